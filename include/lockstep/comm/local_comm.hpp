@@ -1,0 +1,114 @@
+#pragma once
+
+#include <algorithm>
+#include <chrono>
+#include <exception>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <fmt/format.h>
+
+#include "lockstep/comm/communicator.hpp"
+
+namespace lockstep {
+
+/// The Work of LocalComm: complete from the start.
+class LocalWork {
+ public:
+  LocalWork() = default;
+  LocalWork(LocalWork&&) = default;
+  LocalWork& operator=(LocalWork&&) = default;
+
+  void join_stream() const noexcept {}
+  void wait_host() const noexcept {}
+  void wait_host(std::chrono::milliseconds) const noexcept {}
+  [[nodiscard]] std::exception_ptr error() const noexcept { return nullptr; }
+};
+
+/// The communicator of a process that is alone: every reduction and broadcast compiles to nothing, and what
+/// has an output beside its input is a copy. The rank-zero scope is respected all the same, so that a program
+/// does not learn of its mistake only on two processes.
+///
+/// Thread safety: it holds no state; any thread may call it.
+class LocalComm {
+ public:
+  using Work = LocalWork;
+
+  /// Throws UsageError unless the world has one process.
+  explicit LocalComm(const World& world) : world_(world) {
+    if (world.size() != 1)
+      throw UsageError(fmt::format(
+          "LocalComm is for one process, but the world has {}: use GlooComm, or start one process",
+          world.size()));
+  }
+
+  [[nodiscard]] int rank() const { return 0; }
+  [[nodiscard]] int size() const { return 1; }
+  [[nodiscard]] const World& world() const { return world_; }
+
+  Work all_reduce(const at::Tensor&, ReduceOp = ReduceOp::sum) { return done("all_reduce"); }
+  Work all_reduce(const std::vector<at::Tensor>&, ReduceOp = ReduceOp::sum) { return done("all_reduce"); }
+  Work reduce(const at::Tensor&, int /*root*/ = 0, ReduceOp = ReduceOp::sum) { return done("reduce"); }
+  Work broadcast(const at::Tensor&, int /*root*/ = 0) { return done("broadcast"); }
+  Work broadcast(const std::vector<at::Tensor>&, int /*root*/ = 0) { return done("broadcast"); }
+  /// output: [...], input: [1, ...]
+  Work reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp = ReduceOp::sum) {
+    return copy("reduce_scatter", output, input);
+  }
+  /// output: [1, ...], input: [...]
+  Work all_gather(const at::Tensor& output, const at::Tensor& input) {
+    return copy("all_gather", output, input);
+  }
+  /// output, input: [1, ...]
+  Work all_to_all(const at::Tensor& output, const at::Tensor& input) {
+    return copy("all_to_all", output, input);
+  }
+
+  [[nodiscard]] std::vector<std::string> all_gather_bytes(const std::string& bytes) {
+    forbid_in_rank_zero_scope("all_gather_bytes");
+    return {bytes};
+  }
+  [[nodiscard]] std::string broadcast_bytes(const std::string& bytes, int /*root*/ = 0) {
+    forbid_in_rank_zero_scope("broadcast_bytes");
+    return bytes;
+  }
+
+  /// A group of this process, or of none.
+  [[nodiscard]] std::optional<LocalComm> sub_group(const std::vector<int>& ranks) {
+    forbid_in_rank_zero_scope("sub_group");
+    if (std::any_of(ranks.begin(), ranks.end(), [](int rank) { return rank != 0; }))
+      throw CommunicationError("sub_group of LocalComm: there is no rank but 0");
+    if (ranks.empty()) return std::nullopt;
+    return *this;
+  }
+
+  void barrier() { forbid_in_rank_zero_scope("barrier"); }
+  void abort(const std::string& /*reason*/) {}
+  void shutdown() {}
+
+ private:
+  static Work done(const char* name) {
+    forbid_in_rank_zero_scope(name);
+    return {};
+  }
+  static Work copy(const char* name, const at::Tensor& output, const at::Tensor& input) {
+    forbid_in_rank_zero_scope(name);
+    if (output.numel() != input.numel() || output.scalar_type() != input.scalar_type())
+      throw CommunicationError(fmt::format(
+          "{}: output and input must have equal dtypes and numbers of elements, but have {} and {} elements",
+          name, output.numel(), input.numel()));
+    if (output.data_ptr() != input.data_ptr()) {
+      at::Tensor target = output;
+      target.detach().view(input.sizes()).copy_(input.detach());
+    }
+    return {};
+  }
+
+  World world_;
+};
+
+static_assert(Reducing<LocalComm> && Gathering<LocalComm> && Splittable<LocalComm>);
+
+}  // namespace lockstep
