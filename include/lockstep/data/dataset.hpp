@@ -1,0 +1,140 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/index_select.h>
+#include <ATen/ops/stack.h>
+#include <c10/util/ArrayRef.h>
+#include <fmt/format.h>
+#include <torch/data/example.h>
+
+#include <concepts>
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "lockstep/error.hpp"
+
+namespace lockstep {
+
+/// A sample, or a batch of them stacked: `data` and `target`.
+using Example = torch::data::Example<>;
+
+/// A dataset that hands out single samples: `get(i)` for 0 <= i < `size()`. Workers call it at the same time
+/// from several threads. torch::data's datasets fit.
+template <class D>
+concept IndexedDataset = requires(D& dataset, std::size_t index) {
+  dataset.size();
+  dataset.get(index);
+};
+
+/// A dataset that makes a batch at once: `get_batch(indices)`, either stacked already or as a vector of
+/// examples, in the indices' order; from several threads at the same time.
+template <class D>
+concept BatchedDataset = requires(D& dataset, c10::ArrayRef<std::size_t> indices) {
+  dataset.size();
+  dataset.get_batch(indices);
+};
+
+template <class D>
+concept Dataset = IndexedDataset<D> || BatchedDataset<D>;
+
+/// The number of samples; torch::data's datasets return it as an optional. Throws DataError where there is
+/// none.
+template <Dataset D>
+std::size_t dataset_size(const D& dataset) {
+  const std::optional<std::size_t> size = dataset.size();
+  if (!size) throw DataError("the dataset does not know its size: a stream cannot be split among ranks");
+  return *size;
+}
+
+/// Samples that lie in memory as two tensors, [N, ...] each; a batch is one gather from either. Copies share
+/// the tensors.
+class TensorDataset {
+ public:
+  /// Throws DataError where the tensors have no first dimension or not the same.
+  TensorDataset(at::Tensor data, at::Tensor target) : data_(std::move(data)), target_(std::move(target)) {
+    if (!data_.defined() || !target_.defined() || data_.dim() == 0 || target_.dim() == 0)
+      throw DataError("a TensorDataset needs data and target with a first dimension that counts the samples");
+    if (data_.size(0) != target_.size(0))
+      throw DataError(
+          fmt::format("a TensorDataset of {} samples was given {} targets", data_.size(0), target_.size(0)));
+  }
+
+  [[nodiscard]] std::size_t size() const { return static_cast<std::size_t>(data_.size(0)); }
+
+  /// Sample `index` as views of the tensors.
+  [[nodiscard]] Example get(std::size_t index) const {
+    const auto i = static_cast<std::int64_t>(index);
+    return {data_.select(0, i), target_.select(0, i)};
+  }
+
+  /// A stacked copy of the samples `indices`.
+  [[nodiscard]] Example get_batch(c10::ArrayRef<std::size_t> indices) const {
+    // Indices are below the length of a tensor, so that size_t and int64 have the same bits.
+    const at::Tensor index = at::from_blob(const_cast<std::size_t*>(indices.data()),
+                                           {static_cast<std::int64_t>(indices.size())}, at::kLong);
+    return {data_.index_select(0, index.to(data_.device())),
+            target_.index_select(0, index.to(target_.device()))};
+  }
+
+  [[nodiscard]] const at::Tensor& data() const { return data_; }
+  [[nodiscard]] const at::Tensor& target() const { return target_; }
+
+ private:
+  at::Tensor data_, target_;
+};
+
+/// Examples made one: stacked where they are tensors; a vector of them otherwise.
+template <class E>
+auto collate(std::vector<E> examples) {
+  if constexpr (std::same_as<E, Example>) {
+    std::vector<at::Tensor> data, target;
+    data.reserve(examples.size());
+    target.reserve(examples.size());
+    for (E& example : examples) {
+      data.push_back(std::move(example.data));
+      target.push_back(std::move(example.target));
+    }
+    return Example(at::stack(data), at::stack(target));
+  } else if constexpr (std::same_as<E, torch::data::TensorExample>) {
+    std::vector<at::Tensor> data;
+    data.reserve(examples.size());
+    for (E& example : examples) data.push_back(std::move(example.data));
+    return E(at::stack(data));
+  } else {
+    return examples;
+  }
+}
+
+namespace detail {
+template <class B>
+auto collate_batch(B batch) {
+  return batch;
+}
+template <class E>
+auto collate_batch(std::vector<E> batch) {
+  return collate(std::move(batch));
+}
+}  // namespace detail
+
+/// The samples `indices` of any dataset as one batch, by its batched way where it has one.
+template <Dataset D>
+auto make_batch(D& dataset, c10::ArrayRef<std::size_t> indices) {
+  if constexpr (BatchedDataset<D>) {
+    return detail::collate_batch(dataset.get_batch(indices));
+  } else {
+    std::vector<decltype(dataset.get(std::size_t{}))> examples;
+    examples.reserve(indices.size());
+    for (const std::size_t index : indices) examples.push_back(dataset.get(index));
+    return collate(std::move(examples));
+  }
+}
+
+/// What `make_batch` makes of a dataset.
+template <Dataset D>
+using BatchOf = decltype(make_batch(std::declval<D&>(), c10::ArrayRef<std::size_t>{}));
+
+}  // namespace lockstep

@@ -1,0 +1,80 @@
+#pragma once
+
+#include <numeric>
+
+#include "lockstep/data/strided_sampler.hpp"
+
+namespace lockstep {
+
+/// Every sample exactly once over all ranks, none repeated and none left out: rank r sees one block of
+/// consecutive samples, in order, so that the ranks' results one after another are in the dataset's order.
+/// Blocks differ by at most one sample, the longer ones first; with more ranks than samples some are empty.
+/// What is averaged over it must therefore be summed and counted, and a collective in each step would hang:
+/// reduce once, at the end.
+class EvaluationSampler : public torch::data::samplers::Sampler<> {
+ public:
+  /// Throws UsageError unless 0 <= rank < world_size.
+  EvaluationSampler(std::size_t length, int rank, int world_size)
+      : length_(length),
+        rank_(static_cast<std::size_t>(rank)),
+        world_size_(static_cast<std::size_t>(world_size)) {
+    detail::check_rank("EvaluationSampler", rank, world_size);
+  }
+
+  template <RankedGroup G>
+  EvaluationSampler(std::size_t length, const G& group)
+      : EvaluationSampler(length, group.rank(), group.size()) {}
+
+  /// The order is the same in every epoch.
+  void set_epoch(std::size_t) {}
+
+  void reset(std::optional<std::size_t> new_length = std::nullopt) override {
+    if (new_length) length_ = *new_length;
+    if (!resumed_) position_ = 0;
+    resumed_ = false;
+  }
+
+  std::optional<std::vector<std::size_t>> next(std::size_t batch_size) override {
+    detail::check_batch_size(batch_size);
+    resumed_ = false;
+    const std::size_t count = std::min(batch_size, size() - std::min(position_, size()));
+    if (count == 0) return std::nullopt;
+    std::vector<std::size_t> indices(count);
+    std::iota(indices.begin(), indices.end(), first() + position_);
+    position_ += count;
+    return indices;
+  }
+
+  /// Samples of this rank: they may differ by one between ranks.
+  [[nodiscard]] std::size_t size() const {
+    return length_ / world_size_ + (rank_ < length_ % world_size_ ? 1 : 0);
+  }
+  /// The first sample of this rank's block.
+  [[nodiscard]] std::size_t first() const {
+    return rank_ * (length_ / world_size_) + std::min(rank_, length_ % world_size_);
+  }
+  [[nodiscard]] std::size_t position() const { return position_; }
+  [[nodiscard]] int rank() const { return static_cast<int>(rank_); }
+
+  void save(torch::serialize::OutputArchive& archive) const override {
+    archive.write("length", c10::IValue(static_cast<std::int64_t>(length_)));
+    archive.write("world_size", c10::IValue(static_cast<std::int64_t>(world_size_)));
+    archive.write("position", c10::IValue(static_cast<std::int64_t>(position_)));
+  }
+
+  /// Throws CheckpointError where length or world size differ from the saved ones.
+  void load(torch::serialize::InputArchive& archive) override {
+    detail::expect_saved("length", detail::read_count(archive, "length"), static_cast<std::int64_t>(length_));
+    detail::expect_saved("world size", detail::read_count(archive, "world_size"),
+                         static_cast<std::int64_t>(world_size_));
+    position_ = static_cast<std::size_t>(detail::read_count(archive, "position"));
+    resumed_ = true;
+  }
+
+ private:
+  std::size_t length_, rank_, world_size_;
+  std::size_t position_ = 0;
+  bool resumed_ = false;
+};
+
+}  // namespace lockstep

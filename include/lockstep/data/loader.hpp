@@ -1,0 +1,287 @@
+#pragma once
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <functional>
+#include <iterator>
+#include <memory>
+#include <string>
+
+#include "lockstep/data/dataset.hpp"
+#include "lockstep/data/generator.hpp"
+#include "lockstep/data/prefetcher.hpp"
+#include "lockstep/data/sampler.hpp"
+#include "lockstep/data/worker_thread.hpp"
+
+namespace lockstep {
+
+/// Changes a sample (or a batch), drawing from the generator it is given and from no other.
+using Transform = std::function<Example(Example, at::Generator&)>;
+
+struct LoaderOptions {
+  /// Samples in a batch of this rank.
+  std::size_t batch_size = 32;
+  /// Threads that make batches ahead; 0 makes each in the caller's thread when it is asked for.
+  std::size_t workers = 0;
+  /// Batches that each worker is ahead of the consumer.
+  std::size_t prefetch = 2;
+  /// Leave out a last batch that is not full.
+  bool drop_last = false;
+  /// Applied to each sample before stacking. It gives up a dataset's batched way.
+  Transform transform = {};
+  /// Applied to each stacked batch.
+  Transform batch_transform = {};
+  /// The transforms' draws follow from (seed, epoch, rank, number of the batch's first sample): they are the
+  /// same in every run and with any number of workers, and differ between ranks, batches and epochs.
+  std::uint64_t seed = 0;
+  /// -1: the sampler's rank if it has one, else this process's.
+  int rank = -1;
+  /// Go on to the next epoch with each further pass, where `set_epoch` was not called since the last.
+  bool advance_epoch = true;
+  /// Draw one number from the default generator as each pass begins, as Python's DataLoader does: what else
+  /// draws from it (dropout) then sees the same numbers as in Python.
+  bool draw_base_seed = true;
+};
+
+/// The batches of a dataset that a sampler selects, in the sampler's order whatever the timing of workers:
+/// `for (auto& batch : loader)`. A batch is an `Example` of stacked tensors for datasets of tensors.
+///
+/// Dataset and sampler are held by value. Workers call the dataset and the transforms at the same time, on
+/// the one copy held here; tensor operations in a worker stay on its thread. What a worker throws is rethrown
+/// to the consumer when it asks for that batch: errors of lockstep as they are, others as a DataError (with
+/// the original nested) that names the rank and the batch. Leaving the loop early, by `break` or by an
+/// exception, stops and joins all workers. One pass at a time; used from one thread.
+template <Dataset D, Sampler S>
+class DataLoader {
+ public:
+  using Batch = BatchOf<D>;
+  class Iterator;
+
+  /// Throws UsageError for a batch size of 0, and for transforms that do not fit the dataset.
+  DataLoader(D dataset, S sampler, LoaderOptions options = {})
+      : dataset_(std::move(dataset)), sampler_(std::move(sampler)), options_(std::move(options)) {
+    if (options_.batch_size == 0)
+      throw UsageError("a batch size of 0 would never get through the data: give at least 1");
+    if (!std::same_as<Batch, Example> && (options_.transform || options_.batch_transform))
+      throw UsageError(
+          "the loader's transforms take an Example of two tensors, which this dataset does not give");
+    if (options_.transform && !has_single_samples)
+      throw UsageError(
+          "this dataset makes whole batches only: give the loader a batch_transform, not a transform");
+    if constexpr (requires { sampler_.epoch(); }) epoch_ = sampler_.epoch();
+    times_set_ = times_set();
+  }
+  DataLoader(const DataLoader&) = delete;
+  DataLoader& operator=(const DataLoader&) = delete;
+
+  /// Starts a pass. Throws UsageError while another is under way.
+  Iterator begin() {
+    if (pass_under_way_)
+      throw UsageError("a DataLoader gives one pass at a time: the last loop over it still runs");
+    if (times_set() != times_set_) {  // by a copy of the sampler that the user kept, or by loading it
+      if constexpr (requires { sampler_.epoch(); }) epoch_ = sampler_.epoch();
+    } else if (begun_ && options_.advance_epoch) {
+      sampler_.set_epoch(++epoch_);
+    }
+    times_set_ = times_set();
+    begun_ = true;
+    if constexpr (!requires { S::draws_base_seed; }) {
+      if (options_.draw_base_seed) at::empty({}, at::kLong).random_();
+    }
+    sampler_.reset();
+    number_ = 0;
+    if constexpr (requires { sampler_.position(); }) number_ = sampler_.position();
+    return Iterator(*this);
+  }
+  static std::default_sentinel_t end() { return {}; }
+
+  /// Batches of this rank in a pass, known before it starts.
+  [[nodiscard]] std::size_t size() const {
+    const std::size_t samples = sampler_.size(), batch = options_.batch_size;
+    return samples / batch + (!options_.drop_last && samples % batch != 0 ? 1 : 0);
+  }
+
+  /// The epoch of the next pass, handed to the sampler.
+  void set_epoch(std::size_t epoch) {
+    sampler_.set_epoch(epoch);
+    epoch_ = epoch;
+    times_set_ = times_set();
+    begun_ = false;
+  }
+  [[nodiscard]] std::size_t epoch() const { return epoch_; }
+
+  [[nodiscard]] const D& dataset() const { return dataset_; }
+  [[nodiscard]] S& sampler() { return sampler_; }
+  [[nodiscard]] const S& sampler() const { return sampler_; }
+  [[nodiscard]] const LoaderOptions& options() const { return options_; }
+
+ private:
+  struct Job {
+    std::vector<std::size_t> indices;
+    std::size_t number;  // of its first sample in this rank's pass
+  };
+
+  static constexpr bool gives_examples = requires(D & dataset, c10::ArrayRef<std::size_t> indices) {
+    { dataset.get_batch(indices) } -> std::same_as<std::vector<Example>>;
+  };
+  static constexpr bool has_single_samples = IndexedDataset<D> || gives_examples;
+
+  [[nodiscard]] std::size_t times_set() const {
+    if constexpr (requires { sampler_.times_set(); })
+      return sampler_.times_set();
+    else
+      return 0;
+  }
+
+  [[nodiscard]] int rank() const {
+    if (options_.rank >= 0) return options_.rank;
+    if constexpr (requires { sampler_.rank(); })
+      return sampler_.rank();
+    else
+      return std::max(0, detail::process_rank.load());
+  }
+
+  std::optional<Job> next_job() {
+    auto indices = sampler_.next(options_.batch_size);
+    if (!indices || (options_.drop_last && indices->size() < options_.batch_size)) return std::nullopt;
+    Job job{std::move(*indices), number_};
+    number_ += job.indices.size();
+    return job;
+  }
+
+  // Runs on several threads at once: reads only.
+  Batch load(const Job& job) {
+    const at::NoGradGuard no_grad;
+    try {
+      return load_unchecked(job);
+    } catch (const Error&) {
+      throw;
+    } catch (const c10::Error& error) {
+      std::throw_with_nested(DataError(describe(job, error.what_without_backtrace())));
+    } catch (const std::exception& error) {
+      std::throw_with_nested(DataError(describe(job, error.what())));
+    }
+  }
+
+  Batch load_unchecked(const Job& job) {
+    if constexpr (std::same_as<Batch, Example>) {
+      if (options_.transform || options_.batch_transform) {
+        at::Generator generator =
+            keyed_generator({options_.seed, epoch_, static_cast<std::uint32_t>(rank()), job.number});
+        Batch batch =
+            options_.transform ? load_transformed(job, generator) : make_batch(dataset_, job.indices);
+        return options_.batch_transform ? options_.batch_transform(std::move(batch), generator) : batch;
+      }
+    }
+    return make_batch(dataset_, job.indices);
+  }
+
+  Batch load_transformed(const Job& job, at::Generator& generator) {
+    std::vector<Example> examples;
+    if constexpr (gives_examples) {
+      examples = dataset_.get_batch(job.indices);
+      for (Example& example : examples) example = options_.transform(std::move(example), generator);
+    } else if constexpr (IndexedDataset<D>) {
+      examples.reserve(job.indices.size());
+      for (const std::size_t index : job.indices)
+        examples.push_back(options_.transform(dataset_.get(index), generator));
+    }
+    return collate(std::move(examples));
+  }
+
+  std::string describe(const Job& job, const std::string& what) const {
+    return fmt::format("rank {} could not load batch {} of epoch {} (samples {}{}): {}", rank(),
+                       job.number / options_.batch_size, epoch_, job.indices.front(),
+                       job.indices.size() > 1 ? fmt::format(" to {}", job.indices.back()) : "", what);
+  }
+
+  D dataset_;
+  S sampler_;
+  LoaderOptions options_;
+  std::size_t epoch_ = 0;
+  std::size_t times_set_ = 0;
+  std::size_t number_ = 0;  // samples of this rank drawn in this pass
+  bool begun_ = false;      // a pass was begun since the epoch was set
+  bool pass_under_way_ = false;
+};
+
+/// A pass over a loader's batches. Move-only: destroying it ends the pass.
+template <Dataset D, Sampler S>
+class DataLoader<D, S>::Iterator {
+ public:
+  using value_type = Batch;
+  using difference_type = std::ptrdiff_t;
+  using iterator_concept = std::input_iterator_tag;
+
+  Iterator(Iterator&& other) noexcept
+      : loader_(std::exchange(other.loader_, nullptr)),
+        prefetcher_(std::move(other.prefetcher_)),
+        batch_(std::move(other.batch_)) {}
+  Iterator& operator=(Iterator&& other) noexcept {
+    std::swap(loader_, other.loader_);
+    std::swap(prefetcher_, other.prefetcher_);
+    std::swap(batch_, other.batch_);
+    return *this;
+  }
+  ~Iterator() { finish(); }
+
+  Batch& operator*() const { return *batch_; }
+  Batch* operator->() const { return &*batch_; }
+  Iterator& operator++() {
+    advance();
+    return *this;
+  }
+  void operator++(int) { advance(); }
+  bool operator==(std::default_sentinel_t) const { return !batch_; }
+
+ private:
+  friend class DataLoader;
+
+  explicit Iterator(DataLoader& loader) : loader_(&loader) {
+    loader.pass_under_way_ = true;
+    try {
+      if (const std::size_t workers = loader.options_.workers; workers > 0)
+        prefetcher_ = std::make_unique<Prefetcher<Job, Batch>>(
+            workers, workers * std::max<std::size_t>(1, loader.options_.prefetch),
+            [&loader] { return loader.next_job(); }, [&loader](Job& job) { return loader.load(job); },
+            detail::keep_math_on_this_thread);
+      advance();
+    } catch (...) {
+      finish();
+      throw;
+    }
+  }
+
+  void advance() {
+    batch_.reset();  // its memory serves the next one
+    try {
+      if (prefetcher_) {
+        batch_ = prefetcher_->next();
+      } else if (const auto job = loader_->next_job()) {
+        batch_ = loader_->load(*job);
+      }
+    } catch (...) {
+      finish();
+      throw;
+    }
+    if (!batch_) finish();
+  }
+
+  void finish() {
+    prefetcher_.reset();  // joins the workers
+    if (loader_) loader_->pass_under_way_ = false;
+  }
+
+  DataLoader* loader_;
+  std::unique_ptr<Prefetcher<Job, Batch>> prefetcher_;
+  mutable std::optional<Batch> batch_;
+};
+
+template <class D, class S>
+DataLoader(D, S, LoaderOptions) -> DataLoader<D, S>;
+template <class D, class S>
+DataLoader(D, S) -> DataLoader<D, S>;
+
+}  // namespace lockstep
