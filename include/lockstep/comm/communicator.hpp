@@ -18,12 +18,15 @@ enum class ReduceOp { sum, average, min, max, product };
 /// A group of ranks that can meet.
 ///
 /// 1. `rank()` and `size()` are those of the group; `world()` is the World it was made from.
-/// 2. Every rank of the group calls the same collectives in the same order. Inside a rank-zero scope each of them
+/// 2. Every rank of the group calls the same collectives in the same order. Inside a rank-zero scope each of
+/// them
 ///    throws CommunicationError at once.
 /// 3. `barrier()` blocks until every rank has come, and names those that have not when the deadline passes.
-/// 4. `abort(reason)` never blocks: what is in flight ends with an error here, and the peers are told the reason.
+/// 4. `abort(reason)` never blocks: what is in flight ends with an error here, and the peers are told the
+/// reason.
 ///    Errors are sticky: every later call rethrows the first.
-/// 5. `shutdown()` ends the group in good order; the destructor calls it unless an exception is in flight, and
+/// 5. `shutdown()` ends the group in good order; the destructor calls it unless an exception is in flight,
+/// and
 ///    then aborts instead, so that no destructor waits for a deadline.
 template <class C>
 concept Communicator = std::movable<C> && AsyncWork<typename C::Work> &&
@@ -36,8 +39,8 @@ concept Communicator = std::movable<C> && AsyncWork<typename C::Work> &&
   comm.shutdown();
 };
 
-/// A communicator that reduces. Tensors are dense, contiguous and of equal shape and dtype on every rank; results
-/// replace the input. A list is one operation (coalesced), in the list's order.
+/// A communicator that reduces. Tensors are dense, contiguous and of equal shape and dtype on every rank;
+/// results replace the input. A list is one operation (coalesced), in the list's order.
 template <class C>
 concept Reducing = Communicator<C> &&
     requires(C& comm, at::Tensor tensor, std::vector<at::Tensor> list, ReduceOp op, int root) {
@@ -50,8 +53,9 @@ concept Reducing = Communicator<C> &&
   { comm.reduce_scatter(tensor, tensor, op) } -> std::same_as<typename C::Work>;
 };
 
-/// A communicator that gathers: tensors (output [size, ...] of input [...], or both [size, ...] for all_to_all) and
-/// objects, which are bytes of any length, different on each rank; the calls for objects block.
+/// A communicator that gathers: tensors (output [size, ...] of input [...], or both [size, ...] for
+/// all_to_all) and objects, which are bytes of any length, different on each rank; the calls for objects
+/// block.
 template <class C>
 concept Gathering = Communicator<C> && requires(C& comm, at::Tensor tensor, std::string bytes, int root) {
   { comm.all_gather(tensor, tensor) } -> std::same_as<typename C::Work>;
@@ -60,15 +64,16 @@ concept Gathering = Communicator<C> && requires(C& comm, at::Tensor tensor, std:
   { comm.broadcast_bytes(bytes, root) } -> std::same_as<std::string>;
 };
 
-/// A communicator that sends from one rank to another. Messages between two ranks with one tag arrive in order.
+/// A communicator that sends from one rank to another. Messages between two ranks with one tag arrive in
+/// order.
 template <class C>
 concept PointToPoint = Communicator<C> && requires(C& comm, at::Tensor tensor, int peer, int tag) {
   { comm.send(tensor, peer, tag) } -> std::same_as<typename C::Work>;
   { comm.recv(tensor, peer, tag) } -> std::same_as<typename C::Work>;
 };
 
-/// A communicator that forms sub-groups. `sub_group(ranks)` is collective over the whole group: every rank calls it
-/// with the same list (ranks of this group, ascending); those outside the list get nothing.
+/// A communicator that forms sub-groups. `sub_group(ranks)` is collective over the whole group: every rank
+/// calls it with the same list (ranks of this group, ascending); those outside the list get nothing.
 template <class C>
 concept Splittable = Communicator<C> && requires(C& comm, std::vector<int> ranks) {
   { comm.sub_group(ranks) } -> std::same_as<std::optional<C>>;

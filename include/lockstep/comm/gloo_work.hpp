@@ -1,0 +1,89 @@
+#pragma once
+
+#include <chrono>
+#include <exception>
+#include <memory>
+#include <utility>
+
+#include <c10/util/SmallVector.h>
+
+#include "lockstep/comm/gloo_group.hpp"
+#include "lockstep/comm/work.hpp"
+
+namespace lockstep {
+
+/// The Work of GlooComm. On a CPU join_stream() and wait_host() are the same. One thread may use it at a
+/// time.
+class GlooWork {
+ public:
+  /// A complete one.
+  GlooWork() = default;
+  GlooWork(std::shared_ptr<detail::GlooGroup> group, detail::Call call)
+      : group_(std::move(group)), call_(call) {}
+
+  GlooWork(GlooWork&&) noexcept = default;
+  GlooWork& operator=(GlooWork&& other) noexcept {
+    if (this == &other) return *this;
+    let_go();
+    group_ = std::move(other.group_);
+    call_ = other.call_;
+    parts_ = std::move(other.parts_);
+    other.parts_.clear();
+    error_ = std::move(other.error_);
+    return *this;
+  }
+  ~GlooWork() { let_go(); }
+
+  void join_stream() { wait_until(call_.start + deadline()); }
+  void wait_host() { wait_until(call_.start + deadline()); }
+  void wait_host(std::chrono::milliseconds deadline) {
+    wait_until(std::min(std::chrono::steady_clock::now() + deadline, call_.start + this->deadline()));
+  }
+
+  [[nodiscard]] std::exception_ptr error() const noexcept {
+    if (error_) return error_;
+    for (const auto& part : parts_)
+      if (auto error = part->exception()) return error;
+    return nullptr;
+  }
+
+  /// Adds a c10d work that must be complete before this one is.
+  void add(c10::intrusive_ptr<c10d::Work> part) { parts_.push_back(std::move(part)); }
+
+ private:
+  [[nodiscard]] std::chrono::milliseconds deadline() const {
+    return group_ ? group_->deadline() : std::chrono::milliseconds(0);
+  }
+
+  void wait_until(std::chrono::steady_clock::time_point until) {
+    if (error_) std::rethrow_exception(error_);
+    try {
+      for (auto& part : parts_) {
+        if (call_.peer >= 0)
+          group_->await_message(call_, part, until);
+        else
+          group_->await(call_, *part, until);
+      }
+    } catch (...) {
+      if (group_->failed()) error_ = std::current_exception();
+      throw;
+    }
+    parts_.clear();
+    group_.reset();
+  }
+
+  // Gloo drops a message whose work is destroyed, so the group keeps it.
+  void let_go() noexcept {
+    if (group_ && call_.peer >= 0)
+      for (auto& part : parts_) group_->keep(std::move(part));
+  }
+
+  std::shared_ptr<detail::GlooGroup> group_;
+  detail::Call call_;
+  c10::SmallVector<c10::intrusive_ptr<c10d::Work>, 1> parts_;
+  std::exception_ptr error_;
+};
+
+static_assert(AsyncWork<GlooWork>);
+
+}  // namespace lockstep
