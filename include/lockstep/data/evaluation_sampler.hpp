@@ -54,6 +54,8 @@ class EvaluationSampler : public torch::data::samplers::Sampler<> {
     return rank_ * (length_ / world_size_) + std::min(rank_, length_ % world_size_);
   }
   [[nodiscard]] std::size_t position() const { return position_; }
+  /// A pass was loaded and not yet taken up: the next `reset()` goes on with it.
+  [[nodiscard]] bool resumes() const { return resumed_; }
   [[nodiscard]] int rank() const { return static_cast<int>(rank_); }
 
   void save(torch::serialize::OutputArchive& archive) const override {

@@ -88,7 +88,7 @@ class DataLoader {
     times_set_ = times_set();
     begun_ = true;
     if constexpr (!requires { S::draws_base_seed; }) {
-      if (options_.draw_base_seed) at::empty({}, at::kLong).random_();
+      if (options_.draw_base_seed && !resumes()) at::empty({}, at::kLong).random_();
     }
     sampler_.reset();
     number_ = 0;
@@ -133,6 +133,14 @@ class DataLoader {
       return sampler_.times_set();
     else
       return 0;
+  }
+
+  // A pass that goes on drew its base seed when it began.
+  [[nodiscard]] bool resumes() const {
+    if constexpr (requires { sampler_.resumes(); })
+      return sampler_.resumes();
+    else
+      return false;
   }
 
   [[nodiscard]] int rank() const {

@@ -57,8 +57,7 @@ class StridedSampler : public torch::data::samplers::Sampler<> {
   /// The next `reset()`, on this sampler and all its copies, starts this epoch; this one starts it at once.
   void set_epoch(std::size_t epoch) {
     set(epoch);
-    if (resumed_ && pass_epoch_ == epoch) return;
-    begin();
+    if (!resumes()) begin();
   }
   [[nodiscard]] std::size_t epoch() const { return epoch_->number; }
   /// How often the epoch was set, by `set_epoch` or `load`, on this sampler or a copy.
@@ -70,7 +69,7 @@ class StridedSampler : public torch::data::samplers::Sampler<> {
       length_ = *new_length;
       resumed_ = false;
     }
-    if (resumed_ && pass_epoch_ == epoch_->number)
+    if (resumes())
       resumed_ = false;
     else
       begin();
@@ -97,6 +96,9 @@ class StridedSampler : public torch::data::samplers::Sampler<> {
   [[nodiscard]] std::size_t position() const {
     return skipped_ / static_cast<std::size_t>(world_size_) + position_;
   }
+
+  /// A pass was loaded and not yet taken up: the next `reset()` goes on with it.
+  [[nodiscard]] bool resumes() const { return resumed_ && pass_epoch_ == epoch_->number; }
 
   [[nodiscard]] std::size_t length() const { return length_; }
   [[nodiscard]] int rank() const { return rank_; }

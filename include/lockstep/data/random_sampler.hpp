@@ -1,0 +1,143 @@
+#pragma once
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/randperm.h>
+
+#include "lockstep/data/strided_sampler.hpp"
+
+namespace lockstep {
+
+struct RandomSamplerOptions {
+  /// Draw from this generator, as Python's DataLoader(generator=g) does; undefined means the default
+  /// generator, that of `torch::manual_seed`.
+  at::Generator generator = {};
+  /// Draw a number before each pass, as a DataLoader does; off gives the order of Python's bare
+  /// RandomSampler.
+  bool draw_base_seed = true;
+};
+
+/// The order of Python's `DataLoader(shuffle=True)`: every pass draws the loader's base seed and then a seed
+/// from the default generator, and permutes with a generator of its own made from the latter. With a
+/// generator given, the permutation is drawn from that directly, and once more, to no effect but on the
+/// generator, when a pass is read to its end. So each pass differs without `set_epoch`, which is ignored.
+///
+/// It belongs to one process: in several, each sees all samples, in orders that differ where their generators
+/// do.
+class RandomSampler : public torch::data::samplers::Sampler<> {
+ public:
+  /// DataLoader of lockstep leaves the base seed to this sampler.
+  static constexpr bool draws_base_seed = true;
+
+  /// Throws DataError for an empty dataset, as Python does.
+  explicit RandomSampler(std::size_t length, RandomSamplerOptions options = {})
+      : length_(length), options_(std::move(options)) {
+    check_length();
+  }
+
+  /// The order follows from the generator's state, not from the epoch.
+  void set_epoch(std::size_t) {}
+
+  /// Starts a pass: all its draws but the last happen here.
+  void reset(std::optional<std::size_t> new_length = std::nullopt) override {
+    if (new_length && *new_length != length_) {
+      length_ = *new_length;
+      check_length();
+      resumed_ = false;
+    }
+    if (!resumed_) begin();
+    resumed_ = false;
+  }
+
+  std::optional<std::vector<std::size_t>> next(std::size_t batch_size) override {
+    detail::check_batch_size(batch_size);
+    if (!order_.defined()) begin();
+    resumed_ = false;
+    const std::size_t count = std::min(batch_size, length_ - position_);
+    if (count < batch_size && !ended_) {
+      ended_ = true;
+      if (options_.generator.defined()) permute(options_.generator);
+    }
+    if (count == 0) return std::nullopt;
+    std::vector<std::size_t> indices(count);
+    std::copy_n(order_.const_data_ptr<std::int64_t>() + position_, count, indices.begin());
+    position_ += count;
+    return indices;
+  }
+
+  [[nodiscard]] std::size_t size() const { return length_; }
+  /// Samples given in this pass.
+  [[nodiscard]] std::size_t position() const { return position_; }
+
+  /// Writes the state from which this pass's permutation was drawn, and the position in it. The default
+  /// generator is not the sampler's: who resumes restores it too.
+  void save(torch::serialize::OutputArchive& archive) const override {
+    archive.write("length", c10::IValue(static_cast<std::int64_t>(length_)));
+    archive.write("position", c10::IValue(static_cast<std::int64_t>(position_)));
+    archive.write("drawn", c10::IValue(static_cast<std::int64_t>(order_.defined())));
+    if (order_.defined()) archive.write("state", state_, /*is_buffer=*/true);
+    if (options_.generator.defined())
+      archive.write("generator", options_.generator.get_state(), /*is_buffer=*/true);
+  }
+
+  /// Throws CheckpointError where the length differs from the saved one, or the generator's kind.
+  void load(torch::serialize::InputArchive& archive) override {
+    detail::expect_saved("length", detail::read_count(archive, "length"), static_cast<std::int64_t>(length_));
+    at::Tensor now;
+    const bool own = archive.try_read("generator", now, /*is_buffer=*/true);
+    if (own != options_.generator.defined())
+      throw CheckpointError(
+          fmt::format("the saved RandomSampler drew from {} generator and this one draws from {}",
+                      own ? "its own" : "the default", own ? "the default" : "its own"));
+    order_ = at::Tensor();
+    position_ = 0;
+    resumed_ = detail::read_count(archive, "drawn") != 0;
+    if (resumed_) {
+      archive.read("state", state_, /*is_buffer=*/true);
+      at::Generator again = at::detail::createCPUGenerator();
+      again.set_state(state_);
+      order_ = permute(again);
+      position_ = static_cast<std::size_t>(detail::read_count(archive, "position"));
+      ended_ = position_ >= length_;
+    }
+    if (own) options_.generator.set_state(now);
+  }
+
+ private:
+  void check_length() const {
+    if (length_ == 0) throw DataError("a RandomSampler needs at least one sample, and the dataset has none");
+  }
+
+  static std::int64_t draw_seed(const at::Generator& generator) {
+    return at::empty({}, at::TensorOptions().dtype(at::kLong).device(at::kCPU))
+        .random_(generator.defined() ? std::optional(generator) : std::nullopt)
+        .item<std::int64_t>();
+  }
+
+  at::Tensor permute(const at::Generator& generator) const {
+    return at::randperm(static_cast<std::int64_t>(length_), generator,
+                        at::TensorOptions().dtype(at::kLong).device(at::kCPU));
+  }
+
+  void begin() {
+    order_ = at::Tensor();  // two orders never live side by side
+    if (options_.draw_base_seed) draw_seed(options_.generator);
+    at::Generator generator = options_.generator;
+    if (!generator.defined())
+      generator = at::detail::createCPUGenerator(static_cast<std::uint64_t>(draw_seed(generator)));
+    state_ = generator.get_state();
+    order_ = permute(generator);
+    position_ = 0;
+    ended_ = false;
+  }
+
+  std::size_t length_;
+  RandomSamplerOptions options_;
+  at::Tensor order_, state_;
+  std::size_t position_ = 0;
+  bool resumed_ = false;
+  bool ended_ = false;  // someone asked for more than there was
+};
+
+}  // namespace lockstep

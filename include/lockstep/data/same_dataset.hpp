@@ -1,0 +1,109 @@
+#pragma once
+
+#include <ATen/ops/empty.h>
+
+#include <string>
+#include <string_view>
+
+#include "lockstep/comm/communicator.hpp"
+#include "lockstep/data/dataset.hpp"
+#include "lockstep/data/generator.hpp"
+
+namespace lockstep {
+
+namespace detail {
+
+inline std::uint64_t hash_bytes(std::uint64_t hash, const void* bytes, std::size_t count) {
+  const auto* at = static_cast<const unsigned char*>(bytes);
+  for (std::size_t i = 0; i < count; ++i) hash = (hash ^ at[i]) * 0x100000001b3u;  // FNV-1a
+  return mix_bits(hash);
+}
+
+inline std::uint64_t hash_value(std::uint64_t hash, const at::Tensor& tensor) {
+  const at::Tensor dense = tensor.cpu().contiguous();
+  const auto type = static_cast<std::int64_t>(dense.scalar_type());
+  hash = hash_bytes(hash, &type, sizeof type);
+  hash = hash_bytes(hash, dense.sizes().data(), dense.sizes().size() * sizeof(std::int64_t));
+  return hash_bytes(hash, dense.const_data_ptr(), dense.nbytes());
+}
+template <class Data, class Target>
+std::uint64_t hash_value(std::uint64_t hash, const torch::data::Example<Data, Target>& example) {
+  hash = hash_value(hash, example.data);
+  if constexpr (!std::is_void_v<Target>) hash = hash_value(hash, example.target);
+  return hash;
+}
+
+}  // namespace detail
+
+/// A hash of the length and of a few samples spread over the dataset (the first and the last among them):
+/// their shapes, types and bytes. It tells another dataset or another order of it, not one changed byte.
+/// Datasets whose samples are drawn anew each time have none.
+template <Dataset D>
+requires requires(BatchOf<D> batch) {
+  detail::hash_value(0, batch);
+}
+std::uint64_t fingerprint(D& dataset, std::size_t samples = 16) {
+  const std::size_t length = dataset_size(dataset);
+  std::uint64_t hash = detail::hash_bytes(0xcbf29ce484222325u, &length, sizeof length);
+  samples = std::min(samples, length);
+  for (std::size_t i = 0; i < samples; ++i) {
+    const std::size_t index = samples == 1 ? 0 : i * (length - 1) / (samples - 1);
+    hash = detail::hash_value(hash, make_batch(dataset, c10::ArrayRef<std::size_t>(index)));
+  }
+  return hash;
+}
+
+namespace detail {
+
+// "rank 2 has 5", "ranks 1, 3 have 7": the ranks by what they have, the first rank's first.
+inline std::string tell_apart(const std::vector<std::string>& values, std::string_view unit) {
+  std::string text;
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    bool told = false;
+    for (std::size_t j = 0; j < i; ++j) told = told || values[j] == values[i];
+    if (told) continue;
+    std::string ranks;
+    bool several = false;
+    for (std::size_t j = i; j < values.size(); ++j) {
+      if (values[j] != values[i]) continue;
+      several = several || j != i;
+      ranks += fmt::format("{}{}", ranks.empty() ? "" : ", ", j);
+    }
+    text += fmt::format("{}{} {} {} {}{}", text.empty() ? "" : "; ", several ? "ranks" : "rank", ranks,
+                        several ? "have" : "has", values[i], unit);
+  }
+  return text;
+}
+
+}  // namespace detail
+
+/// Compares the length of the dataset, and a fingerprint where one is given, over the ranks of `comm`; each
+/// rank calls it. Throws MismatchError, with one and the same text on every rank, where they differ: samplers
+/// of different lengths run out of step, and then hang.
+template <Gathering C>
+void check_same_dataset(C& comm, std::size_t length,
+                        std::optional<std::uint64_t> fingerprint = std::nullopt) {
+  const auto compare = [&comm](const std::string& value, std::string_view what, std::string_view unit) {
+    const std::vector<std::string> values = comm.all_gather_bytes(value);
+    for (const std::string& other : values) {
+      if (other != values.front())
+        throw MismatchError(
+            fmt::format("the ranks do not have the same dataset, {} differs: {}. Give every rank the "
+                        "same files",
+                        what, detail::tell_apart(values, unit)));
+    }
+  };
+  compare(fmt::format("{}", length), "its length", " samples");
+  compare(fingerprint ? fmt::format("{:016x}", *fingerprint) : "none", "its fingerprint", "");
+}
+
+/// The same for a dataset itself, with its fingerprint where its samples can be hashed.
+template <Gathering C, Dataset D>
+void check_same_dataset(C& comm, D& dataset) {
+  if constexpr (requires { fingerprint(dataset); })
+    check_same_dataset(comm, dataset_size(dataset), fingerprint(dataset));
+  else
+    check_same_dataset(comm, dataset_size(dataset));
+}
+
+}  // namespace lockstep
