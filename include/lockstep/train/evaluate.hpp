@@ -1,0 +1,129 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <torch/nn/module.h>
+
+#include <array>
+#include <cstdint>
+#include <span>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "lockstep/comm/communicator.hpp"
+#include "lockstep/data/evaluation_sampler.hpp"
+#include "lockstep/data/loader.hpp"
+#include "lockstep/grad/broadcast_list.hpp"
+#include "lockstep/grad/named_tensors.hpp"
+#include "lockstep/train/dataset_view.hpp"
+#include "lockstep/train/metrics.hpp"
+#include "lockstep/train/model_handle.hpp"
+
+namespace lockstep {
+
+/// Evaluation mode and no autograd while it lives; then each module is in the mode it was in before, also one
+/// that the user had frozen by itself.
+class EvaluationMode {
+ public:
+  explicit EvaluationMode(torch::nn::Module& module) {
+    module.apply([this](torch::nn::Module& part) { before_.emplace_back(&part, part.is_training()); });
+    module.eval();
+  }
+  ~EvaluationMode() {
+    // train() reaches into the children, which therefore come after their parents, as apply() lists them.
+    for (const auto& [part, training] : before_) part->train(training);
+  }
+  EvaluationMode(const EvaluationMode&) = delete;
+  EvaluationMode& operator=(const EvaluationMode&) = delete;
+
+ private:
+  std::vector<std::pair<torch::nn::Module*, bool>> before_;
+  at::NoGradGuard no_grad_;
+};
+
+/// Adds each total up over the ranks: one collective for all of them, none where this rank is alone.
+template <Reducing C>
+void sum_over_ranks(std::span<Total> totals, C& comm) {
+  if (comm.size() == 1 || totals.empty()) return;
+  const auto numbers = static_cast<std::int64_t>(2 * totals.size());
+  at::Tensor packed = at::empty({numbers}, at::kDouble);
+  double* at = packed.mutable_data_ptr<double>();
+  for (std::size_t i = 0; i < totals.size(); ++i) {
+    at[2 * i] = totals[i].sum;
+    at[2 * i + 1] = totals[i].count;
+  }
+  comm.all_reduce(packed, ReduceOp::sum).wait_host();
+  for (std::size_t i = 0; i < totals.size(); ++i) totals[i] = {at[2 * i], at[2 * i + 1]};
+}
+
+/// Gives every rank the buffers of rank 0. Collective.
+template <Reducing C>
+void share_buffers(const torch::nn::Module& module, C& comm) {
+  if (comm.size() == 1) return;
+  std::vector<at::Tensor> buffers;
+  for (NamedTensor& buffer : unique_buffers(module)) buffers.push_back(std::move(buffer.tensor));
+  detail::BroadcastList(std::move(buffers)).run(comm, 0);
+}
+
+struct EvaluationOptions {
+  /// Samples a rank and a step.
+  std::int64_t batch_size = 32;
+  /// Threads a rank that load ahead.
+  std::int64_t workers = 0;
+};
+
+namespace detail {
+
+template <class M, class Batch, class... Metrics>
+void measure(M& model, Batch& batch, std::span<MeanMeter> meters, Metrics&... metrics) {
+  at::Tensor output;
+  if constexpr ((OutputMetric<Metrics, Batch> || ...)) output = call_model(model, batch.data);
+  auto meter = meters.begin();
+  auto add = [&](auto& metric) {
+    if constexpr (OutputMetric<std::remove_reference_t<decltype(metric)>, Batch>)
+      add_to(*meter++, metric(output, batch), batch);
+    else
+      add_to(*meter++, metric(model, batch), batch);
+  };
+  (add(metrics), ...);
+}
+
+}  // namespace detail
+
+/// Runs the model over each sample of the dataset exactly once, shared out among the ranks, and gives what
+/// each metric is over all of them: the same number on every rank, that of one process alone. One metric
+/// gives a double, several a std::tuple of them; NaN for an empty dataset. Collective. Rank 0's buffers
+/// (running statistics) are given to all ranks first. The modules' modes are restored afterwards.
+template <Model M, Reducing C, class D, class... Metrics>
+auto evaluate(M& model, C& comm, D&& dataset, const EvaluationOptions& options, Metrics&&... metrics) {
+  using Batch = BatchOf<std::remove_reference_t<D>>;
+  constexpr bool measurable = (Metric<std::remove_reference_t<Metrics>, M, Batch> && ...);
+  static_assert(sizeof...(Metrics) > 0, "lockstep: evaluate needs a metric, such as lockstep::Accuracy{}");
+  static_assert(measurable,
+                "lockstep: a metric is called as metric(output, batch) or metric(model, batch) and returns a "
+                "Mean{sum, count} or a tensor of one element");
+  std::array<Total, sizeof...(Metrics)> totals;
+  if constexpr (measurable) {
+    if (options.batch_size < 1)
+      throw UsageError(
+          fmt::format("batch size is {}: give the samples a rank and a step, 1 or more", options.batch_size));
+    const EvaluationMode mode(module_of(model));
+    share_buffers(module_of(model), comm);
+    DataLoader loader{DatasetView{dataset},
+                      EvaluationSampler{dataset_size(dataset), comm},
+                      {.batch_size = static_cast<std::size_t>(options.batch_size),
+                       .workers = static_cast<std::size_t>(options.workers)}};
+    std::array<MeanMeter, sizeof...(Metrics)> meters;
+    for (auto& batch : loader) detail::measure(model, batch, meters, metrics...);
+    for (std::size_t i = 0; i < totals.size(); ++i) totals[i] = meters[i].total();
+    sum_over_ranks(totals, comm);
+  }
+  if constexpr (sizeof...(Metrics) == 1)
+    return totals[0].mean();
+  else
+    return std::apply([](const auto&... total) { return std::make_tuple(total.mean()...); }, totals);
+}
+
+}  // namespace lockstep

@@ -1,0 +1,121 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/optim/optimizer.h>
+
+#include <concepts>
+#include <cstdint>
+#include <memory>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "lockstep/train/loss.hpp"
+
+namespace lockstep {
+
+/// One optimizer step, as this rank saw it.
+struct StepReport {
+  /// Counted from 0, over all that the trainer did so far.
+  std::int64_t epoch, step;
+  std::int64_t step_in_epoch, steps_in_epoch;
+  /// Of this rank's batch.
+  const LocalLoss& local;
+
+  /// The mean loss of this rank's batch; waits for the device.
+  [[nodiscard]] double loss() const { return local.mean(); }
+};
+
+/// One pass over the dataset, over all ranks.
+struct EpochReport {
+  /// Counted from 0, over all that the trainer did so far; `step` counts the steps done by now.
+  std::int64_t epoch, step;
+  /// The mean loss of the epoch over every sample of every rank: the same number everywhere.
+  double loss;
+  double seconds;
+};
+
+/// Makes the optimizer: `make_optimizer(parameters)`, with each trained parameter once, tied ones too, in the
+/// model's order. Called once, before the first step, on every rank.
+template <class E>
+concept OptimizerFactory = requires(E& extra, std::vector<at::Tensor> parameters) {
+  { extra.make_optimizer(parameters) } -> std::convertible_to<std::unique_ptr<torch::optim::Optimizer>>;
+};
+
+/// Sets the learning rate: every step of the optimizer runs at its own rate times `rate_factor(epoch, step)`,
+/// both counted from 0. A function of these two alone, so that all ranks agree.
+template <class E>
+concept Schedule = requires(E& extra, std::int64_t epoch, std::int64_t step) {
+  { extra.rate_factor(epoch, step) } -> std::convertible_to<double>;
+};
+
+/// Work of the user's own after each optimizer step, on every rank: `on_step(report)`.
+template <class E>
+concept StepHook = requires(E& extra, const StepReport& report) {
+  extra.on_step(report);
+};
+
+/// Work of the user's own after each epoch, on every rank: `on_epoch(report)`. It may evaluate, save and log.
+template <class E>
+concept EpochHook = requires(E& extra, const EpochReport& report) {
+  extra.on_epoch(report);
+};
+
+/// An OptimizerFactory of a function that returns an optimizer, or a std::unique_ptr to one.
+template <class Function>
+struct MakeOptimizer {
+  Function function;
+
+  std::unique_ptr<torch::optim::Optimizer> make_optimizer(std::vector<at::Tensor> parameters) {
+    using Made = std::invoke_result_t<Function&, std::vector<at::Tensor>>;
+    if constexpr (std::derived_from<Made, torch::optim::Optimizer>)
+      return std::unique_ptr<torch::optim::Optimizer>(new Made(function(std::move(parameters))));
+    else
+      return function(std::move(parameters));
+  }
+};
+template <class Function>
+MakeOptimizer(Function) -> MakeOptimizer<Function>;
+
+/// A Schedule of a function `(epoch, step) -> factor`.
+template <class Function>
+struct RateSchedule {
+  Function function;
+  double rate_factor(std::int64_t epoch, std::int64_t step) { return function(epoch, step); }
+};
+template <class Function>
+RateSchedule(Function) -> RateSchedule<Function>;
+
+/// A StepHook of a function `(const StepReport&)`.
+template <class Function>
+struct OnStep {
+  Function function;
+  void on_step(const StepReport& report) { function(report); }
+};
+template <class Function>
+OnStep(Function) -> OnStep<Function>;
+
+/// An EpochHook of a function `(const EpochReport&)`.
+template <class Function>
+struct OnEpoch {
+  Function function;
+  void on_epoch(const EpochReport& report) { function(report); }
+};
+template <class Function>
+OnEpoch(Function) -> OnEpoch<Function>;
+
+namespace detail {
+
+template <class E>
+inline constexpr int concepts_modelled =
+    int{OptimizerFactory<E>} + int{Schedule<E>} + int{StepHook<E>} + int{EpochHook<E>};
+
+template <class... Extras>
+inline constexpr bool none_twice = (int{OptimizerFactory<Extras>} + ... + 0) <= 1 &&
+                                   (int{Schedule<Extras>} + ... + 0) <= 1 &&
+                                   (int{StepHook<Extras>} + ... + 0) <= 1 &&
+                                   (int{EpochHook<Extras>} + ... + 0) <= 1;
+
+}  // namespace detail
+
+}  // namespace lockstep

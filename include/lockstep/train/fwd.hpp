@@ -1,0 +1,18 @@
+#pragma once
+
+namespace lockstep {
+
+class DistributedSampler;
+class GlooComm;
+struct Fp32;
+
+/// The policies that a Trainer has unless it is told others.
+using DefaultSampler = DistributedSampler;
+using DefaultComm = GlooComm;
+using DefaultPrecision = Fp32;
+
+template <class Model, class Sampler = DefaultSampler, class Comm = DefaultComm,
+          class Precision = DefaultPrecision, class... Extras>
+class Trainer;
+
+}  // namespace lockstep

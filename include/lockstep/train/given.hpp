@@ -1,0 +1,31 @@
+#pragma once
+
+#include <concepts>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+
+namespace lockstep::detail {
+
+template <class T, class... Types>
+inline constexpr bool one_of = (std::same_as<T, Types> || ...);
+
+// The value of type T among `given`, moved out, or what `fallback(std::type_identity<T>)` makes where there
+// is none; only then the fallback is compiled.
+template <class T, class Fallback, class... Given>
+T pick(Fallback&& fallback, Given&... given) {
+  if constexpr (one_of<T, Given...>)
+    return std::move(std::get<T&>(std::tie(given...)));
+  else
+    return fallback(std::type_identity<T>{});
+}
+
+template <class T>
+T make_default(std::type_identity<T>) {
+  static_assert(
+      std::default_initializable<T>,
+      "lockstep: this policy of a Trainer has no default constructor: pass a value of it after the options");
+  return T();
+}
+
+}  // namespace lockstep::detail

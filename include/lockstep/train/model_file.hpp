@@ -1,0 +1,191 @@
+#pragma once
+
+#include <ATen/core/grad_mode.h>
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <torch/nn/module.h>
+#include <torch/serialize/archive.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <sstream>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "lockstep/error.hpp"
+
+namespace lockstep {
+
+namespace detail {
+
+inline std::string temporary_beside(const std::filesystem::path& path) {
+  return fmt::format("{}.{}.tmp", path.string(), ::getpid());
+}
+
+// A file descriptor that closes itself; `close()` says whether the system still had an error to tell.
+class FileDescriptor {
+ public:
+  explicit FileDescriptor(int value) : value_(value) {}
+  ~FileDescriptor() { close(); }
+  FileDescriptor(const FileDescriptor&) = delete;
+  FileDescriptor& operator=(const FileDescriptor&) = delete;
+  [[nodiscard]] bool is_open() const { return value_ >= 0; }
+  [[nodiscard]] int get() const { return value_; }
+  bool close() { return value_ < 0 || ::close(std::exchange(value_, -1)) == 0; }
+
+ private:
+  int value_;
+};
+
+inline bool write_all(int descriptor, std::string_view bytes) {
+  while (!bytes.empty()) {
+    const ssize_t written = ::write(descriptor, bytes.data(), bytes.size());
+    if (written < 0 && errno == EINTR) continue;
+    if (written <= 0) return false;
+    bytes.remove_prefix(static_cast<std::size_t>(written));
+  }
+  return true;
+}
+
+}  // namespace detail
+
+/// Throws UsageError unless a file can be made at `path`: asked before training, an unwritable place costs
+/// nothing. What is there already stays as it is.
+inline void require_writable(const std::filesystem::path& path) {
+  if (path.empty() || std::filesystem::is_directory(path))
+    throw UsageError(fmt::format("cannot save to '{}': it is no file name; give one", path.string()));
+  const std::string probe = detail::temporary_beside(path);
+  if (!detail::FileDescriptor(::open(probe.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC, 0666)).is_open())
+    throw UsageError(
+        fmt::format("cannot save to '{}': {}; give a path in a folder that exists and can be written",
+                    path.string(), std::strerror(errno)));
+  ::unlink(probe.c_str());
+}
+
+/// Writes `bytes` to `path` whole or not at all: into a file beside it, synced, then renamed over it. A
+/// crash, a full disk or a kill leaves what was at `path` before. Throws CheckpointError.
+inline void write_whole(const std::filesystem::path& path, std::string_view bytes) {
+  const std::string temporary = detail::temporary_beside(path);
+  detail::FileDescriptor file(::open(temporary.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666));
+  if (!file.is_open() || !detail::write_all(file.get(), bytes) || ::fsync(file.get()) != 0 || !file.close() ||
+      ::rename(temporary.c_str(), path.c_str()) != 0) {
+    const int reason = errno;
+    ::unlink(temporary.c_str());
+    throw CheckpointError(
+        fmt::format("could not write {} bytes to '{}': {}; what was there before is unchanged", bytes.size(),
+                    path.string(), std::strerror(reason)));
+  }
+  // The name, too, is to survive a power cut; a file system that cannot sync folders keeps the file all the
+  // same.
+  const auto folder = path.has_parent_path() ? path.parent_path() : std::filesystem::path(".");
+  const detail::FileDescriptor directory(::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+  if (directory.is_open()) ::fsync(directory.get());
+}
+
+/// The whole content of a file. Throws CheckpointError.
+inline std::string read_whole(const std::filesystem::path& path) {
+  std::ifstream file(path, std::ios::binary);
+  std::ostringstream bytes;
+  if (!file || std::filesystem::is_directory(path) || !(bytes << file.rdbuf()))
+    throw CheckpointError(fmt::format("could not read '{}': {}", path.string(),
+                                      errno ? std::strerror(errno) : "it is empty or no file"));
+  return std::move(bytes).str();
+}
+
+/// The bytes of a file that `torch::load(model, path)` reads. In memory first: `torch::save` to a path ends
+/// the process when the disk is full.
+inline std::string serialize_model(const torch::nn::Module& model) {
+  torch::serialize::OutputArchive archive;
+  model.save(archive);
+  std::string bytes;
+  archive.save_to([&](const void* data, std::size_t size) {
+    bytes.append(static_cast<const char*>(data), size);
+    return size;
+  });
+  return bytes;
+}
+
+namespace detail {
+
+inline std::string shape_and_type(const at::Tensor& tensor) {
+  std::ostringstream text;
+  text << tensor.sizes() << ' ' << tensor.scalar_type();
+  return text.str();
+}
+
+// Pairs every tensor of `module` with the archive's; what does not fit goes to `faults` instead.
+inline void match_tensors(const torch::nn::Module& module, torch::serialize::InputArchive& archive,
+                          const std::string& prefix, std::vector<std::pair<at::Tensor, at::Tensor>>& pairs,
+                          std::vector<std::string>& faults) {
+  std::vector<std::string> known;
+  auto match = [&](const auto& named, bool is_buffer) {
+    for (const auto& item : named) {
+      known.push_back(item.key());
+      at::Tensor read;
+      if (!item.value().defined()) continue;
+      if (!archive.try_read(item.key(), read, is_buffer))
+        faults.push_back(fmt::format("{}{} is not in the file", prefix, item.key()));
+      else if (read.sizes() != item.value().sizes() || read.scalar_type() != item.value().scalar_type())
+        faults.push_back(fmt::format("{}{} is {} in the file and {} in the model", prefix, item.key(),
+                                     shape_and_type(read), shape_and_type(item.value())));
+      else
+        pairs.emplace_back(item.value(), read);
+    }
+  };
+  match(module.named_parameters(/*recurse=*/false), false);
+  match(module.named_buffers(/*recurse=*/false), true);
+  for (const auto& child : module.named_children()) {
+    known.push_back(child.key());
+    torch::serialize::InputArchive inner;
+    if (!archive.try_read(child.key(), inner)) {
+      if (child.value()->is_serializable() && !child.value()->named_parameters().is_empty())
+        faults.push_back(fmt::format("{}{} is not in the file", prefix, child.key()));
+      continue;
+    }
+    match_tensors(*child.value(), inner, prefix + child.key() + ".", pairs, faults);
+  }
+  for (const auto& key : archive.keys())
+    if (key != "training" && std::find(known.begin(), known.end(), key) == known.end())
+      faults.push_back(fmt::format("{}{} is in the file only", prefix, key));
+}
+
+}  // namespace detail
+
+/// Copies the tensors of `bytes`, as serialize_model or torch::save made them, into `model`'s own. Throws
+/// CheckpointError that names every tensor that is missing, too much, or of another shape or dtype; then the
+/// model is as it was. `origin` is what the message calls the bytes.
+inline void deserialize_model(torch::nn::Module& model, std::string_view bytes, std::string_view origin) {
+  std::vector<std::pair<at::Tensor, at::Tensor>> pairs;
+  std::vector<std::string> faults;
+  try {
+    torch::serialize::InputArchive archive;
+    archive.load_from(bytes.data(), bytes.size(), at::kCPU);
+    detail::match_tensors(model, archive, "", pairs, faults);
+  } catch (const c10::Error& error) {
+    throw CheckpointError(fmt::format("'{}' ({} bytes) is no model that LibTorch wrote, or is cut short: {}",
+                                      origin, bytes.size(), error.what_without_backtrace()));
+  }
+  if (!faults.empty()) {
+    std::string text = fmt::format("'{}' does not fit the model: ", origin);
+    for (std::size_t i = 0; i < faults.size(); ++i) text += (i ? "; " : "") + faults[i];
+    throw CheckpointError(text);
+  }
+  const at::NoGradGuard no_grad;
+  for (auto& [own, read] : pairs) own.copy_(read);
+}
+
+/// Saves and loads in a program of one process; `Trainer::save` and `load` do it for all ranks.
+inline void save_model(const torch::nn::Module& model, const std::filesystem::path& path) {
+  write_whole(path, serialize_model(model));
+}
+inline void load_model(torch::nn::Module& model, const std::filesystem::path& path) {
+  deserialize_model(model, read_whole(path), path.string());
+}
+
+}  // namespace lockstep

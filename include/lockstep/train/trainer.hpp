@@ -1,0 +1,225 @@
+#pragma once
+
+#include <ATen/Context.h>
+#include <torch/optim/sgd.h>
+
+#include <chrono>
+#include <concepts>
+#include <cstdint>
+#include <filesystem>
+#include <memory>
+#include <optional>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "lockstep/comm/gloo_comm.hpp"
+#include "lockstep/data/distributed_sampler.hpp"
+#include "lockstep/data/loader.hpp"
+#include "lockstep/grad/distributed_data_parallel.hpp"
+#include "lockstep/precision/fp32.hpp"
+#include "lockstep/train/evaluate.hpp"
+#include "lockstep/train/extras.hpp"
+#include "lockstep/train/fwd.hpp"
+#include "lockstep/train/given.hpp"
+#include "lockstep/train/loss.hpp"
+#include "lockstep/train/model_handle.hpp"
+#include "lockstep/train/policies.hpp"
+#include "lockstep/train/run_length.hpp"
+#include "lockstep/train/shared_model_file.hpp"
+#include "lockstep/train/trainer_options.hpp"
+
+namespace lockstep {
+
+/// Trains one model on all ranks: owns the communicator, the model, its DistributedDataParallel and its
+/// optimizer, and what people forget - the epoch of the sampler, the modes, the seeds, the rank that writes.
+///
+/// The policies are types; values of them (a model, a communicator with options, extras) follow the options
+/// in any order, and what is not given is default-constructed, the communicator from the world. Every rank
+/// makes the same trainers in the same order and calls the same functions on them. Used from one thread.
+template <class Model, class SamplerType, class Comm, class PrecisionType, class... Extras>
+class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType, Extras...> {
+ public:
+  /// Seeds the default generator with `options.seed` before a model is made and with `seed + rank`
+  /// afterwards. Throws UsageError for options that cannot train, MismatchError where the ranks' models
+  /// differ.
+  template <class... Given>
+  explicit Trainer(const World& world, const TrainerOptions& options = {}, Given... given)
+      : world_(world),
+        options_(validated(options)),
+        comm_(detail::pick<Comm>([&]<class C>(std::type_identity<C>) { return C(world); }, given...)),
+        model_(detail::pick<Model>(
+            [&]<class M>(std::type_identity<M>) { return seeded_model<M>(options.seed); }, given...)),
+        precision_(detail::pick<PrecisionType>(detail::make_default<PrecisionType>, given...)),
+        extras_(detail::pick<Extras>(detail::make_default<Extras>, given...)...),
+        ddp_(model_.get(), comm_),
+        optimizer_(make_optimizer()) {
+    static_assert((detail::one_of<Given, Model, Comm, PrecisionType, Extras...> && ...),
+                  "lockstep: a Trainer was given a value of a type that is none of its policies");
+    if constexpr ((Schedule<Extras> || ...))
+      for (const auto& group : optimizer_->param_groups()) rates_.push_back(group.options().get_lr());
+    at::manual_seed(options_.seed + static_cast<std::uint64_t>(world.rank()));
+  }
+  Trainer(const Trainer&) = delete;
+  Trainer& operator=(const Trainer&) = delete;
+
+  /// Trains for the options' epochs or steps; called again, it goes on with the next epoch. `loss` is a
+  /// LossFunction, `hooks` are StepHooks and EpochHooks for this call, after those of the policies. Returns
+  /// the last epoch's report.
+  template <class D, class Loss, class... Hooks>
+  EpochReport fit(D&& dataset, Loss&& loss, Hooks&&... hooks) {
+    using Batch = BatchOf<std::remove_reference_t<D>>;
+    constexpr bool callable = LossFunction<Loss, Model, Batch>;
+    static_assert(
+        std::invocable<Loss&, Model&, Batch&>,
+        "lockstep: the loss is called as loss(model, batch), with the Trainer's model and a batch of the "
+        "dataset");
+    static_assert(
+        callable || !std::invocable<Loss&, Model&, Batch&>,
+        "lockstep: the loss returns neither a tensor, the mean over the batch, nor a Mean{sum, count}");
+    static_assert(
+        ((StepHook<Hooks> || EpochHook<Hooks>)&&...),
+        "lockstep: after the loss, fit takes StepHooks and EpochHooks, such as OnStep{f} and OnEpoch{f}");
+    if constexpr (callable) return run(dataset, loss, hooks...);
+  }
+
+  /// What the metrics are over all samples and ranks; see lockstep::evaluate.
+  template <class D, class... Metrics>
+  auto evaluate(D&& dataset, Metrics&&... metrics) {
+    return lockstep::evaluate(model_.get(), comm_, dataset,
+                              {.batch_size = options_.batch_size, .workers = options_.workers}, metrics...);
+  }
+
+  /// Writes the model of rank 0 to a file that `torch::load(model, path)` reads, whole or not at all; every
+  /// rank returns when it is written, or throws CheckpointError. `require_writable(path)` asks before
+  /// training.
+  void save(const std::filesystem::path& path) { save_model(model_.module(), path, comm_); }
+  /// Reads a saved model on rank 0, for all ranks. Throws CheckpointError, naming what does not fit.
+  void load(const std::filesystem::path& path) { load_model(model_.module(), path, comm_); }
+
+  [[nodiscard]] Model& model() { return model_.get(); }
+  [[nodiscard]] torch::optim::Optimizer& optimizer() { return *optimizer_; }
+  [[nodiscard]] Comm& comm() { return comm_; }
+  [[nodiscard]] const World& world() const { return world_; }
+  /// Epochs and optimizer steps done so far.
+  [[nodiscard]] std::int64_t epoch() const { return epoch_; }
+  [[nodiscard]] std::int64_t step() const { return step_; }
+
+ private:
+  template <class D, class Loss, class... Hooks>
+  EpochReport run(D& dataset, Loss& loss, Hooks&... hooks) {
+    DataLoader loader{DatasetView{dataset},
+                      make_sampler<SamplerType>(dataset_size(dataset), comm_,
+                                                {options_.seed, options_.shuffle, options_.drop_last}),
+                      {.batch_size = static_cast<std::size_t>(options_.batch_size),
+                       .workers = static_cast<std::size_t>(options_.workers)}};
+    check_same_run(dataset, loader.sampler().size(), options_, comm_);
+    const RunLength length(options_, static_cast<std::int64_t>(loader.size()), epoch_, step_);
+    EpochReport report{};
+    while (!length.reached(epoch_, step_)) {
+      loader.set_epoch(static_cast<std::size_t>(epoch_));
+      report = run_epoch(loader, length, loss, hooks...);
+      ++epoch_;
+      each_hook(
+          [&](auto& hook) {
+            if constexpr (EpochHook<decltype(hook)>) hook.on_epoch(report);
+          },
+          hooks...);
+    }
+    return report;
+  }
+
+  template <class Loader, class Loss, class... Hooks>
+  EpochReport run_epoch(Loader& loader, const RunLength& length, Loss& loss, Hooks&... hooks) {
+    const auto begin = std::chrono::steady_clock::now();
+    model_.module().train();
+    MeanMeter meter;
+    std::int64_t step_in_epoch = 0;
+    for (auto& batch : loader) {
+      const LocalLoss local = train_step(batch, loss);
+      meter.add(local.reported, local.factor, local.count);
+      const StepReport report{epoch_, step_, step_in_epoch++, length.steps_in_epoch(), local};
+      ++step_;
+      each_hook(
+          [&](auto& hook) {
+            if constexpr (StepHook<decltype(hook)>) hook.on_step(report);
+          },
+          hooks...);
+      if (length.reached(epoch_, step_)) break;
+    }
+    Total total = meter.total();
+    sum_over_ranks(std::span(&total, 1), comm_);
+    const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - begin;
+    return {epoch_, step_, total.mean(), elapsed.count()};
+  }
+
+  template <class Batch, class Loss>
+  LocalLoss train_step(Batch& batch, Loss& loss) {
+    set_rates();
+    ddp_.before_forward();
+    optimizer_->zero_grad();
+    LocalLoss local = precision_.forward([&] { return weigh(loss(model_.get(), batch), batch, comm_); });
+    ddp_.backward(precision_.scale(local.value));
+    precision_.step(*optimizer_);
+    return local;
+  }
+
+  template <class M>
+  static M seeded_model(std::uint64_t seed) {
+    static_assert(
+        DefaultConstructibleModel<M>,
+        "lockstep: this model has no default constructor: pass one to the Trainer after its options");
+    at::manual_seed(seed);
+    return M();
+  }
+
+  std::unique_ptr<torch::optim::Optimizer> make_optimizer() {
+    std::vector<at::Tensor> parameters = ddp_.parameters();
+    std::unique_ptr<torch::optim::Optimizer> made;
+    each_extra([&](auto& extra) {
+      if constexpr (OptimizerFactory<std::remove_reference_t<decltype(extra)>>)
+        made = extra.make_optimizer(parameters);
+    });
+    if (!made) made = std::make_unique<torch::optim::SGD>(std::move(parameters), options_.lr);
+    return made;
+  }
+
+  void set_rates() {
+    each_extra([&](auto& extra) {
+      if constexpr (Schedule<std::remove_reference_t<decltype(extra)>>) {
+        const double factor = extra.rate_factor(epoch_, step_);
+        auto rate = rates_.begin();
+        for (auto& group : optimizer_->param_groups()) group.options().set_lr(*rate++ * factor);
+      }
+    });
+  }
+
+  template <class Function>
+  void each_extra(Function&& function) {
+    std::apply([&](auto&... extra) { (function(extra), ...); }, extras_);
+  }
+  template <class Function, class... Hooks>
+  void each_hook(Function&& function, Hooks&... hooks) {
+    each_extra(function);
+    (function(hooks), ...);
+  }
+
+  World world_;
+  TrainerOptions options_;
+  Comm comm_;
+  ModelHandle<Model> model_;
+  PrecisionType precision_;
+  std::tuple<Extras...> extras_;
+  DistributedDataParallel<Model, Comm> ddp_;
+  std::unique_ptr<torch::optim::Optimizer> optimizer_;
+  std::vector<double> rates_;  // of the optimizer's groups, before any schedule
+  std::int64_t epoch_ = 0, step_ = 0;
+};
+
+/// `Trainer{world, options, Net(...)}`, then extras.
+template <class M, class... Extras>
+Trainer(const World&, TrainerOptions, M, Extras...)
+    -> Trainer<M, DefaultSampler, DefaultComm, DefaultPrecision, Extras...>;
+
+}  // namespace lockstep
