@@ -70,4 +70,15 @@ struct CheckpointError : Error {
   using Error::Error;
 };
 
+/// A process that `spawn` started has failed: which rank and how. `exit_code()` is its exit code, or 128 +
+/// signal.
+class ProcessError : public Error {
+ public:
+  ProcessError(const std::string& what, int exit_code) : Error(what), exit_code_(exit_code) {}
+  [[nodiscard]] int exit_code() const noexcept { return exit_code_; }
+
+ private:
+  int exit_code_;
+};
+
 }  // namespace lockstep

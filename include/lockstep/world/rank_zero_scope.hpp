@@ -20,7 +20,8 @@ class RankZeroScope {
   RankZeroScope& operator=(const RankZeroScope&) = delete;
 };
 
-/// Throws CommunicationError if `collective` is called inside a rank-zero scope. Communicators call it first thing.
+/// Throws CommunicationError if `collective` is called inside a rank-zero scope. Communicators call it first
+/// thing.
 inline void forbid_in_rank_zero_scope(std::string_view collective) {
   if (detail::rank_zero_scope_depth > 0)
     throw CommunicationError(fmt::format(

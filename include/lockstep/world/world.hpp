@@ -1,72 +1,236 @@
 #pragma once
 
-#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
-#include <torch/csrc/distributed/c10d/TCPStore.hpp>
-
-#include <cstdlib>
+#include <atomic>
+#include <chrono>
 #include <memory>
+#include <mutex>
+#include <optional>
 #include <string>
+#include <thread>
+#include <type_traits>
 #include <utility>
 
 #include "lockstep/error.hpp"
 #include "lockstep/log/log.hpp"
+#include "lockstep/world/environment.hpp"
 #include "lockstep/world/rank_zero_scope.hpp"
+#include "lockstep/world/store.hpp"
+#include "lockstep/world/worker.hpp"
 
 namespace lockstep {
 
-/// Who this process is among all: a cheap value to copy, sharing one store connection, made once a process.
+/// Who this process is among all. A cheap value: copies share one connection to the store, opened when it is
+/// first needed. All functions may be called from any thread; `store()` is one client, whose calls wait for
+/// each other.
 class World {
  public:
-  /// torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT), or alone.
-  static World from_environment() {
-    auto number = [](const char* name, int fallback) {
-      const char* text = std::getenv(name);
-      return text ? std::atoi(text) : fallback;
+  /// Rank 0 of 1, with nobody to meet.
+  World() : World(Environment{}) {}
+
+  explicit World(Environment environment) : log(environment.rank), state_(std::make_shared<State>()) {
+    state_->environment = std::move(environment);
+    detail::process_rank = rank();
+    detail::known_exception_text = [](const std::exception& error) {
+      const auto* known = dynamic_cast<const c10::Error*>(&error);
+      return known ? std::string(known->what_without_backtrace()) : std::string();
     };
-    World world;
-    world.rank_ = number("RANK", 0);
-    world.size_ = number("WORLD_SIZE", 1);
-    world.local_rank_ = number("LOCAL_RANK", world.rank_);
-    world.local_size_ = number("LOCAL_WORLD_SIZE", world.size_);
-    world.log = Log(world.rank_);
-    detail::process_rank = world.rank_;
+  }
+
+  /// The world that torchrun's variables describe (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
+  /// MASTER_ADDR, MASTER_PORT, set by a launcher or by hand; or LOCKSTEP_RENDEZVOUS=file:///path in place of
+  /// the last two), or one process alone. From here on an exception that nobody catches is told to the other
+  /// ranks and ends this process on one line. Throws UsageError.
+  static World from_environment() {
+    detail::end_on_uncaught();
+    World world(read_environment());
+    if (world.size() > 1) world.announce_failures();
     return world;
   }
 
-  [[nodiscard]] int rank() const { return rank_; }
-  [[nodiscard]] int size() const { return size_; }
-  /// The rank among the processes of this host, and their number.
-  [[nodiscard]] int local_rank() const { return local_rank_; }
-  [[nodiscard]] int local_size() const { return local_size_; }
+  /// The world of `size` ranks that meet at `url`: tcp://host:port, hosted by rank 0, or file:///path, a file
+  /// that does not exist yet on a file system that all of them share. Throws UsageError.
+  static World join(const std::string& url, int rank, int size) {
+    if (size < 1) throw UsageError(fmt::format("the world size is {}: it must be at least 1", size));
+    if (rank < 0 || rank >= size)
+      throw UsageError(fmt::format("rank {} is out of range: with a world size of {} it must be in 0 to {}",
+                                   rank, size, size - 1));
+    parse_rendezvous(url);
+    detail::end_on_uncaught();
+    Environment environment;
+    environment.rank = rank;
+    environment.size = size;
+    environment.rendezvous = url;
+    World world(environment);
+    world.announce_failures();
+    return world;
+  }
 
-  /// The key-value store in which the ranks meet; connects at the first call. Throws RendezvousError.
-  [[nodiscard]] c10::intrusive_ptr<c10d::Store> store() const {
-    if (!*store_) {
-      c10d::TCPStoreOptions options;
-      options.port = static_cast<std::uint16_t>(std::atoi(std::getenv("MASTER_PORT")));
-      const char* agent = std::getenv("TORCHELASTIC_USE_AGENT_STORE");
-      options.isServer = rank_ == 0 && !(agent && std::string(agent) == "True");
-      options.useLibUV = false;
-      options.waitWorkers = false;
-      *store_ = c10::make_intrusive<c10d::TCPStore>(std::getenv("MASTER_ADDR"), options);
+  [[nodiscard]] int rank() const { return state_->environment.rank; }
+  [[nodiscard]] int size() const { return state_->environment.size; }
+  /// The rank among the processes of this host, and their number.
+  [[nodiscard]] int local_rank() const { return state_->environment.local_rank; }
+  [[nodiscard]] int local_size() const { return state_->environment.local_size; }
+  [[nodiscard]] const Environment& environment() const { return state_->environment; }
+
+  /// The key-value store in which the ranks meet. The first call connects, checks that the ranks agree on
+  /// their number and that no two claim one rank. Throws RendezvousError.
+  [[nodiscard]] StorePtr store() const { return meeting().store; }
+
+  /// A connection to the same store of its own, for a thread that must not wait for this one. Throws
+  /// RendezvousError.
+  [[nodiscard]] StorePtr connect_again(std::chrono::milliseconds limit = std::chrono::seconds(10)) const {
+    return meeting().again(limit);
+  }
+
+  /// Whether the store ends with this process, which should then be the last to leave.
+  [[nodiscard]] bool hosts_store() const { return meeting().hosted_here; }
+
+  /// Tells all ranks that this one has failed; returns whether it is the first to. Does not use `store()`, so
+  /// that it also works while another thread waits there.
+  bool publish_failure(const std::string& text) const {
+    auto store = connect_again(std::chrono::seconds(1));
+    return detail::to_text(store->compareSet(failure_key, {}, detail::to_bytes(text))) == text;
+  }
+
+  /// The text of the first failure, if any rank has published one; the other form asks through a connection
+  /// of the caller's (see connect_again).
+  [[nodiscard]] std::optional<std::string> published_failure() const {
+    auto store = connect_again(std::chrono::seconds(1));
+    return published_failure(*store);
+  }
+  [[nodiscard]] static std::optional<std::string> published_failure(c10d::Store& store) {
+    if (!store.check({failure_key})) return std::nullopt;
+    return detail::to_text(store.get(failure_key));
+  }
+
+  /// Whether a rank has come to the end of its program (`launch` says so for it).
+  [[nodiscard]] static bool finished(c10d::Store& store, int rank) {
+    return store.check({fmt::format("lockstep/finished/{}", rank)});
+  }
+
+  /// Says that this rank has come to its end, and where it hosts the store waits for the others to. `launch`
+  /// calls it.
+  void leave(int code = 0) const {
+    {
+      std::lock_guard lock(state_->mutex);
+      if (size() == 1 || !state_->meeting) return;
     }
-    return *store_;
+    try {
+      auto side = connect_again(std::chrono::seconds(2));
+      side->set(fmt::format("lockstep/finished/{}", rank()), detail::to_bytes(std::to_string(code)));
+      if (!hosts_store() || code != 0) return;
+      const auto deadline = std::chrono::steady_clock::now() + std::chrono::minutes(5);
+      for (int other = 0; other < size(); ++other)
+        while (!finished(*side, other) && !published_failure(*side) &&
+               std::chrono::steady_clock::now() < deadline)
+          std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    } catch (const std::exception&) {  // the others have gone with the store: nothing is left to say
+    }
   }
 
   /// Runs `work` on global rank 0 only. A collective inside it throws at once instead of hanging.
   template <class Work>
   void rank_zero(Work&& work) const {
-    if (rank_ != 0) return;
+    if (rank() != 0) return;
     RankZeroScope scope;
     std::forward<Work>(work)();
+  }
+
+  /// Runs `work` on each rank, on the first of each host before the others there, which wait at most `limit`
+  /// for it: what it downloads or unpacks is there for them. All local ranks must call it. Returns what
+  /// `work` returns. Throws PeerError if the first rank failed, TimeoutError if it took too long.
+  template <class Work>
+  auto local_zero_first(Work&& work, std::chrono::milliseconds limit = std::chrono::minutes(30)) const {
+    RankZeroScope scope;
+    if (local_size() == 1) return std::forward<Work>(work)();
+    const int first = rank() - local_rank();
+    const auto key = fmt::format("lockstep/first/{}/{}", first, state_->rounds++);
+    if (local_rank() > 0) {
+      wait_for_first(first, key, limit);
+      return std::forward<Work>(work)();
+    }
+    Outcome outcome{*this, key};
+    if constexpr (std::is_void_v<std::invoke_result_t<Work>>) {
+      std::forward<Work>(work)();
+      outcome.good = true;
+    } else {
+      auto result = std::forward<Work>(work)();
+      outcome.good = true;
+      return result;
+    }
   }
 
   Log log;
 
  private:
-  int rank_ = 0, size_ = 1, local_rank_ = 0, local_size_ = 1;
-  std::shared_ptr<c10::intrusive_ptr<c10d::Store>> store_ =
-      std::make_shared<c10::intrusive_ptr<c10d::Store>>();
+  static constexpr const char* failure_key = "lockstep/failure";
+
+  struct State {
+    Environment environment;
+    std::mutex mutex;
+    std::optional<detail::Meeting> meeting;
+    std::atomic<int> rounds{0};
+  };
+
+  // Tells the local ranks how it went, also when the work throws.
+  struct Outcome {
+    const World& world;
+    const std::string& key;
+    bool good = false;
+    ~Outcome() {
+      try {
+        world.store()->set(key, detail::to_bytes(good ? "done" : "failed"));
+      } catch (...) {  // the launcher or the deadline ends them then
+      }
+    }
+  };
+
+  const detail::Meeting& meeting() const {
+    std::lock_guard lock(state_->mutex);
+    if (!state_->meeting) {
+      auto meeting = detail::meet(state_->environment);
+      if (size() > 1)
+        detail::at_store("the ranks could not sign in",
+                         [&] { detail::sign_in(*meeting.store, state_->environment); });
+      state_->meeting = std::move(meeting);
+    }
+    return *state_->meeting;
+  }
+
+  void announce_failures() const {
+    detail::failure_hooks.publish = [world = *this](const std::string& text) {
+      {
+        // A rank that never met the others has nobody who waits for it in a collective.
+        std::unique_lock lock(world.state_->mutex, std::try_to_lock);
+        if (!lock || !world.state_->meeting) return true;
+      }
+      const bool first = world.publish_failure(text);
+      // The store goes with this process: leave the others a moment to read it.
+      if (world.hosts_store()) std::this_thread::sleep_for(std::chrono::milliseconds(500));
+      return first;
+    };
+  }
+
+  void wait_for_first(int first, const std::string& key, std::chrono::milliseconds limit) const {
+    const auto deadline = std::chrono::steady_clock::now() + limit;
+    auto side = connect_again();
+    auto pause = std::chrono::milliseconds(1);
+    while (!side->check({key})) {
+      if (const auto failure = published_failure(*side)) throw PeerError(*failure);
+      if (std::chrono::steady_clock::now() > deadline)
+        throw TimeoutError(
+            fmt::format("rank {}, the first on this host, has not finished its local_zero_first after {} s",
+                        first, std::chrono::duration<double>(limit).count()));
+      std::this_thread::sleep_for(pause);
+      pause = std::min(2 * pause, std::chrono::milliseconds(100));
+    }
+    if (detail::to_text(side->get(key)) != "done") {
+      if (const auto failure = published_failure(*side)) throw PeerError(*failure);
+      throw PeerError(fmt::format("rank {}, the first on this host, failed in local_zero_first", first));
+    }
+  }
+
+  std::shared_ptr<State> state_;
 };
 
 }  // namespace lockstep

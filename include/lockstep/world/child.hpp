@@ -1,0 +1,133 @@
+#pragma once
+
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <signal.h>
+#include <sys/prctl.h>
+#include <sys/stat.h>
+#include <sys/types.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "lockstep/error.hpp"
+
+extern "C" char** environ;  // NOLINT: POSIX declares it in no header
+
+namespace lockstep::detail {
+
+/// A file descriptor that is closed with its owner.
+class Descriptor {
+ public:
+  Descriptor() = default;
+  explicit Descriptor(int fd) : fd_(fd) {}
+  Descriptor(Descriptor&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
+  Descriptor& operator=(Descriptor&& other) noexcept {
+    std::swap(fd_, other.fd_);
+    return *this;
+  }
+  ~Descriptor() { close(); }
+  void close() {
+    if (fd_ >= 0) ::close(fd_);
+    fd_ = -1;
+  }
+  [[nodiscard]] int get() const { return fd_; }
+  /// Hands it to another owner.
+  [[nodiscard]] int release() { return std::exchange(fd_, -1); }
+  [[nodiscard]] bool open() const { return fd_ >= 0; }
+
+ private:
+  int fd_ = -1;
+};
+
+struct Pipe {
+  Descriptor read, write;
+};
+
+/// A pipe whose ends no other child inherits, and whose reading never blocks.
+inline Pipe make_pipe() {
+  int ends[2];
+  if (pipe2(ends, O_CLOEXEC) != 0)
+    throw Error(fmt::format("cannot make a pipe to a rank: {}", std::strerror(errno)));
+  fcntl(ends[0], F_SETFL, O_NONBLOCK);
+  return {Descriptor(ends[0]), Descriptor(ends[1])};
+}
+
+/// The program that runs here, by its path (so that `ps` shows its name), or by /proc where the file was
+/// replaced.
+inline std::string own_program() {
+  char path[4096];
+  const ssize_t length = readlink("/proc/self/exe", path, sizeof path - 1);
+  if (length <= 0) return "/proc/self/exe";
+  path[length] = '\0';
+  struct stat named {
+  }, running{};
+  if (stat(path, &named) == 0 && stat("/proc/self/exe", &running) == 0 && named.st_ino == running.st_ino &&
+      named.st_dev == running.st_dev)
+    return path;
+  return "/proc/self/exe";
+}
+
+/// This process's environment with `changes` ("NAME=value" sets, "NAME" removes).
+inline std::vector<std::string> changed_environment(const std::vector<std::string>& changes) {
+  const auto name_of = [](std::string_view entry) { return entry.substr(0, entry.find('=')); };
+  std::vector<std::string> result;
+  for (char** entry = environ; *entry != nullptr; ++entry) {
+    bool kept = true;
+    for (const auto& change : changes) kept = kept && name_of(change) != name_of(*entry);
+    if (kept) result.emplace_back(*entry);
+  }
+  for (const auto& change : changes)
+    if (change.find('=') != std::string::npos) result.push_back(change);
+  return result;
+}
+
+inline std::vector<char*> as_c_strings(const std::vector<std::string>& strings) {
+  std::vector<char*> pointers;
+  for (const auto& text : strings) pointers.push_back(const_cast<char*>(text.c_str()));
+  pointers.push_back(nullptr);
+  return pointers;
+}
+
+/// What a child gets in place of its parent's: descriptors for 0, 1 and 2, and one more that stays open.
+struct ChildStreams {
+  int in, out, error, report;
+};
+
+/// Starts `program` in a process group of its own that dies with the calling thread, whatever ends it. `mask`
+/// is the signal mask it starts with. Throws Error.
+inline pid_t start_child(const std::string& program, const std::vector<std::string>& arguments,
+                         const std::vector<std::string>& environment, const ChildStreams& streams,
+                         const sigset_t& mask) {
+  // Everything that allocates comes before the fork: other threads may hold the allocator's lock.
+  const auto argv = as_c_strings(arguments);
+  const auto envp = as_c_strings(environment);
+  const pid_t parent = getpid();
+  const pid_t child = fork();
+  if (child < 0) throw Error(fmt::format("cannot start a process: {}", std::strerror(errno)));
+  if (child > 0) {
+    setpgid(child, child);  // here and in the child: whoever comes first, the group exists for both
+    return child;
+  }
+  setpgid(0, 0);
+  prctl(PR_SET_PDEATHSIG, SIGKILL);
+  if (getppid() != parent) _exit(127);  // the parent died before it took effect
+  dup2(streams.in, 0);
+  dup2(streams.out, 1);
+  dup2(streams.error, 2);
+  fcntl(streams.report, F_SETFD, 0);
+  signal(SIGCHLD, SIG_DFL);
+  sigprocmask(SIG_SETMASK, &mask, nullptr);
+  execve(program.c_str(), argv.data(), envp.data());
+  const char failure[] = "error\n0\n127\nthe program could not be executed again";
+  if (write(streams.report, failure, sizeof failure - 1) < 0) {
+  }
+  _exit(127);
+}
+
+}  // namespace lockstep::detail

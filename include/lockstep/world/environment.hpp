@@ -1,0 +1,161 @@
+#pragma once
+
+#include <fmt/format.h>
+
+#include <charconv>
+#include <cstdlib>
+#include <functional>
+#include <optional>
+#include <string>
+#include <string_view>
+
+#include "lockstep/error.hpp"
+
+namespace lockstep {
+
+/// Who this process is, as its environment says: torchrun's variables, the same by hand, or none of them
+/// (alone). Reading it opens no socket.
+struct Environment {
+  int rank = 0;
+  int size = 1;
+  int local_rank = 0;
+  int local_size = 1;
+  /// Where the ranks meet: `tcp://host:port`, `file:///path`, or nothing where no other process is named.
+  std::string rendezvous;
+  /// Whether a launcher hosts the store at `rendezvous`, so that rank 0 is a client as all others are.
+  bool store_is_hosted = false;
+  /// Whether that store belongs to torchrun, and so may hold keys of an earlier attempt.
+  bool store_outlives_attempts = false;
+  /// Whether a launcher has numbered the processes of this host (LOCAL_RANK).
+  bool launched = false;
+};
+
+/// Looks up one variable; none where it is not set or empty.
+using Variables = std::function<std::optional<std::string>(const char*)>;
+
+inline std::optional<std::string> process_variable(const char* name) {
+  const char* text = std::getenv(name);
+  if (text == nullptr || *text == '\0') return std::nullopt;
+  return std::string(text);
+}
+
+namespace detail {
+
+/// The whole number that `text` is, or nothing.
+inline std::optional<int> whole_number(std::string_view text) {
+  int value = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (error != std::errc{} || end != text.data() + text.size()) return std::nullopt;
+  return value;
+}
+
+/// The value of an integer variable, checked to be in [least, most].
+inline std::optional<int> integer_variable(const Variables& variables, const char* name, int least,
+                                           int most = 2147483647) {
+  const auto text = variables(name);
+  if (!text) return std::nullopt;
+  const auto value = whole_number(*text);
+  if (!value)
+    throw UsageError(fmt::format("{}={} is not a whole number. Set it to one, or unset it", name, *text));
+  if (*value < least || *value > most)
+    throw UsageError(
+        most == 2147483647
+            ? fmt::format("{}={} is too small: it must be at least {}", name, *text, least)
+            : fmt::format("{}={} is out of range: it must be in {} to {}", name, *text, least, most));
+  return value;
+}
+
+/// Checks `LOCKSTEP_RENDEZVOUS`, or makes a URL of MASTER_ADDR and MASTER_PORT.
+inline std::string rendezvous_url(const Variables& variables, bool needed) {
+  if (const auto url = variables("LOCKSTEP_RENDEZVOUS")) return *url;
+  const auto address = variables("MASTER_ADDR");
+  const auto port = integer_variable(variables, "MASTER_PORT", 1, 65535);
+  if (address && port) return fmt::format("tcp://{}:{}", *address, *port);
+  if (needed)
+    throw UsageError(
+        fmt::format("{} is not set: the ranks need to know where to meet. Set MASTER_ADDR to the host of "
+                    "rank 0 and MASTER_PORT "
+                    "to a free port there, the same on every rank",
+                    address ? "MASTER_PORT" : "MASTER_ADDR"));
+  return {};
+}
+
+}  // namespace detail
+
+/// Where ranks meet: `tcp://host:port` or `file:///path`, taken apart and checked.
+struct RendezvousUrl {
+  std::string host;  ///< of tcp://
+  int port = 0;
+  std::string path;  ///< of file://
+};
+
+/// Throws UsageError if `url` is neither `tcp://host:port` nor `file:///path`.
+inline RendezvousUrl parse_rendezvous(const std::string& url) {
+  RendezvousUrl parsed;
+  if (url.starts_with("file:///") && url.size() > 8) {
+    parsed.path = url.substr(7);
+    return parsed;
+  }
+  if (url.starts_with("tcp://")) {
+    const auto rest = std::string_view(url).substr(6);
+    const auto colon = rest.rfind(':');
+    if (colon != std::string_view::npos && colon > 0) {
+      const auto port = detail::whole_number(rest.substr(colon + 1));
+      parsed.host = rest.substr(0, colon);
+      if (parsed.host.size() > 2 && parsed.host.front() == '[' && parsed.host.back() == ']')
+        parsed.host = parsed.host.substr(1, parsed.host.size() - 2);  // an IPv6 address
+      parsed.port = port.value_or(-1);
+      if (port && parsed.port > 0 && parsed.port <= 65535) return parsed;
+    }
+  }
+  throw UsageError(fmt::format(
+      "the rendezvous '{}' is neither tcp://HOST:PORT nor file:///ABSOLUTE/PATH: write it as one of them",
+      url));
+}
+
+/// Reads and checks RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT (or
+/// LOCKSTEP_RENDEZVOUS). Throws UsageError naming the variable, its value, and what to do.
+inline Environment read_environment(const Variables& variables = process_variable) {
+  Environment env;
+  const auto size = detail::integer_variable(variables, "WORLD_SIZE", 1);
+  const auto rank = detail::integer_variable(variables, "RANK", 0);
+  const auto local_size = detail::integer_variable(variables, "LOCAL_WORLD_SIZE", 1);
+  const auto local_rank = detail::integer_variable(variables, "LOCAL_RANK", 0);
+  if (rank && !size)
+    throw UsageError(fmt::format(
+        "RANK={} is set but WORLD_SIZE is not: set WORLD_SIZE to the number of all ranks", *rank));
+  if (!rank && size && *size > 1)
+    throw UsageError(
+        fmt::format("WORLD_SIZE={} is set but RANK is not: set RANK to this process's number, 0 to {}", *size,
+                    *size - 1));
+  env.rank = rank.value_or(0);
+  env.size = size.value_or(1);
+  if (env.rank >= env.size)
+    throw UsageError(fmt::format("RANK={} is out of range: with WORLD_SIZE={} it must be in 0 to {}",
+                                 env.rank, env.size, env.size - 1));
+  env.launched = local_rank.has_value() && rank.has_value();
+  env.local_rank = local_rank.value_or(0);
+  env.local_size = local_size.value_or(env.launched && env.local_rank >= 1 ? env.local_rank + 1 : 1);
+  if (env.local_size > env.size)
+    throw UsageError(
+        fmt::format("LOCAL_WORLD_SIZE={} contradicts WORLD_SIZE={}: a host cannot run more ranks than "
+                    "there are",
+                    env.local_size, env.size));
+  if (env.local_rank >= env.local_size)
+    throw UsageError(
+        fmt::format("LOCAL_RANK={} is out of range: with LOCAL_WORLD_SIZE={} it must be in 0 to {}",
+                    env.local_rank, env.local_size, env.local_size - 1));
+  if (env.local_rank > env.rank)
+    throw UsageError(
+        fmt::format("LOCAL_RANK={} contradicts RANK={}: a rank on this host cannot be smaller than its "
+                    "number here",
+                    env.local_rank, env.rank));
+  env.rendezvous = detail::rendezvous_url(variables, env.size > 1);
+  if (!env.rendezvous.empty()) parse_rendezvous(env.rendezvous);
+  const auto agent = variables("TORCHELASTIC_USE_AGENT_STORE");
+  env.store_outlives_attempts = agent == "True" || agent == "1";
+  env.store_is_hosted = env.store_outlives_attempts || variables("LOCKSTEP_STORE_IS_HOSTED").has_value();
+  return env;
+}
+
+}  // namespace lockstep

@@ -1,0 +1,379 @@
+#pragma once
+
+#include <fmt/format.h>
+#include <poll.h>
+#include <signal.h>
+#include <sys/signalfd.h>
+#include <sys/wait.h>
+
+#include <algorithm>
+#include <chrono>
+#include <functional>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "lockstep/world/child.hpp"
+#include "lockstep/world/line_relay.hpp"
+#include "lockstep/world/outlet.hpp"
+#include "lockstep/world/report.hpp"
+
+namespace lockstep::detail {
+
+/// One process to start: the rank by which it is called, and what its environment changes ("NAME=value",
+/// "NAME").
+struct Job {
+  int rank = 0;
+  std::vector<std::string> environment;
+};
+
+/// The first failure among the processes of this host.
+struct Failure {
+  std::string text;  ///< one sentence naming the rank
+  int code = 1;      ///< what the launching process should exit with
+  FailureKind kind = FailureKind::error;
+};
+
+struct SupervisorOptions {
+  std::string program = own_program();
+  std::vector<std::string> arguments;
+  std::vector<Job> jobs;
+  Prefix prefix = Prefix::automatic;
+  /// From the polite end (SIGTERM) to the other one (SIGKILL).
+  std::chrono::milliseconds grace{3000};
+  /// How long ranks that handle a forwarded signal may take once the first has ended.
+  std::chrono::milliseconds interrupt_grace{30000};
+  /// How long a consequence waits for its cause.
+  std::chrono::milliseconds cause_delay{2000};
+  /// Called once all have been started, before the first of their bytes is read.
+  std::function<void()> started = [] {};
+  /// Whether the first failure is written to stderr, before any later output.
+  bool announce = true;
+  /// Called once, when the first failure is known.
+  std::function<void(const Failure&)> failed = [](const Failure&) {};
+};
+
+/// Starts processes of one program, relays their lines and signals, and ends all when one fails. It has no
+/// thread and knows nothing of LibTorch; one at a time in a process.
+class Supervisor {
+ public:
+  explicit Supervisor(SupervisorOptions options)
+      : options_(std::move(options)),
+        relay_(ranks(options_.jobs), options_.prefix, isatty(1) == 1 && isatty(2) == 1,
+               [this](int sink, std::string_view bytes) { outlet_.put(sink, bytes); }) {}
+
+  /// Returns when no process is left: 0, the culprit's exit code, or 128 + signal.
+  int run() {
+    SignalScope signals;
+    start(signals);
+    options_.started();
+    while (alive() > 0) {
+      wait_for_events(signals);
+      reap();
+      read_all();
+      judge();
+      enforce();
+    }
+    relay_.tick(Clock::now() + std::chrono::hours(1));
+    outlet_.drain();
+    return exit_code();
+  }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+
+  struct Child {
+    int rank = 0;
+    pid_t pid = 0;
+    Descriptor out, error, report;
+    std::string report_bytes;
+    bool reported = false;  // its report is among the candidates
+    bool ended = false;
+    bool ordered_to_end = false;
+    int status = 0;
+  };
+
+  struct Candidate {
+    FailureReport report;
+    std::size_t child;
+    bool killed;  // by a SIGKILL that was not ours: never a consequence
+  };
+
+  /// The launching process's signals, readable from a descriptor while it lives.
+  struct SignalScope {
+    sigset_t before{};
+    struct sigaction child_before {};
+    Descriptor fd;
+    SignalScope() {
+      struct sigaction action {};
+      action.sa_handler = SIG_DFL;  // an inherited SIG_IGN would reap behind our back
+      sigaction(SIGCHLD, &action, &child_before);
+      sigset_t set;
+      sigemptyset(&set);
+      for (int number : {SIGCHLD, SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGTSTP, SIGPIPE})
+        sigaddset(&set, number);
+      pthread_sigmask(SIG_BLOCK, &set, &before);
+      fd = Descriptor(signalfd(-1, &set, SFD_NONBLOCK | SFD_CLOEXEC));
+      if (!fd.open()) throw Error(fmt::format("cannot read signals: {}", std::strerror(errno)));
+    }
+    ~SignalScope() {
+      signalfd_siginfo pending;
+      while (read(fd.get(), &pending, sizeof pending) > 0) {
+      }
+      pthread_sigmask(SIG_SETMASK, &before, nullptr);
+      sigaction(SIGCHLD, &child_before, nullptr);
+    }
+  };
+
+  static std::vector<int> ranks(const std::vector<Job>& jobs) {
+    std::vector<int> result;
+    for (const auto& job : jobs) result.push_back(job.rank);
+    return result;
+  }
+
+  void start(const SignalScope& signals) {
+    Descriptor nothing(open("/dev/null", O_RDONLY | O_CLOEXEC));
+    children_.resize(options_.jobs.size());
+    for (std::size_t i = 0; i < options_.jobs.size(); ++i) {
+      auto out = make_pipe(), error = make_pipe(), report = make_pipe();
+      auto changes = options_.jobs[i].environment;
+      changes.push_back(fmt::format("LOCKSTEP_REPORT_FD={}", report.write.get()));
+      // A process outside the terminal's foreground group that reads from it would be stopped.
+      const int in = i == 0 && isatty(0) != 1 ? 0 : nothing.get();
+      auto& child = children_[i];
+      child.rank = options_.jobs[i].rank;
+      try {
+        child.pid = start_child(options_.program, options_.arguments, changed_environment(changes),
+                                {in, out.write.get(), error.write.get(), report.write.get()}, signals.before);
+      } catch (...) {
+        children_.resize(i);
+        kill_all(SIGKILL);
+        for (auto& started : children_) waitpid(started.pid, nullptr, 0);
+        throw;
+      }
+      child.out = std::move(out.read);
+      child.error = std::move(error.read);
+      child.report = std::move(report.read);
+    }
+  }
+
+  [[nodiscard]] std::size_t alive() const {
+    return static_cast<std::size_t>(
+        std::count_if(children_.begin(), children_.end(), [](const Child& child) { return !child.ended; }));
+  }
+
+  void wait_for_events(const SignalScope& signals) {
+    std::vector<pollfd> polled{{signals.fd.get(), POLLIN, 0}};
+    for (std::size_t i = 0; i < children_.size(); ++i) {
+      const auto& child = children_[i];
+      if (child.out.open() && !outlet_.full(1) && !relay_.full(2 * i))
+        polled.push_back({child.out.get(), POLLIN, 0});
+      if (child.error.open() && !holding_errors() && !outlet_.full(2) && !relay_.full(2 * i + 1))
+        polled.push_back({child.error.get(), POLLIN, 0});
+      if (child.report.open()) polled.push_back({child.report.get(), POLLIN, 0});
+    }
+    outlet_.poll_for(polled);
+    // The time limits only bound how late a deadline or a quiet line is seen; all else wakes us.
+    poll(polled.data(), polled.size(), first_candidate_ || decided_ || interrupted_ != 0 ? 20 : 100);
+    outlet_.write_ready();
+    if (outlet_.broken() && !decided_ && interrupted_ == 0) {
+      // Nobody reads us any more (`| head`): end as a single program would, quietly.
+      interrupted_ = SIGPIPE;
+      first_end_ = Clock::now();
+      order_end(SIGTERM);
+    }
+    read_signals(signals);
+    relay_.tick();
+  }
+
+  void read_signals(const SignalScope& signals) {
+    signalfd_siginfo info;
+    while (read(signals.fd.get(), &info, sizeof info) == sizeof info) {
+      const int number = static_cast<int>(info.ssi_signo);
+      if (number == SIGCHLD || number == SIGPIPE) continue;
+      if (number == SIGTSTP) {
+        kill_all(SIGSTOP);
+        raise(SIGSTOP);
+        kill_all(SIGCONT);
+      } else if (number == SIGUSR1) {
+        kill_all(SIGUSR1);
+      } else if (interrupted_ == number) {
+        order_end(SIGKILL);
+      } else {
+        interrupted_ = number;
+        kill_all(number);
+      }
+    }
+  }
+
+  void kill_all(int number) {
+    for (const auto& child : children_)
+      if (!child.ended) kill(-child.pid, number);
+  }
+
+  // Ends everyone but those that are about to end by themselves, having reported.
+  void order_end(int number) {
+    for (auto& child : children_) {
+      if (child.ended) continue;
+      if (number == SIGTERM && child.reported) continue;
+      child.ordered_to_end = true;
+      kill(-child.pid, number);
+      if (number == SIGTERM) kill(-child.pid, SIGCONT);  // a stopped process would not see it
+    }
+  }
+
+  void reap() {
+    for (std::size_t i = 0; i < children_.size(); ++i) {
+      auto& child = children_[i];
+      if (child.ended) continue;
+      siginfo_t info{};
+      if (waitid(P_PID, static_cast<id_t>(child.pid), &info, WEXITED | WNOHANG | WNOWAIT) != 0 ||
+          info.si_pid == 0)
+        continue;
+      kill(-child.pid, SIGKILL);  // what it left behind; while it is a zombie nobody else can have its number
+      waitpid(child.pid, &child.status, 0);
+      child.ended = true;
+      read_report(i);
+      if (!child.reported && child.status != 0 && !child.ordered_to_end) {
+        const bool by_signal = WIFSIGNALED(child.status);
+        const int number = by_signal ? WTERMSIG(child.status) : WEXITSTATUS(child.status);
+        if (by_signal && number == interrupted_) {
+          first_end_ = first_end_.value_or(Clock::now());
+          continue;
+        }
+        FailureReport report;
+        report.when = monotonic_nanoseconds();
+        report.code = by_signal ? 128 + number : number;
+        report.text = by_signal ? fmt::format("died ({}{})", signal_name(number),
+                                              number == SIGKILL ? ", perhaps for lack of memory" : "")
+                                : fmt::format("ended with exit code {}", number);
+        candidates_.push_back({report, i, by_signal && number == SIGKILL});
+        child.reported = true;
+        first_candidate_ = first_candidate_.value_or(Clock::now());
+      }
+      if (interrupted_ != 0) first_end_ = first_end_.value_or(Clock::now());
+    }
+  }
+
+  void read_report(std::size_t i) {
+    auto& child = children_[i];
+    if (!child.report.open()) return;
+    if (!read_into(child.report, [&](std::string_view bytes) { child.report_bytes += bytes; }) || child.ended)
+      child.report.close();
+    if (child.report_bytes.empty() || child.reported) return;
+    candidates_.push_back({decode(child.report_bytes), i, false});
+    child.reported = true;
+    first_candidate_ = first_candidate_.value_or(Clock::now());
+  }
+
+  void read_all() {
+    for (std::size_t i = 0; i < children_.size(); ++i) {
+      auto& child = children_[i];
+      read_report(i);
+      relay_stream(child, child.out, 2 * i, 1);
+      if (!holding_errors()) relay_stream(child, child.error, 2 * i + 1, 2);
+    }
+  }
+
+  void relay_stream(const Child& child, Descriptor& stream, std::size_t id, int sink) {
+    if (!stream.open()) return;
+    if (!child.ended && (outlet_.full(sink) || relay_.full(id))) return;
+    const bool more = read_into(
+        stream, [&](std::string_view bytes) { relay_.feed(id, bytes); }, !child.ended);
+    if (more && !child.ended) return;
+    stream.close();
+    relay_.close(id);
+  }
+
+  // Reads what is there (one piece, or all of it); false at the end.
+  template <class Take>
+  static bool read_into(Descriptor& stream, Take&& take, bool one_piece = false) {
+    char buffer[1 << 16];
+    while (true) {
+      const ssize_t length = read(stream.get(), buffer, sizeof buffer);
+      if (length > 0) take(std::string_view(buffer, static_cast<std::size_t>(length)));
+      if (length == 0) return false;
+      if (length < 0 && errno != EINTR) return errno == EAGAIN;
+      if (one_piece && length > 0) return true;
+    }
+  }
+
+  // While the first failure is being looked for, what others say about it waits.
+  [[nodiscard]] bool holding_errors() const { return first_candidate_ && !decided_; }
+
+  // Decides which failure was the first: at once where a process was killed, after a moment where a cause was
+  // reported (a death may be on its way), and after `cause_delay` where there are only consequences.
+  void judge() {
+    if (decided_ || candidates_.empty()) return;
+    const auto waited = Clock::now() - *first_candidate_;
+    const auto earlier = [](const Candidate& a, const Candidate& b) {
+      const auto place = [](const Candidate& c) {
+        return c.killed ? 0 : c.report.kind == FailureKind::peer ? 2 : 1;
+      };
+      return std::pair(place(a), a.report.when) < std::pair(place(b), b.report.when);
+    };
+    const auto& first = *std::min_element(candidates_.begin(), candidates_.end(), earlier);
+    const bool consequence = first.report.kind == FailureKind::peer;
+    if (!first.killed && alive() > 0 &&
+        waited < (consequence ? options_.cause_delay : std::chrono::milliseconds(50)))
+      return;
+    decided_ = true;
+    failure_ = describe_failure(first);
+    auto& culprit = children_[first.child];  // its own last words come before the verdict
+    read_remaining(culprit, first.child);
+    if (options_.announce) outlet_.put(2, fmt::format("error: {}\n", failure_->text));
+    outlet_.flush();
+    order_end(SIGTERM);
+    ended_since_ = Clock::now();
+    options_.failed(*failure_);
+  }
+
+  void read_remaining(Child& child, std::size_t i) {
+    if (child.out.open()) read_into(child.out, [&](std::string_view bytes) { relay_.feed(2 * i, bytes); });
+    if (child.error.open())
+      read_into(child.error, [&](std::string_view bytes) { relay_.feed(2 * i + 1, bytes); });
+    relay_.close(2 * i);
+    relay_.close(2 * i + 1);
+  }
+
+  [[nodiscard]] Failure describe_failure(const Candidate& first) const {
+    const auto& child = children_[first.child];
+    const auto& report = first.report;
+    if (report.kind == FailureKind::usage) return {report.text, report.code, report.kind};
+    const auto verb = report.text.starts_with("died") || report.text.starts_with("ended") ? " " : " failed: ";
+    return {fmt::format("rank {} (pid {}){}{}", child.rank, child.pid, verb, report.text), report.code,
+            report.kind};
+  }
+
+  void enforce() {
+    const auto now = Clock::now();
+    if (ended_since_ && now - *ended_since_ > options_.grace) order_end(SIGKILL);
+    if (!decided_ && first_end_ && now - *first_end_ > options_.interrupt_grace) order_end(SIGKILL);
+  }
+
+  [[nodiscard]] int exit_code() const {
+    if (failure_) return failure_->code;
+    for (const auto& child : children_)
+      if (WIFSIGNALED(child.status)) return 128 + (interrupted_ != 0 ? interrupted_ : WTERMSIG(child.status));
+    for (const auto& child : children_)
+      if (WEXITSTATUS(child.status) != 0) return WEXITSTATUS(child.status);
+    return 0;
+  }
+
+  static std::string signal_name(int number) {
+    const char* name = sigabbrev_np(number);
+    return name ? fmt::format("SIG{}", name) : fmt::format("signal {}", number);
+  }
+
+  SupervisorOptions options_;
+  Outlet outlet_;
+  LineRelay relay_;
+  std::vector<Child> children_;
+  std::vector<Candidate> candidates_;
+  std::optional<Clock::time_point> first_candidate_, first_end_, ended_since_;
+  std::optional<Failure> failure_;
+  bool decided_ = false;
+  int interrupted_ = 0;
+};
+
+}  // namespace lockstep::detail

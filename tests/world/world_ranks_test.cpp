@@ -1,0 +1,41 @@
+#include <thread>
+
+#include "support/ranks.hpp"
+
+using namespace std::chrono_literals;
+
+TEST_CASE("the ranks meet in one store") {
+  const auto& world = test_world();
+  auto store = world.store();
+  store->set(fmt::format("test/met/{}", world.rank()), std::string("here"));
+  for (int rank = 0; rank < world.size(); ++rank) store->wait({fmt::format("test/met/{}", rank)}, 20s);
+  CHECK(world.local_rank() == world.rank());
+  CHECK(world.local_size() == world.size());
+}
+
+TEST_CASE("a second connection works while the first one waits") {
+  const auto& world = test_world();
+  auto store = world.store();
+  const auto key = fmt::format("test/late/{}", world.rank());
+  std::thread other([&] { store->wait({key}, 20s); });
+  std::this_thread::sleep_for(20ms);
+  world.connect_again()->set(key, std::string("here"));
+  other.join();
+  CHECK(store->check({key}));
+}
+
+TEST_CASE("rank_zero runs on rank 0 alone") {
+  bool ran = false;
+  test_world().rank_zero([&] { ran = true; });
+  CHECK(ran == (test_world().rank() == 0));
+}
+
+TEST_CASE("local_zero_first lets the first rank of a host finish before the others begin") {
+  const auto& world = test_world();
+  auto store = world.store();
+  const int order = world.local_zero_first([&] {
+    if (world.local_rank() == 0) std::this_thread::sleep_for(50ms);
+    return static_cast<int>(store->add("test/order", 1));
+  });
+  CHECK((order == 1) == (world.local_rank() == 0));
+}
