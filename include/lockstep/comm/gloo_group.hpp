@@ -1,77 +1,82 @@
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
-#include <cstdlib>
 #include <exception>
 #include <memory>
 #include <mutex>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
 #include <fmt/format.h>
 
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+#include "lockstep/comm/failure_monitor.hpp"
+#include "lockstep/comm/gloo_call.hpp"
+#include "lockstep/comm/gloo_devices.hpp"
 #include "lockstep/comm/gloo_options.hpp"
 #include "lockstep/detail/process_group_gloo.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/world/world.hpp"
 
-#include <torch/csrc/distributed/c10d/HashStore.hpp>
-#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
-
 namespace lockstep::detail {
 
-/// One call of a collective or of send and recv.
-struct Call {
-  const char* name = "";
-  std::uint64_t sequence = 0;  // of a collective, from 1
-  int peer = -1;               // of a message: the rank in the group
-  int tag = 0;
-  std::chrono::steady_clock::time_point start{};
-
-  /// "all_reduce #57", "recv from rank 2 (tag 5)"
-  [[nodiscard]] std::string text() const {
-    if (peer < 0) return fmt::format("{} #{}", name, sequence);
-    return fmt::format("{} {} rank {} (tag {})", name, name[0] == 's' ? "to" : "from", peer, tag);
-  }
-};
-
-// c10d's Work keeps its condition variable to its children. Waiting on it directly spares the exception by
-// which Work::wait reports a deadline.
-struct WorkInternals : c10d::Work {
-  static constexpr auto mutex = &WorkInternals::mutex_;
-  static constexpr auto changed = &WorkInternals::cv_;
-  static constexpr auto completed = &WorkInternals::completed_;
-  static constexpr auto exception = &WorkInternals::exception_;
-};
-
-/// What a GlooComm and its Works share: the process group, the count of collectives, and the first error.
+/// What a GlooComm and its Works share: the process group, the count of its collectives, and its first error.
+///
+/// LibTorch's ProcessGroupGloo waits in its destructor for whatever is in flight, up to the deadline. So it
+/// is destroyed only after every rank has said farewell, and left alone in every other case: the process is
+/// about to end then, and its sockets with it.
 class GlooGroup {
  public:
+  using Clock = std::chrono::steady_clock;
+
   GlooGroup(const World& world, std::vector<int> ranks, std::string name, const GlooOptions& options)
-      : world_(world), ranks_(std::move(ranks)), name_(std::move(name)), options_(options) {
-    for (std::size_t i = 0; i < ranks_.size(); ++i)
-      if (ranks_[i] == world.rank()) rank_ = static_cast<int>(i);
+      : world_(world), options_(options), status_(std::make_shared<GroupStatus>()) {
+    status_->name = std::move(name);
+    status_->ranks = std::move(ranks);
+    const auto own = std::find(status_->ranks.begin(), status_->ranks.end(), world.rank());
+    rank_ = static_cast<int>(own - status_->ranks.begin());
+    if (world.size() == 1) {
+      store_ = c10::make_intrusive<c10d::HashStore>();
+    } else {
+      store_ = c10::make_intrusive<c10d::PrefixStore>(status_->name, world.store());
+      monitor_ = FailureMonitor::of(world);
+      monitor_->add(status_);
+      meet();
+    }
+    // Gloo's own deadline says less than ours, so it comes later.
     auto gloo = c10d::ProcessGroupGloo::Options::create(options.deadline + std::chrono::seconds(10));
     gloo->threads = options.threads;
-    gloo->devices = devices();
-    c10::intrusive_ptr<c10d::Store> store;
-    if (world.size() == 1)
-      store = c10::make_intrusive<c10d::HashStore>();
-    else
-      store = world.store();
-    process_group_ = c10::make_intrusive<c10d::ProcessGroupGloo>(
-        c10::make_intrusive<c10d::PrefixStore>(name_, store), rank_, size(), std::move(gloo));
+    gloo->devices = gloo_devices(world, options);
+    process_group_ = c10::make_intrusive<c10d::ProcessGroupGloo>(store_, rank_, size(), std::move(gloo));
   }
 
+  ~GlooGroup() {
+    leave_monitor();
+    if (!process_group_) return;
+    // Reachable for ever, so that no tool calls it lost.
+    static auto* left_behind =
+        new std::vector<std::pair<c10::intrusive_ptr<c10d::ProcessGroupGloo>, Messages>>();
+    static std::mutex mutex;
+    std::lock_guard lock(mutex);
+    left_behind->emplace_back(std::move(process_group_), std::move(kept_));
+  }
+  GlooGroup(const GlooGroup&) = delete;
+  GlooGroup& operator=(const GlooGroup&) = delete;
+
   [[nodiscard]] int rank() const { return rank_; }
-  [[nodiscard]] int size() const { return static_cast<int>(ranks_.size()); }
+  [[nodiscard]] int size() const { return static_cast<int>(status_->ranks.size()); }
   [[nodiscard]] const World& world() const { return world_; }
-  [[nodiscard]] const std::string& name() const { return name_; }
-  [[nodiscard]] const std::vector<int>& ranks() const { return ranks_; }
+  [[nodiscard]] const std::string& name() const { return status_->name; }
+  [[nodiscard]] const std::vector<int>& ranks() const { return status_->ranks; }
+  [[nodiscard]] std::string next_child() { return fmt::format("{}/{}", name(), children_++); }
   [[nodiscard]] const GlooOptions& options() const { return options_; }
   [[nodiscard]] std::chrono::milliseconds deadline() const { return options_.deadline; }
   [[nodiscard]] c10d::ProcessGroupGloo& process_group() { return *process_group_; }
@@ -80,78 +85,265 @@ class GlooGroup {
   /// Opens a collective: throws in a rank-zero scope, and the first error again if there was one.
   Call begin(const char* name) {
     Call call = message(name, -1, 0);
-    call.sequence = ++sequence_;
+    call.sequence = status_->sequence.load(std::memory_order_relaxed) + 1;
+    status_->operation.store(name, std::memory_order_relaxed);
+    status_->sequence.store(call.sequence, std::memory_order_release);
     return call;
   }
+  /// Opens a send or recv, which do not count: only two ranks take part.
   Call message(const char* name, int peer, int tag) {
     forbid_in_rank_zero_scope(name);
-    if (failed()) std::rethrow_exception(error_);
-    return {name, 0, peer, tag, std::chrono::steady_clock::now()};
+    if (failed()) rethrow();
+    if (!process_group_)
+      throw CommunicationError(fmt::format("{} called after shutdown(): make a new communicator", name));
+    const Call call{name, 0, peer, tag, Clock::now()};
+    if (monitor_ && monitor_->version() != seen_.load(std::memory_order_relaxed)) look(call);
+    return call;
   }
 
-  /// Blocks until `work` is complete; throws when it failed, or when `until` has come.
-  void await(const Call& call, c10d::Work& work, std::chrono::steady_clock::time_point until) {
+  /// Blocks until `work` is complete; throws when it failed, when another rank did, or when `until` has come.
+  void await(const Call& call, c10d::Work& work, Clock::time_point until) {
     std::unique_lock lock(work.*WorkInternals::mutex);
-    const bool complete = (work.*WorkInternals::changed).wait_until(lock, until, [&] {
-      return work.*WorkInternals::completed;
-    });
-    if (!complete) {
-      lock.unlock();
-      throw TimeoutError(fmt::format("{} is not complete", call.text()));
+    const auto complete = [&] { return work.*WorkInternals::completed; };
+    while (!complete()) {
+      const auto now = Clock::now();
+      if (now >= until) {
+        lock.unlock();
+        late(call);
+      }
+      if ((work.*WorkInternals::changed).wait_until(lock, std::min(until, now + slice), complete)) break;
+      if (monitor_ && monitor_->version() != seen_.load(std::memory_order_relaxed)) {
+        lock.unlock();
+        look(call);
+        lock.lock();
+      }
     }
-    if (work.*WorkInternals::exception) {
-      auto cause = work.*WorkInternals::exception;
+    if (auto cause = work.*WorkInternals::exception) {
       lock.unlock();
-      std::rethrow_exception(cause);
+      explain(call, cause);
     }
-  }
-  void await_message(const Call& call, const c10::intrusive_ptr<c10d::Work>& work,
-                     std::chrono::steady_clock::time_point until) {
-    auto left = std::chrono::ceil<std::chrono::milliseconds>(until - std::chrono::steady_clock::now());
-    if (!work->wait(std::max(left, std::chrono::milliseconds(1))))
-      throw TimeoutError(fmt::format("{} is not complete", call.text()));
   }
 
-  /// Keeps a message alive whose Work was dropped.
+  /// The same for a send or recv, whose wait Gloo ends only by a deadline that breaks the connection, or by
+  /// abort.
+  void await_message(const Call& call, const c10::intrusive_ptr<c10d::Work>& work, Clock::time_point until) {
+    const auto left = [](Clock::time_point end) {
+      const auto time = std::chrono::ceil<std::chrono::milliseconds>(end - Clock::now());
+      return std::max(time, std::chrono::milliseconds(1));
+    };
+    if (monitor_ && monitor_->version() != seen_.load(std::memory_order_relaxed)) look(call);
+    for (;;) {
+      bool arrived = false;
+      try {
+        std::optional<FailureMonitor::Interruption> by_news;
+        if (monitor_) by_news.emplace(*monitor_, work);
+        std::optional<Alarm> by_deadline;
+        if (until < call.start + deadline()) by_deadline.emplace(until, [&] { work->abort(); });
+        arrived = work->wait(left(call.start + deadline()));
+      } catch (...) {
+        if (Clock::now() >= call.start + deadline()) late(call);
+        explain(call, std::current_exception());
+      }
+      if (arrived) return;
+      look(call);
+      if (Clock::now() >= until) late(call);
+    }
+  }
+
+  /// Keeps a message alive whose Work was dropped: Gloo would not send it.
   void keep(c10::intrusive_ptr<c10d::Work> message) noexcept {
     std::lock_guard lock(mutex_);
     kept_.push_back(std::move(message));
   }
 
-  void shutdown() {}
-  void abort(const std::string&) {}
+  /// Makes every later call throw, and tells the other ranks. Never blocks longer than the store takes to
+  /// answer.
+  void abort(const std::string& reason, bool vague = false) noexcept {
+    if (stick(std::make_exception_ptr(CommunicationError("the communicator was aborted: " + reason))) &&
+        monitor_)
+      monitor_->publish(world_.rank(), vague, reason);
+  }
+
+  /// Ends the group in good order: completes what is in flight, and says farewell to the other ranks. The
+  /// rank that hosts the store leaves last.
+  void shutdown() {
+    if (!process_group_ || failed()) return;
+    const Call call = message("shutdown", -1, 0);
+    if (monitor_) monitor_->publish_departure(*status_);
+    if (!finish_works(call)) return;
+    if (!monitor_) return;
+    const bool last_to_leave = hosts_store(world_);
+    if (!last_to_leave) leave_monitor();
+    if (store_->add("farewells", 1) == size()) store_->set("all gone", std::string("1"));
+    if (last_to_leave) await_farewells();
+    leave_monitor();
+  }
 
  private:
-  [[nodiscard]] std::vector<std::shared_ptr<gloo::transport::Device>> devices() const {
-    std::string interfaces = options_.interfaces;
-    if (const char* chosen = std::getenv("GLOO_SOCKET_IFNAME"); interfaces.empty() && chosen)
-      interfaces = chosen;
-    std::vector<std::shared_ptr<gloo::transport::Device>> devices;
-    std::size_t begin = 0;
-    while (begin < interfaces.size()) {
-      const std::size_t end = std::min(interfaces.find(',', begin), interfaces.size());
-      if (end > begin)
-        devices.push_back(
-            c10d::ProcessGroupGloo::createDeviceForInterface(interfaces.substr(begin, end - begin)));
-      begin = end + 1;
+  using Messages = std::vector<c10::intrusive_ptr<c10d::Work>>;
+  struct Ending {
+    std::mutex mutex;
+    std::condition_variable changed;
+    bool done = false;
+  };
+  // How long a waiting thread sleeps before it looks whether another rank has failed.
+  static constexpr std::chrono::milliseconds slice{50};
+  // How long another rank may take to answer from its monitor before it counts as dead.
+  static constexpr std::chrono::milliseconds patience{1500};
+
+  // Waits until every rank has come to make this group.
+  void meet() {
+    const Call call{"", 0, -1, 0, Clock::now()};
+    const auto here = [](int rank) { return fmt::format("here/{}", rank); };
+    store_->set(here(rank_), std::string("1"));
+    if (store_->add("here", 1) == size()) store_->set("all here", std::string("1"));
+    while (!appears("all here", std::chrono::seconds(1))) {
+      look(call);
+      if (Clock::now() < call.start + deadline()) continue;
+      std::vector<std::string> missing;
+      for (int rank = 0; rank < size(); ++rank)
+        if (!store_->check({here(rank)}))
+          missing.push_back(std::to_string(ranks()[static_cast<std::size_t>(rank)]));
+      throw TimeoutError(fmt::format("rank{} {} not come to make the communicator '{}' after {}",
+                                     missing.size() == 1 ? "" : "s", joined(missing), name(),
+                                     duration_text(Clock::now() - call.start)));
     }
-    if (devices.empty() && world_.local_size() == world_.size())
-      devices.push_back(c10d::ProcessGroupGloo::createDeviceForHostname("127.0.0.1"));
-    if (devices.empty()) devices.push_back(c10d::ProcessGroupGloo::createDefaultDevice());
-    return devices;
+  }
+
+  // Works that nobody waited for go on: their end is awaited as any other, on a thread that can be left
+  // behind.
+  bool finish_works(const Call& call) {
+    auto ending = std::make_shared<Ending>();
+    std::thread([ending, gloo = std::move(process_group_), kept = std::move(kept_),
+                 deadline = deadline()]() mutable {
+      for (auto& message : kept) try {
+          message->wait(deadline);
+        } catch (const std::exception&) {  // its peer has gone without receiving it
+        }
+      kept.clear();
+      gloo.reset();
+      std::lock_guard lock(ending->mutex);
+      ending->done = true;
+      ending->changed.notify_all();
+    }).detach();
+    std::unique_lock lock(ending->mutex);
+    while (!ending->changed.wait_for(lock, slice, [&] { return ending->done; }))
+      if (Clock::now() > call.start + deadline() || (monitor_ && monitor_->failure())) return false;
+    return true;
+  }
+
+  // Waits until every rank has said farewell, has failed, or does not answer any more.
+  void await_farewells() {
+    while (!appears("all gone", std::chrono::seconds(2))) {
+      if (monitor_->failure()) return;
+      const auto alive = monitor_->ask(*status_, patience);
+      const auto gone = monitor_->departed(name());
+      for (int rank : ranks())
+        if (rank != world_.rank() && !alive.contains(rank) && !gone.contains(rank)) return;
+    }
+  }
+
+  void leave_monitor() {
+    if (monitor_) monitor_->remove(status_.get());
+    monitor_.reset();
+  }
+
+  // Waits for a key, at most `most`, and less when the deadline is nearer.
+  bool appears(const char* key, std::chrono::milliseconds most) {
+    try {
+      store_->wait({key}, std::min(most, std::max(deadline(), std::chrono::milliseconds(50))));
+      return true;
+    } catch (const c10::DistNetworkError& error) {
+      throw CommunicationError(
+          fmt::format("the store in which the ranks meet is gone: {}", error.what_without_backtrace()));
+    } catch (const std::exception&) {
+      return false;
+    }
+  }
+
+  // Throws PeerError if another rank has failed, or has left before this call.
+  void look(const Call& call) {
+    if (!monitor_) return;
+    seen_.store(monitor_->version(), std::memory_order_relaxed);
+    if (auto failure = monitor_->failure()) {
+      if (failure->vague) failure = monitor_->await_failure(std::chrono::milliseconds(500));
+      fail(PeerError(fmt::format("rank {} failed first: {}", failure->rank, failure->text)));
+    }
+    for (const auto& [rank, position] : monitor_->departed(name()))
+      if (rank != world_.rank() && call.peer < 0 && position.sequence < call.sequence)
+        fail(PeerError(fmt::format("rank {} has left after {} #{}, so {} can never be complete", rank,
+                                   position.operation, position.sequence, call.text())));
+  }
+
+  // The deadline of this call has passed: names the ranks that have not entered it.
+  [[noreturn]] void late(const Call& call) {
+    const auto waited = duration_text(Clock::now() - call.start);
+    const bool last = Clock::now() >= call.start + deadline();
+    look(call);
+    std::string text =
+        lateness(call, monitor_ ? monitor_->ask(*status_, patience) : std::map<int, Position>(), ranks(),
+                 world_.rank(), waited);
+    look(call);
+    TimeoutError error(text, world_.rank());
+    if (last) fail(error);
+    throw error;
+  }
+
+  // Gloo failed: finds out which rank was the reason.
+  [[noreturn]] void explain(const Call& call, const std::exception_ptr& cause) {
+    if (failed()) rethrow();
+    const std::string words = gloo_words(cause);
+    if (monitor_) {
+      std::map<int, Position> alive;
+      try {
+        alive = monitor_->ask(*status_, patience);
+      } catch (const std::exception&) {  // the store is gone: the monitor knows more in a moment
+      }
+      look(call);
+      for (int rank : ranks()) {
+        if (alive.empty() || rank == world_.rank() || alive.contains(rank)) continue;
+        const std::string text = fmt::format("it does not answer and has closed its connections ({})", words);
+        monitor_->publish(rank, false, text);
+        fail(PeerError(fmt::format("rank {} failed first: {}", rank, text)));
+      }
+      if (monitor_->await_failure(std::chrono::milliseconds(1000))) look(call);
+    }
+    fail(CommunicationError(fmt::format("{} failed: {}", call.text(), words)));
+  }
+
+  template <class E>
+  [[noreturn]] void fail(const E& error) {
+    stick(std::make_exception_ptr(error));
+    throw error;
+  }
+  // Keeps the first error; true if this is it.
+  bool stick(std::exception_ptr error) noexcept {
+    std::lock_guard lock(mutex_);
+    if (error_) return false;
+    error_ = std::move(error);
+    failed_.store(true, std::memory_order_release);
+    return true;
+  }
+  [[noreturn]] void rethrow() {
+    std::unique_lock lock(mutex_);
+    const auto error = error_;
+    lock.unlock();
+    std::rethrow_exception(error);
   }
 
   World world_;
-  std::vector<int> ranks_;  // global, by rank in the group
-  std::string name_;
   GlooOptions options_;
+  std::shared_ptr<GroupStatus> status_;
   int rank_ = 0;
+  int children_ = 0;
+  c10::intrusive_ptr<c10d::Store> store_;
+  std::shared_ptr<FailureMonitor> monitor_;  // none where this process is alone
   c10::intrusive_ptr<c10d::ProcessGroupGloo> process_group_;
-  std::atomic<std::uint64_t> sequence_{0};
+  std::atomic<std::uint64_t> seen_{0};
   std::atomic<bool> failed_{false};
-  std::exception_ptr error_;
   std::mutex mutex_;
-  std::vector<c10::intrusive_ptr<c10d::Work>> kept_;
+  std::exception_ptr error_;
+  Messages kept_;
 };
 
 }  // namespace lockstep::detail

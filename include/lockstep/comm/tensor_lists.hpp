@@ -12,6 +12,8 @@
 #include "lockstep/comm/communicator.hpp"
 #include "lockstep/error.hpp"
 
+#include <torch/csrc/distributed/c10d/Types.hpp>
+
 namespace lockstep::detail {
 
 /// "[4, 3] float32", as the error messages name a tensor.
@@ -56,6 +58,7 @@ inline bool gloo_reduces(at::ScalarType type) {
 
 /// Throws CommunicationError if Gloo cannot reduce this dtype by this operation.
 inline void check_reducible(std::string_view collective, const at::Tensor& tensor, ReduceOp op) {
+  check_tensor(collective, tensor);
   const auto type = tensor.scalar_type();
   if (!gloo_reduces(type))
     throw CommunicationError(
@@ -73,6 +76,52 @@ inline void check_reducible(std::string_view collective, const at::Tensor& tenso
 inline at::Tensor movable(const at::Tensor& contiguous) {
   if (gloo_reduces(contiguous.scalar_type())) return contiguous;
   return contiguous.detach().view({-1}).view(at::kByte);
+}
+
+/// What Gloo is asked to do for an operation; averages are sums, divided afterwards (Gloo has had them
+/// since 2.13 only).
+inline c10d::ReduceOp native(ReduceOp op, at::ScalarType type) {
+  switch (op) {
+    case ReduceOp::sum:
+      // Gloo adds bools as bytes, and a bool must not become 2.
+      return type == at::kBool ? c10d::ReduceOp::MAX : c10d::ReduceOp::SUM;
+    case ReduceOp::average:
+      return c10d::ReduceOp::SUM;
+    case ReduceOp::min:
+      return c10d::ReduceOp::MIN;
+    case ReduceOp::max:
+      return c10d::ReduceOp::MAX;
+    case ReduceOp::product:
+      return c10d::ReduceOp::PRODUCT;
+  }
+  return c10d::ReduceOp::SUM;
+}
+
+inline void divide(at::Tensor tensor, int divisor) {
+  if (divisor == 1) return;
+  at::NoGradGuard no_grad;
+  tensor.detach().div_(divisor);
+}
+
+/// Combines the rows of `rows` [n, ...] into `output` [...], from the first to the last.
+inline void combine_rows(const at::Tensor& output, const at::Tensor& rows, ReduceOp op) {
+  at::NoGradGuard no_grad;
+  at::Tensor result = rows[0];
+  const bool logical = rows.scalar_type() == at::kBool;
+  for (std::int64_t i = 1; i < rows.size(0); ++i) {
+    const at::Tensor row = rows[i];
+    if (op == ReduceOp::min)
+      at::minimum_out(result, result, row);
+    else if (op == ReduceOp::max || (logical && op == ReduceOp::sum))
+      at::maximum_out(result, result, row);
+    else if (op == ReduceOp::product)
+      result.mul_(row);
+    else
+      result.add_(row);
+  }
+  if (op == ReduceOp::average) divide(result, static_cast<int>(rows.size(0)));
+  at::Tensor target = output;
+  target.detach().copy_(result.view(output.sizes()));
 }
 
 /// The tensors of one dtype in a list, and the one buffer that travels for them.

@@ -1,0 +1,262 @@
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include <c10/util/Exception.h>
+#include <fmt/format.h>
+
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include "lockstep/comm/bulletin.hpp"
+#include "lockstep/world/world.hpp"
+
+namespace lockstep::detail {
+
+/// A connection of its own to the store of the world: a thread that waits on one blocks all who share it.
+template <class AnyWorld>
+c10::intrusive_ptr<c10d::Store> second_connection(const AnyWorld& world) {
+  if constexpr (requires { world.connect_again(); }) {
+    return world.connect_again();
+  } else {
+    auto first = c10::dynamic_intrusive_pointer_cast<c10d::TCPStore>(world.store());
+    c10d::TCPStoreOptions options;
+    options.port = first->getPort();
+    options.useLibUV = false;
+    options.waitWorkers = false;
+    return c10::make_intrusive<c10d::TCPStore>(first->getHost(), options);
+  }
+}
+
+/// What this process would say of one of its groups when another rank asks: the last collective it entered.
+struct GroupStatus {
+  std::string name;
+  std::vector<int> ranks;  // global, by rank in the group
+  std::atomic<std::uint64_t> sequence{0};
+  std::atomic<const char*> operation{""};
+};
+
+/// How far a rank has come in a group.
+struct Position {
+  std::uint64_t sequence = 0;
+  std::string operation;
+};
+
+/// Why no collective can succeed any more.
+struct Failure {
+  int rank = -1;       // the rank that failed first
+  bool vague = false;  // its own words may still come
+  std::string text;
+};
+
+/// A thread of each process, with a store connection of its own, that learns what other ranks post on the
+/// bulletin board: that they failed, that they have left a group, or that they want to know how far this one
+/// is. It sleeps in the store until its bell is rung, a second at most.
+///
+/// One is shared by all communicators of a world. Thread safety: every function may be called from any
+/// thread.
+class FailureMonitor {
+ public:
+  static std::shared_ptr<FailureMonitor> of(const World& world) {
+    static std::mutex mutex;
+    static std::map<c10d::Store*, std::weak_ptr<FailureMonitor>> monitors;
+    std::lock_guard lock(mutex);
+    auto& known = monitors[world.store().get()];
+    auto monitor = known.lock();
+    if (!monitor) {
+      monitor = std::make_shared<FailureMonitor>(world);
+      known = monitor;
+    }
+    return monitor;
+  }
+
+  explicit FailureMonitor(const World& world)
+      : rank_(world.rank()),
+        board_(world.store(), rank_, world.size()),
+        own_board_(second_connection(world), rank_, world.size()),
+        thread_([this] { run(); }) {}
+
+  ~FailureMonitor() {
+    stopping_ = true;
+    try {
+      board_.ring(rank_);
+    } catch (...) {  // without a store the thread ends by itself, within a second
+    }
+    thread_.join();
+  }
+  FailureMonitor(const FailureMonitor&) = delete;
+  FailureMonitor& operator=(const FailureMonitor&) = delete;
+
+  /// Grows whenever there is something new to know.
+  [[nodiscard]] std::uint64_t version() const noexcept { return version_.load(std::memory_order_acquire); }
+
+  [[nodiscard]] std::optional<Failure> failure() const {
+    std::lock_guard lock(mutex_);
+    return failure_;
+  }
+
+  /// Waits at most `patience` for a failure, and as long again for its words if it is vague.
+  [[nodiscard]] std::optional<Failure> await_failure(std::chrono::milliseconds patience) const {
+    std::unique_lock lock(mutex_);
+    changed_.wait_for(lock, patience, [&] { return failure_.has_value(); });
+    if (failure_) changed_.wait_for(lock, patience, [&] { return !failure_->vague; });
+    return failure_;
+  }
+
+  /// Where the ranks were that have left this group in good order, by global rank.
+  [[nodiscard]] std::map<int, Position> departed(const std::string& group) const {
+    std::lock_guard lock(mutex_);
+    const auto found = departed_.find(group);
+    return found == departed_.end() ? std::map<int, Position>() : found->second;
+  }
+
+  /// Tells every rank, at once, that `rank` has failed.
+  void publish(int rank, bool vague, const std::string& text) noexcept {
+    try {
+      board_.post(fmt::format("failed {} {} {}", rank, vague ? 1 : 0, text));
+      board_.ring_others();
+    } catch (...) {  // whoever hosted the store is gone, and with it those who would read this
+    }
+  }
+
+  /// Tells every rank, within a second, that this one leaves a group in good order.
+  void publish_departure(const GroupStatus& group) {
+    board_.post(fmt::format("departed {} {} {} {}", group.name, rank_, group.sequence.load(),
+                            group.operation.load()));
+  }
+
+  /// Asks the other ranks of a group how far they are. A rank that does not answer in time is not in the
+  /// result.
+  [[nodiscard]] std::map<int, Position> ask(const GroupStatus& group, std::chrono::milliseconds patience) {
+    std::map<int, Position> positions;
+    const std::int64_t question = board_.post(fmt::format("asked {}", group.name));
+    board_.ring_others();
+    std::vector<int> others;
+    for (int rank : group.ranks)
+      if (rank != rank_) others.push_back(rank);
+    for (const auto& [rank, answer] : board_.answers(question, others, patience))
+      positions[rank] = parse(answer);
+    return positions;
+  }
+
+  void add(std::shared_ptr<const GroupStatus> group) {
+    std::lock_guard lock(mutex_);
+    groups_.push_back(std::move(group));
+  }
+  void remove(const GroupStatus* group) noexcept {
+    std::lock_guard lock(mutex_);
+    std::erase_if(groups_, [&](const auto& known) { return known.get() == group; });
+  }
+
+  /// While it lives, news abort the wait for `message`, which Gloo does not let us interrupt otherwise.
+  class Interruption {
+   public:
+    Interruption(FailureMonitor& monitor, c10::intrusive_ptr<c10d::Work> message)
+        : monitor_(monitor), message_(std::move(message)) {
+      std::lock_guard lock(monitor_.mutex_);
+      monitor_.messages_.push_back(message_.get());
+    }
+    ~Interruption() {
+      std::lock_guard lock(monitor_.mutex_);
+      std::erase(monitor_.messages_, message_.get());
+    }
+    Interruption(const Interruption&) = delete;
+    Interruption& operator=(const Interruption&) = delete;
+
+   private:
+    FailureMonitor& monitor_;
+    c10::intrusive_ptr<c10d::Work> message_;
+  };
+
+ private:
+  void run() noexcept {
+    while (!stopping_) {
+      try {
+        own_board_.sleep(std::chrono::seconds(1));
+        if (stopping_) return;
+        for (const Notice& notice : own_board_.news()) learn(notice);
+      } catch (const std::exception& error) {
+        if (stopping_) return;
+        std::unique_lock lock(mutex_);
+        if (departed_hosts()) return;
+        note({0, false,
+              fmt::format(
+                  "the store in which the ranks meet is gone, so the process that hosts it has ended ({})",
+                  first_line(error.what()))},
+             lock);
+        return;
+      }
+    }
+  }
+
+  void learn(const Notice& notice) {
+    if (notice.kind == "failed") {
+      std::unique_lock lock(mutex_);
+      note({std::stoi(notice.word(0)), notice.word(1) == "1", notice.rest(2)}, lock);
+    } else if (notice.kind == "departed") {
+      std::unique_lock lock(mutex_);
+      departed_[notice.word(0)][std::stoi(notice.word(1))] = parse(notice.rest(2));
+      announce(lock);
+    } else if (notice.kind == "asked") {
+      std::string answer = "0 nothing";
+      {
+        std::lock_guard lock(mutex_);
+        for (const auto& group : groups_)
+          if (group->name == notice.word(0))
+            answer = fmt::format("{} {}", group->sequence.load(), group->operation.load());
+      }
+      own_board_.answer(notice.number, answer);
+    }
+  }
+
+  // The first failure counts; only its own rank may say more about it.
+  void note(Failure failure, std::unique_lock<std::mutex>& lock) {
+    if (!failure_ || (failure_->vague && failure_->rank == failure.rank)) failure_ = std::move(failure);
+    announce(lock);
+  }
+
+  void announce(std::unique_lock<std::mutex>&) {
+    version_.fetch_add(1, std::memory_order_release);
+    for (c10d::Work* message : messages_) message->abort();
+    changed_.notify_all();
+  }
+
+  // Rank 0 hosts the store where no launcher does: once it has left in good order, the store may go.
+  [[nodiscard]] bool departed_hosts() const {
+    for (const auto& [group, ranks] : departed_)
+      if (ranks.contains(0)) return true;
+    return false;
+  }
+
+  static Position parse(const std::string& text) {
+    const auto space = text.find(' ');
+    return {std::stoull(text), space == std::string::npos ? std::string() : text.substr(space + 1)};
+  }
+  static std::string first_line(const std::string& text) { return text.substr(0, text.find('\n')); }
+
+  const int rank_;
+  Bulletin board_;      // on the connection of the world
+  Bulletin own_board_;  // on the thread's own
+  mutable std::mutex mutex_;
+  mutable std::condition_variable changed_;
+  std::optional<Failure> failure_;
+  std::map<std::string, std::map<int, Position>> departed_;
+  std::vector<std::shared_ptr<const GroupStatus>> groups_;
+  std::vector<c10d::Work*> messages_;
+  std::atomic<std::uint64_t> version_{0};
+  std::atomic<bool> stopping_{false};
+  std::thread thread_;
+};
+
+}  // namespace lockstep::detail
