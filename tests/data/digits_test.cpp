@@ -1,0 +1,74 @@
+#include "lockstep/data/digits.hpp"
+
+#include "data/temporary_folder.hpp"
+#include "lockstep/data/cache.hpp"
+#include "lockstep/data/md5.hpp"
+#include "lockstep/data/mnist.hpp"
+#include "support/catch.hpp"
+
+namespace {
+std::string sum_of(const at::Tensor& bytes) {
+  lockstep::Md5 md5;
+  md5.update({static_cast<const char*>(bytes.data_ptr()), bytes.nbytes()});
+  return md5.hex();
+}
+}  // namespace
+
+TEST_CASE("drawn digits are the same each time and other ones for another seed") {
+  const auto first = lockstep::draw_digits(1234, 7), again = lockstep::draw_digits(1234, 7);
+  CHECK(at::equal(first.images, again.images));
+  CHECK(at::equal(first.labels, again.labels));
+  CHECK_FALSE(at::equal(first.images, lockstep::draw_digits(1234, 8).images));
+  // Fewer of them are the first of more, whatever the threads did.
+  CHECK(at::equal(lockstep::draw_digits(55, 7).images, first.images.narrow(0, 0, 55)));
+  CHECK(first.images.sizes() == at::IntArrayRef({1234, 28, 28}));
+}
+
+TEST_CASE("drawn digits are balanced, inked and unlike each other") {
+  const auto digits = lockstep::draw_digits(2000, 3);
+  CHECK(at::equal(digits.labels.to(at::kLong).bincount(), torch::full({10}, 200, at::kLong)));
+  // A stride without shuffling still meets every class.
+  CHECK(digits.labels.slice(0, 0, 2000, 2).to(at::kLong).bincount().min().item<int>() > 50);
+  const at::Tensor ink = digits.images.to(at::kFloat).mean({1, 2});
+  CHECK(ink.min().item<float>() > 5);
+  CHECK(ink.max().item<float>() < 130);
+  CHECK(
+      std::get<0>(at::_unique(digits.images.to(at::kLong).mul(torch::arange(784).view({28, 28})).sum({1, 2})))
+          .numel() > 1900);
+}
+
+TEST_CASE("the drawing that v1 names has not changed") {
+  const auto digits = lockstep::draw_digits(100, 1);
+  CHECK(sum_of(digits.labels) == "6bbbdf83c9aa0e9a90e1ef4818a00d4f");
+  CHECK(sum_of(digits.images) == "efe788e4bb49a312df1ee7705138c021");
+}
+
+TEST_CASE("digits are drawn into the cache once, whole") {
+  TemporaryFolder cache;
+  setenv("XDG_CACHE_HOME", cache.path().c_str(), 1);
+  const auto folder = lockstep::drawn_digits_folder(300, 50);
+  CHECK(folder.string().find(cache.path().string()) == 0);
+  const auto written = std::filesystem::last_write_time(folder / "train-images-idx3-ubyte");
+  CHECK(lockstep::drawn_digits_folder(300, 50) == folder);
+  CHECK(std::filesystem::last_write_time(folder / "train-images-idx3-ubyte") == written);
+
+  const auto mnist = lockstep::load_mnist(folder);
+  CHECK(mnist.train.size() == 300);
+  CHECK(mnist.test.size() == 50);
+  // No half-made folder stays behind.
+  std::size_t entries = 0;
+  for ([[maybe_unused]] const auto& entry : std::filesystem::directory_iterator(cache / "lockstep"))
+    ++entries;
+  CHECK(entries == 1);
+}
+
+TEST_CASE("a folder that could not be filled is not there") {
+  TemporaryFolder cache;
+  CHECK_THROWS_AS(lockstep::make_folder_whole(cache / "a",
+                                              [](const std::filesystem::path& part) {
+                                                lockstep::write_idx(part / "x", torch::zeros({3}, at::kByte));
+                                                throw lockstep::DataError("the disk is full");
+                                              }),
+                  lockstep::DataError);
+  CHECK(std::filesystem::is_empty(cache.path()));
+}
