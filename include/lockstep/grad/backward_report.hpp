@@ -1,0 +1,78 @@
+#pragma once
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <exception>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "lockstep/grad/named_tensors.hpp"
+
+namespace lockstep::detail {
+
+/// What a rank tells the others after a backward that left a slot poisoned somewhere.
+struct BackwardReport {
+  std::vector<std::size_t> missing;   ///< parameters without a gradient here
+  std::optional<std::string> thrown;  ///< what backward threw here
+};
+
+/// The first line of what an exception says: LibTorch's carry a stack trace after it.
+inline std::string first_line(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const std::exception& e) {
+    const std::string text = e.what();
+    return text.substr(0, text.find('\n'));
+  } catch (...) {
+    return "an exception of unknown type";
+  }
+}
+
+inline std::string serialize(const BackwardReport& report) {
+  std::string bytes;
+  for (const std::size_t i : report.missing) bytes += std::to_string(i) + ' ';
+  if (report.thrown) bytes += '!' + *report.thrown;
+  return bytes;
+}
+
+inline BackwardReport deserialize_report(const std::string& bytes) {
+  BackwardReport report;
+  const std::size_t mark = std::min(bytes.find('!'), bytes.size());
+  for (std::size_t at = 0; at < mark; at = bytes.find(' ', at) + 1)
+    report.missing.push_back(std::stoul(bytes.substr(at)));
+  if (mark < bytes.size()) report.thrown = bytes.substr(mark + 1);
+  return report;
+}
+
+/// "parameter 3 'fc.weight', parameter 4 'fc.bias' and 7 more"
+inline std::string parameter_list(const std::vector<std::size_t>& indices, const std::vector<NamedTensor>& parameters) {
+  constexpr std::size_t shown = 8;
+  std::string text;
+  for (std::size_t k = 0; k < std::min(indices.size(), shown); ++k)
+    text += fmt::format("{}parameter {} '{}'", k ? ", " : "", indices[k], parameters[indices[k]].name);
+  if (indices.size() > shown) text += fmt::format(" and {} more", indices.size() - shown);
+  return text;
+}
+
+/// What went wrong on all ranks in words, the same on every rank.
+inline std::string failure_text(const std::vector<BackwardReport>& reports,
+                                const std::vector<NamedTensor>& parameters) {
+  std::string thrown, missing;
+  for (std::size_t rank = 0; rank < reports.size(); ++rank) {
+    const BackwardReport& report = reports[rank];
+    if (report.thrown)
+      thrown += fmt::format("{}backward threw on rank {}: {}", thrown.empty() ? "" : "; ", rank, *report.thrown);
+    else if (report.missing.size() == parameters.size())
+      missing += fmt::format("{}rank {} (none of the parameters took part)", missing.empty() ? "" : "; ", rank);
+    else if (!report.missing.empty())
+      missing += fmt::format("{}rank {} ({})", missing.empty() ? "" : "; ", rank,
+                             parameter_list(report.missing, parameters));
+  }
+  if (!thrown.empty()) return thrown + "; no rank kept its gradients";
+  return "backward left gradients undefined on " + missing +
+         "; let every parameter take part in the loss on every rank, or take it out with requires_grad_(false)";
+}
+
+}  // namespace lockstep::detail

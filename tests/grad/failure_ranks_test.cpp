@@ -1,0 +1,251 @@
+// What may happen inside a backward: the reduction ends on every rank, and the next one works.
+#include "grad/models.hpp"
+
+using lockstep::DistributedDataParallel;
+using lockstep::GradientError;
+using lockstep::PeerError;
+
+namespace {
+
+/// Passes its input on, and throws in backward.
+struct Thrower : torch::autograd::Function<Thrower> {
+  static torch::Tensor forward(torch::autograd::AutogradContext*, const torch::Tensor& x) { return x.clone(); }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext*, torch::autograd::variable_list) {
+    throw std::runtime_error("thrown inside backward");
+  }
+};
+
+/// Runs a module without a graph, and again with one inside backward, as checkpointing does.
+struct Checkpoint : torch::autograd::Function<Checkpoint> {
+  static torch::Tensor forward(torch::autograd::AutogradContext* context, const torch::Tensor& x,
+                               torch::nn::Linear* layer) {
+    context->save_for_backward({x});
+    context->saved_data["layer"] = reinterpret_cast<std::int64_t>(layer);
+    return (*layer)(x);
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 torch::autograd::variable_list grads) {
+    auto* layer = reinterpret_cast<torch::nn::Linear*>(context->saved_data["layer"].toInt());
+    torch::AutoGradMode enable(true);
+    auto x = context->get_saved_variables()[0].detach().requires_grad_(true);
+    torch::autograd::backward({(*layer)(x)}, {grads[0]});
+    return {x.grad(), torch::Tensor()};
+  }
+};
+
+void check_good_backward(Net& net, DistributedDataParallel<Net, lockstep::GlooComm>& ddp) {
+  auto loss = [&](Net& model, int rank) { return model(batch_of(rank, 77)).pow(2).mean(); };
+  const auto expected = expected_gradients(net, test_world().size(), loss);
+  net->zero_grad();
+  ddp.backward(loss(net, test_world().rank()));
+  check_close(gradients(net->parameters()), expected);
+}
+
+}  // namespace
+
+TEST_CASE("a backward that throws on one rank, early or late, is an error on all and is followed by a good one") {
+  const int rank = test_world().rank(), culprit = test_world().size() - 1;
+  Net net;
+  DistributedDataParallel ddp{net, shared_comm(), small_buckets()};
+  const int steps_before = GENERATE(0, 1, 2);
+  const bool late = GENERATE(false, true);
+  CAPTURE(steps_before, late);
+  for (int step = 0; step < steps_before; ++step) check_good_backward(net, ddp);
+  auto loss = [&] {
+    auto x = batch_of(rank, 1).requires_grad_(true);
+    if (rank == culprit && late) x = Thrower::apply(x);  // after the gradients of all layers
+    auto out = net(x).sum();
+    if (rank == culprit && !late) out = Thrower::apply(out);
+    return out;
+  };
+  net->zero_grad();
+  if (rank == culprit) {
+    CHECK_THROWS_WITH(ddp.backward(loss()), ContainsSubstring("thrown inside backward"));
+  } else {
+    CHECK_THROWS_AS(ddp.backward(loss()), PeerError);
+    CHECK_THAT(thrown_by([&] { ddp.backward(loss()); }),
+               ContainsSubstring("rank " + std::to_string(culprit) + ": thrown inside backward"));
+  }
+  if (rank == culprit) CHECK_THROWS(ddp.backward(loss()));  // the second of the other ranks
+  for (const auto& parameter : ddp.parameters()) CHECK_FALSE(parameter.grad().defined());
+  check_good_backward(net, ddp);
+  check_good_backward(net, ddp);
+}
+
+TEST_CASE("a backward that throws on all ranks is followed by a good one") {
+  Net net;
+  DistributedDataParallel ddp{net, shared_comm(), small_buckets()};
+  for (int step = 0; step < 3; ++step) {
+    CHECK_THROWS_WITH(ddp.backward(Thrower::apply(net(batch_of(0, 0)).sum())),
+                      ContainsSubstring("thrown inside backward"));
+    check_good_backward(net, ddp);
+  }
+}
+
+TEST_CASE("a loss without a graph on one rank is an error on all") {
+  const int rank = test_world().rank();
+  Net net;
+  DistributedDataParallel ddp{net, shared_comm(), small_buckets()};
+  CHECK_THROWS(ddp.backward(rank == 0 ? torch::ones({}) : net(batch_of(rank, 0)).sum()));
+  check_good_backward(net, ddp);
+}
+
+TEST_CASE("a backward in which no parameter takes part is an error on all ranks that says so") {
+  const int rank = test_world().rank();
+  Net net;
+  DistributedDataParallel ddp{net, shared_comm(), small_buckets()};
+  for (int step = 0; step < 3; ++step) {
+    CAPTURE(step);
+    const auto alone = torch::ones({}, torch::requires_grad());
+    const auto text = thrown_by([&] { ddp.backward(rank == 0 ? alone * 2 : net(batch_of(rank, 0)).sum()); });
+    CHECK_THAT(text, ContainsSubstring("rank 0 (none of the parameters took part)"));
+    check_good_backward(net, ddp);
+  }
+}
+
+TEST_CASE("a parameter without a gradient on one rank is named on every rank, in that very backward") {
+  const int rank = test_world().rank(), culprit = test_world().size() - 1;
+  Net net;
+  DistributedDataParallel ddp{net, shared_comm(), small_buckets()};
+  for (int step = 0; step < 3; ++step) {
+    CAPTURE(step);
+    net->zero_grad(step % 2 == 0);
+    net->use_two = rank != culprit;
+    const auto loss = net(batch_of(rank, 0)).sum();
+    net->use_two = true;
+    std::string text;
+    try {
+      ddp.backward(loss);
+    } catch (const GradientError& error) {
+      text = error.what();
+    }
+    CHECK_THAT(text, ContainsSubstring("rank " + std::to_string(culprit) +
+                                       " (parameter 2 'two.weight', parameter 3 'two.bias')"));
+    const auto texts = shared_comm().all_gather_bytes(text);
+    for (const auto& other : texts) CHECK(other == text);
+    check_good_backward(net, ddp);
+  }
+}
+
+TEST_CASE("a gradient that is not a number is no error") {
+  Net net;
+  DistributedDataParallel ddp{net, shared_comm(), small_buckets()};
+  for (int step = 0; step < 3; ++step) {
+    net->zero_grad();
+    ddp.backward(net(batch_of(0, 0)).sum() * (test_world().rank() == 0 ? NAN : 1));
+    CHECK(net->one->weight.grad().isnan().all().item<bool>());
+  }
+}
+
+TEST_CASE("an output that the loss ignores gives zeros") {
+  struct TwoImpl : torch::nn::Module {
+    torch::Tensor a = register_parameter("a", torch::ones({2, 2}));
+    torch::Tensor forward(int part) { return a.unbind(0)[static_cast<std::size_t>(part)].sum(); }
+  } model;
+  DistributedDataParallel ddp{model, shared_comm()};
+  ddp.backward(ddp(0));
+  CHECK(torch::equal(model.a.grad(), torch::tensor({{1.0F, 1.0F}, {0.0F, 0.0F}})));
+}
+
+TEST_CASE("re-entrant backwards, also several over one layer") {
+  const auto& world = test_world();
+  Net net;
+  DistributedDataParallel ddp{net, shared_comm(), small_buckets()};
+  for (int step = 0; step < 4; ++step) {
+    CAPTURE(step);
+    auto run = [&](Net& model, int rank, bool checkpointed) {
+      auto two = [&](const torch::Tensor& x) {
+        return checkpointed ? Checkpoint::apply(x, &model->two) : model->two(x);
+      };
+      const auto x = torch::relu(model->one(batch_of(rank, step)));
+      return model->three(two(torch::relu(two(x)))).pow(2).mean();
+    };
+    const auto expected = expected_gradients(net, world.size(), [&](Net& m, int rank) { return run(m, rank, false); });
+    net->zero_grad(step % 2 == 0);
+    ddp.backward(run(net, world.rank(), true));
+    check_close(gradients(net->parameters()), expected);
+  }
+}
+
+TEST_CASE("more gradients than in the first backward are an error on all ranks, not a wrong sum") {
+  const int rank = test_world().rank();
+  Net net;
+  DistributedDataParallel ddp{net, shared_comm(), small_buckets()};
+  check_good_backward(net, ddp);
+  check_good_backward(net, ddp);
+  auto loss = [&] {
+    const auto x = net->one(batch_of(rank, 0));
+    if (rank != 0) return net->three(net->two(x)).sum();
+    return net->three(Checkpoint::apply(Checkpoint::apply(x, &net->two), &net->two)).sum();
+  };
+  CHECK_THAT(thrown_by([&] { ddp.backward(loss()); }), ContainsSubstring("got 2 gradients in this backward"));
+  check_good_backward(net, ddp);
+}
+
+TEST_CASE("create_graph is refused in words") {
+  Net net;
+  DistributedDataParallel ddp{net, shared_comm()};
+  CHECK_THROWS_AS(ddp.backward(net(batch_of(0, 0)).sum(), false, true), GradientError);
+  CHECK_THROWS_WITH(ddp.backward(net(batch_of(0, 0)).sum(), false, true), ContainsSubstring("create_graph"));
+  CHECK_THROWS_WITH(net(batch_of(0, 0)).sum().backward({}, false, true), ContainsSubstring("create_graph"));
+  net->zero_grad();
+  check_good_backward(net, ddp);
+}
+
+TEST_CASE("a sparse gradient is refused by name on every rank") {
+  torch::nn::Embedding table(torch::nn::EmbeddingOptions(5, 3).sparse(true));
+  DistributedDataParallel ddp{table, shared_comm()};
+  const auto text = thrown_by([&] { ddp.backward(ddp(torch::tensor({1, 2})).sum()); });
+  CHECK_THAT(text, ContainsSubstring("parameter 0 'weight' is sparse"));
+}
+
+TEST_CASE("a bare backward that throws is found at the next one") {
+  Net net;
+  DistributedDataParallel ddp{net, shared_comm(), small_buckets()};
+  auto x = batch_of(0, 0).requires_grad_(true);
+  CHECK_THROWS_WITH(net(Thrower::apply(x)).sum().backward(), ContainsSubstring("thrown inside backward"));
+  CHECK_THROWS_WITH(ddp.backward(net(batch_of(0, 0)).sum()), ContainsSubstring("ddp.backward(loss)"));
+  check_good_backward(net, ddp);
+  CHECK_THROWS(net(Thrower::apply(x)).sum().backward());
+  CHECK_THROWS_WITH(net(batch_of(0, 0)).sum().backward(), ContainsSubstring("ddp.backward(loss)"));
+  check_good_backward(net, ddp);
+}
+
+TEST_CASE("models that differ: one and the same error on every rank") {
+  const auto& world = test_world();
+  if (world.size() == 1) return;
+  const bool odd = world.rank() == world.size() - 1;
+  const int kind = GENERATE(0, 1, 2, 3, 4, 5);
+  CAPTURE(kind);
+  torch::nn::Module model;
+  const auto type = kind == 1 && odd ? torch::kDouble : torch::kFloat;
+  const std::int64_t rows = kind == 0 && odd ? 12 : 10;
+  if (kind == 3 && odd) model.register_parameter("bias", torch::zeros({10, 5}));
+  model.register_parameter(kind == 2 && odd ? "other" : "weight", torch::zeros({rows, 5}, type), !(kind == 4 && odd));
+  if (!(kind == 3 && odd)) model.register_parameter("bias", torch::zeros({10, 5}));
+  if (kind == 5 && odd) model.register_parameter("more", torch::zeros({1}));
+  std::string text;
+  try {
+    DistributedDataParallel ddp{model, shared_comm()};
+  } catch (const lockstep::MismatchError& error) {
+    text = error.what();
+  }
+  const std::string last = std::to_string(world.size() - 1);
+  const std::vector<std::string> expected{
+      "parameter 0 'weight': rank 0 [10, 5] float32, rank " + last + " [12, 5] float32",
+      "parameter 0 'weight': rank 0 [10, 5] float32, rank " + last + " [10, 5] float64",
+      "parameter 0: rank 0 'weight' [10, 5] float32, rank " + last + " 'other' [10, 5] float32",
+      "parameter 0: rank 0 'weight' [10, 5] float32, rank " + last + " 'bias' [10, 5] float32",
+      "parameter 0 'weight': rank 0 [10, 5] float32, rank " + last + " [10, 5] float32, without gradient",
+      "rank 0 has 2 parameters, rank " + last + " has 3: parameter 2 'more' [1] float32 is on rank " + last + " alone"};
+  CHECK_THAT(text, ContainsSubstring(expected[static_cast<std::size_t>(kind)]));
+  for (const auto& other : shared_comm().all_gather_bytes(text)) CHECK(other == text);
+}
+
+TEST_CASE("a model without anything to train, and caps without a size, are refused") {
+  torch::nn::Linear layer(2, 2);
+  CHECK_THROWS_AS((DistributedDataParallel{layer, shared_comm(), {.bucket_caps = {}}}), lockstep::UsageError);
+  CHECK_THROWS_AS((DistributedDataParallel{layer, shared_comm(), {.bucket_caps = {0}}}), lockstep::UsageError);
+  for (auto& parameter : layer->parameters()) parameter.requires_grad_(false);
+  CHECK_THROWS_AS((DistributedDataParallel{layer, shared_comm()}), lockstep::UsageError);
+}

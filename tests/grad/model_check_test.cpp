@@ -1,0 +1,68 @@
+#include "lockstep/grad/model_check.hpp"
+
+#include <torch/torch.h>
+
+#include "support/catch.hpp"
+
+using lockstep::NamedTensor;
+
+namespace {
+
+std::string bytes_of(const std::vector<NamedTensor>& parameters, const std::vector<NamedTensor>& buffers = {}) {
+  return lockstep::detail::serialize(lockstep::detail::describe(parameters, buffers));
+}
+
+NamedTensor named(std::string name, std::vector<std::int64_t> shape, at::ScalarType type = at::kFloat,
+                  bool requires_grad = true) {
+  return {std::move(name), torch::zeros(shape, type).requires_grad_(requires_grad)};
+}
+
+std::string difference(const std::vector<std::vector<NamedTensor>>& ranks) {
+  std::vector<std::string> bytes;
+  for (const auto& parameters : ranks) bytes.push_back(bytes_of(parameters));
+  return lockstep::detail::model_difference(bytes).value_or("");
+}
+
+}  // namespace
+
+TEST_CASE("equal models have no difference") {
+  const std::vector<NamedTensor> model{named("a", {2, 3}), named("b", {})};
+  CHECK(difference({model, model, model}).empty());
+}
+
+TEST_CASE("a difference names the parameter and what two ranks have of it") {
+  const std::vector<NamedTensor> model{named("a", {2}), named("fc.weight", {10, 5})};
+  auto with = [&](NamedTensor second) { return std::vector<NamedTensor>{model[0], std::move(second)}; };
+  CHECK_THAT(difference({model, model, with(named("fc.weight", {12, 5}))}),
+             ContainsSubstring("parameter 1 'fc.weight': rank 0 [10, 5] float32, rank 2 [12, 5] float32"));
+  CHECK_THAT(difference({model, with(named("fc.weight", {10, 5}, at::kDouble))}),
+             ContainsSubstring("parameter 1 'fc.weight': rank 0 [10, 5] float32, rank 1 [10, 5] float64"));
+  CHECK_THAT(difference({model, with(named("fc.weights", {10, 5}))}),
+             ContainsSubstring("parameter 1: rank 0 'fc.weight' [10, 5] float32, rank 1 'fc.weights' [10, 5] float32"));
+  CHECK_THAT(difference({model, with(named("fc.weight", {10, 5}, at::kFloat, false))}),
+             ContainsSubstring("rank 1 [10, 5] float32, without gradient"));
+  CHECK_THAT(difference({model, {model[0]}}),
+             ContainsSubstring("rank 0 has 2 parameters, rank 1 has 1: parameter 1 'fc.weight' [10, 5] float32 is on "
+                               "rank 0 alone"));
+  CHECK_THAT(difference({{model[0]}, model}), ContainsSubstring("is on rank 1 alone"));
+  const NamedTensor turned{"fc.weight", torch::zeros({5, 10}).t().requires_grad_(true)};
+  CHECK_THAT(difference({model, with(turned)}), ContainsSubstring("rank 1 [10, 5] float32 with strides [1, 10]"));
+}
+
+TEST_CASE("buffers are compared too") {
+  const std::string one = bytes_of({named("a", {2})}, {named("mean", {3}, at::kFloat, false)});
+  const std::string other = bytes_of({named("a", {2})}, {named("mean", {4}, at::kFloat, false)});
+  CHECK_THAT(lockstep::detail::model_difference({one, other}).value(),
+             ContainsSubstring("buffer 0 'mean': rank 0 [3] float32, rank 1 [4] float32"));
+}
+
+TEST_CASE("a tied parameter is listed once, under its first name") {
+  torch::nn::Module module;
+  const auto weight = module.register_parameter("first", torch::zeros({3}));
+  module.register_parameter("second", weight);
+  module.register_parameter("third", torch::zeros({4}));
+  const auto parameters = lockstep::unique_parameters(module);
+  REQUIRE(parameters.size() == 2);
+  CHECK(parameters[0].name == "first");
+  CHECK(parameters[1].name == "third");
+}

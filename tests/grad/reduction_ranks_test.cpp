@@ -1,0 +1,297 @@
+// Gradients of every rank, averaged on every rank.
+#include "grad/models.hpp"
+
+using lockstep::DistributedDataParallel;
+
+TEST_CASE("gradients are the average over the ranks, under both kinds of zero_grad, before and after the rebuild") {
+  const auto& world = test_world();
+  const bool set_to_none = GENERATE(false, true);
+  CAPTURE(set_to_none);
+  torch::manual_seed(1);
+  Net net;
+  DistributedDataParallel ddp{net, shared_comm(), small_buckets()};
+  torch::optim::SGD optimizer(ddp.parameters(), 0.1);
+  for (int step = 0; step < 4; ++step) {
+    CAPTURE(step);
+    auto loss = [&](Net& model, int rank) { return model(batch_of(rank, step)).pow(2).mean(); };
+    const auto expected = expected_gradients(net, world.size(), loss);
+    optimizer.zero_grad(set_to_none);
+    ddp.backward(loss(net, world.rank()));
+    check_close(gradients(net->parameters()), expected);
+    optimizer.step();
+  }
+}
+
+TEST_CASE("construction gives every rank the parameters and buffers of rank 0") {
+  torch::manual_seed(test_world().rank());
+  torch::nn::Sequential model(torch::nn::Linear(3, 3), torch::nn::BatchNorm1d(3));
+  model->named_buffers()["1.running_mean"].fill_(test_world().rank() + 7);
+  model->named_buffers()["1.num_batches_tracked"].fill_(test_world().rank() + 5);
+  DistributedDataParallel ddp{model, shared_comm()};
+  torch::manual_seed(0);
+  torch::nn::Linear zero(3, 3);
+  CHECK(torch::equal(model->parameters()[0], zero->weight));
+  CHECK(torch::equal(model->parameters()[1], zero->bias));
+  CHECK(model->named_buffers()["1.running_mean"][0].item<float>() == 7);
+  CHECK(model->named_buffers()["1.num_batches_tracked"].item<int>() == 5);
+}
+
+TEST_CASE("buckets are rebuilt once, in the order in which rank 0's gradients became ready") {
+  Net net;
+  DistributedDataParallel ddp{net, shared_comm(), small_buckets()};
+  const lockstep::BucketPlan first{{0, 1, 2, 3, 4, 5}};
+  auto step = [&] {
+    net->zero_grad();
+    ddp.backward(net(batch_of(0, 0)).sum());
+  };
+  CHECK(ddp.buckets() == first);
+  step();
+  CHECK(ddp.buckets() == first);
+  step();
+  const auto rebuilt = ddp.buckets();
+  CHECK(rebuilt.size() >= 3);
+  CHECK(rebuilt.front().front() >= 4);  // of the last layer
+  step();
+  CHECK(ddp.buckets() == rebuilt);
+}
+
+TEST_CASE("gradients lie in the buckets and stay there") {
+  Net net;
+  DistributedDataParallel ddp{net, shared_comm()};
+  for (int step = 0; step < 3; ++step) {
+    net->zero_grad(step % 2 == 0);
+    ddp.backward(net(batch_of(0, 0)).sum());
+  }
+  const auto weight = net->one->weight;
+  const void* place = weight.grad().data_ptr();
+  CHECK(weight.grad().storage().data() == net->one->bias.grad().storage().data());
+  CHECK_FALSE(weight.grad().is_view());
+  net->zero_grad(false);
+  ddp.backward(net(batch_of(0, 0)).sum());
+  CHECK(weight.grad().data_ptr() == place);
+  net->zero_grad(true);
+  ddp.backward(net(batch_of(0, 0)).sum());
+  CHECK(weight.grad().data_ptr() == place);
+}
+
+TEST_CASE("a tied parameter is reduced and stepped once") {
+  struct TiedImpl : torch::nn::Module {
+    TiedImpl() {
+      weight = register_parameter("weight", torch::ones({3}));
+      register_parameter("again", weight);
+    }
+    torch::Tensor forward(const torch::Tensor& x) { return (x * weight * weight).sum(); }
+    torch::Tensor weight;
+  } model;
+  DistributedDataParallel ddp{model, shared_comm()};
+  REQUIRE(ddp.parameters().size() == 1);
+  torch::optim::SGD optimizer(ddp.parameters(), 0.25);
+  for (int step = 0; step < 2; ++step) {
+    model.zero_grad();
+    ddp.backward(ddp(torch::full({3}, static_cast<float>(test_world().rank() + 1))));
+    const float mean = (test_world().size() + 1) / 2.0F;
+    CHECK(torch::allclose(model.weight.grad(), 2 * mean * model.weight.detach()));
+    optimizer.step();
+  }
+}
+
+TEST_CASE("frozen parameters stay out") {
+  Net net;
+  net->one->weight.requires_grad_(false);
+  DistributedDataParallel ddp{net, shared_comm()};
+  for (int step = 0; step < 2; ++step) ddp.backward(net(batch_of(0, 0)).sum());
+  CHECK_FALSE(net->one->weight.grad().defined());
+  CHECK(ddp.parameters().size() == 6);
+  CHECK(ddp.buckets()[0].size() == 5);
+}
+
+TEST_CASE("hooks stack with the user's own and go with the object") {
+  const auto& world = test_world();
+  Net net;
+  int called = 0;
+  net->one->weight.register_hook([&](const torch::Tensor& grad) {
+    ++called;
+    return grad * 2;
+  });
+  auto loss = [](Net& model, int rank) { return (model(torch::ones({1, 4})) * (rank + 1)).sum(); };
+  {
+    DistributedDataParallel ddp{net, shared_comm()};
+    ddp.backward(loss(net, world.rank()));
+    CHECK(called == 1);
+    const auto doubled = net->one->weight.grad().clone();
+    CHECK(torch::allclose(doubled, 2 * expected_gradients(net, world.size(), loss)[0]));
+  }
+  net->zero_grad();
+  if (world.rank() == 0) loss(net, 0).backward();  // a hook left behind would wait for the other ranks
+  DistributedDataParallel again{net, shared_comm()};
+  net->zero_grad();
+  again.backward(loss(net, world.rank()));
+  CHECK(torch::allclose(net->one->bias.grad(), expected_gradients(net, world.size(), loss)[1]));
+}
+
+TEST_CASE("no_sync accumulates, and the backward after it reduces the sum") {
+  const auto& world = test_world();
+  torch::manual_seed(3);
+  Net net;
+  DistributedDataParallel ddp{net, shared_comm(), small_buckets()};
+  for (int step = 0; step < 3; ++step) {
+    auto loss = [&](Net& model, int rank, int micro) { return model(batch_of(rank, 10 * step + micro)).pow(2).sum(); };
+    auto total = [&](Net& model, int rank) { return loss(model, rank, 0) + loss(model, rank, 1) + loss(model, rank, 2); };
+    const auto expected = expected_gradients(net, world.size(), total);
+    net->zero_grad(step % 2 == 0);
+    {
+      const auto guard = ddp.no_sync();
+      ddp.backward(loss(net, world.rank(), 0));
+      loss(net, world.rank(), 1).backward();
+    }
+    ddp.backward(loss(net, world.rank(), 2));
+    check_close(gradients(net->parameters()), expected);
+  }
+}
+
+TEST_CASE("a parameter used under no_sync alone is reduced with the next backward") {
+  const auto& world = test_world();
+  Net net;
+  DistributedDataParallel ddp{net, shared_comm(), small_buckets()};
+  for (int step = 0; step < 3; ++step) {
+    net->zero_grad();
+    {
+      const auto guard = ddp.no_sync();
+      ddp.backward(net(torch::full({1, 4}, world.rank() + 1.0F)).sum());
+    }
+    net->use_two = false;
+    ddp.backward(net(torch::full({1, 4}, world.rank() + 1.0F)).sum());
+    net->use_two = true;
+    CHECK(net->two->weight.grad().defined());
+  }
+}
+
+TEST_CASE("several losses: one backward each, or one for all") {
+  const auto& world = test_world();
+  Net net;
+  DistributedDataParallel ddp{net, shared_comm()};
+  auto both = [](Net& model, int rank) {
+    const auto out = model(batch_of(rank, 0));
+    return out.sum() + out.pow(2).sum();
+  };
+  const auto expected = expected_gradients(net, world.size(), both);
+  for (int step = 0; step < 3; ++step) {
+    net->zero_grad();
+    auto out = net(batch_of(world.rank(), 0));
+    ddp.backward(out.sum(), true);
+    ddp.backward(out.pow(2).sum());
+    check_close(gradients(net->parameters()), expected);
+    net->zero_grad();
+    out = net(batch_of(world.rank(), 0));
+    ddp.backward({out.sum(), out.pow(2).sum()});
+    check_close(gradients(net->parameters()), expected);
+  }
+}
+
+TEST_CASE("holder, module and shared_ptr are accepted, and the object may be moved") {
+  auto module = std::make_shared<NetImpl>();
+  Net holder(module);
+  DistributedDataParallel a{*module, shared_comm()};
+  DistributedDataParallel b{module, shared_comm()};
+  CHECK(&a.module() == module.get());
+  CHECK(b.module() == module);
+  auto make = [&] { return DistributedDataParallel{holder, shared_comm()}; };
+  auto first = make();
+  auto moved = std::move(first);
+  moved.backward(moved(batch_of(0, 0)).sum());
+  CHECK(moved.module().get() == module.get());
+}
+
+TEST_CASE("a gradient keeps the layout of its parameter") {
+  torch::nn::Conv2d conv(torch::nn::Conv2dOptions(3, 4, 3));
+  conv->to(torch::kFloat);
+  {
+    torch::NoGradGuard no_grad;
+    conv->weight.set_data(conv->weight.contiguous(at::MemoryFormat::ChannelsLast));
+  }
+  DistributedDataParallel ddp{conv, shared_comm()};
+  for (int step = 0; step < 2; ++step) {
+    conv->zero_grad();
+    torch::manual_seed(test_world().rank());
+    ddp.backward(ddp(torch::randn({2, 3, 5, 5})).pow(2).sum());
+    CHECK(conv->weight.grad().strides() == conv->weight.strides());
+  }
+}
+
+TEST_CASE("parameters of several dtypes have buckets of their own") {
+  struct MixedImpl : torch::nn::Module {
+    torch::Tensor single = register_parameter("single", torch::ones({4}));
+    torch::Tensor twice = register_parameter("twice", torch::ones({4}, torch::kDouble));
+    torch::Tensor last = register_parameter("last", torch::ones({2}));
+    torch::Tensor forward(float x) { return (single * x).sum() + (twice * x).sum() + (last * x).sum(); }
+  } model;
+  DistributedDataParallel ddp{model, shared_comm()};
+  CHECK(ddp.buckets() == lockstep::BucketPlan{{1}, {0, 2}});
+  for (int step = 0; step < 3; ++step) {
+    model.zero_grad();
+    ddp.backward(ddp(static_cast<float>(test_world().rank())));
+    const double mean = (test_world().size() - 1) / 2.0;
+    for (const auto& parameter : model.parameters())
+      CHECK(torch::allclose(parameter.grad(), torch::full_like(parameter, mean)));
+  }
+}
+
+TEST_CASE("two models in one program: only the one whose backward runs is reduced") {
+  const auto& world = test_world();
+  torch::nn::Linear generator(2, 2), critic(2, 1);
+  DistributedDataParallel for_generator{generator, shared_comm()};
+  DistributedDataParallel for_critic{critic, shared_comm()};
+  for (int step = 0; step < 3; ++step) {
+    const auto noise = torch::full({1, 2}, world.rank() + 1.0F);
+    const float mean = (world.size() + 1) / 2.0F;
+    critic->zero_grad();
+    generator->zero_grad();
+    for_critic.backward(critic(generator(noise).detach()).sum() + critic(generator(noise)).sum());
+    CHECK(generator->bias.grad().defined());  // reached, kept local
+    generator->zero_grad();
+    critic->zero_grad();
+    for_generator.backward(critic(generator(noise)).sum());
+    // d bias of the generator is the critic's weight on every rank; d weight scales with the noise.
+    CHECK(torch::allclose(generator->bias.grad(), critic->weight.detach()[0]));
+    CHECK(torch::allclose(generator->weight.grad(), critic->weight.detach()[0].unsqueeze(1).expand({2, 2}) * mean));
+  }
+}
+
+TEST_CASE("rank 0's buffers reach all before a forward in training, not after a no_sync pass") {
+  const auto& world = test_world();
+  torch::nn::BatchNorm1d norm(2);
+  DistributedDataParallel ddp{norm, shared_comm()};
+  auto count = [&] { return norm->num_batches_tracked.item<int>(); };
+  norm->num_batches_tracked.fill_(world.rank() * 100);
+  (void)ddp(torch::randn({4, 2}));
+  CHECK(count() == 1);
+  norm->num_batches_tracked.fill_(world.rank() * 100);
+  {
+    const auto guard = ddp.no_sync();
+    (void)ddp(torch::randn({4, 2}));  // still sends: the pass before was not under no_sync
+    CHECK(count() == 1);
+    norm->num_batches_tracked.fill_(world.rank() * 100);
+    (void)ddp(torch::randn({4, 2}));
+    CHECK(count() == world.rank() * 100 + 1);
+  }
+  ddp.sync_buffers();
+  CHECK(count() == 1);
+  DistributedDataParallel without{norm, shared_comm(), {.broadcast_buffers = false}};
+  norm->num_batches_tracked.fill_(world.rank() * 100);
+  (void)without(torch::randn({4, 2}));
+  CHECK(count() == world.rank() * 100 + 1);
+}
+
+TEST_CASE("a bare loss.backward() reduces too") {
+  const auto& world = test_world();
+  torch::manual_seed(1);
+  Net net;
+  DistributedDataParallel ddp{net, shared_comm(), small_buckets()};
+  for (int step = 0; step < 3; ++step) {
+    auto loss = [&](Net& model, int rank) { return model(batch_of(rank, step)).pow(2).mean(); };
+    const auto expected = expected_gradients(net, world.size(), loss);
+    net->zero_grad();
+    loss(net, world.rank()).backward();
+    check_close(gradients(net->parameters()), expected);
+  }
+}
