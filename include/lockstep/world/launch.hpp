@@ -163,7 +163,7 @@ inline int launch_here(const LaunchPlan& plan, int argc, char** argv, const Laun
       store = host_tcp_store(alone ? "127.0.0.1" : "localhost", std::move(listener), rendezvous_timeout());
   };
   // A rank that was killed cannot tell the other hosts itself.
-  supervised.failed = [&](const Failure& failure) {
+  supervised.failed = [&](const RankFailure& failure) {
     if (alone || failure.kind == FailureKind::peer) return;
     at_most(std::chrono::milliseconds(1500),
             [text = fmt::format("{} on {}", failure.text, host_name()), url, size = plan.size] {

@@ -28,7 +28,7 @@ struct Job {
 };
 
 /// The first failure among the processes of this host.
-struct Failure {
+struct RankFailure {
   std::string text;  ///< one sentence naming the rank
   int code = 1;      ///< what the launching process should exit with
   FailureKind kind = FailureKind::error;
@@ -50,7 +50,7 @@ struct SupervisorOptions {
   /// Whether the first failure is written to stderr, before any later output.
   bool announce = true;
   /// Called once, when the first failure is known.
-  std::function<void(const Failure&)> failed = [](const Failure&) {};
+  std::function<void(const RankFailure&)> failed = [](const RankFailure&) {};
 };
 
 /// Starts processes of one program, relays their lines and signals, and ends all when one fails. It has no
@@ -336,7 +336,7 @@ class Supervisor {
     relay_.close(2 * i + 1);
   }
 
-  [[nodiscard]] Failure describe_failure(const Candidate& first) const {
+  [[nodiscard]] RankFailure describe_failure(const Candidate& first) const {
     const auto& child = children_[first.child];
     const auto& report = first.report;
     if (report.kind == FailureKind::usage) return {report.text, report.code, report.kind};
@@ -371,7 +371,7 @@ class Supervisor {
   std::vector<Child> children_;
   std::vector<Candidate> candidates_;
   std::optional<Clock::time_point> first_candidate_, first_end_, ended_since_;
-  std::optional<Failure> failure_;
+  std::optional<RankFailure> failure_;
   bool decided_ = false;
   int interrupted_ = 0;
 };
