@@ -6,14 +6,17 @@
 
 namespace {
 
-using LocalTrainer = lockstep::Trainer<TinyNet, lockstep::DistributedSampler, lockstep::LocalComm, lockstep::Fp32>;
+using LocalTrainer =
+    lockstep::Trainer<TinyNet, lockstep::DistributedSampler, lockstep::LocalComm, lockstep::Fp32>;
 
 const lockstep::World& alone() {
   static const auto world = lockstep::World::from_environment();
   return world;
 }
 
-auto loss = [](TinyNet& net, const auto& batch) { return torch::cross_entropy_loss(net(batch.data), batch.target); };
+auto loss = [](TinyNet& net, const auto& batch) {
+  return torch::cross_entropy_loss(net(batch.data), batch.target);
+};
 
 }  // namespace
 

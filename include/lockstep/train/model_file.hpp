@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "lockstep/error.hpp"
+#include "lockstep/grad/named_tensors.hpp"
 
 namespace lockstep {
 
@@ -114,9 +115,9 @@ inline std::string serialize_model(const torch::nn::Module& model) {
 namespace detail {
 
 inline std::string shape_and_type(const at::Tensor& tensor) {
-  std::ostringstream text;
-  text << tensor.sizes() << ' ' << tensor.scalar_type();
-  return text.str();
+  std::string text = "[";
+  for (const auto size : tensor.sizes()) text += (text.size() > 1 ? ", " : "") + std::to_string(size);
+  return text + "] " + dtype_name(tensor.scalar_type());
 }
 
 // Pairs every tensor of `module` with the archive's; what does not fit goes to `faults` instead.

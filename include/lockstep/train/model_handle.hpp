@@ -31,10 +31,12 @@ decltype(auto) call_model(M& model, Input&& input) {
 
 /// Whether `M()` makes a model: a module, or a holder of one, with a default constructor.
 template <class M>
-concept DefaultConstructibleModel = (detail::ModuleImpl<M> && std::default_initializable<M>) ||
-                                    requires { requires std::default_initializable<typename M::ContainedType>; };
+concept DefaultConstructibleModel = (detail::ModuleImpl<M> && std::default_initializable<M>) || requires {
+  requires std::default_initializable<typename M::ContainedType>;
+};
 
-/// Holds a model in any of its forms. A module itself is kept behind a shared pointer, as LibTorch wants its modules.
+/// Holds a model in any of its forms. A module itself is kept behind a shared pointer, as LibTorch wants its
+/// modules.
 template <Model M>
 class ModelHandle {
  public:

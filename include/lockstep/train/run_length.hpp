@@ -50,8 +50,9 @@ class RunLength {
 };
 
 /// Compares what each rank is about to do: the same dataset, by its length and, where it lies in memory, by a
-/// fingerprint (others may draw their samples anew each time); equally many batches of equal size, so that no rank waits for
-/// another that has none left. Collective. Throws one and the same MismatchError on every rank.
+/// fingerprint (others may draw their samples anew each time); equally many batches of equal size, so that no
+/// rank waits for another that has none left. Collective. Throws one and the same MismatchError on every
+/// rank.
 template <Gathering C, Dataset D>
 void check_same_run(D& dataset, std::size_t samples, const TrainerOptions& options, C& comm) {
   if (comm.size() == 1) return;

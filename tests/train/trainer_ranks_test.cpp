@@ -1,0 +1,228 @@
+#include <filesystem>
+#include <numeric>
+
+#include "lockstep/comm/gloo_comm.hpp"
+#include "lockstep/train/trainer.hpp"
+#include "support/ranks.hpp"
+#include "train/nets.hpp"
+
+namespace {
+
+using GlooTrainer =
+    lockstep::Trainer<TinyNet, lockstep::DistributedSampler, lockstep::GlooComm, lockstep::Fp32>;
+
+auto loss = [](TinyNet& net, const auto& batch) {
+  return torch::cross_entropy_loss(net(batch.data), batch.target);
+};
+
+std::string bytes_of(const torch::nn::Module& module) {
+  std::string bytes;
+  auto add = [&](const auto& named) {
+    for (const auto& item : named) {
+      const auto tensor = item.value().contiguous();
+      bytes.append(static_cast<const char*>(tensor.const_data_ptr()), tensor.nbytes());
+    }
+  };
+  add(module.named_parameters());
+  add(module.named_buffers());
+  return bytes;
+}
+
+template <class Comm>
+bool same_on_all_ranks(Comm& comm, const std::string& bytes) {
+  for (const auto& other : comm.all_gather_bytes(bytes))
+    if (other != bytes) return false;
+  return true;
+}
+
+// A sampler that gives rank 0 one sample more than the others, which training must refuse.
+class UnevenSampler : public lockstep::EvaluationSampler {
+ public:
+  UnevenSampler(std::size_t length, const lockstep::GlooComm& group) : EvaluationSampler(length, group) {}
+};
+
+}  // namespace
+
+TEST_CASE("fit leaves the parameters of the loop by hand, bit for bit") {
+  const auto& world = test_world();
+  const auto train = three_classes(101);
+  std::vector<double> losses;
+  auto trainer = GlooTrainer{world, {.epochs = 3, .batch_size = 7, .lr = 0.1, .seed = 3407}};
+  trainer.fit(train, loss, lockstep::OnStep{[&](const auto& report) { losses.push_back(report.loss()); }});
+
+  torch::manual_seed(3407);
+  TinyNet net;
+  lockstep::GlooComm comm{world};
+  lockstep::DistributedDataParallel ddp{net, comm};
+  torch::optim::SGD optimizer(ddp.parameters(), 0.1);
+  lockstep::DataLoader loader{
+      train, lockstep::DistributedSampler{train.size(), world, {.seed = 3407}}, {.batch_size = 7}};
+  std::vector<double> by_hand;
+  for (std::size_t epoch = 0; epoch < 3; ++epoch) {
+    loader.set_epoch(epoch);
+    for (auto& batch : loader) {
+      optimizer.zero_grad();
+      auto value = torch::cross_entropy_loss(ddp(batch.data), batch.target);
+      by_hand.push_back(value.template item<float>());
+      ddp.backward(value);
+      optimizer.step();
+    }
+  }
+  CHECK(losses == by_hand);
+  const auto third = static_cast<std::ptrdiff_t>(losses.size() / 3);
+  CHECK(std::reduce(losses.end() - third, losses.end()) <
+        std::reduce(losses.begin(), losses.begin() + third));
+  CHECK(bytes_of(*trainer.model()) == bytes_of(*net));
+
+  std::string parameters;
+  for (const auto& parameter : trainer.model()->parameters())
+    parameters.append(static_cast<const char*>(parameter.const_data_ptr()), parameter.nbytes());
+  CHECK(same_on_all_ranks(trainer.comm(), parameters));
+}
+
+TEST_CASE("an evaluation over all ranks is that of one process alone") {
+  const auto& world = test_world();
+  auto trainer = GlooTrainer{world, {.epochs = 2, .batch_size = 8, .lr = 0.1, .seed = 1}};
+  trainer.fit(three_classes(64), loss);
+  for (const std::int64_t samples : {1, 2, 3, 5, 64, 101}) {
+    const auto test = three_classes(samples, 5);
+    trainer.model()->norm->eval();  // a part that the user froze stays frozen
+    const auto [accuracy, mean_loss, biggest] = trainer.evaluate(
+        test, lockstep::Accuracy{}, lockstep::MeanLoss{}, [](const torch::Tensor& output, const auto& batch) {
+          return lockstep::Mean{output.abs().amax(1).sum(), batch.data.size(0)};
+        });
+    CHECK(trainer.model()->is_training());
+    CHECK(!trainer.model()->norm->is_training());
+    CHECK(trainer.model()->last->is_training());
+
+    // Running statistics are rank 0's everywhere by now: each rank repeats the whole evaluation alone.
+    trainer.model()->eval();
+    const torch::NoGradGuard no_grad;
+    const auto output = trainer.model()(test.data());
+    trainer.model()->train();
+    CHECK(accuracy == output.argmax(1).eq(test.target()).sum().item<double>() / static_cast<double>(samples));
+    CHECK(mean_loss == Approx(torch::cross_entropy_loss(output, test.target()).item<double>()).epsilon(1e-5));
+    CHECK(biggest == Approx(output.abs().amax(1).mean().item<double>()).epsilon(1e-5));
+    CHECK(same_on_all_ranks(trainer.comm(), fmt::format("{} {}", accuracy, mean_loss)));
+  }
+}
+
+TEST_CASE("a loss of sums and counts that differ between ranks is the mean over all of them") {
+  const auto& world = test_world();
+  const auto train = three_classes(24);
+  // Weights each sample by its class: batches of equal size weigh differently.
+  auto weighted = [](auto& net, const auto& batch) {
+    const auto each = torch::nn::functional::cross_entropy(
+        net->forward(batch.data), batch.target,
+        torch::nn::functional::CrossEntropyFuncOptions().reduction(torch::kNone));
+    const auto weight = batch.target.to(torch::kFloat).pow(2);
+    return lockstep::Mean{(each * weight).sum(), weight.sum().template item<double>()};
+  };
+  torch::manual_seed(5);
+  torch::nn::Sequential net(torch::nn::Linear(6, 8), torch::nn::Tanh(), torch::nn::Linear(8, 3));
+  auto alone = std::dynamic_pointer_cast<torch::nn::SequentialImpl>(net->clone());
+  const std::int64_t ranks = world.size();
+  auto trainer =
+      lockstep::Trainer{world, {.epochs = 1, .batch_size = 24 / ranks, .lr = 0.5, .shuffle = false}, net};
+  const auto report = trainer.fit(train, weighted);
+
+  auto optimizer = torch::optim::SGD(alone->parameters(), 0.5);
+  lockstep::Example all{train.data(), train.target()};
+  const auto mean = weighted(alone, all);
+  (mean.sum / mean.count).backward();
+  optimizer.step();
+  for (std::size_t i = 0; i < alone->parameters().size(); ++i)
+    CHECK(torch::allclose(alone->parameters()[i], net->parameters()[i], 1e-5, 1e-6));
+  CHECK(report.loss == Approx(mean.sum.item<double>() / mean.count).epsilon(1e-5));
+}
+
+TEST_CASE("ranks start alike and draw differently") {
+  auto trainer = GlooTrainer{test_world(), {.seed = 11}};
+  CHECK(same_on_all_ranks(trainer.comm(), bytes_of(*trainer.model())));
+  const auto drawn = fmt::format("{}", torch::rand(1).item<float>());
+  if (test_world().size() > 1) CHECK(!same_on_all_ranks(trainer.comm(), drawn));
+}
+
+TEST_CASE("runs that ranks would not do alike are refused in words, the same on every rank") {
+  const auto& world = test_world();
+  if (world.size() == 1) return;
+  auto refused = [](auto& trainer, const auto& dataset) -> std::string {
+    try {
+      trainer.fit(dataset, loss);
+    } catch (const lockstep::MismatchError& error) {
+      return error.what();
+    }
+    return "";
+  };
+  SECTION("unequal numbers of samples") {
+    lockstep::Trainer<TinyNet, UnevenSampler> trainer{world, {}};
+    const auto text = refused(trainer, three_classes(4 * world.size() + 1));
+    CHECK_THAT(text, ContainsSubstring("rank 0 on 5 samples an epoch in batches of 32") &&
+                         ContainsSubstring("rank 1 on 4 samples"));
+    CHECK(same_on_all_ranks(trainer.comm(), text));
+  }
+  SECTION("unequal batch sizes") {
+    GlooTrainer trainer{world, {.batch_size = 4 + world.rank()}};
+    CHECK_THAT(refused(trainer, three_classes(40)),
+               ContainsSubstring("rank 1 on") && ContainsSubstring("of 5"));
+  }
+  SECTION("other data") {
+    GlooTrainer trainer{world, {}};
+    CHECK_THAT(refused(trainer, three_classes(40 + world.rank())), ContainsSubstring("dataset"));
+    CHECK_THAT(refused(trainer, three_classes(40, 1 + static_cast<std::uint64_t>(world.rank()))),
+               ContainsSubstring("fingerprint"));
+  }
+}
+
+TEST_CASE("a model is saved by rank 0 and loaded for all") {
+  const auto& world = test_world();
+  auto trainer = GlooTrainer{world, {.steps = 3, .seed = 2}};
+  auto folder = std::filesystem::temp_directory_path() /
+                trainer.comm().broadcast_bytes(fmt::format("lockstep-train-{}", ::getpid()), 0);
+  if (world.rank() == 0) std::filesystem::create_directories(folder);
+  trainer.comm().barrier();
+  const auto path = folder / "net.pt";
+  trainer.fit(three_classes(64), loss);
+  trainer.save(path);
+  CHECK(std::filesystem::exists(path));
+
+  SECTION("into another trainer, whose optimizer goes on with the same tensors") {
+    auto other = GlooTrainer{world, {.steps = 2, .seed = 77}};
+    CHECK(bytes_of(*other.model()) != bytes_of(*trainer.model()));
+    lockstep::share_buffers(*trainer.model(), trainer.comm());
+    other.load(path);
+    CHECK(bytes_of(*other.model()) == bytes_of(*trainer.model()));
+    other.fit(three_classes(64), loss);
+    CHECK(bytes_of(*other.model()) != bytes_of(*trainer.model()));
+  }
+  SECTION("by torch::load") {
+    TinyNet net;
+    torch::load(net, path);
+    for (std::size_t i = 0; i < net->parameters().size(); ++i)
+      CHECK(torch::equal(net->parameters()[i], trainer.model()->parameters()[i]));
+  }
+  SECTION("not into another model: every rank hears which tensors differ") {
+    auto other = lockstep::Trainer{world, {}, TinyNet(6, 4)};
+    std::string text;
+    try {
+      other.load(path);
+    } catch (const lockstep::CheckpointError& error) {
+      text = error.what();
+    }
+    CHECK_THAT(text, ContainsSubstring(
+                         "last.weight is [3, 8] float32 in the file and [4, 8] float32 in the model") &&
+                         ContainsSubstring("last.bias"));
+    CHECK(same_on_all_ranks(other.comm(), text));
+  }
+  SECTION("not where nothing can be written, or read: every rank hears it") {
+    CHECK_THROWS_AS(trainer.save(folder / "no" / "net.pt"), lockstep::CheckpointError);
+    CHECK_THROWS_AS(trainer.load(folder / "absent.pt"), lockstep::CheckpointError);
+    CHECK_THROWS_WITH(trainer.load(folder / "absent.pt"), ContainsSubstring("absent.pt"));
+  }
+  SECTION("not by rank 0 alone") {
+    world.rank_zero([&] { CHECK_THROWS_AS(trainer.save(path), lockstep::CommunicationError); });
+    CHECK(std::filesystem::exists(path));
+  }
+  trainer.comm().barrier();
+  if (world.rank() == 0) std::filesystem::remove_all(folder);
+}
