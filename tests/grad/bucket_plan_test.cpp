@@ -29,7 +29,9 @@ std::vector<at::Tensor> random_parameters(std::mt19937& random, bool mixed) {
   std::vector<at::Tensor> tensors;
   const int count = std::uniform_int_distribution<>(1, 40)(random);
   for (int i = 0; i < count; ++i) {
-    const auto type = mixed && random() % 3 == 0 ? at::kDouble : mixed && random() % 3 == 0 ? at::kHalf : at::kFloat;
+    const auto type = mixed && random() % 3 == 0   ? at::kDouble
+                      : mixed && random() % 3 == 0 ? at::kHalf
+                                                   : at::kFloat;
     tensors.push_back(at::empty({std::uniform_int_distribution<>(0, 3000)(random)}, type));
   }
   return tensors;
@@ -85,8 +87,8 @@ TEST_CASE("plans equal those of c10d") {
     std::shuffle(order.begin(), order.end(), random);
     std::vector<at::Tensor> ready;
     for (const std::size_t i : order) ready.push_back(tensors[i]);
-    const auto theirs = std::get<0>(
-        c10d::compute_bucket_assignment_by_size(ready, caps, {}, std::vector<std::int64_t>(order.begin(), order.end())));
+    const auto theirs = std::get<0>(c10d::compute_bucket_assignment_by_size(
+        ready, caps, {}, std::vector<std::int64_t>(order.begin(), order.end())));
     const auto ours = lockstep::plan_by_ready_order(sizes_of(tensors), order, caps);
     // With several dtypes, c10d adds those left open in the order of a hash table.
     if (mixed)

@@ -8,7 +8,8 @@ using lockstep::NamedTensor;
 
 namespace {
 
-std::string bytes_of(const std::vector<NamedTensor>& parameters, const std::vector<NamedTensor>& buffers = {}) {
+std::string bytes_of(const std::vector<NamedTensor>& parameters,
+                     const std::vector<NamedTensor>& buffers = {}) {
   return lockstep::detail::serialize(lockstep::detail::describe(parameters, buffers));
 }
 
@@ -38,15 +39,18 @@ TEST_CASE("a difference names the parameter and what two ranks have of it") {
   CHECK_THAT(difference({model, with(named("fc.weight", {10, 5}, at::kDouble))}),
              ContainsSubstring("parameter 1 'fc.weight': rank 0 [10, 5] float32, rank 1 [10, 5] float64"));
   CHECK_THAT(difference({model, with(named("fc.weights", {10, 5}))}),
-             ContainsSubstring("parameter 1: rank 0 'fc.weight' [10, 5] float32, rank 1 'fc.weights' [10, 5] float32"));
+             ContainsSubstring(
+                 "parameter 1: rank 0 'fc.weight' [10, 5] float32, rank 1 'fc.weights' [10, 5] float32"));
   CHECK_THAT(difference({model, with(named("fc.weight", {10, 5}, at::kFloat, false))}),
              ContainsSubstring("rank 1 [10, 5] float32, without gradient"));
   CHECK_THAT(difference({model, {model[0]}}),
-             ContainsSubstring("rank 0 has 2 parameters, rank 1 has 1: parameter 1 'fc.weight' [10, 5] float32 is on "
-                               "rank 0 alone"));
+             ContainsSubstring(
+                 "rank 0 has 2 parameters, rank 1 has 1: parameter 1 'fc.weight' [10, 5] float32 is on "
+                 "rank 0 alone"));
   CHECK_THAT(difference({{model[0]}, model}), ContainsSubstring("is on rank 1 alone"));
   const NamedTensor turned{"fc.weight", torch::zeros({5, 10}).t().requires_grad_(true)};
-  CHECK_THAT(difference({model, with(turned)}), ContainsSubstring("rank 1 [10, 5] float32 with strides [1, 10]"));
+  CHECK_THAT(difference({model, with(turned)}),
+             ContainsSubstring("rank 1 [10, 5] float32 with strides [1, 10]"));
 }
 
 TEST_CASE("buffers are compared too") {

@@ -28,7 +28,9 @@ struct NetImpl : torch::nn::Module {
 TORCH_MODULE(Net);
 
 /// One bucket a layer, so that three collectives run.
-inline lockstep::DdpOptions small_buckets() { return {.bucket_caps = {64, 300, 300}}; }
+inline lockstep::DdpOptions small_buckets() {
+  return {.bucket_caps = {64, 300, 300}};
+}
 
 inline lockstep::GlooComm& shared_comm() {
   static lockstep::GlooComm comm{test_world()};
@@ -47,14 +49,15 @@ inline std::vector<torch::Tensor> gradients(const std::vector<torch::Tensor>& pa
   return result;
 }
 
-/// What the average over all ranks of a model's gradients must be, computed by this rank alone. `loss(net, rank)` is
-/// that rank's loss.
+/// What the average over all ranks of a model's gradients must be, computed by this rank alone. `loss(net,
+/// rank)` is that rank's loss.
 template <class Loss>
 std::vector<torch::Tensor> expected_gradients(Net net, int ranks, Loss loss) {
   auto copy = Net();
   {
     torch::NoGradGuard no_grad;
-    for (std::size_t i = 0; i < net->parameters().size(); ++i) copy->parameters()[i].copy_(net->parameters()[i]);
+    for (std::size_t i = 0; i < net->parameters().size(); ++i)
+      copy->parameters()[i].copy_(net->parameters()[i]);
   }
   std::vector<torch::Tensor> sums;
   for (int rank = 0; rank < ranks; ++rank) {
@@ -68,7 +71,8 @@ std::vector<torch::Tensor> expected_gradients(Net net, int ranks, Loss loss) {
   return sums;
 }
 
-inline void check_close(const std::vector<torch::Tensor>& actual, const std::vector<torch::Tensor>& expected) {
+inline void check_close(const std::vector<torch::Tensor>& actual,
+                        const std::vector<torch::Tensor>& expected) {
   REQUIRE(actual.size() == expected.size());
   for (std::size_t i = 0; i < actual.size(); ++i) {
     CAPTURE(i);

@@ -3,7 +3,8 @@
 
 using lockstep::DistributedDataParallel;
 
-TEST_CASE("gradients are the average over the ranks, under both kinds of zero_grad, before and after the rebuild") {
+TEST_CASE(
+    "gradients are the average over the ranks, under both kinds of zero_grad, before and after the rebuild") {
   const auto& world = test_world();
   const bool set_to_none = GENERATE(false, true);
   CAPTURE(set_to_none);
@@ -135,8 +136,12 @@ TEST_CASE("no_sync accumulates, and the backward after it reduces the sum") {
   Net net;
   DistributedDataParallel ddp{net, shared_comm(), small_buckets()};
   for (int step = 0; step < 3; ++step) {
-    auto loss = [&](Net& model, int rank, int micro) { return model(batch_of(rank, 10 * step + micro)).pow(2).sum(); };
-    auto total = [&](Net& model, int rank) { return loss(model, rank, 0) + loss(model, rank, 1) + loss(model, rank, 2); };
+    auto loss = [&](Net& model, int rank, int micro) {
+      return model(batch_of(rank, 10 * step + micro)).pow(2).sum();
+    };
+    auto total = [&](Net& model, int rank) {
+      return loss(model, rank, 0) + loss(model, rank, 1) + loss(model, rank, 2);
+    };
     const auto expected = expected_gradients(net, world.size(), total);
     net->zero_grad(step % 2 == 0);
     {
@@ -253,7 +258,8 @@ TEST_CASE("two models in one program: only the one whose backward runs is reduce
     for_generator.backward(critic(generator(noise)).sum());
     // d bias of the generator is the critic's weight on every rank; d weight scales with the noise.
     CHECK(torch::allclose(generator->bias.grad(), critic->weight.detach()[0]));
-    CHECK(torch::allclose(generator->weight.grad(), critic->weight.detach()[0].unsqueeze(1).expand({2, 2}) * mean));
+    CHECK(torch::allclose(generator->weight.grad(),
+                          critic->weight.detach()[0].unsqueeze(1).expand({2, 2}) * mean));
   }
 }
 

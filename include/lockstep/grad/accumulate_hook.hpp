@@ -10,8 +10,8 @@
 
 namespace lockstep::detail {
 
-/// Calls `action()` each time a gradient has been accumulated into a leaf, from construction to destruction. Such
-/// hooks stack: those of the user and of others stay as they are. What `action` refers to must not move.
+/// Calls `action()` each time a gradient has been accumulated into a leaf, from construction to destruction.
+/// Such hooks stack: those of the user and of others stay as they are. What `action` refers to must not move.
 template <class Action>
 class AccumulateHook {
   struct Hook final : torch::autograd::FunctionPostHook {
@@ -28,7 +28,8 @@ class AccumulateHook {
   AccumulateHook(const at::Tensor& leaf, Action action)
       : accumulator_(torch::autograd::impl::grad_accumulator(leaf)),
         key_(accumulator_->add_post_hook(std::make_unique<Hook>(std::move(action)))) {}
-  AccumulateHook(AccumulateHook&& other) noexcept : accumulator_(std::move(other.accumulator_)), key_(other.key_) {
+  AccumulateHook(AccumulateHook&& other) noexcept
+      : accumulator_(std::move(other.accumulator_)), key_(other.key_) {
     other.accumulator_ = nullptr;
   }
   AccumulateHook& operator=(AccumulateHook&&) = delete;
@@ -37,8 +38,8 @@ class AccumulateHook {
   }
 
  private:
-  // A tensor holds its accumulator weakly: this keeps it, and with it the hook, alive. The pointer's type differs
-  // between LibTorch's versions.
+  // A tensor holds its accumulator weakly: this keeps it, and with it the hook, alive. The pointer's type
+  // differs between LibTorch's versions.
   decltype(torch::autograd::impl::grad_accumulator(std::declval<at::Tensor>())) accumulator_;
   std::uintptr_t key_;
 };

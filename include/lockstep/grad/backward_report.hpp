@@ -47,7 +47,8 @@ inline BackwardReport deserialize_report(const std::string& bytes) {
 }
 
 /// "parameter 3 'fc.weight', parameter 4 'fc.bias' and 7 more"
-inline std::string parameter_list(const std::vector<std::size_t>& indices, const std::vector<NamedTensor>& parameters) {
+inline std::string parameter_list(const std::vector<std::size_t>& indices,
+                                  const std::vector<NamedTensor>& parameters) {
   constexpr std::size_t shown = 8;
   std::string text;
   for (std::size_t k = 0; k < std::min(indices.size(), shown); ++k)
@@ -63,16 +64,19 @@ inline std::string failure_text(const std::vector<BackwardReport>& reports,
   for (std::size_t rank = 0; rank < reports.size(); ++rank) {
     const BackwardReport& report = reports[rank];
     if (report.thrown)
-      thrown += fmt::format("{}backward threw on rank {}: {}", thrown.empty() ? "" : "; ", rank, *report.thrown);
+      thrown +=
+          fmt::format("{}backward threw on rank {}: {}", thrown.empty() ? "" : "; ", rank, *report.thrown);
     else if (report.missing.size() == parameters.size())
-      missing += fmt::format("{}rank {} (none of the parameters took part)", missing.empty() ? "" : "; ", rank);
+      missing +=
+          fmt::format("{}rank {} (none of the parameters took part)", missing.empty() ? "" : "; ", rank);
     else if (!report.missing.empty())
       missing += fmt::format("{}rank {} ({})", missing.empty() ? "" : "; ", rank,
                              parameter_list(report.missing, parameters));
   }
   if (!thrown.empty()) return thrown + "; no rank kept its gradients";
   return "backward left gradients undefined on " + missing +
-         "; let every parameter take part in the loss on every rank, or take it out with requires_grad_(false)";
+         "; let every parameter take part in the loss on every rank, or take it out with "
+         "requires_grad_(false)";
 }
 
 }  // namespace lockstep::detail

@@ -14,11 +14,12 @@ namespace lockstep::detail {
 
 /// A tensor of one dimension over the memory of a dense tensor, unknown to autograd.
 inline at::Tensor flat_alias(const at::Tensor& tensor) {
-  return at::empty({0}, tensor.options()).set_(tensor.storage(), tensor.storage_offset(), {tensor.numel()}, {1});
+  return at::empty({0}, tensor.options())
+      .set_(tensor.storage(), tensor.storage_offset(), {tensor.numel()}, {1});
 }
 
-/// Tensors that one rank sends to all, in chunks of one dtype and at most 250 MiB. Made once and run often: the chunks
-/// are kept, and made anew where a tensor has moved to other memory.
+/// Tensors that one rank sends to all, in chunks of one dtype and at most 250 MiB. Made once and run often:
+/// the chunks are kept, and made anew where a tensor has moved to other memory.
 class BroadcastList {
  public:
   explicit BroadcastList(std::vector<at::Tensor> tensors) : tensors_(std::move(tensors)) {}

@@ -9,28 +9,33 @@
 
 namespace lockstep {
 
-/// What a bucket plan must know of a parameter: its bytes, and what it can share a bucket with (`dtype` and `device`
-/// are only compared).
+/// What a bucket plan must know of a parameter: its bytes, and what it can share a bucket with (`dtype` and
+/// `device` are only compared).
 struct ParameterSize {
   std::size_t bytes = 0;
   int dtype = 0;
   int device = 0;
 };
 
-/// The buckets in the order in which they are reduced, each a list of parameter indices in the order in which they lie
-/// in memory.
+/// The buckets in the order in which they are reduced, each a list of parameter indices in the order in which
+/// they lie in memory.
 using BucketPlan = std::vector<std::vector<std::size_t>>;
 
-/// Python's size limits in bytes: 1 MiB for the first bucket, so that communication starts early, 25 MiB after it.
-inline std::vector<std::size_t> default_bucket_caps() { return {std::size_t{1} << 20, std::size_t{25} << 20}; }
+/// Python's size limits in bytes: 1 MiB for the first bucket, so that communication starts early, 25 MiB
+/// after it.
+inline std::vector<std::size_t> default_bucket_caps() {
+  return {std::size_t{1} << 20, std::size_t{25} << 20};
+}
 
-/// Fills buckets with the parameters in `order`, one sequence of buckets for each (dtype, device). A bucket closes
-/// after the parameter that reaches its limit: `caps[k]` for the k-th bucket of its sequence, the last for all after.
-/// Buckets come in the order in which they close; those left open follow, the one opened first before.
+/// Fills buckets with the parameters in `order`, one sequence of buckets for each (dtype, device). A bucket
+/// closes after the parameter that reaches its limit: `caps[k]` for the k-th bucket of its sequence, the last
+/// for all after. Buckets come in the order in which they close; those left open follow, the one opened first
+/// before.
 ///
-/// Contents, order within a bucket and limits are those of c10d::compute_bucket_assignment_by_size: at three ranks and
-/// more, moving an element inside an all-reduce changes its bits.
-inline BucketPlan assign_buckets(const std::vector<ParameterSize>& parameters, const std::vector<std::size_t>& order,
+/// Contents, order within a bucket and limits are those of c10d::compute_bucket_assignment_by_size: at three
+/// ranks and more, moving an element inside an all-reduce changes its bits.
+inline BucketPlan assign_buckets(const std::vector<ParameterSize>& parameters,
+                                 const std::vector<std::size_t>& order,
                                  const std::vector<std::size_t>& caps) {
   struct Sequence {
     int dtype, device;
@@ -58,9 +63,9 @@ inline BucketPlan assign_buckets(const std::vector<ParameterSize>& parameters, c
   return plan;
 }
 
-/// The plan of the first iteration: one bucket for each (dtype, device), the parameters in registration order. Python
-/// does the same where it does not search for unused parameters: no order is known yet, and a bucket launched in a
-/// wrong one could meet another collective of the model.
+/// The plan of the first iteration: one bucket for each (dtype, device), the parameters in registration
+/// order. Python does the same where it does not search for unused parameters: no order is known yet, and a
+/// bucket launched in a wrong one could meet another collective of the model.
 inline BucketPlan plan_by_registration(const std::vector<ParameterSize>& parameters) {
   std::vector<std::size_t> order(parameters.size());
   for (std::size_t i = 0; i < order.size(); ++i) order[i] = i;

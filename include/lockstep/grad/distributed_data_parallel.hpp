@@ -24,8 +24,8 @@
 namespace lockstep {
 
 struct DdpOptions {
-  /// Size limits of the buckets in bytes, of the first, the second and so on; the last holds for all after it. One
-  /// value alone is what Python's bucket_cap_mb sets (times 2^20).
+  /// Size limits of the buckets in bytes, of the first, the second and so on; the last holds for all after
+  /// it. One value alone is what Python's bucket_cap_mb sets (times 2^20).
   std::vector<std::size_t> bucket_caps = default_bucket_caps();
   /// Rank 0's buffers (running statistics) go to all ranks before a forward, as in Python.
   bool broadcast_buffers = true;
@@ -58,7 +58,8 @@ struct ReducerFor<LocalComm> {
 template <class M>
 concept Model = detail::ModuleImpl<M> || detail::ModuleHandle<M>;
 
-/// Trains one model on all ranks of a communicator: the same parameters at the start, gradients averaged in backward.
+/// Trains one model on all ranks of a communicator: the same parameters at the start, gradients averaged in
+/// backward.
 ///
 /// ```cpp
 /// auto ddp = lockstep::DistributedDataParallel{model, comm};
@@ -67,25 +68,29 @@ concept Model = detail::ModuleImpl<M> || detail::ModuleHandle<M>;
 /// optimizer.step();
 /// ```
 ///
-/// Construction is collective. It compares the models of all ranks, then sends rank 0's parameters and buffers to all.
-/// Arithmetic, bucket contents and order are Python's, so parameters stay equal to its bit for bit.
+/// Construction is collective. It compares the models of all ranks, then sends rank 0's parameters and
+/// buffers to all. Arithmetic, bucket contents and order are Python's, so parameters stay equal to its bit
+/// for bit.
 ///
-/// After `backward` the gradients lie in the buckets: `p.grad()` shares their memory, and the next backward writes
-/// there. Clone what must outlive it. Both kinds of `zero_grad` work. Hooks on the parameters stack with others' and go
-/// with this object; it may be moved, a holder it was made from may die, a module given by reference and the
-/// communicator must outlive it. Parameters, their requires_grad, dtype and device must stay as they were.
+/// After `backward` the gradients lie in the buckets: `p.grad()` shares their memory, and the next backward
+/// writes there. Clone what must outlive it. Both kinds of `zero_grad` work. Hooks on the parameters stack
+/// with others' and go with this object; it may be moved, a holder it was made from may die, a module given
+/// by reference and the communicator must outlive it. Parameters, their requires_grad, dtype and device must
+/// stay as they were.
 ///
-/// A bare `loss.backward()` reduces too, as best effort: where it throws, the other ranks learn of it only in this
-/// rank's next backward, and inside a re-entrant backward it may end too early, which is an error and not a wrong
-/// gradient. One thread uses one model at a time.
+/// A bare `loss.backward()` reduces too, as best effort: where it throws, the other ranks learn of it only in
+/// this rank's next backward, and inside a re-entrant backward it may end too early, which is an error and
+/// not a wrong gradient. One thread uses one model at a time.
 template <Model M, Communicator Comm>
 class DistributedDataParallel {
   static constexpr bool alone = detail::alone<Comm>;
-  static_assert(alone || (Reducing<Comm> && Gathering<Comm>),
-                "DistributedDataParallel needs a communicator that reduces and gathers (concepts Reducing, Gathering)");
+  static_assert(
+      alone || (Reducing<Comm> && Gathering<Comm>),
+      "DistributedDataParallel needs a communicator that reduces and gathers (concepts Reducing, Gathering)");
 
  public:
-  /// Throws UsageError where no parameter requires grad or an option is wrong, MismatchError where models differ.
+  /// Throws UsageError where no parameter requires grad or an option is wrong, MismatchError where models
+  /// differ.
   DistributedDataParallel(M& model, Comm& comm, DdpOptions options = {})
       : model_(store(model)), parameters_(unique_parameters(base())), state_(std::make_unique<State>()) {
     std::vector<NamedTensor> trained;
@@ -110,7 +115,8 @@ class DistributedDataParallel {
         for (NamedTensor& item : buffers) tensors.push_back(std::move(item.tensor));
         state_->buffers = detail::BroadcastList(std::move(tensors));
       }
-      state_->reducer = std::make_unique<detail::Reducer<Comm>>(std::move(trained), comm, options.bucket_caps);
+      state_->reducer =
+          std::make_unique<detail::Reducer<Comm>>(std::move(trained), comm, options.bucket_caps);
     }
   }
 
@@ -121,8 +127,9 @@ class DistributedDataParallel {
     return impl().forward(std::forward<Args>(args)...);
   }
 
-  /// What must precede each forward where the model is called directly. Collective where it has buffers: sends rank
-  /// 0's to all, in a forward that follows one in training (grad mode on, outside `no_sync`), as Python does.
+  /// What must precede each forward where the model is called directly. Collective where it has buffers:
+  /// sends rank 0's to all, in a forward that follows one in training (grad mode on, outside `no_sync`), as
+  /// Python does.
   void before_forward() {
     if constexpr (!alone) {
       if (std::exchange(state_->sync_due, c10::GradMode::is_enabled() && state_->reducer->no_sync_depth == 0))
@@ -139,9 +146,10 @@ class DistributedDataParallel {
   }
 
   /// Backward, and the gradients averaged over all ranks: on return each parameter's gradient is the average.
-  /// Collective, outside `no_sync`. Whatever happens inside, the reduction ends on every rank and the next one works:
-  /// what backward throws is rethrown here, while the other ranks throw PeerError; where a parameter got no gradient
-  /// on some rank, every rank throws GradientError naming it. After either, no rank keeps a gradient.
+  /// Collective, outside `no_sync`. Whatever happens inside, the reduction ends on every rank and the next
+  /// one works: what backward throws is rethrown here, while the other ranks throw PeerError; where a
+  /// parameter got no gradient on some rank, every rank throws GradientError naming it. After either, no rank
+  /// keeps a gradient.
   ///
   /// `loss` is a scalar that requires grad. `create_graph` is refused with GradientError.
   void backward(const at::Tensor& loss, bool retain_graph = false, bool create_graph = false) {
@@ -153,10 +161,10 @@ class DistributedDataParallel {
     run(create_graph, [&] { torch::autograd::backward(losses, {}, retain_graph); });
   }
 
-  /// While the guard that this returns lives, backward only accumulates on this rank; the first backward after it
-  /// reduces the sum. Every rank must do the same. Where Python looks at whether the forward ran inside `no_sync`, here
-  /// it is the backward that counts (for the buffers it is the forward). Guards nest; the guard must not outlive this
-  /// object.
+  /// While the guard that this returns lives, backward only accumulates on this rank; the first backward
+  /// after it reduces the sum. Every rank must do the same. Where Python looks at whether the forward ran
+  /// inside `no_sync`, here it is the backward that counts (for the buffers it is the forward). Guards nest;
+  /// the guard must not outlive this object.
   [[nodiscard]] auto no_sync() {
     struct Guard {
       explicit Guard(State* state) : state(state) { count(+1); }
@@ -218,15 +226,17 @@ class DistributedDataParallel {
 
   static void require_some(const std::vector<NamedTensor>& trained) {
     if (trained.empty())
-      throw UsageError("DistributedDataParallel got a model without a parameter that requires grad; there is nothing "
-                       "to train");
+      throw UsageError(
+          "DistributedDataParallel got a model without a parameter that requires grad; there is nothing "
+          "to train");
   }
 
   template <class Run>
   void run(bool create_graph, Run&& backward) {
     if (create_graph)
-      throw GradientError("ddp.backward with create_graph is refused: gradients of gradients would not be averaged "
-                          "over the ranks; take them with torch::autograd::grad and put the result into the loss");
+      throw GradientError(
+          "ddp.backward with create_graph is refused: gradients of gradients would not be averaged "
+          "over the ranks; take them with torch::autograd::grad and put the result into the loss");
     if constexpr (alone)
       backward();
     else

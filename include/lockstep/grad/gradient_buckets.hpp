@@ -19,9 +19,9 @@ namespace lockstep::detail {
 
 /// The memory of the buckets, and the gradients in it.
 ///
-/// A slot is a gradient's place: a tensor with the layout that autograd gives the gradient (the parameter's where that
-/// is dense, else contiguous) over the bucket's memory. It is made by `set_`, so that autograd does not know it as a
-/// view: `zero_grad(false)` detaches gradients in place, which views refuse.
+/// A slot is a gradient's place: a tensor with the layout that autograd gives the gradient (the parameter's
+/// where that is dense, else contiguous) over the bucket's memory. It is made by `set_`, so that autograd
+/// does not know it as a view: `zero_grad(false)` detaches gradients in place, which views refuse.
 class GradientBuckets {
  public:
   GradientBuckets(const std::vector<NamedTensor>& parameters, const BucketPlan& plan, int world_size)
@@ -52,12 +52,14 @@ class GradientBuckets {
 
   [[nodiscard]] std::size_t size() const { return buckets_.size(); }
   [[nodiscard]] const at::Tensor& flat(std::size_t bucket) const { return buckets_[bucket].flat; }
-  [[nodiscard]] const std::vector<std::size_t>& members(std::size_t bucket) const { return buckets_[bucket].members; }
+  [[nodiscard]] const std::vector<std::size_t>& members(std::size_t bucket) const {
+    return buckets_[bucket].members;
+  }
   [[nodiscard]] std::size_t bucket_of(std::size_t parameter) const { return bucket_of_[parameter]; }
 
-  /// Puts the gradient of a parameter, times 1 / world size, into its slot, and makes the slot its gradient. One
-  /// multiplication by the reciprocal in either case: that is Python's arithmetic, and at three ranks a division's bits
-  /// are others. Throws GradientError where the gradient cannot lie there.
+  /// Puts the gradient of a parameter, times 1 / world size, into its slot, and makes the slot its gradient.
+  /// One multiplication by the reciprocal in either case: that is Python's arithmetic, and at three ranks a
+  /// division's bits are others. Throws GradientError where the gradient cannot lie there.
   void take(std::size_t i) {
     const NamedTensor& parameter = (*parameters_)[i];
     at::Tensor& grad = parameter.tensor.mutable_grad();
@@ -72,12 +74,16 @@ class GradientBuckets {
       return;
     }
     if (grad.is_sparse())
-      throw GradientError(fmt::format("the gradient of parameter {} '{}' is sparse, and only dense ones can be reduced; "
-                                      "build its layer without sparse gradients", i, parameter.name));
-    if (grad.scalar_type() != slot.scalar_type() || grad.device() != slot.device() || grad.sizes() != slot.sizes())
-      throw GradientError(fmt::format("the gradient of parameter {} '{}' has another dtype, device or shape than the "
-                                      "parameter had when DistributedDataParallel was made; convert the model before",
-                                      i, parameter.name));
+      throw GradientError(
+          fmt::format("the gradient of parameter {} '{}' is sparse, and only dense ones can be reduced; "
+                      "build its layer without sparse gradients",
+                      i, parameter.name));
+    if (grad.scalar_type() != slot.scalar_type() || grad.device() != slot.device() ||
+        grad.sizes() != slot.sizes())
+      throw GradientError(
+          fmt::format("the gradient of parameter {} '{}' has another dtype, device or shape than the "
+                      "parameter had when DistributedDataParallel was made; convert the model before",
+                      i, parameter.name));
     at::mul_out(slot, grad, scale_);
     grad = slot;
   }
@@ -112,9 +118,10 @@ class GradientBuckets {
   };
 
   static bool lies_in(const at::Tensor& grad, const at::Tensor& slot) {
-    return grad.is_same(slot) || (grad.layout() == at::kStrided && grad.const_data_ptr() == slot.const_data_ptr() &&
-                                  grad.numel() > 0 && grad.sizes() == slot.sizes() &&
-                                  grad.strides() == slot.strides() && grad.scalar_type() == slot.scalar_type());
+    return grad.is_same(slot) ||
+           (grad.layout() == at::kStrided && grad.const_data_ptr() == slot.const_data_ptr() &&
+            grad.numel() > 0 && grad.sizes() == slot.sizes() && grad.strides() == slot.strides() &&
+            grad.scalar_type() == slot.scalar_type());
   }
 
   const std::vector<NamedTensor>* parameters_;

@@ -41,7 +41,8 @@ inline TensorDescription describe(const NamedTensor& item) {
   return {item.name, list_text(tensor.sizes()), dtype_name(tensor.scalar_type()), std::move(trait)};
 }
 
-inline ModelDescription describe(const std::vector<NamedTensor>& parameters, const std::vector<NamedTensor>& buffers) {
+inline ModelDescription describe(const std::vector<NamedTensor>& parameters,
+                                 const std::vector<NamedTensor>& buffers) {
   ModelDescription model;
   for (const NamedTensor& item : parameters) {
     model.parameters.push_back(describe(item));
@@ -87,7 +88,8 @@ inline std::string digest(std::string_view bytes) {
 }
 
 /// The first difference between rank 0's list and another rank's in words, none where they are equal.
-inline std::optional<std::string> difference(std::string_view kind, const std::vector<TensorDescription>& zero,
+inline std::optional<std::string> difference(std::string_view kind,
+                                             const std::vector<TensorDescription>& zero,
                                              const std::vector<TensorDescription>& other, int rank) {
   auto text = [](const TensorDescription& item, bool with_name) {
     return fmt::format("{}{} {}{}", with_name ? fmt::format("'{}' ", item.name) : "", item.shape, item.dtype,
@@ -96,14 +98,16 @@ inline std::optional<std::string> difference(std::string_view kind, const std::v
   for (std::size_t i = 0; i < std::min(zero.size(), other.size()); ++i) {
     if (zero[i] == other[i]) continue;
     const bool named = zero[i].name != other[i].name;
-    return fmt::format("{} {}{}: rank 0 {}, rank {} {}", kind, i, named ? "" : fmt::format(" '{}'", zero[i].name),
-                       text(zero[i], named), rank, text(other[i], named));
+    return fmt::format("{} {}{}: rank 0 {}, rank {} {}", kind, i,
+                       named ? "" : fmt::format(" '{}'", zero[i].name), text(zero[i], named), rank,
+                       text(other[i], named));
   }
   if (zero.size() == other.size()) return std::nullopt;
   const bool more = zero.size() > other.size();
   const TensorDescription& extra = more ? zero[other.size()] : other[zero.size()];
-  return fmt::format("rank 0 has {} {}s, rank {} has {}: {} {} {} is on rank {} alone", zero.size(), kind, rank,
-                     other.size(), kind, std::min(zero.size(), other.size()), text(extra, true), more ? 0 : rank);
+  return fmt::format("rank 0 has {} {}s, rank {} has {}: {} {} {} is on rank {} alone", zero.size(), kind,
+                     rank, other.size(), kind, std::min(zero.size(), other.size()), text(extra, true),
+                     more ? 0 : rank);
 }
 
 /// One sentence about how the models of the ranks differ, the same whoever asks; none where they are equal.
@@ -121,10 +125,12 @@ inline std::optional<std::string> model_difference(const std::vector<std::string
 
 }  // namespace detail
 
-/// Compares parameters and buffers of all ranks by count, name, shape, dtype, layout, order and requires_grad.
-/// Collective. Throws one and the same MismatchError on every rank, naming the parameter and what two ranks have of it.
+/// Compares parameters and buffers of all ranks by count, name, shape, dtype, layout, order and
+/// requires_grad. Collective. Throws one and the same MismatchError on every rank, naming the parameter and
+/// what two ranks have of it.
 template <Gathering Comm>
-void check_same_model(const std::vector<NamedTensor>& parameters, const std::vector<NamedTensor>& buffers, Comm& comm) {
+void check_same_model(const std::vector<NamedTensor>& parameters, const std::vector<NamedTensor>& buffers,
+                      Comm& comm) {
   const std::string mine = detail::serialize(detail::describe(parameters, buffers));
   const std::vector<std::string> digests = comm.all_gather_bytes(detail::digest(mine));
   bool equal = true;

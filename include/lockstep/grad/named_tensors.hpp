@@ -28,8 +28,8 @@ std::vector<NamedTensor> each_once(const Dictionary& dictionary) {
 }
 }  // namespace detail
 
-/// The parameters in registration order, a tied tensor once, under its first name. `Module::parameters()` lists a tied
-/// tensor as often as it is registered, and an optimizer over that list steps it as often.
+/// The parameters in registration order, a tied tensor once, under its first name. `Module::parameters()`
+/// lists a tied tensor as often as it is registered, and an optimizer over that list steps it as often.
 inline std::vector<NamedTensor> unique_parameters(const torch::nn::Module& module) {
   return detail::each_once(module.named_parameters());
 }
@@ -42,19 +42,32 @@ inline std::vector<NamedTensor> unique_buffers(const torch::nn::Module& module) 
 /// A dtype as users of Python and C++ alike know it: "float32".
 inline std::string dtype_name(at::ScalarType type) {
   switch (type) {
-    case at::kFloat: return "float32";
-    case at::kDouble: return "float64";
-    case at::kHalf: return "float16";
-    case at::kBFloat16: return "bfloat16";
-    case at::kByte: return "uint8";
-    case at::kChar: return "int8";
-    case at::kShort: return "int16";
-    case at::kInt: return "int32";
-    case at::kLong: return "int64";
-    case at::kBool: return "bool";
-    case at::kComplexFloat: return "complex64";
-    case at::kComplexDouble: return "complex128";
-    default: return c10::toString(type);
+    case at::kFloat:
+      return "float32";
+    case at::kDouble:
+      return "float64";
+    case at::kHalf:
+      return "float16";
+    case at::kBFloat16:
+      return "bfloat16";
+    case at::kByte:
+      return "uint8";
+    case at::kChar:
+      return "int8";
+    case at::kShort:
+      return "int16";
+    case at::kInt:
+      return "int32";
+    case at::kLong:
+      return "int64";
+    case at::kBool:
+      return "bool";
+    case at::kComplexFloat:
+      return "complex64";
+    case at::kComplexDouble:
+      return "complex128";
+    default:
+      return c10::toString(type);
   }
 }
 

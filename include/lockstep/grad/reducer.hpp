@@ -30,13 +30,13 @@ inline std::atomic<int> open_backwards{0};
 
 /// Averages gradients over the ranks while backward runs.
 ///
-/// A reduction is `open()`, then a call of the hook for each gradient, then `close()`. Buckets are launched in index
-/// order as soon as their gradients are there, all but the last: that one waits for `close`, so that a rank whose
-/// backward throws can still tell all others, in this very iteration, by not-a-numbers in it.
+/// A reduction is `open()`, then a call of the hook for each gradient, then `close()`. Buckets are launched
+/// in index order as soon as their gradients are there, all but the last: that one waits for `close`, so that
+/// a rank whose backward throws can still tell all others, in this very iteration, by not-a-numbers in it.
 ///
 /// The hooks point to this object, so it does not move. It belongs to one thread, as a model does.
 template <class Comm>
-  requires Reducing<Comm> && Gathering<Comm>
+requires Reducing<Comm> && Gathering<Comm>
 class Reducer {
  public:
   /// `parameters` are those that require grad, each once; `comm` must outlive the reducer.
@@ -55,7 +55,8 @@ class Reducer {
   Reducer(const Reducer&) = delete;
   Reducer& operator=(const Reducer&) = delete;
 
-  /// Runs `run_backward` inside a reduction, or plainly inside `no_sync` and inside another backward of this model.
+  /// Runs `run_backward` inside a reduction, or plainly inside `no_sync` and inside another backward of this
+  /// model.
   template <class Run>
   void backward(Run&& run_backward) {
     const Inside inside(*this);
@@ -119,17 +120,19 @@ class Reducer {
   void on_gradient(std::size_t i) {
     if (!inside_ && open_backwards > 0) return;  // the backward of another model reaches this one
     if (c10::GradMode::is_enabled())
-      throw GradientError("backward with create_graph is refused: gradients of gradients would not be averaged over "
-                          "the ranks; take them with torch::autograd::grad and put the result into the loss");
+      throw GradientError(
+          "backward with create_graph is refused: gradients of gradients would not be averaged over "
+          "the ranks; take them with torch::autograd::grad and put the result into the loss");
     seen_[i] = true;
     if (no_sync_depth > 0) return;
     if (!open_ || stale_) open_bare();
     const bool first = expected_.empty();
     if (!first && fired_[i] == expected_[i])
-      throw GradientError(fmt::format(
-          "parameter {} '{}' got {} gradients in this backward and {} in the first, after which its bucket is reduced; "
-          "keep the number of uses in re-entrant backwards (checkpoints) fixed", i, parameters_[i].name, fired_[i] + 1,
-          expected_[i]));
+      throw GradientError(
+          fmt::format("parameter {} '{}' got {} gradients in this backward and {} in the first, after which "
+                      "its bucket is reduced; "
+                      "keep the number of uses in re-entrant backwards (checkpoints) fixed",
+                      i, parameters_[i].name, fired_[i] + 1, expected_[i]));
     if (first) {
       ready_order_.push_back(i);
     } else if (fired_[i] + 1 == expected_[i]) {
@@ -146,15 +149,17 @@ class Reducer {
 
   void launch_ready(std::size_t end) {
     for (; next_ < end && pending_[next_] == 0; ++next_)
-      if (buckets_->flat(next_).numel() > 0) works_[next_] = comm_.all_reduce(buckets_->flat(next_), ReduceOp::sum);
+      if (buckets_->flat(next_).numel() > 0)
+        works_[next_] = comm_.all_reduce(buckets_->flat(next_), ReduceOp::sum);
   }
 
   void open() {
     if (open_) {
       stale_ = false;
-      close(std::make_exception_ptr(GradientError(
-          "an earlier loss.backward() did not end, so its gradients were never reduced; call ddp.backward(loss), "
-          "which ends whatever happens")));
+      close(
+          std::make_exception_ptr(GradientError("an earlier loss.backward() did not end, so its gradients "
+                                                "were never reduced; call ddp.backward(loss), "
+                                                "which ends whatever happens")));
     }
     if (rebuild_due_) rebuild();
     std::fill(fired_.begin(), fired_.end(), 0);
@@ -164,8 +169,9 @@ class Reducer {
     open_ = true;
   }
 
-  /// A hook fires though no `ddp.backward` runs: the reduction ends with this backward of the engine. Where that throws,
-  /// the engine drops the callback without calling it, and the next reduction finds this one stale.
+  /// A hook fires though no `ddp.backward` runs: the reduction ends with this backward of the engine. Where
+  /// that throws, the engine drops the callback without calling it, and the next reduction finds this one
+  /// stale.
   void open_bare() {
     open();
     struct Token {
@@ -183,8 +189,8 @@ class Reducer {
     });
   }
 
-  /// Ends the reduction: every bucket is launched whatever happened, so that no peer waits for one. Throws `failure`,
-  /// or what another rank told.
+  /// Ends the reduction: every bucket is launched whatever happened, so that no peer waits for one. Throws
+  /// `failure`, or what another rank told.
   void close(const std::exception_ptr& failure) {
     const c10::NoGradGuard no_grad;
     BackwardReport report;
@@ -232,7 +238,8 @@ class Reducer {
     for (std::size_t b = 0; b < works_.size(); ++b) {
       if (!works_[b]) continue;
       try {
-        // After a throw here the peers get a moment to arrive and learn of it, and no more: the error must be seen.
+        // After a throw here the peers get a moment to arrive and learn of it, and no more: the error must be
+        // seen.
         failure ? works_[b]->wait_host(std::chrono::seconds(3)) : works_[b]->join_stream();
       } catch (const TimeoutError& error) {
         if (failure) {
@@ -240,7 +247,8 @@ class Reducer {
           throw;
         }
         throw TimeoutError(fmt::format("{} (bucket {} of {}, with {}, in backward {})", error.what(), b + 1,
-                                       works_.size(), parameter_list(buckets_->members(b), parameters_), iteration_));
+                                       works_.size(), parameter_list(buckets_->members(b), parameters_),
+                                       iteration_));
       }
       works_[b].reset();
     }
@@ -263,7 +271,8 @@ class Reducer {
   [[noreturn]] void fail(const BackwardReport& mine, const std::exception_ptr& failure) {
     if (failure) std::rethrow_exception(failure);
     const std::string text = failure_text(reports_, parameters_);
-    const bool thrown = std::any_of(reports_.begin(), reports_.end(), [](const auto& r) { return bool(r.thrown); });
+    const bool thrown =
+        std::any_of(reports_.begin(), reports_.end(), [](const auto& r) { return bool(r.thrown); });
     if (thrown && !mine.thrown) throw PeerError(text);
     throw GradientError(text);
   }
@@ -293,7 +302,8 @@ class Reducer {
   /// Once, before the second reduction: buckets in the order in which rank 0's gradients became ready.
   void rebuild() {
     const auto length = static_cast<std::int64_t>(ready_order_.size());
-    at::Tensor order = at::empty({length}, at::TensorOptions(at::kLong).device(parameters_[0].tensor.device()));
+    at::Tensor order =
+        at::empty({length}, at::TensorOptions(at::kLong).device(parameters_[0].tensor.device()));
     at::Tensor host = at::empty({length}, at::kLong);
     std::copy(ready_order_.begin(), ready_order_.end(), host.mutable_data_ptr<std::int64_t>());
     order.copy_(host);
