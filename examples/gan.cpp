@@ -1,0 +1,98 @@
+// Two models and two optimizers in one program: a small GAN that learns to draw digits, with several
+// processes.
+//   gan --nproc 2 --steps 2000
+#include <torch/torch.h>
+
+#include <CLI/CLI.hpp>
+
+#include "lockstep/data/mnist.hpp"
+#include "lockstep/lockstep.hpp"
+#include "lockstep/world/launch.hpp"
+
+namespace nn = torch::nn;
+
+constexpr std::int64_t noise_size = 32, pixels = 28 * 28;
+
+nn::Sequential make_generator() {
+  return nn::Sequential(nn::Linear(noise_size, 256),
+                        nn::LeakyReLU(nn::LeakyReLUOptions().negative_slope(0.2)), nn::Linear(256, pixels),
+                        nn::Sigmoid());
+}
+
+nn::Sequential make_discriminator() {
+  return nn::Sequential(nn::Linear(pixels, 128), nn::LeakyReLU(nn::LeakyReLUOptions().negative_slope(0.2)),
+                        nn::Linear(128, 1));
+}
+
+// The other model only passes gradients on: its parameters take none, so that nothing of it is reduced.
+void set_trained(nn::Sequential& model, bool trained) {
+  for (auto& parameter : model->parameters()) parameter.requires_grad_(trained);
+}
+
+torch::Tensor judge(const torch::Tensor& verdict, bool real) {
+  return nn::functional::binary_cross_entropy_with_logits(
+      verdict, real ? torch::ones_like(verdict) : torch::zeros_like(verdict));
+}
+
+void train(const lockstep::World& world, std::int64_t steps, std::int64_t digits) {
+  lockstep::DigitDataset data(lockstep::draw_digits(digits, 1));
+  torch::manual_seed(0);  // equal models at the start; DistributedDataParallel would see to it anyway
+  auto generator = make_generator();
+  auto discriminator = make_discriminator();
+
+  // One communicator serves both: every rank makes its calls in the same order.
+  lockstep::GlooComm comm{world};
+  lockstep::DistributedDataParallel ddp_generator{generator, comm};
+  lockstep::DistributedDataParallel ddp_discriminator{discriminator, comm};
+  const auto options = torch::optim::AdamOptions(2e-4).betas({0.5, 0.999});
+  torch::optim::Adam generator_optimizer(ddp_generator.parameters(), options);
+  torch::optim::Adam discriminator_optimizer(ddp_discriminator.parameters(), options);
+
+  lockstep::DataLoader loader{data, lockstep::DistributedSampler{data.size(), world}, {.batch_size = 32}};
+  torch::manual_seed(1 + static_cast<std::uint64_t>(world.rank()));  // each rank its own noise
+  for (std::int64_t step = 0; step < steps;) {
+    for (auto& batch : loader) {
+      const auto real = batch.data.flatten(1);
+      const auto drawn = ddp_generator(torch::randn({real.size(0), noise_size}));
+
+      discriminator_optimizer.zero_grad();
+      const auto caught =
+          judge(ddp_discriminator(real), true) + judge(ddp_discriminator(drawn.detach()), false);
+      ddp_discriminator.backward(caught);
+      discriminator_optimizer.step();
+
+      generator_optimizer.zero_grad();
+      set_trained(discriminator, false);
+      const auto fooled = judge(discriminator->forward(drawn), true);
+      ddp_generator.backward(fooled);
+      set_trained(discriminator, true);
+      generator_optimizer.step();
+
+      if (step % 100 == 0)
+        world.log.info("step {}: discriminator {:.4f}, generator {:.4f}", step, caught.item<double>(),
+                       fooled.item<double>());
+      if (++step == steps) break;
+    }
+  }
+  // Both models are the same on all ranks, to the last bit.
+  for (auto* model : {&generator, &discriminator})
+    for (const auto& parameter : (*model)->parameters()) {
+      auto extremes = torch::stack({parameter.detach(), -parameter.detach()});
+      const auto mine = extremes.clone();
+      comm.all_reduce(extremes, lockstep::ReduceOp::max).wait_host();
+      if (!torch::equal(extremes, mine)) throw lockstep::MismatchError("the ranks' models differ");
+    }
+  world.log.info("done: {} steps of two models on {} ranks", steps, world.size());
+}
+
+int main(int argc, char** argv) {
+  CLI::App app("Trains a small GAN on drawn digits with several processes.");
+  std::int64_t steps = 2000, digits = 20000;
+  std::string nproc, prefix;
+  app.add_option("--steps", steps, "optimizer steps of either model")->check(CLI::Range(1, 1000000000));
+  app.add_option("--digits", digits, "digits to draw and learn from")->check(CLI::Range(1, 10000000));
+  app.add_option("--nproc", nproc, "processes to start on this host");
+  app.add_option("--prefix", prefix, "put the rank in front of lines: auto, always or never");
+  CLI11_PARSE(app, argc, argv);
+  return lockstep::launch(argc, argv, [&](const lockstep::World& world) { train(world, steps, digits); });
+}

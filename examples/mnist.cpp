@@ -1,0 +1,147 @@
+// Trains a small network on MNIST's digits with several processes. Alone it starts them itself:
+//   mnist --nproc 4 --epochs 3 --data-dir folder/of/mnist
+// and it runs unchanged under torchrun, or by hand on several hosts (RANK is then the host's first rank):
+//   WORLD_SIZE=7 RANK=3 MASTER_ADDR=nodeA MASTER_PORT=29500 mnist --nproc 4
+#include <torch/torch.h>
+
+#include <CLI/CLI.hpp>
+
+#include "lockstep/data/cache.hpp"
+#include "lockstep/data/download.hpp"
+#include "lockstep/data/mnist.hpp"
+#include "lockstep/lockstep.hpp"
+#include "lockstep/world/launch.hpp"
+
+namespace nn = torch::nn;
+
+const auto program_start = std::chrono::steady_clock::now();
+
+struct ConvNetImpl : nn::Module {
+  ConvNetImpl() {
+    const auto layer = [](int in, int out) {
+      return nn::Sequential(nn::Conv2d(nn::Conv2dOptions(in, out, 5).padding(2)), nn::BatchNorm2d(out),
+                            nn::ReLU(), nn::MaxPool2d(2));
+    };
+    layer1 = register_module("layer1", layer(1, 16));
+    layer2 = register_module("layer2", layer(16, 32));
+    fc = register_module("fc", nn::Linear(7 * 7 * 32, 10));
+  }
+  torch::Tensor forward(const torch::Tensor& x) { return fc(layer2->forward(layer1->forward(x)).flatten(1)); }
+
+  nn::Sequential layer1, layer2;
+  nn::Linear fc{nullptr};
+};
+TORCH_MODULE(ConvNet);
+
+struct Options {
+  std::int64_t epochs = 3, batch_size = 32, workers = 0;
+  std::uint64_t seed = 3407;
+  double lr = 1e-4;
+  std::string data_dir, gpu, save;
+  std::vector<std::string> mirrors = lockstep::mnist_mirrors();
+  bool download = false;
+};
+
+// A whole number that is at least `least`, or what is wrong with `text`.
+auto whole_number(std::int64_t least) {
+  return CLI::Validator(
+      [least](const std::string& text) {
+        std::int64_t value = 0;
+        return CLI::detail::lexical_cast(text, value) && value >= least
+                   ? ""
+                   : fmt::format("'{}' is not a whole number, {} or more", text, least);
+      },
+      "");
+}
+
+lockstep::Mnist load(const lockstep::World& world, const Options& options) try {
+  std::filesystem::path folder = options.data_dir;
+  world.local_zero_first([&] {
+    if (options.download) {
+      if (folder.empty()) folder = lockstep::cache_folder() / "mnist";
+      if (world.local_rank() == 0)
+        lockstep::download_mnist(
+            folder, [&](const auto& text) { world.log.all().info("{}", text); }, options.mirrors);
+    } else if (folder.empty()) {
+      folder = lockstep::drawn_digits_folder();
+    }
+  });
+  lockstep::Mnist mnist = lockstep::load_mnist(folder);
+  if (options.data_dir.empty() && !options.download)
+    world.log.info(
+        "without --data-dir or --download: training on {} digits drawn by this program, kept in {}",
+        mnist.train.size(), folder.string());
+  return mnist;
+} catch (const lockstep::DataError& error) {
+  throw lockstep::UsageError(error.what());  // found before training: the user's input, not a failure
+}
+
+void train(const lockstep::World& world, const Options& options) {
+  if (!options.save.empty()) world.rank_zero([&] { lockstep::require_writable(options.save); });
+  lockstep::Mnist mnist = load(world, options);
+  if (!options.gpu.empty())
+    world.log.info("lockstep trains on CPUs as yet: --gpu {} starts as many processes, on the CPU",
+                   options.gpu);
+
+  lockstep::Trainer<ConvNet, lockstep::DistributedSampler, lockstep::GlooComm, lockstep::Fp32> trainer{
+      world,
+      {.epochs = 1,
+       .batch_size = options.batch_size,
+       .lr = options.lr,
+       .seed = options.seed,
+       .workers = options.workers}};
+  const auto loss = [](ConvNet& net, const auto& batch) {
+    return nn::functional::cross_entropy(net(batch.data), batch.target);
+  };
+  for (std::int64_t epoch = 1; epoch <= options.epochs; ++epoch) {
+    world.log.info("begin training of epoch {}/{}", epoch, options.epochs);
+    trainer.fit(mnist.train, loss);
+  }
+  world.log.info("begin testing");
+  world.log.info("Accuracy is {:.2f}%", 100 * trainer.evaluate(mnist.test, lockstep::Accuracy{}));
+  if (!options.save.empty()) trainer.save(options.save);
+  const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - program_start;
+  world.log.info("\ntime elapsed: {:.2f} seconds", elapsed.count());
+}
+
+int main(int argc, char** argv) {
+  Options options;
+  std::string nproc, prefix;  // read by launch; here for --help and so that they are known
+  CLI::App app("Trains a small convolutional network on handwritten digits with several processes.");
+  app.option_defaults()->always_capture_default();
+  app.add_option("-e,--epochs", options.epochs, "passes over the training digits")->check(whole_number(0));
+  app.add_option("-b,--batch-size,--batch_size", options.batch_size, "digits a process and a step")
+      ->check(whole_number(1));
+  app.add_option("--lr", options.lr, "learning rate of SGD")->check(CLI::NonNegativeNumber);
+  app.add_option("--seed", options.seed, "seed of the model and of the order of digits")
+      ->check(whole_number(0));
+  app.add_option("--workers", options.workers, "threads a process that load ahead")->check(whole_number(0));
+  app.add_option("--data-dir,--data_dir", options.data_dir, "folder with MNIST's four files, plain or .gz");
+  app.add_flag("--download", options.download,
+               "fetch MNIST into the data folder, or into the cache without one");
+  app.add_option("--mirror", options.mirrors, "URLs to fetch from, also LOCKSTEP_MNIST_MIRROR");
+  app.add_option("--gpu", options.gpu, "devices as in '0,1': one process each")
+      ->check([](const std::string& list) {
+        const bool good = !list.empty() && list.find_first_not_of("0123456789,") == std::string::npos &&
+                          (',' + list + ',').find(",,") == std::string::npos;
+        return good ? "" : fmt::format("'{}' is not a list of device numbers such as 0,1", list);
+      });
+  app.add_option("--save", options.save, "file to write the trained model to");
+  app.add_option("--nproc", nproc, "processes to start on this host; without it one a GPU, or 2");
+  app.add_option("--prefix", prefix, "put the rank in front of lines: auto, always or never");
+  for (CLI::Option* option : app.get_options()) option->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::Success& help) {
+    return app.exit(help);
+  } catch (const CLI::ParseError& error) {
+    // Every rank would say the same.
+    const char* local_rank = std::getenv("LOCAL_RANK");
+    if (!local_rank || std::string_view(local_rank) == "0")
+      fmt::print(stderr, "error: {}; see --help\n", error.what());
+    return 2;
+  }
+  const auto devices = options.gpu.empty() ? 0 : 1 + std::count(options.gpu.begin(), options.gpu.end(), ',');
+  return lockstep::launch(argc, argv, [&](const lockstep::World& world) { train(world, options); },
+                          {.nproc = static_cast<int>(devices)});
+}
