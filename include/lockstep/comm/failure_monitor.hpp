@@ -19,32 +19,31 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
-#include "lockstep/comm/bulletin.hpp"
+#include "lockstep/world/bulletin.hpp"
 #include "lockstep/world/world.hpp"
 
 namespace lockstep::detail {
-
-/// A connection of its own to the store of the world: a thread that waits on one blocks all who share it.
-template <class AnyWorld>
-c10::intrusive_ptr<c10d::Store> second_connection(const AnyWorld& world) {
-  if constexpr (requires { world.connect_again(); }) {
-    return world.connect_again();
-  } else {
-    auto first = c10::dynamic_intrusive_pointer_cast<c10d::TCPStore>(world.store());
-    c10d::TCPStoreOptions options;
-    options.port = first->getPort();
-    options.useLibUV = false;
-    options.waitWorkers = false;
-    return c10::make_intrusive<c10d::TCPStore>(first->getHost(), options);
-  }
-}
 
 /// What this process would say of one of its groups when another rank asks: the last collective it entered.
 struct GroupStatus {
   std::string name;
   std::vector<int> ranks;  // global, by rank in the group
   std::atomic<std::uint64_t> sequence{0};
-  std::atomic<const char*> operation{""};
+  std::atomic<const char*> operations[2] = {"", ""};  // of the last odd and the last even one
+
+  void enter(std::uint64_t number, const char* operation) {
+    operations[number % 2].store(operation, std::memory_order_relaxed);
+    sequence.store(number, std::memory_order_release);
+  }
+  /// "57 all_reduce"; an operation belongs to its number also while another is entered.
+  [[nodiscard]] std::string text() const {
+    for (;;) {
+      const std::uint64_t number = sequence.load(std::memory_order_acquire);
+      const char* operation = operations[number % 2].load(std::memory_order_relaxed);
+      std::atomic_thread_fence(std::memory_order_acquire);
+      if (sequence.load(std::memory_order_relaxed) == number) return fmt::format("{} {}", number, operation);
+    }
+  }
 };
 
 /// How far a rank has come in a group.
@@ -83,8 +82,10 @@ class FailureMonitor {
 
   explicit FailureMonitor(const World& world)
       : rank_(world.rank()),
+        world_(world),
         board_(world.store(), rank_, world.size()),
-        own_board_(second_connection(world), rank_, world.size()),
+        own_store_(world.connect_again()),
+        own_board_(own_store_, rank_, world.size()),
         thread_([this] { run(); }) {}
 
   ~FailureMonitor() {
@@ -121,19 +122,27 @@ class FailureMonitor {
     return found == departed_.end() ? std::map<int, Position>() : found->second;
   }
 
-  /// Tells every rank, at once, that `rank` has failed.
-  void publish(int rank, bool vague, const std::string& text) noexcept {
+  /// Tells every rank, at once, that `rank` has failed and why.
+  void publish(int rank, const std::string& text) const noexcept {
     try {
-      board_.post(fmt::format("failed {} {} {}", rank, vague ? 1 : 0, text));
-      board_.ring_others();
+      world_.publish_failure(fmt::format("rank {}: {}", rank, text));
     } catch (...) {  // whoever hosted the store is gone, and with it those who would read this
     }
   }
 
-  /// Tells every rank, within a second, that this one leaves a group in good order.
+  /// The same for this rank when the reason is not known yet: who hears it waits a moment for publish().
+  void publish_vague(const std::string& text) noexcept {
+    try {
+      board_.post(fmt::format("failed {} {}", rank_, text));
+      board_.ring_all();
+    } catch (...) {
+    }
+  }
+
+  /// Tells every rank that this one leaves a group in good order.
   void publish_departure(const GroupStatus& group) {
-    board_.post(fmt::format("departed {} {} {} {}", group.name, rank_, group.sequence.load(),
-                            group.operation.load()));
+    board_.post(fmt::format("departed {} {} {}", group.name, rank_, group.text()));
+    board_.ring_all();
   }
 
   /// Asks the other ranks of a group how far they are. A rank that does not answer in time is not in the
@@ -141,7 +150,7 @@ class FailureMonitor {
   [[nodiscard]] std::map<int, Position> ask(const GroupStatus& group, std::chrono::milliseconds patience) {
     std::map<int, Position> positions;
     const std::int64_t question = board_.post(fmt::format("asked {}", group.name));
-    board_.ring_others();
+    board_.ring_all();
     std::vector<int> others;
     for (int rank : group.ranks)
       if (rank != rank_) others.push_back(rank);
@@ -183,8 +192,9 @@ class FailureMonitor {
   void run() noexcept {
     while (!stopping_) {
       try {
-        own_board_.sleep(std::chrono::seconds(1));
+        own_board_.sleep();
         if (stopping_) return;
+        if (const auto text = World::published_failure(*own_store_)) learn(*text);
         for (const Notice& notice : own_board_.news()) learn(notice);
       } catch (const std::exception& error) {
         if (stopping_) return;
@@ -200,10 +210,23 @@ class FailureMonitor {
     }
   }
 
+  // "rank 3: why", or the why alone.
+  void learn(const std::string& published) {
+    int rank = -1;
+    std::size_t begin = 0;
+    if (const auto colon = published.find(": ");
+        published.starts_with("rank ") && colon != std::string::npos) {
+      rank = std::atoi(published.c_str() + 5);
+      begin = colon + 2;
+    }
+    std::unique_lock lock(mutex_);
+    if (!failure_ || failure_->vague) note({rank, false, published.substr(begin)}, lock);
+  }
+
   void learn(const Notice& notice) {
     if (notice.kind == "failed") {
       std::unique_lock lock(mutex_);
-      note({std::stoi(notice.word(0)), notice.word(1) == "1", notice.rest(2)}, lock);
+      note({std::stoi(notice.word(0)), true, notice.rest(1)}, lock);
     } else if (notice.kind == "departed") {
       std::unique_lock lock(mutex_);
       departed_[notice.word(0)][std::stoi(notice.word(1))] = parse(notice.rest(2));
@@ -213,16 +236,15 @@ class FailureMonitor {
       {
         std::lock_guard lock(mutex_);
         for (const auto& group : groups_)
-          if (group->name == notice.word(0))
-            answer = fmt::format("{} {}", group->sequence.load(), group->operation.load());
+          if (group->name == notice.word(0)) answer = group->text();
       }
       own_board_.answer(notice.number, answer);
     }
   }
 
-  // The first failure counts; only its own rank may say more about it.
+  // The first failure counts, and its words come before its mere announcement.
   void note(Failure failure, std::unique_lock<std::mutex>& lock) {
-    if (!failure_ || (failure_->vague && failure_->rank == failure.rank)) failure_ = std::move(failure);
+    if (!failure_ || (failure_->vague && !failure.vague)) failure_ = std::move(failure);
     announce(lock);
   }
 
@@ -246,7 +268,9 @@ class FailureMonitor {
   static std::string first_line(const std::string& text) { return text.substr(0, text.find('\n')); }
 
   const int rank_;
-  Bulletin board_;      // on the connection of the world
+  World world_;
+  Bulletin board_;  // on the connection of the world
+  StorePtr own_store_;
   Bulletin own_board_;  // on the thread's own
   mutable std::mutex mutex_;
   mutable std::condition_variable changed_;

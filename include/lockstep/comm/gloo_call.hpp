@@ -113,6 +113,10 @@ inline std::string lateness(const Call& call, const std::map<int, Position>& pos
     }
   }
   std::string text;
+  for (const auto& [rank, position] : positions)
+    if (call.peer < 0 && position.sequence == call.sequence && position.operation != call.name)
+      return fmt::format("{} is not complete after {}: rank {} called {} instead", call.text(), waited, rank,
+                         position.operation);
   if (!late.empty())
     text = fmt::format("rank{} {} not entered {} after {}{}", late.size() > 1 ? "s" : "", joined(late),
                        call.text(), waited, where);
@@ -143,13 +147,6 @@ inline std::string gloo_words(const std::exception_ptr& cause) {
   // "[/path/to/pair.cc:553] Connection closed by peer [127.0.0.1]:41234"
   if (text.starts_with("[/") && text.find("] ") != std::string::npos) text = text.substr(text.find("] ") + 2);
   return text;
-}
-
-/// Whether the store of the world lives in this process, and ends with it.
-inline bool hosts_store(const World& world) {
-  const char* agent = std::getenv("TORCHELASTIC_USE_AGENT_STORE");
-  return world.rank() == 0 && !(agent && std::string_view(agent) == "True") &&
-         !std::getenv("LOCKSTEP_STORE_IS_HOSTED");
 }
 
 }  // namespace lockstep::detail

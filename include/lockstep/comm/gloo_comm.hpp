@@ -259,7 +259,7 @@ class GlooComm {
   void end() noexcept {
     if (!group_) return;
     if (std::uncaught_exceptions() > exceptions_) {
-      group_->abort("an exception has ended it, which its own output names", true);
+      group_->abort_by_exception();
     } else {
       try {
         group_->shutdown();

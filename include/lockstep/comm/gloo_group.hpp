@@ -86,8 +86,7 @@ class GlooGroup {
   Call begin(const char* name) {
     Call call = message(name, -1, 0);
     call.sequence = status_->sequence.load(std::memory_order_relaxed) + 1;
-    status_->operation.store(name, std::memory_order_relaxed);
-    status_->sequence.store(call.sequence, std::memory_order_release);
+    status_->enter(call.sequence, name);
     return call;
   }
   /// Opens a send or recv, which do not count: only two ranks take part.
@@ -105,6 +104,7 @@ class GlooGroup {
   void await(const Call& call, c10d::Work& work, Clock::time_point until) {
     std::unique_lock lock(work.*WorkInternals::mutex);
     const auto complete = [&] { return work.*WorkInternals::completed; };
+    auto suspicious = call.start + std::chrono::seconds(5);
     while (!complete()) {
       const auto now = Clock::now();
       if (now >= until) {
@@ -116,6 +116,12 @@ class GlooGroup {
         lock.unlock();
         look(call);
         lock.lock();
+      }
+      if (now > suspicious && monitor_ && rank_ == 0) {
+        lock.unlock();
+        compare(call);
+        lock.lock();
+        suspicious = now + 2 * (now - call.start);
       }
     }
     if (auto cause = work.*WorkInternals::exception) {
@@ -158,10 +164,13 @@ class GlooGroup {
 
   /// Makes every later call throw, and tells the other ranks. Never blocks longer than the store takes to
   /// answer.
-  void abort(const std::string& reason, bool vague = false) noexcept {
-    if (stick(std::make_exception_ptr(CommunicationError("the communicator was aborted: " + reason))) &&
-        monitor_)
-      monitor_->publish(world_.rank(), vague, reason);
+  void abort(const std::string& reason) noexcept {
+    if (stick(aborted(reason)) && monitor_) monitor_->publish(world_.rank(), reason);
+  }
+  /// The same while an exception is on its way that the destructors it runs do not know.
+  void abort_by_exception() noexcept {
+    const char* reason = "an exception, which its own output names, has ended it";
+    if (stick(aborted(reason)) && monitor_) monitor_->publish_vague(reason);
   }
 
   /// Ends the group in good order: completes what is in flight, and says farewell to the other ranks. The
@@ -172,7 +181,7 @@ class GlooGroup {
     if (monitor_) monitor_->publish_departure(*status_);
     if (!finish_works(call)) return;
     if (!monitor_) return;
-    const bool last_to_leave = hosts_store(world_);
+    const bool last_to_leave = world_.hosts_store();
     if (!last_to_leave) leave_monitor();
     if (store_->add("farewells", 1) == size()) store_->set("all gone", std::string("1"));
     if (last_to_leave) await_farewells();
@@ -197,7 +206,7 @@ class GlooGroup {
     const auto here = [](int rank) { return fmt::format("here/{}", rank); };
     store_->set(here(rank_), std::string("1"));
     if (store_->add("here", 1) == size()) store_->set("all here", std::string("1"));
-    while (!appears("all here", std::chrono::seconds(1))) {
+    while (!appears("all here", std::min(std::chrono::milliseconds(200), deadline()))) {
       look(call);
       if (Clock::now() < call.start + deadline()) continue;
       std::vector<std::string> missing;
@@ -248,17 +257,20 @@ class GlooGroup {
     monitor_.reset();
   }
 
-  // Waits for a key, at most `most`, and less when the deadline is nearer.
+  // Waits for a key, `most` at most.
   bool appears(const char* key, std::chrono::milliseconds most) {
+    const auto end = Clock::now() + most;
     try {
-      store_->wait({key}, std::min(most, std::max(deadline(), std::chrono::milliseconds(50))));
-      return true;
+      for (auto pause = std::chrono::microseconds(200); !store_->check({key});
+           pause = std::min(2 * pause, std::chrono::microseconds(20000))) {
+        if (Clock::now() >= end) return false;
+        std::this_thread::sleep_for(pause);
+      }
     } catch (const c10::DistNetworkError& error) {
       throw CommunicationError(
           fmt::format("the store in which the ranks meet is gone: {}", error.what_without_backtrace()));
-    } catch (const std::exception&) {
-      return false;
     }
+    return true;
   }
 
   // Throws PeerError if another rank has failed, or has left before this call.
@@ -267,12 +279,25 @@ class GlooGroup {
     seen_.store(monitor_->version(), std::memory_order_relaxed);
     if (auto failure = monitor_->failure()) {
       if (failure->vague) failure = monitor_->await_failure(std::chrono::milliseconds(500));
-      fail(PeerError(fmt::format("rank {} failed first: {}", failure->rank, failure->text)));
+      fail(PeerError(failure->rank < 0
+                         ? fmt::format("another rank failed first: {}", failure->text)
+                         : fmt::format("rank {} failed first: {}", failure->rank, failure->text)));
     }
     for (const auto& [rank, position] : monitor_->departed(name()))
       if (rank != world_.rank() && call.peer < 0 && position.sequence < call.sequence)
         fail(PeerError(fmt::format("rank {} has left after {} #{}, so {} can never be complete", rank,
                                    position.operation, position.sequence, call.text())));
+  }
+
+  // Throws if another rank is in another collective of this number, which no patience can mend.
+  void compare(const Call& call) {
+    for (const auto& [rank, position] : monitor_->ask(*status_, patience))
+      if (position.sequence == call.sequence && position.operation != call.name)
+        fail(CommunicationError(
+            fmt::format("the ranks disagree on collective #{}: rank {} called {}, but rank {} called {}. "
+                        "Every rank must call the "
+                        "same collectives in the same order",
+                        call.sequence, world_.rank(), call.name, rank, position.operation)));
   }
 
   // The deadline of this call has passed: names the ranks that have not entered it.
@@ -303,7 +328,7 @@ class GlooGroup {
       for (int rank : ranks()) {
         if (alive.empty() || rank == world_.rank() || alive.contains(rank)) continue;
         const std::string text = fmt::format("it does not answer and has closed its connections ({})", words);
-        monitor_->publish(rank, false, text);
+        monitor_->publish(rank, text);
         fail(PeerError(fmt::format("rank {} failed first: {}", rank, text)));
       }
       if (monitor_->await_failure(std::chrono::milliseconds(1000))) look(call);
@@ -311,6 +336,9 @@ class GlooGroup {
     fail(CommunicationError(fmt::format("{} failed: {}", call.text(), words)));
   }
 
+  static std::exception_ptr aborted(const std::string& reason) {
+    return std::make_exception_ptr(CommunicationError("the communicator was aborted: " + reason));
+  }
   template <class E>
   [[noreturn]] void fail(const E& error) {
     stick(std::make_exception_ptr(error));

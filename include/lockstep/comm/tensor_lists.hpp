@@ -16,11 +16,43 @@
 
 namespace lockstep::detail {
 
+/// "float32" and so on, as Python names them.
+inline std::string dtype_name(at::ScalarType type) {
+  switch (type) {
+    case at::kFloat:
+      return "float32";
+    case at::kDouble:
+      return "float64";
+    case at::kHalf:
+      return "float16";
+    case at::kBFloat16:
+      return "bfloat16";
+    case at::kChar:
+      return "int8";
+    case at::kByte:
+      return "uint8";
+    case at::kShort:
+      return "int16";
+    case at::kInt:
+      return "int32";
+    case at::kLong:
+      return "int64";
+    case at::kBool:
+      return "bool";
+    case at::kComplexFloat:
+      return "complex64";
+    case at::kComplexDouble:
+      return "complex128";
+    default:
+      return c10::toString(type);
+  }
+}
+
 /// "[4, 3] float32", as the error messages name a tensor.
 inline std::string describe(const at::Tensor& tensor) {
   std::string text = "[";
   for (std::int64_t size : tensor.sizes()) text += fmt::format("{}{}", text.size() > 1 ? ", " : "", size);
-  return text + "] " + std::string(c10::toString(tensor.scalar_type()));
+  return text + "] " + dtype_name(tensor.scalar_type());
 }
 
 /// Throws CommunicationError unless `tensor` can take part in a collective on a CPU.
@@ -69,7 +101,7 @@ inline void check_reducible(std::string_view collective, const at::Tensor& tenso
   if (op == ReduceOp::average && !at::isFloatingType(type))
     throw CommunicationError(
         fmt::format("{}: the average of {} is no {}: sum it and divide, or convert it to a floating type",
-                    collective, describe(tensor), c10::toString(type)));
+                    collective, describe(tensor), dtype_name(type)));
 }
 
 /// The bytes of a contiguous tensor whose type Gloo does not know, or the tensor itself.

@@ -12,6 +12,7 @@
 
 #include "lockstep/error.hpp"
 #include "lockstep/log/log.hpp"
+#include "lockstep/world/bulletin.hpp"
 #include "lockstep/world/environment.hpp"
 #include "lockstep/world/rank_zero_scope.hpp"
 #include "lockstep/world/store.hpp"
@@ -89,7 +90,9 @@ class World {
   /// that it also works while another thread waits there.
   bool publish_failure(const std::string& text) const {
     auto store = connect_again(std::chrono::seconds(1));
-    return detail::to_text(store->compareSet(failure_key, {}, detail::to_bytes(text))) == text;
+    const bool first = detail::to_text(store->compareSet(failure_key, {}, detail::to_bytes(text))) == text;
+    detail::Bulletin(store, rank(), size()).ring_all();
+    return first;
   }
 
   /// The text of the first failure, if any rank has published one; the other form asks through a connection
@@ -112,8 +115,12 @@ class World {
   /// calls it.
   void leave(int code = 0) const {
     {
+      // A launcher that hosts the store for other hosts too waits for every rank's word.
+      const auto& known = environment();
+      const bool awaited =
+          known.store_is_hosted && !known.store_outlives_attempts && known.local_size < known.size;
       std::lock_guard lock(state_->mutex);
-      if (size() == 1 || !state_->meeting) return;
+      if (size() == 1 || (!state_->meeting && !awaited)) return;
     }
     try {
       auto side = connect_again(std::chrono::seconds(2));

@@ -51,23 +51,20 @@ class Bulletin {
   }
 
   void ring(int rank) { store_->set(bell(rank), std::string("1")); }
-  void ring_others() {
-    for (int rank = 0; rank < size_; ++rank)
-      if (rank != rank_) ring(rank);
-    ring(rank_);  // the own thread reads its own messages at once, too
+  void ring_all() {
+    for (int rank = 0; rank < size_; ++rank) ring(rank);
   }
 
-  /// Sleeps until this rank's bell is rung, `most` at most. Throws when the store is gone.
-  void sleep(std::chrono::milliseconds most) {
+  /// Sleeps until this rank's bell is rung, a day at most (LibTorch logs a wait that ends by its time).
+  /// Throws when the store is gone.
+  void sleep() {
     const auto start = std::chrono::steady_clock::now();
     try {
-      store_->wait({bell(rank_)}, most);
+      store_->wait({bell(rank_)}, std::chrono::hours(24));
       store_->deleteKey(bell(rank_));
-    } catch (const c10::DistNetworkError&) {
-      throw;
-    } catch (const std::exception&) {
-      // The time is up. A store that fails at once must not make the caller spin.
-      if (std::chrono::steady_clock::now() - start < most / 2) std::this_thread::sleep_for(most / 2);
+    } catch (const c10::DistStoreError&) {
+      // A store that fails at once must not make the caller spin.
+      if (std::chrono::steady_clock::now() - start < std::chrono::seconds(1)) throw;
     }
   }
 
@@ -77,18 +74,23 @@ class Bulletin {
     const std::int64_t count = store_->add("count", 0);
     while (read_ < count) {
       const std::string key = fmt::format("notice/{}", ++read_);
-      try {
-        store_->wait({key}, std::chrono::seconds(2));
-      } catch (const c10::DistNetworkError&) {
-        throw;
-      } catch (const std::exception&) {
-        continue;  // its sender died between counting and writing
-      }
+      if (!appears({key}, std::chrono::seconds(1))) continue;  // its sender died between counting and writing
       const std::string text = store_->get_to_str(key);
       const auto space = std::min(text.find(' '), text.size());
       news.push_back({read_, text.substr(0, space), space < text.size() ? text.substr(space + 1) : ""});
     }
     return news;
+  }
+
+  /// Waits for all of these keys, `patience` at most; true if they are there.
+  bool appears(const std::vector<std::string>& keys, std::chrono::milliseconds patience) {
+    const auto end = std::chrono::steady_clock::now() + patience;
+    for (auto pause = std::chrono::microseconds(500); !keys.empty() && !store_->check(keys);
+         pause = std::min(2 * pause, std::chrono::microseconds(20000))) {
+      if (std::chrono::steady_clock::now() >= end) return false;
+      std::this_thread::sleep_for(pause);
+    }
+    return true;
   }
 
   void answer(std::int64_t question, const std::string& text) {
@@ -100,17 +102,10 @@ class Bulletin {
                                                    std::chrono::milliseconds patience) {
     std::vector<std::string> keys;
     for (int rank : ranks) keys.push_back(answer_key(question, rank));
-    bool all = true;
-    try {
-      if (!keys.empty()) store_->wait(keys, patience);
-    } catch (const c10::DistNetworkError&) {
-      throw;
-    } catch (const std::exception&) {
-      all = false;
-    }
+    appears(keys, patience);
     std::map<int, std::string> answers;
     for (std::size_t i = 0; i < ranks.size(); ++i)
-      if (all || store_->check({keys[i]})) answers[ranks[i]] = store_->get_to_str(keys[i]);
+      if (store_->check({keys[i]})) answers[ranks[i]] = store_->get_to_str(keys[i]);
     return answers;
   }
 
