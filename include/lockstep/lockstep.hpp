@@ -16,6 +16,7 @@
 #include "lockstep/error.hpp"
 #include "lockstep/grad/distributed_data_parallel.hpp"
 #include "lockstep/log/log.hpp"
+#include "lockstep/log/progress.hpp"
 #include "lockstep/precision/fp32.hpp"
 #include "lockstep/precision/precision.hpp"
 #include "lockstep/train/evaluate.hpp"

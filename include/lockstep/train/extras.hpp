@@ -26,6 +26,12 @@ struct StepReport {
   [[nodiscard]] double loss() const { return local.mean(); }
 };
 
+/// A pass over the dataset that is about to begin: the how-manieth, from 0, of how many, in how many steps.
+struct EpochPlan {
+  std::int64_t epoch, epochs;
+  std::int64_t steps;
+};
+
 /// One pass over the dataset, over all ranks.
 struct EpochReport {
   /// Counted from 0, over all that the trainer did so far; `step` counts the steps done by now.
@@ -51,8 +57,14 @@ concept Schedule = requires(E& extra, std::int64_t epoch, std::int64_t step) {
 
 /// Work of the user's own after each optimizer step, on every rank: `on_step(report)`.
 template <class E>
-concept StepHook = requires(E& extra, const StepReport& report) {
+concept StepHook = requires(E& extra, [[maybe_unused]] const StepReport& report) {
   extra.on_step(report);
+};
+
+/// Work of the user's own before each epoch, on every rank: `on_epoch_start(plan)`.
+template <class E>
+concept EpochStartHook = requires(E& extra, [[maybe_unused]] const EpochPlan& plan) {
+  extra.on_epoch_start(plan);
 };
 
 /// Work of the user's own after each epoch, on every rank: `on_epoch(report)`. It may evaluate, save and log.
@@ -95,6 +107,15 @@ struct OnStep {
 template <class Function>
 OnStep(Function) -> OnStep<Function>;
 
+/// An EpochStartHook of a function `(const EpochPlan&)`.
+template <class Function>
+struct OnEpochStart {
+  Function function;
+  void on_epoch_start(const EpochPlan& plan) { function(plan); }
+};
+template <class Function>
+OnEpochStart(Function) -> OnEpochStart<Function>;
+
 /// An EpochHook of a function `(const EpochReport&)`.
 template <class Function>
 struct OnEpoch {
@@ -104,16 +125,35 @@ struct OnEpoch {
 template <class Function>
 OnEpoch(Function) -> OnEpoch<Function>;
 
+/// Any of the three.
+template <class E>
+concept Hook = StepHook<E> || EpochStartHook<E> || EpochHook<E>;
+
 namespace detail {
 
+// Tells a hook what it wants to know, and others nothing.
 template <class E>
-inline constexpr int concepts_modelled =
-    int{OptimizerFactory<E>} + int{Schedule<E>} + int{StepHook<E>} + int{EpochHook<E>};
+void notify([[maybe_unused]] E& extra, [[maybe_unused]] const StepReport& report) {
+  if constexpr (StepHook<E>) extra.on_step(report);
+}
+template <class E>
+void notify([[maybe_unused]] E& extra, [[maybe_unused]] const EpochPlan& plan) {
+  if constexpr (EpochStartHook<E>) extra.on_epoch_start(plan);
+}
+template <class E>
+void notify([[maybe_unused]] E& extra, const EpochReport& report) {
+  if constexpr (EpochHook<E>) extra.on_epoch(report);
+}
+
+template <class E>
+inline constexpr int concepts_modelled = int{OptimizerFactory<E>} + int{Schedule<E>} + int{StepHook<E>} +
+                                         int{EpochStartHook<E>} + int{EpochHook<E>};
 
 template <class... Extras>
 inline constexpr bool none_twice = (int{OptimizerFactory<Extras>} + ... + 0) <= 1 &&
                                    (int{Schedule<Extras>} + ... + 0) <= 1 &&
                                    (int{StepHook<Extras>} + ... + 0) <= 1 &&
+                                   (int{EpochStartHook<Extras>} + ... + 0) <= 1 &&
                                    (int{EpochHook<Extras>} + ... + 0) <= 1;
 
 }  // namespace detail

@@ -12,6 +12,7 @@
 #include "lockstep/comm/communicator.hpp"
 #include "lockstep/data/same_dataset.hpp"
 #include "lockstep/error.hpp"
+#include "lockstep/train/extras.hpp"
 #include "lockstep/train/trainer_options.hpp"
 
 namespace lockstep {
@@ -34,14 +35,11 @@ class RunLength {
   [[nodiscard]] bool reached(std::int64_t epoch, std::int64_t step) const {
     return last_epoch_ ? epoch >= *last_epoch_ : step >= *last_step_;
   }
-  [[nodiscard]] std::int64_t steps_in_epoch() const { return steps_in_epoch_; }
-  /// The steps of the epoch that starts after `step` steps: the last may be cut short.
-  [[nodiscard]] std::int64_t steps_from(std::int64_t step) const {
-    return last_step_ ? std::min(steps_in_epoch_, *last_step_ - step) : steps_in_epoch_;
-  }
-  /// The number of epochs when the one counted `epoch`, from 0, starts after `step` steps.
-  [[nodiscard]] std::int64_t epochs(std::int64_t epoch, std::int64_t step) const {
-    return last_epoch_ ? *last_epoch_ : epoch + (*last_step_ - step + steps_in_epoch_ - 1) / steps_in_epoch_;
+  /// The epoch counted `epoch`, from 0, that starts after `step` steps; the last may be cut short.
+  [[nodiscard]] EpochPlan plan(std::int64_t epoch, std::int64_t step) const {
+    if (last_epoch_) return {epoch, *last_epoch_, steps_in_epoch_};
+    const std::int64_t left = *last_step_ - step;
+    return {epoch, epoch + (left + steps_in_epoch_ - 1) / steps_in_epoch_, std::min(steps_in_epoch_, left)};
   }
 
  private:

@@ -18,6 +18,7 @@
 #include "lockstep/data/distributed_sampler.hpp"
 #include "lockstep/data/loader.hpp"
 #include "lockstep/grad/distributed_data_parallel.hpp"
+#include "lockstep/log/progress.hpp"
 #include "lockstep/precision/fp32.hpp"
 #include "lockstep/train/evaluate.hpp"
 #include "lockstep/train/extras.hpp"
@@ -65,23 +66,26 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
   Trainer& operator=(const Trainer&) = delete;
 
   /// Trains for the options' epochs or steps; called again, it goes on with the next epoch. `loss` is a
-  /// LossFunction, `hooks` are StepHooks and EpochHooks for this call, after those of the policies. Returns
-  /// the last epoch's report.
+  /// LossFunction, `hooks` are StepHooks, EpochStartHooks and EpochHooks for this call, after those of the
+  /// policies. Collective. Returns the last epoch's report. Throws MismatchError where the ranks would not
+  /// train alike.
   template <class D, class Loss, class... Hooks>
   EpochReport fit(D&& dataset, Loss&& loss, Hooks&&... hooks) {
     using Batch = BatchOf<std::remove_reference_t<D>>;
-    constexpr bool callable = LossFunction<Loss, Model, Batch>;
+    constexpr bool callable = std::invocable<Loss&, Model&, Batch&>;
+    constexpr bool a_loss = LossFunction<Loss, Model, Batch>;
+    constexpr bool all_hooks = (Hook<Hooks> && ...);
     static_assert(
-        std::invocable<Loss&, Model&, Batch&>,
+        callable,
         "lockstep: the loss is called as loss(model, batch), with the Trainer's model and a batch of the "
         "dataset");
     static_assert(
-        callable || !std::invocable<Loss&, Model&, Batch&>,
+        a_loss || !callable,
         "lockstep: the loss returns neither a tensor, the mean over the batch, nor a Mean{sum, count}");
     static_assert(
-        ((StepHook<Hooks> || EpochHook<Hooks>)&&...),
-        "lockstep: after the loss, fit takes StepHooks and EpochHooks, such as OnStep{f} and OnEpoch{f}");
-    if constexpr (callable) return run(dataset, loss, hooks...);
+        all_hooks,
+        "lockstep: after the loss, fit takes hooks, such as OnStep{f}, OnEpochStart{f} and OnEpoch{f}");
+    if constexpr (a_loss && all_hooks) return run(dataset, loss, hooks...);
   }
 
   /// What the metrics are over all samples and ranks; see lockstep::evaluate.
@@ -118,40 +122,38 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
     const RunLength length(options_, static_cast<std::int64_t>(loader.size()), epoch_, step_);
     EpochReport report{};
     while (!length.reached(epoch_, step_)) {
-      loader.set_epoch(static_cast<std::size_t>(epoch_));
-      report = run_epoch(loader, length, loss, hooks...);
-      ++epoch_;
-      each_hook(
-          [&](auto& hook) {
-            if constexpr (EpochHook<decltype(hook)>) hook.on_epoch(report);
-          },
-          hooks...);
+      const EpochPlan plan = length.plan(epoch_, step_);
+      notify_all(plan, hooks...);
+      report = run_epoch(loader, plan, loss, hooks...);
+      notify_all(report, hooks...);
     }
     return report;
   }
 
   template <class Loader, class Loss, class... Hooks>
-  EpochReport run_epoch(Loader& loader, const RunLength& length, Loss& loss, Hooks&... hooks) {
+  EpochReport run_epoch(Loader& loader, const EpochPlan& plan, Loss& loss, Hooks&... hooks) {
     const auto begin = std::chrono::steady_clock::now();
+    Progress progress(options_.progress ? world_.log : world_.log.at(Level::warning),
+                      static_cast<std::size_t>(plan.steps),
+                      {.title = fmt::format("epoch {}/{}", plan.epoch + 1, plan.epochs)});
     model_.module().train();
+    loader.set_epoch(static_cast<std::size_t>(plan.epoch));
     MeanMeter meter;
-    std::int64_t step_in_epoch = 0;
+    std::int64_t done = 0;
     for (auto& batch : loader) {
       const LocalLoss local = train_step(batch, loss);
       meter.add(local.reported, local.factor, local.count);
-      const StepReport report{epoch_, step_, step_in_epoch++, length.steps_in_epoch(), local};
+      notify_all(StepReport{plan.epoch, step_, done, plan.steps, local}, hooks...);
+      progress.advance(static_cast<double>(options_.batch_size * comm_.size()),
+                       progress.due() ? std::optional(meter.total().mean()) : std::nullopt);
       ++step_;
-      each_hook(
-          [&](auto& hook) {
-            if constexpr (StepHook<decltype(hook)>) hook.on_step(report);
-          },
-          hooks...);
-      if (length.reached(epoch_, step_)) break;
+      if (++done == plan.steps) break;
     }
+    ++epoch_;
     Total total = meter.total();
     sum_over_ranks(std::span(&total, 1), comm_);
     const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - begin;
-    return {epoch_, step_, total.mean(), elapsed.count()};
+    return {plan.epoch, step_, total.mean(), elapsed.count()};
   }
 
   template <class Batch, class Loss>
@@ -177,17 +179,16 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
   std::unique_ptr<torch::optim::Optimizer> make_optimizer() {
     std::vector<at::Tensor> parameters = ddp_.parameters();
     std::unique_ptr<torch::optim::Optimizer> made;
-    each_extra([&](auto& extra) {
-      if constexpr (OptimizerFactory<std::remove_reference_t<decltype(extra)>>)
-        made = extra.make_optimizer(parameters);
+    each_extra([&]<class E>([[maybe_unused]] E& extra) {
+      if constexpr (OptimizerFactory<E>) made = extra.make_optimizer(parameters);
     });
     if (!made) made = std::make_unique<torch::optim::SGD>(std::move(parameters), options_.lr);
     return made;
   }
 
   void set_rates() {
-    each_extra([&](auto& extra) {
-      if constexpr (Schedule<std::remove_reference_t<decltype(extra)>>) {
+    each_extra([&]<class E>([[maybe_unused]] E& extra) {
+      if constexpr (Schedule<E>) {
         const double factor = extra.rate_factor(epoch_, step_);
         auto rate = rates_.begin();
         for (auto& group : optimizer_->param_groups()) group.options().set_lr(*rate++ * factor);
@@ -199,10 +200,10 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
   void each_extra(Function&& function) {
     std::apply([&](auto&... extra) { (function(extra), ...); }, extras_);
   }
-  template <class Function, class... Hooks>
-  void each_hook(Function&& function, Hooks&... hooks) {
-    each_extra(function);
-    (function(hooks), ...);
+  template <class Report, class... Hooks>
+  void notify_all(const Report& report, Hooks&... hooks) {
+    each_extra([&](auto& extra) { detail::notify(extra, report); });
+    (detail::notify(hooks, report), ...);
   }
 
   World world_;
