@@ -12,12 +12,13 @@ namespace lockstep {
 /// nanoseconds.
 ///
 /// A Feistel network is a bijection of w bits whatever its round function is; w is the least that holds the
-/// length. Values at or above the length are sent through again until they fall below it (less than twice on
-/// average), which leaves a bijection of the rest.
+/// length, but at least 6: narrower ones do not reach all orders evenly. Values at or above the length are
+/// sent through again until they fall below it (less than twice on average from 33 on), which leaves a
+/// bijection of the rest.
 class KeyedPermutation {
  public:
   KeyedPermutation(std::size_t length, std::uint64_t key) : length_(length) {
-    const int bits = length > 1 ? std::bit_width(length - 1) : 0;
+    const int bits = length > 64 ? std::bit_width(length - 1) : 6;
     low_bits_ = bits / 2;
     low_mask_ = (std::uint64_t{1} << low_bits_) - 1;
     high_mask_ = (std::uint64_t{1} << (bits - low_bits_)) - 1;

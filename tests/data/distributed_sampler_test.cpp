@@ -1,0 +1,235 @@
+#include "lockstep/data/distributed_sampler.hpp"
+
+#include <chrono>
+#include <numeric>
+#include <sstream>
+
+#include "support/catch.hpp"
+
+using lockstep::DistributedSampler;
+using lockstep::SamplerOptions;
+
+namespace {
+
+std::vector<std::size_t> all(DistributedSampler& sampler, std::size_t batch_size = 7) {
+  std::vector<std::size_t> indices;
+  while (const auto batch = sampler.next(batch_size))
+    indices.insert(indices.end(), batch->begin(), batch->end());
+  return indices;
+}
+
+std::vector<std::size_t> pass(DistributedSampler& sampler) {
+  sampler.reset();
+  return all(sampler);
+}
+
+// What Python's code does, written as Python writes it: whole lists, padded and sliced.
+std::vector<std::size_t> as_python(std::size_t length, std::size_t rank, std::size_t world, std::size_t epoch,
+                                   SamplerOptions options) {
+  std::vector<std::size_t> indices(length);
+  std::iota(indices.begin(), indices.end(), 0);
+  if (options.shuffle) {
+    const auto generator = at::detail::createCPUGenerator(options.seed + epoch);
+    const at::Tensor order = torch::randperm(static_cast<std::int64_t>(length), generator, torch::kLong);
+    std::copy_n(order.const_data_ptr<std::int64_t>(), length, indices.begin());
+  }
+  const std::size_t rest = length % world;
+  if (options.drop_last)
+    indices.resize(length - rest);
+  else
+    for (std::size_t i = 0; rest != 0 && indices.size() < length + world - rest; ++i)
+      indices.push_back(indices[i]);
+  std::vector<std::size_t> own;
+  for (std::size_t i = rank; i < indices.size(); i += world) own.push_back(indices[i]);
+  return own;
+}
+
+template <class S>
+void carry(const S& from, S& to) {
+  std::stringstream stream;
+  torch::serialize::OutputArchive out;
+  from.save(out);
+  out.save_to(stream);
+  torch::serialize::InputArchive in;
+  in.load_from(stream);
+  to.load(in);
+}
+
+struct Group {
+  int own_rank, ranks;
+  [[nodiscard]] int rank() const { return own_rank; }
+  [[nodiscard]] int size() const { return ranks; }
+};
+
+}  // namespace
+
+static_assert(lockstep::Sampler<DistributedSampler>);
+
+TEST_CASE("every rank sees what Python's sampler would give it") {
+  for (const std::size_t length : {0, 1, 2, 3, 10, 11, 100}) {
+    for (const int world : {1, 2, 3, 4, 7, 16}) {
+      for (const bool shuffle : {false, true}) {
+        for (const bool drop_last : {false, true}) {
+          for (int rank = 0; rank < world; ++rank) {
+            const SamplerOptions options{.seed = 42, .shuffle = shuffle, .drop_last = drop_last};
+            DistributedSampler sampler{length, rank, world, options};
+            INFO("length " << length << " rank " << rank << " of " << world << " shuffle " << shuffle
+                           << " drop_last " << drop_last);
+            for (const std::size_t epoch : {0, 1, 5}) {
+              if (epoch != 0) sampler.set_epoch(epoch);
+              const auto seen = pass(sampler);
+              CHECK(seen == as_python(length, static_cast<std::size_t>(rank), static_cast<std::size_t>(world),
+                                      epoch, options));
+              CHECK(seen.size() == sampler.size());
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST_CASE("the size of a batch does not change the order") {
+  DistributedSampler sampler{103, 1, 4, {.seed = 9}};
+  const auto whole = pass(sampler);
+  sampler.reset();
+  CHECK(all(sampler, 1) == whole);
+  sampler.reset();
+  CHECK(all(sampler, 1000) == whole);
+  CHECK_FALSE(sampler.next(1).has_value());
+}
+
+TEST_CASE("set_epoch starts the epoch, and reset repeats it") {
+  DistributedSampler sampler{50, 0, 2, {}};
+  const auto first = all(sampler);
+  sampler.set_epoch(1);
+  const auto second = all(sampler);
+  CHECK(first != second);
+  CHECK(pass(sampler) == second);
+  sampler.set_epoch(0);
+  CHECK(all(sampler) == first);
+}
+
+TEST_CASE("set_epoch on one copy holds for the others from their next pass on") {
+  DistributedSampler kept{40, 0, 1, {}};
+  DistributedSampler copy = kept;
+  DistributedSampler reference{40, 0, 1, {}};
+  const auto begun = copy.next(10);
+  kept.set_epoch(3);
+  CHECK(copy.next(10)->size() == 10);  // the pass that runs goes on
+  reference.set_epoch(3);
+  CHECK(pass(copy) == pass(reference));
+}
+
+TEST_CASE("torch's own loader takes the sampler, and set_epoch reaches the copy inside") {
+  DistributedSampler sampler{10, 1, 2, {.seed = 5}};
+  auto loader =
+      torch::data::make_data_loader(torch::data::datasets::TensorDataset(torch::arange(10))
+                                        .map(torch::data::transforms::Stack<torch::data::TensorExample>()),
+                                    sampler, torch::data::DataLoaderOptions(2));
+  for (const std::size_t epoch : {0, 1, 2}) {
+    sampler.set_epoch(epoch);
+    std::vector<std::size_t> seen;
+    for (auto& batch : *loader)
+      for (std::int64_t i = 0; i < batch.data.size(0); ++i)
+        seen.push_back(static_cast<std::size_t>(batch.data[i].item<std::int64_t>()));
+    CHECK(seen == as_python(10, 1, 2, epoch, {.seed = 5}));
+  }
+}
+
+TEST_CASE("a pass that was saved goes on where it stood") {
+  for (const bool shuffle : {false, true}) {
+    DistributedSampler sampler{101, 2, 4, {.seed = 1, .shuffle = shuffle}};
+    sampler.set_epoch(6);
+    sampler.reset();
+    (void)sampler.next(10);
+    DistributedSampler resumed{101, 2, 4, {.seed = 1, .shuffle = shuffle}};
+    carry(sampler, resumed);
+    const auto rest = all(sampler);
+    CHECK(resumed.epoch() == 6);
+    CHECK(resumed.position() == 10);
+    CHECK(resumed.size() == rest.size());
+    SECTION("read at once") {
+      CHECK(all(resumed) == rest);
+    }
+    SECTION("by a loader, which resets first") {
+      CHECK(pass(resumed) == rest);
+    }
+    SECTION("by a trainer, which sets the same epoch and a loader resets") {
+      resumed.set_epoch(6);
+      CHECK(pass(resumed) == rest);
+    }
+    SECTION("saved again before anything was read") {
+      DistributedSampler again{101, 2, 4, {.seed = 1, .shuffle = shuffle}};
+      carry(resumed, again);
+      CHECK(pass(again) == rest);
+    }
+    SECTION("another epoch is whole") {
+      resumed.set_epoch(7);
+      CHECK(pass(resumed).size() == 26);
+    }
+    SECTION("the pass after it is whole") {
+      (void)pass(resumed);
+      CHECK(pass(resumed).size() == 26);
+    }
+  }
+}
+
+TEST_CASE("a pass saved by 4 ranks goes on with 3, each sample once") {
+  std::vector<std::size_t> seen;
+  std::vector<DistributedSampler> before, after;
+  for (int rank = 0; rank < 4; ++rank) before.emplace_back(96, rank, 4, SamplerOptions{.seed = 8});
+  for (auto& sampler : before) {
+    const auto indices = sampler.next(15);
+    seen.insert(seen.end(), indices->begin(), indices->end());
+  }
+  for (int rank = 0; rank < 3; ++rank) {
+    after.emplace_back(96, rank, 3, SamplerOptions{.seed = 8});
+    carry(before[static_cast<std::size_t>(rank)], after.back());
+    CHECK(after.back().size() == 12);
+    const auto indices = pass(after.back());
+    seen.insert(seen.end(), indices.begin(), indices.end());
+  }
+  std::sort(seen.begin(), seen.end());
+  CHECK(seen.size() == 96);
+  CHECK(std::adjacent_find(seen.begin(), seen.end()) == seen.end());
+}
+
+TEST_CASE("a sampler does not take up what another was saved from") {
+  const DistributedSampler saved{100, 0, 2, {.seed = 1}};
+  DistributedSampler other_length{99, 0, 2, {.seed = 1}}, other_seed{100, 0, 2, {.seed = 2}};
+  CHECK_THROWS_WITH(carry(saved, other_length), ContainsSubstring("length 100") && ContainsSubstring("99"));
+  CHECK_THROWS_AS(carry(saved, other_seed), lockstep::CheckpointError);
+}
+
+TEST_CASE("a sampler is made from anything that knows a rank") {
+  DistributedSampler from_group{10, Group{1, 3}, {.seed = 4}}, from_numbers{10, 1, 3, {.seed = 4}};
+  CHECK(pass(from_group) == pass(from_numbers));
+  auto made = lockstep::make_sampler<DistributedSampler>(10, Group{1, 3}, {.seed = 4});
+  CHECK(pass(made) == pass(from_numbers));
+}
+
+TEST_CASE("reset takes a new length") {
+  DistributedSampler sampler{10, 0, 2, {.seed = 4}};
+  sampler.reset(31);
+  CHECK(all(sampler) == as_python(31, 0, 2, 0, {.seed = 4}));
+}
+
+TEST_CASE("ranks that cannot be are refused in words") {
+  CHECK_THROWS_AS(DistributedSampler(10, 2, 2), lockstep::UsageError);
+  CHECK_THROWS_AS(DistributedSampler(10, -1, 2), lockstep::UsageError);
+  CHECK_THROWS_WITH(DistributedSampler(10, 0, 0), ContainsSubstring("world size of 0"));
+  DistributedSampler sampler{10, 0, 1};
+  CHECK_THROWS_AS(sampler.next(0), lockstep::UsageError);
+}
+
+TEST_CASE("making one costs nothing however many samples there are") {
+  auto best = std::chrono::steady_clock::duration::max();
+  for (int i = 0; i < 5; ++i) {  // the machine may be busy with something else
+    const auto start = std::chrono::steady_clock::now();
+    const DistributedSampler sampler{100'000'000, 0, 2, {.seed = 1}};
+    best = std::min(best, std::chrono::steady_clock::now() - start);
+    CHECK(sampler.size() == 50'000'000);
+  }
+  CHECK(best < std::chrono::milliseconds(1));
+}
