@@ -70,6 +70,7 @@ inline int zombies_of(pid_t parent) {
   int count = 0;
   DIR* folder = opendir("/proc");
   while (const dirent* entry = readdir(folder)) {
+    if (std::atoi(entry->d_name) <= 0) continue;
     std::ifstream file(fmt::format("/proc/{}/stat", entry->d_name));
     const std::string all((std::istreambuf_iterator<char>(file)), {});
     const auto end = all.rfind(')');

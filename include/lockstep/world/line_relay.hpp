@@ -24,10 +24,10 @@ class LineRelay {
   using Write = std::function<void(int sink, std::string_view)>;
 
   /// `ranks[i]` is the rank that the prefix names for stream 2i and 2i + 1.
-  LineRelay(std::vector<int> ranks, Prefix prefix, bool terminal, Write write)
+  LineRelay(std::vector<int> ranks, Prefix prefix, bool out_terminal, bool error_terminal, Write write)
       : ranks_(std::move(ranks)),
         prefix_(prefix),
-        terminal_(terminal),
+        terminal_{out_terminal, error_terminal},
         write_(std::move(write)),
         streams_(2 * ranks_.size()) {}
 
@@ -57,7 +57,7 @@ class LineRelay {
       auto& cursor = cursor_of(stream);
       const bool idle = now - streams_[stream].last >= std::chrono::milliseconds(200);
       if (cursor.open_by == stream && idle) flush_others(stream);
-      if (terminal_ && idle && cursor.open_by == none && !streams_[stream].pending.empty())
+      if (terminal_[stream % 2] && idle && cursor.open_by == none && !streams_[stream].pending.empty())
         flush(stream, true);
     }
   }
@@ -79,12 +79,19 @@ class LineRelay {
     bool redrawn = false;        // the line ended in a carriage return: the next one overwrites it
   };
 
-  Cursor& cursor_of(std::size_t stream) { return cursors_[terminal_ ? 0 : stream % 2]; }
+  Cursor& cursor_of(std::size_t stream) { return cursors_[terminal_[0] && terminal_[1] ? 0 : stream % 2]; }
 
-  [[nodiscard]] std::size_t line_length(std::string_view text) const {
-    const auto end = terminal_ ? text.find_first_of("\n\r") : text.find('\n');
+  [[nodiscard]] std::size_t line_length(std::size_t stream, std::string_view text) const {
+    const auto end = terminal_[stream % 2] ? text.find_first_of("\n\r") : text.find('\n');
     if (end == std::string_view::npos) return 0;
     return text.substr(end, 2) == "\r\n" ? end + 2 : end + 1;
+  }
+
+  // Whether a stream has something to say as soon as it may: a line, or more than is held back for the end of
+  // one.
+  [[nodiscard]] bool waits(std::size_t stream) const {
+    const auto& pending = streams_[stream].pending;
+    return pending.size() > longest_held || line_length(stream, pending) > 0;
   }
 
   void flush(std::size_t stream, bool with_partial_line) {
@@ -97,8 +104,8 @@ class LineRelay {
     }
     std::string out;
     std::string_view rest = pending;
-    while (const auto length = line_length(rest)) {
-      begin_line(stream, rest, out);
+    while (const auto length = line_length(stream, rest)) {
+      begin_line(stream, rest.substr(0, length), out);
       out += rest.substr(0, length);
       cursor.redrawn = rest[length - 1] == '\r';
       cursor.open_by = none;
@@ -119,7 +126,9 @@ class LineRelay {
   void begin_line(std::size_t stream, std::string_view line, std::string& out) {
     auto& cursor = cursor_of(stream);
     if (cursor.open_by == stream) return;
-    if (cursor.redrawn && line.front() != '\n') out += "\r\x1b[K";
+    if (cursor.redrawn && line == "\n") return;  // the end of a bar, or of "\r\n" that came in two pieces
+    // What takes the place of a bar wipes it; the bar itself, drawn again, need not.
+    if (cursor.redrawn && line.back() != '\r') out += "\r\x1b[K";
     const int rank = ranks_[stream / 2];
     if (prefix_ == Prefix::never || (prefix_ == Prefix::automatic && rank == 0)) return;
     const auto text = fmt::format("[rank {}] ", rank);
@@ -136,9 +145,7 @@ class LineRelay {
   // The owner of the open line has been quiet: whoever waits ends that line and goes on.
   void flush_others(std::size_t owner) {
     for (std::size_t stream = 0; stream < streams_.size(); ++stream) {
-      if (stream == owner || &cursor_of(stream) != &cursor_of(owner) ||
-          line_length(streams_[stream].pending) == 0)
-        continue;
+      if (stream == owner || &cursor_of(stream) != &cursor_of(owner) || !waits(stream)) continue;
       if (cursor_of(stream).open_by == owner) break_line(stream);
       flush(stream, false);
     }
@@ -146,14 +153,14 @@ class LineRelay {
 
   void flush_waiting(std::size_t current) {
     for (std::size_t stream = 0; stream < streams_.size(); ++stream)
-      if (stream != current && &cursor_of(stream) == &cursor_of(current) &&
-          line_length(streams_[stream].pending) > 0 && cursor_of(stream).open_by == none)
+      if (stream != current && &cursor_of(stream) == &cursor_of(current) && waits(stream) &&
+          cursor_of(stream).open_by == none)
         flush(stream, false);
   }
 
   std::vector<int> ranks_;
   Prefix prefix_;
-  bool terminal_;
+  bool terminal_[2];
   Write write_;
   std::vector<Stream> streams_;
   Cursor cursors_[2];

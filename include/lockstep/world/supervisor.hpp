@@ -59,7 +59,7 @@ class Supervisor {
  public:
   explicit Supervisor(SupervisorOptions options)
       : options_(std::move(options)),
-        relay_(ranks(options_.jobs), options_.prefix, isatty(1) == 1 && isatty(2) == 1,
+        relay_(ranks(options_.jobs), options_.prefix, isatty(1) == 1, isatty(2) == 1,
                [this](int sink, std::string_view bytes) { outlet_.put(sink, bytes); }) {}
 
   /// Returns when no process is left: 0, the culprit's exit code, or 128 + signal.

@@ -1,0 +1,150 @@
+#pragma once
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstddef>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "lockstep/log/console.hpp"
+#include "lockstep/log/log.hpp"
+
+namespace lockstep {
+
+struct ProgressOptions {
+  /// What is being done, in front: "epoch 1/3".
+  std::string title;
+  /// Between two drawings of the bar, and between two plain lines.
+  std::chrono::milliseconds redraw{100};
+  std::chrono::milliseconds line_every{10000};
+};
+
+namespace detail {
+
+/// What a progress line says.
+struct ProgressState {
+  std::string title;
+  std::size_t done = 0, total = 0;
+  double seconds = 0;
+  double samples = 0;
+  std::optional<double> loss;
+};
+
+/// A span of time as 0:07, 12:34 or 1:02:03.
+inline std::string clock_text(double seconds) {
+  const long all = std::lround(std::max(0.0, seconds));
+  if (all >= 3600) return fmt::format("{}:{:02}:{:02}", all / 3600, all / 60 % 60, all % 60);
+  return fmt::format("{}:{:02}", all / 60, all % 60);
+}
+
+inline std::string progress_facts(const ProgressState& state) {
+  const double rate = state.seconds > 0 ? state.samples / state.seconds : 0;
+  const double left = state.done > 0
+                          ? state.seconds / static_cast<double>(state.done) *
+                                static_cast<double>(state.total - std::min(state.done, state.total))
+                          : 0;
+  auto text = fmt::format("{}/{}, {:.{}f} samples/s", state.done, state.total, rate, rate < 10 ? 2 : 0);
+  if (state.loss) text += fmt::format(", loss {:.4f}", *state.loss);
+  return text + fmt::format(", {} {}", clock_text(state.done >= state.total ? state.seconds : left),
+                            state.done >= state.total ? "in all" : "left");
+}
+
+/// One line: `epoch 1/3: 788/1875, 10432 samples/s, loss 0.4321, 0:17 left`.
+inline std::string progress_line(const ProgressState& state) {
+  return fmt::format("{}{}{}", state.title, state.title.empty() ? "" : ": ", progress_facts(state));
+}
+
+/// The same with a bar before the facts, cut to fewer than `columns` characters so that it never wraps:
+/// `epoch 1/3  42 % [########............] 788/1875, ...`.
+inline std::string progress_bar(const ProgressState& state, int columns) {
+  const double share =
+      state.total > 0 ? std::min(1.0, static_cast<double>(state.done) / static_cast<double>(state.total)) : 1;
+  const auto front =
+      fmt::format("{}{}{:3.0f} % ", state.title, state.title.empty() ? "" : " ", std::floor(100 * share));
+  const auto facts = progress_facts(state);
+  const int room = columns - 1 - static_cast<int>(front.size() + facts.size()) - 3;
+  std::string bar;
+  if (room >= 5) {
+    const int width = std::min(room, 40);
+    const int full = static_cast<int>(share * width);
+    bar = fmt::format("[{}{}] ", std::string(static_cast<std::size_t>(full), '#'),
+                      std::string(static_cast<std::size_t>(width - full), '.'));
+  }
+  return (front + bar + facts).substr(0, static_cast<std::size_t>(std::max(columns - 1, 0)));
+}
+
+}  // namespace detail
+
+/// Shows how far a loop is: a bar on a terminal, a plain line now and then where there is none, nothing from
+/// other ranks than 0. Not thread-safe. The destructor ends the bar's line.
+class Progress {
+ public:
+  /// `total` steps are to come; whether the logger speaks decides whether anything is shown.
+  Progress(const Log& log, std::size_t total, ProgressOptions options = {})
+      : options_(std::move(options)),
+        shown_(log.speaks(Level::info)),
+        terminal_(detail::stdout_is_terminal()) {
+    state_.title = options_.title;
+    state_.total = total;
+  }
+  Progress(const Progress&) = delete;
+  Progress& operator=(const Progress&) = delete;
+  ~Progress() { finish(); }
+
+  /// Whether `loss` would be shown by an `advance` now: reading it off a device can wait until then.
+  [[nodiscard]] bool due() const {
+    return shown_ && Clock::now() - last_ >= (terminal_ ? options_.redraw : options_.line_every);
+  }
+
+  /// One more step, of so many samples over all ranks.
+  void advance(double samples, std::optional<double> loss = std::nullopt) {
+    ++state_.done;
+    state_.samples += samples;
+    if (loss) state_.loss = loss;
+    if (!due()) return;
+    last_ = Clock::now();
+    show();
+  }
+
+  /// Shows the last state, once; nothing where no line was needed before.
+  void finish() {
+    if (std::exchange(finished_, true) || !shown_ || !said_) return;
+    show();
+    if (terminal_) {
+      detail::bar_is_shown = false;
+      std::fputs("\n", stdout);
+      std::fflush(stdout);
+    }
+  }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+
+  void show() {
+    state_.seconds = std::chrono::duration<double>(Clock::now() - start_).count();
+    said_ = true;
+    if (!terminal_) {
+      detail::write_lines(stdout, detail::progress_line(state_) + "\n");
+      return;
+    }
+    // The carriage return comes last: whoever writes next, through a launching process too, finds a whole
+    // line.
+    const auto bar = detail::progress_bar(state_, detail::terminal_columns()) + "\x1b[K\r";
+    std::fwrite(bar.data(), 1, bar.size(), stdout);
+    std::fflush(stdout);
+    detail::bar_is_shown = true;
+  }
+
+  ProgressOptions options_;
+  bool shown_;
+  bool terminal_;
+  bool said_ = false, finished_ = false;
+  Clock::time_point start_ = Clock::now(), last_ = start_;
+  detail::ProgressState state_;
+};
+
+}  // namespace lockstep

@@ -1,0 +1,130 @@
+#pragma once
+
+#include <fmt/format.h>
+#include <sys/ioctl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <string>
+#include <vector>
+
+#include "lockstep/world/arguments.hpp"
+#include "lockstep/world/devices.hpp"
+#include "lockstep/world/environment.hpp"
+#include "lockstep/world/supervisor.hpp"
+
+namespace lockstep {
+
+/// What a program may decide about its launching; `--nproc` and `--prefix` on the command line come first.
+struct LaunchOptions {
+  /// Processes to start on this host; 0: one a GPU, or 2 where there is none.
+  int nproc = 0;
+  Prefix prefix = Prefix::automatic;
+  /// How long the other ranks may take to end, once one has failed, before they are killed.
+  std::chrono::milliseconds grace{3000};
+};
+
+namespace detail {
+
+/// How `launch` will run: as one worker, or as the launching process of `nproc` ranks from `first` on.
+struct LaunchPlan {
+  bool worker = false;
+  int nproc = 1;
+  int first = 0;
+  int size = 1;
+  Prefix prefix = Prefix::automatic;
+  std::string rendezvous;  ///< of several hosts; empty where all ranks are on this one
+};
+
+/// Decides it from the command line and the environment. Throws UsageError where they contradict each other.
+inline LaunchPlan plan_launch(int argc, char** argv, const LaunchOptions& options,
+                              const Variables& variables = process_variable) {
+  LaunchPlan plan;
+  if (options.nproc < 0)
+    throw UsageError(
+        fmt::format("LaunchOptions::nproc is {}: it must be a number of processes, or 0", options.nproc));
+  auto nproc = nproc_argument(argc, argv);
+  plan.prefix = prefix_argument(argc, argv).value_or(options.prefix);
+  const auto size = integer_variable(variables, "WORLD_SIZE", 1);
+  const auto rank = integer_variable(variables, "RANK", 0);
+  const auto local_rank = integer_variable(variables, "LOCAL_RANK", 0);
+  if (local_rank && !rank)
+    throw UsageError(fmt::format("LOCAL_RANK={} is set but RANK is not: set both, or neither", *local_rank));
+  if (local_rank) {
+    const auto env = read_environment(variables);
+    if (nproc && variables("LOCAL_WORLD_SIZE") && *nproc != env.local_size)
+      throw UsageError(
+          fmt::format("--nproc {} contradicts LOCAL_WORLD_SIZE={}: the launcher has already started this "
+                      "host's processes, so leave --nproc out",
+                      *nproc, env.local_size));
+    plan.worker = true;
+    return plan;
+  }
+  if (!nproc && options.nproc > 0) nproc = options.nproc;
+  if (rank) {
+    plan.nproc = nproc.value_or(1);
+    if (plan.nproc == 1) {
+      read_environment(variables);
+      plan.worker = true;
+      return plan;
+    }
+    if (!size)
+      throw UsageError(fmt::format(
+          "RANK={} is set but WORLD_SIZE is not: set WORLD_SIZE to the number of all ranks", *rank));
+    if (*rank + plan.nproc > *size)
+      throw UsageError(
+          fmt::format("RANK={} is this host's first rank, and with --nproc {} its last is {}: WORLD_SIZE={} "
+                      "allows no rank above {}",
+                      *rank, plan.nproc, *rank + plan.nproc - 1, *size, *size - 1));
+    plan.first = *rank;
+    plan.size = *size;
+    if (plan.nproc < plan.size) {
+      plan.rendezvous = rendezvous_url(variables, true);
+      parse_rendezvous(plan.rendezvous);
+    }
+    return plan;
+  }
+  if (!nproc) nproc = size ? *size : std::max(visible_gpus(), 0) > 0 ? visible_gpus() : 2;
+  if (size && *size != *nproc)
+    throw UsageError(
+        fmt::format("WORLD_SIZE={} contradicts --nproc {}: on one host leave WORLD_SIZE out, on several set "
+                    "RANK to this host's first rank",
+                    *size, *nproc));
+  plan.nproc = plan.size = *nproc;
+  plan.worker = plan.nproc == 1;
+  return plan;
+}
+
+/// The environment of each rank that a launching process starts.
+inline std::vector<Job> jobs_of(const LaunchPlan& plan, const std::string& rendezvous) {
+  std::vector<std::string> common{
+      fmt::format("WORLD_SIZE={}", plan.size), fmt::format("LOCAL_WORLD_SIZE={}", plan.nproc),
+      "LOCKSTEP_STORE_IS_HOSTED=1", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE"};
+  if (rendezvous.starts_with("tcp://")) {
+    const auto url = parse_rendezvous(rendezvous);
+    common.push_back(fmt::format("MASTER_ADDR={}", url.host));
+    common.push_back(fmt::format("MASTER_PORT={}", url.port));
+    common.push_back("LOCKSTEP_RENDEZVOUS");
+  } else {
+    common.push_back(fmt::format("LOCKSTEP_RENDEZVOUS={}", rendezvous));
+  }
+  if (!process_variable("OMP_NUM_THREADS"))
+    common.push_back(fmt::format("OMP_NUM_THREADS={}", std::max(1, usable_cores() / plan.nproc)));
+  winsize window{};
+  if (isatty(1) == 1) {
+    common.push_back("LOCKSTEP_TTY=1");
+    if (ioctl(1, TIOCGWINSZ, &window) == 0 && window.ws_col > 0)
+      common.push_back(fmt::format("COLUMNS={}", window.ws_col));
+  }
+  std::vector<Job> jobs;
+  for (int i = 0; i < plan.nproc; ++i) {
+    jobs.push_back({plan.first + i, common});
+    jobs.back().environment.push_back(fmt::format("RANK={}", plan.first + i));
+    jobs.back().environment.push_back(fmt::format("LOCAL_RANK={}", i));
+  }
+  return jobs;
+}
+
+}  // namespace detail
+}  // namespace lockstep

@@ -1,0 +1,82 @@
+#pragma once
+
+#include <fmt/format.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <fstream>
+#include <iterator>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "lockstep/error.hpp"
+#include "lockstep/world/devices.hpp"
+#include "lockstep/world/environment.hpp"
+#include "lockstep/world/supervisor.hpp"
+#include "lockstep/world/worker.hpp"
+
+namespace lockstep {
+namespace detail {
+
+/// The command line of this process, as it was started.
+inline std::vector<std::string> own_arguments() {
+  std::ifstream file("/proc/self/cmdline", std::ios::binary);
+  const std::string all((std::istreambuf_iterator<char>(file)), {});
+  std::vector<std::string> arguments;
+  for (std::size_t begin = 0; begin < all.size();) {
+    const auto end = std::min(all.find('\0', begin), all.size());
+    arguments.push_back(all.substr(begin, end - begin));
+    begin = end + 1;
+  }
+  return arguments;
+}
+
+inline int spawn_calls = 0;
+
+}  // namespace detail
+
+/// Starts `nproc` processes of this program, runs `fn(rank, nproc)` in each, and returns when all have ended.
+/// There is no rendezvous: `World::join` or `World::from_environment` inside `fn` makes one. Lines, signals
+/// and ends are handled as by `launch`. Throws UsageError if `nproc` is not positive, ProcessError if a
+/// process failed: uncaught, it is shown on one line and the program exits with the culprit's code.
+///
+/// A process is this program started again, with the same arguments, so main runs up to this call there too;
+/// of several calls each process runs the one that it was started for, passes over those before, and ends
+/// with it.
+template <class Fn>
+void spawn(int nproc, Fn&& fn, Prefix prefix = Prefix::automatic) {
+  detail::end_on_uncaught();
+  const int call = detail::spawn_calls++;
+  if (nproc < 1) throw UsageError(fmt::format("spawn({}): the number of processes must be 1 or more", nproc));
+  if (const auto wanted = process_variable("LOCKSTEP_SPAWN_CALL")) {
+    if (std::to_string(call) != *wanted) return;
+    const int rank = detail::integer_variable(process_variable, "LOCKSTEP_SPAWN_RANK", 0).value_or(0);
+    unsetenv("LOCKSTEP_SPAWN_CALL");  // what fn starts is not for this call
+    detail::process_rank = rank;
+    std::setvbuf(stdout, nullptr, _IOLBF, BUFSIZ);
+    detail::run_without_handlers([&] { fn(rank, nproc); });
+    std::exit(0);
+  }
+  detail::SupervisorOptions options;
+  options.arguments = detail::own_arguments();
+  options.prefix = prefix;
+  options.announce = false;
+  for (int rank = 0; rank < nproc; ++rank) {
+    detail::Job job{
+        rank, {fmt::format("LOCKSTEP_SPAWN_CALL={}", call), fmt::format("LOCKSTEP_SPAWN_RANK={}", rank)}};
+    if (!process_variable("OMP_NUM_THREADS"))
+      job.environment.push_back(
+          fmt::format("OMP_NUM_THREADS={}", std::max(1, detail::usable_cores() / nproc)));
+    options.jobs.push_back(std::move(job));
+  }
+  detail::RankFailure failure;
+  options.failed = [&](const detail::RankFailure& first) { failure = first; };
+  const int code = detail::Supervisor(std::move(options)).run();
+  if (code == 0) return;
+  if (failure.text.empty())
+    failure.text = code > 128 ? fmt::format("ended by signal {}", code - 128) : "a process failed";
+  throw ProcessError(failure.text, code);
+}
+
+}  // namespace lockstep

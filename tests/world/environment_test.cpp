@@ -1,0 +1,183 @@
+#include "lockstep/world/environment.hpp"
+
+#include <map>
+#include <string>
+
+#include "lockstep/world/launch_plan.hpp"
+#include "support/catch.hpp"
+
+namespace {
+
+using Values = std::map<std::string, std::string>;
+
+lockstep::Variables variables(Values values) {
+  return [values = std::move(values)](const char* name) -> std::optional<std::string> {
+    const auto found = values.find(name);
+    return found == values.end() ? std::nullopt : std::optional(found->second);
+  };
+}
+
+lockstep::Environment read(Values values) {
+  return lockstep::read_environment(variables(std::move(values)));
+}
+
+std::string refusal(Values values) {
+  try {
+    read(std::move(values));
+  } catch (const lockstep::UsageError& error) {
+    return error.what();
+  }
+  return "accepted";
+}
+
+lockstep::detail::LaunchPlan plan(std::vector<std::string> arguments, Values values,
+                                  lockstep::LaunchOptions options = {}) {
+  arguments.insert(arguments.begin(), "program");
+  std::vector<char*> argv;
+  for (auto& argument : arguments) argv.push_back(argument.data());
+  return lockstep::detail::plan_launch(static_cast<int>(argv.size()), argv.data(), options,
+                                       variables(std::move(values)));
+}
+
+std::string plan_refusal(std::vector<std::string> arguments, Values values) {
+  try {
+    plan(std::move(arguments), std::move(values));
+  } catch (const lockstep::UsageError& error) {
+    return error.what();
+  }
+  return "accepted";
+}
+
+const Values master{{"MASTER_ADDR", "node1"}, {"MASTER_PORT", "29500"}};
+
+Values with_master(Values values) {
+  values.insert(master.begin(), master.end());
+  return values;
+}
+
+}  // namespace
+
+TEST_CASE("without variables a process is alone") {
+  const auto env = read({});
+  CHECK(env.rank == 0);
+  CHECK(env.size == 1);
+  CHECK(env.rendezvous.empty());
+  CHECK_FALSE(env.launched);
+}
+
+TEST_CASE("torchrun's variables are read") {
+  const auto env = read(with_master({{"RANK", "5"},
+                                     {"WORLD_SIZE", "7"},
+                                     {"LOCAL_RANK", "2"},
+                                     {"LOCAL_WORLD_SIZE", "4"},
+                                     {"TORCHELASTIC_USE_AGENT_STORE", "True"}}));
+  CHECK(env.rank == 5);
+  CHECK(env.size == 7);
+  CHECK(env.local_rank == 2);
+  CHECK(env.local_size == 4);
+  CHECK(env.launched);
+  CHECK(env.store_is_hosted);
+  CHECK(env.store_outlives_attempts);
+  CHECK(env.rendezvous == "tcp://node1:29500");
+}
+
+TEST_CASE("a rank by hand hosts the store itself") {
+  const auto env = read(with_master({{"RANK", "0"}, {"WORLD_SIZE", "2"}}));
+  CHECK_FALSE(env.store_is_hosted);
+  CHECK(env.local_size == 1);
+}
+
+TEST_CASE("what contradicts itself is refused, by name and value") {
+  CHECK_THAT(refusal(with_master({{"RANK", "2"}, {"WORLD_SIZE", "2"}})),
+             ContainsSubstring("RANK=2 is out of range: with WORLD_SIZE=2 it must be in 0 to 1"));
+  CHECK_THAT(refusal(with_master({{"RANK", "one"}, {"WORLD_SIZE", "2"}})),
+             ContainsSubstring("RANK=one is not a whole number"));
+  CHECK_THAT(refusal(with_master({{"RANK", "1.5"}, {"WORLD_SIZE", "2"}})), ContainsSubstring("RANK=1.5"));
+  CHECK_THAT(refusal(with_master({{"RANK", "-1"}, {"WORLD_SIZE", "2"}})), ContainsSubstring("RANK=-1"));
+  CHECK_THAT(refusal({{"RANK", "0"}}), ContainsSubstring("WORLD_SIZE is not"));
+  CHECK_THAT(refusal({{"WORLD_SIZE", "2"}}), ContainsSubstring("RANK is not"));
+  CHECK_THAT(refusal({{"WORLD_SIZE", "0"}}), ContainsSubstring("WORLD_SIZE=0"));
+  CHECK_THAT(refusal({{"RANK", "1"}, {"WORLD_SIZE", "2"}, {"MASTER_PORT", "1"}}),
+             ContainsSubstring("MASTER_ADDR is not set"));
+  CHECK_THAT(refusal({{"RANK", "1"}, {"WORLD_SIZE", "2"}, {"MASTER_ADDR", "a"}}),
+             ContainsSubstring("MASTER_PORT is not set"));
+  CHECK_THAT(refusal({{"RANK", "1"}, {"WORLD_SIZE", "2"}, {"MASTER_ADDR", "a"}, {"MASTER_PORT", "70000"}}),
+             ContainsSubstring("MASTER_PORT=70000 is out of range"));
+  CHECK_THAT(refusal(with_master(
+                 {{"RANK", "0"}, {"WORLD_SIZE", "4"}, {"LOCAL_RANK", "2"}, {"LOCAL_WORLD_SIZE", "2"}})),
+             ContainsSubstring("LOCAL_RANK=2 is out of range"));
+  CHECK_THAT(refusal(with_master(
+                 {{"RANK", "0"}, {"WORLD_SIZE", "4"}, {"LOCAL_RANK", "1"}, {"LOCAL_WORLD_SIZE", "2"}})),
+             ContainsSubstring("LOCAL_RANK=1 contradicts RANK=0"));
+  CHECK_THAT(refusal(with_master(
+                 {{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"LOCAL_RANK", "0"}, {"LOCAL_WORLD_SIZE", "3"}})),
+             ContainsSubstring("LOCAL_WORLD_SIZE=3 contradicts WORLD_SIZE=2"));
+}
+
+TEST_CASE("a rendezvous is a tcp or file URL") {
+  CHECK(lockstep::parse_rendezvous("tcp://a:12").port == 12);
+  CHECK(lockstep::parse_rendezvous("tcp://[::1]:12").host == "::1");
+  CHECK(lockstep::parse_rendezvous("file:///tmp/x").path == "/tmp/x");
+  for (const char* bad :
+       {"tcp://a", "tcp://:1", "tcp://a:0", "tcp://a:x", "file://x", "file:///", "http://a:1", ""})
+    CHECK_THROWS_AS(lockstep::parse_rendezvous(bad), lockstep::UsageError);
+  const auto env = read({{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"LOCKSTEP_RENDEZVOUS", "file:///tmp/x"}});
+  CHECK(env.rendezvous == "file:///tmp/x");
+}
+
+TEST_CASE("launch starts as many processes as it is told") {
+  CHECK(plan({"--nproc", "3"}, {}).nproc == 3);
+  CHECK(plan({"--nproc=3"}, {}).size == 3);
+  CHECK(plan({}, {}, {.nproc = 5}).nproc == 5);
+  CHECK(plan({"--nproc", "3"}, {}, {.nproc = 5}).nproc == 3);
+  CHECK(plan({"--nproc", "1"}, {}).worker);
+  CHECK_FALSE(plan({"--nproc", "2"}, {}).worker);
+  CHECK(plan({"--", "--nproc", "0"}, {}, {.nproc = 2}).nproc == 2);
+  CHECK(plan({"--prefix", "never"}, {}).prefix == lockstep::Prefix::never);
+  CHECK(plan({"--prefix=always"}, {}).prefix == lockstep::Prefix::always);
+}
+
+TEST_CASE("bad launch arguments are refused on one line") {
+  for (const char* bad : {"0", "-1", "three", "2.5", ""}) {
+    const auto text = plan_refusal({"--nproc", bad}, {});
+    CHECK_THAT(text, ContainsSubstring(std::string("--nproc ") + bad));
+    CHECK(text.find('\n') == std::string::npos);
+  }
+  CHECK_THAT(plan_refusal({"--nproc"}, {}), ContainsSubstring("--nproc needs a value"));
+  CHECK_THAT(plan_refusal({"--prefix", "loud"}, {}), ContainsSubstring("--prefix loud is unknown"));
+}
+
+TEST_CASE("under a launcher a process is one worker") {
+  const Values launched =
+      with_master({{"RANK", "1"}, {"WORLD_SIZE", "2"}, {"LOCAL_RANK", "1"}, {"LOCAL_WORLD_SIZE", "2"}});
+  CHECK(plan({}, launched).worker);
+  CHECK(plan({"--nproc", "2"}, launched).worker);
+  CHECK_THAT(plan_refusal({"--nproc", "3"}, launched),
+             ContainsSubstring("--nproc 3 contradicts LOCAL_WORLD_SIZE=2"));
+  CHECK_THAT(plan_refusal({}, {{"LOCAL_RANK", "1"}}),
+             ContainsSubstring("LOCAL_RANK=1 is set but RANK is not"));
+}
+
+TEST_CASE("by hand on several hosts RANK is the first rank of this one") {
+  const auto second = plan({"--nproc", "4"}, with_master({{"RANK", "3"}, {"WORLD_SIZE", "7"}}));
+  CHECK(second.first == 3);
+  CHECK(second.nproc == 4);
+  CHECK(second.size == 7);
+  CHECK(second.rendezvous == "tcp://node1:29500");
+  const auto jobs = lockstep::detail::jobs_of(second, second.rendezvous);
+  REQUIRE(jobs.size() == 4);
+  CHECK(jobs[0].rank == 3);
+  CHECK(jobs[3].rank == 6);
+  CHECK_THAT(plan_refusal({"--nproc", "5"}, with_master({{"RANK", "3"}, {"WORLD_SIZE", "7"}})),
+             ContainsSubstring("WORLD_SIZE=7 allows no rank above 6"));
+  CHECK_THAT(plan_refusal({"--nproc", "2"}, {{"RANK", "0"}, {"WORLD_SIZE", "7"}}),
+             ContainsSubstring("MASTER_ADDR"));
+  CHECK(plan({}, with_master({{"RANK", "1"}, {"WORLD_SIZE", "2"}})).worker);
+}
+
+TEST_CASE("on one host the world size is the number of processes") {
+  CHECK(plan({}, {{"WORLD_SIZE", "3"}}).nproc == 3);
+  CHECK_THAT(plan_refusal({"--nproc", "2"}, {{"WORLD_SIZE", "3"}}),
+             ContainsSubstring("WORLD_SIZE=3 contradicts --nproc 2"));
+  CHECK(plan({"--nproc", "2"}, {{"RANK", "0"}, {"WORLD_SIZE", "2"}}).rendezvous.empty());
+}

@@ -1,0 +1,356 @@
+#include "lockstep/world/supervisor.hpp"
+
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <set>
+#include <sstream>
+#include <string>
+#include <thread>
+
+#include "lockstep/world/worker.hpp"
+#include "support/catch.hpp"
+#include "support/process.hpp"
+#include "world/child_mode.hpp"
+
+using namespace std::chrono_literals;
+using lockstep_test::Ended;
+
+namespace {
+
+void say(const std::string& text) {
+  std::printf("%s\n", text.c_str());
+  std::fflush(stdout);
+}
+
+// What rank `rank` does in a test of this name.
+void rank_of(const std::string& mode, int rank, int size) {
+  std::this_thread::sleep_for(50ms);
+  const auto wait = [] { std::this_thread::sleep_for(60s); };
+  if (mode == "well") {
+    say("here");
+  } else if (mode == "killed") {
+    if (rank == 1) kill(getpid(), SIGKILL);
+    wait();
+  } else if (mode == "throws") {
+    if (rank == 1) {
+      std::fputs("last words", stdout);
+      throw std::out_of_range("no such digit");
+    }
+    wait();
+  } else if (mode == "consequence first") {
+    if (rank == 0) throw lockstep::PeerError("rank 1 has gone");
+    std::this_thread::sleep_for(300ms);
+    if (rank == 1) throw lockstep::Error("the cause");
+    wait();
+  } else if (mode == "consequence alone") {
+    if (rank == 0) throw lockstep::PeerError("rank 7 has gone");
+    wait();
+  } else if (mode == "usage") {
+    throw lockstep::UsageError("--epochs -1 is too small");
+  } else if (mode == "code") {
+    if (rank == 1) std::exit(7);
+    wait();
+  } else if (mode == "stubborn") {
+    signal(SIGTERM, SIG_IGN);
+    say("ready");
+    std::this_thread::sleep_for(300ms);
+    if (rank == 1) throw lockstep::Error("tired");
+    wait();
+  } else if (mode == "stopped") {
+    if (rank == 0) raise(SIGSTOP);
+    std::this_thread::sleep_for(200ms);
+    if (rank == 1) throw lockstep::Error("tired");
+    wait();
+  } else if (mode == "destructor") {
+    // Its destructor would wait for a peer; it must not get the chance to.
+    struct Waits {
+      ~Waits() { std::this_thread::sleep_for(60s); }
+    } waits;
+    if (rank == 1) throw lockstep::Error("thrown past a destructor that waits");
+    wait();
+  } else if (mode == "throwing destructor") {
+    struct Throws {
+      ~Throws() noexcept(false) { throw lockstep::Error("thrown by a destructor"); }
+    };
+    if (rank == 1) Throws{};
+    wait();
+  } else if (mode == "other thread") {
+    if (rank == 1) std::thread([] { throw lockstep::Error("thrown by a loader's thread"); }).detach();
+    wait();
+  } else if (mode == "waits") {
+    say("ready");
+    wait();
+  } else if (mode == "handles") {
+    static std::atomic<int> got{0};
+    for (int number : {SIGINT, SIGTERM, SIGUSR1, SIGHUP}) signal(number, [](int n) { got = n; });
+    say("ready");
+    while (got == 0) std::this_thread::sleep_for(5ms);
+    say(fmt::format("got {}", got.load()));
+  } else if (mode == "deaf") {
+    for (int number : {SIGINT, SIGTERM}) signal(number, SIG_IGN);
+    say("ready");
+    wait();
+  } else if (mode == "torn") {
+    for (int line = 0; line < 200; ++line)
+      for (const auto& piece : {fmt::format("{} of ", line), fmt::format("{} ", rank), std::string("end\n")})
+        if (write(1 + line % 2, piece.data(), piece.size()) < 0) return;
+  } else if (mode == "flood") {
+    for (int line = 0; line < 100000; ++line)
+      std::printf("%d of %d xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx\n", line, rank);
+  } else if (mode == "grandchild") {
+    if (fork() == 0) {
+      std::this_thread::sleep_for(60s);
+      _exit(0);
+    }
+    say("gone");
+  } else if (mode == "environment") {
+    say(fmt::format("{} of {}, {} threads", rank, size, std::getenv("OMP_NUM_THREADS")));
+  }
+}
+
+int supervise(int size, int argc, char** argv) {
+  lockstep::detail::SupervisorOptions options;
+  options.arguments.assign(argv, argv + argc);
+  for (int rank = 0; rank < size; ++rank)
+    options.jobs.push_back({rank, {"LOCKSTEP_TEST_CHILD=rank", fmt::format("LOCKSTEP_TEST_RANK={}", rank)}});
+  options.interrupt_grace = 1500ms;
+  return lockstep::detail::Supervisor(std::move(options)).run();
+}
+
+// This program as a launching process of `size` ranks.
+lockstep_test::Process launcher(const std::string& mode, int size = 3,
+                                lockstep_test::StartOptions options = {}) {
+  return lockstep_test::start({"/proc/self/exe", mode, std::to_string(size)},
+                              {{"LOCKSTEP_TEST_CHILD", "launcher"}}, options);
+}
+
+Ended ended(const std::string& mode, int size = 3, std::chrono::milliseconds patience = 20s) {
+  auto process = launcher(mode, size);
+  REQUIRE(process.wait(patience));
+  return {process.exit_code(), process.out(), process.error(),
+          lockstep_test::processes_left(process.marker())};
+}
+
+int count(const std::string& text, const std::string& part) {
+  int found = 0;
+  for (auto at = text.find(part); at != std::string::npos; at = text.find(part, at + 1)) ++found;
+  return found;
+}
+
+// The first error is shown, once, before anything else on stderr, and nobody is left.
+void check_ended(const Ended& result, int code, const std::string& error) {
+  INFO(result.out << "---\n" << result.error);
+  CHECK(result.code == code);
+  CHECK_THAT(result.error, ContainsSubstring(error));
+  CHECK(result.error.starts_with("error: "));
+  CHECK(count(result.error, "error: ") == 1);
+  CHECK(count(result.error, "\n") == 1);
+  CHECK(result.left == 0);
+}
+
+}  // namespace
+
+int lockstep_test::child_mode(const char* child, int argc, char** argv) {
+  const std::string mode = argv[1];
+  const int size = std::atoi(argv[2]);
+  if (std::string(child) == "launcher") return supervise(size, argc, argv);
+  const int rank = std::atoi(std::getenv("LOCKSTEP_TEST_RANK"));
+  lockstep::detail::process_rank = rank;
+  lockstep::detail::run_without_handlers([&] { rank_of(mode, rank, size); });
+  return 0;
+}
+
+TEST_CASE("ranks that end well end the run with 0") {
+  const auto result = ended("well");
+  CHECK(result.code == 0);
+  CHECK(result.error.empty());
+  CHECK(count(result.out, "here\n") == 3);
+  CHECK(count(result.out, "[rank 2] here\n") == 1);
+  CHECK(result.left == 0);
+}
+
+TEST_CASE("a killed rank is named with its signal") {
+  const auto start = std::chrono::steady_clock::now();
+  const auto result = ended("killed");
+  check_ended(result, 128 + SIGKILL, "error: rank 1 (pid ");
+  CHECK_THAT(result.error, ContainsSubstring(") died (SIGKILL"));
+  CHECK(std::chrono::steady_clock::now() - start < 5s);
+}
+
+TEST_CASE("an exception is shown with its type, behind the last words") {
+  const auto result = ended("throws");
+  check_ended(result, 1, "failed: std::out_of_range: no such digit");
+  CHECK(result.out == "[rank 1] last words");
+}
+
+TEST_CASE("the cause is shown, though a consequence came first") {
+  check_ended(ended("consequence first"), 1, "the cause");
+}
+
+TEST_CASE("a consequence whose cause never comes is shown after a while") {
+  check_ended(ended("consequence alone"), 1, "rank 7 has gone");
+}
+
+TEST_CASE("bad input that every rank finds is shown once, with exit code 2") {
+  const auto result = ended("usage");
+  check_ended(result, 2, "--epochs -1 is too small");
+  CHECK(result.error == "error: --epochs -1 is too small\n");
+}
+
+TEST_CASE("an exit code is passed on") {
+  check_ended(ended("code"), 7, "ended with exit code 7");
+}
+
+TEST_CASE("a rank that ignores SIGTERM is killed after the grace") {
+  const auto start = std::chrono::steady_clock::now();
+  check_ended(ended("stubborn"), 1, "tired");
+  const auto took = std::chrono::steady_clock::now() - start;
+  CHECK(took > 3s);
+  CHECK(took < 6s);
+}
+
+TEST_CASE("a stopped rank is ended like the others") {
+  const auto start = std::chrono::steady_clock::now();
+  check_ended(ended("stopped"), 1, "tired");
+  CHECK(std::chrono::steady_clock::now() - start < 3s);
+}
+
+TEST_CASE("no destructor between a throw and the end of a rank can keep it") {
+  const auto start = std::chrono::steady_clock::now();
+  check_ended(ended("destructor"), 1, "thrown past a destructor that waits");
+  CHECK(std::chrono::steady_clock::now() - start < 5s);
+}
+
+TEST_CASE("a destructor that throws fails its rank") {
+  check_ended(ended("throwing destructor"), 1, "thrown by a destructor");
+}
+
+TEST_CASE("a thread that throws fails its rank") {
+  check_ended(ended("other thread"), 1, "thrown by a loader's thread");
+}
+
+TEST_CASE("Ctrl-C once ends all, with 130") {
+  for (const bool whole_group : {false, true}) {
+    auto process = launcher("waits");
+    REQUIRE(process.wait_for_output("[rank 2] ready"));
+    REQUIRE(process.wait_for_output("[rank 1] ready"));
+    whole_group ? process.signal_group(SIGINT) : process.signal(SIGINT);
+    REQUIRE(process.wait(5s));
+    CHECK(process.exit_code() == 130);
+    CHECK(process.error().empty());
+    CHECK(lockstep_test::processes_left(process.marker()) == 0);
+  }
+}
+
+TEST_CASE("ranks that handle a forwarded signal end as they choose") {
+  for (const int number : {SIGINT, SIGTERM, SIGUSR1, SIGHUP}) {
+    auto process = launcher("handles", 2);
+    REQUIRE(process.wait_for_output("[rank 1] ready"));
+    std::this_thread::sleep_for(100ms);
+    process.signal(number);
+    REQUIRE(process.wait(5s));
+    CHECK(process.exit_code() == 0);
+    CHECK(count(process.out(), fmt::format("got {}\n", number)) == 2);
+  }
+}
+
+TEST_CASE("a second Ctrl-C kills ranks that do not listen") {
+  auto process = launcher("deaf");
+  for (const char* rank : {"[rank 1] ready", "[rank 2] ready"}) REQUIRE(process.wait_for_output(rank));
+  process.signal(SIGINT);
+  CHECK_FALSE(process.wait(1s));
+  process.signal(SIGINT);
+  REQUIRE(process.wait(2s));
+  CHECK(process.exit_code() == 130);
+  CHECK(lockstep_test::processes_left(process.marker()) == 0);
+}
+
+TEST_CASE("no rank survives a launching process that is killed") {
+  auto process = launcher("deaf");
+  for (const char* rank : {"[rank 1] ready", "[rank 2] ready"}) REQUIRE(process.wait_for_output(rank));
+  CHECK(lockstep_test::processes_with(process.marker()).size() == 4);
+  process.signal(SIGKILL);
+  REQUIRE(process.wait(5s));
+  CHECK(lockstep_test::processes_left(process.marker()) == 0);
+}
+
+TEST_CASE("what a rank leaves behind is ended with it") {
+  const auto result = ended("grandchild", 2);
+  CHECK(result.code == 0);
+  CHECK(result.left == 0);
+}
+
+TEST_CASE("no zombie stays while the others run") {
+  auto process = launcher("consequence alone", 3);
+  std::this_thread::sleep_for(800ms);
+  CHECK(lockstep_test::zombies_of(process.pid()) == 0);
+  CHECK(process.wait(10s));
+}
+
+TEST_CASE("lines that are written in pieces are never torn") {
+  const auto result = ended("torn", 4);
+  CHECK(result.code == 0);
+  std::multiset<std::string> lines;
+  for (const auto* text : {&result.out, &result.error}) {
+    std::istringstream in(*text);
+    for (std::string line; std::getline(in, line);) lines.insert(line);
+  }
+  CHECK(lines.size() == 800);
+  for (int rank = 0; rank < 4; ++rank)
+    for (int line = 0; line < 200; ++line) {
+      const auto text =
+          fmt::format("{}{} of {} end", rank == 0 ? "" : fmt::format("[rank {}] ", rank), line, rank);
+      REQUIRE(lines.count(text) == 1);
+    }
+}
+
+TEST_CASE("nothing of a flood is lost") {
+  const auto result = ended("flood", 2, 60s);
+  CHECK(result.code == 0);
+  CHECK(count(result.out, "\n") == 200000);
+}
+
+TEST_CASE("signals are forwarded though nobody reads the output") {
+  auto process = launcher("flood", 2);
+  std::this_thread::sleep_for(500ms);  // by now the pipes are full
+  process.signal(SIGTERM);
+  REQUIRE(process.wait(10s));
+  CHECK(process.exit_code() == 128 + SIGTERM);
+  CHECK(lockstep_test::processes_left(process.marker()) == 0);
+}
+
+TEST_CASE("a reader that goes away ends the run as it would end one program") {
+  const auto marker = lockstep_test::new_marker();
+  auto process = lockstep_test::start(
+      {"bash", "-c",
+       fmt::format("'{}' flood 2 | head -n 1; exit ${{PIPESTATUS[0]}}", lockstep::detail::own_program())},
+      {{"LOCKSTEP_TEST_CHILD", "launcher"}, {lockstep_test::marker_variable, marker}});
+  REQUIRE(process.wait(20s));
+  CHECK(process.exit_code() == 128 + SIGPIPE);
+  CHECK(process.error().empty());
+  CHECK(lockstep_test::processes_left(marker) == 0);
+}
+
+TEST_CASE("a report survives its way through a pipe") {
+  lockstep::detail::FailureReport report;
+  report.kind = lockstep::detail::FailureKind::peer;
+  report.when = 12345678901234;
+  report.code = 9;
+  report.text = "several\nlines\n";
+  const auto copy = lockstep::detail::decode(lockstep::detail::encode(report));
+  CHECK(copy.kind == report.kind);
+  CHECK(copy.when == report.when);
+  CHECK(copy.code == report.code);
+  CHECK(copy.text == report.text);
+}
+
+TEST_CASE("torchrun's error file is valid JSON") {
+  const auto path = fmt::format("/tmp/lockstep_error_{}.json", getpid());
+  lockstep::detail::write_elastic_error_file(path, "a \"quoted\"\nline\t\\", 1795233130);
+  std::ifstream file(path);
+  const std::string text((std::istreambuf_iterator<char>(file)), {});
+  std::remove(path.c_str());
+  CHECK(text == R"({"message":{"message":"a \"quoted\"\u000aline\u0009\\","extraInfo":)"
+                R"({"py_callstack":"a \"quoted\"\u000aline\u0009\\","timestamp":"1795233130"}}})");
+}
