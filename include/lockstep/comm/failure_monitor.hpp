@@ -20,6 +20,7 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include "lockstep/world/bulletin.hpp"
+#include "lockstep/world/worker.hpp"
 #include "lockstep/world/world.hpp"
 
 namespace lockstep::detail {
@@ -57,6 +58,11 @@ struct Failure {
   int rank = -1;       // the rank that failed first
   bool vague = false;  // its own words may still come
   std::string text;
+
+  [[nodiscard]] std::string sentence() const {
+    return fmt::format("{} failed first: {}",
+                       rank < 0 ? std::string("another rank") : fmt::format("rank {}", rank), text);
+  }
 };
 
 /// A thread of each process, with a store connection of its own, that learns what other ranks post on the
@@ -89,7 +95,11 @@ class FailureMonitor {
         thread_([this] { run(); }) {}
 
   ~FailureMonitor() {
-    stopping_ = true;
+    {
+      std::lock_guard lock(mutex_);
+      stopping_ = true;
+    }
+    changed_.notify_all();
     try {
       board_.ring(rank_);
     } catch (...) {  // without a store the thread ends by itself, within a second
@@ -105,6 +115,14 @@ class FailureMonitor {
   [[nodiscard]] std::optional<Failure> failure() const {
     std::lock_guard lock(mutex_);
     return failure_;
+  }
+
+  /// Says that the program has been told of the failure. A process that has not been, within two seconds, is
+  /// ended.
+  void notice() {
+    std::lock_guard lock(mutex_);
+    noticed_ = true;
+    changed_.notify_all();
   }
 
   /// Waits at most `patience` for a failure, and as long again for its words if it is vague.
@@ -190,24 +208,36 @@ class FailureMonitor {
 
  private:
   void run() noexcept {
-    while (!stopping_) {
-      try {
+    try {
+      while (!stopping_ && !failed_elsewhere()) {
         own_board_.sleep();
         if (stopping_) return;
         if (const auto text = World::published_failure(*own_store_)) learn(*text);
         for (const Notice& notice : own_board_.news()) learn(notice);
-      } catch (const std::exception& error) {
-        if (stopping_) return;
-        std::unique_lock lock(mutex_);
-        if (departed_hosts()) return;
-        note({0, false,
-              fmt::format(
-                  "the store in which the ranks meet is gone, so the process that hosts it has ended ({})",
-                  first_line(error.what()))},
-             lock);
-        return;
       }
+    } catch (const std::exception&) {
+      std::unique_lock lock(mutex_);
+      if (stopping_ || departed_hosts()) return;
+      note({0, false, "the store in which the ranks meet is gone, so the process that hosts it has ended"},
+           lock);
     }
+    end_unless_noticed();
+  }
+
+  // There is nothing more to learn then, and the store may be gone at any moment.
+  [[nodiscard]] bool failed_elsewhere() const {
+    std::lock_guard lock(mutex_);
+    return failure_ && !failure_->vague && failure_->rank != rank_;
+  }
+
+  // A rank that is busy with something else than collectives would outlive the others by as long as that
+  // takes.
+  void end_unless_noticed() {
+    std::unique_lock lock(mutex_);
+    if (!failure_ || failure_->rank == rank_) return;
+    const bool noticed =
+        changed_.wait_for(lock, std::chrono::seconds(2), [&] { return stopping_ || noticed_; });
+    if (!noticed) fail_process(describe(std::make_exception_ptr(PeerError(failure_->sentence()))));
   }
 
   // "rank 3: why", or the why alone.
@@ -265,7 +295,6 @@ class FailureMonitor {
     const auto space = text.find(' ');
     return {std::stoull(text), space == std::string::npos ? std::string() : text.substr(space + 1)};
   }
-  static std::string first_line(const std::string& text) { return text.substr(0, text.find('\n')); }
 
   const int rank_;
   World world_;
@@ -280,6 +309,7 @@ class FailureMonitor {
   std::vector<c10d::Work*> messages_;
   std::atomic<std::uint64_t> version_{0};
   std::atomic<bool> stopping_{false};
+  bool noticed_ = false;
   std::thread thread_;
 };
 

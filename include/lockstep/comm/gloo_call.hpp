@@ -146,7 +146,7 @@ inline std::string gloo_words(const std::exception_ptr& cause) {
   text = text.substr(0, text.find('\n'));
   // "[/path/to/pair.cc:553] Connection closed by peer [127.0.0.1]:41234"
   if (text.starts_with("[/") && text.find("] ") != std::string::npos) text = text.substr(text.find("] ") + 2);
-  return text;
+  return text.substr(0, text.find(". This is typically"));
 }
 
 }  // namespace lockstep::detail

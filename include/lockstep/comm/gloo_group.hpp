@@ -279,14 +279,13 @@ class GlooGroup {
     seen_.store(monitor_->version(), std::memory_order_relaxed);
     if (auto failure = monitor_->failure()) {
       if (failure->vague) failure = monitor_->await_failure(std::chrono::milliseconds(500));
-      fail(PeerError(failure->rank < 0
-                         ? fmt::format("another rank failed first: {}", failure->text)
-                         : fmt::format("rank {} failed first: {}", failure->rank, failure->text)));
+      monitor_->notice();
+      fail(PeerError(failure->sentence()));
     }
     for (const auto& [rank, position] : monitor_->departed(name()))
       if (rank != world_.rank() && call.peer < 0 && position.sequence < call.sequence)
-        fail(PeerError(fmt::format("rank {} has left after {} #{}, so {} can never be complete", rank,
-                                   position.operation, position.sequence, call.text())));
+        fail(CommunicationError(fmt::format("rank {} has left after {} #{}, so {} can never be complete",
+                                            rank, position.operation, position.sequence, call.text())));
   }
 
   // Throws if another rank is in another collective of this number, which no patience can mend.
