@@ -38,8 +38,8 @@ CASES = [
     ("momentum-zero", "mlp", 0, 1, 50, 0.05, 0.9, 16384),
     ("accumulate-none", "mlp", 1, 3, 50, 0.05, 0.9, 16384),
     ("accumulate-zero", "mlp", 0, 3, 50, 0.1, 0.0, 16384),
-    ("convnet-none", "convnet", 1, 1, 50, 0.05, 0.9, 16384),
-    ("convnet-zero", "convnet", 0, 1, 50, 0.1, 0.0, 16384),
+    ("convnet-none", "convnet", 1, 1, 50, 0.05, 0.9, 8192),
+    ("convnet-zero", "convnet", 0, 1, 50, 0.1, 0.0, 8192),
     ("default-caps", "big", 0, 1, 8, 0.05, 0.9, 0),
 ]
 

@@ -235,15 +235,21 @@ class Reducer {
 
   /// Waits for all buckets; false where none of the ranks can have poisoned one.
   bool wait(const std::exception_ptr& failure) {
+    // After a throw here the peers get a moment to arrive and learn of it, and no more: the error must be
+    // seen.
+    const auto patience = std::chrono::steady_clock::now() + std::chrono::seconds(2);
     for (std::size_t b = 0; b < works_.size(); ++b) {
       if (!works_[b]) continue;
       try {
-        // After a throw here the peers get a moment to arrive and learn of it, and no more: the error must be
-        // seen.
-        failure ? works_[b]->wait_host(std::chrono::seconds(3)) : works_[b]->join_stream();
+        if (failure)
+          works_[b]->wait_host(std::max(
+              std::chrono::milliseconds(0),
+              std::chrono::ceil<std::chrono::milliseconds>(patience - std::chrono::steady_clock::now())));
+        else
+          works_[b]->join_stream();
       } catch (const TimeoutError& error) {
         if (failure) {
-          comm_.abort("backward threw: " + first_line(failure));
+          comm_.abort(first_line(failure));
           throw;
         }
         throw TimeoutError(fmt::format("{} (bucket {} of {}, with {}, in backward {})", error.what(), b + 1,

@@ -1,0 +1,73 @@
+// Ranks that fail in backward, or come with another model: all end soon, the cause is shown, no process
+// remains.
+#include <chrono>
+
+#include "support/catch.hpp"
+#include "support/process.hpp"
+
+namespace {
+
+using namespace std::chrono_literals;
+
+lockstep_test::Process start(const std::string& mode, int ranks) {
+  return lockstep_test::start(
+      {lockstep_test::test_program("grad_fault_program"), "--nproc", std::to_string(ranks), mode});
+}
+
+std::size_t count(const std::string& text, const std::string& part) {
+  std::size_t found = 0;
+  for (auto at = text.find(part); at != std::string::npos; at = text.find(part, at + 1)) ++found;
+  return found;
+}
+
+}  // namespace
+
+TEST_CASE(
+    "a rank that throws with buckets in flight ends all within five seconds, whether or not the others "
+    "come") {
+  const std::string mode = GENERATE("throws", "throws alone");
+  CAPTURE(mode);
+  auto process = start(mode, 3);
+  REQUIRE(process.wait_for_output("the fault", 60s));
+  const auto fault = std::chrono::steady_clock::now();
+  REQUIRE(process.wait(20s));
+  CHECK(std::chrono::steady_clock::now() - fault < 5s);
+  CHECK(process.exit_code() == 1);
+  CHECK_THAT(process.error(), ContainsSubstring("thrown inside backward"));
+  CHECK_THAT(process.error(), ContainsSubstring("rank 1"));
+  CHECK(lockstep_test::processes_left(process.marker()) == 0);
+}
+
+TEST_CASE("a rank that is killed in training ends all") {
+  auto process = start("dies", 3);
+  REQUIRE(process.wait_for_output("the fault", 60s));
+  const auto fault = std::chrono::steady_clock::now();
+  REQUIRE(process.wait(20s));
+  CHECK(std::chrono::steady_clock::now() - fault < 5s);
+  CHECK(process.exit_code() == 137);
+  CHECK(lockstep_test::processes_left(process.marker()) == 0);
+}
+
+TEST_CASE("a parameter that takes no part on one rank ends all, named") {
+  const auto ended =
+      lockstep_test::run({lockstep_test::test_program("grad_fault_program"), "--nproc", "3", "unused"});
+  CHECK(ended.code == 1);
+  CHECK_THAT(ended.error, ContainsSubstring("rank 1 (none of the parameters took part)"));
+  CHECK(ended.left == 0);
+}
+
+TEST_CASE("a model that differs on one rank ends all with one error that names the parameter") {
+  const auto [mode, text] = GENERATE(table<std::string, std::string>({
+      {"shape", "parameter 2 'second.weight': rank 0 [8, 8] float32, rank 1 [12, 8] float32"},
+      {"dtype", "parameter 0 'first.weight': rank 0 [8, 8] float32, rank 1 [8, 8] float64"},
+      {"name", "parameter 0: rank 0 'first.weight' [8, 8] float32, rank 1 'fc.weight' [8, 8] float32"},
+      {"order", "parameter 4: rank 0 'third.weight' [8, 8] float32, rank 1 'fourth.weight' [8, 8] float32"},
+  }));
+  CAPTURE(mode);
+  const auto ended =
+      lockstep_test::run({lockstep_test::test_program("grad_fault_program"), "--nproc", "3", mode});
+  CHECK(ended.code == 1);
+  CHECK_THAT(ended.error, ContainsSubstring(text));
+  CHECK(count(ended.error, text) == 1);
+  CHECK(ended.left == 0);
+}
