@@ -18,7 +18,7 @@ namespace lockstep {
 class KeyedPermutation {
  public:
   KeyedPermutation(std::size_t length, std::uint64_t key) : length_(length) {
-    const int bits = length > 64 ? std::bit_width(length - 1) : 6;
+    const int bits = length > 64 ? static_cast<int>(std::bit_width(length - 1)) : 6;
     low_bits_ = bits / 2;
     low_mask_ = (std::uint64_t{1} << low_bits_) - 1;
     high_mask_ = (std::uint64_t{1} << (bits - low_bits_)) - 1;
