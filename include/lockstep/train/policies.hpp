@@ -40,4 +40,22 @@ struct CheckedPolicies {
                 "lockstep: two extras of a Trainer model the same concept: give one of each kind");
 };
 
+// The types that a Trainer keeps of its policies; where the policies are wrong, something that swallows
+// whatever it is given, so that the sentence above stays alone.
+struct Nothing {
+  template <class... Given>
+  explicit Nothing(Given&&...) {}
+};
+template <class ModelType, class Comm>
+struct KeptOf {
+  using Model = Nothing;
+  using Ddp = Nothing;
+};
+template <Model ModelType, class Comm>
+requires Reducing<Comm> && Gathering<Comm>
+struct KeptOf<ModelType, Comm> {
+  using Model = ModelHandle<ModelType>;
+  using Ddp = DistributedDataParallel<ModelType, Comm>;
+};
+
 }  // namespace lockstep::detail

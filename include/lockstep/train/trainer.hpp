@@ -206,13 +206,15 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
     (detail::notify(hooks, report), ...);
   }
 
+  using Kept = detail::KeptOf<Model, Comm>;
+
   World world_;
   TrainerOptions options_;
   Comm comm_;
-  ModelHandle<Model> model_;
+  typename Kept::Model model_;
   PrecisionType precision_;
   std::tuple<Extras...> extras_;
-  DistributedDataParallel<Model, Comm> ddp_;
+  typename Kept::Ddp ddp_;
   std::unique_ptr<torch::optim::Optimizer> optimizer_;
   std::vector<double> rates_;  // of the optimizer's groups, before any schedule
   std::int64_t epoch_ = 0, step_ = 0;

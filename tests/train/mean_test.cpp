@@ -1,0 +1,80 @@
+#include "lockstep/train/mean.hpp"
+
+#include <cmath>
+#include <vector>
+
+#include "lockstep/comm/local_comm.hpp"
+#include "lockstep/train/loss.hpp"
+#include "lockstep/train/metrics.hpp"
+#include "support/catch.hpp"
+#include "train/nets.hpp"
+
+TEST_CASE("a batch is counted by its data, itself or its size") {
+  CHECK(lockstep::samples_in(lockstep::Example{torch::zeros({5, 2}), torch::zeros({5})}) == 5);
+  CHECK(lockstep::samples_in(torch::zeros({3, 7})) == 3);
+  CHECK(lockstep::samples_in(std::vector<int>(4)) == 4);
+  CHECK(!lockstep::Countable<int>);
+}
+
+TEST_CASE("a meter adds sums and counts of batches of unequal size") {
+  lockstep::MeanMeter meter(2);  // reads what is pending each two batches
+  meter.add(lockstep::Mean{torch::tensor(6.0F), 3});
+  meter.add(torch::tensor(5.0), 2, 2);
+  meter.add(lockstep::Mean{torch::tensor(std::int64_t{4}), 5});
+  meter.add(lockstep::Mean{torch::tensor(std::nan("")), 0});  // nothing was counted: nothing is added
+  CHECK(meter.total().count == 10);
+  CHECK(meter.total().sum == 20);
+  CHECK(meter.total().mean() == 2);
+  CHECK(std::isnan(lockstep::MeanMeter().total().mean()));
+}
+
+TEST_CASE("a meter holds no graph") {
+  float memory = 2;
+  bool freed = false;
+  lockstep::MeanMeter meter;
+  {
+    auto activation = torch::from_blob(&memory, {1}, [&](void*) { freed = true; }).requires_grad_();
+    meter.add((activation * activation).sum(), 1, 1);  // the product keeps the activation for backward
+    CHECK(!freed);
+  }
+  CHECK(freed);
+  CHECK(meter.total().sum == 4);
+}
+
+TEST_CASE("host values of every type are those of item()") {
+  for (const auto type :
+       {torch::kFloat, torch::kDouble, torch::kLong, torch::kHalf, torch::kBFloat16, torch::kInt})
+    CHECK(lockstep::detail::host_value(torch::full({1}, 3, type)) == 3);
+}
+
+TEST_CASE("accuracy and loss of a batch") {
+  const lockstep::Example batch{torch::zeros({3, 1}), torch::tensor({0, 1, 1}, torch::kLong)};
+  const auto output = torch::tensor({{2.0F, 1.0F}, {0.0F, 1.0F}, {3.0F, 0.0F}});
+  const auto right = lockstep::Accuracy{}(output, batch);
+  CHECK(right.sum.item<int>() == 2);
+  CHECK(right.count == 3);
+  CHECK(torch::equal(lockstep::MeanLoss{}(output, batch), torch::cross_entropy_loss(output, batch.target)));
+  CHECK(lockstep::MeanLoss{[](const auto& out, const auto& target) {
+          return torch::mse_loss(out.argmax(1).to(torch::kFloat), target.to(torch::kFloat));
+        }}(output, batch)
+            .item<float>() == Approx(1.0F / 3));
+}
+
+TEST_CASE("a loss is a mean over samples, or a sum and a count") {
+  const auto world = lockstep::World::from_environment();
+  lockstep::LocalComm comm{world};
+  const lockstep::Example batch{torch::zeros({4, 1}), torch::zeros({4})};
+  const auto mean = torch::tensor(3.0F);
+  const auto plain = lockstep::weigh(mean, batch, comm);
+  CHECK(plain.value.is_same(mean));
+  CHECK(plain.mean() == 3);
+  CHECK(plain.count == 4);
+
+  const auto counted = lockstep::weigh(lockstep::Mean{torch::tensor(7.0F), 2}, batch, comm);
+  CHECK(counted.value.item<float>() == 3.5F);
+  CHECK(counted.mean() == 3.5);
+  CHECK(counted.count == 2);
+
+  const auto nothing = lockstep::weigh(lockstep::Mean{torch::tensor(0.0F), 0}, batch, comm);
+  CHECK(nothing.value.item<float>() == 0);
+}

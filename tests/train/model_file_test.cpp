@@ -1,0 +1,175 @@
+#include "lockstep/train/model_file.hpp"
+
+#include <sys/resource.h>
+
+#include <csignal>
+#include <filesystem>
+#include <fstream>
+
+#include "support/catch.hpp"
+#include "train/nets.hpp"
+
+namespace {
+
+namespace fs = std::filesystem;
+
+struct Folder {
+  Folder() : path(fs::temp_directory_path() / fmt::format("lockstep-model-file-{}", ::getpid())) {
+    fs::remove_all(path);
+    fs::create_directories(path);
+  }
+  ~Folder() { fs::remove_all(path); }
+  [[nodiscard]] std::size_t files() const {
+    return static_cast<std::size_t>(std::distance(fs::directory_iterator(path), fs::directory_iterator()));
+  }
+  fs::path path;
+};
+
+bool equal(TinyNet& a, TinyNet& b) {
+  for (std::size_t i = 0; i < a->parameters().size(); ++i)
+    if (!torch::equal(a->parameters()[i], b->parameters()[i])) return false;
+  for (std::size_t i = 0; i < a->buffers().size(); ++i)
+    if (!torch::equal(a->buffers()[i], b->buffers()[i])) return false;
+  return true;
+}
+
+std::string refusal(torch::nn::Module& model, const fs::path& path) {
+  try {
+    lockstep::load_model(model, path);
+  } catch (const lockstep::CheckpointError& error) {
+    return error.what();
+  }
+  return "";
+}
+
+}  // namespace
+
+TEST_CASE("a saved model is read by torch::load, and torch::save's by load_model") {
+  const Folder folder;
+  TinyNet saved, read, loaded;
+  saved->forward(torch::randn({5, 6}));  // gives the running statistics a value
+  REQUIRE(!equal(saved, read));
+  lockstep::save_model(*saved, folder.path / "a.pt");
+  torch::load(read, folder.path / "a.pt");
+  CHECK(equal(saved, read));
+
+  torch::save(saved, folder.path / "b.pt");
+  const auto* storage = loaded->hidden->weight.const_data_ptr();
+  lockstep::load_model(*loaded, folder.path / "b.pt");
+  CHECK(equal(saved, loaded));
+  CHECK(loaded->hidden->weight.const_data_ptr() ==
+        storage);  // what optimizers and buckets hold stays what it was
+  CHECK(loaded->hidden->weight.requires_grad());
+  CHECK(folder.files() == 2);
+}
+
+TEST_CASE("a model that does not fit is left as it was, and each tensor that does not fit is named") {
+  const Folder folder;
+  TinyNet saved;
+  lockstep::save_model(*saved, folder.path / "net.pt");
+
+  SECTION("shapes") {
+    TinyNet other(6, 5);
+    const auto before = other->hidden->weight.clone();
+    CHECK_THAT(
+        refusal(*other, folder.path / "net.pt"),
+        ContainsSubstring("last.weight is [3, 8] float32 in the file and [5, 8] float32 in the model") &&
+            ContainsSubstring("last.bias is [3] float32 in the file and [5] float32 in the model") &&
+            !ContainsSubstring("hidden"));
+    CHECK(torch::equal(other->hidden->weight, before));
+  }
+  SECTION("dtypes") {
+    TinyNet other;
+    other->to(torch::kDouble);
+    CHECK_THAT(
+        refusal(*other, folder.path / "net.pt"),
+        ContainsSubstring("hidden.weight is [8, 6] float32 in the file and [8, 6] float64 in the model"));
+  }
+  SECTION("names") {
+    torch::nn::Sequential other(torch::nn::Linear(6, 8));
+    CHECK_THAT(refusal(*other, folder.path / "net.pt"),
+               ContainsSubstring("0 is not in the file") && ContainsSubstring("hidden is in the file only"));
+    torch::nn::Linear bare(6, 8);
+    CHECK_THAT(refusal(*bare, folder.path / "net.pt"), ContainsSubstring("weight is not in the file"));
+  }
+}
+
+TEST_CASE("models with parts that have nothing to save are saved and loaded") {
+  const Folder folder;
+  auto make = [] {
+    return torch::nn::Sequential(torch::nn::Linear(2, 3), torch::nn::ReLU(),
+                                 torch::nn::Functional(torch::tanh), torch::nn::Linear(3, 1));
+  };
+  auto saved = make(), loaded = make();
+  lockstep::save_model(*saved, folder.path / "net.pt");
+  lockstep::load_model(*loaded, folder.path / "net.pt");
+  const auto x = torch::randn({4, 2});
+  CHECK(torch::equal(saved->forward(x), loaded->forward(x)));
+}
+
+TEST_CASE("files that are no model are refused in words") {
+  const Folder folder;
+  TinyNet net;
+  const auto path = folder.path / "net.pt";
+  CHECK_THAT(refusal(*net, path), ContainsSubstring("net.pt") && ContainsSubstring("No such file"));
+  CHECK_THAT(refusal(*net, folder.path), ContainsSubstring("could not read"));
+  for (const std::string content : {"", "no model at all", "PK\3\4"}) {
+    std::ofstream(path) << content;
+    CHECK_THAT(refusal(*net, path), ContainsSubstring("net.pt"));
+  }
+  lockstep::save_model(*net, path);
+  fs::resize_file(path, fs::file_size(path) / 2);
+  CHECK_THAT(refusal(*net, path), ContainsSubstring("net.pt") && ContainsSubstring("cut short"));
+}
+
+TEST_CASE("a file that cannot be written whole leaves what was there, and nothing beside it") {
+  const Folder folder;
+  const auto path = folder.path / "net.pt";
+  lockstep::write_whole(path, "what was there");
+
+  SECTION("no room") {
+    // As on a full disk, write() fails after some bytes.
+    rlimit before{};
+    ::getrlimit(RLIMIT_FSIZE, &before);
+    const auto handler = std::signal(SIGXFSZ, SIG_IGN);
+    const rlimit few{1000, before.rlim_max};
+    ::setrlimit(RLIMIT_FSIZE, &few);
+    CHECK_THROWS_AS(lockstep::write_whole(path, std::string(5000, 'x')), lockstep::CheckpointError);
+    CHECK_THROWS_WITH(lockstep::write_whole(path, std::string(5000, 'x')),
+                      ContainsSubstring("5000 bytes") && ContainsSubstring("File too large"));
+    ::setrlimit(RLIMIT_FSIZE, &before);
+    std::signal(SIGXFSZ, handler);
+  }
+  SECTION("no folder") {
+    CHECK_THROWS_AS(lockstep::write_whole(folder.path / "no" / "net.pt", "x"), lockstep::CheckpointError);
+  }
+  SECTION("a folder in its place") {
+    fs::create_directory(folder.path / "taken");
+    CHECK_THROWS_AS(lockstep::write_whole(folder.path / "taken", "x"), lockstep::CheckpointError);
+    fs::remove(folder.path / "taken");
+  }
+  CHECK(lockstep::read_whole(path) == "what was there");
+  CHECK(folder.files() == 1);
+  lockstep::write_whole(path, "new");
+  CHECK(lockstep::read_whole(path) == "new");
+}
+
+TEST_CASE("whether a path can be written is known beforehand, and asking changes nothing") {
+  const Folder folder;
+  const auto path = folder.path / "net.pt";
+  CHECK_NOTHROW(lockstep::require_writable(path));
+  CHECK(folder.files() == 0);
+  lockstep::write_whole(path, "kept");
+  CHECK_NOTHROW(lockstep::require_writable(path));
+  CHECK(lockstep::read_whole(path) == "kept");
+
+  auto refused = [](const fs::path& where, const char* why) {
+    CHECK_THROWS_AS(lockstep::require_writable(where), lockstep::UsageError);
+    CHECK_THROWS_WITH(lockstep::require_writable(where), ContainsSubstring(why));
+  };
+  refused("", "no file name");
+  refused(folder.path, "no file name");
+  refused(folder.path / "no" / "net.pt", "No such file or directory");
+  refused(path / "net.pt", "Not a directory");
+  refused("/proc/net.pt", "/proc/net.pt");
+}

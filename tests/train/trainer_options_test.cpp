@@ -1,0 +1,30 @@
+#include "lockstep/train/trainer_options.hpp"
+
+#include <limits>
+
+#include "support/catch.hpp"
+
+using lockstep::TrainerOptions;
+using lockstep::UsageError;
+
+TEST_CASE("options that cannot train are refused by name before training") {
+  auto refused = [](const TrainerOptions& options, const char* name) {
+    CHECK_THROWS_AS(lockstep::validated(options), UsageError);
+    CHECK_THROWS_WITH(lockstep::validated(options), ContainsSubstring(name));
+  };
+  refused({.epochs = -1}, "epochs is -1");
+  refused({.steps = -5}, "steps is -5");
+  refused({.epochs = 1, .steps = 5}, "both epochs (1) and steps (5)");
+  refused({.batch_size = 0}, "batch size is 0");
+  refused({.batch_size = -3}, "batch size is -3");
+  refused({.lr = std::numeric_limits<double>::quiet_NaN()}, "learning rate is nan");
+  refused({.lr = std::numeric_limits<double>::infinity()}, "learning rate is inf");
+  refused({.lr = -1e-3}, "learning rate is -0.001");
+  refused({.workers = -1}, "workers is -1");
+}
+
+TEST_CASE("options that train are passed on") {
+  CHECK(lockstep::validated({.steps = 7}).steps == 7);
+  CHECK_NOTHROW(lockstep::validated({}));
+  CHECK_NOTHROW(lockstep::validated({.epochs = 0, .lr = 0}));
+}
