@@ -1,8 +1,29 @@
 #include "lockstep/comm/communicator.hpp"
+
+#include <type_traits>
+
+#include "lockstep/comm/gloo_comm.hpp"
+#include "lockstep/comm/local_comm.hpp"
 #include "support/catch.hpp"
 
-TEST_CASE("a lone process is rank 0 of 1") {
-  const auto world = lockstep::World::from_environment();
-  CHECK(world.rank() == 0);
-  CHECK(world.size() == 1);
+using lockstep::GlooComm;
+using lockstep::LocalComm;
+
+// Each communicator models what its header says, and a Work is a thing that moves.
+static_assert(lockstep::Communicator<GlooComm> && lockstep::Communicator<LocalComm>);
+static_assert(lockstep::Reducing<GlooComm> && lockstep::Reducing<LocalComm>);
+static_assert(lockstep::Gathering<GlooComm> && lockstep::Gathering<LocalComm>);
+static_assert(lockstep::Splittable<GlooComm> && lockstep::Splittable<LocalComm>);
+static_assert(lockstep::PointToPoint<GlooComm> && !lockstep::PointToPoint<LocalComm>);
+static_assert(lockstep::AsyncWork<lockstep::GlooWork> && lockstep::AsyncWork<lockstep::LocalWork>);
+static_assert(!std::is_copy_constructible_v<GlooComm>);
+static_assert(std::is_empty_v<lockstep::LocalWork>);
+static_assert(!lockstep::Communicator<int> && !lockstep::AsyncWork<int>);
+
+TEST_CASE("a default Work is complete") {
+  lockstep::GlooWork work;
+  work.wait_host();
+  work.join_stream();
+  work.wait_host(std::chrono::milliseconds(0));
+  CHECK(work.error() == nullptr);
 }

@@ -1,0 +1,212 @@
+// Ranks that fail while collectives are in flight: everyone is gone within five seconds, with the right
+// words.
+#include <algorithm>
+#include <chrono>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "support/catch.hpp"
+#include "support/process.hpp"
+
+using namespace lockstep_test;
+
+namespace {
+
+struct RankEnd {
+  int code;
+  std::string out, error;
+};
+
+struct Outcome {
+  std::vector<RankEnd> ranks;
+  double seconds = 0;  // from the fault to the end of the last process
+  int left = 0;
+};
+
+double seconds_since(std::chrono::steady_clock::time_point start) {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
+// Three ranks started one by one, as by hand on several hosts: nobody watches over them.
+Outcome by_hand(const std::string& fault, int culprit, bool with_launch = true) {
+  Variables variables{{"WORLD_SIZE", "3"},
+                      {"MASTER_ADDR", "127.0.0.1"},
+                      {"MASTER_PORT", std::to_string(free_port())},
+                      {"OMP_NUM_THREADS", "1"},
+                      {marker_variable, new_marker()}};
+  if (!with_launch) variables["WITHOUT_LAUNCH"] = "1";
+  std::vector<std::unique_ptr<Process>> ranks;
+  for (int rank = 0; rank < 3; ++rank) {
+    variables["RANK"] = std::to_string(rank);
+    ranks.push_back(std::make_unique<Process>(
+        std::vector<std::string>{test_program("comm_fault"), fault, std::to_string(culprit)}, variables,
+        StartOptions{}));
+  }
+  Outcome outcome;
+  REQUIRE(ranks[static_cast<std::size_t>(culprit)]->wait_for_output("now"));
+  const auto start = std::chrono::steady_clock::now();
+  for (auto& rank : ranks) {
+    const bool ended = rank->wait(Milliseconds(20000));
+    CAPTURE(fault, rank->error());
+    REQUIRE(ended);
+  }
+  outcome.seconds = seconds_since(start);
+  for (auto& rank : ranks) outcome.ranks.push_back({rank->exit_code(), rank->out(), rank->error()});
+  outcome.left = processes_left(variables[marker_variable]);
+  return outcome;
+}
+
+// The same under the program's own launcher.
+Outcome launched(const std::string& fault, int culprit) {
+  Process process({test_program("comm_fault"), fault, std::to_string(culprit), "--nproc", "3"},
+                  {{"OMP_NUM_THREADS", "1"}}, {});
+  REQUIRE(process.wait_for_output("now"));
+  const auto start = std::chrono::steady_clock::now();
+  const bool ended = process.wait(Milliseconds(20000));
+  CAPTURE(fault, process.error());
+  REQUIRE(ended);
+  return {{{process.exit_code(), process.out(), process.error()}},
+          seconds_since(start),
+          processes_left(process.marker())};
+}
+
+}  // namespace
+
+TEST_CASE("a rank that throws with collectives in flight ends all, under the launcher") {
+  for (int culprit : {0, 2}) {
+    const auto outcome = launched("throw", culprit);
+    CHECK(outcome.seconds < 5);
+    CHECK(outcome.left == 0);
+    CHECK(outcome.ranks[0].code == 1);
+    CHECK_THAT(outcome.ranks[0].error, ContainsSubstring("boom"));
+    CHECK_THAT(outcome.ranks[0].error, ContainsSubstring("rank " + std::to_string(culprit)));
+    CHECK(std::count(outcome.ranks[0].error.begin(), outcome.ranks[0].error.end(), '\n') == 1);
+  }
+}
+
+TEST_CASE("a rank that throws with collectives in flight ends all, by hand") {
+  for (int culprit : {0, 2}) {
+    const auto outcome = by_hand("throw", culprit);
+    CHECK(outcome.seconds < 5);
+    CHECK(outcome.left == 0);
+    for (int rank = 0; rank < 3; ++rank) {
+      const auto& end = outcome.ranks[static_cast<std::size_t>(rank)];
+      CHECK(end.code == 1);
+      CHECK_THAT(end.error, ContainsSubstring("boom"));
+      if (rank != culprit)
+        CHECK_THAT(end.error, ContainsSubstring("rank " + std::to_string(culprit) + " failed first: "));
+    }
+  }
+}
+
+TEST_CASE("an exception that passes communicators on its way waits for nothing") {
+  const auto outcome = by_hand("catch", 2, false);
+  CHECK(outcome.seconds < 5);
+  CHECK(outcome.left == 0);
+  for (const auto& end : outcome.ranks) CHECK(end.code == 3);
+  CHECK_THAT(outcome.ranks[2].error, ContainsSubstring("rank 2 caught: boom"));
+  for (int rank : {0, 1}) {
+    const auto& error = outcome.ranks[static_cast<std::size_t>(rank)].error;
+    CHECK_THAT(error, ContainsSubstring("caught: rank 2 failed first"));
+    CHECK_THAT(error, ContainsSubstring("again: rank 2 failed first"));
+  }
+}
+
+TEST_CASE("abort tells the others its reason, and sticks") {
+  const auto outcome = by_hand("abort", 1);
+  CHECK(outcome.seconds < 5);
+  CHECK_THAT(outcome.ranks[1].error, ContainsSubstring("the communicator was aborted: the disk is full"));
+  for (int rank : {0, 2})
+    CHECK_THAT(outcome.ranks[static_cast<std::size_t>(rank)].error,
+               ContainsSubstring("rank 1 failed first: the disk is full"));
+}
+
+TEST_CASE("a killed rank is named by the others") {
+  const auto alone = by_hand("kill", 2);
+  CHECK(alone.seconds < 5);
+  CHECK(alone.left == 0);
+  CHECK(alone.ranks[2].code == 128 + SIGKILL);
+  for (int rank : {0, 1}) {
+    CHECK(alone.ranks[static_cast<std::size_t>(rank)].code == 1);
+    CHECK_THAT(alone.ranks[static_cast<std::size_t>(rank)].error, ContainsSubstring("rank 2 failed first"));
+  }
+  const auto watched = launched("kill", 1);
+  CHECK(watched.seconds < 5);
+  CHECK(watched.left == 0);
+  CHECK_THAT(watched.ranks[0].error, ContainsSubstring("rank 1"));
+}
+
+TEST_CASE("when the rank that hosts the store is killed the others end too") {
+  const auto outcome = by_hand("kill", 0);
+  CHECK(outcome.seconds < 5);
+  CHECK(outcome.left == 0);
+  for (int rank : {1, 2}) {
+    CHECK(outcome.ranks[static_cast<std::size_t>(rank)].code == 1);
+    CHECK_THAT(outcome.ranks[static_cast<std::size_t>(rank)].error, ContainsSubstring("rank 0 failed first"));
+  }
+}
+
+TEST_CASE("a rank that never enters a collective is named when the deadline passes") {
+  const auto outcome = by_hand("never", 2);
+  CHECK(outcome.left == 0);
+  bool named = false;
+  for (const auto& end : outcome.ranks) {
+    CHECK(end.code == 1);
+    named =
+        named || end.error.find("rank 2 has not entered all_reduce #4 after 1 s; last at all_reduce #3") !=
+                     std::string::npos;
+  }
+  CHECK(named);
+  CHECK(outcome.seconds < 1.5 + 5 + 2);
+}
+
+TEST_CASE("a rank that finishes early is named") {
+  for (int culprit : {0, 2}) {
+    const auto outcome = by_hand("early", culprit);
+    CHECK(outcome.seconds < 5);
+    CHECK(outcome.left == 0);
+    const auto& end = outcome.ranks[1];
+    CHECK(end.code == 1);
+    CHECK_THAT(end.error,
+               ContainsSubstring("rank " + std::to_string(culprit) + " has left after all_reduce #3"));
+  }
+}
+
+TEST_CASE("ranks that are busy with something else end with the others") {
+  const auto outcome = by_hand("absent", 2);
+  CHECK(outcome.seconds < 5);
+  CHECK(outcome.left == 0);
+  for (int rank : {0, 1})
+    CHECK_THAT(outcome.ranks[static_cast<std::size_t>(rank)].error,
+               ContainsSubstring("rank 2 failed first: std::runtime_error: boom"));
+}
+
+TEST_CASE("a wait for a message ends when its sender fails") {
+  const auto outcome = by_hand("recv", 1);
+  CHECK(outcome.seconds < 5);
+  CHECK(outcome.left == 0);
+  for (int rank : {0, 2})
+    CHECK_THAT(outcome.ranks[static_cast<std::size_t>(rank)].error, ContainsSubstring("rank 1 failed first"));
+}
+
+TEST_CASE("ranks in different collectives are told so, long before the deadline") {
+  const auto outcome = by_hand("differ", 2);
+  CHECK(outcome.left == 0);
+  CHECK(outcome.seconds < 12);
+  CHECK_THAT(outcome.ranks[0].error,
+             ContainsSubstring(
+                 "the ranks disagree on collective #4: rank 0 called all_reduce, but rank 2 called barrier"));
+}
+
+TEST_CASE("without a fault all end well, whoever hosts the store") {
+  for (bool with_launch : {true, false}) {
+    const auto outcome = by_hand("none", 0, with_launch);
+    CHECK(outcome.left == 0);
+    for (const auto& end : outcome.ranks) {
+      CHECK(end.code == 0);
+      CHECK(end.error.empty());
+    }
+  }
+  CHECK(launched("none", 0).ranks[0].code == 0);
+}

@@ -1,0 +1,83 @@
+#include <thread>
+
+#include "lockstep/comm/gloo_comm.hpp"
+#include "support/catch.hpp"
+#include "support/ranks.hpp"
+
+using lockstep::GlooComm;
+using lockstep::ReduceOp;
+using namespace std::chrono_literals;
+
+TEST_CASE("a collective in a rank-zero scope throws at once") {
+  GlooComm comm{test_world()};
+  auto tensor = at::ones({2});
+  test_world().rank_zero([&] {
+    CHECK_THROWS_WITH(comm.all_reduce(tensor),
+                      ContainsSubstring("all_reduce called inside a rank-zero scope"));
+    CHECK_THROWS_AS(comm.broadcast(tensor), lockstep::CommunicationError);
+    CHECK_THROWS_AS(comm.all_gather_bytes(""), lockstep::CommunicationError);
+    CHECK_THROWS_AS(comm.barrier(), lockstep::CommunicationError);
+    CHECK_THROWS_AS(comm.sub_group({0}), lockstep::CommunicationError);
+  });
+  comm.barrier();  // none of it counted
+}
+
+TEST_CASE("tensors that Gloo cannot take are refused by name") {
+  GlooComm comm{test_world()};
+  CHECK_THROWS_WITH(comm.all_reduce(at::zeros({2}, at::kShort)), ContainsSubstring("[2] int16"));
+  CHECK_THROWS_WITH(comm.all_reduce(at::zeros({2}, at::kComplexFloat)), ContainsSubstring("complex64"));
+  CHECK_THROWS_WITH(comm.all_reduce(at::zeros({2}, at::kLong), ReduceOp::average),
+                    ContainsSubstring("average"));
+  CHECK_THROWS_WITH(comm.all_reduce(at::Tensor()), ContainsSubstring("undefined"));
+  CHECK_THROWS_WITH(comm.broadcast(at::ones({2, 2}).to_sparse()), ContainsSubstring("not dense"));
+  CHECK_THROWS_WITH(comm.all_reduce({at::ones({1}), at::zeros({2}, at::kShort)}), ContainsSubstring("int16"));
+  CHECK_THROWS_WITH(comm.reduce(at::ones({1}), comm.size()), ContainsSubstring("there is no rank"));
+  comm.barrier();
+}
+
+TEST_CASE("with check_shapes every rank throws one and the same mismatch, and goes on") {
+  GlooComm comm{test_world(), {.check_shapes = true}};
+  const int size = comm.size(), rank = comm.rank();
+  auto good = at::ones({4});
+  comm.all_reduce(good).wait_host();
+  CHECK(good[0].item<double>() == size);
+  if (size == 1) return;
+  const auto text_of = [&](auto&& call) -> std::string {
+    try {
+      call().wait_host();
+    } catch (const lockstep::MismatchError& error) {
+      return error.what();
+    }
+    return "";
+  };
+  const auto shapes = text_of([&] { return comm.all_reduce(at::ones({rank == 1 ? 8 : 4})); });
+  CHECK_THAT(shapes, ContainsSubstring("all_reduce #2: rank 0 [4] float32, rank 1 [8] float32"));
+  const auto types =
+      text_of([&] { return comm.all_reduce(at::ones({4}, rank == 1 ? at::kLong : at::kFloat)); });
+  CHECK_THAT(types, ContainsSubstring("all_reduce #3: rank 0 [4] float32, rank 1 [4] int64"));
+  const auto ops = text_of([&] { return rank == 1 ? comm.broadcast(good) : comm.all_reduce(good); });
+  CHECK_THAT(ops, ContainsSubstring("collective #4: rank 0 all_reduce of sum, rank 1 broadcast with root 0"));
+  const auto roots = text_of([&] { return comm.broadcast(good, rank == 1 ? 1 : 0); });
+  CHECK_THAT(roots, ContainsSubstring("rank 0 broadcast with root 0, rank 1 broadcast with root 1"));
+  for (const auto& other : comm.all_gather_bytes(shapes + types + ops + roots))
+    CHECK(other == shapes + types + ops + roots);
+}
+
+TEST_CASE("a wait that runs out names the late rank, and can be repeated") {
+  GlooComm comm{test_world()};
+  if (comm.size() == 1) return;
+  comm.barrier();
+  auto tensor = at::ones({10});
+  if (comm.rank() == 1) {
+    std::this_thread::sleep_for(1s);
+    comm.all_reduce(tensor).wait_host();
+  } else {
+    auto work = comm.all_reduce(tensor);
+    CHECK_THROWS_WITH(work.wait_host(200ms),
+                      ContainsSubstring("rank 1 has not entered all_reduce #2 after 2"));
+    CHECK(work.error() == nullptr);
+    work.wait_host();
+  }
+  CHECK(tensor[0].item<double>() == comm.size());
+  comm.barrier();
+}

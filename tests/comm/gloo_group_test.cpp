@@ -1,0 +1,59 @@
+#include "lockstep/comm/gloo_comm.hpp"
+#include "support/catch.hpp"
+#include "support/ranks.hpp"
+
+using lockstep::GlooComm;
+
+TEST_CASE("several communicators of one world do not disturb each other") {
+  GlooComm first{test_world()}, second{test_world()};
+  auto a = at::ones({100}), b = at::full({100}, 2.0);
+  auto work_a = first.all_reduce(a), work_b = second.all_reduce(b);
+  work_b.wait_host();
+  work_a.wait_host();
+  CHECK(a[0].item<double>() == first.size());
+  CHECK(b[0].item<double>() == 2 * first.size());
+  GlooComm moved = std::move(first);
+  moved.barrier();
+  second = std::move(moved);
+  second.barrier();
+}
+
+TEST_CASE("sub-groups have ranks of their own") {
+  GlooComm comm{test_world()};
+  const int size = comm.size(), rank = comm.rank();
+  std::vector<int> even, odd;
+  for (int r = 0; r < size; ++r) (r % 2 == 0 ? even : odd).push_back(r);
+  auto evens = comm.sub_group(even);
+  auto odds = comm.sub_group(odd);
+  CHECK(evens.has_value() == (rank % 2 == 0));
+  CHECK(odds.has_value() == (rank % 2 == 1));
+  auto& own = rank % 2 == 0 ? *evens : *odds;
+  CHECK(own.rank() == rank / 2);
+  CHECK(own.size() == static_cast<int>((rank % 2 == 0 ? even : odd).size()));
+  CHECK(own.world().rank() == rank);
+  auto tensor = at::full({5}, static_cast<double>(rank));
+  own.all_reduce(tensor).wait_host();
+  double sum = 0;
+  for (int r : rank % 2 == 0 ? even : odd) sum += r;
+  CHECK(at::equal(tensor, at::full({5}, sum)));
+
+  auto inner = own.sub_group({0});
+  CHECK(inner.has_value() == (own.rank() == 0));
+  if (inner) inner->barrier();
+  CHECK_FALSE(comm.sub_group({}).has_value());
+  comm.barrier();
+}
+
+TEST_CASE("a sub-group of ranks that are none is refused") {
+  GlooComm comm{test_world()};
+  CHECK_THROWS_AS(comm.sub_group({comm.size()}), lockstep::CommunicationError);
+  CHECK_THROWS_AS(comm.sub_group({0, 0}), lockstep::CommunicationError);
+}
+
+TEST_CASE("after shutdown a call says so") {
+  GlooComm comm{test_world()};
+  comm.barrier();
+  comm.shutdown();
+  comm.shutdown();
+  CHECK_THROWS_WITH(comm.barrier(), ContainsSubstring("after shutdown()"));
+}

@@ -1,0 +1,69 @@
+#include "lockstep/comm/local_comm.hpp"
+
+#include "support/catch.hpp"
+
+using lockstep::LocalComm;
+using lockstep::World;
+
+namespace {
+lockstep::World world_of(int size) {
+  lockstep::Environment environment;
+  environment.size = size;
+  return World(environment);
+}
+}  // namespace
+
+TEST_CASE("LocalComm leaves what is reduced or broadcast as it is") {
+  LocalComm comm{world_of(1)};
+  auto tensor = at::arange(4, at::kFloat);
+  for (auto op : {lockstep::ReduceOp::sum, lockstep::ReduceOp::average, lockstep::ReduceOp::product}) {
+    comm.all_reduce(tensor, op).wait_host();
+    comm.reduce(tensor, 0, op).wait_host();
+  }
+  comm.all_reduce(std::vector<at::Tensor>{tensor, tensor}).join_stream();
+  comm.broadcast(tensor).wait_host(std::chrono::milliseconds(1));
+  CHECK(at::equal(tensor, at::arange(4, at::kFloat)));
+  CHECK(comm.rank() == 0);
+  CHECK(comm.size() == 1);
+  CHECK(comm.all_reduce(tensor).error() == nullptr);
+}
+
+TEST_CASE("LocalComm copies where there is an output") {
+  LocalComm comm{world_of(1)};
+  const auto input = at::arange(4, at::kFloat);
+  auto gathered = at::zeros({1, 4});
+  comm.all_gather(gathered, input).wait_host();
+  CHECK(at::equal(gathered[0], input));
+  auto scattered = at::zeros({4});
+  comm.reduce_scatter(scattered, gathered).wait_host();
+  CHECK(at::equal(scattered, input));
+  auto exchanged = at::zeros({1, 4});
+  comm.all_to_all(exchanged, gathered).wait_host();
+  CHECK(at::equal(exchanged, gathered));
+  CHECK_THROWS_AS(comm.all_gather(at::zeros({1, 3}), input), lockstep::CommunicationError);
+}
+
+TEST_CASE("LocalComm carries bytes and forms groups of one") {
+  LocalComm comm{world_of(1)};
+  CHECK(comm.all_gather_bytes("abc") == std::vector<std::string>{"abc"});
+  CHECK(comm.broadcast_bytes("abc") == "abc");
+  CHECK(comm.sub_group({0})->size() == 1);
+  CHECK(!comm.sub_group({}));
+  CHECK_THROWS_AS(comm.sub_group({1}), lockstep::CommunicationError);
+}
+
+TEST_CASE("LocalComm is refused to a world of several") {
+  CHECK_THROWS_AS(LocalComm{world_of(2)}, lockstep::UsageError);
+}
+
+TEST_CASE("LocalComm keeps the rule of the rank-zero scope") {
+  const auto world = world_of(1);
+  LocalComm comm{world};
+  auto tensor = at::zeros({1});
+  world.rank_zero([&] {
+    CHECK_THROWS_AS(comm.all_reduce(tensor), lockstep::CommunicationError);
+    CHECK_THROWS_AS(comm.barrier(), lockstep::CommunicationError);
+    CHECK_THROWS_AS(comm.broadcast_bytes(""), lockstep::CommunicationError);
+  });
+  comm.barrier();
+}
