@@ -72,3 +72,199 @@ TEST_CASE("training is counted in epochs or in steps, and goes on where it stopp
     CHECK(told.empty());
   }
 }
+
+namespace {
+
+template <class Model, class... Given>
+auto local(lockstep::TrainerOptions options, Model model, Given... given) {
+  return lockstep::Trainer<Model, lockstep::DistributedSampler, lockstep::LocalComm, lockstep::Fp32,
+                           Given...>{alone(), options, model, given...};
+}
+
+bool equal(const std::vector<torch::Tensor>& a, const std::vector<torch::Tensor>& b) {
+  return a.size() == b.size() && std::equal(a.begin(), a.end(), b.begin(),
+                                            [](const auto& x, const auto& y) { return torch::equal(x, y); });
+}
+
+// Trains for some steps and gives the parameters.
+template <class T>
+std::vector<torch::Tensor> trained(T&& trainer) {
+  trainer.fit(three_classes(64), [](auto& net, const auto& batch) {
+    return torch::cross_entropy_loss(net.forward(batch.data), batch.target);
+  });
+  return trainer.model().parameters();
+}
+
+// The same loss for models that are pointers.
+template <class T>
+std::vector<torch::Tensor> trained_pointer(T&& trainer) {
+  trainer.fit(three_classes(64), [](auto& net, const auto& batch) {
+    return torch::cross_entropy_loss(net->forward(batch.data), batch.target);
+  });
+  return trainer.model()->parameters();
+}
+
+// Trains on the loss times two and halves the gradients: the same steps.
+struct Doubled {
+  template <class Forward>
+  auto forward(Forward&& forward) {
+    return forward();
+  }
+  torch::Tensor scale(const torch::Tensor& loss) const { return loss * 2; }
+  bool step(torch::optim::Optimizer& optimizer) const {
+    for (auto& group : optimizer.param_groups())
+      for (auto& parameter : group.params()) parameter.mutable_grad().mul_(0.5);
+    optimizer.step();
+    return true;
+  }
+};
+
+}  // namespace
+
+TEST_CASE("a model is a holder, a module or a shared pointer, made here or given") {
+  const lockstep::TrainerOptions options{.steps = 5, .batch_size = 16, .lr = 0.1, .seed = 7};
+  const auto expected = trained_pointer(LocalTrainer{alone(), options});
+  CHECK(equal(expected, trained(lockstep::Trainer<TinyNetImpl, lockstep::DistributedSampler,
+                                                  lockstep::LocalComm, lockstep::Fp32>{alone(), options})));
+  torch::manual_seed(7);
+  CHECK(equal(expected, trained(local(options, TinyNetImpl()))));
+  torch::manual_seed(7);
+  CHECK(equal(expected, trained_pointer(local(options, std::make_shared<TinyNetImpl>()))));
+  torch::manual_seed(7);
+  TinyNet given;
+  CHECK(equal(expected, trained_pointer(local(options, given))));
+  CHECK(equal(expected, given->parameters()));  // a holder is shared, not copied
+}
+
+TEST_CASE("the seed decides the model, and what is drawn afterwards") {
+  LocalTrainer a{alone(), {.seed = 3}};
+  const auto after_a = torch::rand(3);
+  LocalTrainer b{alone(), {.seed = 3}};
+  const auto after_b = torch::rand(3);
+  LocalTrainer c{alone(), {.seed = 4}};
+  CHECK(equal(a.model()->parameters(), b.model()->parameters()));
+  CHECK(!equal(a.model()->parameters(), c.model()->parameters()));
+  CHECK(torch::equal(after_a, after_b));
+}
+
+TEST_CASE("several trainers live side by side") {
+  const lockstep::TrainerOptions options{.epochs = 1, .batch_size = 16, .seed = 5};
+  auto step = [](LocalTrainer& trainer) { trainer.fit(three_classes(64), loss); };
+  LocalTrainer a{alone(), options}, b{alone(), options};
+  step(a);
+  step(b);
+  step(a);
+  CHECK(!equal(a.model()->parameters(), b.model()->parameters()));
+  step(b);
+  CHECK(equal(a.model()->parameters(), b.model()->parameters()));
+}
+
+TEST_CASE("the optimizer is made over each parameter once") {
+  struct TiedImpl : TinyNetImpl {
+    TiedImpl() { register_parameter("again", hidden->weight); }
+  };
+  std::size_t given = 0;
+  auto trainer = local({.steps = 2, .seed = 1}, std::make_shared<TiedImpl>(),
+                       lockstep::MakeOptimizer{[&](const std::vector<torch::Tensor>& parameters) {
+                         given = parameters.size();
+                         return std::make_unique<torch::optim::Adam>(parameters, 1e-2);
+                       }});
+  CHECK(given == 6);
+  CHECK(trainer.model()->parameters().size() == 7);
+  CHECK(dynamic_cast<torch::optim::Adam*>(&trainer.optimizer()) != nullptr);
+}
+
+TEST_CASE("a schedule multiplies the optimizer's rate") {
+  std::vector<double> rates;
+  torch::optim::Optimizer* optimizer = nullptr;
+  auto trainer = local({.epochs = 2, .batch_size = 32, .lr = 0.5}, TinyNet(),
+                       lockstep::RateSchedule{[](std::int64_t epoch, std::int64_t step) {
+                         return epoch == 0 ? 1.0 : 1.0 / static_cast<double>(step);
+                       }},
+                       lockstep::OnStep{[&](const auto&) {
+                         rates.push_back(optimizer->param_groups()[0].options().get_lr());
+                       }});
+  optimizer = &trainer.optimizer();
+  trainer.fit(three_classes(64), loss);
+  CHECK(rates == std::vector<double>{0.5, 0.5, 0.25, 0.5 / 3});
+}
+
+TEST_CASE("a step report tells the batch's loss") {
+  std::vector<double> told, values;
+  auto trainer = LocalTrainer{alone(), {.steps = 4, .batch_size = 16}};
+  const auto report = trainer.fit(
+      three_classes(64),
+      [&](TinyNet& net, const auto& batch) {
+        auto value = torch::cross_entropy_loss(net(batch.data), batch.target);
+        values.push_back(value.template item<float>());
+        return value;
+      },
+      lockstep::OnStep{[&](const lockstep::StepReport& step) { told.push_back(step.loss()); }});
+  CHECK(told == values);
+  CHECK(report.loss == Approx((values[0] + values[1] + values[2] + values[3]) / 4));
+}
+
+TEST_CASE("a policy of the user's own takes part") {
+  const lockstep::TrainerOptions options{.steps = 3, .lr = 0.1, .seed = 9};
+  const auto doubled =
+      trained_pointer(lockstep::Trainer<TinyNet, lockstep::DistributedSampler, lockstep::LocalComm, Doubled>{
+          alone(), options});
+  CHECK(equal(doubled, trained_pointer(LocalTrainer{alone(), options})));
+}
+
+TEST_CASE("datasets stay where they are, and may be loaded by threads") {
+  struct Counted {
+    lockstep::TensorDataset all = three_classes(50);
+    Counted() = default;
+    Counted(const Counted&) = delete;
+    [[nodiscard]] std::size_t size() const { return all.size(); }
+    [[nodiscard]] lockstep::Example get(std::size_t i) const { return all.get(i); }
+  };
+  const Counted dataset;
+  auto fit = [&](const auto& data, std::int64_t workers) {
+    LocalTrainer trainer{alone(), {.epochs = 2, .batch_size = 8, .lr = 0.1, .seed = 6, .workers = workers}};
+    trainer.fit(data, loss);
+    CHECK(trainer.evaluate(data, lockstep::Accuracy{}) > 0);
+    return trainer.model()->parameters();
+  };
+  const auto expected = fit(dataset.all, 0);
+  CHECK(equal(fit(dataset, 0), expected));
+  CHECK(equal(fit(dataset, 2), expected));
+}
+
+TEST_CASE("an evaluation takes metrics of the output and of the model, and leaves the modes") {
+  LocalTrainer trainer{alone(), {}};
+  const auto test = three_classes(50);
+  trainer.model()->norm->eval();
+  const auto [accuracy, own_loss, its_loss] =
+      trainer.evaluate(test, lockstep::Accuracy{}, loss, lockstep::MeanLoss{});
+  CHECK(accuracy >= 0);
+  CHECK(own_loss == its_loss);
+  CHECK(trainer.model()->is_training());
+  CHECK(!trainer.model()->norm->is_training());
+  CHECK(torch::GradMode::is_enabled());
+
+  SECTION("also when a metric throws") {
+    auto broken = [](const torch::Tensor&, const auto&) -> lockstep::Mean {
+      throw std::runtime_error("broken");
+    };
+    CHECK_THROWS_WITH(trainer.evaluate(test, broken), "broken");
+    CHECK(trainer.model()->is_training());
+    CHECK(!trainer.model()->norm->is_training());
+    CHECK(torch::GradMode::is_enabled());
+  }
+  SECTION("and nothing to evaluate has no mean") {
+    CHECK(std::isnan(
+        trainer.evaluate(lockstep::TensorDataset{torch::zeros({0, 6}), torch::zeros({0}, torch::kLong)},
+                         lockstep::Accuracy{})));
+  }
+}
+
+TEST_CASE("bad options and empty data are refused before anything is trained") {
+  CHECK_THROWS_AS((LocalTrainer{alone(), {.batch_size = 0}}), lockstep::UsageError);
+  CHECK_THROWS_AS((LocalTrainer{alone(), {.epochs = -1}}), lockstep::UsageError);
+  LocalTrainer trainer{alone(), {}};
+  CHECK_THROWS_AS(
+      trainer.fit(lockstep::TensorDataset{torch::zeros({0, 6}), torch::zeros({0}, torch::kLong)}, loss),
+      lockstep::DataError);
+}

@@ -20,12 +20,15 @@ T pick(Fallback&& fallback, Given&... given) {
     return fallback(std::type_identity<T>{});
 }
 
-template <class T>
-T make_default(std::type_identity<T>) {
-  static_assert(
-      std::default_initializable<T>,
-      "lockstep: this policy of a Trainer has no default constructor: pass a value of it after the options");
-  return T();
-}
+struct MakeDefault {
+  template <class T>
+  T operator()(std::type_identity<T>) const {
+    static_assert(
+        std::default_initializable<T>,
+        "lockstep: this policy of a Trainer has no default constructor: pass a value of it after the "
+        "options");
+    return T();
+  }
+};
 
 }  // namespace lockstep::detail

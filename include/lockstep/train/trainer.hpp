@@ -52,8 +52,8 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
         comm_(detail::pick<Comm>([&]<class C>(std::type_identity<C>) { return C(world); }, given...)),
         model_(detail::pick<Model>(
             [&]<class M>(std::type_identity<M>) { return seeded_model<M>(options.seed); }, given...)),
-        precision_(detail::pick<PrecisionType>(detail::make_default<PrecisionType>, given...)),
-        extras_(detail::pick<Extras>(detail::make_default<Extras>, given...)...),
+        precision_(detail::pick<PrecisionType>(detail::MakeDefault{}, given...)),
+        extras_(detail::pick<Extras>(detail::MakeDefault{}, given...)...),
         ddp_(model_.get(), comm_),
         optimizer_(make_optimizer()) {
     static_assert((detail::one_of<Given, Model, Comm, PrecisionType, Extras...> && ...),
