@@ -48,6 +48,17 @@ TEST_CASE("a rank that is killed in training ends all") {
   CHECK(lockstep_test::processes_left(process.marker()) == 0);
 }
 
+TEST_CASE("a rank that does not come to backward is named with the bucket and its parameters") {
+  const auto ended =
+      lockstep_test::run({lockstep_test::test_program("grad_fault_program"), "--nproc", "3", "late"});
+  CHECK(ended.code == 1);
+  CHECK_THAT(ended.error, ContainsSubstring("rank 1"));
+  CHECK_THAT(ended.error, ContainsSubstring("bucket 1 of"));
+  CHECK_THAT(ended.error, ContainsSubstring("'fourth.bias'"));
+  CHECK_THAT(ended.error, ContainsSubstring("in backward 3"));
+  CHECK(ended.left == 0);
+}
+
 TEST_CASE("a parameter that takes no part on one rank ends all, named") {
   const auto ended =
       lockstep_test::run({lockstep_test::test_program("grad_fault_program"), "--nproc", "3", "unused"});

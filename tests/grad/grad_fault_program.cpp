@@ -50,13 +50,16 @@ int main(int argc, char** argv) {
   return lockstep::launch(argc, argv, [&](const lockstep::World& world) {
     const bool odd = world.rank() == 1;
     auto model = make_model(mode, odd);
-    lockstep::GlooComm comm{world};
+    lockstep::GlooOptions options;
+    if (mode == "late") options.deadline = std::chrono::seconds(3);
+    lockstep::GlooComm comm{world, options};
     lockstep::DistributedDataParallel ddp{model, comm, {.bucket_caps = {64}}};
     for (int step = 0; step < 3; ++step) {
       const bool fault = step == 2;
       auto x = torch::ones({2, 8}, torch::requires_grad());
       // Its backward comes after the gradients of all layers, and all buckets but the last are in flight.
       if (fault && odd && mode.starts_with("throws")) x = Thrower::apply(x);
+      if (fault && odd && mode == "late") std::this_thread::sleep_for(std::chrono::minutes(2));
       if (fault && !odd && mode == "throws alone") std::this_thread::sleep_for(std::chrono::minutes(2));
       if (fault && odd && mode == "unused") model = make_model(mode, odd);
       if (fault && odd && mode == "dies") {

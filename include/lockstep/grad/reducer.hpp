@@ -254,7 +254,7 @@ class Reducer {
         }
         throw TimeoutError(fmt::format("{} (bucket {} of {}, with {}, in backward {})", error.what(), b + 1,
                                        works_.size(), parameter_list(buckets_->members(b), parameters_),
-                                       iteration_));
+                                       iteration_ + 1));
       }
       works_[b].reset();
     }
