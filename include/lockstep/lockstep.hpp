@@ -25,5 +25,7 @@
 #include "lockstep/train/model_file.hpp"
 #include "lockstep/train/shared_model_file.hpp"
 #include "lockstep/train/trainer.hpp"
+#include "lockstep/world/launch.hpp"
 #include "lockstep/world/rank_zero_scope.hpp"
+#include "lockstep/world/spawn.hpp"
 #include "lockstep/world/world.hpp"

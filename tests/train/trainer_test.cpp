@@ -177,13 +177,13 @@ TEST_CASE("the optimizer is made over each parameter once") {
 TEST_CASE("a schedule multiplies the optimizer's rate") {
   std::vector<double> rates;
   torch::optim::Optimizer* optimizer = nullptr;
-  auto trainer = local({.epochs = 2, .batch_size = 32, .lr = 0.5}, TinyNet(),
-                       lockstep::RateSchedule{[](std::int64_t epoch, std::int64_t step) {
-                         return epoch == 0 ? 1.0 : 1.0 / static_cast<double>(step);
-                       }},
-                       lockstep::OnStep{[&](const auto&) {
-                         rates.push_back(optimizer->param_groups()[0].options().get_lr());
-                       }});
+  auto trainer = lockstep::make_trainer<TinyNet, lockstep::DistributedSampler, lockstep::LocalComm>(
+      alone(), {.epochs = 2, .batch_size = 32, .lr = 0.5},
+      lockstep::RateSchedule{[](std::int64_t epoch, std::int64_t step) {
+        return epoch == 0 ? 1.0 : 1.0 / static_cast<double>(step);
+      }},
+      lockstep::OnStep{
+          [&](const auto&) { rates.push_back(optimizer->param_groups()[0].options().get_lr()); }});
   optimizer = &trainer.optimizer();
   trainer.fit(three_classes(64), loss);
   CHECK(rates == std::vector<double>{0.5, 0.5, 0.25, 0.5 / 3});

@@ -225,4 +225,12 @@ template <class M, class... Extras>
 Trainer(const World&, TrainerOptions, M, Extras...)
     -> Trainer<M, DefaultSampler, DefaultComm, DefaultPrecision, Extras...>;
 
+/// The same with policies by name, for extras that have none: `make_trainer<Net, MySampler>(world, options,
+/// extras...)`.
+template <class Model, class SamplerType = DefaultSampler, class Comm = DefaultComm,
+          class PrecisionType = DefaultPrecision, class... Extras>
+auto make_trainer(const World& world, const TrainerOptions& options, Extras... extras) {
+  return Trainer<Model, SamplerType, Comm, PrecisionType, Extras...>(world, options, std::move(extras)...);
+}
+
 }  // namespace lockstep
