@@ -59,7 +59,7 @@ add_executable(program main.cpp)
 target_link_libraries(program PRIVATE lockstep::lockstep)
 ")
   run(${CMAKE_COMMAND} -G ${GENERATOR} -S ${SCRATCH}/program -B ${SCRATCH}/program -DCMAKE_CXX_COMPILER=${COMPILER}
-    "-DCMAKE_PREFIX_PATH=${SCRATCH}/prefix;${TORCH}")
+    -DCMAKE_PREFIX_PATH=${SCRATCH}/prefix -DTorch_ROOT=${TORCH} -DLOCKSTEP_FETCH_TORCH=OFF)
   run(${CMAKE_COMMAND} --build ${SCRATCH}/program)
 endif()
 
