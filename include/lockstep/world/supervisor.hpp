@@ -91,6 +91,7 @@ class Supervisor {
     bool ended = false;
     bool ordered_to_end = false;
     int status = 0;
+    std::int64_t ended_at = 0;
   };
 
   struct Candidate {
@@ -233,6 +234,7 @@ class Supervisor {
       kill(-child.pid, SIGKILL);  // what it left behind; while it is a zombie nobody else can have its number
       waitpid(child.pid, &child.status, 0);
       child.ended = true;
+      child.ended_at = monotonic_nanoseconds();
       read_report(i);
       if (!child.reported && child.status != 0 && !child.ordered_to_end) {
         const bool by_signal = WIFSIGNALED(child.status);
@@ -341,8 +343,18 @@ class Supervisor {
     const auto& report = first.report;
     if (report.kind == FailureKind::usage) return {report.text, report.code, report.kind};
     const auto verb = report.text.starts_with("died") || report.text.starts_with("ended") ? " " : " failed: ";
-    return {fmt::format("rank {} (pid {}){}{}", child.rank, child.pid, verb, report.text), report.code,
-            report.kind};
+    std::string text = fmt::format("rank {} (pid {}){}{}", child.rank, child.pid, verb, report.text);
+    // Who left in good order while others still needed it is not at fault by its exit code, and yet the
+    // cause.
+    std::string gone;
+    int count = 0;
+    for (const auto& other : children_)
+      if (other.ended && other.status == 0 && other.ended_at < report.when && ++count <= 4)
+        gone += fmt::format("{}{}", gone.empty() ? "" : ", ", other.rank);
+    if (count > 0)
+      text += fmt::format("; rank{} {}{} had ended by then, with exit code 0", count > 1 ? "s" : "", gone,
+                          count > 4 ? fmt::format(" and {} more", count - 4) : "");
+    return {text, report.code, report.kind};
   }
 
   void enforce() {

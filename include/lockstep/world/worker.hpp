@@ -129,8 +129,6 @@ inline void write_elastic_error_file(const std::string& path, const std::string&
     first = *told;
   }
   if (report_descriptor() < 0) {
-    // The launcher takes the earliest second for the cause: a consequence must be later.
-    if (consequence && rank >= 0) std::this_thread::sleep_for(std::chrono::milliseconds(1500));
     const bool said_already = !first && report.kind == FailureKind::usage;
     const auto text = report.kind == FailureKind::usage || rank < 0
                           ? fmt::format("error: {}\n", report.text)
@@ -141,6 +139,11 @@ inline void write_elastic_error_file(const std::string& path, const std::string&
       if (!said_already) std::fwrite(text.data(), 1, text.size(), stderr);
       std::fflush(nullptr);
     });
+    // What libraries say from here on is about connections that end: nothing that a user could act on.
+    const int nowhere = open("/dev/null", O_WRONLY | O_CLOEXEC);
+    if (nowhere >= 0) dup2(nowhere, 2);
+    // The launcher takes the earliest second for the cause: a consequence must be later.
+    if (consequence && rank >= 0) std::this_thread::sleep_for(std::chrono::milliseconds(1500));
     if (const auto path = process_variable("TORCHELASTIC_ERROR_FILE"))
       write_elastic_error_file(*path, report.text, consequence ? std::time(nullptr) : when);
   }

@@ -213,7 +213,7 @@ class World {
       }
       const bool first = world.publish_failure(text);
       // The store goes with this process: leave the others a moment to read it.
-      if (world.hosts_store()) std::this_thread::sleep_for(std::chrono::milliseconds(500));
+      if (world.hosts_store()) std::this_thread::sleep_for(std::chrono::milliseconds(800));
       return first;
     };
   }

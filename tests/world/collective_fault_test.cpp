@@ -1,0 +1,108 @@
+#include <chrono>
+#include <memory>
+#include <string>
+
+#include "support/catch.hpp"
+#include "support/process.hpp"
+
+using namespace std::chrono_literals;
+using lockstep_test::run;
+using lockstep_test::test_program;
+using Clock = std::chrono::steady_clock;
+
+namespace {
+
+const std::string program = test_program("collective_program");
+
+int count(const std::string& text, const std::string& part) {
+  int found = 0;
+  for (auto at = text.find(part); at != std::string::npos; at = text.find(part, at + 1)) ++found;
+  return found;
+}
+
+// How long after the ranks had begun everything was over.
+struct Result {
+  int code;
+  std::string out, error;
+  Clock::duration took;
+  int left;
+};
+
+Result launched(const std::string& mode, int nproc) {
+  auto process = lockstep_test::start({program, mode, "--nproc", std::to_string(nproc)});
+  REQUIRE(process.wait_for_output("has reached step 5", 60s));
+  const auto begin = Clock::now();
+  REQUIRE(process.wait(60s));
+  const auto took = Clock::now() - begin;
+  return {process.exit_code(), process.out(), process.error(), took,
+          lockstep_test::processes_left(process.marker())};
+}
+
+}  // namespace
+
+TEST_CASE("collectives run and end well") {
+  const auto result = launched("well", 3);
+  INFO(result.out << result.error);
+  CHECK(result.code == 0);
+  CHECK(result.error.empty());
+  CHECK_THAT(result.out, ContainsSubstring("sum 1048576"));
+  CHECK(result.left == 0);
+}
+
+TEST_CASE("a failure between collectives ends all within 5 s, whatever the deadline, and is shown once") {
+  struct Case {
+    std::string mode, text;
+    int code;
+  };
+  for (const auto& [mode, text, code] : std::vector<Case>{{"killed", "error: rank {} (pid ", 137},
+                                                          {"throws", "failed: a bad batch", 1},
+                                                          {"throws in flight", "failed: a bad batch", 1},
+                                                          {"finishes early", "rank {} ", 1},
+                                                          {"early exit", "rank {} ", 1},
+                                                          {"never comes", "rank {} ", 1}})
+    for (const int nproc : {2, 3}) {
+      const auto result = launched(mode, nproc);
+      INFO(mode << " of " << nproc << "\n" << result.out << result.error);
+      CHECK(result.code == code);
+      CHECK(result.error.starts_with("error: rank "));
+      CHECK_THAT(result.error, ContainsSubstring(fmt::format(fmt::runtime(text), nproc - 1)));
+      CHECK(count(result.error, "error: ") == 1);
+      CHECK(count(result.error, "\n") == 1);
+      CHECK(result.took < (mode == "never comes" ? 8s : 5s));
+      CHECK(result.left == 0);
+    }
+}
+
+TEST_CASE("a failure by hand, without a launcher, ends all ranks") {
+  for (const std::string mode : {"killed", "throws", "throws in flight"}) {
+    const auto marker = lockstep_test::new_marker();
+    const auto port = std::to_string(lockstep_test::free_port());
+    std::vector<std::unique_ptr<lockstep_test::Process>> ranks;
+    for (const char* rank : {"0", "1", "2"})
+      ranks.push_back(std::make_unique<lockstep_test::Process>(
+          std::vector<std::string>{program, mode},
+          lockstep_test::Variables{{"RANK", rank},
+                                   {"WORLD_SIZE", "3"},
+                                   {"MASTER_ADDR", "127.0.0.1"},
+                                   {"MASTER_PORT", port},
+                                   {lockstep_test::marker_variable, marker}},
+          lockstep_test::StartOptions{}));
+    REQUIRE(ranks[0]->wait_for_output("has reached step 5", 60s));
+    const auto begin = Clock::now();
+    for (auto& rank : ranks) REQUIRE(rank->wait(20s));
+    INFO(mode << "\n" << ranks[0]->error() << "---\n" << ranks[1]->error() << "---\n" << ranks[2]->error());
+    CHECK(Clock::now() - begin < 7s);
+    CHECK(ranks[0]->exit_code() == 1);
+    CHECK(ranks[1]->exit_code() == 1);
+    CHECK(ranks[2]->exit_code() == (mode == "killed" ? 137 : 1));
+    if (mode != "killed") {
+      CHECK_THAT(ranks[2]->error(), ContainsSubstring("error: rank 2 failed: a bad batch"));
+      for (int survivor : {0, 1}) CHECK_THAT(ranks[survivor]->error(), ContainsSubstring("a bad batch"));
+    }
+    for (int survivor : {0, 1}) {
+      CHECK_THAT(ranks[survivor]->error(), ContainsSubstring("rank 2"));
+      CHECK(count(ranks[survivor]->error(), "\n") == 1);
+    }
+    CHECK(lockstep_test::processes_left(marker) == 0);
+  }
+}

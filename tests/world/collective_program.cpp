@@ -1,0 +1,43 @@
+// A program of several ranks that reduce tensors until something happens, as its first argument says.
+#include <thread>
+
+#include "lockstep/comm/gloo_comm.hpp"
+#include "lockstep/world/launch.hpp"
+
+using namespace std::chrono_literals;
+
+namespace {
+
+int rank_of(const std::string& mode, lockstep::World world) {
+  const auto deadline = mode == "never comes" ? 2000ms : 1800000ms;
+  lockstep::GlooComm comm{world, {.deadline = deadline}};
+  auto tensor = torch::ones({1 << 20});
+  const int culprit = world.size() - 1;
+  // Each step of every rank ends when the last rank has done it.
+  for (int step = 0; mode == "well" ? step < 20 : true; ++step) {
+    if (step == 5 && world.rank() == culprit) {
+      if (mode == "killed") kill(getpid(), SIGKILL);
+      if (mode == "throws") throw lockstep::DataError("a bad batch");
+      if (mode == "throws in flight") {
+        auto work = comm.all_reduce(tensor, lockstep::ReduceOp::sum);
+        auto other = comm.all_reduce(tensor.clone(), lockstep::ReduceOp::sum);
+        throw lockstep::DataError("a bad batch");
+      }
+      if (mode == "never comes") std::this_thread::sleep_for(60s);
+      if (mode == "finishes early") return 0;
+      if (mode == "early exit") std::exit(0);
+    }
+    auto work = comm.all_reduce(tensor, lockstep::ReduceOp::average);
+    work.wait_host();
+    if (step == 4) world.log.all().info("rank {} has reached step 5", world.rank());
+  }
+  comm.shutdown();
+  world.log.info("sum {}", tensor.sum().item<float>());
+  return 0;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  return lockstep::launch(argc, argv, [&](lockstep::World world) { return rank_of(argv[1], world); });
+}

@@ -1,0 +1,332 @@
+#include <sys/stat.h>
+
+#include <algorithm>
+#include <chrono>
+#include <memory>
+#include <thread>
+
+#include "lockstep/world/child.hpp"
+#include "lockstep/world/devices.hpp"
+#include "lockstep/world/socket.hpp"
+#include "support/catch.hpp"
+#include "support/process.hpp"
+
+using namespace std::chrono_literals;
+using lockstep_test::processes_left;
+using lockstep_test::run;
+using lockstep_test::start;
+using lockstep_test::test_program;
+using Strings = std::vector<std::string>;
+
+namespace {
+
+const std::string program = test_program("world_program");
+
+int count(const std::string& text, const std::string& part) {
+  int found = 0;
+  for (auto at = text.find(part); at != std::string::npos; at = text.find(part, at + 1)) ++found;
+  return found;
+}
+
+lockstep_test::Variables by_hand(int rank, int size, int port) {
+  return {{"RANK", std::to_string(rank)},
+          {"WORLD_SIZE", std::to_string(size)},
+          {"MASTER_ADDR", "127.0.0.1"},
+          {"MASTER_PORT", std::to_string(port)}};
+}
+
+// Several processes under one marker, one for each set of variables.
+struct Together {
+  std::string marker = lockstep_test::new_marker();
+  std::vector<std::unique_ptr<lockstep_test::Process>> all;
+  void add(Strings command, lockstep_test::Variables variables) {
+    variables[lockstep_test::marker_variable] = marker;
+    all.push_back(std::make_unique<lockstep_test::Process>(std::move(command), std::move(variables),
+                                                           lockstep_test::StartOptions{}));
+  }
+  // Waits for all; returns their exit codes, -1 for those that do not end.
+  std::vector<int> wait(std::chrono::milliseconds patience = 20s) {
+    std::vector<int> codes;
+    for (auto& process : all) codes.push_back(process->wait(patience) ? process->exit_code() : -1);
+    return codes;
+  }
+};
+
+}  // namespace
+
+TEST_CASE("launch runs every rank and ends with 0") {
+  const auto result = run({program, "well", "--nproc", "3"});
+  INFO(result.out << result.error);
+  CHECK(result.code == 0);
+  CHECK(result.error.empty());
+  for (int rank = 0; rank < 3; ++rank)
+    CHECK(count(result.out, fmt::format("[rank {0}] rank {0} of 3, local {0} of 3\n", rank)) == 1);
+  CHECK(result.left == 0);
+}
+
+TEST_CASE("without --nproc and GPUs there are two ranks, alone with --nproc 1") {
+  CHECK(count(run({program, "well"}, {{"CUDA_VISIBLE_DEVICES", "-1"}}).out, "of 2, local") == 2);
+  CHECK(count(run({program, "well", "--nproc", "1"}).out, "rank 0 of 1") == 1);
+}
+
+TEST_CASE("bad input ends on one line with exit code 2, before anything starts") {
+  struct Case {
+    Strings arguments;
+    lockstep_test::Variables variables;
+    std::string text;
+  };
+  for (const auto& [arguments, variables, text] : std::vector<Case>{
+           {{"well", "--nproc", "0"}, {}, "--nproc 0"},
+           {{"well", "--nproc", "-3"}, {}, "--nproc -3"},
+           {{"well", "--nproc=three"}, {}, "--nproc three"},
+           {{"well", "--prefix", "loud"}, {}, "--prefix loud"},
+           {{"well", "--nproc", "2"}, {{"WORLD_SIZE", "3"}}, "WORLD_SIZE=3 contradicts --nproc 2"},
+           {{"well"}, by_hand(2, 2, 29999), "RANK=2 is out of range"},
+           {{"well"}, {{"RANK", "one"}, {"WORLD_SIZE", "2"}}, "RANK=one"},
+           {{"well", "--nproc", "4"}, by_hand(4, 7, 29999), "WORLD_SIZE=7 allows no rank above 6"},
+           {{"level one"}, {{"RANK", "1"}, {"WORLD_SIZE", "2"}}, "MASTER_ADDR is not set"},
+           {{"usage", "--nproc", "3"}, {}, "--epochs -1 is too small"},
+           {{"usage", "--nproc", "1"}, {}, "--epochs -1 is too small"}}) {
+    Strings command{program};
+    command.insert(command.end(), arguments.begin(), arguments.end());
+    const auto result = run(command, variables, 20s);
+    INFO(result.out << result.error);
+    CHECK(result.code == 2);
+    CHECK(result.error.starts_with("error: "));
+    CHECK_THAT(result.error, ContainsSubstring(text));
+    CHECK(count(result.error, "\n") == 1);
+    CHECK(result.left == 0);
+  }
+}
+
+TEST_CASE("a rank that fails is shown once, first, and takes the others with it") {
+  struct Case {
+    std::string mode, text;
+    int code;
+  };
+  for (const auto& [mode, text, code] :
+       std::vector<Case>{{"throws", "failed: std::out_of_range: no such digit", 1},
+                         {"torch throws", "failed: c10::Error: a tensor of LibTorch is wrong", 1},
+                         {"killed", "died (SIGKILL", 137},
+                         {"code", "ended with exit code 5", 5},
+                         {"first fails", "failed: the archive is damaged", 1},
+                         {"first takes long",
+                          "the first on this host, has not finished its local_zero_first after 0.5 s", 1},
+                         {"collective in scope", "barrier called inside a rank-zero scope", 1}}) {
+    const auto begin = std::chrono::steady_clock::now();
+    const auto result = run({program, mode, "--nproc", "3"}, {}, 30s);
+    INFO(mode << "\n" << result.out << result.error);
+    CHECK(result.code == code);
+    CHECK(result.error.starts_with("error: rank "));
+    CHECK_THAT(result.error, ContainsSubstring(text));
+    CHECK(count(result.error, "error: ") == 1);
+    CHECK(count(result.error, "\n") == 1);
+    CHECK(result.left == 0);
+    CHECK(std::chrono::steady_clock::now() - begin < 10s);
+  }
+}
+
+TEST_CASE("Ctrl-C ends launched ranks") {
+  for (const bool whole_group : {false, true}) {
+    auto process = start({program, "waits", "--nproc", "3"});
+    for (const char* rank : {"rank 0 of", "rank 1 of", "rank 2 of"}) REQUIRE(process.wait_for_output(rank));
+    whole_group ? process.signal_group(SIGINT) : process.signal(SIGINT);
+    REQUIRE(process.wait(5s));
+    CHECK(process.exit_code() == 130);
+    CHECK(processes_left(process.marker()) == 0);
+  }
+}
+
+TEST_CASE("no rank survives a launcher that is killed") {
+  auto process = start({program, "waits", "--nproc", "3"});
+  for (const char* rank : {"rank 0 of", "rank 1 of", "rank 2 of"}) REQUIRE(process.wait_for_output(rank));
+  CHECK(lockstep_test::processes_with(process.marker()).size() == 4);
+  process.signal(SIGKILL);
+  REQUIRE(process.wait(5s));
+  CHECK(processes_left(process.marker()) == 0);
+}
+
+TEST_CASE("ranks by hand meet, and the host of the store leaves last") {
+  for (const char* mode : {"well", "late"}) {
+    Together ranks;
+    const int port = lockstep_test::free_port();
+    for (int rank = 0; rank < 3; ++rank) ranks.add({program, mode}, by_hand(rank, 3, port));
+    CHECK(ranks.wait() == std::vector<int>{0, 0, 0});
+    for (const auto& process : ranks.all) CHECK(process->error().empty());
+  }
+}
+
+TEST_CASE("ranks by hand meet in a file") {
+  const auto path = fmt::format("/tmp/lockstep_meet_{}", lockstep_test::new_marker());
+  Together ranks;
+  for (int rank = 0; rank < 3; ++rank)
+    ranks.add(
+        {program, "well"},
+        {{"RANK", std::to_string(rank)}, {"WORLD_SIZE", "3"}, {"LOCKSTEP_RENDEZVOUS", "file://" + path}});
+  CHECK(ranks.wait() == std::vector<int>{0, 0, 0});
+  std::remove(path.c_str());
+}
+
+TEST_CASE("a failure by hand reaches the other ranks through the store") {
+  for (const char* mode : {"throws", "level one"}) {
+    Together ranks;
+    const int port = lockstep_test::free_port();
+    const auto begin = std::chrono::steady_clock::now();
+    for (int rank = 0; rank < 3; ++rank) ranks.add({program, mode}, by_hand(rank, 3, port));
+    CHECK(ranks.wait() == std::vector<int>{1, 1, 1});
+    CHECK(std::chrono::steady_clock::now() - begin < 10s);
+    const std::string text = mode == std::string("throws") ? "no such digit" : "a bad file";
+    for (const auto& process : ranks.all) {
+      INFO(process->error());
+      CHECK_THAT(process->error(), ContainsSubstring(text));
+      CHECK(count(process->error(), "\n") == 1);
+    }
+    CHECK(processes_left(ranks.marker) == 0);
+  }
+}
+
+TEST_CASE("two hosts by hand with unequal numbers of ranks") {
+  for (const char* mode : {"well", "late", "throws", "killed"}) {
+    Together hosts;
+    const int port = lockstep_test::free_port();
+    hosts.add({program, mode, "--nproc", "3"}, by_hand(0, 7, port));
+    hosts.add({program, mode, "--nproc", "4"}, by_hand(3, 7, port));
+    const auto codes = hosts.wait();
+    const auto &a = *hosts.all[0], &b = *hosts.all[1];
+    INFO(mode << "\n" << a.out() << a.error() << "---\n" << b.out() << b.error());
+    CHECK(processes_left(hosts.marker) == 0);
+    if (mode == std::string("well")) {
+      CHECK(codes == std::vector<int>{0, 0});
+      CHECK_THAT(a.out(), ContainsSubstring("rank 2 of 7, local 2 of 3"));
+      CHECK_THAT(b.out(), ContainsSubstring("rank 6 of 7, local 3 of 4"));
+      CHECK_THAT(b.out(), ContainsSubstring("rank 3 of 7, local 0 of 4"));
+    } else if (mode == std::string("late")) {
+      CHECK(codes == std::vector<int>{0, 0});
+    } else if (mode == std::string("throws")) {
+      CHECK(codes == std::vector<int>{1, 1});
+      CHECK(a.error().starts_with("error: rank 1 (pid "));
+      CHECK_THAT(b.error(), ContainsSubstring("no such digit"));
+    } else {
+      CHECK(codes == std::vector<int>{1, 137});
+      CHECK(b.error().starts_with("error: rank 6 (pid "));
+      CHECK_THAT(a.error(), ContainsSubstring("rank 6 (pid "));
+      CHECK_THAT(a.error(), ContainsSubstring("died (SIGKILL"));
+    }
+    for (const auto* host : {&a, &b})
+      CHECK(count(host->error(), "error: ") ==
+            (std::string(mode) < "m" || std::string(mode) == "throws" ? (codes[0] == 0 ? 0 : 1) : 0));
+  }
+}
+
+TEST_CASE("a port in use is named") {
+  const auto taken = lockstep::detail::listen_on(0, false);
+  for (const Strings& command : {Strings{program, "well"}, Strings{program, "well", "--nproc", "2"}}) {
+    const auto result = run(command, by_hand(0, 3, taken.port), 20s);
+    INFO(result.error);
+    CHECK(result.code == 1);
+    CHECK_THAT(result.error, ContainsSubstring(fmt::format("port {} is already in use", taken.port)));
+    CHECK(count(result.error, "\n") == 1);
+  }
+}
+
+TEST_CASE("a master that is not there is told apart from a name that is not known") {
+  auto variables = by_hand(1, 2, lockstep_test::free_port());
+  variables["LOCKSTEP_RENDEZVOUS_TIMEOUT"] = "1";
+  auto result = run({program, "well"}, variables, 20s);
+  CHECK(result.code == 1);
+  CHECK_THAT(result.error, ContainsSubstring("nothing listens there"));
+  CHECK(count(result.error, "\n") == 1);
+  variables["MASTER_ADDR"] = "no-such-host.invalid";
+  result = run({program, "well"}, variables, 20s);
+  CHECK(result.code == 1);
+  CHECK_THAT(result.error, ContainsSubstring("no-such-host.invalid"));
+  CHECK_THAT(result.error, !ContainsSubstring("nothing listens"));
+}
+
+TEST_CASE("two processes that claim one rank are both named") {
+  Together ranks;
+  const int port = lockstep_test::free_port();
+  ranks.add({program, "well"}, by_hand(0, 3, port));
+  ranks.add({program, "waits"}, by_hand(1, 3, port));
+  std::this_thread::sleep_for(1s);
+  ranks.add({program, "well"}, by_hand(1, 3, port));
+  REQUIRE(ranks.all[2]->wait(15s));
+  CHECK(ranks.all[2]->exit_code() == 1);
+  CHECK_THAT(ranks.all[2]->error(),
+             ContainsSubstring(fmt::format("rank 1 is claimed by {} pid {} and {} pid {}",
+                                           lockstep::detail::host_name(), ranks.all[1]->pid(),
+                                           lockstep::detail::host_name(), ranks.all[2]->pid())));
+}
+
+TEST_CASE("ranks that disagree on the world size are told so") {
+  Together ranks;
+  const int port = lockstep_test::free_port();
+  ranks.add({program, "well"}, by_hand(0, 3, port));
+  std::this_thread::sleep_for(700ms);
+  ranks.add({program, "well"}, by_hand(1, 2, port));
+  REQUIRE(ranks.all[1]->wait(15s));
+  CHECK(ranks.all[1]->exit_code() == 1);
+  CHECK_THAT(ranks.all[1]->error(), ContainsSubstring("rank 1 says world size 2, rank 0 says 3"));
+}
+
+TEST_CASE("spawn runs and joins, one call after the other") {
+  const auto result = run({program, "spawn"});
+  INFO(result.out << result.error);
+  CHECK(result.code == 0);
+  CHECK_THAT(result.out, ContainsSubstring("[rank 2] first 2 of 3\n"));
+  CHECK_THAT(result.out, ContainsSubstring("[rank 1] second 1 of 2\n"));
+  CHECK(count(result.out, " of ") == 5);
+  CHECK(count(result.out, "joined") == 1);
+  CHECK(result.out.find("second") > result.out.rfind("first"));
+  CHECK(result.left == 0);
+}
+
+TEST_CASE("a spawned process that fails ends all and names itself") {
+  const auto result = run({program, "spawn fails"});
+  CHECK(result.code == 1);
+  CHECK_THAT(result.error, ContainsSubstring("error: rank 2 (pid "));
+  CHECK_THAT(result.error, ContainsSubstring("failed: a bad file"));
+  CHECK(count(result.error, "\n") == 1);
+  CHECK(result.out.empty());
+  CHECK(result.left == 0);
+}
+
+TEST_CASE("spawned processes meet where they agree to") {
+  const auto path = fmt::format("/tmp/lockstep_spawn_{}", lockstep_test::new_marker());
+  for (const auto& url : {fmt::format("tcp://localhost:{}", lockstep_test::free_port()), "file://" + path}) {
+    const auto result = run({program, "spawn joins", url});
+    INFO(url << "\n" << result.out << result.error);
+    CHECK(result.code == 0);
+    CHECK(result.out == "met 3\n");
+  }
+  std::remove(path.c_str());
+}
+
+TEST_CASE("each rank gets its share of the cores") {
+  const auto result = run({program, "threads", "--nproc", "2"}, {{"OMP_NUM_THREADS", ""}});
+  CHECK(count(result.out, fmt::format("threads {}\n", std::max(1, lockstep::detail::usable_cores() / 2))) ==
+        2);
+  CHECK(count(run({program, "threads", "--nproc", "2"}, {{"OMP_NUM_THREADS", "2"}}).out, "threads 2\n") == 2);
+}
+
+TEST_CASE("progress is a bar on a terminal and lines elsewhere") {
+  const auto plain = run({program, "progress", "--nproc", "2"});
+  INFO(plain.out << plain.error);
+  CHECK(plain.code == 0);
+  CHECK(count(plain.out, "\r") == 0);
+  CHECK(count(plain.out, "epoch 1/1: ") >= 3);
+  CHECK_THAT(plain.out, ContainsSubstring("epoch 1/1: 50/50, "));
+  CHECK_THAT(plain.out, ContainsSubstring(" samples/s, loss 0.0200, 0:01 in all\n"));
+  CHECK(count(plain.out, "[rank 1] half way\n") == 1);
+  CHECK(plain.out.ends_with("done\n"));
+
+  for (const char* nproc : {"1", "2"}) {
+    auto bar = start({program, "progress", "--nproc", nproc}, {}, {.terminal = true});
+    REQUIRE(bar.wait(30s));
+    INFO(bar.out());
+    CHECK(count(bar.out(), "\r") > 5);
+    CHECK_THAT(bar.out(), ContainsSubstring("epoch 1/1 100 % [#################################] 50/50, "));
+    if (nproc == std::string("2")) CHECK_THAT(bar.out(), ContainsSubstring("\r\x1b[K[rank 1] half way\r\n"));
+    CHECK(bar.out().ends_with("\r\r\ndone\r\n"));
+  }
+}

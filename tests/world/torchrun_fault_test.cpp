@@ -1,0 +1,113 @@
+#include <unistd.h>
+
+#include <chrono>
+#include <string>
+#include <thread>
+
+#include "support/catch.hpp"
+#include "support/process.hpp"
+
+using namespace std::chrono_literals;
+using lockstep_test::processes_left;
+using lockstep_test::run;
+using lockstep_test::test_program;
+using Strings = std::vector<std::string>;
+
+namespace {
+
+const std::string program = test_program("world_program");
+
+// The torchrun beside LOCKSTEP_PYTHON; empty, with the reason printed, where there is none.
+std::string torchrun() {
+  const char* python = std::getenv("LOCKSTEP_PYTHON");
+  const std::string path = python ? python : "";
+  const auto found = path.substr(0, path.rfind('/') + 1) + "torchrun";
+  if (!path.empty() && access(found.c_str(), X_OK) == 0) return found;
+  WARN("SKIPPED: no torchrun beside LOCKSTEP_PYTHON='" << path << "'");
+  return {};
+}
+
+Strings command(Strings options, Strings arguments) {
+  Strings all{torchrun(), "--no-python"};
+  all.insert(all.end(), options.begin(), options.end());
+  all.push_back(program);
+  all.insert(all.end(), arguments.begin(), arguments.end());
+  return all;
+}
+
+int count(const std::string& text, const std::string& part) {
+  int found = 0;
+  for (auto at = text.find(part); at != std::string::npos; at = text.find(part, at + 1)) ++found;
+  return found;
+}
+
+Strings one_node(int nproc) {
+  return {fmt::format("--nproc-per-node={}", nproc),
+          fmt::format("--master-port={}", lockstep_test::free_port())};
+}
+
+}  // namespace
+
+TEST_CASE("under torchrun launch is one worker") {
+  if (torchrun().empty()) return;
+  const auto result = run(command(one_node(3), {"well"}), {}, 120s);
+  INFO(result.out << result.error);
+  CHECK(result.code == 0);
+  for (int rank = 0; rank < 3; ++rank)
+    CHECK(count(result.out, fmt::format("[rank {0}] rank {0} of 3, local {0} of 3\n", rank)) == 1);
+  CHECK(result.left == 0);
+}
+
+TEST_CASE("torchrun shows the rank that failed and what it said") {
+  if (torchrun().empty()) return;
+  const auto result = run(command(one_node(3), {"throws"}), {}, 120s);
+  INFO(result.out << result.error);
+  CHECK(result.code == 1);
+  CHECK(count(result.error, "error: rank 1 failed: std::out_of_range: no such digit\n") == 1);
+  const auto root = result.error.find("Root Cause");
+  REQUIRE(root != std::string::npos);
+  CHECK_THAT(result.error.substr(root), ContainsSubstring("rank      : 1 (local_rank: 1)"));
+  CHECK_THAT(result.error.substr(root), ContainsSubstring("no such digit"));
+  CHECK(result.left == 0);
+}
+
+TEST_CASE("bad input under torchrun is said once") {
+  if (torchrun().empty()) return;
+  const auto result = run(command(one_node(2), {"usage after meeting"}), {}, 120s);
+  INFO(result.out << result.error);
+  CHECK(count(result.error, "error: --epochs -1 is too small: it must be 0 or more\n") == 1);
+}
+
+TEST_CASE("a second attempt of torchrun does not meet in the store of the first") {
+  if (torchrun().empty()) return;
+  const auto file = fmt::format("/tmp/lockstep_attempt_{}", lockstep_test::new_marker());
+  auto options = one_node(3);
+  options.push_back("--max-restarts=1");
+  const auto result = run(command(options, {"fails once", file}), {}, 120s);
+  std::remove(file.c_str());
+  INFO(result.out << result.error);
+  CHECK(result.code == 0);
+  CHECK(count(result.out, " of 3, local ") == 3);
+  CHECK(result.left == 0);
+}
+
+TEST_CASE("two nodes of torchrun with unequal numbers of ranks") {
+  if (torchrun().empty()) return;
+  const auto port = fmt::format("--master-port={}", lockstep_test::free_port());
+  const auto node = [&](int rank, int nproc) {
+    return command({"--nnodes=2", fmt::format("--node-rank={}", rank), "--master-addr=127.0.0.1", port,
+                    fmt::format("--nproc-per-node={}", nproc)},
+                   {"well"});
+  };
+  const auto marker = lockstep_test::new_marker();
+  auto a = lockstep_test::start(node(0, 1), {{lockstep_test::marker_variable, marker}});
+  auto b = lockstep_test::start(node(1, 2), {{lockstep_test::marker_variable, marker}});
+  REQUIRE(a.wait(120s));
+  REQUIRE(b.wait(120s));
+  INFO(a.out() << a.error() << b.out() << b.error());
+  CHECK(a.exit_code() == 0);
+  CHECK(b.exit_code() == 0);
+  CHECK_THAT(a.out(), ContainsSubstring("rank 0 of 3, local 0 of 1"));
+  CHECK_THAT(b.out(), ContainsSubstring("rank 2 of 3, local 1 of 2"));
+  CHECK(processes_left(marker) == 0);
+}

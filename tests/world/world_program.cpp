@@ -1,0 +1,149 @@
+// A program of several ranks that goes wrong in the way its first argument says: the tests start it and look
+// at what is left.
+#include <fstream>
+#include <thread>
+
+#include "lockstep/log/progress.hpp"
+#include "lockstep/world/launch.hpp"
+#include "lockstep/world/spawn.hpp"
+
+using namespace std::chrono_literals;
+using lockstep::World;
+
+namespace {
+
+void meet(const World& world) {
+  auto store = world.store();
+  store->set(fmt::format("program/{}", world.rank()), std::string("here"));
+  for (int rank = 0; rank < world.size(); ++rank) store->wait({fmt::format("program/{}", rank)}, 30s);
+}
+
+// Waits as one that looks now and then whether another rank has failed.
+void wait_for_failure(const World& world) {
+  auto side = world.connect_again();
+  const auto end = std::chrono::steady_clock::now() + 60s;
+  while (std::chrono::steady_clock::now() < end) {
+    if (const auto failure = World::published_failure(*side)) throw lockstep::PeerError(*failure);
+    std::this_thread::sleep_for(20ms);
+  }
+}
+
+int rank_of(const std::string& mode, World world, const std::string& file) {
+  const auto ready = [&] {
+    meet(world);
+    world.log.all().info("rank {} of {}, local {} of {}", world.rank(), world.size(), world.local_rank(),
+                         world.local_size());
+  };
+  if (mode == "well") {
+    ready();
+  } else if (mode == "late") {
+    ready();
+    if (world.rank() != 0) std::this_thread::sleep_for(1s);
+    world.store()->set(fmt::format("program/late/{}", world.rank()), std::string("here"));
+    if (world.rank() == world.size() - 1)
+      for (int rank = 0; rank < world.size(); ++rank)
+        world.store()->wait({fmt::format("program/late/{}", rank)}, 30s);
+  } else if (mode == "throws") {
+    ready();
+    if (world.rank() == 1) throw std::out_of_range("no such digit");
+    wait_for_failure(world);
+  } else if (mode == "torch throws") {
+    ready();
+    if (world.rank() == 1) TORCH_CHECK(false, "a tensor of LibTorch is wrong");
+    wait_for_failure(world);
+  } else if (mode == "killed") {
+    ready();
+    if (world.rank() == world.size() - 1) kill(getpid(), SIGKILL);
+    wait_for_failure(world);
+  } else if (mode == "usage") {
+    throw lockstep::UsageError("--epochs -1 is too small: it must be 0 or more");
+  } else if (mode == "usage after meeting") {
+    meet(world);
+    throw lockstep::UsageError("--epochs -1 is too small: it must be 0 or more");
+  } else if (mode == "fails once") {
+    const bool second = std::ifstream(file).good();
+    meet(world);
+    if (second) {
+      ready();
+    } else if (world.rank() == 2) {
+      std::ofstream{file} << "failed";
+      throw lockstep::Error("the first attempt fails");
+    } else {
+      std::this_thread::sleep_for(30s);
+    }
+  } else if (mode == "code") {
+    return world.rank() == 1 ? 5 : (std::this_thread::sleep_for(30s), 0);
+  } else if (mode == "first fails") {
+    world.local_zero_first([&] {
+      if (world.rank() == 0) throw lockstep::DataError("the archive is damaged");
+    });
+  } else if (mode == "first fails, no launcher") {
+    meet(world);
+    world.local_zero_first([&] {
+      if (world.local_rank() == 0) throw lockstep::DataError("the archive is damaged");
+    });
+  } else if (mode == "first takes long") {
+    world.local_zero_first(
+        [&] {
+          if (world.local_rank() == 0) std::this_thread::sleep_for(3s);
+        },
+        500ms);
+  } else if (mode == "collective in scope") {
+    world.rank_zero([&] { lockstep::forbid_in_rank_zero_scope("barrier"); });
+    wait_for_failure(world);
+  } else if (mode == "waits") {
+    ready();
+    std::this_thread::sleep_for(60s);
+  } else if (mode == "threads") {
+    world.log.all().info("threads {}", at::get_num_threads());
+  } else if (mode == "progress") {
+    lockstep::Progress progress(world.log, 50, {.title = "epoch 1/1", .line_every = 300ms});
+    for (int step = 0; step < 50; ++step) {
+      std::this_thread::sleep_for(20ms);
+      if (step == 25 && world.rank() == 1) world.log.all().info("half way");
+      progress.advance(64, 1.0 / (1 + step));
+    }
+    progress.finish();
+    world.log.info("done");
+  }
+  return 0;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const std::string mode = argc > 1 ? argv[1] : "well";
+  if (mode == "spawn") {
+    lockstep::spawn(3, [](int rank, int size) { fmt::print("first {} of {}\n", rank, size); });
+    lockstep::spawn(2, [](int rank, int size) { fmt::print("second {} of {}\n", rank, size); });
+    fmt::print("joined\n");
+    return 0;
+  }
+  if (mode == "spawn fails") {
+    lockstep::spawn(3, [](int rank, int) {
+      if (rank == 2) throw lockstep::DataError("a bad file");
+      std::this_thread::sleep_for(30s);
+    });
+    fmt::print("never\n");
+    return 0;
+  }
+  if (mode == "spawn joins") {
+    const std::string url = argv[2];
+    lockstep::spawn(3, [&](int rank, int size) {
+      const auto world = World::join(url, rank, size);
+      meet(world);
+      world.log.info("met {}", size);
+      world.leave();
+    });
+    return 0;
+  }
+  if (mode == "level one") {  // a loop of the user's own, without launch
+    const auto world = World::from_environment();
+    meet(world);
+    if (world.rank() == 1) throw lockstep::DataError("a bad file");
+    wait_for_failure(world);
+    return 0;
+  }
+  return lockstep::launch(argc, argv,
+                          [&](World world) { return rank_of(mode, world, argc > 2 ? argv[2] : ""); });
+}
