@@ -44,10 +44,16 @@ int main(int argc, char** argv) {
   CLI::App app("Fits a line with several processes: an ordinary LibTorch loop and five lines.");
   int epochs = 10;
   std::string nproc, prefix;
-  app.add_option("--epochs", epochs, "passes over the points")->capture_default_str();
+  app.add_option("--epochs", epochs, "passes over the points")
+      ->capture_default_str()
+      ->check(CLI::Range(0, 1000000));
   app.add_option("--nproc", nproc, "processes to start on this host");
   app.add_option("--prefix", prefix, "put the rank in front of lines: auto, always or never");
-  CLI11_PARSE(app, argc, argv);
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& end) {  // or --help
+    return app.exit(end) == 0 ? 0 : 2;
+  }
   return lockstep::launch(argc, argv,
                           [&](const lockstep::World& world) { train(world, epochs); });  // 5: was train()
 }

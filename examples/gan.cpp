@@ -93,6 +93,10 @@ int main(int argc, char** argv) {
   app.add_option("--digits", digits, "digits to draw and learn from")->check(CLI::Range(1, 10000000));
   app.add_option("--nproc", nproc, "processes to start on this host");
   app.add_option("--prefix", prefix, "put the rank in front of lines: auto, always or never");
-  CLI11_PARSE(app, argc, argv);
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& end) {  // or --help
+    return app.exit(end) == 0 ? 0 : 2;
+  }
   return lockstep::launch(argc, argv, [&](const lockstep::World& world) { train(world, steps, digits); });
 }

@@ -1,0 +1,81 @@
+// What a user can get wrong: one line of plain words, exit code 2, no training, nothing left behind.
+#include "examples/small_mnist.hpp"
+#include "support/catch.hpp"
+#include "support/process.hpp"
+
+using namespace lockstep_test;
+
+namespace {
+
+std::vector<std::string> mnist(std::vector<std::string> arguments) {
+  arguments.insert(arguments.begin(), test_program("mnist"));
+  return arguments;
+}
+
+// The one line that a wrong command ends with; `before` is what it may say first.
+std::string refusal(const std::vector<std::string>& arguments, const Variables& variables = {},
+                    const std::string& before = "") {
+  const Ended ended = run(mnist(arguments), variables);
+  INFO(Catch::StringMaker<std::vector<std::string>>::convert(arguments)
+       << "\nout: " << ended.out << "\nerror: " << ended.error);
+  CHECK(ended.code == 2);
+  CHECK(ended.out == before);
+  CHECK(std::count(ended.error.begin(), ended.error.end(), '\n') == 1);
+  CHECK(ended.error.find("terminate") == std::string::npos);
+  CHECK(ended.error.find("#1") == std::string::npos);
+  CHECK(ended.left == 0);
+  return ended.error;
+}
+
+}  // namespace
+
+TEST_CASE("wrong flags are refused on one line") {
+  CHECK_THAT(refusal({"--learning-speed", "3"}), ContainsSubstring("--learning-speed"));
+  CHECK_THAT(refusal({"stray"}), ContainsSubstring("stray"));
+  CHECK_THAT(refusal({"--batch-size", "0"}), ContainsSubstring("--batch-size") && ContainsSubstring("'0'"));
+  CHECK_THAT(refusal({"--batch_size=0"}), ContainsSubstring("'0' is not a whole number, 1 or more"));
+  CHECK_THAT(refusal({"--epochs", "-1"}), ContainsSubstring("'-1' is not a whole number, 0 or more"));
+  CHECK_THAT(refusal({"-e", "three"}), ContainsSubstring("'three' is not a whole number"));
+  CHECK_THAT(refusal({"--epochs"}), ContainsSubstring("--epochs"));
+  CHECK_THAT(refusal({"--workers", "-2"}), ContainsSubstring("--workers"));
+  CHECK_THAT(refusal({"--lr", "fast"}), ContainsSubstring("--lr"));
+  CHECK_THAT(refusal({"--lr", "-1"}), ContainsSubstring("--lr"));
+  CHECK_THAT(refusal({"--gpu", "all"}), ContainsSubstring("'all' is not a list of device numbers"));
+}
+
+TEST_CASE("a wrong number of processes is refused on one line") {
+  CHECK_THAT(refusal({"--nproc", "0"}), ContainsSubstring("--nproc 0"));
+  CHECK_THAT(refusal({"--nproc", "two"}), ContainsSubstring("--nproc two"));
+  CHECK_THAT(refusal({"--prefix", "perhaps"}), ContainsSubstring("--prefix perhaps"));
+  CHECK_THAT(refusal({"--nproc", "2"}, {{"WORLD_SIZE", "3"}}), ContainsSubstring("WORLD_SIZE=3"));
+}
+
+TEST_CASE("a data folder that is none is refused on one line before training") {
+  SmallMnist folder;
+  const auto in = [&](const std::filesystem::path& path) {
+    return refusal({"--nproc", "2", "--data-dir", path.string()});
+  };
+  CHECK_THAT(in(folder / "absent"), ContainsSubstring("absent"));
+  const TemporaryFolder empty;
+  CHECK_THAT(in(empty.path()), ContainsSubstring("there is no train-images-idx3-ubyte"));
+
+  folder.write("t10k-images-idx3-ubyte", "this is no picture of a digit");
+  CHECK_THAT(in(folder.path()), ContainsSubstring("t10k-images-idx3-ubyte: offset 0"));
+}
+
+TEST_CASE("a mirror that has nothing is refused on one line") {
+  const TemporaryFolder empty, target;
+  const auto url = "file://" + empty.path().string();
+  CHECK_THAT(
+      refusal({"--nproc", "2", "--download", "--data-dir", target.path().string()},
+              {{"LOCKSTEP_MNIST_MIRROR", url}}, "[rank 0] fetching " + url + "/train-images-idx3-ubyte.gz\n"),
+      ContainsSubstring("train-images-idx3-ubyte.gz could not be downloaded"));
+}
+
+TEST_CASE("a place where the model cannot be saved is refused on one line before training") {
+  const SmallMnist folder;
+  CHECK_THAT(refusal({"--data-dir", folder.path().string(), "--save", (folder / "absent" / "m.pt").string()}),
+             ContainsSubstring("cannot save to"));
+  CHECK_THAT(refusal({"--data-dir", folder.path().string(), "--save", folder.path().string()}),
+             ContainsSubstring("cannot save to"));
+}

@@ -1,0 +1,88 @@
+// Each example does what its first lines say, with real processes.
+#include <regex>
+
+#include "examples/small_mnist.hpp"
+#include "support/catch.hpp"
+#include "support/process.hpp"
+
+using namespace lockstep_test;
+
+namespace {
+
+Ended run_example(const std::string& name, std::vector<std::string> arguments,
+                  const Variables& variables = {}) {
+  arguments.insert(arguments.begin(), test_program(name));
+  Ended ended = run(arguments, variables);
+  INFO(Catch::StringMaker<std::vector<std::string>>::convert(arguments)
+       << "\nout: " << ended.out << "\nerror: " << ended.error);
+  CHECK(ended.code == 0);
+  CHECK(ended.error.empty());
+  CHECK(ended.left == 0);
+  return ended;
+}
+
+double accuracy_in(const std::string& out) {
+  std::smatch found;
+  return std::regex_search(out, found, std::regex("Accuracy is ([0-9.]+)%")) ? std::stod(found[1]) : -1;
+}
+
+}  // namespace
+
+TEST_CASE("mnist prints the tutorial's lines and learns") {
+  const SmallMnist folder;
+  const TemporaryFolder saved;
+  const auto model = (saved / "model.pt").string();
+  const auto ended = run_example("mnist", {"--nproc", "2", "--epochs", "3", "--batch_size", "16", "--lr",
+                                           "0.05", "--data-dir", folder.path().string(), "--save", model});
+  const std::regex lines(
+      "begin training of epoch 1/3\nbegin training of epoch 2/3\nbegin training of epoch 3/3\nbegin testing\n"
+      "Accuracy is [0-9]+\\.[0-9][0-9]%\n\ntime elapsed: [0-9]+\\.[0-9][0-9] seconds\n");
+  INFO(ended.out);
+  CHECK(std::regex_match(ended.out, lines));
+  CHECK(accuracy_in(ended.out) > 50);
+  CHECK(std::filesystem::file_size(model) > 29034 * 4);
+}
+
+TEST_CASE("mnist gives the same with and without workers, and in one process other digits a step") {
+  const SmallMnist folder;
+  const auto accuracy = [&](const std::string& nproc, const std::string& workers) {
+    return accuracy_in(run_example("mnist", {"--nproc", nproc, "-e", "1", "-b", "16", "--lr", "0.05",
+                                             "--workers", workers, "--data-dir", folder.path().string()})
+                           .out);
+  };
+  CHECK(accuracy("2", "0") == accuracy("2", "2"));
+  CHECK(accuracy("1", "0") > 20);
+}
+
+TEST_CASE("mnist without data draws digits once, and says so") {
+  const TemporaryFolder cache;
+  const Variables variables{{"XDG_CACHE_HOME", cache.path().string()}};
+  for (int time = 0; time < 2; ++time)
+    CHECK_THAT(run_example("mnist", {"--nproc", "2", "--epochs", "0"}, variables).out,
+               ContainsSubstring("training on 60000 digits drawn by this program"));
+}
+
+TEST_CASE("mnist takes the tutorial's --gpu for as many processes and says what it means") {
+  const SmallMnist folder;
+  const auto ended = run_example(
+      "mnist", {"--gpu", "0,1,2", "--prefix", "always", "-e", "0", "--data-dir", folder.path().string()});
+  CHECK_THAT(ended.out, ContainsSubstring("--gpu 0,1,2 starts as many processes, on the CPU"));
+}
+
+TEST_CASE("five lines make a loop data-parallel") {
+  const auto loss = [](const std::string& nproc) {
+    const auto out = run_example("five_lines", {"--nproc", nproc, "--epochs", "10"}).out;
+    std::smatch found;
+    REQUIRE(std::regex_search(
+        out, found, std::regex("Epoch 9 \\| Batchsize: 32 \\| Steps: ([0-9]+) \\| Loss ([0-9.]+)")));
+    CHECK(std::stoi(found[1]) * std::stoi(nproc) == 64);
+    return std::stod(found[2]);
+  };
+  CHECK(loss("1") < 0.05);
+  CHECK(loss("2") < 0.05);
+}
+
+TEST_CASE("two models and two optimizers stay in step") {
+  const auto out = run_example("gan", {"--nproc", "3", "--steps", "12", "--digits", "960"}).out;
+  CHECK_THAT(out, ContainsSubstring("done: 12 steps of two models on 3 ranks"));
+}
