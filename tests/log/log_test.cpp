@@ -1,0 +1,125 @@
+#include "lockstep/log/log.hpp"
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <fstream>
+#include <iterator>
+#include <regex>
+#include <string>
+
+#include "lockstep/log/progress.hpp"
+#include "support/catch.hpp"
+#include "support/process.hpp"
+
+using lockstep::Level;
+using lockstep::Log;
+
+namespace {
+
+// What `work` writes to a stream of this process.
+template <class Work>
+std::string written(int fd, Work&& work) {
+  const auto path = fmt::format("/tmp/lockstep_log_{}_{}", getpid(), fd);
+  std::fflush(nullptr);
+  const int kept = dup(fd), file = open(path.c_str(), O_CREAT | O_TRUNC | O_WRONLY, 0600);
+  dup2(file, fd);
+  close(file);
+  work();
+  std::fflush(nullptr);
+  dup2(kept, fd);
+  close(kept);
+  std::ifstream in(path);
+  const std::string text((std::istreambuf_iterator<char>(in)), {});
+  std::remove(path.c_str());
+  return text;
+}
+
+}  // namespace
+
+TEST_CASE("rank 0 speaks, plainly") {
+  CHECK(written(1, [] { Log(0).info("accuracy {:.2f} %", 89.214); }) == "accuracy 89.21 %\n");
+  CHECK(written(1, [] { Log(1).info("accuracy {:.2f} %", 89.214); }).empty());
+}
+
+TEST_CASE("all ranks speak on request, with their rank in front of each line") {
+  CHECK(written(1, [] { Log(3).all().info("a\nb"); }) == "[rank 3] a\n[rank 3] b\n");
+  CHECK(written(1, [] { Log(0).all().info("a"); }) == "[rank 0] a\n");
+}
+
+TEST_CASE("levels choose what is said, and where") {
+  const auto speak = [] {
+    const Log log(0);
+    log.debug("d");
+    log.info("i");
+    log.warning("w");
+    log.error("e");
+  };
+  CHECK(written(1, speak) == "i\n");
+  CHECK(written(2, speak) == "warning: w\nerror: e\n");
+  CHECK(written(1, [] { Log(0).at(Level::debug).debug("d"); }) == "debug: d\n");
+  CHECK(written(2, [] { Log(0).at(Level::error).warning("w"); }).empty());
+  CHECK(Log(0).speaks());
+  CHECK_FALSE(Log(1).speaks(Level::error));
+  CHECK_FALSE(Log(0).at(Level::warning).speaks(Level::info));
+}
+
+TEST_CASE("LOCKSTEP_LOG_LEVEL sets the level of the program") {
+  setenv("LOCKSTEP_LOG_LEVEL", "debug", 1);
+  CHECK(Log(0).speaks(Level::debug));
+  setenv("LOCKSTEP_LOG_LEVEL", "error", 1);
+  CHECK_FALSE(Log(0).speaks(Level::warning));
+  setenv("LOCKSTEP_LOG_LEVEL", "loud", 1);
+  CHECK(Log(0).speaks(Level::info));
+  CHECK_FALSE(Log(0).speaks(Level::debug));
+  unsetenv("LOCKSTEP_LOG_LEVEL");
+}
+
+TEST_CASE("the time stands in front on request") {
+  const auto line = written(1, [] { Log(2).all().timed().info("go"); });
+  CHECK(std::regex_match(line, std::regex(R"(\[rank 2\] \d\d:\d\d:\d\d\.\d\d\d go\n)")));
+}
+
+TEST_CASE("times are told as a clock tells them") {
+  CHECK(lockstep::detail::clock_text(6.6) == "0:07");
+  CHECK(lockstep::detail::clock_text(754) == "12:34");
+  CHECK(lockstep::detail::clock_text(3723) == "1:02:03");
+  CHECK(lockstep::detail::clock_text(-1) == "0:00");
+}
+
+TEST_CASE("a progress line tells rate, loss and time left") {
+  const lockstep::detail::ProgressState state{"epoch 1/3", 25, 100, 10.0, 1600.0, 0.43214};
+  CHECK(lockstep::detail::progress_line(state) == "epoch 1/3: 25/100, 160 samples/s, loss 0.4321, 0:30 left");
+  CHECK(lockstep::detail::progress_line({"", 100, 100, 50.0, 100.0, {}}) ==
+        "100/100, 2.00 samples/s, 0:50 in all");
+  CHECK(lockstep::detail::progress_line({"t", 0, 10, 0.0, 0.0, {}}) == "t: 0/10, 0.00 samples/s, 0:00 left");
+}
+
+TEST_CASE("a bar fits its terminal") {
+  const lockstep::detail::ProgressState state{"epoch 1/3", 25, 100, 10.0, 1600.0, 0.43214};
+  CHECK(lockstep::detail::progress_bar(state, 200) ==
+        "epoch 1/3  25 % [##########..............................] 25/100, 160 samples/s, loss 0.4321, 0:30 "
+        "left");
+  for (int columns = 1; columns < 200; ++columns)
+    REQUIRE(lockstep::detail::progress_bar(state, columns).size() < static_cast<std::size_t>(columns));
+  const lockstep::detail::ProgressState over{"", 7, 5, 1.0, 1.0, {}};
+  CHECK_THAT(lockstep::detail::progress_bar(over, 100), ContainsSubstring("100 % [####"));
+}
+
+TEST_CASE("without a terminal progress is said now and then, and by rank 0 alone") {
+  const auto loop = [](int rank, std::chrono::milliseconds every) {
+    lockstep::Progress progress(Log(rank), 10, {.title = "t", .line_every = every});
+    for (int step = 0; step < 10; ++step) {
+      usleep(10000);
+      progress.advance(1);
+    }
+  };
+  const auto often = written(1, [&] { loop(0, std::chrono::milliseconds(35)); });
+  const auto lines = std::count(often.begin(), often.end(), '\n');
+  CHECK(lines >= 2);
+  CHECK(lines <= 4);
+  CHECK_THAT(often, ContainsSubstring("t: 10/10, "));
+  CHECK(often.find('\r') == std::string::npos);
+  CHECK(written(1, [&] { loop(0, std::chrono::seconds(10)); }).empty());
+  CHECK(written(1, [&] { loop(1, std::chrono::milliseconds(35)); }).empty());
+}
