@@ -23,7 +23,7 @@ endfunction()
 function(_lockstep_python_and_pip folder out_python out_pip)
   set(otherwise "or set CMAKE_PREFIX_PATH to a LibTorch of ${LOCKSTEP_TORCH_OLDEST} or newer")
   unset(python)
-  find_program(python python3 NO_CACHE)
+  find_program(python python3 PATHS ENV PATH NO_DEFAULT_PATH NO_CACHE)
   if(NOT python)
     message(FATAL_ERROR "lockstep: there is no LibTorch here, and no python3 to install one with. "
       "Install python3 and python3-venv (apt-get install python3-venv), ${otherwise}")
@@ -66,7 +66,7 @@ function(lockstep_torch_install folder out)
   file(MAKE_DIRECTORY ${work})
   _lockstep_python_and_pip(${work}/pip python pip)
   message(STATUS "lockstep: no LibTorch here: installing the CPU parts of ${LOCKSTEP_TORCH_NEWEST} into ${target} "
-    "(about 550 MB to download, 530 MB on disk)")
+    "(about 550 MB to download, 505 MB on disk)")
   string(TIMESTAMP start %s UTC)
   # Always the wheel of one Python version, whichever runs here: only its C++ parts are used.
   set(platforms)
