@@ -53,7 +53,7 @@ void rank_of(const std::string& mode, int rank, int size) {
     wait();
   } else if (mode == "stubborn") {
     signal(SIGTERM, SIG_IGN);
-    say("ready");
+    say(fmt::format("ready {}", rank));
     std::this_thread::sleep_for(300ms);
     if (rank == 1) throw lockstep::Error("tired");
     wait();
@@ -73,23 +73,34 @@ void rank_of(const std::string& mode, int rank, int size) {
     struct Throws {
       ~Throws() noexcept(false) { throw lockstep::Error("thrown by a destructor"); }
     };
-    if (rank == 1) Throws{};
+    if (rank == 1) Throws throws;
     wait();
   } else if (mode == "other thread") {
     if (rank == 1) std::thread([] { throw lockstep::Error("thrown by a loader's thread"); }).detach();
     wait();
   } else if (mode == "waits") {
-    say("ready");
+    say(fmt::format("ready {}", rank));
     wait();
   } else if (mode == "handles") {
     static std::atomic<int> got{0};
     for (int number : {SIGINT, SIGTERM, SIGUSR1, SIGHUP}) signal(number, [](int n) { got = n; });
-    say("ready");
+    say(fmt::format("ready {}", rank));
     while (got == 0) std::this_thread::sleep_for(5ms);
     say(fmt::format("got {}", got.load()));
+  } else if (mode == "saves" || mode == "peer after signal") {
+    static std::atomic<int> got{0};
+    const bool handles = mode == "saves" || rank == 0;
+    if (handles)
+      for (int number : {SIGINT, SIGTERM, SIGUSR1}) signal(number, [](int n) { got = n; });
+    say(fmt::format("ready {}", rank));
+    while (got == 0) std::this_thread::sleep_for(5ms);
+    if (mode == "peer after signal") throw lockstep::PeerError("rank 1 has gone");
+    std::this_thread::sleep_for(rank * 300ms);
+    say("saved");
+    std::exit(75);
   } else if (mode == "deaf") {
     for (int number : {SIGINT, SIGTERM}) signal(number, SIG_IGN);
-    say("ready");
+    say(fmt::format("ready {}", rank));
     wait();
   } else if (mode == "torn") {
     for (int line = 0; line < 200; ++line)
@@ -136,6 +147,10 @@ int count(const std::string& text, const std::string& part) {
   int found = 0;
   for (auto at = text.find(part); at != std::string::npos; at = text.find(part, at + 1)) ++found;
   return found;
+}
+
+void wait_until_ready(lockstep_test::Process& process, int size) {
+  for (int rank = 0; rank < size; ++rank) REQUIRE(process.wait_for_output(fmt::format("ready {}\n", rank)));
 }
 
 // The first error is shown, once, before anything else on stderr, and nobody is left.
@@ -233,8 +248,7 @@ TEST_CASE("a thread that throws fails its rank") {
 TEST_CASE("Ctrl-C once ends all, with 130") {
   for (const bool whole_group : {false, true}) {
     auto process = launcher("waits");
-    REQUIRE(process.wait_for_output("[rank 2] ready"));
-    REQUIRE(process.wait_for_output("[rank 1] ready"));
+    wait_until_ready(process, 3);
     whole_group ? process.signal_group(SIGINT) : process.signal(SIGINT);
     REQUIRE(process.wait(5s));
     CHECK(process.exit_code() == 130);
@@ -246,8 +260,7 @@ TEST_CASE("Ctrl-C once ends all, with 130") {
 TEST_CASE("ranks that handle a forwarded signal end as they choose") {
   for (const int number : {SIGINT, SIGTERM, SIGUSR1, SIGHUP}) {
     auto process = launcher("handles", 2);
-    REQUIRE(process.wait_for_output("[rank 1] ready"));
-    std::this_thread::sleep_for(100ms);
+    wait_until_ready(process, 2);
     process.signal(number);
     REQUIRE(process.wait(5s));
     CHECK(process.exit_code() == 0);
@@ -255,9 +268,30 @@ TEST_CASE("ranks that handle a forwarded signal end as they choose") {
   }
 }
 
+TEST_CASE("ranks that end with a code of their own after a signal do not disturb each other") {
+  for (const int number : {SIGUSR1, SIGTERM}) {
+    auto process = launcher("saves", 3);
+    wait_until_ready(process, 3);
+    process.signal(number);
+    REQUIRE(process.wait(10s));
+    CHECK(process.exit_code() == 75);
+    CHECK(process.error().empty());
+    CHECK(count(process.out(), "saved\n") == 3);
+  }
+}
+
+TEST_CASE("a consequence of Ctrl-C is not shown as an error") {
+  auto process = launcher("peer after signal", 3);
+  wait_until_ready(process, 3);
+  process.signal(SIGINT);
+  REQUIRE(process.wait(10s));
+  CHECK(process.exit_code() == 130);
+  CHECK(process.error().empty());
+}
+
 TEST_CASE("a second Ctrl-C kills ranks that do not listen") {
   auto process = launcher("deaf");
-  for (const char* rank : {"[rank 1] ready", "[rank 2] ready"}) REQUIRE(process.wait_for_output(rank));
+  wait_until_ready(process, 3);
   process.signal(SIGINT);
   CHECK_FALSE(process.wait(1s));
   process.signal(SIGINT);
@@ -268,7 +302,7 @@ TEST_CASE("a second Ctrl-C kills ranks that do not listen") {
 
 TEST_CASE("no rank survives a launching process that is killed") {
   auto process = launcher("deaf");
-  for (const char* rank : {"[rank 1] ready", "[rank 2] ready"}) REQUIRE(process.wait_for_output(rank));
+  wait_until_ready(process, 3);
   CHECK(lockstep_test::processes_with(process.marker()).size() == 4);
   process.signal(SIGKILL);
   REQUIRE(process.wait(5s));
@@ -330,6 +364,44 @@ TEST_CASE("a reader that goes away ends the run as it would end one program") {
   CHECK(process.exit_code() == 128 + SIGPIPE);
   CHECK(process.error().empty());
   CHECK(lockstep_test::processes_left(marker) == 0);
+}
+
+TEST_CASE("a verdict prefers the killed, then causes, then the earlier") {
+  using lockstep::detail::FailureKind;
+  using lockstep::detail::Suspect;
+  using lockstep::detail::Verdict;
+  const auto suspect = [](std::size_t child, FailureKind kind, std::int64_t when, bool killed = false) {
+    Suspect result;
+    result.child = child;
+    result.report.kind = kind;
+    result.report.when = when;
+    result.killed = killed;
+    return result;
+  };
+  const auto now = Verdict::Clock::now();
+  Verdict verdict(2000ms);
+  CHECK_FALSE(verdict.first(true, now).has_value());
+  verdict.add(suspect(0, FailureKind::peer, 1), now);
+  CHECK_FALSE(verdict.first(false, now + 1900ms).has_value());
+  CHECK(verdict.first(false, now + 2000ms)->child == 0);
+  CHECK(verdict.first(true, now)->child == 0);
+  verdict.add(suspect(1, FailureKind::error, 9), now);
+  verdict.add(suspect(2, FailureKind::error, 8), now);
+  CHECK_FALSE(verdict.first(false, now + 40ms).has_value());
+  CHECK(verdict.first(false, now + 50ms)->child == 2);
+  verdict.add(suspect(3, FailureKind::error, 10, true), now);
+  CHECK(verdict.first(false, now)->child == 3);
+}
+
+TEST_CASE("those who had ended well are named, but not a crowd") {
+  lockstep::detail::FailureReport report;
+  report.text = "x";
+  const auto text = [&](std::vector<int> gone) {
+    return lockstep::detail::describe_failure(report, 2, 7, gone).text;
+  };
+  CHECK(text({}) == "rank 2 (pid 7) failed: x");
+  CHECK(text({1}) == "rank 2 (pid 7) failed: x; rank 1 had ended by then, with exit code 0");
+  CHECK_THAT(text({0, 1, 3, 4, 5, 6}), ContainsSubstring("; ranks 0, 1, 3, 4 and 2 more had ended"));
 }
 
 TEST_CASE("a report survives its way through a pipe") {

@@ -3,7 +3,6 @@
 #include <fmt/format.h>
 #include <poll.h>
 #include <signal.h>
-#include <sys/signalfd.h>
 #include <sys/wait.h>
 
 #include <algorithm>
@@ -17,6 +16,8 @@
 #include "lockstep/world/line_relay.hpp"
 #include "lockstep/world/outlet.hpp"
 #include "lockstep/world/report.hpp"
+#include "lockstep/world/signal_scope.hpp"
+#include "lockstep/world/verdict.hpp"
 
 namespace lockstep::detail {
 
@@ -25,13 +26,6 @@ namespace lockstep::detail {
 struct Job {
   int rank = 0;
   std::vector<std::string> environment;
-};
-
-/// The first failure among the processes of this host.
-struct RankFailure {
-  std::string text;  ///< one sentence naming the rank
-  int code = 1;      ///< what the launching process should exit with
-  FailureKind kind = FailureKind::error;
 };
 
 struct SupervisorOptions {
@@ -60,7 +54,8 @@ class Supervisor {
   explicit Supervisor(SupervisorOptions options)
       : options_(std::move(options)),
         relay_(ranks(options_.jobs), options_.prefix, isatty(1) == 1, isatty(2) == 1,
-               [this](int sink, std::string_view bytes) { outlet_.put(sink, bytes); }) {}
+               [this](int sink, std::string_view bytes) { outlet_.put(sink, bytes); }),
+        verdict_(options_.cause_delay) {}
 
   /// Returns when no process is left: 0, the culprit's exit code, or 128 + signal.
   int run() {
@@ -87,43 +82,11 @@ class Supervisor {
     pid_t pid = 0;
     Descriptor out, error, report;
     std::string report_bytes;
-    bool reported = false;  // its report is among the candidates
+    bool reported = false;  // it has said itself why it ends
     bool ended = false;
     bool ordered_to_end = false;
     int status = 0;
     std::int64_t ended_at = 0;
-  };
-
-  struct Candidate {
-    FailureReport report;
-    std::size_t child;
-    bool killed;  // by a SIGKILL that was not ours: never a consequence
-  };
-
-  /// The launching process's signals, readable from a descriptor while it lives.
-  struct SignalScope {
-    sigset_t before{};
-    struct sigaction child_before {};
-    Descriptor fd;
-    SignalScope() {
-      struct sigaction action {};
-      action.sa_handler = SIG_DFL;  // an inherited SIG_IGN would reap behind our back
-      sigaction(SIGCHLD, &action, &child_before);
-      sigset_t set;
-      sigemptyset(&set);
-      for (int number : {SIGCHLD, SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGTSTP, SIGPIPE})
-        sigaddset(&set, number);
-      pthread_sigmask(SIG_BLOCK, &set, &before);
-      fd = Descriptor(signalfd(-1, &set, SFD_NONBLOCK | SFD_CLOEXEC));
-      if (!fd.open()) throw Error(fmt::format("cannot read signals: {}", std::strerror(errno)));
-    }
-    ~SignalScope() {
-      signalfd_siginfo pending;
-      while (read(fd.get(), &pending, sizeof pending) > 0) {
-      }
-      pthread_sigmask(SIG_SETMASK, &before, nullptr);
-      sigaction(SIGCHLD, &child_before, nullptr);
-    }
   };
 
   static std::vector<int> ranks(const std::vector<Job>& jobs) {
@@ -144,8 +107,9 @@ class Supervisor {
       auto& child = children_[i];
       child.rank = options_.jobs[i].rank;
       try {
-        child.pid = start_child(options_.program, options_.arguments, changed_environment(changes),
-                                {in, out.write.get(), error.write.get(), report.write.get()}, signals.before);
+        child.pid =
+            start_child(options_.program, options_.arguments, changed_environment(changes),
+                        {in, out.write.get(), error.write.get(), report.write.get()}, signals.mask_before());
       } catch (...) {
         children_.resize(i);
         kill_all(SIGKILL);
@@ -164,7 +128,7 @@ class Supervisor {
   }
 
   void wait_for_events(const SignalScope& signals) {
-    std::vector<pollfd> polled{{signals.fd.get(), POLLIN, 0}};
+    std::vector<pollfd> polled{{signals.descriptor(), POLLIN, 0}};
     for (std::size_t i = 0; i < children_.size(); ++i) {
       const auto& child = children_[i];
       if (child.out.open() && !outlet_.full(1) && !relay_.full(2 * i))
@@ -175,10 +139,11 @@ class Supervisor {
     }
     outlet_.poll_for(polled);
     // The time limits only bound how late a deadline or a quiet line is seen; all else wakes us.
-    poll(polled.data(), polled.size(), first_candidate_ || decided_ || interrupted_ != 0 ? 20 : 100);
+    poll(polled.data(), polled.size(), verdict_.open() || interrupted_ != 0 ? 20 : 100);
     outlet_.write_ready();
     if (outlet_.broken() && !decided_ && interrupted_ == 0) {
       // Nobody reads us any more (`| head`): end as a single program would, quietly.
+      told_ = true;
       interrupted_ = SIGPIPE;
       first_end_ = Clock::now();
       order_end(SIGTERM);
@@ -188,19 +153,19 @@ class Supervisor {
   }
 
   void read_signals(const SignalScope& signals) {
-    signalfd_siginfo info;
-    while (read(signals.fd.get(), &info, sizeof info) == sizeof info) {
-      const int number = static_cast<int>(info.ssi_signo);
+    while (const int number = signals.next()) {
       if (number == SIGCHLD || number == SIGPIPE) continue;
       if (number == SIGTSTP) {
         kill_all(SIGSTOP);
         raise(SIGSTOP);
         kill_all(SIGCONT);
       } else if (number == SIGUSR1) {
+        told_ = true;
         kill_all(SIGUSR1);
       } else if (interrupted_ == number) {
         order_end(SIGKILL);
       } else {
+        told_ = true;
         interrupted_ = number;
         kill_all(number);
       }
@@ -236,24 +201,11 @@ class Supervisor {
       child.ended = true;
       child.ended_at = monotonic_nanoseconds();
       read_report(i);
-      if (!child.reported && child.status != 0 && !child.ordered_to_end) {
-        const bool by_signal = WIFSIGNALED(child.status);
-        const int number = by_signal ? WTERMSIG(child.status) : WEXITSTATUS(child.status);
-        if (by_signal && number == interrupted_) {
-          first_end_ = first_end_.value_or(Clock::now());
-          continue;
-        }
-        FailureReport report;
-        report.when = monotonic_nanoseconds();
-        report.code = by_signal ? 128 + number : number;
-        report.text = by_signal ? fmt::format("died ({}{})", signal_name(number),
-                                              number == SIGKILL ? ", perhaps for lack of memory" : "")
-                                : fmt::format("ended with exit code {}", number);
-        candidates_.push_back({report, i, by_signal && number == SIGKILL});
-        child.reported = true;
-        first_candidate_ = first_candidate_.value_or(Clock::now());
-      }
-      if (interrupted_ != 0) first_end_ = first_end_.value_or(Clock::now());
+      // After a signal was passed on, ranks end as they choose, by it or with a code that means something.
+      if (told_) first_end_ = first_end_.value_or(Clock::now());
+      const bool chosen = told_ && (!WIFSIGNALED(child.status) || WTERMSIG(child.status) == interrupted_);
+      if (!child.reported && child.status != 0 && !child.ordered_to_end && !chosen)
+        verdict_.add(suspect_by_status(i, child.status));
     }
   }
 
@@ -263,9 +215,10 @@ class Supervisor {
     if (!read_into(child.report, [&](std::string_view bytes) { child.report_bytes += bytes; }) || child.ended)
       child.report.close();
     if (child.report_bytes.empty() || child.reported) return;
-    candidates_.push_back({decode(child.report_bytes), i, false});
     child.reported = true;
-    first_candidate_ = first_candidate_.value_or(Clock::now());
+    const auto report = decode(child.report_bytes);
+    // Ranks that end by a signal make others fail, which is as it should be.
+    if (!told_ || report.kind != FailureKind::peer) verdict_.add({i, report});
   }
 
   void read_all() {
@@ -301,28 +254,20 @@ class Supervisor {
   }
 
   // While the first failure is being looked for, what others say about it waits.
-  [[nodiscard]] bool holding_errors() const { return first_candidate_ && !decided_; }
+  [[nodiscard]] bool holding_errors() const { return verdict_.open() && !decided_; }
 
-  // Decides which failure was the first: at once where a process was killed, after a moment where a cause was
-  // reported (a death may be on its way), and after `cause_delay` where there are only consequences.
+  // Once the first failure can be told: shows it and orders the others to end.
   void judge() {
-    if (decided_ || candidates_.empty()) return;
-    const auto waited = Clock::now() - *first_candidate_;
-    const auto earlier = [](const Candidate& a, const Candidate& b) {
-      const auto place = [](const Candidate& c) {
-        return c.killed ? 0 : c.report.kind == FailureKind::peer ? 2 : 1;
-      };
-      return std::pair(place(a), a.report.when) < std::pair(place(b), b.report.when);
-    };
-    const auto& first = *std::min_element(candidates_.begin(), candidates_.end(), earlier);
-    const bool consequence = first.report.kind == FailureKind::peer;
-    if (!first.killed && alive() > 0 &&
-        waited < (consequence ? options_.cause_delay : std::chrono::milliseconds(50)))
-      return;
+    if (decided_) return;
+    const auto first = verdict_.first(alive() == 0);
+    if (!first) return;
     decided_ = true;
-    failure_ = describe_failure(first);
-    auto& culprit = children_[first.child];  // its own last words come before the verdict
-    read_remaining(culprit, first.child);
+    std::vector<int> gone;
+    for (const auto& child : children_)
+      if (child.ended && child.status == 0 && child.ended_at < first->report.when) gone.push_back(child.rank);
+    auto& culprit = children_[first->child];
+    failure_ = describe_failure(first->report, culprit.rank, culprit.pid, gone);
+    read_remaining(culprit, first->child);  // its own last words come before the verdict
     if (options_.announce) outlet_.put(2, fmt::format("error: {}\n", failure_->text));
     outlet_.flush();
     order_end(SIGTERM);
@@ -338,29 +283,11 @@ class Supervisor {
     relay_.close(2 * i + 1);
   }
 
-  [[nodiscard]] RankFailure describe_failure(const Candidate& first) const {
-    const auto& child = children_[first.child];
-    const auto& report = first.report;
-    if (report.kind == FailureKind::usage) return {report.text, report.code, report.kind};
-    const auto verb = report.text.starts_with("died") || report.text.starts_with("ended") ? " " : " failed: ";
-    std::string text = fmt::format("rank {} (pid {}){}{}", child.rank, child.pid, verb, report.text);
-    // Who left in good order while others still needed it is not at fault by its exit code, and yet the
-    // cause.
-    std::string gone;
-    int count = 0;
-    for (const auto& other : children_)
-      if (other.ended && other.status == 0 && other.ended_at < report.when && ++count <= 4)
-        gone += fmt::format("{}{}", gone.empty() ? "" : ", ", other.rank);
-    if (count > 0)
-      text += fmt::format("; rank{} {}{} had ended by then, with exit code 0", count > 1 ? "s" : "", gone,
-                          count > 4 ? fmt::format(" and {} more", count - 4) : "");
-    return {text, report.code, report.kind};
-  }
-
   void enforce() {
     const auto now = Clock::now();
     if (ended_since_ && now - *ended_since_ > options_.grace) order_end(SIGKILL);
-    if (!decided_ && first_end_ && now - *first_end_ > options_.interrupt_grace) order_end(SIGKILL);
+    if (!decided_ && interrupted_ != 0 && first_end_ && now - *first_end_ > options_.interrupt_grace)
+      order_end(SIGKILL);
   }
 
   [[nodiscard]] int exit_code() const {
@@ -372,20 +299,16 @@ class Supervisor {
     return 0;
   }
 
-  static std::string signal_name(int number) {
-    const char* name = sigabbrev_np(number);
-    return name ? fmt::format("SIG{}", name) : fmt::format("signal {}", number);
-  }
-
   SupervisorOptions options_;
   Outlet outlet_;
   LineRelay relay_;
   std::vector<Child> children_;
-  std::vector<Candidate> candidates_;
-  std::optional<Clock::time_point> first_candidate_, first_end_, ended_since_;
+  Verdict verdict_;
+  std::optional<Clock::time_point> first_end_, ended_since_;
   std::optional<RankFailure> failure_;
   bool decided_ = false;
-  int interrupted_ = 0;
+  bool told_ = false;    // a signal has been passed on to the ranks
+  int interrupted_ = 0;  // ... and it asked them to end
 };
 
 }  // namespace lockstep::detail
