@@ -189,6 +189,20 @@ TEST_CASE("a schedule multiplies the optimizer's rate") {
   CHECK(rates == std::vector<double>{0.5, 0.5, 0.25, 0.5 / 3});
 }
 
+TEST_CASE("training is in training mode, whatever the mode before") {
+  LocalTrainer trainer{alone(), {.epochs = 2}};
+  trainer.model()->eval();
+  std::vector<bool> training;
+  trainer.fit(
+      three_classes(32),
+      [&](TinyNet& net, const auto& batch) {
+        training.push_back(net->is_training() && net->norm->is_training());
+        return torch::cross_entropy_loss(net(batch.data), batch.target);
+      },
+      lockstep::OnEpoch{[&](const auto&) { trainer.model()->eval(); }});
+  CHECK(training == std::vector<bool>{true, true});
+}
+
 TEST_CASE("a step report tells the batch's loss") {
   std::vector<double> told, values;
   auto trainer = LocalTrainer{alone(), {.steps = 4, .batch_size = 16}};
