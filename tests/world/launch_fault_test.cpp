@@ -137,6 +137,15 @@ TEST_CASE("Ctrl-C ends launched ranks") {
   }
 }
 
+TEST_CASE("Ctrl-C typed at a terminal ends launched ranks") {
+  auto process = start({program, "waits", "--nproc", "2"}, {}, {.terminal = true});
+  for (const char* rank : {"rank 0 of", "rank 1 of"}) REQUIRE(process.wait_for_output(rank));
+  process.type("\x03");
+  REQUIRE(process.wait(5s));
+  CHECK(process.exit_code() == 130);
+  CHECK(processes_left(process.marker()) == 0);
+}
+
 TEST_CASE("no rank survives a launcher that is killed") {
   auto process = start({program, "waits", "--nproc", "3"});
   for (const char* rank : {"rank 0 of", "rank 1 of", "rank 2 of"}) REQUIRE(process.wait_for_output(rank));
