@@ -88,10 +88,9 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
     if constexpr (a_loss && all_hooks) return run(dataset, loss, hooks...);
   }
 
-  /// What the metrics are over all samples and ranks; see lockstep::evaluate.
+  /// What the metrics are over all samples and ranks, of rank 0's model; see lockstep::evaluate.
   template <class D, class... Metrics>
   auto evaluate(D&& dataset, Metrics&&... metrics) {
-    ddp_.sync_buffers();  // running statistics are each rank's own until sent: all evaluate rank 0's model
     return lockstep::evaluate(model_.get(), comm_, dataset,
                               {.batch_size = options_.batch_size, .workers = options_.workers}, metrics...);
   }
