@@ -28,16 +28,16 @@ double seconds_since(std::chrono::steady_clock::time_point start) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 
-// Three ranks started one by one, as by hand on several hosts: nobody watches over them.
-Outcome by_hand(const std::string& fault, int culprit, bool with_launch = true) {
-  Variables variables{{"WORLD_SIZE", "3"},
+// Ranks started one by one, as by hand on several hosts: nobody watches over them.
+Outcome by_hand(const std::string& fault, int culprit, bool with_launch = true, int size = 3) {
+  Variables variables{{"WORLD_SIZE", std::to_string(size)},
                       {"MASTER_ADDR", "127.0.0.1"},
                       {"MASTER_PORT", std::to_string(free_port())},
                       {"OMP_NUM_THREADS", "1"},
                       {marker_variable, new_marker()}};
   if (!with_launch) variables["WITHOUT_LAUNCH"] = "1";
   std::vector<std::unique_ptr<Process>> ranks;
-  for (int rank = 0; rank < 3; ++rank) {
+  for (int rank = 0; rank < size; ++rank) {
     variables["RANK"] = std::to_string(rank);
     ranks.push_back(std::make_unique<Process>(
         std::vector<std::string>{test_program("comm_fault"), fault, std::to_string(culprit)}, variables,
@@ -131,6 +131,9 @@ TEST_CASE("a killed rank is named by the others") {
     CHECK(alone.ranks[static_cast<std::size_t>(rank)].code == 1);
     CHECK_THAT(alone.ranks[static_cast<std::size_t>(rank)].error, ContainsSubstring("rank 2 failed first"));
   }
+  const auto pair = by_hand("kill", 1, true, 2);
+  CHECK(pair.seconds < 5);
+  CHECK_THAT(pair.ranks[0].error, ContainsSubstring("rank 1 failed first"));
   const auto watched = launched("kill", 1);
   CHECK(watched.seconds < 5);
   CHECK(watched.left == 0);

@@ -54,6 +54,9 @@ TEST_CASE("what Gloo says is cut to its sentence") {
   };
   CHECK(words("[/a/b/pair.cc:553] Connection closed by peer [127.0.0.1]:41. This is typically caused by "
               "x\nmore") == "Connection closed by peer [127.0.0.1]:41");
+  CHECK(words("[./gloo/transport/tcp/pair.cc:525] Read error [127.0.0.1]:1: Reset") ==
+        "Read error [127.0.0.1]:1: Reset");
+  CHECK(words("[127.0.0.1]:1] is a peer") == "[127.0.0.1]:1] is a peer");
   CHECK(words("plain") == "plain");
 }
 

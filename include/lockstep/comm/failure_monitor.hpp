@@ -125,6 +125,12 @@ class FailureMonitor {
     changed_.notify_all();
   }
 
+  /// Waits at most `patience` for anything new.
+  void await_news(std::uint64_t known, std::chrono::milliseconds patience) const {
+    std::unique_lock lock(mutex_);
+    changed_.wait_for(lock, patience, [&] { return version() != known; });
+  }
+
   /// Waits at most `patience` for a failure, and as long again for its words if it is vague.
   [[nodiscard]] std::optional<Failure> await_failure(std::chrono::milliseconds patience) const {
     std::unique_lock lock(mutex_);
@@ -172,7 +178,8 @@ class FailureMonitor {
     std::vector<int> others;
     for (int rank : group.ranks)
       if (rank != rank_) others.push_back(rank);
-    for (const auto& [rank, answer] : board_.answers(question, others, patience))
+    for (const auto& [rank, answer] :
+         board_.answers(question, others, patience, [this] { return failed_elsewhere(); }))
       positions[rank] = parse(answer);
     return positions;
   }

@@ -145,7 +145,9 @@ inline std::string gloo_words(const std::exception_ptr& cause) {
   }
   text = text.substr(0, text.find('\n'));
   // "[/path/to/pair.cc:553] Connection closed by peer [127.0.0.1]:41234"
-  if (text.starts_with("[/") && text.find("] ") != std::string::npos) text = text.substr(text.find("] ") + 2);
+  if (const auto end = text.find("] ");
+      text.starts_with("[") && text.substr(0, end).find(".cc:") != std::string::npos)
+    text = text.substr(end + 2);
   return text.substr(0, text.find(". This is typically"));
 }
 

@@ -317,6 +317,7 @@ class GlooComm {
     Work work(group_, group_->message(name, peer, tag));
     if (tensor.numel() == 0) return work;
     std::vector<at::Tensor> tensors{tensor.detach()};
+    const detail::SigpipeGuard guard;
     work.add(name[0] == 's' ? gloo().send(tensors, peer, tag) : gloo().recv(tensors, peer, tag));
     return work;
   }

@@ -22,6 +22,7 @@
 #include "lockstep/comm/gloo_call.hpp"
 #include "lockstep/comm/gloo_devices.hpp"
 #include "lockstep/comm/gloo_options.hpp"
+#include "lockstep/comm/sigpipe_guard.hpp"
 #include "lockstep/detail/process_group_gloo.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/world/world.hpp"
@@ -51,6 +52,7 @@ class GlooGroup {
       monitor_->add(status_);
       meet();
     }
+    const SigpipeGuard guard;  // for Gloo's threads, which start here
     // Gloo's own deadline says less than ours, so it comes later.
     auto gloo = c10d::ProcessGroupGloo::Options::create(options.deadline + std::chrono::seconds(10));
     gloo->threads = options.threads;
@@ -225,6 +227,7 @@ class GlooGroup {
     auto ending = std::make_shared<Ending>();
     std::thread([ending, gloo = std::move(process_group_), kept = std::move(kept_),
                  deadline = deadline()]() mutable {
+      const SigpipeGuard guard;
       for (auto& message : kept) try {
           message->wait(deadline);
         } catch (const std::exception&) {  // its peer has gone without receiving it
@@ -318,14 +321,19 @@ class GlooGroup {
     if (failed()) rethrow();
     const std::string words = gloo_words(cause);
     if (monitor_) {
+      // A rank that fails or leaves says so before it closes its connections.
+      monitor_->await_news(seen_.load(), std::chrono::milliseconds(100));
+      look(call);
       std::map<int, Position> alive;
+      bool answered = false;
       try {
         alive = monitor_->ask(*status_, patience);
+        answered = true;
       } catch (const std::exception&) {  // the store is gone: the monitor knows more in a moment
       }
       look(call);
       for (int rank : ranks()) {
-        if (alive.empty() || rank == world_.rank() || alive.contains(rank)) continue;
+        if (!answered || rank == world_.rank() || alive.contains(rank)) continue;
         const std::string text = fmt::format("it does not answer and has closed its connections ({})", words);
         monitor_->publish(rank, text);
         fail(PeerError(fmt::format("rank {} failed first: {}", rank, text)));

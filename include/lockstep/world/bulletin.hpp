@@ -2,6 +2,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <string>
 #include <thread>
@@ -82,12 +83,15 @@ class Bulletin {
     return news;
   }
 
-  /// Waits for all of these keys, `patience` at most; true if they are there.
-  bool appears(const std::vector<std::string>& keys, std::chrono::milliseconds patience) {
+  /// Waits for all of these keys, `patience` at most and no longer than there is a point; true if they are
+  /// there.
+  bool appears(
+      const std::vector<std::string>& keys, std::chrono::milliseconds patience,
+      const std::function<bool()>& pointless = [] { return false; }) {
     const auto end = std::chrono::steady_clock::now() + patience;
     for (auto pause = std::chrono::microseconds(500); !keys.empty() && !store_->check(keys);
          pause = std::min(2 * pause, std::chrono::microseconds(20000))) {
-      if (std::chrono::steady_clock::now() >= end) return false;
+      if (std::chrono::steady_clock::now() >= end || pointless()) return false;
       std::this_thread::sleep_for(pause);
     }
     return true;
@@ -99,10 +103,11 @@ class Bulletin {
 
   /// The answers of `ranks` to a message, of those that gave one in time.
   [[nodiscard]] std::map<int, std::string> answers(std::int64_t question, const std::vector<int>& ranks,
-                                                   std::chrono::milliseconds patience) {
+                                                   std::chrono::milliseconds patience,
+                                                   const std::function<bool()>& pointless) {
     std::vector<std::string> keys;
     for (int rank : ranks) keys.push_back(answer_key(question, rank));
-    appears(keys, patience);
+    appears(keys, patience, pointless);
     std::map<int, std::string> answers;
     for (std::size_t i = 0; i < ranks.size(); ++i)
       if (store_->check({keys[i]})) answers[ranks[i]] = store_->get_to_str(keys[i]);
