@@ -1,0 +1,229 @@
+"""Runs the same training in lockstep, in Python DDP and on c10d::Reducer, in turn, and prints a line a figure.
+
+run.py CONFIG [--rounds 7] [--write docs/benchmarks.md] [--only convnet,linear,epoch,compile]
+
+CONFIG is written by CMake (bench/CMakeLists.txt). Each round runs every program once, A B C A B C ..., so that what
+else the machine does meets all of them; a ratio is taken within a round, and the line gives the median of the rounds
+and, in brackets, the smallest and the largest.
+"""
+import argparse
+import datetime
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+RANKS = 2
+# What lockstep sets out to reach.
+GOALS = {"convnet-step": 1.0, "linear-step": 0.6, "start": 0.15, "epoch": 0.6, "memory": 0.3, "compile-core": 1.2,
+         "compile-all": 1.4}
+CORE = ["world/launch.hpp", "world/world.hpp", "comm/gloo_comm.hpp", "grad/distributed_data_parallel.hpp",
+        "data/distributed_sampler.hpp", "data/evaluation_sampler.hpp", "data/random_sampler.hpp"]
+
+
+def run(command, environment):
+    """What each rank reported, by rank; first_step_at becomes seconds since the start of the process."""
+    begin = time.monotonic()
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    reports = [json.loads(line.split("BENCH ", 1)[1]) for line in done.stdout.splitlines() if "BENCH " in line]
+    if done.returncode != 0 or len(reports) != RANKS:
+        sys.exit(f"FAILED ({done.returncode}): {' '.join(command)}\n{done.stdout}{done.stderr}")
+    for report in reports:
+        if "first_step_at" in report:
+            report["start"] = report.pop("first_step_at") - begin
+    return reports
+
+
+class Table:
+    """Samples by figure and system, in rounds; prints and keeps the ratios."""
+
+    def __init__(self):
+        self.samples, self.rows = {}, []
+
+    def add(self, figure, system, value):
+        self.samples.setdefault(figure, {}).setdefault(system, []).append(value)
+
+    def ratio(self, figure, system, other, unit, scale=1.0):
+        mine, theirs = self.samples.get(figure, {}).get(system), self.samples.get(figure, {}).get(other)
+        if not mine or not theirs:
+            return
+        ratios = [a / b for a, b in zip(mine, theirs)]
+        middle, low, high = statistics.median(ratios), min(ratios), max(ratios)
+        print(f"RATIO {figure} {system}/{other} {middle:.2f} ({low:.2f}-{high:.2f})", flush=True)
+        self.rows.append((figure, f"{system}/{other}", middle, low, high, statistics.median(mine) * scale,
+                          statistics.median(theirs) * scale, unit, GOALS.get(figure)))
+
+
+def systems(config, environment, arguments):
+    """Each system's command for one measured training."""
+    found = {
+        "lockstep": [config["lockstep"], "--nproc", str(RANKS), *arguments],
+        "reducer": [config["reducer"], "--nproc", str(RANKS), *arguments],
+    }
+    if config["python"]:
+        script = os.path.join(os.path.dirname(os.path.abspath(__file__)), "python_ddp.py")
+        found["torchrun"] = [config["python"], "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
+                             str(RANKS), script, *arguments]
+        found["spawn"] = [config["python"], script, "--spawn", str(RANKS), *arguments]
+    return found
+
+
+def train_steps(table, config, environment, rounds, what, steps, warmup):
+    for _ in range(rounds):
+        for system, command in systems(config, environment, [what, str(steps), str(warmup)]).items():
+            reports = run(command, environment)
+            step = max(report["step"] for report in reports)
+            start = max(report["start"] for report in reports)
+            peak = max(report["peak_kib"] for report in reports)
+            table.add(f"{what}-step", {"torchrun": "python"}.get(system, system), step)
+            if what == "convnet":
+                table.add("start", system, start)
+                table.add("memory", {"torchrun": "python"}.get(system, system), peak)
+    table.ratio(f"{what}-step", "lockstep", "python", "ms", 1e3)
+    table.ratio(f"{what}-step", "lockstep", "reducer", "ms", 1e3)
+    if what == "convnet":
+        table.ratio("start", "lockstep", "torchrun", "s")
+        table.ratio("start", "lockstep", "spawn", "s")
+        table.ratio("memory", "lockstep", "python", "MiB", 1 / 1024)
+
+
+def train_epoch(table, config, environment, rounds, folder):
+    for _ in range(rounds):
+        table.add("epoch", "lockstep", max(
+            report["epoch"] for report in run(systems(config, environment, ["epoch", folder])["lockstep"], environment)))
+        if config["python"]:
+            # 4 workers are the tutorial's; on few cores none at all may be faster, so that is measured too.
+            for system, workers in (("python", "4"), ("python-workers0", "0")):
+                command = systems(config, environment, ["epoch", folder, workers])["torchrun"]
+                table.add("epoch", system, max(report["epoch"] for report in run(command, environment)))
+    table.ratio("epoch", "lockstep", "python", "s")
+    table.ratio("epoch", "lockstep", "python-workers0", "s")
+
+
+def compile_times(table, config, rounds):
+    """Seconds for a file with torch/torch.h and, beside it, with the core and with all of lockstep."""
+    base = os.path.join(config["lockstep_source"], "include", "lockstep")
+    everything = sorted(os.path.relpath(os.path.join(folder, name), base) for folder, _, names in os.walk(base)
+                        for name in names if name.endswith(".hpp") and "detail" not in os.path.relpath(folder, base))
+    files = {"torch.h": [], "core": [header for header in CORE if os.path.exists(os.path.join(base, header))],
+             "all": everything}
+    # A folder of the compiler's own, given again, would be searched before its place.
+    includes = [part for folder in config["includes"].split("|") if folder and folder != "/usr/include"
+                for part in ("-isystem", folder)]
+    definitions = [f"-D{name}" for name in config["definitions"].split("|") if name]
+    with tempfile.TemporaryDirectory() as scratch:
+        for name, headers in files.items():
+            with open(f"{scratch}/{name}.cpp", "w") as file:
+                file.write("#include <torch/torch.h>\n")
+                file.writelines(f'#include "lockstep/{header}"\n' for header in headers)
+                file.write("int main() {}\n")
+        for _ in range(rounds):
+            for name in files:
+                command = [config["compiler"], "-std=c++20", "-O2", *definitions, *includes, "-c",
+                           f"{scratch}/{name}.cpp", "-o", f"{scratch}/{name}.o"]
+                begin = time.monotonic()
+                subprocess.run(command, check=True)
+                elapsed = time.monotonic() - begin
+                if name == "torch.h":
+                    table.add("compile-core", "torch.h", elapsed)
+                    table.add("compile-all", "torch.h", elapsed)
+                else:
+                    table.add(f"compile-{name}", "lockstep", elapsed)
+    table.ratio("compile-core", "lockstep", "torch.h", "s")
+    table.ratio("compile-all", "lockstep", "torch.h", "s")
+
+
+def digits_folder(config):
+    """8,000 real digits where there are some, else as many drawn ones."""
+    real = os.path.join(config["shared"], "data", "mnist") if config["shared"] else ""
+    if real and os.path.isdir(real):
+        return real, "8,000 real digits"
+    folder = os.path.join(config["build"], "digits")
+    subprocess.run([config["lockstep"], "draw", folder], check=True)
+    return folder, "8,000 drawn digits (no real ones: LOCKSTEP_SHARED)"
+
+
+def first_line(command):
+    return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True).stdout.split("\n")[0]
+
+
+def machine():
+    model = "unknown processor"
+    with open("/proc/cpuinfo") as info:
+        for line in info:
+            if line.startswith("model name"):
+                model = line.split(":", 1)[1].strip()
+                break
+    with open("/proc/meminfo") as info:
+        memory = int(info.readline().split()[1]) // 1024 // 1024
+    return f"{model}, {len(os.sched_getaffinity(0))} cores, {memory} GiB, Linux {platform.release()}"
+
+
+def write(path, table, config, rounds, digits):
+    torch_version = "no Python package of torch: its figures are left out"
+    if config["python"]:
+        torch_version = first_line([config["python"], "-c", "import torch, sys; print(f'LibTorch and torch "
+                                    "{torch.__version__}, Python {sys.version.split()[0]}')"])
+    lines = [
+        "# Benchmarks", "",
+        "The same training in lockstep, in Python's DistributedDataParallel and in C++ on `c10d::Reducer` (Python's own",
+        f"engine), {RANKS} Gloo ranks on one machine, one thread each, run in turn. A ratio below 1 is in lockstep's favour; it",
+        "is the median over the rounds, with the smallest and the largest in brackets. Repeat it with", "",
+        "```", "cmake --workflow --preset bench", "```", "",
+        "| figure | ratio | median (spread) | goal | lockstep | other | unit |", "|---|---|---|---|---|---|---|",
+    ]
+    for figure, pair, middle, low, high, mine, theirs, unit, goal in table.rows:
+        lines.append(f"| {figure} | {pair} | {middle:.2f} ({low:.2f}-{high:.2f}) | {goal if goal else ''} | "
+                     f"{mine:.4g} | {theirs:.4g} | {unit} |")
+    lines += [
+        "", f"Measured on {datetime.date.today()}: {machine()}; {first_line([config['compiler'], '--version'])}; flags",
+        f"`{config['flags']}` (compile times: `-O2`); {torch_version}; {rounds} rounds.", "",
+        "- convnet-step, linear-step: the median step of the slower rank. The 29,034-parameter network of the MNIST",
+        "  example, and `Linear(20, 1)`; batches of 32 in memory; SGD.",
+        "- start: from the start of the process to the end of the first step of the slower rank, ConvNet; Python",
+        "  started by torchrun and by mp.spawn.",
+        f"- epoch: the second of two epochs over {digits}, loading included. Python loads as the tutorial does, with 4",
+        "  workers; workers0 is the same without any.",
+        "- memory: the most resident memory of the larger rank, ConvNet.",
+        "- compile-core: a file with torch/torch.h and World, GlooComm, DistributedDataParallel and samplers, beside one",
+        "  with torch/torch.h alone; compile-all: with every header of lockstep.", "",
+    ]
+    with open(path + ".part", "w") as file:
+        file.write("\n".join(lines))
+    os.replace(path + ".part", path)
+    print(f"wrote {path}")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("config")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--write")
+    parser.add_argument("--only", default="convnet,linear,epoch,compile")
+    given = parser.parse_args()
+    with open(given.config) as file:
+        config = json.load(file)
+    config["lockstep_source"] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    only, table, digits = given.only.split(","), Table(), "no digits"
+    if not config["python"]:
+        print("SKIPPED the figures beside Python: no Python with the torch package (set LOCKSTEP_PYTHON)")
+    if "convnet" in only:
+        train_steps(table, config, environment, given.rounds, "convnet", 100, 20)
+    if "linear" in only:
+        train_steps(table, config, environment, given.rounds, "linear", 500, 100)
+    if "epoch" in only:
+        folder, digits = digits_folder(config)
+        train_epoch(table, config, environment, given.rounds, folder)
+    if "compile" in only:
+        compile_times(table, config, max(1, given.rounds // 2))
+    if given.write:
+        write(given.write, table, config, given.rounds, digits)
+
+
+if __name__ == "__main__":
+    main()
