@@ -85,7 +85,7 @@ void train(const lockstep::World& world, const Options& options) {
 
   lockstep::Trainer<ConvNet, lockstep::DistributedSampler, lockstep::GlooComm, lockstep::Fp32> trainer{
       world,
-      {.epochs = 1,
+      {.epochs = options.epochs,
        .batch_size = options.batch_size,
        .lr = options.lr,
        .seed = options.seed,
@@ -93,10 +93,9 @@ void train(const lockstep::World& world, const Options& options) {
   const auto loss = [](ConvNet& net, const auto& batch) {
     return nn::functional::cross_entropy(net(batch.data), batch.target);
   };
-  for (std::int64_t epoch = 1; epoch <= options.epochs; ++epoch) {
-    world.log.info("begin training of epoch {}/{}", epoch, options.epochs);
-    trainer.fit(mnist.train, loss);
-  }
+  trainer.fit(mnist.train, loss, lockstep::OnEpochStart{[&](const lockstep::EpochPlan& plan) {
+                world.log.info("begin training of epoch {}/{}", plan.epoch + 1, plan.epochs);
+              }});
   world.log.info("begin testing");
   world.log.info("Accuracy is {:.2f}%", 100 * trainer.evaluate(mnist.test, lockstep::Accuracy{}));
   if (!options.save.empty()) trainer.save(options.save);
