@@ -11,6 +11,7 @@ import datetime
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -29,7 +30,8 @@ def run(command, environment):
     """What each rank reported, by rank; first_step_at becomes seconds since the start of the process."""
     begin = time.monotonic()
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    reports = [json.loads(line.split("BENCH ", 1)[1]) for line in done.stdout.splitlines() if "BENCH " in line]
+    # Under torchrun the lines of two ranks may run into each other.
+    reports = [json.loads(found) for found in re.findall(r"BENCH (\{.*?\})", done.stdout)]
     if done.returncode != 0 or len(reports) != RANKS:
         sys.exit(f"FAILED ({done.returncode}): {' '.join(command)}\n{done.stdout}{done.stderr}")
     for report in reports:
