@@ -48,6 +48,15 @@ TEST_CASE("a wrong number of processes is refused on one line") {
   CHECK_THAT(refusal({"--nproc", "two"}), ContainsSubstring("--nproc two"));
   CHECK_THAT(refusal({"--prefix", "perhaps"}), ContainsSubstring("--prefix perhaps"));
   CHECK_THAT(refusal({"--nproc", "2"}, {{"WORLD_SIZE", "3"}}), ContainsSubstring("WORLD_SIZE=3"));
+  const auto rank = [](const std::string& number) {
+    return Variables{{"RANK", number},
+                     {"WORLD_SIZE", "2"},
+                     {"LOCAL_RANK", "0"},
+                     {"MASTER_ADDR", "127.0.0.1"},
+                     {"MASTER_PORT", "29500"}};
+  };
+  CHECK_THAT(refusal({}, rank("5")), ContainsSubstring("RANK=5 is out of range"));
+  CHECK_THAT(refusal({}, rank("x")), ContainsSubstring("RANK=x is not a whole number"));
 }
 
 TEST_CASE("a data folder that is none is refused on one line before training") {
