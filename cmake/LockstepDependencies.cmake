@@ -35,7 +35,11 @@ function(lockstep_zlib)
   set(SKIP_INSTALL_ALL ON)
   FetchContent_Declare(zlib GIT_REPOSITORY ${git} GIT_TAG ${tag} GIT_SHALLOW TRUE SYSTEM)
   FetchContent_MakeAvailable(zlib)
-  target_include_directories(zlibstatic SYSTEM INTERFACE
+  set(target zlibstatic)
+  if(NOT TARGET zlibstatic)
+    set(target zlib)
+  endif()
+  target_include_directories(${target} SYSTEM INTERFACE
     $<BUILD_INTERFACE:${zlib_SOURCE_DIR}> $<BUILD_INTERFACE:${zlib_BINARY_DIR}>)
-  add_library(ZLIB::ZLIB ALIAS zlibstatic)
+  add_library(ZLIB::ZLIB ALIAS ${target})
 endfunction()
