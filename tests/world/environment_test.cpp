@@ -114,6 +114,16 @@ TEST_CASE("what contradicts itself is refused, by name and value") {
              ContainsSubstring("LOCAL_WORLD_SIZE=3 contradicts WORLD_SIZE=2"));
 }
 
+TEST_CASE("a rank on this host needs to know how many there are") {
+  for (const char* local : {"0", "1"}) {
+    const Values values = with_master({{"RANK", "1"}, {"WORLD_SIZE", "2"}, {"LOCAL_RANK", local}});
+    const auto expected = fmt::format("LOCAL_RANK={} is set but LOCAL_WORLD_SIZE is not", local);
+    CHECK_THAT(refusal(values), ContainsSubstring(expected));
+    CHECK_THAT(plan_refusal({}, values), ContainsSubstring(expected));
+  }
+  CHECK(read({{"RANK", "0"}, {"WORLD_SIZE", "1"}, {"LOCAL_RANK", "0"}}).local_size == 1);
+}
+
 TEST_CASE("a rendezvous is a tcp or file URL") {
   CHECK(lockstep::parse_rendezvous("tcp://a:12").port == 12);
   CHECK(lockstep::parse_rendezvous("tcp://[::1]:12").host == "::1");
@@ -135,6 +145,13 @@ TEST_CASE("launch starts as many processes as it is told") {
   CHECK(plan({"--", "--nproc", "0"}, {}, {.nproc = 2}).nproc == 2);
   CHECK(plan({"--prefix", "never"}, {}).prefix == lockstep::Prefix::never);
   CHECK(plan({"--prefix=always"}, {}).prefix == lockstep::Prefix::always);
+}
+
+TEST_CASE("of a launch argument that is given twice the last counts") {
+  CHECK(plan({"--nproc", "2", "--nproc", "3"}, {}).nproc == 3);
+  CHECK(plan({"--nproc=2", "--nproc", "3", "--nproc=4", "--", "--nproc", "5"}, {}).nproc == 4);
+  CHECK(plan({"--prefix=always", "--prefix", "never"}, {}).prefix == lockstep::Prefix::never);
+  CHECK_THAT(plan_refusal({"--nproc", "2", "--nproc"}, {}), ContainsSubstring("--nproc needs a value"));
 }
 
 TEST_CASE("bad launch arguments are refused on one line") {

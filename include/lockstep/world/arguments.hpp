@@ -17,21 +17,21 @@ enum class Prefix { automatic, always, never };
 
 namespace detail {
 
-/// The value of `--name VALUE` or `--name=VALUE` in a command line, which stays as it is; looks no further
-/// than
-/// `--`.
+/// The value of `--name VALUE` or `--name=VALUE` in a command line, which stays as it is; of several the last
+/// counts, and none behind `--` does.
 inline std::optional<std::string> argument_value(int argc, char** argv, std::string_view name) {
+  std::optional<std::string> value;
   for (int i = 1; i < argc; ++i) {
     const std::string_view argument = argv[i];
-    if (argument == "--") return std::nullopt;
+    if (argument == "--") break;
     if (argument == name) {
-      if (i + 1 == argc) throw UsageError(fmt::format("{} needs a value after it", name));
-      return std::string(argv[i + 1]);
+      if (++i == argc) throw UsageError(fmt::format("{} needs a value after it", name));
+      value = argv[i];
+    } else if (argument.starts_with(name) && argument.size() > name.size() && argument[name.size()] == '=') {
+      value = argument.substr(name.size() + 1);
     }
-    if (argument.starts_with(name) && argument.size() > name.size() && argument[name.size()] == '=')
-      return std::string(argument.substr(name.size() + 1));
   }
-  return std::nullopt;
+  return value;
 }
 
 /// `--nproc N`, at least 1.

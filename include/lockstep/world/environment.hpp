@@ -135,7 +135,12 @@ inline Environment read_environment(const Variables& variables = process_variabl
                                  env.rank, env.size, env.size - 1));
   env.launched = local_rank.has_value() && rank.has_value();
   env.local_rank = local_rank.value_or(0);
-  env.local_size = local_size.value_or(env.launched && env.local_rank >= 1 ? env.local_rank + 1 : 1);
+  if (local_rank && !local_size && env.size > 1)
+    throw UsageError(
+        fmt::format("LOCAL_RANK={} is set but LOCAL_WORLD_SIZE is not: set LOCAL_WORLD_SIZE to the number of "
+                    "ranks on this host, or unset LOCAL_RANK",
+                    *local_rank));
+  env.local_size = local_size.value_or(1);
   if (env.local_size > env.size)
     throw UsageError(
         fmt::format("LOCAL_WORLD_SIZE={} contradicts WORLD_SIZE={}: a host cannot run more ranks than "
