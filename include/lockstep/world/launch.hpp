@@ -100,7 +100,7 @@ int launch(int argc, char** argv, Fn&& fn, const LaunchOptions& options = {}) {
     if constexpr (std::is_void_v<std::invoke_result_t<Fn, World>>) {
       fn(world);
     } else {
-      code = fn(world);
+      code = detail::exit_status(fn(world));
     }
     world.leave(code);
   });

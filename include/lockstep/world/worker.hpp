@@ -102,6 +102,11 @@ inline void write_elastic_error_file(const std::string& path, const std::string&
   if (std::fclose(file) == 0 && whole) std::rename(temporary.c_str(), path.c_str());
 }
 
+/// `code` as an exit code that is 0 only where `code` is: the kernel keeps its last eight bits.
+inline int exit_status(int code) {
+  return code != 0 && (code & 0xff) == 0 ? 1 : code;
+}
+
 /// Ends this process now, and the others with it: tells the supervisor and the store, flushes, leaves without
 /// running a destructor. `report` is said once, whichever thread comes first.
 [[noreturn]] inline void fail_process(FailureReport report) {
