@@ -102,6 +102,21 @@ void rank_of(const std::string& mode, int rank, int size) {
     for (int number : {SIGINT, SIGTERM}) signal(number, SIG_IGN);
     say(fmt::format("ready {}", rank));
     wait();
+  } else if (mode == "peer while others go on") {
+    for (int number : {SIGINT, SIGTERM, SIGUSR1}) signal(number, SIG_IGN);
+    say(fmt::format("ready {}", rank));
+    std::this_thread::sleep_for(rank == 0 ? 2500ms : 60s);
+    throw lockstep::PeerError("rank 7 has gone");
+  } else if (mode == "leaves after signal") {
+    static std::atomic<int> got{0};
+    signal(SIGUSR1, [](int n) { got = n; });
+    say(fmt::format("ready {}", rank));
+    while (got == 0 || rank != 1) std::this_thread::sleep_for(5ms);
+    std::exit(75);
+  } else if (mode == "stops") {
+    say(fmt::format("ready {}", rank));
+    if (rank == 0) raise(SIGSTOP);
+    wait();
   } else if (mode == "torn") {
     for (int line = 0; line < 200; ++line)
       for (const auto& piece : {fmt::format("{} of ", line), fmt::format("{} ", rank), std::string("end\n")})
@@ -287,6 +302,46 @@ TEST_CASE("a consequence of Ctrl-C is not shown as an error") {
   REQUIRE(process.wait(10s));
   CHECK(process.exit_code() == 130);
   CHECK(process.error().empty());
+}
+
+TEST_CASE("a failure is shown also after a signal that does not end the ranks") {
+  for (const int number : {SIGUSR1, SIGINT}) {  // the second is ignored
+    auto process = launcher("peer while others go on");
+    wait_until_ready(process, 3);
+    process.signal(number);
+    REQUIRE(process.wait(15s));
+    CHECK(process.exit_code() == 1);
+    CHECK_THAT(process.error(), ContainsSubstring("failed: rank 7 has gone"));
+  }
+}
+
+TEST_CASE("a rank that ends after SIGUSR1 while the others go on is named") {
+  auto process = launcher("leaves after signal");
+  wait_until_ready(process, 3);
+  process.signal(SIGUSR1);
+  REQUIRE(process.wait(10s));
+  CHECK(process.exit_code() == 75);
+  CHECK_THAT(process.error(), ContainsSubstring("ended with exit code 75"));
+}
+
+TEST_CASE("a stopped rank does not delay the end that a signal asks for") {
+  for (const int number : {SIGTERM, SIGHUP}) {
+    auto process = launcher("stops");
+    wait_until_ready(process, 3);
+    std::this_thread::sleep_for(100ms);
+    process.signal(number);
+    REQUIRE(process.wait(5s));
+    CHECK(process.exit_code() == 128 + number);
+  }
+}
+
+TEST_CASE("an exit code that a shell would read as 0 is not 0") {
+  using lockstep::detail::exit_status;
+  CHECK(exit_status(0) == 0);
+  CHECK(exit_status(5) == 5);
+  CHECK(exit_status(256) == 1);
+  CHECK(exit_status(-512) == 1);
+  CHECK((exit_status(-1) & 0xff) == 255);
 }
 
 TEST_CASE("a second Ctrl-C kills ranks that do not listen") {

@@ -35,7 +35,8 @@ struct SupervisorOptions {
   Prefix prefix = Prefix::automatic;
   /// From the polite end (SIGTERM) to the other one (SIGKILL).
   std::chrono::milliseconds grace{3000};
-  /// How long ranks that handle a forwarded signal may take once the first has ended.
+  /// How long ranks that handle a forwarded signal may take: until the first ends, and from there until the
+  /// last does.
   std::chrono::milliseconds interrupt_grace{30000};
   /// How long a consequence waits for its cause.
   std::chrono::milliseconds cause_delay{2000};
@@ -143,7 +144,7 @@ class Supervisor {
     outlet_.write_ready();
     if (outlet_.broken() && !decided_ && interrupted_ == 0) {
       // Nobody reads us any more (`| head`): end as a single program would, quietly.
-      told_ = true;
+      told_ = Clock::now();
       interrupted_ = SIGPIPE;
       first_end_ = Clock::now();
       order_end(SIGTERM);
@@ -160,14 +161,15 @@ class Supervisor {
         raise(SIGSTOP);
         kill_all(SIGCONT);
       } else if (number == SIGUSR1) {
-        told_ = true;
+        noted_ = Clock::now();
         kill_all(SIGUSR1);
       } else if (interrupted_ == number) {
         order_end(SIGKILL);
       } else {
-        told_ = true;
+        told_ = Clock::now();
         interrupted_ = number;
         kill_all(number);
+        kill_all(SIGCONT);  // a stopped process would not see it
       }
     }
   }
@@ -202,12 +204,22 @@ class Supervisor {
       child.ended_at = monotonic_nanoseconds();
       read_report(i);
       // After a signal was passed on, ranks end as they choose, by it or with a code that means something.
-      if (told_) first_end_ = first_end_.value_or(Clock::now());
-      const bool chosen = told_ && (!WIFSIGNALED(child.status) || WTERMSIG(child.status) == interrupted_);
-      if (!child.reported && child.status != 0 && !child.ordered_to_end && !chosen)
+      const bool choosing = ending() || lately(noted_);
+      if (ending() || (choosing && child.status != 0)) first_end_ = first_end_.value_or(Clock::now());
+      const bool chosen = choosing && (!WIFSIGNALED(child.status) || WTERMSIG(child.status) == interrupted_);
+      if (child.reported || child.status == 0 || child.ordered_to_end) continue;
+      if (!chosen)
         verdict_.add(suspect_by_status(i, child.status));
+      else if (!chose_)
+        chose_ = i;
     }
   }
+
+  [[nodiscard]] bool lately(const std::optional<Clock::time_point>& when) const {
+    return when && Clock::now() - *when < options_.interrupt_grace;
+  }
+  // Whether the ranks are about to end because they were asked to; those that none has obeyed in time go on.
+  [[nodiscard]] bool ending() const { return lately(told_) || (told_ && first_end_); }
 
   void read_report(std::size_t i) {
     auto& child = children_[i];
@@ -218,7 +230,7 @@ class Supervisor {
     child.reported = true;
     const auto report = decode(child.report_bytes);
     // Ranks that end by a signal make others fail, which is as it should be.
-    if (!told_ || report.kind != FailureKind::peer) verdict_.add({i, report});
+    if (!ending() || report.kind != FailureKind::peer) verdict_.add({i, report});
   }
 
   void read_all() {
@@ -286,8 +298,11 @@ class Supervisor {
   void enforce() {
     const auto now = Clock::now();
     if (ended_since_ && now - *ended_since_ > options_.grace) order_end(SIGKILL);
-    if (!decided_ && interrupted_ != 0 && first_end_ && now - *first_end_ > options_.interrupt_grace)
+    if (decided_ || !first_end_ || now - *first_end_ <= options_.interrupt_grace) return;
+    if (told_)
       order_end(SIGKILL);
+    else if (chose_ && !verdict_.open())  // the others do not follow it
+      verdict_.add(suspect_by_status(*chose_, children_[*chose_].status));
   }
 
   [[nodiscard]] int exit_code() const {
@@ -307,8 +322,10 @@ class Supervisor {
   std::optional<Clock::time_point> first_end_, ended_since_;
   std::optional<RankFailure> failure_;
   bool decided_ = false;
-  bool told_ = false;    // a signal has been passed on to the ranks
-  int interrupted_ = 0;  // ... and it asked them to end
+  std::optional<Clock::time_point> told_;   // when a signal was passed on that asks the ranks to end
+  std::optional<Clock::time_point> noted_;  // ... and one that leaves it to them
+  std::optional<std::size_t> chose_;        // the first that ended by its own choice
+  int interrupted_ = 0;                     // the signal that asks them to end
 };
 
 }  // namespace lockstep::detail
