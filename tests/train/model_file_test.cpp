@@ -1,6 +1,7 @@
 #include "lockstep/train/model_file.hpp"
 
 #include <sys/resource.h>
+#include <sys/stat.h>
 
 #include <csignal>
 #include <filesystem>
@@ -168,8 +169,47 @@ TEST_CASE("whether a path can be written is known beforehand, and asking changes
     CHECK_THROWS_WITH(lockstep::require_writable(where), ContainsSubstring(why));
   };
   refused("", "no file name");
-  refused(folder.path, "no file name");
+  refused(folder.path, "it is a folder");
   refused(folder.path / "no" / "net.pt", "No such file or directory");
   refused(path / "net.pt", "Not a directory");
   refused("/proc/net.pt", "/proc/net.pt");
+}
+
+TEST_CASE("what is no file is refused and stays what it is") {
+  const Folder folder;
+  const auto pipe = folder.path / "pipe", link = folder.path / "link";
+  REQUIRE(::mkfifo(pipe.c_str(), 0600) == 0);
+  fs::create_symlink("pipe", link);
+  for (const auto& path : {pipe, link}) {
+    CHECK_THROWS_AS(lockstep::require_writable(path), lockstep::UsageError);
+    CHECK_THROWS_WITH(lockstep::require_writable(path), ContainsSubstring("it is a pipe"));
+    CHECK_THROWS_AS(lockstep::write_whole(path, "x"), lockstep::CheckpointError);
+    CHECK_THROWS_WITH(lockstep::write_whole(path, "x"), ContainsSubstring("it is a pipe"));
+  }
+  CHECK(fs::is_fifo(pipe));
+  CHECK(fs::is_symlink(link));
+  CHECK(folder.files() == 2);
+}
+
+TEST_CASE("a link stays one, and the file that it leads to is replaced") {
+  const Folder folder;
+  fs::create_directory(folder.path / "real");
+  const auto file = folder.path / "real" / "net.pt", link = folder.path / "link";
+  fs::create_symlink("real/middle", link);
+  fs::create_symlink(file, folder.path / "real" / "middle");
+  for (const std::string bytes : {"the file is not there yet", "and then it is"}) {
+    CHECK_NOTHROW(lockstep::require_writable(link));
+    lockstep::write_whole(link, bytes);
+    CHECK(fs::is_symlink(link));
+    CHECK(fs::is_symlink(folder.path / "real" / "middle"));
+    CHECK(fs::is_regular_file(fs::symlink_status(file)));
+    CHECK(lockstep::read_whole(file) == bytes);
+  }
+  CHECK(folder.files() == 2);
+
+  const auto loop = folder.path / "loop";
+  fs::create_symlink("loop", loop);
+  CHECK_THROWS_AS(lockstep::require_writable(loop), lockstep::UsageError);
+  CHECK_THROWS_AS(lockstep::write_whole(loop, "x"), lockstep::CheckpointError);
+  CHECK(fs::is_symlink(loop));
 }

@@ -15,6 +15,7 @@
 #include <sstream>
 #include <string>
 #include <string_view>
+#include <system_error>
 #include <utility>
 #include <vector>
 
@@ -24,6 +25,37 @@
 namespace lockstep {
 
 namespace detail {
+
+/// What `path` is instead of a file that can be replaced; empty where it is one, or is nothing yet. Renaming
+/// a file over a device, such as /dev/null, would take it away from the whole machine.
+inline std::string kind_if_no_file(const std::filesystem::path& path) {
+  std::error_code error;
+  const auto type = std::filesystem::status(path, error).type();
+  if (error == std::errc::too_many_symbolic_link_levels) return "a link that leads to itself";
+  switch (type) {
+    case std::filesystem::file_type::directory:
+      return "a folder";
+    case std::filesystem::file_type::fifo:
+      return "a pipe";
+    case std::filesystem::file_type::socket:
+      return "a socket";
+    case std::filesystem::file_type::block:
+    case std::filesystem::file_type::character:
+      return "a device";
+    case std::filesystem::file_type::unknown:
+      return "no regular file";
+    default:
+      return "";
+  }
+}
+
+/// What the symbolic links at `path` lead to, also where that is not there yet: they are to stay links.
+inline std::filesystem::path behind_links(std::filesystem::path path) {
+  std::error_code error;
+  for (int hops = 0; hops < 40 && std::filesystem::is_symlink(path, error); ++hops)
+    path = path.parent_path() / std::filesystem::read_symlink(path, error);
+  return path;
+}
 
 inline std::string temporary_beside(const std::filesystem::path& path) {
   return fmt::format("{}.{}.tmp", path.string(), ::getpid());
@@ -57,11 +89,13 @@ inline bool write_all(int descriptor, std::string_view bytes) {
 }  // namespace detail
 
 /// Throws UsageError unless a file can be made at `path`: asked before training, an unwritable place costs
-/// nothing. What is there already stays as it is.
+/// nothing. What is there already stays as it is; what is there and is no file, as a device, is refused.
 inline void require_writable(const std::filesystem::path& path) {
-  if (path.empty() || std::filesystem::is_directory(path))
-    throw UsageError(fmt::format("cannot save to '{}': it is no file name; give one", path.string()));
-  const std::string probe = detail::temporary_beside(path);
+  if (path.empty()) throw UsageError("cannot save to '': it is no file name; give one");
+  if (const auto kind = detail::kind_if_no_file(path); !kind.empty())
+    throw UsageError(
+        fmt::format("cannot save to '{}': it is {}; give the name of a file", path.string(), kind));
+  const std::string probe = detail::temporary_beside(detail::behind_links(path));
   if (!detail::FileDescriptor(::open(probe.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC, 0666)).is_open())
     throw UsageError(
         fmt::format("cannot save to '{}': {}; give a path in a folder that exists and can be written",
@@ -69,9 +103,14 @@ inline void require_writable(const std::filesystem::path& path) {
   ::unlink(probe.c_str());
 }
 
-/// Writes `bytes` to `path` whole or not at all: into a file beside it, synced, then renamed over it. A
-/// crash, a full disk or a kill leaves what was at `path` before. Throws CheckpointError.
-inline void write_whole(const std::filesystem::path& path, std::string_view bytes) {
+/// Writes `bytes` to `name` whole or not at all: into a file beside it, synced, then renamed over it. A
+/// crash, a full disk or a kill leaves what was at `name` before. A symbolic link stays one: the file that it
+/// leads to is replaced. Throws CheckpointError, also where `name` is there and is no file.
+inline void write_whole(const std::filesystem::path& name, std::string_view bytes) {
+  if (const auto kind = detail::kind_if_no_file(name); !kind.empty())
+    throw CheckpointError(fmt::format("could not write {} bytes to '{}': it is {}; give the name of a file",
+                                      bytes.size(), name.string(), kind));
+  const std::filesystem::path path = detail::behind_links(name);
   const std::string temporary = detail::temporary_beside(path);
   detail::FileDescriptor file(::open(temporary.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666));
   if (!file.is_open() || !detail::write_all(file.get(), bytes) || ::fsync(file.get()) != 0 || !file.close() ||
