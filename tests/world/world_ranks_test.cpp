@@ -39,3 +39,9 @@ TEST_CASE("local_zero_first lets the first rank of a host finish before the othe
   });
   CHECK((order == 1) == (world.local_rank() == 0));
 }
+
+TEST_CASE("another World leaves this process its rank") {
+  const lockstep::World alone;
+  CHECK(alone.rank() == 0);
+  CHECK(lockstep::detail::process_rank == test_world().rank());
+}

@@ -14,6 +14,7 @@
 #include "lockstep/log/log.hpp"
 #include "lockstep/world/bulletin.hpp"
 #include "lockstep/world/environment.hpp"
+#include "lockstep/world/library_log.hpp"
 #include "lockstep/world/rank_zero_scope.hpp"
 #include "lockstep/world/store.hpp"
 #include "lockstep/world/worker.hpp"
@@ -30,7 +31,6 @@ class World {
 
   explicit World(Environment environment) : log(environment.rank), state_(std::make_shared<State>()) {
     state_->environment = std::move(environment);
-    detail::process_rank = rank();
     detail::known_exception_text = [](const std::exception& error) {
       const auto* known = dynamic_cast<const c10::Error*>(&error);
       return known ? std::string(known->what_without_backtrace()) : std::string();
@@ -44,6 +44,7 @@ class World {
   static World from_environment() {
     detail::end_on_uncaught();
     World world(read_environment());
+    detail::process_rank = world.rank();
     if (world.size() > 1) world.announce_failures();
     return world;
   }
@@ -62,6 +63,7 @@ class World {
     environment.size = size;
     environment.rendezvous = url;
     World world(environment);
+    detail::process_rank = rank;
     world.announce_failures();
     return world;
   }
@@ -205,6 +207,7 @@ class World {
   }
 
   void announce_failures() const {
+    detail::quiet_library_log();
     detail::failure_hooks.publish = [world = *this](const std::string& text) {
       {
         // A rank that never met the others has nobody who waits for it in a collective.
