@@ -1,5 +1,7 @@
 #include "lockstep/data/prefetcher.hpp"
 
+#include <pthread.h>
+
 #include <atomic>
 #include <chrono>
 #include <stdexcept>
@@ -108,4 +110,22 @@ TEST_CASE("one that is never asked starts no job and ends at once") {
     Squares squares(2, 4, count_to(5, &drawn), [](int& i) { return i; });
   }
   CHECK(drawn == 0);
+}
+
+TEST_CASE("threads that the machine does not give are missed in words") {
+  // No address space holds such a stack: starting a thread fails as it does where there are too many.
+  pthread_attr_t usual, huge;
+  REQUIRE(pthread_getattr_default_np(&usual) == 0);
+  REQUIRE(pthread_getattr_default_np(&huge) == 0);
+  REQUIRE(pthread_attr_setstacksize(&huge, std::size_t{1} << 56) == 0);
+  REQUIRE(pthread_setattr_default_np(&huge) == 0);
+  std::string message;
+  try {
+    Squares squares(3, 4, count_to(10), [](int& i) { return i; });
+  } catch (const lockstep::Error& error) {
+    message = error.what();
+  }
+  REQUIRE(pthread_setattr_default_np(&usual) == 0);
+  CHECK_THAT(message, ContainsSubstring("only 0 of 3 worker threads could be started (") &&
+                          ContainsSubstring("ask for fewer workers"));
 }

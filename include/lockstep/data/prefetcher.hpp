@@ -7,9 +7,13 @@
 #include <functional>
 #include <mutex>
 #include <optional>
+#include <string>
+#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
+
+#include "lockstep/error.hpp"
 
 namespace lockstep {
 
@@ -25,7 +29,7 @@ class Prefetcher {
   using Source = std::function<std::optional<Job>()>;
   using Work = std::function<Result(Job&)>;
 
-  /// `enter` runs first thing on each worker's thread.
+  /// `enter` runs first thing on each worker's thread. Throws Error where not all workers can be started.
   Prefetcher(std::size_t workers, std::size_t depth, Source source, Work work,
              std::function<void()> enter = {})
       : depth_(depth < 1 ? 1 : depth),
@@ -33,11 +37,17 @@ class Prefetcher {
         work_(std::move(work)),
         enter_(std::move(enter)) {
     try {
-      threads_.reserve(workers);
-      for (std::size_t i = 0; i < workers; ++i) threads_.emplace_back([this] { run(); });
+      while (threads_.size() < workers) threads_.emplace_back([this] { run(); });
     } catch (...) {  // the machine has no more threads: those that started must go
+      const std::size_t started = threads_.size();
       stop();
-      throw;
+      try {
+        throw;
+      } catch (const std::system_error& error) {
+        throw Error("only " + std::to_string(started) + " of " + std::to_string(workers) +
+                    " worker threads could be started (" + error.code().message() +
+                    "): ask for fewer workers");
+      }
     }
   }
   Prefetcher(const Prefetcher&) = delete;
