@@ -3,6 +3,15 @@
 
 using lockstep::DistributedDataParallel;
 
+namespace {
+bool same_on_all_ranks(const at::Tensor& tensor) {
+  at::Tensor least = tensor.detach().clone(), most = least.clone();
+  shared_comm().all_reduce(least, lockstep::ReduceOp::min).wait_host();
+  shared_comm().all_reduce(most, lockstep::ReduceOp::max).wait_host();
+  return torch::equal(least, most);
+}
+}  // namespace
+
 TEST_CASE(
     "gradients are the average over the ranks, under both kinds of zero_grad, before and after the rebuild") {
   const auto& world = test_world();
@@ -241,7 +250,7 @@ TEST_CASE("parameters of several dtypes have buckets of their own") {
   }
 }
 
-TEST_CASE("two models in one program: only the one whose backward runs is reduced") {
+TEST_CASE("two models in one program: whatever a backward reaches is reduced") {
   const auto& world = test_world();
   torch::nn::Linear generator(2, 2), critic(2, 1);
   DistributedDataParallel for_generator{generator, shared_comm()};
@@ -252,14 +261,38 @@ TEST_CASE("two models in one program: only the one whose backward runs is reduce
     critic->zero_grad();
     generator->zero_grad();
     for_critic.backward(critic(generator(noise).detach()).sum() + critic(generator(noise)).sum());
-    CHECK(generator->bias.grad().defined());  // reached, kept local
+    CHECK(torch::allclose(generator->weight.grad(),
+                          critic->weight.detach()[0].unsqueeze(1).expand({2, 2}) * mean));
     generator->zero_grad();
     critic->zero_grad();
     for_generator.backward(critic(generator(noise)).sum());
     // d bias of the generator is the critic's weight on every rank; d weight scales with the noise.
     CHECK(torch::allclose(generator->bias.grad(), critic->weight.detach()[0]));
+    CHECK(same_on_all_ranks(critic->weight.grad()));
     CHECK(torch::allclose(generator->weight.grad(),
                           critic->weight.detach()[0].unsqueeze(1).expand({2, 2}) * mean));
+  }
+}
+
+TEST_CASE("a backward that throws ends the reductions of all models that it reached") {
+  const auto& world = test_world();
+  torch::nn::Linear first(2, 2), second(2, 1);
+  DistributedDataParallel one{first, shared_comm()};
+  DistributedDataParallel other{second, shared_comm()};
+  for (int step = 0; step < 4; ++step) {
+    first->zero_grad();
+    second->zero_grad();
+    auto between = first(torch::full({1, 2}, world.rank() + 1.0F));
+    if (step == 1)
+      between.register_hook([](const at::Tensor&) -> at::Tensor { throw std::runtime_error("in between"); });
+    const auto loss = second(between).sum();
+    if (step == 1) {
+      CHECK_THROWS(one.backward(loss));
+    } else {
+      one.backward(loss);
+      CHECK(same_on_all_ranks(first->weight.grad()));
+      CHECK(same_on_all_ranks(second->weight.grad()));
+    }
   }
 }
 

@@ -149,7 +149,11 @@ class DistributedDataParallel {
   /// Collective, outside `no_sync`. Whatever happens inside, the reduction ends on every rank and the next
   /// one works: what backward throws is rethrown here, while the other ranks throw PeerError; where a
   /// parameter got no gradient on some rank, every rank throws GradientError naming it. After either, no rank
-  /// keeps a gradient.
+  /// keeps a gradient. Where the other ranks take more than two seconds to come to a backward that threw
+  /// here, the communicator is aborted instead, so that the error is seen: then nothing works on it any more.
+  ///
+  /// A loss that depends on several models, each wrapped by one of these, reduces all of them; keep out of
+  /// one with its `no_sync`, or freeze its parameters.
   ///
   /// `loss` is a scalar that requires grad. `create_graph` is refused with GradientError.
   void backward(const at::Tensor& loss, bool retain_graph = false, bool create_graph = false) {

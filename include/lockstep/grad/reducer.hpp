@@ -25,8 +25,15 @@
 
 namespace lockstep::detail {
 
-/// How many `ddp.backward` calls are running in this process: hooks of other models keep still meanwhile.
+/// How many `ddp.backward` calls are running in this process.
 inline std::atomic<int> open_backwards{0};
+
+/// A reduction of another model, which the running `ddp.backward` has reached and will end.
+struct JoinedReduction {
+  void* reducer;
+  void (*close)(void* reducer, const std::exception_ptr& failure);
+};
+inline std::vector<JoinedReduction> joined_reductions;
 
 /// Averages gradients over the ranks while backward runs.
 ///
@@ -56,19 +63,33 @@ class Reducer {
   Reducer& operator=(const Reducer&) = delete;
 
   /// Runs `run_backward` inside a reduction, or plainly inside `no_sync` and inside another backward of this
-  /// model.
+  /// model. What it reaches of other models is reduced too, after this one: the same order on every rank.
   template <class Run>
   void backward(Run&& run_backward) {
     const Inside inside(*this);
-    if (no_sync_depth > 0 || inside.nested) return run_backward();
-    open();
-    std::exception_ptr failure;
+    const bool reduces = no_sync_depth == 0 && !inside.nested;
+    if (!reduces && !inside.outermost) return run_backward();
+    if (reduces) open();
+    std::exception_ptr thrown;
     try {
       run_backward();
     } catch (...) {
-      failure = std::current_exception();
+      thrown = std::current_exception();
     }
-    close(failure);
+    std::exception_ptr first = thrown;
+    const auto end = [&](auto&& close_one) {
+      try {
+        close_one();
+      } catch (...) {
+        if (!first) first = std::current_exception();
+      }
+    };
+    if (reduces) end([&] { close(thrown); });
+    if (inside.outermost) {
+      for (const JoinedReduction& other : std::exchange(joined_reductions, {}))
+        end([&] { other.close(other.reducer, thrown); });
+    }
+    if (first) std::rethrow_exception(first);
   }
 
   /// The buckets in use, as parameter indices.
@@ -89,15 +110,14 @@ class Reducer {
 
   /// Marks this reducer's own backward as running.
   struct Inside {
-    explicit Inside(Reducer& reducer) : reducer(reducer), nested(std::exchange(reducer.inside_, true)) {
-      ++open_backwards;
-    }
+    explicit Inside(Reducer& reducer)
+        : reducer(reducer), nested(std::exchange(reducer.inside_, true)), outermost(open_backwards++ == 0) {}
     ~Inside() {
       --open_backwards;
       reducer.inside_ = nested;
     }
     Reducer& reducer;
-    bool nested;
+    bool nested, outermost;
   };
 
   static std::vector<ParameterSize> sizes_of(const std::vector<NamedTensor>& parameters) {
@@ -118,14 +138,18 @@ class Reducer {
   }
 
   void on_gradient(std::size_t i) {
-    if (!inside_ && open_backwards > 0) return;  // the backward of another model reaches this one
     if (c10::GradMode::is_enabled())
       throw GradientError(
           "backward with create_graph is refused: gradients of gradients would not be averaged over "
           "the ranks; take them with torch::autograd::grad and put the result into the loss");
     seen_[i] = true;
     if (no_sync_depth > 0) return;
-    if (!open_ || stale_) open_bare();
+    if (!open_ || stale_) {
+      if (open_backwards > 0)
+        join();
+      else
+        open_bare();
+    }
     const bool first = expected_.empty();
     if (!first && fired_[i] == expected_[i])
       throw GradientError(
@@ -167,6 +191,14 @@ class Reducer {
     for (std::size_t b = 0; b < buckets_->size(); ++b) pending_[b] = buckets_->members(b).size();
     next_ = 0;
     open_ = true;
+  }
+
+  /// The `ddp.backward` of another model reaches this one: that call ends this reduction too.
+  void join() {
+    open();
+    joined_reductions.push_back({this, [](void* reducer, const std::exception_ptr& failure) {
+                                   static_cast<Reducer*>(reducer)->close(failure);
+                                 }});
   }
 
   /// A hook fires though no `ddp.backward` runs: the reduction ends with this backward of the engine. Where
