@@ -73,6 +73,33 @@ TEST_CASE("a failure between collectives ends all within 5 s, whatever the deadl
     }
 }
 
+TEST_CASE("by hand the others hear of a rank that fails before it has met them, or that hosted the store") {
+  for (const std::string mode : {"never meets", "never meets first", "killed first"}) {
+    const auto port = std::to_string(lockstep_test::free_port());
+    const auto begin = Clock::now();
+    std::vector<std::unique_ptr<lockstep_test::Process>> ranks;
+    for (const char* rank : {"0", "1", "2"})
+      ranks.push_back(std::make_unique<lockstep_test::Process>(
+          std::vector<std::string>{program, mode},
+          lockstep_test::Variables{
+              {"RANK", rank}, {"WORLD_SIZE", "3"}, {"MASTER_ADDR", "127.0.0.1"}, {"MASTER_PORT", port}},
+          lockstep_test::StartOptions{}));
+    const int culprit = mode == "never meets" ? 2 : 0;
+    for (auto& rank : ranks) REQUIRE(rank->wait(30s));
+    CHECK(Clock::now() - begin < 15s);
+    for (int rank = 0; rank < 3; ++rank) {
+      const auto error = ranks[rank]->error();
+      INFO(mode << ", rank " << rank << "\n" << error);
+      CHECK(ranks[rank]->exit_code() == (rank == culprit && mode == "killed first" ? 137 : 1));
+      if (rank == culprit && mode == "killed first") continue;
+      CHECK(error.starts_with("error: "));
+      CHECK(count(error, "\n") == 1);
+      if (mode == "never meets") CHECK_THAT(error, ContainsSubstring("a bad batch"));
+      if (rank != culprit) CHECK_THAT(error, ContainsSubstring(fmt::format("rank {} failed first", culprit)));
+    }
+  }
+}
+
 TEST_CASE("a failure by hand, without a launcher, ends all ranks") {
   for (const std::string mode : {"killed", "throws", "throws in flight"}) {
     const auto marker = lockstep_test::new_marker();

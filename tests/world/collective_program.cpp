@@ -10,13 +10,18 @@ namespace {
 
 int rank_of(const std::string& mode, lockstep::World world) {
   const auto deadline = mode == "never comes" ? 2000ms : 1800000ms;
+  const bool first = mode.ends_with(" first");  // rank 0, which by hand hosts the store
+  const int culprit = first ? 0 : world.size() - 1;
+  if (mode.starts_with("never meets") && world.rank() == culprit) {
+    std::this_thread::sleep_for(1500ms);  // the others are waiting by then
+    throw lockstep::DataError("a bad batch");
+  }
   lockstep::GlooComm comm{world, {.deadline = deadline}};
   auto tensor = torch::ones({1 << 20});
-  const int culprit = world.size() - 1;
   // Each step of every rank ends when the last rank has done it.
   for (int step = 0; mode == "well" ? step < 20 : true; ++step) {
     if (step == 5 && world.rank() == culprit) {
-      if (mode == "killed") kill(getpid(), SIGKILL);
+      if (mode == "killed" || mode == "killed first") kill(getpid(), SIGKILL);
       if (mode == "throws") throw lockstep::DataError("a bad batch");
       if (mode == "throws in flight") {
         auto work = comm.all_reduce(tensor, lockstep::ReduceOp::sum);

@@ -124,8 +124,7 @@ inline Meeting meet_through_board(const StorePtr& board, const std::string& boar
 }
 
 /// Opens the store of `env`: hosts it on rank 0 unless somebody does, and connects.
-inline Meeting meet(const Environment& env) {
-  const auto limit = rendezvous_timeout();
+inline Meeting meet(const Environment& env, std::chrono::milliseconds limit) {
   if (env.rendezvous.empty()) {
     StorePtr store = c10::make_intrusive<c10d::HashStore>();  // one process: nobody to meet
     return {store, [store](auto) { return store; }, false};

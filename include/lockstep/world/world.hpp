@@ -1,5 +1,7 @@
 #pragma once
 
+#include <unistd.h>
+
 #include <atomic>
 #include <chrono>
 #include <memory>
@@ -196,8 +198,12 @@ class World {
 
   const detail::Meeting& meeting() const {
     std::lock_guard lock(state_->mutex);
+    return meeting_within({});
+  }
+
+  const detail::Meeting& meeting_within(std::optional<std::chrono::milliseconds> limit) const {
     if (!state_->meeting) {
-      auto meeting = detail::meet(state_->environment);
+      auto meeting = detail::meet(state_->environment, limit ? *limit : detail::rendezvous_timeout());
       if (size() > 1)
         detail::at_store("the ranks could not sign in",
                          [&] { detail::sign_in(*meeting.store, state_->environment); });
@@ -209,16 +215,32 @@ class World {
   void announce_failures() const {
     detail::quiet_library_log();
     detail::failure_hooks.publish = [world = *this](const std::string& text) {
+      bool met = true;
       {
-        // A rank that never met the others has nobody who waits for it in a collective.
         std::unique_lock lock(world.state_->mutex, std::try_to_lock);
-        if (!lock || !world.state_->meeting) return true;
+        if (!lock) return true;
+        if (!world.state_->meeting) {
+          // The others may be waiting for this rank already. Signing in refuses a store of another run.
+          if (!world.others_may_wait()) return true;
+          world.meeting_within(std::chrono::seconds(1));
+          met = false;
+        }
       }
       const bool first = world.publish_failure(text);
       // The store goes with this process: leave the others a moment to read it.
       if (world.hosts_store()) std::this_thread::sleep_for(std::chrono::milliseconds(800));
-      return first;
+      return first || !met;
     };
+  }
+
+  // Whether nobody but this rank, before it has met the others, can tell them that it fails.
+  [[nodiscard]] bool others_may_wait() const {
+    const auto& known = environment();
+    const bool launched_here = detail::report_descriptor() >= 0 && known.local_size == known.size;
+    if (known.rendezvous.empty() || known.store_outlives_attempts || launched_here) return false;
+    // A file that this rank alone would make is in the way of the next run.
+    const auto url = parse_rendezvous(known.rendezvous);
+    return url.path.empty() || access(url.path.c_str(), F_OK) == 0;
   }
 
   void wait_for_first(int first, const std::string& key, std::chrono::milliseconds limit) const {
