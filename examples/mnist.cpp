@@ -11,6 +11,7 @@
 #include "lockstep/data/mnist.hpp"
 #include "lockstep/lockstep.hpp"
 #include "lockstep/world/launch.hpp"
+#include "options.hpp"
 
 namespace nn = torch::nn;
 
@@ -41,18 +42,6 @@ struct Options {
   std::vector<std::string> mirrors = lockstep::mnist_mirrors();
   bool download = false;
 };
-
-// A whole number that is at least `least`, or what is wrong with `text`.
-auto whole_number(std::int64_t least) {
-  return CLI::Validator(
-      [least](const std::string& text) {
-        std::int64_t value = 0;
-        return CLI::detail::lexical_cast(text, value) && value >= least
-                   ? ""
-                   : fmt::format("'{}' is not a whole number, {} or more", text, least);
-      },
-      "");
-}
 
 lockstep::Mnist load(const lockstep::World& world, const Options& options) try {
   std::filesystem::path folder = options.data_dir;
@@ -108,24 +97,28 @@ int main(int argc, char** argv) {
   std::string nproc, prefix;  // read by launch; here for --help and so that they are known
   CLI::App app("Trains a small convolutional network on handwritten digits with several processes.");
   app.option_defaults()->always_capture_default();
-  app.add_option("-e,--epochs", options.epochs, "passes over the training digits")->check(whole_number(0));
+  app.add_option("-e,--epochs", options.epochs, "passes over the training digits")
+      ->transform(flags::whole_number(std::int64_t{0}));
   app.add_option("-b,--batch-size,--batch_size", options.batch_size, "digits a process and a step")
-      ->check(whole_number(1));
-  app.add_option("--lr", options.lr, "learning rate of SGD")->check(CLI::NonNegativeNumber);
+      ->transform(flags::whole_number(std::int64_t{1}));
+  app.add_option("--lr", options.lr, "learning rate of SGD")->check(flags::not_negative());
   app.add_option("--seed", options.seed, "seed of the model and of the order of digits")
-      ->check(whole_number(0));
-  app.add_option("--workers", options.workers, "threads a process that load ahead")->check(whole_number(0));
-  app.add_option("--data-dir,--data_dir", options.data_dir, "folder with MNIST's four files, plain or .gz");
+      ->transform(flags::whole_number(std::uint64_t{0}));
+  app.add_option("--workers", options.workers, "threads a process that load ahead")
+      ->transform(flags::whole_number(std::int64_t{0}));
+  app.add_option("--data-dir,--data_dir", options.data_dir, "folder with MNIST's four files, plain or .gz")
+      ->check(flags::not_empty());
   app.add_flag("--download", options.download,
                "fetch MNIST into the data folder, or into the cache without one");
-  app.add_option("--mirror", options.mirrors, "URLs to fetch from, also LOCKSTEP_MNIST_MIRROR");
+  app.add_option("--mirror", options.mirrors, "URLs to fetch from, also LOCKSTEP_MNIST_MIRROR")
+      ->check(flags::not_empty());
   app.add_option("--gpu", options.gpu, "devices as in '0,1': one process each")
       ->check([](const std::string& list) {
         const bool good = !list.empty() && list.find_first_not_of("0123456789,") == std::string::npos &&
                           (',' + list + ',').find(",,") == std::string::npos;
         return good ? "" : fmt::format("'{}' is not a list of device numbers such as 0,1", list);
       });
-  app.add_option("--save", options.save, "file to write the trained model to");
+  app.add_option("--save", options.save, "file to write the trained model to")->check(flags::not_empty());
   app.add_option("--nproc", nproc, "processes to start on this host; without it one a GPU, or 2");
   app.add_option("--prefix", prefix, "put the rank in front of lines: auto, always or never");
   for (CLI::Option* option : app.get_options()) option->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
