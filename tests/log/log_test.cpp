@@ -123,3 +123,20 @@ TEST_CASE("without a terminal progress is said now and then, and by rank 0 alone
   CHECK(written(1, [&] { loop(0, std::chrono::seconds(10)); }).empty());
   CHECK(written(1, [&] { loop(1, std::chrono::milliseconds(35)); }).empty());
 }
+
+TEST_CASE("the last line shows the loss of the end, never that of an earlier step") {
+  const auto last_line = [](std::optional<double> last_step, std::optional<double> whole) {
+    const auto text = written(1, [&] {
+      lockstep::Progress progress(Log(0), 2, {.title = "t", .line_every = std::chrono::milliseconds(100)});
+      usleep(110000);
+      progress.advance(1, 9.0);  // shown
+      progress.advance(1, last_step);
+      progress.finish(whole);
+    });
+    CHECK_THAT(text, ContainsSubstring("1/2, ") && ContainsSubstring(", loss 9.0000, "));
+    return text.substr(text.find('\n') + 1);
+  };
+  CHECK_THAT(last_line({}, 0.25), ContainsSubstring("2/2, ") && ContainsSubstring(", loss 0.2500, "));
+  CHECK_THAT(last_line(0.5, {}), ContainsSubstring(", loss 0.5000, "));
+  CHECK_THAT(last_line({}, {}), ContainsSubstring("2/2, ") && !ContainsSubstring("loss"));
+}

@@ -104,14 +104,16 @@ class Progress {
   void advance(double samples, std::optional<double> loss = std::nullopt) {
     ++state_.done;
     state_.samples += samples;
-    if (loss) state_.loss = loss;
+    state_.loss = loss;  // one of an earlier step is no longer the loss
     if (!due()) return;
     last_ = Clock::now();
     show();
   }
 
-  /// Shows the last state, once; nothing where no line was needed before.
-  void finish() {
+  /// Shows the last state, once; nothing where no line was needed before. `loss` is that of the whole loop,
+  /// without which the last step's is shown where it was given.
+  void finish(std::optional<double> loss = std::nullopt) {
+    if (loss) state_.loss = loss;
     if (std::exchange(finished_, true) || !shown_ || !said_) return;
     show();
     if (terminal_) {

@@ -152,6 +152,7 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
     ++epoch_;
     Total total = meter.total();
     sum_over_ranks(std::span(&total, 1), comm_);
+    progress.finish(total.mean());
     const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - begin;
     return {plan.epoch, step_, total.mean(), elapsed.count()};
   }
