@@ -38,9 +38,25 @@ TEST_CASE("wrong flags are refused on one line") {
   CHECK_THAT(refusal({"-e", "three"}), ContainsSubstring("'three' is not a whole number"));
   CHECK_THAT(refusal({"--epochs"}), ContainsSubstring("--epochs"));
   CHECK_THAT(refusal({"--workers", "-2"}), ContainsSubstring("--workers"));
-  CHECK_THAT(refusal({"--lr", "fast"}), ContainsSubstring("--lr"));
-  CHECK_THAT(refusal({"--lr", "-1"}), ContainsSubstring("--lr"));
+  for (const std::string rate : {"fast", "-1", "nan", "inf", "1e-4x", ""})
+    CHECK_THAT(refusal({"--lr", rate}),
+               ContainsSubstring("--lr: '" + rate + "' is not a number, 0 or more;"));
+  CHECK_THAT(refusal({"--lr", "1e400"}), ContainsSubstring("--lr: '1e400' is too large"));
   CHECK_THAT(refusal({"--gpu", "all"}), ContainsSubstring("'all' is not a list of device numbers"));
+}
+
+TEST_CASE("numbers that are too large are refused, not made smaller") {
+  const std::string large = "99999999999999999999999";
+  for (const std::string flag : {"--batch-size", "--epochs", "--workers", "--seed"})
+    CHECK_THAT(refusal({flag, large}), ContainsSubstring("'" + large + "' is too large;"));
+  CHECK_THAT(refusal({"--seed", "18446744073709551616"}), ContainsSubstring("is too large;"));
+  CHECK_THAT(refusal({"--batch-size", "9223372036854775808"}), ContainsSubstring("is too large;"));
+  CHECK_THAT(refusal({"--seed", "-18446744073709551616"}), ContainsSubstring("is not a whole number, 0 or"));
+}
+
+TEST_CASE("empty names are refused, as a variable of the shell that is not set gives them") {
+  for (const std::string flag : {"--save", "--data-dir", "--mirror"})
+    CHECK_THAT(refusal({flag, ""}), ContainsSubstring(flag) && ContainsSubstring("it is empty;"));
 }
 
 TEST_CASE("a wrong number of processes is refused on one line") {
