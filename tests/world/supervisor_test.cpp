@@ -140,7 +140,7 @@ int supervise(int size, int argc, char** argv) {
   options.arguments.assign(argv, argv + argc);
   for (int rank = 0; rank < size; ++rank)
     options.jobs.push_back({rank, {"LOCKSTEP_TEST_CHILD=rank", fmt::format("LOCKSTEP_TEST_RANK={}", rank)}});
-  options.interrupt_grace = 1500ms;
+  options.interrupt_grace = std::string(argv[1]) == "stops" ? 20000ms : 1500ms;
   return lockstep::detail::Supervisor(std::move(options)).run();
 }
 
