@@ -57,7 +57,7 @@ class Table:
         middle, low, high = statistics.median(ratios), min(ratios), max(ratios)
         print(f"RATIO {figure} {system}/{other} {middle:.2f} ({low:.2f}-{high:.2f})", flush=True)
         self.rows.append((figure, f"{system}/{other}", middle, low, high, statistics.median(mine) * scale,
-                          statistics.median(theirs) * scale, unit, GOALS.get(figure)))
+                          statistics.median(theirs) * scale, unit, None if other in ("reducer", "python-workers0") else GOALS.get(figure)))
 
 
 def systems(config, environment, arguments):
