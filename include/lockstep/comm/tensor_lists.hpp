@@ -10,43 +10,12 @@
 #include <fmt/format.h>
 
 #include "lockstep/comm/communicator.hpp"
+#include "lockstep/comm/dtype_name.hpp"
 #include "lockstep/error.hpp"
 
 #include <torch/csrc/distributed/c10d/Types.hpp>
 
 namespace lockstep::detail {
-
-/// "float32" and so on, as Python names them.
-inline std::string dtype_name(at::ScalarType type) {
-  switch (type) {
-    case at::kFloat:
-      return "float32";
-    case at::kDouble:
-      return "float64";
-    case at::kHalf:
-      return "float16";
-    case at::kBFloat16:
-      return "bfloat16";
-    case at::kChar:
-      return "int8";
-    case at::kByte:
-      return "uint8";
-    case at::kShort:
-      return "int16";
-    case at::kInt:
-      return "int32";
-    case at::kLong:
-      return "int64";
-    case at::kBool:
-      return "bool";
-    case at::kComplexFloat:
-      return "complex64";
-    case at::kComplexDouble:
-      return "complex128";
-    default:
-      return c10::toString(type);
-  }
-}
 
 /// "[4, 3] float32", as the error messages name a tensor.
 inline std::string describe(const at::Tensor& tensor) {

@@ -8,6 +8,8 @@
 #include <utility>
 #include <vector>
 
+#include "lockstep/comm/dtype_name.hpp"
+
 namespace lockstep {
 
 /// A parameter or buffer with its full name, such as "block.0.weight".
@@ -37,38 +39,6 @@ inline std::vector<NamedTensor> unique_parameters(const torch::nn::Module& modul
 /// The buffers (such as running statistics) in registration order, each once.
 inline std::vector<NamedTensor> unique_buffers(const torch::nn::Module& module) {
   return detail::each_once(module.named_buffers());
-}
-
-/// A dtype as users of Python and C++ alike know it: "float32".
-inline std::string dtype_name(at::ScalarType type) {
-  switch (type) {
-    case at::kFloat:
-      return "float32";
-    case at::kDouble:
-      return "float64";
-    case at::kHalf:
-      return "float16";
-    case at::kBFloat16:
-      return "bfloat16";
-    case at::kByte:
-      return "uint8";
-    case at::kChar:
-      return "int8";
-    case at::kShort:
-      return "int16";
-    case at::kInt:
-      return "int32";
-    case at::kLong:
-      return "int64";
-    case at::kBool:
-      return "bool";
-    case at::kComplexFloat:
-      return "complex64";
-    case at::kComplexDouble:
-      return "complex128";
-    default:
-      return c10::toString(type);
-  }
 }
 
 }  // namespace lockstep
