@@ -46,8 +46,10 @@ class EvaluationSampler : public torch::data::samplers::Sampler<> {
   }
 
   /// Samples of this rank: they may differ by one between ranks.
-  [[nodiscard]] std::size_t size() const {
-    return length_ / world_size_ + (rank_ < length_ % world_size_ ? 1 : 0);
+  [[nodiscard]] std::size_t size() const { return size_of(rank()); }
+  /// The same for any rank from 0 to world size - 1.
+  [[nodiscard]] std::size_t size_of(int rank) const {
+    return length_ / world_size_ + (static_cast<std::size_t>(rank) < length_ % world_size_ ? 1 : 0);
   }
   /// The first sample of this rank's block.
   [[nodiscard]] std::size_t first() const {

@@ -35,6 +35,15 @@ concept Sampler = std::derived_from<S, torch::data::samplers::Sampler<>> && std:
   { view.size() } -> std::convertible_to<std::size_t>;
 };
 
+/// A Sampler that knows what every rank of its group is given, so that ranks with unequal shares can be
+/// weighed without asking them: `size_of(rank)`, from 0, is what `size()` says on that rank, and `size_of` of
+/// one's own rank is `size()`. The same on every rank; it costs nothing. A rank's n-th batch is then of
+/// `min(batch, size_of(rank) - n * batch)` samples, for all ranks alike.
+template <class S>
+concept CountingSampler = Sampler<S> && requires(const S& view, int rank) {
+  { view.size_of(rank) } -> std::convertible_to<std::size_t>;
+};
+
 /// Anything that knows a rank among several: a World, a communicator.
 template <class G>
 concept RankedGroup = requires(const G& group) {
@@ -49,6 +58,10 @@ struct SamplerOptions {
   /// Leave out the tail that does not divide by the number of ranks, instead of repeating samples from the
   /// head.
   bool drop_last = false;
+  /// Repeat samples from the head until every rank has as many, as Python does. Without it the tail goes to
+  /// the first ranks and each sample is seen exactly once; ranks may then differ by one sample, and with more
+  /// ranks than samples some have none.
+  bool pad = true;
 };
 
 /// The samples of each of `world_size` ranks when `length` samples are split evenly: rounded up (some are

@@ -48,7 +48,8 @@ inline void check_batch_size(std::size_t batch_size) {
 
 /// The base of the samplers that order all samples anew each epoch and deal them out like cards: of the order
 /// `o` rank r sees o[r], o[r + R], o[r + 2R], ...; where the length does not divide by R, the order is
-/// repeated from its head as often as needed, or its tail left out (`drop_last`).
+/// repeated from its head as often as needed, or its tail left out (`drop_last`), or the last round reaches
+/// the first ranks only (`pad = false`).
 ///
 /// The position is kept as a number of samples consumed by all ranks together, so that `load` may take up a
 /// pass that was saved by another number of ranks (each at the same step): no sample is lost or seen twice.
@@ -86,11 +87,15 @@ class StridedSampler : public torch::data::samplers::Sampler<> {
     return indices;
   }
 
-  /// Samples of this rank in the pass: the same on every rank. A pass that was taken up by `load` counts only
-  /// what was left of it.
-  [[nodiscard]] std::size_t size() const {
-    return samples_per_rank(length_ - std::min(skipped_, length_), static_cast<std::size_t>(world_size_),
-                            options_.drop_last);
+  /// Samples of this rank in the pass: the same on every rank, unless `pad` is off. A pass that was taken up
+  /// by `load` counts only what was left of it.
+  [[nodiscard]] std::size_t size() const { return size_of(rank_); }
+  /// The same for any rank from 0 to world size - 1.
+  [[nodiscard]] std::size_t size_of(int rank) const {
+    const std::size_t left = length_ - std::min(skipped_, length_);
+    const auto ranks = static_cast<std::size_t>(world_size_);
+    if (options_.pad || options_.drop_last) return samples_per_rank(left, ranks, options_.drop_last);
+    return left / ranks + (static_cast<std::size_t>(rank) < left % ranks ? 1 : 0);
   }
   /// Samples that this rank has been given in this pass, those before a resume included.
   [[nodiscard]] std::size_t position() const {
@@ -105,7 +110,8 @@ class StridedSampler : public torch::data::samplers::Sampler<> {
   [[nodiscard]] int world_size() const { return world_size_; }
   [[nodiscard]] const SamplerOptions& options() const { return options_; }
 
-  /// Writes epoch and position; equal on all ranks when all stand at the same step.
+  /// Writes epoch and position; equal on all ranks when all stand at the same step, except that without `pad`
+  /// a rank with a sample less does not know of the others' last ones: rank 0's is the one to keep.
   void save(torch::serialize::OutputArchive& archive) const override {
     auto write = [&](const char* key, std::size_t value) {
       archive.write(key, c10::IValue(static_cast<std::int64_t>(value)));
@@ -114,17 +120,19 @@ class StridedSampler : public torch::data::samplers::Sampler<> {
     write("seed", options_.seed);
     write("shuffle", options_.shuffle);
     write("drop_last", options_.drop_last);
+    write("pad", options_.pad);
     write("epoch", pass_epoch_);
     write("consumed", std::min(length_, skipped_ + position_ * static_cast<std::size_t>(world_size_)));
   }
 
-  /// Throws CheckpointError where length, seed, shuffle or drop_last differ from the saved ones.
+  /// Throws CheckpointError where length, seed, shuffle, drop_last or pad differ from the saved ones.
   void load(torch::serialize::InputArchive& archive) override {
     detail::expect_saved("length", detail::read_count(archive, "length"), static_cast<std::int64_t>(length_));
     detail::expect_saved("seed", detail::read_count(archive, "seed"),
                          static_cast<std::int64_t>(options_.seed));
     detail::expect_saved("shuffle", detail::read_count(archive, "shuffle"), options_.shuffle);
     detail::expect_saved("drop_last", detail::read_count(archive, "drop_last"), options_.drop_last);
+    detail::expect_saved("pad", detail::read_count(archive, "pad"), options_.pad);
     set(static_cast<std::size_t>(detail::read_count(archive, "epoch")));
     const auto consumed = static_cast<std::size_t>(detail::read_count(archive, "consumed"));
     begin();
