@@ -197,11 +197,14 @@ TEST_CASE("create_graph is refused in words") {
   check_good_backward(net, ddp);
 }
 
-TEST_CASE("a sparse gradient is refused by name on every rank") {
-  torch::nn::Embedding table(torch::nn::EmbeddingOptions(5, 3).sparse(true));
-  DistributedDataParallel ddp{table, shared_comm()};
-  const auto text = thrown_by([&] { ddp.backward(ddp(torch::tensor({1, 2})).sum()); });
-  CHECK_THAT(text, ContainsSubstring("parameter 0 'weight' is sparse"));
+TEST_CASE("a sparse gradient that no one could foresee is refused by name on every rank") {
+  const auto table = torch::ones({5, 3}, torch::requires_grad());
+  std::vector<at::Tensor> list{table};
+  DistributedDataParallel ddp{list, shared_comm()};
+  const auto text = thrown_by([&] {
+    ddp.backward(torch::embedding(table, torch::tensor({1, 2}), -1, false, /*sparse=*/true).sum());
+  });
+  CHECK_THAT(text, ContainsSubstring("parameter 0 '0' is sparse"));
 }
 
 TEST_CASE("a bare backward that throws is found at the next one") {

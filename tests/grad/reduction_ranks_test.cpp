@@ -315,7 +315,7 @@ TEST_CASE("rank 0's buffers reach all before a forward in training, not after a 
   }
   ddp.sync_buffers();
   CHECK(count() == 1);
-  DistributedDataParallel without{norm, shared_comm(), {.broadcast_buffers = false}};
+  DistributedDataParallel without{norm, shared_comm(), {.buffers = lockstep::BufferPolicy::none}};
   norm->num_batches_tracked.fill_(world.rank() * 100);
   (void)without(torch::randn({4, 2}));
   CHECK(count() == world.rank() * 100 + 1);

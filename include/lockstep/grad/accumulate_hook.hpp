@@ -33,6 +33,7 @@ class AccumulateHook {
     other.accumulator_ = nullptr;
   }
   AccumulateHook& operator=(AccumulateHook&&) = delete;
+  [[nodiscard]] const torch::autograd::Node* node() const { return &*accumulator_; }
   ~AccumulateHook() {
     if (accumulator_) accumulator_->del_post_hook(key_);
   }

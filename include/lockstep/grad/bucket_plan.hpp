@@ -10,11 +10,12 @@
 namespace lockstep {
 
 /// What a bucket plan must know of a parameter: its bytes, and what it can share a bucket with (`dtype` and
-/// `device` are only compared).
+/// `device` are only compared; a sparse gradient shares none).
 struct ParameterSize {
   std::size_t bytes = 0;
   int dtype = 0;
   int device = 0;
+  bool sparse = false;
 };
 
 /// The buckets in the order in which they are reduced, each a list of parameter indices in the order in which
@@ -46,6 +47,10 @@ inline BucketPlan assign_buckets(const std::vector<ParameterSize>& parameters,
   std::vector<Sequence> sequences;
   for (const std::size_t index : order) {
     const ParameterSize& parameter = parameters.at(index);
+    if (parameter.sparse) {
+      plan.push_back({index});
+      continue;
+    }
     auto sequence = std::find_if(sequences.begin(), sequences.end(), [&](const Sequence& candidate) {
       return candidate.dtype == parameter.dtype && candidate.device == parameter.device;
     });
@@ -63,15 +68,18 @@ inline BucketPlan assign_buckets(const std::vector<ParameterSize>& parameters,
   return plan;
 }
 
-/// The plan of the first iteration: one bucket for each (dtype, device), the parameters in registration
-/// order. Python does the same where it does not search for unused parameters: no order is known yet, and a
-/// bucket launched in a wrong one could meet another collective of the model.
-inline BucketPlan plan_by_registration(const std::vector<ParameterSize>& parameters) {
+/// The plan of the first iteration. Without `caps` one bucket for each (dtype, device), the parameters in
+/// registration order: no order is known yet, and a bucket launched in a wrong one could meet another
+/// collective of the model. With `caps`, which is Python's way where it searches for unused parameters and so
+/// never rebuilds, buckets of these sizes, in registration order too.
+inline BucketPlan plan_by_registration(const std::vector<ParameterSize>& parameters,
+                                       const std::vector<std::size_t>& caps = {}) {
   std::vector<std::size_t> order(parameters.size());
   for (std::size_t i = 0; i < order.size(); ++i) order[i] = i;
-  BucketPlan plan = assign_buckets(parameters, order, {std::numeric_limits<std::size_t>::max()});
+  BucketPlan plan = assign_buckets(
+      parameters, order, caps.empty() ? std::vector{std::numeric_limits<std::size_t>::max()} : caps);
   // Gradients come roughly in reverse: the bucket with the last parameters goes first.
-  std::reverse(plan.begin(), plan.end());
+  std::sort(plan.begin(), plan.end(), [](const auto& a, const auto& b) { return a[0] > b[0]; });
   return plan;
 }
 

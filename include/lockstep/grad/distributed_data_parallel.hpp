@@ -3,11 +3,12 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/autograd.h>
-#include <torch/nn/module.h>
 
 #include <algorithm>
+#include <cmath>
 #include <concepts>
 #include <memory>
+#include <optional>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -17,46 +18,35 @@
 #include "lockstep/error.hpp"
 #include "lockstep/grad/broadcast_list.hpp"
 #include "lockstep/grad/bucket_plan.hpp"
+#include "lockstep/grad/buffer_sync.hpp"
+#include "lockstep/grad/ddp_options.hpp"
+#include "lockstep/grad/ddp_report.hpp"
+#include "lockstep/grad/hooks/hook.hpp"
+#include "lockstep/grad/model.hpp"
 #include "lockstep/grad/model_check.hpp"
 #include "lockstep/grad/named_tensors.hpp"
 #include "lockstep/grad/reducer.hpp"
+#include "lockstep/grad/watched_parameters.hpp"
 
 namespace lockstep {
 
-struct DdpOptions {
-  /// Size limits of the buckets in bytes, of the first, the second and so on; the last holds for all after
-  /// it. One value alone is what Python's bucket_cap_mb sets (times 2^20).
-  std::vector<std::size_t> bucket_caps = default_bucket_caps();
-  /// Rank 0's buffers (running statistics) go to all ranks before a forward, as in Python.
-  bool broadcast_buffers = true;
-};
-
 namespace detail {
-template <class M>
-concept ModuleImpl = std::derived_from<M, torch::nn::Module>;
-template <class M>
-concept ModuleHandle = std::copyable<M> && requires(M& handle) {
-  { *handle } -> std::convertible_to<const torch::nn::Module&>;
-};
-
 // A communicator of one process, known as such when compiling: no hook, no copy, no check is left.
 template <class Comm>
 inline constexpr bool alone = std::same_as<Comm, LocalComm>;
-struct NoReducer {};
-template <class Comm>
-struct ReducerFor {
-  using type = Reducer<Comm>;
+struct NoReducer {
+  int no_sync_depth = 0;
+  double count = 0;
 };
-template <>
-struct ReducerFor<LocalComm> {
+template <class Comm, class Hook>
+struct ReducerFor {
+  using type = Reducer<Comm, Hook>;
+};
+template <class Hook>
+struct ReducerFor<LocalComm, Hook> {
   using type = NoReducer;
 };
 }  // namespace detail
-
-/// A model of LibTorch: a module (`ConvNetImpl`), or a handle to one (`ConvNet` as TORCH_MODULE makes it, a
-/// shared_ptr).
-template <class M>
-concept Model = detail::ModuleImpl<M> || detail::ModuleHandle<M>;
 
 /// Trains one model on all ranks of a communicator: the same parameters at the start, gradients averaged in
 /// backward.
@@ -70,77 +60,96 @@ concept Model = detail::ModuleImpl<M> || detail::ModuleHandle<M>;
 ///
 /// Construction is collective. It compares the models of all ranks, then sends rank 0's parameters and
 /// buffers to all. Arithmetic, bucket contents and order are Python's, so parameters stay equal to its bit
-/// for bit.
+/// for bit. `Hook` is how buckets are reduced: a CommunicationHook, plain by default.
 ///
 /// After `backward` the gradients lie in the buckets: `p.grad()` shares their memory, and the next backward
-/// writes there. Clone what must outlive it. Both kinds of `zero_grad` work. Hooks on the parameters stack
-/// with others' and go with this object; it may be moved, a holder it was made from may die, a module given
-/// by reference and the communicator must outlive it. Parameters, their requires_grad, dtype and device must
-/// stay as they were.
+/// writes there. Clone what must outlive it, or set DdpOptions::gradients to `separate`. Both kinds of
+/// `zero_grad` work. Hooks on the parameters stack with others' and go with this object; it may be moved, a
+/// holder it was made from may die, a module given by reference and the communicator must outlive it.
+/// Parameters, their requires_grad, dtype and device must stay as they were.
 ///
 /// A bare `loss.backward()` reduces too, as best effort: where it throws, the other ranks learn of it only in
 /// this rank's next backward, and inside a re-entrant backward it may end too early, which is an error and
 /// not a wrong gradient. One thread uses one model at a time.
-template <Model M, Communicator Comm>
+template <Trainable M, Communicator Comm, class Hook = AllReduceHook>
 class DistributedDataParallel {
   static constexpr bool alone = detail::alone<Comm>;
   static_assert(
       alone || (Reducing<Comm> && Gathering<Comm>),
-      "DistributedDataParallel needs a communicator that reduces and gathers (concepts Reducing, Gathering)");
+      "lockstep: DistributedDataParallel needs a communicator that reduces and gathers (concepts Reducing, "
+      "Gathering)");
+  static_assert(
+      CommunicationHook<Hook, Comm>,
+      "lockstep: the hook of DistributedDataParallel is a type that models lockstep::CommunicationHook, such "
+      "as lockstep::AllReduceHook; hook_of(f) makes one of a function");
 
  public:
   /// Throws UsageError where no parameter requires grad or an option is wrong, MismatchError where models
   /// differ.
-  DistributedDataParallel(M& model, Comm& comm, DdpOptions options = {})
-      : model_(store(model)), parameters_(unique_parameters(base())), state_(std::make_unique<State>()) {
-    std::vector<NamedTensor> trained;
-    for (const NamedTensor& parameter : parameters_)
-      if (parameter.tensor.requires_grad()) trained.push_back(parameter);
+  explicit DistributedDataParallel(M& model, Comm& comm, DdpOptions options = {}, Hook hook = {})
+      : model_(store(model)), state_(std::make_unique<State>()) {
     const auto& caps = options.bucket_caps;
     if (caps.empty() || std::find(caps.begin(), caps.end(), 0) != caps.end())
       throw UsageError("bucket_caps must hold at least one size in bytes, each greater than 0");
+    ModelTensors tensors = detail::without_ignored(tensors_of(model), options.ignored);
+    parameters_ = tensors.parameters;
+    std::vector<NamedTensor> trained;
+    for (const NamedTensor& parameter : parameters_)
+      if (parameter.tensor.requires_grad()) trained.push_back(parameter);
+    state_->watched = detail::WatchedParameters(parameters_, options.ignored);
     if constexpr (alone) {
       require_some(trained);
+      state_->reducer = std::make_unique<detail::NoReducer>();
     } else {
-      std::vector<NamedTensor> buffers = unique_buffers(base());
-      check_same_model(parameters_, buffers, comm);
+      check_same_model(parameters_, tensors.buffers, comm);
       require_some(trained);
-      std::vector<at::Tensor> state;
-      for (const auto& list : {parameters_, buffers})
-        for (const NamedTensor& item : list) state.push_back(item.tensor);
-      detail::BroadcastList(std::move(state)).run(comm, 0);
+      std::vector<at::Tensor> all, buffers;
+      for (const auto& list : {parameters_, tensors.buffers})
+        for (const NamedTensor& item : list) all.push_back(item.tensor);
+      detail::BroadcastList(std::move(all)).run(comm, 0);
+      for (NamedTensor& item : tensors.buffers) buffers.push_back(std::move(item.tensor));
+      state_->buffers = detail::BufferSync(std::move(buffers), options.buffers);
       state_->comm = &comm;
-      if (options.broadcast_buffers) {
-        std::vector<at::Tensor> tensors;
-        for (NamedTensor& item : buffers) tensors.push_back(std::move(item.tensor));
-        state_->buffers = detail::BroadcastList(std::move(tensors));
+      std::vector<char> sparse;
+      for (const NamedTensor& item : trained) {
+        sparse.push_back(tensors.sparse.contains(item.tensor.unsafeGetTensorImpl()));
+        if (sparse.back() && !std::same_as<Hook, AllReduceHook>)
+          throw UsageError(fmt::format(
+              "the gradient of parameter '{}' is sparse, which communication hooks do not take: build its "
+              "layer without sparse gradients, or use the plain reduction",
+              item.name));
       }
-      state_->reducer =
-          std::make_unique<detail::Reducer<Comm>>(std::move(trained), comm, options.bucket_caps);
+      state_->reducer = std::make_unique<detail::Reducer<Comm, Hook>>(std::move(trained), std::move(sparse),
+                                                                      comm, std::move(hook), options);
     }
   }
 
   /// Forwards to the model, after `before_forward()`.
   template <class... Args>
-  decltype(auto) operator()(Args&&... args) {
+  decltype(auto) operator()(Args&&... args) requires(!ParameterList<M>) {
     before_forward();
-    return impl().forward(std::forward<Args>(args)...);
+    if constexpr (ScriptModule<M>)
+      return model_.forward(std::vector<c10::IValue>{c10::IValue(std::forward<Args>(args))...});
+    else
+      return (*model_).forward(std::forward<Args>(args)...);
   }
 
   /// What must precede each forward where the model is called directly. Collective where it has buffers:
-  /// sends rank 0's to all, in a forward that follows one in training (grad mode on, outside `no_sync`), as
-  /// Python does.
+  /// brings them together by DdpOptions::buffers, in a forward that follows one in training (grad mode on,
+  /// outside `no_sync`), as Python does.
   void before_forward() {
     if constexpr (!alone) {
       if (std::exchange(state_->sync_due, c10::GradMode::is_enabled() && state_->reducer->no_sync_depth == 0))
-        state_->buffers.run(*state_->comm, 0);
+        state_->buffers.run(*state_->comm);
+      state_->reducer->forward_begins();
     }
   }
 
-  /// Sends rank 0's buffers to all ranks now, so that an evaluation that follows is one model's. Collective.
+  /// Brings the buffers of all ranks together now, so that an evaluation that follows is one model's.
+  /// Collective.
   void sync_buffers() {
     if constexpr (!alone) {
-      state_->buffers.run(*state_->comm, 0);
+      state_->buffers.run(*state_->comm);
       state_->sync_due = false;
     }
   }
@@ -148,21 +157,60 @@ class DistributedDataParallel {
   /// Backward, and the gradients averaged over all ranks: on return each parameter's gradient is the average.
   /// Collective, outside `no_sync`. Whatever happens inside, the reduction ends on every rank and the next
   /// one works: what backward throws is rethrown here, while the other ranks throw PeerError; where a
-  /// parameter got no gradient on some rank, every rank throws GradientError naming it. After either, no rank
-  /// keeps a gradient. Where the other ranks take more than two seconds to come to a backward that threw
-  /// here, the communicator is aborted instead, so that the error is seen: then nothing works on it any more.
+  /// parameter got no gradient on some rank, every rank throws GradientError naming it, unless an option
+  /// allows it. After either, no rank keeps a gradient. Where the other ranks take more than two seconds to
+  /// come to a backward that threw here, the communicator is aborted instead, so that the error is seen: then
+  /// nothing works on it any more.
   ///
   /// A loss that depends on several models, each wrapped by one of these, reduces all of them; keep out of
   /// one with its `no_sync`, or freeze its parameters.
   ///
   /// `loss` is a scalar that requires grad. `create_graph` is refused with GradientError.
   void backward(const at::Tensor& loss, bool retain_graph = false, bool create_graph = false) {
-    run(create_graph, [&] { loss.backward({}, retain_graph); });
+    refuse(create_graph);
+    run({.losses = {loss}}, [&] { loss.backward({}, retain_graph); });
   }
 
   /// The same for several losses in one backward, whose gradients add up.
   void backward(const std::vector<at::Tensor>& losses, bool retain_graph = false, bool create_graph = false) {
-    run(create_graph, [&] { torch::autograd::backward(losses, {}, retain_graph); });
+    refuse(create_graph);
+    run({.losses = losses}, [&] { torch::autograd::backward(losses, {}, retain_graph); });
+  }
+
+  /// Backward of a sum over `count` samples (or tokens, or weights) of this rank: on return each gradient is
+  /// that of the sum over all ranks divided by the count over all ranks, which is returned. Ranks may have
+  /// different counts; one that has nothing gives an undefined `sum` and 0. Every rank calls this one, not
+  /// `backward`, in that step; inside `no_sync` sums and counts add up. The counts ride behind the last
+  /// bucket, so that there is no further collective. Where nothing was counted anywhere gradients are zeros.
+  double backward_mean(const at::Tensor& sum, double count, bool retain_graph = false) {
+    const auto work = [&] {
+      if (!std::isfinite(count) || count < 0)
+        throw UsageError(fmt::format("backward_mean got the count {}: give how many the sum is over", count));
+      if (sum.defined())
+        sum.backward({}, retain_graph);
+      else if (count != 0)
+        throw UsageError("backward_mean got a count without a sum");
+    };
+    if constexpr (alone) {
+      work();
+      auto& state = *state_->reducer;
+      state.count += count;
+      if (state.no_sync_depth > 0) return state.count;
+      const double total = std::exchange(state.count, 0);
+      if (total != 0)
+        for (const NamedTensor& parameter : parameters_)
+          if (at::Tensor& grad = parameter.tensor.mutable_grad(); grad.defined()) grad.mul_(1 / total);
+      return total;
+    } else {
+      run({.losses = {sum}, .count = count, .nothing = !sum.defined()}, work);
+      return state_->reducer->total_count();
+    }
+  }
+
+  /// This rank has no data in this step: it takes part in the reduction of the others' `backward` with zeros
+  /// (what it accumulated under `no_sync` counts). Collective.
+  void backward_nothing() {
+    if constexpr (!alone) run({.losses = {}, .nothing = true}, [] {});
   }
 
   /// While the guard that this returns lives, backward only accumulates on this rank; the first backward
@@ -171,14 +219,11 @@ class DistributedDataParallel {
   /// the guard must not outlive this object.
   [[nodiscard]] auto no_sync() {
     struct Guard {
-      explicit Guard(State* state) : state(state) { count(+1); }
+      explicit Guard(State* state) : state(state) { ++state->reducer->no_sync_depth; }
       Guard(Guard&& other) noexcept : state(std::exchange(other.state, nullptr)) {}
       Guard& operator=(Guard&&) = delete;
       ~Guard() {
-        if (state) count(-1);
-      }
-      void count([[maybe_unused]] int step) const {
-        if constexpr (!alone) state->reducer->no_sync_depth += step;
+        if (state) --state->reducer->no_sync_depth;
       }
       State* state;
     };
@@ -203,6 +248,9 @@ class DistributedDataParallel {
       return model_;
   }
 
+  /// The communication hook, for its state; there is none with LocalComm.
+  [[nodiscard]] Hook& hook() requires(!detail::alone<Comm>) { return state_->reducer->hook(); }
+
   /// The buckets in use, as indices into the parameters that require grad; empty for LocalComm.
   [[nodiscard]] BucketPlan buckets() const {
     if constexpr (alone)
@@ -211,12 +259,22 @@ class DistributedDataParallel {
       return state_->reducer->plan();
   }
 
+  /// What the last reduction did: buckets, order, times, bytes. `table(ddp.report())` shows it. Empty for
+  /// LocalComm.
+  [[nodiscard]] DdpReport report() const {
+    if constexpr (alone)
+      return {};
+    else
+      return state_->reducer->report();
+  }
+
  private:
   struct State {
     Comm* comm = nullptr;
     bool sync_due = true;
-    detail::BroadcastList buffers{{}};
-    std::unique_ptr<typename detail::ReducerFor<Comm>::type> reducer;
+    detail::BufferSync buffers;
+    detail::WatchedParameters watched;
+    std::unique_ptr<typename detail::ReducerFor<Comm, Hook>::type> reducer;
   };
 
   static auto store(M& model) {
@@ -225,8 +283,6 @@ class DistributedDataParallel {
     else
       return model;
   }
-  auto& impl() { return *model_; }
-  const torch::nn::Module& base() { return impl(); }
 
   static void require_some(const std::vector<NamedTensor>& trained) {
     if (trained.empty())
@@ -235,16 +291,23 @@ class DistributedDataParallel {
           "to train");
   }
 
-  template <class Run>
-  void run(bool create_graph, Run&& backward) {
+  static void refuse(bool create_graph) {
     if (create_graph)
       throw GradientError(
           "ddp.backward with create_graph is refused: gradients of gradients would not be averaged "
           "over the ranks; take them with torch::autograd::grad and put the result into the loss");
-    if constexpr (alone)
+  }
+
+  template <class Run>
+  void run(const detail::Contribution& contribution, Run&& backward) {
+    if constexpr (alone) {
       backward();
-    else
-      state_->reducer->backward(std::forward<Run>(backward));
+    } else {
+      state_->reducer->backward(contribution, [&] {
+        state_->watched.check([&] { return tensors_of(module()).parameters; });
+        backward();
+      });
+    }
   }
 
   std::conditional_t<detail::ModuleImpl<M>, M*, M> model_;

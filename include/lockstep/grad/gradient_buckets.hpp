@@ -3,95 +3,140 @@
 #include <ATen/ScalarOps.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/mul.h>
+#include <ATen/ops/view_as_real.h>
 #include <fmt/format.h>
 
 #include <cmath>
 #include <limits>
+#include <optional>
 #include <utility>
 #include <vector>
 
 #include "lockstep/error.hpp"
 #include "lockstep/grad/bucket_plan.hpp"
+#include "lockstep/grad/ddp_options.hpp"
+#include "lockstep/grad/hooks/hook.hpp"
 #include "lockstep/grad/named_tensors.hpp"
 
 namespace lockstep::detail {
+
+/// How gradients enter and leave the buckets.
+struct BucketStyle {
+  GradientStorage storage = GradientStorage::in_bucket;
+  /// What they are divided by on the way in; 1 where a communication hook averages.
+  int divisor = 1;
+};
 
 /// The memory of the buckets, and the gradients in it.
 ///
 /// A slot is a gradient's place: a tensor with the layout that autograd gives the gradient (the parameter's
 /// where that is dense, else contiguous) over the bucket's memory. It is made by `set_`, so that autograd
-/// does not know it as a view: `zero_grad(false)` detaches gradients in place, which views refuse.
+/// does not know it as a view: `zero_grad(false)` detaches gradients in place, which views refuse. The bucket
+/// of a sparse parameter is that parameter alone, and has no memory.
 class GradientBuckets {
  public:
-  GradientBuckets(const std::vector<NamedTensor>& parameters, const BucketPlan& plan, int world_size)
-      : parameters_(&parameters), slots_(parameters.size()), bucket_of_(parameters.size()) {
-    for (std::size_t bucket = 0; bucket < plan.size(); ++bucket) {
-      std::int64_t length = 0;
-      for (const std::size_t i : plan[bucket]) length += parameters[i].tensor.numel();
-      const at::Tensor& first = parameters[plan[bucket].at(0)].tensor;
-      buckets_.push_back({at::empty({length}, first.options()), plan[bucket], reciprocal(world_size, first)});
-      std::int64_t offset = 0;
-      for (const std::size_t i : plan[bucket]) {
-        const at::Tensor& parameter = parameters[i].tensor;
-        at::Tensor slot = at::empty({0}, first.options());
-        const auto storage = buckets_.back().flat.storage();
-        if (parameter.is_non_overlapping_and_dense())
-          slot.set_(storage, offset, parameter.sizes(), parameter.strides());
-        else
-          slot.set_(storage, offset, parameter.sizes());
-        slots_[i] = std::move(slot);
-        bucket_of_[i] = bucket;
-        offset += parameter.numel();
-      }
-    }
+  /// Elements behind the last bucket, in which the counts of samples ride.
+  static constexpr std::int64_t tail = 2;
+
+  GradientBuckets(const std::vector<NamedTensor>& parameters, const std::vector<char>& sparse,
+                  const BucketPlan& plan, BucketStyle style)
+      : parameters_(&parameters),
+        sparse_(&sparse),
+        style_(style),
+        slots_(parameters.size()),
+        bucket_of_(parameters.size()) {
+    for (const auto& members : plan) add(members, plan.size());
+    for (std::size_t b = 0; b < plan.size(); ++b)
+      for (const std::size_t i : plan[b])
+        if (slots_[i].defined() && slots_[i].numel() > 0) last_slot_ = i;
   }
 
   [[nodiscard]] std::size_t size() const { return buckets_.size(); }
-  [[nodiscard]] const at::Tensor& flat(std::size_t bucket) const { return buckets_[bucket].flat; }
+  /// The bucket as communication hooks see it.
+  [[nodiscard]] GradientBucket& operator[](std::size_t bucket) { return buckets_[bucket].gradients; }
   [[nodiscard]] const std::vector<std::size_t>& members(std::size_t bucket) const {
-    return buckets_[bucket].members;
+    return buckets_[bucket].gradients.parameters;
+  }
+  [[nodiscard]] bool sparse(std::size_t bucket) const { return (*sparse_)[members(bucket)[0]] != 0; }
+  [[nodiscard]] bool empty(std::size_t bucket) const {
+    return !sparse(bucket) && buckets_[bucket].gradients.flat.numel() == 0;
   }
   [[nodiscard]] std::size_t bucket_of(std::size_t parameter) const { return bucket_of_[parameter]; }
+  /// A bucket's memory with the tail behind it.
+  [[nodiscard]] const at::Tensor& with_tail(std::size_t bucket) const { return buckets_[bucket].with_tail; }
 
-  /// Puts the gradient of a parameter, times 1 / world size, into its slot, and makes the slot its gradient.
-  /// One multiplication by the reciprocal in either case: that is Python's arithmetic, and at three ranks a
-  /// division's bits are others. Throws GradientError where the gradient cannot lie there.
-  void take(std::size_t i) {
+  /// Puts the gradient of a parameter into its slot, divided where the style says so: `scaled` is false where
+  /// something else divides later. A gradient that there is not counts as zeros. Throws GradientError where
+  /// the gradient cannot lie there.
+  ///
+  /// The default multiplies by the reciprocal in every case: that is Python's arithmetic, and at three ranks
+  /// a division's bits are others.
+  void take(std::size_t i, bool scaled = true) {
     const NamedTensor& parameter = (*parameters_)[i];
     at::Tensor& grad = parameter.tensor.mutable_grad();
+    if ((*sparse_)[i]) return take_sparse(i, grad, scaled);
     at::Tensor& slot = slots_[i];
-    if (!grad.defined()) {  // it took part, through an output that the loss does not depend on
+    if (!grad.defined()) {
       slot.zero_();
-      grad = slot;
       return;
     }
+    const bool divide = scaled && style_.divisor != 1;
+    const at::Tensor& factor = buckets_[bucket_of_[i]].factor;
     if (lies_in(grad, slot)) {
-      slot.mul_(buckets_[bucket_of_[i]].scale);
+      if (!divide) return;
+      if (style_.storage == GradientStorage::bucket_view)
+        slot.div_(style_.divisor);
+      else
+        slot.mul_(factor);
       return;
     }
     if (grad.is_sparse())
-      throw GradientError(
-          fmt::format("the gradient of parameter {} '{}' is sparse, and only dense ones can be reduced; "
-                      "build its layer without sparse gradients",
-                      i, parameter.name));
+      throw GradientError(fmt::format(
+          "the gradient of parameter {} '{}' is sparse, which is known beforehand of Embedding and "
+          "EmbeddingBag made with sparse(true) alone; build its layer without sparse gradients",
+          i, parameter.name));
     if (grad.scalar_type() != slot.scalar_type() || grad.device() != slot.device() ||
         grad.sizes() != slot.sizes())
       throw GradientError(
           fmt::format("the gradient of parameter {} '{}' has another dtype, device or shape than the "
                       "parameter had when DistributedDataParallel was made; convert the model before",
                       i, parameter.name));
-    at::mul_out(slot, grad, buckets_[bucket_of_[i]].scale);
-    grad = slot;
+    if (divide)
+      at::mul_out(slot, grad, factor);
+    else
+      slot.copy_(grad);
+    if (style_.storage != GradientStorage::separate) grad = slot;
   }
 
+  /// Makes what the reduction has left in the slot the parameter's gradient.
+  void give(std::size_t i) {
+    at::Tensor& grad = (*parameters_)[i].tensor.mutable_grad();
+    const at::Tensor& slot = slots_[i];
+    if (style_.storage != GradientStorage::separate) {
+      if (!grad.defined()) grad = slot;
+    } else if (grad.defined()) {
+      grad.copy_(slot);
+    } else {
+      grad = at::empty_like(slot).copy_(slot);
+    }
+  }
+  /// The same for a sparse one.
+  void give(std::size_t i, const at::Tensor& sum) { (*parameters_)[i].tensor.mutable_grad() = sum; }
+
+  /// Multiplies all of a bucket.
+  void scale(std::size_t bucket, double factor) { buckets_[bucket].gradients.flat.mul_(factor); }
+
   /// Marks a slot as without a gradient: not-a-number survives every sum, so all ranks find it.
-  void poison(std::size_t i) { slots_[i].fill_(std::numeric_limits<double>::quiet_NaN()); }
+  void poison(std::size_t i) {
+    if (slots_[i].defined()) slots_[i].fill_(std::numeric_limits<double>::quiet_NaN());
+  }
 
   /// Whether a slot may be poisoned on some rank, once its bucket is reduced.
   [[nodiscard]] bool maybe_poisoned(std::size_t i) const {
     const at::Tensor& slot = slots_[i];
-    if (slot.numel() == 0) return false;
+    if (!slot.defined() || slot.numel() == 0) return false;
     if (slot.is_cpu()) {
       const void* first = slot.const_data_ptr();
       if (slot.scalar_type() == at::kFloat) return std::isnan(*static_cast<const float*>(first));
@@ -100,28 +145,74 @@ class GradientBuckets {
     return slot.flatten()[0].isnan().item<bool>();
   }
 
-  /// The slot with at least one element that is reduced last.
-  [[nodiscard]] std::size_t last_slot() const {
-    for (std::size_t bucket = buckets_.size(); bucket-- > 0;)
-      for (const std::size_t i : buckets_[bucket].members)
-        if (slots_[i].numel() > 0) return i;
-    return 0;
-  }
+  /// The slot with at least one element that is reduced last; none where all parameters are sparse or empty.
+  [[nodiscard]] std::optional<std::size_t> last_slot() const { return last_slot_; }
 
  private:
   struct Bucket {
-    at::Tensor flat;
-    std::vector<std::size_t> members;
-    at::Tensor scale;
+    GradientBucket gradients;
+    at::Tensor with_tail, factor;
   };
 
-  /// 1 / world size as Python multiplies with it: a double that takes the dtype of the gradient. Where
-  /// rounding it beforehand changes nothing, that spares the conversion at each multiplication.
-  static at::Tensor reciprocal(int world_size, const at::Tensor& like) {
-    const at::Tensor scale = at::native::wrapped_scalar_tensor(1.0 / world_size);
+  void add(const std::vector<std::size_t>& members, std::size_t count) {
+    const at::Tensor& first = (*parameters_)[members.at(0)].tensor;
+    Bucket bucket;
+    bucket.gradients.index = buckets_.size();
+    bucket.gradients.count = count;
+    bucket.gradients.parameters = members;
+    for (const std::size_t i : members) bucket_of_[i] = buckets_.size();
+    if (!(*sparse_)[members[0]]) {
+      std::int64_t length = 0;
+      for (const std::size_t i : members) length += (*parameters_)[i].tensor.numel();
+      bucket.with_tail = at::empty({length + tail}, first.options());
+      const auto storage = bucket.with_tail.storage();
+      bucket.gradients.flat = at::empty({0}, first.options()).set_(storage, 0, {length});
+      // Gloo knows no complex numbers: they travel as pairs of real ones.
+      if (first.is_complex()) bucket.gradients.flat = at::view_as_real(bucket.gradients.flat).view({-1});
+      bucket.factor = reciprocal(first);
+      std::int64_t offset = 0;
+      for (const std::size_t i : members) {
+        const at::Tensor& parameter = (*parameters_)[i].tensor;
+        at::Tensor slot = at::empty({0}, first.options());
+        if (parameter.is_non_overlapping_and_dense())
+          slot.set_(storage, offset, parameter.sizes(), parameter.strides());
+        else
+          slot.set_(storage, offset, parameter.sizes());
+        slots_[i] = slot;
+        bucket.gradients.gradients.push_back(std::move(slot));
+        offset += parameter.numel();
+        if (style_.storage == GradientStorage::bucket_view) adopt(i);
+      }
+    }
+    buckets_.push_back(std::move(bucket));
+  }
+
+  /// Python moves a gradient that exists when the buckets are made into them; from then on it is divided in
+  /// place.
+  void adopt(std::size_t i) {
+    at::Tensor& grad = (*parameters_)[i].tensor.mutable_grad();
+    if (!grad.defined() || grad.is_sparse() || grad.sizes() != slots_[i].sizes()) return;
+    slots_[i].copy_(grad);
+    grad = slots_[i];
+  }
+
+  void take_sparse(std::size_t i, at::Tensor& grad, bool scaled) {
+    if (!grad.defined()) return;
+    if (!grad.is_sparse() || grad.sparse_dim() != 1)
+      throw GradientError(fmt::format(
+          "the gradient of parameter {} '{}' was expected to be sparse in its first dimension, as "
+          "an Embedding made with sparse(true) has it; let nothing else use that parameter",
+          i, (*parameters_)[i].name));
+    if (scaled && style_.divisor != 1) grad.div_(style_.divisor);
+  }
+
+  /// 1 / divisor as Python multiplies with it: a double that takes the dtype of the gradient. Where rounding
+  /// it beforehand changes nothing, that spares the conversion at each multiplication.
+  [[nodiscard]] at::Tensor reciprocal(const at::Tensor& like) const {
+    const at::Tensor factor = at::native::wrapped_scalar_tensor(1.0 / style_.divisor);
     if (like.is_cpu() && (like.scalar_type() == at::kFloat || like.scalar_type() == at::kDouble))
-      return scale.to(like.scalar_type());
-    return scale;
+      return factor.to(like.scalar_type());
+    return factor;
   }
 
   static bool lies_in(const at::Tensor& grad, const at::Tensor& slot) {
@@ -132,9 +223,12 @@ class GradientBuckets {
   }
 
   const std::vector<NamedTensor>* parameters_;
+  const std::vector<char>* sparse_;
+  BucketStyle style_;
   std::vector<Bucket> buckets_;
   std::vector<at::Tensor> slots_;
   std::vector<std::size_t> bucket_of_;
+  std::optional<std::size_t> last_slot_;
 };
 
 }  // namespace lockstep::detail

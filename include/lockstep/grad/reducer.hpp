@@ -2,13 +2,14 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <ATen/record_function.h>
 #include <c10/core/GradMode.h>
 #include <fmt/format.h>
 #include <torch/csrc/autograd/engine.h>
 
 #include <algorithm>
-#include <atomic>
 #include <chrono>
+#include <concepts>
 #include <exception>
 #include <memory>
 #include <optional>
@@ -20,41 +21,46 @@
 #include "lockstep/grad/accumulate_hook.hpp"
 #include "lockstep/grad/backward_report.hpp"
 #include "lockstep/grad/bucket_plan.hpp"
-#include "lockstep/grad/gradient_buckets.hpp"
+#include "lockstep/grad/ddp_options.hpp"
+#include "lockstep/grad/ddp_report.hpp"
+#include "lockstep/grad/graph_search.hpp"
+#include "lockstep/grad/hooks/hook.hpp"
+#include "lockstep/grad/joined_backwards.hpp"
 #include "lockstep/grad/named_tensors.hpp"
+#include "lockstep/grad/reduction.hpp"
 
 namespace lockstep::detail {
 
-/// How many `ddp.backward` calls are running in this process.
-inline std::atomic<int> open_backwards{0};
-
-/// A reduction of another model, which the running `ddp.backward` has reached and will end.
-struct JoinedReduction {
-  void* reducer;
-  void (*close)(void* reducer, const std::exception_ptr& failure);
+/// What a backward gives to the reduction. `losses` are walked where unused parameters are searched for; with
+/// a `count` the gradients are those of a sum over that many, else of a mean.
+struct Contribution {
+  const std::vector<at::Tensor>& losses;
+  std::optional<double> count = std::nullopt;
+  bool nothing = false;  // this rank has no data
 };
-inline std::vector<JoinedReduction> joined_reductions;
 
-/// Averages gradients over the ranks while backward runs.
+/// Averages gradients over the ranks while backward runs: which gradient came, what to do when, and how it
+/// ends. What travels, and how, is the Reduction's.
 ///
 /// A reduction is `open()`, then a call of the hook for each gradient, then `close()`. Buckets are launched
 /// in index order as soon as their gradients are there, all but the last: that one waits for `close`, so that
 /// a rank whose backward throws can still tell all others, in this very iteration, by not-a-numbers in it.
 ///
 /// The hooks point to this object, so it does not move. It belongs to one thread, as a model does.
-template <class Comm>
-requires Reducing<Comm> && Gathering<Comm>
+template <class Comm, class Hook>
 class Reducer {
  public:
-  /// `parameters` are those that require grad, each once; `comm` must outlive the reducer.
-  Reducer(std::vector<NamedTensor> parameters, Comm& comm, std::vector<std::size_t> bucket_caps)
+  /// `parameters` are those that require grad, each once, `sparse` those whose gradients will be; `comm` must
+  /// outlive the reducer.
+  Reducer(std::vector<NamedTensor> parameters, std::vector<char> sparse, Comm& comm, Hook hook,
+          const DdpOptions& options)
       : parameters_(std::move(parameters)),
-        comm_(comm),
-        caps_(std::move(bucket_caps)),
-        sizes_(sizes_of(parameters_)),
+        options_(options),
+        reduction_(parameters_, std::move(sparse), comm, std::move(hook), options_),
+        taken_(parameters_.size()),
         fired_(parameters_.size()),
         seen_(parameters_.size()) {
-    use(plan_by_registration(sizes_));
+    if (searches()) expected_.assign(parameters_.size(), 1);
     hooks_.reserve(parameters_.size());
     for (std::size_t i = 0; i < parameters_.size(); ++i)
       hooks_.emplace_back(parameters_[i].tensor, OnGradient{this, i});
@@ -65,11 +71,16 @@ class Reducer {
   /// Runs `run_backward` inside a reduction, or plainly inside `no_sync` and inside another backward of this
   /// model. What it reaches of other models is reduced too, after this one: the same order on every rank.
   template <class Run>
-  void backward(Run&& run_backward) {
+  void backward(const Contribution& contribution, Run&& run_backward) {
     const Inside inside(*this);
     const bool reduces = no_sync_depth == 0 && !inside.nested;
+    if (contribution.count) count_ += *contribution.count;
     if (!reduces && !inside.outermost) return run_backward();
-    if (reduces) open();
+    if (reduces) {
+      counts_ = contribution.count.has_value();
+      nothing_ = contribution.nothing;
+      open(&contribution.losses);
+    }
     std::exception_ptr thrown;
     try {
       run_backward();
@@ -93,10 +104,17 @@ class Reducer {
   }
 
   /// The buckets in use, as parameter indices.
-  [[nodiscard]] BucketPlan plan() const {
-    BucketPlan plan;
-    for (std::size_t b = 0; b < buckets_->size(); ++b) plan.push_back(buckets_->members(b));
-    return plan;
+  [[nodiscard]] BucketPlan plan() const { return reduction_.plan(); }
+  [[nodiscard]] Hook& hook() { return reduction_.hook(); }
+  /// Of the last reduction; the sum of the counts over ranks.
+  [[nodiscard]] double total_count() const { return reduction_.total_count(); }
+  void forward_begins() { reduction_.times.forward = ReductionTimes::Clock::now(); }
+
+  [[nodiscard]] DdpReport report() const {
+    DdpReport report = reduction_.report();
+    report.ready_order = ready_order_;
+    report.unused = unused_;
+    return report;
   }
 
   int no_sync_depth = 0;
@@ -120,29 +138,15 @@ class Reducer {
     bool nested, outermost;
   };
 
-  static std::vector<ParameterSize> sizes_of(const std::vector<NamedTensor>& parameters) {
-    std::vector<ParameterSize> sizes;
-    for (const auto& [name, tensor] : parameters)
-      sizes.push_back({static_cast<std::size_t>(tensor.numel()) * tensor.element_size(),
-                       static_cast<int>(tensor.scalar_type()),
-                       static_cast<int>(tensor.device().type()) * 256 + tensor.device().index()});
-    return sizes;
-  }
-
-  void use(const BucketPlan& plan) {
-    buckets_.emplace(parameters_, plan, comm_.size());
-    works_.clear();
-    works_.resize(plan.size());
-    pending_.resize(plan.size());
-    last_bucket_ = buckets_->bucket_of(buckets_->last_slot());
-  }
+  [[nodiscard]] bool searches() const { return options_.find_unused_parameters && !options_.static_graph; }
 
   void on_gradient(std::size_t i) {
     if (c10::GradMode::is_enabled())
       throw GradientError(
           "backward with create_graph is refused: gradients of gradients would not be averaged over "
           "the ranks; take them with torch::autograd::grad and put the result into the loss");
-    seen_[i] = true;
+    // Through an output that the loss ignores a hook is called without a gradient.
+    if (parameters_[i].tensor.mutable_grad().defined() || !searches()) seen_[i] = true;
     if (no_sync_depth > 0) return;
     if (!open_ || stale_) {
       if (open_backwards > 0)
@@ -150,34 +154,45 @@ class Reducer {
       else
         open_bare();
     }
-    const bool first = expected_.empty();
-    if (!first && fired_[i] == expected_[i])
-      throw GradientError(
-          fmt::format("parameter {} '{}' got {} gradients in this backward and {} in the first, after which "
-                      "its bucket is reduced; "
-                      "keep the number of uses in re-entrant backwards (checkpoints) fixed",
-                      i, parameters_[i].name, fired_[i] + 1, expected_[i]));
-    if (first) {
-      ready_order_.push_back(i);
-    } else if (fired_[i] + 1 == expected_[i]) {
-      take(i);
-      launch_ready(last_bucket_);
+    ready_order_.push_back(i);
+    if (!expected_.empty()) {
+      if (fired_[i] == expected_[i] || taken_[i]) throw GradientError(unexpected_text(i));
+      if (fired_[i] + 1 == expected_[i]) {
+        take(i);
+        reduction_.launch_ready();
+      }
     }
     ++fired_[i];
   }
 
+  [[nodiscard]] std::string unexpected_text(std::size_t i) const {
+    const std::string name = fmt::format("parameter {} '{}'", i, parameters_[i].name);
+    if (expected_[i] == 0)
+      return name +
+             " took no part in the first backward and does in this one, while static_graph promises that "
+             "every backward takes the way of the first; leave it out";
+    if (taken_[i] && fired_[i] == 0)
+      return name +
+             " was taken for unused, since the loss reaches it through a re-entrant backward (a checkpoint) "
+             "alone; turn find_unused_parameters off, or use static_graph";
+    if (searches())
+      return name +
+             " got more than one gradient in this backward, which find_unused_parameters cannot foresee in a "
+             "re-entrant backward (a checkpoint); turn it off, or use static_graph";
+    return fmt::format(
+        "{} got {} gradients in this backward and {} in the first, after which its bucket is reduced; keep "
+        "the "
+        "number of uses in re-entrant backwards (checkpoints) fixed",
+        name, fired_[i] + 1, expected_[i]);
+  }
+
   void take(std::size_t i) {
-    buckets_->take(i);
-    --pending_[buckets_->bucket_of(i)];
+    taken_[i] = true;
+    reduction_.take(i);
   }
 
-  void launch_ready(std::size_t end) {
-    for (; next_ < end && pending_[next_] == 0; ++next_)
-      if (buckets_->flat(next_).numel() > 0)
-        works_[next_] = comm_.all_reduce(buckets_->flat(next_), ReduceOp::sum);
-  }
-
-  void open() {
+  /// `losses` is null where they are not known: inside a bare backward.
+  void open(const std::vector<at::Tensor>* losses) {
     if (open_) {
       stale_ = false;
       close(
@@ -187,15 +202,30 @@ class Reducer {
     }
     if (rebuild_due_) rebuild();
     std::fill(fired_.begin(), fired_.end(), 0);
+    std::fill(taken_.begin(), taken_.end(), false);
     ready_order_.clear();
-    for (std::size_t b = 0; b < buckets_->size(); ++b) pending_[b] = buckets_->members(b).size();
-    next_ = 0;
+    reduction_.open(counts_);
     open_ = true;
+    take_known_unused(losses);
+  }
+
+  /// What will get no gradient goes into its bucket now, so that the bucket need not wait for the end.
+  void take_known_unused(const std::vector<at::Tensor>* losses) {
+    if (nothing_ || expected_.empty()) return;
+    if (options_.static_graph) {
+      for (std::size_t i = 0; i < parameters_.size(); ++i)
+        if (expected_[i] == 0) take(i);
+    } else if (searches() && losses) {
+      const GraphNodes reached = reachable_nodes(*losses);
+      for (std::size_t i = 0; i < parameters_.size(); ++i)
+        if (!reached.contains(hooks_[i].node())) take(i);
+    }
   }
 
   /// The `ddp.backward` of another model reaches this one: that call ends this reduction too.
   void join() {
-    open();
+    counts_ = nothing_ = false;
+    open(nullptr);
     joined_reductions.push_back({this, [](void* reducer, const std::exception_ptr& failure) {
                                    static_cast<Reducer*>(reducer)->close(failure);
                                  }});
@@ -205,7 +235,8 @@ class Reducer {
   /// that throws, the engine drops the callback without calling it, and the next reduction finds this one
   /// stale.
   void open_bare() {
-    open();
+    counts_ = nothing_ = false;
+    open(nullptr);
     struct Token {
       explicit Token(std::weak_ptr<Reducer*> reducer) : reducer(std::move(reducer)) {}
       ~Token() {
@@ -225,13 +256,16 @@ class Reducer {
   /// `failure`, or what another rank told.
   void close(const std::exception_ptr& failure) {
     const c10::NoGradGuard no_grad;
+    RECORD_FUNCTION("lockstep::finish_reduction", std::vector<c10::IValue>());
     BackwardReport report;
     if (failure) report.thrown = first_line(failure);
     try {
-      launch_rest(report);
-      if (failure) buckets_->poison(buckets_->last_slot());
-      launch_ready(buckets_->size());
-      if (wait(failure) && reported(report)) fail(report, failure);
+      complete(report);
+      const double count = std::exchange(count_, 0);
+      reduction_.launch_rest(count, seen_, report.thrown.has_value() || !report.missing.empty());
+      const bool flagged = reduction_.wait(failure, iteration_);
+      if (flagged && reported(report)) fail(report, failure);
+      reduction_.give();
     } catch (...) {
       open_ = false;
       drop();
@@ -239,67 +273,39 @@ class Reducer {
       throw;
     }
     open_ = false;
+    note_unused();
     std::fill(seen_.begin(), seen_.end(), false);
-    if (expected_.empty()) learn();
+    learn();
     ++iteration_;
   }
 
-  /// Completes every bucket with the gradients that there are and poison where there is none.
-  void launch_rest(BackwardReport& report) {
+  /// Fills every bucket with the gradients that there are, and poison where one is missing that must not be.
+  void complete(BackwardReport& report) {
+    const bool may_miss = nothing_ || searches() || (options_.static_graph && expected_.empty());
     for (std::size_t i = 0; i < parameters_.size(); ++i) {
-      if (!expected_.empty() && fired_[i] >= expected_[i]) continue;
-      if (!seen_[i]) {
+      if (taken_[i]) continue;
+      if (!seen_[i] && !may_miss) {
         report.missing.push_back(i);
-        buckets_->poison(i);
-        --pending_[buckets_->bucket_of(i)];
+        reduction_.poison(i);
         continue;
       }
       try {
         take(i);
       } catch (...) {
         if (!report.thrown) report.thrown = first_line(std::current_exception());
-        buckets_->poison(i);
-        --pending_[buckets_->bucket_of(i)];
+        reduction_.poison(i);
       }
     }
-    launch_ready(last_bucket_);
-  }
-
-  /// Waits for all buckets; false where none of the ranks can have poisoned one.
-  bool wait(const std::exception_ptr& failure) {
-    // After a throw here the peers get a moment to arrive and learn of it, and no more: the error must be
-    // seen.
-    const auto patience = std::chrono::steady_clock::now() + std::chrono::seconds(2);
-    for (std::size_t b = 0; b < works_.size(); ++b) {
-      if (!works_[b]) continue;
-      try {
-        if (failure)
-          works_[b]->wait_host(std::max(
-              std::chrono::milliseconds(0),
-              std::chrono::ceil<std::chrono::milliseconds>(patience - std::chrono::steady_clock::now())));
-        else
-          works_[b]->join_stream();
-      } catch (const TimeoutError& error) {
-        if (failure) {
-          comm_.abort(first_line(failure));
-          throw;
-        }
-        throw TimeoutError(fmt::format("{} (bucket {} of {}, with {}, in backward {})", error.what(), b + 1,
-                                       works_.size(), parameter_list(buckets_->members(b), parameters_),
-                                       iteration_ + 1));
-      }
-      works_[b].reset();
-    }
-    for (std::size_t i = 0; i < parameters_.size(); ++i)
-      if (buckets_->maybe_poisoned(i)) return true;
-    return false;
+    reduction_.launch_ready();
+    // Also what took all gradients and threw afterwards must be seen.
+    if (report.thrown) reduction_.poison_last();
   }
 
   /// Whether some rank left a slot poisoned; not-a-number alone is no error, a model may diverge.
   bool reported(const BackwardReport& mine) {
     reports_.clear();
     bool any = false;
-    for (const std::string& bytes : comm_.all_gather_bytes(serialize(mine))) {
+    for (const std::string& bytes : reduction_.comm().all_gather_bytes(serialize(mine))) {
       any = any || !bytes.empty();
       reports_.push_back(deserialize_report(bytes));
     }
@@ -318,14 +324,29 @@ class Reducer {
   /// After a failure no rank keeps a gradient, so that a step taken all the same changes no parameter.
   void drop() {
     for (const NamedTensor& parameter : parameters_) parameter.tensor.mutable_grad().reset();
-    for (auto& work : works_) work.reset();
+    reduction_.drop();
     std::fill(seen_.begin(), seen_.end(), false);
+    count_ = 0;
   }
 
-  /// After the first reduction: how often each gradient comes, and in which order they were complete.
+  void note_unused() {
+    unused_.clear();
+    for (std::size_t i = 0; i < parameters_.size(); ++i)
+      if (!seen_[i]) unused_.push_back(i);
+  }
+
+  /// After the first reduction: how often each gradient comes. Also the order in which they were complete,
+  /// from the first reduction in which buckets are launched before the end, as Python has it: its second
+  /// where the graph is static.
   void learn() {
-    expected_ = fired_;
-    for (int& count : expected_) count = std::max(count, 1);
+    if (searches()) return;
+    const bool any = std::any_of(fired_.begin(), fired_.end(), [](int count) { return count > 0; });
+    if (expected_.empty() && any) {
+      expected_ = fired_;
+      if (!options_.static_graph)
+        for (int& count : expected_) count = std::max(count, 1);
+    }
+    if (rebuilt_ || iteration_ + 1 < (options_.static_graph ? 2U : 1U)) return;
     std::vector<std::size_t> order;
     std::vector<char> placed(parameters_.size());
     for (std::size_t k = ready_order_.size(); k-- > 0;)
@@ -333,41 +354,39 @@ class Reducer {
     std::reverse(order.begin(), order.end());
     for (std::size_t i = 0; i < placed.size(); ++i)
       if (!placed[i]) order.push_back(i);
-    ready_order_ = std::move(order);
+    rebuild_order_ = std::move(order);
     rebuild_due_ = true;
   }
 
-  /// Once, before the second reduction: buckets in the order in which rank 0's gradients became ready.
+  /// Once: buckets in the order in which rank 0's gradients became ready.
   void rebuild() {
-    const auto length = static_cast<std::int64_t>(ready_order_.size());
+    const auto length = static_cast<std::int64_t>(rebuild_order_.size());
     at::Tensor order =
         at::empty({length}, at::TensorOptions(at::kLong).device(parameters_[0].tensor.device()));
     at::Tensor host = at::empty({length}, at::kLong);
-    std::copy(ready_order_.begin(), ready_order_.end(), host.mutable_data_ptr<std::int64_t>());
+    std::copy(rebuild_order_.begin(), rebuild_order_.end(), host.mutable_data_ptr<std::int64_t>());
     order.copy_(host);
-    comm_.broadcast(order, 0).wait_host();
+    reduction_.comm().broadcast(order, 0).wait_host();
     host.copy_(order);
     const auto* first = host.const_data_ptr<std::int64_t>();
-    use(plan_by_ready_order(sizes_, {first, first + length}, caps_));
+    reduction_.rebuild({first, first + length});
     rebuild_due_ = false;
+    rebuilt_ = true;
   }
 
   std::vector<NamedTensor> parameters_;
-  Comm& comm_;
-  std::vector<std::size_t> caps_;
-  std::vector<ParameterSize> sizes_;
-  std::optional<GradientBuckets> buckets_;
-  std::vector<std::optional<typename Comm::Work>> works_;
-  std::vector<std::size_t> pending_;  // gradients still to come, by bucket
-  std::vector<int> fired_;            // gradients that came in this reduction, by parameter
-  std::vector<int> expected_;         // how many come, known after the first reduction
-  std::vector<char> seen_;            // has a gradient since the last reduction, also from no_sync
-  std::vector<std::size_t> ready_order_;
+  DdpOptions options_;
+  BucketReduction<Comm, Hook> reduction_;
+  std::vector<char> taken_;    // lies in its bucket already, by parameter
+  std::vector<int> fired_;     // gradients that came in this reduction, by parameter
+  std::vector<int> expected_;  // how many come; empty until that is known
+  std::vector<char> seen_;     // has a gradient since the last reduction, also from no_sync
+  std::vector<std::size_t> ready_order_, rebuild_order_, unused_;
   std::vector<BackwardReport> reports_;
-  std::size_t next_ = 0;         // the bucket to launch next
-  std::size_t last_bucket_ = 0;  // the last that is not empty: launched by `close` alone
+  double count_ = 0;  // samples since the last reduction
   std::size_t iteration_ = 0;
-  bool open_ = false, inside_ = false, stale_ = false, rebuild_due_ = false;
+  bool open_ = false, inside_ = false, stale_ = false, rebuild_due_ = false, rebuilt_ = false;
+  bool counts_ = false, nothing_ = false;
   std::shared_ptr<Reducer*> self_ = std::make_shared<Reducer*>(this);
   std::vector<AccumulateHook<OnGradient>> hooks_;  // last: gone before what they refer to
 };

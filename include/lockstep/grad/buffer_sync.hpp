@@ -1,0 +1,43 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/GradMode.h>
+
+#include <utility>
+#include <vector>
+
+#include "lockstep/comm/communicator.hpp"
+#include "lockstep/grad/broadcast_list.hpp"
+#include "lockstep/grad/ddp_options.hpp"
+
+namespace lockstep::detail {
+
+/// Keeps buffers alike over the ranks, by a policy.
+class BufferSync {
+ public:
+  BufferSync() = default;
+  BufferSync(std::vector<at::Tensor> buffers, BufferPolicy policy) {
+    if (policy == BufferPolicy::none) return;
+    std::vector<at::Tensor> sent;
+    for (at::Tensor& buffer : buffers) {
+      const bool averaged = policy == BufferPolicy::average && at::isFloatingType(buffer.scalar_type());
+      (averaged ? averaged_ : sent).push_back(std::move(buffer));
+    }
+    sent_ = BroadcastList(std::move(sent));
+  }
+
+  /// Collective.
+  template <Reducing Comm>
+  void run(Comm& comm) {
+    sent_.run(comm, 0);
+    if (averaged_.empty()) return;
+    const c10::NoGradGuard no_grad;
+    comm.all_reduce(averaged_, ReduceOp::average).join_stream();
+  }
+
+ private:
+  std::vector<at::Tensor> averaged_;
+  BroadcastList sent_{{}};
+};
+
+}  // namespace lockstep::detail

@@ -1,0 +1,83 @@
+#pragma once
+
+#include <fmt/format.h>
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace lockstep {
+
+/// One bucket of the last reduction, on this rank.
+struct BucketReport {
+  std::vector<std::size_t> parameters;  ///< indices, in the order in which they lie in memory
+  std::size_t bytes = 0;                ///< 0 for a sparse one, whose rows differ from step to step
+  bool sparse = false;
+  double launched = 0;  ///< seconds from the beginning of backward until its reduction was begun
+};
+
+/// What the last reduction did on this rank, and all of them sent. Times in seconds of the host's clock.
+struct DdpReport {
+  std::size_t reductions = 0;  ///< done so far
+  std::string hook;
+  std::vector<BucketReport> buckets;
+  std::vector<std::size_t> ready_order;  ///< parameters in the order in which the last gradients came
+  std::vector<std::size_t> unused;       ///< parameters that took no part here in the last backward
+  double forward = 0;                    ///< from the last `before_forward` to the beginning of backward
+  double backward = 0;                   ///< from there until the last gradient had come
+  double communication = 0;              ///< from the first bucket begun until the last was reduced
+  double overlap = 0;                    ///< the part of it that backward hid
+  std::uint64_t bytes = 0;               ///< given to collectives by the last reduction
+  std::uint64_t bytes_so_far = 0;
+
+  /// The part of communication for which backward was over and this rank waited.
+  [[nodiscard]] double exposed() const { return communication - overlap; }
+};
+
+/// Moments of one reduction, from which its report is made.
+struct ReductionTimes {
+  using Clock = std::chrono::steady_clock;
+  Clock::time_point forward, backward, gradients, first_launch, end;
+};
+
+/// Names and values for a log, one word each.
+inline std::vector<std::pair<std::string, double>> fields(const DdpReport& report) {
+  return {{"reductions", static_cast<double>(report.reductions)},
+          {"buckets", static_cast<double>(report.buckets.size())},
+          {"unused_parameters", static_cast<double>(report.unused.size())},
+          {"forward_s", report.forward},
+          {"backward_s", report.backward},
+          {"communication_s", report.communication},
+          {"overlap_s", report.overlap},
+          {"exposed_s", report.exposed()},
+          {"bytes", static_cast<double>(report.bytes)},
+          {"bytes_so_far", static_cast<double>(report.bytes_so_far)}};
+}
+
+/// A table for people, of several lines without a newline at the end.
+inline std::string table(const DdpReport& report) {
+  std::string text = fmt::format(
+      "{} reductions so far, {:.1f} MiB; hook {}; the last:\n"
+      "forward {:.2f} ms, backward {:.2f} ms, communication {:.2f} ms, of which {:.2f} ms hidden by "
+      "backward\n"
+      "bucket  parameters         KiB  launched after",
+      report.reductions, static_cast<double>(report.bytes_so_far) / (1 << 20), report.hook,
+      1e3 * report.forward, 1e3 * report.backward, 1e3 * report.communication, 1e3 * report.overlap);
+  for (std::size_t b = 0; b < report.buckets.size(); ++b) {
+    const BucketReport& bucket = report.buckets[b];
+    text += fmt::format(
+        "\n{:>6}  {:>10}  {:>10}  {:>11.2f} ms", b, bucket.parameters.size(),
+        bucket.sparse ? "sparse" : fmt::format("{:.1f}", static_cast<double>(bucket.bytes) / 1024),
+        1e3 * bucket.launched);
+  }
+  if (!report.unused.empty()) {
+    text += "\nwithout a gradient here: parameters";
+    for (const std::size_t i : report.unused) text += fmt::format(" {}", i);
+  }
+  return text;
+}
+
+}  // namespace lockstep

@@ -1,0 +1,99 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+#include <torch/nn/module.h>
+#include <torch/nn/modules/embedding.h>
+
+#include <concepts>
+#include <string>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+#include "lockstep/grad/named_tensors.hpp"
+
+namespace lockstep {
+
+namespace detail {
+template <class M>
+concept ModuleImpl = std::derived_from<M, torch::nn::Module>;
+template <class M>
+concept ModuleHandle = std::copyable<M> && requires(M& handle) {
+  { *handle } -> std::convertible_to<const torch::nn::Module&>;
+};
+}  // namespace detail
+
+/// A model of LibTorch: a module (`ConvNetImpl`), or a handle to one (`ConvNet` as TORCH_MODULE makes it, a
+/// shared_ptr).
+template <class M>
+concept Model = detail::ModuleImpl<M> || detail::ModuleHandle<M>;
+
+/// A module of TorchScript (`torch::jit::Module`), known by what it can do: its header is heavy.
+template <class M>
+concept ScriptModule =
+    !Model<M> && std::copyable<M> && requires(M & module, std::vector<c10::IValue> inputs) {
+  { module.forward(std::move(inputs)) } -> std::same_as<c10::IValue>;
+  (*module.named_parameters(true).begin()).value;
+  (*module.named_buffers(true).begin()).name;
+};
+
+/// Parameters without a module around them.
+template <class M>
+concept ParameterList = std::same_as<M, std::vector<at::Tensor>> || std::same_as<M, std::vector<NamedTensor>>;
+
+/// What can be trained on several ranks.
+template <class M>
+concept Trainable = Model<M> || ScriptModule<M> || ParameterList<M>;
+
+/// What DistributedDataParallel must know of a model: parameters and buffers, each once, and which parameters
+/// get sparse gradients.
+struct ModelTensors {
+  std::vector<NamedTensor> parameters, buffers;
+  std::unordered_set<const c10::TensorImpl*> sparse;
+};
+
+/// Embedding and EmbeddingBag made with `sparse(true)` have sparse gradients.
+inline ModelTensors tensors_of(const torch::nn::Module& module) {
+  ModelTensors tensors{unique_parameters(module), unique_buffers(module), {}};
+  module.apply([&](const torch::nn::Module& child) {
+    if (const auto* table = child.as<torch::nn::EmbeddingImpl>(); table && table->options.sparse())
+      tensors.sparse.insert(table->weight.unsafeGetTensorImpl());
+    if (const auto* bag = child.as<torch::nn::EmbeddingBagImpl>(); bag && bag->options.sparse())
+      tensors.sparse.insert(bag->weight.unsafeGetTensorImpl());
+  });
+  return tensors;
+}
+template <detail::ModuleHandle M>
+ModelTensors tensors_of(const M& model) {
+  return tensors_of(static_cast<const torch::nn::Module&>(*model));
+}
+template <ScriptModule M>
+ModelTensors tensors_of(const M& model) {
+  ModelTensors tensors;
+  std::unordered_set<const c10::TensorImpl*> seen;
+  const auto collect = [&](const auto& list, std::vector<NamedTensor>& result) {
+    for (const auto& item : list)
+      if (item.value.defined() && seen.insert(item.value.unsafeGetTensorImpl()).second)
+        result.push_back({item.name, item.value});
+  };
+  collect(model.named_parameters(true), tensors.parameters);
+  collect(model.named_buffers(true), tensors.buffers);
+  return tensors;
+}
+/// Tensors without names are called by their numbers.
+inline ModelTensors tensors_of(const std::vector<NamedTensor>& list) {
+  ModelTensors tensors;
+  std::unordered_set<const c10::TensorImpl*> seen;
+  for (const NamedTensor& item : list)
+    if (item.tensor.defined() && seen.insert(item.tensor.unsafeGetTensorImpl()).second)
+      tensors.parameters.push_back(item);
+  return tensors;
+}
+inline ModelTensors tensors_of(const std::vector<at::Tensor>& list) {
+  std::vector<NamedTensor> named;
+  for (const at::Tensor& tensor : list) named.push_back({std::to_string(named.size()), tensor});
+  return tensors_of(named);
+}
+
+}  // namespace lockstep

@@ -1,0 +1,345 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/full.h>
+#include <ATen/record_function.h>
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <concepts>
+#include <cstdint>
+#include <exception>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "lockstep/comm/communicator.hpp"
+#include "lockstep/grad/backward_report.hpp"
+#include "lockstep/grad/bucket_plan.hpp"
+#include "lockstep/grad/ddp_options.hpp"
+#include "lockstep/grad/ddp_report.hpp"
+#include "lockstep/grad/gradient_buckets.hpp"
+#include "lockstep/grad/hooks/hook.hpp"
+#include "lockstep/grad/named_tensors.hpp"
+#include "lockstep/grad/sparse_reduction.hpp"
+#include "lockstep/grad/usage_exchange.hpp"
+
+namespace lockstep::detail {
+
+/// What travels in one reduction, in which order and how it is waited for: the buckets through the
+/// communication hook, rows of sparse gradients, who took part, and the counts of samples.
+///
+/// The collectives of a reduction are the same on every rank, in the same order: the dense buckets by index;
+/// then who took part, where that is asked; the counts, where they do not ride behind the last bucket; and
+/// while the buckets are waited for, the sparse ones by index.
+template <class Comm, class Hook>
+class BucketReduction {
+  using Clock = ReductionTimes::Clock;
+  using Handle =
+      decltype(std::declval<Hook&>().start(std::declval<Comm&>(), std::declval<GradientBucket&>()));
+
+ public:
+  BucketReduction(const std::vector<NamedTensor>& parameters, std::vector<char> sparse, Comm& comm, Hook hook,
+                  const DdpOptions& options)
+      : parameters_(parameters),
+        sparse_(std::move(sparse)),
+        comm_(comm),
+        hook_(std::move(hook)),
+        options_(options),
+        sizes_(sizes_of(parameters, sparse_)),
+        used_(parameters.size(), true) {
+    const bool search = options.find_unused_parameters && !options.static_graph;
+    use(plan_by_registration(sizes_, search ? options.bucket_caps : std::vector<std::size_t>{}));
+    asks_usage_ = options.find_unused_parameters || options.static_graph;
+    if (asks_usage_ || !Hook::spreads_nan)
+      usage_.emplace(asks_usage_ ? parameters.size() : 0, parameters[0].tensor.device());
+  }
+
+  [[nodiscard]] BucketPlan plan() const {
+    BucketPlan plan;
+    for (std::size_t b = 0; b < buckets_->size(); ++b) plan.push_back(buckets_->members(b));
+    return plan;
+  }
+  [[nodiscard]] Comm& comm() { return comm_; }
+  [[nodiscard]] Hook& hook() { return hook_; }
+  [[nodiscard]] double total_count() const { return total_count_; }
+
+  /// Begins a reduction; with `counts` its gradients are divided by the sum of all ranks' counts at the end.
+  void open(bool counts) {
+    counts_ = counts;
+    for (std::size_t b = 0; b < buckets_->size(); ++b) pending_[b] = buckets_->members(b).size();
+    next_ = 0;
+    bytes_before_ = bytes();
+    times.backward = Clock::now();
+  }
+
+  /// Puts a gradient into its bucket, or marks it as missing there.
+  void take(std::size_t i) {
+    buckets_->take(i, !counts_);
+    --pending_[buckets_->bucket_of(i)];
+  }
+  void poison(std::size_t i) {
+    buckets_->poison(i);
+    --pending_[buckets_->bucket_of(i)];
+  }
+  void poison_last() {
+    if (const auto last = buckets_->last_slot()) buckets_->poison(*last);
+  }
+
+  /// Launches the buckets whose turn it is, all but the last.
+  void launch_ready() {
+    while (next_ < last_bucket_ && pending_[next_] == 0) launch(next_++);
+  }
+
+  /// Launches what is left; `seen` says which parameters have a gradient here.
+  void launch_rest(double count, const std::vector<char>& seen, bool failed) {
+    times.gradients = Clock::now();
+    failed_ = failed;
+    const bool rides = counts_ && counts_ride();
+    while (next_ < buckets_->size()) {
+      if (rides && next_ == last_bucket_)
+        launch_with_count(next_++, count);
+      else
+        launch(next_++);
+    }
+    if (usage_ && (asks_usage_ || !Hook::spreads_nan)) {
+      usage_->start(comm_, seen, failed);
+      extra_bytes_ += sent_bytes_of(usage_->bytes());
+    }
+    if (counts_ && !rides) {
+      separate_count_ =
+          at::full({1}, count, at::TensorOptions(at::kDouble).device(parameters_[0].tensor.device()));
+      count_work_.emplace(comm_.all_reduce(separate_count_, ReduceOp::sum));
+      extra_bytes_ += sent_bytes_of(separate_count_.nbytes());
+    }
+  }
+
+  /// Waits for all of it; false where no rank can have poisoned or flagged anything.
+  bool wait(const std::exception_ptr& failure, std::size_t iteration) {
+    // After a throw here the peers get a moment to arrive and learn of it, and no more: the error must be
+    // seen.
+    const auto patience = Clock::now() + std::chrono::seconds(2);
+    const auto finish = [&](auto& work) {
+      if (failure)
+        work.wait_host(std::max(std::chrono::milliseconds(0),
+                                std::chrono::ceil<std::chrono::milliseconds>(patience - Clock::now())));
+      else
+        work.join_stream();
+    };
+    bool flagged = false;
+    for (std::size_t b = 0; b < works_.size(); ++b) {
+      try {
+        if (works_[b]) finish(*works_[b]);
+        if (buckets_->sparse(b)) flagged = sum_sparse(b, finish) || flagged;
+      } catch (const TimeoutError& error) {
+        give_up(failure);
+        throw TimeoutError(fmt::format("{} (bucket {} of {}, with {}, in backward {})", error.what(), b + 1,
+                                       works_.size(), parameter_list(buckets_->members(b), parameters_),
+                                       iteration + 1));
+      }
+      works_[b].reset();
+    }
+    try {
+      if (usage_ && usage_->work()) {
+        finish(*usage_->work());
+        usage_->read();
+        flagged = flagged || usage_->failed();
+      }
+      if (count_work_) finish(*count_work_);
+    } catch (const TimeoutError&) {
+      give_up(failure);
+      throw;
+    }
+    times.end = Clock::now();
+    if (Hook::spreads_nan)
+      for (std::size_t i = 0; i < parameters_.size() && !flagged; ++i) flagged = buckets_->maybe_poisoned(i);
+    return flagged;
+  }
+
+  /// Makes the averages the parameters' gradients.
+  void give() {
+    if (counts_) divide_by_counts();
+    if (asks_usage_) {
+      for (std::size_t i = 0; i < parameters_.size(); ++i) used_[i] = usage_->used(i);
+      if (options_.static_graph) asks_usage_ = false;  // that was the first: it holds for all
+    }
+    for (std::size_t i = 0; i < parameters_.size(); ++i) {
+      if (!used_[i]) continue;
+      if (sparse_[i])
+        buckets_->give(i, std::exchange(sparse_sums_[i], {}));
+      else
+        buckets_->give(i);
+    }
+    ++reductions_;
+    bytes_last_ = bytes() - bytes_before_;
+  }
+
+  void drop() {
+    for (auto& work : works_) work.reset();
+    if (usage_) usage_->drop();
+    count_work_.reset();
+    if constexpr (StatefulHook<Hook>) hook_.rollback();
+  }
+
+  /// Makes the buckets anew, filled in this order.
+  void rebuild(const std::vector<std::size_t>& ready_order) {
+    use(plan_by_ready_order(sizes_, ready_order, options_.bucket_caps));
+    if constexpr (StatefulHook<Hook>) hook_.reset();
+  }
+
+  [[nodiscard]] DdpReport report() const {
+    const auto seconds = [](Clock::time_point from, Clock::time_point to) {
+      return std::max(0.0, std::chrono::duration<double>(to - from).count());
+    };
+    DdpReport report;
+    report.reductions = reductions_;
+    report.hook = std::string(hook_.name());
+    for (std::size_t b = 0; b < buckets_->size(); ++b) {
+      BucketReport bucket;
+      bucket.parameters = buckets_->members(b);
+      bucket.sparse = buckets_->sparse(b);
+      for (const std::size_t i : bucket.parameters)
+        if (!bucket.sparse) bucket.bytes += sizes_[i].bytes;
+      bucket.launched = seconds(times.backward, launched_[b]);
+      report.buckets.push_back(std::move(bucket));
+    }
+    if (reductions_ == 0) return report;
+    if (times.forward != Clock::time_point{}) report.forward = seconds(times.forward, times.backward);
+    report.backward = seconds(times.backward, times.gradients);
+    report.communication = seconds(times.first_launch, times.end);
+    report.overlap = seconds(times.first_launch, std::min(times.gradients, times.end));
+    report.bytes = bytes_last_;
+    report.bytes_so_far = bytes();
+    return report;
+  }
+
+  ReductionTimes times;
+
+ private:
+  static std::vector<ParameterSize> sizes_of(const std::vector<NamedTensor>& parameters,
+                                             const std::vector<char>& sparse) {
+    std::vector<ParameterSize> sizes;
+    for (std::size_t i = 0; i < parameters.size(); ++i) {
+      const at::Tensor& tensor = parameters[i].tensor;
+      sizes.push_back({static_cast<std::size_t>(tensor.numel()) * tensor.element_size(),
+                       static_cast<int>(tensor.scalar_type()),
+                       static_cast<int>(tensor.device().type()) * 256 + tensor.device().index(),
+                       sparse[i] != 0});
+    }
+    return sizes;
+  }
+
+  void use(const BucketPlan& plan) {
+    buckets_.emplace(parameters_, sparse_, plan,
+                     BucketStyle{options_.gradients, Hook::divides_first ? comm_.size() : 1});
+    works_.clear();
+    works_.resize(plan.size());
+    pending_.resize(plan.size());
+    launched_.assign(plan.size(), {});
+    sparse_sums_.resize(parameters_.size());
+    const auto last = buckets_->last_slot();
+    last_bucket_ = last ? buckets_->bucket_of(*last) : 0;
+  }
+
+  void launch(std::size_t b) {
+    if (buckets_->sparse(b) || buckets_->empty(b)) return;
+    note_launch(b);
+    RECORD_FUNCTION("lockstep::reduce_bucket", std::vector<c10::IValue>());
+    GradientBucket& bucket = (*buckets_)[b];
+    bucket.iteration = reductions_;
+    works_[b].emplace(hook_.start(comm_, bucket));
+  }
+  void note_launch(std::size_t b) {
+    const bool first =
+        std::none_of(works_.begin(), works_.end(), [](const auto& work) { return bool(work); });
+    launched_[b] = Clock::now();
+    if (first) times.first_launch = launched_[b];
+  }
+
+  /// Counts ride as two numbers behind the last bucket, so that their sums are exact in float32 as well; in
+  /// narrower types, and where a hook may do what it likes with the bucket, they travel alone.
+  [[nodiscard]] bool counts_ride() const {
+    if (!std::same_as<Hook, AllReduceHook> || !buckets_->last_slot()) return false;
+    const auto type = parameters_[*buckets_->last_slot()].tensor.scalar_type();
+    return type == at::kFloat || type == at::kDouble;
+  }
+  static constexpr double count_unit = 65536;
+
+  void launch_with_count(std::size_t b, double count) {
+    if constexpr (std::same_as<Hook, AllReduceHook>) {
+      note_launch(b);
+      RECORD_FUNCTION("lockstep::reduce_bucket", std::vector<c10::IValue>());
+      const at::Tensor& flat = buckets_->with_tail(b);
+      const double high = std::floor(count / count_unit);
+      at::Tensor tail = flat.narrow(0, flat.numel() - GradientBuckets::tail, GradientBuckets::tail);
+      tail[0].fill_(high);
+      tail[1].fill_(count - high * count_unit);
+      counted_tail_ = std::move(tail);
+      works_[b].emplace(comm_.all_reduce(flat, ReduceOp::sum));
+      extra_bytes_ += sent_bytes_of(flat.nbytes());
+    }
+  }
+
+  void divide_by_counts() {
+    if (counted_tail_.defined()) {
+      const at::Tensor numbers = std::exchange(counted_tail_, {}).to(at::kDouble).cpu();
+      total_count_ = numbers[0].item<double>() * count_unit + numbers[1].item<double>();
+    } else {
+      total_count_ = separate_count_.item<double>();
+      count_work_.reset();
+    }
+    // Nothing counted anywhere: the sums are zeros, and so are the gradients.
+    if (total_count_ == 0) return;
+    const double factor = (Hook::divides_first ? 1.0 : comm_.size()) / total_count_;
+    for (std::size_t b = 0; b < buckets_->size(); ++b)
+      if (!buckets_->sparse(b) && !buckets_->empty(b)) buckets_->scale(b, factor);
+    for (at::Tensor& sum : sparse_sums_)
+      if (sum.defined()) sum.mul_(factor);
+  }
+
+  template <class Finish>
+  bool sum_sparse(std::size_t b, const Finish& finish) {
+    const std::size_t i = buckets_->members(b)[0];
+    const at::Tensor& parameter = parameters_[i].tensor;
+    SparseSum sum = sum_rows(comm_, parameter.mutable_grad(), parameter, failed_, finish);
+    sparse_sums_[i] = std::move(sum.sum);
+    extra_bytes_ += sent_bytes_of(sum.bytes);
+    return sum.flagged;
+  }
+
+  void give_up(const std::exception_ptr& failure) {
+    if (!failure) return;
+    comm_.abort(first_line(failure));
+    throw;  // the timeout, which the reducer replaces by the failure
+  }
+
+  [[nodiscard]] std::uint64_t bytes() const { return hook_.wire_bytes() + extra_bytes_; }
+  [[nodiscard]] std::uint64_t sent_bytes_of(std::size_t bytes) const { return comm_.size() > 1 ? bytes : 0; }
+
+  const std::vector<NamedTensor>& parameters_;
+  std::vector<char> sparse_;
+  Comm& comm_;
+  Hook hook_;
+  const DdpOptions& options_;
+  std::vector<ParameterSize> sizes_;
+  std::optional<GradientBuckets> buckets_;
+  std::vector<std::optional<Handle>> works_;
+  std::vector<std::size_t> pending_;  // gradients still to come, by bucket
+  std::vector<Clock::time_point> launched_;
+  std::vector<at::Tensor> sparse_sums_;  // by parameter
+  std::optional<UsageExchange<Comm>> usage_;
+  std::vector<char> used_;  // on any rank, by parameter
+  std::optional<typename Comm::Work> count_work_;
+  at::Tensor separate_count_, counted_tail_;
+  double total_count_ = 0;
+  std::size_t next_ = 0;         // the bucket to launch next
+  std::size_t last_bucket_ = 0;  // the last dense one that is not empty: launched by `launch_rest` alone
+  std::size_t reductions_ = 0;
+  std::uint64_t extra_bytes_ = 0, bytes_before_ = 0, bytes_last_ = 0;
+  bool counts_ = false, failed_ = false, asks_usage_ = false;
+};
+
+}  // namespace lockstep::detail

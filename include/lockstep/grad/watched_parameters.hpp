@@ -1,0 +1,71 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <string>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+#include "lockstep/error.hpp"
+#include "lockstep/grad/model.hpp"
+#include "lockstep/grad/named_tensors.hpp"
+
+namespace lockstep::detail {
+
+/// The tensors of a model without those that are named in `ignored`. Throws UsageError for a name that there
+/// is not.
+inline ModelTensors without_ignored(ModelTensors tensors, const std::vector<std::string>& ignored) {
+  for (const std::string& name : ignored) {
+    const auto named = [&](const NamedTensor& item) { return item.name == name; };
+    if (std::erase_if(tensors.parameters, named) + std::erase_if(tensors.buffers, named) == 0)
+      throw UsageError(
+          fmt::format("DdpOptions::ignored names '{}', and the model has no such parameter or buffer", name));
+  }
+  return tensors;
+}
+
+/// Finds parameters that were added, replaced, frozen or unfrozen after DistributedDataParallel was made.
+class WatchedParameters {
+ public:
+  WatchedParameters() = default;
+  WatchedParameters(const std::vector<NamedTensor>& parameters, std::vector<std::string> ignored)
+      : parameters_(parameters), ignored_(std::move(ignored)) {
+    for (const NamedTensor& parameter : parameters_) trained_.push_back(parameter.tensor.requires_grad());
+  }
+
+  /// Before each backward. `list` gives the parameters that the model has now: it allocates, and is asked at
+  /// the first, second, fourth, eighth... backward only. Throws UsageError that names the parameter.
+  template <class List>
+  void check(List&& list) {
+    for (std::size_t i = 0; i < parameters_.size(); ++i)
+      if (parameters_[i].tensor.requires_grad() != (trained_[i] != 0))
+        throw UsageError(fmt::format(
+            "parameter '{}' was {} after DistributedDataParallel was made, which averages the gradients of "
+            "those that required grad then: make it anew",
+            parameters_[i].name, trained_[i] ? "frozen" : "unfrozen"));
+    const std::size_t backward = ++backwards_;
+    if ((backward & (backward - 1)) != 0) return;
+    std::unordered_set<const c10::TensorImpl*> known;
+    for (const NamedTensor& parameter : parameters_) known.insert(parameter.tensor.unsafeGetTensorImpl());
+    for (const NamedTensor& parameter : list())
+      if (!known.contains(parameter.tensor.unsafeGetTensorImpl()) &&
+          std::find(ignored_.begin(), ignored_.end(), parameter.name) == ignored_.end())
+        throw UsageError(
+            fmt::format("parameter '{}' was added or replaced after DistributedDataParallel was made, so "
+                        "that its gradient "
+                        "would not be averaged: make DistributedDataParallel after the model is whole",
+                        parameter.name));
+  }
+
+ private:
+  std::vector<NamedTensor> parameters_;
+  std::vector<std::string> ignored_;
+  std::vector<char> trained_;
+  std::size_t backwards_ = 0;
+};
+
+}  // namespace lockstep::detail

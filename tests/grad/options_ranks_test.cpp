@@ -1,0 +1,355 @@
+// What DistributedDataParallel's options change, and the models it takes beside modules.
+#include <algorithm>
+
+#include "grad/models.hpp"
+
+using lockstep::DdpOptions;
+using lockstep::DistributedDataParallel;
+using lockstep::GradientError;
+using lockstep::GradientStorage;
+
+namespace {
+
+DdpOptions searching(bool is_static = false) {
+  DdpOptions options = small_buckets();
+  options.bucket_caps = {64, 100};
+  options.find_unused_parameters = !is_static;
+  options.static_graph = is_static;
+  return options;
+}
+
+/// One of three branches, and one that nobody takes.
+struct BranchesImpl : torch::nn::Module {
+  BranchesImpl() {
+    for (int i = 0; i < 4; ++i)
+      branch.push_back(register_module("branch" + std::to_string(i), torch::nn::Linear(4, 4)));
+    head = register_module("head", torch::nn::Linear(4, 2));
+  }
+  torch::Tensor forward(const torch::Tensor& x, int which) {
+    return head(torch::relu(branch.at(static_cast<std::size_t>(which))(x)));
+  }
+  std::vector<torch::nn::Linear> branch;
+  torch::nn::Linear head{nullptr};
+};
+TORCH_MODULE(Branches);
+
+/// The average over ranks of rank r's gradient of branch `which(r)`.
+template <class Which>
+void check_branches(Branches& net, DistributedDataParallel<Branches, lockstep::GlooComm>& ddp, int step,
+                    Which which) {
+  const int ranks = test_world().size(), rank = test_world().rank();
+  std::vector<torch::Tensor> sums(net->parameters().size());
+  for (int r = 0; r < ranks; ++r) {
+    net->zero_grad();
+    const auto guard = ddp.no_sync();
+    // Gradients of the other ranks, computed here without the hooks.
+    const auto all = torch::autograd::grad({net(batch_of(r, step), which(r)).pow(2).sum()},
+                                           {net->branch[static_cast<std::size_t>(which(r))]->weight});
+    auto& sum = sums[static_cast<std::size_t>(2 * which(r))];
+    sum = sum.defined() ? sum + all[0] / ranks : all[0] / ranks;
+  }
+  net->zero_grad();
+  ddp.backward(net(batch_of(rank, step), which(rank)).pow(2).sum());
+  for (std::size_t i = 0; i < 8; i += 2) {
+    CAPTURE(step, i);
+    const auto grad = net->parameters()[i].grad();
+    REQUIRE(grad.defined() == sums[i].defined());
+    if (grad.defined()) CHECK(torch::allclose(grad, sums[i], 1e-4, 1e-6));
+  }
+}
+
+}  // namespace
+
+TEST_CASE("unused parameters: averaged where any rank used them, untouched where none did") {
+  torch::manual_seed(5);
+  Branches net;
+  DistributedDataParallel ddp{net, shared_comm(), searching()};
+  for (int step = 0; step < 5; ++step)
+    check_branches(net, ddp, step, [&](int rank) { return (step + rank) % 3; });
+  CHECK(ddp.buckets().size() >= 3);  // by size from the first, and never rebuilt
+}
+
+TEST_CASE("a static graph: what took no part at first never does, and buckets are rebuilt") {
+  torch::manual_seed(6);
+  Branches net;
+  DistributedDataParallel ddp{net, shared_comm(), searching(true)};
+  for (int step = 0; step < 5; ++step) check_branches(net, ddp, step, [](int rank) { return rank % 3; });
+  CHECK(ddp.buckets().size() >= 3);
+  CHECK_THAT(thrown_by([&] { ddp.backward(net(batch_of(0, 0), 3).sum()); }),
+             ContainsSubstring("took no part in the first backward"));
+}
+
+TEST_CASE("a parameter that only a re-entrant backward reaches is named, not lost") {
+  Net net;
+  DistributedDataParallel ddp{net, shared_comm(), searching()};
+  struct Inner : torch::autograd::Function<Inner> {
+    static torch::Tensor forward(torch::autograd::AutogradContext* context, const torch::Tensor& x,
+                                 torch::nn::Linear* layer) {
+      context->saved_data["layer"] = reinterpret_cast<std::int64_t>(layer);
+      context->save_for_backward({x});
+      return (*layer)(x);
+    }
+    static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                   torch::autograd::variable_list grads) {
+      auto* layer = reinterpret_cast<torch::nn::Linear*>(context->saved_data["layer"].toInt());
+      torch::AutoGradMode enable(true);
+      auto x = context->get_saved_variables()[0].detach().requires_grad_(true);
+      torch::autograd::backward({(*layer)(x)}, {grads[0]});
+      return {x.grad(), torch::Tensor()};
+    }
+  };
+  const auto text = thrown_by([&] {
+    ddp.backward(net->three(Inner::apply(torch::relu(net->one(batch_of(0, 0))), &net->two)).sum());
+  });
+  CHECK_THAT(text, ContainsSubstring("'two."));
+  CHECK_THAT(text, ContainsSubstring("find_unused_parameters"));
+}
+
+TEST_CASE("gradients in memory of their own keep it; the averages are the same bits") {
+  const auto storage = GENERATE(GradientStorage::separate, GradientStorage::bucket_view);
+  torch::manual_seed(7);
+  Net net, other;
+  DdpOptions options = small_buckets();
+  options.gradients = storage;
+  DistributedDataParallel ddp{net, shared_comm(), options};
+  DistributedDataParallel plain{other, shared_comm(), small_buckets()};
+  {
+    torch::NoGradGuard no_grad;
+    for (std::size_t i = 0; i < 6; ++i) other->parameters()[i].copy_(net->parameters()[i]);
+  }
+  const void* place = nullptr;
+  for (int step = 0; step < 4; ++step) {
+    net->zero_grad(false);
+    other->zero_grad(false);
+    ddp.backward(net(batch_of(test_world().rank(), step)).pow(2).sum());
+    plain.backward(other(batch_of(test_world().rank(), step)).pow(2).sum());
+    const auto grad = net->one->weight.grad();
+    CHECK(torch::allclose(grad, other->one->weight.grad(), 1e-5, 1e-7));
+    const bool shared = grad.storage().nbytes() > grad.nbytes();
+    if (storage == GradientStorage::separate) {
+      CHECK(torch::equal(grad, other->one->weight.grad()));
+      CHECK_FALSE(shared);
+      if (place) CHECK(grad.data_ptr() == place);
+      place = grad.data_ptr();
+    } else {
+      CHECK(shared);
+    }
+  }
+}
+
+TEST_CASE("ignored parameters and buffers stay as they are on each rank") {
+  const auto& world = test_world();
+  Net net;
+  {
+    torch::NoGradGuard no_grad;
+    net->two->bias.fill_(static_cast<float>(world.rank()));
+  }
+  DdpOptions options = small_buckets();
+  options.ignored = {"two.bias"};
+  DistributedDataParallel ddp{net, shared_comm(), options};
+  CHECK(net->two->bias[0].item<float>() == static_cast<float>(world.rank()));
+  CHECK(ddp.parameters().size() == 5);
+  for (int step = 0; step < 3; ++step) {
+    net->zero_grad();
+    ddp.backward(net(torch::full({1, 4}, 1.0F)).sum());
+    CHECK(net->two->bias.grad().defined());
+  }
+  options.ignored = {"nobody"};
+  CHECK_THROWS_WITH((DistributedDataParallel{net, shared_comm(), options}), ContainsSubstring("'nobody'"));
+}
+
+TEST_CASE("buffers averaged: floating ones, while whole numbers are rank 0's") {
+  const auto& world = test_world();
+  torch::nn::BatchNorm1d norm(2);
+  DistributedDataParallel ddp{norm, shared_comm(), {.buffers = lockstep::BufferPolicy::average}};
+  norm->running_mean.fill_(static_cast<float>(world.rank()));
+  norm->num_batches_tracked.fill_(10 * world.rank());
+  ddp.sync_buffers();
+  CHECK(norm->running_mean[0].item<float>() == static_cast<float>(world.size() - 1) / 2);
+  CHECK(norm->num_batches_tracked.item<int>() == 0);
+}
+
+TEST_CASE("rows of an embedding's sparse gradients are summed over the ranks") {
+  const auto& world = test_world();
+  struct TableImpl : torch::nn::Module {
+    TableImpl() {
+      rows = register_module("rows", torch::nn::Embedding(torch::nn::EmbeddingOptions(9, 3).sparse(true)));
+      head = register_module("head", torch::nn::Linear(3, 1));
+    }
+    torch::Tensor forward(const torch::Tensor& indices) { return head(rows(indices)).sum(); }
+    torch::nn::Embedding rows{nullptr};
+    torch::nn::Linear head{nullptr};
+  } net;
+  DistributedDataParallel ddp{net, shared_comm(), small_buckets()};
+  const auto dense_head = [&] { return net.head->weight.detach().clone(); };
+  for (int step = 0; step < 3; ++step) {
+    net.zero_grad();
+    // Rank r uses row r twice, and all use row 8; the last rank uses as many more.
+    std::vector<std::int64_t> used{world.rank(), world.rank(), 8};
+    ddp.backward(ddp(torch::tensor(used)));
+    const auto grad = net.rows->weight.grad();
+    REQUIRE(grad.is_sparse());
+    auto expected = torch::zeros({9, 3});
+    const auto head = dense_head()[0];
+    for (int r = 0; r < world.size(); ++r) {
+      expected[r] += 2 * head / world.size();
+      expected[8] += head / world.size();
+    }
+    CHECK(torch::allclose(grad.to_dense(), expected, 1e-5, 1e-7));
+  }
+  // One rank throws: the others hear of it although their sparse buckets carry no not-a-number.
+  net.zero_grad();
+  const auto thrown = thrown_by([&] {
+    if (world.rank() == 0)
+      ddp.backward(torch::ones({}));
+    else
+      ddp.backward(ddp(torch::tensor({1})));
+  });
+  CHECK_FALSE(thrown.empty());
+  net.zero_grad();
+  ddp.backward(ddp(torch::tensor({1})));
+}
+
+TEST_CASE("sums with counts: the mean over all ranks' samples, a rank with none among them") {
+  const auto& world = test_world();
+  const bool in_double = GENERATE(false, true);
+  torch::manual_seed(8);
+  Net net;
+  if (in_double) net->to(torch::kDouble);
+  DistributedDataParallel ddp{net, shared_comm(), small_buckets()};
+  const auto type = in_double ? torch::kDouble : torch::kFloat;
+  const int empty = world.size() > 1 ? world.size() - 1 : -1;
+  for (int step = 0; step < 4; ++step) {
+    CAPTURE(step);
+    const auto share = [&](int rank) {
+      torch::manual_seed(100 * step + rank);
+      return torch::randn({rank == empty ? 0 : 3 + 2 * rank, 4}, type);
+    };
+    std::vector<torch::Tensor> all;
+    for (int r = 0; r < world.size(); ++r) all.push_back(share(r));
+    const auto joined = torch::cat(all);
+    const auto expected = torch::autograd::grad(
+        {net(joined).pow(2).sum() / static_cast<double>(joined.size(0))}, net->parameters());
+    net->zero_grad(step % 2 == 0);
+    const auto mine = share(world.rank());
+    double total = 0;
+    if (world.rank() == empty)
+      total = ddp.backward_mean({}, 0);
+    else if (step == 3) {  // in two parts
+      {
+        const auto guard = ddp.no_sync();
+        ddp.backward_mean(net(mine.narrow(0, 0, 1)).pow(2).sum(), 1);
+      }
+      const auto rest = mine.narrow(0, 1, mine.size(0) - 1);
+      total = ddp.backward_mean(net(rest).pow(2).sum(), static_cast<double>(rest.size(0)));
+    } else {
+      total = ddp.backward_mean(net(mine).pow(2).sum(), static_cast<double>(mine.size(0)));
+    }
+    CHECK(total == static_cast<double>(joined.size(0)));
+    for (std::size_t i = 0; i < expected.size(); ++i)
+      CHECK(torch::allclose(net->parameters()[i].grad(), expected[i], in_double ? 1e-12 : 1e-4,
+                            in_double ? 1e-14 : 1e-6));
+  }
+  net->zero_grad();
+  CHECK(ddp.backward_mean({}, 0) == 0);
+  for (const auto& parameter : net->parameters()) CHECK(parameter.grad().abs().max().item<double>() == 0);
+  CHECK_THROWS_AS(ddp.backward_mean(net(torch::zeros({1, 4}, type)).sum(), -1), lockstep::UsageError);
+}
+
+TEST_CASE("a rank without data takes part with zeros") {
+  const auto& world = test_world();
+  Net net;
+  DistributedDataParallel ddp{net, shared_comm(), small_buckets()};
+  for (int step = 0; step < 4; ++step) {
+    const bool idle = world.size() > 1 && (step + world.rank()) % world.size() == 0;
+    auto loss = [&](Net& model, int rank) {
+      const bool other_idle = world.size() > 1 && (step + rank) % world.size() == 0;
+      return model(batch_of(rank, step)).pow(2).sum() * (other_idle ? 0 : 1);
+    };
+    const auto expected = expected_gradients(net, world.size(), loss);
+    net->zero_grad(step % 2 == 0);
+    if (idle)
+      ddp.backward_nothing();
+    else
+      ddp.backward(loss(net, world.rank()));
+    check_close(gradients(net->parameters()), expected);
+  }
+}
+
+TEST_CASE("over some of the ranks only") {
+  const auto& world = test_world();
+  if (world.size() < 3) return;
+  auto group = shared_comm().sub_group({0, 2});
+  if (group) {
+    torch::manual_seed(world.rank());
+    Net net;
+    DistributedDataParallel ddp{net, *group, small_buckets()};
+    for (int step = 0; step < 3; ++step) {
+      net->zero_grad();
+      ddp.backward(net->one(torch::full({1, 4}, 1.0F + static_cast<float>(world.rank()))).sum() +
+                   net(batch_of(0, 0)).sum() * 0);
+      CHECK(torch::allclose(net->one->weight.grad(), torch::full({8, 4}, 2.0F)));
+    }
+    group->shutdown();
+  }
+  shared_comm().barrier();
+}
+
+TEST_CASE("a bare list of parameters, and complex ones") {
+  const auto& world = test_world();
+  std::vector<at::Tensor> list{
+      torch::full({2}, static_cast<double>(world.rank()), torch::kDouble).requires_grad_(true),
+      torch::full({3}, c10::complex<float>(1, 2), torch::kComplexFloat).requires_grad_(true)};
+  DistributedDataParallel ddp{list, shared_comm()};
+  CHECK(list[0][0].item<double>() == 0);
+  for (int step = 0; step < 3; ++step) {
+    for (auto& parameter : list) parameter.mutable_grad().reset();
+    const double own = world.rank() + 1.0;
+    ddp.backward((list[0] * own).sum() + torch::view_as_real(list[1] * own).sum());
+    const double mean = (world.size() + 1) / 2.0;
+    CHECK(torch::allclose(list[0].grad(), torch::full({2}, mean, torch::kDouble)));
+    CHECK(torch::allclose(torch::view_as_real(list[1].grad()).select(1, 0),
+                          torch::full({3}, static_cast<float>(mean))));
+  }
+}
+
+TEST_CASE("parameters that are frozen or added afterwards are named") {
+  Net net;
+  DistributedDataParallel ddp{net, shared_comm(), small_buckets()};
+  net->one->bias.requires_grad_(false);
+  CHECK_THROWS_WITH(ddp.backward(net(batch_of(0, 0)).sum()), ContainsSubstring("'one.bias' was frozen"));
+  net->one->bias.requires_grad_(true);
+  net->register_parameter("late", torch::ones({2}));
+  std::string text;
+  for (int step = 0; step < 2 && text.empty(); ++step)
+    text = thrown_by([&] { ddp.backward(net(batch_of(0, 0)).sum()); });
+  CHECK_THAT(text, ContainsSubstring("'late' was added"));
+}
+
+TEST_CASE("a report tells buckets, order, times and bytes") {
+  const auto& world = test_world();
+  Branches net;
+  DistributedDataParallel ddp{net, shared_comm(), searching()};
+  CHECK(ddp.report().reductions == 0);
+  for (int step = 0; step < 3; ++step) {
+    net->zero_grad();
+    ddp.backward(ddp(batch_of(world.rank(), step), 1).sum());
+  }
+  const lockstep::DdpReport report = ddp.report();
+  CHECK(report.reductions == 3);
+  CHECK(report.hook == "all_reduce");
+  CHECK(report.buckets.size() == ddp.buckets().size());
+  CHECK(report.unused == std::vector<std::size_t>{0, 1, 4, 5, 6, 7});
+  CHECK(report.ready_order.size() == 4);
+  std::size_t bytes = 0;
+  for (const auto& parameter : net->parameters()) bytes += parameter.nbytes();
+  const std::size_t usage = 4 * (net->parameters().size() + 1);
+  CHECK(report.bytes == (world.size() > 1 ? bytes + usage : 0));
+  CHECK(report.bytes_so_far == 3 * report.bytes);
+  CHECK(report.forward > 0);
+  CHECK(report.backward > 0);
+  CHECK(report.communication > 0);
+  CHECK(report.overlap <= report.communication);
+  CHECK_THAT(lockstep::table(report), ContainsSubstring("3 reductions"));
+  CHECK(lockstep::fields(report).size() == 10);
+}
