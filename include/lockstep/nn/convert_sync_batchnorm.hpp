@@ -1,0 +1,211 @@
+#pragma once
+
+#include <c10/util/Type.h>
+#include <fmt/format.h>
+#include <torch/nn/module.h>
+#include <torch/nn/modules/batchnorm.h>
+#include <torch/nn/modules/container/any.h>
+#include <torch/nn/modules/container/sequential.h>
+
+#include <concepts>
+#include <cstddef>
+#include <functional>
+#include <memory>
+#include <string>
+#include <type_traits>
+#include <typeinfo>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+#include "lockstep/error.hpp"
+#include "lockstep/nn/batch_norm_group.hpp"
+#include "lockstep/nn/sync_batch_norm.hpp"
+
+namespace lockstep {
+
+namespace detail {
+
+template <std::size_t D>
+struct PlainBatchNorm;
+template <>
+struct PlainBatchNorm<1> : std::type_identity<torch::nn::BatchNorm1dImpl> {};
+template <>
+struct PlainBatchNorm<2> : std::type_identity<torch::nn::BatchNorm2dImpl> {};
+template <>
+struct PlainBatchNorm<3> : std::type_identity<torch::nn::BatchNorm3dImpl> {};
+
+/// Where a batch norm hangs: the AnyModule that calls it, and the name under which its parent registers it.
+struct BatchNormPlace {
+  torch::nn::AnyModule* caller = nullptr;
+  torch::nn::Module* parent = nullptr;
+  std::string key;
+};
+
+/// A batch norm that goes, with all the places that hold it.
+struct ReplacedBatchNorm {
+  std::weak_ptr<torch::nn::Module> module;
+  std::string name, kind;
+  std::shared_ptr<std::vector<BatchNormPlace>> places;
+};
+
+/// Finds the batch norms below a module, decides what becomes of each, and then does it: nothing is changed
+/// where one cannot be converted.
+class BatchNormSurgery {
+ public:
+  explicit BatchNormSurgery(torch::nn::Module& root) { enter(root, {}); }
+  explicit BatchNormSurgery(torch::nn::AnyModule& root) { enter(*root.ptr(), {&root, nullptr, {}}); }
+
+  /// Throws UsageError with the name of every module that cannot be converted.
+  void check() {
+    for (const ReplacedBatchNorm& replaced : replaced_) {
+      // A holder elsewhere would go on calling the old module, with the statistics of its own rank.
+      long known = 0;
+      for (const BatchNormPlace& place : *replaced.places) known += place.parent ? 2 : 1;
+      if (replaced.module.use_count() > known)
+        refuse(replaced.name, fmt::format("also held outside of its torch::nn::Sequential, where it would "
+                                          "stay as it is: let go of that holder, or make it a lockstep::{}",
+                                          replaced.kind));
+    }
+    if (refused_.empty()) return;
+    std::string list;
+    for (const std::string& refused : refused_) list += (list.empty() ? "" : "; ") + refused;
+    throw UsageError("convert_sync_batchnorm has changed nothing, since it cannot convert " + list);
+  }
+
+  [[nodiscard]] bool empty() const { return names_.empty(); }
+
+  /// Gives every module that was found the ranks of `group`; their names.
+  std::vector<std::string> run(const BatchNormGroup& group) {
+    for (const auto& act : actions_) act(group);
+    return std::move(names_);
+  }
+
+ private:
+  void enter(torch::nn::Module& root, const BatchNormPlace& place) {
+    if (!consider(root, "", place)) visit(root, "");
+  }
+
+  void visit(torch::nn::Module& module, const std::string& path) {
+    if (!visited_.insert(&module).second) return;
+    auto* sequential = dynamic_cast<torch::nn::SequentialImpl*>(&module);
+    for (const auto& child : module.named_children()) {
+      BatchNormPlace place{nullptr, &module, child.key()};
+      if (sequential)
+        for (torch::nn::AnyModule& candidate : *sequential)
+          if (candidate.ptr() == child.value() && taken_.insert(&candidate).second) {
+            place.caller = &candidate;
+            break;
+          }
+      const std::string name = path + child.key();
+      if (!consider(*child.value(), name, place)) visit(*child.value(), name + ".");
+    }
+  }
+
+  /// True for a batch norm of any kind.
+  bool consider(torch::nn::Module& module, const std::string& name, const BatchNormPlace& place) {
+    return consider_as<1>(module, name, place) || consider_as<2>(module, name, place) ||
+           consider_as<3>(module, name, place);
+  }
+
+  template <std::size_t D>
+  bool consider_as(torch::nn::Module& module, const std::string& name, const BatchNormPlace& place) {
+    using Plain = typename PlainBatchNorm<D>::type;
+    if (auto* ready = dynamic_cast<SyncBatchNormImpl<D>*>(&module)) {
+      if (visited_.insert(&module).second)
+        add(name, [ready, label = label<D>(name)](const BatchNormGroup& group) {
+          ready->synchronize(group, label);
+        });
+      return true;
+    }
+    auto* plain = dynamic_cast<Plain*>(&module);
+    if (!plain) return false;
+    if (typeid(module) != typeid(Plain))
+      refuse(name, fmt::format("of the class {}, which is derived from torch::nn::BatchNorm{}d",
+                               c10::demangle(typeid(module).name()), D));
+    else if (!place.caller)
+      refuse(name, fmt::format("a torch::nn::BatchNorm{0}d outside of a torch::nn::Sequential, whose holder "
+                               "goes on calling it: declare it as lockstep::SyncBatchNorm{0}d",
+                               D));
+    else
+      replace<D>(*plain, name, place);
+    return true;
+  }
+
+  template <std::size_t D>
+  void replace(typename PlainBatchNorm<D>::type& plain, const std::string& name,
+               const BatchNormPlace& place) {
+    for (ReplacedBatchNorm& known : replaced_)
+      if (known.module.lock().get() == &plain) return known.places->push_back(place);
+    auto places = std::make_shared<std::vector<BatchNormPlace>>(1, place);
+    replaced_.push_back({plain.weak_from_this(), name, SyncBatchNormImpl<D>::kind(), places});
+    add(name, [&plain, places, label = label<D>(name)](const BatchNormGroup& group) {
+      const auto made = std::make_shared<SyncBatchNormImpl<D>>(plain);
+      made->synchronize(group, label);
+      for (const auto& [caller, parent, key] : *places) {  // `plain` is gone after the last
+        *caller = torch::nn::AnyModule(made);
+        if (parent) parent->replace_module(key, made);
+      }
+    });
+  }
+
+  void add(const std::string& name, std::function<void(const BatchNormGroup&)> action) {
+    names_.push_back(name);
+    actions_.push_back(std::move(action));
+  }
+  void refuse(const std::string& name, const std::string& why) {
+    refused_.push_back(fmt::format("{} ({})", name.empty() ? "the model itself" : "'" + name + "'", why));
+  }
+
+  template <std::size_t D>
+  static std::string label(const std::string& name) {
+    return name.empty() ? SyncBatchNormImpl<D>::kind()
+                        : fmt::format("{} '{}'", SyncBatchNormImpl<D>::kind(), name);
+  }
+
+  std::unordered_set<const torch::nn::Module*> visited_;
+  std::unordered_set<const torch::nn::AnyModule*> taken_;
+  std::vector<ReplacedBatchNorm> replaced_;
+  std::vector<std::function<void(const BatchNormGroup&)>> actions_;
+  std::vector<std::string> names_, refused_;
+};
+
+}  // namespace detail
+
+/// Makes every batch norm of a model work on the joined batch of all ranks of `comm`, as
+/// torch.nn.SyncBatchNorm.convert_sync_batchnorm does. Call it before or after the model is wrapped and its
+/// optimizer made: parameters and buffers stay the tensors that they are. Returns the names of the modules.
+///
+/// `model` is a module, a holder or a torch::nn::AnyModule, which may itself be a batch norm. What is
+/// converted:
+/// - torch::nn::BatchNorm1d, 2d and 3d inside a torch::nn::Sequential at any depth: replaced by the
+///   lockstep::SyncBatchNormNd of the same options, mode and tensors;
+/// - lockstep::SyncBatchNormNd wherever it is, a member of a module first of all: it gets the ranks, whatever
+///   it had before.
+///
+/// In Python a member can be replaced as well. In C++ a member `torch::nn::BatchNorm2d bn{nullptr}` calls the
+/// forward of its own type, whatever is registered under its name, so it would go on with the statistics of
+/// its own rank. Such a member, one that is only registered, in a ModuleList or ModuleDict too, one of a
+/// class derived from BatchNormNd, and one in a Sequential that something else holds as well, is refused:
+/// UsageError with all their names, and nothing is changed. Declare it as lockstep::SyncBatchNormNd instead.
+/// What holds a batch norm without registering it is not seen, such as an AnyModule as a member: convert
+/// that before the module takes it.
+///
+/// `comm` is a communicator, over which a group of its own is made for batch norm (BatchNormGroup says why),
+/// or such a group. Collective where there are several ranks; nothing is communicated for a model without
+/// batch norms.
+template <class M, class Comm>
+requires std::constructible_from<BatchNormGroup, Comm> std::vector<std::string> convert_sync_batchnorm(
+    M& model, Comm&& comm) {
+  auto surgery = [&] {
+    if constexpr (std::derived_from<M, torch::nn::Module> || std::same_as<M, torch::nn::AnyModule>)
+      return detail::BatchNormSurgery(model);
+    else
+      return detail::BatchNormSurgery(*model);
+  }();
+  surgery.check();
+  if (surgery.empty()) return {};
+  return surgery.run(BatchNormGroup(std::forward<Comm>(comm)));
+}
+
+}  // namespace lockstep

@@ -1,0 +1,148 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <fmt/format.h>
+#include <torch/nn/modules/batchnorm.h>
+#include <torch/nn/pimpl.h>
+
+#include <cstddef>
+#include <ostream>
+#include <string>
+#include <utility>
+
+#include "lockstep/comm/shape_check.hpp"
+#include "lockstep/error.hpp"
+#include "lockstep/nn/batch_norm_group.hpp"
+#include "lockstep/nn/sync_batch_norm_function.hpp"
+
+namespace lockstep {
+
+/// Batch norm over the joined batch of all ranks: in training, mean and variance are those of the batches of
+/// all ranks taken together, and so are the gradients, so that the ranks train as one process would on the
+/// whole batch.
+///
+/// ```cpp
+/// struct NetImpl : torch::nn::Module {
+///   NetImpl() { bn = register_module("bn", lockstep::SyncBatchNorm2d(16)); }
+///   lockstep::SyncBatchNorm2d bn{nullptr};
+/// };
+/// Net net;
+/// lockstep::convert_sync_batchnorm(net, comm);  // gives every module in it the ranks of comm
+/// ```
+///
+/// Options, parameters, buffers and their names are those of torch::nn::BatchNormNd, and so are input and
+/// output: [N, C] or [N, C, L] for 1d, [N, C, H, W] for 2d, [N, C, D, H, W] for 3d, in any dense memory
+/// format; float32, float64, and float16 and bfloat16 with statistics in float32. The results are those of
+/// one process to rounding, and the same running statistics bit for bit on every rank.
+///
+/// In training every rank must call the module, and backward through it, in the same order, with whatever
+/// batch it has, an empty one too. A rank that does not come is named by what the others throw, which also
+/// names the module. Gradients of weight and bias are those of this rank's batch; DistributedDataParallel
+/// averages them. Of a channel that has a single value in all batches together, the running variance stays as
+/// it was. In eval mode nothing is communicated, and the results are those of torch::nn::BatchNormNd, as they
+/// are throughout where one process is alone. Gradients of gradients are refused with GradientError, and
+/// torch::nn::BatchNormNd is no base of this, since what calls that would not meet the other ranks.
+///
+/// Source of the behaviour: torch.nn.SyncBatchNorm; but ranks exchange the sum of squared deviations in place
+/// of 1 / sqrt(variance + eps), which loses a variance far below eps.
+template <std::size_t D>
+class SyncBatchNormImpl : public torch::nn::BatchNormImplBase<D, SyncBatchNormImpl<D>> {
+  using Base = torch::nn::BatchNormImplBase<D, SyncBatchNormImpl<D>>;
+
+ public:
+  /// Without a group, convert_sync_batchnorm gives one; training before that is a UsageError. A communicator
+  /// given for the group makes a group for this module alone, which is collective: give many modules one
+  /// BatchNormGroup instead.
+  SyncBatchNormImpl(const torch::nn::BatchNormOptions& options,  // NOLINT: as torch::nn::BatchNormNd
+                    const BatchNormGroup& group = {})
+      : Base(options) {
+    synchronize(group, fmt::format("{} of {} channels", kind(), options.num_features()));
+  }
+
+  /// Takes the place of `plain`: its options, mode and tensors, which both then share.
+  template <class Derived>
+  explicit SyncBatchNormImpl(torch::nn::BatchNormImplBase<D, Derived>& plain)
+      : SyncBatchNormImpl(plain.options) {
+    if (plain.weight.defined()) {
+      this->weight = this->parameters_["weight"] = plain.weight;
+      this->bias = this->parameters_["bias"] = plain.bias;
+    }
+    if (plain.running_mean.defined()) {
+      this->running_mean.set_data(plain.running_mean);
+      this->running_var.set_data(plain.running_var);
+      this->num_batches_tracked.set_data(plain.num_batches_tracked);
+    }
+    this->train(plain.is_training());
+  }
+
+  /// Joins the batches of `group` from now on; messages call this module `name`.
+  void synchronize(const BatchNormGroup& group, std::string name) {
+    size_ = group.size();
+    site_ = c10::make_intrusive<detail::BatchNormSite>(std::move(name), group.exchange());
+  }
+
+  /// The number of ranks whose batches are joined, 0 before there is a group.
+  [[nodiscard]] int ranks() const { return size_; }
+
+  /// Throws UsageError for an input that does not fit, CommunicationError and its kinds where the ranks do
+  /// not meet.
+  at::Tensor forward(const at::Tensor& input) {
+    if (!this->is_training() || size_ == 1) return Base::forward(input);
+    _check_input_dim(input);
+    if (size_ == 0)
+      throw UsageError(fmt::format(
+          "{} has no ranks to join batches with: call convert_sync_batchnorm(model, comm) before training, "
+          "or give it a communicator when it is made",
+          site_->module));
+    return detail::SyncBatchNormFunction::apply(
+        input, std::optional<at::Tensor>(this->weight), std::optional<at::Tensor>(this->bias),
+        detail::RunningStatistics{this->running_mean, this->running_var, count_batch()}, this->options.eps(),
+        site_);
+  }
+
+  /// "SyncBatchNorm2d".
+  static std::string kind() { return fmt::format("SyncBatchNorm{}d", D); }
+
+  void pretty_print(std::ostream& stream) const override {
+    const auto& options = this->options;
+    const auto momentum = options.momentum();
+    stream << fmt::format("lockstep::{}({}, eps={}, momentum={}, affine={}, track_running_stats={})", kind(),
+                          options.num_features(), options.eps(),
+                          momentum ? fmt::format("{}", *momentum) : "None", options.affine(),
+                          options.track_running_stats());
+  }
+
+ protected:
+  void _check_input_dim(const at::Tensor& input) override {
+    static constexpr const char* layouts[] = {"[N, C] or [N, C, L]", "[N, C, H, W]", "[N, C, D, H, W]"};
+    const auto refuse = [&](const std::string& what) {
+      throw UsageError(fmt::format("{} takes an input {} with {} channels, but {}", site_->module,
+                                   layouts[D - 1], this->options.num_features(), what));
+    };
+    if (!input.defined()) refuse("got none");
+    const bool fits = input.dim() == D + 2 || (D == 1 && input.dim() == 2);
+    if (!fits || input.size(1) != this->options.num_features() || input.size(1) == 0)
+      refuse(fmt::format("got {}", detail::describe(input)));
+    if (!input.is_floating_point())
+      refuse(fmt::format("got {}, which is no floating type", detail::describe(input)));
+  }
+
+ private:
+  // Counts one more batch; the weight of its statistics in the running ones.
+  double count_batch() {
+    const auto momentum = this->options.momentum();
+    if (!this->num_batches_tracked.defined()) return momentum.value_or(0);
+    this->num_batches_tracked += 1;
+    return momentum ? *momentum : 1 / this->num_batches_tracked.template item<double>();
+  }
+
+  int size_ = 0;
+  c10::intrusive_ptr<detail::BatchNormSite> site_;  // never null
+};
+
+/// Holders, as those of torch::nn.
+TORCH_MODULE_IMPL(SyncBatchNorm1d, SyncBatchNormImpl<1>);
+TORCH_MODULE_IMPL(SyncBatchNorm2d, SyncBatchNormImpl<2>);
+TORCH_MODULE_IMPL(SyncBatchNorm3d, SyncBatchNormImpl<3>);
+
+}  // namespace lockstep

@@ -1,0 +1,206 @@
+// SyncBatchNorm in one process: alone, and with a rank that is made up.
+#include "lockstep/nn/sync_batch_norm.hpp"
+
+#include <sstream>
+
+#include "lockstep/comm/local_comm.hpp"
+#include "nn/twin.hpp"
+#include "support/catch.hpp"
+
+using lockstep::BatchNormGroup;
+using lockstep::SyncBatchNorm1d;
+using lockstep::SyncBatchNorm2d;
+using lockstep::SyncBatchNorm3d;
+using torch::nn::BatchNormOptions;
+
+namespace {
+
+// Ranks that do not meet.
+template <class Failure>
+struct Broken : lockstep::detail::StatisticsExchange {
+  [[nodiscard]] int size() const override { return 2; }
+  [[nodiscard]] at::Tensor gather(const at::Tensor&) override { throw Failure("rank 1 has not come", 0); }
+  void sum(const at::Tensor&) override { throw Failure("rank 1 has not come", 0); }
+};
+
+// Meets in forward alone.
+struct BrokenInBackward : Twin {
+  void sum(const at::Tensor&) override { throw lockstep::PeerError("rank 1 failed first: why", 0); }
+};
+
+template <class Exchange = Twin>
+BatchNormGroup group_of() {
+  return BatchNormGroup(std::make_shared<Exchange>());
+}
+
+}  // namespace
+
+TEST_CASE("a batch norm alone is torch's") {
+  lockstep::LocalComm comm{lockstep::World::from_environment()};
+  torch::manual_seed(1);
+  const auto x = torch::randn({4, 3, 5, 5});
+  SyncBatchNorm2d sync(3, comm);
+  torch::nn::BatchNorm2d plain(3);
+  CHECK(sync->ranks() == 1);
+  for (int step = 0; step < 2; ++step) {
+    const auto ours = sync(x), theirs = plain(x);
+    CHECK(torch::equal(ours, theirs));
+    CHECK(std::string(ours.grad_fn()->name()) == theirs.grad_fn()->name());  // nothing in between
+  }
+  CHECK(torch::equal(sync->running_var, plain->running_var));
+  CHECK(sync->num_batches_tracked.item<int>() == 2);
+}
+
+TEST_CASE("ranks with one batch each are one process with all of it") {
+  const auto [dtype, format] = GENERATE(
+      table<torch::Dtype, torch::MemoryFormat>({{torch::kDouble, torch::MemoryFormat::Contiguous},
+                                                {torch::kFloat, torch::MemoryFormat::Contiguous},
+                                                {torch::kFloat, torch::MemoryFormat::ChannelsLast}}));
+  torch::manual_seed(2);
+  const auto options = BatchNormOptions(6).eps(1e-3);
+  SyncBatchNorm2d sync(options, group_of());
+  torch::nn::BatchNorm2d plain(options);
+  sync->to(dtype);
+  plain->to(dtype);
+  const auto data = (torch::randn({3, 6, 4, 7}, dtype) * 2 + 5).contiguous(format);
+  const auto slope = torch::randn({3, 6, 4, 7}, dtype).contiguous(format);
+  const auto x = data.clone().requires_grad_();
+  const auto both = torch::cat({data, data}).contiguous(format).requires_grad_();
+
+  const auto y = sync(x), expected = plain(both);
+  CHECK(y.is_contiguous(format));
+  (y * slope).sum().backward();
+  (expected * torch::cat({slope, slope})).sum().backward();
+  const auto close = [tolerance = dtype == torch::kDouble ? 1e-12 : 1e-5](const auto& a, const auto& b) {
+    return torch::allclose(a, b, tolerance, tolerance);
+  };
+  CHECK(close(y, expected.narrow(0, 0, 3)));
+  CHECK(x.grad().is_contiguous(format));
+  CHECK(close(x.grad(), both.grad().narrow(0, 0, 3)));
+  CHECK(close(2 * sync->weight.grad(), plain->weight.grad()));
+  CHECK(close(2 * sync->bias.grad(), plain->bias.grad()));
+  CHECK(close(sync->running_mean, plain->running_mean));
+  CHECK(close(sync->running_var, plain->running_var));
+}
+
+TEST_CASE("gradients of gradients are refused, in words, before the ranks meet") {
+  const auto twin = std::make_shared<Twin>();
+  SyncBatchNorm1d norm(3, BatchNormGroup(twin));
+  const auto x = torch::randn({4, 3}, torch::requires_grad());
+  const auto y = norm(x).square().sum();
+  const auto calls = twin->calls;
+  const auto text =
+      refusal<lockstep::GradientError>([&] { torch::autograd::grad({y}, {x}, {}, true, true); });
+  CHECK_THAT(text, ContainsSubstring("SyncBatchNorm1d of 3 channels: backward with create_graph is refused"));
+  CHECK(twin->calls == calls);
+  torch::autograd::grad({y}, {x});
+  CHECK(twin->calls == calls + 1);
+}
+
+TEST_CASE("one collective forward, one backward, and none for what needs none") {
+  const auto twin = std::make_shared<Twin>();
+  SyncBatchNorm2d norm(3, BatchNormGroup(twin));
+  norm(torch::randn({2, 3, 4, 4})).sum().backward();  // an input without a gradient: nothing to exchange
+  CHECK(twin->calls == 1);
+  CHECK(norm->weight.grad().defined());
+  norm(torch::randn({2, 3, 4, 4}, torch::requires_grad())).sum().backward();
+  CHECK(twin->calls == 3);
+  norm->eval();
+  norm(torch::randn({2, 3, 4, 4}, torch::requires_grad())).sum().backward();
+  SyncBatchNorm2d untracked(BatchNormOptions(3).track_running_stats(false), BatchNormGroup(twin));
+  untracked->eval();
+  untracked(torch::randn({2, 3, 4, 4}));
+  CHECK(twin->calls == 3);
+}
+
+TEST_CASE("an input that does not fit is refused, in words") {
+  const auto of = [](auto norm, torch::IntArrayRef shape, torch::Dtype dtype = torch::kFloat) {
+    return refusal<lockstep::UsageError>([&] { norm(torch::ones(shape, dtype)); });
+  };
+  SyncBatchNorm1d one(4, group_of());
+  SyncBatchNorm2d two(4, group_of());
+  SyncBatchNorm3d three(4, group_of());
+  CHECK(of(one, {2, 4}).empty());
+  CHECK(of(one, {2, 4, 3}).empty());
+  CHECK(of(two, {2, 4, 3, 3}).empty());
+  CHECK(of(three, {2, 4, 3, 3, 3}).empty());
+  CHECK(of(two, {2, 4, 3}) ==
+        "SyncBatchNorm2d of 4 channels takes an input [N, C, H, W] with 4 channels, but got [2, 4, 3] "
+        "float32");
+  CHECK_THAT(of(one, {4}), ContainsSubstring("[N, C] or [N, C, L]") && ContainsSubstring("got [4] float32"));
+  CHECK_THAT(of(one, {2, 4, 3, 3}), ContainsSubstring("got [2, 4, 3, 3]"));
+  CHECK_THAT(of(three, {2, 4, 3, 3}), ContainsSubstring("[N, C, D, H, W]"));
+  CHECK_THAT(of(two, {2, 5, 3, 3}), ContainsSubstring("with 4 channels, but got [2, 5, 3, 3]"));
+  CHECK_THAT(of(two, {2, 4, 3, 3}, torch::kLong), ContainsSubstring("int64, which is no floating type"));
+  CHECK_THAT(refusal<lockstep::UsageError>([&] { two(torch::Tensor()); }), ContainsSubstring("got none"));
+  two->eval();
+  CHECK_THAT(of(two, {2, 4, 3}), ContainsSubstring("got [2, 4, 3]"));
+}
+
+TEST_CASE("training without ranks is refused, and eval is not") {
+  SyncBatchNorm2d norm(4);
+  CHECK(norm->ranks() == 0);
+  const auto x = torch::randn({2, 4, 3, 3});
+  CHECK_THAT(refusal<lockstep::UsageError>([&] { norm(x); }),
+             ContainsSubstring("call convert_sync_batchnorm(model, comm) before training"));
+  norm->eval();
+  CHECK(norm(x).defined());
+}
+
+TEST_CASE("ranks that do not meet are reported with the module and the kind of failure") {
+  const auto x = torch::randn({2, 4, 3, 3}, torch::requires_grad());
+  const auto thrown = [&]<class Failure>(std::type_identity<Failure>) {
+    SyncBatchNorm2d norm(4, group_of<Broken<Failure>>());
+    norm->synchronize(group_of<Broken<Failure>>(), "SyncBatchNorm2d 'layer1.1'");
+    return refusal<Failure>([&] { norm(x); });
+  };
+  const std::string text = "SyncBatchNorm2d 'layer1.1', forward: rank 1 has not come";
+  CHECK(thrown(std::type_identity<lockstep::TimeoutError>()) == text);
+  CHECK(thrown(std::type_identity<lockstep::PeerError>()) == text);
+  CHECK(thrown(std::type_identity<lockstep::CommunicationError>()) == text);
+  CHECK(thrown(std::type_identity<lockstep::MismatchError>()) == text);
+
+  SyncBatchNorm2d norm(4, group_of<BrokenInBackward>());
+  const auto y = norm(x).sum();
+  CHECK(refusal<lockstep::PeerError>([&] { y.backward(); }) ==
+        "SyncBatchNorm2d of 4 channels, backward: rank 1 failed first: why");
+}
+
+TEST_CASE("float16 and bfloat16 keep their dtype, with statistics in float32") {
+  const auto dtype = GENERATE(torch::kHalf, torch::kBFloat16);
+  torch::manual_seed(3);
+  SyncBatchNorm2d sync(4, group_of());
+  torch::nn::BatchNorm2d plain(4);
+  const auto data = torch::randn({3, 4, 5, 5}).to(dtype);
+  const auto x = data.clone().requires_grad_();
+  const auto both = torch::cat({data, data}).requires_grad_();
+  const auto y = sync(x), expected = plain(both);
+  const auto slope = torch::randn({3, 4, 5, 5}).to(dtype);
+  (y * slope).sum().backward();
+  (expected * torch::cat({slope, slope})).sum().backward();
+  CHECK(y.scalar_type() == dtype);
+  CHECK(x.grad().scalar_type() == dtype);
+  CHECK(sync->weight.grad().scalar_type() == torch::kFloat);
+  CHECK(torch::allclose(y, expected.narrow(0, 0, 3), 1e-2, 1e-2));
+  CHECK(torch::allclose(x.grad(), both.grad().narrow(0, 0, 3), 3e-2, 3e-2));
+  CHECK(torch::allclose(sync->running_var, plain->running_var, 1e-3, 1e-4));
+}
+
+TEST_CASE("a clone has tensors of its own and meets the same ranks") {
+  const auto twin = std::make_shared<Twin>();
+  SyncBatchNorm2d norm(BatchNormOptions(3).momentum(0.5), BatchNormGroup(twin));
+  norm->to(torch::kDouble);
+  const auto copy = std::dynamic_pointer_cast<lockstep::SyncBatchNormImpl<2>>(norm->clone());
+  REQUIRE(copy);
+  copy->forward(torch::randn({2, 3, 4, 4}, torch::kDouble));
+  CHECK(twin->calls == 1);
+  CHECK(norm->num_batches_tracked.item<int>() == 0);
+  CHECK(copy->num_batches_tracked.item<int>() == 1);
+}
+
+TEST_CASE("a batch norm says what it is") {
+  std::ostringstream text;
+  text << SyncBatchNorm3d(BatchNormOptions(8).momentum(std::nullopt).affine(false));
+  CHECK(text.str() ==
+        "lockstep::SyncBatchNorm3d(8, eps=1e-05, momentum=None, affine=false, track_running_stats=true)");
+}

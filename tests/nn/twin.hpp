@@ -1,0 +1,35 @@
+#pragma once
+
+#include <torch/torch.h>
+
+#include <memory>
+#include <string>
+
+#include "lockstep/nn/sync_batch_norm.hpp"
+
+/// Two ranks in one process, the other of which has the very same batch; so the joined batch is this one
+/// twice.
+struct Twin : lockstep::detail::StatisticsExchange {
+  [[nodiscard]] int size() const override { return 2; }
+  [[nodiscard]] at::Tensor gather(const at::Tensor& row) override {
+    ++calls;
+    return torch::stack({row, row});
+  }
+  void sum(const at::Tensor& values) override {
+    ++calls;
+    at::Tensor target = values;
+    target.mul_(2);
+  }
+  int calls = 0;
+};
+
+/// The text that `work` throws as an `Expected`; empty where it throws nothing.
+template <class Expected, class Work>
+std::string refusal(Work&& work) {
+  try {
+    work();
+  } catch (const Expected& error) {
+    return error.what();
+  }
+  return "";
+}
