@@ -17,6 +17,8 @@
 #include "lockstep/grad/distributed_data_parallel.hpp"
 #include "lockstep/log/log.hpp"
 #include "lockstep/log/progress.hpp"
+#include "lockstep/nn/convert_sync_batchnorm.hpp"
+#include "lockstep/nn/sync_batch_norm.hpp"
 #include "lockstep/precision/fp32.hpp"
 #include "lockstep/precision/precision.hpp"
 #include "lockstep/train/evaluate.hpp"
