@@ -1,0 +1,45 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/ScalarType.h>
+
+#include <cstdint>
+#include <string_view>
+#include <utility>
+
+#include "lockstep/grad/hooks/hook.hpp"
+#include "lockstep/grad/hooks/phased_reduction.hpp"
+#include "lockstep/grad/hooks/scratch.hpp"
+
+namespace lockstep::detail {
+
+/// The sum of a bucket in a shorter type, under way.
+template <class Work>
+struct CastReduction : PhasedReduction<CastReduction<Work>> {
+  CastReduction(Work work, at::Tensor flat, at::Tensor shorter)
+      : work(std::move(work)), flat(std::move(flat)), shorter(std::move(shorter)) {}
+
+  template <class Wait>
+  void finish(Wait&& wait) {
+    wait(work);
+    flat.copy_(shorter);
+  }
+
+  Work work;
+  at::Tensor flat, shorter;
+};
+
+/// Casts a bucket to `type`, divides by the number of ranks there, sums, and casts back: the arithmetic of
+/// torch.distributed.algorithms.ddp_comm_hooks.default_hooks, to the bit. `bytes` counts what is sent.
+template <class Comm>
+CastReduction<typename Comm::Work> start_cast(Comm& comm, const GradientBucket& bucket, at::ScalarType type,
+                                              Scratch& scratch, std::uint64_t& bytes) {
+  at::Tensor& shorter =
+      scratch.get(bucket.index, bucket.flat.sizes(), bucket.flat.options().dtype(type).requires_grad(false));
+  shorter.copy_(bucket.flat);
+  shorter.div_(comm.size());
+  bytes += sent_bytes(comm, shorter);
+  return {comm.all_reduce(shorter, ReduceOp::sum), bucket.flat, shorter};
+}
+
+}  // namespace lockstep::detail

@@ -1,0 +1,78 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "lockstep/grad/hooks/hook.hpp"
+
+namespace lockstep::detail {
+
+/// A tensor of a bucket that is compressed, seen as n x m (its first dimension and all others), and the place
+/// of its factors, [1, n, r] and [1, m, r].
+struct LowRankMatrix {
+  std::size_t parameter;
+  std::int64_t offset, n, m, r;
+  at::Tensor p, q;
+
+  /// Its elements as they lie in the bucket: [1, n, m].
+  [[nodiscard]] at::Tensor in(const at::Tensor& flat) const {
+    return flat.narrow(0, offset, n * m).view({1, n, m});
+  }
+};
+
+/// How a bucket travels once it is compressed: all its left factors in one tensor, all its right ones in
+/// another, and the tensors that are not worth compressing in a third.
+struct LowRankLayout {
+  std::vector<std::size_t> parameters;
+  std::vector<LowRankMatrix> matrices;
+  std::vector<std::pair<std::int64_t, std::int64_t>> whole;  ///< offset and length of the others
+  at::Tensor ps, qs, rest;
+
+  /// Whether it was made for this bucket.
+  [[nodiscard]] bool fits(const GradientBucket& bucket) const {
+    return ps.defined() && parameters == bucket.parameters && ps.dtype() == bucket.flat.dtype() &&
+           ps.device() == bucket.flat.device();
+  }
+};
+
+/// Python's choice: n x m is compressed where (n + m) * r * min_rate < n * m, with r = min(n, m, rank).
+inline LowRankLayout low_rank_layout(const GradientBucket& bucket, std::int64_t rank, double min_rate) {
+  LowRankLayout layout{bucket.parameters, {}, {}, {}, {}, {}};
+  std::int64_t offset = 0, p = 0, q = 0, rest = 0;
+  for (std::size_t i = 0; i < bucket.gradients.size(); ++i) {
+    const at::Tensor& gradient = bucket.gradients[i];
+    const std::int64_t length = gradient.numel();
+    if (length == 0) continue;
+    const std::int64_t n = gradient.dim() > 0 ? gradient.size(0) : 1, m = length / n;
+    const std::int64_t r = std::min({n, m, rank});
+    if (static_cast<double>((n + m) * r) * min_rate < static_cast<double>(n * m)) {
+      layout.matrices.push_back({bucket.parameters[i], offset, n, m, r, {}, {}});
+      p += n * r;
+      q += m * r;
+    } else {
+      layout.whole.emplace_back(offset, length);
+      rest += length;
+    }
+    offset += length;
+  }
+  const auto options = bucket.flat.options().requires_grad(false);
+  layout.ps = at::empty({p}, options);
+  layout.qs = at::empty({q}, options);
+  layout.rest = at::empty({rest}, options);
+  p = q = 0;
+  for (LowRankMatrix& matrix : layout.matrices) {
+    matrix.p = layout.ps.narrow(0, p, matrix.n * matrix.r).view({1, matrix.n, matrix.r});
+    matrix.q = layout.qs.narrow(0, q, matrix.m * matrix.r).view({1, matrix.m, matrix.r});
+    p += matrix.n * matrix.r;
+    q += matrix.m * matrix.r;
+  }
+  return layout;
+}
+
+}  // namespace lockstep::detail

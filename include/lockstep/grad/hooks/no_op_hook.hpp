@@ -1,0 +1,31 @@
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <string_view>
+
+#include "lockstep/grad/hooks/hook.hpp"
+
+namespace lockstep {
+
+/// A Reduction that needs no waiting.
+struct FinishedReduction {
+  void join_stream() const noexcept {}
+  void wait_host(std::chrono::milliseconds) const noexcept {}
+};
+
+/// Leaves each rank its own gradients, undivided, as Python's noop_hook does: to measure how long a step
+/// takes without communication. Ranks part from one another, so it is not for training.
+struct NoOpHook {
+  static constexpr bool divides_first = false;
+  static constexpr bool spreads_nan = false;
+
+  template <Communicator Comm>
+  FinishedReduction start(Comm&, const GradientBucket&) {
+    return {};
+  }
+  [[nodiscard]] std::string_view name() const { return "no_op"; }
+  [[nodiscard]] std::uint64_t wire_bytes() const { return 0; }
+};
+
+}  // namespace lockstep

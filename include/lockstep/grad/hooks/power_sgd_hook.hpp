@@ -1,0 +1,267 @@
+#pragma once
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/bmm.h>
+#include <ATen/ops/randn.h>
+#include <ATen/ops/tensor.h>
+#include <ATen/ops/where.h>
+#include <fmt/format.h>
+
+#include <cstdint>
+#include <deque>
+#include <optional>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "lockstep/error.hpp"
+#include "lockstep/grad/hooks/hook.hpp"
+#include "lockstep/grad/hooks/low_rank_layout.hpp"
+#include "lockstep/grad/hooks/numpy_random.hpp"
+#include "lockstep/grad/hooks/orthogonalize.hpp"
+#include "lockstep/grad/hooks/phased_reduction.hpp"
+#include "lockstep/grad/hooks/power_sgd_memory.hpp"
+
+namespace lockstep {
+
+/// Names and defaults as Python's PowerSGDState has them.
+struct PowerSgdOptions {
+  /// The columns of the factors: more is more exact, and more to send and to compute.
+  std::int64_t matrix_approximation_rank = 1;
+  /// Reductions that are plain before compression begins. Any number: what is remembered belongs to
+  /// parameters, so that the buckets of the first iteration do not matter.
+  std::int64_t start_iteration = 1000;
+  /// A gradient n x m with r = min(n, m, rank) is compressed where (n + m) * r * rate < n * m.
+  double min_compression_rate = 2;
+  /// Adds what was lost in one step to the next one's gradient.
+  bool use_error_feedback = true;
+  /// Goes on from the last step's factor instead of a random one.
+  bool warm_start = true;
+  /// Added to the length of a column before dividing by it.
+  double orthogonalization_epsilon = 0;
+  /// Of the random factors, the same on every rank.
+  std::uint32_t seed = 0;
+};
+
+/// Gradients travel as the factors of matrices of low rank: M = P Q^T (Vogels et al., arXiv 1905.13727), as
+/// Python's powerSGD_hook sends them, with its random numbers and its order of operations. A tensor that is
+/// not worth compressing travels whole, in one sum for those of a bucket.
+///
+/// Where it is better than Python's: there is no error memory for a tensor that is not compressed; a gradient
+/// that is zero on all ranks stays zero (there, without an epsilon, it becomes not-a-number), and keeps its
+/// factor for the next step; what is remembered is kept by parameter, so that it survives other buckets.
+class PowerSgdHook {
+ public:
+  static constexpr bool divides_first = false;
+  static constexpr bool spreads_nan = false;
+
+  /// Throws UsageError for options without a meaning.
+  explicit PowerSgdHook(PowerSgdOptions options = {}) : options_(options), random_(options.seed) {
+    const auto refuse = [](std::string_view what) {
+      throw UsageError(fmt::format("PowerSgdHook: {}", what));
+    };
+    if (options.matrix_approximation_rank < 1) refuse("matrix_approximation_rank must be 1 or more");
+    if (options.start_iteration < 0) refuse("start_iteration must not be negative");
+    if (!(options.min_compression_rate > 0)) refuse("min_compression_rate must be above 0");
+    if (!(options.orthogonalization_epsilon >= 0)) refuse("orthogonalization_epsilon must not be negative");
+  }
+
+  template <Reducing Comm>
+  auto start(Comm& comm, const GradientBucket& bucket) {
+    begin(bucket.iteration);
+    Factors<Comm> reduction(*this, comm, bucket);
+    if (reductions_ > options_.start_iteration)
+      reduction.start_compressed(layout_of(bucket));
+    else
+      reduction.start_plain();
+    return reduction;
+  }
+
+  [[nodiscard]] std::string_view name() const { return "power_sgd"; }
+  /// For each bucket the bytes of its elements; once compression has begun, of (n + m) r elements for each
+  /// tensor that is compressed, and of all elements of the others.
+  [[nodiscard]] std::uint64_t wire_bytes() const { return wire_bytes_; }
+
+  /// "counters" (reductions so far, random numbers drawn, seed), "error.i" and "q.i" for parameter i. Errors
+  /// differ from rank to rank.
+  [[nodiscard]] HookState state() const {
+    HookState state{{"counters", at::tensor({reductions_, static_cast<std::int64_t>(random_.drawn()),
+                                             static_cast<std::int64_t>(random_.seed())})}};
+    memory_.save(state);
+    return state;
+  }
+  /// Throws CheckpointError for the state of another hook, and leaves this one as it was; that of another
+  /// model is found out by the next reduction.
+  void load_state(const HookState& state) {
+    PowerSgdHook loaded(options_);
+    bool counted = false;
+    for (const auto& [name, tensor] : state) {
+      if (name != "counters") {
+        loaded.memory_.load(name, tensor);
+        continue;
+      }
+      const at::Tensor counters = tensor.to(at::kCPU, at::kLong).contiguous();
+      if (counters.numel() != 3)
+        throw CheckpointError("the counters of a PowerSGD hook are three numbers: its state is damaged");
+      const auto* number = counters.const_data_ptr<std::int64_t>();
+      loaded.reductions_ = number[0];
+      loaded.random_ =
+          detail::NumpyRandom(static_cast<std::uint32_t>(number[2]), static_cast<std::uint64_t>(number[1]));
+      counted = true;
+    }
+    if (!counted)
+      throw CheckpointError("the state of a PowerSGD hook has no counters: it was saved by another hook");
+    loaded.wire_bytes_ = wire_bytes_;
+    *this = std::move(loaded);
+  }
+
+  void rollback() {
+    if (!before_) return;
+    reductions_ = before_->reductions;
+    if (random_.drawn() != before_->drawn) random_ = detail::NumpyRandom(random_.seed(), before_->drawn);
+    memory_.turn_back();
+    before_.reset();
+  }
+  /// Forgets only where the tensors of the buckets lie.
+  void reset() { layouts_.clear(); }
+
+ private:
+  struct Before {
+    std::size_t iteration;
+    std::int64_t reductions;
+    std::uint64_t drawn;
+  };
+
+  void begin(std::size_t iteration) {
+    if (before_ && before_->iteration == iteration) return;
+    before_ = Before{iteration, reductions_, random_.drawn()};
+    memory_.settle();
+    ++reductions_;
+  }
+
+  detail::LowRankLayout& layout_of(const GradientBucket& bucket) {
+    if (bucket.index >= layouts_.size()) layouts_.resize(bucket.index + 1);
+    detail::LowRankLayout& layout = layouts_[bucket.index];
+    if (!layout.fits(bucket))
+      layout =
+          detail::low_rank_layout(bucket, options_.matrix_approximation_rank, options_.min_compression_rate);
+    return layout;
+  }
+
+  /// Fills the right factors, orthonormal: from the last reduction, or at random where there is none.
+  void prepare_factors(detail::LowRankLayout& layout) {
+    std::optional<at::Generator> generator;
+    for (detail::LowRankMatrix& matrix : layout.matrices) {
+      const at::Tensor& last =
+          memory_.of(matrix.parameter)
+              .q.checked("factor", matrix.parameter, {matrix.m, matrix.r}, layout.qs.options());
+      if (options_.warm_start && last.defined()) {
+        matrix.q.copy_(last.unsqueeze(0));
+      } else {
+        if (!generator) generator = at::detail::createCPUGenerator(random_.randint(1'000'000'000));
+        matrix.q.copy_(at::randn(matrix.q.sizes(), *generator, layout.qs.options().device(at::kCPU)));
+      }
+      detail::orthogonalize(matrix.q, options_.orthogonalization_epsilon);
+    }
+  }
+
+  template <class Comm>
+  struct Factors;
+
+  PowerSgdOptions options_;
+  detail::NumpyRandom random_;
+  std::int64_t reductions_ = 0;  // begun, this one included
+  std::optional<Before> before_;
+  detail::PowerSgdMemory memory_;
+  std::deque<detail::LowRankLayout> layouts_;  // by bucket; Reductions point to them
+  std::uint64_t wire_bytes_ = 0;
+};
+
+/// The reduction of one bucket: the tensors that travel whole and the left factors at the start, the right
+/// factors in the wait.
+template <class Comm>
+struct PowerSgdHook::Factors : detail::PhasedReduction<Factors<Comm>> {
+  Factors(PowerSgdHook& hook, Comm& comm, const GradientBucket& bucket)
+      : hook(&hook), comm(&comm), flat(bucket.flat) {}
+
+  void start_plain() {
+    flat.div_(comm->size());
+    whole = send(flat);
+  }
+
+  void start_compressed(detail::LowRankLayout& of_bucket) {
+    layout = &of_bucket;
+    if (hook->options_.use_error_feedback)
+      for (const detail::LowRankMatrix& matrix : layout->matrices) {
+        at::Tensor gradient = matrix.in(flat)[0];
+        detail::TwoTensors& error = hook->memory_.of(matrix.parameter).error;
+        const at::Tensor& lost =
+            error.checked("error", matrix.parameter, {matrix.n, matrix.m}, gradient.options());
+        if (lost.defined()) gradient.add_(lost);
+        error.next(gradient.sizes(), gradient.options()).copy_(gradient);
+      }
+    std::int64_t at = 0;
+    for (const auto& [offset, length] : layout->whole) {
+      layout->rest.narrow(0, at, length).copy_(flat.narrow(0, offset, length));
+      at += length;
+    }
+    if (at > 0) whole = send(layout->rest);
+    if (layout->matrices.empty()) return;
+    hook->prepare_factors(*layout);
+    for (detail::LowRankMatrix& matrix : layout->matrices) at::bmm_out(matrix.p, matrix.in(flat), matrix.q);
+    left = send(layout->ps);
+  }
+
+  template <class Wait>
+  void finish(Wait&& wait) {
+    if (whole) wait(*whole);
+    if (!layout) return;
+    std::int64_t at = 0;
+    layout->rest.div_(comm->size());
+    for (const auto& [offset, length] : layout->whole) {
+      flat.narrow(0, offset, length).copy_(layout->rest.narrow(0, at, length));
+      at += length;
+    }
+    if (!left) return;
+    wait(*left);
+    const PowerSgdOptions& options = hook->options_;
+    std::vector<at::Tensor> used;  // the right factors so far
+    for (detail::LowRankMatrix& matrix : layout->matrices) {
+      detail::orthogonalize(matrix.p, options.orthogonalization_epsilon);
+      if (options.warm_start) used.push_back(matrix.q.clone());
+      at::bmm_out(matrix.q, matrix.in(flat).transpose(1, 2), matrix.p);
+    }
+    auto right = send(layout->qs);
+    wait(right);
+    layout->qs.div_(comm->size());
+    for (std::size_t i = 0; i < layout->matrices.size(); ++i) {
+      detail::LowRankMatrix& matrix = layout->matrices[i];
+      at::Tensor gradient = matrix.in(flat);
+      at::bmm_out(gradient, matrix.p, matrix.q.transpose(1, 2));
+      detail::LowRankMemory& memory = hook->memory_.of(matrix.parameter);
+      if (options.use_error_feedback) {
+        memory.error.next({matrix.n, matrix.m}, gradient.options()).sub_(gradient[0]);
+        memory.error.turn();
+      }
+      if (!options.warm_start) continue;
+      // A column of zeros would stay one for ever.
+      const at::Tensor zero = detail::column_lengths(matrix.q).eq(0);
+      memory.q.next({matrix.m, matrix.r}, gradient.options()).copy_(at::where(zero, used[i], matrix.q)[0]);
+      memory.q.turn();
+    }
+  }
+
+  typename Comm::Work send(const at::Tensor& tensor) {
+    hook->wire_bytes_ += detail::sent_bytes(*comm, tensor);
+    return comm->all_reduce(tensor, ReduceOp::sum);
+  }
+
+  PowerSgdHook* hook;
+  Comm* comm;
+  at::Tensor flat;
+  detail::LowRankLayout* layout = nullptr;
+  std::optional<typename Comm::Work> whole, left;
+};
+
+}  // namespace lockstep

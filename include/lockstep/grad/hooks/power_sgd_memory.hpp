@@ -1,0 +1,121 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <c10/util/accumulate.h>
+#include <fmt/format.h>
+
+#include <array>
+#include <charconv>
+#include <cstddef>
+#include <map>
+#include <string>
+#include <string_view>
+#include <utility>
+
+#include "lockstep/error.hpp"
+#include "lockstep/grad/hooks/hook.hpp"
+
+namespace lockstep::detail {
+
+/// A tensor of which the value before the last reduction is kept too. What comes next is written into `next`,
+/// and counts from `turn` on, until `turn_back`.
+class TwoTensors {
+ public:
+  [[nodiscard]] const at::Tensor& now() const { return tensors_[now_]; }
+  /// Memory for the value that comes after, of this size; its contents are left over.
+  at::Tensor& next(at::IntArrayRef sizes, const at::TensorOptions& options) {
+    at::Tensor& tensor = tensors_[1 - now_];
+    if (!tensor.defined() || tensor.sizes() != sizes || tensor.dtype() != options.dtype() ||
+        tensor.device() != options.device())
+      tensor = at::empty(sizes, options);
+    return tensor;
+  }
+  void turn() {
+    now_ = 1 - now_;
+    turned_ = true;
+  }
+  /// The value from here on is never turned back from.
+  void settle() { turned_ = false; }
+  void turn_back() {
+    if (!turned_) return;
+    now_ = 1 - now_;
+    turned_ = false;
+  }
+  void load(at::Tensor tensor) {
+    tensors_ = {std::move(tensor), at::Tensor()};
+    now_ = 0;
+    turned_ = false;
+  }
+  /// The value, which must have these sizes; undefined where there is none.
+  at::Tensor& checked(std::string_view what, std::size_t parameter, at::IntArrayRef sizes,
+                      const at::TensorOptions& options) {
+    at::Tensor& tensor = tensors_[now_];
+    if (!tensor.defined()) return tensor;
+    if (tensor.sizes() != sizes)
+      throw CheckpointError(fmt::format(
+          "the saved state of the PowerSGD hook is of another model or rank: its {} for parameter {} has {} "
+          "elements, and {} are needed; load what was saved with the same model and options",
+          what, parameter, tensor.numel(), c10::multiply_integers(sizes)));
+    if (tensor.dtype() != options.dtype() || tensor.device() != options.device()) tensor = tensor.to(options);
+    return tensor;
+  }
+
+ private:
+  std::array<at::Tensor, 2> tensors_;
+  std::size_t now_ = 0;
+  bool turned_ = false;
+};
+
+/// What PowerSGD remembers of a parameter that it compresses, viewed as n x m.
+struct LowRankMemory {
+  TwoTensors error;  ///< [n, m]: what was lost of this rank's gradient, to be added to the next
+  TwoTensors q;      ///< [m, r]: the right factor, the same on every rank
+};
+
+/// By parameter, so that it outlives the buckets.
+class PowerSgdMemory {
+ public:
+  LowRankMemory& of(std::size_t parameter) { return memory_[parameter]; }
+
+  void settle() {
+    for (auto& [parameter, memory] : memory_) {
+      memory.error.settle();
+      memory.q.settle();
+    }
+  }
+  void turn_back() {
+    for (auto& [parameter, memory] : memory_) {
+      memory.error.turn_back();
+      memory.q.turn_back();
+    }
+  }
+
+  void save(HookState& state) const {
+    for (const auto& [parameter, memory] : memory_) {
+      if (memory.error.now().defined())
+        state.emplace_back(fmt::format("error.{}", parameter), memory.error.now().clone());
+      if (memory.q.now().defined())
+        state.emplace_back(fmt::format("q.{}", parameter), memory.q.now().clone());
+    }
+  }
+  /// Takes back one entry. Throws CheckpointError for a name that `save` does not give.
+  void load(std::string_view name, const at::Tensor& tensor) {
+    const std::size_t dot = name.find('.');
+    const std::string_view kind = name.substr(0, dot);
+    std::size_t parameter = 0;
+    const char* end = name.data() + name.size();
+    const bool numbered = dot != std::string_view::npos && dot + 1 < name.size() &&
+                          std::from_chars(name.data() + dot + 1, end, parameter).ptr == end;
+    if (!numbered || (kind != "error" && kind != "q"))
+      throw CheckpointError(
+          fmt::format("the state of a PowerSGD hook has no entry '{}': it was saved by another hook", name));
+    LowRankMemory& memory = memory_[parameter];
+    (kind == "q" ? memory.q : memory.error).load(tensor.clone());
+  }
+
+ private:
+  std::map<std::size_t, LowRankMemory> memory_;
+};
+
+}  // namespace lockstep::detail

@@ -1,0 +1,194 @@
+// Gradients that travel in a shorter type: the plain hook, fp16, bf16, and bf16 summed in float32.
+#include <cmath>
+#include <limits>
+
+#include "grad/hooks/buckets.hpp"
+#include "lockstep/grad/hooks/bf16_fp32_hook.hpp"
+#include "lockstep/grad/hooks/bf16_hook.hpp"
+#include "lockstep/grad/hooks/fp16_hook.hpp"
+#include "lockstep/grad/hooks/no_op_hook.hpp"
+
+using namespace lockstep;
+
+namespace {
+
+constexpr float infinity = std::numeric_limits<float>::infinity();
+constexpr float no_number = std::numeric_limits<float>::quiet_NaN();
+
+const Plan plan{{{7, 5}, {3}}, {{64}}, {{1}}};
+
+/// The arithmetic of Python's hooks in the order of the ranks, which at one and two ranks is any order.
+torch::Tensor cast_and_summed(const std::vector<torch::Tensor>& by_rank, torch::Dtype type) {
+  const auto ranks = static_cast<std::int64_t>(by_rank.size());
+  torch::Tensor sum;
+  for (const auto& gradient : by_rank) {
+    const auto part = gradient.to(type).div_(ranks);
+    sum = sum.defined() ? sum + part : part;
+  }
+  return sum.to(by_rank[0].dtype());
+}
+
+/// Each bucket's gradients of all ranks.
+std::vector<std::vector<torch::Tensor>> all_ranks(const Buckets& buckets, int step) {
+  std::vector<std::vector<torch::Tensor>> result(buckets.size());
+  for (int rank = 0; rank < test_world().size(); ++rank) {
+    const auto gradients = buckets.gradients_of(rank, step);
+    for (std::size_t b = 0; b < buckets.size(); ++b) result[b].push_back(gradients[b]);
+  }
+  return result;
+}
+
+template <class Hook>
+void check_cast(torch::Dtype type, double tolerance) {
+  Hook hook;
+  Buckets buckets(plan);
+  for (int step = 0; step < 3; ++step) {
+    const auto averages = buckets.reduce(hook, shared_comm(), buckets.mine(step));
+    const auto exact = buckets.average(step);
+    const auto inputs = all_ranks(buckets, step);
+    for (std::size_t b = 0; b < averages.size(); ++b) {
+      CAPTURE(step, b);
+      CHECK(averages[b].dtype() == torch::kFloat);
+      CHECK(same_on_all_ranks(averages[b]));
+      CHECK(torch::allclose(averages[b].to(torch::kDouble), exact[b], tolerance, tolerance));
+      if (test_world().size() <= 2) CHECK(same_bits(averages[b], cast_and_summed(inputs[b], type)));
+    }
+  }
+  CHECK(hook.wire_bytes() == on_the_wire(3 * 2 * (38 + 64 + 1)));
+}
+
+}  // namespace
+
+TEST_CASE("the plain hook sums, and counts its bytes") {
+  AllReduceHook hook;
+  Buckets buckets(plan, torch::kDouble);
+  auto divided = buckets.mine(1);
+  for (auto& gradient : divided) gradient.div_(test_world().size());
+  const auto averages = buckets.reduce(hook, shared_comm(), divided);
+  const auto exact = buckets.average(1);
+  for (std::size_t b = 0; b < averages.size(); ++b)
+    CHECK(torch::allclose(averages[b], exact[b], 1e-14, 1e-15));
+  CHECK(hook.wire_bytes() == on_the_wire(8 * (38 + 64 + 1)));
+  CHECK(std::string(hook.name()) == "all_reduce");
+}
+
+TEST_CASE("fp16 casts, divides, sums and casts back") {
+  check_cast<Fp16Hook>(torch::kHalf, 4e-3);
+}
+
+TEST_CASE("bf16 casts, divides, sums and casts back") {
+  check_cast<Bf16Hook>(torch::kBFloat16, 3e-2);
+}
+
+TEST_CASE("fp16 keeps what is not finite, overflows at 65504 and underflows, on every rank alike") {
+  Fp16Hook hook;
+  Buckets buckets(Plan{{{6}}});
+  const bool last = test_world().rank() + 1 == test_world().size();
+  // The last rank alone has what is special; 60000 comes from all, and its sum fits since it is divided
+  // first.
+  const auto average = buckets.reduce(hook, shared_comm(),
+                                      {torch::tensor({last ? no_number : 1.0F, last ? 1e5F : 0.0F,
+                                                      last ? -infinity : 2.0F, 60000.0F, 1e-9F, 0.5F})})[0];
+  CHECK(std::isnan(average[0].item<float>()));
+  CHECK(average[1].item<float>() == infinity);
+  CHECK(average[2].item<float>() == -infinity);
+  CHECK(std::abs(average[3].item<float>() / 60000 - 1) < 2e-3);
+  CHECK(average[4].item<float>() == 0);
+  CHECK(average[5].item<float>() == 0.5F);
+}
+
+TEST_CASE("bf16 keeps what is not finite, and the range of float32") {
+  const bool last = test_world().rank() + 1 == test_world().size();
+  const auto gradient = torch::tensor({last ? no_number : 1.0F, 1e30F, last ? infinity : 0.0F, 0.5F, 1e-30F});
+  const auto check = [&](auto hook) {
+    Buckets buckets(Plan{{{5}}});
+    const torch::Tensor average = buckets.reduce(hook, shared_comm(), {gradient})[0];
+    CHECK(std::isnan(average[0].item<float>()));
+    CHECK(std::abs(average[1].item<float>() / 1e30F - 1) < 1e-2);
+    CHECK(average[2].item<float>() == infinity);
+    CHECK(average[3].item<float>() == 0.5F);
+    CHECK(std::abs(average[4].item<float>() / 1e-30F - 1) < 1e-2);
+  };
+  check(Bf16Hook());
+  check(Bf16Fp32Hook());
+}
+
+TEST_CASE("bf16 summed in float32 rounds twice, in any bucket") {
+  const int ranks = test_world().size();
+  Bf16Fp32Hook hook;
+  Buckets buckets(plan);
+  std::uint64_t bytes = 0;
+  for (int step = 0; step < 3; ++step) {
+    const auto averages = buckets.reduce(hook, shared_comm(), buckets.mine(step));
+    const auto inputs = all_ranks(buckets, step);
+    for (std::size_t b = 0; b < averages.size(); ++b) {
+      CAPTURE(step, b);
+      torch::Tensor sum;
+      for (const auto& gradient : inputs[b]) {
+        const auto part = gradient.to(torch::kBFloat16).to(torch::kFloat);
+        sum = sum.defined() ? sum + part : part;
+      }
+      CHECK(same_bits(averages[b], (sum / ranks).to(torch::kBFloat16).to(torch::kFloat)));
+      const auto share = static_cast<std::uint64_t>((averages[b].numel() + ranks - 1) / ranks);
+      bytes += 2 * share * static_cast<std::uint64_t>(ranks + 1);
+    }
+  }
+  CHECK(hook.wire_bytes() == on_the_wire(bytes));
+
+  // The same gradients in one bucket.
+  Buckets one(Plan{{{38 + 64 + 1}}});
+  const auto together = one.reduce(hook, shared_comm(), {torch::cat(buckets.mine(7))});
+  CHECK(same_bits(together[0], torch::cat(buckets.reduce(hook, shared_comm(), buckets.mine(7)))));
+}
+
+TEST_CASE("bf16 summed in float32 is nearer to the average than bf16 summed in bf16") {
+  if (test_world().size() < 3) return;  // a sum of two rounds once, in either
+  Buckets buckets(Plan{{{100, 100}}});
+  Bf16Hook rough;
+  Bf16Fp32Hook fine;
+  const auto exact = buckets.average(3)[0];
+  const double rough_error = relative_error(buckets.reduce(rough, shared_comm(), buckets.mine(3))[0], exact);
+  const double fine_error = relative_error(buckets.reduce(fine, shared_comm(), buckets.mine(3))[0], exact);
+  CAPTURE(rough_error, fine_error);
+  CHECK(fine_error < 0.95 * rough_error);
+  CHECK(fine_error < 3e-3);
+}
+
+TEST_CASE("no-op leaves each rank its own") {
+  NoOpHook hook;
+  Buckets buckets(plan);
+  CHECK(same_bits(buckets.reduce(hook, shared_comm(), buckets.mine(1)), buckets.mine(1)));
+  CHECK(hook.wire_bytes() == 0);
+}
+
+TEST_CASE("alone, LocalComm gives the bits of Gloo") {
+  if (test_world().size() > 1) return;
+  LocalComm local{test_world()};
+  const auto check = [&](auto hook) {
+    auto other = hook;
+    Buckets one(plan), two(plan);
+    CHECK(same_bits(one.reduce(hook, local, one.mine(2)), two.reduce(other, shared_comm(), two.mine(2))));
+    CHECK(hook.wire_bytes() == 0);
+  };
+  check(AllReduceHook());
+  check(Fp16Hook());
+  check(Bf16Hook());
+  check(Bf16Fp32Hook());
+}
+
+TEST_CASE("gradients in float64 and float16 keep their dtype") {
+  for (const auto type : {torch::kDouble, torch::kHalf, torch::kBFloat16}) {
+    Buckets buckets(plan, type);
+    const auto exact = buckets.average(4);
+    const auto check = [&](auto hook) {
+      const auto averages = buckets.reduce(hook, shared_comm(), buckets.mine(4));
+      for (std::size_t b = 0; b < averages.size(); ++b) {
+        CHECK(averages[b].dtype() == type);
+        CHECK(torch::allclose(averages[b].to(torch::kDouble), exact[b], 3e-2, 3e-2));
+      }
+    };
+    check(Fp16Hook());
+    check(Bf16Hook());
+    check(Bf16Fp32Hook());
+  }
+}

@@ -1,0 +1,260 @@
+"""Reduces the same gradients with the communication hooks of the real Python package and with lockstep's, over Gloo,
+and compares the averages of every rank, bucket and step.
+
+usage: hooks_parity.py PROGRAM [RANKS...]
+
+The Python hooks are called as DDP calls them, on the buckets of a step in order, each Future waited for at the end.
+Bits are compared everywhere but in one place: with error feedback, Python's PowerSGD also keeps errors of tensors that
+it does not compress and lockstep's does not, so these tensors are compared to a tolerance, and both with the exact
+average. Afterwards lockstep is broken on purpose, and the comparison must find it for each hook.
+"""
+
+import math
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+os.environ["OMP_NUM_THREADS"] = "1"
+
+try:
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook, quantization_hooks
+    from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+except ImportError as error:
+    print(f"SKIPPED parity of hooks: no torch package ({error})")
+    sys.exit(77)
+
+SMALL = [[(40, 30), (7,)], [(600,)], [(16, 3, 3, 3), (16,), (1,)]]
+LARGE = [[(256, 128), (256,), (96, 64)], [(64, 3, 5, 5), (10,)], [(33, 65), (9, 8)]]
+# Of a tensor that is not compressed, relative to the largest of its bucket.
+TOLERANCE = 1e-5
+
+
+def case(name, hook, plan, steps=4, rank=1, start=2, rate=2.0, feedback=1, warm=1, epsilon=0.0, seed=0, channel=0):
+    return locals()
+
+
+CASES = [
+    case("fp16", "fp16", SMALL),
+    case("bf16", "bf16", SMALL),
+    case("fp16-large", "fp16", LARGE),
+    case("no-op", "no_op", SMALL),
+    case("quantized-per-tensor", "quantized", LARGE),
+    case("quantized-per-channel", "quantized", LARGE, channel=512),
+    case("power-sgd", "power_sgd", LARGE, steps=8),
+    case("power-sgd-rank-2", "power_sgd", LARGE, steps=8, rank=2),
+    case("power-sgd-rank-4", "power_sgd", LARGE, steps=8, rank=4, rate=1.0),
+    case("power-sgd-cold", "power_sgd", LARGE, steps=8, rank=2, warm=0, seed=7),
+    case("power-sgd-no-feedback", "power_sgd", LARGE, steps=8, feedback=0),
+    case("power-sgd-epsilon", "power_sgd", LARGE, steps=8, rank=2, epsilon=1e-8),
+]
+
+
+class Bucket:
+    """What a hook sees of a GradBucket, which Python cannot construct."""
+
+    def __init__(self, index, count, shapes):
+        self._index, self._last = index, index + 1 == count
+        self._shapes = shapes
+        self._buffer = torch.empty(sum(math.prod(shape) for shape in shapes))
+
+    def index(self):
+        return self._index
+
+    def buffer(self):
+        return self._buffer
+
+    def set_buffer(self, tensor):
+        self._buffer = tensor
+
+    def is_last(self):
+        return self._last
+
+    def gradients(self):
+        parts = self._buffer.split([math.prod(shape) for shape in self._shapes])
+        return [part.view(shape) for part, shape in zip(parts, self._shapes)]
+
+
+def gradients_of(c, rank, step):
+    generator = torch.Generator().manual_seed(1000 * CASES.index(c) + 10 * step + rank)
+    flats = []
+    for shapes in c["plan"]:
+        flat = torch.cat([torch.randn(shape, generator=generator).view(-1) for shape in shapes])
+        flats.append(flat * 10.0 ** (step - 2))
+    if c["hook"] in ("fp16", "bf16") and step == 2 and rank == 1:
+        flats[0][:6] = torch.tensor([math.nan, math.inf, -math.inf, 1e5, 1e-9, 3e38])
+    return flats
+
+
+def raw(tensor):
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def write_inputs(folder, ranks):
+    for c in CASES:
+        for rank in range(ranks):
+            with open(f"{folder}/{c['name']}.{rank}", "wb") as file:
+                for step in range(c["steps"]):
+                    for flat in gradients_of(c, rank, step):
+                        file.write(raw(flat))
+    with open(f"{folder}/cases", "w") as file:
+        for c in CASES:
+            plan = ";".join(",".join("x".join(map(str, shape)) for shape in shapes) for shapes in c["plan"])
+            print(c["name"], c["hook"], plan, c["steps"], c["rank"], c["start"], c["rate"], c["feedback"], c["warm"],
+                  c["epsilon"], c["seed"], c["channel"], file=file)  # fmt: skip
+
+
+def python_hook(c):
+    if c["hook"] == "power_sgd":
+        state = powerSGD_hook.PowerSGDState(
+            None, c["rank"], c["start"], c["rate"], bool(c["feedback"]), bool(c["warm"]), c["epsilon"], c["seed"]
+        )
+        return lambda bucket: powerSGD_hook.powerSGD_hook(state, bucket)
+    if c["hook"] == "quantized" and c["channel"]:
+        return lambda bucket: quantization_hooks.quantization_perchannel_hook(None, bucket, c["channel"])
+    hook = {
+        "fp16": default_hooks.fp16_compress_hook,
+        "bf16": default_hooks.bf16_compress_hook,
+        "quantized": quantization_hooks.quantization_pertensor_hook,
+        "no_op": noop_hook,
+    }[c["hook"]]
+    return lambda bucket: hook(None, bucket)
+
+
+def worker(rank, ranks, output):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{output}/rendezvous", rank=rank, world_size=ranks)
+    for c in CASES:
+        hook = python_hook(c)
+        buckets = [Bucket(i, len(c["plan"]), shapes) for i, shapes in enumerate(c["plan"])]
+        with open(f"{output}/{c['name']}.{rank}", "wb") as file:
+            for step in range(c["steps"]):
+                for bucket, flat in zip(buckets, gradients_of(c, rank, step)):
+                    bucket.set_buffer(flat)
+                # One after the other: the later collectives of these hooks start on a thread of Gloo's, in an order
+                # that two buckets under way at once would leave to chance.
+                for bucket in buckets:
+                    future = hook(bucket)
+                    future.wait()
+                    result = future.value()
+                    file.write(raw(result[0] if isinstance(result, (list, tuple)) else result))
+    dist.destroy_process_group()
+
+
+def run_python(ranks, output):
+    os.makedirs(output)
+    # fork: the torch package is imported once
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=worker, args=(r, ranks, output)) for r in range(ranks)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    if any(process.exitcode for process in processes):
+        sys.exit("the Python side failed")
+
+
+def run_lockstep(program, ranks, folder, output, *mutation):
+    os.makedirs(output)
+    result = subprocess.run(
+        [program, "--nproc", str(ranks), folder, output, *mutation], capture_output=True, text=True, timeout=300
+    )
+    if result.returncode:
+        sys.exit(f"{program} failed at {ranks} ranks:\n{result.stdout}{result.stderr}")
+    return {line.split()[0]: int(line.split()[-1]) for line in result.stdout.splitlines() if " bytes " in line}
+
+
+def compressed(c, shape):
+    n, m = shape[0], math.prod(shape) // shape[0]
+    return (n + m) * min(n, m, c["rank"]) * c["rate"] < n * m
+
+
+def compare(c, ranks, theirs, ours):
+    """What differs, in words, and the largest errors of tensors that are not compressed: between the two, and of
+    each from the exact average."""
+    found, between, python_error, own_error = [], 0.0, 0.0, 0.0
+    # Python's errors of what is not compressed start with the second step that compresses.
+    loose = c["hook"] == "power_sgd" and c["feedback"]
+    for rank in range(ranks):
+        expected, actual = (torch.frombuffer(bytearray(open(f"{folder}/{c['name']}.{rank}", "rb").read()),
+                                             dtype=torch.int32) for folder in (theirs, ours))  # fmt: skip
+        if expected.shape != actual.shape:
+            return [f"rank {rank}: {len(actual)} words instead of {len(expected)}"], 0, 0, 0
+        offset = 0
+        for step in range(c["steps"]):
+            inputs = [gradients_of(c, r, step) for r in range(ranks)]
+            for b, shapes in enumerate(c["plan"]):
+                exact = sum(flats[b].double() for flats in inputs) / ranks
+                at = 0
+                for shape in shapes:
+                    length = math.prod(shape)
+                    one, other = (words[offset : offset + length] for words in (expected, actual))
+                    if loose and step >= c["start"] and not compressed(c, shape):
+                        one, other = one.view(torch.float32), other.view(torch.float32)
+                        truth, scale = exact[at : at + length], exact.abs().max()
+                        between = max(between, ((one - other).abs().max() / scale).item())
+                        python_error = max(python_error, ((one - truth).abs().max() / scale).item())
+                        own_error = max(own_error, ((other - truth).abs().max() / scale).item())
+                    elif not one.equal(other):
+                        wrong = int((one != other).sum())
+                        first = one.view(torch.float32)[one != other][0], other.view(torch.float32)[one != other][0]
+                        found.append(f"{wrong} of {length} words differ at step {step} in bucket {b} on rank {rank}, "
+                                     f"as {first[0]:.9g} and {first[1]:.9g}")  # fmt: skip
+                    offset += length
+                    at += length
+    return found, between, python_error, own_error
+
+
+def main():
+    program, sizes = sys.argv[1], [int(word) for word in sys.argv[2:]] or [2, 3, 4]
+    library = subprocess.run([program, "--library"], capture_output=True, text=True).stdout.strip()
+    own = os.path.join(os.path.dirname(torch.__file__), "lib", "libtorch_cpu.so")
+    if os.path.realpath(library) != os.path.realpath(own):
+        print(f"SKIPPED parity of hooks: the program loads {library}, the Python package {own}; their bits may differ")
+        sys.exit(77)
+
+    folder = tempfile.mkdtemp(prefix="lockstep-hooks-")
+    failures = 0
+    print("| hook | ranks | steps | bytes a rank | compared with Python |\n|---|---|---|---|---|", flush=True)
+    try:
+        os.makedirs(f"{folder}/in")
+        # In a process of its own: one that has run operators should not fork.
+        context = multiprocessing.get_context("fork")
+        for ranks in sizes:
+            writer = context.Process(target=write_inputs, args=(f"{folder}/in", ranks))
+            writer.start()
+            writer.join()
+            run_python(ranks, f"{folder}/python-{ranks}")
+        for ranks in sizes:
+            writer = context.Process(target=write_inputs, args=(f"{folder}/in", ranks))
+            writer.start()
+            writer.join()
+            theirs, ours = f"{folder}/python-{ranks}", f"{folder}/lockstep-{ranks}"
+            sent = run_lockstep(program, ranks, f"{folder}/in", ours)
+            for c in CASES:
+                found, between, python_error, own_error = compare(c, ranks, theirs, ours)
+                text = found[0] if found else "equal bits"
+                if c["hook"] == "power_sgd" and c["feedback"]:
+                    text += f"; not compressed: {between:.1e} apart, from the exact average Python {python_error:.1e}, lockstep {own_error:.1e}"
+                    found += [] if between < TOLERANCE else ["apart"]
+                failures += bool(found)
+                print(f"| {c['name']} | {ranks} | {c['steps']} | {sent[c['name']]} | {text} |", flush=True)
+            if ranks != sizes[0]:
+                continue
+            broken = f"{folder}/broken"
+            run_lockstep(program, ranks, f"{folder}/in", broken, "break")
+            unseen = [c["name"] for c in CASES if not compare(c, ranks, theirs, broken)[0]]
+            failures += bool(unseen)
+            print(f"broken on purpose at {ranks} ranks:", f"NOT FOUND for {unseen}" if unseen else "found for each hook")
+    finally:
+        shutil.rmtree(folder)
+    sys.exit(1 if failures else 0)
+
+
+if __name__ == "__main__":
+    main()
