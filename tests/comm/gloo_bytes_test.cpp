@@ -1,5 +1,7 @@
+#include <chrono>
 #include <random>
 #include <string>
+#include <thread>
 
 #include "lockstep/comm/gloo_comm.hpp"
 #include "support/catch.hpp"
@@ -42,4 +44,84 @@ TEST_CASE("bytes are broadcast from any rank") {
     for (std::size_t length : {std::size_t{0}, std::size_t{1}, std::size_t{70000}, std::size_t{3} << 20})
       CHECK(comm.broadcast_bytes(comm.rank() == root ? bytes_of(root, length) : "ignored", root) ==
             bytes_of(root, length));
+}
+
+TEST_CASE("exchanges of bytes that nobody waits for yet run beside each other and other collectives") {
+  GlooComm comm{test_world()};
+  constexpr int rounds = 12;
+  std::vector<std::vector<std::string>> gathered(rounds);
+  std::vector<std::string> copies(rounds);
+  std::vector<GlooComm::Work> gathers, broadcasts, sums;
+  std::vector<at::Tensor> tensors;
+  const auto length = [](int round, int rank) {
+    return static_cast<std::size_t>(round * 997 % 5000 * (rank % 2) + rank);
+  };
+  for (int round = 0; round < rounds; ++round) {
+    const int root = round % comm.size();
+    gathers.push_back(
+        comm.all_gather_bytes_async(gathered[round], bytes_of(comm.rank(), length(round, comm.rank()))));
+    tensors.push_back(at::ones({100}));
+    sums.push_back(comm.all_reduce(tensors.back()));
+    copies[round] = comm.rank() == root ? bytes_of(round, 70000) : "ignored";
+    broadcasts.push_back(comm.broadcast_bytes_async(copies[round], root));
+  }
+  // Every rank waits in an order of its own.
+  for (int i = 0; i < rounds; ++i) {
+    const int round = comm.rank() % 2 == 0 ? i : rounds - 1 - i;
+    broadcasts[round].wait_host();
+    CHECK(copies[round] == bytes_of(round, 70000));
+    gathers[round].wait_host();
+    REQUIRE(gathered[round].size() == static_cast<std::size_t>(comm.size()));
+    for (int rank = 0; rank < comm.size(); ++rank)
+      CHECK(gathered[round][rank] == bytes_of(rank, length(round, rank)));
+    sums[round].wait_host();
+    CHECK(tensors[round][0].item<double>() == comm.size());
+  }
+}
+
+TEST_CASE("an exchange of bytes does not wait for the other ranks before it is waited for") {
+  GlooComm comm{test_world()};
+  std::vector<std::string> all;
+  const bool late = comm.size() > 1 && comm.rank() == 1;
+  if (late) std::this_thread::sleep_for(std::chrono::milliseconds(500));
+  const auto start = std::chrono::steady_clock::now();
+  auto work = comm.all_gather_bytes_async(all, bytes_of(comm.rank(), 10));
+  if (comm.size() > 1 && !late) {
+    // Rank 1 has not come: had the call waited for it, it would not be missing any more.
+    CHECK_THROWS_WITH(work.wait_host(std::chrono::milliseconds(50)),
+                      ContainsSubstring("rank 1 has not entered all_gather_bytes #1"));
+    CHECK(all.empty());
+  }
+  work.wait_host();
+  CHECK(all.size() == static_cast<std::size_t>(comm.size()));
+  work.wait_host();  // again: nothing happens
+  CHECK(all.back() == bytes_of(comm.size() - 1, 10));
+  CHECK(std::chrono::steady_clock::now() - start < std::chrono::seconds(20));
+}
+
+TEST_CASE("exchanges of bytes whose Work is dropped are carried to their end") {
+  GlooComm comm{test_world()};
+  {
+    std::vector<std::string> never;
+    std::string nor;
+    comm.all_gather_bytes_async(never, bytes_of(comm.rank(), 100000));
+    comm.broadcast_bytes_async(nor, 0);
+  }
+  std::vector<std::string> all;
+  comm.all_gather_bytes_async(all, bytes_of(comm.rank(), 3)).wait_host();
+  CHECK(all[0] == bytes_of(0, 3));
+  std::vector<std::string> dropped_with_the_communicator;
+  comm.all_gather_bytes_async(dropped_with_the_communicator, bytes_of(comm.rank(), 200));
+  comm.shutdown();
+}
+
+TEST_CASE("a sub-group exchanges bytes of its own") {
+  GlooComm comm{test_world()};
+  auto last = comm.sub_group({comm.size() - 1});
+  if (last) {
+    std::vector<std::string> all;
+    last->all_gather_bytes_async(all, "alone").wait_host();
+    CHECK(all == std::vector<std::string>{"alone"});
+  }
+  comm.barrier();
 }

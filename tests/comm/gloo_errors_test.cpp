@@ -81,3 +81,22 @@ TEST_CASE("a wait that runs out names the late rank, and can be repeated") {
   CHECK(tensor[0].item<double>() == comm.size());
   comm.barrier();
 }
+
+TEST_CASE("a barrier that is waited for later lets a rank do something else before") {
+  GlooComm comm{test_world()};
+  auto work = comm.barrier_async();
+  auto tensor = at::ones({3});
+  comm.all_reduce(tensor).wait_host();
+  work.wait_host();
+  work.wait_host();
+  CHECK(tensor[0].item<double>() == comm.size());
+  if (comm.size() == 1) return;
+  if (comm.rank() == 1) {
+    std::this_thread::sleep_for(600ms);
+    comm.barrier();
+  } else {
+    auto late = comm.barrier_async();
+    CHECK_THROWS_WITH(late.wait_host(100ms), ContainsSubstring("rank 1 has not entered barrier #3"));
+    late.wait_host();
+  }
+}

@@ -43,10 +43,32 @@ TEST_CASE("LocalComm copies where there is an output") {
   CHECK_THROWS_AS(comm.all_gather(at::zeros({1, 3}), input), lockstep::CommunicationError);
 }
 
+TEST_CASE("LocalComm takes lists as others do") {
+  LocalComm comm{world_of(1)};
+  const std::vector<at::Tensor> inputs{at::arange(4, at::kFloat), at::arange(6, at::kLong).view({2, 3})};
+  const auto room = [&] {
+    return std::vector<at::Tensor>{at::zeros({1, 4}), at::zeros({1, 2, 3}, at::kLong)};
+  };
+  auto gathered = room(), exchanged = room();
+  std::vector<at::Tensor> scattered{at::zeros({4}), at::zeros({2, 3}, at::kLong)};
+  comm.reduce(inputs).wait_host();
+  comm.all_gather(gathered, inputs).wait_host();
+  comm.all_to_all(exchanged, gathered).wait_host();
+  comm.reduce_scatter(scattered, exchanged, lockstep::ReduceOp::max).wait_host();
+  for (std::size_t i = 0; i < inputs.size(); ++i) CHECK(at::equal(scattered[i], inputs[i]));
+  CHECK_THROWS_WITH(comm.all_gather(gathered, {inputs[0]}), ContainsSubstring("not 2 and 1"));
+  comm.all_gather(std::vector<at::Tensor>{}, std::vector<at::Tensor>{}).wait_host();
+}
+
 TEST_CASE("LocalComm carries bytes and forms groups of one") {
   LocalComm comm{world_of(1)};
   CHECK(comm.all_gather_bytes("abc") == std::vector<std::string>{"abc"});
   CHECK(comm.broadcast_bytes("abc") == "abc");
+  std::vector<std::string> all;
+  comm.all_gather_bytes_async(all, "abc").wait_host();
+  CHECK(all == std::vector<std::string>{"abc"});
+  comm.broadcast_bytes_async(all[0]).wait_host();
+  CHECK(all[0] == "abc");
   CHECK(comm.sub_group({0})->size() == 1);
   CHECK(!comm.sub_group({}));
   CHECK_THROWS_AS(comm.sub_group({1}), lockstep::CommunicationError);
@@ -63,6 +85,8 @@ TEST_CASE("LocalComm keeps the rule of the rank-zero scope") {
   world.rank_zero([&] {
     CHECK_THROWS_AS(comm.all_reduce(tensor), lockstep::CommunicationError);
     CHECK_THROWS_AS(comm.barrier(), lockstep::CommunicationError);
+    CHECK_THROWS_AS(comm.barrier_async(), lockstep::CommunicationError);
+    CHECK_THROWS_AS(comm.all_gather({tensor, tensor}, {tensor, tensor}), lockstep::CommunicationError);
     CHECK_THROWS_AS(comm.broadcast_bytes(""), lockstep::CommunicationError);
   });
   comm.barrier();

@@ -19,15 +19,13 @@ enum class ReduceOp { sum, average, min, max, product };
 ///
 /// 1. `rank()` and `size()` are those of the group; `world()` is the World it was made from.
 /// 2. Every rank of the group calls the same collectives in the same order. Inside a rank-zero scope each of
-/// them
-///    throws CommunicationError at once.
-/// 3. `barrier()` blocks until every rank has come, and names those that have not when the deadline passes.
+///    them throws CommunicationError at once.
+/// 3. `barrier()` blocks until every rank has come, and names those that have not when the deadline passes;
+///    of `barrier_async()` the Work does.
 /// 4. `abort(reason)` never blocks: what is in flight ends with an error here, and the peers are told the
-/// reason.
-///    Errors are sticky: every later call rethrows the first.
+///    reason. Errors are sticky: every later call rethrows the first.
 /// 5. `shutdown()` ends the group in good order; the destructor calls it unless an exception is in flight,
-/// and
-///    then aborts instead, so that no destructor waits for a deadline.
+///    and then aborts instead, so that no destructor waits for a deadline.
 template <class C>
 concept Communicator = std::movable<C> && AsyncWork<typename C::Work> &&
     requires(C& comm, const C& group, const std::string& reason) {
@@ -35,41 +33,54 @@ concept Communicator = std::movable<C> && AsyncWork<typename C::Work> &&
   { group.size() } -> std::same_as<int>;
   { group.world() } -> std::same_as<const World&>;
   comm.barrier();
+  { comm.barrier_async() } -> std::same_as<typename C::Work>;
   comm.abort(reason);
   comm.shutdown();
 };
 
 /// A communicator that reduces. Tensors are dense, contiguous and of equal shape and dtype on every rank;
-/// results replace the input. A list is one operation (coalesced), in the list's order.
+/// results replace the input. A list is one operation (coalesced), in the list's order; where outputs stand
+/// beside inputs, there are as many of them.
 template <class C>
 concept Reducing = Communicator<C> &&
     requires(C& comm, at::Tensor tensor, std::vector<at::Tensor> list, ReduceOp op, int root) {
   { comm.all_reduce(tensor, op) } -> std::same_as<typename C::Work>;
   { comm.all_reduce(list, op) } -> std::same_as<typename C::Work>;
   { comm.reduce(tensor, root, op) } -> std::same_as<typename C::Work>;
+  { comm.reduce(list, root, op) } -> std::same_as<typename C::Work>;
   { comm.broadcast(tensor, root) } -> std::same_as<typename C::Work>;
   { comm.broadcast(list, root) } -> std::same_as<typename C::Work>;
   // output: [...], input: [size, ...]
   { comm.reduce_scatter(tensor, tensor, op) } -> std::same_as<typename C::Work>;
+  { comm.reduce_scatter(list, list, op) } -> std::same_as<typename C::Work>;
 };
 
 /// A communicator that gathers: tensors (output [size, ...] of input [...], or both [size, ...] for
-/// all_to_all) and objects, which are bytes of any length, different on each rank; the calls for objects
-/// block.
+/// all_to_all; lists as in Reducing) and objects, which are bytes of any length, different on each rank. The
+/// plain calls for objects block and return them; those that end in `_async` put them, when their Work has
+/// been waited for, where the caller says.
 template <class C>
-concept Gathering = Communicator<C> && requires(C& comm, at::Tensor tensor, std::string bytes, int root) {
+concept Gathering = Communicator<C> && requires(C& comm, at::Tensor tensor, std::vector<at::Tensor> list,
+                                                std::string bytes, std::vector<std::string> all, int root) {
   { comm.all_gather(tensor, tensor) } -> std::same_as<typename C::Work>;
+  { comm.all_gather(list, list) } -> std::same_as<typename C::Work>;
   { comm.all_to_all(tensor, tensor) } -> std::same_as<typename C::Work>;
+  { comm.all_to_all(list, list) } -> std::same_as<typename C::Work>;
   { comm.all_gather_bytes(bytes) } -> std::same_as<std::vector<std::string>>;
+  { comm.all_gather_bytes_async(all, bytes) } -> std::same_as<typename C::Work>;
   { comm.broadcast_bytes(bytes, root) } -> std::same_as<std::string>;
+  { comm.broadcast_bytes_async(bytes, root) } -> std::same_as<typename C::Work>;
 };
 
 /// A communicator that sends from one rank to another. Messages between two ranks with one tag arrive in
-/// order.
+/// order; a list that was sent is received as a list.
 template <class C>
-concept PointToPoint = Communicator<C> && requires(C& comm, at::Tensor tensor, int peer, int tag) {
+concept PointToPoint = Communicator<C> &&
+    requires(C& comm, at::Tensor tensor, std::vector<at::Tensor> list, int peer, int tag) {
   { comm.send(tensor, peer, tag) } -> std::same_as<typename C::Work>;
+  { comm.send(list, peer, tag) } -> std::same_as<typename C::Work>;
   { comm.recv(tensor, peer, tag) } -> std::same_as<typename C::Work>;
+  { comm.recv(list, peer, tag) } -> std::same_as<typename C::Work>;
 };
 
 /// A communicator that forms sub-groups. `sub_group(ranks)` is collective over the whole group: every rank

@@ -13,6 +13,8 @@
 #include <fmt/format.h>
 
 #include "lockstep/comm/communicator.hpp"
+#include "lockstep/comm/gloo_bytes.hpp"
+#include "lockstep/comm/gloo_operations.hpp"
 #include "lockstep/comm/gloo_options.hpp"
 #include "lockstep/comm/gloo_work.hpp"
 #include "lockstep/comm/shape_check.hpp"
@@ -62,10 +64,14 @@ class GlooComm {
     detail::check_reducible("all_reduce", tensor, op);
     Work work = begin("all_reduce", op, -1, tensor);
     if (tensor.numel() == 0) return work;
-    if (tensor.is_contiguous())
-      work.add(reduce_everywhere(tensor, op));
-    else
-      reduce_bundle(work, detail::TensorBundle{{tensor}, {}}, op);
+    if (!tensor.is_contiguous()) {
+      reduce_bundle(work, detail::TensorBundle{{tensor}}, op);
+      return work;
+    }
+    auto part = detail::start_all_reduce(gloo(), tensor, op);
+    if (op == ReduceOp::average)
+      detail::after(part, [tensor, divisor = size()] { detail::divide(tensor, divisor); });
+    work.add(std::move(part));
     return work;
   }
   /// The same for a list of any dtypes: one buffer travels for each dtype.
@@ -78,23 +84,18 @@ class GlooComm {
 
   /// Combines `tensor` over the ranks, in place on `root`; on the others it holds anything afterwards.
   Work reduce(const at::Tensor& tensor, int root = 0, ReduceOp op = ReduceOp::sum) {
-    detail::check_reducible("reduce", tensor, op);
+    return reduce(std::vector<at::Tensor>{tensor}, root, op);
+  }
+  /// The same for a list of any dtypes: one buffer travels for each dtype.
+  Work reduce(const std::vector<at::Tensor>& list, int root = 0, ReduceOp op = ReduceOp::sum) {
+    for (const at::Tensor& tensor : list) detail::check_reducible("reduce", tensor, op);
     check_rank("reduce", root);
-    Work work = begin("reduce", op, root, tensor);
-    if (tensor.numel() == 0) return work;
-    detail::TensorBundle bundle{{tensor}, {}};
-    bundle.pack();
-    c10d::ReduceOptions options;
-    options.reduceOp = detail::native(op, tensor.scalar_type());
-    options.rootRank = root;
-    std::vector<at::Tensor> tensors{bundle.buffer};
-    auto part = gloo().reduce(tensors, options);
-    if (rank() == root && (op == ReduceOp::average || !bundle.in_place()))
-      after(part, [bundle = std::move(bundle), divisor = op == ReduceOp::average ? size() : 1] {
-        detail::divide(bundle.buffer, divisor);
-        bundle.unpack();
-      });
-    work.add(std::move(part));
+    Work work = begin("reduce", op, root, list);
+    for (detail::TensorBundle& bundle : detail::bundles_of(list)) {
+      bundle.pack();
+      auto part = detail::start_reduce(gloo(), bundle.buffer, op, root);
+      add(work, std::move(part), std::move(bundle), rank() == root, divisor(op));
+    }
     return work;
   }
 
@@ -109,53 +110,81 @@ class GlooComm {
     Work work = begin("broadcast", std::nullopt, root, list);
     for (detail::TensorBundle& bundle : detail::bundles_of(list)) {
       bundle.pack();
-      auto part = spread(detail::movable(bundle.buffer), root);
-      if (rank() != root && !bundle.in_place())
-        after(part, [bundle = std::move(bundle)] { bundle.unpack(); });
-      work.add(std::move(part));
+      auto part = detail::start_broadcast(gloo(), detail::movable(bundle.buffer), root);
+      add(work, std::move(part), std::move(bundle), rank() != root);
     }
     return work;
   }
 
   /// Gives every rank the `input` [...] of all: `output` [size, ...], by rank. Any dtype.
   Work all_gather(const at::Tensor& output, const at::Tensor& input) {
-    check_rows("all_gather", output, input, size());
-    Work work = begin("all_gather", std::nullopt, -1, input);
-    if (input.numel() == 0) return work;
-    detail::TensorBundle bundle = landing(output);
-    work.add(
-        with_landing(collect(detail::movable(bundle.buffer), detail::movable(input.contiguous())), bundle));
+    return all_gather(std::vector<at::Tensor>{output}, std::vector<at::Tensor>{input});
+  }
+  /// The same for as many outputs as inputs, of any dtypes: one buffer travels for each dtype.
+  Work all_gather(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs) {
+    detail::check_pairs("all_gather", outputs, inputs, size());
+    Work work = begin("all_gather", std::nullopt, -1, inputs);
+    auto from = detail::bundles_of(inputs), to = detail::bundles_of(outputs, size());
+    for (std::size_t i = 0; i < to.size(); ++i) {
+      from[i].pack();
+      to[i].make_room();
+      auto part =
+          detail::start_all_gather(gloo(), detail::movable(to[i].buffer), detail::movable(from[i].buffer));
+      add(work, std::move(part), std::move(to[i]));
+    }
     return work;
   }
 
   /// Combines the rows of every rank's `input` [size, ...] and gives rank r row r: `output` [...].
   Work reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op = ReduceOp::sum) {
-    detail::check_reducible("reduce_scatter", input, op);
-    check_rows("reduce_scatter", input, output, size());
-    Work work = begin("reduce_scatter", op, -1, input);
-    if (input.numel() == 0) return work;
-    // Gloo has none in all LibTorch versions: exchange the rows, then combine them here in the order of the
-    // ranks.
-    auto rows = at::empty({size(), output.numel()}, input.options().requires_grad(false));
-    auto part = exchange(gloo(), rows, input.detach().contiguous().view({size(), -1}));
-    after(part, [output, rows, op] { detail::combine_rows(output, rows, op); });
-    work.add(std::move(part));
+    return reduce_scatter(std::vector<at::Tensor>{output}, std::vector<at::Tensor>{input}, op);
+  }
+  /// The same for as many outputs as inputs, of any dtypes: one buffer travels for each dtype.
+  Work reduce_scatter(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs,
+                      ReduceOp op = ReduceOp::sum) {
+    for (const at::Tensor& input : inputs) detail::check_reducible("reduce_scatter", input, op);
+    detail::check_pairs("reduce_scatter", inputs, outputs, size());
+    Work work = begin("reduce_scatter", op, -1, inputs);
+    auto from = detail::bundles_of(inputs, size()), to = detail::bundles_of(outputs);
+    for (std::size_t i = 0; i < to.size(); ++i) {
+      from[i].pack();
+      to[i].make_room();
+      // Gloo has none in all LibTorch versions: exchange the rows, then combine them here in the order of the
+      // ranks.
+      const auto rows =
+          at::empty({size(), to[i].buffer.numel()}, from[i].buffer.options().requires_grad(false));
+      auto part = detail::start_all_to_all(gloo(), rows, from[i].buffer);
+      detail::after(part, [bundle = std::move(to[i]), rows, op] {
+        detail::combine_rows(bundle.buffer, rows, op);
+        bundle.unpack();
+      });
+      work.add(std::move(part));
+    }
     return work;
   }
 
   /// Sends row r of `input` [size, ...] to rank r; row s of `output` [size, ...] comes from rank s. Any
   /// dtype.
   Work all_to_all(const at::Tensor& output, const at::Tensor& input) {
-    check_rows("all_to_all", output, input, 1);
-    if (input.dim() == 0 || input.size(0) != size())
-      throw CommunicationError(fmt::format("all_to_all: the input {} must have one row for each of {} ranks",
-                                           detail::describe(input), size()));
-    Work work = begin("all_to_all", std::nullopt, -1, input);
-    if (input.numel() == 0) return work;
-    detail::TensorBundle bundle = landing(output);
-    auto part = exchange(gloo(), detail::movable(bundle.buffer).view({size(), -1}),
-                         detail::movable(input.detach().contiguous()).view({size(), -1}));
-    work.add(with_landing(std::move(part), bundle));
+    return all_to_all(std::vector<at::Tensor>{output}, std::vector<at::Tensor>{input});
+  }
+  /// The same for as many outputs as inputs, of any dtypes: one buffer travels for each dtype.
+  Work all_to_all(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs) {
+    detail::check_pairs("all_to_all", outputs, inputs, 1);
+    for (const at::Tensor& input : inputs)
+      if (input.dim() == 0 || input.size(0) != size())
+        throw CommunicationError(
+            fmt::format("all_to_all: the input {} must have one row for each of {} ranks",
+                        detail::describe(input), size()));
+    Work work = begin("all_to_all", std::nullopt, -1, inputs);
+    auto from = detail::bundles_of(inputs, size()), to = detail::bundles_of(outputs, size());
+    for (std::size_t i = 0; i < to.size(); ++i) {
+      from[i].pack();
+      to[i].make_room();
+      auto part =
+          detail::start_all_to_all(gloo(), detail::movable(to[i].buffer), detail::movable(from[i].buffer));
+      add(work, std::move(part), std::move(to[i]));
+    }
     return work;
   }
 
@@ -163,57 +192,84 @@ class GlooComm {
   /// complete when the tensor may be changed again. A dropped Work is sent all the same, and kept until
   /// shutdown.
   Work send(const at::Tensor& tensor, int peer, int tag = 0) {
-    return message("send", tensor.defined() ? tensor.detach().contiguous() : tensor, peer, tag);
+    return send(std::vector<at::Tensor>{tensor}, peer, tag);
   }
-  /// Receives into `tensor`, which must be contiguous.
-  Work recv(const at::Tensor& tensor, int peer, int tag = 0) { return message("recv", tensor, peer, tag); }
+  /// The same for a list of any dtypes, which recv must take as a whole: one message for each dtype.
+  Work send(const std::vector<at::Tensor>& list, int peer, int tag = 0) {
+    Work work = begin_message("send", list, peer, tag);
+    const detail::SigpipeGuard guard;
+    for (detail::TensorBundle& bundle : detail::bundles_of(list)) {
+      bundle.pack();
+      std::vector<at::Tensor> tensors{bundle.buffer.detach()};
+      work.add(gloo().send(tensors, peer, tag));
+    }
+    return work;
+  }
+  /// Receives into `tensor`, which holds the message once the Work has been waited for.
+  Work recv(const at::Tensor& tensor, int peer, int tag = 0) {
+    return recv(std::vector<at::Tensor>{tensor}, peer, tag);
+  }
+  /// The same for a list, as send was given one.
+  Work recv(const std::vector<at::Tensor>& list, int peer, int tag = 0) {
+    Work work = begin_message("recv", list, peer, tag);
+    const detail::SigpipeGuard guard;
+    auto bundles = detail::bundles_of(list);
+    for (detail::TensorBundle& bundle : bundles) {
+      bundle.make_room();
+      std::vector<at::Tensor> tensors{bundle.buffer.detach()};
+      work.add(gloo().recv(tensors, peer, tag));
+    }
+    std::erase_if(bundles, [](const detail::TensorBundle& bundle) { return bundle.in_place(); });
+    if (!bundles.empty())
+      work.at_end([bundles = std::move(bundles)] {
+        for (const detail::TensorBundle& bundle : bundles) bundle.unpack();
+      });
+    return work;
+  }
 
   /// Every rank's bytes, by rank. Blocks.
   [[nodiscard]] std::vector<std::string> all_gather_bytes(const std::string& bytes) {
-    const Call call = group_->begin("all_gather_bytes");
-    const auto ranks = static_cast<std::size_t>(size());
-    auto lengths = at::empty({size()}, at::kLong);
-    complete(call, collect(lengths, at::full({1}, static_cast<std::int64_t>(bytes.size()), at::kLong)));
-    const auto* length = lengths.data_ptr<std::int64_t>();
-    const std::int64_t total = std::accumulate(length, length + size(), std::int64_t{0});
-    const std::int64_t longest = *std::max_element(length, length + size());
-    std::vector<std::string> result(ranks);
-    if (longest == 0) return result;
-    if (longest * size() <= std::max<std::int64_t>(2 * total, 1 << 16)) {
-      auto own = at::zeros({longest}, at::kByte);
-      std::copy(bytes.begin(), bytes.end(), static_cast<char*>(own.data_ptr()));
-      auto rows = at::empty({size(), longest}, at::kByte);
-      complete(call, collect(rows, own));
-      for (std::size_t r = 0; r < ranks; ++r)
-        result[r].assign(static_cast<const char*>(rows[static_cast<std::int64_t>(r)].data_ptr()),
-                         static_cast<std::size_t>(length[r]));
-      return result;
-    }
-    // Lengths that differ much: padding all to the longest would multiply what travels.
-    for (std::size_t r = 0; r < ranks; ++r) {
-      result[r] =
-          static_cast<int>(r) == rank() ? bytes : std::string(static_cast<std::size_t>(length[r]), '\0');
-      if (!result[r].empty()) complete(call, spread(bytes_of(result[r]), static_cast<int>(r)));
-    }
-    return result;
+    detail::BytesGather exchange;
+    exchange.own = bytes;
+    exchange_bytes_now(group_->begin("all_gather_bytes"), exchange);
+    return std::move(exchange.all);
+  }
+  /// The same without blocking: `all` holds the bytes once the Work has been waited for, and must live until
+  /// then.
+  Work all_gather_bytes_async(std::vector<std::string>& all, std::string bytes) {
+    auto exchange = std::make_shared<detail::BytesGather>();
+    exchange->own = std::move(bytes);
+    return exchange_bytes(group_->begin("all_gather_bytes"), exchange,
+                          [exchange, &all] { all = std::move(exchange->all); });
   }
 
   /// `root`'s bytes. Blocks.
   [[nodiscard]] std::string broadcast_bytes(const std::string& bytes, int root = 0) {
     check_rank("broadcast_bytes", root);
-    const Call call = group_->begin("broadcast_bytes");
-    auto length = at::full({1}, static_cast<std::int64_t>(bytes.size()), at::kLong);
-    complete(call, spread(length, root));
-    std::string result = rank() == root ? bytes : std::string();
-    result.resize(static_cast<std::size_t>(length.item<std::int64_t>()));
-    if (!result.empty()) complete(call, spread(bytes_of(result), root));
-    return result;
+    detail::BytesBroadcast exchange;
+    exchange.root = root;
+    if (rank() == root) exchange.bytes = bytes;
+    exchange_bytes_now(group_->begin("broadcast_bytes"), exchange);
+    return std::move(exchange.bytes);
+  }
+  /// Gives every rank `root`'s `bytes` in place, without blocking: they are there once the Work has been
+  /// waited for, and must live until then.
+  Work broadcast_bytes_async(std::string& bytes, int root = 0) {
+    check_rank("broadcast_bytes", root);
+    auto exchange = std::make_shared<detail::BytesBroadcast>();
+    exchange->root = root;
+    if (rank() == root) exchange->bytes = bytes;
+    return exchange_bytes(group_->begin("broadcast_bytes"), exchange,
+                          [exchange, &bytes] { bytes = std::move(exchange->bytes); });
   }
 
   /// Blocks until every rank has come. Throws TimeoutError naming the missing ranks when the deadline passes.
-  void barrier() {
-    const Call call = group_->begin("barrier");
-    complete(call, gloo().barrier());
+  void barrier() { barrier_async().wait_host(); }
+  /// The same without blocking: the Work is complete when every rank has come.
+  Work barrier_async() {
+    Work work(group_, group_->begin("barrier"));
+    work.add(gloo().barrier());
+    return work;
   }
 
   /// A group of some of this group's ranks, ascending. Every rank of this group calls it with the same list;
@@ -241,9 +297,6 @@ class GlooComm {
   void shutdown() { group_->shutdown(); }
 
  private:
-  using Call = detail::Call;
-  using Part = c10::intrusive_ptr<c10d::Work>;
-
   explicit GlooComm(std::shared_ptr<detail::GlooGroup> group) : group_(std::move(group)) {}
 
   static std::vector<int> all_ranks(int size) {
@@ -274,7 +327,7 @@ class GlooComm {
 
   template <class Tensors>
   Work begin(const char* name, std::optional<ReduceOp> op, int root, const Tensors& tensors) {
-    const Call call = group_->begin(name);
+    const detail::Call call = group_->begin(name);
     if (group_->options().check_shapes && size() > 1) {
       static constexpr const char* ops[] = {"sum", "average", "min", "max", "product"};
       std::string operation = name;
@@ -288,103 +341,51 @@ class GlooComm {
     return Work(group_, call);
   }
 
-  void complete(const Call& call, const Part& part) {
-    group_->await(call, *part, call.start + group_->deadline());
-  }
-
   void check_rank(const char* name, int rank) const {
     if (rank < 0 || rank >= size())
       throw CommunicationError(fmt::format("{}: there is no rank {} in a group of {}", name, rank, size()));
   }
-  static void check_rows(const char* name, const at::Tensor& whole, const at::Tensor& row, int rows) {
-    detail::check_tensor(name, whole);
-    detail::check_tensor(name, row);
-    if (whole.scalar_type() != row.scalar_type() || whole.numel() != rows * row.numel())
-      throw CommunicationError(fmt::format("{}: {} is not {} times {}", name, detail::describe(whole), rows,
-                                           detail::describe(row)));
-  }
-
-  Work message(const char* name, const at::Tensor& tensor, int peer, int tag) {
-    detail::check_tensor(name, tensor);
+  Work begin_message(const char* name, const std::vector<at::Tensor>& list, int peer, int tag) {
+    for (const at::Tensor& tensor : list) detail::check_tensor(name, tensor);
     check_rank(name, peer);
     if (peer == rank())
       throw CommunicationError(fmt::format("{}: rank {} cannot send to itself", name, peer));
     if (tag < 0) throw CommunicationError(fmt::format("{}: the tag {} is negative", name, tag));
-    if (!tensor.is_contiguous())
-      throw CommunicationError(
-          fmt::format("{}: {} is not contiguous: receive into a contiguous tensor and copy it", name,
-                      detail::describe(tensor)));
-    Work work(group_, group_->message(name, peer, tag));
-    if (tensor.numel() == 0) return work;
-    std::vector<at::Tensor> tensors{tensor.detach()};
-    const detail::SigpipeGuard guard;
-    work.add(name[0] == 's' ? gloo().send(tensors, peer, tag) : gloo().recv(tensors, peer, tag));
-    return work;
+    return Work(group_, group_->message(name, peer, tag));
   }
 
-  static at::Tensor bytes_of(std::string& bytes) {
-    return at::from_blob(bytes.data(), {static_cast<std::int64_t>(bytes.size())}, at::kByte);
-  }
-
-  // Where a result arrives: in `output` itself if it is contiguous, else in a buffer that is copied there.
-  static detail::TensorBundle landing(const at::Tensor& output) {
-    detail::TensorBundle bundle{{output}, output};
-    if (!output.is_contiguous())
-      bundle.buffer = at::empty(output.sizes(), output.options().requires_grad(false));
-    return bundle;
-  }
-  static Part with_landing(Part part, const detail::TensorBundle& bundle) {
-    if (!bundle.in_place())
-      after(part, [output = bundle.tensors[0], buffer = bundle.buffer]() mutable {
-        at::NoGradGuard no_grad;
-        output.detach().copy_(buffer);
+  // What arrives in the bundle's buffer is divided and goes to its tensors where they are `wanted`.
+  static void add(Work& work, detail::GlooPart part, detail::TensorBundle bundle, bool wanted = true,
+                  int divisor = 1) {
+    if (wanted && (divisor > 1 || !bundle.in_place()))
+      detail::after(part, [bundle = std::move(bundle), divisor] {
+        detail::divide(bundle.buffer, divisor);
+        bundle.unpack();
       });
-    return part;
-  }
-
-  // Runs `finish` on Gloo's thread when the operation has succeeded, before it counts as complete: so a Work
-  // that nobody waits for is finished too.
-  template <class Finish>
-  static void after(const Part& part, Finish finish) {
-    part->getFuture()->addCallback([finish = std::move(finish)](c10::ivalue::Future& future) mutable {
-      if (!future.hasError()) finish();
-    });
-  }
-
-  Part reduce_everywhere(const at::Tensor& contiguous, ReduceOp op) {
-    c10d::AllreduceOptions options;
-    options.reduceOp = detail::native(op, contiguous.scalar_type());
-    std::vector<at::Tensor> tensors{contiguous};
-    auto part = gloo().allreduce(tensors, options);
-    if (op == ReduceOp::average)
-      after(part, [contiguous, divisor = size()] { detail::divide(contiguous, divisor); });
-    return part;
+    work.add(std::move(part));
   }
   void reduce_bundle(Work& work, detail::TensorBundle bundle, ReduceOp op) {
     bundle.pack();
-    auto part = reduce_everywhere(bundle.buffer, op);
-    if (!bundle.in_place()) after(part, [bundle = std::move(bundle)] { bundle.unpack(); });
-    work.add(std::move(part));
+    auto part = detail::start_all_reduce(gloo(), bundle.buffer, op);
+    add(work, std::move(part), std::move(bundle), true, divisor(op));
   }
-  Part spread(const at::Tensor& contiguous, int root) {
-    c10d::BroadcastOptions options;
-    options.rootRank = root;
-    std::vector<at::Tensor> tensors{contiguous};
-    return gloo().broadcast(tensors, options);
+  [[nodiscard]] int divisor(ReduceOp op) const { return op == ReduceOp::average ? size() : 1; }
+
+  template <class Exchange>
+  void exchange_bytes_now(const detail::Call& call, Exchange& exchange) {
+    const auto complete = [&](const detail::GlooPart& part) {
+      group_->await(call, *part, call.start + group_->deadline());
+    };
+    complete(exchange.start(gloo()));
+    for (const detail::GlooPart& part : exchange.go_on(gloo())) complete(part);
+    exchange.finish();
   }
-  Part collect(const at::Tensor& rows, const at::Tensor& row) {
-    std::vector<std::vector<at::Tensor>> outputs{rows.detach().view({size(), -1}).unbind(0)};
-    std::vector<at::Tensor> inputs{row.detach().view({-1})};
-    return gloo().allgather(outputs, inputs);
-  }
-  // LibTorch has renamed alltoall_base.
-  template <class Gloo>
-  static Part exchange(Gloo& gloo, at::Tensor rows, at::Tensor input) {
-    std::vector<std::int64_t> even;
-    if constexpr (requires { gloo.all_to_all_single(rows, input, even, even); })
-      return gloo.all_to_all_single(rows, input, even, even);
-    else
-      return gloo.alltoall_base(rows, input, even, even);
+  template <class Exchange, class Deliver>
+  Work exchange_bytes(const detail::Call& call, const std::shared_ptr<Exchange>& exchange, Deliver deliver) {
+    Work work(group_, call);
+    work.add(group_->bytes_lane().start(gloo(), exchange));
+    work.at_end(std::move(deliver));
+    return work;
   }
 
   std::shared_ptr<detail::GlooGroup> group_;

@@ -1,15 +1,18 @@
 #pragma once
 
 #include <algorithm>
+#include <chrono>
 #include <cstdlib>
 #include <memory>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include <fmt/format.h>
 
 #include "lockstep/comm/gloo_options.hpp"
+#include "lockstep/comm/sigpipe_guard.hpp"
 #include "lockstep/detail/process_group_gloo.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/world/world.hpp"
@@ -51,6 +54,23 @@ inline std::vector<std::shared_ptr<gloo::transport::Device>> gloo_devices(const 
   // A host's name often leads nowhere, and the loopback is there always.
   if (on_one_host(world)) return {c10d::ProcessGroupGloo::createDeviceForHostname("127.0.0.1")};
   return {c10d::ProcessGroupGloo::createDefaultDevice()};
+}
+
+/// A process group of `size` ranks that meet in `store`, of which this process is `rank`. Blocks until all
+/// have come.
+inline c10::intrusive_ptr<c10d::ProcessGroupGloo> connect_gloo(const StorePtr& store, int rank, int size,
+                                                               const World& world,
+                                                               const GlooOptions& options) {
+  const SigpipeGuard guard;  // for Gloo's threads, which start here
+  // Gloo's own deadline says less than ours, so it comes later.
+  auto gloo = c10d::ProcessGroupGloo::Options::create(options.deadline + std::chrono::seconds(10));
+  gloo->threads = options.threads;
+  gloo->devices = gloo_devices(world, options);
+  auto group = c10::make_intrusive<c10d::ProcessGroupGloo>(store, rank, size, std::move(gloo));
+  // The destructor waits for it: else a rank that leaves at once would hang up on one that is still
+  // connecting.
+  group->barrier();
+  return group;
 }
 
 }  // namespace lockstep::detail

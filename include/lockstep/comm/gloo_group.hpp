@@ -19,6 +19,7 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "lockstep/comm/failure_monitor.hpp"
+#include "lockstep/comm/gloo_bytes.hpp"
 #include "lockstep/comm/gloo_call.hpp"
 #include "lockstep/comm/gloo_devices.hpp"
 #include "lockstep/comm/gloo_options.hpp"
@@ -52,23 +53,30 @@ class GlooGroup {
       monitor_->add(status_);
       meet();
     }
-    const SigpipeGuard guard;  // for Gloo's threads, which start here
-    // Gloo's own deadline says less than ours, so it comes later.
-    auto gloo = c10d::ProcessGroupGloo::Options::create(options.deadline + std::chrono::seconds(10));
-    gloo->threads = options.threads;
-    gloo->devices = gloo_devices(world, options);
-    process_group_ = c10::make_intrusive<c10d::ProcessGroupGloo>(store_, rank_, size(), std::move(gloo));
+    process_group_ = connect_gloo(store_, rank_, size(), world, options_);
+    lane_ = std::make_shared<BytesLane>(
+        [world, rank = rank_, size = size(), own = options_, name = status_->name] {
+          // On a connection of its own: the thread of the program may be waiting in the store.
+          StorePtr store = c10::make_intrusive<c10d::HashStore>();
+          if (world.size() > 1)
+            store = c10::make_intrusive<c10d::PrefixStore>(name + "/bytes", world.connect_again());
+          return connect_gloo(store, rank, size, world, own);
+        });
   }
 
   ~GlooGroup() {
     leave_monitor();
     if (!process_group_) return;
     // Reachable for ever, so that no tool calls it lost.
-    static auto* left_behind =
-        new std::vector<std::pair<c10::intrusive_ptr<c10d::ProcessGroupGloo>, Messages>>();
+    struct Left {
+      c10::intrusive_ptr<c10d::ProcessGroupGloo> process_group;
+      std::shared_ptr<BytesLane> lane;
+      Messages messages;
+    };
+    static auto* left_behind = new std::vector<Left>();
     static std::mutex mutex;
     std::lock_guard lock(mutex);
-    left_behind->emplace_back(std::move(process_group_), std::move(kept_));
+    left_behind->push_back({std::move(process_group_), std::move(lane_), std::move(kept_)});
   }
   GlooGroup(const GlooGroup&) = delete;
   GlooGroup& operator=(const GlooGroup&) = delete;
@@ -82,6 +90,7 @@ class GlooGroup {
   [[nodiscard]] const GlooOptions& options() const { return options_; }
   [[nodiscard]] std::chrono::milliseconds deadline() const { return options_.deadline; }
   [[nodiscard]] c10d::ProcessGroupGloo& process_group() { return *process_group_; }
+  [[nodiscard]] BytesLane& bytes_lane() { return *lane_; }
   [[nodiscard]] bool failed() const { return failed_.load(std::memory_order_acquire); }
 
   /// Opens a collective: throws in a rank-zero scope, and the first error again if there was one.
@@ -225,7 +234,7 @@ class GlooGroup {
   // behind.
   bool finish_works(const Call& call) {
     auto ending = std::make_shared<Ending>();
-    std::thread([ending, gloo = std::move(process_group_), kept = std::move(kept_),
+    std::thread([ending, gloo = std::move(process_group_), lane = std::move(lane_), kept = std::move(kept_),
                  deadline = deadline()]() mutable {
       const SigpipeGuard guard;
       for (auto& message : kept) try {
@@ -234,6 +243,7 @@ class GlooGroup {
         }
       kept.clear();
       gloo.reset();
+      lane->close();
       std::lock_guard lock(ending->mutex);
       ending->done = true;
       ending->changed.notify_all();
@@ -374,6 +384,7 @@ class GlooGroup {
   c10::intrusive_ptr<c10d::Store> store_;
   std::shared_ptr<FailureMonitor> monitor_;  // none where this process is alone
   c10::intrusive_ptr<c10d::ProcessGroupGloo> process_group_;
+  std::shared_ptr<BytesLane> lane_;
   std::atomic<std::uint64_t> seen_{0};
   std::atomic<bool> failed_{false};
   std::mutex mutex_;

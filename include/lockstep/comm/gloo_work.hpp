@@ -2,6 +2,7 @@
 
 #include <chrono>
 #include <exception>
+#include <functional>
 #include <memory>
 #include <utility>
 
@@ -29,6 +30,7 @@ class GlooWork {
     call_ = other.call_;
     parts_ = std::move(other.parts_);
     other.parts_.clear();
+    at_end_ = std::move(other.at_end_);
     error_ = std::move(other.error_);
     return *this;
   }
@@ -49,6 +51,8 @@ class GlooWork {
 
   /// Adds a c10d work that must be complete before this one is.
   void add(c10::intrusive_ptr<c10d::Work> part) { parts_.push_back(std::move(part)); }
+  /// What the first wait does once all is complete: never where nobody waits.
+  void at_end(std::function<void()> work) { at_end_ = std::move(work); }
 
  private:
   [[nodiscard]] std::chrono::milliseconds deadline() const {
@@ -58,18 +62,19 @@ class GlooWork {
   void wait_until(std::chrono::steady_clock::time_point until) {
     if (error_) std::rethrow_exception(error_);
     try {
-      for (auto& part : parts_) {
+      while (!parts_.empty()) {
         if (call_.peer >= 0)
-          group_->await_message(call_, part, until);
+          group_->await_message(call_, parts_.front(), until);
         else
-          group_->await(call_, *part, until);
+          group_->await(call_, *parts_.front(), until);
+        parts_.erase(parts_.begin());  // a message can be waited for once
       }
     } catch (...) {
       if (group_->failed()) error_ = std::current_exception();
       throw;
     }
-    parts_.clear();
     group_.reset();
+    if (at_end_) std::exchange(at_end_, nullptr)();
   }
 
   // Gloo drops a message whose work is destroyed, so the group keeps it.
@@ -81,6 +86,7 @@ class GlooWork {
   std::shared_ptr<detail::GlooGroup> group_;
   detail::Call call_;
   c10::SmallVector<c10::intrusive_ptr<c10d::Work>, 1> parts_;
+  std::function<void()> at_end_;
   std::exception_ptr error_;
 };
 

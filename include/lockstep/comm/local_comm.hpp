@@ -51,29 +51,47 @@ class LocalComm {
   Work all_reduce(const at::Tensor&, ReduceOp = ReduceOp::sum) { return done("all_reduce"); }
   Work all_reduce(const std::vector<at::Tensor>&, ReduceOp = ReduceOp::sum) { return done("all_reduce"); }
   Work reduce(const at::Tensor&, int /*root*/ = 0, ReduceOp = ReduceOp::sum) { return done("reduce"); }
+  Work reduce(const std::vector<at::Tensor>&, int /*root*/ = 0, ReduceOp = ReduceOp::sum) {
+    return done("reduce");
+  }
   Work broadcast(const at::Tensor&, int /*root*/ = 0) { return done("broadcast"); }
   Work broadcast(const std::vector<at::Tensor>&, int /*root*/ = 0) { return done("broadcast"); }
   /// output: [...], input: [1, ...]
   Work reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp = ReduceOp::sum) {
     return copy("reduce_scatter", output, input);
   }
+  Work reduce_scatter(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs,
+                      ReduceOp = ReduceOp::sum) {
+    return copy("reduce_scatter", outputs, inputs);
+  }
   /// output: [1, ...], input: [...]
   Work all_gather(const at::Tensor& output, const at::Tensor& input) {
     return copy("all_gather", output, input);
   }
+  Work all_gather(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs) {
+    return copy("all_gather", outputs, inputs);
+  }
   /// output, input: [1, ...]
   Work all_to_all(const at::Tensor& output, const at::Tensor& input) {
     return copy("all_to_all", output, input);
+  }
+  Work all_to_all(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs) {
+    return copy("all_to_all", outputs, inputs);
   }
 
   [[nodiscard]] std::vector<std::string> all_gather_bytes(const std::string& bytes) {
     forbid_in_rank_zero_scope("all_gather_bytes");
     return {bytes};
   }
+  Work all_gather_bytes_async(std::vector<std::string>& all, std::string bytes) {
+    all = all_gather_bytes(bytes);
+    return {};
+  }
   [[nodiscard]] std::string broadcast_bytes(const std::string& bytes, int /*root*/ = 0) {
     forbid_in_rank_zero_scope("broadcast_bytes");
     return bytes;
   }
+  Work broadcast_bytes_async(std::string&, int /*root*/ = 0) { return done("broadcast_bytes"); }
 
   /// A group of this process, or of none.
   [[nodiscard]] std::optional<LocalComm> sub_group(const std::vector<int>& ranks) {
@@ -85,6 +103,7 @@ class LocalComm {
   }
 
   void barrier() { forbid_in_rank_zero_scope("barrier"); }
+  Work barrier_async() { return done("barrier"); }
   void abort(const std::string& /*reason*/) {}
   void shutdown() {}
 
@@ -103,6 +122,15 @@ class LocalComm {
       at::Tensor target = output;
       target.detach().view(input.sizes()).copy_(input.detach());
     }
+    return {};
+  }
+  static Work copy(const char* name, const std::vector<at::Tensor>& outputs,
+                   const std::vector<at::Tensor>& inputs) {
+    forbid_in_rank_zero_scope(name);
+    if (outputs.size() != inputs.size())
+      throw CommunicationError(fmt::format("{}: as many outputs as inputs are needed, not {} and {}", name,
+                                           outputs.size(), inputs.size()));
+    for (std::size_t i = 0; i < outputs.size(); ++i) copy(name, outputs[i], inputs[i]);
     return {};
   }
 

@@ -10,6 +10,7 @@
 
 #include <fmt/format.h>
 
+#include "lockstep/comm/gloo_bytes.hpp"
 #include "lockstep/comm/gloo_group.hpp"
 #include "lockstep/comm/tensor_lists.hpp"
 #include "lockstep/error.hpp"
@@ -61,9 +62,7 @@ inline std::string mismatch_text(const Call& call, const std::vector<std::string
 inline void compare_over_ranks(GlooGroup& group, const Call& call, const std::string& own) {
   const auto gather = [&](const at::Tensor& row) {
     auto rows = at::empty({group.size(), row.numel()}, row.options());
-    std::vector<std::vector<at::Tensor>> outputs{rows.unbind(0)};
-    std::vector<at::Tensor> inputs{row};
-    auto work = group.process_group().allgather(outputs, inputs);
+    const auto work = start_all_gather(group.process_group(), rows, row);
     group.await(call, *work, call.start + group.deadline());
     return rows;
   };
@@ -74,13 +73,10 @@ inline void compare_over_ranks(GlooGroup& group, const Call& call, const std::st
   const auto heads = gather(head);
   if (heads.eq(head).all().item<bool>()) return;
   const auto longest = heads.select(1, 0).max().item<std::int64_t>();
-  auto text = at::zeros({longest}, at::kByte);
-  std::copy(own.begin(), own.end(), static_cast<char*>(text.data_ptr()));
-  const auto texts = gather(text);
+  const auto texts = gather(bytes_tensor(own, longest));
   std::vector<std::string> signatures;
   for (int rank = 0; rank < group.size(); ++rank)
-    signatures.emplace_back(static_cast<const char*>(texts[rank].data_ptr()),
-                            static_cast<std::size_t>(heads[rank][0].item<std::int64_t>()));
+    signatures.push_back(bytes_in(texts[rank], heads[rank][0].item<std::int64_t>()));
   throw MismatchError(mismatch_text(call, signatures, group.ranks()));
 }
 

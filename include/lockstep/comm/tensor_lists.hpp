@@ -73,6 +73,22 @@ inline void check_reducible(std::string_view collective, const at::Tensor& tenso
                     collective, describe(tensor), dtype_name(type)));
 }
 
+/// Throws CommunicationError unless the lists go together: each of `wholes` holds `times` as many elements as
+/// its one of `rows`.
+inline void check_pairs(std::string_view collective, const std::vector<at::Tensor>& wholes,
+                        const std::vector<at::Tensor>& rows, int times) {
+  if (wholes.size() != rows.size())
+    throw CommunicationError(fmt::format("{}: as many outputs as inputs are needed, not {} and {}",
+                                         collective, wholes.size(), rows.size()));
+  for (std::size_t i = 0; i < rows.size(); ++i) {
+    check_tensor(collective, wholes[i]);
+    check_tensor(collective, rows[i]);
+    if (wholes[i].scalar_type() != rows[i].scalar_type() || wholes[i].numel() != times * rows[i].numel())
+      throw CommunicationError(fmt::format("{}: {} is not {} times {}", collective, describe(wholes[i]),
+                                           times, describe(rows[i])));
+  }
+}
+
 /// The bytes of a contiguous tensor whose type Gloo does not know, or the tensor itself.
 inline at::Tensor movable(const at::Tensor& contiguous) {
   if (gloo_reduces(contiguous.scalar_type())) return contiguous;
@@ -125,49 +141,68 @@ inline void combine_rows(const at::Tensor& output, const at::Tensor& rows, Reduc
   target.detach().copy_(result.view(output.sizes()));
 }
 
-/// The tensors of one dtype in a list, and the one buffer that travels for them.
+/// The tensors of one dtype in a list, and the one buffer that travels for them: [rows, ...], where row r
+/// holds row r of each tensor, one behind the other.
 struct TensorBundle {
   std::vector<at::Tensor> tensors;
-  at::Tensor buffer;  // the only tensor itself where it is alone and contiguous
+  std::int64_t rows = 1;
+  at::Tensor buffer = {};  // the only tensor itself where it is alone and contiguous
 
   [[nodiscard]] bool in_place() const { return tensors.size() == 1 && buffer.is_same(tensors[0]); }
 
-  /// Copies the tensors into the buffer, one behind the other.
+  /// Makes the buffer, with the tensors copied into it.
   void pack() {
     at::NoGradGuard no_grad;
-    if (tensors.size() == 1 && tensors[0].is_contiguous()) {
-      buffer = tensors[0];
-      return;
-    }
+    if (take_alone()) return;
     std::vector<at::Tensor> flat;
     flat.reserve(tensors.size());
-    for (const at::Tensor& tensor : tensors) flat.push_back(tensor.detach().reshape({-1}));
-    buffer = flat.size() == 1 ? flat[0].clone() : at::cat(flat);
+    for (const at::Tensor& tensor : tensors) flat.push_back(tensor.detach().reshape({rows, -1}));
+    buffer = flat.size() == 1 ? flat[0].clone(at::MemoryFormat::Contiguous) : at::cat(flat, 1);
+  }
+
+  /// Makes the buffer, for what is to arrive in it.
+  void make_room() {
+    if (take_alone()) return;
+    std::int64_t length = 0;
+    for (const at::Tensor& tensor : tensors) length += tensor.numel();
+    buffer = at::empty({rows, length / rows}, tensors[0].options().requires_grad(false));
   }
 
   /// Copies the buffer back.
   void unpack() const {
     if (in_place()) return;
     at::NoGradGuard no_grad;
+    const at::Tensor whole = buffer.view({rows, -1});
     std::int64_t offset = 0;
     for (const at::Tensor& tensor : tensors) {
+      const std::int64_t length = tensor.numel() / rows;
       at::Tensor target = tensor;
-      target.detach().copy_(buffer.narrow(0, offset, tensor.numel()).view(tensor.sizes()));
-      offset += tensor.numel();
+      target.detach().copy_(whole.narrow(1, offset, length).reshape(tensor.sizes()));
+      offset += length;
     }
+  }
+
+ private:
+  bool take_alone() {
+    if (tensors.size() != 1 || !tensors[0].is_contiguous()) return false;
+    buffer = tensors[0];
+    return true;
   }
 };
 
 /// A list sorted into one bundle a dtype, in the order in which the dtypes first appear; empty tensors stay
-/// out.
-inline std::vector<TensorBundle> bundles_of(const std::vector<at::Tensor>& list) {
+/// out. `rows` divides the number of elements of each.
+inline std::vector<TensorBundle> bundles_of(const std::vector<at::Tensor>& list, std::int64_t rows = 1) {
   std::vector<TensorBundle> bundles;
   for (const at::Tensor& tensor : list) {
     if (tensor.numel() == 0) continue;
     TensorBundle* home = nullptr;
     for (TensorBundle& bundle : bundles)
       if (bundle.tensors[0].scalar_type() == tensor.scalar_type()) home = &bundle;
-    if (!home) home = &bundles.emplace_back();
+    if (!home) {
+      home = &bundles.emplace_back();
+      home->rows = rows;
+    }
     home->tensors.push_back(tensor);
   }
   return bundles;
