@@ -100,3 +100,27 @@ TEST_CASE("a barrier that is waited for later lets a rank do something else befo
     late.wait_host();
   }
 }
+
+TEST_CASE("the longest deadline there is waits, and none at all is refused") {
+  using lockstep::UsageError;
+  constexpr auto longest = std::chrono::milliseconds::max();
+  GlooComm comm{test_world(), {.deadline = longest}};
+  auto tensor = at::ones({4});
+  auto work = comm.all_reduce(tensor);
+  work.wait_host(longest);
+  CHECK(tensor[0].item<double>() == comm.size());
+  if (comm.rank() == 1) std::this_thread::sleep_for(100ms);
+  comm.barrier();
+  CHECK(comm.all_gather_bytes("a").size() == static_cast<std::size_t>(comm.size()));
+  std::vector<std::string> all;
+  comm.all_gather_bytes_async(all, "b").wait_host(longest);
+  CHECK(all.size() == static_cast<std::size_t>(comm.size()));
+  if (comm.size() > 1 && comm.rank() == 0) comm.send(tensor, 1).wait_host(longest);
+  if (comm.size() > 1 && comm.rank() == 1) comm.recv(tensor, 0).wait_host();
+  comm.shutdown();
+
+  CHECK_THROWS_WITH((GlooComm{test_world(), {.deadline = 0ms}}), ContainsSubstring("a deadline of 0 ms"));
+  CHECK_THROWS_AS((GlooComm{test_world(), {.deadline = -5ms}}), UsageError);
+  CHECK_THROWS_AS((GlooComm{test_world(), {.deadline = std::chrono::milliseconds::min()}}), UsageError);
+  CHECK_THROWS_WITH((GlooComm{test_world(), {.threads = 0}}), ContainsSubstring("with 0 threads"));
+}

@@ -40,7 +40,7 @@ class GlooGroup {
   using Clock = std::chrono::steady_clock;
 
   GlooGroup(const World& world, std::vector<int> ranks, std::string name, const GlooOptions& options)
-      : world_(world), options_(options), status_(std::make_shared<GroupStatus>()) {
+      : world_(world), options_(checked(options)), status_(std::make_shared<GroupStatus>()) {
     status_->name = std::move(name);
     status_->ranks = std::move(ranks);
     const auto own = std::find(status_->ranks.begin(), status_->ranks.end(), world.rank());

@@ -1,14 +1,19 @@
 #pragma once
 
+#include <algorithm>
 #include <chrono>
 #include <string>
+
+#include <fmt/format.h>
+
+#include "lockstep/error.hpp"
 
 namespace lockstep {
 
 /// How GlooComm behaves.
 struct GlooOptions {
   /// How long a collective may take, from its call to its end, and how long the ranks are waited for at the
-  /// start.
+  /// start: at least 1 ms; what is longer than 24 days counts as 24 days.
   std::chrono::milliseconds deadline = std::chrono::minutes(30);
   /// The threads that run collectives; as many of them can be under way at once.
   int threads = 2;
@@ -19,5 +24,24 @@ struct GlooOptions {
   /// loopback where all ranks are on this host, else the interface of this host's name.
   std::string interfaces = {};
 };
+
+namespace detail {
+
+/// The options as they are used. Throws UsageError for those that cannot be.
+inline GlooOptions checked(GlooOptions options) {
+  if (options.deadline.count() < 1)
+    throw UsageError(
+        fmt::format("GlooOptions: a deadline of {} ms leaves no time for a collective: give at least 1 ms",
+                    options.deadline.count()));
+  if (options.threads < 1)
+    throw UsageError(fmt::format("GlooOptions: with {} threads no collective would ever run: give at least 1",
+                                 options.threads));
+  // Libraries below count milliseconds in 32 bits, and the clock has no place for the largest duration there
+  // is.
+  options.deadline = std::min<std::chrono::milliseconds>(options.deadline, std::chrono::hours(24 * 24));
+  return options;
+}
+
+}  // namespace detail
 
 }  // namespace lockstep

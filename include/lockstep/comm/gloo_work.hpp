@@ -39,7 +39,9 @@ class GlooWork {
   void join_stream() { wait_until(call_.start + deadline()); }
   void wait_host() { wait_until(call_.start + deadline()); }
   void wait_host(std::chrono::milliseconds deadline) {
-    wait_until(std::min(std::chrono::steady_clock::now() + deadline, call_.start + this->deadline()));
+    // The smaller of the two first: the largest duration there is has no place on the clock.
+    wait_until(std::min(std::chrono::steady_clock::now() + std::min(deadline, this->deadline()),
+                        call_.start + this->deadline()));
   }
 
   [[nodiscard]] std::exception_ptr error() const noexcept {
