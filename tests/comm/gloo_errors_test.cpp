@@ -82,6 +82,31 @@ TEST_CASE("a wait that runs out names the late rank, and can be repeated") {
   comm.barrier();
 }
 
+TEST_CASE("the error of a barrier names exactly the ranks that never come") {
+  GlooComm others{test_world()};
+  if (others.size() == 1) return;
+  const std::string missing = others.size() == 4 ? "ranks 1 and 3 have" : "rank 1 has";
+  {
+    GlooComm comm{test_world(), {.deadline = 700ms}};
+    if (comm.rank() % 2 == 0) {
+      std::string text;
+      try {
+        comm.barrier();
+      } catch (const lockstep::TimeoutError& error) {
+        text = error.what();
+        CHECK(error.rank() == comm.rank());
+      }
+      CHECK_THAT(text, ContainsSubstring(missing + " not entered barrier #1 after 7"));
+      CHECK(text.starts_with(missing));
+      CHECK(text.find("rank 0") == std::string::npos);
+      CHECK(text.find("rank 2") == std::string::npos);
+      CHECK_THROWS_WITH(comm.barrier(), text);  // it sticks
+    }
+    others.barrier();  // until here every rank can say where it is
+  }
+  others.barrier();
+}
+
 TEST_CASE("a barrier that is waited for later lets a rank do something else before") {
   GlooComm comm{test_world()};
   auto work = comm.barrier_async();
