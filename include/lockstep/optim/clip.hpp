@@ -1,0 +1,179 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/native/ForeachUtils.h>
+#include <ATen/ops/_foreach_clamp_max.h>
+#include <ATen/ops/_foreach_clamp_min.h>
+#include <ATen/ops/_foreach_mul.h>
+#include <ATen/ops/_foreach_norm.h>
+#include <ATen/ops/add.h>
+#include <ATen/ops/clamp.h>
+#include <ATen/ops/isfinite.h>
+#include <ATen/ops/linalg_vector_norm.h>
+#include <ATen/ops/reciprocal.h>
+#include <ATen/ops/scalar_tensor.h>
+#include <ATen/ops/stack.h>
+#include <fmt/format.h>
+#include <torch/nn/module.h>
+
+#include <limits>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "lockstep/error.hpp"
+#include "lockstep/grad/named_tensors.hpp"
+
+namespace lockstep {
+
+struct ClipOptions {
+  /// Of the p-norm: 2, 1, any other above 0, or infinity for the largest value.
+  double norm_type = 2;
+  /// Throw GradientError, naming a parameter, where the norm is NaN or infinite. Waits for the device.
+  bool error_if_nonfinite = false;
+};
+
+namespace detail {
+
+inline const at::Tensor& tensor_of(const at::Tensor& parameter) {
+  return parameter;
+}
+inline const at::Tensor& tensor_of(const NamedTensor& parameter) {
+  return parameter.tensor;
+}
+inline std::string name_of(const std::vector<at::Tensor>&, std::size_t index) {
+  return fmt::format("parameter {}", index);
+}
+inline std::string name_of(const std::vector<NamedTensor>& parameters, std::size_t index) {
+  return fmt::format("'{}'", parameters[index].name);
+}
+
+/// The gradients that are there, of dense parameters.
+template <class Parameters>
+std::vector<at::Tensor> dense_gradients(const char* what, const Parameters& parameters) {
+  std::vector<at::Tensor> gradients;
+  gradients.reserve(parameters.size());
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    const at::Tensor& gradient = tensor_of(parameters[i]).grad();
+    if (!gradient.defined()) continue;
+    if (gradient.is_sparse())
+      throw GradientError(fmt::format("{}: the gradient of {} is sparse: leave that parameter out", what,
+                                      name_of(parameters, i)));
+    gradients.push_back(gradient);
+  }
+  return gradients;
+}
+
+/// Throws GradientError that says why a norm is not finite.
+template <class Parameters>
+[[noreturn]] void refuse_norm(const Parameters& parameters, double norm) {
+  for (std::size_t i = 0; i < parameters.size(); ++i)
+    if (const at::Tensor& gradient = tensor_of(parameters[i]).grad();
+        gradient.defined() && !at::isfinite(gradient).all().template item<bool>())
+      throw GradientError(
+          fmt::format("the norm of the gradients is {}: the gradient of {} holds values that are "
+                      "not finite; lower the learning rate, or skip this step",
+                      norm, name_of(parameters, i)));
+  throw GradientError(fmt::format(
+      "the norm of the gradients is {}, though each value is finite: they are too large to be squared",
+      norm));
+}
+
+/// Calls `work` on the tensors of each device and dtype, in the order in which Python's own map has them:
+/// where there are several, the norms are added in that order.
+template <class Work>
+void each_kind_in_order(const std::vector<at::Tensor>& tensors, Work&& work) {
+  bool alike = true;
+  for (const at::Tensor& tensor : tensors)
+    alike =
+        alike && tensor.scalar_type() == tensors[0].scalar_type() && tensor.device() == tensors[0].device();
+  if (alike) return work(tensors);
+  at::native::nested_optional_tensorvec_t lists(1);
+  for (const at::Tensor& tensor : tensors) lists[0].emplace_back(tensor);
+  for (const auto& [kind, found] :
+       at::native::_group_tensors_by_first_tensors_device_and_dtype(lists, false)) {
+    std::vector<at::Tensor> group;
+    for (const auto& tensor : found.first[0]) group.push_back(*tensor);
+    work(group);
+  }
+}
+
+}  // namespace detail
+
+/// The norm of all gradients as if they were one vector; of no gradients, 0. One element, on the device of
+/// the first, and nothing waits for it. The arithmetic of `torch.nn.utils.get_total_norm`.
+inline at::Tensor total_norm(const std::vector<at::Tensor>& gradients, double norm_type = 2) {
+  const at::NoGradGuard no_grad;
+  if (!(norm_type > 0))
+    throw UsageError(
+        fmt::format("a norm of type {}: give 2, another number above 0, or infinity", norm_type));
+  if (gradients.empty()) return at::scalar_tensor(0.0);
+  std::vector<at::Tensor> norms;
+  detail::each_kind_in_order(gradients, [&](const std::vector<at::Tensor>& group) {
+    for (at::Tensor& norm : at::_foreach_norm(group, norm_type))
+      norms.push_back(norm.to(gradients[0].device()));
+  });
+  return at::linalg_vector_norm(at::stack(norms), norm_type);
+}
+
+namespace detail {
+
+template <class Parameters>
+at::Tensor clip_norm(const Parameters& parameters, double max_norm, const ClipOptions& options) {
+  const at::NoGradGuard no_grad;
+  if (!(max_norm >= 0))
+    throw UsageError(fmt::format("clip_grad_norm: a norm of {} at most: give 0 or more", max_norm));
+  const auto gradients = dense_gradients("clip_grad_norm", parameters);
+  const at::Tensor norm = total_norm(gradients, options.norm_type);
+  if (options.error_if_nonfinite && !at::isfinite(norm).item<bool>())
+    refuse_norm(parameters, norm.item<double>());
+  if (gradients.empty()) return norm;
+  // Python divides a number by a tensor in two steps.
+  const at::Tensor factor = at::clamp(at::reciprocal(norm + 1e-6) * max_norm, std::nullopt, 1.0);
+  each_kind_in_order(gradients, [&](const std::vector<at::Tensor>& group) {
+    at::_foreach_mul_(group, factor.to(group[0].device()));
+  });
+  return norm;
+}
+
+template <class Parameters>
+void clip_value(const Parameters& parameters, double largest) {
+  const at::NoGradGuard no_grad;
+  if (!(largest >= 0))
+    throw UsageError(fmt::format("clip_grad_value: values of {} at most: give 0 or more", largest));
+  const auto gradients = dense_gradients("clip_grad_value", parameters);
+  if (gradients.empty()) return;
+  each_kind_in_order(gradients, [&](const std::vector<at::Tensor>& group) {
+    at::_foreach_clamp_min_(group, -largest);
+    at::_foreach_clamp_max_(group, largest);
+  });
+}
+
+}  // namespace detail
+
+/// Scales the gradients down so that the norm of all of them together is at most `max_norm`, and returns what
+/// it was (see total_norm). Bit for bit what `torch.nn.utils.clip_grad_norm_` does.
+///
+/// After `ddp.backward` the gradients are those of all ranks, so that the norm is the same on every rank
+/// without a collective; under accumulation call it once, after the last micro-batch. Gradients that were
+/// scaled for half precision are to be unscaled first. Throws GradientError for a sparse gradient.
+inline at::Tensor clip_grad_norm(const std::vector<at::Tensor>& parameters, double max_norm,
+                                 const ClipOptions& options = {}) {
+  return detail::clip_norm(parameters, max_norm, options);
+}
+/// The same for a module's parameters, a tied one once; errors name them.
+inline at::Tensor clip_grad_norm(const torch::nn::Module& module, double max_norm,
+                                 const ClipOptions& options = {}) {
+  return detail::clip_norm(unique_parameters(module), max_norm, options);
+}
+
+/// Moves every value of the gradients into [-largest, largest], as `torch.nn.utils.clip_grad_value_` does.
+inline void clip_grad_value(const std::vector<at::Tensor>& parameters, double largest) {
+  detail::clip_value(parameters, largest);
+}
+inline void clip_grad_value(const torch::nn::Module& module, double largest) {
+  detail::clip_value(unique_parameters(module), largest);
+}
+
+}  // namespace lockstep

@@ -1,0 +1,125 @@
+#pragma once
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <numbers>
+#include <utility>
+#include <vector>
+
+#include "lockstep/error.hpp"
+
+namespace lockstep {
+
+// Curves: `curve(t)` is the factor of the learning rate at t = 0, 1, 2, ..., a function of t alone, so that
+// all ranks agree and a resumed run needs no state. Each is the closed form of Python's scheduler of that
+// name, for a rate of 1. PerStep and PerEpoch make a Trainer's Schedule of a curve.
+
+namespace detail {
+inline void require_length(std::int64_t length, const char* curve) {
+  if (length < 1) throw UsageError(fmt::format("{}: a length of {}: give 1 or more", curve, length));
+}
+}  // namespace detail
+
+/// ConstantLR: `factor` until `length`, then 1.
+struct ConstantCurve {
+  double factor = 1;
+  std::int64_t length = 0;
+  double operator()(std::int64_t t) const { return t >= length ? 1 : factor; }
+};
+
+/// LinearLR: from `start` at 0 to `end` at `length`, a straight line, and `end` from there on. With the
+/// defaults a warm-up.
+struct LinearCurve {
+  std::int64_t length = 1;
+  double start = 1.0 / 3, end = 1;
+  double operator()(std::int64_t t) const {
+    detail::require_length(length, "LinearCurve");
+    return start + (end - start) * static_cast<double>(std::min(length, t)) / static_cast<double>(length);
+  }
+};
+
+/// CosineAnnealingLR: from 1 at 0 to `floor` (eta_min over the rate) at `length`, and `floor` from there on,
+/// where Python's would rise again.
+struct CosineCurve {
+  std::int64_t length = 1;
+  double floor = 0;
+  double operator()(std::int64_t t) const {
+    detail::require_length(length, "CosineCurve");
+    const double done = static_cast<double>(std::min(length, t)) / static_cast<double>(length);
+    return floor + (1 - floor) * (1 + std::cos(std::numbers::pi * done)) / 2;
+  }
+};
+
+/// PolynomialLR: (1 - t / length) to the power, and 0 from `length` on.
+struct PolynomialCurve {
+  std::int64_t length = 1;
+  double power = 1;
+  double operator()(std::int64_t t) const {
+    detail::require_length(length, "PolynomialCurve");
+    return std::pow(1 - static_cast<double>(std::min(length, t)) / static_cast<double>(length), power);
+  }
+};
+
+/// StepLR: times `gamma` after every `every`.
+struct StepCurve {
+  std::int64_t every = 1;
+  double gamma = 0.1;
+  double operator()(std::int64_t t) const {
+    detail::require_length(every, "StepCurve");
+    return std::pow(gamma, static_cast<double>(t / every));
+  }
+};
+
+/// MultiStepLR: times `gamma` at each milestone; one that is there twice counts twice.
+struct MultiStepCurve {
+  std::vector<std::int64_t> milestones;
+  double gamma = 0.1;
+  double operator()(std::int64_t t) const {
+    const auto passed = std::count_if(milestones.begin(), milestones.end(),
+                                      [t](std::int64_t milestone) { return milestone <= t; });
+    return std::pow(gamma, static_cast<double>(passed));
+  }
+};
+
+/// ExponentialLR: gamma to the power of t.
+struct ExponentialCurve {
+  double gamma = 0.9;
+  double operator()(std::int64_t t) const { return std::pow(gamma, static_cast<double>(t)); }
+};
+
+/// SequentialLR of two: `first` before `milestone`, then `second`, which begins at its own 0:
+/// `Then{LinearCurve{.length = 500}, 500, CosineCurve{.length = 9500}}`. More follow by nesting.
+template <class First, class Second>
+struct Then {
+  First first;
+  std::int64_t milestone;
+  Second second;
+  double operator()(std::int64_t t) const { return t < milestone ? first(t) : second(t - milestone); }
+};
+template <class First, class Second>
+Then(First, std::int64_t, Second) -> Then<First, Second>;
+template <class First, class Second>
+Then(First, int, Second) -> Then<First, Second>;
+
+/// A Schedule (see train/extras.hpp) whose curve runs over optimizer steps.
+template <class Curve>
+struct PerStep {
+  Curve curve;
+  double rate_factor(std::int64_t /*epoch*/, std::int64_t step) const { return curve(step); }
+};
+template <class Curve>
+PerStep(Curve) -> PerStep<Curve>;
+
+/// A Schedule whose curve runs over epochs: one factor for all steps of an epoch.
+template <class Curve>
+struct PerEpoch {
+  Curve curve;
+  double rate_factor(std::int64_t epoch, std::int64_t /*step*/) const { return curve(epoch); }
+};
+template <class Curve>
+PerEpoch(Curve) -> PerEpoch<Curve>;
+
+}  // namespace lockstep

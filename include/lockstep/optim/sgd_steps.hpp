@@ -1,0 +1,173 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/_foreach_add.h>
+#include <ATen/ops/_foreach_mul.h>
+#include <ATen/ops/_foreach_neg.h>
+#include <ATen/ops/_fused_sgd.h>
+#include <ATen/ops/add.h>
+#include <ATen/ops/clone.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/neg.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "lockstep/optim/active.hpp"
+#include "lockstep/optim/group_options.hpp"
+#include "lockstep/optim/state_archive.hpp"
+
+namespace lockstep {
+
+/// What SGD does; the defaults and the names are Python's.
+struct SgdOptions {
+  double lr = 1e-3;
+  double momentum = 0;
+  double dampening = 0;
+  double weight_decay = 0;
+  bool nesterov = false;
+  bool maximize = false;
+  Implementation implementation = Implementation::automatic;
+  /// Of one element; where defined it is the rate, read at each step.
+  at::Tensor lr_tensor = {};
+
+  using Group = SgdOptions;
+
+  /// Throws UsageError for what Python refuses as well.
+  void check(std::size_t group) const {
+    detail::check_rate(*this, "SGD", group);
+    detail::require_option(momentum >= 0, "SGD", group, "momentum", momentum, "not 0 or more");
+    if (nesterov && (!(momentum > 0) || dampening != 0))
+      throw UsageError("SGD: nesterov needs a momentum above 0 and a dampening of 0");
+  }
+  template <class Self, class Visit>
+  static void each_field(Self& self, Visit&& visit) {
+    visit("lr", self.lr);
+    visit("momentum", self.momentum);
+    visit("dampening", self.dampening);
+    visit("weight_decay", self.weight_decay);
+    visit("nesterov", self.nesterov);
+    visit("maximize", self.maximize);
+  }
+};
+
+/// SGD's state of a parameter: the momentum buffer from the first step with momentum on.
+struct SgdState : detail::TensorState<SgdState> {
+  at::Tensor momentum_buffer;
+
+  template <class Self, class Visit>
+  static void each_tensor(Self& self, Visit&& visit) {
+    visit("momentum_buffer", self.momentum_buffer, true);
+  }
+};
+
+namespace detail {
+
+inline double sgd_rate(const SgdOptions& options) {
+  return options.lr_tensor.defined() ? options.lr_tensor.item<double>() : options.lr;
+}
+
+/// `_single_tensor_sgd`: all of one parameter, then the next, while its memory is in the cache.
+inline void sgd_loop(const SgdOptions& options, Active<SgdState>& all) {
+  const double rate = sgd_rate(options);
+  const at::Tensor momentum = as_python_does(options.momentum);
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    const at::Tensor& parameter = all.parameters[i];
+    at::Tensor gradient = options.maximize ? at::neg(all.gradients[i]) : all.gradients[i];
+    if (options.weight_decay != 0) gradient = at::add(gradient, parameter, options.weight_decay);
+    if (options.momentum != 0) {
+      at::Tensor& buffer = all.states[i]->momentum_buffer;
+      if (buffer.defined())
+        buffer.mul_(momentum).add_(gradient, 1 - options.dampening);
+      else
+        buffer = at::clone(gradient);
+      gradient = options.nesterov ? at::add(gradient, buffer, options.momentum) : buffer;
+    }
+    parameter.add_(gradient, -rate);
+  }
+}
+
+/// `_multi_tensor_sgd`. As in Python, nesterov without weight decay adds to the gradients themselves.
+inline void sgd_foreach(const SgdOptions& options, Active<SgdState>& all) {
+  const double rate = sgd_rate(options);
+  std::vector<at::Tensor> made;
+  std::vector<at::Tensor>* gradients = &all.gradients;
+  if (options.maximize) {
+    made = at::_foreach_neg(*gradients);
+    gradients = &made;
+  }
+  if (options.weight_decay != 0) {
+    if (options.maximize) {
+      at::_foreach_add_(made, all.parameters, options.weight_decay);
+    } else {
+      made = at::_foreach_add(*gradients, all.parameters, options.weight_decay);
+      gradients = &made;
+    }
+  }
+  if (options.momentum != 0) {
+    bool all_there = true;
+    for (const SgdState* state : all.states) all_there = all_there && state->momentum_buffer.defined();
+    if (all_there) {
+      auto& buffers = all.column(0, &SgdState::momentum_buffer);
+      at::_foreach_mul_(buffers, options.momentum);
+      at::_foreach_add_(buffers, *gradients, 1 - options.dampening);
+    } else {
+      for (std::size_t i = 0; i < all.size(); ++i) {
+        at::Tensor& buffer = all.states[i]->momentum_buffer;
+        if (buffer.defined())
+          buffer.mul_(as_python_does(options.momentum)).add_((*gradients)[i], 1 - options.dampening);
+        else
+          buffer = at::clone((*gradients)[i]);
+      }
+    }
+    auto& buffers = all.column(0, &SgdState::momentum_buffer);
+    if (options.nesterov)
+      at::_foreach_add_(*gradients, buffers, options.momentum);
+    else
+      gradients = &buffers;
+  }
+  at::_foreach_add_(all.parameters, *gradients, -rate);
+}
+
+inline void sgd_fused_call(const SgdOptions& o, Active<SgdState>& all, const StepScale& scale, bool first) {
+  const auto optional = [](const at::Tensor& tensor) {
+    return tensor.defined() ? std::optional<at::Tensor>(tensor) : std::nullopt;
+  };
+  auto& buffers = all.column(0, &SgdState::momentum_buffer);
+  if (o.momentum == 0) buffers.clear();
+  const auto call = [&](const auto& rate) {
+    at::_fused_sgd_(all.parameters, all.gradients, buffers, o.weight_decay, o.momentum, rate, o.dampening,
+                    o.nesterov, o.maximize, first, optional(scale.scale), optional(scale.found_inf));
+  };
+  if (o.lr_tensor.defined())
+    call(o.lr_tensor);
+  else
+    call(o.lr);
+}
+
+/// `_fused_sgd`. Python fails where a parameter gets its first gradient later than others; here those are a
+/// call of their own.
+inline void sgd_fused(const SgdOptions& options, Active<SgdState>& all, const StepScale& scale) {
+  align_gradients(all);
+  std::size_t fresh = 0;
+  for (std::size_t i = 0; options.momentum != 0 && i < all.size(); ++i) {
+    if (all.states[i]->momentum_buffer.defined()) continue;
+    ++fresh;
+  }
+  if (fresh != 0 && fresh != all.size()) {
+    Active<SgdState> parts[2];
+    for (std::size_t i = 0; i < all.size(); ++i)
+      parts[all.states[i]->momentum_buffer.defined() ? 1 : 0].add(all.parameters[i], all.gradients[i],
+                                                                  all.states[i]);
+    for (auto& part : parts) sgd_fused(options, part, scale);
+    return;
+  }
+  if (fresh != 0)
+    for (std::size_t i = 0; i < all.size(); ++i)
+      all.states[i]->momentum_buffer = at::empty_like(all.gradients[i]);
+  sgd_fused_call(options, all, scale, fresh != 0);
+}
+
+}  // namespace detail
+
+}  // namespace lockstep

@@ -1,0 +1,223 @@
+#pragma once
+
+#include <ATen/core/grad_mode.h>
+#include <c10/core/GradMode.h>
+#include <fmt/format.h>
+#include <torch/optim/optimizer.h>
+#include <torch/serialize/archive.h>
+
+#include <concepts>
+#include <memory>
+#include <sstream>
+#include <string>
+#include <type_traits>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+#include "lockstep/comm/communicator.hpp"
+#include "lockstep/error.hpp"
+#include "lockstep/grad/broadcast_list.hpp"
+#include "lockstep/grad/model_check.hpp"
+#include "lockstep/optim/shards.hpp"
+
+namespace lockstep {
+
+/// An optimizer whose state is spread over the ranks (ZeRO stage 1, Python's ZeroRedundancyOptimizer): each
+/// rank keeps the state of its share of the parameters and steps them, then the ranks send each other what
+/// they stepped, one coalesced broadcast a rank. The parameters are those of the optimizer inside, unsharded,
+/// to the bit.
+///
+/// It is a torch::optim::Optimizer with all groups: zero_grad, rates and options work as ever. Gradients must
+/// be equal on all ranks, as they are after `ddp.backward`. `step`, the constructor and `consolidate` are
+/// collective; `comm` outlives this.
+template <class Comm>
+requires Reducing<Comm> && Gathering<Comm>
+class ZeroRedundancyOptimizer : public torch::optim::Optimizer {
+ public:
+  /// `make(parameters)` makes the optimizer inside, with all parameters and any groups: an optimizer, or a
+  /// unique_ptr to one. Throws MismatchError where the ranks' parameters differ, UsageError for a parameter
+  /// with gaps in its memory.
+  template <class Make>
+  ZeroRedundancyOptimizer(std::vector<at::Tensor> parameters, Comm& comm, Make&& make)
+      : ZeroRedundancyOptimizer(made(make, std::move(parameters)), comm) {}
+
+  at::Tensor step(LossClosure closure = nullptr) override {
+    at::Tensor loss;
+    if (closure) {
+      const at::AutoGradMode with_gradients(true);
+      loss = closure();
+    }
+    if (param_groups_.size() != own().size())
+      throw UsageError(
+          "ZeroRedundancyOptimizer: a group was added after construction: make it with all of its groups");
+    forget_gathered();
+    {
+      const detail::LentGroups lent(param_groups_, inner_->param_groups(), &own());
+      inner_->step();
+    }
+    share();
+    return loss;
+  }
+
+  /// Brings all states to rank `to`, which may save afterwards; a step makes it necessary again. Collective.
+  void consolidate(int to = 0) {
+    forget_gathered();
+    for (int rank = 0; rank < comm_.size(); ++rank) {
+      if (rank == to) continue;
+      const std::string bytes =
+          comm_.broadcast_bytes(rank == comm_.rank() ? own_bytes() : std::string(), rank);
+      if (comm_.rank() != to) continue;
+      std::istringstream stream(bytes);
+      torch::serialize::InputArchive archive;
+      archive.load_from(stream);
+      const detail::LentGroups lent(param_groups_, inner_->param_groups(),
+                                    &shards_[static_cast<std::size_t>(rank)]);
+      inner_->load(archive);
+    }
+    take_foreign_states(gathered_);
+    consolidated_ = comm_.rank() == to;
+  }
+
+  /// Writes what the optimizer inside, unsharded, would write. Not collective: on the rank of `consolidate`
+  /// alone, or throws CheckpointError.
+  void save(torch::serialize::OutputArchive& archive) const override {
+    if (!consolidated_)
+      throw CheckpointError(
+          "ZeroRedundancyOptimizer: the state is spread over the ranks: call consolidate(rank) on every rank "
+          "after "
+          "the last step, and save on that rank");
+    std::vector<torch::optim::OptimizerParamGroup> all(param_groups_);
+    inner_->param_groups().swap(all);
+    for (auto& [parameter, state] : gathered_) inner_->state()[parameter] = std::move(state);
+    inner_->save(archive);
+    inner_->param_groups().swap(all);
+    gathered_.clear();
+    take_foreign_states(gathered_);
+  }
+
+  /// Reads what save or the optimizer inside, unsharded, wrote at any number of ranks, and keeps this rank's
+  /// share. Every rank reads the whole archive.
+  void load(torch::serialize::InputArchive& archive) override {
+    forget_gathered();
+    {
+      const detail::LentGroups lent(param_groups_, inner_->param_groups(), nullptr);
+      inner_->load(archive);
+    }
+    States dropped;
+    take_foreign_states(dropped);
+  }
+
+  /// The optimizer inside; between steps it has no groups, and the states of this rank's share.
+  [[nodiscard]] torch::optim::Optimizer& inner() { return *inner_; }
+  /// The parameters that this rank steps, by group.
+  [[nodiscard]] const std::vector<std::vector<at::Tensor>>& own_parameters() const {
+    return shards_[static_cast<std::size_t>(comm_.rank())];
+  }
+
+ private:
+  using States = ska::flat_hash_map<void*, std::unique_ptr<torch::optim::OptimizerParamState>>;
+
+  template <class Make>
+  static std::unique_ptr<torch::optim::Optimizer> made(Make& make, std::vector<at::Tensor> parameters) {
+    using Made = std::invoke_result_t<Make&, std::vector<at::Tensor>>;
+    if constexpr (std::derived_from<Made, torch::optim::Optimizer>)
+      return std::unique_ptr<torch::optim::Optimizer>(new Made(make(std::move(parameters))));
+    else
+      return make(std::move(parameters));
+  }
+
+  ZeroRedundancyOptimizer(std::unique_ptr<torch::optim::Optimizer> inner, Comm& comm)
+      : Optimizer(std::vector<torch::optim::OptimizerParamGroup>{}, inner->defaults().clone()),
+        comm_(comm),
+        inner_(std::move(inner)) {
+    param_groups_.swap(inner_->param_groups());
+    std::vector<NamedTensor> named;
+    for (std::size_t g = 0; g < param_groups_.size(); ++g)
+      for (const at::Tensor& parameter : param_groups_[g].params()) {
+        named.push_back({fmt::format("{} of group {}", named.size(), g), parameter});
+        if (!parameter.is_non_overlapping_and_dense())
+          throw UsageError(
+              fmt::format("ZeroRedundancyOptimizer: parameter {} has gaps in its memory: make it contiguous",
+                          named.back().name));
+      }
+    check_same_model(named, {}, comm_);
+    shards_ = detail::deal_out(param_groups_, comm_.size());
+    for (const auto& group : own())
+      for (const at::Tensor& parameter : group) own_keys_.insert(parameter.unsafeGetTensorImpl());
+    // Some optimizers make their states at once.
+    States dropped;
+    take_foreign_states(dropped);
+  }
+
+  [[nodiscard]] detail::Shard& own() { return shards_[static_cast<std::size_t>(comm_.rank())]; }
+
+  std::string own_bytes() {
+    const detail::LentGroups lent(param_groups_, inner_->param_groups(), &own());
+    torch::serialize::OutputArchive archive;
+    inner_->save(archive);
+    std::ostringstream stream;
+    archive.save_to(stream);
+    return stream.str();
+  }
+
+  void take_foreign_states(States& to) const {
+    auto& states = inner_->state();
+    std::vector<void*> foreign;
+    for (const auto& item : states)
+      if (!own_keys_.contains(item.first)) foreign.push_back(item.first);
+    for (void* key : foreign) {
+      to[key] = std::move(states[key]);
+      states.erase(key);
+    }
+  }
+
+  void forget_gathered() {
+    gathered_.clear();
+    consolidated_ = false;
+  }
+
+  void share() {
+    if (comm_.size() == 1) return;
+    const at::NoGradGuard no_grad;
+    refresh_flats();
+    std::vector<typename Comm::Work> works;
+    works.reserve(flats_.size());
+    for (std::size_t rank = 0; rank < flats_.size(); ++rank)
+      works.push_back(comm_.broadcast(flats_[rank], static_cast<int>(rank)));
+    for (auto& work : works) work.join_stream();
+    for (std::size_t rank = 0; rank < shards_.size(); ++rank)
+      if (static_cast<int>(rank) != comm_.rank())
+        for (const auto& group : shards_[rank])
+          for (const at::Tensor& parameter : group)
+            if (!parameter.is_inference()) parameter.unsafeGetTensorImpl()->bump_version();
+  }
+
+  // Flat tensors over the parameters' memory, made anew where that has moved.
+  void refresh_flats() {
+    flats_.resize(shards_.size());
+    for (std::size_t rank = 0; rank < shards_.size(); ++rank) {
+      std::size_t i = 0;
+      for (const auto& group : shards_[rank])
+        for (const at::Tensor& parameter : group) {
+          if (i == flats_[rank].size()) flats_[rank].emplace_back();
+          at::Tensor& flat = flats_[rank][i++];
+          if (!flat.defined() || flat.const_data_ptr() != parameter.const_data_ptr())
+            flat = detail::flat_alias(parameter);
+        }
+    }
+  }
+
+  Comm& comm_;
+  std::unique_ptr<torch::optim::Optimizer> inner_;
+  std::vector<detail::Shard> shards_;  // of each rank
+  std::unordered_set<const void*> own_keys_;
+  std::vector<std::vector<at::Tensor>> flats_;  // of each rank
+  mutable States gathered_;                     // of the other ranks, after consolidate
+  bool consolidated_ = false;
+};
+
+template <class Comm, class Make>
+ZeroRedundancyOptimizer(std::vector<at::Tensor>, Comm&, Make&&) -> ZeroRedundancyOptimizer<Comm>;
+
+}  // namespace lockstep
