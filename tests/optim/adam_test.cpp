@@ -1,0 +1,189 @@
+#include "lockstep/optim/adam.hpp"
+
+#include <torch/torch.h>
+
+#include <vector>
+
+#include "optim/common.hpp"
+
+using lockstep::Adam;
+using lockstep::AdamOptions;
+using lockstep::AdamState;
+using lockstep::AdamW;
+using lockstep::AdamWOptions;
+using lockstep::Implementation;
+
+namespace {
+
+const AdamState& state_of(const torch::optim::Optimizer& optimizer, const torch::Tensor& parameter) {
+  return static_cast<const AdamState&>(*optimizer.state().at(parameter.unsafeGetTensorImpl()));
+}
+
+}  // namespace
+
+TEST_CASE("Adam's ways agree: the loop and foreach to the bit, fused to rounding") {
+  for (const bool amsgrad : {false, true})
+    for (const bool decoupled : {false, true}) {
+      CAPTURE(amsgrad, decoupled);
+      std::vector<std::vector<torch::Tensor>> results;
+      for (const auto implementation :
+           {Implementation::automatic, Implementation::foreach, Implementation::fused}) {
+        auto p = some_parameters(1);
+        Adam optimizer(p, {.lr = 0.02,
+                           .weight_decay = 0.1,
+                           .amsgrad = amsgrad,
+                           .decoupled = decoupled,
+                           .implementation = implementation});
+        for (int step = 0; step < 20; ++step) {
+          set_gradients(p, step);
+          optimizer.step();
+        }
+        results.push_back(p);
+        CHECK(state_of(optimizer, p[0]).step.item<double>() == 20);
+        CHECK(state_of(optimizer, p[0]).max_exp_avg_sq.defined() == amsgrad);
+      }
+      CHECK(same_bits(results[0], results[1]));
+      for (std::size_t i = 0; i < results[0].size(); ++i)
+        CHECK(torch::allclose(results[0][i], results[2][i], 1e-5, 1e-6));
+    }
+}
+
+TEST_CASE("Adam computes what its paper says") {
+  auto p = torch::full({1}, 2.0, at::kDouble).requires_grad_();
+  Adam optimizer(std::vector<torch::Tensor>{p}, {.lr = 0.1});
+  double value = 2, mean = 0, square = 0;
+  for (int step = 1; step <= 5; ++step) {
+    const double gradient = 0.3 * step;
+    p.mutable_grad() = torch::full({1}, gradient, at::kDouble);
+    optimizer.step();
+    mean = 0.9 * mean + 0.1 * gradient;
+    square = 0.999 * square + 0.001 * gradient * gradient;
+    value -=
+        0.1 * (mean / (1 - std::pow(0.9, step))) / (std::sqrt(square / (1 - std::pow(0.999, step))) + 1e-8);
+    CHECK(p.item<double>() == Approx(value).epsilon(1e-12));
+  }
+}
+
+TEST_CASE("AdamW is Adam with decoupled weight decay, on by default") {
+  auto a = some_parameters(2), b = some_parameters(2), c = some_parameters(2);
+  AdamW one(a);
+  Adam two(b, {.weight_decay = 0.01, .decoupled = true}), plain(c);
+  for (int step = 0; step < 5; ++step)
+    for (auto* list : {&a, &b, &c}) set_gradients(*list, step);
+  one.step();
+  two.step();
+  plain.step();
+  CHECK(same_bits(a, b));
+  CHECK_FALSE(same_bits(a, c));
+  std::vector<torch::optim::OptimizerParamGroup> groups;
+  groups.push_back(lockstep::parameter_group({a[0]}, AdamWOptions{.lr = 0.5}));
+  AdamW grouped(groups);
+  CHECK(grouped.options().decoupled);
+  CHECK(grouped.options().lr == 0.5);
+}
+
+TEST_CASE("a scaled step divides the gradients, and an infinite one is taken back") {
+  auto a = some_parameters(3), b = some_parameters(3);
+  Adam one(a, {.implementation = Implementation::fused}), two(b, {.implementation = Implementation::fused});
+  const auto zero = torch::zeros({1}), found = torch::ones({1});
+  for (int step = 0; step < 4; ++step) {
+    set_gradients(a, step);
+    set_gradients(b, step);
+    for (auto& parameter : b) parameter.mutable_grad() = parameter.grad() * 1024;
+    one.step();
+    const auto before = b[0].detach().clone();
+    two.step_scaled({torch::full({1}, 1024.0), found});
+    CHECK(torch::equal(b[0], before));
+    two.step_scaled({torch::full({1}, 1024.0), zero});
+  }
+  CHECK(same_bits(a, b));
+  CHECK(state_of(two, b[0]).step.item<double>() == 4);
+  Adam plain(a);
+  CHECK(text_of<lockstep::UsageError>([&] {
+          plain.step_scaled({torch::ones({1}), {}});
+        }).find("not fused") != std::string::npos);
+}
+
+TEST_CASE("what Adam saves is the same for the same training, and read by another") {
+  for (const bool amsgrad : {false, true}) {
+    auto a = some_parameters(4), b = some_parameters(4);
+    Adam one(a, {.lr = 0.1, .betas = {0.8, 0.9}, .eps = 1e-4, .amsgrad = amsgrad});
+    for (int step = 0; step < 3; ++step) {
+      set_gradients(a, step);
+      a[2].mutable_grad() = torch::Tensor();  // has no state
+      one.step();
+    }
+    Adam two(b, {.implementation = Implementation::fused});
+    set_gradients(b, 9);
+    two.step();  // what it has is replaced
+    load(two, saved(one));
+    CHECK(saved(one) == saved(two));
+    CHECK(two.options().betas == std::array<double, 2>{0.8, 0.9});
+    CHECK(two.options().eps == 1e-4);
+    CHECK(two.options().amsgrad == amsgrad);
+    CHECK(two.options().implementation == Implementation::fused);
+    CHECK(two.state().size() == 4);
+    CHECK(torch::equal(state_of(one, a[0]).exp_avg_sq, state_of(two, b[0]).exp_avg_sq));
+  }
+  auto a = some_parameters(4);
+  AdamW decoupled(a);
+  Adam other(a);
+  load(other, saved(decoupled));
+  CHECK(other.options().decoupled);
+  // Through LibTorch's own functions.
+  std::stringstream stream;
+  torch::save(decoupled, stream);
+  AdamW read(a, {.lr = 5});
+  torch::load(read, stream);
+  CHECK(read.options().lr == 1e-3);
+}
+
+TEST_CASE("parameters of several dtypes, and complex ones, are stepped in one group") {
+  for (const auto implementation : {Implementation::automatic, Implementation::foreach}) {
+    std::vector<torch::Tensor> all, alone;
+    for (const auto type : {at::kFloat, at::kDouble, at::kBFloat16, at::kComplexFloat, at::kDouble}) {
+      torch::manual_seed(static_cast<int>(all.size()));
+      all.push_back(torch::randn({5, 3}, type).requires_grad_());
+      alone.push_back(all.back().detach().clone().requires_grad_());
+    }
+    Adam optimizer(all, {.lr = 0.1, .weight_decay = 0.1, .implementation = implementation});
+    for (auto& parameter : all) parameter.mutable_grad() = torch::ones_like(parameter);
+    optimizer.step();
+    for (std::size_t i = 0; i < all.size(); ++i) {
+      alone[i].mutable_grad() = torch::ones_like(alone[i]);
+      Adam(std::vector<torch::Tensor>{alone[i]}, {.lr = 0.1, .weight_decay = 0.1}).step();
+      CHECK(torch::equal(all[i], alone[i]));
+    }
+  }
+}
+
+TEST_CASE("Adam refuses what Python refuses, in words") {
+  auto p = some_parameters(6);
+  const auto refused = [&](const AdamOptions& options) {
+    return text_of<lockstep::UsageError>([&] { Adam(p, options); });
+  };
+  CHECK(text_of<lockstep::UsageError>([&] { Adam(std::vector<torch::Tensor>{}); }).find("no parameters") !=
+        std::string::npos);
+  CHECK(refused({.lr = -1}).find("Adam: lr = -1") == 0);
+  CHECK(refused({.betas = {1.0, 0.9}}) ==
+        "Adam: a beta = 1 of group 0 is not from 0 to below 1: choose another");
+  CHECK(refused({.betas = {0.9, -0.1}}).find("beta") != std::string::npos);
+  CHECK(refused({.eps = -1}).find("eps") != std::string::npos);
+  CHECK(refused({.weight_decay = -1}).find("weight_decay") != std::string::npos);
+  CHECK(
+      refused({.implementation = Implementation::foreach, .lr_tensor = torch::ones({})}).find("lr_tensor") !=
+      std::string::npos);
+  CHECK(text_of<lockstep::UsageError>([&] { AdamW(p, {.lr = -1}); }).find("AdamW: lr") == 0);
+  CHECK(refused({}).empty());
+
+  auto complex = torch::randn({2}, at::kComplexFloat).requires_grad_();
+  CHECK(text_of<lockstep::UsageError>([&] {
+          Adam(std::vector<torch::Tensor>{complex}, {.implementation = Implementation::fused});
+        }).find("parameter 0 of group 0 (complex64 [2])") != std::string::npos);
+  Adam optimizer(p);
+  p[1].mutable_grad() = torch::ones({12}).to_sparse();
+  CHECK(
+      text_of<lockstep::GradientError>([&] { optimizer.step(); }) ==
+      "Adam: the gradient of parameter 1 of group 0 (float32 [12]) is sparse, which Adam does not take: step "
+      "this parameter with SGD");
+}

@@ -1,0 +1,62 @@
+#pragma once
+
+#include <torch/torch.h>
+
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "lockstep/error.hpp"
+#include "support/catch.hpp"
+
+#if __has_include(<catch2/catch_all.hpp>)
+using Catch::Approx;  // Catch2 2 has it in the global namespace
+#endif
+
+/// Parameters of some shapes, those of a vector's tail among them, from a seed.
+inline std::vector<torch::Tensor> some_parameters(int seed, at::ScalarType type = at::kFloat) {
+  torch::manual_seed(seed);
+  std::vector<torch::Tensor> parameters;
+  for (const auto& shape : std::vector<std::vector<std::int64_t>>{{8, 12}, {12}, {3, 2, 5, 5}, {7}, {1}})
+    parameters.push_back(torch::randn(shape).to(type).requires_grad_());
+  return parameters;
+}
+
+inline void set_gradients(std::vector<torch::Tensor>& parameters, int step) {
+  torch::manual_seed(1000 + step);
+  for (torch::Tensor& parameter : parameters)
+    parameter.mutable_grad() = torch::randn(parameter.sizes()).to(parameter.scalar_type());
+}
+
+inline bool same_bits(const std::vector<torch::Tensor>& a, const std::vector<torch::Tensor>& b) {
+  if (a.size() != b.size()) return false;
+  for (std::size_t i = 0; i < a.size(); ++i)
+    if (!torch::equal(a[i], b[i])) return false;
+  return true;
+}
+
+inline std::string saved(const torch::optim::Optimizer& optimizer) {
+  torch::serialize::OutputArchive archive;
+  optimizer.save(archive);
+  std::ostringstream stream;
+  archive.save_to(stream);
+  return stream.str();
+}
+
+inline void load(torch::optim::Optimizer& optimizer, const std::string& bytes) {
+  std::istringstream stream(bytes);
+  torch::serialize::InputArchive archive;
+  archive.load_from(stream);
+  optimizer.load(archive);
+}
+
+/// The text of the Error of that type that `work` throws; empty where it throws none.
+template <class Error, class Work>
+std::string text_of(Work&& work) {
+  try {
+    work();
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return "";
+}

@@ -1,0 +1,249 @@
+#include "lockstep/optim/sgd.hpp"
+
+#include <torch/torch.h>
+
+#include <vector>
+
+#include "optim/common.hpp"
+
+using lockstep::Implementation;
+using lockstep::SGD;
+using lockstep::SgdOptions;
+
+TEST_CASE("the fast way of SGD has the bits of the loop over the parameters") {
+  // foreach is the same operators on a CPU, so this holds the choice of the fused one to account, on any
+  // LibTorch.
+  for (const auto type : {at::kFloat, at::kDouble})
+    for (const double momentum : {0.0, 0.9})
+      for (const double weight_decay : {0.0, 0.03})
+        for (const bool maximize : {false, true}) {
+          CAPTURE(type, momentum, weight_decay, maximize);
+          SgdOptions options{
+              .lr = 0.07, .momentum = momentum, .weight_decay = weight_decay, .maximize = maximize};
+          auto a = some_parameters(1, type), b = some_parameters(1, type);
+          SGD fast(a, options);
+          options.implementation = Implementation::foreach;
+          SGD plain(b, options);
+          for (int step = 0; step < 20; ++step) {
+            set_gradients(a, step);
+            set_gradients(b, step);
+            fast.step();
+            plain.step();
+          }
+          CHECK(same_bits(a, b));
+        }
+}
+
+TEST_CASE("SGD leaves parameters without a gradient alone, and starts them when one comes") {
+  for (const auto implementation :
+       {Implementation::automatic, Implementation::foreach, Implementation::fused}) {
+    CAPTURE(static_cast<int>(implementation));
+    auto all = some_parameters(2);
+    std::vector<torch::Tensor> alone{all[1].detach().clone().requires_grad_()};
+    const auto before = all[1].detach().clone();
+    SGD optimizer(all, {.lr = 0.1, .momentum = 0.9, .implementation = implementation});
+    SGD other(alone, {.lr = 0.1, .momentum = 0.9, .implementation = implementation});
+    for (int step = 0; step < 6; ++step) {
+      set_gradients(all, step);
+      if (step < 3) all[1].mutable_grad() = torch::Tensor();
+      optimizer.step();
+      if (step < 3) {
+        CHECK(torch::equal(all[1], before));
+        continue;
+      }
+      alone[0].mutable_grad() = all[1].grad().clone();
+      other.step();
+    }
+    CHECK(torch::equal(all[1], alone[0]));
+  }
+}
+
+TEST_CASE("a fused step looks at strides, where ATen's operator does not") {
+  auto parameter = torch::randn({2, 3, 4, 4}).contiguous(at::MemoryFormat::ChannelsLast).requires_grad_();
+  const auto before = parameter.detach().clone();
+  const auto gradient = torch::randn({2, 3, 4, 4});
+  parameter.mutable_grad() = gradient;
+  SGD optimizer(std::vector<torch::Tensor>{parameter}, {.lr = 0.5, .implementation = Implementation::fused});
+  optimizer.step();
+  CHECK(torch::allclose(parameter, before - 0.5 * gradient));
+}
+
+TEST_CASE("groups have options of their own, and rates that a schedule sets") {
+  auto p = some_parameters(3);
+  std::vector<torch::optim::OptimizerParamGroup> groups;
+  groups.push_back(lockstep::parameter_group({p[0]}, SgdOptions{.lr = 1, .weight_decay = 0.5}));
+  groups.emplace_back(std::vector<torch::Tensor>{p[1]});
+  SGD optimizer(groups, {.lr = 0.25});
+  const auto first = p[0].detach().clone(), second = p[1].detach().clone();
+  p[0].mutable_grad() = torch::ones_like(p[0]);
+  p[1].mutable_grad() = torch::ones_like(p[1]);
+  optimizer.step();
+  CHECK(torch::allclose(p[0], first - (1 + 0.5 * first)));
+  CHECK(torch::allclose(p[1], second - 0.25));
+  CHECK(optimizer.param_groups()[0].options().get_lr() == 1);
+  optimizer.param_groups()[1].options().set_lr(2);
+  CHECK(optimizer.options(1).lr == 2);
+  optimizer.step();
+  CHECK(torch::allclose(p[1], second - 2.25));
+  CHECK(optimizer.options(0).weight_decay == 0.5);
+
+  optimizer.add_param_group(lockstep::parameter_group({p[2]}, SgdOptions{.lr = 3}));
+  CHECK(optimizer.options(2).lr == 3);
+  CHECK(text_of<lockstep::UsageError>([&] {
+          optimizer.add_param_group(torch::optim::OptimizerParamGroup({p[1]}));
+        }).find("is in group 1, too") != std::string::npos);
+}
+
+TEST_CASE("a rate that is a tensor is read at each step, and set in place") {
+  for (const auto implementation :
+       {Implementation::automatic, Implementation::foreach, Implementation::fused}) {
+    const auto rate = torch::full({1}, 0.5);
+    auto p = torch::zeros({4}).requires_grad_(), q = torch::zeros({4}).requires_grad_();
+    std::vector<torch::optim::OptimizerParamGroup> groups;
+    groups.emplace_back(std::vector<torch::Tensor>{p});
+    groups.emplace_back(std::vector<torch::Tensor>{q});
+    SGD optimizer(groups, {.implementation = implementation, .lr_tensor = rate});
+    p.mutable_grad() = torch::ones({4});
+    q.mutable_grad() = torch::ones({4});
+    optimizer.step();
+    rate.fill_(0.25);
+    optimizer.step();
+    CHECK(torch::equal(p, torch::full({4}, -0.75)));
+    CHECK(torch::equal(q, torch::full({4}, -1.0)));  // its rate is its own
+    optimizer.param_groups()[0].options().set_lr(1);
+    CHECK(rate.item<float>() == 1);
+    CHECK(optimizer.param_groups()[0].options().get_lr() == 1);
+    CHECK(optimizer.param_groups()[1].options().get_lr() == 0.5);
+  }
+}
+
+TEST_CASE("a closure computes the loss with gradients on") {
+  auto x = torch::full({1}, 3.0).requires_grad_();
+  SGD optimizer(std::vector<torch::Tensor>{x}, {.lr = 0.1});
+  const torch::NoGradGuard no_grad;
+  const auto loss = optimizer.step([&] {
+    optimizer.zero_grad();
+    auto value = (x * x).sum();
+    value.backward();
+    return value;
+  });
+  CHECK(loss.item<double>() == Approx(9));
+  CHECK(x.item<double>() == Approx(3 - 0.6));
+}
+
+TEST_CASE("a step counts as a change, so that autograd refuses an older graph") {
+  auto x = torch::ones({3}).requires_grad_();
+  const auto loss = (x * x).sum();
+  x.mutable_grad() = torch::ones({3});
+  for (const auto implementation : {Implementation::automatic, Implementation::fused}) {
+    const auto version = x._version();
+    SGD(std::vector<torch::Tensor>{x}, {.lr = 0.1, .implementation = implementation}).step();
+    CHECK(x._version() > version);
+  }
+  CHECK_THROWS_WITH(loss.backward(), ContainsSubstring("modified by an inplace operation"));
+}
+
+TEST_CASE("sparse gradients are stepped, or refused by name") {
+  auto table = torch::ones({4, 2}).requires_grad_();
+  const auto sparse = torch::sparse_coo_tensor(torch::tensor({{1, 3}}), torch::ones({2, 2}), {4, 2});
+  table.mutable_grad() = sparse;
+  const std::vector<torch::Tensor> list{table};
+  for (const double momentum : {0.0, 0.9}) {
+    const auto before = table.detach().clone();
+    SGD(list, {.lr = 0.5, .momentum = momentum}).step();
+    CHECK(torch::equal(table, before - 0.5 * sparse.to_dense()));
+  }
+  SGD fused(list, {.implementation = Implementation::fused});
+  CHECK(text_of<lockstep::GradientError>([&] { fused.step(); }) ==
+        "SGD: the gradient of parameter 0 of group 0 (float32 [4, 2]) is sparse, which a fused step does not "
+        "take: "
+        "choose another implementation");
+  SGD decayed(list, {.weight_decay = 0.1});
+  CHECK(text_of<lockstep::GradientError>([&] { decayed.step(); }).find("weight decay") != std::string::npos);
+}
+
+TEST_CASE("what SGD saves, another reads, and goes on with the same bits") {
+  auto a = some_parameters(4), b = some_parameters(4);
+  SGD one(a, {.lr = 0.1, .momentum = 0.9, .weight_decay = 0.01});
+  for (int step = 0; step < 5; ++step) {
+    set_gradients(a, step);
+    one.step();
+  }
+  SGD two(b, {.lr = 7, .momentum = 0.3});
+  load(two, saved(one));
+  CHECK(two.options().lr == 0.1);
+  CHECK(two.options().momentum == 0.9);
+  CHECK(two.options().weight_decay == 0.01);
+  CHECK(saved(one) == saved(two));
+  {
+    const torch::NoGradGuard no_grad;
+    for (std::size_t i = 0; i < a.size(); ++i) b[i].copy_(a[i]);
+  }
+  for (int step = 5; step < 9; ++step) {
+    set_gradients(a, step);
+    set_gradients(b, step);
+    one.step();
+    two.step();
+  }
+  CHECK(same_bits(a, b));
+}
+
+TEST_CASE("an archive that does not fit is refused in words, and nothing is changed") {
+  auto a = some_parameters(5);
+  SGD one(a, {.lr = 0.1, .momentum = 0.9});
+  set_gradients(a, 0);
+  one.step();
+  const std::string bytes = saved(one);
+  SGD fewer(std::vector<torch::Tensor>{a[0], a[1]}, {.lr = 3});
+  CHECK(text_of<lockstep::CheckpointError>([&] { load(fewer, bytes); }) ==
+        "SGD: group 0 has 5 parameters in the archive and 2 in the optimizer: load it into one that is made "
+        "as it "
+        "was");
+  CHECK(fewer.options().lr == 3);
+  auto other = some_parameters(5);
+  std::swap(other[0], other[1]);
+  SGD swapped(other, {.lr = 3});
+  CHECK(text_of<lockstep::CheckpointError>([&] {
+          load(swapped, bytes);
+        }).find("momentum_buffer of parameter 0 of group 0") != std::string::npos);
+  CHECK(swapped.state().empty());
+  std::ostringstream empty;
+  torch::serialize::OutputArchive archive;
+  archive.save_to(empty);
+  CHECK(text_of<lockstep::CheckpointError>([&] { load(one, empty.str()); }).find("no archive") !=
+        std::string::npos);
+}
+
+TEST_CASE("SGD refuses what Python refuses, in words") {
+  auto p = some_parameters(6);
+  const auto refused = [&](const SgdOptions& options) {
+    return text_of<lockstep::UsageError>([&] { SGD(p, options); });
+  };
+  CHECK(text_of<lockstep::UsageError>([&] { SGD(std::vector<torch::Tensor>{}); }) ==
+        "SGD got no parameters: pass those of a model, such as model->parameters()");
+  CHECK(refused({.lr = -1}) == "SGD: lr = -1 of group 0 is not 0 or more: choose another");
+  CHECK(refused({.lr = std::nan("")}).find("lr = nan") != std::string::npos);
+  CHECK(refused({.momentum = -0.1}).find("momentum") != std::string::npos);
+  CHECK(refused({.weight_decay = -0.1}).find("weight_decay") != std::string::npos);
+  CHECK(refused({.nesterov = true}).find("nesterov") != std::string::npos);
+  CHECK(refused({.momentum = 0.9, .dampening = 0.1, .nesterov = true}).find("nesterov") != std::string::npos);
+  CHECK(refused({.lr_tensor = torch::ones({2})}).find("2 elements") != std::string::npos);
+  CHECK(refused({}).empty());
+
+  p.push_back(p[3]);
+  CHECK(refused({}) ==
+        "SGD: parameter 5 of group 0 (float32 [7]) is in that group twice and would be stepped twice: use "
+        "unique_parameters(module)");
+  std::vector<torch::optim::OptimizerParamGroup> groups;
+  groups.emplace_back(std::vector<torch::Tensor>{p[0]});
+  groups.emplace_back(std::vector<torch::Tensor>{p[1], p[0]});
+  CHECK(text_of<lockstep::UsageError>([&] { SGD{groups}; }) ==
+        "SGD: parameter 1 of group 1 (float32 [8, 12]) is in group 0, too: leave it in one");
+  CHECK(text_of<lockstep::UsageError>([&] { SGD(std::vector<torch::Tensor>{p[0] * 2}); }).find("no leaf") !=
+        std::string::npos);
+  groups.clear();
+  groups.emplace_back(std::vector<torch::Tensor>{p[0]}, std::make_unique<torch::optim::SGDOptions>(0.1));
+  CHECK(text_of<lockstep::UsageError>([&] { SGD{groups}; }).find("another optimizer's options") !=
+        std::string::npos);
+  CHECK(refused({}).find("twice") != std::string::npos);
+}
