@@ -129,8 +129,7 @@ TEST_CASE("wrong options and the state of another hook or model are refused") {
   CHECK_THROWS_WITH(hook.load_state(foreign), ContainsSubstring("no entry 'momentum.1'"));
   CHECK_THROWS_WITH(hook.load_state({{"q.x", torch::zeros({3})}}), ContainsSubstring("no entry 'q.x'"));
   CHECK_THROWS_WITH(hook.load_state({}), ContainsSubstring("no counters"));
-  CHECK_THROWS_WITH(hook.load_state({{"counters", torch::zeros({2}, torch::kLong)}}),
-                    ContainsSubstring("damaged"));
+  CHECK_THROWS_WITH(hook.load_state({{"counters", torch::tensor({1, 2, -3})}}), ContainsSubstring("damaged"));
   // None of these has changed anything.
   for (std::size_t i = 0; i < good.size(); ++i) CHECK(same_bits(hook.state()[i].second, good[i].second));
 

@@ -14,10 +14,9 @@
 namespace lockstep {
 
 /// bfloat16 on the wire, float32 in the sum: each rank gets one share of the elements from all (all_to_all),
-/// adds them in float32 in the order of the ranks, divides by their number, and gives the mean, rounded once,
-/// to all (all_gather). An element is so rounded twice, however many ranks there are, and an infinite sum of
-/// finite gradients needs values that float32 cannot hold either. The bits do not depend on the bucket that
-/// an element lies in, nor on its place there.
+/// adds them in float32 in the order of the ranks, divides by their number, and gives the mean to all
+/// (all_gather). An element is so rounded to bfloat16 twice, however many ranks there are, and its bits do
+/// not depend on the bucket it lies in, nor on its place there.
 class Bf16Fp32Hook {
  public:
   static constexpr bool divides_first = false;

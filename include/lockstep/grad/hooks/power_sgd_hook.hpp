@@ -10,6 +10,7 @@
 
 #include <cstdint>
 #include <deque>
+#include <limits>
 #include <optional>
 #include <string_view>
 #include <utility>
@@ -48,9 +49,10 @@ struct PowerSgdOptions {
 /// Python's powerSGD_hook sends them, with its random numbers and its order of operations. A tensor that is
 /// not worth compressing travels whole, in one sum for those of a bucket.
 ///
-/// Where it is better than Python's: there is no error memory for a tensor that is not compressed; a gradient
-/// that is zero on all ranks stays zero (there, without an epsilon, it becomes not-a-number), and keeps its
-/// factor for the next step; what is remembered is kept by parameter, so that it survives other buckets.
+/// Where it leaves Python's: there is no error memory for a tensor that is not compressed; a gradient that is
+/// zero on all ranks stays zero (there, without an epsilon, it becomes not-a-number), and keeps its factor
+/// for the next step; one whose rank is below that of the factors is not disturbed by their other columns;
+/// what is remembered is kept by parameter, so that it survives other buckets.
 class PowerSgdHook {
  public:
   static constexpr bool divides_first = false;
@@ -84,7 +86,8 @@ class PowerSgdHook {
   [[nodiscard]] std::uint64_t wire_bytes() const { return wire_bytes_; }
 
   /// "counters" (reductions so far, random numbers drawn, seed), "error.i" and "q.i" for parameter i. Errors
-  /// differ from rank to rank.
+  /// differ from rank to rank, the rest does not: on another number of ranks, load rank 0's without its
+  /// errors on all of them.
   [[nodiscard]] HookState state() const {
     HookState state{{"counters", at::tensor({reductions_, static_cast<std::int64_t>(random_.drawn()),
                                              static_cast<std::int64_t>(random_.seed())})}};
@@ -102,9 +105,13 @@ class PowerSgdHook {
         continue;
       }
       const at::Tensor counters = tensor.to(at::kCPU, at::kLong).contiguous();
-      if (counters.numel() != 3)
-        throw CheckpointError("the counters of a PowerSGD hook are three numbers: its state is damaged");
       const auto* number = counters.const_data_ptr<std::int64_t>();
+      constexpr std::int64_t limit = std::numeric_limits<std::uint32_t>::max();
+      const bool sound = counters.numel() == 3 && number[0] >= 0 && number[1] >= 0 && number[1] <= limit &&
+                         number[2] >= 0 && number[2] <= limit;
+      if (!sound)
+        throw CheckpointError(
+            "the counters of a PowerSGD hook are three numbers of 32 bits at most: its state is damaged");
       loaded.reductions_ = number[0];
       loaded.random_ =
           detail::NumpyRandom(static_cast<std::uint32_t>(number[2]), static_cast<std::uint64_t>(number[1]));

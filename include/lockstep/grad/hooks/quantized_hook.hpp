@@ -4,7 +4,6 @@
 #include <ATen/ops/aminmax.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/stack.h>
-#include <ATen/ops/zeros_like.h>
 #include <c10/core/ScalarType.h>
 #include <fmt/format.h>
 
@@ -12,6 +11,7 @@
 #include <limits>
 #include <string_view>
 #include <utility>
+#include <vector>
 
 #include "lockstep/error.hpp"
 #include "lockstep/grad/hooks/hook.hpp"
@@ -20,6 +20,7 @@
 
 namespace lockstep {
 
+/// How QuantizedHook divides a bucket.
 struct QuantizedOptions {
   /// One scale and zero point for `channel` elements each; otherwise for the whole bucket.
   bool per_channel = false;
