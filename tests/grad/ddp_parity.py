@@ -1,12 +1,13 @@
 """Trains with the real Python DistributedDataParallel and with lockstep from the same state and data, and compares
-parameters and buffers of every rank bit for bit, after the first step (before buckets are rebuilt), the second, and
-the last.
+parameters and buffers of every rank bit for bit, after the first step (before buckets are rebuilt), the second, the
+third and the last.
 
 usage: ddp_parity.py PROGRAM [RANKS...]
 
 Afterwards lockstep is broken on purpose, and the comparison must find each way.
 """
 
+import inspect
 import itertools
 import multiprocessing
 import os
@@ -22,41 +23,97 @@ os.environ["OMP_NUM_THREADS"] = "1"
 try:
     import torch
     import torch.distributed as dist
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
     from torch.nn.parallel import DistributedDataParallel
 except ImportError as error:
     print(f"SKIPPED DDP parity: no torch package ({error})")
     sys.exit(77)
 
 BATCH = 30
-SHAPES = {"mlp": (64,), "big": (512,), "convnet": (1, 12, 12)}
-BATCHES = {"mlp": 600, "big": 48, "convnet": 200}
+SHAPES = {"mlp": (64,), "big": (256,), "convnet": (1, 12, 12), "branches": (64,), "table": (64,), "tied": (64,)}
+BATCHES = {"mlp": 600, "big": 300, "convnet": 200, "branches": 300, "table": 300, "tied": 300}
 
-# name, model, zero_grad(set_to_none), micro batches (all but the last under no_sync), steps, rate, momentum, cap in
-# bytes (0: the default caps)
+# name, model, zero_grad(set_to_none), micro batches (all but the last under no_sync), steps, rate, momentum, caps in
+# bytes joined by commas (0: the default caps), what else differs from a plain DDP, and the same in words
 CASES = [
-    ("plain-none", "mlp", 1, 1, 50, 0.1, 0.0, 16384),
-    ("momentum-zero", "mlp", 0, 1, 50, 0.05, 0.9, 16384),
-    ("accumulate-none", "mlp", 1, 3, 50, 0.05, 0.9, 16384),
-    ("accumulate-zero", "mlp", 0, 3, 50, 0.1, 0.0, 16384),
-    ("convnet-none", "convnet", 1, 1, 50, 0.05, 0.9, 8192),
-    ("convnet-zero", "convnet", 0, 1, 50, 0.1, 0.0, 8192),
-    ("default-caps", "big", 0, 1, 8, 0.05, 0.9, 0),
+    ("plain-none", "mlp", 1, 1, 50, 0.1, 0.0, "16384", "-", "plain, `zero_grad(set_to_none=True)`"),
+    ("momentum-zero", "mlp", 0, 1, 50, 0.05, 0.9, "16384", "-", "plain with momentum, `zero_grad(set_to_none=False)`"),
+    ("accumulate-none", "mlp", 1, 3, 50, 0.05, 0.9, "16384", "-", "`no_sync`: three micro-batches"),
+    ("accumulate-zero", "mlp", 0, 3, 50, 0.1, 0.0, "16384", "-", "`no_sync`, gradients kept defined"),
+    ("convnet-none", "convnet", 1, 1, 50, 0.05, 0.9, "8192", "-", "convolutions; buffers from rank 0"),
+    ("convnet-zero", "convnet", 0, 1, 50, 0.1, 0.0, "8192", "-", "the same, gradients kept defined"),
+    ("convnet-local", "convnet", 1, 1, 50, 0.1, 0.0, "8192", "no-buffers", "`forward_sync_buffers=False`"),
+    ("default-caps", "big", 0, 1, 50, 0.05, 0.9, "0", "-", "29 MiB of parameters, default caps"),
+    ("caps", "mlp", 1, 1, 50, 0.1, 0.9, "4096,16384,32768", "-", "`bucket_cap_mb_list`"),
+    ("view-none", "mlp", 1, 1, 50, 0.1, 0.9, "16384", "view", "`gradient_as_bucket_view=True`"),
+    ("view-zero", "mlp", 0, 1, 50, 0.1, 0.9, "16384", "view", "the same, gradients kept defined"),
+    ("separate", "mlp", 0, 3, 50, 0.1, 0.9, "16384", "separate", "gradients in memory of their own"),
+    ("frozen", "mlp", 1, 1, 50, 0.1, 0.9, "2048", "frozen", "a frozen layer"),
+    ("tied", "tied", 1, 1, 50, 0.1, 0.9, "256", "-", "a layer used twice, registered twice"),
+    ("search", "branches", 1, 1, 50, 0.1, 0.9, "8192", "search", "`find_unused_parameters`: branches that change"),
+    ("search-zero", "branches", 0, 2, 50, 0.1, 0.9, "8192", "search", "the same with `no_sync`, gradients kept defined"),
+    ("static", "branches", 1, 1, 50, 0.1, 0.9, "8192", "static", "`static_graph`: other branches on other ranks"),
+    ("sparse", "table", 1, 1, 50, 0.5, 0.0, "2048", "-", "an embedding with sparse gradients"),
+    ("fp16", "mlp", 1, 1, 50, 0.1, 0.9, "16384", "fp16", "`fp16_compress_hook`"),
+    ("bf16", "mlp", 0, 1, 50, 0.1, 0.9, "16384", "bf16", "`bf16_compress_hook`"),
 ]
 
 
 def make_model(name):
     from torch import nn
 
+    class Branches(nn.Module):
+        """Every step another of two branches or none, and one that nobody takes."""
+
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(64, 48)
+            self.branches = nn.ModuleList(nn.Linear(48, 48) for _ in range(3))
+            self.last = nn.Linear(48, 10)
+
+        def forward(self, x, which):
+            x = torch.relu(self.first(x))
+            if which < 2:
+                x = torch.relu(self.branches[which](x))
+            return self.last(x)
+
+    class Table(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(50, 16, sparse=True)
+            self.hidden = nn.Linear(16, 64)
+            self.last = nn.Linear(64, 10)
+
+        def forward(self, x, which):
+            rows = (x.abs() * 10).long() % 50
+            return self.last(torch.relu(self.hidden(self.table(rows).mean(1))))
+
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(64, 64)
+            self.again = self.first
+            self.last = nn.Linear(64, 10)
+
+        def forward(self, x, which):
+            return self.last(torch.relu(self.again(torch.relu(self.first(x)))))
+
+    class Plain(nn.Sequential):
+        def forward(self, x, which):
+            return super().forward(x)
+
+    if name in ("branches", "table", "tied"):
+        return {"branches": Branches, "table": Table, "tied": Tied}[name]()
     if name == "mlp":
-        return nn.Sequential(
+        return Plain(
             nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 96), nn.ReLU(), nn.Linear(96, 80), nn.ReLU(), nn.Linear(80, 10)
         )
     if name == "big":
-        return nn.Sequential(
-            nn.Linear(512, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU(),
-            nn.Linear(2048, 1024), nn.ReLU(), nn.Linear(1024, 10),
+        return Plain(
+            nn.Linear(256, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 1280), nn.ReLU(),
+            nn.Linear(1280, 256), nn.ReLU(), nn.Linear(256, 10),
         )  # fmt: skip
-    return nn.Sequential(
+    return Plain(
         nn.Conv2d(1, 16, 5, padding=2), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2),
         nn.Conv2d(16, 32, 5, padding=2), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2),
         nn.Flatten(), nn.Linear(288, 10),
@@ -90,25 +147,55 @@ def write_inputs(folder):
 def write_cases(folder, cases):
     with open(f"{folder}/cases", "w") as file:
         for case in cases:
-            print(*case, file=file)
+            print(*case[:9], file=file)  # without the words
+
+
+def wrap(model, caps, extra):
+    """The real DDP with what the case names."""
+    caps = [int(cap) / 2**20 for cap in caps.split(",")]
+    options = {"bucket_cap_mb": caps[0] or None} if len(caps) == 1 else {"bucket_cap_mb_list": caps}
+    if extra == "no-buffers":
+        # The newer name: as in lockstep, buffers are sent at the start all the same.
+        name = "forward_sync_buffers"
+        if name in inspect.signature(DistributedDataParallel.__init__).parameters:
+            options[name] = False
+        else:
+            options["broadcast_buffers"] = False
+            for buffer in model.buffers():
+                dist.broadcast(buffer, 0)
+    ddp = DistributedDataParallel(
+        model,
+        find_unused_parameters=extra == "search",
+        static_graph=extra == "static",
+        gradient_as_bucket_view=extra == "view",
+        **options,
+    )
+    if extra in ("fp16", "bf16"):
+        ddp.register_comm_hook(None, getattr(default_hooks, f"{extra}_compress_hook"))
+    return ddp
 
 
 def train(case, rank, folder, output):
-    name, model_name, set_to_none, micro_batches, steps, rate, momentum, cap = case
+    name, model_name, set_to_none, micro_batches, steps, rate, momentum, caps, extra, _ = case
     torch.manual_seed(len(model_name))
     model = make_model(model_name)
     with torch.no_grad():
         for tensor in itertools.chain(model.parameters(), model.buffers()):
             tensor.add_(rank)
+    if extra == "frozen":
+        for parameter in list(model.parameters())[2:4]:
+            parameter.requires_grad_(False)
     read = lambda end, dtype: torch.frombuffer(bytearray(open(f"{folder}/{model_name}.{end}", "rb").read()), dtype=dtype)
     x = read("inputs", torch.float32).view(BATCHES[model_name], BATCH, *SHAPES[model_name])
     y = read("labels", torch.int64).view(BATCHES[model_name], BATCH)
-    ddp = DistributedDataParallel(model, bucket_cap_mb=cap / 2**20 if cap else None)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=rate, momentum=momentum)
+    ddp = wrap(model, caps, extra)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=rate, momentum=momentum)
 
     def backward(step, micro):
         batch = ((step * micro_batches + micro) * 4 + rank) % len(y)
-        torch.nn.functional.cross_entropy(ddp(x[batch]), y[batch]).backward()
+        which = (rank if extra == "static" else step + rank) % 3
+        torch.nn.functional.cross_entropy(ddp(x[batch], which), y[batch]).backward()
 
     for step in range(steps):
         optimizer.zero_grad(set_to_none=bool(set_to_none))
@@ -117,7 +204,7 @@ def train(case, rank, folder, output):
                 backward(step, micro)
         backward(step, micro_batches - 1)
         optimizer.step()
-        if step < 2 or step + 1 == steps:
+        if step < 3 or step + 1 == steps:
             write(f"{output}/{name}.{step + 1}.{rank}", state_bytes(model))
 
 
@@ -155,7 +242,7 @@ def run_lockstep(program, ranks, folder, output, mutation=()):
 def differences(case, ranks, theirs, ours):
     """The steps and ranks whose states differ, in words."""
     name, steps = case[0], case[4]
-    for step, rank in itertools.product(sorted({1, min(2, steps), steps}), range(ranks)):
+    for step, rank in itertools.product(sorted({1, 2, 3, steps}), range(ranks)):
         expected = open(f"{theirs}/{name}.{step}.{rank}", "rb").read()
         actual = open(f"{ours}/{name}.{step}.{rank}", "rb").read()
         if expected != actual:
@@ -173,6 +260,7 @@ def main():
 
     folder = tempfile.mkdtemp(prefix="lockstep-parity-")
     failures = 0
+    table = {}
     try:
         os.makedirs(f"{folder}/in")
         # In a process of its own: one that has run operators should not fork.
@@ -191,6 +279,7 @@ def main():
                 failures += bool(found)
                 print(f"{ranks} ranks, {case[0]}, {buckets[case[0]]} buckets, {case[4]} steps:",
                       found[0] if found else "equal bits")  # fmt: skip
+                table.setdefault(case[9], []).append((ranks, buckets[case[0]], case[4], not found))
                 if buckets[case[0]] < 3:
                     failures += 1
                     print("  that is fewer than three buckets")
@@ -208,6 +297,12 @@ def main():
             shutil.rmtree(theirs)
     finally:
         shutil.rmtree(folder)
+    print("\n| behaviour | Python's DDP and lockstep |\n|---|---|")
+    for words, results in table.items():
+        counts = sorted({count for _, count, _, _ in results})
+        bits = "same bits" if all(same for *_, same in results) else "OTHER BITS"
+        print(f"| {words} | {bits} after 1, 2, 3 and {results[0][2]} steps at {', '.join(str(r[0]) for r in results)} "
+              f"ranks, {'/'.join(map(str, counts))} buckets |")  # fmt: skip
     sys.exit(1 if failures else 0)
 
 

@@ -15,6 +15,8 @@
 
 #include "lockstep/comm/gloo_comm.hpp"
 #include "lockstep/grad/distributed_data_parallel.hpp"
+#include "lockstep/grad/hooks/bf16_hook.hpp"
+#include "lockstep/grad/hooks/fp16_hook.hpp"
 #include "lockstep/world/launch.hpp"
 
 namespace {
@@ -57,14 +59,15 @@ struct Case {
   std::string name, model;
   int set_to_none = 0, micro_batches = 1, steps = 0;
   double rate = 0, momentum = 0;
-  std::size_t cap = 0;  // bytes; 0: the default caps
+  std::string caps;   // bytes, joined by commas; 0: the default caps
+  std::string extra;  // what differs from a plain DDP
 };
 
 std::vector<Case> read_cases(const std::string& folder) {
   std::ifstream file(folder + "/cases");
   std::vector<Case> cases;
   for (Case c; file >> c.name >> c.model >> c.set_to_none >> c.micro_batches >> c.steps >> c.rate >>
-               c.momentum >> c.cap;)
+               c.momentum >> c.caps >> c.extra;)
     cases.push_back(c);
   return cases;
 }
@@ -76,21 +79,63 @@ std::string read_bytes(const std::string& path) {
   return content.str();
 }
 
-torch::nn::Sequential make_model(const std::string& name) {
+torch::nn::Sequential make_layers(const std::string& name) {
   using namespace torch::nn;
   if (name == "mlp")
     return Sequential(Linear(64, 96), ReLU(), Linear(96, 96), ReLU(), Linear(96, 80), ReLU(), Linear(80, 10));
   if (name == "big")
-    return Sequential(Linear(512, 2048), ReLU(), Linear(2048, 2048), ReLU(), Linear(2048, 2048), ReLU(),
-                      Linear(2048, 1024), ReLU(), Linear(1024, 10));
+    return Sequential(Linear(256, 2048), ReLU(), Linear(2048, 2048), ReLU(), Linear(2048, 1280), ReLU(),
+                      Linear(1280, 256), ReLU(), Linear(256, 10));
   return Sequential(Conv2d(Conv2dOptions(1, 16, 5).padding(2)), BatchNorm2d(16), ReLU(), MaxPool2d(2),
                     Conv2d(Conv2dOptions(16, 32, 5).padding(2)), BatchNorm2d(32), ReLU(), MaxPool2d(2),
                     Flatten(), Linear(288, 10));
 }
 
+/// The models of ddp_parity.py, with the same order of parameters.
+struct NetImpl : torch::nn::Module {
+  explicit NetImpl(const std::string& name) : name(name) {
+    using namespace torch::nn;
+    if (name == "branches") {
+      first = register_module("first", Linear(64, 48));
+      for (int i = 0; i < 3; ++i)
+        branches.push_back(register_module("branch" + std::to_string(i), Linear(48, 48)));
+      last = register_module("last", Linear(48, 10));
+    } else if (name == "table") {
+      table = register_module("table", Embedding(EmbeddingOptions(50, 16).sparse(true)));
+      first = register_module("hidden", Linear(16, 64));
+      last = register_module("last", Linear(64, 10));
+    } else if (name == "tied") {
+      first = register_module("first", Linear(64, 64));
+      register_module("again", first);
+      last = register_module("last", Linear(64, 10));
+    } else {
+      layers = register_module("layers", make_layers(name));
+    }
+  }
+  torch::Tensor forward(torch::Tensor x, int which) {
+    if (name == "branches") {
+      x = torch::relu(first(x));
+      if (which < 2) x = torch::relu(branches[static_cast<std::size_t>(which)](x));
+      return last(x);
+    }
+    if (name == "table")
+      return last(torch::relu(first(table((x.abs() * 10).to(torch::kLong).remainder(50)).mean(1))));
+    if (name == "tied") return last(torch::relu(first(torch::relu(first(x)))));
+    return layers->forward(x);
+  }
+  std::string name;
+  torch::nn::Linear first{nullptr}, last{nullptr};
+  std::vector<torch::nn::Linear> branches;
+  torch::nn::Embedding table{nullptr};
+  torch::nn::Sequential layers{nullptr};
+};
+TORCH_MODULE(Net);
+
+/// A tied parameter once, as Python's `parameters()` has it.
 std::vector<at::Tensor> state_of(const torch::nn::Module& model) {
-  auto state = model.parameters();
-  for (const auto& buffer : model.buffers()) state.push_back(buffer);
+  std::vector<at::Tensor> state;
+  for (const auto& list : {lockstep::unique_parameters(model), lockstep::unique_buffers(model)})
+    for (const auto& item : list) state.push_back(item.tensor);
   return state;
 }
 
@@ -111,28 +156,48 @@ void write_state(const torch::nn::Module& model, const std::string& path) {
                static_cast<std::streamsize>(tensor.nbytes()));
 }
 
+lockstep::DdpOptions options_of(const Case& c) {
+  lockstep::DdpOptions options;
+  if (c.caps != "0") {
+    options.bucket_caps.clear();
+    std::istringstream caps(c.caps);
+    for (std::string cap; std::getline(caps, cap, ',');) options.bucket_caps.push_back(std::stoul(cap));
+  }
+  options.find_unused_parameters = c.extra == "search";
+  options.static_graph = c.extra == "static";
+  if (c.extra == "no-buffers") options.buffers = lockstep::BufferPolicy::none;
+  if (c.extra == "view") options.gradients = lockstep::GradientStorage::bucket_view;
+  if (c.extra == "separate") options.gradients = lockstep::GradientStorage::separate;
+  return options;
+}
+
+template <class Hook>
 void train(const Case& c, const lockstep::World& world, TestComm& comm, const std::string& folder,
-           const std::string& output) {
-  auto model = make_model(c.model);
+           const std::string& output, Hook hook) {
+  Net model(c.model);
   read_state(*model, read_bytes(folder + "/" + c.model + ".state"), world.rank());
+  if (c.extra == "frozen")
+    for (const std::size_t i : {2, 3}) model->parameters()[i].requires_grad_(false);
   std::string inputs = read_bytes(folder + "/" + c.model + ".inputs");
   std::string labels = read_bytes(folder + "/" + c.model + ".labels");
   const std::int64_t count = static_cast<std::int64_t>(labels.size()) / 8 / 30;
   std::vector<std::int64_t> shape{count, 30};
-  for (const std::int64_t size : c.model == "mlp"   ? std::vector<std::int64_t>{64}
-                                 : c.model == "big" ? std::vector<std::int64_t>{512}
-                                                    : std::vector<std::int64_t>{1, 12, 12})
+  for (const std::int64_t size : c.model == "big"       ? std::vector<std::int64_t>{256}
+                                 : c.model == "convnet" ? std::vector<std::int64_t>{1, 12, 12}
+                                                        : std::vector<std::int64_t>{64})
     shape.push_back(size);
   const auto x = torch::from_blob(inputs.data(), shape);
   const auto y = torch::from_blob(labels.data(), {count, 30}, torch::kLong);
 
-  lockstep::DdpOptions options;
-  if (c.cap != 0) options.bucket_caps = {c.cap};
-  lockstep::DistributedDataParallel ddp{model, comm, options};
-  torch::optim::SGD optimizer(ddp.parameters(), torch::optim::SGDOptions(c.rate).momentum(c.momentum));
+  lockstep::DistributedDataParallel ddp{model, comm, options_of(c), std::move(hook)};
+  std::vector<at::Tensor> trained;
+  for (const auto& parameter : ddp.parameters())
+    if (parameter.requires_grad()) trained.push_back(parameter);
+  torch::optim::SGD optimizer(trained, torch::optim::SGDOptions(c.rate).momentum(c.momentum));
   auto loss = [&](int step, int micro) {
     const std::int64_t batch = ((step * c.micro_batches + micro) * 4 + world.rank()) % count;
-    return torch::nn::functional::cross_entropy(ddp(x[batch]), y[batch]);
+    const int which = (c.extra == "static" ? world.rank() : step + world.rank()) % 3;
+    return torch::nn::functional::cross_entropy(ddp(x[batch], which), y[batch]);
   };
   for (int step = 0; step < c.steps; ++step) {
     optimizer.zero_grad(c.set_to_none != 0);
@@ -142,11 +207,21 @@ void train(const Case& c, const lockstep::World& world, TestComm& comm, const st
     }
     ddp.backward(loss(step, c.micro_batches - 1));
     optimizer.step();
-    if (step < 2 || step + 1 == c.steps)
+    if (step < 3 || step + 1 == c.steps)
       write_state(*model, output + "/" + c.name + "." + std::to_string(step + 1) + "." +
                               std::to_string(world.rank()));
   }
   if (world.rank() == 0) std::cout << c.name << " buckets " << ddp.buckets().size() << std::endl;
+}
+
+void train(const Case& c, const lockstep::World& world, TestComm& comm, const std::string& folder,
+           const std::string& output) {
+  if (c.extra == "fp16")
+    train(c, world, comm, folder, output, lockstep::Fp16Hook{});
+  else if (c.extra == "bf16")
+    train(c, world, comm, folder, output, lockstep::Bf16Hook{});
+  else
+    train(c, world, comm, folder, output, lockstep::AllReduceHook{});
 }
 
 void print_library() {

@@ -71,7 +71,7 @@ inline BucketPlan assign_buckets(const std::vector<ParameterSize>& parameters,
 /// The plan of the first iteration. Without `caps` one bucket for each (dtype, device), the parameters in
 /// registration order: no order is known yet, and a bucket launched in a wrong one could meet another
 /// collective of the model. With `caps`, which is Python's way where it searches for unused parameters and so
-/// never rebuilds, buckets of these sizes, in registration order too.
+/// never rebuilds, and where it got a list of sizes, buckets of these sizes, in registration order too.
 inline BucketPlan plan_by_registration(const std::vector<ParameterSize>& parameters,
                                        const std::vector<std::size_t>& caps = {}) {
   std::vector<std::size_t> order(parameters.size());

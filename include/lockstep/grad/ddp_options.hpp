@@ -33,7 +33,8 @@ enum class BufferPolicy {
 
 struct DdpOptions {
   /// Size limits of the buckets in bytes, of the first, the second and so on; the last holds for all after
-  /// it. One value alone is what Python's bucket_cap_mb sets (times 2^20).
+  /// it. One value alone is what Python's bucket_cap_mb sets (times 2^20), several are its
+  /// bucket_cap_mb_list, which holds from the first reduction on; the others hold once buckets are rebuilt.
   std::vector<std::size_t> bucket_caps = default_bucket_caps();
   BufferPolicy buffers = BufferPolicy::from_rank_zero;
   GradientStorage gradients = GradientStorage::in_bucket;

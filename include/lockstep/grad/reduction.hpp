@@ -51,8 +51,7 @@ class BucketReduction {
         options_(options),
         sizes_(sizes_of(parameters, sparse_)),
         used_(parameters.size(), true) {
-    const bool search = options.find_unused_parameters && !options.static_graph;
-    use(plan_by_registration(sizes_, search ? options.bucket_caps : std::vector<std::size_t>{}));
+    use(plan_by_registration(sizes_, caps_at_first(options)));
     asks_usage_ = options.find_unused_parameters || options.static_graph;
     if (asks_usage_ || !Hook::spreads_nan)
       usage_.emplace(asks_usage_ ? parameters.size() : 0, parameters[0].tensor.device());
@@ -219,6 +218,13 @@ class BucketReduction {
   ReductionTimes times;
 
  private:
+  /// Where Python does not keep to any limit in the first reduction, none.
+  static std::vector<std::size_t> caps_at_first(const DdpOptions& options) {
+    const bool searches = options.find_unused_parameters && !options.static_graph;
+    const bool listed = options.bucket_caps.size() > 1 && options.bucket_caps != default_bucket_caps();
+    return searches || listed ? options.bucket_caps : std::vector<std::size_t>{};
+  }
+
   static std::vector<ParameterSize> sizes_of(const std::vector<NamedTensor>& parameters,
                                              const std::vector<char>& sparse) {
     std::vector<ParameterSize> sizes;
