@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "lockstep/world/heap.hpp"
 #include "lockstep/world/launch_plan.hpp"
 #include "lockstep/world/supervisor.hpp"
 #include "lockstep/world/worker.hpp"
@@ -80,7 +81,8 @@ inline int launch_here(const LaunchPlan& plan, int argc, char** argv, const Laun
 ///
 /// By hand on several hosts, RANK is this host's first rank: `WORLD_SIZE=7 RANK=3 MASTER_ADDR=a
 /// MASTER_PORT=29500 prog
-/// --nproc 4` starts ranks 3 to 6. What `fn` throws ends the whole run: no destructor runs in the rank that
+/// --nproc 4` starts ranks 3 to 6. A rank's heap keeps what it frees (MALLOC_TRIM_THRESHOLD_ set by the user
+/// goes before). What `fn` throws ends the whole run: no destructor runs in the rank that
 /// threw.
 template <class Fn>
 int launch(int argc, char** argv, Fn&& fn, const LaunchOptions& options = {}) {
@@ -94,6 +96,7 @@ int launch(int argc, char** argv, Fn&& fn, const LaunchOptions& options = {}) {
   }
   std::setvbuf(stdout, nullptr, _IOLBF,
                BUFSIZ);  // a rank that is killed must not take its last lines with it
+  detail::keep_freed_memory();
   int code = 0;
   detail::run_without_handlers([&] {
     World world = World::from_environment();
