@@ -13,6 +13,7 @@
 #include <unistd.h>
 
 #include <chrono>
+#include <cstdio>
 #include <cstdlib>
 #include <fstream>
 #include <iterator>
@@ -65,23 +66,41 @@ inline int processes_left(const std::string& marker, Milliseconds patience = Mil
   }
 }
 
+/// The state of a process as the kernel names it ('R' runs, 'T' is stopped, 'Z' has ended and nobody knows),
+/// and its parent; '?' where there is none.
+struct ProcessState {
+  char state = '?';
+  pid_t parent = 0;
+};
+inline ProcessState process_state(pid_t pid) {
+  std::ifstream file(fmt::format("/proc/{}/stat", pid));
+  const std::string all((std::istreambuf_iterator<char>(file)), {});
+  const auto end = all.rfind(')');  // behind the name, which may hold anything
+  ProcessState found;
+  if (end == std::string::npos ||
+      std::sscanf(all.c_str() + end + 1, " %c %d", &found.state, &found.parent) != 2)
+    return {};
+  return found;
+}
+
 /// The children of a process that have ended without being waited for.
 inline int zombies_of(pid_t parent) {
   int count = 0;
   DIR* folder = opendir("/proc");
   while (const dirent* entry = readdir(folder)) {
     if (std::atoi(entry->d_name) <= 0) continue;
-    std::ifstream file(fmt::format("/proc/{}/stat", entry->d_name));
-    const std::string all((std::istreambuf_iterator<char>(file)), {});
-    const auto end = all.rfind(')');
-    if (end == std::string::npos) continue;
-    char state = 0;
-    int ppid = 0;
-    if (std::sscanf(all.c_str() + end + 1, " %c %d", &state, &ppid) == 2 && ppid == parent && state == 'Z')
-      ++count;
+    const auto found = process_state(std::atoi(entry->d_name));
+    if (found.parent == parent && found.state == 'Z') ++count;
   }
   closedir(folder);
   return count;
+}
+
+/// How often `part` stands in `text`.
+inline int count(const std::string& text, const std::string& part) {
+  int found = 0;
+  for (auto at = text.find(part); at != std::string::npos; at = text.find(part, at + 1)) ++found;
+  return found;
 }
 
 struct StartOptions {
