@@ -11,20 +11,31 @@ using lockstep::SGD;
 using lockstep::SgdOptions;
 
 TEST_CASE("the fast way of SGD has the bits of the loop over the parameters") {
-  // foreach is the same operators on a CPU, so this holds the choice of the fused one to account, on any
-  // LibTorch.
-  for (const auto type : {at::kFloat, at::kDouble})
-    for (const double momentum : {0.0, 0.9})
-      for (const double weight_decay : {0.0, 0.03})
-        for (const bool maximize : {false, true}) {
-          CAPTURE(type, momentum, weight_decay, maximize);
-          SgdOptions options{
-              .lr = 0.07, .momentum = momentum, .weight_decay = weight_decay, .maximize = maximize};
+  // foreach is the loop's operators on a CPU, so this holds the choice of the fused one to account, on any
+  // LibTorch and with several threads.
+  const int threads = at::get_num_threads();
+  for (const int used : {1, 3})
+    for (const auto type : {at::kFloat, at::kDouble})
+      for (const double momentum : {0.0, 0.9})
+        for (const int more : {0, 1, 2, 3}) {
+          CAPTURE(used, type, momentum, more);
+          at::set_num_threads(used);
+          SgdOptions options{.lr = 0.07,
+                             .momentum = momentum,
+                             .dampening = more == 2 ? 0.2 : 0.0,
+                             .weight_decay = more >= 1 ? 0.03 : 0.0,
+                             .nesterov = more == 3 && momentum > 0,
+                             .maximize = more == 2};
           auto a = some_parameters(1, type), b = some_parameters(1, type);
+          for (auto* list : {&a, &b}) {
+            torch::manual_seed(9);
+            for (const std::int64_t size : {16, 48, 32784, 100007, 131072})
+              list->push_back(torch::randn({size}).to(type).requires_grad_());
+          }
           SGD fast(a, options);
           options.implementation = Implementation::foreach;
           SGD plain(b, options);
-          for (int step = 0; step < 20; ++step) {
+          for (int step = 0; step < 6; ++step) {
             set_gradients(a, step);
             set_gradients(b, step);
             fast.step();
@@ -32,6 +43,7 @@ TEST_CASE("the fast way of SGD has the bits of the loop over the parameters") {
           }
           CHECK(same_bits(a, b));
         }
+  at::set_num_threads(threads);
 }
 
 TEST_CASE("SGD leaves parameters without a gradient alone, and starts them when one comes") {

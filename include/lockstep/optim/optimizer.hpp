@@ -140,7 +140,8 @@ class GroupedOptimizer : public torch::optim::Optimizer {
       : GroupedOptimizer(one_group(std::move(parameters)), defaults) {}
 
  private:
-  // LibTorch 2.15 gives a group the defaults in place of options of a type that it does not know; 2.6 does not.
+  // LibTorch 2.15 gives a group the defaults in place of options of a type that it does not know; 2.6 does
+  // not.
   void keep_options(const torch::optim::OptimizerParamGroup& given, std::size_t group) {
     if (given.has_options()) param_groups_[group].set_options(given.options().clone());
   }
@@ -205,7 +206,7 @@ class GroupedOptimizer : public torch::optim::Optimizer {
         active_.add(parameter, gradient, state);
       }
       if (active_.size() == 0) continue;
-      Derived::step_group(options, active_, scale);
+      static_cast<Derived&>(*this).step_group(options, active_, scale);
       // What autograd would have done, so that a graph from before the step is refused as ever.
       for (const at::Tensor& parameter : active_.parameters)
         if (!parameter.is_inference()) parameter.unsafeGetTensorImpl()->bump_version();

@@ -39,32 +39,48 @@ class SGD : public detail::GroupedOptimizer<SGD, SgdState, SgdOptions> {
 
   static void prepare(const SgdOptions&, const at::Tensor&, SgdState&) {}
 
-  // Without momentum the fused operator rounds as the loop does, in every vector width; with it, the last few
-  // elements of a parameter may differ.
-  static bool fused_is_equal(const SgdOptions& options, const detail::Active<SgdState>& all) {
-    if (options.momentum != 0) return false;
-    for (const at::Tensor& parameter : all.parameters)
-      if (!parameter.is_non_overlapping_and_dense()) return false;
-    const at::ScalarType type = all.parameters[0].scalar_type();
-    return type == at::kFloat || type == at::kDouble;
+  // Whether the fused operator rounds as the loop does. Without momentum it does. With it, what is left over
+  // after whole vectors is rounded otherwise, so that there must be none: its threads and its widest vectors
+  // take 16 elements or less at once.
+  static bool fused_is_equal(const SgdOptions& options, const at::Tensor& parameter,
+                             const at::Tensor& gradient) {
+    const at::ScalarType type = parameter.scalar_type();
+    return (type == at::kFloat || type == at::kDouble) && !gradient.is_sparse() &&
+           parameter.is_non_overlapping_and_dense() && (options.momentum == 0 || parameter.numel() % 16 == 0);
   }
 
-  static void step_group(const SgdOptions& options, detail::Active<SgdState>& group, const StepScale& scale) {
+  void step_group(const SgdOptions& options, detail::Active<SgdState>& group, const StepScale& scale) {
     detail::each_kind(group, [&](detail::Active<SgdState>& all) {
+      const bool on_cpu = all.parameters[0].is_cpu();
+      if (options.implementation == Implementation::automatic && on_cpu) return fastest_on_cpu(options, all);
       bool sparse = false;
       for (const at::Tensor& gradient : all.gradients) sparse = sparse || gradient.is_sparse();
-      const bool choose = options.implementation == Implementation::automatic;
-      const bool on_cpu = all.parameters[0].is_cpu();
       const bool rate_on_device = options.lr_tensor.defined() && !options.lr_tensor.is_cpu();
-      if (options.implementation == Implementation::fused ||
-          (choose && !sparse && (on_cpu ? fused_is_equal(options, all) : rate_on_device)))
+      if (options.implementation == Implementation::fused)
         detail::sgd_fused(options, all, scale);
-      else if (sparse || (choose && on_cpu))
+      else if (sparse)
         detail::sgd_loop(options, all);
+      else if (options.implementation == Implementation::automatic && rate_on_device)
+        detail::sgd_fused(options, all, scale);
       else
         detail::sgd_foreach(options, all);
     });
   }
+
+  // Python's bits, with the fused operator where it has them.
+  void fastest_on_cpu(const SgdOptions& options, detail::Active<SgdState>& all) {
+    fused_.clear();
+    looped_.clear();
+    for (std::size_t i = 0; i < all.size(); ++i)
+      (fused_is_equal(options, all.parameters[i], all.gradients[i]) ? fused_ : looped_)
+          .add(all.parameters[i], all.gradients[i], all.states[i]);
+    if (fused_.size() != 0) detail::sgd_fused(options, fused_, {});
+    if (looped_.size() != 0) detail::sgd_loop(options, looped_);
+    fused_.clear();
+    looped_.clear();
+  }
+
+  detail::Active<SgdState> fused_, looped_;
 };
 
 }  // namespace lockstep

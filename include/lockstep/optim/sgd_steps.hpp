@@ -150,10 +150,8 @@ inline void sgd_fused_call(const SgdOptions& o, Active<SgdState>& all, const Ste
 inline void sgd_fused(const SgdOptions& options, Active<SgdState>& all, const StepScale& scale) {
   align_gradients(all);
   std::size_t fresh = 0;
-  for (std::size_t i = 0; options.momentum != 0 && i < all.size(); ++i) {
-    if (all.states[i]->momentum_buffer.defined()) continue;
-    ++fresh;
-  }
+  if (options.momentum != 0)
+    for (const SgdState* state : all.states) fresh += state->momentum_buffer.defined() ? 0 : 1;
   if (fresh != 0 && fresh != all.size()) {
     Active<SgdState> parts[2];
     for (std::size_t i = 0; i < all.size(); ++i)
