@@ -1,5 +1,6 @@
 #include "lockstep/data/digits.hpp"
 
+#include "data/counted_memory.hpp"
 #include "data/temporary_folder.hpp"
 #include "lockstep/data/cache.hpp"
 #include "lockstep/data/md5.hpp"
@@ -46,11 +47,13 @@ TEST_CASE("the drawing that v1 names has not changed") {
 TEST_CASE("digits are drawn into the cache once, whole") {
   TemporaryFolder cache;
   setenv("XDG_CACHE_HOME", cache.path().c_str(), 1);
+  const lockstep_test::CountedTensors memory;
   const auto folder = lockstep::drawn_digits_folder(300, 50);
   CHECK(folder.string().find(cache.path().string()) == 0);
-  const auto written = std::filesystem::last_write_time(folder / "train-images-idx3-ubyte");
+  const auto drawing = memory.asked();
+  CHECK(drawing >= 350 * 28 * 28);
   CHECK(lockstep::drawn_digits_folder(300, 50) == folder);
-  CHECK(std::filesystem::last_write_time(folder / "train-images-idx3-ubyte") == written);
+  CHECK(memory.asked() == drawing);  // no page was drawn on
 
   const auto mnist = lockstep::load_mnist(folder);
   CHECK(mnist.train.size() == 300);
@@ -60,6 +63,17 @@ TEST_CASE("digits are drawn into the cache once, whole") {
   for ([[maybe_unused]] const auto& entry : std::filesystem::directory_iterator(cache / "lockstep"))
     ++entries;
   CHECK(entries == 1);
+}
+
+TEST_CASE("a folder is filled where there is none yet") {
+  TemporaryFolder cache;
+  int fillings = 0;
+  const auto make = [&] {
+    return lockstep::make_folder_whole(cache / "a", [&](const std::filesystem::path&) { ++fillings; });
+  };
+  CHECK(make());
+  CHECK_FALSE(make());
+  CHECK(fillings == 1);
 }
 
 TEST_CASE("a folder that could not be filled is not there") {

@@ -2,26 +2,18 @@
 
 #include <chrono>
 #include <numeric>
-#include <sstream>
 
+#include "data/counted_memory.hpp"
+#include "data/passes.hpp"
 #include "support/catch.hpp"
 
 using lockstep::DistributedSampler;
 using lockstep::SamplerOptions;
+using lockstep_test::all;
+using lockstep_test::carry;
+using lockstep_test::pass;
 
 namespace {
-
-std::vector<std::size_t> all(DistributedSampler& sampler, std::size_t batch_size = 7) {
-  std::vector<std::size_t> indices;
-  while (const auto batch = sampler.next(batch_size))
-    indices.insert(indices.end(), batch->begin(), batch->end());
-  return indices;
-}
-
-std::vector<std::size_t> pass(DistributedSampler& sampler) {
-  sampler.reset();
-  return all(sampler);
-}
 
 // What Python's code does, written as Python writes it: whole lists, padded and sliced.
 std::vector<std::size_t> as_python(std::size_t length, std::size_t rank, std::size_t world, std::size_t epoch,
@@ -42,17 +34,6 @@ std::vector<std::size_t> as_python(std::size_t length, std::size_t rank, std::si
   std::vector<std::size_t> own;
   for (std::size_t i = rank; i < indices.size(); i += world) own.push_back(indices[i]);
   return own;
-}
-
-template <class S>
-void carry(const S& from, S& to) {
-  std::stringstream stream;
-  torch::serialize::OutputArchive out;
-  from.save(out);
-  out.save_to(stream);
-  torch::serialize::InputArchive in;
-  in.load_from(stream);
-  to.load(in);
 }
 
 struct Group {
@@ -232,4 +213,28 @@ TEST_CASE("making one costs nothing however many samples there are") {
     CHECK(sampler.size() == 50'000'000);
   }
   CHECK(best < std::chrono::milliseconds(1));
+}
+
+TEST_CASE("a sampler keeps its rank's share of the order alone, of one epoch") {
+  constexpr std::size_t length = 1'000'000;
+  for (const int ranks : {1, 2, 3, 8}) {
+    const lockstep_test::CountedTensors memory;
+    DistributedSampler sampler{length, ranks - 1, ranks, {.seed = 1}};
+    CHECK(memory.asked() == 0);
+    const auto share = static_cast<std::int64_t>((length + ranks - 1) / ranks);
+    for (const std::size_t epoch : {0, 1, 2}) {
+      CAPTURE(ranks, epoch, memory.held());
+      sampler.set_epoch(epoch);
+      (void)sampler.next(10);
+      CHECK(memory.asked() > 0);
+      CHECK(memory.held() <= 8 * share);
+      CHECK(memory.held() >= 4 * share);
+    }
+    const DistributedSampler copy = sampler;
+    CHECK(memory.held() <= 8 * share);
+  }
+  const lockstep_test::CountedTensors memory;
+  DistributedSampler in_order{length, 0, 2, {.shuffle = false}};
+  (void)in_order.next(10);
+  CHECK(memory.asked() == 0);
 }

@@ -1,10 +1,10 @@
 #include "lockstep/data/evaluation_sampler.hpp"
 
-#include <sstream>
-
+#include "data/passes.hpp"
 #include "support/catch.hpp"
 
 using lockstep::EvaluationSampler;
+using lockstep_test::carry;
 
 static_assert(lockstep::Sampler<EvaluationSampler>);
 
@@ -36,19 +36,10 @@ TEST_CASE("all ranks together see every sample once, in the dataset's order") {
 TEST_CASE("an evaluation goes on where it was saved") {
   EvaluationSampler sampler{20, 1, 2}, resumed{20, 1, 2}, other{20, 1, 4};
   (void)sampler.next(3);
-  auto carry = [&](EvaluationSampler& to) {
-    std::stringstream stream;
-    torch::serialize::OutputArchive out;
-    sampler.save(out);
-    out.save_to(stream);
-    torch::serialize::InputArchive in;
-    in.load_from(stream);
-    to.load(in);
-  };
-  carry(resumed);
+  carry(sampler, resumed);
   resumed.reset();
   CHECK(resumed.next(100) == sampler.next(100));
-  CHECK_THROWS_AS(carry(other), lockstep::CheckpointError);
+  CHECK_THROWS_AS(carry(sampler, other), lockstep::CheckpointError);
 }
 
 TEST_CASE("an evaluation by a rank that cannot be is refused") {

@@ -2,19 +2,17 @@
 
 #include <cmath>
 
+#include "data/counted_memory.hpp"
+#include "data/passes.hpp"
+#include "support/allocations.hpp"
 #include "support/catch.hpp"
 
 using lockstep::KeyedPermutation;
 using lockstep::PermutationSampler;
+using lockstep_test::allocated_bytes;
+using lockstep_test::pass;
 
 namespace {
-
-std::vector<std::size_t> pass(PermutationSampler& sampler) {
-  std::vector<std::size_t> indices;
-  sampler.reset();
-  while (const auto batch = sampler.next(5)) indices.insert(indices.end(), batch->begin(), batch->end());
-  return indices;
-}
 
 // The sum of (seen - expected)^2 / expected over equally likely cells.
 double chi_square(const std::vector<double>& cells, double draws) {
@@ -153,9 +151,32 @@ TEST_CASE("an empty dataset gives an empty pass") {
   CHECK(pass(sampler).empty());
 }
 
-TEST_CASE("a place far out in an enormous dataset costs no more than the first") {
-  PermutationSampler sampler{std::size_t{1} << 50, 0, 8};
-  const auto indices = sampler.next(4);
-  REQUIRE(indices.has_value());
-  for (const std::size_t index : *indices) CHECK(index < std::size_t{1} << 50);
+TEST_CASE(
+    "a place anywhere in an enormous dataset takes no memory, and a sampler of it no more than of a small "
+    "one") {
+  constexpr std::size_t enormous = std::size_t{1} << 50;
+  const lockstep_test::CountedTensors tensors;
+  const std::size_t before = allocated_bytes;
+  const KeyedPermutation order(enormous, 3);
+  std::size_t wrong = 0;
+  for (const std::size_t place : {std::size_t{0}, enormous / 2 + 1, enormous - 1})
+    wrong += order(place) < enormous ? 0 : 1;
+  const std::size_t taken = allocated_bytes - before;
+  CHECK(wrong == 0);
+  CHECK(taken == 0);
+
+  const auto taken_by = [](std::size_t length) {
+    const std::size_t start = allocated_bytes;
+    PermutationSampler sampler{length, 0, 2, {.seed = 1}};
+    sampler.set_epoch(1);
+    std::size_t given = 0;
+    for (int batch = 0; batch < 3; ++batch) given += sampler.next(4)->size();
+    const std::size_t bytes = allocated_bytes - start;
+    CHECK(given == 12);
+    return bytes;
+  };
+  const std::size_t small = taken_by(40), large = taken_by(enormous);
+  CHECK(small > 0);
+  CHECK(large == small);
+  CHECK(tensors.asked() == 0);
 }

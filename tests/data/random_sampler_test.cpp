@@ -1,33 +1,18 @@
 #include "lockstep/data/random_sampler.hpp"
 
-#include <sstream>
-
+#include "data/passes.hpp"
 #include "support/catch.hpp"
 
 using lockstep::RandomSampler;
+using lockstep_test::all;
+using lockstep_test::carry;
+using lockstep_test::pass;
 
 namespace {
-
-std::vector<std::size_t> all(RandomSampler& sampler, std::size_t batch_size = 7) {
-  std::vector<std::size_t> indices;
-  while (const auto batch = sampler.next(batch_size))
-    indices.insert(indices.end(), batch->begin(), batch->end());
-  return indices;
-}
 
 std::vector<std::size_t> numbers(const at::Tensor& tensor) {
   const auto* from = tensor.const_data_ptr<std::int64_t>();
   return {from, from + tensor.numel()};
-}
-
-void carry(const RandomSampler& from, RandomSampler& to) {
-  std::stringstream stream;
-  torch::serialize::OutputArchive out;
-  from.save(out);
-  out.save_to(stream);
-  torch::serialize::InputArchive in;
-  in.load_from(stream);
-  to.load(in);
 }
 
 }  // namespace
@@ -41,8 +26,7 @@ TEST_CASE("a pass draws base seed, sampler seed and permutation, in that order")
   RandomSampler sampler{50};
   std::vector<std::vector<std::size_t>> passes;
   for (int epoch = 0; epoch < 3; ++epoch) {
-    sampler.reset();
-    passes.push_back(all(sampler));
+    passes.push_back(pass(sampler));
   }
   torch::manual_seed(11);
   for (const auto& seen : passes) {
@@ -84,14 +68,11 @@ TEST_CASE("a pass of a random sampler goes on where it was saved, and so does th
     carry(sampler, resumed);
     const at::Tensor default_state = at::detail::getDefaultCPUGenerator().get_state();
     const auto rest = all(sampler);
-    sampler.reset();
-    const auto following = all(sampler);
+    const auto following = pass(sampler);
     at::Generator default_generator = at::detail::getDefaultCPUGenerator();
     default_generator.set_state(default_state);
-    resumed.reset();
-    CHECK(all(resumed) == rest);
-    resumed.reset();
-    CHECK(all(resumed) == following);
+    CHECK(pass(resumed) == rest);
+    CHECK(pass(resumed) == following);
   }
 }
 
