@@ -2,10 +2,10 @@
 // words.
 #include <algorithm>
 #include <chrono>
-#include <memory>
 #include <string>
 #include <vector>
 
+#include "support/by_hand.hpp"
 #include "support/catch.hpp"
 #include "support/process.hpp"
 
@@ -29,31 +29,21 @@ double seconds_since(std::chrono::steady_clock::time_point start) {
 }
 
 // Ranks started one by one, as by hand on several hosts: nobody watches over them.
-Outcome by_hand(const std::string& fault, int culprit, bool with_launch = true, int size = 3) {
-  Variables variables{{"WORLD_SIZE", std::to_string(size)},
-                      {"MASTER_ADDR", "127.0.0.1"},
-                      {"MASTER_PORT", std::to_string(free_port())},
-                      {"OMP_NUM_THREADS", "1"},
-                      {marker_variable, new_marker()}};
+Outcome started_by_hand(const std::string& fault, int culprit, bool with_launch = true, int size = 3) {
+  Variables variables{{"OMP_NUM_THREADS", "1"}};
   if (!with_launch) variables["WITHOUT_LAUNCH"] = "1";
-  std::vector<std::unique_ptr<Process>> ranks;
-  for (int rank = 0; rank < size; ++rank) {
-    variables["RANK"] = std::to_string(rank);
-    ranks.push_back(std::make_unique<Process>(
-        std::vector<std::string>{test_program("comm_fault"), fault, std::to_string(culprit)}, variables,
-        StartOptions{}));
-  }
+  Together ranks({test_program("comm_fault"), fault, std::to_string(culprit)}, size, variables);
   Outcome outcome;
-  REQUIRE(ranks[static_cast<std::size_t>(culprit)]->wait_for_output("now"));
+  REQUIRE(ranks[culprit].wait_for_output("now"));
   const auto start = std::chrono::steady_clock::now();
-  for (auto& rank : ranks) {
+  for (auto& rank : ranks.all) {
     const bool ended = rank->wait(Milliseconds(20000));
     CAPTURE(fault, rank->error());
     REQUIRE(ended);
   }
   outcome.seconds = seconds_since(start);
-  for (auto& rank : ranks) outcome.ranks.push_back({rank->exit_code(), rank->out(), rank->error()});
-  outcome.left = processes_left(variables[marker_variable]);
+  for (auto& rank : ranks.all) outcome.ranks.push_back({rank->exit_code(), rank->out(), rank->error()});
+  outcome.left = processes_left(ranks.marker);
   return outcome;
 }
 
@@ -87,7 +77,7 @@ TEST_CASE("a rank that throws with collectives in flight ends all, under the lau
 
 TEST_CASE("a rank that throws with collectives in flight ends all, by hand") {
   for (int culprit : {0, 2}) {
-    const auto outcome = by_hand("throw", culprit);
+    const auto outcome = started_by_hand("throw", culprit);
     CHECK(outcome.seconds < 5);
     CHECK(outcome.left == 0);
     for (int rank = 0; rank < 3; ++rank) {
@@ -101,7 +91,7 @@ TEST_CASE("a rank that throws with collectives in flight ends all, by hand") {
 }
 
 TEST_CASE("an exception that passes communicators on its way waits for nothing") {
-  const auto outcome = by_hand("catch", 2, false);
+  const auto outcome = started_by_hand("catch", 2, false);
   CHECK(outcome.seconds < 5);
   CHECK(outcome.left == 0);
   for (const auto& end : outcome.ranks) CHECK(end.code == 3);
@@ -114,7 +104,7 @@ TEST_CASE("an exception that passes communicators on its way waits for nothing")
 }
 
 TEST_CASE("abort tells the others its reason, and sticks") {
-  const auto outcome = by_hand("abort", 1);
+  const auto outcome = started_by_hand("abort", 1);
   CHECK(outcome.seconds < 5);
   CHECK_THAT(outcome.ranks[1].error, ContainsSubstring("the communicator was aborted: the disk is full"));
   for (int rank : {0, 2})
@@ -123,7 +113,7 @@ TEST_CASE("abort tells the others its reason, and sticks") {
 }
 
 TEST_CASE("a killed rank is named by the others") {
-  const auto alone = by_hand("kill", 2);
+  const auto alone = started_by_hand("kill", 2);
   CHECK(alone.seconds < 5);
   CHECK(alone.left == 0);
   CHECK(alone.ranks[2].code == 128 + SIGKILL);
@@ -131,7 +121,7 @@ TEST_CASE("a killed rank is named by the others") {
     CHECK(alone.ranks[static_cast<std::size_t>(rank)].code == 1);
     CHECK_THAT(alone.ranks[static_cast<std::size_t>(rank)].error, ContainsSubstring("rank 2 failed first"));
   }
-  const auto pair = by_hand("kill", 1, true, 2);
+  const auto pair = started_by_hand("kill", 1, true, 2);
   CHECK(pair.seconds < 5);
   CHECK_THAT(pair.ranks[0].error, ContainsSubstring("rank 1 failed first"));
   const auto watched = launched("kill", 1);
@@ -141,7 +131,7 @@ TEST_CASE("a killed rank is named by the others") {
 }
 
 TEST_CASE("when the rank that hosts the store is killed the others end too") {
-  const auto outcome = by_hand("kill", 0);
+  const auto outcome = started_by_hand("kill", 0);
   CHECK(outcome.seconds < 5);
   CHECK(outcome.left == 0);
   for (int rank : {1, 2}) {
@@ -151,7 +141,7 @@ TEST_CASE("when the rank that hosts the store is killed the others end too") {
 }
 
 TEST_CASE("a rank that never enters a collective is named when the deadline passes") {
-  const auto outcome = by_hand("never", 2);
+  const auto outcome = started_by_hand("never", 2);
   CHECK(outcome.left == 0);
   bool named = false;
   for (const auto& end : outcome.ranks) {
@@ -166,7 +156,7 @@ TEST_CASE("a rank that never enters a collective is named when the deadline pass
 
 TEST_CASE("a rank that finishes early is named") {
   for (int culprit : {0, 2}) {
-    const auto outcome = by_hand("early", culprit);
+    const auto outcome = started_by_hand("early", culprit);
     CHECK(outcome.seconds < 5);
     CHECK(outcome.left == 0);
     const auto& end = outcome.ranks[1];
@@ -177,7 +167,7 @@ TEST_CASE("a rank that finishes early is named") {
 }
 
 TEST_CASE("ranks that are busy with something else end with the others") {
-  const auto outcome = by_hand("absent", 2);
+  const auto outcome = started_by_hand("absent", 2);
   CHECK(outcome.seconds < 5);
   CHECK(outcome.left == 0);
   for (int rank : {0, 1})
@@ -186,7 +176,7 @@ TEST_CASE("ranks that are busy with something else end with the others") {
 }
 
 TEST_CASE("a wait for a message ends when its sender fails") {
-  const auto outcome = by_hand("recv", 1);
+  const auto outcome = started_by_hand("recv", 1);
   CHECK(outcome.seconds < 5);
   CHECK(outcome.left == 0);
   for (int rank : {0, 2})
@@ -194,7 +184,7 @@ TEST_CASE("a wait for a message ends when its sender fails") {
 }
 
 TEST_CASE("ranks in different collectives are told so, long before the deadline") {
-  const auto outcome = by_hand("differ", 2);
+  const auto outcome = started_by_hand("differ", 2);
   CHECK(outcome.left == 0);
   CHECK(outcome.seconds < 12);
   CHECK_THAT(outcome.ranks[0].error,
@@ -204,7 +194,7 @@ TEST_CASE("ranks in different collectives are told so, long before the deadline"
 
 TEST_CASE("without a fault all end well, whoever hosts the store") {
   for (bool with_launch : {true, false}) {
-    const auto outcome = by_hand("none", 0, with_launch);
+    const auto outcome = started_by_hand("none", 0, with_launch);
     CHECK(outcome.left == 0);
     for (const auto& end : outcome.ranks) {
       CHECK(end.code == 0);

@@ -1,24 +1,19 @@
 #include <chrono>
-#include <memory>
 #include <string>
 
+#include "support/by_hand.hpp"
 #include "support/catch.hpp"
 #include "support/process.hpp"
 
 using namespace std::chrono_literals;
-using lockstep_test::run;
+using lockstep_test::count;
 using lockstep_test::test_program;
+using lockstep_test::Together;
 using Clock = std::chrono::steady_clock;
 
 namespace {
 
 const std::string program = test_program("collective_program");
-
-int count(const std::string& text, const std::string& part) {
-  int found = 0;
-  for (auto at = text.find(part); at != std::string::npos; at = text.find(part, at + 1)) ++found;
-  return found;
-}
 
 // How long after the ranks had begun everything was over.
 struct Result {
@@ -75,22 +70,15 @@ TEST_CASE("a failure between collectives ends all within 5 s, whatever the deadl
 
 TEST_CASE("by hand the others hear of a rank that fails before it has met them, or that hosted the store") {
   for (const std::string mode : {"never meets", "never meets first", "killed first"}) {
-    const auto port = std::to_string(lockstep_test::free_port());
     const auto begin = Clock::now();
-    std::vector<std::unique_ptr<lockstep_test::Process>> ranks;
-    for (const char* rank : {"0", "1", "2"})
-      ranks.push_back(std::make_unique<lockstep_test::Process>(
-          std::vector<std::string>{program, mode},
-          lockstep_test::Variables{
-              {"RANK", rank}, {"WORLD_SIZE", "3"}, {"MASTER_ADDR", "127.0.0.1"}, {"MASTER_PORT", port}},
-          lockstep_test::StartOptions{}));
+    Together ranks({program, mode}, 3);
     const int culprit = mode == "never meets" ? 2 : 0;
-    for (auto& rank : ranks) REQUIRE(rank->wait(30s));
+    for (auto& rank : ranks.all) REQUIRE(rank->wait(30s));
     CHECK(Clock::now() - begin < 15s);
     for (int rank = 0; rank < 3; ++rank) {
-      const auto error = ranks[rank]->error();
+      const auto error = ranks[rank].error();
       INFO(mode << ", rank " << rank << "\n" << error);
-      CHECK(ranks[rank]->exit_code() == (rank == culprit && mode == "killed first" ? 137 : 1));
+      CHECK(ranks[rank].exit_code() == (rank == culprit && mode == "killed first" ? 137 : 1));
       if (rank == culprit && mode == "killed first") continue;
       CHECK(error.starts_with("error: "));
       CHECK(count(error, "\n") == 1);
@@ -102,34 +90,23 @@ TEST_CASE("by hand the others hear of a rank that fails before it has met them, 
 
 TEST_CASE("a failure by hand, without a launcher, ends all ranks") {
   for (const std::string mode : {"killed", "throws", "throws in flight"}) {
-    const auto marker = lockstep_test::new_marker();
-    const auto port = std::to_string(lockstep_test::free_port());
-    std::vector<std::unique_ptr<lockstep_test::Process>> ranks;
-    for (const char* rank : {"0", "1", "2"})
-      ranks.push_back(std::make_unique<lockstep_test::Process>(
-          std::vector<std::string>{program, mode},
-          lockstep_test::Variables{{"RANK", rank},
-                                   {"WORLD_SIZE", "3"},
-                                   {"MASTER_ADDR", "127.0.0.1"},
-                                   {"MASTER_PORT", port},
-                                   {lockstep_test::marker_variable, marker}},
-          lockstep_test::StartOptions{}));
-    REQUIRE(ranks[0]->wait_for_output("has reached step 5", 60s));
+    Together ranks({program, mode}, 3);
+    REQUIRE(ranks[0].wait_for_output("has reached step 5", 60s));
     const auto begin = Clock::now();
-    for (auto& rank : ranks) REQUIRE(rank->wait(20s));
-    INFO(mode << "\n" << ranks[0]->error() << "---\n" << ranks[1]->error() << "---\n" << ranks[2]->error());
+    for (auto& rank : ranks.all) REQUIRE(rank->wait(20s));
+    INFO(mode << "\n" << ranks[0].error() << "---\n" << ranks[1].error() << "---\n" << ranks[2].error());
     CHECK(Clock::now() - begin < 7s);
-    CHECK(ranks[0]->exit_code() == 1);
-    CHECK(ranks[1]->exit_code() == 1);
-    CHECK(ranks[2]->exit_code() == (mode == "killed" ? 137 : 1));
+    CHECK(ranks[0].exit_code() == 1);
+    CHECK(ranks[1].exit_code() == 1);
+    CHECK(ranks[2].exit_code() == (mode == "killed" ? 137 : 1));
     if (mode != "killed") {
-      CHECK_THAT(ranks[2]->error(), ContainsSubstring("error: rank 2 failed: a bad batch"));
-      for (int survivor : {0, 1}) CHECK_THAT(ranks[survivor]->error(), ContainsSubstring("a bad batch"));
+      CHECK_THAT(ranks[2].error(), ContainsSubstring("error: rank 2 failed: a bad batch"));
+      for (int survivor : {0, 1}) CHECK_THAT(ranks[survivor].error(), ContainsSubstring("a bad batch"));
     }
     for (int survivor : {0, 1}) {
-      CHECK_THAT(ranks[survivor]->error(), ContainsSubstring("rank 2"));
-      CHECK(count(ranks[survivor]->error(), "\n") == 1);
+      CHECK_THAT(ranks[survivor].error(), ContainsSubstring("rank 2"));
+      CHECK(count(ranks[survivor].error(), "\n") == 1);
     }
-    CHECK(lockstep_test::processes_left(marker) == 0);
+    CHECK(lockstep_test::processes_left(ranks.marker) == 0);
   }
 }

@@ -2,55 +2,28 @@
 
 #include <algorithm>
 #include <chrono>
-#include <memory>
 #include <thread>
 
 #include "lockstep/world/child.hpp"
 #include "lockstep/world/devices.hpp"
 #include "lockstep/world/socket.hpp"
+#include "support/by_hand.hpp"
 #include "support/catch.hpp"
 #include "support/process.hpp"
 
 using namespace std::chrono_literals;
+using lockstep_test::by_hand;
+using lockstep_test::count;
 using lockstep_test::processes_left;
 using lockstep_test::run;
 using lockstep_test::start;
 using lockstep_test::test_program;
+using lockstep_test::Together;
 using Strings = std::vector<std::string>;
 
 namespace {
 
 const std::string program = test_program("world_program");
-
-int count(const std::string& text, const std::string& part) {
-  int found = 0;
-  for (auto at = text.find(part); at != std::string::npos; at = text.find(part, at + 1)) ++found;
-  return found;
-}
-
-lockstep_test::Variables by_hand(int rank, int size, int port) {
-  return {{"RANK", std::to_string(rank)},
-          {"WORLD_SIZE", std::to_string(size)},
-          {"MASTER_ADDR", "127.0.0.1"},
-          {"MASTER_PORT", std::to_string(port)}};
-}
-
-// Several processes under one marker, one for each set of variables.
-struct Together {
-  std::string marker = lockstep_test::new_marker();
-  std::vector<std::unique_ptr<lockstep_test::Process>> all;
-  void add(Strings command, lockstep_test::Variables variables) {
-    variables[lockstep_test::marker_variable] = marker;
-    all.push_back(std::make_unique<lockstep_test::Process>(std::move(command), std::move(variables),
-                                                           lockstep_test::StartOptions{}));
-  }
-  // Waits for all; returns their exit codes, -1 for those that do not end.
-  std::vector<int> wait(std::chrono::milliseconds patience = 20s) {
-    std::vector<int> codes;
-    for (auto& process : all) codes.push_back(process->wait(patience) ? process->exit_code() : -1);
-    return codes;
-  }
-};
 
 }  // namespace
 
@@ -157,9 +130,7 @@ TEST_CASE("no rank survives a launcher that is killed") {
 
 TEST_CASE("ranks by hand meet, and the host of the store leaves last") {
   for (const char* mode : {"well", "late"}) {
-    Together ranks;
-    const int port = lockstep_test::free_port();
-    for (int rank = 0; rank < 3; ++rank) ranks.add({program, mode}, by_hand(rank, 3, port));
+    Together ranks({program, mode}, 3);
     CHECK(ranks.wait() == std::vector<int>{0, 0, 0});
     for (const auto& process : ranks.all) CHECK(process->error().empty());
   }
@@ -178,10 +149,8 @@ TEST_CASE("ranks by hand meet in a file") {
 
 TEST_CASE("a failure by hand reaches the other ranks through the store") {
   for (const char* mode : {"throws", "level one"}) {
-    Together ranks;
-    const int port = lockstep_test::free_port();
     const auto begin = std::chrono::steady_clock::now();
-    for (int rank = 0; rank < 3; ++rank) ranks.add({program, mode}, by_hand(rank, 3, port));
+    Together ranks({program, mode}, 3);
     CHECK(ranks.wait() == std::vector<int>{1, 1, 1});
     CHECK(std::chrono::steady_clock::now() - begin < 10s);
     const std::string text = mode == std::string("throws") ? "no such digit" : "a bad file";

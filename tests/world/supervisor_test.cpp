@@ -14,6 +14,7 @@
 #include "world/child_mode.hpp"
 
 using namespace std::chrono_literals;
+using lockstep_test::count;
 using lockstep_test::Ended;
 
 namespace {
@@ -156,12 +157,6 @@ Ended ended(const std::string& mode, int size = 3, std::chrono::milliseconds pat
   REQUIRE(process.wait(patience));
   return {process.exit_code(), process.out(), process.error(),
           lockstep_test::processes_left(process.marker())};
-}
-
-int count(const std::string& text, const std::string& part) {
-  int found = 0;
-  for (auto at = text.find(part); at != std::string::npos; at = text.find(part, at + 1)) ++found;
-  return found;
 }
 
 void wait_until_ready(lockstep_test::Process& process, int size) {

@@ -8,6 +8,7 @@
 #include "support/process.hpp"
 
 using namespace std::chrono_literals;
+using lockstep_test::count;
 using lockstep_test::processes_left;
 using lockstep_test::run;
 using lockstep_test::test_program;
@@ -33,12 +34,6 @@ Strings command(Strings options, Strings arguments) {
   all.push_back(program);
   all.insert(all.end(), arguments.begin(), arguments.end());
   return all;
-}
-
-int count(const std::string& text, const std::string& part) {
-  int found = 0;
-  for (auto at = text.find(part); at != std::string::npos; at = text.find(part, at + 1)) ++found;
-  return found;
 }
 
 Strings one_node(int nproc) {
