@@ -3,19 +3,24 @@ and compares the averages of every rank, bucket and step.
 
 usage: hooks_parity.py PROGRAM [RANKS...]
 
-The Python hooks are called as DDP calls them, on the buckets of a step in order, each Future waited for at the end.
-Bits are compared everywhere but in one place: with error feedback, Python's PowerSGD also keeps errors of tensors that
-it does not compress and lockstep's does not, so these tensors are compared to a tolerance, and both with the exact
-average. Afterwards lockstep is broken on purpose, and the comparison must find it for each hook.
+The Python hooks are called as DDP calls them, on the buckets of a step in order. Bits are compared everywhere but in
+two places, where lockstep leaves Python's PowerSGD: with error feedback, Python also keeps errors of tensors that it does
+not compress, so that the rounding of a large gradient is added to the small ones after it; here these tensors are
+compared with the exact average. And of a gradient of zeros Python makes not-a-numbers.
+
+Times are the medians of rank 0 over the steps, from the third on, of a bucket's start to its end. Afterwards lockstep is
+broken on purpose, and the comparison must find it for each hook.
 """
 
 import math
 import multiprocessing
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
+import time
 
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -31,11 +36,14 @@ except ImportError as error:
 
 SMALL = [[(40, 30), (7,)], [(600,)], [(16, 3, 3, 3), (16,), (1,)]]
 LARGE = [[(256, 128), (256,), (96, 64)], [(64, 3, 5, 5), (10,)], [(33, 65), (9, 8)]]
-# Of a tensor that is not compressed, relative to the largest of its bucket.
-TOLERANCE = 1e-5
+# One bucket, so that both sides do the same one after the other: these cases are timed as well.
+TIMED = [[(512, 512), (512,)]]
+# Between a tensor that is not compressed and the exact average, relative to the largest of its bucket.
+TOLERANCE = 1e-6
 
 
-def case(name, hook, plan, steps=4, rank=1, start=2, rate=2.0, feedback=1, warm=1, epsilon=0.0, seed=0, channel=0):
+def case(name, hook, plan, steps=4, rank=1, start=2, rate=2.0, feedback=1, warm=1, epsilon=0.0, seed=0, channel=0,
+         zeros=None):  # fmt: skip
     return locals()
 
 
@@ -52,6 +60,10 @@ CASES = [
     case("power-sgd-cold", "power_sgd", LARGE, steps=8, rank=2, warm=0, seed=7),
     case("power-sgd-no-feedback", "power_sgd", LARGE, steps=8, feedback=0),
     case("power-sgd-epsilon", "power_sgd", LARGE, steps=8, rank=2, epsilon=1e-8),
+    case("power-sgd-zeros", "power_sgd", [[(40, 30)]], steps=6, rank=2, feedback=0, zeros=4),
+    case("fp16-timed", "fp16", TIMED, steps=9),
+    case("quantized-timed", "quantized", TIMED, steps=9),
+    case("power-sgd-timed", "power_sgd", TIMED, steps=9, rank=2),
 ]
 
 
@@ -85,7 +97,9 @@ def gradients_of(c, rank, step):
     flats = []
     for shapes in c["plan"]:
         flat = torch.cat([torch.randn(shape, generator=generator).view(-1) for shape in shapes])
-        flats.append(flat * 10.0 ** (step - 2))
+        flats.append(flat * 10.0 ** (step % 6 - 2))
+    if c["zeros"] == step:
+        flats = [torch.zeros_like(flat) for flat in flats]
     if c["hook"] in ("fp16", "bf16") and step == 2 and rank == 1:
         flats[0][:6] = torch.tensor([math.nan, math.inf, -math.inf, 1e5, 1e-9, 3e38])
     return flats
@@ -132,17 +146,24 @@ def worker(rank, ranks, output):
     for c in CASES:
         hook = python_hook(c)
         buckets = [Bucket(i, len(c["plan"]), shapes) for i, shapes in enumerate(c["plan"])]
+        times = []
         with open(f"{output}/{c['name']}.{rank}", "wb") as file:
             for step in range(c["steps"]):
                 for bucket, flat in zip(buckets, gradients_of(c, rank, step)):
                     bucket.set_buffer(flat)
                 # One after the other: the later collectives of these hooks start on a thread of Gloo's, in an order
                 # that two buckets under way at once would leave to chance.
+                dist.barrier()
                 for bucket in buckets:
+                    start = time.perf_counter()
                     future = hook(bucket)
                     future.wait()
+                    times.append(time.perf_counter() - start)
                     result = future.value()
                     file.write(raw(result[0] if isinstance(result, (list, tuple)) else result))
+        if rank == 0:
+            with open(f"{output}/{c['name']}.ms", "w") as file:
+                print(1e3 * statistics.median(times[2 * len(buckets) :]), file=file)
     dist.destroy_process_group()
 
 
@@ -166,7 +187,8 @@ def run_lockstep(program, ranks, folder, output, *mutation):
     )
     if result.returncode:
         sys.exit(f"{program} failed at {ranks} ranks:\n{result.stdout}{result.stderr}")
-    return {line.split()[0]: int(line.split()[-1]) for line in result.stdout.splitlines() if " bytes " in line}
+    lines = [line.split() for line in result.stdout.splitlines() if " bytes " in line]
+    return {words[0]: (int(words[2]), float(words[4])) for words in lines}
 
 
 def compressed(c, shape):
@@ -175,16 +197,16 @@ def compressed(c, shape):
 
 
 def compare(c, ranks, theirs, ours):
-    """What differs, in words, and the largest errors of tensors that are not compressed: between the two, and of
-    each from the exact average."""
-    found, between, python_error, own_error = [], 0.0, 0.0, 0.0
+    """What differs, in words, and how far from the exact average tensors that are not compressed are, Python's and
+    lockstep's."""
+    found, python_error, own_error, python_nan = [], 0.0, 0.0, True
     # Python's errors of what is not compressed start with the second step that compresses.
     loose = c["hook"] == "power_sgd" and c["feedback"]
     for rank in range(ranks):
         expected, actual = (torch.frombuffer(bytearray(open(f"{folder}/{c['name']}.{rank}", "rb").read()),
                                              dtype=torch.int32) for folder in (theirs, ours))  # fmt: skip
         if expected.shape != actual.shape:
-            return [f"rank {rank}: {len(actual)} words instead of {len(expected)}"], 0, 0, 0
+            return [f"rank {rank}: {len(actual)} words instead of {len(expected)}"], 0.0, 0.0, False
         offset = 0
         for step in range(c["steps"]):
             inputs = [gradients_of(c, r, step) for r in range(ranks)]
@@ -197,9 +219,14 @@ def compare(c, ranks, theirs, ours):
                     if loose and step >= c["start"] and not compressed(c, shape):
                         one, other = one.view(torch.float32), other.view(torch.float32)
                         truth, scale = exact[at : at + length], exact.abs().max()
-                        between = max(between, ((one - other).abs().max() / scale).item())
                         python_error = max(python_error, ((one - truth).abs().max() / scale).item())
                         own_error = max(own_error, ((other - truth).abs().max() / scale).item())
+                    elif c["zeros"] is not None and step >= c["zeros"]:
+                        # Python divides zero by the length of a column of zeros.
+                        one, other = one.view(torch.float32), other.view(torch.float32)
+                        python_nan = python_nan and bool(one.isnan().all())
+                        if bool(other.any()) != (step > c["zeros"]) or not bool(other.isfinite().all()):
+                            found.append(f"zeros at step {c['zeros']} make {other[0]} at step {step}")
                     elif not one.equal(other):
                         wrong = int((one != other).sum())
                         first = one.view(torch.float32)[one != other][0], other.view(torch.float32)[one != other][0]
@@ -207,7 +234,7 @@ def compare(c, ranks, theirs, ours):
                                      f"as {first[0]:.9g} and {first[1]:.9g}")  # fmt: skip
                     offset += length
                     at += length
-    return found, between, python_error, own_error
+    return found, python_error, own_error, python_nan
 
 
 def main():
@@ -220,7 +247,7 @@ def main():
 
     folder = tempfile.mkdtemp(prefix="lockstep-hooks-")
     failures = 0
-    print("| hook | ranks | steps | bytes a rank | compared with Python |\n|---|---|---|---|---|", flush=True)
+    print("| hook | ranks | steps | bytes a rank | ms, Python | ms, lockstep | compared with Python |\n" + "|---" * 7 + "|", flush=True)
     try:
         os.makedirs(f"{folder}/in")
         # In a process of its own: one that has run operators should not fork.
@@ -235,15 +262,23 @@ def main():
             writer.start()
             writer.join()
             theirs, ours = f"{folder}/python-{ranks}", f"{folder}/lockstep-{ranks}"
-            sent = run_lockstep(program, ranks, f"{folder}/in", ours)
+            measured = run_lockstep(program, ranks, f"{folder}/in", ours)
             for c in CASES:
-                found, between, python_error, own_error = compare(c, ranks, theirs, ours)
+                found, python_error, own_error, python_nan = compare(c, ranks, theirs, ours)
                 text = found[0] if found else "equal bits"
                 if c["hook"] == "power_sgd" and c["feedback"]:
-                    text += f"; not compressed: {between:.1e} apart, from the exact average Python {python_error:.1e}, lockstep {own_error:.1e}"
-                    found += [] if between < TOLERANCE else ["apart"]
+                    text += f"; not compressed: {python_error:.0e} from the exact average in Python, {own_error:.0e} here"
+                    found += ["apart"] if own_error > TOLERANCE else []
+                if c["zeros"] is not None:
+                    theirs_is = "not-a-number" if python_nan else "a number"
+                    text += f"; after a gradient of zeros {theirs_is} in Python, a number here"
                 failures += bool(found)
-                print(f"| {c['name']} | {ranks} | {c['steps']} | {sent[c['name']]} | {text} |", flush=True)
+                sent, own_time = measured[c["name"]]
+                times = " | "
+                if c["plan"] is TIMED:
+                    python_time = float(open(f"{theirs}/{c['name']}.ms").read())
+                    times = f"{python_time:.2f} | {own_time:.2f}"
+                print(f"| {c['name']} | {ranks} | {c['steps']} | {sent} | {times} | {text} |", flush=True)
             if ranks != sizes[0]:
                 continue
             broken = f"{folder}/broken"

@@ -7,6 +7,8 @@
 // With `break`, rank 0 changes one gradient a little, to see that the comparison finds it.
 #include <torch/torch.h>
 
+#include <algorithm>
+#include <chrono>
 #include <fstream>
 #include <iostream>
 #include <sstream>
@@ -90,6 +92,7 @@ void reduce(const Case& c, Hook hook, lockstep::GlooComm& comm, const std::strin
   std::ifstream input(folder + "/" + c.name + rank, std::ios::binary);
   std::ofstream averages(output + "/" + c.name + rank, std::ios::binary);
   auto buckets = make_buckets(c.plan);
+  std::vector<double> times;
   for (int step = 0; step < c.steps; ++step) {
     for (auto& bucket : buckets) {
       bucket.iteration = static_cast<std::size_t>(step);
@@ -97,16 +100,22 @@ void reduce(const Case& c, Hook hook, lockstep::GlooComm& comm, const std::strin
                  static_cast<std::streamsize>(bucket.flat.nbytes()));
       if (broken && comm.rank() == 0) bucket.flat[0].mul_(1.1);
     }
+    comm.barrier();
+    const auto start = std::chrono::steady_clock::now();
     using Handle = decltype(hook.start(comm, buckets[0]));
     std::vector<Handle> under_way;
     under_way.reserve(buckets.size());
     for (const auto& bucket : buckets) under_way.push_back(hook.start(comm, bucket));
     for (auto& reduction : under_way) reduction.join_stream();
+    const std::chrono::duration<double, std::milli> time = std::chrono::steady_clock::now() - start;
+    if (step > 1) times.push_back(time.count());
     for (const auto& bucket : buckets)
       averages.write(static_cast<const char*>(bucket.flat.const_data_ptr()),
                      static_cast<std::streamsize>(bucket.flat.nbytes()));
   }
-  if (comm.rank() == 0) std::cout << c.name << " bytes " << hook.wire_bytes() << std::endl;
+  std::sort(times.begin(), times.end());
+  if (comm.rank() == 0)
+    std::cout << c.name << " bytes " << hook.wire_bytes() << " ms " << times[times.size() / 2] << std::endl;
 }
 
 void run(const Case& c, lockstep::GlooComm& comm, const std::string& folder, const std::string& output) {
