@@ -1,29 +1,10 @@
 // What one warm backward allocates beyond the plain one does not grow with the number of parameters.
 #include <torch/torch.h>
 
-#include <atomic>
-#include <cstdlib>
-#include <new>
-
 #include "lockstep/comm/gloo_comm.hpp"
 #include "lockstep/grad/distributed_data_parallel.hpp"
+#include "support/allocations.hpp"
 #include "support/catch.hpp"
-
-namespace {
-thread_local long allocations = 0;
-}
-
-void* operator new(std::size_t size) {
-  ++allocations;
-  if (void* memory = std::malloc(size)) return memory;
-  throw std::bad_alloc();
-}
-void operator delete(void* memory) noexcept {
-  std::free(memory);
-}
-void operator delete(void* memory, std::size_t) noexcept {
-  std::free(memory);
-}
 
 namespace {
 
@@ -42,9 +23,9 @@ long warm_allocations(ScalarsImpl& model, Backward&& backward) {
   for (int step = 0; step < 6; ++step) {
     model.zero_grad(false);
     const auto loss = model.forward();
-    const long before = allocations;
+    const long before = lockstep_test::allocations;
     backward(loss);
-    least = std::min(least, allocations - before);
+    least = std::min(least, lockstep_test::allocations - before);
   }
   return least;
 }
