@@ -3,14 +3,19 @@
 #include <charconv>
 #include <cmath>
 #include <concepts>
+#include <cstdio>
+#include <cstdlib>
+#include <optional>
 #include <string>
+#include <string_view>
 #include <system_error>
+#include <vector>
 
 #include <fmt/format.h>
 #include <CLI/CLI.hpp>
 
-/// Checks of what a user gives on the command line: the flag parser's own take a number that is too large for
-/// the largest there is, and an empty name for one.
+/// What the examples do with their command lines: checks, since the flag parser's own take a number that is
+/// too large for the largest there is and an empty name for one, and the way in which bad input is told.
 namespace flags {
 
 /// Reads `text` whole into `value`; what is wrong with it otherwise, where `kind` is what it should have
@@ -51,6 +56,34 @@ inline CLI::Validator not_negative() {
 /// Some text: an empty one is most often a variable of the shell that was not set.
 inline CLI::Validator not_empty() {
   return CLI::Validator([](std::string& text) { return text.empty() ? "it is empty" : std::string(); }, "");
+}
+
+/// Parses the command line, of which the last of equal options counts. Where the program should end, its exit
+/// code: 0 after --help, 2 after bad input, which is told on one line.
+inline std::optional<int> parse(CLI::App& app, int argc, char** argv) {
+  // launch reads these two itself; they are here for --help, and so that they are known.
+  const auto ignore = [](const std::string&) {};
+  app.add_option_function<std::string>("--nproc", ignore,
+                                       "processes to start on this host; without it one a GPU, or 2");
+  app.add_option_function<std::string>("--prefix", ignore,
+                                       "put the rank in front of lines: auto, always or never");
+  for (CLI::Option* option : app.get_options()) option->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
+  try {
+    // The parser would take the next argument for the value.
+    for (const std::string_view argument : std::vector<std::string_view>(argv + 1, argv + argc))
+      if (argument.starts_with("--") && argument.ends_with('='))
+        throw CLI::ValidationError(std::string(argument.substr(0, argument.size() - 1)), "it is empty");
+    app.parse(argc, argv);
+    return std::nullopt;
+  } catch (const CLI::Success& help) {
+    return app.exit(help);
+  } catch (const CLI::ParseError& error) {
+    // Every rank would say the same.
+    const char* local_rank = std::getenv("LOCAL_RANK");
+    if (!local_rank || std::string_view(local_rank) == "0")
+      fmt::print(stderr, "error: {}; see --help\n", error.what());
+    return 2;
+  }
 }
 
 }  // namespace flags
