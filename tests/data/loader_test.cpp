@@ -5,6 +5,7 @@
 #include <atomic>
 #include <thread>
 
+#include "data/passes.hpp"
 #include "lockstep/data/distributed_sampler.hpp"
 #include "lockstep/data/evaluation_sampler.hpp"
 #include "lockstep/data/random_sampler.hpp"
@@ -226,14 +227,8 @@ TEST_CASE("a pass that was resumed draws as the whole pass would have") {
   for (auto& batch : whole) data.push_back(batch.data);
   DistributedSampler saved = make();
   (void)saved.next(4);
-  std::stringstream stream;
-  torch::serialize::OutputArchive out;
-  saved.save(out);
-  out.save_to(stream);
-  torch::serialize::InputArchive in;
-  in.load_from(stream);
   DistributedSampler resumed = make();
-  resumed.load(in);
+  lockstep_test::carry(saved, resumed);
   DataLoader rest{counting(20), resumed, {.batch_size = 2, .transform = noise}};
   CHECK(rest.size() == 3);
   std::size_t at = 2;
