@@ -40,7 +40,7 @@ struct Options {
   double lr = 1e-4;
   std::string data_dir, gpu, save;
   std::vector<std::string> mirrors = lockstep::mnist_mirrors();
-  bool download = false;
+  bool download = false, sync_batchnorm = true;
 };
 
 lockstep::Mnist load(const lockstep::World& world, const Options& options) try {
@@ -72,13 +72,19 @@ void train(const lockstep::World& world, const Options& options) {
     world.log.info("lockstep trains on CPUs as yet: --gpu {} starts as many processes, on the CPU",
                    options.gpu);
 
+  torch::manual_seed(options.seed);
+  ConvNet model;
+  lockstep::GlooComm comm{world};
+  if (options.sync_batchnorm) lockstep::convert_sync_batchnorm(model, comm);
   lockstep::Trainer<ConvNet, lockstep::DistributedSampler, lockstep::GlooComm, lockstep::Fp32> trainer{
       world,
       {.epochs = options.epochs,
        .batch_size = options.batch_size,
        .lr = options.lr,
        .seed = options.seed,
-       .workers = options.workers}};
+       .workers = options.workers},
+      model,
+      std::move(comm)};
   const auto loss = [](ConvNet& net, const auto& batch) {
     return nn::functional::cross_entropy(net(batch.data), batch.target);
   };
@@ -102,6 +108,9 @@ int main(int argc, char** argv) {
   app.add_option("-b,--batch-size,--batch_size", options.batch_size, "digits a process and a step")
       ->transform(flags::whole_number(std::int64_t{1}));
   app.add_option("--lr", options.lr, "learning rate of SGD")->check(flags::not_negative());
+  app.add_option("--sync-batchnorm", options.sync_batchnorm, "batch norm over the batches of all processes")
+      ->check(CLI::IsMember({"on", "off"}))
+      ->default_str("on");
   app.add_option("--seed", options.seed, "seed of the model and of the order of digits")
       ->transform(flags::whole_number(std::uint64_t{0}));
   app.add_option("--workers", options.workers, "threads a process that load ahead")

@@ -1,4 +1,5 @@
 """Trains examples/mnist's network on real digits in Python DDP as well, from the same initial values, and compares.
+Python's SyncBatchNorm is for GPUs only, so that bits are compared without it, and with it the accuracy.
 
 mnist_parity.py MNIST_PROGRAM SHARED_FOLDER; the folder holds data/mnist. Exit code 77: skipped.
 """
@@ -21,21 +22,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "bench"))
+from python_ddp import ConvNet  # the same network
+
 EPOCHS, BATCH, RATE, SEED = 2, 32, 0.02, 3407
-
-
-class ConvNet(nn.Module):
-    def __init__(self):
-        super().__init__()
-
-        def layer(inputs, outputs):
-            return nn.Sequential(nn.Conv2d(inputs, outputs, 5, padding=2), nn.BatchNorm2d(outputs), nn.ReLU(),
-                                 nn.MaxPool2d(2))
-
-        self.layer1, self.layer2, self.fc = layer(1, 16), layer(16, 32), nn.Linear(7 * 7 * 32, 10)
-
-    def forward(self, x):
-        return self.fc(self.layer2(self.layer1(x)).flatten(1))
 
 
 class Digits(torch.utils.data.Dataset):
@@ -86,9 +76,9 @@ def state_of(path):
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
-def lockstep(ranks, epochs, save):
+def lockstep(ranks, epochs, save, sync="off"):
     command = [program, "--nproc", str(ranks), "--epochs", str(epochs), "--batch-size", str(BATCH), "--lr", str(RATE),
-               "--seed", str(SEED), "--data-dir", folder, "--save", save]
+               "--seed", str(SEED), "--sync-batchnorm", sync, "--data-dir", folder, "--save", save]
     done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, text=True)
     if done.returncode != 0:
         sys.exit(f"FAILED: {' '.join(command)} ended with {done.returncode}")
@@ -115,8 +105,13 @@ def main():
             # Bits are one thing; the accuracy that the program prints is summed over its ranks.
             if abs(ours - theirs["accuracy"]) > 0.5:
                 sys.exit(f"FAILED: accuracy {ours} %, Python DDP's {theirs['accuracy']} %")
+            joined = lockstep(ranks, EPOCHS, f"{scratch}/joined.pt", "on")
+            if abs(joined - ours) > 0.5:
+                sys.exit(f"FAILED: {ranks} ranks: accuracy {joined} % with SyncBatchNorm, {ours} % without")
+            if torch.equal(state_of(f"{scratch}/joined.pt")["fc.weight"], state["fc.weight"]):
+                sys.exit(f"FAILED: {ranks} ranks: the same bits with and without SyncBatchNorm")
             print(f"{ranks} ranks: {len(state)} tensors equal bit for bit; accuracy {ours} %, Python "
-                  f"{theirs['accuracy']:.2f} %")
+                  f"{theirs['accuracy']:.2f} %, with SyncBatchNorm {joined} %")
 
 
 if __name__ == "__main__":
