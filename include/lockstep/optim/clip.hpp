@@ -2,7 +2,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
-#include <ATen/native/ForeachUtils.h>
+#include <ATen/native/utils/ParamsHash.h>
 #include <ATen/ops/_foreach_clamp_max.h>
 #include <ATen/ops/_foreach_clamp_min.h>
 #include <ATen/ops/_foreach_mul.h>
@@ -19,6 +19,7 @@
 
 #include <limits>
 #include <string>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -80,7 +81,7 @@ template <class Parameters>
       norm));
 }
 
-/// Calls `work` on the tensors of each device and dtype, in the order in which Python's own map has them:
+/// Calls `work` on the tensors of each device and dtype, in the order of the map that Python keeps them in:
 /// where there are several, the norms are added in that order.
 template <class Work>
 void each_kind_in_order(const std::vector<at::Tensor>& tensors, Work&& work) {
@@ -89,14 +90,10 @@ void each_kind_in_order(const std::vector<at::Tensor>& tensors, Work&& work) {
     alike =
         alike && tensor.scalar_type() == tensors[0].scalar_type() && tensor.device() == tensors[0].device();
   if (alike) return work(tensors);
-  at::native::nested_optional_tensorvec_t lists(1);
-  for (const at::Tensor& tensor : tensors) lists[0].emplace_back(tensor);
-  for (const auto& [kind, found] :
-       at::native::_group_tensors_by_first_tensors_device_and_dtype(lists, false)) {
-    std::vector<at::Tensor> group;
-    for (const auto& tensor : found.first[0]) group.push_back(*tensor);
-    work(group);
-  }
+  using Kind = std::pair<at::Device, at::ScalarType>;
+  std::unordered_map<Kind, std::vector<at::Tensor>, at::native::ParamsHash<Kind>> kinds;
+  for (const at::Tensor& tensor : tensors) kinds[{tensor.device(), tensor.scalar_type()}].push_back(tensor);
+  for (const auto& kind : kinds) work(kind.second);
 }
 
 }  // namespace detail
