@@ -100,7 +100,6 @@ void train(const lockstep::World& world, const Options& options) {
 
 int main(int argc, char** argv) {
   Options options;
-  std::string nproc, prefix;  // read by launch; here for --help and so that they are known
   CLI::App app("Trains a small convolutional network on handwritten digits with several processes.");
   app.option_defaults()->always_capture_default();
   app.add_option("-e,--epochs", options.epochs, "passes over the training digits")
@@ -128,20 +127,7 @@ int main(int argc, char** argv) {
         return good ? "" : fmt::format("'{}' is not a list of device numbers such as 0,1", list);
       });
   app.add_option("--save", options.save, "file to write the trained model to")->check(flags::not_empty());
-  app.add_option("--nproc", nproc, "processes to start on this host; without it one a GPU, or 2");
-  app.add_option("--prefix", prefix, "put the rank in front of lines: auto, always or never");
-  for (CLI::Option* option : app.get_options()) option->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
-  try {
-    app.parse(argc, argv);
-  } catch (const CLI::Success& help) {
-    return app.exit(help);
-  } catch (const CLI::ParseError& error) {
-    // Every rank would say the same.
-    const char* local_rank = std::getenv("LOCAL_RANK");
-    if (!local_rank || std::string_view(local_rank) == "0")
-      fmt::print(stderr, "error: {}; see --help\n", error.what());
-    return 2;
-  }
+  if (const auto code = flags::parse(app, argc, argv)) return *code;
   const auto devices = options.gpu.empty() ? 0 : 1 + std::count(options.gpu.begin(), options.gpu.end(), ',');
   return lockstep::launch(argc, argv, [&](const lockstep::World& world) { train(world, options); },
                           {.nproc = static_cast<int>(devices)});
