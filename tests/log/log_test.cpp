@@ -106,6 +106,14 @@ TEST_CASE("a bar fits its terminal") {
   CHECK_THAT(lockstep::detail::progress_bar(over, 100), ContainsSubstring("100 % [####"));
 }
 
+TEST_CASE("progress towards an unknown end tells what was done") {
+  const lockstep::detail::ProgressState state{"epoch 1/1", 25, 0, 10.0, 1600.0, 0.5};
+  const std::string line = "epoch 1/1: 25, 160 samples/s, loss 0.5000, 0:10 in all";
+  CHECK(lockstep::detail::progress_line(state) == line);
+  CHECK(lockstep::detail::progress_bar(state, 200) == line);
+  CHECK(lockstep::detail::progress_bar(state, 20) == line.substr(0, 19));
+}
+
 TEST_CASE("without a terminal progress is said now and then, and by rank 0 alone") {
   const auto loop = [](int rank, std::chrono::milliseconds every) {
     lockstep::Progress progress(Log(rank), 10, {.title = "t", .line_every = every});

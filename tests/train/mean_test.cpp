@@ -3,7 +3,6 @@
 #include <cmath>
 #include <vector>
 
-#include "lockstep/comm/local_comm.hpp"
 #include "lockstep/train/loss.hpp"
 #include "lockstep/train/metrics.hpp"
 #include "support/catch.hpp"
@@ -61,20 +60,25 @@ TEST_CASE("accuracy and loss of a batch") {
 }
 
 TEST_CASE("a loss is a mean over samples, or a sum and a count") {
-  const auto world = lockstep::World::from_environment();
-  lockstep::LocalComm comm{world};
   const lockstep::Example batch{torch::zeros({4, 1}), torch::zeros({4})};
   const auto mean = torch::tensor(3.0F);
-  const auto plain = lockstep::weigh(mean, batch, comm);
-  CHECK(plain.value.is_same(mean));
-  CHECK(plain.mean() == 3);
+  const auto plain = lockstep::weigh(mean, batch, 4, 1.0);
+  CHECK(plain.value.is_same(mean));  // where there is nothing to weigh there is no operator
+  CHECK(plain.total().mean() == 3);
   CHECK(plain.count == 4);
 
-  const auto counted = lockstep::weigh(lockstep::Mean{torch::tensor(7.0F), 2}, batch, comm);
-  CHECK(counted.value.item<float>() == 3.5F);
-  CHECK(counted.mean() == 3.5);
-  CHECK(counted.count == 2);
+  const auto light = lockstep::weigh(mean, batch, 4, 6.0);
+  CHECK(light.value.item<float>() == 0.5F);
+  CHECK(light.total().sum == 12);
 
-  const auto nothing = lockstep::weigh(lockstep::Mean{torch::tensor(0.0F), 0}, batch, comm);
-  CHECK(nothing.value.item<float>() == 0);
+  CHECK_THROWS_AS(lockstep::weigh(mean, batch, 5, 1.0), lockstep::DataError);
+
+  const auto counted = lockstep::weigh(lockstep::Mean{torch::tensor(7.0F), 2});
+  CHECK(counted.value.item<float>() == 7);
+  CHECK(counted.total().mean() == 3.5);
+
+  const auto summed = lockstep::weigh(mean, batch);
+  CHECK(summed.value.item<float>() == 12);
+  CHECK(summed.total().mean() == 3);
+  CHECK(summed.count == 4);
 }

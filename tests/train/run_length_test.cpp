@@ -34,3 +34,19 @@ TEST_CASE("steps need samples") {
   CHECK_THROWS_AS(RunLength({.epochs = 1}, 0, 0, 0), lockstep::DataError);
   CHECK_NOTHROW(RunLength({.epochs = 0}, 0, 0, 0));
 }
+
+TEST_CASE("of a stream the end is not known") {
+  const RunLength epochs({.epochs = 2}, std::nullopt, 0, 0);
+  CHECK(epochs.plan(1, 7).steps == -1);
+  CHECK(epochs.plan(1, 7).epochs == 2);
+  const RunLength steps({.steps = 9}, std::nullopt, 0, 0);
+  CHECK(steps.plan(1, 7).steps == 2);
+  CHECK(!steps.reached(1, 7));
+  CHECK(steps.reached(1, 9));
+}
+
+TEST_CASE("what ranks see is told by runs of equal ranks") {
+  CHECK(lockstep::detail::samples_text({26, 26, 26}) == "26 samples an epoch");
+  CHECK(lockstep::detail::samples_text({26, 26, 25}) == "26 (2 ranks), 25 (1 rank) samples an epoch");
+  CHECK(lockstep::detail::samples_text({5}) == "5 samples an epoch");
+}

@@ -17,6 +17,9 @@ TEST_CASE("options that cannot train are refused by name before training") {
   refused({.epochs = 1, .steps = 5}, "both epochs (1) and steps (5)");
   refused({.batch_size = 0}, "batch size is 0");
   refused({.batch_size = -3}, "batch size is -3");
+  refused({.accumulate = 0}, "accumulate is 0");
+  refused({.accumulate = -1}, "accumulate is -1");
+  refused({.batch_size = 3, .accumulate = std::numeric_limits<std::int64_t>::max() / 2}, "accumulate is 46");
   refused({.lr = std::numeric_limits<double>::quiet_NaN()}, "learning rate is nan");
   refused({.lr = std::numeric_limits<double>::infinity()}, "learning rate is inf");
   refused({.lr = -1e-3}, "learning rate is -0.001");

@@ -35,11 +35,21 @@ bool same_on_all_ranks(Comm& comm, const std::string& bytes) {
   return true;
 }
 
-// A sampler that gives rank 0 one sample more than the others, which training must refuse.
+// A sampler that gives rank 0 one sample more than the others and does not tell, which training must refuse.
 class UnevenSampler : public lockstep::EvaluationSampler {
  public:
   UnevenSampler(std::size_t length, const lockstep::GlooComm& group) : EvaluationSampler(length, group) {}
+  std::size_t size_of(int rank) const = delete;
 };
+static_assert(lockstep::Sampler<UnevenSampler> && !lockstep::CountingSampler<UnevenSampler>);
+
+// One that tells each rank something else.
+class LyingSampler : public lockstep::EvaluationSampler {
+ public:
+  LyingSampler(std::size_t length, const lockstep::GlooComm& group) : EvaluationSampler(length, group) {}
+  [[nodiscard]] std::size_t size_of(int) const { return size(); }
+};
+static_assert(lockstep::CountingSampler<LyingSampler>);
 
 }  // namespace
 
@@ -160,6 +170,16 @@ TEST_CASE("runs that ranks would not do alike are refused in words, the same on 
     CHECK_THAT(text, ContainsSubstring("rank 0 on 5 samples an epoch in batches of 32") &&
                          ContainsSubstring("rank 1 on 4 samples"));
     CHECK(same_on_all_ranks(trainer.comm(), text));
+  }
+  SECTION("samplers that do not agree on who has what") {
+    lockstep::Trainer<TinyNet, LyingSampler> trainer{world, {}};
+    CHECK_THAT(refused(trainer, three_classes(4 * world.size() + 1)),
+               ContainsSubstring("rank 0 on 5 samples an epoch in batches of 32") &&
+                   ContainsSubstring("rank 1 on 4 samples"));
+  }
+  SECTION("other numbers of micro-batches") {
+    GlooTrainer trainer{world, {.accumulate = 1 + world.rank()}};
+    CHECK_THAT(refused(trainer, three_classes(40)), ContainsSubstring("accumulate 1"));
   }
   SECTION("unequal batch sizes") {
     GlooTrainer trainer{world, {.batch_size = 4 + world.rank()}};

@@ -3,6 +3,7 @@
 #include "lockstep/comm/local_comm.hpp"
 #include "support/catch.hpp"
 #include "train/nets.hpp"
+#include "train/regression.hpp"
 
 namespace {
 
@@ -272,6 +273,33 @@ TEST_CASE("an evaluation takes metrics of the output and of the model, and leave
         trainer.evaluate(lockstep::TensorDataset{torch::zeros({0, 6}), torch::zeros({0}, torch::kLong)},
                          lockstep::Accuracy{})));
   }
+}
+
+TEST_CASE("micro-batches of a process alone are one batch, whichever form the loss has") {
+  const auto data = curve(40);  // 3 steps of 12 samples and one of 4
+  const auto start = tanh_network(2, 4, 3);
+  const auto sum = [](auto& net, const auto& batch) {
+    return lockstep::Mean{torch::mse_loss(net->forward(batch.data), batch.target, torch::Reduction::Sum),
+                          batch.data.size(0)};
+  };
+  auto whole = copy_of(start), micro = copy_of(start), summed = copy_of(start), masked = copy_of(start);
+  const auto report =
+      local({.epochs = 2, .batch_size = 12, .lr = 0.1, .progress = false}, whole).fit(data, squared_error);
+  const lockstep::TrainerOptions accumulated{
+      .epochs = 2, .batch_size = 5, .accumulate = 3, .lr = 0.1, .progress = false};
+  lockstep::TrainerOptions other = accumulated;
+  other.batch_size = 4;
+  CHECK(local(other, micro).fit(data, squared_error).step == report.step);
+  CHECK(local(other, summed).fit(data, sum).loss == Approx(report.loss).epsilon(1e-6));
+  CHECK(distance(whole, start) > 1e-3);
+  CHECK(distance(micro, whole) < 1e-12);
+  CHECK(distance(summed, whole) < 1e-12);
+
+  // Where nothing is counted nothing changes.
+  local(accumulated, masked).fit(data, [&](auto& net, const auto& batch) {
+    return lockstep::Mean{sum(net, batch).sum, 0};
+  });
+  CHECK(distance(masked, start) == 0);
 }
 
 TEST_CASE("bad options and empty data are refused before anything is trained") {

@@ -47,13 +47,15 @@ inline std::string progress_facts(const ProgressState& state) {
                           ? state.seconds / static_cast<double>(state.done) *
                                 static_cast<double>(state.total - std::min(state.done, state.total))
                           : 0;
-  auto text = fmt::format("{}/{}, {:.{}f} samples/s", state.done, state.total, rate, rate < 10 ? 2 : 0);
+  auto text = state.total > 0 ? fmt::format("{}/{}", state.done, state.total) : fmt::to_string(state.done);
+  text += fmt::format(", {:.{}f} samples/s", rate, rate < 10 ? 2 : 0);
   if (state.loss) text += fmt::format(", loss {:.4f}", *state.loss);
   return text + fmt::format(", {} {}", clock_text(state.done >= state.total ? state.seconds : left),
                             state.done >= state.total ? "in all" : "left");
 }
 
-/// One line: `epoch 1/3: 788/1875, 10432 samples/s, loss 0.4321, 0:17 left`.
+/// One line: `epoch 1/3: 788/1875, 10432 samples/s, loss 0.4321, 0:17 left`; without a total, `epoch 1/3:
+/// 788, 10432 samples/s, loss 0.4321, 0:13 in all`.
 inline std::string progress_line(const ProgressState& state) {
   return fmt::format("{}{}{}", state.title, state.title.empty() ? "" : ": ", progress_facts(state));
 }
@@ -61,8 +63,9 @@ inline std::string progress_line(const ProgressState& state) {
 /// The same with a bar before the facts, cut to fewer than `columns` characters so that it never wraps:
 /// `epoch 1/3  42 % [########............] 788/1875, ...`.
 inline std::string progress_bar(const ProgressState& state, int columns) {
-  const double share =
-      state.total > 0 ? std::min(1.0, static_cast<double>(state.done) / static_cast<double>(state.total)) : 1;
+  if (state.total == 0)  // of what nobody knows the end there is no share
+    return progress_line(state).substr(0, static_cast<std::size_t>(std::max(columns - 1, 0)));
+  const double share = std::min(1.0, static_cast<double>(state.done) / static_cast<double>(state.total));
   const auto front =
       fmt::format("{}{}{:3.0f} % ", state.title, state.title.empty() ? "" : " ", std::floor(100 * share));
   const auto facts = progress_facts(state);
@@ -83,7 +86,8 @@ inline std::string progress_bar(const ProgressState& state, int columns) {
 /// other ranks than 0. Not thread-safe. The destructor ends the bar's line.
 class Progress {
  public:
-  /// `total` steps are to come; whether the logger speaks decides whether anything is shown.
+  /// `total` steps are to come, 0 where nobody knows; whether the logger speaks decides whether anything is
+  /// shown.
   Progress(const Log& log, std::size_t total, ProgressOptions options = {})
       : options_(std::move(options)),
         shown_(log.speaks(Level::info)),

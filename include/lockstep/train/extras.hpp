@@ -6,10 +6,12 @@
 #include <concepts>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <type_traits>
 #include <utility>
 #include <vector>
 
+#include "lockstep/train/gradient_hooks.hpp"
 #include "lockstep/train/loss.hpp"
 
 namespace lockstep {
@@ -18,15 +20,22 @@ namespace lockstep {
 struct StepReport {
   /// Counted from 0, over all that the trainer did so far.
   std::int64_t epoch, step;
+  /// -1 for the steps of a stream, which nobody knows.
   std::int64_t step_in_epoch, steps_in_epoch;
-  /// Of this rank's batch.
-  const LocalLoss& local;
+  /// Of this rank's micro-batches; none where this rank had run out of data.
+  std::span<const LocalLoss> local;
 
-  /// The mean loss of this rank's batch; waits for the device.
-  [[nodiscard]] double loss() const { return local.mean(); }
+  /// The mean loss over this rank's part of the step, NaN where it had none; waits for the device.
+  [[nodiscard]] double loss() const {
+    Total total;
+    for (const LocalLoss& micro : local)
+      if (micro.count != 0) total += micro.total();
+    return total.mean();
+  }
 };
 
-/// A pass over the dataset that is about to begin: the how-manieth, from 0, of how many, in how many steps.
+/// A pass over the dataset that is about to begin: the how-manieth, from 0, of how many, in how many
+/// optimizer steps (-1 for a stream, which nobody knows).
 struct EpochPlan {
   std::int64_t epoch, epochs;
   std::int64_t steps;
@@ -125,13 +134,17 @@ struct OnEpoch {
 template <class Function>
 OnEpoch(Function) -> OnEpoch<Function>;
 
-/// Any of the three.
+/// Any of the four.
 template <class E>
-concept Hook = StepHook<E> || EpochStartHook<E> || EpochHook<E>;
+concept Hook = GradientHook<E> || StepHook<E> || EpochStartHook<E> || EpochHook<E>;
 
 namespace detail {
 
 // Tells a hook what it wants to know, and others nothing.
+template <class E>
+void notify([[maybe_unused]] E& extra, [[maybe_unused]] const Gradients& gradients) {
+  if constexpr (GradientHook<E>) extra.on_gradients(gradients);
+}
 template <class E>
 void notify([[maybe_unused]] E& extra, [[maybe_unused]] const StepReport& report) {
   if constexpr (StepHook<E>) extra.on_step(report);
@@ -146,12 +159,15 @@ void notify([[maybe_unused]] E& extra, const EpochReport& report) {
 }
 
 template <class E>
-inline constexpr int concepts_modelled = int{OptimizerFactory<E>} + int{Schedule<E>} + int{StepHook<E>} +
-                                         int{EpochStartHook<E>} + int{EpochHook<E>};
+inline constexpr int concepts_modelled =
+    int{OptimizerFactory<E>} + int{Schedule<E>} + int{GradientCheck<E>} + int{GradientHook<E>} +
+    int{StepHook<E>} + int{EpochStartHook<E>} + int{EpochHook<E>};
 
 template <class... Extras>
 inline constexpr bool none_twice = (int{OptimizerFactory<Extras>} + ... + 0) <= 1 &&
                                    (int{Schedule<Extras>} + ... + 0) <= 1 &&
+                                   (int{GradientCheck<Extras>} + ... + 0) <= 1 &&
+                                   (int{GradientHook<Extras>} + ... + 0) <= 1 &&
                                    (int{StepHook<Extras>} + ... + 0) <= 1 &&
                                    (int{EpochStartHook<Extras>} + ... + 0) <= 1 &&
                                    (int{EpochHook<Extras>} + ... + 0) <= 1;

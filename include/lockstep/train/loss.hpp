@@ -2,11 +2,13 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/scalar_tensor.h>
+#include <fmt/format.h>
 
 #include <concepts>
+#include <type_traits>
+#include <utility>
 
-#include "lockstep/comm/communicator.hpp"
+#include "lockstep/error.hpp"
 #include "lockstep/train/mean.hpp"
 #include "lockstep/train/metrics.hpp"
 
@@ -21,41 +23,58 @@ concept LossFunction = requires(L& loss, Model& model, Batch& batch) {
   { loss(model, batch) } -> detail::MeanOrTensor;
 };
 
-/// The loss of one batch of one rank. Averaging the gradients of `value` over the ranks gives those of the
-/// mean over all ranks; this rank's own share of it is the sum `reported * factor` over `count`.
+/// A loss that is a Mean: only the data tells its count.
+template <class L, class Model, class Batch>
+concept CountedLoss = LossFunction<L, Model, Batch> &&
+    std::same_as<std::remove_cvref_t<std::invoke_result_t<L&, Model&, Batch&>>, Mean>;
+
+/// The loss of one micro-batch of one rank: backward starts from `value`; the sum of the losses is
+/// `reported * factor`, of `count` samples or whatever is counted.
 struct LocalLoss {
   at::Tensor value;
   at::Tensor reported;
   double factor, count;
 
   /// Waits for the device.
-  [[nodiscard]] double mean() const { return detail::host_value(reported) * factor / count; }
+  [[nodiscard]] Total total() const { return {detail::host_value(reported) * factor, count}; }
 };
 
-/// A mean over the batch: the batches of the ranks are of equal size, so that the mean of the means is the
-/// mean.
-template <Reducing C, class Batch>
-LocalLoss weigh(const at::Tensor& mean, const Batch& batch, C&) {
+/// A mean over `samples` samples, which takes part in its step divided by `divisor`; where that is 1, as it
+/// is, bit for bit. Throws DataError where the batch holds another number of samples: its weight would be
+/// wrong.
+template <class Batch>
+LocalLoss weigh(const at::Tensor& mean, const Batch& batch, std::int64_t samples, double divisor) {
   static_assert(
       Countable<Batch>,
       "lockstep: the batch has neither data.size(0) nor size(), so that its samples cannot be counted: "
       "return a Mean{sum, count} from the loss");
-  const auto samples = static_cast<double>(samples_in(batch));
-  return {mean, mean, samples, samples};
+  if constexpr (Countable<Batch>) {
+    if (samples_in(batch) != samples)
+      throw DataError(
+          fmt::format("a batch of {} samples was asked for and the dataset made one of {}, so that its mean "
+                      "loss would get a wrong weight: return a Mean{{sum, count}} from the loss",
+                      samples, samples_in(batch)));
+  }
+  const auto count = static_cast<double>(samples);
+  return {divisor == 1 ? mean : mean / divisor, mean, count, count};
 }
 
-/// A sum and a count, which differ between ranks: the counts are added over the ranks first. Where they turn
-/// out equal the value is the plain local mean, bit for bit.
-template <Reducing C, class Batch>
-LocalLoss weigh(const Mean& mean, const Batch&, C& comm) {
-  double ranks_mean = mean.count;
-  if (comm.size() > 1) {
-    at::Tensor total = at::scalar_tensor(mean.count, at::kDouble);
-    comm.all_reduce(total, ReduceOp::sum).wait_host();
-    ranks_mean = detail::host_value(total) / comm.size();
-  }
-  // Where nothing was counted anywhere the gradients are those of 0, not NaN.
-  return {ranks_mean == 0 ? mean.sum * 0 : mean.sum / ranks_mean, mean.sum, 1, mean.count};
+/// A sum, of which only the counts of all ranks make a mean: that division comes with the reduction.
+inline LocalLoss weigh(const Mean& mean) {
+  return {mean.sum, mean.sum, 1, mean.count};
+}
+
+/// A mean over the batch's samples, of which nobody knows beforehand how many the other ranks have: weighed
+/// as the sum that it is the mean of. The batch is not empty.
+template <class Batch>
+LocalLoss weigh(const at::Tensor& mean, const Batch& batch) {
+  static_assert(
+      Countable<Batch>,
+      "lockstep: the batch has neither data.size(0) nor size(), so that its samples cannot be counted: "
+      "return a Mean{sum, count} from the loss");
+  double samples = 0;
+  if constexpr (Countable<Batch>) samples = static_cast<double>(samples_in(batch));
+  return {mean * samples, mean, samples, samples};
 }
 
 }  // namespace lockstep

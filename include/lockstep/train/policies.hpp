@@ -28,14 +28,13 @@ struct CheckedPolicies {
       Precision<PrecisionType>,
       "lockstep: the fourth policy of a Trainer is the precision: a type that models lockstep::Precision, "
       "such as lockstep::Fp32");
-  static_assert(
-      ((concepts_modelled<Extras> >= 1) && ...),
-      "lockstep: an extra of a Trainer models none of OptimizerFactory, Schedule, StepHook, EpochStartHook "
-      "and EpochHook");
+  static_assert(((concepts_modelled<Extras> >= 1) && ...),
+                "lockstep: an extra of a Trainer models none of OptimizerFactory, Schedule, GradientCheck, "
+                "GradientHook, StepHook, EpochStartHook and EpochHook");
   static_assert(
       ((concepts_modelled<Extras> <= 1) && ...),
-      "lockstep: an extra of a Trainer models more than one of OptimizerFactory, Schedule, StepHook, "
-      "EpochStartHook and EpochHook: split it into one each");
+      "lockstep: an extra of a Trainer models more than one of OptimizerFactory, Schedule, GradientCheck, "
+      "GradientHook, StepHook, EpochStartHook and EpochHook: split it into one each");
   static_assert(none_twice<Extras...>,
                 "lockstep: two extras of a Trainer model the same concept: give one of each kind");
 };

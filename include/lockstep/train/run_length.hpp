@@ -13,6 +13,7 @@
 #include "lockstep/data/same_dataset.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/train/extras.hpp"
+#include "lockstep/train/stream.hpp"
 #include "lockstep/train/trainer_options.hpp"
 
 namespace lockstep {
@@ -20,8 +21,10 @@ namespace lockstep {
 /// Where a run that starts at some epoch and step ends.
 class RunLength {
  public:
-  /// Throws DataError where there are steps to do and no samples to do them with.
-  RunLength(const TrainerOptions& options, std::int64_t steps_in_epoch, std::int64_t epoch, std::int64_t step)
+  /// `steps_in_epoch` is nothing for a stream, whose length nobody knows. Throws DataError where there are
+  /// steps to do and no samples to do them with.
+  RunLength(const TrainerOptions& options, std::optional<std::int64_t> steps_in_epoch, std::int64_t epoch,
+            std::int64_t step)
       : steps_in_epoch_(steps_in_epoch) {
     if (options.steps)
       last_step_ = step + *options.steps;
@@ -35,43 +38,86 @@ class RunLength {
   [[nodiscard]] bool reached(std::int64_t epoch, std::int64_t step) const {
     return last_epoch_ ? epoch >= *last_epoch_ : step >= *last_step_;
   }
-  /// The epoch counted `epoch`, from 0, that starts after `step` steps; the last may be cut short.
+  /// The epoch counted `epoch`, from 0, that starts after `step` steps; the last may be cut short. Of a
+  /// stream only the most steps that it may make are known, or -1, and no epochs after this one.
   [[nodiscard]] EpochPlan plan(std::int64_t epoch, std::int64_t step) const {
-    if (last_epoch_) return {epoch, *last_epoch_, steps_in_epoch_};
+    if (last_epoch_) return {epoch, *last_epoch_, steps_in_epoch_.value_or(-1)};
     const std::int64_t left = *last_step_ - step;
-    return {epoch, epoch + (left + steps_in_epoch_ - 1) / steps_in_epoch_, std::min(steps_in_epoch_, left)};
+    if (!steps_in_epoch_) return {epoch, epoch + 1, left};
+    return {epoch, epoch + (left + *steps_in_epoch_ - 1) / *steps_in_epoch_,
+            std::min(*steps_in_epoch_, left)};
   }
 
  private:
-  std::int64_t steps_in_epoch_;
-  std::optional<std::int64_t> last_epoch_, last_step_;
+  std::optional<std::int64_t> steps_in_epoch_, last_epoch_, last_step_;
 };
 
-/// Compares what each rank is about to do: the same dataset, by its length and, where it lies in memory, by a
-/// fingerprint (others may draw their samples anew each time); equally many batches of equal size, so that no
-/// rank waits for another that has none left. Collective. Throws one and the same MismatchError on every
-/// rank.
-template <Gathering C, Dataset D>
-void check_same_run(D& dataset, std::size_t samples, const TrainerOptions& options, C& comm) {
+namespace detail {
+
+// "26 samples an epoch", or where ranks differ "26 (2 ranks), 25 (1 rank) samples an epoch".
+inline std::string samples_text(const std::vector<std::size_t>& of_ranks) {
+  std::string text;
+  for (std::size_t i = 0, end = 0; i < of_ranks.size(); i = end) {
+    while (end < of_ranks.size() && of_ranks[end] == of_ranks[i]) ++end;
+    text += fmt::format("{}{}", text.empty() ? "" : ", ", of_ranks[i]);
+    if (end - i < of_ranks.size()) text += fmt::format(" ({} {})", end - i, end - i == 1 ? "rank" : "ranks");
+  }
+  return text + " samples an epoch";
+}
+
+}  // namespace detail
+
+/// Compares what each rank is about to do, `what` and the options that say how long. Collective. Throws one
+/// and the same MismatchError on every rank.
+template <Gathering C>
+void check_same_plan(const std::string& what, const TrainerOptions& options, C& comm) {
   if (comm.size() == 1) return;
-  if constexpr (std::same_as<std::remove_cv_t<D>, TensorDataset>)
-    check_same_dataset(comm, dataset);
-  else
-    check_same_dataset(comm, dataset_size(dataset));
   auto text = [](const std::optional<std::int64_t>& number) {
     return number ? std::to_string(*number) : "none";
   };
-  const std::string mine =
-      fmt::format("{} samples an epoch in batches of {} (epochs {}, steps {}, seed {})", samples,
-                  options.batch_size, text(options.epochs), text(options.steps), options.seed);
+  const std::string mine = fmt::format("{} in batches of {} (accumulate {}, epochs {}, steps {}, seed {})",
+                                       what, options.batch_size, options.accumulate, text(options.epochs),
+                                       text(options.steps), options.seed);
   const std::vector<std::string> all = comm.all_gather_bytes(mine);
   for (std::size_t rank = 1; rank < all.size(); ++rank)
     if (all[rank] != all[0])
       throw MismatchError(
           fmt::format("the ranks would not train alike: rank 0 on {}, rank {} on {}; give every rank the "
-                      "same options, and a "
-                      "sampler that gives each the same number of samples, such as DistributedSampler",
+                      "same options, and a sampler that gives each the same number of samples or tells what "
+                      "each is given (CountingSampler), such as DistributedSampler",
                       all[0], rank, all[rank]));
+}
+
+/// The same for a dataset: the same one on every rank, by its length and, where it lies in memory, by a
+/// fingerprint (others may draw their samples anew each time); and one notion of what each rank sees of it,
+/// so that no rank waits for another that has none left.
+template <Gathering C, Dataset D>
+void check_same_run(D& dataset, const std::vector<std::size_t>& samples_of_ranks,
+                    const TrainerOptions& options, C& comm) {
+  if (comm.size() == 1) return;
+  if constexpr (std::same_as<std::remove_cv_t<D>, TensorDataset>)
+    check_same_dataset(comm, dataset);
+  else
+    check_same_dataset(comm, dataset_size(dataset));
+  check_same_plan(detail::samples_text(samples_of_ranks), options, comm);
+}
+
+/// Whether any rank says so. Collective.
+template <Gathering C>
+bool any_rank(bool here, C& comm) {
+  if (comm.size() == 1) return here;
+  const std::vector<std::string> all = comm.all_gather_bytes(here ? "1" : "");
+  return std::any_of(all.begin(), all.end(), [](const std::string& said) { return !said.empty(); });
+}
+
+/// Throws UsageError where the options want more passes over a stream than it has.
+template <BatchStream S>
+void require_passes(const TrainerOptions& options) {
+  if (!RepeatableStream<S> && options.epochs.value_or(1) > 1)
+    throw UsageError(fmt::format(
+        "epochs is {}, and this stream has one pass: give it a set_epoch(e) that starts the pass anew, "
+        "or give steps",
+        *options.epochs));
 }
 
 }  // namespace lockstep

@@ -3,6 +3,7 @@
 #include <ATen/Context.h>
 #include <torch/optim/sgd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <concepts>
 #include <cstdint>
@@ -20,8 +21,10 @@
 #include "lockstep/grad/distributed_data_parallel.hpp"
 #include "lockstep/log/progress.hpp"
 #include "lockstep/precision/fp32.hpp"
+#include "lockstep/train/epoch_shares.hpp"
 #include "lockstep/train/evaluate.hpp"
 #include "lockstep/train/extras.hpp"
+#include "lockstep/train/feed.hpp"
 #include "lockstep/train/fwd.hpp"
 #include "lockstep/train/given.hpp"
 #include "lockstep/train/loss.hpp"
@@ -29,6 +32,8 @@
 #include "lockstep/train/policies.hpp"
 #include "lockstep/train/run_length.hpp"
 #include "lockstep/train/shared_model_file.hpp"
+#include "lockstep/train/step_gradients.hpp"
+#include "lockstep/train/stream.hpp"
 #include "lockstep/train/trainer_options.hpp"
 
 namespace lockstep {
@@ -55,37 +60,51 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
         precision_(detail::pick<PrecisionType>(detail::MakeDefault{}, given...)),
         extras_(detail::pick<Extras>(detail::MakeDefault{}, given...)...),
         ddp_(model_.get(), comm_),
+        parameters_(ddp_.parameters()),
         optimizer_(make_optimizer()) {
     static_assert((detail::one_of<Given, Model, Comm, PrecisionType, Extras...> && ...),
                   "lockstep: a Trainer was given a value of a type that is none of its policies");
     if constexpr ((Schedule<Extras> || ...))
       for (const auto& group : optimizer_->param_groups()) rates_.push_back(group.options().get_lr());
+    each_extra([&]<class E>([[maybe_unused]] E& extra) {
+      if constexpr (GradientCheck<E>) extra.watch(ddp_.named_parameters());
+    });
     at::manual_seed(options_.seed + static_cast<std::uint64_t>(world.rank()));
   }
   Trainer(const Trainer&) = delete;
   Trainer& operator=(const Trainer&) = delete;
 
-  /// Trains for the options' epochs or steps; called again, it goes on with the next epoch. `loss` is a
-  /// LossFunction, `hooks` are StepHooks, EpochStartHooks and EpochHooks for this call, after those of the
-  /// policies. Collective. Returns the last epoch's report. Throws MismatchError where the ranks would not
-  /// train alike.
+  /// Trains for the options' epochs or steps; called again, it goes on with the next epoch. `data` is a
+  /// Dataset, shared out by the sampler, or a BatchStream. `loss` is a LossFunction, `hooks` are
+  /// GradientHooks, StepHooks, EpochStartHooks and EpochHooks for this call, after those of the policies.
+  /// Each step goes down the mean over all samples (or counts) that all ranks have in it; one in which
+  /// nothing was counted changes nothing. Collective. Returns the last epoch's report. Throws MismatchError
+  /// where the ranks would not train alike, DataError where there is nothing to train on.
   template <class D, class Loss, class... Hooks>
-  EpochReport fit(D&& dataset, Loss&& loss, Hooks&&... hooks) {
-    using Batch = BatchOf<std::remove_reference_t<D>>;
-    constexpr bool callable = std::invocable<Loss&, Model&, Batch&>;
-    constexpr bool a_loss = LossFunction<Loss, Model, Batch>;
-    constexpr bool all_hooks = (Hook<Hooks> && ...);
+  EpochReport fit(D&& data, Loss&& loss, Hooks&&... hooks) {
+    using Data = std::remove_reference_t<D>;
+    constexpr bool trainable = Dataset<Data> || BatchStream<Data>;
     static_assert(
-        callable,
-        "lockstep: the loss is called as loss(model, batch), with the Trainer's model and a batch of the "
-        "dataset");
-    static_assert(
-        a_loss || !callable,
-        "lockstep: the loss returns neither a tensor, the mean over the batch, nor a Mean{sum, count}");
-    static_assert(
-        all_hooks,
-        "lockstep: after the loss, fit takes hooks, such as OnStep{f}, OnEpochStart{f} and OnEpoch{f}");
-    if constexpr (a_loss && all_hooks) return run(dataset, loss, hooks...);
+        trainable,
+        "lockstep: fit trains on a dataset, which has size() and get(i) or get_batch(indices), or on a "
+        "stream, whose next() returns a std::optional batch");
+    if constexpr (trainable) {
+      using Batch = BatchFrom<Data>;
+      constexpr bool callable = std::invocable<Loss&, Model&, Batch&>;
+      constexpr bool a_loss = LossFunction<Loss, Model, Batch>;
+      constexpr bool all_hooks = (Hook<Hooks> && ...);
+      static_assert(
+          callable,
+          "lockstep: the loss is called as loss(model, batch), with the Trainer's model and a batch of the "
+          "dataset");
+      static_assert(
+          a_loss || !callable,
+          "lockstep: the loss returns neither a tensor, the mean over the batch, nor a Mean{sum, count}");
+      static_assert(all_hooks,
+                    "lockstep: after the loss, fit takes hooks, such as OnStep{f}, OnEpochStart{f}, "
+                    "OnEpoch{f} and OnGradients{f}");
+      if constexpr (a_loss && all_hooks) return run(data, loss, hooks...);
+    }
   }
 
   /// What the metrics are over all samples and ranks, of rank 0's model; see lockstep::evaluate.
@@ -111,44 +130,61 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
   [[nodiscard]] std::int64_t step() const { return step_; }
 
  private:
-  template <class D, class Loss, class... Hooks>
+  template <Dataset D, class Loss, class... Hooks>
   EpochReport run(D& dataset, Loss& loss, Hooks&... hooks) {
+    const SamplerOptions split{options_.seed, options_.shuffle, options_.drop_last, options_.pad};
     DataLoader loader{DatasetView{dataset},
-                      make_sampler<SamplerType>(dataset_size(dataset), comm_,
-                                                {options_.seed, options_.shuffle, options_.drop_last}),
+                      make_sampler<SamplerType>(dataset_size(dataset), comm_, split),
                       {.batch_size = static_cast<std::size_t>(options_.batch_size),
                        .workers = static_cast<std::size_t>(options_.workers)}};
-    check_same_run(dataset, loader.sampler().size(), options_, comm_);
-    const RunLength length(options_, static_cast<std::int64_t>(loader.size()), epoch_, step_);
+    const std::vector<std::size_t> samples = samples_of_ranks(loader.sampler(), comm_);
+    check_same_run(dataset, samples, options_, comm_);
+    const EpochShares shares(samples, options_.batch_size, options_.accumulate);
+    detail::LoaderFeed feed(loader, shares);
+    return run_epochs(feed, RunLength(options_, shares.steps(), epoch_, step_), loss, hooks...);
+  }
+
+  template <BatchStream S, class Loss, class... Hooks>
+  EpochReport run(S& stream, Loss& loss, Hooks&... hooks) {
+    require_passes<S>(options_);
+    check_same_plan("a stream", options_, comm_);
+    detail::StreamFeed feed(stream, options_.accumulate);
+    return run_epochs(feed, RunLength(options_, std::nullopt, epoch_, step_), loss, hooks...);
+  }
+
+  template <class Feed, class Loss, class... Hooks>
+  EpochReport run_epochs(Feed& feed, const RunLength& length, Loss& loss, Hooks&... hooks) {
     EpochReport report{};
     while (!length.reached(epoch_, step_)) {
+      const std::int64_t before = step_;
       const EpochPlan plan = length.plan(epoch_, step_);
       notify_all(plan, hooks...);
-      report = run_epoch(loader, plan, loss, hooks...);
+      report = run_epoch(feed, plan, loss, hooks...);
+      if (step_ == before) throw DataError("the stream gave no rank a batch to train on");
       notify_all(report, hooks...);
+      if (!Feed::repeats) break;
     }
     return report;
   }
 
-  template <class Loader, class Loss, class... Hooks>
-  EpochReport run_epoch(Loader& loader, const EpochPlan& plan, Loss& loss, Hooks&... hooks) {
+  template <class Feed, class Loss, class... Hooks>
+  EpochReport run_epoch(Feed& feed, const EpochPlan& plan, Loss& loss, Hooks&... hooks) {
     const auto begin = std::chrono::steady_clock::now();
     Progress progress(options_.progress ? world_.log : world_.log.at(Level::warning),
-                      static_cast<std::size_t>(plan.steps),
+                      static_cast<std::size_t>(std::max<std::int64_t>(plan.steps, 0)),
                       {.title = fmt::format("epoch {}/{}", plan.epoch + 1, plan.epochs)});
     model_.module().train();
-    loader.set_epoch(static_cast<std::size_t>(plan.epoch));
+    feed.begin_epoch(plan.epoch);
     MeanMeter meter;
-    std::int64_t done = 0;
-    for (auto& batch : loader) {
-      const LocalLoss local = train_step(batch, loss);
-      meter.add(local.reported, local.factor, local.count);
-      notify_all(StepReport{plan.epoch, step_, done, plan.steps, local}, hooks...);
-      progress.advance(static_cast<double>(options_.batch_size * comm_.size()),
+    for (std::int64_t done = 0; done != plan.steps; ++done) {
+      if (!train_step(feed, loss, hooks...)) break;
+      for (const LocalLoss& local : losses_) meter.add(local.reported, local.factor, local.count);
+      notify_all(StepReport{plan.epoch, step_, done, plan.steps, losses_}, hooks...);
+      progress.advance(feed.samples(comm_.size()),
                        progress.due() ? std::optional(meter.total().mean()) : std::nullopt);
       ++step_;
-      if (++done == plan.steps) break;
     }
+    feed.end_epoch();
     ++epoch_;
     Total total = meter.total();
     sum_over_ranks(std::span(&total, 1), comm_);
@@ -157,15 +193,33 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
     return {plan.epoch, step_, total.mean(), elapsed.count()};
   }
 
-  template <class Batch, class Loss>
-  LocalLoss train_step(Batch& batch, Loss& loss) {
+  // False where no rank had any data left.
+  template <class Feed, class Loss, class... Hooks>
+  bool train_step(Feed& feed, Loss& loss, Hooks&... hooks) {
+    feed.begin_step();
     set_rates();
-    ddp_.before_forward();
     optimizer_->zero_grad();
-    LocalLoss local = precision_.forward([&] { return weigh(loss(model_.get(), batch), batch, comm_); });
-    ddp_.backward(precision_.scale(local.value));
+    const double counted = detail::step_gradients(model_.get(), ddp_, precision_, feed, loss, losses_);
+    if (counted == 0) return Feed::counts_beforehand || any_rank(feed.had_data(), comm_);
+    show_gradients(hooks...);
     precision_.step(*optimizer_);
-    return local;
+    return true;
+  }
+
+  template <class... Hooks>
+  void show_gradients([[maybe_unused]] Hooks&... hooks) {
+    constexpr bool checked = (GradientCheck<Extras> || ...);
+    constexpr bool used = (GradientHook<Extras> || ...) || (GradientHook<Hooks> || ...);
+    if constexpr (checked || used) {
+      const Gradients gradients{epoch_, step_, parameters_, ddp_.named_parameters()};
+      each_extra([&]<class E>([[maybe_unused]] E& extra) {
+        if constexpr (GradientCheck<E>) extra.check(gradients, comm_);
+      });
+      if constexpr (used) {
+        if constexpr (requires { precision_.unscale(*optimizer_); }) precision_.unscale(*optimizer_);
+        notify_all(gradients, hooks...);
+      }
+    }
   }
 
   template <class M>
@@ -178,12 +232,11 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
   }
 
   std::unique_ptr<torch::optim::Optimizer> make_optimizer() {
-    std::vector<at::Tensor> parameters = ddp_.parameters();
     std::unique_ptr<torch::optim::Optimizer> made;
     each_extra([&]<class E>([[maybe_unused]] E& extra) {
-      if constexpr (OptimizerFactory<E>) made = extra.make_optimizer(parameters);
+      if constexpr (OptimizerFactory<E>) made = extra.make_optimizer(parameters_);
     });
-    if (!made) made = std::make_unique<torch::optim::SGD>(std::move(parameters), options_.lr);
+    if (!made) made = std::make_unique<torch::optim::SGD>(parameters_, options_.lr);
     return made;
   }
 
@@ -216,8 +269,10 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
   PrecisionType precision_;
   std::tuple<Extras...> extras_;
   typename Kept::Ddp ddp_;
+  std::vector<at::Tensor> parameters_;
   std::unique_ptr<torch::optim::Optimizer> optimizer_;
-  std::vector<double> rates_;  // of the optimizer's groups, before any schedule
+  std::vector<double> rates_;      // of the optimizer's groups, before any schedule
+  std::vector<LocalLoss> losses_;  // of the running step
   std::int64_t epoch_ = 0, step_ = 0;
 };
 

@@ -4,6 +4,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <limits>
 #include <optional>
 #include <utility>
 
@@ -16,8 +17,13 @@ struct TrainerOptions {
   /// Passes over the dataset, or optimizer steps: one of the two; 1 epoch where neither is given.
   std::optional<std::int64_t> epochs = std::nullopt;
   std::optional<std::int64_t> steps = std::nullopt;
-  /// Samples a rank and a step: the global batch is `batch_size` times the world size.
+  /// Samples a rank and a micro-batch. The global batch, which an optimizer step sees, is `batch_size` times
+  /// `accumulate` times the world size.
   std::int64_t batch_size = 32;
+  /// Micro-batches a rank and an optimizer step, whose gradients add up and are reduced once, with the last.
+  /// What is left at the end of an epoch makes a step of its own. Each step is down the mean over all its
+  /// samples, wherever they are.
+  std::int64_t accumulate = 1;
   /// The learning rate of the default optimizer, plain SGD.
   double lr = 1e-3;
   /// Seeds the model's initial values (equal on every rank), what is drawn while training (`seed + rank`) and
@@ -26,6 +32,11 @@ struct TrainerOptions {
   bool shuffle = true;
   /// Leaves out the samples at the end that do not fill all ranks, instead of repeating some of the first.
   bool drop_last = false;
+  /// Repeats some of the first samples, so that every rank has as many, as Python does. Without it each
+  /// sample is seen exactly once an epoch and ranks may run out one sample earlier than others; the last
+  /// steps weigh every sample alike all the same. A rank that has none left in the last step has no forward
+  /// in it: a model whose forward itself communicates (synchronised batch norm) needs padding.
+  bool pad = true;
   /// Threads a rank that load ahead; 0 loads in the training thread.
   std::int64_t workers = 0;
   /// Whether rank 0 says how training goes.
@@ -51,6 +62,11 @@ inline const TrainerOptions& validated(const TrainerOptions& options) {
     refuse_option("steps is {}: give a number of steps, 0 or more", *options.steps);
   if (options.batch_size < 1)
     refuse_option("batch size is {}: give the samples a rank and a step, 1 or more", options.batch_size);
+  if (options.accumulate < 1)
+    refuse_option("accumulate is {}: give the micro-batches a step, 1 or more", options.accumulate);
+  if (options.accumulate > std::numeric_limits<std::int64_t>::max() / options.batch_size)
+    refuse_option("accumulate is {} at a batch size of {}: no dataset has that many samples for a step",
+                  options.accumulate, options.batch_size);
   if (!std::isfinite(options.lr) || options.lr < 0)
     refuse_option("learning rate is {}: give a finite number, 0 or more", options.lr);
   if (options.workers < 0)

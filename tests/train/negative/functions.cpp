@@ -8,6 +8,7 @@ void program(const lockstep::World& world) {
   trainer.fit(data, [](const torch::Tensor& output) { return output; });
   trainer.fit(data, [](TinyNet&, const auto&) { return "no loss"; });
   trainer.fit(data, loss, 3);
+  trainer.fit(3, loss);
   (void)trainer.evaluate(data, 3);
   (void)trainer.evaluate(data);
 }

@@ -1,4 +1,5 @@
 // Trainers of which one policy is wrong: each is told by one sentence.
+#include "lockstep/train/check_finite.hpp"
 #include "train/negative/common.hpp"
 
 struct NoModel {};
@@ -6,6 +7,9 @@ struct NoExtra {};
 struct TwoExtras {
   void on_step(const lockstep::StepReport&) {}
   void on_epoch(const lockstep::EpochReport&) {}
+};
+struct ChecksAndHooks : lockstep::CheckFinite {
+  void on_gradients(const lockstep::Gradients&) {}
 };
 
 void program(const lockstep::World& world) {
@@ -15,6 +19,7 @@ void program(const lockstep::World& world) {
   Trainer<TinyNet, DistributedSampler, LocalComm, float> wrong_precision{world};
   Trainer<TinyNet, DistributedSampler, LocalComm, Fp32, NoExtra> extra_of_nothing{world};
   Trainer<TinyNet, DistributedSampler, LocalComm, Fp32, TwoExtras> extra_of_two_kinds{world};
+  Trainer<TinyNet, DistributedSampler, LocalComm, Fp32, ChecksAndHooks> check_and_hook{world};
   Trainer extra_twice{world,
                       {.epochs = 1},
                       TinyNet(),

@@ -1,0 +1,109 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/linalg_vector_norm.h>
+#include <ATen/ops/maximum.h>
+#include <fmt/format.h>
+
+#include <cmath>
+#include <limits>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "lockstep/comm/communicator.hpp"
+#include "lockstep/error.hpp"
+#include "lockstep/train/gradient_hooks.hpp"
+#include "lockstep/train/mean.hpp"
+
+namespace lockstep {
+
+/// A GradientCheck that refuses not-a-number and infinity: where a gradient holds one, every rank throws the
+/// same GradientError, which names the ranks whose own gradients it came from, the parameter and the step;
+/// the parameters stay as the last step left them. It reads each gradient twice, before and after the
+/// reduction, and waits for the device; ranks talk only where it fails. Precisions that scale their losses
+/// meet infinities as part of their work: it is not for them.
+class CheckFinite {
+ public:
+  CheckFinite() = default;
+  CheckFinite(CheckFinite&&) = default;
+  CheckFinite& operator=(CheckFinite&&) = default;
+
+  void watch(const std::vector<NamedTensor>& parameters) {
+    for (std::size_t i = 0; i < parameters.size(); ++i)
+      if (parameters[i].tensor.requires_grad())
+        watched_.push_back(std::make_unique<Watch>(i, parameters[i].tensor));
+  }
+
+  template <Gathering C>
+  void check(const Gradients& gradients, C& comm) {
+    std::optional<std::string> error;
+    for (const auto& watch : watched_) {
+      const std::string reduced = not_finite(largest(gradients.parameters[watch->index].grad()));
+      if (reduced.empty()) continue;
+      error = describe(*watch, gradients) + blame(*watch, reduced, comm);
+      break;
+    }
+    for (const auto& watch : watched_) watch->own = at::Tensor();
+    if (error) throw GradientError(*error);
+  }
+
+ private:
+  /// Keeps the largest magnitude of what this rank's backwards gave a parameter, not-a-number where there was
+  /// one.
+  struct Watch {
+    Watch(std::size_t index, const at::Tensor& parameter) : index(index), parameter(parameter) {
+      hook = parameter.register_hook([this](const at::Tensor& gradient) {
+        const at::Tensor here = largest(gradient);
+        if (here.defined()) own = own.defined() ? at::maximum(own, here) : here;
+      });
+    }
+    Watch(const Watch&) = delete;
+    Watch& operator=(const Watch&) = delete;
+    ~Watch() { parameter.remove_hook(hook); }
+
+    std::size_t index;
+    at::Tensor parameter, own;
+    unsigned hook;
+  };
+
+  static at::Tensor largest(const at::Tensor& gradient) {
+    if (!gradient.defined()) return {};
+    const at::NoGradGuard no_grad;
+    const at::Tensor values = gradient.is_sparse() ? gradient._values() : gradient;
+    if (values.numel() == 0) return {};
+    return at::linalg_vector_norm(values, std::numeric_limits<double>::infinity());
+  }
+
+  // "nan", "inf", or nothing where it is finite or there is none.
+  static std::string not_finite(const at::Tensor& largest) {
+    if (!largest.defined()) return "";
+    const double value = detail::host_value(largest);
+    return std::isnan(value) ? "nan" : std::isinf(value) ? "inf" : "";
+  }
+
+  static std::string describe(const Watch& watch, const Gradients& gradients) {
+    return fmt::format(
+        "the gradient of parameter {} '{}' is not finite in step {} of epoch {}: ", watch.index,
+        gradients.named_parameters[watch.index].name, gradients.step, gradients.epoch);
+  }
+
+  // Which ranks it came from. Every rank finds the same reduced gradient, so that all of them ask.
+  template <Gathering C>
+  static std::string blame(const Watch& watch, const std::string& reduced, C& comm) {
+    const std::vector<std::string> kinds = comm.all_gather_bytes(not_finite(watch.own));
+    std::string ranks;
+    for (std::size_t rank = 0; rank < kinds.size(); ++rank)
+      if (!kinds[rank].empty())
+        ranks += fmt::format("{}rank {} has {}", ranks.empty() ? "" : ", ", rank, kinds[rank]);
+    if (ranks.empty()) return fmt::format("the ranks' own are finite, but together they came to {}", reduced);
+    return ranks + "; look at their batches of this step, or lower the learning rate";
+  }
+
+  std::vector<std::unique_ptr<Watch>> watched_;
+};
+
+}  // namespace lockstep

@@ -1,0 +1,55 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+#include <vector>
+
+#include "lockstep/train/feed.hpp"
+#include "lockstep/train/loss.hpp"
+
+namespace lockstep::detail {
+
+/// Forward and backward of this rank's micro-batches in the step that `feed` has begun, reduced over the
+/// ranks with its last one: the gradients are then those of the mean over all that all ranks have in the
+/// step. A rank without data takes part in the reduction with zeros. Returns what was counted on all ranks
+/// together; where that is 0 there is nothing to step along. `losses` gets one entry a micro-batch.
+///
+/// Where all counts are known beforehand each mean is weighed before its backward, which for equal batches is
+/// Python's arithmetic; where only the data tells them, sums are reduced and divided by the counts that ride
+/// along.
+template <class M, class Ddp, class P, class Feed, class Loss>
+double step_gradients(M& model, Ddp& ddp, P& precision, Feed& feed, Loss& loss,
+                      std::vector<LocalLoss>& losses) {
+  constexpr bool weighed = Feed::counts_beforehand && !CountedLoss<Loss, M, typename Feed::Batch>;
+  losses.clear();
+  double all = 0;
+  // Inside no_sync gradients and counts only add up.
+  const auto backward = [&](const LocalLoss& local) {
+    if constexpr (weighed)
+      ddp.backward(precision.scale(local.value));
+    else if (local.count == 0)
+      all = ddp.backward_mean(at::Tensor(), 0);  // a sum over nothing may be anything, even without a graph
+    else
+      all = ddp.backward_mean(precision.scale(local.value), local.count);
+  };
+  while (auto* batch = feed.next()) {
+    std::optional<decltype(ddp.no_sync())> accumulating;
+    if (!feed.last()) accumulating.emplace(ddp.no_sync());
+    ddp.before_forward();
+    LocalLoss& local =
+        losses.emplace_back(precision.forward([&] { return feed.weigh(loss(model, *batch), *batch); }));
+    backward(local);
+    local.value.reset();  // and the graph with it
+  }
+  if (losses.empty()) {
+    ddp.before_forward();  // rank 0's buffers come once a step
+    if constexpr (weighed)
+      ddp.backward_nothing();
+    else
+      backward({{}, {}, 1, 0});
+  }
+  return weighed ? feed.samples(1) : all;
+}
+
+}  // namespace lockstep::detail

@@ -1,0 +1,165 @@
+// What cannot be trained on is a typed error on every rank, and nobody is left waiting.
+#include <limits>
+
+#include "lockstep/comm/gloo_comm.hpp"
+#include "lockstep/train/check_finite.hpp"
+#include "support/ranks.hpp"
+#include "train/regression.hpp"
+
+namespace {
+
+using Sequential = torch::nn::Sequential;
+using Checked = lockstep::Trainer<Sequential, lockstep::DistributedSampler, lockstep::GlooComm,
+                                  lockstep::Fp32, lockstep::CheckFinite>;
+
+template <class Work>
+std::string gradient_error(Work&& work) {
+  try {
+    work();
+  } catch (const lockstep::GradientError& error) {
+    return error.what();
+  }
+  return "";
+}
+
+}  // namespace
+
+TEST_CASE("gradients that are not finite are named by rank, parameter and step, the same on every rank") {
+  const auto& world = test_world();
+  const int culprit = world.size() - 1;
+  const double bad =
+      GENERATE(std::numeric_limits<double>::quiet_NaN(), std::numeric_limits<double>::infinity());
+  const std::int64_t accumulate = GENERATE(1, 2);
+  auto net = tanh_network(1, 3, 5);
+  Checked trainer{world, {.epochs = 1, .batch_size = 2, .accumulate = accumulate, .progress = false}, net};
+  const std::int64_t bad_micro = 2 * accumulate;  // the first of the third step
+  std::int64_t micro = 0;
+  auto before = copy_of(net);
+  // Only the last layer's bias gets it: parameter 3 of 4.
+  const auto loss = [&](Sequential& model, const auto& batch) {
+    auto value = squared_error(model, batch);
+    if (micro++ == bad_micro && world.rank() == culprit) value = value + model->parameters()[3].sum() * bad;
+    return value;
+  };
+  const auto text = gradient_error([&] {
+    trainer.fit(curve(2 * 4 * accumulate * world.size()), loss,
+                lockstep::OnStep{[&](const auto&) { before = copy_of(net); }});
+  });
+  CHECK_THAT(text,
+             ContainsSubstring("parameter 3 '2.bias' is not finite in step 2 of epoch 0") &&
+                 ContainsSubstring(fmt::format("rank {} has {}", culprit, std::isnan(bad) ? "nan" : "inf")));
+  for (int rank = 0; rank < culprit; ++rank)
+    CHECK_THAT(text, !ContainsSubstring(fmt::format("rank {} has", rank)));
+  for (const auto& other : trainer.comm().all_gather_bytes(text)) CHECK(other == text);
+  CHECK(distance(net, before) == 0);  // the step was not made
+  CHECK(trainer.step() == 2);
+
+  // The next run is a good one.
+  micro = 100;
+  const auto report = trainer.fit(curve(8 * world.size()), loss);
+  CHECK(std::isfinite(report.loss));
+}
+
+TEST_CASE("finite gradients that overflow together are told so") {
+  const auto& world = test_world();
+  if (world.size() == 1) return;
+  auto net = tanh_network(1, 3, 5);
+  Checked trainer{world, {.progress = false}, net};
+  // Each rank's part is scaled by 1 / world before the sum, so the sum of the largest is the largest itself:
+  // a loss of sums and counts, divided by less than 1, is what overflows.
+  const auto text = gradient_error([&] {
+    trainer.fit(curve(2 * world.size()), [](Sequential& model, const auto& batch) {
+      return lockstep::Mean{squared_error(model, batch) + model->parameters()[3].sum() * 1e308,
+                            1e-3 * static_cast<double>(batch.data.size(0))};
+    });
+  });
+  CHECK_THAT(text, ContainsSubstring("the ranks' own are finite"));
+  for (const auto& other : trainer.comm().all_gather_bytes(text)) CHECK(other == text);
+}
+
+TEST_CASE("a check leaves no hook on the model once its trainer is gone") {
+  auto net = tanh_network(1, 3, 5);
+  {
+    Checked trainer{test_world(), {.progress = false}, net};
+    trainer.fit(curve(4 * test_world().size()), squared_error);
+  }
+  const auto data = curve(4);
+  auto loss = squared_error(net, lockstep::Example{data.data(), data.target()}) +
+              net->parameters()[0].sum() * std::nan("");
+  CHECK_NOTHROW(loss.backward());
+}
+
+TEST_CASE("a dataset or a share of no samples") {
+  const auto& world = test_world();
+  for (const bool pad : {true, false}) {
+    const lockstep::TrainerOptions options{.batch_size = 3, .pad = pad, .progress = false};
+    lockstep::Trainer trainer{world, options, tanh_network(1, 3, 5)};
+    CHECK_THROWS_AS(trainer.fit(curve(0), squared_error), lockstep::DataError);
+    CHECK_THROWS_WITH(trainer.fit(curve(0), squared_error), ContainsSubstring("no samples to train on"));
+    // Fewer samples than ranks: one step, or none where the tail is dropped.
+    CHECK(trainer.fit(curve(1), squared_error).step == 1);
+    if (world.size() == 1) continue;
+    lockstep::TrainerOptions dropping = options;
+    dropping.drop_last = true;
+    lockstep::Trainer dropped{world, dropping, tanh_network(1, 3, 5)};
+    CHECK_THROWS_AS(dropped.fit(curve(1), squared_error), lockstep::DataError);
+  }
+}
+
+TEST_CASE("options that no step can be made of are refused before ranks meet") {
+  CHECK_THROWS_AS((Checked{test_world(), {.accumulate = 0}}), lockstep::UsageError);
+  CHECK_THROWS_WITH((Checked{test_world(), {.accumulate = -2}}), ContainsSubstring("accumulate is -2"));
+  CHECK_THROWS_AS((Checked{test_world(), {.batch_size = 0}}), lockstep::UsageError);
+}
+
+TEST_CASE("a mean over a count of zero is a step that changes nothing; a count that is none is an error") {
+  const auto& world = test_world();
+  auto net = tanh_network(1, 3, 5);
+  const auto start = copy_of(net);
+  lockstep::Trainer trainer{world, {.batch_size = 2, .progress = false}, net};
+  const auto data = curve(4 * world.size());
+  const auto loss = [&](double count) {
+    return [count](Sequential& model, const auto& batch) {
+      return lockstep::Mean{squared_error(model, batch), count};
+    };
+  };
+  CHECK(trainer.fit(data, loss(0)).step == 2);
+  CHECK(distance(net, start) == 0);
+  for (const double count : {-1.0, std::nan(""), std::numeric_limits<double>::infinity()})
+    CHECK_THROWS_AS(trainer.fit(data, loss(count)), lockstep::UsageError);
+  CHECK(distance(net, start) == 0);
+
+  // On one rank alone: the others are told, and the next run is a good one.
+  const int culprit = world.size() - 1;
+  if (world.rank() == culprit)
+    CHECK_THROWS_AS(trainer.fit(data, loss(-1)), lockstep::UsageError);
+  else
+    CHECK_THROWS_AS(trainer.fit(data, loss(1)), lockstep::PeerError);
+  CHECK(std::isfinite(trainer.fit(data, loss(2)).loss));
+  CHECK(distance(net, start) > 0);
+}
+
+TEST_CASE("a batch of another size than was asked for has no weight, and is refused") {
+  struct Filtered {
+    lockstep::TensorDataset all = curve(8 * test_world().size());
+    bool empty;
+    [[nodiscard]] std::size_t size() const { return all.size(); }
+    [[nodiscard]] lockstep::Example get_batch(c10::ArrayRef<std::size_t> indices) const {
+      return all.get_batch(empty ? indices.slice(0, 0) : indices.slice(1));
+    }
+  };
+  for (const bool empty : {true, false}) {
+    lockstep::Trainer trainer{test_world(), {.batch_size = 4, .progress = false}, tanh_network(1, 3, 5)};
+    Filtered data{.empty = empty};
+    const auto asked = [&] { trainer.fit(data, squared_error); };
+    CHECK_THROWS_AS(asked(), lockstep::DataError);
+    CHECK_THROWS_WITH(asked(), ContainsSubstring("a batch of 4 samples was asked for") &&
+                                   ContainsSubstring(empty ? "one of 0" : "one of 3"));
+    // A sum and a count are the data's own.
+    const auto report = trainer.fit(data, [](Sequential& model, const auto& batch) {
+      return lockstep::Mean{torch::mse_loss(model->forward(batch.data), batch.target, torch::Reduction::Sum),
+                            batch.data.size(0)};
+    });
+    CHECK(std::isnan(report.loss) == empty);
+  }
+}
