@@ -71,9 +71,12 @@ struct ReducerFor<LocalComm, Hook> {
 /// A bare `loss.backward()` reduces too, as best effort: where it throws, the other ranks learn of it only in
 /// this rank's next backward, and inside a re-entrant backward it may end too early, which is an error and
 /// not a wrong gradient. One thread uses one model at a time.
-template <Trainable M, Communicator Comm, class Hook = AllReduceHook>
+template <class M, class Comm, class Hook = AllReduceHook>
 class DistributedDataParallel {
   static constexpr bool alone = detail::alone<Comm>;
+  static_assert(Trainable<M>,
+                "lockstep: the model of DistributedDataParallel is a torch::nn::Module or a handle to one, a "
+                "TorchScript module, or a std::vector of parameters");
   static_assert(
       alone || (Reducing<Comm> && Gathering<Comm>),
       "lockstep: DistributedDataParallel needs a communicator that reduces and gathers (concepts Reducing, "
