@@ -183,6 +183,18 @@ TEST_CASE("a wait for a message ends when its sender fails") {
     CHECK_THAT(outcome.ranks[static_cast<std::size_t>(rank)].error, ContainsSubstring("rank 1 failed first"));
 }
 
+TEST_CASE("a wait for bytes ends when a rank fails") {
+  for (int culprit : {0, 2}) {
+    const auto outcome = started_by_hand("bytes", culprit);
+    CHECK(outcome.seconds < 5);
+    CHECK(outcome.left == 0);
+    for (int rank = 0; rank < 3; ++rank)
+      CHECK_THAT(
+          outcome.ranks[static_cast<std::size_t>(rank)].error,
+          ContainsSubstring(rank == culprit ? "boom" : "rank " + std::to_string(culprit) + " failed first"));
+  }
+}
+
 TEST_CASE("ranks in different collectives are told so, long before the deadline") {
   const auto outcome = started_by_hand("differ", 2);
   CHECK(outcome.left == 0);

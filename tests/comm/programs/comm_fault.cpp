@@ -7,6 +7,7 @@
 #include <iostream>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "lockstep/comm/gloo_comm.hpp"
 #include "lockstep/world/launch.hpp"
@@ -75,6 +76,12 @@ int run(const lockstep::World& world, const std::string& fault, int culprit) {
     if (!mine) comm.recv(tensor, culprit).wait_host();
     usleep(300000);
     throw std::runtime_error("boom");
+  } else if (fault == "bytes") {
+    std::vector<std::string> all, more;
+    auto first = comm.all_gather_bytes_async(all, std::string(100000, 'x'));
+    first.wait_host();
+    if (mine) throw std::runtime_error("boom");
+    comm.all_gather_bytes_async(more, "y").wait_host();
   } else if (fault == "differ") {
     if (!mine) comm.all_reduce(tensor).wait_host();
     comm.barrier();
