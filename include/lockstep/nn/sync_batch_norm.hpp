@@ -10,7 +10,7 @@
 #include <string>
 #include <utility>
 
-#include "lockstep/comm/shape_check.hpp"
+#include "lockstep/comm/tensor_lists.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/nn/batch_norm_group.hpp"
 #include "lockstep/nn/sync_batch_norm_function.hpp"
