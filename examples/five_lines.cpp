@@ -7,6 +7,7 @@
 
 #include "lockstep/lockstep.hpp"
 #include "lockstep/world/launch.hpp"
+#include "options.hpp"
 
 // 2,048 points of a noisy line in 20 dimensions, the same on every rank.
 lockstep::TensorDataset points() {
@@ -43,17 +44,10 @@ void train(const lockstep::World& world, int epochs) {
 int main(int argc, char** argv) {
   CLI::App app("Fits a line with several processes: an ordinary LibTorch loop and five lines.");
   int epochs = 10;
-  std::string nproc, prefix;
   app.add_option("--epochs", epochs, "passes over the points")
       ->capture_default_str()
-      ->check(CLI::Range(0, 1000000));
-  app.add_option("--nproc", nproc, "processes to start on this host");
-  app.add_option("--prefix", prefix, "put the rank in front of lines: auto, always or never");
-  try {
-    app.parse(argc, argv);
-  } catch (const CLI::ParseError& end) {  // or --help
-    return app.exit(end) == 0 ? 0 : 2;
-  }
+      ->transform(flags::whole_number(0));
+  if (const auto code = flags::parse(app, argc, argv)) return *code;
   return lockstep::launch(argc, argv,
                           [&](const lockstep::World& world) { train(world, epochs); });  // 5: was train()
 }

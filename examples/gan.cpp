@@ -8,6 +8,7 @@
 #include "lockstep/data/mnist.hpp"
 #include "lockstep/lockstep.hpp"
 #include "lockstep/world/launch.hpp"
+#include "options.hpp"
 
 namespace nn = torch::nn;
 
@@ -88,15 +89,10 @@ void train(const lockstep::World& world, std::int64_t steps, std::int64_t digits
 int main(int argc, char** argv) {
   CLI::App app("Trains a small GAN on drawn digits with several processes.");
   std::int64_t steps = 2000, digits = 20000;
-  std::string nproc, prefix;
-  app.add_option("--steps", steps, "optimizer steps of either model")->check(CLI::Range(1, 1000000000));
-  app.add_option("--digits", digits, "digits to draw and learn from")->check(CLI::Range(1, 10000000));
-  app.add_option("--nproc", nproc, "processes to start on this host");
-  app.add_option("--prefix", prefix, "put the rank in front of lines: auto, always or never");
-  try {
-    app.parse(argc, argv);
-  } catch (const CLI::ParseError& end) {  // or --help
-    return app.exit(end) == 0 ? 0 : 2;
-  }
+  app.add_option("--steps", steps, "optimizer steps of either model")
+      ->transform(flags::whole_number(std::int64_t{1}));
+  app.add_option("--digits", digits, "digits to draw and learn from")
+      ->transform(flags::whole_number(std::int64_t{1}));
+  if (const auto code = flags::parse(app, argc, argv)) return *code;
   return lockstep::launch(argc, argv, [&](const lockstep::World& world) { train(world, steps, digits); });
 }

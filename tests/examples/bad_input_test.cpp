@@ -7,15 +7,11 @@ using namespace lockstep_test;
 
 namespace {
 
-std::vector<std::string> mnist(std::vector<std::string> arguments) {
-  arguments.insert(arguments.begin(), test_program("mnist"));
-  return arguments;
-}
-
 // The one line that a wrong command ends with; `before` is what it may say first.
-std::string refusal(const std::vector<std::string>& arguments, const Variables& variables = {},
-                    const std::string& before = "") {
-  const Ended ended = run(mnist(arguments), variables);
+std::string refusal(std::vector<std::string> arguments, const Variables& variables = {},
+                    const std::string& before = "", const std::string& program = "mnist") {
+  arguments.insert(arguments.begin(), test_program(program));
+  const Ended ended = run(arguments, variables);
   INFO(Catch::StringMaker<std::vector<std::string>>::convert(arguments)
        << "\nout: " << ended.out << "\nerror: " << ended.error);
   CHECK(ended.code == 2);
@@ -57,6 +53,23 @@ TEST_CASE("numbers that are too large are refused, not made smaller") {
 TEST_CASE("empty names are refused, as a variable of the shell that is not set gives them") {
   for (const std::string flag : {"--save", "--data-dir", "--mirror"})
     CHECK_THAT(refusal({flag, ""}), ContainsSubstring(flag) && ContainsSubstring("it is empty;"));
+}
+
+TEST_CASE("an empty value behind an equals sign does not swallow what comes next") {
+  for (const std::string flag : {"--save", "--data-dir", "--epochs"})
+    CHECK_THAT(refusal({flag + "=", "X"}), ContainsSubstring(flag + ": it is empty;"));
+}
+
+TEST_CASE("the small examples refuse bad input on one line as well") {
+  const auto refused = [](const std::string& program, const std::vector<std::string>& arguments) {
+    return refusal(arguments, {}, "", program);
+  };
+  CHECK_THAT(refused("five_lines", {"--epochs", "three"}),
+             ContainsSubstring("'three' is not a whole number"));
+  CHECK_THAT(refused("five_lines", {"--nproc", "0"}), ContainsSubstring("--nproc 0"));
+  CHECK_THAT(refused("five_lines", {"--epoch", "1"}), ContainsSubstring("--epoch"));
+  CHECK_THAT(refused("gan", {"--steps", "0"}), ContainsSubstring("'0' is not a whole number, 1 or more"));
+  CHECK_THAT(refused("gan", {"--digits=", "1"}), ContainsSubstring("--digits: it is empty;"));
 }
 
 TEST_CASE("a wrong number of processes is refused on one line") {

@@ -5,6 +5,7 @@
 
 #include "examples/small_mnist.hpp"
 #include "support/catch.hpp"
+#include "support/folder_watch.hpp"
 #include "support/process.hpp"
 
 using namespace lockstep_test;
@@ -25,7 +26,8 @@ Ended run_example(const std::string& name, std::vector<std::string> arguments,
 
 double accuracy_in(const std::string& out) {
   std::smatch found;
-  return std::regex_search(out, found, std::regex("Accuracy is ([0-9.]+)%")) ? std::stod(found[1]) : -1;
+  REQUIRE(std::regex_search(out, found, std::regex("Accuracy is ([0-9.]+)%")));
+  return std::stod(found[1]);
 }
 
 }  // namespace
@@ -60,10 +62,14 @@ TEST_CASE("mnist gives the same with and without workers, and in one process oth
 
 TEST_CASE("mnist without data draws digits once, and says so") {
   const TemporaryFolder cache;
+  std::filesystem::create_directory(cache / "lockstep");
+  FolderWatch watch(cache / "lockstep");
   const Variables variables{{"XDG_CACHE_HOME", cache.path().string()}};
-  for (int time = 0; time < 2; ++time)
+  for (const std::size_t drawn : {1, 0}) {  // in the first run by one of the ranks, in the second by none
     CHECK_THAT(run_example("mnist", {"--nproc", "2", "--epochs", "0"}, variables).out,
                ContainsSubstring("training on 60000 digits drawn by this program"));
+    CHECK(watch.made().size() == drawn);
+  }
 }
 
 TEST_CASE("mnist takes the tutorial's --gpu for as many processes and says what it means") {
