@@ -174,6 +174,21 @@ TEST_CASE("sparse gradients are stepped, or refused by name") {
   CHECK(text_of<lockstep::GradientError>([&] { decayed.step(); }).find("weight decay") != std::string::npos);
 }
 
+TEST_CASE("a scaled step of SGD divides the gradients, and skips an infinite one, the first among them") {
+  auto a = some_parameters(7), b = some_parameters(7);
+  const SgdOptions options{.lr = 0.1, .momentum = 0.9, .implementation = Implementation::fused};
+  SGD one(a, options), two(b, options);
+  for (int step = 0; step < 3; ++step) {
+    set_gradients(a, step);
+    set_gradients(b, step);
+    for (auto& parameter : b) parameter.mutable_grad() = parameter.grad() * 1024;
+    one.step();
+    two.step_scaled({torch::full({1}, 1024.0), torch::ones({1})});
+    two.step_scaled({torch::full({1}, 1024.0), torch::zeros({1})});
+  }
+  for (std::size_t i = 0; i < a.size(); ++i) CHECK(torch::allclose(a[i], b[i], 1e-6, 1e-7));
+}
+
 TEST_CASE("what SGD saves, another reads, and goes on with the same bits") {
   auto a = some_parameters(4), b = some_parameters(4);
   SGD one(a, {.lr = 0.1, .momentum = 0.9, .weight_decay = 0.01});

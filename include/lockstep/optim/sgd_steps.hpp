@@ -9,6 +9,7 @@
 #include <ATen/ops/clone.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/neg.h>
+#include <ATen/ops/zeros_like.h>
 
 #include <cstdint>
 #include <vector>
@@ -160,9 +161,12 @@ inline void sgd_fused(const SgdOptions& options, Active<SgdState>& all, const St
     for (auto& part : parts) sgd_fused(options, part, scale);
     return;
   }
+  // Where the first step is skipped for an infinite gradient, the operator leaves the buffers as they are:
+  // zeros then, where Python has what was in that memory.
   if (fresh != 0)
     for (std::size_t i = 0; i < all.size(); ++i)
-      all.states[i]->momentum_buffer = at::empty_like(all.gradients[i]);
+      all.states[i]->momentum_buffer =
+          scale.found_inf.defined() ? at::zeros_like(all.gradients[i]) : at::empty_like(all.gradients[i]);
   sgd_fused_call(options, all, scale, fresh != 0);
 }
 
