@@ -2,6 +2,7 @@
 #include <numeric>
 
 #include "lockstep/comm/gloo_comm.hpp"
+#include "lockstep/grad/hooks/fp16_hook.hpp"
 #include "lockstep/train/trainer.hpp"
 #include "support/ranks.hpp"
 #include "train/nets.hpp"
@@ -245,4 +246,25 @@ TEST_CASE("a model is saved by rank 0 and loaded for all") {
   }
   trainer.comm().barrier();
   if (world.rank() == 0) std::filesystem::remove_all(folder);
+}
+
+TEST_CASE("a communication hook is one more extra, and DDP's options one more option") {
+  const auto train = three_classes(60);
+  const auto run = [&](auto... extras) {
+    lockstep::TrainerOptions options{.epochs = 2, .batch_size = 5, .lr = 0.1};
+    options.ddp.bucket_caps = {64};
+    auto trainer = lockstep::make_trainer<TinyNet, lockstep::DistributedSampler, lockstep::GlooComm>(
+        test_world(), options, extras...);
+    trainer.fit(train, loss);
+    CHECK(trainer.ddp().buckets().size() > 1);
+    trainer.ddp().sync_buffers();
+    CHECK(same_on_all_ranks(trainer.comm(), bytes_of(*trainer.model())));
+    return std::pair(trainer.ddp().report(), bytes_of(*trainer.model()));
+  };
+  const auto [plain, plain_bytes] = run();
+  const auto [halved, halved_bytes] = run(lockstep::Fp16Hook{});
+  CHECK(plain.hook == "all_reduce");
+  CHECK(halved.hook != plain.hook);
+  CHECK(2 * halved.bytes_so_far == plain.bytes_so_far);
+  CHECK(halved_bytes != plain_bytes);
 }

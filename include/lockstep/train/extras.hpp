@@ -57,6 +57,15 @@ concept OptimizerFactory = requires(E& extra, std::vector<at::Tensor> parameters
   { extra.make_optimizer(parameters) } -> std::convertible_to<std::unique_ptr<torch::optim::Optimizer>>;
 };
 
+/// How gradients travel: a CommunicationHook of the trainer's communicator, such as Fp16Hook. Known here by
+/// the constants that each of those has.
+template <class E>
+concept ReductionPolicy = requires(const E& extra) {
+  { E::divides_first } -> std::convertible_to<bool>;
+  { E::spreads_nan } -> std::convertible_to<bool>;
+  extra.wire_bytes();
+};
+
 /// Sets the learning rate: every step of the optimizer runs at its own rate times `rate_factor(epoch, step)`,
 /// both counted from 0. A function of these two alone, so that all ranks agree.
 template <class E>
@@ -161,7 +170,7 @@ void notify([[maybe_unused]] E& extra, const EpochReport& report) {
 template <class E>
 inline constexpr int concepts_modelled =
     int{OptimizerFactory<E>} + int{Schedule<E>} + int{GradientCheck<E>} + int{GradientHook<E>} +
-    int{StepHook<E>} + int{EpochStartHook<E>} + int{EpochHook<E>};
+    int{StepHook<E>} + int{EpochStartHook<E>} + int{EpochHook<E>} + int{ReductionPolicy<E>};
 
 template <class... Extras>
 inline constexpr bool none_twice = (int{OptimizerFactory<Extras>} + ... + 0) <= 1 &&
@@ -170,7 +179,8 @@ inline constexpr bool none_twice = (int{OptimizerFactory<Extras>} + ... + 0) <= 
                                    (int{GradientHook<Extras>} + ... + 0) <= 1 &&
                                    (int{StepHook<Extras>} + ... + 0) <= 1 &&
                                    (int{EpochStartHook<Extras>} + ... + 0) <= 1 &&
-                                   (int{EpochHook<Extras>} + ... + 0) <= 1;
+                                   (int{EpochHook<Extras>} + ... + 0) <= 1 &&
+                                   (int{ReductionPolicy<Extras>} + ... + 0) <= 1;
 
 }  // namespace detail
 

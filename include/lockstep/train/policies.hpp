@@ -2,6 +2,7 @@
 
 #include "lockstep/comm/communicator.hpp"
 #include "lockstep/data/sampler.hpp"
+#include "lockstep/grad/distributed_data_parallel.hpp"
 #include "lockstep/precision/precision.hpp"
 #include "lockstep/train/extras.hpp"
 #include "lockstep/train/model_handle.hpp"
@@ -30,14 +31,28 @@ struct CheckedPolicies {
       "such as lockstep::Fp32");
   static_assert(((concepts_modelled<Extras> >= 1) && ...),
                 "lockstep: an extra of a Trainer models none of OptimizerFactory, Schedule, GradientCheck, "
-                "GradientHook, StepHook, EpochStartHook and EpochHook");
+                "GradientHook, StepHook, EpochStartHook, EpochHook and CommunicationHook");
   static_assert(
       ((concepts_modelled<Extras> <= 1) && ...),
       "lockstep: an extra of a Trainer models more than one of OptimizerFactory, Schedule, GradientCheck, "
-      "GradientHook, StepHook, EpochStartHook and EpochHook: split it into one each");
+      "GradientHook, StepHook, EpochStartHook, EpochHook and CommunicationHook: split it into one each");
   static_assert(none_twice<Extras...>,
                 "lockstep: two extras of a Trainer model the same concept: give one of each kind");
 };
+
+// The communication hook among the extras, or the plain reduction.
+template <class... Extras>
+struct ReductionAmong {
+  using type = AllReduceHook;
+};
+template <class First, class... Rest>
+struct ReductionAmong<First, Rest...> : ReductionAmong<Rest...> {};
+template <ReductionPolicy First, class... Rest>
+struct ReductionAmong<First, Rest...> {
+  using type = First;
+};
+template <class... Extras>
+using ReductionOf = typename ReductionAmong<Extras...>::type;
 
 // The types that a Trainer keeps of its policies; where the policies are wrong, something that swallows
 // whatever it is given, so that the sentence above stays alone.
@@ -45,16 +60,16 @@ struct Nothing {
   template <class... Given>
   explicit Nothing(Given&&...) {}
 };
-template <class ModelType, class Comm>
+template <class ModelType, class Comm, class... Extras>
 struct KeptOf {
   using Model = Nothing;
   using Ddp = Nothing;
 };
-template <Model ModelType, class Comm>
+template <Model ModelType, class Comm, class... Extras>
 requires Reducing<Comm> && Gathering<Comm>
-struct KeptOf<ModelType, Comm> {
+struct KeptOf<ModelType, Comm, Extras...> {
   using Model = ModelHandle<ModelType>;
-  using Ddp = DistributedDataParallel<ModelType, Comm>;
+  using Ddp = DistributedDataParallel<ModelType, Comm, ReductionOf<Extras...>>;
 };
 
 }  // namespace lockstep::detail

@@ -59,7 +59,7 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
             [&]<class M>(std::type_identity<M>) { return seeded_model<M>(options.seed); }, given...)),
         precision_(detail::pick<PrecisionType>(detail::MakeDefault{}, given...)),
         extras_(detail::pick<Extras>(detail::MakeDefault{}, given...)...),
-        ddp_(model_.get(), comm_),
+        ddp_(model_.get(), comm_, options_.ddp, take_reduction()),
         parameters_(ddp_.parameters()),
         optimizer_(make_optimizer()) {
     static_assert((detail::one_of<Given, Model, Comm, PrecisionType, Extras...> && ...),
@@ -124,6 +124,8 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
   [[nodiscard]] Model& model() { return model_.get(); }
   [[nodiscard]] torch::optim::Optimizer& optimizer() { return *optimizer_; }
   [[nodiscard]] Comm& comm() { return comm_; }
+  /// For its report, and its communication hook.
+  [[nodiscard]] auto& ddp() { return ddp_; }
   [[nodiscard]] const World& world() const { return world_; }
   /// Epochs and optimizer steps done so far.
   [[nodiscard]] std::int64_t epoch() const { return epoch_; }
@@ -222,6 +224,14 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
     }
   }
 
+  detail::ReductionOf<Extras...> take_reduction() {
+    using Reduction = detail::ReductionOf<Extras...>;
+    if constexpr (detail::one_of<Reduction, Extras...>)
+      return std::move(std::get<Reduction>(extras_));
+    else
+      return Reduction();
+  }
+
   template <class M>
   static M seeded_model(std::uint64_t seed) {
     static_assert(
@@ -260,7 +270,7 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
     (detail::notify(hooks, report), ...);
   }
 
-  using Kept = detail::KeptOf<Model, Comm>;
+  using Kept = detail::KeptOf<Model, Comm, Extras...>;
 
   World world_;
   TrainerOptions options_;

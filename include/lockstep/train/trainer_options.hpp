@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "lockstep/error.hpp"
+#include "lockstep/grad/ddp_options.hpp"
 
 namespace lockstep {
 
@@ -41,6 +42,8 @@ struct TrainerOptions {
   std::int64_t workers = 0;
   /// Whether rank 0 says how training goes.
   bool progress = true;
+  /// Of the trainer's DistributedDataParallel: buckets, buffers, unused parameters.
+  DdpOptions ddp = {};
 };
 
 namespace detail {
