@@ -22,7 +22,8 @@ int main(int argc, char** argv) {
     }
     char abort_at_first[] = "--abort";  // the other ranks cannot go on without this one
     arguments.push_back(abort_at_first);
-    char order[] = "--order", declared[] = "decl";  // the same on every rank; newer versions of Catch2 draw one
+    char order[] = "--order",
+         declared[] = "decl";  // the same on every rank; newer versions of Catch2 draw one
     arguments.push_back(order);
     arguments.push_back(declared);
     return Catch::Session().run(static_cast<int>(arguments.size()), arguments.data());
