@@ -97,3 +97,14 @@ TEST_CASE("plans equal those of c10d") {
       CHECK(ours == theirs);
   }
 }
+
+TEST_CASE("a model over two devices: buckets of each device's own") {
+  // As the gradients of a model would come whose first half lies on cuda:0 and whose second on cuda:1.
+  using lockstep::ParameterSize;
+  constexpr int single = 6, first = 256, second = 257;
+  const std::vector<ParameterSize> sizes{
+      {400, single, first}, {40, single, first}, {400, single, second}, {40, single, second}, {8, 7, second}};
+  CHECK(lockstep::plan_by_registration(sizes) == lockstep::BucketPlan{{4}, {2, 3}, {0, 1}});
+  CHECK(lockstep::plan_by_ready_order(sizes, {4, 3, 2, 1, 0}, {300, 1000}) ==
+        lockstep::BucketPlan{{3, 2}, {1, 0}, {4}});
+}

@@ -353,3 +353,21 @@ TEST_CASE("a report tells buckets, order, times and bytes") {
   CHECK_THAT(lockstep::table(report), ContainsSubstring("3 reductions"));
   CHECK(lockstep::fields(report).size() == 10);
 }
+
+TEST_CASE("the profiler sees each bucket on its way, and the end of a reduction") {
+  Net net;
+  DistributedDataParallel ddp{net, shared_comm(), small_buckets()};
+  for (int step = 0; step < 2; ++step) ddp.backward(net(batch_of(0, 0)).sum());
+  static int buckets = 0, ends = 0;
+  buckets = ends = 0;
+  const auto handle = at::addThreadLocalCallback(at::RecordFunctionCallback(
+      [](const at::RecordFunction& function) -> std::unique_ptr<at::ObserverContext> {
+        buckets += std::string(function.name()) == "lockstep::reduce_bucket" ? 1 : 0;
+        ends += std::string(function.name()) == "lockstep::finish_reduction" ? 1 : 0;
+        return nullptr;
+      }));
+  ddp.backward(net(batch_of(0, 0)).sum());
+  at::removeCallback(handle);
+  CHECK(buckets == static_cast<int>(ddp.buckets().size()));
+  CHECK(ends == 1);
+}
