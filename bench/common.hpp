@@ -37,8 +37,8 @@ struct ConvNetImpl : nn::Module {
 };
 TORCH_MODULE(ConvNet);
 
-/// convnet|linear STEPS WARMUP: that many timed steps on batches in memory;
-/// epoch FOLDER: one epoch over MNIST's files there, after one to warm up.
+/// convnet|linear STEPS WARMUP: that many timed steps on batches in memory; overlap STEPS WARMUP: lockstep's
+/// own report of them; epoch FOLDER: one epoch over MNIST's files there, after one to warm up.
 struct Settings {
   std::string what;
   int steps = 0, warmup = 0;
@@ -51,7 +51,8 @@ inline Settings settings(int argc, char** argv) {
   if (words.size() > 2 && words[0] == "--nproc") words.erase(words.begin(), words.begin() + 2);
   if (words.size() == 2 && words[0] == "epoch") return {"epoch", 0, 0, words[1]};
   if (words.size() == 3) return {words[0], std::stoi(words[1]), std::stoi(words[2]), ""};
-  throw lockstep::UsageError("usage: [--nproc N] convnet|linear STEPS WARMUP, or [--nproc N] epoch FOLDER");
+  throw lockstep::UsageError(
+      "usage: [--nproc N] convnet|linear|overlap STEPS WARMUP, or [--nproc N] epoch FOLDER");
 }
 
 /// Seconds of the clock that all processes of the machine share.

@@ -8,8 +8,8 @@ namespace {
 
 template <class Model>
 struct Training {
-  Training(Model given, lockstep::GlooComm& comm, double rate)
-      : model(given), ddp(model, comm), optimizer(ddp.parameters(), rate) {}
+  Training(Model given, lockstep::GlooComm& comm, double rate, const lockstep::DdpOptions& options = {})
+      : model(given), ddp(model, comm, options), optimizer(ddp.parameters(), rate) {}
 
   Model model;
   lockstep::DistributedDataParallel<Model, lockstep::GlooComm> ddp;
@@ -28,6 +28,28 @@ void draw(const std::filesystem::path& folder) {
   });
 }
 
+// The time in which buckets travel, and the part of it that backward does not hide: the medians of the steps.
+void time_overlap(const lockstep::World& world, lockstep::GlooComm& comm, const bench::Settings& run) {
+  torch::manual_seed(0);
+  // Three buckets: this network would fit into one.
+  Training<bench::ConvNet> training(bench::ConvNet(), comm, 1e-2, {.bucket_caps = {std::size_t{32} << 10}});
+  torch::manual_seed(100 + world.rank());
+  const auto data = torch::rand({32, 1, 28, 28});
+  const auto target = torch::randint(10, {32});
+  std::vector<double> exposed, whole;
+  for (int i = 0; i < run.warmup + run.steps; ++i) {
+    training.optimizer.zero_grad();
+    training.ddp.backward(torch::cross_entropy_loss(training.ddp(data), target));
+    training.optimizer.step();
+    if (i < run.warmup) continue;
+    const lockstep::DdpReport report = training.ddp.report();
+    exposed.push_back(report.exposed());
+    whole.push_back(report.communication);
+  }
+  bench::report(world.rank(), fmt::format("\"exposed\": {:.9f}, \"communication\": {:.9f}",
+                                          bench::median(exposed), bench::median(whole)));
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -37,7 +59,13 @@ int main(int argc, char** argv) {
   }
   return lockstep::launch(argc, argv, [&](const lockstep::World& world) {
     lockstep::GlooComm comm{world};
-    bench::measure(world, bench::settings(argc, argv), [&](auto model, auto loss, double rate) {
+    const bench::Settings run = bench::settings(argc, argv);
+    if (run.what == "overlap") {
+      time_overlap(world, comm, run);
+      comm.shutdown();
+      return;
+    }
+    bench::measure(world, run, [&](auto model, auto loss, double rate) {
       auto training = std::make_shared<Training<decltype(model)>>(model, comm, rate);
       return [training, loss](const auto& data, const auto& target) {
         auto value = loss(training->ddp(data), target);
