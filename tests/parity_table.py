@@ -18,11 +18,10 @@ HEADINGS = {
 
 def sections(text):
     """Test name, whether it passed, and the lines that it printed."""
-    for part in re.split(r"^-{58}\n(?=\d+/\d+ Testing: )", text, flags=re.M)[0:]:
-        name = re.search(r"^\d+/\d+ Testing: (\S+)$", part, flags=re.M)
-        output = re.search(r"^Output:\n-{58}\n(.*?)^<end of output>", part, flags=re.M | re.S)
-        if name and output:
-            yield name[1], "\nTest Passed.\n" in part, output[1].splitlines()
+    for part in re.split(r"^\d+/\d+ Testing: ", text, flags=re.M)[1:]:
+        output = re.search(r"^Output:\n-+\n(.*?)^<end of output>", part, flags=re.M | re.S)
+        if output:
+            yield part.split("\n", 1)[0], "\nTest Passed.\n" in part, output[1].splitlines()
 
 
 def main():
