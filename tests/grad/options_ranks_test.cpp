@@ -371,3 +371,17 @@ TEST_CASE("the profiler sees each bucket on its way, and the end of a reduction"
   CHECK(buckets == static_cast<int>(ddp.buckets().size()));
   CHECK(ends == 1);
 }
+
+TEST_CASE("a sum with a count over two wrapped models is refused, on every rank") {
+  torch::nn::Linear first(2, 2), second(2, 1);
+  DistributedDataParallel one{first, shared_comm()};
+  DistributedDataParallel other{second, shared_comm()};
+  const auto x = torch::ones({1, 2});
+  CHECK_THAT(thrown_by([&] { one.backward_mean(second(first(x)).sum(), 1); }),
+             ContainsSubstring("backward_mean reached another wrapped model"));
+  {
+    const auto guard = other.no_sync();
+    CHECK(one.backward_mean(second(first(x)).sum(), 1) == test_world().size());
+  }
+  one.backward(first(x).sum());
+}

@@ -75,8 +75,8 @@ inline std::string failure_text(const std::vector<BackwardReport>& reports,
   }
   if (!thrown.empty()) return thrown + "; no rank kept its gradients";
   return "backward left gradients undefined on " + missing +
-         "; let every parameter take part in the loss on every rank, or take it out with "
-         "requires_grad_(false)";
+         "; let every parameter take part in the loss on every rank, take it out with requires_grad_(false), "
+         "or allow it with DdpOptions::find_unused_parameters (or static_graph, where it is always the same)";
 }
 
 }  // namespace lockstep::detail

@@ -165,8 +165,9 @@ class DistributedDataParallel {
   /// come to a backward that threw here, the communicator is aborted instead, so that the error is seen: then
   /// nothing works on it any more.
   ///
-  /// A loss that depends on several models, each wrapped by one of these, reduces all of them; keep out of
-  /// one with its `no_sync`, or freeze its parameters.
+  /// A loss that depends on several models, each wrapped by one of these, reduces all of them: this one while
+  /// backward runs, the others after it. Every rank's loss must depend on the same ones; keep out of one with
+  /// its `no_sync`, or freeze its parameters.
   ///
   /// `loss` is a scalar that requires grad. `create_graph` is refused with GradientError.
   void backward(const at::Tensor& loss, bool retain_graph = false, bool create_graph = false) {
@@ -211,9 +212,19 @@ class DistributedDataParallel {
   }
 
   /// This rank has no data in this step: it takes part in the reduction of the others' `backward` with zeros
-  /// (what it accumulated under `no_sync` counts). Collective.
+  /// (what it accumulated under `no_sync` counts). Collective. Not for a loss over several wrapped models:
+  /// its backward mixes their reductions in an order that a rank without the loss does not know.
   void backward_nothing() {
     if constexpr (!alone) run({.losses = {}, .nothing = true}, [] {});
+  }
+
+  /// Forgets what backwards under `no_sync` have accumulated (counts, and which parameters took part), for a
+  /// step that is given up between them; `zero_grad` forgets the gradients.
+  void forget() {
+    if constexpr (alone)
+      state_->reducer->count = 0;
+    else
+      state_->reducer->forget();
   }
 
   /// While the guard that this returns lives, backward only accumulates on this rank; the first backward

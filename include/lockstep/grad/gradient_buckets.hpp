@@ -68,12 +68,12 @@ class GradientBuckets {
   [[nodiscard]] const at::Tensor& with_tail(std::size_t bucket) const { return buckets_[bucket].with_tail; }
 
   /// Puts the gradient of a parameter into its slot, divided where the style says so: `scaled` is false where
-  /// something else divides later. A gradient that there is not counts as zeros. Throws GradientError where
-  /// the gradient cannot lie there.
+  /// something else divides later, `attach` is false where the slot does not become the gradient. A gradient
+  /// that there is not counts as zeros. Throws GradientError where the gradient cannot lie there.
   ///
   /// The default multiplies by the reciprocal in every case: that is Python's arithmetic, and at three ranks
   /// a division's bits are others.
-  void take(std::size_t i, bool scaled = true) {
+  void take(std::size_t i, bool scaled = true, bool attach = true) {
     const NamedTensor& parameter = (*parameters_)[i];
     at::Tensor& grad = parameter.tensor.mutable_grad();
     if ((*sparse_)[i]) return take_sparse(i, grad, scaled);
@@ -107,7 +107,14 @@ class GradientBuckets {
       at::mul_out(slot, grad, factor);
     else
       slot.copy_(grad);
-    if (style_.storage != GradientStorage::separate) grad = slot;
+    if (attach && style_.storage != GradientStorage::separate) grad = slot;
+  }
+
+  /// Gives a gradient that lies in its slot memory of its own: no backward has come to it, and the reduction
+  /// must leave it as it is where that is so on every rank.
+  void detach(std::size_t i) {
+    at::Tensor& grad = (*parameters_)[i].tensor.mutable_grad();
+    if (grad.defined() && slots_[i].defined() && lies_in(grad, slots_[i])) grad = grad.clone();
   }
 
   /// Makes what the reduction has left in the slot the parameter's gradient.
@@ -115,7 +122,7 @@ class GradientBuckets {
     at::Tensor& grad = (*parameters_)[i].tensor.mutable_grad();
     const at::Tensor& slot = slots_[i];
     if (style_.storage != GradientStorage::separate) {
-      if (!grad.defined()) grad = slot;
+      if (!grad.defined() || !lies_in(grad, slot)) grad = slot;
     } else if (grad.defined()) {
       grad.copy_(slot);
     } else {
@@ -125,8 +132,11 @@ class GradientBuckets {
   /// The same for a sparse one.
   void give(std::size_t i, const at::Tensor& sum) { (*parameters_)[i].tensor.mutable_grad() = sum; }
 
-  /// Multiplies all of a bucket.
-  void scale(std::size_t bucket, double factor) { buckets_[bucket].gradients.flat.mul_(factor); }
+  /// Multiplies all of a bucket; by 0 also what is not a number.
+  void scale(std::size_t bucket, double factor) {
+    at::Tensor& flat = buckets_[bucket].gradients.flat;
+    factor == 0 ? flat.zero_() : flat.mul_(factor);
+  }
 
   /// Marks a slot as without a gradient: not-a-number survives every sum, so all ranks find it.
   void poison(std::size_t i) {

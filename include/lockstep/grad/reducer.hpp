@@ -1,7 +1,6 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
 #include <ATen/record_function.h>
 #include <c10/core/GradMode.h>
 #include <fmt/format.h>
@@ -21,23 +20,18 @@
 #include "lockstep/grad/accumulate_hook.hpp"
 #include "lockstep/grad/backward_report.hpp"
 #include "lockstep/grad/bucket_plan.hpp"
+#include "lockstep/grad/contribution.hpp"
 #include "lockstep/grad/ddp_options.hpp"
 #include "lockstep/grad/ddp_report.hpp"
 #include "lockstep/grad/graph_search.hpp"
 #include "lockstep/grad/hooks/hook.hpp"
 #include "lockstep/grad/joined_backwards.hpp"
 #include "lockstep/grad/named_tensors.hpp"
+#include "lockstep/grad/ready_order.hpp"
 #include "lockstep/grad/reduction.hpp"
+#include "lockstep/grad/unexpected_gradient.hpp"
 
 namespace lockstep::detail {
-
-/// What a backward gives to the reduction. `losses` are walked where unused parameters are searched for; with
-/// a `count` the gradients are those of a sum over that many, else of a mean.
-struct Contribution {
-  const std::vector<at::Tensor>& losses;
-  std::optional<double> count = std::nullopt;
-  bool nothing = false;  // this rank has no data
-};
 
 /// Averages gradients over the ranks while backward runs: which gradient came, what to do when, and how it
 /// ends. What travels, and how, is the Reduction's.
@@ -72,18 +66,22 @@ class Reducer {
   /// model. What it reaches of other models is reduced too, after this one: the same order on every rank.
   template <class Run>
   void backward(const Contribution& contribution, Run&& run_backward) {
-    const Inside inside(*this);
+    const Inside inside(*this, contribution.count.has_value());
     const bool reduces = no_sync_depth == 0 && !inside.nested;
-    if (contribution.count) count_ += *contribution.count;
-    if (!reduces && !inside.outermost) return run_backward();
+    const auto run_counted = [&] {
+      run_backward();
+      if (contribution.count) count_ += *contribution.count;
+    };
+    if (!reduces && !inside.outermost) return run_counted();
     if (reduces) {
       counts_ = contribution.count.has_value();
       nothing_ = contribution.nothing;
-      open(&contribution.losses);
+      open();
     }
     std::exception_ptr thrown;
     try {
-      run_backward();
+      if (reduces) take_known_unused(&contribution.losses);
+      run_counted();
     } catch (...) {
       thrown = std::current_exception();
     }
@@ -97,8 +95,12 @@ class Reducer {
     };
     if (reduces) end([&] { close(thrown); });
     if (inside.outermost) {
-      for (const JoinedReduction& other : std::exchange(joined_reductions, {}))
-        end([&] { other.close(other.reducer, thrown); });
+      auto joined = std::exchange(joined_reductions, {});
+      std::sort(joined.begin(), joined.end(), [](const auto& a, const auto& b) { return a.made < b.made; });
+      // Where this model's reduction has failed it has on every rank, also on one that did not come as far as
+      // the other models: none of those is reduced.
+      for (const JoinedReduction& other : joined)
+        end([&] { reduces&& first ? other.abandon(other.reducer) : other.close(other.reducer, thrown); });
     }
     if (first) std::rethrow_exception(first);
   }
@@ -106,6 +108,11 @@ class Reducer {
   /// The buckets in use, as parameter indices.
   [[nodiscard]] BucketPlan plan() const { return reduction_.plan(); }
   [[nodiscard]] Hook& hook() { return reduction_.hook(); }
+  /// Forgets what `no_sync` has accumulated: for a step that is given up.
+  void forget() {
+    count_ = 0;
+    std::fill(seen_.begin(), seen_.end(), false);
+  }
   /// Of the last reduction; the sum of the counts over ranks.
   [[nodiscard]] double total_count() const { return reduction_.total_count(); }
   void forward_begins() { reduction_.times.forward = ReductionTimes::Clock::now(); }
@@ -128,14 +135,20 @@ class Reducer {
 
   /// Marks this reducer's own backward as running.
   struct Inside {
-    explicit Inside(Reducer& reducer)
-        : reducer(reducer), nested(std::exchange(reducer.inside_, true)), outermost(open_backwards++ == 0) {}
+    Inside(Reducer& reducer, bool counts)
+        : reducer(reducer),
+          nested(std::exchange(reducer.inside_, true)),
+          outermost(open_backwards++ == 0),
+          counts(counts) {
+      counting_backwards += counts;
+    }
     ~Inside() {
+      counting_backwards -= counts;
       --open_backwards;
       reducer.inside_ = nested;
     }
     Reducer& reducer;
-    bool nested, outermost;
+    bool nested, outermost, counts;
   };
 
   [[nodiscard]] bool searches() const { return options_.find_unused_parameters && !options_.static_graph; }
@@ -148,14 +161,15 @@ class Reducer {
     // Through an output that the loss ignores a hook is called without a gradient.
     if (parameters_[i].tensor.mutable_grad().defined() || !searches()) seen_[i] = true;
     if (no_sync_depth > 0) return;
-    if (!open_ || stale_) {
+    if ((!open_ && !joined_) || stale_) {
       if (open_backwards > 0)
         join();
       else
         open_bare();
     }
     ready_order_.push_back(i);
-    if (!expected_.empty()) {
+    if (options_.static_graph && !reduction_.used_anywhere(i)) throw GradientError(unexpected_text(i));
+    if (!expected_.empty() && !joined_) {
       if (fired_[i] == expected_[i] || taken_[i]) throw GradientError(unexpected_text(i));
       if (fired_[i] + 1 == expected_[i]) {
         take(i);
@@ -166,69 +180,76 @@ class Reducer {
   }
 
   [[nodiscard]] std::string unexpected_text(std::size_t i) const {
-    const std::string name = fmt::format("parameter {} '{}'", i, parameters_[i].name);
-    if (expected_[i] == 0)
-      return name +
-             " took no part in the first backward and does in this one, while static_graph promises that "
-             "every backward takes the way of the first; leave it out";
-    if (taken_[i] && fired_[i] == 0)
-      return name +
-             " was taken for unused, since the loss reaches it through a re-entrant backward (a checkpoint) "
-             "alone; turn find_unused_parameters off, or use static_graph";
-    if (searches())
-      return name +
-             " got more than one gradient in this backward, which find_unused_parameters cannot foresee in a "
-             "re-entrant backward (a checkpoint); turn it off, or use static_graph";
-    return fmt::format(
-        "{} got {} gradients in this backward and {} in the first, after which its bucket is reduced; keep "
-        "the "
-        "number of uses in re-entrant backwards (checkpoints) fixed",
-        name, fired_[i] + 1, expected_[i]);
+    const int expected = expected_.empty() ? 0 : expected_[i];
+    return text_of({i, parameters_[i].name, expected, fired_[i], taken_[i] != 0, searches(),
+                    options_.static_graph && expected == 0});
   }
 
-  void take(std::size_t i) {
+  void take(std::size_t i, bool seen = true) {
     taken_[i] = true;
-    reduction_.take(i);
+    reduction_.take(i, seen);
   }
 
-  /// `losses` is null where they are not known: inside a bare backward.
-  void open(const std::vector<at::Tensor>* losses) {
-    if (open_) {
-      stale_ = false;
-      close(
-          std::make_exception_ptr(GradientError("an earlier loss.backward() did not end, so its gradients "
-                                                "were never reduced; call ddp.backward(loss), "
-                                                "which ends whatever happens")));
-    }
+  void open() {
+    close_stale();
+    if (!std::exchange(joined_, false)) clear_counters();
     if (rebuild_due_) rebuild();
+    reduction_.open(counts_);
+    open_ = true;
+  }
+  void clear_counters() {
     std::fill(fired_.begin(), fired_.end(), 0);
     std::fill(taken_.begin(), taken_.end(), false);
     ready_order_.clear();
-    reduction_.open(counts_);
-    open_ = true;
-    take_known_unused(losses);
+  }
+  void close_stale() {
+    if (!open_) return;
+    stale_ = false;
+    close(
+        std::make_exception_ptr(GradientError("an earlier loss.backward() did not end, so its gradients "
+                                              "were never reduced; call ddp.backward(loss), "
+                                              "which ends whatever happens")));
   }
 
   /// What will get no gradient goes into its bucket now, so that the bucket need not wait for the end.
+  /// `losses` is null where they are not known: inside a bare backward.
   void take_known_unused(const std::vector<at::Tensor>* losses) {
     if (nothing_ || expected_.empty()) return;
     if (options_.static_graph) {
       for (std::size_t i = 0; i < parameters_.size(); ++i)
-        if (expected_[i] == 0) take(i);
+        if (expected_[i] == 0) take(i, seen_[i] != 0);
     } else if (searches() && losses) {
       const GraphNodes reached = reachable_nodes(*losses);
       for (std::size_t i = 0; i < parameters_.size(); ++i)
-        if (!reached.contains(hooks_[i].node())) take(i);
+        if (!reached.contains(hooks_[i].node())) take(i, seen_[i] != 0);
     }
   }
 
-  /// The `ddp.backward` of another model reaches this one: that call ends this reduction too.
+  /// The `ddp.backward` of another model reaches this one: that call ends this reduction too. Nothing is
+  /// launched before, since the order in which a backward reaches models may differ between the ranks.
   void join() {
+    if (counting_backwards > 0)
+      throw GradientError(
+          "backward_mean reached another wrapped model, whose gradients it would not divide by the count; "
+          "use "
+          "backward with a mean, or keep the other model out with its no_sync");
+    close_stale();
+    clear_counters();
+    joined_ = true;
+    joined_reductions.push_back({this, made_,
+                                 [](void* reducer, const std::exception_ptr& failure) {
+                                   static_cast<Reducer*>(reducer)->close_joined(failure);
+                                 },
+                                 [](void* reducer) { static_cast<Reducer*>(reducer)->abandon_joined(); }});
+  }
+  void close_joined(const std::exception_ptr& failure) {
     counts_ = nothing_ = false;
-    open(nullptr);
-    joined_reductions.push_back({this, [](void* reducer, const std::exception_ptr& failure) {
-                                   static_cast<Reducer*>(reducer)->close(failure);
-                                 }});
+    open();
+    close(failure);
+  }
+  void abandon_joined() {
+    joined_ = false;
+    drop();
   }
 
   /// A hook fires though no `ddp.backward` runs: the reduction ends with this backward of the engine. Where
@@ -236,7 +257,8 @@ class Reducer {
   /// stale.
   void open_bare() {
     counts_ = nothing_ = false;
-    open(nullptr);
+    open();
+    take_known_unused(nullptr);
     struct Token {
       explicit Token(std::weak_ptr<Reducer*> reducer) : reducer(std::move(reducer)) {}
       ~Token() {
@@ -263,8 +285,10 @@ class Reducer {
       complete(report);
       const double count = std::exchange(count_, 0);
       reduction_.launch_rest(count, seen_, report.thrown.has_value() || !report.missing.empty());
-      const bool flagged = reduction_.wait(failure, iteration_);
-      if (flagged && reported(report)) fail(report, failure);
+      const bool flagged = reduction_.wait(failure, iteration_, seen_);
+      const std::exception_ptr hook_error = reduction_.hook_error();
+      if (hook_error && !report.thrown) report.thrown = first_line(hook_error);
+      if (flagged && reported(report)) fail(report, failure ? failure : hook_error);
       reduction_.give();
     } catch (...) {
       open_ = false;
@@ -290,7 +314,7 @@ class Reducer {
         continue;
       }
       try {
-        take(i);
+        take(i, seen_[i] != 0);
       } catch (...) {
         if (!report.thrown) report.thrown = first_line(std::current_exception());
         reduction_.poison(i);
@@ -347,29 +371,13 @@ class Reducer {
         for (int& count : expected_) count = std::max(count, 1);
     }
     if (rebuilt_ || iteration_ + 1 < (options_.static_graph ? 2U : 1U)) return;
-    std::vector<std::size_t> order;
-    std::vector<char> placed(parameters_.size());
-    for (std::size_t k = ready_order_.size(); k-- > 0;)
-      if (!std::exchange(placed[ready_order_[k]], true)) order.push_back(ready_order_[k]);
-    std::reverse(order.begin(), order.end());
-    for (std::size_t i = 0; i < placed.size(); ++i)
-      if (!placed[i]) order.push_back(i);
-    rebuild_order_ = std::move(order);
+    rebuild_order_ = completion_order(ready_order_, parameters_.size());
     rebuild_due_ = true;
   }
 
   /// Once: buckets in the order in which rank 0's gradients became ready.
   void rebuild() {
-    const auto length = static_cast<std::int64_t>(rebuild_order_.size());
-    at::Tensor order =
-        at::empty({length}, at::TensorOptions(at::kLong).device(parameters_[0].tensor.device()));
-    at::Tensor host = at::empty({length}, at::kLong);
-    std::copy(rebuild_order_.begin(), rebuild_order_.end(), host.mutable_data_ptr<std::int64_t>());
-    order.copy_(host);
-    reduction_.comm().broadcast(order, 0).wait_host();
-    host.copy_(order);
-    const auto* first = host.const_data_ptr<std::int64_t>();
-    reduction_.rebuild({first, first + length});
+    reduction_.rebuild(order_of_rank_zero(reduction_.comm(), rebuild_order_, parameters_[0].tensor.device()));
     rebuild_due_ = false;
     rebuilt_ = true;
   }
@@ -387,6 +395,8 @@ class Reducer {
   std::size_t iteration_ = 0;
   bool open_ = false, inside_ = false, stale_ = false, rebuild_due_ = false, rebuilt_ = false;
   bool counts_ = false, nothing_ = false;
+  bool joined_ = false;  // reached by the backward of another model, which will close this reduction
+  std::size_t made_ = reducers_made++;
   std::shared_ptr<Reducer*> self_ = std::make_shared<Reducer*>(this);
   std::vector<AccumulateHook<OnGradient>> hooks_;  // last: gone before what they refer to
 };

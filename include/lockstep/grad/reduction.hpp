@@ -72,12 +72,15 @@ class BucketReduction {
     for (std::size_t b = 0; b < buckets_->size(); ++b) pending_[b] = buckets_->members(b).size();
     next_ = 0;
     bytes_before_ = bytes();
-    times.backward = Clock::now();
+    hook_error_ = nullptr;
+    begun_ = true;
+    times.backward = times.first_launch = Clock::now();
   }
 
   /// Puts a gradient into its bucket, or marks it as missing there.
-  void take(std::size_t i) {
-    buckets_->take(i, !counts_);
+  void take(std::size_t i, bool seen) {
+    if (!seen) buckets_->detach(i);
+    buckets_->take(i, !counts_, seen);
     --pending_[buckets_->bucket_of(i)];
   }
   void poison(std::size_t i) {
@@ -104,10 +107,7 @@ class BucketReduction {
       else
         launch(next_++);
     }
-    if (usage_ && (asks_usage_ || !Hook::spreads_nan)) {
-      usage_->start(comm_, seen, failed);
-      extra_bytes_ += sent_bytes_of(usage_->bytes());
-    }
+    if (Hook::spreads_nan && asks_usage_) ask_usage(seen);
     if (counts_ && !rides) {
       separate_count_ =
           at::full({1}, count, at::TensorOptions(at::kDouble).device(parameters_[0].tensor.device()));
@@ -117,7 +117,7 @@ class BucketReduction {
   }
 
   /// Waits for all of it; false where no rank can have poisoned or flagged anything.
-  bool wait(const std::exception_ptr& failure, std::size_t iteration) {
+  bool wait(const std::exception_ptr& failure, std::size_t iteration, const std::vector<char>& seen) {
     // After a throw here the peers get a moment to arrive and learn of it, and no more: the error must be
     // seen.
     const auto patience = Clock::now() + std::chrono::seconds(2);
@@ -138,8 +138,20 @@ class BucketReduction {
         throw TimeoutError(fmt::format("{} (bucket {} of {}, with {}, in backward {})", error.what(), b + 1,
                                        works_.size(), parameter_list(buckets_->members(b), parameters_),
                                        iteration + 1));
+      } catch (const CommunicationError&) {
+        throw;  // nothing works any more
+      } catch (...) {
+        // The hook's own: the other buckets are on their way, and must have come before their memory is used.
+        if (!hook_error_) hook_error_ = std::current_exception();
       }
       works_[b].reset();
+    }
+    // A hook that tells the others nothing by what it sends has told them nothing of its errors either.
+    if (!Hook::spreads_nan) {
+      failed_ = failed_ || hook_error_;
+      ask_usage(seen);
+    } else if (hook_error_) {
+      std::rethrow_exception(hook_error_);
     }
     try {
       if (usage_ && usage_->work()) {
@@ -163,7 +175,9 @@ class BucketReduction {
     if (counts_) divide_by_counts();
     if (asks_usage_) {
       for (std::size_t i = 0; i < parameters_.size(); ++i) used_[i] = usage_->used(i);
-      if (options_.static_graph) asks_usage_ = false;  // that was the first: it holds for all
+      // That was the first in which anything was used: it holds for all.
+      if (options_.static_graph)
+        asks_usage_ = std::none_of(used_.begin(), used_.end(), [](char used) { return used != 0; });
     }
     for (std::size_t i = 0; i < parameters_.size(); ++i) {
       if (!used_[i]) continue;
@@ -173,15 +187,26 @@ class BucketReduction {
         buckets_->give(i);
     }
     ++reductions_;
+    begun_ = false;
     bytes_last_ = bytes() - bytes_before_;
   }
 
   void drop() {
-    for (auto& work : works_) work.reset();
+    // What nobody has waited for goes on, in memory that nobody must use again.
+    const bool under_way =
+        std::any_of(works_.begin(), works_.end(), [](const auto& work) { return work.has_value(); });
+    if (under_way) use(plan());
     if (usage_) usage_->drop();
     count_work_.reset();
-    if constexpr (StatefulHook<Hook>) hook_.rollback();
+    if constexpr (StatefulHook<Hook>)
+      if (begun_) hook_.rollback();
+    begun_ = false;
   }
+
+  /// What a hook has thrown in this reduction while it was waited for.
+  [[nodiscard]] const std::exception_ptr& hook_error() const { return hook_error_; }
+  /// Whether any rank used the parameter when that was last asked.
+  [[nodiscard]] bool used_anywhere(std::size_t i) const { return asks_usage_ || used_[i]; }
 
   /// Makes the buckets anew, filled in this order.
   void rebuild(const std::vector<std::size_t>& ready_order) {
@@ -297,13 +322,20 @@ class BucketReduction {
       total_count_ = separate_count_.item<double>();
       count_work_.reset();
     }
-    // Nothing counted anywhere: the sums are zeros, and so are the gradients.
-    if (total_count_ == 0) return;
-    const double factor = (Hook::divides_first ? 1.0 : comm_.size()) / total_count_;
+    // Where nothing was counted anywhere there is nothing to step along, whatever the sums are.
+    const bool nothing = total_count_ == 0;
+    const double factor = nothing ? 0 : (Hook::divides_first ? 1.0 : comm_.size()) / total_count_;
     for (std::size_t b = 0; b < buckets_->size(); ++b)
       if (!buckets_->sparse(b) && !buckets_->empty(b)) buckets_->scale(b, factor);
     for (at::Tensor& sum : sparse_sums_)
       if (sum.defined()) sum.mul_(factor);
+    if constexpr (StatefulHook<Hook>)
+      if (nothing) hook_.rollback();
+  }
+
+  void ask_usage(const std::vector<char>& seen) {
+    usage_->start(comm_, seen, failed_);
+    extra_bytes_ += sent_bytes_of(usage_->bytes());
   }
 
   template <class Finish>
@@ -345,7 +377,8 @@ class BucketReduction {
   std::size_t last_bucket_ = 0;  // the last dense one that is not empty: launched by `launch_rest` alone
   std::size_t reductions_ = 0;
   std::uint64_t extra_bytes_ = 0, bytes_before_ = 0, bytes_last_ = 0;
-  bool counts_ = false, failed_ = false, asks_usage_ = false;
+  std::exception_ptr hook_error_;
+  bool begun_ = false, counts_ = false, failed_ = false, asks_usage_ = false;
 };
 
 }  // namespace lockstep::detail

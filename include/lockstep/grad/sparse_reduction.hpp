@@ -30,7 +30,7 @@ template <Gathering Comm, class Finish>
 SparseSum sum_rows(Comm& comm, const at::Tensor& gradient, const at::Tensor& parameter, bool flag,
                    const Finish& finish) {
   SparseSum result;
-  const at::Tensor mine = gradient.defined() ? gradient.coalesce() : gradient;
+  const at::Tensor mine = !flag && gradient.defined() ? gradient.coalesce() : at::Tensor();
   const std::int64_t rows = mine.defined() ? mine._nnz() : -1;
   const auto numbers = at::TensorOptions(at::kLong).device(parameter.device());
   at::Tensor counts = at::empty({comm.size()}, numbers);

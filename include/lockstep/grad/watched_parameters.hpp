@@ -38,7 +38,8 @@ class WatchedParameters {
   }
 
   /// Before each backward. `list` gives the parameters that the model has now: it allocates, and is asked at
-  /// the first, second, fourth, eighth... backward only. Throws UsageError that names the parameter.
+  /// the first four backwards and every sixteenth, and at each once it has found something. Throws UsageError
+  /// that names the parameter.
   template <class List>
   void check(List&& list) {
     for (std::size_t i = 0; i < parameters_.size(); ++i)
@@ -47,18 +48,19 @@ class WatchedParameters {
             "parameter '{}' was {} after DistributedDataParallel was made, which averages the gradients of "
             "those that required grad then: make it anew",
             parameters_[i].name, trained_[i] ? "frozen" : "unfrozen"));
-    const std::size_t backward = ++backwards_;
-    if ((backward & (backward - 1)) != 0) return;
+    if (++backwards_ > 4 && backwards_ % 16 != 0 && !found_) return;
     std::unordered_set<const c10::TensorImpl*> known;
     for (const NamedTensor& parameter : parameters_) known.insert(parameter.tensor.unsafeGetTensorImpl());
     for (const NamedTensor& parameter : list())
       if (!known.contains(parameter.tensor.unsafeGetTensorImpl()) &&
-          std::find(ignored_.begin(), ignored_.end(), parameter.name) == ignored_.end())
+          std::find(ignored_.begin(), ignored_.end(), parameter.name) == ignored_.end()) {
+        found_ = true;
         throw UsageError(
             fmt::format("parameter '{}' was added or replaced after DistributedDataParallel was made, so "
                         "that its gradient "
                         "would not be averaged: make DistributedDataParallel after the model is whole",
                         parameter.name));
+      }
   }
 
  private:
@@ -66,6 +68,7 @@ class WatchedParameters {
   std::vector<std::string> ignored_;
   std::vector<char> trained_;
   std::size_t backwards_ = 0;
+  bool found_ = false;
 };
 
 }  // namespace lockstep::detail

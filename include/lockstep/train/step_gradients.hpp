@@ -1,7 +1,9 @@
 #pragma once
 
+#include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
 
+#include <cmath>
 #include <optional>
 #include <vector>
 
@@ -9,6 +11,12 @@
 #include "lockstep/train/loss.hpp"
 
 namespace lockstep::detail {
+
+/// A sum over nothing, times 0: its backward adds nothing, but communicates where the forward did (batch norm
+/// over all ranks). Undefined where the sum has no graph, or is not a number, which 0 would not stop.
+inline at::Tensor nothing_of(const at::Tensor& sum) {
+  return sum.defined() && sum.requires_grad() && std::isfinite(host_value(sum)) ? sum * 0 : at::Tensor();
+}
 
 /// Forward and backward of this rank's micro-batches in the step that `feed` has begun, reduced over the
 /// ranks with its last one: the gradients are then those of the mean over all that all ranks have in the
@@ -23,13 +31,14 @@ double step_gradients(M& model, Ddp& ddp, P& precision, Feed& feed, Loss& loss,
                       std::vector<LocalLoss>& losses) {
   constexpr bool weighed = Feed::counts_beforehand && !CountedLoss<Loss, M, typename Feed::Batch>;
   losses.clear();
+  ddp.forget();  // a step before this one may have been given up
   double all = 0;
   // Inside no_sync gradients and counts only add up.
   const auto backward = [&](const LocalLoss& local) {
     if constexpr (weighed)
       ddp.backward(precision.scale(local.value));
     else if (local.count == 0)
-      all = ddp.backward_mean(at::Tensor(), 0);  // a sum over nothing may be anything, even without a graph
+      all = ddp.backward_mean(nothing_of(local.value), 0);
     else
       all = ddp.backward_mean(precision.scale(local.value), local.count);
   };

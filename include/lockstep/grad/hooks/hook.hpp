@@ -38,7 +38,7 @@ using HookState = std::vector<std::pair<std::string, at::Tensor>>;
 /// then the average over the ranks lies in the bucket. It throws as Work does. Destroyed without being waited
 /// for, it neither blocks nor throws.
 template <class R>
-concept Reduction = std::movable<R> && requires(R& reduction, std::chrono::milliseconds deadline) {
+concept Reduction = std::move_constructible<R> && requires(R& reduction, std::chrono::milliseconds deadline) {
   reduction.join_stream();
   reduction.wait_host(deadline);
 };
@@ -58,7 +58,7 @@ concept Reduction = std::movable<R> && requires(R& reduction, std::chrono::milli
 ///    collectives for reductions so far: its tensors' own, however often a collective sends them; none in a
 ///    group of one.
 template <class H, class Comm>
-concept CommunicationHook = std::movable<H> && Communicator<Comm> &&
+concept CommunicationHook = std::move_constructible<H> && Communicator<Comm> &&
     requires(H& hook, const H& counted, Comm& comm, const GradientBucket& bucket) {
   { H::divides_first } -> std::convertible_to<bool>;
   { H::spreads_nan } -> std::convertible_to<bool>;

@@ -1,0 +1,18 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+#include <vector>
+
+namespace lockstep::detail {
+
+/// What a backward gives to the reduction. `losses` are walked where unused parameters are searched for; with
+/// a `count` the gradients are those of a sum over that many, else of a mean.
+struct Contribution {
+  const std::vector<at::Tensor>& losses;
+  std::optional<double> count = std::nullopt;
+  bool nothing = false;  // this rank has no data
+};
+
+}  // namespace lockstep::detail

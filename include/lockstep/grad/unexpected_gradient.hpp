@@ -1,0 +1,39 @@
+#pragma once
+
+#include <fmt/format.h>
+
+#include <string>
+
+namespace lockstep::detail {
+
+/// What is known of a parameter whose gradient comes once more than expected.
+struct UnexpectedGradient {
+  std::size_t parameter = 0;
+  std::string name;
+  int expected = 0;  ///< gradients a backward
+  int fired = 0;     ///< that came in this one before
+  bool taken = false, searches = false, never_used = false;
+};
+
+/// Why that is wrong, and what to do.
+inline std::string text_of(const UnexpectedGradient& it) {
+  const std::string name = fmt::format("parameter {} '{}'", it.parameter, it.name);
+  if (it.never_used)
+    return name +
+           " took no part in the first backward and does in this one, while static_graph promises that every "
+           "backward takes the way of the first; leave it out";
+  if (it.taken && it.fired == 0)
+    return name +
+           " was taken for unused, since the loss reaches it through a re-entrant backward (a checkpoint) "
+           "alone; turn find_unused_parameters off, or use static_graph";
+  if (it.searches)
+    return name +
+           " got more than one gradient in this backward, which find_unused_parameters cannot foresee in a "
+           "re-entrant backward (a checkpoint); turn it off, or use static_graph";
+  return fmt::format(
+      "{} got {} gradients in this backward and {} in the first, after which its bucket is reduced; keep the "
+      "number of uses in re-entrant backwards (checkpoints) fixed",
+      name, it.fired + 1, it.expected);
+}
+
+}  // namespace lockstep::detail
