@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdlib>
+#include <initializer_list>
 
 #if __has_include(<malloc.h>)
 #include <malloc.h>
