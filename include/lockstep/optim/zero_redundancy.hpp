@@ -90,10 +90,18 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer {
     std::vector<torch::optim::OptimizerParamGroup> all(param_groups_);
     inner_->param_groups().swap(all);
     for (auto& [parameter, state] : gathered_) inner_->state()[parameter] = std::move(state);
-    inner_->save(archive);
-    inner_->param_groups().swap(all);
-    gathered_.clear();
-    take_foreign_states(gathered_);
+    const auto put_back = [&] {
+      inner_->param_groups().swap(all);
+      gathered_.clear();
+      take_foreign_states(gathered_);
+    };
+    try {
+      inner_->save(archive);
+    } catch (...) {
+      put_back();
+      throw;
+    }
+    put_back();
   }
 
   /// Reads what save or the optimizer inside, unsharded, wrote at any number of ranks, and keeps this rank's
