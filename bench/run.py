@@ -10,7 +10,6 @@ import argparse
 import datetime
 import json
 import os
-import platform
 import re
 import statistics
 import subprocess
@@ -171,7 +170,7 @@ def machine():
                 break
     with open("/proc/meminfo") as info:
         memory = int(info.readline().split()[1]) // 1024 // 1024
-    return f"{model}, {len(os.sched_getaffinity(0))} cores, {memory} GiB, Linux {platform.release()}"
+    return f"{model}, {len(os.sched_getaffinity(0))} cores, {memory} GiB"
 
 
 def write(path, table, config, rounds, digits):
