@@ -18,24 +18,6 @@ struct Thrower : torch::autograd::Function<Thrower> {
   }
 };
 
-/// Runs a module without a graph, and again with one inside backward, as checkpointing does.
-struct Checkpoint : torch::autograd::Function<Checkpoint> {
-  static torch::Tensor forward(torch::autograd::AutogradContext* context, const torch::Tensor& x,
-                               torch::nn::Linear* layer) {
-    context->save_for_backward({x});
-    context->saved_data["layer"] = reinterpret_cast<std::int64_t>(layer);
-    return (*layer)(x);
-  }
-  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
-                                                 torch::autograd::variable_list grads) {
-    auto* layer = reinterpret_cast<torch::nn::Linear*>(context->saved_data["layer"].toInt());
-    torch::AutoGradMode enable(true);
-    auto x = context->get_saved_variables()[0].detach().requires_grad_(true);
-    torch::autograd::backward({(*layer)(x)}, {grads[0]});
-    return {x.grad(), torch::Tensor()};
-  }
-};
-
 void check_good_backward(Net& net, DistributedDataParallel<Net, lockstep::GlooComm>& ddp) {
   auto loss = [&](Net& model, int rank) { return model(batch_of(rank, 77)).pow(2).mean(); };
   const auto expected = expected_gradients(net, test_world().size(), loss);

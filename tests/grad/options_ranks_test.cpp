@@ -82,24 +82,8 @@ TEST_CASE("a static graph: what took no part at first never does, and buckets ar
 TEST_CASE("a parameter that only a re-entrant backward reaches is named, not lost") {
   Net net;
   DistributedDataParallel ddp{net, shared_comm(), searching()};
-  struct Inner : torch::autograd::Function<Inner> {
-    static torch::Tensor forward(torch::autograd::AutogradContext* context, const torch::Tensor& x,
-                                 torch::nn::Linear* layer) {
-      context->saved_data["layer"] = reinterpret_cast<std::int64_t>(layer);
-      context->save_for_backward({x});
-      return (*layer)(x);
-    }
-    static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
-                                                   torch::autograd::variable_list grads) {
-      auto* layer = reinterpret_cast<torch::nn::Linear*>(context->saved_data["layer"].toInt());
-      torch::AutoGradMode enable(true);
-      auto x = context->get_saved_variables()[0].detach().requires_grad_(true);
-      torch::autograd::backward({(*layer)(x)}, {grads[0]});
-      return {x.grad(), torch::Tensor()};
-    }
-  };
   const auto text = thrown_by([&] {
-    ddp.backward(net->three(Inner::apply(torch::relu(net->one(batch_of(0, 0))), &net->two)).sum());
+    ddp.backward(net->three(Checkpoint::apply(torch::relu(net->one(batch_of(0, 0))), &net->two)).sum());
   });
   CHECK_THAT(text, ContainsSubstring("'two."));
   CHECK_THAT(text, ContainsSubstring("find_unused_parameters"));

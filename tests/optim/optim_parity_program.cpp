@@ -20,6 +20,7 @@
 #include "lockstep/optim/moving_average.hpp"
 #include "lockstep/optim/schedule.hpp"
 #include "lockstep/optim/sgd.hpp"
+#include "support/parity_program.hpp"
 
 namespace {
 
@@ -228,20 +229,10 @@ void schedule() {
         Then{LinearCurve{.length = 5, .start = 0.2}, 5, StepCurve{.every = 25, .gamma = 0.1}});
 }
 
-void print_library() {
-  std::ifstream maps("/proc/self/maps");
-  for (std::string line; std::getline(maps, line);)
-    if (const auto at = line.find('/');
-        at != std::string::npos && line.find("/libtorch_cpu.so") != std::string::npos) {
-      std::cout << line.substr(at) << std::endl;
-      return;
-    }
-}
-
 }  // namespace
 
 int main(int argc, char** argv) {
-  if (std::string(argv[1]) == "--library") return print_library(), 0;
+  if (std::string(argv[1]) == "--library") return lockstep_test::print_library(), 0;
   folder = argv[1];
   if (argc > 2) mistake = argv[2];
   at::set_num_threads(1);

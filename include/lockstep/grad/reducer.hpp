@@ -7,8 +7,6 @@
 #include <torch/csrc/autograd/engine.h>
 
 #include <algorithm>
-#include <chrono>
-#include <concepts>
 #include <exception>
 #include <memory>
 #include <optional>
@@ -16,7 +14,6 @@
 #include <utility>
 #include <vector>
 
-#include "lockstep/comm/communicator.hpp"
 #include "lockstep/grad/accumulate_hook.hpp"
 #include "lockstep/grad/backward_report.hpp"
 #include "lockstep/grad/bucket_plan.hpp"
@@ -24,7 +21,6 @@
 #include "lockstep/grad/ddp_options.hpp"
 #include "lockstep/grad/ddp_report.hpp"
 #include "lockstep/grad/graph_search.hpp"
-#include "lockstep/grad/hooks/hook.hpp"
 #include "lockstep/grad/joined_backwards.hpp"
 #include "lockstep/grad/named_tensors.hpp"
 #include "lockstep/grad/ready_order.hpp"

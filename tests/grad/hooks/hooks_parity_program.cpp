@@ -23,6 +23,7 @@
 #include "lockstep/grad/hooks/power_sgd_hook.hpp"
 #include "lockstep/grad/hooks/quantized_hook.hpp"
 #include "lockstep/world/launch.hpp"
+#include "support/parity_program.hpp"
 
 namespace {
 
@@ -127,27 +128,11 @@ void run(const Case& c, lockstep::GlooComm& comm, const std::string& folder, con
   throw lockstep::UsageError("there is no hook named " + c.hook);
 }
 
-void print_library() {
-  std::ifstream maps("/proc/self/maps");
-  for (std::string line; std::getline(maps, line);)
-    if (const auto at = line.find('/');
-        at != std::string::npos && line.find("/libtorch_cpu.so") != std::string::npos) {
-      std::cout << line.substr(at) << std::endl;
-      return;
-    }
-}
-
 }  // namespace
 
 int main(int argc, char** argv) {
-  std::vector<std::string> words;
-  for (int i = 1; i < argc; ++i) {
-    if (std::string(argv[i]) == "--nproc")
-      ++i;
-    else
-      words.emplace_back(argv[i]);
-  }
-  if (words.at(0) == "--library") return print_library(), 0;
+  const std::vector<std::string> words = lockstep_test::own_words(argc, argv);
+  if (words.at(0) == "--library") return lockstep_test::print_library(), 0;
   broken = words.size() > 2;
   return lockstep::launch(argc, argv, [&](const lockstep::World& world) {
     at::set_num_threads(1);
