@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import nn
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "bench"))
-from python_ddp import ConvNet  # the same network
+from python_ddp import ConvNet, leave  # the same network
 
 EPOCHS, BATCH, RATE, SEED = 2, 32, 0.02, 3407
 
@@ -66,6 +66,7 @@ def train(rank, size, scratch):
             right = (net(test.images.float().div(255)).argmax(1) == test.labels).sum().item()
         torch.save({"state": net.state_dict(), "accuracy": 100 * right / len(test)}, f"{scratch}/python.pt")
     dist.destroy_process_group()
+    leave()
 
 
 def state_of(path):
