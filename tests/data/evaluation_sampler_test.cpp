@@ -37,8 +37,12 @@ TEST_CASE("an evaluation goes on where it was saved") {
   EvaluationSampler sampler{20, 1, 2}, resumed{20, 1, 2}, other{20, 1, 4};
   (void)sampler.next(3);
   carry(sampler, resumed);
+  CHECK(resumed.size() == 7);  // of the coming pass
+  CHECK(resumed.size_of(0) == 7);
   resumed.reset();
   CHECK(resumed.next(100) == sampler.next(100));
+  resumed.reset();
+  CHECK(resumed.size() == 10);
   CHECK_THROWS_AS(carry(sampler, other), lockstep::CheckpointError);
 }
 

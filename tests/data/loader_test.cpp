@@ -3,6 +3,7 @@
 #include <dirent.h>
 
 #include <atomic>
+#include <sstream>
 #include <thread>
 
 #include "data/passes.hpp"
@@ -234,6 +235,29 @@ TEST_CASE("a pass that was resumed draws as the whole pass would have") {
   std::size_t at = 2;
   for (auto& batch : rest) CHECK(torch::equal(batch.data, data.at(at++)));
   CHECK(at == 5);
+}
+
+TEST_CASE("what workers have read ahead does not count as given") {
+  auto make = [](std::size_t workers) {
+    return DataLoader{counting(40), DistributedSampler{40, 1, 2, {}}, {.batch_size = 3, .workers = workers}};
+  };
+  auto loader = make(2);
+  loader.set_epoch(3);
+  std::vector<at::Tensor> batches;
+  for (auto& batch : loader) batches.push_back(batch.data);
+  for (const std::size_t given : {0, 1, 4}) {
+    torch::serialize::OutputArchive out;
+    loader.save(out, 3 * given);
+    std::stringstream stream;
+    out.save_to(stream);
+    torch::serialize::InputArchive in;
+    in.load_from(stream);
+    auto rest = make(0);
+    rest.sampler().load(in);
+    std::size_t at = given;
+    for (auto& batch : rest) CHECK(torch::equal(batch.data, batches.at(at++)));
+    CHECK(at == batches.size());
+  }
 }
 
 TEST_CASE("bytes become floats by a batch transform") {

@@ -30,14 +30,15 @@ class EvaluationSampler : public torch::data::samplers::Sampler<> {
 
   void reset(std::optional<std::size_t> new_length = std::nullopt) override {
     if (new_length) length_ = *new_length;
-    if (!resumed_) position_ = 0;
+    if (!resumed_) position_ = skipped_ = 0;
     resumed_ = false;
   }
 
   std::optional<std::vector<std::size_t>> next(std::size_t batch_size) override {
     detail::check_batch_size(batch_size);
     resumed_ = false;
-    const std::size_t count = std::min(batch_size, size() - std::min(position_, size()));
+    const std::size_t share = share_of(rank_);
+    const std::size_t count = std::min(batch_size, share - std::min(position_, share));
     if (count == 0) return std::nullopt;
     std::vector<std::size_t> indices(count);
     std::iota(indices.begin(), indices.end(), first() + position_);
@@ -45,11 +46,13 @@ class EvaluationSampler : public torch::data::samplers::Sampler<> {
     return indices;
   }
 
-  /// Samples of this rank: they may differ by one between ranks.
+  /// Samples of this rank: they may differ by one between ranks. A pass that was taken up by `load` counts
+  /// only what was left of it.
   [[nodiscard]] std::size_t size() const { return size_of(rank()); }
   /// The same for any rank from 0 to world size - 1.
   [[nodiscard]] std::size_t size_of(int rank) const {
-    return length_ / world_size_ + (static_cast<std::size_t>(rank) < length_ % world_size_ ? 1 : 0);
+    const std::size_t share = share_of(static_cast<std::size_t>(rank));
+    return share - std::min(skipped_, share);
   }
   /// The first sample of this rank's block.
   [[nodiscard]] std::size_t first() const {
@@ -71,13 +74,18 @@ class EvaluationSampler : public torch::data::samplers::Sampler<> {
     detail::expect_saved("length", detail::read_count(archive, "length"), static_cast<std::int64_t>(length_));
     detail::expect_saved("world size", detail::read_count(archive, "world_size"),
                          static_cast<std::int64_t>(world_size_));
-    position_ = static_cast<std::size_t>(detail::read_count(archive, "position"));
+    position_ = skipped_ = static_cast<std::size_t>(detail::read_count(archive, "position"));
     resumed_ = true;
   }
 
  private:
+  [[nodiscard]] std::size_t share_of(std::size_t rank) const {
+    return length_ / world_size_ + (rank < length_ % world_size_ ? 1 : 0);
+  }
+
   std::size_t length_, rank_, world_size_;
   std::size_t position_ = 0;
+  std::size_t skipped_ = 0;  // by each rank, before this pass was taken up
   bool resumed_ = false;
 };
 

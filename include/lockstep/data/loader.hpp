@@ -2,11 +2,13 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
+#include <torch/serialize/archive.h>
 
 #include <algorithm>
 #include <functional>
 #include <iterator>
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "lockstep/data/dataset.hpp"
@@ -90,7 +92,10 @@ class DataLoader {
     if constexpr (!requires { S::draws_base_seed; }) {
       if (options_.draw_base_seed && !resumes()) at::empty({}, at::kLong).random_();
     }
+    start_.reset();  // with the order of the last pass
     sampler_.reset();
+    if constexpr (requires { sampler_.prepare(); }) sampler_.prepare();
+    start_.emplace(sampler_);
     number_ = 0;
     if constexpr (requires { sampler_.position(); }) number_ = sampler_.position();
     return Iterator(*this);
@@ -101,6 +106,17 @@ class DataLoader {
   [[nodiscard]] std::size_t size() const {
     const std::size_t samples = sampler_.size(), batch = options_.batch_size;
     return samples / batch + (!options_.drop_last && samples % batch != 0 ? 1 : 0);
+  }
+
+  /// Writes the sampler as it stands when `samples` of the pass that was begun last have been given out: what
+  /// workers have asked for ahead of that does not count. `sampler().load` before a pass takes it up.
+  void save(torch::serialize::OutputArchive& archive, std::size_t samples) const {
+    S then(start_ ? *start_ : sampler_);
+    if constexpr (requires { then.skip(samples); })
+      then.skip(samples);
+    else if (samples > 0)
+      then.next(samples);
+    then.save(archive);
   }
 
   /// The epoch of the next pass, handed to the sampler.
@@ -208,6 +224,7 @@ class DataLoader {
   D dataset_;
   S sampler_;
   LoaderOptions options_;
+  std::optional<S> start_;  // the sampler when the last pass began
   std::size_t epoch_ = 0;
   std::size_t times_set_ = 0;
   std::size_t number_ = 0;  // samples of this rank drawn in this pass

@@ -66,7 +66,8 @@ class RandomSampler : public torch::data::samplers::Sampler<> {
     return indices;
   }
 
-  [[nodiscard]] std::size_t size() const { return length_; }
+  /// A pass that was taken up by `load` counts only what was left of it.
+  [[nodiscard]] std::size_t size() const { return length_ - skipped_; }
   /// Samples given in this pass.
   [[nodiscard]] std::size_t position() const { return position_; }
 
@@ -91,7 +92,7 @@ class RandomSampler : public torch::data::samplers::Sampler<> {
           fmt::format("the saved RandomSampler drew from {} generator and this one draws from {}",
                       own ? "its own" : "the default", own ? "the default" : "its own"));
     order_ = at::Tensor();
-    position_ = 0;
+    position_ = skipped_ = 0;
     resumed_ = detail::read_count(archive, "drawn") != 0;
     if (resumed_) {
       archive.read("state", state_, /*is_buffer=*/true);
@@ -99,6 +100,7 @@ class RandomSampler : public torch::data::samplers::Sampler<> {
       again.set_state(state_);
       order_ = permute(again);
       position_ = static_cast<std::size_t>(detail::read_count(archive, "position"));
+      skipped_ = std::min(position_, length_);
       ended_ = position_ >= length_;
     }
     if (own) options_.generator.set_state(now);
@@ -128,7 +130,7 @@ class RandomSampler : public torch::data::samplers::Sampler<> {
       generator = at::detail::createCPUGenerator(static_cast<std::uint64_t>(draw_seed(generator)));
     state_ = generator.get_state();
     order_ = permute(generator);
-    position_ = 0;
+    position_ = skipped_ = 0;
     ended_ = false;
   }
 
@@ -136,6 +138,7 @@ class RandomSampler : public torch::data::samplers::Sampler<> {
   RandomSamplerOptions options_;
   at::Tensor order_, state_;
   std::size_t position_ = 0;
+  std::size_t skipped_ = 0;  // given before this pass was taken up
   bool resumed_ = false;
   bool ended_ = false;  // someone asked for more than there was
 };

@@ -87,6 +87,12 @@ class StridedSampler : public torch::data::samplers::Sampler<> {
     return indices;
   }
 
+  /// As if this rank had been given the next `count` samples of the pass already.
+  void skip(std::size_t count) {
+    resumed_ = false;
+    position_ += std::min(count, size() - position_);
+  }
+
   /// Samples of this rank in the pass: the same on every rank, unless `pad` is off. A pass that was taken up
   /// by `load` counts only what was left of it.
   [[nodiscard]] std::size_t size() const { return size_of(rank_); }
