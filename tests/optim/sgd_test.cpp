@@ -4,6 +4,7 @@
 
 #include <vector>
 
+#include "lockstep/optim/adam.hpp"
 #include "optim/common.hpp"
 
 using lockstep::Implementation;
@@ -234,6 +235,11 @@ TEST_CASE("an archive that does not fit is refused in words, and nothing is chan
           load(swapped, bytes);
         }).find("momentum_buffer of parameter 0 of group 0") != std::string::npos);
   CHECK(swapped.state().empty());
+  lockstep::Adam adam(a, {.lr = 0.1});
+  adam.step();
+  CHECK(text_of<lockstep::CheckpointError>([&] { load(one, saved(adam)); }).find("'beta1'") !=
+        std::string::npos);
+  CHECK(saved(one) == bytes);
   std::ostringstream empty;
   torch::serialize::OutputArchive archive;
   archive.save_to(empty);

@@ -6,6 +6,7 @@
 #include <torch/optim/serialize.h>
 #include <torch/serialize/archive.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -76,6 +77,26 @@ struct ReadOptimizer {
   std::vector<std::vector<std::unique_ptr<State>>> states;
 };
 
+/// Throws CheckpointError where a group in the archive has an option that these Options do not: another kind
+/// of optimizer wrote it, whose options and states would be passed over.
+template <class Options>
+void refuse_foreign_options(torch::serialize::InputArchive& groups, std::size_t count, const char* name) {
+  std::vector<std::string> known{"training"};  // every archive of LibTorch's has it
+  const Options defaults;
+  Options::each_field(defaults, [&](const char* field, const auto&) { known.emplace_back(field); });
+  for (std::size_t g = 0; g < count; ++g) {
+    torch::serialize::InputArchive group, options;
+    groups.read("param_groups/" + std::to_string(g), group);
+    group.read("options", options);
+    for (const std::string& key : options.keys())
+      if (std::find(known.begin(), known.end(), key) == known.end())
+        throw CheckpointError(fmt::format(
+            "{}: the archive has an option '{}', which it does not have: the archive is another kind "
+            "of optimizer's",
+            name, key));
+  }
+}
+
 /// Reads what write_optimizer or an optimizer of LibTorch's with the same names wrote. Throws CheckpointError
 /// where it does not fit the groups that `optimizer` has.
 template <class State, class Options>
@@ -94,6 +115,7 @@ ReadOptimizer<State, Options> read_optimizer(torch::serialize::InputArchive& arc
         fmt::format("{}: the archive has {} parameter groups, the optimizer {}: load it into "
                     "one that is made as it was",
                     name, groups.size(), optimizer.param_groups().size()));
+  refuse_foreign_options<Options>(groups_archive, groups.size(), name);
   ReadOptimizer<State, Options> read;
   for (std::size_t g = 0; g < groups.size(); ++g) {
     const auto& keys = groups[g].first;
