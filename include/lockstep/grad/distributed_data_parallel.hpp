@@ -25,6 +25,7 @@
 #include "lockstep/grad/model.hpp"
 #include "lockstep/grad/model_check.hpp"
 #include "lockstep/grad/named_tensors.hpp"
+#include "lockstep/grad/ready_order.hpp"
 #include "lockstep/grad/reducer.hpp"
 #include "lockstep/grad/watched_parameters.hpp"
 
@@ -271,6 +272,33 @@ class DistributedDataParallel {
       return {};
     else
       return state_->reducer->plan();
+  }
+
+  /// Rank 0's order of ready gradients, by which buckets are filled after the first iterations, as indices
+  /// into the parameters that require grad; empty where it is not known yet, and for LocalComm. Collective.
+  /// A run that goes on with it has the bits of one that was never interrupted.
+  [[nodiscard]] std::vector<std::size_t> bucket_order() {
+    if constexpr (alone)
+      return {};
+    else
+      return state_->reducer->bucket_order();
+  }
+  /// Fills buckets by an order that another run has found, from the next backward on; not under `no_sync`.
+  /// The same on every rank. Throws CheckpointError for one that is not of this model's parameters.
+  void set_bucket_order(const std::vector<std::size_t>& order) {
+    const auto trained = static_cast<std::size_t>(
+        std::count_if(parameters_.begin(), parameters_.end(),
+                      [](const NamedTensor& item) { return item.tensor.requires_grad(); }));
+    if (!detail::is_order_of(order, trained))
+      throw CheckpointError(fmt::format(
+          "the order of buckets names {} parameters, and the model trains {}: it is another model's",
+          order.size(), trained));
+    if constexpr (!alone) state_->reducer->set_bucket_order(order);
+  }
+
+  /// The step that followed the last reduction was not taken: a hook that remembers forgets what it did.
+  void roll_back() {
+    if constexpr (!alone && StatefulHook<Hook>) state_->reducer->hook().rollback();
   }
 
   /// What the last reduction did: buckets, order, times, bytes. `table(ddp.report())` shows it. Empty for

@@ -28,6 +28,14 @@ inline std::vector<std::size_t> completion_order(const std::vector<std::size_t>&
   return order;
 }
 
+/// Whether it names each of so many parameters once.
+inline bool is_order_of(const std::vector<std::size_t>& order, std::size_t parameters) {
+  std::vector<char> named(parameters);
+  return order.size() == parameters && std::all_of(order.begin(), order.end(), [&](std::size_t index) {
+           return index < parameters && !std::exchange(named[index], true);
+         });
+}
+
 /// Rank 0's order, on every rank. Collective.
 template <Reducing Comm>
 std::vector<std::size_t> order_of_rank_zero(Comm& comm, const std::vector<std::size_t>& mine,

@@ -62,7 +62,7 @@ class Reducer {
   /// model. What it reaches of other models is reduced too, after this one: the same order on every rank.
   template <class Run>
   void backward(const Contribution& contribution, Run&& run_backward) {
-    const Inside inside(*this, contribution.count.has_value());
+    const InsideBackward inside(inside_, contribution.count.has_value());
     const bool reduces = no_sync_depth == 0 && !inside.nested;
     const auto run_counted = [&] {
       run_backward();
@@ -104,6 +104,17 @@ class Reducer {
   /// The buckets in use, as parameter indices.
   [[nodiscard]] BucketPlan plan() const { return reduction_.plan(); }
   [[nodiscard]] Hook& hook() { return reduction_.hook(); }
+  /// The order in which buckets were filled after the first iterations, empty where that is still to come.
+  std::vector<std::size_t> bucket_order() {
+    if (rebuild_due_) rebuild();
+    return rebuilt_ ? rebuild_order_ : std::vector<std::size_t>();
+  }
+  void set_bucket_order(std::vector<std::size_t> order) {
+    reduction_.rebuild(order);
+    rebuild_order_ = std::move(order);
+    rebuild_due_ = false;
+    rebuilt_ = true;
+  }
   /// Forgets what `no_sync` has accumulated: for a step that is given up.
   void forget() {
     count_ = 0;
@@ -127,24 +138,6 @@ class Reducer {
     Reducer* reducer;
     std::size_t parameter;
     void operator()() const { reducer->on_gradient(parameter); }
-  };
-
-  /// Marks this reducer's own backward as running.
-  struct Inside {
-    Inside(Reducer& reducer, bool counts)
-        : reducer(reducer),
-          nested(std::exchange(reducer.inside_, true)),
-          outermost(open_backwards++ == 0),
-          counts(counts) {
-      counting_backwards += counts;
-    }
-    ~Inside() {
-      counting_backwards -= counts;
-      --open_backwards;
-      reducer.inside_ = nested;
-    }
-    Reducer& reducer;
-    bool nested, outermost, counts;
   };
 
   [[nodiscard]] bool searches() const { return options_.find_unused_parameters && !options_.static_graph; }
@@ -373,9 +366,7 @@ class Reducer {
 
   /// Once: buckets in the order in which rank 0's gradients became ready.
   void rebuild() {
-    reduction_.rebuild(order_of_rank_zero(reduction_.comm(), rebuild_order_, parameters_[0].tensor.device()));
-    rebuild_due_ = false;
-    rebuilt_ = true;
+    set_bucket_order(order_of_rank_zero(reduction_.comm(), rebuild_order_, parameters_[0].tensor.device()));
   }
 
   std::vector<NamedTensor> parameters_;

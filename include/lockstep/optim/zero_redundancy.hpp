@@ -19,6 +19,7 @@
 #include "lockstep/error.hpp"
 #include "lockstep/grad/broadcast_list.hpp"
 #include "lockstep/grad/model_check.hpp"
+#include "lockstep/optim/sharded_state.hpp"
 #include "lockstep/optim/shards.hpp"
 
 namespace lockstep {
@@ -33,7 +34,7 @@ namespace lockstep {
 /// collective; `comm` outlives this.
 template <class Comm>
 requires Reducing<Comm> && Gathering<Comm>
-class ZeroRedundancyOptimizer : public torch::optim::Optimizer {
+class ZeroRedundancyOptimizer : public torch::optim::Optimizer, public detail::ShardedState {
  public:
   /// `make(parameters)` makes the optimizer inside, with all parameters and any groups: an optimizer, or a
   /// unique_ptr to one. Throws MismatchError where the ranks' parameters differ, UsageError for a parameter
@@ -61,7 +62,7 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer {
   }
 
   /// Brings all states to rank `to`, which may save afterwards; a step makes it necessary again. Collective.
-  void consolidate(int to = 0) {
+  void consolidate(int to = 0) override {
     forget_gathered();
     for (int rank = 0; rank < comm_.size(); ++rank) {
       if (rank == to) continue;

@@ -90,6 +90,7 @@ class MeanMeter {
     pending_.push_back({value.requires_grad() ? value.variable_data() : value, factor, count});
   }
   void add(const Mean& mean) { add(mean.sum, 1, mean.count); }
+  void add(const Total& total) { total_ += total; }
 
   /// Of this rank.
   [[nodiscard]] const Total& total() {

@@ -21,6 +21,7 @@
 
 #include "lockstep/error.hpp"
 #include "lockstep/grad/named_tensors.hpp"
+#include "lockstep/train/archive.hpp"
 
 namespace lockstep {
 
@@ -143,12 +144,7 @@ inline std::string read_whole(const std::filesystem::path& path) {
 inline std::string serialize_model(const torch::nn::Module& model) {
   torch::serialize::OutputArchive archive;
   model.save(archive);
-  std::string bytes;
-  archive.save_to([&](const void* data, std::size_t size) {
-    bytes.append(static_cast<const char*>(data), size);
-    return size;
-  });
-  return bytes;
+  return detail::bytes_of(archive);
 }
 
 namespace detail {
@@ -195,29 +191,45 @@ inline void match_tensors(const torch::nn::Module& module, torch::serialize::Inp
       faults.push_back(fmt::format("{}{} is in the file only", prefix, key));
 }
 
+/// Pairs of the model's tensors and the archive's. Throws CheckpointError that names every tensor that is
+/// missing, too much, or of another shape or dtype.
+inline std::vector<std::pair<at::Tensor, at::Tensor>> matched_tensors(const torch::nn::Module& model,
+                                                                      torch::serialize::InputArchive& archive,
+                                                                      std::string_view origin) {
+  std::vector<std::pair<at::Tensor, at::Tensor>> pairs;
+  std::vector<std::string> faults;
+  match_tensors(model, archive, "", pairs, faults);
+  if (faults.empty()) return pairs;
+  std::string text = fmt::format("{} does not fit the model: ", origin);
+  for (std::size_t i = 0; i < faults.size(); ++i) text += (i ? "; " : "") + faults[i];
+  throw CheckpointError(text);
+}
+
+inline void copy_tensors(const std::vector<std::pair<at::Tensor, at::Tensor>>& pairs) {
+  const at::NoGradGuard no_grad;
+  for (const auto& [own, read] : pairs) own.copy_(read);
+}
+
+/// Where a checkpoint keeps its model, which is so not in the file of a model alone.
+inline constexpr const char* checkpoint_model = "checkpoint_model";
+
 }  // namespace detail
 
-/// Copies the tensors of `bytes`, as serialize_model or torch::save made them, into `model`'s own. Throws
+/// Copies the tensors of `bytes`, as serialize_model or torch::save made them, or those of a checkpoint's
+/// model, into `model`'s own. Throws
 /// CheckpointError that names every tensor that is missing, too much, or of another shape or dtype; then the
 /// model is as it was. `origin` is what the message calls the bytes.
 inline void deserialize_model(torch::nn::Module& model, std::string_view bytes, std::string_view origin) {
   std::vector<std::pair<at::Tensor, at::Tensor>> pairs;
-  std::vector<std::string> faults;
   try {
-    torch::serialize::InputArchive archive;
-    archive.load_from(bytes.data(), bytes.size(), at::kCPU);
-    detail::match_tensors(model, archive, "", pairs, faults);
+    torch::serialize::InputArchive archive = detail::archive_of(bytes), inner;
+    const bool whole_run = archive.try_read(detail::checkpoint_model, inner);
+    pairs = detail::matched_tensors(model, whole_run ? inner : archive, fmt::format("'{}'", origin));
   } catch (const c10::Error& error) {
     throw CheckpointError(fmt::format("'{}' ({} bytes) is no model that LibTorch wrote, or is cut short: {}",
                                       origin, bytes.size(), error.what_without_backtrace()));
   }
-  if (!faults.empty()) {
-    std::string text = fmt::format("'{}' does not fit the model: ", origin);
-    for (std::size_t i = 0; i < faults.size(); ++i) text += (i ? "; " : "") + faults[i];
-    throw CheckpointError(text);
-  }
-  const at::NoGradGuard no_grad;
-  for (auto& [own, read] : pairs) own.copy_(read);
+  detail::copy_tensors(pairs);
 }
 
 /// Saves and loads in a program of one process; `Trainer::save` and `load` do it for all ranks.

@@ -2,6 +2,7 @@
 
 #include <ATen/Context.h>
 #include <torch/optim/sgd.h>
+#include <torch/serialize/archive.h>
 
 #include <algorithm>
 #include <chrono>
@@ -10,6 +11,7 @@
 #include <filesystem>
 #include <memory>
 #include <optional>
+#include <string>
 #include <tuple>
 #include <type_traits>
 #include <utility>
@@ -21,7 +23,7 @@
 #include "lockstep/grad/distributed_data_parallel.hpp"
 #include "lockstep/log/progress.hpp"
 #include "lockstep/precision/fp32.hpp"
-#include "lockstep/train/epoch_shares.hpp"
+#include "lockstep/train/checkpoint.hpp"
 #include "lockstep/train/evaluate.hpp"
 #include "lockstep/train/extras.hpp"
 #include "lockstep/train/feed.hpp"
@@ -30,7 +32,9 @@
 #include "lockstep/train/loss.hpp"
 #include "lockstep/train/model_handle.hpp"
 #include "lockstep/train/policies.hpp"
+#include "lockstep/train/run_checkpoint.hpp"
 #include "lockstep/train/run_length.hpp"
+#include "lockstep/train/run_position.hpp"
 #include "lockstep/train/shared_model_file.hpp"
 #include "lockstep/train/step_gradients.hpp"
 #include "lockstep/train/stream.hpp"
@@ -114,11 +118,36 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
                               {.batch_size = options_.batch_size, .workers = options_.workers}, metrics...);
   }
 
+  /// Writes all that this run needs to go on as if it had never stopped, to one file, whole or not at all:
+  /// model, optimizer, what the communication hook remembers, generators, where in the data it stands, and
+  /// `parts`. Between steps: in hooks after a step or an epoch, and outside of `fit`. Collective; every rank
+  /// returns when it is written, or throws CheckpointError.
+  template <Checkpointed... Parts>
+  void save_checkpoint(const std::filesystem::path& path, const Parts&... parts) {
+    forbid_in_rank_zero_scope("save_checkpoint");
+    if (in_step_ && save_feed_)
+      throw UsageError("save_checkpoint in the midst of a step: call it in an OnStep or OnEpoch hook");
+    auto run = checkpointed_run(parts...);
+    write_checkpoint(run, path, own_state(run, options_.ddp.buffers, meter_, save_feed_, resumed_));
+  }
+  /// Takes up what save_checkpoint wrote, before `fit`, in a trainer that was made alike. Where the
+  /// checkpoint is from inside a `fit`, the next one goes on with that: it ends where that would have ended,
+  /// at the same bits. On another number of ranks it goes on as well, and no sample of the epoch is lost or
+  /// seen twice. Collective. Throws CheckpointError that says what does not fit: the model is as it was then,
+  /// optimizer and parts may not be.
+  template <Checkpointed... Parts>
+  void load_checkpoint(const std::filesystem::path& path, Parts&... parts) {
+    forbid_in_rank_zero_scope("load_checkpoint");
+    if (save_feed_) throw UsageError("load_checkpoint inside fit: call it before");
+    resumed_ = read_checkpoint(checkpointed_run(parts...), path);
+  }
+
   /// Writes the model of rank 0 to a file that `torch::load(model, path)` reads, whole or not at all; every
   /// rank returns when it is written, or throws CheckpointError. `require_writable(path)` asks before
   /// training.
   void save(const std::filesystem::path& path) { save_model(model_.module(), path, comm_); }
-  /// Reads a saved model on rank 0, for all ranks. Throws CheckpointError, naming what does not fit.
+  /// Reads a saved model, or that of a checkpoint, on rank 0, for all ranks. Throws CheckpointError, naming
+  /// what does not fit.
   void load(const std::filesystem::path& path) { load_model(model_.module(), path, comm_); }
 
   [[nodiscard]] Model& model() { return model_.get(); }
@@ -128,10 +157,11 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
   [[nodiscard]] auto& ddp() { return ddp_; }
   [[nodiscard]] const World& world() const { return world_; }
   /// Epochs and optimizer steps done so far.
-  [[nodiscard]] std::int64_t epoch() const { return epoch_; }
-  [[nodiscard]] std::int64_t step() const { return step_; }
+  [[nodiscard]] std::int64_t epoch() const { return position_.epoch; }
+  [[nodiscard]] std::int64_t step() const { return position_.step; }
 
  private:
+  using Reduction = detail::ReductionOf<Extras...>;
   template <Dataset D, class Loss, class... Hooks>
   EpochReport run(D& dataset, Loss& loss, Hooks&... hooks) {
     const SamplerOptions split{options_.seed, options_.shuffle, options_.drop_last, options_.pad};
@@ -139,30 +169,50 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
                       make_sampler<SamplerType>(dataset_size(dataset), comm_, split),
                       {.batch_size = static_cast<std::size_t>(options_.batch_size),
                        .workers = static_cast<std::size_t>(options_.workers)}};
-    const std::vector<std::size_t> samples = samples_of_ranks(loader.sampler(), comm_);
-    check_same_run(dataset, samples, options_, comm_);
-    const EpochShares shares(samples, options_.batch_size, options_.accumulate);
-    detail::LoaderFeed feed(loader, shares);
-    return run_epochs(feed, RunLength(options_, shares.steps(), epoch_, step_), loss, hooks...);
+    check_same_run(dataset, samples_of_ranks(loader.sampler(), comm_), options_, comm_);
+    auto saved = saved_feed();
+    detail::LoaderFeed feed(loader, options_.batch_size, options_.accumulate, comm_,
+                            saved ? &*saved : nullptr);
+    // On another number of ranks what is left takes another number of steps.
+    position_.step_in_epoch = saved ? feed.steps() - feed.first_steps() : 0;
+    return run_epochs(feed, feed.steps(), loss, hooks...);
   }
 
   template <BatchStream S, class Loss, class... Hooks>
   EpochReport run(S& stream, Loss& loss, Hooks&... hooks) {
     require_passes<S>(options_);
     check_same_plan("a stream", options_, comm_);
-    detail::StreamFeed feed(stream, options_.accumulate);
-    return run_epochs(feed, RunLength(options_, std::nullopt, epoch_, step_), loss, hooks...);
+    auto saved = saved_feed();
+    detail::StreamFeed feed(stream, options_.accumulate, comm_.size(), saved ? &*saved : nullptr);
+    if (!saved) position_.step_in_epoch = 0;
+    return run_epochs(feed, std::nullopt, loss, hooks...);
+  }
+
+  // Where the data stood in the epoch that a checkpoint is from the midst of.
+  std::optional<torch::serialize::InputArchive> saved_feed() const {
+    if (!resumed_ || resumed_->feed.empty()) return std::nullopt;
+    return detail::archive_of(resumed_->feed);
   }
 
   template <class Feed, class Loss, class... Hooks>
-  EpochReport run_epochs(Feed& feed, const RunLength& length, Loss& loss, Hooks&... hooks) {
+  EpochReport run_epochs(Feed& feed, std::optional<std::int64_t> steps_in_epoch, Loss& loss,
+                         Hooks&... hooks) {
+    if (!(resumed_ && position_.fitting)) {
+      position_.first_epoch = position_.epoch;
+      position_.first_step = position_.step;
+    }
+    const RunLength length(options_, steps_in_epoch, position_.first_epoch, position_.first_step);
+    Total so_far = resumed_ ? resumed_->loss : Total{};
+    resumed_.reset();
+    in_step_ = false;
+    const detail::Fitting fitting(position_, save_feed_, [&feed](auto& archive) { feed.save(archive); });
     EpochReport report{};
-    while (!length.reached(epoch_, step_)) {
-      const std::int64_t before = step_;
-      const EpochPlan plan = length.plan(epoch_, step_);
+    while (!length.reached(position_.epoch, position_.step)) {
+      const EpochPlan plan = length.plan(position_.epoch, position_.step - position_.step_in_epoch);
       notify_all(plan, hooks...);
-      report = run_epoch(feed, plan, loss, hooks...);
-      if (step_ == before) throw DataError("the stream gave no rank a batch to train on");
+      const std::int64_t before = position_.step - position_.step_in_epoch;
+      report = run_epoch(feed, plan, std::exchange(so_far, {}), loss, hooks...);
+      if (report.step == before) throw DataError("the stream gave no rank a batch to train on");
       notify_all(report, hooks...);
       if (!Feed::repeats) break;
     }
@@ -170,42 +220,58 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
   }
 
   template <class Feed, class Loss, class... Hooks>
-  EpochReport run_epoch(Feed& feed, const EpochPlan& plan, Loss& loss, Hooks&... hooks) {
+  EpochReport run_epoch(Feed& feed, const EpochPlan& plan, const Total& so_far, Loss& loss, Hooks&... hooks) {
     const auto begin = std::chrono::steady_clock::now();
+    std::int64_t& done = position_.step_in_epoch;
     Progress progress(options_.progress ? world_.log : world_.log.at(Level::warning),
-                      static_cast<std::size_t>(std::max<std::int64_t>(plan.steps, 0)),
+                      static_cast<std::size_t>(std::max<std::int64_t>(plan.steps - done, 0)),
                       {.title = fmt::format("epoch {}/{}", plan.epoch + 1, plan.epochs)});
     model_.module().train();
     feed.begin_epoch(plan.epoch);
-    MeanMeter meter;
-    for (std::int64_t done = 0; done != plan.steps; ++done) {
+    meter_ = MeanMeter();
+    meter_.add(so_far);
+    while (done != plan.steps) {
       if (!train_step(feed, loss, hooks...)) break;
-      for (const LocalLoss& local : losses_) meter.add(local.reported, local.factor, local.count);
-      notify_all(StepReport{plan.epoch, step_, done, plan.steps, losses_}, hooks...);
+      for (const LocalLoss& local : losses_) meter_.add(local.reported, local.factor, local.count);
+      const StepReport report{plan.epoch, position_.step++, done++, plan.steps, losses_};
+      notify_all(report, hooks...);
       progress.advance(feed.samples(comm_.size()),
-                       progress.due() ? std::optional(meter.total().mean()) : std::nullopt);
-      ++step_;
+                       progress.due() ? std::optional(meter_.total().mean()) : std::nullopt);
     }
     feed.end_epoch();
-    ++epoch_;
-    Total total = meter.total();
+    ++position_.epoch;
+    done = 0;
+    Total total = meter_.total();
     sum_over_ranks(std::span(&total, 1), comm_);
     progress.finish(total.mean());
     const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - begin;
-    return {plan.epoch, step_, total.mean(), elapsed.count()};
+    return {plan.epoch, position_.step, total.mean(), elapsed.count()};
   }
 
   // False where no rank had any data left.
   template <class Feed, class Loss, class... Hooks>
   bool train_step(Feed& feed, Loss& loss, Hooks&... hooks) {
+    in_step_ = true;
     feed.begin_step();
     set_rates();
     optimizer_->zero_grad();
     const double counted = detail::step_gradients(model_.get(), ddp_, precision_, feed, loss, losses_);
-    if (counted == 0) return Feed::counts_beforehand || any_rank(feed.had_data(), comm_);
+    bool more = true;
+    if (counted == 0)
+      more = Feed::counts_beforehand || any_rank(feed.had_data(), comm_);
+    else
+      step_optimizer(hooks...);
+    in_step_ = false;
+    return more;
+  }
+
+  template <class... Hooks>
+  void step_optimizer(Hooks&... hooks) try {
     show_gradients(hooks...);
-    precision_.step(*optimizer_);
-    return true;
+    if (!precision_.step(*optimizer_)) ddp_.roll_back();
+  } catch (...) {
+    ddp_.roll_back();  // the parameters, too, are as the last step left them
+    throw;
   }
 
   template <class... Hooks>
@@ -213,7 +279,7 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
     constexpr bool checked = (GradientCheck<Extras> || ...);
     constexpr bool used = (GradientHook<Extras> || ...) || (GradientHook<Hooks> || ...);
     if constexpr (checked || used) {
-      const Gradients gradients{epoch_, step_, parameters_, ddp_.named_parameters()};
+      const Gradients gradients{position_.epoch, position_.step, parameters_, ddp_.named_parameters()};
       each_extra([&]<class E>([[maybe_unused]] E& extra) {
         if constexpr (GradientCheck<E>) extra.check(gradients, comm_);
       });
@@ -224,12 +290,28 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
     }
   }
 
-  detail::ReductionOf<Extras...> take_reduction() {
-    using Reduction = detail::ReductionOf<Extras...>;
+  Reduction take_reduction() {
     if constexpr (detail::one_of<Reduction, Extras...>)
       return std::move(std::get<Reduction>(extras_));
     else
       return Reduction();
+  }
+
+  // Beside the run itself a checkpoint holds extras, the precision and `parts`, where they model
+  // Checkpointed.
+  template <class... Parts>
+  auto checkpointed_run(Parts&... parts) {
+    auto each_more = [this, &parts...](auto&& function) {
+      int extra_number = 0, part_number = 0;
+      each_extra([&]<class E>([[maybe_unused]] E& extra) {
+        if constexpr (Checkpointed<E>) function(fmt::format("extra_{}", extra_number), extra);
+        ++extra_number;
+      });
+      if constexpr (Checkpointed<PrecisionType>) function(std::string("precision"), precision_);
+      (function(fmt::format("part_{}", part_number++), parts), ...);
+    };
+    return detail::CheckpointedRun{model_.module(), *optimizer_, position_, ddp_,
+                                   comm_,           world_.log,  each_more};
   }
 
   template <class M>
@@ -253,7 +335,7 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
   void set_rates() {
     each_extra([&]<class E>([[maybe_unused]] E& extra) {
       if constexpr (Schedule<E>) {
-        const double factor = extra.rate_factor(epoch_, step_);
+        const double factor = extra.rate_factor(position_.epoch, position_.step);
         auto rate = rates_.begin();
         for (auto& group : optimizer_->param_groups()) group.options().set_lr(*rate++ * factor);
       }
@@ -283,7 +365,11 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
   std::unique_ptr<torch::optim::Optimizer> optimizer_;
   std::vector<double> rates_;      // of the optimizer's groups, before any schedule
   std::vector<LocalLoss> losses_;  // of the running step
-  std::int64_t epoch_ = 0, step_ = 0;
+  MeanMeter meter_;                // of the running epoch
+  detail::RunPosition position_;
+  std::optional<detail::RankState> resumed_;  // what a checkpoint left for the next `fit`
+  detail::SaveFeed save_feed_;                // where the data stands, inside `fit`
+  bool in_step_ = false;
 };
 
 /// `Trainer{world, options, Net(...)}`, then extras.

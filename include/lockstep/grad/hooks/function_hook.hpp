@@ -86,6 +86,10 @@ class FunctionHook {
   void load_state(const HookState& state) requires StatefulHook<Function> { function_.load_state(state); }
   void rollback() requires StatefulHook<Function> { function_.rollback(); }
   void reset() requires StatefulHook<Function> { function_.reset(); }
+  [[nodiscard]] static HookState shared_state(HookState state) requires requires {
+    Function::shared_state(std::move(state));
+  }
+  { return Function::shared_state(std::move(state)); }
 
  private:
   template <class Comm>

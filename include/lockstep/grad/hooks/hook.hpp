@@ -71,7 +71,8 @@ concept CommunicationHook = std::move_constructible<H> && Communicator<Comm> &&
 ///
 /// 1. `state()` is what it remembers, in tensors of its own; `load_state` takes that back, and the
 ///    reductions after it have the same bits. It is this rank's state: others may hold another, so that a
-///    checkpoint must keep every rank's.
+///    checkpoint must keep every rank's. What of it is the same on every rank, a static
+///    `shared_state(state)` may tell: a run that goes on with another number of ranks loads that.
 /// 2. `rollback()` forgets what the last reduction has changed, for a step that is skipped, or a backward
 ///    that threw; a second call without a reduction between them does nothing. Never with a Reduction
 ///    under way.

@@ -86,8 +86,7 @@ class PowerSgdHook {
   [[nodiscard]] std::uint64_t wire_bytes() const { return wire_bytes_; }
 
   /// "counters" (reductions so far, random numbers drawn, seed), "error.i" and "q.i" for parameter i. Errors
-  /// differ from rank to rank, the rest does not: on another number of ranks, load rank 0's without its
-  /// errors on all of them.
+  /// differ from rank to rank, the rest does not.
   [[nodiscard]] HookState state() const {
     HookState state{{"counters", at::tensor({reductions_, static_cast<std::int64_t>(random_.drawn()),
                                              static_cast<std::int64_t>(random_.seed())})}};
@@ -121,6 +120,12 @@ class PowerSgdHook {
       throw CheckpointError("the state of a PowerSGD hook has no counters: it was saved by another hook");
     loaded.wire_bytes_ = wire_bytes_;
     *this = std::move(loaded);
+  }
+
+  /// What of a state is the same on every rank: another number of ranks goes on with that.
+  [[nodiscard]] static HookState shared_state(HookState state) {
+    std::erase_if(state, [](const auto& item) { return item.first.starts_with("error."); });
+    return state;
   }
 
   void rollback() {

@@ -1,0 +1,81 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <fmt/format.h>
+#include <torch/serialize/archive.h>
+
+#include <cstdint>
+#include <cstring>
+#include <string>
+#include <string_view>
+
+#include "lockstep/error.hpp"
+
+namespace lockstep::detail {
+
+// Archives in memory, and what is read from them with a CheckpointError that names what is missing.
+
+/// The bytes of the file that the archive would be.
+inline std::string bytes_of(torch::serialize::OutputArchive& archive) {
+  std::string bytes;
+  archive.save_to([&](const void* data, std::size_t size) {
+    bytes.append(static_cast<const char*>(data), size);
+    return size;
+  });
+  return bytes;
+}
+
+/// Tensors come to the CPU. Throws c10::Error for what is no archive.
+inline torch::serialize::InputArchive archive_of(std::string_view bytes) {
+  torch::serialize::InputArchive archive;
+  archive.load_from(bytes.data(), bytes.size(), at::kCPU);
+  return archive;
+}
+
+/// Bytes within an archive are a tensor.
+inline void write_bytes(torch::serialize::OutputArchive& archive, const std::string& key,
+                        std::string_view bytes) {
+  const at::Tensor tensor = at::empty({static_cast<std::int64_t>(bytes.size())}, at::kByte);
+  if (!bytes.empty()) std::memcpy(tensor.mutable_data_ptr(), bytes.data(), bytes.size());
+  archive.write(key, tensor, /*is_buffer=*/true);
+}
+
+[[noreturn]] inline void refuse_archive(const std::string& key) {
+  throw CheckpointError(fmt::format("the checkpoint has no \"{}\": it is damaged, or no checkpoint", key));
+}
+
+inline std::string read_bytes(torch::serialize::InputArchive& archive, const std::string& key) {
+  at::Tensor tensor;
+  if (!archive.try_read(key, tensor, /*is_buffer=*/true)) refuse_archive(key);
+  return {static_cast<const char*>(tensor.const_data_ptr()), static_cast<std::size_t>(tensor.numel())};
+}
+
+inline std::int64_t read_integer(torch::serialize::InputArchive& archive, const std::string& key) {
+  c10::IValue value;
+  if (!archive.try_read(key, value) || !value.isInt()) refuse_archive(key);
+  return value.toInt();
+}
+
+inline double read_number(torch::serialize::InputArchive& archive, const std::string& key) {
+  c10::IValue value;
+  if (!archive.try_read(key, value) || !value.isDouble()) refuse_archive(key);
+  return value.toDouble();
+}
+
+inline torch::serialize::InputArchive read_archive(torch::serialize::InputArchive& archive,
+                                                   const std::string& key) {
+  torch::serialize::InputArchive inner;
+  if (!archive.try_read(key, inner)) refuse_archive(key);
+  return inner;
+}
+
+/// Writes what `save(archive)` writes under a key of its own.
+template <class Save>
+void write_archive(torch::serialize::OutputArchive& archive, const std::string& key, Save&& save) {
+  torch::serialize::OutputArchive inner(archive.compilation_unit());
+  save(inner);
+  archive.write(key, inner);
+}
+
+}  // namespace lockstep::detail

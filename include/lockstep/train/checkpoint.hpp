@@ -1,0 +1,217 @@
+#pragma once
+
+#include <ATen/Context.h>
+#include <ATen/core/Tensor.h>
+#include <fmt/format.h>
+#include <torch/serialize/archive.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <filesystem>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "lockstep/comm/communicator.hpp"
+#include "lockstep/error.hpp"
+#include "lockstep/grad/hooks/hook.hpp"
+#include "lockstep/train/archive.hpp"
+#include "lockstep/train/mean.hpp"
+
+namespace lockstep {
+
+/// What a checkpoint can hold beside the run itself, such as a MovingAverage or a torch::optim::Optimizer:
+/// `save(archive)` writes it, and `load(archive)` takes that back, on every rank the same. Extras and
+/// precisions of a Trainer that model this are held by themselves.
+template <class T>
+concept Checkpointed = requires(T& part, const T& saved, torch::serialize::OutputArchive& out,
+                                torch::serialize::InputArchive& in) {
+  saved.save(out);
+  part.load(in);
+};
+
+namespace detail {
+
+inline constexpr std::int64_t checkpoint_format = 1;
+
+/// Every rank's bytes on rank 0, by rank; nothing elsewhere. They travel one rank's at a time.
+template <Gathering C>
+std::vector<std::string> gather_on_rank_zero(C& comm, std::string own) {
+  std::vector<std::string> all;
+  if (comm.rank() == 0) all.push_back(own);
+  for (int rank = 1; rank < comm.size(); ++rank) {
+    std::string bytes = comm.broadcast_bytes(rank == comm.rank() ? own : std::string(), rank);
+    if (comm.rank() == 0) all.push_back(std::move(bytes));
+  }
+  return all;
+}
+
+// Names of hooks have points in them, which the keys of archives must not.
+inline void write_hook_state(torch::serialize::OutputArchive& archive, const HookState& state) {
+  archive.write("size", c10::IValue(static_cast<std::int64_t>(state.size())));
+  for (std::size_t i = 0; i < state.size(); ++i) {
+    archive.write(fmt::format("name_{}", i), c10::IValue(state[i].first));
+    archive.write(fmt::format("tensor_{}", i), state[i].second, /*is_buffer=*/true);
+  }
+}
+inline HookState read_hook_state(torch::serialize::InputArchive& archive) {
+  HookState state(static_cast<std::size_t>(read_integer(archive, "size")));
+  for (std::size_t i = 0; i < state.size(); ++i) {
+    c10::IValue name;
+    const std::string key = fmt::format("name_{}", i);
+    if (!archive.try_read(key, name) || !name.isString() ||
+        !archive.try_read(fmt::format("tensor_{}", i), state[i].second, /*is_buffer=*/true))
+      refuse_archive(key);
+    state[i].first = name.toStringRef();
+  }
+  return state;
+}
+
+/// The state of the generator that `torch::manual_seed` seeds and dropout draws from.
+inline at::Tensor default_generator_state() {
+  at::Generator generator = at::globalContext().defaultGenerator(at::kCPU);
+  const std::lock_guard lock(generator.mutex());
+  return generator.get_state();
+}
+inline void set_default_generator_state(const at::Tensor& state) {
+  at::Generator generator = at::globalContext().defaultGenerator(at::kCPU);
+  const std::lock_guard lock(generator.mutex());
+  generator.set_state(state);
+}
+
+/// What differs from rank to rank: the generator, the loss so far in this epoch, this rank's own buffers
+/// and the state of the communication hook; where the data stands.
+struct RankState {
+  Total loss;
+  at::Tensor generator;
+  std::vector<at::Tensor> buffers;
+  std::optional<HookState> hook;
+  std::string feed;  // an archive; empty between epochs
+
+  [[nodiscard]] std::string bytes() const {
+    torch::serialize::OutputArchive archive;
+    archive.write("loss_sum", c10::IValue(loss.sum));
+    archive.write("loss_count", c10::IValue(loss.count));
+    archive.write("generator", generator, /*is_buffer=*/true);
+    archive.write("buffers", c10::IValue(static_cast<std::int64_t>(buffers.size())));
+    for (std::size_t i = 0; i < buffers.size(); ++i)
+      archive.write(fmt::format("buffer_{}", i), buffers[i], /*is_buffer=*/true);
+    if (hook) write_archive(archive, "hook", [&](auto& inner) { write_hook_state(inner, *hook); });
+    write_bytes(archive, "feed", feed);
+    return bytes_of(archive);
+  }
+  static RankState read(std::string_view bytes) {
+    torch::serialize::InputArchive archive = archive_of(bytes);
+    RankState state;
+    state.loss = {read_number(archive, "loss_sum"), read_number(archive, "loss_count")};
+    if (!archive.try_read("generator", state.generator, /*is_buffer=*/true)) refuse_archive("generator");
+    state.buffers.resize(static_cast<std::size_t>(read_integer(archive, "buffers")));
+    for (std::size_t i = 0; i < state.buffers.size(); ++i)
+      if (const std::string key = fmt::format("buffer_{}", i);
+          !archive.try_read(key, state.buffers[i], /*is_buffer=*/true))
+        refuse_archive(key);
+    torch::serialize::InputArchive inner;
+    if (archive.try_read("hook", inner)) state.hook = read_hook_state(inner);
+    state.feed = read_bytes(archive, "feed");
+    return state;
+  }
+};
+
+/// What the saved ranks' states come to on rank `rank` of `size`. With another number of ranks the losses
+/// are added up on some rank each, ranks that are new keep the generators that they have, and of what a hook
+/// remembers only what is the same on every rank is left.
+template <class Hook>
+RankState state_of_rank(const std::vector<RankState>& saved, int rank, int size) {
+  const auto own = static_cast<std::size_t>(rank);
+  if (saved.size() == static_cast<std::size_t>(size)) return saved[own];
+  RankState state;
+  for (std::size_t i = own; i < saved.size(); i += static_cast<std::size_t>(size))
+    state.loss += saved[i].loss;
+  if (own < saved.size()) state.generator = saved[own].generator;
+  state.feed = saved[0].feed;
+  if constexpr (requires(HookState all) { Hook::shared_state(std::move(all)); })
+    if (saved[0].hook) state.hook = Hook::shared_state(*saved[0].hook);
+  return state;
+}
+
+/// Puts the parts of a checkpoint into an archive, each under a key of its own.
+class CheckpointWriter {
+ public:
+  explicit CheckpointWriter(torch::serialize::OutputArchive& archive) : archive_(archive) {
+    archive_.write("format", c10::IValue(checkpoint_format));
+  }
+
+  template <class Part>
+  void add(const std::string& key, const Part& part) {
+    write_archive(archive_, key, [&](torch::serialize::OutputArchive& inner) { part.save(inner); });
+  }
+  /// The bytes of each rank's RankState, and DistributedDataParallel's order of buckets.
+  void add_ranks(const std::vector<std::string>& ranks, const std::vector<std::size_t>& bucket_order) {
+    archive_.write("ranks", c10::IValue(static_cast<std::int64_t>(ranks.size())));
+    for (std::size_t rank = 0; rank < ranks.size(); ++rank)
+      write_bytes(archive_, fmt::format("rank_{}", rank), ranks[rank]);
+    const at::Tensor order = at::empty({static_cast<std::int64_t>(bucket_order.size())}, at::kLong);
+    std::copy(bucket_order.begin(), bucket_order.end(), order.mutable_data_ptr<std::int64_t>());
+    archive_.write("bucket_order", order, /*is_buffer=*/true);
+  }
+
+ private:
+  torch::serialize::OutputArchive& archive_;
+};
+
+/// Reads them back. Throws CheckpointError, or c10::Error, for what is not there.
+class CheckpointReader {
+ public:
+  explicit CheckpointReader(std::string_view bytes) : archive_(archive_of(bytes)) {
+    c10::IValue format;
+    if (!archive_.try_read("format", format) || !format.isInt())
+      throw CheckpointError("it is no checkpoint of a Trainer; the file of a model alone is for load");
+    if (format.toInt() != checkpoint_format)
+      throw CheckpointError(fmt::format("it is a checkpoint of format {}, and this is lockstep for format {}",
+                                        format.toInt(), checkpoint_format));
+  }
+
+  torch::serialize::InputArchive part(const std::string& key) { return read_archive(archive_, key); }
+  template <class Part>
+  void read(const std::string& key, Part& part_) {
+    auto inner = part(key);
+    part_.load(inner);
+  }
+  std::vector<RankState> ranks() {
+    std::vector<RankState> states;
+    for (std::int64_t rank = 0; rank < read_integer(archive_, "ranks"); ++rank)
+      states.push_back(RankState::read(read_bytes(archive_, fmt::format("rank_{}", rank))));
+    return states;
+  }
+  std::vector<std::size_t> bucket_order() {
+    at::Tensor order;
+    if (!archive_.try_read("bucket_order", order, /*is_buffer=*/true)) refuse_archive("bucket_order");
+    const auto* first = order.const_data_ptr<std::int64_t>();
+    return {first, first + order.numel()};
+  }
+
+ private:
+  torch::serialize::InputArchive archive_;
+};
+
+/// Returns `read(reader)`; what that throws names the file.
+template <class Read>
+auto reading_checkpoint(const std::filesystem::path& path, std::string_view bytes, Read&& read) {
+  try {
+    CheckpointReader reader(bytes);
+    return read(reader);
+  } catch (const CheckpointError& error) {
+    throw CheckpointError(fmt::format("'{}': {}", path.string(), error.what()));
+  } catch (const c10::Error& error) {
+    throw CheckpointError(
+        fmt::format("'{}' ({} bytes) is no checkpoint of such a trainer, or is cut short: {}", path.string(),
+                    bytes.size(), error.what_without_backtrace()));
+  }
+}
+
+}  // namespace detail
+
+}  // namespace lockstep

@@ -1,0 +1,139 @@
+#pragma once
+
+#include <ATen/core/grad_mode.h>
+#include <fmt/format.h>
+#include <torch/nn/module.h>
+#include <torch/optim/optimizer.h>
+#include <torch/serialize/archive.h>
+
+#include <filesystem>
+#include <optional>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "lockstep/grad/ddp_options.hpp"
+#include "lockstep/grad/hooks/hook.hpp"
+#include "lockstep/grad/named_tensors.hpp"
+#include "lockstep/log/log.hpp"
+#include "lockstep/optim/sharded_state.hpp"
+#include "lockstep/train/archive.hpp"
+#include "lockstep/train/checkpoint.hpp"
+#include "lockstep/train/mean.hpp"
+#include "lockstep/train/model_file.hpp"
+#include "lockstep/train/run_position.hpp"
+#include "lockstep/train/shared_model_file.hpp"
+
+namespace lockstep::detail {
+
+/// The parts of a run that a checkpoint holds. `each_more(f)` calls `f(key, part)` for the others that are
+/// Checkpointed.
+template <class Ddp, class Comm, class EachMore>
+struct CheckpointedRun {
+  torch::nn::Module& model;
+  torch::optim::Optimizer& optimizer;
+  RunPosition& position;
+  Ddp& ddp;
+  Comm& comm;
+  const Log& log;
+  EachMore each_more;
+};
+
+/// The communication hook of a run; void where there is none.
+template <class Run>
+struct HookOfRun {
+  using type = void;
+};
+template <class Run>
+requires requires(Run& run) {
+  run.ddp.hook();
+}
+struct HookOfRun<Run> {
+  using type = std::remove_cvref_t<decltype(std::declval<Run&>().ddp.hook())>;
+};
+template <class Run>
+using HookOf = typename HookOfRun<Run>::type;
+
+/// What is this rank's own; inside an epoch with its loss so far and where its data stands, which a
+/// checkpoint that was loaded and not gone on with yet has told.
+template <class Run>
+RankState own_state(Run& run, BufferPolicy buffers, MeanMeter& meter, const SaveFeed& save_feed,
+                    const std::optional<RankState>& loaded) {
+  RankState state;
+  if (loaded) {
+    state.loss = loaded->loss;
+    state.feed = loaded->feed;
+  } else if (run.position.step_in_epoch > 0) {
+    state.loss = meter.total();
+    torch::serialize::OutputArchive archive;
+    save_feed(archive);
+    state.feed = bytes_of(archive);
+  }
+  state.generator = default_generator_state();
+  if (buffers != BufferPolicy::from_rank_zero)
+    for (const NamedTensor& buffer : unique_buffers(run.model)) state.buffers.push_back(buffer.tensor);
+  if constexpr (StatefulHook<HookOf<Run>>) state.hook = run.ddp.hook().state();
+  return state;
+}
+
+template <class Run>
+void write_checkpoint(Run run, const std::filesystem::path& path, const RankState& own) {
+  const std::vector<std::size_t> order = run.ddp.bucket_order();
+  if (auto* sharded = dynamic_cast<ShardedState*>(&run.optimizer)) sharded->consolidate(0);
+  const std::vector<std::string> ranks = gather_on_rank_zero(run.comm, own.bytes());
+  on_rank_zero_for_all(run.comm, [&] {
+    torch::serialize::OutputArchive archive;
+    CheckpointWriter writer(archive);
+    writer.add(checkpoint_model, run.model);
+    writer.add("optimizer", run.optimizer);
+    writer.add("position", run.position);
+    writer.add_ranks(ranks, order);
+    run.each_more([&](const std::string& key, const auto& part) { writer.add(key, part); });
+    write_whole(path, bytes_of(archive));
+    return std::string();
+  });
+}
+
+template <class Run>
+void take_hook_state(Run& run, const RankState& state) {
+  if constexpr (StatefulHook<HookOf<Run>>) {
+    if (state.hook)
+      run.ddp.hook().load_state(*state.hook);
+    else
+      run.log.warning("the checkpoint has nothing for the communication hook, which begins anew");
+  } else if (state.hook) {
+    run.log.warning("the checkpoint has the state of a communication hook that this trainer does not have");
+  }
+}
+
+inline void take_buffers(const torch::nn::Module& model, const std::vector<at::Tensor>& saved) {
+  const std::vector<NamedTensor> buffers = unique_buffers(model);
+  const at::NoGradGuard no_grad;
+  for (std::size_t i = 0; i < saved.size() && i < buffers.size(); ++i)
+    at::Tensor(buffers[i].tensor).copy_(saved[i]);
+}
+
+/// Returns what is this rank's own. Model and position change last, when nothing can fail any more.
+template <class Run>
+RankState read_checkpoint(Run run, const std::filesystem::path& path) {
+  const std::string bytes = on_rank_zero_for_all(run.comm, [&] { return read_whole(path); });
+  return reading_checkpoint(path, bytes, [&](CheckpointReader& reader) {
+    auto model = reader.part(checkpoint_model);
+    const auto tensors = matched_tensors(run.model, model, "it");
+    RunPosition position;
+    reader.read("position", position);
+    const RankState state = state_of_rank<HookOf<Run>>(reader.ranks(), run.comm.rank(), run.comm.size());
+    reader.read("optimizer", run.optimizer);
+    run.each_more([&](const std::string& key, auto& part) { reader.read(key, part); });
+    if (const auto order = reader.bucket_order(); !order.empty()) run.ddp.set_bucket_order(order);
+    take_hook_state(run, state);
+    copy_tensors(tensors);
+    take_buffers(run.model, state.buffers);
+    if (state.generator.defined()) set_default_generator_state(state.generator);
+    run.position = position;
+    return state;
+  });
+}
+
+}  // namespace lockstep::detail

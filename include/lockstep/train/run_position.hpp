@@ -1,0 +1,65 @@
+#pragma once
+
+#include <torch/serialize/archive.h>
+
+#include <cstdint>
+#include <functional>
+#include <utility>
+
+#include "lockstep/train/archive.hpp"
+
+namespace lockstep::detail {
+
+/// Where a trainer stands. Epochs and steps are counted over all that it did.
+struct RunPosition {
+  std::int64_t epoch = 0, step = 0;
+  /// Steps done of the epoch that is under way.
+  std::int64_t step_in_epoch = 0;
+  /// Where the running `fit` began, from which its length counts.
+  std::int64_t first_epoch = 0, first_step = 0;
+  bool fitting = false;
+
+  void save(torch::serialize::OutputArchive& archive) const {
+    archive.write("epoch", c10::IValue(epoch));
+    archive.write("step", c10::IValue(step));
+    archive.write("step_in_epoch", c10::IValue(step_in_epoch));
+    archive.write("first_epoch", c10::IValue(first_epoch));
+    archive.write("first_step", c10::IValue(first_step));
+    archive.write("fitting", c10::IValue(static_cast<std::int64_t>(fitting)));
+  }
+  void load(torch::serialize::InputArchive& archive) {
+    RunPosition read;
+    read.epoch = read_integer(archive, "epoch");
+    read.step = read_integer(archive, "step");
+    read.step_in_epoch = read_integer(archive, "step_in_epoch");
+    read.first_epoch = read_integer(archive, "first_epoch");
+    read.first_step = read_integer(archive, "first_step");
+    read.fitting = read_integer(archive, "fitting") != 0;
+    *this = read;
+  }
+};
+
+/// Writes where the data of a running `fit` stands.
+using SaveFeed = std::function<void(torch::serialize::OutputArchive&)>;
+
+/// Marks a `fit` as running while it lives.
+class Fitting {
+ public:
+  Fitting(RunPosition& position, SaveFeed& kept, SaveFeed save) : position_(position), kept_(kept) {
+    position_.fitting = true;
+    kept_ = std::move(save);
+  }
+  Fitting(const Fitting&) = delete;
+  Fitting& operator=(const Fitting&) = delete;
+  ~Fitting() {
+    kept_ = nullptr;
+    position_.fitting = false;
+    position_.step_in_epoch = 0;  // an epoch that was given up starts anew
+  }
+
+ private:
+  RunPosition& position_;
+  SaveFeed& kept_;
+};
+
+}  // namespace lockstep::detail

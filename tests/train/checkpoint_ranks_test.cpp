@@ -1,0 +1,441 @@
+#include <unistd.h>
+
+#include <filesystem>
+#include <map>
+#include <string>
+#include <tuple>
+
+#include "lockstep/comm/gloo_comm.hpp"
+#include "lockstep/comm/local_comm.hpp"
+#include "lockstep/data/random_sampler.hpp"
+#include "lockstep/grad/hooks/function_hook.hpp"
+#include "lockstep/grad/hooks/power_sgd_hook.hpp"
+#include "lockstep/optim/adam.hpp"
+#include "lockstep/optim/moving_average.hpp"
+#include "lockstep/optim/sgd.hpp"
+#include "lockstep/optim/zero_redundancy.hpp"
+#include "lockstep/train/trainer.hpp"
+#include "support/ranks.hpp"
+#include "train/nets.hpp"
+
+namespace {
+
+namespace fs = std::filesystem;
+
+// With what a run must not forget: running statistics, dropout's draws, several buckets.
+struct DropNetImpl : torch::nn::Module {
+  DropNetImpl()
+      : first(register_module("first", torch::nn::Linear(6, 32))),
+        norm(register_module("norm", torch::nn::BatchNorm1d(32))),
+        middle(register_module("middle", torch::nn::Linear(32, 32))),
+        last(register_module("last", torch::nn::Linear(32, 3))) {}
+  torch::Tensor forward(const torch::Tensor& x) {
+    auto y = torch::dropout(torch::relu(norm(first(x))), 0.2, is_training());
+    return last(torch::relu(middle(y)));
+  }
+  torch::nn::Linear first;
+  torch::nn::BatchNorm1d norm;
+  torch::nn::Linear middle, last;
+};
+TORCH_MODULE(DropNet);
+
+auto loss = [](auto& net, const auto& batch) {
+  return torch::cross_entropy_loss(net->forward(batch.data), batch.target);
+};
+
+std::string bytes_of(const torch::nn::Module& module) {
+  std::string bytes;
+  for (const auto& list : {lockstep::unique_parameters(module), lockstep::unique_buffers(module)})
+    for (const auto& item : list)
+      bytes.append(static_cast<const char*>(item.tensor.const_data_ptr()), item.tensor.nbytes());
+  return bytes;
+}
+
+// One file name for all ranks, gone afterwards.
+struct CommonFile {
+  explicit CommonFile(const lockstep::World& world) : world(world) {
+    lockstep::GlooComm comm(world);
+    path = comm.broadcast_bytes(
+        fmt::format("{}/lockstep-checkpoint-{}", fs::temp_directory_path().string(), ::getpid()), 0);
+  }
+  ~CommonFile() {
+    if (world.rank() == 0) fs::remove(path);
+  }
+  const lockstep::World& world;
+  fs::path path;
+};
+
+lockstep::TrainerOptions three_epochs(std::int64_t workers = 0) {
+  lockstep::TrainerOptions options{.epochs = 3,
+                                   .batch_size = 4,
+                                   .accumulate = 2,
+                                   .lr = 0.05,
+                                   .seed = 11,
+                                   .workers = workers,
+                                   .progress = false};
+  options.ddp.bucket_caps = {2048};
+  return options;
+}
+
+constexpr std::int64_t steps_an_epoch = 4;
+lockstep::TensorDataset samples_for(const lockstep::World& world) {
+  // The last step of an epoch has one micro-batch, and a short one.
+  return three_classes(world.size() * (8 * (steps_an_epoch - 1) + 3));
+}
+
+// What a run ends with: model, loss of the last epoch, and the average.
+using Outcome = std::tuple<std::string, double, std::string, std::int64_t, std::int64_t>;
+
+// Trains with a trainer that `make()` makes, and saves after some step on the way, and at the end of the
+// second epoch; then a new one goes on from each. All must end alike, bit for bit.
+template <class Make>
+void check_resumes(const Make& make, std::int64_t saved_step) {
+  const auto& world = test_world();
+  const CommonFile in_midst(world), at_end(world);
+  const fs::path epoch_end = at_end.path.string() + "-epoch";
+  const auto data = samples_for(world);
+  const auto average_of = [](auto& trainer) {
+    return lockstep::MovingAverage(lockstep::module_of(trainer.model()), {.decay = 0.9});
+  };
+  const auto finish = [&](auto& trainer, auto& average, auto&&... hooks) -> Outcome {
+    const auto report = trainer.fit(data, loss, lockstep::OnStep{[&](const auto& step) {
+                                      average.update();
+                                      (hooks(step), ...);
+                                    }},
+                                    lockstep::OnEpoch{[&](const auto& done) {
+                                      if (sizeof...(hooks) > 0 && done.epoch == 1)
+                                        trainer.save_checkpoint(epoch_end, average);
+                                    }});
+    std::string averages;
+    for (const auto& tensor : average.tensors())
+      averages.append(static_cast<const char*>(tensor.const_data_ptr()), tensor.nbytes());
+    return {bytes_of(lockstep::module_of(trainer.model())), report.loss, averages, trainer.epoch(),
+            trainer.step()};
+  };
+
+  auto whole = make();
+  auto whole_average = average_of(*whole);
+  const Outcome expected = finish(*whole, whole_average);
+  CHECK(std::get<3>(expected) == 3);
+  CHECK(std::get<4>(expected) == 3 * steps_an_epoch);
+
+  auto saving = make();
+  auto saving_average = average_of(*saving);
+  CHECK(finish(*saving, saving_average, [&](const auto& step) {
+          if (step.step == saved_step) saving->save_checkpoint(in_midst.path, saving_average);
+        }) == expected);
+
+  for (const fs::path& path : {in_midst.path, epoch_end}) {
+    auto resumed = make();
+    auto average = average_of(*resumed);
+    torch::manual_seed(99);  // whatever was drawn in between
+    resumed->load_checkpoint(path, average);
+    resumed->save_checkpoint(path, average);  // what was loaded, unchanged
+    resumed->load_checkpoint(path, average);
+    CHECK(resumed->step() == (path == epoch_end ? 2 * steps_an_epoch : saved_step + 1));
+    CHECK(finish(*resumed, average) == expected);
+  }
+  whole->comm().barrier();
+  if (world.rank() == 0) fs::remove(epoch_end);
+}
+
+template <class... Extras>
+auto maker(const lockstep::TrainerOptions& options, const Extras&... extras) {
+  return [options, extras...] {
+    return std::make_unique<lockstep::Trainer<DropNet, lockstep::DistributedSampler, lockstep::GlooComm,
+                                              lockstep::Fp32, Extras...>>(test_world(), options, extras...);
+  };
+}
+
+const auto momentum = lockstep::MakeOptimizer{[](std::vector<torch::Tensor> parameters) {
+  return lockstep::SGD(std::move(parameters), {.lr = 0.05, .momentum = 0.9});
+}};
+const auto adam = lockstep::MakeOptimizer{[](std::vector<torch::Tensor> parameters) {
+  return lockstep::Adam(std::move(parameters), {.lr = 0.01});
+}};
+const auto torch_adam = lockstep::MakeOptimizer{[](std::vector<torch::Tensor> parameters) {
+  return std::make_unique<torch::optim::Adam>(std::move(parameters), torch::optim::AdamOptions(0.01));
+}};
+
+template <class Check>
+std::string error_of(const Check& check) {
+  try {
+    check();
+  } catch (const lockstep::Error& error) {
+    return error.what();
+  }
+  return "";
+}
+
+}  // namespace
+
+TEST_CASE("a run that goes on from a checkpoint ends at the bits of one that never stopped") {
+  SECTION("from the first step, before buckets were rebuilt") {
+    check_resumes(maker(three_epochs(), momentum), 0);
+  }
+  SECTION("from the midst of an epoch, with workers that load ahead") {
+    check_resumes(maker(three_epochs(2), momentum), steps_an_epoch + 1);
+  }
+  SECTION("from the last step of an epoch") {
+    check_resumes(maker(three_epochs(), adam), steps_an_epoch - 1);
+  }
+  SECTION("with an optimizer of LibTorch's") {
+    check_resumes(maker(three_epochs(), torch_adam), 2);
+  }
+  SECTION("with a schedule") {
+    const auto falling =
+        lockstep::RateSchedule{[](std::int64_t, std::int64_t step) { return 1.0 / (1 + step); }};
+    check_resumes(maker(three_epochs(), momentum, falling), 5);
+  }
+  SECTION("with a hook that keeps the errors of each rank") {
+    check_resumes(maker(three_epochs(), adam,
+                        lockstep::PowerSgdHook({.matrix_approximation_rank = 2, .start_iteration = 2})),
+                  steps_an_epoch + 2);
+  }
+  SECTION("with buffers that each rank has of its own") {
+    auto options = three_epochs();
+    options.ddp.buffers = lockstep::BufferPolicy::none;
+    check_resumes(maker(options, momentum), 2);
+  }
+}
+
+TEST_CASE("a checkpoint holds a state that was spread over the ranks") {
+  const auto& world = test_world();
+  lockstep::GlooComm comm(world);
+  const auto sharded = lockstep::MakeOptimizer{[&](std::vector<torch::Tensor> parameters) {
+    const auto inside = [](std::vector<torch::Tensor> all) {
+      return lockstep::Adam(std::move(all), {.lr = 0.01});
+    };
+    return std::unique_ptr<torch::optim::Optimizer>(
+        new lockstep::ZeroRedundancyOptimizer(std::move(parameters), comm, inside));
+  }};
+  check_resumes(maker(three_epochs(), sharded), 6);
+}
+
+TEST_CASE("one process goes on in the order of Python's RandomSampler") {
+  const auto& world = test_world();
+  if (world.size() > 1) return;
+  const auto data = three_classes(49);
+  const fs::path path = fs::temp_directory_path() / fmt::format("lockstep-checkpoint-random-{}", ::getpid());
+  const auto make = [&] {
+    return lockstep::make_trainer<DropNet, lockstep::RandomSampler, lockstep::LocalComm>(
+        world, {.epochs = 2, .batch_size = 7, .lr = 0.05, .seed = 3, .progress = false});
+  };
+  auto saving = make();
+  saving.fit(data, loss, lockstep::OnStep{[&](const auto& step) {
+               if (step.step == 10) saving.save_checkpoint(path);
+             }});
+  auto resumed = make();
+  resumed.load_checkpoint(path);
+  resumed.fit(data, loss);
+  CHECK(bytes_of(*saving.model()) == bytes_of(*resumed.model()));
+  CHECK(resumed.step() == 14);
+  fs::remove(path);
+}
+
+TEST_CASE("other numbers of ranks lose no sample of the epoch and see none twice") {
+  const auto& world = test_world();
+  if (world.size() == 1) return;
+  const CommonFile file(world);
+  const std::int64_t length = 12 * world.size() + 5;
+  const lockstep::TensorDataset data{torch::ones({length, 2}), torch::arange(length)};
+  std::vector<std::int64_t> seen;
+  const auto note = [&](torch::nn::Linear& model, const auto& batch) {
+    for (std::int64_t i = 0; i < batch.target.size(0); ++i)
+      seen.push_back(batch.target[i].template item<std::int64_t>());
+    return model(batch.data).mean();
+  };
+  const lockstep::TrainerOptions options{
+      .epochs = 1, .batch_size = 3, .lr = 0.1, .pad = false, .progress = false};
+  lockstep::Trainer all(world, options, torch::nn::Linear(2, 1));
+  std::size_t before = 0;
+  all.fit(data, note, lockstep::OnStep{[&](const auto& step) {
+            if (step.step != 1) return;
+            all.save_checkpoint(file.path);
+            before = seen.size();
+          }});
+  seen.resize(before);
+
+  std::vector<int> fewer(static_cast<std::size_t>(world.size() - 1));
+  for (std::size_t i = 0; i < fewer.size(); ++i) fewer[i] = static_cast<int>(i);
+  if (auto group = all.comm().sub_group(fewer)) {
+    lockstep::Trainer<torch::nn::Linear, lockstep::DistributedSampler, lockstep::GlooComm, lockstep::Fp32>
+        some(world, options, torch::nn::Linear(2, 1), std::move(*group));
+    some.load_checkpoint(file.path);
+    const auto report = some.fit(data, note);
+    CHECK(some.epoch() == 1);
+    CHECK(report.step == some.step());
+    CHECK(std::isfinite(report.loss));
+  }
+  std::map<std::int64_t, int> times;
+  for (const auto& bytes : all.comm().all_gather_bytes(
+           {reinterpret_cast<const char*>(seen.data()), seen.size() * sizeof(std::int64_t)})) {
+    std::vector<std::int64_t> of_rank(bytes.size() / sizeof(std::int64_t));
+    std::memcpy(of_rank.data(), bytes.data(), bytes.size());
+    for (const std::int64_t sample : of_rank) ++times[sample];
+  }
+  CHECK(times.size() == static_cast<std::size_t>(length));
+  for (const auto& [sample, count] : times) CHECK(count == 1);
+}
+
+namespace {
+// Batches of other sizes on other ranks, drawn by the epoch.
+struct DrawnBatches {
+  std::int64_t rank;
+  std::vector<lockstep::Example> batches = {};
+  std::size_t next_batch = 0;
+  void set_epoch(std::size_t epoch) {
+    batches.clear();
+    next_batch = 0;
+    for (std::int64_t i = 0; i < 7; ++i) {
+      const auto data =
+          three_classes(2 + (i + rank) % 3, epoch * 100 + static_cast<std::uint64_t>(10 * rank + i));
+      batches.push_back({data.data(), data.target()});
+    }
+  }
+  std::optional<lockstep::Example> next() {
+    if (next_batch == batches.size()) return std::nullopt;
+    return batches[next_batch++];
+  }
+};
+}  // namespace
+
+TEST_CASE("a stream that can be read again goes on where it stood") {
+  const auto& world = test_world();
+  const CommonFile file(world);
+  const auto run = [&](std::int64_t save_at, bool load) {
+    lockstep::Trainer trainer(
+        world, {.epochs = 2, .batch_size = 1, .accumulate = 2, .lr = 0.05, .seed = 4, .progress = false},
+        DropNet());
+    if (load) trainer.load_checkpoint(file.path);
+    DrawnBatches stream{world.rank()};
+    const auto report = trainer.fit(stream, loss, lockstep::OnStep{[&](const auto& step) {
+                                      if (step.step == save_at) trainer.save_checkpoint(file.path);
+                                    }});
+    return std::tuple(bytes_of(*trainer.model()), report.loss, trainer.step());
+  };
+  torch::manual_seed(8);
+  const auto whole = run(5, false);
+  CHECK(run(-1, true) == whole);
+}
+
+TEST_CASE("what does not fit a checkpoint is said on every rank, and the model stays as it was") {
+  const auto& world = test_world();
+  const CommonFile file(world);
+  const auto data = samples_for(world);
+  auto make = maker(three_epochs(), adam);
+  auto trainer = make();
+  trainer->fit(data, loss, lockstep::OnStep{[&](const auto& step) {
+                 if (step.step == 5) trainer->save_checkpoint(file.path);
+               }});
+  auto& comm = trainer->comm();
+  const auto before = bytes_of(*trainer->model());
+  const auto refused = [&](const auto& check, const std::string& text) {
+    const std::string error = error_of(check);
+    CHECK_THAT(error, ContainsSubstring(text));
+    for (const auto& other : comm.all_gather_bytes(error)) CHECK(other == error);
+  };
+  const auto cut = [&](std::uintmax_t bytes) {
+    comm.barrier();
+    if (world.rank() == 0) fs::resize_file(file.path, bytes);
+    comm.barrier();
+  };
+
+  refused([&] { trainer->load_checkpoint("/nowhere/at/all"); }, "could not read '/nowhere/at/all'");
+  refused([&] { trainer->save_checkpoint("/nowhere/at/all"); }, "could not write");
+  {
+    lockstep::Trainer other(world, three_epochs(), TinyNet());
+    refused([&] { other.load_checkpoint(file.path); }, "does not fit the model");
+  }
+  {
+    auto other = maker(three_epochs(), momentum)();
+    refused([&] { other->load_checkpoint(file.path); }, "SGD");
+  }
+  {
+    auto options = three_epochs();
+    options.seed = 12;
+    auto other = maker(options, adam)();
+    other->load_checkpoint(file.path);
+    refused([&] { other->fit(data, loss); }, "the saved sampler has seed 11 and this one 12");
+  }
+  {
+    lockstep::MovingAverage average(*trainer->model());
+    refused([&] { trainer->load_checkpoint(file.path, average); }, "part_0");
+  }
+  // The model of a checkpoint can be had alone.
+  {
+    lockstep::Trainer other(world, three_epochs(), DropNet());
+    other.load(file.path);
+    auto resumed = make();
+    resumed->load_checkpoint(file.path);
+    CHECK(bytes_of(*other.model()) == bytes_of(*resumed->model()));
+    CHECK(bytes_of(*other.model()) != before);
+  }
+  cut(fs::file_size(file.path) / 2);
+  refused([&] { trainer->load_checkpoint(file.path); }, "is cut short");
+  trainer->save(file.path);
+  refused([&] { trainer->load_checkpoint(file.path); }, "it is no checkpoint of a Trainer");
+  CHECK(bytes_of(*trainer->model()) == before);
+
+  refused(
+      [&] {
+        trainer->fit(data, loss, lockstep::OnStep{[&](const auto&) { trainer->load_checkpoint(file.path); }});
+      },
+      "inside fit");
+  refused(
+      [&] {
+        trainer->fit(data, loss,
+                     lockstep::OnGradients{[&](const auto&) { trainer->save_checkpoint(file.path); }});
+      },
+      "in the midst of a step");
+}
+
+namespace {
+// Steps only where it likes.
+struct Reluctant {
+  int calls = 0;
+  template <class Forward>
+  decltype(auto) forward(Forward&& forward) const {
+    return std::forward<Forward>(forward)();
+  }
+  const at::Tensor& scale(const at::Tensor& loss) const { return loss; }
+  bool step(torch::optim::Optimizer& optimizer) {
+    if (++calls == 2) return false;
+    optimizer.step();
+    return true;
+  }
+};
+
+// Averages, and counts what it was told.
+struct Remembering {
+  int reductions = 0, rollbacks = 0;
+  template <class Comm>
+  void operator()(Comm& comm, const lockstep::GradientBucket& bucket) {
+    bucket.flat.div_(comm.size());
+    comm.all_reduce(bucket.flat, lockstep::ReduceOp::sum).wait_host();
+    ++reductions;
+  }
+  [[nodiscard]] lockstep::HookState state() const { return {{"reductions", torch::tensor(reductions)}}; }
+  void load_state(const lockstep::HookState& state) { reductions = state.at(0).second.item<int>(); }
+  void rollback() { ++rollbacks; }
+  void reset() {}
+};
+}  // namespace
+
+TEST_CASE("a hook forgets the reduction of a step that was not taken") {
+  const auto& world = test_world();
+  const auto hook = lockstep::hook_of(Remembering{});
+  lockstep::Trainer<TinyNet, lockstep::DistributedSampler, lockstep::GlooComm, Reluctant,
+                    std::remove_const_t<decltype(hook)>>
+      trainer(world, {.steps = 4, .batch_size = 4, .progress = false}, hook);
+  const auto data = three_classes(world.size() * 16);
+  trainer.fit(data, loss);
+  CHECK(trainer.ddp().hook().function().rollbacks == 1);
+  CHECK(trainer.ddp().hook().function().reductions >= 4);
+
+  CHECK_THROWS_AS(trainer.fit(data, loss, lockstep::OnGradients{[](const auto&) {
+                                throw lockstep::GradientError("enough");
+                              }}),
+                  lockstep::GradientError);
+  CHECK(trainer.ddp().hook().function().rollbacks == 2);
+}
