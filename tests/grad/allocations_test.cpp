@@ -1,7 +1,9 @@
-// What one warm backward allocates beyond the plain one does not grow with the number of parameters.
+// What a warm step allocates beyond the plain one: nothing of lockstep's own, and with a communicator's part,
+// nothing that grows with the number of parameters.
 #include <torch/torch.h>
 
 #include "lockstep/comm/gloo_comm.hpp"
+#include "lockstep/comm/local_comm.hpp"
 #include "lockstep/grad/distributed_data_parallel.hpp"
 #include "support/allocations.hpp"
 #include "support/catch.hpp"
@@ -34,24 +36,76 @@ struct Nothing {
   void operator()() const {}
 };
 
-/// Allocations of a backward through lockstep beyond those of a plain one with a hook on each parameter:
+/// Allocations of a step's `backward(ddp, loss)` beyond those of a plain one with a hook on each parameter:
 /// LibTorch copies the inputs of what has a hook.
-long extra_allocations(int count, lockstep::GlooComm& comm) {
+template <class Comm, class Backward>
+long extra_allocations(int count, Comm& comm, const lockstep::DdpOptions& options, Backward&& backward) {
   ScalarsImpl plain(count), reduced(count);
+  reduced.register_buffer("statistics", torch::ones({3}));
   std::vector<lockstep::detail::AccumulateHook<Nothing>> hooks;
   for (const auto& weight : plain.weights) hooks.emplace_back(weight, Nothing{});
-  lockstep::DistributedDataParallel ddp{reduced, comm};
+  lockstep::DistributedDataParallel ddp{reduced, comm, options};
   const long without = warm_allocations(plain, [](const torch::Tensor& loss) { loss.backward(); });
-  const long with = warm_allocations(reduced, [&](const torch::Tensor& loss) { ddp.backward(loss); });
+  const long with = warm_allocations(reduced, [&](const torch::Tensor& loss) { backward(ddp, loss); });
   return with - without;
 }
+
+const auto plain_step = [](auto& ddp, const torch::Tensor& loss) {
+  ddp.before_forward();
+  ddp.backward(loss);
+};
+
+/// Two ranks with the same gradients, whose communicator has nothing to do: what is left is lockstep's own.
+struct StillComm : lockstep::LocalComm {
+  using LocalComm::LocalComm;
+  [[nodiscard]] int size() const { return 2; }
+  [[nodiscard]] std::vector<std::string> all_gather_bytes(const std::string& bytes) const {
+    return {bytes, bytes};
+  }
+};
 
 }  // namespace
 
 TEST_CASE("once warm, lockstep allocates nothing for each parameter") {
   const auto world = lockstep::World::from_environment();
   lockstep::GlooComm comm{world};
-  const long few = extra_allocations(10, comm), many = extra_allocations(210, comm);
+  const long few = extra_allocations(10, comm, {}, plain_step);
+  const long many = extra_allocations(210, comm, {}, plain_step);
+  CAPTURE(few, many);
+  CHECK(many - few < 20);
+}
+
+TEST_CASE("once warm, a step allocates nothing of lockstep's own") {
+  StillComm comm{lockstep::World::from_environment()};
+  lockstep::DdpOptions options;
+  options.bucket_caps = {64};
+  SECTION("plainly") {
+    CHECK(extra_allocations(20, comm, options, plain_step) == 0);
+  }
+  SECTION("with views of buckets") {
+    options.gradients = lockstep::GradientStorage::bucket_view;
+    CHECK(extra_allocations(20, comm, options, plain_step) == 0);
+  }
+  SECTION("with a static graph") {
+    options.static_graph = true;
+    CHECK(extra_allocations(20, comm, options, plain_step) == 0);
+  }
+  SECTION("with an accumulated micro-batch before") {
+    const auto accumulating = [](auto& ddp, const torch::Tensor& loss) {
+      const auto guard = ddp.no_sync();
+      ddp.before_forward();
+      ddp.backward(loss);
+    };
+    CHECK(extra_allocations(20, comm, options, accumulating) == 0);
+  }
+}
+
+TEST_CASE("the search for unused parameters allocates no more with a larger graph") {
+  StillComm comm{lockstep::World::from_environment()};
+  lockstep::DdpOptions options;
+  options.find_unused_parameters = true;
+  const long few = extra_allocations(10, comm, options, plain_step);
+  const long many = extra_allocations(210, comm, options, plain_step);
   CAPTURE(few, many);
   CHECK(many - few < 20);
 }

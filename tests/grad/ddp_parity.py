@@ -286,7 +286,7 @@ def main():
             print(f"{ranks} ranks: Python {middle - start:.1f} s, lockstep {time.monotonic() - middle:.1f} s", flush=True)
             # The comparison finds what is broken. At two ranks an order changes no bit: a + b = b + a.
             write_cases(f"{folder}/in", CASES[:1])
-            for mutation in ("off", "skip", "permute"):
+            for mutation in ("off", "skip", "swap", "permute"):
                 if ranks != (3 if mutation == "permute" else sizes[0]):
                     continue
                 broken = f"{folder}/{mutation}"

@@ -4,7 +4,7 @@
 //        ddp_parity_program --library      (prints the path of the libtorch_cpu.so in use)
 //
 // A mutation breaks the reduction on purpose, to see that the comparison finds it: `permute` the bucket
-// order, `skip` one parameter in each bucket, reduction `off`.
+// order, `skip` one parameter in each bucket, `swap` two of equal shape on one rank, reduction `off`.
 #include <torch/torch.h>
 
 #include <fstream>
@@ -37,6 +37,13 @@ struct TestComm : lockstep::GlooComm {
       // The bias of the last layer is ready first, and lies at the front of the first bucket.
       if (tensor.numel() == first_bucket_)
         return GlooComm::all_reduce(tensor.narrow(0, 10, tensor.numel() - 10), op);
+    }
+    if (mutation == "swap" && rank() == 1 && !rebuilt_) {
+      // The first bucket of the mlp holds all parameters in order: its first two biases have 96 elements each.
+      at::Tensor one = tensor.narrow(0, 64 * 96, 96), other = tensor.narrow(0, 64 * 96 + 96 + 96 * 96, 96);
+      const at::Tensor kept = one.clone();
+      one.copy_(other);
+      other.copy_(kept);
     }
     return GlooComm::all_reduce(tensor, op);
   }

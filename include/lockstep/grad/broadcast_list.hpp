@@ -31,10 +31,14 @@ class BroadcastList {
   void run(Comm& comm, int root) {
     const c10::NoGradGuard no_grad;
     if (!up_to_date()) rebuild();
-    std::vector<typename Comm::Work> works;
-    works.reserve(chunks_.size());
-    for (const auto& chunk : chunks_) works.push_back(comm.broadcast(chunk, root));
-    for (auto& work : works) work.join_stream();
+    if (chunks_.size() == 1) {  // as ever, and without a list of works
+      comm.broadcast(chunks_[0], root).join_stream();
+    } else {
+      std::vector<typename Comm::Work> works;
+      works.reserve(chunks_.size());
+      for (const auto& chunk : chunks_) works.push_back(comm.broadcast(chunk, root));
+      for (auto& work : works) work.join_stream();
+    }
     for (auto& [tensor, copy] : copies_) tensor.copy_(copy);
   }
 

@@ -3,14 +3,13 @@
 #include <ATen/core/Tensor.h>
 
 #include <optional>
-#include <vector>
 
 namespace lockstep::detail {
 
-/// What a backward gives to the reduction. `losses` are walked where unused parameters are searched for; with
-/// a `count` the gradients are those of a sum over that many, else of a mean.
+/// What a backward gives to the reduction, while it runs. `losses` are walked where unused parameters are
+/// searched for; with a `count` the gradients are those of a sum over that many, else of a mean.
 struct Contribution {
-  const std::vector<at::Tensor>& losses;
+  at::ArrayRef<at::Tensor> losses;
   std::optional<double> count = std::nullopt;
   bool nothing = false;  // this rank has no data
 };

@@ -1,6 +1,9 @@
 #pragma once
 
+#include <c10/core/Device.h>
+
 #include <cstddef>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -14,8 +17,7 @@ enum class GradientStorage {
   /// In the buckets: nothing is copied back. The bits of Python's default.
   in_bucket,
   /// In the buckets, with the bits of Python's `gradient_as_bucket_view=True`: what lies in the bucket
-  /// already
-  /// is divided by the world size, where the default multiplies by its reciprocal.
+  /// already is divided by the world size, where the default multiplies by its reciprocal.
   bucket_view,
   /// In memory of their own, which stays where it is: Python's default, at the price of a copy.
   separate
@@ -46,6 +48,9 @@ struct DdpOptions {
   /// gradient comes as often as in it. No walk, no further exchange, and buckets are rebuilt. Goes before
   /// `find_unused_parameters`.
   bool static_graph = false;
+  /// The device that the model is on, where the caller wants that checked (Python's device_ids). A module
+  /// whose parts live on several devices has none: leave it out then, as with any other.
+  std::optional<c10::Device> device = std::nullopt;
   /// Parameters and buffers, by name, that stay out: not compared, not sent, not averaged.
   std::vector<std::string> ignored = {};
 };

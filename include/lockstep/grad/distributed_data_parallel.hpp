@@ -21,6 +21,7 @@
 #include "lockstep/grad/buffer_sync.hpp"
 #include "lockstep/grad/ddp_options.hpp"
 #include "lockstep/grad/ddp_report.hpp"
+#include "lockstep/grad/device_check.hpp"
 #include "lockstep/grad/hooks/hook.hpp"
 #include "lockstep/grad/model.hpp"
 #include "lockstep/grad/model_check.hpp"
@@ -97,6 +98,7 @@ class DistributedDataParallel {
       throw UsageError("bucket_caps must hold at least one size in bytes, each greater than 0");
     ModelTensors tensors = detail::without_ignored(tensors_of(model), options.ignored);
     parameters_ = tensors.parameters;
+    if (options.device) detail::check_device(parameters_, *options.device);
     std::vector<NamedTensor> trained;
     for (const NamedTensor& parameter : parameters_)
       if (parameter.tensor.requires_grad()) trained.push_back(parameter);
@@ -173,7 +175,7 @@ class DistributedDataParallel {
   /// `loss` is a scalar that requires grad. `create_graph` is refused with GradientError.
   void backward(const at::Tensor& loss, bool retain_graph = false, bool create_graph = false) {
     refuse(create_graph);
-    run({.losses = {loss}}, [&] { loss.backward({}, retain_graph); });
+    run({.losses = loss}, [&] { loss.backward({}, retain_graph); });
   }
 
   /// The same for several losses in one backward, whose gradients add up.
@@ -207,7 +209,7 @@ class DistributedDataParallel {
           if (at::Tensor& grad = parameter.tensor.mutable_grad(); grad.defined()) grad.mul_(1 / total);
       return total;
     } else {
-      run({.losses = {sum}, .count = count, .nothing = !sum.defined()}, work);
+      run({.losses = sum, .count = count, .nothing = !sum.defined()}, work);
       return state_->reducer->total_count();
     }
   }

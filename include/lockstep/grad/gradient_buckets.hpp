@@ -83,13 +83,13 @@ class GradientBuckets {
       return;
     }
     const bool divide = scaled && style_.divisor != 1;
-    const at::Tensor& factor = buckets_[bucket_of_[i]].factor;
+    const Bucket& bucket = buckets_[bucket_of_[i]];
     if (lies_in(grad, slot)) {
       if (!divide) return;
       if (style_.storage == GradientStorage::bucket_view)
-        slot.div_(style_.divisor);
+        slot.div_(bucket.divisor);
       else
-        slot.mul_(factor);
+        slot.mul_(bucket.factor);
       return;
     }
     if (grad.is_sparse())
@@ -104,7 +104,7 @@ class GradientBuckets {
                       "parameter had when DistributedDataParallel was made; convert the model before",
                       i, parameter.name));
     if (divide)
-      at::mul_out(slot, grad, factor);
+      at::mul_out(slot, grad, bucket.factor);
     else
       slot.copy_(grad);
     if (attach && style_.storage != GradientStorage::separate) grad = slot;
@@ -161,7 +161,8 @@ class GradientBuckets {
  private:
   struct Bucket {
     GradientBucket gradients;
-    at::Tensor with_tail, factor;
+    at::Tensor with_tail;
+    at::Tensor divisor, factor;  // the style's divisor, and 1 / divisor
   };
 
   void add(const std::vector<std::size_t>& members, std::size_t count) {
@@ -179,7 +180,8 @@ class GradientBuckets {
       bucket.gradients.flat = at::empty({0}, first.options()).set_(storage, 0, {length});
       // Gloo knows no complex numbers: they travel as pairs of real ones.
       if (first.is_complex()) bucket.gradients.flat = at::view_as_real(bucket.gradients.flat).view({-1});
-      bucket.factor = reciprocal(first);
+      bucket.divisor = number_for(first, style_.divisor);
+      bucket.factor = number_for(first, 1.0 / style_.divisor);
       std::int64_t offset = 0;
       for (const std::size_t i : members) {
         const at::Tensor& parameter = (*parameters_)[i].tensor;
@@ -216,13 +218,13 @@ class GradientBuckets {
     if (scaled && style_.divisor != 1) grad.div_(style_.divisor);
   }
 
-  /// 1 / divisor as Python multiplies with it: a double that takes the dtype of the gradient. Where rounding
-  /// it beforehand changes nothing, that spares the conversion at each multiplication.
-  [[nodiscard]] at::Tensor reciprocal(const at::Tensor& like) const {
-    const at::Tensor factor = at::native::wrapped_scalar_tensor(1.0 / style_.divisor);
+  /// A number as Python multiplies and divides with it: a double that takes the dtype of the gradient. Where
+  /// rounding it beforehand changes nothing, that spares the conversion each time.
+  [[nodiscard]] static at::Tensor number_for(const at::Tensor& like, double value) {
+    const at::Tensor number = at::native::wrapped_scalar_tensor(value);
     if (like.is_cpu() && (like.scalar_type() == at::kFloat || like.scalar_type() == at::kDouble))
-      return factor.to(like.scalar_type());
-    return factor;
+      return number.to(like.scalar_type());
+    return number;
   }
 
   static bool lies_in(const at::Tensor& grad, const at::Tensor& slot) {

@@ -202,15 +202,15 @@ class Reducer {
 
   /// What will get no gradient goes into its bucket now, so that the bucket need not wait for the end.
   /// `losses` is null where they are not known: inside a bare backward.
-  void take_known_unused(const std::vector<at::Tensor>* losses) {
+  void take_known_unused(const at::ArrayRef<at::Tensor>* losses) {
     if (nothing_ || expected_.empty()) return;
     if (options_.static_graph) {
       for (std::size_t i = 0; i < parameters_.size(); ++i)
         if (expected_[i] == 0) take(i, seen_[i] != 0);
     } else if (searches() && losses) {
-      const GraphNodes reached = reachable_nodes(*losses);
+      search_.run(*losses);
       for (std::size_t i = 0; i < parameters_.size(); ++i)
-        if (!reached.contains(hooks_[i].node())) take(i, seen_[i] != 0);
+        if (!search_.reached(hooks_[i].node())) take(i, seen_[i] != 0);
     }
   }
 
@@ -378,6 +378,7 @@ class Reducer {
   std::vector<char> seen_;     // has a gradient since the last reduction, also from no_sync
   std::vector<std::size_t> ready_order_, rebuild_order_, unused_;
   std::vector<BackwardReport> reports_;
+  GraphSearch search_;
   double count_ = 0;  // samples since the last reduction
   std::size_t iteration_ = 0;
   bool open_ = false, inside_ = false, stale_ = false, rebuild_due_ = false, rebuilt_ = false;
