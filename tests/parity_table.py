@@ -11,6 +11,7 @@ HEADINGS = {
     "ddp_parity": ("DistributedDataParallel", "Parameters and buffers of every rank, compared word by word."),
     "hooks_parity": ("Communication hooks", "The average that a hook leaves in the bucket, and what it has sent."),
     "optim_parity": ("Optimizers, clipping, averages, schedules", "Parameters and states, compared word by word."),
+    "parity_precision": ("Precisions", "Scales, counters and parameters after each step."),
     "parity_samplers": ("Samplers", "Every index of every rank and epoch."),
     "parity_mnist": ("The MNIST example", "The program itself beside the tutorial's in Python, on real digits."),
 }

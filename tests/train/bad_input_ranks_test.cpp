@@ -2,6 +2,7 @@
 #include <limits>
 
 #include "lockstep/comm/gloo_comm.hpp"
+#include "lockstep/nn/convert_sync_batchnorm.hpp"
 #include "lockstep/train/check_finite.hpp"
 #include "support/ranks.hpp"
 #include "train/regression.hpp"
@@ -162,4 +163,30 @@ TEST_CASE("a batch of another size than was asked for has no weight, and is refu
     });
     CHECK(std::isnan(report.loss) == empty);
   }
+}
+
+TEST_CASE("batch norm over all ranks is refused where some of them have a batch less") {
+  const auto& world = test_world();
+  if (world.size() == 1) return;
+  const auto make = [&](bool pad) {
+    Sequential net(torch::nn::Linear(3, 4), torch::nn::BatchNorm1d(4), torch::nn::Linear(4, 1));
+    net->to(torch::kDouble);
+    auto trainer = std::make_unique<
+        lockstep::Trainer<Sequential, lockstep::DistributedSampler, lockstep::GlooComm, lockstep::Fp32>>(
+        world, lockstep::TrainerOptions{.epochs = 1, .batch_size = 2, .pad = pad, .progress = false}, net);
+    lockstep::convert_sync_batchnorm(trainer->model(), trainer->comm());
+    return trainer;
+  };
+  // Two samples for each rank, and a third for rank 0: a batch of its own.
+  const auto uneven = curve(2 * world.size() + 1);
+  std::string error;
+  const auto uneven_trainer = make(false);
+  try {
+    uneven_trainer->fit(uneven, squared_error);
+  } catch (const lockstep::UsageError& thrown) {
+    error = thrown.what();
+  }
+  CHECK_THAT(error, ContainsSubstring("'1' (lockstep::SyncBatchNorm") && ContainsSubstring("pad = true"));
+  CHECK(make(true)->fit(uneven, squared_error).step == 2);
+  CHECK(make(false)->fit(curve(2 * world.size()), squared_error).step == 1);
 }

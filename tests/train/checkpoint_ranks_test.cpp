@@ -14,6 +14,7 @@
 #include "lockstep/optim/moving_average.hpp"
 #include "lockstep/optim/sgd.hpp"
 #include "lockstep/optim/zero_redundancy.hpp"
+#include "lockstep/precision/fp16.hpp"
 #include "lockstep/train/trainer.hpp"
 #include "support/ranks.hpp"
 #include "train/nets.hpp"
@@ -191,6 +192,15 @@ TEST_CASE("a run that goes on from a checkpoint ends at the bits of one that nev
     check_resumes(maker(three_epochs(), adam,
                         lockstep::PowerSgdHook({.matrix_approximation_rank = 2, .start_iteration = 2})),
                   steps_an_epoch + 2);
+  }
+  SECTION("in half precision, with what the scaler has learnt") {
+    using Momentum = std::remove_const_t<decltype(momentum)>;
+    const auto half = [] {
+      return std::make_unique<lockstep::Trainer<DropNet, lockstep::DistributedSampler, lockstep::GlooComm,
+                                                lockstep::Fp16, Momentum>>(
+          test_world(), three_epochs(), lockstep::Fp16({.init_scale = 1e9, .growth_interval = 2}), momentum);
+    };
+    check_resumes(half, 5);
   }
   SECTION("with buffers that each rank has of its own") {
     auto options = three_epochs();

@@ -13,6 +13,7 @@
 #include "lockstep/comm/tensor_lists.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/nn/batch_norm_group.hpp"
+#include "lockstep/nn/collective_module.hpp"
 #include "lockstep/nn/sync_batch_norm_function.hpp"
 
 namespace lockstep {
@@ -46,7 +47,8 @@ namespace lockstep {
 /// Source of the behaviour: torch.nn.SyncBatchNorm; but ranks exchange the sum of squared deviations in place
 /// of 1 / sqrt(variance + eps), which loses a variance far below eps.
 template <std::size_t D>
-class SyncBatchNormImpl : public torch::nn::BatchNormImplBase<D, SyncBatchNormImpl<D>> {
+class SyncBatchNormImpl : public torch::nn::BatchNormImplBase<D, SyncBatchNormImpl<D>>,
+                          public CollectiveModule {
   using Base = torch::nn::BatchNormImplBase<D, SyncBatchNormImpl<D>>;
 
  public:
@@ -82,7 +84,7 @@ class SyncBatchNormImpl : public torch::nn::BatchNormImplBase<D, SyncBatchNormIm
   }
 
   /// The number of ranks whose batches are joined, 0 before there is a group.
-  [[nodiscard]] int ranks() const { return size_; }
+  [[nodiscard]] int ranks() const override { return size_; }
 
   /// Throws UsageError for an input that does not fit, CommunicationError and its kinds where the ranks do
   /// not meet.

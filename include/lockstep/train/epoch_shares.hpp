@@ -36,6 +36,13 @@ class EpochShares {
     return divide_up(most, batch_ * accumulate_);
   }
 
+  /// Whether every rank has as many micro-batches as the others in each step.
+  [[nodiscard]] bool equal_micro_batches() const {
+    return std::all_of(kinds_.begin(), kinds_.end(), [&](const Kind& kind) {
+      return divide_up(kind.samples, batch_) == divide_up(kinds_[0].samples, batch_);
+    });
+  }
+
   /// Samples of all ranks in a step; steps count from 0.
   [[nodiscard]] std::int64_t samples_in_step(std::int64_t step) const {
     std::int64_t sum = 0;

@@ -48,6 +48,8 @@ struct EpochReport {
   /// The mean loss of the epoch over every sample of every rank: the same number everywhere.
   double loss;
   double seconds;
+  /// Steps that the precision left out, since their gradients were not finite.
+  std::int64_t skipped = 0;
 };
 
 /// Makes the optimizer: `make_optimizer(parameters)`, with each trained parameter once, tied ones too, in the

@@ -40,9 +40,9 @@ class LoaderFeed {
     first_ = share(batch_size, accumulate, group);
   }
 
-  /// Steps of a whole pass, and of the first.
-  [[nodiscard]] std::int64_t steps() const { return whole_.shares.steps(); }
-  [[nodiscard]] std::int64_t first_steps() const { return first_->shares.steps(); }
+  /// Of a whole pass, and of the first.
+  [[nodiscard]] const EpochShares& shares() const { return whole_.shares; }
+  [[nodiscard]] const EpochShares& first_shares() const { return first_->shares; }
 
   void begin_epoch(std::int64_t epoch) {
     pass_.reset();

@@ -36,6 +36,10 @@ struct CheckedPolicies {
       ((concepts_modelled<Extras> <= 1) && ...),
       "lockstep: an extra of a Trainer models more than one of OptimizerFactory, Schedule, GradientCheck, "
       "GradientHook, StepHook, EpochStartHook, EpochHook and CommunicationHook: split it into one each");
+  static_assert(
+      !(ScalingPrecision<PrecisionType> && (GradientCheck<Extras> || ...)),
+      "lockstep: a GradientCheck, such as CheckFinite, refuses gradients that are not finite, which a "
+      "precision that scales losses, such as Fp16, meets as part of its work: leave the check out");
   static_assert(none_twice<Extras...>,
                 "lockstep: two extras of a Trainer model the same concept: give one of each kind");
 };

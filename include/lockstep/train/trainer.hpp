@@ -111,11 +111,14 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
     }
   }
 
-  /// What the metrics are over all samples and ranks, of rank 0's model; see lockstep::evaluate.
+  /// What the metrics are over all samples and ranks, of rank 0's model in the trainer's precision; see
+  /// lockstep::evaluate.
   template <class D, class... Metrics>
   auto evaluate(D&& dataset, Metrics&&... metrics) {
-    return lockstep::evaluate(model_.get(), comm_, dataset,
-                              {.batch_size = options_.batch_size, .workers = options_.workers}, metrics...);
+    return precision_.forward([&] {
+      return lockstep::evaluate(model_.get(), comm_, dataset,
+                                {.batch_size = options_.batch_size, .workers = options_.workers}, metrics...);
+    });
   }
 
   /// Writes all that this run needs to go on as if it had never stopped, to one file, whole or not at all:
@@ -153,6 +156,7 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
   [[nodiscard]] Model& model() { return model_.get(); }
   [[nodiscard]] torch::optim::Optimizer& optimizer() { return *optimizer_; }
   [[nodiscard]] Comm& comm() { return comm_; }
+  [[nodiscard]] PrecisionType& precision() { return precision_; }
   /// For its report, and its communication hook.
   [[nodiscard]] auto& ddp() { return ddp_; }
   [[nodiscard]] const World& world() const { return world_; }
@@ -174,8 +178,12 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
     detail::LoaderFeed feed(loader, options_.batch_size, options_.accumulate, comm_,
                             saved ? &*saved : nullptr);
     // On another number of ranks what is left takes another number of steps.
-    position_.step_in_epoch = saved ? feed.steps() - feed.first_steps() : 0;
-    return run_epochs(feed, feed.steps(), loss, hooks...);
+    const std::int64_t steps = feed.shares().steps();
+    // On another number of ranks what is left takes another number of steps.
+    position_.step_in_epoch = saved ? steps - feed.first_shares().steps() : 0;
+    for (const EpochShares* shares : {&feed.first_shares(), &feed.shares()})
+      require_meetings(model_.module(), *shares);
+    return run_epochs(feed, steps, loss, hooks...);
   }
 
   template <BatchStream S, class Loss, class... Hooks>
@@ -228,6 +236,7 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
                       {.title = fmt::format("epoch {}/{}", plan.epoch + 1, plan.epochs)});
     model_.module().train();
     feed.begin_epoch(plan.epoch);
+    skipped_ = 0;
     meter_ = MeanMeter();
     meter_.add(so_far);
     while (done != plan.steps) {
@@ -245,7 +254,7 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
     sum_over_ranks(std::span(&total, 1), comm_);
     progress.finish(total.mean());
     const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - begin;
-    return {plan.epoch, position_.step, total.mean(), elapsed.count()};
+    return {plan.epoch, position_.step, total.mean(), elapsed.count(), skipped_};
   }
 
   // False where no rank had any data left.
@@ -267,10 +276,15 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
 
   template <class... Hooks>
   void step_optimizer(Hooks&... hooks) try {
+    if constexpr (requires { precision_.agree(*optimizer_, comm_); })
+      if (!Reduction::spreads_nan || !options_.ddp.ignored.empty()) precision_.agree(*optimizer_, comm_);
     show_gradients(hooks...);
-    if (!precision_.step(*optimizer_)) ddp_.roll_back();
+    if (precision_.step(*optimizer_)) return;
+    ++skipped_;
+    ddp_.roll_back();
   } catch (...) {
     ddp_.roll_back();  // the parameters, too, are as the last step left them
+    if constexpr (requires { precision_.forget(); }) precision_.forget();
     throw;
   }
 
@@ -284,7 +298,7 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
         if constexpr (GradientCheck<E>) extra.check(gradients, comm_);
       });
       if constexpr (used) {
-        if constexpr (requires { precision_.unscale(*optimizer_); }) precision_.unscale(*optimizer_);
+        if constexpr (ScalingPrecision<PrecisionType>) precision_.unscale(*optimizer_);
         notify_all(gradients, hooks...);
       }
     }
@@ -369,6 +383,7 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
   detail::RunPosition position_;
   std::optional<detail::RankState> resumed_;  // what a checkpoint left for the next `fit`
   detail::SaveFeed save_feed_;                // where the data stands, inside `fit`
+  std::int64_t skipped_ = 0;                  // steps of this epoch
   bool in_step_ = false;
 };
 

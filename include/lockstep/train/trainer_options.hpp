@@ -36,7 +36,7 @@ struct TrainerOptions {
   /// Repeats some of the first samples, so that every rank has as many, as Python does. Without it each
   /// sample is seen exactly once an epoch and ranks may run out one sample earlier than others; the last
   /// steps weigh every sample alike all the same. A rank that has none left in the last step has no forward
-  /// in it: a model whose forward itself communicates (synchronised batch norm) needs padding.
+  /// in it, which is refused for a model whose forward itself communicates (synchronised batch norm).
   bool pad = true;
   /// Threads a rank that load ahead; 0 loads in the training thread.
   std::int64_t workers = 0;

@@ -1,4 +1,5 @@
 // Trainers of which one policy is wrong: each is told by one sentence.
+#include "lockstep/precision/fp16.hpp"
 #include "lockstep/train/check_finite.hpp"
 #include "train/negative/common.hpp"
 
@@ -20,6 +21,8 @@ void program(const lockstep::World& world) {
   Trainer<TinyNet, DistributedSampler, LocalComm, Fp32, NoExtra> extra_of_nothing{world};
   Trainer<TinyNet, DistributedSampler, LocalComm, Fp32, TwoExtras> extra_of_two_kinds{world};
   Trainer<TinyNet, DistributedSampler, LocalComm, Fp32, ChecksAndHooks> check_and_hook{world};
+  Trainer<TinyNet, DistributedSampler, LocalComm, lockstep::Fp16, lockstep::CheckFinite> check_and_scale{
+      world};
   Trainer extra_twice{world,
                       {.epochs = 1},
                       TinyNet(),

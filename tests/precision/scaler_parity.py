@@ -1,0 +1,145 @@
+"""Scales losses, skips steps and trains in half precision with the real torch.amp and with lockstep, on a CPU, and
+compares scales, counters and parameters after each step bit for bit.
+
+usage: scaler_parity.py PROGRAM
+
+Afterwards lockstep is broken on purpose, and the comparison must find each way.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+
+os.environ["OMP_NUM_THREADS"] = "1"
+
+try:
+    import torch
+except ImportError as error:
+    print(f"SKIPPED parity of precisions: no torch package ({error})")
+    sys.exit(77)
+
+SCALER_STEPS, TRAIN_STEPS = 60, 40
+CASES = {
+    "scaler": "two losses and optimizers under one scaler, infinities and not-a-numbers on the way",
+    "bf16": "autocast in bfloat16",
+    "fp16": "autocast in float16 with a GradScaler, the first steps skipped",
+}
+
+
+def raw(tensor):
+    return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def make_inputs(folder):
+    torch.manual_seed(7)
+    gradients = [torch.randn(SCALER_STEPS, 5, 3), torch.randn(SCALER_STEPS, 7)]
+    gradients[0][5, 2, 1] = float("inf")
+    gradients[0][6, 0, 0] = float("nan")
+    gradients[1][20, 3] = -float("inf")
+    gradients[0][33] = float("inf")
+    gradients[1][33, 0] = float("nan")
+    gradients[1][34, 6] = 3e38  # overflows when it is scaled
+    net = make_net()
+    tensors = {"gradients.0": gradients[0], "gradients.1": gradients[1], "parameter.0": torch.randn(5, 3),
+               "parameter.1": torch.randn(7), "inputs": torch.randn(TRAIN_STEPS, 32, 64),
+               "labels": torch.randint(10, (TRAIN_STEPS, 32))}  # fmt: skip
+    tensors |= {f"net.{i}": parameter for i, parameter in enumerate(net.parameters())}
+    for name, tensor in tensors.items():
+        with open(f"{folder}/{name}", "wb") as file:
+            file.write(raw(tensor))
+    return tensors
+
+
+def make_net():
+    return torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.ReLU(), torch.nn.Linear(96, 10))
+
+
+def scale_and_skip(tensors):
+    parameters = [tensors[f"parameter.{i}"].clone().requires_grad_() for i in (0, 1)]
+    one = torch.optim.SGD([parameters[0]], lr=0.1, momentum=0.9)
+    two = torch.optim.SGD([parameters[1]], lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024, growth_interval=4)
+    for step in range(SCALER_STEPS):
+        one.zero_grad()
+        two.zero_grad()
+        for i in (0, 1):
+            scaler.scale((parameters[i] * tensors[f"gradients.{i}"][step]).sum()).backward()
+        if step % 3 == 0:
+            scaler.unscale_(one)
+            torch.nn.utils.clip_grad_norm_([parameters[0]], 1.0)
+        scaler.step(one)
+        scaler.step(two)
+        scaler.update()
+        state = scaler.state_dict()
+        yield raw(torch.tensor(state["scale"])) + raw(torch.tensor(state["_growth_tracker"], dtype=torch.int32)) + b"".join(
+            map(raw, parameters))  # fmt: skip
+
+
+def train(tensors, dtype, scaler):
+    net = make_net()
+    with torch.no_grad():
+        for i, parameter in enumerate(net.parameters()):
+            parameter.copy_(tensors[f"net.{i}"])
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    for step in range(TRAIN_STEPS):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=dtype):
+            loss = torch.nn.functional.cross_entropy(net(tensors["inputs"][step]), tensors["labels"][step])
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        yield b"".join(map(raw, net.parameters()))
+
+
+def run_program(program, folder, *mistake):
+    done = subprocess.run([program, folder, *mistake], capture_output=True, text=True, timeout=300)
+    if done.returncode:
+        sys.exit(f"{program} failed:\n{done.stdout}{done.stderr}")
+    found = {}
+    for name in CASES:
+        with open(f"{folder}/{name}.lockstep", "rb") as file:
+            found[name] = file.read()
+    return found
+
+
+def main():
+    program = sys.argv[1]
+    library = subprocess.run([program, "--library"], capture_output=True, text=True).stdout.strip()
+    own = os.path.join(os.path.dirname(torch.__file__), "lib", "libtorch_cpu.so")
+    if os.path.realpath(library) != os.path.realpath(own):
+        print(f"SKIPPED parity of precisions: the program loads {library}, the Python package {own}; their bits may differ")
+        sys.exit(77)
+    torch.set_num_threads(1)
+    folder = tempfile.mkdtemp(prefix="lockstep-precision-")
+    failures = 0
+    try:
+        tensors = make_inputs(folder)
+        expected = {
+            "scaler": list(scale_and_skip(tensors)),
+            "bf16": list(train(tensors, torch.bfloat16, torch.amp.GradScaler("cpu", enabled=False))),
+            "fp16": list(train(tensors, torch.float16, torch.amp.GradScaler("cpu", init_scale=16777216, growth_interval=8))),
+        }
+        if expected["fp16"][0] != b"".join(raw(tensors[f"net.{i}"]) for i in range(4)):
+            failures += 1
+            print("the first step in float16 was not skipped, and should be")
+        found = run_program(program, folder)
+        print("| precision | Python's torch.amp and lockstep |\n|---|---|")
+        for name, text in CASES.items():
+            length, steps = len(expected[name][0]), len(expected[name])
+            wrong = [i for i in range(steps) if found[name][i * length : (i + 1) * length] != expected[name][i]]
+            failures += bool(wrong)
+            print(f"| {text} | {f'DIFFER at step {wrong[0]}' if wrong else f'same bits after each of {steps} steps'} |")
+        for mistake in ("never", "kept"):
+            seen = run_program(program, folder, mistake)["scaler"] != b"".join(expected["scaler"])
+            failures += not seen
+            print(f"broken on purpose ({mistake}): {'found' if seen else 'NOT FOUND'}")
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    if failures:
+        sys.exit(f"{failures} comparisons failed")
+
+
+if __name__ == "__main__":
+    main()

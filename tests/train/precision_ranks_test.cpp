@@ -1,0 +1,109 @@
+// Training in half precision on several ranks: all step, or none does.
+#include <limits>
+
+#include "lockstep/comm/gloo_comm.hpp"
+#include "lockstep/grad/hooks/no_op_hook.hpp"
+#include "lockstep/grad/hooks/power_sgd_hook.hpp"
+#include "lockstep/grad/hooks/quantized_hook.hpp"
+#include "lockstep/precision/bf16.hpp"
+#include "lockstep/precision/fp16.hpp"
+#include "lockstep/train/trainer.hpp"
+#include "support/ranks.hpp"
+#include "train/nets.hpp"
+
+namespace {
+
+auto loss = [](TinyNet& net, const auto& batch) {
+  return torch::cross_entropy_loss(net(batch.data), batch.target);
+};
+
+std::string bytes_of(const TinyNet& net) {
+  std::string bytes;
+  for (const auto& parameter : net->parameters())
+    bytes.append(static_cast<const char*>(parameter.const_data_ptr()), parameter.nbytes());
+  return bytes;
+}
+
+// One rank's gradient is infinite in the second step: no rank takes it, and the hook forgets it.
+template <class Hook>
+void check_skips(const Hook& hook) {
+  const auto& world = test_world();
+  const int culprit = world.size() - 1;
+  lockstep::Trainer<TinyNet, lockstep::DistributedSampler, lockstep::GlooComm, lockstep::Fp16, Hook> trainer(
+      world, {.epochs = 1, .batch_size = 4, .lr = 0.1, .progress = false},
+      lockstep::Fp16({.init_scale = 1024}), hook);
+  std::int64_t calls = 0;
+  const auto bad_once = [&](TinyNet& net, const auto& batch) {
+    auto value = loss(net, batch);
+    if (calls++ == 1 && world.rank() == culprit)
+      value = value + net->last->weight.sum() * std::numeric_limits<double>::infinity();
+    return value;
+  };
+  std::string before;
+  const auto report =
+      trainer.fit(three_classes(world.size() * 16), bad_once, lockstep::OnStep{[&](const auto& step) {
+                    const std::string now = bytes_of(trainer.model());
+                    CHECK((now == before) == (step.step == 1));
+                    before = now;
+                  }});
+  CHECK(report.skipped == 1);
+  CHECK(trainer.precision().scaler().skipped() == 1);
+  CHECK(trainer.precision().scaler().get_scale() == 512);
+  for (const torch::Tensor& parameter : trainer.model()->parameters()) {
+    const bool finite = torch::isfinite(parameter).all().template item<bool>();
+    CHECK(finite);
+  }
+  for (const auto& other : trainer.comm().all_gather_bytes(std::to_string(report.skipped)))
+    CHECK(other == "1");
+}
+
+}  // namespace
+
+TEST_CASE("a step that is not finite on one rank is taken by none") {
+  SECTION("plainly") {
+    check_skips(lockstep::AllReduceHook());
+  }
+  SECTION("with factors of low rank") {
+    check_skips(lockstep::PowerSgdHook({.start_iteration = 0, .min_compression_rate = 0.5}));
+  }
+  SECTION("with 8 bits") {
+    check_skips(lockstep::QuantizedHook());
+  }
+  SECTION("without any reduction") {
+    check_skips(lockstep::NoOpHook());
+  }
+}
+
+TEST_CASE("a step that was given up leaves the scaler as it was") {
+  const auto& world = test_world();
+  lockstep::Trainer<TinyNet, lockstep::DistributedSampler, lockstep::GlooComm, lockstep::Fp16> trainer(
+      world, {.epochs = 1, .batch_size = 4, .progress = false}, lockstep::Fp16({.init_scale = 1024}));
+  const auto data = three_classes(world.size() * 8);
+  CHECK_THROWS_AS(trainer.fit(data, loss, lockstep::OnGradients{[](const auto&) {
+                                throw lockstep::GradientError("enough");
+                              }}),
+                  lockstep::GradientError);
+  CHECK(trainer.fit(data, loss).skipped == 0);
+  CHECK(trainer.step() == 2);
+}
+
+TEST_CASE("training in half precision learns, and evaluates in it") {
+  const auto& world = test_world();
+  const auto data = three_classes(240);
+  const auto check = [&]<class Precision>(std::type_identity<Precision>, at::ScalarType type) {
+    lockstep::Trainer<TinyNet, lockstep::DistributedSampler, lockstep::GlooComm, Precision> trainer(
+        world, {.epochs = 12, .batch_size = 240 / world.size() / 5, .lr = 0.3, .seed = 5, .progress = false});
+    trainer.fit(data, loss);
+    at::ScalarType seen = at::kFloat;
+    const auto [accuracy, zero] =
+        trainer.evaluate(data, lockstep::Accuracy{}, [&](const torch::Tensor& output, const auto& batch) {
+          seen = output.scalar_type();
+          return lockstep::Mean{torch::zeros({}), batch.data.size(0)};
+        });
+    CHECK(accuracy > 0.8);
+    CHECK(zero == 0);
+    CHECK(seen == type);
+  };
+  check(std::type_identity<lockstep::Bf16>(), at::kBFloat16);
+  check(std::type_identity<lockstep::Fp16>(), at::kHalf);
+}
