@@ -1,6 +1,6 @@
 """Runs the same training in lockstep, in Python DDP and on c10d::Reducer, in turn, and prints a line a figure.
 
-run.py CONFIG [--rounds 7] [--write docs/benchmarks.md] [--only convnet,linear,epoch,compile]
+run.py CONFIG [--rounds 7] [--write docs/benchmarks.md] [--only convnet,linear,epoch,compile,instructions]
 
 CONFIG is written by CMake (bench/CMakeLists.txt). Each round runs every program once, A B C A B C ..., so that what
 else the machine does meets all of them; a ratio is taken within a round, and the line gives the median of the rounds
@@ -16,6 +16,8 @@ import subprocess
 import sys
 import tempfile
 import time
+
+import instructions
 
 RANKS = 2
 # What lockstep sets out to reach.
@@ -49,6 +51,7 @@ class Table:
 
     def __init__(self):
         self.samples, self.rows = {}, []
+        self.instructions = {}  # of a step, by training and by whose code they are
 
     def add(self, figure, system, value):
         self.samples.setdefault(figure, {}).setdefault(system, []).append(value)
@@ -60,8 +63,9 @@ class Table:
         ratios = [a / b for a, b in zip(mine, theirs)]
         middle, low, high = statistics.median(ratios), min(ratios), max(ratios)
         print(f"RATIO {figure} {system}/{other} {middle:.2f} ({low:.2f}-{high:.2f})", flush=True)
+        goal = {"reducer": 1.0, "python-workers0": None}.get(other, GOALS.get(figure))
         self.rows.append((figure, f"{system}/{other}", middle, low, high, statistics.median(mine) * scale,
-                          statistics.median(theirs) * scale, unit, None if other in ("reducer", "python-workers0") else GOALS.get(figure)))
+                          statistics.median(theirs) * scale, unit, goal))
 
 
 def systems(config, environment, arguments):
@@ -152,6 +156,17 @@ def compile_times(table, config, rounds):
     table.ratio("compile-all", "lockstep", "torch.h", "s")
 
 
+def count_instructions(table, config, environment):
+    for what in ("linear", "convnet"):
+        found = instructions.a_step(config["lockstep"], RANKS, what, environment)
+        if found is None:
+            print("SKIPPED the instructions of a step: no valgrind")
+            return
+        table.instructions[what] = found
+        print(f"INSTRUCTIONS {what}-step " + ", ".join(f"{owner} {count:,.0f}" for owner, count in found.items()),
+              flush=True)
+
+
 def digits_folder(config):
     """8,000 real digits where there are some, else as many drawn ones."""
     real = os.path.join(config["shared"], "data", "mnist") if config["shared"] else ""
@@ -194,6 +209,15 @@ def write(path, table, config, rounds, digits):
     for figure, pair, middle, low, high, mine, theirs, unit, goal in table.rows:
         lines.append(f"| {figure} | {pair} | {middle:.2f} ({low:.2f}-{high:.2f}) | {goal if goal else ''} | "
                      f"{mine:.4g} | {theirs:.4g} | {unit} |")
+    if table.instructions:
+        lines += ["", "Instructions of one step of a rank, by whose code executes them (callgrind):", "",
+                  "| training | lockstep's own | c10d's and Gloo's | all | lockstep's share |", "|---|---|---|---|---|"]
+        for what, found in table.instructions.items():
+            lines.append(f"| {what} | {found['lockstep']:,.0f} | {found['c10d and gloo']:,.0f} | {found['all']:,.0f} | "
+                         f"{100 * found['lockstep'] / found['all']:.2f} % |")
+    missed = [f"{figure} {pair} ({middle:.2f} instead of {goal})" for figure, pair, middle, _, _, _, _, _, goal in table.rows
+              if goal and middle > goal]
+    lines += ["", f"Missed: {', '.join(missed)}." if missed else "No goal was missed."]
     lines += [
         "", f"Measured on {datetime.date.today()}: {machine()}; {first_line([config['compiler'], '--version'])}; flags",
         f"`{config['flags']}` (compile times: `-O2`); {torch_version}; {rounds} rounds.", "",
@@ -207,7 +231,8 @@ def write(path, table, config, rounds, digits):
         "- exposed: the part of the time in which buckets travel that backward does not hide, as `ddp.report()` tells it;",
         "  ConvNet in buckets of 32 KiB.",
         "- compile-core: a file with torch/torch.h and World, GlooComm, DistributedDataParallel and samplers, beside one",
-        "  with torch/torch.h alone; compile-all: with every header of lockstep.", "",
+        "  with torch/torch.h alone; compile-all: with every header of lockstep.",
+        "- PowerSGD's bytes and time beside Python's: [parity.md](parity.md).", "",
     ]
     with open(path + ".part", "w") as file:
         file.write("\n".join(lines))
@@ -220,7 +245,7 @@ def main():
     parser.add_argument("config")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--write")
-    parser.add_argument("--only", default="convnet,linear,epoch,compile")
+    parser.add_argument("--only", default="convnet,linear,epoch,compile,instructions")
     given = parser.parse_args()
     with open(given.config) as file:
         config = json.load(file)
@@ -239,6 +264,8 @@ def main():
         train_epoch(table, config, environment, given.rounds, folder)
     if "compile" in only:
         compile_times(table, config, max(1, given.rounds // 2))
+    if "instructions" in only:
+        count_instructions(table, config, environment)
     if given.write:
         write(given.write, table, config, given.rounds, digits)
 

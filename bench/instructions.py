@@ -1,0 +1,67 @@
+"""Counts the instructions of a training step by whose code they are, with callgrind.
+
+The program is run twice, with different numbers of steps, so that the difference over the steps is what one step
+takes, without start and end. What a function executes itself counts for it, not what it calls.
+"""
+import collections
+import glob
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+
+STEPS = (5, 25)
+OWNERS = {"lockstep": re.compile(r"\blockstep::"), "c10d and gloo": re.compile(r"\b(c10d|gloo)::")}
+
+
+def self_costs(path):
+    """Instructions by function, from a file of callgrind's."""
+    names, costs, function, skip = {}, collections.Counter(), None, False
+    with open(path) as file:
+        for line in file:
+            if line.startswith("fn="):
+                number, _, name = line[3:].strip().partition(" ")
+                function = names.setdefault(number, name)
+            elif line.startswith("cfn="):
+                number, _, name = line[4:].strip().partition(" ")
+                names.setdefault(number, name)
+            elif line.startswith("calls="):
+                skip = True  # the line after it is the cost of what was called
+            elif line[:1].isdigit() or line[:1] in "+-*":
+                if not skip:
+                    costs[function] += int(line.split()[1])
+                skip = False
+    return costs
+
+
+def by_owner(costs):
+    totals = collections.Counter(all=sum(costs.values()))
+    for function, cost in costs.items():
+        # A template of LibTorch's or of the standard library's over types of lockstep is what lockstep makes of it.
+        for owner, pattern in OWNERS.items():
+            if pattern.search(function):
+                totals[owner] += cost
+                break
+    return totals
+
+
+def of_ranks(command, environment):
+    """By owner, of the rank with the most instructions of lockstep's."""
+    with tempfile.TemporaryDirectory() as scratch:
+        valgrind = ["valgrind", "--tool=callgrind", "--trace-children=yes", f"--callgrind-out-file={scratch}/%p"]
+        done = subprocess.run(valgrind + command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                              text=True)
+        if done.returncode != 0:
+            raise RuntimeError(f"callgrind ended with {done.returncode}:\n{done.stdout[-2000:]}")
+        totals = [by_owner(self_costs(path)) for path in glob.glob(f"{scratch}/*")]
+    ranks = [total for total in totals if total["c10d and gloo"] > 0]
+    return max(ranks, key=lambda total: total["lockstep"])
+
+
+def a_step(program, ranks, what, environment):
+    """Instructions of one step by owner, or None where there is no callgrind."""
+    if shutil.which("valgrind") is None:
+        return None
+    few, many = (of_ranks([program, "--nproc", str(ranks), what, str(steps), "3"], environment) for steps in STEPS)
+    return {owner: (many[owner] - few[owner]) / (STEPS[1] - STEPS[0]) for owner in (*OWNERS, "all")}
