@@ -4,10 +4,9 @@ The program is run twice, with different numbers of steps, so that the differenc
 takes, without start and end. What a function executes itself counts for it, not what it calls.
 """
 import collections
-import glob
-import os
 import re
 import shutil
+import socket
 import subprocess
 import tempfile
 
@@ -46,22 +45,32 @@ def by_owner(costs):
     return totals
 
 
-def of_ranks(command, environment):
+def of_ranks(program, ranks, words, environment):
     """By owner, of the rank with the most instructions of lockstep's."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory() as scratch:
-        valgrind = ["valgrind", "--tool=callgrind", "--trace-children=yes", f"--callgrind-out-file={scratch}/%p"]
-        done = subprocess.run(valgrind + command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                              text=True)
-        if done.returncode != 0:
-            raise RuntimeError(f"callgrind ended with {done.returncode}:\n{done.stdout[-2000:]}")
-        totals = [by_owner(self_costs(path)) for path in glob.glob(f"{scratch}/*")]
-    ranks = [total for total in totals if total["c10d and gloo"] > 0]
-    return max(ranks, key=lambda total: total["lockstep"])
+        # One by one: a program that starts itself again starts valgrind instead.
+        started = []
+        for rank in range(ranks):
+            place = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks,
+                     "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            started.append(subprocess.Popen(
+                ["valgrind", "--tool=callgrind", f"--callgrind-out-file={scratch}/{rank}", program, *words],
+                env={**environment, **{name: str(value) for name, value in place.items()}}, stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT, text=True))
+        outputs = [process.communicate()[0] for process in started]
+        for process, output in zip(started, outputs):
+            if process.returncode != 0:
+                raise RuntimeError(f"callgrind ended with {process.returncode}:\n{output[-2000:]}")
+        totals = [by_owner(self_costs(f"{scratch}/{rank}")) for rank in range(ranks)]
+    return max(totals, key=lambda total: total["lockstep"])
 
 
 def a_step(program, ranks, what, environment):
     """Instructions of one step by owner, or None where there is no callgrind."""
     if shutil.which("valgrind") is None:
         return None
-    few, many = (of_ranks([program, "--nproc", str(ranks), what, str(steps), "3"], environment) for steps in STEPS)
+    few, many = (of_ranks(program, ranks, [what, str(steps), "3"], environment) for steps in STEPS)
     return {owner: (many[owner] - few[owner]) / (STEPS[1] - STEPS[0]) for owner in (*OWNERS, "all")}
