@@ -10,7 +10,7 @@ import socket
 import subprocess
 import tempfile
 
-STEPS = (5, 25)
+STEPS = {"linear": (5, 25), "convnet": (2, 8)}  # a step of the latter takes seconds here
 OWNERS = {"lockstep": re.compile(r"\blockstep::"), "c10d and gloo": re.compile(r"\b(c10d|gloo)::")}
 
 
@@ -72,5 +72,6 @@ def a_step(program, ranks, what, environment):
     """Instructions of one step by owner, or None where there is no callgrind."""
     if shutil.which("valgrind") is None:
         return None
-    few, many = (of_ranks(program, ranks, [what, str(steps), "3"], environment) for steps in STEPS)
-    return {owner: (many[owner] - few[owner]) / (STEPS[1] - STEPS[0]) for owner in (*OWNERS, "all")}
+    counts = STEPS[what]
+    few, many = (of_ranks(program, ranks, [what, str(steps), "3"], environment) for steps in counts)
+    return {owner: (many[owner] - few[owner]) / (counts[1] - counts[0]) for owner in (*OWNERS, "all")}

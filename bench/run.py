@@ -264,10 +264,12 @@ def main():
         train_epoch(table, config, environment, given.rounds, folder)
     if "compile" in only:
         compile_times(table, config, max(1, given.rounds // 2))
+    if given.write:  # and once more with the instructions, which take the longest
+        write(given.write, table, config, given.rounds, digits)
     if "instructions" in only:
         count_instructions(table, config, environment)
-    if given.write:
-        write(given.write, table, config, given.rounds, digits)
+        if given.write and table.instructions:
+            write(given.write, table, config, given.rounds, digits)
 
 
 if __name__ == "__main__":
