@@ -17,6 +17,12 @@ void* operator new(std::size_t size) {
   if (void* memory = std::malloc(size)) return memory;
   throw std::bad_alloc();
 }
+// Together with its delete: a sanitizer's own would not fit ours.
+void* operator new(std::size_t size, const std::nothrow_t&) noexcept {
+  ++lockstep_test::allocations;
+  lockstep_test::allocated_bytes += size;
+  return std::malloc(size);
+}
 void operator delete(void* memory) noexcept {
   std::free(memory);
 }

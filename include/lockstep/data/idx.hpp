@@ -149,7 +149,9 @@ inline void write_idx(const std::filesystem::path& path, const at::Tensor& tenso
     for (int shift = 24; shift >= 0; shift -= 8) header += static_cast<char>(size >> shift & 0xff);
   std::FILE* file = std::fopen(path.c_str(), "wb");
   bool written = file && std::fwrite(header.data(), 1, header.size(), file) == header.size() &&
-                 std::fwrite(tensor.data_ptr(), 1, tensor.nbytes(), file) == tensor.nbytes();
+                 // Of nothing there is no address to write from.
+                 (tensor.numel() == 0 ||
+                  std::fwrite(tensor.const_data_ptr(), 1, tensor.nbytes(), file) == tensor.nbytes());
   const int reason = errno;
   if (file && std::fclose(file) != 0) written = false;
   if (!written)
