@@ -39,7 +39,8 @@ struct TestComm : lockstep::GlooComm {
         return GlooComm::all_reduce(tensor.narrow(0, 10, tensor.numel() - 10), op);
     }
     if (mutation == "swap" && rank() == 1 && !rebuilt_) {
-      // The first bucket of the mlp holds all parameters in order: its first two biases have 96 elements each.
+      // The first bucket of the mlp holds all parameters in order: its first two biases have 96 elements
+      // each.
       at::Tensor one = tensor.narrow(0, 64 * 96, 96), other = tensor.narrow(0, 64 * 96 + 96 + 96 * 96, 96);
       const at::Tensor kept = one.clone();
       one.copy_(other);

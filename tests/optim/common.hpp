@@ -8,6 +8,7 @@
 
 #include "lockstep/error.hpp"
 #include "support/catch.hpp"
+#include "support/text_of.hpp"
 
 #if __has_include(<catch2/catch_all.hpp>)
 using Catch::Approx;  // Catch2 2 has it in the global namespace
@@ -48,15 +49,4 @@ inline void load(torch::optim::Optimizer& optimizer, const std::string& bytes) {
   torch::serialize::InputArchive archive;
   archive.load_from(stream);
   optimizer.load(archive);
-}
-
-/// The text of the Error of that type that `work` throws; empty where it throws none.
-template <class Error, class Work>
-std::string text_of(Work&& work) {
-  try {
-    work();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "";
 }

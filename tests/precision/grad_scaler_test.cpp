@@ -7,6 +7,7 @@
 
 #include "lockstep/precision/fp16.hpp"
 #include "support/catch.hpp"
+#include "support/text_of.hpp"
 
 using lockstep::GradScaler;
 
@@ -21,16 +22,6 @@ struct Problem {
     scaler.scale((parameter * factor).sum()).backward();
   }
 };
-
-template <class Error, class Work>
-std::string text_of(Work&& work) {
-  try {
-    work();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "nothing was thrown";
-}
 
 }  // namespace
 

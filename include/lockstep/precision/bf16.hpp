@@ -1,28 +1,19 @@
 #pragma once
 
-#include <torch/optim/optimizer.h>
-
 #include <utility>
 
 #include "lockstep/precision/autocast.hpp"
-#include "lockstep/precision/precision.hpp"
+#include "lockstep/precision/fp32.hpp"
 
 namespace lockstep {
 
 /// Forward in bfloat16 where autocast knows how, parameters, gradients and step in their own format:
 /// `torch.autocast(dtype=torch.bfloat16)`. Its range is that of float32, so that nothing needs a scale.
-struct Bf16 {
+struct Bf16 : Fp32 {
   template <class Forward>
   decltype(auto) forward(Forward&& forward) const {
     const AutocastScope scope(at::kBFloat16);
     return std::forward<Forward>(forward)();
-  }
-
-  const at::Tensor& scale(const at::Tensor& loss) const { return loss; }
-
-  bool step(torch::optim::Optimizer& optimizer) const {
-    optimizer.step();
-    return true;
   }
 };
 

@@ -116,7 +116,7 @@ class GradScaler {
   void update(std::optional<double> new_scale = std::nullopt) {
     if (!options_.enabled) return;
     if (new_scale) {
-      if (!scale_.defined()) options_.init_scale = *new_scale;
+      options_.init_scale = *new_scale;
       if (scale_.defined()) scale_.fill_(*new_scale);
     } else {
       at::Tensor found;
