@@ -190,3 +190,40 @@ TEST_CASE("batch norm over all ranks is refused where some of them have a batch 
   CHECK(make(true)->fit(uneven, squared_error).step == 2);
   CHECK(make(false)->fit(curve(2 * world.size()), squared_error).step == 1);
 }
+
+TEST_CASE("batch norm over all ranks ends on every rank where one rank's stream runs out first") {
+  const auto& world = test_world();
+  if (world.size() == 1) return;
+  struct Batches {
+    int left;
+    std::optional<lockstep::Example> next() {
+      if (left-- == 0) return std::nullopt;
+      return lockstep::Example{torch::randn({2, 3}, torch::kDouble), torch::randn({2, 1}, torch::kDouble)};
+    }
+  };
+  const auto steps_of = [&](int batches, std::int64_t accumulate) {
+    Sequential net(torch::nn::Linear(3, 4), torch::nn::BatchNorm1d(4), torch::nn::Linear(4, 1));
+    net->to(torch::kDouble);
+    lockstep::Trainer<Sequential, lockstep::DistributedSampler, lockstep::GlooComm, lockstep::Fp32> trainer(
+        world, {.epochs = 1, .batch_size = 2, .accumulate = accumulate, .progress = false}, net);
+    lockstep::convert_sync_batchnorm(trainer.model(), trainer.comm());
+    std::string said;
+    try {
+      const auto report = trainer.fit(Batches{batches}, squared_error);
+      said = std::to_string(report.step);
+    } catch (const lockstep::DataError& thrown) {
+      said = thrown.what();
+    }
+    return said;
+  };
+  const bool last = world.rank() == world.size() - 1;
+  CHECK(steps_of(3, 1) == "3");
+  CHECK(steps_of(3, 2) == "2");
+  const std::string end = std::to_string(world.size() - 1);
+  CHECK_THAT(steps_of(last ? 2 : 3, 1),
+             ContainsSubstring("of rank " + end + " has run out where that of rank 0 has its last batch") &&
+                 ContainsSubstring("'1' (lockstep::SyncBatchNorm"));
+  CHECK_THAT(steps_of(last ? 4 : 3, 2),
+             ContainsSubstring("of rank " + end +
+                               " has more batches for this step where that of rank 0 has its last"));
+}

@@ -12,6 +12,7 @@
 #include "lockstep/train/archive.hpp"
 #include "lockstep/train/epoch_shares.hpp"
 #include "lockstep/train/loss.hpp"
+#include "lockstep/train/meetings.hpp"
 #include "lockstep/train/stream.hpp"
 
 namespace lockstep::detail {
@@ -114,17 +115,20 @@ class LoaderFeed {
 };
 
 /// The batches of a stream. To know a rank's last micro-batch as such, the one after it is asked for first.
-template <BatchStream Stream>
+/// `Meetings` are told each turn before it is taken: StreamMeetings.
+template <BatchStream Stream, class Meetings>
 class StreamFeed {
  public:
   using Batch = BatchFrom<Stream>;
   static constexpr bool counts_beforehand = false;
   static constexpr bool repeats = RepeatableStream<Stream>;
 
-  /// A stream that can be read again is read up to where the pass that `saved` is of stood; from any other
-  /// the pass goes on with whatever comes. Throws CheckpointError for a pass of another number of ranks.
-  StreamFeed(Stream& stream, std::int64_t accumulate, int ranks, torch::serialize::InputArchive* saved)
-      : stream_(stream), accumulate_(accumulate), ranks_(ranks) {
+  /// `stream` must outlive it. A stream that can be read again is read up to where the pass that `saved` is
+  /// of stood; from any other the pass goes on with whatever comes. Throws CheckpointError for a pass of
+  /// another number of ranks.
+  StreamFeed(Stream& stream, Meetings meetings, std::int64_t accumulate, int ranks,
+             torch::serialize::InputArchive* saved)
+      : stream_(stream), meetings_(std::move(meetings)), accumulate_(accumulate), ranks_(ranks) {
     if (!saved) return;
     if (const std::int64_t then = read_integer(*saved, "ranks"); then != ranks)
       throw CheckpointError(fmt::format(
@@ -149,12 +153,13 @@ class StreamFeed {
     samples_ = 0;
   }
   Batch* next() {
-    if (micro_ == accumulate_) return nullptr;
+    if (micro_ > 0 && last()) return nullptr;
     if (!ahead_) draw();
     batch_ = std::exchange(ahead_, std::nullopt);
+    if (batch_ && ++micro_ < accumulate_) draw();
+    meetings_.compare(!batch_ ? Turn::none : last() ? Turn::last_of_step : Turn::more);
     if (!batch_) return nullptr;
     ++given_;
-    if (++micro_ < accumulate_) draw();
     if constexpr (Countable<Batch>) samples_ += static_cast<double>(samples_in(*batch_));
     return &*batch_;
   }
@@ -191,6 +196,7 @@ class StreamFeed {
   }
 
   Stream& stream_;
+  Meetings meetings_;
   std::int64_t accumulate_;
   int ranks_;
   std::int64_t skip_ = 0, given_ = 0;  // batches of this rank: of a resumed pass, and in this one

@@ -39,6 +39,10 @@ struct CheckpointedRun {
   const Log& log;
   EachMore each_more;
 };
+// clang before 17 does not deduce those of an aggregate.
+template <class Ddp, class Comm, class EachMore>
+CheckpointedRun(torch::nn::Module&, torch::optim::Optimizer&, RunPosition&, Ddp&, Comm&, const Log&, EachMore)
+    -> CheckpointedRun<Ddp, Comm, EachMore>;
 
 /// The communication hook of a run; void where there is none.
 template <class Run>

@@ -1,7 +1,6 @@
 #pragma once
 
 #include <fmt/format.h>
-#include <torch/nn/module.h>
 
 #include <algorithm>
 #include <concepts>
@@ -13,8 +12,6 @@
 #include "lockstep/comm/communicator.hpp"
 #include "lockstep/data/same_dataset.hpp"
 #include "lockstep/error.hpp"
-#include "lockstep/nn/collective_module.hpp"
-#include "lockstep/train/epoch_shares.hpp"
 #include "lockstep/train/extras.hpp"
 #include "lockstep/train/stream.hpp"
 #include "lockstep/train/trainer_options.hpp"
@@ -103,19 +100,6 @@ void check_same_run(D& dataset, const std::vector<std::size_t>& samples_of_ranks
   else
     check_same_dataset(comm, dataset_size(dataset));
   check_same_plan(detail::samples_text(samples_of_ranks), options, comm);
-}
-
-/// Throws UsageError where a module meets the other ranks in its forward and some rank would have no forward
-/// for the others' last: they would wait for it.
-inline void require_meetings(const torch::nn::Module& model, const EpochShares& shares) {
-  if (shares.equal_micro_batches()) return;
-  for (const auto& child : model.named_modules())
-    if (const auto* meets = dynamic_cast<const CollectiveModule*>(child.value().get());
-        meets && meets->ranks() > 1)
-      throw UsageError(fmt::format(
-          "'{}' ({}) meets the other ranks in its forward, and at the end of the epoch some have one "
-          "batch less than others: give them equally many, by pad = true or drop_last = true",
-          child.key(), child.value()->name()));
 }
 
 /// Whether any rank says so. Collective.

@@ -20,8 +20,9 @@ inline constexpr bool is_optional<std::optional<T>> = true;
 /// Data whose length nobody knows beforehand: `next()` gives this rank's next batch, or nothing once its pass
 /// is over. What falls to which rank is the stream's own affair. Ranks may get batches of unequal size and
 /// run out at different times: one that has none left takes part in the others' steps with a weight of zero,
-/// and all stop together once no rank has any. It has no forward in such a step: a model whose forward itself
-/// communicates (synchronised batch norm) needs ranks that run out together.
+/// and all stop together once no rank has any. It has no forward in such a step, so with a model whose
+/// forward itself communicates (synchronised batch norm) every rank needs equally many batches: where one has
+/// run out before others, all throw DataError.
 ///
 /// With a `set_epoch(e)` a stream can be read again: it is called before each pass, with the number of the
 /// epoch. Without, it has one pass. Used from the training thread.

@@ -30,6 +30,7 @@
 #include "lockstep/train/fwd.hpp"
 #include "lockstep/train/given.hpp"
 #include "lockstep/train/loss.hpp"
+#include "lockstep/train/meetings.hpp"
 #include "lockstep/train/model_handle.hpp"
 #include "lockstep/train/policies.hpp"
 #include "lockstep/train/run_checkpoint.hpp"
@@ -177,12 +178,11 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
     auto saved = saved_feed();
     detail::LoaderFeed feed(loader, options_.batch_size, options_.accumulate, comm_,
                             saved ? &*saved : nullptr);
-    // On another number of ranks what is left takes another number of steps.
     const std::int64_t steps = feed.shares().steps();
     // On another number of ranks what is left takes another number of steps.
     position_.step_in_epoch = saved ? steps - feed.first_shares().steps() : 0;
     for (const EpochShares* shares : {&feed.first_shares(), &feed.shares()})
-      require_meetings(model_.module(), *shares);
+      detail::require_meetings(model_.module(), *shares);
     return run_epochs(feed, steps, loss, hooks...);
   }
 
@@ -191,7 +191,8 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
     require_passes<S>(options_);
     check_same_plan("a stream", options_, comm_);
     auto saved = saved_feed();
-    detail::StreamFeed feed(stream, options_.accumulate, comm_.size(), saved ? &*saved : nullptr);
+    detail::StreamFeed feed(stream, detail::StreamMeetings(model_.module(), comm_), options_.accumulate,
+                            comm_.size(), saved ? &*saved : nullptr);
     if (!saved) position_.step_in_epoch = 0;
     return run_epochs(feed, std::nullopt, loss, hooks...);
   }
