@@ -34,7 +34,7 @@ SHAPES = {"mlp": (64,), "big": (256,), "convnet": (1, 12, 12), "branches": (64,)
 BATCHES = {"mlp": 600, "big": 300, "convnet": 200, "branches": 300, "table": 300, "tied": 300}
 
 # name, model, zero_grad(set_to_none), micro batches (all but the last under no_sync), steps, rate, momentum, caps in
-# bytes joined by commas (0: the default caps), what else differs from a plain DDP, and the same in words
+# bytes joined by commas (0: the default caps), what else differs from a plain DDP, joined by +, and the same in words
 CASES = [
     ("plain-none", "mlp", 1, 1, 50, 0.1, 0.0, "16384", "-", "plain, `zero_grad(set_to_none=True)`"),
     ("momentum-zero", "mlp", 0, 1, 50, 0.05, 0.9, "16384", "-", "plain with momentum, `zero_grad(set_to_none=False)`"),
@@ -52,6 +52,10 @@ CASES = [
     ("tied", "tied", 1, 1, 50, 0.1, 0.9, "256", "-", "a layer used twice, registered twice"),
     ("search", "branches", 1, 1, 50, 0.1, 0.9, "8192", "search", "`find_unused_parameters`: branches that change"),
     ("search-zero", "branches", 0, 2, 50, 0.1, 0.9, "8192", "search", "`find_unused_parameters` with `no_sync`, gradients kept defined"),
+    ("search-keep", "branches", 0, 1, 50, 0.02, 0.0, "8192", "search+keep", "`find_unused_parameters`, `zero_grad` every third step"),
+    ("view-search-keep", "branches", 0, 1, 50, 0.02, 0.0, "8192", "view+search+keep", "the same with `gradient_as_bucket_view=True`"),
+    ("twice", "mlp", 1, 1, 50, 0.05, 0.0, "16384", "twice", "two reduced backwards a step"),
+    ("view-twice", "mlp", 0, 1, 50, 0.05, 0.0, "16384", "view+twice", "the same with `gradient_as_bucket_view=True`, gradients kept defined"),
     ("static", "branches", 1, 1, 50, 0.1, 0.9, "8192", "static", "`static_graph`: other branches on other ranks"),
     ("sparse", "table", 1, 1, 50, 0.5, 0.0, "2048", "-", "an embedding with sparse gradients"),
     ("fp16", "mlp", 1, 1, 50, 0.1, 0.9, "16384", "fp16", "`fp16_compress_hook`"),
@@ -165,9 +169,9 @@ def wrap(model, caps, extra):
                 dist.broadcast(buffer, 0)
     ddp = DistributedDataParallel(
         model,
-        find_unused_parameters=extra == "search",
-        static_graph=extra == "static",
-        gradient_as_bucket_view=extra == "view",
+        find_unused_parameters="search" in extra,
+        static_graph="static" in extra,
+        gradient_as_bucket_view="view" in extra,
         **options,
     )
     if extra in ("fp16", "bf16"):
@@ -194,15 +198,18 @@ def train(case, rank, folder, output):
 
     def backward(step, micro):
         batch = ((step * micro_batches + micro) * 4 + rank) % len(y)
-        which = (rank if extra == "static" else step + rank) % 3
+        which = (rank if "static" in extra else step + rank) % 3
         torch.nn.functional.cross_entropy(ddp(x[batch], which), y[batch]).backward()
 
     for step in range(steps):
-        optimizer.zero_grad(set_to_none=bool(set_to_none))
+        if "keep" not in extra or step % 3 == 0:
+            optimizer.zero_grad(set_to_none=bool(set_to_none))
         with ddp.no_sync():
             for micro in range(micro_batches - 1):
                 backward(step, micro)
         backward(step, micro_batches - 1)
+        if "twice" in extra:
+            backward(step + 1, 0)
         optimizer.step()
         if step < 3 or step + 1 == steps:
             write(f"{output}/{name}.{step + 1}.{rank}", state_bytes(model))

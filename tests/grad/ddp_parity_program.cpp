@@ -69,7 +69,8 @@ struct Case {
   int set_to_none = 0, micro_batches = 1, steps = 0;
   double rate = 0, momentum = 0;
   std::string caps;   // bytes, joined by commas; 0: the default caps
-  std::string extra;  // what differs from a plain DDP
+  std::string extra;  // what differs from a plain DDP, joined by +
+  [[nodiscard]] bool with(const std::string& word) const { return extra.find(word) != std::string::npos; }
 };
 
 std::vector<Case> read_cases(const std::string& folder) {
@@ -172,10 +173,10 @@ lockstep::DdpOptions options_of(const Case& c) {
     std::istringstream caps(c.caps);
     for (std::string cap; std::getline(caps, cap, ',');) options.bucket_caps.push_back(std::stoul(cap));
   }
-  options.find_unused_parameters = c.extra == "search";
-  options.static_graph = c.extra == "static";
+  options.find_unused_parameters = c.with("search");
+  options.static_graph = c.with("static");
   if (c.extra == "no-buffers") options.buffers = lockstep::BufferPolicy::none;
-  if (c.extra == "view") options.gradients = lockstep::GradientStorage::bucket_view;
+  if (c.with("view")) options.gradients = lockstep::GradientStorage::bucket_view;
   if (c.extra == "separate") options.gradients = lockstep::GradientStorage::separate;
   return options;
 }
@@ -205,16 +206,17 @@ void train(const Case& c, const lockstep::World& world, TestComm& comm, const st
   torch::optim::SGD optimizer(trained, torch::optim::SGDOptions(c.rate).momentum(c.momentum));
   auto loss = [&](int step, int micro) {
     const std::int64_t batch = ((step * c.micro_batches + micro) * 4 + world.rank()) % count;
-    const int which = (c.extra == "static" ? world.rank() : step + world.rank()) % 3;
+    const int which = (c.with("static") ? world.rank() : step + world.rank()) % 3;
     return torch::nn::functional::cross_entropy(ddp(x[batch], which), y[batch]);
   };
   for (int step = 0; step < c.steps; ++step) {
-    optimizer.zero_grad(c.set_to_none != 0);
+    if (!c.with("keep") || step % 3 == 0) optimizer.zero_grad(c.set_to_none != 0);
     for (int micro = 0; micro + 1 < c.micro_batches; ++micro) {
       const auto guard = ddp.no_sync();
       ddp.backward(loss(step, micro));
     }
     ddp.backward(loss(step, c.micro_batches - 1));
+    if (c.with("twice")) ddp.backward(loss(step + 1, 0));
     optimizer.step();
     if (step < 3 || step + 1 == c.steps)
       write_state(*model, output + "/" + c.name + "." + std::to_string(step + 1) + "." +

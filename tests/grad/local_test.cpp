@@ -58,6 +58,28 @@ TEST_CASE("with LocalComm, ten steps run the operators of the plain loop and no 
   CHECK(ours == plain);
 }
 
+TEST_CASE("with LocalComm, sums and counts end as on several ranks") {
+  const auto world = lockstep::World::from_environment();
+  lockstep::LocalComm comm{world};
+  torch::nn::Linear layer(2, 1);
+  lockstep::DistributedDataParallel ddp{layer, comm};
+  const auto sum = [&] { return layer(torch::ones({3, 2})).sum(); };
+  CHECK(ddp.backward_mean(sum(), 0) == 0);
+  CHECK(layer->weight.grad().eq(0).all().item<bool>());
+  layer->zero_grad();
+  CHECK(ddp.backward_mean(sum(), 3) == 3);
+  CHECK(layer->weight.grad().eq(1).all().item<bool>());
+  CHECK_THROWS_AS(ddp.backward_mean(sum(), 3), lockstep::GradientError);
+  CHECK(!layer->weight.grad().defined());
+  {
+    const auto guard = ddp.no_sync();
+    ddp.backward_mean(sum(), 3);
+  }
+  CHECK_THROWS_AS(ddp.backward_mean(sum(), -1), lockstep::UsageError);
+  CHECK(!layer->weight.grad().defined());
+  CHECK(ddp.backward_mean(sum(), 3) == 3);
+}
+
 TEST_CASE("with LocalComm, no hook is left on a parameter") {
   const auto world = lockstep::World::from_environment();
   lockstep::LocalComm comm{world};

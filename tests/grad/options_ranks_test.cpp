@@ -310,6 +310,63 @@ TEST_CASE("parameters that are frozen or added afterwards are named") {
   CHECK_THAT(text, ContainsSubstring("'late' was added"));
 }
 
+TEST_CASE("a parameter that is added after many steps is named in the first backward that reaches it") {
+  Net net;
+  DistributedDataParallel ddp{net, shared_comm(), small_buckets()};
+  const auto input = torch::zeros({1}).requires_grad_(true);  // a leaf that is nobody's parameter
+  for (int step = 0; step < 6; ++step) {
+    net->zero_grad();
+    ddp.backward(net(batch_of(0, step)).sum() + input.sum());
+  }
+  const auto late = net->register_parameter("late", torch::ones({2}));
+  for (int again = 0; again < 2; ++again)
+    CHECK_THAT(thrown_by([&] { ddp.backward(net(batch_of(0, 6)).sum() * late.sum()); }),
+               ContainsSubstring("'late' was added"));
+}
+
+TEST_CASE("options that differ are one and the same error on every rank") {
+  const auto& world = test_world();
+  if (world.size() == 1) return;
+  const bool other = world.rank() == world.size() - 1;
+  const auto refused = [&](const DdpOptions& options) {
+    Net net;
+    const std::string text = thrown_by([&] { DistributedDataParallel{net, shared_comm(), options}; });
+    for (const auto& theirs : shared_comm().all_gather_bytes(text)) CHECK(theirs == text);
+    return text;
+  };
+  const std::string last = std::to_string(world.size() - 1);
+  DdpOptions options;
+  if (other) options.bucket_caps = {100, 200};
+  CHECK_THAT(
+      refused(options),
+      ContainsSubstring("bucket_caps is {1048576, 26214400} on rank 0 and {100, 200} on rank " + last));
+  options = {};
+  options.find_unused_parameters = other;
+  CHECK_THAT(refused(options),
+             ContainsSubstring("find_unused_parameters is false on rank 0 and true on rank " + last));
+  options = {};
+  if (other) options.buffers = lockstep::BufferPolicy::none;
+  CHECK_THAT(refused(options), ContainsSubstring("buffers is from_rank_zero on rank 0 and none on rank"));
+}
+
+TEST_CASE("the mean of a sum cannot be added to gradients that are means already") {
+  const bool search = GENERATE(false, true);
+  Net net;
+  DdpOptions options = small_buckets();
+  options.find_unused_parameters = search;
+  DistributedDataParallel ddp{net, shared_comm(), options};
+  const auto step = [&](int number) { return ddp.backward_mean(net(batch_of(0, number)).sum(), 2); };
+  step(0);
+  CHECK_THAT(thrown_by([&] { step(1); }),
+             ContainsSubstring("a mean already") && ContainsSubstring("zero_grad"));
+  for (const bool to_none : {false, true}) {
+    CHECK_NOTHROW(step(2));
+    net->zero_grad(to_none);
+    CHECK_NOTHROW(step(3));
+    net->zero_grad(to_none);
+  }
+}
+
 TEST_CASE("a report tells buckets, order, times and bytes") {
   const auto& world = test_world();
   Branches net;

@@ -1,4 +1,7 @@
 // Gradients of every rank, averaged on every rank.
+#include <barrier>
+#include <thread>
+
 #include "grad/models.hpp"
 
 using lockstep::DistributedDataParallel;
@@ -272,6 +275,39 @@ TEST_CASE("two models in one program: whatever a backward reaches is reduced") {
     CHECK(torch::allclose(generator->weight.grad(),
                           critic->weight.detach()[0].unsqueeze(1).expand({2, 2}) * mean));
   }
+}
+
+TEST_CASE("models in two threads: neither joins the other's backward") {
+  const auto& world = test_world();
+  // Communicators of their own, made in the same order on every rank.
+  lockstep::GlooComm first(world), second(world);
+  std::barrier together(2);
+  const auto train = [&](lockstep::GlooComm& comm, bool bare, double* found) {
+    std::vector<at::Tensor> list{torch::ones({4}).requires_grad_(true)};
+    DistributedDataParallel ddp{list, comm};
+    for (int step = 0; step < 5; ++step) {
+      list[0].mutable_grad().reset();
+      const auto loss = (list[0] * (world.rank() + 1.0)).sum();
+      if (bare) {
+        together.arrive_and_wait();  // the other one is inside its backward
+        loss.backward();
+        *found = std::max(*found, std::abs(list[0].grad()[0].item<double>() - (world.size() + 1) / 2.0));
+        together.arrive_and_wait();
+      } else {
+        const auto hook = list[0].register_hook([&](const at::Tensor&) {
+          together.arrive_and_wait();
+          together.arrive_and_wait();  // until the bare one has returned
+        });
+        ddp.backward(loss);
+        list[0].remove_hook(hook);
+      }
+    }
+  };
+  double error = 0, none = 0;
+  std::thread other([&] { train(second, true, &error); });
+  train(first, false, &none);
+  other.join();
+  CHECK(error < 1e-6);
 }
 
 TEST_CASE("a backward that throws ends the reductions of all models that it reached") {

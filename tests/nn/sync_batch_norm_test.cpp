@@ -186,6 +186,26 @@ TEST_CASE("float16 and bfloat16 keep their dtype, with statistics in float32") {
   CHECK(torch::allclose(sync->running_var, plain->running_var, 1e-3, 1e-4));
 }
 
+TEST_CASE(
+    "in float16 and bfloat16 a gradient that is mostly an offset loses no more than torch's own batch norm") {
+  const auto dtype = GENERATE(torch::kHalf, torch::kBFloat16);
+  torch::manual_seed(4);
+  const auto data = torch::randn({8, 4, 6, 6}).to(dtype), slope = (torch::randn({8, 4, 6, 6}) + 10).to(dtype);
+  const auto gradient = [&](auto& norm, torch::Dtype type) {
+    const auto both = torch::cat({data, data}).to(type).requires_grad_();
+    const auto x =
+        std::is_same_v<std::decay_t<decltype(norm)>, SyncBatchNorm2d> ? data.to(type).requires_grad_() : both;
+    (norm(x) * (x.size(0) == 8 ? slope : torch::cat({slope, slope})).to(type)).sum().backward();
+    return x.grad().narrow(0, 0, 8).to(torch::kDouble);
+  };
+  SyncBatchNorm2d sync(4, group_of());
+  torch::nn::BatchNorm2d plain(4), exact(4);
+  exact->to(torch::kDouble);
+  const auto truth = gradient(exact, torch::kDouble);
+  const auto error = [&](const torch::Tensor& found) { return (found - truth).abs().max().item<double>(); };
+  CHECK(error(gradient(sync, dtype)) < 2 * error(gradient(plain, dtype)) + 1e-6);
+}
+
 TEST_CASE("a clone has tensors of its own and meets the same ranks") {
   const auto twin = std::make_shared<Twin>();
   SyncBatchNorm2d norm(BatchNormOptions(3).momentum(0.5), BatchNormGroup(twin));

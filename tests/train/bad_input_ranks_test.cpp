@@ -2,6 +2,7 @@
 #include <limits>
 
 #include "lockstep/comm/gloo_comm.hpp"
+#include "lockstep/grad/hooks/no_op_hook.hpp"
 #include "lockstep/nn/convert_sync_batchnorm.hpp"
 #include "lockstep/train/check_finite.hpp"
 #include "support/ranks.hpp"
@@ -59,6 +60,23 @@ TEST_CASE("gradients that are not finite are named by rank, parameter and step, 
   micro = 100;
   const auto report = trainer.fit(curve(8 * world.size()), loss);
   CHECK(std::isfinite(report.loss));
+}
+
+TEST_CASE("a check finds what a hook does not spread, on every rank") {
+  const auto& world = test_world();
+  if (world.size() == 1) return;
+  using Alone = lockstep::Trainer<Sequential, lockstep::DistributedSampler, lockstep::GlooComm,
+                                  lockstep::Fp32, lockstep::CheckFinite, lockstep::NoOpHook>;
+  Alone trainer{world, {.progress = false}, tanh_network(1, 3, 5)};
+  const bool last = world.rank() == world.size() - 1;
+  const auto text = gradient_error([&] {
+    trainer.fit(curve(2 * world.size()), [&](Sequential& model, const auto& batch) {
+      return squared_error(model, batch) + model->parameters()[3].sum() * (last ? std::nan("") : 0.0);
+    });
+  });
+  CHECK_THAT(text, ContainsSubstring("parameter 3 '2.bias' is not finite in step 0") &&
+                       ContainsSubstring(": rank " + std::to_string(world.size() - 1) + " has nan"));
+  for (const auto& other : trainer.comm().all_gather_bytes(text)) CHECK(other == text);
 }
 
 TEST_CASE("finite gradients that overflow together are told so") {

@@ -12,6 +12,10 @@ TEST_CASE("equal batches are divided by nothing, equal micro-batches by their nu
   CHECK(plain.samples_in_step(2) == 24);
   CHECK(plain.divisor(8, 0) == 1);
 
+  const EpochShares huge({24, 24}, std::numeric_limits<std::int64_t>::max(), 1);
+  CHECK(huge.steps() == 1);
+  CHECK(huge.micro_batches(24, 0) == 1);
+  CHECK(huge.samples_in_step(0) == 48);
   const EpochShares accumulated({56, 56, 56}, 8, 3);  // 3, 3 and 1 micro-batches
   CHECK(accumulated.steps() == 3);
   CHECK(accumulated.micro_batches(56, 0) == 3);

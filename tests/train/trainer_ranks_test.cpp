@@ -118,6 +118,28 @@ TEST_CASE("an evaluation over all ranks is that of one process alone") {
   }
 }
 
+TEST_CASE("an evaluation leaves the buffers that each rank keeps for itself") {
+  const auto& world = test_world();
+  lockstep::TrainerOptions options{.epochs = 1, .batch_size = 8, .lr = 0.1, .seed = 1};
+  options.ddp.buffers = lockstep::BufferPolicy::none;
+  auto trainer = GlooTrainer{world, options};
+  trainer.fit(three_classes(64), loss);
+  const auto before = trainer.model()->norm->running_mean.clone();
+  if (world.size() > 1)
+    CHECK(!same_on_all_ranks(trainer.comm(), fmt::format("{}", before[0].item<double>())));
+  const double accuracy = trainer.evaluate(three_classes(32, 5), lockstep::Accuracy{});
+  CHECK(same_on_all_ranks(trainer.comm(), fmt::format("{}", accuracy)));
+  CHECK(torch::equal(trainer.model()->norm->running_mean, before));
+
+  options.ddp.buffers = lockstep::BufferPolicy::average;
+  auto averaging = GlooTrainer{world, options};
+  averaging.fit(three_classes(64), loss);
+  at::Tensor mean = averaging.model()->norm->running_mean.clone();
+  averaging.comm().all_reduce(mean, lockstep::ReduceOp::sum).wait_host();
+  averaging.evaluate(three_classes(32, 5), lockstep::Accuracy{});
+  CHECK(torch::allclose(averaging.model()->norm->running_mean, mean / world.size()));
+}
+
 TEST_CASE("a loss of sums and counts that differ between ranks is the mean over all of them") {
   const auto& world = test_world();
   const auto train = three_classes(24);
@@ -168,24 +190,32 @@ TEST_CASE("runs that ranks would not do alike are refused in words, the same on 
   SECTION("unequal numbers of samples") {
     lockstep::Trainer<TinyNet, UnevenSampler> trainer{world, {}};
     const auto text = refused(trainer, three_classes(4 * world.size() + 1));
-    CHECK_THAT(text, ContainsSubstring("rank 0 on 5 samples an epoch in batches of 32") &&
-                         ContainsSubstring("rank 1 on 4 samples"));
+    CHECK_THAT(text, ContainsSubstring("the data is 5 samples an epoch on rank 0 and 4 samples an epoch on "
+                                       "rank 1"));
     CHECK(same_on_all_ranks(trainer.comm(), text));
   }
   SECTION("samplers that do not agree on who has what") {
     lockstep::Trainer<TinyNet, LyingSampler> trainer{world, {}};
     CHECK_THAT(refused(trainer, three_classes(4 * world.size() + 1)),
-               ContainsSubstring("rank 0 on 5 samples an epoch in batches of 32") &&
-                   ContainsSubstring("rank 1 on 4 samples"));
+               ContainsSubstring("the data is 5 samples an epoch on rank 0 and 4"));
   }
   SECTION("other numbers of micro-batches") {
     GlooTrainer trainer{world, {.accumulate = 1 + world.rank()}};
-    CHECK_THAT(refused(trainer, three_classes(40)), ContainsSubstring("accumulate 1"));
+    CHECK_THAT(refused(trainer, three_classes(40)),
+               ContainsSubstring("accumulate is 1 on rank 0 and 2 on rank 1"));
+  }
+  SECTION("another rate, another order") {
+    GlooTrainer faster{world, {.lr = world.rank() == 0 ? 0.1 : 0.01}};
+    CHECK_THAT(refused(faster, three_classes(40)),
+               ContainsSubstring("lr is 0.1 on rank 0 and 0.01 on rank 1"));
+    GlooTrainer shuffled{world, {.shuffle = world.rank() == 0}};
+    CHECK_THAT(refused(shuffled, three_classes(40)),
+               ContainsSubstring("shuffle is true on rank 0 and false"));
   }
   SECTION("unequal batch sizes") {
     GlooTrainer trainer{world, {.batch_size = 4 + world.rank()}};
     CHECK_THAT(refused(trainer, three_classes(40)),
-               ContainsSubstring("rank 1 on") && ContainsSubstring("of 5"));
+               ContainsSubstring("batch_size is 4 on rank 0 and 5 on rank 1"));
   }
   SECTION("other data") {
     GlooTrainer trainer{world, {}};

@@ -24,6 +24,14 @@ TEST_CASE("a second connection works while the first one waits") {
   CHECK(store->check({key}));
 }
 
+TEST_CASE("a rendezvous file that cannot be opened is refused at once") {
+  const auto begin = std::chrono::steady_clock::now();
+  CHECK_THROWS_WITH(lockstep::detail::open_file_store("/nowhere/at/all", 2),
+                    ContainsSubstring("cannot open the rendezvous file /nowhere/at/all: No such file"));
+  CHECK_THROWS_AS(lockstep::detail::open_file_store("/tmp", 2), lockstep::UsageError);
+  CHECK(std::chrono::steady_clock::now() - begin < 5s);
+}
+
 TEST_CASE("rank_zero runs on rank 0 alone") {
   bool ran = false;
   test_world().rank_zero([&] { ran = true; });

@@ -3,6 +3,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <concepts>
+#include <cstddef>
 #include <optional>
 #include <string>
 #include <vector>
@@ -89,5 +90,23 @@ template <class C>
 concept Splittable = Communicator<C> && requires(C& comm, std::vector<int> ranks) {
   { comm.sub_group(ranks) } -> std::same_as<std::optional<C>>;
 };
+
+namespace detail {
+/// How errors call the ranks of a group: by their ranks in the world, where the communicator has a
+/// `world_rank(rank)`, else as they are.
+class RankNames {
+ public:
+  RankNames() = default;
+  template <class C>
+  explicit RankNames(const C& group) {
+    if constexpr (requires { group.world_rank(0); })
+      for (int rank = 0; rank < group.size(); ++rank) names_.push_back(group.world_rank(rank));
+  }
+  int operator()(std::size_t rank) const { return names_.empty() ? static_cast<int>(rank) : names_.at(rank); }
+
+ private:
+  std::vector<int> names_;
+};
+}  // namespace detail
 
 }  // namespace lockstep

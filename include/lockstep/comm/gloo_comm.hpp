@@ -54,9 +54,11 @@ class GlooComm {
   }
   ~GlooComm() { end(); }
 
-  [[nodiscard]] int rank() const { return group_->rank(); }
-  [[nodiscard]] int size() const { return group_->size(); }
-  [[nodiscard]] const World& world() const { return group_->world(); }
+  [[nodiscard]] int rank() const { return group().rank(); }
+  [[nodiscard]] int size() const { return group().size(); }
+  /// Of rank `rank` of this group in the world: how errors call it.
+  [[nodiscard]] int world_rank(int rank) const { return group().ranks().at(static_cast<std::size_t>(rank)); }
+  [[nodiscard]] const World& world() const { return group().world(); }
 
   /// Combines `tensor` over the ranks, in place on every one. `average` needs a floating dtype; on bool,
   /// `sum` is "any" and `product` "all".
@@ -231,7 +233,7 @@ class GlooComm {
   [[nodiscard]] std::vector<std::string> all_gather_bytes(const std::string& bytes) {
     detail::BytesGather exchange;
     exchange.own = bytes;
-    exchange_bytes_now(group_->begin("all_gather_bytes"), exchange);
+    exchange_bytes_now(group().begin("all_gather_bytes"), exchange);
     return std::move(exchange.all);
   }
   /// The same without blocking: `all` holds the bytes once the Work has been waited for, and must live until
@@ -239,7 +241,7 @@ class GlooComm {
   Work all_gather_bytes_async(std::vector<std::string>& all, std::string bytes) {
     auto exchange = std::make_shared<detail::BytesGather>();
     exchange->own = std::move(bytes);
-    return exchange_bytes(group_->begin("all_gather_bytes"), exchange,
+    return exchange_bytes(group().begin("all_gather_bytes"), exchange,
                           [exchange, &all] { all = std::move(exchange->all); });
   }
 
@@ -249,7 +251,7 @@ class GlooComm {
     detail::BytesBroadcast exchange;
     exchange.root = root;
     if (rank() == root) exchange.bytes = bytes;
-    exchange_bytes_now(group_->begin("broadcast_bytes"), exchange);
+    exchange_bytes_now(group().begin("broadcast_bytes"), exchange);
     return std::move(exchange.bytes);
   }
   /// Gives every rank `root`'s `bytes` in place, without blocking: they are there once the Work has been
@@ -259,7 +261,7 @@ class GlooComm {
     auto exchange = std::make_shared<detail::BytesBroadcast>();
     exchange->root = root;
     if (rank() == root) exchange->bytes = bytes;
-    return exchange_bytes(group_->begin("broadcast_bytes"), exchange,
+    return exchange_bytes(group().begin("broadcast_bytes"), exchange,
                           [exchange, &bytes] { bytes = std::move(exchange->bytes); });
   }
 
@@ -267,7 +269,7 @@ class GlooComm {
   void barrier() { barrier_async().wait_host(); }
   /// The same without blocking: the Work is complete when every rank has come.
   Work barrier_async() {
-    Work work(group_, group_->begin("barrier"));
+    Work work(group_, group().begin("barrier"));
     work.add(gloo().barrier());
     return work;
   }
@@ -280,21 +282,21 @@ class GlooComm {
       if (i > 0 && ranks[i] <= ranks[i - 1])
         throw CommunicationError("sub_group: the ranks must ascend, and none may be named twice");
     }
-    group_->begin("sub_group");
-    std::string name = group_->next_child();
+    group().begin("sub_group");
+    std::string name = group().next_child();
     if (std::find(ranks.begin(), ranks.end(), rank()) == ranks.end()) return std::nullopt;
     std::vector<int> global;
-    for (int rank : ranks) global.push_back(group_->ranks()[static_cast<std::size_t>(rank)]);
+    for (int rank : ranks) global.push_back(group().ranks()[static_cast<std::size_t>(rank)]);
     return GlooComm(
-        std::make_shared<detail::GlooGroup>(world(), std::move(global), std::move(name), group_->options()));
+        std::make_shared<detail::GlooGroup>(world(), std::move(global), std::move(name), group().options()));
   }
 
   /// Ends every wait of the other ranks with a PeerError that gives `reason`, and every later call here with
   /// an error. Does not block.
-  void abort(const std::string& reason) { group_->abort(reason); }
+  void abort(const std::string& reason) { group().abort(reason); }
 
   /// Leaves the group in good order. Works that are in flight are completed first.
-  void shutdown() { group_->shutdown(); }
+  void shutdown() { group().shutdown(); }
 
  private:
   explicit GlooComm(std::shared_ptr<detail::GlooGroup> group) : group_(std::move(group)) {}
@@ -323,12 +325,20 @@ class GlooComm {
     group_.reset();
   }
 
-  [[nodiscard]] c10d::ProcessGroupGloo& gloo() { return group_->process_group(); }
+  [[nodiscard]] detail::GlooGroup& group() const {
+    if (!group_)
+      throw UsageError(
+          "this communicator was moved from, into a Trainer for instance: use the one that it became, such "
+          "as "
+          "trainer.comm()");
+    return *group_;
+  }
+  [[nodiscard]] c10d::ProcessGroupGloo& gloo() { return group().process_group(); }
 
   template <class Tensors>
   Work begin(const char* name, std::optional<ReduceOp> op, int root, const Tensors& tensors) {
-    const detail::Call call = group_->begin(name);
-    if (group_->options().check_shapes && size() > 1) {
+    const detail::Call call = group().begin(name);
+    if (group().options().check_shapes && size() > 1) {
       static constexpr const char* ops[] = {"sum", "average", "min", "max", "product"};
       std::string operation = name;
       if (op) operation += fmt::format(" of {}", ops[static_cast<int>(*op)]);
@@ -351,7 +361,7 @@ class GlooComm {
     if (peer == rank())
       throw CommunicationError(fmt::format("{}: rank {} cannot send to itself", name, peer));
     if (tag < 0) throw CommunicationError(fmt::format("{}: the tag {} is negative", name, tag));
-    return Work(group_, group_->message(name, peer, tag));
+    return Work(group_, group().message(name, peer, tag));
   }
 
   // What arrives in the bundle's buffer is divided and goes to its tensors where they are `wanted`.

@@ -15,7 +15,7 @@ namespace lockstep {
 
 /// The Work of GlooComm. On a CPU join_stream() and wait_host() are the same. One thread may use it at a
 /// time.
-class GlooWork {
+class [[nodiscard]] GlooWork {
  public:
   /// A complete one.
   GlooWork() = default;

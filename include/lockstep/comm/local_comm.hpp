@@ -15,7 +15,7 @@
 namespace lockstep {
 
 /// The Work of LocalComm: complete from the start.
-class LocalWork {
+class [[nodiscard]] LocalWork {
  public:
   LocalWork() = default;
   LocalWork(LocalWork&&) = default;

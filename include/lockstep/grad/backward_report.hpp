@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "lockstep/comm/communicator.hpp"
 #include "lockstep/grad/named_tensors.hpp"
 
 namespace lockstep::detail {
@@ -59,10 +60,11 @@ inline std::string parameter_list(const std::vector<std::size_t>& indices,
 
 /// What went wrong on all ranks in words, the same on every rank.
 inline std::string failure_text(const std::vector<BackwardReport>& reports,
-                                const std::vector<NamedTensor>& parameters) {
+                                const std::vector<NamedTensor>& parameters, const RankNames& name_of) {
   std::string thrown, missing;
-  for (std::size_t rank = 0; rank < reports.size(); ++rank) {
-    const BackwardReport& report = reports[rank];
+  for (std::size_t i = 0; i < reports.size(); ++i) {
+    const BackwardReport& report = reports[i];
+    const int rank = name_of(i);
     if (report.thrown)
       thrown +=
           fmt::format("{}backward threw on rank {}: {}", thrown.empty() ? "" : "; ", rank, *report.thrown);

@@ -2,11 +2,14 @@
 
 #include <c10/core/Device.h>
 
+#include <array>
 #include <cstddef>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
+#include "lockstep/comm/same_options.hpp"
 #include "lockstep/grad/bucket_plan.hpp"
 
 namespace lockstep {
@@ -51,8 +54,28 @@ struct DdpOptions {
   /// The device that the model is on, where the caller wants that checked (Python's device_ids). A module
   /// whose parts live on several devices has none: leave it out then, as with any other.
   std::optional<c10::Device> device = std::nullopt;
-  /// Parameters and buffers, by name, that stay out: not compared, not sent, not averaged.
+  /// Parameters and buffers, by name, that stay out: not compared, not sent, not averaged; a Trainer's
+  /// optimizer does not get them.
   std::vector<std::string> ignored = {};
 };
+
+namespace detail {
+
+/// What of the options decides about collectives and bits, and must be equal on every rank.
+inline NamedOptions shared_options(const DdpOptions& options, std::string_view hook) {
+  static constexpr std::array gradients{"in_bucket", "bucket_view", "separate"};
+  static constexpr std::array buffers{"none", "from_rank_zero", "average"};
+  const auto text = [](bool on) { return on ? "true" : "false"; };
+  std::string caps;
+  for (const std::size_t cap : options.bucket_caps) caps += (caps.empty() ? "" : ", ") + std::to_string(cap);
+  return {{"bucket_caps", "{" + caps + "}"},
+          {"buffers", buffers.at(static_cast<std::size_t>(options.buffers))},
+          {"gradients", gradients.at(static_cast<std::size_t>(options.gradients))},
+          {"find_unused_parameters", text(options.find_unused_parameters)},
+          {"static_graph", text(options.static_graph)},
+          {"the communication hook", std::string(hook)}};
+}
+
+}  // namespace detail
 
 }  // namespace lockstep

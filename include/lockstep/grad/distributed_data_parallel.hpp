@@ -28,6 +28,7 @@
 #include "lockstep/grad/named_tensors.hpp"
 #include "lockstep/grad/ready_order.hpp"
 #include "lockstep/grad/reducer.hpp"
+#include "lockstep/grad/settled_gradients.hpp"
 #include "lockstep/grad/watched_parameters.hpp"
 
 namespace lockstep {
@@ -89,8 +90,8 @@ class DistributedDataParallel {
       "as lockstep::AllReduceHook; hook_of(f) makes one of a function");
 
  public:
-  /// Throws UsageError where no parameter requires grad or an option is wrong, MismatchError where models
-  /// differ.
+  /// Throws UsageError where no parameter requires grad or an option is wrong, MismatchError where the models
+  /// or the options of the ranks differ.
   explicit DistributedDataParallel(M& model, Comm& comm, DdpOptions options = {}, Hook hook = {})
       : model_(store(model)), state_(std::make_unique<State>()) {
     const auto& caps = options.bucket_caps;
@@ -99,7 +100,7 @@ class DistributedDataParallel {
     ModelTensors tensors = detail::without_ignored(tensors_of(model), options.ignored);
     parameters_ = tensors.parameters;
     if (options.device) detail::check_device(parameters_, *options.device);
-    std::vector<NamedTensor> trained;
+    std::vector<NamedTensor>& trained = state_->trained;
     for (const NamedTensor& parameter : parameters_)
       if (parameter.tensor.requires_grad()) trained.push_back(parameter);
     state_->watched = detail::WatchedParameters(parameters_, options.ignored);
@@ -108,6 +109,9 @@ class DistributedDataParallel {
       state_->reducer = std::make_unique<detail::NoReducer>();
     } else {
       check_same_model(parameters_, tensors.buffers, comm);
+      if (const auto text = detail::option_difference(detail::shared_options(options, hook.name()), comm))
+        throw MismatchError("the ranks reduce gradients unlike: " + *text +
+                            "; give every rank the same DdpOptions");
       require_some(trained);
       std::vector<at::Tensor> all, buffers;
       for (const auto& list : {parameters_, tensors.buffers})
@@ -125,8 +129,8 @@ class DistributedDataParallel {
               "layer without sparse gradients, or use the plain reduction",
               item.name));
       }
-      state_->reducer = std::make_unique<detail::Reducer<Comm, Hook>>(std::move(trained), std::move(sparse),
-                                                                      comm, std::move(hook), options);
+      state_->reducer = std::make_unique<detail::Reducer<Comm, Hook>>(trained, std::move(sparse), comm,
+                                                                      std::move(hook), options);
     }
   }
 
@@ -189,24 +193,34 @@ class DistributedDataParallel {
   /// different counts; one that has nothing gives an undefined `sum` and 0. Every rank calls this one, not
   /// `backward`, in that step; inside `no_sync` sums and counts add up. The counts ride behind the last
   /// bucket, so that there is no further collective. Where nothing was counted anywhere gradients are zeros.
+  /// Gradients that the last reduction left must be gone (zero_grad): they are means, and adding to them is
+  /// refused with GradientError.
   double backward_mean(const at::Tensor& sum, double count, bool retain_graph = false) {
     const auto work = [&] {
       if (!std::isfinite(count) || count < 0)
         throw UsageError(fmt::format("backward_mean got the count {}: give how many the sum is over", count));
+      state_->settled.recognize(state_->trained);
       if (sum.defined())
         sum.backward({}, retain_graph);
       else if (count != 0)
         throw UsageError("backward_mean got a count without a sum");
+      state_->settled.require_untouched(state_->trained, [&](std::size_t i) {
+        if constexpr (alone)
+          return state_->settled.changed(state_->trained, i);
+        else
+          return state_->reducer->has_gradient(i);
+      });
     };
     if constexpr (alone) {
-      work();
+      run({}, work);
       auto& state = *state_->reducer;
       state.count += count;
       if (state.no_sync_depth > 0) return state.count;
       const double total = std::exchange(state.count, 0);
-      if (total != 0)
-        for (const NamedTensor& parameter : parameters_)
-          if (at::Tensor& grad = parameter.tensor.mutable_grad(); grad.defined()) grad.mul_(1 / total);
+      for (const NamedTensor& parameter : parameters_)
+        if (at::Tensor& grad = parameter.tensor.mutable_grad(); grad.defined())
+          total == 0 ? grad.zero_() : grad.mul_(1 / total);
+      state_->settled.note(state_->trained);
       return total;
     } else {
       run({.losses = sum, .count = count, .nothing = !sum.defined()}, work);
@@ -318,6 +332,8 @@ class DistributedDataParallel {
     bool sync_due = true;
     detail::BufferSync buffers;
     detail::WatchedParameters watched;
+    std::vector<NamedTensor> trained;
+    detail::SettledGradients settled;
     std::unique_ptr<typename detail::ReducerFor<Comm, Hook>::type> reducer;
   };
 
@@ -345,13 +361,25 @@ class DistributedDataParallel {
   template <class Run>
   void run(const detail::Contribution& contribution, Run&& backward) {
     if constexpr (alone) {
-      backward();
+      try {
+        backward();
+      } catch (...) {
+        if (state_->reducer->no_sync_depth == 0) drop();
+        throw;
+      }
     } else {
       state_->reducer->backward(contribution, [&] {
-        state_->watched.check([&] { return tensors_of(module()).parameters; });
+        state_->watched.check(contribution.losses, [&] { return tensors_of(module()).parameters; });
         backward();
       });
     }
+    if (state_->reducer->no_sync_depth == 0) state_->settled.note(state_->trained);
+  }
+
+  // What a failure leaves: as the Reducer does it on several ranks.
+  void drop() {
+    for (const NamedTensor& parameter : parameters_) parameter.tensor.mutable_grad().reset();
+    state_->reducer->count = 0;
   }
 
   std::conditional_t<detail::ModuleImpl<M>, M*, M> model_;

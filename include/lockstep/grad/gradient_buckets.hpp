@@ -68,8 +68,10 @@ class GradientBuckets {
   [[nodiscard]] const at::Tensor& with_tail(std::size_t bucket) const { return buckets_[bucket].with_tail; }
 
   /// Puts the gradient of a parameter into its slot, divided where the style says so: `scaled` is false where
-  /// something else divides later, `attach` is false where the slot does not become the gradient. A gradient
-  /// that there is not counts as zeros. Throws GradientError where the gradient cannot lie there.
+  /// something else divides later. `attach` is false where no backward has come to it: what is there of
+  /// earlier counts, but keeps memory of its own, and the reduction leaves it as it is where that is so on
+  /// every rank. A gradient that there is not counts as zeros. Throws GradientError where the gradient cannot
+  /// lie there.
   ///
   /// The default multiplies by the reciprocal in every case: that is Python's arithmetic, and at three ranks
   /// a division's bits are others.
@@ -85,6 +87,7 @@ class GradientBuckets {
     const bool divide = scaled && style_.divisor != 1;
     const Bucket& bucket = buckets_[bucket_of_[i]];
     if (lies_in(grad, slot)) {
+      if (!attach) grad = grad.clone();
       if (!divide) return;
       if (style_.storage == GradientStorage::bucket_view)
         slot.div_(bucket.divisor);
@@ -108,13 +111,6 @@ class GradientBuckets {
     else
       slot.copy_(grad);
     if (attach && style_.storage != GradientStorage::separate) grad = slot;
-  }
-
-  /// Gives a gradient that lies in its slot memory of its own: no backward has come to it, and the reduction
-  /// must leave it as it is where that is so on every rank.
-  void detach(std::size_t i) {
-    at::Tensor& grad = (*parameters_)[i].tensor.mutable_grad();
-    if (grad.defined() && slots_[i].defined() && lies_in(grad, slots_[i])) grad = grad.clone();
   }
 
   /// Makes what the reduction has left in the slot the parameter's gradient.

@@ -17,6 +17,7 @@ class GraphSearch {
   void run(at::ArrayRef<at::Tensor> roots) {
     seen_.clear();
     open_.clear();
+    ends_.clear();
     for (const at::Tensor& root : roots)
       if (root.defined() && root.requires_grad())
         visit(torch::autograd::impl::gradient_edge(root).function.get());
@@ -24,8 +25,11 @@ class GraphSearch {
       const torch::autograd::Node* node = open_.back();
       open_.pop_back();
       for (const auto& edge : node->next_edges()) visit(edge.function.get());
+      if (node->num_outputs() == 0) ends_.push_back(node);
     }
   }
+  /// Where the last `run` came to an end: the accumulators of the leaves among them.
+  [[nodiscard]] const std::vector<const torch::autograd::Node*>& ends() const { return ends_; }
   /// Whether the last `run` came there.
   [[nodiscard]] bool reached(const torch::autograd::Node* node) const {
     return seen_.find(node) != seen_.end();
@@ -37,7 +41,7 @@ class GraphSearch {
   }
 
   ska::flat_hash_set<const torch::autograd::Node*> seen_;
-  std::vector<const torch::autograd::Node*> open_;
+  std::vector<const torch::autograd::Node*> open_, ends_;
 };
 
 }  // namespace lockstep::detail

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <c10/core/Device.h>
+
 #include <atomic>
 #include <cstddef>
 #include <exception>
@@ -7,39 +9,6 @@
 #include <vector>
 
 namespace lockstep::detail {
-
-/// How many `ddp.backward` calls are running in this process.
-inline std::atomic<int> open_backwards{0};
-
-/// How many of them are of a sum with a count: no other model can join those, whose gradients would be
-/// divided by the world size instead.
-inline std::atomic<int> counting_backwards{0};
-
-/// Marks a `ddp.backward` as running while it lives, in `running`, which is of its model.
-class InsideBackward {
- public:
-  InsideBackward(bool& running, bool counts)
-      : nested(std::exchange(running, true)),
-        outermost(open_backwards++ == 0),
-        running_(running),
-        counts_(counts) {
-    counting_backwards += counts_;
-  }
-  InsideBackward(const InsideBackward&) = delete;
-  InsideBackward& operator=(const InsideBackward&) = delete;
-  ~InsideBackward() {
-    counting_backwards -= counts_;
-    --open_backwards;
-    running_ = nested;
-  }
-
-  const bool nested;     ///< inside another one of the same model
-  const bool outermost;  ///< inside none of any model
-
- private:
-  bool& running_;
-  bool counts_;
-};
 
 /// A reduction of another model, which the running `ddp.backward` has reached and will end.
 struct JoinedReduction {
@@ -50,6 +19,57 @@ struct JoinedReduction {
 };
 inline std::atomic<std::size_t> reducers_made{0};
 
-inline std::vector<JoinedReduction> joined_reductions;
+/// The `ddp.backward` calls that run in one thread, one inside the other.
+struct OpenBackwards {
+  int running = 0;
+  /// How many of them are of a sum with a count: no other model can join those, whose gradients would be
+  /// divided by the world size instead.
+  int counting = 0;
+  std::vector<JoinedReduction> joined;
+};
+inline OpenBackwards& open_backwards_here() {
+  thread_local OpenBackwards here;
+  return here;
+}
+/// The latest that any thread has begun.
+inline std::atomic<OpenBackwards*> latest_open_backwards{nullptr};
+
+/// The calls that a gradient on `device` may belong to, or null where there are none. The engine computes
+/// those of a CPU in the thread that called backward, and others in threads of its own.
+inline OpenBackwards* open_backwards_for(c10::Device device) {
+  OpenBackwards* open = device.is_cpu() ? &open_backwards_here() : latest_open_backwards.load();
+  return open && open->running > 0 ? open : nullptr;
+}
+
+/// Marks a `ddp.backward` as running while it lives, in `running`, which is of its model.
+class InsideBackward {
+ public:
+  InsideBackward(bool& running, bool counts)
+      : nested(std::exchange(running, true)),
+        calls(open_backwards_here()),
+        outermost(calls.running++ == 0),
+        running_(running),
+        counts_(counts) {
+    calls.counting += counts_;
+    if (outermost) latest_open_backwards = &calls;
+  }
+  InsideBackward(const InsideBackward&) = delete;
+  InsideBackward& operator=(const InsideBackward&) = delete;
+  ~InsideBackward() {
+    calls.counting -= counts_;
+    --calls.running;
+    running_ = nested;
+    OpenBackwards* mine = &calls;
+    if (outermost) latest_open_backwards.compare_exchange_strong(mine, nullptr);
+  }
+
+  const bool nested;  ///< inside another one of the same model
+  OpenBackwards& calls;
+  const bool outermost;  ///< inside none of any model
+
+ private:
+  bool& running_;
+  bool counts_;
+};
 
 }  // namespace lockstep::detail

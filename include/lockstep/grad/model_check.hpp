@@ -87,10 +87,11 @@ inline std::string digest(std::string_view bytes) {
   return fmt::format("{:016x}{:x}", hash, bytes.size());
 }
 
-/// The first difference between rank 0's list and another rank's in words, none where they are equal.
+/// The first difference between the first rank's list and another rank's in words, none where they are equal.
 inline std::optional<std::string> difference(std::string_view kind,
                                              const std::vector<TensorDescription>& zero,
-                                             const std::vector<TensorDescription>& other, int rank) {
+                                             const std::vector<TensorDescription>& other, int first,
+                                             int rank) {
   auto text = [](const TensorDescription& item, bool with_name) {
     return fmt::format("{}{} {}{}", with_name ? fmt::format("'{}' ", item.name) : "", item.shape, item.dtype,
                        item.trait);
@@ -98,26 +99,27 @@ inline std::optional<std::string> difference(std::string_view kind,
   for (std::size_t i = 0; i < std::min(zero.size(), other.size()); ++i) {
     if (zero[i] == other[i]) continue;
     const bool named = zero[i].name != other[i].name;
-    return fmt::format("{} {}{}: rank 0 {}, rank {} {}", kind, i,
-                       named ? "" : fmt::format(" '{}'", zero[i].name), text(zero[i], named), rank,
+    return fmt::format("{} {}{}: rank {} {}, rank {} {}", kind, i,
+                       named ? "" : fmt::format(" '{}'", zero[i].name), first, text(zero[i], named), rank,
                        text(other[i], named));
   }
   if (zero.size() == other.size()) return std::nullopt;
   const bool more = zero.size() > other.size();
   const TensorDescription& extra = more ? zero[other.size()] : other[zero.size()];
-  return fmt::format("rank 0 has {} {}s, rank {} has {}: {} {} {} is on rank {} alone", zero.size(), kind,
-                     rank, other.size(), kind, std::min(zero.size(), other.size()), text(extra, true),
-                     more ? 0 : rank);
+  return fmt::format("rank {} has {} {}s, rank {} has {}: {} {} {} is on rank {} alone", first, zero.size(),
+                     kind, rank, other.size(), kind, std::min(zero.size(), other.size()), text(extra, true),
+                     more ? first : rank);
 }
 
 /// One sentence about how the models of the ranks differ, the same whoever asks; none where they are equal.
-inline std::optional<std::string> model_difference(const std::vector<std::string>& serialized) {
+inline std::optional<std::string> model_difference(const std::vector<std::string>& serialized,
+                                                   const RankNames& name_of = {}) {
   const ModelDescription zero = deserialize(serialized.at(0));
   for (std::size_t rank = 1; rank < serialized.size(); ++rank) {
     if (serialized[rank] == serialized[0]) continue;
     const ModelDescription other = deserialize(serialized[rank]);
-    auto text = difference("parameter", zero.parameters, other.parameters, static_cast<int>(rank));
-    if (!text) text = difference("buffer", zero.buffers, other.buffers, static_cast<int>(rank));
+    auto text = difference("parameter", zero.parameters, other.parameters, name_of(0), name_of(rank));
+    if (!text) text = difference("buffer", zero.buffers, other.buffers, name_of(0), name_of(rank));
     if (text) return "the models of the ranks differ: " + *text + "; build the same model on every rank";
   }
   return std::nullopt;
@@ -136,7 +138,8 @@ void check_same_model(const std::vector<NamedTensor>& parameters, const std::vec
   bool equal = true;
   for (const std::string& digest : digests) equal = equal && digest == digests[0];
   if (equal) return;
-  if (const auto text = detail::model_difference(comm.all_gather_bytes(mine))) throw MismatchError(*text);
+  if (const auto text = detail::model_difference(comm.all_gather_bytes(mine), detail::RankNames(comm)))
+    throw MismatchError(*text);
 }
 
 }  // namespace lockstep

@@ -91,7 +91,7 @@ class Reducer {
     };
     if (reduces) end([&] { close(thrown); });
     if (inside.outermost) {
-      auto joined = std::exchange(joined_reductions, {});
+      auto joined = std::exchange(inside.calls.joined, {});
       std::sort(joined.begin(), joined.end(), [](const auto& a, const auto& b) { return a.made < b.made; });
       // Where this model's reduction has failed it has on every rank, also on one that did not come as far as
       // the other models: none of those is reduced.
@@ -122,6 +122,8 @@ class Reducer {
   }
   /// Of the last reduction; the sum of the counts over ranks.
   [[nodiscard]] double total_count() const { return reduction_.total_count(); }
+  /// Whether a backward since the last reduction has reached the parameter.
+  [[nodiscard]] bool has_gradient(std::size_t i) const { return seen_[i] != 0; }
   void forward_begins() { reduction_.times.forward = ReductionTimes::Clock::now(); }
 
   [[nodiscard]] DdpReport report() const {
@@ -151,8 +153,8 @@ class Reducer {
     if (parameters_[i].tensor.mutable_grad().defined() || !searches()) seen_[i] = true;
     if (no_sync_depth > 0) return;
     if ((!open_ && !joined_) || stale_) {
-      if (open_backwards > 0)
-        join();
+      if (OpenBackwards* calls = open_backwards_for(parameters_[i].tensor.device()))
+        join(*calls);
       else
         open_bare();
     }
@@ -216,8 +218,8 @@ class Reducer {
 
   /// The `ddp.backward` of another model reaches this one: that call ends this reduction too. Nothing is
   /// launched before, since the order in which a backward reaches models may differ between the ranks.
-  void join() {
-    if (counting_backwards > 0)
+  void join(OpenBackwards& calls) {
+    if (calls.counting > 0)
       throw GradientError(
           "backward_mean reached another wrapped model, whose gradients it would not divide by the count; "
           "use "
@@ -225,11 +227,11 @@ class Reducer {
     close_stale();
     clear_counters();
     joined_ = true;
-    joined_reductions.push_back({this, made_,
-                                 [](void* reducer, const std::exception_ptr& failure) {
-                                   static_cast<Reducer*>(reducer)->close_joined(failure);
-                                 },
-                                 [](void* reducer) { static_cast<Reducer*>(reducer)->abandon_joined(); }});
+    calls.joined.push_back({this, made_,
+                            [](void* reducer, const std::exception_ptr& failure) {
+                              static_cast<Reducer*>(reducer)->close_joined(failure);
+                            },
+                            [](void* reducer) { static_cast<Reducer*>(reducer)->abandon_joined(); }});
   }
   void close_joined(const std::exception_ptr& failure) {
     counts_ = nothing_ = false;
@@ -327,7 +329,7 @@ class Reducer {
 
   [[noreturn]] void fail(const BackwardReport& mine, const std::exception_ptr& failure) {
     if (failure) std::rethrow_exception(failure);
-    const std::string text = failure_text(reports_, parameters_);
+    const std::string text = failure_text(reports_, parameters_, RankNames(reduction_.comm()));
     const bool thrown =
         std::any_of(reports_.begin(), reports_.end(), [](const auto& r) { return bool(r.thrown); });
     if (thrown && !mine.thrown) throw PeerError(text);

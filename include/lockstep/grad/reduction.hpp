@@ -79,7 +79,6 @@ class BucketReduction {
 
   /// Puts a gradient into its bucket, or marks it as missing there.
   void take(std::size_t i, bool seen) {
-    if (!seen) buckets_->detach(i);
     buckets_->take(i, !counts_, seen);
     --pending_[buckets_->bucket_of(i)];
   }

@@ -2,6 +2,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <fmt/format.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
 
 #include <algorithm>
 #include <cstddef>
@@ -11,6 +12,7 @@
 #include <vector>
 
 #include "lockstep/error.hpp"
+#include "lockstep/grad/graph_search.hpp"
 #include "lockstep/grad/model.hpp"
 #include "lockstep/grad/named_tensors.hpp"
 
@@ -34,27 +36,30 @@ class WatchedParameters {
   WatchedParameters() = default;
   WatchedParameters(const std::vector<NamedTensor>& parameters, std::vector<std::string> ignored)
       : parameters_(parameters), ignored_(std::move(ignored)) {
-    for (const NamedTensor& parameter : parameters_) trained_.push_back(parameter.tensor.requires_grad());
+    for (const NamedTensor& parameter : parameters_) {
+      trained_.push_back(parameter.tensor.requires_grad());
+      known_.insert(parameter.tensor.unsafeGetTensorImpl());
+    }
   }
 
-  /// Before each backward. `list` gives the parameters that the model has now: it allocates, and is asked at
-  /// the first four backwards and every sixteenth, and at each once it has found something. Throws UsageError
-  /// that names the parameter.
+  /// Before the backward of `losses`. `list` gives the parameters that the model has now: it allocates, and
+  /// is asked at the first backward, and where the losses depend on a leaf that was not seen before; what a
+  /// re-entrant backward reaches is not seen. Throws UsageError that names the parameter.
   template <class List>
-  void check(List&& list) {
+  void check(at::ArrayRef<at::Tensor> losses, List&& list) {
     for (std::size_t i = 0; i < parameters_.size(); ++i)
       if (parameters_[i].tensor.requires_grad() != (trained_[i] != 0))
         throw UsageError(fmt::format(
             "parameter '{}' was {} after DistributedDataParallel was made, which averages the gradients of "
             "those that required grad then: make it anew",
             parameters_[i].name, trained_[i] ? "frozen" : "unfrozen"));
-    if (++backwards_ > 4 && backwards_ % 16 != 0 && !found_) return;
-    std::unordered_set<const c10::TensorImpl*> known;
-    for (const NamedTensor& parameter : parameters_) known.insert(parameter.tensor.unsafeGetTensorImpl());
+    const bool stranger = finds_stranger(losses);
+    if (std::exchange(asked_, true) && !stranger) return;
     for (const NamedTensor& parameter : list())
-      if (!known.contains(parameter.tensor.unsafeGetTensorImpl()) &&
+      if (!known_.contains(parameter.tensor.unsafeGetTensorImpl()) &&
           std::find(ignored_.begin(), ignored_.end(), parameter.name) == ignored_.end()) {
-        found_ = true;
+        strangers_.clear();  // it is one again in the next backward
+        asked_ = false;
         throw UsageError(
             fmt::format("parameter '{}' was added or replaced after DistributedDataParallel was made, so "
                         "that its gradient "
@@ -64,11 +69,25 @@ class WatchedParameters {
   }
 
  private:
+  // Leaves that are not the model's, such as an input that requires grad, are found once each.
+  bool finds_stranger(at::ArrayRef<at::Tensor> losses) {
+    search_.run(losses);
+    bool found = false;
+    for (const torch::autograd::Node* end : search_.ends()) {
+      const auto* leaf = dynamic_cast<const torch::autograd::AccumulateGrad*>(end);
+      if (!leaf || known_.contains(leaf->variable.unsafeGetTensorImpl())) continue;
+      if (strangers_.size() >= 1024) strangers_.clear();
+      found = strangers_.insert(leaf->variable.unsafeGetTensorImpl()).second || found;
+    }
+    return found;
+  }
+
   std::vector<NamedTensor> parameters_;
   std::vector<std::string> ignored_;
   std::vector<char> trained_;
-  std::size_t backwards_ = 0;
-  bool found_ = false;
+  std::unordered_set<const c10::TensorImpl*> known_, strangers_;
+  GraphSearch search_;
+  bool asked_ = false;
 };
 
 }  // namespace lockstep::detail

@@ -113,10 +113,11 @@ inline at::Tensor input_gradient(const at::Tensor& gradient, const at::Tensor& i
   const at::Tensor slope = (means.narrow(0, channels, channels) * invstd * invstd * scale).neg_();
   const at::Tensor shift = (means.narrow(0, 0, channels) * scale).neg_();
   const auto dtype = statistics_dtype(input);
-  at::Tensor result = affine(input, slope.to(dtype), shift.to(dtype), joined.mean);
+  // Terms that cancel must not be rounded to a half precision before they are added up.
+  at::Tensor result = affine(input.to(dtype), slope.to(dtype), shift.to(dtype), joined.mean);
   std::vector<std::int64_t> shape(static_cast<std::size_t>(input.dim()), 1);
   shape[1] = channels;
-  return result.addcmul_(gradient, scale.to(input.scalar_type()).view(shape));
+  return result.addcmul_(gradient.to(dtype), scale.to(dtype).view(shape)).to(input.scalar_type());
 }
 
 inline constexpr BatchNormKernels kernels{&local, &join, &normalize, &sums, &input_gradient};

@@ -4,6 +4,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <optional>
 
 #include "lockstep/error.hpp"
 #include "lockstep/world/world.hpp"
@@ -28,6 +29,8 @@ struct GlobalBatch {
   std::int64_t accumulation = 1;
   /// The batch for which the rate is good, often the one that a paper gives.
   std::int64_t reference = 256;
+  /// Ranks that train together; the world's where it is not given.
+  std::optional<int> ranks = std::nullopt;
 };
 
 /// `lr` times global batch / reference, or times its root; the global batch is per_rank x ranks x
@@ -41,7 +44,9 @@ inline double scaled_rate(double lr, RateRule rule, const GlobalBatch& batch, co
                     batch.per_rank, batch.accumulation, batch.reference));
   if (!(lr >= 0) || !std::isfinite(lr))
     throw UsageError(fmt::format("scaled_rate: a learning rate of {}: give 0 or more", lr));
-  const std::int64_t global = batch.per_rank * world.size() * batch.accumulation;
+  const int ranks = batch.ranks.value_or(world.size());
+  if (ranks < 1) throw UsageError(fmt::format("scaled_rate: {} ranks: give 1 or more", ranks));
+  const std::int64_t global = batch.per_rank * ranks * batch.accumulation;
   const double ratio = static_cast<double>(global) / static_cast<double>(batch.reference);
   double factor = 1;
   const char* name = "constant";
@@ -54,7 +59,7 @@ inline double scaled_rate(double lr, RateRule rule, const GlobalBatch& batch, co
   }
   world.log.info(
       "learning rate {:.6g} ({} rule: {:.6g} for a batch of {}; global batch {} = {} x {} ranks x {})",
-      lr * factor, name, lr, batch.reference, global, batch.per_rank, world.size(), batch.accumulation);
+      lr * factor, name, lr, batch.reference, global, batch.per_rank, ranks, batch.accumulation);
   return lr * factor;
 }
 

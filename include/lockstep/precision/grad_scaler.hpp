@@ -79,7 +79,7 @@ class GradScaler {
 
   /// Makes all ranks skip the step that one must skip. Where every gradient was reduced by a sum, infinities
   /// have come to all ranks by themselves, and this is not needed: it is for hooks that keep them
-  /// (PowerSgdHook, QuantizedHook) and for parameters that are not reduced. Collective; unscales first where
+  /// (PowerSgdHook) and for parameters that are not reduced. Collective; unscales first where
   /// that was not done.
   template <Reducing Comm>
   void agree(torch::optim::Optimizer& optimizer, Comm& comm) {

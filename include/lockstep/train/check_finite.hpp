@@ -6,6 +6,7 @@
 #include <ATen/ops/maximum.h>
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <memory>
@@ -41,12 +42,15 @@ class CheckFinite {
   template <Gathering C>
   void check(const Gradients& gradients, C& comm) {
     std::optional<std::string> error;
-    for (const auto& watch : watched_) {
-      const std::string reduced = not_finite(largest(gradients.parameters[watch->index].grad()));
-      if (reduced.empty()) continue;
-      error = describe(*watch, gradients) + blame(*watch, reduced, comm);
-      break;
+    std::size_t first = 0;
+    std::string reduced;
+    for (; first < watched_.size(); ++first) {
+      reduced = not_finite(largest(gradients.parameters[watched_[first]->index].grad()));
+      if (!reduced.empty()) break;
     }
+    if (!gradients.spread_nan) first = first_of_ranks(first, comm);
+    if (first < watched_.size())
+      error = describe(*watched_[first], gradients) + blame(*watched_[first], reduced, comm);
     for (const auto& watch : watched_) watch->own = at::Tensor();
     if (error) throw GradientError(*error);
   }
@@ -91,15 +95,26 @@ class CheckFinite {
         gradients.named_parameters[watch.index].name, gradients.step, gradients.epoch);
   }
 
-  // Which ranks it came from. Every rank finds the same reduced gradient, so that all of them ask.
+  // The first that is not finite on any rank.
+  template <Gathering C>
+  static std::size_t first_of_ranks(std::size_t here, C& comm) {
+    for (const std::string& there : comm.all_gather_bytes(std::to_string(here)))
+      here = std::min<std::size_t>(here, std::stoull(there));
+    return here;
+  }
+
+  // Which ranks it came from. All of them ask: every rank has found the same gradient, or was told.
   template <Gathering C>
   static std::string blame(const Watch& watch, const std::string& reduced, C& comm) {
     const std::vector<std::string> kinds = comm.all_gather_bytes(not_finite(watch.own));
+    const detail::RankNames name_of(comm);
     std::string ranks;
     for (std::size_t rank = 0; rank < kinds.size(); ++rank)
       if (!kinds[rank].empty())
-        ranks += fmt::format("{}rank {} has {}", ranks.empty() ? "" : ", ", rank, kinds[rank]);
-    if (ranks.empty()) return fmt::format("the ranks' own are finite, but together they came to {}", reduced);
+        ranks += fmt::format("{}rank {} has {}", ranks.empty() ? "" : ", ", name_of(rank), kinds[rank]);
+    if (ranks.empty())
+      return fmt::format("the ranks' own are finite, but together they came to {}",
+                         reduced.empty() ? "nan or inf" : reduced);
     return ranks + "; look at their batches of this step, or lower the learning rate";
   }
 

@@ -73,7 +73,7 @@ class EpochShares {
     std::int64_t samples, ranks;
   };
 
-  static std::int64_t divide_up(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
+  static std::int64_t divide_up(std::int64_t a, std::int64_t b) { return a / b + (a % b != 0); }
   [[nodiscard]] std::int64_t in_step(std::int64_t samples, std::int64_t step) const {
     const std::int64_t whole = batch_ * accumulate_;
     return std::clamp<std::int64_t>(samples - step * whole, 0, whole);

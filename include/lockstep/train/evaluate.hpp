@@ -7,6 +7,7 @@
 
 #include <array>
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <tuple>
 #include <utility>
@@ -43,6 +44,26 @@ class EvaluationMode {
   at::NoGradGuard no_grad_;
 };
 
+/// Keeps the buffers of a module as they are when it is made, and puts them back when it goes.
+class KeptBuffers {
+ public:
+  explicit KeptBuffers(const torch::nn::Module& module) {
+    for (NamedTensor& buffer : unique_buffers(module)) {
+      at::Tensor copy = buffer.tensor.clone();
+      kept_.emplace_back(std::move(buffer.tensor), std::move(copy));
+    }
+  }
+  ~KeptBuffers() {
+    const at::NoGradGuard no_grad;
+    for (auto& [buffer, copy] : kept_) buffer.copy_(copy);
+  }
+  KeptBuffers(const KeptBuffers&) = delete;
+  KeptBuffers& operator=(const KeptBuffers&) = delete;
+
+ private:
+  std::vector<std::pair<at::Tensor, at::Tensor>> kept_;
+};
+
 /// Adds each total up over the ranks: one collective for all of them, none where this rank is alone.
 template <Reducing C>
 void sum_over_ranks(std::span<Total> totals, C& comm) {
@@ -72,6 +93,8 @@ struct EvaluationOptions {
   std::int64_t batch_size = 32;
   /// Threads a rank that load ahead.
   std::int64_t workers = 0;
+  /// Each rank gets its own buffers back afterwards: for a training in which every rank keeps its own.
+  bool restore_buffers = false;
 };
 
 namespace detail {
@@ -110,6 +133,8 @@ auto evaluate(M& model, C& comm, D&& dataset, const EvaluationOptions& options, 
       throw UsageError(
           fmt::format("batch size is {}: give the samples a rank and a step, 1 or more", options.batch_size));
     const EvaluationMode mode(module_of(model));
+    std::optional<KeptBuffers> kept;
+    if (options.restore_buffers) kept.emplace(module_of(model));
     share_buffers(module_of(model), comm);
     DataLoader loader{DatasetView{dataset},
                       EvaluationSampler{dataset_size(dataset), comm},

@@ -24,6 +24,8 @@ struct StepReport {
   std::int64_t step_in_epoch, steps_in_epoch;
   /// Of this rank's micro-batches; none where this rank had run out of data.
   std::span<const LocalLoss> local;
+  /// The precision left it out, since its gradients were not finite: nothing has changed.
+  bool skipped = false;
 
   /// The mean loss over this rank's part of the step, NaN where it had none; waits for the device.
   [[nodiscard]] double loss() const {

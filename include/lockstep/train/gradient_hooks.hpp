@@ -19,6 +19,8 @@ struct Gradients {
   const std::vector<at::Tensor>& parameters;
   /// The same with names.
   const std::vector<NamedTensor>& named_parameters;
+  /// Whether what is not a number on one rank is so on all: not with every communication hook.
+  bool spread_nan = true;
 };
 
 /// Work of the user's own between backward and the optimizer's step, on every rank, such as clipping:

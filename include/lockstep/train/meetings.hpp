@@ -54,10 +54,13 @@ class StreamMeetings {
     const auto other =
         std::find_if(turns.begin(), turns.end(), [&](const std::string& turn) { return turn != turns[0]; });
     if (other == turns.end()) return;
-    throw DataError(fmt::format(
-        "the stream of rank {} {} where that of rank 0 {}, and {} meets all ranks in its forward: give every "
-        "rank equally many batches",
-        other - turns.begin(), text(*other), text(turns[0]), module_));
+    const RankNames name_of(comm_);
+    throw DataError(
+        fmt::format("the stream of rank {} {} where that of rank {} {}, and {} meets all ranks in its "
+                    "forward: give every "
+                    "rank equally many batches",
+                    name_of(static_cast<std::size_t>(other - turns.begin())), text(*other), name_of(0),
+                    text(turns[0]), module_));
   }
 
  private:

@@ -111,6 +111,18 @@ void take_hook_state(Run& run, const RankState& state) {
   }
 }
 
+/// Takes up where a run stood; its batches are the trainer's own, and rates its own where a schedule has
+/// others.
+inline void take_position(RunPosition& position, RunPosition saved, const Log& log) {
+  if (saved.batch_size != position.batch_size || saved.accumulate != position.accumulate)
+    log.warning("the checkpoint is of a run with batches of {} (accumulate {}), which goes on with {} ({})",
+                saved.batch_size, saved.accumulate, position.batch_size, position.accumulate);
+  saved.batch_size = position.batch_size;
+  saved.accumulate = position.accumulate;
+  if (saved.rates.size() != position.rates.size()) saved.rates = position.rates;
+  position = std::move(saved);
+}
+
 inline void take_buffers(const torch::nn::Module& model, const std::vector<at::Tensor>& saved) {
   const std::vector<NamedTensor> buffers = unique_buffers(model);
   const at::NoGradGuard no_grad;
@@ -135,7 +147,7 @@ RankState read_checkpoint(Run run, const std::filesystem::path& path) {
     copy_tensors(tensors);
     take_buffers(run.model, state.buffers);
     if (state.generator.defined()) set_default_generator_state(state.generator);
-    run.position = position;
+    take_position(run.position, std::move(position), run.log);
     return state;
   });
 }

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "lockstep/comm/communicator.hpp"
+#include "lockstep/comm/same_options.hpp"
 #include "lockstep/data/same_dataset.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/train/extras.hpp"
@@ -67,25 +68,33 @@ inline std::string samples_text(const std::vector<std::size_t>& of_ranks) {
 
 }  // namespace detail
 
-/// Compares what each rank is about to do, `what` and the options that say how long. Collective. Throws one
-/// and the same MismatchError on every rank.
+/// Compares what each rank is about to do: `data`, and the options that say how. Collective. Throws one and
+/// the same MismatchError on every rank.
 template <Gathering C>
-void check_same_plan(const std::string& what, const TrainerOptions& options, C& comm) {
+void check_same_plan(const std::string& data, const TrainerOptions& options, C& comm) {
   if (comm.size() == 1) return;
-  auto text = [](const std::optional<std::int64_t>& number) {
-    return number ? std::to_string(*number) : "none";
+  const auto number = [](const std::optional<std::int64_t>& given) {
+    return given ? std::to_string(*given) : "none";
   };
-  const std::string mine = fmt::format("{} in batches of {} (accumulate {}, epochs {}, steps {}, seed {})",
-                                       what, options.batch_size, options.accumulate, text(options.epochs),
-                                       text(options.steps), options.seed);
-  const std::vector<std::string> all = comm.all_gather_bytes(mine);
-  for (std::size_t rank = 1; rank < all.size(); ++rank)
-    if (all[rank] != all[0])
-      throw MismatchError(
-          fmt::format("the ranks would not train alike: rank 0 on {}, rank {} on {}; give every rank the "
-                      "same options, and a sampler that gives each the same number of samples or tells what "
-                      "each is given (CountingSampler), such as DistributedSampler",
-                      all[0], rank, all[rank]));
+  const auto flag = [](bool on) { return on ? "true" : "false"; };
+  const auto text = detail::option_difference({{"batch_size", std::to_string(options.batch_size)},
+                                               {"accumulate", std::to_string(options.accumulate)},
+                                               {"epochs", number(options.epochs)},
+                                               {"steps", number(options.steps)},
+                                               {"seed", std::to_string(options.seed)},
+                                               {"lr", fmt::format("{}", options.lr)},
+                                               {"shuffle", flag(options.shuffle)},
+                                               {"drop_last", flag(options.drop_last)},
+                                               {"pad", flag(options.pad)},
+                                               {"the data", data}},
+                                              comm);
+  if (text)
+    throw MismatchError(
+        fmt::format("the ranks would not train alike: {}; give every rank the same options, and a sampler "
+                    "that gives each "
+                    "the same number of samples or tells what each is given (CountingSampler), such as "
+                    "DistributedSampler",
+                    *text));
 }
 
 /// The same for a dataset: the same one on every rank, by its length and, where it lies in memory, by a

@@ -5,10 +5,13 @@
 
 #include <cmath>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "lockstep/train/feed.hpp"
 #include "lockstep/train/loss.hpp"
+#include "lockstep/train/meetings.hpp"
+#include "lockstep/train/model_handle.hpp"
 
 namespace lockstep::detail {
 
@@ -16,6 +19,17 @@ namespace lockstep::detail {
 /// over all ranks). Undefined where the sum has no graph, or is not a number, which 0 would not stop.
 inline at::Tensor nothing_of(const at::Tensor& sum) {
   return sum.defined() && sum.requires_grad() && std::isfinite(host_value(sum)) ? sum * 0 : at::Tensor();
+}
+
+/// Throws DataError where a sum over nothing is not a number, and the other ranks wait for its backward.
+template <class M>
+void require_finite_nothing(M& model, const at::Tensor& sum) {
+  if (!sum.defined() || !sum.requires_grad() || std::isfinite(host_value(sum))) return;
+  if (const std::string module = meeting_module(module_of(model)); !module.empty())
+    throw DataError(fmt::format(
+        "the loss is {} over a count of 0, and {} meets the other ranks in its backward: let the loss over "
+        "nothing be a sum of zeros, as cross_entropy with reduction sum is",
+        host_value(sum), module));
 }
 
 /// Forward and backward of this rank's micro-batches in the step that `feed` has begun, reduced over the
@@ -35,6 +49,7 @@ double step_gradients(M& model, Ddp& ddp, P& precision, Feed& feed, Loss& loss,
   double all = 0;
   // Inside no_sync gradients and counts only add up.
   const auto backward = [&](const LocalLoss& local) {
+    if (local.count == 0) require_finite_nothing(model, local.value);
     if constexpr (weighed)
       ddp.backward(precision.scale(local.value));
     else if (local.count == 0)

@@ -69,8 +69,11 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
         optimizer_(make_optimizer()) {
     static_assert((detail::one_of<Given, Model, Comm, PrecisionType, Extras...> && ...),
                   "lockstep: a Trainer was given a value of a type that is none of its policies");
+    position_.batch_size = options_.batch_size;
+    position_.accumulate = options_.accumulate;
     if constexpr ((Schedule<Extras> || ...))
-      for (const auto& group : optimizer_->param_groups()) rates_.push_back(group.options().get_lr());
+      for (const auto& group : optimizer_->param_groups())
+        position_.rates.push_back(group.options().get_lr());
     each_extra([&]<class E>([[maybe_unused]] E& extra) {
       if constexpr (GradientCheck<E>) extra.watch(ddp_.named_parameters());
     });
@@ -113,12 +116,17 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
   }
 
   /// What the metrics are over all samples and ranks, of rank 0's model in the trainer's precision; see
-  /// lockstep::evaluate.
+  /// lockstep::evaluate. Buffers are averaged before where the options say so; where every rank keeps its own
+  /// they are put back afterwards.
   template <class D, class... Metrics>
   auto evaluate(D&& dataset, Metrics&&... metrics) {
+    if (options_.ddp.buffers == BufferPolicy::average) ddp_.sync_buffers();
     return precision_.forward([&] {
       return lockstep::evaluate(model_.get(), comm_, dataset,
-                                {.batch_size = options_.batch_size, .workers = options_.workers}, metrics...);
+                                {.batch_size = options_.batch_size,
+                                 .workers = options_.workers,
+                                 .restore_buffers = options_.ddp.buffers == BufferPolicy::none},
+                                metrics...);
     });
   }
 
@@ -237,13 +245,12 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
                       {.title = fmt::format("epoch {}/{}", plan.epoch + 1, plan.epochs)});
     model_.module().train();
     feed.begin_epoch(plan.epoch);
-    skipped_ = 0;
     meter_ = MeanMeter();
     meter_.add(so_far);
     while (done != plan.steps) {
       if (!train_step(feed, loss, hooks...)) break;
       for (const LocalLoss& local : losses_) meter_.add(local.reported, local.factor, local.count);
-      const StepReport report{plan.epoch, position_.step++, done++, plan.steps, losses_};
+      const StepReport report{plan.epoch, position_.step++, done++, plan.steps, losses_, skipped_};
       notify_all(report, hooks...);
       progress.advance(feed.samples(comm_.size()),
                        progress.due() ? std::optional(meter_.total().mean()) : std::nullopt);
@@ -251,17 +258,19 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
     feed.end_epoch();
     ++position_.epoch;
     done = 0;
+    const std::int64_t skipped = std::exchange(position_.skipped, 0);
     Total total = meter_.total();
     sum_over_ranks(std::span(&total, 1), comm_);
     progress.finish(total.mean());
     const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - begin;
-    return {plan.epoch, position_.step, total.mean(), elapsed.count(), skipped_};
+    return {plan.epoch, position_.step, total.mean(), elapsed.count(), skipped};
   }
 
   // False where no rank had any data left.
   template <class Feed, class Loss, class... Hooks>
   bool train_step(Feed& feed, Loss& loss, Hooks&... hooks) {
     in_step_ = true;
+    skipped_ = false;
     feed.begin_step();
     set_rates();
     optimizer_->zero_grad();
@@ -280,8 +289,9 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
     if constexpr (requires { precision_.agree(*optimizer_, comm_); })
       if (!Reduction::spreads_nan || !options_.ddp.ignored.empty()) precision_.agree(*optimizer_, comm_);
     show_gradients(hooks...);
-    if (precision_.step(*optimizer_)) return;
-    ++skipped_;
+    skipped_ = !precision_.step(*optimizer_);
+    if (!skipped_) return;
+    ++position_.skipped;
     ddp_.roll_back();
   } catch (...) {
     ddp_.roll_back();  // the parameters, too, are as the last step left them
@@ -294,7 +304,8 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
     constexpr bool checked = (GradientCheck<Extras> || ...);
     constexpr bool used = (GradientHook<Extras> || ...) || (GradientHook<Hooks> || ...);
     if constexpr (checked || used) {
-      const Gradients gradients{position_.epoch, position_.step, parameters_, ddp_.named_parameters()};
+      const Gradients gradients{position_.epoch, position_.step, parameters_, ddp_.named_parameters(),
+                                Reduction::spreads_nan};
       each_extra([&]<class E>([[maybe_unused]] E& extra) {
         if constexpr (GradientCheck<E>) extra.check(gradients, comm_);
       });
@@ -318,7 +329,7 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
   auto checkpointed_run(Parts&... parts) {
     auto each_more = [this, &parts...](auto&& function) {
       int extra_number = 0, part_number = 0;
-      each_extra([&]<class E>([[maybe_unused]] E& extra) {
+      this->each_extra([&]<class E>([[maybe_unused]] E& extra) {
         if constexpr (Checkpointed<E>) function(fmt::format("extra_{}", extra_number), extra);
         ++extra_number;
       });
@@ -351,7 +362,7 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
     each_extra([&]<class E>([[maybe_unused]] E& extra) {
       if constexpr (Schedule<E>) {
         const double factor = extra.rate_factor(position_.epoch, position_.step);
-        auto rate = rates_.begin();
+        auto rate = position_.rates.begin();
         for (auto& group : optimizer_->param_groups()) group.options().set_lr(*rate++ * factor);
       }
     });
@@ -378,13 +389,12 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
   typename Kept::Ddp ddp_;
   std::vector<at::Tensor> parameters_;
   std::unique_ptr<torch::optim::Optimizer> optimizer_;
-  std::vector<double> rates_;      // of the optimizer's groups, before any schedule
   std::vector<LocalLoss> losses_;  // of the running step
   MeanMeter meter_;                // of the running epoch
   detail::RunPosition position_;
   std::optional<detail::RankState> resumed_;  // what a checkpoint left for the next `fit`
   detail::SaveFeed save_feed_;                // where the data stands, inside `fit`
-  std::int64_t skipped_ = 0;                  // steps of this epoch
+  bool skipped_ = false;                      // the running step
   bool in_step_ = false;
 };
 

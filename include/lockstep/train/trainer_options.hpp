@@ -74,6 +74,8 @@ inline const TrainerOptions& validated(const TrainerOptions& options) {
     refuse_option("learning rate is {}: give a finite number, 0 or more", options.lr);
   if (options.workers < 0)
     refuse_option("workers is {}: give a number of threads, 0 or more", options.workers);
+  if (options.workers > 1024)
+    refuse_option("workers is {}: give the threads a rank that load ahead, 1024 at most", options.workers);
   return options;
 }
 

@@ -59,7 +59,7 @@ inline int launch_here(const LaunchPlan& plan, int argc, char** argv, const Laun
             [text = fmt::format("{} on {}", failure.text, host_name()), url, size = plan.size] {
               const auto tell = url.path.empty()
                                     ? connect_tcp_store(url.host, url.port, std::chrono::milliseconds(500))
-                                    : StorePtr(c10::make_intrusive<c10d::FileStore>(url.path, size));
+                                    : open_file_store(url.path, size);
               tell->compareSet("lockstep/failure", {}, to_bytes(text));
               Bulletin(tell, -1, size).ring_all();
             });

@@ -37,6 +37,15 @@ struct LaunchPlan {
   std::string rendezvous;  ///< of several hosts; empty where all ranks are on this one
 };
 
+/// Throws UsageError for more processes than any host of this one's size can have use of: they would take its
+/// memory before they say a word.
+inline void require_sane(int nproc) {
+  constexpr int for_each_core = 64;
+  if (const int cores = usable_cores(); nproc / for_each_core > cores)
+    throw UsageError(fmt::format("--nproc {} is more than {} processes for each of the {} cores here", nproc,
+                                 for_each_core, cores));
+}
+
 /// Decides it from the command line and the environment. Throws UsageError where they contradict each other.
 inline LaunchPlan plan_launch(int argc, char** argv, const LaunchOptions& options,
                               const Variables& variables = process_variable) {
@@ -69,6 +78,7 @@ inline LaunchPlan plan_launch(int argc, char** argv, const LaunchOptions& option
       plan.worker = true;
       return plan;
     }
+    require_sane(plan.nproc);
     if (!size)
       throw UsageError(fmt::format(
           "RANK={} is set but WORLD_SIZE is not: set WORLD_SIZE to the number of all ranks", *rank));
@@ -91,6 +101,7 @@ inline LaunchPlan plan_launch(int argc, char** argv, const LaunchOptions& option
         fmt::format("WORLD_SIZE={} contradicts --nproc {}: on one host leave WORLD_SIZE out, on several set "
                     "RANK to this host's first rank",
                     *size, *nproc));
+  require_sane(*nproc);
   plan.nproc = plan.size = *nproc;
   plan.worker = plan.nproc == 1;
   return plan;

@@ -1,11 +1,15 @@
 #pragma once
 
+#include <fcntl.h>
 #include <fmt/format.h>
+#include <unistd.h>
 #include <torch/csrc/distributed/c10d/FileStore.hpp>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
+#include <cerrno>
 #include <chrono>
+#include <cstring>
 #include <functional>
 #include <optional>
 #include <random>
@@ -123,6 +127,16 @@ inline Meeting meet_through_board(const StorePtr& board, const std::string& boar
                                     std::chrono::duration<double>(limit).count(), last));
 }
 
+/// The file through which the ranks meet. Throws UsageError where it cannot be opened for writing: c10d would
+/// try that for minutes.
+inline StorePtr open_file_store(const std::string& path, int size) {
+  const int file = ::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0644);
+  if (file < 0)
+    throw UsageError(fmt::format("cannot open the rendezvous file {}: {}", path, std::strerror(errno)));
+  ::close(file);
+  return c10::make_intrusive<c10d::FileStore>(path, size);
+}
+
 /// Opens the store of `env`: hosts it on rank 0 unless somebody does, and connects.
 inline Meeting meet(const Environment& env, std::chrono::milliseconds limit) {
   if (env.rendezvous.empty()) {
@@ -133,7 +147,7 @@ inline Meeting meet(const Environment& env, std::chrono::milliseconds limit) {
   if (!url.path.empty()) {
     const auto open = [path = url.path, size = env.size](auto time) {
       return at_store(fmt::format("cannot open the rendezvous file {}", path), [&]() -> StorePtr {
-        auto store = c10::make_intrusive<c10d::FileStore>(path, size);
+        auto store = open_file_store(path, size);
         store->setTimeout(time);
         return store;
       });

@@ -250,3 +250,30 @@ TEST_CASE("an epsilon and float64 change little") {
     CHECK(relative_error(other, one) < 1e-5);
   }
 }
+
+TEST_CASE("power_sgd averages complex gradients as the real ones that they are made of") {
+  const auto& world = test_world();
+  std::vector<at::Tensor> list;
+  for (int i = 0; i < 2; ++i)
+    list.push_back(torch::zeros({24, 16}, torch::kComplexFloat).requires_grad_(true));
+  lockstep::DistributedDataParallel ddp{list, shared_comm(), {}, PowerSgdHook(at_once(1))};
+  // Of rank 1, so that nothing is lost.
+  const auto weights = [&](int which, int rank) {
+    torch::manual_seed(10 * which + 1);
+    const auto columns = torch::randn({1, 32});
+    return torch::view_as_complex(
+        (torch::randn({24, 1}).mm(columns) * (rank + 1.0)).view({24, 16, 2}).contiguous());
+  };
+  for (int step = 0; step < 3; ++step) {
+    for (auto& parameter : list) parameter.mutable_grad().reset();
+    at::Tensor loss = torch::zeros({});
+    for (int i = 0; i < 2; ++i)
+      loss = loss + (torch::view_as_real(list[static_cast<std::size_t>(i)]) *
+                     torch::view_as_real(weights(i, world.rank())))
+                        .sum();
+    ddp.backward(loss);
+    for (int i = 0; i < 2; ++i)
+      CHECK(relative_error(torch::view_as_real(list[static_cast<std::size_t>(i)].grad()),
+                           torch::view_as_real(weights(i, 0)) * ((world.size() + 1) / 2.0)) < 1e-4);
+  }
+}

@@ -25,7 +25,8 @@ struct GradientBucket {
   std::size_t iteration = 0;
   /// [n]: this rank's gradients, one after the other. The average over the ranks goes here.
   at::Tensor flat;
-  /// The same memory as one tensor for each parameter, in the bucket's order.
+  /// The same memory as one tensor for each parameter, in the bucket's order. Of a complex one each element
+  /// is two of `flat`, which is real.
   std::vector<at::Tensor> gradients;
   /// The indices of these parameters in the model, the same on every rank.
   std::vector<std::size_t> parameters;

@@ -41,13 +41,14 @@ struct LowRankLayout {
   }
 };
 
-/// Python's choice: n x m is compressed where (n + m) * r * min_rate < n * m, with r = min(n, m, rank).
+/// Python's choice: n x m is compressed where (n + m) * r * min_rate < n * m, with r = min(n, m, rank). A
+/// complex gradient is a real one with twice as many columns.
 inline LowRankLayout low_rank_layout(const GradientBucket& bucket, std::int64_t rank, double min_rate) {
   LowRankLayout layout{bucket.parameters, {}, {}, {}, {}, {}};
   std::int64_t offset = 0, p = 0, q = 0, rest = 0;
   for (std::size_t i = 0; i < bucket.gradients.size(); ++i) {
     const at::Tensor& gradient = bucket.gradients[i];
-    const std::int64_t length = gradient.numel();
+    const std::int64_t length = gradient.numel() * (gradient.is_complex() ? 2 : 1);
     if (length == 0) continue;
     const std::int64_t n = gradient.dim() > 0 ? gradient.size(0) : 1, m = length / n;
     const std::int64_t r = std::min({n, m, rank});
