@@ -339,10 +339,7 @@ class GlooComm {
   Work begin(const char* name, std::optional<ReduceOp> op, int root, const Tensors& tensors) {
     const detail::Call call = group().begin(name);
     if (group().options().check_shapes && size() > 1) {
-      static constexpr const char* ops[] = {"sum", "average", "min", "max", "product"};
-      std::string operation = name;
-      if (op) operation += fmt::format(" of {}", ops[static_cast<int>(*op)]);
-      if (root >= 0) operation += fmt::format(" with root {}", root);
+      const std::string operation = detail::operation_text(name, op, root);
       if constexpr (std::is_same_v<Tensors, at::Tensor>)
         detail::compare_over_ranks(*group_, call, detail::signature(operation, {tensors}));
       else

@@ -10,19 +10,12 @@
 #include <fmt/format.h>
 
 #include "lockstep/comm/communicator.hpp"
-#include "lockstep/comm/dtype_name.hpp"
+#include "lockstep/comm/describe.hpp"
 #include "lockstep/error.hpp"
 
 #include <torch/csrc/distributed/c10d/Types.hpp>
 
 namespace lockstep::detail {
-
-/// "[4, 3] float32", as the error messages name a tensor.
-inline std::string describe(const at::Tensor& tensor) {
-  std::string text = "[";
-  for (std::int64_t size : tensor.sizes()) text += fmt::format("{}{}", text.size() > 1 ? ", " : "", size);
-  return text + "] " + dtype_name(tensor.scalar_type());
-}
 
 /// Throws CommunicationError unless `tensor` can take part in a collective on a CPU.
 inline void check_tensor(std::string_view collective, const at::Tensor& tensor) {

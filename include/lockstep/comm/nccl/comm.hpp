@@ -1,0 +1,452 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <numeric>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <fmt/format.h>
+
+#include "lockstep/comm/communicator.hpp"
+#include "lockstep/comm/nccl/device.hpp"
+#include "lockstep/comm/nccl/group.hpp"
+#include "lockstep/comm/nccl/operands.hpp"
+#include "lockstep/comm/nccl/options.hpp"
+#include "lockstep/comm/nccl/tensor_check.hpp"
+#include "lockstep/comm/nccl/work.hpp"
+#include "lockstep/comm/signature.hpp"
+
+namespace lockstep {
+
+/// Collectives of a GPU's tensors over NCCL, on a stream of their own. NcclComm is this over the real CUDA
+/// and NCCL; `D` is whatever stands for them.
+///
+/// Every rank constructs its communicators in the same order, and calls the same collectives on each in the
+/// same order. A collective comes after all that the current stream holds at its call, and its results are
+/// there for what the current stream is given after `join_stream()`; the host waits for neither. Tensors may
+/// have any strides (what is not contiguous travels as a copy) and must be equal in shape and dtype over the
+/// ranks; NcclOptions::check_shapes turns a difference into a MismatchError on every rank. A list is one
+/// group of NCCL's, without copies. Empty tensors and empty lists are allowed. Averages are NCCL's own, which
+/// multiplies each rank's numbers by 1 / size before they are added.
+///
+/// Each call throws CommunicationError inside a rank-zero scope or for a tensor that NCCL cannot take, and
+/// PeerError when another rank has failed. When a collective is not complete at its deadline, a watchdog ends
+/// it, and the next call or wait throws TimeoutError naming the late ranks. The first such error is sticky:
+/// later calls throw it again. What is destroyed by an exception tells the other ranks and aborts, and never
+/// waits.
+///
+/// Thread safety: one thread at a time may issue collectives, since their order must be that of the other
+/// ranks. Works may be waited for on other threads, and abort() may be called from any.
+template <NcclDevice D>
+class BasicNcclComm {
+ public:
+  using Work = NcclWork<D>;
+
+  /// Meets the other ranks. Throws UsageError where there is no GPU for this rank or two ranks are on one,
+  /// TimeoutError naming the ranks that have not come when the deadline passes, PeerError where one has
+  /// failed, MismatchError where two have different NCCLs.
+  explicit BasicNcclComm(const World& world, NcclOptions options = {})
+      : group_(std::make_shared<detail::NcclGroup<D>>(world, all_ranks(world.size()), next_name(world),
+                                                      options)) {}
+
+  BasicNcclComm(BasicNcclComm&&) noexcept = default;
+  BasicNcclComm& operator=(BasicNcclComm&& other) noexcept {
+    if (this == &other) return *this;
+    end();
+    group_ = std::move(other.group_);
+    exceptions_ = other.exceptions_;
+    return *this;
+  }
+  ~BasicNcclComm() { end(); }
+
+  [[nodiscard]] int rank() const { return group_->rank(); }
+  [[nodiscard]] int size() const { return group_->size(); }
+  [[nodiscard]] const World& world() const { return group_->world(); }
+
+  /// What errors call the collectives that follow, such as "bucket 2 of 5, with fc.weight", until it is
+  /// changed; null for nothing.
+  void label(detail::Label label) { group_->label(std::move(label)); }
+
+  /// Combines `tensor` over the ranks, in place on every one. `average` needs a floating dtype; on bool,
+  /// `sum` is "any" and `product` "all".
+  Work all_reduce(const at::Tensor& tensor, ReduceOp op = ReduceOp::sum) {
+    return all_reduce(std::vector<at::Tensor>{tensor}, op);
+  }
+  Work all_reduce(const std::vector<at::Tensor>& list, ReduceOp op = ReduceOp::sum) {
+    check("all_reduce").reduces(list, op);
+    const detail::Call call = begin("all_reduce", op, -1, list);
+    return run(call, {}, {}, list, [this, op](auto comm, const auto& stream, const auto& operands) {
+      return operands.for_each_changed([&](const at::Tensor& tensor) {
+        const auto wire = detail::reduced_as(tensor);
+        return device().all_reduce(comm, stream, tensor.const_data_ptr(), tensor.mutable_data_ptr(),
+                                   wire.count, wire.type, detail::reduced_by(tensor, op));
+      });
+    });
+  }
+
+  /// Combines `tensor` over the ranks, in place on `root`; on the others it holds anything afterwards.
+  Work reduce(const at::Tensor& tensor, int root = 0, ReduceOp op = ReduceOp::sum) {
+    return reduce(std::vector<at::Tensor>{tensor}, root, op);
+  }
+  Work reduce(const std::vector<at::Tensor>& list, int root = 0, ReduceOp op = ReduceOp::sum) {
+    check("reduce").reduces(list, op);
+    check_rank("reduce", root);
+    const detail::Call call = begin("reduce", op, root, list);
+    return run(call, {}, {}, list, [this, op, root](auto comm, const auto& stream, const auto& operands) {
+      return operands.for_each_changed([&](const at::Tensor& tensor) {
+        const auto wire = detail::reduced_as(tensor);
+        return device().reduce(comm, stream, tensor.const_data_ptr(), tensor.mutable_data_ptr(), wire.count,
+                               wire.type, detail::reduced_by(tensor, op), root);
+      });
+    });
+  }
+
+  /// Gives every rank `root`'s `tensor`, in place. Any dtype.
+  Work broadcast(const at::Tensor& tensor, int root = 0) {
+    return broadcast(std::vector<at::Tensor>{tensor}, root);
+  }
+  Work broadcast(const std::vector<at::Tensor>& list, int root = 0) {
+    check("broadcast").moves(list);
+    check_rank("broadcast", root);
+    const detail::Call call = begin("broadcast", std::nullopt, root, list);
+    return run(call, {}, {}, list, [this, root](auto comm, const auto& stream, const auto& operands) {
+      return operands.for_each_changed([&](const at::Tensor& tensor) {
+        const auto wire = detail::moved_as(tensor);
+        return device().broadcast(comm, stream, tensor.const_data_ptr(), tensor.mutable_data_ptr(),
+                                  wire.count, wire.type, root);
+      });
+    });
+  }
+
+  /// Gives every rank the `input` [...] of all: `output` [size, ...], by rank. Any dtype.
+  Work all_gather(const at::Tensor& output, const at::Tensor& input) {
+    return all_gather(std::vector<at::Tensor>{output}, std::vector<at::Tensor>{input});
+  }
+  Work all_gather(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs) {
+    check("all_gather").pairs(outputs, inputs, size());
+    const detail::Call call = begin("all_gather", std::nullopt, -1, inputs);
+    return gather(call, outputs, inputs);
+  }
+
+  /// Combines the rows of every rank's `input` [size, ...] and gives rank r row r: `output` [...].
+  Work reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op = ReduceOp::sum) {
+    return reduce_scatter(std::vector<at::Tensor>{output}, std::vector<at::Tensor>{input}, op);
+  }
+  Work reduce_scatter(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs,
+                      ReduceOp op = ReduceOp::sum) {
+    check("reduce_scatter").reduces(inputs, op);
+    check("reduce_scatter").pairs(inputs, outputs, size());
+    const detail::Call call = begin("reduce_scatter", op, -1, inputs);
+    return run(call, outputs, inputs, {}, [this, op](auto comm, const auto& stream, const auto& operands) {
+      return operands.for_each_pair([&](const at::Tensor& output, const at::Tensor& input) {
+        const auto wire = detail::reduced_as(output);
+        return device().reduce_scatter(comm, stream, input.const_data_ptr(), output.mutable_data_ptr(),
+                                       wire.count, wire.type, detail::reduced_by(output, op));
+      });
+    });
+  }
+
+  /// Sends row r of `input` [size, ...] to rank r; row s of `output` [size, ...] comes from rank s. Any
+  /// dtype.
+  Work all_to_all(const at::Tensor& output, const at::Tensor& input) {
+    return all_to_all(std::vector<at::Tensor>{output}, std::vector<at::Tensor>{input});
+  }
+  Work all_to_all(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs) {
+    check("all_to_all").pairs(outputs, inputs, 1);
+    for (const at::Tensor& input : inputs)
+      if (input.dim() == 0 || input.size(0) != size())
+        check("all_to_all")
+            .refuse(fmt::format("the input {} must have one row for each of {} ranks",
+                                detail::describe(input), size()));
+    const detail::Call call = begin("all_to_all", std::nullopt, -1, inputs);
+    return run(call, outputs, inputs, {}, [this](auto comm, const auto& stream, const auto& operands) {
+      return operands.for_each_pair([&](const at::Tensor& output, const at::Tensor& input) {
+        const auto wire = detail::moved_as(input);
+        const std::size_t count = wire.count / static_cast<std::size_t>(size());
+        const std::size_t bytes = input.nbytes() / static_cast<std::size_t>(size());
+        auto result = NcclResult::success;
+        for (int peer = 0; peer < size() && detail::went_well(result); ++peer) {
+          const auto* from =
+              static_cast<const char*>(input.const_data_ptr()) + static_cast<std::size_t>(peer) * bytes;
+          auto* to = static_cast<char*>(output.mutable_data_ptr()) + static_cast<std::size_t>(peer) * bytes;
+          result = device().send(comm, stream, from, count, wire.type, peer);
+          if (detail::went_well(result)) result = device().recv(comm, stream, to, count, wire.type, peer);
+        }
+        return result;
+      });
+    });
+  }
+
+  /// Sends `tensor` to the rank `peer`, which must call recv with the same shape and dtype. Messages share
+  /// the stream, and so the order, of the collectives. NCCL knows no tags: the tag is 0.
+  Work send(const at::Tensor& tensor, int peer, int tag = 0) {
+    return send(std::vector<at::Tensor>{tensor}, peer, tag);
+  }
+  Work send(const std::vector<at::Tensor>& list, int peer, int tag = 0) {
+    const detail::Call call = begin_message("send", list, peer, tag);
+    return run(call, {}, list, {}, [this, peer](auto comm, const auto& stream, const auto& operands) {
+      return operands.for_each_read([&](const at::Tensor& tensor) {
+        const auto wire = detail::moved_as(tensor);
+        return device().send(comm, stream, tensor.const_data_ptr(), wire.count, wire.type, peer);
+      });
+    });
+  }
+  /// Receives into `tensor`, which holds the message once the Work has been waited for.
+  Work recv(const at::Tensor& tensor, int peer, int tag = 0) {
+    return recv(std::vector<at::Tensor>{tensor}, peer, tag);
+  }
+  Work recv(const std::vector<at::Tensor>& list, int peer, int tag = 0) {
+    const detail::Call call = begin_message("recv", list, peer, tag);
+    return run(call, list, {}, {}, [this, peer](auto comm, const auto& stream, const auto& operands) {
+      return operands.for_each_written([&](const at::Tensor& tensor) {
+        const auto wire = detail::moved_as(tensor);
+        return device().recv(comm, stream, tensor.mutable_data_ptr(), wire.count, wire.type, peer);
+      });
+    });
+  }
+
+  /// Every rank's bytes, by rank, through the memory of the GPUs. Blocks.
+  [[nodiscard]] std::vector<std::string> all_gather_bytes(const std::string& bytes) {
+    return exchange(group_->begin("all_gather_bytes"), bytes);
+  }
+  /// The same without blocking, through the store: `all` holds the bytes once the Work has been waited for,
+  /// and must live until then.
+  Work all_gather_bytes_async(std::vector<std::string>& all, const std::string& bytes) {
+    return exchange_in_store("all_gather_bytes", all_ranks(size()), bytes,
+                             [&all](std::vector<std::string> got) { all = std::move(got); });
+  }
+
+  /// `root`'s bytes, through the memory of the GPUs. Blocks.
+  [[nodiscard]] std::string broadcast_bytes(const std::string& bytes, int root = 0) {
+    check_rank("broadcast_bytes", root);
+    const detail::Call call = group_->begin("broadcast_bytes");
+    auto length = at::zeros({1}, at::kLong);
+    length.template mutable_data_ptr<std::int64_t>()[0] = static_cast<std::int64_t>(bytes.size());
+    length = send_from(call, length, root);
+    const std::int64_t count = length.template const_data_ptr<std::int64_t>()[0];
+    if (count == 0) return {};
+    return detail::text_in(
+        send_from(call, rank() == root ? detail::bytes_of(bytes, count) : at::zeros({count}, at::kByte),
+                  root),
+        count);
+  }
+  /// Gives every rank `root`'s `bytes` in place, without blocking, through the store: they are there once the
+  /// Work has been waited for, and must live until then.
+  Work broadcast_bytes_async(std::string& bytes, int root = 0) {
+    check_rank("broadcast_bytes", root);
+    return exchange_in_store("broadcast_bytes", {root}, bytes,
+                             [&bytes](std::vector<std::string> got) { bytes = std::move(got[0]); });
+  }
+
+  /// Blocks until every rank has come, and the current streams of all have. Throws TimeoutError naming the
+  /// missing ranks when the deadline passes.
+  void barrier() { barrier_async().wait_host(); }
+  /// The same without blocking: the Work is complete when every rank has come.
+  Work barrier_async() {
+    const detail::Call call = group_->begin("barrier");
+    if (!token_.defined()) token_ = upload(call, at::zeros({1}, at::kInt));
+    return run(call, {}, {}, {token_}, [this](auto comm, const auto& stream, const auto& operands) {
+      return operands.for_each_changed([&](const at::Tensor& tensor) {
+        return device().all_reduce(comm, stream, tensor.const_data_ptr(), tensor.mutable_data_ptr(), 1,
+                                   at::kInt, ReduceOp::max);
+      });
+    });
+  }
+
+  /// A group of some of this group's ranks, ascending. Every rank of this group calls it with the same list;
+  /// those that are not in the list get nothing.
+  [[nodiscard]] std::optional<BasicNcclComm> sub_group(const std::vector<int>& ranks) {
+    for (std::size_t i = 0; i < ranks.size(); ++i) {
+      check_rank("sub_group", ranks[i]);
+      if (i > 0 && ranks[i] <= ranks[i - 1])
+        throw CommunicationError("sub_group: the ranks must ascend, and none may be named twice",
+                                 world().rank());
+    }
+    const detail::Call call = group_->begin("sub_group");
+    std::string name = group_->next_child();
+    if (std::find(ranks.begin(), ranks.end(), rank()) == ranks.end()) {
+      group_->stay_out_of_split(call);
+      return std::nullopt;
+    }
+    std::vector<int> global;
+    for (int rank : ranks) global.push_back(group_->membership().ranks()[static_cast<std::size_t>(rank)]);
+    return BasicNcclComm(std::make_shared<detail::NcclGroup<D>>(*group_, std::move(global), std::move(name)));
+  }
+
+  /// Ends what is in flight, and every wait of the other ranks with a PeerError that gives `reason`; every
+  /// later call here throws an error. Does not block.
+  void abort(const std::string& reason) { group_->abort(reason); }
+
+  /// Leaves the group in good order. What is in flight is completed first.
+  void shutdown() { group_->shutdown(); }
+
+ private:
+  explicit BasicNcclComm(std::shared_ptr<detail::NcclGroup<D>> group) : group_(std::move(group)) {}
+
+  static std::vector<int> all_ranks(int size) {
+    std::vector<int> ranks(static_cast<std::size_t>(size));
+    std::iota(ranks.begin(), ranks.end(), 0);
+    return ranks;
+  }
+  // The same on every rank, also where several ranks are threads of one process: the worlds count their own.
+  static std::string next_name(const World& world) {
+    static std::mutex mutex;
+    static std::map<c10d::Store*, std::pair<c10::weak_intrusive_ptr<c10d::Store>, int>> counts;
+    const StorePtr store = world.store();
+    std::lock_guard lock(mutex);
+    auto [known, fresh] = counts.try_emplace(store.get(), store, 0);
+    if (known->second.first.expired()) known->second = {c10::weak_intrusive_ptr<c10d::Store>(store), 0};
+    return fmt::format("lockstep/nccl/{}", known->second.second++);
+  }
+
+  void end() noexcept {
+    if (!group_) return;
+    if (std::uncaught_exceptions() > exceptions_) {
+      group_->abort_by_exception();
+    } else {
+      try {
+        group_->shutdown();
+      } catch (const std::exception& error) {
+        group_->abort(error.what());
+      }
+    }
+    group_.reset();
+  }
+
+  [[nodiscard]] const D& device() const { return group_->device(); }
+  [[nodiscard]] detail::NcclTensorCheck<D> check(const char* name) const {
+    return {name, device(), world().rank()};
+  }
+  void check_rank(const char* name, int rank) const {
+    if (rank < 0 || rank >= size())
+      throw CommunicationError(fmt::format("{}: there is no rank {} in a group of {}", name, rank, size()),
+                               world().rank());
+  }
+
+  detail::Call begin(const char* name, std::optional<ReduceOp> op, int root,
+                     const std::vector<at::Tensor>& list) {
+    const detail::Call call = group_->begin(name);
+    if (!group_->options().check_shapes || size() == 1) return call;
+    const std::vector<std::string> all =
+        exchange(call, detail::signature(detail::operation_text(name, op, root), list));
+    for (const std::string& other : all)
+      if (other != all[0])
+        throw MismatchError(detail::mismatch_text(call, all, group_->membership().ranks()), world().rank());
+    return call;
+  }
+  detail::Call begin_message(const char* name, const std::vector<at::Tensor>& list, int peer, int tag) {
+    check(name).moves(list);
+    check_rank(name, peer);
+    if (peer == rank())
+      throw CommunicationError(fmt::format("{}: rank {} cannot send to itself", name, peer), world().rank());
+    if (tag != 0)
+      throw CommunicationError(
+          fmt::format("{}: NCCL knows no tags, and {} is one: use tag 0, or a sub_group for each tag", name,
+                      tag),
+          world().rank());
+    return group_->message(name, peer, tag);
+  }
+
+  // Issues `issue(comm, stream, operands)` for the operands as dense tensors.
+  template <class Issue>
+  Work run(const detail::Call& call, const std::vector<at::Tensor>& written,
+           const std::vector<at::Tensor>& read, const std::vector<at::Tensor>& changed, Issue&& issue) {
+    detail::Operands<D> operands(device(), group_->stream());
+    group_->guarded(call, [&] { operands.take(written, read, changed); });
+    if (operands.empty()) return {};
+    auto kept = operands.all();
+    auto flight = group_->fly(
+        call, std::move(kept), [&] { operands.copy_in(); },
+        [&](auto comm, const auto& stream) { return issue(comm, stream, operands); },
+        [&] { operands.copy_out(); });
+    return Work(group_, std::move(flight));
+  }
+
+  Work gather(const detail::Call& call, const std::vector<at::Tensor>& outputs,
+              const std::vector<at::Tensor>& inputs) {
+    return run(call, outputs, inputs, {}, [this](auto comm, const auto& stream, const auto& operands) {
+      return operands.for_each_pair([&](const at::Tensor& output, const at::Tensor& input) {
+        const auto wire = detail::moved_as(input);
+        return device().all_gather(comm, stream, input.const_data_ptr(), output.mutable_data_ptr(),
+                                   wire.count, wire.type);
+      });
+    });
+  }
+
+  at::Tensor upload(const detail::Call& call, const at::Tensor& tensor) {
+    return group_->guarded(call, [&] { return device().upload(tensor); });
+  }
+  // Host tensors through the GPUs: `row` of every rank, and `tensor` of `root`.
+  at::Tensor gather_rows(const detail::Call& call, const at::Tensor& row) {
+    const at::Tensor rows = upload(call, at::empty({size(), row.numel()}, row.options()));
+    return arrive(gather(call, {rows}, {upload(call, row)}), rows);
+  }
+  at::Tensor send_from(const detail::Call& call, const at::Tensor& tensor, int root) {
+    const at::Tensor there = upload(call, tensor);
+    auto work = run(call, {}, {}, {there}, [this, root](auto comm, const auto& stream, const auto& operands) {
+      return operands.for_each_changed([&](const at::Tensor& sent) {
+        const auto wire = detail::moved_as(sent);
+        return device().broadcast(comm, stream, sent.const_data_ptr(), sent.mutable_data_ptr(), wire.count,
+                                  wire.type, root);
+      });
+    });
+    return arrive(std::move(work), there);
+  }
+  at::Tensor arrive(Work work, const at::Tensor& there) {
+    work.wait_host();  // under the deadline, which the device's own waiting does not know
+    work.join_stream();
+    return device().download(there);
+  }
+
+  std::vector<std::string> exchange(const detail::Call& call, const std::string& own) {
+    auto length = at::zeros({1}, at::kLong);
+    length.template mutable_data_ptr<std::int64_t>()[0] = static_cast<std::int64_t>(own.size());
+    const at::Tensor lengths = gather_rows(call, length);
+    const auto* lengths_of = lengths.template const_data_ptr<std::int64_t>();
+    const std::int64_t longest = *std::max_element(lengths_of, lengths_of + size());
+    std::vector<std::string> all(static_cast<std::size_t>(size()));
+    if (longest == 0) return all;
+    const std::int64_t total = std::accumulate(lengths_of, lengths_of + size(), std::int64_t{0});
+    if (longest * size() <= std::max<std::int64_t>(2 * total, 1 << 16)) {
+      const at::Tensor rows = gather_rows(call, detail::bytes_of(own, longest));
+      for (int r = 0; r < size(); ++r)
+        all[static_cast<std::size_t>(r)] = detail::text_in(rows[r], lengths_of[r]);
+      return all;
+    }
+    // Lengths that differ much: padding all to the longest would multiply what travels.
+    for (int r = 0; r < size(); ++r) {
+      const std::int64_t count = lengths_of[r];
+      if (count == 0) continue;
+      const auto sent = r == rank() ? detail::bytes_of(own, count) : at::zeros({count}, at::kByte);
+      all[static_cast<std::size_t>(r)] = detail::text_in(send_from(call, sent, r), count);
+    }
+    return all;
+  }
+  Work exchange_in_store(const char* name, std::vector<int> from, const std::string& own,
+                         detail::StoreExchange::Deliver deliver) {
+    const detail::Call call = group_->begin(name);
+    return Work(group_, call,
+                std::make_unique<detail::StoreExchange>(
+                    group_->membership().store(), fmt::format("bytes/{}", call.sequence), std::move(from),
+                    rank(), size(), own, std::move(deliver)));
+  }
+
+  std::shared_ptr<detail::NcclGroup<D>> group_;
+  at::Tensor token_;  // of barriers
+  int exceptions_ = std::uncaught_exceptions();
+};
+
+}  // namespace lockstep

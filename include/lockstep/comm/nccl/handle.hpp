@@ -1,0 +1,94 @@
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <mutex>
+#include <string>
+#include <thread>
+
+#include "lockstep/comm/nccl/device.hpp"
+
+namespace lockstep::detail {
+
+/// Owns an NCCL communicator, and sees to it that one thread at a time calls on it, and none once it is gone.
+///
+/// Thread safety: every function may be called from any thread.
+template <NcclDevice D>
+class NcclHandle {
+ public:
+  using Comm = typename D::Comm;
+
+  explicit NcclHandle(const D& device) : device_(device) {}
+  ~NcclHandle() { abort(); }
+  NcclHandle(const NcclHandle&) = delete;
+  NcclHandle& operator=(const NcclHandle&) = delete;
+
+  /// Makes the communicator: `make(Comm&)` starts that.
+  template <class Make>
+  NcclResult make(Make&& start) {
+    std::lock_guard lock(mutex_);
+    Comm made{};
+    const NcclResult result = start(made);
+    comm_.store(made);
+    return result;
+  }
+
+  /// Calls `use(comm)` unless the communicator is gone: then the answer is invalid_usage.
+  template <class Use>
+  NcclResult call(Use&& use) {
+    std::lock_guard lock(mutex_);
+    const Comm comm = comm_.load();
+    if (comm == Comm{}) return NcclResult::invalid_usage;
+    return use(comm);
+  }
+
+  /// Waits for what `result` says is still in progress, and returns how it ended. Calls `look()` in between,
+  /// which throws to give up.
+  template <class Look>
+  NcclResult settle(NcclResult result, Look&& look) {
+    for (auto pause = std::chrono::microseconds(1); result == NcclResult::in_progress; pause *= 2) {
+      look();
+      if (pause > std::chrono::microseconds(1000)) pause = std::chrono::microseconds(1000);
+      if (pause > std::chrono::microseconds(16)) std::this_thread::sleep_for(pause);
+      result = state();
+    }
+    return result;
+  }
+
+  [[nodiscard]] NcclResult state() {
+    return call([&](Comm comm) { return device_.state(comm); });
+  }
+  [[nodiscard]] std::string last_error() {
+    std::string text;
+    call([&](Comm comm) {
+      text = device_.last_error(comm);
+      return NcclResult::success;
+    });
+    return text;
+  }
+
+  /// Ends what is in flight, and the communicator. A thread that is stuck inside one of NCCL's calls is given
+  /// a second to come out; after that the abort is what gets it out.
+  void abort() noexcept {
+    std::unique_lock lock(mutex_, std::defer_lock);
+    const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(1);
+    while (!lock.try_lock() && std::chrono::steady_clock::now() < end)
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    const Comm comm = comm_.exchange(Comm{});
+    if (comm != Comm{}) device_.abort(comm);
+  }
+  /// Ends the communicator after `finalize` has succeeded.
+  void destroy() {
+    std::lock_guard lock(mutex_);
+    const Comm comm = comm_.exchange(Comm{});
+    if (comm != Comm{}) device_.destroy(comm);
+  }
+  [[nodiscard]] bool gone() const { return comm_.load() == Comm{}; }
+
+ private:
+  D device_;
+  std::mutex mutex_;
+  std::atomic<Comm> comm_{Comm{}};
+};
+
+}  // namespace lockstep::detail

@@ -1,0 +1,120 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "lockstep/comm/nccl/device.hpp"
+
+namespace lockstep::detail {
+
+inline bool went_well(NcclResult result) {
+  return result == NcclResult::success || result == NcclResult::in_progress;
+}
+
+/// The bytes of a string on the host, behind them as many zeros as `length` asks for; and back.
+inline at::Tensor bytes_of(const std::string& text, std::int64_t length) {
+  auto tensor = at::zeros({length}, at::kByte);
+  if (!text.empty()) std::memcpy(tensor.mutable_data_ptr(), text.data(), text.size());
+  return tensor;
+}
+inline std::string text_in(const at::Tensor& tensor, std::int64_t length) {
+  return {static_cast<const char*>(tensor.const_data_ptr()), static_cast<std::size_t>(length)};
+}
+
+/// The tensors of a call as NCCL can take them: contiguous, and not empty. What is not contiguous is copied
+/// on the communicator's stream, before and after. `written` and `read` are pairs where both are given;
+/// `changed` are read and written.
+template <NcclDevice D>
+class Operands {
+ public:
+  using Stream = typename D::Stream;
+
+  Operands(const D& device, const Stream& stream) : device_(device), stream_(stream) {}
+
+  void take(const std::vector<at::Tensor>& written, const std::vector<at::Tensor>& read,
+            const std::vector<at::Tensor>& changed) {
+    add(written_, written);
+    add(read_, read);
+    add(changed_, changed);
+  }
+
+  [[nodiscard]] bool empty() const { return written_.empty() && read_.empty() && changed_.empty(); }
+
+  /// The caller's tensors and the copies.
+  [[nodiscard]] std::vector<at::Tensor> all() const {
+    std::vector<at::Tensor> tensors;
+    tensors.reserve(written_.size() + read_.size() + changed_.size());
+    for (const auto* list : {&written_, &read_, &changed_})
+      for (const auto& [own, dense] : *list) {
+        tensors.push_back(own);
+        if (!own.is_same(dense)) tensors.push_back(dense);
+      }
+    return tensors;
+  }
+
+  void copy_in() const {
+    for (const auto* list : {&read_, &changed_})
+      for (const auto& [own, dense] : *list)
+        if (!own.is_same(dense)) device_.copy(stream_, dense, own);
+  }
+  void copy_out() const {
+    for (const auto* list : {&written_, &changed_})
+      for (const auto& [own, dense] : *list)
+        if (!own.is_same(dense)) device_.copy(stream_, own, dense);
+  }
+
+  // Each calls `issue` until one fails, and returns how the last went.
+  template <class Issue>
+  NcclResult for_each_changed(Issue&& issue) const {
+    return for_each(changed_, issue);
+  }
+  template <class Issue>
+  NcclResult for_each_read(Issue&& issue) const {
+    return for_each(read_, issue);
+  }
+  template <class Issue>
+  NcclResult for_each_written(Issue&& issue) const {
+    return for_each(written_, issue);
+  }
+  template <class Issue>
+  NcclResult for_each_pair(Issue&& issue) const {
+    auto result = NcclResult::success;
+    for (std::size_t i = 0; i < written_.size() && went_well(result); ++i)
+      result = issue(written_[i].dense, read_[i].dense);
+    return result;
+  }
+
+ private:
+  struct Operand {
+    at::Tensor own, dense;
+  };
+
+  void add(std::vector<Operand>& operands, const std::vector<at::Tensor>& tensors) {
+    operands.reserve(tensors.size());
+    for (const at::Tensor& tensor : tensors) {
+      if (tensor.numel() == 0) continue;
+      operands.push_back({tensor, tensor.is_contiguous()
+                                      ? tensor
+                                      : device_.allocate(stream_, tensor.sizes(), tensor.scalar_type())});
+    }
+  }
+  template <class Issue>
+  static NcclResult for_each(const std::vector<Operand>& operands, Issue&& issue) {
+    auto result = NcclResult::success;
+    for (std::size_t i = 0; i < operands.size() && went_well(result); ++i) result = issue(operands[i].dense);
+    return result;
+  }
+
+  const D& device_;
+  const Stream& stream_;
+  std::vector<Operand> written_, read_, changed_;
+};
+
+}  // namespace lockstep::detail

@@ -1,0 +1,46 @@
+#pragma once
+
+#include <algorithm>
+#include <chrono>
+
+#include <fmt/format.h>
+
+#include "lockstep/error.hpp"
+
+namespace lockstep {
+
+/// How BasicNcclComm behaves.
+struct NcclOptions {
+  /// How long a collective may take, from its call to its end, and how long the ranks are waited for at the
+  /// start and at the end: at least 1 ms; what is longer than 24 days counts as 24 days.
+  std::chrono::milliseconds deadline = std::chrono::minutes(10);
+  /// How often the watchdog looks, while anything is in flight, for errors, late ranks and what has
+  /// completed: at least 1 ms.
+  std::chrono::milliseconds poll = std::chrono::milliseconds(50);
+  /// The GPU; negative: that of the local rank.
+  int device = -1;
+  /// Compares operation, shapes and dtypes over the ranks before anything is sent, at the price of an
+  /// exchange that blocks the host in each call. Without it, ranks that disagree wait for the deadline, or
+  /// read each other's numbers as something else.
+  bool check_shapes = false;
+};
+
+namespace detail {
+
+/// The options as they are used. Throws UsageError for those that cannot be.
+inline NcclOptions checked(NcclOptions options) {
+  if (options.deadline.count() < 1)
+    throw UsageError(
+        fmt::format("NcclOptions: a deadline of {} ms leaves no time for a collective: give at least 1 ms",
+                    options.deadline.count()));
+  if (options.poll.count() < 1)
+    throw UsageError(fmt::format("NcclOptions: the watchdog cannot look every {} ms: give at least 1 ms",
+                                 options.poll.count()));
+  options.deadline = std::min<std::chrono::milliseconds>(options.deadline, std::chrono::hours(24 * 24));
+  options.poll = std::min(options.poll, options.deadline);
+  return options;
+}
+
+}  // namespace detail
+
+}  // namespace lockstep

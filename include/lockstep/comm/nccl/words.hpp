@@ -1,0 +1,66 @@
+#pragma once
+
+#include <exception>
+#include <string>
+#include <string_view>
+
+#include <c10/util/Exception.h>
+#include <fmt/format.h>
+
+#include "lockstep/comm/nccl/device.hpp"
+
+namespace lockstep::detail {
+
+/// The first line of what an exception says, without LibTorch's stack trace.
+inline std::string first_line_of(const std::exception& error) {
+  const auto* known = dynamic_cast<const c10::Error*>(&error);
+  const std::string text = known ? known->what_without_backtrace() : error.what();
+  return text.substr(0, text.find('\n'));
+}
+
+/// "2.27.6", of a number as NCCL has them.
+inline std::string version_text(int version) {
+  return fmt::format("{}.{}.{}", version / 10000, version / 100 % 100, version % 100);
+}
+
+inline std::string_view result_name(NcclResult result) {
+  switch (result) {
+    case NcclResult::success:
+      return "success";
+    case NcclResult::cuda_error:
+      return "unhandled CUDA error";
+    case NcclResult::system_error:
+      return "system error";
+    case NcclResult::internal_error:
+      return "internal error";
+    case NcclResult::invalid_argument:
+      return "invalid argument";
+    case NcclResult::invalid_usage:
+      return "invalid usage";
+    case NcclResult::remote_error:
+      return "a peer has gone, or its network";
+    case NcclResult::in_progress:
+      return "in progress";
+  }
+  return "unknown error";
+}
+
+/// What NCCL said: the kind of its error, and its own words where it has any.
+inline std::string nccl_words(NcclResult result, const std::string& last_error) {
+  const auto begin = last_error.find_first_not_of(" \n\t");
+  std::string words = begin == std::string::npos ? "" : last_error.substr(begin);
+  words = words.substr(0, words.find('\n'));
+  return fmt::format("NCCL: {}{}{}", result_name(result), words.empty() ? "" : ": ", words);
+}
+
+/// "all_reduce #57 (bucket 2 of 5) failed on rank 1: NCCL: ...", with what to do about it.
+inline std::string failure_text(const std::string& what, int rank, const std::string& words) {
+  std::string text = fmt::format("{} failed on rank {}: {}", what, rank, words);
+  if (text.find("out of memory") != std::string::npos)
+    text += fmt::format(": rank {}'s GPU is full, so use a smaller batch or free what else is on it", rank);
+  else
+    text += ": NCCL_DEBUG=INFO makes NCCL say more";
+  return text;
+}
+
+}  // namespace lockstep::detail

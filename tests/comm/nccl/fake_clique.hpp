@@ -1,0 +1,274 @@
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <fmt/format.h>
+
+#include "lockstep/comm/nccl/device.hpp"
+
+namespace lockstep_test {
+
+using lockstep::NcclResult;
+using lockstep::ReduceOp;
+
+struct FakeClique;
+
+/// A rank's communicator.
+struct FakeRank {
+  FakeClique* clique = nullptr;
+  int index = 0;          // in the clique
+  int machine_rank = -1;  // whose GPU
+  bool gone = false;
+  const char* gone_by = "";
+  int delay = 0;                           // polls until what was issued is in the stream
+  std::function<void()> launch;            // puts it there
+  NcclResult error = NcclResult::success;  // that nobody asked for
+  std::string words;
+  std::uint64_t collectives = 0;
+  std::map<int, std::uint64_t> sends, receives;  // by peer
+  int splits = 0;
+  bool finalized = false;
+};
+
+/// One call of NCCL's inside a group.
+struct FakePart {
+  enum class Kind { all_reduce, reduce, reduce_scatter, broadcast, all_gather, send, recv };
+  Kind kind;
+  FakeRank* rank;
+  const void* from = nullptr;
+  void* to = nullptr;
+  std::size_t bytes_read = 0, bytes_written = 0;
+  std::size_t count = 0;
+  at::ScalarType type = at::kByte;
+  ReduceOp op = ReduceOp::sum;
+  int other = -1;  // root or peer
+  bool done = false;
+
+  [[nodiscard]] std::string text() const {
+    static constexpr const char* names[] = {
+        "all_reduce", "reduce", "reduce_scatter", "broadcast", "all_gather", "send", "recv"};
+    return fmt::format("{} of {} {}{}", names[static_cast<int>(kind)], count, c10::toString(type),
+                       other >= 0 ? fmt::format(" with rank {}", other) : "");
+  }
+  [[nodiscard]] bool message() const { return kind == Kind::send || kind == Kind::recv; }
+  [[nodiscard]] bool agrees(const FakePart& part) const {
+    return kind == part.kind && count == part.count && type == part.type && op == part.op &&
+           other == part.other;
+  }
+};
+
+/// What a rank issued between group_start and group_end: it is one thing, that ends when all of it has.
+struct FakeGroupCall {
+  std::vector<FakePart> parts;
+  bool entered = false;
+
+  [[nodiscard]] std::string text() const {
+    return parts.empty() ? "nothing" : fmt::format("a group with {}", parts[0].text());
+  }
+};
+
+/// The ranks that one communicator joins, and how far they are with each other.
+struct FakeClique {
+  int size = 0;
+  std::vector<FakeRank*> ranks;                                 // by index; null: has not come
+  std::map<std::uint64_t, std::vector<FakePart*>> collectives;  // by number: the ranks' parts
+  std::map<std::pair<int, int>, std::map<std::uint64_t, std::pair<FakePart*, FakePart*>>> messages;
+  std::map<int, std::map<int, std::pair<int, FakeRank*>>> splits;  // by number, index: colour and child
+
+  [[nodiscard]] bool complete() const {
+    for (const FakeRank* rank : ranks)
+      if (!rank) return false;
+    return true;
+  }
+};
+
+/// The communicators of a machine, and the reductions that they do.
+class FakeCliques {
+ public:
+  explicit FakeCliques(std::function<void(const std::string&)> complain) : complain_(std::move(complain)) {}
+
+  FakeRank* join(const std::string& id, int size, int index, int machine_rank) {
+    FakeClique& clique = cliques_[id];
+    clique.size = size;
+    clique.ranks.resize(static_cast<std::size_t>(size));
+    FakeRank* rank = new_rank(machine_rank);
+    rank->clique = &clique;
+    rank->index = index;
+    clique.ranks[static_cast<std::size_t>(index)] = rank;
+    return rank;
+  }
+
+  FakeRank* split(FakeRank* parent, int colour, int machine_rank) {
+    const int number = parent->splits++;
+    FakeRank* child = colour < 0 ? nullptr : new_rank(machine_rank);
+    auto& votes = parent->clique->splits[number];
+    votes[parent->index] = {colour, child};
+    parent->delay = 1;
+    parent->launch = [] {};
+    if (static_cast<int>(votes.size()) < parent->clique->size) return child;
+    for (const auto& [index, vote] : votes) {
+      if (vote.first < 0) continue;
+      FakeClique& clique =
+          cliques_[fmt::format("{}/{}/{}", static_cast<void*>(parent->clique), number, vote.first)];
+      vote.second->clique = &clique;
+      vote.second->index = clique.size++;
+      clique.ranks.push_back(vote.second);
+    }
+    return child;
+  }
+
+  NcclResult state(FakeRank* rank) {
+    if (rank->gone) return misuse(rank, "asked for its state");
+    if (rank->error != NcclResult::success) return rank->error;
+    if (!rank->clique || !rank->clique->complete()) return NcclResult::in_progress;
+    if (rank->launch && --rank->delay > 0) return NcclResult::in_progress;
+    if (rank->launch) std::exchange(rank->launch, nullptr)();
+    return NcclResult::success;
+  }
+
+  NcclResult misuse(FakeRank* rank, const std::string& how) {
+    complain_(
+        fmt::format("the communicator of rank {} was {} after {}", rank->machine_rank, how, rank->gone_by));
+    return NcclResult::invalid_usage;
+  }
+
+  /// Whether the group is done, after what can be done of it now.
+  bool advance(FakeGroupCall& group) {
+    if (!std::exchange(group.entered, true))
+      for (FakePart& part : group.parts) enter(part);
+    bool all = true;
+    for (FakePart& part : group.parts) {
+      if (part.rank->gone) part.done = true;  // aborted: it ends, whatever its memory holds then
+      all = all && part.done;
+    }
+    return all;
+  }
+
+  template <class Use>
+  void for_each_of(int machine_rank, Use&& use) {
+    for (auto& rank : ranks_)
+      if (rank->machine_rank == machine_rank) use(*rank);
+  }
+
+ private:
+  FakeRank* new_rank(int machine_rank) {
+    ranks_.push_back(std::make_unique<FakeRank>());
+    ranks_.back()->machine_rank = machine_rank;
+    return ranks_.back().get();
+  }
+
+  void enter(FakePart& part) {
+    FakeClique& clique = *part.rank->clique;
+    if (part.message()) {
+      const bool sends = part.kind == FakePart::Kind::send;
+      const auto way =
+          sends ? std::pair(part.rank->index, part.other) : std::pair(part.other, part.rank->index);
+      const auto number = sends ? part.rank->sends[part.other]++ : part.rank->receives[part.other]++;
+      auto& [send, recv] = clique.messages[way][number];
+      (sends ? send : recv) = &part;
+      if (!send || !recv) return;
+      if (send->count != recv->count || send->type != recv->type)
+        return complain_(fmt::format("{} does not fit {}", recv->text(), send->text()));
+      std::memcpy(recv->to, send->from, send->bytes_read);
+      send->done = recv->done = true;
+      return;
+    }
+    auto& parts = clique.collectives[part.rank->collectives++];
+    parts.resize(static_cast<std::size_t>(clique.size));
+    parts[static_cast<std::size_t>(part.rank->index)] = &part;
+    for (const FakePart* other : parts)
+      if (!other) return;
+    for (const FakePart* other : parts)
+      if (!other->agrees(*parts[0]))
+        return complain_(fmt::format("the ranks issue different collectives: rank {} {}, rank {} {}",
+                                     parts[0]->rank->machine_rank, parts[0]->text(),
+                                     other->rank->machine_rank, other->text()));
+    run(parts);
+    for (FakePart* other : parts) other->done = true;
+  }
+
+  static at::Tensor view(const void* memory, std::size_t count, at::ScalarType type) {
+    return at::from_blob(const_cast<void*>(memory), {static_cast<std::int64_t>(count)},
+                         at::TensorOptions(type));
+  }
+  static at::Tensor combined(const std::vector<FakePart*>& parts, std::size_t count) {
+    const FakePart& first = *parts[0];
+    const double scale = first.op == ReduceOp::average ? 1.0 / static_cast<double>(parts.size()) : 1.0;
+    at::Tensor sum;
+    for (const FakePart* part : parts) {
+      at::Tensor own = view(part->from, count, part->type).clone();
+      if (first.op == ReduceOp::average) own.mul_(scale);
+      if (!sum.defined())
+        sum = own;
+      else if (first.op == ReduceOp::min)
+        sum = at::minimum(sum, own);
+      else if (first.op == ReduceOp::max)
+        sum = at::maximum(sum, own);
+      else if (first.op == ReduceOp::product)
+        sum.mul_(own);
+      else
+        sum.add_(own);
+    }
+    return sum;
+  }
+  static void run(const std::vector<FakePart*>& parts) {
+    using Kind = FakePart::Kind;
+    const FakePart& first = *parts[0];
+    const at::NoGradGuard no_grad;
+    switch (first.kind) {
+      case Kind::all_reduce:
+      case Kind::reduce: {
+        const at::Tensor sum = combined(parts, first.count);
+        for (FakePart* part : parts) {
+          // Where a reduce is not wanted, NCCL leaves anything behind.
+          auto to = view(part->to, part->count, part->type);
+          if (first.kind == Kind::all_reduce || part->rank->index == first.other)
+            to.copy_(sum);
+          else
+            to.fill_(7);
+        }
+        return;
+      }
+      case Kind::reduce_scatter: {
+        const at::Tensor sum = combined(parts, first.count * parts.size());
+        for (std::size_t r = 0; r < parts.size(); ++r)
+          view(parts[r]->to, first.count, first.type)
+              .copy_(sum.narrow(0, static_cast<std::int64_t>(r * first.count),
+                                static_cast<std::int64_t>(first.count)));
+        return;
+      }
+      case Kind::broadcast: {
+        const at::Tensor sent =
+            view(parts[static_cast<std::size_t>(first.other)]->from, first.count, first.type).clone();
+        for (FakePart* part : parts) view(part->to, part->count, part->type).copy_(sent);
+        return;
+      }
+      case Kind::all_gather: {
+        std::vector<at::Tensor> rows;
+        for (const FakePart* part : parts) rows.push_back(view(part->from, part->count, part->type).clone());
+        const at::Tensor all = at::cat(rows);
+        for (FakePart* part : parts) view(part->to, part->count * parts.size(), part->type).copy_(all);
+        return;
+      }
+      default:
+        return;
+    }
+  }
+
+  std::function<void(const std::string&)> complain_;
+  std::map<std::string, FakeClique> cliques_;
+  std::vector<std::unique_ptr<FakeRank>> ranks_;
+};
+
+}  // namespace lockstep_test

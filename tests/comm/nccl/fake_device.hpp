@@ -1,0 +1,259 @@
+#pragma once
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "fake_machine.hpp"
+#include "lockstep/comm/nccl/device.hpp"
+
+namespace lockstep_test {
+
+/// The GPU of a rank of a FakeMachine, as a communicator sees one. It refuses, and enters as a violation,
+/// whatever the contract of NcclDevice forbids.
+class FakeDevice {
+ public:
+  using Comm = FakeRank*;
+  using Stream = FakeMachine::Stream*;
+  using Event = FakeMachine::Event*;
+
+  /// What a test makes go wrong, by rank.
+  struct Faults {
+    std::map<int, std::string> no_device;                     // what open says
+    std::map<int, std::string> card;                          // another name
+    std::map<int, int> version;                               // of NCCL
+    std::map<int, std::pair<NcclResult, std::string>> group;  // what group_end answers
+    std::map<int, std::string> memory;                        // what allocate says
+  };
+  static Faults& faults() {
+    static Faults all;
+    return all;
+  }
+
+  static FakeDevice open(const lockstep::World& world, int /*index*/) {
+    const auto fault = faults().no_device.find(world.rank());
+    if (fault != faults().no_device.end()) throw lockstep::UsageError(fault->second, world.rank());
+    return FakeDevice(FakeMachine::seat().machine, world.rank());
+  }
+  void enter_thread() const { machine_->sit(rank_, "the watchdog", false); }
+  std::string name() const { return fmt::format("fake:{}", rank_); }
+  std::string card() const {
+    const auto fault = faults().card.find(rank_);
+    return fault == faults().card.end() ? fmt::format("host/{}", rank_) : fault->second;
+  }
+  int version() const {
+    const auto fault = faults().version.find(rank_);
+    return fault == faults().version.end() ? 22706 : fault->second;
+  }
+  bool shares_devices() const { return false; }
+
+  Stream make_stream() const { return machine_->make_stream(rank_, "the communicator's stream"); }
+  void destroy_stream(Stream) const {}
+  Stream current_stream() const { return FakeMachine::seat().current; }
+  bool capturing(Stream) const { return false; }
+  Event make_event() const { return new FakeMachine::Event(); }
+  void destroy_event(Event event) const { delete event; }
+  void record(Event event, Stream stream) const { machine_->record(event, stream); }
+  void wait(Stream stream, Event event) const { machine_->wait(stream, event); }
+  bool done(Event event) const { return machine_->done(event); }
+
+  bool holds(const at::Tensor& tensor) const { return machine_->holds(tensor); }
+  at::Tensor allocate(Stream stream, at::IntArrayRef sizes, at::ScalarType type) const {
+    const auto fault = faults().memory.find(rank_);
+    if (fault != faults().memory.end()) throw std::runtime_error(fault->second);
+    auto& seat = FakeMachine::seat();
+    const Stream before = std::exchange(seat.current, stream);
+    const auto tracked = TrackedMemory::of_this_thread();
+    if (tracked) machine_->track_memory();
+    auto tensor = at::empty(sizes, at::TensorOptions(type));
+    seat.current = before;
+    TrackedMemory::of_this_thread() = tracked;
+    return tensor;
+  }
+  void copy(Stream stream, const at::Tensor& to, const at::Tensor& from) const {
+    machine_->issue(stream, "a copy", {from}, {to}, [to = view(to), from = view(from)]() mutable {
+      const at::NoGradGuard no_grad;
+      to.copy_(from);
+    });
+  }
+  at::Tensor upload(const at::Tensor& tensor) const {
+    at::Tensor there = at::empty_like(tensor);
+    const auto* bytes = static_cast<const char*>(tensor.const_data_ptr());
+    machine_->issue(current_stream(), "an upload", {}, {there},
+                    [to = there.mutable_data_ptr(), from = std::string(bytes, tensor.nbytes())] {
+                      std::memcpy(to, from.data(), from.size());
+                    });
+    return there;
+  }
+  at::Tensor download(const at::Tensor& tensor) const {
+    machine_->issue(current_stream(), "a download", {tensor}, {}, [] {});
+    machine_->synchronize(current_stream());
+    return tensor.clone();
+  }
+
+  std::string make_id() const { return fmt::format("clique of {}", static_cast<const void*>(new char)); }
+  NcclResult init(Comm& made, int size, const std::string& id, int rank) const {
+    return machine_->with_cliques([&](FakeCliques& cliques) {
+      made = cliques.join(id, size, rank, rank_);
+      return NcclResult::in_progress;
+    });
+  }
+  NcclResult split(Comm& made, Comm comm, int colour, int /*key*/) const {
+    return machine_->with_cliques([&](FakeCliques& cliques) {
+      if (comm->gone) return cliques.misuse(comm, "split");
+      made = cliques.split(comm, colour, rank_);
+      return NcclResult::in_progress;
+    });
+  }
+  NcclResult state(Comm comm) const {
+    return machine_->with_cliques([&](FakeCliques& cliques) { return cliques.state(comm); });
+  }
+  std::string last_error(Comm comm) const { return comm->words; }
+  NcclResult finalize(Comm comm) const {
+    return machine_->with_cliques([&](FakeCliques& cliques) {
+      if (comm->gone) return cliques.misuse(comm, "finalized");
+      comm->finalized = true;
+      comm->delay = 1;
+      comm->launch = [] {};
+      return NcclResult::in_progress;
+    });
+  }
+  void destroy(Comm comm) const {
+    machine_->with_cliques([&](FakeCliques& cliques) {
+      if (comm->gone) return cliques.misuse(comm, "destroyed");
+      if (!comm->finalized) machine_->complain_locked("a communicator was destroyed before finalize");
+      comm->gone_by = "destroy";
+      comm->gone = true;
+      return NcclResult::success;
+    });
+  }
+  void abort(Comm comm) const {
+    machine_->with_cliques([&](FakeCliques& cliques) {
+      if (comm->gone) return cliques.misuse(comm, "aborted");
+      comm->gone_by = "abort";
+      comm->gone = true;
+      return NcclResult::success;
+    });
+  }
+
+  NcclResult group_start() const {
+    open_group().emplace();
+    return NcclResult::success;
+  }
+  NcclResult group_end() const {
+    auto group = std::move(open_group());
+    open_group().reset();
+    if (!group) {
+      machine_->complain("group_end without group_start");
+      return NcclResult::invalid_usage;
+    }
+    if (const auto fault = faults().group.find(rank_);
+        fault != faults().group.end() && !group->parts.empty()) {
+      group->parts[0].rank->words = fault->second.second;
+      return fault->second.first;
+    }
+    if (group->parts.empty()) return NcclResult::success;
+    return machine_->with_cliques([&](FakeCliques& cliques) {
+      FakeRank* rank = group->parts[0].rank;
+      if (rank->gone) return cliques.misuse(rank, "used");
+      if (rank->launch)
+        machine_->complain_locked("a communicator was used while another call was in progress");
+      auto call = std::make_shared<FakeGroupCall>(std::move(group->call));
+      call->parts = std::move(group->parts);
+      rank->delay = machine_->launch_delay;
+      rank->launch = [machine = machine_, stream = group->stream, call] {
+        machine->issue_group(stream, call);
+      };
+      if (rank->delay > 0) return NcclResult::in_progress;
+      std::exchange(rank->launch, nullptr)();
+      return NcclResult::success;
+    });
+  }
+
+  NcclResult all_reduce(Comm comm, Stream stream, const void* from, void* to, std::size_t count,
+                        at::ScalarType type, ReduceOp op) const {
+    const auto bytes = count * c10::elementSize(type);
+    return add(stream, {FakePart::Kind::all_reduce, comm, from, to, bytes, bytes, count, type, op});
+  }
+  NcclResult reduce(Comm comm, Stream stream, const void* from, void* to, std::size_t count,
+                    at::ScalarType type, ReduceOp op, int root) const {
+    const auto bytes = count * c10::elementSize(type);
+    return add(stream, {FakePart::Kind::reduce, comm, from, to, bytes, bytes, count, type, op, root});
+  }
+  NcclResult reduce_scatter(Comm comm, Stream stream, const void* from, void* to, std::size_t count,
+                            at::ScalarType type, ReduceOp op) const {
+    const auto bytes = count * c10::elementSize(type);
+    return add(stream,
+               {FakePart::Kind::reduce_scatter, comm, from, to, bytes * size(comm), bytes, count, type, op});
+  }
+  NcclResult broadcast(Comm comm, Stream stream, const void* from, void* to, std::size_t count,
+                       at::ScalarType type, int root) const {
+    const auto bytes = count * c10::elementSize(type);
+    return add(stream,
+               {FakePart::Kind::broadcast, comm, from, to, bytes, bytes, count, type, ReduceOp::sum, root});
+  }
+  NcclResult all_gather(Comm comm, Stream stream, const void* from, void* to, std::size_t count,
+                        at::ScalarType type) const {
+    const auto bytes = count * c10::elementSize(type);
+    return add(stream, {FakePart::Kind::all_gather, comm, from, to, bytes, bytes * size(comm), count, type});
+  }
+  NcclResult send(Comm comm, Stream stream, const void* from, std::size_t count, at::ScalarType type,
+                  int peer) const {
+    const auto bytes = count * c10::elementSize(type);
+    return add(stream,
+               {FakePart::Kind::send, comm, from, nullptr, bytes, 0, count, type, ReduceOp::sum, peer});
+  }
+  NcclResult recv(Comm comm, Stream stream, void* to, std::size_t count, at::ScalarType type,
+                  int peer) const {
+    const auto bytes = count * c10::elementSize(type);
+    return add(stream, {FakePart::Kind::recv, comm, nullptr, to, 0, bytes, count, type, ReduceOp::sum, peer});
+  }
+
+  /// NCCL finds, by itself, that something is wrong with every communicator of this rank.
+  static void inject(FakeMachine& machine, int rank, NcclResult error, const std::string& words) {
+    machine.with_cliques([&](FakeCliques& cliques) {
+      cliques.for_each_of(rank, [&](FakeRank& one) {
+        one.error = error;
+        one.words = words;
+      });
+      return 0;
+    });
+  }
+
+ protected:
+  struct OpenGroup {
+    FakeGroupCall call;
+    std::vector<FakePart> parts;
+    Stream stream = nullptr;
+  };
+  static std::optional<OpenGroup>& open_group() {
+    thread_local std::optional<OpenGroup> group;
+    return group;
+  }
+  FakeDevice(FakeMachine* machine, int rank) : machine_(machine), rank_(rank) {}
+
+  static std::size_t size(Comm comm) { return static_cast<std::size_t>(comm->clique->size); }
+  NcclResult add(Stream stream, FakePart part) const {
+    if (part.rank->gone)
+      return machine_->with_cliques([&](FakeCliques& cliques) { return cliques.misuse(part.rank, "used"); });
+    if (!open_group()) {
+      machine_->complain(part.text() + " outside of a group");
+      return NcclResult::invalid_usage;
+    }
+    open_group()->parts.push_back(part);
+    open_group()->stream = stream;
+    return NcclResult::success;
+  }
+  // Work that is done later owns nothing: whoever issued it must see to that.
+  static at::Tensor view(const at::Tensor& tensor) {
+    return at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.strides(),
+                         at::TensorOptions(tensor.scalar_type()));
+  }
+
+  FakeMachine* machine_;
+  int rank_;
+};
+
+static_assert(lockstep::NcclDevice<FakeDevice>);
+
+}  // namespace lockstep_test

@@ -1,0 +1,307 @@
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <set>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include <fmt/format.h>
+
+#include "fake_clique.hpp"
+#include "fake_memory.hpp"
+#include "happens_before.hpp"
+
+namespace lockstep_test {
+
+/// A machine with a GPU for each rank, whose ranks are threads of this process. The memory of its GPUs is the
+/// host's, and the numbers are real.
+///
+/// What is issued to a stream is done at some later time: when somebody asks or waits, and then on the
+/// communicators' streams first, so that what nothing orders happens in the wrong order. Beside that, every
+/// access is entered in the log, which knows without luck which accesses nothing orders.
+///
+/// Where `eager` is set, the stream of the operators does all at once, as LibTorch's operators on CPU tensors
+/// really do: programs that know nothing of this machine run on it.
+class FakeMachine {
+ public:
+  explicit FakeMachine(bool eager = false) : eager(eager) { TrackedMemory::instance(); }
+  FakeMachine(const FakeMachine&) = delete;
+  FakeMachine& operator=(const FakeMachine&) = delete;
+
+  const bool eager;
+  /// How often a communicator says that it is in progress before what was issued is in its stream.
+  int launch_delay = 2;
+  /// How long a thread may wait for a stream before that counts as for ever.
+  std::chrono::milliseconds patience = std::chrono::seconds(10);
+
+  struct Record {  // of an event
+    bool done = false;
+    Clock clock;
+  };
+  struct Event {
+    std::shared_ptr<Record> last;
+  };
+  struct Operation {
+    std::string what;
+    std::function<bool()> run;  // false: not yet
+    std::vector<std::pair<const void*, std::size_t>> memory;
+  };
+  struct Stream {
+    int rank = 0;
+    int actor = 0;
+    bool immediate = false;
+    std::deque<Operation> operations;
+  };
+
+  /// Where a thread sits: its rank, its place in the log and its current stream.
+  struct Seat {
+    FakeMachine* machine = nullptr;
+    int rank = 0;
+    int actor = 0;
+    Stream* current = nullptr;
+  };
+  static Seat& seat() {
+    thread_local Seat own;
+    return own;
+  }
+
+  /// Seats this thread at a rank; the first of a rank brings the stream of its operators.
+  void sit(int rank, const std::string& name, bool with_stream) {
+    std::unique_lock lock(mutex_);
+    Seat& own = seat();
+    own = {this, rank, log_.add_actor(fmt::format("{} of rank {}", name, rank)), nullptr};
+    if (with_stream) own.current = add_stream(rank, "the operators' stream", eager);
+  }
+  /// The memory of the tensors that this thread makes from now on is its GPU's.
+  void track_memory() {
+    Stream* owner = seat().current;
+    TrackedMemory::of_this_thread() = [this, owner](void* memory, std::size_t bytes) {
+      return release(memory, bytes, owner);
+    };
+  }
+  void leave() {
+    TrackedMemory::of_this_thread() = nullptr;
+    seat() = {};
+  }
+
+  Stream* make_stream(int rank, const std::string& name) {
+    std::unique_lock lock(mutex_);
+    return add_stream(rank, name, false);
+  }
+
+  /// Issues work to a stream: what it reads and writes goes into the log, and `run` is called some time
+  /// later.
+  void issue(Stream* stream, const std::string& what, const std::vector<at::Tensor>& reads,
+             const std::vector<at::Tensor>& writes, std::function<void()> run) {
+    std::unique_lock lock(mutex_);
+    log_.issue(actor(), stream->actor);
+    Operation operation{what, [run = std::move(run)] { return run(), true; }, {}};
+    for (const auto* list : {&reads, &writes})
+      for (const at::Tensor& tensor : *list) touch(stream, operation, tensor, list == &writes);
+    push(lock, stream, std::move(operation));
+  }
+
+  void record(Event* event, Stream* stream) {
+    std::unique_lock lock(mutex_);
+    log_.issue(actor(), stream->actor);
+    auto record = std::make_shared<Record>();
+    record->clock = log_.clock(stream->actor);
+    event->last = record;
+    push(lock, stream, {"record", [record] { return record->done = true; }, {}});
+  }
+  void wait(Stream* stream, Event* event) {
+    std::unique_lock lock(mutex_);
+    log_.issue(actor(), stream->actor);
+    if (!event->last) return;  // CUDA has nothing to wait for in an event that was never recorded
+    log_.learn(stream->actor, event->last->clock);
+    push(lock, stream, {"wait", [record = event->last] { return record->done; }, {}});
+  }
+  bool done(Event* event) {
+    std::unique_lock lock(mutex_);
+    work();
+    if (event->last && !event->last->done) return false;
+    if (event->last) log_.learn(actor(), event->last->clock);
+    return true;
+  }
+  /// Blocks until the stream is empty, as reading a result on the host does.
+  void synchronize(Stream* stream) {
+    std::unique_lock lock(mutex_);
+    await(lock, fmt::format("the host waits for {}", log_.name(stream->actor)),
+          [&] { return stream->operations.empty(); });
+    log_.learn(actor(), log_.clock(stream->actor));
+  }
+
+  /// The streams of a rank do nothing more until `thaw`.
+  void freeze(int rank) {
+    std::unique_lock lock(mutex_);
+    frozen_.insert(rank);
+  }
+  void thaw(int rank) {
+    std::unique_lock lock(mutex_);
+    frozen_.erase(rank);
+    changed_.notify_all();
+  }
+
+  /// The tensor is not on its rank's GPU.
+  void put_elsewhere(const at::Tensor& tensor) {
+    std::unique_lock lock(mutex_);
+    elsewhere_.insert(tensor.const_data_ptr());
+  }
+  bool holds(const at::Tensor& tensor) {
+    std::unique_lock lock(mutex_);
+    return tensor.device().is_cpu() && !elsewhere_.contains(tensor.const_data_ptr());
+  }
+
+  void complain(const std::string& text) {
+    std::unique_lock lock(mutex_);
+    log_.complain(text);
+  }
+  [[nodiscard]] std::vector<std::string> violations() {
+    std::unique_lock lock(mutex_);
+    return log_.violations();
+  }
+
+  /// Runs `use(cliques)` under the machine's lock; what it issues goes through `issue_group`.
+  template <class Use>
+  auto with_cliques(Use&& use) {
+    std::unique_lock lock(mutex_);
+    work();
+    auto result = use(cliques_);
+    if (work()) changed_.notify_all();
+    return result;
+  }
+  /// A group of a rank's calls goes into its stream. Under the lock (see with_cliques).
+  void issue_group(Stream* stream, const std::shared_ptr<FakeGroupCall>& group) {
+    log_.issue(actor(), stream->actor);
+    Operation operation{group->text(), [this, group] { return cliques_.advance(*group); }, {}};
+    for (const FakePart& part : group->parts) {
+      note(stream, operation, part.from, part.bytes_read, false, part.text());
+      note(stream, operation, part.to, part.bytes_written, true, part.text());
+    }
+    stream->operations.push_back(std::move(operation));
+  }
+  [[nodiscard]] FakeCliques& cliques() { return cliques_; }
+
+  /// The sentence about what the machine could not forgive, for a program that should have given none.
+  void complain_locked(const std::string& text) { log_.complain(text); }
+
+ private:
+  int actor() {
+    Seat& own = seat();
+    if (own.machine != this) own = {this, -1, log_.add_actor("a thread of the host"), nullptr};
+    return own.actor;
+  }
+  Stream* add_stream(int rank, const std::string& name, bool immediate) {
+    auto stream = std::make_unique<Stream>();
+    stream->rank = rank;
+    stream->actor = log_.add_actor(fmt::format("{} of rank {}", name, rank));
+    stream->immediate = immediate;
+    streams_.push_back(std::move(stream));
+    return streams_.back().get();
+  }
+  void touch(Stream* stream, Operation& operation, const at::Tensor& tensor, bool writes) {
+    note(stream, operation, tensor.const_data_ptr(), extent(tensor), writes, operation.what);
+  }
+  void note(Stream* stream, Operation& operation, const void* memory, std::size_t bytes, bool writes,
+            const std::string& what) {
+    log_.access(stream->actor, memory, bytes, writes, what);
+    if (bytes > 0) operation.memory.emplace_back(memory, bytes);
+  }
+  // From the first element to the last, whatever lies between them.
+  static std::size_t extent(const at::Tensor& tensor) {
+    if (tensor.numel() == 0) return 0;
+    std::int64_t last = 0;
+    for (std::int64_t d = 0; d < tensor.dim(); ++d) last += (tensor.size(d) - 1) * tensor.stride(d);
+    return static_cast<std::size_t>(last + 1) * tensor.element_size();
+  }
+
+  void push(std::unique_lock<std::mutex>& lock, Stream* stream, Operation operation) {
+    stream->operations.push_back(std::move(operation));
+    if (!stream->immediate) return;
+    await(lock, fmt::format("an operator of rank {} waits", stream->rank),
+          [&] { return stream->operations.empty(); });
+    log_.learn(actor(), log_.clock(stream->actor));
+  }
+
+  template <class Done>
+  void await(std::unique_lock<std::mutex>& lock, const std::string& what, Done&& done) {
+    const auto end = std::chrono::steady_clock::now() + patience;
+    for (work(); !done(); work()) {
+      if (std::chrono::steady_clock::now() >= end) {
+        log_.complain(what + ", and nothing ends that");
+        for (auto& stream : streams_) stream->operations.clear();
+        throw std::runtime_error(what + ", and nothing ends that");
+      }
+      changed_.wait_for(lock, std::chrono::milliseconds(1));
+    }
+  }
+
+  // Does all that can be done now, the newest streams first. True if anything was.
+  bool work() {
+    const auto tracked =
+        std::exchange(TrackedMemory::of_this_thread(), nullptr);  // temporaries are the fake's
+    bool any = false;
+    for (bool more = true; more;) {
+      more = false;
+      for (auto stream = streams_.rbegin(); stream != streams_.rend(); ++stream) {
+        auto& operations = (*stream)->operations;
+        while (!operations.empty() && !frozen_.contains((*stream)->rank) && operations.front().run()) {
+          operations.pop_front();
+          more = any = true;
+        }
+      }
+    }
+    if (any) discard_free();
+    TrackedMemory::of_this_thread() = tracked;
+    return any;
+  }
+
+  // Memory that an operation still to come uses is kept: what is wrong with that is in the log.
+  bool release(void* memory, std::size_t bytes, Stream* owner) {
+    std::unique_lock lock(mutex_);
+    log_.release(memory, bytes, actor(), owner->actor);
+    if (!in_use(memory, bytes)) return false;
+    freed_.emplace_back(memory, bytes);
+    return true;
+  }
+  [[nodiscard]] bool in_use(const void* memory, std::size_t bytes) const {
+    const auto* begin = static_cast<const char*>(memory);
+    for (const auto& stream : streams_)
+      for (const Operation& operation : stream->operations)
+        for (const auto& [used, length] : operation.memory)
+          if (static_cast<const char*>(used) < begin + bytes &&
+              begin < static_cast<const char*>(used) + length)
+            return true;
+    return false;
+  }
+  void discard_free() {
+    std::erase_if(freed_, [this](const auto& block) {
+      if (in_use(block.first, block.second)) return false;
+      TrackedMemory::instance().discard(block.first);
+      return true;
+    });
+  }
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  HappensBefore log_;
+  std::vector<std::unique_ptr<Stream>> streams_;
+  FakeCliques cliques_{[this](const std::string& text) { log_.complain(text); }};
+  std::set<int> frozen_;
+  std::set<const void*> elsewhere_;
+  std::vector<std::pair<void*, std::size_t>> freed_;
+};
+
+}  // namespace lockstep_test
