@@ -3,13 +3,38 @@
 #define CATCH_CONFIG_RUNNER
 #define CATCH_CONFIG_NO_POSIX_SIGNALS  // a rank that is told to end has nothing to report
 #endif
+#include <cstdio>
+#include <cstdlib>
 #include <string_view>
 #include <vector>
 
+#include "lockstep/world/devices.hpp"
 #include "lockstep/world/launch.hpp"
 #include "support/ranks.hpp"
 
+namespace {
+
+// A test of GPUs is skipped where there are none, or fewer than ranks, before anything is started.
+[[maybe_unused]] bool lacks_gpus(int argc, char** argv) {
+  const int gpus = lockstep::detail::visible_gpus();
+  int ranks = 1;
+  for (int i = 1; i + 1 < argc; ++i)
+    if (std::string_view(argv[i]) == "--nproc") ranks = std::atoi(argv[i + 1]);
+  if (gpus == 0)
+    std::puts("no CUDA device: skipped");
+  else if (ranks > gpus && !std::getenv("NCCL_MULTI_RANK_GPU_ENABLE"))
+    std::printf("%d CUDA devices for %d ranks: skipped\n", gpus, ranks);
+  else
+    return false;
+  return true;
+}
+
+}  // namespace
+
 int main(int argc, char** argv) {
+#ifdef LOCKSTEP_TEST_NEEDS_GPUS
+  if (lacks_gpus(argc, argv)) return 77;
+#endif
   const auto run = [&](const lockstep::World& world) {
     lockstep_test::world_of_tests() = world;
     std::vector<char*> arguments;  // without those of launch, which Catch2 does not know

@@ -2,36 +2,8 @@
 #include "thread_ranks.hpp"
 
 using namespace lockstep_test;
-using lockstep::NcclOptions;
 using lockstep::World;
 using std::vector;
-
-// CHECK may be used by one thread at a time: the ranks throw, and the test looks at what they threw.
-namespace {
-
-void expect(bool good, const std::string& what) {
-  if (!good) throw std::runtime_error("expected " + what);
-}
-void expect_equal(const at::Tensor& got, const at::Tensor& wanted, const std::string& what) {
-  if (!at::equal(got, wanted.to(got.scalar_type()).expand_as(got))) {
-    std::ostringstream text;
-    text << "expected " << what << ": " << wanted << ", got " << got;
-    throw std::runtime_error(text.str());
-  }
-}
-at::Tensor later(at::IntArrayRef sizes, double value, at::ScalarType type = at::kFloat) {
-  at::Tensor tensor = at::empty(sizes, at::TensorOptions(type));
-  fill_later(tensor, value);
-  return tensor;
-}
-NcclOptions quick() {
-  NcclOptions options;
-  options.deadline = std::chrono::seconds(20);
-  options.poll = std::chrono::milliseconds(5);
-  return options;
-}
-
-}  // namespace
 
 static_assert(lockstep::Reducing<FakeComm> && lockstep::Gathering<FakeComm> &&
               lockstep::PointToPoint<FakeComm> && lockstep::Splittable<FakeComm> &&

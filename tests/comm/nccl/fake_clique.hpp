@@ -39,6 +39,8 @@ struct FakeRank {
   std::map<int, std::uint64_t> sends, receives;  // by peer
   int splits = 0;
   bool finalized = false;
+
+  [[nodiscard]] bool works() const { return !gone && error == NcclResult::success; }
 };
 
 /// One call of NCCL's inside a group.
@@ -69,7 +71,7 @@ struct FakePart {
 };
 
 /// What a rank issued between group_start and group_end: it is one thing, that ends when all of it has.
-struct FakeGroupCall {
+struct FakeGroupCall : std::enable_shared_from_this<FakeGroupCall> {
   std::vector<FakePart> parts;
   bool entered = false;
 
@@ -78,12 +80,15 @@ struct FakeGroupCall {
   }
 };
 
+/// A part, which lives as long as anybody may look at it.
+using PartPtr = std::shared_ptr<FakePart>;
+
 /// The ranks that one communicator joins, and how far they are with each other.
 struct FakeClique {
   int size = 0;
-  std::vector<FakeRank*> ranks;                                 // by index; null: has not come
-  std::map<std::uint64_t, std::vector<FakePart*>> collectives;  // by number: the ranks' parts
-  std::map<std::pair<int, int>, std::map<std::uint64_t, std::pair<FakePart*, FakePart*>>> messages;
+  std::vector<FakeRank*> ranks;                               // by index; null: has not come
+  std::map<std::uint64_t, std::vector<PartPtr>> collectives;  // by number: the ranks' parts
+  std::map<std::pair<int, int>, std::map<std::uint64_t, std::pair<PartPtr, PartPtr>>> messages;
   std::map<int, std::map<int, std::pair<int, FakeRank*>>> splits;  // by number, index: colour and child
 
   [[nodiscard]] bool complete() const {
@@ -146,13 +151,21 @@ class FakeCliques {
   /// Whether the group is done, after what can be done of it now.
   bool advance(FakeGroupCall& group) {
     if (!std::exchange(group.entered, true))
-      for (FakePart& part : group.parts) enter(part);
+      for (FakePart& part : group.parts) enter(PartPtr(group.shared_from_this(), &part));
     bool all = true;
     for (FakePart& part : group.parts) {
       if (part.rank->gone) part.done = true;  // aborted: it ends, whatever its memory holds then
       all = all && part.done;
     }
     return all;
+  }
+
+  /// Nothing happens any more.
+  void end_all() {
+    for (auto& rank : ranks_) {
+      rank->gone = true;
+      rank->gone_by = "the end of the machine";
+    }
   }
 
   template <class Use>
@@ -168,45 +181,46 @@ class FakeCliques {
     return ranks_.back().get();
   }
 
-  void enter(FakePart& part) {
-    FakeClique& clique = *part.rank->clique;
-    if (part.message()) {
-      const bool sends = part.kind == FakePart::Kind::send;
-      const auto way =
-          sends ? std::pair(part.rank->index, part.other) : std::pair(part.other, part.rank->index);
-      const auto number = sends ? part.rank->sends[part.other]++ : part.rank->receives[part.other]++;
+  void enter(const PartPtr& part) {
+    if (!part->rank->works()) return;
+    FakeClique& clique = *part->rank->clique;
+    if (part->message()) {
+      const bool sends = part->kind == FakePart::Kind::send;
+      const int own = part->rank->index, other = part->other;
+      const auto way = sends ? std::pair(own, other) : std::pair(other, own);
+      const auto number = sends ? part->rank->sends[other]++ : part->rank->receives[other]++;
       auto& [send, recv] = clique.messages[way][number];
-      (sends ? send : recv) = &part;
-      if (!send || !recv) return;
+      (sends ? send : recv) = part;
+      if (!send || !recv || !send->rank->works() || !recv->rank->works()) return;
       if (send->count != recv->count || send->type != recv->type)
         return complain_(fmt::format("{} does not fit {}", recv->text(), send->text()));
       std::memcpy(recv->to, send->from, send->bytes_read);
       send->done = recv->done = true;
       return;
     }
-    auto& parts = clique.collectives[part.rank->collectives++];
+    auto& parts = clique.collectives[part->rank->collectives++];
     parts.resize(static_cast<std::size_t>(clique.size));
-    parts[static_cast<std::size_t>(part.rank->index)] = &part;
-    for (const FakePart* other : parts)
-      if (!other) return;
-    for (const FakePart* other : parts)
+    parts[static_cast<std::size_t>(part->rank->index)] = part;
+    for (const PartPtr& other : parts)
+      if (!other || !other->rank->works()) return;  // whose memory may be gone as well: it never happens
+    for (const PartPtr& other : parts)
       if (!other->agrees(*parts[0]))
         return complain_(fmt::format("the ranks issue different collectives: rank {} {}, rank {} {}",
                                      parts[0]->rank->machine_rank, parts[0]->text(),
                                      other->rank->machine_rank, other->text()));
     run(parts);
-    for (FakePart* other : parts) other->done = true;
+    for (const PartPtr& other : parts) other->done = true;
   }
 
   static at::Tensor view(const void* memory, std::size_t count, at::ScalarType type) {
     return at::from_blob(const_cast<void*>(memory), {static_cast<std::int64_t>(count)},
                          at::TensorOptions(type));
   }
-  static at::Tensor combined(const std::vector<FakePart*>& parts, std::size_t count) {
+  static at::Tensor combined(const std::vector<PartPtr>& parts, std::size_t count) {
     const FakePart& first = *parts[0];
     const double scale = first.op == ReduceOp::average ? 1.0 / static_cast<double>(parts.size()) : 1.0;
     at::Tensor sum;
-    for (const FakePart* part : parts) {
+    for (const PartPtr& part : parts) {
       at::Tensor own = view(part->from, count, part->type).clone();
       if (first.op == ReduceOp::average) own.mul_(scale);
       if (!sum.defined())
@@ -222,7 +236,7 @@ class FakeCliques {
     }
     return sum;
   }
-  static void run(const std::vector<FakePart*>& parts) {
+  static void run(const std::vector<PartPtr>& parts) {
     using Kind = FakePart::Kind;
     const FakePart& first = *parts[0];
     const at::NoGradGuard no_grad;
@@ -230,7 +244,7 @@ class FakeCliques {
       case Kind::all_reduce:
       case Kind::reduce: {
         const at::Tensor sum = combined(parts, first.count);
-        for (FakePart* part : parts) {
+        for (const PartPtr& part : parts) {
           // Where a reduce is not wanted, NCCL leaves anything behind.
           auto to = view(part->to, part->count, part->type);
           if (first.kind == Kind::all_reduce || part->rank->index == first.other)
@@ -251,14 +265,14 @@ class FakeCliques {
       case Kind::broadcast: {
         const at::Tensor sent =
             view(parts[static_cast<std::size_t>(first.other)]->from, first.count, first.type).clone();
-        for (FakePart* part : parts) view(part->to, part->count, part->type).copy_(sent);
+        for (const PartPtr& part : parts) view(part->to, part->count, part->type).copy_(sent);
         return;
       }
       case Kind::all_gather: {
         std::vector<at::Tensor> rows;
-        for (const FakePart* part : parts) rows.push_back(view(part->from, part->count, part->type).clone());
+        for (const PartPtr& part : parts) rows.push_back(view(part->from, part->count, part->type).clone());
         const at::Tensor all = at::cat(rows);
-        for (FakePart* part : parts) view(part->to, part->count * parts.size(), part->type).copy_(all);
+        for (const PartPtr& part : parts) view(part->to, part->count * parts.size(), part->type).copy_(all);
         return;
       }
       default:

@@ -132,7 +132,9 @@ class FakeMachine {
     std::unique_lock lock(mutex_);
     work();
     if (event->last && !event->last->done) return false;
-    if (event->last) log_.learn(actor(), event->last->clock);
+    if (!event->last) return true;
+    log_.learn(actor(), event->last->clock);
+    seen_[seat().rank].learn(event->last->clock);
     return true;
   }
   /// Blocks until the stream is empty, as reading a result on the host does.
@@ -242,6 +244,7 @@ class FakeMachine {
       if (std::chrono::steady_clock::now() >= end) {
         log_.complain(what + ", and nothing ends that");
         for (auto& stream : streams_) stream->operations.clear();
+        cliques_.end_all();
         throw std::runtime_error(what + ", and nothing ends that");
       }
       changed_.wait_for(lock, std::chrono::milliseconds(1));
@@ -271,6 +274,8 @@ class FakeMachine {
   // Memory that an operation still to come uses is kept: what is wrong with that is in the log.
   bool release(void* memory, std::size_t bytes, Stream* owner) {
     std::unique_lock lock(mutex_);
+    // Whoever drops the last reference comes after those who dropped theirs, and what they had seen.
+    log_.learn(actor(), seen_[owner->rank]);
     log_.release(memory, bytes, actor(), owner->actor);
     if (!in_use(memory, bytes)) return false;
     freed_.emplace_back(memory, bytes);
@@ -300,6 +305,7 @@ class FakeMachine {
   std::vector<std::unique_ptr<Stream>> streams_;
   FakeCliques cliques_{[this](const std::string& text) { log_.complain(text); }};
   std::set<int> frozen_;
+  std::map<int, Clock> seen_;  // by rank: what any of its threads has seen to be done
   std::set<const void*> elsewhere_;
   std::vector<std::pair<void*, std::size_t>> freed_;
 };

@@ -1,7 +1,11 @@
 #pragma once
 
+#include <unistd.h>
+
 #include <cstddef>
 #include <exception>
+#include <filesystem>
+#include <sstream>
 #include <string>
 #include <thread>
 #include <vector>
@@ -17,10 +21,10 @@ namespace lockstep_test {
 template <class Body>
 std::vector<std::string> run_ranks(FakeMachine& machine, int size, Body body) {
   using namespace lockstep;
-  auto listener = lockstep::detail::listen_on(0, false);
-  const int port = listener.port;
-  const StorePtr host =
-      lockstep::detail::host_tcp_store("localhost", std::move(listener), std::chrono::seconds(30));
+  // A file: TCPStore asks the network for the host's name, which can take its time.
+  static int runs = 0;
+  const std::string file = fmt::format("{}/lockstep-ranks-{}-{}",
+                                       std::filesystem::temp_directory_path().string(), getpid(), runs++);
   std::vector<std::string> errors(static_cast<std::size_t>(size));
   std::vector<std::thread> threads;
   for (int rank = 0; rank < size; ++rank)
@@ -31,8 +35,7 @@ std::vector<std::string> run_ranks(FakeMachine& machine, int size, Body body) {
         Environment environment;
         environment.rank = environment.local_rank = rank;
         environment.size = environment.local_size = size;
-        if (size > 1) environment.rendezvous = fmt::format("tcp://127.0.0.1:{}", port);
-        environment.store_is_hosted = true;
+        if (size > 1) environment.rendezvous = "file://" + file;
         const World world(environment);
         body(world);
       } catch (const std::exception& error) {
@@ -41,6 +44,7 @@ std::vector<std::string> run_ranks(FakeMachine& machine, int size, Body body) {
       machine.leave();
     });
   for (std::thread& thread : threads) thread.join();
+  std::filesystem::remove(file);
   return errors;
 }
 
@@ -78,6 +82,56 @@ inline at::Tensor read(const at::Tensor& tensor) {
   const at::Tensor result = read_later(tensor);
   seat.machine->synchronize(seat.current);
   return result;
+}
+
+/// A tensor that will hold `value` when the operators' stream has come so far.
+inline at::Tensor later(at::IntArrayRef sizes, double value, at::ScalarType type = at::kFloat) {
+  at::Tensor tensor = at::empty(sizes, at::TensorOptions(type));
+  fill_later(tensor, value);
+  return tensor;
+}
+
+// CHECK may be used by one thread at a time: the ranks throw, and the test looks at what they threw.
+inline void expect(bool good, const std::string& what) {
+  if (!good) throw std::runtime_error("expected " + what);
+}
+inline void expect_equal(const at::Tensor& got, const at::Tensor& wanted, const std::string& what) {
+  if (at::equal(got, wanted.to(got.scalar_type()).expand_as(got))) return;
+  std::ostringstream text;
+  text << "expected " << what << ": " << wanted << ", got " << got;
+  throw std::runtime_error(text.str());
+}
+inline void expect_text(const std::string& text, const std::string& part) {
+  if (text.find(part) == std::string::npos)
+    throw std::runtime_error("expected '" + part + "' in '" + text + "'");
+}
+
+/// "TimeoutError: rank 1 has not...": what `work` throws, with its type; empty where it throws nothing.
+template <class Work>
+std::string thrown_by(Work&& work) {
+  try {
+    work();
+  } catch (const lockstep::TimeoutError& error) {
+    return std::string("TimeoutError: ") + error.what();
+  } catch (const lockstep::PeerError& error) {
+    return std::string("PeerError: ") + error.what();
+  } catch (const lockstep::CommunicationError& error) {
+    return std::string("CommunicationError: ") + error.what();
+  } catch (const lockstep::MismatchError& error) {
+    return std::string("MismatchError: ") + error.what();
+  } catch (const lockstep::UsageError& error) {
+    return std::string("UsageError: ") + error.what();
+  } catch (const std::exception& error) {
+    return std::string("exception: ") + error.what();
+  }
+  return "";
+}
+
+inline lockstep::NcclOptions quick(std::chrono::milliseconds deadline = std::chrono::seconds(20)) {
+  lockstep::NcclOptions options;
+  options.deadline = deadline;
+  options.poll = std::chrono::milliseconds(5);
+  return options;
 }
 
 }  // namespace lockstep_test

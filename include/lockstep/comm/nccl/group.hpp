@@ -111,18 +111,14 @@ class NcclGroup {
 
   /// Opens a collective: throws in a rank-zero scope, and the first error again if there was one.
   Call begin(const char* name) {
-    Call call = message(name, -1, 0);
+    Call call = open_call(name, -1, 0);
     call.sequence = membership_.enter(name);
+    look(call);
     return call;
   }
   /// Opens a send or recv, which do not count: only two ranks take part.
   Call message(const char* name, int peer, int tag) {
-    forbid_in_rank_zero_scope(name);
-    const Call call{name, 0, peer, tag, Clock::now()};
-    if (failed()) rethrow();
-    if (handle_.gone())
-      throw CommunicationError(fmt::format("{} called after shutdown(): make a new communicator", name),
-                               world().rank());
+    const Call call = open_call(name, peer, tag);
     look(call);
     return call;
   }
@@ -192,8 +188,10 @@ class NcclGroup {
       if (failed()) rethrow();
       look(call);
       if (Clock::now() >= until) late(call, label);
-      if (round % 64 == 63)
+      if (round % 64 == 63) {
         if (auto error = nccl_error(call, label)) fail(error, true);
+        if (auto error = membership_.look(call)) fail(error, false);
+      }
       if (round < 64)
         std::this_thread::yield();
       else
@@ -268,6 +266,15 @@ class NcclGroup {
       if (!flight->captured) group.wake_watchdog();
     }
   };
+
+  Call open_call(const char* name, int peer, int tag) {
+    forbid_in_rank_zero_scope(name);
+    if (failed()) rethrow();
+    if (handle_.gone())
+      throw CommunicationError(fmt::format("{} called after shutdown(): make a new communicator", name),
+                               world().rank());
+    return {name, 0, peer, tag, Clock::now()};
+  }
 
   // A rank that has no device, or cannot make its communicator, says so: the others would wait for it.
   D open(const World& world) {
@@ -371,8 +378,7 @@ class NcclGroup {
     if (failed() || flights_.empty()) return nullptr;
     const auto [call, label] = flights_.oldest();
     if (auto error = nccl_error(call, label)) return error;
-    if (membership_.news())
-      if (auto error = membership_.look(call)) return error;
+    if (auto error = membership_.look(call)) return error;
     if (call.sequence != last) compared = false;
     last = call.sequence;
     if (Clock::now() >= call.start + deadline()) return lateness_error(call, label);

@@ -1,0 +1,245 @@
+#pragma once
+
+#include <cuda_runtime_api.h>
+#include <unistd.h>
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include <cstdint>
+#include <cstdlib>
+#include <string>
+
+#include <fmt/format.h>
+
+#include "lockstep/comm/nccl/cuda/nccl_api.hpp"
+#include "lockstep/comm/nccl/device.hpp"
+#include "lockstep/comm/nccl/one_nccl.hpp"
+#include "lockstep/error.hpp"
+#include "lockstep/world/world.hpp"
+
+namespace torch::cuda::nccl {
+// As LibTorch declares it beside half of CUDA's headers.
+TORCH_CUDA_CPP_API std::uint64_t version();
+}  // namespace torch::cuda::nccl
+
+namespace lockstep {
+
+/// A GPU as NcclComm uses it: CUDA's runtime, LibTorch's streams and memory, and NCCL.
+class CudaDevice {
+ public:
+  using Comm = ncclComm_t;
+  using Stream = cudaStream_t;
+  using Event = cudaEvent_t;
+
+  /// The GPU of this rank: `index`, or that of the local rank among those that are visible. Throws UsageError
+  /// where there is none, where there are fewer than ranks on this host, or where another NCCL is loaded.
+  static CudaDevice open(const World& world, int index) {
+    check_nccl(world);
+    int count = 0;
+    const cudaError_t error = cudaGetDeviceCount(&count);
+    if (error != cudaSuccess || count == 0) {
+      cudaGetLastError();
+      throw UsageError(
+          fmt::format("rank {} sees no CUDA device{}: check CUDA_VISIBLE_DEVICES and the driver, or use "
+                      "GlooComm",
+                      world.rank(),
+                      error == cudaSuccess ? "" : fmt::format(" ({})", cudaGetErrorString(error))),
+          world.rank());
+    }
+    if (index < 0 && world.local_size() > count && !shared())
+      throw UsageError(
+          fmt::format("there are {} ranks on this host and {} CUDA device{}: start one rank a device, or "
+                      "make more of them visible (CUDA_VISIBLE_DEVICES)",
+                      world.local_size(), count, count == 1 ? "" : "s"),
+          world.rank());
+    if (index >= count)
+      throw UsageError(
+          fmt::format("rank {} is to use CUDA device {}, and sees {} from 0 on", world.rank(), index, count),
+          world.rank());
+    const CudaDevice device(index >= 0 ? index : world.local_rank() % count);
+    device.enter_thread();
+    return device;
+  }
+
+  void enter_thread() const { check(cudaSetDevice(index_), "cudaSetDevice"); }
+  [[nodiscard]] std::string name() const { return fmt::format("cuda:{}", index_); }
+  [[nodiscard]] std::string card() const {
+    char host[256] = {};
+    gethostname(host, sizeof host - 1);
+    cudaDeviceProp properties{};
+    check(cudaGetDeviceProperties(&properties, index_), "cudaGetDeviceProperties");
+    std::string card = fmt::format("{}/", host);
+    for (const char byte : properties.uuid.bytes)
+      card += fmt::format("{:02x}", static_cast<unsigned char>(byte));
+    return card;
+  }
+  [[nodiscard]] int version() const { return detail::loaded_nccl_version(); }
+  [[nodiscard]] bool shares_devices() const { return shared(); }
+
+  /// One of its own, before others when blocks wait for room.
+  [[nodiscard]] Stream make_stream() const {
+    const c10::cuda::CUDAGuard guard(device());
+    int least = 0, greatest = 0;
+    check(cudaDeviceGetStreamPriorityRange(&least, &greatest), "cudaDeviceGetStreamPriorityRange");
+    Stream stream = nullptr;
+    check(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, greatest),
+          "cudaStreamCreateWithPriority");
+    return stream;
+  }
+  void destroy_stream(Stream stream) const { cudaStreamDestroy(stream); }
+  [[nodiscard]] Stream current_stream() const { return c10::cuda::getCurrentCUDAStream(index_).stream(); }
+  [[nodiscard]] bool capturing(Stream stream) const {
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    check(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");
+    return status != cudaStreamCaptureStatusNone;
+  }
+  [[nodiscard]] Event make_event() const {
+    const c10::cuda::CUDAGuard guard(device());
+    Event event = nullptr;
+    check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreate");
+    return event;
+  }
+  void destroy_event(Event event) const { cudaEventDestroy(event); }
+  void record(Event event, Stream stream) const {
+    const c10::cuda::CUDAGuard guard(device());
+    check(cudaEventRecord(event, stream), "cudaEventRecord");
+  }
+  void wait(Stream stream, Event event) const {
+    check(cudaStreamWaitEvent(stream, event, 0), "cudaStreamWaitEvent");
+  }
+  [[nodiscard]] bool done(Event event) const {
+    const cudaError_t state = cudaEventQuery(event);
+    if (state == cudaErrorNotReady) {
+      cudaGetLastError();  // that is no error, and must not be taken for one of the next kernel's
+      return false;
+    }
+    check(state, "cudaEventQuery");
+    return true;
+  }
+
+  [[nodiscard]] bool holds(const at::Tensor& tensor) const {
+    return tensor.is_cuda() && tensor.device().index() == static_cast<c10::DeviceIndex>(index_);
+  }
+  [[nodiscard]] at::Tensor allocate(Stream stream, at::IntArrayRef sizes, at::ScalarType type) const {
+    const c10::cuda::CUDAStreamGuard guard(of_torch(stream));
+    return at::empty(sizes, at::TensorOptions(type).device(device()));
+  }
+  void copy(Stream stream, const at::Tensor& to, const at::Tensor& from) const {
+    const c10::cuda::CUDAStreamGuard guard(of_torch(stream));
+    const at::NoGradGuard no_grad;
+    to.detach().copy_(from.detach(), /*non_blocking=*/true);
+  }
+  [[nodiscard]] at::Tensor upload(const at::Tensor& tensor) const { return tensor.to(device()); }
+  [[nodiscard]] at::Tensor download(const at::Tensor& tensor) const { return tensor.cpu(); }
+
+  [[nodiscard]] std::string make_id() const {
+    ncclUniqueId id;
+    const ncclResult_t result = ncclGetUniqueId(&id);
+    if (result != ncclSuccess)
+      throw CommunicationError(
+          fmt::format("NCCL cannot make an id for a communicator: {}", ncclGetErrorString(result)));
+    return {id.internal, sizeof id.internal};
+  }
+  NcclResult init(Comm& made, int size, const std::string& text, int rank) const {
+    const c10::cuda::CUDAGuard guard(device());
+    ncclUniqueId id{};
+    text.copy(id.internal, sizeof id.internal);
+    ncclConfig_t config = detail::nccl_config();
+    return detail::result_of(ncclCommInitRankConfig(&made, size, id, rank, &config));
+  }
+  NcclResult split(Comm& made, Comm comm, int colour, int key) const {
+    const c10::cuda::CUDAGuard guard(device());
+    ncclConfig_t config = detail::nccl_config();
+    return detail::result_of(
+        ncclCommSplit(comm, colour == no_colour ? NCCL_SPLIT_NOCOLOR : colour, key, &made, &config));
+  }
+  [[nodiscard]] NcclResult state(Comm comm) const {
+    ncclResult_t state = ncclSuccess;
+    const ncclResult_t asked = ncclCommGetAsyncError(comm, &state);
+    return detail::result_of(asked == ncclSuccess ? state : asked);
+  }
+  [[nodiscard]] std::string last_error(Comm comm) const {
+    const char* words = ncclGetLastError(comm);
+    return words ? words : "";
+  }
+  NcclResult finalize(Comm comm) const {
+    const c10::cuda::CUDAGuard guard(device());
+    return detail::result_of(ncclCommFinalize(comm));
+  }
+  void destroy(Comm comm) const { ncclCommDestroy(comm); }
+  void abort(Comm comm) const { ncclCommAbort(comm); }
+
+  NcclResult group_start() const { return detail::result_of(ncclGroupStart()); }
+  NcclResult group_end() const {
+    const c10::cuda::CUDAGuard guard(device());
+    return detail::result_of(ncclGroupEnd());
+  }
+  NcclResult all_reduce(Comm comm, Stream stream, const void* from, void* to, std::size_t count,
+                        at::ScalarType type, ReduceOp op) const {
+    return detail::result_of(
+        ncclAllReduce(from, to, count, detail::nccl_type_of(type), detail::nccl_op_of(op), comm, stream));
+  }
+  NcclResult reduce(Comm comm, Stream stream, const void* from, void* to, std::size_t count,
+                    at::ScalarType type, ReduceOp op, int root) const {
+    return detail::result_of(
+        ncclReduce(from, to, count, detail::nccl_type_of(type), detail::nccl_op_of(op), root, comm, stream));
+  }
+  NcclResult reduce_scatter(Comm comm, Stream stream, const void* from, void* to, std::size_t count,
+                            at::ScalarType type, ReduceOp op) const {
+    return detail::result_of(
+        ncclReduceScatter(from, to, count, detail::nccl_type_of(type), detail::nccl_op_of(op), comm, stream));
+  }
+  NcclResult broadcast(Comm comm, Stream stream, const void* from, void* to, std::size_t count,
+                       at::ScalarType type, int root) const {
+    return detail::result_of(ncclBroadcast(from, to, count, detail::nccl_type_of(type), root, comm, stream));
+  }
+  NcclResult all_gather(Comm comm, Stream stream, const void* from, void* to, std::size_t count,
+                        at::ScalarType type) const {
+    return detail::result_of(ncclAllGather(from, to, count, detail::nccl_type_of(type), comm, stream));
+  }
+  NcclResult send(Comm comm, Stream stream, const void* from, std::size_t count, at::ScalarType type,
+                  int peer) const {
+    return detail::result_of(ncclSend(from, count, detail::nccl_type_of(type), peer, comm, stream));
+  }
+  NcclResult recv(Comm comm, Stream stream, void* to, std::size_t count, at::ScalarType type,
+                  int peer) const {
+    return detail::result_of(ncclRecv(to, count, detail::nccl_type_of(type), peer, comm, stream));
+  }
+
+ private:
+  explicit CudaDevice(int index) : index_(index) {}
+
+  [[nodiscard]] c10::Device device() const { return {c10::kCUDA, static_cast<c10::DeviceIndex>(index_)}; }
+  [[nodiscard]] c10::cuda::CUDAStream of_torch(Stream stream) const {
+    return c10::cuda::getStreamFromExternal(stream, static_cast<c10::DeviceIndex>(index_));
+  }
+
+  // Whether NCCL lets several ranks share a GPU.
+  static bool shared() {
+    const char* enabled = std::getenv("NCCL_MULTI_RANK_GPU_ENABLE");
+    return enabled && std::string(enabled) == "1" &&
+           detail::loaded_nccl_version() >= detail::first_nccl_with_shared_gpus;
+  }
+  static void check_nccl(const World& world) {
+    const detail::NcclsFound found{detail::loaded_nccl_libraries(),
+                                   detail::file_of(reinterpret_cast<const void*>(&ncclGetVersion)),
+                                   detail::loaded_nccl_version(), detail::compiled_nccl_version,
+                                   detail::nccl_version_of_torch(torch::cuda::nccl::version())};
+    if (const auto conflict = detail::nccl_conflict(found)) throw UsageError(*conflict, world.rank());
+  }
+  static void check(cudaError_t error, const char* call) {
+    if (error == cudaSuccess) return;
+    cudaGetLastError();
+    throw CommunicationError(fmt::format("{} failed: {}", call, cudaGetErrorString(error)));
+  }
+
+  int index_;
+};
+
+static_assert(NcclDevice<CudaDevice>);
+
+}  // namespace lockstep

@@ -1,0 +1,119 @@
+#pragma once
+
+// NCCL itself, and all that depends on its version: from 2.18 on, which first had ncclCommSplit.
+#include <nccl.h>
+
+#include <cstddef>
+#include <string>
+
+#include <c10/core/ScalarType.h>
+
+#include "lockstep/comm/nccl/device.hpp"
+
+#ifdef LOCKSTEP_NCCL_VERSION_CODE  // a test's, to compile as if the header were older
+#define LOCKSTEP_NCCL_VERSION LOCKSTEP_NCCL_VERSION_CODE
+#else
+#define LOCKSTEP_NCCL_VERSION NCCL_VERSION_CODE
+#endif
+
+#if LOCKSTEP_NCCL_VERSION < 21800
+#error \
+    "lockstep: NcclComm needs NCCL 2.18 or newer: build against the nccl.h of a newer torch, or leave NcclComm out"
+#endif
+
+namespace lockstep::detail {
+
+/// The version of nccl.h.
+inline constexpr int compiled_nccl_version = LOCKSTEP_NCCL_VERSION;
+/// ncclMemAlloc and ncclCommRegister.
+inline constexpr bool nccl_has_memory = LOCKSTEP_NCCL_VERSION >= 21900;
+/// Several ranks on one GPU, where NCCL_MULTI_RANK_GPU_ENABLE is set.
+inline constexpr int first_nccl_with_shared_gpus = 23000;
+
+inline NcclResult result_of(ncclResult_t result) {
+  return static_cast<NcclResult>(result);
+}
+static_assert(static_cast<int>(NcclResult::remote_error) == ncclRemoteError);
+static_assert(static_cast<int>(NcclResult::in_progress) == ncclInProgress);
+
+/// Communicators never block the host: whatever takes longer says that it is in progress.
+inline ncclConfig_t nccl_config() {
+  ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+  config.blocking = 0;
+  return config;
+}
+
+/// The version of the NCCL in this process.
+inline int loaded_nccl_version() {
+  int version = 0;
+  ncclGetVersion(&version);
+  return version;
+}
+
+inline ncclDataType_t nccl_type_of(at::ScalarType type) {
+  switch (type) {
+    case at::kDouble:
+      return ncclFloat64;
+    case at::kHalf:
+      return ncclFloat16;
+    case at::kBFloat16:
+      return ncclBfloat16;
+    case at::kChar:
+      return ncclInt8;
+    case at::kByte:
+      return ncclUint8;
+    case at::kInt:
+      return ncclInt32;
+    case at::kLong:
+      return ncclInt64;
+    default:
+      return ncclFloat32;
+  }
+}
+
+/// Averages are NCCL's own: for floating types each rank's numbers times 1 / size, and their sum.
+inline ncclRedOp_t nccl_op_of(ReduceOp op) {
+  switch (op) {
+    case ReduceOp::average:
+      return ncclAvg;
+    case ReduceOp::min:
+      return ncclMin;
+    case ReduceOp::max:
+      return ncclMax;
+    case ReduceOp::product:
+      return ncclProd;
+    default:
+      return ncclSum;
+  }
+}
+
+/// Memory that NCCL can use without copies, where the version has it; null otherwise.
+inline void* nccl_allocate([[maybe_unused]] std::size_t bytes) {
+  void* memory = nullptr;
+#if LOCKSTEP_NCCL_VERSION >= 21900
+  if (ncclMemAlloc(&memory, bytes) != ncclSuccess) return nullptr;
+#endif
+  return memory;
+}
+inline void nccl_free([[maybe_unused]] void* memory) {
+#if LOCKSTEP_NCCL_VERSION >= 21900
+  ncclMemFree(memory);
+#endif
+}
+/// Makes memory known to a communicator, so that it need not be asked about in each call; null where the
+/// version has no such thing.
+inline void* nccl_register([[maybe_unused]] ncclComm_t comm, [[maybe_unused]] void* memory,
+                           [[maybe_unused]] std::size_t bytes) {
+  void* handle = nullptr;
+#if LOCKSTEP_NCCL_VERSION >= 21900
+  if (ncclCommRegister(comm, memory, bytes, &handle) != ncclSuccess) return nullptr;
+#endif
+  return handle;
+}
+inline void nccl_deregister([[maybe_unused]] ncclComm_t comm, [[maybe_unused]] void* handle) {
+#if LOCKSTEP_NCCL_VERSION >= 21900
+  ncclCommDeregister(comm, handle);
+#endif
+}
+
+}  // namespace lockstep::detail

@@ -1,0 +1,19 @@
+#pragma once
+
+#if !__has_include(<nccl.h>) || !__has_include(<cuda_runtime_api.h>) || !__has_include(<c10/cuda/CUDAStream.h>)
+#error \
+    "lockstep: NcclComm needs the headers of CUDA, of NCCL and of a LibTorch for CUDA: link lockstep::cuda, or leave this header out"
+#endif
+
+#include "lockstep/comm/nccl/comm.hpp"
+#include "lockstep/comm/nccl/cuda/cuda_device.hpp"
+
+namespace lockstep {
+
+/// Collectives of CUDA tensors over NCCL: see BasicNcclComm. One rank a GPU, that of the local rank unless
+/// NcclOptions::device says another. Not part of lockstep.hpp, so that a CPU user needs nothing of CUDA.
+using NcclComm = BasicNcclComm<CudaDevice>;
+
+static_assert(Reducing<NcclComm> && Gathering<NcclComm> && PointToPoint<NcclComm> && Splittable<NcclComm>);
+
+}  // namespace lockstep

@@ -1,0 +1,18 @@
+// The real CUDA and NCCL, linked: what they do where there is no GPU.
+#include "lockstep/comm/nccl_comm.hpp"
+
+#include "lockstep/world/devices.hpp"
+#include "support/catch.hpp"
+#include "support/text_of.hpp"
+
+TEST_CASE("NcclComm without a GPU is an error that says what to do") {
+  if (lockstep::detail::visible_gpus() > 0) return;
+  CHECK_THAT(text_of<lockstep::UsageError>([] { lockstep::NcclComm comm{lockstep::World()}; }),
+             ContainsSubstring("rank 0 sees no CUDA device") && ContainsSubstring("use GlooComm"));
+}
+
+TEST_CASE("the NCCL that is called is the one that is loaded, once, and LibTorch's") {
+  CHECK(lockstep::detail::loaded_nccl_libraries().size() <= 1);
+  CHECK(lockstep::detail::loaded_nccl_version() ==
+        lockstep::detail::nccl_version_of_torch(torch::cuda::nccl::version()));
+}

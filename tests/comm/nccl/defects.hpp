@@ -1,0 +1,93 @@
+#pragma once
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "fake_device.hpp"
+
+namespace lockstep_test {
+
+/// A FakeDevice with a defect: what a communicator does through it, it does wrongly, as if the communicator
+/// had been written so. Each defect is one that a seam test must find.
+template <class Defect>
+struct Broken : FakeDevice {
+  explicit Broken(FakeDevice device) : FakeDevice(std::move(device)) {}
+  static Defect open(const lockstep::World& world, int index) {
+    return Defect(FakeDevice::open(world, index));
+  }
+};
+
+/// The communicator's stream does not wait for the operators before a collective.
+struct NoEventBefore : Broken<NoEventBefore> {
+  using Broken::Broken;
+  void wait(Stream stream, Event event) const {
+    if (stream == current_stream()) FakeDevice::wait(stream, event);
+  }
+};
+
+/// The operators do not wait for the collective that was joined.
+struct NoEventBehind : Broken<NoEventBehind> {
+  using Broken::Broken;
+  void wait(Stream stream, Event event) const {
+    if (stream != current_stream()) FakeDevice::wait(stream, event);
+  }
+};
+
+/// The event behind a collective is recorded while NCCL has not put it into the stream yet.
+struct EventTooEarly : Broken<EventTooEarly> {
+  using Broken::Broken;
+  NcclResult group_end() const {
+    FakeDevice::group_end();
+    return NcclResult::success;
+  }
+};
+
+/// Copies around a collective go to the operators' stream, which waits for nobody.
+struct CopyOnWrongStream : Broken<CopyOnWrongStream> {
+  using Broken::Broken;
+  void copy(Stream, const at::Tensor& to, const at::Tensor& from) const {
+    FakeDevice::copy(current_stream(), to, from);
+  }
+};
+
+/// Tensors are let go of before the collective has been seen to be complete.
+struct FreedEarly : Broken<FreedEarly> {
+  using Broken::Broken;
+  bool done(Event) const { return true; }
+};
+
+/// One rank issues what belongs to a group in another order than the others.
+struct WrongGroupOrder : Broken<WrongGroupOrder> {
+  using Broken::Broken;
+  NcclResult group_end() const {
+    if (rank_ == 1 && open_group()) std::reverse(open_group()->parts.begin(), open_group()->parts.end());
+    return FakeDevice::group_end();
+  }
+};
+
+/// A communicator is aborted between two of the calls on it, and used by the second.
+struct UsedAfterAbort : Broken<UsedAfterAbort> {
+  using Broken::Broken;
+  NcclResult group_end() const {
+    if (open_group() && !open_group()->parts.empty()) FakeDevice::abort(open_group()->parts[0].rank);
+    return FakeDevice::group_end();
+  }
+};
+
+/// When a deadline has passed, nothing is done to what is in flight.
+struct DeadlineIgnored : Broken<DeadlineIgnored> {
+  using Broken::Broken;
+  void abort(Comm) const {}
+};
+
+/// What NCCL says is not heard.
+struct ErrorSwallowed : Broken<ErrorSwallowed> {
+  using Broken::Broken;
+  NcclResult state(Comm comm) const {
+    const NcclResult result = FakeDevice::state(comm);
+    return result == NcclResult::in_progress ? result : NcclResult::success;
+  }
+};
+
+}  // namespace lockstep_test

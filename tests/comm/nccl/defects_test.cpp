@@ -1,0 +1,117 @@
+#include "defects.hpp"
+
+#include "support/catch.hpp"
+#include "thread_ranks.hpp"
+
+using namespace lockstep_test;
+using lockstep::BasicNcclComm;
+using lockstep::World;
+using std::vector;
+
+namespace {
+
+/// All that went wrong, as one text: what the log of the machine holds, and what the ranks threw.
+std::string verdict_of(FakeMachine& machine, const vector<std::string>& errors) {
+  std::string text;
+  for (const std::string& violation : machine.violations()) text += violation + "\n";
+  for (const std::string& error : errors) text += error.empty() ? "" : error + "\n";
+  return text;
+}
+
+// Steps as training makes them: results of operators are reduced in lists, some of them with strides, some
+// dropped at once, and used by the operators behind.
+template <class Device>
+std::string order_scenario() {
+  FakeMachine machine;
+  machine.patience = std::chrono::milliseconds(1500);
+  return verdict_of(machine, run_ranks(machine, 2, [&](const World& world) {
+                      BasicNcclComm<Device> comm(world, quick(std::chrono::seconds(1)));
+                      for (int step = 0; step < 3; ++step) {
+                        auto weights = later({4, 3}, 1), bias = later({5}, 2);
+                        auto work = comm.all_reduce(vector{weights, bias, later({2, 7}, step).t()});
+                        comm.all_reduce(later({9}, step));
+                        work.join_stream();
+                        expect_equal(read(weights), at::full({4, 3}, 2), "a sum of weights");
+                        expect_equal(read(bias), at::full({5}, 4), "a sum of biases");
+                      }
+                      comm.barrier();
+                    }));
+}
+
+// A rank never comes, while the other waits for its stream as it does for any number it reads.
+template <class Device>
+std::string late_scenario() {
+  FakeMachine machine;
+  machine.patience = std::chrono::milliseconds(1200);
+  std::atomic<bool> over{false};
+  return verdict_of(machine, run_ranks(machine, 2, [&](const World& world) {
+                      BasicNcclComm<Device> comm(world, quick(std::chrono::milliseconds(300)));
+                      if (world.rank() == 1) {
+                        while (!over) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+                        comm.abort("the test is over");
+                        return;
+                      }
+                      struct Over {
+                        std::atomic<bool>& over;
+                        ~Over() { over = true; }
+                      } const at_end{over};
+                      auto tensor = later({2}, 1);
+                      comm.all_reduce(tensor).join_stream();
+                      read(tensor);
+                      expect_text(thrown_by([&] { comm.barrier(); }),
+                                  "TimeoutError: rank 1 has not entered all_reduce #1");
+                    }));
+}
+
+// NCCL finds by itself that something is wrong.
+template <class Device>
+std::string error_scenario() {
+  FakeMachine machine;
+  machine.patience = std::chrono::milliseconds(1500);
+  return verdict_of(machine, run_ranks(machine, 1, [&](const World& world) {
+                      BasicNcclComm<Device> comm(world, quick(std::chrono::milliseconds(500)));
+                      machine.freeze(0);
+                      auto tensor = later({2}, 1);
+                      auto work = comm.all_reduce(tensor);
+                      FakeDevice::inject(machine, 0, NcclResult::internal_error, "Net plugin broke");
+                      const std::string error = thrown_by([&] { work.wait_host(); });
+                      machine.thaw(0);
+                      expect_text(error, "NCCL: internal error: Net plugin broke");
+                    }));
+}
+
+}  // namespace
+
+TEST_CASE("the scenarios find nothing where nothing is wrong") {
+  CHECK(order_scenario<FakeDevice>() == "");
+  CHECK(late_scenario<FakeDevice>() == "");
+  CHECK(error_scenario<FakeDevice>() == "");
+}
+
+TEST_CASE("each seeded defect is found") {
+  SECTION("a missing event") {
+    CHECK_THAT(order_scenario<NoEventBefore>(), ContainsSubstring("nothing orders them"));
+    CHECK_THAT(order_scenario<NoEventBehind>(), ContainsSubstring("nothing orders them"));
+  }
+  SECTION("an event recorded too early") {
+    CHECK_THAT(order_scenario<EventTooEarly>(), ContainsSubstring("while another call was in progress"));
+  }
+  SECTION("a copy on the wrong stream") {
+    CHECK_THAT(order_scenario<CopyOnWrongStream>(), ContainsSubstring("nothing orders them"));
+  }
+  SECTION("a buffer freed early") {
+    CHECK_THAT(order_scenario<FreedEarly>(), ContainsSubstring("may still use it"));
+  }
+  SECTION("a wrong group order") {
+    CHECK_THAT(order_scenario<WrongGroupOrder>(), ContainsSubstring("the ranks issue different collectives"));
+  }
+  SECTION("a use after abort") {
+    CHECK_THAT(order_scenario<UsedAfterAbort>(), ContainsSubstring("was used after abort"));
+  }
+  SECTION("a deadline ignored") {
+    CHECK_THAT(late_scenario<DeadlineIgnored>(), ContainsSubstring("nothing ends that"));
+  }
+  SECTION("an error swallowed") {
+    CHECK_THAT(error_scenario<ErrorSwallowed>(), ContainsSubstring("expected 'NCCL: internal error"));
+  }
+}

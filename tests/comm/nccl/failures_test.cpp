@@ -1,0 +1,250 @@
+#include "support/catch.hpp"
+#include "thread_ranks.hpp"
+
+using namespace lockstep_test;
+using lockstep::ReduceOp;
+using lockstep::World;
+using std::vector;
+using namespace std::chrono_literals;
+
+namespace {
+
+/// Faults of the devices, gone at the end of a test.
+struct WithFaults {
+  FakeDevice::Faults& faults = FakeDevice::faults();
+  ~WithFaults() { faults = {}; }
+  FakeDevice::Faults* operator->() { return &faults; }
+};
+
+/// What each rank throws in `body`, with its type, where the log stays clean.
+template <class Body>
+vector<std::string> thrown_on_ranks(int size, Body body) {
+  FakeMachine machine;
+  vector<std::string> thrown(static_cast<std::size_t>(size));
+  const auto start = std::chrono::steady_clock::now();
+  const auto errors = run_ranks(machine, size, [&](const World& world) {
+    thrown[static_cast<std::size_t>(world.rank())] = thrown_by([&] { body(machine, world); });
+  });
+  CHECK(std::chrono::steady_clock::now() - start < 10s);
+  for (const std::string& error : errors) CHECK(error == "");
+  for (const std::string& violation : machine.violations()) CHECK(violation == "");
+  return thrown;
+}
+
+}  // namespace
+
+TEST_CASE("a rank that never comes is named at the deadline, and the error stays") {
+  const auto thrown = thrown_on_ranks(2, [](FakeMachine&, const World& world) {
+    FakeComm comm(world, quick(300ms));
+    comm.barrier();
+    if (world.rank() == 1) {
+      std::this_thread::sleep_for(500ms);
+      comm.barrier();
+      return;
+    }
+    comm.label(std::make_shared<const std::string>("bucket 2 of 5, with fc.weight"));
+    auto work = comm.all_reduce(later({3}, 1));
+    const auto early = thrown_by([&] { work.wait_host(20ms); });
+    expect_text(early, "TimeoutError: rank 1 has not entered all_reduce #2 after ");
+    expect_text(early, "last at barrier #1 (bucket 2 of 5, with fc.weight)");
+    expect(work.error() == nullptr, "time left");
+    const auto late = thrown_by([&] { work.wait_host(); });
+    expect_text(late, "TimeoutError: rank 1 has not entered all_reduce #2 after ");
+    expect(work.error() != nullptr, "an error of the Work");
+    expect(thrown_by([&] { comm.barrier(); }) == late, "the same error again");
+    expect(thrown_by([&] { work.join_stream(); }) == late, "the same error when it is joined");
+    throw lockstep::TimeoutError(late.substr(14));
+  });
+  CHECK_THAT(thrown[0], ContainsSubstring("TimeoutError: rank 1 has not entered all_reduce #2"));
+  CHECK_THAT(thrown[1],
+             ContainsSubstring("PeerError: rank 0 failed first: rank 1 has not entered all_reduce #2"));
+}
+
+TEST_CASE("ranks that call different collectives are told which") {
+  const auto thrown = thrown_on_ranks(2, [](FakeMachine&, const World& world) {
+    FakeComm comm(world, quick(300ms));
+    auto tensor = later({3}, 1);
+    // The second never launches on rank 1, whose first is another.
+    if (world.rank() == 0) comm.all_gather(at::empty({2, 3}), tensor).wait_host();
+    if (world.rank() == 1) comm.send(tensor, 0).wait_host();
+  });
+  CHECK_THAT(thrown[0] + thrown[1], ContainsSubstring("rank 1 has not entered all_gather #1"));
+}
+
+TEST_CASE("a rank that throws while others wait ends their waits") {
+  const auto start = std::chrono::steady_clock::now();
+  const auto thrown = thrown_on_ranks(3, [](FakeMachine&, const World& world) {
+    FakeComm comm(world, quick(8s));
+    auto tensor = later({3}, 1);
+    comm.all_reduce(tensor).join_stream();
+    if (world.rank() == 1) throw std::runtime_error("the data is broken");
+    if (world.rank() == 0) comm.all_reduce(tensor).wait_host();
+    comm.all_reduce(tensor).join_stream();
+    read(tensor);  // as a program waits that knows nothing of the others
+    comm.barrier();
+  });
+  CHECK(std::chrono::steady_clock::now() - start < 4s);
+  CHECK(thrown[1] == "exception: the data is broken");
+  CHECK_THAT(thrown[0], ContainsSubstring("PeerError: rank 1 failed first"));
+  CHECK_THAT(thrown[2], ContainsSubstring("PeerError: rank 1 failed first"));
+}
+
+TEST_CASE("abort gives its reason to all, and ends what is in flight") {
+  const auto thrown = thrown_on_ranks(2, [](FakeMachine&, const World& world) {
+    FakeComm comm(world, quick(8s));
+    auto tensor = later({3}, 1);
+    if (world.rank() == 0) {
+      comm.all_reduce(tensor).wait_host();
+    } else {
+      comm.abort("loss is NaN");
+      comm.barrier();
+    }
+  });
+  CHECK(thrown[0] == "PeerError: rank 1 failed first: loss is NaN");
+  CHECK(thrown[1] == "CommunicationError: the communicator was aborted: loss is NaN");
+}
+
+TEST_CASE("a GPU out of memory on one rank is told to all, with a remedy") {
+  WithFaults faults;
+  SECTION("inside NCCL") {
+    faults->group[1] = {NcclResult::cuda_error, "\nCuda failure 2 'out of memory'\n"};
+    const auto thrown = thrown_on_ranks(2, [](FakeMachine&, const World& world) {
+      FakeComm comm(world, quick(8s));
+      comm.all_reduce(later({3}, 1)).wait_host();
+    });
+    CHECK(thrown[1] ==
+          "CommunicationError: all_reduce #1 failed on rank 1: NCCL: unhandled CUDA error: Cuda failure 2 "
+          "'out of "
+          "memory': rank 1's GPU is full, so use a smaller batch or free what else is on it");
+    CHECK_THAT(thrown[0],
+               ContainsSubstring("PeerError: rank 1 failed first: all_reduce #1 failed on rank 1"));
+  }
+  SECTION("for a copy") {
+    faults->memory[0] = "CUDA out of memory. Tried to allocate 2.00 GiB";
+    const auto thrown = thrown_on_ranks(2, [](FakeMachine&, const World& world) {
+      FakeComm comm(world, quick(8s));
+      comm.all_reduce(later({3, 2}, 1).t()).wait_host();
+    });
+    CHECK_THAT(thrown[0],
+               ContainsSubstring("CommunicationError: all_reduce #1 failed on rank 0: CUDA out of memory"));
+    CHECK_THAT(thrown[0], ContainsSubstring("rank 0's GPU is full"));
+    CHECK_THAT(thrown[1], ContainsSubstring("PeerError: rank 0 failed first"));
+  }
+}
+
+TEST_CASE("what NCCL finds by itself is thrown where the program next comes by") {
+  const auto thrown = thrown_on_ranks(2, [](FakeMachine& machine, const World& world) {
+    FakeComm comm(world, quick(8s));
+    auto tensor = later({3}, 1);
+    if (world.rank() == 0) {
+      comm.all_reduce(tensor).join_stream();
+      FakeDevice::inject(machine, 0, NcclResult::remote_error, "socket closed by peer");
+      read(tensor);  // ends, because the watchdog has aborted what it waits for
+    } else {
+      std::this_thread::sleep_for(100ms);
+    }
+    comm.barrier();
+  });
+  CHECK_THAT(thrown[0],
+             ContainsSubstring("CommunicationError: all_reduce #1 failed on rank 0: NCCL: a peer has gone, "
+                               "or its network: socket closed by peer"));
+  CHECK_THAT(thrown[1], ContainsSubstring("PeerError: rank 0 failed first: all_reduce #1 failed on rank 0"));
+}
+
+TEST_CASE("a rank without a GPU, two on one, and different NCCLs are errors on every rank") {
+  WithFaults faults;
+  const auto make = [](FakeMachine&, const World& world) { FakeComm comm(world, quick(8s)); };
+  SECTION("none") {
+    faults->no_device[1] = "rank 1 sees no CUDA device";
+    const auto thrown = thrown_on_ranks(3, make);
+    CHECK(thrown[1] == "UsageError: rank 1 sees no CUDA device");
+    CHECK(thrown[0] == "PeerError: rank 1 failed first: rank 1 sees no CUDA device");
+    CHECK(thrown[2] == thrown[0]);
+  }
+  SECTION("shared") {
+    faults->card[1] = faults->card[2] = "host/GPU-7";
+    for (const std::string& error : thrown_on_ranks(3, make))
+      CHECK_THAT(error, ContainsSubstring("ranks 1 and 2 are on one GPU (host/GPU-7): start one rank a GPU"));
+  }
+  SECTION("versions") {
+    faults->version[2] = 21805;
+    for (const std::string& error : thrown_on_ranks(3, make))
+      CHECK_THAT(error, ContainsSubstring("rank 0 has NCCL 2.27.6 and rank 2 has NCCL 2.18.5"));
+  }
+}
+
+TEST_CASE("a rank that does not come to make the communicator is named") {
+  const auto thrown = thrown_on_ranks(2, [](FakeMachine&, const World& world) {
+    if (world.rank() == 1) return;
+    FakeComm comm(world, quick(200ms));
+  });
+  CHECK_THAT(thrown[0], ContainsSubstring("TimeoutError: rank 1 has not come to make the communicator"));
+}
+
+TEST_CASE("a rank that has left in good order is named by who needs it") {
+  const auto thrown = thrown_on_ranks(2, [](FakeMachine&, const World& world) {
+    auto comm = std::make_unique<FakeComm>(world, quick(3s));
+    comm->barrier();
+    if (world.rank() == 1) return;
+    std::this_thread::sleep_for(50ms);
+    comm->barrier();
+  });
+  CHECK(thrown[1] == "");
+  CHECK_THAT(thrown[0], ContainsSubstring("CommunicationError: rank 1 has left after barrier #1"));
+}
+
+TEST_CASE("what NCCL cannot take is refused by name, and leaves the communicator as it was") {
+  const auto thrown = thrown_on_ranks(2, [](FakeMachine& machine, const World& world) {
+    FakeComm comm(world, quick(8s));
+    auto good = later({4}, 1);
+    auto on_host = at::zeros({4});
+    machine.put_elsewhere(on_host);
+    const auto refuse = [&](const std::string& why, auto&& call) { expect_text(thrown_by(call), why); };
+    const auto rank = fmt::format("on rank {}: ", world.rank());
+    refuse("CommunicationError: all_reduce " + rank +
+               "the tensor [4] float32 is on cpu, and NCCL moves tensors on",
+           [&] { comm.all_reduce(on_host); });
+    refuse("or use GlooComm", [&] { comm.all_reduce(vector{good, on_host}); });
+    refuse("the tensor is undefined", [&] { comm.broadcast(at::Tensor()); });
+    refuse("is not dense", [&] { comm.broadcast(at::eye(3).to_sparse()); });
+    refuse("NCCL cannot reduce [2] int16", [&] { comm.all_reduce(at::zeros({2}, at::kShort)); });
+    refuse("the average of [2] int64 is no int64",
+           [&] { comm.all_reduce(at::zeros({2}, at::kLong), ReduceOp::average); });
+    refuse("there is no rank 2 in a group of 2", [&] { comm.broadcast(good, 2); });
+    refuse("is not 2 times", [&] { comm.all_gather(at::zeros({7}), good); });
+    refuse("must have one row for each of 2 ranks", [&] { comm.all_to_all(good, good); });
+    refuse("cannot send to itself", [&] { comm.send(good, world.rank()); });
+    refuse("NCCL knows no tags, and 3 is one", [&] { comm.send(good, 1 - world.rank(), 3); });
+    refuse("the ranks must ascend", [&] { (void)comm.sub_group({1, 0}); });
+    refuse("all_reduce called inside a rank-zero scope", [&] {
+      const lockstep::RankZeroScope scope;
+      comm.all_reduce(good);
+    });
+    comm.all_reduce(good).join_stream();
+    expect_equal(read(good), at::full({4}, 2), "a sum");
+    comm.shutdown();
+    refuse("all_reduce called after shutdown()", [&] { comm.all_reduce(good); });
+  });
+  for (const std::string& error : thrown) CHECK(error == "");
+}
+
+TEST_CASE("check_shapes turns a difference into one error on every rank") {
+  const auto thrown = thrown_on_ranks(2, [](FakeMachine&, const World& world) {
+    auto options = quick(8s);
+    options.check_shapes = true;
+    FakeComm comm(world, options);
+    comm.all_reduce(later({4}, 1)).join_stream();
+    comm.all_reduce(later({4 + world.rank()}, 1)).join_stream();
+  });
+  CHECK(thrown[0] == "MismatchError: all_reduce #2: rank 0 [4] float32, rank 1 [5] float32");
+  CHECK(thrown[1] == thrown[0]);
+}
+
+TEST_CASE("options that cannot be are refused") {
+  const World alone;
+  CHECK_THAT(thrown_by([&] { FakeComm comm(alone, quick(0ms)); }), ContainsSubstring("leaves no time"));
+  lockstep::NcclOptions options;
+  options.poll = 0ms;
+  CHECK_THAT(thrown_by([&] { FakeComm comm(alone, options); }),
+             ContainsSubstring("the watchdog cannot look"));
+}

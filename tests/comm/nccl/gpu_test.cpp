@@ -1,0 +1,156 @@
+// NcclComm on real GPUs: one rank each, or several on one where NCCL_MULTI_RANK_GPU_ENABLE lets them.
+#include "lockstep/comm/nccl_comm.hpp"
+
+#include <c10/cuda/CUDAFunctions.h>
+#include <torch/torch.h>
+
+#include "lockstep/grad/distributed_data_parallel.hpp"
+#include "support/ranks.hpp"
+#include "support/text_of.hpp"
+
+using lockstep::NcclComm;
+using lockstep::NcclOptions;
+using lockstep::ReduceOp;
+using std::vector;
+
+namespace {
+
+NcclComm& comm() {
+  static NcclComm one(test_world(), {.deadline = std::chrono::seconds(60)});
+  return one;
+}
+at::TensorOptions here(at::ScalarType type = at::kFloat) {
+  return at::TensorOptions(type).device(at::kCUDA, c10::cuda::current_device());
+}
+double own() {
+  return test_world().rank() + 1;
+}
+double total() {
+  return test_world().size() * (test_world().size() + 1) / 2.0;
+}
+bool holds(const at::Tensor& tensor, double value) {
+  return at::equal(tensor.cpu(), at::full_like(tensor.cpu(), value));
+}
+
+}  // namespace
+
+TEST_CASE("NCCL reduces every type by every operation") {
+  for (auto type :
+       {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16, at::kInt, at::kLong, at::kChar, at::kByte}) {
+    CAPTURE(type);
+    const auto reduced = [&](ReduceOp op) {
+      auto tensor = at::full({1000}, own(), here(type));
+      comm().all_reduce(tensor, op).join_stream();
+      return tensor;
+    };
+    CHECK(holds(reduced(ReduceOp::sum), total()));
+    CHECK(holds(reduced(ReduceOp::min), 1));
+    CHECK(holds(reduced(ReduceOp::max), test_world().size()));
+    CHECK(holds(reduced(ReduceOp::product), std::tgamma(test_world().size() + 1)));
+    if (at::isFloatingType(type))
+      CHECK(at::allclose(reduced(ReduceOp::average).cpu().to(at::kFloat),
+                         at::full({1000}, total() / test_world().size()), 1e-2));
+  }
+  auto any = at::zeros({4}, here(at::kBool));
+  if (test_world().rank() == 0) any.fill_(true);
+  comm().all_reduce(any).join_stream();
+  CHECK(any.all().item<bool>());
+}
+
+TEST_CASE("NCCL moves every type") {
+  const int size = test_world().size(), rank = test_world().rank();
+  for (auto type : {at::kFloat, at::kShort, at::kBool, at::kComplexFloat}) {
+    auto tensor = at::full({3}, own(), here(type));
+    comm().broadcast(tensor, size - 1).join_stream();
+    CHECK(at::equal(tensor.cpu(), at::full({3}, size, at::TensorOptions(type))));
+    auto all = at::empty({size, 2}, here(type));
+    comm().all_gather(all, at::full({2}, own(), here(type))).join_stream();
+    CHECK(at::equal(all.cpu(), at::arange(1, size + 1).view({size, 1}).expand({size, 2}).to(type)));
+  }
+  auto there = at::full({3}, own(), here());
+  comm().reduce(there, size - 1).join_stream();
+  if (rank == size - 1) CHECK(holds(there, total()));
+  auto row = at::empty({2}, here());
+  comm().reduce_scatter(row, at::full({size, 2}, own(), here())).join_stream();
+  CHECK(holds(row, total()));
+  auto out = at::empty({size, 2}, here());
+  auto in = (10 * own() + at::arange(size, here())).view({size, 1}).expand({size, 2}).contiguous();
+  comm().all_to_all(out, in).join_stream();
+  CHECK(at::equal(out.cpu(),
+                  (10 * at::arange(1, size + 1) + rank).view({size, 1}).expand({size, 2}).to(at::kFloat)));
+  if (size > 1 && rank == 0) comm().send(at::full({5}, 3, here()), 1).join_stream();
+  if (size > 1 && rank == 1) {
+    auto got = at::empty({5}, here());
+    comm().recv(got, 0).join_stream();
+    CHECK(holds(got, 3));
+  }
+  comm().barrier();
+}
+
+TEST_CASE("NCCL's lists, strides and bytes") {
+  auto wide = at::full({4, 6}, own(), here());
+  auto integers = at::full({3}, own(), here(at::kLong));
+  comm().all_reduce(vector{integers, wide.narrow(1, 1, 2), at::empty({0}, here())}).join_stream();
+  CHECK(holds(wide.narrow(1, 1, 2), total()));
+  CHECK(holds(wide.narrow(1, 3, 3), own()));
+  CHECK(holds(integers, total()));
+  const auto texts = comm().all_gather_bytes(std::string(static_cast<std::size_t>(own()), 'x'));
+  for (int r = 0; r < test_world().size(); ++r)
+    CHECK(texts[static_cast<std::size_t>(r)].size() == static_cast<std::size_t>(r + 1));
+  std::string text = test_world().rank() == 0 ? "from rank 0" : "";
+  comm().broadcast_bytes_async(text, 0).wait_host();
+  CHECK(text == "from rank 0");
+}
+
+TEST_CASE("joining does not wait for the stream") {
+  auto tensor = at::full({1 << 20}, 1, here());
+  for (int i = 0; i < 50; ++i) {
+    auto work = comm().all_reduce(tensor);
+    work.join_stream();
+    tensor.div_(test_world().size());
+    CHECK(work.error() == nullptr);
+  }
+  CHECK(holds(tensor, 1));
+}
+
+TEST_CASE("a CPU tensor is refused, and NCCL's group splits") {
+  CHECK_THAT(text_of<lockstep::CommunicationError>([] { comm().all_reduce(at::ones({2})); }),
+             ContainsSubstring("on cpu, and NCCL moves tensors on cuda:"));
+  auto first = comm().sub_group({0});
+  CHECK(first.has_value() == (test_world().rank() == 0));
+  if (first) {
+    auto tensor = at::ones({2}, here());
+    first->all_reduce(tensor).join_stream();
+    CHECK(holds(tensor, 1));
+  }
+}
+
+TEST_CASE("a step of DistributedDataParallel on GPUs is the step on the joined batch") {
+  torch::manual_seed(1);
+  const auto make = [] {
+    return torch::nn::Sequential(torch::nn::Linear(8, 16), torch::nn::ReLU(), torch::nn::Linear(16, 1));
+  };
+  const int size = test_world().size(), rank = test_world().rank();
+  auto model = make();
+  model->to(here().device());
+  const auto data = torch::randn({4 * size, 8}).to(here().device());
+  auto twin = make();
+  {
+    torch::NoGradGuard no_grad;
+    for (std::size_t i = 0; i < twin->parameters().size(); ++i)
+      twin->parameters()[i].copy_(model->parameters()[i]);
+  }
+  twin->to(here().device());
+  lockstep::DistributedDataParallel ddp{model, comm()};
+  torch::optim::SGD optimizer(model->parameters(), 0.1), alone(twin->parameters(), 0.1);
+  for (int step = 0; step < 3; ++step) {
+    optimizer.zero_grad();
+    ddp.backward(model->forward(data.narrow(0, 4 * rank, 4)).pow(2).mean());
+    optimizer.step();
+    alone.zero_grad();
+    twin->forward(data).pow(2).mean().backward();
+    alone.step();
+  }
+  for (std::size_t i = 0; i < twin->parameters().size(); ++i)
+    CHECK(torch::allclose(model->parameters()[i], twin->parameters()[i], 1e-4, 1e-6));
+}
