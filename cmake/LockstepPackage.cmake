@@ -14,6 +14,7 @@ write_basic_package_version_file(${CMAKE_CURRENT_BINARY_DIR}/lockstepConfigVersi
 install(FILES
   ${CMAKE_CURRENT_BINARY_DIR}/lockstepConfig.cmake
   ${CMAKE_CURRENT_BINARY_DIR}/lockstepConfigVersion.cmake
+  cmake/LockstepCuda.cmake
   cmake/LockstepTorch.cmake
   cmake/LockstepTorchInspect.cmake
   cmake/LockstepTorchInstall.cmake

@@ -2,7 +2,7 @@
 include_guard(GLOBAL)
 
 # Sets <out>_FOUND where ROOT holds LibTorch's headers, <out>_PROBLEM to the reason why it cannot serve (or to
-# nothing), and <out>_ROOT, _VERSION, _INCLUDE, _LIBRARY (libtorch_cpu.so), _C10 and _ABI.
+# nothing; with LOCKSTEP_CUDA_WANTED a CPU build cannot), and <out>_ROOT, _VERSION, _INCLUDE, _LIBRARY (libtorch_cpu.so), _C10 and _ABI.
 function(lockstep_torch_inspect root out)
   set(${out}_FOUND FALSE PARENT_SCOPE)
   get_filename_component(root "${root}" REALPATH)
@@ -37,6 +37,12 @@ function(lockstep_torch_inspect root out)
     set(problem "LibTorch ${version} in ${root} has no libtorch_cpu.so and libc10.so")
   elseif(NOT EXISTS ${include}/torch/csrc/distributed/c10d/ProcessGroupGloo.hpp)
     set(problem "LibTorch ${version} in ${root} was built without torch.distributed (USE_DISTRIBUTED)")
+  elseif(LOCKSTEP_CUDA_WANTED)
+    get_filename_component(folder ${library} DIRECTORY)
+    if(NOT EXISTS ${folder}/libtorch_cuda.so)
+      set(problem "LibTorch ${version} in ${root} has no CUDA part (libtorch_cuda.so), which is asked for; the torch \
+package of `pip install torch` has one")
+    endif()
   endif()
 
   # Wheels and zips before 2.7 may have std::string in the ABI from before C++11; they say so here.

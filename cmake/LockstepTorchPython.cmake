@@ -21,19 +21,19 @@ function(lockstep_torch_install_python folder wanted out)
       execute_process(COMMAND ${python} -m venv ${target} RESULT_VARIABLE result OUTPUT_QUIET ERROR_QUIET)
     endif()
     if(NOT python OR NOT result EQUAL 0)
-      message(WARNING "lockstep: the Python package torch cannot be installed, so the comparisons with it are skipped: "
+      message(WARNING "lockstep: the Python package torch cannot be installed, so there are no comparisons with it and no CUDA: "
         "there is no python3 with venv (apt-get install python3-venv)")
       file(REMOVE_RECURSE ${target})
       return()
     endif()
-    message(STATUS "lockstep: installing the Python package torch ${LOCKSTEP_TORCH_NEWEST}, for the comparisons with it, "
-      "into ${target} (about 2.5 GB to download, 5 GB on disk)")
+    message(STATUS "lockstep: installing the Python package torch ${LOCKSTEP_TORCH_NEWEST}, for CUDA or for the comparisons "
+      "with it, into ${target} (about 2.5 GB to download, 5 GB on disk)")
     string(TIMESTAMP start %s UTC)
     execute_process(COMMAND ${target}/bin/python -m pip --disable-pip-version-check install
       torch==${LOCKSTEP_TORCH_NEWEST} numpy RESULT_VARIABLE result)
     if(NOT result EQUAL 0)
       message(WARNING "lockstep: the Python package torch could not be installed (see above; is this machine online?), "
-        "so the comparisons with it are skipped")
+        "so there are no comparisons with it and no CUDA")
       file(REMOVE_RECURSE ${target})
       return()
     endif()

@@ -1,39 +1,34 @@
-// The main of test programs that run whole on several ranks at once.
+// The main of test programs that run whole on several ranks at once, on GPUs where they need those.
 #if !__has_include(<catch2/catch_all.hpp>)
 #define CATCH_CONFIG_RUNNER
 #define CATCH_CONFIG_NO_POSIX_SIGNALS  // a rank that is told to end has nothing to report
 #endif
 #include <cstdio>
-#include <cstdlib>
 #include <string_view>
 #include <vector>
 
-#include "lockstep/world/devices.hpp"
 #include "lockstep/world/launch.hpp"
 #include "support/ranks.hpp"
 
-namespace {
+#ifdef LOCKSTEP_TEST_NEEDS_GPUS
+#include <ATen/cuda/CUDAContextLight.h>
 
-// A test of GPUs is skipped where there are none, or fewer than ranks, before anything is started.
-[[maybe_unused]] bool lacks_gpus(int argc, char** argv) {
-  const int gpus = lockstep::detail::visible_gpus();
-  int ranks = 1;
-  for (int i = 1; i + 1 < argc; ++i)
-    if (std::string_view(argv[i]) == "--nproc") ranks = std::atoi(argv[i + 1]);
+// Says what is missing where these tests cannot run. Counting devices makes no context on any of them.
+static bool lacks_gpus(int argc, char** argv) {
+  const int gpus = at::cuda::device_count(), ranks = lockstep::detail::nproc_argument(argc, argv).value_or(1);
   if (gpus == 0)
-    std::puts("no CUDA device: skipped");
-  else if (ranks > gpus && !std::getenv("NCCL_MULTI_RANK_GPU_ENABLE"))
-    std::printf("%d CUDA devices for %d ranks: skipped\n", gpus, ranks);
+    std::puts("SKIPPED: no CUDA device: skipped");
+  else if (ranks > gpus && !lockstep::process_variable("NCCL_MULTI_RANK_GPU_ENABLE"))
+    std::printf("SKIPPED: %d CUDA devices for %d ranks: skipped\n", gpus, ranks);
   else
     return false;
   return true;
 }
-
-}  // namespace
+#endif
 
 int main(int argc, char** argv) {
 #ifdef LOCKSTEP_TEST_NEEDS_GPUS
-  if (lacks_gpus(argc, argv)) return 77;
+  if (lacks_gpus(argc, argv)) return 77;  // ctest counts it as skipped
 #endif
   const auto run = [&](const lockstep::World& world) {
     lockstep_test::world_of_tests() = world;
