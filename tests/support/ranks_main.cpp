@@ -18,7 +18,7 @@ static bool lacks_gpus(int argc, char** argv) {
   const int gpus = at::cuda::device_count(), ranks = lockstep::detail::nproc_argument(argc, argv).value_or(1);
   if (gpus == 0)
     std::puts("SKIPPED: no CUDA device: skipped");
-  else if (ranks > gpus && !lockstep::process_variable("NCCL_MULTI_RANK_GPU_ENABLE"))
+  else if (ranks > gpus && !lockstep::detail::may_share_gpu())
     std::printf("SKIPPED: %d CUDA devices for %d ranks: skipped\n", gpus, ranks);
   else
     return false;

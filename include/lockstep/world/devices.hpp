@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <string>
+#include <string_view>
 #include <thread>
 
 namespace lockstep::detail {
@@ -18,15 +19,28 @@ inline int usable_cores() {
   return std::max(1u, std::thread::hardware_concurrency());
 }
 
-/// The GPUs that a program started here would see, without touching CUDA: the driver's list, narrowed by
-/// CUDA_VISIBLE_DEVICES.
-inline int visible_gpus(const char* driver_folder = "/proc/driver/nvidia/gpus") {
-  int present = 0;
-  if (DIR* folder = opendir(driver_folder)) {
-    while (const dirent* entry = readdir(folder))
-      if (entry->d_name[0] != '.') ++present;
+/// The entries of a folder that `counts` says yes to, 0 where there is no such folder.
+template <class Predicate>
+int entries_in(const char* path, Predicate counts) {
+  int number = 0;
+  if (DIR* folder = opendir(path)) {
+    while (const dirent* entry = readdir(folder)) number += counts(std::string_view(entry->d_name)) ? 1 : 0;
     closedir(folder);
   }
+  return number;
+}
+
+/// The GPUs that a program started here would see, without touching CUDA: the driver's list, or where a
+/// container hides that its device files, narrowed by CUDA_VISIBLE_DEVICES.
+inline int visible_gpus(const char* driver_folder = "/proc/driver/nvidia/gpus",
+                        const char* device_folder = "/dev") {
+  int present = entries_in(driver_folder, [](std::string_view name) { return !name.starts_with('.'); });
+  if (present == 0)
+    present = entries_in(device_folder, [](std::string_view name) {
+      constexpr std::string_view digits = "0123456789";
+      return name.starts_with("nvidia") && name.size() > 6 &&
+             name.find_first_not_of(digits, 6) == std::string_view::npos;
+    });
   const char* visible = std::getenv("CUDA_VISIBLE_DEVICES");
   if (visible == nullptr || present == 0) return present;
   const std::string list = visible;

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <chrono>
+#include <cstdlib>
 #include <string>
 #include <type_traits>
 #include <utility>
@@ -97,6 +98,8 @@ int launch(int argc, char** argv, Fn&& fn, const LaunchOptions& options = {}) {
   std::setvbuf(stdout, nullptr, _IOLBF,
                BUFSIZ);  // a rank that is killed must not take its last lines with it
   detail::keep_freed_memory();
+  // Before anything of CUDA, which reads it once.
+  if (!plan.visible_devices.empty()) setenv("CUDA_VISIBLE_DEVICES", plan.visible_devices.c_str(), 1);
   int code = 0;
   detail::run_without_handlers([&] {
     World world = World::from_environment();

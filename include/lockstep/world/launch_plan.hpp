@@ -12,14 +12,18 @@
 #include "lockstep/world/arguments.hpp"
 #include "lockstep/world/devices.hpp"
 #include "lockstep/world/environment.hpp"
+#include "lockstep/world/gpus.hpp"
 #include "lockstep/world/supervisor.hpp"
 
 namespace lockstep {
 
 /// What a program may decide about its launching; `--nproc` and `--prefix` on the command line come first.
 struct LaunchOptions {
-  /// Processes to start on this host; 0: one a GPU, or 2 where there is none.
+  /// Processes to start on this host; 0: one for each of `gpus`, else one a GPU, or 2 where there is none.
   int nproc = 0;
+  /// The GPUs to use, by the driver's numbers as in "0,1": CUDA_VISIBLE_DEVICES of the ranks. Empty: those
+  /// that it says already, or all.
+  std::string gpus = {};
   Prefix prefix = Prefix::automatic;
   /// How long the other ranks may take to end, once one has failed, before they are killed.
   std::chrono::milliseconds grace{3000};
@@ -34,7 +38,8 @@ struct LaunchPlan {
   int first = 0;
   int size = 1;
   Prefix prefix = Prefix::automatic;
-  std::string rendezvous;  ///< of several hosts; empty where all ranks are on this one
+  std::string rendezvous;       ///< of several hosts; empty where all ranks are on this one
+  std::string visible_devices;  ///< CUDA_VISIBLE_DEVICES of the ranks; empty where it stays as it is
 };
 
 /// Throws UsageError for more processes than any host of this one's size can have use of: they would take its
@@ -54,6 +59,8 @@ inline LaunchPlan plan_launch(int argc, char** argv, const LaunchOptions& option
     throw UsageError(
         fmt::format("LaunchOptions::nproc is {}: it must be a number of processes, or 0", options.nproc));
   auto nproc = nproc_argument(argc, argv);
+  const auto gpus = options.gpus.empty() ? std::vector<int>{} : gpu_list(options.gpus);
+  if (!gpus.empty()) plan.visible_devices = visible_devices_of(gpus, variables);
   plan.prefix = prefix_argument(argc, argv).value_or(options.prefix);
   const auto size = integer_variable(variables, "WORLD_SIZE", 1);
   const auto rank = integer_variable(variables, "RANK", 0);
@@ -71,6 +78,7 @@ inline LaunchPlan plan_launch(int argc, char** argv, const LaunchOptions& option
     return plan;
   }
   if (!nproc && options.nproc > 0) nproc = options.nproc;
+  if (!nproc && !gpus.empty()) nproc = static_cast<int>(gpus.size());
   if (rank) {
     plan.nproc = nproc.value_or(1);
     if (plan.nproc == 1) {
@@ -120,6 +128,8 @@ inline std::vector<Job> jobs_of(const LaunchPlan& plan, const std::string& rende
   } else {
     common.push_back(fmt::format("LOCKSTEP_RENDEZVOUS={}", rendezvous));
   }
+  if (!plan.visible_devices.empty())
+    common.push_back(fmt::format("CUDA_VISIBLE_DEVICES={}", plan.visible_devices));
   if (!process_variable("OMP_NUM_THREADS"))
     common.push_back(fmt::format("OMP_NUM_THREADS={}", std::max(1, usable_cores() / plan.nproc)));
   winsize window{};
