@@ -1,11 +1,13 @@
 // Trains a small network on MNIST's digits with several processes. Alone it starts them itself:
 //   mnist --nproc 4 --epochs 3 --data-dir folder/of/mnist
-// and it runs unchanged under torchrun, or by hand on several hosts (RANK is then the host's first rank):
+// On GPUs, where it is built with CUDA and there are some, in fp16: mnist --gpu 0,1; on CPUs in fp32.
+// It runs unchanged under torchrun, or by hand on several hosts (RANK is then the host's first rank):
 //   WORLD_SIZE=7 RANK=3 MASTER_ADDR=nodeA MASTER_PORT=29500 mnist --nproc 4
 #include <torch/torch.h>
 
 #include <CLI/CLI.hpp>
 
+#include "lockstep/comm/with_device.hpp"
 #include "lockstep/data/cache.hpp"
 #include "lockstep/data/download.hpp"
 #include "lockstep/data/mnist.hpp"
@@ -65,18 +67,17 @@ lockstep::Mnist load(const lockstep::World& world, const Options& options) try {
   throw lockstep::UsageError(error.what());  // found before training: the user's input, not a failure
 }
 
-void train(const lockstep::World& world, const Options& options) {
-  if (!options.save.empty()) world.rank_zero([&] { lockstep::require_writable(options.save); });
-  lockstep::Mnist mnist = load(world, options);
-  if (!options.gpu.empty())
-    world.log.info("lockstep trains on CPUs as yet: --gpu {} starts as many processes, on the CPU",
-                   options.gpu);
+template <class Comm>
+void train(const lockstep::World& world, const Options& options, lockstep::Mnist& mnist, Comm comm) {
+  constexpr bool on_gpu = lockstep::DeviceCommunicator<Comm>;
+  using Precision = std::conditional_t<on_gpu, lockstep::Fp16, lockstep::Fp32>;
+  if (!on_gpu && !options.gpu.empty())
+    world.log.info("there is no CUDA device: --gpu {} starts as many processes, on the CPU", options.gpu);
 
   torch::manual_seed(options.seed);
   ConvNet model;
-  lockstep::GlooComm comm{world};
   if (options.sync_batchnorm) lockstep::convert_sync_batchnorm(model, comm);
-  lockstep::Trainer<ConvNet, lockstep::DistributedSampler, lockstep::GlooComm, lockstep::Fp32> trainer{
+  lockstep::Trainer<ConvNet, lockstep::DistributedSampler, Comm, Precision> trainer{
       world,
       {.epochs = options.epochs,
        .batch_size = options.batch_size,
@@ -120,15 +121,14 @@ int main(int argc, char** argv) {
                "fetch MNIST into the data folder, or into the cache without one");
   app.add_option("--mirror", options.mirrors, "URLs to fetch from, also LOCKSTEP_MNIST_MIRROR")
       ->check(flags::not_empty());
-  app.add_option("--gpu", options.gpu, "devices as in '0,1': one process each")
-      ->check([](const std::string& list) {
-        const bool good = !list.empty() && list.find_first_not_of("0123456789,") == std::string::npos &&
-                          (',' + list + ',').find(",,") == std::string::npos;
-        return good ? "" : fmt::format("'{}' is not a list of device numbers such as 0,1", list);
-      });
+  app.add_option("--gpu", options.gpu, "devices as in '0,1': one process each")->check(flags::not_empty());
   app.add_option("--save", options.save, "file to write the trained model to")->check(flags::not_empty());
   if (const auto code = flags::parse(app, argc, argv)) return *code;
-  const auto devices = options.gpu.empty() ? 0 : 1 + std::count(options.gpu.begin(), options.gpu.end(), ',');
-  return lockstep::launch(argc, argv, [&](const lockstep::World& world) { train(world, options); },
-                          {.nproc = static_cast<int>(devices)});
+  const auto run = [&](const lockstep::World& world) {
+    if (!options.save.empty()) world.rank_zero([&] { lockstep::require_writable(options.save); });
+    lockstep::Mnist mnist = load(world, options);
+    lockstep::with_device(world,
+                          [&]<class Comm>(Comm comm) { train(world, options, mnist, std::move(comm)); });
+  };
+  return lockstep::launch(argc, argv, run, {.gpus = options.gpu});
 }

@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "lockstep/comm/comm_device.hpp"
 #include "lockstep/comm/communicator.hpp"
 #include "lockstep/data/evaluation_sampler.hpp"
 #include "lockstep/data/loader.hpp"
@@ -75,7 +76,13 @@ void sum_over_ranks(std::span<Total> totals, C& comm) {
     at[2 * i] = totals[i].sum;
     at[2 * i + 1] = totals[i].count;
   }
-  comm.all_reduce(packed, ReduceOp::sum).wait_host();
+  if constexpr (DeviceCommunicator<C>) {
+    const at::Tensor there = packed.to(comm.tensor_device());
+    comm.all_reduce(there, ReduceOp::sum).join_stream();
+    packed.copy_(there);
+  } else {
+    comm.all_reduce(packed, ReduceOp::sum).wait_host();
+  }
   for (std::size_t i = 0; i < totals.size(); ++i) totals[i] = {at[2 * i], at[2 * i + 1]};
 }
 

@@ -17,6 +17,7 @@
 #include <utility>
 #include <vector>
 
+#include "lockstep/comm/comm_device.hpp"
 #include "lockstep/comm/gloo_comm.hpp"
 #include "lockstep/data/distributed_sampler.hpp"
 #include "lockstep/data/loader.hpp"
@@ -52,16 +53,16 @@ namespace lockstep {
 template <class Model, class SamplerType, class Comm, class PrecisionType, class... Extras>
 class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType, Extras...> {
  public:
-  /// Seeds the default generator with `options.seed` before a model is made and with `seed + rank`
-  /// afterwards. Throws UsageError for options that cannot train, MismatchError where the ranks' models
-  /// differ.
+  /// Brings the model to the communicator's device. Seeds the default generator with `options.seed` before a
+  /// model is made and with `seed + rank` afterwards. Throws UsageError for options that cannot train,
+  /// MismatchError where the ranks' models differ.
   template <class... Given>
   explicit Trainer(const World& world, const TrainerOptions& options = {}, Given... given)
       : world_(world),
         options_(validated(options)),
         comm_(detail::pick<Comm>([&]<class C>(std::type_identity<C>) { return C(world); }, given...)),
-        model_(detail::pick<Model>(
-            [&]<class M>(std::type_identity<M>) { return seeded_model<M>(options.seed); }, given...)),
+        model_(placed(detail::pick<Model>(
+            [&]<class M>(std::type_identity<M>) { return seeded_model<M>(options.seed); }, given...))),
         precision_(detail::pick<PrecisionType>(detail::MakeDefault{}, given...)),
         extras_(detail::pick<Extras>(detail::MakeDefault{}, given...)...),
         ddp_(model_.get(), comm_, options_.ddp, take_reduction()),
@@ -347,6 +348,13 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
         "lockstep: this model has no default constructor: pass one to the Trainer after its options");
     at::manual_seed(seed);
     return M();
+  }
+
+  // Where the communicator's tensors live, before anything holds on to its parameters.
+  template <class M>
+  M placed(M model) {
+    if constexpr (DeviceCommunicator<Comm> && lockstep::Model<M>) module_of(model).to(comm_.tensor_device());
+    return model;
   }
 
   std::unique_ptr<torch::optim::Optimizer> make_optimizer() {

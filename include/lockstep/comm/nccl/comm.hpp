@@ -75,6 +75,11 @@ class BasicNcclComm {
   [[nodiscard]] int rank() const { return group_->rank(); }
   [[nodiscard]] int size() const { return group_->size(); }
   [[nodiscard]] const World& world() const { return group_->world(); }
+  /// Where its tensors live: the GPU of this rank.
+  [[nodiscard]] at::Device tensor_device() const requires requires(const D& device) {
+    device.tensor_device();
+  }
+  { return device().tensor_device(); }
 
   /// What errors call the collectives that follow, such as "bucket 2 of 5, with fc.weight", until it is
   /// changed; null for nothing.

@@ -19,6 +19,7 @@
 #include "lockstep/comm/nccl/device.hpp"
 #include "lockstep/comm/nccl/one_nccl.hpp"
 #include "lockstep/error.hpp"
+#include "lockstep/world/gpus.hpp"
 #include "lockstep/world/world.hpp"
 
 namespace torch::cuda::nccl {
@@ -50,21 +51,13 @@ class CudaDevice {
                       error == cudaSuccess ? "" : fmt::format(" ({})", cudaGetErrorString(error))),
           world.rank());
     }
-    if (index < 0 && world.local_size() > count && !shared())
-      throw UsageError(
-          fmt::format("there are {} ranks on this host and {} CUDA device{}: start one rank a device, or "
-                      "make more of them visible (CUDA_VISIBLE_DEVICES)",
-                      world.local_size(), count, count == 1 ? "" : "s"),
-          world.rank());
-    if (index >= count)
-      throw UsageError(
-          fmt::format("rank {} is to use CUDA device {}, and sees {} from 0 on", world.rank(), index, count),
-          world.rank());
-    const CudaDevice device(index >= 0 ? index : world.local_rank() % count);
+    const CudaDevice device(detail::gpu_of_rank(world.environment(), count, index));
     device.enter_thread();
     return device;
   }
 
+  /// Of the tensors that it holds.
+  [[nodiscard]] c10::Device tensor_device() const { return device(); }
   void enter_thread() const { check(cudaSetDevice(index_), "cudaSetDevice"); }
   [[nodiscard]] std::string name() const { return fmt::format("cuda:{}", index_); }
   [[nodiscard]] std::string card() const {

@@ -1,0 +1,30 @@
+#include <string>
+
+#include "lockstep/comm/device_choice.hpp"
+#include "lockstep/comm/gloo_comm.hpp"
+#include "support/ranks.hpp"
+#include "support/text_of.hpp"
+
+using lockstep::DeviceKind;
+
+TEST_CASE("ranks that would compute on GPUs and on CPUs are told so, with two of them by name") {
+  lockstep::GlooComm comm{test_world()};
+  lockstep::detail::agree_on_device(test_world(), DeviceKind::gpu);
+  lockstep::detail::agree_on_device(test_world(), DeviceKind::cpu);
+  if (comm.size() == 1) return;
+  std::string said;
+  try {
+    lockstep::detail::agree_on_device(test_world(), comm.rank() == 1 ? DeviceKind::gpu : DeviceKind::cpu);
+  } catch (const lockstep::MismatchError& error) {
+    said = error.what();
+  }
+  int told = 0;
+  for (const std::string& text : comm.all_gather_bytes(said)) {
+    if (text.empty()) continue;
+    ++told;
+    CHECK_THAT(text, ContainsSubstring("rank 1"));
+    CHECK_THAT(text, ContainsSubstring("on GPUs"));
+    CHECK_THAT(text, ContainsSubstring("on CPUs"));
+  }
+  CHECK(told >= 1);
+}

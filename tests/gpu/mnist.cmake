@@ -1,0 +1,15 @@
+# Run by ctest: the MNIST example, which trains in fp16 on a GPU, for an epoch of the digits that it draws.
+execute_process(COMMAND ${CMAKE_COMMAND} -E env LOCKSTEP_DEVICE=gpu ${MNIST} --gpu 0 --epochs 1 --lr 0.05
+  RESULT_VARIABLE result OUTPUT_VARIABLE output ERROR_VARIABLE output)
+if(output MATCHES "there is no CUDA device")
+  message("SKIPPED gpu_mnist: no CUDA device: skipped")
+  return()
+endif()
+message("${output}")
+if(NOT result EQUAL 0)
+  message(FATAL_ERROR "mnist --gpu 0 ended with ${result}")
+endif()
+string(REGEX MATCH "Accuracy is ([0-9]+)" accuracy "${output}")
+if(NOT accuracy OR CMAKE_MATCH_1 LESS 80)
+  message(FATAL_ERROR "mnist --gpu 0 ran, but did not learn")
+endif()
