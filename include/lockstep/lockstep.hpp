@@ -39,6 +39,8 @@
 #include "lockstep/precision/fp32.hpp"
 #include "lockstep/precision/grad_scaler.hpp"
 #include "lockstep/precision/precision.hpp"
+#include "lockstep/precision/scaled_step.hpp"
+#include "lockstep/precision/tf32.hpp"
 #include "lockstep/train/check_finite.hpp"
 #include "lockstep/train/evaluate.hpp"
 #include "lockstep/train/extras.hpp"

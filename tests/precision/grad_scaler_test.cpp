@@ -5,6 +5,8 @@
 #include <limits>
 #include <sstream>
 
+#include "lockstep/optim/adam.hpp"
+#include "lockstep/optim/sgd.hpp"
 #include "lockstep/precision/fp16.hpp"
 #include "support/catch.hpp"
 #include "support/text_of.hpp"
@@ -126,4 +128,126 @@ TEST_CASE("a scaler that was saved goes on, in a scaler that was used and in a n
   torch::serialize::InputArchive in;
   in.load_from(empty);
   CHECK_THROWS_AS(fresh.load(in), lockstep::CheckpointError);
+}
+
+namespace {
+
+constexpr double infinity = std::numeric_limits<double>::infinity();
+
+// Steps once with a gradient of (factor, factor); whether it was made.
+template <class Optimizer>
+bool step_once(GradScaler& scaler, Optimizer& optimizer, const at::Tensor& parameter, double factor) {
+  optimizer.zero_grad();
+  scaler.scale((parameter * factor).sum()).backward();
+  const auto stepped = scaler.step(optimizer);
+  scaler.update();
+  return stepped;
+}
+
+}  // namespace
+
+TEST_CASE("a fused step divides and skips by itself, and counts when it is asked") {
+  auto parameter = torch::full({2}, 3.0F, torch::requires_grad());
+  lockstep::AdamW optimizer({parameter}, {.lr = 0.5, .implementation = lockstep::Implementation::fused});
+  const auto step_of = [&] {
+    return static_cast<lockstep::AdamState&>(*optimizer.state().at(parameter.unsafeGetTensorImpl()))
+        .step.item<float>();
+  };
+  GradScaler scaler({.init_scale = 8, .growth_interval = 100});
+  CHECK(optimizer.takes_scale());
+  scaler.scale((parameter * infinity).sum()).backward();
+  const auto skipped = scaler.step(optimizer);
+  CHECK(!skipped.known());
+  CHECK(skipped.found_inf().item<float>() == 1);
+  scaler.update();
+  CHECK(!skipped);
+  CHECK(parameter[0].item<float>() == 3);
+  CHECK(step_of() == 0);
+  CHECK(scaler.get_scale() == 4);
+  CHECK(step_once(scaler, optimizer, parameter, 1));
+  CHECK(step_of() == 1);
+  CHECK(parameter[0].item<float>() < 3);
+  CHECK(!step_once(scaler, optimizer, parameter, infinity));
+  CHECK(step_of() == 1);
+  CHECK(scaler.skipped() == 2);
+}
+
+TEST_CASE("a fused step after unscale does not divide twice, and one option turns it off") {
+  auto parameter = torch::full({2}, 3.0F, torch::requires_grad());
+  lockstep::SGD optimizer({parameter}, {.lr = 0.5, .implementation = lockstep::Implementation::fused});
+  GradScaler scaler({.init_scale = 8});
+  scaler.scale(parameter.sum()).backward();
+  scaler.unscale(optimizer);
+  CHECK(parameter.grad()[0].item<float>() == 1);
+  parameter.mutable_grad().mul_(0.5);
+  CHECK(scaler.step(optimizer));
+  scaler.update();
+  CHECK(parameter[0].item<float>() == 2.75F);
+
+  optimizer.options().implementation = lockstep::Implementation::automatic;
+  CHECK(!optimizer.takes_scale());
+  optimizer.zero_grad();
+  scaler.scale(parameter.sum()).backward();
+  const auto stepped = scaler.step(optimizer);
+  CHECK(stepped.known());
+  CHECK(stepped);
+  CHECK(parameter[0].item<float>() == 2.25F);
+}
+
+TEST_CASE("a first step that is skipped leaves momentum to begin with the next") {
+  for (const double dampening : {0.0, 0.5}) {
+    at::Tensor ends[2];
+    for (const bool fused : {false, true}) {
+      auto parameter = torch::full({16}, 3.0F, torch::requires_grad());
+      lockstep::SGD optimizer({parameter}, {.lr = 0.5,
+                                            .momentum = 0.9,
+                                            .dampening = dampening,
+                                            .implementation = fused ? lockstep::Implementation::fused
+                                                                    : lockstep::Implementation::automatic});
+      GradScaler scaler({.init_scale = 8});
+      CHECK(!step_once(scaler, optimizer, parameter, infinity));
+      CHECK(step_once(scaler, optimizer, parameter, 1));
+      CHECK(step_once(scaler, optimizer, parameter, 2));
+      ends[fused] = parameter.detach();
+    }
+    CHECK(at::equal(ends[0], ends[1]));
+  }
+}
+
+TEST_CASE("what fused steps have skipped is saved, and a load takes its place") {
+  auto parameter = torch::full({2}, 3.0F, torch::requires_grad());
+  lockstep::SGD optimizer({parameter}, {.lr = 0.5, .implementation = lockstep::Implementation::fused});
+  GradScaler scaler({.init_scale = 8}), other;
+  for (int i = 0; i < 3; ++i) step_once(scaler, optimizer, parameter, infinity);
+  std::stringstream stream;
+  torch::serialize::OutputArchive out;
+  scaler.save(out);
+  out.save_to(stream);
+  for (GradScaler* loaded : {&scaler, &other}) {
+    torch::serialize::InputArchive in;
+    stream.seekg(0);
+    in.load_from(stream);
+    loaded->load(in);
+    CHECK(loaded->skipped() == 3);
+    CHECK(loaded->get_scale() == 1);
+    step_once(*loaded, optimizer, parameter, infinity);
+    CHECK(loaded->skipped() == 4);
+  }
+}
+
+TEST_CASE("two losses and two optimizers have one scale, and each its own answer") {
+  auto first = torch::full({2}, 3.0F, torch::requires_grad()),
+       second = torch::full({2}, 3.0F, torch::requires_grad());
+  lockstep::SGD plain({first}, {.lr = 0.5});
+  lockstep::SGD fused({second}, {.lr = 0.5, .implementation = lockstep::Implementation::fused});
+  GradScaler scaler({.init_scale = 8});
+  scaler.scale((first * infinity).sum()).backward();
+  scaler.scale(second.sum()).backward();
+  CHECK(!scaler.step(plain));
+  CHECK(scaler.step(fused));
+  scaler.update();
+  CHECK(first[0].item<float>() == 3);
+  CHECK(second[0].item<float>() == 2.5F);
+  CHECK(scaler.get_scale() == 4);
+  CHECK(scaler.skipped() == 1);
 }

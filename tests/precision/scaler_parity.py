@@ -23,6 +23,9 @@ except ImportError as error:
 SCALER_STEPS, TRAIN_STEPS = 60, 40
 CASES = {
     "scaler": "two losses and optimizers under one scaler, infinities and not-a-numbers on the way",
+    "fused-adamw": "the same under `AdamW(fused=True)` and `SGD(fused=True)`, which divide and skip by themselves",
+    "fused-adam": "the same under `Adam(fused=True)` with `amsgrad` and `SGD(fused=True)` with `nesterov`",
+    "tf32": "`set_float32_matmul_precision(\"high\")`, on this CPU",
     "bf16": "autocast in bfloat16",
     "fp16": "autocast in float16 with a GradScaler, the first steps skipped",
 }
@@ -77,6 +80,30 @@ def scale_and_skip(tensors):
             map(raw, parameters))  # fmt: skip
 
 
+def scale_fused(tensors, kind, options, nesterov):
+    parameters = [tensors[f"parameter.{i}"].clone().requires_grad_() for i in (0, 1)]
+    one = kind([parameters[0]], lr=0.01, fused=True, **options)
+    two = torch.optim.SGD([parameters[1]], lr=0.01, momentum=0.9, nesterov=nesterov, fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024, growth_interval=4)
+    for step in range(SCALER_STEPS):
+        one.zero_grad()
+        two.zero_grad()
+        for i in (0, 1):
+            scaler.scale((parameters[i] * tensors[f"gradients.{i}"][step]).sum()).backward()
+        if step % 3 == 0:
+            scaler.unscale_(one)
+            torch.nn.utils.clip_grad_norm_([parameters[0]], 1.0)
+        scaler.step(one)
+        scaler.step(two)
+        scaler.update()
+        state = scaler.state_dict()
+        adam = one.state[parameters[0]]
+        states = [adam[key] for key in ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq") if adam.get(key) is not None]
+        states.append(two.state[parameters[1]]["momentum_buffer"])
+        yield raw(torch.tensor(state["scale"])) + raw(torch.tensor(state["_growth_tracker"], dtype=torch.int32)) + b"".join(
+            map(raw, parameters + states))  # fmt: skip
+
+
 def train(tensors, dtype, scaler):
     net = make_net()
     with torch.no_grad():
@@ -85,7 +112,7 @@ def train(tensors, dtype, scaler):
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     for step in range(TRAIN_STEPS):
         optimizer.zero_grad()
-        with torch.autocast("cpu", dtype=dtype):
+        with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
             loss = torch.nn.functional.cross_entropy(net(tensors["inputs"][step]), tensors["labels"][step])
         scaler.scale(loss).backward()
         scaler.step(optimizer)
@@ -118,9 +145,14 @@ def main():
         tensors = make_inputs(folder)
         expected = {
             "scaler": list(scale_and_skip(tensors)),
+            "fused-adamw": list(scale_fused(tensors, torch.optim.AdamW, {}, False)),
+            "fused-adam": list(scale_fused(tensors, torch.optim.Adam, dict(weight_decay=0.1, amsgrad=True), True)),
             "bf16": list(train(tensors, torch.bfloat16, torch.amp.GradScaler("cpu", enabled=False))),
             "fp16": list(train(tensors, torch.float16, torch.amp.GradScaler("cpu", init_scale=16777216, growth_interval=8))),
         }
+        torch.set_float32_matmul_precision("high")
+        expected["tf32"] = list(train(tensors, None, torch.amp.GradScaler("cpu", enabled=False)))
+        torch.set_float32_matmul_precision("highest")
         if expected["fp16"][0] != b"".join(raw(tensors[f"net.{i}"]) for i in range(4)):
             failures += 1
             print("the first step in float16 was not skipped, and should be")
@@ -132,9 +164,11 @@ def main():
             failures += bool(wrong)
             print(f"| {text} | {f'DIFFER at step {wrong[0]}' if wrong else f'same bits after each of {steps} steps'} |")
         for mistake in ("never", "kept"):
-            seen = run_program(program, folder, mistake)["scaler"] != b"".join(expected["scaler"])
-            failures += not seen
-            print(f"broken on purpose ({mistake}): {'found' if seen else 'NOT FOUND'}")
+            broken = run_program(program, folder, mistake)
+            for name in ("scaler", "fused-adamw", "fused-adam"):
+                seen = broken[name] != b"".join(expected[name])
+                failures += not seen
+                print(f"broken on purpose ({mistake}), {name}: {'found' if seen else 'NOT FOUND'}")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     if failures:

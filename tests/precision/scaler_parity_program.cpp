@@ -9,14 +9,17 @@
 #include <torch/torch.h>
 
 #include <fstream>
+#include <optional>
 #include <sstream>
 #include <string>
 #include <vector>
 
+#include "lockstep/optim/adam.hpp"
 #include "lockstep/optim/sgd.hpp"
 #include "lockstep/precision/bf16.hpp"
 #include "lockstep/precision/fp16.hpp"
 #include "lockstep/precision/grad_scaler.hpp"
+#include "lockstep/precision/tf32.hpp"
 #include "support/parity_program.hpp"
 
 namespace {
@@ -72,6 +75,47 @@ void scale_and_skip(std::int64_t steps) {
   }
 }
 
+/// The same under two optimizers that divide the gradients in their steps.
+template <class One, class OneOptions>
+void scale_fused(const std::string& name, std::int64_t steps, OneOptions options, bool nesterov) {
+  const at::Tensor gradients[] = {read("gradients.0", {steps, 5, 3}), read("gradients.1", {steps, 7})};
+  at::Tensor parameters[] = {read("parameter.0", {5, 3}).requires_grad_(),
+                             read("parameter.1", {7}).requires_grad_()};
+  options.implementation = lockstep::Implementation::fused;
+  One one(std::vector{parameters[0]}, options);
+  lockstep::SGD two(
+      std::vector{parameters[1]},
+      {.lr = 0.01, .momentum = 0.9, .nesterov = nesterov, .implementation = lockstep::Implementation::fused});
+  lockstep::GradScaler scaler({.init_scale = 1024, .growth_interval = 4});
+  std::ofstream out(folder + "/" + name + ".lockstep", std::ios::binary);
+  for (std::int64_t step = 0; step < steps; ++step) {
+    one.zero_grad();
+    two.zero_grad();
+    for (int i : {0, 1}) scaler.scale((parameters[i] * gradients[i][step]).sum()).backward();
+    if (step % 3 == 0) {
+      scaler.unscale(one);
+      torch::nn::utils::clip_grad_norm_({parameters[0]}, 1.0);
+    }
+    if (mistake == "kept") {
+      one.step_scaled({{}, torch::zeros({})});
+      scaler.step(two);
+    } else {
+      scaler.step(one);
+      scaler.step(two);
+    }
+    scaler.update(mistake == "never" ? std::optional(1024.0) : std::nullopt);
+    write(out, torch::tensor(scaler.get_scale(), torch::kFloat));
+    write(out, torch::tensor(scaler.growth_tracker(), torch::kInt));
+    for (const at::Tensor& parameter : parameters) write(out, parameter);
+    const auto& state =
+        static_cast<lockstep::AdamState&>(*one.state().at(parameters[0].unsafeGetTensorImpl()));
+    for (const at::Tensor& tensor : {state.step, state.exp_avg, state.exp_avg_sq, state.max_exp_avg_sq})
+      if (tensor.defined()) write(out, tensor);
+    write(out, static_cast<lockstep::SgdState&>(*two.state().at(parameters[1].unsafeGetTensorImpl()))
+                   .momentum_buffer);
+  }
+}
+
 template <class Precision>
 void train(const std::string& name, std::int64_t steps, Precision precision) {
   torch::nn::Sequential net(torch::nn::Linear(64, 96), torch::nn::ReLU(), torch::nn::Linear(96, 10));
@@ -107,7 +151,11 @@ int main(int argc, char** argv) {
   if (words.size() > 1) mistake = words[1];
   torch::set_num_threads(1);
   scale_and_skip(60);
+  scale_fused<lockstep::AdamW>("fused-adamw", 60, lockstep::AdamWOptions{.lr = 0.01}, false);
+  scale_fused<lockstep::Adam>("fused-adam", 60,
+                              lockstep::AdamOptions{.lr = 0.01, .weight_decay = 0.1, .amsgrad = true}, true);
   train("bf16", 40, lockstep::Bf16());
+  train("tf32", 40, lockstep::Tf32());
   // Starts where some of the first losses overflow.
   train("fp16", 40, lockstep::Fp16({.init_scale = 16777216, .growth_interval = 8}));
 }

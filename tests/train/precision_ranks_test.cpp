@@ -5,8 +5,13 @@
 #include "lockstep/grad/hooks/no_op_hook.hpp"
 #include "lockstep/grad/hooks/power_sgd_hook.hpp"
 #include "lockstep/grad/hooks/quantized_hook.hpp"
+#include "lockstep/optim/adam.hpp"
+#include "lockstep/optim/sgd.hpp"
+#include "lockstep/optim/zero_redundancy.hpp"
 #include "lockstep/precision/bf16.hpp"
 #include "lockstep/precision/fp16.hpp"
+#include "lockstep/precision/tf32.hpp"
+#include "lockstep/train/gradient_clip.hpp"
 #include "lockstep/train/trainer.hpp"
 #include "support/ranks.hpp"
 #include "train/nets.hpp"
@@ -25,13 +30,14 @@ std::string bytes_of(const TinyNet& net) {
 }
 
 // One rank's gradient is infinite in the second step: no rank takes it, and the hook forgets it.
-template <class Hook>
-void check_skips(const Hook& hook) {
+template <class Hook, class... Extras>
+void check_skips(const Hook& hook, const Extras&... extras) {
   const auto& world = test_world();
   const int culprit = world.size() - 1;
-  lockstep::Trainer<TinyNet, lockstep::DistributedSampler, lockstep::GlooComm, lockstep::Fp16, Hook> trainer(
-      world, {.epochs = 1, .batch_size = 4, .lr = 0.1, .progress = false},
-      lockstep::Fp16({.init_scale = 1024}), hook);
+  lockstep::Trainer<TinyNet, lockstep::DistributedSampler, lockstep::GlooComm, lockstep::Fp16, Hook,
+                    Extras...>
+      trainer(world, {.epochs = 1, .batch_size = 4, .lr = 0.1, .progress = false},
+              lockstep::Fp16({.init_scale = 1024}), hook, extras...);
   std::int64_t calls = 0;
   const auto bad_once = [&](TinyNet& net, const auto& batch) {
     auto value = loss(net, batch);
@@ -74,6 +80,51 @@ TEST_CASE("a step that is not finite on one rank is taken by none") {
   }
 }
 
+TEST_CASE("a fused step that is not finite on one rank is taken by none") {
+  const lockstep::MakeOptimizer fused{[](std::vector<torch::Tensor> parameters) {
+    return lockstep::AdamW(std::move(parameters),
+                           {.lr = 0.1, .implementation = lockstep::Implementation::fused});
+  }};
+  SECTION("plainly") {
+    check_skips(lockstep::AllReduceHook(), fused);
+  }
+  SECTION("with factors of low rank") {
+    check_skips(lockstep::PowerSgdHook({.start_iteration = 0, .min_compression_rate = 0.5}), fused);
+  }
+  SECTION("without any reduction, and clipped") {
+    check_skips(lockstep::NoOpHook(), fused, lockstep::GradientClip{.max_norm = 1e3});
+  }
+  SECTION("with states spread over the ranks") {
+    lockstep::GlooComm comm(test_world());
+    const lockstep::MakeOptimizer sharded{[&](std::vector<torch::Tensor> parameters) {
+      return std::unique_ptr<torch::optim::Optimizer>(
+          new lockstep::ZeroRedundancyOptimizer(std::move(parameters), comm, fused.function));
+    }};
+    check_skips(lockstep::AllReduceHook(), sharded);
+  }
+}
+
+TEST_CASE("hooks see true gradients where the ranks have to agree") {
+  check_skips(lockstep::NoOpHook(), lockstep::GradientClip{.max_norm = 1e3});
+}
+
+TEST_CASE("a parameter that is not averaged keeps no rank from the others' answer") {
+  const auto& world = test_world();
+  TinyNet net;
+  const lockstep::MakeOptimizer of_all{
+      [&](const std::vector<torch::Tensor>&) { return lockstep::SGD(net->parameters(), {.lr = 0.1}); }};
+  lockstep::TrainerOptions options{.epochs = 1, .batch_size = 4, .progress = false};
+  options.ddp.ignored = {"last.bias"};
+  lockstep::Trainer<TinyNet, lockstep::DistributedSampler, lockstep::GlooComm, lockstep::Fp16,
+                    std::remove_const_t<decltype(of_all)>>
+      trainer(world, options, net, lockstep::Fp16({.init_scale = 1024}), of_all);
+  const auto report = trainer.fit(three_classes(world.size() * 8), [&](TinyNet& model, const auto& batch) {
+    const double factor = world.rank() == 0 ? std::numeric_limits<double>::infinity() : 1;
+    return loss(model, batch) + model->last->bias.sum() * factor;
+  });
+  CHECK(report.skipped == 2);
+}
+
 TEST_CASE("a step that was given up leaves the scaler as it was") {
   const auto& world = test_world();
   lockstep::Trainer<TinyNet, lockstep::DistributedSampler, lockstep::GlooComm, lockstep::Fp16> trainer(
@@ -106,4 +157,18 @@ TEST_CASE("training in half precision learns, and evaluates in it") {
   };
   check(std::type_identity<lockstep::Bf16>(), at::kBFloat16);
   check(std::type_identity<lockstep::Fp16>(), at::kHalf);
+  check(std::type_identity<lockstep::Tf32>(), at::kFloat);
+}
+
+TEST_CASE("a forward that throws leaves tf32") {
+  lockstep::Trainer<TinyNet, lockstep::DistributedSampler, lockstep::GlooComm, lockstep::Tf32> trainer(
+      test_world(), {.epochs = 1, .batch_size = 2, .accumulate = 2, .progress = false});
+  std::int64_t calls = 0;
+  const auto throws = [&](TinyNet& net, const auto& batch) {
+    CHECK(at::globalContext().float32MatmulPrecision() == at::Float32MatmulPrecision::HIGH);
+    if (++calls == 2) throw lockstep::DataError("enough");
+    return loss(net, batch);
+  };
+  CHECK_THROWS_AS(trainer.fit(three_classes(test_world().size() * 8), throws), lockstep::DataError);
+  CHECK(at::globalContext().float32MatmulPrecision() == at::Float32MatmulPrecision::HIGHEST);
 }

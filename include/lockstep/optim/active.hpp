@@ -8,14 +8,9 @@
 #include <utility>
 #include <vector>
 
-namespace lockstep {
+#include "lockstep/precision/scaled_step.hpp"
 
-/// What a GradScaler hands to a fused step: the gradients are divided by `scale`, and nothing is stepped
-/// where `found_inf` is 1. Each one element on the parameters' device, or undefined.
-struct StepScale {
-  at::Tensor scale, found_inf;
-  [[nodiscard]] bool given() const { return scale.defined() || found_inf.defined(); }
-};
+namespace lockstep {
 
 namespace detail {
 

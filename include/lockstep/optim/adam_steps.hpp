@@ -150,6 +150,7 @@ inline void adam_fused(const AdamOptions& o, Active<AdamState>& all, const StepS
   const auto optional = [](const at::Tensor& tensor) {
     return tensor.defined() ? std::optional<at::Tensor>(tensor) : std::nullopt;
   };
+  const StepScale here = scale.on(all.parameters[0].device());
   align_gradients(all);
   advance_steps(all);
   auto& means = all.column(0, &AdamState::exp_avg);
@@ -160,20 +161,20 @@ inline void adam_fused(const AdamOptions& o, Active<AdamState>& all, const StepS
   const auto call = [&](const auto& rate) {
     if (o.decoupled)
       at::_fused_adamw_(all.parameters, all.gradients, means, squares, largest, steps, rate, o.betas[0],
-                        o.betas[1], o.weight_decay, o.eps, o.amsgrad, o.maximize, optional(scale.scale),
-                        optional(scale.found_inf));
+                        o.betas[1], o.weight_decay, o.eps, o.amsgrad, o.maximize, optional(here.scale),
+                        optional(here.found_inf));
     else
       at::_fused_adam_(all.parameters, all.gradients, means, squares, largest, steps, rate, o.betas[0],
-                       o.betas[1], o.weight_decay, o.eps, o.amsgrad, o.maximize, optional(scale.scale),
-                       optional(scale.found_inf));
+                       o.betas[1], o.weight_decay, o.eps, o.amsgrad, o.maximize, optional(here.scale),
+                       optional(here.found_inf));
   };
   if (o.lr_tensor.defined())
     call(o.lr_tensor);
   else
     call(o.lr);
   // A step that was skipped is taken back.
-  if (scale.found_inf.defined())
-    at::_foreach_sub_(steps, std::vector<at::Tensor>(steps.size(), scale.found_inf.view(at::IntArrayRef{})));
+  if (here.found_inf.defined())
+    at::_foreach_sub_(steps, std::vector<at::Tensor>(steps.size(), here.found_inf.view(at::IntArrayRef{})));
 }
 
 }  // namespace lockstep::detail

@@ -67,8 +67,18 @@ class GroupOptions : public torch::optim::OptimizerCloneableOptions<GroupOptions
 template <class Options>
 torch::optim::OptimizerParamGroup parameter_group(std::vector<at::Tensor> parameters,
                                                   const Options& options) {
-  using Kept = typename Options::Group;
-  return {std::move(parameters), std::make_unique<GroupOptions<Kept>>(Kept(options))};
+  constexpr bool ours = requires {
+    typename Options::Group;
+  };
+  static_assert(ours,
+                "lockstep: parameter_group takes the options of one of lockstep's optimizers, such as "
+                "SgdOptions; LibTorch's options go with torch::optim::OptimizerParamGroup");
+  if constexpr (ours) {
+    using Kept = typename Options::Group;
+    return {std::move(parameters), std::make_unique<GroupOptions<Kept>>(Kept(options))};
+  } else {
+    return torch::optim::OptimizerParamGroup(std::move(parameters));
+  }
 }
 
 namespace detail {

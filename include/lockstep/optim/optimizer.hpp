@@ -61,7 +61,7 @@ inline void check_parameters(const char* optimizer, const ParameterGroups& group
 /// each kind of group, and `prepare(const Options&, const at::Tensor& parameter, State&)`, which makes what
 /// is missing of a state.
 template <class Derived, class State, class Options>
-class GroupedOptimizer : public torch::optim::Optimizer {
+class GroupedOptimizer : public torch::optim::Optimizer, public ScaledStep {
  public:
   /// Steps every parameter that has a gradient. `closure`, where given, computes the loss first, which is
   /// returned. Throws GradientError, naming the parameter, for a gradient that cannot be used.
@@ -75,9 +75,15 @@ class GroupedOptimizer : public torch::optim::Optimizer {
     return loss;
   }
 
+  /// Whether every group is fused.
+  [[nodiscard]] bool takes_scale() override {
+    for (std::size_t g = 0; g < param_groups_.size(); ++g)
+      if (options_of(g).implementation != Implementation::fused) return false;
+    return true;
+  }
   /// The step of a GradScaler, without any wait for the device. Needs Implementation::fused in every group,
   /// or throws UsageError.
-  void step_scaled(const StepScale& scale) {
+  void step_scaled(const StepScale& scale) override {
     for (std::size_t g = 0; g < param_groups_.size(); ++g)
       if (scale.given() && options_of(g).implementation != Implementation::fused)
         throw UsageError(

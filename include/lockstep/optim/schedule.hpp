@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <concepts>
 #include <cstdint>
 #include <numbers>
 #include <utility>
@@ -16,6 +17,12 @@ namespace lockstep {
 // Curves: `curve(t)` is the factor of the learning rate at t = 0, 1, 2, ..., a function of t alone, so that
 // all ranks agree and a resumed run needs no state. Each is the closed form of Python's scheduler of that
 // name, for a rate of 1. PerStep and PerEpoch make a Trainer's Schedule of a curve.
+
+/// A curve: called with a number of steps or epochs, from 0, it gives the factor of the rate.
+template <class C>
+concept RateCurve = requires(const C& curve, std::int64_t t) {
+  { curve(t) } -> std::convertible_to<double>;
+};
 
 namespace detail {
 inline void require_length(std::int64_t length, const char* curve) {
@@ -94,6 +101,9 @@ struct ExponentialCurve {
 /// `Then{LinearCurve{.length = 500}, 500, CosineCurve{.length = 9500}}`. More follow by nesting.
 template <class First, class Second>
 struct Then {
+  static_assert(RateCurve<First> && RateCurve<Second>,
+                "lockstep: Then takes a curve, the number of steps or epochs that it lasts, and the curve "
+                "that follows it");
   First first;
   std::int64_t milestone;
   Second second;
@@ -107,6 +117,9 @@ Then(First, int, Second) -> Then<First, Second>;
 /// A Schedule (see train/extras.hpp) whose curve runs over optimizer steps.
 template <class Curve>
 struct PerStep {
+  static_assert(RateCurve<Curve>,
+                "lockstep: PerStep takes a curve, such as CosineCurve, which is called with the number of a "
+                "step and gives the factor of the rate");
   Curve curve;
   double rate_factor(std::int64_t /*epoch*/, std::int64_t step) const { return curve(step); }
 };
@@ -116,6 +129,9 @@ PerStep(Curve) -> PerStep<Curve>;
 /// A Schedule whose curve runs over epochs: one factor for all steps of an epoch.
 template <class Curve>
 struct PerEpoch {
+  static_assert(RateCurve<Curve>,
+                "lockstep: PerEpoch takes a curve, such as StepCurve, which is called with the number of an "
+                "epoch and gives the factor of the rate");
   Curve curve;
   double rate_factor(std::int64_t epoch, std::int64_t /*step*/) const { return curve(epoch); }
 };

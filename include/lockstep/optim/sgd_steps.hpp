@@ -134,11 +134,12 @@ inline void sgd_fused_call(const SgdOptions& o, Active<SgdState>& all, const Ste
   const auto optional = [](const at::Tensor& tensor) {
     return tensor.defined() ? std::optional<at::Tensor>(tensor) : std::nullopt;
   };
+  const StepScale here = scale.on(all.parameters[0].device());
   auto& buffers = all.column(0, &SgdState::momentum_buffer);
   if (o.momentum == 0) buffers.clear();
   const auto call = [&](const auto& rate) {
     at::_fused_sgd_(all.parameters, all.gradients, buffers, o.weight_decay, o.momentum, rate, o.dampening,
-                    o.nesterov, o.maximize, first, optional(scale.scale), optional(scale.found_inf));
+                    o.nesterov, o.maximize, first, optional(here.scale), optional(here.found_inf));
   };
   if (o.lr_tensor.defined())
     call(o.lr_tensor);
@@ -161,6 +162,9 @@ inline void sgd_fused(const SgdOptions& options, Active<SgdState>& all, const St
     for (auto& part : parts) sgd_fused(options, part, scale);
     return;
   }
+  // A first step takes the gradient whole, without dampening: whether it is left out must be known.
+  if (fresh != 0 && options.dampening != 0 && scale.found_inf.defined() && scale.found_inf.item<float>() != 0)
+    return;
   // Where the first step is skipped for an infinite gradient, the operator leaves the buffers as they are:
   // zeros then, where Python has what was in that memory.
   if (fresh != 0)

@@ -19,10 +19,21 @@
 #include "lockstep/error.hpp"
 #include "lockstep/grad/broadcast_list.hpp"
 #include "lockstep/grad/model_check.hpp"
+#include "lockstep/optim/optimizer_maker.hpp"
 #include "lockstep/optim/sharded_state.hpp"
 #include "lockstep/optim/shards.hpp"
+#include "lockstep/precision/scaled_step.hpp"
 
 namespace lockstep {
+
+namespace detail {
+
+template <class Made>
+inline constexpr bool is_sharded = std::derived_from<Made, ShardedState>;
+template <class Made>
+inline constexpr bool is_sharded<std::unique_ptr<Made>> = std::derived_from<Made, ShardedState>;
+
+}  // namespace detail
 
 /// An optimizer whose state is spread over the ranks (ZeRO stage 1, Python's ZeroRedundancyOptimizer): each
 /// rank keeps the state of its share of the parameters and steps them, then the ranks send each other what
@@ -33,8 +44,13 @@ namespace lockstep {
 /// be equal on all ranks, as they are after `ddp.backward`. `step`, the constructor and `consolidate` are
 /// collective; `comm` outlives this.
 template <class Comm>
-requires Reducing<Comm> && Gathering<Comm>
-class ZeroRedundancyOptimizer : public torch::optim::Optimizer, public detail::ShardedState {
+class ZeroRedundancyOptimizer : public torch::optim::Optimizer,
+                                public ScaledStep,
+                                public detail::ShardedState {
+  static_assert(Reducing<Comm> && Gathering<Comm>,
+                "lockstep: ZeroRedundancyOptimizer needs a communicator that reduces and gathers, such as "
+                "lockstep::GlooComm");
+
  public:
   /// `make(parameters)` makes the optimizer inside, with all parameters and any groups: an optimizer, or a
   /// unique_ptr to one. Throws MismatchError where the ranks' parameters differ, UsageError for a parameter
@@ -49,16 +65,25 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer, public detail::S
       const at::AutoGradMode with_gradients(true);
       loss = closure();
     }
-    if (param_groups_.size() != own().size())
-      throw UsageError(
-          "ZeroRedundancyOptimizer: a group was added after construction: make it with all of its groups");
-    forget_gathered();
-    {
-      const detail::LentGroups lent(param_groups_, inner_->param_groups(), &own());
-      inner_->step();
-    }
-    share();
+    step_own([&] { inner_->step(); });
     return loss;
+  }
+
+  /// Whether the optimizer inside takes the scale in its step.
+  [[nodiscard]] bool takes_scale() override {
+    auto* inside = dynamic_cast<ScaledStep*>(inner_.get());
+    if (inside == nullptr) return false;
+    const detail::LentGroups lent(param_groups_, inner_->param_groups(), nullptr);
+    return inside->takes_scale();
+  }
+  /// The step of a GradScaler, which reads all gradients, so that the ranks agree without asking: each
+  /// divides those of its share in its step, or none does.
+  void step_scaled(const StepScale& scale) override {
+    auto* inside = dynamic_cast<ScaledStep*>(inner_.get());
+    if (inside == nullptr)
+      throw UsageError(
+          "ZeroRedundancyOptimizer: the optimizer inside takes no scale: unscale the gradients first");
+    step_own([&] { inside->step_scaled(scale); });
   }
 
   /// Brings all states to rank `to`, which may save afterwards; a step makes it necessary again. Collective.
@@ -129,11 +154,17 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer, public detail::S
 
   template <class Make>
   static std::unique_ptr<torch::optim::Optimizer> made(Make& make, std::vector<at::Tensor> parameters) {
-    using Made = std::invoke_result_t<Make&, std::vector<at::Tensor>>;
-    if constexpr (std::derived_from<Made, torch::optim::Optimizer>)
-      return std::unique_ptr<torch::optim::Optimizer>(new Made(make(std::move(parameters))));
+    constexpr bool makes = detail::OptimizerMaker<Make>;
+    static_assert(makes,
+                  "lockstep: the third argument of ZeroRedundancyOptimizer is a function of the parameters "
+                  "that returns an optimizer, or a std::unique_ptr to one");
+    static_assert(!detail::is_sharded<detail::MadeByOf<Make&>>,
+                  "lockstep: the optimizer inside a ZeroRedundancyOptimizer is on one rank each and must not "
+                  "meet the others, as another ZeroRedundancyOptimizer would");
+    if constexpr (makes)
+      return detail::make_optimizer_by(make, std::move(parameters));
     else
-      return make(std::move(parameters));
+      return nullptr;
   }
 
   ZeroRedundancyOptimizer(std::unique_ptr<torch::optim::Optimizer> inner, Comm& comm)
@@ -157,6 +188,19 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer, public detail::S
     // Some optimizers make their states at once.
     States dropped;
     take_foreign_states(dropped);
+  }
+
+  template <class Step>
+  void step_own(Step&& step_inside) {
+    if (param_groups_.size() != own().size())
+      throw UsageError(
+          "ZeroRedundancyOptimizer: a group was added after construction: make it with all of its groups");
+    forget_gathered();
+    {
+      const detail::LentGroups lent(param_groups_, inner_->param_groups(), &own());
+      step_inside();
+    }
+    share();
   }
 
   [[nodiscard]] detail::Shard& own() { return shards_[static_cast<std::size_t>(comm_.rank())]; }

@@ -34,8 +34,8 @@ class Fp16 {
   void agree(torch::optim::Optimizer& optimizer, Comm& comm) {
     scaler_.agree(optimizer, comm);
   }
-  bool step(torch::optim::Optimizer& optimizer) {
-    const bool stepped = scaler_.step(optimizer);
+  StepOutcome step(torch::optim::Optimizer& optimizer) {
+    StepOutcome stepped = scaler_.step(optimizer);
     scaler_.update();
     return stepped;
   }

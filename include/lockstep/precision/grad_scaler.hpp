@@ -5,6 +5,7 @@
 #include <ATen/ops/_amp_foreach_non_finite_check_and_unscale.h>
 #include <ATen/ops/_amp_update_scale.h>
 #include <ATen/ops/full.h>
+#include <ATen/ops/maximum.h>
 #include <fmt/format.h>
 #include <torch/optim/optimizer.h>
 #include <torch/serialize/archive.h>
@@ -19,6 +20,7 @@
 
 #include "lockstep/comm/communicator.hpp"
 #include "lockstep/error.hpp"
+#include "lockstep/precision/scaled_step.hpp"
 
 namespace lockstep {
 
@@ -40,6 +42,10 @@ struct GradScalerOptions {
 ///
 /// An iteration is: `scale` for each loss, backward, perhaps `unscale(optimizer)` to see or clip the true
 /// gradients, `step(optimizer)` for each optimizer, `update()` once.
+///
+/// Optimizers that divide the gradients themselves (ScaledStep: SGD, Adam and AdamW with
+/// Implementation::fused) are stepped without a wait for the device, as by Python with `fused=True`: the
+/// gradients are read once to see whether they are finite, and divided in the step.
 class GradScaler {
  public:
   /// Throws UsageError for options without a meaning.
@@ -73,27 +79,31 @@ class GradScaler {
       throw UsageError(state.stage == Stage::unscaled
                            ? "GradScaler: unscale was called already for this optimizer since the last update"
                            : "GradScaler: unscale after step: call it before, or update first");
-    state.found_inf = divide(optimizer);
+    divide(optimizer, state);
     state.stage = Stage::unscaled;
   }
 
   /// Makes all ranks skip the step that one must skip. Where every gradient was reduced by a sum, infinities
   /// have come to all ranks by themselves, and this is not needed: it is for hooks that keep them
-  /// (PowerSgdHook) and for parameters that are not reduced. Collective; unscales first where
-  /// that was not done.
+  /// (PowerSgdHook, NoOpHook) and for parameters that are not reduced. Collective, before `step`, and
+  /// before or after `unscale`.
   template <Reducing Comm>
   void agree(torch::optim::Optimizer& optimizer, Comm& comm) {
     if (!options_.enabled || comm.size() == 1) return;
-    if (states_[&optimizer].stage == Stage::ready) unscale(optimizer);
-    at::Tensor any = combined(states_[&optimizer]).clone();
+    State& state = states_[&optimizer];
+    if (state.stage == Stage::stepped)
+      throw UsageError("GradScaler: agree after step: call it before, or update first");
+    look(optimizer, state);
+    at::Tensor any = combined(state).clone();
     comm.all_reduce(any, ReduceOp::max).join_stream();
-    states_[&optimizer].found_inf = {any};
+    state.found_inf = {any};
   }
 
-  /// Steps the optimizer unless one of its gradients is not finite; unscales first where that was not done.
-  /// Returns whether it stepped, for which it waits for the device. Throws UsageError where it was called
-  /// already since the last update.
-  bool step(torch::optim::Optimizer& optimizer) {
+  /// Steps the optimizer unless one of its gradients is not finite; divides them first where that was not
+  /// done. Returns whether it stepped: a ScaledStep leaves the answer on the device until it is asked for,
+  /// for others this waits for the device. Throws UsageError where it was called already since the last
+  /// update.
+  StepOutcome step(torch::optim::Optimizer& optimizer) {
     if (!options_.enabled) {
       optimizer.step();
       return true;
@@ -101,8 +111,16 @@ class GradScaler {
     State& state = states_[&optimizer];
     if (state.stage == Stage::stepped)
       throw UsageError("GradScaler: step was called already for this optimizer since the last update");
-    if (state.stage == Stage::ready) unscale(optimizer);
-    const bool finite = combined(state).item<float>() == 0;
+    look(optimizer, state);
+    const at::Tensor found = combined(state);
+    if (ScaledStep* inside = divides_itself(optimizer)) {
+      inside->step_scaled({state.divided ? at::Tensor() : scale_, found});
+      state.stage = Stage::stepped;
+      skipped_there_ = skipped_there_.defined() ? skipped_there_ + found.to(skipped_there_.device()) : found;
+      return StepOutcome(found);
+    }
+    divide(optimizer, state);
+    const bool finite = found.item<float>() == 0;
     if (finite)
       optimizer.step();
     else
@@ -144,8 +162,11 @@ class GradScaler {
   [[nodiscard]] std::int64_t growth_tracker() const {
     return growth_tracker_.defined() ? growth_tracker_.item<std::int32_t>() : init_growth_tracker_;
   }
-  /// Steps that were left out, of all optimizers.
-  [[nodiscard]] std::int64_t skipped() const { return skipped_; }
+  /// Steps that were left out, of all optimizers; waits for the device.
+  [[nodiscard]] std::int64_t skipped() const {
+    return skipped_ +
+           (skipped_there_.defined() ? static_cast<std::int64_t>(skipped_there_.item<float>()) : 0);
+  }
 
   /// Writes what Python's state_dict holds, and the steps skipped.
   void save(torch::serialize::OutputArchive& archive) const {
@@ -154,7 +175,7 @@ class GradScaler {
     archive.write("backoff_factor", c10::IValue(options_.backoff_factor));
     archive.write("growth_interval", c10::IValue(options_.growth_interval));
     archive.write("growth_tracker", c10::IValue(growth_tracker()));
-    archive.write("skipped", c10::IValue(skipped_));
+    archive.write("skipped", c10::IValue(skipped()));
   }
   /// Throws CheckpointError for an archive of something else, and changes nothing then.
   void load(torch::serialize::InputArchive& archive) {
@@ -171,6 +192,7 @@ class GradScaler {
     loaded.growth_interval = read("growth_interval").toInt();
     const std::int64_t tracker = read("growth_tracker").toInt();
     skipped_ = read("skipped").toInt();
+    skipped_there_ = at::Tensor();
     options_ = loaded;
     init_growth_tracker_ = tracker;
     if (scale_.defined()) {
@@ -184,8 +206,14 @@ class GradScaler {
   enum class Stage { ready, unscaled, stepped };
   struct State {
     Stage stage = Stage::ready;
+    bool divided = false;               // the gradients are the true ones
     std::vector<at::Tensor> found_inf;  // one element a device, 1 where something was not finite
   };
+
+  static ScaledStep* divides_itself(torch::optim::Optimizer& optimizer) {
+    auto* inside = dynamic_cast<ScaledStep*>(&optimizer);
+    return inside && inside->takes_scale() ? inside : nullptr;
+  }
 
   void make_on(const at::Device& device) {
     if (scale_.defined()) return;
@@ -195,29 +223,45 @@ class GradScaler {
 
   /// What lies on one device, with what of the scale is needed there.
   struct OnDevice {
-    at::Tensor found_inf, inverse;
+    at::Tensor found_inf, factor;
     std::vector<std::pair<at::ScalarType, std::vector<at::Tensor>>> gradients;
   };
 
-  std::vector<at::Tensor> divide(torch::optim::Optimizer& optimizer) {
+  // Finds out whether all gradients are finite; divides them along the way, unless the step does.
+  void look(torch::optim::Optimizer& optimizer, State& state) {
+    if (!state.found_inf.empty()) return;
+    if (divides_itself(optimizer))
+      state.found_inf = multiply(optimizer, /*by_inverse=*/false);
+    else
+      divide(optimizer, state);
+  }
+
+  void divide(torch::optim::Optimizer& optimizer, State& state) {
+    if (state.divided) return;
+    auto found = multiply(optimizer, /*by_inverse=*/true);
+    state.divided = true;
+    if (state.found_inf.empty()) state.found_inf = std::move(found);  // else that of all ranks is known
+  }
+
+  // Multiplies the gradients by 1 / scale, or by 1; what was not finite, by device.
+  std::vector<at::Tensor> multiply(torch::optim::Optimizer& optimizer, bool by_inverse) {
     const at::NoGradGuard no_grad;
     std::vector<std::pair<at::Device, OnDevice>> devices;
     for (const auto& group : optimizer.param_groups())
       for (const at::Tensor& parameter : group.params()) {
         at::Tensor& grad = parameter.mutable_grad();
         if (!grad.defined()) continue;
-        if (grad.scalar_type() == at::kHalf)
+        if (by_inverse && grad.scalar_type() == at::kHalf)
           throw GradientError(
               "GradScaler: a gradient is of float16, which overflows when it is divided: keep the parameters "
-              "in "
-              "float32, and let autocast make copies of them");
+              "in float32, and let autocast make copies of them");
         make_on(grad.device());
-        add(devices, grad.is_sparse() ? grad._values() : grad);
+        add(devices, grad.is_sparse() ? grad._values() : grad, by_inverse);
       }
     std::vector<at::Tensor> found;
     for (auto& [device, here] : devices) {
       for (auto& [type, gradients] : here.gradients)
-        at::_amp_foreach_non_finite_check_and_unscale_(gradients, here.found_inf, here.inverse);
+        at::_amp_foreach_non_finite_check_and_unscale_(gradients, here.found_inf, here.factor);
       found.push_back(here.found_inf);
     }
     if (found.empty())
@@ -226,14 +270,17 @@ class GradScaler {
     return found;
   }
 
-  void add(std::vector<std::pair<at::Device, OnDevice>>& devices, const at::Tensor& gradient) const {
+  void add(std::vector<std::pair<at::Device, OnDevice>>& devices, const at::Tensor& gradient,
+           bool by_inverse) const {
     auto place = std::find_if(devices.begin(), devices.end(),
                               [&](const auto& item) { return item.first == gradient.device(); });
     if (place == devices.end()) {
       const auto options = at::TensorOptions(at::kFloat).device(gradient.device());
       // The reciprocal in float64, as Python takes it.
-      const at::Tensor inverse = scale_.to(at::kDouble).reciprocal().to(at::kFloat).to(gradient.device());
-      devices.emplace_back(gradient.device(), OnDevice{at::full({}, 0.0, options), inverse, {}});
+      const at::Tensor factor = by_inverse
+                                    ? scale_.to(at::kDouble).reciprocal().to(at::kFloat).to(gradient.device())
+                                    : at::full({}, 1.0, options);
+      devices.emplace_back(gradient.device(), OnDevice{at::full({}, 0.0, options), factor, {}});
       place = devices.end() - 1;
     }
     auto& kinds = place->second.gradients;
@@ -246,15 +293,18 @@ class GradScaler {
     kind->second.push_back(gradient);
   }
 
+  // One element, 0 or 1: the fused operators leave a step out where it is 1 exactly.
   static at::Tensor combined(const State& state) {
     at::Tensor found = state.found_inf.at(0);
+    if (state.found_inf.size() == 1) return found;
     for (std::size_t i = 1; i < state.found_inf.size(); ++i)
-      found = found + state.found_inf[i].to(found.device());
+      found = at::maximum(found, state.found_inf[i].to(found.device()));
     return found;
   }
 
   GradScalerOptions options_;
   at::Tensor scale_, growth_tracker_;  // on the device of the first loss, undefined before
+  at::Tensor skipped_there_;           // steps that a device left out; undefined where there were none
   std::int64_t init_growth_tracker_ = 0, skipped_ = 0;
   std::unordered_map<const torch::optim::Optimizer*, State> states_;  // since the last update
 };

@@ -16,7 +16,8 @@ namespace lockstep {
 ///    those of this tensor, so that the reduction over the ranks sees them scaled alike.
 /// 3. `step(optimizer)` undoes the scale in the gradients, which are reduced by now, and steps the optimizer.
 ///    It returns whether it stepped: false where the precision refused gradients that are not finite. The
-///    answer is the same on every rank.
+///    answer is the same on every rank. Where only the device knows it so far, it is a StepOutcome, which
+///    waits when it is asked.
 ///
 /// Two more calls may come between 2 and 3 where it has them: `agree(optimizer, comm)`, collective, for
 /// reductions that do not carry what is not finite to every rank; `unscale(optimizer)`, after which whoever
@@ -28,7 +29,7 @@ concept Precision = std::movable<P> && std::default_initializable<P> &&
              torch::optim::Optimizer& optimizer) {
   { precision.forward(forward) } -> std::same_as<at::Tensor>;
   { precision.scale(loss) } -> std::convertible_to<at::Tensor>;
-  { precision.step(optimizer) } -> std::same_as<bool>;
+  { precision.step(optimizer) } -> std::convertible_to<bool>;
 };
 
 /// One that scales losses, so that gradients are not the true ones before `unscale`.

@@ -11,6 +11,8 @@
 #include <utility>
 #include <vector>
 
+#include "lockstep/optim/optimizer_maker.hpp"
+#include "lockstep/precision/scaled_step.hpp"
 #include "lockstep/train/gradient_hooks.hpp"
 #include "lockstep/train/loss.hpp"
 
@@ -24,8 +26,9 @@ struct StepReport {
   std::int64_t step_in_epoch, steps_in_epoch;
   /// Of this rank's micro-batches; none where this rank had run out of data.
   std::span<const LocalLoss> local;
-  /// The precision left it out, since its gradients were not finite: nothing has changed.
-  bool skipped = false;
+  /// False where the precision left it out, since its gradients were not finite: nothing has changed then.
+  /// To ask waits for the device where that alone knows.
+  StepOutcome stepped = true;
 
   /// The mean loss over this rank's part of the step, NaN where it had none; waits for the device.
   [[nodiscard]] double loss() const {
@@ -101,11 +104,14 @@ struct MakeOptimizer {
   Function function;
 
   std::unique_ptr<torch::optim::Optimizer> make_optimizer(std::vector<at::Tensor> parameters) {
-    using Made = std::invoke_result_t<Function&, std::vector<at::Tensor>>;
-    if constexpr (std::derived_from<Made, torch::optim::Optimizer>)
-      return std::unique_ptr<torch::optim::Optimizer>(new Made(function(std::move(parameters))));
+    constexpr bool makes = detail::OptimizerMaker<Function>;
+    static_assert(makes,
+                  "lockstep: MakeOptimizer takes a function of the parameters that returns an optimizer, or "
+                  "a std::unique_ptr to one");
+    if constexpr (makes)
+      return detail::make_optimizer_by(function, std::move(parameters));
     else
-      return function(std::move(parameters));
+      return nullptr;
   }
 };
 template <class Function>
@@ -115,7 +121,16 @@ MakeOptimizer(Function) -> MakeOptimizer<Function>;
 template <class Function>
 struct RateSchedule {
   Function function;
-  double rate_factor(std::int64_t epoch, std::int64_t step) { return function(epoch, step); }
+  double rate_factor(std::int64_t epoch, std::int64_t step) {
+    constexpr bool gives_factor = std::is_invocable_r_v<double, Function&, std::int64_t, std::int64_t>;
+    static_assert(gives_factor,
+                  "lockstep: RateSchedule takes a function of the epoch and the step that returns the factor "
+                  "of the rate");
+    if constexpr (gives_factor)
+      return function(epoch, step);
+    else
+      return 1;
+  }
 };
 template <class Function>
 RateSchedule(Function) -> RateSchedule<Function>;

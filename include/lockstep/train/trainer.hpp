@@ -38,6 +38,7 @@
 #include "lockstep/train/run_length.hpp"
 #include "lockstep/train/run_position.hpp"
 #include "lockstep/train/shared_model_file.hpp"
+#include "lockstep/train/skipped_steps.hpp"
 #include "lockstep/train/step_gradients.hpp"
 #include "lockstep/train/stream.hpp"
 #include "lockstep/train/trainer_options.hpp"
@@ -91,29 +92,8 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
   /// where the ranks would not train alike, DataError where there is nothing to train on.
   template <class D, class Loss, class... Hooks>
   EpochReport fit(D&& data, Loss&& loss, Hooks&&... hooks) {
-    using Data = std::remove_reference_t<D>;
-    constexpr bool trainable = Dataset<Data> || BatchStream<Data>;
-    static_assert(
-        trainable,
-        "lockstep: fit trains on a dataset, which has size() and get(i) or get_batch(indices), or on a "
-        "stream, whose next() returns a std::optional batch");
-    if constexpr (trainable) {
-      using Batch = BatchFrom<Data>;
-      constexpr bool callable = std::invocable<Loss&, Model&, Batch&>;
-      constexpr bool a_loss = LossFunction<Loss, Model, Batch>;
-      constexpr bool all_hooks = (Hook<Hooks> && ...);
-      static_assert(
-          callable,
-          "lockstep: the loss is called as loss(model, batch), with the Trainer's model and a batch of the "
-          "dataset");
-      static_assert(
-          a_loss || !callable,
-          "lockstep: the loss returns neither a tensor, the mean over the batch, nor a Mean{sum, count}");
-      static_assert(all_hooks,
-                    "lockstep: after the loss, fit takes hooks, such as OnStep{f}, OnEpochStart{f}, "
-                    "OnEpoch{f} and OnGradients{f}");
-      if constexpr (a_loss && all_hooks) return run(data, loss, hooks...);
-    }
+    using Checked = detail::CheckedFit<Model, std::remove_reference_t<D>, Loss, Hooks...>;
+    if constexpr (Checked::good()) return run(data, loss, hooks...);
   }
 
   /// What the metrics are over all samples and ranks, of rank 0's model in the trainer's precision; see
@@ -140,6 +120,7 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
     forbid_in_rank_zero_scope("save_checkpoint");
     if (in_step_ && save_feed_)
       throw UsageError("save_checkpoint in the midst of a step: call it in an OnStep or OnEpoch hook");
+    if (save_feed_) position_.skipped = skipped_.count();
     auto run = checkpointed_run(parts...);
     write_checkpoint(run, path, own_state(run, options_.ddp.buffers, meter_, save_feed_, resumed_));
   }
@@ -246,12 +227,13 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
                       {.title = fmt::format("epoch {}/{}", plan.epoch + 1, plan.epochs)});
     model_.module().train();
     feed.begin_epoch(plan.epoch);
+    skipped_ = detail::SkippedSteps(position_.skipped);
     meter_ = MeanMeter();
     meter_.add(so_far);
     while (done != plan.steps) {
       if (!train_step(feed, loss, hooks...)) break;
       for (const LocalLoss& local : losses_) meter_.add(local.reported, local.factor, local.count);
-      const StepReport report{plan.epoch, position_.step++, done++, plan.steps, losses_, skipped_};
+      const StepReport report{plan.epoch, position_.step++, done++, plan.steps, losses_, stepped_};
       notify_all(report, hooks...);
       progress.advance(feed.samples(comm_.size()),
                        progress.due() ? std::optional(meter_.total().mean()) : std::nullopt);
@@ -259,7 +241,8 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
     feed.end_epoch();
     ++position_.epoch;
     done = 0;
-    const std::int64_t skipped = std::exchange(position_.skipped, 0);
+    const std::int64_t skipped = skipped_.count();
+    position_.skipped = 0;
     Total total = meter_.total();
     sum_over_ranks(std::span(&total, 1), comm_);
     progress.finish(total.mean());
@@ -271,32 +254,36 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
   template <class Feed, class Loss, class... Hooks>
   bool train_step(Feed& feed, Loss& loss, Hooks&... hooks) {
     in_step_ = true;
-    skipped_ = false;
+    stepped_ = true;
     feed.begin_step();
     set_rates();
     optimizer_->zero_grad();
-    const double counted = detail::step_gradients(model_.get(), ddp_, precision_, feed, loss, losses_);
     bool more = true;
-    if (counted == 0)
-      more = Feed::counts_beforehand || any_rank(feed.had_data(), comm_);
-    else
-      step_optimizer(hooks...);
+    try {
+      const double counted = detail::step_gradients(model_.get(), ddp_, precision_, feed, loss, losses_);
+      if (counted == 0)
+        more = Feed::counts_beforehand || any_rank(feed.had_data(), comm_);
+      else
+        step_optimizer(hooks...);
+    } catch (...) {
+      if constexpr (requires { precision_.forget(); }) precision_.forget();
+      throw;
+    }
     in_step_ = false;
     return more;
   }
 
   template <class... Hooks>
   void step_optimizer(Hooks&... hooks) try {
-    if constexpr (requires { precision_.agree(*optimizer_, comm_); })
+    if constexpr (detail::AgreeingPrecision<PrecisionType, Comm>)
       if (!Reduction::spreads_nan || !options_.ddp.ignored.empty()) precision_.agree(*optimizer_, comm_);
     show_gradients(hooks...);
-    skipped_ = !precision_.step(*optimizer_);
-    if (!skipped_) return;
-    ++position_.skipped;
-    ddp_.roll_back();
+    stepped_ = precision_.step(*optimizer_);
+    skipped_.add(stepped_);
+    if constexpr (StatefulHook<Reduction>)  // only that has to know at once
+      if (!stepped_) ddp_.roll_back();
   } catch (...) {
     ddp_.roll_back();  // the parameters, too, are as the last step left them
-    if constexpr (requires { precision_.forget(); }) precision_.forget();
     throw;
   }
 
@@ -402,7 +389,8 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
   detail::RunPosition position_;
   std::optional<detail::RankState> resumed_;  // what a checkpoint left for the next `fit`
   detail::SaveFeed save_feed_;                // where the data stands, inside `fit`
-  bool skipped_ = false;                      // the running step
+  detail::SkippedSteps skipped_;              // of this epoch
+  StepOutcome stepped_ = true;                // of the running step
   bool in_step_ = false;
 };
 

@@ -9,6 +9,8 @@ void program(const lockstep::World& world) {
   trainer.fit(data, [](TinyNet&, const auto&) { return "no loss"; });
   trainer.fit(data, loss, 3);
   trainer.fit(3, loss);
+  lockstep::MakeOptimizer{[](const std::vector<torch::Tensor>&) { return 3; }}.make_optimizer({});
+  lockstep::RateSchedule{[](std::int64_t) { return 1.0; }}.rate_factor(0, 0);
   (void)trainer.evaluate(data, 3);
   (void)trainer.evaluate(data);
 }

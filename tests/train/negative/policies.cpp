@@ -1,4 +1,5 @@
 // Trainers of which one policy is wrong: each is told by one sentence.
+#include "lockstep/grad/hooks/power_sgd_hook.hpp"
 #include "lockstep/precision/fp16.hpp"
 #include "lockstep/train/check_finite.hpp"
 #include "train/negative/common.hpp"
@@ -13,6 +14,10 @@ struct ChecksAndHooks : lockstep::CheckFinite {
   void on_gradients(const lockstep::Gradients&) {}
 };
 
+struct ScalesAlone : Fp32 {
+  void unscale(torch::optim::Optimizer&) {}
+};
+
 void program(const lockstep::World& world) {
   Trainer<NoModel, DistributedSampler, LocalComm, Fp32> wrong_model{world};
   Trainer<TinyNet, LocalComm, LocalComm, Fp32> wrong_sampler{world};
@@ -23,6 +28,7 @@ void program(const lockstep::World& world) {
   Trainer<TinyNet, DistributedSampler, LocalComm, Fp32, ChecksAndHooks> check_and_hook{world};
   Trainer<TinyNet, DistributedSampler, LocalComm, lockstep::Fp16, lockstep::CheckFinite> check_and_scale{
       world};
+  Trainer<TinyNet, DistributedSampler, LocalComm, ScalesAlone, lockstep::PowerSgdHook> nobody_agrees{world};
   Trainer extra_twice{world,
                       {.epochs = 1},
                       TinyNet(),
