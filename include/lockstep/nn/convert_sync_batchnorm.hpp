@@ -195,17 +195,31 @@ class BatchNormSurgery {
 /// or such a group. Collective where there are several ranks; nothing is communicated for a model without
 /// batch norms.
 template <class M, class Comm>
-requires std::constructible_from<BatchNormGroup, Comm> std::vector<std::string> convert_sync_batchnorm(
-    M& model, Comm&& comm) {
-  auto surgery = [&] {
-    if constexpr (std::derived_from<M, torch::nn::Module> || std::same_as<M, torch::nn::AnyModule>)
-      return detail::BatchNormSurgery(model);
-    else
-      return detail::BatchNormSurgery(*model);
-  }();
-  surgery.check();
-  if (surgery.empty()) return {};
-  return surgery.run(BatchNormGroup(std::forward<Comm>(comm)));
+std::vector<std::string> convert_sync_batchnorm(M& model, Comm&& comm) {
+  constexpr bool itself = std::derived_from<M, torch::nn::Module> || std::same_as<M, torch::nn::AnyModule>;
+  constexpr bool convertible = itself || requires {
+    { *model } -> std::convertible_to<torch::nn::Module&>;
+  };
+  constexpr bool meets = std::constructible_from<BatchNormGroup, Comm>;
+  static_assert(convertible,
+                "lockstep: convert_sync_batchnorm takes a torch::nn::Module, a holder of one, or a "
+                "torch::nn::AnyModule");
+  static_assert(meets,
+                "lockstep: convert_sync_batchnorm takes its ranks from a communicator that reduces, gathers "
+                "and splits, such as lockstep::GlooComm, or from a BatchNormGroup");
+  if constexpr (convertible && meets) {
+    auto surgery = [&] {
+      if constexpr (itself)
+        return detail::BatchNormSurgery(model);
+      else
+        return detail::BatchNormSurgery(*model);
+    }();
+    surgery.check();
+    if (surgery.empty()) return {};
+    return surgery.run(BatchNormGroup(std::forward<Comm>(comm)));
+  } else {
+    return {};
+  }
 }
 
 }  // namespace lockstep

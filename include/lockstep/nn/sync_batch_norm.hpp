@@ -50,6 +50,7 @@ template <std::size_t D>
 class SyncBatchNormImpl : public torch::nn::BatchNormImplBase<D, SyncBatchNormImpl<D>>,
                           public CollectiveModule {
   using Base = torch::nn::BatchNormImplBase<D, SyncBatchNormImpl<D>>;
+  static_assert(D >= 1 && D <= 3, "lockstep: SyncBatchNorm is for 1, 2 or 3 dimensions, as torch::nn's are");
 
  public:
   /// Without a group, convert_sync_batchnorm gives one; training before that is a UsageError. A communicator
