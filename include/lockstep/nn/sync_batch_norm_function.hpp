@@ -18,6 +18,7 @@
 #include "lockstep/nn/batch_norm_group.hpp"
 #include "lockstep/nn/batch_norm_kernels.hpp"
 #include "lockstep/nn/cpu_batch_norm.hpp"
+#include "lockstep/nn/cuda_batch_norm.hpp"
 
 namespace lockstep::detail {
 
@@ -52,8 +53,9 @@ struct BatchNormSite : torch::CustomClassHolder {
 /// Those for the device that `input` is on; another device is another case here.
 inline const BatchNormKernels& batch_norm_kernels(const at::Tensor& input, const std::string& module) {
   if (input.device().is_cpu()) return cpu_batch_norm::kernels;
-  throw UsageError(fmt::format("{}: the input is on {}, and there are kernels for CPU tensors only", module,
-                               input.device().str()));
+  if (input.device().is_cuda()) return cuda_batch_norm::kernels;
+  throw UsageError(fmt::format("{}: the input is on {}, and there are kernels for CPU and CUDA tensors only",
+                               module, input.device().str()));
 }
 
 /// Batch norm in training over the joined batch of all ranks. One collective forward (rows gathered) and,
