@@ -13,6 +13,7 @@
 #include "lockstep/data/random_sampler.hpp"
 #include "lockstep/data/same_dataset.hpp"
 #include "lockstep/data/sampler.hpp"
+#include "lockstep/data/staging.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/grad/distributed_data_parallel.hpp"
 #include "lockstep/grad/hooks/bf16_fp32_hook.hpp"

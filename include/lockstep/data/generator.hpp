@@ -1,6 +1,7 @@
 #pragma once
 
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Context.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -49,6 +50,13 @@ inline at::Generator rank_generator(std::uint64_t seed, int rank) {
 template <RankedGroup G>
 at::Generator rank_generator(std::uint64_t seed, const G& group) {
   return rank_generator(seed, group.rank());
+}
+/// The same for tensors on `device`, such as torch::rand(sizes, generator, options) on a GPU; a generator of
+/// its own, beside the device's default one.
+inline at::Generator rank_generator(std::uint64_t seed, int rank, const at::Device& device) {
+  at::Generator generator = at::globalContext().defaultGenerator(device).clone();
+  generator.set_current_seed(seed + static_cast<std::uint64_t>(rank));
+  return generator;
 }
 
 /// A CPU generator for `key`, the same in every run; no two keys share one.

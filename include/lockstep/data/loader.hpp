@@ -1,5 +1,6 @@
 #pragma once
 
+#include <ATen/Context.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <torch/serialize/archive.h>
@@ -11,6 +12,7 @@
 #include <optional>
 #include <string>
 
+#include "lockstep/data/batch_tensors.hpp"
 #include "lockstep/data/dataset.hpp"
 #include "lockstep/data/generator.hpp"
 #include "lockstep/data/prefetcher.hpp"
@@ -45,6 +47,9 @@ struct LoaderOptions {
   /// Draw one number from the default generator as each pass begins, as Python's DataLoader does: what else
   /// draws from it (dropout) then sees the same numbers as in Python.
   bool draw_base_seed = true;
+  /// Batches lie in page-locked memory, made so by the thread that made them: copies to a GPU then take no
+  /// time of the caller's (see StagedBatches). Without a GPU nothing is done.
+  bool pin_memory = false;
 };
 
 /// The batches of a dataset that a sampler selects, in the sampler's order whatever the timing of workers:
@@ -179,7 +184,13 @@ class DataLoader {
   Batch load(const Job& job) {
     const at::NoGradGuard no_grad;
     try {
-      return load_unchecked(job);
+      Batch batch = load_unchecked(job);
+      if constexpr (TensorBatch<Batch>)
+        if (options_.pin_memory && at::hasCUDA())
+          for_each_tensor(batch, [](at::Tensor& tensor) {
+            if (tensor.is_cpu()) tensor = tensor.pin_memory();
+          });
+      return batch;
     } catch (const Error&) {
       throw;
     } catch (const c10::Error& error) {

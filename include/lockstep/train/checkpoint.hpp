@@ -70,23 +70,23 @@ inline HookState read_hook_state(torch::serialize::InputArchive& archive) {
   return state;
 }
 
-/// The state of the generator that `torch::manual_seed` seeds and dropout draws from.
-inline at::Tensor default_generator_state() {
-  at::Generator generator = at::globalContext().defaultGenerator(at::kCPU);
+/// The state of a device's generator that `torch::manual_seed` seeds and dropout draws from.
+inline at::Tensor default_generator_state(const at::Device& device = at::kCPU) {
+  at::Generator generator = at::globalContext().defaultGenerator(device);
   const std::lock_guard lock(generator.mutex());
   return generator.get_state();
 }
-inline void set_default_generator_state(const at::Tensor& state) {
-  at::Generator generator = at::globalContext().defaultGenerator(at::kCPU);
+inline void set_default_generator_state(const at::Tensor& state, const at::Device& device = at::kCPU) {
+  at::Generator generator = at::globalContext().defaultGenerator(device);
   const std::lock_guard lock(generator.mutex());
   generator.set_state(state);
 }
 
-/// What differs from rank to rank: the generator, the loss so far in this epoch, this rank's own buffers
+/// What differs from rank to rank: the generators, the loss so far in this epoch, this rank's own buffers
 /// and the state of the communication hook; where the data stands.
 struct RankState {
   Total loss;
-  at::Tensor generator;
+  at::Tensor generator, device_generator;  // of the CPU, and of the model's device where that is another
   std::vector<at::Tensor> buffers;
   std::optional<HookState> hook;
   std::string feed;  // an archive; empty between epochs
@@ -96,6 +96,7 @@ struct RankState {
     archive.write("loss_sum", c10::IValue(loss.sum));
     archive.write("loss_count", c10::IValue(loss.count));
     archive.write("generator", generator, /*is_buffer=*/true);
+    if (device_generator.defined()) archive.write("device_generator", device_generator, /*is_buffer=*/true);
     archive.write("buffers", c10::IValue(static_cast<std::int64_t>(buffers.size())));
     for (std::size_t i = 0; i < buffers.size(); ++i)
       archive.write(fmt::format("buffer_{}", i), buffers[i], /*is_buffer=*/true);
@@ -108,6 +109,7 @@ struct RankState {
     RankState state;
     state.loss = {read_number(archive, "loss_sum"), read_number(archive, "loss_count")};
     if (!archive.try_read("generator", state.generator, /*is_buffer=*/true)) refuse_archive("generator");
+    (void)archive.try_read("device_generator", state.device_generator, /*is_buffer=*/true);
     state.buffers.resize(static_cast<std::size_t>(read_integer(archive, "buffers")));
     for (std::size_t i = 0; i < state.buffers.size(); ++i)
       if (const std::string key = fmt::format("buffer_{}", i);
@@ -130,7 +132,10 @@ RankState state_of_rank(const std::vector<RankState>& saved, int rank, int size)
   RankState state;
   for (std::size_t i = own; i < saved.size(); i += static_cast<std::size_t>(size))
     state.loss += saved[i].loss;
-  if (own < saved.size()) state.generator = saved[own].generator;
+  if (own < saved.size()) {
+    state.generator = saved[own].generator;
+    state.device_generator = saved[own].device_generator;
+  }
   state.feed = saved[0].feed;
   if constexpr (requires(HookState all) { Hook::shared_state(std::move(all)); })
     if (saved[0].hook) state.hook = Hook::shared_state(*saved[0].hook);

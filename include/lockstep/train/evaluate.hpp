@@ -17,6 +17,7 @@
 #include "lockstep/comm/communicator.hpp"
 #include "lockstep/data/evaluation_sampler.hpp"
 #include "lockstep/data/loader.hpp"
+#include "lockstep/data/staging.hpp"
 #include "lockstep/grad/broadcast_list.hpp"
 #include "lockstep/grad/named_tensors.hpp"
 #include "lockstep/train/dataset_view.hpp"
@@ -123,7 +124,8 @@ void measure(M& model, Batch& batch, std::span<MeanMeter> meters, Metrics&... me
 }  // namespace detail
 
 /// Runs the model over each sample of the dataset exactly once, shared out among the ranks, and gives what
-/// each metric is over all of them: the same number on every rank, that of one process alone. One metric
+/// each metric is over all of them: the same number on every rank, that of one process alone. Batches come to
+/// the model's device. One metric
 /// gives a double, several a std::tuple of them; NaN for an empty dataset. Collective. Rank 0's buffers
 /// (running statistics) are given to all ranks first. The modules' modes are restored afterwards.
 template <Model M, Reducing C, class D, class... Metrics>
@@ -146,9 +148,11 @@ auto evaluate(M& model, C& comm, D&& dataset, const EvaluationOptions& options, 
     DataLoader loader{DatasetView{dataset},
                       EvaluationSampler{dataset_size(dataset), comm},
                       {.batch_size = static_cast<std::size_t>(options.batch_size),
-                       .workers = static_cast<std::size_t>(options.workers)}};
+                       .workers = static_cast<std::size_t>(options.workers),
+                       .pin_memory = true}};
     std::array<MeanMeter, sizeof...(Metrics)> meters;
-    for (auto& batch : loader) detail::measure(model, batch, meters, metrics...);
+    for (auto& batch : StagedBatches{loader, device_of(module_of(model))})
+      detail::measure(model, batch, meters, metrics...);
     for (std::size_t i = 0; i < totals.size(); ++i) totals[i] = meters[i].total();
     sum_over_ranks(totals, comm);
   }

@@ -8,6 +8,7 @@
 #include <optional>
 #include <utility>
 
+#include "lockstep/data/staging.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/train/archive.hpp"
 #include "lockstep/train/epoch_shares.hpp"
@@ -32,11 +33,11 @@ class LoaderFeed {
   static constexpr bool repeats = true;
 
   /// `loader` must outlive it. The ranks' samples of a pass are taken from its sampler, once before and once
-  /// after it has taken up the pass that `saved` is of, where that is given.
+  /// after it has taken up the pass that `saved` is of, where that is given. The batches come to `device`.
   template <class Group>
-  LoaderFeed(Loader& loader, std::int64_t batch_size, std::int64_t accumulate, const Group& group,
-             torch::serialize::InputArchive* saved)
-      : loader_(loader), whole_(share(batch_size, accumulate, group)) {
+  LoaderFeed(Loader& loader, const c10::Device& device, std::int64_t batch_size, std::int64_t accumulate,
+             const Group& group, torch::serialize::InputArchive* saved)
+      : loader_(loader), batches_(loader, device), whole_(share(batch_size, accumulate, group)) {
     if (saved) loader_.sampler().load(*saved);
     first_ = share(batch_size, accumulate, group);
   }
@@ -98,7 +99,7 @@ class LoaderFeed {
     if (pass_)
       ++*pass_;
     else
-      pass_.emplace(loader_.begin());
+      pass_.emplace(batches_.begin());
     if (*pass_ == std::default_sentinel)
       throw DataError(
           fmt::format("the sampler ended before step {} of the epoch, of the {} samples that it announced",
@@ -106,10 +107,11 @@ class LoaderFeed {
   }
 
   Loader& loader_;
+  StagedBatches<Loader> batches_;
   Share whole_;
   std::optional<Share> first_;
   Share now_ = whole_;
-  std::optional<typename Loader::Iterator> pass_;
+  std::optional<StagedPass<Loader>> pass_;
   std::size_t given_ = 0;  // samples of this rank in this pass
   std::int64_t step_ = -1, micro_ = 0, micros_ = 0, samples_ = 0;
 };

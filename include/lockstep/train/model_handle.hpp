@@ -1,11 +1,13 @@
 #pragma once
 
+#include <ATen/core/Tensor.h>
 #include <torch/nn/module.h>
 
 #include <concepts>
 #include <memory>
 #include <type_traits>
 #include <utility>
+#include <vector>
 
 #include "lockstep/grad/distributed_data_parallel.hpp"
 
@@ -18,6 +20,12 @@ torch::nn::Module& module_of(M& model) {
     return model;
   else
     return *model;
+}
+
+/// Where the batches of a model belong: the device of its first parameter, or the CPU.
+inline at::Device device_of(const torch::nn::Module& module) {
+  const std::vector<at::Tensor> parameters = module.parameters();
+  return parameters.empty() ? at::Device(at::kCPU) : parameters[0].device();
 }
 
 /// What the model makes of `input`.

@@ -22,6 +22,7 @@
 #include "lockstep/train/checkpoint.hpp"
 #include "lockstep/train/mean.hpp"
 #include "lockstep/train/model_file.hpp"
+#include "lockstep/train/model_handle.hpp"
 #include "lockstep/train/run_position.hpp"
 #include "lockstep/train/shared_model_file.hpp"
 
@@ -75,6 +76,8 @@ RankState own_state(Run& run, BufferPolicy buffers, MeanMeter& meter, const Save
     state.feed = bytes_of(archive);
   }
   state.generator = default_generator_state();
+  if (const at::Device device = device_of(run.model); !device.is_cpu())
+    state.device_generator = default_generator_state(device);
   if (buffers != BufferPolicy::from_rank_zero)
     for (const NamedTensor& buffer : unique_buffers(run.model)) state.buffers.push_back(buffer.tensor);
   if constexpr (StatefulHook<HookOf<Run>>) state.hook = run.ddp.hook().state();
@@ -147,6 +150,9 @@ RankState read_checkpoint(Run run, const std::filesystem::path& path) {
     copy_tensors(tensors);
     take_buffers(run.model, state.buffers);
     if (state.generator.defined()) set_default_generator_state(state.generator);
+    // A run that went to another kind of device draws anew there.
+    if (const at::Device device = device_of(run.model); !device.is_cpu() && state.device_generator.defined())
+      set_default_generator_state(state.device_generator, device);
     take_position(run.position, std::move(position), run.log);
     return state;
   });

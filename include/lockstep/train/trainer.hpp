@@ -54,9 +54,9 @@ namespace lockstep {
 template <class Model, class SamplerType, class Comm, class PrecisionType, class... Extras>
 class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType, Extras...> {
  public:
-  /// Brings the model to the communicator's device. Seeds the default generator with `options.seed` before a
-  /// model is made and with `seed + rank` afterwards. Throws UsageError for options that cannot train,
-  /// MismatchError where the ranks' models differ.
+  /// Brings the model to the communicator's device. Seeds the default generators, those of GPUs too, with
+  /// `options.seed` before a model is made and with `seed + rank` afterwards. Throws UsageError for options
+  /// that cannot train, MismatchError where the ranks' models differ.
   template <class... Given>
   explicit Trainer(const World& world, const TrainerOptions& options = {}, Given... given)
       : world_(world),
@@ -85,11 +85,12 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
   Trainer& operator=(const Trainer&) = delete;
 
   /// Trains for the options' epochs or steps; called again, it goes on with the next epoch. `data` is a
-  /// Dataset, shared out by the sampler, or a BatchStream. `loss` is a LossFunction, `hooks` are
-  /// GradientHooks, StepHooks, EpochStartHooks and EpochHooks for this call, after those of the policies.
-  /// Each step goes down the mean over all samples (or counts) that all ranks have in it; one in which
-  /// nothing was counted changes nothing. Collective. Returns the last epoch's report. Throws MismatchError
-  /// where the ranks would not train alike, DataError where there is nothing to train on.
+  /// Dataset, shared out by the sampler, whose batches come to the model's device, or a BatchStream. `loss`
+  /// is a LossFunction, `hooks` are GradientHooks, StepHooks, EpochStartHooks and EpochHooks for this call,
+  /// after those of the policies. Each step goes down the mean over all samples (or counts) that all ranks
+  /// have in it; one in which nothing was counted changes nothing. Collective. Returns the last epoch's
+  /// report. Throws MismatchError where the ranks would not train alike, DataError where there is nothing to
+  /// train on.
   template <class D, class Loss, class... Hooks>
   EpochReport fit(D&& data, Loss&& loss, Hooks&&... hooks) {
     using Checked = detail::CheckedFit<Model, std::remove_reference_t<D>, Loss, Hooks...>;
@@ -163,11 +164,12 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
     DataLoader loader{DatasetView{dataset},
                       make_sampler<SamplerType>(dataset_size(dataset), comm_, split),
                       {.batch_size = static_cast<std::size_t>(options_.batch_size),
-                       .workers = static_cast<std::size_t>(options_.workers)}};
+                       .workers = static_cast<std::size_t>(options_.workers),
+                       .pin_memory = true}};
     check_same_run(dataset, samples_of_ranks(loader.sampler(), comm_), options_, comm_);
     auto saved = saved_feed();
-    detail::LoaderFeed feed(loader, options_.batch_size, options_.accumulate, comm_,
-                            saved ? &*saved : nullptr);
+    detail::LoaderFeed feed(loader, device_of(model_.module()), options_.batch_size, options_.accumulate,
+                            comm_, saved ? &*saved : nullptr);
     const std::int64_t steps = feed.shares().steps();
     // On another number of ranks what is left takes another number of steps.
     position_.step_in_epoch = saved ? steps - feed.first_shares().steps() : 0;
