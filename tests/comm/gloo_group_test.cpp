@@ -44,6 +44,15 @@ TEST_CASE("sub-groups have ranks of their own") {
   comm.barrier();
 }
 
+TEST_CASE("a communicator that was moved from says so") {
+  lockstep::GlooComm first(test_world());
+  lockstep::GlooComm second(std::move(first));
+  CHECK_THROWS_AS(first.size(),
+                  lockstep::UsageError);  // NOLINT(bugprone-use-after-move): that is what it tests
+  CHECK_THROWS_WITH(first.all_reduce(torch::ones({2})), ContainsSubstring("was moved from"));
+  CHECK_NOTHROW(second.barrier());
+}
+
 TEST_CASE("a sub-group of ranks that are none is refused") {
   GlooComm comm{test_world()};
   CHECK_THROWS_AS(comm.sub_group({comm.size()}), lockstep::CommunicationError);

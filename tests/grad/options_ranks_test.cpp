@@ -274,6 +274,17 @@ TEST_CASE("over some of the ranks only") {
                    net(batch_of(0, 0)).sum() * 0);
       CHECK(torch::allclose(net->one->weight.grad(), torch::full({8, 4}, 2.0F)));
     }
+    // Errors name ranks as the world does.
+    net->zero_grad();
+    const auto loss = world.rank() == 2 ? net->one(batch_of(0, 0)).sum() : net(batch_of(0, 0)).sum();
+    CHECK_THAT(thrown_by([&] { ddp.backward(loss); }), ContainsSubstring("undefined on rank 2 ("));
+    DdpOptions options;
+    options.static_graph = world.rank() == 2;
+    Net other;
+    CHECK_THAT(thrown_by([&] {
+                 DistributedDataParallel{other, *group, options};
+               }),
+               ContainsSubstring("static_graph is false on rank 0 and true on rank 2"));
     group->shutdown();
   }
   shared_comm().barrier();

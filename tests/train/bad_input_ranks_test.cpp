@@ -209,6 +209,25 @@ TEST_CASE("batch norm over all ranks is refused where some of them have a batch 
   CHECK(make(false)->fit(curve(2 * world.size()), squared_error).step == 1);
 }
 
+TEST_CASE("a loss over nothing that is not a number is refused where other ranks wait for its backward") {
+  const auto& world = test_world();
+  if (world.size() == 1) return;
+  Sequential net(torch::nn::Linear(3, 4), torch::nn::BatchNorm1d(4), torch::nn::Linear(4, 1));
+  net->to(torch::kDouble);
+  lockstep::Trainer<Sequential, lockstep::DistributedSampler, lockstep::GlooComm, lockstep::Fp32> trainer(
+      world, {.epochs = 1, .batch_size = 2, .progress = false}, net);
+  lockstep::convert_sync_batchnorm(trainer.model(), trainer.comm());
+  std::string said;
+  try {
+    trainer.fit(curve(2 * world.size()), [](Sequential& model, const auto& batch) {
+      return lockstep::Mean{squared_error(model, batch) * std::nan(""), 0};
+    });
+  } catch (const lockstep::DataError& error) {
+    said = error.what();
+  }
+  CHECK_THAT(said, ContainsSubstring("the loss is nan over a count of 0"));
+}
+
 TEST_CASE("batch norm over all ranks ends on every rank where one rank's stream runs out first") {
   const auto& world = test_world();
   if (world.size() == 1) return;

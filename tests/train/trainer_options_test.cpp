@@ -24,6 +24,7 @@ TEST_CASE("options that cannot train are refused by name before training") {
   refused({.lr = std::numeric_limits<double>::infinity()}, "learning rate is inf");
   refused({.lr = -1e-3}, "learning rate is -0.001");
   refused({.workers = -1}, "workers is -1");
+  refused({.workers = 100'000}, "workers is 100000");
 }
 
 TEST_CASE("options that train are passed on") {
