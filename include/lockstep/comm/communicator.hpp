@@ -4,6 +4,7 @@
 
 #include <concepts>
 #include <cstddef>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -89,6 +90,14 @@ concept PointToPoint = Communicator<C> &&
 template <class C>
 concept Splittable = Communicator<C> && requires(C& comm, std::vector<int> ranks) {
   { comm.sub_group(ranks) } -> std::same_as<std::optional<C>>;
+};
+
+/// A communicator whose errors come later than its calls, and that can be told what it sends, such as
+/// "bucket 2 of 5, with parameter 3 'fc.weight'": `label(text)` names the collectives that follow, until it
+/// is changed; null for nothing.
+template <class C>
+concept Labelled = Communicator<C> && requires(C& comm, std::shared_ptr<const std::string> text) {
+  comm.label(text);
 };
 
 namespace detail {

@@ -18,6 +18,7 @@
 
 #include "lockstep/comm/communicator.hpp"
 #include "lockstep/grad/backward_report.hpp"
+#include "lockstep/grad/bucket_labels.hpp"
 #include "lockstep/grad/bucket_plan.hpp"
 #include "lockstep/grad/ddp_options.hpp"
 #include "lockstep/grad/ddp_report.hpp"
@@ -134,6 +135,7 @@ class BucketReduction {
         if (buckets_->sparse(b)) flagged = sum_sparse(b, finish) || flagged;
       } catch (const TimeoutError& error) {
         give_up(failure);
+        if constexpr (Labelled<Comm>) throw;  // it names the bucket itself, which need not be this one
         throw TimeoutError(fmt::format("{} (bucket {} of {}, with {}, in backward {})", error.what(), b + 1,
                                        works_.size(), parameter_list(buckets_->members(b), parameters_),
                                        iteration + 1));
@@ -272,6 +274,7 @@ class BucketReduction {
     sparse_sums_.resize(parameters_.size());
     const auto last = buckets_->last_slot();
     last_bucket_ = last ? buckets_->bucket_of(*last) : 0;
+    labels_.name(*buckets_, parameters_);
   }
 
   void launch(std::size_t b) {
@@ -280,6 +283,7 @@ class BucketReduction {
     RECORD_FUNCTION("lockstep::reduce_bucket", std::vector<c10::IValue>());
     GradientBucket& bucket = (*buckets_)[b];
     bucket.iteration = reductions_;
+    const auto naming = labels_.use(comm_, b);
     works_[b].emplace(hook_.start(comm_, bucket));
   }
   void note_launch(std::size_t b) {
@@ -308,6 +312,7 @@ class BucketReduction {
       tail[0].fill_(high);
       tail[1].fill_(count - high * count_unit);
       counted_tail_ = std::move(tail);
+      const auto naming = labels_.use(comm_, b);
       works_[b].emplace(comm_.all_reduce(flat, ReduceOp::sum));
       extra_bytes_ += sent_bytes_of(flat.nbytes());
     }
@@ -364,6 +369,7 @@ class BucketReduction {
   std::vector<ParameterSize> sizes_;
   std::optional<GradientBuckets> buckets_;
   std::vector<std::optional<Handle>> works_;
+  BucketLabels<Comm> labels_;
   std::vector<std::size_t> pending_;  // gradients still to come, by bucket
   std::vector<Clock::time_point> launched_;
   std::vector<at::Tensor> sparse_sums_;  // by parameter

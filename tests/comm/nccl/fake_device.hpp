@@ -64,7 +64,7 @@ class FakeDevice {
     auto& seat = FakeMachine::seat();
     const Stream before = std::exchange(seat.current, stream);
     const auto tracked = TrackedMemory::of_this_thread();
-    if (tracked) machine_->track_memory();
+    if (tracked.on_free) machine_->track_memory();
     auto tensor = at::empty(sizes, at::TensorOptions(type));
     seat.current = before;
     TrackedMemory::of_this_thread() = tracked;

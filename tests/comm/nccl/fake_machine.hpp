@@ -37,6 +37,10 @@ namespace lockstep_test {
 class FakeMachine {
  public:
   explicit FakeMachine(bool eager = false) : eager(eager) { TrackedMemory::instance(); }
+  ~FakeMachine() {
+    TrackedMemory::instance().forget(this);
+    for (const auto& [memory, bytes] : freed_) TrackedMemory::instance().discard(memory);
+  }
   FakeMachine(const FakeMachine&) = delete;
   FakeMachine& operator=(const FakeMachine&) = delete;
 
@@ -87,12 +91,11 @@ class FakeMachine {
   /// The memory of the tensors that this thread makes from now on is its GPU's.
   void track_memory() {
     Stream* owner = seat().current;
-    TrackedMemory::of_this_thread() = [this, owner](void* memory, std::size_t bytes) {
-      return release(memory, bytes, owner);
-    };
+    TrackedMemory::of_this_thread() = {
+        0, this, [this, owner](void* memory, std::size_t bytes) { return release(memory, bytes, owner); }};
   }
   void leave() {
-    TrackedMemory::of_this_thread() = nullptr;
+    TrackedMemory::of_this_thread() = {};
     seat() = {};
   }
 
@@ -253,8 +256,7 @@ class FakeMachine {
 
   // Does all that can be done now, the newest streams first. True if anything was.
   bool work() {
-    const auto tracked =
-        std::exchange(TrackedMemory::of_this_thread(), nullptr);  // temporaries are the fake's
+    const auto tracked = std::exchange(TrackedMemory::of_this_thread(), {});  // temporaries are the fake's
     bool any = false;
     for (bool more = true; more;) {
       more = false;

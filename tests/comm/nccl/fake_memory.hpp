@@ -23,23 +23,36 @@ class TrackedMemory : public c10::Allocator {
     return *tracked;
   }
 
-  /// What to do with memory that this thread allocates from now on; empty for nothing.
-  static OnFree& of_this_thread() {
-    thread_local OnFree on_free;
-    return on_free;
+  struct Block {
+    std::size_t bytes = 0;
+    const void* owner = nullptr;
+    OnFree on_free = {};
+  };
+  /// What to do with memory that this thread allocates from now on; nothing where on_free is empty.
+  static Block& of_this_thread() {
+    thread_local Block block;
+    return block;
   }
 
   c10::DataPtr allocate(std::size_t bytes) override {
     c10::DataPtr data = plain_->allocate(bytes);
-    if (!of_this_thread() || bytes == 0) return data;
+    if (!of_this_thread().on_free || bytes == 0) return data;
     void* memory = data.release_context();
     std::lock_guard lock(mutex_);
-    blocks_[memory] = {bytes, of_this_thread()};
+    Block& block = blocks_[memory] = of_this_thread();
+    block.bytes = bytes;
     return {memory, memory, &TrackedMemory::free_block, c10::Device(c10::kCPU)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
   void copy_data(void* to, const void* from, std::size_t bytes) const override {
     default_copy_data(to, from, bytes);
+  }
+
+  /// Nobody wants to know any more what becomes of memory that this one's threads made.
+  void forget(const void* owner) {
+    std::lock_guard lock(mutex_);
+    for (auto& [memory, block] : blocks_)
+      if (block.owner == owner) block.on_free = nullptr;
   }
 
   void discard(void* memory) { plain_->raw_deleter()(memory); }
@@ -51,15 +64,15 @@ class TrackedMemory : public c10::Allocator {
     auto& self = instance();
     std::unique_lock lock(self.mutex_);
     const auto found = self.blocks_.find(memory);
-    const auto [bytes, on_free] = std::move(found->second);
+    const Block block = std::move(found->second);
     self.blocks_.erase(found);
     lock.unlock();
-    if (!on_free(memory, bytes)) self.discard(memory);
+    if (!block.on_free || !block.on_free(memory, block.bytes)) self.discard(memory);
   }
 
   c10::Allocator* plain_;
   std::mutex mutex_;
-  std::map<void*, std::pair<std::size_t, OnFree>> blocks_;
+  std::map<void*, Block> blocks_;
 };
 
 }  // namespace lockstep_test

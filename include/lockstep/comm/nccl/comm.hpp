@@ -1,7 +1,6 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
@@ -21,9 +20,10 @@
 #include <fmt/format.h>
 
 #include "lockstep/comm/communicator.hpp"
+#include "lockstep/comm/nccl/bytes.hpp"
+#include "lockstep/comm/nccl/calls.hpp"
 #include "lockstep/comm/nccl/device.hpp"
 #include "lockstep/comm/nccl/group.hpp"
-#include "lockstep/comm/nccl/operands.hpp"
 #include "lockstep/comm/nccl/options.hpp"
 #include "lockstep/comm/nccl/tensor_check.hpp"
 #include "lockstep/comm/nccl/work.hpp"
@@ -126,14 +126,7 @@ class BasicNcclComm {
   Work broadcast(const std::vector<at::Tensor>& list, int root = 0) {
     check("broadcast").moves(list);
     check_rank("broadcast", root);
-    const detail::Call call = begin("broadcast", std::nullopt, root, list);
-    return run(call, {}, {}, list, [this, root](auto comm, const auto& stream, const auto& operands) {
-      return operands.for_each_changed([&](const at::Tensor& tensor) {
-        const auto wire = detail::moved_as(tensor);
-        return device().broadcast(comm, stream, tensor.const_data_ptr(), tensor.mutable_data_ptr(),
-                                  wire.count, wire.type, root);
-      });
-    });
+    return detail::start_broadcast<D>(group_, begin("broadcast", std::nullopt, root, list), list, root);
   }
 
   /// Gives every rank the `input` [...] of all: `output` [size, ...], by rank. Any dtype.
@@ -142,8 +135,8 @@ class BasicNcclComm {
   }
   Work all_gather(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs) {
     check("all_gather").pairs(outputs, inputs, size());
-    const detail::Call call = begin("all_gather", std::nullopt, -1, inputs);
-    return gather(call, outputs, inputs);
+    return detail::start_all_gather<D>(group_, begin("all_gather", std::nullopt, -1, inputs), outputs,
+                                       inputs);
   }
 
   /// Combines the rows of every rank's `input` [size, ...] and gives rank r row r: `output` [...].
@@ -225,7 +218,7 @@ class BasicNcclComm {
 
   /// Every rank's bytes, by rank, through the memory of the GPUs. Blocks.
   [[nodiscard]] std::vector<std::string> all_gather_bytes(const std::string& bytes) {
-    return exchange(group_->begin("all_gather_bytes"), bytes);
+    return detail::NcclBytes<D>(group_, group_->begin("all_gather_bytes")).gather(bytes);
   }
   /// The same without blocking, through the store: `all` holds the bytes once the Work has been waited for,
   /// and must live until then.
@@ -237,16 +230,7 @@ class BasicNcclComm {
   /// `root`'s bytes, through the memory of the GPUs. Blocks.
   [[nodiscard]] std::string broadcast_bytes(const std::string& bytes, int root = 0) {
     check_rank("broadcast_bytes", root);
-    const detail::Call call = group_->begin("broadcast_bytes");
-    auto length = at::zeros({1}, at::kLong);
-    length.template mutable_data_ptr<std::int64_t>()[0] = static_cast<std::int64_t>(bytes.size());
-    length = send_from(call, length, root);
-    const std::int64_t count = length.template const_data_ptr<std::int64_t>()[0];
-    if (count == 0) return {};
-    return detail::text_in(
-        send_from(call, rank() == root ? detail::bytes_of(bytes, count) : at::zeros({count}, at::kByte),
-                  root),
-        count);
+    return detail::NcclBytes<D>(group_, group_->begin("broadcast_bytes")).broadcast(bytes, root);
   }
   /// Gives every rank `root`'s `bytes` in place, without blocking, through the store: they are there once the
   /// Work has been waited for, and must live until then.
@@ -262,7 +246,8 @@ class BasicNcclComm {
   /// The same without blocking: the Work is complete when every rank has come.
   Work barrier_async() {
     const detail::Call call = group_->begin("barrier");
-    if (!token_.defined()) token_ = upload(call, at::zeros({1}, at::kInt));
+    if (!token_.defined())
+      token_ = group_->guarded(call, [&] { return device().upload(at::zeros({1}, at::kInt)); });
     return run(call, {}, {}, {token_}, [this](auto comm, const auto& stream, const auto& operands) {
       return operands.for_each_changed([&](const at::Tensor& tensor) {
         return device().all_reduce(comm, stream, tensor.const_data_ptr(), tensor.mutable_data_ptr(), 1,
@@ -346,7 +331,8 @@ class BasicNcclComm {
     const detail::Call call = group_->begin(name);
     if (!group_->options().check_shapes || size() == 1) return call;
     const std::vector<std::string> all =
-        exchange(call, detail::signature(detail::operation_text(name, op, root), list));
+        detail::NcclBytes<D>(group_, call)
+            .gather(detail::signature(detail::operation_text(name, op, root), list));
     for (const std::string& other : all)
       if (other != all[0])
         throw MismatchError(detail::mismatch_text(call, all, group_->membership().ranks()), world().rank());
@@ -365,80 +351,10 @@ class BasicNcclComm {
     return group_->message(name, peer, tag);
   }
 
-  // Issues `issue(comm, stream, operands)` for the operands as dense tensors.
   template <class Issue>
   Work run(const detail::Call& call, const std::vector<at::Tensor>& written,
            const std::vector<at::Tensor>& read, const std::vector<at::Tensor>& changed, Issue&& issue) {
-    detail::Operands<D> operands(device(), group_->stream());
-    group_->guarded(call, [&] { operands.take(written, read, changed); });
-    if (operands.empty()) return {};
-    auto kept = operands.all();
-    auto flight = group_->fly(
-        call, std::move(kept), [&] { operands.copy_in(); },
-        [&](auto comm, const auto& stream) { return issue(comm, stream, operands); },
-        [&] { operands.copy_out(); });
-    return Work(group_, std::move(flight));
-  }
-
-  Work gather(const detail::Call& call, const std::vector<at::Tensor>& outputs,
-              const std::vector<at::Tensor>& inputs) {
-    return run(call, outputs, inputs, {}, [this](auto comm, const auto& stream, const auto& operands) {
-      return operands.for_each_pair([&](const at::Tensor& output, const at::Tensor& input) {
-        const auto wire = detail::moved_as(input);
-        return device().all_gather(comm, stream, input.const_data_ptr(), output.mutable_data_ptr(),
-                                   wire.count, wire.type);
-      });
-    });
-  }
-
-  at::Tensor upload(const detail::Call& call, const at::Tensor& tensor) {
-    return group_->guarded(call, [&] { return device().upload(tensor); });
-  }
-  // Host tensors through the GPUs: `row` of every rank, and `tensor` of `root`.
-  at::Tensor gather_rows(const detail::Call& call, const at::Tensor& row) {
-    const at::Tensor rows = upload(call, at::empty({size(), row.numel()}, row.options()));
-    return arrive(gather(call, {rows}, {upload(call, row)}), rows);
-  }
-  at::Tensor send_from(const detail::Call& call, const at::Tensor& tensor, int root) {
-    const at::Tensor there = upload(call, tensor);
-    auto work = run(call, {}, {}, {there}, [this, root](auto comm, const auto& stream, const auto& operands) {
-      return operands.for_each_changed([&](const at::Tensor& sent) {
-        const auto wire = detail::moved_as(sent);
-        return device().broadcast(comm, stream, sent.const_data_ptr(), sent.mutable_data_ptr(), wire.count,
-                                  wire.type, root);
-      });
-    });
-    return arrive(std::move(work), there);
-  }
-  at::Tensor arrive(Work work, const at::Tensor& there) {
-    work.wait_host();  // under the deadline, which the device's own waiting does not know
-    work.join_stream();
-    return device().download(there);
-  }
-
-  std::vector<std::string> exchange(const detail::Call& call, const std::string& own) {
-    auto length = at::zeros({1}, at::kLong);
-    length.template mutable_data_ptr<std::int64_t>()[0] = static_cast<std::int64_t>(own.size());
-    const at::Tensor lengths = gather_rows(call, length);
-    const auto* lengths_of = lengths.template const_data_ptr<std::int64_t>();
-    const std::int64_t longest = *std::max_element(lengths_of, lengths_of + size());
-    std::vector<std::string> all(static_cast<std::size_t>(size()));
-    if (longest == 0) return all;
-    const std::int64_t total = std::accumulate(lengths_of, lengths_of + size(), std::int64_t{0});
-    if (longest * size() <= std::max<std::int64_t>(2 * total, 1 << 16)) {
-      const at::Tensor rows = gather_rows(call, detail::bytes_of(own, longest));
-      for (int r = 0; r < size(); ++r)
-        all[static_cast<std::size_t>(r)] = detail::text_in(rows[r], lengths_of[r]);
-      return all;
-    }
-    // Lengths that differ much: padding all to the longest would multiply what travels.
-    for (int r = 0; r < size(); ++r) {
-      const std::int64_t count = lengths_of[r];
-      if (count == 0) continue;
-      const auto sent = r == rank() ? detail::bytes_of(own, count) : at::zeros({count}, at::kByte);
-      all[static_cast<std::size_t>(r)] = detail::text_in(send_from(call, sent, r), count);
-    }
-    return all;
+    return detail::start<D>(group_, call, written, read, changed, std::forward<Issue>(issue));
   }
   Work exchange_in_store(const char* name, std::vector<int> from, const std::string& own,
                          detail::StoreExchange::Deliver deliver) {

@@ -1,14 +1,10 @@
 #pragma once
 
 #include <algorithm>
-#include <atomic>
 #include <chrono>
-#include <condition_variable>
 #include <cstdint>
 #include <exception>
-#include <map>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <thread>
@@ -17,11 +13,15 @@
 
 #include <fmt/format.h>
 
+#include "lockstep/comm/nccl/cards.hpp"
 #include "lockstep/comm/nccl/device.hpp"
+#include "lockstep/comm/nccl/diagnosis.hpp"
 #include "lockstep/comm/nccl/flight.hpp"
 #include "lockstep/comm/nccl/handle.hpp"
 #include "lockstep/comm/nccl/membership.hpp"
 #include "lockstep/comm/nccl/options.hpp"
+#include "lockstep/comm/nccl/sticky_error.hpp"
+#include "lockstep/comm/nccl/watchdog.hpp"
 #include "lockstep/comm/nccl/words.hpp"
 
 namespace lockstep::detail {
@@ -46,11 +46,10 @@ class NcclGroup {
   NcclGroup(const World& world, std::vector<int> ranks, std::string name, const NcclOptions& options)
       : options_(checked(options)),
         membership_(world, std::move(ranks), std::move(name), options_.deadline),
-        device_(open(world)),
+        device_(open_together<D>(membership_, options_.device)),
         handle_(device_),
         flights_(device_) {
     start([&] {
-      check_cards(membership_.meet(fmt::format("{} {}", device_.card(), device_.version())));
       const std::string id = membership_.from_first("NCCL id", [&] { return device_.make_id(); });
       return handle_.make([&](Comm& made) { return device_.init(made, size(), id, rank()); });
     });
@@ -75,12 +74,7 @@ class NcclGroup {
   }
 
   ~NcclGroup() {
-    {
-      std::lock_guard lock(mutex_);
-      stopping_ = true;
-    }
-    changed_.notify_all();
-    if (watchdog_.joinable()) watchdog_.join();
+    watchdog_.reset();
     handle_.abort();  // nothing where it was destroyed in good order
     // What was aborted is about to end: its memory is not given back before.
     const auto end = Clock::now() + std::chrono::seconds(1);
@@ -103,9 +97,8 @@ class NcclGroup {
   [[nodiscard]] const D& device() const { return device_; }
   [[nodiscard]] const NcclOptions& options() const { return options_; }
   [[nodiscard]] std::chrono::milliseconds deadline() const { return options_.deadline; }
-  [[nodiscard]] NcclHandle<D>& handle() { return handle_; }
   [[nodiscard]] const Stream& stream() const { return stream_; }
-  [[nodiscard]] bool failed() const { return failed_.load(std::memory_order_acquire); }
+  [[nodiscard]] bool failed() const { return error_.set(); }
   [[nodiscard]] std::string next_child() { return fmt::format("{}/{}", membership_.name(), children_++); }
   void label(Label label) { label_ = std::move(label); }
 
@@ -129,12 +122,14 @@ class NcclGroup {
   FlightPtr fly(const Call& call, std::vector<at::Tensor> kept, Before&& before, Issue&& issue,
                 After&& after) {
     return guarded(call, [&] {
-      flights_.sweep([this] { return failed(); });
+      const Stream from = device_.current_stream();
+      const bool captured = device_.capturing(from);
+      if (!captured) flights_.sweep([this] { return failed(); });  // a capture allows no questions
       FlightPtr flight = flights_.take();
       flight->call = call;
       flight->label = label_;
-      flight->from = device_.current_stream();
-      flight->captured = device_.capturing(flight->from);
+      flight->from = from;
+      flight->captured = captured;
       flight->kept = std::move(kept);
       device_.record(flight->ready, flight->from);
       device_.wait(stream_, flight->ready);
@@ -162,9 +157,7 @@ class NcclGroup {
     } catch (const Error&) {
       throw;
     } catch (const std::exception& error) {
-      fail(std::make_exception_ptr(CommunicationError(
-               failure_text(text_of(call, label_), world().rank(), first_line_of(error)), world().rank())),
-           true);
+      fail(diagnosis_.of_exception(text_of(call, label_), error), true);
     }
   }
 
@@ -189,7 +182,7 @@ class NcclGroup {
       look(call);
       if (Clock::now() >= until) late(call, label);
       if (round % 64 == 63) {
-        if (auto error = nccl_error(call, label)) fail(error, true);
+        if (auto error = diagnosis_.of_state(call, label)) fail(error, true);
         if (auto error = membership_.look(call)) fail(error, false);
       }
       if (round < 64)
@@ -200,8 +193,14 @@ class NcclGroup {
   }
   /// Blocks until the flight is complete.
   void await(Flight<D>& flight, Clock::time_point until) {
+    if (flight.captured)
+      throw CommunicationError(
+          fmt::format(
+              "{} is captured into a graph and has not happened: join its stream, and wait for the graph",
+              text_of(flight.call, flight.label)),
+          world().rank());
     await(flight.call, flight.label, until, [&] {
-      if (flight.captured || !device_.done(flight.done)) return false;
+      if (!device_.done(flight.done)) return false;
       if (!flights_.landed(flight)) {
         if (failed()) rethrow();
         flights_.land(flight);
@@ -215,19 +214,18 @@ class NcclGroup {
   /// The error of a flight that can never be complete.
   [[nodiscard]] std::exception_ptr error_of(const Flight<D>& flight) const {
     if (!failed() || flights_.landed(flight)) return nullptr;
-    std::lock_guard lock(mutex_);
-    return error_;
+    return error_.get();
   }
 
   /// Makes every later call throw, tells the other ranks, and ends what is in flight.
   void abort(const std::string& reason) noexcept {
-    if (stick(aborted(reason))) membership_.publish(reason);
+    if (error_.keep(aborted(reason))) membership_.publish(reason);
     handle_.abort();
   }
   /// The same while an exception is on its way that the destructors it runs do not know.
   void abort_by_exception() noexcept {
     const char* reason = "an exception, which its own output names, has ended it";
-    if (stick(aborted(reason))) membership_.publish_vague(reason);
+    if (error_.keep(aborted(reason))) membership_.publish_vague(reason);
     handle_.abort();
   }
 
@@ -250,7 +248,7 @@ class NcclGroup {
     result = handle_.settle(result, [&] { check_while_waiting(call); });
     if (result == NcclResult::success) return;
     if (failed()) rethrow();
-    fail(explain(call, label_, result), true);
+    fail(diagnosis_.of_result(call, label_, result), true);
   }
 
  private:
@@ -263,7 +261,7 @@ class NcclGroup {
       } catch (...) {  // the device has failed: it will say so when it is asked again
       }
       group.flights_.start(flight);
-      if (!flight->captured) group.wake_watchdog();
+      if (!flight->captured) group.watchdog_->wake();
     }
   };
 
@@ -276,22 +274,15 @@ class NcclGroup {
     return {name, 0, peer, tag, Clock::now()};
   }
 
-  // A rank that has no device, or cannot make its communicator, says so: the others would wait for it.
-  D open(const World& world) {
-    try {
-      return D::open(world, options_.device);
-    } catch (const std::exception& error) {
-      membership_.publish(first_line_of(error));
-      throw;
-    }
-  }
+  // A rank that cannot make its communicator says so: the others would wait for it.
   template <class Make>
   void start(Make&& make) {
     try {
       stream_ = device_.make_stream();
       const Call call{"the start of the communicator", 0, -1, 0, Clock::now()};
       await_ready(call, make());
-      watchdog_ = std::thread([this] { watch(); });
+      watchdog_.emplace(
+          options_.poll, [this] { device_.enter_thread(); }, [this] { return watch(); });
     } catch (const PeerError&) {
       handle_.abort();
       throw;
@@ -308,122 +299,31 @@ class NcclGroup {
     return colour == no_colour ? NcclResult::success : NcclResult::in_progress;
   }
 
-  // Two ranks on one GPU, or ranks with different NCCLs, would wait for each other without a word.
-  void check_cards(const std::vector<std::string>& cards) const {
-    std::map<std::string, int> owners;
-    std::string first_version;
-    for (std::size_t i = 0; i < cards.size(); ++i) {
-      const auto space = cards[i].find(' ');
-      const std::string card = cards[i].substr(0, space), version = cards[i].substr(space + 1);
-      const int rank = membership_.ranks()[i];
-      if (i == 0) first_version = version;
-      if (version != first_version)
-        throw MismatchError(
-            fmt::format(
-                "rank {} has NCCL {} and rank {} has NCCL {}: run all ranks with one LibTorch and NCCL",
-                membership_.ranks()[0], version_text(std::stoi(first_version)), rank,
-                version_text(std::stoi(version))),
-            world().rank());
-      const auto [owner, alone] = owners.emplace(card, rank);
-      if (!alone && !device_.shares_devices())
-        throw UsageError(
-            fmt::format("ranks {} and {} are on one GPU ({}): start one rank a GPU, and give each its own "
-                        "LOCAL_RANK or CUDA_VISIBLE_DEVICES",
-                        owner->second, rank, card),
-            world().rank());
-    }
-  }
-
-  void wake_watchdog() {
-    std::lock_guard lock(mutex_);
-    if (!std::exchange(busy_, true)) changed_.notify_all();
-  }
-
-  void watch() noexcept {
+  // One look at what is in flight, on the watchdog's thread; whether there is anything left to look after.
+  bool watch() {
+    std::exception_ptr error;
     try {
-      device_.enter_thread();
-    } catch (...) {  // the program's own thread will find it
+      error = patrol();
+    } catch (const Error&) {
+      error = std::current_exception();
+    } catch (const std::exception& other) {
+      error = diagnosis_.of_exception("the communicator's watchdog", other);
     }
-    bool compared = false;
-    std::uint64_t last = 0;
-    std::unique_lock lock(mutex_);
-    while (!stopping_) {
-      if (busy_)
-        changed_.wait_for(lock, options_.poll, [this] { return stopping_; });
-      else
-        changed_.wait(lock, [this] { return stopping_ || busy_; });
-      if (stopping_) return;
-      busy_ = false;
-      lock.unlock();
-      std::exception_ptr error;
-      try {
-        error = patrol(last, compared);
-      } catch (const Error&) {
-        error = std::current_exception();
-      } catch (const std::exception& other) {
-        error = std::make_exception_ptr(CommunicationError(
-            failure_text("the communicator's watchdog", world().rank(), first_line_of(other)),
-            world().rank()));
-      }
-      if (error && !failed()) trip(error);
-      const bool more = !flights_.empty();
-      lock.lock();
-      busy_ = busy_ || more;
-    }
+    if (error && !failed()) trip(error);
+    return !flights_.empty();
   }
-
-  // One look at what is in flight: why it must be ended, if it must.
-  std::exception_ptr patrol(std::uint64_t& last, bool& compared) {
+  // Why what is in flight must be ended, if it must.
+  std::exception_ptr patrol() {
     flights_.sweep([this] { return failed(); });
     if (failed() || flights_.empty()) return nullptr;
     const auto [call, label] = flights_.oldest();
-    if (auto error = nccl_error(call, label)) return error;
+    if (auto error = diagnosis_.of_state(call, label)) return error;
     if (auto error = membership_.look(call)) return error;
-    if (call.sequence != last) compared = false;
-    last = call.sequence;
-    if (Clock::now() >= call.start + deadline()) return lateness_error(call, label);
-    if (!compared && rank() == 0 && call.peer < 0 && Clock::now() >= call.start + std::chrono::seconds(5)) {
-      compared = true;
-      return membership_.compare(call);
-    }
-    return nullptr;
-  }
-
-  // What NCCL has to say that nobody has asked for.
-  std::exception_ptr nccl_error(const Call& call, const Label& label) {
-    if (handle_.gone()) return nullptr;
-    const NcclResult state = handle_.state();
-    if (state == NcclResult::success || state == NcclResult::in_progress || failed()) return nullptr;
-    return explain(call, label, state);
-  }
-
-  // Why NCCL failed: which rank was the reason, where it is not this one.
-  std::exception_ptr explain(const Call& call, const Label& label, NcclResult result) {
-    const std::string words = nccl_words(result, handle_.last_error());
-    const std::string what = text_of(call, label);
-    if (result == NcclResult::remote_error || result == NcclResult::system_error) {
-      // A rank that fails or leaves says so before it closes its connections.
-      if (auto error = membership_.look_soon(call, std::chrono::milliseconds(100))) return error;
-      if (const int silent = membership_.silent_rank(); silent >= 0) {
-        if (auto error = membership_.look(call)) return error;
-        const std::string text =
-            fmt::format("it does not answer, and {} has ended with it ({})", what, words);
-        membership_.publish(silent, text);
-        return std::make_exception_ptr(
-            PeerError(fmt::format("rank {} failed first: {}", silent, text), world().rank()));
-      }
-      if (auto error = membership_.look_soon(call, std::chrono::milliseconds(1000))) return error;
-    }
-    return std::make_exception_ptr(
-        CommunicationError(failure_text(what, world().rank(), words), world().rank()));
-  }
-
-  std::exception_ptr lateness_error(const Call& call, const Label& label) {
-    if (auto error = membership_.look(call)) return error;
-    std::string text = membership_.lateness_of(call);
-    if (label) text += fmt::format(" ({})", *label);
-    if (auto error = membership_.look(call)) return error;
-    return std::make_exception_ptr(TimeoutError(text, world().rank()));
+    if (Clock::now() >= call.start + deadline()) return diagnosis_.of_lateness(call, label);
+    if (rank() != 0 || call.sequence == compared_ || Clock::now() < call.start + std::chrono::seconds(5))
+      return nullptr;
+    compared_ = call.sequence;
+    return membership_.compare(call);
   }
 
   // Throws if another rank has failed, or has left before this call.
@@ -440,18 +340,14 @@ class NcclGroup {
   // The time to wait for this call has passed.
   [[noreturn]] void late(const Call& call, const Label& label) {
     const bool last = Clock::now() >= call.start + deadline();
-    const auto error = lateness_error(call, label);
-    if (last || !is_timeout(error)) fail(error, true);
-    std::rethrow_exception(error);
-  }
-  static bool is_timeout(const std::exception_ptr& error) {
+    const auto error = diagnosis_.of_lateness(call, label);
     try {
       std::rethrow_exception(error);
     } catch (const TimeoutError&) {
-      return true;
+      if (!last) throw;  // the caller's own deadline, and not the group's
     } catch (...) {
-      return false;
     }
+    fail(error, true);
   }
 
   static std::exception_ptr aborted(const std::string& reason) {
@@ -461,7 +357,7 @@ class NcclGroup {
   // Keeps the error if it is the first, tells the others of it unless it came from them, and ends what is in
   // flight.
   void trip(const std::exception_ptr& error) noexcept {
-    if (stick(error)) {
+    if (error_.keep(error)) {
       try {
         std::rethrow_exception(error);
       } catch (const PeerError&) {
@@ -476,24 +372,13 @@ class NcclGroup {
   [[noreturn]] void fail(const std::exception_ptr& error, bool publish) {
     if (publish)
       trip(error);
-    else if (stick(error))
+    else if (error_.keep(error))
       handle_.abort();
     rethrow();
   }
-  // Keeps the first error; true if this is it.
-  bool stick(std::exception_ptr error) noexcept {
-    std::lock_guard lock(mutex_);
-    if (error_) return false;
-    error_ = std::move(error);
-    failed_.store(true, std::memory_order_release);
-    return true;
-  }
   [[noreturn]] void rethrow() {
-    std::unique_lock lock(mutex_);
-    const auto error = error_;
-    lock.unlock();
     membership_.notice();
-    std::rethrow_exception(error);
+    std::rethrow_exception(error_.get());
   }
 
   NcclOptions options_;
@@ -504,12 +389,10 @@ class NcclGroup {
   Flights<D> flights_;
   Label label_;
   int children_ = 0;
-  std::atomic<bool> failed_{false};
-  mutable std::mutex mutex_;
-  std::condition_variable changed_;
-  std::exception_ptr error_;
-  bool stopping_ = false, busy_ = false;
-  std::thread watchdog_;
+  StickyError error_;
+  Diagnosis<D> diagnosis_{membership_, handle_};
+  std::uint64_t compared_ = 0;  // the last collective that the watchdog compared over the ranks
+  std::optional<Watchdog> watchdog_;
 };
 
 }  // namespace lockstep::detail

@@ -5,7 +5,6 @@
 #include <stdlib.h>
 
 #include <algorithm>
-#include <cstdint>
 #include <optional>
 #include <string>
 #include <vector>
@@ -21,9 +20,10 @@ namespace lockstep::detail {
 struct NcclsFound {
   std::vector<std::string> libraries;  // the files of all libnccl.so that are loaded
   std::string used;                    // the file in which this program's calls end
-  int version = 0;                     // of that one
-  int compiled = 0;                    // of the header
-  int torch = 0;                       // of the one that LibTorch calls; 0: unknown
+  std::optional<std::string>
+      torch;         // that in which LibTorch's do; "": one that it hides; none: it has no NCCL
+  int version = 0;   // of the one that is used
+  int compiled = 0;  // of the header
 };
 
 /// Why these cannot work together, if so: two copies of NCCL do not know of each other's groups and streams,
@@ -34,11 +34,11 @@ inline std::optional<std::string> nccl_conflict(const NcclsFound& found) {
         "there are two NCCLs in this process, {} and {}: link the one that LibTorch uses alone, "
         "and take the other off LD_LIBRARY_PATH and LD_PRELOAD",
         found.libraries[0], found.libraries[1]);
-  if (found.torch != 0 && found.torch != found.version)
+  if (found.torch && *found.torch != found.used)
     return fmt::format(
-        "there are two NCCLs in this process, LibTorch's own {} and {} of {}: link no libnccl "
-        "beside a LibTorch that has its own",
-        version_text(found.torch), version_text(found.version), found.used);
+        "there are two NCCLs in this process, LibTorch's in {} and {}: link the one that LibTorch "
+        "uses, or none beside a LibTorch that has its own",
+        found.torch->empty() ? "libtorch_cuda" : *found.torch, found.used);
   if (found.version < 21800)
     return fmt::format(
         "the NCCL of {} is {}, and 2.18 is the oldest that NcclComm can use: install a newer torch",
@@ -73,12 +73,25 @@ inline std::vector<std::string> loaded_nccl_libraries() {
 /// The file that holds a function.
 inline std::string file_of(const void* function) {
   Dl_info info;
-  return dladdr(function, &info) != 0 && info.dli_fname ? info.dli_fname : "this program";
+  if (dladdr(function, &info) == 0 || !info.dli_fname) return "this program";
+  char* real = realpath(info.dli_fname, nullptr);
+  const std::string file = real ? real : info.dli_fname;
+  free(real);
+  return file;
 }
 
-/// A version as LibTorch gives it, as NCCL counts them.
-inline int nccl_version_of_torch(std::uint64_t version) {
-  return static_cast<int>((version >> 32) * 10000 + (version >> 16 & 0xffff) * 100 + (version & 0xffff));
+/// Where LibTorch's calls of NCCL end: see NcclsFound::torch.
+inline std::optional<std::string> nccl_of_torch() {
+  void* torch = dlopen("libtorch_cuda.so", RTLD_NOLOAD | RTLD_LAZY);
+  if (!torch) return std::nullopt;
+  std::optional<std::string> file;
+  // torch::cuda::nccl::version(), which is there where LibTorch was built with NCCL.
+  if (dlsym(torch, "_ZN5torch4cuda4nccl7versionEv")) {
+    const void* function = dlsym(torch, "ncclGetVersion");
+    file = function ? file_of(function) : "";
+  }
+  dlclose(torch);
+  return file;
 }
 
 }  // namespace lockstep::detail

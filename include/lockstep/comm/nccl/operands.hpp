@@ -1,12 +1,8 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/zeros.h>
 
-#include <algorithm>
-#include <cstdint>
-#include <cstring>
-#include <string>
+#include <cstddef>
 #include <utility>
 #include <vector>
 
@@ -16,16 +12,6 @@ namespace lockstep::detail {
 
 inline bool went_well(NcclResult result) {
   return result == NcclResult::success || result == NcclResult::in_progress;
-}
-
-/// The bytes of a string on the host, behind them as many zeros as `length` asks for; and back.
-inline at::Tensor bytes_of(const std::string& text, std::int64_t length) {
-  auto tensor = at::zeros({length}, at::kByte);
-  if (!text.empty()) std::memcpy(tensor.mutable_data_ptr(), text.data(), text.size());
-  return tensor;
-}
-inline std::string text_in(const at::Tensor& tensor, std::int64_t length) {
-  return {static_cast<const char*>(tensor.const_data_ptr()), static_cast<std::size_t>(length)};
 }
 
 /// The tensors of a call as NCCL can take them: contiguous, and not empty. What is not contiguous is copied

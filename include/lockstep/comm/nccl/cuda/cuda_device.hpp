@@ -9,7 +9,6 @@
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
-#include <cstdint>
 #include <cstdlib>
 #include <string>
 
@@ -21,11 +20,6 @@
 #include "lockstep/error.hpp"
 #include "lockstep/world/gpus.hpp"
 #include "lockstep/world/world.hpp"
-
-namespace torch::cuda::nccl {
-// As LibTorch declares it beside half of CUDA's headers.
-TORCH_CUDA_CPP_API std::uint64_t version();
-}  // namespace torch::cuda::nccl
 
 namespace lockstep {
 
@@ -218,10 +212,9 @@ class CudaDevice {
            detail::loaded_nccl_version() >= detail::first_nccl_with_shared_gpus;
   }
   static void check_nccl(const World& world) {
-    const detail::NcclsFound found{detail::loaded_nccl_libraries(),
-                                   detail::file_of(reinterpret_cast<const void*>(&ncclGetVersion)),
-                                   detail::loaded_nccl_version(), detail::compiled_nccl_version,
-                                   detail::nccl_version_of_torch(torch::cuda::nccl::version())};
+    const detail::NcclsFound found{
+        detail::loaded_nccl_libraries(), detail::file_of(reinterpret_cast<const void*>(&ncclGetVersion)),
+        detail::nccl_of_torch(), detail::loaded_nccl_version(), detail::compiled_nccl_version};
     if (const auto conflict = detail::nccl_conflict(found)) throw UsageError(*conflict, world.rank());
   }
   static void check(cudaError_t error, const char* call) {

@@ -3,9 +3,6 @@
 // NCCL itself, and all that depends on its version: from 2.18 on, which first had ncclCommSplit.
 #include <nccl.h>
 
-#include <cstddef>
-#include <string>
-
 #include <c10/core/ScalarType.h>
 
 #include "lockstep/comm/nccl/device.hpp"
@@ -25,8 +22,6 @@ namespace lockstep::detail {
 
 /// The version of nccl.h.
 inline constexpr int compiled_nccl_version = LOCKSTEP_NCCL_VERSION;
-/// ncclMemAlloc and ncclCommRegister.
-inline constexpr bool nccl_has_memory = LOCKSTEP_NCCL_VERSION >= 21900;
 /// Several ranks on one GPU, where NCCL_MULTI_RANK_GPU_ENABLE is set.
 inline constexpr int first_nccl_with_shared_gpus = 23000;
 
@@ -85,35 +80,6 @@ inline ncclRedOp_t nccl_op_of(ReduceOp op) {
     default:
       return ncclSum;
   }
-}
-
-/// Memory that NCCL can use without copies, where the version has it; null otherwise.
-inline void* nccl_allocate([[maybe_unused]] std::size_t bytes) {
-  void* memory = nullptr;
-#if LOCKSTEP_NCCL_VERSION >= 21900
-  if (ncclMemAlloc(&memory, bytes) != ncclSuccess) return nullptr;
-#endif
-  return memory;
-}
-inline void nccl_free([[maybe_unused]] void* memory) {
-#if LOCKSTEP_NCCL_VERSION >= 21900
-  ncclMemFree(memory);
-#endif
-}
-/// Makes memory known to a communicator, so that it need not be asked about in each call; null where the
-/// version has no such thing.
-inline void* nccl_register([[maybe_unused]] ncclComm_t comm, [[maybe_unused]] void* memory,
-                           [[maybe_unused]] std::size_t bytes) {
-  void* handle = nullptr;
-#if LOCKSTEP_NCCL_VERSION >= 21900
-  if (ncclCommRegister(comm, memory, bytes, &handle) != ncclSuccess) return nullptr;
-#endif
-  return handle;
-}
-inline void nccl_deregister([[maybe_unused]] ncclComm_t comm, [[maybe_unused]] void* handle) {
-#if LOCKSTEP_NCCL_VERSION >= 21900
-  ncclCommDeregister(comm, handle);
-#endif
 }
 
 }  // namespace lockstep::detail

@@ -1,0 +1,74 @@
+#pragma once
+
+#include <chrono>
+#include <exception>
+#include <string>
+
+#include <fmt/format.h>
+
+#include "lockstep/comm/nccl/flight.hpp"
+#include "lockstep/comm/nccl/handle.hpp"
+#include "lockstep/comm/nccl/membership.hpp"
+#include "lockstep/comm/nccl/words.hpp"
+#include "lockstep/error.hpp"
+
+namespace lockstep::detail {
+
+/// Finds out why a call cannot be complete, and whose fault that is. Errors are returned, not thrown.
+/// Thread safety: every function may be called from any thread.
+template <NcclDevice D>
+class Diagnosis {
+ public:
+  Diagnosis(Membership& membership, NcclHandle<D>& handle) : membership_(membership), handle_(handle) {}
+
+  /// What NCCL answered in place of success: another rank's failure, where that is the reason.
+  [[nodiscard]] std::exception_ptr of_result(const Call& call, const Label& label, NcclResult result) {
+    const std::string words = nccl_words(result, handle_.last_error());
+    const std::string what = text_of(call, label);
+    if (result == NcclResult::remote_error || result == NcclResult::system_error) {
+      // A rank that fails or leaves says so before it closes its connections.
+      if (auto error = membership_.look_soon(call, std::chrono::milliseconds(100))) return error;
+      if (const int silent = membership_.silent_rank(); silent >= 0) {
+        if (auto error = membership_.look(call)) return error;
+        const std::string text =
+            fmt::format("it does not answer, and {} has ended with it ({})", what, words);
+        membership_.publish(silent, text);
+        return std::make_exception_ptr(
+            PeerError(fmt::format("rank {} failed first: {}", silent, text), rank()));
+      }
+      if (auto error = membership_.look_soon(call, std::chrono::milliseconds(1000))) return error;
+    }
+    return std::make_exception_ptr(CommunicationError(failure_text(what, rank(), words), rank()));
+  }
+
+  /// What NCCL says that nobody has asked for; null where all is well, or the communicator gone.
+  [[nodiscard]] std::exception_ptr of_state(const Call& call, const Label& label) {
+    if (handle_.gone()) return nullptr;
+    const NcclResult state = handle_.state();
+    if (state == NcclResult::success || state == NcclResult::in_progress || handle_.gone()) return nullptr;
+    return of_result(call, label, state);
+  }
+
+  /// That the time for the call has passed: who is late.
+  [[nodiscard]] std::exception_ptr of_lateness(const Call& call, const Label& label) {
+    if (auto error = membership_.look(call)) return error;
+    std::string text = membership_.lateness_of(call);
+    if (label) text += fmt::format(" ({})", *label);
+    if (auto error = membership_.look(call)) return error;
+    return std::make_exception_ptr(TimeoutError(text, rank()));
+  }
+
+  /// What the device threw, such as that its memory has run out.
+  [[nodiscard]] std::exception_ptr of_exception(const std::string& what, const std::exception& error) {
+    return std::make_exception_ptr(
+        CommunicationError(failure_text(what, rank(), first_line_of(error)), rank()));
+  }
+
+ private:
+  [[nodiscard]] int rank() const { return membership_.world().rank(); }
+
+  Membership& membership_;
+  NcclHandle<D>& handle_;
+};
+
+}  // namespace lockstep::detail

@@ -1,0 +1,132 @@
+#include "lockstep/grad/distributed_data_parallel.hpp"
+
+#include "defects.hpp"
+#include "support/catch.hpp"
+#include "thread_ranks.hpp"
+
+using namespace lockstep_test;
+using lockstep::DistributedDataParallel;
+using lockstep::World;
+using std::vector;
+
+static_assert(lockstep::Labelled<FakeComm>);
+
+namespace {
+
+torch::nn::Sequential network() {
+  return torch::nn::Sequential(torch::nn::Linear(6, 16), torch::nn::ReLU(), torch::nn::Linear(16, 3));
+}
+vector<torch::nn::Sequential> equal_networks(int number) {
+  vector<torch::nn::Sequential> all;
+  for (int i = 0; i < number; ++i) {
+    torch::manual_seed(7);
+    all.push_back(network());
+  }
+  return all;
+}
+at::Tensor loss_of(torch::nn::Sequential& model, const at::Tensor& batch) {
+  return model->forward(batch).pow(2).mean();
+}
+
+// Small buckets, so that there are several, and three steps, so that they are rebuilt.
+template <class Device = FakeDevice>
+vector<std::string> train(FakeMachine& machine, vector<torch::nn::Sequential>& models,
+                          const at::Tensor& data) {
+  return run_ranks(machine, static_cast<int>(models.size()), [&](const World& world) {
+    auto& model = models[static_cast<std::size_t>(world.rank())];
+    lockstep::BasicNcclComm<Device> comm(world, quick(std::chrono::seconds(5)));
+    lockstep::DdpOptions options;
+    options.bucket_caps = {100};
+    DistributedDataParallel ddp{model, comm, options};
+    torch::optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
+    for (int step = 0; step < 3; ++step) {
+      optimizer.zero_grad();
+      ddp.backward(loss_of(model, data[step][world.rank()]));
+      optimizer.step();
+    }
+  });
+}
+
+}  // namespace
+
+TEST_CASE("DistributedDataParallel over NCCL's communicator trains as one process by hand") {
+  torch::set_num_threads(1);
+  for (int size : {2, 3}) {
+    torch::manual_seed(1);
+    const auto data = torch::randn({3, size, 4, 6});
+    auto models = equal_networks(size);
+    FakeMachine machine(/*eager=*/true);
+    for (const std::string& error : train(machine, models, data)) CHECK(error == "");
+    for (const std::string& violation : machine.violations()) CHECK(violation == "");
+
+    auto by_hand = equal_networks(1)[0];
+    torch::optim::SGD optimizer(by_hand->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
+    for (int step = 0; step < 3; ++step) {
+      vector<at::Tensor> sums;
+      for (int rank = 0; rank < size; ++rank) {
+        optimizer.zero_grad();
+        loss_of(by_hand, data[step][rank]).backward();
+        for (std::size_t i = 0; i < by_hand->parameters().size(); ++i) {
+          const auto part = by_hand->parameters()[i].grad() * (1.0 / size);
+          rank == 0 ? sums.push_back(part) : void(sums[i] += part);
+        }
+      }
+      for (std::size_t i = 0; i < sums.size(); ++i) by_hand->parameters()[i].mutable_grad() = sums[i];
+      optimizer.step();
+    }
+    for (auto& model : models)
+      for (std::size_t i = 0; i < by_hand->parameters().size(); ++i) {
+        const at::Tensor got = model->parameters()[i], wanted = by_hand->parameters()[i];
+        // At two ranks a half is a half; at three, a third depends on where it is taken.
+        if (size == 2) CHECK(at::equal(got, wanted));
+        CHECK(at::allclose(got, wanted, 1e-5, 1e-7));
+        CHECK(at::equal(got, models[0]->parameters()[i]));
+      }
+  }
+}
+
+TEST_CASE("a step whose operators do not wait for the reduction trains otherwise") {
+  torch::set_num_threads(1);
+  torch::manual_seed(1);
+  const auto data = torch::randn({3, 2, 4, 6});
+  auto right = equal_networks(2), wrong = equal_networks(2);
+  {
+    FakeMachine machine(/*eager=*/true);
+    train(machine, right, data);
+  }
+  FakeMachine machine(/*eager=*/true);
+  std::string errors;
+  for (const std::string& error : train<NoEventBehind>(machine, wrong, data)) errors += error;
+  for (const std::string& violation : machine.violations()) errors += violation;
+  bool equal = true;
+  for (std::size_t i = 0; i < right[0]->parameters().size(); ++i)
+    equal = equal && at::equal(right[0]->parameters()[i], wrong[0]->parameters()[i]);
+  CHECK((!equal || !errors.empty()));
+}
+
+TEST_CASE("a rank that never comes to a backward is named with the bucket") {
+  torch::set_num_threads(1);
+  auto models = equal_networks(2);
+  FakeMachine machine(/*eager=*/true);
+  std::atomic<bool> over{false};
+  const auto errors = run_ranks(machine, 2, [&](const World& world) {
+    auto& model = models[static_cast<std::size_t>(world.rank())];
+    FakeComm comm(world, quick(std::chrono::milliseconds(400)));
+    DistributedDataParallel ddp{model, comm};
+    comm.barrier();
+    if (world.rank() == 1) {
+      while (!over) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+      comm.barrier();
+      return;
+    }
+    const std::string error = thrown_by([&] {
+      ddp.backward(loss_of(model, torch::ones({4, 6})));
+      comm.barrier();
+    });
+    over = true;
+    throw std::runtime_error(error);
+  });
+  CHECK_THAT(errors[0], ContainsSubstring("TimeoutError: rank 1 has not entered all_reduce #"));
+  CHECK_THAT(errors[0], ContainsSubstring("(bucket 1 of 1, with parameter 0 "));
+  CHECK_THAT(errors[1], ContainsSubstring("rank 0 failed first: rank 1 has not entered all_reduce #"));
+}
