@@ -49,14 +49,15 @@ namespace lockstep {
 /// optimizer, and what people forget - the epoch of the sampler, the modes, the seeds, the rank that writes.
 ///
 /// The policies are types; values of them (a model, a communicator with options, extras) follow the options
-/// in any order, and what is not given is default-constructed, the communicator from the world. Every rank
-/// makes the same trainers in the same order and calls the same functions on them. Used from one thread.
+/// in any order, and what is not given is default-constructed, the communicator from the world. The model is
+/// brought to the communicator's device. Every rank makes the same trainers in the same order and calls the
+/// same functions on them. Used from one thread.
 template <class Model, class SamplerType, class Comm, class PrecisionType, class... Extras>
 class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType, Extras...> {
  public:
-  /// Brings the model to the communicator's device. Seeds the default generators, those of GPUs too, with
-  /// `options.seed` before a model is made and with `seed + rank` afterwards. Throws UsageError for options
-  /// that cannot train, MismatchError where the ranks' models differ.
+  /// Seeds the default generators, those of GPUs too, with `options.seed` before a model is made and with
+  /// `seed + rank` afterwards. Throws UsageError for options that cannot train, MismatchError where the
+  /// ranks' models differ.
   template <class... Given>
   explicit Trainer(const World& world, const TrainerOptions& options = {}, Given... given)
       : world_(world),
