@@ -35,6 +35,8 @@ class [[nodiscard]] LocalWork {
 class LocalComm {
  public:
   using Work = LocalWork;
+  /// A graph can hold its collectives; see CapturedStep.
+  static constexpr bool capturable = true;
 
   /// Throws UsageError unless the world has one process.
   explicit LocalComm(const World& world) : world_(world) {

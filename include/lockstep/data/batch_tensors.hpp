@@ -4,10 +4,12 @@
 #include <torch/data/example.h>
 
 #include <array>
+#include <cstddef>
 #include <map>
 #include <optional>
 #include <string>
 #include <tuple>
+#include <type_traits>
 #include <unordered_map>
 #include <utility>
 #include <vector>

@@ -20,6 +20,7 @@
 #include "lockstep/grad/backward_report.hpp"
 #include "lockstep/grad/bucket_labels.hpp"
 #include "lockstep/grad/bucket_plan.hpp"
+#include "lockstep/grad/capture_scope.hpp"
 #include "lockstep/grad/ddp_options.hpp"
 #include "lockstep/grad/ddp_report.hpp"
 #include "lockstep/grad/gradient_buckets.hpp"
@@ -166,7 +167,8 @@ class BucketReduction {
       throw;
     }
     times.end = Clock::now();
-    if (Hook::spreads_nan)
+    // A step that is captured has shown before that every rank has every gradient.
+    if (Hook::spreads_nan && !CaptureScope::active())
       for (std::size_t i = 0; i < parameters_.size() && !flagged; ++i) flagged = buckets_->maybe_poisoned(i);
     return flagged;
   }

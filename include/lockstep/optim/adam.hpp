@@ -21,6 +21,8 @@ namespace lockstep {
 class Adam : public detail::GroupedOptimizer<Adam, AdamState, AdamOptions> {
  public:
   static constexpr const char* name = "Adam";
+  /// A graph can hold its step where that is fused, with a rate in a tensor; see CapturedStep.
+  static constexpr bool capturable = true;
 
   /// Throws UsageError for no parameters, for one that is there twice and for options out of range.
   explicit Adam(std::vector<at::Tensor> parameters, const AdamOptions& options = {})

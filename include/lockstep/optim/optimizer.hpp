@@ -102,6 +102,22 @@ class GroupedOptimizer : public torch::optim::Optimizer, public ScaledStep {
     keep_options(group, param_groups_.size() - 1);
   }
 
+  /// Throws UsageError where a graph would repeat numbers of the host: each group has to be fused, with its
+  /// rate in a tensor on the parameters' device.
+  void check_capturable() {
+    for (std::size_t g = 0; g < param_groups_.size(); ++g) {
+      const Options& options = options_of(g);
+      const at::Device device = param_groups_[g].params().at(0).device();
+      if (options.implementation != Implementation::fused || !options.lr_tensor.defined() ||
+          options.lr_tensor.device() != device)
+        throw UsageError(
+            fmt::format("{}: group {} cannot be captured, since a graph would repeat its rate: set "
+                        ".implementation = Implementation::fused, and lr_tensor to a tensor of one element "
+                        "on {}",
+                        Derived::name, g, device.str()));
+    }
+  }
+
   /// Of a group, as they are now.
   [[nodiscard]] Options& options(std::size_t group = 0) { return options_of(group); }
 

@@ -17,6 +17,8 @@ namespace lockstep {
 class SGD : public detail::GroupedOptimizer<SGD, SgdState, SgdOptions> {
  public:
   static constexpr const char* name = "SGD";
+  /// A graph can hold its step where that is fused, with a rate in a tensor; see CapturedStep.
+  static constexpr bool capturable = true;
 
   /// Throws UsageError for no parameters, for one that is there twice and for options out of range.
   explicit SGD(std::vector<at::Tensor> parameters, const SgdOptions& options = {})

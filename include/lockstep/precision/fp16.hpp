@@ -17,6 +17,9 @@ namespace lockstep {
 /// gradients are not finite is left out. A checkpoint holds the scaler.
 class Fp16 {
  public:
+  /// A graph can hold it, with a fused optimizer; see CapturedStep.
+  static constexpr bool capturable = true;
+
   Fp16() = default;
   explicit Fp16(const GradScalerOptions& options) : scaler_(options) {}
 

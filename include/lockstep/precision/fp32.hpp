@@ -9,6 +9,9 @@ namespace lockstep {
 /// The parameters' own format throughout: no context, no scale, and nothing left of itself in the compiled
 /// step.
 struct Fp32 {
+  /// A graph can hold it; see CapturedStep.
+  static constexpr bool capturable = true;
+
   template <class Forward>
   decltype(auto) forward(Forward&& forward) const {
     return std::forward<Forward>(forward)();

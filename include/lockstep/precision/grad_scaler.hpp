@@ -6,6 +6,7 @@
 #include <ATen/ops/_amp_update_scale.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/maximum.h>
+#include <ATen/ops/zeros_like.h>
 #include <fmt/format.h>
 #include <torch/optim/optimizer.h>
 #include <torch/serialize/archive.h>
@@ -116,7 +117,9 @@ class GradScaler {
     if (ScaledStep* inside = divides_itself(optimizer)) {
       inside->step_scaled({state.divided ? at::Tensor() : scale_, found});
       state.stage = Stage::stepped;
-      skipped_there_ = skipped_there_.defined() ? skipped_there_ + found.to(skipped_there_.device()) : found;
+      // In place, so that a step that a captured graph repeats counts on.
+      if (!skipped_there_.defined()) skipped_there_ = at::zeros_like(found);
+      skipped_there_.add_(found.to(skipped_there_.device()));
       return StepOutcome(found);
     }
     divide(optimizer, state);

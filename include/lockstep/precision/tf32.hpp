@@ -66,6 +66,9 @@ class Tf32Scope {
 /// means on which device. Nothing needs a scale: the range is float32's.
 class Tf32 {
  public:
+  /// A graph can hold it; see CapturedStep.
+  static constexpr bool capturable = true;
+
   template <class Forward>
   decltype(auto) forward(Forward&& forward) const {
     const Tf32Scope scope;

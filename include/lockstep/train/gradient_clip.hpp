@@ -1,5 +1,6 @@
 #pragma once
 
+#include "lockstep/error.hpp"
 #include "lockstep/optim/clip.hpp"
 #include "lockstep/train/gradient_hooks.hpp"
 
@@ -8,8 +9,19 @@ namespace lockstep {
 /// A GradientHook that scales the gradients of a step down to a norm of at most `max_norm`, over all
 /// parameters together; see clip_grad_norm. Errors name the parameters.
 struct GradientClip {
+  /// A graph can hold it without `error_if_nonfinite`, which reads the norm; see CapturedStep.
+  static constexpr bool capturable = true;
+
   double max_norm = 1;
   ClipOptions options = {};
+
+  /// Throws UsageError where a graph cannot hold it.
+  void check_capturable() const {
+    if (options.error_if_nonfinite)
+      throw UsageError(
+          "GradientClip: error_if_nonfinite reads the norm on the host, which a graph cannot do: leave it "
+          "off");
+  }
 
   void on_gradients(const Gradients& gradients) const {
     detail::clip_norm(gradients.named_parameters, max_norm, options);

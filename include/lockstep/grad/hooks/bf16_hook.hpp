@@ -14,6 +14,8 @@ class Bf16Hook {
  public:
   static constexpr bool divides_first = false;
   static constexpr bool spreads_nan = true;
+  /// A graph can hold it; see CapturedStep.
+  static constexpr bool capturable = true;
 
   template <Reducing Comm>
   auto start(Comm& comm, const GradientBucket& bucket) {

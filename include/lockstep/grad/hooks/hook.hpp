@@ -101,6 +101,8 @@ class AllReduceHook {
  public:
   static constexpr bool divides_first = true;
   static constexpr bool spreads_nan = true;
+  /// A graph can hold it; see CapturedStep.
+  static constexpr bool capturable = true;
 
   template <Reducing Comm>
   typename Comm::Work start(Comm& comm, const GradientBucket& bucket) {

@@ -19,6 +19,8 @@ struct FinishedReduction {
 struct NoOpHook {
   static constexpr bool divides_first = false;
   static constexpr bool spreads_nan = false;
+  /// A graph can hold it; see CapturedStep.
+  static constexpr bool capturable = true;
 
   template <Communicator Comm>
   FinishedReduction start(Comm&, const GradientBucket&) {

@@ -1,0 +1,230 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty_like.h>
+#include <fmt/format.h>
+
+#include <any>
+#include <concepts>
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "lockstep/comm/tensor_lists.hpp"
+#include "lockstep/data/batch_tensors.hpp"
+#include "lockstep/error.hpp"
+#include "lockstep/grad/capture_scope.hpp"
+#include "lockstep/grad/distributed_data_parallel.hpp"
+#include "lockstep/precision/precision.hpp"
+#include "lockstep/train/gradient_hooks.hpp"
+#include "lockstep/train/policies.hpp"
+#include "lockstep/train/step_graph.hpp"
+
+namespace lockstep {
+
+struct CaptureOptions {
+  /// Steps that are made as ever before the capture, in which memory is taken, buckets find their order and
+  /// libraries choose their kernels: 2 or more.
+  std::int64_t warm_up = 3;
+  /// Of the DistributedDataParallel inside.
+  DdpOptions ddp = {};
+};
+
+namespace detail {
+
+// Says in one sentence what of a captured step a graph cannot hold.
+template <class Graph, class Comm, class Optimizer, class PrecisionType, class Hook, class... GradientHooks>
+struct CheckedCapture {
+  static_assert(StepGraph<Graph>,
+                "lockstep: the first argument of a CapturedStep is what captures: a type that models "
+                "lockstep::StepGraph, such as lockstep::CudaGraph");
+  static_assert(Capturable<Comm>,
+                "lockstep: a CapturedStep needs a communicator whose collectives a graph can hold, such as "
+                "lockstep::NcclComm or lockstep::LocalComm; those of GlooComm block the host");
+  static_assert(Capturable<Optimizer>,
+                "lockstep: a CapturedStep needs an optimizer whose rate and state live in tensors, such as "
+                "lockstep::SGD, Adam or AdamW; those of torch::optim keep numbers that a graph would repeat");
+  static_assert(Capturable<PrecisionType> && Precision<PrecisionType>,
+                "lockstep: a CapturedStep needs a precision that decides on the device alone: Fp32, Tf32, "
+                "Bf16, Fp16, or one of your own that says static constexpr bool capturable = true");
+  static_assert(Capturable<Hook> && ReductionPolicy<Hook>,
+                "lockstep: a CapturedStep needs a communication hook that does the same in every step, such "
+                "as AllReduceHook, Fp16Hook or Bf16Hook; PowerSgdHook and hooks of functions do not promise "
+                "it");
+  static_assert(((Capturable<GradientHooks> && GradientHook<GradientHooks>)&&...),
+                "lockstep: between backward and step a CapturedStep takes GradientHooks that decide on the "
+                "device alone, such as GradientClip; CheckFinite and functions look at values on the host");
+};
+
+}  // namespace detail
+
+/// Forward, backward, reduction and optimizer step of a model as one graph: the first steps are made as ever,
+/// then one is captured, and from there on each call repeats that with the data of its batch, at the cost of
+/// one launch.
+///
+/// ```cpp
+/// lockstep::SGD optimizer{model->parameters(), {.implementation = Implementation::fused, .lr_tensor =
+/// rate}}; lockstep::CapturedStep step{lockstep::CudaGraph{device}, model, comm, optimizer, precision, loss};
+/// for (auto& batch : lockstep::StagedBatches{loader, device}) {
+///   optimizer.param_groups()[0].options().set_lr(curve(t++));  // into the tensor
+///   step(batch);
+/// }
+/// ```
+///
+/// `loss(model, batch)` returns the mean over the batch. Every batch has the shapes of the first: leave out
+/// one that is not full. The DistributedDataParallel inside is made on the graph's stream, where its hooks
+/// then belong. What is no operator on tensors happens once, in the capture: a branch of the forward, a
+/// printed line. Any schedule fits, since it writes into the rate's tensor before the call.
+///
+/// Model, communicator, optimizer and precision outlive it. One thread uses it; collective.
+template <class Graph, class M, class Comm, class Optimizer, class PrecisionType, class Loss,
+          class Hook = AllReduceHook, class... GradientHooks>
+class CapturedStep : detail::CheckedCapture<Graph, Comm, Optimizer, PrecisionType, Hook, GradientHooks...> {
+ public:
+  /// Throws UsageError for what a graph cannot hold though its type might: an optimizer whose rate is a
+  /// number (its `check_capturable()` says so), a search for unused parameters, gradients beside the buckets.
+  CapturedStep(Graph graph, M& model, Comm& comm, Optimizer& optimizer, PrecisionType& precision, Loss loss,
+               const CaptureOptions& options = {}, Hook hook = {}, GradientHooks... hooks)
+      : graph_(std::move(graph)),
+        comm_(comm),
+        optimizer_(optimizer),
+        precision_(precision),
+        loss_(std::move(loss)),
+        options_(options),
+        hooks_(std::move(hooks)...) {
+    if (options.warm_up < 2)
+      throw UsageError(
+          fmt::format("CapturedStep: {} steps of warm-up: give 2 or more, in which the buckets find their "
+                      "order",
+                      options.warm_up));
+    if (options.ddp.find_unused_parameters || options.ddp.gradients != GradientStorage::in_bucket)
+      throw UsageError(
+          "CapturedStep: a search for unused parameters, or gradients beside the buckets, take another way "
+          "from step to step: leave DdpOptions::find_unused_parameters and gradients as they are");
+    const auto check = [](auto& part) {
+      if constexpr (requires { part.check_capturable(); }) part.check_capturable();
+    };
+    check(optimizer);
+    std::apply([&](auto&... part) { (check(part), ...); }, hooks_);
+    graph_.on_stream([&] { ddp_.emplace(model, comm, options_.ddp, std::move(hook)); });
+    parameters_ = ddp_->parameters();
+  }
+  CapturedStep(const CapturedStep&) = delete;
+  CapturedStep& operator=(const CapturedStep&) = delete;
+
+  /// One step with this batch; its loss, of one element, which the next step overwrites. Throws UsageError
+  /// for a batch of other shapes than the first, and after a capture that failed. What a step throws before
+  /// the capture, it throws as ever.
+  template <class Batch>
+  const at::Tensor& operator()(Batch& batch) {
+    static_assert(TensorBatch<Batch>,
+                  "lockstep: a CapturedStep copies the tensors of each batch to fixed places, and does not "
+                  "find them in this type: give it each_tensor(f)");
+    if (failed_)
+      throw UsageError(
+          "CapturedStep: the capture has failed, and part of the step may be missing: make a new one");
+    Batch& fixed = fill(batch);
+    if (steps_ < options_.warm_up) {
+      graph_.on_stream([&] { run(fixed); });
+    } else {
+      if (!captured_) capture(fixed);
+      graph_.replay();
+    }
+    ++steps_;
+    return value_;
+  }
+
+  /// Steps made so far, and whether they are repeated from a graph by now.
+  [[nodiscard]] std::int64_t steps() const { return steps_; }
+  [[nodiscard]] bool captured() const { return captured_; }
+  [[nodiscard]] auto& ddp() { return *ddp_; }
+
+ private:
+  // Copies a batch to where the graph reads it.
+  template <class Batch>
+  Batch& fill(Batch& batch) {
+    std::vector<at::Tensor> given;
+    for_each_tensor(batch, [&](at::Tensor& tensor) { given.push_back(tensor); });
+    if (!batch_.has_value()) {
+      Batch fixed = batch;
+      for_each_tensor(fixed, [&](at::Tensor& tensor) {
+        tensor = at::empty_like(tensor, tensor.options().device(graph_.device()));
+        inputs_.push_back(tensor);
+      });
+      batch_ = std::move(fixed);
+    }
+    auto* fixed = std::any_cast<Batch>(&batch_);
+    if (fixed == nullptr || given.size() != inputs_.size())
+      throw UsageError("CapturedStep: this batch is of another kind than the first: give it batches of one");
+    for (std::size_t i = 0; i < given.size(); ++i)
+      if (given[i].sizes() != inputs_[i].sizes() || given[i].scalar_type() != inputs_[i].scalar_type())
+        throw UsageError(fmt::format(
+            "CapturedStep: tensor {} of the batch is {}, and that of the first was {}: a graph has fixed "
+            "shapes, so leave out a batch that is not full (LoaderOptions::drop_last)",
+            i, detail::describe(given[i]), detail::describe(inputs_[i])));
+    for (std::size_t i = 0; i < given.size(); ++i) inputs_[i].copy_(given[i], /*non_blocking=*/true);
+    return *fixed;
+  }
+
+  template <class Batch>
+  void capture(Batch& batch) try {
+    const detail::CaptureScope nothing_is_read;
+    graph_.capture([&] { run(batch); });
+    captured_ = true;
+  } catch (...) {
+    failed_ = true;
+    throw;
+  }
+
+  template <class Batch>
+  void run(Batch& batch) try {
+    using Value = std::invoke_result_t<Loss&, M&, Batch&>;
+    static_assert(std::convertible_to<Value, at::Tensor>,
+                  "lockstep: the loss of a CapturedStep returns a tensor, the mean over the batch");
+    optimizer_.zero_grad(/*set_to_none=*/false);  // the gradients stay where they are
+    ddp_->before_forward();
+    const at::Tensor loss =
+        precision_.forward([&]() -> at::Tensor { return std::invoke(loss_, ddp_->module(), batch); });
+    ddp_->backward(precision_.scale(loss));
+    if constexpr (detail::AgreeingPrecision<PrecisionType, Comm>)
+      if (!Hook::spreads_nan || !options_.ddp.ignored.empty()) precision_.agree(optimizer_, comm_);
+    if constexpr (sizeof...(GradientHooks) > 0) {
+      if constexpr (ScalingPrecision<PrecisionType>) precision_.unscale(optimizer_);
+      const Gradients gradients{0, steps_, parameters_, ddp_->named_parameters()};
+      std::apply([&](auto&... hook) { (hook.on_gradients(gradients), ...); }, hooks_);
+    }
+    precision_.step(optimizer_);
+    value_ = loss.detach();
+  } catch (...) {
+    if constexpr (requires { precision_.forget(); }) precision_.forget();
+    throw;
+  }
+
+  Graph graph_;
+  Comm& comm_;
+  Optimizer& optimizer_;
+  PrecisionType& precision_;
+  Loss loss_;
+  CaptureOptions options_;
+  std::tuple<GradientHooks...> hooks_;
+  std::optional<DistributedDataParallel<M, Comm, Hook>> ddp_;
+  std::vector<at::Tensor> parameters_;
+  std::any batch_;                  // of the first's type, with the tensors that the graph reads
+  std::vector<at::Tensor> inputs_;  // those
+  at::Tensor value_;
+  std::int64_t steps_ = 0;
+  bool captured_ = false, failed_ = false;
+};
+
+template <class Graph, class M, class Comm, class Optimizer, class PrecisionType, class Loss, class... Rest>
+CapturedStep(Graph, M&, Comm&, Optimizer&, PrecisionType&, Loss, CaptureOptions, Rest...)
+    -> CapturedStep<Graph, M, Comm, Optimizer, PrecisionType, Loss, Rest...>;
+template <class Graph, class M, class Comm, class Optimizer, class PrecisionType, class Loss>
+CapturedStep(Graph, M&, Comm&, Optimizer&, PrecisionType&, Loss)
+    -> CapturedStep<Graph, M, Comm, Optimizer, PrecisionType, Loss>;
+
+}  // namespace lockstep

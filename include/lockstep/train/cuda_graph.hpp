@@ -1,0 +1,78 @@
+#pragma once
+
+// The graphs of CUDA, for CapturedStep. Not in lockstep.hpp: it needs the headers of CUDA, and a program with
+// it links lockstep_cuda.
+#include <ATen/cuda/CUDAEvent.h>
+#include <ATen/cuda/CUDAGraph.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#include <cuda_runtime.h>
+
+#include <memory>
+#include <utility>
+
+#include "lockstep/train/step_graph.hpp"
+
+namespace lockstep {
+
+/// A StepGraph of CUDA's: LibTorch's, with memory of its own, captured on a stream of its own. The capture is
+/// thread-local: what other threads ask of CUDA meanwhile is neither part of it nor an error.
+class CudaGraph {
+ public:
+  explicit CudaGraph(const c10::Device& device)
+      : device_(device),
+        stream_(c10::cuda::getStreamFromPool(/*isHighPriority=*/false, device.index())),
+        graph_(std::make_unique<at::cuda::CUDAGraph>()) {}
+
+  template <class Function>
+  void on_stream(Function&& function) {
+    const c10::cuda::CUDAGuard on_device(device_);
+    const auto caller = c10::cuda::getCurrentCUDAStream(device_.index());
+    const auto order = [](const c10::cuda::CUDAStream& first, const c10::cuda::CUDAStream& then) {
+      at::cuda::CUDAEvent event;
+      event.record(first);
+      event.block(then);
+    };
+    order(caller, stream_);
+    {
+      const c10::cuda::CUDAStreamGuard on_own(stream_);
+      std::forward<Function>(function)();
+    }
+    order(stream_, caller);
+  }
+
+  template <class Function>
+  void capture(Function&& function) {
+    on_stream([&] {
+      stream_.synchronize();  // once: what the warm-up has given the stream is no part of the graph
+      graph_->capture_begin({0, 0}, cudaStreamCaptureModeThreadLocal);
+      try {
+        function();
+      } catch (...) {
+        try {
+          graph_->capture_end();
+        } catch (...) {  // what was thrown first says why
+        }
+        graph_ = std::make_unique<at::cuda::CUDAGraph>();
+        throw;
+      }
+      graph_->capture_end();
+    });
+  }
+
+  void replay() {
+    const c10::cuda::CUDAGuard on_device(device_);
+    graph_->replay();
+  }
+
+  [[nodiscard]] c10::Device device() const { return device_; }
+
+ private:
+  c10::Device device_;
+  c10::cuda::CUDAStream stream_;
+  std::unique_ptr<at::cuda::CUDAGraph> graph_;
+};
+
+static_assert(StepGraph<CudaGraph>);
+
+}  // namespace lockstep

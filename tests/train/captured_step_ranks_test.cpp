@@ -1,0 +1,116 @@
+// Steps that are captured on several ranks, whose communicator plays one that a graph can hold.
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "lockstep/comm/gloo_comm.hpp"
+#include "lockstep/grad/hooks/fp16_hook.hpp"
+#include "lockstep/grad/hooks/no_op_hook.hpp"
+#include "lockstep/optim/sgd.hpp"
+#include "lockstep/precision/fp16.hpp"
+#include "lockstep/precision/fp32.hpp"
+#include "lockstep/train/captured_step.hpp"
+#include "support/played_graph.hpp"
+#include "support/ranks.hpp"
+#include "train/nets.hpp"
+
+namespace {
+
+struct PlayedComm : lockstep::GlooComm {
+  using GlooComm::GlooComm;
+  static constexpr bool capturable = true;
+
+  std::vector<std::string> all_gather_bytes(const std::string& bytes) {
+    ++asked;
+    return GlooComm::all_gather_bytes(bytes);
+  }
+  int asked = 0;  // the other ranks for bytes, which the host waits for
+};
+
+lockstep::Example batch_of(int step) {
+  auto generator =
+      at::detail::createCPUGenerator(static_cast<std::uint64_t>(step * 10 + test_world().rank() + 1));
+  const auto data = torch::randn({4, 6}, generator);
+  return {data, data.slice(1, 0, 3).argmax(1)};
+}
+
+const auto loss = [](TinyNet& net, const lockstep::Example& batch) {
+  return torch::cross_entropy_loss(net(batch.data), batch.target);
+};
+
+TinyNet seeded_net() {
+  torch::manual_seed(3);
+  return TinyNet();
+}
+
+lockstep::SGD sgd_of(TinyNet& net) {
+  return lockstep::SGD(
+      net->parameters(),
+      {.momentum = 0.9, .implementation = lockstep::Implementation::fused, .lr_tensor = torch::tensor(0.1)});
+}
+
+template <class Hook>
+void check_like_plain(Hook hook) {
+  PlayedComm comm(test_world()), other(test_world());
+  TinyNet net = seeded_net(), by_hand = seeded_net();
+  auto optimizer = sgd_of(net), plain = sgd_of(by_hand);
+  lockstep::DistributedDataParallel ddp(by_hand, other, {}, Hook(hook));
+  lockstep::Fp32 precision;
+  const auto log = std::make_shared<PlayedGraph::Log>();
+  lockstep::CapturedStep step(PlayedGraph(log), net, comm, optimizer, precision, loss, {}, hook);
+  for (int i = 0; i < 7; ++i) {
+    auto batch = batch_of(i);
+    step(batch);
+    plain.zero_grad();
+    ddp.before_forward();
+    ddp.backward(loss(by_hand, batch));
+    plain.step();
+  }
+  const auto one = net->parameters(), two = by_hand->parameters();
+  for (std::size_t i = 0; i < one.size(); ++i) CHECK(torch::equal(one[i], two[i]));
+  CHECK(step.captured());
+  CHECK(log->reads.empty());
+}
+
+}  // namespace
+
+TEST_CASE("a captured step reduces as DistributedDataParallel does") {
+  SECTION("plainly") {
+    check_like_plain(lockstep::AllReduceHook());
+  }
+  SECTION("in half precision on the wire") {
+    check_like_plain(lockstep::Fp16Hook());
+  }
+}
+
+TEST_CASE("while a step is captured no rank looks whether another has lost a gradient") {
+  PlayedComm comm(test_world());
+  TinyNet net = seeded_net();
+  auto optimizer = sgd_of(net);
+  lockstep::Fp32 precision;
+  lockstep::CapturedStep step(PlayedGraph(std::make_shared<PlayedGraph::Log>()), net, comm, optimizer,
+                              precision, loss);
+  auto batch = batch_of(0);
+  for (int i = 0; i < 3; ++i) step(batch);
+  const int before = comm.asked;
+  batch.data.fill_(std::numeric_limits<float>::quiet_NaN());
+  step(batch);
+  CHECK(step.captured());
+  CHECK(comm.asked == before);
+}
+
+TEST_CASE("in a captured step not-a-number is a value, and the ranks agree on what to skip") {
+  PlayedComm comm(test_world());
+  TinyNet net = seeded_net();
+  auto optimizer = sgd_of(net);
+  lockstep::Fp16 precision({.init_scale = 64});
+  lockstep::CapturedStep step(PlayedGraph(std::make_shared<PlayedGraph::Log>()), net, comm, optimizer,
+                              precision, loss, {}, lockstep::NoOpHook());
+  for (int i = 0; i < 7; ++i) {
+    auto batch = batch_of(i);
+    if (i >= 5 && test_world().rank() == 0) batch.data.fill_(std::numeric_limits<float>::quiet_NaN());
+    step(batch);
+  }
+  CHECK(precision.scaler().skipped() == 2);
+  CHECK(precision.scaler().get_scale() == 16);
+}

@@ -1,0 +1,241 @@
+// Steps that are captured and repeated, on a graph that is played on the CPU.
+#include "lockstep/train/captured_step.hpp"
+
+#include <limits>
+
+#include "lockstep/comm/local_comm.hpp"
+#include "lockstep/grad/hooks/power_sgd_hook.hpp"
+#include "lockstep/optim/adam.hpp"
+#include "lockstep/optim/sgd.hpp"
+#include "lockstep/precision/bf16.hpp"
+#include "lockstep/precision/fp16.hpp"
+#include "lockstep/precision/fp32.hpp"
+#include "lockstep/precision/tf32.hpp"
+#include "lockstep/train/gradient_clip.hpp"
+#include "support/played_graph.hpp"
+#include "support/text_of.hpp"
+#include "train/nets.hpp"
+
+using lockstep::CapturedStep;
+using lockstep::Implementation;
+
+static_assert(lockstep::StepGraph<PlayedGraph>);
+static_assert(lockstep::Capturable<lockstep::Bf16> && lockstep::Capturable<lockstep::AdamW>);
+static_assert(!lockstep::Capturable<torch::optim::SGD> && !lockstep::Capturable<lockstep::PowerSgdHook>);
+
+namespace {
+
+const lockstep::World alone;
+
+lockstep::Example batch_of(int step, std::int64_t samples = 4) {
+  auto generator = at::detail::createCPUGenerator(static_cast<std::uint64_t>(step) + 1);
+  const auto data = torch::randn({samples, 6}, generator);
+  return {data, data.slice(1, 0, 3).argmax(1)};
+}
+
+const auto loss = [](TinyNet& net, const lockstep::Example& batch) {
+  return torch::cross_entropy_loss(net(batch.data), batch.target);
+};
+
+std::vector<torch::Tensor> tensors_of(const TinyNet& net) {
+  auto tensors = net->parameters();
+  for (const auto& buffer : net->buffers()) tensors.push_back(buffer);
+  return tensors;
+}
+
+bool same(const TinyNet& a, const TinyNet& b) {
+  const auto one = tensors_of(a), two = tensors_of(b);
+  bool equal = one.size() == two.size();
+  for (std::size_t i = 0; i < one.size(); ++i) equal = equal && torch::equal(one[i], two[i]);
+  return equal;
+}
+
+TinyNet seeded_net() {
+  torch::manual_seed(3);
+  return TinyNet();
+}
+
+lockstep::SgdOptions sgd_options() {
+  return {.momentum = 0.9, .implementation = Implementation::fused, .lr_tensor = torch::tensor(0.1)};
+}
+
+double rate(int step) {
+  return 0.1 / (1 + step);
+}
+
+// The same steps by hand, with a precision.
+template <class Optimizer, class Precision, class BatchOfStep>
+void train_by_hand(TinyNet& net, Optimizer& optimizer, Precision& precision, int steps, BatchOfStep batch,
+                   double clip = 0) {
+  for (int step = 0; step < steps; ++step) {
+    optimizer.zero_grad();
+    auto data = batch(step);
+    precision.scale(precision.forward([&] { return loss(net, data); })).backward();
+    optimizer.param_groups()[0].options().set_lr(rate(step));
+    if constexpr (lockstep::ScalingPrecision<Precision>)
+      if (clip > 0) precision.unscale(optimizer);
+    if (clip > 0) lockstep::clip_grad_norm(*net, clip);
+    precision.step(optimizer);
+  }
+}
+
+}  // namespace
+
+TEST_CASE("a captured step makes the parameters of the plain one, with the rates of a schedule") {
+  lockstep::LocalComm comm(alone);
+  TinyNet net = seeded_net(), by_hand = seeded_net();
+  lockstep::SGD optimizer(net->parameters(), sgd_options()), plain(by_hand->parameters(), sgd_options());
+  lockstep::Fp32 precision;
+  train_by_hand(by_hand, plain, precision, 8, [](int step) { return batch_of(step); });
+
+  const auto log = std::make_shared<PlayedGraph::Log>();
+  std::vector<const void*> places;
+  const auto seeing = [&](TinyNet& model, const lockstep::Example& batch) {
+    places.push_back(batch.data.const_data_ptr());
+    return loss(model, batch);
+  };
+  CapturedStep step(PlayedGraph(log), net, comm, optimizer, precision, seeing);
+  for (int i = 0; i < 8; ++i) {
+    auto batch = batch_of(i);
+    optimizer.param_groups()[0].options().set_lr(rate(i));
+    const torch::Tensor& value = step(batch);
+    CHECK(value.numel() == 1);
+    CHECK(!value.requires_grad());
+    CHECK(step.captured() == (i >= 3));
+  }
+  CHECK(step.steps() == 8);
+  CHECK(same(net, by_hand));
+  CHECK(log->calls == std::vector<std::string>{"stream", "stream", "stream", "stream", "capture", "replay",
+                                               "replay", "replay", "replay", "replay"});
+  CHECK(log->reads == std::vector<std::string>());
+  // Every step reads its batch from one place, which is none of the batches' own.
+  CHECK(places == std::vector<const void*>(8, places[0]));
+}
+
+TEST_CASE("a captured step in half precision scales, clips and skips without reading a value") {
+  lockstep::LocalComm comm(alone);
+  const auto batch = [](int step) {
+    auto made = batch_of(step);
+    if (step == 1 || step == 6) made.data[0][0] = std::numeric_limits<float>::infinity();
+    return made;
+  };
+  // Infinities spoil running statistics, which is not what this is about.
+  const auto without_norm = [](TinyNet net) {
+    net->norm->options.track_running_stats(false);
+    net->norm->running_mean.reset();
+    net->norm->running_var.reset();
+    net->norm->num_batches_tracked.reset();
+    return net;
+  };
+  TinyNet net = without_norm(seeded_net()), by_hand = without_norm(seeded_net());
+  const auto options = [] {
+    return lockstep::AdamWOptions{.implementation = Implementation::fused, .lr_tensor = torch::tensor(0.1)};
+  };
+  lockstep::AdamW optimizer(net->parameters(), options()), plain(by_hand->parameters(), options());
+  const lockstep::GradScalerOptions scaling{.init_scale = 1024, .growth_interval = 3};
+  lockstep::Fp16 precision(scaling), other(scaling);
+  train_by_hand(by_hand, plain, other, 9, batch, 0.5);
+
+  const auto log = std::make_shared<PlayedGraph::Log>();
+  CapturedStep step(PlayedGraph(log), net, comm, optimizer, precision, loss, {.warm_up = 2},
+                    lockstep::AllReduceHook(), lockstep::GradientClip{.max_norm = 0.5});
+  for (int i = 0; i < 9; ++i) {
+    auto made = batch(i);
+    optimizer.param_groups()[0].options().set_lr(rate(i));
+    step(made);
+  }
+  CHECK(log->reads == std::vector<std::string>());
+  CHECK(precision.scaler().skipped() == 2);
+  CHECK(other.scaler().skipped() == 2);
+  CHECK(precision.scaler().get_scale() == other.scaler().get_scale());
+  const auto parameters = net->parameters(), expected = by_hand->parameters();
+  for (std::size_t i = 0; i < parameters.size(); ++i) CHECK(torch::equal(parameters[i], expected[i]));
+}
+
+TEST_CASE("batches that a captured step cannot take are refused, and the next one goes on") {
+  lockstep::LocalComm comm(alone);
+  TinyNet net = seeded_net();
+  lockstep::SGD optimizer(net->parameters(), sgd_options());
+  lockstep::Tf32 precision;
+  CapturedStep step(PlayedGraph(std::make_shared<PlayedGraph::Log>()), net, comm, optimizer, precision,
+                    [](TinyNet& model, const auto& batch) {
+                      if constexpr (requires { batch.data; })
+                        return model(batch.data).sum();
+                      else
+                        return model(batch).sum();
+                    });
+  for (int i = 0; i < 5; ++i) {
+    auto batch = batch_of(i);
+    step(batch);
+    auto small = batch_of(i, 3);
+    CHECK_THAT(text_of<lockstep::UsageError>([&] { step(small); }),
+               ContainsSubstring("tensor 0 of the batch is") && ContainsSubstring("drop_last"));
+    lockstep::Example wide(batch.data.to(torch::kDouble), batch.target);
+    CHECK_THROWS_AS(step(wide), lockstep::UsageError);
+    auto other = batch.data;
+    CHECK_THAT(text_of<lockstep::UsageError>([&] { step(other); }), ContainsSubstring("another kind"));
+  }
+  CHECK(step.steps() == 5);
+  CHECK(at::globalContext().float32MatmulPrecision() == at::Float32MatmulPrecision::HIGHEST);
+}
+
+TEST_CASE("options that a graph cannot hold are refused before anything is captured") {
+  lockstep::LocalComm comm(alone);
+  TinyNet net = seeded_net();
+  lockstep::Fp32 precision;
+  const auto refusal = [&](auto optimizer, const lockstep::CaptureOptions& options = {}) {
+    return text_of<lockstep::UsageError>([&] {
+      CapturedStep step(PlayedGraph(std::make_shared<PlayedGraph::Log>()), net, comm, optimizer, precision,
+                        loss, options);
+    });
+  };
+  const lockstep::SGD good(net->parameters(), sgd_options());
+  CHECK_THAT(refusal(lockstep::SGD(net->parameters(), {.implementation = Implementation::fused})),
+             ContainsSubstring("SGD: group 0 cannot be captured") && ContainsSubstring("lr_tensor"));
+  CHECK_THAT(refusal(lockstep::Adam(net->parameters(), {.lr_tensor = torch::tensor(0.1)})),
+             ContainsSubstring("Adam: group 0 cannot be captured"));
+  CHECK_THAT(refusal(lockstep::SGD(net->parameters(), sgd_options()), {.warm_up = 1}),
+             ContainsSubstring("1 steps of warm-up"));
+  lockstep::CaptureOptions searching;
+  searching.ddp.find_unused_parameters = true;
+  CHECK_THAT(refusal(lockstep::SGD(net->parameters(), sgd_options()), searching),
+             ContainsSubstring("find_unused_parameters"));
+  CHECK_THROWS_AS((lockstep::GradientClip{.options = {.error_if_nonfinite = true}}.check_capturable()),
+                  lockstep::UsageError);
+}
+
+TEST_CASE("what reads a value in a step is seen by the played graph") {
+  lockstep::LocalComm comm(alone);
+  TinyNet net = seeded_net();
+  lockstep::SGD optimizer(net->parameters(), sgd_options());
+  lockstep::Fp32 precision;
+  const auto log = std::make_shared<PlayedGraph::Log>();
+  CapturedStep step(PlayedGraph(log), net, comm, optimizer, precision,
+                    [](TinyNet& model, const lockstep::Example& batch) {
+                      const auto value = loss(model, batch);
+                      return value.item<float>() > 100 ? value / 2 : value;
+                    });
+  auto batch = batch_of(0);
+  for (int i = 0; i < 4; ++i) step(batch);
+  CHECK(!log->reads.empty());
+}
+
+TEST_CASE("a capture that fails is told once, and its step is over") {
+  lockstep::LocalComm comm(alone);
+  TinyNet net = seeded_net();
+  lockstep::SGD optimizer(net->parameters(), sgd_options());
+  lockstep::Tf32 precision;
+  int calls = 0;
+  CapturedStep step(PlayedGraph(std::make_shared<PlayedGraph::Log>()), net, comm, optimizer, precision,
+                    [&](TinyNet& model, const lockstep::Example& batch) {
+                      if (++calls == 4) throw lockstep::DataError("not in a graph");
+                      return loss(model, batch);
+                    });
+  auto batch = batch_of(0);
+  for (int i = 0; i < 3; ++i) step(batch);
+  CHECK_THROWS_AS(step(batch), lockstep::DataError);
+  CHECK_THAT(text_of<lockstep::UsageError>([&] { step(batch); }),
+             ContainsSubstring("the capture has failed"));
+  CHECK(!step.captured());
+  CHECK(!lockstep::detail::CaptureScope::active());
+}
