@@ -113,6 +113,30 @@ TEST_CASE("a parameter without a gradient on one rank is named on every rank, in
   }
 }
 
+TEST_CASE("a parameter without a gradient is named in dtypes that are looked at together, too") {
+  const int rank = test_world().rank(), culprit = test_world().size() - 1;
+  struct Mixed : torch::nn::Module {
+    Mixed() {
+      half = register_parameter("half", torch::ones({3, 2}, torch::kHalf));
+      wide = register_parameter("wide", torch::ones({4}));
+      lost = register_parameter("lost", torch::ones({5}, torch::kHalf));
+    }
+    torch::Tensor half, wide, lost;
+  } model;
+  DistributedDataParallel ddp{model, shared_comm()};
+  for (int step = 0; step < 3; ++step) {
+    model.zero_grad();
+    auto loss = model.half.sum().to(torch::kFloat) + model.wide.sum();
+    const bool all = step == 1;
+    if (rank != culprit || all) loss = loss + model.lost.sum().to(torch::kFloat);
+    if (all)
+      ddp.backward(loss);
+    else
+      CHECK_THROWS_WITH(ddp.backward(loss), ContainsSubstring("parameter 2 'lost'"));
+  }
+  CHECK_FALSE(model.lost.grad().defined());
+}
+
 TEST_CASE("a gradient that is not a number is no error") {
   Net net;
   DistributedDataParallel ddp{net, shared_comm(), small_buckets()};

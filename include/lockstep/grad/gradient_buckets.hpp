@@ -5,6 +5,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/mul.h>
+#include <ATen/ops/stack.h>
 #include <ATen/ops/view_as_real.h>
 #include <fmt/format.h>
 
@@ -139,16 +140,31 @@ class GradientBuckets {
     if (slots_[i].defined()) slots_[i].fill_(std::numeric_limits<double>::quiet_NaN());
   }
 
-  /// Whether a slot may be poisoned on some rank, once its bucket is reduced.
-  [[nodiscard]] bool maybe_poisoned(std::size_t i) const {
-    const at::Tensor& slot = slots_[i];
-    if (!slot.defined() || slot.numel() == 0) return false;
-    if (slot.is_cpu()) {
-      const void* first = slot.const_data_ptr();
-      if (slot.scalar_type() == at::kFloat) return std::isnan(*static_cast<const float*>(first));
-      if (slot.scalar_type() == at::kDouble) return std::isnan(*static_cast<const double*>(first));
+  /// Whether a slot may be poisoned on some rank, once the buckets are reduced. A device is asked once for
+  /// all slots of a dtype.
+  [[nodiscard]] bool maybe_poisoned() const {
+    std::vector<at::Tensor> firsts;
+    for (const at::Tensor& slot : slots_) {
+      if (!slot.defined() || slot.numel() == 0) continue;
+      const bool here = slot.is_cpu();
+      if (here && slot.scalar_type() == at::kFloat) {
+        if (std::isnan(*slot.const_data_ptr<float>())) return true;
+      } else if (here && slot.scalar_type() == at::kDouble) {
+        if (std::isnan(*slot.const_data_ptr<double>())) return true;
+      } else {
+        firsts.push_back(slot.as_strided(at::IntArrayRef{}, at::IntArrayRef{}, slot.storage_offset()));
+      }
     }
-    return slot.flatten()[0].isnan().item<bool>();
+    while (!firsts.empty()) {
+      std::vector<at::Tensor> alike;
+      std::erase_if(firsts, [&, kind = firsts[0].options()](const at::Tensor& first) {
+        const bool same = first.scalar_type() == kind.dtype() && first.device() == kind.device();
+        if (same) alike.push_back(first);
+        return same;
+      });
+      if (at::stack(alike).isnan().any().item<bool>()) return true;
+    }
+    return false;
   }
 
   /// The slot with at least one element that is reduced last; none where all parameters are sparse or empty.

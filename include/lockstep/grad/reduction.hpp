@@ -168,8 +168,7 @@ class BucketReduction {
     }
     times.end = Clock::now();
     // A step that is captured has shown before that every rank has every gradient.
-    if (Hook::spreads_nan && !CaptureScope::active())
-      for (std::size_t i = 0; i < parameters_.size() && !flagged; ++i) flagged = buckets_->maybe_poisoned(i);
+    if (Hook::spreads_nan && !CaptureScope::active()) flagged = flagged || buckets_->maybe_poisoned();
     return flagged;
   }
 
