@@ -212,27 +212,29 @@ TEST_CASE("what NCCL cannot take is refused by name, and leaves the communicator
     const auto rank = fmt::format("on rank {}: ", world.rank());
     refuse("CommunicationError: all_reduce " + rank +
                "the tensor [4] float32 is on cpu, and NCCL moves tensors on",
-           [&] { comm.all_reduce(on_host); });
-    refuse("or use GlooComm", [&] { comm.all_reduce(vector{good, on_host}); });
-    refuse("the tensor is undefined", [&] { comm.broadcast(at::Tensor()); });
-    refuse("is not dense", [&] { comm.broadcast(at::eye(3).to_sparse()); });
-    refuse("NCCL cannot reduce [2] int16", [&] { comm.all_reduce(at::zeros({2}, at::kShort)); });
+           [&] { static_cast<void>(comm.all_reduce(on_host)); });
+    refuse("or use GlooComm", [&] { static_cast<void>(comm.all_reduce(vector{good, on_host})); });
+    refuse("the tensor is undefined", [&] { static_cast<void>(comm.broadcast(at::Tensor())); });
+    refuse("is not dense", [&] { static_cast<void>(comm.broadcast(at::eye(3).to_sparse())); });
+    refuse("NCCL cannot reduce [2] int16",
+           [&] { static_cast<void>(comm.all_reduce(at::zeros({2}, at::kShort))); });
     refuse("the average of [2] int64 is no int64",
-           [&] { comm.all_reduce(at::zeros({2}, at::kLong), ReduceOp::average); });
-    refuse("there is no rank 2 in a group of 2", [&] { comm.broadcast(good, 2); });
-    refuse("is not 2 times", [&] { comm.all_gather(at::zeros({7}), good); });
-    refuse("must have one row for each of 2 ranks", [&] { comm.all_to_all(good, good); });
-    refuse("cannot send to itself", [&] { comm.send(good, world.rank()); });
-    refuse("NCCL knows no tags, and 3 is one", [&] { comm.send(good, 1 - world.rank(), 3); });
+           [&] { static_cast<void>(comm.all_reduce(at::zeros({2}, at::kLong), ReduceOp::average)); });
+    refuse("there is no rank 2 in a group of 2", [&] { static_cast<void>(comm.broadcast(good, 2)); });
+    refuse("is not 2 times", [&] { static_cast<void>(comm.all_gather(at::zeros({7}), good)); });
+    refuse("must have one row for each of 2 ranks", [&] { static_cast<void>(comm.all_to_all(good, good)); });
+    refuse("cannot send to itself", [&] { static_cast<void>(comm.send(good, world.rank())); });
+    refuse("NCCL knows no tags, and 3 is one",
+           [&] { static_cast<void>(comm.send(good, 1 - world.rank(), 3)); });
     refuse("the ranks must ascend", [&] { (void)comm.sub_group({1, 0}); });
     refuse("all_reduce called inside a rank-zero scope", [&] {
       const lockstep::RankZeroScope scope;
-      comm.all_reduce(good);
+      static_cast<void>(comm.all_reduce(good));
     });
     comm.all_reduce(good).join_stream();
     expect_equal(read(good), at::full({4}, 2), "a sum");
     comm.shutdown();
-    refuse("all_reduce called after shutdown()", [&] { comm.all_reduce(good); });
+    refuse("all_reduce called after shutdown()", [&] { static_cast<void>(comm.all_reduce(good)); });
   });
   for (const std::string& error : thrown) CHECK(error == "");
 }

@@ -74,6 +74,10 @@ class BasicNcclComm {
 
   [[nodiscard]] int rank() const { return group_->rank(); }
   [[nodiscard]] int size() const { return group_->size(); }
+  /// Of rank `rank` of this group in the world: how errors call it.
+  [[nodiscard]] int world_rank(int rank) const {
+    return group_->membership().ranks().at(static_cast<std::size_t>(rank));
+  }
   [[nodiscard]] const World& world() const { return group_->world(); }
   /// Where its tensors live: the GPU of this rank.
   [[nodiscard]] at::Device tensor_device() const requires requires(const D& device) {

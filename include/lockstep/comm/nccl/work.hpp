@@ -16,7 +16,7 @@ namespace lockstep {
 /// once; an error that comes later is thrown by the communicator's next call. Of bytes, which are for the
 /// host, it waits as wait_host() does. One thread may use it at a time.
 template <NcclDevice D>
-class NcclWork {
+class [[nodiscard]] NcclWork {
  public:
   using Group = std::shared_ptr<detail::NcclGroup<D>>;
   using Clock = std::chrono::steady_clock;
