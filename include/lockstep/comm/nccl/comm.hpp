@@ -54,6 +54,8 @@ template <NcclDevice D>
 class BasicNcclComm {
  public:
   using Work = NcclWork<D>;
+  /// A graph can hold its collectives, which are issued behind the current stream; see CapturedStep.
+  static constexpr bool capturable = true;
 
   /// Meets the other ranks. Throws UsageError where there is no GPU for this rank or two ranks are on one,
   /// TimeoutError naming the ranks that have not come when the deadline passes, PeerError where one has
