@@ -34,7 +34,7 @@ vector<std::string> train(FakeMachine& machine, vector<torch::nn::Sequential>& m
                           const at::Tensor& data) {
   return run_ranks(machine, static_cast<int>(models.size()), [&](const World& world) {
     auto& model = models[static_cast<std::size_t>(world.rank())];
-    lockstep::BasicNcclComm<Device> comm(world, quick(std::chrono::seconds(5)));
+    lockstep::BasicNcclComm<Device> comm(world, quick(std::chrono::seconds(20)));
     lockstep::DdpOptions options;
     options.bucket_caps = {100};
     DistributedDataParallel ddp{model, comm, options};
@@ -111,7 +111,7 @@ TEST_CASE("a rank that never comes to a backward is named with the bucket") {
   std::atomic<bool> over{false};
   const auto errors = run_ranks(machine, 2, [&](const World& world) {
     auto& model = models[static_cast<std::size_t>(world.rank())];
-    FakeComm comm(world, quick(std::chrono::milliseconds(400)));
+    FakeComm comm(world, quick(std::chrono::seconds(2)));
     DistributedDataParallel ddp{model, comm};
     comm.barrier();
     if (world.rank() == 1) {

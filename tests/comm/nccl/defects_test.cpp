@@ -23,9 +23,9 @@ std::string verdict_of(FakeMachine& machine, const vector<std::string>& errors) 
 template <class Device>
 std::string order_scenario() {
   FakeMachine machine;
-  machine.patience = std::chrono::milliseconds(1500);
+  machine.patience = std::chrono::seconds(5);
   return verdict_of(machine, run_ranks(machine, 2, [&](const World& world) {
-                      BasicNcclComm<Device> comm(world, quick(std::chrono::seconds(1)));
+                      BasicNcclComm<Device> comm(world, quick(std::chrono::seconds(3)));
                       for (int step = 0; step < 3; ++step) {
                         auto weights = later({4, 3}, 1), bias = later({5}, 2);
                         auto work = comm.all_reduce(vector{weights, bias, later({2, 7}, step).t()});
@@ -42,12 +42,16 @@ std::string order_scenario() {
 template <class Device>
 std::string late_scenario() {
   FakeMachine machine;
-  machine.patience = std::chrono::milliseconds(1200);
+  machine.patience = std::chrono::seconds(4);
   std::atomic<bool> over{false};
   return verdict_of(machine, run_ranks(machine, 2, [&](const World& world) {
-                      BasicNcclComm<Device> comm(world, quick(std::chrono::milliseconds(300)));
+                      BasicNcclComm<Device> comm(world, quick(std::chrono::seconds(1)));
                       if (world.rank() == 1) {
-                        while (!over) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+                        while (!over) {
+                          // Hears of the failure, so that nothing need end this process.
+                          thrown_by([&] { comm.send(vector<at::Tensor>{}, 0); });
+                          std::this_thread::sleep_for(std::chrono::milliseconds(5));
+                        }
                         comm.abort("the test is over");
                         return;
                       }
@@ -67,9 +71,9 @@ std::string late_scenario() {
 template <class Device>
 std::string error_scenario() {
   FakeMachine machine;
-  machine.patience = std::chrono::milliseconds(1500);
+  machine.patience = std::chrono::seconds(5);
   return verdict_of(machine, run_ranks(machine, 1, [&](const World& world) {
-                      BasicNcclComm<Device> comm(world, quick(std::chrono::milliseconds(500)));
+                      BasicNcclComm<Device> comm(world, quick(std::chrono::seconds(2)));
                       machine.freeze(0);
                       auto tensor = later({2}, 1);
                       auto work = comm.all_reduce(tensor);
