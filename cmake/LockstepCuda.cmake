@@ -79,8 +79,11 @@ function(_lockstep_cuda_headers major root library_folders includes version miss
     list(APPEND candidates ${folder}/../include)
   endforeach()
   list(APPEND candidates ${packages})
+  # The runtime's headers include crt/, which CUDA 13 has in a package of its own (nvidia-cuda-crt). torch does not ask
+  # for that one, but triton, for which it asks, brings the same headers along.
+  list(APPEND candidates ${root}/../triton/backends/nvidia/include)
   # LibTorch's own headers on CUDA include those of cuBLAS and its like.
-  set(headers cuda_runtime_api.h cuda.h cublas_v2.h cublasLt.h cusparse.h cusolverDn.h)
+  set(headers cuda_runtime_api.h cuda.h cublas_v2.h cublasLt.h cusparse.h cusolverDn.h crt/host_config.h)
   foreach(attempt IN ITEMS beside toolkit)
     if(attempt STREQUAL "toolkit")
       find_package(CUDAToolkit ${major} QUIET)
@@ -117,7 +120,7 @@ function(_lockstep_cuda_headers major root library_folders includes version miss
   if(absent)
     list(JOIN absent ", " absent)
     set(${missing} "there are no headers of CUDA ${major} beside it or in a toolkit (${absent}): install the whole of a pip \
-torch with its nvidia packages, or a CUDA ${major} toolkit, and name it in CUDAToolkit_ROOT where it is not found" PARENT_SCOPE)
+torch with its nvidia packages (and nvidia-cuda-crt, where crt/ is missing), or a CUDA ${major} toolkit, and name it in CUDAToolkit_ROOT where it is not found" PARENT_SCOPE)
     return()
   endif()
   list(REMOVE_DUPLICATES found)
