@@ -18,7 +18,8 @@ using NamedOptions = std::vector<std::pair<std::string, std::string>>;
 
 /// The first option that another rank has given another value, in words, the same whoever asks; nothing where
 /// all are equal. `all` holds each rank's: name, zero byte, value, zero byte, and so on.
-inline std::optional<std::string> option_difference(const std::vector<std::string>& all, const RankNames& name_of) {
+inline std::optional<std::string> option_difference(const std::vector<std::string>& all,
+                                                    const RankNames& name_of) {
   const auto field = [](std::string_view& rest) {
     const std::string_view next = rest.substr(0, rest.find('\0'));
     rest.remove_prefix(next.size() + 1);
@@ -30,7 +31,8 @@ inline std::optional<std::string> option_difference(const std::vector<std::strin
       const std::string_view name = field(zero), value = field(zero);
       field(other);
       if (const std::string_view differs = field(other); differs != value)
-        return fmt::format("{} is {} on rank {} and {} on rank {}", name, value, name_of(0), differs, name_of(rank));
+        return fmt::format("{} is {} on rank {} and {} on rank {}", name, value, name_of(0), differs,
+                           name_of(rank));
     }
   }
   return std::nullopt;
