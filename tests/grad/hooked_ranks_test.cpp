@@ -105,6 +105,36 @@ TEST_CASE("sums with counts are exact means through a hook as well") {
   }
 }
 
+TEST_CASE("sums that a short type cannot hold travel as means") {
+  const auto mean_of_ones = [](auto& ddp, auto& layer, std::int64_t tokens) {
+    const auto ones = torch::ones({tokens, 1}, layer->bias.options().requires_grad(false));
+    CHECK(ddp.backward_mean(layer(ones).sum(), static_cast<double>(tokens)) ==
+          static_cast<double>(tokens * test_world().size()));
+    CHECK_THAT(layer->bias.grad().template item<double>(), Catch::Matchers::WithinAbs(1, 2e-3));
+    CHECK_THAT(layer->weight.grad().template item<double>(), Catch::Matchers::WithinAbs(1, 2e-3));
+  };
+  torch::nn::Linear layer(1, 1);
+  DistributedDataParallel cast{layer, shared_comm(), {}, lockstep::Fp16Hook{}};
+  mean_of_ones(cast, layer, 200000);
+  {
+    // What was gathered before counts as well.
+    layer->zero_grad();
+    const auto guard = cast.no_sync();
+    cast.backward_mean(layer(torch::zeros({200000, 1})).sum(), 200000);
+  }
+  cast.backward_mean(layer(torch::ones({200000, 1})).sum(), 200000);
+  CHECK_THAT(layer->weight.grad().item<double>(), Catch::Matchers::WithinAbs(0.5, 1e-3));
+  CHECK_THAT(layer->bias.grad().item<double>(), Catch::Matchers::WithinAbs(1, 2e-3));
+
+  torch::nn::Linear half(1, 1);
+  half->to(torch::kHalf);
+  DistributedDataParallel plain{half, shared_comm()};
+  mean_of_ones(plain, half, 40000);
+  half->zero_grad();
+  CHECK(plain.backward_mean(half(torch::ones({9, 1}, torch::kHalf)).sum(), 0) == 0);
+  CHECK(half->weight.grad().item<double>() == 0);
+}
+
 TEST_CASE("sparse gradients with a hook are refused by name") {
   torch::nn::Embedding table(torch::nn::EmbeddingOptions(5, 3).sparse(true));
   CHECK_THROWS_WITH((DistributedDataParallel{table, shared_comm(), {}, lockstep::Fp16Hook{}}),

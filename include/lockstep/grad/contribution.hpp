@@ -2,6 +2,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <algorithm>
+#include <cmath>
 #include <optional>
 
 namespace lockstep::detail {
@@ -12,6 +14,12 @@ struct Contribution {
   at::ArrayRef<at::Tensor> losses;
   std::optional<double> count = std::nullopt;
   bool nothing = false;  // this rank has no data
+
+  /// The count with those before it; of one that cannot be, which backward will refuse, nothing.
+  [[nodiscard]] std::optional<double> count_after(double before) const {
+    if (!count) return std::nullopt;
+    return before + (std::isfinite(*count) ? std::max(*count, 0.0) : 0.0);
+  }
 };
 
 }  // namespace lockstep::detail

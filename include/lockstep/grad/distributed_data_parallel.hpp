@@ -192,7 +192,8 @@ class DistributedDataParallel {
   /// that of the sum over all ranks divided by the count over all ranks, which is returned. Ranks may have
   /// different counts; one that has nothing gives an undefined `sum` and 0. Every rank calls this one, not
   /// `backward`, in that step; inside `no_sync` sums and counts add up. The counts ride behind the last
-  /// bucket, so that there is no further collective. Where nothing was counted anywhere gradients are zeros.
+  /// bucket, so that there is no further collective; for other hooks, and where that bucket is of a narrow
+  /// type, they go first. Where nothing was counted anywhere gradients are zeros.
   /// Gradients that the last reduction left must be gone (zero_grad): they are means, and adding to them is
   /// refused with GradientError.
   double backward_mean(const at::Tensor& sum, double count, bool retain_graph = false) {

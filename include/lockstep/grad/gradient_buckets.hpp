@@ -68,15 +68,15 @@ class GradientBuckets {
   /// A bucket's memory with the tail behind it.
   [[nodiscard]] const at::Tensor& with_tail(std::size_t bucket) const { return buckets_[bucket].with_tail; }
 
-  /// Puts the gradient of a parameter into its slot, divided where the style says so: `scaled` is false where
-  /// something else divides later. `attach` is false where no backward has come to it: what is there of
-  /// earlier counts, but keeps memory of its own, and the reduction leaves it as it is where that is so on
-  /// every rank. A gradient that there is not counts as zeros. Throws GradientError where the gradient cannot
-  /// lie there.
+  /// Puts the gradient of a parameter into its slot, multiplied by `weight`, or without one divided where the
+  /// style says so: `scaled` is false where something else divides later. `attach` is false where no backward
+  /// has come to it: what is there of earlier counts, but keeps memory of its own, and the reduction leaves
+  /// it as it is where that is so on every rank. A gradient that there is not counts as zeros. Throws
+  /// GradientError where the gradient cannot lie there.
   ///
   /// The default multiplies by the reciprocal in every case: that is Python's arithmetic, and at three ranks
   /// a division's bits are others.
-  void take(std::size_t i, bool scaled = true, bool attach = true) {
+  void take(std::size_t i, std::optional<double> weight, bool scaled, bool attach) {
     const NamedTensor& parameter = (*parameters_)[i];
     at::Tensor& grad = parameter.tensor.mutable_grad();
     if ((*sparse_)[i]) return take_sparse(i, grad, scaled);
@@ -85,10 +85,11 @@ class GradientBuckets {
       slot.zero_();
       return;
     }
-    const bool divide = scaled && style_.divisor != 1;
+    const bool divide = !weight && scaled && style_.divisor != 1;
     const Bucket& bucket = buckets_[bucket_of_[i]];
     if (lies_in(grad, slot)) {
       if (!attach) grad = grad.clone();
+      if (weight) slot.mul_(*weight);
       if (!divide) return;
       if (style_.storage == GradientStorage::bucket_view)
         slot.div_(bucket.divisor);
@@ -107,7 +108,9 @@ class GradientBuckets {
           fmt::format("the gradient of parameter {} '{}' has another dtype, device or shape than the "
                       "parameter had when DistributedDataParallel was made; convert the model before",
                       i, parameter.name));
-    if (divide)
+    if (weight)
+      at::mul_out(slot, grad, at::native::wrapped_scalar_tensor(*weight));
+    else if (divide)
       at::mul_out(slot, grad, bucket.factor);
     else
       slot.copy_(grad);

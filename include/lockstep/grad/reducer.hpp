@@ -70,7 +70,7 @@ class Reducer {
     };
     if (!reduces && !inside.outermost) return run_counted();
     if (reduces) {
-      counts_ = contribution.count.has_value();
+      mean_over_ = contribution.count_after(count_);
       nothing_ = contribution.nothing;
       open();
     }
@@ -130,6 +130,7 @@ class Reducer {
     DdpReport report = reduction_.report();
     report.ready_order = ready_order_;
     report.unused = unused_;
+    for (const std::size_t i : unused_) report.unused_names.push_back(parameters_[i].name);
     return report;
   }
 
@@ -185,8 +186,13 @@ class Reducer {
     close_stale();
     if (!std::exchange(joined_, false)) clear_counters();
     if (rebuild_due_) rebuild();
-    reduction_.open(counts_);
+    reduction_.open(mean_over_);
     open_ = true;
+  }
+  void open_plain() {
+    mean_over_.reset();
+    nothing_ = false;
+    open();
   }
   void clear_counters() {
     std::fill(fired_.begin(), fired_.end(), 0);
@@ -234,8 +240,7 @@ class Reducer {
                             [](void* reducer) { static_cast<Reducer*>(reducer)->abandon_joined(); }});
   }
   void close_joined(const std::exception_ptr& failure) {
-    counts_ = nothing_ = false;
-    open();
+    open_plain();
     close(failure);
   }
   void abandon_joined() {
@@ -247,8 +252,7 @@ class Reducer {
   /// that throws, the engine drops the callback without calling it, and the next reduction finds this one
   /// stale.
   void open_bare() {
-    counts_ = nothing_ = false;
-    open();
+    open_plain();
     take_known_unused(nullptr);
     struct Token {
       explicit Token(std::weak_ptr<Reducer*> reducer) : reducer(std::move(reducer)) {}
@@ -384,7 +388,8 @@ class Reducer {
   double count_ = 0;  // samples since the last reduction
   std::size_t iteration_ = 0;
   bool open_ = false, inside_ = false, stale_ = false, rebuild_due_ = false, rebuilt_ = false;
-  bool counts_ = false, nothing_ = false;
+  std::optional<double> mean_over_;  // samples of the running reduction, where it makes a mean of sums
+  bool nothing_ = false;
   bool joined_ = false;  // reached by the backward of another model, which will close this reduction
   std::size_t made_ = reducers_made++;
   std::shared_ptr<Reducer*> self_ = std::make_shared<Reducer*>(this);

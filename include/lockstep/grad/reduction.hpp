@@ -34,8 +34,8 @@ namespace lockstep::detail {
 /// What travels in one reduction, in which order and how it is waited for: the buckets through the
 /// communication hook, rows of sparse gradients, who took part, and the counts of samples.
 ///
-/// The collectives of a reduction are the same on every rank, in the same order: the dense buckets by index;
-/// then who took part, where that is asked; the counts, where they do not ride behind the last bucket; and
+/// The collectives of a reduction are the same on every rank, in the same order: the counts, where they do
+/// not ride behind the last bucket; the dense buckets by index; then who took part, where that is asked; and
 /// while the buckets are waited for, the sparse ones by index.
 template <class Comm, class Hook>
 class BucketReduction {
@@ -68,20 +68,24 @@ class BucketReduction {
   [[nodiscard]] Hook& hook() { return hook_; }
   [[nodiscard]] double total_count() const { return total_count_; }
 
-  /// Begins a reduction; with `counts` its gradients are divided by the sum of all ranks' counts at the end.
-  void open(bool counts) {
-    counts_ = counts;
+  /// Begins a reduction; with a count its gradients are sums over that many, and are divided by the sum of
+  /// all ranks' counts.
+  void open(std::optional<double> count) {
+    counts_ = count.has_value();
+    rides_ = counts_ && counts_ride();
+    weight_.reset();
     for (std::size_t b = 0; b < buckets_->size(); ++b) pending_[b] = buckets_->members(b).size();
     next_ = 0;
     bytes_before_ = bytes();
     hook_error_ = nullptr;
     begun_ = true;
     times.backward = times.first_launch = Clock::now();
+    if (counts_ && !rides_) weigh_first(*count);
   }
 
   /// Puts a gradient into its bucket, or marks it as missing there.
   void take(std::size_t i, bool seen) {
-    buckets_->take(i, !counts_, seen);
+    buckets_->take(i, weight_, !counts_, seen);
     --pending_[buckets_->bucket_of(i)];
   }
   void poison(std::size_t i) {
@@ -101,20 +105,13 @@ class BucketReduction {
   void launch_rest(double count, const std::vector<char>& seen, bool failed) {
     times.gradients = Clock::now();
     failed_ = failed;
-    const bool rides = counts_ && counts_ride();
     while (next_ < buckets_->size()) {
-      if (rides && next_ == last_bucket_)
+      if (rides_ && next_ == last_bucket_)
         launch_with_count(next_++, count);
       else
         launch(next_++);
     }
     if (Hook::spreads_nan && asks_usage_) ask_usage(seen);
-    if (counts_ && !rides) {
-      separate_count_ =
-          at::full({1}, count, at::TensorOptions(at::kDouble).device(parameters_[0].tensor.device()));
-      count_work_.emplace(comm_.all_reduce(separate_count_, ReduceOp::sum));
-      extra_bytes_ += sent_bytes_of(separate_count_.nbytes());
-    }
   }
 
   /// Waits for all of it; false where no rank can have poisoned or flagged anything.
@@ -161,7 +158,6 @@ class BucketReduction {
         usage_->read();
         flagged = flagged || usage_->failed();
       }
-      if (count_work_) finish(*count_work_);
     } catch (const TimeoutError&) {
       give_up(failure);
       throw;
@@ -199,7 +195,6 @@ class BucketReduction {
         std::any_of(works_.begin(), works_.end(), [](const auto& work) { return work.has_value(); });
     if (under_way) use(plan());
     if (usage_) usage_->drop();
-    count_work_.reset();
     if constexpr (StatefulHook<Hook>)
       if (begun_) hook_.rollback();
     begun_ = false;
@@ -295,7 +290,7 @@ class BucketReduction {
   }
 
   /// Counts ride as two numbers behind the last bucket, so that their sums are exact in float32 as well; in
-  /// narrower types, and where a hook may do what it likes with the bucket, they travel alone.
+  /// narrower types, and where a hook may do what it likes with the bucket, they travel first and alone.
   [[nodiscard]] bool counts_ride() const {
     if (!std::same_as<Hook, AllReduceHook> || !buckets_->last_slot()) return false;
     const auto type = parameters_[*buckets_->last_slot()].tensor.scalar_type();
@@ -319,21 +314,33 @@ class BucketReduction {
     }
   }
 
+  /// A hook that casts, and a narrow type, hold means where sums would overflow: so that the total is known
+  /// before the first gradient goes into its bucket.
+  void weigh_first(double count) {
+    at::Tensor sum =
+        at::full({1}, count, at::TensorOptions(at::kDouble).device(parameters_[0].tensor.device()));
+    comm_.all_reduce(sum, ReduceOp::sum).wait_host();
+    extra_bytes_ += sent_bytes_of(sum.nbytes());
+    total_count_ = sum.template item<double>();
+    weight_ = mean_factor();
+  }
+  /// What makes a sum over this rank's samples its part of what the reduction adds up, or averages.
+  [[nodiscard]] double mean_factor() const {
+    return total_count_ == 0 ? 0 : (Hook::divides_first ? 1.0 : comm_.size()) / total_count_;
+  }
+
   void divide_by_counts() {
-    if (counted_tail_.defined()) {
+    if (rides_) {
       const at::Tensor numbers = std::exchange(counted_tail_, {}).to(at::kDouble).cpu();
       total_count_ = numbers[0].item<double>() * count_unit + numbers[1].item<double>();
-    } else {
-      total_count_ = separate_count_.item<double>();
-      count_work_.reset();
     }
     // Where nothing was counted anywhere there is nothing to step along, whatever the sums are.
     const bool nothing = total_count_ == 0;
-    const double factor = nothing ? 0 : (Hook::divides_first ? 1.0 : comm_.size()) / total_count_;
-    for (std::size_t b = 0; b < buckets_->size(); ++b)
-      if (!buckets_->sparse(b) && !buckets_->empty(b)) buckets_->scale(b, factor);
+    if (rides_ || nothing)
+      for (std::size_t b = 0; b < buckets_->size(); ++b)
+        if (!buckets_->sparse(b) && !buckets_->empty(b)) buckets_->scale(b, mean_factor());
     for (at::Tensor& sum : sparse_sums_)
-      if (sum.defined()) sum.mul_(factor);
+      if (sum.defined()) sum.mul_(mean_factor());
     if constexpr (StatefulHook<Hook>)
       if (nothing) hook_.rollback();
   }
@@ -375,16 +382,16 @@ class BucketReduction {
   std::vector<Clock::time_point> launched_;
   std::vector<at::Tensor> sparse_sums_;  // by parameter
   std::optional<UsageExchange<Comm>> usage_;
-  std::vector<char> used_;  // on any rank, by parameter
-  std::optional<typename Comm::Work> count_work_;
-  at::Tensor separate_count_, counted_tail_;
+  std::vector<char> used_;        // on any rank, by parameter
+  std::optional<double> weight_;  // of each sum, where the counts travelled first
+  at::Tensor counted_tail_;
   double total_count_ = 0;
   std::size_t next_ = 0;         // the bucket to launch next
   std::size_t last_bucket_ = 0;  // the last dense one that is not empty: launched by `launch_rest` alone
   std::size_t reductions_ = 0;
   std::uint64_t extra_bytes_ = 0, bytes_before_ = 0, bytes_last_ = 0;
   std::exception_ptr hook_error_;
-  bool begun_ = false, counts_ = false, failed_ = false, asks_usage_ = false;
+  bool begun_ = false, counts_ = false, rides_ = false, failed_ = false, asks_usage_ = false;
 };
 
 }  // namespace lockstep::detail
