@@ -402,7 +402,9 @@ TEST_CASE("a report tells buckets, order, times and bytes") {
   CHECK(report.backward > 0);
   CHECK(report.communication > 0);
   CHECK(report.overlap <= report.communication);
-  CHECK_THAT(lockstep::table(report), ContainsSubstring("3 reductions"));
+  CHECK_THAT(lockstep::table(report),
+             ContainsSubstring("3 reductions") &&
+                 ContainsSubstring("without a gradient here: '" + net->named_parameters()[0].key() + "', '"));
   CHECK(lockstep::fields(report).size() == 10);
 }
 

@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -24,13 +25,15 @@ struct DdpReport {
   std::size_t reductions = 0;  ///< done so far
   std::string hook;
   std::vector<BucketReport> buckets;
-  std::vector<std::size_t> ready_order;  ///< parameters in the order in which the last gradients came
-  std::vector<std::size_t> unused;       ///< parameters that took no part here in the last backward
-  double forward = 0;                    ///< from the last `before_forward` to the beginning of backward
-  double backward = 0;                   ///< from there until the last gradient had come
-  double communication = 0;              ///< from the first bucket begun until the last was reduced
-  double overlap = 0;                    ///< the part of it that backward hid
-  std::uint64_t bytes = 0;               ///< given to collectives by the last reduction
+  /// Parameters by their places among those that require grad: as the last gradients came, and those that
+  /// took no part here in the last backward, these by name as well.
+  std::vector<std::size_t> ready_order, unused;
+  std::vector<std::string> unused_names;
+  double forward = 0;        ///< from the last `before_forward` to the beginning of backward
+  double backward = 0;       ///< from there until the last gradient had come
+  double communication = 0;  ///< from the first bucket begun until the last was reduced
+  double overlap = 0;        ///< the part of it that backward hid
+  std::uint64_t bytes = 0;   ///< given to collectives by the last reduction
   std::uint64_t bytes_so_far = 0;
 
   /// The part of communication for which backward was over and this rank waited.
@@ -74,8 +77,11 @@ inline std::string table(const DdpReport& report) {
         1e3 * bucket.launched);
   }
   if (!report.unused.empty()) {
-    text += "\nwithout a gradient here: parameters";
-    for (const std::size_t i : report.unused) text += fmt::format(" {}", i);
+    constexpr std::size_t shown = 8;
+    text += "\nwithout a gradient here:";
+    for (std::size_t k = 0; k < std::min(report.unused.size(), shown); ++k)
+      text += fmt::format("{} '{}'", k ? "," : "", report.unused_names.at(k));
+    if (report.unused.size() > shown) text += fmt::format(" and {} more", report.unused.size() - shown);
   }
   return text;
 }
