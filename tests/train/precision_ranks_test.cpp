@@ -34,10 +34,11 @@ template <class Hook, class... Extras>
 void check_skips(const Hook& hook, const Extras&... extras) {
   const auto& world = test_world();
   const int culprit = world.size() - 1;
+  lockstep::TrainerOptions options{.epochs = 1, .batch_size = 4, .progress = false};
+  if (!(lockstep::OptimizerFactory<Extras> || ...)) options.lr = 0.1;
   lockstep::Trainer<TinyNet, lockstep::DistributedSampler, lockstep::GlooComm, lockstep::Fp16, Hook,
                     Extras...>
-      trainer(world, {.epochs = 1, .batch_size = 4, .lr = 0.1, .progress = false},
-              lockstep::Fp16({.init_scale = 1024}), hook, extras...);
+  trainer(world, options, lockstep::Fp16({.init_scale = 1024}), hook, extras...);
   std::int64_t calls = 0;
   const auto bad_once = [&](TinyNet& net, const auto& batch) {
     auto value = loss(net, batch);

@@ -3,6 +3,8 @@
 
 #include "lockstep/comm/gloo_comm.hpp"
 #include "lockstep/grad/hooks/fp16_hook.hpp"
+#include "lockstep/grad/hooks/no_op_hook.hpp"
+#include "lockstep/optim/sgd.hpp"
 #include "lockstep/train/trainer.hpp"
 #include "support/ranks.hpp"
 #include "train/nets.hpp"
@@ -51,6 +53,17 @@ class LyingSampler : public lockstep::EvaluationSampler {
   [[nodiscard]] std::size_t size_of(int) const { return size(); }
 };
 static_assert(lockstep::CountingSampler<LyingSampler>);
+
+// What `fit` says against this run; nothing where it trains.
+template <class Trainer, class... Hooks>
+std::string refused(Trainer& trainer, const lockstep::TensorDataset& dataset, Hooks... hooks) {
+  try {
+    trainer.fit(dataset, loss, hooks...);
+  } catch (const lockstep::MismatchError& error) {
+    return error.what();
+  }
+  return "";
+}
 
 }  // namespace
 
@@ -179,14 +192,6 @@ TEST_CASE("ranks start alike and draw differently") {
 TEST_CASE("runs that ranks would not do alike are refused in words, the same on every rank") {
   const auto& world = test_world();
   if (world.size() == 1) return;
-  auto refused = [](auto& trainer, const auto& dataset) -> std::string {
-    try {
-      trainer.fit(dataset, loss);
-    } catch (const lockstep::MismatchError& error) {
-      return error.what();
-    }
-    return "";
-  };
   SECTION("unequal numbers of samples") {
     lockstep::Trainer<TinyNet, UnevenSampler> trainer{world, {}};
     const auto text = refused(trainer, three_classes(4 * world.size() + 1));
@@ -223,6 +228,45 @@ TEST_CASE("runs that ranks would not do alike are refused in words, the same on 
     CHECK_THAT(refused(trainer, three_classes(40, 1 + static_cast<std::uint64_t>(world.rank()))),
                ContainsSubstring("fingerprint"));
   }
+}
+
+TEST_CASE("parameters that part are found at the end of the epoch, alike on every rank") {
+  const auto& world = test_world();
+  const bool last = world.size() > 1 && world.rank() == world.size() - 1;
+  const lockstep::OnGradients meddle{[&](const lockstep::Gradients& gradients) {
+    if (last) gradients.parameters[0].mutable_grad().mul_(2);
+  }};
+  const auto train = [&](lockstep::TrainerOptions options) {
+    options.lr = 0.1;
+    options.progress = false;
+    GlooTrainer trainer{world, options};
+    const std::string text = refused(trainer, three_classes(40), meddle);
+    CHECK(same_on_all_ranks(trainer.comm(), text));
+    return text;
+  };
+  if (world.size() == 1) {
+    CHECK(train({}).empty());
+    return;
+  }
+  CHECK_THAT(train({}), ContainsSubstring("the ranks' models have parted: ") &&
+                            ContainsSubstring(fmt::format("on rank {}", world.size() - 1)));
+  CHECK(train({.compare_parameters = false}).empty());
+  // A hook by which they part says so.
+  lockstep::Trainer<TinyNet, lockstep::DistributedSampler, lockstep::GlooComm, lockstep::Fp32,
+                    lockstep::NoOpHook>
+      apart{world, {.lr = 0.1, .progress = false}};
+  CHECK(refused(apart, three_classes(40)).empty());
+}
+
+TEST_CASE("a rate that an optimizer of one's own would not use is refused") {
+  const auto make = lockstep::MakeOptimizer{[](std::vector<torch::Tensor> parameters) {
+    return lockstep::SGD(std::move(parameters), {.lr = 0.05});
+  }};
+  using Own = lockstep::Trainer<TinyNet, lockstep::DistributedSampler, lockstep::GlooComm, lockstep::Fp32,
+                                std::remove_const_t<decltype(make)>>;
+  CHECK_THROWS_WITH(Own(test_world(), {.lr = 0.1}, make),
+                    ContainsSubstring("lr is 0.1, beside an optimizer"));
+  CHECK_NOTHROW(Own(test_world(), {}, make));
 }
 
 TEST_CASE("a model is saved by rank 0 and loaded for all") {

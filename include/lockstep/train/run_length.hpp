@@ -82,10 +82,11 @@ void check_same_plan(const std::string& data, const TrainerOptions& options, C& 
                                                {"epochs", number(options.epochs)},
                                                {"steps", number(options.steps)},
                                                {"seed", std::to_string(options.seed)},
-                                               {"lr", fmt::format("{}", options.lr)},
+                                               {"lr", options.lr ? fmt::format("{}", *options.lr) : "none"},
                                                {"shuffle", flag(options.shuffle)},
                                                {"drop_last", flag(options.drop_last)},
                                                {"pad", flag(options.pad)},
+                                               {"compare_parameters", flag(options.compare_parameters)},
                                                {"the data", data}},
                                               comm);
   if (text)

@@ -1,7 +1,6 @@
 #pragma once
 
 #include <ATen/Context.h>
-#include <torch/optim/sgd.h>
 #include <torch/serialize/archive.h>
 
 #include <algorithm>
@@ -33,6 +32,8 @@
 #include "lockstep/train/loss.hpp"
 #include "lockstep/train/meetings.hpp"
 #include "lockstep/train/model_handle.hpp"
+#include "lockstep/train/parameter_comparison.hpp"
+#include "lockstep/train/parts.hpp"
 #include "lockstep/train/policies.hpp"
 #include "lockstep/train/run_checkpoint.hpp"
 #include "lockstep/train/run_length.hpp"
@@ -61,15 +62,14 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
   template <class... Given>
   explicit Trainer(const World& world, const TrainerOptions& options = {}, Given... given)
       : world_(world),
-        options_(validated(options)),
+        options_(detail::validated_beside<Extras...>(options)),
         comm_(detail::pick<Comm>([&]<class C>(std::type_identity<C>) { return C(world); }, given...)),
-        model_(placed(detail::pick<Model>(
-            [&]<class M>(std::type_identity<M>) { return seeded_model<M>(options.seed); }, given...))),
+        model_(detail::placed(detail::pick<Model>(detail::MakeSeeded{options.seed}, given...), comm_)),
         precision_(detail::pick<PrecisionType>(detail::MakeDefault{}, given...)),
         extras_(detail::pick<Extras>(detail::MakeDefault{}, given...)...),
-        ddp_(model_.get(), comm_, options_.ddp, take_reduction()),
+        ddp_(model_.get(), comm_, options_.ddp, detail::take_reduction<Reduction>(extras_)),
         parameters_(ddp_.parameters()),
-        optimizer_(make_optimizer()) {
+        optimizer_(detail::made_optimizer(extras_, parameters_, options_)) {
     static_assert((detail::one_of<Given, Model, Comm, PrecisionType, Extras...> && ...),
                   "lockstep: a Trainer was given a value of a type that is none of its policies");
     position_.batch_size = options_.batch_size;
@@ -242,6 +242,7 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
                        progress.due() ? std::optional(meter_.total().mean()) : std::nullopt);
     }
     feed.end_epoch();
+    if (options_.compare_parameters) compare_.run(ddp_.named_parameters(), comm_, world_.log);
     ++position_.epoch;
     done = 0;
     const std::int64_t skipped = skipped_.count();
@@ -307,13 +308,6 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
     }
   }
 
-  Reduction take_reduction() {
-    if constexpr (detail::one_of<Reduction, Extras...>)
-      return std::move(std::get<Reduction>(extras_));
-    else
-      return Reduction();
-  }
-
   // Beside the run itself a checkpoint holds extras, the precision and `parts`, where they model
   // Checkpointed.
   template <class... Parts>
@@ -329,31 +323,6 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
     };
     return detail::CheckpointedRun{model_.module(), *optimizer_, position_, ddp_,
                                    comm_,           world_.log,  each_more};
-  }
-
-  template <class M>
-  static M seeded_model(std::uint64_t seed) {
-    static_assert(
-        DefaultConstructibleModel<M>,
-        "lockstep: this model has no default constructor: pass one to the Trainer after its options");
-    at::manual_seed(seed);
-    return M();
-  }
-
-  // Where the communicator's tensors live, before anything holds on to its parameters.
-  template <class M>
-  M placed(M model) {
-    if constexpr (DeviceCommunicator<Comm> && lockstep::Model<M>) module_of(model).to(comm_.tensor_device());
-    return model;
-  }
-
-  std::unique_ptr<torch::optim::Optimizer> make_optimizer() {
-    std::unique_ptr<torch::optim::Optimizer> made;
-    each_extra([&]<class E>([[maybe_unused]] E& extra) {
-      if constexpr (OptimizerFactory<E>) made = extra.make_optimizer(parameters_);
-    });
-    if (!made) made = std::make_unique<torch::optim::SGD>(parameters_, options_.lr);
-    return made;
   }
 
   void set_rates() {
@@ -394,6 +363,7 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
   detail::SaveFeed save_feed_;                // where the data stands, inside `fit`
   detail::SkippedSteps skipped_;              // of this epoch
   StepOutcome stepped_ = true;                // of the running step
+  detail::ParameterComparison<Reduction> compare_;
   bool in_step_ = false;
 };
 

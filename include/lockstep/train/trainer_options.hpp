@@ -25,8 +25,9 @@ struct TrainerOptions {
   /// What is left at the end of an epoch makes a step of its own. Each step is down the mean over all its
   /// samples, wherever they are.
   std::int64_t accumulate = 1;
-  /// The learning rate of the default optimizer, plain SGD.
-  double lr = 1e-3;
+  /// The learning rate of the default optimizer, plain SGD: 1e-3 where none is given. An optimizer of one's
+  /// own has its own rate, and this beside it is refused.
+  std::optional<double> lr = std::nullopt;
   /// Seeds the model's initial values (equal on every rank), what is drawn while training (`seed + rank`) and
   /// the sampler.
   std::uint64_t seed = 0;
@@ -42,6 +43,9 @@ struct TrainerOptions {
   std::int64_t workers = 0;
   /// Whether rank 0 says how training goes.
   bool progress = true;
+  /// Whether the ranks compare their parameters after each epoch, which are equal unless something went wrong
+  /// unseen; see check_same_parameters.
+  bool compare_parameters = true;
   /// Of the trainer's DistributedDataParallel: buckets, buffers, unused parameters.
   DdpOptions ddp = {};
 };
@@ -70,8 +74,8 @@ inline const TrainerOptions& validated(const TrainerOptions& options) {
   if (options.accumulate > std::numeric_limits<std::int64_t>::max() / options.batch_size)
     refuse_option("accumulate is {} at a batch size of {}: no dataset has that many samples for a step",
                   options.accumulate, options.batch_size);
-  if (!std::isfinite(options.lr) || options.lr < 0)
-    refuse_option("learning rate is {}: give a finite number, 0 or more", options.lr);
+  if (options.lr && (!std::isfinite(*options.lr) || *options.lr < 0))
+    refuse_option("learning rate is {}: give a finite number, 0 or more", *options.lr);
   if (options.workers < 0)
     refuse_option("workers is {}: give a number of threads, 0 or more", options.workers);
   if (options.workers > 1024)

@@ -58,6 +58,8 @@ concept Reduction = std::move_constructible<R> && requires(R& reduction, std::ch
 /// 4. `name()` is what reports call it. `wire_bytes()` counts the bytes that this rank has given to
 ///    collectives for reductions so far: its tensors' own, however often a collective sends them; none in a
 ///    group of one.
+/// 5. Where ranks are meant to get other gradients than one another, a static `parts_ranks` that is true says
+///    so: a Trainer does not compare their parameters then.
 template <class H, class Comm>
 concept CommunicationHook = std::move_constructible<H> && Communicator<Comm> &&
     requires(H& hook, const H& counted, Comm& comm, const GradientBucket& bucket) {

@@ -19,6 +19,7 @@ struct FinishedReduction {
 struct NoOpHook {
   static constexpr bool divides_first = false;
   static constexpr bool spreads_nan = false;
+  static constexpr bool parts_ranks = true;
   /// A graph can hold it; see CapturedStep.
   static constexpr bool capturable = true;
 
