@@ -56,6 +56,8 @@ TEST_CASE("what Gloo says is cut to its sentence") {
               "x\nmore") == "Connection closed by peer [127.0.0.1]:41");
   CHECK(words("[./gloo/transport/tcp/pair.cc:525] Read error [127.0.0.1]:1: Reset") ==
         "Read error [127.0.0.1]:1: Reset");
+  CHECK(words("[enforce fail at /a/b/pair.cc:446] op.preamble.length <= op.nbytes. 60 vs 20") ==
+        "the ranks gave it tensors of different sizes (a part of 60 vs 20 bytes)");
   CHECK(words("[127.0.0.1]:1] is a peer") == "[127.0.0.1]:1] is a peer");
   CHECK(words("plain") == "plain");
 }

@@ -6,6 +6,7 @@
 #include <functional>
 #include <mutex>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <utility>
 
@@ -69,6 +70,10 @@ inline std::string gloo_words(const std::exception_ptr& cause) {
   if (const auto end = text.find("] ");
       text.starts_with("[") && text.substr(0, end).find(".cc:") != std::string::npos)
     text = text.substr(end + 2);
+  // "[enforce fail at /path/to/pair.cc:544] op.preamble.length <= op.nbytes. 60 vs 20"
+  if (const auto sizes = text.find("op.nbytes. "); sizes != std::string::npos)
+    return fmt::format("the ranks gave it tensors of different sizes (a part of {} bytes)",
+                       text.substr(sizes + std::string_view("op.nbytes. ").size()));
   return text.substr(0, text.find(". This is typically"));
 }
 
