@@ -14,16 +14,14 @@ namespace lockstep {
 /// What decides which samples of a dataset this rank sees, and in which order.
 ///
 /// 1. It is a `torch::data::samplers::Sampler<>`: `reset()` starts a pass, `next(n)` gives at most `n`
-/// indices and
-///    nothing once the pass is over, `save` and `load` carry epoch and position. The first `reset()` after a
-///    `load` goes on where the saved pass stood instead of starting a new one.
+///    indices and nothing once the pass is over, `save` and `load` carry epoch and position. The first
+///    `reset()` after a `load` goes on where the saved pass stood instead of starting a new one.
 /// 2. `size()` is the number of samples that this rank sees in the coming pass, known before it starts. It
-/// costs
-///    nothing, and no communication is needed for any of this: what a rank sees follows from the arguments
-///    alone.
-/// 3. `set_epoch(e)` is called by every rank with the same number before a pass; what the pass yields follows
-/// from
-///    it. Epoch 0 is valid without it. Samplers whose order does not depend on the epoch ignore it.
+///    costs nothing, and no communication is needed for any of this: what a rank sees follows from the
+///    arguments alone.
+/// 3. `set_epoch(e)` is called by every rank with the same number before a pass; what the pass yields
+///    follows from it. Epoch 0 is valid without it. Samplers whose order does not depend on the epoch ignore
+///    it.
 /// 4. It is copyable, and `set_epoch` on one copy holds for all: loaders take samplers by value.
 /// 5. It is used by one thread at a time.
 template <class S>
@@ -78,8 +76,9 @@ S make_sampler(std::size_t length, const G& group, const SamplerOptions& options
   } else if constexpr (std::is_constructible_v<S, std::size_t, const G&>) {
     return S(length, group);
   } else {
-    static_assert(std::is_constructible_v<S, std::size_t>,
-                  "a sampler is made from (length, group, SamplerOptions), (length, group) or (length)");
+    static_assert(
+        std::is_constructible_v<S, std::size_t>,
+        "lockstep: a sampler is made from (length, group, SamplerOptions), (length, group) or (length)");
     return S(length);
   }
 }

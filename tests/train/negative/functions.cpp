@@ -1,5 +1,20 @@
 // Losses, hooks and metrics of a wrong form.
+#include "lockstep/data/evaluation_sampler.hpp"
 #include "train/negative/common.hpp"
+
+// A batch whose samples nobody can count, unless the loss does.
+struct Uncounted {
+  [[nodiscard]] std::size_t size() const { return 8; }
+  [[nodiscard]] TinyNet get_batch(c10::ArrayRef<std::size_t>) { return {}; }
+};
+struct UncountedStream {
+  std::optional<TinyNet> next() { return std::nullopt; }
+};
+
+// A sampler that is made of nothing that a Trainer has.
+struct NamedSampler : lockstep::EvaluationSampler {
+  explicit NamedSampler(const char*, const LocalComm& comm) : EvaluationSampler(8, comm) {}
+};
 
 void program(const lockstep::World& world) {
   Trainer<TinyNet, DistributedSampler, LocalComm, Fp32> trainer{world, {.epochs = 1}};
@@ -13,4 +28,8 @@ void program(const lockstep::World& world) {
   lockstep::RateSchedule{[](std::int64_t) { return 1.0; }}.rate_factor(0, 0);
   (void)trainer.evaluate(data, 3);
   (void)trainer.evaluate(data);
+  const auto nothing = [](TinyNet& net, const auto&) { return net->parameters()[0].sum(); };
+  trainer.fit(Uncounted{}, nothing);
+  trainer.fit(UncountedStream{}, nothing);
+  Trainer<TinyNet, NamedSampler, LocalComm, Fp32>{world}.fit(data, loss);
 }
