@@ -3,6 +3,7 @@
 #include "data/temporary_folder.hpp"
 #include "lockstep/data/download.hpp"
 #include "support/catch.hpp"
+#include "support/process.hpp"
 
 using lockstep::DataError;
 using lockstep::write_idx;
@@ -139,4 +140,50 @@ TEST_CASE("a download is checked and has its name only when whole") {
                          ContainsSubstring("127.0.0.1:9") && ContainsSubstring("by other means"));
     CHECK(text.find('\n') == std::string::npos);
   }
+}
+
+TEST_CASE("a program that fetches dies with the process that started it") {
+  const TemporaryFolder folder;
+  const auto errors = folder / "errors";
+  CHECK(lockstep::detail::run_program({"no-such-program-at-all"}, errors) == 127);
+  CHECK(lockstep::detail::run_program({"sh", "-c", "echo said >&2; exit 3"}, errors) == 3);
+  const auto marker = lockstep_test::new_marker();
+  const pid_t parent = fork();
+  if (parent == 0) {
+    setenv(lockstep_test::marker_variable, marker.c_str(), 1);
+    lockstep::detail::run_program({"sleep", "60"}, errors);
+    _exit(0);
+  }
+  // The first of them was forked, so that its environment in /proc is this program's: only `sleep` shows.
+  for (int patience = 0; patience < 200 && lockstep_test::processes_with(marker).empty(); ++patience)
+    usleep(10000);
+  REQUIRE(lockstep_test::processes_with(marker).size() == 1);
+  kill(parent, SIGKILL);
+  waitpid(parent, nullptr, 0);
+  CHECK(lockstep_test::processes_left(marker) == 0);
+}
+
+TEST_CASE("parts that killed processes have left are removed, those that may live are not") {
+  namespace fs = std::filesystem;
+  const TemporaryFolder folder;
+  const pid_t gone = fork();
+  if (gone == 0) _exit(0);
+  waitpid(gone, nullptr, 0);
+  const auto long_ago = fs::file_time_type::clock::now() - std::chrono::hours(2);
+  const auto make = [&](const std::string& name, bool old) {
+    const fs::path path = folder / name;
+    name.starts_with("folder") ? (void)fs::create_directory(path) : (void)std::ofstream(path);
+    if (old) fs::last_write_time(path, long_ago);
+    return path;
+  };
+  const std::vector<fs::path> stale{make(fmt::format("a.gz.{}.part", gone), true),
+                                    make(fmt::format("a.gz.{}.part.errors", gone), true),
+                                    make(fmt::format("folder.{}.part", gone), true)};
+  const std::vector<fs::path> kept{make(fmt::format("b.gz.{}.part", gone), false),
+                                   make(fmt::format("b.gz.{}.part", getpid()), true), make("c.part", true),
+                                   make("c.x.part", true), make(fmt::format("d.{}.gz", gone), true)};
+  lockstep::detail::remove_stale_parts(folder.path());
+  for (const auto& path : stale) CHECK(!fs::exists(path));
+  for (const auto& path : kept) CHECK(fs::exists(path));
+  lockstep::detail::remove_stale_parts(folder / "absent");
 }

@@ -58,6 +58,8 @@ TEST_CASE("bad input ends on one line with exit code 2, before anything starts")
            {{"well"}, {{"RANK", "one"}, {"WORLD_SIZE", "2"}}, "RANK=one"},
            {{"well", "--nproc", "4"}, by_hand(4, 7, 29999), "WORLD_SIZE=7 allows no rank above 6"},
            {{"level one"}, {{"RANK", "1"}, {"WORLD_SIZE", "2"}}, "MASTER_ADDR is not set"},
+           {{"well"}, {{"LOCAL_WORLD_SIZE", "two"}}, "LOCAL_WORLD_SIZE=two"},
+           {{"well"}, {{"LOCKSTEP_LOG_LEVEL", "loud"}}, "LOCKSTEP_LOG_LEVEL=loud is no level"},
            {{"usage", "--nproc", "3"}, {}, "--epochs -1 is too small"},
            {{"usage", "--nproc", "1"}, {}, "--epochs -1 is too small"}}) {
     Strings command{program};
@@ -70,6 +72,19 @@ TEST_CASE("bad input ends on one line with exit code 2, before anything starts")
     CHECK(count(result.error, "\n") == 1);
     CHECK(result.left == 0);
   }
+}
+
+TEST_CASE("standard descriptors that are closed at the start are as /dev/null") {
+  for (const std::string closed : {">&-", "2>&-", "<&- >&- 2>&-"})
+    for (const int nproc : {1, 2}) {
+      CAPTURE(closed, nproc);
+      const auto result =
+          run({"bash", "-c", fmt::format("exec '{}' well --nproc {} {}", program, nproc, closed)}, {}, 20s);
+      CHECK(result.code == 0);
+      CHECK(result.left == 0);
+    }
+  CHECK(run({"bash", "-c", fmt::format("exec '{}' usage --nproc 2 <&- >&- 2>&-", program)}, {}, 20s).code ==
+        2);
 }
 
 TEST_CASE("a rank that fails is shown once, first, and takes the others with it") {

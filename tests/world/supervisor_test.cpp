@@ -125,6 +125,13 @@ void rank_of(const std::string& mode, int rank, int size) {
   } else if (mode == "flood") {
     for (int line = 0; line < 100000; ++line)
       std::printf("%d of %d xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx\n", line, rank);
+  } else if (mode == "deaf") {
+    for (int number : {SIGINT, SIGTERM}) signal(number, SIG_IGN);
+    say(fmt::format("ready {}", rank));
+    wait();
+  } else if (mode == "much") {
+    for (int line = 0; line < 5000; ++line)
+      std::printf("%d of %d xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx\n", line, rank);
   } else if (mode == "grandchild") {
     if (fork() == 0) {
       std::this_thread::sleep_for(60s);
@@ -401,6 +408,62 @@ TEST_CASE("signals are forwarded though nobody reads the output") {
   process.signal(SIGTERM);
   REQUIRE(process.wait(10s));
   CHECK(process.exit_code() == 128 + SIGTERM);
+  CHECK(lockstep_test::processes_left(process.marker()) == 0);
+}
+
+TEST_CASE("a signal ends a launching process whose last lines nobody reads") {
+  auto process = launcher("much", 2);
+  bool begun = false, alone = false;
+  for (int patience = 0; patience < 4000 && !alone; ++patience) {
+    const auto count = lockstep_test::processes_with(process.marker()).size();
+    begun = begun || count == 3;
+    alone = begun && count == 1;
+    std::this_thread::sleep_for(5ms);
+  }
+  REQUIRE(alone);
+  CHECK(lockstep_test::process_state(process.pid()).state == 'S');
+  process.signal(SIGINT);
+  for (int patience = 0; patience < 100 && lockstep_test::process_state(process.pid()).state != 'Z';
+       ++patience)
+    std::this_thread::sleep_for(50ms);
+  CHECK(lockstep_test::process_state(process.pid()).state == 'Z');  // without having been read
+  REQUIRE(process.wait(5s));
+  CHECK(process.exit_code() == 128 + SIGINT);
+}
+
+TEST_CASE("an end that cannot be written is told at the other, and the run goes on") {
+  const auto full = lockstep_test::run(
+      {"bash", "-c", fmt::format("exec '{}' much 2 > /dev/full", lockstep::detail::own_program())},
+      {{"LOCKSTEP_TEST_CHILD", "launcher"}}, 20s);
+  CHECK(full.code == 0);
+  CHECK(full.error ==
+        "warning: stdout cannot be written (No space left on device), so that what follows is lost there\n");
+  CHECK(full.left == 0);
+}
+
+TEST_CASE("processes that have been started end with a failure to start the others") {
+  int ended = 0;
+  lockstep::detail::SupervisorOptions options;
+  options.program = "/bin/sleep";
+  options.arguments = {"sleep", "61.7"};
+  options.jobs = {{0, {}}, {1, {}}};
+  options.started = [] { throw lockstep::Error("no store"); };
+  CHECK_THROWS_WITH(lockstep::detail::Supervisor(std::move(options)).run(), "no store");
+  errno = 0;
+  while (waitpid(-1, nullptr, WNOHANG) >= 0) ++ended;
+  CHECK(errno == ECHILD);  // none is left, neither alive nor unknown
+  CHECK(ended == 0);
+}
+
+TEST_CASE("signals of two kinds in turn end stubborn ranks as well") {
+  auto process = launcher("deaf", 2);
+  wait_until_ready(process, 2);
+  for (int number : {SIGINT, SIGTERM, SIGINT, SIGTERM}) {
+    process.signal(number);
+    std::this_thread::sleep_for(100ms);
+  }
+  REQUIRE(process.wait(1s));
+  CHECK(process.exit_code() >= 128);
   CHECK(lockstep_test::processes_left(process.marker()) == 0);
 }
 

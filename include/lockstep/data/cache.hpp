@@ -13,6 +13,7 @@
 
 #include "lockstep/data/digits.hpp"
 #include "lockstep/data/idx.hpp"
+#include "lockstep/data/parts.hpp"
 #include "lockstep/error.hpp"
 
 namespace lockstep {
@@ -48,7 +49,8 @@ inline std::filesystem::path cache_folder() {
 template <class Fill>
 bool make_folder_whole(const std::filesystem::path& folder, Fill&& fill) {
   if (std::filesystem::exists(folder)) return false;
-  const std::filesystem::path temporary = fmt::format("{}.{}.part", folder.string(), ::getpid());
+  detail::remove_stale_parts(folder.parent_path());
+  const std::filesystem::path temporary = detail::part_of(folder);
   std::error_code ignored;
   std::filesystem::remove_all(temporary, ignored);
   try {

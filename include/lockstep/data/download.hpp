@@ -1,7 +1,8 @@
 #pragma once
 
 #include <fcntl.h>
-#include <spawn.h>
+#include <signal.h>
+#include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -19,9 +20,8 @@
 #include <fmt/format.h>
 
 #include "lockstep/data/md5.hpp"
+#include "lockstep/data/parts.hpp"
 #include "lockstep/error.hpp"
-
-extern char** environ;
 
 namespace lockstep {
 
@@ -50,19 +50,25 @@ inline std::vector<std::string> mnist_mirrors() {
 
 namespace detail {
 
-/// Runs a program found on PATH, its stderr in the file `errors`. The exit code; 127 where there is no such
-/// program.
+/// Runs a program found on PATH, its stderr in the file `errors`; it dies with the calling thread. The exit
+/// code; 127 where there is no such program.
 inline int run_program(std::vector<std::string> words, const std::filesystem::path& errors) {
+  // Everything that allocates comes before the fork: other threads may hold the allocator's lock.
   std::vector<char*> arguments;
   for (auto& word : words) arguments.push_back(word.data());
   arguments.push_back(nullptr);
-  posix_spawn_file_actions_t actions;
-  posix_spawn_file_actions_init(&actions);
-  posix_spawn_file_actions_addopen(&actions, 2, errors.c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0644);
-  pid_t child = 0;
-  const int failed = posix_spawnp(&child, arguments[0], &actions, nullptr, arguments.data(), environ);
-  posix_spawn_file_actions_destroy(&actions);
-  if (failed) return 127;
+  const std::string file = errors.string();
+  const pid_t parent = getpid();
+  const pid_t child = fork();
+  if (child < 0) return 126;
+  if (child == 0) {
+    prctl(PR_SET_PDEATHSIG, SIGKILL);
+    if (getppid() != parent) _exit(126);  // the parent died before it took effect
+    const int said = open(file.c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0644);
+    if (said < 0 || dup2(said, 2) < 0) _exit(126);
+    execvp(arguments[0], arguments.data());
+    _exit(errno == ENOENT ? 127 : 126);
+  }
   int status = 0;
   while (waitpid(child, &status, 0) < 0 && errno == EINTR) {
   }
@@ -87,9 +93,10 @@ inline std::string download_fault(const std::filesystem::path& path, const Remot
 /// Fetches `url` into `path` with curl or wget. What went wrong; empty on success.
 inline std::string fetch(const std::string& url, const std::filesystem::path& path) {
   const std::filesystem::path errors = path.string() + ".errors";
-  int code = run_program({"curl", "--fail", "--location", "--silent", "--show-error", "--retry", "2",
-                          "--connect-timeout", "20", "--output", path.string(), url},
-                         errors);
+  int code = run_program(
+      {"curl", "--fail", "--location", "--silent", "--show-error", "--retry", "2", "--connect-timeout", "20",
+       "--speed-limit", "1", "--speed-time", "60", "--output", path.string(), url},
+      errors);
   if (code == 127)
     code = run_program({"wget", "--quiet", "--tries=3", "--timeout=20", "-O", path.string(), url}, errors);
   std::string said, line;
@@ -115,10 +122,11 @@ void download_files(const std::filesystem::path& folder, const Files& files,
   if (error || ::access(folder.c_str(), W_OK | X_OK) != 0)
     throw DataError(fmt::format("{}: downloads cannot be written there{}{}", folder.string(),
                                 error ? ": " : "", error ? error.message() : ""));
+  detail::remove_stale_parts(folder);
   for (const RemoteFile& file : files) {
     const auto path = folder / file.name;
     if (detail::download_fault(path, file).empty()) continue;
-    const std::filesystem::path part = fmt::format("{}.{}.part", path.string(), ::getpid());
+    const std::filesystem::path part = detail::part_of(path);
     std::string faults;
     bool whole = false;
     for (std::size_t i = 0; i < mirrors.size() && !whole; ++i) {

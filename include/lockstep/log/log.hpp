@@ -2,6 +2,8 @@
 
 #include <fmt/format.h>
 
+#include <cstdlib>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -16,16 +18,18 @@ enum class Level { debug, info, warning, error };
 
 namespace detail {
 
-inline Level parse_level(std::string_view name) {
+/// The level of this name; nothing where there is none.
+inline std::optional<Level> level_named(std::string_view name) {
   if (name == "debug") return Level::debug;
+  if (name == "info") return Level::info;
   if (name == "warning") return Level::warning;
   if (name == "error") return Level::error;
-  return Level::info;
+  return std::nullopt;
 }
 
 inline Level level_of_environment() {
   const char* name = std::getenv("LOCKSTEP_LOG_LEVEL");
-  return parse_level(name ? name : "info");
+  return level_named(name ? name : "info").value_or(Level::info);
 }
 
 }  // namespace detail

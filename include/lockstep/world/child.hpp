@@ -58,6 +58,16 @@ inline Pipe make_pipe() {
   return {Descriptor(ends[0]), Descriptor(ends[1])};
 }
 
+/// Opens /dev/null for each of 0, 1 and 2 that this process was started without (`>&-`): the next socket
+/// would take its number, and what is printed.
+inline void fill_standard_descriptors() {
+  for (int number : {0, 1, 2})
+    if (fcntl(number, F_GETFD) < 0 && errno == EBADF) {
+      const int opened = open("/dev/null", O_RDWR);  // the lowest number that is free: this one
+      if (opened > 2) ::close(opened);
+    }
+}
+
 /// The program that runs here, by its path (so that `ps` shows its name), or by /proc where the file was
 /// replaced.
 inline std::string own_program() {

@@ -87,6 +87,7 @@ inline int launch_here(const LaunchPlan& plan, int argc, char** argv, const Laun
 /// threw.
 template <class Fn>
 int launch(int argc, char** argv, Fn&& fn, const LaunchOptions& options = {}) {
+  detail::fill_standard_descriptors();
   detail::end_on_uncaught();
   detail::LaunchPlan plan;
   try {

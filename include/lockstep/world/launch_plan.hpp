@@ -6,9 +6,11 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstdint>
 #include <string>
 #include <vector>
 
+#include "lockstep/log/log.hpp"
 #include "lockstep/world/arguments.hpp"
 #include "lockstep/world/devices.hpp"
 #include "lockstep/world/environment.hpp"
@@ -45,10 +47,18 @@ struct LaunchPlan {
 /// Throws UsageError for more processes than any host of this one's size can have use of: they would take its
 /// memory before they say a word.
 inline void require_sane(int nproc) {
-  constexpr int for_each_core = 64;
-  if (const int cores = usable_cores(); nproc / for_each_core > cores)
+  constexpr std::int64_t for_each_core = 64;
+  if (const int cores = usable_cores(); nproc > for_each_core * cores)
     throw UsageError(fmt::format("--nproc {} is more than {} processes for each of the {} cores here", nproc,
                                  for_each_core, cores));
+}
+
+/// Throws UsageError for a level of logging that there is not.
+inline void require_level(const Variables& variables) {
+  const auto name = variables("LOCKSTEP_LOG_LEVEL");
+  if (name && !level_named(*name))
+    throw UsageError(
+        fmt::format("LOCKSTEP_LOG_LEVEL={} is no level: give debug, info, warning or error", *name));
 }
 
 /// Decides it from the command line and the environment. Throws UsageError where they contradict each other.
@@ -65,6 +75,8 @@ inline LaunchPlan plan_launch(int argc, char** argv, const LaunchOptions& option
   const auto size = integer_variable(variables, "WORLD_SIZE", 1);
   const auto rank = integer_variable(variables, "RANK", 0);
   const auto local_rank = integer_variable(variables, "LOCAL_RANK", 0);
+  integer_variable(variables, "LOCAL_WORLD_SIZE", 1);
+  require_level(variables);
   if (local_rank && !rank)
     throw UsageError(fmt::format("LOCAL_RANK={} is set but RANK is not: set both, or neither", *local_rank));
   if (local_rank) {

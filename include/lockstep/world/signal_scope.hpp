@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 #include <signal.h>
+#include <sys/prctl.h>
 #include <sys/signalfd.h>
 #include <unistd.h>
 
@@ -50,6 +51,22 @@ class SignalScope {
   sigset_t before_{};
   struct sigaction child_before_ {};
   Descriptor fd_;
+};
+
+/// While it lives, what children leave running when they end becomes a child of this process, which can wait
+/// for it; else it would be a zombie for as long as the first process of a container does not look.
+class SubreaperScope {
+ public:
+  SubreaperScope() {
+    prctl(PR_GET_CHILD_SUBREAPER, &before_);
+    prctl(PR_SET_CHILD_SUBREAPER, 1);
+  }
+  SubreaperScope(const SubreaperScope&) = delete;
+  SubreaperScope& operator=(const SubreaperScope&) = delete;
+  ~SubreaperScope() { prctl(PR_SET_CHILD_SUBREAPER, before_); }
+
+ private:
+  int before_ = 0;
 };
 
 }  // namespace lockstep::detail

@@ -46,6 +46,7 @@ inline int spawn_calls = 0;
 /// with it.
 template <class Fn>
 void spawn(int nproc, Fn&& fn, Prefix prefix = Prefix::automatic) {
+  detail::fill_standard_descriptors();
   detail::end_on_uncaught();
   const int call = detail::spawn_calls++;
   if (nproc < 1) throw UsageError(fmt::format("spawn({}): the number of processes must be 1 or more", nproc));

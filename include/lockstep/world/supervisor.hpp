@@ -10,6 +10,8 @@
 #include <functional>
 #include <optional>
 #include <string>
+#include <thread>
+#include <utility>
 #include <vector>
 
 #include "lockstep/world/child.hpp"
@@ -61,8 +63,15 @@ class Supervisor {
   /// Returns when no process is left: 0, the culprit's exit code, or 128 + signal.
   int run() {
     SignalScope signals;
-    start(signals);
-    options_.started();
+    const SubreaperScope subreaper;
+    try {
+      start(signals);
+      options_.started();
+    } catch (...) {
+      kill_all(SIGKILL);
+      for (const auto& child : children_) waitpid(child.pid, nullptr, 0);
+      throw;
+    }
     while (alive() > 0) {
       wait_for_events(signals);
       reap();
@@ -71,7 +80,8 @@ class Supervisor {
       enforce();
     }
     relay_.tick(Clock::now() + std::chrono::hours(1));
-    outlet_.drain();
+    drain(signals);
+    reap_left();
     return exit_code();
   }
 
@@ -98,28 +108,22 @@ class Supervisor {
 
   void start(const SignalScope& signals) {
     Descriptor nothing(open("/dev/null", O_RDONLY | O_CLOEXEC));
-    children_.resize(options_.jobs.size());
-    for (std::size_t i = 0; i < options_.jobs.size(); ++i) {
+    children_.reserve(options_.jobs.size());
+    for (const Job& job : options_.jobs) {
       auto out = make_pipe(), error = make_pipe(), report = make_pipe();
-      auto changes = options_.jobs[i].environment;
+      auto changes = job.environment;
       changes.push_back(fmt::format("LOCKSTEP_REPORT_FD={}", report.write.get()));
       // A process outside the terminal's foreground group that reads from it would be stopped.
-      const int in = i == 0 && isatty(0) != 1 ? 0 : nothing.get();
-      auto& child = children_[i];
-      child.rank = options_.jobs[i].rank;
-      try {
-        child.pid =
-            start_child(options_.program, options_.arguments, changed_environment(changes),
-                        {in, out.write.get(), error.write.get(), report.write.get()}, signals.mask_before());
-      } catch (...) {
-        children_.resize(i);
-        kill_all(SIGKILL);
-        for (auto& started : children_) waitpid(started.pid, nullptr, 0);
-        throw;
-      }
+      const int in = children_.empty() && isatty(0) != 1 ? 0 : nothing.get();
+      Child child;
+      child.rank = job.rank;
+      child.pid =
+          start_child(options_.program, options_.arguments, changed_environment(changes),
+                      {in, out.write.get(), error.write.get(), report.write.get()}, signals.mask_before());
       child.out = std::move(out.read);
       child.error = std::move(error.read);
       child.report = std::move(report.read);
+      children_.push_back(std::move(child));
     }
   }
 
@@ -163,7 +167,7 @@ class Supervisor {
       } else if (number == SIGUSR1) {
         noted_ = Clock::now();
         kill_all(SIGUSR1);
-      } else if (interrupted_ == number) {
+      } else if (++told_times_; interrupted_ == number || told_times_ > 2) {
         order_end(SIGKILL);
       } else {
         told_ = Clock::now();
@@ -172,6 +176,29 @@ class Supervisor {
         kill_all(SIGCONT);  // a stopped process would not see it
       }
     }
+  }
+
+  // Writes what is left, waiting for the readers: as long as they like, unless the run was interrupted or is
+  // now.
+  void drain(const SignalScope& signals) {
+    const auto begin = Clock::now();
+    const int told = told_times_;
+    while (!outlet_.empty() && told_times_ == told) {
+      if (interrupted_ != 0 && Clock::now() - begin > options_.grace) return;
+      std::vector<pollfd> polled{{signals.descriptor(), POLLIN, 0}};
+      outlet_.poll_for(polled);
+      poll(polled.data(), polled.size(), 100);
+      outlet_.write_ready();
+      read_signals(signals);
+    }
+  }
+
+  // What ranks had started is a child of this process once they are gone, and was killed with them.
+  void reap_left() {
+    const auto until = Clock::now() + std::chrono::milliseconds(500);
+    for (const auto& child : children_)
+      while (waitpid(-child.pid, nullptr, WNOHANG) >= 0 && Clock::now() < until)
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
 
   void kill_all(int number) {
@@ -193,7 +220,10 @@ class Supervisor {
   void reap() {
     for (std::size_t i = 0; i < children_.size(); ++i) {
       auto& child = children_[i];
-      if (child.ended) continue;
+      if (child.ended) {
+        waitpid(-child.pid, nullptr, WNOHANG);  // what it had left behind
+        continue;
+      }
       siginfo_t info{};
       if (waitid(P_PID, static_cast<id_t>(child.pid), &info, WEXITED | WNOHANG | WNOWAIT) != 0 ||
           info.si_pid == 0)
@@ -307,6 +337,7 @@ class Supervisor {
 
   [[nodiscard]] int exit_code() const {
     if (failure_) return failure_->code;
+    if (told_times_ > 0 && !outlet_.empty()) return 128 + interrupted_;  // its last lines were not awaited
     for (const auto& child : children_)
       if (WIFSIGNALED(child.status)) return 128 + (interrupted_ != 0 ? interrupted_ : WTERMSIG(child.status));
     for (const auto& child : children_)
@@ -326,6 +357,7 @@ class Supervisor {
   std::optional<Clock::time_point> noted_;  // ... and one that leaves it to them
   std::optional<std::size_t> chose_;        // the first that ended by its own choice
   int interrupted_ = 0;                     // the signal that asks them to end
+  int told_times_ = 0;                      // how many such signals came
 };
 
 }  // namespace lockstep::detail
