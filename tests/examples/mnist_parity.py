@@ -9,17 +9,15 @@ import re
 import subprocess
 import sys
 import tempfile
+import warnings
+
+from parity import dist, skip, torch
 
 program, shared = sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else ""
 folder = os.path.join(shared, "data", "mnist")
 if __name__ == "__main__" and not (shared and os.path.isdir(folder)):
-    print("SKIPPED parity_mnist: no real digits (set LOCKSTEP_SHARED to a folder with data/mnist)")
-    sys.exit(77)
+    skip("no real digits (set LOCKSTEP_SHARED to a folder with data/mnist)")
 
-import warnings
-
-import torch
-import torch.distributed as dist
 from torch import nn
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "bench"))
@@ -87,6 +85,7 @@ def lockstep(ranks, epochs, save, sync="off"):
 
 
 def main():
+    print("| behaviour | Python | lockstep |\n|---|---|---|")
     for ranks in (2, 3):
         with tempfile.TemporaryDirectory() as scratch:
             lockstep(ranks, 0, f"{scratch}/initial.pt")
@@ -111,8 +110,9 @@ def main():
                 sys.exit(f"FAILED: {ranks} ranks: accuracy {joined} % with SyncBatchNorm, {ours} % without")
             if torch.equal(state_of(f"{scratch}/joined.pt")["fc.weight"], state["fc.weight"]):
                 sys.exit(f"FAILED: {ranks} ranks: the same bits with and without SyncBatchNorm")
-            print(f"{ranks} ranks: {len(state)} tensors equal bit for bit; accuracy {ours} %, Python "
-                  f"{theirs['accuracy']:.2f} %, with SyncBatchNorm {joined} %")
+            print(f"| {EPOCHS} epochs at {ranks} ranks, batch norm of each rank | accuracy {theirs['accuracy']:.1f} % | "
+                  f"accuracy {ours} %, same bits in all {len(state)} tensors |\n| the same with SyncBatchNorm | refuses CPUs | "
+                  f"accuracy {joined} % |", flush=True)
 
 
 if __name__ == "__main__":

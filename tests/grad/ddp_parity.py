@@ -9,29 +9,22 @@ Afterwards lockstep is broken on purpose, and the comparison must find each way.
 
 import inspect
 import itertools
-import multiprocessing
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
 
-os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-os.environ["OMP_NUM_THREADS"] = "1"
-
-try:
-    import torch
-    import torch.distributed as dist
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-    from torch.nn.parallel import DistributedDataParallel
-except ImportError as error:
-    print(f"SKIPPED DDP parity: no torch package ({error})")
-    sys.exit(77)
+from parity import dist, raw, require_same_library, run_forked, run_program, run_python, torch, write
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 BATCH = 30
-SHAPES = {"mlp": (64,), "big": (256,), "convnet": (1, 12, 12), "branches": (64,), "table": (64,), "tied": (64,)}
-BATCHES = {"mlp": 600, "big": 300, "convnet": 200, "branches": 300, "table": 300, "tied": 300}
+SHAPES = {"mlp": (64,), "big": (256,), "convnet": (1, 12, 12), "branches": (64,), "table": (64,), "tied": (64,),
+          "shared": (64,), "mixed": (64,), "recomputed": (64,), "repeated": (64,)}  # fmt: skip
+BATCHES = dict.fromkeys(SHAPES, 300) | {"mlp": 600, "convnet": 200}
+IGNORED = ["2.weight", "2.bias"]
 
 # name, model, zero_grad(set_to_none), micro batches (all but the last under no_sync), steps, rate, momentum, caps in
 # bytes joined by commas (0: the default caps), what else differs from a plain DDP, joined by +, and the same in words
@@ -42,7 +35,7 @@ CASES = [
     ("accumulate-zero", "mlp", 0, 3, 50, 0.1, 0.0, "16384", "-", "`no_sync`, gradients kept defined"),
     ("convnet-none", "convnet", 1, 1, 50, 0.05, 0.9, "8192", "-", "convolutions; buffers from rank 0"),
     ("convnet-zero", "convnet", 0, 1, 50, 0.1, 0.0, "8192", "-", "convolutions, gradients kept defined"),
-    ("convnet-local", "convnet", 1, 1, 50, 0.1, 0.0, "8192", "no-buffers", "`forward_sync_buffers=False`"),
+    ("convnet-local", "convnet", 1, 1, 50, 0.1, 0.0, "8192", "no-buffers", "convolutions, `forward_sync_buffers=False`"),
     ("default-caps", "big", 0, 1, 50, 0.05, 0.9, "0", "-", "29 MiB of parameters, default caps"),
     ("caps", "mlp", 1, 1, 50, 0.1, 0.9, "4096,16384,32768", "-", "`bucket_cap_mb_list`"),
     ("view-none", "mlp", 1, 1, 50, 0.1, 0.9, "16384", "view", "`gradient_as_bucket_view=True`"),
@@ -58,6 +51,14 @@ CASES = [
     ("view-twice", "mlp", 0, 1, 50, 0.05, 0.0, "16384", "view+twice", "the same with `gradient_as_bucket_view=True`, gradients kept defined"),
     ("static", "branches", 1, 1, 50, 0.1, 0.9, "8192", "static", "`static_graph`: other branches on other ranks"),
     ("sparse", "table", 1, 1, 50, 0.5, 0.0, "2048", "-", "an embedding with sparse gradients"),
+    ("last-none", "convnet", 1, 1, 50, 0.05, 0.9, "8192", "last", "convolutions in `channels_last`"),
+    ("last-view", "convnet", 0, 1, 50, 0.1, 0.0, "8192", "last+view", "convolutions in `channels_last`, `gradient_as_bucket_view=True`, gradients kept defined"),
+    ("ignored", "mlp", 1, 1, 50, 0.1, 0.9, "2048", "ignored", "ignored parameters, which differ from rank to rank"),
+    ("recomputed", "recomputed", 1, 1, 50, 0.1, 0.9, "256", "-", "`checkpoint(use_reentrant=True)`"),
+    ("recomputed-zero", "recomputed", 0, 2, 50, 0.1, 0.0, "256", "view", "the same with `no_sync`, `gradient_as_bucket_view=True`, gradients kept defined"),
+    ("repeated", "repeated", 1, 1, 50, 0.1, 0.9, "256", "static", "a layer in two re-entrant checkpoints, `static_graph`"),
+    ("shared", "shared", 1, 1, 50, 0.1, 0.9, "256", "search", "a tied layer used twice, once or not at all, `find_unused_parameters`"),
+    ("mixed", "mixed", 1, 1, 50, 0.1, 0.9, "256", "-", "parameters in float32 and float64"),
     ("fp16", "mlp", 1, 1, 50, 0.1, 0.9, "16384", "fp16", "`fp16_compress_hook`"),
     ("bf16", "mlp", 0, 1, 50, 0.1, 0.9, "16384", "bf16", "`bf16_compress_hook`"),
 ]
@@ -102,12 +103,39 @@ def make_model(name):
         def forward(self, x, which):
             return self.last(torch.relu(self.again(torch.relu(self.first(x)))))
 
+    class Middle(nn.Module):
+        """Two layers and one between them, of which `name` tells what it is."""
+
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(64, 48)
+            self.middle = nn.Linear(48, 48)
+            if name == "shared":
+                self.again = self.middle
+            self.last = nn.Linear(48, 10)
+            if name == "mixed":
+                self.middle.double()
+
+        def forward(self, x, which):
+            x = torch.relu(self.first(x))
+            if name == "mixed":
+                x = torch.relu(self.middle(x.double())).float()
+            elif name == "shared":
+                for _ in range(which, 2):
+                    x = torch.relu(self.again(x))
+            else:
+                for _ in range(2 if name == "repeated" else 1):
+                    x = torch.relu(checkpoint(self.middle, x, use_reentrant=True))
+            return self.last(x)
+
     class Plain(nn.Sequential):
         def forward(self, x, which):
             return super().forward(x)
 
     if name in ("branches", "table", "tied"):
         return {"branches": Branches, "table": Table, "tied": Tied}[name]()
+    if name in ("shared", "mixed", "recomputed", "repeated"):
+        return Middle()
     if name == "mlp":
         return Plain(
             nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 96), nn.ReLU(), nn.Linear(96, 80), nn.ReLU(), nn.Linear(80, 10)
@@ -125,17 +153,7 @@ def make_model(name):
 
 
 def state_bytes(model):
-    tensors = itertools.chain(model.parameters(), model.buffers())
-    return b"".join(bytes(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()) for tensor in tensors)
-
-
-def write(path, content):
-    with open(path, "wb") as file:
-        file.write(content)
-
-
-def raw(tensor):
-    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    return b"".join(map(raw, itertools.chain(model.parameters(), model.buffers())))
 
 
 def write_inputs(folder):
@@ -167,6 +185,8 @@ def wrap(model, caps, extra):
             options["broadcast_buffers"] = False
             for buffer in model.buffers():
                 dist.broadcast(buffer, 0)
+    if "ignored" in extra:
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, IGNORED)
     ddp = DistributedDataParallel(
         model,
         find_unused_parameters="search" in extra,
@@ -179,7 +199,7 @@ def wrap(model, caps, extra):
     return ddp
 
 
-def train(case, rank, folder, output):
+def train(case, rank, output, folder):
     name, model_name, set_to_none, micro_batches, steps, rate, momentum, caps, extra, _ = case
     torch.manual_seed(len(model_name))
     model = make_model(model_name)
@@ -189,17 +209,21 @@ def train(case, rank, folder, output):
     if extra == "frozen":
         for parameter in list(model.parameters())[2:4]:
             parameter.requires_grad_(False)
+    if "last" in extra:
+        model.to(memory_format=torch.channels_last)
     read = lambda end, dtype: torch.frombuffer(bytearray(open(f"{folder}/{model_name}.{end}", "rb").read()), dtype=dtype)
     x = read("inputs", torch.float32).view(BATCHES[model_name], BATCH, *SHAPES[model_name])
     y = read("labels", torch.int64).view(BATCHES[model_name], BATCH)
     ddp = wrap(model, caps, extra)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    ignored = IGNORED if "ignored" in extra else []
+    trained = [p for n, p in model.named_parameters() if p.requires_grad and n not in ignored]
     optimizer = torch.optim.SGD(trained, lr=rate, momentum=momentum)
 
     def backward(step, micro):
         batch = ((step * micro_batches + micro) * 4 + rank) % len(y)
         which = (rank if "static" in extra else step + rank) % 3
-        torch.nn.functional.cross_entropy(ddp(x[batch], which), y[batch]).backward()
+        inputs = x[batch].to(memory_format=torch.channels_last) if "last" in extra else x[batch]
+        torch.nn.functional.cross_entropy(ddp(inputs, which), y[batch]).backward()
 
     for step in range(steps):
         if "keep" not in extra or step % 3 == 0:
@@ -215,35 +239,16 @@ def train(case, rank, folder, output):
             write(f"{output}/{name}.{step + 1}.{rank}", state_bytes(model))
 
 
-def worker(rank, ranks, folder, output):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{output}/rendezvous", rank=rank, world_size=ranks)
+def train_all(rank, _ranks, output, folder):
     for case in CASES:
-        train(case, rank, folder, output)
-    dist.destroy_process_group()
+        train(case, rank, output, folder)
 
 
-def run_python(ranks, folder, output):
+def run_lockstep(program, ranks, folder, output, *mutation):
+    """The number of buckets in each case."""
     os.makedirs(output)
-    # fork: the torch package is imported once
-    context = multiprocessing.get_context("fork")
-    processes = [context.Process(target=worker, args=(r, ranks, folder, output)) for r in range(ranks)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    if any(process.exitcode for process in processes):
-        sys.exit("the Python side failed")
-
-
-def run_lockstep(program, ranks, folder, output, mutation=()):
-    os.makedirs(output)
-    result = subprocess.run(
-        [program, "--nproc", str(ranks), folder, output, *mutation], capture_output=True, text=True, timeout=300
-    )
-    if result.returncode:
-        sys.exit(f"{program} failed at {ranks} ranks:\n{result.stdout}{result.stderr}")
-    return {line.split()[0]: int(line.split()[-1]) for line in result.stdout.splitlines() if " buckets " in line}
+    printed = run_program(program, "--nproc", ranks, folder, output, *mutation)
+    return {line.split()[0]: int(line.split()[-1]) for line in printed.splitlines() if " buckets " in line}
 
 
 def differences(case, ranks, theirs, ours):
@@ -259,26 +264,18 @@ def differences(case, ranks, theirs, ours):
 
 def main():
     program, sizes = sys.argv[1], [int(word) for word in sys.argv[2:]] or [2, 3, 4]
-    library = subprocess.run([program, "--library"], capture_output=True, text=True).stdout.strip()
-    own = os.path.join(os.path.dirname(torch.__file__), "lib", "libtorch_cpu.so")
-    if os.path.realpath(library) != os.path.realpath(own):
-        print(f"SKIPPED DDP parity: the program loads {library}, the Python package {own}; their bits may differ")
-        sys.exit(77)
-
+    require_same_library(program)
     folder = tempfile.mkdtemp(prefix="lockstep-parity-")
     failures = 0
     table = {}
     try:
         os.makedirs(f"{folder}/in")
-        # In a process of its own: one that has run operators should not fork.
-        writer = multiprocessing.get_context("fork").Process(target=write_inputs, args=(f"{folder}/in",))
-        writer.start()
-        writer.join()
+        run_forked(write_inputs, f"{folder}/in")
         for ranks in sizes:
             start = time.monotonic()
             theirs, ours = f"{folder}/python-{ranks}", f"{folder}/lockstep-{ranks}"
             write_cases(f"{folder}/in", CASES)
-            run_python(ranks, f"{folder}/in", theirs)
+            run_python(ranks, train_all, theirs, f"{folder}/in")
             middle = time.monotonic()
             buckets = run_lockstep(program, ranks, f"{folder}/in", ours)
             for case in CASES:
@@ -286,7 +283,7 @@ def main():
                 failures += bool(found)
                 print(f"{ranks} ranks, {case[0]}, {buckets[case[0]]} buckets, {case[4]} steps:",
                       found[0] if found else "equal bits")  # fmt: skip
-                table.setdefault(case[9], []).append((ranks, buckets[case[0]], case[4], not found))
+                table.setdefault(case, []).append((ranks, buckets[case[0]], not found))
                 if buckets[case[0]] < 3:
                     failures += 1
                     print("  that is fewer than three buckets")
@@ -297,19 +294,20 @@ def main():
                 if ranks != (3 if mutation == "permute" else sizes[0]):
                     continue
                 broken = f"{folder}/{mutation}"
-                run_lockstep(program, ranks, f"{folder}/in", broken, [mutation])
+                run_lockstep(program, ranks, f"{folder}/in", broken, mutation)
                 found = list(differences(CASES[0], ranks, theirs, broken))
                 failures += not found
                 print(f"{ranks} ranks, broken by {mutation}:", found[0] if found else "NOT FOUND", flush=True)
             shutil.rmtree(theirs)
     finally:
         shutil.rmtree(folder)
-    print("\n| behaviour | Python's DDP and lockstep |\n|---|---|")
-    for words, results in table.items():
-        counts = sorted({count for _, count, _, _ in results})
+    print("\n| behaviour | Python | lockstep |\n|---|---|---|")
+    for case, results in table.items():
+        counts = sorted({count for _, count, _ in results})
         bits = "same bits" if all(same for *_, same in results) else "OTHER BITS"
-        print(f"| {words} | {bits} after 1, 2, 3 and {results[0][2]} steps at {', '.join(str(r[0]) for r in results)} "
-              f"ranks, {'/'.join(map(str, counts))} buckets |")  # fmt: skip
+        steps = case[4]
+        print(f"| {case[9]} | {steps} steps at {', '.join(str(r[0]) for r in results)} ranks, "
+              f"{'/'.join(map(str, counts))} buckets | {bits} after 1, 2, 3 and {steps} steps |")  # fmt: skip
     sys.exit(1 if failures else 0)
 
 

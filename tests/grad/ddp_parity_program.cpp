@@ -13,6 +13,7 @@
 #include <string>
 #include <vector>
 
+#include "grad/checkpoint.hpp"
 #include "lockstep/comm/gloo_comm.hpp"
 #include "lockstep/grad/distributed_data_parallel.hpp"
 #include "lockstep/grad/hooks/bf16_hook.hpp"
@@ -69,7 +70,7 @@ struct Case {
   int set_to_none = 0, micro_batches = 1, steps = 0;
   double rate = 0, momentum = 0;
   std::string caps;   // bytes, joined by commas; 0: the default caps
-  std::string extra;  // what differs from a plain DDP, joined by +
+  std::string extra;  // what differs from a plain DDP, joined by +; last: channels last
   [[nodiscard]] bool with(const std::string& word) const { return extra.find(word) != std::string::npos; }
 };
 
@@ -118,6 +119,12 @@ struct NetImpl : torch::nn::Module {
       first = register_module("first", Linear(64, 64));
       register_module("again", first);
       last = register_module("last", Linear(64, 10));
+    } else if (name == "shared" || name == "repeated" || name == "mixed" || name == "recomputed") {
+      first = register_module("first", Linear(64, 48));
+      middle = register_module("middle", Linear(48, 48));
+      if (name == "shared") register_module("again", middle);
+      last = register_module("last", Linear(48, 10));
+      if (name == "mixed") middle->to(torch::kDouble);
     } else {
       layers = register_module("layers", make_layers(name));
     }
@@ -131,10 +138,22 @@ struct NetImpl : torch::nn::Module {
     if (name == "table")
       return last(torch::relu(first(table((x.abs() * 10).to(torch::kLong).remainder(50)).mean(1))));
     if (name == "tied") return last(torch::relu(first(torch::relu(first(x)))));
+    if (name == "shared") {
+      x = torch::relu(first(x));
+      for (; which < 2; ++which) x = torch::relu(middle(x));
+      return last(x);
+    }
+    if (name == "mixed")
+      return last(torch::relu(middle(torch::relu(first(x)).to(torch::kDouble))).to(torch::kFloat));
+    if (name == "recomputed") return last(torch::relu(Checkpoint::apply(torch::relu(first(x)), &middle)));
+    if (name == "repeated") {
+      x = torch::relu(Checkpoint::apply(torch::relu(first(x)), &middle));
+      return last(torch::relu(Checkpoint::apply(x, &middle)));
+    }
     return layers->forward(x);
   }
   std::string name;
-  torch::nn::Linear first{nullptr}, last{nullptr};
+  torch::nn::Linear first{nullptr}, middle{nullptr}, last{nullptr};
   std::vector<torch::nn::Linear> branches;
   torch::nn::Embedding table{nullptr};
   torch::nn::Sequential layers{nullptr};
@@ -161,9 +180,22 @@ void read_state(const torch::nn::Module& model, const std::string& bytes, int ra
 
 void write_state(const torch::nn::Module& model, const std::string& path) {
   std::ofstream file(path, std::ios::binary);
-  for (const auto& tensor : state_of(model))
+  for (const auto& given : state_of(model)) {
+    const at::Tensor tensor = given.contiguous();
     file.write(static_cast<const char*>(tensor.const_data_ptr()),
                static_cast<std::streamsize>(tensor.nbytes()));
+  }
+}
+
+/// Python's `tensor.to(memory_format=torch.channels_last)`; `contiguous` keeps the strides of a single
+/// channel.
+at::Tensor channels_last(const at::Tensor& tensor) {
+  return tensor.to(tensor.options(), /*non_blocking=*/false, /*copy=*/false, at::MemoryFormat::ChannelsLast);
+}
+
+void to_channels_last(const torch::nn::Module& model) {
+  for (auto& parameter : model.parameters())
+    if (parameter.dim() == 4) parameter.set_data(channels_last(parameter.data()));
 }
 
 lockstep::DdpOptions options_of(const Case& c) {
@@ -177,6 +209,7 @@ lockstep::DdpOptions options_of(const Case& c) {
   options.static_graph = c.with("static");
   if (c.extra == "no-buffers") options.buffers = lockstep::BufferPolicy::none;
   if (c.with("view")) options.gradients = lockstep::GradientStorage::bucket_view;
+  if (c.with("ignored")) options.ignored = {"layers.2.weight", "layers.2.bias"};
   if (c.extra == "separate") options.gradients = lockstep::GradientStorage::separate;
   return options;
 }
@@ -188,6 +221,7 @@ void train(const Case& c, const lockstep::World& world, TestComm& comm, const st
   read_state(*model, read_bytes(folder + "/" + c.model + ".state"), world.rank());
   if (c.extra == "frozen")
     for (const std::size_t i : {2, 3}) model->parameters()[i].requires_grad_(false);
+  if (c.with("last")) to_channels_last(*model);
   std::string inputs = read_bytes(folder + "/" + c.model + ".inputs");
   std::string labels = read_bytes(folder + "/" + c.model + ".labels");
   const std::int64_t count = static_cast<std::int64_t>(labels.size()) / 8 / 30;
@@ -207,7 +241,8 @@ void train(const Case& c, const lockstep::World& world, TestComm& comm, const st
   auto loss = [&](int step, int micro) {
     const std::int64_t batch = ((step * c.micro_batches + micro) * 4 + world.rank()) % count;
     const int which = (c.with("static") ? world.rank() : step + world.rank()) % 3;
-    return torch::nn::functional::cross_entropy(ddp(x[batch], which), y[batch]);
+    const auto input = c.with("last") ? channels_last(x[batch]) : x[batch];
+    return torch::nn::functional::cross_entropy(ddp(input, which), y[batch]);
   };
   for (int step = 0; step < c.steps; ++step) {
     if (!c.with("keep") || step % 3 == 0) optimizer.zero_grad(c.set_to_none != 0);

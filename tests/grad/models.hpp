@@ -5,6 +5,7 @@
 #include <utility>
 #include <vector>
 
+#include "grad/checkpoint.hpp"
 #include "lockstep/comm/gloo_comm.hpp"
 #include "lockstep/grad/distributed_data_parallel.hpp"
 #include "support/catch.hpp"
@@ -26,24 +27,6 @@ struct NetImpl : torch::nn::Module {
   bool use_two = true;
 };
 TORCH_MODULE(Net);
-
-/// Runs a module without a graph, and again with one inside backward, as checkpointing does.
-struct Checkpoint : torch::autograd::Function<Checkpoint> {
-  static torch::Tensor forward(torch::autograd::AutogradContext* context, const torch::Tensor& x,
-                               torch::nn::Linear* layer) {
-    context->save_for_backward({x});
-    context->saved_data["layer"] = reinterpret_cast<std::int64_t>(layer);
-    return (*layer)(x);
-  }
-  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
-                                                 torch::autograd::variable_list grads) {
-    auto* layer = reinterpret_cast<torch::nn::Linear*>(context->saved_data["layer"].toInt());
-    torch::AutoGradMode enable(true);
-    auto x = context->get_saved_variables()[0].detach().requires_grad_(true);
-    torch::autograd::backward({(*layer)(x)}, {grads[0]});
-    return {x.grad(), torch::Tensor()};
-  }
-};
 
 /// One bucket a layer, so that three collectives run.
 inline lockstep::DdpOptions small_buckets() {

@@ -9,18 +9,11 @@ Afterwards lockstep is broken on purpose, and the comparison must find each way.
 
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import warnings
 
-os.environ["OMP_NUM_THREADS"] = "1"
-
-try:
-    import torch
-except ImportError as error:
-    print(f"SKIPPED parity of the optimizers: no torch package ({error})")
-    sys.exit(77)
+from parity import raw, require_same_library, run_program, torch
 
 STEPS = 50
 SHAPES = [(64, 96), (96,), (7,), (4, 3, 5, 5), (3, 5), (1,), (33000,)]
@@ -67,11 +60,6 @@ def optimizer_cases():
 
 CLIPS = [("2", 1.0, 0), ("2", 1e9, 0), ("1", 1.0, 0), ("inf", 0.5, 0), ("3.5", 2.0, 0), ("2", 1.0, 1), ("value", 0.25, 0)]
 AVERAGES = [(0.9, 0), (0.999, 0), (0.3, 1)]
-
-
-def raw(tensor):
-    tensor = tensor.detach().clone(memory_format=torch.contiguous_format).view(-1)
-    return tensor.view(torch.uint8).numpy().tobytes()
 
 
 def number(value):
@@ -212,12 +200,21 @@ def compare_curves(folder, expected):
         yield name, "equal to 1e-12" if off <= 1e-12 else f"differs by {off:.3g}", off > 1e-12
 
 
-def run_program(program, folder, *mistake):
+def clip_words(kind, limit, mixed):
+    if kind == "value":
+        return f"gradients clipped by value | `clip_grad_value_({limit:g})`"
+    return f"gradients{' of three dtypes' if mixed else ''} clipped by norm | `clip_grad_norm_({limit:g}, norm_type={kind})`"
+
+
+def average_words(decay, buffers):
+    of = "parameters and buffers" if buffers else "parameters"
+    return f"an exponential moving average of {of} | `AveragedModel`, decay {decay}, {STEPS} steps"
+
+
+def run_lockstep(program, folder, *mistake):
     shutil.rmtree(f"{folder}/out", ignore_errors=True)
     os.makedirs(f"{folder}/out")
-    done = subprocess.run([program, folder, *mistake], capture_output=True, text=True, timeout=300)
-    if done.returncode:
-        sys.exit(f"{program} failed:\n{done.stdout}{done.stderr}")
+    run_program(program, folder, *mistake)
 
 
 def read(folder, name):
@@ -227,11 +224,7 @@ def read(folder, name):
 
 def main():
     program = sys.argv[1]
-    library = subprocess.run([program, "--library"], capture_output=True, text=True).stdout.strip()
-    own = os.path.join(os.path.dirname(torch.__file__), "lib", "libtorch_cpu.so")
-    if os.path.realpath(library) != os.path.realpath(own):
-        print(f"SKIPPED parity of the optimizers: the program loads {library}, the Python package {own}; their bits may differ")
-        sys.exit(77)
+    require_same_library(program)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     folder = tempfile.mkdtemp(prefix="lockstep-optim-parity-")
@@ -239,7 +232,7 @@ def main():
     try:
         inputs = write_inputs(folder)
         write_cases(folder)
-        run_program(program, folder)
+        run_lockstep(program, folder)
         results, table = {}, {}
         for case in optimizer_cases():
             option, optimizer, implementation, dtype = case[:4]
@@ -253,8 +246,8 @@ def main():
                 print(f"{name}: the {what} differ")
             row = table.setdefault((optimizer, option), {})
             row.setdefault(implementation, []).append(f"{dtype}{'' if right else ' DIFFERS'}")
-        print(f"| optimizer | options | Python's default | foreach=True | fused=True |  ({STEPS} steps, parameters and states)")
-        print("|---|---|---|---|---|")
+        print(f"note: {STEPS} steps, compared with each of Python's implementations; \"-\" where Python has none.\n")
+        print("| optimizer | options | Python's default | `foreach=True` | `fused=True` |\n|---|---|---|---|---|")
         short = {"float32": "fp32", "float64": "fp64", "bfloat16": "bf16", "complex64": "c64"}
         for (optimizer, option), row in table.items():
             cells = []
@@ -265,13 +258,16 @@ def main():
 
         others = {f"clip.{k}.{l}.{m}": clip(k, l, m, inputs) for k, l, m in CLIPS}
         others |= {f"average.{d}.{b}": average(d, b, inputs) for d, b in AVERAGES}
+        words = {f"clip.{k}.{l}.{m}": clip_words(k, l, m) for k, l, m in CLIPS}
+        words |= {f"average.{d}.{b}": average_words(d, b) for d, b in AVERAGES}
+        print("\n| behaviour | Python | lockstep |\n|---|---|---|")
         for name, expected in others.items():
             right = read(folder, name) == expected
             failures += not right
-            print(f"| {name} | {'same bits' if right else 'DIFFERS'} |")
+            print(f"| {words[name]} | {'same bits' if right else 'DIFFERS'} |")
         for name, text, wrong in compare_curves(folder, expected_curves := curves()):
             failures += wrong
-            print(f"| schedule {name} | {text} |")
+            print(f"| the rate, by the schedule {name} | `torch.optim.lr_scheduler`, 101 steps | {text} |")
 
         # The comparison finds what is broken.
         for mistake, names in {
@@ -280,7 +276,7 @@ def main():
             "skipped": ["sgd.foreach.float32.momentum", "adam.foreach.float32.plain"],
             "float": ["sgd.default.float64.plain", "adam.default.float64.plain"],
         }.items():
-            run_program(program, folder, mistake)
+            run_lockstep(program, folder, mistake)
             for name in names:
                 expected = others.get(name) or results[name][0]
                 found = read(folder, name)[: len(expected)] != expected

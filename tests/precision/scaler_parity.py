@@ -6,19 +6,11 @@ usage: scaler_parity.py PROGRAM
 Afterwards lockstep is broken on purpose, and the comparison must find each way.
 """
 
-import os
 import shutil
-import subprocess
 import sys
 import tempfile
 
-os.environ["OMP_NUM_THREADS"] = "1"
-
-try:
-    import torch
-except ImportError as error:
-    print(f"SKIPPED parity of precisions: no torch package ({error})")
-    sys.exit(77)
+from parity import raw, require_same_library, run_program, torch, write
 
 SCALER_STEPS, TRAIN_STEPS = 60, 40
 CASES = {
@@ -29,10 +21,6 @@ CASES = {
     "bf16": "autocast in bfloat16",
     "fp16": "autocast in float16 with a GradScaler, the first steps skipped",
 }
-
-
-def raw(tensor):
-    return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
 def make_inputs(folder):
@@ -50,8 +38,7 @@ def make_inputs(folder):
                "labels": torch.randint(10, (TRAIN_STEPS, 32))}  # fmt: skip
     tensors |= {f"net.{i}": parameter for i, parameter in enumerate(net.parameters())}
     for name, tensor in tensors.items():
-        with open(f"{folder}/{name}", "wb") as file:
-            file.write(raw(tensor))
+        write(f"{folder}/{name}", raw(tensor))
     return tensors
 
 
@@ -120,10 +107,8 @@ def train(tensors, dtype, scaler):
         yield b"".join(map(raw, net.parameters()))
 
 
-def run_program(program, folder, *mistake):
-    done = subprocess.run([program, folder, *mistake], capture_output=True, text=True, timeout=300)
-    if done.returncode:
-        sys.exit(f"{program} failed:\n{done.stdout}{done.stderr}")
+def run_lockstep(program, folder, *mistake):
+    run_program(program, folder, *mistake)
     found = {}
     for name in CASES:
         with open(f"{folder}/{name}.lockstep", "rb") as file:
@@ -133,11 +118,7 @@ def run_program(program, folder, *mistake):
 
 def main():
     program = sys.argv[1]
-    library = subprocess.run([program, "--library"], capture_output=True, text=True).stdout.strip()
-    own = os.path.join(os.path.dirname(torch.__file__), "lib", "libtorch_cpu.so")
-    if os.path.realpath(library) != os.path.realpath(own):
-        print(f"SKIPPED parity of precisions: the program loads {library}, the Python package {own}; their bits may differ")
-        sys.exit(77)
+    require_same_library(program)
     torch.set_num_threads(1)
     folder = tempfile.mkdtemp(prefix="lockstep-precision-")
     failures = 0
@@ -156,15 +137,15 @@ def main():
         if expected["fp16"][0] != b"".join(raw(tensors[f"net.{i}"]) for i in range(4)):
             failures += 1
             print("the first step in float16 was not skipped, and should be")
-        found = run_program(program, folder)
-        print("| precision | Python's torch.amp and lockstep |\n|---|---|")
+        found = run_lockstep(program, folder)
+        print("| behaviour | Python | lockstep |\n|---|---|---|")
         for name, text in CASES.items():
             length, steps = len(expected[name][0]), len(expected[name])
             wrong = [i for i in range(steps) if found[name][i * length : (i + 1) * length] != expected[name][i]]
             failures += bool(wrong)
-            print(f"| {text} | {f'DIFFER at step {wrong[0]}' if wrong else f'same bits after each of {steps} steps'} |")
+            print(f"| {text} | {steps} steps | {f'DIFFERS at step {wrong[0]}' if wrong else 'same bits after each step'} |")
         for mistake in ("never", "kept"):
-            broken = run_program(program, folder, mistake)
+            broken = run_lockstep(program, folder, mistake)
             for name in ("scaler", "fused-adamw", "fused-adam"):
                 seen = broken[name] != b"".join(expected[name])
                 failures += not seen

@@ -13,26 +13,16 @@ broken on purpose, and the comparison must find it for each hook.
 """
 
 import math
-import multiprocessing
 import os
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 
-os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-os.environ["OMP_NUM_THREADS"] = "1"
-
-try:
-    import torch
-    import torch.distributed as dist
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook, quantization_hooks
-    from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
-except ImportError as error:
-    print(f"SKIPPED parity of hooks: no torch package ({error})")
-    sys.exit(77)
+from parity import dist, raw, require_same_library, run_program, run_python, torch
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook, quantization_hooks
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 
 SMALL = [[(40, 30), (7,)], [(600,)], [(16, 3, 3, 3), (16,), (1,)]]
 LARGE = [[(256, 128), (256,), (96, 64)], [(64, 3, 5, 5), (10,)], [(33, 65), (9, 8)]]
@@ -105,10 +95,6 @@ def gradients_of(c, rank, step):
     return flats
 
 
-def raw(tensor):
-    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-
-
 def write_inputs(folder, ranks):
     for c in CASES:
         for rank in range(ranks):
@@ -140,9 +126,7 @@ def python_hook(c):
     return lambda bucket: hook(None, bucket)
 
 
-def worker(rank, ranks, output):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{output}/rendezvous", rank=rank, world_size=ranks)
+def reduce_all(rank, _ranks, output):
     for c in CASES:
         hook = python_hook(c)
         buckets = [Bucket(i, len(c["plan"]), shapes) for i, shapes in enumerate(c["plan"])]
@@ -164,30 +148,13 @@ def worker(rank, ranks, output):
         if rank == 0:
             with open(f"{output}/{c['name']}.ms", "w") as file:
                 print(1e3 * statistics.median(times[2 * len(buckets) :]), file=file)
-    dist.destroy_process_group()
-
-
-def run_python(ranks, output):
-    os.makedirs(output)
-    # fork: the torch package is imported once
-    context = multiprocessing.get_context("fork")
-    processes = [context.Process(target=worker, args=(r, ranks, output)) for r in range(ranks)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    if any(process.exitcode for process in processes):
-        sys.exit("the Python side failed")
 
 
 def run_lockstep(program, ranks, folder, output, *mutation):
+    """Bytes and milliseconds of each case."""
     os.makedirs(output)
-    result = subprocess.run(
-        [program, "--nproc", str(ranks), folder, output, *mutation], capture_output=True, text=True, timeout=300
-    )
-    if result.returncode:
-        sys.exit(f"{program} failed at {ranks} ranks:\n{result.stdout}{result.stderr}")
-    lines = [line.split() for line in result.stdout.splitlines() if " bytes " in line]
+    printed = run_program(program, "--nproc", ranks, folder, output, *mutation)
+    lines = [line.split() for line in printed.splitlines() if " bytes " in line]
     return {words[0]: (int(words[2]), float(words[4])) for words in lines}
 
 
@@ -237,48 +204,49 @@ def compare(c, ranks, theirs, ours):
     return found, python_error, own_error, python_nan
 
 
+def print_tables(results):
+    print("\n| behaviour | Python | lockstep | bytes a rank |\n|---|---|---|---|")
+    for c in CASES:
+        ranks, found, sent, python_errors, own_errors, python_nan, *_ = zip(*results[c["name"]])
+        python, own = f"{c['steps']} steps at {', '.join(map(str, ranks))} ranks", "OTHER BITS" if any(found) else "same bits"
+        if c["hook"] == "power_sgd" and c["feedback"]:
+            python += f"; not compressed: up to {max(python_errors):.0e} from the exact average"
+            own += f"; not compressed: up to {max(own_errors):.0e}"
+        if c["zeros"] is not None:
+            python += f"; after a gradient of zeros {'not-a-number' if all(python_nan) else 'a number'}"
+            own += "; after a gradient of zeros a number"
+        print(f"| {c['name']} | {python} | {own} | {'/'.join(map(str, sorted(set(sent))))} |")
+    print("\nnote: Milliseconds that a bucket of 1 MiB takes in this run, the median of rank 0:")
+    print("\n| hook | ranks | Python, ms | lockstep, ms |\n|---|---|---|---|")
+    for c in CASES:
+        for ranks, *_, python_time, own_time in results[c["name"]] if c["plan"] is TIMED else []:
+            print(f"| {c['name']} | {ranks} | {python_time:.2f} | {own_time:.2f} |")
+
+
 def main():
     program, sizes = sys.argv[1], [int(word) for word in sys.argv[2:]] or [2, 3, 4]
-    library = subprocess.run([program, "--library"], capture_output=True, text=True).stdout.strip()
-    own = os.path.join(os.path.dirname(torch.__file__), "lib", "libtorch_cpu.so")
-    if os.path.realpath(library) != os.path.realpath(own):
-        print(f"SKIPPED parity of hooks: the program loads {library}, the Python package {own}; their bits may differ")
-        sys.exit(77)
-
+    require_same_library(program)
     folder = tempfile.mkdtemp(prefix="lockstep-hooks-")
     failures = 0
-    print("| hook | ranks | steps | bytes a rank | ms, Python | ms, lockstep | compared with Python |\n" + "|---" * 7 + "|", flush=True)
+    results = {c["name"]: [] for c in CASES}
     try:
         os.makedirs(f"{folder}/in")
-        # In a process of its own: one that has run operators should not fork.
-        context = multiprocessing.get_context("fork")
+        # Before this process runs operators itself.
         for ranks in sizes:
-            writer = context.Process(target=write_inputs, args=(f"{folder}/in", ranks))
-            writer.start()
-            writer.join()
-            run_python(ranks, f"{folder}/python-{ranks}")
+            run_python(ranks, reduce_all, f"{folder}/python-{ranks}")
         for ranks in sizes:
-            writer = context.Process(target=write_inputs, args=(f"{folder}/in", ranks))
-            writer.start()
-            writer.join()
+            write_inputs(f"{folder}/in", ranks)
             theirs, ours = f"{folder}/python-{ranks}", f"{folder}/lockstep-{ranks}"
             measured = run_lockstep(program, ranks, f"{folder}/in", ours)
             for c in CASES:
                 found, python_error, own_error, python_nan = compare(c, ranks, theirs, ours)
-                text = found[0] if found else "equal bits"
-                if c["hook"] == "power_sgd" and c["feedback"]:
-                    text += f"; not compressed: {python_error:.0e} from the exact average in Python, {own_error:.0e} here"
-                    found += ["apart"] if own_error > TOLERANCE else []
-                if c["zeros"] is not None:
-                    theirs_is = "not-a-number" if python_nan else "a number"
-                    text += f"; after a gradient of zeros {theirs_is} in Python, a number here"
+                if own_error > TOLERANCE:
+                    found.append(f"what is not compressed is {own_error:.0e} from the exact average")
                 failures += bool(found)
                 sent, own_time = measured[c["name"]]
-                times = " | "
-                if c["plan"] is TIMED:
-                    python_time = float(open(f"{theirs}/{c['name']}.ms").read())
-                    times = f"{python_time:.2f} | {own_time:.2f}"
-                print(f"| {c['name']} | {ranks} | {c['steps']} | {sent} | {times} | {text} |", flush=True)
+                python_time = float(open(f"{theirs}/{c['name']}.ms").read())
+                print(f"{ranks} ranks, {c['name']}:", found[0] if found else "equal bits", flush=True)
+                results[c["name"]].append((ranks, found, sent, python_error, own_error, python_nan, python_time, own_time))
             if ranks != sizes[0]:
                 continue
             broken = f"{folder}/broken"
@@ -288,6 +256,7 @@ def main():
             print(f"broken on purpose at {ranks} ranks:", f"NOT FOUND for {unseen}" if unseen else "found for each hook")
     finally:
         shutil.rmtree(folder)
+    print_tables(results)
     sys.exit(1 if failures else 0)
 
 
