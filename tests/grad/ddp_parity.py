@@ -7,6 +7,7 @@ usage: ddp_parity.py PROGRAM [RANKS...]
 Afterwards lockstep is broken on purpose, and the comparison must find each way.
 """
 
+import contextlib
 import inspect
 import itertools
 import os
@@ -22,8 +23,9 @@ from torch.utils.checkpoint import checkpoint
 
 BATCH = 30
 SHAPES = {"mlp": (64,), "big": (256,), "convnet": (1, 12, 12), "branches": (64,), "table": (64,), "tied": (64,),
-          "shared": (64,), "mixed": (64,), "recomputed": (64,), "repeated": (64,)}  # fmt: skip
+          "shared": (64,), "mixed": (64,), "complex": (64,), "recomputed": (64,), "repeated": (64,)}  # fmt: skip
 BATCHES = dict.fromkeys(SHAPES, 300) | {"mlp": 600, "convnet": 200}
+EARLIER = 7  # steps that each rank has less than the one before it, with "join"
 IGNORED = ["2.weight", "2.bias"]
 
 # name, model, zero_grad(set_to_none), micro batches (all but the last under no_sync), steps, rate, momentum, caps in
@@ -59,6 +61,10 @@ CASES = [
     ("repeated", "repeated", 1, 1, 50, 0.1, 0.9, "256", "static", "a layer in two re-entrant checkpoints, `static_graph`"),
     ("shared", "shared", 1, 1, 50, 0.1, 0.9, "256", "search", "a tied layer used twice, once or not at all, `find_unused_parameters`"),
     ("mixed", "mixed", 1, 1, 50, 0.1, 0.9, "256", "-", "parameters in float32 and float64"),
+    ("complex", "complex", 1, 1, 50, 0.1, 0.9, "256", "-", "complex parameters"),
+    ("complex-view", "complex", 0, 1, 50, 0.1, 0.0, "256", "view", "complex parameters, `gradient_as_bucket_view=True`, gradients kept defined"),
+    ("group", "convnet", 1, 1, 50, 0.1, 0.9, "8192", "group", "a process group of the first and the last rank, and one of the others"),
+    ("join", "mlp", 1, 1, 50, 0.1, 0.0, "16384", "join", "`join()`, as ranks run out of data one after the other; `backward_nothing()`"),
     ("fp16", "mlp", 1, 1, 50, 0.1, 0.9, "16384", "fp16", "`fp16_compress_hook`"),
     ("bf16", "mlp", 0, 1, 50, 0.1, 0.9, "16384", "bf16", "`bf16_compress_hook`"),
 ]
@@ -115,8 +121,15 @@ def make_model(name):
             self.last = nn.Linear(48, 10)
             if name == "mixed":
                 self.middle.double()
+            if name == "complex":
+                self.to(torch.complex64)
+                with torch.no_grad():
+                    for parameter in self.parameters():
+                        parameter.mul_(1 + 0.5j)
 
         def forward(self, x, which):
+            if name == "complex":
+                return self.last(torch.tanh(self.middle(torch.tanh(self.first(x.cfloat()))))).abs()
             x = torch.relu(self.first(x))
             if name == "mixed":
                 x = torch.relu(self.middle(x.double())).float()
@@ -134,7 +147,7 @@ def make_model(name):
 
     if name in ("branches", "table", "tied"):
         return {"branches": Branches, "table": Table, "tied": Tied}[name]()
-    if name in ("shared", "mixed", "recomputed", "repeated"):
+    if name in ("shared", "mixed", "complex", "recomputed", "repeated"):
         return Middle()
     if name == "mlp":
         return Plain(
@@ -185,6 +198,11 @@ def wrap(model, caps, extra):
             options["broadcast_buffers"] = False
             for buffer in model.buffers():
                 dist.broadcast(buffer, 0)
+    if "group" in extra:
+        size = dist.get_world_size()
+        ends = dist.new_group([0, size - 1])
+        middle = dist.new_group(list(range(1, size - 1))) if size > 2 else None
+        options["process_group"] = ends if dist.get_rank() in (0, size - 1) else middle
     if "ignored" in extra:
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, IGNORED)
     ddp = DistributedDataParallel(
@@ -225,7 +243,7 @@ def train(case, rank, output, folder):
         inputs = x[batch].to(memory_format=torch.channels_last) if "last" in extra else x[batch]
         torch.nn.functional.cross_entropy(ddp(inputs, which), y[batch]).backward()
 
-    for step in range(steps):
+    def train_step(step):
         if "keep" not in extra or step % 3 == 0:
             optimizer.zero_grad(set_to_none=bool(set_to_none))
         with ddp.no_sync():
@@ -235,8 +253,14 @@ def train(case, rank, output, folder):
         if "twice" in extra:
             backward(step + 1, 0)
         optimizer.step()
-        if step < 3 or step + 1 == steps:
-            write(f"{output}/{name}.{step + 1}.{rank}", state_bytes(model))
+
+    joining = ddp.join() if "join" in extra else contextlib.nullcontext()
+    with joining:
+        for step in range(steps - (EARLIER * rank if "join" in extra else 0)):
+            train_step(step)
+            if step < 3:
+                write(f"{output}/{name}.{step + 1}.{rank}", state_bytes(model))
+    write(f"{output}/{name}.{steps}.{rank}", state_bytes(model))
 
 
 def train_all(rank, _ranks, output, folder):

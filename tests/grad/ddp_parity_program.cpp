@@ -9,6 +9,7 @@
 
 #include <fstream>
 #include <iostream>
+#include <numeric>
 #include <sstream>
 #include <string>
 #include <vector>
@@ -24,6 +25,7 @@
 namespace {
 
 std::string mutation;
+constexpr int earlier = 7;  // steps that each rank has less than the one before it, with "join"
 
 /// Gloo, broken as asked for.
 struct TestComm : lockstep::GlooComm {
@@ -119,12 +121,14 @@ struct NetImpl : torch::nn::Module {
       first = register_module("first", Linear(64, 64));
       register_module("again", first);
       last = register_module("last", Linear(64, 10));
-    } else if (name == "shared" || name == "repeated" || name == "mixed" || name == "recomputed") {
+    } else if (name == "shared" || name == "repeated" || name == "mixed" || name == "recomputed" ||
+               name == "complex") {
       first = register_module("first", Linear(64, 48));
       middle = register_module("middle", Linear(48, 48));
       if (name == "shared") register_module("again", middle);
       last = register_module("last", Linear(48, 10));
       if (name == "mixed") middle->to(torch::kDouble);
+      if (name == "complex") to(torch::kComplexFloat);
     } else {
       layers = register_module("layers", make_layers(name));
     }
@@ -138,6 +142,8 @@ struct NetImpl : torch::nn::Module {
     if (name == "table")
       return last(torch::relu(first(table((x.abs() * 10).to(torch::kLong).remainder(50)).mean(1))));
     if (name == "tied") return last(torch::relu(first(torch::relu(first(x)))));
+    if (name == "complex")
+      return last(torch::tanh(middle(torch::tanh(first(x.to(torch::kComplexFloat)))))).abs();
     if (name == "shared") {
       x = torch::relu(first(x));
       for (; which < 2; ++which) x = torch::relu(middle(x));
@@ -214,8 +220,8 @@ lockstep::DdpOptions options_of(const Case& c) {
   return options;
 }
 
-template <class Hook>
-void train(const Case& c, const lockstep::World& world, TestComm& comm, const std::string& folder,
+template <class Comm, class Hook>
+void train(const Case& c, const lockstep::World& world, Comm& comm, const std::string& folder,
            const std::string& output, Hook hook) {
   Net model(c.model);
   read_state(*model, read_bytes(folder + "/" + c.model + ".state"), world.rank());
@@ -250,7 +256,10 @@ void train(const Case& c, const lockstep::World& world, TestComm& comm, const st
       const auto guard = ddp.no_sync();
       ddp.backward(loss(step, micro));
     }
-    ddp.backward(loss(step, c.micro_batches - 1));
+    if (c.with("join") && step >= c.steps - earlier * world.rank())
+      ddp.backward_nothing();
+    else
+      ddp.backward(loss(step, c.micro_batches - 1));
     if (c.with("twice")) ddp.backward(loss(step + 1, 0));
     optimizer.step();
     if (step < 3 || step + 1 == c.steps)
@@ -262,7 +271,13 @@ void train(const Case& c, const lockstep::World& world, TestComm& comm, const st
 
 void train(const Case& c, const lockstep::World& world, TestComm& comm, const std::string& folder,
            const std::string& output) {
-  if (c.extra == "fp16")
+  if (c.extra == "group") {
+    std::vector<int> middle(static_cast<std::size_t>(world.size() - 2));
+    std::iota(middle.begin(), middle.end(), 1);
+    auto of_ends = comm.sub_group({0, world.size() - 1});
+    auto of_middle = middle.empty() ? std::nullopt : comm.sub_group(middle);
+    train(c, world, of_ends ? *of_ends : *of_middle, folder, output, lockstep::AllReduceHook{});
+  } else if (c.extra == "fp16")
     train(c, world, comm, folder, output, lockstep::Fp16Hook{});
   else if (c.extra == "bf16")
     train(c, world, comm, folder, output, lockstep::Bf16Hook{});
