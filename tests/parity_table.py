@@ -1,20 +1,37 @@
 """Makes docs/parity.md of what the tests labelled `parity` have printed in the last run of ctest.
 
 usage: parity_table.py BUILD_FOLDER OUTPUT
+
+Of a test's lines the page takes tables, lines that begin with `note: `, and those that tell what was broken on purpose.
 """
 
+import importlib.metadata
 import os
 import re
 import sys
 
 HEADINGS = {
     "ddp_parity": ("DistributedDataParallel", "Parameters and buffers of every rank, compared word by word."),
+    "ddp_errors_parity": ("Misuse", "What became of each in this run. A rank that throws ends, as a program does that does not catch it.\n"
+                          "The test fails where lockstep does not throw that error on every rank."),
     "hooks_parity": ("Communication hooks", "The average that a hook leaves in the bucket, and what it has sent."),
+    "sync_batch_norm_parity": ("SyncBatchNorm", "Results of all ranks together, and one process's."),
     "optim_parity": ("Optimizers, clipping, averages, schedules", "Parameters and states, compared word by word."),
-    "parity_precision": ("Precisions", "Scales, counters and parameters after each step."),
+    "parity_precision": ("Precisions", "Scales, counters and parameters after each step, compared word by word with `torch.amp`'s."),
     "parity_samplers": ("Samplers", "Every index of every rank and epoch."),
     "parity_mnist": ("The MNIST example", "The program itself beside the tutorial's in Python, on real digits."),
-}
+}  # fmt: skip
+
+HEAD = """# Parity with Python
+
+Each line is a comparison of lockstep with the real `torch` package ({version}), both loading the same
+`libtorch_cpu.so`, made by the tests with the label `parity`. "Same bits" means that no bit differs. Repeat it and write
+this page anew with
+
+```
+cmake --build build/test --target parity_table
+```
+"""
 
 
 def sections(text):
@@ -23,6 +40,20 @@ def sections(text):
         output = re.search(r"^Output:\n-+\n(.*?)^<end of output>", part, flags=re.M | re.S)
         if output:
             yield part.split("\n", 1)[0], "\nTest Passed.\n" in part, output[1].splitlines()
+
+
+def body(lines):
+    """Tables and notes in the order in which they were printed, then what was broken."""
+    text, in_table = "", False
+    for line in lines:
+        row = line.startswith("|")
+        if row or line.startswith("note: "):
+            text += ("" if row and in_table else "\n") + line.removeprefix("note: ") + "\n"
+            in_table = row
+    broken = [line for line in lines if "broken" in line and not line.startswith("|")]
+    if broken:
+        text += "\nBroken on purpose, and found:\n\n" + "".join(f"- {line}\n" for line in broken)
+    return text
 
 
 def main():
@@ -34,21 +65,14 @@ def main():
     if missing:
         sys.exit(f"not run, or failed, so that there is no table to write: {', '.join(missing)}")
     with open(target, "w") as file:
-        file.write("# Parity with Python\n\nEach line is a comparison of lockstep with the real `torch` package, both loading the "
-                   "same `libtorch_cpu.so`, made\nby the tests with the label `parity`. \"Same bits\" means that no bit differs. "
-                   "Repeat it and write this page anew with\n\n```\ncmake --build build/test --target parity_table\n```\n")
+        file.write(HEAD.format(version=importlib.metadata.version("torch")))
         for name, (title, words) in HEADINGS.items():
-            lines = found[name][1]
+            file.write(f"\n## {title}\n\n{words}\n")
             if name in skipped:
                 print(f"not compared: {skipped[name][0].strip()}")
-                file.write(f"\n## {title}\n\nNot compared in this run: {skipped[name][0].strip()}\n")
-                continue
-            table = [line for line in lines if line.startswith("|")]
-            rest = [line for line in lines if line and not line.startswith("|") and "Warning" not in line][-1:]
-            file.write(f"\n## {title}\n\n{words}\n\n" + "\n".join(table or rest) + "\n")
-            broken = [line for line in lines if "broken" in line]
-            if broken:
-                file.write("\nBroken on purpose, and found:\n\n" + "\n".join(f"- {line}" for line in broken) + "\n")
+                file.write(f"\nNot compared in this run: {skipped[name][0].strip()}\n")
+            else:
+                file.write(body(found[name][1]))
 
 
 if __name__ == "__main__":

@@ -44,6 +44,8 @@ MISUSES = {
     "order": Misuse("layers of one shape registered in another order on rank 1", "MismatchError", "'two.weight'", "the construction"),
     "added": Misuse("a layer added after wrapping", "UsageError", "'added.weight' was added", "the backward of step 1"),
     "frozen": Misuse("a layer frozen after wrapping", "UsageError", "'two.weight' was frozen", "the backward of step 1"),
+    "all-frozen": Misuse("nothing to train", "UsageError", "without a parameter that requires grad", "the construction"),
+    "fewer": Misuse("a step less on rank 1", ("CommunicationError", TRAINS), "rank 1 has left", "the backward of step 3"),
     "create-graph": Misuse("`create_graph=True`, for a penalty on the gradients", "GradientError", "create_graph", "the backward of step 1"),
     "throws": Misuse("rank 1 throws in the backward of step 2",
                      ("PeerError", "std::runtime_error"), "thrown inside backward", "the backward of step 2"),
@@ -101,6 +103,7 @@ def train(misuse, rank, reached):
     net = Net(9 if misuse == "shape" and here else 8, misuse == "order" and here)
     net.to({"dtype": torch.float64 if here else None, "complex": torch.complex64}.get(misuse))
     fill(net, rank)
+    net.requires_grad_(misuse != "all-frozen")
     options = {}
     if misuse.startswith("caps") and here:
         options["bucket_cap_mb"] = 64 / 2**20
@@ -118,7 +121,7 @@ def train(misuse, rank, reached):
         with torch.no_grad():
             for parameter in net.parameters():
                 parameter.mul_(1.01)
-    for step in range(1, STEPS + 1):
+    for step in range(1, STEPS + 1 - (misuse == "fewer" and here)):
         reached(f"the forward of step {step}")
         optimizer.zero_grad()
         inputs = torch.sin(torch.arange(20, dtype=torch.float64) * (2 * step + rank + 1)).view(5, 4)
@@ -223,7 +226,7 @@ def short(text):
 def tell(kind, where, error, message):
     """What became of a rank."""
     return {
-        "ended": "goes on to the end as if nothing had happened",
+        "ended": "comes to its end",
         "hangs": f"hangs in {where} (killed after {LIMIT} s)",
         "killed": f"dies of {error} in {where}: {short(message)}",
         "error": f"`{error.removeprefix('lockstep::')}` in {where}: {short(message)}",
@@ -256,7 +259,7 @@ def as_expected(misuse, outcomes):
         if expected == TRAINS:
             if kind != "ended":
                 return False
-        elif error.removeprefix("lockstep::") != expected or wanted.key not in message or where != wanted.where:
+        elif (error.removeprefix("lockstep::"), where) != (expected, wanted.where) or wanted.key not in message:
             return False
     return True
 

@@ -104,6 +104,7 @@ void train(const lockstep::World& world, TestComm& comm, const std::string& path
   if (misuse == "dtype" && here) net->to(torch::kDouble);
   if (misuse == "complex") net->to(torch::kComplexFloat);
   fill(*net, rank);
+  for (auto& parameter : net->parameters()) parameter.requires_grad_(misuse != "all-frozen");
   lockstep::DdpOptions options;
   if (misuse.starts_with("caps") && here) options.bucket_caps = {64};
   options.find_unused_parameters = misuse == "caps-search" || (misuse == "search" && here);
@@ -120,7 +121,7 @@ void train(const lockstep::World& world, TestComm& comm, const std::string& path
   if (misuse == "loaded" && here)
     for (auto& parameter : net->parameters()) parameter.mul_(1.01);
   torch::AutoGradMode grad(true);
-  for (int step = 1; step <= steps; ++step) {
+  for (int step = 1; step <= steps - (misuse == "fewer" && here); ++step) {
     where = "the forward of step " + std::to_string(step);
     optimizer.zero_grad();
     net->use_two = !(misuse == "unused" || (misuse == "unused-here" && here));

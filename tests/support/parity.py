@@ -73,7 +73,7 @@ def run_python(ranks, function, output, *args):
         sys.exit("the Python side failed")
 
 
-def run_program(program, *words, timeout=300):
+def run_program(program, *words, timeout=600):
     """What the program prints."""
     done = subprocess.run([program, *map(str, words)], capture_output=True, text=True, timeout=timeout)
     if done.returncode:
