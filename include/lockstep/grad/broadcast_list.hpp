@@ -12,14 +12,16 @@
 
 namespace lockstep::detail {
 
-/// A tensor of one dimension over the memory of a dense tensor, unknown to autograd.
-inline at::Tensor flat_alias(const at::Tensor& tensor) {
-  return at::empty({0}, tensor.options())
-      .set_(tensor.storage(), tensor.storage_offset(), {tensor.numel()}, {1});
+/// The bytes of a dense tensor: a tensor of one dimension over its memory, unknown to autograd.
+inline at::Tensor bytes_alias(const at::Tensor& tensor) {
+  const auto size = static_cast<std::int64_t>(tensor.element_size());
+  return at::empty({0}, tensor.options().dtype(at::kByte))
+      .set_(tensor.storage(), tensor.storage_offset() * size, {tensor.numel() * size}, {1});
 }
 
-/// Tensors that one rank sends to all, in chunks of one dtype and at most 250 MiB. Made once and run often:
-/// the chunks are kept, and made anew where a tensor has moved to other memory.
+/// Tensors that one rank sends to all, as bytes, so that those of several dtypes travel together, in chunks
+/// of one device and at most 250 MiB. Made once and run often: the chunks are kept, and made anew where a
+/// tensor has moved to other memory.
 class BroadcastList {
  public:
   explicit BroadcastList(std::vector<at::Tensor> tensors) : tensors_(std::move(tensors)) {}
@@ -62,15 +64,14 @@ class BroadcastList {
       if (tensor.numel() == 0) continue;
       at::Tensor flat;
       if (tensor.is_non_overlapping_and_dense()) {
-        flat = flat_alias(tensor);
+        flat = bytes_alias(tensor);
       } else {
         copies_.emplace_back(tensor, tensor.contiguous());
-        flat = copies_.back().second.view({-1});
+        flat = bytes_alias(copies_.back().second);
       }
-      const std::int64_t size = flat.numel() * static_cast<std::int64_t>(flat.element_size());
-      const bool joins = !chunks_.empty() && bytes + size <= chunk_bytes &&
-                         chunks_.back()[0].scalar_type() == flat.scalar_type() &&
-                         chunks_.back()[0].device() == flat.device();
+      const std::int64_t size = flat.numel();
+      const bool joins =
+          !chunks_.empty() && bytes + size <= chunk_bytes && chunks_.back()[0].device() == flat.device();
       if (!joins) {
         chunks_.emplace_back();
         bytes = 0;

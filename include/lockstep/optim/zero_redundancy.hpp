@@ -246,7 +246,7 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer,
             if (!parameter.is_inference()) parameter.unsafeGetTensorImpl()->bump_version();
   }
 
-  // Flat tensors over the parameters' memory, made anew where that has moved.
+  // The bytes of the parameters, made anew where that has moved.
   void refresh_flats() {
     flats_.resize(shards_.size());
     for (std::size_t rank = 0; rank < shards_.size(); ++rank) {
@@ -256,7 +256,7 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer,
           if (i == flats_[rank].size()) flats_[rank].emplace_back();
           at::Tensor& flat = flats_[rank][i++];
           if (!flat.defined() || flat.const_data_ptr() != parameter.const_data_ptr())
-            flat = detail::flat_alias(parameter);
+            flat = detail::bytes_alias(parameter);
         }
     }
   }
