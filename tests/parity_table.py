@@ -9,6 +9,7 @@ import importlib.metadata
 import os
 import re
 import sys
+import textwrap
 
 HEADINGS = {
     "ddp_parity": ("DistributedDataParallel", "Parameters and buffers of every rank, compared word by word."),
@@ -48,7 +49,8 @@ def body(lines):
     for line in lines:
         row = line.startswith("|")
         if row or line.startswith("note: "):
-            text += ("" if row and in_table else "\n") + line.removeprefix("note: ") + "\n"
+            words = line if row else textwrap.fill(line.removeprefix("note: "), 120, break_on_hyphens=False)
+            text += ("" if row and in_table else "\n") + words + "\n"
             in_table = row
     broken = [line for line in lines if "broken" in line and not line.startswith("|")]
     if broken:
