@@ -15,14 +15,14 @@ namespace lockstep::detail {
 /// One call of a collective or of send and recv.
 struct Call {
   const char* name = "";
-  std::uint64_t sequence = 0;  // of a collective, from 1
+  std::uint64_t sequence = 0;  // of a collective, from 1; 0: what is none
   int peer = -1;               // of a message: the rank in the group
   int tag = 0;
   std::chrono::steady_clock::time_point start{};
 
   /// "all_reduce #57", "recv from rank 2 (tag 5)"
   [[nodiscard]] std::string text() const {
-    if (peer < 0) return fmt::format("{} #{}", name, sequence);
+    if (peer < 0) return sequence == 0 ? std::string(name) : fmt::format("{} #{}", name, sequence);
     return fmt::format("{} {} rank {} (tag {})", name, name[0] == 's' ? "to" : "from", peer, tag);
   }
 };

@@ -100,6 +100,14 @@ concept Labelled = Communicator<C> && requires(C& comm, std::shared_ptr<const st
   comm.label(text);
 };
 
+/// A communicator that has memory from which its collectives go faster: `empty_buffer(length, like)` gives a
+/// tensor [length], uninitialised, with the dtype and the device of `like`. It may outlive the communicator.
+/// What one rank sends from such a buffer, every rank does, at the same place in its own.
+template <class C>
+concept Buffered = Communicator<C> && requires(C& comm, std::int64_t length, const at::Tensor& like) {
+  { comm.empty_buffer(length, like) } -> std::same_as<at::Tensor>;
+};
+
 namespace detail {
 /// How errors call the ranks of a group: by their ranks in the world, where the communicator has a
 /// `world_rank(rank)`, else as they are.

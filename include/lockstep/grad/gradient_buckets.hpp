@@ -10,11 +10,13 @@
 #include <fmt/format.h>
 
 #include <cmath>
+#include <functional>
 #include <limits>
 #include <optional>
 #include <utility>
 #include <vector>
 
+#include "lockstep/comm/communicator.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/grad/bucket_plan.hpp"
 #include "lockstep/grad/ddp_options.hpp"
@@ -30,6 +32,18 @@ struct BucketStyle {
   int divisor = 1;
 };
 
+/// Gives a bucket's memory: a tensor [length], uninitialised, with the dtype and the device of `like`.
+using BucketMemory = std::function<at::Tensor(std::int64_t length, const at::Tensor& like)>;
+
+/// What the communicator has for its buffers, and LibTorch's own where it has nothing.
+template <class Comm>
+BucketMemory bucket_memory([[maybe_unused]] Comm& comm) {
+  if constexpr (Buffered<Comm>)
+    return [&comm](std::int64_t length, const at::Tensor& like) { return comm.empty_buffer(length, like); };
+  else
+    return [](std::int64_t length, const at::Tensor& like) { return at::empty({length}, like.options()); };
+}
+
 /// The memory of the buckets, and the gradients in it.
 ///
 /// A slot is a gradient's place: a tensor with the layout that autograd gives the gradient (the parameter's
@@ -42,13 +56,13 @@ class GradientBuckets {
   static constexpr std::int64_t tail = 2;
 
   GradientBuckets(const std::vector<NamedTensor>& parameters, const std::vector<char>& sparse,
-                  const BucketPlan& plan, BucketStyle style)
+                  const BucketPlan& plan, BucketStyle style, const BucketMemory& memory)
       : parameters_(&parameters),
         sparse_(&sparse),
         style_(style),
         slots_(parameters.size()),
         bucket_of_(parameters.size()) {
-    for (const auto& members : plan) add(members, plan.size());
+    for (const auto& members : plan) add(members, plan.size(), memory);
     for (std::size_t b = 0; b < plan.size(); ++b)
       for (const std::size_t i : plan[b])
         if (slots_[i].defined() && slots_[i].numel() > 0) last_slot_ = i;
@@ -180,7 +194,7 @@ class GradientBuckets {
     at::Tensor divisor, factor;  // the style's divisor, and 1 / divisor
   };
 
-  void add(const std::vector<std::size_t>& members, std::size_t count) {
+  void add(const std::vector<std::size_t>& members, std::size_t count, const BucketMemory& memory) {
     const at::Tensor& first = (*parameters_)[members.at(0)].tensor;
     Bucket bucket;
     bucket.gradients.index = buckets_.size();
@@ -190,7 +204,7 @@ class GradientBuckets {
     if (!(*sparse_)[members[0]]) {
       std::int64_t length = 0;
       for (const std::size_t i : members) length += (*parameters_)[i].tensor.numel();
-      bucket.with_tail = at::empty({length + tail}, first.options());
+      bucket.with_tail = memory(length + tail, first);
       const auto storage = bucket.with_tail.storage();
       bucket.gradients.flat = at::empty({0}, first.options()).set_(storage, 0, {length});
       // Gloo knows no complex numbers: they travel as pairs of real ones.

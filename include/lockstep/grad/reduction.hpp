@@ -262,7 +262,8 @@ class BucketReduction {
 
   void use(const BucketPlan& plan) {
     buckets_.emplace(parameters_, sparse_, plan,
-                     BucketStyle{options_.gradients, Hook::divides_first ? comm_.size() : 1});
+                     BucketStyle{options_.gradients, Hook::divides_first ? comm_.size() : 1},
+                     bucket_memory(comm_));
     works_.clear();
     works_.resize(plan.size());
     pending_.resize(plan.size());

@@ -6,10 +6,11 @@
 
 using namespace lockstep_test;
 using lockstep::DistributedDataParallel;
+using lockstep::NcclBuffers;
 using lockstep::World;
 using std::vector;
 
-static_assert(lockstep::Labelled<FakeComm>);
+static_assert(lockstep::Labelled<FakeComm> && lockstep::Buffered<FakeComm>);
 
 namespace {
 
@@ -30,21 +31,44 @@ at::Tensor loss_of(torch::nn::Sequential& model, const at::Tensor& batch) {
 
 // Small buckets, so that there are several, and three steps, so that they are rebuilt.
 template <class Device = FakeDevice>
-vector<std::string> train(FakeMachine& machine, vector<torch::nn::Sequential>& models,
-                          const at::Tensor& data) {
+vector<std::string> train(FakeMachine& machine, vector<torch::nn::Sequential>& models, const at::Tensor& data,
+                          NcclBuffers buffers = NcclBuffers::torch) {
   return run_ranks(machine, static_cast<int>(models.size()), [&](const World& world) {
     auto& model = models[static_cast<std::size_t>(world.rank())];
-    lockstep::BasicNcclComm<Device> comm(world, quick(std::chrono::seconds(20)));
-    lockstep::DdpOptions options;
-    options.bucket_caps = {100};
-    DistributedDataParallel ddp{model, comm, options};
-    torch::optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
-    for (int step = 0; step < 3; ++step) {
-      optimizer.zero_grad();
-      ddp.backward(loss_of(model, data[step][world.rank()]));
-      optimizer.step();
+    {
+      lockstep::NcclOptions how = quick(std::chrono::seconds(20));
+      how.buffers = buffers;
+      lockstep::BasicNcclComm<Device> comm(world, how);
+      lockstep::DdpOptions options;
+      options.bucket_caps = {100};
+      DistributedDataParallel ddp{model, comm, options};
+      torch::optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
+      for (int step = 0; step < 3; ++step) {
+        optimizer.zero_grad();
+        ddp.backward(loss_of(model, data[step][world.rank()]));
+        optimizer.step();
+      }
+    }
+    // The gradients lie in the buckets, and outlive the communicator.
+    expect((machine.buffers_left() > 0) == (buffers == NcclBuffers::nccl), "the buckets to be NCCL's");
+    for (auto& parameter : model->parameters()) {
+      expect(torch::isfinite(parameter.grad()).all().item<bool>(), "gradients that are there");
+      parameter.mutable_grad() = at::Tensor();
     }
   });
+}
+
+// Faults of the fake device, while one lives.
+struct Faults {
+  Faults() = default;
+  ~Faults() { FakeDevice::faults() = {}; }
+  FakeDevice::Faults* operator->() { return &FakeDevice::faults(); }
+};
+
+lockstep::NcclOptions with_buffers(NcclBuffers kind) {
+  lockstep::NcclOptions options = quick(std::chrono::seconds(5));
+  options.buffers = kind;
+  return options;
 }
 
 }  // namespace
@@ -82,6 +106,92 @@ TEST_CASE("DistributedDataParallel over NCCL's communicator trains as one proces
         CHECK(at::allclose(got, wanted, 1e-5, 1e-7));
         CHECK(at::equal(got, models[0]->parameters()[i]));
       }
+  }
+}
+
+TEST_CASE(
+    "gradients in NCCL's memory, or in registered memory, are those of LibTorch's, and are given back") {
+  torch::set_num_threads(1);
+  torch::manual_seed(1);
+  const auto data = torch::randn({3, 2, 4, 6});
+  auto plain = equal_networks(2);
+  {
+    FakeMachine machine(/*eager=*/true);
+    for (const std::string& error : train(machine, plain, data)) CHECK(error == "");
+  }
+  for (const auto kind : {NcclBuffers::registered, NcclBuffers::nccl}) {
+    auto models = equal_networks(2);
+    FakeMachine machine(/*eager=*/true);
+    for (const std::string& error : train(machine, models, data, kind)) CHECK(error == "");
+    for (const std::string& violation : machine.violations()) CHECK(violation == "");
+    CHECK(machine.buffers_left() == 0);
+    for (std::size_t i = 0; i < plain[0]->parameters().size(); ++i)
+      CHECK(at::equal(models[1]->parameters()[i], plain[1]->parameters()[i]));
+  }
+}
+
+TEST_CASE("buffers whose collective is aborted are given back once it has ended") {
+  for (const auto kind : {NcclBuffers::registered, NcclBuffers::nccl}) {
+    FakeMachine machine;
+    machine.patience = std::chrono::seconds(5);
+    run_clean_ranks(machine, 1, [&](const World& world) {
+      at::Tensor outlives;
+      {
+        FakeComm comm(world, with_buffers(kind));
+        const at::Tensor like = at::empty({0}, at::kFloat);
+        outlives = comm.empty_buffer(4, like);
+        at::Tensor dropped = comm.empty_buffer(4, like);
+        fill_later(dropped, 1);
+        fill_later(outlives, 1);
+        machine.freeze(0);
+        static_cast<void>(comm.all_reduce(vector{dropped, outlives}));
+        dropped = at::Tensor();
+        comm.abort("the test says so");
+        machine.thaw(0);
+        // DistributedDataParallel makes its buckets anew after a failure: it gets memory all the same.
+        expect(comm.empty_buffer(4, like).numel() == 4, "plain memory after an abort");
+      }
+      read(outlives);
+    });
+    CHECK(machine.buffers_left() == 0);
+  }
+}
+
+TEST_CASE("buffers that cannot be had are errors that say what to do") {
+  Faults faults;
+  FakeMachine machine;
+  machine.patience = std::chrono::seconds(5);
+  SECTION("an NCCL that has none") {
+    faults->version = {{0, 21805}};
+    for (const auto kind : {NcclBuffers::registered, NcclBuffers::nccl})
+      CHECK_THAT(
+          run_ranks(machine, 1, [&](const World& world) { FakeComm comm(world, with_buffers(kind)); })[0],
+          ContainsSubstring("which NCCL 2.18.5 cannot do: install a torch with NCCL 2.19 or newer") &&
+              ContainsSubstring("leave NcclBuffers::torch"));
+    run_clean_ranks(machine, 1, [&](const World& world) { FakeComm comm(world, quick()); });
+  }
+  SECTION("no memory, or none that NCCL registers, on one rank") {
+    std::string expected;
+    SECTION("memory") {
+      faults->buffers = {{1, "CUDA out of memory"}};
+      expected = "empty_buffer failed on rank 1: CUDA out of memory: rank 1's GPU is full";
+    }
+    SECTION("registration") {
+      faults->registration = {{1, NcclResult::system_error}};
+      expected = "empty_buffer failed on rank 1: a buffer of 16 bytes cannot be registered: NCCL: ";
+    }
+    const auto errors = run_ranks(machine, 2, [&](const World& world) {
+      FakeComm comm(world, with_buffers(NcclBuffers::nccl));
+      const std::string error = thrown_by([&] {
+        static_cast<void>(comm.empty_buffer(4, at::empty({0}, at::kFloat)));
+        comm.barrier();
+      });
+      throw std::runtime_error(error);
+    });
+    CHECK_THAT(errors[1], ContainsSubstring("CommunicationError: " + expected));
+    CHECK_THAT(errors[0], ContainsSubstring("PeerError: rank 1 failed first: " + expected));
+    for (const std::string& violation : machine.violations()) CHECK(violation == "");
+    CHECK(machine.buffers_left() == 0);
   }
 }
 

@@ -57,6 +57,29 @@ struct FreedEarly : Broken<FreedEarly> {
   bool done(Event) const { return true; }
 };
 
+/// A buffer is no longer registered, but NCCL is not told so.
+struct NotDeregistered : Broken<NotDeregistered> {
+  using Broken::Broken;
+  NcclResult deregister_buffer(Comm, void*) const { return NcclResult::success; }
+};
+
+/// A registration ends as soon as it has begun.
+struct DeregisteredEarly : Broken<DeregisteredEarly> {
+  using Broken::Broken;
+  NcclResult register_buffer(Comm comm, void* memory, std::size_t bytes, void*& registration) const {
+    const NcclResult result = FakeDevice::register_buffer(comm, memory, bytes, registration);
+    FakeDevice::deregister_buffer(comm, registration);
+    return result;
+  }
+  NcclResult deregister_buffer(Comm, void*) const { return NcclResult::success; }
+};
+
+/// Buffers are never given back.
+struct BufferLeft : Broken<BufferLeft> {
+  using Broken::Broken;
+  void free_buffer(void*) const {}
+};
+
 /// One rank issues what belongs to a group in another order than the others.
 struct WrongGroupOrder : Broken<WrongGroupOrder> {
   using Broken::Broken;

@@ -5,6 +5,7 @@
 
 using namespace lockstep_test;
 using lockstep::BasicNcclComm;
+using lockstep::NcclBuffers;
 using lockstep::World;
 using std::vector;
 
@@ -36,6 +37,39 @@ std::string order_scenario() {
                       }
                       comm.barrier();
                     }));
+}
+
+// The same with buffers: one that is dropped while its collective is under way, one that is used again and
+// again, and one that outlives the communicator.
+template <class Device>
+std::string buffer_scenario(NcclBuffers kind) {
+  FakeMachine machine;
+  machine.patience = std::chrono::seconds(5);
+  std::string verdict = verdict_of(machine, run_ranks(machine, 2, [&](const World& world) {
+                                     lockstep::NcclOptions options = quick(std::chrono::seconds(3));
+                                     options.buffers = kind;
+                                     at::Tensor outlives;
+                                     {
+                                       BasicNcclComm<Device> comm(world, options);
+                                       const at::Tensor like = at::empty({0}, at::kFloat);
+                                       outlives = comm.empty_buffer(3, like);
+                                       for (int step = 0; step < 3; ++step) {
+                                         at::Tensor dropped = comm.empty_buffer(8, like);
+                                         fill_later(dropped, step);
+                                         auto work = comm.all_reduce(dropped);
+                                         dropped = at::Tensor();
+                                         fill_later(outlives, 1);
+                                         comm.all_reduce(outlives).join_stream();
+                                         expect_equal(read(outlives), at::full({3}, 2), "a sum in a buffer");
+                                         work.join_stream();
+                                       }
+                                       comm.barrier();
+                                     }
+                                     expect_equal(read(outlives), at::full({3}, 2),
+                                                  "what was in a buffer when the communicator ended");
+                                   }));
+  if (machine.buffers_left() > 0) verdict += "buffers are left\n";
+  return verdict;
 }
 
 // A rank never comes, while the other waits for its stream as it does for any number it reads.
@@ -88,6 +122,8 @@ std::string error_scenario() {
 
 TEST_CASE("the scenarios find nothing where nothing is wrong") {
   CHECK(order_scenario<FakeDevice>() == "");
+  for (const auto kind : {NcclBuffers::torch, NcclBuffers::registered, NcclBuffers::nccl})
+    CHECK(buffer_scenario<FakeDevice>(kind) == "");
   CHECK(late_scenario<FakeDevice>() == "");
   CHECK(error_scenario<FakeDevice>() == "");
 }
@@ -105,6 +141,20 @@ TEST_CASE("each seeded defect is found") {
   }
   SECTION("a buffer freed early") {
     CHECK_THAT(order_scenario<FreedEarly>(), ContainsSubstring("may still use it"));
+  }
+  SECTION("buffers") {
+    for (const auto kind : {NcclBuffers::registered, NcclBuffers::nccl}) {
+      CHECK_THAT(buffer_scenario<FreedEarly>(kind),
+                 ContainsSubstring("memory is deregistered by") && ContainsSubstring("may still use it"));
+      CHECK_THAT(buffer_scenario<NoEventBehind>(kind), ContainsSubstring("nothing orders them"));
+      CHECK_THAT(buffer_scenario<DeregisteredEarly>(kind),
+                 ContainsSubstring("uses memory that was deregistered"));
+      CHECK_THAT(buffer_scenario<NotDeregistered>(kind),
+                 ContainsSubstring("memory is freed that is still registered") &&
+                     ContainsSubstring("a communicator was destroyed while memory is registered with it"));
+    }
+    CHECK_THAT(buffer_scenario<FreedEarly>(NcclBuffers::nccl), ContainsSubstring("is freed by"));
+    CHECK_THAT(buffer_scenario<BufferLeft>(NcclBuffers::nccl), ContainsSubstring("buffers are left"));
   }
   SECTION("a wrong group order") {
     CHECK_THAT(order_scenario<WrongGroupOrder>(), ContainsSubstring("the ranks issue different collectives"));

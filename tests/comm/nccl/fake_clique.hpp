@@ -29,6 +29,7 @@ struct FakeRank {
   FakeClique* clique = nullptr;
   int index = 0;          // in the clique
   int machine_rank = -1;  // whose GPU
+  int actor = -1;         // its stream in the log, once it has used one
   bool gone = false;
   const char* gone_by = "";
   int delay = 0;                           // polls until what was issued is in the stream

@@ -24,6 +24,8 @@ class FakeDevice {
     std::map<int, int> version;                               // of NCCL
     std::map<int, std::pair<NcclResult, std::string>> group;  // what group_end answers
     std::map<int, std::string> memory;                        // what allocate says
+    std::map<int, std::string> buffers;                       // what allocate_buffer says
+    std::map<int, NcclResult> registration;                   // what register_buffer answers
   };
   static Faults& faults() {
     static Faults all;
@@ -91,6 +93,32 @@ class FakeDevice {
     return tensor.clone();
   }
 
+  bool has_buffers() const { return version() >= 21900; }
+  void* allocate_buffer(std::size_t bytes) const {
+    const auto fault = faults().buffers.find(rank_);
+    if (fault != faults().buffers.end()) throw std::runtime_error(fault->second);
+    return machine_->with_buffers([&](FakeBuffers& buffers, int) { return buffers.allocate(bytes); });
+  }
+  void free_buffer(void* memory) const {
+    machine_->with_buffers([&](FakeBuffers& buffers, int host) { return buffers.free(memory, host); });
+  }
+  NcclResult register_buffer(Comm comm, void* memory, std::size_t bytes, void*& registration) const {
+    const auto fault = faults().registration.find(rank_);
+    if (fault != faults().registration.end()) return fault->second;
+    if (comm->gone)
+      return machine_->with_cliques([&](FakeCliques& cliques) { return cliques.misuse(comm, "used"); });
+    registration =
+        machine_->with_buffers([&](FakeBuffers& buffers, int) { return buffers.add(comm, memory, bytes); });
+    return NcclResult::success;
+  }
+  NcclResult deregister_buffer(Comm comm, void* registration) const {
+    if (comm->gone)
+      return machine_->with_cliques([&](FakeCliques& cliques) { return cliques.misuse(comm, "used"); });
+    machine_->with_buffers(
+        [&](FakeBuffers& buffers, int host) { return buffers.remove(comm, registration, host); });
+    return NcclResult::success;
+  }
+
   std::string make_id() const { return fmt::format("clique of {}", static_cast<const void*>(new char)); }
   NcclResult init(Comm& made, int size, const std::string& id, int rank) const {
     return machine_->with_cliques([&](FakeCliques& cliques) {
@@ -122,6 +150,8 @@ class FakeDevice {
     machine_->with_cliques([&](FakeCliques& cliques) {
       if (comm->gone) return cliques.misuse(comm, "destroyed");
       if (!comm->finalized) machine_->complain_locked("a communicator was destroyed before finalize");
+      if (machine_->buffers().any(comm))
+        machine_->complain_locked("a communicator was destroyed while memory is registered with it");
       comm->gone_by = "destroy";
       comm->gone = true;
       return NcclResult::success;
@@ -132,6 +162,7 @@ class FakeDevice {
       if (comm->gone) return cliques.misuse(comm, "aborted");
       comm->gone_by = "abort";
       comm->gone = true;
+      machine_->buffers().forget(comm);
       return NcclResult::success;
     });
   }

@@ -19,6 +19,7 @@
 
 #include <fmt/format.h>
 
+#include "fake_buffers.hpp"
 #include "fake_clique.hpp"
 #include "fake_memory.hpp"
 #include "happens_before.hpp"
@@ -178,6 +179,20 @@ class FakeMachine {
     return log_.violations();
   }
 
+  /// Runs `use(buffers, host)` under the machine's lock, where `host` is this thread in the log.
+  template <class Use>
+  auto with_buffers(Use&& use) {
+    std::unique_lock lock(mutex_);
+    // Whoever gives back comes after what any thread of its rank has seen to be done.
+    log_.learn(actor(), seen_[seat().rank]);
+    return use(buffers_, actor());
+  }
+  /// How many of NCCL's buffers nobody has given back.
+  [[nodiscard]] int buffers_left() {
+    std::unique_lock lock(mutex_);
+    return buffers_.left();
+  }
+
   /// Runs `use(cliques)` under the machine's lock; what it issues goes through `issue_group`.
   template <class Use>
   auto with_cliques(Use&& use) {
@@ -192,12 +207,16 @@ class FakeMachine {
     log_.issue(actor(), stream->actor);
     Operation operation{group->text(), [this, group] { return cliques_.advance(*group); }, {}};
     for (const FakePart& part : group->parts) {
+      part.rank->actor = stream->actor;
+      buffers_.use(part.rank, part.from, part.bytes_read, part.text());
+      buffers_.use(part.rank, part.to, part.bytes_written, part.text());
       note(stream, operation, part.from, part.bytes_read, false, part.text());
       note(stream, operation, part.to, part.bytes_written, true, part.text());
     }
     stream->operations.push_back(std::move(operation));
   }
   [[nodiscard]] FakeCliques& cliques() { return cliques_; }
+  [[nodiscard]] FakeBuffers& buffers() { return buffers_; }  // under the lock
 
   /// The sentence about what the machine could not forgive, for a program that should have given none.
   void complain_locked(const std::string& text) { log_.complain(text); }
@@ -222,6 +241,7 @@ class FakeMachine {
   void note(Stream* stream, Operation& operation, const void* memory, std::size_t bytes, bool writes,
             const std::string& what) {
     log_.access(stream->actor, memory, bytes, writes, what);
+    buffers_.use(nullptr, memory, bytes, what);
     if (bytes > 0) operation.memory.emplace_back(memory, bytes);
   }
   // From the first element to the last, whatever lies between them.
@@ -279,6 +299,7 @@ class FakeMachine {
     // Whoever drops the last reference comes after those who dropped theirs, and what they had seen.
     log_.learn(actor(), seen_[owner->rank]);
     log_.release(memory, bytes, actor(), owner->actor);
+    buffers_.given_back(memory, bytes);
     if (!in_use(memory, bytes)) return false;
     freed_.emplace_back(memory, bytes);
     return true;
@@ -304,6 +325,7 @@ class FakeMachine {
   std::mutex mutex_;
   std::condition_variable changed_;
   HappensBefore log_;
+  FakeBuffers buffers_{log_};
   std::vector<std::unique_ptr<Stream>> streams_;
   FakeCliques cliques_{[this](const std::string& text) { log_.complain(text); }};
   std::set<int> frozen_;

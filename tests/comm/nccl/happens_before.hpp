@@ -82,6 +82,16 @@ class HappensBefore {
     });
   }
 
+  /// What `actor` does with the memory must have ended as far as `host` knows.
+  void expect_ended(const void* memory, std::size_t bytes, int host, int actor, const std::string& how) {
+    const auto begin = reinterpret_cast<std::uintptr_t>(memory), end = begin + bytes;
+    for (const Access& other : accesses_)
+      if (other.actor == actor && other.begin < end && begin < other.end &&
+          !clock(host).knows(other.actor, other.number))
+        complain("memory is " + how + " by " + name(host) + " while " + other.what + " on " + name(actor) +
+                 " may still use it");
+  }
+
   void complain(std::string text) { violations_.push_back(std::move(text)); }
   [[nodiscard]] const std::vector<std::string>& violations() const { return violations_; }
 

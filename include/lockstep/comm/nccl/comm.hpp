@@ -91,6 +91,14 @@ class BasicNcclComm {
   /// changed; null for nothing.
   void label(detail::Label label) { group_->label(std::move(label)); }
 
+  /// A tensor [length], uninitialised, with the dtype and the device of `like`, in memory that
+  /// NcclOptions::buffers chooses. What one rank sends from such a buffer or receives there, every rank
+  /// does, at the same place in its own. It may outlive the communicator; after an abort or shutdown() it is
+  /// memory like any other. Throws CommunicationError when that memory has run out.
+  [[nodiscard]] at::Tensor empty_buffer(std::int64_t length, const at::Tensor& like) {
+    return group_->empty_buffer(length, like);
+  }
+
   /// Combines `tensor` over the ranks, in place on every one. `average` needs a floating dtype; on bool,
   /// `sum` is "any" and `product` "all".
   Work all_reduce(const at::Tensor& tensor, ReduceOp op = ReduceOp::sum) {

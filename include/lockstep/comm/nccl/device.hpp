@@ -48,6 +48,14 @@ enum class NcclResult : int {
 /// on its own. `copy(stream, to, from)` issues a copy. `upload` and `download` move small tensors from and to
 /// the host: visible to the current stream, and after all that the current stream holds.
 ///
+/// Buffers. `has_buffers()` says whether this NCCL has what follows. `allocate_buffer(bytes)` gives memory of
+/// NCCL's own, and throws where there is none left; `free_buffer` gives it back at once: nothing may still
+/// use it, and no communicator have it registered. `register_buffer(comm, memory, bytes, registration)` lets
+/// the communicator move what is in that memory without copies of its own, until `deregister_buffer(comm,
+/// registration)`; both answer at once. A collective uses registered memory on every rank or on none, and
+/// none that is in flight may use what is deregistered. `destroy` wants nothing registered; `abort` ends
+/// the registrations, after what is in flight.
+///
 /// NCCL. Communicators are non-blocking: `init`, `split`, `finalize`, `group_end` and the collectives may
 /// answer in_progress, and then nothing else may be called on the communicator but `state` and `abort`, until
 /// `state` answers success; before that what was issued is not in the stream yet. `last_error` is NCCL's
@@ -61,7 +69,7 @@ concept NcclDevice = std::copyable<D> && std::regular<typename D::Comm> && std::
     requires(const D device, const World& world, typename D::Comm comm, typename D::Comm& made,
              typename D::Stream stream, typename D::Event event, const at::Tensor& tensor,
              at::IntArrayRef sizes, const std::string& text, const void* from, void* to, std::size_t count,
-             at::ScalarType type, ReduceOp op, int number) {
+             at::ScalarType type, ReduceOp op, int number, void*& registration) {
   { D::open(world, number) } -> std::same_as<D>;
   device.enter_thread();
   { device.name() } -> std::same_as<std::string>;
@@ -84,6 +92,12 @@ concept NcclDevice = std::copyable<D> && std::regular<typename D::Comm> && std::
   device.copy(stream, tensor, tensor);
   { device.upload(tensor) } -> std::same_as<at::Tensor>;
   { device.download(tensor) } -> std::same_as<at::Tensor>;
+
+  { device.has_buffers() } -> std::same_as<bool>;
+  { device.allocate_buffer(count) } -> std::same_as<void*>;
+  device.free_buffer(to);
+  { device.register_buffer(comm, to, count, registration) } -> std::same_as<NcclResult>;
+  { device.deregister_buffer(comm, to) } -> std::same_as<NcclResult>;
 
   { device.make_id() } -> std::same_as<std::string>;
   { device.init(made, number, text, number) } -> std::same_as<NcclResult>;   // size, id, rank

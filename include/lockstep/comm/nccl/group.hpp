@@ -13,6 +13,7 @@
 
 #include <fmt/format.h>
 
+#include "lockstep/comm/nccl/buffers.hpp"
 #include "lockstep/comm/nccl/cards.hpp"
 #include "lockstep/comm/nccl/device.hpp"
 #include "lockstep/comm/nccl/diagnosis.hpp"
@@ -85,6 +86,7 @@ class NcclGroup {
       }
     } catch (const std::exception&) {  // the device itself has failed, and its memory is lost with it
     }
+    if (buffers_) buffers_->close();
     if (stream_ != Stream{}) device_.destroy_stream(stream_);
   }
   NcclGroup(const NcclGroup&) = delete;
@@ -116,6 +118,12 @@ class NcclGroup {
     return call;
   }
 
+  /// A tensor [length], uninitialised, with the dtype and device of `like`, as NcclOptions::buffers says.
+  at::Tensor empty_buffer(std::int64_t length, const at::Tensor& like) {
+    if (!buffers_ || failed()) return at::empty({length}, like.options());
+    return guarded({"empty_buffer", 0, -1, 0, Clock::now()}, [&] { return buffers_->make(length, like); });
+  }
+
   /// Issues a call's work behind all that the current stream holds. `issue(comm, stream)` issues NCCL's part,
   /// as one group; `before` and `after` issue copies around it. `kept` stays until it is complete.
   template <class Before, class Issue, class After>
@@ -125,6 +133,7 @@ class NcclGroup {
       const Stream from = device_.current_stream();
       const bool captured = device_.capturing(from);
       if (!captured) flights_.sweep([this] { return failed(); });  // a capture allows no questions
+      if (!captured && buffers_) buffers_->sweep();
       FlightPtr flight = flights_.take();
       flight->call = call;
       flight->label = label_;
@@ -238,6 +247,7 @@ class NcclGroup {
       flights_.sweep([this] { return failed(); });
       return flights_.empty();
     });
+    if (buffers_) buffers_->close();
     await_ready(call, handle_.call([&](Comm comm) { return device_.finalize(comm); }));
     handle_.destroy();
     membership_.farewell();
@@ -279,15 +289,13 @@ class NcclGroup {
   void start(Make&& make) {
     try {
       stream_ = device_.make_stream();
+      buffers_ = Buffers<D>::wanted(options_, device_, handle_, stream_, world().rank());
       const Call call{"the start of the communicator", 0, -1, 0, Clock::now()};
       await_ready(call, make());
       watchdog_.emplace(
           options_.poll, [this] { device_.enter_thread(); }, [this] { return watch(); });
-    } catch (const PeerError&) {
-      handle_.abort();
-      throw;
-    } catch (const std::exception& error) {
-      membership_.publish(first_line_of(error));
+    } catch (...) {
+      membership_.publish(std::current_exception());
       handle_.abort();
       throw;
     }
@@ -357,15 +365,7 @@ class NcclGroup {
   // Keeps the error if it is the first, tells the others of it unless it came from them, and ends what is in
   // flight.
   void trip(const std::exception_ptr& error) noexcept {
-    if (error_.keep(error)) {
-      try {
-        std::rethrow_exception(error);
-      } catch (const PeerError&) {
-      } catch (const std::exception& own) {
-        membership_.publish(first_line_of(own));
-      } catch (...) {
-      }
-    }
+    if (error_.keep(error)) membership_.publish(error);
     handle_.abort();
   }
   // The same on a thread of the program.
@@ -387,6 +387,7 @@ class NcclGroup {
   NcclHandle<D> handle_;
   Stream stream_{};
   Flights<D> flights_;
+  std::shared_ptr<Buffers<D>> buffers_;  // where the options want any
   Label label_;
   int children_ = 0;
   StickyError error_;

@@ -21,6 +21,7 @@
 
 #include "lockstep/comm/call.hpp"
 #include "lockstep/comm/failure_monitor.hpp"
+#include "lockstep/comm/nccl/words.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/world/world.hpp"
 
@@ -173,6 +174,16 @@ class Membership {
     if (monitor_) monitor_->publish(rank, text);
   }
   void publish(const std::string& text) const noexcept { publish(world_.rank(), text); }
+  /// Tells them of this rank's error, unless it is one that another has told of.
+  void publish(const std::exception_ptr& error) const noexcept {
+    try {
+      std::rethrow_exception(error);
+    } catch (const PeerError&) {
+    } catch (const std::exception& own) {
+      publish(first_line_of(own));
+    } catch (...) {
+    }
+  }
   /// The same when the reason is not known yet.
   void publish_vague(const std::string& text) const noexcept {
     if (monitor_) monitor_->publish_vague(text);

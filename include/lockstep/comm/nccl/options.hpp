@@ -9,6 +9,19 @@
 
 namespace lockstep {
 
+/// Where the memory of buffers comes from that a communicator is asked for (`empty_buffer`): those of
+/// DistributedDataParallel's gradients are.
+enum class NcclBuffers {
+  /// LibTorch's own, as for any tensor.
+  torch,
+  /// LibTorch's, registered with NCCL, which then need not copy through buffers of its own where the links
+  /// between the GPUs let it. From NCCL 2.19 on.
+  registered,
+  /// NCCL's own (`ncclMemAlloc`), and registered: what NVLink's switches reduce themselves needs that. It is
+  /// not in the accounts of LibTorch's allocator. From NCCL 2.19 on.
+  nccl,
+};
+
 /// How BasicNcclComm behaves.
 struct NcclOptions {
   /// How long a collective may take, from its call to its end, and how long the ranks are waited for at the
@@ -23,6 +36,9 @@ struct NcclOptions {
   /// exchange that blocks the host in each call. Without it, ranks that disagree wait for the deadline, or
   /// read each other's numbers as something else.
   bool check_shapes = false;
+  /// The same on every rank: NCCL has no defined result where some ranks send from registered memory and
+  /// others do not.
+  NcclBuffers buffers = NcclBuffers::torch;
 };
 
 namespace detail {

@@ -53,6 +53,14 @@ inline std::string nccl_words(NcclResult result, const std::string& last_error) 
   return fmt::format("NCCL: {}{}{}", result_name(result), words.empty() ? "" : ": ", words);
 }
 
+/// Why a communicator cannot have buffers as its options want them.
+inline std::string no_buffers_text(int version) {
+  return fmt::format(
+      "NcclOptions::buffers wants memory that is registered with NCCL, which NCCL {} cannot do: install a "
+      "torch with NCCL 2.19 or newer and build against it, or leave NcclBuffers::torch",
+      version_text(version));
+}
+
 /// "all_reduce #57 (bucket 2 of 5) failed on rank 1: NCCL: ...", with what to do about it.
 inline std::string failure_text(const std::string& what, int rank, const std::string& words) {
   std::string text = fmt::format("{} failed on rank {}: {}", what, rank, words);

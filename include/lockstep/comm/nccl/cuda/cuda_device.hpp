@@ -6,10 +6,13 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
+#include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
+#include <cstddef>
 #include <cstdlib>
+#include <stdexcept>
 #include <string>
 
 #include <fmt/format.h>
@@ -17,6 +20,7 @@
 #include "lockstep/comm/nccl/cuda/nccl_api.hpp"
 #include "lockstep/comm/nccl/device.hpp"
 #include "lockstep/comm/nccl/one_nccl.hpp"
+#include "lockstep/comm/nccl/words.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/world/gpus.hpp"
 #include "lockstep/world/world.hpp"
@@ -122,6 +126,34 @@ class CudaDevice {
   }
   [[nodiscard]] at::Tensor upload(const at::Tensor& tensor) const { return tensor.to(device()); }
   [[nodiscard]] at::Tensor download(const at::Tensor& tensor) const { return tensor.cpu(); }
+
+  [[nodiscard]] bool has_buffers() const { return detail::nccl_has_buffers; }
+  [[nodiscard]] void* allocate_buffer(std::size_t bytes) const {
+    const c10::cuda::CUDAGuard guard(device());
+    void* memory = nullptr;
+    ncclResult_t result = detail::nccl_allocate(&memory, bytes);
+    if (result != ncclSuccess) {
+      cudaGetLastError();
+      c10::cuda::CUDACachingAllocator::emptyCache();  // what LibTorch keeps for later is free as well
+      result = detail::nccl_allocate(&memory, bytes);
+    }
+    if (result == ncclSuccess) return memory;
+    cudaGetLastError();
+    const char* words = ncclGetLastError(nullptr);
+    throw std::runtime_error(fmt::format("ncclMemAlloc of {} bytes: {}", bytes,
+                                         detail::nccl_words(detail::result_of(result), words ? words : "")));
+  }
+  void free_buffer(void* memory) const {
+    const c10::cuda::CUDAGuard guard(device());
+    detail::nccl_free(memory);
+  }
+  NcclResult register_buffer(Comm comm, void* memory, std::size_t bytes, void*& registration) const {
+    const c10::cuda::CUDAGuard guard(device());
+    return detail::result_of(detail::nccl_register(comm, memory, bytes, &registration));
+  }
+  NcclResult deregister_buffer(Comm comm, void* registration) const {
+    return detail::result_of(detail::nccl_deregister(comm, registration));
+  }
 
   [[nodiscard]] std::string make_id() const {
     ncclUniqueId id;

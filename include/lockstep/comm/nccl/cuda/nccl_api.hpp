@@ -5,6 +5,8 @@
 
 #include <c10/core/ScalarType.h>
 
+#include <cstddef>
+
 #include "lockstep/comm/nccl/device.hpp"
 
 #ifdef LOCKSTEP_NCCL_VERSION_CODE  // a test's, to compile as if the header were older
@@ -28,6 +30,36 @@ inline constexpr int first_nccl_with_shared_gpus = 23000;
 inline NcclResult result_of(ncclResult_t result) {
   return static_cast<NcclResult>(result);
 }
+
+/// Memory of NCCL's own, and registration: from 2.19 on. A null handle is NCCL's for what it leaves out.
+#if LOCKSTEP_NCCL_VERSION >= 21900
+inline constexpr bool nccl_has_buffers = true;
+inline ncclResult_t nccl_allocate(void** memory, std::size_t bytes) {
+  return ncclMemAlloc(memory, bytes);
+}
+inline void nccl_free(void* memory) {
+  ncclMemFree(memory);
+}
+inline ncclResult_t nccl_register(ncclComm_t comm, void* memory, std::size_t bytes, void** handle) {
+  return ncclCommRegister(comm, memory, bytes, handle);
+}
+inline ncclResult_t nccl_deregister(ncclComm_t comm, void* handle) {
+  return handle ? ncclCommDeregister(comm, handle) : ncclSuccess;
+}
+#else
+inline constexpr bool nccl_has_buffers = false;
+inline ncclResult_t nccl_allocate(void**, std::size_t) {
+  return ncclInvalidUsage;
+}
+inline void nccl_free(void*) {}
+inline ncclResult_t nccl_register(ncclComm_t, void*, std::size_t, void**) {
+  return ncclInvalidUsage;
+}
+inline ncclResult_t nccl_deregister(ncclComm_t, void*) {
+  return ncclInvalidUsage;
+}
+#endif
+
 static_assert(static_cast<int>(NcclResult::remote_error) == ncclRemoteError);
 static_assert(static_cast<int>(NcclResult::in_progress) == ncclInProgress);
 
