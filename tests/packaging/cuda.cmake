@@ -75,13 +75,26 @@ expect(BAD SAYS "LOCKSTEP_CUDA is ON, but CUDA cannot be had" "NCCL_ROOT is ${SC
 expect(GOOD SAYS ${has_not} "without CUDA" "NCCL_ROOT is ${SCRATCH}/empty"
   ARGS -DTorch_ROOT=${TORCH} -DNCCL_ROOT=${SCRATCH}/empty)
 
-# What lies beside a pip torch, named by the user of a LibTorch with nothing beside it.
+# A toolkit and a NCCL, named by the user of a LibTorch with nothing beside it: of what a pip torch brings. Its packages
+# may lack the folder crt/ that a toolkit has; triton's then has it.
 file(GLOB cuda_root ${TORCH}/../nvidia/cu[0-9]*)
+file(GLOB crt ${cuda_root}/include/crt ${TORCH}/../triton/backends/nvidia/include/crt)
 get_filename_component(nccl_root ${TORCH}/../nvidia/nccl ABSOLUTE)
-if(cuda_root AND EXISTS ${nccl_root}/include/nccl.h)
-  get_filename_component(cuda_root ${cuda_root} ABSOLUTE)
-  expect(GOOD SAYS ${has} "(${cuda_root}/lib/libcudart.so" "headers ${cuda_root}/include)" "(${nccl_root}/lib/libnccl.so"
-    ARGS -DTorch_ROOT=${SCRATCH}/zip -DCUDAToolkit_ROOT=${cuda_root} -DNCCL_ROOT=${nccl_root})
+if(cuda_root AND crt AND EXISTS ${nccl_root}/include/nccl.h)
+  set(toolkit ${SCRATCH}/toolkit)
+  list(GET crt 0 crt)
+  file(MAKE_DIRECTORY ${toolkit}/include)
+  file(GLOB headers ${cuda_root}/include/*)
+  list(FILTER headers EXCLUDE REGEX "/crt$")
+  foreach(header IN LISTS headers ITEMS ${crt})
+    get_filename_component(name ${header} NAME)
+    file(CREATE_LINK ${header} ${toolkit}/include/${name} SYMBOLIC)
+  endforeach()
+  file(CREATE_LINK ${cuda_root}/lib ${toolkit}/lib SYMBOLIC)
+  expect(GOOD SAYS ${has} "(${toolkit}/lib/libcudart.so" "headers ${toolkit}/include)" "(${nccl_root}/lib/libnccl.so"
+    ARGS -DTorch_ROOT=${SCRATCH}/zip -DCUDAToolkit_ROOT=${toolkit} -DNCCL_ROOT=${nccl_root})
+else()
+  message("SKIPPED packaging_cuda in part: beside the LibTorch in ${TORCH} lies no whole CUDA to name")
 endif()
 
 function(run)
