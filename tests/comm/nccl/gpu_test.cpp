@@ -155,3 +155,32 @@ TEST_CASE("a step of DistributedDataParallel on GPUs is the step on the joined b
   for (std::size_t i = 0; i < twin->parameters().size(); ++i)
     CHECK(torch::allclose(model->parameters()[i], twin->parameters()[i], 1e-4, 1e-6));
 }
+
+TEST_CASE("buffers that are registered with NCCL reduce, and outlive the communicator") {
+  for (const auto kind : {lockstep::NcclBuffers::registered, lockstep::NcclBuffers::nccl}) {
+    at::Tensor outlives;
+    {
+      NcclComm own_comm(test_world(), {.deadline = std::chrono::seconds(60), .buffers = kind});
+      const at::Tensor like = at::empty({0}, here());
+      outlives = own_comm.empty_buffer(1000, like);
+      for (int step = 0; step < 5; ++step) {
+        at::Tensor dropped = own_comm.empty_buffer(100000, like).fill_(own());
+        auto work = own_comm.all_reduce(dropped);
+        dropped = at::Tensor();
+        outlives.fill_(own());
+        own_comm.all_reduce(outlives).join_stream();
+        CHECK(holds(outlives, total()));
+        work.join_stream();
+      }
+      auto model = torch::nn::Linear(8, 4);
+      model->to(here().device());
+      lockstep::DistributedDataParallel ddp{model, own_comm};
+      for (int step = 0; step < 3; ++step) {
+        model->zero_grad();
+        ddp.backward(model->forward(torch::ones({2, 8}, here())).sum());
+        CHECK(holds(model->bias.grad(), 2));
+      }
+    }
+    CHECK(holds(outlives, total()));
+  }
+}
