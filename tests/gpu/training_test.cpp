@@ -22,6 +22,8 @@
 #include "lockstep/train/captured_step.hpp"
 #include "lockstep/train/checkpoint.hpp"
 #include "lockstep/train/cuda_graph.hpp"
+#include "lockstep/train/nvtx_ranges.hpp"
+#include "lockstep/train/peak_memory.hpp"
 #include "support/ranks.hpp"
 #include "train/nets.hpp"
 
@@ -62,6 +64,16 @@ bool close(const torch::Tensor& a, const torch::Tensor& b, double tolerance = 1e
 }
 
 }  // namespace
+
+TEST_CASE("peak memory is that of the GPU, and ranges go to NVTX", "[gpu]") {
+  const lockstep::NvtxRanges ranges({.operators = true});
+  const auto bytes = std::int64_t{64} << 20;
+  const auto held = torch::empty({bytes}, torch::TensorOptions(torch::kByte).device(gpu()));
+  const auto before = lockstep::peak_memory();
+  CHECK(before >= bytes);
+  torch::empty({4 * bytes}, torch::TensorOptions(torch::kByte).device(gpu()));
+  CHECK(lockstep::peak_memory() >= 5 * bytes);
+}
 
 TEST_CASE("a fused step under a scaler skips and counts on the GPU", "[gpu]") {
   auto parameter = torch::full({100}, 3.0F, torch::TensorOptions(gpu())).requires_grad_();

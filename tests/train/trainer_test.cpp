@@ -47,6 +47,7 @@ TEST_CASE("training is counted in epochs or in steps, and goes on where it stopp
         }},
         lockstep::OnEpoch{[&](const lockstep::EpochReport& report) {
           told.push_back(fmt::format("end {} after {}", report.epoch, report.step));
+          CHECK(report.peak_memory > 0);
         }});
   };
   SECTION("epochs") {

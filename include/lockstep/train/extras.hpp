@@ -55,6 +55,8 @@ struct EpochReport {
   double seconds;
   /// Steps that the precision left out, since their gradients were not finite.
   std::int64_t skipped = 0;
+  /// Of this rank, in bytes, since it began: see peak_memory().
+  std::int64_t peak_memory = 0;
 };
 
 /// Makes the optimizer: `make_optimizer(parameters)`, with each trained parameter once, tied ones too, in the

@@ -34,6 +34,7 @@
 #include "lockstep/train/model_handle.hpp"
 #include "lockstep/train/parameter_comparison.hpp"
 #include "lockstep/train/parts.hpp"
+#include "lockstep/train/peak_memory.hpp"
 #include "lockstep/train/policies.hpp"
 #include "lockstep/train/run_checkpoint.hpp"
 #include "lockstep/train/run_length.hpp"
@@ -251,7 +252,7 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
     sum_over_ranks(std::span(&total, 1), comm_);
     progress.finish(total.mean());
     const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - begin;
-    return {plan.epoch, position_.step, total.mean(), elapsed.count(), skipped};
+    return {plan.epoch, position_.step, total.mean(), elapsed.count(), skipped, peak_memory()};
   }
 
   // False where no rank had any data left.
