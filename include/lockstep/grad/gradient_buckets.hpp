@@ -61,6 +61,7 @@ class GradientBuckets {
         sparse_(&sparse),
         style_(style),
         slots_(parameters.size()),
+        rows_(parameters.size()),
         bucket_of_(parameters.size()) {
     for (const auto& members : plan) add(members, plan.size(), memory);
     for (std::size_t b = 0; b < plan.size(); ++b)
@@ -111,11 +112,11 @@ class GradientBuckets {
         slot.mul_(bucket.factor);
       return;
     }
-    if (grad.is_sparse())
+    if (grad.layout() != at::kStrided)
       throw GradientError(fmt::format(
-          "the gradient of parameter {} '{}' is sparse, which is known beforehand of Embedding and "
-          "EmbeddingBag made with sparse(true) alone; build its layer without sparse gradients",
-          i, parameter.name));
+          "the gradient of parameter {} '{}' is {}, which is known beforehand of Embedding and "
+          "EmbeddingBag made with sparse(true) alone; build its layer with dense gradients",
+          i, parameter.name, grad.is_sparse() ? "sparse" : "of a layout without strides (CSR, mkldnn)"));
     if (grad.scalar_type() != slot.scalar_type() || grad.device() != slot.device() ||
         grad.sizes() != slot.sizes())
       throw GradientError(
@@ -145,6 +146,9 @@ class GradientBuckets {
   }
   /// The same for a sparse one.
   void give(std::size_t i, const at::Tensor& sum) { (*parameters_)[i].tensor.mutable_grad() = sum; }
+
+  /// What this rank adds to a sparse sum, once: undefined where it has no gradient.
+  [[nodiscard]] at::Tensor rows(std::size_t i) { return std::exchange(rows_[i], at::Tensor()); }
 
   /// Multiplies all of a bucket; by 0 also what is not a number.
   void scale(std::size_t bucket, double factor) {
@@ -237,14 +241,16 @@ class GradientBuckets {
     grad = slots_[i];
   }
 
-  void take_sparse(std::size_t i, at::Tensor& grad, bool scaled) {
+  void take_sparse(std::size_t i, const at::Tensor& grad, bool scaled) {
+    rows_[i].reset();
     if (!grad.defined()) return;
     if (!grad.is_sparse() || grad.sparse_dim() != 1)
       throw GradientError(fmt::format(
           "the gradient of parameter {} '{}' was expected to be sparse in its first dimension, as "
           "an Embedding made with sparse(true) has it; let nothing else use that parameter",
           i, (*parameters_)[i].name));
-    if (scaled && style_.divisor != 1) grad.div_(style_.divisor);
+    // Not in place: where no rank has used the parameter its gradient stays as it is.
+    rows_[i] = scaled && style_.divisor != 1 ? grad.div(style_.divisor) : grad;
   }
 
   /// A number as Python multiplies and divides with it: a double that takes the dtype of the gradient. Where
@@ -268,6 +274,7 @@ class GradientBuckets {
   BucketStyle style_;
   std::vector<Bucket> buckets_;
   std::vector<at::Tensor> slots_;
+  std::vector<at::Tensor> rows_;  // of sparse gradients, by parameter
   std::vector<std::size_t> bucket_of_;
   std::optional<std::size_t> last_slot_;
 };

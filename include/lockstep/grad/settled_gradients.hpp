@@ -1,6 +1,8 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/any.h>
+#include <ATen/ops/ne.h>
 #include <fmt/format.h>
 
 #include <cstddef>
@@ -22,10 +24,18 @@ class SettledGradients {
     for (std::size_t i = 0; i < parameters.size(); ++i) left_[i] = state_of(parameters[i].tensor);
   }
 
-  /// Before a backward: forgets those that somebody has cleared or changed.
+  /// Before a backward: forgets those that somebody has cleared or replaced. One that was written to, such as
+  /// by clipping, is a mean still, unless it was set to zeros; on a device, which would have to be waited
+  /// for, it counts as cleared.
   void recognize(const std::vector<NamedTensor>& parameters) {
-    for (std::size_t i = 0; i < left_.size(); ++i)
-      if (left_[i] != state_of(parameters[i].tensor)) left_[i] = {};
+    for (std::size_t i = 0; i < left_.size(); ++i) {
+      const at::Tensor& gradient = parameters[i].tensor.mutable_grad();
+      if (left_[i] == state_of(parameters[i].tensor)) continue;
+      const bool written = gradient.defined() && gradient.unsafeGetTensorImpl() == left_[i].first;
+      const bool kept = written && gradient.is_cpu() && gradient.layout() == at::kStrided &&
+                        gradient.ne(0).any().item<bool>();
+      left_[i] = kept ? state_of(parameters[i].tensor) : State{};
+    }
   }
 
   /// After it: throws GradientError that names a parameter whose gradient was there still, and was added to,

@@ -2,9 +2,11 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
 
 #include <cstdint>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "lockstep/comm/communicator.hpp"
@@ -37,7 +39,10 @@ class UsageExchange {
     work_.reset();
     host_.copy_(sent_);
   }
-  void drop() { work_.reset(); }
+  void drop() {
+    // What nobody has waited for may write there still.
+    if (std::exchange(work_, std::nullopt)) sent_ = at::zeros_like(sent_);
+  }
 
   [[nodiscard]] bool used(std::size_t i) const { return host_.const_data_ptr<std::int32_t>()[i] != 0; }
   [[nodiscard]] bool failed() const { return host_.const_data_ptr<std::int32_t>()[host_.numel() - 1] != 0; }
