@@ -49,8 +49,12 @@ class CheckFinite {
       if (!reduced.empty()) break;
     }
     if (!gradients.spread_nan) first = first_of_ranks(first, comm);
-    if (first < watched_.size())
+    if (first < watched_.size()) {
+      // A hook may spread it over the bucket: the culprit is a gradient that was not finite before.
+      const std::size_t culprit = first_of_ranks(first_of_own(), comm);
+      if (culprit < watched_.size()) first = culprit;
       error = describe(*watched_[first], gradients) + blame(*watched_[first], reduced, comm);
+    }
     for (const auto& watch : watched_) watch->own = at::Tensor();
     if (error) throw GradientError(*error);
   }
@@ -93,6 +97,13 @@ class CheckFinite {
     return fmt::format(
         "the gradient of parameter {} '{}' is not finite in step {} of epoch {}: ", watch.index,
         gradients.named_parameters[watch.index].name, gradients.step, gradients.epoch);
+  }
+
+  // The first whose gradient was not finite on this rank before the reduction.
+  [[nodiscard]] std::size_t first_of_own() const {
+    std::size_t first = 0;
+    while (first < watched_.size() && not_finite(watched_[first]->own).empty()) ++first;
+    return first;
   }
 
   // The first that is not finite on any rank.
