@@ -21,7 +21,7 @@ import tempfile
 import time
 
 from parity import dist, raw, require_same_library, run_program, run_python, torch
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook, quantization_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook, quantization_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 
 SMALL = [[(40, 30), (7,)], [(600,)], [(16, 3, 3, 3), (16,), (1,)]]
@@ -33,7 +33,7 @@ TOLERANCE = 1e-6
 
 
 def case(name, hook, plan, steps=4, rank=1, start=2, rate=2.0, feedback=1, warm=1, epsilon=0.0, seed=0, channel=0,
-         zeros=None):  # fmt: skip
+         within=1, zeros=None):  # fmt: skip
     return locals()
 
 
@@ -42,6 +42,8 @@ CASES = [
     case("bf16", "bf16", SMALL),
     case("fp16-large", "fp16", LARGE),
     case("no-op", "no_op", SMALL),
+    case("post-local-sgd", "post_local_sgd", SMALL),
+    case("post-local-sgd-alone", "post_local_sgd", SMALL, within=0),
     case("quantized-per-tensor", "quantized", LARGE),
     case("quantized-per-channel", "quantized", LARGE, channel=512),
     case("power-sgd", "power_sgd", LARGE, steps=8),
@@ -106,10 +108,13 @@ def write_inputs(folder, ranks):
         for c in CASES:
             plan = ";".join(",".join("x".join(map(str, shape)) for shape in shapes) for shapes in c["plan"])
             print(c["name"], c["hook"], plan, c["steps"], c["rank"], c["start"], c["rate"], c["feedback"], c["warm"],
-                  c["epsilon"], c["seed"], c["channel"], file=file)  # fmt: skip
+                  c["epsilon"], c["seed"], c["channel"], c["within"], file=file)  # fmt: skip
 
 
-def python_hook(c):
+def python_hook(c, subgroup):
+    if c["hook"] == "post_local_sgd":
+        state = post_localSGD_hook.PostLocalSGDState(None, subgroup, c["start"], bool(c["within"]))
+        return lambda bucket: post_localSGD_hook.post_localSGD_hook(state, bucket)
     if c["hook"] == "power_sgd":
         state = powerSGD_hook.PowerSGDState(
             None, c["rank"], c["start"], c["rate"], bool(c["feedback"]), bool(c["warm"]), c["epsilon"], c["seed"]
@@ -126,12 +131,37 @@ def python_hook(c):
     return lambda bucket: hook(None, bucket)
 
 
-def reduce_all(rank, _ranks, output):
+class CountedBytes:
+    """While it lives, the bytes that this process gives to collectives."""
+
+    def __enter__(self):
+        self.bytes = 0
+        self.plain = {name: getattr(dist, name) for name in ("all_reduce", "all_gather")}
+        for name, given in (("all_reduce", 0), ("all_gather", 1)):
+            setattr(dist, name, self.counting(self.plain[name], given))
+        return self
+
+    def counting(self, collective, given):
+        def counted(*arguments, **options):
+            if dist.get_world_size(options.get("group")) > 1:
+                self.bytes += arguments[given].nbytes
+            return collective(*arguments, **options)
+
+        return counted
+
+    def __exit__(self, *_):
+        for name, collective in self.plain.items():
+            setattr(dist, name, collective)
+
+
+def reduce_all(rank, ranks, output):
+    # Rank 0 alone, and the others together.
+    groups = [dist.new_group([0]), dist.new_group(list(range(1, ranks)))]
     for c in CASES:
-        hook = python_hook(c)
+        hook = python_hook(c, groups[min(rank, 1)])
         buckets = [Bucket(i, len(c["plan"]), shapes) for i, shapes in enumerate(c["plan"])]
         times = []
-        with open(f"{output}/{c['name']}.{rank}", "wb") as file:
+        with open(f"{output}/{c['name']}.{rank}", "wb") as file, CountedBytes() as counted:
             for step in range(c["steps"]):
                 for bucket, flat in zip(buckets, gradients_of(c, rank, step)):
                     bucket.set_buffer(flat)
@@ -147,7 +177,7 @@ def reduce_all(rank, _ranks, output):
                     file.write(raw(result[0] if isinstance(result, (list, tuple)) else result))
         if rank == 0:
             with open(f"{output}/{c['name']}.ms", "w") as file:
-                print(1e3 * statistics.median(times[2 * len(buckets) :]), file=file)
+                print(1e3 * statistics.median(times[2 * len(buckets) :]), counted.bytes, file=file)
 
 
 def run_lockstep(program, ranks, folder, output, *mutation):
@@ -205,7 +235,7 @@ def compare(c, ranks, theirs, ours):
 
 
 def print_tables(results):
-    print("\n| behaviour | Python | lockstep | bytes a rank |\n|---|---|---|---|")
+    print("\n| behaviour | Python | lockstep | bytes of rank 0, Python's first where they differ |\n|---|---|---|---|")
     for c in CASES:
         ranks, found, sent, python_errors, own_errors, python_nan, *_ = zip(*results[c["name"]])
         python, own = f"{c['steps']} steps at {', '.join(map(str, ranks))} ranks", "OTHER BITS" if any(found) else "same bits"
@@ -215,7 +245,7 @@ def print_tables(results):
         if c["zeros"] is not None:
             python += f"; after a gradient of zeros {'not-a-number' if all(python_nan) else 'a number'}"
             own += "; after a gradient of zeros a number"
-        print(f"| {c['name']} | {python} | {own} | {'/'.join(map(str, sorted(set(sent))))} |")
+        print(f"| {c['name']} | {python} | {own} | {' / '.join(sorted(set(map(str, sent))))} |")
     print("\nnote: Milliseconds that a bucket of 1 MiB takes in this run, the median of rank 0:")
     print("\n| hook | ranks | Python, ms | lockstep, ms |\n|---|---|---|---|")
     for c in CASES:
@@ -244,8 +274,10 @@ def main():
                     found.append(f"what is not compressed is {own_error:.0e} from the exact average")
                 failures += bool(found)
                 sent, own_time = measured[c["name"]]
-                python_time = float(open(f"{theirs}/{c['name']}.ms").read())
+                python_time, python_sent = open(f"{theirs}/{c['name']}.ms").read().split()
+                python_time = float(python_time)
                 print(f"{ranks} ranks, {c['name']}:", found[0] if found else "equal bits", flush=True)
+                sent = f"{python_sent}, {sent}" if int(python_sent) != sent else sent
                 results[c["name"]].append((ranks, found, sent, python_error, own_error, python_nan, python_time, own_time))
             if ranks != sizes[0]:
                 continue

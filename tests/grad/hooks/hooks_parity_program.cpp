@@ -20,6 +20,7 @@
 #include "lockstep/grad/hooks/fp16_hook.hpp"
 #include "lockstep/grad/hooks/hook.hpp"
 #include "lockstep/grad/hooks/no_op_hook.hpp"
+#include "lockstep/grad/hooks/post_local_sgd_hook.hpp"
 #include "lockstep/grad/hooks/power_sgd_hook.hpp"
 #include "lockstep/grad/hooks/quantized_hook.hpp"
 #include "lockstep/world/launch.hpp"
@@ -34,6 +35,7 @@ struct Case {
   int steps = 0;
   lockstep::PowerSgdOptions power_sgd;
   lockstep::QuantizedOptions quantized;
+  lockstep::PostLocalSgdOptions post_local;
 };
 
 std::vector<Case> read_cases(const std::string& folder) {
@@ -43,7 +45,8 @@ std::vector<Case> read_cases(const std::string& folder) {
   auto& p = c.power_sgd;
   while (file >> c.name >> c.hook >> c.plan >> c.steps >> p.matrix_approximation_rank >> p.start_iteration >>
          p.min_compression_rate >> p.use_error_feedback >> p.warm_start >> p.orthogonalization_epsilon >>
-         p.seed >> c.quantized.channel) {
+         p.seed >> c.quantized.channel >> c.post_local.reduce_in_subgroup) {
+    c.post_local.start_iteration = p.start_iteration;
     c.quantized.per_channel = c.quantized.channel > 0;
     if (!c.quantized.per_channel) c.quantized.channel = 1;
     cases.push_back(c);
@@ -119,7 +122,11 @@ void reduce(const Case& c, Hook hook, lockstep::GlooComm& comm, const std::strin
     std::cout << c.name << " bytes " << hook.wire_bytes() << " ms " << times[times.size() / 2] << std::endl;
 }
 
-void run(const Case& c, lockstep::GlooComm& comm, const std::string& folder, const std::string& output) {
+/// `subgroup`: rank 0 alone, or the others together.
+void run(const Case& c, lockstep::GlooComm& comm, lockstep::GlooComm& subgroup, const std::string& folder,
+         const std::string& output) {
+  if (c.hook == "post_local_sgd")
+    return reduce(c, lockstep::PostLocalSgdHook(subgroup, c.post_local), comm, folder, output);
   if (c.hook == "fp16") return reduce(c, lockstep::Fp16Hook(), comm, folder, output);
   if (c.hook == "bf16") return reduce(c, lockstep::Bf16Hook(), comm, folder, output);
   if (c.hook == "no_op") return reduce(c, lockstep::NoOpHook(), comm, folder, output);
@@ -137,7 +144,11 @@ int main(int argc, char** argv) {
   return lockstep::launch(argc, argv, [&](const lockstep::World& world) {
     at::set_num_threads(1);
     lockstep::GlooComm comm{world};
-    for (const Case& c : read_cases(words[0])) run(c, comm, words[0], words.at(1));
+    std::vector<int> others;
+    for (int rank = 1; rank < comm.size(); ++rank) others.push_back(rank);
+    auto first = comm.sub_group({0}), rest = comm.sub_group(others);
+    for (const Case& c : read_cases(words[0])) run(c, comm, first ? *first : *rest, words[0], words.at(1));
+    (first ? *first : *rest).shutdown();
     comm.shutdown();
   });
 }

@@ -32,6 +32,9 @@ struct GradientBucket {
   std::vector<std::size_t> parameters;
 };
 
+/// What a hook was made with, by name, in words.
+using HookSettings = std::vector<std::pair<std::string, std::string>>;
+
 /// What a hook keeps from step to step, by name.
 using HookState = std::vector<std::pair<std::string, at::Tensor>>;
 
@@ -60,6 +63,8 @@ concept Reduction = std::move_constructible<R> && requires(R& reduction, std::ch
 ///    group of one.
 /// 5. Where ranks are meant to get other gradients than one another, a static `parts_ranks` that is true says
 ///    so: a Trainer does not compare their parameters then.
+/// 6. Where it has options that must be equal on every rank, `settings()` gives them by name, in words, and
+///    DistributedDataParallel compares them when it is made.
 template <class H, class Comm>
 concept CommunicationHook = std::move_constructible<H> && Communicator<Comm> &&
     requires(H& hook, const H& counted, Comm& comm, const GradientBucket& bucket) {

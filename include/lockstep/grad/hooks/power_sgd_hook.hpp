@@ -81,6 +81,15 @@ class PowerSgdHook {
   }
 
   [[nodiscard]] std::string_view name() const { return "power_sgd"; }
+  [[nodiscard]] HookSettings settings() const {
+    return {{"matrix_approximation_rank", fmt::to_string(options_.matrix_approximation_rank)},
+            {"start_iteration", fmt::to_string(options_.start_iteration)},
+            {"min_compression_rate", fmt::to_string(options_.min_compression_rate)},
+            {"use_error_feedback", fmt::to_string(options_.use_error_feedback)},
+            {"warm_start", fmt::to_string(options_.warm_start)},
+            {"orthogonalization_epsilon", fmt::to_string(options_.orthogonalization_epsilon)},
+            {"seed", fmt::to_string(options_.seed)}};
+  }
   /// For each bucket the bytes of its elements; once compression has begun, of (n + m) r elements for each
   /// tensor that is compressed, and of all elements of the others.
   [[nodiscard]] std::uint64_t wire_bytes() const { return wire_bytes_; }

@@ -62,6 +62,7 @@ class QuantizedHook {
   [[nodiscard]] std::string_view name() const {
     return options_.per_channel ? "quantized_per_channel" : "quantized_per_tensor";
   }
+  [[nodiscard]] HookSettings settings() const { return {{"channel", fmt::to_string(options_.channel)}}; }
   /// n + 8 c for each bucket of n elements in c channels.
   [[nodiscard]] std::uint64_t wire_bytes() const { return wire_bytes_; }
 

@@ -1,0 +1,118 @@
+#pragma once
+
+#include <ATen/ops/tensor.h>
+#include <fmt/format.h>
+
+#include <chrono>
+#include <cstdint>
+#include <optional>
+#include <string_view>
+#include <utility>
+
+#include "lockstep/error.hpp"
+#include "lockstep/grad/hooks/hook.hpp"
+
+namespace lockstep {
+
+/// As Python's PostLocalSGDState has them, which leaves no default for the first.
+struct PostLocalSgdOptions {
+  /// Reductions over all ranks before those of the sub-group begin.
+  std::int64_t start_iteration = 100;
+  /// Whether ranks of a sub-group average their gradients from then on, or each keeps its own.
+  bool reduce_in_subgroup = true;
+};
+
+/// Gradients are averaged over all ranks at first, and over a sub-group, such as the ranks of a host, from
+/// then on, with the arithmetic of Python's post_localSGD_hook. The sub-groups part from one another until
+/// their parameters are averaged, which PeriodicModelAverager does every few steps (Lin et al., arXiv
+/// 1808.07217): less often over the slow network than with each gradient.
+///
+/// `Group` is a communicator of the type that DistributedDataParallel has.
+template <Reducing Group>
+class PostLocalSgdHook {
+ public:
+  static constexpr bool divides_first = false;
+  static constexpr bool spreads_nan = false;
+  static constexpr bool parts_ranks = true;
+
+  /// `subgroup` must outlive the hook. Throws UsageError for options without a meaning.
+  explicit PostLocalSgdHook(Group& subgroup, const PostLocalSgdOptions& options = {})
+      : subgroup_(&subgroup), options_(options) {
+    if (options.start_iteration < 0)
+      throw UsageError(
+          fmt::format("PostLocalSgdHook: start_iteration is {}: give 0 or more", options.start_iteration));
+  }
+
+  auto start(Group& comm, const GradientBucket& bucket) {
+    if (iteration_ != bucket.iteration) {
+      before_ = reductions_++;
+      iteration_ = bucket.iteration;
+    }
+    if (reductions_ <= options_.start_iteration) return average(comm, bucket);
+    if (options_.reduce_in_subgroup) return average(*subgroup_, bucket);
+    return Average{};
+  }
+
+  [[nodiscard]] std::string_view name() const { return "post_local_sgd"; }
+  [[nodiscard]] HookSettings settings() const {
+    return {{"start_iteration", fmt::to_string(options_.start_iteration)},
+            {"reduce_in_subgroup", fmt::to_string(options_.reduce_in_subgroup)}};
+  }
+  /// The bytes of each bucket, in reductions that leave this rank.
+  [[nodiscard]] std::uint64_t wire_bytes() const { return wire_bytes_; }
+
+  /// "counters": how many reductions there were, the same on every rank.
+  [[nodiscard]] HookState state() const { return {{"counters", at::tensor({reductions_})}}; }
+  /// Throws CheckpointError for the state of another hook.
+  void load_state(const HookState& state) {
+    if (state.size() != 1 || state[0].first != "counters" || state[0].second.numel() != 1)
+      throw CheckpointError("the state of a PostLocalSgdHook is one counter: it was saved by another hook");
+    const auto reductions = state[0].second.item<std::int64_t>();
+    if (reductions < 0)
+      throw CheckpointError("the counter of a PostLocalSgdHook is negative: its state is damaged");
+    reductions_ = reductions;
+    forget();
+  }
+  [[nodiscard]] static HookState shared_state(HookState state) { return state; }
+  void rollback() {
+    if (before_) reductions_ = *before_;
+    forget();
+  }
+  void reset() {}
+
+ private:
+  class Average {
+   public:
+    Average() = default;
+    explicit Average(typename Group::Work work) : work_(std::move(work)) {}
+    void join_stream() {
+      if (work_) work_->join_stream();
+    }
+    void wait_host(std::chrono::milliseconds deadline) {
+      if (work_) work_->wait_host(deadline);
+    }
+
+   private:
+    std::optional<typename Group::Work> work_;
+  };
+
+  Average average(Group& group, const GradientBucket& bucket) {
+    wire_bytes_ += detail::sent_bytes(group, bucket.flat);
+    bucket.flat.div_(group.size());
+    return Average(group.all_reduce(bucket.flat, ReduceOp::sum));
+  }
+
+  void forget() {
+    before_.reset();
+    iteration_.reset();
+  }
+
+  Group* subgroup_;
+  PostLocalSgdOptions options_;
+  std::int64_t reductions_ = 0;
+  std::optional<std::int64_t> before_;    // reductions before the last one began
+  std::optional<std::size_t> iteration_;  // of the last one
+  std::uint64_t wire_bytes_ = 0;
+};
+
+}  // namespace lockstep
