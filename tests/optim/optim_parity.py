@@ -36,7 +36,7 @@ ADAM_CASES = {
 
 
 def optimizer_cases():
-    """name, optimizer, implementation, dtype, late, tensor_rate, options"""
+    """name, optimizer, implementation, dtype, late, tensor_rate, options; those named "groups" have two"""
     for implementation in ("default", "foreach", "fused"):
         for dtype in ("float32", "float64", "bfloat16"):
             for option, given in SGD_CASES.items():
@@ -56,6 +56,10 @@ def optimizer_cases():
         for optimizer in ("adam", "adamw"):
             yield "tensor-rate", optimizer, implementation, "float32", False, True, {**ADAM, "weight_decay": 0.1}
     yield "tensor-rate", "sgd", "foreach", "float32", False, True, SGD
+    for implementation in ("default", "foreach", "fused"):
+        yield "groups", "sgd", implementation, "float32", False, False, {**SGD, "momentum": 0.9, "weight_decay": 0.01}
+        for optimizer in ("adam", "adamw"):
+            yield "groups", optimizer, implementation, "float32", False, False, {**ADAM, "weight_decay": 0.1}
 
 
 CLIPS = [("2", 1.0, 0), ("2", 1e9, 0), ("1", 1.0, 0), ("inf", 0.5, 0), ("3.5", 2.0, 0), ("2", 1.0, 1), ("value", 0.25, 0)]
@@ -83,7 +87,7 @@ def write_cases(folder):
     with open(f"{folder}/cases", "w") as file:
         for option, optimizer, implementation, dtype, late, tensor_rate, o in optimizer_cases():
             words = [f"{optimizer}.{implementation}.{dtype}.{option}", optimizer, implementation, dtype, STEPS, int(late),
-                     int(tensor_rate)]  # fmt: skip
+                     int(tensor_rate), int(option == "groups")]  # fmt: skip
             words += [int(o.get(key, False)) for key in ("nesterov", "maximize", "amsgrad", "decoupled")]
             words += [number(o.get(k, 0)) for k in ("lr", "momentum", "dampening", "weight_decay", "beta1", "beta2", "eps")]
             print("optimize", *words, file=file)
@@ -113,7 +117,8 @@ def optimize(case, inputs):
     if implementation != "default":
         options[implementation] = True
     kind = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[optimizer]
-    made = kind(parameters, **options)
+    grouped = [dict(params=parameters[::2], lr=options["lr"] / 10, weight_decay=0.2), dict(params=parameters[1::2])]
+    made = kind(grouped if option == "groups" else parameters, **options)
     for step in range(STEPS):
         for i, parameter in enumerate(parameters):
             parameter.grad = None if late and i == 1 and step < 3 else placed(cast(inputs[1][step][i]), i)

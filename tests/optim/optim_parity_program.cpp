@@ -78,50 +78,68 @@ class Tape {
 
 struct Case {
   std::string name, optimizer, implementation, dtype;
-  int steps = 0, late = 0, tensor_rate = 0, nesterov = 0, maximize = 0, amsgrad = 0, decoupled = 0;
+  int steps = 0, late = 0, tensor_rate = 0, groups = 0, nesterov = 0, maximize = 0, amsgrad = 0,
+      decoupled = 0;
   double lr = 0, momentum = 0, dampening = 0, weight_decay = 0, beta1 = 0, beta2 = 0, eps = 0;
 
   friend std::istream& operator>>(std::istream& in, Case& c) {
     return in >> c.name >> c.optimizer >> c.implementation >> c.dtype >> c.steps >> c.late >> c.tensor_rate >>
-           c.nesterov >> c.maximize >> c.amsgrad >> c.decoupled >> c.lr >> c.momentum >> c.dampening >>
-           c.weight_decay >> c.beta1 >> c.beta2 >> c.eps;
+           c.groups >> c.nesterov >> c.maximize >> c.amsgrad >> c.decoupled >> c.lr >> c.momentum >>
+           c.dampening >> c.weight_decay >> c.beta1 >> c.beta2 >> c.eps;
   }
 };
 
-std::unique_ptr<torch::optim::Optimizer> make(const Case& c, std::vector<at::Tensor> parameters) {
+/// In two groups every second parameter has a rate and a decay of its own.
+template <class Optimizer, class Options>
+std::unique_ptr<torch::optim::Optimizer> grouped(const Case& c, const std::vector<at::Tensor>& parameters,
+                                                 const Options& options) {
+  if (!c.groups) return std::make_unique<Optimizer>(parameters, options);
+  std::vector<at::Tensor> even, odd;
+  for (std::size_t i = 0; i < parameters.size(); ++i) (i % 2 == 0 ? even : odd).push_back(parameters[i]);
+  Options own = options;
+  own.lr = options.lr / 10;
+  own.weight_decay = 0.2;
+  std::vector<torch::optim::OptimizerParamGroup> groups;
+  groups.push_back(lockstep::parameter_group(even, own));
+  groups.emplace_back(odd);
+  return std::make_unique<Optimizer>(groups, options);
+}
+
+std::unique_ptr<torch::optim::Optimizer> make(const Case& c, const std::vector<at::Tensor>& parameters) {
   const auto rate = c.tensor_rate ? torch::tensor(c.lr, at::kFloat) : at::Tensor();
   const double lr = mistake == "float" ? static_cast<double>(static_cast<float>(c.lr)) : c.lr;
   if (c.optimizer == "sgd")
-    return std::make_unique<lockstep::SGD>(
-        std::move(parameters), lockstep::SgdOptions{.lr = lr,
-                                                    .momentum = c.momentum,
-                                                    .dampening = c.dampening,
-                                                    .weight_decay = c.weight_decay,
-                                                    .nesterov = c.nesterov != 0,
-                                                    .maximize = c.maximize != 0,
-                                                    .implementation = implementation_of(c.implementation),
-                                                    .lr_tensor = rate});
+    return grouped<lockstep::SGD>(c, parameters,
+                                  lockstep::SgdOptions{.lr = lr,
+                                                       .momentum = c.momentum,
+                                                       .dampening = c.dampening,
+                                                       .weight_decay = c.weight_decay,
+                                                       .nesterov = c.nesterov != 0,
+                                                       .maximize = c.maximize != 0,
+                                                       .implementation = implementation_of(c.implementation),
+                                                       .lr_tensor = rate});
   const double eps = mistake == "eps" ? c.eps * 1.1 : c.eps;
   if (c.optimizer == "adamw")
-    return std::make_unique<lockstep::AdamW>(
-        std::move(parameters), lockstep::AdamWOptions{.lr = lr,
-                                                      .betas = {c.beta1, c.beta2},
-                                                      .eps = eps,
-                                                      .weight_decay = c.weight_decay,
-                                                      .amsgrad = c.amsgrad != 0,
-                                                      .maximize = c.maximize != 0,
-                                                      .implementation = implementation_of(c.implementation),
-                                                      .lr_tensor = rate});
-  return std::make_unique<lockstep::Adam>(
-      std::move(parameters), lockstep::AdamOptions{.lr = lr,
-                                                   .betas = {c.beta1, c.beta2},
-                                                   .eps = eps,
-                                                   .weight_decay = c.weight_decay,
-                                                   .amsgrad = c.amsgrad != 0,
-                                                   .maximize = c.maximize != 0,
-                                                   .decoupled = c.decoupled != 0,
-                                                   .implementation = implementation_of(c.implementation),
-                                                   .lr_tensor = rate});
+    return grouped<lockstep::AdamW>(
+        c, parameters,
+        lockstep::AdamWOptions{.lr = lr,
+                               .betas = {c.beta1, c.beta2},
+                               .eps = eps,
+                               .weight_decay = c.weight_decay,
+                               .amsgrad = c.amsgrad != 0,
+                               .maximize = c.maximize != 0,
+                               .implementation = implementation_of(c.implementation),
+                               .lr_tensor = rate});
+  return grouped<lockstep::Adam>(c, parameters,
+                                 lockstep::AdamOptions{.lr = lr,
+                                                       .betas = {c.beta1, c.beta2},
+                                                       .eps = eps,
+                                                       .weight_decay = c.weight_decay,
+                                                       .amsgrad = c.amsgrad != 0,
+                                                       .maximize = c.maximize != 0,
+                                                       .decoupled = c.decoupled != 0,
+                                                       .implementation = implementation_of(c.implementation),
+                                                       .lr_tensor = rate});
 }
 
 // The states' tensors in Python's order.

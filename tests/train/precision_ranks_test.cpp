@@ -105,6 +105,33 @@ TEST_CASE("a fused step that is not finite on one rank is taken by none") {
   }
 }
 
+TEST_CASE("clipping under accumulation and a scaled loss limits the true gradients of the whole step") {
+  const auto& world = test_world();
+  TinyNet net;
+  const lockstep::MakeOptimizer plain{
+      [](std::vector<torch::Tensor> parameters) { return lockstep::SGD(std::move(parameters), {.lr = 1}); }};
+  lockstep::Trainer<TinyNet, lockstep::DistributedSampler, lockstep::GlooComm, lockstep::Fp16,
+                    std::remove_const_t<decltype(plain)>, lockstep::GradientClip>
+      trainer(world, {.epochs = 1, .batch_size = 4, .accumulate = 2, .progress = false}, net,
+              lockstep::Fp16({.init_scale = 1024}), plain, lockstep::GradientClip{.max_norm = 1e-2});
+  std::vector<torch::Tensor> before;
+  const auto keep = [&] {
+    before.clear();
+    for (const auto& parameter : net->parameters()) before.push_back(parameter.detach().clone());
+  };
+  keep();
+  int steps = 0;
+  trainer.fit(three_classes(world.size() * 24), loss, lockstep::OnStep{[&](const auto&) {
+                double square = 0;
+                for (std::size_t i = 0; i < before.size(); ++i)
+                  square += (net->parameters()[i] - before[i]).pow(2).sum().template item<double>();
+                CHECK(std::sqrt(square) == Approx(1e-2).epsilon(1e-3));  // a rate of 1
+                keep();
+                ++steps;
+              }});
+  CHECK(steps == 3);
+}
+
 TEST_CASE("hooks see true gradients where the ranks have to agree") {
   check_skips(lockstep::NoOpHook(), lockstep::GradientClip{.max_norm = 1e3});
 }
