@@ -1,6 +1,7 @@
 #pragma once
 
 // All of lockstep that every platform has; what needs more is included by itself.
+#include "lockstep/comm/comm_by_device.hpp"
 #include "lockstep/comm/communicator.hpp"
 #include "lockstep/comm/gloo_comm.hpp"
 #include "lockstep/comm/local_comm.hpp"
@@ -22,6 +23,7 @@
 #include "lockstep/grad/hooks/function_hook.hpp"
 #include "lockstep/grad/hooks/hook.hpp"
 #include "lockstep/grad/hooks/no_op_hook.hpp"
+#include "lockstep/grad/hooks/post_local_sgd_hook.hpp"
 #include "lockstep/grad/hooks/power_sgd_hook.hpp"
 #include "lockstep/grad/hooks/quantized_hook.hpp"
 #include "lockstep/log/log.hpp"
@@ -31,6 +33,7 @@
 #include "lockstep/optim/adam.hpp"
 #include "lockstep/optim/clip.hpp"
 #include "lockstep/optim/moving_average.hpp"
+#include "lockstep/optim/periodic_model_averager.hpp"
 #include "lockstep/optim/rate_rule.hpp"
 #include "lockstep/optim/schedule.hpp"
 #include "lockstep/optim/sgd.hpp"

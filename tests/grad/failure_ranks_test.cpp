@@ -213,6 +213,57 @@ TEST_CASE("a sparse gradient that no one could foresee is refused by name on eve
   CHECK_THAT(text, ContainsSubstring("parameter 0 '0' is sparse"));
 }
 
+TEST_CASE("a hook that is dropped on one rank is an error on all that names the parameter") {
+  const int rank = test_world().rank(), culprit = test_world().size() - 1;
+  const int steps_before = GENERATE(0, 2);
+  Net net;
+  DistributedDataParallel ddp{net, shared_comm(), small_buckets()};
+  for (int step = 0; step < steps_before; ++step) check_good_backward(net, ddp);
+  if (rank == culprit) {
+    const auto accumulator = torch::autograd::impl::grad_accumulator(net->one->bias);
+    REQUIRE(accumulator->post_hooks().size() == 1);
+    accumulator->del_post_hook(reinterpret_cast<std::uintptr_t>(accumulator->post_hooks()[0].get()));
+  }
+  net->zero_grad();
+  CHECK_THAT(thrown_by([&] { ddp.backward(net(batch_of(rank, 0)).sum()); }),
+             ContainsSubstring(fmt::format("rank {} (parameter 1 'one.bias'", culprit)));
+  for (const auto& parameter : ddp.parameters()) CHECK_FALSE(parameter.grad().defined());
+}
+
+TEST_CASE("a gradient in compressed rows is refused by name on every rank") {
+  const auto square = torch::ones({3, 3}, torch::requires_grad());
+  std::vector<at::Tensor> list{torch::ones({2}, torch::requires_grad()), square};
+  DistributedDataParallel ddp{list, shared_comm(), {.find_unused_parameters = true}};
+  // Autograd itself gives none to a dense parameter; what is put there by hand counts all the same.
+  square.mutable_grad() = torch::eye(3).to_sparse_csr();
+  CHECK_THAT(thrown_by([&] { ddp.backward(list[0].sum()); }),
+             ContainsSubstring("parameter 1 '1' is of a layout without strides"));
+}
+
+TEST_CASE("a rank that cannot come to its backward tells the others, and the next one is good") {
+  const int rank = test_world().rank(), culprit = test_world().size() - 1;
+  const bool counted = GENERATE(false, true), accumulating = GENERATE(false, true);
+  CAPTURE(counted, accumulating);
+  Net net;
+  DistributedDataParallel ddp{net, shared_comm(), small_buckets()};
+  for (int step = 0; step < 3; ++step) {
+    net->zero_grad();
+    const auto failure = std::make_exception_ptr(lockstep::DataError("no picture 17"));
+    if (rank == culprit) {
+      std::optional<decltype(ddp.no_sync())> guard;
+      if (accumulating) guard.emplace(ddp.no_sync());
+      ddp.give_up(failure, counted);
+    } else {
+      const auto loss = net(batch_of(rank, 0)).sum();
+      const std::string text =
+          thrown_by([&] { counted ? (void)ddp.backward_mean(loss, 3) : ddp.backward(loss); });
+      CHECK_THAT(text, ContainsSubstring(fmt::format("rank {}: no picture 17", culprit)));
+    }
+    CHECK_FALSE(net->one->weight.grad().defined());
+    check_good_backward(net, ddp);
+  }
+}
+
 TEST_CASE("a bare backward that throws is found at the next one") {
   Net net;
   DistributedDataParallel ddp{net, shared_comm(), small_buckets()};

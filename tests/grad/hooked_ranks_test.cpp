@@ -2,6 +2,8 @@
 #include <torch/script.h>
 
 #include "grad/models.hpp"
+#include "lockstep/grad/hooks/bf16_fp32_hook.hpp"
+#include "lockstep/grad/hooks/bf16_hook.hpp"
 #include "lockstep/grad/hooks/fp16_hook.hpp"
 #include "lockstep/grad/hooks/function_hook.hpp"
 #include "lockstep/grad/hooks/no_op_hook.hpp"
@@ -64,7 +66,10 @@ void check_failures(Hook hook) {
 TEST_CASE("gradients with a hook are the average, as exactly as the hook sends them") {
   CHECK(largest_error(lockstep::AllReduceHook{}) < 1e-5);
   CHECK(largest_error(lockstep::Fp16Hook{}) < 5e-3);
+  CHECK(largest_error(lockstep::Bf16Hook{}) < 5e-2);
+  CHECK(largest_error(lockstep::Bf16Fp32Hook{}) < 5e-2);
   CHECK(largest_error(lockstep::QuantizedHook{}) < 0.2);
+  CHECK(largest_error(lockstep::QuantizedHook{{.per_channel = true, .channel = 3}}) < 0.2);
   // Every matrix of this network is worth no compression at the full rank: they travel whole.
   CHECK(largest_error(lockstep::PowerSgdHook{{.matrix_approximation_rank = 8, .start_iteration = 0}}) < 1e-5);
   CHECK(largest_error(lockstep::hook_of([](auto& comm, const lockstep::GradientBucket& bucket) {
@@ -77,7 +82,14 @@ TEST_CASE("gradients with a hook are the average, as exactly as the hook sends t
 
 TEST_CASE("missing gradients and what backward throws are found with every hook") {
   check_failures(lockstep::Fp16Hook{});
+  check_failures(lockstep::Bf16Hook{});
+  check_failures(lockstep::Bf16Fp32Hook{});
   check_failures(lockstep::QuantizedHook{});
+  check_failures(lockstep::QuantizedHook{{.per_channel = true, .channel = 3}});
+  check_failures(lockstep::hook_of([](auto& comm, const lockstep::GradientBucket& bucket) {
+    bucket.flat.div_(comm.size());
+    return comm.all_reduce(bucket.flat);
+  }));
   check_failures(lockstep::PowerSgdHook{{.start_iteration = 0}});
   check_failures(lockstep::NoOpHook{});
 }

@@ -3,6 +3,7 @@
 
 #include "lockstep/comm/gloo_comm.hpp"
 #include "lockstep/grad/hooks/no_op_hook.hpp"
+#include "lockstep/grad/hooks/quantized_hook.hpp"
 #include "lockstep/nn/convert_sync_batchnorm.hpp"
 #include "lockstep/train/check_finite.hpp"
 #include "support/ranks.hpp"
@@ -77,6 +78,61 @@ TEST_CASE("a check finds what a hook does not spread, on every rank") {
   CHECK_THAT(text, ContainsSubstring("parameter 3 '2.bias' is not finite in step 0") &&
                        ContainsSubstring(": rank " + std::to_string(world.size() - 1) + " has nan"));
   for (const auto& other : trainer.comm().all_gather_bytes(text)) CHECK(other == text);
+}
+
+TEST_CASE("a check names the culprit where a hook spreads what is not finite over the bucket") {
+  const auto& world = test_world();
+  using Quantized = lockstep::Trainer<Sequential, lockstep::DistributedSampler, lockstep::GlooComm,
+                                      lockstep::Fp32, lockstep::CheckFinite, lockstep::QuantizedHook>;
+  Quantized trainer{world, {.progress = false}, tanh_network(1, 3, 5)};
+  const bool last = world.rank() == world.size() - 1;
+  const auto text = gradient_error([&] {
+    trainer.fit(curve(2 * world.size()), [&](Sequential& model, const auto& batch) {
+      return squared_error(model, batch) + model->parameters()[3].sum() * (last ? std::nan("") : 0.0);
+    });
+  });
+  CHECK_THAT(text, ContainsSubstring("parameter 3 '2.bias' is not finite in step 0") &&
+                       ContainsSubstring(": rank " + std::to_string(world.size() - 1) + " has nan"));
+}
+
+TEST_CASE("a loss that throws on one rank is told to the others, and the next run is a good one") {
+  const auto& world = test_world();
+  const int culprit = world.size() - 1;
+  const std::int64_t accumulate = GENERATE(1, 3);
+  const bool counted = GENERATE(false, true);
+  CAPTURE(accumulate, counted);
+  lockstep::Trainer trainer{
+      world, {.batch_size = 2, .accumulate = accumulate, .progress = false}, tanh_network(1, 3, 5)};
+  int calls = 0;
+  bool bad = true;
+  const auto throwing = [&] {
+    if (bad && ++calls == 2 && world.rank() == culprit) throw std::runtime_error("no such picture");
+  };
+  const auto data = curve(12 * world.size());
+  const auto fit = [&] {
+    if (counted)
+      return trainer.fit(data, [&](Sequential& model, const auto& batch) {
+        throwing();
+        return lockstep::Mean{squared_error(model, batch), 2};
+      });
+    return trainer.fit(data, [&](Sequential& model, const auto& batch) {
+      throwing();
+      return squared_error(model, batch);
+    });
+  };
+  if (world.rank() == culprit) {
+    CHECK_THROWS_WITH(fit(), ContainsSubstring("no such picture"));
+  } else {
+    std::string said;
+    try {
+      fit();
+    } catch (const lockstep::PeerError& error) {
+      said = error.what();
+    }
+    CHECK_THAT(said, ContainsSubstring(fmt::format("rank {}: no such picture", culprit)));
+  }
+  bad = false;
+  CHECK(std::isfinite(fit().loss));
 }
 
 TEST_CASE("finite gradients that overflow together are told so") {
@@ -207,25 +263,6 @@ TEST_CASE("batch norm over all ranks is refused where some of them have a batch 
   CHECK_THAT(error, ContainsSubstring("'1' (lockstep::SyncBatchNorm") && ContainsSubstring("pad = true"));
   CHECK(make(true)->fit(uneven, squared_error).step == 2);
   CHECK(make(false)->fit(curve(2 * world.size()), squared_error).step == 1);
-}
-
-TEST_CASE("a loss over nothing that is not a number is refused where other ranks wait for its backward") {
-  const auto& world = test_world();
-  if (world.size() == 1) return;
-  Sequential net(torch::nn::Linear(3, 4), torch::nn::BatchNorm1d(4), torch::nn::Linear(4, 1));
-  net->to(torch::kDouble);
-  lockstep::Trainer<Sequential, lockstep::DistributedSampler, lockstep::GlooComm, lockstep::Fp32> trainer(
-      world, {.epochs = 1, .batch_size = 2, .progress = false}, net);
-  lockstep::convert_sync_batchnorm(trainer.model(), trainer.comm());
-  std::string said;
-  try {
-    trainer.fit(curve(2 * world.size()), [](Sequential& model, const auto& batch) {
-      return lockstep::Mean{squared_error(model, batch) * std::nan(""), 0};
-    });
-  } catch (const lockstep::DataError& error) {
-    said = error.what();
-  }
-  CHECK_THAT(said, ContainsSubstring("the loss is nan over a count of 0"));
 }
 
 TEST_CASE("batch norm over all ranks ends on every rank where one rank's stream runs out first") {

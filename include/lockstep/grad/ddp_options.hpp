@@ -6,7 +6,7 @@
 #include <cstddef>
 #include <optional>
 #include <string>
-#include <string_view>
+#include <utility>
 #include <vector>
 
 #include "lockstep/comm/same_options.hpp"
@@ -54,6 +54,9 @@ struct DdpOptions {
   /// The device that the model is on, where the caller wants that checked (Python's device_ids). A module
   /// whose parts live on several devices has none: leave it out then, as with any other.
   std::optional<c10::Device> device = std::nullopt;
+  /// Whether, when it is made, the ranks compare their models and take rank 0's parameters and buffers. False
+  /// is a promise that both are equal already, such as after another wrapper of the same model.
+  bool init_sync = true;
   /// Parameters and buffers, by name, that stay out: not compared, not sent, not averaged; a Trainer's
   /// optimizer does not get them.
   std::vector<std::string> ignored = {};
@@ -61,19 +64,27 @@ struct DdpOptions {
 
 namespace detail {
 
-/// What of the options decides about collectives and bits, and must be equal on every rank.
-inline NamedOptions shared_options(const DdpOptions& options, std::string_view hook) {
+/// What of the options decides about collectives and bits, and must be equal on every rank. `sparse` names
+/// the parameters with sparse gradients.
+template <class Hook>
+NamedOptions shared_options(const DdpOptions& options, const Hook& hook, const std::string& sparse) {
   static constexpr std::array gradients{"in_bucket", "bucket_view", "separate"};
   static constexpr std::array buffers{"none", "from_rank_zero", "average"};
   const auto text = [](bool on) { return on ? "true" : "false"; };
   std::string caps;
   for (const std::size_t cap : options.bucket_caps) caps += (caps.empty() ? "" : ", ") + std::to_string(cap);
-  return {{"bucket_caps", "{" + caps + "}"},
-          {"buffers", buffers.at(static_cast<std::size_t>(options.buffers))},
-          {"gradients", gradients.at(static_cast<std::size_t>(options.gradients))},
-          {"find_unused_parameters", text(options.find_unused_parameters)},
-          {"static_graph", text(options.static_graph)},
-          {"the communication hook", std::string(hook)}};
+  NamedOptions named{{"bucket_caps", "{" + caps + "}"},
+                     {"buffers", buffers.at(static_cast<std::size_t>(options.buffers))},
+                     {"gradients", gradients.at(static_cast<std::size_t>(options.gradients))},
+                     {"find_unused_parameters", text(options.find_unused_parameters)},
+                     {"static_graph", text(options.static_graph)},
+                     {"init_sync", text(options.init_sync)},
+                     {"the list of sparse gradients", "{" + sparse + "}"},
+                     {"the communication hook", std::string(hook.name())}};
+  if constexpr (requires { hook.settings(); })
+    for (auto& [name, value] : hook.settings())
+      named.emplace_back("the hook's " + std::move(name), std::move(value));
+  return named;
 }
 
 }  // namespace detail

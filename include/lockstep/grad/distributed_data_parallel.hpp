@@ -15,6 +15,7 @@
 
 #include "lockstep/comm/communicator.hpp"
 #include "lockstep/comm/local_comm.hpp"
+#include "lockstep/comm/same_errors.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/grad/broadcast_list.hpp"
 #include "lockstep/grad/bucket_plan.hpp"
@@ -62,8 +63,9 @@ struct ReducerFor<LocalComm, Hook> {
 /// ```
 ///
 /// Construction is collective. It compares the models of all ranks, then sends rank 0's parameters and
-/// buffers to all. Arithmetic, bucket contents and order are Python's, so parameters stay equal to its bit
-/// for bit. `Hook` is how buckets are reduced: a CommunicationHook, plain by default.
+/// buffers to all (but see DdpOptions::init_sync). Arithmetic, bucket contents and order are Python's, so
+/// parameters stay equal to its bit for bit. `Hook` is how buckets are reduced: a CommunicationHook, plain by
+/// default.
 ///
 /// After `backward` the gradients lie in the buckets: `p.grad()` shares their memory, and the next backward
 /// writes there. Clone what must outlive it, or set DdpOptions::gradients to `separate`. Both kinds of
@@ -94,12 +96,19 @@ class DistributedDataParallel {
   /// or the options of the ranks differ.
   explicit DistributedDataParallel(M& model, Comm& comm, DdpOptions options = {}, Hook hook = {})
       : model_(store(model)), state_(std::make_unique<State>()) {
-    const auto& caps = options.bucket_caps;
-    if (caps.empty() || std::find(caps.begin(), caps.end(), 0) != caps.end())
-      throw UsageError("bucket_caps must hold at least one size in bytes, each greater than 0");
-    ModelTensors tensors = detail::without_ignored(tensors_of(model), options.ignored);
+    ModelTensors tensors;
+    const auto check = [&] {
+      const auto& caps = options.bucket_caps;
+      if (caps.empty() || std::find(caps.begin(), caps.end(), 0) != caps.end())
+        throw UsageError("bucket_caps must hold at least one size in bytes, each greater than 0");
+      tensors = detail::without_ignored(tensors_of(model), options.ignored);
+      if (options.device) detail::check_device(tensors.parameters, *options.device);
+    };
+    if constexpr (alone)
+      check();
+    else
+      detail::check_on_every_rank(comm, check);
     parameters_ = tensors.parameters;
-    if (options.device) detail::check_device(parameters_, *options.device);
     std::vector<NamedTensor>& trained = state_->trained;
     for (const NamedTensor& parameter : parameters_)
       if (parameter.tensor.requires_grad()) trained.push_back(parameter);
@@ -108,15 +117,20 @@ class DistributedDataParallel {
       require_some(trained);
       state_->reducer = std::make_unique<detail::NoReducer>();
     } else {
-      check_same_model(parameters_, tensors.buffers, comm);
-      if (const auto text = detail::option_difference(detail::shared_options(options, hook.name()), comm))
+      std::string sparse_names;
+      for (const NamedTensor& item : trained)
+        if (tensors.sparse.contains(item.tensor.unsafeGetTensorImpl()))
+          sparse_names += (sparse_names.empty() ? "" : ", ") + item.name;
+      const auto shared = detail::shared_options(options, hook, sparse_names);
+      if (const auto text = detail::option_difference(shared, comm))
         throw MismatchError("the ranks reduce gradients unlike: " + *text +
-                            "; give every rank the same DdpOptions");
+                            "; give every rank the same model, DdpOptions and hook");
+      if (options.init_sync) check_same_model(parameters_, tensors.buffers, comm);
       require_some(trained);
       std::vector<at::Tensor> all, buffers;
       for (const auto& list : {parameters_, tensors.buffers})
         for (const NamedTensor& item : list) all.push_back(item.tensor);
-      detail::BroadcastList(std::move(all)).run(comm, 0);
+      if (options.init_sync) detail::BroadcastList(std::move(all)).run(comm, 0);
       for (NamedTensor& item : tensors.buffers) buffers.push_back(std::move(item.tensor));
       state_->buffers = detail::BufferSync(std::move(buffers), options.buffers);
       state_->comm = &comm;
@@ -234,6 +248,15 @@ class DistributedDataParallel {
   /// its backward mixes their reductions in an order that a rank without the loss does not know.
   void backward_nothing() {
     if constexpr (!alone) run({.losses = {}, .nothing = true}, [] {});
+  }
+
+  /// This rank cannot come to the backward of this step, for `failure`, which its forward or its data has
+  /// thrown: the others' backward throws PeerError that tells it, as where this rank's own backward throws,
+  /// and the communicator works on. `counted` where theirs is `backward_mean`. Collective, but does not
+  /// throw. Not where the model's forward or backward meets the other ranks itself: there abort the
+  /// communicator.
+  void give_up(const std::exception_ptr& failure, bool counted = false) noexcept {
+    if constexpr (!alone) state_->reducer->give_up(failure, counted);
   }
 
   /// Forgets what backwards under `no_sync` have accumulated (counts, and which parameters took part), for a

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <exception>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <utility>
@@ -101,6 +102,18 @@ class Reducer {
     if (first) std::rethrow_exception(first);
   }
 
+  /// Takes part in the others' reduction only to tell them `failure`, also inside `no_sync`.
+  void give_up(const std::exception_ptr& failure, bool counted) noexcept {
+    const int depth = std::exchange(no_sync_depth, 0);
+    Contribution nothing{.losses = {}, .nothing = true};
+    if (counted) nothing.count = 0;
+    try {
+      backward(nothing, [&] { std::rethrow_exception(failure); });
+    } catch (...) {  // the failure itself, which is the caller's
+    }
+    no_sync_depth = depth;
+  }
+
   /// The buckets in use, as parameter indices.
   [[nodiscard]] BucketPlan plan() const { return reduction_.plan(); }
   [[nodiscard]] Hook& hook() { return reduction_.hook(); }
@@ -146,6 +159,8 @@ class Reducer {
   [[nodiscard]] bool searches() const { return options_.find_unused_parameters && !options_.static_graph; }
 
   void on_gradient(std::size_t i) {
+    // The engine has a thread for each device that a model lies on.
+    const std::lock_guard lock(mutex_);
     if (c10::GradMode::is_enabled())
       throw GradientError(
           "backward with create_graph is refused: gradients of gradients would not be averaged over "
@@ -375,6 +390,7 @@ class Reducer {
     set_bucket_order(order_of_rank_zero(reduction_.comm(), rebuild_order_, parameters_[0].tensor.device()));
   }
 
+  std::mutex mutex_;
   std::vector<NamedTensor> parameters_;
   DdpOptions options_;
   BucketReduction<Comm, Hook> reduction_;

@@ -163,8 +163,12 @@ class BucketReduction {
       throw;
     }
     times.end = Clock::now();
-    // A step that is captured has shown before that every rank has every gradient.
-    if (Hook::spreads_nan && !CaptureScope::active()) flagged = flagged || buckets_->maybe_poisoned();
+    // A rank alone knows what it has poisoned. A step that is captured has shown before that every rank has
+    // every gradient.
+    if (comm_.size() == 1)
+      flagged = flagged || failed_;
+    else if (Hook::spreads_nan && !CaptureScope::active())
+      flagged = flagged || buckets_->maybe_poisoned();
     return flagged;
   }
 
@@ -281,7 +285,17 @@ class BucketReduction {
     GradientBucket& bucket = (*buckets_)[b];
     bucket.iteration = reductions_;
     const auto naming = labels_.use(comm_, b);
-    works_[b].emplace(hook_.start(comm_, bucket));
+    try {
+      works_[b].emplace(hook_.start(comm_, bucket));
+    } catch (const CommunicationError&) {
+      throw;
+    } catch (...) {
+      // The others wait for what the hook would have sent, and nobody but the hook knows what that is.
+      if (comm_.size() > 1)
+        comm_.abort(fmt::format("the communication hook '{}' threw for bucket {} of {}: {}", hook_.name(),
+                                b + 1, buckets_->size(), first_line(std::current_exception())));
+      throw;
+    }
   }
   void note_launch(std::size_t b) {
     const bool first =
@@ -355,7 +369,7 @@ class BucketReduction {
   bool sum_sparse(std::size_t b, const Finish& finish) {
     const std::size_t i = buckets_->members(b)[0];
     const at::Tensor& parameter = parameters_[i].tensor;
-    SparseSum sum = sum_rows(comm_, parameter.mutable_grad(), parameter, failed_, finish);
+    SparseSum sum = sum_rows(comm_, buckets_->rows(i), parameter, failed_, finish);
     sparse_sums_[i] = std::move(sum.sum);
     extra_bytes_ += sent_bytes_of(sum.bytes);
     return sum.flagged;

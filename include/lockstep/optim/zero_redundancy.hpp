@@ -198,7 +198,15 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer,
     forget_gathered();
     {
       const detail::LentGroups lent(param_groups_, inner_->param_groups(), &own());
-      step_inside();
+      try {
+        step_inside();
+      } catch (const std::exception& error) {
+        // The others wait for this rank's parameters.
+        if (comm_.size() > 1)
+          comm_.abort(fmt::format("the step of the optimizer inside a ZeroRedundancyOptimizer threw: {}",
+                                  error.what()));
+        throw;
+      }
     }
     share();
   }

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "lockstep/comm/communicator.hpp"
+#include "lockstep/comm/same_errors.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/nn/collective_module.hpp"
 #include "lockstep/train/epoch_shares.hpp"
@@ -55,7 +56,7 @@ class StreamMeetings {
         std::find_if(turns.begin(), turns.end(), [&](const std::string& turn) { return turn != turns[0]; });
     if (other == turns.end()) return;
     const RankNames name_of(comm_);
-    throw DataError(
+    throw Common<DataError>(
         fmt::format("the stream of rank {} {} where that of rank {} {}, and {} meets all ranks in its "
                     "forward: give every "
                     "rank equally many batches",

@@ -4,10 +4,15 @@
 #include <ATen/core/Tensor.h>
 
 #include <cmath>
+#include <exception>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "lockstep/comm/same_errors.hpp"
+#include "lockstep/error.hpp"
+#include "lockstep/grad/backward_report.hpp"
+#include "lockstep/grad/capture_scope.hpp"
 #include "lockstep/train/feed.hpp"
 #include "lockstep/train/loss.hpp"
 #include "lockstep/train/meetings.hpp"
@@ -32,6 +37,28 @@ void require_finite_nothing(M& model, const at::Tensor& sum) {
         host_value(sum), module));
 }
 
+/// Tells the others of the exception that is being handled.
+template <class C>
+void abort_for_others(C& comm) {
+  if (comm.size() > 1) comm.abort(first_line(std::current_exception()));
+}
+
+/// Runs what looks at this rank's data alone. Where it throws the others are told by an abort, since they may
+/// wait for this rank in any collective.
+template <class C, class Part>
+decltype(auto) aborting(C& comm, Part&& part) {
+  try {
+    return part();
+  } catch (const CommunicationError&) {
+    throw;  // they know, or cannot be told
+  } catch (const ThrownByAll&) {
+    throw;
+  } catch (...) {
+    abort_for_others(comm);
+    throw;
+  }
+}
+
 /// Forward and backward of this rank's micro-batches in the step that `feed` has begun, reduced over the
 /// ranks with its last one: the gradients are then those of the mean over all that all ranks have in the
 /// step. A rank without data takes part in the reduction with zeros. Returns what was counted on all ranks
@@ -40,16 +67,34 @@ void require_finite_nothing(M& model, const at::Tensor& sum) {
 /// Where all counts are known beforehand each mean is weighed before its backward, which for equal batches is
 /// Python's arithmetic; where only the data tells them, sums are reduced and divided by the counts that ride
 /// along.
-template <class M, class Ddp, class P, class Feed, class Loss>
-double step_gradients(M& model, Ddp& ddp, P& precision, Feed& feed, Loss& loss,
+///
+/// What the data or the loss throws on this rank is told to the others, whose step ends with an error too:
+/// none waits for this rank. The communicator works on after a loss that threw, unless the model itself meets
+/// the other ranks, and is aborted after other failures.
+template <class M, class Ddp, class C, class P, class Feed, class Loss>
+double step_gradients(M& model, Ddp& ddp, C& comm, P& precision, Feed& feed, Loss& loss,
                       std::vector<LocalLoss>& losses) {
   constexpr bool weighed = Feed::counts_beforehand && !CountedLoss<Loss, M, typename Feed::Batch>;
   losses.clear();
   ddp.forget();  // a step before this one may have been given up
   double all = 0;
+  // Throws where the others' next collective is that of their backward.
+  const auto at_backward = [&](auto&& part) {
+    try {
+      return part();
+    } catch (const CommunicationError&) {
+      throw;  // they know, or cannot be told
+    } catch (...) {
+      if (CaptureScope::active() || !meeting_module(module_of(model)).empty())
+        abort_for_others(comm);
+      else
+        ddp.give_up(std::current_exception(), !weighed);
+      throw;
+    }
+  };
   // Inside no_sync gradients and counts only add up.
   const auto backward = [&](const LocalLoss& local) {
-    if (local.count == 0) require_finite_nothing(model, local.value);
+    if (local.count == 0) aborting(comm, [&] { require_finite_nothing(model, local.value); });
     if constexpr (weighed)
       ddp.backward(precision.scale(local.value));
     else if (local.count == 0)
@@ -57,12 +102,12 @@ double step_gradients(M& model, Ddp& ddp, P& precision, Feed& feed, Loss& loss,
     else
       all = ddp.backward_mean(precision.scale(local.value), local.count);
   };
-  while (auto* batch = feed.next()) {
+  while (auto* batch = aborting(comm, [&] { return feed.next(); })) {
     std::optional<decltype(ddp.no_sync())> accumulating;
     if (!feed.last()) accumulating.emplace(ddp.no_sync());
     ddp.before_forward();
-    LocalLoss& local =
-        losses.emplace_back(precision.forward([&] { return feed.weigh(loss(model, *batch), *batch); }));
+    LocalLoss& local = losses.emplace_back(at_backward(
+        [&] { return precision.forward([&] { return feed.weigh(loss(model, *batch), *batch); }); }));
     backward(local);
     local.value.reset();  // and the graph with it
   }

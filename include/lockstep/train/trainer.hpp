@@ -230,7 +230,7 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
                       static_cast<std::size_t>(std::max<std::int64_t>(plan.steps - done, 0)),
                       {.title = fmt::format("epoch {}/{}", plan.epoch + 1, plan.epochs)});
     model_.module().train();
-    feed.begin_epoch(plan.epoch);
+    detail::aborting(comm_, [&] { feed.begin_epoch(plan.epoch); });
     skipped_ = detail::SkippedSteps(position_.skipped);
     meter_ = MeanMeter();
     meter_.add(so_far);
@@ -260,12 +260,13 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
   bool train_step(Feed& feed, Loss& loss, Hooks&... hooks) {
     in_step_ = true;
     stepped_ = true;
-    feed.begin_step();
+    detail::aborting(comm_, [&] { feed.begin_step(); });
     set_rates();
     optimizer_->zero_grad();
     bool more = true;
     try {
-      const double counted = detail::step_gradients(model_.get(), ddp_, precision_, feed, loss, losses_);
+      const double counted =
+          detail::step_gradients(model_.get(), ddp_, comm_, precision_, feed, loss, losses_);
       if (counted == 0)
         more = Feed::counts_beforehand || any_rank(feed.had_data(), comm_);
       else

@@ -1,0 +1,49 @@
+// One rank fails where the others wait for it, and its program goes on: each of the others is told, soon and
+// why.
+#include <chrono>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "support/catch.hpp"
+#include "support/process.hpp"
+
+namespace {
+
+/// The line that begins so; empty where there is none.
+std::string line_of(const std::string& text, const std::string& begin) {
+  const auto at = ("\n" + text).find("\n" + begin);
+  return at == std::string::npos ? "" : text.substr(at, text.find('\n', at) - at);
+}
+
+}  // namespace
+
+TEST_CASE("what one rank throws where the others wait for it is told to all") {
+  struct Case {
+    std::string mode, cause, told;
+  };
+  const std::vector<Case> cases{
+      {"data", "a file is gone", "a file is gone"},
+      {"loss", "a file is gone", "a file is gone"},
+      {"nothing", "the loss is nan over a count of 0", "the loss is nan over a count of 0"},
+      {"first bucket", "no room for this bucket", "the communication hook 'roomy' threw for bucket 1 of "},
+      {"last bucket", "no room for this bucket", "the communication hook 'roomy' threw for bucket "},
+      {"shard", "is sparse", "the step of the optimizer inside a ZeroRedundancyOptimizer threw"},
+  };
+  // All at once: most of the time they wait.
+  std::vector<std::unique_ptr<lockstep_test::Process>> processes;
+  for (const Case& one : cases)
+    processes.emplace_back(
+        new lockstep_test::Process(lockstep_test::start({lockstep_test::test_program("train_fault_program"),
+                                                         "--nproc", "3", "--prefix", "never", one.mode})));
+  for (std::size_t i = 0; i < cases.size(); ++i) {
+    REQUIRE(processes[i]->wait(std::chrono::seconds(120)));
+    const std::string out = processes[i]->out(), error = processes[i]->error();
+    CAPTURE(cases[i].mode, out, error);
+    CHECK_THAT(out, ContainsSubstring("rank 1 soon: ") && ContainsSubstring(cases[i].cause));
+    for (const std::string rank : {"0", "2"})
+      CHECK_THAT(line_of(out, "rank " + rank + " soon: "),
+                 ContainsSubstring("rank 1 failed first: " + cases[i].told));
+    CHECK(lockstep_test::processes_left(processes[i]->marker()) == 0);
+  }
+}

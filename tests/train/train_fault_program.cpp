@@ -1,0 +1,108 @@
+// What tests/train/faults_test.cpp starts: rank 1 fails where the others wait for it, and every rank catches
+// its error. Rank 1 then lives on for a while, so that nobody learns of it by its end.
+//
+// usage: train_fault_program --nproc N MODE
+#include <torch/torch.h>
+
+#include <chrono>
+#include <cmath>
+#include <string>
+#include <thread>
+
+#include "lockstep/comm/gloo_comm.hpp"
+#include "lockstep/grad/hooks/function_hook.hpp"
+#include "lockstep/nn/convert_sync_batchnorm.hpp"
+#include "lockstep/optim/adam.hpp"
+#include "lockstep/optim/zero_redundancy.hpp"
+#include "lockstep/train/trainer.hpp"
+#include "lockstep/world/launch.hpp"
+#include "train/regression.hpp"
+
+namespace {
+
+using Sequential = torch::nn::Sequential;
+
+/// Throws on its rank where it is asked for anything.
+struct Broken {
+  lockstep::TensorDataset all;
+  bool breaks;
+  [[nodiscard]] std::size_t size() const { return all.size(); }
+  [[nodiscard]] lockstep::Example get_batch(c10::ArrayRef<std::size_t> indices) const {
+    if (breaks) throw lockstep::DataError("a file is gone");
+    return all.get_batch(indices);
+  }
+};
+
+void train(const lockstep::World& world, const std::string& mode) {
+  const bool culprit = world.rank() == 1;
+  Sequential net(torch::nn::Linear(3, 4), torch::nn::BatchNorm1d(4), torch::nn::Linear(4, 1));
+  net->to(torch::kDouble);
+  lockstep::Trainer<Sequential, lockstep::DistributedSampler, lockstep::GlooComm, lockstep::Fp32> trainer(
+      world, {.epochs = 1, .batch_size = 2, .progress = false}, net);
+  if (mode != "data") lockstep::convert_sync_batchnorm(trainer.model(), trainer.comm());
+  const Broken data{curve(static_cast<std::size_t>(8 * world.size())), culprit && mode == "data"};
+  if (mode == "nothing")  // a sum over nothing whose backward the others wait for
+    trainer.fit(data, [&](Sequential& model, const auto& batch) {
+      const auto loss = squared_error(model, batch);
+      return culprit ? lockstep::Mean{loss * std::nan(""), 0} : lockstep::Mean{loss, 2};
+    });
+  else
+    trainer.fit(data, [&](Sequential& model, const auto& batch) {
+      if (culprit && mode == "loss") throw lockstep::DataError("a file is gone");
+      return squared_error(model, batch);
+    });
+}
+
+void reduce(const lockstep::World& world, std::size_t where) {
+  lockstep::GlooComm comm{world};
+  Sequential net(torch::nn::Linear(3, 4), torch::nn::Linear(4, 4), torch::nn::Linear(4, 1));
+  int step = 0;
+  const auto hook = lockstep::hook_of(
+      [&](auto& group, const lockstep::GradientBucket& bucket) {
+        if (step == 2 && world.rank() == 1 && bucket.index == std::min(where, bucket.count - 1))
+          throw std::runtime_error("no room for this bucket");
+        bucket.flat.div_(group.size());
+        return group.all_reduce(bucket.flat);
+      },
+      "roomy");
+  lockstep::DistributedDataParallel ddp{net, comm, {.bucket_caps = {32}}, hook};
+  for (; step < 3; ++step) ddp.backward(net->forward(torch::ones({2, 3})).sum());
+}
+
+void shard(const lockstep::World& world) {
+  lockstep::GlooComm comm{world};
+  std::vector<torch::Tensor> parameters;
+  for (int i = 0; i < world.size(); ++i) parameters.push_back(torch::ones({3, 3}, torch::requires_grad()));
+  lockstep::ZeroRedundancyOptimizer optimizer(
+      parameters, comm, [](std::vector<torch::Tensor> own) { return std::make_unique<lockstep::Adam>(own); });
+  for (auto& parameter : parameters) parameter.mutable_grad() = torch::ones({3, 3});
+  // The gradients of its own parameters alone are what its optimizer does not take.
+  if (world.rank() == 1)
+    for (const auto& group : optimizer.own_parameters())
+      for (const auto& parameter : group) parameter.mutable_grad() = torch::ones({3, 3}).to_sparse();
+  optimizer.step();
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const std::string mode = argv[argc - 1];
+  return lockstep::launch(argc, argv, [&](const lockstep::World& world) {
+    const auto begin = std::chrono::steady_clock::now();
+    std::string said = "nothing";
+    try {
+      if (mode == "first bucket" || mode == "last bucket")
+        reduce(world, mode == "first bucket" ? 0 : 1000);
+      else if (mode == "shard")
+        shard(world);
+      else
+        train(world, mode);
+    } catch (const std::exception& error) {
+      said = error.what();
+    }
+    const std::chrono::duration<double> waited = std::chrono::steady_clock::now() - begin;
+    fmt::print("rank {} {}: {}\n", world.rank(), waited.count() < 18 ? "soon" : "late", said);
+    std::fflush(stdout);
+    if (world.rank() == 1) std::this_thread::sleep_for(std::chrono::seconds(20));
+  });
+}
