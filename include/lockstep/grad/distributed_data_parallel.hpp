@@ -17,15 +17,13 @@
 #include "lockstep/comm/local_comm.hpp"
 #include "lockstep/comm/same_errors.hpp"
 #include "lockstep/error.hpp"
-#include "lockstep/grad/broadcast_list.hpp"
 #include "lockstep/grad/bucket_plan.hpp"
 #include "lockstep/grad/buffer_sync.hpp"
 #include "lockstep/grad/ddp_options.hpp"
 #include "lockstep/grad/ddp_report.hpp"
-#include "lockstep/grad/device_check.hpp"
+#include "lockstep/grad/ddp_start.hpp"
 #include "lockstep/grad/hooks/hook.hpp"
 #include "lockstep/grad/model.hpp"
-#include "lockstep/grad/model_check.hpp"
 #include "lockstep/grad/named_tensors.hpp"
 #include "lockstep/grad/ready_order.hpp"
 #include "lockstep/grad/reducer.hpp"
@@ -97,17 +95,11 @@ class DistributedDataParallel {
   explicit DistributedDataParallel(M& model, Comm& comm, DdpOptions options = {}, Hook hook = {})
       : model_(store(model)), state_(std::make_unique<State>()) {
     ModelTensors tensors;
-    const auto check = [&] {
-      const auto& caps = options.bucket_caps;
-      if (caps.empty() || std::find(caps.begin(), caps.end(), 0) != caps.end())
-        throw UsageError("bucket_caps must hold at least one size in bytes, each greater than 0");
-      tensors = detail::without_ignored(tensors_of(model), options.ignored);
-      if (options.device) detail::check_device(tensors.parameters, *options.device);
-    };
+    const auto look = [&] { tensors = detail::tensors_by(options, model); };
     if constexpr (alone)
-      check();
+      look();
     else
-      detail::check_on_every_rank(comm, check);
+      detail::check_on_every_rank(comm, look);
     parameters_ = tensors.parameters;
     std::vector<NamedTensor>& trained = state_->trained;
     for (const NamedTensor& parameter : parameters_)
@@ -117,32 +109,13 @@ class DistributedDataParallel {
       require_some(trained);
       state_->reducer = std::make_unique<detail::NoReducer>();
     } else {
-      std::string sparse_names;
-      for (const NamedTensor& item : trained)
-        if (tensors.sparse.contains(item.tensor.unsafeGetTensorImpl()))
-          sparse_names += (sparse_names.empty() ? "" : ", ") + item.name;
-      const auto shared = detail::shared_options(options, hook, sparse_names);
-      if (const auto text = detail::option_difference(shared, comm))
-        throw MismatchError("the ranks reduce gradients unlike: " + *text +
-                            "; give every rank the same model, DdpOptions and hook");
-      if (options.init_sync) check_same_model(parameters_, tensors.buffers, comm);
+      std::vector<char> sparse = detail::sparse_among(trained, tensors);
+      detail::start_alike(tensors, trained, sparse, options, hook, comm);
       require_some(trained);
-      std::vector<at::Tensor> all, buffers;
-      for (const auto& list : {parameters_, tensors.buffers})
-        for (const NamedTensor& item : list) all.push_back(item.tensor);
-      if (options.init_sync) detail::BroadcastList(std::move(all)).run(comm, 0);
+      std::vector<at::Tensor> buffers;
       for (NamedTensor& item : tensors.buffers) buffers.push_back(std::move(item.tensor));
       state_->buffers = detail::BufferSync(std::move(buffers), options.buffers);
       state_->comm = &comm;
-      std::vector<char> sparse;
-      for (const NamedTensor& item : trained) {
-        sparse.push_back(tensors.sparse.contains(item.tensor.unsafeGetTensorImpl()));
-        if (sparse.back() && !std::same_as<Hook, AllReduceHook>)
-          throw UsageError(fmt::format(
-              "the gradient of parameter '{}' is sparse, which communication hooks do not take: build its "
-              "layer without sparse gradients, or use the plain reduction",
-              item.name));
-      }
       state_->reducer = std::make_unique<detail::Reducer<Comm, Hook>>(trained, std::move(sparse), comm,
                                                                       std::move(hook), options);
     }

@@ -4,7 +4,6 @@
 #include <ATen/record_function.h>
 #include <c10/core/GradMode.h>
 #include <fmt/format.h>
-#include <torch/csrc/autograd/engine.h>
 
 #include <algorithm>
 #include <exception>
@@ -21,6 +20,7 @@
 #include "lockstep/grad/contribution.hpp"
 #include "lockstep/grad/ddp_options.hpp"
 #include "lockstep/grad/ddp_report.hpp"
+#include "lockstep/grad/end_of_backward.hpp"
 #include "lockstep/grad/graph_search.hpp"
 #include "lockstep/grad/joined_backwards.hpp"
 #include "lockstep/grad/named_tensors.hpp"
@@ -269,18 +269,10 @@ class Reducer {
   void open_bare() {
     open_plain();
     take_known_unused(nullptr);
-    struct Token {
-      explicit Token(std::weak_ptr<Reducer*> reducer) : reducer(std::move(reducer)) {}
-      ~Token() {
-        if (const auto alive = reducer.lock(); alive && !ended) (*alive)->stale_ = true;
-      }
-      std::weak_ptr<Reducer*> reducer;
-      bool ended = false;
-    };
-    auto token = std::make_shared<Token>(self_);
-    torch::autograd::Engine::get_default_engine().queue_callback([token] {
-      token->ended = true;
-      if (const auto alive = token->reducer.lock()) (*alive)->close(nullptr);
+    at_end_of_backward([reducer = std::weak_ptr(self_)](bool ended) {
+      const auto alive = reducer.lock();
+      if (alive && ended) (*alive)->close(nullptr);
+      if (alive && !ended) (*alive)->stale_ = true;
     });
   }
 
