@@ -146,6 +146,11 @@ TEST_CASE("ranks share a GPU only where the user says so") {
   CHECK(gpu(2, 4, 2, -1, allowed) == 0);
   CHECK(gpu(3, 4, 2, -1, allowed) == 1);
   CHECK_THAT(gpu_refusal(2, 4, 2, -1, not_so), ContainsSubstring("start at most 2 ranks here"));
+  // As NCCL reads it: a number, and none is 0.
+  for (const char* no : {"", "no", "00"})
+    CHECK_THAT(gpu_refusal(2, 4, 2, -1, {{"NCCL_MULTI_RANK_GPU_ENABLE", no}}),
+               ContainsSubstring("start at most 2 ranks here"));
+  CHECK(gpu(2, 4, 2, -1, {{"NCCL_MULTI_RANK_GPU_ENABLE", "2"}}) == 0);
 }
 
 TEST_CASE("GPUs are counted by the driver's folder, or by the device files where there is none") {

@@ -174,11 +174,39 @@ TEST_CASE("a rank without a GPU, two on one, and different NCCLs are errors on e
     for (const std::string& error : thrown_on_ranks(3, make))
       CHECK_THAT(error, ContainsSubstring("ranks 1 and 2 are on one GPU (host/GPU-7): start one rank a GPU"));
   }
+  SECTION("shared by ranks whose NCCL cannot") {
+    faults->card[1] = faults->card[2] = "host/GPU-7";
+    faults->shares[1] = faults->shares[2] = true;
+    for (const std::string& error : thrown_on_ranks(3, make))
+      CHECK_THAT(error,
+                 ContainsSubstring("UsageError: ranks 1 and 2 are on one GPU (host/GPU-7): "
+                                   "NCCL_MULTI_RANK_GPU_ENABLE lets them from NCCL 2.30.0 on, and this is "
+                                   "2.27.6: install a newer torch"));
+  }
+  SECTION("shared by ranks of which one does not want to") {
+    faults->version = {{0, 23007}, {1, 23007}, {2, 23007}};
+    faults->card[1] = faults->card[2] = "host/GPU-7";
+    faults->shares[2] = true;
+    for (const std::string& error : thrown_on_ranks(3, make))
+      CHECK_THAT(error, ContainsSubstring("NCCL_MULTI_RANK_GPU_ENABLE is set for rank 2 and not for rank 1"));
+  }
   SECTION("versions") {
     faults->version[2] = 21805;
     for (const std::string& error : thrown_on_ranks(3, make))
       CHECK_THAT(error, ContainsSubstring("rank 0 has NCCL 2.27.6 and rank 2 has NCCL 2.18.5"));
   }
+}
+
+TEST_CASE("ranks may share a GPU where the user says so and NCCL can") {
+  WithFaults faults;
+  faults->version = {{0, 23007}, {1, 23007}};
+  faults->card = {{0, "host/GPU-7"}, {1, "host/GPU-7"}};
+  faults->shares = {{0, true}, {1, true}};
+  for (const std::string& error : thrown_on_ranks(2, [](FakeMachine&, const World& world) {
+         FakeComm comm(world, quick(8s));
+         comm.barrier();
+       }))
+    CHECK(error == "");
 }
 
 TEST_CASE("ranks without GPUs may go on with something else") {

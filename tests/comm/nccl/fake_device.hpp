@@ -22,6 +22,7 @@ class FakeDevice {
     std::map<int, std::string> no_device;                     // what open says
     std::map<int, std::string> card;                          // another name
     std::map<int, int> version;                               // of NCCL
+    std::map<int, bool> shares;                               // whether the user lets it share its GPU
     std::map<int, std::pair<NcclResult, std::string>> group;  // what group_end answers
     std::map<int, std::string> memory;                        // what allocate says
     std::map<int, std::string> buffers;                       // what allocate_buffer says
@@ -47,7 +48,10 @@ class FakeDevice {
     const auto fault = faults().version.find(rank_);
     return fault == faults().version.end() ? 22706 : fault->second;
   }
-  bool shares_devices() const { return false; }
+  bool shares_devices() const {
+    const auto fault = faults().shares.find(rank_);
+    return fault != faults().shares.end() && fault->second;
+  }
 
   Stream make_stream() const { return machine_->make_stream(rank_, "the communicator's stream"); }
   void destroy_stream(Stream) const {}

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstddef>
 #include <exception>
 #include <map>
 #include <optional>
@@ -15,10 +16,14 @@
 
 namespace lockstep::detail {
 
-/// What a rank says of its device when the ranks meet: which it is, and with which NCCL.
+/// The first NCCL that lets several ranks share a GPU, where NCCL_MULTI_RANK_GPU_ENABLE is set.
+inline constexpr int first_nccl_with_shared_gpus = 23000;
+
+/// What a rank says of its device when the ranks meet: which it is, with which NCCL, and whether its user
+/// lets it share.
 template <NcclDevice D>
 std::string card_text(const D& device) {
-  return fmt::format("{} {}", device.card(), device.version());
+  return fmt::format("{} {} {}", device.card(), device.version(), device.shares_devices() ? 1 : 0);
 }
 
 /// What a rank says that has none, and why.
@@ -29,27 +34,42 @@ inline std::string no_card(const std::string& reason) {
 /// Looks at what all have said, by rank in the group: a rank without a GPU, two ranks on one, or ranks
 /// with different NCCLs would wait for each other without a word. `ranks` are the global ones. The same error
 /// on every rank.
-inline void check_cards(const std::vector<std::string>& cards, const std::vector<int>& ranks, bool may_share,
-                        int own_rank) {
-  std::map<std::string, int> owners;
-  const auto version_of = [](const std::string& card) { return std::stoi(card.substr(card.find(' ') + 1)); };
-  for (const std::string& card : cards)
-    if (card.starts_with("!")) throw UsageError(card.substr(1), own_rank);
-  for (std::size_t i = 0; i < cards.size(); ++i) {
-    if (version_of(cards[i]) != version_of(cards[0]))
+inline void check_cards(const std::vector<std::string>& cards, const std::vector<int>& ranks, int own_rank) {
+  struct Card {
+    std::string device;
+    int version = 0;
+    bool shares = false;
+  };
+  std::vector<Card> all;
+  for (const std::string& text : cards) {
+    if (text.starts_with("!")) throw UsageError(text.substr(1), own_rank);
+    const auto blank = text.find(' ');
+    all.push_back({text.substr(0, blank), std::stoi(text.substr(blank)), text.ends_with(" 1")});
+  }
+  std::map<std::string, std::size_t> owners;
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    if (all[i].version != all[0].version)
       throw MismatchError(
           fmt::format("rank {} has NCCL {} and rank {} has NCCL {}: run all ranks with one LibTorch and NCCL",
-                      ranks[0], version_text(version_of(cards[0])), ranks[i],
-                      version_text(version_of(cards[i]))),
+                      ranks[0], version_text(all[0].version), ranks[i], version_text(all[i].version)),
           own_rank);
-    const std::string card = cards[i].substr(0, cards[i].find(' '));
-    const auto [owner, alone] = owners.emplace(card, ranks[i]);
-    if (!alone && !may_share)
-      throw UsageError(
-          fmt::format("ranks {} and {} are on one GPU ({}): start one rank a GPU, and give each its "
-                      "own LOCAL_RANK or CUDA_VISIBLE_DEVICES",
-                      owner->second, ranks[i], card),
-          own_rank);
+    const auto [owner, alone] = owners.emplace(all[i].device, i);
+    const Card &one = all[owner->second], &other = all[i];
+    if (alone || (one.shares && other.shares && other.version >= first_nccl_with_shared_gpus)) continue;
+    std::string remedy = "start one rank a GPU, and give each its own LOCAL_RANK or CUDA_VISIBLE_DEVICES";
+    if (one.shares && other.shares)
+      remedy = fmt::format(
+          "NCCL_MULTI_RANK_GPU_ENABLE lets them from NCCL {} on, and this is {}: install a "
+          "newer torch, or start one rank a GPU",
+          version_text(first_nccl_with_shared_gpus), version_text(other.version));
+    else if (one.shares || other.shares)
+      remedy = fmt::format(
+          "NCCL_MULTI_RANK_GPU_ENABLE is set for rank {} and not for rank {}: set it for "
+          "all, or start one rank a GPU",
+          ranks[one.shares ? owner->second : i], ranks[one.shares ? i : owner->second]);
+    throw UsageError(fmt::format("ranks {} and {} are on one GPU ({}): {}", ranks[owner->second], ranks[i],
+                                 other.device, remedy),
+                     own_rank);
   }
 }
 
@@ -66,7 +86,7 @@ D open_together(Membership& membership, int index) {
   } catch (const std::exception& error) {
     card = no_card(first_line_of(error));
   }
-  check_cards(membership.meet(card), membership.ranks(), device && device->shares_devices(), world.rank());
+  check_cards(membership.meet(card), membership.ranks(), world.rank());
   return *device;
 }
 

@@ -31,8 +31,9 @@ enum class NcclResult : int {
 /// The device. `D::open(world, index)` chooses the GPU of this rank (`index`, or by the local rank where it
 /// is negative), makes it the current one before anything touches CUDA, and throws UsageError where there is
 /// none. `enter_thread()` does the same for a thread that the communicator starts. `name()` is for messages;
-/// `card()` is text without blanks that no two devices of a job share, `shares_devices()` says whether two
-/// ranks may use one all the same, and `version()` is the NCCL's, as NCCL counts them (22706 is 2.27.6).
+/// `card()` is text without blanks that no two devices of a job share, `shares_devices()` says whether the
+/// user lets two ranks use one all the same, and `version()` is the NCCL's, as NCCL counts them (22706
+/// is 2.27.6).
 ///
 /// Order. What is issued to one stream happens in the order of the calls, and never before its call; nothing
 /// else is ordered but by `record` and `wait`: what is issued to `stream` after `wait(stream, event)` happens

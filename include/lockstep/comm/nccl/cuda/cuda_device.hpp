@@ -11,7 +11,6 @@
 #include <c10/cuda/CUDAStream.h>
 
 #include <cstddef>
-#include <cstdlib>
 #include <stdexcept>
 #include <string>
 
@@ -69,7 +68,7 @@ class CudaDevice {
     return card;
   }
   [[nodiscard]] int version() const { return detail::loaded_nccl_version(); }
-  [[nodiscard]] bool shares_devices() const { return shared(); }
+  [[nodiscard]] bool shares_devices() const { return detail::may_share_gpu(); }
 
   /// One of its own, before others when blocks wait for room.
   [[nodiscard]] Stream make_stream() const {
@@ -237,12 +236,6 @@ class CudaDevice {
     return c10::cuda::getStreamFromExternal(stream, static_cast<c10::DeviceIndex>(index_));
   }
 
-  // Whether NCCL lets several ranks share a GPU.
-  static bool shared() {
-    const char* enabled = std::getenv("NCCL_MULTI_RANK_GPU_ENABLE");
-    return enabled && std::string(enabled) == "1" &&
-           detail::loaded_nccl_version() >= detail::first_nccl_with_shared_gpus;
-  }
   static void check_nccl(const World& world) {
     const detail::NcclsFound found{
         detail::loaded_nccl_libraries(), detail::file_of(reinterpret_cast<const void*>(&ncclGetVersion)),

@@ -24,8 +24,6 @@ namespace lockstep::detail {
 
 /// The version of nccl.h.
 inline constexpr int compiled_nccl_version = LOCKSTEP_NCCL_VERSION;
-/// Several ranks on one GPU, where NCCL_MULTI_RANK_GPU_ENABLE is set.
-inline constexpr int first_nccl_with_shared_gpus = 23000;
 
 inline NcclResult result_of(ncclResult_t result) {
   return static_cast<NcclResult>(result);
