@@ -83,7 +83,7 @@ class NcclBytes {
   [[nodiscard]] at::Tensor arrive(NcclWork<D> work, const at::Tensor& there) const {
     work.wait_host();  // under the deadline, which the device's own waiting does not know
     work.join_stream();
-    return group_->device().download(there);
+    return group_->guarded(call_, [&] { return group_->device().download(there); });
   }
 
   const NcclGroupPtr<D>& group_;

@@ -87,6 +87,9 @@ class BasicNcclComm {
   }
   { return device().tensor_device(); }
 
+  /// Throws the first error, as every call does, if there was one. Never blocks.
+  void check_error() { group_->check_error(); }
+
   /// What errors call the collectives that follow, such as "bucket 2 of 5, with fc.weight", until it is
   /// changed; null for nothing.
   void label(detail::Label label) { group_->label(std::move(label)); }

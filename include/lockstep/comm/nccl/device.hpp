@@ -35,12 +35,14 @@ enum class NcclResult : int {
 /// user lets two ranks use one all the same, and `version()` is the NCCL's, as NCCL counts them (22706
 /// is 2.27.6).
 ///
+/// Failure. What CUDA cannot do, each function that answers no NcclResult throws as a std::exception whose
+/// text says what failed and why; it knows neither ranks nor collectives, and is no lockstep::Error.
+///
 /// Order. What is issued to one stream happens in the order of the calls, and never before its call; nothing
 /// else is ordered but by `record` and `wait`: what is issued to `stream` after `wait(stream, event)` happens
 /// after all that was in the stream which `record(event, stream)` named last. Neither blocks the host.
-/// `done(event)` never blocks: whether all before its last record has happened; throws CommunicationError
-/// when the device itself has failed. `current_stream()` is the one to which operators on tensors go on this
-/// thread.
+/// `done(event)` never blocks: whether all before its last record has happened; throws when the device itself
+/// has failed. `current_stream()` is the one to which operators on tensors go on this thread.
 ///
 /// Memory. `holds(tensor)` says whether the tensor lives on this device. Where the last reference to a tensor
 /// goes, its memory may be used again at once by what is issued later to the stream it was allocated for

@@ -18,10 +18,11 @@
 #include "lockstep/comm/nccl/device.hpp"
 #include "lockstep/comm/nccl/diagnosis.hpp"
 #include "lockstep/comm/nccl/flight.hpp"
+#include "lockstep/comm/nccl/group_error.hpp"
 #include "lockstep/comm/nccl/handle.hpp"
 #include "lockstep/comm/nccl/membership.hpp"
 #include "lockstep/comm/nccl/options.hpp"
-#include "lockstep/comm/nccl/sticky_error.hpp"
+#include "lockstep/comm/nccl/waiting.hpp"
 #include "lockstep/comm/nccl/watchdog.hpp"
 #include "lockstep/comm/nccl/words.hpp"
 
@@ -31,10 +32,9 @@ namespace lockstep::detail {
 /// and the watchdog, a thread that looks after all of it while the program computes, or waits where nothing
 /// can be told to it.
 ///
-/// The watchdog ends what is in flight when NCCL reports an error, another rank has failed, or the deadline
-/// of the oldest collective has passed. Whoever sees an error first keeps it, tells the other ranks unless it
-/// comes from one of them, and only then aborts NCCL, so that no rank hears of a consequence before its
-/// cause. What the stream holds ends with that, and the error is thrown by the program's next call.
+/// The watchdog ends what is in flight when NCCL or the device reports an error, another rank has failed, or
+/// the deadline of the oldest collective has passed. What the stream holds ends with that, and the error is
+/// thrown by the program's next call.
 template <NcclDevice D>
 class NcclGroup {
  public:
@@ -71,7 +71,7 @@ class NcclGroup {
   /// Takes part in the split of ranks that this one is not among.
   void stay_out_of_split(const Call& call) {
     Comm none{};
-    await_ready(call, split(call, none, no_colour));
+    waiting_.await_ready(call, label_, split(call, none, no_colour));
   }
 
   ~NcclGroup() {
@@ -101,6 +101,9 @@ class NcclGroup {
   [[nodiscard]] std::chrono::milliseconds deadline() const { return options_.deadline; }
   [[nodiscard]] const Stream& stream() const { return stream_; }
   [[nodiscard]] bool failed() const { return error_.set(); }
+  void check_error() {
+    if (failed()) error_.rethrow();
+  }
   [[nodiscard]] std::string next_child() { return fmt::format("{}/{}", membership_.name(), children_++); }
   void label(Label label) { label_ = std::move(label); }
 
@@ -108,13 +111,13 @@ class NcclGroup {
   Call begin(const char* name) {
     Call call = open_call(name, -1, 0);
     call.sequence = membership_.enter(name);
-    look(call);
+    waiting_.look(call);
     return call;
   }
   /// Opens a send or recv, which do not count: only two ranks take part.
   Call message(const char* name, int peer, int tag) {
     const Call call = open_call(name, peer, tag);
-    look(call);
+    waiting_.look(call);
     return call;
   }
 
@@ -132,7 +135,9 @@ class NcclGroup {
     return guarded(call, [&] {
       const Stream from = device_.current_stream();
       const bool captured = device_.capturing(from);
-      if (!captured) flights_.sweep([this] { return failed(); });  // a capture allows no questions
+      if (!captured) {  // a capture allows no questions
+        if (auto error = sweep()) error_.fail(error, true);
+      }
       if (!captured && buffers_) buffers_->sweep();
       FlightPtr flight = flights_.take();
       flight->call = call;
@@ -151,7 +156,7 @@ class NcclGroup {
         const NcclResult ended = device_.group_end();
         return issued == NcclResult::success || issued == NcclResult::in_progress ? ended : issued;
       });
-      await_ready(call, result);
+      waiting_.await_ready(call, label_, result);
       after();
       return flight;
     });
@@ -161,44 +166,37 @@ class NcclGroup {
   /// group.
   template <class Work>
   auto guarded(const Call& call, Work&& work) -> decltype(work()) {
+    return guarded(call, label_, std::forward<Work>(work));
+  }
+  template <class Work>
+  auto guarded(const Call& call, const Label& label, Work&& work) -> decltype(work()) {
     try {
       return work();
     } catch (const Error&) {
       throw;
     } catch (const std::exception& error) {
-      fail(diagnosis_.of_exception(text_of(call, label_), error), true);
+      error_.fail(diagnosis_.of_exception(text_of(call, label), error), true);
     }
   }
 
   /// Makes what the current stream is given next come after the flight. Does not block.
   void join(Flight<D>& flight) {
     if (!flights_.landed(flight)) {
-      if (failed()) rethrow();
-      look(flight.call);
+      if (failed()) error_.rethrow();
+      waiting_.look(flight.call);
     }
-    const Stream current = device_.current_stream();
-    device_.wait(current, flight.done);
-    // On another stream, memory that belongs to the first one would be free too early.
-    if (current == flight.from) flights_.let_go_of_tensors(flight);
+    guarded(flight.call, flight.label, [&] {
+      const Stream current = device_.current_stream();
+      device_.wait(current, flight.done);
+      // On another stream, memory that belongs to the first one would be free too early.
+      if (current == flight.from) flights_.let_go_of_tensors(flight);
+    });
   }
 
-  /// Blocks until `complete()`, asked again and again, is true. Throws when the group has failed, or when
-  /// `until` has come.
+  /// See Waiting.
   template <class Complete>
   void await(const Call& call, const Label& label, Clock::time_point until, Complete&& complete) {
-    for (int round = 0; !complete(); ++round) {
-      if (failed()) rethrow();
-      look(call);
-      if (Clock::now() >= until) late(call, label);
-      if (round % 64 == 63) {
-        if (auto error = diagnosis_.of_state(call, label)) fail(error, true);
-        if (auto error = membership_.look(call)) fail(error, false);
-      }
-      if (round < 64)
-        std::this_thread::yield();
-      else
-        std::this_thread::sleep_for(std::chrono::microseconds(std::min(round, 1000)));
-    }
+    waiting_.await(call, label, until, std::forward<Complete>(complete));
   }
   /// Blocks until the flight is complete.
   void await(Flight<D>& flight, Clock::time_point until) {
@@ -209,9 +207,9 @@ class NcclGroup {
               text_of(flight.call, flight.label)),
           world().rank());
     await(flight.call, flight.label, until, [&] {
-      if (!device_.done(flight.done)) return false;
+      if (!guarded(flight.call, flight.label, [&] { return device_.done(flight.done); })) return false;
       if (!flights_.landed(flight)) {
-        if (failed()) rethrow();
+        if (failed()) error_.rethrow();
         flights_.land(flight);
       }
       return true;
@@ -226,39 +224,20 @@ class NcclGroup {
     return error_.get();
   }
 
-  /// Makes every later call throw, tells the other ranks, and ends what is in flight.
-  void abort(const std::string& reason) noexcept {
-    if (error_.keep(aborted(reason))) membership_.publish(reason);
-    handle_.abort();
-  }
-  /// The same while an exception is on its way that the destructors it runs do not know.
-  void abort_by_exception() noexcept {
-    const char* reason = "an exception, which its own output names, has ended it";
-    if (error_.keep(aborted(reason))) membership_.publish_vague(reason);
-    handle_.abort();
-  }
+  /// See GroupError.
+  void abort(const std::string& reason) noexcept { error_.abort(reason); }
+  void abort_by_exception() noexcept { error_.abort_by_exception(); }
 
   /// Ends the group in good order: completes what is in flight, and says farewell to the other ranks.
   void shutdown() {
     if (handle_.gone() || failed()) return;
     const Call call = message("shutdown", -1, 0);
     membership_.depart();
-    await(call, nullptr, call.start + deadline(), [&] {
-      flights_.sweep([this] { return failed(); });
-      return flights_.empty();
-    });
+    drain(call);
     if (buffers_) buffers_->close();
-    await_ready(call, handle_.call([&](Comm comm) { return device_.finalize(comm); }));
+    waiting_.await_ready(call, label_, handle_.call([&](Comm comm) { return device_.finalize(comm); }));
     handle_.destroy();
     membership_.farewell();
-  }
-
-  /// Throws if NCCL's `result` is an error, after waiting for it to be one thing or the other.
-  void await_ready(const Call& call, NcclResult result) {
-    result = handle_.settle(result, [&] { check_while_waiting(call); });
-    if (result == NcclResult::success) return;
-    if (failed()) rethrow();
-    fail(diagnosis_.of_result(call, label_, result), true);
   }
 
  private:
@@ -277,7 +256,7 @@ class NcclGroup {
 
   Call open_call(const char* name, int peer, int tag) {
     forbid_in_rank_zero_scope(name);
-    if (failed()) rethrow();
+    if (failed()) error_.rethrow();
     if (handle_.gone())
       throw CommunicationError(fmt::format("{} called after shutdown(): make a new communicator", name),
                                world().rank());
@@ -288,14 +267,16 @@ class NcclGroup {
   template <class Make>
   void start(Make&& make) {
     try {
-      stream_ = device_.make_stream();
-      buffers_ = Buffers<D>::wanted(options_, device_, handle_, stream_, world().rank());
       const Call call{"the start of the communicator", 0, -1, 0, Clock::now()};
-      await_ready(call, make());
+      guarded(call, [&] {
+        stream_ = device_.make_stream();
+        buffers_ = Buffers<D>::wanted(options_, device_, handle_, stream_, world().rank());
+        waiting_.await_ready(call, label_, make());
+      });
       watchdog_.emplace(
           options_.poll, [this] { device_.enter_thread(); }, [this] { return watch(); });
     } catch (...) {
-      membership_.publish(std::current_exception());
+      if (!failed()) membership_.publish(std::current_exception());
       handle_.abort();
       throw;
     }
@@ -303,8 +284,26 @@ class NcclGroup {
   NcclResult split(const Call& call, Comm& made, int colour) {
     const NcclResult result =
         handle_.call([&](Comm comm) { return device_.split(made, comm, colour, rank()); });
-    await_ready(call, result);
+    waiting_.await_ready(call, label_, result);
     return colour == no_colour ? NcclResult::success : NcclResult::in_progress;
+  }
+
+  // Waits until nothing is in flight. The watchdog, which says what is late, comes first.
+  void drain(const Call& call) {
+    await(call, label_, call.start + deadline() + std::chrono::seconds(10), [&] {
+      if (auto error = sweep()) error_.fail(error, true);
+      return flights_.empty();
+    });
+  }
+  // Lets go of what has ended; what the device says instead, if it has failed.
+  std::exception_ptr sweep() {
+    try {
+      flights_.sweep([this] { return failed(); });
+    } catch (const std::exception& error) {
+      const auto [call, label] = flights_.oldest();
+      return diagnosis_.of_exception(text_of(call, label), error);
+    }
+    return nullptr;
   }
 
   // One look at what is in flight, on the watchdog's thread; whether there is anything left to look after.
@@ -317,12 +316,12 @@ class NcclGroup {
     } catch (const std::exception& other) {
       error = diagnosis_.of_exception("the communicator's watchdog", other);
     }
-    if (error && !failed()) trip(error);
+    if (error && !failed()) error_.trip(error);
     return !flights_.empty();
   }
   // Why what is in flight must be ended, if it must.
   std::exception_ptr patrol() {
-    flights_.sweep([this] { return failed(); });
+    if (auto error = sweep()) return error;
     if (failed() || flights_.empty()) return nullptr;
     const auto [call, label] = flights_.oldest();
     if (auto error = diagnosis_.of_state(call, label)) return error;
@@ -334,53 +333,6 @@ class NcclGroup {
     return membership_.compare(call);
   }
 
-  // Throws if another rank has failed, or has left before this call.
-  void look(const Call& call) {
-    if (!membership_.news()) return;
-    if (auto error = membership_.look(call)) fail(error, false);
-  }
-  void check_while_waiting(const Call& call) {
-    if (failed()) rethrow();
-    look(call);
-    if (Clock::now() >= call.start + deadline()) late(call, label_);
-  }
-
-  // The time to wait for this call has passed.
-  [[noreturn]] void late(const Call& call, const Label& label) {
-    const bool last = Clock::now() >= call.start + deadline();
-    const auto error = diagnosis_.of_lateness(call, label);
-    try {
-      std::rethrow_exception(error);
-    } catch (const TimeoutError&) {
-      if (!last) throw;  // the caller's own deadline, and not the group's
-    } catch (...) {
-    }
-    fail(error, true);
-  }
-
-  static std::exception_ptr aborted(const std::string& reason) {
-    return std::make_exception_ptr(CommunicationError("the communicator was aborted: " + reason));
-  }
-
-  // Keeps the error if it is the first, tells the others of it unless it came from them, and ends what is in
-  // flight.
-  void trip(const std::exception_ptr& error) noexcept {
-    if (error_.keep(error)) membership_.publish(error);
-    handle_.abort();
-  }
-  // The same on a thread of the program.
-  [[noreturn]] void fail(const std::exception_ptr& error, bool publish) {
-    if (publish)
-      trip(error);
-    else if (error_.keep(error))
-      handle_.abort();
-    rethrow();
-  }
-  [[noreturn]] void rethrow() {
-    membership_.notice();
-    std::rethrow_exception(error_.get());
-  }
-
   NcclOptions options_;
   Membership membership_;
   D device_;
@@ -390,8 +342,9 @@ class NcclGroup {
   std::shared_ptr<Buffers<D>> buffers_;  // where the options want any
   Label label_;
   int children_ = 0;
-  StickyError error_;
+  GroupError<D> error_{membership_, handle_};
   Diagnosis<D> diagnosis_{membership_, handle_};
+  Waiting<D> waiting_{membership_, handle_, diagnosis_, error_, options_.deadline};
   std::uint64_t compared_ = 0;  // the last collective that the watchdog compared over the ranks
   std::optional<Watchdog> watchdog_;
 };

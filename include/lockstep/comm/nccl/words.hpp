@@ -66,8 +66,12 @@ inline std::string failure_text(const std::string& what, int rank, const std::st
   std::string text = fmt::format("{} failed on rank {}: {}", what, rank, words);
   if (text.find("out of memory") != std::string::npos)
     text += fmt::format(": rank {}'s GPU is full, so use a smaller batch or free what else is on it", rank);
-  else
+  else if (text.find("NCCL: ") != std::string::npos)
     text += ": NCCL_DEBUG=INFO makes NCCL say more";
+  else
+    text += fmt::format(
+        ": whatever rank {}'s GPU was given before may be at fault, and CUDA_LAUNCH_BLOCKING=1 shows where",
+        rank);
   return text;
 }
 

@@ -158,8 +158,8 @@ class CudaDevice {
     ncclUniqueId id;
     const ncclResult_t result = ncclGetUniqueId(&id);
     if (result != ncclSuccess)
-      throw CommunicationError(
-          fmt::format("NCCL cannot make an id for a communicator: {}", ncclGetErrorString(result)));
+      throw std::runtime_error(
+          fmt::format("ncclGetUniqueId: {}", detail::nccl_words(detail::result_of(result), "")));
     return {id.internal, sizeof id.internal};
   }
   NcclResult init(Comm& made, int size, const std::string& text, int rank) const {
@@ -245,7 +245,7 @@ class CudaDevice {
   static void check(cudaError_t error, const char* call) {
     if (error == cudaSuccess) return;
     cudaGetLastError();
-    throw CommunicationError(fmt::format("{} failed: {}", call, cudaGetErrorString(error)));
+    throw std::runtime_error(fmt::format("{} failed: {}", call, cudaGetErrorString(error)));
   }
 
   int index_;
