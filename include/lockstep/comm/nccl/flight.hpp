@@ -6,6 +6,7 @@
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <string>
 #include <utility>
 #include <vector>
@@ -36,8 +37,9 @@ struct Flight {
   std::vector<at::Tensor>
       kept;               // until it is complete, or ordered before what follows on the caller's stream
   bool landed = false;    // complete, without an error before it
+  bool ended = false;     // so that nobody asks for its events any more, but a Work that holds it
   bool held = false;      // by a Work
-  bool captured = false;  // into a graph: nothing of it happens now, and its events are the graph's
+  bool captured = false;  // into a graph: nothing of it happens now, and its events cannot be asked
 };
 
 /// The flights of a communicator, in the order of its stream. Those that have ended are used again: once
@@ -51,38 +53,30 @@ class Flights {
 
   explicit Flights(const D& device) : device_(device) {}
   ~Flights() {
-    for (const auto& flights : {under_way_, idle_})
-      for (const FlightPtr& flight : flights) {
-        device_.destroy_event(flight->ready);
-        device_.destroy_event(flight->done);
-      }
+    for (const FlightPtr& flight : all_) {
+      device_.destroy_event(flight->ready);
+      device_.destroy_event(flight->done);
+    }
   }
   Flights(const Flights&) = delete;
   Flights& operator=(const Flights&) = delete;
 
-  /// A flight to be filled, held by the caller; `start` must follow, whatever happens in between.
+  /// A flight to be filled, held by the caller, who starts it or gives it back.
   [[nodiscard]] FlightPtr take() {
-    {
-      std::lock_guard lock(mutex_);
-      if (!idle_.empty() && !idle_.front()->held) {
-        FlightPtr flight = std::move(idle_.front());
-        idle_.pop_front();
-        flight->landed = false;
-        flight->held = true;
-        return flight;
-      }
-    }
-    auto flight = std::make_shared<Flight<D>>();
-    flight->ready = device_.make_event();
-    flight->done = device_.make_event();
+    std::lock_guard lock(mutex_);
+    if (idle_.empty()) idle_.push_back(made());
+    FlightPtr flight = std::move(idle_.back());
+    idle_.pop_back();
+    flight->label = nullptr;
+    flight->landed = flight->ended = flight->captured = false;
     flight->held = true;
     return flight;
   }
 
-  /// Its `done` has been recorded.
+  /// Its `done` has been recorded. Of one that is captured, the Work alone knows when it is over.
   void start(const FlightPtr& flight) {
     std::lock_guard lock(mutex_);
-    under_way_.push_back(flight);
+    if (!flight->captured) under_way_.push_back(flight);
   }
 
   /// Lets go of those that have ended, from the oldest on; they count as complete unless `failed()`, asked
@@ -92,18 +86,37 @@ class Flights {
     for (;;) {
       std::vector<at::Tensor> garbage;
       std::lock_guard lock(mutex_);
-      if (under_way_.empty()) return;
-      const FlightPtr oldest = under_way_.front();
-      if (!oldest->captured) {
-        if (!device_.done(oldest->done)) return;
-        if (!failed()) oldest->landed = true;
-        garbage.swap(oldest->kept);
-        idle_.push_back(oldest);
-      }
-      // Of one that was captured, the Work alone knows when its tensors may go.
+      if (under_way_.empty() || !device_.done(under_way_.front()->done)) return;
+      const FlightPtr oldest = std::move(under_way_.front());
       under_way_.pop_front();
+      if (!failed()) oldest->landed = true;
+      oldest->ended = true;
+      garbage.swap(oldest->kept);
+      if (!oldest->held) idle_.push_back(oldest);
       // The lock is let go of first, then the garbage.
     }
+  }
+  /// No graph is being captured any more: what was captured and never joined needs its tensors no longer,
+  /// since their memory stays the graph's.
+  void end_capture() {
+    std::vector<std::vector<at::Tensor>> garbage;
+    std::lock_guard lock(mutex_);
+    for (FlightPtr& flight : captured_) {
+      garbage.push_back(std::exchange(flight->kept, {}));
+      idle_.push_back(std::move(flight));
+    }
+    captured_.clear();
+  }
+
+  /// The device has failed, or does not end: nobody knows what it still does with the tensors of those that
+  /// are under way, so that their memory is never given back.
+  void lose() noexcept {
+    std::lock_guard lock(mutex_);
+    for (const FlightPtr& flight : under_way_) lose(*flight);
+    under_way_.clear();
+  }
+  void lose(Flight<D>& flight) noexcept {
+    static_cast<void>(new (std::nothrow) std::vector<at::Tensor>(std::move(flight.kept)));
   }
 
   /// The tensors of one that is ordered before whatever may use their memory next.
@@ -111,12 +124,24 @@ class Flights {
     std::vector<at::Tensor> garbage;
     std::lock_guard lock(mutex_);
     garbage.swap(flight.kept);
+    if (flight.captured) flight.ended = true;  // what else is ordered behind it, or never will be
   }
 
-  /// The Work no longer needs it.
-  void give_back(Flight<D>& flight) noexcept {
+  /// Whoever held it no longer needs it.
+  void give_back(const FlightPtr& flight) noexcept {
     std::lock_guard lock(mutex_);
-    flight.held = false;
+    flight->held = false;
+    if (flight->ended)
+      idle_.push_back(flight);
+    else if (flight->captured)
+      captured_.push_back(flight);
+  }
+  /// The same for one that was never started.
+  void put_back(const FlightPtr& flight) noexcept {
+    flight->kept.clear();
+    std::lock_guard lock(mutex_);
+    flight->held = false;
+    idle_.push_back(flight);
   }
 
   [[nodiscard]] bool landed(const Flight<D>& flight) const {
@@ -140,9 +165,27 @@ class Flights {
   }
 
  private:
+  // A new one. There is room for all of them in each list: giving back cannot fail.
+  FlightPtr made() {
+    auto flight = std::make_shared<Flight<D>>();
+    if (all_.size() == all_.capacity())
+      for (auto* list : {&all_, &idle_, &captured_}) list->reserve(2 * all_.size() + 8);
+    flight->ready = device_.make_event();
+    try {
+      flight->done = device_.make_event();
+    } catch (...) {
+      device_.destroy_event(flight->ready);
+      throw;
+    }
+    all_.push_back(flight);
+    return flight;
+  }
+
   D device_;
   mutable std::mutex mutex_;
-  std::deque<FlightPtr> under_way_, idle_;
+  std::deque<FlightPtr> under_way_;
+  std::vector<FlightPtr> all_, idle_;
+  std::vector<FlightPtr> captured_;  // that no Work holds, and whose tensors may still be in use
 };
 
 }  // namespace lockstep::detail

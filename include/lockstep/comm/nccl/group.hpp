@@ -84,8 +84,9 @@ class NcclGroup {
         flights_.sweep([] { return true; });
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
       }
-    } catch (const std::exception&) {  // the device itself has failed, and its memory is lost with it
+    } catch (const std::exception&) {  // the device itself has failed
     }
+    flights_.lose();
     if (buffers_) buffers_->close();
     if (stream_ != Stream{}) device_.destroy_stream(stream_);
   }
@@ -135,11 +136,9 @@ class NcclGroup {
     return guarded(call, [&] {
       const Stream from = device_.current_stream();
       const bool captured = device_.capturing(from);
-      if (!captured) {  // a capture allows no questions
-        if (auto error = sweep()) error_.fail(error, true);
-      }
-      if (!captured && buffers_) buffers_->sweep();
-      FlightPtr flight = flights_.take();
+      if (!captured) tidy();  // a capture allows no questions
+      Launch launch{*this, flights_.take(), stream_};
+      const FlightPtr& flight = launch.flight;
       flight->call = call;
       flight->label = label_;
       flight->from = from;
@@ -147,8 +146,7 @@ class NcclGroup {
       flight->kept = std::move(kept);
       device_.record(flight->ready, flight->from);
       device_.wait(stream_, flight->ready);
-      // From here on the tensors are in use: the flight counts as started whatever happens.
-      const Started started{*this, flight};
+      launch.under_way = true;
       before();
       const NcclResult result = handle_.call([&](Comm comm) {
         if (const auto begun = device_.group_start(); begun != NcclResult::success) return begun;
@@ -158,6 +156,7 @@ class NcclGroup {
       });
       waiting_.await_ready(call, label_, result);
       after();
+      launch.finish();
       return flight;
     });
   }
@@ -216,7 +215,7 @@ class NcclGroup {
     });
     flights_.let_go_of_tensors(flight);
   }
-  void give_back(Flight<D>& flight) noexcept { flights_.give_back(flight); }
+  void give_back(const FlightPtr& flight) noexcept { flights_.give_back(flight); }
 
   /// The error of a flight that can never be complete.
   [[nodiscard]] std::exception_ptr error_of(const Flight<D>& flight) const {
@@ -241,14 +240,27 @@ class NcclGroup {
   }
 
  private:
-  struct Started {
+  // A flight while it is issued: it is put back where that has not begun, and otherwise counts as started,
+  // for its tensors are in use then, whatever happens.
+  struct Launch {
     NcclGroup& group;
-    const FlightPtr& flight;
-    ~Started() {
+    FlightPtr flight;
+    Stream stream;  // what it is in
+    bool under_way = false, recorded = false;
+
+    ~Launch() {
+      if (!under_way) group.flights_.put_back(flight);
+      if (!under_way || recorded) return;
       try {
-        group.device_.record(flight->done, group.stream_);
-      } catch (...) {  // the device has failed: it will say so when it is asked again
+        finish();
+      } catch (...) {
+        group.flights_.lose(*flight);
       }
+      group.flights_.give_back(flight);
+    }
+    void finish() {
+      group.device_.record(flight->done, stream);
+      recorded = true;
       group.flights_.start(flight);
       if (!flight->captured) group.watchdog_->wake();
     }
@@ -304,6 +316,12 @@ class NcclGroup {
       return diagnosis_.of_exception(text_of(call, label), error);
     }
     return nullptr;
+  }
+  // The same before something is issued, where no graph is being captured.
+  void tidy() {
+    if (auto error = sweep()) error_.fail(error, true);
+    flights_.end_capture();
+    if (buffers_) buffers_->sweep();
   }
 
   // One look at what is in flight, on the watchdog's thread; whether there is anything left to look after.

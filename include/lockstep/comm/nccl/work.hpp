@@ -74,7 +74,7 @@ class [[nodiscard]] NcclWork {
   }
 
   void let_go() noexcept {
-    if (flight_) group_->give_back(*flight_);
+    if (flight_) group_->give_back(flight_);
     flight_.reset();
   }
 
