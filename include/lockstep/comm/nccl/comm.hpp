@@ -290,7 +290,8 @@ class BasicNcclComm {
     }
     std::vector<int> global;
     for (int rank : ranks) global.push_back(group_->membership().ranks()[static_cast<std::size_t>(rank)]);
-    return BasicNcclComm(std::make_shared<detail::NcclGroup<D>>(*group_, std::move(global), std::move(name)));
+    return BasicNcclComm(
+        std::make_shared<detail::NcclGroup<D>>(*group_, call, std::move(global), std::move(name)));
   }
 
   /// Ends what is in flight, and every wait of the other ranks with a PeerError that gives `reason`; every

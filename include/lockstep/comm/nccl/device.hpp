@@ -66,6 +66,9 @@ enum class NcclResult : int {
 /// in the same order. `abort` ends all that is in flight, there and then, and the handle with it; `destroy`
 /// ends it once `finalize` has succeeded. One thread at a time calls on a communicator, except `abort`.
 /// `capturing(stream)`: whether a graph is being captured there, so that nothing happens yet.
+/// `init` and `split` may write to `made` later, from a thread of NCCL's, until `state` of the communicator
+/// that was called on answers success, or its abort has returned: `made` lives until then, which no frame of
+/// a function that can throw does. `split` wants nothing outstanding: what was issued has happened.
 template <class D>
 concept NcclDevice = std::copyable<D> && std::regular<typename D::Comm> && std::regular<typename D::Stream> &&
     std::regular<typename D::Event> &&

@@ -56,23 +56,20 @@ class NcclGroup {
     });
   }
 
-  /// The group of some of `parent`'s ranks, this one among them; `name` is its own.
-  NcclGroup(NcclGroup& parent, std::vector<int> ranks, std::string name)
+  /// The group of some of `parent`'s ranks, this one among them, which `call` asks for; `name` is its own.
+  NcclGroup(NcclGroup& parent, const Call& call, std::vector<int> ranks, std::string name)
       : options_(parent.options_),
         membership_(parent.world(), std::move(ranks), std::move(name), options_.deadline),
         device_(parent.device_),
         handle_(device_),
         flights_(device_) {
     start([&] {
-      const Call call{"sub_group", 0, -1, 0, Clock::now()};
-      return handle_.make([&](Comm& made) { return parent.split(call, made, 0); });
+      handle_.adopt(parent.split(call, 0));
+      return NcclResult::in_progress;
     });
   }
   /// Takes part in the split of ranks that this one is not among.
-  void stay_out_of_split(const Call& call) {
-    Comm none{};
-    waiting_.await_ready(call, label_, split(call, none, no_colour));
-  }
+  void stay_out_of_split(const Call& call) { split(call, no_colour); }
 
   ~NcclGroup() {
     watchdog_.reset();
@@ -293,11 +290,18 @@ class NcclGroup {
       throw;
     }
   }
-  NcclResult split(const Call& call, Comm& made, int colour) {
-    const NcclResult result =
-        handle_.call([&](Comm comm) { return device_.split(made, comm, colour, rank()); });
+  // The communicator of those who give the same colour; null for no_colour.
+  Comm split(const Call& call, int colour) {
+    drain(call);  // NCCL may wait for ever where anything is outstanding then
+    const auto [result, place] =
+        handle_.split([&](Comm comm, Comm& made) { return device_.split(made, comm, colour, rank()); });
     waiting_.await_ready(call, label_, result);
-    return colour == no_colour ? NcclResult::success : NcclResult::in_progress;
+    const Comm made = handle_.taken_from(place);
+    if (failed()) {
+      if (made != Comm{}) device_.abort(made);
+      error_.rethrow();
+    }
+    return made;
   }
 
   // Waits until nothing is in flight. The watchdog, which says what is late, comes first.

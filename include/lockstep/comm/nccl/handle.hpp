@@ -2,9 +2,12 @@
 
 #include <atomic>
 #include <chrono>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <thread>
+#include <utility>
+#include <vector>
 
 #include "lockstep/comm/nccl/device.hpp"
 
@@ -23,14 +26,37 @@ class NcclHandle {
   NcclHandle(const NcclHandle&) = delete;
   NcclHandle& operator=(const NcclHandle&) = delete;
 
-  /// Makes the communicator: `make(Comm&)` starts that.
-  template <class Make>
-  NcclResult make(Make&& start) {
+  /// Where NCCL puts a communicator that it makes: maybe later, and from a thread of its own.
+  using Place = std::shared_ptr<Comm>;
+
+  /// Makes the communicator: `start(Comm&)` starts that.
+  template <class Start>
+  NcclResult make(Start&& start) {
     std::lock_guard lock(mutex_);
-    Comm made{};
-    const NcclResult result = start(made);
-    comm_.store(made);
+    const NcclResult result = start(*own_);
+    comm_.store(*own_);
     return result;
+  }
+  /// Takes one that was split from another.
+  void adopt(Comm comm) { comm_.store(comm); }
+
+  /// Splits another one off: `start(comm, made)` starts that. Until it is settled, the place of `made` is
+  /// kept here, whoever gives up waiting meanwhile, and an abort takes along what has come there.
+  template <class Start>
+  std::pair<NcclResult, Place> split(Start&& start) {
+    auto place = std::make_shared<Comm>();
+    {
+      std::lock_guard lock(places_mutex_);
+      places_.push_back(place);
+    }
+    const NcclResult result = call([&](Comm comm) { return start(comm, *place); });
+    return {result, std::move(place)};
+  }
+  /// What was split off, once that is settled; null where an abort has taken it along.
+  [[nodiscard]] Comm taken_from(const Place& place) {
+    std::lock_guard lock(places_mutex_);
+    if (std::erase(places_, place) == 0) return Comm{};
+    return std::atomic_ref<Comm>(*place).load();
   }
 
   /// Calls `use(comm)` unless the communicator is gone: then the answer is invalid_usage.
@@ -75,7 +101,12 @@ class NcclHandle {
     while (!lock.try_lock() && std::chrono::steady_clock::now() < end)
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
     const Comm comm = comm_.exchange(Comm{});
-    if (comm != Comm{}) device_.abort(comm);
+    if (comm == Comm{}) return;
+    device_.abort(comm);
+    // Behind that no thread of NCCL's is at it any more.
+    std::lock_guard places(places_mutex_);
+    for (const Place& place : std::exchange(places_, {}))
+      if (*place != Comm{}) device_.abort(*place);
   }
   /// Ends the communicator after `finalize` has succeeded.
   void destroy() {
@@ -89,6 +120,9 @@ class NcclHandle {
   D device_;
   std::mutex mutex_;
   std::atomic<Comm> comm_{Comm{}};
+  const std::unique_ptr<Comm> own_ = std::make_unique<Comm>();  // where NCCL puts it
+  std::mutex places_mutex_;
+  std::vector<Place> places_;  // of those that are being split off
 };
 
 }  // namespace lockstep::detail
