@@ -24,10 +24,10 @@ NcclWork<D> start(const NcclGroupPtr<D>& group, const Call& call, const std::vec
                   const std::vector<at::Tensor>& read, const std::vector<at::Tensor>& changed,
                   Issue&& issue) {
   Operands<D> operands(group->device(), group->stream());
-  group->guarded(call, [&] { operands.take(written, read, changed); });
+  operands.take(written, read, changed);
   if (operands.empty()) return {};
   auto flight = group->fly(
-      call, operands.all(), [&] { operands.copy_in(); },
+      call, operands.own(), [&](std::vector<at::Tensor>& kept) { operands.copy_in(kept); },
       [&](auto comm, const auto& stream) { return issue(comm, stream, operands); },
       [&] { operands.copy_out(); });
   return NcclWork<D>(group, std::move(flight));

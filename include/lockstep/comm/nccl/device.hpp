@@ -44,6 +44,11 @@ enum class NcclResult : int {
 /// `done(event)` never blocks: whether all before its last record has happened; throws when the device itself
 /// has failed. `current_stream()` is the one to which operators on tensors go on this thread.
 ///
+/// Captures. `capturing(stream)`: whether a graph is being captured there. What a captured stream is given is
+/// recorded and does not happen; a stream that waits for an event of the capture belongs to it from there on,
+/// and the memory that is allocated for it then is the graph's. Of a captured event nobody asks whether it is
+/// done; it may be recorded anew afterwards. Nobody waits on the host, uploads or downloads there.
+///
 /// Memory. `holds(tensor)` says whether the tensor lives on this device. Where the last reference to a tensor
 /// goes, its memory may be used again at once by what is issued later to the stream it was allocated for
 /// (`allocate(stream, ...)`, or the current stream for the operators'), and by nothing else before: whoever
@@ -65,7 +70,6 @@ enum class NcclResult : int {
 /// account of the last failure. Collectives are called between `group_start` and `group_end`, by every rank
 /// in the same order. `abort` ends all that is in flight, there and then, and the handle with it; `destroy`
 /// ends it once `finalize` has succeeded. One thread at a time calls on a communicator, except `abort`.
-/// `capturing(stream)`: whether a graph is being captured there, so that nothing happens yet.
 /// `init` and `split` may write to `made` later, from a thread of NCCL's, until `state` of the communicator
 /// that was called on answers success, or its abort has returned: `made` lives until then, which no frame of
 /// a function that can throw does. `split` wants nothing outstanding: what was issued has happened.

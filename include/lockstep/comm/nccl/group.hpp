@@ -144,7 +144,8 @@ class NcclGroup {
       device_.record(flight->ready, flight->from);
       device_.wait(stream_, flight->ready);
       launch.under_way = true;
-      before();
+      // In a capture the stream belongs to it from here on, and so does the memory of copies.
+      before(flight->kept);
       const NcclResult result = handle_.call([&](Comm comm) {
         if (const auto begun = device_.group_start(); begun != NcclResult::success) return begun;
         const NcclResult issued = issue(comm, stream_);

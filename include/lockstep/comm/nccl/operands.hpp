@@ -17,6 +17,10 @@ inline bool went_well(NcclResult result) {
 /// The tensors of a call as NCCL can take them: contiguous, and not empty. What is not contiguous is copied
 /// on the communicator's stream, before and after. `written` and `read` are pairs where both are given;
 /// `changed` are read and written.
+///
+/// The copies' memory is that stream's, and is taken by copy_in() alone, when the stream has come behind the
+/// caller's: while a graph is captured it is part of that from there on, and a block taken before would be
+/// one that others use while the graph is replayed.
 template <NcclDevice D>
 class Operands {
  public:
@@ -33,22 +37,24 @@ class Operands {
 
   [[nodiscard]] bool empty() const { return written_.empty() && read_.empty() && changed_.empty(); }
 
-  /// The caller's tensors and the copies.
-  [[nodiscard]] std::vector<at::Tensor> all() const {
+  /// The caller's tensors.
+  [[nodiscard]] std::vector<at::Tensor> own() const {
     std::vector<at::Tensor> tensors;
     tensors.reserve(written_.size() + read_.size() + changed_.size());
     for (const auto* list : {&written_, &read_, &changed_})
-      for (const auto& [own, dense] : *list) {
-        tensors.push_back(own);
-        if (!own.is_same(dense)) tensors.push_back(dense);
-      }
+      for (const Operand& operand : *list) tensors.push_back(operand.own);
     return tensors;
   }
 
-  void copy_in() const {
-    for (const auto* list : {&read_, &changed_})
-      for (const auto& [own, dense] : *list)
-        if (!own.is_same(dense)) device_.copy(stream_, dense, own);
+  /// Makes the copies, and adds them to `kept`.
+  void copy_in(std::vector<at::Tensor>& kept) {
+    for (auto* list : {&written_, &read_, &changed_})
+      for (auto& [own, dense] : *list) {
+        if (dense.defined()) continue;
+        dense = device_.allocate(stream_, own.sizes(), own.scalar_type());
+        kept.push_back(dense);
+        if (list != &written_) device_.copy(stream_, dense, own);
+      }
   }
   void copy_out() const {
     for (const auto* list : {&written_, &changed_})
@@ -79,17 +85,13 @@ class Operands {
 
  private:
   struct Operand {
-    at::Tensor own, dense;
+    at::Tensor own, dense;  // the same where it is contiguous, else a copy to come
   };
 
   void add(std::vector<Operand>& operands, const std::vector<at::Tensor>& tensors) {
     operands.reserve(tensors.size());
-    for (const at::Tensor& tensor : tensors) {
-      if (tensor.numel() == 0) continue;
-      operands.push_back({tensor, tensor.is_contiguous()
-                                      ? tensor
-                                      : device_.allocate(stream_, tensor.sizes(), tensor.scalar_type())});
-    }
+    for (const at::Tensor& tensor : tensors)
+      if (tensor.numel() > 0) operands.push_back({tensor, tensor.is_contiguous() ? tensor : at::Tensor()});
   }
   template <class Issue>
   static NcclResult for_each(const std::vector<Operand>& operands, Issue&& issue) {
