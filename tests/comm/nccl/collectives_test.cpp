@@ -209,3 +209,37 @@ TEST_CASE("joining blocks no host") {
     comm.barrier();
   });
 }
+
+TEST_CASE("a communicator may be split while its collectives are under way") {
+  FakeMachine machine;
+  run_clean_ranks(machine, 3, [&](const World& world) {
+    FakeComm comm(world, quick());
+    auto tensor = later({2}, 1);
+    machine.freeze(world.rank());
+    auto work = comm.all_reduce(tensor);
+    std::thread later_on([&] {
+      std::this_thread::sleep_for(std::chrono::milliseconds(50));
+      machine.thaw(world.rank());
+    });
+    auto inner = comm.sub_group({0, 2});
+    later_on.join();
+    work.join_stream();
+    expect_equal(read(tensor), at::full({2}, 3), "a sum of three");
+    if (!inner) return;
+    inner->all_reduce(tensor).join_stream();
+    expect_equal(read(tensor), at::full({2}, 6), "a sum of two");
+  });
+}
+
+TEST_CASE("a Work that is kept keeps no other from being used again") {
+  FakeMachine machine;
+  run_clean_ranks(machine, 1, [&](const World& world) {
+    FakeComm comm(world, quick());
+    auto tensor = later({2}, 1);
+    auto kept = comm.all_reduce(tensor);
+    kept.wait_host();
+    for (int i = 0; i < 50; ++i) comm.all_reduce(tensor).wait_host();
+    kept.join_stream();
+  });
+  CHECK(machine.events_made <= 8);
+}

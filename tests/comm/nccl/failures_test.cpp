@@ -35,7 +35,7 @@ vector<std::string> thrown_on_ranks(int size, Body body) {
   });
   CHECK(std::chrono::steady_clock::now() - start < 30s);
   for (const std::string& error : errors) CHECK(error == "");
-  for (const std::string& violation : machine.violations()) CHECK(violation == "");
+  check_clean(machine);
   return thrown;
 }
 
@@ -142,6 +142,69 @@ TEST_CASE("a GPU out of memory on one rank is told to all, with a remedy") {
   }
 }
 
+TEST_CASE("a GPU that fails on one rank is told to all, with collective, bucket and remedy") {
+  const std::string words = "cudaEvent failed: an illegal memory access was encountered";
+  const auto check = [&](const vector<std::string>& thrown) {
+    CHECK(thrown[1] == "CommunicationError: all_reduce #2 (bucket 2 of 5) failed on rank 1: " + words +
+                           ": whatever rank 1's GPU was given before may be at fault, and "
+                           "CUDA_LAUNCH_BLOCKING=1 shows where");
+    CHECK_THAT(thrown[0], ContainsSubstring("PeerError: rank 1 failed first: all_reduce #2 (bucket 2 of 5) "
+                                            "failed on rank 1: " +
+                                            words));
+  };
+  const auto bucket = std::make_shared<const std::string>("bucket 2 of 5");
+  for (const char* call : {"record", "wait", "copy"}) {
+    CAPTURE(call);
+    check(thrown_on_ranks(2, [&](FakeMachine& machine, const World& world) {
+      FakeComm comm(world, quick(8s));
+      const auto tensor = later({3, 2}, 1);
+      comm.barrier();
+      comm.label(bucket);
+      if (world.rank() == 1) machine.break_device(1, call, words);
+      const auto first = thrown_by([&] { comm.all_reduce(tensor.t()).wait_host(); });
+      expect(thrown_by([&] { comm.barrier(); }) == first, "the same error again");
+      expect(thrown_by([&] { comm.check_error(); }) == first, "an error that stays");
+      comm.all_reduce(tensor).wait_host();
+    }));
+  }
+  SECTION("when it is waited for") {
+    for (const char* call : {"done", "wait"}) {
+      CAPTURE(call);
+      check(thrown_on_ranks(2, [&](FakeMachine& machine, const World& world) {
+        FakeComm comm(world, quick(8s));
+        comm.barrier();
+        comm.label(bucket);
+        const auto tensor = later({3}, 1);
+        if (world.rank() == 0) {
+          comm.all_reduce(tensor).join_stream();
+          std::this_thread::sleep_for(300ms);
+          return comm.barrier();
+        }
+        auto work = comm.all_reduce(tensor);
+        machine.break_device(1, call, words);
+        comm.label(nullptr);
+        call == std::string("done") ? work.wait_host() : work.join_stream();
+      }));
+    }
+  }
+  SECTION("while the program computes") {
+    check(thrown_on_ranks(2, [&](FakeMachine& machine, const World& world) {
+      FakeComm comm(world, quick(8s));
+      comm.barrier();
+      comm.label(bucket);
+      const auto tensor = later({3}, 1);
+      if (world.rank() == 1) machine.freeze(1);
+      auto work = comm.all_reduce(tensor);
+      if (world.rank() == 1) {
+        machine.break_device(1, "done", words);
+        std::this_thread::sleep_for(300ms);
+        machine.thaw(1);
+      }
+      work.wait_host();
+    }));
+  }
+}
+
 TEST_CASE("what NCCL finds by itself is thrown where the program next comes by") {
   const auto thrown = thrown_on_ranks(2, [](FakeMachine& machine, const World& world) {
     FakeComm comm(world, quick(8s));
@@ -218,6 +281,100 @@ TEST_CASE("ranks without GPUs may go on with something else") {
     expect(!world.published_failure(), "no failure told to the launcher");
   });
   for (const std::string& error : thrown) CHECK(error == "");
+}
+
+namespace {
+
+// A rank that meets the others as a communicator does, up to the making of it, and is not heard of again.
+void meet_and_vanish(const World& world, bool makes_it) {
+  lockstep::detail::Membership membership(world, {0, 1}, "lockstep/nccl/0", 8s);
+  const auto device = FakeDevice::open(world, -1);
+  membership.meet(lockstep::detail::card_text(device));
+  if (!makes_it) return;
+  const auto made = std::make_unique<FakeDevice::Comm>();
+  device.init(*made, 2, membership.from_first("NCCL id", [] { return ""; }), 1);
+}
+
+}  // namespace
+
+TEST_CASE("a rank that dies before its communicator is made is named") {
+  FakeMachine machine;
+  const auto errors = run_ranks(machine, 2, [](const World& world) {
+    if (world.rank() == 1) return meet_and_vanish(world, false);
+    FakeComm comm(world, quick(1s));
+  });
+  CHECK_THAT(errors[0], ContainsSubstring("rank 1 has not said how far it is after ") &&
+                            ContainsSubstring("of the start of the communicator: dead, stopped, or cut off"));
+}
+
+TEST_CASE("a rank that dies without a word is named by those whose collective ends with it") {
+  FakeMachine machine;
+  const auto errors = run_ranks(machine, 2, [&](const World& world) {
+    if (world.rank() == 1) return meet_and_vanish(world, true);
+    FakeComm comm(world, quick(20s));
+    auto work = comm.all_reduce(later({3}, 1));
+    FakeDevice::inject(machine, 0, NcclResult::remote_error, "connection closed by peer");
+    const std::string error = thrown_by([&] { work.wait_host(); });
+    expect(thrown_by([&] { comm.barrier(); }) == error, "the same error again");
+    throw std::runtime_error(error);
+  });
+  CHECK(
+      errors[0] ==
+      "PeerError: rank 1 failed first: it does not answer, and all_reduce #1 has ended with it (NCCL: a peer "
+      "has gone, or its network: connection closed by peer)");
+}
+
+TEST_CASE("ranks that disagree are told long before the deadline") {
+  const auto thrown = thrown_on_ranks(2, [](FakeMachine& machine, const World& world) {
+    FakeComm comm(world, quick(60s));
+    const auto tensor = later({3}, 1), all = at::empty({2, 3});
+    if (world.rank() == 0) comm.all_reduce(tensor).wait_host();
+    machine.freeze(1);
+    struct Thaw {
+      FakeMachine& machine;
+      ~Thaw() { machine.thaw(1); }
+    } const at_end{machine};
+    comm.all_gather(all, tensor).wait_host();
+  });
+  CHECK_THAT(thrown[0],
+             ContainsSubstring("CommunicationError: the ranks disagree on collective #1: rank 0 called "
+                               "all_reduce, but rank 1 called all_gather"));
+  CHECK_THAT(thrown[1], ContainsSubstring("PeerError: rank 0 failed first: the ranks disagree"));
+}
+
+TEST_CASE("a split that is given up leaves nothing behind") {
+  std::atomic<bool> over{false};
+  const auto thrown = thrown_on_ranks(2, [&](FakeMachine&, const World& world) {
+    FakeComm comm(world, quick(1s));
+    comm.barrier();
+    if (world.rank() == 1) {
+      while (!over) std::this_thread::sleep_for(5ms);
+      comm.barrier();
+      return;
+    }
+    const Over at_end{over};
+    static_cast<void>(comm.sub_group({0, 1}));
+  });
+  CHECK_THAT(thrown[0], ContainsSubstring("TimeoutError: rank 1 has not entered sub_group #2"));
+  CHECK_THAT(thrown[1],
+             ContainsSubstring("PeerError: rank 0 failed first: rank 1 has not entered sub_group #2"));
+}
+
+TEST_CASE("a split waits for what is in flight, and no longer than that may take") {
+  std::atomic<bool> over{false};
+  const auto thrown = thrown_on_ranks(3, [&](FakeMachine&, const World& world) {
+    FakeComm comm(world, quick(1s));
+    comm.barrier();
+    if (world.rank() == 2) {
+      while (!over) std::this_thread::sleep_for(5ms);
+      comm.barrier();
+      return;
+    }
+    const Over at_end{over};
+    auto work = comm.all_reduce(later({3}, 1));
+    static_cast<void>(comm.sub_group({0, 1}));
+  });
+  CHECK_THAT(thrown[0] + thrown[1], ContainsSubstring("TimeoutError: rank 2 has not entered all_reduce #2"));
 }
 
 TEST_CASE("a rank that does not come to make the communicator is named") {

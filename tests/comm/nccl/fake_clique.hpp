@@ -9,6 +9,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -34,11 +35,14 @@ struct FakeRank {
   const char* gone_by = "";
   int delay = 0;                           // polls until what was issued is in the stream
   std::function<void()> launch;            // puts it there
+  std::function<void()> job;               // of a split that goes on: puts the child where it belongs
+  int outstanding = 0;                     // groups in streams that have not ended
   NcclResult error = NcclResult::success;  // that nobody asked for
   std::string words;
   std::uint64_t collectives = 0;
   std::map<int, std::uint64_t> sends, receives;  // by peer
   int splits = 0;
+  bool splitting = false;
   bool finalized = false;
 
   [[nodiscard]] bool works() const { return !gone && error == NcclResult::success; }
@@ -79,6 +83,13 @@ struct FakeGroupCall : std::enable_shared_from_this<FakeGroupCall> {
   [[nodiscard]] std::string text() const {
     return parts.empty() ? "nothing" : fmt::format("a group with {}", parts[0].text());
   }
+  /// The same, to be done once more.
+  [[nodiscard]] std::shared_ptr<FakeGroupCall> again() const {
+    auto call = std::make_shared<FakeGroupCall>();
+    call->parts = parts;
+    for (FakePart& part : call->parts) part.done = false;
+    return call;
+  }
 };
 
 /// A part, which lives as long as anybody may look at it.
@@ -115,14 +126,20 @@ class FakeCliques {
     return rank;
   }
 
-  FakeRank* split(FakeRank* parent, int colour, int machine_rank) {
+  /// The child is put where `made` points to by a job of NCCL's, when somebody next asks for the state, or
+  /// aborts.
+  void split(FakeRank* parent, int colour, int machine_rank, FakeRank** made) {
+    if (parent->outstanding > 0) complain_("a communicator is split while collectives are outstanding");
+    if (parent->launch) complain_("a communicator was split while another call was in progress");
     const int number = parent->splits++;
     FakeRank* child = colour < 0 ? nullptr : new_rank(machine_rank);
     auto& votes = parent->clique->splits[number];
     votes[parent->index] = {colour, child};
+    parent->splitting = true;
     parent->delay = 1;
-    parent->launch = [] {};
-    if (static_cast<int>(votes.size()) < parent->clique->size) return child;
+    parent->job = [made, child] { *made = child; };
+    parent->launch = [parent] { std::exchange(parent->job, nullptr)(); };
+    if (static_cast<int>(votes.size()) < parent->clique->size) return;
     for (const auto& [index, vote] : votes) {
       if (vote.first < 0) continue;
       FakeClique& clique =
@@ -131,13 +148,16 @@ class FakeCliques {
       vote.second->index = clique.size++;
       clique.ranks.push_back(vote.second);
     }
-    return child;
   }
 
   NcclResult state(FakeRank* rank) {
     if (rank->gone) return misuse(rank, "asked for its state");
     if (rank->error != NcclResult::success) return rank->error;
     if (!rank->clique || !rank->clique->complete()) return NcclResult::in_progress;
+    if (rank->splitting &&
+        static_cast<int>(rank->clique->splits[rank->splits - 1].size()) < rank->clique->size)
+      return NcclResult::in_progress;
+    rank->splitting = false;
     if (rank->launch && --rank->delay > 0) return NcclResult::in_progress;
     if (rank->launch) std::exchange(rank->launch, nullptr)();
     return NcclResult::success;
@@ -158,7 +178,21 @@ class FakeCliques {
       if (part.rank->gone) part.done = true;  // aborted: it ends, whatever its memory holds then
       all = all && part.done;
     }
+    if (all)
+      for (FakeRank* rank : ranks_of(group)) --rank->outstanding;
     return all;
+  }
+  /// Those that take part here, each once.
+  static std::set<FakeRank*> ranks_of(const FakeGroupCall& group) {
+    std::set<FakeRank*> ranks;
+    for (const FakePart& part : group.parts) ranks.insert(part.rank);
+    return ranks;
+  }
+  /// How many communicators nobody has destroyed or aborted.
+  [[nodiscard]] int left() const {
+    int count = 0;
+    for (const auto& rank : ranks_) count += rank->gone ? 0 : 1;
+    return count;
   }
 
   /// Nothing happens any more.

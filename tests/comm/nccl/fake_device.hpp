@@ -1,5 +1,7 @@
 #pragma once
 
+#include <pthread.h>
+
 #include <string>
 #include <utility>
 #include <vector>
@@ -56,12 +58,24 @@ class FakeDevice {
   Stream make_stream() const { return machine_->make_stream(rank_, "the communicator's stream"); }
   void destroy_stream(Stream) const {}
   Stream current_stream() const { return FakeMachine::seat().current; }
-  bool capturing(Stream) const { return false; }
-  Event make_event() const { return new FakeMachine::Event(); }
-  void destroy_event(Event event) const { delete event; }
-  void record(Event event, Stream stream) const { machine_->record(event, stream); }
-  void wait(Stream stream, Event event) const { machine_->wait(stream, event); }
-  bool done(Event event) const { return machine_->done(event); }
+  bool capturing(Stream stream) const { return machine_->capturing(stream); }
+  Event make_event() const {
+    machine_->throw_if_broken(rank_, "make_event");
+    return machine_->make_event();
+  }
+  void destroy_event(Event event) const { machine_->destroy_event(event); }
+  void record(Event event, Stream stream) const {
+    machine_->throw_if_broken(rank_, "record");
+    machine_->record(event, stream);
+  }
+  void wait(Stream stream, Event event) const {
+    machine_->throw_if_broken(rank_, "wait");
+    machine_->wait(stream, event);
+  }
+  bool done(Event event) const {
+    machine_->throw_if_broken(rank_, "done");
+    return machine_->done(event);
+  }
 
   bool holds(const at::Tensor& tensor) const { return machine_->holds(tensor); }
   at::Tensor allocate(Stream stream, at::IntArrayRef sizes, at::ScalarType type) const {
@@ -77,12 +91,14 @@ class FakeDevice {
     return tensor;
   }
   void copy(Stream stream, const at::Tensor& to, const at::Tensor& from) const {
+    machine_->throw_if_broken(rank_, "copy");
     machine_->issue(stream, "a copy", {from}, {to}, [to = view(to), from = view(from)]() mutable {
       const at::NoGradGuard no_grad;
       to.copy_(from);
     });
   }
   at::Tensor upload(const at::Tensor& tensor) const {
+    machine_->forbid_in_capture(current_stream(), "an upload");
     at::Tensor there = at::empty_like(tensor);
     const auto* bytes = static_cast<const char*>(tensor.const_data_ptr());
     machine_->issue(current_stream(), "an upload", {}, {there},
@@ -125,15 +141,17 @@ class FakeDevice {
 
   std::string make_id() const { return fmt::format("clique of {}", static_cast<const void*>(new char)); }
   NcclResult init(Comm& made, int size, const std::string& id, int rank) const {
+    forbid_frame(&made);
     return machine_->with_cliques([&](FakeCliques& cliques) {
       made = cliques.join(id, size, rank, rank_);
       return NcclResult::in_progress;
     });
   }
   NcclResult split(Comm& made, Comm comm, int colour, int /*key*/) const {
+    forbid_frame(&made);
     return machine_->with_cliques([&](FakeCliques& cliques) {
       if (comm->gone) return cliques.misuse(comm, "split");
-      made = cliques.split(comm, colour, rank_);
+      cliques.split(comm, colour, rank_, &made);
       return NcclResult::in_progress;
     });
   }
@@ -144,6 +162,8 @@ class FakeDevice {
   NcclResult finalize(Comm comm) const {
     return machine_->with_cliques([&](FakeCliques& cliques) {
       if (comm->gone) return cliques.misuse(comm, "finalized");
+      if (comm->launch)
+        machine_->complain_locked("a communicator was finalized while another call was in progress");
       comm->finalized = true;
       comm->delay = 1;
       comm->launch = [] {};
@@ -164,6 +184,7 @@ class FakeDevice {
   void abort(Comm comm) const {
     machine_->with_cliques([&](FakeCliques& cliques) {
       if (comm->gone) return cliques.misuse(comm, "aborted");
+      if (comm->job) std::exchange(comm->job, nullptr)();  // NCCL waits for it
       comm->gone_by = "abort";
       comm->gone = true;
       machine_->buffers().forget(comm);
@@ -266,6 +287,20 @@ class FakeDevice {
     return group;
   }
   FakeDevice(FakeMachine* machine, int rank) : machine_(machine), rank_(rank) {}
+
+  // A job of NCCL's writes to it when the function that asked for it may have thrown.
+  void forbid_frame(const Comm* made) const {
+    pthread_attr_t attributes;
+    void* stack = nullptr;
+    std::size_t bytes = 0;
+    pthread_getattr_np(pthread_self(), &attributes);
+    pthread_attr_getstack(&attributes, &stack, &bytes);
+    pthread_attr_destroy(&attributes);
+    const auto* begin = static_cast<const char*>(stack);
+    const auto* there = reinterpret_cast<const char*>(made);
+    if (begin <= there && there < begin + bytes)
+      machine_->complain("a communicator is to be made in the frame of a function");
+  }
 
   static std::size_t size(Comm comm) { return static_cast<std::size_t>(comm->clique->size); }
   NcclResult add(Stream stream, FakePart part) const {

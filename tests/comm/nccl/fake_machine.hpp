@@ -21,6 +21,7 @@
 
 #include "fake_buffers.hpp"
 #include "fake_clique.hpp"
+#include "fake_graph.hpp"
 #include "fake_memory.hpp"
 #include "happens_before.hpp"
 
@@ -41,6 +42,7 @@ class FakeMachine {
   ~FakeMachine() {
     TrackedMemory::instance().forget(this);
     for (const auto& [memory, bytes] : freed_) TrackedMemory::instance().discard(memory);
+    for (void* memory : pooled_) TrackedMemory::instance().discard(memory);
   }
   FakeMachine(const FakeMachine&) = delete;
   FakeMachine& operator=(const FakeMachine&) = delete;
@@ -51,24 +53,10 @@ class FakeMachine {
   /// How long a thread may wait for a stream before that counts as for ever.
   std::chrono::milliseconds patience = std::chrono::seconds(10);
 
-  struct Record {  // of an event
-    bool done = false;
-    Clock clock;
-  };
-  struct Event {
-    std::shared_ptr<Record> last;
-  };
-  struct Operation {
-    std::string what;
-    std::function<bool()> run;  // false: not yet
-    std::vector<std::pair<const void*, std::size_t>> memory;
-  };
-  struct Stream {
-    int rank = 0;
-    int actor = 0;
-    bool immediate = false;
-    std::deque<Operation> operations;
-  };
+  using Graph = FakeGraph;
+  using Event = FakeEvent;
+  using Stream = FakeStream;
+  using Operation = FakeStream::Operation;
 
   /// Where a thread sits: its rank, its place in the log and its current stream.
   struct Seat {
@@ -88,12 +76,19 @@ class FakeMachine {
     Seat& own = seat();
     own = {this, rank, log_.add_actor(fmt::format("{} of rank {}", name, rank)), nullptr};
     if (with_stream) own.current = add_stream(rank, "the operators' stream", eager);
+    // As of any thread that has chosen none.
+    for (auto& stream : streams_)
+      if (stream->rank == rank && !own.current) own.current = stream.get();
   }
   /// The memory of the tensors that this thread makes from now on is its GPU's.
   void track_memory() {
     Stream* owner = seat().current;
     TrackedMemory::of_this_thread() = {
-        0, this, [this, owner](void* memory, std::size_t bytes) { return release(memory, bytes, owner); }};
+        0, this, [this, owner](void* memory, std::size_t bytes) { return release(memory, bytes, owner); },
+        [this, owner](void* memory, std::size_t bytes) {
+          std::unique_lock lock(mutex_);
+          if (owner->graph) owner->graph->pool.emplace_back(memory, bytes);
+        }};
   }
   void leave() {
     TrackedMemory::of_this_thread() = {};
@@ -111,29 +106,82 @@ class FakeMachine {
              const std::vector<at::Tensor>& writes, std::function<void()> run) {
     std::unique_lock lock(mutex_);
     log_.issue(actor(), stream->actor);
-    Operation operation{what, [run = std::move(run)] { return run(), true; }, {}};
-    for (const auto* list : {&reads, &writes})
-      for (const at::Tensor& tensor : *list) touch(stream, operation, tensor, list == &writes);
-    push(lock, stream, std::move(operation));
+    Graph::Node node{what, {}, {}, std::move(run), nullptr};
+    for (const at::Tensor& tensor : reads) node.reads.emplace_back(tensor.const_data_ptr(), extent(tensor));
+    for (const at::Tensor& tensor : writes) node.writes.emplace_back(tensor.const_data_ptr(), extent(tensor));
+    if (stream->graph) return stream->graph->nodes.push_back(std::move(node));
+    push(lock, stream, operation_of(stream, node));
+    drain_immediate(lock, stream);
   }
 
   void record(Event* event, Stream* stream) {
     std::unique_lock lock(mutex_);
     log_.issue(actor(), stream->actor);
-    auto record = std::make_shared<Record>();
+    auto record = std::make_shared<Event::Record>();
     record->clock = log_.clock(stream->actor);
+    record->graph = stream->graph;
     event->last = record;
-    push(lock, stream, {"record", [record] { return record->done = true; }, {}});
+    if (!stream->graph) push(lock, stream, {"record", [record] { return record->done = true; }, {}});
   }
   void wait(Stream* stream, Event* event) {
     std::unique_lock lock(mutex_);
     log_.issue(actor(), stream->actor);
     if (!event->last) return;  // CUDA has nothing to wait for in an event that was never recorded
     log_.learn(stream->actor, event->last->clock);
+    if (Graph* graph = event->last->graph) {
+      if (graph->complete)
+        return log_.complain("a stream waits for an event of a graph whose capture is over");
+      stream->graph = graph;  // it belongs to the capture from here on
+      return;
+    }
+    if (stream->graph) return log_.complain("a stream that is captured waits for an event of none");
     push(lock, stream, {"wait", [record = event->last] { return record->done; }, {}});
+    drain_immediate(lock, stream);
+  }
+  bool capturing(const Stream* stream) {
+    std::unique_lock lock(mutex_);
+    return stream->graph != nullptr;
+  }
+  /// What CUDA does not allow of a stream that is being captured.
+  void forbid_in_capture(const Stream* stream, const std::string& what) {
+    if (!capturing(stream)) return;
+    complain(what + " in a capture");
+    throw std::runtime_error("operation not permitted when stream is capturing");
+  }
+
+  /// From now on the stream is captured, and what waits for it.
+  Graph* begin_capture(Stream* stream) {
+    std::unique_lock lock(mutex_);
+    graphs_.push_back(std::make_unique<Graph>());
+    return stream->graph = graphs_.back().get();
+  }
+  void end_capture(Graph* graph) {
+    std::unique_lock lock(mutex_);
+    graph->complete = true;
+    for (auto& stream : streams_)
+      if (stream->graph == graph) stream->graph = nullptr;
+  }
+  /// Gives the stream all that was captured, one after the other.
+  void replay(const Graph* graph, Stream* stream) {
+    std::unique_lock lock(mutex_);
+    log_.issue(actor(), stream->actor);
+    if (!graph->freed.empty())
+      return log_.complain("a graph is replayed that uses memory which was freed for " + graph->freed);
+    for (const Graph::Node& node : graph->nodes) {
+      if (node.group) {
+        FakeRank* rank = node.group->parts[0].rank;
+        if (rank->gone) cliques_.misuse(rank, "used by a graph");
+        rank->actor = stream->actor;
+      }
+      push(lock, stream, operation_of(stream, node));
+    }
   }
   bool done(Event* event) {
     std::unique_lock lock(mutex_);
+    if (event->last && event->last->graph) {
+      log_.complain("a captured event is asked whether it is done");
+      throw std::runtime_error("operation not permitted on an event last recorded in a capturing stream");
+    }
     work();
     if (event->last && !event->last->done) return false;
     if (!event->last) return true;
@@ -143,6 +191,7 @@ class FakeMachine {
   }
   /// Blocks until the stream is empty, as reading a result on the host does.
   void synchronize(Stream* stream) {
+    forbid_in_capture(stream, "the host waits for a stream");
     std::unique_lock lock(mutex_);
     await(lock, fmt::format("the host waits for {}", log_.name(stream->actor)),
           [&] { return stream->operations.empty(); });
@@ -187,6 +236,36 @@ class FakeMachine {
     log_.learn(actor(), seen_[seat().rank]);
     return use(buffers_, actor());
   }
+  /// From now on what this rank asks of CUDA by this name ("record", "wait", "done", "copy") throws.
+  void break_device(int rank, const std::string& what, const std::string& text) {
+    std::unique_lock lock(mutex_);
+    broken_[{rank, what}] = text;
+  }
+  void throw_if_broken(int rank, const std::string& what) {
+    std::unique_lock lock(mutex_);
+    const auto found = broken_.find({rank, what});
+    if (found != broken_.end()) throw std::runtime_error(found->second);
+  }
+
+  Event* make_event() {
+    std::unique_lock lock(mutex_);
+    ++events_made;
+    ++events_left;
+    return new Event();
+  }
+  void destroy_event(Event* event) {
+    std::unique_lock lock(mutex_);
+    --events_left;
+    delete event;
+  }
+  /// Of all ranks so far, and those that nobody has destroyed.
+  int events_made = 0, events_left = 0;
+
+  /// How many communicators nobody has destroyed or aborted.
+  [[nodiscard]] int communicators_left() {
+    std::unique_lock lock(mutex_);
+    return cliques_.left();
+  }
   /// How many of NCCL's buffers nobody has given back.
   [[nodiscard]] int buffers_left() {
     std::unique_lock lock(mutex_);
@@ -205,15 +284,10 @@ class FakeMachine {
   /// A group of a rank's calls goes into its stream. Under the lock (see with_cliques).
   void issue_group(Stream* stream, const std::shared_ptr<FakeGroupCall>& group) {
     log_.issue(actor(), stream->actor);
-    Operation operation{group->text(), [this, group] { return cliques_.advance(*group); }, {}};
-    for (const FakePart& part : group->parts) {
-      part.rank->actor = stream->actor;
-      buffers_.use(part.rank, part.from, part.bytes_read, part.text());
-      buffers_.use(part.rank, part.to, part.bytes_written, part.text());
-      note(stream, operation, part.from, part.bytes_read, false, part.text());
-      note(stream, operation, part.to, part.bytes_written, true, part.text());
-    }
-    stream->operations.push_back(std::move(operation));
+    Graph::Node node{group->text(), {}, {}, {}, group};
+    if (stream->graph) return stream->graph->nodes.push_back(std::move(node));
+    for (const FakePart& part : group->parts) part.rank->actor = stream->actor;
+    stream->operations.push_back(operation_of(stream, node));
   }
   [[nodiscard]] FakeCliques& cliques() { return cliques_; }
   [[nodiscard]] FakeBuffers& buffers() { return buffers_; }  // under the lock
@@ -235,8 +309,25 @@ class FakeMachine {
     streams_.push_back(std::move(stream));
     return streams_.back().get();
   }
-  void touch(Stream* stream, Operation& operation, const at::Tensor& tensor, bool writes) {
-    note(stream, operation, tensor.const_data_ptr(), extent(tensor), writes, operation.what);
+  // What a stream is given, with its accesses in the log.
+  Operation operation_of(Stream* stream, const Graph::Node& node) {
+    Operation operation{node.what, {}, {}};
+    if (!node.group) {
+      operation.run = [run = node.run] { return run(), true; };
+      for (const auto& [memory, bytes] : node.reads) note(stream, operation, memory, bytes, false, node.what);
+      for (const auto& [memory, bytes] : node.writes) note(stream, operation, memory, bytes, true, node.what);
+      return operation;
+    }
+    const auto group = node.group->again();
+    operation.run = [this, group] { return cliques_.advance(*group); };
+    for (FakeRank* rank : FakeCliques::ranks_of(*group)) ++rank->outstanding;
+    for (const FakePart& part : group->parts) {
+      buffers_.use(part.rank, part.from, part.bytes_read, part.text());
+      buffers_.use(part.rank, part.to, part.bytes_written, part.text());
+      note(stream, operation, part.from, part.bytes_read, false, part.text());
+      note(stream, operation, part.to, part.bytes_written, true, part.text());
+    }
+    return operation;
   }
   void note(Stream* stream, Operation& operation, const void* memory, std::size_t bytes, bool writes,
             const std::string& what) {
@@ -252,8 +343,11 @@ class FakeMachine {
     return static_cast<std::size_t>(last + 1) * tensor.element_size();
   }
 
-  void push(std::unique_lock<std::mutex>& lock, Stream* stream, Operation operation) {
+  static void push(std::unique_lock<std::mutex>& /*held*/, Stream* stream, Operation operation) {
     stream->operations.push_back(std::move(operation));
+  }
+  // An eager stream has nothing left when the next operator comes.
+  void drain_immediate(std::unique_lock<std::mutex>& lock, Stream* stream) {
     if (!stream->immediate) return;
     await(lock, fmt::format("an operator of rank {} waits", stream->rank),
           [&] { return stream->operations.empty(); });
@@ -296,10 +390,17 @@ class FakeMachine {
   // Memory that an operation still to come uses is kept: what is wrong with that is in the log.
   bool release(void* memory, std::size_t bytes, Stream* owner) {
     std::unique_lock lock(mutex_);
+    for (const auto& graph : graphs_)
+      if (graph->owns(memory, bytes)) {  // and goes on doing so
+        pooled_.push_back(memory);
+        return true;
+      }
     // Whoever drops the last reference comes after those who dropped theirs, and what they had seen.
     log_.learn(actor(), seen_[owner->rank]);
     log_.release(memory, bytes, actor(), owner->actor);
     buffers_.given_back(memory, bytes);
+    for (const auto& graph : graphs_)
+      if (graph->uses(memory, bytes)) graph->freed = log_.name(owner->actor);
     if (!in_use(memory, bytes)) return false;
     freed_.emplace_back(memory, bytes);
     return true;
@@ -328,10 +429,13 @@ class FakeMachine {
   FakeBuffers buffers_{log_};
   std::vector<std::unique_ptr<Stream>> streams_;
   FakeCliques cliques_{[this](const std::string& text) { log_.complain(text); }};
+  std::vector<std::unique_ptr<Graph>> graphs_;
+  std::map<std::pair<int, std::string>, std::string> broken_;  // by rank and call: what it throws
   std::set<int> frozen_;
   std::map<int, Clock> seen_;  // by rank: what any of its threads has seen to be done
   std::set<const void*> elsewhere_;
   std::vector<std::pair<void*, std::size_t>> freed_;
+  std::vector<void*> pooled_;  // the graphs', which nobody else refers to any more
 };
 
 }  // namespace lockstep_test

@@ -17,6 +17,8 @@ class TrackedMemory : public c10::Allocator {
  public:
   /// Given the block when it is freed; true if it shall be kept, to be given to `discard` later.
   using OnFree = std::function<bool(void*, std::size_t)>;
+  /// Given a block that has been made.
+  using OnMake = std::function<void(void*, std::size_t)>;
 
   static TrackedMemory& instance() {
     static auto* tracked = new TrackedMemory();  // tensors outlive whatever is destroyed at the end
@@ -27,6 +29,7 @@ class TrackedMemory : public c10::Allocator {
     std::size_t bytes = 0;
     const void* owner = nullptr;
     OnFree on_free = {};
+    OnMake on_make = {};
   };
   /// What to do with memory that this thread allocates from now on; nothing where on_free is empty.
   static Block& of_this_thread() {
@@ -38,9 +41,12 @@ class TrackedMemory : public c10::Allocator {
     c10::DataPtr data = plain_->allocate(bytes);
     if (!of_this_thread().on_free || bytes == 0) return data;
     void* memory = data.release_context();
-    std::lock_guard lock(mutex_);
-    Block& block = blocks_[memory] = of_this_thread();
-    block.bytes = bytes;
+    {
+      std::lock_guard lock(mutex_);
+      Block& block = blocks_[memory] = of_this_thread();
+      block.bytes = bytes;
+    }
+    if (of_this_thread().on_make) of_this_thread().on_make(memory, bytes);
     return {memory, memory, &TrackedMemory::free_block, c10::Device(c10::kCPU)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return nullptr; }

@@ -48,11 +48,18 @@ std::vector<std::string> run_ranks(FakeMachine& machine, int size, Body body) {
   return errors;
 }
 
+/// Nothing in the log, and nothing left behind.
+inline void check_clean(FakeMachine& machine) {
+  for (const std::string& violation : machine.violations()) CHECK(violation == "");
+  CHECK(machine.communicators_left() == 0);
+  CHECK(machine.events_left == 0);
+}
+
 /// The same where no rank may throw, and the log must be clean.
 template <class Body>
 void run_clean_ranks(FakeMachine& machine, int size, Body body) {
   for (const std::string& error : run_ranks(machine, size, body)) CHECK(error == "");
-  for (const std::string& violation : machine.violations()) CHECK(violation == "");
+  check_clean(machine);
 }
 
 using FakeComm = lockstep::BasicNcclComm<FakeDevice>;
@@ -83,6 +90,36 @@ inline at::Tensor read(const at::Tensor& tensor) {
   seat.machine->synchronize(seat.current);
   return result;
 }
+
+/// A graph of the machine's, as CapturedStep wants one: what is captured on the operators' stream and what
+/// joins that. Operators on tensors are no part of it where the machine is eager: they happen in the capture.
+class CapturedGraph {
+ public:
+  template <class Function>
+  void on_stream(Function&& function) {
+    std::forward<Function>(function)();
+  }
+  template <class Function>
+  void capture(Function&& function) {
+    auto& seat = FakeMachine::seat();
+    graph_ = seat.machine->begin_capture(seat.current);
+    try {
+      function();
+    } catch (...) {
+      seat.machine->end_capture(graph_);
+      throw;
+    }
+    seat.machine->end_capture(graph_);
+  }
+  void replay() {
+    auto& seat = FakeMachine::seat();
+    seat.machine->replay(graph_, seat.current);
+  }
+  [[nodiscard]] c10::Device device() const { return at::kCPU; }
+
+ private:
+  FakeGraph* graph_ = nullptr;
+};
 
 /// A tensor that will hold `value` when the operators' stream has come so far.
 inline at::Tensor later(at::IntArrayRef sizes, double value, at::ScalarType type = at::kFloat) {
