@@ -86,7 +86,8 @@ template <class Graph, class M, class Comm, class Optimizer, class PrecisionType
 class CapturedStep : detail::CheckedCapture<Graph, Comm, Optimizer, PrecisionType, Hook, GradientHooks...> {
  public:
   /// Throws UsageError for what a graph cannot hold though its type might: an optimizer whose rate is a
-  /// number (its `check_capturable()` says so), a search for unused parameters, gradients beside the buckets.
+  /// number or a communicator that waits in each call (their `check_capturable()` says so), a search for
+  /// unused parameters, gradients beside the buckets.
   CapturedStep(Graph graph, M& model, Comm& comm, Optimizer& optimizer, PrecisionType& precision, Loss loss,
                const CaptureOptions& options = {}, Hook hook = {}, GradientHooks... hooks)
       : graph_(std::move(graph)),
@@ -101,6 +102,11 @@ class CapturedStep : detail::CheckedCapture<Graph, Comm, Optimizer, PrecisionTyp
           fmt::format("CapturedStep: {} steps of warm-up: give 2 or more, in which the buckets find their "
                       "order",
                       options.warm_up));
+    if (options.ddp.static_graph && options.warm_up < 3)
+      throw UsageError(
+          "CapturedStep: a static graph finds the order of its buckets in the third step: give 3 or more "
+          "steps "
+          "of warm-up");
     if (options.ddp.find_unused_parameters || options.ddp.gradients != GradientStorage::in_bucket)
       throw UsageError(
           "CapturedStep: a search for unused parameters, or gradients beside the buckets, take another way "
@@ -108,6 +114,7 @@ class CapturedStep : detail::CheckedCapture<Graph, Comm, Optimizer, PrecisionTyp
     const auto check = [](auto& part) {
       if constexpr (requires { part.check_capturable(); }) part.check_capturable();
     };
+    check(comm);
     check(optimizer);
     std::apply([&](auto&... part) { (check(part), ...); }, hooks_);
     graph_.on_stream([&] { ddp_.emplace(model, comm, options_.ddp, std::move(hook)); });
@@ -118,7 +125,8 @@ class CapturedStep : detail::CheckedCapture<Graph, Comm, Optimizer, PrecisionTyp
 
   /// One step with this batch; its loss, of one element, which the next step overwrites. Throws UsageError
   /// for a batch of other shapes than the first, and after a capture that failed. What a step throws before
-  /// the capture, it throws as ever.
+  /// the capture, it throws as ever; from there on it throws the communicator's first error, and repeats
+  /// nothing then: that of a repeated step comes with the next one.
   template <class Batch>
   const at::Tensor& operator()(Batch& batch) {
     static_assert(TensorBatch<Batch>,
@@ -132,7 +140,7 @@ class CapturedStep : detail::CheckedCapture<Graph, Comm, Optimizer, PrecisionTyp
       graph_.on_stream([&] { run(fixed); });
     } else {
       if (!captured_) capture(fixed);
-      graph_.replay();
+      replay();
     }
     ++steps_;
     return value_;
@@ -178,6 +186,15 @@ class CapturedStep : detail::CheckedCapture<Graph, Comm, Optimizer, PrecisionTyp
   } catch (...) {
     failed_ = true;
     throw;
+  }
+
+  // A communicator whose watchdog would not know of what a graph repeats is told of it.
+  void replay() {
+    const auto repeat = [this] { graph_.replay(); };
+    if constexpr (requires { comm_.watch_replay(repeat); })
+      comm_.watch_replay(repeat);
+    else
+      repeat();
   }
 
   template <class Batch>

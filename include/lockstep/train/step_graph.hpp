@@ -16,7 +16,9 @@ namespace lockstep {
 /// 3. What changes from step to step (a rate, a scale, a count) it keeps in tensors and changes in place. The
 ///    host's own code runs once, when the step is captured.
 ///
-/// Where that depends on options, its `check_capturable()` throws UsageError that says on which.
+/// Where that depends on options, its `check_capturable()` throws UsageError that says on which. A
+/// communicator may have `watch_replay(replay)`, which calls `replay()` once unless it has failed, and sees
+/// that what is repeated ends: each replay goes through it.
 template <class T>
 concept Capturable = requires {
   requires bool(std::remove_cvref_t<T>::capturable);

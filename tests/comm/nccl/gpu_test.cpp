@@ -5,6 +5,10 @@
 #include <torch/torch.h>
 
 #include "lockstep/grad/distributed_data_parallel.hpp"
+#include "lockstep/optim/sgd.hpp"
+#include "lockstep/precision/fp32.hpp"
+#include "lockstep/train/captured_step.hpp"
+#include "lockstep/train/cuda_graph.hpp"
 #include "support/ranks.hpp"
 #include "support/text_of.hpp"
 
@@ -154,6 +158,43 @@ TEST_CASE("a step of DistributedDataParallel on GPUs is the step on the joined b
   }
   for (std::size_t i = 0; i < twin->parameters().size(); ++i)
     CHECK(torch::allclose(model->parameters()[i], twin->parameters()[i], 1e-4, 1e-6));
+}
+
+TEST_CASE("a captured step with its reductions makes the steps of the plain one") {
+  torch::manual_seed(1);
+  const auto made = [] {
+    return torch::nn::Sequential(torch::nn::Linear(8, 16), torch::nn::ReLU(), torch::nn::Linear(16, 1));
+  };
+  auto net = made(), twin = made();
+  net->to(here().device());
+  twin->to(here().device());
+  {
+    torch::NoGradGuard no_grad;
+    for (std::size_t i = 0; i < twin->parameters().size(); ++i)
+      twin->parameters()[i].copy_(net->parameters()[i]);
+  }
+  const auto loss = [](torch::nn::Sequential& model, const at::Tensor& batch) {
+    return model->forward(batch).pow(2).mean();
+  };
+  const auto options = [] {
+    return lockstep::SgdOptions{.momentum = 0.9,
+                                .implementation = lockstep::Implementation::fused,
+                                .lr_tensor = torch::full({}, 0.1, here())};
+  };
+  lockstep::SGD optimizer(net->parameters(), options()), plain(twin->parameters(), options());
+  lockstep::Fp32 precision;
+  lockstep::CapturedStep step(lockstep::CudaGraph(here().device()), net, comm(), optimizer, precision, loss);
+  lockstep::DistributedDataParallel ddp{twin, comm()};
+  for (int i = 0; i < 8; ++i) {
+    at::Tensor batch = torch::randn({4, 8}, here()).add_(own());
+    step(batch);
+    plain.zero_grad();
+    ddp.backward(loss(twin, batch));
+    plain.step();
+  }
+  CHECK(step.captured());
+  for (std::size_t i = 0; i < twin->parameters().size(); ++i)
+    CHECK(torch::allclose(net->parameters()[i], twin->parameters()[i], 1e-4, 1e-6));
 }
 
 TEST_CASE("buffers that are registered with NCCL reduce, and outlive the communicator") {

@@ -2,20 +2,38 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <chrono>
 #include <memory>
 #include <utility>
 #include <vector>
+
+#include <fmt/format.h>
 
 #include "lockstep/comm/nccl/device.hpp"
 #include "lockstep/comm/nccl/group.hpp"
 #include "lockstep/comm/nccl/operands.hpp"
 #include "lockstep/comm/nccl/tensor_check.hpp"
 #include "lockstep/comm/nccl/work.hpp"
+#include "lockstep/error.hpp"
 
 namespace lockstep::detail {
 
 template <NcclDevice D>
 using NcclGroupPtr = std::shared_ptr<NcclGroup<D>>;
+
+/// Throws UsageError for a call in which the host takes part while a graph is captured, which would not
+/// repeat that.
+template <NcclDevice D>
+void refuse_in_capture(NcclGroup<D>& group, const char* name) {
+  const D& device = group.device();
+  const Call call{name, 0, -1, 0, std::chrono::steady_clock::now()};
+  if (!group.guarded(call, [&] { return device.capturing(device.current_stream()); })) return;
+  const int rank = group.world().rank();
+  throw UsageError(fmt::format("{} called on rank {} while a graph is captured: the host takes part in it, "
+                               "which a graph cannot repeat, so call it before the capture",
+                               name, rank),
+                   rank);
+}
 
 /// Starts a call: `issue(comm, stream, operands)` issues NCCL's part for the operands as dense tensors. A
 /// call without any is complete.

@@ -4,13 +4,9 @@
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cstdint>
 #include <exception>
-#include <functional>
-#include <map>
 #include <memory>
-#include <mutex>
 #include <numeric>
 #include <optional>
 #include <string>
@@ -24,6 +20,7 @@
 #include "lockstep/comm/nccl/calls.hpp"
 #include "lockstep/comm/nccl/device.hpp"
 #include "lockstep/comm/nccl/group.hpp"
+#include "lockstep/comm/nccl/group_name.hpp"
 #include "lockstep/comm/nccl/options.hpp"
 #include "lockstep/comm/nccl/tensor_check.hpp"
 #include "lockstep/comm/nccl/work.hpp"
@@ -54,15 +51,16 @@ template <NcclDevice D>
 class BasicNcclComm {
  public:
   using Work = NcclWork<D>;
-  /// A graph can hold its collectives, which are issued behind the current stream; see CapturedStep.
+  /// A graph can hold its collectives, which are issued behind the current stream; see CapturedStep. What
+  /// waits for the other ranks on the host throws UsageError while one is captured.
   static constexpr bool capturable = true;
 
   /// Meets the other ranks. Throws UsageError where there is no GPU for this rank or two ranks are on one,
   /// TimeoutError naming the ranks that have not come when the deadline passes, PeerError where one has
   /// failed, MismatchError where two have different NCCLs.
   explicit BasicNcclComm(const World& world, NcclOptions options = {})
-      : group_(std::make_shared<detail::NcclGroup<D>>(world, all_ranks(world.size()), next_name(world),
-                                                      options)) {}
+      : group_(std::make_shared<detail::NcclGroup<D>>(world, all_ranks(world.size()),
+                                                      detail::next_group_name(world), options)) {}
 
   BasicNcclComm(BasicNcclComm&&) noexcept = default;
   BasicNcclComm& operator=(BasicNcclComm&& other) noexcept {
@@ -89,6 +87,22 @@ class BasicNcclComm {
 
   /// Throws the first error, as every call does, if there was one. Never blocks.
   void check_error() { group_->check_error(); }
+
+  /// Throws UsageError where the options make every call wait on the host, which a graph cannot hold.
+  void check_capturable() const {
+    if (group_->options().check_shapes)
+      throw UsageError(
+          "NcclOptions::check_shapes exchanges shapes on the host in each call, which a captured "
+          "step cannot: leave it out",
+          world().rank());
+  }
+  /// Runs `replay()`, which gives the current stream a graph in which collectives of this communicator were
+  /// captured. As of any collective, every rank calls it in the same order; it throws the first error and
+  /// repeats nothing then, and the watchdog looks after what was repeated, under the deadline.
+  template <class Replay>
+  void watch_replay(Replay&& replay) {
+    group_->watch_replay(std::forward<Replay>(replay));
+  }
 
   /// What errors call the collectives that follow, such as "bucket 2 of 5, with fc.weight", until it is
   /// changed; null for nothing.
@@ -235,7 +249,7 @@ class BasicNcclComm {
 
   /// Every rank's bytes, by rank, through the memory of the GPUs. Blocks.
   [[nodiscard]] std::vector<std::string> all_gather_bytes(const std::string& bytes) {
-    return detail::NcclBytes<D>(group_, group_->begin("all_gather_bytes")).gather(bytes);
+    return detail::NcclBytes<D>(group_, begin_on_host("all_gather_bytes")).gather(bytes);
   }
   /// The same without blocking, through the store: `all` holds the bytes once the Work has been waited for,
   /// and must live until then.
@@ -247,7 +261,7 @@ class BasicNcclComm {
   /// `root`'s bytes, through the memory of the GPUs. Blocks.
   [[nodiscard]] std::string broadcast_bytes(const std::string& bytes, int root = 0) {
     check_rank("broadcast_bytes", root);
-    return detail::NcclBytes<D>(group_, group_->begin("broadcast_bytes")).broadcast(bytes, root);
+    return detail::NcclBytes<D>(group_, begin_on_host("broadcast_bytes")).broadcast(bytes, root);
   }
   /// Gives every rank `root`'s `bytes` in place, without blocking, through the store: they are there once the
   /// Work has been waited for, and must live until then.
@@ -262,7 +276,7 @@ class BasicNcclComm {
   void barrier() { barrier_async().wait_host(); }
   /// The same without blocking: the Work is complete when every rank has come.
   Work barrier_async() {
-    const detail::Call call = group_->begin("barrier");
+    const detail::Call call = token_.defined() ? group_->begin("barrier") : begin_on_host("barrier");
     if (!token_.defined())
       token_ = group_->guarded(call, [&] { return device().upload(at::zeros({1}, at::kInt)); });
     return run(call, {}, {}, {token_}, [this](auto comm, const auto& stream, const auto& operands) {
@@ -282,7 +296,7 @@ class BasicNcclComm {
         throw CommunicationError("sub_group: the ranks must ascend, and none may be named twice",
                                  world().rank());
     }
-    const detail::Call call = group_->begin("sub_group");
+    const detail::Call call = begin_on_host("sub_group");
     std::string name = group_->next_child();
     if (std::find(ranks.begin(), ranks.end(), rank()) == ranks.end()) {
       group_->stay_out_of_split(call);
@@ -309,17 +323,6 @@ class BasicNcclComm {
     std::iota(ranks.begin(), ranks.end(), 0);
     return ranks;
   }
-  // The same on every rank, also where several ranks are threads of one process: the worlds count their own.
-  static std::string next_name(const World& world) {
-    static std::mutex mutex;
-    static std::map<c10d::Store*, std::pair<c10::weak_intrusive_ptr<c10d::Store>, int>> counts;
-    const StorePtr store = world.store();
-    std::lock_guard lock(mutex);
-    auto [known, fresh] = counts.try_emplace(store.get(), store, 0);
-    if (known->second.first.expired()) known->second = {c10::weak_intrusive_ptr<c10d::Store>(store), 0};
-    return fmt::format("lockstep/nccl/{}", known->second.second++);
-  }
-
   void end() noexcept {
     if (!group_) return;
     if (std::uncaught_exceptions() > exceptions_) {
@@ -346,8 +349,8 @@ class BasicNcclComm {
 
   detail::Call begin(const char* name, std::optional<ReduceOp> op, int root,
                      const std::vector<at::Tensor>& list) {
-    const detail::Call call = group_->begin(name);
-    if (!group_->options().check_shapes || size() == 1) return call;
+    if (!group_->options().check_shapes || size() == 1) return group_->begin(name);
+    const detail::Call call = begin_on_host(name);
     const std::vector<std::string> all =
         detail::NcclBytes<D>(group_, call)
             .gather(detail::signature(detail::operation_text(name, op, root), list));
@@ -355,6 +358,11 @@ class BasicNcclComm {
       if (other != all[0])
         throw MismatchError(detail::mismatch_text(call, all, group_->membership().ranks()), world().rank());
     return call;
+  }
+  // Of one in which the host takes part.
+  detail::Call begin_on_host(const char* name) {
+    detail::refuse_in_capture(*group_, name);
+    return group_->begin(name);
   }
   detail::Call begin_message(const char* name, const std::vector<at::Tensor>& list, int peer, int tag) {
     check(name).moves(list);
@@ -376,7 +384,7 @@ class BasicNcclComm {
   }
   Work exchange_in_store(const char* name, std::vector<int> from, const std::string& own,
                          detail::StoreExchange::Deliver deliver) {
-    const detail::Call call = group_->begin(name);
+    const detail::Call call = begin_on_host(name);
     return Work(group_, call,
                 std::make_unique<detail::StoreExchange>(
                     group_->membership().store(), fmt::format("bytes/{}", call.sequence), std::move(from),

@@ -176,6 +176,30 @@ class NcclGroup {
     }
   }
 
+  /// Runs `replay()`, which gives the current stream a graph with collectives of this group: it comes behind
+  /// what was issued before, and counts as one collective, which the watchdog looks after.
+  template <class Replay>
+  void watch_replay(Replay&& replay) {
+    const Call call = begin("captured step");
+    guarded(call, nullptr, [&] {
+      const Stream current = device_.current_stream();
+      tidy();
+      Launch launch{*this, flights_.take(), current};
+      launch.flight->call = call;
+      launch.flight->from = current;
+      device_.record(launch.flight->ready, stream_);
+      device_.wait(current, launch.flight->ready);
+      launch.under_way = true;
+      // As any call on the communicator, which no other thread aborts meanwhile.
+      waiting_.await_ready(call, nullptr, handle_.call([&](Comm) {
+        replay();
+        return NcclResult::success;
+      }));
+      launch.finish();
+      flights_.give_back(launch.flight);
+    });
+  }
+
   /// Makes what the current stream is given next come after the flight. Does not block.
   void join(Flight<D>& flight) {
     if (!flights_.landed(flight)) {
