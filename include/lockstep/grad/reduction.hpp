@@ -169,6 +169,8 @@ class BucketReduction {
       flagged = flagged || failed_;
     else if (Hook::spreads_nan && !CaptureScope::active())
       flagged = flagged || buckets_->maybe_poisoned();
+    // What has come by now may be what an abort has left behind, where errors come later than results.
+    if constexpr (requires { comm_.check_error(); }) comm_.check_error();
     return flagged;
   }
 

@@ -1,6 +1,11 @@
 #include "lockstep/grad/distributed_data_parallel.hpp"
 
 #include "defects.hpp"
+#include "lockstep/grad/hooks/fp16_hook.hpp"
+#include "lockstep/grad/hooks/quantized_hook.hpp"
+#include "lockstep/nn/convert_sync_batchnorm.hpp"
+#include "lockstep/optim/sgd.hpp"
+#include "lockstep/optim/zero_redundancy.hpp"
 #include "support/catch.hpp"
 #include "thread_ranks.hpp"
 
@@ -30,9 +35,9 @@ at::Tensor loss_of(torch::nn::Sequential& model, const at::Tensor& batch) {
 }
 
 // Small buckets, so that there are several, and three steps, so that they are rebuilt.
-template <class Device = FakeDevice>
+template <class Device = FakeDevice, class Hook = lockstep::AllReduceHook>
 vector<std::string> train(FakeMachine& machine, vector<torch::nn::Sequential>& models, const at::Tensor& data,
-                          NcclBuffers buffers = NcclBuffers::torch) {
+                          NcclBuffers buffers = NcclBuffers::torch, const Hook& hook = {}) {
   return run_ranks(machine, static_cast<int>(models.size()), [&](const World& world) {
     auto& model = models[static_cast<std::size_t>(world.rank())];
     {
@@ -41,7 +46,7 @@ vector<std::string> train(FakeMachine& machine, vector<torch::nn::Sequential>& m
       lockstep::BasicNcclComm<Device> comm(world, how);
       lockstep::DdpOptions options;
       options.bucket_caps = {100};
-      DistributedDataParallel ddp{model, comm, options};
+      DistributedDataParallel ddp{model, comm, options, Hook(hook)};
       torch::optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
       for (int step = 0; step < 3; ++step) {
         optimizer.zero_grad();
@@ -128,6 +133,99 @@ TEST_CASE(
     for (std::size_t i = 0; i < plain[0]->parameters().size(); ++i)
       CHECK(at::equal(models[1]->parameters()[i], plain[1]->parameters()[i]));
   }
+}
+
+TEST_CASE("gradients that travel in half precision, or as bytes, are nearly those of all their bits") {
+  torch::set_num_threads(1);
+  torch::manual_seed(1);
+  const auto data = torch::randn({3, 2, 4, 6});
+  auto plain = equal_networks(2);
+  {
+    FakeMachine machine(/*eager=*/true);
+    train(machine, plain, data);
+  }
+  const auto check = [&](const auto& hook) {
+    auto models = equal_networks(2);
+    FakeMachine machine(/*eager=*/true);
+    for (const std::string& error : train(machine, models, data, NcclBuffers::torch, hook))
+      CHECK(error == "");
+    check_clean(machine);
+    bool same = true;
+    for (std::size_t i = 0; i < plain[0]->parameters().size(); ++i) {
+      const at::Tensor got = models[0]->parameters()[i], wanted = plain[0]->parameters()[i];
+      CHECK(at::equal(got, models[1]->parameters()[i]));
+      CHECK(at::allclose(got, wanted, 1e-2, 1e-3));
+      same = same && at::equal(got, wanted);
+    }
+    CHECK(!same);
+  };
+  check(lockstep::Fp16Hook());
+  check(lockstep::QuantizedHook());
+}
+
+TEST_CASE("batch norms over the ranks and a sharded optimizer make the steps on the joined batch") {
+  torch::set_num_threads(1);
+  const auto made = [] {
+    torch::manual_seed(7);
+    return torch::nn::Sequential(torch::nn::Linear(6, 8), torch::nn::BatchNorm1d(8), torch::nn::Linear(8, 3));
+  };
+  const auto sgd = [](vector<at::Tensor> parameters) {
+    return std::make_unique<lockstep::SGD>(std::move(parameters),
+                                           lockstep::SgdOptions{.lr = 0.1, .momentum = 0.9});
+  };
+  torch::manual_seed(1);
+  const auto data = torch::randn({2, 4, 6});
+  vector<torch::nn::Sequential> models{made(), made()};
+  auto joined = made();
+  const auto alone = sgd(joined->parameters());
+  for (int step = 0; step < 3; ++step) {
+    alone->zero_grad();
+    loss_of(joined, data.flatten(0, 1)).backward();
+    alone->step();
+  }
+  vector<vector<at::Tensor>> trained(2);
+  FakeMachine machine(/*eager=*/true);
+  run_clean_ranks(machine, 2, [&](const World& world) {
+    const auto rank = static_cast<std::size_t>(world.rank());
+    FakeComm comm(world, quick());
+    auto model = std::exchange(models[rank], nullptr);  // whose batch norm has a communicator of its own
+    lockstep::convert_sync_batchnorm(model, comm);
+    DistributedDataParallel ddp{model, comm};
+    lockstep::ZeroRedundancyOptimizer optimizer{model->parameters(), comm, sgd};
+    for (int step = 0; step < 3; ++step) {
+      optimizer.zero_grad();
+      ddp.backward(loss_of(model, data[world.rank()]));
+      optimizer.step();
+    }
+    for (const at::Tensor& tensor : model->parameters()) trained[rank].push_back(tensor.detach().clone());
+    for (const at::Tensor& tensor : model->buffers()) trained[rank].push_back(tensor.clone());
+  });
+  auto wanted = joined->parameters();
+  for (const at::Tensor& tensor : joined->buffers()) wanted.push_back(tensor);
+  for (const auto& got : trained) {
+    REQUIRE(got.size() == wanted.size());
+    for (std::size_t i = 0; i < got.size(); ++i) CHECK(at::allclose(got[i], wanted[i], 1e-4, 1e-6));
+  }
+}
+
+TEST_CASE("a backward whose reduction was ended by an error does not return") {
+  torch::set_num_threads(1);
+  auto models = equal_networks(2);
+  FakeMachine machine(/*eager=*/true);
+  const auto errors = run_ranks(machine, 2, [&](const World& world) {
+    auto& model = models[static_cast<std::size_t>(world.rank())];
+    FakeComm comm(world, quick(std::chrono::seconds(8)));
+    DistributedDataParallel ddp{model, comm};
+    comm.barrier();
+    if (world.rank() == 1) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(500));
+      FakeDevice::inject(machine, 0, NcclResult::internal_error, "Net plugin broke");
+      for (;;) comm.barrier();
+    }
+    ddp.backward(loss_of(model, torch::ones({4, 6})));
+  });
+  CHECK_THAT(errors[0], ContainsSubstring("failed on rank 0: NCCL: internal error: Net plugin broke"));
+  CHECK_THAT(errors[1], ContainsSubstring("rank 0 failed first"));
 }
 
 TEST_CASE("buffers whose collective is aborted are given back once it has ended") {
