@@ -196,6 +196,12 @@ TEST_CASE("options that a graph cannot hold are refused before anything is captu
              ContainsSubstring("Adam: group 0 cannot be captured"));
   CHECK_THAT(refusal(lockstep::SGD(net->parameters(), sgd_options()), {.warm_up = 1}),
              ContainsSubstring("1 steps of warm-up"));
+  lockstep::CaptureOptions fixed{.warm_up = 2};
+  fixed.ddp.static_graph = true;
+  CHECK_THAT(refusal(lockstep::SGD(net->parameters(), sgd_options()), fixed),
+             ContainsSubstring("a static graph finds the order of its buckets in the third step"));
+  fixed.warm_up = 3;
+  CHECK(refusal(lockstep::SGD(net->parameters(), sgd_options()), fixed).empty());
   lockstep::CaptureOptions searching;
   searching.ddp.find_unused_parameters = true;
   CHECK_THAT(refusal(lockstep::SGD(net->parameters(), sgd_options()), searching),
