@@ -24,7 +24,13 @@ struct PlayedComm : lockstep::GlooComm {
     ++asked;
     return GlooComm::all_gather_bytes(bytes);
   }
+  using GlooComm::all_reduce;
+  Work all_reduce(const at::Tensor& tensor, lockstep::ReduceOp op = lockstep::ReduceOp::sum) {
+    ++reduced;
+    return GlooComm::all_reduce(tensor, op);
+  }
   int asked = 0;  // the other ranks for bytes, which the host waits for
+  int reduced = 0;
 };
 
 lockstep::Example batch_of(int step) {
@@ -97,6 +103,22 @@ TEST_CASE("while a step is captured no rank looks whether another has lost a gra
   step(batch);
   CHECK(step.captured());
   CHECK(comm.asked == before);
+}
+
+TEST_CASE("while a step is captured ranks exchange no failures where the hook does not") {
+  PlayedComm comm(test_world());
+  TinyNet net = seeded_net();
+  auto optimizer = sgd_of(net);
+  lockstep::Fp32 precision;
+  lockstep::CapturedStep step(PlayedGraph(std::make_shared<PlayedGraph::Log>()), net, comm, optimizer,
+                              precision, loss, {}, lockstep::NoOpHook());
+  auto batch = batch_of(0);
+  for (int i = 0; i < 3; ++i) step(batch);
+  const int before = comm.reduced;
+  CHECK(before == 3);
+  step(batch);
+  CHECK(step.captured());
+  CHECK(comm.reduced == before);
 }
 
 TEST_CASE("in a captured step not-a-number is a value, and the ranks agree on what to skip") {

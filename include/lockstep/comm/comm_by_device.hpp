@@ -142,6 +142,11 @@ class CommByDevice {
     if constexpr (Labelled<Host>) host_.label(text);
   }
 
+  /// Throws what a device's communicator knows to have failed by now.
+  void check_error() requires requires(Device& device) { device.check_error(); }
+  {
+    for (Device& device : devices_) device.check_error();
+  }
   void abort(const std::string& reason) {
     for (Device& device : devices_) device.abort(reason);
     host_.abort(reason);

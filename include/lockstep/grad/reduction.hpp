@@ -19,6 +19,7 @@
 #include "lockstep/comm/communicator.hpp"
 #include "lockstep/grad/backward_report.hpp"
 #include "lockstep/grad/bucket_labels.hpp"
+#include "lockstep/grad/bucket_limits.hpp"
 #include "lockstep/grad/bucket_plan.hpp"
 #include "lockstep/grad/capture_scope.hpp"
 #include "lockstep/grad/ddp_options.hpp"
@@ -145,8 +146,9 @@ class BucketReduction {
       }
       works_[b].reset();
     }
-    // A hook that tells the others nothing by what it sends has told them nothing of its errors either.
-    if (!Hook::spreads_nan) {
+    // A hook that tells the others nothing by what it sends has told them nothing of its errors either. No
+    // exchange fits into a capture, which ends with the error.
+    if (!Hook::spreads_nan && !CaptureScope::active()) {
       failed_ = failed_ || hook_error_;
       ask_usage(seen);
     } else if (hook_error_) {
@@ -246,26 +248,6 @@ class BucketReduction {
   ReductionTimes times;
 
  private:
-  /// Where Python does not keep to any limit in the first reduction, none.
-  static std::vector<std::size_t> caps_at_first(const DdpOptions& options) {
-    const bool searches = options.find_unused_parameters && !options.static_graph;
-    const bool listed = options.bucket_caps.size() > 1 && options.bucket_caps != default_bucket_caps();
-    return searches || listed ? options.bucket_caps : std::vector<std::size_t>{};
-  }
-
-  static std::vector<ParameterSize> sizes_of(const std::vector<NamedTensor>& parameters,
-                                             const std::vector<char>& sparse) {
-    std::vector<ParameterSize> sizes;
-    for (std::size_t i = 0; i < parameters.size(); ++i) {
-      const at::Tensor& tensor = parameters[i].tensor;
-      sizes.push_back({static_cast<std::size_t>(tensor.numel()) * tensor.element_size(),
-                       static_cast<int>(tensor.scalar_type()),
-                       static_cast<int>(tensor.device().type()) * 256 + tensor.device().index(),
-                       sparse[i] != 0});
-    }
-    return sizes;
-  }
-
   void use(const BucketPlan& plan) {
     buckets_.emplace(parameters_, sparse_, plan,
                      BucketStyle{options_.gradients, Hook::divides_first ? comm_.size() : 1},
