@@ -77,8 +77,8 @@ inline std::string visible_devices_of(const std::vector<int>& gpus, const Variab
   return joined(gpus);
 }
 
-/// Whether the user lets two ranks be on one GPU: by the variable that lets NCCL (2.30 and later, which is for
-/// the communicator to see) do it, read as NCCL reads it, a number other than 0.
+/// Whether the user lets two ranks be on one GPU: by the variable that lets NCCL (2.30 and later, which is
+/// for the communicator to see) do it, read as NCCL reads it, a number other than 0.
 inline bool may_share_gpu(const Variables& variables = process_variable) {
   const auto set = variables("NCCL_MULTI_RANK_GPU_ENABLE");
   return set && whole_number(*set).value_or(0) != 0;
