@@ -1,11 +1,11 @@
 #include "lockstep/data/digits.hpp"
 
 #include "data/counted_memory.hpp"
-#include "data/temporary_folder.hpp"
 #include "lockstep/data/cache.hpp"
 #include "lockstep/data/md5.hpp"
 #include "lockstep/data/mnist.hpp"
 #include "support/catch.hpp"
+#include "support/temporary_folder.hpp"
 
 namespace {
 std::string sum_of(const at::Tensor& bytes) {

@@ -2,8 +2,8 @@
 
 #include <fstream>
 
-#include "data/temporary_folder.hpp"
 #include "support/catch.hpp"
+#include "support/temporary_folder.hpp"
 
 using lockstep::DataError;
 using lockstep::read_idx;

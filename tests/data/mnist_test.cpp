@@ -1,9 +1,9 @@
 #include "lockstep/data/mnist.hpp"
 
-#include "data/temporary_folder.hpp"
 #include "lockstep/data/download.hpp"
 #include "support/catch.hpp"
 #include "support/process.hpp"
+#include "support/temporary_folder.hpp"
 
 using lockstep::DataError;
 using lockstep::write_idx;

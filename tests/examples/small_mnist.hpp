@@ -1,8 +1,8 @@
 #pragma once
 
-#include "data/temporary_folder.hpp"
 #include "lockstep/data/digits.hpp"
 #include "lockstep/data/idx.hpp"
+#include "support/temporary_folder.hpp"
 
 /// A folder with MNIST's four files, of few drawn digits.
 struct SmallMnist : TemporaryFolder {

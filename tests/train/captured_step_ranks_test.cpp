@@ -1,6 +1,9 @@
 // Steps that are captured on several ranks, whose communicator plays one that a graph can hold.
 #include <limits>
+#include <memory>
 #include <string>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "lockstep/comm/gloo_comm.hpp"
@@ -55,84 +58,81 @@ lockstep::SGD sgd_of(TinyNet& net) {
       {.momentum = 0.9, .implementation = lockstep::Implementation::fused, .lr_tensor = torch::tensor(0.1)});
 }
 
+/// A step over a played graph, and all that it needs.
+template <class Hook, class Precision = lockstep::Fp32>
+struct Captured {
+  explicit Captured(Precision policy = {}) : precision(std::move(policy)) {}
+  PlayedComm comm{test_world()};
+  TinyNet net = seeded_net();
+  lockstep::SGD optimizer = sgd_of(net);
+  Precision precision;
+  std::shared_ptr<PlayedGraph::Log> log = std::make_shared<PlayedGraph::Log>();
+  lockstep::CapturedStep<PlayedGraph, TinyNet, PlayedComm, lockstep::SGD, Precision,
+                         std::remove_const_t<decltype(loss)>, Hook>
+      step{PlayedGraph(log), net, comm, optimizer, precision, loss};
+};
+
 template <class Hook>
-void check_like_plain(Hook hook) {
-  PlayedComm comm(test_world()), other(test_world());
-  TinyNet net = seeded_net(), by_hand = seeded_net();
-  auto optimizer = sgd_of(net), plain = sgd_of(by_hand);
-  lockstep::DistributedDataParallel ddp(by_hand, other, {}, Hook(hook));
-  lockstep::Fp32 precision;
-  const auto log = std::make_shared<PlayedGraph::Log>();
-  lockstep::CapturedStep step(PlayedGraph(log), net, comm, optimizer, precision, loss, {}, hook);
+void check_like_plain() {
+  Captured<Hook> captured;
+  PlayedComm other(test_world());
+  TinyNet by_hand = seeded_net();
+  auto plain = sgd_of(by_hand);
+  lockstep::DistributedDataParallel ddp(by_hand, other, {}, Hook());
   for (int i = 0; i < 7; ++i) {
     auto batch = batch_of(i);
-    step(batch);
+    captured.step(batch);
     plain.zero_grad();
     ddp.before_forward();
     ddp.backward(loss(by_hand, batch));
     plain.step();
   }
-  const auto one = net->parameters(), two = by_hand->parameters();
+  const auto one = captured.net->parameters(), two = by_hand->parameters();
   for (std::size_t i = 0; i < one.size(); ++i) CHECK(torch::equal(one[i], two[i]));
-  CHECK(step.captured());
-  CHECK(log->reads.empty());
+  CHECK(captured.step.captured());
+  CHECK(captured.log->reads.empty());
 }
 
 }  // namespace
 
 TEST_CASE("a captured step reduces as DistributedDataParallel does") {
   SECTION("plainly") {
-    check_like_plain(lockstep::AllReduceHook());
+    check_like_plain<lockstep::AllReduceHook>();
   }
   SECTION("in half precision on the wire") {
-    check_like_plain(lockstep::Fp16Hook());
+    check_like_plain<lockstep::Fp16Hook>();
   }
 }
 
 TEST_CASE("while a step is captured no rank looks whether another has lost a gradient") {
-  PlayedComm comm(test_world());
-  TinyNet net = seeded_net();
-  auto optimizer = sgd_of(net);
-  lockstep::Fp32 precision;
-  lockstep::CapturedStep step(PlayedGraph(std::make_shared<PlayedGraph::Log>()), net, comm, optimizer,
-                              precision, loss);
+  Captured<lockstep::AllReduceHook> captured;
   auto batch = batch_of(0);
-  for (int i = 0; i < 3; ++i) step(batch);
-  const int before = comm.asked;
+  for (int i = 0; i < 3; ++i) captured.step(batch);
+  const int before = captured.comm.asked;
   batch.data.fill_(std::numeric_limits<float>::quiet_NaN());
-  step(batch);
-  CHECK(step.captured());
-  CHECK(comm.asked == before);
+  captured.step(batch);
+  CHECK(captured.step.captured());
+  CHECK(captured.comm.asked == before);
 }
 
 TEST_CASE("while a step is captured ranks exchange no failures where the hook does not") {
-  PlayedComm comm(test_world());
-  TinyNet net = seeded_net();
-  auto optimizer = sgd_of(net);
-  lockstep::Fp32 precision;
-  lockstep::CapturedStep step(PlayedGraph(std::make_shared<PlayedGraph::Log>()), net, comm, optimizer,
-                              precision, loss, {}, lockstep::NoOpHook());
+  Captured<lockstep::NoOpHook> captured;
   auto batch = batch_of(0);
-  for (int i = 0; i < 3; ++i) step(batch);
-  const int before = comm.reduced;
+  for (int i = 0; i < 3; ++i) captured.step(batch);
+  const int before = captured.comm.reduced;
   CHECK(before == 3);
-  step(batch);
-  CHECK(step.captured());
-  CHECK(comm.reduced == before);
+  captured.step(batch);
+  CHECK(captured.step.captured());
+  CHECK(captured.comm.reduced == before);
 }
 
 TEST_CASE("in a captured step not-a-number is a value, and the ranks agree on what to skip") {
-  PlayedComm comm(test_world());
-  TinyNet net = seeded_net();
-  auto optimizer = sgd_of(net);
-  lockstep::Fp16 precision({.init_scale = 64});
-  lockstep::CapturedStep step(PlayedGraph(std::make_shared<PlayedGraph::Log>()), net, comm, optimizer,
-                              precision, loss, {}, lockstep::NoOpHook());
+  Captured<lockstep::NoOpHook, lockstep::Fp16> captured(lockstep::Fp16({.init_scale = 64}));
   for (int i = 0; i < 7; ++i) {
     auto batch = batch_of(i);
     if (i >= 5 && test_world().rank() == 0) batch.data.fill_(std::numeric_limits<float>::quiet_NaN());
-    step(batch);
+    captured.step(batch);
   }
-  CHECK(precision.scaler().skipped() == 2);
-  CHECK(precision.scaler().get_scale() == 16);
+  CHECK(captured.precision.scaler().skipped() == 2);
+  CHECK(captured.precision.scaler().get_scale() == 16);
 }

@@ -8,23 +8,12 @@
 #include <fstream>
 
 #include "support/catch.hpp"
+#include "support/temporary_folder.hpp"
 #include "train/nets.hpp"
 
 namespace {
 
 namespace fs = std::filesystem;
-
-struct Folder {
-  Folder() : path(fs::temp_directory_path() / fmt::format("lockstep-model-file-{}", ::getpid())) {
-    fs::remove_all(path);
-    fs::create_directories(path);
-  }
-  ~Folder() { fs::remove_all(path); }
-  [[nodiscard]] std::size_t files() const {
-    return static_cast<std::size_t>(std::distance(fs::directory_iterator(path), fs::directory_iterator()));
-  }
-  fs::path path;
-};
 
 bool equal(TinyNet& a, TinyNet& b) {
   for (std::size_t i = 0; i < a->parameters().size(); ++i)
@@ -46,17 +35,17 @@ std::string refusal(torch::nn::Module& model, const fs::path& path) {
 }  // namespace
 
 TEST_CASE("a saved model is read by torch::load, and torch::save's by load_model") {
-  const Folder folder;
+  const TemporaryFolder folder;
   TinyNet saved, read, loaded;
   saved->forward(torch::randn({5, 6}));  // gives the running statistics a value
   REQUIRE(!equal(saved, read));
-  lockstep::save_model(*saved, folder.path / "a.pt");
-  torch::load(read, folder.path / "a.pt");
+  lockstep::save_model(*saved, folder / "a.pt");
+  torch::load(read, folder / "a.pt");
   CHECK(equal(saved, read));
 
-  torch::save(saved, folder.path / "b.pt");
+  torch::save(saved, folder / "b.pt");
   const auto* storage = loaded->hidden->weight.const_data_ptr();
-  lockstep::load_model(*loaded, folder.path / "b.pt");
+  lockstep::load_model(*loaded, folder / "b.pt");
   CHECK(equal(saved, loaded));
   CHECK(loaded->hidden->weight.const_data_ptr() ==
         storage);  // what optimizers and buckets hold stays what it was
@@ -65,15 +54,15 @@ TEST_CASE("a saved model is read by torch::load, and torch::save's by load_model
 }
 
 TEST_CASE("a model that does not fit is left as it was, and each tensor that does not fit is named") {
-  const Folder folder;
+  const TemporaryFolder folder;
   TinyNet saved;
-  lockstep::save_model(*saved, folder.path / "net.pt");
+  lockstep::save_model(*saved, folder / "net.pt");
 
   SECTION("shapes") {
     TinyNet other(6, 5);
     const auto before = other->hidden->weight.clone();
     CHECK_THAT(
-        refusal(*other, folder.path / "net.pt"),
+        refusal(*other, folder / "net.pt"),
         ContainsSubstring("last.weight is [3, 8] float32 in the file and [5, 8] float32 in the model") &&
             ContainsSubstring("last.bias is [3] float32 in the file and [5] float32 in the model") &&
             !ContainsSubstring("hidden"));
@@ -83,37 +72,37 @@ TEST_CASE("a model that does not fit is left as it was, and each tensor that doe
     TinyNet other;
     other->to(torch::kDouble);
     CHECK_THAT(
-        refusal(*other, folder.path / "net.pt"),
+        refusal(*other, folder / "net.pt"),
         ContainsSubstring("hidden.weight is [8, 6] float32 in the file and [8, 6] float64 in the model"));
   }
   SECTION("names") {
     torch::nn::Sequential other(torch::nn::Linear(6, 8));
-    CHECK_THAT(refusal(*other, folder.path / "net.pt"),
+    CHECK_THAT(refusal(*other, folder / "net.pt"),
                ContainsSubstring("0 is not in the file") && ContainsSubstring("hidden is in the file only"));
     torch::nn::Linear bare(6, 8);
-    CHECK_THAT(refusal(*bare, folder.path / "net.pt"), ContainsSubstring("weight is not in the file"));
+    CHECK_THAT(refusal(*bare, folder / "net.pt"), ContainsSubstring("weight is not in the file"));
   }
 }
 
 TEST_CASE("models with parts that have nothing to save are saved and loaded") {
-  const Folder folder;
+  const TemporaryFolder folder;
   auto make = [] {
     return torch::nn::Sequential(torch::nn::Linear(2, 3), torch::nn::ReLU(),
                                  torch::nn::Functional(torch::tanh), torch::nn::Linear(3, 1));
   };
   auto saved = make(), loaded = make();
-  lockstep::save_model(*saved, folder.path / "net.pt");
-  lockstep::load_model(*loaded, folder.path / "net.pt");
+  lockstep::save_model(*saved, folder / "net.pt");
+  lockstep::load_model(*loaded, folder / "net.pt");
   const auto x = torch::randn({4, 2});
   CHECK(torch::equal(saved->forward(x), loaded->forward(x)));
 }
 
 TEST_CASE("files that are no model are refused in words") {
-  const Folder folder;
+  const TemporaryFolder folder;
   TinyNet net;
-  const auto path = folder.path / "net.pt";
+  const auto path = folder / "net.pt";
   CHECK_THAT(refusal(*net, path), ContainsSubstring("net.pt") && ContainsSubstring("No such file"));
-  CHECK_THAT(refusal(*net, folder.path), ContainsSubstring("could not read"));
+  CHECK_THAT(refusal(*net, folder.path()), ContainsSubstring("could not read"));
   for (const std::string content : {"", "no model at all", "PK\3\4"}) {
     std::ofstream(path) << content;
     CHECK_THAT(refusal(*net, path), ContainsSubstring("net.pt"));
@@ -124,8 +113,8 @@ TEST_CASE("files that are no model are refused in words") {
 }
 
 TEST_CASE("a file that cannot be written whole leaves what was there, and nothing beside it") {
-  const Folder folder;
-  const auto path = folder.path / "net.pt";
+  const TemporaryFolder folder;
+  const auto path = folder / "net.pt";
   lockstep::write_whole(path, "what was there");
 
   SECTION("no room") {
@@ -142,12 +131,12 @@ TEST_CASE("a file that cannot be written whole leaves what was there, and nothin
     std::signal(SIGXFSZ, handler);
   }
   SECTION("no folder") {
-    CHECK_THROWS_AS(lockstep::write_whole(folder.path / "no" / "net.pt", "x"), lockstep::CheckpointError);
+    CHECK_THROWS_AS(lockstep::write_whole(folder / "no" / "net.pt", "x"), lockstep::CheckpointError);
   }
   SECTION("a folder in its place") {
-    fs::create_directory(folder.path / "taken");
-    CHECK_THROWS_AS(lockstep::write_whole(folder.path / "taken", "x"), lockstep::CheckpointError);
-    fs::remove(folder.path / "taken");
+    fs::create_directory(folder / "taken");
+    CHECK_THROWS_AS(lockstep::write_whole(folder / "taken", "x"), lockstep::CheckpointError);
+    fs::remove(folder / "taken");
   }
   CHECK(lockstep::read_whole(path) == "what was there");
   CHECK(folder.files() == 1);
@@ -156,8 +145,8 @@ TEST_CASE("a file that cannot be written whole leaves what was there, and nothin
 }
 
 TEST_CASE("whether a path can be written is known beforehand, and asking changes nothing") {
-  const Folder folder;
-  const auto path = folder.path / "net.pt";
+  const TemporaryFolder folder;
+  const auto path = folder / "net.pt";
   CHECK_NOTHROW(lockstep::require_writable(path));
   CHECK(folder.files() == 0);
   lockstep::write_whole(path, "kept");
@@ -169,15 +158,15 @@ TEST_CASE("whether a path can be written is known beforehand, and asking changes
     CHECK_THROWS_WITH(lockstep::require_writable(where), ContainsSubstring(why));
   };
   refused("", "no file name");
-  refused(folder.path, "it is a folder");
-  refused(folder.path / "no" / "net.pt", "No such file or directory");
+  refused(folder.path(), "it is a folder");
+  refused(folder / "no" / "net.pt", "No such file or directory");
   refused(path / "net.pt", "Not a directory");
   refused("/proc/net.pt", "/proc/net.pt");
 }
 
 TEST_CASE("what is no file is refused and stays what it is") {
-  const Folder folder;
-  const auto pipe = folder.path / "pipe", link = folder.path / "link";
+  const TemporaryFolder folder;
+  const auto pipe = folder / "pipe", link = folder / "link";
   REQUIRE(::mkfifo(pipe.c_str(), 0600) == 0);
   fs::create_symlink("pipe", link);
   for (const auto& path : {pipe, link}) {
@@ -192,22 +181,22 @@ TEST_CASE("what is no file is refused and stays what it is") {
 }
 
 TEST_CASE("a link stays one, and the file that it leads to is replaced") {
-  const Folder folder;
-  fs::create_directory(folder.path / "real");
-  const auto file = folder.path / "real" / "net.pt", link = folder.path / "link";
+  const TemporaryFolder folder;
+  fs::create_directory(folder / "real");
+  const auto file = folder / "real" / "net.pt", link = folder / "link";
   fs::create_symlink("real/middle", link);
-  fs::create_symlink(file, folder.path / "real" / "middle");
+  fs::create_symlink(file, folder / "real" / "middle");
   for (const std::string bytes : {"the file is not there yet", "and then it is"}) {
     CHECK_NOTHROW(lockstep::require_writable(link));
     lockstep::write_whole(link, bytes);
     CHECK(fs::is_symlink(link));
-    CHECK(fs::is_symlink(folder.path / "real" / "middle"));
+    CHECK(fs::is_symlink(folder / "real" / "middle"));
     CHECK(fs::is_regular_file(fs::symlink_status(file)));
     CHECK(lockstep::read_whole(file) == bytes);
   }
   CHECK(folder.files() == 2);
 
-  const auto loop = folder.path / "loop";
+  const auto loop = folder / "loop";
   fs::create_symlink("loop", loop);
   CHECK_THROWS_AS(lockstep::require_writable(loop), lockstep::UsageError);
   CHECK_THROWS_AS(lockstep::write_whole(loop, "x"), lockstep::CheckpointError);

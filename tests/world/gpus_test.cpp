@@ -1,14 +1,13 @@
 #include "lockstep/world/gpus.hpp"
 
 #include <cstdlib>
-#include <filesystem>
-#include <fstream>
 #include <map>
 #include <string>
 
 #include "lockstep/world/devices.hpp"
 #include "lockstep/world/launch_plan.hpp"
 #include "support/catch.hpp"
+#include "support/temporary_folder.hpp"
 
 namespace {
 
@@ -60,17 +59,6 @@ int gpu(int local, int size, int visible, int wanted = -1, Values values = {}) {
 std::string gpu_refusal(int local, int size, int visible, int wanted = -1, Values values = {}) {
   return refusal([&] { gpu(local, size, visible, wanted, values); });
 }
-
-struct Folder {
-  std::filesystem::path path;
-  Folder() {
-    std::string name = (std::filesystem::temp_directory_path() / "lockstep-gpus-XXXXXX").string();
-    REQUIRE(mkdtemp(name.data()) != nullptr);
-    path = name;
-  }
-  ~Folder() { std::filesystem::remove_all(path); }
-  void file(const std::string& name) const { std::ofstream(path / name) << ""; }
-};
 
 }  // namespace
 
@@ -157,15 +145,15 @@ TEST_CASE("GPUs are counted by the driver's folder, or by the device files where
   const char* before = std::getenv("CUDA_VISIBLE_DEVICES");
   const std::string kept = before ? before : "";
   unsetenv("CUDA_VISIBLE_DEVICES");
-  const Folder driver, devices;
+  const TemporaryFolder driver, devices;
   const auto count = [&] {
-    return lockstep::detail::visible_gpus(driver.path.c_str(), devices.path.c_str());
+    return lockstep::detail::visible_gpus(driver.path().c_str(), devices.path().c_str());
   };
   CHECK(count() == 0);
   for (const char* name : {"nvidia0", "nvidia1", "nvidia12", "nvidiactl", "nvidia-uvm", "nvidia", "null"})
-    devices.file(name);
+    devices.write(name, "");
   CHECK(count() == 3);
-  driver.file("0000:01:00.0");
+  driver.write("0000:01:00.0", "");
   CHECK(count() == 1);
   setenv("CUDA_VISIBLE_DEVICES", "-1", 1);
   CHECK(count() == 0);

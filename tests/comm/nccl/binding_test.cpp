@@ -2,13 +2,13 @@
 #include "lockstep/comm/nccl_comm.hpp"
 
 #include <dlfcn.h>
-#include <stdlib.h>
 
 #include <filesystem>
 #include <string>
 
 #include "lockstep/world/devices.hpp"
 #include "support/catch.hpp"
+#include "support/temporary_folder.hpp"
 #include "support/text_of.hpp"
 
 TEST_CASE("NcclComm without a GPU is an error that says what to do") {
@@ -28,12 +28,10 @@ TEST_CASE("the NCCL that is called is the one that is loaded, once, and LibTorch
 TEST_CASE("a second NCCL in the process is refused, with the files of both") {
   const auto before = lockstep::detail::loaded_nccl_libraries();
   if (before.empty()) return;  // LibTorch holds its own, which cannot be copied
-  std::string folder = (std::filesystem::temp_directory_path() / "lockstep-nccl-XXXXXX").string();
-  REQUIRE(mkdtemp(folder.data()) != nullptr);
-  const std::string copy = folder + "/libnccl.so.2";
+  const TemporaryFolder folder;
+  const std::string copy = folder / "libnccl.so.2";
   std::filesystem::copy_file(before[0], copy);
   void* second = dlopen(copy.c_str(), RTLD_NOW | RTLD_LOCAL);
-  std::filesystem::remove_all(folder);
   REQUIRE(second != nullptr);
   CHECK_THAT(text_of<lockstep::UsageError>([] { lockstep::NcclComm comm{lockstep::World()}; }),
              ContainsSubstring("there are two NCCLs in this process, ") && ContainsSubstring(before[0]) &&

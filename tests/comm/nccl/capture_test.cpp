@@ -99,7 +99,7 @@ TEST_CASE("a graph is not replayed once its communicator has failed") {
 TEST_CASE("a replay that another rank does not come to ends at the deadline") {
   FakeMachine machine;
   std::string late;
-  std::atomic<bool> over{false};
+  Absence absence;
   const auto errors = run_ranks(machine, 2, [&](const World& world) {
     FakeComm comm(world, quick(1s));
     const auto tensor = later({3}, 1);
@@ -108,14 +108,11 @@ TEST_CASE("a replay that another rank does not come to ends at the deadline") {
     graph.capture([&] { comm.all_reduce(tensor).join_stream(); });
     replay(comm, graph);
     read(tensor);
-    if (world.rank() == 1) {
-      while (!over) std::this_thread::sleep_for(5ms);
-      return comm.barrier();
-    }
+    if (world.rank() == 1) return absence.stay_away(comm);
+    const auto present = absence.until_end();
     replay(comm, graph);
     read(tensor);  // as a program waits that knows nothing of the others
     late = thrown_by([&] { replay(comm, graph); });
-    over = true;
   });
   CHECK_THAT(late, ContainsSubstring("TimeoutError: rank 1 has not entered captured step #4 after "));
   CHECK(errors[0] == "");

@@ -37,12 +37,14 @@ at::Tensor loss_of(torch::nn::Sequential& model, const at::Tensor& batch) {
 // Small buckets, so that there are several, and three steps, so that they are rebuilt.
 template <class Device = FakeDevice, class Hook = lockstep::AllReduceHook>
 vector<std::string> train(FakeMachine& machine, vector<torch::nn::Sequential>& models, const at::Tensor& data,
-                          NcclBuffers buffers = NcclBuffers::torch, const Hook& hook = {}) {
+                          NcclBuffers buffers = NcclBuffers::torch, const Hook& hook = {},
+                          std::chrono::milliseconds poll = quick().poll) {
   return run_ranks(machine, static_cast<int>(models.size()), [&](const World& world) {
     auto& model = models[static_cast<std::size_t>(world.rank())];
     {
       lockstep::NcclOptions how = quick(std::chrono::seconds(20));
       how.buffers = buffers;
+      how.poll = poll;
       lockstep::BasicNcclComm<Device> comm(world, how);
       lockstep::DdpOptions options;
       options.bucket_caps = {100};
@@ -304,7 +306,10 @@ TEST_CASE("a step whose operators do not wait for the reduction trains otherwise
   }
   FakeMachine machine(/*eager=*/true);
   std::string errors;
-  for (const std::string& error : train<NoEventBehind>(machine, wrong, data)) errors += error;
+  // The machine does its work when somebody asks, and here no watchdog must do so before the step reads.
+  for (const std::string& error : train<NoEventBehind>(machine, wrong, data, NcclBuffers::torch,
+                                                       lockstep::AllReduceHook(), std::chrono::hours(1)))
+    errors += error;
   for (const std::string& violation : machine.violations()) errors += violation;
   bool equal = true;
   for (std::size_t i = 0; i < right[0]->parameters().size(); ++i)
@@ -316,22 +321,18 @@ TEST_CASE("a rank that never comes to a backward is named with the bucket") {
   torch::set_num_threads(1);
   auto models = equal_networks(2);
   FakeMachine machine(/*eager=*/true);
-  std::atomic<bool> over{false};
+  Absence absence;
   const auto errors = run_ranks(machine, 2, [&](const World& world) {
     auto& model = models[static_cast<std::size_t>(world.rank())];
     FakeComm comm(world, quick(std::chrono::seconds(2)));
     DistributedDataParallel ddp{model, comm};
     comm.barrier();
-    if (world.rank() == 1) {
-      while (!over) std::this_thread::sleep_for(std::chrono::milliseconds(5));
-      comm.barrier();
-      return;
-    }
+    if (world.rank() == 1) return absence.stay_away(comm);
+    const auto present = absence.until_end();
     const std::string error = thrown_by([&] {
       ddp.backward(loss_of(model, torch::ones({4, 6})));
       comm.barrier();
     });
-    over = true;
     throw std::runtime_error(error);
   });
   CHECK_THAT(errors[0], ContainsSubstring("TimeoutError: rank 1 has not entered all_reduce #"));

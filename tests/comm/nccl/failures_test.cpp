@@ -1,5 +1,3 @@
-#include <atomic>
-
 #include "support/catch.hpp"
 #include "thread_ranks.hpp"
 
@@ -16,12 +14,6 @@ struct WithFaults {
   FakeDevice::Faults& faults = FakeDevice::faults();
   ~WithFaults() { faults = {}; }
   FakeDevice::Faults* operator->() { return &faults; }
-};
-
-/// Says so when it goes, however it goes.
-struct Over {
-  std::atomic<bool>& over;
-  ~Over() { over = true; }
 };
 
 /// What each rank throws in `body`, with its type, where the log stays clean.
@@ -42,16 +34,12 @@ vector<std::string> thrown_on_ranks(int size, Body body) {
 }  // namespace
 
 TEST_CASE("a rank that never comes is named at the deadline, and the error stays") {
-  std::atomic<bool> over{false};
+  Absence absence;
   const auto thrown = thrown_on_ranks(2, [&](FakeMachine&, const World& world) {
     FakeComm comm(world, quick(1s));
     comm.barrier();
-    if (world.rank() == 1) {
-      while (!over) std::this_thread::sleep_for(5ms);
-      comm.barrier();
-      return;
-    }
-    const Over at_end{over};
+    if (world.rank() == 1) return absence.stay_away(comm);
+    const auto present = absence.until_end();
     comm.label(std::make_shared<const std::string>("bucket 2 of 5, with fc.weight"));
     auto work = comm.all_reduce(later({3}, 1));
     const auto early = thrown_by([&] { work.wait_host(20ms); });
@@ -343,16 +331,12 @@ TEST_CASE("ranks that disagree are told long before the deadline") {
 }
 
 TEST_CASE("a split that is given up leaves nothing behind") {
-  std::atomic<bool> over{false};
+  Absence absence;
   const auto thrown = thrown_on_ranks(2, [&](FakeMachine&, const World& world) {
     FakeComm comm(world, quick(1s));
     comm.barrier();
-    if (world.rank() == 1) {
-      while (!over) std::this_thread::sleep_for(5ms);
-      comm.barrier();
-      return;
-    }
-    const Over at_end{over};
+    if (world.rank() == 1) return absence.stay_away(comm);
+    const auto present = absence.until_end();
     static_cast<void>(comm.sub_group({0, 1}));
   });
   CHECK_THAT(thrown[0], ContainsSubstring("TimeoutError: rank 1 has not entered sub_group #2"));
@@ -361,16 +345,12 @@ TEST_CASE("a split that is given up leaves nothing behind") {
 }
 
 TEST_CASE("a split waits for what is in flight, and no longer than that may take") {
-  std::atomic<bool> over{false};
+  Absence absence;
   const auto thrown = thrown_on_ranks(3, [&](FakeMachine&, const World& world) {
     FakeComm comm(world, quick(1s));
     comm.barrier();
-    if (world.rank() == 2) {
-      while (!over) std::this_thread::sleep_for(5ms);
-      comm.barrier();
-      return;
-    }
-    const Over at_end{over};
+    if (world.rank() == 2) return absence.stay_away(comm);
+    const auto present = absence.until_end();
     auto work = comm.all_reduce(later({3}, 1));
     static_cast<void>(comm.sub_group({0, 1}));
   });

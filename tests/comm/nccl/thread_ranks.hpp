@@ -2,6 +2,8 @@
 
 #include <unistd.h>
 
+#include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <exception>
 #include <filesystem>
@@ -163,6 +165,27 @@ std::string thrown_by(Work&& work) {
   }
   return "";
 }
+
+/// A rank that stays away until the test is over for the others, and only then hears what they said.
+class Absence {
+ public:
+  template <class Comm>
+  void stay_away(Comm& comm) const {
+    while (!over_) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    comm.barrier();
+  }
+  /// For the rank that the test looks at: over when the guard goes, however it goes.
+  [[nodiscard]] auto until_end() {
+    struct Guard {
+      std::atomic<bool>& over;
+      ~Guard() { over = true; }
+    };
+    return Guard{over_};
+  }
+
+ private:
+  std::atomic<bool> over_{false};
+};
 
 inline lockstep::NcclOptions quick(std::chrono::milliseconds deadline = std::chrono::seconds(20)) {
   lockstep::NcclOptions options;

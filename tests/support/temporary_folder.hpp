@@ -3,8 +3,10 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <cstddef>
 #include <filesystem>
 #include <fstream>
+#include <iterator>
 #include <string>
 
 /// A folder of a test's own that goes with it.
@@ -30,6 +32,11 @@ class TemporaryFolder {
   }
   std::filesystem::path operator/(const std::string& name) const { return path_ / name; }
   [[nodiscard]] const std::filesystem::path& path() const { return path_; }
+  /// How many files and folders there are in it.
+  [[nodiscard]] std::size_t files() const {
+    return static_cast<std::size_t>(
+        std::distance(std::filesystem::directory_iterator(path_), std::filesystem::directory_iterator()));
+  }
 
  private:
   std::filesystem::path path_;
