@@ -26,6 +26,7 @@
 #include "lockstep/grad/hooks/post_local_sgd_hook.hpp"
 #include "lockstep/grad/hooks/power_sgd_hook.hpp"
 #include "lockstep/grad/hooks/quantized_hook.hpp"
+#include "lockstep/grad/hooks/reduce_dtype_hook.hpp"
 #include "lockstep/log/log.hpp"
 #include "lockstep/log/progress.hpp"
 #include "lockstep/nn/convert_sync_batchnorm.hpp"

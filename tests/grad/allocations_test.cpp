@@ -90,6 +90,14 @@ TEST_CASE("once warm, a step allocates nothing of lockstep's own") {
     options.static_graph = true;
     CHECK(extra_allocations(20, comm, options, plain_step) == 0);
   }
+  SECTION("with a search for unused parameters") {
+    options.find_unused_parameters = true;
+    CHECK(extra_allocations(20, comm, options, plain_step) == 0);
+  }
+  SECTION("with delayed parameters") {
+    options.delayed = {{"weight3", "weight7"}, "weight5"};
+    CHECK(extra_allocations(20, comm, options, plain_step) == 0);
+  }
   SECTION("with an accumulated micro-batch before") {
     const auto accumulating = [](auto& ddp, const torch::Tensor& loss) {
       const auto guard = ddp.no_sync();
@@ -98,6 +106,15 @@ TEST_CASE("once warm, a step allocates nothing of lockstep's own") {
     };
     CHECK(extra_allocations(20, comm, options, accumulating) == 0);
   }
+}
+
+TEST_CASE("counts take numbers of LibTorch's for each reduction, and nothing for each parameter") {
+  StillComm comm{lockstep::World::from_environment()};
+  const auto counting = [](auto& ddp, const torch::Tensor& loss) {
+    ddp.before_forward();
+    ddp.backward_mean(loss, 4);
+  };
+  CHECK(extra_allocations(20, comm, {}, counting) == extra_allocations(220, comm, {}, counting));
 }
 
 TEST_CASE("the search for unused parameters allocates no more with a larger graph") {

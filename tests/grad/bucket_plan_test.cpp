@@ -108,3 +108,16 @@ TEST_CASE("a model over two devices: buckets of each device's own") {
   CHECK(lockstep::plan_by_ready_order(sizes, {4, 3, 2, 1, 0}, {300, 1000}) ==
         lockstep::BucketPlan{{3, 2}, {1, 0}, {4}});
 }
+
+TEST_CASE("delayed parameters are in no bucket but their own, behind the one that they wait for") {
+  auto sizes = floats({10, 10, 10, 10, 10});
+  sizes[1].delayed = sizes[3].delayed = true;
+  const auto plan = lockstep::plan_by_ready_order(sizes, {4, 3, 2, 1, 0}, {1});
+  CHECK(plan == BucketPlan{{4}, {2}, {0}});
+  CHECK(lockstep::plan_by_registration(sizes) == BucketPlan{{0, 2, 4}});
+  CHECK(lockstep::with_delayed(plan, {{{3, 1}}, 4}) == BucketPlan{{4}, {3, 1}, {2}, {0}});
+  CHECK(lockstep::with_delayed(plan, {{{3}, {1}}, 0}) == BucketPlan{{4}, {2}, {0}, {3}, {1}});
+  CHECK(lockstep::with_delayed(plan, {{{3, 1}}, {}}) == BucketPlan{{4}, {2}, {0}, {3, 1}});
+  CHECK(lockstep::with_delayed(plan, {}) == plan);
+  CHECK(lockstep::with_delayed({}, {{{0, 1}}, {}}) == BucketPlan{{0, 1}});
+}

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "lockstep/comm/local_comm.hpp"
+#include "lockstep/optim/sgd.hpp"
 #include "lockstep/train/trainer.hpp"
 #include "support/catch.hpp"
 #include "train/nets.hpp"
@@ -69,7 +70,8 @@ std::vector<std::string> by_trainer(const lockstep::TensorDataset& train, int st
 
 TEST_CASE("ten steps of a trainer on LocalComm run the operators of the loop by hand, and no other") {
   const auto train = three_classes(200);
-  const auto hand = by_hand(train, 10, [](auto parameters) { return torch::optim::SGD(parameters, 1e-3); });
+  const auto hand =
+      by_hand(train, 10, [](auto parameters) { return lockstep::SGD(parameters, {.lr = 1e-3}); });
   REQUIRE(std::count(hand.begin(), hand.end(), "aten::cross_entropy_loss") == 10);
   CHECK(by_trainer(train, 10) == hand);
 

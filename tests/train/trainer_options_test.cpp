@@ -13,6 +13,8 @@ TEST_CASE("options that cannot train are refused by name before training") {
     CHECK_THROWS_WITH(lockstep::validated(options), ContainsSubstring(name));
   };
   refused({.epochs = -1}, "epochs is -1");
+  refused({.ddp = {.param_dtype = at::kBFloat16}}, "take a precision, such as Bf16 or Fp16");
+  refused({.ddp = {.buffer_dtype = at::kBFloat16}}, "ddp.param_dtype and buffer_dtype are for loops by hand");
   refused({.steps = -5}, "steps is -5");
   refused({.epochs = 1, .steps = 5}, "both epochs (1) and steps (5)");
   refused({.batch_size = 0}, "batch size is 0");

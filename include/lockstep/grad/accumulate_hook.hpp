@@ -10,6 +10,20 @@
 
 namespace lockstep::detail {
 
+/// What accumulates the gradient of a leaf, which holds it weakly. The pointer's type differs between
+/// LibTorch's versions.
+using Accumulator = decltype(torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor&>()));
+
+/// Makes it the one of a leaf that has come back to the type for which it was made.
+template <class Pointer>
+void set_accumulator(const at::Tensor& leaf, const Pointer& accumulator) {
+  if constexpr (requires { typename Pointer::weak_type; })
+    torch::autograd::impl::set_grad_accumulator(leaf, typename Pointer::weak_type(accumulator));
+  else
+    torch::autograd::impl::set_grad_accumulator(
+        leaf, c10::weak_intrusive_ptr<typename Pointer::element_type>(accumulator));
+}
+
 /// Calls `action()` each time a gradient has been accumulated into a leaf, from construction to destruction.
 /// Such hooks stack: those of the user and of others stay as they are. What `action` refers to must not move.
 template <class Action>
@@ -39,9 +53,7 @@ class AccumulateHook {
   }
 
  private:
-  // A tensor holds its accumulator weakly: this keeps it, and with it the hook, alive. The pointer's type
-  // differs between LibTorch's versions.
-  decltype(torch::autograd::impl::grad_accumulator(std::declval<at::Tensor>())) accumulator_;
+  Accumulator accumulator_;  // kept alive, and the hook with it
   std::uintptr_t key_;
 };
 

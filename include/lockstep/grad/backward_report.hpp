@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "lockstep/comm/communicator.hpp"
+#include "lockstep/error.hpp"
 #include "lockstep/grad/named_tensors.hpp"
 
 namespace lockstep::detail {
@@ -18,18 +19,6 @@ struct BackwardReport {
   std::vector<std::size_t> missing;   ///< parameters without a gradient here
   std::optional<std::string> thrown;  ///< what backward threw here
 };
-
-/// The first line of what an exception says: LibTorch's carry a stack trace after it.
-inline std::string first_line(const std::exception_ptr& error) {
-  try {
-    std::rethrow_exception(error);
-  } catch (const std::exception& e) {
-    const std::string text = e.what();
-    return text.substr(0, text.find('\n'));
-  } catch (...) {
-    return "an exception of unknown type";
-  }
-}
 
 inline std::string serialize(const BackwardReport& report) {
   std::string bytes;
@@ -79,6 +68,24 @@ inline std::string failure_text(const std::vector<BackwardReport>& reports,
   return "backward left gradients undefined on " + missing +
          "; let every parameter take part in the loss on every rank, take it out with requires_grad_(false), "
          "or allow it with DdpOptions::find_unused_parameters (or static_graph, where it is always the same)";
+}
+
+/// Throws on every rank where one has something to report: `failure` where this one has that, else what the
+/// others tell. Nothing where none has: not-a-number alone is no error, a model may diverge. Collective.
+template <Gathering C>
+void throw_what_ranks_report(C& comm, const BackwardReport& mine, const std::vector<NamedTensor>& parameters,
+                             const std::exception_ptr& failure) {
+  bool any = false, thrown = false;
+  std::vector<BackwardReport> reports;
+  for (const std::string& bytes : comm.all_gather_bytes(serialize(mine))) {
+    any = any || !bytes.empty();
+    thrown = thrown || reports.emplace_back(deserialize_report(bytes)).thrown;
+  }
+  if (!any) return;
+  if (failure) std::rethrow_exception(failure);
+  const std::string text = failure_text(reports, parameters, RankNames(comm));
+  if (thrown && !mine.thrown) throw PeerError(text);
+  throw GradientError(text);
 }
 
 }  // namespace lockstep::detail

@@ -18,15 +18,17 @@ inline std::vector<std::size_t> caps_at_first(const DdpOptions& options) {
 
 /// Bytes, dtype and device of each parameter, by which buckets are filled.
 inline std::vector<ParameterSize> sizes_of(const std::vector<NamedTensor>& parameters,
-                                           const std::vector<char>& sparse) {
+                                           const std::vector<char>& sparse, const DelayedBuckets& delayed) {
   std::vector<ParameterSize> sizes;
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     const at::Tensor& tensor = parameters[i].tensor;
     sizes.push_back({static_cast<std::size_t>(tensor.numel()) * tensor.element_size(),
                      static_cast<int>(tensor.scalar_type()),
-                     static_cast<int>(tensor.device().type()) * 256 + tensor.device().index(),
-                     sparse[i] != 0});
+                     static_cast<int>(tensor.device().type()) * 256 + tensor.device().index(), sparse[i] != 0,
+                     false});
   }
+  for (const auto& bucket : delayed.buckets)
+    for (const std::size_t i : bucket) sizes[i].delayed = true;
   return sizes;
 }
 

@@ -4,18 +4,20 @@
 #include <cstddef>
 #include <cstdint>
 #include <limits>
+#include <optional>
 #include <utility>
 #include <vector>
 
 namespace lockstep {
 
 /// What a bucket plan must know of a parameter: its bytes, and what it can share a bucket with (`dtype` and
-/// `device` are only compared; a sparse gradient shares none).
+/// `device` are only compared; a sparse gradient shares none, and a delayed one is in no bucket here).
 struct ParameterSize {
   std::size_t bytes = 0;
   int dtype = 0;
   int device = 0;
   bool sparse = false;
+  bool delayed = false;
 };
 
 /// The buckets in the order in which they are reduced, each a list of parameter indices in the order in which
@@ -47,6 +49,7 @@ inline BucketPlan assign_buckets(const std::vector<ParameterSize>& parameters,
   std::vector<Sequence> sequences;
   for (const std::size_t index : order) {
     const ParameterSize& parameter = parameters.at(index);
+    if (parameter.delayed) continue;
     if (parameter.sparse) {
       plan.push_back({index});
       continue;
@@ -88,6 +91,24 @@ inline BucketPlan plan_by_ready_order(const std::vector<ParameterSize>& paramete
                                       const std::vector<std::size_t>& ready_order,
                                       const std::vector<std::size_t>& caps) {
   return assign_buckets(parameters, ready_order, caps);
+}
+
+/// Buckets that are reduced behind the one with the gradient of `until`, or behind all others without it.
+struct DelayedBuckets {
+  BucketPlan buckets;
+  std::optional<std::size_t> until;
+};
+
+inline BucketPlan with_delayed(BucketPlan plan, const DelayedBuckets& delayed) {
+  auto place = plan.end();
+  if (delayed.until) {
+    place = std::find_if(plan.begin(), plan.end(), [&](const auto& bucket) {
+      return std::find(bucket.begin(), bucket.end(), *delayed.until) != bucket.end();
+    });
+    if (place != plan.end()) ++place;
+  }
+  plan.insert(place, delayed.buckets.begin(), delayed.buckets.end());
+  return plan;
 }
 
 }  // namespace lockstep

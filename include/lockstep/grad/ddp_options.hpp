@@ -1,6 +1,7 @@
 #pragma once
 
 #include <c10/core/Device.h>
+#include <c10/core/ScalarType.h>
 
 #include <array>
 #include <cstddef>
@@ -36,6 +37,15 @@ enum class BufferPolicy {
   average
 };
 
+/// Parameters that are reduced together, apart from the buckets of the others.
+struct DelayedParameters {
+  /// By name, in the order in which they lie in memory. They have dense gradients.
+  std::vector<std::string> names = {};
+  /// Another parameter: theirs is the turn after the bucket with its gradient. Empty for the last turn of
+  /// all.
+  std::string until = {};
+};
+
 struct DdpOptions {
   /// Size limits of the buckets in bytes, of the first, the second and so on; the last holds for all after
   /// it. One value alone is what Python's bucket_cap_mb sets (times 2^20), several are its
@@ -51,6 +61,17 @@ struct DdpOptions {
   /// gradient comes as often as in it. No walk, no further exchange, and buckets are rebuilt. Goes before
   /// `find_unused_parameters`.
   bool static_graph = false;
+  /// Python's delay_all_reduce_named_params and param_to_hook_all_reduce, with its bits: many small gradients
+  /// that come early go in one reduction, a bucket without limit, when others are on their way. Unlike
+  /// Python's they keep to the other options, the hook and the checks, and backward waits for them.
+  DelayedParameters delayed = {};
+  /// The type of the parameters from a forward to the end of the reduction that follows (param_dtype of
+  /// Python's _MixedPrecision): backward computes in it, and its gradients are brought to the parameters' own
+  /// type for the reduction. See DistributedDataParallel::before_forward. For loops by hand: a Trainer and a
+  /// CapturedStep refuse it, which have their Precision.
+  std::optional<at::ScalarType> param_dtype = std::nullopt;
+  /// The type that floating-point buffers get when it is made, and keep (buffer_dtype of the same).
+  std::optional<at::ScalarType> buffer_dtype = std::nullopt;
   /// The device that the model is on, where the caller wants that checked (Python's device_ids). A module
   /// whose parts live on several devices has none: leave it out then, as with any other.
   std::optional<c10::Device> device = std::nullopt;
@@ -67,19 +88,30 @@ namespace detail {
 /// What of the options decides about collectives and bits, and must be equal on every rank. `sparse` names
 /// the parameters with sparse gradients.
 template <class Hook>
-NamedOptions shared_options(const DdpOptions& options, const Hook& hook, const std::string& sparse) {
+NamedOptions shared_options(const DdpOptions& options, const Hook& hook,
+                            const std::vector<std::string>& sparse) {
   static constexpr std::array gradients{"in_bucket", "bucket_view", "separate"};
   static constexpr std::array buffers{"none", "from_rank_zero", "average"};
   const auto text = [](bool on) { return on ? "true" : "false"; };
-  std::string caps;
-  for (const std::size_t cap : options.bucket_caps) caps += (caps.empty() ? "" : ", ") + std::to_string(cap);
-  NamedOptions named{{"bucket_caps", "{" + caps + "}"},
+  const auto dtype = [](const auto& type) { return type ? c10::toString(*type) : "the parameters' own"; };
+  const auto list = [](const std::vector<std::string>& items) {
+    std::string all;
+    for (const std::string& item : items) all += (all.empty() ? "{" : ", ") + item;
+    return (all.empty() ? "{" : all) + "}";
+  };
+  std::vector<std::string> caps;
+  for (const std::size_t cap : options.bucket_caps) caps.push_back(std::to_string(cap));
+  NamedOptions named{{"bucket_caps", list(caps)},
                      {"buffers", buffers.at(static_cast<std::size_t>(options.buffers))},
                      {"gradients", gradients.at(static_cast<std::size_t>(options.gradients))},
                      {"find_unused_parameters", text(options.find_unused_parameters)},
                      {"static_graph", text(options.static_graph)},
+                     {"delayed.names", list(options.delayed.names)},
+                     {"delayed.until", "'" + options.delayed.until + "'"},
+                     {"param_dtype", dtype(options.param_dtype)},
+                     {"buffer_dtype", dtype(options.buffer_dtype)},
                      {"init_sync", text(options.init_sync)},
-                     {"the list of sparse gradients", "{" + sparse + "}"},
+                     {"the list of sparse gradients", list(sparse)},
                      {"the communication hook", std::string(hook.name())}};
   if constexpr (requires { hook.settings(); })
     for (auto& [name, value] : hook.settings())

@@ -14,7 +14,9 @@
 #include "lockstep/error.hpp"
 #include "lockstep/grad/broadcast_list.hpp"
 #include "lockstep/grad/ddp_options.hpp"
+#include "lockstep/grad/delayed_buckets.hpp"
 #include "lockstep/grad/device_check.hpp"
+#include "lockstep/grad/float_types.hpp"
 #include "lockstep/grad/hooks/hook.hpp"
 #include "lockstep/grad/model.hpp"
 #include "lockstep/grad/model_check.hpp"
@@ -23,34 +25,53 @@
 
 namespace lockstep::detail {
 
-/// The tensors of a model that DistributedDataParallel sees. Throws UsageError for options that are wrong,
-/// whatever other ranks have.
+/// The tensors of a model that DistributedDataParallel sees.
+struct SeenModel {
+  ModelTensors tensors;
+  std::vector<NamedTensor> trained;  ///< the parameters that require grad
+  std::vector<char> sparse;          ///< which of those have sparse gradients
+};
+
+/// Throws UsageError for options that are wrong, whatever other ranks have.
 template <class M>
-ModelTensors tensors_by(const DdpOptions& options, M& model) {
+SeenModel look_at(M& model, const DdpOptions& options) {
   const auto& caps = options.bucket_caps;
   if (caps.empty() || std::find(caps.begin(), caps.end(), 0) != caps.end())
     throw UsageError("bucket_caps must hold at least one size in bytes, each greater than 0");
-  ModelTensors tensors = without_ignored(tensors_of(model), options.ignored);
-  if (options.device) check_device(tensors.parameters, *options.device);
-  return tensors;
+  SeenModel seen{without_ignored(tensors_of(model), options.ignored), {}, {}};
+  if (options.device) check_device(seen.tensors.parameters, *options.device);
+  for (const NamedTensor& item : seen.tensors.parameters) {
+    if (!item.tensor.requires_grad()) continue;
+    seen.trained.push_back(item);
+    seen.sparse.push_back(seen.tensors.sparse.contains(item.tensor.unsafeGetTensorImpl()));
+  }
+  if (options.param_dtype) require_float_type("DdpOptions::param_dtype", *options.param_dtype);
+  if (options.buffer_dtype) require_float_type("DdpOptions::buffer_dtype", *options.buffer_dtype);
+  for (std::size_t i = 0; options.param_dtype && i < seen.trained.size(); ++i)
+    if (seen.sparse[i])
+      throw UsageError(
+          fmt::format("the gradient of parameter '{}' is sparse, which DdpOptions::param_dtype does not "
+                      "bring to the parameter's own type: build its layer without sparse gradients",
+                      seen.trained[i].name));
+  static_cast<void>(delayed_buckets(seen.trained, seen.sparse, options.delayed));
+  return seen;
 }
 
-/// Which of the parameters have sparse gradients.
-inline std::vector<char> sparse_among(const std::vector<NamedTensor>& trained, const ModelTensors& tensors) {
-  std::vector<char> sparse;
-  for (const NamedTensor& item : trained)
-    sparse.push_back(tensors.sparse.contains(item.tensor.unsafeGetTensorImpl()));
-  return sparse;
+inline void require_some(const std::vector<NamedTensor>& trained) {
+  if (trained.empty())
+    throw UsageError(
+        "DistributedDataParallel got a model without a parameter that requires grad; there is nothing "
+        "to train");
 }
 
 /// Compares options and models of all ranks and, unless the options say that they are equal, gives every rank
 /// rank 0's parameters and buffers. Collective. Throws one and the same error on every rank.
 template <class Comm, class Hook>
-void start_alike(const ModelTensors& tensors, const std::vector<NamedTensor>& trained,
-                 const std::vector<char>& sparse, const DdpOptions& options, const Hook& hook, Comm& comm) {
-  std::string names;
+void start_alike(const SeenModel& seen, const DdpOptions& options, const Hook& hook, Comm& comm) {
+  const auto& [tensors, trained, sparse] = seen;
+  std::vector<std::string> names;
   for (std::size_t i = 0; i < trained.size(); ++i)
-    if (sparse[i]) names += (names.empty() ? "" : ", ") + trained[i].name;
+    if (sparse[i]) names.push_back(trained[i].name);
   if (const auto text = option_difference(shared_options(options, hook, names), comm))
     throw MismatchError("the ranks reduce gradients unlike: " + *text +
                         "; give every rank the same model, DdpOptions and hook");

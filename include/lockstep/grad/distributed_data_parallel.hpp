@@ -9,6 +9,7 @@
 #include <concepts>
 #include <memory>
 #include <optional>
+#include <tuple>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -26,29 +27,12 @@
 #include "lockstep/grad/model.hpp"
 #include "lockstep/grad/named_tensors.hpp"
 #include "lockstep/grad/ready_order.hpp"
-#include "lockstep/grad/reducer.hpp"
+#include "lockstep/grad/reducer_for.hpp"
 #include "lockstep/grad/settled_gradients.hpp"
+#include "lockstep/grad/short_parameters.hpp"
 #include "lockstep/grad/watched_parameters.hpp"
 
 namespace lockstep {
-
-namespace detail {
-// A communicator of one process, known as such when compiling: no hook, no copy, no check is left.
-template <class Comm>
-inline constexpr bool alone = std::same_as<Comm, LocalComm>;
-struct NoReducer {
-  int no_sync_depth = 0;
-  double count = 0;
-};
-template <class Comm, class Hook>
-struct ReducerFor {
-  using type = Reducer<Comm, Hook>;
-};
-template <class Hook>
-struct ReducerFor<LocalComm, Hook> {
-  using type = NoReducer;
-};
-}  // namespace detail
 
 /// Trains one model on all ranks of a communicator: the same parameters at the start, gradients averaged in
 /// backward.
@@ -69,7 +53,8 @@ struct ReducerFor<LocalComm, Hook> {
 /// writes there. Clone what must outlive it, or set DdpOptions::gradients to `separate`. Both kinds of
 /// `zero_grad` work. Hooks on the parameters stack with others' and go with this object; it may be moved, a
 /// holder it was made from may die, a module given by reference and the communicator must outlive it.
-/// Parameters, their requires_grad, dtype and device must stay as they were.
+/// Parameters, their requires_grad, dtype and device must stay as they were (but see
+/// DdpOptions::param_dtype).
 ///
 /// A bare `loss.backward()` reduces too, as best effort: where it throws, the other ranks learn of it only in
 /// this rank's next backward, and inside a re-entrant backward it may end too early, which is an error and
@@ -94,47 +79,61 @@ class DistributedDataParallel {
   /// or the options of the ranks differ.
   explicit DistributedDataParallel(M& model, Comm& comm, DdpOptions options = {}, Hook hook = {})
       : model_(store(model)), state_(std::make_unique<State>()) {
-    ModelTensors tensors;
-    const auto look = [&] { tensors = detail::tensors_by(options, model); };
+    detail::SeenModel seen;
+    const auto look = [&] { seen = detail::look_at(model, options); };
     if constexpr (alone)
       look();
     else
       detail::check_on_every_rank(comm, look);
-    parameters_ = tensors.parameters;
-    std::vector<NamedTensor>& trained = state_->trained;
-    for (const NamedTensor& parameter : parameters_)
-      if (parameter.tensor.requires_grad()) trained.push_back(parameter);
+    parameters_ = seen.tensors.parameters;
+    state_->trained = seen.trained;
     state_->watched = detail::WatchedParameters(parameters_, options.ignored);
+    if (options.param_dtype) state_->shorter.emplace(parameters_, *options.param_dtype);
+    if constexpr (!alone) detail::start_alike(seen, options, hook, comm);
+    detail::require_some(seen.trained);
+    if (options.buffer_dtype) detail::cast_buffers(seen.tensors.buffers, *options.buffer_dtype);
+    detail::ShortParameters* shorter = state_->shorter ? &*state_->shorter : nullptr;
     if constexpr (alone) {
-      require_some(trained);
-      state_->reducer = std::make_unique<detail::NoReducer>();
+      state_->reducer = std::make_unique<detail::NoReducer>(seen.trained, shorter);
     } else {
-      std::vector<char> sparse = detail::sparse_among(trained, tensors);
-      detail::start_alike(tensors, trained, sparse, options, hook, comm);
-      require_some(trained);
       std::vector<at::Tensor> buffers;
-      for (NamedTensor& item : tensors.buffers) buffers.push_back(std::move(item.tensor));
+      for (NamedTensor& item : seen.tensors.buffers) buffers.push_back(std::move(item.tensor));
       state_->buffers = detail::BufferSync(std::move(buffers), options.buffers);
       state_->comm = &comm;
-      state_->reducer = std::make_unique<detail::Reducer<Comm, Hook>>(trained, std::move(sparse), comm,
-                                                                      std::move(hook), options);
+      state_->reducer = std::make_unique<detail::Reducer<Comm, Hook>>(
+          std::move(seen.trained), seen.sparse, comm, std::move(hook), options, shorter);
     }
   }
 
-  /// Forwards to the model, after `before_forward()`.
+  /// Forwards to the model, after `before_forward()`. With DdpOptions::param_dtype its arguments that are
+  /// floating-point tensors (not what holds some) are cast to it, and without grad mode parameters are short
+  /// for this forward alone.
   template <class... Args>
   decltype(auto) operator()(Args&&... args) requires(!ParameterList<M>) {
     before_forward();
-    if constexpr (ScriptModule<M>)
-      return model_.forward(std::vector<c10::IValue>{c10::IValue(std::forward<Args>(args))...});
-    else
-      return (*model_).forward(std::forward<Args>(args)...);
+    if (!state_->shorter) return forward(std::forward<Args>(args)...);
+    std::optional<detail::ShortScope> scope;
+    if (!c10::GradMode::is_enabled()) scope.emplace(*state_->shorter);
+    using Short = detail::ShortParameters;
+    std::tuple<Short::Input<Args>...> inputs(state_->shorter->input(std::forward<Args>(args))...);
+    return std::apply(
+        [&](auto&... input) -> decltype(auto) { return forward(static_cast<Args&&>(input)...); }, inputs);
   }
 
   /// What must precede each forward where the model is called directly. Collective where it has buffers:
   /// brings them together by DdpOptions::buffers, in a forward that follows one in training (grad mode on,
   /// outside `no_sync`), as Python does.
+  ///
+  /// With DdpOptions::param_dtype and grad mode on, parameters are in that type from here to the end of the
+  /// next reduction, `forget()`, or the life of this object, after which they hold what they held before in
+  /// their own, with gradients of that: then is the time for an optimizer and for checkpoints. Throws
+  /// UsageError where one was changed in between (by LibTorch's own optimizers, on a GPU, it is not seen), or
+  /// is frozen. Gradients of micro-batches add up in the short type, but where they are kept defined.
   void before_forward() {
+    if (state_->shorter && c10::GradMode::is_enabled()) {
+      state_->shorter->shorten(/*backward_follows=*/true);
+      state_->reducer->hook_short_gradients();
+    }
     if constexpr (!alone) {
       if (std::exchange(state_->sync_due, c10::GradMode::is_enabled() && state_->reducer->no_sync_depth == 0))
         state_->buffers.run(*state_->comm);
@@ -229,12 +228,16 @@ class DistributedDataParallel {
   /// throw. Not where the model's forward or backward meets the other ranks itself: there abort the
   /// communicator.
   void give_up(const std::exception_ptr& failure, bool counted = false) noexcept {
-    if constexpr (!alone) state_->reducer->give_up(failure, counted);
+    if constexpr (alone)
+      drop();
+    else
+      state_->reducer->give_up(failure, counted);
   }
 
   /// Forgets what backwards under `no_sync` have accumulated (counts, and which parameters took part), for a
   /// step that is given up between them; `zero_grad` forgets the gradients.
   void forget() {
+    if (state_->shorter) state_->shorter->end_step();
     if constexpr (alone)
       state_->reducer->count = 0;
     else
@@ -324,12 +327,26 @@ class DistributedDataParallel {
   }
 
  private:
+  // A tensor by value: what a forward refers to may be an input that was cast.
+  template <class... Args>
+  decltype(auto) forward(Args&&... args) {
+    if constexpr (ScriptModule<M>)
+      return model_.forward(std::vector<c10::IValue>{c10::IValue(std::forward<Args>(args))...});
+    else if constexpr (std::same_as<
+                           std::remove_cvref_t<decltype((*model_).forward(std::forward<Args>(args)...))>,
+                           at::Tensor>)
+      return at::Tensor((*model_).forward(std::forward<Args>(args)...));
+    else
+      return (*model_).forward(std::forward<Args>(args)...);
+  }
+
   struct State {
     Comm* comm = nullptr;
     bool sync_due = true;
     detail::BufferSync buffers;
     detail::WatchedParameters watched;
     std::vector<NamedTensor> trained;
+    std::optional<detail::ShortParameters> shorter;
     detail::SettledGradients settled;
     std::unique_ptr<typename detail::ReducerFor<Comm, Hook>::type> reducer;
   };
@@ -339,13 +356,6 @@ class DistributedDataParallel {
       return &model;
     else
       return model;
-  }
-
-  static void require_some(const std::vector<NamedTensor>& trained) {
-    if (trained.empty())
-      throw UsageError(
-          "DistributedDataParallel got a model without a parameter that requires grad; there is nothing "
-          "to train");
   }
 
   static void refuse(bool create_graph) {
@@ -358,24 +368,35 @@ class DistributedDataParallel {
   template <class Run>
   void run(const detail::Contribution& contribution, Run&& backward) {
     if constexpr (alone) {
+      state_->reducer->inside_backward = true;
+      const Leave leave{state_->reducer->inside_backward};
       try {
+        if (state_->shorter) state_->shorter->check_backward(contribution.losses);
         backward();
       } catch (...) {
         if (state_->reducer->no_sync_depth == 0) drop();
         throw;
       }
+      if (state_->shorter && state_->reducer->no_sync_depth == 0) state_->shorter->end_step();
     } else {
       state_->reducer->backward(contribution, [&] {
         state_->watched.check(contribution.losses, [&] { return tensors_of(module()).parameters; });
+        if (state_->shorter) state_->shorter->check_backward(contribution.losses);
         backward();
       });
     }
     if (state_->reducer->no_sync_depth == 0) state_->settled.note(state_->trained);
   }
 
+  struct Leave {
+    bool& inside;
+    ~Leave() { inside = false; }
+  };
+
   // What a failure leaves: as the Reducer does it on several ranks.
   void drop() {
     for (const NamedTensor& parameter : parameters_) parameter.tensor.mutable_grad().reset();
+    if (state_->shorter) state_->shorter->end_step();
     state_->reducer->count = 0;
   }
 

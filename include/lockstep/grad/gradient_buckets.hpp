@@ -2,6 +2,7 @@
 
 #include <ATen/ScalarOps.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/div.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/mul.h>
@@ -30,6 +31,8 @@ struct BucketStyle {
   GradientStorage storage = GradientStorage::in_bucket;
   /// What they are divided by on the way in; 1 where a communication hook averages.
   int divisor = 1;
+  /// A type other than the parameter's that they may come in.
+  std::optional<at::ScalarType> short_type = std::nullopt;
 };
 
 /// Gives a bucket's memory: a tensor [length], uninitialised, with the dtype and the device of `like`.
@@ -55,10 +58,10 @@ class GradientBuckets {
   /// Elements behind the last bucket, in which the counts of samples ride.
   static constexpr std::int64_t tail = 2;
 
-  GradientBuckets(const std::vector<NamedTensor>& parameters, const std::vector<char>& sparse,
+  GradientBuckets(const std::vector<NamedTensor>& parameters, const std::vector<ParameterSize>& sizes,
                   const BucketPlan& plan, BucketStyle style, const BucketMemory& memory)
       : parameters_(&parameters),
-        sparse_(&sparse),
+        sizes_(&sizes),
         style_(style),
         slots_(parameters.size()),
         rows_(parameters.size()),
@@ -75,7 +78,7 @@ class GradientBuckets {
   [[nodiscard]] const std::vector<std::size_t>& members(std::size_t bucket) const {
     return buckets_[bucket].gradients.parameters;
   }
-  [[nodiscard]] bool sparse(std::size_t bucket) const { return (*sparse_)[members(bucket)[0]] != 0; }
+  [[nodiscard]] bool sparse(std::size_t bucket) const { return (*sizes_)[members(bucket)[0]].sparse; }
   [[nodiscard]] bool empty(std::size_t bucket) const {
     return !sparse(bucket) && buckets_[bucket].gradients.flat.numel() == 0;
   }
@@ -89,12 +92,12 @@ class GradientBuckets {
   /// it as it is where that is so on every rank. A gradient that there is not counts as zeros. Throws
   /// GradientError where the gradient cannot lie there.
   ///
-  /// The default multiplies by the reciprocal in every case: that is Python's arithmetic, and at three ranks
-  /// a division's bits are others.
+  /// The default multiplies by the reciprocal in every case, and delayed ones are divided: that is Python's
+  /// arithmetic, and at three ranks a division's bits are others.
   void take(std::size_t i, std::optional<double> weight, bool scaled, bool attach) {
     const NamedTensor& parameter = (*parameters_)[i];
     at::Tensor& grad = parameter.tensor.mutable_grad();
-    if ((*sparse_)[i]) return take_sparse(i, grad, scaled);
+    if ((*sizes_)[i].sparse) return take_sparse(i, grad, scaled);
     at::Tensor& slot = slots_[i];
     if (!grad.defined()) {
       slot.zero_();
@@ -106,7 +109,7 @@ class GradientBuckets {
       if (!attach) grad = grad.clone();
       if (weight) slot.mul_(*weight);
       if (!divide) return;
-      if (style_.storage == GradientStorage::bucket_view)
+      if (style_.storage == GradientStorage::bucket_view || bucket.delayed)
         slot.div_(bucket.divisor);
       else
         slot.mul_(bucket.factor);
@@ -117,18 +120,22 @@ class GradientBuckets {
           "the gradient of parameter {} '{}' is {}, which is known beforehand of Embedding and "
           "EmbeddingBag made with sparse(true) alone; build its layer with dense gradients",
           i, parameter.name, grad.is_sparse() ? "sparse" : "of a layout without strides (CSR, mkldnn)"));
-    if (grad.scalar_type() != slot.scalar_type() || grad.device() != slot.device() ||
+    const bool shorter = grad.scalar_type() != slot.scalar_type() && grad.scalar_type() == style_.short_type;
+    if ((grad.scalar_type() != slot.scalar_type() && !shorter) || grad.device() != slot.device() ||
         grad.sizes() != slot.sizes())
       throw GradientError(
           fmt::format("the gradient of parameter {} '{}' has another dtype, device or shape than the "
                       "parameter had when DistributedDataParallel was made; convert the model before",
                       i, parameter.name));
+    // An operator between a short type and a number would round to the short type.
+    if (shorter || (!weight && !divide)) slot.copy_(grad);
+    const at::Tensor& from = shorter ? slot : grad;
     if (weight)
-      at::mul_out(slot, grad, at::native::wrapped_scalar_tensor(*weight));
+      at::mul_out(slot, from, at::native::wrapped_scalar_tensor(*weight));
+    else if (divide && bucket.delayed)
+      at::div_out(slot, from, bucket.divisor);
     else if (divide)
-      at::mul_out(slot, grad, bucket.factor);
-    else
-      slot.copy_(grad);
+      at::mul_out(slot, from, bucket.factor);
     if (attach && style_.storage != GradientStorage::separate) grad = slot;
   }
 
@@ -138,7 +145,7 @@ class GradientBuckets {
     const at::Tensor& slot = slots_[i];
     if (style_.storage != GradientStorage::separate) {
       if (!grad.defined() || !lies_in(grad, slot)) grad = slot;
-    } else if (grad.defined()) {
+    } else if (grad.defined() && grad.scalar_type() == slot.scalar_type()) {
       grad.copy_(slot);
     } else {
       grad = at::empty_like(slot).copy_(slot);
@@ -196,16 +203,20 @@ class GradientBuckets {
     GradientBucket gradients;
     at::Tensor with_tail;
     at::Tensor divisor, factor;  // the style's divisor, and 1 / divisor
+    bool delayed = false;
   };
 
   void add(const std::vector<std::size_t>& members, std::size_t count, const BucketMemory& memory) {
-    const at::Tensor& first = (*parameters_)[members.at(0)].tensor;
+    // Parameters may be in a short type when buckets are rebuilt.
+    const auto type = static_cast<at::ScalarType>((*sizes_)[members.at(0)].dtype);
+    const at::Tensor first = at::empty({0}, (*parameters_)[members[0]].tensor.options().dtype(type));
     Bucket bucket;
     bucket.gradients.index = buckets_.size();
     bucket.gradients.count = count;
     bucket.gradients.parameters = members;
     for (const std::size_t i : members) bucket_of_[i] = buckets_.size();
-    if (!(*sparse_)[members[0]]) {
+    if (!(*sizes_)[members[0]].sparse) {
+      bucket.delayed = (*sizes_)[members[0]].delayed;
       std::int64_t length = 0;
       for (const std::size_t i : members) length += (*parameters_)[i].tensor.numel();
       bucket.with_tail = memory(length + tail, first);
@@ -270,7 +281,7 @@ class GradientBuckets {
   }
 
   const std::vector<NamedTensor>* parameters_;
-  const std::vector<char>* sparse_;
+  const std::vector<ParameterSize>* sizes_;
   BucketStyle style_;
   std::vector<Bucket> buckets_;
   std::vector<at::Tensor> slots_;

@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "lockstep/comm/own_error.hpp"
 #include "lockstep/grad/accumulate_hook.hpp"
 #include "lockstep/grad/backward_report.hpp"
 #include "lockstep/grad/bucket_plan.hpp"
@@ -26,6 +27,7 @@
 #include "lockstep/grad/named_tensors.hpp"
 #include "lockstep/grad/ready_order.hpp"
 #include "lockstep/grad/reduction.hpp"
+#include "lockstep/grad/short_parameters.hpp"
 #include "lockstep/grad/unexpected_gradient.hpp"
 
 namespace lockstep::detail {
@@ -41,13 +43,14 @@ namespace lockstep::detail {
 template <class Comm, class Hook>
 class Reducer {
  public:
-  /// `parameters` are those that require grad, each once, `sparse` those whose gradients will be; `comm` must
-  /// outlive the reducer.
-  Reducer(std::vector<NamedTensor> parameters, std::vector<char> sparse, Comm& comm, Hook hook,
-          const DdpOptions& options)
+  /// `parameters` are those that require grad, each once, `sparse` those whose gradients will be, and
+  /// `shorter` what ends with a reduction, or null; it and `comm` must outlive the reducer.
+  Reducer(std::vector<NamedTensor> parameters, const std::vector<char>& sparse, Comm& comm, Hook hook,
+          const DdpOptions& options, ShortParameters* shorter)
       : parameters_(std::move(parameters)),
         options_(options),
-        reduction_(parameters_, std::move(sparse), comm, std::move(hook), options_),
+        shorter_(shorter),
+        reduction_(parameters_, sparse, comm, std::move(hook), options_),
         taken_(parameters_.size()),
         fired_(parameters_.size()),
         seen_(parameters_.size()) {
@@ -58,6 +61,18 @@ class Reducer {
   }
   Reducer(const Reducer&) = delete;
   Reducer& operator=(const Reducer&) = delete;
+
+  /// Takes note of gradients of parameters that are short now, which are other leaves.
+  void hook_short_gradients() {
+    if (!short_hooks_.empty()) return;
+    short_hooks_.resize(parameters_.size());
+    for (std::size_t i = 0; i < parameters_.size(); ++i) {
+      const at::Tensor& leaf = parameters_[i].tensor;
+      // One whose own type is the short one has a hook already.
+      if (&*torch::autograd::impl::grad_accumulator(leaf) != hooks_[i].node())
+        short_hooks_[i].emplace(leaf, OnGradient{this, i});
+    }
+  }
 
   /// Runs `run_backward` inside a reduction, or plainly inside `no_sync` and inside another backward of this
   /// model. What it reaches of other models is reduced too, after this one: the same order on every rank.
@@ -73,7 +88,12 @@ class Reducer {
     if (reduces) {
       mean_over_ = contribution.count_after(count_);
       nothing_ = contribution.nothing;
-      open();
+      try {
+        open();
+      } catch (...) {
+        drop();
+        throw;
+      }
     }
     std::exception_ptr thrown;
     try {
@@ -156,6 +176,12 @@ class Reducer {
     void operator()() const { reducer->on_gradient(parameter); }
   };
 
+  // Of the parameter in its own type, or in the short one.
+  [[nodiscard]] bool reached(std::size_t i) const {
+    return search_.reached(hooks_[i].node()) ||
+           (!short_hooks_.empty() && short_hooks_[i] && search_.reached(short_hooks_[i]->node()));
+  }
+
   [[nodiscard]] bool searches() const { return options_.find_unused_parameters && !options_.static_graph; }
 
   void on_gradient(std::size_t i) {
@@ -233,7 +259,7 @@ class Reducer {
     } else if (searches() && losses) {
       search_.run(*losses);
       for (std::size_t i = 0; i < parameters_.size(); ++i)
-        if (!search_.reached(hooks_[i].node())) take(i, seen_[i] != 0);
+        if (!reached(i)) take(i, seen_[i] != 0);
     }
   }
 
@@ -290,7 +316,8 @@ class Reducer {
       const bool flagged = reduction_.wait(failure, iteration_, seen_);
       const std::exception_ptr hook_error = reduction_.hook_error();
       if (hook_error && !report.thrown) report.thrown = first_line(hook_error);
-      if (flagged && reported(report)) fail(report, failure ? failure : hook_error);
+      if (flagged)
+        throw_what_ranks_report(reduction_.comm(), report, parameters_, failure ? failure : hook_error);
       reduction_.give();
     } catch (...) {
       open_ = false;
@@ -299,6 +326,7 @@ class Reducer {
       throw;
     }
     open_ = false;
+    if (shorter_) shorter_->end_step();
     note_unused();
     std::fill(seen_.begin(), seen_.end(), false);
     learn();
@@ -327,30 +355,11 @@ class Reducer {
     if (report.thrown) reduction_.poison_last();
   }
 
-  /// Whether some rank left a slot poisoned; not-a-number alone is no error, a model may diverge.
-  bool reported(const BackwardReport& mine) {
-    reports_.clear();
-    bool any = false;
-    for (const std::string& bytes : reduction_.comm().all_gather_bytes(serialize(mine))) {
-      any = any || !bytes.empty();
-      reports_.push_back(deserialize_report(bytes));
-    }
-    return any;
-  }
-
-  [[noreturn]] void fail(const BackwardReport& mine, const std::exception_ptr& failure) {
-    if (failure) std::rethrow_exception(failure);
-    const std::string text = failure_text(reports_, parameters_, RankNames(reduction_.comm()));
-    const bool thrown =
-        std::any_of(reports_.begin(), reports_.end(), [](const auto& r) { return bool(r.thrown); });
-    if (thrown && !mine.thrown) throw PeerError(text);
-    throw GradientError(text);
-  }
-
   /// After a failure no rank keeps a gradient, so that a step taken all the same changes no parameter.
   void drop() {
     for (const NamedTensor& parameter : parameters_) parameter.tensor.mutable_grad().reset();
     reduction_.drop();
+    if (shorter_) shorter_->end_step();
     std::fill(seen_.begin(), seen_.end(), false);
     count_ = 0;
   }
@@ -385,13 +394,13 @@ class Reducer {
   std::mutex mutex_;
   std::vector<NamedTensor> parameters_;
   DdpOptions options_;
+  ShortParameters* shorter_;
   BucketReduction<Comm, Hook> reduction_;
   std::vector<char> taken_;    // lies in its bucket already, by parameter
   std::vector<int> fired_;     // gradients that came in this reduction, by parameter
   std::vector<int> expected_;  // how many come; empty until that is known
   std::vector<char> seen_;     // has a gradient since the last reduction, also from no_sync
   std::vector<std::size_t> ready_order_, rebuild_order_, unused_;
-  std::vector<BackwardReport> reports_;
   GraphSearch search_;
   double count_ = 0;  // samples since the last reduction
   std::size_t iteration_ = 0;
@@ -401,7 +410,9 @@ class Reducer {
   bool joined_ = false;  // reached by the backward of another model, which will close this reduction
   std::size_t made_ = reducers_made++;
   std::shared_ptr<Reducer*> self_ = std::make_shared<Reducer*>(this);
-  std::vector<AccumulateHook<OnGradient>> hooks_;  // last: gone before what they refer to
+  // Last: gone before what they refer to.
+  std::vector<AccumulateHook<OnGradient>> hooks_;
+  std::vector<std::optional<AccumulateHook<OnGradient>>> short_hooks_;  // by parameter, where it can be short
 };
 
 }  // namespace lockstep::detail

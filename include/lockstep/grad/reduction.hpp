@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "lockstep/comm/communicator.hpp"
+#include "lockstep/comm/own_error.hpp"
 #include "lockstep/grad/backward_report.hpp"
 #include "lockstep/grad/bucket_labels.hpp"
 #include "lockstep/grad/bucket_limits.hpp"
@@ -24,6 +25,7 @@
 #include "lockstep/grad/capture_scope.hpp"
 #include "lockstep/grad/ddp_options.hpp"
 #include "lockstep/grad/ddp_report.hpp"
+#include "lockstep/grad/delayed_buckets.hpp"
 #include "lockstep/grad/gradient_buckets.hpp"
 #include "lockstep/grad/hooks/hook.hpp"
 #include "lockstep/grad/named_tensors.hpp"
@@ -45,16 +47,16 @@ class BucketReduction {
       decltype(std::declval<Hook&>().start(std::declval<Comm&>(), std::declval<GradientBucket&>()));
 
  public:
-  BucketReduction(const std::vector<NamedTensor>& parameters, std::vector<char> sparse, Comm& comm, Hook hook,
-                  const DdpOptions& options)
+  BucketReduction(const std::vector<NamedTensor>& parameters, const std::vector<char>& sparse, Comm& comm,
+                  Hook hook, const DdpOptions& options)
       : parameters_(parameters),
-        sparse_(std::move(sparse)),
         comm_(comm),
         hook_(std::move(hook)),
         options_(options),
-        sizes_(sizes_of(parameters, sparse_)),
+        delayed_(delayed_buckets(parameters, sparse, options.delayed)),
+        sizes_(sizes_of(parameters, sparse, delayed_)),
         used_(parameters.size(), true) {
-    use(plan_by_registration(sizes_, caps_at_first(options)));
+    use(with_delayed(plan_by_registration(sizes_, caps_at_first(options)), delayed_));
     asks_usage_ = options.find_unused_parameters || options.static_graph;
     if (asks_usage_ || !Hook::spreads_nan)
       usage_.emplace(asks_usage_ ? parameters.size() : 0, parameters[0].tensor.device());
@@ -187,7 +189,7 @@ class BucketReduction {
     }
     for (std::size_t i = 0; i < parameters_.size(); ++i) {
       if (!used_[i]) continue;
-      if (sparse_[i])
+      if (sizes_[i].sparse)
         buckets_->give(i, std::exchange(sparse_sums_[i], {}));
       else
         buckets_->give(i);
@@ -215,7 +217,7 @@ class BucketReduction {
 
   /// Makes the buckets anew, filled in this order.
   void rebuild(const std::vector<std::size_t>& ready_order) {
-    use(plan_by_ready_order(sizes_, ready_order, options_.bucket_caps));
+    use(with_delayed(plan_by_ready_order(sizes_, ready_order, options_.bucket_caps), delayed_));
     if constexpr (StatefulHook<Hook>) hook_.reset();
   }
 
@@ -249,9 +251,10 @@ class BucketReduction {
 
  private:
   void use(const BucketPlan& plan) {
-    buckets_.emplace(parameters_, sparse_, plan,
-                     BucketStyle{options_.gradients, Hook::divides_first ? comm_.size() : 1},
-                     bucket_memory(comm_));
+    buckets_.emplace(
+        parameters_, sizes_, plan,
+        BucketStyle{options_.gradients, Hook::divides_first ? comm_.size() : 1, options_.param_dtype},
+        bucket_memory(comm_));
     works_.clear();
     works_.resize(plan.size());
     pending_.resize(plan.size());
@@ -269,17 +272,13 @@ class BucketReduction {
     GradientBucket& bucket = (*buckets_)[b];
     bucket.iteration = reductions_;
     const auto naming = labels_.use(comm_, b);
-    try {
-      works_[b].emplace(hook_.start(comm_, bucket));
-    } catch (const CommunicationError&) {
-      throw;
-    } catch (...) {
-      // The others wait for what the hook would have sent, and nobody but the hook knows what that is.
-      if (comm_.size() > 1)
-        comm_.abort(fmt::format("the communication hook '{}' threw for bucket {} of {}: {}", hook_.name(),
-                                b + 1, buckets_->size(), first_line(std::current_exception())));
-      throw;
-    }
+    // The others wait for what the hook would have sent, and nobody but the hook knows what that is.
+    telling_own_error([&] { works_[b].emplace(hook_.start(comm_, bucket)); },
+                      [&] {
+                        abort_for_others(
+                            comm_, fmt::format("the communication hook '{}' threw for bucket {} of {}: ",
+                                               hook_.name(), b + 1, buckets_->size()));
+                      });
   }
   void note_launch(std::size_t b) {
     const bool first =
@@ -292,8 +291,8 @@ class BucketReduction {
   /// narrower types, and where a hook may do what it likes with the bucket, they travel first and alone.
   [[nodiscard]] bool counts_ride() const {
     if (!std::same_as<Hook, AllReduceHook> || !buckets_->last_slot()) return false;
-    const auto type = parameters_[*buckets_->last_slot()].tensor.scalar_type();
-    return type == at::kFloat || type == at::kDouble;
+    const auto type = sizes_[*buckets_->last_slot()].dtype;
+    return type == static_cast<int>(at::kFloat) || type == static_cast<int>(at::kDouble);
   }
   static constexpr double count_unit = 65536;
 
@@ -369,10 +368,10 @@ class BucketReduction {
   [[nodiscard]] std::uint64_t sent_bytes_of(std::size_t bytes) const { return comm_.size() > 1 ? bytes : 0; }
 
   const std::vector<NamedTensor>& parameters_;
-  std::vector<char> sparse_;
   Comm& comm_;
   Hook hook_;
   const DdpOptions& options_;
+  DelayedBuckets delayed_;
   std::vector<ParameterSize> sizes_;
   std::optional<GradientBuckets> buckets_;
   std::vector<std::optional<Handle>> works_;

@@ -1,12 +1,11 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/any.h>
-#include <ATen/ops/ne.h>
 #include <fmt/format.h>
 
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <utility>
 #include <vector>
 
@@ -30,11 +29,10 @@ class SettledGradients {
   void recognize(const std::vector<NamedTensor>& parameters) {
     for (std::size_t i = 0; i < left_.size(); ++i) {
       const at::Tensor& gradient = parameters[i].tensor.mutable_grad();
-      if (left_[i] == state_of(parameters[i].tensor)) continue;
+      const State now = state_of(parameters[i].tensor);
+      if (left_[i] == now) continue;
       const bool written = gradient.defined() && gradient.unsafeGetTensorImpl() == left_[i].first;
-      const bool kept = written && gradient.is_cpu() && gradient.layout() == at::kStrided &&
-                        gradient.ne(0).any().item<bool>();
-      left_[i] = kept ? state_of(parameters[i].tensor) : State{};
+      left_[i] = written && !counts_as_cleared(gradient) ? now : State{};
     }
   }
 
@@ -57,6 +55,15 @@ class SettledGradients {
   }
 
  private:
+  // All bytes of zeros are, and those of an operator's result would be memory of its own.
+  static bool counts_as_cleared(const at::Tensor& gradient) {
+    if (!gradient.is_cpu() || gradient.layout() != at::kStrided || !gradient.is_non_overlapping_and_dense())
+      return true;
+    const auto* bytes = static_cast<const char*>(gradient.const_data_ptr());
+    return gradient.numel() == 0 ||
+           (bytes[0] == 0 && std::memcmp(bytes, bytes + 1, gradient.nbytes() - 1) == 0);
+  }
+
   using State = std::pair<const c10::TensorImpl*, std::int64_t>;
   // The tensor, and how often it was written to; null where there is none.
   static State state_of(const at::Tensor& parameter) {

@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <cstddef>
 #include <string>
-#include <unordered_map>
 #include <unordered_set>
 #include <utility>
 #include <vector>
@@ -78,8 +77,7 @@ class WatchedParameters {
       const auto* leaf = dynamic_cast<const torch::autograd::AccumulateGrad*>(end);
       if (!leaf || known_.contains(leaf->variable.unsafeGetTensorImpl())) continue;
       if (strangers_.size() >= 1024) strangers_.clear();
-      const c10::TensorImpl* address = leaf->variable.unsafeGetTensorImpl();
-      found = strangers_.try_emplace(address, leaf->variable.getIntrusivePtr()).second || found;
+      found = strangers_.emplace(leaf->variable.getIntrusivePtr()).second || found;
     }
     return found;
   }
@@ -89,8 +87,7 @@ class WatchedParameters {
   std::vector<char> trained_;
   std::unordered_set<const c10::TensorImpl*> known_;
   // Weak references keep the addresses of those that are gone from coming back as other tensors'.
-  using Weak = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
-  std::unordered_map<const c10::TensorImpl*, Weak> strangers_;
+  std::unordered_set<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> strangers_;
   GraphSearch search_;
   bool asked_ = false;
 };

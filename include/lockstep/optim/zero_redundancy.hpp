@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "lockstep/comm/communicator.hpp"
+#include "lockstep/comm/own_error.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/grad/broadcast_list.hpp"
 #include "lockstep/grad/model_check.hpp"
@@ -198,13 +199,11 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer,
     forget_gathered();
     {
       const detail::LentGroups lent(param_groups_, inner_->param_groups(), &own());
+      // The others wait for this rank's parameters, also where another communicator failed.
       try {
         step_inside();
-      } catch (const std::exception& error) {
-        // The others wait for this rank's parameters.
-        if (comm_.size() > 1)
-          comm_.abort(fmt::format("the step of the optimizer inside a ZeroRedundancyOptimizer threw: {}",
-                                  error.what()));
+      } catch (...) {
+        detail::abort_for_others(comm_, "the step of the optimizer inside a ZeroRedundancyOptimizer threw: ");
         throw;
       }
     }

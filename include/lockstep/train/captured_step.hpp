@@ -107,6 +107,11 @@ class CapturedStep : detail::CheckedCapture<Graph, Comm, Optimizer, PrecisionTyp
           "CapturedStep: a static graph finds the order of its buckets in the third step: give 3 or more "
           "steps "
           "of warm-up");
+    if (options.ddp.param_dtype)
+      throw UsageError(
+          "CapturedStep: DdpOptions::param_dtype gives parameters new memory in each step, which a graph "
+          "cannot "
+          "hold: take a precision policy, such as Bf16");
     if (options.ddp.find_unused_parameters || options.ddp.gradients != GradientStorage::in_bucket)
       throw UsageError(
           "CapturedStep: a search for unused parameters, or gradients beside the buckets, take another way "

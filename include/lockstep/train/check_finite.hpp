@@ -10,7 +10,6 @@
 #include <cmath>
 #include <limits>
 #include <memory>
-#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -39,9 +38,12 @@ class CheckFinite {
         watched_.push_back(std::make_unique<Watch>(i, parameters[i].tensor));
   }
 
+  void begin_step() {
+    for (const auto& watch : watched_) watch->own = at::Tensor();
+  }
+
   template <Gathering C>
   void check(const Gradients& gradients, C& comm) {
-    std::optional<std::string> error;
     std::size_t first = 0;
     std::string reduced;
     for (; first < watched_.size(); ++first) {
@@ -49,14 +51,11 @@ class CheckFinite {
       if (!reduced.empty()) break;
     }
     if (!gradients.spread_nan) first = first_of_ranks(first, comm);
-    if (first < watched_.size()) {
-      // A hook may spread it over the bucket: the culprit is a gradient that was not finite before.
-      const std::size_t culprit = first_of_ranks(first_of_own(), comm);
-      if (culprit < watched_.size()) first = culprit;
-      error = describe(*watched_[first], gradients) + blame(*watched_[first], reduced, comm);
-    }
-    for (const auto& watch : watched_) watch->own = at::Tensor();
-    if (error) throw GradientError(*error);
+    if (first == watched_.size()) return;
+    // A hook may spread it over the bucket: the culprit is a gradient that was not finite before.
+    const std::size_t culprit = first_of_ranks(first_of_own(), comm);
+    if (culprit < watched_.size()) first = culprit;
+    throw GradientError(describe(*watched_[first], gradients) + blame(*watched_[first], reduced, comm));
   }
 
  private:

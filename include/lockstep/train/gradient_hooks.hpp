@@ -35,7 +35,8 @@ concept GradientHook = requires(E& extra, const Gradients& gradients) {
 /// A look at the gradients before anything uses them. `watch(named_parameters)` is called once, before the
 /// first backward, and may put hooks on the parameters, to be removed by the destructor. `check(gradients,
 /// comm)` is called after each step's backward, on every rank, before any GradientHook; where it throws,
-/// every rank throws the same, and the step is not made.
+/// every rank throws the same, and the step is not made. A step that fails before it may have no `check`:
+/// where there is a `begin_step()`, it is called before the first forward of each.
 template <class E>
 concept GradientCheck = requires(E& extra, const std::vector<NamedTensor>& parameters,
                                  const Gradients& gradients, LocalComm& comm) {

@@ -3,7 +3,6 @@
 #include <ATen/Context.h>
 #include <ATen/core/Tensor.h>
 #include <torch/optim/optimizer.h>
-#include <torch/optim/sgd.h>
 
 #include <cstdint>
 #include <memory>
@@ -13,6 +12,7 @@
 #include <vector>
 
 #include "lockstep/comm/comm_device.hpp"
+#include "lockstep/optim/sgd.hpp"
 #include "lockstep/train/extras.hpp"
 #include "lockstep/train/given.hpp"
 #include "lockstep/train/model_handle.hpp"
@@ -71,7 +71,7 @@ std::unique_ptr<torch::optim::Optimizer> made_optimizer(std::tuple<Extras...>& e
     std::apply([&](auto&... extra) { (make(extra), ...); }, extras);
     return made;
   } else {
-    return std::make_unique<torch::optim::SGD>(parameters, options.lr.value_or(1e-3));
+    return std::make_unique<SGD>(parameters, SgdOptions{.lr = options.lr.value_or(1e-3)});
   }
 }
 

@@ -9,9 +9,8 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/comm/same_errors.hpp"
+#include "lockstep/comm/own_error.hpp"
 #include "lockstep/error.hpp"
-#include "lockstep/grad/backward_report.hpp"
 #include "lockstep/grad/capture_scope.hpp"
 #include "lockstep/train/feed.hpp"
 #include "lockstep/train/loss.hpp"
@@ -37,28 +36,6 @@ void require_finite_nothing(M& model, const at::Tensor& sum) {
         host_value(sum), module));
 }
 
-/// Tells the others of the exception that is being handled.
-template <class C>
-void abort_for_others(C& comm) {
-  if (comm.size() > 1) comm.abort(first_line(std::current_exception()));
-}
-
-/// Runs what looks at this rank's data alone. Where it throws the others are told by an abort, since they may
-/// wait for this rank in any collective.
-template <class C, class Part>
-decltype(auto) aborting(C& comm, Part&& part) {
-  try {
-    return part();
-  } catch (const CommunicationError&) {
-    throw;  // they know, or cannot be told
-  } catch (const ThrownByAll&) {
-    throw;
-  } catch (...) {
-    abort_for_others(comm);
-    throw;
-  }
-}
-
 /// Forward and backward of this rank's micro-batches in the step that `feed` has begun, reduced over the
 /// ranks with its last one: the gradients are then those of the mean over all that all ranks have in the
 /// step. A rank without data takes part in the reduction with zeros. Returns what was counted on all ranks
@@ -78,19 +55,13 @@ double step_gradients(M& model, Ddp& ddp, C& comm, P& precision, Feed& feed, Los
   losses.clear();
   ddp.forget();  // a step before this one may have been given up
   double all = 0;
-  // Throws where the others' next collective is that of their backward.
-  const auto at_backward = [&](auto&& part) {
-    try {
-      return part();
-    } catch (const CommunicationError&) {
-      throw;  // they know, or cannot be told
-    } catch (...) {
-      if (CaptureScope::active() || !meeting_module(module_of(model)).empty())
-        abort_for_others(comm);
-      else
-        ddp.give_up(std::current_exception(), !weighed);
-      throw;
-    }
+  // In the forward the others wait for this rank in their backward, unless the model itself meets them before
+  // that, or the step is being captured.
+  const auto tell_in_backward = [&] {
+    if (CaptureScope::active() || !meeting_module(module_of(model)).empty())
+      abort_for_others(comm);
+    else
+      ddp.give_up(std::current_exception(), !weighed);
   };
   // Inside no_sync gradients and counts only add up.
   const auto backward = [&](const LocalLoss& local) {
@@ -106,8 +77,9 @@ double step_gradients(M& model, Ddp& ddp, C& comm, P& precision, Feed& feed, Los
     std::optional<decltype(ddp.no_sync())> accumulating;
     if (!feed.last()) accumulating.emplace(ddp.no_sync());
     ddp.before_forward();
-    LocalLoss& local = losses.emplace_back(at_backward(
-        [&] { return precision.forward([&] { return feed.weigh(loss(model, *batch), *batch); }); }));
+    LocalLoss& local = losses.emplace_back(telling_own_error(
+        [&] { return precision.forward([&] { return feed.weigh(loss(model, *batch), *batch); }); },
+        tell_in_backward));
     backward(local);
     local.value.reset();  // and the graph with it
   }

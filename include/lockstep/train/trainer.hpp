@@ -18,6 +18,7 @@
 
 #include "lockstep/comm/comm_device.hpp"
 #include "lockstep/comm/gloo_comm.hpp"
+#include "lockstep/comm/own_error.hpp"
 #include "lockstep/data/distributed_sampler.hpp"
 #include "lockstep/data/loader.hpp"
 #include "lockstep/grad/distributed_data_parallel.hpp"
@@ -263,6 +264,9 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
     detail::aborting(comm_, [&] { feed.begin_step(); });
     set_rates();
     optimizer_->zero_grad();
+    each_extra([&]<class E>([[maybe_unused]] E& extra) {
+      if constexpr (GradientCheck<E> && requires { extra.begin_step(); }) extra.begin_step();
+    });
     bool more = true;
     try {
       const double counted =

@@ -78,6 +78,11 @@ inline const TrainerOptions& validated(const TrainerOptions& options) {
     refuse_option("learning rate is {}: give a finite number, 0 or more", *options.lr);
   if (options.workers < 0)
     refuse_option("workers is {}: give a number of threads, 0 or more", options.workers);
+  if (options.ddp.param_dtype || options.ddp.buffer_dtype)
+    refuse_option(
+        "ddp.param_dtype and buffer_dtype are for loops by hand, whose forwards cast what they are given: "
+        "take "
+        "a precision, such as Bf16 or Fp16");
   if (options.workers > 1024)
     refuse_option("workers is {}: give the threads a rank that load ahead, 1024 at most", options.workers);
   return options;

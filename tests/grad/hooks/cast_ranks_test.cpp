@@ -7,6 +7,7 @@
 #include "lockstep/grad/hooks/bf16_hook.hpp"
 #include "lockstep/grad/hooks/fp16_hook.hpp"
 #include "lockstep/grad/hooks/no_op_hook.hpp"
+#include "lockstep/grad/hooks/reduce_dtype_hook.hpp"
 
 using namespace lockstep;
 
@@ -191,4 +192,22 @@ TEST_CASE("gradients in float64 and float16 keep their dtype") {
     check(Bf16Hook());
     check(Bf16Fp32Hook());
   }
+}
+
+TEST_CASE("a sum in a type of one's own is divided after it was made") {
+  if (test_world().size() == 1) return;
+  const Plan one{{{2}}};
+  Buckets buckets(one);
+  const auto large = torch::tensor({60000.0F, 1.0F});
+  Fp16Hook before;
+  ReduceDtypeHook after(at::kHalf), wide(at::kFloat);
+  const auto mean = buckets.reduce(before, shared_comm(), {large})[0];
+  CHECK(std::isfinite(mean[0].item<float>()));
+  const auto overflown = buckets.reduce(after, shared_comm(), {large})[0];
+  CHECK(overflown[0].item<float>() == infinity);
+  CHECK(overflown[1].item<float>() == 1);
+  const auto exact = buckets.reduce(wide, shared_comm(), {large})[0];
+  CHECK(torch::equal(exact, large));
+  CHECK(after.wire_bytes() == 4);
+  CHECK(wide.wire_bytes() == 8);
 }

@@ -12,6 +12,7 @@
 #include "lockstep/comm/nccl/device.hpp"
 #include "lockstep/comm/nccl/membership.hpp"
 #include "lockstep/comm/nccl/words.hpp"
+#include "lockstep/comm/own_error.hpp"
 #include "lockstep/error.hpp"
 
 namespace lockstep::detail {
@@ -84,7 +85,7 @@ D open_together(Membership& membership, int index) {
     device.emplace(D::open(world, index));
     card = card_text(*device);
   } catch (const std::exception& error) {
-    card = no_card(first_line_of(error));
+    card = no_card(first_line(error));
   }
   check_cards(membership.meet(card), membership.ranks(), world.rank());
   return *device;

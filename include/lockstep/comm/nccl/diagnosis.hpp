@@ -10,6 +10,7 @@
 #include "lockstep/comm/nccl/handle.hpp"
 #include "lockstep/comm/nccl/membership.hpp"
 #include "lockstep/comm/nccl/words.hpp"
+#include "lockstep/comm/own_error.hpp"
 #include "lockstep/error.hpp"
 
 namespace lockstep::detail {
@@ -60,8 +61,7 @@ class Diagnosis {
 
   /// What the device threw, such as that its memory has run out.
   [[nodiscard]] std::exception_ptr of_exception(const std::string& what, const std::exception& error) {
-    return std::make_exception_ptr(
-        CommunicationError(failure_text(what, rank(), first_line_of(error)), rank()));
+    return std::make_exception_ptr(CommunicationError(failure_text(what, rank(), first_line(error)), rank()));
   }
 
  private:

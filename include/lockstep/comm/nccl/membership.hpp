@@ -22,6 +22,7 @@
 #include "lockstep/comm/call.hpp"
 #include "lockstep/comm/failure_monitor.hpp"
 #include "lockstep/comm/nccl/words.hpp"
+#include "lockstep/comm/own_error.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/world/world.hpp"
 
@@ -180,7 +181,7 @@ class Membership {
       std::rethrow_exception(error);
     } catch (const PeerError&) {
     } catch (const std::exception& own) {
-      publish(first_line_of(own));
+      publish(first_line(own));
     } catch (...) {
     }
   }

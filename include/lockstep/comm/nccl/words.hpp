@@ -1,22 +1,13 @@
 #pragma once
 
-#include <exception>
 #include <string>
 #include <string_view>
 
-#include <c10/util/Exception.h>
 #include <fmt/format.h>
 
 #include "lockstep/comm/nccl/device.hpp"
 
 namespace lockstep::detail {
-
-/// The first line of what an exception says, without LibTorch's stack trace.
-inline std::string first_line_of(const std::exception& error) {
-  const auto* known = dynamic_cast<const c10::Error*>(&error);
-  const std::string text = known ? known->what_without_backtrace() : error.what();
-  return text.substr(0, text.find('\n'));
-}
 
 /// "2.27.6", of a number as NCCL has them.
 inline std::string version_text(int version) {

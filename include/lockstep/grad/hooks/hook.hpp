@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "lockstep/comm/communicator.hpp"
+#include "lockstep/comm/same_options.hpp"
 
 namespace lockstep {
 
@@ -33,7 +34,7 @@ struct GradientBucket {
 };
 
 /// What a hook was made with, by name, in words.
-using HookSettings = std::vector<std::pair<std::string, std::string>>;
+using HookSettings = detail::NamedOptions;
 
 /// What a hook keeps from step to step, by name.
 using HookState = std::vector<std::pair<std::string, at::Tensor>>;

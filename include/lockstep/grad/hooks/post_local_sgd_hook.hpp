@@ -44,10 +44,7 @@ class PostLocalSgdHook {
   }
 
   auto start(Group& comm, const GradientBucket& bucket) {
-    if (iteration_ != bucket.iteration) {
-      before_ = reductions_++;
-      iteration_ = bucket.iteration;
-    }
+    if (!before_ || before_->iteration != bucket.iteration) before_ = Before{bucket.iteration, reductions_++};
     if (reductions_ <= options_.start_iteration) return average(comm, bucket);
     if (options_.reduce_in_subgroup) return average(*subgroup_, bucket);
     return Average{};
@@ -71,16 +68,22 @@ class PostLocalSgdHook {
     if (reductions < 0)
       throw CheckpointError("the counter of a PostLocalSgdHook is negative: its state is damaged");
     reductions_ = reductions;
-    forget();
+    before_.reset();
   }
   [[nodiscard]] static HookState shared_state(HookState state) { return state; }
   void rollback() {
-    if (before_) reductions_ = *before_;
-    forget();
+    if (before_) reductions_ = before_->reductions;
+    before_.reset();
   }
   void reset() {}
 
  private:
+  // The last reduction, and how many there were before it.
+  struct Before {
+    std::size_t iteration;
+    std::int64_t reductions;
+  };
+
   class Average {
    public:
     Average() = default;
@@ -102,16 +105,10 @@ class PostLocalSgdHook {
     return Average(group.all_reduce(bucket.flat, ReduceOp::sum));
   }
 
-  void forget() {
-    before_.reset();
-    iteration_.reset();
-  }
-
   Group* subgroup_;
   PostLocalSgdOptions options_;
   std::int64_t reductions_ = 0;
-  std::optional<std::int64_t> before_;    // reductions before the last one began
-  std::optional<std::size_t> iteration_;  // of the last one
+  std::optional<Before> before_;
   std::uint64_t wire_bytes_ = 0;
 };
 
