@@ -19,6 +19,20 @@ std::string verdict_of(FakeMachine& machine, const vector<std::string>& errors) 
   return text;
 }
 
+/// The streams of a rank stand still for as long as this lives. What is issued meanwhile is not over when it
+/// is asked about, however late the other ranks or this thread may be: no luck can order what nothing orders.
+class StandStill {
+ public:
+  StandStill(FakeMachine& machine, int rank) : machine_(machine), rank_(rank) { machine_.freeze(rank_); }
+  StandStill(const StandStill&) = delete;
+  StandStill& operator=(const StandStill&) = delete;
+  ~StandStill() { machine_.thaw(rank_); }
+
+ private:
+  FakeMachine& machine_;
+  int rank_;
+};
+
 // Steps as training makes them: results of operators are reduced in lists, some of them with strides, some
 // dropped at once, and used by the operators behind.
 template <class Device>
@@ -28,12 +42,19 @@ std::string order_scenario() {
   return verdict_of(machine, run_ranks(machine, 2, [&](const World& world) {
                       BasicNcclComm<Device> comm(world, quick(std::chrono::seconds(3)));
                       for (int step = 0; step < 3; ++step) {
-                        auto weights = later({4, 3}, 1), bias = later({5}, 2);
-                        auto work = comm.all_reduce(vector{weights, bias, later({2, 7}, step).t()});
-                        static_cast<void>(comm.all_reduce(later({9}, step)));
-                        work.join_stream();
-                        expect_equal(read(weights), at::full({4, 3}, 2), "a sum of weights");
-                        expect_equal(read(bias), at::full({5}, 4), "a sum of biases");
+                        at::Tensor sum_of_weights, sum_of_biases;
+                        {
+                          const StandStill until_read(machine, world.rank());
+                          auto weights = later({4, 3}, 1), bias = later({5}, 2);
+                          auto work = comm.all_reduce(vector{weights, bias, later({2, 7}, step).t()});
+                          static_cast<void>(comm.all_reduce(later({9}, step)));
+                          work.join_stream();
+                          sum_of_weights = read_later(weights);
+                          sum_of_biases = read_later(bias);
+                        }
+                        machine.synchronize(FakeMachine::seat().current);
+                        expect_equal(sum_of_weights, at::full({4, 3}, 2), "a sum of weights");
+                        expect_equal(sum_of_biases, at::full({5}, 4), "a sum of biases");
                       }
                       comm.barrier();
                     }));
@@ -54,14 +75,19 @@ std::string buffer_scenario(NcclBuffers kind) {
                                        const at::Tensor like = at::empty({0}, at::kFloat);
                                        outlives = comm.empty_buffer(3, like);
                                        for (int step = 0; step < 3; ++step) {
-                                         at::Tensor dropped = comm.empty_buffer(8, like);
+                                         at::Tensor dropped = comm.empty_buffer(8, like), sum;
                                          fill_later(dropped, step);
-                                         auto work = comm.all_reduce(dropped);
-                                         dropped = at::Tensor();
-                                         fill_later(outlives, 1);
-                                         comm.all_reduce(outlives).join_stream();
-                                         expect_equal(read(outlives), at::full({3}, 2), "a sum in a buffer");
-                                         work.join_stream();
+                                         {
+                                           const StandStill until_read(machine, world.rank());
+                                           auto work = comm.all_reduce(dropped);
+                                           dropped = at::Tensor();
+                                           fill_later(outlives, 1);
+                                           comm.all_reduce(outlives).join_stream();
+                                           sum = read_later(outlives);
+                                           work.join_stream();
+                                         }
+                                         machine.synchronize(FakeMachine::seat().current);
+                                         expect_equal(sum, at::full({3}, 2), "a sum in a buffer");
                                        }
                                        comm.barrier();
                                      }
