@@ -130,6 +130,20 @@ TEST_CASE("a rate that is a tensor is read at each step, and set in place") {
   }
 }
 
+TEST_CASE("groups that are given one tensor for their rates have a rate each") {
+  const auto rate = torch::full({1}, 0.5);
+  std::vector<torch::Tensor> p;
+  for (int i = 0; i < 4; ++i) p.push_back(torch::zeros({4}).requires_grad_());
+  std::vector<torch::optim::OptimizerParamGroup> groups;
+  groups.emplace_back(std::vector<torch::Tensor>{p[0]});
+  for (int i : {1, 2}) groups.push_back(lockstep::parameter_group({p[i]}, SgdOptions{.lr_tensor = rate}));
+  SGD optimizer(groups, {.lr = 1});
+  optimizer.add_param_group(lockstep::parameter_group({p[3]}, SgdOptions{.lr_tensor = rate}));
+  for (std::size_t g = 1; g < 4; ++g) optimizer.param_groups()[g].options().set_lr(static_cast<double>(g));
+  for (std::size_t g = 1; g < 4; ++g)
+    CHECK(optimizer.param_groups()[g].options().get_lr() == static_cast<double>(g));
+}
+
 TEST_CASE("a closure computes the loss with gradients on") {
   auto x = torch::full({1}, 3.0).requires_grad_();
   SGD optimizer(std::vector<torch::Tensor>{x}, {.lr = 0.1});

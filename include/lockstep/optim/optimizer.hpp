@@ -100,6 +100,7 @@ class GroupedOptimizer : public torch::optim::Optimizer, public ScaledStep {
     checked(all, static_cast<const GroupOptions<Options>&>(*defaults_).values);
     Optimizer::add_param_group(group);
     keep_options(group, param_groups_.size() - 1);
+    own_rate(param_groups_.size() - 1);
   }
 
   /// Throws UsageError where a graph would repeat numbers of the host: each group has to be fused, with its
@@ -152,11 +153,7 @@ class GroupedOptimizer : public torch::optim::Optimizer, public ScaledStep {
   GroupedOptimizer(ParameterGroups groups, const Options& defaults)
       : Optimizer(checked(groups, defaults), std::make_unique<GroupOptions<Options>>(defaults)) {
     for (std::size_t g = 0; g < groups.size(); ++g) keep_options(groups[g], g);
-    // Each group has a rate of its own, also where all begin with that of the defaults.
-    for (std::size_t g = 1; g < param_groups_.size(); ++g) {
-      at::Tensor& rate = options_of(g).lr_tensor;
-      if (rate.defined() && rate.is_same(options_of(0).lr_tensor)) rate = rate.clone();
-    }
+    for (std::size_t g = 1; g < param_groups_.size(); ++g) own_rate(g);
   }
   GroupedOptimizer(std::vector<at::Tensor> parameters, const Options& defaults)
       : GroupedOptimizer(one_group(std::move(parameters)), defaults) {}
@@ -166,6 +163,13 @@ class GroupedOptimizer : public torch::optim::Optimizer, public ScaledStep {
   // not.
   void keep_options(const torch::optim::OptimizerParamGroup& given, std::size_t group) {
     if (given.has_options()) param_groups_[group].set_options(given.options().clone());
+  }
+
+  // Each group has a rate of its own, also where several begin with one tensor, such as the defaults'.
+  void own_rate(std::size_t group) {
+    at::Tensor& rate = options_of(group).lr_tensor;
+    for (std::size_t g = 0; g < group && rate.defined(); ++g)
+      if (rate.is_same(options_of(g).lr_tensor)) rate = rate.clone();
   }
 
   static ParameterGroups one_group(std::vector<at::Tensor> parameters) {
