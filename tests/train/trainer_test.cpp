@@ -176,6 +176,21 @@ TEST_CASE("the optimizer is made over each parameter once") {
   CHECK(dynamic_cast<torch::optim::Adam*>(&trainer.optimizer()) != nullptr);
 }
 
+TEST_CASE("gradients of parameters that the optimizer does not hold do not add up") {
+  std::vector<double> seen;
+  auto trainer = local({.steps = 3, .batch_size = 32, .seed = 1}, TinyNet(),
+                       lockstep::MakeOptimizer{[](const std::vector<torch::Tensor>& parameters) {
+                         return lockstep::SGD({parameters.back()}, {.lr = 0});
+                       }},
+                       lockstep::OnGradients{[&](const lockstep::Gradients& gradients) {
+                         seen.push_back(gradients.parameters[0].grad().norm().item<double>());
+                       }});
+  trainer.fit(three_classes(32), loss);
+  REQUIRE(seen.size() == 3);
+  for (const double norm : seen)
+    CHECK(norm == Approx(seen[0]).epsilon(1e-4));  // batches differ in their order
+}
+
 TEST_CASE("a schedule multiplies the optimizer's rate") {
   std::vector<double> rates;
   torch::optim::Optimizer* optimizer = nullptr;

@@ -71,7 +71,8 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
         extras_(detail::pick<Extras>(detail::MakeDefault{}, given...)...),
         ddp_(model_.get(), comm_, options_.ddp, detail::take_reduction<Reduction>(extras_)),
         parameters_(ddp_.parameters()),
-        optimizer_(detail::made_optimizer(extras_, parameters_, options_)) {
+        optimizer_(detail::made_optimizer(extras_, parameters_, options_)),
+        unstepped_(detail::not_held(parameters_, *optimizer_)) {
     static_assert((detail::one_of<Given, Model, Comm, PrecisionType, Extras...> && ...),
                   "lockstep: a Trainer was given a value of a type that is none of its policies");
     position_.batch_size = options_.batch_size;
@@ -264,6 +265,7 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
     detail::aborting(comm_, [&] { feed.begin_step(); });
     set_rates();
     optimizer_->zero_grad();
+    for (const at::Tensor& parameter : unstepped_) parameter.mutable_grad().reset();
     each_extra([&]<class E>([[maybe_unused]] E& extra) {
       if constexpr (GradientCheck<E> && requires { extra.begin_step(); }) extra.begin_step();
     });
@@ -362,8 +364,9 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
   typename Kept::Ddp ddp_;
   std::vector<at::Tensor> parameters_;
   std::unique_ptr<torch::optim::Optimizer> optimizer_;
-  std::vector<LocalLoss> losses_;  // of the running step
-  MeanMeter meter_;                // of the running epoch
+  std::vector<at::Tensor> unstepped_;  // that the optimizer does not hold: nobody else clears their gradients
+  std::vector<LocalLoss> losses_;      // of the running step
+  MeanMeter meter_;                    // of the running epoch
   detail::RunPosition position_;
   std::optional<detail::RankState> resumed_;  // what a checkpoint left for the next `fit`
   detail::SaveFeed save_feed_;                // where the data stands, inside `fit`
