@@ -11,9 +11,9 @@
 namespace {
 
 struct ScalarsImpl : torch::nn::Module {
-  explicit ScalarsImpl(int count) {
+  explicit ScalarsImpl(int count, at::ScalarType type) {
     for (int i = 0; i < count; ++i)
-      weights.push_back(register_parameter("weight" + std::to_string(i), torch::ones({4})));
+      weights.push_back(register_parameter("weight" + std::to_string(i), torch::ones({4}, type)));
   }
   torch::Tensor forward() { return torch::stack(weights).sum(); }
   std::vector<torch::Tensor> weights;
@@ -39,8 +39,9 @@ struct Nothing {
 /// Allocations of a step's `backward(ddp, loss)` beyond those of a plain one with a hook on each parameter:
 /// LibTorch copies the inputs of what has a hook.
 template <class Comm, class Backward>
-long extra_allocations(int count, Comm& comm, const lockstep::DdpOptions& options, Backward&& backward) {
-  ScalarsImpl plain(count), reduced(count);
+long extra_allocations(int count, Comm& comm, const lockstep::DdpOptions& options, Backward&& backward,
+                       at::ScalarType type = at::kFloat) {
+  ScalarsImpl plain(count, type), reduced(count, type);
   reduced.register_buffer("statistics", torch::ones({3}));
   std::vector<lockstep::detail::AccumulateHook<Nothing>> hooks;
   for (const auto& weight : plain.weights) hooks.emplace_back(weight, Nothing{});
@@ -85,6 +86,10 @@ TEST_CASE("once warm, a step allocates nothing of lockstep's own") {
   SECTION("with views of buckets") {
     options.gradients = lockstep::GradientStorage::bucket_view;
     CHECK(extra_allocations(20, comm, options, plain_step) == 0);
+  }
+  SECTION("in other types") {
+    for (const auto type : {at::kDouble, at::kBFloat16, at::kHalf})
+      CHECK(extra_allocations(20, comm, options, plain_step, type) == 0);
   }
   SECTION("with a static graph") {
     options.static_graph = true;

@@ -172,3 +172,17 @@ TEST_CASE("a TorchScript module") {
     CHECK(torch::allclose(weight.grad(), torch::full({3}, static_cast<float>(world.size() + 1) / 2)));
   }
 }
+
+TEST_CASE("a buffer that TorchScript assigns is synchronized, though it is another tensor each time") {
+  torch::jit::Module script("moving");
+  script.register_parameter("weight", torch::ones({3}).requires_grad_(true), false);
+  script.register_buffer("mean", torch::zeros({1}));
+  script.define(
+      "def forward(self, x):\n    self.mean = self.mean + x.mean()\n    return (x * self.weight + "
+      "self.mean).sum()\n");
+  DistributedDataParallel ddp{script, shared_comm()};
+  for (int step = 0; step < 3; ++step)
+    ddp.backward(ddp(torch::full({3}, static_cast<float>(test_world().rank() + 1))).toTensor());
+  ddp.sync_buffers();
+  CHECK(script.attr("mean").toTensor().item<float>() == 3);  // rank 0's
+}

@@ -9,6 +9,7 @@
 #include "lockstep/comm/communicator.hpp"
 #include "lockstep/grad/broadcast_list.hpp"
 #include "lockstep/grad/ddp_options.hpp"
+#include "lockstep/grad/named_tensors.hpp"
 
 namespace lockstep::detail {
 
@@ -16,12 +17,12 @@ namespace lockstep::detail {
 class BufferSync {
  public:
   BufferSync() = default;
-  BufferSync(std::vector<at::Tensor> buffers, BufferPolicy policy) {
+  BufferSync(const std::vector<NamedTensor>& buffers, BufferPolicy policy) {
     if (policy == BufferPolicy::none) return;
     std::vector<at::Tensor> sent;
-    for (at::Tensor& buffer : buffers) {
+    for (const auto& [name, buffer] : buffers) {
       const bool averaged = policy == BufferPolicy::average && at::isFloatingType(buffer.scalar_type());
-      (averaged ? averaged_ : sent).push_back(std::move(buffer));
+      (averaged ? averaged_ : sent).push_back(buffer);
     }
     sent_ = BroadcastList(std::move(sent));
   }

@@ -58,7 +58,7 @@ struct DdpOptions {
   /// gradient that no rank has stays as it is, one that some have becomes the average on all.
   bool find_unused_parameters = false;
   /// Every backward takes the way of the first: the parameters that took no part in it never will, and each
-  /// gradient comes as often as in it. No walk, no further exchange, and buckets are rebuilt. Goes before
+  /// gradient comes as often as in it. No search, no further exchange, and buckets are rebuilt. Goes before
   /// `find_unused_parameters`.
   bool static_graph = false;
   /// Python's delay_all_reduce_named_params and param_to_hook_all_reduce, with its bits: many small gradients

@@ -96,9 +96,9 @@ class DistributedDataParallel {
     if constexpr (alone) {
       state_->reducer = std::make_unique<detail::NoReducer>(seen.trained, shorter);
     } else {
-      std::vector<at::Tensor> buffers;
-      for (NamedTensor& item : seen.tensors.buffers) buffers.push_back(std::move(item.tensor));
-      state_->buffers = detail::BufferSync(std::move(buffers), options.buffers);
+      state_->buffers = detail::BufferSync(seen.tensors.buffers, options.buffers);
+      state_->policy = options.buffers;
+      state_->ignored = options.ignored;
       state_->comm = &comm;
       state_->reducer = std::make_unique<detail::Reducer<Comm, Hook>>(
           std::move(seen.trained), seen.sparse, comm, std::move(hook), options, shorter);
@@ -136,7 +136,7 @@ class DistributedDataParallel {
     }
     if constexpr (!alone) {
       if (std::exchange(state_->sync_due, c10::GradMode::is_enabled() && state_->reducer->no_sync_depth == 0))
-        state_->buffers.run(*state_->comm);
+        bring_buffers_together();
       state_->reducer->forward_begins();
     }
   }
@@ -145,7 +145,7 @@ class DistributedDataParallel {
   /// Collective.
   void sync_buffers() {
     if constexpr (!alone) {
-      state_->buffers.run(*state_->comm);
+      bring_buffers_together();
       state_->sync_due = false;
     }
   }
@@ -177,9 +177,10 @@ class DistributedDataParallel {
   /// Backward of a sum over `count` samples (or tokens, or weights) of this rank: on return each gradient is
   /// that of the sum over all ranks divided by the count over all ranks, which is returned. Ranks may have
   /// different counts; one that has nothing gives an undefined `sum` and 0. Every rank calls this one, not
-  /// `backward`, in that step; inside `no_sync` sums and counts add up. The counts ride behind the last
-  /// bucket, so that there is no further collective; for other hooks, and where that bucket is of a narrow
-  /// type, they go first. Where nothing was counted anywhere gradients are zeros.
+  /// `backward`, in that step; inside `no_sync` sums and counts add up, and the count of this rank so far is
+  /// returned. The counts ride behind the last bucket, so that there is no further collective; for other
+  /// hooks, and where that bucket is of a narrow type, they go first. Where nothing was counted anywhere
+  /// gradients are zeros.
   /// Gradients that the last reduction left must be gone (zero_grad): they are means, and adding to them is
   /// refused with GradientError.
   double backward_mean(const at::Tensor& sum, double count, bool retain_graph = false) {
@@ -211,7 +212,8 @@ class DistributedDataParallel {
       return total;
     } else {
       run({.losses = sum, .count = count, .nothing = !sum.defined()}, work);
-      return state_->reducer->total_count();
+      auto& reducer = *state_->reducer;
+      return reducer.no_sync_depth > 0 ? reducer.count_so_far() : reducer.total_count();
     }
   }
 
@@ -344,6 +346,8 @@ class DistributedDataParallel {
     Comm* comm = nullptr;
     bool sync_due = true;
     detail::BufferSync buffers;
+    BufferPolicy policy = BufferPolicy::none;
+    std::vector<std::string> ignored;
     detail::WatchedParameters watched;
     std::vector<NamedTensor> trained;
     std::optional<detail::ShortParameters> shorter;
@@ -356,6 +360,15 @@ class DistributedDataParallel {
       return &model;
     else
       return model;
+  }
+
+  void bring_buffers_together() {
+    // A forward of TorchScript that assigns a buffer gives it another tensor.
+    if constexpr (ScriptModule<M>)
+      if (state_->policy != BufferPolicy::none)
+        state_->buffers = detail::BufferSync(
+            detail::without_ignored(tensors_of(model_), state_->ignored).buffers, state_->policy);
+    state_->buffers.run(*state_->comm);
   }
 
   static void refuse(bool create_graph) {

@@ -6,11 +6,9 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/mul.h>
-#include <ATen/ops/stack.h>
 #include <ATen/ops/view_as_real.h>
 #include <fmt/format.h>
 
-#include <cmath>
 #include <functional>
 #include <limits>
 #include <optional>
@@ -23,6 +21,7 @@
 #include "lockstep/grad/ddp_options.hpp"
 #include "lockstep/grad/hooks/hook.hpp"
 #include "lockstep/grad/named_tensors.hpp"
+#include "lockstep/grad/poison_check.hpp"
 
 namespace lockstep::detail {
 
@@ -70,6 +69,8 @@ class GradientBuckets {
     for (std::size_t b = 0; b < plan.size(); ++b)
       for (const std::size_t i : plan[b])
         if (slots_[i].defined() && slots_[i].numel() > 0) last_slot_ = i;
+    for (const at::Tensor& slot : slots_)
+      if (slot.defined()) poison_check_.add(slot);
   }
 
   [[nodiscard]] std::size_t size() const { return buckets_.size(); }
@@ -86,15 +87,15 @@ class GradientBuckets {
   /// A bucket's memory with the tail behind it.
   [[nodiscard]] const at::Tensor& with_tail(std::size_t bucket) const { return buckets_[bucket].with_tail; }
 
-  /// Puts the gradient of a parameter into its slot, multiplied by `weight`, or without one divided where the
-  /// style says so: `scaled` is false where something else divides later. `attach` is false where no backward
-  /// has come to it: what is there of earlier counts, but keeps memory of its own, and the reduction leaves
-  /// it as it is where that is so on every rank. A gradient that there is not counts as zeros. Throws
-  /// GradientError where the gradient cannot lie there.
+  /// Puts the gradient of a parameter into its slot, multiplied by `weight`, or where that is undefined
+  /// divided where the style says so: `scaled` is false where something else divides later. `attach` is false
+  /// where no backward has come to it: what is there of earlier counts, but keeps memory of its own, and the
+  /// reduction leaves it as it is where that is so on every rank. A gradient that there is not counts as
+  /// zeros. Throws GradientError where the gradient cannot lie there.
   ///
   /// The default multiplies by the reciprocal in every case, and delayed ones are divided: that is Python's
   /// arithmetic, and at three ranks a division's bits are others.
-  void take(std::size_t i, std::optional<double> weight, bool scaled, bool attach) {
+  void take(std::size_t i, const at::Tensor& weight, bool scaled, bool attach) {
     const NamedTensor& parameter = (*parameters_)[i];
     at::Tensor& grad = parameter.tensor.mutable_grad();
     if ((*sizes_)[i].sparse) return take_sparse(i, grad, scaled);
@@ -103,11 +104,11 @@ class GradientBuckets {
       slot.zero_();
       return;
     }
-    const bool divide = !weight && scaled && style_.divisor != 1;
+    const bool divide = !weight.defined() && scaled && style_.divisor != 1;
     const Bucket& bucket = buckets_[bucket_of_[i]];
     if (lies_in(grad, slot)) {
       if (!attach) grad = grad.clone();
-      if (weight) slot.mul_(*weight);
+      if (weight.defined()) slot.mul_(weight);
       if (!divide) return;
       if (style_.storage == GradientStorage::bucket_view || bucket.delayed)
         slot.div_(bucket.divisor);
@@ -128,10 +129,10 @@ class GradientBuckets {
                       "parameter had when DistributedDataParallel was made; convert the model before",
                       i, parameter.name));
     // An operator between a short type and a number would round to the short type.
-    if (shorter || (!weight && !divide)) slot.copy_(grad);
+    if (shorter || (!weight.defined() && !divide)) slot.copy_(grad);
     const at::Tensor& from = shorter ? slot : grad;
-    if (weight)
-      at::mul_out(slot, from, at::native::wrapped_scalar_tensor(*weight));
+    if (weight.defined())
+      at::mul_out(slot, from, weight);
     else if (divide && bucket.delayed)
       at::div_out(slot, from, bucket.divisor);
     else if (divide)
@@ -168,32 +169,8 @@ class GradientBuckets {
     if (slots_[i].defined()) slots_[i].fill_(std::numeric_limits<double>::quiet_NaN());
   }
 
-  /// Whether a slot may be poisoned on some rank, once the buckets are reduced. A device is asked once for
-  /// all slots of a dtype.
-  [[nodiscard]] bool maybe_poisoned() const {
-    std::vector<at::Tensor> firsts;
-    for (const at::Tensor& slot : slots_) {
-      if (!slot.defined() || slot.numel() == 0) continue;
-      const bool here = slot.is_cpu();
-      if (here && slot.scalar_type() == at::kFloat) {
-        if (std::isnan(*slot.const_data_ptr<float>())) return true;
-      } else if (here && slot.scalar_type() == at::kDouble) {
-        if (std::isnan(*slot.const_data_ptr<double>())) return true;
-      } else {
-        firsts.push_back(slot.as_strided(at::IntArrayRef{}, at::IntArrayRef{}, slot.storage_offset()));
-      }
-    }
-    while (!firsts.empty()) {
-      std::vector<at::Tensor> alike;
-      std::erase_if(firsts, [&, kind = firsts[0].options()](const at::Tensor& first) {
-        const bool same = first.scalar_type() == kind.dtype() && first.device() == kind.device();
-        if (same) alike.push_back(first);
-        return same;
-      });
-      if (at::stack(alike).isnan().any().item<bool>()) return true;
-    }
-    return false;
-  }
+  /// Whether a slot may be poisoned on some rank, once the buckets are reduced.
+  [[nodiscard]] bool maybe_poisoned() const { return poison_check_.any(); }
 
   /// The slot with at least one element that is reduced last; none where all parameters are sparse or empty.
   [[nodiscard]] std::optional<std::size_t> last_slot() const { return last_slot_; }
@@ -268,9 +245,11 @@ class GradientBuckets {
   /// rounding it beforehand changes nothing, that spares the conversion each time.
   [[nodiscard]] static at::Tensor number_for(const at::Tensor& like, double value) {
     const at::Tensor number = at::native::wrapped_scalar_tensor(value);
-    if (like.is_cpu() && (like.scalar_type() == at::kFloat || like.scalar_type() == at::kDouble))
-      return number.to(like.scalar_type());
-    return number;
+    const at::ScalarType type = like.scalar_type();
+    if (!like.is_cpu() || !at::isFloatingType(type)) return number;
+    const at::Tensor typed = number.to(type);
+    const bool same = type == at::kFloat || type == at::kDouble || typed.item<double>() == value;
+    return same ? typed : number;
   }
 
   static bool lies_in(const at::Tensor& grad, const at::Tensor& slot) {
@@ -288,6 +267,7 @@ class GradientBuckets {
   std::vector<at::Tensor> rows_;  // of sparse gradients, by parameter
   std::vector<std::size_t> bucket_of_;
   std::optional<std::size_t> last_slot_;
+  PoisonCheck poison_check_;
 };
 
 }  // namespace lockstep::detail

@@ -155,6 +155,8 @@ class Reducer {
   }
   /// Of the last reduction; the sum of the counts over ranks.
   [[nodiscard]] double total_count() const { return reduction_.total_count(); }
+  /// Of this rank since the last reduction.
+  [[nodiscard]] double count_so_far() const { return count_; }
   /// Whether a backward since the last reduction has reached the parameter.
   [[nodiscard]] bool has_gradient(std::size_t i) const { return seen_[i] != 0; }
   void forward_begins() { reduction_.times.forward = ReductionTimes::Clock::now(); }

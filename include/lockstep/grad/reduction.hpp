@@ -1,5 +1,6 @@
 #pragma once
 
+#include <ATen/ScalarOps.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/full.h>
 #include <ATen/record_function.h>
@@ -154,7 +155,13 @@ class BucketReduction {
       failed_ = failed_ || hook_error_;
       ask_usage(seen);
     } else if (hook_error_) {
-      std::rethrow_exception(hook_error_);
+      // The others may have sound averages, and step.
+      telling_own_error([&] { std::rethrow_exception(hook_error_); },
+                        [&] {
+                          if (!CaptureScope::active())
+                            abort_for_others(
+                                comm_, fmt::format("the communication hook '{}' threw: ", hook_.name()));
+                        });
     }
     try {
       if (usage_ && usage_->work()) {
@@ -320,7 +327,7 @@ class BucketReduction {
     comm_.all_reduce(sum, ReduceOp::sum).wait_host();
     extra_bytes_ += sent_bytes_of(sum.nbytes());
     total_count_ = sum.template item<double>();
-    weight_ = mean_factor();
+    weight_ = at::native::wrapped_scalar_tensor(mean_factor());
   }
   /// What makes a sum over this rank's samples its part of what the reduction adds up, or averages.
   [[nodiscard]] double mean_factor() const {
@@ -380,8 +387,8 @@ class BucketReduction {
   std::vector<Clock::time_point> launched_;
   std::vector<at::Tensor> sparse_sums_;  // by parameter
   std::optional<UsageExchange<Comm>> usage_;
-  std::vector<char> used_;        // on any rank, by parameter
-  std::optional<double> weight_;  // of each sum, where the counts travelled first
+  std::vector<char> used_;  // on any rank, by parameter
+  at::Tensor weight_;       // of each sum, a number, where the counts travelled first
   at::Tensor counted_tail_;
   double total_count_ = 0;
   std::size_t next_ = 0;         // the bucket to launch next

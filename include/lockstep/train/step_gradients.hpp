@@ -47,7 +47,8 @@ void require_finite_nothing(M& model, const at::Tensor& sum) {
 ///
 /// What the data or the loss throws on this rank is told to the others, whose step ends with an error too:
 /// none waits for this rank. The communicator works on after a loss that threw, unless the model itself meets
-/// the other ranks, and is aborted after other failures.
+/// the other ranks or they take more than two seconds to come to their backward, and is aborted after other
+/// failures.
 template <class M, class Ddp, class C, class P, class Feed, class Loss>
 double step_gradients(M& model, Ddp& ddp, C& comm, P& precision, Feed& feed, Loss& loss,
                       std::vector<LocalLoss>& losses) {

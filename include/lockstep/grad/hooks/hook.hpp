@@ -54,7 +54,8 @@ concept Reduction = std::move_constructible<R> && requires(R& reduction, std::ch
 ///    sum is the average. Python's plain reduction does so, and its hooks do not.
 /// 2. `spreads_nan`: a not-a-number in flat[i] of any rank makes flat[i] not-a-number on every rank; that is
 ///    how a rank tells the others that a gradient is missing. Where a hook cannot promise it, the ranks ask
-///    one another with one more collective of a byte.
+///    one another with one more collective of four bytes. Where it does, and a wait throws on one rank, the
+///    communicator is aborted, since the others may have sound averages.
 /// 3. `start(comm, bucket)` begins the exchange and returns a Reduction. It is called in bucket order, the
 ///    same on every rank, each time with a bucket that has elements. The Reductions are waited for in that
 ///    order too, and only when every bucket was started: a second phase of collectives belongs into the

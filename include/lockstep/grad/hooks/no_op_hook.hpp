@@ -15,7 +15,8 @@ struct FinishedReduction {
 };
 
 /// Leaves each rank its own gradients, undivided, as Python's noop_hook does: to measure how long a step
-/// takes without communication. Ranks part from one another, so it is not for training.
+/// takes without gradients on the wire (a few bytes still tell whether a rank has failed). Ranks part from
+/// one another, so it is not for training.
 struct NoOpHook {
   static constexpr bool divides_first = false;
   static constexpr bool spreads_nan = false;

@@ -25,7 +25,8 @@ struct PostLocalSgdOptions {
 /// Gradients are averaged over all ranks at first, and over a sub-group, such as the ranks of a host, from
 /// then on, with the arithmetic of Python's post_localSGD_hook. The sub-groups part from one another until
 /// their parameters are averaged, which PeriodicModelAverager does every few steps (Lin et al., arXiv
-/// 1808.07217): less often over the slow network than with each gradient.
+/// 1808.07217): less over the slow network than each gradient. A few bytes still cross it in each backward,
+/// and are waited for: whether a rank has failed.
 ///
 /// `Group` is a communicator of the type that DistributedDataParallel has.
 template <Reducing Group>

@@ -1,0 +1,65 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/isnan.h>
+#include <ATen/ops/stack.h>
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+#include <c10/util/complex.h>
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+namespace lockstep::detail {
+
+/// Looks into the slots of gradients for a poisoned one, which is not-a-number from its first element on. On
+/// CPUs that takes no memory; a device is asked once for all slots of a dtype, and waited for.
+class PoisonCheck {
+ public:
+  /// Looks at this slot as well, which stays where it is in memory.
+  void add(const at::Tensor& slot) {
+    if (slot.numel() == 0) return;
+    // Made by `set_`, as slots are: autograd must not know it as a view of one.
+    const at::Tensor first =
+        at::empty({0}, slot.options()).set_(slot.storage(), slot.storage_offset(), at::IntArrayRef{});
+    if (slot.is_cpu()) return here_.push_back(first);
+    const auto alike = std::find_if(elsewhere_.begin(), elsewhere_.end(), [&](const auto& group) {
+      return group[0].scalar_type() == first.scalar_type() && group[0].device() == first.device();
+    });
+    (alike == elsewhere_.end() ? elsewhere_.emplace_back() : *alike).push_back(first);
+  }
+
+  /// Whether one may be poisoned: a gradient may be not-a-number by itself.
+  [[nodiscard]] bool any() const {
+    return std::any_of(here_.begin(), here_.end(), is_nan) ||
+           std::any_of(elsewhere_.begin(), elsewhere_.end(),
+                       [](const auto& group) { return at::stack(group).isnan().any().template item<bool>(); });
+  }
+
+ private:
+  static bool is_nan(const at::Tensor& first) {
+    switch (first.scalar_type()) {
+      case at::kFloat:
+        return std::isnan(*first.const_data_ptr<float>());
+      case at::kDouble:
+        return std::isnan(*first.const_data_ptr<double>());
+      case at::kBFloat16:
+        return std::isnan(static_cast<float>(*first.const_data_ptr<at::BFloat16>()));
+      case at::kHalf:
+        return std::isnan(static_cast<float>(*first.const_data_ptr<at::Half>()));
+      case at::kComplexFloat:
+        return std::isnan(first.const_data_ptr<c10::complex<float>>()->real());
+      case at::kComplexDouble:
+        return std::isnan(first.const_data_ptr<c10::complex<double>>()->real());
+      default:
+        return first.isnan().item<bool>();
+    }
+  }
+
+  std::vector<at::Tensor> here_;                    // in the host's memory
+  std::vector<std::vector<at::Tensor>> elsewhere_;  // by dtype and device
+};
+
+}  // namespace lockstep::detail
