@@ -89,7 +89,7 @@ TEST_CASE("leaving early joins every worker, finishing only the jobs that run") 
     Squares squares(
         3, 50, count_to(1000),
         [&](int& i) {
-          pause(1);
+          pause(20);
           ++finished;
           return i;
         },

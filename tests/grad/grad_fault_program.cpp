@@ -11,6 +11,7 @@
 #include "lockstep/comm/gloo_comm.hpp"
 #include "lockstep/grad/distributed_data_parallel.hpp"
 #include "lockstep/world/launch.hpp"
+#include "support/meeting.hpp"
 
 namespace {
 
@@ -51,7 +52,10 @@ int main(int argc, char** argv) {
     const bool odd = world.rank() == 1;
     auto model = make_model(mode, odd);
     lockstep::GlooOptions options;
-    if (mode == "late") options.deadline = std::chrono::seconds(3);
+    if (mode == "late") {
+      options.deadline = std::chrono::seconds(3);
+      lockstep_test::meet(world);
+    }
     lockstep::GlooComm comm{world, options};
     lockstep::DistributedDataParallel ddp{model, comm, {.bucket_caps = {64}}};
     for (int step = 0; step < 3; ++step) {

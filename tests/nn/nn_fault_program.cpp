@@ -12,6 +12,7 @@
 #include "lockstep/grad/distributed_data_parallel.hpp"
 #include "lockstep/nn/convert_sync_batchnorm.hpp"
 #include "lockstep/world/launch.hpp"
+#include "support/meeting.hpp"
 
 int main(int argc, char** argv) {
   const std::string mode = argv[argc - 1];
@@ -20,7 +21,10 @@ int main(int argc, char** argv) {
     const bool odd = world.rank() == 1;
     Sequential model(Linear(8, 8), BatchNorm1d(8), ReLU(), Linear(8, 8), BatchNorm1d(8));
     lockstep::GlooOptions options;
-    if (mode.starts_with("late")) options.deadline = std::chrono::seconds(3);
+    if (mode.starts_with("late")) {
+      options.deadline = std::chrono::seconds(3);
+      lockstep_test::meet(world);
+    }
     lockstep::GlooComm comm{world, options};
     lockstep::convert_sync_batchnorm(model, comm);
     lockstep::DistributedDataParallel ddp{*model, comm};

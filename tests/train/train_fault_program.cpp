@@ -7,6 +7,7 @@
 #include <chrono>
 #include <cmath>
 #include <string>
+#include <string_view>
 #include <thread>
 
 #include "lockstep/comm/gloo_comm.hpp"
@@ -16,6 +17,7 @@
 #include "lockstep/optim/zero_redundancy.hpp"
 #include "lockstep/train/trainer.hpp"
 #include "lockstep/world/launch.hpp"
+#include "support/meeting.hpp"
 #include "train/regression.hpp"
 
 namespace {
@@ -69,6 +71,33 @@ void reduce(const lockstep::World& world, std::size_t where) {
   for (; step < 3; ++step) ddp.backward(net->forward(torch::ones({2, 3})).sum());
 }
 
+/// Throws on rank 1 while it is waited for; what it sends is sound, and tells the others nothing of that.
+struct Tight {
+  static constexpr bool divides_first = true;
+  static constexpr bool spreads_nan = true;
+  struct Unpacking {
+    lockstep::GlooWork work;
+    bool fails;
+    void join_stream() {
+      work.join_stream();
+      if (fails) throw std::runtime_error("no room to unpack");
+    }
+    void wait_host(std::chrono::milliseconds deadline) { work.wait_host(deadline); }
+  };
+  Unpacking start(lockstep::GlooComm& comm, const lockstep::GradientBucket& bucket) const {
+    return {comm.all_reduce(bucket.flat), comm.rank() == 1 && bucket.iteration == 1};
+  }
+  [[nodiscard]] std::string_view name() const { return "tight"; }
+  [[nodiscard]] std::uint64_t wire_bytes() const { return 0; }
+};
+
+void unpack(const lockstep::World& world) {
+  lockstep::GlooComm comm{world};
+  torch::nn::Linear net(3, 4);
+  lockstep::DistributedDataParallel ddp{net, comm, {}, Tight{}};
+  for (int step = 0; step < 4; ++step) ddp.backward(net->forward(torch::ones({2, 3})).sum());
+}
+
 void shard(const lockstep::World& world) {
   lockstep::GlooComm comm{world};
   std::vector<torch::Tensor> parameters;
@@ -88,11 +117,14 @@ void shard(const lockstep::World& world) {
 int main(int argc, char** argv) {
   const std::string mode = argv[argc - 1];
   return lockstep::launch(argc, argv, [&](const lockstep::World& world) {
+    lockstep_test::meet(world);
     const auto begin = std::chrono::steady_clock::now();
     std::string said = "nothing";
     try {
       if (mode == "first bucket" || mode == "last bucket")
         reduce(world, mode == "first bucket" ? 0 : 1000);
+      else if (mode == "wait")
+        unpack(world);
       else if (mode == "shard")
         shard(world);
       else

@@ -3,6 +3,7 @@
 
 #include "lockstep/comm/gloo_comm.hpp"
 #include "lockstep/world/launch.hpp"
+#include "support/meeting.hpp"
 
 using namespace std::chrono_literals;
 
@@ -16,6 +17,7 @@ int rank_of(const std::string& mode, lockstep::World world) {
     std::this_thread::sleep_for(1500ms);  // the others are waiting by then
     throw lockstep::DataError("a bad batch");
   }
+  if (mode == "never comes") lockstep_test::meet(world);
   lockstep::GlooComm comm{world, {.deadline = deadline}};
   auto tensor = torch::ones({1 << 20});
   // Each step of every rank ends when the last rank has done it.

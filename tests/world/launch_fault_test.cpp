@@ -230,7 +230,7 @@ TEST_CASE("a master that is not there is told apart from a name that is not know
   CHECK_THAT(result.error, ContainsSubstring("nothing listens there"));
   CHECK(count(result.error, "\n") == 1);
   variables["MASTER_ADDR"] = "no-such-host.invalid";
-  result = run({program, "well"}, variables, 20s);
+  result = run({program, "well"}, variables, 120s);  // where no name server answers, that takes its time
   CHECK(result.code == 1);
   CHECK_THAT(result.error, ContainsSubstring("no-such-host.invalid"));
   CHECK_THAT(result.error, !ContainsSubstring("nothing listens"));
@@ -240,15 +240,18 @@ TEST_CASE("two processes that claim one rank are both named") {
   Together ranks;
   const int port = lockstep_test::free_port();
   ranks.add({program, "well"}, by_hand(0, 3, port));
-  ranks.add({program, "waits"}, by_hand(1, 3, port));
-  std::this_thread::sleep_for(1s);
-  ranks.add({program, "well"}, by_hand(1, 3, port));
-  REQUIRE(ranks.all[2]->wait(15s));
-  CHECK(ranks.all[2]->exit_code() == 1);
-  CHECK_THAT(ranks.all[2]->error(),
+  for (int claim = 0; claim < 2; ++claim) ranks.add({program, "waits"}, by_hand(1, 3, port));
+  // Whichever comes second is refused.
+  std::size_t second = 0;
+  for (int patience = 0; patience < 300 && second == 0; ++patience)
+    for (const std::size_t i : {1U, 2U})
+      if (second == 0 && ranks.all[i]->wait(50ms)) second = i;
+  REQUIRE(second > 0);
+  CHECK(ranks.all[second]->exit_code() == 1);
+  CHECK_THAT(ranks.all[second]->error(),
              ContainsSubstring(fmt::format("rank 1 is claimed by {} pid {} and {} pid {}",
-                                           lockstep::detail::host_name(), ranks.all[1]->pid(),
-                                           lockstep::detail::host_name(), ranks.all[2]->pid())));
+                                           lockstep::detail::host_name(), ranks.all[3 - second]->pid(),
+                                           lockstep::detail::host_name(), ranks.all[second]->pid())));
 }
 
 TEST_CASE("ranks that disagree on the world size are told so") {
@@ -309,7 +312,8 @@ TEST_CASE("progress is a bar on a terminal and lines elsewhere") {
   CHECK(count(plain.out, "\r") == 0);
   CHECK(count(plain.out, "epoch 1/1: ") >= 3);
   CHECK_THAT(plain.out, ContainsSubstring("epoch 1/1: 50/50, "));
-  CHECK_THAT(plain.out, ContainsSubstring(" samples/s, loss 0.0200, 0:01 in all\n"));
+  CHECK_THAT(plain.out, ContainsSubstring(" samples/s, loss 0.0200, 0:0"));
+  CHECK_THAT(plain.out, ContainsSubstring(" in all\n"));
   CHECK(count(plain.out, "[rank 1] half way\n") == 1);
   CHECK(plain.out.ends_with("done\n"));
 

@@ -421,6 +421,9 @@ TEST_CASE("a signal ends a launching process whose last lines nobody reads") {
     std::this_thread::sleep_for(5ms);
   }
   REQUIRE(alone);
+  for (int patience = 0; patience < 1000 && lockstep_test::process_state(process.pid()).state != 'S';
+       ++patience)
+    std::this_thread::sleep_for(5ms);
   CHECK(lockstep_test::process_state(process.pid()).state == 'S');
   process.signal(SIGINT);
   for (int patience = 0; patience < 100 && lockstep_test::process_state(process.pid()).state != 'Z';

@@ -6,17 +6,13 @@
 #include "lockstep/log/progress.hpp"
 #include "lockstep/world/launch.hpp"
 #include "lockstep/world/spawn.hpp"
+#include "support/meeting.hpp"
 
 using namespace std::chrono_literals;
 using lockstep::World;
+using lockstep_test::meet;
 
 namespace {
-
-void meet(const World& world) {
-  auto store = world.store();
-  store->set(fmt::format("program/{}", world.rank()), std::string("here"));
-  for (int rank = 0; rank < world.size(); ++rank) store->wait({fmt::format("program/{}", rank)}, 30s);
-}
 
 // Waits as one that looks now and then whether another rank has failed.
 void wait_for_failure(const World& world) {
@@ -97,10 +93,12 @@ int rank_of(const std::string& mode, World world, const std::string& file) {
   } else if (mode == "threads") {
     world.log.all().info("threads {}", at::get_num_threads());
   } else if (mode == "progress") {
+    meet(world);
     lockstep::Progress progress(world.log, 50, {.title = "epoch 1/1", .line_every = 300ms});
     for (int step = 0; step < 50; ++step) {
       std::this_thread::sleep_for(20ms);
       if (step == 25 && world.rank() == 1) world.log.all().info("half way");
+      if (step == 25) meet(world, "half way");
       progress.advance(64, 1.0 / (1 + step));
     }
     progress.finish();

@@ -1,3 +1,5 @@
+#include <atomic>
+
 #include "support/catch.hpp"
 #include "thread_ranks.hpp"
 
@@ -194,16 +196,17 @@ TEST_CASE("a GPU that fails on one rank is told to all, with collective, bucket 
 }
 
 TEST_CASE("what NCCL finds by itself is thrown where the program next comes by") {
-  const auto thrown = thrown_on_ranks(2, [](FakeMachine& machine, const World& world) {
+  std::atomic<bool> found{false};
+  const auto thrown = thrown_on_ranks(2, [&](FakeMachine& machine, const World& world) {
     FakeComm comm(world, quick(8s));
     auto tensor = later({3}, 1);
     if (world.rank() == 0) {
       comm.all_reduce(tensor).join_stream();
       FakeDevice::inject(machine, 0, NcclResult::remote_error, "socket closed by peer");
       read(tensor);  // ends, because the watchdog has aborted what it waits for
-    } else {
-      std::this_thread::sleep_for(100ms);
+      found = true;
     }
+    while (!found) std::this_thread::sleep_for(5ms);
     comm.barrier();
   });
   CHECK_THAT(thrown[0],

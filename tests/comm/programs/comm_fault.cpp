@@ -11,6 +11,7 @@
 
 #include "lockstep/comm/gloo_comm.hpp"
 #include "lockstep/world/launch.hpp"
+#include "support/meeting.hpp"
 
 namespace {
 
@@ -19,6 +20,7 @@ using namespace std::chrono_literals;
 int run(const lockstep::World& world, const std::string& fault, int culprit) {
   const bool mine = world.rank() == culprit;
   const auto deadline = fault == "never" ? 1500ms : std::chrono::milliseconds(30min);
+  if (fault == "never") lockstep_test::meet(world);
   lockstep::GlooComm comm{world, {.deadline = deadline}};
   auto tensor = at::ones({1000});
   for (int i = 0; i < 3; ++i) comm.all_reduce(tensor).wait_host();
