@@ -34,8 +34,9 @@ class PoisonCheck {
   /// Whether one may be poisoned: a gradient may be not-a-number by itself.
   [[nodiscard]] bool any() const {
     return std::any_of(here_.begin(), here_.end(), is_nan) ||
-           std::any_of(elsewhere_.begin(), elsewhere_.end(),
-                       [](const auto& group) { return at::stack(group).isnan().any().template item<bool>(); });
+           std::any_of(elsewhere_.begin(), elsewhere_.end(), [](const auto& group) {
+             return at::stack(group).isnan().any().template item<bool>();
+           });
   }
 
  private:
