@@ -83,6 +83,17 @@ inline ProcessState process_state(pid_t pid) {
   return found;
 }
 
+/// The threads of a process, its main thread first.
+inline std::vector<pid_t> threads_of(pid_t pid) {
+  std::vector<pid_t> found;
+  DIR* folder = opendir(fmt::format("/proc/{}/task", pid).c_str());
+  if (folder == nullptr) return found;
+  while (const dirent* entry = readdir(folder))
+    if (const pid_t thread = std::atoi(entry->d_name); thread > 0) found.push_back(thread);
+  closedir(folder);
+  return found;
+}
+
 /// The children of a process that have ended without being waited for.
 inline int zombies_of(pid_t parent) {
   int count = 0;

@@ -1,5 +1,8 @@
 #include "lockstep/world/supervisor.hpp"
 
+#include <sys/syscall.h>
+#include <unistd.h>
+
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
@@ -18,6 +21,9 @@ using lockstep_test::count;
 using lockstep_test::Ended;
 
 namespace {
+
+// What a launching process passes on to its ranks.
+constexpr int forwarded[] = {SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2};
 
 void say(const std::string& text) {
   std::printf("%s\n", text.c_str());
@@ -84,10 +90,19 @@ void rank_of(const std::string& mode, int rank, int size) {
     wait();
   } else if (mode == "handles") {
     static std::atomic<int> got{0};
-    for (int number : {SIGINT, SIGTERM, SIGUSR1, SIGHUP}) signal(number, [](int n) { got = n; });
+    for (int number : forwarded) signal(number, [](int n) { got = n; });
     say(fmt::format("ready {}", rank));
     while (got == 0) std::this_thread::sleep_for(5ms);
     say(fmt::format("got {}", got.load()));
+  } else if (mode == "counts") {  // goes on through every SIGHUP and SIGUSR1 that it gets, until SIGTERM
+    static std::atomic<int> hangups{0}, users{0}, ended{0};
+    for (int number : {SIGHUP, SIGUSR1, SIGTERM})
+      if (signal(number, [](int n) { ++(n == SIGHUP ? hangups : n == SIGUSR1 ? users : ended); }) == SIG_IGN)
+        signal(number, SIG_IGN);
+    say(fmt::format("ready {}", rank));
+    for (int seen = 0; ended == 0; std::this_thread::sleep_for(5ms))
+      if (users > seen) say(fmt::format("users {} hangups {} at {}", ++seen, hangups.load(), rank));
+    say(fmt::format("ended {}", rank));
   } else if (mode == "saves" || mode == "peer after signal") {
     static std::atomic<int> got{0};
     const bool handles = mode == "saves" || rank == 0;
@@ -125,10 +140,6 @@ void rank_of(const std::string& mode, int rank, int size) {
   } else if (mode == "flood") {
     for (int line = 0; line < 100000; ++line)
       std::printf("%d of %d xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx\n", line, rank);
-  } else if (mode == "deaf") {
-    for (int number : {SIGINT, SIGTERM}) signal(number, SIG_IGN);
-    say(fmt::format("ready {}", rank));
-    wait();
   } else if (mode == "much") {
     for (int line = 0; line < 5000; ++line)
       std::printf("%d of %d xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx\n", line, rank);
@@ -144,6 +155,9 @@ void rank_of(const std::string& mode, int rank, int size) {
 }
 
 int supervise(int size, int argc, char** argv) {
+  // Such as a thread pool has them: none of the launching process's signals is blocked there.
+  for (int i = 0; i < 3 && std::getenv("LOCKSTEP_TEST_THREADS"); ++i)
+    std::thread([] { std::this_thread::sleep_for(60s); }).detach();
   lockstep::detail::SupervisorOptions options;
   options.arguments.assign(argv, argv + argc);
   for (int rank = 0; rank < size; ++rank)
@@ -275,14 +289,70 @@ TEST_CASE("Ctrl-C once ends all, with 130") {
 }
 
 TEST_CASE("ranks that handle a forwarded signal end as they choose") {
-  for (const int number : {SIGINT, SIGTERM, SIGUSR1, SIGHUP}) {
+  for (const int number : forwarded) {
+    CAPTURE(number);
     auto process = launcher("handles", 2);
     wait_until_ready(process, 2);
     process.signal(number);
-    REQUIRE(process.wait(5s));
+    REQUIRE(process.wait(20s));
     CHECK(process.exit_code() == 0);
     CHECK(count(process.out(), fmt::format("got {}\n", number)) == 2);
   }
+}
+
+TEST_CASE("a signal is forwarded whichever thread of the launching process it comes to") {
+  for (const int number : forwarded)
+    for (std::size_t receiver = 0; receiver < 5; ++receiver) {
+      CAPTURE(number, receiver);
+      auto process =
+          lockstep_test::start({"/proc/self/exe", "handles", "2"},
+                               {{"LOCKSTEP_TEST_CHILD", "launcher"}, {"LOCKSTEP_TEST_THREADS", "1"}});
+      wait_until_ready(process, 2);
+      const auto threads = lockstep_test::threads_of(process.pid());
+      REQUIRE(threads.size() == 4);
+      if (receiver < threads.size())
+        REQUIRE(syscall(SYS_tgkill, process.pid(), threads[receiver], number) == 0);
+      else
+        process.signal(number);
+      REQUIRE(process.wait(20s));
+      CHECK(process.exit_code() == 0);
+      CHECK(count(process.out(), fmt::format("got {}\n", number)) == 2);
+    }
+}
+
+TEST_CASE("a signal that is ignored stays ignored") {
+  for (const auto& [name, number] : {std::pair("HUP", SIGHUP), {"INT", SIGINT}, {"QUIT", SIGQUIT}}) {
+    CAPTURE(name);
+    auto process = lockstep_test::start(
+        {"bash", "-c", fmt::format("trap '' {}; exec '{}' counts 2", name, lockstep::detail::own_program())},
+        {{"LOCKSTEP_TEST_CHILD", "launcher"}});
+    wait_until_ready(process, 2);
+    for (int i = 1; i <= 3; ++i) {
+      process.signal_group(number);
+      process.signal(SIGUSR1);  // comes behind it
+      for (int rank : {0, 1})
+        REQUIRE(process.wait_for_output(fmt::format("users {} hangups 0 at {}\n", i, rank)));
+    }
+    process.signal(SIGTERM);
+    REQUIRE(process.wait(20s));
+    CHECK(process.exit_code() == 0);
+    CHECK(count(process.out(), "ended ") == 2);
+  }
+}
+
+TEST_CASE("a terminal that closes hangs up twice and kills no rank") {
+  auto process = launcher("counts", 2);
+  wait_until_ready(process, 2);
+  for (int i = 1; i <= 3; ++i) {
+    process.signal(SIGHUP);
+    process.signal(SIGUSR1);
+    for (int rank : {0, 1})
+      REQUIRE(process.wait_for_output(fmt::format("users {} hangups 1 at {}\n", i, rank)));
+  }
+  process.signal(SIGTERM);
+  REQUIRE(process.wait(20s));
+  CHECK(process.exit_code() == 0);
+  CHECK(count(process.out(), "ended ") == 2);
 }
 
 TEST_CASE("ranks that end with a code of their own after a signal do not disturb each other") {

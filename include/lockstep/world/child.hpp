@@ -118,9 +118,15 @@ inline pid_t start_child(const std::string& program, const std::vector<std::stri
   const auto argv = as_c_strings(arguments);
   const auto envp = as_c_strings(environment);
   const pid_t parent = getpid();
+  // Until the child has left the handlers of this process behind, a signal would run them there.
+  sigset_t all, own;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &own);
   const pid_t child = fork();
-  if (child < 0) throw Error(fmt::format("cannot start a process: {}", std::strerror(errno)));
-  if (child > 0) {
+  if (child != 0) {
+    const int reason = errno;
+    pthread_sigmask(SIG_SETMASK, &own, nullptr);
+    if (child < 0) throw Error(fmt::format("cannot start a process: {}", std::strerror(reason)));
     setpgid(child, child);  // here and in the child: whoever comes first, the group exists for both
     return child;
   }
@@ -131,7 +137,12 @@ inline pid_t start_child(const std::string& program, const std::vector<std::stri
   dup2(streams.out, 1);
   dup2(streams.error, 2);
   fcntl(streams.report, F_SETFD, 0);
-  signal(SIGCHLD, SIG_DFL);
+  for (int number = 1; number < NSIG; ++number) {
+    struct sigaction action {};
+    if (sigaction(number, nullptr, &action) == 0 && action.sa_handler != SIG_IGN &&
+        action.sa_handler != SIG_DFL)
+      signal(number, SIG_DFL);
+  }
   sigprocmask(SIG_SETMASK, &mask, nullptr);
   execve(program.c_str(), argv.data(), envp.data());
   const char failure[] = "error\n0\n127\nthe program could not be executed again";

@@ -80,6 +80,10 @@ inline int launch_here(const LaunchPlan& plan, int argc, char** argv, const Laun
 /// another exception, 128 + signal for a rank that was killed. `launch(argc, argv, fn)` should be the last
 /// thing that main does.
 ///
+/// Forwards SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1 and SIGUSR2 to its ranks, whichever of its threads
+/// receives them; signals that are ignored when it starts (`nohup`) stay ignored. The same SIGINT, SIGTERM or
+/// SIGQUIT once more kills the ranks; a repeated SIGHUP does not, since a terminal that closes sends two.
+///
 /// By hand on several hosts, RANK is this host's first rank: `WORLD_SIZE=7 RANK=3 MASTER_ADDR=a
 /// MASTER_PORT=29500 prog
 /// --nproc 4` starts ranks 3 to 6. A rank's heap keeps what it frees (MALLOC_TRIM_THRESHOLD_ set by the user

@@ -164,9 +164,11 @@ class Supervisor {
         kill_all(SIGSTOP);
         raise(SIGSTOP);
         kill_all(SIGCONT);
-      } else if (number == SIGUSR1) {
+      } else if (number == SIGUSR1 || number == SIGUSR2) {
         noted_ = Clock::now();
-        kill_all(SIGUSR1);
+        kill_all(number);
+      } else if (number == SIGHUP && std::exchange(hung_up_, true)) {
+        // A terminal that closes sends two: the kernel's and its shell's.
       } else if (++told_times_; interrupted_ == number || told_times_ > 2) {
         order_end(SIGKILL);
       } else {
@@ -358,6 +360,7 @@ class Supervisor {
   std::optional<std::size_t> chose_;        // the first that ended by its own choice
   int interrupted_ = 0;                     // the signal that asks them to end
   int told_times_ = 0;                      // how many such signals came
+  bool hung_up_ = false;                    // ... and whether a SIGHUP was among them
 };
 
 }  // namespace lockstep::detail
