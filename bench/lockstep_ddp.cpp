@@ -16,18 +16,6 @@ struct Training {
   torch::optim::SGD optimizer;
 };
 
-// 8,000 digits for machines without real ones.
-void draw(const std::filesystem::path& folder) {
-  lockstep::make_folder_whole(folder, [](const std::filesystem::path& part) {
-    const auto write = [&](const std::string& name, const lockstep::Digits& digits) {
-      lockstep::write_idx(part / (name + "-images-idx3-ubyte"), digits.images);
-      lockstep::write_idx(part / (name + "-labels-idx1-ubyte"), digits.labels);
-    };
-    write("train", lockstep::draw_digits(8000, 1));
-    write("t10k", lockstep::draw_digits(2000, 2));
-  });
-}
-
 // The time in which buckets travel, and the part of it that backward does not hide: the medians of the steps.
 void time_overlap(const lockstep::World& world, lockstep::GlooComm& comm, const bench::Settings& run) {
   torch::manual_seed(0);
@@ -54,7 +42,7 @@ void time_overlap(const lockstep::World& world, lockstep::GlooComm& comm, const 
 
 int main(int argc, char** argv) {
   if (argc == 3 && std::string_view(argv[1]) == "draw") {
-    draw(argv[2]);
+    lockstep::draw_digits_into(argv[2], 8000, 2000);  // for machines without real ones
     return 0;
   }
   return lockstep::launch(argc, argv, [&](const lockstep::World& world) {

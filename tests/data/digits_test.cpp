@@ -1,11 +1,15 @@
 #include "lockstep/data/digits.hpp"
 
+#include <fstream>
+
 #include "data/counted_memory.hpp"
 #include "lockstep/data/cache.hpp"
 #include "lockstep/data/md5.hpp"
 #include "lockstep/data/mnist.hpp"
 #include "support/catch.hpp"
 #include "support/temporary_folder.hpp"
+
+using lockstep::DataError;
 
 namespace {
 std::string sum_of(const at::Tensor& bytes) {
@@ -58,31 +62,142 @@ TEST_CASE("digits are drawn into the cache once, whole") {
   const auto mnist = lockstep::load_mnist(folder);
   CHECK(mnist.train.size() == 300);
   CHECK(mnist.test.size() == 50);
-  // No half-made folder stays behind.
-  std::size_t entries = 0;
-  for ([[maybe_unused]] const auto& entry : std::filesystem::directory_iterator(cache / "lockstep"))
-    ++entries;
-  CHECK(entries == 1);
+  // No partial file stays behind.
+  CHECK(std::distance(std::filesystem::directory_iterator(folder), {}) == 4);
 }
 
-TEST_CASE("a folder is filled where there is none yet") {
-  TemporaryFolder cache;
-  int fillings = 0;
-  const auto make = [&] {
-    return lockstep::make_folder_whole(cache / "a", [&](const std::filesystem::path&) { ++fillings; });
+TEST_CASE("drawn files that are missing are drawn again, the others stay") {
+  const TemporaryFolder folder;
+  lockstep::draw_digits_into(folder.path(), 30, 20);
+  folder.write("t10k-labels-idx1-ubyte", "the user's");
+  std::filesystem::remove(folder / "train-labels-idx1-ubyte");
+  lockstep::draw_digits_into(folder.path(), 30, 20);
+  CHECK(folder.files() == 4);
+  CHECK(std::filesystem::file_size(folder / "train-labels-idx1-ubyte") == 8 + 30);
+  CHECK(std::filesystem::file_size(folder / "t10k-labels-idx1-ubyte") == 10);
+}
+
+TEST_CASE("a file that could not be filled is not there") {
+  const TemporaryFolder folder;
+  folder.write("kept", "as it was");
+  for (const char* name : {"kept", "new"})
+    CHECK_THROWS_WITH(lockstep::detail::make_file_whole(folder / name,
+                                                        [](const std::filesystem::path& part) {
+                                                          std::ofstream(part) << "half";
+                                                          throw DataError("the disk is full");
+                                                        }),
+                      "the disk is full");
+  CHECK(folder.files() == 1);
+  CHECK(std::filesystem::file_size(folder / "kept") == 9);
+}
+
+TEST_CASE("a partial file is a new one, whatever has its name") {
+  const TemporaryFolder folder;
+  const auto target = folder.write("target", "the user's");
+  const auto path = folder / "file", part = lockstep::detail::part_of(path);
+  const auto fill = [](const std::filesystem::path& name) { std::ofstream(name) << "filled"; };
+  SECTION("a link") {
+    std::filesystem::create_symlink(target, part);
+  }
+  SECTION("a link to nothing") {
+    std::filesystem::create_symlink(folder / "absent", part);
+  }
+  SECTION("a file of an earlier process of this id") {
+    folder.write(part.filename(), "left by another one");
+  }
+  lockstep::detail::make_file_whole(path, fill);
+  CHECK(std::filesystem::is_regular_file(std::filesystem::symlink_status(path)));
+  CHECK(std::filesystem::file_size(path) == 6);
+  CHECK(std::filesystem::file_size(target) == 10);
+  CHECK_FALSE(std::filesystem::exists(folder / "absent"));
+}
+
+TEST_CASE("a folder with the name of a partial file is kept") {
+  const TemporaryFolder folder;
+  const auto path = folder / "file", part = lockstep::detail::part_of(path);
+  std::filesystem::create_directory(part);
+  std::ofstream(part / "photo") << "the user's";
+  CHECK_THROWS_WITH(lockstep::detail::make_file_whole(path, [](const auto&) {}),
+                    ContainsSubstring("cannot be written"));
+  CHECK(std::filesystem::exists(part / "photo"));
+}
+
+namespace {
+
+// Without a home, so that the cache lies in the folder for temporary files.
+struct NoHome {
+  NoHome() {
+    for (const char* name : {"XDG_CACHE_HOME", "HOME"}) unsetenv(name);
+    setenv("TMPDIR", temporary.path().c_str(), 1);
+  }
+  ~NoHome() {
+    unsetenv("TMPDIR");
+    if (!home.empty()) setenv("HOME", home.c_str(), 1);
+  }
+  std::string home = std::getenv("HOME") ? std::getenv("HOME") : "";
+  TemporaryFolder temporary;
+  std::filesystem::path cache = temporary / fmt::format("lockstep-{}", ::geteuid());
+};
+
+}  // namespace
+
+TEST_CASE("a cache among temporary files is this user's alone, or refused") {
+  namespace fs = std::filesystem;
+  const NoHome none;
+  const auto refused = [&](const char* text) {
+    CHECK_THROWS_WITH(lockstep::cache_folder(),
+                      ContainsSubstring(none.cache.string()) && ContainsSubstring(text));
+    CHECK_THROWS_AS(lockstep::cache_folder(), DataError);
   };
-  CHECK(make());
-  CHECK_FALSE(make());
-  CHECK(fillings == 1);
+  SECTION("a new one is for this user alone, and found again") {
+    CHECK(lockstep::cache_folder() == none.cache);
+    CHECK(fs::status(none.cache).permissions() == fs::perms::owner_all);
+    CHECK(lockstep::cache_folder() == none.cache);
+  }
+  SECTION("a link") {
+    fs::create_directory(none.temporary / "elsewhere");
+    fs::create_directory_symlink(none.temporary / "elsewhere", none.cache);
+    refused("it is a symbolic link");
+  }
+  SECTION("a link to nothing") {
+    fs::create_directory_symlink(none.temporary / "absent", none.cache);
+    refused("it is a symbolic link");
+    CHECK_FALSE(fs::exists(none.temporary / "absent"));
+  }
+  SECTION("a file") {
+    std::ofstream(none.cache) << "file";
+    refused("it is no folder");
+  }
+  SECTION("open to others") {
+    fs::create_directory(none.cache);
+    fs::permissions(none.cache, fs::perms(0755));
+    refused("its mode is 0755, expected 0700");
+  }
+  SECTION("of another user") {
+    fs::create_directory(none.cache);
+    if (chown(none.cache.c_str(), ::geteuid() + 1, static_cast<gid_t>(-1)) != 0) {
+      WARN("SKIPPED: only root can give a folder to another user");
+      return;
+    }
+    refused("it belongs to user");
+  }
+  SECTION("no folder for temporary files") {
+    setenv("TMPDIR", (none.temporary / "absent").c_str(), 1);
+    CHECK_THROWS_WITH(
+        lockstep::cache_folder(),
+        ContainsSubstring("absent: the folder for temporary files cannot be used: No such file") &&
+            ContainsSubstring("set TMPDIR"));
+  }
 }
 
-TEST_CASE("a folder that could not be filled is not there") {
-  TemporaryFolder cache;
-  CHECK_THROWS_AS(lockstep::make_folder_whole(cache / "a",
-                                              [](const std::filesystem::path& part) {
-                                                lockstep::write_idx(part / "x", torch::zeros({3}, at::kByte));
-                                                throw lockstep::DataError("the disk is full");
-                                              }),
-                  lockstep::DataError);
-  CHECK(std::filesystem::is_empty(cache.path()));
+TEST_CASE("a home's cache of another user is not taken for this one's") {
+  const NoHome none;
+  const TemporaryFolder home;
+  setenv("HOME", home.path().c_str(), 1);
+  CHECK(lockstep::cache_folder() == home / ".cache/lockstep");
+  if (chown((home / ".cache/lockstep").c_str(), ::geteuid() + 1, static_cast<gid_t>(-1)) != 0) {
+    WARN("SKIPPED: only root can give a folder to another user");
+    return;
+  }
+  CHECK(lockstep::cache_folder() == none.cache);
 }

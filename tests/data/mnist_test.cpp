@@ -143,15 +143,15 @@ TEST_CASE("a download is checked and has its name only when whole") {
 }
 
 TEST_CASE("a program that fetches dies with the process that started it") {
-  const TemporaryFolder folder;
-  const auto errors = folder / "errors";
-  CHECK(lockstep::detail::run_program({"no-such-program-at-all"}, errors) == 127);
-  CHECK(lockstep::detail::run_program({"sh", "-c", "echo said >&2; exit 3"}, errors) == 3);
+  CHECK(lockstep::detail::run_program({"no-such-program-at-all"}).code == 127);
+  const auto end = lockstep::detail::run_program({"sh", "-c", "echo said >&2; exit 3"});
+  CHECK(end.code == 3);
+  CHECK(end.error == "said\n");
   const auto marker = lockstep_test::new_marker();
   const pid_t parent = fork();
   if (parent == 0) {
     setenv(lockstep_test::marker_variable, marker.c_str(), 1);
-    lockstep::detail::run_program({"sleep", "60"}, errors);
+    lockstep::detail::run_program({"sleep", "60"});
     _exit(0);
   }
   // The first of them was forked, so that its environment in /proc is this program's: only `sleep` shows.
@@ -163,27 +163,61 @@ TEST_CASE("a program that fetches dies with the process that started it") {
   CHECK(lockstep_test::processes_left(marker) == 0);
 }
 
-TEST_CASE("parts that killed processes have left are removed, those that may live are not") {
+TEST_CASE("of partial files only those that killed processes have left of this very file are removed") {
   namespace fs = std::filesystem;
   const TemporaryFolder folder;
   const pid_t gone = fork();
   if (gone == 0) _exit(0);
   waitpid(gone, nullptr, 0);
   const auto long_ago = fs::file_time_type::clock::now() - std::chrono::hours(2);
-  const auto make = [&](const std::string& name, bool old) {
-    const fs::path path = folder / name;
-    name.starts_with("folder") ? (void)fs::create_directory(path) : (void)std::ofstream(path);
+  const auto make = [&](const std::string& name, bool old = true) {
+    const fs::path path = folder.write(name, "content");
     if (old) fs::last_write_time(path, long_ago);
     return path;
   };
-  const std::vector<fs::path> stale{make(fmt::format("a.gz.{}.part", gone), true),
-                                    make(fmt::format("a.gz.{}.part.errors", gone), true),
-                                    make(fmt::format("folder.{}.part", gone), true)};
-  const std::vector<fs::path> kept{make(fmt::format("b.gz.{}.part", gone), false),
-                                   make(fmt::format("b.gz.{}.part", getpid()), true), make("c.part", true),
-                                   make("c.x.part", true), make(fmt::format("d.{}.gz", gone), true)};
-  lockstep::detail::remove_stale_parts(folder.path());
-  for (const auto& path : stale) CHECK(!fs::exists(path));
+  const fs::path stale = make(fmt::format("a.gz.{}.part", gone));
+  std::vector<fs::path> kept{make(fmt::format("a.gz.{}.part", getpid())),
+                             make(fmt::format("video.{}.part", gone)),
+                             make(fmt::format("b.gz.{}.part", gone)),
+                             make(fmt::format("my.a.gz.{}.part", gone)),
+                             make(fmt::format("a.gz.0{}.part", gone)),
+                             make(fmt::format("a.gz.{}.part.errors", gone)),
+                             make(fmt::format("a.gz.{}", gone)),
+                             make("a.gz.x.part"),
+                             make("a.gz.part"),
+                             make("a.gz")};
+  lockstep::detail::remove_stale_parts(folder / "a.gz");
+  CHECK(!fs::exists(stale));
   for (const auto& path : kept) CHECK(fs::exists(path));
-  lockstep::detail::remove_stale_parts(folder / "absent");
+
+  make(stale.filename(), false);  // somebody may write to it
+  lockstep::detail::remove_stale_parts(folder / "a.gz");
+  CHECK(fs::exists(stale));
+  fs::remove(stale);
+  fs::create_directory(stale);
+  std::ofstream(stale / "photo") << "the user's";
+  fs::last_write_time(stale, long_ago);
+  lockstep::detail::remove_stale_parts(folder / "a.gz");
+  CHECK(fs::exists(stale / "photo"));
+  fs::remove_all(stale);
+  fs::create_symlink(kept.front(), stale);
+  lockstep::detail::remove_stale_parts(folder / "a.gz");
+  CHECK(fs::is_symlink(stale));
+  lockstep::detail::remove_stale_parts(folder / "absent" / "a.gz");
+}
+
+TEST_CASE("a download leaves what is the user's alone") {
+  namespace fs = std::filesystem;
+  const TemporaryFolder target;
+  const auto long_ago = fs::file_time_type::clock::now() - std::chrono::hours(2);
+  const auto video = target.write("video.99999.part", "the user's");
+  fs::create_directory(target / "photos.99998.part");
+  std::ofstream(target / "photos.99998.part" / "photo") << "the user's";
+  for (const fs::path& path : {video, target / "photos.99998.part"}) fs::last_write_time(path, long_ago);
+  const std::vector<lockstep::RemoteFile> files{{"file", 12, md5_of("twelve bytes")}};
+  CHECK_THROWS_AS(lockstep::download_files(target.path(), files, {"file:///absent"}, [](const auto&) {}),
+                  DataError);
+  CHECK(fs::exists(video));
+  CHECK(fs::exists(target / "photos.99998.part" / "photo"));
+  CHECK(target.files() == 2);
 }

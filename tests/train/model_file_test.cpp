@@ -202,3 +202,17 @@ TEST_CASE("a link stays one, and the file that it leads to is replaced") {
   CHECK_THROWS_AS(lockstep::write_whole(loop, "x"), lockstep::CheckpointError);
   CHECK(fs::is_symlink(loop));
 }
+
+TEST_CASE("a temporary file is a new one, whatever has its name") {
+  const TemporaryFolder folder;
+  const auto target = folder.write("target", "the user's"), path = folder / "net.pt";
+  const auto plant = [&] { fs::create_symlink(target, lockstep::detail::temporary_beside(path)); };
+  plant();
+  CHECK_NOTHROW(lockstep::require_writable(path));
+  plant();
+  lockstep::write_whole(path, "bytes");
+  CHECK(lockstep::read_whole(target) == "the user's");
+  CHECK(lockstep::read_whole(path) == "bytes");
+  CHECK(fs::is_regular_file(fs::symlink_status(path)));
+  CHECK(folder.files() == 2);
+}

@@ -1,9 +1,12 @@
 #pragma once
 
+#include <sys/stat.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <cstdint>
 #include <cstdlib>
+#include <cstring>
 #include <filesystem>
 #include <string>
 #include <string_view>
@@ -18,9 +21,44 @@
 
 namespace lockstep {
 
-/// The folder in which this user's programs keep what they made or fetched: $XDG_CACHE_HOME/lockstep, else
-/// ~/.cache/lockstep, else (no home, or one that cannot be written) lockstep-<user id> beside other temporary
-/// files.
+namespace detail {
+
+/// `lockstep-<user id>` in the folder for temporary files, made where it is missing. Other users can make
+/// entries there: a folder that is not this user's own, or that others may enter, is refused. Throws
+/// DataError.
+inline std::filesystem::path temporary_cache_folder() {
+  std::error_code error;
+  const std::filesystem::path base = std::filesystem::temp_directory_path(error);
+  if (error) {
+    const char* named = std::getenv("TMPDIR");
+    throw DataError(
+        fmt::format("{}: the folder for temporary files cannot be used: {}; set TMPDIR or XDG_CACHE_HOME to "
+                    "a folder that can be "
+                    "written",
+                    named ? named : "/tmp", error.message()));
+  }
+  const std::filesystem::path folder = base / fmt::format("lockstep-{}", ::geteuid());
+  const auto refuse = [&](const std::string& fault) {
+    throw DataError(fmt::format("{}: cannot keep data there: {}; set XDG_CACHE_HOME to a folder of your own",
+                                folder.string(), fault));
+  };
+  struct stat found {};
+  if ((::mkdir(folder.c_str(), 0700) != 0 && errno != EEXIST) || ::lstat(folder.c_str(), &found) != 0)
+    refuse(std::strerror(errno));
+  if (S_ISLNK(found.st_mode)) refuse("it is a symbolic link");
+  if (!S_ISDIR(found.st_mode)) refuse("it is no folder");
+  if (found.st_uid != ::geteuid()) refuse(fmt::format("it belongs to user {}", found.st_uid));
+  if ((found.st_mode & 0077) != 0)
+    refuse(fmt::format("others may use it (its mode is {:04o}, expected 0700)", found.st_mode & 07777));
+  return folder;
+}
+
+}  // namespace detail
+
+/// Returns the folder in which this user's programs keep what they made or fetched, made where it is missing:
+/// $XDG_CACHE_HOME/lockstep, else ~/.cache/lockstep, else (no home, or one where this user cannot have a
+/// folder of its own) lockstep-<user id> in the folder for temporary files. Throws DataError where that one
+/// is another user's, a symbolic link or open to others.
 inline std::filesystem::path cache_folder() {
   const auto variable = [](const char* name) {
     return std::string(std::getenv(name) ? std::getenv(name) : "");
@@ -30,46 +68,33 @@ inline std::filesystem::path cache_folder() {
     folder = std::filesystem::path(cache) / "lockstep";
   else if (const auto home = variable("HOME"); !home.empty())
     folder = std::filesystem::path(home) / ".cache" / "lockstep";
+  if (folder.empty()) return detail::temporary_cache_folder();
   std::error_code error;
-  if (!folder.empty()) {
-    std::filesystem::create_directories(folder, error);
-    if (!error && ::access(folder.c_str(), W_OK | X_OK) == 0) return folder;
-  }
-  folder = std::filesystem::temp_directory_path() / fmt::format("lockstep-{}", ::getuid());
   std::filesystem::create_directories(folder, error);
-  if (error || ::access(folder.c_str(), W_OK | X_OK) != 0)
-    throw DataError(fmt::format("{}: no folder to keep data in can be written; set XDG_CACHE_HOME to one",
-                                folder.string()));
-  return folder;
+  struct stat found {};
+  // A folder of another user's (HOME is kept by `sudo -E`) is not taken for this one's.
+  if (!error && ::stat(folder.c_str(), &found) == 0 && S_ISDIR(found.st_mode) &&
+      found.st_uid == ::geteuid() && ::access(folder.c_str(), W_OK | X_OK) == 0)
+    return folder;
+  return detail::temporary_cache_folder();
 }
 
-/// Makes `folder` whole or not at all: `fill(temporary)` fills a new folder beside it, which then takes its
-/// name. Where the folder exists, or another process was faster, that one stays. Returns whether this call
-/// made it.
-template <class Fill>
-bool make_folder_whole(const std::filesystem::path& folder, Fill&& fill) {
-  if (std::filesystem::exists(folder)) return false;
-  detail::remove_stale_parts(folder.parent_path());
-  const std::filesystem::path temporary = detail::part_of(folder);
-  std::error_code ignored;
-  std::filesystem::remove_all(temporary, ignored);
-  try {
-    std::filesystem::create_directories(temporary);
-    fill(temporary);
-    std::error_code error;
-    std::filesystem::rename(temporary, folder, error);
-    if (!error) return true;
-    if (!std::filesystem::exists(folder))
-      throw std::filesystem::filesystem_error("rename", temporary, folder, error);
-  } catch (const std::filesystem::filesystem_error& error) {
-    std::filesystem::remove_all(temporary, ignored);
-    throw DataError(fmt::format("{}: cannot be made: {}", folder.string(), error.code().message()));
-  } catch (...) {
-    std::filesystem::remove_all(temporary, ignored);
-    throw;
-  }
-  std::filesystem::remove_all(temporary, ignored);
-  return false;
+/// Draws `train` and `test` digits into `folder`, which is made where it is missing, as MNIST's four files,
+/// each whole or not at all. Files that are there stay. Throws DataError.
+inline void draw_digits_into(const std::filesystem::path& folder, std::int64_t train, std::int64_t test) {
+  std::error_code error;
+  std::filesystem::create_directories(folder, error);
+  if (error) throw DataError(fmt::format("{}: cannot be made: {}", folder.string(), error.message()));
+  const auto draw = [&](std::string_view name, std::int64_t count, std::uint64_t seed) {
+    const auto images = folder / fmt::format("{}-images-idx3-ubyte", name);
+    const auto labels = folder / fmt::format("{}-labels-idx1-ubyte", name);
+    if (std::filesystem::exists(images, error) && std::filesystem::exists(labels, error)) return;
+    const Digits digits = draw_digits(count, seed);
+    detail::make_file_whole(images, [&](const auto& part) { write_idx(part, digits.images); });
+    detail::make_file_whole(labels, [&](const auto& part) { write_idx(part, digits.labels); });
+  };
+  draw("train", train, 1);
+  draw("t10k", test, 2);
 }
 
 /// A folder that holds drawn digits as MNIST's four files: `train` and `test` of them, drawn by the first
@@ -78,15 +103,7 @@ bool make_folder_whole(const std::filesystem::path& folder, Fill&& fill) {
 inline std::filesystem::path drawn_digits_folder(std::int64_t train = 60'000, std::int64_t test = 10'000) {
   // The number behind v changes whenever the drawing does.
   const auto folder = cache_folder() / fmt::format("digits-v1-{}-{}", train, test);
-  make_folder_whole(folder, [&](const std::filesystem::path& part) {
-    const auto write = [&](std::string_view name, std::int64_t count, std::uint64_t seed) {
-      const Digits digits = draw_digits(count, seed);
-      write_idx(part / fmt::format("{}-images-idx3-ubyte", name), digits.images);
-      write_idx(part / fmt::format("{}-labels-idx1-ubyte", name), digits.labels);
-    };
-    write("train", train, 1);
-    write("t10k", test, 2);
-  });
+  draw_digits_into(folder, train, test);
   return folder;
 }
 

@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <signal.h>
+#include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -10,8 +11,10 @@
 #include <cerrno>
 #include <cstdint>
 #include <cstdlib>
+#include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <sstream>
 #include <string>
 #include <string_view>
 #include <system_error>
@@ -22,6 +25,7 @@
 #include "lockstep/data/md5.hpp"
 #include "lockstep/data/parts.hpp"
 #include "lockstep/error.hpp"
+#include "lockstep/world/child.hpp"
 
 namespace lockstep {
 
@@ -50,29 +54,42 @@ inline std::vector<std::string> mnist_mirrors() {
 
 namespace detail {
 
-/// Runs a program found on PATH, its stderr in the file `errors`; it dies with the calling thread. The exit
-/// code; 127 where there is no such program.
-inline int run_program(std::vector<std::string> words, const std::filesystem::path& errors) {
+/// How a program ended.
+struct ProgramEnd {
+  int code;           ///< its exit code; 127 where there is no such program
+  std::string error;  ///< what it wrote to stderr
+};
+
+/// Runs a program found on PATH and waits for its end; it dies with the calling thread.
+inline ProgramEnd run_program(std::vector<std::string> words) {
   // Everything that allocates comes before the fork: other threads may hold the allocator's lock.
   std::vector<char*> arguments;
   for (auto& word : words) arguments.push_back(word.data());
   arguments.push_back(nullptr);
-  const std::string file = errors.string();
+  // In memory: what a program says needs no file, and never waits for a reader.
+  const Descriptor error(memfd_create("stderr of a download", MFD_CLOEXEC));
   const pid_t parent = getpid();
   const pid_t child = fork();
-  if (child < 0) return 126;
+  if (child < 0) return {126, std::strerror(errno)};
   if (child == 0) {
     prctl(PR_SET_PDEATHSIG, SIGKILL);
     if (getppid() != parent) _exit(126);  // the parent died before it took effect
-    const int said = open(file.c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0644);
-    if (said < 0 || dup2(said, 2) < 0) _exit(126);
+    if (error.open()) dup2(error.get(), 2);
     execvp(arguments[0], arguments.data());
     _exit(errno == ENOENT ? 127 : 126);
   }
   int status = 0;
   while (waitpid(child, &status, 0) < 0 && errno == EINTR) {
   }
-  return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+  ProgramEnd end{WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status), {}};
+  char piece[4096];
+  for (off_t at = 0; error.open();) {
+    const ssize_t length = pread(error.get(), piece, sizeof piece, at);
+    if (length <= 0) break;
+    end.error.append(piece, static_cast<std::size_t>(length));
+    at += length;
+  }
+  return end;
 }
 
 /// What is wrong with a fetched file; empty where it is whole.
@@ -92,21 +109,17 @@ inline std::string download_fault(const std::filesystem::path& path, const Remot
 
 /// Fetches `url` into `path` with curl or wget. What went wrong; empty on success.
 inline std::string fetch(const std::string& url, const std::filesystem::path& path) {
-  const std::filesystem::path errors = path.string() + ".errors";
-  int code = run_program(
-      {"curl", "--fail", "--location", "--silent", "--show-error", "--retry", "2", "--connect-timeout", "20",
-       "--speed-limit", "1", "--speed-time", "60", "--output", path.string(), url},
-      errors);
-  if (code == 127)
-    code = run_program({"wget", "--quiet", "--tries=3", "--timeout=20", "-O", path.string(), url}, errors);
+  ProgramEnd end = run_program({"curl", "--fail", "--location", "--silent", "--show-error", "--retry", "2",
+                                "--connect-timeout", "20", "--speed-limit", "1", "--speed-time", "60",
+                                "--output", path.string(), url});
+  if (end.code == 127)
+    end = run_program({"wget", "--quiet", "--tries=3", "--timeout=20", "-O", path.string(), url});
+  if (end.code == 0) return "";
+  if (end.code == 127) return "neither curl nor wget is installed";
   std::string said, line;
-  for (std::ifstream in(errors); std::getline(in, line);)
+  for (std::istringstream in(end.error); std::getline(in, line);)
     if (!line.empty()) said = line;
-  std::error_code ignored;
-  std::filesystem::remove(errors, ignored);
-  if (code == 0) return "";
-  if (code == 127) return "neither curl nor wget is installed";
-  return said.empty() ? fmt::format("the download program ended with code {}", code) : said;
+  return said.empty() ? fmt::format("the download program ended with code {}", end.code) : said;
 }
 
 }  // namespace detail
@@ -120,33 +133,26 @@ void download_files(const std::filesystem::path& folder, const Files& files,
   std::error_code error;
   std::filesystem::create_directories(folder, error);
   if (error || ::access(folder.c_str(), W_OK | X_OK) != 0)
-    throw DataError(fmt::format("{}: downloads cannot be written there{}{}", folder.string(),
-                                error ? ": " : "", error ? error.message() : ""));
-  detail::remove_stale_parts(folder);
+    throw DataError(fmt::format("{}: downloads cannot be written there: {}", folder.string(),
+                                error ? error.message() : std::strerror(errno)));
   for (const RemoteFile& file : files) {
     const auto path = folder / file.name;
     if (detail::download_fault(path, file).empty()) continue;
-    const std::filesystem::path part = detail::part_of(path);
-    std::string faults;
-    bool whole = false;
-    for (std::size_t i = 0; i < mirrors.size() && !whole; ++i) {
-      const std::string url = mirrors[i] + (mirrors[i].ends_with('/') ? "" : "/") + file.name;
-      say(fmt::format("fetching {}", url));
-      std::string fault = detail::fetch(url, part);
-      if (fault.empty()) fault = detail::download_fault(part, file);
-      whole = fault.empty();
-      if (!whole) faults += fmt::format("; {}: {}", url, fault);
-    }
-    std::error_code renamed;
-    if (whole) std::filesystem::rename(part, path, renamed);
-    std::error_code ignored;
-    std::filesystem::remove(part, ignored);
-    if (!whole)
+    detail::make_file_whole(path, [&](const std::filesystem::path& part) {
+      std::string faults;
+      for (const std::string& mirror : mirrors) {
+        const std::string url = mirror + (mirror.ends_with('/') ? "" : "/") + file.name;
+        say(fmt::format("fetching {}", url));
+        std::string fault = detail::fetch(url, part);
+        if (fault.empty()) fault = detail::download_fault(part, file);
+        if (fault.empty()) return;
+        faults += fmt::format("; {}: {}", url, fault);
+      }
       throw DataError(
           fmt::format("{} could not be downloaded{}; fetch MNIST's four files by other means and give "
                       "their folder as the data folder",
                       file.name, faults));
-    if (renamed) throw DataError(fmt::format("{}: cannot be written: {}", path.string(), renamed.message()));
+    });
   }
 }
 

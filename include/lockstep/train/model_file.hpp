@@ -22,6 +22,7 @@
 #include "lockstep/error.hpp"
 #include "lockstep/grad/named_tensors.hpp"
 #include "lockstep/train/archive.hpp"
+#include "lockstep/world/new_file.hpp"
 
 namespace lockstep {
 
@@ -97,7 +98,7 @@ inline void require_writable(const std::filesystem::path& path) {
     throw UsageError(
         fmt::format("cannot save to '{}': it is {}; give the name of a file", path.string(), kind));
   const std::string probe = detail::temporary_beside(detail::behind_links(path));
-  if (!detail::FileDescriptor(::open(probe.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC, 0666)).is_open())
+  if (!detail::FileDescriptor(detail::open_new_file(probe.c_str())).is_open())
     throw UsageError(
         fmt::format("cannot save to '{}': {}; give a path in a folder that exists and can be written",
                     path.string(), std::strerror(errno)));
@@ -113,7 +114,7 @@ inline void write_whole(const std::filesystem::path& name, std::string_view byte
                                       bytes.size(), name.string(), kind));
   const std::filesystem::path path = detail::behind_links(name);
   const std::string temporary = detail::temporary_beside(path);
-  detail::FileDescriptor file(::open(temporary.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666));
+  detail::FileDescriptor file(detail::open_new_file(temporary.c_str()));
   if (!file.is_open() || !detail::write_all(file.get(), bytes) || ::fsync(file.get()) != 0 || !file.close() ||
       ::rename(temporary.c_str(), path.c_str()) != 0) {
     const int reason = errno;

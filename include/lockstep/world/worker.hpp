@@ -23,6 +23,7 @@
 
 #include "lockstep/error.hpp"
 #include "lockstep/world/environment.hpp"
+#include "lockstep/world/new_file.hpp"
 #include "lockstep/world/report.hpp"
 
 namespace lockstep::detail {
@@ -93,7 +94,8 @@ inline std::string json_string(std::string_view text) {
 /// Writes torchrun's error file: whole or not at all, since a torn one makes torchrun itself crash.
 inline void write_elastic_error_file(const std::string& path, const std::string& text, std::time_t when) {
   const auto temporary = fmt::format("{}.{}", path, getpid());
-  std::FILE* file = std::fopen(temporary.c_str(), "w");
+  const int descriptor = open_new_file(temporary.c_str());
+  std::FILE* file = descriptor < 0 ? nullptr : fdopen(descriptor, "w");
   if (file == nullptr) return;
   const auto json =
       fmt::format(R"({{"message":{{"message":{},"extraInfo":{{"py_callstack":{},"timestamp":"{}"}}}}}})",
