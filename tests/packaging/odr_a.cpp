@@ -4,10 +4,15 @@
 #include "support/catch.hpp"
 
 std::array<const void*, 2> addresses_in_a() {
-  return {&lockstep::detail::process_rank,
-          reinterpret_cast<const void*>(static_cast<lockstep::World (*)()>(&lockstep::World::from_environment))};
+  return {
+      &lockstep::detail::process_rank,
+      reinterpret_cast<const void*>(static_cast<lockstep::World (*)()>(&lockstep::World::from_environment))};
 }
 
 TEST_CASE("every header may be included in several files of one program") {
   REQUIRE(addresses_in_a() == addresses_in_b());
+}
+
+TEST_CASE("a class has one layout, with zlib and without") {
+  REQUIRE(sizeof(lockstep::FileSource) == file_source_size_in_b());
 }

@@ -29,6 +29,76 @@
 
 namespace lockstep {
 
+namespace detail {
+
+/// Decompresses what it reads from a file. Declared without zlib as well: no class may have another layout in
+/// a part of a program that is compiled without it.
+class Decompressor {
+ public:
+  Decompressor() = default;
+  Decompressor(const Decompressor&) = delete;
+  Decompressor& operator=(const Decompressor&) = delete;
+  virtual ~Decompressor() = default;
+  /// Reads up to `count` bytes of the decompressed content, of which `offset` were read before; fewer only at
+  /// the end. Errors name `path`.
+  virtual std::size_t read(std::FILE* file, void* to, std::size_t count, std::uint64_t offset,
+                           const std::string& path) = 0;
+};
+
+#if LOCKSTEP_HAS_ZLIB
+class GzipDecompressor : public Decompressor {
+ public:
+  explicit GzipDecompressor(const std::string& path) {
+    // 15 + 16: the largest window, in a gzip wrapper whose checksum zlib verifies.
+    if (inflateInit2(&stream_, 15 + 16) != Z_OK)
+      throw DataError(fmt::format("{}: zlib could not be started", path));
+  }
+  ~GzipDecompressor() override { inflateEnd(&stream_); }
+
+  std::size_t read(std::FILE* file, void* to, std::size_t count, std::uint64_t offset,
+                   const std::string& path) override {
+    auto* out = static_cast<unsigned char*>(to);
+    std::size_t got = 0;
+    while (got < count) {
+      if (stream_.avail_in == 0) {
+        stream_.next_in = input_.data();
+        stream_.avail_in = static_cast<uInt>(std::fread(input_.data(), 1, input_.size(), file));
+        if (stream_.avail_in == 0) {
+          if (done_) return got;
+          throw DataError(
+              fmt::format("{}: the gzip data end early, {} bytes into the decompressed content; "
+                          "fetch the file again",
+                          path, offset + got));
+        }
+      }
+      // A gzip file may be several streams one after the other.
+      if (done_) {
+        inflateReset(&stream_);
+        done_ = false;
+      }
+      const auto room = static_cast<uInt>(std::min<std::size_t>(count - got, 1U << 30));
+      stream_.next_out = out + got;
+      stream_.avail_out = room;
+      const int status = inflate(&stream_, Z_NO_FLUSH);
+      got += room - stream_.avail_out;
+      if (status == Z_STREAM_END)
+        done_ = true;
+      else if (status != Z_OK && status != Z_BUF_ERROR)
+        throw DataError(fmt::format("{}: damaged gzip data, {} bytes into the decompressed content: {}", path,
+                                    offset + got, stream_.msg ? stream_.msg : "unknown format"));
+    }
+    return got;
+  }
+
+ private:
+  z_stream stream_{};
+  std::array<unsigned char, 1 << 16> input_;
+  bool done_ = false;
+};
+#endif
+
+}  // namespace detail
+
 /// The bytes of a file from its beginning, decompressed where the file is gzipped (told by its first two
 /// bytes, not by its name). Every failure is a DataError that names the file and the offset.
 class FileSource {
@@ -48,7 +118,8 @@ class FileSource {
 
   /// Reads up to `count` bytes; fewer only at the end.
   std::size_t read(void* to, std::size_t count) {
-    const std::size_t got = gzipped() ? read_gzip(to, count) : std::fread(to, 1, count, file_.get());
+    const std::size_t got = gzipped() ? decompressor_->read(file_.get(), to, count, offset_, path_)
+                                      : std::fread(to, 1, count, file_.get());
     if (got < count && std::ferror(file_.get()))
       throw DataError(
           fmt::format("{}: reading failed at offset {}: {}", path_, offset_ + got, std::strerror(errno)));
@@ -62,86 +133,26 @@ class FileSource {
   /// it.
   [[nodiscard]] std::uint64_t capacity() const { return gzipped() ? size_ * 1032 : size_; }
   [[nodiscard]] const std::string& path() const { return path_; }
+  [[nodiscard]] bool gzipped() const { return decompressor_ != nullptr; }
 
+ private:
+  void open_gzip() {
 #if LOCKSTEP_HAS_ZLIB
-  [[nodiscard]] bool gzipped() const {
-    return inflater_ != nullptr;
-  }
-
- private:
-  struct Inflater {
-    z_stream stream{};
-    std::array<unsigned char, 1 << 16> input;
-    bool done = false;
-    ~Inflater() { inflateEnd(&stream); }
-  };
-
-  void open_gzip() {
-    inflater_ = std::make_unique<Inflater>();
-    // 15 + 16: the largest window, in a gzip wrapper whose checksum zlib verifies.
-    if (inflateInit2(&inflater_->stream, 15 + 16) != Z_OK)
-      throw DataError(fmt::format("{}: zlib could not be started", path_));
-  }
-
-  std::size_t read_gzip(void* to, std::size_t count) {
-    z_stream& stream = inflater_->stream;
-    auto* out = static_cast<unsigned char*>(to);
-    std::size_t got = 0;
-    while (got < count) {
-      if (stream.avail_in == 0) {
-        stream.next_in = inflater_->input.data();
-        stream.avail_in =
-            static_cast<uInt>(std::fread(inflater_->input.data(), 1, inflater_->input.size(), file_.get()));
-        if (stream.avail_in == 0) {
-          if (inflater_->done) return got;
-          throw DataError(
-              fmt::format("{}: the gzip data end early, {} bytes into the decompressed content; "
-                          "fetch the file again",
-                          path_, offset_ + got));
-        }
-      }
-      // A gzip file may be several streams one after the other.
-      if (inflater_->done) {
-        inflateReset(&stream);
-        inflater_->done = false;
-      }
-      const auto room = static_cast<uInt>(std::min<std::size_t>(count - got, 1U << 30));
-      stream.next_out = out + got;
-      stream.avail_out = room;
-      const int status = inflate(&stream, Z_NO_FLUSH);
-      got += room - stream.avail_out;
-      if (status == Z_STREAM_END)
-        inflater_->done = true;
-      else if (status != Z_OK && status != Z_BUF_ERROR)
-        throw DataError(fmt::format("{}: damaged gzip data, {} bytes into the decompressed content: {}",
-                                    path_, offset_ + got, stream.msg ? stream.msg : "unknown format"));
-    }
-    return got;
-  }
-
-  std::unique_ptr<Inflater> inflater_;
+    decompressor_ = std::make_unique<detail::GzipDecompressor>(path_);
 #else
-  [[nodiscard]] bool gzipped() const {
-    return false;
-  }
-
- private:
-  void open_gzip() {
     throw DataError(
         fmt::format("{}: the file is gzipped and this program was built without zlib; decompress it "
                     "with gunzip, or build with zlib installed",
                     path_));
-  }
-  std::size_t read_gzip(void*, std::size_t) {
-    return 0;
-  }
 #endif
+  }
 
   struct Close {
     void operator()(std::FILE* file) const { std::fclose(file); }
   };
   std::string path_;
   std::unique_ptr<std::FILE, Close> file_;
+  std::unique_ptr<detail::Decompressor> decompressor_;
   std::uint64_t size_ = 0, offset_ = 0;
 };
 
