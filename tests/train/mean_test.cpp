@@ -6,6 +6,7 @@
 #include "lockstep/train/loss.hpp"
 #include "lockstep/train/metrics.hpp"
 #include "support/catch.hpp"
+#include "support/text_of.hpp"
 #include "train/nets.hpp"
 
 TEST_CASE("a batch is counted by its data, itself or its size") {
@@ -52,11 +53,59 @@ TEST_CASE("accuracy and loss of a batch") {
   const auto right = lockstep::Accuracy{}(output, batch);
   CHECK(right.sum.item<int>() == 2);
   CHECK(right.count == 3);
-  CHECK(torch::equal(lockstep::MeanLoss{}(output, batch), torch::cross_entropy_loss(output, batch.target)));
+  const auto loss = lockstep::MeanLoss{}(output, batch);
+  CHECK(loss.sum.item<float>() / loss.count ==
+        Approx(torch::cross_entropy_loss(output, batch.target).item<float>()));
   CHECK(lockstep::MeanLoss{[](const auto& out, const auto& target) {
           return torch::mse_loss(out.argmax(1).to(torch::kFloat), target.to(torch::kFloat));
         }}(output, batch)
             .item<float>() == Approx(1.0F / 3));
+}
+
+TEST_CASE("accuracy refuses targets of another shape, and names it") {
+  const auto output = torch::randn({8, 10});
+  const auto of = [&](const torch::Tensor& target) {
+    return text_of<lockstep::DataError>([&] {
+      lockstep::Accuracy{}(output, lockstep::Example{output, target});
+    });
+  };
+  CHECK(of(torch::zeros({8}, torch::kLong)).empty());
+  CHECK_THAT(of(torch::zeros({8, 1}, torch::kLong)),
+             ContainsSubstring("the output is [8, 10] float32 and the target [8, 1] int64"));
+  CHECK(!of(torch::zeros({8, 10}, torch::kLong)).empty());
+  CHECK(!of(torch::zeros({1}, torch::kLong)).empty());
+  CHECK(!of(torch::zeros({}, torch::kLong)).empty());
+  // Of each token of a sequence.
+  const auto tokens = torch::zeros({2, 5, 3});
+  CHECK(lockstep::Accuracy{}(tokens, lockstep::Example{tokens, torch::zeros({2, 5}, torch::kLong)}).count ==
+        10);
+}
+
+TEST_CASE("a mean loss is over the targets that are not ignored") {
+  const auto output = torch::randn({6, 4});
+  const auto target = torch::tensor({1, -100, 3, -100, -100, 0}, torch::kLong);
+  lockstep::MeanMeter meter;
+  const auto add = [&](std::int64_t begin, std::int64_t end) {
+    const lockstep::Example batch{output.slice(0, begin, end), target.slice(0, begin, end)};
+    lockstep::detail::add_to(meter, lockstep::MeanLoss{}(output.slice(0, begin, end), batch), batch);
+  };
+  add(0, 2);
+  add(2, 5);
+  add(3, 5);  // nothing but ignored ones: no not-a-number
+  add(5, 6);
+  CHECK(meter.total().count == 3);
+  CHECK(meter.total().mean() == Approx(torch::cross_entropy_loss(output, target).item<float>()));
+
+  const auto probabilities = torch::softmax(torch::randn({6, 4}), 1);
+  const auto mean = lockstep::counted_cross_entropy(output, probabilities);
+  CHECK(mean.count == 6);
+  CHECK(mean.sum.item<float>() / 6 == Approx(torch::cross_entropy_loss(output, probabilities).item<float>()));
+
+  // A loss of the user's own with a count.
+  lockstep::MeanLoss counted{[](const torch::Tensor&, const torch::Tensor& targets) {
+    return lockstep::Mean{torch::tensor(6.0), targets.ge(0).sum().item<std::int64_t>()};
+  }};
+  CHECK(counted(output, lockstep::Example{output, target}).count == 3);
 }
 
 TEST_CASE("a loss is a mean over samples, or a sum and a count") {

@@ -16,8 +16,10 @@ namespace lockstep {
 
 /// A loss: `loss(model, batch)` runs the model and returns either the mean over the batch's samples, a tensor
 /// of one element, or a Mean whose sum takes part in autograd, for what is averaged over anything but samples
-/// (tokens, pixels, weights). The optimizer steps down the mean over all ranks' samples, or over all ranks'
-/// counts.
+/// (tokens, pixels, weights, targets that are not ignored). A tensor is weighed by the samples of its batch:
+/// cross_entropy with targets that it ignores, or with class weights, divides by something else, and its
+/// tensor would get a wrong weight; counted_cross_entropy returns a Mean. The optimizer steps down the mean
+/// over all ranks' samples, or over all ranks' counts.
 template <class L, class Model, class Batch>
 concept LossFunction = requires(L& loss, Model& model, Batch& batch) {
   { loss(model, batch) } -> detail::MeanOrTensor;
