@@ -4,6 +4,7 @@
 #include "support/by_hand.hpp"
 #include "support/catch.hpp"
 #include "support/process.hpp"
+#include "support/two_hosts.hpp"
 
 using namespace std::chrono_literals;
 using lockstep_test::count;
@@ -109,4 +110,37 @@ TEST_CASE("a failure by hand, without a launcher, ends all ranks") {
     }
     CHECK(lockstep_test::processes_left(ranks.marker) == 0);
   }
+}
+
+TEST_CASE("two hosts whose own names lead to their loopback meet and reduce") {
+  const lockstep_test::TwoHosts hosts;
+  if (!hosts.missing().empty()) {
+    WARN("SKIPPED: " << hosts.missing());
+    return;
+  }
+  // The host of the store by its name, by its address, and each rank started by itself.
+  for (const char* master : {"nodeA", "10.177.0.1"})
+    for (const bool launched : {true, false}) {
+      Together ranks;
+      for (const int rank : {0, 2, 3}) {
+        auto variables = lockstep_test::by_hand(rank, 4, 29400);
+        variables["MASTER_ADDR"] = master;
+        variables["LOCKSTEP_RENDEZVOUS_TIMEOUT"] = "60";
+        const std::string host = rank < 2 ? "A" : "B";
+        if (launched && rank < 3)
+          ranks.add(hosts.on(host, {program, "well", "--nproc", "2"}), variables);
+        else if (!launched)
+          ranks.add(hosts.on(host, {program, "well"}), variables);
+        if (!launched && rank == 0) {
+          variables["RANK"] = "1";
+          ranks.add(hosts.on(host, {program, "well"}), variables);
+        }
+      }
+      const auto codes = ranks.wait(90s);
+      std::string all;
+      for (const auto& process : ranks.all) all += process->out() + process->error() + "---\n";
+      INFO(master << (launched ? " launched" : " by hand") << "\n" << all);
+      CHECK(codes == std::vector<int>(ranks.all.size(), 0));
+      CHECK_THAT(all, ContainsSubstring("sum 1048576"));
+    }
 }

@@ -47,6 +47,26 @@ int rank_of(const std::string& mode, World world, const std::string& file) {
     ready();
     if (world.rank() == 1) TORCH_CHECK(false, "a tensor of LibTorch is wrong");
     wait_for_failure(world);
+  } else if (mode == "throws controls") {
+    ready();
+    if (world.rank() == 1) throw lockstep::DataError("a bad \x1b[2Jfile\nerror: rank 7 failed");
+    wait_for_failure(world);
+  } else if (mode == "first twice") {
+    bool kept = true;
+    for (const char* end : {"0", "1"}) {
+      // Another World of the same process, which meets in the same store.
+      const World again = World::from_environment();
+      again.local_zero_first([&] {
+        if (again.local_rank() > 0) {
+          kept = kept && std::ifstream(file + end).good();
+        } else {
+          std::this_thread::sleep_for(300ms);
+          std::ofstream{file + end} << "done";
+        }
+      });
+    }
+    world.log.all().info("local {} of {}, order {}", world.local_rank(), world.local_size(),
+                         kept ? "kept" : "broken");
   } else if (mode == "killed") {
     ready();
     if (world.rank() == world.size() - 1) kill(getpid(), SIGKILL);
@@ -131,6 +151,7 @@ int main(int argc, char** argv) {
       const auto world = World::join(url, rank, size);
       meet(world);
       world.log.info("met {}", size);
+      fmt::print("local {} of {}\n", world.local_rank(), world.local_size());
       world.leave();
     });
     return 0;

@@ -5,7 +5,6 @@
 #include <cstdlib>
 #include <memory>
 #include <string>
-#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -18,14 +17,6 @@
 #include "lockstep/world/world.hpp"
 
 namespace lockstep::detail {
-
-/// True where all ranks are known to run on this host.
-inline bool on_one_host(const World& world) {
-  if (world.local_size() == world.size()) return true;
-  const char* master = std::getenv("MASTER_ADDR");
-  const std::string_view address = master ? master : "";
-  return address == "localhost" || address == "::1" || address.starts_with("127.");
-}
 
 /// The network interfaces that Gloo binds to. Throws UsageError naming one that it cannot use.
 inline std::vector<std::shared_ptr<gloo::transport::Device>> gloo_devices(const World& world,
@@ -52,7 +43,10 @@ inline std::vector<std::shared_ptr<gloo::transport::Device>> gloo_devices(const 
   }
   if (!devices.empty()) return devices;
   // A host's name often leads nowhere, and the loopback is there always.
-  if (on_one_host(world)) return {c10d::ProcessGroupGloo::createDeviceForHostname("127.0.0.1")};
+  if (world.single_host()) return {c10d::ProcessGroupGloo::createDeviceForHostname("127.0.0.1")};
+  // A name of this host may be one for its loopback, as on Debian: the interface that leads to the others.
+  if (const auto address = world.address_to_others(); !address.empty())
+    return {c10d::ProcessGroupGloo::createDeviceForHostname(address)};
   return {c10d::ProcessGroupGloo::createDefaultDevice()};
 }
 

@@ -28,6 +28,8 @@ struct Environment {
   bool store_outlives_attempts = false;
   /// Whether a launcher has numbered the processes of this host (LOCAL_RANK).
   bool launched = false;
+  /// What a store that lockstep hosts asks of its clients (LOCKSTEP_STORE_SECRET): the same on every rank.
+  std::string store_secret;
 };
 
 /// Looks up one variable; none where it is not set or empty.
@@ -113,6 +115,16 @@ inline RendezvousUrl parse_rendezvous(const std::string& url) {
       url));
 }
 
+/// LOCKSTEP_STORE_SECRET, empty where it is not set. Throws UsageError where it is too long.
+inline std::string read_store_secret(const Variables& variables = process_variable) {
+  auto secret = variables("LOCKSTEP_STORE_SECRET").value_or("");
+  constexpr std::size_t longest = 256;
+  if (secret.size() > longest)
+    throw UsageError(
+        fmt::format("LOCKSTEP_STORE_SECRET has {} characters: give it at most {}", secret.size(), longest));
+  return secret;
+}
+
 /// Reads and checks RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT (or
 /// LOCKSTEP_RENDEZVOUS). Throws UsageError naming the variable, its value, and what to do.
 inline Environment read_environment(const Variables& variables = process_variable) {
@@ -157,6 +169,7 @@ inline Environment read_environment(const Variables& variables = process_variabl
                     env.local_rank, env.rank));
   env.rendezvous = detail::rendezvous_url(variables, env.size > 1);
   if (!env.rendezvous.empty()) parse_rendezvous(env.rendezvous);
+  env.store_secret = read_store_secret(variables);
   const auto agent = variables("TORCHELASTIC_USE_AGENT_STORE");
   env.store_outlives_attempts = agent == "True" || agent == "1";
   env.store_is_hosted = env.store_outlives_attempts || variables("LOCKSTEP_STORE_IS_HOSTED").has_value();

@@ -17,19 +17,21 @@ namespace lockstep {
 
 namespace detail {
 
-/// Keeps the store up until the ranks of the other hosts have ended too.
+/// Keeps the store up until the ranks of the other hosts have ended too: 5 minutes at most, or 2 s where a
+/// rank of this host has failed.
 inline void outlive_other_hosts(c10d::Store& store, int size, bool well) {
   const auto limit =
       std::chrono::steady_clock::now() + (well ? std::chrono::minutes(5) : std::chrono::seconds(2));
-  while (std::chrono::steady_clock::now() < limit) {
-    if (well && store.check({"lockstep/failure"})) {
-      std::this_thread::sleep_for(std::chrono::seconds(1));  // for those who have not read it yet
-      return;
-    }
-    int ended = 0;
-    for (int rank = 0; rank < size; ++rank) ended += World::finished(store, rank) ? 1 : 0;
-    if (ended == size) return;
-    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  std::vector<std::string> finished;
+  for (int rank = 0; rank < size; ++rank) finished.push_back(World::finished_key(rank));
+  try {
+    while (!appear_within(store, finished, std::chrono::milliseconds(500)) &&
+           std::chrono::steady_clock::now() < limit)
+      if (well && published_failure(store)) {
+        std::this_thread::sleep_for(std::chrono::seconds(1));  // for those who have not read it yet
+        return;
+      }
+  } catch (const c10::Error&) {  // what it holds cannot be read, so nobody else can be waited for
   }
 }
 
@@ -39,29 +41,31 @@ inline int launch_here(const LaunchPlan& plan, int argc, char** argv, const Laun
   const auto url = alone ? RendezvousUrl{} : parse_rendezvous(plan.rendezvous);
   const bool hosting = plan.first == 0 && url.path.empty();
   Listener listener;
-  if (hosting) listener = listen_on(url.port, alone);
+  if (hosting) listener = listen_on(alone ? "127.0.0.1" : url.host, url.port);
+  // On one host nobody else needs to know it.
+  const auto secret = alone ? random_secret() : read_store_secret();
   const auto rendezvous = alone ? fmt::format("tcp://127.0.0.1:{}", listener.port) : plan.rendezvous;
 
   SupervisorOptions supervised;
   supervised.arguments.assign(argv, argv + argc);
-  supervised.jobs = jobs_of(plan, rendezvous);
+  supervised.jobs = jobs_of(plan, rendezvous, secret);
   supervised.prefix = plan.prefix;
   supervised.grace = options.grace;
   StorePtr store;
   // Its threads start after the ranks have been forked; they wait in the listener's queue until then.
   supervised.started = [&] {
-    if (hosting)
-      store = host_tcp_store(alone ? "127.0.0.1" : "localhost", std::move(listener), rendezvous_timeout());
+    if (hosting) store = host_store(std::move(listener), secret, std::chrono::seconds(10));
   };
   // A rank that was killed cannot tell the other hosts itself.
   supervised.failed = [&](const RankFailure& failure) {
     if (alone || failure.kind == FailureKind::peer) return;
     at_most(std::chrono::milliseconds(1500),
-            [text = fmt::format("{} on {}", failure.text, host_name()), url, size = plan.size] {
-              const auto tell = url.path.empty()
-                                    ? connect_tcp_store(url.host, url.port, std::chrono::milliseconds(500))
-                                    : open_file_store(url.path, size);
-              tell->compareSet("lockstep/failure", {}, to_bytes(text));
+            [text = fmt::format("{} on {}", failure.text, host_name()), url, secret, size = plan.size] {
+              const StorePtr tell =
+                  url.path.empty()
+                      ? StorePtr(connect_store({url.host, url.port, secret}, std::chrono::milliseconds(500)))
+                      : open_file_store(url.path, size);
+              record_failure(*tell, text);
               Bulletin(tell, -1, size).ring_all();
             });
   };

@@ -127,8 +127,9 @@ inline LaunchPlan plan_launch(int argc, char** argv, const LaunchOptions& option
   return plan;
 }
 
-/// The environment of each rank that a launching process starts.
-inline std::vector<Job> jobs_of(const LaunchPlan& plan, const std::string& rendezvous) {
+/// The environment of each rank that a launching process starts; `secret` is that of its store.
+inline std::vector<Job> jobs_of(const LaunchPlan& plan, const std::string& rendezvous,
+                                const std::string& secret = {}) {
   std::vector<std::string> common{
       fmt::format("WORLD_SIZE={}", plan.size), fmt::format("LOCAL_WORLD_SIZE={}", plan.nproc),
       "LOCKSTEP_STORE_IS_HOSTED=1", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE"};
@@ -140,6 +141,7 @@ inline std::vector<Job> jobs_of(const LaunchPlan& plan, const std::string& rende
   } else {
     common.push_back(fmt::format("LOCKSTEP_RENDEZVOUS={}", rendezvous));
   }
+  if (!secret.empty()) common.push_back(fmt::format("LOCKSTEP_STORE_SECRET={}", secret));
   if (!plan.visible_devices.empty())
     common.push_back(fmt::format("CUDA_VISIBLE_DEVICES={}", plan.visible_devices));
   if (!process_variable("OMP_NUM_THREADS"))

@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -11,6 +12,7 @@
 #include <thread>
 #include <type_traits>
 #include <utility>
+#include <vector>
 
 #include "lockstep/error.hpp"
 #include "lockstep/log/log.hpp"
@@ -41,13 +43,26 @@ class World {
 
   /// The world that torchrun's variables describe (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
   /// MASTER_ADDR, MASTER_PORT, set by a launcher or by hand; or LOCKSTEP_RENDEZVOUS=file:///path in place of
-  /// the last two), or one process alone. From here on an exception that nobody catches is told to the other
-  /// ranks and ends this process on one line. Throws UsageError.
+  /// the last two), or one process alone. All calls with one rank and rendezvous give copies of one World.
+  /// From here on an exception that nobody catches is told to the other ranks and ends this process on one
+  /// line. Throws UsageError.
   static World from_environment() {
     detail::end_on_uncaught();
     World world(read_environment());
     detail::process_rank = world.rank();
-    if (world.size() > 1) world.announce_failures();
+    if (world.size() == 1) return world;
+    // Of one rank of one run a process joins once: each World of it shares the store, which rank 0 may host.
+    static std::mutex mutex;
+    static auto& joined = *new std::map<std::string, std::shared_ptr<State>>();
+    const auto& known = world.state_->environment;
+    const std::lock_guard lock(mutex);
+    auto& state = joined[fmt::format("{} {} {}", known.rendezvous, known.rank, known.size)];
+    if (state) {
+      world.state_ = state;
+    } else {
+      state = world.state_;
+      world.announce_failures();
+    }
     return world;
   }
 
@@ -64,6 +79,7 @@ class World {
     environment.rank = rank;
     environment.size = size;
     environment.rendezvous = url;
+    environment.store_secret = read_store_secret();
     World world(environment);
     detail::process_rank = rank;
     world.announce_failures();
@@ -72,17 +88,43 @@ class World {
 
   [[nodiscard]] int rank() const { return state_->environment.rank; }
   [[nodiscard]] int size() const { return state_->environment.size; }
-  /// The rank among the processes of this host, and their number.
-  [[nodiscard]] int local_rank() const { return state_->environment.local_rank; }
-  [[nodiscard]] int local_size() const { return state_->environment.local_size; }
-  [[nodiscard]] const Environment& environment() const { return state_->environment; }
+  /// The rank among the processes of this host, and their number. Where no launcher has numbered them
+  /// (LOCAL_RANK), the first call blocks until all ranks have joined, as `store` does.
+  [[nodiscard]] int local_rank() const { return local_place().rank; }
+  [[nodiscard]] int local_size() const { return local_place().size; }
+  /// Who this process is; without LOCAL_RANK its local rank and size are known once all ranks have joined.
+  [[nodiscard]] Environment environment() const {
+    auto environment = state_->environment;
+    if (state_->complete.load(std::memory_order_acquire)) {
+      environment.local_rank = state_->local.rank;
+      environment.local_size = state_->local.size;
+    }
+    return environment;
+  }
 
-  /// The key-value store in which the ranks meet. The first call connects, checks that the ranks agree on
-  /// their number and that no two claim one rank. Throws RendezvousError.
-  [[nodiscard]] StorePtr store() const { return meeting().store; }
+  /// Whether all ranks run on this host. Blocks until all have joined, as `store` does.
+  [[nodiscard]] bool single_host() const {
+    await_all();
+    return state_->single_host;
+  }
+  /// The address by which this host reaches the others; empty where there is none or it is not known. Blocks
+  /// until all ranks have joined, as `store` does.
+  [[nodiscard]] std::string address_to_others() const {
+    await_all();
+    return state_->address;
+  }
 
-  /// A connection to the same store of its own, for a thread that must not wait for this one. Throws
-  /// RendezvousError.
+  /// The key-value store in which the ranks meet. Collective: the first call blocks until every rank has
+  /// joined, LOCKSTEP_RENDEZVOUS_TIMEOUT seconds at most (default: 5 minutes) from connecting on. Each call
+  /// on the store ends within that timeout too. Throws RendezvousError naming the ranks that are missing, or
+  /// that contradict each other on the world size or claim one rank; PeerError where a rank fails meanwhile.
+  [[nodiscard]] StorePtr store() const {
+    await_all();
+    return meeting().store;
+  }
+
+  /// A connection to the same store of its own, for a thread that must not wait for this one: connecting, and
+  /// each call on it, ends within `limit`. Does not wait for other ranks to join. Throws RendezvousError.
   [[nodiscard]] StorePtr connect_again(std::chrono::milliseconds limit = std::chrono::seconds(10)) const {
     return meeting().again(limit);
   }
@@ -94,7 +136,7 @@ class World {
   /// that it also works while another thread waits there.
   bool publish_failure(const std::string& text) const {
     auto store = connect_again(std::chrono::seconds(1));
-    const bool first = detail::to_text(store->compareSet(failure_key, {}, detail::to_bytes(text))) == text;
+    const bool first = detail::record_failure(*store, text);
     detail::Bulletin(store, rank(), size()).ring_all();
     return first;
   }
@@ -106,13 +148,14 @@ class World {
     return published_failure(*store);
   }
   [[nodiscard]] static std::optional<std::string> published_failure(c10d::Store& store) {
-    if (!store.check({failure_key})) return std::nullopt;
-    return detail::to_text(store.get(failure_key));
+    return detail::published_failure(store);
   }
 
+  /// The key that a rank sets when it comes to the end of its program.
+  static std::string finished_key(int rank) { return fmt::format("lockstep/finished/{}", rank); }
   /// Whether a rank has come to the end of its program (`launch` says so for it).
   [[nodiscard]] static bool finished(c10d::Store& store, int rank) {
-    return store.check({fmt::format("lockstep/finished/{}", rank)});
+    return store.check({finished_key(rank)});
   }
 
   /// Says that this rank has come to its end, and where it hosts the store waits for the others to. `launch`
@@ -120,7 +163,7 @@ class World {
   void leave(int code = 0) const {
     {
       // A launcher that hosts the store for other hosts too waits for every rank's word.
-      const auto& known = environment();
+      const auto& known = state_->environment;
       const bool awaited =
           known.store_is_hosted && !known.store_outlives_attempts && known.local_size < known.size;
       std::lock_guard lock(state_->mutex);
@@ -128,13 +171,14 @@ class World {
     }
     try {
       auto side = connect_again(std::chrono::seconds(2));
-      side->set(fmt::format("lockstep/finished/{}", rank()), detail::to_bytes(std::to_string(code)));
+      side->set(finished_key(rank()), detail::to_bytes(std::to_string(code)));
       if (!hosts_store() || code != 0) return;
+      std::vector<std::string> others;
+      for (int other = 0; other < size(); ++other) others.push_back(finished_key(other));
       const auto deadline = std::chrono::steady_clock::now() + std::chrono::minutes(5);
-      for (int other = 0; other < size(); ++other)
-        while (!finished(*side, other) && !published_failure(*side) &&
-               std::chrono::steady_clock::now() < deadline)
-          std::this_thread::sleep_for(std::chrono::milliseconds(5));
+      while (!detail::appear_within(*side, others, std::chrono::seconds(1)) && !published_failure(*side) &&
+             std::chrono::steady_clock::now() < deadline) {
+      }
     } catch (const std::exception&) {  // the others have gone with the store: nothing is left to say
     }
   }
@@ -148,18 +192,24 @@ class World {
   }
 
   /// Runs `work` on each rank, on the first of each host before the others there, which wait at most `limit`
-  /// for it: what it downloads or unpacks is there for them. All local ranks must call it. Returns what
-  /// `work` returns. Throws PeerError if the first rank failed, TimeoutError if it took too long.
+  /// for it: what it downloads or unpacks is there for them. All local ranks must call it, and all ranks
+  /// where no launcher has numbered those of a host (see local_rank). Returns what `work` returns. Throws
+  /// PeerError if the first rank failed, TimeoutError if it took too long.
   template <class Work>
   auto local_zero_first(Work&& work, std::chrono::milliseconds limit = std::chrono::minutes(30)) const {
     RankZeroScope scope;
-    if (local_size() == 1) return std::forward<Work>(work)();
-    const int first = rank() - local_rank();
-    const auto key = fmt::format("lockstep/first/{}/{}", first, state_->rounds++);
-    if (local_rank() > 0) {
-      wait_for_first(first, key, limit);
-      return std::forward<Work>(work)();
+    const LocalPlace place = local_place();
+    if (place.size == 1) return std::forward<Work>(work)();
+    std::string key;
+    {
+      // Counted in the store, so that another World of this process does not take the same key. Whoever
+      // connects has joined, however long the work takes then.
+      auto side = connect_again();
+      const auto call = side->add(fmt::format("lockstep/first/calls/{}", rank()), 1);
+      key = fmt::format("lockstep/first/{}/{}", place.first, call);
+      if (place.rank > 0) wait_for_first(*side, place.first, key, limit);
     }
+    if (place.rank > 0) return std::forward<Work>(work)();
     Outcome outcome{*this, key};
     if constexpr (std::is_void_v<std::invoke_result_t<Work>>) {
       std::forward<Work>(work)();
@@ -174,13 +224,21 @@ class World {
   Log log;
 
  private:
-  static constexpr const char* failure_key = "lockstep/failure";
+  // Where this rank stands among those of its host, the first of which has the global rank `first`.
+  struct LocalPlace {
+    int rank = 0, size = 1, first = 0;
+  };
 
   struct State {
     Environment environment;
     std::mutex mutex;
     std::optional<detail::Meeting> meeting;
-    std::atomic<int> rounds{0};
+    // Once all ranks have joined; written before `complete` is set, and never again.
+    std::mutex joining;
+    std::atomic<bool> complete{false};
+    LocalPlace local;
+    bool single_host = true;
+    std::string address;
   };
 
   // Tells the local ranks how it went, also when the work throws.
@@ -190,7 +248,7 @@ class World {
     bool good = false;
     ~Outcome() {
       try {
-        world.store()->set(key, detail::to_bytes(good ? "done" : "failed"));
+        world.connect_again()->set(key, detail::to_bytes(good ? "done" : "failed"));
       } catch (...) {  // the launcher or the deadline ends them then
       }
     }
@@ -201,15 +259,94 @@ class World {
     return meeting_within({});
   }
 
-  const detail::Meeting& meeting_within(std::optional<std::chrono::milliseconds> limit) const {
+  // Within a time of its own: only to tell of a failure.
+  const detail::Meeting& meeting_within(std::optional<std::chrono::milliseconds> given) const {
     if (!state_->meeting) {
-      auto meeting = detail::meet(state_->environment, limit ? *limit : detail::rendezvous_timeout());
+      const auto limit = given ? *given : detail::rendezvous_timeout();
+      const auto begin = std::chrono::steady_clock::now();
+      auto meeting =
+          detail::meet(state_->environment, limit, [notify = waiting_notice()](const std::string& reason) {
+            notify("the store of rank 0: " + reason);
+          });
       if (size() > 1)
-        detail::at_store("the ranks could not sign in",
-                         [&] { detail::sign_in(*meeting.store, state_->environment); });
+        detail::at_store("the ranks could not sign in", [&] {
+          meeting.store->setTimeout(left_of(limit, begin));
+          detail::sign_in(*meeting.store, state_->environment, meeting.address, !given);
+          meeting.store->setTimeout(limit);
+        });
       state_->meeting = std::move(meeting);
     }
     return *state_->meeting;
+  }
+
+  static std::chrono::milliseconds left_of(std::chrono::milliseconds limit,
+                                           std::chrono::steady_clock::time_point begin) {
+    const auto spent =
+        std::chrono::floor<std::chrono::milliseconds>(std::chrono::steady_clock::now() - begin);
+    return std::max(limit - spent, std::chrono::milliseconds(1));
+  }
+
+  // Says what is waited for after 10 s and then each minute, once a host.
+  [[nodiscard]] detail::StoreConnection::Waiting waiting_notice() const {
+    return [next = std::chrono::steady_clock::now() + std::chrono::seconds(10), log = log.all(),
+            speaks = state_->environment.local_rank == 0](const std::string& what) mutable {
+      const auto now = std::chrono::steady_clock::now();
+      if (!speaks || now < next) return;
+      next = now + std::chrono::minutes(1);
+      log.warning("waiting for {}", what);
+    };
+  }
+
+  // Blocks until every rank has signed in.
+  void await_all() const {
+    if (state_->complete.load(std::memory_order_acquire)) return;
+    const auto begin = std::chrono::steady_clock::now();
+    const auto notify = waiting_notice();
+    const auto& met = meeting();
+    const std::lock_guard lock(state_->joining);
+    if (state_->complete.load(std::memory_order_acquire)) return;
+    const auto& known = state_->environment;
+    state_->local = {known.local_rank, known.local_size, known.rank - known.local_rank};
+    if (size() > 1) {
+      const auto limit = detail::rendezvous_timeout();
+      auto side = met.again(std::min<std::chrono::milliseconds>(limit, std::chrono::seconds(5)));
+      detail::await_ranks(*side, size(), begin + limit, limit, met.doubt, notify);
+      detail::at_store("the ranks could not meet", [&] { place_ranks(*side, met); });
+    }
+    state_->complete.store(true, std::memory_order_release);
+  }
+
+  // Finds out which ranks share this host, where that is not known, and by which address it reaches the
+  // others.
+  void place_ranks(c10d::Store& side, const detail::Meeting& met) const {
+    State& state = *state_;
+    state.single_host = !side.check({detail::SignInKeys::several_hosts});
+    state.address = met.address;
+    const bool numbered = state.environment.launched;
+    if (numbered && (state.single_host || !state.address.empty())) return;
+    const auto ranks = detail::identities(side, size());
+    const auto& own = ranks[static_cast<std::size_t>(rank())].host;
+    LocalPlace local{0, 0, -1};
+    for (int other = 0; other < size(); ++other) {
+      const auto& identity = ranks[static_cast<std::size_t>(other)];
+      if (identity.host == own) {
+        if (local.first < 0) local.first = other;
+        if (other < rank()) ++local.rank;
+        ++local.size;
+      } else if (state.address.empty() && !identity.address.empty()) {
+        // The host of the store knows itself by its loopback, perhaps: the way to one that came says more.
+        state.address = detail::source_address_towards(identity.address);
+      }
+    }
+    if (!numbered) state.local = local;
+  }
+
+  [[nodiscard]] LocalPlace local_place() const {
+    const auto& known = state_->environment;
+    if (known.launched || known.size == 1)
+      return {known.local_rank, known.local_size, known.rank - known.local_rank};
+    await_all();
+    return state_->local;
   }
 
   void announce_failures() const {
@@ -235,7 +372,7 @@ class World {
 
   // Whether nobody but this rank, before it has met the others, can tell them that it fails.
   [[nodiscard]] bool others_may_wait() const {
-    const auto& known = environment();
+    const auto& known = state_->environment;
     const bool launched_here = detail::report_descriptor() >= 0 && known.local_size == known.size;
     if (known.rendezvous.empty() || known.store_outlives_attempts || launched_here) return false;
     // A file that this rank alone would make is in the way of the next run.
@@ -243,21 +380,20 @@ class World {
     return url.path.empty() || access(url.path.c_str(), F_OK) == 0;
   }
 
-  void wait_for_first(int first, const std::string& key, std::chrono::milliseconds limit) const {
-    const auto deadline = std::chrono::steady_clock::now() + limit;
-    auto side = connect_again();
-    auto pause = std::chrono::milliseconds(1);
-    while (!side->check({key})) {
-      if (const auto failure = published_failure(*side)) throw PeerError(*failure);
-      if (std::chrono::steady_clock::now() > deadline)
+  static void wait_for_first(c10d::Store& side, int first, const std::string& key,
+                             std::chrono::milliseconds limit) {
+    const auto begin = std::chrono::steady_clock::now();
+    while (!detail::appear_within(
+        side, {key},
+        std::min<std::chrono::milliseconds>(left_of(limit, begin), std::chrono::milliseconds(500)))) {
+      if (const auto failure = published_failure(side)) throw PeerError(*failure);
+      if (std::chrono::steady_clock::now() > begin + limit)
         throw TimeoutError(
             fmt::format("rank {}, the first on this host, has not finished its local_zero_first after {} s",
                         first, std::chrono::duration<double>(limit).count()));
-      std::this_thread::sleep_for(pause);
-      pause = std::min(2 * pause, std::chrono::milliseconds(100));
     }
-    if (detail::to_text(side->get(key)) != "done") {
-      if (const auto failure = published_failure(*side)) throw PeerError(*failure);
+    if (detail::to_text(side.get(key)) != "done") {
+      if (const auto failure = published_failure(side)) throw PeerError(*failure);
       throw PeerError(fmt::format("rank {}, the first on this host, failed in local_zero_first", first));
     }
   }

@@ -1,0 +1,164 @@
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace lockstep::detail {
+
+/// The wire format of lockstep's key-value store.
+///
+/// A connection begins with a hello (`store_magic`, then the secret of the run), answered by `store_magic`
+/// and a StoreGreeting byte. Then the client sends requests and the server one reply to each, or none to a
+/// request that the next one has cancelled. Each of these is a frame: its length in 4 bytes, then its
+/// payload. A request is an id of 8 bytes, a StoreOperation byte and arguments; a reply is the id, a
+/// StoreStatus byte and a result. Integers are little-endian; a string is its length in 4 bytes and its
+/// bytes.
+inline constexpr std::string_view store_magic = "lockstep store 1\n";
+/// What every version of the protocol begins with.
+inline constexpr std::string_view store_magic_of_any_version = "lockstep store ";
+
+inline constexpr std::size_t max_secret_bytes = 256;
+inline constexpr std::size_t max_key_bytes = 4096;
+/// Of one frame, and so of one value.
+inline constexpr std::size_t max_frame_bytes = std::size_t{64} << 20;
+/// Of all keys and values.
+inline constexpr std::size_t max_store_bytes = std::size_t{1} << 30;
+
+enum class StoreGreeting : std::uint8_t { welcome, wrong_secret, wrong_version };
+
+enum class StoreStatus : std::uint8_t { done, refused };
+
+enum class StoreOperation : std::uint8_t {
+  set,          ///< keys and values -> nothing
+  get,          ///< keys -> values, once all are there
+  wait,         ///< keys -> nothing, once all are there
+  check,        ///< keys -> whether all are there
+  add,          ///< key, integer -> sum
+  compare_set,  ///< key, expected, desired -> value
+  erase,        ///< key -> whether it was there
+  count,        ///< nothing -> number of keys
+  append        ///< key, value -> nothing
+};
+
+/// Builds a frame.
+class FrameWriter {
+ public:
+  FrameWriter() : bytes_(4, '\0') {}
+
+  FrameWriter& byte(std::uint8_t value) {
+    bytes_.push_back(static_cast<char>(value));
+    return *this;
+  }
+  FrameWriter& integer(std::uint64_t value) { return fixed(value, 8); }
+  FrameWriter& raw(std::string_view text) {
+    bytes_.append(text);
+    return *this;
+  }
+  FrameWriter& text(std::string_view text) { return fixed(text.size(), 4).raw(text); }
+  FrameWriter& texts(const std::vector<std::string>& list) {
+    fixed(list.size(), 4);
+    for (const std::string& one : list) text(one);
+    return *this;
+  }
+
+  /// The bytes of the payload so far.
+  [[nodiscard]] std::size_t payload() const { return bytes_.size() - 4; }
+  /// The frame, its length in front.
+  [[nodiscard]] std::string take() {
+    for (int i = 0; i < 4; ++i) bytes_[i] = static_cast<char>((payload() >> (8 * i)) & 0xff);
+    return std::move(bytes_);
+  }
+
+ private:
+  FrameWriter& fixed(std::uint64_t value, int width) {
+    for (int i = 0; i < width; ++i) bytes_.push_back(static_cast<char>((value >> (8 * i)) & 0xff));
+    return *this;
+  }
+
+  std::string bytes_;
+};
+
+/// Reads a payload. A read past its end gives zero or nothing and makes `whole()` false for good.
+class FrameReader {
+ public:
+  explicit FrameReader(std::string_view payload) : rest_(payload) {}
+
+  std::uint8_t byte() { return static_cast<std::uint8_t>(fixed(1)); }
+  std::uint64_t integer() { return fixed(8); }
+  std::string_view text() {
+    const auto length = static_cast<std::size_t>(fixed(4));
+    if (length > rest_.size()) {
+      good_ = false;
+      return {};
+    }
+    const auto result = rest_.substr(0, length);
+    rest_.remove_prefix(length);
+    return result;
+  }
+  std::vector<std::string> texts() {
+    const auto count = static_cast<std::size_t>(fixed(4));
+    std::vector<std::string> result;
+    if (count > rest_.size() / 4) good_ = false;  // each has a length at least
+    for (std::size_t i = 0; good_ && i < count; ++i) result.emplace_back(text());
+    return result;
+  }
+
+  /// Whether all reads were within the payload, and nothing of it is left.
+  [[nodiscard]] bool whole() const { return good_ && rest_.empty(); }
+
+ private:
+  std::uint64_t fixed(std::size_t width) {
+    if (width > rest_.size()) {
+      good_ = false;
+      rest_ = {};
+      return 0;
+    }
+    std::uint64_t value = 0;
+    for (std::size_t i = 0; i < width; ++i)
+      value |= std::uint64_t{static_cast<unsigned char>(rest_[i])} << (8 * i);
+    rest_.remove_prefix(width);
+    return value;
+  }
+
+  std::string_view rest_;
+  bool good_ = true;
+};
+
+/// Frames cut out of the bytes of a connection, as they arrive.
+class FrameBuffer {
+ public:
+  void append(std::string_view bytes) { bytes_.append(bytes); }
+
+  /// The length that the next frame's payload will have, once its first 4 bytes are there.
+  [[nodiscard]] std::optional<std::size_t> next_length() const {
+    if (bytes_.size() - begin_ < 4) return std::nullopt;
+    std::size_t length = 0;
+    for (std::size_t i = 0; i < 4; ++i)
+      length |= std::size_t{static_cast<unsigned char>(bytes_[begin_ + i])} << (8 * i);
+    return length;
+  }
+  /// The payload of the next frame, once it is whole; valid until `append`.
+  [[nodiscard]] std::optional<std::string_view> next() {
+    const auto length = next_length();
+    if (!length || bytes_.size() - begin_ - 4 < *length) {
+      bytes_.erase(0, begin_);
+      begin_ = 0;
+      return std::nullopt;
+    }
+    const auto payload = std::string_view(bytes_).substr(begin_ + 4, *length);
+    begin_ += 4 + *length;
+    return payload;
+  }
+  [[nodiscard]] std::size_t size() const { return bytes_.size() - begin_; }
+
+ private:
+  std::string bytes_;
+  std::size_t begin_ = 0;
+};
+
+}  // namespace lockstep::detail

@@ -1,0 +1,373 @@
+#include "lockstep/world/store_server.hpp"
+
+#include <sys/resource.h>
+
+#include <atomic>
+#include <memory>
+#include <random>
+#include <thread>
+
+#include "lockstep/world/store_connection.hpp"
+#include "support/catch.hpp"
+
+using namespace std::chrono_literals;
+using namespace lockstep::detail;
+using Strings = std::vector<std::string>;
+
+namespace {
+
+// What a StoreClient does, without LibTorch.
+struct Client {
+  explicit Client(const StoreEndpoint& endpoint, std::chrono::milliseconds timeout = 20s)
+      : connection(endpoint, timeout), timeout(timeout) {}
+
+  template <class Fill>
+  std::string ask(StoreOperation operation, Fill fill) {
+    return connection.request(operation, StoreConnection::Clock::now() + timeout, fill);
+  }
+  void set(const std::string& key, const std::string& value) {
+    ask(StoreOperation::set, [&](FrameWriter& out) { out.texts({key}).texts({value}); });
+  }
+  std::string get(const std::string& key) {
+    const auto reply = ask(StoreOperation::get, [&](FrameWriter& out) { out.texts({key}); });
+    return std::string(FrameReader(reply).text());
+  }
+  void wait(const Strings& keys) {
+    ask(StoreOperation::wait, [&](FrameWriter& out) { out.texts(keys); });
+  }
+  bool check(const Strings& keys) {
+    return ask(StoreOperation::check, [&](FrameWriter& out) { out.texts(keys); }) == std::string(1, '\1');
+  }
+  std::int64_t add(const std::string& key, std::int64_t amount) {
+    const auto reply = ask(StoreOperation::add, [&](FrameWriter& out) {
+      out.text(key).integer(static_cast<std::uint64_t>(amount));
+    });
+    return static_cast<std::int64_t>(FrameReader(reply).integer());
+  }
+  std::string compare_set(const std::string& key, const std::string& expected, const std::string& desired) {
+    return ask(StoreOperation::compare_set,
+               [&](FrameWriter& out) { out.text(key).text(expected).text(desired); });
+  }
+
+  StoreConnection connection;
+  std::chrono::milliseconds timeout;
+};
+
+struct Served {
+  explicit Served(std::string secret = "open sesame", std::chrono::milliseconds hello_timeout = 10s)
+      : server(std::make_unique<StoreServer>(listen_on("127.0.0.1", 0), secret, hello_timeout)),
+        endpoint{"127.0.0.1", server->port(), std::move(secret)} {}
+
+  // A connection that says nothing.
+  [[nodiscard]] Descriptor stranger() const {
+    auto attempt = try_connect(endpoint.host, endpoint.port, StoreConnection::Clock::now() + 10s);
+    REQUIRE(attempt.fd.open());
+    return std::move(attempt.fd);
+  }
+
+  std::unique_ptr<StoreServer> server;
+  StoreEndpoint endpoint;
+};
+
+void say(const Descriptor& fd, const std::string& bytes) {
+  REQUIRE(send(fd.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL) == static_cast<ssize_t>(bytes.size()));
+}
+
+// Whether the other end hangs up within 20 s.
+bool hangs_up(const Descriptor& fd) {
+  const auto until = StoreConnection::Clock::now() + 20s;
+  char buffer[4096];
+  while (poll_until(fd.get(), POLLIN, until)) {
+    const auto length = recv(fd.get(), buffer, sizeof buffer, MSG_DONTWAIT);
+    if (length == 0 || (length < 0 && errno == ECONNRESET)) return true;
+  }
+  return false;
+}
+
+std::string hello(const std::string& secret) {
+  return FrameWriter().raw(store_magic).raw(secret).take();
+}
+
+}  // namespace
+
+TEST_CASE("the store keeps what its clients set") {
+  const Served served;
+  Client one(served.endpoint), other(served.endpoint);
+  one.set("a", "1");
+  CHECK(other.get("a") == "1");
+  CHECK(other.check({"a"}));
+  CHECK_FALSE(other.check({"a", "b"}));
+  const std::string bytes("\0\xff\n", 3), large(5'000'000, 'x');
+  one.set(bytes, large);
+  CHECK(other.get(bytes) == large);
+  CHECK(one.compare_set("c", "", "first") == "first");
+  CHECK(other.compare_set("c", "", "second") == "first");
+  CHECK(other.compare_set("c", "first", "second") == "second");
+  CHECK(other.compare_set("d", "not there", "x") == "not there");
+  CHECK_FALSE(other.check({"d"}));
+  CHECK(one.add("n", 5) == 5);
+  CHECK(other.add("n", -7) == -2);
+  CHECK(one.get("n") == "-2");
+  const auto erase = [&] { return one.ask(StoreOperation::erase, [](FrameWriter& out) { out.text("a"); }); };
+  CHECK(erase() == std::string(1, '\1'));
+  CHECK(erase() == std::string(1, '\0'));
+  CHECK(FrameReader(one.ask(StoreOperation::count, [](FrameWriter&) {})).integer() == 3);
+}
+
+TEST_CASE("a wait is answered when the last of its keys is set, and stalls nobody else") {
+  const Served served;
+  Client waiting(served.endpoint), other(served.endpoint);
+  std::atomic<bool> done{false};
+  std::thread thread([&] {
+    waiting.wait({"x", "y", "z"});
+    done = true;
+  });
+  other.set("y", "");
+  other.set("z", "");
+  CHECK(other.get("z").empty());
+  CHECK_FALSE(done);
+  other.add("x", 1);
+  thread.join();
+  CHECK(done);
+}
+
+TEST_CASE("a wait that was given up leaves the connection in step") {
+  const Served served;
+  Client client(served.endpoint), other(served.endpoint);
+  client.timeout = 30ms;
+  for (int round = 0; round < 5; ++round) {
+    CHECK_THROWS_AS(client.wait({fmt::format("late {}", round)}), StoreTimeout);
+    CHECK_THROWS_AS(client.get("never"), StoreTimeout);
+    other.set(fmt::format("late {}", round), "here");
+  }
+  client.timeout = 20s;
+  other.set("k", "value");
+  CHECK(client.get("k") == "value");
+  CHECK(client.add("n", 3) == 3);
+}
+
+TEST_CASE("threads that share a connection wait for each other no longer than their own timeout") {
+  const Served served;
+  Client shared(served.endpoint), other(served.endpoint);
+  std::thread waiting([&] { shared.wait({"late"}); });
+  while (true) {  // until the other thread has its turn
+    try {
+      shared.connection.request(StoreOperation::count, StoreConnection::Clock::now() + 50ms,
+                                [](FrameWriter&) {});
+    } catch (const StoreTimeout&) {
+      break;
+    }
+  }
+  other.set("late", "");
+  waiting.join();
+  CHECK(shared.check({"late"}));
+}
+
+TEST_CASE("a counter that is no number or would overflow is refused") {
+  const Served served;
+  Client client(served.endpoint);
+  client.set("text", "12 monkeys");
+  client.set("empty", "");
+  client.add("large", std::int64_t{1} << 62);
+  CHECK_THROWS_AS(client.add("text", 1), StoreRefusal);
+  CHECK_THROWS_AS(client.add("empty", 1), StoreRefusal);
+  CHECK_THROWS_AS(client.add("large", std::int64_t{1} << 62), StoreRefusal);
+  CHECK(client.add("large", 0) == std::int64_t{1} << 62);
+  CHECK(client.get("text") == "12 monkeys");
+}
+
+TEST_CASE("keys and values that are too large are refused") {
+  const Served served;
+  Client client(served.endpoint);
+  CHECK_THROWS_AS(client.set(std::string(max_key_bytes + 1, 'k'), "v"), StoreRefusal);
+  CHECK_THROWS_AS(client.set("k", std::string(max_frame_bytes, 'v')), StoreRefusal);
+  client.set("k", "v");
+  CHECK(client.get("k") == "v");
+}
+
+TEST_CASE("only who knows the secret is let in") {
+  const Served served;
+  for (const char* wrong : {"", "open sesam", "open sesame!", "OPEN SESAME"})
+    CHECK_THROWS_WITH(Client({served.endpoint.host, served.endpoint.port, wrong}),
+                      ContainsSubstring("belongs to another run"));
+  Client(served.endpoint).set("a", "1");
+}
+
+TEST_CASE("a stranger's bytes stall neither the clients nor the end of the server") {
+  Served served("", 10min);
+  Client client(served.endpoint);
+  std::vector<Descriptor> strangers;
+  for (const auto& bytes : {std::string(1, '\0'), std::string("\x10"), hello("").substr(0, 9),
+                            std::string("\x12\0\0\0lock", 8)}) {
+    strangers.push_back(served.stranger());
+    say(strangers.back(), bytes);
+  }
+  // One that was let in and stops in the middle of a request.
+  strangers.push_back(served.stranger());
+  say(strangers.back(), hello("") + std::string("\xff\xff\0\0half", 8));
+  client.set("a", "1");
+  CHECK(Client(served.endpoint).get("a") == "1");
+  served.server.reset();
+  for (const auto& stranger : strangers) CHECK(hangs_up(stranger));
+  CHECK_THROWS_AS(client.get("a"), StoreLost);
+  CHECK_THROWS_AS(client.get("a"), StoreLost);
+}
+
+TEST_CASE("what is no hello or request is hung up on") {
+  const Served served;
+  for (const auto& bytes :
+       {std::string("GET / HTTP/1.1\r\n\r\n"), std::string("\xff\xff\xff\xff", 4),
+        std::string("\x11\0\0\0lockstep stork 1\n", 21),
+        hello(served.endpoint.secret) + std::string("\xff\xff\xff\xff", 4),
+        hello(served.endpoint.secret) + std::string("\0\0\0\0", 4),
+        hello(served.endpoint.secret) + std::string("\x09\0\0\0........\x77", 13),
+        // 4 billion keys in a wait
+        hello(served.endpoint.secret) + std::string("\x0d\0\0\0........\2\xff\xff\xff\xff", 17)}) {
+    const auto stranger = served.stranger();
+    say(stranger, bytes);
+    CHECK(hangs_up(stranger));
+  }
+  Client(served.endpoint).set("a", "1");
+}
+
+TEST_CASE("a stranger that says nothing is hung up on in time") {
+  const Served served("", 50ms);
+  const auto stranger = served.stranger();
+  CHECK(hangs_up(stranger));
+  Client client(served.endpoint);
+  std::this_thread::sleep_for(200ms);  // a client is not
+  client.set("a", "1");
+}
+
+TEST_CASE("thousands of mute connections leave room for clients") {
+  rlimit limit{};
+  getrlimit(RLIMIT_NOFILE, &limit);
+  const auto before = limit;
+  limit.rlim_cur = std::min<rlim_t>(limit.rlim_max, 8192);
+  setrlimit(RLIMIT_NOFILE, &limit);
+  {
+    const Served served("", 10min);
+    Client first(served.endpoint);
+    std::vector<Descriptor> strangers;
+    for (int i = 0; i < 3000 && strangers.size() + 600 < limit.rlim_cur; ++i) {
+      auto attempt =
+          try_connect(served.endpoint.host, served.endpoint.port, StoreConnection::Clock::now() + 10s);
+      if (attempt.fd.open()) strangers.push_back(std::move(attempt.fd));
+    }
+    Client second(served.endpoint);
+    second.set("a", "1");
+    CHECK(first.get("a") == "1");
+    CHECK(hangs_up(strangers.front()));
+  }
+  setrlimit(RLIMIT_NOFILE, &before);
+}
+
+TEST_CASE("a client that does not read its replies costs the server no more than one") {
+  const Served served("");
+  Client client(served.endpoint);
+  client.set("large", std::string(8'000'000, 'x'));
+  const auto greedy = served.stranger();
+  say(greedy, hello(""));
+  for (int i = 0; i < 200; ++i)
+    say(greedy, FrameWriter()
+                    .integer(1)
+                    .byte(static_cast<std::uint8_t>(StoreOperation::get))
+                    .texts({"large"})
+                    .take());
+  for (int i = 0; i < 20; ++i) client.set("a", std::to_string(i));
+  CHECK(client.get("a") == "19");
+}
+
+TEST_CASE("random bytes from clients that were let in end nothing but their connections") {
+  const Served served("");
+  std::mt19937 random(1);
+  for (int round = 0; round < 300; ++round) {
+    std::string bytes = hello("");
+    for (int frame = 0; frame < 4; ++frame) {
+      std::string payload;
+      const auto length = random() % 60;
+      for (unsigned i = 0; i < length; ++i) payload.push_back(static_cast<char>(random() % (i < 9 ? 9 : 4)));
+      bytes += FrameWriter().raw(payload).take();
+    }
+    const auto stranger = served.stranger();
+    if (send(stranger.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL) < 0) {
+    }
+  }
+  Client client(served.endpoint);
+  client.set("after", "all");
+  CHECK(client.get("after") == "all");
+}
+
+TEST_CASE("many clients at once") {
+  const Served served;
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < 32; ++rank)
+    threads.emplace_back([&, rank] {
+      Client client(served.endpoint);
+      for (int i = 0; i < 50; ++i) client.add("sum", 1);
+      client.set(fmt::format("done {}", rank), "");
+      for (int other = 0; other < 32; ++other) client.wait({fmt::format("done {}", other)});
+    });
+  for (auto& thread : threads) thread.join();
+  CHECK(Client(served.endpoint).add("sum", 0) == 32 * 50);
+}
+
+TEST_CASE("a client tells what is wrong at the other end") {
+  // Somebody who listens and never answers.
+  const auto mute = listen_on("127.0.0.1", 0);
+  CHECK_THROWS_WITH(Client({"127.0.0.1", mute.port}, 300ms),
+                    ContainsSubstring("does not answer as a store of lockstep"));
+  for (const auto& [words, text] : std::vector<std::pair<std::string, std::string>>{
+           {"SSH-2.0-OpenSSH_9.2\r\n", "is not a store of lockstep"},
+           {std::string("\x12\0\0\0lockstep store 7\n\0", 22), "another version of lockstep"}}) {
+    const auto listener = listen_on("127.0.0.1", 0);
+    std::thread other([&, &words = words] {
+      const Descriptor fd(accept(listener.fd.get(), nullptr, nullptr));
+      say(fd, words);
+      hangs_up(fd);
+    });
+    CHECK_THROWS_WITH(Client({"127.0.0.1", listener.port}, 20s), ContainsSubstring(text));
+    other.join();
+  }
+}
+
+TEST_CASE("a server that is stopped does not hold its client") {
+  // The connection is in the queue of a listener that nobody serves once it was let in.
+  const auto listener = listen_on("127.0.0.1", 0);
+  std::thread other([&] {
+    const Descriptor fd(accept(listener.fd.get(), nullptr, nullptr));
+    say(fd, FrameWriter().raw(store_magic).byte(0).take());
+    hangs_up(fd);
+  });
+  {
+    Client client({"127.0.0.1", listener.port});
+    client.timeout = 50ms;
+    CHECK_THROWS_AS(client.add("a", 1), StoreTimeout);
+    CHECK_THROWS_AS(client.set("a", std::string(30'000'000, 'x')), StoreTimeout);
+    CHECK_THROWS_AS(client.check({"a"}), StoreTimeout);
+  }
+  other.join();
+}
+
+TEST_CASE("a listener binds what the address says") {
+  const auto bound = [](const Listener& listener) {
+    SocketAddress address;
+    getsockname(listener.fd.get(), address.get(), &address.length);
+    return address.text();
+  };
+  CHECK(bound(listen_on("127.0.0.1", 0)) == "127.0.0.1");
+  CHECK(bound(listen_on("localhost", 0)) == "127.0.0.1");
+  const auto all = bound(listen_on("", 0));
+  CHECK((all == "::" || all == "0.0.0.0"));
+  const auto elsewhere = listen_on("192.0.2.1", 0);  // an address for examples: nobody's
+  CHECK(bound(elsewhere) == all);
+  CHECK(elsewhere.host_is_elsewhere);
+  CHECK_THROWS_WITH(listen_on("no-such-host.invalid", 0), ContainsSubstring("no-such-host.invalid"));
+}
+
+TEST_CASE("control characters of another process are escaped") {
+  CHECK(printable("plain, größer") == "plain, größer");
+  CHECK(printable("\x1b[2J\nerror: rank 0\r\t\x7f") == "\\x1b[2J\\nerror: rank 0\\x0d\\t\\x7f");
+  CHECK(printable("\xc2\x9b"
+                  "31m") == "\\x9b31m");
+}
