@@ -30,6 +30,7 @@
 #include "lockstep/log/log.hpp"
 #include "lockstep/log/progress.hpp"
 #include "lockstep/nn/convert_sync_batchnorm.hpp"
+#include "lockstep/nn/linear.hpp"
 #include "lockstep/nn/sync_batch_norm.hpp"
 #include "lockstep/optim/adam.hpp"
 #include "lockstep/optim/clip.hpp"

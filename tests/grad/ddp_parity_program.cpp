@@ -4,7 +4,8 @@
 //        ddp_parity_program --library      (prints the path of the libtorch_cpu.so in use)
 //
 // A mutation breaks the reduction on purpose, to see that the comparison finds it: `permute` the bucket
-// order, `skip` one parameter in each bucket, `swap` two of equal shape on one rank, reduction `off`.
+// order, `skip` one parameter in each bucket, `swap` two of equal shape on one rank, reduction `off`. With
+// `linear` the GPT has torch::nn::Linear, whose arithmetic is not Python's.
 #include <torch/torch.h>
 
 #include <fstream>
@@ -19,6 +20,11 @@
 #include "lockstep/grad/distributed_data_parallel.hpp"
 #include "lockstep/grad/hooks/bf16_hook.hpp"
 #include "lockstep/grad/hooks/fp16_hook.hpp"
+#include "lockstep/grad/hooks/power_sgd_hook.hpp"
+#include "lockstep/nn/linear.hpp"
+#include "lockstep/optim/adam.hpp"
+#include "lockstep/optim/clip.hpp"
+#include "lockstep/optim/schedule.hpp"
 #include "lockstep/world/launch.hpp"
 #include "support/parity_program.hpp"
 
@@ -104,6 +110,57 @@ torch::nn::Sequential make_layers(const std::string& name) {
                     Flatten(), Linear(288, 10));
 }
 
+constexpr std::int64_t tokens = 50, length = 8, width = 64, heads = 4;  // of the gpt
+
+template <class Linear>
+struct BlockImpl : torch::nn::Module {
+  BlockImpl() {
+    using namespace torch::nn;
+    norm1 = register_module("norm1", LayerNorm(LayerNormOptions({width})));
+    attention = register_module("attention", Linear(width, 3 * width));
+    projection = register_module("projection", Linear(width, width));
+    norm2 = register_module("norm2", LayerNorm(LayerNormOptions({width})));
+    up = register_module("up", Linear(width, 4 * width));
+    down = register_module("down", Linear(4 * width, width));
+  }
+  torch::Tensor forward(torch::Tensor x) {
+    const auto parts = attention(norm1(x)).split(width, 2);
+    const auto of_heads = [&](const torch::Tensor& part) {
+      return part.view({x.size(0), x.size(1), heads, width / heads}).transpose(1, 2);
+    };
+    const auto q = of_heads(parts[0]);
+    const auto k = of_heads(parts[1]);
+    const auto v = of_heads(parts[2]);
+    const auto joined = at::scaled_dot_product_attention(q, k, v, {}, 0.0, /*is_causal=*/true);
+    x = x + projection(joined.transpose(1, 2).contiguous().view(x.sizes()));
+    return x + down(torch::gelu(up(norm2(x))));
+  }
+  torch::nn::LayerNorm norm1{nullptr}, norm2{nullptr};
+  Linear attention{nullptr}, projection{nullptr}, up{nullptr}, down{nullptr};
+};
+
+/// Its head is the embedding's own matrix.
+template <class Linear>
+struct GptImpl : torch::nn::Module {
+  GptImpl() {
+    wte = register_module("wte", torch::nn::Embedding(tokens, width));
+    wpe = register_module("wpe", torch::nn::Embedding(length, width));
+    for (const char* name : {"block0", "block1"})
+      blocks.push_back(register_module(name, std::make_shared<BlockImpl<Linear>>()));
+    norm = register_module("norm", torch::nn::LayerNorm(torch::nn::LayerNormOptions({width})));
+  }
+  torch::Tensor forward(const torch::Tensor& words) {
+    const auto word = wte(words);
+    const auto place = wpe(torch::arange(length));
+    auto x = word + place;
+    for (auto& block : blocks) x = block->forward(x);
+    return torch::linear(norm(x), wte->weight).mean(1);
+  }
+  torch::nn::Embedding wte{nullptr}, wpe{nullptr};
+  std::vector<std::shared_ptr<BlockImpl<Linear>>> blocks;
+  torch::nn::LayerNorm norm{nullptr};
+};
+
 /// The models of ddp_parity.py, with the same order of parameters.
 struct NetImpl : torch::nn::Module {
   explicit NetImpl(const std::string& name) : name(name) {
@@ -129,6 +186,11 @@ struct NetImpl : torch::nn::Module {
       last = register_module("last", Linear(48, 10));
       if (name == "mixed") middle->to(torch::kDouble);
       if (name == "complex") to(torch::kComplexFloat);
+    } else if (name == "gpt") {
+      if (mutation == "linear")
+        torch_gpt = register_module("gpt", std::make_shared<GptImpl<torch::nn::Linear>>());
+      else
+        gpt = register_module("gpt", std::make_shared<GptImpl<lockstep::Linear>>());
     } else {
       layers = register_module("layers", make_layers(name));
     }
@@ -141,6 +203,10 @@ struct NetImpl : torch::nn::Module {
     }
     if (name == "table")
       return last(torch::relu(first(table((x.abs() * 10).to(torch::kLong).remainder(50)).mean(1))));
+    if (name == "gpt") {
+      const auto words = (x.narrow(1, 0, length).abs() * 10).to(torch::kLong).remainder(tokens);
+      return gpt ? gpt->forward(words) : torch_gpt->forward(words);
+    }
     if (name == "tied") return last(torch::relu(first(torch::relu(first(x)))));
     if (name == "complex")
       return last(torch::tanh(middle(torch::tanh(first(x.to(torch::kComplexFloat)))))).abs();
@@ -163,6 +229,8 @@ struct NetImpl : torch::nn::Module {
   std::vector<torch::nn::Linear> branches;
   torch::nn::Embedding table{nullptr};
   torch::nn::Sequential layers{nullptr};
+  std::shared_ptr<GptImpl<lockstep::Linear>> gpt;
+  std::shared_ptr<GptImpl<torch::nn::Linear>> torch_gpt;
 };
 TORCH_MODULE(Net);
 
@@ -223,6 +291,28 @@ lockstep::DdpOptions options_of(const Case& c) {
   return options;
 }
 
+/// AdamW as a GPT is trained with it, the schedule and the clipping included: matrices decay, vectors do not.
+struct GptOptimizer {
+  GptOptimizer(const Case& c, const std::vector<at::Tensor>& trained)
+      : trained(trained), rate(c.rate), curve{.length = c.steps} {
+    std::vector<at::Tensor> matrices, vectors;
+    for (const auto& parameter : trained) (parameter.dim() > 1 ? matrices : vectors).push_back(parameter);
+    lockstep::AdamWOptions decaying{.lr = rate, .betas = {0.9, 0.95}, .weight_decay = 0.1}, plain = decaying;
+    plain.weight_decay = 0;
+    optimizer.emplace(std::vector<torch::optim::OptimizerParamGroup>{
+        lockstep::parameter_group(matrices, decaying), lockstep::parameter_group(vectors, plain)});
+  }
+  void step(int step) {
+    lockstep::clip_grad_norm(trained, 1.0);
+    for (auto& group : optimizer->param_groups()) group.options().set_lr(rate * curve(step));
+    optimizer->step();
+  }
+  std::vector<at::Tensor> trained;
+  double rate;
+  lockstep::CosineCurve curve;
+  std::optional<lockstep::AdamW> optimizer;
+};
+
 template <class Comm, class Hook>
 void train(const Case& c, const lockstep::World& world, Comm& comm, const std::string& folder,
            const std::string& output, Hook hook) {
@@ -246,15 +336,18 @@ void train(const Case& c, const lockstep::World& world, Comm& comm, const std::s
   std::vector<at::Tensor> trained;
   for (const auto& parameter : ddp.parameters())
     if (parameter.requires_grad()) trained.push_back(parameter);
-  torch::optim::SGD optimizer(trained, torch::optim::SGDOptions(c.rate).momentum(c.momentum));
+  torch::optim::SGD sgd(trained, torch::optim::SGDOptions(c.rate).momentum(c.momentum));
+  std::optional<GptOptimizer> adamw;
+  if (c.extra == "adamw") adamw.emplace(c, trained);
   auto loss = [&](int step, int micro) {
     const std::int64_t batch = ((step * c.micro_batches + micro) * 4 + world.rank()) % count;
-    const int which = (c.with("static") ? world.rank() : step + world.rank()) % 3;
+    const int which = (c.with("static") ? world.rank() : c.with("alike") ? step : step + world.rank()) % 3;
     const auto input = c.with("last") ? channels_last(x[batch]) : x[batch];
-    return torch::nn::functional::cross_entropy(ddp(input, which), y[batch]);
+    const auto mean = torch::nn::functional::cross_entropy(ddp(input, which), y[batch]);
+    return adamw ? mean / c.micro_batches : mean;
   };
   for (int step = 0; step < c.steps; ++step) {
-    if (!c.with("keep") || step % 3 == 0) optimizer.zero_grad(c.set_to_none != 0);
+    if (!c.with("keep") || step % 3 == 0) sgd.zero_grad(c.set_to_none != 0);
     for (int micro = 0; micro + 1 < c.micro_batches; ++micro) {
       const auto guard = ddp.no_sync();
       ddp.backward(loss(step, micro));
@@ -264,7 +357,7 @@ void train(const Case& c, const lockstep::World& world, Comm& comm, const std::s
     else
       ddp.backward(loss(step, c.micro_batches - 1));
     if (c.with("twice")) ddp.backward(loss(step + 1, 0));
-    optimizer.step();
+    adamw ? adamw->step(step) : static_cast<void>(sgd.step());
     if (step < 3 || step + 1 == c.steps)
       write_state(*model, output + "/" + c.name + "." + std::to_string(step + 1) + "." +
                               std::to_string(world.rank()));
@@ -284,6 +377,11 @@ void train(const Case& c, const lockstep::World& world, TestComm& comm, const st
     train(c, world, comm, folder, output, lockstep::Fp16Hook{});
   else if (c.extra == "bf16")
     train(c, world, comm, folder, output, lockstep::Bf16Hook{});
+  else if (c.with("power-sgd"))
+    train(c, world, comm, folder, output,
+          lockstep::PowerSgdHook{{.matrix_approximation_rank = 2,
+                                  .start_iteration = 10,
+                                  .use_error_feedback = c.with("feedback")}});
   else
     train(c, world, comm, folder, output, lockstep::AllReduceHook{});
 }
