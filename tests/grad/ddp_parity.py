@@ -73,6 +73,8 @@ CASES = [
     ("join", "mlp", 1, 1, 50, 0.1, 0.0, "16384", "join", "`join()`, as ranks run out of data one after the other; `backward_nothing()`"),
     ("fp16", "mlp", 1, 1, 50, 0.1, 0.9, "16384", "fp16", "`fp16_compress_hook`"),
     ("bf16", "mlp", 0, 1, 50, 0.1, 0.9, "16384", "bf16", "`bf16_compress_hook`"),
+    ("power-sgd", "gpt", 1, 1, 15, 0.1, 0.9, "262144,8192", "power-sgd", "`powerSGD_hook` without error feedback, rank 2 from step 10 on, a GPT of two layers"),
+    ("power-sgd-feedback", "gpt", 1, 1, 15, 0.1, 0.9, "262144,8192", "power-sgd+feedback", "the same with error feedback, but for the errors of what is not compressed, which lockstep does not keep"),
     ("gpt", "gpt", 1, 4, 40, 3e-3, 0.0, "65536", "adamw", "a GPT of two layers, its head tied: `AdamW` with two groups, clipping, cosine, `no_sync`: four micro-batches"),
 ]
 

@@ -25,7 +25,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_loca
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 
 SMALL = [[(40, 30), (7,)], [(600,)], [(16, 3, 3, 3), (16,), (1,)]]
-LARGE = [[(256, 128), (256,), (96, 64)], [(64, 3, 5, 5), (10,)], [(33, 65), (9, 8)]]
+# A shape that recurs after another one: PowerSGD goes shape by shape.
+LARGE = [[(256, 128), (256,), (96, 64), (256, 128)], [(64, 3, 5, 5), (10,)], [(33, 65), (9, 8)]]
 # One bucket, so that both sides do the same one after the other: these cases are timed as well.
 TIMED = [[(512, 512), (512,)]]
 # Between a tensor that is not compressed and the exact average, relative to the largest of its bucket.

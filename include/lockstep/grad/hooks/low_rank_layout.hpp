@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <iterator>
 #include <utility>
 #include <vector>
 
@@ -30,7 +31,7 @@ struct LowRankMatrix {
 /// another, and the tensors that are not worth compressing in a third.
 struct LowRankLayout {
   std::vector<std::size_t> parameters;
-  std::vector<LowRankMatrix> matrices;
+  std::vector<LowRankMatrix> matrices;                       ///< in the order of `grouped_by_shape`
   std::vector<std::pair<std::int64_t, std::int64_t>> whole;  ///< offset and length of the others
   at::Tensor ps, qs, rest;
 
@@ -40,6 +41,22 @@ struct LowRankLayout {
            ps.device() == bucket.flat.device();
   }
 };
+
+/// Returns the matrices with those of equal shape next to each other: shapes in the order of their first
+/// matrix, the matrices of a shape in bucket order. Python's hook draws its random factors and places the
+/// factors in its all-reduces in this order, whether or not it batches tensors of equal shape.
+inline std::vector<LowRankMatrix> grouped_by_shape(const std::vector<LowRankMatrix>& matrices) {
+  std::vector<LowRankMatrix> grouped;
+  grouped.reserve(matrices.size());
+  for (std::size_t first = 0; first < matrices.size(); ++first) {
+    const auto same_shape = [&](const LowRankMatrix& other) {
+      return other.n == matrices[first].n && other.m == matrices[first].m;
+    };
+    if (std::any_of(grouped.begin(), grouped.end(), same_shape)) continue;
+    std::copy_if(matrices.begin(), matrices.end(), std::back_inserter(grouped), same_shape);
+  }
+  return grouped;
+}
 
 /// Python's choice: n x m is compressed where (n + m) * r * min_rate < n * m, with r = min(n, m, rank). A
 /// complex gradient is a real one with twice as many columns.
@@ -62,6 +79,7 @@ inline LowRankLayout low_rank_layout(const GradientBucket& bucket, std::int64_t 
     }
     offset += length;
   }
+  layout.matrices = grouped_by_shape(layout.matrices);
   const auto options = bucket.flat.options().requires_grad(false);
   layout.ps = at::empty({p}, options);
   layout.qs = at::empty({q}, options);
