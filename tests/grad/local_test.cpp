@@ -29,7 +29,64 @@ std::vector<std::string> ten_steps(Step&& step) {
   });
 }
 
+/// A group of `ranks` ranks, each of which has what this process has: sums are made one rank after the other.
+struct PlayedComm : lockstep::LocalComm {
+  PlayedComm(const lockstep::World& world, int ranks) : LocalComm(world), ranks(ranks) {}
+  using LocalComm::all_reduce;
+  Work all_reduce(const at::Tensor& tensor, lockstep::ReduceOp = lockstep::ReduceOp::sum) {
+    at::Tensor sum = tensor;
+    const at::Tensor mine = tensor.clone();
+    for (int rank = 1; rank < ranks; ++rank) sum.add_(mine);
+    return {};
+  }
+  [[nodiscard]] std::vector<std::string> all_gather_bytes(const std::string& bytes) const {
+    return std::vector<std::string>(static_cast<std::size_t>(ranks), bytes);
+  }
+  [[nodiscard]] int size() const { return ranks; }
+  int ranks;
+};
+
 }  // namespace
+
+TEST_CASE("counts are summed exactly on any number of ranks, or refused") {
+  const auto world = lockstep::World::from_environment();
+  const auto total = [&](int ranks, double count, at::ScalarType type) {
+    PlayedComm comm{world, ranks};
+    torch::nn::Linear layer(2, 1);
+    layer->to(type);
+    lockstep::DistributedDataParallel ddp{layer, comm};
+    const double sum = ddp.backward_mean(count * layer(torch::ones({1, 2}, type)).sum(), count);
+    CHECK(torch::allclose(layer->weight.grad(), torch::ones({1, 2}, type)));
+    return sum;
+  };
+  // What does not divide by 2^16 adds up to 2^24 and more, where float32 rounds, from 257 ranks on.
+  for (const int ranks : {2, 255, 256, 257, 1024})
+    for (const double count : {1.0, 65535.0, 65537.0, 16777217.0, 4294967295.0}) {
+      CAPTURE(ranks, count);
+      CHECK(total(ranks, count, at::kFloat) == ranks * count);
+    }
+  const double largest = 4294967296;  // 2^32
+  CHECK(total(256, largest, at::kFloat) == 256 * largest);
+  CHECK(total(257, largest + 1, at::kFloat) == 257 * (largest + 1));
+  CHECK(total(256, largest + 1, at::kDouble) == 256 * (largest + 1));
+
+  PlayedComm comm{world, 256};
+  torch::nn::Linear layer(2, 1);
+  lockstep::DistributedDataParallel ddp{layer, comm};
+  const auto loss = [&] { return layer(torch::ones({1, 2})).sum(); };
+  CHECK_THROWS_WITH(
+      ddp.backward_mean(loss(), largest + 1),
+      "rank 0: backward_mean got the count 4294967297 in one reduction, but counts that travel "
+      "with float32 gradients are exact up to 4294967296 per rank: divide the sum and the count "
+      "by the same number");
+  CHECK(!layer->weight.grad().defined());
+  {
+    const auto guard = ddp.no_sync();
+    ddp.backward_mean(loss(), largest);
+    CHECK_THROWS_AS(ddp.backward_mean(loss(), 1), lockstep::UsageError);
+  }
+  CHECK(ddp.backward_mean({}, 0) == 256 * largest);
+}
 
 TEST_CASE("with LocalComm, ten steps run the operators of the plain loop and no other") {
   const auto world = lockstep::World::from_environment();

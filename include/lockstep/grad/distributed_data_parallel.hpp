@@ -179,8 +179,9 @@ class DistributedDataParallel {
   /// different counts; one that has nothing gives an undefined `sum` and 0. Every rank calls this one, not
   /// `backward`, in that step; inside `no_sync` sums and counts add up, and the count of this rank so far is
   /// returned. The counts ride behind the last bucket, so that there is no further collective; for other
-  /// hooks, and where that bucket is of a narrow type, they go first. Where nothing was counted anywhere
-  /// gradients are zeros.
+  /// hooks, where that bucket is of a narrow type, and among more than 256 ranks, they go first. Whole counts
+  /// are summed exactly; one above 2^32 is refused with UsageError where the last bucket is float32. Where
+  /// nothing was counted anywhere gradients are zeros.
   /// Gradients that the last reduction left must be gone (zero_grad): they are means, and adding to them is
   /// refused with GradientError.
   double backward_mean(const at::Tensor& sum, double count, bool retain_graph = false) {

@@ -81,6 +81,7 @@ class Reducer {
     const InsideBackward inside(inside_, contribution.count.has_value());
     const bool reduces = no_sync_depth == 0 && !inside.nested;
     const auto run_counted = [&] {
+      if (const auto counted = contribution.count_after(count_)) reduction_.check_count(*counted);
       run_backward();
       if (contribution.count) count_ += *contribution.count;
     };

@@ -72,6 +72,17 @@ class BucketReduction {
   [[nodiscard]] Hook& hook() { return hook_; }
   [[nodiscard]] double total_count() const { return total_count_; }
 
+  /// Throws UsageError if this rank's count is so large that its sum over the ranks might be rounded.
+  void check_count(double count) const {
+    if (count <= largest_float_count || !counts_ride() ||
+        sizes_[*buckets_->last_slot()].dtype != static_cast<int>(at::kFloat))
+      return;
+    throw UsageError(fmt::format(
+        "rank {}: backward_mean got the count {} in one reduction, but counts that travel with float32 "
+        "gradients are exact up to {} per rank: divide the sum and the count by the same number",
+        comm_.rank(), count, largest_float_count));
+  }
+
   /// Begins a reduction; with a count its gradients are sums over that many, and are divided by the sum of
   /// all ranks' counts.
   void open(std::optional<double> count) {
@@ -294,14 +305,17 @@ class BucketReduction {
     if (first) times.first_launch = launched_[b];
   }
 
-  /// Counts ride as two numbers behind the last bucket, so that their sums are exact in float32 as well; in
-  /// narrower types, and where a hook may do what it likes with the bucket, they travel first and alone.
+  /// Counts ride behind the last bucket as two numbers, count / 2^16 and the remainder. In float32 their sums
+  /// over 256 ranks are exact: whole numbers up to 2^24 are. Among more ranks, in narrower types, and where a
+  /// hook may do what it likes with the bucket, counts travel first and alone, in float64.
   [[nodiscard]] bool counts_ride() const {
     if (!std::same_as<Hook, AllReduceHook> || !buckets_->last_slot()) return false;
     const auto type = sizes_[*buckets_->last_slot()].dtype;
-    return type == static_cast<int>(at::kFloat) || type == static_cast<int>(at::kDouble);
+    return (type == static_cast<int>(at::kFloat) && comm_.size() <= 256) ||
+           type == static_cast<int>(at::kDouble);
   }
   static constexpr double count_unit = 65536;
+  static constexpr double largest_float_count = count_unit * 65536;
 
   void launch_with_count(std::size_t b, double count) {
     if constexpr (std::same_as<Hook, AllReduceHook>) {
