@@ -81,6 +81,29 @@ TEST_CASE("a static graph: what took no part at first never does, and buckets ar
              ContainsSubstring("took no part in the first backward"));
 }
 
+TEST_CASE("a kept gradient that no rank uses: averaged again in a bucket view, else left as it is") {
+  const int rank = test_world().rank();
+  Branches net;
+  DdpOptions options = searching();
+  options.gradients = GENERATE(GradientStorage::in_bucket, GradientStorage::bucket_view);
+  DistributedDataParallel ddp{net, shared_comm(), options};
+  ddp.backward(net(batch_of(rank, 0), 0).pow(2).sum());
+  const auto kept = [&] { return net->branch[0]->weight.grad(); };
+  const auto left = kept().clone();
+  // A sum that is divided by a count must not divide what is a mean already.
+  net->head->zero_grad();
+  ddp.backward_mean(net(batch_of(rank, 1), 1).pow(2).sum(), 3);
+  CHECK(kept().equal(left));
+  {
+    const torch::NoGradGuard no_grad;
+    kept().fill_(rank);
+  }
+  ddp.backward(net(batch_of(rank, 2), 1).pow(2).sum());
+  const bool averaged = options.gradients == GradientStorage::bucket_view;
+  const double expected = averaged ? (test_world().size() - 1) / 2.0 : rank;
+  CHECK(torch::allclose(kept(), torch::full({4, 4}, expected), 1e-6, 1e-7));
+}
+
 TEST_CASE("a parameter that only a re-entrant backward reaches is named, not lost") {
   Net net;
   DistributedDataParallel ddp{net, shared_comm(), searching()};

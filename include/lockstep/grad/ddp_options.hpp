@@ -21,7 +21,8 @@ enum class GradientStorage {
   /// In the buckets: nothing is copied back. The bits of Python's default.
   in_bucket,
   /// In the buckets, with the bits of Python's `gradient_as_bucket_view=True`: what lies in the bucket
-  /// already is divided by the world size, where the default multiplies by its reciprocal.
+  /// already is divided by the world size, where the default multiplies by its reciprocal. With
+  /// `find_unused_parameters` a kept gradient that no rank has used is averaged again, as in Python.
   bucket_view,
   /// In memory of their own, which stays where it is: Python's default, at the price of a copy.
   separate
@@ -55,7 +56,8 @@ struct DdpOptions {
   GradientStorage gradients = GradientStorage::in_bucket;
   /// Parameters may take no part in a backward, others each time. Each backward then walks the graph of its
   /// loss, buckets are not rebuilt in ready order, and one more small all-reduce tells who took part: a
-  /// gradient that no rank has stays as it is, one that some have becomes the average on all.
+  /// gradient that no rank has stays as it is (but see GradientStorage::bucket_view), one that some have
+  /// becomes the average on all.
   bool find_unused_parameters = false;
   /// Every backward takes the way of the first: the parameters that took no part in it never will, and each
   /// gradient comes as often as in it. No search, no further exchange, and buckets are rebuilt. Goes before

@@ -57,8 +57,11 @@ class GradientBuckets {
   /// Elements behind the last bucket, in which the counts of samples ride.
   static constexpr std::int64_t tail = 2;
 
+  /// With GradientStorage::bucket_view, gradients that exist move into their bucket views; if `adoptable` is
+  /// given, parameter i's gradient moves only if it is the tensor `(*adoptable)[i]`.
   GradientBuckets(const std::vector<NamedTensor>& parameters, const std::vector<ParameterSize>& sizes,
-                  const BucketPlan& plan, BucketStyle style, const BucketMemory& memory)
+                  const BucketPlan& plan, BucketStyle style, const BucketMemory& memory,
+                  const std::vector<at::Tensor>* adoptable = nullptr)
       : parameters_(&parameters),
         sizes_(&sizes),
         style_(style),
@@ -66,6 +69,11 @@ class GradientBuckets {
         rows_(parameters.size()),
         bucket_of_(parameters.size()) {
     for (const auto& members : plan) add(members, plan.size(), memory);
+    if (style_.storage == GradientStorage::bucket_view)
+      for (std::size_t i = 0; i < parameters.size(); ++i)
+        if (slots_[i].defined() &&
+            (!adoptable || parameters[i].tensor.mutable_grad().is_same((*adoptable)[i])))
+          adopt(i);
     for (std::size_t b = 0; b < plan.size(); ++b)
       for (const std::size_t i : plan[b])
         if (slots_[i].defined() && slots_[i].numel() > 0) last_slot_ = i;
@@ -93,6 +101,11 @@ class GradientBuckets {
   /// reduction leaves it as it is where that is so on every rank. A gradient that there is not counts as
   /// zeros. Throws GradientError where the gradient cannot lie there.
   ///
+  /// With GradientStorage::bucket_view a gradient that no backward has reached is attached too, as in Python:
+  /// the reduction averages it in place, which at three ranks and more may change its last bit. A reduction
+  /// of sums that are still to be divided by a count has no counterpart in Python: it leaves such a gradient
+  /// as it is.
+  ///
   /// The default multiplies by the reciprocal in every case, and delayed ones are divided: that is Python's
   /// arithmetic, and at three ranks a division's bits are others.
   void take(std::size_t i, const at::Tensor& weight, bool scaled, bool attach) {
@@ -104,6 +117,7 @@ class GradientBuckets {
       slot.zero_();
       return;
     }
+    if (style_.storage == GradientStorage::bucket_view && scaled && !weight.defined()) attach = true;
     const bool divide = !weight.defined() && scaled && style_.divisor != 1;
     const Bucket& bucket = buckets_[bucket_of_[i]];
     if (lies_in(grad, slot)) {
@@ -214,7 +228,6 @@ class GradientBuckets {
         slots_[i] = slot;
         bucket.gradients.gradients.push_back(std::move(slot));
         offset += parameter.numel();
-        if (style_.storage == GradientStorage::bucket_view) adopt(i);
       }
     }
     buckets_.push_back(std::move(bucket));

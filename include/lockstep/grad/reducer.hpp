@@ -80,6 +80,7 @@ class Reducer {
   void backward(const Contribution& contribution, Run&& run_backward) {
     const InsideBackward inside(inside_, contribution.count.has_value());
     const bool reduces = no_sync_depth == 0 && !inside.nested;
+    note_gradients();
     const auto run_counted = [&] {
       if (const auto counted = contribution.count_after(count_)) reduction_.check_count(*counted);
       run_backward();
@@ -144,7 +145,8 @@ class Reducer {
     return rebuilt_ ? rebuild_order_ : std::vector<std::size_t>();
   }
   void set_bucket_order(std::vector<std::size_t> order) {
-    reduction_.rebuild(order);
+    reduction_.rebuild(order, gradients_at_forward_.empty() ? nullptr : &gradients_at_forward_);
+    gradients_at_forward_.clear();
     rebuild_order_ = std::move(order);
     rebuild_due_ = false;
     rebuilt_ = true;
@@ -160,7 +162,10 @@ class Reducer {
   [[nodiscard]] double count_so_far() const { return count_; }
   /// Whether a backward since the last reduction has reached the parameter.
   [[nodiscard]] bool has_gradient(std::size_t i) const { return seen_[i] != 0; }
-  void forward_begins() { reduction_.times.forward = ReductionTimes::Clock::now(); }
+  void forward_begins() {
+    reduction_.times.forward = ReductionTimes::Clock::now();
+    if (c10::GradMode::is_enabled()) note_gradients();
+  }
 
   [[nodiscard]] DdpReport report() const {
     DdpReport report = reduction_.report();
@@ -389,6 +394,17 @@ class Reducer {
     rebuild_due_ = true;
   }
 
+  /// Keeps the gradients that exist at the first forward after the order of buckets is known. Python rebuilds
+  /// its buckets in that forward and moves those gradients into them; a gradient that a backward under
+  /// `no_sync` makes afterwards stays outside, and is multiplied by 1 / size instead of divided. The rebuild
+  /// itself waits for the next reduction here: a forward on one rank alone must not start a collective.
+  void note_gradients() {
+    if (!rebuild_due_ || options_.gradients != GradientStorage::bucket_view || !gradients_at_forward_.empty())
+      return;
+    for (const NamedTensor& parameter : parameters_)
+      gradients_at_forward_.push_back(parameter.tensor.mutable_grad());
+  }
+
   /// Once: buckets in the order in which rank 0's gradients became ready.
   void rebuild() {
     set_bucket_order(order_of_rank_zero(reduction_.comm(), rebuild_order_, parameters_[0].tensor.device()));
@@ -404,6 +420,7 @@ class Reducer {
   std::vector<int> expected_;  // how many come; empty until that is known
   std::vector<char> seen_;     // has a gradient since the last reduction, also from no_sync
   std::vector<std::size_t> ready_order_, rebuild_order_, unused_;
+  std::vector<at::Tensor> gradients_at_forward_;  // by parameter; empty before that forward
   GraphSearch search_;
   double count_ = 0;  // samples since the last reduction
   std::size_t iteration_ = 0;

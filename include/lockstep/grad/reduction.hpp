@@ -233,9 +233,9 @@ class BucketReduction {
   /// Whether any rank used the parameter when that was last asked.
   [[nodiscard]] bool used_anywhere(std::size_t i) const { return asks_usage_ || used_[i]; }
 
-  /// Makes the buckets anew, filled in this order.
-  void rebuild(const std::vector<std::size_t>& ready_order) {
-    use(with_delayed(plan_by_ready_order(sizes_, ready_order, options_.bucket_caps), delayed_));
+  /// Makes the buckets anew, filled in this order. `adoptable`, if not null: see GradientBuckets.
+  void rebuild(const std::vector<std::size_t>& ready_order, const std::vector<at::Tensor>* adoptable) {
+    use(with_delayed(plan_by_ready_order(sizes_, ready_order, options_.bucket_caps), delayed_), adoptable);
     if constexpr (StatefulHook<Hook>) hook_.reset();
   }
 
@@ -268,11 +268,11 @@ class BucketReduction {
   ReductionTimes times;
 
  private:
-  void use(const BucketPlan& plan) {
+  void use(const BucketPlan& plan, const std::vector<at::Tensor>* adoptable = nullptr) {
     buckets_.emplace(
         parameters_, sizes_, plan,
         BucketStyle{options_.gradients, Hook::divides_first ? comm_.size() : 1, options_.param_dtype},
-        bucket_memory(comm_));
+        bucket_memory(comm_), adoptable);
     works_.clear();
     works_.resize(plan.size());
     pending_.resize(plan.size());
