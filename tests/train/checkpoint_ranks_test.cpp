@@ -17,6 +17,7 @@
 #include "lockstep/precision/fp16.hpp"
 #include "lockstep/train/trainer.hpp"
 #include "support/ranks.hpp"
+#include "support/text_of.hpp"
 #include "train/nets.hpp"
 
 namespace {
@@ -385,7 +386,7 @@ TEST_CASE("what does not fit a checkpoint is said on every rank, and the model s
     CHECK(bytes_of(*other.model()) != before);
   }
   cut(fs::file_size(file.path) / 2);
-  refused([&] { trainer->load_checkpoint(file.path); }, "is cut short");
+  refused([&] { trainer->load_checkpoint(file.path); }, "damaged or cut short");
   trainer->save(file.path);
   refused([&] { trainer->load_checkpoint(file.path); }, "it is no checkpoint of a Trainer");
   CHECK(bytes_of(*trainer->model()) == before);
@@ -401,6 +402,75 @@ TEST_CASE("what does not fit a checkpoint is said on every rank, and the model s
                      lockstep::OnGradients{[&](const auto&) { trainer->save_checkpoint(file.path); }});
       },
       "in the midst of a step");
+}
+
+namespace {
+// A part of a checkpoint that one rank cannot load.
+struct Part {
+  bool bad = false;
+  void save(torch::serialize::OutputArchive& archive) const { archive.write("part", c10::IValue(1)); }
+  void load(torch::serialize::InputArchive&) {
+    if (bad) throw std::length_error("no such length");
+  }
+};
+// A hook whose state one rank cannot give.
+struct Forgetful {
+  bool bad = false;
+  template <class Comm>
+  void operator()(Comm& comm, const lockstep::GradientBucket& bucket) {
+    bucket.flat.div_(comm.size());
+    comm.all_reduce(bucket.flat, lockstep::ReduceOp::sum).wait_host();
+  }
+  [[nodiscard]] lockstep::HookState state() const {
+    if (bad) throw std::runtime_error("no such state");
+    return {};
+  }
+  void load_state(const lockstep::HookState&) {}
+  void rollback() {}
+  void reset() {}
+};
+}  // namespace
+
+TEST_CASE("what one rank cannot save or load every rank is told, and works on") {
+  const auto& world = test_world();
+  const CommonFile file(world);
+  const bool culprit = world.rank() == world.size() - 1;
+  const auto hook = lockstep::hook_of(Forgetful{});
+  lockstep::Trainer<TinyNet, lockstep::DistributedSampler, lockstep::GlooComm, lockstep::Fp32,
+                    std::remove_const_t<decltype(hook)>>
+      trainer(world, {.steps = 1, .progress = false}, hook);
+  Part part;
+  trainer.save_checkpoint(file.path, part);
+  part.bad = culprit;
+  const auto told = [&](const std::string& text, const std::string& said) {
+    CHECK_THAT(said, ContainsSubstring(text));
+    for (const auto& other : trainer.comm().all_gather_bytes(said)) CHECK(other == said);
+  };
+  told("no such length",
+       text_of<lockstep::CheckpointError>([&] { trainer.load_checkpoint(file.path, part); }));
+  part.bad = false;
+  trainer.load_checkpoint(file.path, part);
+  trainer.ddp().hook().function().bad = culprit;
+  told("no such state",
+       text_of<lockstep::CheckpointError>([&] { trainer.save_checkpoint(file.path, part); }));
+}
+
+TEST_CASE("whether there is a checkpoint is what rank 0 sees") {
+  const auto& world = test_world();
+  const CommonFile file(world);
+  lockstep::Trainer trainer(world, {.steps = 3, .batch_size = 4, .progress = false}, DropNet());
+  CHECK(!trainer.load_checkpoint_if_exists(file.path));
+  trainer.fit(samples_for(world), loss);
+  trainer.save_checkpoint(file.path);
+  lockstep::Trainer other(world, {.steps = 3, .batch_size = 4, .progress = false}, DropNet());
+  CHECK(other.load_checkpoint_if_exists(world.rank() == 0 ? file.path : fs::path("/nowhere/at/all")));
+  CHECK(other.step() == 3);
+  const auto saved = trainer.model()->parameters(), read = other.model()->parameters();
+  for (std::size_t i = 0; i < saved.size(); ++i) CHECK(torch::equal(read[i], saved[i]));
+  CHECK(!other.load_checkpoint_if_exists(world.rank() == 0 ? fs::path("/nowhere/at/all") : file.path));
+  // One that is there and is none is an error.
+  if (world.rank() == 0) lockstep::write_whole(file.path, "no checkpoint");
+  CHECK_THROWS_AS(other.load_checkpoint_if_exists(file.path), lockstep::CheckpointError);
 }
 
 namespace {

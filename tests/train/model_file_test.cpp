@@ -1,14 +1,18 @@
 #include "lockstep/train/model_file.hpp"
 
 #include <sys/resource.h>
+#include <sys/socket.h>
 #include <sys/stat.h>
+#include <sys/un.h>
 
+#include <algorithm>
 #include <csignal>
 #include <filesystem>
 #include <fstream>
 
 #include "support/catch.hpp"
 #include "support/temporary_folder.hpp"
+#include "support/text_of.hpp"
 #include "train/nets.hpp"
 
 namespace {
@@ -102,14 +106,105 @@ TEST_CASE("files that are no model are refused in words") {
   TinyNet net;
   const auto path = folder / "net.pt";
   CHECK_THAT(refusal(*net, path), ContainsSubstring("net.pt") && ContainsSubstring("No such file"));
-  CHECK_THAT(refusal(*net, folder.path()), ContainsSubstring("could not read"));
-  for (const std::string content : {"", "no model at all", "PK\3\4"}) {
+  for (const std::string content : {"no model at all", "PK\3\4", "PK\5\6 and twenty more bytes"}) {
     std::ofstream(path) << content;
     CHECK_THAT(refusal(*net, path), ContainsSubstring("net.pt"));
   }
   lockstep::save_model(*net, path);
   fs::resize_file(path, fs::file_size(path) / 2);
   CHECK_THAT(refusal(*net, path), ContainsSubstring("net.pt") && ContainsSubstring("cut short"));
+}
+
+TEST_CASE("a path that is no file with a content is refused at once") {
+  const TemporaryFolder folder;
+  TinyNet net;
+  const auto refused = [&](const fs::path& path, const std::string& kind) {
+    CHECK_THAT(refusal(*net, path),
+               ContainsSubstring("could not read '" + path.string() + "': it is " + kind));
+  };
+  refused(folder.write("nothing", ""), "empty");
+  refused(folder.path(), "a folder");
+  refused("/dev/zero", "a device");
+  REQUIRE(::mkfifo((folder / "pipe").c_str(), 0600) == 0);
+  refused(folder / "pipe", "a pipe");
+  fs::create_symlink("pipe", folder / "link");
+  refused(folder / "link", "a pipe");
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  const std::string socket_path = folder / "socket";
+  REQUIRE(socket_path.size() < sizeof address.sun_path);
+  std::copy(socket_path.begin(), socket_path.end(), address.sun_path);
+  const lockstep::detail::FileDescriptor listener(::socket(AF_UNIX, SOCK_STREAM, 0));
+  REQUIRE(::bind(listener.get(), reinterpret_cast<sockaddr*>(&address), sizeof address) == 0);
+  refused(socket_path, "a socket");
+}
+
+TEST_CASE("a flipped bit anywhere in a file is refused, or changes nothing that is loaded") {
+  // Compressed records too: LibTorch compresses the description of larger modules.
+  torch::nn::Sequential saved(torch::nn::Linear(6, 8), torch::nn::BatchNorm1d(8), torch::nn::Linear(8, 3));
+  const std::string whole = lockstep::serialize_model(*saved);
+  auto read = std::dynamic_pointer_cast<torch::nn::SequentialImpl>(saved->clone());
+  std::size_t refused = 0;
+  const auto loads_changed = [&](const std::string& bytes) {
+    {
+      const torch::NoGradGuard no_grad;
+      for (auto& parameter : read->parameters()) parameter.zero_();
+    }
+    try {
+      lockstep::deserialize_model(*read, bytes, "flipped.pt");
+    } catch (const lockstep::CheckpointError&) {
+      ++refused;
+      return false;
+    }
+    for (std::size_t i = 0; i < read->parameters().size(); ++i)
+      if (!torch::equal(read->parameters()[i], saved->parameters()[i])) return true;
+    return false;
+  };
+  REQUIRE(!loads_changed(whole));
+  REQUIRE(refused == 0);
+  std::vector<std::size_t> bad;
+  for (std::size_t offset = 0; offset < whole.size(); offset += 3) {
+    std::string flipped = whole;
+    flipped[offset] = static_cast<char>(flipped[offset] ^ 1 << offset % 8);
+    if (loads_changed(flipped)) bad.push_back(offset);
+  }
+  CHECK(bad.empty());
+  CHECK(refused > whole.size() / 6);  // the rest are paddings, dates and the like
+}
+
+TEST_CASE("a file that is cut short anywhere, or goes on after its end, is refused") {
+  TinyNet net;
+  const std::string whole = lockstep::serialize_model(*net);
+  std::vector<std::size_t> bad;
+  for (std::size_t length = 0; length < whole.size(); length += 1 + (length % 64 == 0 ? 0 : 3))
+    if (text_of<lockstep::CheckpointError>([&] {
+          lockstep::deserialize_model(*net, std::string_view(whole).substr(0, length), "cut.pt");
+        }).empty())
+      bad.push_back(length);
+  CHECK(bad.empty());
+  CHECK_THAT(
+      text_of<lockstep::CheckpointError>([&] { lockstep::deserialize_model(*net, whole + "x", "long.pt"); }),
+      ContainsSubstring("'long.pt'") && ContainsSubstring("end record"));
+}
+
+TEST_CASE("a damaged record is named, with where it is") {
+  TinyNet net;
+  std::string bytes = lockstep::serialize_model(*net);
+  const auto weight = net->hidden->weight;
+  const std::string_view content(static_cast<const char*>(weight.const_data_ptr()), weight.nbytes());
+  const std::size_t at = bytes.find(content);
+  REQUIRE(at != std::string::npos);
+  bytes[at + 3] = static_cast<char>(bytes[at + 3] ^ 0x40);  // an exponent
+  CHECK_THAT(text_of<lockstep::CheckpointError>([&] { lockstep::deserialize_model(*net, bytes, "net.pt"); }),
+             ContainsSubstring(fmt::format("'net.pt' ({} bytes): it is damaged or cut short at offset {}",
+                                           bytes.size(), at)) &&
+                 ContainsSubstring("/data/0' have the CRC-32"));
+}
+
+TEST_CASE("CRC-32 is that of ZIP") {
+  CHECK(lockstep::detail::crc32("123456789") == 0xCBF43926);  // the check value of its definition
+  CHECK(lockstep::detail::crc32("") == 0);
+  CHECK(lockstep::detail::crc32("The quick brown fox jumps over the lazy dog") == 0x414FA339);
 }
 
 TEST_CASE("a file that cannot be written whole leaves what was there, and nothing beside it") {

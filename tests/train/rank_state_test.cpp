@@ -33,6 +33,23 @@ TEST_CASE("a rank's state holds the generator of its device beside that of the C
   CHECK(!parts::state_of_rank<void>(both, 2, 3).device_generator.defined());
 }
 
+TEST_CASE("a rank's state with impossible lengths is refused") {
+  parts::RankState state;
+  state.generator = parts::default_generator_state();
+  for (const std::int64_t length : {std::int64_t{-1}, std::int64_t{1}, std::int64_t{1} << 60}) {
+    torch::serialize::OutputArchive archive;
+    archive.write("loss_sum", c10::IValue(1.0));
+    archive.write("loss_count", c10::IValue(1.0));
+    archive.write("generator", state.generator, /*is_buffer=*/true);
+    archive.write("buffers", c10::IValue(length));
+    CHECK_THROWS_AS(parts::RankState::read(parts::bytes_of(archive)), lockstep::CheckpointError);
+    torch::serialize::OutputArchive hook_archive;
+    hook_archive.write("size", c10::IValue(length));
+    auto hook = parts::archive_of(parts::bytes_of(hook_archive));
+    CHECK_THROWS_AS(parts::read_hook_state(hook), lockstep::CheckpointError);
+  }
+}
+
 TEST_CASE("a rank's state without a device reads as it was written") {
   parts::RankState state;
   state.generator = parts::default_generator_state();

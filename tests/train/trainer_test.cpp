@@ -1,7 +1,9 @@
 #include "lockstep/train/trainer.hpp"
 
 #include "lockstep/comm/local_comm.hpp"
+#include "lockstep/optim/adam.hpp"
 #include "support/catch.hpp"
+#include "support/temporary_folder.hpp"
 #include "train/nets.hpp"
 #include "train/regression.hpp"
 
@@ -174,6 +176,47 @@ TEST_CASE("the optimizer is made over each parameter once") {
   CHECK(given == 6);
   CHECK(trainer.model()->parameters().size() == 7);
   CHECK(dynamic_cast<torch::optim::Adam*>(&trainer.optimizer()) != nullptr);
+}
+
+TEST_CASE("a flipped bit anywhere in a checkpoint is refused, or the run goes on alike") {
+  const TemporaryFolder folder;
+  const auto path = folder / "run.ckpt", again = folder / "again.ckpt";
+  const lockstep::TrainerOptions options{.epochs = 1, .batch_size = 8, .seed = 3, .progress = false};
+  const auto adam = lockstep::MakeOptimizer{
+      [](std::vector<torch::Tensor> parameters) { return lockstep::Adam(std::move(parameters)); }};
+  auto saving = local(options, TinyNet(), adam);
+  saving.fit(three_classes(32), loss, lockstep::OnStep{[&](const auto& step) {
+               if (step.step == 1) saving.save_checkpoint(path);
+             }});
+  const std::string whole = lockstep::read_whole(path);
+  auto loading = local(options, TinyNet(), adam);
+  loading.load_checkpoint(path);
+  loading.save_checkpoint(again);
+  REQUIRE(lockstep::read_whole(again) == whole);  // what a checkpoint holds is all that a load changes
+  std::size_t refused = 0, tried = 0;
+  std::vector<std::size_t> bad;
+  const auto look = [&](std::size_t where, const std::string& bytes) {
+    ++tried;
+    lockstep::write_whole(path, bytes);
+    try {
+      loading.load_checkpoint(path);
+    } catch (const lockstep::CheckpointError&) {
+      ++refused;
+      return;
+    }
+    loading.save_checkpoint(again);
+    if (lockstep::read_whole(again) != whole) bad.push_back(where);
+  };
+  for (std::size_t offset = 0; offset < whole.size(); offset += 131) {
+    std::string flipped = whole;
+    flipped[offset] = static_cast<char>(flipped[offset] ^ 1 << offset % 8);
+    look(offset, flipped);
+  }
+  CHECK(bad.empty());
+  CHECK(refused > tried / 2);
+  const std::size_t before = refused;
+  for (std::size_t length = 1; length < whole.size(); length += 1013) look(length, whole.substr(0, length));
+  CHECK(refused - before == (whole.size() - 2) / 1013 + 1);
 }
 
 TEST_CASE("gradients of parameters that the optimizer does not hold do not add up") {

@@ -8,11 +8,13 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "lockstep/comm/own_error.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/optim/group_options.hpp"
 
@@ -142,9 +144,11 @@ ReadOptimizer<State, Options> read_optimizer(torch::serialize::InputArchive& arc
     }
   }
   return read;
-} catch (const c10::Error& error) {
+} catch (const Error&) {
+  throw;
+} catch (const std::exception& error) {  // of LibTorch's, or of a key that is no number
   throw CheckpointError(
-      fmt::format("{}: this is no archive of such an optimizer ({})", name, error.what_without_backtrace()));
+      fmt::format("{}: this is no archive of such an optimizer ({})", name, first_line(error)));
 }
 
 }  // namespace lockstep::detail

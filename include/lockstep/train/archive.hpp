@@ -7,10 +7,14 @@
 
 #include <cstdint>
 #include <cstring>
+#include <exception>
 #include <string>
 #include <string_view>
+#include <utility>
 
+#include "lockstep/comm/own_error.hpp"
 #include "lockstep/error.hpp"
+#include "lockstep/train/archive_check.hpp"
 
 namespace lockstep::detail {
 
@@ -26,11 +30,31 @@ inline std::string bytes_of(torch::serialize::OutputArchive& archive) {
   return bytes;
 }
 
-/// Tensors come to the CPU. Throws c10::Error for what is no archive.
+/// Opens an archive whose tensors come to the CPU. Every file that lockstep reads as an archive is opened
+/// here. Throws CheckpointError where the bytes are damaged, c10::Error where they are another kind of
+/// archive.
 inline torch::serialize::InputArchive archive_of(std::string_view bytes) {
+  ArchiveCheck(bytes).run();
   torch::serialize::InputArchive archive;
   archive.load_from(bytes.data(), bytes.size(), at::kCPU);
   return archive;
+}
+
+/// Returns `read()`. Errors of lockstep's name the file `origin`; any other exception becomes a
+/// CheckpointError: an archive may be whole and hold values that no reader expects.
+template <class Read>
+decltype(auto) reading_file(std::string_view origin, std::string_view bytes, Read&& read) {
+  try {
+    return std::forward<Read>(read)();
+  } catch (const CheckpointError& error) {
+    throw CheckpointError(fmt::format("'{}' ({} bytes): {}", origin, bytes.size(), error.what()));
+  } catch (const Error&) {
+    throw;
+  } catch (const std::exception& error) {
+    throw CheckpointError(
+        fmt::format("'{}' ({} bytes): it was written by something else, or for another model: {}", origin,
+                    bytes.size(), first_line(error)));
+  }
 }
 
 /// Bytes within an archive are a tensor.
@@ -48,6 +72,7 @@ inline void write_bytes(torch::serialize::OutputArchive& archive, const std::str
 inline std::string read_bytes(torch::serialize::InputArchive& archive, const std::string& key) {
   at::Tensor tensor;
   if (!archive.try_read(key, tensor, /*is_buffer=*/true)) refuse_archive(key);
+  if (tensor.scalar_type() != at::kByte || !tensor.is_contiguous()) refuse_archive(key);
   return {static_cast<const char*>(tensor.const_data_ptr()), static_cast<std::size_t>(tensor.numel())};
 }
 
@@ -55,6 +80,13 @@ inline std::int64_t read_integer(torch::serialize::InputArchive& archive, const 
   c10::IValue value;
   if (!archive.try_read(key, value) || !value.isInt()) refuse_archive(key);
   return value.toInt();
+}
+
+/// The length of a list, 0 or more.
+inline std::int64_t read_length(torch::serialize::InputArchive& archive, const std::string& key) {
+  const std::int64_t length = read_integer(archive, key);
+  if (length < 0) refuse_archive(key);
+  return length;
 }
 
 inline double read_number(torch::serialize::InputArchive& archive, const std::string& key) {

@@ -7,7 +7,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <filesystem>
 #include <mutex>
 #include <optional>
 #include <string>
@@ -58,14 +57,16 @@ inline void write_hook_state(torch::serialize::OutputArchive& archive, const Hoo
   }
 }
 inline HookState read_hook_state(torch::serialize::InputArchive& archive) {
-  HookState state(static_cast<std::size_t>(read_integer(archive, "size")));
-  for (std::size_t i = 0; i < state.size(); ++i) {
+  HookState state;
+  const std::int64_t size = read_length(archive, "size");
+  for (std::int64_t i = 0; i < size; ++i) {
     c10::IValue name;
+    at::Tensor tensor;
     const std::string key = fmt::format("name_{}", i);
     if (!archive.try_read(key, name) || !name.isString() ||
-        !archive.try_read(fmt::format("tensor_{}", i), state[i].second, /*is_buffer=*/true))
+        !archive.try_read(fmt::format("tensor_{}", i), tensor, /*is_buffer=*/true))
       refuse_archive(key);
-    state[i].first = name.toStringRef();
+    state.emplace_back(name.toStringRef(), std::move(tensor));
   }
   return state;
 }
@@ -110,10 +111,10 @@ struct RankState {
     state.loss = {read_number(archive, "loss_sum"), read_number(archive, "loss_count")};
     if (!archive.try_read("generator", state.generator, /*is_buffer=*/true)) refuse_archive("generator");
     (void)archive.try_read("device_generator", state.device_generator, /*is_buffer=*/true);
-    state.buffers.resize(static_cast<std::size_t>(read_integer(archive, "buffers")));
-    for (std::size_t i = 0; i < state.buffers.size(); ++i)
+    const std::int64_t buffers = read_length(archive, "buffers");
+    for (std::int64_t i = 0; i < buffers; ++i)
       if (const std::string key = fmt::format("buffer_{}", i);
-          !archive.try_read(key, state.buffers[i], /*is_buffer=*/true))
+          !archive.try_read(key, state.buffers.emplace_back(), /*is_buffer=*/true))
         refuse_archive(key);
     torch::serialize::InputArchive inner;
     if (archive.try_read("hook", inner)) state.hook = read_hook_state(inner);
@@ -187,13 +188,16 @@ class CheckpointReader {
   }
   std::vector<RankState> ranks() {
     std::vector<RankState> states;
-    for (std::int64_t rank = 0; rank < read_integer(archive_, "ranks"); ++rank)
+    const std::int64_t ranks = read_length(archive_, "ranks");
+    if (ranks == 0) refuse_archive("ranks");
+    for (std::int64_t rank = 0; rank < ranks; ++rank)
       states.push_back(RankState::read(read_bytes(archive_, fmt::format("rank_{}", rank))));
     return states;
   }
   std::vector<std::size_t> bucket_order() {
     at::Tensor order;
     if (!archive_.try_read("bucket_order", order, /*is_buffer=*/true)) refuse_archive("bucket_order");
+    if (order.scalar_type() != at::kLong || !order.is_contiguous()) refuse_archive("bucket_order");
     const auto* first = order.const_data_ptr<std::int64_t>();
     return {first, first + order.numel()};
   }
@@ -201,21 +205,6 @@ class CheckpointReader {
  private:
   torch::serialize::InputArchive archive_;
 };
-
-/// Returns `read(reader)`; what that throws names the file.
-template <class Read>
-auto reading_checkpoint(const std::filesystem::path& path, std::string_view bytes, Read&& read) {
-  try {
-    CheckpointReader reader(bytes);
-    return read(reader);
-  } catch (const CheckpointError& error) {
-    throw CheckpointError(fmt::format("'{}': {}", path.string(), error.what()));
-  } catch (const c10::Error& error) {
-    throw CheckpointError(
-        fmt::format("'{}' ({} bytes) is no checkpoint of such a trainer, or is cut short: {}", path.string(),
-                    bytes.size(), error.what_without_backtrace()));
-  }
-}
 
 }  // namespace detail
 

@@ -3,6 +3,7 @@
 #include <ATen/core/grad_mode.h>
 #include <fcntl.h>
 #include <fmt/format.h>
+#include <sys/stat.h>
 #include <torch/nn/module.h>
 #include <torch/serialize/archive.h>
 #include <unistd.h>
@@ -10,9 +11,8 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <exception>
 #include <filesystem>
-#include <fstream>
-#include <sstream>
 #include <string>
 #include <string_view>
 #include <system_error>
@@ -130,14 +130,35 @@ inline void write_whole(const std::filesystem::path& name, std::string_view byte
   if (directory.is_open()) ::fsync(directory.get());
 }
 
-/// The whole content of a file. Throws CheckpointError.
+/// Returns the whole content of a regular file. Does not block on a pipe. Throws CheckpointError where `path`
+/// is no regular file, is empty, or cannot be read.
 inline std::string read_whole(const std::filesystem::path& path) {
-  std::ifstream file(path, std::ios::binary);
-  std::ostringstream bytes;
-  if (!file || std::filesystem::is_directory(path) || !(bytes << file.rdbuf()))
-    throw CheckpointError(fmt::format("could not read '{}': {}", path.string(),
-                                      errno ? std::strerror(errno) : "it is empty or no file"));
-  return std::move(bytes).str();
+  const auto refuse = [&](std::string_view why) {
+    throw CheckpointError(fmt::format("could not read '{}': {}", path.string(), why));
+  };
+  // Before it is opened: to open a device may do something.
+  if (const auto kind = detail::kind_if_no_file(path); !kind.empty())
+    refuse(fmt::format("it is {}; give the name of a file", kind));
+  const detail::FileDescriptor file(::open(path.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC));
+  struct ::stat status {};
+  if (!file.is_open() || ::fstat(file.get(), &status) != 0) refuse(std::strerror(errno));
+  if (!S_ISREG(status.st_mode)) refuse("it is no regular file; give the name of one");
+  if (status.st_size == 0) refuse("it is empty");
+  std::string bytes;
+  try {
+    bytes.resize(static_cast<std::size_t>(status.st_size));
+  } catch (const std::exception&) {  // std::bad_alloc or std::length_error
+    refuse(fmt::format("there is no memory for its {} bytes", status.st_size));
+  }
+  std::size_t done = 0;
+  while (done < bytes.size()) {
+    const ssize_t got = ::read(file.get(), bytes.data() + done, bytes.size() - done);
+    if (got < 0 && errno == EINTR) continue;
+    if (got < 0) refuse(std::strerror(errno));
+    if (got == 0) refuse(fmt::format("it ended after {} of {} bytes", done, bytes.size()));
+    done += static_cast<std::size_t>(got);
+  }
+  return bytes;
 }
 
 /// The bytes of a file that `torch::load(model, path)` reads. In memory first: `torch::save` to a path ends
@@ -194,14 +215,13 @@ inline void match_tensors(const torch::nn::Module& module, torch::serialize::Inp
 
 /// Pairs of the model's tensors and the archive's. Throws CheckpointError that names every tensor that is
 /// missing, too much, or of another shape or dtype.
-inline std::vector<std::pair<at::Tensor, at::Tensor>> matched_tensors(const torch::nn::Module& model,
-                                                                      torch::serialize::InputArchive& archive,
-                                                                      std::string_view origin) {
+inline std::vector<std::pair<at::Tensor, at::Tensor>> matched_tensors(
+    const torch::nn::Module& model, torch::serialize::InputArchive& archive) {
   std::vector<std::pair<at::Tensor, at::Tensor>> pairs;
   std::vector<std::string> faults;
   match_tensors(model, archive, "", pairs, faults);
   if (faults.empty()) return pairs;
-  std::string text = fmt::format("{} does not fit the model: ", origin);
+  std::string text = "it does not fit the model: ";
   for (std::size_t i = 0; i < faults.size(); ++i) text += (i ? "; " : "") + faults[i];
   throw CheckpointError(text);
 }
@@ -217,20 +237,15 @@ inline constexpr const char* checkpoint_model = "checkpoint_model";
 }  // namespace detail
 
 /// Copies the tensors of `bytes`, as serialize_model or torch::save made them, or those of a checkpoint's
-/// model, into `model`'s own. Throws
-/// CheckpointError that names every tensor that is missing, too much, or of another shape or dtype; then the
-/// model is as it was. `origin` is what the message calls the bytes.
+/// model, into `model`'s own. Throws CheckpointError where the bytes are damaged (see ArchiveCheck), and one
+/// that names every tensor that is missing, too much, or of another shape or dtype; then the model is as it
+/// was. `origin` is what the message calls the bytes.
 inline void deserialize_model(torch::nn::Module& model, std::string_view bytes, std::string_view origin) {
-  std::vector<std::pair<at::Tensor, at::Tensor>> pairs;
-  try {
+  detail::copy_tensors(detail::reading_file(origin, bytes, [&] {
     torch::serialize::InputArchive archive = detail::archive_of(bytes), inner;
     const bool whole_run = archive.try_read(detail::checkpoint_model, inner);
-    pairs = detail::matched_tensors(model, whole_run ? inner : archive, fmt::format("'{}'", origin));
-  } catch (const c10::Error& error) {
-    throw CheckpointError(fmt::format("'{}' ({} bytes) is no model that LibTorch wrote, or is cut short: {}",
-                                      origin, bytes.size(), error.what_without_backtrace()));
-  }
-  detail::copy_tensors(pairs);
+    return detail::matched_tensors(model, whole_run ? inner : archive);
+  }));
 }
 
 /// Saves and loads in a program of one process; `Trainer::save` and `load` do it for all ranks.

@@ -84,11 +84,14 @@ RankState own_state(Run& run, BufferPolicy buffers, MeanMeter& meter, const Save
   return state;
 }
 
-template <class Run>
-void write_checkpoint(Run run, const std::filesystem::path& path, const RankState& own) {
+/// `own_state()` returns this rank's RankState; what it throws on one rank, every rank throws.
+template <class Run, class OwnState>
+void write_checkpoint(Run run, const std::filesystem::path& path, OwnState&& own_state) {
+  std::string own;
+  on_every_rank(run.comm, [&] { own = own_state().bytes(); });
   const std::vector<std::size_t> order = run.ddp.bucket_order();
   if (auto* sharded = dynamic_cast<ShardedState*>(&run.optimizer)) sharded->consolidate(0);
-  const std::vector<std::string> ranks = gather_on_rank_zero(run.comm, own.bytes());
+  const std::vector<std::string> ranks = gather_on_rank_zero(run.comm, std::move(own));
   on_rank_zero_for_all(run.comm, [&] {
     torch::serialize::OutputArchive archive;
     CheckpointWriter writer(archive);
@@ -133,19 +136,32 @@ inline void take_buffers(const torch::nn::Module& model, const std::vector<at::T
     at::Tensor(buffers[i].tensor).copy_(saved[i]);
 }
 
-/// Returns what is this rank's own. Model and position change last, when nothing can fail any more.
+/// Returns this rank's own state, or nothing where `path` does not exist on rank 0 and `required` is false.
+/// Collective; every rank throws the same CheckpointError. Model and position change last, when nothing can
+/// fail any more.
 template <class Run>
-RankState read_checkpoint(Run run, const std::filesystem::path& path) {
-  const std::string bytes = on_rank_zero_for_all(run.comm, [&] { return read_whole(path); });
-  return reading_checkpoint(path, bytes, [&](CheckpointReader& reader) {
-    auto model = reader.part(checkpoint_model);
-    const auto tensors = matched_tensors(run.model, model, "it");
-    RunPosition position;
-    reader.read("position", position);
-    const RankState state = state_of_rank<HookOf<Run>>(reader.ranks(), run.comm.rank(), run.comm.size());
-    reader.read("optimizer", run.optimizer);
-    run.each_more([&](const std::string& key, auto& part) { reader.read(key, part); });
-    if (const auto order = reader.bucket_order(); !order.empty()) run.ddp.set_bucket_order(order);
+std::optional<RankState> read_checkpoint(Run run, const std::filesystem::path& path, bool required) {
+  const std::string bytes = on_rank_zero_for_all(
+      run.comm, [&] { return required || std::filesystem::exists(path) ? read_whole(path) : std::string(); });
+  if (bytes.empty()) return std::nullopt;
+  // One part after the other on all ranks: the second may call collectives.
+  const auto on_all = [&](auto&& read) {
+    on_every_rank(run.comm, [&] { reading_file(path.string(), bytes, read); });
+  };
+  std::optional<CheckpointReader> reader;
+  std::vector<std::pair<at::Tensor, at::Tensor>> tensors;
+  RunPosition position;
+  RankState state;
+  on_all([&] {
+    auto model = reader.emplace(bytes).part(checkpoint_model);
+    tensors = matched_tensors(run.model, model);
+    reader->read("position", position);
+    state = state_of_rank<HookOf<Run>>(reader->ranks(), run.comm.rank(), run.comm.size());
+    reader->read("optimizer", run.optimizer);
+    run.each_more([&](const std::string& key, auto& part) { reader->read(key, part); });
+  });
+  on_all([&] {
+    if (const auto order = reader->bucket_order(); !order.empty()) run.ddp.set_bucket_order(order);
     take_hook_state(run, state);
     copy_tensors(tensors);
     take_buffers(run.model, state.buffers);
@@ -154,8 +170,8 @@ RankState read_checkpoint(Run run, const std::filesystem::path& path) {
     if (const at::Device device = device_of(run.model); !device.is_cpu() && state.device_generator.defined())
       set_default_generator_state(state.device_generator, device);
     take_position(run.position, std::move(position), run.log);
-    return state;
   });
+  return state;
 }
 
 }  // namespace lockstep::detail

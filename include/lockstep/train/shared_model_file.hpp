@@ -2,10 +2,13 @@
 
 #include <torch/nn/module.h>
 
+#include <exception>
 #include <filesystem>
 #include <string>
 
 #include "lockstep/comm/communicator.hpp"
+#include "lockstep/comm/own_error.hpp"
+#include "lockstep/comm/same_errors.hpp"
 #include "lockstep/train/model_file.hpp"
 #include "lockstep/world/rank_zero_scope.hpp"
 
@@ -28,8 +31,23 @@ std::string on_rank_zero_for_all(C& comm, Work&& work) {
   answer = comm.broadcast_bytes(answer, 0);
   const bool failed = answer.at(0) == '-';
   answer.erase(0, 1);
-  if (failed) throw CheckpointError(answer);
+  if (failed) throw Common<CheckpointError>(answer);
   return answer;
+}
+
+// Runs `work`, which calls no collective, on every rank. Where it throws on some rank, every rank throws the
+// same CheckpointError, so that none goes on to wait for another.
+template <Gathering C, class Work>
+void on_every_rank(C& comm, Work&& work) {
+  std::string mine;
+  try {
+    work();
+  } catch (...) {
+    mine = first_line(std::current_exception());
+    if (mine.empty()) mine = "an exception without a text";
+  }
+  if (const auto text = joined_errors(comm.all_gather_bytes(mine), RankNames(comm)))
+    throw Common<CheckpointError>(*text);
 }
 
 }  // namespace detail
@@ -50,8 +68,8 @@ void save_model(const torch::nn::Module& model, const std::filesystem::path& pat
 template <Gathering C>
 void load_model(torch::nn::Module& model, const std::filesystem::path& path, C& comm) {
   forbid_in_rank_zero_scope("load_model");
-  deserialize_model(model, detail::on_rank_zero_for_all(comm, [&] { return read_whole(path); }),
-                    path.string());
+  const std::string bytes = detail::on_rank_zero_for_all(comm, [&] { return read_whole(path); });
+  detail::on_every_rank(comm, [&] { deserialize_model(model, bytes, path.string()); });
 }
 
 }  // namespace lockstep

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <ATen/Context.h>
+#include <fmt/format.h>
 #include <torch/serialize/archive.h>
 
 #include <algorithm>
@@ -19,6 +20,7 @@
 #include "lockstep/comm/comm_device.hpp"
 #include "lockstep/comm/gloo_comm.hpp"
 #include "lockstep/comm/own_error.hpp"
+#include "lockstep/comm/same_errors.hpp"
 #include "lockstep/data/distributed_sampler.hpp"
 #include "lockstep/data/loader.hpp"
 #include "lockstep/grad/distributed_data_parallel.hpp"
@@ -124,10 +126,13 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
   void save_checkpoint(const std::filesystem::path& path, const Parts&... parts) {
     forbid_in_rank_zero_scope("save_checkpoint");
     if (in_step_ && save_feed_)
-      throw UsageError("save_checkpoint in the midst of a step: call it in an OnStep or OnEpoch hook");
-    if (save_feed_) position_.skipped = skipped_.count();
+      throw detail::Common<UsageError>(
+          "save_checkpoint in the midst of a step: call it in an OnStep or OnEpoch hook");
     auto run = checkpointed_run(parts...);
-    write_checkpoint(run, path, own_state(run, options_.ddp.buffers, meter_, save_feed_, resumed_));
+    write_checkpoint(run, path, [&] {
+      if (save_feed_) position_.skipped = skipped_.count();
+      return own_state(run, options_.ddp.buffers, meter_, save_feed_, resumed_);
+    });
   }
   /// Takes up what save_checkpoint wrote, before `fit`, in a trainer that was made alike. Where the
   /// checkpoint is from inside a `fit`, the next one goes on with that: it ends where that would have ended,
@@ -136,9 +141,14 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
   /// optimizer and parts may not be.
   template <Checkpointed... Parts>
   void load_checkpoint(const std::filesystem::path& path, Parts&... parts) {
-    forbid_in_rank_zero_scope("load_checkpoint");
-    if (save_feed_) throw UsageError("load_checkpoint inside fit: call it before");
-    resumed_ = read_checkpoint(checkpointed_run(parts...), path);
+    read_run("load_checkpoint", path, /*required=*/true, parts...);
+  }
+  /// Does what load_checkpoint does where the file exists, and nothing where it does not. Returns whether it
+  /// does: rank 0 looks, and every rank is told the same, as ranks on other hosts may see other files.
+  /// Collective.
+  template <Checkpointed... Parts>
+  bool load_checkpoint_if_exists(const std::filesystem::path& path, Parts&... parts) {
+    return read_run("load_checkpoint_if_exists", path, /*required=*/false, parts...);
   }
 
   /// Writes the model of rank 0 to a file that `torch::load(model, path)` reads, whole or not at all; every
@@ -162,6 +172,17 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
 
  private:
   using Reduction = detail::ReductionOf<Extras...>;
+
+  template <class... Parts>
+  bool read_run(const char* name, const std::filesystem::path& path, bool required, Parts&... parts) {
+    forbid_in_rank_zero_scope(name);
+    if (save_feed_) throw detail::Common<UsageError>(fmt::format("{} inside fit: call it before", name));
+    std::optional<detail::RankState> read = read_checkpoint(checkpointed_run(parts...), path, required);
+    const bool found = read.has_value();
+    if (found) resumed_ = std::move(read);
+    return found;
+  }
+
   template <Dataset D, class Loss, class... Hooks>
   EpochReport run(D& dataset, Loss& loss, Hooks&... hooks) {
     const SamplerOptions split{options_.seed, options_.shuffle, options_.drop_last, options_.pad};
