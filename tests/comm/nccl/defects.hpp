@@ -1,6 +1,10 @@
 #pragma once
 
+#include <algorithm>
+#include <exception>
+#include <mutex>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -102,6 +106,46 @@ struct UsedAfterAbort : Broken<UsedAfterAbort> {
 struct DeadlineIgnored : Broken<DeadlineIgnored> {
   using Broken::Broken;
   void abort(Comm) const {}
+};
+
+/// The abort waits until the program's thread has come out of a launch, as for a lock that is held meanwhile.
+struct AbortBehindLaunch : Broken<AbortBehindLaunch> {
+  using Broken::Broken;
+  void abort(Comm comm) const {
+    try {
+      machine_->synchronize(current_stream());
+    } catch (const std::exception&) {  // it is in the log
+    }
+    FakeDevice::abort(comm);
+  }
+};
+
+/// No defect of a communicator, but a device that a communicator must stand: a launch returns when the
+/// collective has ended.
+struct BlockedLaunch : Broken<BlockedLaunch> {
+  using Broken::Broken;
+  NcclResult group_end() const {
+    if (!open_group() || open_group()->parts.empty()) return FakeDevice::group_end();
+    const Comm comm = open_group()->parts[0].rank;
+    const Stream stream = open_group()->stream;
+    FakeDevice::group_end();
+    while (FakeDevice::state(comm) == NcclResult::in_progress) std::this_thread::yield();
+    machine_->synchronize(stream);
+    return NcclResult::success;
+  }
+};
+
+/// The same: while one thread's call blocks, the driver answers no other thread.
+struct LockedDriver : Broken<LockedDriver> {
+  using Broken::Broken;
+  static std::mutex& driver() {
+    static std::mutex one;
+    return one;
+  }
+  bool done(Event event) const {
+    const std::lock_guard lock(driver());
+    return FakeDevice::done(event);
+  }
 };
 
 /// What NCCL says is not heard.

@@ -1,5 +1,7 @@
 #include "defects.hpp"
 
+#include <mutex>
+
 #include "support/catch.hpp"
 #include "thread_ranks.hpp"
 
@@ -10,6 +12,8 @@ using lockstep::World;
 using std::vector;
 
 namespace {
+
+constexpr std::chrono::seconds enough(20), little(3);
 
 /// All that went wrong, as one text: what the log of the machine holds, and what the ranks threw.
 std::string verdict_of(FakeMachine& machine, const vector<std::string>& errors) {
@@ -98,11 +102,12 @@ std::string buffer_scenario(NcclBuffers kind) {
   return verdict;
 }
 
-// A rank never comes, while the other waits for its stream as it does for any number it reads.
-template <class Device>
-std::string late_scenario() {
+// A rank never comes, while the other blocks in `wait(comm, machine)`, whose collective is `late`. What ends
+// that has `patience` to do so: little where a defect is to be found.
+template <class Device, class Wait>
+std::string late_scenario(std::chrono::seconds patience, const std::string& late, Wait&& wait) {
   FakeMachine machine;
-  machine.patience = std::chrono::seconds(4);
+  machine.patience = patience;
   std::atomic<bool> over{false};
   return verdict_of(machine, run_ranks(machine, 2, [&](const World& world) {
                       BasicNcclComm<Device> comm(world, quick(std::chrono::seconds(1)));
@@ -119,12 +124,67 @@ std::string late_scenario() {
                         std::atomic<bool>& over;
                         ~Over() { over = true; }
                       } const at_end{over};
-                      auto tensor = later({2}, 1);
-                      comm.all_reduce(tensor).join_stream();
-                      read(tensor);
+                      thrown_by([&] { wait(comm, machine); });
                       expect_text(thrown_by([&] { comm.barrier(); }),
-                                  "TimeoutError: rank 1 has not entered all_reduce #1");
+                                  "TimeoutError: rank 1 has not entered " + late);
                     }));
+}
+
+// It waits for its stream, as it does for any number it reads.
+template <class Device>
+std::string late_read_scenario(std::chrono::seconds patience = enough) {
+  return late_scenario<Device>(patience, "all_reduce #1", [](auto& comm, FakeMachine&) {
+    auto tensor = later({2}, 1);
+    comm.all_reduce(tensor).join_stream();
+    read(tensor);
+  });
+}
+
+// It launches a collective or a graph, and that returns only when the collective has ended, as where the
+// queue of launches is full.
+template <class Device>
+std::string blocked_launch_scenario() {
+  return late_scenario<Device>(enough, "all_reduce #1", [](auto& comm, FakeMachine&) {
+    static_cast<void>(comm.all_reduce(later({2}, 1)));
+  });
+}
+template <class Device>
+std::string blocked_replay_scenario(std::chrono::seconds patience = enough) {
+  return late_scenario<Device>(patience, "captured step #2", [](auto& comm, FakeMachine& machine) {
+    const auto tensor = later({2}, 1);
+    CapturedGraph graph;
+    graph.capture([&] { comm.all_reduce(tensor).join_stream(); });
+    const std::string thrown = thrown_by([&] {
+      comm.watch_replay([&] {
+        graph.replay();
+        machine.synchronize(FakeMachine::seat().current);
+      });
+    });
+    if (!thrown.starts_with("TimeoutError")) machine.complain("the replay threw '" + thrown + "'");
+  });
+}
+
+// It waits as before, and meanwhile the driver answers nobody, so that no thread learns what has ended.
+std::string locked_driver_scenario() {
+  return late_scenario<LockedDriver>(enough, "all_reduce #1", [](auto& comm, FakeMachine& machine) {
+    auto tensor = later({2}, 1);
+    comm.all_reduce(tensor).join_stream();
+    const std::lock_guard lock(LockedDriver::driver());
+    machine.synchronize(FakeMachine::seat().current);
+  });
+}
+std::string locked_driver_replay_scenario() {
+  return late_scenario<LockedDriver>(enough, "captured step #3", [](auto& comm, FakeMachine& machine) {
+    const auto tensor = later({2}, 1), other = later({2}, 1);
+    CapturedGraph graph;
+    graph.capture([&] { comm.all_reduce(tensor).join_stream(); });
+    static_cast<void>(comm.all_reduce(other));
+    comm.watch_replay([&] {
+      const std::lock_guard lock(LockedDriver::driver());
+      graph.replay();
+      machine.synchronize(FakeMachine::seat().current);
+    });
+  });
 }
 
 // NCCL finds by itself that something is wrong.
@@ -150,8 +210,15 @@ TEST_CASE("the scenarios find nothing where nothing is wrong") {
   CHECK(order_scenario<FakeDevice>() == "");
   for (const auto kind : {NcclBuffers::torch, NcclBuffers::registered, NcclBuffers::nccl})
     CHECK(buffer_scenario<FakeDevice>(kind) == "");
-  CHECK(late_scenario<FakeDevice>() == "");
+  CHECK(late_read_scenario<FakeDevice>() == "");
   CHECK(error_scenario<FakeDevice>() == "");
+}
+
+TEST_CASE("a call that blocks hides no deadline") {
+  CHECK(blocked_replay_scenario<FakeDevice>() == "");
+  CHECK(blocked_launch_scenario<BlockedLaunch>() == "");
+  CHECK(locked_driver_scenario() == "");
+  CHECK(locked_driver_replay_scenario() == "");
 }
 
 TEST_CASE("each seeded defect is found") {
@@ -189,7 +256,11 @@ TEST_CASE("each seeded defect is found") {
     CHECK_THAT(order_scenario<UsedAfterAbort>(), ContainsSubstring("was used after abort"));
   }
   SECTION("a deadline ignored") {
-    CHECK_THAT(late_scenario<DeadlineIgnored>(), ContainsSubstring("nothing ends that"));
+    CHECK_THAT(late_read_scenario<DeadlineIgnored>(little), ContainsSubstring("nothing ends that"));
+    CHECK_THAT(blocked_replay_scenario<DeadlineIgnored>(little), ContainsSubstring("nothing ends that"));
+  }
+  SECTION("a lock that is held across a launch, and that the abort needs") {
+    CHECK_THAT(blocked_replay_scenario<AbortBehindLaunch>(little), ContainsSubstring("nothing ends that"));
   }
   SECTION("an error swallowed") {
     CHECK_THAT(error_scenario<ErrorSwallowed>(), ContainsSubstring("expected 'NCCL: internal error"));

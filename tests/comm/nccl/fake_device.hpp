@@ -25,6 +25,7 @@ class FakeDevice {
     std::map<int, std::string> card;                          // another name
     std::map<int, int> version;                               // of NCCL
     std::map<int, bool> shares;                               // whether the user lets it share its GPU
+    std::map<int, NcclResult> init;                           // what init answers
     std::map<int, std::pair<NcclResult, std::string>> group;  // what group_end answers
     std::map<int, std::string> memory;                        // what allocate says
     std::map<int, std::string> buffers;                       // what allocate_buffer says
@@ -55,8 +56,11 @@ class FakeDevice {
     return fault != faults().shares.end() && fault->second;
   }
 
-  Stream make_stream() const { return machine_->make_stream(rank_, "the communicator's stream"); }
-  void destroy_stream(Stream) const {}
+  Stream make_stream() const {
+    ++machine_->streams_left;
+    return machine_->make_stream(rank_, "the communicator's stream");
+  }
+  void destroy_stream(Stream) const { --machine_->streams_left; }
   Stream current_stream() const { return FakeMachine::seat().current; }
   bool capturing(Stream stream) const { return machine_->capturing(stream); }
   Event make_event() const {
@@ -142,6 +146,7 @@ class FakeDevice {
   std::string make_id() const { return fmt::format("clique of {}", static_cast<const void*>(new char)); }
   NcclResult init(Comm& made, int size, const std::string& id, int rank) const {
     forbid_frame(&made);
+    if (const auto fault = faults().init.find(rank_); fault != faults().init.end()) return fault->second;
     return machine_->with_cliques([&](FakeCliques& cliques) {
       made = cliques.join(id, size, rank, rank_);
       return NcclResult::in_progress;

@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
@@ -260,6 +261,8 @@ class FakeMachine {
   }
   /// Of all ranks so far, and those that nobody has destroyed.
   int events_made = 0, events_left = 0;
+  /// How many streams of communicators nobody has destroyed.
+  std::atomic<int> streams_left{0};
 
   /// How many communicators nobody has destroyed or aborted.
   [[nodiscard]] int communicators_left() {

@@ -55,6 +55,7 @@ inline void check_clean(FakeMachine& machine) {
   for (const std::string& violation : machine.violations()) CHECK(violation == "");
   CHECK(machine.communicators_left() == 0);
   CHECK(machine.events_left == 0);
+  CHECK(machine.streams_left == 0);
 }
 
 /// The same where no rank may throw, and the log must be clean.

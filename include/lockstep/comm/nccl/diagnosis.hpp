@@ -42,10 +42,11 @@ class Diagnosis {
     return std::make_exception_ptr(CommunicationError(failure_text(what, rank(), words), rank()));
   }
 
-  /// What NCCL says that nobody has asked for; null where all is well, or the communicator gone.
+  /// What NCCL says that nobody has asked for; null where all is well, the communicator gone, or another
+  /// thread calls on it.
   [[nodiscard]] std::exception_ptr of_state(const Call& call, const Label& label) {
     if (handle_.gone()) return nullptr;
-    const NcclResult state = handle_.state();
+    const NcclResult state = handle_.state_if_idle().value_or(NcclResult::success);
     if (state == NcclResult::success || state == NcclResult::in_progress || handle_.gone()) return nullptr;
     return of_result(call, label, state);
   }

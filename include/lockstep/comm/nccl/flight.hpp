@@ -2,11 +2,14 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <deque>
+#include <iterator>
 #include <memory>
 #include <mutex>
 #include <new>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -45,7 +48,9 @@ struct Flight {
 /// The flights of a communicator, in the order of its stream. Those that have ended are used again: once
 /// warm, a collective allocates nothing here.
 ///
-/// Thread safety: every function may be called from any thread. Tensors are let go of outside the lock.
+/// Thread safety: every function may be called from any thread, except that release() is for threads of the
+/// program. Only take(), sweep() and release() call on the device or free memory, which may block; they do so
+/// without the lock that the other functions take.
 template <NcclDevice D>
 class Flights {
  public:
@@ -63,10 +68,8 @@ class Flights {
 
   /// A flight to be filled, held by the caller, who starts it or gives it back.
   [[nodiscard]] FlightPtr take() {
-    std::lock_guard lock(mutex_);
-    if (idle_.empty()) idle_.push_back(made());
-    FlightPtr flight = std::move(idle_.back());
-    idle_.pop_back();
+    FlightPtr flight = idle();
+    if (!flight) flight = made();
     flight->label = nullptr;
     flight->landed = flight->ended = flight->captured = false;
     flight->held = true;
@@ -79,22 +82,35 @@ class Flights {
     if (!flight->captured) under_way_.push_back(flight);
   }
 
-  /// Lets go of those that have ended, from the oldest on; they count as complete unless `failed()`, asked
-  /// after each was seen to have ended. Throws what the device throws.
+  /// Finds those that have ended, from the oldest on; they count as complete unless `failed()`, asked after
+  /// each was seen to have ended. Throws what the device throws.
   template <class Failed>
   void sweep(Failed&& failed) {
+    std::lock_guard sweeping(sweep_mutex_);
     for (;;) {
-      std::vector<at::Tensor> garbage;
+      FlightPtr oldest;
+      {
+        std::lock_guard lock(mutex_);
+        if (under_way_.empty()) return;
+        oldest = under_way_.front();
+      }
+      if (!device_.done(oldest->done)) return;
+      const bool landed = !failed();
       std::lock_guard lock(mutex_);
-      if (under_way_.empty() || !device_.done(under_way_.front()->done)) return;
-      const FlightPtr oldest = std::move(under_way_.front());
       under_way_.pop_front();
-      if (!failed()) oldest->landed = true;
+      if (landed) oldest->landed = true;
       oldest->ended = true;
-      garbage.swap(oldest->kept);
+      std::move(oldest->kept.begin(), oldest->kept.end(), std::back_inserter(ended_tensors_));
+      oldest->kept.clear();
       if (!oldest->held) idle_.push_back(oldest);
-      // The lock is let go of first, then the garbage.
     }
+  }
+  /// Frees the tensors of those that have ended. LibTorch's allocator may wait for the device in that.
+  void release() {
+    std::vector<at::Tensor> garbage;
+    std::lock_guard lock(mutex_);
+    garbage.swap(ended_tensors_);
+    // The lock is released first, then the garbage.
   }
   /// No graph is being captured any more: what was captured and never joined needs its tensors no longer,
   /// since their memory stays the graph's.
@@ -158,18 +174,29 @@ class Flights {
     return under_way_.empty();
   }
   /// What the oldest is, if there is one.
-  [[nodiscard]] std::pair<Call, Label> oldest() const {
+  [[nodiscard]] std::optional<std::pair<Call, Label>> oldest() const {
     std::lock_guard lock(mutex_);
-    if (under_way_.empty()) return {};
-    return {under_way_.front()->call, under_way_.front()->label};
+    if (under_way_.empty()) return std::nullopt;
+    return std::pair(under_way_.front()->call, under_way_.front()->label);
   }
 
  private:
+  // One that is used again, or null.
+  [[nodiscard]] FlightPtr idle() {
+    std::lock_guard lock(mutex_);
+    if (idle_.empty()) return nullptr;
+    FlightPtr flight = std::move(idle_.back());
+    idle_.pop_back();
+    return flight;
+  }
   // A new one. There is room for all of them in each list: giving back cannot fail.
-  FlightPtr made() {
+  [[nodiscard]] FlightPtr made() {
     auto flight = std::make_shared<Flight<D>>();
-    if (all_.size() == all_.capacity())
-      for (auto* list : {&all_, &idle_, &captured_}) list->reserve(2 * all_.size() + 8);
+    {
+      std::lock_guard lock(mutex_);
+      if (all_.size() == all_.capacity())
+        for (auto* list : {&all_, &idle_, &captured_}) list->reserve(2 * all_.size() + 8);
+    }
     flight->ready = device_.make_event();
     try {
       flight->done = device_.make_event();
@@ -177,15 +204,18 @@ class Flights {
       device_.destroy_event(flight->ready);
       throw;
     }
+    std::lock_guard lock(mutex_);
     all_.push_back(flight);
     return flight;
   }
 
   D device_;
+  std::mutex sweep_mutex_;  // of those that ask the device: an event is not recorded anew meanwhile
   mutable std::mutex mutex_;
   std::deque<FlightPtr> under_way_;
   std::vector<FlightPtr> all_, idle_;
-  std::vector<FlightPtr> captured_;  // that no Work holds, and whose tensors may still be in use
+  std::vector<at::Tensor> ended_tensors_;  // of flights that have ended, until release()
+  std::vector<FlightPtr> captured_;        // that no Work holds, and whose tensors may still be in use
 };
 
 }  // namespace lockstep::detail

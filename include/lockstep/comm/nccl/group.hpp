@@ -1,6 +1,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <exception>
@@ -13,6 +14,7 @@
 
 #include <fmt/format.h>
 
+#include "lockstep/comm/nccl/active_calls.hpp"
 #include "lockstep/comm/nccl/buffers.hpp"
 #include "lockstep/comm/nccl/cards.hpp"
 #include "lockstep/comm/nccl/device.hpp"
@@ -22,6 +24,7 @@
 #include "lockstep/comm/nccl/handle.hpp"
 #include "lockstep/comm/nccl/membership.hpp"
 #include "lockstep/comm/nccl/options.hpp"
+#include "lockstep/comm/nccl/owned_stream.hpp"
 #include "lockstep/comm/nccl/waiting.hpp"
 #include "lockstep/comm/nccl/watchdog.hpp"
 #include "lockstep/comm/nccl/words.hpp"
@@ -29,12 +32,14 @@
 namespace lockstep::detail {
 
 /// What a communicator and its Works share: NCCL's handle, the stream, what is in flight, the first error,
-/// and the watchdog, a thread that looks after all of it while the program computes, or waits where nothing
-/// can be told to it.
+/// and two threads that look after all of it while the program computes, or is inside a call that blocks.
 ///
-/// The watchdog ends what is in flight when NCCL or the device reports an error, another rank has failed, or
-/// the deadline of the oldest collective has passed. What the stream holds ends with that, and the error is
-/// thrown by the program's next call.
+/// The watchdog ends what is in flight when another rank has failed, or the deadline has passed of the oldest
+/// collective in flight or of the oldest call that the program has not returned from. It takes no lock that
+/// is held across a call on the device or on NCCL, and calls on neither before it aborts: both may block for
+/// as long as a collective does not end. The device watchdog does call on them: it finds what has ended, and
+/// ends what is in flight when NCCL or the device reports an error. What the stream holds ends with that, and
+/// the error is thrown by the program's next call.
 template <NcclDevice D>
 class NcclGroup {
  public:
@@ -49,10 +54,14 @@ class NcclGroup {
         membership_(world, std::move(ranks), std::move(name), options_.deadline),
         device_(open_together<D>(membership_, options_.device)),
         handle_(device_),
-        flights_(device_) {
-    start([&] {
-      const std::string id = membership_.from_first("NCCL id", [&] { return device_.make_id(); });
-      return handle_.make([&](Comm& made) { return device_.init(made, size(), id, rank()); });
+        flights_(device_),
+        stream_(device_) {
+    start([&](const Call& call) {
+      const std::string id =
+          membership_.from_first("NCCL id", [&] { return guarded(call, [&] { return device_.make_id(); }); });
+      return guarded(call, [&] {
+        return handle_.make([&](Comm& made) { return device_.init(made, size(), id, rank()); });
+      });
     });
   }
 
@@ -62,8 +71,9 @@ class NcclGroup {
         membership_(parent.world(), std::move(ranks), std::move(name), options_.deadline),
         device_(parent.device_),
         handle_(device_),
-        flights_(device_) {
-    start([&] {
+        flights_(device_),
+        stream_(device_) {
+    start([&](const Call&) {
       handle_.adopt(parent.split(call, 0));
       return NcclResult::in_progress;
     });
@@ -72,6 +82,7 @@ class NcclGroup {
   void stay_out_of_split(const Call& call) { split(call, no_colour); }
 
   ~NcclGroup() {
+    device_watchdog_.reset();
     watchdog_.reset();
     handle_.abort();  // nothing where it was destroyed in good order
     // What was aborted is about to end: its memory is not given back before.
@@ -85,7 +96,6 @@ class NcclGroup {
     }
     flights_.lose();
     if (buffers_) buffers_->close();
-    if (stream_ != Stream{}) device_.destroy_stream(stream_);
   }
   NcclGroup(const NcclGroup&) = delete;
   NcclGroup& operator=(const NcclGroup&) = delete;
@@ -97,7 +107,7 @@ class NcclGroup {
   [[nodiscard]] const D& device() const { return device_; }
   [[nodiscard]] const NcclOptions& options() const { return options_; }
   [[nodiscard]] std::chrono::milliseconds deadline() const { return options_.deadline; }
-  [[nodiscard]] const Stream& stream() const { return stream_; }
+  [[nodiscard]] const Stream& stream() const { return stream_.get(); }
   [[nodiscard]] bool failed() const { return error_.set(); }
   void check_error() {
     if (failed()) error_.rethrow();
@@ -134,7 +144,7 @@ class NcclGroup {
       const Stream from = device_.current_stream();
       const bool captured = device_.capturing(from);
       if (!captured) tidy();  // a capture allows no questions
-      Launch launch{*this, flights_.take(), stream_};
+      Launch launch{*this, flights_.take(), stream()};
       const FlightPtr& flight = launch.flight;
       flight->call = call;
       flight->label = label_;
@@ -142,13 +152,13 @@ class NcclGroup {
       flight->captured = captured;
       flight->kept = std::move(kept);
       device_.record(flight->ready, flight->from);
-      device_.wait(stream_, flight->ready);
+      device_.wait(stream(), flight->ready);
       launch.under_way = true;
       // In a capture the stream belongs to it from here on, and so does the memory of copies.
       before(flight->kept);
       const NcclResult result = handle_.call([&](Comm comm) {
         if (const auto begun = device_.group_start(); begun != NcclResult::success) return begun;
-        const NcclResult issued = issue(comm, stream_);
+        const NcclResult issued = issue(comm, stream());
         const NcclResult ended = device_.group_end();
         return issued == NcclResult::success || issued == NcclResult::in_progress ? ended : issued;
       });
@@ -159,21 +169,19 @@ class NcclGroup {
     });
   }
 
-  /// Runs `work`, part of a call. What the device throws, such as that its memory has run out, ends the
-  /// group.
+  /// Runs `work`, part of a call, under the deadline. What the device throws, such as that its memory has run
+  /// out, ends the group.
   template <class Work>
   auto guarded(const Call& call, Work&& work) -> decltype(work()) {
     return guarded(call, label_, std::forward<Work>(work));
   }
   template <class Work>
   auto guarded(const Call& call, const Label& label, Work&& work) -> decltype(work()) {
-    try {
+    return failing_as(call, label, [&] {
+      const ActiveCalls::Scope active(active_, call, label);
+      watchdog_->wake();
       return work();
-    } catch (const Error&) {
-      throw;
-    } catch (const std::exception& error) {
-      error_.fail(diagnosis_.of_exception(text_of(call, label), error), true);
-    }
+    });
   }
 
   /// Runs `replay()`, which gives the current stream a graph with collectives of this group: it comes behind
@@ -187,17 +195,14 @@ class NcclGroup {
       Launch launch{*this, flights_.take(), current};
       launch.flight->call = call;
       launch.flight->from = current;
-      device_.record(launch.flight->ready, stream_);
+      device_.record(launch.flight->ready, stream());
       device_.wait(current, launch.flight->ready);
       launch.under_way = true;
-      // As any call on the communicator, which no other thread aborts meanwhile.
-      waiting_.await_ready(call, nullptr, handle_.call([&](Comm) {
-        replay();
-        return NcclResult::success;
-      }));
+      waiting_.await_ready(call, nullptr, handle_.launch(replay));
       launch.finish();
       flights_.give_back(launch.flight);
     });
+    check_error();  // it may be what ended the launch
   }
 
   /// Makes what the current stream is given next come after the flight. Does not block.
@@ -209,6 +214,7 @@ class NcclGroup {
     guarded(flight.call, flight.label, [&] {
       const Stream current = device_.current_stream();
       device_.wait(current, flight.done);
+      flights_.release();
       // On another stream, memory that belongs to the first one would be free too early.
       if (current == flight.from) flights_.let_go_of_tensors(flight);
     });
@@ -236,6 +242,7 @@ class NcclGroup {
       return true;
     });
     flights_.let_go_of_tensors(flight);
+    flights_.release();
   }
   void give_back(const FlightPtr& flight) noexcept { flights_.give_back(flight); }
 
@@ -255,9 +262,11 @@ class NcclGroup {
     const Call call = message("shutdown", -1, 0);
     membership_.depart();
     drain(call);
-    if (buffers_) buffers_->close();
-    waiting_.await_ready(call, label_, handle_.call([&](Comm comm) { return device_.finalize(comm); }));
-    handle_.destroy();
+    waiting_.await_ready(call, label_, guarded(call, [&] {
+                           if (buffers_) buffers_->close();
+                           return handle_.call([&](Comm comm) { return device_.finalize(comm); });
+                         }));
+    guarded(call, [&] { handle_.destroy(); });
     membership_.farewell();
   }
 
@@ -284,7 +293,7 @@ class NcclGroup {
       group.device_.record(flight->done, stream);
       recorded = true;
       group.flights_.start(flight);
-      if (!flight->captured) group.watchdog_->wake();
+      if (!flight->captured) group.device_watchdog_->wake();
     }
   };
 
@@ -302,13 +311,16 @@ class NcclGroup {
   void start(Make&& make) {
     try {
       const Call call{"the start of the communicator", 0, -1, 0, Clock::now()};
-      guarded(call, [&] {
-        stream_ = device_.make_stream();
-        buffers_ = Buffers<D>::wanted(options_, device_, handle_, stream_, world().rank());
-        waiting_.await_ready(call, label_, make());
+      const auto enter = [this] { device_.enter_thread(); };
+      watchdog_.emplace(options_.poll, enter, [this] { return watch(); });
+      device_watchdog_.emplace(options_.poll, enter, [this] { return watch_device(); });
+      failing_as(call, label_, [&] {
+        guarded(call, [&] {
+          stream_.make();
+          buffers_ = Buffers<D>::wanted(options_, device_, handle_, stream(), world().rank());
+        });
+        waiting_.await_ready(call, label_, make(call));
       });
-      watchdog_.emplace(
-          options_.poll, [this] { device_.enter_thread(); }, [this] { return watch(); });
     } catch (...) {
       if (!failed()) membership_.publish(std::current_exception());
       handle_.abort();
@@ -318,8 +330,9 @@ class NcclGroup {
   // The communicator of those who give the same colour; null for no_colour.
   Comm split(const Call& call, int colour) {
     drain(call);  // NCCL may wait for ever where anything is outstanding then
-    const auto [result, place] =
-        handle_.split([&](Comm comm, Comm& made) { return device_.split(made, comm, colour, rank()); });
+    const auto [result, place] = guarded(call, [&] {
+      return handle_.split([&](Comm comm, Comm& made) { return device_.split(made, comm, colour, rank()); });
+    });
     waiting_.await_ready(call, label_, result);
     const Comm made = handle_.taken_from(place);
     if (failed()) {
@@ -333,47 +346,90 @@ class NcclGroup {
   void drain(const Call& call) {
     await(call, label_, call.start + deadline() + std::chrono::seconds(10), [&] {
       if (auto error = sweep()) error_.fail(error, true);
+      flights_.release();
       return flights_.empty();
     });
   }
-  // Lets go of what has ended; what the device says instead, if it has failed.
+  // Runs `work`, part of a call: what the device throws ends the group.
+  template <class Work>
+  auto failing_as(const Call& call, const Label& label, Work&& work) -> decltype(work()) {
+    try {
+      return work();
+    } catch (const Error&) {
+      throw;
+    } catch (const std::exception& error) {
+      error_.fail(diagnosis_.of_exception(text_of(call, label), error), true);
+    }
+  }
+  // Finds what has ended; what the device says instead, if it has failed.
   std::exception_ptr sweep() {
     try {
       flights_.sweep([this] { return failed(); });
     } catch (const std::exception& error) {
-      const auto [call, label] = flights_.oldest();
-      return diagnosis_.of_exception(text_of(call, label), error);
+      const auto oldest = flights_.oldest();
+      return diagnosis_.of_exception(
+          oldest ? text_of(oldest->first, oldest->second) : "the communicator's watchdog", error);
     }
     return nullptr;
   }
   // The same before something is issued, where no graph is being captured.
   void tidy() {
     if (auto error = sweep()) error_.fail(error, true);
+    flights_.release();
     flights_.end_capture();
     if (buffers_) buffers_->sweep();
   }
 
-  // One look at what is in flight, on the watchdog's thread; whether there is anything left to look after.
+  // One look of the watchdog, on its thread; whether there is anything left to look after.
   bool watch() {
+    trip_on([this] { return overdue(); });
+    return active_.oldest() || !flights_.empty();
+  }
+  // The same of the device watchdog.
+  bool watch_device() {
+    trip_on([this] { return device_error(); });
+    return !flights_.empty();
+  }
+  template <class Find>
+  void trip_on(Find&& find) {
     std::exception_ptr error;
     try {
-      error = patrol();
+      error = find();
     } catch (const Error&) {
       error = std::current_exception();
     } catch (const std::exception& other) {
       error = diagnosis_.of_exception("the communicator's watchdog", other);
     }
     if (error && !failed()) error_.trip(error);
-    return !flights_.empty();
   }
-  // Why what is in flight must be ended, if it must.
-  std::exception_ptr patrol() {
+  // Why what is in flight, or the call that the program is inside of, must be ended, if it must.
+  std::exception_ptr overdue() {
+    if (failed()) return nullptr;
+    const auto now = Clock::now(), asked = device_asked_.load();
+    if (const auto oldest = flights_.oldest()) {
+      const auto& [call, label] = *oldest;
+      if (auto error = membership_.look(call)) return error;
+      // It may have ended although nobody has asked the device since, unless that does not answer.
+      const auto end = call.start + deadline();
+      if (now >= end && (asked >= end || now >= end + std::chrono::seconds(1)))
+        return diagnosis_.of_lateness(call, label);
+    }
+    if (const auto oldest = active_.oldest()) {
+      if (auto error = membership_.look(oldest->call)) return error;
+      if (now >= oldest->entered + deadline()) return diagnosis_.of_lateness(oldest->call, oldest->label);
+    }
+    return nullptr;
+  }
+  // What the device or NCCL says, or a difference between the ranks, for which what is in flight must be
+  // ended.
+  std::exception_ptr device_error() {
+    const auto now = Clock::now();
     if (auto error = sweep()) return error;
-    if (failed() || flights_.empty()) return nullptr;
-    const auto [call, label] = flights_.oldest();
+    device_asked_ = now;
+    const auto oldest = flights_.oldest();
+    if (failed() || !oldest) return nullptr;
+    const auto& [call, label] = *oldest;
     if (auto error = diagnosis_.of_state(call, label)) return error;
-    if (auto error = membership_.look(call)) return error;
-    if (Clock::now() >= call.start + deadline()) return diagnosis_.of_lateness(call, label);
     if (rank() != 0 || call.sequence == compared_ || Clock::now() < call.start + std::chrono::seconds(5))
       return nullptr;
     compared_ = call.sequence;
@@ -384,16 +440,19 @@ class NcclGroup {
   Membership membership_;
   D device_;
   NcclHandle<D> handle_;
-  Stream stream_{};
   Flights<D> flights_;
+  OwnedStream<D> stream_;
   std::shared_ptr<Buffers<D>> buffers_;  // where the options want any
   Label label_;
   int children_ = 0;
   GroupError<D> error_{membership_, handle_};
   Diagnosis<D> diagnosis_{membership_, handle_};
   Waiting<D> waiting_{membership_, handle_, diagnosis_, error_, options_.deadline};
-  std::uint64_t compared_ = 0;  // the last collective that the watchdog compared over the ranks
-  std::optional<Watchdog> watchdog_;
+  ActiveCalls active_;
+  std::atomic<Clock::time_point> device_asked_{
+      Clock::time_point{}};     // when it last began to answer what has ended
+  std::uint64_t compared_ = 0;  // the last collective that the device watchdog compared over the ranks
+  std::optional<Watchdog> watchdog_, device_watchdog_;
 };
 
 }  // namespace lockstep::detail

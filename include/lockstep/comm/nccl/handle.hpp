@@ -4,6 +4,7 @@
 #include <chrono>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <utility>
@@ -68,6 +69,17 @@ class NcclHandle {
     return use(comm);
   }
 
+  /// Calls `launch()`, which launches a graph that uses the communicator, unless that is gone: then the
+  /// answer is invalid_usage. Other threads may call on the communicator meanwhile; an abort gives it a
+  /// second to return.
+  template <class Launch>
+  NcclResult launch(Launch&& launch) {
+    std::lock_guard lock(launch_mutex_);
+    if (gone()) return NcclResult::invalid_usage;
+    launch();
+    return NcclResult::success;
+  }
+
   /// Waits for what `result` says is still in progress, and returns how it ended. Calls `look()` in between,
   /// which throws to give up.
   template <class Look>
@@ -84,6 +96,13 @@ class NcclHandle {
   [[nodiscard]] NcclResult state() {
     return call([&](Comm comm) { return device_.state(comm); });
   }
+  /// The same without blocking; nothing while another thread calls on the communicator.
+  [[nodiscard]] std::optional<NcclResult> state_if_idle() {
+    std::unique_lock lock(mutex_, std::try_to_lock);
+    if (!lock) return std::nullopt;
+    const Comm comm = comm_.load();
+    return comm == Comm{} ? NcclResult::invalid_usage : device_.state(comm);
+  }
   [[nodiscard]] std::string last_error() {
     std::string text;
     call([&](Comm comm) {
@@ -96,16 +115,20 @@ class NcclHandle {
   /// Ends what is in flight, and the communicator. A thread that is stuck inside one of NCCL's calls is given
   /// a second to come out; after that the abort is what gets it out.
   void abort() noexcept {
-    std::unique_lock lock(mutex_, std::defer_lock);
+    std::unique_lock lock(mutex_, std::defer_lock), launch_lock(launch_mutex_, std::defer_lock);
     const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(1);
-    while (!lock.try_lock() && std::chrono::steady_clock::now() < end)
+    while (std::try_lock(lock, launch_lock) >= 0 && std::chrono::steady_clock::now() < end)
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
     const Comm comm = comm_.exchange(Comm{});
     if (comm == Comm{}) return;
     device_.abort(comm);
     // Behind that no thread of NCCL's is at it any more.
-    std::lock_guard places(places_mutex_);
-    for (const Place& place : std::exchange(places_, {}))
+    std::vector<Place> places;
+    {
+      std::lock_guard places_lock(places_mutex_);
+      places.swap(places_);
+    }
+    for (const Place& place : places)
       if (*place != Comm{}) device_.abort(*place);
   }
   /// Ends the communicator after `finalize` has succeeded.
@@ -119,6 +142,7 @@ class NcclHandle {
  private:
   D device_;
   std::mutex mutex_;
+  std::mutex launch_mutex_;
   std::atomic<Comm> comm_{Comm{}};
   const std::unique_ptr<Comm> own_ = std::make_unique<Comm>();  // where NCCL puts it
   std::mutex places_mutex_;
