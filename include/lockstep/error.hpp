@@ -4,12 +4,14 @@
 #include <stdexcept>
 #include <string>
 
+#include "lockstep/process_wide.hpp"
+
 namespace lockstep {
 
 namespace detail {
 // The global rank of this process, -1 until a World exists. Errors thrown from parts that know no World
 // (samplers, readers) still say where they happened.
-inline std::atomic<int> process_rank{-1};
+LOCKSTEP_PROCESS_WIDE inline std::atomic<int> process_rank{-1};
 }  // namespace detail
 
 /// The root of every exception that lockstep throws. `what()` is one plain sentence that says what was wrong,

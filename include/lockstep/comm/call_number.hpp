@@ -1,28 +1,21 @@
 #pragma once
 
-#include <map>
-#include <mutex>
-#include <string>
-#include <utility>
+#include <cstdint>
+#include <string_view>
 
 #include <fmt/format.h>
-
-#include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "lockstep/world/world.hpp"
 
 namespace lockstep::detail {
 
-/// The name of the next communicator of all ranks of a world, for the keys in its store. The same on every
-/// rank, also where several ranks are threads of one process: the worlds count their own.
-inline std::string next_group_name(const World& world) {
-  static std::mutex mutex;
-  static std::map<c10d::Store*, std::pair<c10::weak_intrusive_ptr<c10d::Store>, int>> counts;
-  const StorePtr store = world.store();
-  std::lock_guard lock(mutex);
-  auto [known, fresh] = counts.try_emplace(store.get(), store, 0);
-  if (known->second.first.expired()) known->second = {c10::weak_intrusive_ptr<c10d::Store>(store), 0};
-  return fmt::format("lockstep/nccl/{}", known->second.second++);
+/// How often this rank has called this with `what` in its world, from 0: the same number on every rank where
+/// all call it in the same order. Counted in the store, so that it does not matter which World of the
+/// process, and which of its shared objects, makes the call. 0 in a world of one rank, whose processes share
+/// no store. Throws what the store throws. Thread-safe.
+inline std::int64_t next_number(const World& world, std::string_view what) {
+  if (world.size() == 1) return 0;
+  return world.store()->add(fmt::format("lockstep/{}/calls of rank {}", what, world.rank()), 1) - 1;
 }
 
 }  // namespace lockstep::detail

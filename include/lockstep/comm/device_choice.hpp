@@ -2,10 +2,10 @@
 
 #include <fmt/format.h>
 
-#include <atomic>
 #include <optional>
 #include <string>
 
+#include "lockstep/comm/call_number.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/world/gpus.hpp"
 #include "lockstep/world/world.hpp"
@@ -47,9 +47,8 @@ inline DeviceKind choose_device(const Environment& rank, std::optional<int> visi
 /// Throws MismatchError that names two.
 inline void agree_on_device(const World& world, DeviceKind kind) {
   if (world.size() == 1) return;
-  static std::atomic<int> rounds{0};
   const std::string own = fmt::format("{} {}", kind == DeviceKind::gpu ? "GPUs" : "CPUs", world.rank());
-  const std::string key = fmt::format("lockstep/device/{}", rounds++);
+  const std::string key = fmt::format("lockstep/device/{}", next_number(world, "device"));
   const std::string first = to_text(world.store()->compareSet(key, {}, to_bytes(own)));
   if (first.substr(0, 4) != own.substr(0, 4))
     throw MismatchError(

@@ -19,6 +19,7 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include "lockstep/process_wide.hpp"
 #include "lockstep/world/bulletin.hpp"
 #include "lockstep/world/worker.hpp"
 #include "lockstep/world/world.hpp"
@@ -73,7 +74,7 @@ struct Failure {
 /// thread.
 class FailureMonitor {
  public:
-  static std::shared_ptr<FailureMonitor> of(const World& world) {
+  LOCKSTEP_PROCESS_WIDE static std::shared_ptr<FailureMonitor> of(const World& world) {
     static std::mutex mutex;
     static std::map<c10d::Store*, std::weak_ptr<FailureMonitor>> monitors;
     std::lock_guard lock(mutex);

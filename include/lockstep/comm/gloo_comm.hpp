@@ -1,6 +1,5 @@
 #pragma once
 
-#include <atomic>
 #include <cstdint>
 #include <exception>
 #include <memory>
@@ -12,6 +11,7 @@
 
 #include <fmt/format.h>
 
+#include "lockstep/comm/call_number.hpp"
 #include "lockstep/comm/communicator.hpp"
 #include "lockstep/comm/gloo_bytes.hpp"
 #include "lockstep/comm/gloo_operations.hpp"
@@ -42,7 +42,8 @@ class GlooComm {
 
   /// Meets the other ranks. Throws TimeoutError naming those that have not come when the deadline passes.
   explicit GlooComm(const World& world, GlooOptions options = {})
-      : GlooComm(std::make_shared<detail::GlooGroup>(world, all_ranks(world.size()), next_name(), options)) {}
+      : GlooComm(
+            std::make_shared<detail::GlooGroup>(world, all_ranks(world.size()), next_name(world), options)) {}
 
   GlooComm(GlooComm&&) noexcept = default;
   GlooComm& operator=(GlooComm&& other) noexcept {
@@ -306,9 +307,8 @@ class GlooComm {
     std::iota(ranks.begin(), ranks.end(), 0);
     return ranks;
   }
-  static std::string next_name() {
-    static std::atomic<int> count{0};
-    return fmt::format("lockstep/comm/{}", count++);
+  static std::string next_name(const World& world) {
+    return fmt::format("lockstep/comm/{}", detail::next_number(world, "comm"));
   }
 
   void end() noexcept {

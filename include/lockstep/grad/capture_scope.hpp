@@ -2,6 +2,8 @@
 
 #include <utility>
 
+#include "lockstep/process_wide.hpp"
+
 namespace lockstep::detail {
 
 /// While it lives, what this thread asks of a device is recorded into a graph and not done yet: no value of
@@ -16,7 +18,7 @@ class CaptureScope {
   [[nodiscard]] static bool active() { return on(); }
 
  private:
-  static bool& on() {
+  LOCKSTEP_PROCESS_WIDE static bool& on() {
     static thread_local bool on = false;
     return on;
   }

@@ -8,6 +8,8 @@
 #include <utility>
 #include <vector>
 
+#include "lockstep/process_wide.hpp"
+
 namespace lockstep::detail {
 
 /// A reduction of another model, which the running `ddp.backward` has reached and will end.
@@ -17,7 +19,7 @@ struct JoinedReduction {
   void (*close)(void* reducer, const std::exception_ptr& failure);
   void (*abandon)(void* reducer);
 };
-inline std::atomic<std::size_t> reducers_made{0};
+LOCKSTEP_PROCESS_WIDE inline std::atomic<std::size_t> reducers_made{0};
 
 /// The `ddp.backward` calls that run in one thread, one inside the other.
 struct OpenBackwards {
@@ -27,12 +29,12 @@ struct OpenBackwards {
   int counting = 0;
   std::vector<JoinedReduction> joined;
 };
-inline OpenBackwards& open_backwards_here() {
+LOCKSTEP_PROCESS_WIDE inline OpenBackwards& open_backwards_here() {
   thread_local OpenBackwards here;
   return here;
 }
 /// The latest that any thread has begun.
-inline std::atomic<OpenBackwards*> latest_open_backwards{nullptr};
+LOCKSTEP_PROCESS_WIDE inline std::atomic<OpenBackwards*> latest_open_backwards{nullptr};
 
 /// The calls that a gradient on `device` may belong to, or null where there are none. The engine computes
 /// those of a CPU in the thread that called backward, and others in threads of its own.

@@ -12,6 +12,8 @@
 #include <string>
 #include <string_view>
 
+#include "lockstep/process_wide.hpp"
+
 namespace lockstep::detail {
 
 /// The local time of day as 14:03:07.042.
@@ -40,7 +42,7 @@ inline int terminal_columns() {
 }
 
 /// Whether the cursor stands at the beginning of a bar, which the next line has to wipe away.
-inline std::atomic<bool> bar_is_shown{false};
+LOCKSTEP_PROCESS_WIDE inline std::atomic<bool> bar_is_shown{false};
 
 /// Writes whole lines at once, behind what the program has written to the same stream so far.
 inline void write_lines(std::FILE* stream, std::string_view lines) {

@@ -7,6 +7,7 @@
 #include <cstdio>
 #include <string>
 
+#include "lockstep/process_wide.hpp"
 #include "lockstep/world/environment.hpp"
 
 namespace lockstep::detail {
@@ -22,7 +23,7 @@ struct PlainWarnings : c10::WarningHandler {
 /// Keeps c10d from logging a stack trace for each connection that ends with a store: what that means is said
 /// by our own error. The warnings of the calling thread are shown as before. Leaves everything as it is where
 /// TORCH_CPP_LOG_LEVEL is set.
-inline void quiet_library_log() {
+LOCKSTEP_PROCESS_WIDE inline void quiet_library_log() {
   if (process_variable("TORCH_CPP_LOG_LEVEL")) return;
   constexpr int error = 2;  // named differently by the versions of LibTorch, with glog and without
   FLAGS_caffe2_log_level = std::max<int>(FLAGS_caffe2_log_level, error);

@@ -5,10 +5,11 @@
 #include <fmt/format.h>
 
 #include "lockstep/error.hpp"
+#include "lockstep/process_wide.hpp"
 
 namespace lockstep {
 namespace detail {
-inline thread_local int rank_zero_scope_depth = 0;
+LOCKSTEP_PROCESS_WIDE inline thread_local int rank_zero_scope_depth = 0;
 }
 
 /// While one lives, collectives on this thread throw: the other ranks are not there to answer.

@@ -13,6 +13,7 @@
 #include <typeinfo>
 
 #include "lockstep/error.hpp"
+#include "lockstep/process_wide.hpp"
 
 namespace lockstep::detail {
 
@@ -39,7 +40,7 @@ inline std::int64_t monotonic_nanoseconds() {
 
 /// How parts that know more exception types (LibTorch's, with their stack traces) turn one into plain text;
 /// gives an empty text for those it does not know.
-inline std::string (*known_exception_text)(const std::exception&) = nullptr;
+LOCKSTEP_PROCESS_WIDE inline std::string (*known_exception_text)(const std::exception&) = nullptr;
 
 inline std::string type_name(const std::type_info& type) {
   int status = 0;

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "lockstep/error.hpp"
+#include "lockstep/process_wide.hpp"
 #include "lockstep/world/devices.hpp"
 #include "lockstep/world/environment.hpp"
 #include "lockstep/world/supervisor.hpp"
@@ -32,7 +33,7 @@ inline std::vector<std::string> own_arguments() {
   return arguments;
 }
 
-inline int spawn_calls = 0;
+LOCKSTEP_PROCESS_WIDE inline int spawn_calls = 0;
 
 }  // namespace detail
 

@@ -22,6 +22,7 @@
 #include <utility>
 
 #include "lockstep/error.hpp"
+#include "lockstep/process_wide.hpp"
 #include "lockstep/world/environment.hpp"
 #include "lockstep/world/new_file.hpp"
 #include "lockstep/world/report.hpp"
@@ -34,10 +35,10 @@ struct FailureHooks {
   std::function<bool(const std::string& text)> publish;
   std::function<std::optional<std::string>()> published;
 };
-inline FailureHooks failure_hooks;
+LOCKSTEP_PROCESS_WIDE inline FailureHooks failure_hooks;
 
 /// The descriptor through which a supervising parent hears of a failure, -1 where there is none.
-inline int report_descriptor() {
+LOCKSTEP_PROCESS_WIDE inline int report_descriptor() {
   static const int fd = [] {
     const auto text = process_variable("LOCKSTEP_REPORT_FD");
     const int number = text ? whole_number(*text).value_or(-1) : -1;
@@ -111,7 +112,7 @@ inline int exit_status(int code) {
 
 /// Ends this process now, and the others with it: tells the supervisor and the store, flushes, leaves without
 /// running a destructor. `report` is said once, whichever thread comes first.
-[[noreturn]] inline void fail_process(FailureReport report) {
+LOCKSTEP_PROCESS_WIDE [[noreturn]] inline void fail_process(FailureReport report) {
   static std::atomic_flag begun;
   if (begun.test_and_set())
     while (true) pause();
@@ -159,7 +160,7 @@ inline int exit_status(int code) {
 
 /// Makes an exception that nobody catches end the process through `fail_process`, with the stack as it is: no
 /// destructor on the way up can wait for a peer that no longer answers.
-inline void end_on_uncaught() {
+LOCKSTEP_PROCESS_WIDE inline void end_on_uncaught() {
   static std::terminate_handler previous = nullptr;
   static std::once_flag once;
   std::call_once(once, [] {

@@ -16,6 +16,7 @@
 
 #include "lockstep/error.hpp"
 #include "lockstep/log/log.hpp"
+#include "lockstep/process_wide.hpp"
 #include "lockstep/world/bulletin.hpp"
 #include "lockstep/world/environment.hpp"
 #include "lockstep/world/library_log.hpp"
@@ -46,7 +47,7 @@ class World {
   /// the last two), or one process alone. All calls with one rank and rendezvous give copies of one World.
   /// From here on an exception that nobody catches is told to the other ranks and ends this process on one
   /// line. Throws UsageError.
-  static World from_environment() {
+  LOCKSTEP_PROCESS_WIDE static World from_environment() {
     detail::end_on_uncaught();
     World world(read_environment());
     detail::process_rank = world.rank();

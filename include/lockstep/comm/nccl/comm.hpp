@@ -15,12 +15,12 @@
 
 #include <fmt/format.h>
 
+#include "lockstep/comm/call_number.hpp"
 #include "lockstep/comm/communicator.hpp"
 #include "lockstep/comm/nccl/bytes.hpp"
 #include "lockstep/comm/nccl/calls.hpp"
 #include "lockstep/comm/nccl/device.hpp"
 #include "lockstep/comm/nccl/group.hpp"
-#include "lockstep/comm/nccl/group_name.hpp"
 #include "lockstep/comm/nccl/options.hpp"
 #include "lockstep/comm/nccl/tensor_check.hpp"
 #include "lockstep/comm/nccl/work.hpp"
@@ -59,8 +59,8 @@ class BasicNcclComm {
   /// TimeoutError naming the ranks that have not come when the deadline passes, PeerError where one has
   /// failed, MismatchError where two have different NCCLs.
   explicit BasicNcclComm(const World& world, NcclOptions options = {})
-      : group_(std::make_shared<detail::NcclGroup<D>>(world, all_ranks(world.size()),
-                                                      detail::next_group_name(world), options)) {}
+      : group_(std::make_shared<detail::NcclGroup<D>>(world, all_ranks(world.size()), next_name(world),
+                                                      options)) {}
 
   BasicNcclComm(BasicNcclComm&&) noexcept = default;
   BasicNcclComm& operator=(BasicNcclComm&& other) noexcept {
@@ -322,6 +322,9 @@ class BasicNcclComm {
     std::vector<int> ranks(static_cast<std::size_t>(size));
     std::iota(ranks.begin(), ranks.end(), 0);
     return ranks;
+  }
+  static std::string next_name(const World& world) {
+    return fmt::format("lockstep/nccl/{}", detail::next_number(world, "nccl"));
   }
   void end() noexcept {
     if (!group_) return;

@@ -1,0 +1,12 @@
+#pragma once
+
+/// Precedes a variable, or a function with static variables, that a process has once. Default visibility: of
+/// shared objects built with -fvisibility=hidden, as Python's extensions are, each would have its own, so
+/// that communicators made in two of them had the same names in the store, and a process had two failure
+/// monitors.
+///
+/// An executable shares its own with objects that it links. With objects that it loads (dlopen), it does
+/// where it exports its symbols (-rdynamic, CMake's ENABLE_EXPORTS); objects loaded with RTLD_LOCAL share
+/// with each other where GCC has compiled them, and with RTLD_GLOBAL always. All of them are built from one
+/// version of lockstep.
+#define LOCKSTEP_PROCESS_WIDE [[gnu::visibility("default")]]

@@ -1,0 +1,31 @@
+// Compiled once, with -fvisibility=hidden, and linked into each of two shared objects.
+#include "comm/shared_object.hpp"
+
+#include "lockstep/comm/failure_monitor.hpp"
+#include "lockstep/comm/gloo_comm.hpp"
+
+using lockstep::GlooComm;
+
+const SharedObject& functions_of_this_object() {
+  static const SharedObject functions{
+      [](const lockstep::World& world) -> void* { return new GlooComm{world}; },
+      [](void* comm) { delete static_cast<GlooComm*>(comm); },
+      [](void* comm, double value) {
+        const auto tensor = at::full({1}, value, at::kDouble);
+        static_cast<GlooComm*>(comm)->all_reduce(tensor).wait_host();
+        return tensor.item<double>();
+      },
+      [](void* comm) -> std::string {
+        try {
+          static_cast<GlooComm*>(comm)->all_reduce(at::ones({1})).wait_host();
+        } catch (const lockstep::CommunicationError& error) {
+          return error.what();
+        }
+        return "";
+      },
+      []() -> const void* { return &lockstep::detail::process_rank; },
+      [](const lockstep::World& world) -> const void* {
+        return lockstep::detail::FailureMonitor::of(world).get();
+      }};
+  return functions;
+}
