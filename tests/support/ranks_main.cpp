@@ -4,11 +4,14 @@
 #define CATCH_CONFIG_NO_POSIX_SIGNALS  // a rank that is told to end has nothing to report
 #endif
 #include <cstdio>
+#include <string>
 #include <string_view>
 #include <vector>
 
 #include "lockstep/world/launch.hpp"
 #include "support/ranks.hpp"
+#include "support/ranks_filter.hpp"
+#include "support/session.hpp"
 
 #ifdef LOCKSTEP_TEST_NEEDS_GPUS
 #include <ATen/cuda/CUDAContextLight.h>
@@ -46,7 +49,12 @@ int main(int argc, char** argv) {
          declared[] = "decl";  // the same on every rank; newer versions of Catch2 draw one
     arguments.push_back(order);
     arguments.push_back(declared);
-    return Catch::Session().run(static_cast<int>(arguments.size()), arguments.data());
+    Catch::Session session;
+    const int refused = session.applyCommandLine(static_cast<int>(arguments.size()), arguments.data());
+    if (refused != 0) return refused;
+    const std::string left_out = lockstep_test::leave_out(session, world.size());
+    if (world.rank() == 0 && !left_out.empty()) std::puts(left_out.c_str());
+    return lockstep_test::run(session);
   };
   return lockstep::launch(argc, argv, run);
 }

@@ -226,9 +226,8 @@ TEST_CASE("a checkpoint holds a state that was spread over the ranks") {
   check_resumes(maker(three_epochs(), sharded), 6);
 }
 
-TEST_CASE("one process goes on in the order of Python's RandomSampler") {
+TEST_CASE("one process goes on in the order of Python's RandomSampler", "[alone]") {
   const auto& world = test_world();
-  if (world.size() > 1) return;
   const auto data = three_classes(49);
   const fs::path path = fs::temp_directory_path() / fmt::format("lockstep-checkpoint-random-{}", ::getpid());
   const auto make = [&] {
@@ -247,9 +246,8 @@ TEST_CASE("one process goes on in the order of Python's RandomSampler") {
   fs::remove(path);
 }
 
-TEST_CASE("other numbers of ranks lose no sample of the epoch and see none twice") {
+TEST_CASE("other numbers of ranks lose no sample of the epoch and see none twice", "[2+]") {
   const auto& world = test_world();
-  if (world.size() == 1) return;
   const CommonFile file(world);
   const std::int64_t length = 12 * world.size() + 5;
   const lockstep::TensorDataset data{torch::ones({length, 2}), torch::arange(length)};

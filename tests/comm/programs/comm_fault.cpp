@@ -66,14 +66,14 @@ int run(const lockstep::World& world, const std::string& fault, int culprit) {
     if (mine) raise(SIGKILL);
     comm.all_reduce(tensor).wait_host();
   } else if (fault == "never") {
-    if (mine) sleep(60);
+    if (mine) sleep(600);
     comm.all_reduce(tensor).wait_host();
   } else if (fault == "early") {
     if (mine) return 0;
     comm.all_reduce(tensor).wait_host();
   } else if (fault == "absent") {
     if (mine) throw std::runtime_error("boom");
-    sleep(60);  // busy with something else than collectives
+    sleep(600);  // busy with something else than collectives
   } else if (fault == "recv") {
     if (!mine) comm.recv(tensor, culprit).wait_host();
     usleep(300000);
