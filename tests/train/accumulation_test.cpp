@@ -94,8 +94,11 @@ TEST_CASE(
           value = value / here;
         ddp.backward(value);
       };
-      if (last) {
+      {
+        const auto guard = ddp.no_sync(!last);
         backward();
+      }
+      if (last) {
         optimizer.step();
         double sum = 0, count = 0;
         for (const auto& [s, c] : losses) {
@@ -103,9 +106,6 @@ TEST_CASE(
           count += c;
         }
         by_hand.push_back(sum / count);
-      } else {
-        const auto guard = ddp.no_sync();
-        backward();
       }
       ++micro;
     }

@@ -47,7 +47,7 @@ double train_together(torch::nn::Sequential net, const Sizes& sizes, Loss&& loss
 template <class S>
 double train_alone(torch::nn::Sequential& net, const Sizes& sizes) {
   const auto data = curve(sizes.length);
-  auto optimizer = momentum().make_optimizer(net->parameters());
+  auto optimizer = momentum().make_optimizer(lockstep::unique_parameters(*net));
   std::vector<S> ranks;
   struct Group {
     int number;

@@ -1,8 +1,67 @@
 #include "lockstep/train/gradient_clip.hpp"
 
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
 #include "lockstep/comm/gloo_comm.hpp"
 #include "support/ranks.hpp"
 #include "train/regression.hpp"
+
+TEST_CASE("the norm before clipping is known to the hooks after it, and after the step") {
+  const auto& world = test_world();
+  const auto data = curve(12 * world.size());
+  const lockstep::TrainerOptions options{.batch_size = 3, .lr = 0.1, .seed = 4, .progress = false};
+  std::vector<double> before, found, after, told;
+  const auto norm_of = [](const lockstep::Gradients& gradients) {
+    double sum = 0;
+    for (const auto& parameter : gradients.parameters) sum += parameter.grad().pow(2).sum().item<double>();
+    return std::sqrt(sum);
+  };
+  // Hooks are called in their order.
+  lockstep::Trainer trainer(world, options, tanh_network(1, 4, 7));
+  trainer.fit(data, squared_error, lockstep::OnGradients{[&](const auto& gradients) {
+                CHECK(!gradients.total_norm.defined());
+                before.push_back(norm_of(gradients));
+              }},
+              lockstep::GradientClip{.max_norm = 0.25}, lockstep::OnGradients{[&](const auto& gradients) {
+                found.push_back(gradients.total_norm.template item<double>());
+                after.push_back(norm_of(gradients));
+              }},
+              lockstep::OnStep{
+                  [&](const lockstep::StepReport& step) { told.push_back(step.total_norm.item<double>()); }});
+  REQUIRE(told.size() == 4);
+  CHECK(found == told);
+  for (std::size_t i = 0; i < told.size(); ++i) {
+    CHECK(told[i] == Approx(before[i]));
+    CHECK(after[i] == Approx(std::min(before[i], 0.25)).epsilon(1e-4));
+  }
+  // The one among the extras comes first.
+  lockstep::Trainer clipping(world, options, tanh_network(1, 4, 7), lockstep::GradientClip{.max_norm = 0.25});
+  std::vector<double> again;
+  clipping.fit(data, squared_error, lockstep::OnGradients{[&](const auto& gradients) {
+                 again.push_back(gradients.total_norm.template item<double>());
+               }});
+  CHECK(again == told);
+  // Without one there is none.
+  lockstep::Trainer(world, options, tanh_network(1, 4, 7))
+      .fit(data, squared_error,
+           lockstep::OnStep{[](const lockstep::StepReport& step) { CHECK(!step.total_norm.defined()); }});
+}
+
+TEST_CASE("a norm that is not finite is refused on every rank, and the next run is a good one") {
+  const auto& world = test_world();
+  lockstep::Trainer trainer(world, {.batch_size = 2, .progress = false}, tanh_network(1, 3, 5),
+                            lockstep::GradientClip{.max_norm = 1, .options = {.error_if_nonfinite = true}});
+  const auto data = curve(4 * world.size());
+  bool bad = true;
+  const auto loss = [&](auto& model, const auto& batch) {
+    return squared_error(model, batch) * (bad && world.rank() == 0 ? std::nan("") : 1.0);
+  };
+  CHECK_THROWS_AS(trainer.fit(data, loss), lockstep::GradientError);
+  bad = false;
+  CHECK(std::isfinite(trainer.fit(data, loss).loss));
+}
 
 TEST_CASE("clipping under accumulation is that of one process on the whole step") {
   const auto& world = test_world();

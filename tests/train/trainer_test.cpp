@@ -178,6 +178,29 @@ TEST_CASE("the optimizer is made over each parameter once") {
   CHECK(dynamic_cast<torch::optim::Adam*>(&trainer.optimizer()) != nullptr);
 }
 
+TEST_CASE("an optimizer's groups may be chosen by the parameters' names") {
+  std::vector<std::string> names;
+  auto trainer = local(
+      {.steps = 1, .seed = 1}, TinyNet(),
+      lockstep::MakeOptimizer{[&](const std::vector<lockstep::NamedTensor>& parameters) {
+        std::vector<torch::Tensor> decayed, others;
+        for (const auto& [name, tensor] : parameters) {
+          names.push_back(name);
+          (tensor.dim() > 1 && name.find("norm") == std::string::npos ? decayed : others).push_back(tensor);
+        }
+        std::vector<torch::optim::OptimizerParamGroup> groups;
+        groups.emplace_back(decayed, std::make_unique<torch::optim::SGDOptions>(
+                                         torch::optim::SGDOptions(0.1).weight_decay(0.5)));
+        groups.emplace_back(others);
+        return std::make_unique<torch::optim::SGD>(groups, torch::optim::SGDOptions(0.1));
+      }});
+  CHECK(names == std::vector<std::string>{"hidden.weight", "hidden.bias", "norm.weight", "norm.bias",
+                                          "last.weight", "last.bias"});
+  CHECK(trainer.optimizer().param_groups().at(0).params().size() == 2);
+  CHECK(trainer.optimizer().param_groups().at(1).params().size() == 4);
+  trainer.fit(three_classes(32), loss);
+}
+
 TEST_CASE("a flipped bit anywhere in a checkpoint is refused, or the run goes on alike") {
   const TemporaryFolder folder;
   const auto path = folder / "run.ckpt", again = folder / "again.ckpt";

@@ -250,10 +250,12 @@ class DistributedDataParallel {
   /// While the guard that this returns lives, backward only accumulates on this rank; the first backward
   /// after it reduces the sum. Every rank must do the same. Where Python looks at whether the forward ran
   /// inside `no_sync`, here it is the backward that counts (for the buffers it is the forward). Guards nest;
-  /// the guard must not outlive this object.
-  [[nodiscard]] auto no_sync() {
+  /// the guard must not outlive this object. With `enabled` false the guard does nothing.
+  [[nodiscard]] auto no_sync(bool enabled = true) {
     struct Guard {
-      explicit Guard(State* state) : state(state) { ++state->reducer->no_sync_depth; }
+      explicit Guard(State* state) : state(state) {
+        if (state) ++state->reducer->no_sync_depth;
+      }
       Guard(Guard&& other) noexcept : state(std::exchange(other.state, nullptr)) {}
       Guard& operator=(Guard&&) = delete;
       ~Guard() {
@@ -261,7 +263,7 @@ class DistributedDataParallel {
       }
       State* state;
     };
-    return Guard(state_.get());
+    return Guard(enabled ? state_.get() : nullptr);
   }
 
   /// The model's parameters in registration order, a tied one once: what an optimizer should get.

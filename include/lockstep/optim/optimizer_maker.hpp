@@ -11,27 +11,28 @@
 
 namespace lockstep::detail {
 
-template <class Make>
+template <class Make, class Parameters>
 struct MadeBy {
   using type = void;
 };
-template <std::invocable<std::vector<at::Tensor>> Make>
-struct MadeBy<Make> {
-  using type = std::invoke_result_t<Make, std::vector<at::Tensor>>;
+template <class Parameters, std::invocable<Parameters> Make>
+struct MadeBy<Make, Parameters> {
+  using type = std::invoke_result_t<Make, Parameters>;
 };
 /// What a function makes of parameters; void where it is not called with any.
-template <class Make>
-using MadeByOf = typename MadeBy<Make>::type;
+template <class Make, class Parameters = std::vector<at::Tensor>>
+using MadeByOf = typename MadeBy<Make, Parameters>::type;
 
 /// A function of the parameters that returns an optimizer, or a std::unique_ptr to one.
-template <class Make>
-concept OptimizerMaker = std::derived_from<MadeByOf<Make&>, torch::optim::Optimizer> ||
-    std::convertible_to<MadeByOf<Make&>, std::unique_ptr<torch::optim::Optimizer>>;
+template <class Make, class Parameters = std::vector<at::Tensor>>
+concept OptimizerMaker = std::derived_from<MadeByOf<Make&, Parameters>, torch::optim::Optimizer> ||
+    std::convertible_to<MadeByOf<Make&, Parameters>, std::unique_ptr<torch::optim::Optimizer>>;
 
 /// What it makes, on the heap.
-template <OptimizerMaker Make>
-std::unique_ptr<torch::optim::Optimizer> make_optimizer_by(Make& make, std::vector<at::Tensor> parameters) {
-  using Made = MadeByOf<Make&>;
+template <class Make, class Parameters>
+requires OptimizerMaker<Make, Parameters> std::unique_ptr<torch::optim::Optimizer> make_optimizer_by(
+    Make& make, Parameters parameters) {
+  using Made = MadeByOf<Make&, Parameters>;
   if constexpr (std::derived_from<Made, torch::optim::Optimizer>)
     return std::unique_ptr<torch::optim::Optimizer>(new Made(make(std::move(parameters))));
   else

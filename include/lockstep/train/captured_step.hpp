@@ -216,7 +216,8 @@ class CapturedStep : detail::CheckedCapture<Graph, Comm, Optimizer, PrecisionTyp
       if (!Hook::spreads_nan || !options_.ddp.ignored.empty()) precision_.agree(optimizer_, comm_);
     if constexpr (sizeof...(GradientHooks) > 0) {
       if constexpr (ScalingPrecision<PrecisionType>) precision_.unscale(optimizer_);
-      const Gradients gradients{0, steps_, parameters_, ddp_->named_parameters()};
+      at::Tensor total_norm;
+      const Gradients gradients{0, steps_, parameters_, ddp_->named_parameters(), total_norm};
       std::apply([&](auto&... hook) { (hook.on_gradients(gradients), ...); }, hooks_);
     }
     precision_.step(optimizer_);

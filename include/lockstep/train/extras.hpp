@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "lockstep/grad/named_tensors.hpp"
 #include "lockstep/optim/optimizer_maker.hpp"
 #include "lockstep/precision/scaled_step.hpp"
 #include "lockstep/train/gradient_hooks.hpp"
@@ -29,6 +30,9 @@ struct StepReport {
   /// False where the precision left it out, since its gradients were not finite: nothing has changed then.
   /// To ask waits for the device where that alone knows.
   StepOutcome stepped = true;
+  /// The norm of the gradients before GradientClip scaled them, one element on their device, whose `item()`
+  /// waits for that; undefined where no GradientHook has set Gradients::total_norm.
+  at::Tensor total_norm = {};
 
   /// The mean loss over this rank's part of the step, NaN where it had none; waits for the device.
   [[nodiscard]] double loss() const {
@@ -60,9 +64,13 @@ struct EpochReport {
 };
 
 /// Makes the optimizer: `make_optimizer(parameters)`, with each trained parameter once, tied ones too, in the
-/// model's order. Called once, before the first step, on every rank.
+/// model's order, as a std::vector of tensors or of NamedTensors. Called once, before the first step, on
+/// every rank.
 template <class E>
-concept OptimizerFactory = requires(E& extra, std::vector<at::Tensor> parameters) {
+concept OptimizerFactory = requires(E& extra, std::vector<NamedTensor> parameters) {
+  { extra.make_optimizer(parameters) } -> std::convertible_to<std::unique_ptr<torch::optim::Optimizer>>;
+}
+|| requires(E& extra, std::vector<at::Tensor> parameters) {
   { extra.make_optimizer(parameters) } -> std::convertible_to<std::unique_ptr<torch::optim::Optimizer>>;
 };
 
@@ -100,20 +108,42 @@ concept EpochHook = requires(E& extra, const EpochReport& report) {
   extra.on_epoch(report);
 };
 
-/// An OptimizerFactory of a function that returns an optimizer, or a std::unique_ptr to one.
+/// An OptimizerFactory of a function that returns an optimizer, or a std::unique_ptr to one. The function
+/// takes a std::vector<at::Tensor>, or, for groups by name, a std::vector<NamedTensor>:
+///
+/// ```cpp
+/// lockstep::MakeOptimizer{[](const std::vector<lockstep::NamedTensor>& parameters) {
+///   std::vector<torch::Tensor> decayed, others;
+///   for (const auto& [name, tensor] : parameters)
+///     (name.ends_with("bias") ? others : decayed).push_back(tensor);
+///   ...
+/// }}
+/// ```
 template <class Function>
 struct MakeOptimizer {
   Function function;
 
-  std::unique_ptr<torch::optim::Optimizer> make_optimizer(std::vector<at::Tensor> parameters) {
-    constexpr bool makes = detail::OptimizerMaker<Function>;
+  std::unique_ptr<torch::optim::Optimizer> make_optimizer(const std::vector<NamedTensor>& parameters) {
+    // Tensors first: a generic lambda for tensors takes either, and does not compile for the other.
+    constexpr bool of_tensors = std::invocable<Function&, std::vector<at::Tensor>>;
+    using Parameters = std::conditional_t<of_tensors, std::vector<at::Tensor>, std::vector<NamedTensor>>;
+    constexpr bool makes = detail::OptimizerMaker<Function, Parameters>;
     static_assert(makes,
                   "lockstep: MakeOptimizer takes a function of the parameters that returns an optimizer, or "
                   "a std::unique_ptr to one");
-    if constexpr (makes)
-      return detail::make_optimizer_by(function, std::move(parameters));
-    else
+    if constexpr (!makes)
       return nullptr;
+    else if constexpr (of_tensors)
+      return detail::make_optimizer_by(function, tensors_of(parameters));
+    else
+      return detail::make_optimizer_by(function, parameters);
+  }
+
+ private:
+  static std::vector<at::Tensor> tensors_of(const std::vector<NamedTensor>& parameters) {
+    std::vector<at::Tensor> tensors;
+    for (const NamedTensor& parameter : parameters) tensors.push_back(parameter.tensor);
+    return tensors;
   }
 };
 template <class Function>

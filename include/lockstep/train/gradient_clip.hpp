@@ -1,5 +1,6 @@
 #pragma once
 
+#include "lockstep/comm/same_errors.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/optim/clip.hpp"
 #include "lockstep/train/gradient_hooks.hpp"
@@ -7,7 +8,9 @@
 namespace lockstep {
 
 /// A GradientHook that scales the gradients of a step down to a norm of at most `max_norm`, over all
-/// parameters together; see clip_grad_norm. Errors name the parameters.
+/// parameters together; see clip_grad_norm. The norm that it found is in Gradients::total_norm for the
+/// GradientHooks after it, which see clipped gradients, and in StepReport::total_norm. Errors name the
+/// parameters.
 struct GradientClip {
   /// A graph can hold it without `error_if_nonfinite`, which reads the norm; see CapturedStep.
   static constexpr bool capturable = true;
@@ -23,8 +26,12 @@ struct GradientClip {
           "off");
   }
 
-  void on_gradients(const Gradients& gradients) const {
-    detail::clip_norm(gradients.named_parameters, max_norm, options);
+  void on_gradients(const Gradients& gradients) const try {
+    gradients.total_norm = detail::clip_norm(gradients.named_parameters, max_norm, options);
+  } catch (const GradientError& error) {
+    // Equal gradients are refused on every rank: nobody has to be told.
+    if (gradients.spread_nan) throw detail::Common<GradientError>(error.what());
+    throw;
   }
 };
 

@@ -19,12 +19,17 @@ struct Gradients {
   const std::vector<at::Tensor>& parameters;
   /// The same with names.
   const std::vector<NamedTensor>& named_parameters;
+  /// The norm of all gradients together, one element, as a GradientHook has found it before it changed them,
+  /// for the hooks after it and StepReport::total_norm; undefined before. GradientClip sets it.
+  at::Tensor& total_norm;
   /// Whether what is not a number on one rank is so on all: not with every communication hook.
   bool spread_nan = true;
 };
 
 /// Work of the user's own between backward and the optimizer's step, on every rank, such as clipping:
-/// `on_gradients(gradients)`. The gradients are equal on all ranks, and may be changed in place, on all ranks
+/// `on_gradients(gradients)`. First comes the one among the Trainer's extras, then those given to `fit`, in
+/// their order: `fit(data, loss, OnGradients{look}, GradientClip{1})` looks at gradients that are not yet
+/// clipped. The gradients are equal on all ranks, and may be changed in place, on all ranks
 /// alike. A precision that scales its losses undoes that before, by an `unscale(optimizer)` of its own, after
 /// which its `step` does not do it again; one without it shows the gradients scaled.
 template <class E>

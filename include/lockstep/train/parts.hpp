@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "lockstep/comm/comm_device.hpp"
+#include "lockstep/grad/named_tensors.hpp"
 #include "lockstep/optim/sgd.hpp"
 #include "lockstep/train/extras.hpp"
 #include "lockstep/train/given.hpp"
@@ -62,17 +63,24 @@ const TrainerOptions& validated_beside(const TrainerOptions& options) {
 /// What the extras' OptimizerFactory makes, or plain SGD.
 template <class... Extras>
 std::unique_ptr<torch::optim::Optimizer> made_optimizer(std::tuple<Extras...>& extras,
-                                                        const std::vector<at::Tensor>& parameters,
+                                                        const std::vector<NamedTensor>& parameters,
                                                         const TrainerOptions& options) {
+  std::vector<at::Tensor> tensors;
+  for (const NamedTensor& parameter : parameters) tensors.push_back(parameter.tensor);
   if constexpr ((OptimizerFactory<Extras> || ...)) {
     std::unique_ptr<torch::optim::Optimizer> made;
     const auto make = [&]<class E>([[maybe_unused]] E& extra) {
-      if constexpr (OptimizerFactory<E>) made = extra.make_optimizer(parameters);
+      if constexpr (OptimizerFactory<E>) {
+        if constexpr (requires { extra.make_optimizer(parameters); })
+          made = extra.make_optimizer(parameters);
+        else
+          made = extra.make_optimizer(tensors);
+      }
     };
     std::apply([&](auto&... extra) { (make(extra), ...); }, extras);
     return made;
   } else {
-    return std::make_unique<SGD>(parameters, SgdOptions{.lr = options.lr.value_or(1e-3)});
+    return std::make_unique<SGD>(tensors, SgdOptions{.lr = options.lr.value_or(1e-3)});
   }
 }
 

@@ -5,7 +5,6 @@
 
 #include <cmath>
 #include <exception>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -75,8 +74,7 @@ double step_gradients(M& model, Ddp& ddp, C& comm, P& precision, Feed& feed, Los
       all = ddp.backward_mean(precision.scale(local.value), local.count);
   };
   while (auto* batch = aborting(comm, [&] { return feed.next(); })) {
-    std::optional<decltype(ddp.no_sync())> accumulating;
-    if (!feed.last()) accumulating.emplace(ddp.no_sync());
+    const auto accumulating = ddp.no_sync(!feed.last());
     ddp.before_forward();
     LocalLoss& local = losses.emplace_back(telling_own_error(
         [&] { return precision.forward([&] { return feed.weigh(loss(model, *batch), *batch); }); },

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <ATen/Context.h>
+#include <ATen/core/Tensor.h>
 #include <fmt/format.h>
 #include <torch/serialize/archive.h>
 
@@ -73,7 +74,7 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
         extras_(detail::pick<Extras>(detail::MakeDefault{}, given...)...),
         ddp_(model_.get(), comm_, options_.ddp, detail::take_reduction<Reduction>(extras_)),
         parameters_(ddp_.parameters()),
-        optimizer_(detail::made_optimizer(extras_, parameters_, options_)),
+        optimizer_(detail::made_optimizer(extras_, ddp_.named_parameters(), options_)),
         unstepped_(detail::not_held(parameters_, *optimizer_)) {
     static_assert((detail::one_of<Given, Model, Comm, PrecisionType, Extras...> && ...),
                   "lockstep: a Trainer was given a value of a type that is none of its policies");
@@ -260,7 +261,8 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
     while (done != plan.steps) {
       if (!train_step(feed, loss, hooks...)) break;
       for (const LocalLoss& local : losses_) meter_.add(local.reported, local.factor, local.count);
-      const StepReport report{plan.epoch, position_.step++, done++, plan.steps, losses_, stepped_};
+      const StepReport report{plan.epoch, position_.step++, done++,     plan.steps,
+                              losses_,    stepped_,         total_norm_};
       notify_all(report, hooks...);
       progress.advance(feed.samples(comm_.size()),
                        progress.due() ? std::optional(meter_.total().mean()) : std::nullopt);
@@ -283,6 +285,7 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
   bool train_step(Feed& feed, Loss& loss, Hooks&... hooks) {
     in_step_ = true;
     stepped_ = true;
+    total_norm_.reset();
     detail::aborting(comm_, [&] { feed.begin_step(); });
     set_rates();
     optimizer_->zero_grad();
@@ -325,8 +328,8 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
     constexpr bool checked = (GradientCheck<Extras> || ...);
     constexpr bool used = (GradientHook<Extras> || ...) || (GradientHook<Hooks> || ...);
     if constexpr (checked || used) {
-      const Gradients gradients{position_.epoch, position_.step, parameters_, ddp_.named_parameters(),
-                                Reduction::spreads_nan};
+      const Gradients gradients{position_.epoch,         position_.step, parameters_,
+                                ddp_.named_parameters(), total_norm_,    Reduction::spreads_nan};
       each_extra([&]<class E>([[maybe_unused]] E& extra) {
         if constexpr (GradientCheck<E>) extra.check(gradients, comm_);
       });
@@ -393,6 +396,7 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
   detail::SaveFeed save_feed_;                // where the data stands, inside `fit`
   detail::SkippedSteps skipped_;              // of this epoch
   StepOutcome stepped_ = true;                // of the running step
+  at::Tensor total_norm_;                     // of its gradients, where a hook has found it
   detail::ParameterComparison<Reduction> compare_;
   bool in_step_ = false;
 };
