@@ -11,31 +11,10 @@
 #include "lockstep/log/progress.hpp"
 #include "support/catch.hpp"
 #include "support/process.hpp"
+#include "support/written.hpp"
 
 using lockstep::Level;
 using lockstep::Log;
-
-namespace {
-
-// What `work` writes to a stream of this process.
-template <class Work>
-std::string written(int fd, Work&& work) {
-  const auto path = fmt::format("/tmp/lockstep_log_{}_{}", getpid(), fd);
-  std::fflush(nullptr);
-  const int kept = dup(fd), file = open(path.c_str(), O_CREAT | O_TRUNC | O_WRONLY, 0600);
-  dup2(file, fd);
-  close(file);
-  work();
-  std::fflush(nullptr);
-  dup2(kept, fd);
-  close(kept);
-  std::ifstream in(path);
-  const std::string text((std::istreambuf_iterator<char>(in)), {});
-  std::remove(path.c_str());
-  return text;
-}
-
-}  // namespace
 
 TEST_CASE("rank 0 speaks, plainly") {
   CHECK(written(1, [] { Log(0).info("accuracy {:.2f} %", 89.214); }) == "accuracy 89.21 %\n");

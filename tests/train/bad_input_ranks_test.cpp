@@ -1,4 +1,5 @@
 // What cannot be trained on is a typed error on every rank, and nobody is left waiting.
+#include <algorithm>
 #include <limits>
 
 #include "lockstep/comm/gloo_comm.hpp"
@@ -7,6 +8,7 @@
 #include "lockstep/nn/convert_sync_batchnorm.hpp"
 #include "lockstep/train/check_finite.hpp"
 #include "support/ranks.hpp"
+#include "support/written.hpp"
 #include "train/regression.hpp"
 
 namespace {
@@ -171,6 +173,29 @@ TEST_CASE("a check leaves no hook on the model once its trainer is gone") {
   auto loss = squared_error(net, lockstep::Example{data.data(), data.target()}) +
               net->parameters()[0].sum() * std::nan("");
   CHECK_NOTHROW(loss.backward());
+}
+
+TEST_CASE("a loss that is not a number is told once, with the rank and the step that had it first") {
+  const auto& world = test_world();
+  const int culprit = world.size() - 1;
+  const std::int64_t accumulate = GENERATE(1, 2);
+  lockstep::Trainer trainer{world,
+                            {.epochs = 2, .batch_size = 2, .accumulate = accumulate, .progress = false},
+                            tanh_network(1, 3, 5)};
+  std::int64_t micro = 0;
+  const std::string said = written(2, [&] {
+    for (int run = 0; run < 2; ++run)
+      trainer.fit(curve(2 * 4 * accumulate * world.size()), [&](Sequential& model, const auto& batch) {
+        const bool bad = micro++ == 2 * accumulate && world.rank() == culprit;
+        return squared_error(model, batch) * (bad ? std::nan("") : 1.0);
+      });
+  });
+  std::string all;
+  for (const std::string& of_rank : trainer.comm().all_gather_bytes(said)) all += of_rank;
+  CAPTURE(all);
+  CHECK(std::count(all.begin(), all.end(), '\n') == 1);
+  CHECK_THAT(all, ContainsSubstring("warning: the loss of epoch 0 is not finite") &&
+                      ContainsSubstring(fmt::format("on rank {} in step 2", culprit)));
 }
 
 TEST_CASE("a dataset or a share of no samples") {

@@ -1,6 +1,7 @@
 #include "lockstep/train/mean.hpp"
 
 #include <cmath>
+#include <limits>
 #include <vector>
 
 #include "lockstep/train/loss.hpp"
@@ -106,6 +107,16 @@ TEST_CASE("a mean loss is over the targets that are not ignored") {
     return lockstep::Mean{torch::tensor(6.0), targets.ge(0).sum().item<std::int64_t>()};
   }};
   CHECK(counted(output, lockstep::Example{output, target}).count == 3);
+}
+
+TEST_CASE("a meter knows the step of its first value that is not finite") {
+  lockstep::MeanMeter meter(2);
+  meter.add(torch::tensor(1.0), 1, 1, 4);
+  CHECK(!meter.first_not_finite());
+  meter.add(torch::tensor(std::nan("")), 1, 0, 5);  // nothing was counted
+  meter.add(torch::tensor(-std::numeric_limits<double>::infinity()), 1, 1, 6);
+  meter.add(torch::tensor(std::nan("")), 1, 1, 7);
+  CHECK(meter.first_not_finite() == 6);
 }
 
 TEST_CASE("a loss is a mean over samples, or a sum and a count") {

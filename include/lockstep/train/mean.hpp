@@ -3,8 +3,10 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/ScalarType.h>
 
+#include <cmath>
 #include <concepts>
 #include <cstdint>
+#include <optional>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -83,11 +85,12 @@ class MeanMeter {
  public:
   explicit MeanMeter(std::size_t capacity = 256) { pending_.reserve(capacity); }
 
-  /// `value` is one element, multiplied by `factor` where it is a mean over `factor` samples already.
-  void add(const at::Tensor& value, double factor, double count) {
+  /// `value` is one element, multiplied by `factor` where it is a mean over `factor` samples already. `step`
+  /// is what `first_not_finite()` calls it.
+  void add(const at::Tensor& value, double factor, double count, std::int64_t step = 0) {
     if (pending_.size() == pending_.capacity()) read();
     // Without the graph, which holds every activation of the step; unlike detach() this is no operator.
-    pending_.push_back({value.requires_grad() ? value.variable_data() : value, factor, count});
+    pending_.push_back({value.requires_grad() ? value.variable_data() : value, factor, count, step});
   }
   void add(const Mean& mean) { add(mean.sum, 1, mean.count); }
   void add(const Total& total) { total_ += total; }
@@ -98,19 +101,31 @@ class MeanMeter {
     return total_;
   }
 
+  /// The step of the first value that was NaN or infinite, of this rank.
+  [[nodiscard]] std::optional<std::int64_t> first_not_finite() {
+    read();
+    return first_not_finite_;
+  }
+
  private:
   struct Pending {
     at::Tensor value;
     double factor, count;
+    std::int64_t step;
   };
 
   void read() {
-    for (const auto& [value, factor, count] : pending_)
-      if (count != 0) total_ += {detail::host_value(value) * factor, count};
+    for (const auto& [value, factor, count, step] : pending_) {
+      if (count == 0) continue;
+      const double number = detail::host_value(value);
+      if (!std::isfinite(number) && !first_not_finite_) first_not_finite_ = step;
+      total_ += {number * factor, count};
+    }
     pending_.clear();
   }
 
   Total total_;
+  std::optional<std::int64_t> first_not_finite_;
   std::vector<Pending> pending_;
 };
 

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <concepts>
 #include <cstdint>
 #include <filesystem>
@@ -260,7 +261,8 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
     meter_.add(so_far);
     while (done != plan.steps) {
       if (!train_step(feed, loss, hooks...)) break;
-      for (const LocalLoss& local : losses_) meter_.add(local.reported, local.factor, local.count);
+      for (const LocalLoss& local : losses_)
+        meter_.add(local.reported, local.factor, local.count, position_.step);
       const StepReport report{plan.epoch, position_.step++, done++,     plan.steps,
                               losses_,    stepped_,         total_norm_};
       notify_all(report, hooks...);
@@ -275,6 +277,7 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
     position_.skipped = 0;
     Total total = meter_.total();
     sum_over_ranks(std::span(&total, 1), comm_);
+    if (!std::isfinite(total.sum)) warn_of_loss(plan.epoch);
     progress.finish(total.mean());
     const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - begin;
     return {plan.epoch, position_.step, total.mean(), elapsed.count(), skipped, peak_memory()};
@@ -377,6 +380,30 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
     (detail::notify(hooks, report), ...);
   }
 
+  // Says where the loss was first not finite on some rank. Collective. Only the epoch's sum over all ranks
+  // tells that there was one, so that no step waits for a device or for another rank.
+  void warn_of_loss(std::int64_t epoch) {
+    if (std::exchange(warned_of_loss_, true)) return;
+    const std::optional<std::int64_t> own = meter_.first_not_finite();
+    const std::vector<std::string> all = comm_.all_gather_bytes(own ? std::to_string(*own) : "");
+    std::optional<std::pair<std::int64_t, std::size_t>> first;
+    for (std::size_t rank = 0; rank < all.size(); ++rank)
+      if (!all[rank].empty())
+        if (const std::pair found{static_cast<std::int64_t>(std::stoll(all[rank])), rank};
+            !first || found < *first)
+          first = found;
+    if (comm_.rank() != 0) return;
+    const std::string where =
+        first ? fmt::format("on rank {} in step {}", detail::RankNames(comm_)(first->second), first->first)
+              : std::string("before this run was resumed");
+    // Of a group without rank 0 another has to speak.
+    (world_.rank() == 0 ? world_.log : world_.log.all())
+        .warning(
+            "the loss of epoch {} is not finite, first {}: lower the learning rate, look at the data of that "
+            "step, or add the extra CheckFinite, which stops before such a step",
+            epoch, where);
+  }
+
   using Kept = detail::KeptOf<Model, Comm, Extras...>;
 
   World world_;
@@ -398,7 +425,7 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
   StepOutcome stepped_ = true;                // of the running step
   at::Tensor total_norm_;                     // of its gradients, where a hook has found it
   detail::ParameterComparison<Reduction> compare_;
-  bool in_step_ = false;
+  bool in_step_ = false, warned_of_loss_ = false;
 };
 
 /// `Trainer{world, options, Net(...)}`, then extras.
