@@ -1,5 +1,6 @@
 // What cannot be trained on is a typed error on every rank, and nobody is left waiting.
 #include <algorithm>
+#include <functional>
 #include <limits>
 
 #include "lockstep/comm/gloo_comm.hpp"
@@ -173,6 +174,75 @@ TEST_CASE("a check leaves no hook on the model once its trainer is gone") {
   auto loss = squared_error(net, lockstep::Example{data.data(), data.target()}) +
               net->parameters()[0].sum() * std::nan("");
   CHECK_NOTHROW(loss.backward());
+}
+
+namespace {
+
+struct Unreadable {
+  lockstep::TensorDataset all = curve(12 * test_world().size());
+  std::function<void()> read;
+  [[nodiscard]] std::size_t size() const { return all.size(); }
+  [[nodiscard]] lockstep::Example get_batch(c10::ArrayRef<std::size_t> indices) const {
+    read();
+    return all.get_batch(indices);
+  }
+};
+
+// Where a program's own functions are called.
+const std::vector<std::string> places{"metric",  "dataset",  "OnStep",   "OnGradients",
+                                      "OnEpoch", "schedule", "optimizer"};
+
+struct Throwing : torch::optim::SGD {
+  Throwing(std::vector<torch::Tensor> parameters, std::function<void()> work)
+      : SGD(std::move(parameters), 0.1), work(std::move(work)) {}
+  torch::Tensor step(LossClosure closure = nullptr) override {
+    work();
+    return SGD::step(closure);
+  }
+  std::function<void()> work;
+};
+
+// Calls `at(place)` everywhere.
+template <class At>
+auto trainer_calling(const At& at) {
+  const auto optimizer = lockstep::MakeOptimizer{[at](std::vector<torch::Tensor> parameters) {
+    return std::make_unique<Throwing>(std::move(parameters), [at] { at("optimizer"); });
+  }};
+  const auto schedule = lockstep::RateSchedule{[at](std::int64_t, std::int64_t) {
+    at("schedule");
+    return 1.0;
+  }};
+  return std::make_unique<
+      lockstep::Trainer<Sequential, lockstep::DistributedSampler, lockstep::GlooComm, lockstep::Fp32,
+                        std::remove_const_t<decltype(optimizer)>, std::remove_const_t<decltype(schedule)>>>(
+      test_world(), lockstep::TrainerOptions{.batch_size = 2, .progress = false}, tanh_network(1, 3, 5),
+      optimizer, schedule);
+}
+template <class Trainer, class At>
+void run_calling(Trainer& trainer, const At& at) {
+  trainer.evaluate(Unreadable{.read = [&] { at("dataset"); }}, [&](const torch::Tensor& output, const auto&) {
+    at("metric");
+    return lockstep::Mean{output.sum(), 1};
+  });
+  trainer.fit(curve(12 * test_world().size()), squared_error,
+              lockstep::OnStep{[&](const auto&) { at("OnStep"); }},
+              lockstep::OnGradients{[&](const auto&) { at("OnGradients"); }},
+              lockstep::OnEpoch{[&](const auto&) { at("OnEpoch"); }});
+}
+
+}  // namespace
+
+TEST_CASE("what every rank throws in an evaluation or in a function of the user's ends that call alone") {
+  for (const std::string& bad : places) {
+    CAPTURE(bad);
+    int calls = 0;
+    const auto at = [&calls, bad](const std::string& place) {
+      if (place == bad && ++calls == 1) throw std::runtime_error("enough");
+    };
+    const auto trainer = trainer_calling(at);
+    CHECK_THROWS_WITH(run_calling(*trainer, at), ContainsSubstring("enough"));
+    CHECK_NOTHROW(run_calling(*trainer, at));
+  }
 }
 
 TEST_CASE("a loss that is not a number is told once, with the rank and the step that had it first") {

@@ -26,6 +26,12 @@ TEST_CASE("what one rank throws where the others wait for it is told to all") {
   const std::vector<Case> cases{
       {"data", "a file is gone", "a file is gone"},
       {"loss", "a file is gone", "a file is gone"},
+      {"metric", "a file is gone", "a file is gone"},
+      {"test data", "a file is gone", "a file is gone"},
+      {"step", "a file is gone", "a file is gone"},
+      {"gradients", "a file is gone", "a file is gone"},
+      {"schedule", "a file is gone", "a file is gone"},
+      {"optimizer", "a file is gone", "a file is gone"},
       {"nothing", "the loss is nan over a count of 0", "the loss is nan over a count of 0"},
       {"first bucket", "no room for this bucket", "the communication hook 'roomy' threw for bucket 1 of "},
       {"last bucket", "no room for this bucket", "the communication hook 'roomy' threw for bucket "},
@@ -33,7 +39,7 @@ TEST_CASE("what one rank throws where the others wait for it is told to all") {
       {"shard", "is sparse", "the step of the optimizer inside a ZeroRedundancyOptimizer threw"},
   };
   // Some at once: most of the time they wait.
-  constexpr std::size_t at_once = 4;
+  constexpr std::size_t at_once = 5;
   std::vector<std::unique_ptr<lockstep_test::Process>> processes;
   for (std::size_t i = 0; i < cases.size(); ++i) {
     while (processes.size() < std::min(cases.size(), (i / at_once + 1) * at_once))

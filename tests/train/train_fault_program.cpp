@@ -6,8 +6,13 @@
 
 #include <chrono>
 #include <cmath>
+#include <functional>
+#include <memory>
 #include <string>
 #include <string_view>
+#include <type_traits>
+#include <utility>
+#include <vector>
 
 #include "lockstep/comm/gloo_comm.hpp"
 #include "lockstep/grad/hooks/function_hook.hpp"
@@ -52,6 +57,45 @@ void train(const lockstep::World& world, const std::string& mode) {
       if (culprit && mode == "loss") throw lockstep::DataError("a file is gone");
       return squared_error(model, batch);
     });
+}
+
+/// Throws where a program's own functions are called: in an evaluation, and in what a training is given.
+void call(const lockstep::World& world, const std::string& mode, std::shared_ptr<void>& keeper) {
+  const auto at = [culprit = world.rank() == 1, mode](const std::string& place) {
+    if (culprit && mode == place) throw lockstep::DataError("a file is gone");
+  };
+  struct Calling : torch::optim::SGD {
+    Calling(std::vector<torch::Tensor> parameters, std::function<void()> first)
+        : SGD(std::move(parameters), 0.1), first(std::move(first)) {}
+    torch::Tensor step(LossClosure closure = nullptr) override {
+      first();
+      return SGD::step(closure);
+    }
+    std::function<void()> first;
+  };
+  const auto optimizer = lockstep::MakeOptimizer{[at](std::vector<torch::Tensor> parameters) {
+    return std::make_unique<Calling>(std::move(parameters), [at] { at("optimizer"); });
+  }};
+  const auto schedule = lockstep::RateSchedule{[at](std::int64_t, std::int64_t step) {
+    if (step == 1) at("schedule");
+    return 1.0;
+  }};
+  Sequential net(torch::nn::Linear(3, 4), torch::nn::Linear(4, 1));
+  net->to(torch::kDouble);
+  using Trainer =
+      lockstep::Trainer<Sequential, lockstep::DistributedSampler, lockstep::GlooComm, lockstep::Fp32,
+                        std::remove_const_t<decltype(optimizer)>, std::remove_const_t<decltype(schedule)>>;
+  const lockstep::TrainerOptions options{.batch_size = 2, .progress = false};
+  const auto trainer = std::make_shared<Trainer>(world, options, net, optimizer, schedule);
+  keeper = trainer;  // its end would tell the others, too
+  const Broken data{curve(static_cast<std::size_t>(8 * world.size())),
+                    world.rank() == 1 && mode == "test data"};
+  trainer->evaluate(data, [&](const torch::Tensor& output, const auto&) {
+    at("metric");
+    return lockstep::Mean{output.sum(), 1};
+  });
+  trainer->fit(data.all, squared_error, lockstep::OnStep{[&](const auto&) { at("step"); }},
+               lockstep::OnGradients{[&](const auto&) { at("gradients"); }});
 }
 
 void reduce(const lockstep::World& world, std::size_t where) {
@@ -118,6 +162,7 @@ int main(int argc, char** argv) {
   return lockstep::launch(argc, argv, [&](const lockstep::World& world) {
     lockstep_test::meet(world);
     std::string said = "nothing";
+    std::shared_ptr<void> keeper;
     try {
       if (mode == "first bucket" || mode == "last bucket")
         reduce(world, mode == "first bucket" ? 0 : 1000);
@@ -125,8 +170,10 @@ int main(int argc, char** argv) {
         unpack(world);
       else if (mode == "shard")
         shard(world);
-      else
+      else if (mode == "data" || mode == "loss" || mode == "nothing")
         train(world, mode);
+      else
+        call(world, mode, keeper);
     } catch (const std::exception& error) {
       said = error.what();
     }

@@ -1,13 +1,22 @@
 #pragma once
 
 #include <c10/util/Exception.h>
+#include <fmt/format.h>
 
+#include <chrono>
+#include <cstdint>
 #include <exception>
+#include <map>
+#include <mutex>
 #include <string>
+#include <thread>
 #include <utility>
+#include <vector>
 
+#include "lockstep/comm/communicator.hpp"
 #include "lockstep/comm/same_errors.hpp"
 #include "lockstep/error.hpp"
+#include "lockstep/process_wide.hpp"
 
 namespace lockstep::detail {
 
@@ -49,11 +58,60 @@ void abort_for_others(C& comm, const std::string& where = "") {
   if (comm.size() > 1) comm.abort(where + first_line(std::current_exception()));
 }
 
-/// Runs `part`, and where it throws on this rank alone tells the others by an abort: they may wait for this
-/// rank in any collective.
+/// How often the ranks of a group, named by `group`, have met because each of them threw; the same on each.
+class TimesThrown {
+ public:
+  static int of(const std::string& group) {
+    const std::lock_guard lock(mutex_);
+    return times_[group];
+  }
+  static void add(const std::string& group) {
+    const std::lock_guard lock(mutex_);
+    ++times_[group];
+  }
+
+ private:
+  LOCKSTEP_PROCESS_WIDE static inline std::mutex mutex_;
+  LOCKSTEP_PROCESS_WIDE static inline std::map<std::string, int> times_;
+};
+
+/// Returns whether every rank of the group comes here within two seconds, because each of them throws: then
+/// none waits for another. The ranks meet in the store, since a rank that does not throw may be in any
+/// collective.
+template <class C>
+bool every_rank_throws(C& comm) noexcept try {
+  const RankNames name_of(comm);
+  std::string group;
+  for (int rank = 0; rank < comm.size(); ++rank)
+    group += fmt::format("{}{}", rank == 0 ? "" : ",", name_of(static_cast<std::size_t>(rank)));
+  std::vector<std::string> keys;
+  for (int rank = 0; rank < comm.size(); ++rank)
+    keys.push_back(fmt::format("lockstep/thrown/{}/{}/{}", group, TimesThrown::of(group), rank));
+  const std::string& own = keys[static_cast<std::size_t>(comm.rank())];
+  // Of its own: a store that does not answer must not hold up what is told.
+  const auto store = comm.world().connect_again(std::chrono::seconds(2));
+  store->set(own, std::vector<std::uint8_t>{1});
+  const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(2);
+  while (!store->check(keys)) {
+    if (std::chrono::steady_clock::now() > until) {
+      store->deleteKey(own);
+      return false;
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  }
+  TimesThrown::add(group);
+  return true;
+} catch (...) {  // the store is gone, and the failure is told by an abort
+  return false;
+}
+
+/// Runs `part`, and where it throws on this rank and not on every rank tells the others by an abort: they may
+/// wait for this rank in any collective.
 template <class C, class Part>
 decltype(auto) aborting(C& comm, Part&& part) {
-  return telling_own_error(std::forward<Part>(part), [&] { abort_for_others(comm); });
+  return telling_own_error(std::forward<Part>(part), [&] {
+    if (comm.size() > 1 && !every_rank_throws(comm)) abort_for_others(comm);
+  });
 }
 
 }  // namespace lockstep::detail

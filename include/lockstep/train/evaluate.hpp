@@ -15,6 +15,7 @@
 
 #include "lockstep/comm/comm_device.hpp"
 #include "lockstep/comm/communicator.hpp"
+#include "lockstep/comm/own_error.hpp"
 #include "lockstep/data/evaluation_sampler.hpp"
 #include "lockstep/data/loader.hpp"
 #include "lockstep/data/staging.hpp"
@@ -127,7 +128,9 @@ void measure(M& model, Batch& batch, std::span<MeanMeter> meters, Metrics&... me
 /// each metric is over all of them: the same number on every rank, that of one process alone. Batches come to
 /// the model's device. One metric
 /// gives a double, several a std::tuple of them; NaN for an empty dataset. Collective. Rank 0's buffers
-/// (running statistics) are given to all ranks first. The modules' modes are restored afterwards.
+/// (running statistics) are given to all ranks first. The modules' modes are restored afterwards. What the
+/// dataset, the model or a metric throws on some ranks, and not within two seconds on all, aborts the
+/// communicator, so that the others throw PeerError.
 template <Model M, Reducing C, class D, class... Metrics>
 auto evaluate(M& model, C& comm, D&& dataset, const EvaluationOptions& options, Metrics&&... metrics) {
   using Batch = BatchOf<std::remove_reference_t<D>>;
@@ -137,25 +140,26 @@ auto evaluate(M& model, C& comm, D&& dataset, const EvaluationOptions& options, 
                 "lockstep: a metric is called as metric(output, batch) or metric(model, batch) and returns a "
                 "Mean{sum, count} or a tensor of one element");
   std::array<Total, sizeof...(Metrics)> totals;
-  if constexpr (measurable) {
-    if (options.batch_size < 1)
-      throw UsageError(
-          fmt::format("batch size is {}: give the samples a rank and a step, 1 or more", options.batch_size));
-    const EvaluationMode mode(module_of(model));
-    std::optional<KeptBuffers> kept;
-    if (options.restore_buffers) kept.emplace(module_of(model));
-    share_buffers(module_of(model), comm);
-    DataLoader loader{DatasetView{dataset},
-                      EvaluationSampler{dataset_size(dataset), comm},
-                      {.batch_size = static_cast<std::size_t>(options.batch_size),
-                       .workers = static_cast<std::size_t>(options.workers),
-                       .pin_memory = true}};
-    std::array<MeanMeter, sizeof...(Metrics)> meters;
-    for (auto& batch : StagedBatches{loader, device_of(module_of(model))})
-      detail::measure(model, batch, meters, metrics...);
-    for (std::size_t i = 0; i < totals.size(); ++i) totals[i] = meters[i].total();
-    sum_over_ranks(totals, comm);
-  }
+  if constexpr (measurable)
+    detail::aborting(comm, [&] {
+      if (options.batch_size < 1)
+        throw UsageError(fmt::format("batch size is {}: give the samples a rank and a step, 1 or more",
+                                     options.batch_size));
+      const EvaluationMode mode(module_of(model));
+      std::optional<KeptBuffers> kept;
+      if (options.restore_buffers) kept.emplace(module_of(model));
+      share_buffers(module_of(model), comm);
+      DataLoader loader{DatasetView{dataset},
+                        EvaluationSampler{dataset_size(dataset), comm},
+                        {.batch_size = static_cast<std::size_t>(options.batch_size),
+                         .workers = static_cast<std::size_t>(options.workers),
+                         .pin_memory = true}};
+      std::array<MeanMeter, sizeof...(Metrics)> meters;
+      for (auto& batch : StagedBatches{loader, device_of(module_of(model))})
+        detail::measure(model, batch, meters, metrics...);
+      for (std::size_t i = 0; i < totals.size(); ++i) totals[i] = meters[i].total();
+      sum_over_ranks(totals, comm);
+    });
   if constexpr (sizeof...(Metrics) == 1)
     return totals[0].mean();
   else

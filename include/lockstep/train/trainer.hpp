@@ -95,10 +95,12 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
   /// Trains for the options' epochs or steps; called again, it goes on with the next epoch. `data` is a
   /// Dataset, shared out by the sampler, whose batches come to the model's device, or a BatchStream. `loss`
   /// is a LossFunction, `hooks` are GradientHooks, StepHooks, EpochStartHooks and EpochHooks for this call,
-  /// after those of the policies. Each step goes down the mean over all samples (or counts) that all ranks
-  /// have in it; one in which nothing was counted changes nothing. Collective. Returns the last epoch's
-  /// report. Throws MismatchError where the ranks would not train alike, DataError where there is nothing to
-  /// train on.
+  /// called in their order after those of the extras. What a hook, a schedule or the optimizer throws on
+  /// every rank (within two seconds) ends this call alone; what only some throw aborts the communicator, so
+  /// that the others throw PeerError and nothing works on it any more. Each step goes down the mean over all
+  /// samples (or counts) that all ranks have in it; one in which nothing was counted changes nothing.
+  /// Collective. Returns the last epoch's report. Throws MismatchError where the ranks would not train alike,
+  /// DataError where there is nothing to train on.
   template <class D, class Loss, class... Hooks>
   EpochReport fit(D&& data, Loss&& loss, Hooks&&... hooks) {
     using Checked = detail::CheckedFit<Model, std::remove_reference_t<D>, Loss, Hooks...>;
@@ -106,8 +108,8 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
   }
 
   /// What the metrics are over all samples and ranks, of rank 0's model in the trainer's precision; see
-  /// lockstep::evaluate. Buffers are averaged before where the options say so; where every rank keeps its own
-  /// they are put back afterwards.
+  /// lockstep::evaluate, also for what one rank throws. Buffers are averaged before where the options say so;
+  /// where every rank keeps its own they are put back afterwards.
   template <class D, class... Metrics>
   auto evaluate(D&& dataset, Metrics&&... metrics) {
     if (options_.ddp.buffers == BufferPolicy::average) ddp_.sync_buffers();
@@ -188,11 +190,13 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
   template <Dataset D, class Loss, class... Hooks>
   EpochReport run(D& dataset, Loss& loss, Hooks&... hooks) {
     const SamplerOptions split{options_.seed, options_.shuffle, options_.drop_last, options_.pad};
-    DataLoader loader{DatasetView{dataset},
-                      make_sampler<SamplerType>(dataset_size(dataset), comm_, split),
-                      {.batch_size = static_cast<std::size_t>(options_.batch_size),
-                       .workers = static_cast<std::size_t>(options_.workers),
-                       .pin_memory = true}};
+    auto loader = detail::aborting(comm_, [&] {
+      return DataLoader{DatasetView{dataset},
+                        make_sampler<SamplerType>(dataset_size(dataset), comm_, split),
+                        {.batch_size = static_cast<std::size_t>(options_.batch_size),
+                         .workers = static_cast<std::size_t>(options_.workers),
+                         .pin_memory = true}};
+    });
     check_same_run(dataset, samples_of_ranks(loader.sampler(), comm_), options_, comm_);
     auto saved = saved_feed();
     detail::LoaderFeed feed(loader, device_of(model_.module()), options_.batch_size, options_.accumulate,
@@ -289,12 +293,14 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
     in_step_ = true;
     stepped_ = true;
     total_norm_.reset();
-    detail::aborting(comm_, [&] { feed.begin_step(); });
-    set_rates();
-    optimizer_->zero_grad();
-    for (const at::Tensor& parameter : unstepped_) parameter.mutable_grad().reset();
-    each_extra([&]<class E>([[maybe_unused]] E& extra) {
-      if constexpr (GradientCheck<E> && requires { extra.begin_step(); }) extra.begin_step();
+    detail::aborting(comm_, [&] {
+      feed.begin_step();
+      set_rates();
+      optimizer_->zero_grad();
+      for (const at::Tensor& parameter : unstepped_) parameter.mutable_grad().reset();
+      each_extra([&]<class E>([[maybe_unused]] E& extra) {
+        if constexpr (GradientCheck<E> && requires { extra.begin_step(); }) extra.begin_step();
+      });
     });
     bool more = true;
     try {
@@ -317,7 +323,7 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
     if constexpr (detail::AgreeingPrecision<PrecisionType, Comm>)
       if (!Reduction::spreads_nan || !options_.ddp.ignored.empty()) precision_.agree(*optimizer_, comm_);
     show_gradients(hooks...);
-    stepped_ = precision_.step(*optimizer_);
+    detail::aborting(comm_, [&] { stepped_ = precision_.step(*optimizer_); });
     skipped_.add(stepped_);
     if constexpr (StatefulHook<Reduction>)  // only that has to know at once
       if (!stepped_) ddp_.roll_back();
@@ -374,10 +380,13 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
   void each_extra(Function&& function) {
     std::apply([&](auto&... extra) { (function(extra), ...); }, extras_);
   }
+  // What a hook throws on one rank is told to the others, which may come to wait for this one.
   template <class Report, class... Hooks>
   void notify_all(const Report& report, Hooks&... hooks) {
-    each_extra([&](auto& extra) { detail::notify(extra, report); });
-    (detail::notify(hooks, report), ...);
+    detail::aborting(comm_, [&] {
+      each_extra([&](auto& extra) { detail::notify(extra, report); });
+      (detail::notify(hooks, report), ...);
+    });
   }
 
   // Says where the loss was first not finite on some rank. Collective. Only the epoch's sum over all ranks
