@@ -61,12 +61,14 @@ inline CLI::Validator not_empty() {
 /// Parses the command line, of which the last of equal options counts. Where the program should end, its exit
 /// code: 0 after --help, 2 after bad input, which is told on one line.
 inline std::optional<int> parse(CLI::App& app, int argc, char** argv) {
-  // launch reads these two itself; they are here for --help, and so that they are known.
+  // launch reads these itself; they are here for --help, and so that they are known.
   const auto ignore = [](const std::string&) {};
   app.add_option_function<std::string>("--nproc", ignore,
                                        "processes to start on this host; without it one a GPU, or 2");
   app.add_option_function<std::string>("--prefix", ignore,
                                        "put the rank in front of lines: auto, always or never");
+  app.add_option_function<std::string>(
+      "--timeout", ignore, "seconds that a collective may take; without it 1800, and 600 on GPUs");
   for (CLI::Option* option : app.get_options()) option->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
   try {
     // The parser would take the next argument for the value.

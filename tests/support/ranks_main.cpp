@@ -38,9 +38,10 @@ int main(int argc, char** argv) {
     std::vector<char*> arguments;  // without those of launch, which Catch2 does not know
     for (int i = 0; i < argc; ++i) {
       const std::string_view argument = argv[i];
-      if (argument == "--nproc" || argument == "--prefix")
+      if (argument == "--nproc" || argument == "--prefix" || argument == "--timeout")
         ++i;
-      else if (!argument.starts_with("--nproc=") && !argument.starts_with("--prefix="))
+      else if (!argument.starts_with("--nproc=") && !argument.starts_with("--prefix=") &&
+               !argument.starts_with("--timeout="))
         arguments.push_back(argv[i]);
     }
     char abort_at_first[] = "--abort";  // the other ranks cannot go on without this one

@@ -145,6 +145,8 @@ TEST_CASE("launch starts as many processes as it is told") {
   CHECK(plan({"--", "--nproc", "0"}, {}, {.nproc = 2}).nproc == 2);
   CHECK(plan({"--prefix", "never"}, {}).prefix == lockstep::Prefix::never);
   CHECK(plan({"--prefix=always"}, {}).prefix == lockstep::Prefix::always);
+  CHECK(plan({"--timeout", "90"}, {}).timeout == 90);
+  CHECK_FALSE(plan({}, {{"LOCKSTEP_TIMEOUT", "90"}}).timeout);
 }
 
 TEST_CASE("of a launch argument that is given twice the last counts") {
@@ -162,6 +164,9 @@ TEST_CASE("bad launch arguments are refused on one line") {
   }
   CHECK_THAT(plan_refusal({"--nproc"}, {}), ContainsSubstring("--nproc needs a value"));
   CHECK_THAT(plan_refusal({"--prefix", "loud"}, {}), ContainsSubstring("--prefix loud is unknown"));
+  for (const char* bad : {"0", "-1", "soon", "2.5", ""})
+    CHECK_THAT(plan_refusal({"--timeout", bad}, {}), ContainsSubstring(std::string("--timeout ") + bad));
+  CHECK_THAT(plan_refusal({}, {{"LOCKSTEP_TIMEOUT", "soon"}}), ContainsSubstring("LOCKSTEP_TIMEOUT=soon"));
 }
 
 TEST_CASE("under a launcher a process is one worker") {

@@ -6,6 +6,7 @@
 
 #include <fmt/format.h>
 
+#include "lockstep/comm/default_timeout.hpp"
 #include "lockstep/error.hpp"
 
 namespace lockstep {
@@ -13,8 +14,9 @@ namespace lockstep {
 /// How GlooComm behaves.
 struct GlooOptions {
   /// How long a collective may take, from its call to its end, and how long the ranks are waited for at the
-  /// start: at least 1 ms; what is longer than 24 days counts as 24 days.
-  std::chrono::milliseconds deadline = std::chrono::minutes(30);
+  /// start: at least 1 ms; what is longer than 24 days counts as 24 days. Default: `--timeout` or
+  /// LOCKSTEP_TIMEOUT, in seconds, or 30 minutes.
+  std::chrono::milliseconds deadline = detail::default_timeout(std::chrono::minutes(30));
   /// The threads that run collectives; as many of them can be under way at once.
   int threads = 2;
   /// Compares operation, shapes and dtypes over the ranks before anything is sent, at the price of one small

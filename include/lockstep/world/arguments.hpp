@@ -45,6 +45,17 @@ inline std::optional<int> nproc_argument(int argc, char** argv) {
   return value;
 }
 
+/// `--timeout SECONDS`, at least 1.
+inline std::optional<int> timeout_argument(int argc, char** argv) {
+  const auto text = argument_value(argc, argv, "--timeout");
+  if (!text) return std::nullopt;
+  const auto value = whole_number(*text);
+  if (!value || *value < 1)
+    throw UsageError(
+        fmt::format("--timeout {} is not a number of seconds: it must be a whole number, 1 or more", *text));
+  return value;
+}
+
 /// `--prefix auto|always|never`.
 inline std::optional<Prefix> prefix_argument(int argc, char** argv) {
   const auto text = argument_value(argc, argv, "--prefix");

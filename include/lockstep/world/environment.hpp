@@ -67,6 +67,11 @@ inline std::optional<int> integer_variable(const Variables& variables, const cha
   return value;
 }
 
+/// LOCKSTEP_TIMEOUT, the timeout of collectives in seconds, at least 1.
+inline std::optional<int> timeout_variable(const Variables& variables) {
+  return integer_variable(variables, "LOCKSTEP_TIMEOUT", 1);
+}
+
 /// Checks `LOCKSTEP_RENDEZVOUS`, or makes a URL of MASTER_ADDR and MASTER_PORT.
 inline std::string rendezvous_url(const Variables& variables, bool needed) {
   if (const auto url = variables("LOCKSTEP_RENDEZVOUS")) return *url;

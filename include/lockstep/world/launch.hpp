@@ -90,7 +90,8 @@ inline int launch_here(const LaunchPlan& plan, int argc, char** argv, const Laun
 ///
 /// By hand on several hosts, RANK is this host's first rank: `WORLD_SIZE=7 RANK=3 MASTER_ADDR=a
 /// MASTER_PORT=29500 prog
-/// --nproc 4` starts ranks 3 to 6. A rank's heap keeps what it frees (MALLOC_TRIM_THRESHOLD_ set by the user
+/// --nproc 4` starts ranks 3 to 6. `--timeout SECONDS` (or LOCKSTEP_TIMEOUT) sets the timeout of collectives
+/// where the program sets none. A rank's heap keeps what it frees (MALLOC_TRIM_THRESHOLD_ set by the user
 /// goes before). What `fn` throws ends the whole run: no destructor runs in the rank that
 /// threw.
 template <class Fn>
@@ -109,6 +110,7 @@ int launch(int argc, char** argv, Fn&& fn, const LaunchOptions& options = {}) {
   detail::keep_freed_memory();
   // Before anything of CUDA, which reads it once.
   if (!plan.visible_devices.empty()) setenv("CUDA_VISIBLE_DEVICES", plan.visible_devices.c_str(), 1);
+  if (plan.timeout) setenv("LOCKSTEP_TIMEOUT", std::to_string(*plan.timeout).c_str(), 1);
   int code = 0;
   detail::run_without_handlers([&] {
     World world = World::from_environment();

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -42,6 +43,7 @@ struct LaunchPlan {
   Prefix prefix = Prefix::automatic;
   std::string rendezvous;       ///< of several hosts; empty where all ranks are on this one
   std::string visible_devices;  ///< CUDA_VISIBLE_DEVICES of the ranks; empty where it stays as it is
+  std::optional<int> timeout;   ///< of collectives, in seconds: LOCKSTEP_TIMEOUT of the ranks
 };
 
 /// Throws UsageError for more processes than any host of this one's size can have use of: they would take its
@@ -72,6 +74,8 @@ inline LaunchPlan plan_launch(int argc, char** argv, const LaunchOptions& option
   const auto gpus = options.gpus.empty() ? std::vector<int>{} : gpu_list(options.gpus);
   if (!gpus.empty()) plan.visible_devices = visible_devices_of(gpus, variables);
   plan.prefix = prefix_argument(argc, argv).value_or(options.prefix);
+  plan.timeout = timeout_argument(argc, argv);
+  timeout_variable(variables);
   const auto size = integer_variable(variables, "WORLD_SIZE", 1);
   const auto rank = integer_variable(variables, "RANK", 0);
   const auto local_rank = integer_variable(variables, "LOCAL_RANK", 0);
@@ -144,6 +148,7 @@ inline std::vector<Job> jobs_of(const LaunchPlan& plan, const std::string& rende
   if (!secret.empty()) common.push_back(fmt::format("LOCKSTEP_STORE_SECRET={}", secret));
   if (!plan.visible_devices.empty())
     common.push_back(fmt::format("CUDA_VISIBLE_DEVICES={}", plan.visible_devices));
+  if (plan.timeout) common.push_back(fmt::format("LOCKSTEP_TIMEOUT={}", *plan.timeout));
   if (!process_variable("OMP_NUM_THREADS"))
     common.push_back(fmt::format("OMP_NUM_THREADS={}", std::max(1, usable_cores() / plan.nproc)));
   winsize window{};

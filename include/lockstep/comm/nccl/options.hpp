@@ -5,6 +5,7 @@
 
 #include <fmt/format.h>
 
+#include "lockstep/comm/default_timeout.hpp"
 #include "lockstep/error.hpp"
 
 namespace lockstep {
@@ -25,8 +26,9 @@ enum class NcclBuffers {
 /// How BasicNcclComm behaves.
 struct NcclOptions {
   /// How long a collective may take, from its call to its end, and how long the ranks are waited for at the
-  /// start and at the end: at least 1 ms; what is longer than 24 days counts as 24 days.
-  std::chrono::milliseconds deadline = std::chrono::minutes(10);
+  /// start and at the end: at least 1 ms; what is longer than 24 days counts as 24 days. Default: `--timeout`
+  /// or LOCKSTEP_TIMEOUT, in seconds, or 10 minutes.
+  std::chrono::milliseconds deadline = detail::default_timeout(std::chrono::minutes(10));
   /// How often the watchdog looks, while anything is in flight, for errors, late ranks and what has
   /// completed: at least 1 ms.
   std::chrono::milliseconds poll = std::chrono::milliseconds(50);
