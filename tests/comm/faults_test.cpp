@@ -1,11 +1,14 @@
 // Ranks that fail while collectives are in flight: every process ends, with the right words.
 #include <algorithm>
+#include <chrono>
+#include <cstdlib>
 #include <string>
 #include <vector>
 
 #include "support/by_hand.hpp"
 #include "support/catch.hpp"
 #include "support/process.hpp"
+#include "support/two_hosts.hpp"
 
 using namespace lockstep_test;
 
@@ -50,6 +53,12 @@ Outcome launched(const std::string& fault, int culprit) {
   CAPTURE(fault, process.error());
   REQUIRE(ended);
   return {{{process.exit_code(), process.out(), process.error()}}, processes_left(process.marker())};
+}
+
+// Of "TimeoutError after 3012 ms"; as good as for ever where it was not said.
+int milliseconds_of_timeout(const std::string& error) {
+  const auto found = error.find("TimeoutError after ");
+  return found == std::string::npos ? 1 << 30 : std::atoi(error.c_str() + found + 19);
 }
 
 }  // namespace
@@ -121,6 +130,100 @@ TEST_CASE("when the rank that hosts the store is killed the others end too") {
     CHECK(outcome.ranks[static_cast<std::size_t>(rank)].code == 1);
     CHECK_THAT(outcome.ranks[static_cast<std::size_t>(rank)].error, ContainsSubstring("rank 0 failed first"));
   }
+}
+
+TEST_CASE("after a sub-group was left in order the death of the store's host is still noticed and named") {
+  const auto outcome = started_by_hand("left", 0);
+  CHECK(outcome.left == 0);
+  for (int rank : {1, 2}) {
+    CHECK(outcome.ranks[static_cast<std::size_t>(rank)].code == 1);
+    CHECK_THAT(outcome.ranks[static_cast<std::size_t>(rank)].error, ContainsSubstring("rank 0 failed first"));
+  }
+}
+
+TEST_CASE("a killed rank is named although helper processes of it live") {
+  Together ranks({test_program("comm_fault"), "helper", "2"}, 3, {{"OMP_NUM_THREADS", "1"}});
+  for (int rank : {0, 1}) {
+    const bool ended = ranks[rank].wait(Milliseconds(20000));
+    CAPTURE(ranks[rank].error());
+    REQUIRE(ended);
+    CHECK(ranks[rank].exit_code() == 1);
+    CHECK_THAT(ranks[rank].error(), ContainsSubstring("rank 2 failed first"));
+  }
+  REQUIRE(ranks[2].wait(Milliseconds(1000)));
+  const auto helpers = processes_with(ranks.marker);
+  CHECK(helpers.size() == 2);
+  for (pid_t helper : helpers) kill(helper, SIGKILL);
+}
+
+TEST_CASE("a late rank and the collective are named in a warning long before the timeout") {
+  Together ranks({test_program("comm_fault"), "slow", "1"}, 3, {{"OMP_NUM_THREADS", "1"}});
+  REQUIRE(ranks[0].wait_for_output("rank 1 has not entered all_reduce #4 after "));
+  CHECK_THAT(ranks[0].error(), ContainsSubstring("[rank 0] warning: "));
+  CHECK_THAT(ranks[0].error(), ContainsSubstring("; last at all_reduce #3 (the timeout is 12 s)"));
+  CHECK(ranks[2].error().empty());
+  for (auto& rank : ranks.all) rank->signal(SIGKILL);
+}
+
+TEST_CASE("no call outlasts its timeout while the rank that hosts the store is stopped") {
+  for (const std::string call : {"reduce", "recv", "meet", "shutdown"}) {
+    Together ranks({test_program("comm_fault"), "stopped " + call, "0"}, 3, {{"OMP_NUM_THREADS", "1"}});
+    for (auto& rank : ranks.all) REQUIRE(rank->wait_for_output("now"));
+    ranks[0].signal(SIGSTOP);
+    for (int rank : {1, 2}) {
+      const bool ended = ranks[rank].wait(Milliseconds(25000));
+      CAPTURE(call, rank, ranks[rank].error());
+      REQUIRE(ended);
+      CHECK(ranks[rank].exit_code() == 1);
+      CHECK(milliseconds_of_timeout(ranks[rank].error()) < 3000 + 2000);
+      CHECK_THAT(ranks[rank].error(), ContainsSubstring("does not answer"));
+    }
+    CHECK(process_state(ranks[0].pid()).state == 'T');
+  }
+}
+
+TEST_CASE("no call outlasts its timeout while the launcher, which hosts the store, is stopped") {
+  for (const std::string call : {"reduce", "shutdown"}) {
+    Process process({test_program("comm_fault"), "stopped " + call, "0", "--nproc", "3"},
+                    {{"OMP_NUM_THREADS", "1"}}, {});
+    REQUIRE(process.wait_for_output("now"));
+    process.signal(SIGSTOP);
+    const auto end = std::chrono::steady_clock::now() + Milliseconds(25000);
+    while (zombies_of(process.pid()) < 2 && std::chrono::steady_clock::now() < end) usleep(10000);
+    CHECK(zombies_of(process.pid()) == 2);
+    process.signal(SIGCONT);
+    REQUIRE(process.wait(Milliseconds(20000)));
+    CAPTURE(call, process.out(), process.error());
+    CHECK(milliseconds_of_timeout(process.error()) < 3000 + 2000);
+    CHECK_THAT(process.error(), ContainsSubstring("does not answer"));
+  }
+}
+
+TEST_CASE("when the link between two hosts is cut both name what no longer answers") {
+  const TwoHosts hosts;
+  if (!hosts.missing().empty()) {
+    WARN("SKIPPED: " << hosts.missing());
+    return;
+  }
+  Together ranks;
+  for (int rank : {0, 1}) {
+    auto variables = by_hand(rank, 2, 29500);
+    variables["MASTER_ADDR"] = "10.177.0.1";
+    variables["OMP_NUM_THREADS"] = "1";
+    ranks.add(hosts.on(rank == 0 ? "A" : "B", {test_program("comm_fault"), "cut", "0"}), variables);
+  }
+  REQUIRE(ranks[0].wait_for_output("now"));
+  hosts.link(false);
+  for (int rank : {0, 1}) {
+    const bool ended = ranks[rank].wait(Milliseconds(30000));
+    CAPTURE(rank, ranks[rank].error());
+    REQUIRE(ended);
+    CHECK(ranks[rank].exit_code() == 1);
+    CHECK_THAT(ranks[rank].error(), ContainsSubstring("after 4 s"));
+  }
+  CHECK_THAT(ranks[0].error(), ContainsSubstring("rank 1 has not said how far it is"));
+  CHECK_THAT(ranks[1].error(),
+             ContainsSubstring("the store at 10.177.0.1:29500, which rank 0 hosts, does not answer"));
 }
 
 TEST_CASE("a rank that never enters a collective is named when the deadline passes") {

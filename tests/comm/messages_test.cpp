@@ -1,13 +1,28 @@
-// The sentences of errors, made without a second process.
+// The sentences of errors, and the messages between ranks that they are made of, without a second process.
+#include <sys/resource.h>
+
+#include <atomic>
+#include <barrier>
+#include <memory>
+#include <optional>
 #include <string>
+#include <thread>
 #include <vector>
 
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+
 #include "lockstep/comm/gloo_call.hpp"
+#include "lockstep/comm/gloo_options.hpp"
 #include "lockstep/comm/shape_check.hpp"
 #include "support/catch.hpp"
+#include "support/process.hpp"
 
+using lockstep::detail::Bulletin;
 using lockstep::detail::Call;
+using lockstep::detail::FailureMonitor;
+using lockstep::detail::GroupStatus;
 using lockstep::detail::Position;
+using namespace std::chrono_literals;
 
 TEST_CASE("lateness names the late ranks and where they were") {
   const Call call{"all_reduce", 57, -1, 0, {}};
@@ -63,7 +78,6 @@ TEST_CASE("what Gloo says is cut to its sentence") {
 }
 
 TEST_CASE("durations read as people say them") {
-  using namespace std::chrono_literals;
   CHECK(lockstep::detail::duration_text(250ms) == "250 ms");
   CHECK(lockstep::detail::duration_text(6s) == "6 s");
 }
@@ -74,4 +88,143 @@ TEST_CASE("the status of a group pairs a number with its operation") {
   CHECK(status.text() == "1 all_reduce");
   status.enter(2, "barrier");
   CHECK(status.text() == "2 barrier");
+}
+
+TEST_CASE("the status of a group that is entered meanwhile is one of its pairs") {
+  GroupStatus status;
+  const char* operations[] = {"zero", "one", "two", "three", "four"};
+  std::atomic<bool> over{false};
+  std::thread writer([&] {
+    for (std::uint64_t number = 1; number < 2'000'000; ++number) status.enter(number, operations[number % 5]);
+    over = true;
+  });
+  int torn = 0;
+  while (!over) {
+    const auto text = status.text();
+    const auto number = std::stoull(text);
+    if (number > 0 && text != fmt::format("{} {}", number, operations[number % 5])) ++torn;
+  }
+  writer.join();
+  CHECK(torn == 0);
+}
+
+TEST_CASE("a message that is written long after it was counted is read then") {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  Bulletin sender(store, 0, 2), reader(store, 1, 2);
+  c10d::PrefixStore raw("lockstep/bulletin", store);
+  const auto late = raw.add("count", 1);  // as a sender does that is stopped before it writes
+  const auto second = sender.post("departed a");
+  auto news = reader.news();
+  REQUIRE(news.size() == 1);
+  CHECK(news[0].number == second);
+  CHECK(reader.incomplete());
+  CHECK(reader.news().empty());
+  raw.set(fmt::format("notice/{}", late), std::string("failed 0 boom"));
+  news = reader.news();
+  REQUIRE(news.size() == 1);
+  CHECK(news[0].kind == "failed");
+  CHECK(news[0].rest(1) == "boom");
+  CHECK(!reader.incomplete());
+}
+
+TEST_CASE("a damaged count of messages is an error, not an endless loop") {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  c10d::PrefixStore("lockstep/bulletin", store).add("count", std::int64_t{1} << 62);
+  Bulletin reader(store, 0, 2);
+  CHECK_THROWS_WITH(reader.news(), ContainsSubstring("start the run again"));
+}
+
+TEST_CASE("the timeout of a program that sets none comes from the environment") {
+  CHECK(lockstep::GlooOptions{}.deadline == 30min);
+  setenv("LOCKSTEP_TIMEOUT", "90", 1);
+  CHECK(lockstep::GlooOptions{}.deadline == 90s);
+  CHECK(lockstep::GlooOptions{.deadline = 5s}.deadline == 5s);
+  setenv("LOCKSTEP_TIMEOUT", "soon", 1);
+  CHECK_THROWS_AS(lockstep::GlooOptions{}, lockstep::UsageError);
+  unsetenv("LOCKSTEP_TIMEOUT");
+}
+
+namespace {
+// A connection that counts its operations.
+struct CountingStore : c10d::PrefixStore {
+  CountingStore(lockstep::StorePtr store, std::atomic<int>& operations)
+      : PrefixStore("", std::move(store)), count(operations) {}
+  std::int64_t add(const std::string& key, std::int64_t value) override {
+    return ++count, PrefixStore::add(key, value);
+  }
+  void set(const std::string& key, const std::vector<std::uint8_t>& value) override {
+    ++count, PrefixStore::set(key, value);
+  }
+  std::vector<std::uint8_t> get(const std::string& key) override { return ++count, PrefixStore::get(key); }
+  bool check(const std::vector<std::string>& keys) override { return ++count, PrefixStore::check(keys); }
+  std::vector<std::vector<std::uint8_t>> multiGet(const std::vector<std::string>& keys) override {
+    return ++count, PrefixStore::multiGet(keys);
+  }
+  using PrefixStore::wait;
+  void wait(const std::vector<std::string>& keys, const std::chrono::milliseconds& timeout) override {
+    ++count, PrefixStore::wait(keys, timeout);
+  }
+  std::atomic<int>& count;
+};
+}  // namespace
+
+TEST_CASE("256 ranks that ask at once blame the dead rank alone, in a number of operations linear in them") {
+  constexpr int size = 256, dead = 100;
+  rlimit files{};
+  getrlimit(RLIMIT_NOFILE, &files);
+  files.rlim_cur = files.rlim_max;
+  setrlimit(RLIMIT_NOFILE, &files);
+  const int port = lockstep_test::free_port();
+  static std::atomic<int> operations;  // static: a thread that the store holds up outlives the test
+  std::atomic<int> before{0}, wrong{0}, named{0}, unanswered{0};
+  std::barrier all(size), alive(size - 1);
+  std::vector<std::thread> ranks;
+  for (int rank = 0; rank < size; ++rank)
+    ranks.emplace_back([&, rank] {
+      lockstep::Environment environment;
+      environment.rank = environment.local_rank = rank;
+      environment.size = environment.local_size = size;
+      environment.rendezvous = fmt::format("tcp://127.0.0.1:{}", port);
+      const lockstep::World world(environment);
+      const auto joined = world.store();  // blocks until all have come
+      auto status = std::make_shared<GroupStatus>();
+      status->name = "group";
+      for (int other = 0; other < size; ++other) status->ranks.push_back(other);
+      status->enter(7, "all_reduce");
+      std::optional<FailureMonitor> monitor;
+      monitor.emplace(rank, size, [world](std::chrono::milliseconds limit) -> lockstep::StorePtr {
+        return c10::make_intrusive<CountingStore>(world.connect_again(limit), operations);
+      });
+      monitor->add(status);
+      // Until every monitor has connected and answered once.
+      while (monitor->ask(*status, 60s, 60s).positions.size() < size - 1u) {
+      }
+      all.arrive_and_wait();
+      if (rank == dead) monitor.reset();
+      all.arrive_and_wait();
+      if (rank == 0) before = operations.load();
+      all.arrive_and_wait();
+      if (rank != dead) {
+        const auto answers = monitor->ask(*status, 1500ms, 60s);
+        if (!answers.conclusive) ++unanswered;
+        for (int other = 0; other < size; ++other) {
+          const auto found = answers.positions.find(other);
+          const bool answered = found != answers.positions.end() && found->second.sequence == 7 &&
+                                found->second.operation == "all_reduce";
+          if (other == dead && !answered) ++named;
+          if (other != dead && other != rank && !answered) ++wrong;
+        }
+        alive.arrive_and_wait();
+      }
+      if (rank == 0) operations -= before;
+      all.arrive_and_wait();
+      monitor.reset();
+      all.arrive_and_wait();  // rank 0 hosts the store
+    });
+  for (std::thread& rank : ranks) rank.join();
+  CHECK(unanswered == 0);
+  CHECK(wrong == 0);
+  CHECK(named == size - 1);
+  INFO(operations << " operations");
+  CHECK(operations < 100 * size);
 }

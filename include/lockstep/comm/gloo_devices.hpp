@@ -11,6 +11,7 @@
 #include <fmt/format.h>
 
 #include "lockstep/comm/gloo_options.hpp"
+#include "lockstep/comm/gloo_sockets.hpp"
 #include "lockstep/comm/sigpipe_guard.hpp"
 #include "lockstep/detail/process_group_gloo.hpp"
 #include "lockstep/error.hpp"
@@ -56,6 +57,7 @@ inline c10::intrusive_ptr<c10d::ProcessGroupGloo> connect_gloo(const StorePtr& s
                                                                const World& world,
                                                                const GlooOptions& options) {
   const SigpipeGuard guard;  // for Gloo's threads, which start here
+  const GlooSocketScope sockets;
   // Gloo's own deadline says less than ours, so it comes later.
   auto gloo = c10d::ProcessGroupGloo::Options::create(options.deadline + std::chrono::seconds(10));
   gloo->threads = options.threads;

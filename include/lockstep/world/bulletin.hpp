@@ -1,18 +1,21 @@
 #pragma once
 
+#include <algorithm>
 #include <chrono>
+#include <cstddef>
 #include <cstdint>
-#include <functional>
-#include <map>
+#include <exception>
+#include <optional>
+#include <set>
 #include <string>
-#include <thread>
 #include <utility>
 #include <vector>
 
-#include <c10/util/Exception.h>
 #include <fmt/format.h>
 
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+#include "lockstep/error.hpp"
 
 namespace lockstep::detail {
 
@@ -35,94 +38,125 @@ struct Notice {
   }
 };
 
-/// Messages from one rank to all, in the order in which they were posted, kept in the store; and a bell for
-/// each rank, so that it need not poll for them. Not thread-safe beyond the store connection it is given.
+/// Messages from one rank to all, kept in the store, and one status text per rank. Posting and reading take a
+/// number of store operations that does not depend on the number of ranks. Every function throws what the
+/// store throws. Not thread-safe beyond the store connection it is given.
 class Bulletin {
  public:
   Bulletin(c10::intrusive_ptr<c10d::Store> store, int rank, int size)
-      : store_(c10::make_intrusive<c10d::PrefixStore>("lockstep/bulletin", std::move(store))),
-        rank_(rank),
-        size_(size) {}
+      : rank_(rank), pause_(std::min(size / 16, 20)) {
+    reconnect(std::move(store));
+  }
 
-  /// Posts a message and returns its number.
+  /// Uses another connection to the same store from here on.
+  void reconnect(c10::intrusive_ptr<c10d::Store> store) {
+    store_ = c10::make_intrusive<c10d::PrefixStore>("lockstep/bulletin", std::move(store));
+  }
+
+  /// Posts a message and returns its number. Every rank that waits in `sleep` wakes.
   std::int64_t post(const std::string& message) {
     const std::int64_t number = store_->add("count", 1);
-    store_->set(fmt::format("notice/{}", number), message);
+    store_->set(notice_key(number), message);
     return number;
   }
+  /// Wakes every rank to look at what else is in the store.
+  void ring_all() { post("look"); }
 
-  void ring(int rank) { store_->set(bell(rank), std::string("1")); }
-  void ring_all() {
-    for (int rank = 0; rank < size_; ++rank) ring(rank);
-  }
-
-  /// Sleeps until this rank's bell is rung, a day at most (LibTorch logs a wait that ends by its time).
-  /// Throws when the store is gone.
-  void sleep() {
+  /// Blocks until a message is posted that `news` has not counted, `limit` at most; true if it was. Throws
+  /// where the wait ends before its time: the connection is closed then.
+  bool sleep(std::chrono::milliseconds limit) {
     const auto start = std::chrono::steady_clock::now();
     try {
-      store_->wait({bell(rank_)}, std::chrono::hours(24));
-      store_->deleteKey(bell(rank_));
-    } catch (const c10::DistStoreError&) {
-      // A store that fails at once must not make the caller spin.
-      if (std::chrono::steady_clock::now() - start < std::chrono::seconds(1)) throw;
+      store_->wait({notice_key(counted_ + 1)}, limit);
+      return true;
+    } catch (const std::exception&) {
+      if (std::chrono::steady_clock::now() - start < limit - limit / 10) throw;
+      return false;
     }
   }
 
-  /// The messages posted since the last call.
+  /// The messages posted since the last call. A message that its sender has counted and not written yet is
+  /// returned by a later call.
   [[nodiscard]] std::vector<Notice> news() {
-    std::vector<Notice> news;
     const std::int64_t count = store_->add("count", 0);
-    while (read_ < count) {
-      const std::string key = fmt::format("notice/{}", ++read_);
-      if (!appears({key}, std::chrono::seconds(1))) continue;  // its sender died between counting and writing
-      const std::string text = store_->get_to_str(key);
-      const auto space = std::min(text.find(' '), text.size());
-      news.push_back({read_, text.substr(0, space), space < text.size() ? text.substr(space + 1) : ""});
+    if (count - counted_ > most_unread)
+      throw CommunicationError(
+          fmt::format("the store counts {} messages between the ranks, of which this one knows {}: it is "
+                      "damaged, so start the run again",
+                      count, counted_));
+    while (counted_ < count) unread_.insert(++counted_);
+    const std::vector<std::int64_t> numbers(unread_.begin(), unread_.end());
+    std::vector<std::string> keys;
+    for (const std::int64_t number : numbers) keys.push_back(notice_key(number));
+    const auto texts = read(keys);
+    std::vector<Notice> news;
+    for (std::size_t i = 0; i < texts.size(); ++i) {
+      if (!texts[i]) continue;
+      unread_.erase(numbers[i]);
+      const auto space = std::min(texts[i]->find(' '), texts[i]->size());
+      news.push_back({numbers[i], texts[i]->substr(0, space),
+                      space < texts[i]->size() ? texts[i]->substr(space + 1) : ""});
     }
     return news;
   }
+  /// Whether messages are counted and not written.
+  [[nodiscard]] bool incomplete() const { return !unread_.empty(); }
 
-  /// Waits for all of these keys, `patience` at most and no longer than there is a point; true if they are
-  /// there.
-  bool appears(
-      const std::vector<std::string>& keys, std::chrono::milliseconds patience,
-      const std::function<bool()>& pointless = [] { return false; }) {
-    const auto end = std::chrono::steady_clock::now() + patience;
-    for (auto pause = std::chrono::microseconds(500); !keys.empty() && !store_->check(keys);
-         pause = std::min(2 * pause, std::chrono::microseconds(20000))) {
-      if (std::chrono::steady_clock::now() >= end || pointless()) return false;
-      std::this_thread::sleep_for(pause);
-    }
-    return true;
-  }
+  /// How long a reader should pause between two calls of `news`, so that what many ranks post at once is read
+  /// in few operations.
+  [[nodiscard]] std::chrono::milliseconds pause() const { return pause_; }
 
-  void answer(std::int64_t question, const std::string& text) {
-    store_->set(answer_key(question, rank_), text);
-  }
-
-  /// The answers of `ranks` to a message, of those that gave one in time.
-  [[nodiscard]] std::map<int, std::string> answers(std::int64_t question, const std::vector<int>& ranks,
-                                                   std::chrono::milliseconds patience,
-                                                   const std::function<bool()>& pointless) {
+  /// Replaces the status text of this rank.
+  void set_status(const std::string& text) { store_->set(status_key(rank_), text); }
+  /// The status texts of `ranks`; none for a rank that has not set one.
+  [[nodiscard]] std::vector<std::optional<std::string>> statuses(const std::vector<int>& ranks) {
     std::vector<std::string> keys;
-    for (int rank : ranks) keys.push_back(answer_key(question, rank));
-    appears(keys, patience, pointless);
-    std::map<int, std::string> answers;
-    for (std::size_t i = 0; i < ranks.size(); ++i)
-      if (store_->check({keys[i]})) answers[ranks[i]] = store_->get_to_str(keys[i]);
-    return answers;
+    for (const int rank : ranks) keys.push_back(status_key(rank));
+    return read(keys);
   }
 
  private:
-  static std::string bell(int rank) { return fmt::format("bell/{}", rank); }
-  static std::string answer_key(std::int64_t question, int rank) {
-    return fmt::format("answer/{}/{}", question, rank);
+  // More than any run posts before a rank reads them.
+  static constexpr std::int64_t most_unread = 1'000'000;
+
+  // Of one operation.
+  static constexpr std::size_t most_keys = 4096;
+
+  static std::string notice_key(std::int64_t number) { return fmt::format("notice/{}", number); }
+  static std::string status_key(int rank) { return fmt::format("status/{}", rank); }
+
+  // The values of the keys that exist. One operation or two where all do; a missing one costs a bisection.
+  std::vector<std::optional<std::string>> read(const std::vector<std::string>& keys) {
+    std::vector<std::optional<std::string>> values(keys.size());
+    for (std::size_t begin = 0; begin < keys.size(); begin += most_keys)
+      read(keys, begin, std::min(begin + most_keys, keys.size()), values);
+    return values;
+  }
+  void read(const std::vector<std::string>& keys, std::size_t begin, std::size_t end,
+            std::vector<std::optional<std::string>>& values) {
+    if (begin == end) return;
+    const std::vector<std::string> part(keys.begin() + static_cast<std::ptrdiff_t>(begin),
+                                        keys.begin() + static_cast<std::ptrdiff_t>(end));
+    if (store_->check(part)) {
+      if (part.size() > 1 && store_->hasExtendedApi()) {
+        const auto found = store_->multiGet(part);
+        for (std::size_t i = 0; i < found.size(); ++i)
+          values[begin + i] = std::string(found[i].begin(), found[i].end());
+      } else {
+        for (std::size_t i = 0; i < part.size(); ++i) values[begin + i] = store_->get_to_str(part[i]);
+      }
+    } else if (part.size() > 1) {
+      const std::size_t middle = begin + part.size() / 2;
+      read(keys, begin, middle, values);
+      read(keys, middle, end, values);
+    }
   }
 
   c10::intrusive_ptr<c10d::Store> store_;
-  int rank_, size_;
-  std::int64_t read_ = 0;
+  int rank_;
+  std::chrono::milliseconds pause_;
+  std::int64_t counted_ = 0;
+  std::set<std::int64_t> unread_;  // up to counted_
 };
 
 }  // namespace lockstep::detail

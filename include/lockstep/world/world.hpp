@@ -136,9 +136,12 @@ class World {
   /// Tells all ranks that this one has failed; returns whether it is the first to. Does not use `store()`, so
   /// that it also works while another thread waits there.
   bool publish_failure(const std::string& text) const {
-    auto store = connect_again(std::chrono::seconds(1));
+    return publish_failure(connect_again(std::chrono::seconds(1)), rank(), size(), text);
+  }
+  /// The same through a connection of the caller's.
+  static bool publish_failure(const StorePtr& store, int rank, int size, const std::string& text) {
     const bool first = detail::record_failure(*store, text);
-    detail::Bulletin(store, rank(), size()).ring_all();
+    detail::Bulletin(store, rank, size).ring_all();
     return first;
   }
 

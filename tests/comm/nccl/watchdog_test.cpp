@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "happens_before.hpp"
-#include "lockstep/comm/nccl/sticky_error.hpp"
+#include "lockstep/comm/sticky_error.hpp"
 #include "support/catch.hpp"
 
 using namespace std::chrono_literals;

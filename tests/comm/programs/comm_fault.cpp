@@ -1,10 +1,12 @@
 // A few collectives in order, then what the first argument names goes wrong on the rank of the second.
 #include <signal.h>
+#include <spawn.h>
 #include <unistd.h>
 
 #include <chrono>
 #include <cstdlib>
 #include <iostream>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -12,18 +14,82 @@
 #include "lockstep/comm/gloo_comm.hpp"
 #include "lockstep/world/launch.hpp"
 #include "support/meeting.hpp"
+#include "support/process.hpp"
 
 namespace {
 
 using namespace std::chrono_literals;
 
+// Helper processes that outlive this rank: one that is executed and one that is only forked.
+void start_helpers() {
+  char name[] = "sleep", time[] = "60";
+  char* command[] = {name, time, nullptr};
+  pid_t helper = 0;
+  posix_spawnp(&helper, name, nullptr, nullptr, command, environ);
+  if (fork() == 0) {
+    alarm(60);
+    for (;;) pause();
+  }
+}
+
+// Waits until the process that hosts the store is stopped: the launcher, or rank 0.
+pid_t host_of_store(const lockstep::World& world) {
+  if (world.environment().store_is_hosted) return getppid();
+  const auto store = world.store();
+  if (world.rank() == 0) store->set("program/host", std::to_string(getpid()));
+  store->wait({"program/host"}, 60s);
+  return std::atoi(store->get_to_str("program/host").c_str());
+}
+void await_stop(pid_t pid) {
+  while (lockstep_test::process_state(pid).state != 'T') usleep(10000);
+}
+
+// Calls of which none may hold up the program for longer than its timeout, although the store does not
+// answer.
+int run_stopped(const lockstep::World& world, const std::string& call, int culprit) {
+  lockstep::GlooOptions options;
+  options.deadline = 3s;
+  const pid_t host = host_of_store(world);
+  lockstep_test::meet(world);
+  std::optional<lockstep::GlooComm> comm;
+  auto tensor = at::ones({1000});
+  if (call != "meet") {
+    comm.emplace(world, options);
+    comm->all_reduce(tensor).wait_host();
+  }
+  std::cout << "now" << std::endl;
+  if (world.rank() == culprit)
+    for (;;) pause();
+  await_stop(host);
+  const auto start = std::chrono::steady_clock::now();
+  const auto took = [&] {
+    return std::chrono::duration_cast<std::chrono::milliseconds>(std::chrono::steady_clock::now() - start)
+        .count();
+  };
+  try {
+    if (call == "meet") comm.emplace(world, options);
+    if (call == "reduce") comm->all_reduce(tensor).wait_host();
+    if (call == "recv") comm->recv(tensor, culprit).wait_host();
+    if (call == "shutdown") comm->shutdown();
+  } catch (const lockstep::TimeoutError&) {
+    std::cerr << "TimeoutError after " << took() << " ms" << std::endl;
+    throw;
+  }
+  return 0;
+}
+
 int run(const lockstep::World& world, const std::string& fault, int culprit) {
+  if (fault.starts_with("stopped ")) return run_stopped(world, fault.substr(8), culprit);
   const bool mine = world.rank() == culprit;
-  const auto deadline = fault == "never" ? 1500ms : std::chrono::milliseconds(30min);
+  const auto deadline = fault == "never"  ? 1500ms
+                        : fault == "slow" ? 12000ms
+                        : fault == "cut"  ? 4000ms
+                                          : std::chrono::milliseconds(30min);
   if (fault == "never") lockstep_test::meet(world);
   lockstep::GlooComm comm{world, {.deadline = deadline}};
   auto tensor = at::ones({1000});
   for (int i = 0; i < 3; ++i) comm.all_reduce(tensor).wait_host();
+  if (fault == "left") comm.sub_group({0, 1, 2})->shutdown();
   if (mine) std::cout << "now" << std::endl;
 
   if (fault == "throw") {
@@ -65,7 +131,20 @@ int run(const lockstep::World& world, const std::string& fault, int culprit) {
   } else if (fault == "kill") {
     if (mine) raise(SIGKILL);
     comm.all_reduce(tensor).wait_host();
-  } else if (fault == "never") {
+  } else if (fault == "left") {
+    if (mine) raise(SIGKILL);
+    if (world.rank() == 1) sleep(60);  // busy with something else than collectives
+    comm.all_reduce(tensor).wait_host();
+  } else if (fault == "helper") {
+    if (mine) {
+      start_helpers();
+      raise(SIGKILL);
+    }
+    comm.all_reduce(tensor).wait_host();
+  } else if (fault == "cut") {
+    sleep(1);
+    for (;;) comm.all_reduce(tensor).wait_host();
+  } else if (fault == "never" || fault == "slow") {
     if (mine) sleep(600);
     comm.all_reduce(tensor).wait_host();
   } else if (fault == "early") {

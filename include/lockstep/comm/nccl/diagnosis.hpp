@@ -6,9 +6,9 @@
 
 #include <fmt/format.h>
 
+#include "lockstep/comm/membership.hpp"
 #include "lockstep/comm/nccl/flight.hpp"
 #include "lockstep/comm/nccl/handle.hpp"
-#include "lockstep/comm/nccl/membership.hpp"
 #include "lockstep/comm/nccl/words.hpp"
 #include "lockstep/comm/own_error.hpp"
 #include "lockstep/error.hpp"
@@ -26,19 +26,10 @@ class Diagnosis {
   [[nodiscard]] std::exception_ptr of_result(const Call& call, const Label& label, NcclResult result) {
     const std::string words = nccl_words(result, handle_.last_error());
     const std::string what = text_of(call, label);
-    if (result == NcclResult::remote_error || result == NcclResult::system_error) {
-      // A rank that fails or leaves says so before it closes its connections.
-      if (auto error = membership_.look_soon(call, std::chrono::milliseconds(100))) return error;
-      if (const int silent = membership_.silent_rank(); silent >= 0) {
-        if (auto error = membership_.look(call)) return error;
-        const std::string text =
-            fmt::format("it does not answer, and {} has ended with it ({})", what, words);
-        membership_.publish(silent, text);
-        return std::make_exception_ptr(
-            PeerError(fmt::format("rank {} failed first: {}", silent, text), rank()));
-      }
-      if (auto error = membership_.look_soon(call, std::chrono::milliseconds(1000))) return error;
-    }
+    if (result == NcclResult::remote_error || result == NcclResult::system_error)
+      if (auto error = membership_.cause_of(
+              call, fmt::format("it does not answer, and {} has ended with it ({})", what, words)))
+        return error;
     return std::make_exception_ptr(CommunicationError(failure_text(what, rank(), words), rank()));
   }
 

@@ -14,6 +14,7 @@
 
 #include <fmt/format.h>
 
+#include "lockstep/comm/membership.hpp"
 #include "lockstep/comm/nccl/active_calls.hpp"
 #include "lockstep/comm/nccl/buffers.hpp"
 #include "lockstep/comm/nccl/cards.hpp"
@@ -22,7 +23,6 @@
 #include "lockstep/comm/nccl/flight.hpp"
 #include "lockstep/comm/nccl/group_error.hpp"
 #include "lockstep/comm/nccl/handle.hpp"
-#include "lockstep/comm/nccl/membership.hpp"
 #include "lockstep/comm/nccl/options.hpp"
 #include "lockstep/comm/nccl/owned_stream.hpp"
 #include "lockstep/comm/nccl/waiting.hpp"
@@ -267,7 +267,7 @@ class NcclGroup {
                            return handle_.call([&](Comm comm) { return device_.finalize(comm); });
                          }));
     guarded(call, [&] { handle_.destroy(); });
-    membership_.farewell();
+    membership_.farewell(call);
   }
 
  private:
@@ -413,6 +413,8 @@ class NcclGroup {
       const auto end = call.start + deadline();
       if (now >= end && (asked >= end || now >= end + std::chrono::seconds(1)))
         return diagnosis_.of_lateness(call, label);
+      if (!watch_ || watch_->call().start != call.start) watch_.emplace(membership_, call);
+      if (auto error = watch_->look()) return error;
     }
     if (const auto oldest = active_.oldest()) {
       if (auto error = membership_.look(oldest->call)) return error;
@@ -420,8 +422,7 @@ class NcclGroup {
     }
     return nullptr;
   }
-  // What the device or NCCL says, or a difference between the ranks, for which what is in flight must be
-  // ended.
+  // What the device or NCCL says, for which what is in flight must be ended.
   std::exception_ptr device_error() {
     const auto now = Clock::now();
     if (auto error = sweep()) return error;
@@ -429,11 +430,7 @@ class NcclGroup {
     const auto oldest = flights_.oldest();
     if (failed() || !oldest) return nullptr;
     const auto& [call, label] = *oldest;
-    if (auto error = diagnosis_.of_state(call, label)) return error;
-    if (rank() != 0 || call.sequence == compared_ || Clock::now() < call.start + std::chrono::seconds(5))
-      return nullptr;
-    compared_ = call.sequence;
-    return membership_.compare(call);
+    return diagnosis_.of_state(call, label);
   }
 
   NcclOptions options_;
@@ -450,8 +447,8 @@ class NcclGroup {
   Waiting<D> waiting_{membership_, handle_, diagnosis_, error_, options_.deadline};
   ActiveCalls active_;
   std::atomic<Clock::time_point> device_asked_{
-      Clock::time_point{}};     // when it last began to answer what has ended
-  std::uint64_t compared_ = 0;  // the last collective that the device watchdog compared over the ranks
+      Clock::time_point{}};                     // when it last began to answer what has ended
+  std::optional<Membership::CallWatch> watch_;  // of the oldest flight, for the watchdog
   std::optional<Watchdog> watchdog_, device_watchdog_;
 };
 

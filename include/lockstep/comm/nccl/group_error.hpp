@@ -5,8 +5,8 @@
 
 #include "lockstep/comm/nccl/device.hpp"
 #include "lockstep/comm/nccl/handle.hpp"
-#include "lockstep/comm/nccl/membership.hpp"
-#include "lockstep/comm/nccl/sticky_error.hpp"
+#include "lockstep/comm/membership.hpp"
+#include "lockstep/comm/sticky_error.hpp"
 #include "lockstep/error.hpp"
 
 namespace lockstep::detail {

@@ -10,7 +10,7 @@
 #include "lockstep/comm/nccl/flight.hpp"
 #include "lockstep/comm/nccl/group_error.hpp"
 #include "lockstep/comm/nccl/handle.hpp"
-#include "lockstep/comm/nccl/membership.hpp"
+#include "lockstep/comm/membership.hpp"
 
 namespace lockstep::detail {
 
