@@ -4,6 +4,7 @@
 #include <string>
 #include <thread>
 
+#include "lockstep/world/socket.hpp"
 #include "support/catch.hpp"
 #include "support/process.hpp"
 
@@ -66,6 +67,19 @@ TEST_CASE("torchrun shows the rank that failed and what it said") {
   CHECK(result.left == 0);
 }
 
+TEST_CASE("no worker survives a killed agent of torchrun") {
+  if (torchrun().empty()) return;
+  for (const char* mode : {"waits", "level one waits"}) {
+    CAPTURE(mode);
+    auto agent = lockstep_test::start(command(one_node(2), {mode}));
+    for (const char* rank : {"rank 0 of 2", "rank 1 of 2"}) REQUIRE(agent.wait_for_output(rank, 120s));
+    CHECK(processes_left(agent.marker(), 0s) >= 3);
+    agent.signal(SIGKILL);
+    REQUIRE(agent.wait(20s));
+    CHECK(processes_left(agent.marker(), 20s) == 0);
+  }
+}
+
 TEST_CASE("bad input under torchrun is said once") {
   if (torchrun().empty()) return;
   const auto result = run(command(one_node(2), {"usage after meeting"}), {}, 120s);
@@ -84,6 +98,32 @@ TEST_CASE("a second attempt of torchrun does not meet in the store of the first"
   CHECK(result.code == 0);
   CHECK(count(result.out, " of 3, local ") == 3);
   CHECK(result.left == 0);
+}
+
+TEST_CASE("under torchrun an early exit with 0 and a SIGTERM of a host are told as such") {
+  if (torchrun().empty()) return;
+  const auto result = run(command(one_node(2), {"exits early"}), {}, 120s);
+  INFO(result.out << result.error);
+  CHECK(count(result.error,
+              "error: rank 1 ended with exit code 0 while other ranks still communicated with it; "
+              "noticed by rank 0\n") == 1);
+
+  const auto port = fmt::format("--master-port={}", lockstep_test::free_port());
+  const auto node = [&](int rank) {
+    return lockstep_test::start(command({"--nnodes=2", fmt::format("--node-rank={}", rank),
+                                         "--master-addr=127.0.0.1", port, "--nproc-per-node=1"},
+                                        {"waits for failure"}));
+  };
+  auto a = node(0), b = node(1);
+  REQUIRE(a.wait_for_output("rank 0 of 2", 120s));
+  REQUIRE(b.wait_for_output("rank 1 of 2", 120s));
+  b.signal(SIGTERM);
+  REQUIRE(a.wait(60s));
+  INFO(a.error());
+  CHECK(count(a.error(), fmt::format("error: rank 1: ended by SIGTERM on {}; noticed by rank 0\n",
+                                     lockstep::detail::host_name())) == 1);
+  REQUIRE(b.wait(60s));
+  CHECK(count(b.error(), "error: ") == 0);
 }
 
 TEST_CASE("two nodes of torchrun with unequal numbers of ranks") {

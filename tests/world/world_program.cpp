@@ -107,6 +107,15 @@ int rank_of(const std::string& mode, World world, const std::string& file) {
   } else if (mode == "collective in scope") {
     world.rank_zero([&] { lockstep::forbid_in_rank_zero_scope("barrier"); });
     wait_for_failure(world);
+  } else if (mode == "waits for failure") {
+    ready();
+    wait_for_failure(world);
+  } else if (mode == "exits early") {
+    ready();
+    if (world.rank() == 1) std::exit(0);
+    auto side = world.connect_again();
+    while (!World::finished(*side, 1)) std::this_thread::sleep_for(20ms);
+    throw lockstep::PeerError("rank 1 failed first: it does not answer");
   } else if (mode == "waits") {
     ready();
     std::this_thread::sleep_for(60s);
@@ -155,6 +164,10 @@ int main(int argc, char** argv) {
       world.leave();
     });
     return 0;
+  }
+  if (mode == "level one waits") {
+    const auto world = World::from_environment();
+    return rank_of("waits", world, "");
   }
   if (mode == "level one") {  // a loop of the user's own, without launch
     const auto world = World::from_environment();

@@ -3,7 +3,6 @@
 #include <fcntl.h>
 #include <signal.h>
 #include <sys/mman.h>
-#include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -72,8 +71,7 @@ inline ProgramEnd run_program(std::vector<std::string> words) {
   const pid_t child = fork();
   if (child < 0) return {126, std::strerror(errno)};
   if (child == 0) {
-    prctl(PR_SET_PDEATHSIG, SIGKILL);
-    if (getppid() != parent) _exit(126);  // the parent died before it took effect
+    if (!die_with_parent(parent)) _exit(126);
     if (error.open()) dup2(error.get(), 2);
     execvp(arguments[0], arguments.data());
     _exit(errno == ENOENT ? 127 : 126);

@@ -7,8 +7,10 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cerrno>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <string>
 #include <string_view>
 
@@ -44,6 +46,17 @@ inline int terminal_columns() {
 /// Whether the cursor stands at the beginning of a bar, which the next line has to wipe away.
 LOCKSTEP_PROCESS_WIDE inline std::atomic<bool> bar_is_shown{false};
 
+/// Flushes stdout. Says on stderr, once, where it cannot be written (a full disk).
+inline void flush_stdout() {
+  static std::atomic<bool> said{false};
+  if (std::fflush(stdout) == 0 && std::ferror(stdout) == 0) return;
+  if (!said.exchange(true))
+    std::fputs(fmt::format("warning: stdout cannot be written ({}), so that what follows is lost there\n",
+                           std::strerror(errno))
+                   .c_str(),
+               stderr);
+}
+
 /// Writes whole lines at once, behind what the program has written to the same stream so far.
 inline void write_lines(std::FILE* stream, std::string_view lines) {
   std::string wiped;
@@ -58,7 +71,7 @@ inline void write_lines(std::FILE* stream, std::string_view lines) {
   wiped += lines;
   flockfile(stream);
   std::fwrite(wiped.data(), 1, wiped.size(), stream);
-  std::fflush(stream);
+  stream == stdout ? flush_stdout() : (void)std::fflush(stream);
   funlockfile(stream);
 }
 

@@ -104,6 +104,13 @@ inline std::vector<char*> as_c_strings(const std::vector<std::string>& strings) 
   return pointers;
 }
 
+/// Makes the kernel kill this process when the thread of `parent` that forked it ends, whatever ends it.
+/// Returns false where `parent` had ended before that took effect. Async-signal-safe.
+inline bool die_with_parent(pid_t parent) {
+  prctl(PR_SET_PDEATHSIG, SIGKILL);
+  return getppid() == parent;
+}
+
 /// What a child gets in place of its parent's: descriptors for 0, 1 and 2, and one more that stays open.
 struct ChildStreams {
   int in, out, error, report;
@@ -131,8 +138,7 @@ inline pid_t start_child(const std::string& program, const std::vector<std::stri
     return child;
   }
   setpgid(0, 0);
-  prctl(PR_SET_PDEATHSIG, SIGKILL);
-  if (getppid() != parent) _exit(127);  // the parent died before it took effect
+  if (!die_with_parent(parent)) _exit(127);
   dup2(streams.in, 0);
   dup2(streams.out, 1);
   dup2(streams.error, 2);

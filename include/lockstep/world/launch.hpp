@@ -98,6 +98,7 @@ template <class Fn>
 int launch(int argc, char** argv, Fn&& fn, const LaunchOptions& options = {}) {
   detail::fill_standard_descriptors();
   detail::end_on_uncaught();
+  detail::end_with_agent();
   detail::LaunchPlan plan;
   try {
     plan = detail::plan_launch(argc, argv, options);
@@ -119,6 +120,7 @@ int launch(int argc, char** argv, Fn&& fn, const LaunchOptions& options = {}) {
     } else {
       code = detail::exit_status(fn(world));
     }
+    detail::flush_stdout();
     world.leave(code);
   });
   return code;

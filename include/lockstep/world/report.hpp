@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 #include <time.h>
 
+#include <algorithm>
 #include <charconv>
 #include <cstdint>
 #include <cstdlib>
@@ -82,6 +83,28 @@ inline FailureReport describe(const std::exception_ptr& exception) {
     report.text = fmt::format("an exception of type {}", type ? type_name(*type) : "unknown");
   }
   return report;
+}
+
+/// The rank that a consequence names as its cause ("rank 3 failed first: ..."); -1 where it names none.
+inline int cause_of(std::string_view text) {
+  constexpr std::string_view begin = "rank ";
+  int rank = -1;
+  if (text.starts_with(begin)) std::from_chars(text.data() + begin.size(), text.data() + text.size(), rank);
+  return rank;
+}
+
+/// The cause that the others see of a rank that has ended well too early.
+inline std::string early_end_text(int rank) {
+  return fmt::format("rank {} ended with exit code 0 while other ranks still communicated with it", rank);
+}
+
+/// The headline of a failure that `reporter` ("rank 3") tells of. That of a consequence begins with its
+/// cause.
+inline std::string headline(const FailureReport& report, std::string_view reporter) {
+  if (report.kind == FailureKind::usage) return report.text;
+  if (report.kind == FailureKind::peer) return fmt::format("{}; noticed by {}", report.text, reporter);
+  const bool ended = report.text.starts_with("died") || report.text.starts_with("ended");
+  return fmt::format("{}{}{}", reporter, ended ? " " : " failed: ", report.text);
 }
 
 /// The report as it travels through a pipe: kind, time and code on a line each, then the text.

@@ -49,6 +49,7 @@ template <class Fn>
 void spawn(int nproc, Fn&& fn, Prefix prefix = Prefix::automatic) {
   detail::fill_standard_descriptors();
   detail::end_on_uncaught();
+  detail::end_with_agent();
   const int call = detail::spawn_calls++;
   if (nproc < 1) throw UsageError(fmt::format("spawn({}): the number of processes must be 1 or more", nproc));
   if (const auto wanted = process_variable("LOCKSTEP_SPAWN_CALL")) {

@@ -46,7 +46,7 @@ struct SupervisorOptions {
   std::function<void()> started = [] {};
   /// Whether the first failure is written to stderr, before any later output.
   bool announce = true;
-  /// Called once, when the first failure is known.
+  /// Called once, when the first failure is known, or when a rank has ended by a forwarded signal.
   std::function<void(const RankFailure&)> failed = [](const RankFailure&) {};
 };
 
@@ -239,6 +239,11 @@ class Supervisor {
       const bool choosing = ending() || lately(noted_);
       if (ending() || (choosing && child.status != 0)) first_end_ = first_end_.value_or(Clock::now());
       const bool chosen = choosing && (!WIFSIGNALED(child.status) || WTERMSIG(child.status) == interrupted_);
+      if (ending() && WIFSIGNALED(child.status) && WTERMSIG(child.status) == interrupted_ && !decided_ &&
+          !std::exchange(interruption_told_, true))
+        options_.failed(
+            {fmt::format("rank {} (pid {}) ended by {}", child.rank, child.pid, signal_name(interrupted_)),
+             128 + interrupted_});
       if (child.reported || child.status == 0 || child.ordered_to_end) continue;
       if (!chosen)
         verdict_.add(suspect_by_status(i, child.status));
@@ -360,6 +365,7 @@ class Supervisor {
   std::optional<std::size_t> chose_;        // the first that ended by its own choice
   int interrupted_ = 0;                     // the signal that asks them to end
   int told_times_ = 0;                      // how many such signals came
+  bool interruption_told_ = false;          // `failed` knows that a rank has ended by it
   bool hung_up_ = false;                    // ... and whether a SIGHUP was among them
 };
 

@@ -99,12 +99,11 @@ class Verdict {
 
 /// The sentence on a failure. `gone` are the ranks that had ended well before it: they are not at fault by
 /// their exit code, and yet perhaps the cause.
-inline RankFailure describe_failure(const FailureReport& report, int rank, pid_t pid,
-                                    const std::vector<int>& gone) {
-  if (report.kind == FailureKind::usage) return {report.text, report.code, report.kind};
-  const bool ended = report.text.starts_with("died") || report.text.starts_with("ended");
-  auto text = fmt::format("rank {} (pid {}){}{}", rank, pid, ended ? " " : " failed: ", report.text);
-  if (!gone.empty()) {
+inline RankFailure describe_failure(FailureReport report, int rank, pid_t pid, std::vector<int> gone) {
+  const auto cause = report.kind == FailureKind::peer ? cause_of(report.text) : -1;
+  if (std::erase(gone, cause) > 0) report.text = early_end_text(cause);
+  auto text = headline(report, fmt::format("rank {} (pid {})", rank, pid));
+  if (!gone.empty() && report.kind != FailureKind::usage) {
     text += gone.size() > 1 ? "; ranks " : "; rank ";
     for (std::size_t i = 0; i < std::min<std::size_t>(gone.size(), 4); ++i)
       text += fmt::format("{}{}", i > 0 ? ", " : "", gone[i]);

@@ -49,6 +49,7 @@ class World {
   /// line. Throws UsageError.
   LOCKSTEP_PROCESS_WIDE static World from_environment() {
     detail::end_on_uncaught();
+    detail::end_with_agent();
     World world(read_environment());
     detail::process_rank = world.rank();
     if (world.size() == 1) return world;
@@ -76,6 +77,7 @@ class World {
                                    rank, size, size - 1));
     parse_rendezvous(url);
     detail::end_on_uncaught();
+    detail::end_with_agent();
     Environment environment;
     environment.rank = rank;
     environment.size = size;
@@ -176,6 +178,7 @@ class World {
     try {
       auto side = connect_again(std::chrono::seconds(2));
       side->set(finished_key(rank()), detail::to_bytes(std::to_string(code)));
+      state_->left = true;
       if (!hosts_store() || code != 0) return;
       std::vector<std::string> others;
       for (int other = 0; other < size(); ++other) others.push_back(finished_key(other));
@@ -243,6 +246,7 @@ class World {
     LocalPlace local;
     bool single_host = true;
     std::string address;
+    std::atomic<bool> left{false};  // has said that it has come to its end
   };
 
   // Tells the local ranks how it went, also when the work throws.
@@ -372,13 +376,35 @@ class World {
       if (world.hosts_store()) std::this_thread::sleep_for(std::chrono::milliseconds(800));
       return first || !met;
     };
+    detail::failure_hooks.exits = [state = state_](int code) {
+      std::unique_lock lock(state->mutex, std::try_to_lock);
+      if (!lock || !state->meeting || state->left) return;
+      state->meeting->store->set(finished_key(state->environment.rank),
+                                 detail::to_bytes(std::to_string(code)));
+    };
+    detail::failure_hooks.end_of = [world = *this](int other) -> std::optional<int> {
+      const auto& known = world.state_->environment;
+      const bool in_launcher = known.store_is_hosted && !known.store_outlives_attempts;
+      if (other < 0 || world.launched_here()) return std::nullopt;  // the launcher knows
+      if (other == 0 && !in_launcher) return std::nullopt;          // the store has ended with it
+      auto side = world.connect_again(std::chrono::milliseconds(400));
+      if (!finished(*side, other)) return std::nullopt;
+      return detail::whole_number(detail::to_text(side->get(finished_key(other))));
+    };
+    detail::announce_exit();
+    detail::announce_sigterm(detail::host_name());
+  }
+
+  // Whether one launching process has started all ranks, and so sees how each ends.
+  [[nodiscard]] bool launched_here() const {
+    const auto& known = state_->environment;
+    return detail::report_descriptor() >= 0 && known.local_size == known.size;
   }
 
   // Whether nobody but this rank, before it has met the others, can tell them that it fails.
   [[nodiscard]] bool others_may_wait() const {
     const auto& known = state_->environment;
-    const bool launched_here = detail::report_descriptor() >= 0 && known.local_size == known.size;
-    if (known.rendezvous.empty() || known.store_outlives_attempts || launched_here) return false;
+    if (known.rendezvous.empty() || known.store_outlives_attempts || launched_here()) return false;
     // A file that this rank alone would make is in the way of the next run.
     const auto url = parse_rendezvous(known.rendezvous);
     return url.path.empty() || access(url.path.c_str(), F_OK) == 0;
