@@ -336,10 +336,15 @@ inline std::string ranks_of(const std::vector<int>& ranks, int size) {
 /// gone.
 inline bool appear_within(c10d::Store& store, const std::vector<std::string>& keys,
                           std::chrono::milliseconds limit) {
+  const auto start = std::chrono::steady_clock::now();
   try {
     store.wait(keys, limit);
     return true;
   } catch (const c10::DistStoreError&) {
+    return false;
+  } catch (const c10::Error&) {
+    // c10d's FileStore says in this type, as of any other error, that the time is over.
+    if (std::chrono::steady_clock::now() - start < limit - limit / 10) throw;
     return false;
   }
 }
@@ -379,12 +384,14 @@ inline void await_ranks(c10d::Store& side, int size, std::chrono::steady_clock::
     const auto begin = Clock::now();
     const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - begin);
     try {
-      side.wait({SignInKeys::outcome}, std::clamp(left, std::chrono::milliseconds(1), slice));
-      outcome = to_text(side.get(SignInKeys::outcome));
+      if (appear_within(side, {SignInKeys::outcome}, std::clamp(left, std::chrono::milliseconds(1), slice)))
+        outcome = to_text(side.get(SignInKeys::outcome));
     } catch (const c10::DistNetworkError& error) {
       throw RendezvousError(fmt::format("the rendezvous has ended without all ranks: {}",
                                         printable(error.what_without_backtrace())));
-    } catch (const c10::DistStoreError&) {
+    } catch (const c10::DistStoreError&) {  // the value did not come within the timeout
+    }
+    if (outcome.empty()) {
       const auto missing = at_store("the ranks could not meet", [&] { return missing_ranks(side, size); });
       const auto who = missing.empty() ? "the last rank" : ranks_of(missing, size);
       if (Clock::now() >= deadline)
