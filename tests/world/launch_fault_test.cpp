@@ -391,11 +391,18 @@ TEST_CASE("a listener on MASTER_PORT that never answers is told within the rende
   const auto mute = lockstep::detail::listen_on("127.0.0.1", 0);
   auto variables = by_hand(1, 2, mute.port);
   variables["LOCKSTEP_RENDEZVOUS_TIMEOUT"] = "1";
-  const auto result = run({program, "well"}, variables, 30s);
-  INFO(result.error);
-  CHECK(result.code == 1);
-  CHECK_THAT(result.error, ContainsSubstring("something listens there, but does not answer"));
-  CHECK(count(result.error, "\n") == 1);
+  for (const bool agent : {false, true}) {
+    if (agent) variables["TORCHELASTIC_USE_AGENT_STORE"] = "True";
+    const auto result = run({program, "well"}, variables, 30s);
+    INFO(result.error);
+    CHECK(result.code == 1);
+    CHECK_THAT(result.error,
+               ContainsSubstring(agent ? fmt::format("the store of torchrun's agent at 127.0.0.1:{} does not "
+                                                     "answer after 1 s",
+                                                     mute.port)
+                                       : "something listens there, but does not answer"));
+    CHECK(count(result.error, "\n") == 1);
+  }
 }
 
 TEST_CASE("a stranger's byte on the port of the store holds up neither the ranks nor the end") {

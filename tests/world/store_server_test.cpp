@@ -7,6 +7,7 @@
 #include <random>
 #include <thread>
 
+#include "lockstep/world/report.hpp"
 #include "lockstep/world/store_connection.hpp"
 #include "support/catch.hpp"
 
@@ -368,6 +369,10 @@ TEST_CASE("a listener binds what the address says") {
 TEST_CASE("control characters of another process are escaped") {
   CHECK(printable("plain, größer") == "plain, größer");
   CHECK(printable("\x1b[2J\nerror: rank 0\r\t\x7f") == "\\x1b[2J\\nerror: rank 0\\x0d\\t\\x7f");
+  // Which is how an uncaught error that quotes another rank is shown.
+  const lockstep::PeerError quoted("rank 3 failed first: \x1b[2J\nerror: all is well");
+  CHECK(describe(std::make_exception_ptr(quoted)).text ==
+        "rank 3 failed first: \\x1b[2J\\nerror: all is well");
   CHECK(printable("\xc2\x9b"
                   "31m") == "\\x9b31m");
 }

@@ -90,10 +90,11 @@ inline int launch_here(const LaunchPlan& plan, int argc, char** argv, const Laun
 ///
 /// By hand on several hosts, RANK is this host's first rank: `WORLD_SIZE=7 RANK=3 MASTER_ADDR=a
 /// MASTER_PORT=29500 prog
-/// --nproc 4` starts ranks 3 to 6. `--timeout SECONDS` (or LOCKSTEP_TIMEOUT) sets the timeout of collectives
-/// where the program sets none. A rank's heap keeps what it frees (MALLOC_TRIM_THRESHOLD_ set by the user
-/// goes before). What `fn` throws ends the whole run: no destructor runs in the rank that
-/// threw.
+/// --nproc 4` starts ranks 3 to 6. Who can reach that port can take part in the run, unless
+/// LOCKSTEP_STORE_SECRET is set to one text on all hosts. `--timeout SECONDS` (or LOCKSTEP_TIMEOUT) sets the
+/// timeout of collectives where the program sets none. A rank's heap keeps what it frees
+/// (MALLOC_TRIM_THRESHOLD_ set by the user goes before). What `fn` throws ends the whole run: no destructor
+/// runs in the rank that threw.
 template <class Fn>
 int launch(int argc, char** argv, Fn&& fn, const LaunchOptions& options = {}) {
   detail::fill_standard_descriptors();

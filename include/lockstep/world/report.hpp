@@ -15,6 +15,7 @@
 
 #include "lockstep/error.hpp"
 #include "lockstep/process_wide.hpp"
+#include "lockstep/world/printable.hpp"
 
 namespace lockstep::detail {
 
@@ -67,13 +68,13 @@ inline FailureReport describe(const std::exception_ptr& exception) {
     report.text = error.what();
   } catch (const PeerError& error) {
     report.kind = FailureKind::peer;
-    report.text = error.what();
+    report.text = printable(error.what());
   } catch (const ProcessError& error) {
     report.code = error.exit_code();
     report.kind = error.exit_code() == 2 ? FailureKind::usage : FailureKind::error;
     report.text = error.what();
   } catch (const Error& error) {
-    report.text = error.what();
+    report.text = printable(error.what());  // it may quote other ranks
   } catch (const std::exception& error) {
     const std::string known = known_exception_text ? known_exception_text(error) : std::string();
     report.text =

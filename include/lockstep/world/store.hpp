@@ -127,8 +127,8 @@ inline Meeting meet_through_board(const RendezvousUrl& url, int rank, std::chron
     return std::max(std::chrono::milliseconds(1), std::chrono::ceil<std::chrono::milliseconds>(
                                                       deadline - std::chrono::steady_clock::now()));
   };
-  const auto board = connect_tcp_store(url.host, url.port, limit);
-  // LibTorch's client has no timeout where its server does not answer.
+  const auto board = std::make_shared<StorePtr>();
+  // LibTorch's client has no timeout where its server does not answer, not even for connecting.
   const auto on_board = [&](auto&& work) {
     struct Shared {
       std::mutex mutex;
@@ -137,11 +137,12 @@ inline Meeting meet_through_board(const RendezvousUrl& url, int rank, std::chron
       bool done = false;
     };
     const auto shared = std::make_shared<Shared>();
-    at_most(left(), [shared, board, work] {
+    at_most(left(), [shared, board, work, url, limit = left()] {
       std::string text;
       std::exception_ptr error;
       try {
-        text = work(*board);
+        if (!*board) *board = connect_tcp_store(url.host, url.port, limit);
+        text = work(**board);
       } catch (...) {
         error = std::current_exception();
       }
