@@ -5,17 +5,15 @@
 
 #include <fmt/format.h>
 
-#include "lockstep/world/world.hpp"
+#include <torch/csrc/distributed/c10d/Store.hpp>
 
 namespace lockstep::detail {
 
-/// How often this rank has called this with `what` in its world, from 0: the same number on every rank where
-/// all call it in the same order. Counted in the store, so that it does not matter which World of the
-/// process, and which of its shared objects, makes the call. 0 in a world of one rank, whose processes share
-/// no store. Throws what the store throws. Thread-safe.
-inline std::int64_t next_number(const World& world, std::string_view what) {
-  if (world.size() == 1) return 0;
-  return world.store()->add(fmt::format("lockstep/{}/calls of rank {}", what, world.rank()), 1) - 1;
+/// How often rank `rank` has asked for a number of `what`, from 0: the same on every rank where all ask in
+/// the same order. Counted in the store, so that it does not matter which World of the process, and which of
+/// its shared objects, asks. Throws what the store throws. Thread-safe.
+inline std::int64_t next_number(c10d::Store& store, int rank, std::string_view what) {
+  return store.add(fmt::format("lockstep/{}/calls of rank {}", what, rank), 1) - 1;
 }
 
 }  // namespace lockstep::detail

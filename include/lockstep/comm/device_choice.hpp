@@ -48,7 +48,8 @@ inline DeviceKind choose_device(const Environment& rank, std::optional<int> visi
 inline void agree_on_device(const World& world, DeviceKind kind) {
   if (world.size() == 1) return;
   const std::string own = fmt::format("{} {}", kind == DeviceKind::gpu ? "GPUs" : "CPUs", world.rank());
-  const std::string key = fmt::format("lockstep/device/{}", next_number(world, "device"));
+  const std::string key =
+      fmt::format("lockstep/device/{}", next_number(*world.store(), world.rank(), "device"));
   const std::string first = to_text(world.store()->compareSet(key, {}, to_bytes(own)));
   if (first.substr(0, 4) != own.substr(0, 4))
     throw MismatchError(

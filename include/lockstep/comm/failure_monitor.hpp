@@ -71,18 +71,6 @@ struct Answers {
   std::map<int, Position> positions;  // by global rank; none of a rank that has not answered
 };
 
-/// Why no collective can succeed any more.
-struct Failure {
-  int rank = -1;       // the rank that failed first
-  bool vague = false;  // its own words may still come
-  std::string text;
-
-  [[nodiscard]] std::string sentence() const {
-    return fmt::format("{} failed first: {}",
-                       rank < 0 ? std::string("another rank") : fmt::format("rank {}", rank), text);
-  }
-};
-
 /// Exchanges with the other ranks, through the store, what a process group cannot carry: that a rank has
 /// failed, that it has left a group, and how far each rank is.
 ///
@@ -514,17 +502,9 @@ class FailureMonitor {
       return text;
     }
 
-    // "rank 3: why", or the why alone.
     void learn(const std::string& published) {
-      int from = -1;
-      std::size_t begin = 0;
-      if (const auto colon = published.find(": ");
-          published.starts_with("rank ") && colon != std::string::npos) {
-        from = std::atoi(published.c_str() + 5);
-        begin = colon + 2;
-      }
       std::unique_lock lock(mutex);
-      if (!failure || failure->vague) note({from, false, published.substr(begin)}, lock);
+      if (!failure || failure->vague) note(Failure::parse(published), lock);
     }
 
     void learn(const Notice& notice) {

@@ -11,12 +11,12 @@
 
 #include <fmt/format.h>
 
-#include "lockstep/comm/call_number.hpp"
 #include "lockstep/comm/communicator.hpp"
 #include "lockstep/comm/gloo_bytes.hpp"
 #include "lockstep/comm/gloo_operations.hpp"
 #include "lockstep/comm/gloo_options.hpp"
 #include "lockstep/comm/gloo_work.hpp"
+#include "lockstep/comm/membership.hpp"
 #include "lockstep/comm/shape_check.hpp"
 #include "lockstep/comm/tensor_lists.hpp"
 
@@ -42,8 +42,8 @@ class GlooComm {
 
   /// Meets the other ranks. Throws TimeoutError naming those that have not come when the deadline passes.
   explicit GlooComm(const World& world, GlooOptions options = {})
-      : GlooComm(
-            std::make_shared<detail::GlooGroup>(world, all_ranks(world.size()), next_name(world), options)) {}
+      : GlooComm(std::make_shared<detail::GlooGroup>(world, all_ranks(world.size()),
+                                                     next_name(world, options), options)) {}
 
   GlooComm(GlooComm&&) noexcept = default;
   GlooComm& operator=(GlooComm&& other) noexcept {
@@ -307,8 +307,8 @@ class GlooComm {
     std::iota(ranks.begin(), ranks.end(), 0);
     return ranks;
   }
-  static std::string next_name(const World& world) {
-    return fmt::format("lockstep/comm/{}", detail::next_number(world, "comm"));
+  static std::string next_name(const World& world, const GlooOptions& options) {
+    return detail::Membership::next_name(world, "comm", detail::checked(options).deadline);
   }
 
   void end() noexcept {

@@ -20,6 +20,7 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "lockstep/comm/call.hpp"
+#include "lockstep/comm/call_number.hpp"
 #include "lockstep/comm/failure_monitor.hpp"
 #include "lockstep/comm/own_error.hpp"
 #include "lockstep/error.hpp"
@@ -63,6 +64,18 @@ class Membership {
       monitor_->add(status_);
     }
   }
+  /// The name of the communicator over all ranks that this rank makes next: "lockstep/comm/3" for its fourth
+  /// of the kind "comm". Throws as meet does.
+  static std::string next_name(const World& world, const std::string& kind,
+                               std::chrono::milliseconds deadline) {
+    const std::string prefix = "lockstep/" + kind;
+    if (world.size() == 1) return prefix + "/0";  // such processes share no store
+    Membership counting(world, {world.rank()}, prefix, deadline);
+    const std::int64_t number = counting.at_store(
+        making(), [kind, rank = world.rank()](c10d::Store& store) { return next_number(store, rank, kind); });
+    return fmt::format("{}/{}", prefix, number);
+  }
+
   ~Membership() {
     if (monitor_) monitor_->remove(status_.get());
   }

@@ -358,6 +358,28 @@ inline std::vector<int> missing_ranks(c10d::Store& store, int size) {
   return missing;
 }
 
+/// The first failure of a run, after which no collective can complete.
+struct Failure {
+  int rank = -1;       ///< the rank that failed, -1 where the text alone says who did
+  bool vague = false;  ///< the rank has not said yet why it failed
+  std::string text;
+
+  /// The inverse of what is published: "rank 3: why", or a launcher's words.
+  static Failure parse(const std::string& published) {
+    const auto colon = published.find(": ");
+    if (!published.starts_with("rank ") || colon == std::string::npos) return {-1, false, published};
+    const auto rank = whole_number(std::string_view(published).substr(5, colon - 5));
+    if (!rank) return {-1, false, published};
+    return {*rank, false, published.substr(colon + 2)};
+  }
+
+  /// How the errors of the other ranks name it: "rank 3 failed first: why".
+  [[nodiscard]] std::string sentence() const {
+    return fmt::format("{} failed first: {}",
+                       rank < 0 ? std::string("another rank") : fmt::format("rank {}", rank), text);
+  }
+};
+
 inline constexpr const char* failure_key = "lockstep/failure";
 
 /// The text of the first failure that a rank or launcher has published, safe to show.
@@ -366,9 +388,11 @@ inline std::optional<std::string> published_failure(c10d::Store& store) {
   return printable(to_text(store.get(failure_key)));
 }
 
-/// Publishes a failure, also to ranks that wait for the rendezvous; whether it is the first.
+/// Publishes a failure, also to ranks that wait for the rendezvous; whether it is the first. Of ranks that
+/// fail with the same text, one is.
 inline bool record_failure(c10d::Store& store, const std::string& text) {
-  const bool first = to_text(store.compareSet(failure_key, {}, to_bytes(text))) == text;
+  const bool known = to_text(store.compareSet(failure_key, {}, to_bytes(text))) == text;
+  const bool first = known && store.add("lockstep/failures of this text", 1) == 1;
   store.compareSet(SignInKeys::outcome, {}, to_bytes("failed"));
   return first;
 }
@@ -404,8 +428,10 @@ inline void await_ranks(c10d::Store& side, int size, std::chrono::steady_clock::
       waiting(doubt.empty() ? who : fmt::format("{}; {}", who, doubt));
     }
   }
-  if (outcome == "failed")
-    throw PeerError(published_failure(side).value_or("a rank failed before all had joined"));
+  if (outcome == "failed") {
+    const auto failure = published_failure(side);
+    throw PeerError(failure ? Failure::parse(*failure).sentence() : "a rank failed before all had joined");
+  }
   if (outcome.starts_with("refused ")) throw RendezvousError(printable(outcome.substr(8)));
 }
 

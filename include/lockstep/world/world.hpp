@@ -416,14 +416,16 @@ class World {
     while (!detail::appear_within(
         side, {key},
         std::min<std::chrono::milliseconds>(left_of(limit, begin), std::chrono::milliseconds(500)))) {
-      if (const auto failure = published_failure(side)) throw PeerError(*failure);
+      if (const auto failure = published_failure(side))
+        throw PeerError(detail::Failure::parse(*failure).sentence());
       if (std::chrono::steady_clock::now() > begin + limit)
         throw TimeoutError(
             fmt::format("rank {}, the first on this host, has not finished its local_zero_first after {} s",
                         first, std::chrono::duration<double>(limit).count()));
     }
     if (detail::to_text(side.get(key)) != "done") {
-      if (const auto failure = published_failure(side)) throw PeerError(*failure);
+      if (const auto failure = published_failure(side))
+        throw PeerError(detail::Failure::parse(*failure).sentence());
       throw PeerError(fmt::format("rank {}, the first on this host, failed in local_zero_first", first));
     }
   }

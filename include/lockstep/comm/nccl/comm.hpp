@@ -15,8 +15,8 @@
 
 #include <fmt/format.h>
 
-#include "lockstep/comm/call_number.hpp"
 #include "lockstep/comm/communicator.hpp"
+#include "lockstep/comm/membership.hpp"
 #include "lockstep/comm/nccl/bytes.hpp"
 #include "lockstep/comm/nccl/calls.hpp"
 #include "lockstep/comm/nccl/device.hpp"
@@ -59,8 +59,8 @@ class BasicNcclComm {
   /// TimeoutError naming the ranks that have not come when the deadline passes, PeerError where one has
   /// failed, MismatchError where two have different NCCLs.
   explicit BasicNcclComm(const World& world, NcclOptions options = {})
-      : group_(std::make_shared<detail::NcclGroup<D>>(world, all_ranks(world.size()), next_name(world),
-                                                      options)) {}
+      : group_(std::make_shared<detail::NcclGroup<D>>(world, all_ranks(world.size()),
+                                                      next_name(world, options), options)) {}
 
   BasicNcclComm(BasicNcclComm&&) noexcept = default;
   BasicNcclComm& operator=(BasicNcclComm&& other) noexcept {
@@ -323,8 +323,8 @@ class BasicNcclComm {
     std::iota(ranks.begin(), ranks.end(), 0);
     return ranks;
   }
-  static std::string next_name(const World& world) {
-    return fmt::format("lockstep/nccl/{}", detail::next_number(world, "nccl"));
+  static std::string next_name(const World& world, const NcclOptions& options) {
+    return detail::Membership::next_name(world, "nccl", detail::checked(options).deadline);
   }
   void end() noexcept {
     if (!group_) return;
