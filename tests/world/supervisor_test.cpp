@@ -1,5 +1,7 @@
 #include "lockstep/world/supervisor.hpp"
 
+#include <sched.h>
+#include <sys/mount.h>
 #include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/syscall.h>
@@ -195,6 +197,7 @@ int supervise(int size, int argc, char** argv) {
   options.arguments.assign(argv, argv + argc);
   for (int rank = 0; rank < size; ++rank)
     options.jobs.push_back({rank, {"LOCKSTEP_TEST_CHILD=rank", fmt::format("LOCKSTEP_TEST_RANK={}", rank)}});
+  if (std::string(argv[1]) == "no program") options.program = "/nonexistent/program";
   if (std::string(argv[1]) == "stopped") options.grace = 40000ms;  // SIGTERM alone ends it
   options.interrupt_grace = std::string(argv[1]) == "stops" ? 40000ms : 1500ms;
   return lockstep::detail::Supervisor(std::move(options)).run();
@@ -250,6 +253,17 @@ int lockstep_test::child_mode(const char* child, int argc, char** argv) {
   const int size = std::atoi(argv[2]);
   if (std::string(child) == "launcher") return supervise(size, argc, argv);
   if (std::string(child) == "agent") return play_agent(mode);
+  if (std::string(child) == "without /proc") {
+    if (unshare(CLONE_NEWNS) != 0 || mount(nullptr, "/", nullptr, MS_REC | MS_PRIVATE, nullptr) != 0 ||
+        umount2("/proc", MNT_DETACH) != 0)
+      return 77;
+    try {
+      say(lockstep::detail::own_program());
+    } catch (const lockstep::Error& error) {
+      say(error.what());
+    }
+    return 0;
+  }
   if (std::string(child) == "worker") {
     lockstep::detail::end_with_agent();
     int signal_number = -1;
@@ -271,6 +285,18 @@ TEST_CASE("ranks that end well end the run with 0") {
   CHECK(count(result.out, "here\n") == 3);
   CHECK(count(result.out, "[rank 2] here\n") == 1);
   CHECK(result.left == 0);
+}
+
+TEST_CASE("a program that cannot be started again is told with the reason") {
+  check_ended(ended("no program"), 127, "the program could not be executed again: No such file or directory");
+  auto process =
+      lockstep_test::start({"/proc/self/exe", "", "1"}, {{"LOCKSTEP_TEST_CHILD", "without /proc"}}, {});
+  REQUIRE(process.wait(20s));
+  if (process.exit_code() == 77) {
+    WARN("SKIPPED: only root can leave /proc unmounted");
+    return;
+  }
+  CHECK_THAT(process.out(), ContainsSubstring("/proc/self/exe: No such file or directory. Mount /proc"));
 }
 
 TEST_CASE("a killed rank is named with its signal") {

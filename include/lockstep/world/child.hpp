@@ -73,7 +73,11 @@ inline void fill_standard_descriptors() {
 inline std::string own_program() {
   char path[4096];
   const ssize_t length = readlink("/proc/self/exe", path, sizeof path - 1);
-  if (length <= 0) return "/proc/self/exe";
+  if (length <= 0)
+    throw Error(fmt::format(
+        "cannot find this program's own file, to start it once for each rank: /proc/self/exe: {}. Mount "
+        "/proc (`mount -t proc proc /proc`), or start the ranks with torchrun",
+        std::strerror(errno)));
   path[length] = '\0';
   struct stat named {
   }, running{};
@@ -151,9 +155,18 @@ inline pid_t start_child(const std::string& program, const std::vector<std::stri
   }
   sigprocmask(SIG_SETMASK, &mask, nullptr);
   execve(program.c_str(), argv.data(), envp.data());
-  const char failure[] = "error\n0\n127\nthe program could not be executed again";
-  if (write(streams.report, failure, sizeof failure - 1) < 0) {
+  const int reason = errno;
+  const auto say = [&](const char* text) {
+    if (write(streams.report, text, std::strlen(text)) < 0) {
+    }
+  };
+  say("error\n0\n127\nthe program could not be executed again");
+#ifdef __GLIBC__  // strerror takes locks, which a thread of the parent may have held at the fork
+  if (const char* text = strerrordesc_np(reason)) {
+    say(": ");
+    say(text);
   }
+#endif
   _exit(127);
 }
 
