@@ -396,7 +396,7 @@ class FailureMonitor {
     void run(Thread&& thread) noexcept {
       try {
         thread();
-      } catch (...) {  // no memory, or no store: what would be told is told by connections that close
+      } catch (...) {  // no memory, or no store: the other ranks notice the closed connections
       }
       std::lock_guard lock(mutex);
       ++threads_ended;
@@ -477,7 +477,7 @@ class FailureMonitor {
 
     void hear(c10d::Store& store, Bulletin& board, bool woken) {
       const auto news = board.news();
-      bool look = !woken;  // whoever posted a failure may have died before it could wake anyone
+      bool look = !woken;  // the rank that posted a failure may have died before it notified anyone
       std::int64_t asked = 0;
       for (const Notice& notice : news) {
         if (notice.kind == "asked") asked = std::max(asked, notice.number);
@@ -578,7 +578,7 @@ class FailureMonitor {
           jobs.pop_front();
         }
         const auto now = Clock::now();
-        if (job && job->until <= now) continue;  // whoever wanted it has gone
+        if (job && job->until <= now) continue;  // its caller no longer waits
         lock.unlock();
         std::exception_ptr error;
         Milliseconds pause{0};

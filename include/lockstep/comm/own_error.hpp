@@ -88,7 +88,7 @@ bool every_rank_throws(C& comm) noexcept try {
   for (int rank = 0; rank < comm.size(); ++rank)
     keys.push_back(fmt::format("lockstep/thrown/{}/{}/{}", group, TimesThrown::of(group), rank));
   const std::string& own = keys[static_cast<std::size_t>(comm.rank())];
-  // Of its own: a store that does not answer must not hold up what is told.
+  // A thread of its own: a store that does not answer must not delay the error report.
   const auto store = comm.world().connect_again(std::chrono::seconds(2));
   store->set(own, std::vector<std::uint8_t>{1});
   const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(2);
@@ -101,7 +101,7 @@ bool every_rank_throws(C& comm) noexcept try {
   }
   TimesThrown::add(group);
   return true;
-} catch (...) {  // the store is gone, and the failure is told by an abort
+} catch (...) {  // the store is gone; the abort reports the failure
   return false;
 }
 

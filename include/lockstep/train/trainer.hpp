@@ -148,7 +148,7 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
     read_run("load_checkpoint", path, /*required=*/true, parts...);
   }
   /// Does what load_checkpoint does where the file exists, and nothing where it does not. Returns whether it
-  /// does: rank 0 looks, and every rank is told the same, as ranks on other hosts may see other files.
+  /// does: rank 0 looks, and broadcasts the answer, since ranks on other hosts may see other files.
   /// Collective.
   template <Checkpointed... Parts>
   bool load_checkpoint_if_exists(const std::filesystem::path& path, Parts&... parts) {
@@ -380,7 +380,7 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
   void each_extra(Function&& function) {
     std::apply([&](auto&... extra) { (function(extra), ...); }, extras_);
   }
-  // What a hook throws on one rank is told to the others, which may come to wait for this one.
+  // Reports a hook's exception to the other ranks, which may already wait for this one.
   template <class Report, class... Hooks>
   void notify_all(const Report& report, Hooks&... hooks) {
     detail::aborting(comm_, [&] {

@@ -164,7 +164,7 @@ inline void tell_failure(FailureReport& report, bool& said) {
     first = *told;
   }
   if (report_descriptor() >= 0) return;
-  // That the others end by the same signal is no news to whoever sent it.
+  // The sender of the signal knows that the other ranks end by it as well.
   if (consequence && terminated) end_by_sigterm();
   const bool said_already = !first && report.kind == FailureKind::usage;
   const auto text =

@@ -126,8 +126,8 @@ class World {
     return meeting().store;
   }
 
-  /// A connection to the same store of its own, for a thread that must not wait for this one: connecting, and
-  /// each call on it, ends within `limit`. Does not wait for other ranks to join. Throws RendezvousError.
+  /// A second, independent connection to the store, for a thread that must not block on this one: connecting,
+  /// and each call on it, ends within `limit`. Does not wait for other ranks to join. Throws RendezvousError.
   [[nodiscard]] StorePtr connect_again(std::chrono::milliseconds limit = std::chrono::seconds(10)) const {
     return meeting().again(limit);
   }

@@ -9,8 +9,8 @@
 
 #include <fmt/format.h>
 
-#include "lockstep/comm/nccl/device.hpp"
 #include "lockstep/comm/membership.hpp"
+#include "lockstep/comm/nccl/device.hpp"
 #include "lockstep/comm/nccl/words.hpp"
 #include "lockstep/comm/own_error.hpp"
 #include "lockstep/error.hpp"

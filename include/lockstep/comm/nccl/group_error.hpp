@@ -3,9 +3,9 @@
 #include <exception>
 #include <string>
 
+#include "lockstep/comm/membership.hpp"
 #include "lockstep/comm/nccl/device.hpp"
 #include "lockstep/comm/nccl/handle.hpp"
-#include "lockstep/comm/membership.hpp"
 #include "lockstep/comm/sticky_error.hpp"
 #include "lockstep/error.hpp"
 

@@ -5,12 +5,12 @@
 #include <exception>
 #include <thread>
 
+#include "lockstep/comm/membership.hpp"
 #include "lockstep/comm/nccl/device.hpp"
 #include "lockstep/comm/nccl/diagnosis.hpp"
 #include "lockstep/comm/nccl/flight.hpp"
 #include "lockstep/comm/nccl/group_error.hpp"
 #include "lockstep/comm/nccl/handle.hpp"
-#include "lockstep/comm/membership.hpp"
 
 namespace lockstep::detail {
 
