@@ -10,6 +10,8 @@
 #include "lockstep/grad/distributed_data_parallel.hpp"
 #include "support/catch.hpp"
 
+namespace comm_by_device_test {
+
 namespace {
 
 /// Notes what it is asked for; its device is that of tensors without memory, of which every machine has one.
@@ -132,3 +134,5 @@ TEST_CASE("the gradients of a model on two devices are reduced on each") {
   CHECK(std::count(calls->begin(), calls->end(), "all_reduce") == 1);
   CHECK(torch::equal(parts[0].grad(), torch::ones({3})));
 }
+
+}  // namespace comm_by_device_test

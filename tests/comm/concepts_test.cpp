@@ -6,6 +6,8 @@
 #include "lockstep/comm/local_comm.hpp"
 #include "support/catch.hpp"
 
+namespace concepts_test {
+
 using lockstep::GlooComm;
 using lockstep::LocalComm;
 
@@ -27,3 +29,5 @@ TEST_CASE("a default Work is complete") {
   work.wait_host(std::chrono::milliseconds(0));
   CHECK(work.error() == nullptr);
 }
+
+}  // namespace concepts_test

@@ -5,6 +5,8 @@
 #include "support/ranks.hpp"
 #include "support/text_of.hpp"
 
+namespace device_ranks_test {
+
 using lockstep::DeviceKind;
 
 TEST_CASE("ranks that would compute on GPUs and on CPUs are told so, with two of them by name", "[2+]") {
@@ -27,3 +29,5 @@ TEST_CASE("ranks that would compute on GPUs and on CPUs are told so, with two of
   }
   CHECK(told >= 1);
 }
+
+}  // namespace device_ranks_test

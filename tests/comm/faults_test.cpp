@@ -10,6 +10,8 @@
 #include "support/process.hpp"
 #include "support/two_hosts.hpp"
 
+namespace faults_test {
+
 using namespace lockstep_test;
 
 namespace {
@@ -295,3 +297,5 @@ TEST_CASE("without a fault all end well, whoever hosts the store") {
   }
   CHECK(launched("none", 0).ranks[0].code == 0);
 }
+
+}  // namespace faults_test

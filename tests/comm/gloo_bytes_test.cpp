@@ -8,6 +8,8 @@
 #include "support/late_rank.hpp"
 #include "support/ranks.hpp"
 
+namespace gloo_bytes_test {
+
 using lockstep::GlooComm;
 
 namespace {
@@ -126,3 +128,5 @@ TEST_CASE("a sub-group exchanges bytes of its own") {
   }
   comm.barrier();
 }
+
+}  // namespace gloo_bytes_test

@@ -5,6 +5,8 @@
 #include "support/late_rank.hpp"
 #include "support/ranks.hpp"
 
+namespace gloo_errors_test {
+
 using lockstep::GlooComm;
 using lockstep::ReduceOp;
 using lockstep_test::come_late;
@@ -152,3 +154,5 @@ TEST_CASE("the longest deadline there is waits, and none at all is refused") {
   CHECK_THROWS_AS((GlooComm{test_world(), {.deadline = std::chrono::milliseconds::min()}}), UsageError);
   CHECK_THROWS_WITH((GlooComm{test_world(), {.threads = 0}}), ContainsSubstring("with 0 threads"));
 }
+
+}  // namespace gloo_errors_test

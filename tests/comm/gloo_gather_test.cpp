@@ -2,6 +2,8 @@
 #include "support/catch.hpp"
 #include "support/ranks.hpp"
 
+namespace gloo_gather_test {
+
 using lockstep::GlooComm;
 
 TEST_CASE("all_gather stacks the inputs by rank, in any dtype") {
@@ -48,3 +50,5 @@ TEST_CASE("outputs of the wrong size are refused before anything is sent") {
                   lockstep::CommunicationError);
   comm.barrier();
 }
+
+}  // namespace gloo_gather_test

@@ -2,6 +2,8 @@
 #include "support/catch.hpp"
 #include "support/ranks.hpp"
 
+namespace gloo_group_test {
+
 using lockstep::GlooComm;
 
 TEST_CASE("several communicators of one world do not disturb each other") {
@@ -66,3 +68,5 @@ TEST_CASE("after shutdown a call says so") {
   comm.shutdown();
   CHECK_THROWS_WITH(comm.barrier(), ContainsSubstring("after shutdown()"));
 }
+
+}  // namespace gloo_group_test

@@ -3,6 +3,8 @@
 #include "support/catch.hpp"
 #include "support/ranks.hpp"
 
+namespace gloo_lists_test {
+
 using lockstep::GlooComm;
 using lockstep::ReduceOp;
 using Tensors = std::vector<at::Tensor>;
@@ -176,3 +178,5 @@ TEST_CASE("with check_shapes a list that differs on one rank is refused on all",
                     ContainsSubstring("reduce #1: tensor 1: rank 0 [4] int64, rank 1 [3] int64"));
   comm.barrier();
 }
+
+}  // namespace gloo_lists_test

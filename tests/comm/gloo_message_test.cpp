@@ -4,6 +4,8 @@
 #include "support/catch.hpp"
 #include "support/ranks.hpp"
 
+namespace gloo_message_test {
+
 using lockstep::GlooComm;
 using namespace std::chrono_literals;
 
@@ -87,3 +89,5 @@ TEST_CASE("a message is received whatever the strides of its place", "[2+]") {
   CHECK(at::equal(place.narrow(1, 1, 2), message_of(previous)));
   CHECK(place.select(1, 0).eq(0).all().item<bool>());
 }
+
+}  // namespace gloo_message_test

@@ -4,6 +4,8 @@
 #include "support/catch.hpp"
 #include "support/ranks.hpp"
 
+namespace gloo_reduce_test {
+
 using lockstep::GlooComm;
 using lockstep::ReduceOp;
 
@@ -146,3 +148,5 @@ TEST_CASE("a Work that nobody waits for is finished all the same") {
   CHECK(at::equal(tensor, at::full({50}, (comm.size() + 1) / 2.0)));
   static_cast<void>(comm.all_reduce(at::ones({1 << 20})));  // dropped, and the communicator after it
 }
+
+}  // namespace gloo_reduce_test

@@ -2,6 +2,8 @@
 
 #include "support/catch.hpp"
 
+namespace local_comm_test {
+
 using lockstep::LocalComm;
 using lockstep::World;
 
@@ -91,3 +93,5 @@ TEST_CASE("LocalComm keeps the rule of the rank-zero scope") {
   });
   comm.barrier();
 }
+
+}  // namespace local_comm_test

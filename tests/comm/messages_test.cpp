@@ -17,6 +17,8 @@
 #include "support/catch.hpp"
 #include "support/process.hpp"
 
+namespace messages_test {
+
 using lockstep::detail::Bulletin;
 using lockstep::detail::Call;
 using lockstep::detail::FailureMonitor;
@@ -228,3 +230,5 @@ TEST_CASE("256 ranks that ask at once blame the dead rank alone, in a number of 
   INFO(operations << " operations");
   CHECK(operations < 100 * size);
 }
+
+}  // namespace messages_test

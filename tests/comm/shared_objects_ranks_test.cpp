@@ -7,6 +7,8 @@
 #include "lockstep/comm/gloo_comm.hpp"
 #include "support/ranks.hpp"
 
+namespace shared_objects_ranks_test {
+
 namespace {
 
 using Comm = std::unique_ptr<void, void (*)(void*)>;
@@ -49,3 +51,5 @@ TEST_CASE("shared objects have one process's state") {
   });
   CHECK(a.error_of_sum(of_a.get()).empty());
 }
+
+}  // namespace shared_objects_ranks_test

@@ -7,6 +7,8 @@
 #include "support/catch.hpp"
 #include "support/text_of.hpp"
 
+namespace with_device_test {
+
 namespace {
 
 using lockstep::DeviceKind;
@@ -77,3 +79,5 @@ TEST_CASE("one program is compiled for both, and one of the two is run") {
   CHECK(with_device_of<void, lockstep::LocalComm>(std::nullopt, world, program, {}) ==
         "cpu, without another");
 }
+
+}  // namespace with_device_test

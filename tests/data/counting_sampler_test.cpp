@@ -9,6 +9,8 @@
 #include "lockstep/data/random_sampler.hpp"
 #include "support/catch.hpp"
 
+namespace counting_sampler_test {
+
 using lockstep::DistributedSampler;
 using lockstep::EvaluationSampler;
 using lockstep::PermutationSampler;
@@ -140,3 +142,5 @@ TEST_CASE("a sampler that pads does not take up the pass of one that does not") 
   CHECK_THROWS_AS(carry(bare, padded), lockstep::CheckpointError);
   CHECK_THROWS_WITH(carry(bare, padded), ContainsSubstring("pad"));
 }
+
+}  // namespace counting_sampler_test

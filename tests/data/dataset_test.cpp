@@ -2,6 +2,8 @@
 
 #include "support/catch.hpp"
 
+namespace dataset_test {
+
 using lockstep::Example;
 using lockstep::TensorDataset;
 
@@ -78,3 +80,5 @@ TEST_CASE("tensors that do not belong together are refused") {
   CHECK_THROWS_AS((TensorDataset{torch::tensor(1.0), torch::zeros(1)}), lockstep::DataError);
   CHECK_THROWS_AS((TensorDataset{{}, torch::zeros(1)}), lockstep::DataError);
 }
+
+}  // namespace dataset_test

@@ -9,6 +9,8 @@
 #include "support/catch.hpp"
 #include "support/temporary_folder.hpp"
 
+namespace digits_test {
+
 using lockstep::DataError;
 
 namespace {
@@ -201,3 +203,5 @@ TEST_CASE("a home's cache of another user is not taken for this one's") {
   }
   CHECK(lockstep::cache_folder() == none.cache);
 }
+
+}  // namespace digits_test

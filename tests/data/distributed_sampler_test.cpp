@@ -6,6 +6,8 @@
 #include "data/passes.hpp"
 #include "support/catch.hpp"
 
+namespace distributed_sampler_test {
+
 using lockstep::DistributedSampler;
 using lockstep::SamplerOptions;
 using lockstep_test::all;
@@ -233,3 +235,5 @@ TEST_CASE("a sampler keeps its rank's share of the order alone, of one epoch") {
   (void)in_order.next(10);
   CHECK(memory.asked() == 0);
 }
+
+}  // namespace distributed_sampler_test

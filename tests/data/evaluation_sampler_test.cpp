@@ -3,6 +3,8 @@
 #include "data/passes.hpp"
 #include "support/catch.hpp"
 
+namespace evaluation_sampler_test {
+
 using lockstep::EvaluationSampler;
 using lockstep_test::carry;
 
@@ -49,3 +51,5 @@ TEST_CASE("an evaluation goes on where it was saved") {
 TEST_CASE("an evaluation by a rank that cannot be is refused") {
   CHECK_THROWS_AS(EvaluationSampler(10, 3, 3), lockstep::UsageError);
 }
+
+}  // namespace evaluation_sampler_test

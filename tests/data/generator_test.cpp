@@ -5,6 +5,8 @@
 #include "support/catch.hpp"
 #include "support/played_device.hpp"
 
+namespace generator_test {
+
 using lockstep::keyed_generator;
 
 namespace {
@@ -72,3 +74,5 @@ TEST_CASE("a keyed generator is an ordinary one: uniform, and its state can be s
   other.set_state(state);
   CHECK(draws(other) == following);
 }
+
+}  // namespace generator_test

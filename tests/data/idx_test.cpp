@@ -5,6 +5,8 @@
 #include "support/catch.hpp"
 #include "support/temporary_folder.hpp"
 
+namespace idx_test {
+
 using lockstep::DataError;
 using lockstep::read_idx;
 
@@ -140,3 +142,5 @@ TEST_CASE("a gzipped file without zlib is refused in words") {
              ContainsSubstring("built without zlib"));
 }
 #endif
+
+}  // namespace idx_test

@@ -12,6 +12,8 @@
 #include "lockstep/data/random_sampler.hpp"
 #include "support/catch.hpp"
 
+namespace loader_test {
+
 using lockstep::DataLoader;
 using lockstep::DistributedSampler;
 using lockstep::Example;
@@ -336,3 +338,5 @@ TEST_CASE("what cannot work is refused before it starts") {
   auto running = loader.begin();
   CHECK_THROWS_AS(loader.begin(), lockstep::UsageError);
 }
+
+}  // namespace loader_test

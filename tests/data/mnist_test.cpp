@@ -5,6 +5,8 @@
 #include "support/process.hpp"
 #include "support/temporary_folder.hpp"
 
+namespace mnist_test {
+
 using lockstep::DataError;
 using lockstep::write_idx;
 
@@ -221,3 +223,5 @@ TEST_CASE("a download leaves what is the user's alone") {
   CHECK(fs::exists(target / "photos.99998.part" / "photo"));
   CHECK(target.files() == 2);
 }
+
+}  // namespace mnist_test

@@ -7,6 +7,8 @@
 #include "support/allocations.hpp"
 #include "support/catch.hpp"
 
+namespace permutation_sampler_test {
+
 using lockstep::KeyedPermutation;
 using lockstep::PermutationSampler;
 using lockstep_test::allocated_bytes;
@@ -180,3 +182,5 @@ TEST_CASE(
   CHECK(large == small);
   CHECK(tensors.asked() == 0);
 }
+
+}  // namespace permutation_sampler_test

@@ -8,6 +8,8 @@
 
 #include "support/catch.hpp"
 
+namespace prefetcher_test {
+
 using Squares = lockstep::Prefetcher<int, int>;
 
 namespace {
@@ -129,3 +131,5 @@ TEST_CASE("threads that the machine does not give are missed in words") {
   CHECK_THAT(message, ContainsSubstring("only 0 of 3 worker threads could be started (") &&
                           ContainsSubstring("ask for fewer workers"));
 }
+
+}  // namespace prefetcher_test

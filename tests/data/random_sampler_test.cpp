@@ -3,6 +3,8 @@
 #include "data/passes.hpp"
 #include "support/catch.hpp"
 
+namespace random_sampler_test {
+
 using lockstep::RandomSampler;
 using lockstep_test::all;
 using lockstep_test::carry;
@@ -80,3 +82,5 @@ TEST_CASE("a pass of a random sampler goes on where it was saved, and so does th
 TEST_CASE("an empty dataset cannot be shuffled") {
   CHECK_THROWS_AS(RandomSampler(0), lockstep::DataError);
 }
+
+}  // namespace random_sampler_test

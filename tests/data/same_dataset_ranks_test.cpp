@@ -3,6 +3,8 @@
 #include "support/catch.hpp"
 #include "support/ranks.hpp"
 
+namespace same_dataset_ranks_test {
+
 using lockstep::TensorDataset;
 
 namespace {
@@ -48,3 +50,5 @@ TEST_CASE("every rank hears the same of a dataset that differs on one") {
   if (!alone) CHECK_THAT(content, ContainsSubstring("fingerprint"));
   comm.shutdown();
 }
+
+}  // namespace same_dataset_ranks_test

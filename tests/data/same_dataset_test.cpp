@@ -3,6 +3,8 @@
 #include "lockstep/comm/local_comm.hpp"
 #include "support/catch.hpp"
 
+namespace same_dataset_test {
+
 using lockstep::fingerprint;
 using lockstep::TensorDataset;
 
@@ -32,3 +34,5 @@ TEST_CASE("ranks are told apart by what they have") {
   CHECK(lockstep::detail::tell_apart({"5", "5", "7", "5", "6"}, " samples") ==
         "ranks 0, 1, 3 have 5 samples; rank 2 has 7 samples; rank 4 has 6 samples");
 }
+
+}  // namespace same_dataset_test

@@ -16,6 +16,8 @@
 #include "support/catch.hpp"
 #include "support/text_of.hpp"
 
+namespace staging_test {
+
 namespace {
 
 class PlayedStream {
@@ -207,3 +209,5 @@ TEST_CASE("the tensors of a batch are found in what holds them") {
   CHECK(one.item<float>() == 0);
   static_assert(!lockstep::TensorBatch<std::vector<std::string>> && !lockstep::TensorBatch<int>);
 }
+
+}  // namespace staging_test

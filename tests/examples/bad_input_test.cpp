@@ -3,6 +3,8 @@
 #include "support/catch.hpp"
 #include "support/process.hpp"
 
+namespace bad_input_test {
+
 using namespace lockstep_test;
 
 namespace {
@@ -117,3 +119,5 @@ TEST_CASE("a place where the model cannot be saved is refused on one line before
   CHECK_THAT(refusal({"--data-dir", folder.path().string(), "--save", folder.path().string()}),
              ContainsSubstring("cannot save to"));
 }
+
+}  // namespace bad_input_test

@@ -8,6 +8,8 @@
 #include "support/folder_watch.hpp"
 #include "support/process.hpp"
 
+namespace examples_test {
+
 using namespace lockstep_test;
 
 namespace {
@@ -99,3 +101,5 @@ TEST_CASE("two models and two optimizers stay in step") {
   const auto out = run_example("gan", {"--nproc", "3", "--steps", "12", "--digits", "960"}).out;
   CHECK_THAT(out, ContainsSubstring("done: 12 steps of two models on 3 ranks"));
 }
+
+}  // namespace examples_test

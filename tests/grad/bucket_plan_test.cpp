@@ -7,6 +7,8 @@
 
 #include "support/catch.hpp"
 
+namespace bucket_plan_test {
+
 using lockstep::BucketPlan;
 using lockstep::ParameterSize;
 
@@ -121,3 +123,5 @@ TEST_CASE("delayed parameters are in no bucket but their own, behind the one tha
   CHECK(lockstep::with_delayed(plan, {}) == plan);
   CHECK(lockstep::with_delayed({}, {{{0, 1}}, {}}) == BucketPlan{{0, 1}});
 }
+
+}  // namespace bucket_plan_test

@@ -3,6 +3,8 @@
 
 #include "grad/models.hpp"
 
+namespace delayed_ranks_test {
+
 using lockstep::BucketPlan;
 using lockstep::DdpOptions;
 using lockstep::DistributedDataParallel;
@@ -96,3 +98,5 @@ TEST_CASE("ranks that delay other parameters are told so on every rank", "[2+]")
   });
   CHECK_THAT(text, ContainsSubstring("delayed.until is '' on rank 0 and 'two.bias' on rank 1"));
 }
+
+}  // namespace delayed_ranks_test

@@ -2,6 +2,8 @@
 #include "grad/models.hpp"
 #include "support/text_of.hpp"
 
+namespace failure_ranks_test {
+
 using lockstep::DistributedDataParallel;
 using lockstep::GradientError;
 using lockstep::PeerError;
@@ -324,3 +326,5 @@ TEST_CASE("a model without anything to train, and caps without a size, are refus
   for (auto& parameter : layer->parameters()) parameter.requires_grad_(false);
   CHECK_THROWS_AS((DistributedDataParallel{layer, shared_comm()}), lockstep::UsageError);
 }
+
+}  // namespace failure_ranks_test

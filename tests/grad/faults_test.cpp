@@ -5,6 +5,8 @@
 #include "support/catch.hpp"
 #include "support/process.hpp"
 
+namespace faults_test {
+
 namespace {
 
 using namespace std::chrono_literals;
@@ -79,3 +81,5 @@ TEST_CASE("a model that differs on one rank ends all with one error that names t
   CHECK(count(ended.error, text) == 1);
   CHECK(ended.left == 0);
 }
+
+}  // namespace faults_test

@@ -10,6 +10,8 @@
 #include "lockstep/grad/hooks/power_sgd_hook.hpp"
 #include "lockstep/grad/hooks/quantized_hook.hpp"
 
+namespace hooked_ranks_test {
+
 using lockstep::DistributedDataParallel;
 using lockstep::GradientError;
 
@@ -186,3 +188,5 @@ TEST_CASE("a buffer that TorchScript assigns is synchronized, though it is anoth
   ddp.sync_buffers();
   CHECK(script.attr("mean").toTensor().item<float>() == 3);  // rank 0's
 }
+
+}  // namespace hooked_ranks_test

@@ -5,6 +5,8 @@
 #include "lockstep/grad/distributed_data_parallel.hpp"
 #include "support/catch.hpp"
 
+namespace local_test {
+
 namespace {
 
 /// The names of all operators that `work` runs, in order.
@@ -145,3 +147,5 @@ TEST_CASE("with LocalComm, no hook is left on a parameter") {
   CHECK(torch::autograd::impl::grad_accumulator(layer->weight)->post_hooks().empty());
   CHECK_THROWS_AS(ddp.backward(layer(torch::ones({1, 2})).sum(), false, true), lockstep::GradientError);
 }
+
+}  // namespace local_test

@@ -5,6 +5,8 @@
 #include "lockstep/grad/device_check.hpp"
 #include "support/catch.hpp"
 
+namespace model_check_test {
+
 using lockstep::NamedTensor;
 
 namespace {
@@ -92,3 +94,5 @@ TEST_CASE("a device that is named for a model must be the one device that it is 
       "DdpOptions::device is cpu, but the parts of this model live on several devices: 'a' on cpu and 'b' on "
       "meta; leave the option out");
 }
+
+}  // namespace model_check_test

@@ -6,6 +6,8 @@
 #include "lockstep/grad/hooks/quantized_hook.hpp"
 #include "support/text_of.hpp"
 
+namespace options_ranks_test {
+
 using lockstep::DdpOptions;
 using lockstep::DistributedDataParallel;
 using lockstep::GradientError;
@@ -577,3 +579,5 @@ TEST_CASE("a sum with a count over two wrapped models is refused, on every rank"
   }
   one.backward(first(x).sum());
 }
+
+}  // namespace options_ranks_test

@@ -5,6 +5,8 @@
 
 #include "grad/models.hpp"
 
+namespace overlap_ranks_test {
+
 using lockstep::DistributedDataParallel;
 
 namespace {
@@ -50,3 +52,5 @@ TEST_CASE("once the buckets are rebuilt, they are issued while gradients still c
     CHECK(issued_before_the_last(events) == buckets - 1);  // the last gradient completes the last bucket
   }
 }
+
+}  // namespace overlap_ranks_test

@@ -3,6 +3,8 @@
 #include "lockstep/grad/hooks/function_hook.hpp"
 #include "lockstep/grad/hooks/power_sgd_hook.hpp"
 
+namespace recovery_ranks_test {
+
 using lockstep::DistributedDataParallel;
 using lockstep::GradientError;
 
@@ -161,3 +163,5 @@ TEST_CASE("models that share a loss: a rank without data, and one whose backward
           static_cast<float>(with_data) * (1.0F / static_cast<float>(world.size())));
   }
 }
+
+}  // namespace recovery_ranks_test

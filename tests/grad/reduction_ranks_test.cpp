@@ -4,6 +4,8 @@
 
 #include "grad/models.hpp"
 
+namespace reduction_ranks_test {
+
 using lockstep::DistributedDataParallel;
 
 namespace {
@@ -371,3 +373,5 @@ TEST_CASE("a bare loss.backward() reduces too") {
     check_close(gradients(net->parameters()), expected);
   }
 }
+
+}  // namespace reduction_ranks_test

@@ -6,6 +6,8 @@
 
 #include "grad/models.hpp"
 
+namespace same_parameters_ranks_test {
+
 namespace {
 
 std::vector<lockstep::NamedTensor> parameters_of_all_kinds() {
@@ -72,3 +74,5 @@ TEST_CASE("a pair of parameters that have changed places differs", "[2+]") {
   if (on_the_last()) std::swap(parameters.front().tensor, parameters.back().tensor);
   CHECK_THROWS_AS(lockstep::check_same_parameters(parameters, shared_comm()), lockstep::MismatchError);
 }
+
+}  // namespace same_parameters_ranks_test

@@ -6,6 +6,8 @@
 #include "lockstep/grad/hooks/reduce_dtype_hook.hpp"
 #include "lockstep/optim/sgd.hpp"
 
+namespace short_parameters_ranks_test {
+
 using lockstep::DdpOptions;
 using lockstep::DistributedDataParallel;
 using lockstep::ReduceDtypeHook;
@@ -424,3 +426,5 @@ TEST_CASE("types that parameters and buffers cannot have are refused") {
                     ContainsSubstring("'0.weight' is sparse, which DdpOptions::param_dtype does not"));
   CHECK_THROWS_WITH(ReduceDtypeHook(at::kLong), ContainsSubstring("the type of a ReduceDtypeHook is Long"));
 }
+
+}  // namespace short_parameters_ranks_test

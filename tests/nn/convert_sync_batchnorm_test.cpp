@@ -5,6 +5,8 @@
 #include "nn/twin.hpp"
 #include "support/catch.hpp"
 
+namespace convert_sync_batchnorm_test {
+
 namespace nn = torch::nn;
 using lockstep::BatchNormGroup;
 using lockstep::convert_sync_batchnorm;
@@ -165,3 +167,5 @@ TEST_CASE("a batch norm of a Sequential that a member calls as well is refused")
   CHECK(refusal_of(model).empty());
   CHECK(model[1]->as<lockstep::SyncBatchNorm2d>());
 }
+
+}  // namespace convert_sync_batchnorm_test

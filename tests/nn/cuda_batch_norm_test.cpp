@@ -13,6 +13,8 @@
 #include "support/catch.hpp"
 #include "support/text_of.hpp"
 
+namespace cuda_batch_norm_test {
+
 using lockstep::detail::JoinedStatistics;
 using lockstep::detail::RunningStatistics;
 namespace cpu = lockstep::detail::cpu_batch_norm;
@@ -209,3 +211,5 @@ TEST_CASE("kernels go by the input's device, and a device without any is named")
              ContainsSubstring("bn: the input is on meta"));
   CHECK(cuda::kernels.local == cuda::Kernels<cuda::AtenOperators>::kernels.local);
 }
+
+}  // namespace cuda_batch_norm_test

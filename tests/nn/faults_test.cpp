@@ -4,6 +4,8 @@
 #include "support/catch.hpp"
 #include "support/process.hpp"
 
+namespace faults_test {
+
 namespace {
 
 using namespace std::chrono_literals;
@@ -42,3 +44,5 @@ TEST_CASE("a rank that is killed in training ends all") {
   CHECK(process.exit_code() == 137);
   CHECK(lockstep_test::processes_left(process.marker()) == 0);
 }
+
+}  // namespace faults_test

@@ -4,6 +4,8 @@
 
 #include "support/catch.hpp"
 
+namespace linear_test {
+
 namespace {
 
 struct NetImpl : torch::nn::Cloneable<NetImpl> {
@@ -68,3 +70,5 @@ TEST_CASE("a copy of a module has copies of its Linear layers, which are torch::
   net->apply([&](torch::nn::Module& module) { layers += module.as<torch::nn::Linear>() != nullptr; });
   CHECK(layers == 2);
 }
+
+}  // namespace linear_test

@@ -8,6 +8,8 @@
 #include "support/catch.hpp"
 #include "support/ranks.hpp"
 
+namespace sync_batch_norm_ranks_test {
+
 using lockstep::BatchNormGroup;
 using torch::nn::BatchNormOptions;
 
@@ -200,3 +202,5 @@ TEST_CASE("statistics of one rank alone do not pass for those of all", "[2+]") {
   const auto joined = plain(whole).narrow(0, 4 * test_world().rank(), 4);
   CHECK(!close(local, joined, 1e-2));
 }
+
+}  // namespace sync_batch_norm_ranks_test

@@ -7,6 +7,8 @@
 #include "nn/twin.hpp"
 #include "support/catch.hpp"
 
+namespace sync_batch_norm_test {
+
 using lockstep::BatchNormGroup;
 using lockstep::SyncBatchNorm1d;
 using lockstep::SyncBatchNorm2d;
@@ -224,3 +226,5 @@ TEST_CASE("a batch norm says what it is") {
   CHECK(text.str() ==
         "lockstep::SyncBatchNorm3d(8, eps=1e-05, momentum=None, affine=false, track_running_stats=true)");
 }
+
+}  // namespace sync_batch_norm_test

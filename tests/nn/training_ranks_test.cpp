@@ -10,6 +10,8 @@
 #include "support/catch.hpp"
 #include "support/ranks.hpp"
 
+namespace training_ranks_test {
+
 namespace nn = torch::nn;
 
 namespace {
@@ -130,3 +132,5 @@ TEST_CASE("a model wrapped before it is converted trains alike") {
   }
   CHECK(distance(*late, *early) == 0);
 }
+
+}  // namespace training_ranks_test

@@ -6,6 +6,8 @@
 
 #include "optim/common.hpp"
 
+namespace adam_test {
+
 using lockstep::Adam;
 using lockstep::AdamOptions;
 using lockstep::AdamState;
@@ -187,3 +189,5 @@ TEST_CASE("Adam refuses what Python refuses, in words") {
       "Adam: the gradient of parameter 1 of group 0 (float32 [12]) is sparse, which Adam does not take: step "
       "this parameter with SGD");
 }
+
+}  // namespace adam_test

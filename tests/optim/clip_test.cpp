@@ -7,6 +7,8 @@
 
 #include "optim/common.hpp"
 
+namespace clip_test {
+
 using lockstep::clip_grad_norm;
 
 TEST_CASE("the norm is that of all gradients together, and larger ones are scaled to the limit") {
@@ -63,3 +65,5 @@ TEST_CASE("a tied parameter counts once, and errors name parameters") {
   CHECK(text_of<lockstep::UsageError>([&] { clip_grad_norm(*model, 1, {.norm_type = 0}); }) != "");
   CHECK(text_of<lockstep::UsageError>([&] { lockstep::clip_grad_value(*model, -1); }) != "");
 }
+
+}  // namespace clip_test

@@ -6,6 +6,8 @@
 
 #include "optim/common.hpp"
 
+namespace moving_average_test {
+
 using lockstep::AveragedBuffers;
 using lockstep::MovingAverage;
 
@@ -108,3 +110,5 @@ TEST_CASE("a decay outside 0 to 1 is refused") {
   CHECK(text_of<lockstep::UsageError>([&] { MovingAverage(*model, {.decay = 1.5}); }) ==
         "MovingAverage: a decay of 1.5: give one from 0 to 1");
 }
+
+}  // namespace moving_average_test

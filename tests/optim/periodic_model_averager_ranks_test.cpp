@@ -8,6 +8,8 @@
 #include "lockstep/comm/local_comm.hpp"
 #include "optim/common.hpp"
 
+namespace periodic_model_averager_ranks_test {
+
 using lockstep::PeriodicModelAverager;
 
 TEST_CASE("parameters become their average over the ranks, whatever their dtypes and layouts") {
@@ -47,3 +49,5 @@ TEST_CASE("averages are taken in the steps of Python's averager") {
   CHECK_THROWS_AS(PeriodicModelAverager({.period = 0}), lockstep::UsageError);
   CHECK_THROWS_AS(PeriodicModelAverager({.warmup_steps = -1}), lockstep::UsageError);
 }
+
+}  // namespace periodic_model_averager_ranks_test

@@ -6,6 +6,8 @@
 #include "lockstep/train/extras.hpp"
 #include "optim/common.hpp"
 
+namespace schedule_test {
+
 using namespace lockstep;
 
 // Against Python's schedulers, value by value: optim_parity.py.
@@ -61,3 +63,5 @@ TEST_CASE("the rate follows the global batch by the rule") {
   CHECK(text_of<UsageError>([&] { scaled_rate(0.1, RateRule::linear, {.per_rank = 0}, world); }) != "");
   CHECK(text_of<UsageError>([&] { scaled_rate(-1, RateRule::linear, {}, world); }) != "");
 }
+
+}  // namespace schedule_test

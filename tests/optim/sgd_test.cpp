@@ -7,6 +7,8 @@
 #include "lockstep/optim/adam.hpp"
 #include "optim/common.hpp"
 
+namespace sgd_test {
+
 using lockstep::Implementation;
 using lockstep::SGD;
 using lockstep::SgdOptions;
@@ -294,3 +296,5 @@ TEST_CASE("SGD refuses what Python refuses, in words") {
         std::string::npos);
   CHECK(refused({}).find("twice") != std::string::npos);
 }
+
+}  // namespace sgd_test

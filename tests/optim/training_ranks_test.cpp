@@ -11,6 +11,8 @@
 #include "lockstep/train/trainer.hpp"
 #include "optim/common.hpp"
 
+namespace training_ranks_test {
+
 namespace {
 
 // Whether rank 0's tensors are those of every rank.
@@ -78,3 +80,5 @@ TEST_CASE("a Trainer takes these optimizers, sharded ones too, and these schedul
   });
   CHECK(same_bits(trained[0], trained[1]));
 }
+
+}  // namespace training_ranks_test

@@ -11,6 +11,8 @@
 #include "lockstep/optim/sgd.hpp"
 #include "optim/common.hpp"
 
+namespace zero_redundancy_ranks_test {
+
 using lockstep::AdamState;
 using lockstep::Implementation;
 using lockstep::ZeroRedundancyOptimizer;
@@ -180,3 +182,5 @@ TEST_CASE("more ranks than parameters, and ranks whose parameters differ") {
           Zero(odd, comm, [](auto p) { return lockstep::SGD(std::move(p)); });
         }).find("rank 1") != std::string::npos);
 }
+
+}  // namespace zero_redundancy_ranks_test

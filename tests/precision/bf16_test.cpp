@@ -5,6 +5,8 @@
 #include "lockstep/precision/fp16.hpp"
 #include "support/catch.hpp"
 
+namespace bf16_test {
+
 static_assert(lockstep::Precision<lockstep::Bf16> && lockstep::Precision<lockstep::Fp16>);
 
 TEST_CASE("half precisions reach the operators of a forward, and end with it") {
@@ -44,3 +46,5 @@ TEST_CASE("copies of parameters do not outlive a forward") {
   }
   CHECK(precision.forward([&] { return layer(input).sum(); }).item<float>() == 0);
 }
+
+}  // namespace bf16_test

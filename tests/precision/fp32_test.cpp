@@ -5,6 +5,8 @@
 
 #include "support/catch.hpp"
 
+namespace fp32_test {
+
 static_assert(lockstep::Precision<lockstep::Fp32>);
 static_assert(!lockstep::Precision<int>);
 static_assert(std::is_empty_v<lockstep::Fp32>);
@@ -67,3 +69,5 @@ TEST_CASE("a precision of a user's own takes the place of any other") {
   CHECK(step(FixedScale(), 3) == step(lockstep::Fp32(), 3));
   CHECK(step(FixedScale(), 3e38F) == std::pair(false, 3e38F));
 }
+
+}  // namespace fp32_test

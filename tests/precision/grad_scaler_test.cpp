@@ -11,6 +11,8 @@
 #include "support/catch.hpp"
 #include "support/text_of.hpp"
 
+namespace grad_scaler_test {
+
 using lockstep::GradScaler;
 
 namespace {
@@ -251,3 +253,5 @@ TEST_CASE("two losses and two optimizers have one scale, and each its own answer
   CHECK(scaler.get_scale() == 4);
   CHECK(scaler.skipped() == 1);
 }
+
+}  // namespace grad_scaler_test

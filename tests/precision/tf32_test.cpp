@@ -6,6 +6,8 @@
 #include "support/catch.hpp"
 #include "support/text_of.hpp"
 
+namespace tf32_test {
+
 static_assert(lockstep::Precision<lockstep::Tf32> && !lockstep::ScalingPrecision<lockstep::Tf32>);
 
 namespace {
@@ -74,3 +76,5 @@ TEST_CASE("tf32 ends with what throws, with a step that is given up, and with it
   }
   CHECK(as_before());
 }
+
+}  // namespace tf32_test

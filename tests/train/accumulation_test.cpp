@@ -5,6 +5,8 @@
 #include "train/nets.hpp"
 #include "train/regression.hpp"
 
+namespace accumulation_test {
+
 namespace {
 
 using GlooTrainer =
@@ -191,3 +193,5 @@ TEST_CASE("a precision that scales its losses shows a gradient hook what they ar
   CHECK(distance(scaled, plain) == 0);
   CHECK(distance(unseen, plain) == 0);
 }
+
+}  // namespace accumulation_test

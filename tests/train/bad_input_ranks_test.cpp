@@ -12,6 +12,8 @@
 #include "support/written.hpp"
 #include "train/regression.hpp"
 
+namespace bad_input_ranks_test {
+
 namespace {
 
 using Sequential = torch::nn::Sequential;
@@ -403,3 +405,5 @@ TEST_CASE("batch norm over all ranks ends on every rank where one rank's stream 
              ContainsSubstring("of rank " + end +
                                " has more batches for this step where that of rank 0 has its last"));
 }
+
+}  // namespace bad_input_ranks_test

@@ -17,6 +17,8 @@
 #include "support/ranks.hpp"
 #include "train/nets.hpp"
 
+namespace captured_step_ranks_test {
+
 namespace {
 
 struct PlayedComm : lockstep::GlooComm {
@@ -136,3 +138,5 @@ TEST_CASE("in a captured step not-a-number is a value, and the ranks agree on wh
   CHECK(captured.precision.scaler().skipped() == 2);
   CHECK(captured.precision.scaler().get_scale() == 16);
 }
+
+}  // namespace captured_step_ranks_test

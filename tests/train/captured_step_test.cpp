@@ -16,6 +16,8 @@
 #include "support/text_of.hpp"
 #include "train/nets.hpp"
 
+namespace captured_step_test {
+
 using lockstep::CapturedStep;
 using lockstep::Implementation;
 
@@ -249,3 +251,5 @@ TEST_CASE("a capture that fails is told once, and its step is over") {
   CHECK(!step.captured());
   CHECK(!lockstep::detail::CaptureScope::active());
 }
+
+}  // namespace captured_step_test

@@ -20,6 +20,8 @@
 #include "support/text_of.hpp"
 #include "train/nets.hpp"
 
+namespace checkpoint_ranks_test {
+
 namespace {
 
 namespace fs = std::filesystem;
@@ -520,3 +522,5 @@ TEST_CASE("a hook forgets the reduction of a step that was not taken") {
                   lockstep::GradientError);
   CHECK(trainer.ddp().hook().function().rollbacks == 2);
 }
+
+}  // namespace checkpoint_ranks_test

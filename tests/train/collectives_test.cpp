@@ -3,6 +3,8 @@
 #include "support/ranks.hpp"
 #include "train/regression.hpp"
 
+namespace collectives_test {
+
 namespace {
 
 int collectives = 0;
@@ -66,3 +68,5 @@ TEST_CASE("a step of uneven shares and micro-batches makes one collective for it
   };
   CHECK(collectives_of(8, sum) - collectives_of(4, sum) == 4);
 }
+
+}  // namespace collectives_test

@@ -4,6 +4,8 @@
 #include "lockstep/data/random_sampler.hpp"
 #include "support/catch.hpp"
 
+namespace epoch_shares_test {
+
 using lockstep::EpochShares;
 
 TEST_CASE("equal batches are divided by nothing, equal micro-batches by their number") {
@@ -86,3 +88,5 @@ TEST_CASE("what ranks see comes from the sampler, or is as much as this one sees
   const lockstep::RandomSampler each_all(11);
   CHECK(lockstep::samples_of_ranks(each_all, Group{}) == std::vector<std::size_t>{11, 11, 11});
 }
+
+}  // namespace epoch_shares_test

@@ -8,6 +8,8 @@
 #include "support/ranks.hpp"
 #include "train/regression.hpp"
 
+namespace exact_weights_test {
+
 namespace {
 
 using lockstep::EpochShares;
@@ -163,3 +165,5 @@ TEST_CASE("a forgotten weight is seen by these comparisons") {
   CHECK(micro == 3 * micros);
   CHECK(distance(together, alone) > 1e-3);
 }
+
+}  // namespace exact_weights_test

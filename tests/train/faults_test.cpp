@@ -9,6 +9,8 @@
 #include "support/catch.hpp"
 #include "support/process.hpp"
 
+namespace faults_test {
+
 namespace {
 
 /// The line that begins so; empty where there is none.
@@ -56,3 +58,5 @@ TEST_CASE("what one rank throws where the others wait for it is told to all") {
     CHECK(lockstep_test::processes_left(processes[i]->marker()) == 0);
   }
 }
+
+}  // namespace faults_test

@@ -8,6 +8,8 @@
 #include "support/ranks.hpp"
 #include "train/regression.hpp"
 
+namespace gradient_clip_test {
+
 TEST_CASE("the norm before clipping is known to the hooks after it, and after the step") {
   const auto& world = test_world();
   const auto data = curve(12 * world.size());
@@ -96,3 +98,5 @@ TEST_CASE("clipping under accumulation is that of one process on the whole step"
   CHECK(clipped > 0);
   CHECK(distance(together, alone) < 1e-6);
 }
+
+}  // namespace gradient_clip_test

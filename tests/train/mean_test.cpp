@@ -10,6 +10,8 @@
 #include "support/text_of.hpp"
 #include "train/nets.hpp"
 
+namespace mean_test {
+
 TEST_CASE("a batch is counted by its data, itself or its size") {
   CHECK(lockstep::samples_in(lockstep::Example{torch::zeros({5, 2}), torch::zeros({5})}) == 5);
   CHECK(lockstep::samples_in(torch::zeros({3, 7})) == 3);
@@ -142,3 +144,5 @@ TEST_CASE("a loss is a mean over samples, or a sum and a count") {
   CHECK(summed.total().mean() == 3);
   CHECK(summed.count == 4);
 }
+
+}  // namespace mean_test

@@ -14,6 +14,8 @@
 #include "support/catch.hpp"
 #include "support/text_of.hpp"
 
+namespace measures_test {
+
 namespace {
 
 /// What each thread pushed and popped, in its order.
@@ -142,3 +144,5 @@ TEST_CASE("peak memory grows with what is taken, and does not shrink") {
   CHECK(after >= before + bytes / 2);
   CHECK(lockstep::peak_memory() >= after);
 }
+
+}  // namespace measures_test

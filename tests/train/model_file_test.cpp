@@ -15,6 +15,8 @@
 #include "support/text_of.hpp"
 #include "train/nets.hpp"
 
+namespace model_file_test {
+
 namespace {
 
 namespace fs = std::filesystem;
@@ -311,3 +313,5 @@ TEST_CASE("a temporary file is a new one, whatever has its name") {
   CHECK(fs::is_regular_file(fs::symlink_status(path)));
   CHECK(folder.files() == 2);
 }
+
+}  // namespace model_file_test

@@ -11,6 +11,8 @@
 #include "support/catch.hpp"
 #include "train/nets.hpp"
 
+namespace operators_test {
+
 namespace {
 
 std::vector<std::string>* recorded = nullptr;
@@ -86,3 +88,5 @@ TEST_CASE("ten steps of a trainer on LocalComm run the operators of the loop by 
     CHECK(by_trainer(train, 9) != hand);
   }
 }
+
+}  // namespace operators_test

@@ -16,6 +16,8 @@
 #include "support/ranks.hpp"
 #include "train/nets.hpp"
 
+namespace precision_ranks_test {
+
 namespace {
 
 auto loss = [](TinyNet& net, const auto& batch) {
@@ -200,3 +202,5 @@ TEST_CASE("a forward that throws leaves tf32") {
   CHECK_THROWS_AS(trainer.fit(three_classes(test_world().size() * 8), throws), lockstep::DataError);
   CHECK(at::globalContext().float32MatmulPrecision() == at::Float32MatmulPrecision::HIGHEST);
 }
+
+}  // namespace precision_ranks_test

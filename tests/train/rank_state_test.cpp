@@ -5,6 +5,8 @@
 #include "support/catch.hpp"
 #include "support/played_device.hpp"
 
+namespace rank_state_test {
+
 namespace parts = lockstep::detail;
 
 namespace {
@@ -58,3 +60,5 @@ TEST_CASE("a rank's state without a device reads as it was written") {
   CHECK(!read.device_generator.defined());
   CHECK(read.loss.sum == 3);
 }
+
+}  // namespace rank_state_test

@@ -2,6 +2,8 @@
 
 #include "support/catch.hpp"
 
+namespace run_length_test {
+
 using lockstep::RunLength;
 
 TEST_CASE("a run of epochs ends after that many more") {
@@ -50,3 +52,5 @@ TEST_CASE("what ranks see is told by runs of equal ranks") {
   CHECK(lockstep::detail::samples_text({26, 26, 25}) == "26 (2 ranks), 25 (1 rank) samples an epoch");
   CHECK(lockstep::detail::samples_text({5}) == "5 samples an epoch");
 }
+
+}  // namespace run_length_test

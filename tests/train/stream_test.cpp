@@ -5,6 +5,8 @@
 #include "support/ranks.hpp"
 #include "train/regression.hpp"
 
+namespace stream_test {
+
 namespace {
 
 using Indices = std::vector<std::size_t>;
@@ -177,3 +179,5 @@ TEST_CASE("a step in which nothing was counted changes nothing, and does not end
   CHECK(moved[2] > 0);
   CHECK(moved[3] > 0);
 }
+
+}  // namespace stream_test

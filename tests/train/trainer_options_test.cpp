@@ -4,6 +4,8 @@
 
 #include "support/catch.hpp"
 
+namespace trainer_options_test {
+
 using lockstep::TrainerOptions;
 using lockstep::UsageError;
 
@@ -34,3 +36,5 @@ TEST_CASE("options that train are passed on") {
   CHECK_NOTHROW(lockstep::validated({}));
   CHECK_NOTHROW(lockstep::validated({.epochs = 0, .lr = 0}));
 }
+
+}  // namespace trainer_options_test

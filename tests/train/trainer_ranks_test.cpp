@@ -9,6 +9,8 @@
 #include "support/ranks.hpp"
 #include "train/nets.hpp"
 
+namespace trainer_ranks_test {
+
 namespace {
 
 using GlooTrainer =
@@ -341,3 +343,5 @@ TEST_CASE("a communication hook is one more extra, and DDP's options one more op
   CHECK(2 * halved.bytes_so_far == plain.bytes_so_far);
   CHECK(halved_bytes != plain_bytes);
 }
+
+}  // namespace trainer_ranks_test

@@ -7,6 +7,8 @@
 #include "train/nets.hpp"
 #include "train/regression.hpp"
 
+namespace trainer_test {
+
 namespace {
 
 using LocalTrainer =
@@ -392,3 +394,5 @@ TEST_CASE("bad options and empty data are refused before anything is trained") {
       trainer.fit(lockstep::TensorDataset{torch::zeros({0, 6}), torch::zeros({0}, torch::kLong)}, loss),
       lockstep::DataError);
 }
+
+}  // namespace trainer_test

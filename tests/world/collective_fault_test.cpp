@@ -6,6 +6,8 @@
 #include "support/process.hpp"
 #include "support/two_hosts.hpp"
 
+namespace collective_fault_test {
+
 using namespace std::chrono_literals;
 using lockstep_test::count;
 using lockstep_test::test_program;
@@ -144,3 +146,5 @@ TEST_CASE("two hosts whose own names lead to their loopback meet and reduce") {
       CHECK_THAT(all, ContainsSubstring("sum 1048576"));
     }
 }
+
+}  // namespace collective_fault_test

@@ -6,6 +6,8 @@
 #include "lockstep/world/launch_plan.hpp"
 #include "support/catch.hpp"
 
+namespace environment_test {
+
 namespace {
 
 using Values = std::map<std::string, std::string>;
@@ -205,3 +207,5 @@ TEST_CASE("on one host the world size is the number of processes") {
              ContainsSubstring("--nproc 100000 is more than 64 processes"));
   CHECK(plan({"--nproc", "2"}, {{"RANK", "0"}, {"WORLD_SIZE", "2"}}).rendezvous.empty());
 }
+
+}  // namespace environment_test

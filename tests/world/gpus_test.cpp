@@ -9,6 +9,8 @@
 #include "support/catch.hpp"
 #include "support/temporary_folder.hpp"
 
+namespace gpus_test {
+
 namespace {
 
 using Values = std::map<std::string, std::string>;
@@ -162,3 +164,5 @@ TEST_CASE("GPUs are counted by the driver's folder, or by the device files where
   else
     unsetenv("CUDA_VISIBLE_DEVICES");
 }
+
+}  // namespace gpus_test

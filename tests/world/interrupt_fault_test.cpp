@@ -6,6 +6,8 @@
 #include "support/catch.hpp"
 #include "support/process.hpp"
 
+namespace interrupt_fault_test {
+
 using namespace std::chrono_literals;
 using lockstep_test::count;
 using lockstep_test::Process;
@@ -88,3 +90,5 @@ TEST_CASE("Ctrl-Z stops a training, and fg lets it go on") {
   CHECK(process.error().empty());
   CHECK(processes_left(process.marker()) == 0);
 }
+
+}  // namespace interrupt_fault_test

@@ -12,6 +12,8 @@
 #include "support/catch.hpp"
 #include "support/process.hpp"
 
+namespace launch_fault_test {
+
 using namespace std::chrono_literals;
 using lockstep_test::by_hand;
 using lockstep_test::count;
@@ -522,3 +524,5 @@ TEST_CASE("progress is a bar on a terminal and lines elsewhere") {
     CHECK(bar.out().ends_with("\r\r\ndone\r\n"));
   }
 }
+
+}  // namespace launch_fault_test

@@ -4,6 +4,8 @@
 
 #include "support/catch.hpp"
 
+namespace line_relay_test {
+
 using lockstep::Prefix;
 using lockstep::detail::LineRelay;
 using namespace std::chrono_literals;
@@ -127,3 +129,5 @@ TEST_CASE("on a terminal a line takes the place of a bar") {
   f.relay.feed(0, "\n");
   CHECK(f.all == "[####]\r\n");
 }
+
+}  // namespace line_relay_test

@@ -11,6 +11,8 @@
 #include "lockstep/world/store_connection.hpp"
 #include "support/catch.hpp"
 
+namespace store_server_test {
+
 using namespace std::chrono_literals;
 using namespace lockstep::detail;
 using Strings = std::vector<std::string>;
@@ -376,3 +378,5 @@ TEST_CASE("control characters of another process are escaped") {
   CHECK(printable("\xc2\x9b"
                   "31m") == "\\x9b31m");
 }
+
+}  // namespace store_server_test

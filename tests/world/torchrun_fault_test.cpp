@@ -8,6 +8,8 @@
 #include "support/catch.hpp"
 #include "support/process.hpp"
 
+namespace torchrun_fault_test {
+
 using namespace std::chrono_literals;
 using lockstep_test::count;
 using lockstep_test::processes_left;
@@ -146,3 +148,5 @@ TEST_CASE("two nodes of torchrun with unequal numbers of ranks") {
   CHECK_THAT(b.out(), ContainsSubstring("rank 2 of 3, local 1 of 2"));
   CHECK(processes_left(marker) == 0);
 }
+
+}  // namespace torchrun_fault_test

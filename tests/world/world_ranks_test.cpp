@@ -2,6 +2,8 @@
 
 #include "support/ranks.hpp"
 
+namespace world_ranks_test {
+
 using namespace std::chrono_literals;
 
 TEST_CASE("the ranks meet in one store") {
@@ -53,3 +55,5 @@ TEST_CASE("another World leaves this process its rank") {
   CHECK(alone.rank() == 0);
   CHECK(lockstep::detail::process_rank == test_world().rank());
 }
+
+}  // namespace world_ranks_test

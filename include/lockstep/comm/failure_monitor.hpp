@@ -231,33 +231,24 @@ class FailureMonitor {
     Question(const Question&) = delete;
     Question& operator=(const Question&) = delete;
 
-    /// Whether every rank has answered, another rank is known to have failed, or `patience` is over. While
-    /// answers still arrive, or the store is slow, as on a machine that is short of cores, `patience` is
-    /// extended to `most`.
-    [[nodiscard]] bool settled(Milliseconds patience, Milliseconds most) const {
-      std::lock_guard lock(shared_->mutex);
-      return settled_by(Clock::now(), patience, most);
-    }
-    /// Blocks until it is settled.
-    void await(Milliseconds patience, Milliseconds most) const {
+    /// Blocks until every rank has answered, another rank is known to have failed, or `patience` is over.
+    /// While answers still arrive, or the store is slow, as on a machine that is short of cores, `patience`
+    /// is extended to `most`. Returns the answers as of that moment.
+    Answers await(Milliseconds patience, Milliseconds most) const {
       std::unique_lock lock(shared_->mutex);
       for (;;) {
         const auto now = Clock::now();
-        if (settled_by(now, patience, most)) return;
+        if (settled_by(now, patience, most)) return answers_by(now, patience);
         const auto end = since_ + (now < since_ + patience ? patience : most);
         shared_->changed.wait_until(lock, std::min<Clock::time_point>(end, now + trickle / 4));
       }
     }
-
-    [[nodiscard]] Answers answers(Milliseconds patience) const {
+    /// The same without blocking: nothing where `await` would block.
+    [[nodiscard]] std::optional<Answers> poll(Milliseconds patience, Milliseconds most) const {
       std::lock_guard lock(shared_->mutex);
-      Answers answers;
-      answers.conclusive = conclusive_by(Clock::now(), patience);
-      answers.store_answers = shared_->store_answered >= since_;
-      for (const int rank : ranks_)
-        if (shared_->answered_since(rank, since_))
-          answers.positions[rank] = position_in(shared_->statuses[rank].text, name_);
-      return answers;
+      const auto now = Clock::now();
+      if (!settled_by(now, patience, most)) return std::nullopt;
+      return answers_by(now, patience);
     }
 
    private:
@@ -271,6 +262,15 @@ class FailureMonitor {
       return now >= since_ + patience && shared_->store_answered >= since_ &&
              shared_->heard_question_at >= since_ - Shared::shared_question &&
              now >= shared_->last_answer + trickle && shared_->idle_looks >= 3;
+    }
+    [[nodiscard]] Answers answers_by(Clock::time_point now, Milliseconds patience) const {
+      Answers answers;
+      answers.conclusive = conclusive_by(now, patience);
+      answers.store_answers = shared_->store_answered >= since_;
+      for (const int rank : ranks_)
+        if (shared_->answered_since(rank, since_))
+          answers.positions[rank] = position_in(shared_->statuses[rank].text, name_);
+      return answers;
     }
     [[nodiscard]] bool settled_by(Clock::time_point now, Milliseconds patience, Milliseconds most) const {
       if (shared_->failed_elsewhere() || now >= since_ + most) return true;
@@ -287,9 +287,7 @@ class FailureMonitor {
 
   /// Asks the other ranks of a group how far they are, and blocks until the question is settled.
   [[nodiscard]] Answers ask(const GroupStatus& group, Milliseconds patience, Milliseconds most) {
-    const Question question(*this, group);
-    question.await(patience, most);
-    return question.answers(patience);
+    return Question(*this, group).await(patience, most);
   }
 
   /// While it lives, news abort the wait for `message`, which Gloo does not let us interrupt otherwise; so

@@ -204,9 +204,10 @@ class Membership {
       if (!question_ && Clock::now() >= next_)
         question_ = std::make_unique<FailureMonitor::Question>(*membership_.monitor_, *membership_.status_);
       if (!question_) return nullptr;
-      if (patiently) question_->await(patience, patience);
-      if (!question_->settled(patience, patience)) return nullptr;
-      const Answers answers = question_->answers(patience);
+      const auto settled =
+          patiently ? question_->await(patience, patience) : question_->poll(patience, patience);
+      if (!settled) return nullptr;
+      const Answers answers = *settled;
       question_.reset();
       const auto waited = Clock::now() - call_.start;
       next_ = call_.start + std::max<Clock::duration>(warning(), 2 * waited);

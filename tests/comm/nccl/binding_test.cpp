@@ -11,6 +11,8 @@
 #include "support/temporary_folder.hpp"
 #include "support/text_of.hpp"
 
+namespace binding_test {
+
 TEST_CASE("NcclComm without a GPU is an error that says what to do") {
   if (lockstep::detail::visible_gpus() > 0) return;
   CHECK_THAT(text_of<lockstep::UsageError>([] { lockstep::NcclComm comm{lockstep::World()}; }),
@@ -38,3 +40,5 @@ TEST_CASE("a second NCCL in the process is refused, with the files of both") {
                  ContainsSubstring(copy));
   dlclose(second);
 }
+
+}  // namespace binding_test

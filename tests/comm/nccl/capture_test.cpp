@@ -9,6 +9,8 @@
 #include "thread_ranks.hpp"
 #include "train/nets.hpp"
 
+namespace capture_test {
+
 using namespace lockstep_test;
 using lockstep::World;
 using std::vector;
@@ -267,3 +269,5 @@ TEST_CASE("a captured step refuses options of the communicator that a graph cann
   });
   CHECK_THAT(errors[0], ContainsSubstring("NcclOptions::check_shapes"));
 }
+
+}  // namespace capture_test

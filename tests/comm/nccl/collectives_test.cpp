@@ -1,6 +1,8 @@
 #include "support/catch.hpp"
 #include "thread_ranks.hpp"
 
+namespace collectives_test {
+
 using namespace lockstep_test;
 using lockstep::World;
 using std::vector;
@@ -243,3 +245,5 @@ TEST_CASE("a Work that is kept keeps no other from being used again") {
   });
   CHECK(machine.events_made <= 8);
 }
+
+}  // namespace collectives_test

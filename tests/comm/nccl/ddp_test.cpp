@@ -9,6 +9,8 @@
 #include "support/catch.hpp"
 #include "thread_ranks.hpp"
 
+namespace ddp_test {
+
 using namespace lockstep_test;
 using lockstep::DistributedDataParallel;
 using lockstep::NcclBuffers;
@@ -340,3 +342,5 @@ TEST_CASE("a rank that never comes to a backward is named with the bucket") {
   CHECK_THAT(errors[0], ContainsSubstring("(bucket 1 of 1, with parameter 0 "));
   CHECK_THAT(errors[1], ContainsSubstring("rank 0 failed first: rank 1 has not entered all_reduce #"));
 }
+
+}  // namespace ddp_test

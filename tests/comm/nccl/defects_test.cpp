@@ -5,6 +5,8 @@
 #include "support/catch.hpp"
 #include "thread_ranks.hpp"
 
+namespace defects_test {
+
 using namespace lockstep_test;
 using lockstep::BasicNcclComm;
 using lockstep::NcclBuffers;
@@ -266,3 +268,5 @@ TEST_CASE("each seeded defect is found") {
     CHECK_THAT(error_scenario<ErrorSwallowed>(), ContainsSubstring("expected 'NCCL: internal error"));
   }
 }
+
+}  // namespace defects_test

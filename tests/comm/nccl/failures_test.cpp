@@ -3,6 +3,8 @@
 #include "support/catch.hpp"
 #include "thread_ranks.hpp"
 
+namespace failures_test {
+
 using namespace lockstep_test;
 using lockstep::ReduceOp;
 using lockstep::World;
@@ -455,3 +457,5 @@ TEST_CASE("options that cannot be are refused") {
   CHECK_THAT(thrown_by([&] { FakeComm comm(alone, options); }),
              ContainsSubstring("the watchdog cannot look"));
 }
+
+}  // namespace failures_test

@@ -12,6 +12,8 @@
 #include "support/ranks.hpp"
 #include "support/text_of.hpp"
 
+namespace gpu_test {
+
 using lockstep::NcclComm;
 using lockstep::NcclOptions;
 using lockstep::ReduceOp;
@@ -225,3 +227,5 @@ TEST_CASE("buffers that are registered with NCCL reduce, and outlive the communi
     CHECK(holds(outlives, total()));
   }
 }
+
+}  // namespace gpu_test

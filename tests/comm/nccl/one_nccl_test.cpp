@@ -2,6 +2,8 @@
 
 #include "support/catch.hpp"
 
+namespace one_nccl_test {
+
 using lockstep::detail::nccl_conflict;
 using lockstep::detail::NcclsFound;
 
@@ -24,3 +26,5 @@ TEST_CASE("two NCCLs in a process, and one too old, are told with their files") 
   CHECK_THAT(text({{a}, a, a, 21703, 21703}), ContainsSubstring("is 2.17.3, and 2.18 is the oldest"));
   CHECK_THAT(text({{a}, a, a, 22105, 22809}), ContainsSubstring("is 2.21.5, older than the nccl.h 2.28.9"));
 }
+
+}  // namespace one_nccl_test

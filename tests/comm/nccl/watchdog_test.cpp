@@ -8,6 +8,8 @@
 #include "lockstep/comm/sticky_error.hpp"
 #include "support/catch.hpp"
 
+namespace watchdog_test {
+
 using namespace std::chrono_literals;
 using lockstep::detail::StickyError;
 using lockstep::detail::Watchdog;
@@ -117,3 +119,5 @@ TEST_CASE("the log of what happens before what") {
     CHECK(log.violations().size() == 1);
   }
 }
+
+}  // namespace watchdog_test

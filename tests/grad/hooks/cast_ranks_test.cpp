@@ -9,6 +9,8 @@
 #include "lockstep/grad/hooks/no_op_hook.hpp"
 #include "lockstep/grad/hooks/reduce_dtype_hook.hpp"
 
+namespace cast_ranks_test {
+
 using namespace lockstep;
 
 namespace {
@@ -209,3 +211,5 @@ TEST_CASE("a sum in a type of one's own is divided after it was made", "[2+]") {
   CHECK(after.wire_bytes() == 4);
   CHECK(wide.wire_bytes() == 8);
 }
+
+}  // namespace cast_ranks_test

@@ -4,6 +4,8 @@
 #include "grad/hooks/buckets.hpp"
 #include "lockstep/grad/hooks/function_hook.hpp"
 
+namespace function_ranks_test {
+
 using namespace lockstep;
 
 namespace {
@@ -145,3 +147,5 @@ TEST_CASE("bytes are counted for every call that a function makes") {
   CHECK(hook.wire_bytes() ==
         on_the_wire(static_cast<std::uint64_t>(16 + 8 + 16 * ranks + 8 + 3 + (root ? 13 : 0))));
 }
+
+}  // namespace function_ranks_test

@@ -5,6 +5,8 @@
 
 #include "grad/hooks/buckets.hpp"
 
+namespace post_local_sgd_ranks_test {
+
 using namespace lockstep;
 
 namespace {
@@ -100,3 +102,5 @@ TEST_CASE("inside DistributedDataParallel ranks part, and a missing gradient is 
   net->use_two = true;
   CHECK_THAT(thrown_by([&] { ddp.backward(loss); }), ContainsSubstring("rank 0 (parameter 2 'two.weight'"));
 }
+
+}  // namespace post_local_sgd_ranks_test

@@ -7,6 +7,8 @@
 #include "lockstep/grad/hooks/numpy_random.hpp"
 #include "lockstep/grad/hooks/power_sgd_hook.hpp"
 
+namespace power_sgd_ranks_test {
+
 using namespace lockstep;
 
 namespace {
@@ -277,3 +279,5 @@ TEST_CASE("power_sgd averages complex gradients as the real ones that they are m
                            torch::view_as_real(weights(i, 0)) * ((world.size() + 1) / 2.0)) < 1e-4);
   }
 }
+
+}  // namespace power_sgd_ranks_test

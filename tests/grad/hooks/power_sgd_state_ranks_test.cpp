@@ -4,6 +4,8 @@
 #include "grad/hooks/buckets.hpp"
 #include "lockstep/grad/hooks/power_sgd_hook.hpp"
 
+namespace power_sgd_state_ranks_test {
+
 using namespace lockstep;
 
 namespace {
@@ -142,3 +144,5 @@ TEST_CASE("wrong options and the state of another hook or model are refused") {
              ContainsSubstring("the saved state of the PowerSGD hook is of another model or rank: its factor "
                                "for parameter 0 has 60 elements, and 90 are needed"));
 }
+
+}  // namespace power_sgd_state_ranks_test

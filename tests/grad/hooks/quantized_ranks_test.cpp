@@ -5,6 +5,8 @@
 #include "grad/hooks/buckets.hpp"
 #include "lockstep/grad/hooks/quantized_hook.hpp"
 
+namespace quantized_ranks_test {
+
 using namespace lockstep;
 
 namespace {
@@ -98,3 +100,5 @@ TEST_CASE("8 bits take float64 and LocalComm, and refuse an empty channel") {
   CHECK_THROWS_WITH(QuantizedHook({.per_channel = true, .channel = 0}),
                     ContainsSubstring("a channel of 0 elements"));
 }
+
+}  // namespace quantized_ranks_test

@@ -1,7 +1,0 @@
-lockstep_test(datasets_test idx_test.cpp digits_test.cpp mnist_test.cpp)
-if(NOT TARGET ZLIB::ZLIB)
-  find_package(ZLIB)
-endif()
-if(TARGET ZLIB::ZLIB)
-  target_link_libraries(datasets_test PRIVATE ZLIB::ZLIB)
-endif()
