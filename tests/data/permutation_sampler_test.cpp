@@ -148,7 +148,7 @@ TEST_CASE("without shuffle the order is the dataset's") {
   CHECK(pass(sampler) == std::vector<std::size_t>{1, 3, 0});
 }
 
-TEST_CASE("an empty dataset gives an empty pass") {
+TEST_CASE("a sampler of an empty dataset gives an empty pass") {
   PermutationSampler sampler{0, 1, 2};
   CHECK(pass(sampler).empty());
 }

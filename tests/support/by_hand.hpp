@@ -17,6 +17,13 @@ inline Variables by_hand(int rank, int size, int port) {
           {"MASTER_PORT", std::to_string(port)}};
 }
 
+/// The same for ranks that meet in a file.
+inline Variables by_file(int rank, int size, const std::string& path) {
+  return {{"RANK", std::to_string(rank)},
+          {"WORLD_SIZE", std::to_string(size)},
+          {"LOCKSTEP_RENDEZVOUS", "file://" + path}};
+}
+
 /// Several processes under one marker, as somebody starts them one by one: nobody watches over them.
 struct Together {
   std::string marker = new_marker();

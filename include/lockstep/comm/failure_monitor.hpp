@@ -213,11 +213,14 @@ class FailureMonitor {
     std::erase_if(shared_->groups, [&](const auto& known) { return known.get() == group; });
   }
 
-  /// The question how far the other ranks of a group are, asked by the constructor without blocking.
+  /// The question how far the other ranks of a group are, asked by the constructor without blocking. The
+  /// answers to another rank's question serve as well if they are older by no more than a quarter of the time
+  /// since `waiting_since`, so that no rank is called late that came shortly before.
   class Question {
    public:
-    Question(FailureMonitor& monitor, const GroupStatus& group)
+    Question(FailureMonitor& monitor, const GroupStatus& group, Clock::time_point waiting_since)
         : shared_(monitor.shared_), name_(group.name), since_(Clock::now()) {
+      oldest_ = since_ - std::min<Clock::duration>(Shared::shared_question, (since_ - waiting_since) / 4);
       for (const int rank : group.ranks)
         if (rank != shared_->rank) ranks_.push_back(rank);
       std::lock_guard lock(shared_->mutex);
@@ -260,8 +263,8 @@ class FailureMonitor {
     // answered a question that is as new, and where several looks in a row have found no answer of any rank.
     [[nodiscard]] bool conclusive_by(Clock::time_point now, Milliseconds patience) const {
       return now >= since_ + patience && shared_->store_answered >= since_ &&
-             shared_->heard_question_at >= since_ - Shared::shared_question &&
-             now >= shared_->last_answer + trickle && shared_->idle_looks >= 3;
+             shared_->heard_question_at >= oldest_ && now >= shared_->last_answer + trickle &&
+             shared_->idle_looks >= 3;
     }
     [[nodiscard]] Answers answers_by(Clock::time_point now, Milliseconds patience) const {
       Answers answers;
@@ -283,11 +286,13 @@ class FailureMonitor {
     std::string name_;
     std::vector<int> ranks_;
     Clock::time_point since_;
+    Clock::time_point oldest_;  // when a question was heard whose answers serve for this one
   };
 
   /// Asks the other ranks of a group how far they are, and blocks until the question is settled.
-  [[nodiscard]] Answers ask(const GroupStatus& group, Milliseconds patience, Milliseconds most) {
-    return Question(*this, group).await(patience, most);
+  [[nodiscard]] Answers ask(const GroupStatus& group, Clock::time_point waiting_since, Milliseconds patience,
+                            Milliseconds most) {
+    return Question(*this, group, waiting_since).await(patience, most);
   }
 
   /// While it lives, news abort the wait for `message`, which Gloo does not let us interrupt otherwise; so
@@ -385,7 +390,7 @@ class FailureMonitor {
     // Between two looks of a listener that nobody wakes: a store that ends or falls silent is noticed by
     // then.
     static constexpr Milliseconds period{5000};
-    // Ranks that ask within this time share one question.
+    // Ranks that ask within this time share one question, where they have waited long enough.
     static constexpr Milliseconds shared_question{100};
     // Over which the ranks of a large world spread their questions, so that most find one to share.
     static constexpr Milliseconds spread{30};
@@ -629,13 +634,16 @@ class FailureMonitor {
       bool post = false;
       {
         std::lock_guard lock(mutex);
-        Clock::time_point newest{};
-        for (const Question* question : questions) newest = std::max(newest, question->since_);
+        Clock::time_point newest{}, oldest{};
+        for (const Question* question : questions) {
+          newest = std::max(newest, question->since_);
+          oldest = std::max(oldest, question->oldest_);
+        }
         missing = unanswered();
         if (missing.empty()) return Milliseconds(0);
         if (round.number == 0 || round.asked < newest) {
           const auto now = Clock::now();
-          if (heard_question > 0 && heard_question_at >= newest - shared_question) {
+          if (heard_question > 0 && heard_question_at >= oldest) {
             round = {heard_question, now};
           } else if (now < newest + spread * rank / size) {
             return Milliseconds(2);

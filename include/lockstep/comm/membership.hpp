@@ -202,7 +202,8 @@ class Membership {
         if (auto error = membership_.look(call_)) return error;
       }
       if (!question_ && Clock::now() >= next_)
-        question_ = std::make_unique<FailureMonitor::Question>(*membership_.monitor_, *membership_.status_);
+        question_ = std::make_unique<FailureMonitor::Question>(*membership_.monitor_, *membership_.status_,
+                                                               call_.start);
       if (!question_) return nullptr;
       const auto settled =
           patiently ? question_->await(patience, patience) : question_->poll(patience, patience);
@@ -236,8 +237,9 @@ class Membership {
   /// What to say when `call` is not complete although its time has passed: who is late, and where it is.
   [[nodiscard]] std::string lateness_of(const Call& call) {
     const auto waited = Clock::now() - call.start;
-    return lateness_of(call, waited,
-                       monitor_ ? monitor_->ask(*status_, patience, patience) : Answers{true, true, {}});
+    return lateness_of(
+        call, waited,
+        monitor_ ? monitor_->ask(*status_, call.start, patience, patience) : Answers{true, true, {}});
   }
 
   /// Why the transport has ended `call`: a PeerError with what another rank has told, or for a rank that no
@@ -247,7 +249,7 @@ class Membership {
     if (!monitor_) return nullptr;
     // A rank that fails or leaves says so before it closes its connections.
     if (auto error = look_soon(call, std::chrono::milliseconds(100))) return error;
-    const auto answers = monitor_->ask(*status_, patience, std::chrono::seconds(5));
+    const auto answers = monitor_->ask(*status_, call.start, patience, std::chrono::seconds(5));
     if (auto error = look(call)) return error;
     if (answers.conclusive)
       for (const int rank : ranks())
@@ -305,7 +307,7 @@ class Membership {
         if (holds(call, "all gone", end).value_or(false)) return;
         std::this_thread::sleep_for(pause);
       }
-      const auto answers = monitor_->ask(*status_, patience, std::chrono::seconds(5));
+      const auto answers = monitor_->ask(*status_, call.start, patience, std::chrono::seconds(5));
       const auto gone = monitor_->departed(name());
       for (const int rank : ranks())
         if (rank != world_.rank() && !answers.positions.contains(rank) && !gone.contains(rank)) return;
