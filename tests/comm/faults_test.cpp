@@ -167,6 +167,27 @@ TEST_CASE("a late rank and the collective are named in a warning long before the
   for (auto& rank : ranks.all) rank->signal(SIGKILL);
 }
 
+TEST_CASE("a rank that is stopped counts as failed long before the timeout, and ends once it goes on") {
+  for (int culprit : {0, 1}) {
+    Together ranks({test_program("comm_fault"), "stop", std::to_string(culprit)}, 3,
+                   {{"OMP_NUM_THREADS", "1"}, {"LOCKSTEP_HEARTBEAT_TIMEOUT", "4"}});
+    for (int rank : {2, 1 - culprit}) {
+      const bool ended = ranks[rank].wait(Milliseconds(60000));
+      CAPTURE(culprit, rank, ranks[rank].error());
+      REQUIRE(ended);
+      CHECK(ranks[rank].exit_code() == 1);
+      CHECK_THAT(ranks[rank].error(), ContainsSubstring(culprit == 0 ? "which rank 0 hosts, does not answer"
+                                                                     : "rank 1 failed first: it has not"));
+      CHECK_THAT(ranks[rank].error(), ContainsSubstring("(LOCKSTEP_HEARTBEAT_TIMEOUT)"));
+    }
+    CHECK(process_state(ranks[culprit].pid()).state == 'T');
+    ranks[culprit].signal(SIGCONT);
+    REQUIRE(ranks[culprit].wait(Milliseconds(60000)));
+    CAPTURE(culprit, ranks[culprit].error());
+    CHECK(ranks[culprit].exit_code() == 1);
+  }
+}
+
 TEST_CASE("no call outlasts its timeout while the rank that hosts the store is stopped") {
   for (const std::string call : {"reduce", "recv", "meet", "shutdown"}) {
     Together ranks({test_program("comm_fault"), "stopped " + call, "0"}, 3, {{"OMP_NUM_THREADS", "1"}});

@@ -67,6 +67,7 @@ struct Position {
 /// The answers of the other ranks of a group to the question how far they are.
 struct Answers {
   bool store_answers = false;         // since the question was asked
+  bool store_left = false;            // its host has left in good order, and may be gone
   bool conclusive = false;            // a rank that has not answered had time enough to
   std::map<int, Position> positions;  // by global rank; none of a rank that has not answered
 };
@@ -214,13 +215,11 @@ class FailureMonitor {
   }
 
   /// The question how far the other ranks of a group are, asked by the constructor without blocking. The
-  /// answers to another rank's question serve as well if they are older by no more than a quarter of the time
-  /// since `waiting_since`, so that no rank is called late that came shortly before.
+  /// answers to another rank's question serve as well if that was heard no longer than `share` before.
   class Question {
    public:
-    Question(FailureMonitor& monitor, const GroupStatus& group, Clock::time_point waiting_since)
-        : shared_(monitor.shared_), name_(group.name), since_(Clock::now()) {
-      oldest_ = since_ - std::min<Clock::duration>(Shared::shared_question, (since_ - waiting_since) / 4);
+    Question(FailureMonitor& monitor, const GroupStatus& group, Milliseconds share)
+        : shared_(monitor.shared_), name_(group.name), since_(Clock::now()), oldest_(since_ - share) {
       for (const int rank : group.ranks)
         if (rank != shared_->rank) ranks_.push_back(rank);
       std::lock_guard lock(shared_->mutex);
@@ -270,6 +269,7 @@ class FailureMonitor {
       Answers answers;
       answers.conclusive = conclusive_by(now, patience);
       answers.store_answers = shared_->store_answered >= since_;
+      answers.store_left = shared_->host_has_left();
       for (const int rank : ranks_)
         if (shared_->answered_since(rank, since_))
           answers.positions[rank] = position_in(shared_->statuses[rank].text, name_);
@@ -290,9 +290,9 @@ class FailureMonitor {
   };
 
   /// Asks the other ranks of a group how far they are, and blocks until the question is settled.
-  [[nodiscard]] Answers ask(const GroupStatus& group, Clock::time_point waiting_since, Milliseconds patience,
+  [[nodiscard]] Answers ask(const GroupStatus& group, Milliseconds share, Milliseconds patience,
                             Milliseconds most) {
-    return Question(*this, group, waiting_since).await(patience, most);
+    return Question(*this, group, share).await(patience, most);
   }
 
   /// While it lives, news abort the wait for `message`, which Gloo does not let us interrupt otherwise; so
@@ -390,8 +390,6 @@ class FailureMonitor {
     // Between two looks of a listener that nobody wakes: a store that ends or falls silent is noticed by
     // then.
     static constexpr Milliseconds period{5000};
-    // Ranks that ask within this time share one question, where they have waited long enough.
-    static constexpr Milliseconds shared_question{100};
     // Over which the ranks of a large world spread their questions, so that most find one to share.
     static constexpr Milliseconds spread{30};
 

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <exception>
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -21,6 +22,7 @@
 
 #include "lockstep/comm/call.hpp"
 #include "lockstep/comm/call_number.hpp"
+#include "lockstep/comm/default_timeout.hpp"
 #include "lockstep/comm/failure_monitor.hpp"
 #include "lockstep/comm/own_error.hpp"
 #include "lockstep/error.hpp"
@@ -51,7 +53,10 @@ class Membership {
   using Clock = std::chrono::steady_clock;
 
   Membership(const World& world, std::vector<int> ranks, std::string name, std::chrono::milliseconds deadline)
-      : world_(world), deadline_(deadline), status_(std::make_shared<GroupStatus>()) {
+      : world_(world),
+        deadline_(deadline),
+        heartbeat_(heartbeat_timeout()),
+        status_(std::make_shared<GroupStatus>()) {
     status_->name = std::move(name);
     status_->ranks = std::move(ranks);
     const auto own = std::find(status_->ranks.begin(), status_->ranks.end(), world.rank());
@@ -182,12 +187,17 @@ class Membership {
   }
 
   /// Looks after one call while a thread waits for it: finds failures of other ranks as they are told, asks
-  /// after 5 s, and again later, whether the ranks are in the same collective, and logs a warning that names
-  /// the late ranks after 30 s or, if that is less, half the deadline. One thread may use it at a time.
+  /// after 5 s, and then every 30 s, whether the ranks are in the same collective and still answer, and logs
+  /// a warning that names the late ranks after 30 s or, if that is less, half the deadline. A rank that has
+  /// been silent for heartbeat_timeout() counts as failed. One thread may use it at a time.
   class CallWatch {
    public:
     CallWatch(Membership& membership, const Call& call)
-        : membership_(membership), call_(call), next_(call.start + first) {}
+        : membership_(membership),
+          call_(call),
+          interval_(std::min<Milliseconds>(std::chrono::seconds(30), membership.heartbeat_ / 4)),
+          next_(call.start + std::min<Milliseconds>(std::chrono::seconds(5), interval_)),
+          next_warning_(call.start + first_warning()) {}
 
     [[nodiscard]] const Call& call() const { return call_; }
     /// When `look` will next ask the other ranks.
@@ -201,45 +211,94 @@ class Membership {
         seen_ = version;
         if (auto error = membership_.look(call_)) return error;
       }
-      if (!question_ && Clock::now() >= next_)
-        question_ = std::make_unique<FailureMonitor::Question>(*membership_.monitor_, *membership_.status_,
-                                                               call_.start);
+      if (!question_ && Clock::now() >= next_) {
+        const auto now = Clock::now();
+        // A time over which this process was stopped itself says nothing of the others.
+        gap_ = std::min<Clock::duration>(now - asked_, 2 * interval_);
+        asked_ = now;
+        // Of many ranks that wait, few need to ask whether all are alive.
+        question_ = std::make_unique<FailureMonitor::Question>(
+            *membership_.monitor_, *membership_.status_,
+            asked_ >= next_warning_ ? share(call_) : std::min<Milliseconds>(interval_ / 2, waited() / 4));
+      }
       if (!question_) return nullptr;
       const auto settled =
           patiently ? question_->await(patience, patience) : question_->poll(patience, patience);
       if (!settled) return nullptr;
       const Answers answers = *settled;
       question_.reset();
-      const auto waited = Clock::now() - call_.start;
-      next_ = call_.start + std::max<Clock::duration>(warning(), 2 * waited);
       if (auto error = membership_.compare(call_, answers)) return error;
-      if (waited >= warning()) {
+      if (auto error = find_silent(answers)) return error;
+      if (asked_ >= next_warning_) {
         membership_.warn(call_, answers);
-      } else {
-        next_ = call_.start + warning();
+        next_warning_ = call_.start + 2 * waited();
       }
+      next_ = std::min(next_warning_, std::max(asked_ + interval_, Clock::now()));
       return nullptr;
     }
 
    private:
-    static constexpr std::chrono::seconds first{5};
-    [[nodiscard]] Clock::duration warning() const {
-      return std::clamp<Clock::duration>(membership_.deadline_ / 2, first, std::chrono::seconds(30));
+    using Milliseconds = std::chrono::milliseconds;
+    // Stands for the store among the ranks.
+    static constexpr int store = -1;
+
+    [[nodiscard]] Milliseconds first_warning() const {
+      return std::clamp<Milliseconds>(membership_.deadline_ / 2, std::chrono::seconds(5),
+                                      std::chrono::seconds(30));
+    }
+    [[nodiscard]] Milliseconds waited() const {
+      return std::chrono::floor<Milliseconds>(Clock::now() - call_.start);
+    }
+
+    // Whether a rank that the call needs, or the store, has not answered any question for too long.
+    [[nodiscard]] std::exception_ptr find_silent(const Answers& answers) {
+      std::map<int, Clock::duration> silent;
+      const auto is_silent = [&](int who) {
+        const auto known = silent_.find(who);
+        silent[who] = known == silent_.end() ? Clock::duration(0) : known->second + gap_;
+      };
+      if (!answers.store_answers && !answers.store_left) is_silent(store);
+      if (answers.conclusive)
+        for (std::size_t i = 0; i < membership_.ranks().size(); ++i)
+          if (const int rank = membership_.ranks()[i]; rank != membership_.world_.rank() &&
+                                                       !answers.positions.contains(rank) &&
+                                                       (call_.peer < 0 || call_.peer == static_cast<int>(i)))
+            is_silent(rank);
+      silent_ = std::move(silent);
+      for (const auto& [who, silence] : silent_) {
+        if (silence < membership_.heartbeat_) continue;
+        const auto time = duration_text(silence);
+        if (who == store)
+          return std::make_exception_ptr(
+              TimeoutError(membership_.lateness_of(call_, waited(), answers) +
+                               fmt::format(". It has been silent for {} (LOCKSTEP_HEARTBEAT_TIMEOUT)", time),
+                           membership_.world_.rank()));
+        return membership_.blame(
+            call_, who,
+            fmt::format("it has not answered for {} (LOCKSTEP_HEARTBEAT_TIMEOUT), and others wait for it in "
+                        "{}: it is stopped, or its host is cut off",
+                        time, call_.text()));
+      }
+      return nullptr;
     }
 
     Membership& membership_;
     Call call_;
     std::uint64_t seen_ = 0;
-    Clock::time_point next_;
+    Milliseconds interval_;
+    Clock::time_point next_, next_warning_, asked_{};
+    Clock::duration gap_{};                  // between the last two questions
+    std::map<int, Clock::duration> silent_;  // over how much of the last questions, by global rank
     std::unique_ptr<FailureMonitor::Question> question_;
   };
 
   /// What to say when `call` is not complete although its time has passed: who is late, and where it is.
   [[nodiscard]] std::string lateness_of(const Call& call) {
     const auto waited = Clock::now() - call.start;
-    return lateness_of(
-        call, waited,
-        monitor_ ? monitor_->ask(*status_, call.start, patience, patience) : Answers{true, true, {}});
+    Answers answers;
+    answers.store_answers = true;
+    if (monitor_) answers = monitor_->ask(*status_, share(call), patience, patience);
+    return lateness_of(call, waited, answers);
   }
 
   /// Why the transport has ended `call`: a PeerError with what another rank has told, or for a rank that no
@@ -249,18 +308,11 @@ class Membership {
     if (!monitor_) return nullptr;
     // A rank that fails or leaves says so before it closes its connections.
     if (auto error = look_soon(call, std::chrono::milliseconds(100))) return error;
-    const auto answers = monitor_->ask(*status_, call.start, patience, std::chrono::seconds(5));
+    const auto answers = monitor_->ask(*status_, share(call), patience, std::chrono::seconds(5));
     if (auto error = look(call)) return error;
     if (answers.conclusive)
       for (const int rank : ranks())
-        if (rank != world_.rank() && !answers.positions.contains(rank)) {
-          monitor_->publish(rank, text);
-          // Every rank throws the failure that was published first.
-          if (monitor_->await_failure(std::chrono::milliseconds(500)))
-            if (auto error = look(call)) return error;
-          return std::make_exception_ptr(
-              PeerError(fmt::format("rank {} failed first: {}", rank, text), world_.rank()));
-        }
+        if (rank != world_.rank() && !answers.positions.contains(rank)) return blame(call, rank, text);
     if (monitor_->await_failure(std::chrono::milliseconds(1000))) return look(call);
     return nullptr;
   }
@@ -307,7 +359,7 @@ class Membership {
         if (holds(call, "all gone", end).value_or(false)) return;
         std::this_thread::sleep_for(pause);
       }
-      const auto answers = monitor_->ask(*status_, call.start, patience, std::chrono::seconds(5));
+      const auto answers = monitor_->ask(*status_, share(call), patience, std::chrono::seconds(5));
       const auto gone = monitor_->departed(name());
       for (const int rank : ranks())
         if (rank != world_.rank() && !answers.positions.contains(rank) && !gone.contains(rank)) return;
@@ -392,6 +444,22 @@ class Membership {
     }
   }
 
+  // Tells every rank that `rank` has failed, and returns the PeerError of the failure that was told first.
+  [[nodiscard]] std::exception_ptr blame(const Call& call, int rank, const std::string& text) {
+    monitor_->publish(rank, text);
+    if (monitor_->await_failure(std::chrono::milliseconds(500)))
+      if (auto error = look(call)) return error;
+    return std::make_exception_ptr(
+        PeerError(fmt::format("rank {} failed first: {}", rank, text), world_.rank()));
+  }
+
+  // How old another rank's question may be whose answers say who is late: not so old that a rank is named
+  // that came shortly before.
+  [[nodiscard]] static std::chrono::milliseconds share(const Call& call) {
+    const auto waited = std::chrono::floor<std::chrono::milliseconds>(Clock::now() - call.start);
+    return std::min(std::chrono::milliseconds(100), waited / 4);
+  }
+
   // Whether another rank is in another collective of this number, which no patience can mend.
   [[nodiscard]] std::exception_ptr compare(const Call& call, const Answers& answers) const {
     if (call.sequence == 0 || !speaks(call, answers)) return nullptr;
@@ -429,7 +497,7 @@ class Membership {
   }
 
   World world_;
-  std::chrono::milliseconds deadline_;
+  std::chrono::milliseconds deadline_, heartbeat_;
   std::shared_ptr<GroupStatus> status_;
   int rank_ = 0;
   c10::intrusive_ptr<c10d::Store> store_;

@@ -71,6 +71,10 @@ inline std::optional<int> integer_variable(const Variables& variables, const cha
 inline std::optional<int> timeout_variable(const Variables& variables) {
   return integer_variable(variables, "LOCKSTEP_TIMEOUT", 1);
 }
+/// LOCKSTEP_HEARTBEAT_TIMEOUT, in seconds, at least 1: see heartbeat_timeout().
+inline std::optional<int> heartbeat_timeout_variable(const Variables& variables) {
+  return integer_variable(variables, "LOCKSTEP_HEARTBEAT_TIMEOUT", 1);
+}
 
 /// Checks `LOCKSTEP_RENDEZVOUS`, or makes a URL of MASTER_ADDR and MASTER_PORT.
 inline std::string rendezvous_url(const Variables& variables, bool needed) {

@@ -131,6 +131,9 @@ int run(const lockstep::World& world, const std::string& fault, int culprit) {
   } else if (fault == "kill") {
     if (mine) raise(SIGKILL);
     comm.all_reduce(tensor).wait_host();
+  } else if (fault == "stop") {
+    if (mine) raise(SIGSTOP);
+    comm.all_reduce(tensor).wait_host();
   } else if (fault == "left") {
     if (mine) raise(SIGKILL);
     if (world.rank() == 1) sleep(60);  // busy with something else than collectives
