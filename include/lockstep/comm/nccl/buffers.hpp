@@ -43,12 +43,11 @@ class Buffers : public std::enable_shared_from_this<Buffers<D>> {
   using Stream = typename D::Stream;
   using Event = typename D::Event;
 
-  /// Those that the options want, if any; `stream` is the communicator's. Throws UsageError where this NCCL
-  /// has none.
+  /// Those that the options want, if any; `stream` is the communicator's. open_together has checked that this
+  /// NCCL has them.
   static std::shared_ptr<Buffers> wanted(const NcclOptions& options, const D& device, NcclHandle<D>& handle,
-                                         Stream stream, int rank) {
+                                         Stream stream) {
     if (options.buffers == NcclBuffers::torch) return nullptr;
-    if (!device.has_buffers()) throw UsageError(no_buffers_text(device.version()), rank);
     return std::make_shared<Buffers>(options.buffers, device, handle, stream);
   }
   Buffers(NcclBuffers kind, const D& device, NcclHandle<D>& handle, Stream stream)

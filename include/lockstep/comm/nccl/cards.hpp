@@ -11,6 +11,7 @@
 
 #include "lockstep/comm/membership.hpp"
 #include "lockstep/comm/nccl/device.hpp"
+#include "lockstep/comm/nccl/options.hpp"
 #include "lockstep/comm/nccl/words.hpp"
 #include "lockstep/comm/own_error.hpp"
 #include "lockstep/error.hpp"
@@ -74,16 +75,19 @@ inline void check_cards(const std::vector<std::string>& cards, const std::vector
   }
 }
 
-/// Opens the device of this rank. Every rank learns what each has to say of its own, and throws the same
-/// where that cannot do.
+/// Opens the device of this rank that `options` name. Collective: the ranks exchange their device identities,
+/// and every rank throws the same UsageError or MismatchError where a rank has no device, its NCCL is too old
+/// for `options.buffers`, or two ranks' identities do not fit together.
 template <NcclDevice D>
-D open_together(Membership& membership, int index) {
+D open_together(Membership& membership, const NcclOptions& options) {
   const World& world = membership.world();
   std::optional<D> device;
   std::string card;
   try {
-    device.emplace(D::open(world, index));
-    card = card_text(*device);
+    device.emplace(D::open(world, options.device));
+    card = options.buffers == NcclBuffers::torch || device->has_buffers()
+               ? card_text(*device)
+               : no_card(no_buffers_text(device->version()));
   } catch (const std::exception& error) {
     card = no_card(first_line(error));
   }

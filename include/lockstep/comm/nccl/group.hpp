@@ -52,7 +52,7 @@ class NcclGroup {
   NcclGroup(const World& world, std::vector<int> ranks, std::string name, const NcclOptions& options)
       : options_(checked(options)),
         membership_(world, std::move(ranks), std::move(name), options_.deadline),
-        device_(open_together<D>(membership_, options_.device)),
+        device_(open_together<D>(membership_, options_)),
         handle_(device_),
         flights_(device_),
         stream_(device_) {
@@ -317,7 +317,7 @@ class NcclGroup {
       failing_as(call, label_, [&] {
         guarded(call, [&] {
           stream_.make();
-          buffers_ = Buffers<D>::wanted(options_, device_, handle_, stream(), world().rank());
+          buffers_ = Buffers<D>::wanted(options_, device_, handle_, stream());
         });
         waiting_.await_ready(call, label_, make(call));
       });
