@@ -13,7 +13,7 @@
 
 #include "lockstep/data/distributed_sampler.hpp"
 #include "lockstep/data/loader.hpp"
-#include "lockstep/data/mnist.hpp"
+#include "lockstep/datasets/mnist.hpp"
 #include "lockstep/world/launch.hpp"
 
 namespace bench {

@@ -5,7 +5,7 @@
 
 #include <CLI/CLI.hpp>
 
-#include "lockstep/data/mnist.hpp"
+#include "lockstep/datasets/mnist.hpp"
 #include "lockstep/lockstep.hpp"
 #include "lockstep/world/launch.hpp"
 #include "options.hpp"
@@ -80,7 +80,7 @@ void train(const lockstep::World& world, std::int64_t steps, std::int64_t digits
     for (const auto& parameter : (*model)->parameters()) {
       auto extremes = torch::stack({parameter.detach(), -parameter.detach()});
       const auto mine = extremes.clone();
-      comm.all_reduce(extremes, lockstep::ReduceOp::max).wait_host();
+      comm.all_reduce(extremes, lockstep::ReduceOp::max).synchronize();
       if (!torch::equal(extremes, mine)) throw lockstep::MismatchError("the ranks' models differ");
     }
   world.log.info("done: {} steps of two models on {} ranks", steps, world.size());

@@ -8,9 +8,9 @@
 #include <CLI/CLI.hpp>
 
 #include "lockstep/comm/with_device.hpp"
-#include "lockstep/data/cache.hpp"
-#include "lockstep/data/download.hpp"
-#include "lockstep/data/mnist.hpp"
+#include "lockstep/datasets/cache.hpp"
+#include "lockstep/datasets/download.hpp"
+#include "lockstep/datasets/mnist.hpp"
 #include "lockstep/lockstep.hpp"
 #include "lockstep/world/launch.hpp"
 #include "options.hpp"
@@ -37,7 +37,7 @@ struct ConvNetImpl : nn::Module {
 TORCH_MODULE(ConvNet);
 
 struct Options {
-  std::int64_t epochs = 3, batch_size = 32, workers = 0;
+  std::int64_t epochs = 3, batch_size = 32, num_workers = 0;
   std::uint64_t seed = 3407;
   double lr = 1e-4;
   std::string data_dir, gpu, save;
@@ -83,7 +83,7 @@ void train(const lockstep::World& world, const Options& options, lockstep::Mnist
        .batch_size = options.batch_size,
        .lr = options.lr,
        .seed = options.seed,
-       .workers = options.workers},
+       .num_workers = options.num_workers},
       model,
       std::move(comm)};
   const auto loss = [](ConvNet& net, const auto& batch) {
@@ -113,7 +113,7 @@ int main(int argc, char** argv) {
       ->default_str("on");
   app.add_option("--seed", options.seed, "seed of the model and of the order of digits")
       ->transform(flags::whole_number(std::uint64_t{0}));
-  app.add_option("--workers", options.workers, "threads a process that load ahead")
+  app.add_option("--workers", options.num_workers, "threads a process that load ahead")
       ->transform(flags::whole_number(std::int64_t{0}));
   app.add_option("--data-dir,--data_dir", options.data_dir, "folder with MNIST's four files, plain or .gz")
       ->check(flags::not_empty());

@@ -4,15 +4,15 @@
 #include <stdexcept>
 #include <string>
 
-#include "lockstep/process_wide.hpp"
+#include "lockstep/detail/process_wide.hpp"
 
-namespace lockstep {
-
-namespace detail {
+namespace lockstep::detail {
 // The global rank of this process, -1 until a World exists. Errors thrown from parts that know no World
 // (samplers, readers) still say where they happened.
 LOCKSTEP_PROCESS_WIDE inline std::atomic<int> process_rank{-1};
-}  // namespace detail
+}  // namespace lockstep::detail
+
+namespace lockstep {
 
 /// The root of every exception that lockstep throws. `what()` is one plain sentence that says what was wrong,
 /// where, and what to do; `rank()` is the global rank that threw it, -1 where no World existed yet.
@@ -42,7 +42,7 @@ struct CommunicationError : Error {
   using Error::Error;
 };
 
-/// A deadline passed; the message names who was waited for.
+/// A timeout passed; the message names who was waited for.
 struct TimeoutError : CommunicationError {
   using CommunicationError::CommunicationError;
 };

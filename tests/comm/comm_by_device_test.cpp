@@ -89,16 +89,16 @@ TEST_CASE("each tensor goes over the communicator of its device, bytes and barri
   Both comm{lockstep::LocalComm(world), MetaComm(world, calls)};
   const auto here = torch::ones({2}), there = torch::ones({2}, torch::kMeta);
   using List = std::vector<at::Tensor>;
-  comm.all_reduce(here).join_stream();
-  comm.all_reduce(List{here, here}).wait_host();
+  comm.all_reduce(here).wait();
+  comm.all_reduce(List{here, here}).synchronize();
   CHECK(comm.all_gather(torch::empty({1, 2}), here).error() == nullptr);
   CHECK(calls->empty());
-  comm.all_reduce(there).wait_host(std::chrono::milliseconds(1));
-  comm.reduce(List{there}).join_stream();
-  comm.broadcast(there, 0).join_stream();
-  comm.reduce_scatter(there, there).join_stream();
-  comm.all_gather(List{there, there}, List{there, there}).join_stream();
-  comm.all_to_all(there, there).join_stream();
+  comm.all_reduce(there).synchronize(std::chrono::milliseconds(1));
+  comm.reduce(List{there}).wait();
+  comm.broadcast(there, 0).wait();
+  comm.reduce_scatter(there, there).wait();
+  comm.all_gather(List{there, there}, List{there, there}).wait();
+  comm.all_to_all(there, there).wait();
   CHECK(*calls ==
         MetaComm::Calls{"all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather", "all_to_all"});
   calls->clear();

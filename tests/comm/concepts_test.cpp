@@ -17,16 +17,16 @@ static_assert(lockstep::Reducing<GlooComm> && lockstep::Reducing<LocalComm>);
 static_assert(lockstep::Gathering<GlooComm> && lockstep::Gathering<LocalComm>);
 static_assert(lockstep::Splittable<GlooComm> && lockstep::Splittable<LocalComm>);
 static_assert(lockstep::PointToPoint<GlooComm> && !lockstep::PointToPoint<LocalComm>);
-static_assert(lockstep::AsyncWork<lockstep::GlooWork> && lockstep::AsyncWork<lockstep::LocalWork>);
+static_assert(lockstep::AsyncWork<lockstep::detail::GlooWork> && lockstep::AsyncWork<lockstep::LocalWork>);
 static_assert(!std::is_copy_constructible_v<GlooComm>);
 static_assert(std::is_empty_v<lockstep::LocalWork>);
 static_assert(!lockstep::Communicator<int> && !lockstep::AsyncWork<int>);
 
 TEST_CASE("a default Work is complete") {
-  lockstep::GlooWork work;
-  work.wait_host();
-  work.join_stream();
-  work.wait_host(std::chrono::milliseconds(0));
+  lockstep::detail::GlooWork work;
+  work.synchronize();
+  work.wait();
+  work.synchronize(std::chrono::milliseconds(0));
   CHECK(work.error() == nullptr);
 }
 

@@ -1,13 +1,13 @@
 #include <string>
 
-#include "lockstep/comm/device_choice.hpp"
+#include "lockstep/comm/detail/device_choice.hpp"
 #include "lockstep/comm/gloo_comm.hpp"
 #include "support/ranks.hpp"
 #include "support/text_of.hpp"
 
 namespace device_ranks_test {
 
-using lockstep::DeviceKind;
+using lockstep::detail::DeviceKind;
 
 TEST_CASE("ranks that would compute on GPUs and on CPUs are told so, with two of them by name", "[2+]") {
   lockstep::GlooComm comm{test_world()};

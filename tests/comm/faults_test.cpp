@@ -249,7 +249,7 @@ TEST_CASE("when the link between two hosts is cut both name what no longer answe
              ContainsSubstring("the store at 10.177.0.1:29500, which rank 0 hosts, does not answer"));
 }
 
-TEST_CASE("a rank that never enters a collective is named when the deadline passes") {
+TEST_CASE("a rank that never enters a collective is named when the timeout expires") {
   const auto outcome = started_by_hand("never", 2);
   CHECK(outcome.left == 0);
   bool named = false;
@@ -299,7 +299,7 @@ TEST_CASE("a wait for bytes ends when a rank fails") {
   }
 }
 
-TEST_CASE("ranks in different collectives are told so, long before the deadline") {
+TEST_CASE("ranks in different collectives are told so, long before the timeout") {
   const auto outcome = started_by_hand("differ", 2);
   CHECK(outcome.left == 0);
   CHECK_THAT(outcome.ranks[0].error,

@@ -71,13 +71,13 @@ TEST_CASE("exchanges of bytes that nobody waits for yet run beside each other an
   // Every rank waits in an order of its own.
   for (int i = 0; i < rounds; ++i) {
     const int round = comm.rank() % 2 == 0 ? i : rounds - 1 - i;
-    broadcasts[round].wait_host();
+    broadcasts[round].synchronize();
     CHECK(copies[round] == bytes_of(round, 70000));
-    gathers[round].wait_host();
+    gathers[round].synchronize();
     REQUIRE(gathered[round].size() == static_cast<std::size_t>(comm.size()));
     for (int rank = 0; rank < comm.size(); ++rank)
       CHECK(gathered[round][rank] == bytes_of(rank, length(round, rank)));
-    sums[round].wait_host();
+    sums[round].synchronize();
     CHECK(tensors[round][0].item<double>() == comm.size());
   }
 }
@@ -90,14 +90,14 @@ TEST_CASE("an exchange of bytes does not wait for the other ranks before it is w
   auto work = comm.all_gather_bytes_async(all, bytes_of(comm.rank(), 10));
   if (comm.size() > 1 && !late) {
     // Rank 1 comes when the others have seen that it is missing: had the call waited for it, all would hang.
-    CHECK_THROWS_WITH(work.wait_host(std::chrono::milliseconds(50)),
+    CHECK_THROWS_WITH(work.synchronize(std::chrono::milliseconds(50)),
                       ContainsSubstring("rank 1 has not entered all_gather_bytes #1"));
     CHECK(all.empty());
     lockstep_test::saw_it_late("the bytes");
   }
-  work.wait_host();
+  work.synchronize();
   CHECK(all.size() == static_cast<std::size_t>(comm.size()));
-  work.wait_host();  // again: nothing happens
+  work.synchronize();  // again: nothing happens
   CHECK(all.back() == bytes_of(comm.size() - 1, 10));
 }
 
@@ -110,7 +110,7 @@ TEST_CASE("exchanges of bytes whose Work is dropped are carried to their end") {
     static_cast<void>(comm.broadcast_bytes_async(nor, 0));
   }
   std::vector<std::string> all;
-  comm.all_gather_bytes_async(all, bytes_of(comm.rank(), 3)).wait_host();
+  comm.all_gather_bytes_async(all, bytes_of(comm.rank(), 3)).synchronize();
   CHECK(all[0] == bytes_of(0, 3));
   std::vector<std::string> dropped_with_the_communicator;
   static_cast<void>(comm.all_gather_bytes_async(dropped_with_the_communicator, bytes_of(comm.rank(), 200)));
@@ -119,11 +119,11 @@ TEST_CASE("exchanges of bytes whose Work is dropped are carried to their end") {
 
 TEST_CASE("a sub-group exchanges bytes of its own") {
   GlooComm comm{test_world()};
-  auto last = comm.sub_group({comm.size() - 1});
+  auto last = comm.new_group({comm.size() - 1});
   CHECK(last.has_value() == (comm.rank() == comm.size() - 1));
   if (last) {
     std::vector<std::string> all;
-    last->all_gather_bytes_async(all, "alone").wait_host();
+    last->all_gather_bytes_async(all, "alone").synchronize();
     CHECK(all == std::vector<std::string>{"alone"});
   }
   comm.barrier();

@@ -22,7 +22,7 @@ TEST_CASE("a collective in a rank-zero scope throws at once") {
     CHECK_THROWS_AS(comm.broadcast(tensor), lockstep::CommunicationError);
     CHECK_THROWS_AS(comm.all_gather_bytes(""), lockstep::CommunicationError);
     CHECK_THROWS_AS(comm.barrier(), lockstep::CommunicationError);
-    CHECK_THROWS_AS(comm.sub_group({0}), lockstep::CommunicationError);
+    CHECK_THROWS_AS(comm.new_group({0}), lockstep::CommunicationError);
   });
   CHECK_NOTHROW(comm.barrier());  // none of it counted
 }
@@ -44,12 +44,12 @@ TEST_CASE("with check_shapes every rank throws one and the same mismatch, and go
   GlooComm comm{test_world(), {.check_shapes = true}};
   const int size = comm.size(), rank = comm.rank();
   auto good = at::ones({4});
-  comm.all_reduce(good).wait_host();
+  comm.all_reduce(good).synchronize();
   CHECK(good[0].item<double>() == size);
   if (size == 1) return;
   const auto text_of = [&](auto&& call) -> std::string {
     try {
-      call().wait_host();
+      call().synchronize();
     } catch (const lockstep::MismatchError& error) {
       return error.what();
     }
@@ -74,14 +74,14 @@ TEST_CASE("a wait that runs out names the late rank, and can be repeated", "[2+]
   auto tensor = at::ones({10});
   if (comm.rank() == 1) {
     come_late("the sum");
-    comm.all_reduce(tensor).wait_host();
+    comm.all_reduce(tensor).synchronize();
   } else {
     auto work = comm.all_reduce(tensor);
-    CHECK_THROWS_WITH(work.wait_host(200ms),
+    CHECK_THROWS_WITH(work.synchronize(200ms),
                       ContainsSubstring("rank 1 has not entered all_reduce #2 after "));
     saw_it_late("the sum");
     CHECK(work.error() == nullptr);
-    work.wait_host();
+    work.synchronize();
   }
   CHECK(tensor[0].item<double>() == comm.size());
   comm.barrier();
@@ -91,7 +91,7 @@ TEST_CASE("the error of a barrier names exactly the ranks that never come", "[2+
   GlooComm others{test_world()};
   const std::string missing = others.size() == 4 ? "ranks 1 and 3 have" : "rank 1 has";
   {
-    GlooComm comm{test_world(), {.deadline = 2500ms}};  // in which the ranks have to meet as well
+    GlooComm comm{test_world(), {.timeout = 2500ms}};  // in which the ranks have to meet as well
     if (comm.rank() % 2 == 0) {
       std::string text;
       try {
@@ -115,9 +115,9 @@ TEST_CASE("a barrier that is waited for later lets a rank do something else befo
   GlooComm comm{test_world()};
   auto work = comm.barrier_async();
   auto tensor = at::ones({3});
-  comm.all_reduce(tensor).wait_host();
-  work.wait_host();
-  work.wait_host();
+  comm.all_reduce(tensor).synchronize();
+  work.synchronize();
+  work.synchronize();
   CHECK(tensor[0].item<double>() == comm.size());
   if (comm.size() == 1) return;
   if (comm.rank() == 1) {
@@ -125,33 +125,33 @@ TEST_CASE("a barrier that is waited for later lets a rank do something else befo
     comm.barrier();
   } else {
     auto late = comm.barrier_async();
-    CHECK_THROWS_WITH(late.wait_host(100ms), ContainsSubstring("rank 1 has not entered barrier #3"));
+    CHECK_THROWS_WITH(late.synchronize(100ms), ContainsSubstring("rank 1 has not entered barrier #3"));
     saw_it_late("the barrier");
-    late.wait_host();
+    late.synchronize();
   }
 }
 
-TEST_CASE("the longest deadline there is waits, and none at all is refused") {
+TEST_CASE("the longest timeout there is waits, and none at all is refused") {
   using lockstep::UsageError;
   constexpr auto longest = std::chrono::milliseconds::max();
-  GlooComm comm{test_world(), {.deadline = longest}};
+  GlooComm comm{test_world(), {.timeout = longest}};
   auto tensor = at::ones({4});
   auto work = comm.all_reduce(tensor);
-  work.wait_host(longest);
+  work.synchronize(longest);
   CHECK(tensor[0].item<double>() == comm.size());
   if (comm.rank() == 1) std::this_thread::sleep_for(100ms);
   comm.barrier();
   CHECK(comm.all_gather_bytes("a").size() == static_cast<std::size_t>(comm.size()));
   std::vector<std::string> all;
-  comm.all_gather_bytes_async(all, "b").wait_host(longest);
+  comm.all_gather_bytes_async(all, "b").synchronize(longest);
   CHECK(all.size() == static_cast<std::size_t>(comm.size()));
-  if (comm.size() > 1 && comm.rank() == 0) comm.send(tensor, 1).wait_host(longest);
-  if (comm.size() > 1 && comm.rank() == 1) comm.recv(tensor, 0).wait_host();
+  if (comm.size() > 1 && comm.rank() == 0) comm.send(tensor, 1).synchronize(longest);
+  if (comm.size() > 1 && comm.rank() == 1) comm.recv(tensor, 0).synchronize();
   comm.shutdown();
 
-  CHECK_THROWS_WITH((GlooComm{test_world(), {.deadline = 0ms}}), ContainsSubstring("a deadline of 0 ms"));
-  CHECK_THROWS_AS((GlooComm{test_world(), {.deadline = -5ms}}), UsageError);
-  CHECK_THROWS_AS((GlooComm{test_world(), {.deadline = std::chrono::milliseconds::min()}}), UsageError);
+  CHECK_THROWS_WITH((GlooComm{test_world(), {.timeout = 0ms}}), ContainsSubstring("a timeout of 0 ms"));
+  CHECK_THROWS_AS((GlooComm{test_world(), {.timeout = -5ms}}), UsageError);
+  CHECK_THROWS_AS((GlooComm{test_world(), {.timeout = std::chrono::milliseconds::min()}}), UsageError);
   CHECK_THROWS_WITH((GlooComm{test_world(), {.threads = 0}}), ContainsSubstring("with 0 threads"));
 }
 

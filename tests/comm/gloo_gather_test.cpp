@@ -13,15 +13,15 @@ TEST_CASE("all_gather stacks the inputs by rank, in any dtype") {
     CAPTURE(static_cast<int>(type));
     const auto of = [&](int r) { return (at::arange(6, at::kLong) + r).remainder(4).to(type).view({2, 3}); };
     auto output = at::zeros({size, 2, 3}, type);
-    comm.all_gather(output, of(rank)).wait_host();
+    comm.all_gather(output, of(rank)).synchronize();
     for (int r = 0; r < size; ++r) CHECK(at::equal(output[r], of(r)));
 
     auto strided = at::zeros({3, 2, size}, type).permute({2, 1, 0});
-    comm.all_gather(strided, of(rank).t().contiguous().t()).wait_host();
+    comm.all_gather(strided, of(rank).t().contiguous().t()).synchronize();
     for (int r = 0; r < size; ++r) CHECK(at::equal(strided[r], of(r)));
   }
   auto none = at::zeros({size, 0});
-  comm.all_gather(none, at::zeros({0})).wait_host();
+  comm.all_gather(none, at::zeros({0})).synchronize();
 }
 
 TEST_CASE("all_to_all sends row r to rank r") {
@@ -32,8 +32,8 @@ TEST_CASE("all_to_all sends row r to rank r") {
     auto input = at::zeros({size, 3}, type);
     for (int r = 0; r < size; ++r) input[r].fill_(10 * rank + r);
     auto output = at::zeros({size, 3}, type), strided = at::zeros({3, size}, type);
-    comm.all_to_all(output, input).wait_host();
-    comm.all_to_all(strided.t(), input).wait_host();
+    comm.all_to_all(output, input).synchronize();
+    comm.all_to_all(strided.t(), input).synchronize();
     for (int r = 0; r < size; ++r) CHECK(at::equal(output[r], at::full({3}, 10 * r + rank).to(type)));
     CHECK(at::equal(strided.t(), output));
   }

@@ -10,8 +10,8 @@ TEST_CASE("several communicators of one world do not disturb each other") {
   GlooComm first{test_world()}, second{test_world()};
   auto a = at::ones({100}), b = at::full({100}, 2.0);
   auto work_a = first.all_reduce(a), work_b = second.all_reduce(b);
-  work_b.wait_host();
-  work_a.wait_host();
+  work_b.synchronize();
+  work_a.synchronize();
   CHECK(a[0].item<double>() == first.size());
   CHECK(b[0].item<double>() == 2 * first.size());
   GlooComm moved = std::move(first);
@@ -25,8 +25,8 @@ TEST_CASE("sub-groups have ranks of their own") {
   const int size = comm.size(), rank = comm.rank();
   std::vector<int> even, odd;
   for (int r = 0; r < size; ++r) (r % 2 == 0 ? even : odd).push_back(r);
-  auto evens = comm.sub_group(even);
-  auto odds = comm.sub_group(odd);
+  auto evens = comm.new_group(even);
+  auto odds = comm.new_group(odd);
   CHECK(evens.has_value() == (rank % 2 == 0));
   CHECK(odds.has_value() == (rank % 2 == 1));
   auto& own = rank % 2 == 0 ? *evens : *odds;
@@ -34,15 +34,15 @@ TEST_CASE("sub-groups have ranks of their own") {
   CHECK(own.size() == static_cast<int>((rank % 2 == 0 ? even : odd).size()));
   CHECK(own.world().rank() == rank);
   auto tensor = at::full({5}, static_cast<double>(rank));
-  own.all_reduce(tensor).wait_host();
+  own.all_reduce(tensor).synchronize();
   double sum = 0;
   for (int r : rank % 2 == 0 ? even : odd) sum += r;
   CHECK(at::equal(tensor, at::full({5}, sum)));
 
-  auto inner = own.sub_group({0});
+  auto inner = own.new_group({0});
   CHECK(inner.has_value() == (own.rank() == 0));
   if (inner) inner->barrier();
-  CHECK_FALSE(comm.sub_group({}).has_value());
+  CHECK_FALSE(comm.new_group({}).has_value());
   comm.barrier();
 }
 
@@ -57,8 +57,8 @@ TEST_CASE("a communicator that was moved from says so") {
 
 TEST_CASE("a sub-group of ranks that are none is refused") {
   GlooComm comm{test_world()};
-  CHECK_THROWS_AS(comm.sub_group({comm.size()}), lockstep::CommunicationError);
-  CHECK_THROWS_AS(comm.sub_group({0, 0}), lockstep::CommunicationError);
+  CHECK_THROWS_AS(comm.new_group({comm.size()}), lockstep::CommunicationError);
+  CHECK_THROWS_AS(comm.new_group({0, 0}), lockstep::CommunicationError);
 }
 
 TEST_CASE("after shutdown a call says so") {

@@ -67,7 +67,7 @@ TEST_CASE("a list is reduced to its root") {
   GlooComm comm{test_world()};
   for (int root = 0; root < comm.size(); ++root) {
     const auto list = list_of(comm.rank());
-    comm.reduce(list, root).wait_host();
+    comm.reduce(list, root).synchronize();
     if (comm.rank() != root) continue;
     auto sums = list_of(0);
     for (int rank = 1; rank < comm.size(); ++rank)
@@ -76,18 +76,18 @@ TEST_CASE("a list is reduced to its root") {
   }
   const Tensors floats{at::full({3}, comm.rank() + 1.0), at::full({2}, comm.rank() + 1.0, at::kDouble),
                        strided(at::full({2, 2}, comm.rank() + 1.0))};
-  comm.reduce(floats, 0, ReduceOp::average).wait_host();
+  comm.reduce(floats, 0, ReduceOp::average).synchronize();
   if (comm.rank() == 0)
     for (const auto& tensor : floats)
       CHECK(at::equal(tensor, at::full_like(tensor, (comm.size() + 1) / 2.0)));
-  comm.reduce(Tensors{}).wait_host();
+  comm.reduce(Tensors{}).synchronize();
 }
 
 TEST_CASE("a list is averaged in every place, whatever its strides") {
   GlooComm comm{test_world()};
   for (int round = 0; round < 50; ++round) {
     const Tensors list{strided(at::full({3, 2}, comm.rank() + 1.0)), at::full({4}, comm.rank() + 1.0)};
-    comm.all_reduce(list, ReduceOp::average).wait_host();
+    comm.all_reduce(list, ReduceOp::average).synchronize();
     for (const auto& tensor : list)
       REQUIRE(at::equal(tensor, at::full_like(tensor, (comm.size() + 1) / 2.0)));
   }
@@ -96,19 +96,19 @@ TEST_CASE("a list is averaged in every place, whatever its strides") {
 TEST_CASE("lists are gathered by rank") {
   GlooComm comm{test_world()};
   const auto outputs = room_for(list_of(0, comm.size()));
-  comm.all_gather(outputs, list_of(comm.rank())).wait_host();
+  comm.all_gather(outputs, list_of(comm.rank())).synchronize();
   for (int rank = 0; rank < comm.size(); ++rank) {
     Tensors row;
     for (const auto& output : outputs) row.push_back(output[rank]);
     check_equal(row, list_of(rank));
   }
-  comm.all_gather(Tensors{}, Tensors{}).wait_host();
+  comm.all_gather(Tensors{}, Tensors{}).synchronize();
 }
 
 TEST_CASE("lists are reduced and scattered by row") {
   GlooComm comm{test_world()};
   const auto outputs = room_for(list_of(0));
-  comm.reduce_scatter(outputs, list_of(comm.rank(), comm.size())).wait_host();
+  comm.reduce_scatter(outputs, list_of(comm.rank(), comm.size())).synchronize();
   Tensors expected;
   for (std::size_t i = 0; i < outputs.size(); ++i) {
     auto sum = list_of(0, comm.size())[i];
@@ -121,16 +121,16 @@ TEST_CASE("lists are reduced and scattered by row") {
                       Tensors{at::full({comm.size(), 3}, comm.rank() + 1.0),
                               at::full({comm.size(), 2}, comm.rank() + 1.0)},
                       ReduceOp::average)
-      .wait_host();
+      .synchronize();
   for (const auto& tensor : averages)
     CHECK(at::equal(tensor, at::full_like(tensor, (comm.size() + 1) / 2.0)));
-  comm.reduce_scatter(Tensors{}, Tensors{}).wait_host();
+  comm.reduce_scatter(Tensors{}, Tensors{}).synchronize();
 }
 
 TEST_CASE("lists are exchanged row by row") {
   GlooComm comm{test_world()};
   const auto outputs = room_for(list_of(0, comm.size()));
-  comm.all_to_all(outputs, list_of(comm.rank(), comm.size())).wait_host();
+  comm.all_to_all(outputs, list_of(comm.rank(), comm.size())).synchronize();
   for (int rank = 0; rank < comm.size(); ++rank) {
     Tensors got, expected;
     for (std::size_t i = 0; i < outputs.size(); ++i) {
@@ -139,7 +139,7 @@ TEST_CASE("lists are exchanged row by row") {
     }
     check_equal(got, expected);
   }
-  comm.all_to_all(Tensors{}, Tensors{}).wait_host();
+  comm.all_to_all(Tensors{}, Tensors{}).synchronize();
 }
 
 TEST_CASE("lists are sent round a ring", "[2+]") {
@@ -148,10 +148,10 @@ TEST_CASE("lists are sent round a ring", "[2+]") {
   const auto room = room_for(list_of(0));
   auto sent = comm.send(list_of(comm.rank()), next, 3);
   auto nothing = comm.send(Tensors{}, next, 3);
-  comm.recv(room, previous, 3).wait_host();
-  comm.recv(Tensors{}, previous, 3).wait_host();
-  sent.wait_host();
-  nothing.wait_host();
+  comm.recv(room, previous, 3).synchronize();
+  comm.recv(Tensors{}, previous, 3).synchronize();
+  sent.synchronize();
+  nothing.synchronize();
   check_equal(room, list_of(previous));
 }
 

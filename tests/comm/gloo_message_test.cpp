@@ -27,12 +27,12 @@ TEST_CASE("messages pass round a ring, in order and by tag", "[2+]") {
          got_tagged = at::zeros({3}, type);
     auto tagged = comm.send(second, next, 9);
     auto a = comm.send(first, next), b = comm.send(second, next);
-    comm.recv(got_first, previous).wait_host();
-    comm.recv(got_second, previous).wait_host();
-    comm.recv(got_tagged, previous, 9).wait_host();
-    a.wait_host();
-    b.wait_host();
-    tagged.wait_host();
+    comm.recv(got_first, previous).synchronize();
+    comm.recv(got_second, previous).synchronize();
+    comm.recv(got_tagged, previous, 9).synchronize();
+    a.synchronize();
+    b.synchronize();
+    tagged.synchronize();
     CHECK(at::equal(got_first, at::full({3}, previous).to(type)));
     CHECK(at::equal(got_second, at::full({3}, previous + 1).to(type)));
     CHECK(at::equal(got_tagged, got_second));
@@ -46,7 +46,7 @@ TEST_CASE("a message whose Work is dropped arrives", "[2+]") {
   static_cast<void>(comm.send(message_of(comm.rank()), next));
   comm.barrier();  // every Work is gone before anybody receives
   auto tensor = at::zeros({1 << 20});
-  comm.recv(tensor, previous).wait_host();
+  comm.recv(tensor, previous).synchronize();
   CHECK(at::equal(tensor, message_of(previous)));
 }
 
@@ -55,15 +55,15 @@ TEST_CASE("a wait for a message that runs out can be repeated", "[2+]") {
   if (comm.rank() == 0) {
     auto tensor = at::zeros({4});
     auto work = comm.recv(tensor, 1);
-    CHECK_THROWS_AS(work.wait_host(50ms), lockstep::TimeoutError);
-    CHECK_THROWS_WITH(work.wait_host(50ms),
+    CHECK_THROWS_AS(work.synchronize(50ms), lockstep::TimeoutError);
+    CHECK_THROWS_WITH(work.synchronize(50ms),
                       ContainsSubstring("recv from rank 1 (tag 0) is not complete after"));
     comm.barrier();
-    work.wait_host();
+    work.synchronize();
     CHECK(at::equal(tensor, at::ones({4})));
   } else {
     comm.barrier();
-    if (comm.rank() == 1) comm.send(at::ones({4}), 0).wait_host();
+    if (comm.rank() == 1) comm.send(at::ones({4}), 0).synchronize();
   }
   CHECK_NOTHROW(comm.barrier());
 }
@@ -84,8 +84,8 @@ TEST_CASE("a message is received whatever the strides of its place", "[2+]") {
   const auto message_of = [](int rank) { return (at::arange(6, at::kLong) + rank).view({2, 3}).t(); };
   auto sent = comm.send(message_of(comm.rank()), next);
   auto place = at::zeros({3, 5}, at::kLong);
-  comm.recv(place.narrow(1, 1, 2), previous).wait_host();
-  sent.wait_host();
+  comm.recv(place.narrow(1, 1, 2), previous).synchronize();
+  sent.synchronize();
   CHECK(at::equal(place.narrow(1, 1, 2), message_of(previous)));
   CHECK(place.select(1, 0).eq(0).all().item<bool>());
 }

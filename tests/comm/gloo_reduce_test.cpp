@@ -48,17 +48,17 @@ TEST_CASE("all_reduce, reduce and reduce_scatter of every dtype by every operati
       }
       const auto wanted = expected(size, 37, type, op);
       auto tensor = brought(rank, 37, type);
-      comm.all_reduce(tensor, op).wait_host();
+      comm.all_reduce(tensor, op).synchronize();
       CHECK(at::equal(tensor, wanted));
 
       const int root = size - 1;
       auto reduced = brought(rank, 37, type);
-      comm.reduce(reduced, root, op).wait_host();
+      comm.reduce(reduced, root, op).synchronize();
       if (rank == root) CHECK(at::equal(reduced, wanted));
 
       // Row r of the whole is what rank r gets.
       auto output = at::zeros({5}, type);
-      comm.reduce_scatter(output, brought(rank, 5 * size, type).view({size, 5}), op).wait_host();
+      comm.reduce_scatter(output, brought(rank, 5 * size, type).view({size, 5}), op).synchronize();
       CHECK(at::equal(output, expected(size, 5 * size, type, op).view({size, 5})[rank]));
     }
 }
@@ -70,7 +70,7 @@ TEST_CASE("all_reduce of random sizes") {
     const std::int64_t size = 1 + static_cast<std::int64_t>(draw() % (i % 4 == 0 ? 100000 : 300));
     CAPTURE(size);
     auto tensor = brought(comm.rank(), size, at::kFloat);
-    comm.all_reduce(tensor).wait_host();
+    comm.all_reduce(tensor).synchronize();
     REQUIRE(at::equal(tensor, expected(comm.size(), size, at::kFloat, ReduceOp::sum)));
   }
 }
@@ -85,17 +85,17 @@ TEST_CASE("a list travels as one buffer for each dtype, whatever its strides") {
                                brought(rank, 10, at::kDouble).slice(0, 0, 10, 2),
                                at::full({}, rank + 1.0),
                                brought(rank, 4, at::kLong)};
-  comm.all_reduce(list).wait_host();
+  comm.all_reduce(list).synchronize();
   CHECK(at::equal(whole, expected(size, 24, at::kFloat, ReduceOp::sum).view({4, 6})));
   CHECK(at::equal(list[1], expected(size, 3, at::kLong, ReduceOp::sum)));
   CHECK(at::equal(list[3], expected(size, 10, at::kDouble, ReduceOp::sum).slice(0, 0, 10, 2)));
   CHECK(list[4].item<double>() == size * (size + 1) / 2.0);
   CHECK(at::equal(list[5], expected(size, 4, at::kLong, ReduceOp::sum)));
-  comm.all_reduce(std::vector<at::Tensor>{}).wait_host();
-  comm.all_reduce(at::zeros({0})).wait_host();
+  comm.all_reduce(std::vector<at::Tensor>{}).synchronize();
+  comm.all_reduce(at::zeros({0})).synchronize();
 
   auto strided = brought(rank, 12, at::kFloat).view({3, 4});
-  comm.all_reduce(strided.t(), ReduceOp::average).wait_host();
+  comm.all_reduce(strided.t(), ReduceOp::average).synchronize();
   CHECK(at::equal(strided, expected(size, 12, at::kFloat, ReduceOp::average).view({3, 4})));
 }
 
@@ -107,8 +107,8 @@ TEST_CASE("broadcast of any dtype, alone and as a list") {
     for (auto type : {at::kFloat, at::kShort, at::kComplexDouble, at::kBool, at::kFloat})
       list.push_back(brought(rank + 1, 6, at::kLong).to(type));
     auto matrix = brought(rank, 6, at::kShort).view({2, 3});
-    comm.broadcast(list, root).wait_host();
-    comm.broadcast(matrix.t(), root).wait_host();
+    comm.broadcast(list, root).synchronize();
+    comm.broadcast(matrix.t(), root).synchronize();
     for (const auto& tensor : list)
       CHECK(at::equal(tensor, brought(root + 1, 6, at::kLong).to(tensor.scalar_type())));
     CHECK(at::equal(matrix, brought(root, 6, at::kShort).view({2, 3})));
@@ -118,9 +118,9 @@ TEST_CASE("broadcast of any dtype, alone and as a list") {
 TEST_CASE("a parameter that asks for gradients can be reduced and broadcast") {
   GlooComm comm{test_world()};
   auto parameter = torch::full({3}, comm.rank() + 1.0, torch::requires_grad());
-  comm.all_reduce(parameter, ReduceOp::average).wait_host();
+  comm.all_reduce(parameter, ReduceOp::average).synchronize();
   CHECK(parameter.detach()[0].item<double>() == (comm.size() + 1) / 2.0);
-  comm.broadcast({parameter, parameter.detach()[0]}).wait_host();
+  comm.broadcast({parameter, parameter.detach()[0]}).synchronize();
 }
 
 TEST_CASE("several collectives are under way at once") {
@@ -132,9 +132,9 @@ TEST_CASE("several collectives are under way at once") {
     works.push_back(comm.all_reduce(tensors.back(), ReduceOp::sum));
   }
   for (int i = 19; i >= 0; --i) {
-    works[static_cast<std::size_t>(i)].wait_host();
+    works[static_cast<std::size_t>(i)].synchronize();
     CHECK(works[static_cast<std::size_t>(i)].error() == nullptr);
-    works[static_cast<std::size_t>(i)].wait_host();  // again: nothing happens
+    works[static_cast<std::size_t>(i)].synchronize();  // again: nothing happens
     const int sum = comm.size() * (comm.size() - 1) / 2 + comm.size() * i;
     CHECK(at::equal(tensors[static_cast<std::size_t>(i)], at::full({1000 * (i + 1)}, sum)));
   }

@@ -19,11 +19,11 @@ TEST_CASE("LocalComm leaves what is reduced or broadcast as it is") {
   LocalComm comm{world_of(1)};
   auto tensor = at::arange(4, at::kFloat);
   for (auto op : {lockstep::ReduceOp::sum, lockstep::ReduceOp::average, lockstep::ReduceOp::product}) {
-    comm.all_reduce(tensor, op).wait_host();
-    comm.reduce(tensor, 0, op).wait_host();
+    comm.all_reduce(tensor, op).synchronize();
+    comm.reduce(tensor, 0, op).synchronize();
   }
-  comm.all_reduce(std::vector<at::Tensor>{tensor, tensor}).join_stream();
-  comm.broadcast(tensor).wait_host(std::chrono::milliseconds(1));
+  comm.all_reduce(std::vector<at::Tensor>{tensor, tensor}).wait();
+  comm.broadcast(tensor).synchronize(std::chrono::milliseconds(1));
   CHECK(at::equal(tensor, at::arange(4, at::kFloat)));
   CHECK(comm.rank() == 0);
   CHECK(comm.size() == 1);
@@ -34,13 +34,13 @@ TEST_CASE("LocalComm copies where there is an output") {
   LocalComm comm{world_of(1)};
   const auto input = at::arange(4, at::kFloat);
   auto gathered = at::zeros({1, 4});
-  comm.all_gather(gathered, input).wait_host();
+  comm.all_gather(gathered, input).synchronize();
   CHECK(at::equal(gathered[0], input));
   auto scattered = at::zeros({4});
-  comm.reduce_scatter(scattered, gathered).wait_host();
+  comm.reduce_scatter(scattered, gathered).synchronize();
   CHECK(at::equal(scattered, input));
   auto exchanged = at::zeros({1, 4});
-  comm.all_to_all(exchanged, gathered).wait_host();
+  comm.all_to_all(exchanged, gathered).synchronize();
   CHECK(at::equal(exchanged, gathered));
   CHECK_THROWS_AS(comm.all_gather(at::zeros({1, 3}), input), lockstep::CommunicationError);
 }
@@ -53,13 +53,13 @@ TEST_CASE("LocalComm takes lists as others do") {
   };
   auto gathered = room(), exchanged = room();
   std::vector<at::Tensor> scattered{at::zeros({4}), at::zeros({2, 3}, at::kLong)};
-  comm.reduce(inputs).wait_host();
-  comm.all_gather(gathered, inputs).wait_host();
-  comm.all_to_all(exchanged, gathered).wait_host();
-  comm.reduce_scatter(scattered, exchanged, lockstep::ReduceOp::max).wait_host();
+  comm.reduce(inputs).synchronize();
+  comm.all_gather(gathered, inputs).synchronize();
+  comm.all_to_all(exchanged, gathered).synchronize();
+  comm.reduce_scatter(scattered, exchanged, lockstep::ReduceOp::max).synchronize();
   for (std::size_t i = 0; i < inputs.size(); ++i) CHECK(at::equal(scattered[i], inputs[i]));
   CHECK_THROWS_WITH(comm.all_gather(gathered, {inputs[0]}), ContainsSubstring("not 2 and 1"));
-  comm.all_gather(std::vector<at::Tensor>{}, std::vector<at::Tensor>{}).wait_host();
+  comm.all_gather(std::vector<at::Tensor>{}, std::vector<at::Tensor>{}).synchronize();
 }
 
 TEST_CASE("LocalComm carries bytes and forms groups of one") {
@@ -67,13 +67,13 @@ TEST_CASE("LocalComm carries bytes and forms groups of one") {
   CHECK(comm.all_gather_bytes("abc") == std::vector<std::string>{"abc"});
   CHECK(comm.broadcast_bytes("abc") == "abc");
   std::vector<std::string> all;
-  comm.all_gather_bytes_async(all, "abc").wait_host();
+  comm.all_gather_bytes_async(all, "abc").synchronize();
   CHECK(all == std::vector<std::string>{"abc"});
-  comm.broadcast_bytes_async(all[0]).wait_host();
+  comm.broadcast_bytes_async(all[0]).synchronize();
   CHECK(all[0] == "abc");
-  CHECK(comm.sub_group({0})->size() == 1);
-  CHECK(!comm.sub_group({}));
-  CHECK_THROWS_AS(comm.sub_group({1}), lockstep::CommunicationError);
+  CHECK(comm.new_group({0})->size() == 1);
+  CHECK(!comm.new_group({}));
+  CHECK_THROWS_AS(comm.new_group({1}), lockstep::CommunicationError);
 }
 
 TEST_CASE("LocalComm is refused to a world of several") {

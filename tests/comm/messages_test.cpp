@@ -11,19 +11,19 @@
 
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
-#include "lockstep/comm/gloo_call.hpp"
+#include "lockstep/comm/detail/gloo_call.hpp"
+#include "lockstep/comm/detail/shape_check.hpp"
 #include "lockstep/comm/gloo_options.hpp"
-#include "lockstep/comm/shape_check.hpp"
 #include "support/catch.hpp"
 #include "support/process.hpp"
 
 namespace messages_test {
 
-using lockstep::detail::Bulletin;
 using lockstep::detail::Call;
 using lockstep::detail::FailureMonitor;
 using lockstep::detail::GroupStatus;
 using lockstep::detail::Position;
+using lockstep::detail::StoreMailbox;
 using namespace std::chrono_literals;
 
 TEST_CASE("lateness names the late ranks and where they were") {
@@ -112,8 +112,8 @@ TEST_CASE("the status of a group that is entered meanwhile is one of its pairs")
 
 TEST_CASE("a message that is written long after it was counted is read then") {
   const auto store = c10::make_intrusive<c10d::HashStore>();
-  Bulletin sender(store, 0, 2), reader(store, 1, 2);
-  c10d::PrefixStore raw("lockstep/bulletin", store);
+  StoreMailbox sender(store, 0, 2), reader(store, 1, 2);
+  c10d::PrefixStore raw("lockstep/mailbox", store);
   const auto late = raw.add("count", 1);  // as a sender does that is stopped before it writes
   const auto second = sender.post("departed a");
   auto news = reader.news();
@@ -121,7 +121,7 @@ TEST_CASE("a message that is written long after it was counted is read then") {
   CHECK(news[0].number == second);
   CHECK(reader.incomplete());
   CHECK(reader.news().empty());
-  raw.set(fmt::format("notice/{}", late), std::string("failed 0 boom"));
+  raw.set(fmt::format("message/{}", late), std::string("failed 0 boom"));
   news = reader.news();
   REQUIRE(news.size() == 1);
   CHECK(news[0].kind == "failed");
@@ -131,16 +131,16 @@ TEST_CASE("a message that is written long after it was counted is read then") {
 
 TEST_CASE("a damaged count of messages is an error, not an endless loop") {
   const auto store = c10::make_intrusive<c10d::HashStore>();
-  c10d::PrefixStore("lockstep/bulletin", store).add("count", std::int64_t{1} << 62);
-  Bulletin reader(store, 0, 2);
+  c10d::PrefixStore("lockstep/mailbox", store).add("count", std::int64_t{1} << 62);
+  StoreMailbox reader(store, 0, 2);
   CHECK_THROWS_WITH(reader.news(), ContainsSubstring("start the run again"));
 }
 
 TEST_CASE("the timeout of a program that sets none comes from the environment") {
-  CHECK(lockstep::GlooOptions{}.deadline == 30min);
+  CHECK(lockstep::GlooOptions{}.timeout == 30min);
   setenv("LOCKSTEP_TIMEOUT", "90", 1);
-  CHECK(lockstep::GlooOptions{}.deadline == 90s);
-  CHECK(lockstep::GlooOptions{.deadline = 5s}.deadline == 5s);
+  CHECK(lockstep::GlooOptions{}.timeout == 90s);
+  CHECK(lockstep::GlooOptions{.timeout = 5s}.timeout == 5s);
   setenv("LOCKSTEP_TIMEOUT", "soon", 1);
   CHECK_THROWS_AS(lockstep::GlooOptions{}, lockstep::UsageError);
   unsetenv("LOCKSTEP_TIMEOUT");
@@ -149,7 +149,7 @@ TEST_CASE("the timeout of a program that sets none comes from the environment") 
 namespace {
 // A connection that counts its operations.
 struct CountingStore : c10d::PrefixStore {
-  CountingStore(lockstep::StorePtr store, std::atomic<int>& operations)
+  CountingStore(lockstep::detail::StorePtr store, std::atomic<int>& operations)
       : PrefixStore("", std::move(store)), count(operations) {}
   std::int64_t add(const std::string& key, std::int64_t value) override {
     return ++count, PrefixStore::add(key, value);
@@ -194,7 +194,7 @@ TEST_CASE("256 ranks that ask at once blame the dead rank alone, in a number of 
       for (int other = 0; other < size; ++other) status->ranks.push_back(other);
       status->enter(7, "all_reduce");
       std::optional<FailureMonitor> monitor;
-      monitor.emplace(rank, size, [world](std::chrono::milliseconds limit) -> lockstep::StorePtr {
+      monitor.emplace(rank, size, [world](std::chrono::milliseconds limit) -> lockstep::detail::StorePtr {
         return c10::make_intrusive<CountingStore>(world.connect_again(limit), operations);
       });
       monitor->add(status);

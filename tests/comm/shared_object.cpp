@@ -1,7 +1,7 @@
 // Compiled once, with -fvisibility=hidden, and linked into each of two shared objects.
 #include "comm/shared_object.hpp"
 
-#include "lockstep/comm/failure_monitor.hpp"
+#include "lockstep/comm/detail/failure_monitor.hpp"
 #include "lockstep/comm/gloo_comm.hpp"
 
 using lockstep::GlooComm;
@@ -12,12 +12,12 @@ const SharedObject& functions_of_this_object() {
       [](void* comm) { delete static_cast<GlooComm*>(comm); },
       [](void* comm, double value) {
         const auto tensor = at::full({1}, value, at::kDouble);
-        static_cast<GlooComm*>(comm)->all_reduce(tensor).wait_host();
+        static_cast<GlooComm*>(comm)->all_reduce(tensor).synchronize();
         return tensor.item<double>();
       },
       [](void* comm) -> std::string {
         try {
-          static_cast<GlooComm*>(comm)->all_reduce(at::ones({1})).wait_host();
+          static_cast<GlooComm*>(comm)->all_reduce(at::ones({1})).synchronize();
         } catch (const lockstep::CommunicationError& error) {
           return error.what();
         }

@@ -3,7 +3,7 @@
 #include <memory>
 
 #include "comm/shared_object.hpp"
-#include "lockstep/comm/failure_monitor.hpp"
+#include "lockstep/comm/detail/failure_monitor.hpp"
 #include "lockstep/comm/gloo_comm.hpp"
 #include "support/ranks.hpp"
 
@@ -30,7 +30,7 @@ TEST_CASE("communicators of several shared objects do not meet under one name") 
     CHECK(a.sum(of_a.get(), value) == sum);
     CHECK(b.sum(of_b.get(), 10 * value) == 10 * sum);
     auto tensor = at::full({1}, 100 * value);
-    own.all_reduce(tensor).wait_host();
+    own.all_reduce(tensor).synchronize();
     CHECK(tensor.item<double>() == 100 * sum);
   }
 }

@@ -83,7 +83,7 @@ const auto in_order = [](std::size_t length) { return DistributedSampler{length,
 TEST_CASE("batches are the sampler's, in its order, with any number of workers") {
   for (const std::size_t workers : {0, 1, 3}) {
     const DistributedSampler sampler{103, 1, 2, {.seed = 7}};
-    DataLoader loader{counting(103), sampler, {.batch_size = 8, .workers = workers}};
+    DataLoader loader{counting(103), sampler, {.batch_size = 8, .num_workers = workers}};
     CHECK(loader.size() == 7);
     const auto batches = pass(loader);
     CHECK(batches.size() == loader.size());
@@ -94,16 +94,19 @@ TEST_CASE("batches are the sampler's, in its order, with any number of workers")
 
 TEST_CASE("slow samples do not change the order") {
   DataLoader alone{Slow{}, DistributedSampler{40, 0, 1, {}}, {.batch_size = 3}};
-  DataLoader helped{Slow{}, DistributedSampler{40, 0, 1, {}}, {.batch_size = 3, .workers = 4, .prefetch = 3}};
+  DataLoader helped{
+      Slow{}, DistributedSampler{40, 0, 1, {}}, {.batch_size = 3, .num_workers = 4, .prefetch_factor = 3}};
   CHECK(pass(alone) == pass(helped));
 }
 
 TEST_CASE("drop_last leaves out a batch that is not full") {
   for (const std::size_t workers : {0, 2}) {
-    DataLoader loader{counting(20), in_order(20), {.batch_size = 8, .workers = workers, .drop_last = true}};
+    DataLoader loader{
+        counting(20), in_order(20), {.batch_size = 8, .num_workers = workers, .drop_last = true}};
     CHECK(loader.size() == 2);
     CHECK(pass(loader).size() == 2);
-    DataLoader whole{counting(16), in_order(16), {.batch_size = 8, .workers = workers, .drop_last = true}};
+    DataLoader whole{
+        counting(16), in_order(16), {.batch_size = 8, .num_workers = workers, .drop_last = true}};
     CHECK(pass(whole).size() == 2);
   }
 }
@@ -148,7 +151,7 @@ TEST_CASE("each pass is another epoch, set or not") {
 
 TEST_CASE("leaving the loop early leaves no thread and the next pass is whole") {
   const int before = threads_here();
-  DataLoader loader{Slow{}, in_order(40), {.batch_size = 2, .workers = 3}};
+  DataLoader loader{Slow{}, in_order(40), {.batch_size = 2, .num_workers = 3}};
   for (auto& batch : loader) {
     (void)batch;
     CHECK(threads_here() >= before + 3);
@@ -168,7 +171,7 @@ TEST_CASE("leaving the loop early leaves no thread and the next pass is whole") 
 TEST_CASE("what a dataset throws reaches the consumer with rank and batch") {
   for (const std::size_t workers : {0, 2}) {
     const int before = threads_here();
-    DataLoader loader{Broken{}, in_order(40), {.batch_size = 4, .workers = workers, .rank = 5}};
+    DataLoader loader{Broken{}, in_order(40), {.batch_size = 4, .num_workers = workers, .rank = 5}};
     int batches = 0;
     auto read = [&] {
       for (auto& batch : loader) batches += batch.data.defined() ? 1 : 0;
@@ -187,7 +190,7 @@ TEST_CASE("what a dataset throws reaches the consumer with rank and batch") {
   struct OneBad : Broken {
     [[nodiscard]] Example get(std::size_t i) const { return Broken::get(i == 13 ? 33 : i); }
   };
-  DataLoader loader{OneBad{}, in_order(40), {.batch_size = 4, .workers = 1}};
+  DataLoader loader{OneBad{}, in_order(40), {.batch_size = 4, .num_workers = 1}};
   CHECK_THROWS_WITH(pass(loader), "file x, offset 3");  // errors of lockstep speak for themselves
 }
 
@@ -198,7 +201,7 @@ TEST_CASE("transforms draw the same with any number of workers, and differ by ra
   };
   auto run = [&](std::size_t workers, int rank, std::uint64_t seed, bool whole_batches,
                  std::size_t epoch = 0) {
-    LoaderOptions options{.batch_size = 4, .workers = workers, .seed = seed, .rank = rank};
+    LoaderOptions options{.batch_size = 4, .num_workers = workers, .seed = seed, .rank = rank};
     (whole_batches ? options.batch_transform : options.transform) = noise;
     DataLoader loader{TensorDataset{torch::zeros({20, 2}), torch::arange(20)}, in_order(20), options};
     loader.set_epoch(epoch);
@@ -241,7 +244,8 @@ TEST_CASE("a pass that was resumed draws as the whole pass would have") {
 
 TEST_CASE("what workers have read ahead does not count as given") {
   auto make = [](std::size_t workers) {
-    return DataLoader{counting(40), DistributedSampler{40, 1, 2, {}}, {.batch_size = 3, .workers = workers}};
+    return DataLoader{
+        counting(40), DistributedSampler{40, 1, 2, {}}, {.batch_size = 3, .num_workers = workers}};
   };
   auto loader = make(2);
   loader.set_epoch(3);
@@ -266,7 +270,7 @@ TEST_CASE("bytes become floats by a batch transform") {
   const at::Tensor bytes = torch::arange(6).to(torch::kByte).mul(51).view({6, 1});
   DataLoader loader{TensorDataset{bytes, torch::arange(6)},
                     in_order(6),
-                    {.batch_size = 6, .workers = 1, .batch_transform = [](Example batch, at::Generator&) {
+                    {.batch_size = 6, .num_workers = 1, .batch_transform = [](Example batch, at::Generator&) {
                        return Example{batch.data.to(torch::kFloat).div_(255), batch.target};
                      }}};
   for (auto& batch : loader)
@@ -281,7 +285,7 @@ TEST_CASE("workers keep their tensor operations on their own thread, and trainin
     most = std::max(most.load(), at::get_num_threads());
     return batch;
   };
-  DataLoader loader{counting(20), in_order(20), {.batch_size = 4, .workers = 2, .batch_transform = look}};
+  DataLoader loader{counting(20), in_order(20), {.batch_size = 4, .num_workers = 2, .batch_transform = look}};
   CHECK(pass(loader).size() == 5);
   CHECK(most == 1);
   CHECK(at::get_num_threads() == 2);
@@ -293,7 +297,7 @@ TEST_CASE("workers keep their tensor operations on their own thread, and trainin
 
 TEST_CASE("batches take part in training: they are no inference tensors and need no gradient") {
   for (const std::size_t workers : {0, 1}) {
-    DataLoader loader{counting(4), in_order(4), {.batch_size = 4, .workers = workers}};
+    DataLoader loader{counting(4), in_order(4), {.batch_size = 4, .num_workers = workers}};
     for (auto& batch : loader) {
       const at::Tensor weight = torch::ones({3}, torch::requires_grad());
       (batch.data * weight).sum().backward();
@@ -308,7 +312,7 @@ TEST_CASE("torch's datasets and every sampler are taken") {
   DataLoader mapped{torch::data::datasets::TensorDataset(torch::arange(10))
                         .map(torch::data::transforms::Stack<torch::data::TensorExample>()),
                     lockstep::EvaluationSampler{10, 1, 3},
-                    {.batch_size = 2, .workers = 1}};
+                    {.batch_size = 2, .num_workers = 1}};
   std::vector<int> seen;
   for (auto& batch : mapped)
     for (std::int64_t i = 0; i < batch.data.size(0); ++i) seen.push_back(batch.data[i].item<int>());
@@ -319,7 +323,7 @@ TEST_CASE("torch's datasets and every sampler are taken") {
 
 TEST_CASE("an empty dataset gives an empty pass") {
   for (const std::size_t workers : {0, 2}) {
-    DataLoader loader{counting(0), DistributedSampler{0, 0, 2}, {.workers = workers}};
+    DataLoader loader{counting(0), DistributedSampler{0, 0, 2}, {.num_workers = workers}};
     CHECK(loader.size() == 0);
     CHECK(pass(loader).empty());
   }

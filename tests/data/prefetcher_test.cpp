@@ -1,4 +1,4 @@
-#include "lockstep/data/prefetcher.hpp"
+#include "lockstep/data/detail/prefetcher.hpp"
 
 #include <pthread.h>
 
@@ -10,7 +10,7 @@
 
 namespace prefetcher_test {
 
-using Squares = lockstep::Prefetcher<int, int>;
+using Squares = lockstep::detail::Prefetcher<int, int>;
 
 namespace {
 

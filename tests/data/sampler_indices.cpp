@@ -71,7 +71,7 @@ int main() {
       if (own_generator) options.generator = at::detail::createCPUGenerator(seed + 1);
       lockstep::DataLoader loader{counting(length),
                                   lockstep::RandomSampler{length, options},
-                                  {.batch_size = batch, .workers = workers, .drop_last = drop_last}};
+                                  {.batch_size = batch, .num_workers = workers, .drop_last = drop_last}};
       print_passes(loader, epochs, false);
     } else if (kind == "loader") {
       int rank = 0;
@@ -79,7 +79,7 @@ int main() {
       torch::manual_seed(seed);
       lockstep::DataLoader loader{counting(length),
                                   lockstep::DistributedSampler{length, rank, world, {.seed = seed}},
-                                  {.batch_size = batch, .workers = workers, .drop_last = drop_last}};
+                                  {.batch_size = batch, .num_workers = workers, .drop_last = drop_last}};
       print_passes(loader, epochs, true);
     } else {
       std::fprintf(stderr, "unknown kind %s\n", kind.c_str());

@@ -69,7 +69,7 @@ class PlayedStream {
   std::size_t done_ = 0;
 };
 
-static_assert(lockstep::CopyStream<PlayedStream>);
+static_assert(lockstep::detail::CopyStream<PlayedStream>);
 
 lockstep::TensorDataset numbers(std::int64_t samples) {
   const auto data = torch::arange(samples).to(torch::kFloat);
@@ -80,7 +80,7 @@ auto loader_of(std::int64_t samples, std::size_t workers = 0) {
   return lockstep::DataLoader{
       numbers(samples),
       lockstep::PermutationSampler{static_cast<std::size_t>(samples), 0, 1, {.shuffle = false}},
-      {.batch_size = 2, .workers = workers}};
+      {.batch_size = 2, .num_workers = workers}};
 }
 
 template <class Pass>

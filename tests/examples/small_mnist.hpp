@@ -1,7 +1,7 @@
 #pragma once
 
-#include "lockstep/data/digits.hpp"
-#include "lockstep/data/idx.hpp"
+#include "lockstep/datasets/digits.hpp"
+#include "lockstep/datasets/idx.hpp"
 #include "support/temporary_folder.hpp"
 
 /// A folder with MNIST's four files, of few drawn digits.

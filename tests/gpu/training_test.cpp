@@ -11,8 +11,8 @@
 #include "lockstep/data/loader.hpp"
 #include "lockstep/data/permutation_sampler.hpp"
 #include "lockstep/data/staging.hpp"
-#include "lockstep/nn/cpu_batch_norm.hpp"
-#include "lockstep/nn/cuda_batch_norm.hpp"
+#include "lockstep/nn/detail/cpu_batch_norm.hpp"
+#include "lockstep/nn/detail/cuda_batch_norm.hpp"
 #include "lockstep/optim/adam.hpp"
 #include "lockstep/optim/sgd.hpp"
 #include "lockstep/precision/bf16.hpp"
@@ -116,7 +116,7 @@ TEST_CASE("batches come over on a side stream, each whole", "[gpu]") {
   const auto data = torch::arange(4096 * 256).view({4096, 256}).to(torch::kFloat);
   lockstep::DataLoader loader{lockstep::TensorDataset{data, torch::arange(4096)},
                               lockstep::PermutationSampler{4096, 0, 1, {.shuffle = false}},
-                              {.batch_size = 64, .workers = 2, .pin_memory = true}};
+                              {.batch_size = 64, .num_workers = 2, .pin_memory = true}};
   std::int64_t row = 0;
   for (auto& batch : lockstep::StagedBatches{loader, gpu()}) {
     CHECK(batch.data.device() == gpu());

@@ -117,7 +117,7 @@ TEST_CASE("counts take numbers of LibTorch's for each reduction, and nothing for
   StillComm comm{lockstep::World::from_environment()};
   const auto counting = [](auto& ddp, const torch::Tensor& loss) {
     ddp.before_forward();
-    ddp.backward_mean(loss, 4);
+    ddp.backward_sum(loss, 4);
   };
   CHECK(extra_allocations(20, comm, {}, counting) == extra_allocations(220, comm, {}, counting));
 }

@@ -1,4 +1,4 @@
-#include "lockstep/grad/bucket_plan.hpp"
+#include "lockstep/grad/detail/bucket_plan.hpp"
 
 #include <torch/csrc/distributed/c10d/reducer.hpp>
 
@@ -9,8 +9,8 @@
 
 namespace bucket_plan_test {
 
-using lockstep::BucketPlan;
-using lockstep::ParameterSize;
+using lockstep::detail::BucketPlan;
+using lockstep::detail::ParameterSize;
 
 namespace {
 
@@ -47,26 +47,26 @@ BucketPlan sorted(BucketPlan plan) {
 }  // namespace
 
 TEST_CASE("before any gradient, one bucket holds all in registration order") {
-  CHECK(lockstep::plan_by_registration(floats({10, 20'000'000, 30})) == BucketPlan{{0, 1, 2}});
+  CHECK(lockstep::detail::plan_by_registration(floats({10, 20'000'000, 30})) == BucketPlan{{0, 1, 2}});
 }
 
 TEST_CASE("before any gradient, dtypes have a bucket each, the one registered last first") {
   std::vector<ParameterSize> sizes = floats({10, 10, 10});
   sizes[1].dtype = 7;
-  CHECK(lockstep::plan_by_registration(sizes) == BucketPlan{{1}, {0, 2}});
+  CHECK(lockstep::detail::plan_by_registration(sizes) == BucketPlan{{1}, {0, 2}});
 }
 
 TEST_CASE("a bucket closes after the parameter that reaches its cap") {
   const auto sizes = floats({1, 2, 3, 4, 5});
-  CHECK(lockstep::plan_by_ready_order(sizes, {4, 3, 2, 1, 0}, {20, 28}) == BucketPlan{{4}, {3, 2}, {1, 0}});
-  CHECK(lockstep::plan_by_ready_order(sizes, {4, 3, 2, 1, 0}, {21, 28}) == BucketPlan{{4, 3}, {2, 1, 0}});
-  CHECK(lockstep::plan_by_ready_order(sizes, {0, 1, 2, 3, 4}, {1}) == BucketPlan{{0}, {1}, {2}, {3}, {4}});
+  CHECK(lockstep::detail::plan_by_ready_order(sizes, {4, 3, 2, 1, 0}, {20, 28}) == BucketPlan{{4}, {3, 2}, {1, 0}});
+  CHECK(lockstep::detail::plan_by_ready_order(sizes, {4, 3, 2, 1, 0}, {21, 28}) == BucketPlan{{4, 3}, {2, 1, 0}});
+  CHECK(lockstep::detail::plan_by_ready_order(sizes, {0, 1, 2, 3, 4}, {1}) == BucketPlan{{0}, {1}, {2}, {3}, {4}});
 }
 
 TEST_CASE("the default caps are 1 MiB, then 25 MiB") {
   const std::size_t mib = (1 << 20) / 4;
-  CHECK(lockstep::plan_by_ready_order(floats({mib, mib, 23 * mib, mib, 1}), {0, 1, 2, 3, 4},
-                                      lockstep::default_bucket_caps()) == BucketPlan{{0}, {1, 2, 3}, {4}});
+  CHECK(lockstep::detail::plan_by_ready_order(floats({mib, mib, 23 * mib, mib, 1}), {0, 1, 2, 3, 4},
+                                      lockstep::detail::default_bucket_caps()) == BucketPlan{{0}, {1, 2, 3}, {4}});
 }
 
 TEST_CASE("plans equal those of c10d") {
@@ -82,7 +82,7 @@ TEST_CASE("plans equal those of c10d") {
     auto registered = std::get<0>(
         c10d::compute_bucket_assignment_by_size(tensors, {std::numeric_limits<std::size_t>::max()}));
     std::reverse(registered.begin(), registered.end());
-    CHECK(lockstep::plan_by_registration(sizes_of(tensors)) == registered);
+    CHECK(lockstep::detail::plan_by_registration(sizes_of(tensors)) == registered);
 
     std::vector<std::size_t> order(tensors.size());
     for (std::size_t i = 0; i < order.size(); ++i) order[i] = i;
@@ -91,7 +91,7 @@ TEST_CASE("plans equal those of c10d") {
     for (const std::size_t i : order) ready.push_back(tensors[i]);
     const auto theirs = std::get<0>(c10d::compute_bucket_assignment_by_size(
         ready, caps, {}, std::vector<std::int64_t>(order.begin(), order.end())));
-    const auto ours = lockstep::plan_by_ready_order(sizes_of(tensors), order, caps);
+    const auto ours = lockstep::detail::plan_by_ready_order(sizes_of(tensors), order, caps);
     // With several dtypes, c10d adds those left open in the order of a hash table.
     if (mixed)
       CHECK(sorted(ours) == sorted(theirs));
@@ -102,26 +102,26 @@ TEST_CASE("plans equal those of c10d") {
 
 TEST_CASE("a model over two devices: buckets of each device's own") {
   // As the gradients of a model would come whose first half lies on cuda:0 and whose second on cuda:1.
-  using lockstep::ParameterSize;
+  using lockstep::detail::ParameterSize;
   constexpr int single = 6, first = 256, second = 257;
   const std::vector<ParameterSize> sizes{
       {400, single, first}, {40, single, first}, {400, single, second}, {40, single, second}, {8, 7, second}};
-  CHECK(lockstep::plan_by_registration(sizes) == lockstep::BucketPlan{{4}, {2, 3}, {0, 1}});
-  CHECK(lockstep::plan_by_ready_order(sizes, {4, 3, 2, 1, 0}, {300, 1000}) ==
-        lockstep::BucketPlan{{3, 2}, {1, 0}, {4}});
+  CHECK(lockstep::detail::plan_by_registration(sizes) == lockstep::detail::BucketPlan{{4}, {2, 3}, {0, 1}});
+  CHECK(lockstep::detail::plan_by_ready_order(sizes, {4, 3, 2, 1, 0}, {300, 1000}) ==
+        lockstep::detail::BucketPlan{{3, 2}, {1, 0}, {4}});
 }
 
 TEST_CASE("delayed parameters are in no bucket but their own, behind the one that they wait for") {
   auto sizes = floats({10, 10, 10, 10, 10});
   sizes[1].delayed = sizes[3].delayed = true;
-  const auto plan = lockstep::plan_by_ready_order(sizes, {4, 3, 2, 1, 0}, {1});
+  const auto plan = lockstep::detail::plan_by_ready_order(sizes, {4, 3, 2, 1, 0}, {1});
   CHECK(plan == BucketPlan{{4}, {2}, {0}});
-  CHECK(lockstep::plan_by_registration(sizes) == BucketPlan{{0, 2, 4}});
-  CHECK(lockstep::with_delayed(plan, {{{3, 1}}, 4}) == BucketPlan{{4}, {3, 1}, {2}, {0}});
-  CHECK(lockstep::with_delayed(plan, {{{3}, {1}}, 0}) == BucketPlan{{4}, {2}, {0}, {3}, {1}});
-  CHECK(lockstep::with_delayed(plan, {{{3, 1}}, {}}) == BucketPlan{{4}, {2}, {0}, {3, 1}});
-  CHECK(lockstep::with_delayed(plan, {}) == plan);
-  CHECK(lockstep::with_delayed({}, {{{0, 1}}, {}}) == BucketPlan{{0, 1}});
+  CHECK(lockstep::detail::plan_by_registration(sizes) == BucketPlan{{0, 2, 4}});
+  CHECK(lockstep::detail::with_delayed(plan, {{{3, 1}}, 4}) == BucketPlan{{4}, {3, 1}, {2}, {0}});
+  CHECK(lockstep::detail::with_delayed(plan, {{{3}, {1}}, 0}) == BucketPlan{{4}, {2}, {0}, {3}, {1}});
+  CHECK(lockstep::detail::with_delayed(plan, {{{3, 1}}, {}}) == BucketPlan{{4}, {2}, {0}, {3, 1}});
+  CHECK(lockstep::detail::with_delayed(plan, {}) == plan);
+  CHECK(lockstep::detail::with_delayed({}, {{{0, 1}}, {}}) == BucketPlan{{0, 1}});
 }
 
 }  // namespace bucket_plan_test

@@ -73,7 +73,7 @@ CASES = [
     ("delayed", "mlp", 1, 1, 50, 0.1, 0.9, "16384", "delayed", "`delay_all_reduce_named_params`, four of the eight parameters"),
     ("delayed-zero", "mlp", 0, 1, 50, 0.05, 0.9, "16384", "delayed", "the same, gradients kept defined"),
     ("group", "convnet", 1, 1, 50, 0.1, 0.9, "8192", "group", "a process group of the first and the last rank, and one of the others"),
-    ("join", "mlp", 1, 1, 50, 0.1, 0.0, "16384", "join", "`join()`, as ranks run out of data one after the other; `backward_nothing()`"),
+    ("join", "mlp", 1, 1, 50, 0.1, 0.0, "16384", "join", "`join()`, as ranks run out of data one after the other; `backward_empty()`"),
     ("fp16", "mlp", 1, 1, 50, 0.1, 0.9, "16384", "fp16", "`fp16_compress_hook`"),
     ("bf16", "mlp", 0, 1, 50, 0.1, 0.9, "16384", "bf16", "`bf16_compress_hook`"),
     ("power-sgd", "gpt", 1, 1, 15, 0.1, 0.9, "262144,8192", "power-sgd", "`powerSGD_hook` without error feedback, rank 2 from step 10 on, a GPT of two layers"),

@@ -18,8 +18,7 @@
 #include "grad/checkpoint.hpp"
 #include "lockstep/comm/gloo_comm.hpp"
 #include "lockstep/grad/distributed_data_parallel.hpp"
-#include "lockstep/grad/hooks/bf16_hook.hpp"
-#include "lockstep/grad/hooks/fp16_hook.hpp"
+#include "lockstep/grad/hooks/cast_hooks.hpp"
 #include "lockstep/grad/hooks/power_sgd_hook.hpp"
 #include "lockstep/nn/linear.hpp"
 #include "lockstep/optim/adam.hpp"
@@ -62,7 +61,7 @@ struct TestComm : lockstep::GlooComm {
     rebuilt_ = true;
     Work work = GlooComm::broadcast(tensor, root);
     if (mutation == "permute") {  // the order from which buckets are rebuilt
-      work.wait_host();
+      work.synchronize();
       tensor.copy_(tensor.flip(0));
     }
     return work;
@@ -353,7 +352,7 @@ void train(const Case& c, const lockstep::World& world, Comm& comm, const std::s
       ddp.backward(loss(step, micro));
     }
     if (c.with("join") && step >= c.steps - earlier * world.rank())
-      ddp.backward_nothing();
+      ddp.backward_empty();
     else
       ddp.backward(loss(step, c.micro_batches - 1));
     if (c.with("twice")) ddp.backward(loss(step + 1, 0));
@@ -370,8 +369,8 @@ void train(const Case& c, const lockstep::World& world, TestComm& comm, const st
   if (c.extra == "group") {
     std::vector<int> middle(static_cast<std::size_t>(world.size() - 2));
     std::iota(middle.begin(), middle.end(), 1);
-    auto of_ends = comm.sub_group({0, world.size() - 1});
-    auto of_middle = middle.empty() ? std::nullopt : comm.sub_group(middle);
+    auto of_ends = comm.new_group({0, world.size() - 1});
+    auto of_middle = middle.empty() ? std::nullopt : comm.new_group(middle);
     train(c, world, of_ends ? *of_ends : *of_middle, folder, output, lockstep::AllReduceHook{});
   } else if (c.extra == "fp16")
     train(c, world, comm, folder, output, lockstep::Fp16Hook{});

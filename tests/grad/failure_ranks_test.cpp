@@ -262,11 +262,11 @@ TEST_CASE("a rank that cannot come to its backward tells the others, and the nex
     if (rank == culprit) {
       std::optional<decltype(ddp.no_sync())> guard;
       if (accumulating) guard.emplace(ddp.no_sync());
-      ddp.give_up(failure, counted);
+      ddp.fail_backward(failure, counted);
     } else {
       const auto loss = net(batch_of(rank, 0)).sum();
       const std::string text =
-          thrown_by([&] { counted ? (void)ddp.backward_mean(loss, 3) : ddp.backward(loss); });
+          thrown_by([&] { counted ? (void)ddp.backward_sum(loss, 3) : ddp.backward(loss); });
       CHECK_THAT(text, ContainsSubstring(fmt::format("rank {}: no picture 17", culprit)));
     }
     CHECK_FALSE(net->one->weight.grad().defined());

@@ -53,7 +53,7 @@ int main(int argc, char** argv) {
     auto model = make_model(mode, odd);
     lockstep::GlooOptions options;
     if (mode == "late") {
-      options.deadline = std::chrono::seconds(3);
+      options.timeout = std::chrono::seconds(3);
       lockstep_test::meet(world);
     }
     lockstep::GlooComm comm{world, options};

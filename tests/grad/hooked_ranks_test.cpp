@@ -2,9 +2,7 @@
 #include <torch/script.h>
 
 #include "grad/models.hpp"
-#include "lockstep/grad/hooks/bf16_fp32_hook.hpp"
-#include "lockstep/grad/hooks/bf16_hook.hpp"
-#include "lockstep/grad/hooks/fp16_hook.hpp"
+#include "lockstep/grad/hooks/cast_hooks.hpp"
 #include "lockstep/grad/hooks/function_hook.hpp"
 #include "lockstep/grad/hooks/no_op_hook.hpp"
 #include "lockstep/grad/hooks/power_sgd_hook.hpp"
@@ -112,7 +110,7 @@ TEST_CASE("sums with counts are exact means through a hook as well") {
         {net(joined).pow(2).sum() / static_cast<double>(joined.size(0))}, net->parameters());
     net->zero_grad();
     const auto& mine = all[static_cast<std::size_t>(world.rank())];
-    CHECK(ddp.backward_mean(net(mine).pow(2).sum(), static_cast<double>(mine.size(0))) ==
+    CHECK(ddp.backward_sum(net(mine).pow(2).sum(), static_cast<double>(mine.size(0))) ==
           static_cast<double>(joined.size(0)));
     for (std::size_t i = 0; i < expected.size(); ++i)
       CHECK(torch::allclose(net->parameters()[i].grad(), expected[i], 1e-2, 1e-3));
@@ -122,7 +120,7 @@ TEST_CASE("sums with counts are exact means through a hook as well") {
 TEST_CASE("sums that a short type cannot hold travel as means") {
   const auto mean_of_ones = [](auto& ddp, auto& layer, std::int64_t tokens) {
     const auto ones = torch::ones({tokens, 1}, layer->bias.options().requires_grad(false));
-    CHECK(ddp.backward_mean(layer(ones).sum(), static_cast<double>(tokens)) ==
+    CHECK(ddp.backward_sum(layer(ones).sum(), static_cast<double>(tokens)) ==
           static_cast<double>(tokens * test_world().size()));
     CHECK_THAT(layer->bias.grad().template item<double>(), Catch::Matchers::WithinAbs(1, 2e-3));
     CHECK_THAT(layer->weight.grad().template item<double>(), Catch::Matchers::WithinAbs(1, 2e-3));
@@ -134,9 +132,9 @@ TEST_CASE("sums that a short type cannot hold travel as means") {
     // What was gathered before counts as well.
     layer->zero_grad();
     const auto guard = cast.no_sync();
-    cast.backward_mean(layer(torch::zeros({200000, 1})).sum(), 200000);
+    cast.backward_sum(layer(torch::zeros({200000, 1})).sum(), 200000);
   }
-  cast.backward_mean(layer(torch::ones({200000, 1})).sum(), 200000);
+  cast.backward_sum(layer(torch::ones({200000, 1})).sum(), 200000);
   CHECK_THAT(layer->weight.grad().item<double>(), Catch::Matchers::WithinAbs(0.5, 1e-3));
   CHECK_THAT(layer->bias.grad().item<double>(), Catch::Matchers::WithinAbs(1, 2e-3));
 
@@ -145,7 +143,7 @@ TEST_CASE("sums that a short type cannot hold travel as means") {
   DistributedDataParallel plain{half, shared_comm()};
   mean_of_ones(plain, half, 40000);
   half->zero_grad();
-  CHECK(plain.backward_mean(half(torch::ones({9, 1}, torch::kHalf)).sum(), 0) == 0);
+  CHECK(plain.backward_sum(half(torch::ones({9, 1}, torch::kHalf)).sum(), 0) == 0);
   CHECK(half->weight.grad().item<double>() == 0);
 }
 

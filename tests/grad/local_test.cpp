@@ -57,7 +57,7 @@ TEST_CASE("counts are summed exactly on any number of ranks, or refused") {
     torch::nn::Linear layer(2, 1);
     layer->to(type);
     lockstep::DistributedDataParallel ddp{layer, comm};
-    const double sum = ddp.backward_mean(count * layer(torch::ones({1, 2}, type)).sum(), count);
+    const double sum = ddp.backward_sum(count * layer(torch::ones({1, 2}, type)).sum(), count);
     CHECK(torch::allclose(layer->weight.grad(), torch::ones({1, 2}, type)));
     return sum;
   };
@@ -77,17 +77,17 @@ TEST_CASE("counts are summed exactly on any number of ranks, or refused") {
   lockstep::DistributedDataParallel ddp{layer, comm};
   const auto loss = [&] { return layer(torch::ones({1, 2})).sum(); };
   CHECK_THROWS_WITH(
-      ddp.backward_mean(loss(), largest + 1),
-      "rank 0: backward_mean got the count 4294967297 in one reduction, but counts that travel "
+      ddp.backward_sum(loss(), largest + 1),
+      "rank 0: backward_sum got the count 4294967297 in one reduction, but counts that travel "
       "with float32 gradients are exact up to 4294967296 per rank: divide the sum and the count "
       "by the same number");
   CHECK(!layer->weight.grad().defined());
   {
     const auto guard = ddp.no_sync();
-    ddp.backward_mean(loss(), largest);
-    CHECK_THROWS_AS(ddp.backward_mean(loss(), 1), lockstep::UsageError);
+    ddp.backward_sum(loss(), largest);
+    CHECK_THROWS_AS(ddp.backward_sum(loss(), 1), lockstep::UsageError);
   }
-  CHECK(ddp.backward_mean({}, 0) == 256 * largest);
+  CHECK(ddp.backward_sum({}, 0) == 256 * largest);
 }
 
 TEST_CASE("with LocalComm, ten steps run the operators of the plain loop and no other") {
@@ -123,20 +123,20 @@ TEST_CASE("with LocalComm, sums and counts end as on several ranks") {
   torch::nn::Linear layer(2, 1);
   lockstep::DistributedDataParallel ddp{layer, comm};
   const auto sum = [&] { return layer(torch::ones({3, 2})).sum(); };
-  CHECK(ddp.backward_mean(sum(), 0) == 0);
+  CHECK(ddp.backward_sum(sum(), 0) == 0);
   CHECK(layer->weight.grad().eq(0).all().item<bool>());
   layer->zero_grad();
-  CHECK(ddp.backward_mean(sum(), 3) == 3);
+  CHECK(ddp.backward_sum(sum(), 3) == 3);
   CHECK(layer->weight.grad().eq(1).all().item<bool>());
-  CHECK_THROWS_AS(ddp.backward_mean(sum(), 3), lockstep::GradientError);
+  CHECK_THROWS_AS(ddp.backward_sum(sum(), 3), lockstep::GradientError);
   CHECK(!layer->weight.grad().defined());
   {
     const auto guard = ddp.no_sync();
-    ddp.backward_mean(sum(), 3);
+    ddp.backward_sum(sum(), 3);
   }
-  CHECK_THROWS_AS(ddp.backward_mean(sum(), -1), lockstep::UsageError);
+  CHECK_THROWS_AS(ddp.backward_sum(sum(), -1), lockstep::UsageError);
   CHECK(!layer->weight.grad().defined());
-  CHECK(ddp.backward_mean(sum(), 3) == 3);
+  CHECK(ddp.backward_sum(sum(), 3) == 3);
 }
 
 TEST_CASE("with LocalComm, no hook is left on a parameter") {

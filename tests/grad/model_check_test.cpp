@@ -1,8 +1,8 @@
-#include "lockstep/grad/model_check.hpp"
+#include "lockstep/grad/same_model.hpp"
 
 #include <torch/torch.h>
 
-#include "lockstep/grad/device_check.hpp"
+#include "lockstep/grad/detail/device_check.hpp"
 #include "support/catch.hpp"
 
 namespace model_check_test {

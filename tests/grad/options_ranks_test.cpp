@@ -95,7 +95,7 @@ TEST_CASE("a kept gradient that no rank uses: averaged again in a bucket view, e
   const auto left = kept().clone();
   // A sum that is divided by a count must not divide what is a mean already.
   net->head->zero_grad();
-  ddp.backward_mean(net(batch_of(rank, 1), 1).pow(2).sum(), 3);
+  ddp.backward_sum(net(batch_of(rank, 1), 1).pow(2).sum(), 3);
   CHECK(kept().equal(left));
   {
     const torch::NoGradGuard no_grad;
@@ -284,16 +284,16 @@ TEST_CASE("sums with counts: the mean over all ranks' samples, a rank with none 
     const auto mine = share(world.rank());
     double total = 0;
     if (world.rank() == empty)
-      total = ddp.backward_mean({}, 0);
+      total = ddp.backward_sum({}, 0);
     else if (step == 3) {  // in two parts
       {
         const auto guard = ddp.no_sync();
-        ddp.backward_mean(net(mine.narrow(0, 0, 1)).pow(2).sum(), 1);
+        ddp.backward_sum(net(mine.narrow(0, 0, 1)).pow(2).sum(), 1);
       }
       const auto rest = mine.narrow(0, 1, mine.size(0) - 1);
-      total = ddp.backward_mean(net(rest).pow(2).sum(), static_cast<double>(rest.size(0)));
+      total = ddp.backward_sum(net(rest).pow(2).sum(), static_cast<double>(rest.size(0)));
     } else {
-      total = ddp.backward_mean(net(mine).pow(2).sum(), static_cast<double>(mine.size(0)));
+      total = ddp.backward_sum(net(mine).pow(2).sum(), static_cast<double>(mine.size(0)));
     }
     CHECK(total == static_cast<double>(joined.size(0)));
     for (std::size_t i = 0; i < expected.size(); ++i)
@@ -301,9 +301,9 @@ TEST_CASE("sums with counts: the mean over all ranks' samples, a rank with none 
                             in_double ? 1e-14 : 1e-6));
   }
   net->zero_grad();
-  CHECK(ddp.backward_mean({}, 0) == 0);
+  CHECK(ddp.backward_sum({}, 0) == 0);
   for (const auto& parameter : net->parameters()) CHECK(parameter.grad().abs().max().item<double>() == 0);
-  CHECK_THROWS_AS(ddp.backward_mean(net(torch::zeros({1, 4}, type)).sum(), -1), lockstep::UsageError);
+  CHECK_THROWS_AS(ddp.backward_sum(net(torch::zeros({1, 4}, type)).sum(), -1), lockstep::UsageError);
 }
 
 TEST_CASE("a rank without data takes part with zeros") {
@@ -319,7 +319,7 @@ TEST_CASE("a rank without data takes part with zeros") {
     const auto expected = expected_gradients(net, world.size(), loss);
     net->zero_grad(step % 2 == 0);
     if (idle)
-      ddp.backward_nothing();
+      ddp.backward_empty();
     else
       ddp.backward(loss(net, world.rank()));
     check_close(gradients(net->parameters()), expected);
@@ -328,7 +328,7 @@ TEST_CASE("a rank without data takes part with zeros") {
 
 TEST_CASE("over some of the ranks only", "[3+]") {
   const auto& world = test_world();
-  auto group = shared_comm().sub_group({0, 2});
+  auto group = shared_comm().new_group({0, 2});
   CHECK(group.has_value() == (world.rank() == 0 || world.rank() == 2));
   if (group) {
     torch::manual_seed(world.rank());
@@ -502,7 +502,7 @@ TEST_CASE("the mean of a sum cannot be added to gradients that are means already
   DdpOptions options = small_buckets();
   options.find_unused_parameters = search;
   DistributedDataParallel ddp{net, shared_comm(), options};
-  const auto step = [&](int number) { return ddp.backward_mean(net(batch_of(0, number)).sum(), 2); };
+  const auto step = [&](int number) { return ddp.backward_sum(net(batch_of(0, number)).sum(), 2); };
   step(0);
   CHECK_THAT(thrown_by([&] { step(1); }),
              ContainsSubstring("a mean already") && ContainsSubstring("zero_grad"));
@@ -571,11 +571,11 @@ TEST_CASE("a sum with a count over two wrapped models is refused, on every rank"
   DistributedDataParallel one{first, shared_comm()};
   DistributedDataParallel other{second, shared_comm()};
   const auto x = torch::ones({1, 2});
-  CHECK_THAT(thrown_by([&] { one.backward_mean(second(first(x)).sum(), 1); }),
-             ContainsSubstring("backward_mean reached another wrapped model"));
+  CHECK_THAT(thrown_by([&] { one.backward_sum(second(first(x)).sum(), 1); }),
+             ContainsSubstring("backward_sum reached another wrapped model"));
   {
     const auto guard = other.no_sync();
-    CHECK(one.backward_mean(second(first(x)).sum(), 1) == test_world().size());
+    CHECK(one.backward_sum(second(first(x)).sum(), 1) == test_world().size());
   }
   one.backward(first(x).sum());
 }

@@ -25,7 +25,7 @@ TEST_CASE("a hook's error leaves no bucket on its way into the next backward") {
       lockstep::hook_of([&calls, &wrong](auto& comm, const lockstep::GradientBucket& bucket) {
         ++calls;
         bucket.flat.div_(comm.size());
-        comm.all_reduce(bucket.flat).wait_host();
+        comm.all_reduce(bucket.flat).synchronize();
         // A hook that looks at one bucket only.
         return wrong && bucket.flat.numel() == 4 ? torch::ones({3}) : bucket.flat;
       })};
@@ -52,7 +52,7 @@ TEST_CASE("a hook's error on one rank is one on every rank") {
   DistributedDataParallel ddp{
       list, shared_comm(), {}, lockstep::hook_of([&](auto& comm, const lockstep::GradientBucket& bucket) {
         bucket.flat.div_(comm.size());
-        comm.all_reduce(bucket.flat).wait_host();
+        comm.all_reduce(bucket.flat).synchronize();
         return wrong && comm.rank() == culprit ? bucket.flat.to(torch::kDouble) : bucket.flat;
       })};
   for (int step = 0; step < 2; ++step) {
@@ -72,12 +72,12 @@ TEST_CASE("a step that was given up is forgotten, a refused count was never ther
   for (int step = 0; step < 3; ++step) {
     {
       const auto guard = ddp.no_sync();
-      CHECK(ddp.backward_mean(sum(), 8) == 8);  // of this rank, so far
-      CHECK_THROWS_AS(ddp.backward_mean(sum(), -5), lockstep::UsageError);
+      CHECK(ddp.backward_sum(sum(), 8) == 8);  // of this rank, so far
+      CHECK_THROWS_AS(ddp.backward_sum(sum(), -5), lockstep::UsageError);
     }
     ddp.forget();
     for (auto& parameter : list) parameter.mutable_grad().reset();
-    CHECK(ddp.backward_mean(sum(), 8) == 8 * test_world().size());
+    CHECK(ddp.backward_sum(sum(), 8) == 8 * test_world().size());
     CHECK(list[0].grad().eq(1).all().item<bool>());
     for (auto& parameter : list) parameter.mutable_grad().reset();
   }
@@ -86,7 +86,7 @@ TEST_CASE("a step that was given up is forgotten, a refused count was never ther
 TEST_CASE("where nothing was counted gradients are zeros, whatever the sums and the hook") {
   auto list = two_lists(64);
   DistributedDataParallel plain{list, shared_comm()};
-  CHECK(plain.backward_mean(list[0].sum() + list[1].sum(), 0) == 0);
+  CHECK(plain.backward_sum(list[0].sum() + list[1].sum(), 0) == 0);
   CHECK(list[0].grad().eq(0).all().item<bool>());
   std::vector<at::Tensor> matrix{torch::randn({32, 32}).requires_grad_(true)};
   DistributedDataParallel low_rank{matrix, shared_comm(), {}, lockstep::PowerSgdHook{{.start_iteration = 0}}};
@@ -94,7 +94,7 @@ TEST_CASE("where nothing was counted gradients are zeros, whatever the sums and 
   low_rank.backward((matrix[0] * torch::randn({32, 32})).sum());
   const auto before = low_rank.hook().state();
   matrix[0].mutable_grad().reset();
-  CHECK(low_rank.backward_mean({}, 0) == 0);
+  CHECK(low_rank.backward_sum({}, 0) == 0);
   CHECK(matrix[0].grad().eq(0).all().item<bool>());
   const auto after = low_rank.hook().state();
   REQUIRE(after.size() == before.size());
@@ -115,7 +115,7 @@ TEST_CASE("a gradient of earlier that no rank's backward comes to stays as it is
     CHECK(torch::equal(list[0].grad(), kept));
   }
   list[1].mutable_grad().reset();
-  ddp.backward_mean(list[1].sum(), 8);
+  ddp.backward_sum(list[1].sum(), 8);
   CHECK(torch::equal(list[0].grad(), kept));
 }
 
@@ -126,7 +126,7 @@ TEST_CASE("a static graph whose first step has no data learns with the first tha
   options.static_graph = true;
   options.gradients = lockstep::GradientStorage::separate;
   DistributedDataParallel ddp{list, shared_comm(), options};
-  ddp.backward_nothing();
+  ddp.backward_empty();
   for (int step = 0; step < 4; ++step) {
     for (auto& parameter : list) parameter.mutable_grad().reset();
     ddp.backward((list[0] * (world.rank() + 1)).sum());
@@ -152,8 +152,8 @@ TEST_CASE("models that share a loss: a rank without data, and one whose backward
       continue;
     }
     if (world.size() > 1 && world.rank() == 0 && step % 2 == 1) {
-      one.backward_nothing();
-      other.backward_nothing();
+      one.backward_empty();
+      other.backward_empty();
     } else {
       one.backward(second(first(x)).sum());
     }

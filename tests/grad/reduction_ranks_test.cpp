@@ -11,8 +11,8 @@ using lockstep::DistributedDataParallel;
 namespace {
 bool same_on_all_ranks(const at::Tensor& tensor) {
   at::Tensor least = tensor.detach().clone(), most = least.clone();
-  shared_comm().all_reduce(least, lockstep::ReduceOp::min).wait_host();
-  shared_comm().all_reduce(most, lockstep::ReduceOp::max).wait_host();
+  shared_comm().all_reduce(least, lockstep::ReduceOp::min).synchronize();
+  shared_comm().all_reduce(most, lockstep::ReduceOp::max).synchronize();
   return torch::equal(least, most);
 }
 }  // namespace
@@ -54,7 +54,7 @@ TEST_CASE("construction gives every rank the parameters and buffers of rank 0") 
 TEST_CASE("buckets are rebuilt once, in the order in which rank 0's gradients became ready") {
   Net net;
   DistributedDataParallel ddp{net, shared_comm(), {.bucket_caps = {100}}};
-  const lockstep::BucketPlan first{{0, 1, 2, 3, 4, 5}};
+  const lockstep::detail::BucketPlan first{{0, 1, 2, 3, 4, 5}};
   auto step = [&] {
     net->zero_grad();
     ddp.backward(net(batch_of(0, 0)).sum());
@@ -246,7 +246,7 @@ TEST_CASE("parameters of several dtypes have buckets of their own") {
     torch::Tensor forward(float x) { return (single * x).sum() + (twice * x).sum() + (last * x).sum(); }
   } model;
   DistributedDataParallel ddp{model, shared_comm()};
-  CHECK(ddp.buckets() == lockstep::BucketPlan{{1}, {0, 2}});
+  CHECK(ddp.buckets() == lockstep::detail::BucketPlan{{1}, {0, 2}});
   for (int step = 0; step < 3; ++step) {
     model.zero_grad();
     ddp.backward(ddp(static_cast<float>(test_world().rank())));

@@ -1,6 +1,6 @@
 // Models that have parted are found by the bits of their parameters, and named where it is more than
 // rounding.
-#include "lockstep/grad/same_parameters.hpp"
+#include "lockstep/grad/same_model.hpp"
 
 #include <cmath>
 

@@ -8,7 +8,7 @@
 namespace convert_sync_batchnorm_test {
 
 namespace nn = torch::nn;
-using lockstep::BatchNormGroup;
+using lockstep::detail::BatchNormGroup;
 using lockstep::convert_sync_batchnorm;
 using Names = std::vector<std::string>;
 

@@ -22,7 +22,7 @@ int main(int argc, char** argv) {
     Sequential model(Linear(8, 8), BatchNorm1d(8), ReLU(), Linear(8, 8), BatchNorm1d(8));
     lockstep::GlooOptions options;
     if (mode.starts_with("late")) {
-      options.deadline = std::chrono::seconds(3);
+      options.timeout = std::chrono::seconds(3);
       lockstep_test::meet(world);
     }
     lockstep::GlooComm comm{world, options};

@@ -30,12 +30,12 @@ struct BrokenExchange : lockstep::detail::StatisticsExchange {
   [[nodiscard]] int size() const override { return comm.size(); }
   [[nodiscard]] at::Tensor gather(const at::Tensor& row) override {
     at::Tensor rows = at::empty({comm.size(), row.numel()}, row.options());
-    comm.all_gather(rows, row).wait_host();
+    comm.all_gather(rows, row).synchronize();
     if (mutation == "forget") rows[1][-1] = 0;
     return rows;
   }
   void sum(const at::Tensor& values) override {
-    if (mutation != "apart") comm.all_reduce(values).wait_host();
+    if (mutation != "apart") comm.all_reduce(values).synchronize();
   }
   lockstep::GlooComm& comm;
 };
@@ -130,9 +130,9 @@ int main(int argc, char** argv) {
   return lockstep::launch(argc, argv, [&](const lockstep::World& world) {
     at::set_num_threads(1);
     lockstep::GlooComm comm{world};
-    const lockstep::BatchNormGroup group =
-        mutation.empty() ? lockstep::BatchNormGroup{comm}
-                         : lockstep::BatchNormGroup{std::make_shared<BrokenExchange>(comm)};
+    const lockstep::detail::BatchNormGroup group =
+        mutation.empty() ? lockstep::detail::BatchNormGroup{comm}
+                         : lockstep::detail::BatchNormGroup{std::make_shared<BrokenExchange>(comm)};
     for (const Case& c : read_cases(words[0])) {
       auto options = torch::nn::BatchNormOptions(c.shape[0]).affine(c.affine != 0);
       options.momentum(c.momentum < 0 ? std::nullopt : std::optional<double>(c.momentum));

@@ -10,7 +10,7 @@
 
 namespace sync_batch_norm_ranks_test {
 
-using lockstep::BatchNormGroup;
+using lockstep::detail::BatchNormGroup;
 using torch::nn::BatchNormOptions;
 
 namespace {
@@ -86,7 +86,7 @@ void compare(Sync sync, Plain plain, const Case& the, lockstep::GlooComm& comm, 
     if (!plain->options.affine()) continue;
     for (auto [mine, theirs] : {std::pair{sync->weight, plain->weight}, std::pair{sync->bias, plain->bias}}) {
       auto sum = mine.grad().clone();
-      comm.all_reduce(sum).wait_host();
+      comm.all_reduce(sum).synchronize();
       CHECK(close(sum, theirs.grad(), tolerance));
     }
   }
@@ -96,7 +96,7 @@ void compare(Sync sync, Plain plain, const Case& the, lockstep::GlooComm& comm, 
   CHECK(torch::equal(sync->num_batches_tracked, plain->num_batches_tracked));
   for (const auto& running : {sync->running_mean, sync->running_var}) {
     auto all = torch::empty({comm.size(), the.channels}, the.dtype);
-    comm.all_gather(all, running).wait_host();
+    comm.all_gather(all, running).synchronize();
     for (int rank = 0; rank < comm.size(); ++rank) CHECK(torch::equal(all[rank], running));  // the same bits
   }
 }
@@ -174,11 +174,11 @@ TEST_CASE("a sub-group joins the batches of its own ranks", "[3+]") {
   const int size = test_world().size();
   std::vector<int> middle(static_cast<std::size_t>(size - 2));
   std::iota(middle.begin(), middle.end(), 1);
-  auto of_ends = shared_comm().sub_group({0, size - 1}), of_middle = shared_comm().sub_group(middle);
+  auto of_ends = shared_comm().new_group({0, size - 1}), of_middle = shared_comm().new_group(middle);
   lockstep::GlooComm& mine = of_ends ? *of_ends : *of_middle;
   std::vector<int> all(static_cast<std::size_t>(mine.size()));
   std::iota(all.begin(), all.end(), 0);
-  const BatchNormGroup group{*mine.sub_group(all)};
+  const BatchNormGroup group{*mine.new_group(all)};
   CHECK(group.size() == mine.size());
   Case the{.counts = {}, .inner = {4}};
   for (int rank = 0; rank < mine.size(); ++rank) the.counts.push_back(2 + rank);

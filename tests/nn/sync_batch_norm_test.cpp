@@ -9,7 +9,7 @@
 
 namespace sync_batch_norm_test {
 
-using lockstep::BatchNormGroup;
+using lockstep::detail::BatchNormGroup;
 using lockstep::SyncBatchNorm1d;
 using lockstep::SyncBatchNorm2d;
 using lockstep::SyncBatchNorm3d;

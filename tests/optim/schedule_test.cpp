@@ -2,7 +2,6 @@
 
 #include <cmath>
 
-#include "lockstep/optim/rate_rule.hpp"
 #include "lockstep/train/extras.hpp"
 #include "optim/common.hpp"
 

@@ -20,7 +20,7 @@ bool same_everywhere(const std::vector<torch::Tensor>& tensors) {
   bool same = true;
   for (const torch::Tensor& tensor : tensors) {
     auto copy = tensor.detach().clone();
-    shared_comm().broadcast(copy, 0).wait_host();
+    shared_comm().broadcast(copy, 0).synchronize();
     same = same && torch::equal(copy, tensor);
   }
   return same;

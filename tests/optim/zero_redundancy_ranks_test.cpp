@@ -73,7 +73,7 @@ TEST_CASE("a sharded optimizer gives the parameters of the unsharded one to the 
     // Each state is on one rank.
     std::int64_t states = static_cast<std::int64_t>(sharded.inner().state().size());
     auto sum = torch::tensor(states);
-    shared_comm().all_reduce(sum).wait_host();
+    shared_comm().all_reduce(sum).synchronize();
     CHECK(sum.item<std::int64_t>() == static_cast<std::int64_t>(whole->state().size()));
   }
 }
@@ -100,7 +100,7 @@ TEST_CASE("a rank keeps its share of the state's bytes, dealt out as Python deal
                                      : std::vector<std::int64_t>{300, 200, 200, 100 + 90 + 10};
   CHECK(bytes == 2 * 4 * expected.at(static_cast<std::size_t>(comm.rank())));
   auto total = torch::tensor(bytes);
-  comm.all_reduce(total).wait_host();
+  comm.all_reduce(total).synchronize();
   CHECK(total.item<std::int64_t>() == 2 * 4 * 900);
   test_world().log.all().info("{} of {} bytes of state", bytes, total.item<std::int64_t>());
 }
@@ -145,7 +145,7 @@ TEST_CASE("the state comes together on one rank, and is read at another number o
     CHECK(same_bits(a, b));
     CHECK(same_bits(a, c));
     CHECK(same_bits(a, d));
-    auto pair = comm.sub_group({0, 1});
+    auto pair = comm.new_group({0, 1});
     if (pair) {
       Zero halved(e, *pair, make);
       load(halved, bytes);

@@ -14,5 +14,5 @@ TEST_CASE("every header may be included in several files of one program") {
 }
 
 TEST_CASE("a class has one layout, with zlib and without") {
-  REQUIRE(sizeof(lockstep::FileSource) == file_source_size_in_b());
+  REQUIRE(sizeof(lockstep::detail::FileSource) == file_source_size_in_b());
 }

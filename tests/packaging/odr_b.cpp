@@ -11,12 +11,12 @@ std::array<const void*, 2> addresses_in_b() {
 }
 
 std::size_t file_source_size_in_b() {
-  return sizeof(lockstep::FileSource);
+  return sizeof(lockstep::detail::FileSource);
 }
 
 // Communicators made and used here, so that whatever tables they bring are emitted in this program.
 void use_everything(const lockstep::World& world) {
   lockstep::GlooComm comm{world};
   auto tensor = torch::ones({2});
-  comm.all_reduce(tensor).wait_host();
+  comm.all_reduce(tensor).synchronize();
 }

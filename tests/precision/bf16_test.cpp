@@ -26,9 +26,9 @@ TEST_CASE("half precisions reach the operators of a forward, and end with it") {
 TEST_CASE("nested scopes are each left for the one around") {
   torch::nn::Linear layer(4, 3);
   const auto input = torch::randn({2, 4});
-  const lockstep::AutocastScope outer(at::kBFloat16);
+  const lockstep::detail::AutocastScope outer(at::kBFloat16);
   {
-    const lockstep::AutocastScope inner(at::kHalf);
+    const lockstep::detail::AutocastScope inner(at::kHalf);
     CHECK(layer(input).scalar_type() == at::kHalf);
   }
   CHECK(layer(input).scalar_type() == at::kBFloat16);

@@ -47,9 +47,9 @@ struct Together {
   Process& operator[](int rank) { return *all[static_cast<std::size_t>(rank)]; }
 
   /// Waits for all; returns their exit codes, -1 for those that do not end.
-  std::vector<int> wait(Milliseconds patience = Milliseconds(20000)) {
+  std::vector<int> wait(Milliseconds timeout = Milliseconds(20000)) {
     std::vector<int> codes;
-    for (auto& process : all) codes.push_back(process->wait(patience) ? process->exit_code() : -1);
+    for (auto& process : all) codes.push_back(process->wait(timeout) ? process->exit_code() : -1);
     return codes;
   }
 };

@@ -10,7 +10,7 @@
 namespace lockstep_test {
 
 /// Returns when every rank has come to `where`, without a communicator. Processes begin seconds apart, which
-/// a test's short deadline does not allow for.
+/// a test's short timeout does not allow for.
 inline void meet(const lockstep::World& world, const std::string& where = "the start") {
   const auto store = world.store();
   const auto key = [&](int rank) { return fmt::format("program/{}/{}", where, rank); };

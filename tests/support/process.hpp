@@ -56,9 +56,9 @@ inline std::vector<pid_t> processes_with(const std::string& marker) {
   return found;
 }
 
-/// How many processes with the marker are left once they have had `patience` to end.
-inline int processes_left(const std::string& marker, Milliseconds patience = Milliseconds(2000)) {
-  const auto deadline = std::chrono::steady_clock::now() + patience;
+/// How many processes with the marker are left once they have had `timeout` to end.
+inline int processes_left(const std::string& marker, Milliseconds timeout = Milliseconds(2000)) {
+  const auto deadline = std::chrono::steady_clock::now() + timeout;
   while (true) {
     const auto count = static_cast<int>(processes_with(marker).size());
     if (count == 0 || std::chrono::steady_clock::now() > deadline) return count;
@@ -190,9 +190,9 @@ class Process {
     if (write(fds_[0], text.data(), text.size()) < 0) throw std::runtime_error("cannot type");
   }
 
-  /// Reads until `text` has been seen in what it wrote; false when it ended or `patience` was over before.
-  bool wait_for_output(const std::string& text, Milliseconds patience = Milliseconds(30000)) {
-    const auto deadline = std::chrono::steady_clock::now() + patience;
+  /// Reads until `text` has been seen in what it wrote; false when it ended or `timeout` was over before.
+  bool wait_for_output(const std::string& text, Milliseconds timeout = Milliseconds(30000)) {
+    const auto deadline = std::chrono::steady_clock::now() + timeout;
     while (true) {
       const bool more = read_for(Milliseconds(20));
       if (text_[0].find(text) != std::string::npos || text_[1].find(text) != std::string::npos) return true;
@@ -200,10 +200,10 @@ class Process {
     }
   }
 
-  /// Waits for its end; false when `patience` was over before. Then `exit_code` (128 + signal for a killed
+  /// Waits for its end; false when `timeout` was over before. Then `exit_code` (128 + signal for a killed
   /// one).
-  bool wait(Milliseconds patience = Milliseconds(60000)) {
-    const auto deadline = std::chrono::steady_clock::now() + patience;
+  bool wait(Milliseconds timeout = Milliseconds(60000)) {
+    const auto deadline = std::chrono::steady_clock::now() + timeout;
     while (!ended_) {
       read_for(Milliseconds(10));
       int status = 0;
@@ -254,17 +254,17 @@ inline Process start(std::vector<std::string> command, Variables variables = {},
   return Process(std::move(command), std::move(variables), options);
 }
 
-/// Starts a command and waits for its end; throws when it takes longer than `patience`.
+/// Starts a command and waits for its end; throws when it takes longer than `timeout`.
 struct Ended {
   int code;
   std::string out, error;
   int left;  ///< processes that remain
 };
 inline Ended run(std::vector<std::string> command, Variables variables = {},
-                 Milliseconds patience = Milliseconds(60000), StartOptions options = {}) {
+                 Milliseconds timeout = Milliseconds(60000), StartOptions options = {}) {
   Process process(std::move(command), std::move(variables), options);
-  if (!process.wait(patience))
-    throw std::runtime_error(fmt::format("still running after {} ms; it wrote: {}{}", patience.count(),
+  if (!process.wait(timeout))
+    throw std::runtime_error(fmt::format("still running after {} ms; it wrote: {}{}", timeout.count(),
                                          process.out(), process.error()));
   return {process.exit_code(), process.out(), process.error(), processes_left(process.marker())};
 }

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "lockstep/comm/gloo_comm.hpp"
-#include "lockstep/grad/hooks/fp16_hook.hpp"
+#include "lockstep/grad/hooks/cast_hooks.hpp"
 #include "lockstep/grad/hooks/no_op_hook.hpp"
 #include "lockstep/optim/sgd.hpp"
 #include "lockstep/precision/fp16.hpp"

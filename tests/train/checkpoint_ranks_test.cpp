@@ -75,7 +75,7 @@ lockstep::TrainerOptions three_epochs(std::int64_t workers = 0) {
                                    .accumulate = 2,
                                    .lr = 0.05,
                                    .seed = 11,
-                                   .workers = workers,
+                                   .num_workers = workers,
                                    .progress = false};
   options.ddp.bucket_caps = {2048};
   return options;
@@ -99,7 +99,7 @@ void check_resumes(const Make& make, std::int64_t saved_step) {
   const fs::path epoch_end = at_end.path.string() + "-epoch";
   const auto data = samples_for(world);
   const auto average_of = [](auto& trainer) {
-    return lockstep::MovingAverage(lockstep::module_of(trainer.model()), {.decay = 0.9});
+    return lockstep::MovingAverage(lockstep::detail::module_of(trainer.model()), {.decay = 0.9});
   };
   const auto finish = [&](auto& trainer, auto& average, auto&&... hooks) -> Outcome {
     const auto report = trainer.fit(data, loss, lockstep::OnStep{[&](const auto& step) {
@@ -113,7 +113,7 @@ void check_resumes(const Make& make, std::int64_t saved_step) {
     std::string averages;
     for (const auto& tensor : average.tensors())
       averages.append(static_cast<const char*>(tensor.const_data_ptr()), tensor.nbytes());
-    return {bytes_of(lockstep::module_of(trainer.model())), report.loss, averages, trainer.epoch(),
+    return {bytes_of(lockstep::detail::module_of(trainer.model())), report.loss, averages, trainer.epoch(),
             trainer.step()};
   };
 
@@ -272,7 +272,7 @@ TEST_CASE("other numbers of ranks lose no sample of the epoch and see none twice
 
   std::vector<int> fewer(static_cast<std::size_t>(world.size() - 1));
   for (std::size_t i = 0; i < fewer.size(); ++i) fewer[i] = static_cast<int>(i);
-  if (auto group = all.comm().sub_group(fewer)) {
+  if (auto group = all.comm().new_group(fewer)) {
     lockstep::Trainer<torch::nn::Linear, lockstep::DistributedSampler, lockstep::GlooComm, lockstep::Fp32>
         some(world, options, torch::nn::Linear(2, 1), std::move(*group));
     some.load_checkpoint(file.path);
@@ -419,7 +419,7 @@ struct Forgetful {
   template <class Comm>
   void operator()(Comm& comm, const lockstep::GradientBucket& bucket) {
     bucket.flat.div_(comm.size());
-    comm.all_reduce(bucket.flat, lockstep::ReduceOp::sum).wait_host();
+    comm.all_reduce(bucket.flat, lockstep::ReduceOp::sum).synchronize();
   }
   [[nodiscard]] lockstep::HookState state() const {
     if (bad) throw std::runtime_error("no such state");
@@ -495,7 +495,7 @@ struct Remembering {
   template <class Comm>
   void operator()(Comm& comm, const lockstep::GradientBucket& bucket) {
     bucket.flat.div_(comm.size());
-    comm.all_reduce(bucket.flat, lockstep::ReduceOp::sum).wait_host();
+    comm.all_reduce(bucket.flat, lockstep::ReduceOp::sum).synchronize();
     ++reductions;
   }
   [[nodiscard]] lockstep::HookState state() const { return {{"reductions", torch::tensor(reductions)}}; }

@@ -12,8 +12,8 @@ namespace exact_weights_test {
 
 namespace {
 
-using lockstep::EpochShares;
 using lockstep::TrainerOptions;
+using lockstep::detail::EpochPartition;
 
 struct Sizes {
   std::int64_t length, batch, accumulate;
@@ -151,7 +151,8 @@ TEST_CASE("a forgotten weight is seen by these comparisons") {
     [[nodiscard]] int size() const { return test_world().size(); }
   };
   const lockstep::DistributedSampler sampler(static_cast<std::size_t>(sizes.length), Group{}, {.pad = false});
-  const EpochShares shares(lockstep::samples_of_ranks(sampler, Group{}), sizes.batch, sizes.accumulate);
+  const EpochPartition shares(lockstep::detail::samples_of_ranks(sampler, Group{}), sizes.batch,
+                              sizes.accumulate);
   // Undoes what the trainer is about to do: what is left is the plain mean of the micro-batches' means.
   std::int64_t micro = 0;
   const auto micros = shares.micro_batches(static_cast<std::int64_t>(sampler.size()), 0);

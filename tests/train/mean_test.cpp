@@ -1,11 +1,10 @@
-#include "lockstep/train/mean.hpp"
+#include "lockstep/train/metrics.hpp"
 
 #include <cmath>
 #include <limits>
 #include <vector>
 
 #include "lockstep/train/loss.hpp"
-#include "lockstep/train/metrics.hpp"
 #include "support/catch.hpp"
 #include "support/text_of.hpp"
 #include "train/nets.hpp"

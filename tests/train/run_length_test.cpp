@@ -1,10 +1,10 @@
-#include "lockstep/train/run_length.hpp"
+#include "lockstep/train/detail/run_length.hpp"
 
 #include "support/catch.hpp"
 
 namespace run_length_test {
 
-using lockstep::RunLength;
+using lockstep::detail::RunLength;
 
 TEST_CASE("a run of epochs ends after that many more") {
   const RunLength run({.epochs = 2}, 10, 3, 30);

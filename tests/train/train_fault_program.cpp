@@ -116,16 +116,16 @@ void reduce(const lockstep::World& world, std::size_t where) {
 
 /// Throws on rank 1 while it is waited for; what it sends is sound, and tells the others nothing of that.
 struct Tight {
-  static constexpr bool divides_first = true;
-  static constexpr bool spreads_nan = true;
+  static constexpr bool predivides = true;
+  static constexpr bool propagates_nan = true;
   struct Unpacking {
-    lockstep::GlooWork work;
+    lockstep::detail::GlooWork work;
     bool fails;
-    void join_stream() {
-      work.join_stream();
+    void wait() {
+      work.wait();
       if (fails) throw std::runtime_error("no room to unpack");
     }
-    void wait_host(std::chrono::milliseconds deadline) { work.wait_host(deadline); }
+    void synchronize(std::chrono::milliseconds timeout) { work.synchronize(timeout); }
   };
   Unpacking start(lockstep::GlooComm& comm, const lockstep::GradientBucket& bucket) const {
     return {comm.all_reduce(bucket.flat), comm.rank() == 1 && bucket.iteration == 1};

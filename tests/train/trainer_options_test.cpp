@@ -27,8 +27,8 @@ TEST_CASE("options that cannot train are refused by name before training") {
   refused({.lr = std::numeric_limits<double>::quiet_NaN()}, "learning rate is nan");
   refused({.lr = std::numeric_limits<double>::infinity()}, "learning rate is inf");
   refused({.lr = -1e-3}, "learning rate is -0.001");
-  refused({.workers = -1}, "workers is -1");
-  refused({.workers = 100'000}, "workers is 100000");
+  refused({.num_workers = -1}, "num_workers is -1");
+  refused({.num_workers = 100'000}, "num_workers is 100000");
 }
 
 TEST_CASE("options that train are passed on") {

@@ -2,7 +2,7 @@
 #include <numeric>
 
 #include "lockstep/comm/gloo_comm.hpp"
-#include "lockstep/grad/hooks/fp16_hook.hpp"
+#include "lockstep/grad/hooks/cast_hooks.hpp"
 #include "lockstep/grad/hooks/no_op_hook.hpp"
 #include "lockstep/optim/sgd.hpp"
 #include "lockstep/train/trainer.hpp"
@@ -150,7 +150,7 @@ TEST_CASE("an evaluation leaves the buffers that each rank keeps for itself") {
   auto averaging = GlooTrainer{world, options};
   averaging.fit(three_classes(64), loss);
   at::Tensor mean = averaging.model()->norm->running_mean.clone();
-  averaging.comm().all_reduce(mean, lockstep::ReduceOp::sum).wait_host();
+  averaging.comm().all_reduce(mean, lockstep::ReduceOp::sum).synchronize();
   averaging.evaluate(three_classes(32, 5), lockstep::Accuracy{});
   CHECK(torch::allclose(averaging.model()->norm->running_mean, mean / world.size()));
 }

@@ -321,7 +321,8 @@ TEST_CASE("datasets stay where they are, and may be loaded by threads") {
   };
   const Counted dataset;
   auto fit = [&](const auto& data, std::int64_t workers) {
-    LocalTrainer trainer{alone(), {.epochs = 2, .batch_size = 8, .lr = 0.1, .seed = 6, .workers = workers}};
+    LocalTrainer trainer{alone(),
+                         {.epochs = 2, .batch_size = 8, .lr = 0.1, .seed = 6, .num_workers = workers}};
     trainer.fit(data, loss);
     CHECK(trainer.evaluate(data, lockstep::Accuracy{}) > 0);
     return trainer.model()->parameters();

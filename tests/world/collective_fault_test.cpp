@@ -47,7 +47,7 @@ TEST_CASE("collectives run and end well") {
   CHECK(result.left == 0);
 }
 
-TEST_CASE("a failure between collectives ends all within 5 s, whatever the deadline, and is shown once") {
+TEST_CASE("a failure between collectives ends all within 5 s, whatever the timeout, and is shown once") {
   struct Case {
     std::string mode, text;
     int code;

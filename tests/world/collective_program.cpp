@@ -10,7 +10,7 @@ using namespace std::chrono_literals;
 namespace {
 
 int rank_of(const std::string& mode, lockstep::World world) {
-  const auto deadline = mode == "never comes" ? 2000ms : 1800000ms;
+  const auto timeout = mode == "never comes" ? 2000ms : 1800000ms;
   const bool first = mode.ends_with(" first");  // rank 0, which by hand hosts the store
   const int culprit = first ? 0 : world.size() - 1;
   if (mode.starts_with("never meets") && world.rank() == culprit) {
@@ -18,7 +18,7 @@ int rank_of(const std::string& mode, lockstep::World world) {
     throw lockstep::DataError("a bad batch");
   }
   if (mode == "never comes") lockstep_test::meet(world);
-  lockstep::GlooComm comm{world, {.deadline = deadline}};
+  lockstep::GlooComm comm{world, {.timeout = timeout}};
   auto tensor = torch::ones({1 << 20});
   // Each step of every rank ends when the last rank has done it.
   for (int step = 0; mode == "well" ? step < 20 : true; ++step) {
@@ -35,7 +35,7 @@ int rank_of(const std::string& mode, lockstep::World world) {
       if (mode == "early exit") std::exit(0);
     }
     auto work = comm.all_reduce(tensor, lockstep::ReduceOp::average);
-    work.wait_host();
+    work.synchronize();
     if (step == 4) world.log.all().info("rank {} has reached step 5", world.rank());
   }
   comm.shutdown();

@@ -3,7 +3,7 @@
 #include <map>
 #include <string>
 
-#include "lockstep/world/launch_plan.hpp"
+#include "lockstep/world/detail/launch_plan.hpp"
 #include "support/catch.hpp"
 
 namespace environment_test {

@@ -1,11 +1,11 @@
-#include "lockstep/world/gpus.hpp"
+#include "lockstep/world/detail/gpus.hpp"
 
 #include <cstdlib>
 #include <map>
 #include <string>
 
-#include "lockstep/world/devices.hpp"
-#include "lockstep/world/launch_plan.hpp"
+#include "lockstep/world/detail/cpu_affinity.hpp"
+#include "lockstep/world/detail/launch_plan.hpp"
 #include "support/catch.hpp"
 #include "support/temporary_folder.hpp"
 
@@ -65,12 +65,12 @@ std::string gpu_refusal(int local, int size, int visible, int wanted = -1, Value
 }  // namespace
 
 TEST_CASE("GPUs are listed by number, each once") {
-  CHECK(lockstep::gpu_list("0,1") == std::vector<int>{0, 1});
-  CHECK(lockstep::gpu_list("7") == std::vector<int>{7});
+  CHECK(lockstep::detail::gpu_list("0,1") == std::vector<int>{0, 1});
+  CHECK(lockstep::detail::gpu_list("7") == std::vector<int>{7});
   for (const char* bad : {"", ",", "0,", "all", "0, 1", "-1", "0-3"})
-    CHECK_THAT(refusal([&] { lockstep::gpu_list(bad); }),
+    CHECK_THAT(refusal([&] { lockstep::detail::gpu_list(bad); }),
                ContainsSubstring("is not a list of device numbers"));
-  CHECK_THAT(refusal([] { lockstep::gpu_list("1,0,1"); }), ContainsSubstring("'1,0,1' names GPU 1 twice"));
+  CHECK_THAT(refusal([] { lockstep::detail::gpu_list("1,0,1"); }), ContainsSubstring("'1,0,1' names GPU 1 twice"));
 }
 
 TEST_CASE("the GPUs that are asked for are one process each, and all that those see") {

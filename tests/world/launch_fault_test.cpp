@@ -4,10 +4,10 @@
 #include <chrono>
 #include <thread>
 
-#include "lockstep/world/child.hpp"
-#include "lockstep/world/devices.hpp"
-#include "lockstep/world/socket.hpp"
-#include "lockstep/world/store_connection.hpp"
+#include "lockstep/world/detail/child.hpp"
+#include "lockstep/world/detail/cpu_affinity.hpp"
+#include "lockstep/world/detail/socket.hpp"
+#include "lockstep/world/detail/store_connection.hpp"
 #include "support/by_hand.hpp"
 #include "support/catch.hpp"
 #include "support/process.hpp"

@@ -1,4 +1,4 @@
-#include "lockstep/world/line_relay.hpp"
+#include "lockstep/world/detail/line_relay.hpp"
 
 #include <string>
 

@@ -1,4 +1,4 @@
-#include "lockstep/world/store_server.hpp"
+#include "lockstep/world/detail/store_server.hpp"
 
 #include <sys/resource.h>
 
@@ -7,8 +7,8 @@
 #include <random>
 #include <thread>
 
-#include "lockstep/world/report.hpp"
-#include "lockstep/world/store_connection.hpp"
+#include "lockstep/world/detail/report.hpp"
+#include "lockstep/world/detail/store_connection.hpp"
 #include "support/catch.hpp"
 
 namespace store_server_test {

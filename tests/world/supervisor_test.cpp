@@ -1,4 +1,4 @@
-#include "lockstep/world/supervisor.hpp"
+#include "lockstep/world/detail/supervisor.hpp"
 
 #include <sched.h>
 #include <sys/mount.h>
@@ -16,7 +16,7 @@
 #include <string>
 #include <thread>
 
-#include "lockstep/world/worker.hpp"
+#include "lockstep/world/detail/worker.hpp"
 #include "support/catch.hpp"
 #include "support/process.hpp"
 #include "world/child_mode.hpp"
@@ -224,9 +224,9 @@ lockstep_test::Process launcher(const std::string& mode, int size = 3,
                               {{"LOCKSTEP_TEST_CHILD", "launcher"}}, options);
 }
 
-Ended ended(const std::string& mode, int size = 3, std::chrono::milliseconds patience = 20s) {
+Ended ended(const std::string& mode, int size = 3, std::chrono::milliseconds timeout = 20s) {
   auto process = launcher(mode, size);
-  REQUIRE(process.wait(patience));
+  REQUIRE(process.wait(timeout));
   return {process.exit_code(), process.out(), process.error(),
           lockstep_test::processes_left(process.marker())};
 }
@@ -561,7 +561,7 @@ TEST_CASE("what a rank leaves behind is ended with it") {
 TEST_CASE("no zombie stays while the others run") {
   auto process = launcher("first ends", 3);
   const auto become = [&](const auto& condition) {
-    for (int patience = 0; patience < 2000 && !condition(); ++patience) std::this_thread::sleep_for(10ms);
+    for (int tries = 0; tries < 2000 && !condition(); ++tries) std::this_thread::sleep_for(10ms);
     return condition();
   };
   for (int rank : {1, 2}) REQUIRE(process.wait_for_output(fmt::format("ready {}\n", rank)));
@@ -610,18 +610,16 @@ TEST_CASE("a signal ends a launching process whose last lines nobody reads") {
   wait_until_ready(process, 2);
   process.signal(SIGUSR1);
   bool alone = false;
-  for (int patience = 0; patience < 4000 && !alone; ++patience) {
+  for (int tries = 0; tries < 4000 && !alone; ++tries) {
     alone = lockstep_test::processes_with(process.marker()).size() == 1;
     std::this_thread::sleep_for(5ms);
   }
   REQUIRE(alone);
-  for (int patience = 0; patience < 1000 && lockstep_test::process_state(process.pid()).state != 'S';
-       ++patience)
+  for (int tries = 0; tries < 1000 && lockstep_test::process_state(process.pid()).state != 'S'; ++tries)
     std::this_thread::sleep_for(5ms);
   CHECK(lockstep_test::process_state(process.pid()).state == 'S');
   process.signal(SIGINT);
-  for (int patience = 0; patience < 100 && lockstep_test::process_state(process.pid()).state != 'Z';
-       ++patience)
+  for (int tries = 0; tries < 100 && lockstep_test::process_state(process.pid()).state != 'Z'; ++tries)
     std::this_thread::sleep_for(50ms);
   CHECK(lockstep_test::process_state(process.pid()).state == 'Z');  // without having been read
   REQUIRE(process.wait(20s));
@@ -678,8 +676,8 @@ TEST_CASE("a reader that goes away ends the run as it would end one program") {
 
 TEST_CASE("a verdict prefers the killed, then causes, then the earlier") {
   using lockstep::detail::FailureKind;
+  using lockstep::detail::FirstFailure;
   using lockstep::detail::Suspect;
-  using lockstep::detail::Verdict;
   const auto suspect = [](std::size_t child, FailureKind kind, std::int64_t when, bool killed = false) {
     Suspect result;
     result.child = child;
@@ -688,8 +686,8 @@ TEST_CASE("a verdict prefers the killed, then causes, then the earlier") {
     result.killed = killed;
     return result;
   };
-  const auto now = Verdict::Clock::now();
-  Verdict verdict(2000ms);
+  const auto now = FirstFailure::Clock::now();
+  FirstFailure verdict(2000ms);
   CHECK_FALSE(verdict.first(true, now).has_value());
   verdict.add(suspect(0, FailureKind::peer, 1), now);
   CHECK_FALSE(verdict.first(false, now + 1900ms).has_value());

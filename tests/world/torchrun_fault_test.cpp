@@ -4,7 +4,7 @@
 #include <string>
 #include <thread>
 
-#include "lockstep/world/socket.hpp"
+#include "lockstep/world/detail/socket.hpp"
 #include "support/catch.hpp"
 #include "support/process.hpp"
 

@@ -15,7 +15,6 @@
 #include <variant>
 #include <vector>
 
-#include "lockstep/comm/comm_device.hpp"
 #include "lockstep/comm/communicator.hpp"
 #include "lockstep/error.hpp"
 
@@ -37,14 +36,14 @@ class CommByDevice {
    public:
     template <class One>
     explicit Work(One work) : work_(std::move(work)) {}
-    void join_stream() {
-      std::visit([](auto& work) { work.join_stream(); }, work_);
+    void wait() {
+      std::visit([](auto& work) { work.wait(); }, work_);
     }
-    void wait_host() {
-      std::visit([](auto& work) { work.wait_host(); }, work_);
+    void synchronize() {
+      std::visit([](auto& work) { work.synchronize(); }, work_);
     }
-    void wait_host(std::chrono::milliseconds deadline) {
-      std::visit([&](auto& work) { work.wait_host(deadline); }, work_);
+    void synchronize(std::chrono::milliseconds timeout) {
+      std::visit([&](auto& work) { work.synchronize(timeout); }, work_);
     }
     [[nodiscard]] std::exception_ptr error() const {
       return std::visit([](const auto& work) { return work.error(); }, work_);

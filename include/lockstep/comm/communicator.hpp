@@ -1,18 +1,39 @@
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
+#include <chrono>
 #include <concepts>
 #include <cstddef>
+#include <exception>
 #include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
-#include "lockstep/comm/work.hpp"
+#include <ATen/core/Tensor.h>
+
 #include "lockstep/world/world.hpp"
 
 namespace lockstep {
+
+/// The handle of an asynchronous collective, as a communicator returns it.
+///
+/// 1. It is move-only and owns the tensors that take part until it is destroyed or waited for.
+/// 2. `wait()` makes the results visible to whatever the caller issues next here: on a CPU it blocks
+///    until they are there (under the communicator's timeout), on a GPU it makes the current stream wait,
+///    without blocking the host.
+/// 3. `synchronize()` blocks this thread until the collective is complete, `synchronize(d)` at most `d`. It
+///    throws TimeoutError naming the collective and the ranks that are late, PeerError where another rank
+///    failed.
+/// 4. `error()` never blocks: null while it runs or where it succeeded.
+/// 5. Destroying it without waiting neither blocks nor throws; the collective goes on.
+template <class W>
+concept AsyncWork = std::movable<W> && !std::copyable<W> &&
+                    requires(W work, const W done, std::chrono::milliseconds timeout) {
+  work.wait();
+  work.synchronize();
+  work.synchronize(timeout);
+  { done.error() } -> std::same_as<std::exception_ptr>;
+};
 
 /// How all_reduce, reduce and reduce_scatter combine the ranks' values, element by element.
 enum class ReduceOp { sum, average, min, max, product };
@@ -22,12 +43,12 @@ enum class ReduceOp { sum, average, min, max, product };
 /// 1. `rank()` and `size()` are those of the group; `world()` is the World it was made from.
 /// 2. Every rank of the group calls the same collectives in the same order. Inside a rank-zero scope each of
 ///    them throws CommunicationError at once.
-/// 3. `barrier()` blocks until every rank has come, and names those that have not when the deadline passes;
+/// 3. `barrier()` blocks until every rank has come, and names those that have not when the timeout expires;
 ///    of `barrier_async()` the Work does.
 /// 4. `abort(reason)` never blocks: what is in flight ends with an error here, and the peers are told the
 ///    reason. Errors are sticky: every later call rethrows the first.
 /// 5. `shutdown()` ends the group in good order; the destructor calls it unless an exception is in flight,
-///    and then aborts instead, so that no destructor waits for a deadline.
+///    and then aborts instead, so that no destructor waits for a timeout.
 template <class C>
 concept Communicator = std::movable<C> && AsyncWork<typename C::Work> &&
     requires(C& comm, const C& group, const std::string& reason) {
@@ -85,11 +106,11 @@ concept PointToPoint = Communicator<C> &&
   { comm.recv(list, peer, tag) } -> std::same_as<typename C::Work>;
 };
 
-/// A communicator that forms sub-groups. `sub_group(ranks)` is collective over the whole group: every rank
+/// A communicator that forms sub-groups. `new_group(ranks)` is collective over the whole group: every rank
 /// calls it with the same list (ranks of this group, ascending); those outside the list get nothing.
 template <class C>
 concept Splittable = Communicator<C> && requires(C& comm, std::vector<int> ranks) {
-  { comm.sub_group(ranks) } -> std::same_as<std::optional<C>>;
+  { comm.new_group(ranks) } -> std::same_as<std::optional<C>>;
 };
 
 /// A communicator whose errors come later than its calls, and that can be told what it sends, such as
@@ -108,7 +129,9 @@ concept Buffered = Communicator<C> && requires(C& comm, std::int64_t length, con
   { comm.empty_buffer(length, like) } -> std::same_as<at::Tensor>;
 };
 
-namespace detail {
+}  // namespace lockstep
+
+namespace lockstep::detail {
 /// How errors call the ranks of a group: by their ranks in the world, where the communicator has a
 /// `world_rank(rank)`, else as they are.
 class RankNames {
@@ -124,6 +147,24 @@ class RankNames {
  private:
   std::vector<int> names_;
 };
-}  // namespace detail
+}  // namespace lockstep::detail
+
+namespace lockstep {
+
+/// A communicator whose tensors live on a device of its own, one GPU a rank: `tensor_device()` says which. It
+/// stays the same, and is the current device of the thread that made the communicator.
+template <class C>
+concept DeviceCommunicator = Communicator<C> && requires(const C& comm) {
+  { comm.tensor_device() } -> std::convertible_to<at::Device>;
+};
+
+/// Where the tensors of a communicator live: on its device where it has one, and else in the CPU's memory.
+template <class C>
+at::Device comm_device([[maybe_unused]] const C& comm) {
+  if constexpr (DeviceCommunicator<C>)
+    return comm.tensor_device();
+  else
+    return at::kCPU;
+}
 
 }  // namespace lockstep

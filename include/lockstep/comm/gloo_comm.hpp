@@ -12,13 +12,13 @@
 #include <fmt/format.h>
 
 #include "lockstep/comm/communicator.hpp"
-#include "lockstep/comm/gloo_bytes.hpp"
-#include "lockstep/comm/gloo_operations.hpp"
+#include "lockstep/comm/detail/gloo_bytes.hpp"
+#include "lockstep/comm/detail/gloo_operations.hpp"
+#include "lockstep/comm/detail/gloo_work.hpp"
+#include "lockstep/comm/detail/membership.hpp"
+#include "lockstep/comm/detail/shape_check.hpp"
+#include "lockstep/comm/detail/tensor_lists.hpp"
 #include "lockstep/comm/gloo_options.hpp"
-#include "lockstep/comm/gloo_work.hpp"
-#include "lockstep/comm/membership.hpp"
-#include "lockstep/comm/shape_check.hpp"
-#include "lockstep/comm/tensor_lists.hpp"
 
 namespace lockstep {
 
@@ -31,16 +31,16 @@ namespace lockstep {
 ///
 /// Each call throws CommunicationError inside a rank-zero scope or for a tensor that Gloo cannot take, and
 /// PeerError when another rank has failed. Waiting throws TimeoutError naming the late ranks when the
-/// deadline passes. The first such error is sticky: later calls throw it again. What is destroyed by an
+/// timeout passes. The first such error is sticky: later calls throw it again. What is destroyed by an
 /// exception aborts, and never waits.
 ///
 /// Thread safety: one thread at a time may issue collectives, since their order must be that of the other
 /// ranks. Works may be waited for on other threads, and abort() may be called from any.
 class GlooComm {
  public:
-  using Work = GlooWork;
+  using Work = detail::GlooWork;
 
-  /// Meets the other ranks. Throws TimeoutError naming those that have not come when the deadline passes.
+  /// Meets the other ranks. Throws TimeoutError naming those that have not come when the timeout expires.
   explicit GlooComm(const World& world, GlooOptions options = {})
       : GlooComm(std::make_shared<detail::GlooGroup>(world, all_ranks(world.size()),
                                                      next_name(world, options), options)) {}
@@ -266,8 +266,8 @@ class GlooComm {
                           [exchange, &bytes] { bytes = std::move(exchange->bytes); });
   }
 
-  /// Blocks until every rank has come. Throws TimeoutError naming the missing ranks when the deadline passes.
-  void barrier() { barrier_async().wait_host(); }
+  /// Blocks until every rank has come. Throws TimeoutError naming the missing ranks when the timeout expires.
+  void barrier() { barrier_async().synchronize(); }
   /// The same without blocking: the Work is complete when every rank has come.
   Work barrier_async() {
     Work work(group_, group().begin("barrier"));
@@ -277,13 +277,13 @@ class GlooComm {
 
   /// A group of some of this group's ranks, ascending. Every rank of this group calls it with the same list;
   /// those that are not in the list get nothing.
-  [[nodiscard]] std::optional<GlooComm> sub_group(const std::vector<int>& ranks) {
+  [[nodiscard]] std::optional<GlooComm> new_group(const std::vector<int>& ranks) {
     for (std::size_t i = 0; i < ranks.size(); ++i) {
-      check_rank("sub_group", ranks[i]);
+      check_rank("new_group", ranks[i]);
       if (i > 0 && ranks[i] <= ranks[i - 1])
-        throw CommunicationError("sub_group: the ranks must ascend, and none may be named twice");
+        throw CommunicationError("new_group: the ranks must ascend, and none may be named twice");
     }
-    group().begin("sub_group");
+    group().begin("new_group");
     std::string name = group().next_child();
     if (std::find(ranks.begin(), ranks.end(), rank()) == ranks.end()) return std::nullopt;
     std::vector<int> global;
@@ -308,7 +308,7 @@ class GlooComm {
     return ranks;
   }
   static std::string next_name(const World& world, const GlooOptions& options) {
-    return detail::Membership::next_name(world, "comm", detail::checked(options).deadline);
+    return detail::Membership::next_name(world, "comm", detail::checked(options).timeout);
   }
 
   void end() noexcept {
@@ -381,7 +381,7 @@ class GlooComm {
   template <class Exchange>
   void exchange_bytes_now(const detail::Call& call, Exchange& exchange) {
     const auto complete = [&](const detail::GlooPart& part) {
-      group_->await(call, *part, call.start + group_->deadline());
+      group_->await(call, *part, call.start + group_->timeout());
     };
     complete(exchange.start(gloo()));
     for (const detail::GlooPart& part : exchange.go_on(gloo())) complete(part);

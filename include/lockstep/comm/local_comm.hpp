@@ -21,9 +21,9 @@ class [[nodiscard]] LocalWork {
   LocalWork(LocalWork&&) = default;
   LocalWork& operator=(LocalWork&&) = default;
 
-  void join_stream() const noexcept {}
-  void wait_host() const noexcept {}
-  void wait_host(std::chrono::milliseconds) const noexcept {}
+  void wait() const noexcept {}
+  void synchronize() const noexcept {}
+  void synchronize(std::chrono::milliseconds) const noexcept {}
   [[nodiscard]] std::exception_ptr error() const noexcept { return nullptr; }
 };
 
@@ -96,10 +96,10 @@ class LocalComm {
   Work broadcast_bytes_async(std::string&, int /*root*/ = 0) { return done("broadcast_bytes"); }
 
   /// A group of this process, or of none.
-  [[nodiscard]] std::optional<LocalComm> sub_group(const std::vector<int>& ranks) {
-    forbid_in_rank_zero_scope("sub_group");
+  [[nodiscard]] std::optional<LocalComm> new_group(const std::vector<int>& ranks) {
+    forbid_in_rank_zero_scope("new_group");
     if (std::any_of(ranks.begin(), ranks.end(), [](int rank) { return rank != 0; }))
-      throw CommunicationError("sub_group of LocalComm: there is no rank but 0");
+      throw CommunicationError("new_group of LocalComm: there is no rank but 0");
     if (ranks.empty()) return std::nullopt;
     return *this;
   }

@@ -5,14 +5,14 @@
     "lockstep: NcclComm needs the headers of CUDA, of NCCL and of a LibTorch for CUDA: link lockstep::cuda, or leave this header out"
 #endif
 
-#include "lockstep/comm/nccl/comm.hpp"
-#include "lockstep/comm/nccl/cuda/cuda_device.hpp"
+#include "lockstep/comm/detail/nccl/comm.hpp"
+#include "lockstep/comm/detail/nccl/cuda/cuda_device.hpp"
 
 namespace lockstep {
 
 /// Collectives of CUDA tensors over NCCL: see BasicNcclComm. One rank a GPU, that of the local rank unless
 /// NcclOptions::device says another. Not part of lockstep.hpp, so that a CPU user needs nothing of CUDA.
-using NcclComm = BasicNcclComm<CudaDevice>;
+using NcclComm = detail::BasicNcclComm<detail::CudaDevice>;
 
 static_assert(Reducing<NcclComm> && Gathering<NcclComm> && PointToPoint<NcclComm> && Splittable<NcclComm>);
 

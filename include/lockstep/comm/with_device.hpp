@@ -4,10 +4,10 @@
 #include <type_traits>
 #include <utility>
 
-#include "lockstep/comm/comm_device.hpp"
-#include "lockstep/comm/device_choice.hpp"
+#include "lockstep/comm/communicator.hpp"
+#include "lockstep/comm/detail/device_choice.hpp"
 #include "lockstep/comm/gloo_comm.hpp"
-#include "lockstep/world/devices.hpp"
+#include "lockstep/world/detail/cpu_affinity.hpp"
 #include "lockstep/world/world.hpp"
 #ifdef LOCKSTEP_HAS_CUDA
 #include <c10/cuda/CUDAFunctions.h>
@@ -15,9 +15,7 @@
 #include "lockstep/comm/nccl_comm.hpp"
 #endif
 
-namespace lockstep {
-
-namespace detail {
+namespace lockstep::detail {
 
 /// Runs `program` with the communicator that `kind` asks for, of two types or, where the first is void, of
 /// the second alone.
@@ -43,7 +41,9 @@ decltype(auto) with_device_of(std::optional<int> visible, const World& world, Pr
   return run_on<GpuComm, CpuComm>(kind, world, std::forward<Program>(program));
 }
 
-}  // namespace detail
+}  // namespace lockstep::detail
+
+namespace lockstep {
 
 /// Runs one program on whatever there is: `program(comm)`, a template over the communicator, is compiled for
 /// CPUs and, in a program that links lockstep::cuda, for GPUs; here, once, one of the two is chosen, and all
@@ -63,7 +63,7 @@ decltype(auto) with_device_of(std::optional<int> visible, const World& world, Pr
 /// differently.
 template <class Program>
 decltype(auto) with_device(const World& world, Program&& program,
-                           std::optional<DeviceKind> wanted = std::nullopt) {
+                           std::optional<detail::DeviceKind> wanted = std::nullopt) {
 #ifdef LOCKSTEP_HAS_CUDA
   return detail::with_device_of<NcclComm, GlooComm>(static_cast<int>(c10::cuda::device_count()), world,
                                                     std::forward<Program>(program), wanted);

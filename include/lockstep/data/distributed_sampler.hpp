@@ -7,7 +7,7 @@
 
 #include <limits>
 
-#include "lockstep/data/strided_sampler.hpp"
+#include "lockstep/data/detail/strided_sampler.hpp"
 
 namespace lockstep {
 
@@ -18,11 +18,11 @@ namespace lockstep {
 /// Making one costs nothing; the permutation is made at the first `next` of an epoch, and only this rank's
 /// share of it is kept (8 bytes a sample, 4 below 2^31 samples). Without `shuffle` nothing is kept. An empty
 /// dataset gives empty passes, as in Python.
-class DistributedSampler : public StridedSampler {
+class DistributedSampler : public detail::StridedSampler {
  public:
   /// Throws UsageError unless 0 <= rank < world_size.
   DistributedSampler(std::size_t length, int rank, int world_size, const SamplerOptions& options = {})
-      : StridedSampler("DistributedSampler", length, rank, world_size, options) {}
+      : detail::StridedSampler("DistributedSampler", length, rank, world_size, options) {}
 
   template <RankedGroup G>
   DistributedSampler(std::size_t length, const G& group, const SamplerOptions& options = {})

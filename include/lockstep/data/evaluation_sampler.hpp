@@ -2,7 +2,7 @@
 
 #include <numeric>
 
-#include "lockstep/data/strided_sampler.hpp"
+#include "lockstep/data/detail/strided_sampler.hpp"
 
 namespace lockstep {
 

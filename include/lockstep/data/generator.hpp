@@ -8,9 +8,7 @@
 
 #include "lockstep/data/sampler.hpp"
 
-namespace lockstep {
-
-namespace detail {
+namespace lockstep::detail {
 
 /// A step of SplitMix64: a bijection of 64 bits that turns counters into noise.
 constexpr std::uint64_t mix_bits(std::uint64_t x) {
@@ -20,7 +18,9 @@ constexpr std::uint64_t mix_bits(std::uint64_t x) {
   return x ^ (x >> 31);
 }
 
-}  // namespace detail
+}  // namespace lockstep::detail
+
+namespace lockstep {
 
 /// Who draws: of one seed, every other (epoch, rank, stream) has draws of its own. A stream is what runs
 /// beside others on a rank: a worker, or the batches of a loader by number.

@@ -12,12 +12,11 @@
 #include <optional>
 #include <string>
 
-#include "lockstep/data/batch_tensors.hpp"
 #include "lockstep/data/dataset.hpp"
+#include "lockstep/data/detail/prefetcher.hpp"
+#include "lockstep/data/detail/worker_thread.hpp"
 #include "lockstep/data/generator.hpp"
-#include "lockstep/data/prefetcher.hpp"
 #include "lockstep/data/sampler.hpp"
-#include "lockstep/data/worker_thread.hpp"
 
 namespace lockstep {
 
@@ -28,9 +27,9 @@ struct LoaderOptions {
   /// Samples in a batch of this rank.
   std::size_t batch_size = 32;
   /// Threads that make batches ahead; 0 makes each in the caller's thread when it is asked for.
-  std::size_t workers = 0;
+  std::size_t num_workers = 0;
   /// Batches that each worker is ahead of the consumer.
-  std::size_t prefetch = 2;
+  std::size_t prefetch_factor = 2;
   /// Leave out a last batch that is not full.
   bool drop_last = false;
   /// Applied to each sample before stacking. It gives up a dataset's batched way.
@@ -278,9 +277,9 @@ class DataLoader<D, S>::Iterator {
   explicit Iterator(DataLoader& loader) : loader_(&loader) {
     loader.pass_under_way_ = true;
     try {
-      if (const std::size_t workers = loader.options_.workers; workers > 0)
-        prefetcher_ = std::make_unique<Prefetcher<Job, Batch>>(
-            workers, workers * std::max<std::size_t>(1, loader.options_.prefetch),
+      if (const std::size_t workers = loader.options_.num_workers; workers > 0)
+        prefetcher_ = std::make_unique<detail::Prefetcher<Job, Batch>>(
+            workers, workers * std::max<std::size_t>(1, loader.options_.prefetch_factor),
             [&loader] { return loader.next_job(); }, [&loader](Job& job) { return loader.load(job); },
             detail::keep_math_on_this_thread);
       advance();
@@ -311,7 +310,7 @@ class DataLoader<D, S>::Iterator {
   }
 
   DataLoader* loader_;
-  std::unique_ptr<Prefetcher<Job, Batch>> prefetcher_;
+  std::unique_ptr<detail::Prefetcher<Job, Batch>> prefetcher_;
   mutable std::optional<Batch> batch_;
 };
 

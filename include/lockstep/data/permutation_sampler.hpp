@@ -3,8 +3,8 @@
 #include <array>
 #include <bit>
 
+#include "lockstep/data/detail/strided_sampler.hpp"
 #include "lockstep/data/generator.hpp"
-#include "lockstep/data/strided_sampler.hpp"
 
 namespace lockstep {
 
@@ -53,11 +53,11 @@ class KeyedPermutation {
 
 /// A shuffle of any number of samples in constant memory and time: like DistributedSampler in all but the
 /// order, which is a KeyedPermutation of its own for each (seed, epoch) and not Python's.
-class PermutationSampler : public StridedSampler {
+class PermutationSampler : public detail::StridedSampler {
  public:
   /// Throws UsageError unless 0 <= rank < world_size.
   PermutationSampler(std::size_t length, int rank, int world_size, const SamplerOptions& options = {})
-      : StridedSampler("PermutationSampler", length, rank, world_size, options) {}
+      : detail::StridedSampler("PermutationSampler", length, rank, world_size, options) {}
 
   template <RankedGroup G>
   PermutationSampler(std::size_t length, const G& group, const SamplerOptions& options = {})

@@ -5,7 +5,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/randperm.h>
 
-#include "lockstep/data/strided_sampler.hpp"
+#include "lockstep/data/detail/strided_sampler.hpp"
 
 namespace lockstep {
 

@@ -9,9 +9,7 @@
 #include "lockstep/data/dataset.hpp"
 #include "lockstep/data/generator.hpp"
 
-namespace lockstep {
-
-namespace detail {
+namespace lockstep::detail {
 
 inline std::uint64_t hash_bytes(std::uint64_t hash, const void* bytes, std::size_t count) {
   const auto* at = static_cast<const unsigned char*>(bytes);
@@ -33,7 +31,9 @@ std::uint64_t hash_value(std::uint64_t hash, const torch::data::Example<Data, Ta
   return hash;
 }
 
-}  // namespace detail
+}  // namespace lockstep::detail
+
+namespace lockstep {
 
 /// A hash of the length and of a few samples spread over the dataset (the first and the last among them):
 /// their shapes, types and bytes. It tells another dataset or another order of it, not one changed byte.
@@ -53,7 +53,9 @@ std::uint64_t fingerprint(D& dataset, std::size_t samples = 16) {
   return hash;
 }
 
-namespace detail {
+}  // namespace lockstep
+
+namespace lockstep::detail {
 
 // "rank 2 has 5", "ranks 1, 3 have 7": the ranks by what they have, the first rank's first.
 inline std::string tell_apart(const std::vector<std::string>& values, std::string_view unit) {
@@ -75,7 +77,9 @@ inline std::string tell_apart(const std::vector<std::string>& values, std::strin
   return text;
 }
 
-}  // namespace detail
+}  // namespace lockstep::detail
+
+namespace lockstep {
 
 /// Compares the length of the dataset, and a fingerprint where one is given, over the ranks of `comm`; each
 /// rank calls it. Throws MismatchError, with one and the same text on every rank, where they differ: samplers

@@ -11,8 +11,8 @@
 #include <utility>
 #include <vector>
 
-#include "lockstep/data/batch_tensors.hpp"
-#include "lockstep/data/side_stream.hpp"
+#include "lockstep/data/dataset.hpp"
+#include "lockstep/data/detail/side_stream.hpp"
 
 namespace lockstep {
 
@@ -23,7 +23,7 @@ namespace lockstep {
 /// A batch is drawn from the loader one ahead of the caller; what that throws, the step to that batch throws.
 /// Tensors that are on the device already stay as they are. Used from one thread; the loader and the stream
 /// outlive it.
-template <class Loader, CopyStream Stream = SideStream>
+template <class Loader, detail::CopyStream Stream = detail::SideStream>
 class StagedPass {
  public:
   using Batch = typename Loader::Batch;
@@ -148,7 +148,7 @@ class StagedBatches {
 
  private:
   Loader& loader_;
-  std::optional<SideStream> stream_;
+  std::optional<detail::SideStream> stream_;
 };
 
 }  // namespace lockstep

@@ -10,8 +10,8 @@
 #include <utility>
 #include <vector>
 
-#include "lockstep/comm/same_options.hpp"
-#include "lockstep/grad/bucket_plan.hpp"
+#include "lockstep/comm/detail/same_options.hpp"
+#include "lockstep/grad/detail/bucket_plan.hpp"
 
 namespace lockstep {
 
@@ -51,7 +51,7 @@ struct DdpOptions {
   /// Size limits of the buckets in bytes, of the first, the second and so on; the last holds for all after
   /// it. One value alone is what Python's bucket_cap_mb sets (times 2^20), several are its
   /// bucket_cap_mb_list, which holds from the first reduction on; the others hold once buckets are rebuilt.
-  std::vector<std::size_t> bucket_caps = default_bucket_caps();
+  std::vector<std::size_t> bucket_caps = detail::default_bucket_caps();
   BufferPolicy buffers = BufferPolicy::from_rank_zero;
   GradientStorage gradients = GradientStorage::in_bucket;
   /// Parameters may take no part in a backward, others each time. Each backward then walks the graph of its
@@ -85,7 +85,9 @@ struct DdpOptions {
   std::vector<std::string> ignored = {};
 };
 
-namespace detail {
+}  // namespace lockstep
+
+namespace lockstep::detail {
 
 /// What of the options decides about collectives and bits, and must be equal on every rank. `sparse` names
 /// the parameters with sparse gradients.
@@ -121,6 +123,4 @@ NamedOptions shared_options(const DdpOptions& options, const Hook& hook,
   return named;
 }
 
-}  // namespace detail
-
-}  // namespace lockstep
+}  // namespace lockstep::detail

@@ -15,22 +15,21 @@
 #include <vector>
 
 #include "lockstep/comm/communicator.hpp"
+#include "lockstep/comm/detail/same_errors.hpp"
 #include "lockstep/comm/local_comm.hpp"
-#include "lockstep/comm/same_errors.hpp"
 #include "lockstep/error.hpp"
-#include "lockstep/grad/bucket_plan.hpp"
-#include "lockstep/grad/buffer_sync.hpp"
 #include "lockstep/grad/ddp_options.hpp"
 #include "lockstep/grad/ddp_report.hpp"
-#include "lockstep/grad/ddp_start.hpp"
+#include "lockstep/grad/detail/bucket_plan.hpp"
+#include "lockstep/grad/detail/buffer_sync.hpp"
+#include "lockstep/grad/detail/ddp_start.hpp"
+#include "lockstep/grad/detail/low_precision_parameters.hpp"
+#include "lockstep/grad/detail/ready_order.hpp"
+#include "lockstep/grad/detail/reduced_gradient_tracker.hpp"
+#include "lockstep/grad/detail/reducer_for.hpp"
+#include "lockstep/grad/detail/watched_parameters.hpp"
 #include "lockstep/grad/hooks/hook.hpp"
 #include "lockstep/grad/model.hpp"
-#include "lockstep/grad/named_tensors.hpp"
-#include "lockstep/grad/ready_order.hpp"
-#include "lockstep/grad/reducer_for.hpp"
-#include "lockstep/grad/settled_gradients.hpp"
-#include "lockstep/grad/short_parameters.hpp"
-#include "lockstep/grad/watched_parameters.hpp"
 
 namespace lockstep {
 
@@ -88,20 +87,20 @@ class DistributedDataParallel {
     parameters_ = seen.tensors.parameters;
     state_->trained = seen.trained;
     state_->watched = detail::WatchedParameters(parameters_, options.ignored);
-    if (options.param_dtype) state_->shorter.emplace(parameters_, *options.param_dtype);
+    if (options.param_dtype) state_->low_precision.emplace(parameters_, *options.param_dtype);
     if constexpr (!alone) detail::start_alike(seen, options, hook, comm);
     detail::require_some(seen.trained);
     if (options.buffer_dtype) detail::cast_buffers(seen.tensors.buffers, *options.buffer_dtype);
-    detail::ShortParameters* shorter = state_->shorter ? &*state_->shorter : nullptr;
+    detail::LowPrecisionParameters* low_precision = state_->low_precision ? &*state_->low_precision : nullptr;
     if constexpr (alone) {
-      state_->reducer = std::make_unique<detail::NoReducer>(seen.trained, shorter);
+      state_->reducer = std::make_unique<detail::NoReducer>(seen.trained, low_precision);
     } else {
       state_->buffers = detail::BufferSync(seen.tensors.buffers, options.buffers);
       state_->policy = options.buffers;
       state_->ignored = options.ignored;
       state_->comm = &comm;
       state_->reducer = std::make_unique<detail::Reducer<Comm, Hook>>(
-          std::move(seen.trained), seen.sparse, comm, std::move(hook), options, shorter);
+          std::move(seen.trained), seen.sparse, comm, std::move(hook), options, low_precision);
     }
   }
 
@@ -111,11 +110,12 @@ class DistributedDataParallel {
   template <class... Args>
   decltype(auto) operator()(Args&&... args) requires(!ParameterList<M>) {
     before_forward();
-    if (!state_->shorter) return forward(std::forward<Args>(args)...);
-    std::optional<detail::ShortScope> scope;
-    if (!c10::GradMode::is_enabled()) scope.emplace(*state_->shorter);
-    using Short = detail::ShortParameters;
-    std::tuple<Short::Input<Args>...> inputs(state_->shorter->input(std::forward<Args>(args))...);
+    if (!state_->low_precision) return forward(std::forward<Args>(args)...);
+    std::optional<detail::LowPrecisionScope> scope;
+    if (!c10::GradMode::is_enabled()) scope.emplace(*state_->low_precision);
+    using LowPrecision = detail::LowPrecisionParameters;
+    std::tuple<LowPrecision::Input<Args>...> inputs(
+        state_->low_precision->input(std::forward<Args>(args))...);
     return std::apply(
         [&](auto&... input) -> decltype(auto) { return forward(static_cast<Args&&>(input)...); }, inputs);
   }
@@ -130,9 +130,9 @@ class DistributedDataParallel {
   /// UsageError where one was changed in between (by LibTorch's own optimizers, on a GPU, it is not seen), or
   /// is frozen. Gradients of micro-batches add up in the short type, but where they are kept defined.
   void before_forward() {
-    if (state_->shorter && c10::GradMode::is_enabled()) {
-      state_->shorter->shorten(/*backward_follows=*/true);
-      state_->reducer->hook_short_gradients();
+    if (state_->low_precision && c10::GradMode::is_enabled()) {
+      state_->low_precision->shorten(/*backward_follows=*/true);
+      state_->reducer->hook_low_precision_gradients();
     }
     if constexpr (!alone) {
       if (std::exchange(state_->sync_due, c10::GradMode::is_enabled() && state_->reducer->no_sync_depth == 0))
@@ -184,18 +184,18 @@ class DistributedDataParallel {
   /// nothing was counted anywhere gradients are zeros.
   /// Gradients that the last reduction left must be gone (zero_grad): they are means, and adding to them is
   /// refused with GradientError.
-  double backward_mean(const at::Tensor& sum, double count, bool retain_graph = false) {
+  double backward_sum(const at::Tensor& sum, double count, bool retain_graph = false) {
     const auto work = [&] {
       if (!std::isfinite(count) || count < 0)
-        throw UsageError(fmt::format("backward_mean got the count {}: give how many the sum is over", count));
-      state_->settled.recognize(state_->trained);
+        throw UsageError(fmt::format("backward_sum got the count {}: give how many the sum is over", count));
+      state_->reduced_gradients.recognize(state_->trained);
       if (sum.defined())
         sum.backward({}, retain_graph);
       else if (count != 0)
-        throw UsageError("backward_mean got a count without a sum");
-      state_->settled.require_untouched(state_->trained, [&](std::size_t i) {
+        throw UsageError("backward_sum got a count without a sum");
+      state_->reduced_gradients.require_untouched(state_->trained, [&](std::size_t i) {
         if constexpr (alone)
-          return state_->settled.changed(state_->trained, i);
+          return state_->reduced_gradients.changed(state_->trained, i);
         else
           return state_->reducer->has_gradient(i);
       });
@@ -209,7 +209,7 @@ class DistributedDataParallel {
       for (const NamedTensor& parameter : parameters_)
         if (at::Tensor& grad = parameter.tensor.mutable_grad(); grad.defined())
           total == 0 ? grad.zero_() : grad.mul_(1 / total);
-      state_->settled.note(state_->trained);
+      state_->reduced_gradients.note(state_->trained);
       return total;
     } else {
       run({.losses = sum, .count = count, .nothing = !sum.defined()}, work);
@@ -221,26 +221,26 @@ class DistributedDataParallel {
   /// This rank has no data in this step: it takes part in the reduction of the others' `backward` with zeros
   /// (what it accumulated under `no_sync` counts). Collective. Not for a loss over several wrapped models:
   /// its backward mixes their reductions in an order that a rank without the loss does not know.
-  void backward_nothing() {
+  void backward_empty() {
     if constexpr (!alone) run({.losses = {}, .nothing = true}, [] {});
   }
 
   /// This rank cannot come to the backward of this step, for `failure`, which its forward or its data has
   /// thrown: the others' backward throws PeerError that tells it, as where this rank's own backward throws,
-  /// and the communicator works on. `counted` where theirs is `backward_mean`. Collective, but does not
+  /// and the communicator works on. `counted` where theirs is `backward_sum`. Collective, but does not
   /// throw. Not where the model's forward or backward meets the other ranks itself: there abort the
   /// communicator.
-  void give_up(const std::exception_ptr& failure, bool counted = false) noexcept {
+  void fail_backward(const std::exception_ptr& failure, bool counted = false) noexcept {
     if constexpr (alone)
       drop();
     else
-      state_->reducer->give_up(failure, counted);
+      state_->reducer->fail_backward(failure, counted);
   }
 
   /// Forgets what backwards under `no_sync` have accumulated (counts, and which parameters took part), for a
   /// step that is given up between them; `zero_grad` forgets the gradients.
   void forget() {
-    if (state_->shorter) state_->shorter->end_step();
+    if (state_->low_precision) state_->low_precision->end_step();
     if constexpr (alone)
       state_->reducer->count = 0;
     else
@@ -288,7 +288,7 @@ class DistributedDataParallel {
   [[nodiscard]] Hook& hook() requires(!detail::alone<Comm>) { return state_->reducer->hook(); }
 
   /// The buckets in use, as indices into the parameters that require grad; empty for LocalComm.
-  [[nodiscard]] BucketPlan buckets() const {
+  [[nodiscard]] detail::BucketPlan buckets() const {
     if constexpr (alone)
       return {};
     else
@@ -318,7 +318,7 @@ class DistributedDataParallel {
   }
 
   /// The step that followed the last reduction was not taken: a hook that remembers forgets what it did.
-  void roll_back() {
+  void rollback() {
     if constexpr (!alone && StatefulHook<Hook>) state_->reducer->hook().rollback();
   }
 
@@ -353,8 +353,8 @@ class DistributedDataParallel {
     std::vector<std::string> ignored;
     detail::WatchedParameters watched;
     std::vector<NamedTensor> trained;
-    std::optional<detail::ShortParameters> shorter;
-    detail::SettledGradients settled;
+    std::optional<detail::LowPrecisionParameters> low_precision;
+    detail::ReducedGradientTracker reduced_gradients;
     std::unique_ptr<typename detail::ReducerFor<Comm, Hook>::type> reducer;
   };
 
@@ -387,21 +387,21 @@ class DistributedDataParallel {
       state_->reducer->inside_backward = true;
       const Leave leave{state_->reducer->inside_backward};
       try {
-        if (state_->shorter) state_->shorter->check_backward(contribution.losses);
+        if (state_->low_precision) state_->low_precision->check_backward(contribution.losses);
         backward();
       } catch (...) {
         if (state_->reducer->no_sync_depth == 0) drop();
         throw;
       }
-      if (state_->shorter && state_->reducer->no_sync_depth == 0) state_->shorter->end_step();
+      if (state_->low_precision && state_->reducer->no_sync_depth == 0) state_->low_precision->end_step();
     } else {
       state_->reducer->backward(contribution, [&] {
         state_->watched.check(contribution.losses, [&] { return tensors_of(module()).parameters; });
-        if (state_->shorter) state_->shorter->check_backward(contribution.losses);
+        if (state_->low_precision) state_->low_precision->check_backward(contribution.losses);
         backward();
       });
     }
-    if (state_->reducer->no_sync_depth == 0) state_->settled.note(state_->trained);
+    if (state_->reducer->no_sync_depth == 0) state_->reduced_gradients.note(state_->trained);
   }
 
   struct Leave {
@@ -412,7 +412,7 @@ class DistributedDataParallel {
   // What a failure leaves: as the Reducer does it on several ranks.
   void drop() {
     for (const NamedTensor& parameter : parameters_) parameter.tensor.mutable_grad().reset();
-    if (state_->shorter) state_->shorter->end_step();
+    if (state_->low_precision) state_->low_precision->end_step();
     state_->reducer->count = 0;
   }
 

@@ -1,28 +1,65 @@
 #pragma once
 
-#include <ATen/core/Tensor.h>
-#include <ATen/core/ivalue.h>
-#include <torch/nn/module.h>
-#include <torch/nn/modules/embedding.h>
-
 #include <concepts>
 #include <string>
 #include <unordered_set>
 #include <utility>
 #include <vector>
 
-#include "lockstep/grad/named_tensors.hpp"
+#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+#include <torch/nn/module.h>
+#include <torch/nn/modules/embedding.h>
+
+#include "lockstep/comm/detail/dtype_name.hpp"
 
 namespace lockstep {
 
-namespace detail {
+/// A parameter or buffer with its full name, such as "block.0.weight".
+struct NamedTensor {
+  std::string name;
+  at::Tensor tensor;
+};
+
+}  // namespace lockstep
+
+namespace lockstep::detail {
+template <class Dictionary>
+std::vector<NamedTensor> each_once(const Dictionary& dictionary) {
+  std::vector<NamedTensor> result;
+  std::unordered_set<const c10::TensorImpl*> seen;
+  for (const auto& item : dictionary)
+    if (item.value().defined() && seen.insert(item.value().unsafeGetTensorImpl()).second)
+      result.push_back({item.key(), item.value()});
+  return result;
+}
+}  // namespace lockstep::detail
+
+namespace lockstep {
+
+/// The parameters in registration order, a tied tensor once, under its first name. `Module::parameters()`
+/// lists a tied tensor as often as it is registered, and an optimizer over that list steps it as often.
+inline std::vector<NamedTensor> unique_parameters(const torch::nn::Module& module) {
+  return detail::each_once(module.named_parameters());
+}
+
+/// The buffers (such as running statistics) in registration order, each once.
+inline std::vector<NamedTensor> unique_buffers(const torch::nn::Module& module) {
+  return detail::each_once(module.named_buffers());
+}
+
+}  // namespace lockstep
+
+namespace lockstep::detail {
 template <class M>
 concept ModuleImpl = std::derived_from<M, torch::nn::Module>;
 template <class M>
 concept ModuleHandle = std::copyable<M> && requires(M& handle) {
   { *handle } -> std::convertible_to<const torch::nn::Module&>;
 };
-}  // namespace detail
+}  // namespace lockstep::detail
+
+namespace lockstep {
 
 /// A model of LibTorch: a module (`ConvNetImpl`), or a handle to one (`ConvNet` as TORCH_MODULE makes it, a
 /// shared_ptr).

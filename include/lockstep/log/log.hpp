@@ -8,7 +8,7 @@
 #include <string_view>
 #include <utility>
 
-#include "lockstep/log/console.hpp"
+#include "lockstep/log/detail/console.hpp"
 
 namespace lockstep {
 
@@ -16,7 +16,9 @@ namespace lockstep {
 /// not said.
 enum class Level { debug, info, warning, error };
 
-namespace detail {
+}  // namespace lockstep
+
+namespace lockstep::detail {
 
 /// The level of this name; nothing where there is none.
 inline std::optional<Level> level_named(std::string_view name) {
@@ -32,7 +34,9 @@ inline Level level_of_environment() {
   return level_named(name ? name : "info").value_or(Level::info);
 }
 
-}  // namespace detail
+}  // namespace lockstep::detail
+
+namespace lockstep {
 
 /// A logger that knows its rank. By default rank 0 alone speaks; `all()` gives one through which every rank
 /// does, with its rank in front, and `timed()` one that puts the time of day in front. Info and debug go to

@@ -10,7 +10,7 @@
 #include <string>
 #include <utility>
 
-#include "lockstep/log/console.hpp"
+#include "lockstep/log/detail/console.hpp"
 #include "lockstep/log/log.hpp"
 
 namespace lockstep {
@@ -23,7 +23,9 @@ struct ProgressOptions {
   std::chrono::milliseconds line_every{10000};
 };
 
-namespace detail {
+}  // namespace lockstep
+
+namespace lockstep::detail {
 
 /// What a progress line says.
 struct ProgressState {
@@ -80,7 +82,9 @@ inline std::string progress_bar(const ProgressState& state, int columns) {
   return (front + bar + facts).substr(0, static_cast<std::size_t>(std::max(columns - 1, 0)));
 }
 
-}  // namespace detail
+}  // namespace lockstep::detail
+
+namespace lockstep {
 
 /// Shows how far a loop is: a bar on a terminal, a plain line now and then where there is none, nothing from
 /// other ranks than 0. Not thread-safe. The destructor ends the bar's line.

@@ -19,12 +19,10 @@
 #include <vector>
 
 #include "lockstep/error.hpp"
-#include "lockstep/nn/batch_norm_group.hpp"
+#include "lockstep/nn/detail/batch_norm_group.hpp"
 #include "lockstep/nn/sync_batch_norm.hpp"
 
-namespace lockstep {
-
-namespace detail {
+namespace lockstep::detail {
 
 template <std::size_t D>
 struct PlainBatchNorm;
@@ -170,7 +168,9 @@ class BatchNormSurgery {
   std::vector<std::string> names_, refused_;
 };
 
-}  // namespace detail
+}  // namespace lockstep::detail
+
+namespace lockstep {
 
 /// Makes every batch norm of a model work on the joined batch of all ranks of `comm`, as
 /// torch.nn.SyncBatchNorm.convert_sync_batchnorm does. Call it before or after the model is wrapped and its
@@ -200,7 +200,7 @@ std::vector<std::string> convert_sync_batchnorm(M& model, Comm&& comm) {
   constexpr bool convertible = itself || requires {
     { *model } -> std::convertible_to<torch::nn::Module&>;
   };
-  constexpr bool meets = std::constructible_from<BatchNormGroup, Comm>;
+  constexpr bool meets = std::constructible_from<detail::BatchNormGroup, Comm>;
   static_assert(convertible,
                 "lockstep: convert_sync_batchnorm takes a torch::nn::Module, a holder of one, or a "
                 "torch::nn::AnyModule");
@@ -216,7 +216,7 @@ std::vector<std::string> convert_sync_batchnorm(M& model, Comm&& comm) {
     }();
     surgery.check();
     if (surgery.empty()) return {};
-    return surgery.run(BatchNormGroup(std::forward<Comm>(comm)));
+    return surgery.run(detail::BatchNormGroup(std::forward<Comm>(comm)));
   } else {
     return {};
   }

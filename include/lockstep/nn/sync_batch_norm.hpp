@@ -1,22 +1,35 @@
 #pragma once
 
-#include <ATen/core/Tensor.h>
-#include <fmt/format.h>
-#include <torch/nn/modules/batchnorm.h>
-#include <torch/nn/pimpl.h>
-
 #include <cstddef>
 #include <ostream>
 #include <string>
 #include <utility>
 
-#include "lockstep/comm/tensor_lists.hpp"
+#include <ATen/core/Tensor.h>
+#include <fmt/format.h>
+#include <torch/nn/modules/batchnorm.h>
+#include <torch/nn/pimpl.h>
+
+#include "lockstep/comm/detail/tensor_lists.hpp"
 #include "lockstep/error.hpp"
-#include "lockstep/nn/batch_norm_group.hpp"
-#include "lockstep/nn/collective_module.hpp"
-#include "lockstep/nn/sync_batch_norm_function.hpp"
+#include "lockstep/nn/detail/batch_norm_group.hpp"
+#include "lockstep/nn/detail/sync_batch_norm_function.hpp"
 
 namespace lockstep {
+
+/// A module that meets the other ranks in its forward in training: every rank must call it as often as the
+/// others. A class derives from this beside torch::nn::Module.
+class CollectiveModule {
+ public:
+  /// Of its group; 1 or less where there is nobody to meet.
+  [[nodiscard]] virtual int ranks() const = 0;
+
+ protected:
+  CollectiveModule() = default;
+  CollectiveModule(const CollectiveModule&) = default;
+  CollectiveModule& operator=(const CollectiveModule&) = default;
+  ~CollectiveModule() = default;
+};
 
 /// Batch norm over the joined batch of all ranks: in training, mean and variance are those of the batches of
 /// all ranks taken together, and so are the gradients, so that the ranks train as one process would on the
@@ -57,7 +70,7 @@ class SyncBatchNormImpl : public torch::nn::BatchNormImplBase<D, SyncBatchNormIm
   /// given for the group makes a group for this module alone, which is collective: give many modules one
   /// BatchNormGroup instead.
   SyncBatchNormImpl(const torch::nn::BatchNormOptions& options,  // NOLINT: as torch::nn::BatchNormNd
-                    const BatchNormGroup& group = {})
+                    const detail::BatchNormGroup& group = {})
       : Base(options) {
     synchronize(group, fmt::format("{} of {} channels", kind(), options.num_features()));
   }
@@ -79,7 +92,7 @@ class SyncBatchNormImpl : public torch::nn::BatchNormImplBase<D, SyncBatchNormIm
   }
 
   /// Joins the batches of `group` from now on; messages call this module `name`.
-  void synchronize(const BatchNormGroup& group, std::string name) {
+  void synchronize(const detail::BatchNormGroup& group, std::string name) {
     size_ = group.size();
     site_ = c10::make_intrusive<detail::BatchNormSite>(std::move(name), group.exchange());
   }

@@ -8,9 +8,9 @@
 #include <utility>
 #include <vector>
 
-#include "lockstep/optim/adam_options.hpp"
-#include "lockstep/optim/adam_steps.hpp"
-#include "lockstep/optim/optimizer.hpp"
+#include "lockstep/optim/detail/adam_steps.hpp"
+#include "lockstep/optim/detail/optimizer.hpp"
+#include "lockstep/optim/options.hpp"
 
 namespace lockstep {
 

@@ -24,7 +24,7 @@
 #include <vector>
 
 #include "lockstep/error.hpp"
-#include "lockstep/grad/named_tensors.hpp"
+#include "lockstep/grad/model.hpp"
 
 namespace lockstep {
 
@@ -35,7 +35,9 @@ struct ClipOptions {
   bool error_if_nonfinite = false;
 };
 
-namespace detail {
+}  // namespace lockstep
+
+namespace lockstep::detail {
 
 inline const at::Tensor& tensor_of(const at::Tensor& parameter) {
   return parameter;
@@ -96,7 +98,9 @@ void each_kind_in_order(const std::vector<at::Tensor>& tensors, Work&& work) {
   for (const auto& kind : kinds) work(kind.second);
 }
 
-}  // namespace detail
+}  // namespace lockstep::detail
+
+namespace lockstep {
 
 /// The norm of all gradients as if they were one vector; of no gradients, 0. One element, on the device of
 /// the first, and nothing waits for it. The arithmetic of `torch.nn.utils.get_total_norm`.
@@ -114,7 +118,9 @@ inline at::Tensor total_norm(const std::vector<at::Tensor>& gradients, double no
   return at::linalg_vector_norm(at::stack(norms), norm_type);
 }
 
-namespace detail {
+}  // namespace lockstep
+
+namespace lockstep::detail {
 
 template <class Parameters>
 at::Tensor clip_norm(const Parameters& parameters, double max_norm, const ClipOptions& options) {
@@ -147,7 +153,9 @@ void clip_value(const Parameters& parameters, double largest) {
   });
 }
 
-}  // namespace detail
+}  // namespace lockstep::detail
+
+namespace lockstep {
 
 /// Scales the gradients down so that the norm of all of them together is at most `max_norm`, and returns what
 /// it was (see total_norm). Bit for bit what `torch.nn.utils.clip_grad_norm_` does.

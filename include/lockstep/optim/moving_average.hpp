@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "lockstep/error.hpp"
-#include "lockstep/grad/named_tensors.hpp"
+#include "lockstep/grad/model.hpp"
 
 namespace lockstep {
 

@@ -46,7 +46,7 @@ void average_parameters(const std::vector<at::Tensor>& parameters, Comm& comm) {
     };
     each_part([](const at::Tensor& tensor, at::Tensor part) { part.copy_(tensor); });
     flat.div_(comm.size());
-    comm.all_reduce(flat, ReduceOp::sum).join_stream();
+    comm.all_reduce(flat, ReduceOp::sum).wait();
     each_part([](at::Tensor& tensor, const at::Tensor& part) { tensor.copy_(part); });
   }
 }

@@ -5,8 +5,8 @@
 #include <utility>
 #include <vector>
 
-#include "lockstep/optim/optimizer.hpp"
-#include "lockstep/optim/sgd_steps.hpp"
+#include "lockstep/optim/detail/optimizer.hpp"
+#include "lockstep/optim/detail/sgd_steps.hpp"
 
 namespace lockstep {
 

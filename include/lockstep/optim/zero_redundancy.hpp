@@ -16,25 +16,25 @@
 #include <vector>
 
 #include "lockstep/comm/communicator.hpp"
-#include "lockstep/comm/own_error.hpp"
+#include "lockstep/comm/detail/own_error.hpp"
 #include "lockstep/error.hpp"
-#include "lockstep/grad/broadcast_list.hpp"
-#include "lockstep/grad/model_check.hpp"
-#include "lockstep/optim/optimizer_maker.hpp"
-#include "lockstep/optim/sharded_state.hpp"
-#include "lockstep/optim/shards.hpp"
-#include "lockstep/precision/scaled_step.hpp"
+#include "lockstep/grad/detail/broadcast_list.hpp"
+#include "lockstep/grad/same_model.hpp"
+#include "lockstep/optim/detail/optimizer_maker.hpp"
+#include "lockstep/optim/detail/sharded_state.hpp"
+#include "lockstep/optim/detail/shards.hpp"
+#include "lockstep/precision/precision.hpp"
 
-namespace lockstep {
-
-namespace detail {
+namespace lockstep::detail {
 
 template <class Made>
 inline constexpr bool is_sharded = std::derived_from<Made, ShardedState>;
 template <class Made>
 inline constexpr bool is_sharded<std::unique_ptr<Made>> = std::derived_from<Made, ShardedState>;
 
-}  // namespace detail
+}  // namespace lockstep::detail
+
+namespace lockstep {
 
 /// An optimizer whose state is spread over the ranks (ZeRO stage 1, Python's ZeroRedundancyOptimizer): each
 /// rank keeps the state of its share of the parameters and steps them, then the ranks send each other what
@@ -245,7 +245,7 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer,
     works.reserve(flats_.size());
     for (std::size_t rank = 0; rank < flats_.size(); ++rank)
       works.push_back(comm_.broadcast(flats_[rank], static_cast<int>(rank)));
-    for (auto& work : works) work.join_stream();
+    for (auto& work : works) work.wait();
     for (std::size_t rank = 0; rank < shards_.size(); ++rank)
       if (static_cast<int>(rank) != comm_.rank())
         for (const auto& group : shards_[rank])

@@ -2,7 +2,7 @@
 
 #include <utility>
 
-#include "lockstep/precision/autocast.hpp"
+#include "lockstep/precision/detail/autocast.hpp"
 #include "lockstep/precision/fp32.hpp"
 
 namespace lockstep {
@@ -12,7 +12,7 @@ namespace lockstep {
 struct Bf16 : Fp32 {
   template <class Forward>
   decltype(auto) forward(Forward&& forward) const {
-    const AutocastScope scope(at::kBFloat16);
+    const detail::AutocastScope scope(at::kBFloat16);
     return std::forward<Forward>(forward)();
   }
 };

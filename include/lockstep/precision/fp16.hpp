@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "lockstep/comm/communicator.hpp"
-#include "lockstep/precision/autocast.hpp"
+#include "lockstep/precision/detail/autocast.hpp"
 #include "lockstep/precision/grad_scaler.hpp"
 #include "lockstep/precision/precision.hpp"
 
@@ -25,7 +25,7 @@ class Fp16 {
 
   template <class Forward>
   decltype(auto) forward(Forward&& forward) const {
-    const AutocastScope scope(at::kHalf);
+    const detail::AutocastScope scope(at::kHalf);
     return std::forward<Forward>(forward)();
   }
 

@@ -21,7 +21,7 @@
 
 #include "lockstep/comm/communicator.hpp"
 #include "lockstep/error.hpp"
-#include "lockstep/precision/scaled_step.hpp"
+#include "lockstep/precision/precision.hpp"
 
 namespace lockstep {
 
@@ -96,7 +96,7 @@ class GradScaler {
       throw UsageError("GradScaler: agree after step: call it before, or update first");
     look(optimizer, state);
     at::Tensor any = combined(state).clone();
-    comm.all_reduce(any, ReduceOp::max).join_stream();
+    comm.all_reduce(any, ReduceOp::max).wait();
     state.found_inf = {any};
   }
 

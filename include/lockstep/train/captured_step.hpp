@@ -1,9 +1,5 @@
 #pragma once
 
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/empty_like.h>
-#include <fmt/format.h>
-
 #include <any>
 #include <concepts>
 #include <cstdint>
@@ -14,17 +10,56 @@
 #include <utility>
 #include <vector>
 
-#include "lockstep/comm/tensor_lists.hpp"
-#include "lockstep/data/batch_tensors.hpp"
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty_like.h>
+#include <c10/core/Device.h>
+#include <fmt/format.h>
+
+#include "lockstep/comm/detail/tensor_lists.hpp"
+#include "lockstep/data/dataset.hpp"
 #include "lockstep/error.hpp"
-#include "lockstep/grad/capture_scope.hpp"
+#include "lockstep/grad/detail/capture_scope.hpp"
 #include "lockstep/grad/distributed_data_parallel.hpp"
 #include "lockstep/precision/precision.hpp"
-#include "lockstep/train/gradient_hooks.hpp"
-#include "lockstep/train/policies.hpp"
-#include "lockstep/train/step_graph.hpp"
+#include "lockstep/train/detail/policies.hpp"
+#include "lockstep/train/extras.hpp"
 
 namespace lockstep {
+
+/// A part of a training step that a graph can hold and repeat: it says so by a `static constexpr bool
+/// capturable = true`.
+///
+/// 1. It reads no value of the device on the host: what it decides, it decides on the device.
+/// 2. Its operators, shapes and memory are the same in every step, but for memory that it takes and gives
+///    back inside of the step.
+/// 3. What changes from step to step (a rate, a scale, a count) it keeps in tensors and changes in place. The
+///    host's own code runs once, when the step is captured.
+///
+/// Where that depends on options, its `check_capturable()` throws UsageError that says on which. A
+/// communicator may have `watch_replay(replay)`, which calls `replay()` once unless it has failed, and sees
+/// that what is repeated ends: each replay goes through it.
+template <class T>
+concept Capturable = requires {
+  requires bool(std::remove_cvref_t<T>::capturable);
+};
+
+/// What records a step and repeats it. The caller's stream is the one that is current where it calls.
+///
+/// 1. `on_stream(f)` calls `f()` with the graph's own stream as the current one. What that is given comes
+///    after what the caller's stream was given before, and before what it is given next; the host does not
+///    wait.
+/// 2. `capture(f)` calls `f()` once, as on_stream does, but what the stream is given is recorded and not
+///    done. Only this thread is part of that: others, such as a watchdog or a loader, go on as ever. Where
+///    `f` throws, the recording is dropped and the exception goes on.
+/// 3. `replay()` gives the caller's stream all that was recorded, with the same memory.
+/// 4. `device()` is where it works.
+template <class G>
+concept StepGraph = std::movable<G> && requires(G& graph, const G& seen, void (*function)()) {
+  graph.on_stream(function);
+  graph.capture(function);
+  graph.replay();
+  { seen.device() } -> std::same_as<c10::Device>;
+};
 
 struct CaptureOptions {
   /// Steps that are made as ever before the capture, in which memory is taken, buckets find their order and
@@ -34,10 +69,13 @@ struct CaptureOptions {
   DdpOptions ddp = {};
 };
 
-namespace detail {
+}  // namespace lockstep
+
+namespace lockstep::detail {
 
 // Says in one sentence what of a captured step a graph cannot hold.
-template <class Graph, class Comm, class Optimizer, class PrecisionType, class Hook, class... GradientHooks>
+template <class Graph, class Comm, class Optimizer, class PrecisionType, class Hook,
+          class... GradientCallbacks>
 struct CheckedCapture {
   static_assert(StepGraph<Graph>,
                 "lockstep: the first argument of a CapturedStep is what captures: a type that models "
@@ -55,12 +93,15 @@ struct CheckedCapture {
                 "lockstep: a CapturedStep needs a communication hook that does the same in every step, such "
                 "as AllReduceHook, Fp16Hook or Bf16Hook; PowerSgdHook and hooks of functions do not promise "
                 "it");
-  static_assert(((Capturable<GradientHooks> && GradientHook<GradientHooks>)&&...),
-                "lockstep: between backward and step a CapturedStep takes GradientHooks that decide on the "
-                "device alone, such as GradientClip; CheckFinite and functions look at values on the host");
+  static_assert(
+      ((Capturable<GradientCallbacks> && GradientCallback<GradientCallbacks>)&&...),
+      "lockstep: between backward and step a CapturedStep takes GradientCallbacks that decide on the "
+      "device alone, such as GradientClip; CheckFinite and functions look at values on the host");
 };
 
-}  // namespace detail
+}  // namespace lockstep::detail
+
+namespace lockstep {
 
 /// Forward, backward, reduction and optimizer step of a model as one graph: the first steps are made as ever,
 /// then one is captured, and from there on each call repeats that with the data of its batch, at the cost of
@@ -82,21 +123,22 @@ struct CheckedCapture {
 ///
 /// Model, communicator, optimizer and precision outlive it. One thread uses it; collective.
 template <class Graph, class M, class Comm, class Optimizer, class PrecisionType, class Loss,
-          class Hook = AllReduceHook, class... GradientHooks>
-class CapturedStep : detail::CheckedCapture<Graph, Comm, Optimizer, PrecisionType, Hook, GradientHooks...> {
+          class Hook = AllReduceHook, class... GradientCallbacks>
+class CapturedStep
+    : detail::CheckedCapture<Graph, Comm, Optimizer, PrecisionType, Hook, GradientCallbacks...> {
  public:
   /// Throws UsageError for what a graph cannot hold though its type might: an optimizer whose rate is a
   /// number or a communicator that waits in each call (their `check_capturable()` says so), a search for
   /// unused parameters, gradients beside the buckets.
   CapturedStep(Graph graph, M& model, Comm& comm, Optimizer& optimizer, PrecisionType& precision, Loss loss,
-               const CaptureOptions& options = {}, Hook hook = {}, GradientHooks... hooks)
+               const CaptureOptions& options = {}, Hook hook = {}, GradientCallbacks... callbacks)
       : graph_(std::move(graph)),
         comm_(comm),
         optimizer_(optimizer),
         precision_(precision),
         loss_(std::move(loss)),
         options_(options),
-        hooks_(std::move(hooks)...) {
+        callbacks_(std::move(callbacks)...) {
     if (options.warm_up < 2)
       throw UsageError(
           fmt::format("CapturedStep: {} steps of warm-up: give 2 or more, in which the buckets find their "
@@ -121,7 +163,7 @@ class CapturedStep : detail::CheckedCapture<Graph, Comm, Optimizer, PrecisionTyp
     };
     check(comm);
     check(optimizer);
-    std::apply([&](auto&... part) { (check(part), ...); }, hooks_);
+    std::apply([&](auto&... part) { (check(part), ...); }, callbacks_);
     graph_.on_stream([&] { ddp_.emplace(model, comm, options_.ddp, std::move(hook)); });
     parameters_ = ddp_->parameters();
   }
@@ -213,12 +255,12 @@ class CapturedStep : detail::CheckedCapture<Graph, Comm, Optimizer, PrecisionTyp
         precision_.forward([&]() -> at::Tensor { return std::invoke(loss_, ddp_->module(), batch); });
     ddp_->backward(precision_.scale(loss));
     if constexpr (detail::AgreeingPrecision<PrecisionType, Comm>)
-      if (!Hook::spreads_nan || !options_.ddp.ignored.empty()) precision_.agree(optimizer_, comm_);
-    if constexpr (sizeof...(GradientHooks) > 0) {
+      if (!Hook::propagates_nan || !options_.ddp.ignored.empty()) precision_.agree(optimizer_, comm_);
+    if constexpr (sizeof...(GradientCallbacks) > 0) {
       if constexpr (ScalingPrecision<PrecisionType>) precision_.unscale(optimizer_);
       at::Tensor total_norm;
       const Gradients gradients{0, steps_, parameters_, ddp_->named_parameters(), total_norm};
-      std::apply([&](auto&... hook) { (hook.on_gradients(gradients), ...); }, hooks_);
+      std::apply([&](auto&... hook) { (hook.on_gradients(gradients), ...); }, callbacks_);
     }
     precision_.step(optimizer_);
     value_ = loss.detach();
@@ -233,7 +275,7 @@ class CapturedStep : detail::CheckedCapture<Graph, Comm, Optimizer, PrecisionTyp
   PrecisionType& precision_;
   Loss loss_;
   CaptureOptions options_;
-  std::tuple<GradientHooks...> hooks_;
+  std::tuple<GradientCallbacks...> callbacks_;
   std::optional<DistributedDataParallel<M, Comm, Hook>> ddp_;
   std::vector<at::Tensor> parameters_;
   std::any batch_;                  // of the first's type, with the tensors that the graph reads

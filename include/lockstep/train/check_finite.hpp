@@ -16,8 +16,8 @@
 
 #include "lockstep/comm/communicator.hpp"
 #include "lockstep/error.hpp"
-#include "lockstep/train/gradient_hooks.hpp"
-#include "lockstep/train/mean.hpp"
+#include "lockstep/train/extras.hpp"
+#include "lockstep/train/metrics.hpp"
 
 namespace lockstep {
 

@@ -17,8 +17,8 @@
 #include "lockstep/comm/communicator.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/grad/hooks/hook.hpp"
-#include "lockstep/train/archive.hpp"
-#include "lockstep/train/mean.hpp"
+#include "lockstep/train/detail/archive.hpp"
+#include "lockstep/train/metrics.hpp"
 
 namespace lockstep {
 
@@ -32,7 +32,9 @@ concept Checkpointed = requires(T& part, const T& saved, torch::serialize::Outpu
   part.load(in);
 };
 
-namespace detail {
+}  // namespace lockstep
+
+namespace lockstep::detail {
 
 inline constexpr std::int64_t checkpoint_format = 1;
 
@@ -90,7 +92,7 @@ struct RankState {
   at::Tensor generator, device_generator;  // of the CPU, and of the model's device where that is another
   std::vector<at::Tensor> buffers;
   std::optional<HookState> hook;
-  std::string feed;  // an archive; empty between epochs
+  std::string data_position;  // an archive; empty between epochs
 
   [[nodiscard]] std::string bytes() const {
     torch::serialize::OutputArchive archive;
@@ -102,7 +104,7 @@ struct RankState {
     for (std::size_t i = 0; i < buffers.size(); ++i)
       archive.write(fmt::format("buffer_{}", i), buffers[i], /*is_buffer=*/true);
     if (hook) write_archive(archive, "hook", [&](auto& inner) { write_hook_state(inner, *hook); });
-    write_bytes(archive, "feed", feed);
+    write_bytes(archive, "data position", data_position);
     return bytes_of(archive);
   }
   static RankState read(std::string_view bytes) {
@@ -118,7 +120,7 @@ struct RankState {
         refuse_archive(key);
     torch::serialize::InputArchive inner;
     if (archive.try_read("hook", inner)) state.hook = read_hook_state(inner);
-    state.feed = read_bytes(archive, "feed");
+    state.data_position = read_bytes(archive, "data position");
     return state;
   }
 };
@@ -137,7 +139,7 @@ RankState state_of_rank(const std::vector<RankState>& saved, int rank, int size)
     state.generator = saved[own].generator;
     state.device_generator = saved[own].device_generator;
   }
-  state.feed = saved[0].feed;
+  state.data_position = saved[0].data_position;
   if constexpr (requires(HookState all) { Hook::shared_state(std::move(all)); })
     if (saved[0].hook) state.hook = Hook::shared_state(*saved[0].hook);
   return state;
@@ -206,6 +208,4 @@ class CheckpointReader {
   torch::serialize::InputArchive archive_;
 };
 
-}  // namespace detail
-
-}  // namespace lockstep
+}  // namespace lockstep::detail

@@ -11,7 +11,7 @@
 #include <memory>
 #include <utility>
 
-#include "lockstep/train/step_graph.hpp"
+#include "lockstep/train/captured_step.hpp"
 
 namespace lockstep {
 

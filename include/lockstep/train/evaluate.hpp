@@ -13,17 +13,16 @@
 #include <utility>
 #include <vector>
 
-#include "lockstep/comm/comm_device.hpp"
 #include "lockstep/comm/communicator.hpp"
-#include "lockstep/comm/own_error.hpp"
+#include "lockstep/comm/detail/own_error.hpp"
 #include "lockstep/data/evaluation_sampler.hpp"
 #include "lockstep/data/loader.hpp"
 #include "lockstep/data/staging.hpp"
-#include "lockstep/grad/broadcast_list.hpp"
-#include "lockstep/grad/named_tensors.hpp"
-#include "lockstep/train/dataset_view.hpp"
+#include "lockstep/grad/detail/broadcast_list.hpp"
+#include "lockstep/grad/model.hpp"
+#include "lockstep/train/detail/dataset_view.hpp"
+#include "lockstep/train/detail/model_handle.hpp"
 #include "lockstep/train/metrics.hpp"
-#include "lockstep/train/model_handle.hpp"
 
 namespace lockstep {
 
@@ -80,10 +79,10 @@ void sum_over_ranks(std::span<Total> totals, C& comm) {
   }
   if constexpr (DeviceCommunicator<C>) {
     const at::Tensor there = packed.to(comm.tensor_device());
-    comm.all_reduce(there, ReduceOp::sum).join_stream();
+    comm.all_reduce(there, ReduceOp::sum).wait();
     packed.copy_(there);
   } else {
-    comm.all_reduce(packed, ReduceOp::sum).wait_host();
+    comm.all_reduce(packed, ReduceOp::sum).synchronize();
   }
   for (std::size_t i = 0; i < totals.size(); ++i) totals[i] = {at[2 * i], at[2 * i + 1]};
 }
@@ -101,12 +100,14 @@ struct EvaluationOptions {
   /// Samples a rank and a step.
   std::int64_t batch_size = 32;
   /// Threads a rank that load ahead.
-  std::int64_t workers = 0;
+  std::int64_t num_workers = 0;
   /// Each rank gets its own buffers back afterwards: for a training in which every rank keeps its own.
   bool restore_buffers = false;
 };
 
-namespace detail {
+}  // namespace lockstep
+
+namespace lockstep::detail {
 
 template <class M, class Batch, class... Metrics>
 void measure(M& model, Batch& batch, std::span<MeanMeter> meters, Metrics&... metrics) {
@@ -122,7 +123,9 @@ void measure(M& model, Batch& batch, std::span<MeanMeter> meters, Metrics&... me
   (add(metrics), ...);
 }
 
-}  // namespace detail
+}  // namespace lockstep::detail
+
+namespace lockstep {
 
 /// Runs the model over each sample of the dataset exactly once, shared out among the ranks, and gives what
 /// each metric is over all of them: the same number on every rank, that of one process alone. Batches come to
@@ -145,17 +148,17 @@ auto evaluate(M& model, C& comm, D&& dataset, const EvaluationOptions& options, 
       if (options.batch_size < 1)
         throw UsageError(fmt::format("batch size is {}: give the samples a rank and a step, 1 or more",
                                      options.batch_size));
-      const EvaluationMode mode(module_of(model));
+      const EvaluationMode mode(detail::module_of(model));
       std::optional<KeptBuffers> kept;
-      if (options.restore_buffers) kept.emplace(module_of(model));
-      share_buffers(module_of(model), comm);
-      DataLoader loader{DatasetView{dataset},
+      if (options.restore_buffers) kept.emplace(detail::module_of(model));
+      share_buffers(detail::module_of(model), comm);
+      DataLoader loader{detail::DatasetView{dataset},
                         EvaluationSampler{dataset_size(dataset), comm},
                         {.batch_size = static_cast<std::size_t>(options.batch_size),
-                         .workers = static_cast<std::size_t>(options.workers),
+                         .num_workers = static_cast<std::size_t>(options.num_workers),
                          .pin_memory = true}};
       std::array<MeanMeter, sizeof...(Metrics)> meters;
-      for (auto& batch : StagedBatches{loader, device_of(module_of(model))})
+      for (auto& batch : StagedBatches{loader, detail::device_of(detail::module_of(model))})
         detail::measure(model, batch, meters, metrics...);
       for (std::size_t i = 0; i < totals.size(); ++i) totals[i] = meters[i].total();
       sum_over_ranks(totals, comm);

@@ -1,8 +1,5 @@
 #pragma once
 
-#include <ATen/core/Tensor.h>
-#include <torch/optim/optimizer.h>
-
 #include <concepts>
 #include <cstdint>
 #include <memory>
@@ -11,13 +8,63 @@
 #include <utility>
 #include <vector>
 
-#include "lockstep/grad/named_tensors.hpp"
-#include "lockstep/optim/optimizer_maker.hpp"
-#include "lockstep/precision/scaled_step.hpp"
-#include "lockstep/train/gradient_hooks.hpp"
+#include <ATen/core/Tensor.h>
+#include <torch/optim/optimizer.h>
+
+#include "lockstep/comm/local_comm.hpp"
+#include "lockstep/grad/model.hpp"
+#include "lockstep/optim/detail/optimizer_maker.hpp"
+#include "lockstep/precision/precision.hpp"
 #include "lockstep/train/loss.hpp"
 
 namespace lockstep {
+
+/// The gradients of one optimizer step: of all its micro-batches and ranks, and not yet used.
+struct Gradients {
+  /// Counted from 0, over all that the trainer did so far.
+  std::int64_t epoch, step;
+  /// Each parameter once, in the model's order, with its gradient in `grad()`; undefined where it has none.
+  const std::vector<at::Tensor>& parameters;
+  /// The same with names.
+  const std::vector<NamedTensor>& named_parameters;
+  /// The norm of all gradients together, one element, as a GradientCallback has found it before it changed them,
+  /// for the callbacks after it and StepReport::total_norm; undefined before. GradientClip sets it.
+  at::Tensor& total_norm;
+  /// Whether what is not a number on one rank is so on all: not with every communication hook.
+  bool spread_nan = true;
+};
+
+/// Work of the user's own between backward and the optimizer's step, on every rank, such as clipping:
+/// `on_gradients(gradients)`. First comes the one among the Trainer's extras, then those given to `fit`, in
+/// their order: `fit(data, loss, OnGradients{look}, GradientClip{1})` looks at gradients that are not yet
+/// clipped. The gradients are equal on all ranks, and may be changed in place, on all ranks
+/// alike. A precision that scales its losses undoes that before, by an `unscale(optimizer)` of its own, after
+/// which its `step` does not do it again; one without it shows the gradients scaled.
+template <class E>
+concept GradientCallback = requires(E& extra, const Gradients& gradients) {
+  extra.on_gradients(gradients);
+};
+
+/// A look at the gradients before anything uses them. `watch(named_parameters)` is called once, before the
+/// first backward, and may put hooks on the parameters, to be removed by the destructor. `check(gradients,
+/// comm)` is called after each step's backward, on every rank, before any GradientCallback; where it throws,
+/// every rank throws the same, and the step is not made. A step that fails before it may have no `check`:
+/// where there is a `begin_step()`, it is called before the first forward of each.
+template <class E>
+concept GradientCheck = requires(E& extra, const std::vector<NamedTensor>& parameters,
+                                 const Gradients& gradients, LocalComm& comm) {
+  extra.watch(parameters);
+  extra.check(gradients, comm);
+};
+
+/// A GradientCallback of a function `(const Gradients&)`.
+template <class Function>
+struct OnGradients {
+  Function function;
+  void on_gradients(const Gradients& gradients) { function(gradients); }
+};
+template <class Function>
+OnGradients(Function) -> OnGradients<Function>;
 
 /// One optimizer step, as this rank saw it.
 struct StepReport {
@@ -31,7 +78,7 @@ struct StepReport {
   /// To ask waits for the device where that alone knows.
   StepOutcome stepped = true;
   /// The norm of the gradients before GradientClip scaled them, one element on their device, whose `item()`
-  /// waits for that; undefined where no GradientHook has set Gradients::total_norm.
+  /// waits for that; undefined where no GradientCallback has set Gradients::total_norm.
   at::Tensor total_norm = {};
 
   /// The mean loss over this rank's part of the step, NaN where it had none; waits for the device.
@@ -78,8 +125,8 @@ concept OptimizerFactory = requires(E& extra, std::vector<NamedTensor> parameter
 /// the constants that each of those has.
 template <class E>
 concept ReductionPolicy = requires(const E& extra) {
-  { E::divides_first } -> std::convertible_to<bool>;
-  { E::spreads_nan } -> std::convertible_to<bool>;
+  { E::predivides } -> std::convertible_to<bool>;
+  { E::propagates_nan } -> std::convertible_to<bool>;
   extra.wire_bytes();
 };
 
@@ -92,19 +139,19 @@ concept Schedule = requires(E& extra, std::int64_t epoch, std::int64_t step) {
 
 /// Work of the user's own after each optimizer step, on every rank: `on_step(report)`.
 template <class E>
-concept StepHook = requires(E& extra, [[maybe_unused]] const StepReport& report) {
+concept StepCallback = requires(E& extra, [[maybe_unused]] const StepReport& report) {
   extra.on_step(report);
 };
 
 /// Work of the user's own before each epoch, on every rank: `on_epoch_start(plan)`.
 template <class E>
-concept EpochStartHook = requires(E& extra, [[maybe_unused]] const EpochPlan& plan) {
+concept EpochStartCallback = requires(E& extra, [[maybe_unused]] const EpochPlan& plan) {
   extra.on_epoch_start(plan);
 };
 
 /// Work of the user's own after each epoch, on every rank: `on_epoch(report)`. It may evaluate, save and log.
 template <class E>
-concept EpochHook = requires(E& extra, const EpochReport& report) {
+concept EpochCallback = requires(E& extra, const EpochReport& report) {
   extra.on_epoch(report);
 };
 
@@ -167,7 +214,7 @@ struct RateSchedule {
 template <class Function>
 RateSchedule(Function) -> RateSchedule<Function>;
 
-/// A StepHook of a function `(const StepReport&)`.
+/// A StepCallback of a function `(const StepReport&)`.
 template <class Function>
 struct OnStep {
   Function function;
@@ -176,7 +223,7 @@ struct OnStep {
 template <class Function>
 OnStep(Function) -> OnStep<Function>;
 
-/// An EpochStartHook of a function `(const EpochPlan&)`.
+/// An EpochStartCallback of a function `(const EpochPlan&)`.
 template <class Function>
 struct OnEpochStart {
   Function function;
@@ -185,7 +232,7 @@ struct OnEpochStart {
 template <class Function>
 OnEpochStart(Function) -> OnEpochStart<Function>;
 
-/// An EpochHook of a function `(const EpochReport&)`.
+/// An EpochCallback of a function `(const EpochReport&)`.
 template <class Function>
 struct OnEpoch {
   Function function;
@@ -196,43 +243,43 @@ OnEpoch(Function) -> OnEpoch<Function>;
 
 /// Any of the four.
 template <class E>
-concept Hook = GradientHook<E> || StepHook<E> || EpochStartHook<E> || EpochHook<E>;
+concept Callback = GradientCallback<E> || StepCallback<E> || EpochStartCallback<E> || EpochCallback<E>;
 
-namespace detail {
+}  // namespace lockstep
+
+namespace lockstep::detail {
 
 // Tells a hook what it wants to know, and others nothing.
 template <class E>
 void notify([[maybe_unused]] E& extra, [[maybe_unused]] const Gradients& gradients) {
-  if constexpr (GradientHook<E>) extra.on_gradients(gradients);
+  if constexpr (GradientCallback<E>) extra.on_gradients(gradients);
 }
 template <class E>
 void notify([[maybe_unused]] E& extra, [[maybe_unused]] const StepReport& report) {
-  if constexpr (StepHook<E>) extra.on_step(report);
+  if constexpr (StepCallback<E>) extra.on_step(report);
 }
 template <class E>
 void notify([[maybe_unused]] E& extra, [[maybe_unused]] const EpochPlan& plan) {
-  if constexpr (EpochStartHook<E>) extra.on_epoch_start(plan);
+  if constexpr (EpochStartCallback<E>) extra.on_epoch_start(plan);
 }
 template <class E>
 void notify([[maybe_unused]] E& extra, const EpochReport& report) {
-  if constexpr (EpochHook<E>) extra.on_epoch(report);
+  if constexpr (EpochCallback<E>) extra.on_epoch(report);
 }
 
 template <class E>
 inline constexpr int concepts_modelled =
-    int{OptimizerFactory<E>} + int{Schedule<E>} + int{GradientCheck<E>} + int{GradientHook<E>} +
-    int{StepHook<E>} + int{EpochStartHook<E>} + int{EpochHook<E>} + int{ReductionPolicy<E>};
+    int{OptimizerFactory<E>} + int{Schedule<E>} + int{GradientCheck<E>} + int{GradientCallback<E>} +
+    int{StepCallback<E>} + int{EpochStartCallback<E>} + int{EpochCallback<E>} + int{ReductionPolicy<E>};
 
 template <class... Extras>
 inline constexpr bool none_twice = (int{OptimizerFactory<Extras>} + ... + 0) <= 1 &&
                                    (int{Schedule<Extras>} + ... + 0) <= 1 &&
                                    (int{GradientCheck<Extras>} + ... + 0) <= 1 &&
-                                   (int{GradientHook<Extras>} + ... + 0) <= 1 &&
-                                   (int{StepHook<Extras>} + ... + 0) <= 1 &&
-                                   (int{EpochStartHook<Extras>} + ... + 0) <= 1 &&
-                                   (int{EpochHook<Extras>} + ... + 0) <= 1 &&
+                                   (int{GradientCallback<Extras>} + ... + 0) <= 1 &&
+                                   (int{StepCallback<Extras>} + ... + 0) <= 1 &&
+                                   (int{EpochStartCallback<Extras>} + ... + 0) <= 1 &&
+                                   (int{EpochCallback<Extras>} + ... + 0) <= 1 &&
                                    (int{ReductionPolicy<Extras>} + ... + 0) <= 1;
 
-}  // namespace detail
-
-}  // namespace lockstep
+}  // namespace lockstep::detail

@@ -1,15 +1,15 @@
 #pragma once
 
-#include "lockstep/comm/same_errors.hpp"
+#include "lockstep/comm/detail/same_errors.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/optim/clip.hpp"
-#include "lockstep/train/gradient_hooks.hpp"
+#include "lockstep/train/extras.hpp"
 
 namespace lockstep {
 
-/// A GradientHook that scales the gradients of a step down to a norm of at most `max_norm`, over all
+/// A GradientCallback that scales the gradients of a step down to a norm of at most `max_norm`, over all
 /// parameters together; see clip_grad_norm. The norm that it found is in Gradients::total_norm for the
-/// GradientHooks after it, which see clipped gradients, and in StepReport::total_norm. Errors name the
+/// GradientCallbacks after it, which see clipped gradients, and in StepReport::total_norm. Errors name the
 /// parameters.
 struct GradientClip {
   /// A graph can hold it without `error_if_nonfinite`, which reads the norm; see CapturedStep.

@@ -9,7 +9,6 @@
 #include <utility>
 
 #include "lockstep/error.hpp"
-#include "lockstep/train/mean.hpp"
 #include "lockstep/train/metrics.hpp"
 
 namespace lockstep {

@@ -1,13 +1,8 @@
 #pragma once
 
-#include <ATen/core/grad_mode.h>
 #include <fcntl.h>
-#include <fmt/format.h>
 #include <sys/stat.h>
-#include <torch/nn/module.h>
-#include <torch/serialize/archive.h>
 #include <unistd.h>
-
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
@@ -19,14 +14,21 @@
 #include <utility>
 #include <vector>
 
+#include <ATen/core/grad_mode.h>
+#include <fmt/format.h>
+#include <torch/nn/module.h>
+#include <torch/serialize/archive.h>
+
+#include "lockstep/comm/communicator.hpp"
+#include "lockstep/comm/detail/own_error.hpp"
+#include "lockstep/comm/detail/same_errors.hpp"
 #include "lockstep/error.hpp"
-#include "lockstep/grad/named_tensors.hpp"
-#include "lockstep/train/archive.hpp"
-#include "lockstep/world/new_file.hpp"
+#include "lockstep/grad/model.hpp"
+#include "lockstep/train/detail/archive.hpp"
+#include "lockstep/world/detail/new_file.hpp"
+#include "lockstep/world/rank_zero_scope.hpp"
 
-namespace lockstep {
-
-namespace detail {
+namespace lockstep::detail {
 
 /// What `path` is instead of a file that can be replaced; empty where it is one, or is nothing yet. Renaming
 /// a file over a device, such as /dev/null, would take it away from the whole machine.
@@ -88,7 +90,9 @@ inline bool write_all(int descriptor, std::string_view bytes) {
   return true;
 }
 
-}  // namespace detail
+}  // namespace lockstep::detail
+
+namespace lockstep {
 
 /// Throws UsageError unless a file can be made at `path`: asked before training, an unwritable place costs
 /// nothing. What is there already stays as it is; what is there and is no file, as a device, is refused.
@@ -169,7 +173,9 @@ inline std::string serialize_model(const torch::nn::Module& model) {
   return detail::bytes_of(archive);
 }
 
-namespace detail {
+}  // namespace lockstep
+
+namespace lockstep::detail {
 
 inline std::string shape_and_type(const at::Tensor& tensor) {
   std::string text = "[";
@@ -234,7 +240,9 @@ inline void copy_tensors(const std::vector<std::pair<at::Tensor, at::Tensor>>& p
 /// Where a checkpoint keeps its model, which is so not in the file of a model alone.
 inline constexpr const char* checkpoint_model = "checkpoint_model";
 
-}  // namespace detail
+}  // namespace lockstep::detail
+
+namespace lockstep {
 
 /// Copies the tensors of `bytes`, as serialize_model or torch::save made them, or those of a checkpoint's
 /// model, into `model`'s own. Throws CheckpointError where the bytes are damaged (see ArchiveCheck), and one
@@ -254,6 +262,68 @@ inline void save_model(const torch::nn::Module& model, const std::filesystem::pa
 }
 inline void load_model(torch::nn::Module& model, const std::filesystem::path& path) {
   deserialize_model(model, read_whole(path), path.string());
+}
+
+}  // namespace lockstep
+
+namespace lockstep::detail {
+
+// Runs `work` on rank 0 and gives every rank the bytes it returned, or throws its CheckpointError on every
+// rank.
+template <Gathering C, class Work>
+std::string on_rank_zero_for_all(C& comm, Work&& work) {
+  std::string answer;
+  if (comm.rank() == 0) {
+    try {
+      answer = '+' + work();
+    } catch (const std::exception& error) {
+      answer = '-' + std::string(error.what());
+    }
+  }
+  answer = comm.broadcast_bytes(answer, 0);
+  const bool failed = answer.at(0) == '-';
+  answer.erase(0, 1);
+  if (failed) throw Common<CheckpointError>(answer);
+  return answer;
+}
+
+// Runs `work`, which calls no collective, on every rank. Where it throws on some rank, every rank throws the
+// same CheckpointError, so that none goes on to wait for another.
+template <Gathering C, class Work>
+void on_every_rank(C& comm, Work&& work) {
+  std::string mine;
+  try {
+    work();
+  } catch (...) {
+    mine = first_line(std::current_exception());
+    if (mine.empty()) mine = "an exception without a text";
+  }
+  if (const auto text = joined_errors(comm.all_gather_bytes(mine), RankNames(comm)))
+    throw Common<CheckpointError>(*text);
+}
+
+}  // namespace lockstep::detail
+
+namespace lockstep {
+
+/// Writes the model of rank 0, whole or not at all. Collective: every rank returns once the file is there, or
+/// throws the same CheckpointError.
+template <Gathering C>
+void save_model(const torch::nn::Module& model, const std::filesystem::path& path, C& comm) {
+  forbid_in_rank_zero_scope("save_model");
+  detail::on_rank_zero_for_all(comm, [&] {
+    save_model(model, path);
+    return std::string();
+  });
+}
+
+/// Reads a model on rank 0 and gives it to every rank, which needs no access to the file. Collective; the
+/// errors of load_model are the same on every rank.
+template <Gathering C>
+void load_model(torch::nn::Module& model, const std::filesystem::path& path, C& comm) {
+  forbid_in_rank_zero_scope("load_model");
+  const std::string bytes = detail::on_rank_zero_for_all(comm, [&] { return read_whole(path); });
+  detail::on_every_rank(comm, [&] { deserialize_model(model, bytes, path.string()); });
 }
 
 }  // namespace lockstep

@@ -8,14 +8,14 @@
 
 #include "lockstep/data/dataset.hpp"
 
-namespace lockstep {
-
-namespace detail {
+namespace lockstep::detail {
 template <class T>
 inline constexpr bool is_optional = false;
 template <class T>
 inline constexpr bool is_optional<std::optional<T>> = true;
-}  // namespace detail
+}  // namespace lockstep::detail
+
+namespace lockstep {
 
 /// Data whose length nobody knows beforehand: `next()` gives this rank's next batch, or nothing once its pass
 /// is over. What falls to which rank is the stream's own affair. Ranks may get batches of unequal size and
@@ -37,7 +37,9 @@ concept RepeatableStream = BatchStream<S> && requires(S& stream, std::size_t epo
   stream.set_epoch(epoch);
 };
 
-namespace detail {
+}  // namespace lockstep
+
+namespace lockstep::detail {
 
 template <class D>
 struct BatchMadeBy;
@@ -50,7 +52,9 @@ struct BatchMadeBy<S> {
   using type = typename std::remove_cvref_t<decltype(std::declval<S&>().next())>::value_type;
 };
 
-}  // namespace detail
+}  // namespace lockstep::detail
+
+namespace lockstep {
 
 /// The batches of a dataset or of a stream.
 template <class D>

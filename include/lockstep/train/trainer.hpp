@@ -19,35 +19,35 @@
 #include <utility>
 #include <vector>
 
-#include "lockstep/comm/comm_device.hpp"
+#include "lockstep/comm/communicator.hpp"
+#include "lockstep/comm/detail/own_error.hpp"
+#include "lockstep/comm/detail/same_errors.hpp"
 #include "lockstep/comm/gloo_comm.hpp"
-#include "lockstep/comm/own_error.hpp"
-#include "lockstep/comm/same_errors.hpp"
 #include "lockstep/data/distributed_sampler.hpp"
 #include "lockstep/data/loader.hpp"
 #include "lockstep/grad/distributed_data_parallel.hpp"
 #include "lockstep/log/progress.hpp"
 #include "lockstep/precision/fp32.hpp"
 #include "lockstep/train/checkpoint.hpp"
+#include "lockstep/train/detail/collective_forward_check.hpp"
+#include "lockstep/train/detail/micro_batch_source.hpp"
+#include "lockstep/train/detail/model_handle.hpp"
+#include "lockstep/train/detail/parameter_comparison.hpp"
+#include "lockstep/train/detail/policies.hpp"
+#include "lockstep/train/detail/run_checkpoint.hpp"
+#include "lockstep/train/detail/run_length.hpp"
+#include "lockstep/train/detail/run_position.hpp"
+#include "lockstep/train/detail/select_by_type.hpp"
+#include "lockstep/train/detail/skipped_steps.hpp"
+#include "lockstep/train/detail/step_gradients.hpp"
+#include "lockstep/train/detail/trainer_defaults.hpp"
 #include "lockstep/train/evaluate.hpp"
 #include "lockstep/train/extras.hpp"
-#include "lockstep/train/feed.hpp"
-#include "lockstep/train/fwd.hpp"
-#include "lockstep/train/given.hpp"
 #include "lockstep/train/loss.hpp"
-#include "lockstep/train/meetings.hpp"
-#include "lockstep/train/model_handle.hpp"
-#include "lockstep/train/parameter_comparison.hpp"
-#include "lockstep/train/parts.hpp"
+#include "lockstep/train/model_file.hpp"
 #include "lockstep/train/peak_memory.hpp"
-#include "lockstep/train/policies.hpp"
-#include "lockstep/train/run_checkpoint.hpp"
-#include "lockstep/train/run_length.hpp"
-#include "lockstep/train/run_position.hpp"
-#include "lockstep/train/shared_model_file.hpp"
-#include "lockstep/train/skipped_steps.hpp"
-#include "lockstep/train/step_gradients.hpp"
 #include "lockstep/train/stream.hpp"
+#include "lockstep/train/trainer_fwd.hpp"
 #include "lockstep/train/trainer_options.hpp"
 
 namespace lockstep {
@@ -94,17 +94,17 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
 
   /// Trains for the options' epochs or steps; called again, it goes on with the next epoch. `data` is a
   /// Dataset, shared out by the sampler, whose batches come to the model's device, or a BatchStream. `loss`
-  /// is a LossFunction, `hooks` are GradientHooks, StepHooks, EpochStartHooks and EpochHooks for this call,
+  /// is a LossFunction, `callbacks` are GradientCallbacks, StepCallbacks, EpochStartCallbacks and EpochCallbacks for this call,
   /// called in their order after those of the extras. What a hook, a schedule or the optimizer throws on
   /// every rank (within two seconds) ends this call alone; what only some throw aborts the communicator, so
   /// that the others throw PeerError and nothing works on it any more. Each step goes down the mean over all
   /// samples (or counts) that all ranks have in it; one in which nothing was counted changes nothing.
   /// Collective. Returns the last epoch's report. Throws MismatchError where the ranks would not train alike,
   /// DataError where there is nothing to train on.
-  template <class D, class Loss, class... Hooks>
-  EpochReport fit(D&& data, Loss&& loss, Hooks&&... hooks) {
-    using Checked = detail::CheckedFit<Model, std::remove_reference_t<D>, Loss, Hooks...>;
-    if constexpr (Checked::good()) return run(data, loss, hooks...);
+  template <class D, class Loss, class... Callbacks>
+  EpochReport fit(D&& data, Loss&& loss, Callbacks&&... callbacks) {
+    using Checked = detail::CheckedFit<Model, std::remove_reference_t<D>, Loss, Callbacks...>;
+    if constexpr (Checked::good()) return run(data, loss, callbacks...);
   }
 
   /// What the metrics are over all samples and ranks, of rank 0's model in the trainer's precision; see
@@ -116,7 +116,7 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
     return precision_.forward([&] {
       return lockstep::evaluate(model_.get(), comm_, dataset,
                                 {.batch_size = options_.batch_size,
-                                 .workers = options_.workers,
+                                 .num_workers = options_.num_workers,
                                  .restore_buffers = options_.ddp.buffers == BufferPolicy::none},
                                 metrics...);
     });
@@ -124,18 +124,18 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
 
   /// Writes all that this run needs to go on as if it had never stopped, to one file, whole or not at all:
   /// model, optimizer, what the communication hook remembers, generators, where in the data it stands, and
-  /// `parts`. Between steps: in hooks after a step or an epoch, and outside of `fit`. Collective; every rank
+  /// `parts`. Between steps: in callbacks after a step or an epoch, and outside of `fit`. Collective; every rank
   /// returns when it is written, or throws CheckpointError.
   template <Checkpointed... Parts>
   void save_checkpoint(const std::filesystem::path& path, const Parts&... parts) {
     forbid_in_rank_zero_scope("save_checkpoint");
-    if (in_step_ && save_feed_)
+    if (in_step_ && save_data_position_)
       throw detail::Common<UsageError>(
           "save_checkpoint in the midst of a step: call it in an OnStep or OnEpoch hook");
     auto run = checkpointed_run(parts...);
     write_checkpoint(run, path, [&] {
-      if (save_feed_) position_.skipped = skipped_.count();
-      return own_state(run, options_.ddp.buffers, meter_, save_feed_, resumed_);
+      if (save_data_position_) position_.skipped = skipped_.count();
+      return own_state(run, options_.ddp.buffers, meter_, save_data_position_, resumed_);
     });
   }
   /// Takes up what save_checkpoint wrote, before `fit`, in a trainer that was made alike. Where the
@@ -180,100 +180,103 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
   template <class... Parts>
   bool read_run(const char* name, const std::filesystem::path& path, bool required, Parts&... parts) {
     forbid_in_rank_zero_scope(name);
-    if (save_feed_) throw detail::Common<UsageError>(fmt::format("{} inside fit: call it before", name));
+    if (save_data_position_)
+      throw detail::Common<UsageError>(fmt::format("{} inside fit: call it before", name));
     std::optional<detail::RankState> read = read_checkpoint(checkpointed_run(parts...), path, required);
     const bool found = read.has_value();
     if (found) resumed_ = std::move(read);
     return found;
   }
 
-  template <Dataset D, class Loss, class... Hooks>
-  EpochReport run(D& dataset, Loss& loss, Hooks&... hooks) {
+  template <Dataset D, class Loss, class... Callbacks>
+  EpochReport run(D& dataset, Loss& loss, Callbacks&... callbacks) {
     const SamplerOptions split{options_.seed, options_.shuffle, options_.drop_last, options_.pad};
     auto loader = detail::aborting(comm_, [&] {
-      return DataLoader{DatasetView{dataset},
+      return DataLoader{detail::DatasetView{dataset},
                         make_sampler<SamplerType>(dataset_size(dataset), comm_, split),
                         {.batch_size = static_cast<std::size_t>(options_.batch_size),
-                         .workers = static_cast<std::size_t>(options_.workers),
+                         .num_workers = static_cast<std::size_t>(options_.num_workers),
                          .pin_memory = true}};
     });
-    check_same_run(dataset, samples_of_ranks(loader.sampler(), comm_), options_, comm_);
-    auto saved = saved_feed();
-    detail::LoaderFeed feed(loader, device_of(model_.module()), options_.batch_size, options_.accumulate,
-                            comm_, saved ? &*saved : nullptr);
-    const std::int64_t steps = feed.shares().steps();
+    detail::check_same_run(dataset, detail::samples_of_ranks(loader.sampler(), comm_), options_, comm_);
+    auto saved = saved_data_position();
+    detail::LoaderMicroBatchSource source(loader, detail::device_of(model_.module()), options_.batch_size,
+                                          options_.accumulate, comm_, saved ? &*saved : nullptr);
+    const std::int64_t steps = source.partition().steps();
     // On another number of ranks what is left takes another number of steps.
-    position_.step_in_epoch = saved ? steps - feed.first_shares().steps() : 0;
-    for (const EpochShares* shares : {&feed.first_shares(), &feed.shares()})
-      detail::require_meetings(model_.module(), *shares);
-    return run_epochs(feed, steps, loss, hooks...);
+    position_.step_in_epoch = saved ? steps - source.first_partition().steps() : 0;
+    for (const detail::EpochPartition* partition : {&source.first_partition(), &source.partition()})
+      detail::require_equal_forwards(model_.module(), *partition);
+    return run_epochs(source, steps, loss, callbacks...);
   }
 
-  template <BatchStream S, class Loss, class... Hooks>
-  EpochReport run(S& stream, Loss& loss, Hooks&... hooks) {
-    require_passes<S>(options_);
-    check_same_plan("a stream", options_, comm_);
-    auto saved = saved_feed();
-    detail::StreamFeed feed(stream, detail::StreamMeetings(model_.module(), comm_), options_.accumulate,
-                            comm_.size(), saved ? &*saved : nullptr);
+  template <BatchStream S, class Loss, class... Callbacks>
+  EpochReport run(S& stream, Loss& loss, Callbacks&... callbacks) {
+    detail::require_passes<S>(options_);
+    detail::check_same_plan("a stream", options_, comm_);
+    auto saved = saved_data_position();
+    detail::StreamMicroBatchSource source(stream, detail::CollectiveForwardCheck(model_.module(), comm_),
+                                          options_.accumulate, comm_.size(), saved ? &*saved : nullptr);
     if (!saved) position_.step_in_epoch = 0;
-    return run_epochs(feed, std::nullopt, loss, hooks...);
+    return run_epochs(source, std::nullopt, loss, callbacks...);
   }
 
   // Where the data stood in the epoch that a checkpoint is from the midst of.
-  std::optional<torch::serialize::InputArchive> saved_feed() const {
-    if (!resumed_ || resumed_->feed.empty()) return std::nullopt;
-    return detail::archive_of(resumed_->feed);
+  std::optional<torch::serialize::InputArchive> saved_data_position() const {
+    if (!resumed_ || resumed_->data_position.empty()) return std::nullopt;
+    return detail::archive_of(resumed_->data_position);
   }
 
-  template <class Feed, class Loss, class... Hooks>
-  EpochReport run_epochs(Feed& feed, std::optional<std::int64_t> steps_in_epoch, Loss& loss,
-                         Hooks&... hooks) {
+  template <class Source, class Loss, class... Callbacks>
+  EpochReport run_epochs(Source& source, std::optional<std::int64_t> steps_in_epoch, Loss& loss,
+                         Callbacks&... callbacks) {
     if (!(resumed_ && position_.fitting)) {
       position_.first_epoch = position_.epoch;
       position_.first_step = position_.step;
     }
-    const RunLength length(options_, steps_in_epoch, position_.first_epoch, position_.first_step);
+    const detail::RunLength length(options_, steps_in_epoch, position_.first_epoch, position_.first_step);
     Total so_far = resumed_ ? resumed_->loss : Total{};
     resumed_.reset();
     in_step_ = false;
-    const detail::Fitting fitting(position_, save_feed_, [&feed](auto& archive) { feed.save(archive); });
+    const detail::Fitting fitting(position_, save_data_position_,
+                                  [&source](auto& archive) { source.save(archive); });
     EpochReport report{};
     while (!length.reached(position_.epoch, position_.step)) {
       const EpochPlan plan = length.plan(position_.epoch, position_.step - position_.step_in_epoch);
-      notify_all(plan, hooks...);
+      notify_all(plan, callbacks...);
       const std::int64_t before = position_.step - position_.step_in_epoch;
-      report = run_epoch(feed, plan, std::exchange(so_far, {}), loss, hooks...);
+      report = run_epoch(source, plan, std::exchange(so_far, {}), loss, callbacks...);
       if (report.step == before) throw DataError("the stream gave no rank a batch to train on");
-      notify_all(report, hooks...);
-      if (!Feed::repeats) break;
+      notify_all(report, callbacks...);
+      if (!Source::repeats) break;
     }
     return report;
   }
 
-  template <class Feed, class Loss, class... Hooks>
-  EpochReport run_epoch(Feed& feed, const EpochPlan& plan, const Total& so_far, Loss& loss, Hooks&... hooks) {
+  template <class Source, class Loss, class... Callbacks>
+  EpochReport run_epoch(Source& source, const EpochPlan& plan, const Total& so_far, Loss& loss,
+                        Callbacks&... callbacks) {
     const auto begin = std::chrono::steady_clock::now();
     std::int64_t& done = position_.step_in_epoch;
     Progress progress(options_.progress ? world_.log : world_.log.at(Level::warning),
                       static_cast<std::size_t>(std::max<std::int64_t>(plan.steps - done, 0)),
                       {.title = fmt::format("epoch {}/{}", plan.epoch + 1, plan.epochs)});
     model_.module().train();
-    detail::aborting(comm_, [&] { feed.begin_epoch(plan.epoch); });
+    detail::aborting(comm_, [&] { source.begin_epoch(plan.epoch); });
     skipped_ = detail::SkippedSteps(position_.skipped);
     meter_ = MeanMeter();
     meter_.add(so_far);
     while (done != plan.steps) {
-      if (!train_step(feed, loss, hooks...)) break;
+      if (!train_step(source, loss, callbacks...)) break;
       for (const LocalLoss& local : losses_)
         meter_.add(local.reported, local.factor, local.count, position_.step);
       const StepReport report{plan.epoch, position_.step++, done++,     plan.steps,
                               losses_,    stepped_,         total_norm_};
-      notify_all(report, hooks...);
-      progress.advance(feed.samples(comm_.size()),
+      notify_all(report, callbacks...);
+      progress.advance(source.samples(comm_.size()),
                        progress.due() ? std::optional(meter_.total().mean()) : std::nullopt);
     }
-    feed.end_epoch();
+    source.end_epoch();
     if (options_.compare_parameters) compare_.run(ddp_.named_parameters(), comm_, world_.log);
     ++position_.epoch;
     done = 0;
@@ -288,13 +291,13 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
   }
 
   // False where no rank had any data left.
-  template <class Feed, class Loss, class... Hooks>
-  bool train_step(Feed& feed, Loss& loss, Hooks&... hooks) {
+  template <class Source, class Loss, class... Callbacks>
+  bool train_step(Source& source, Loss& loss, Callbacks&... callbacks) {
     in_step_ = true;
     stepped_ = true;
     total_norm_.reset();
     detail::aborting(comm_, [&] {
-      feed.begin_step();
+      source.begin_step();
       set_rates();
       optimizer_->zero_grad();
       for (const at::Tensor& parameter : unstepped_) parameter.mutable_grad().reset();
@@ -305,11 +308,11 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
     bool more = true;
     try {
       const double counted =
-          detail::step_gradients(model_.get(), ddp_, comm_, precision_, feed, loss, losses_);
+          detail::step_gradients(model_.get(), ddp_, comm_, precision_, source, loss, losses_);
       if (counted == 0)
-        more = Feed::counts_beforehand || any_rank(feed.had_data(), comm_);
+        more = Source::counts_beforehand || detail::any_rank(source.had_data(), comm_);
       else
-        step_optimizer(hooks...);
+        step_optimizer(callbacks...);
     } catch (...) {
       if constexpr (requires { precision_.forget(); }) precision_.forget();
       throw;
@@ -318,33 +321,33 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
     return more;
   }
 
-  template <class... Hooks>
-  void step_optimizer(Hooks&... hooks) try {
+  template <class... Callbacks>
+  void step_optimizer(Callbacks&... callbacks) try {
     if constexpr (detail::AgreeingPrecision<PrecisionType, Comm>)
-      if (!Reduction::spreads_nan || !options_.ddp.ignored.empty()) precision_.agree(*optimizer_, comm_);
-    show_gradients(hooks...);
+      if (!Reduction::propagates_nan || !options_.ddp.ignored.empty()) precision_.agree(*optimizer_, comm_);
+    show_gradients(callbacks...);
     detail::aborting(comm_, [&] { stepped_ = precision_.step(*optimizer_); });
     skipped_.add(stepped_);
     if constexpr (StatefulHook<Reduction>)  // only that has to know at once
-      if (!stepped_) ddp_.roll_back();
+      if (!stepped_) ddp_.rollback();
   } catch (...) {
-    ddp_.roll_back();  // the parameters, too, are as the last step left them
+    ddp_.rollback();  // the parameters, too, are as the last step left them
     throw;
   }
 
-  template <class... Hooks>
-  void show_gradients([[maybe_unused]] Hooks&... hooks) {
+  template <class... Callbacks>
+  void show_gradients([[maybe_unused]] Callbacks&... callbacks) {
     constexpr bool checked = (GradientCheck<Extras> || ...);
-    constexpr bool used = (GradientHook<Extras> || ...) || (GradientHook<Hooks> || ...);
+    constexpr bool used = (GradientCallback<Extras> || ...) || (GradientCallback<Callbacks> || ...);
     if constexpr (checked || used) {
       const Gradients gradients{position_.epoch,         position_.step, parameters_,
-                                ddp_.named_parameters(), total_norm_,    Reduction::spreads_nan};
+                                ddp_.named_parameters(), total_norm_,    Reduction::propagates_nan};
       each_extra([&]<class E>([[maybe_unused]] E& extra) {
         if constexpr (GradientCheck<E>) extra.check(gradients, comm_);
       });
       if constexpr (used) {
         if constexpr (ScalingPrecision<PrecisionType>) precision_.unscale(*optimizer_);
-        notify_all(gradients, hooks...);
+        notify_all(gradients, callbacks...);
       }
     }
   }
@@ -381,11 +384,11 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
     std::apply([&](auto&... extra) { (function(extra), ...); }, extras_);
   }
   // Reports a hook's exception to the other ranks, which may already wait for this one.
-  template <class Report, class... Hooks>
-  void notify_all(const Report& report, Hooks&... hooks) {
+  template <class Report, class... Callbacks>
+  void notify_all(const Report& report, Callbacks&... callbacks) {
     detail::aborting(comm_, [&] {
       each_extra([&](auto& extra) { detail::notify(extra, report); });
-      (detail::notify(hooks, report), ...);
+      (detail::notify(callbacks, report), ...);
     });
   }
 
@@ -428,11 +431,11 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
   std::vector<LocalLoss> losses_;      // of the running step
   MeanMeter meter_;                    // of the running epoch
   detail::RunPosition position_;
-  std::optional<detail::RankState> resumed_;  // what a checkpoint left for the next `fit`
-  detail::SaveFeed save_feed_;                // where the data stands, inside `fit`
-  detail::SkippedSteps skipped_;              // of this epoch
-  StepOutcome stepped_ = true;                // of the running step
-  at::Tensor total_norm_;                     // of its gradients, where a hook has found it
+  std::optional<detail::RankState> resumed_;     // what a checkpoint left for the next `fit`
+  detail::SaveDataPosition save_data_position_;  // where the data stands, inside `fit`
+  detail::SkippedSteps skipped_;                 // of this epoch
+  StepOutcome stepped_ = true;                   // of the running step
+  at::Tensor total_norm_;                        // of its gradients, where a hook has found it
   detail::ParameterComparison<Reduction> compare_;
   bool in_step_ = false, warned_of_loss_ = false;
 };

@@ -40,7 +40,7 @@ struct TrainerOptions {
   /// in it, which is refused for a model whose forward itself communicates (synchronised batch norm).
   bool pad = true;
   /// Threads a rank that load ahead; 0 loads in the training thread.
-  std::int64_t workers = 0;
+  std::int64_t num_workers = 0;
   /// Whether rank 0 says how training goes.
   bool progress = true;
   /// Whether the ranks compare their parameters after each epoch, which are equal unless something went wrong
@@ -50,12 +50,16 @@ struct TrainerOptions {
   DdpOptions ddp = {};
 };
 
-namespace detail {
+}  // namespace lockstep
+
+namespace lockstep::detail {
 template <class... Args>
 [[noreturn]] void refuse_option(fmt::format_string<Args...> text, Args&&... args) {
   throw UsageError(fmt::format(text, std::forward<Args>(args)...));
 }
-}  // namespace detail
+}  // namespace lockstep::detail
+
+namespace lockstep {
 
 /// The options themselves; throws UsageError that names the option, at the first value that cannot train.
 inline const TrainerOptions& validated(const TrainerOptions& options) {
@@ -76,15 +80,16 @@ inline const TrainerOptions& validated(const TrainerOptions& options) {
                   options.accumulate, options.batch_size);
   if (options.lr && (!std::isfinite(*options.lr) || *options.lr < 0))
     refuse_option("learning rate is {}: give a finite number, 0 or more", *options.lr);
-  if (options.workers < 0)
-    refuse_option("workers is {}: give a number of threads, 0 or more", options.workers);
+  if (options.num_workers < 0)
+    refuse_option("num_workers is {}: give a number of threads, 0 or more", options.num_workers);
   if (options.ddp.param_dtype || options.ddp.buffer_dtype)
     refuse_option(
         "ddp.param_dtype and buffer_dtype are for loops by hand, whose forwards cast what they are given: "
         "take "
         "a precision, such as Bf16 or Fp16");
-  if (options.workers > 1024)
-    refuse_option("workers is {}: give the threads a rank that load ahead, 1024 at most", options.workers);
+  if (options.num_workers > 1024)
+    refuse_option("num_workers is {}: give the threads a rank that load ahead, 1024 at most",
+                  options.num_workers);
   return options;
 }
 

@@ -41,7 +41,9 @@ inline std::optional<std::string> process_variable(const char* name) {
   return std::string(text);
 }
 
-namespace detail {
+}  // namespace lockstep
+
+namespace lockstep::detail {
 
 /// The whole number that `text` is, or nothing.
 inline std::optional<int> whole_number(std::string_view text) {
@@ -91,7 +93,9 @@ inline std::string rendezvous_url(const Variables& variables, bool needed) {
   return {};
 }
 
-}  // namespace detail
+}  // namespace lockstep::detail
+
+namespace lockstep {
 
 /// Where ranks meet: `tcp://host:port` or `file:///path`, taken apart and checked.
 struct RendezvousUrl {

@@ -7,15 +7,14 @@
 #include <utility>
 #include <vector>
 
-#include "lockstep/world/heap.hpp"
-#include "lockstep/world/launch_plan.hpp"
-#include "lockstep/world/supervisor.hpp"
-#include "lockstep/world/worker.hpp"
+#include "lockstep/world/detail/heap.hpp"
+#include "lockstep/world/detail/launch_plan.hpp"
+#include "lockstep/world/detail/supervisor.hpp"
+#include "lockstep/world/detail/worker.hpp"
+#include "lockstep/world/launch_options.hpp"
 #include "lockstep/world/world.hpp"
 
-namespace lockstep {
-
-namespace detail {
+namespace lockstep::detail {
 
 /// Keeps the store up until the ranks of the other hosts have ended too: 5 minutes at most, or 2 s where a
 /// rank of this host has failed.
@@ -66,7 +65,7 @@ inline int launch_here(const LaunchPlan& plan, int argc, char** argv, const Laun
                       ? StorePtr(connect_store({url.host, url.port, secret}, std::chrono::milliseconds(500)))
                       : open_file_store(url.path, size);
               record_failure(*tell, text);
-              Bulletin(tell, -1, size).ring_all();
+              StoreMailbox(tell, -1, size).notify_all_ranks();
             });
   };
   Supervisor supervisor(std::move(supervised));
@@ -75,7 +74,9 @@ inline int launch_here(const LaunchPlan& plan, int argc, char** argv, const Laun
   return code;
 }
 
-}  // namespace detail
+}  // namespace lockstep::detail
+
+namespace lockstep {
 
 /// Runs `fn(World)` on every rank. Under torchrun (LOCAL_RANK is set) this process is one of them. Otherwise
 /// it starts

@@ -4,13 +4,15 @@
 
 #include <fmt/format.h>
 
+#include "lockstep/detail/process_wide.hpp"
 #include "lockstep/error.hpp"
-#include "lockstep/process_wide.hpp"
+
+namespace lockstep::detail {
+LOCKSTEP_PROCESS_WIDE inline thread_local int rank_zero_scope_depth = 0;
+
+}  // namespace lockstep::detail
 
 namespace lockstep {
-namespace detail {
-LOCKSTEP_PROCESS_WIDE inline thread_local int rank_zero_scope_depth = 0;
-}
 
 /// While one lives, collectives on this thread throw: the other ranks are not there to answer.
 class RankZeroScope {

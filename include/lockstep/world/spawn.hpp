@@ -10,15 +10,15 @@
 #include <utility>
 #include <vector>
 
+#include "lockstep/detail/process_wide.hpp"
 #include "lockstep/error.hpp"
-#include "lockstep/process_wide.hpp"
-#include "lockstep/world/devices.hpp"
+#include "lockstep/world/detail/cpu_affinity.hpp"
+#include "lockstep/world/detail/supervisor.hpp"
+#include "lockstep/world/detail/worker.hpp"
 #include "lockstep/world/environment.hpp"
-#include "lockstep/world/supervisor.hpp"
-#include "lockstep/world/worker.hpp"
+#include "lockstep/world/launch_options.hpp"
 
-namespace lockstep {
-namespace detail {
+namespace lockstep::detail {
 
 /// The command line of this process, as it was started.
 inline std::vector<std::string> own_arguments() {
@@ -35,7 +35,9 @@ inline std::vector<std::string> own_arguments() {
 
 LOCKSTEP_PROCESS_WIDE inline int spawn_calls = 0;
 
-}  // namespace detail
+}  // namespace lockstep::detail
+
+namespace lockstep {
 
 /// Starts `nproc` processes of this program, runs `fn(rank, nproc)` in each, and returns when all have ended.
 /// There is no rendezvous: `World::join` or `World::from_environment` inside `fn` makes one. Lines, signals

@@ -14,15 +14,15 @@
 #include <utility>
 #include <vector>
 
+#include "lockstep/detail/process_wide.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/log/log.hpp"
-#include "lockstep/process_wide.hpp"
-#include "lockstep/world/bulletin.hpp"
+#include "lockstep/world/detail/library_log.hpp"
+#include "lockstep/world/detail/store.hpp"
+#include "lockstep/world/detail/store_mailbox.hpp"
+#include "lockstep/world/detail/worker.hpp"
 #include "lockstep/world/environment.hpp"
-#include "lockstep/world/library_log.hpp"
 #include "lockstep/world/rank_zero_scope.hpp"
-#include "lockstep/world/store.hpp"
-#include "lockstep/world/worker.hpp"
 
 namespace lockstep {
 
@@ -121,14 +121,15 @@ class World {
   /// joined, LOCKSTEP_RENDEZVOUS_TIMEOUT seconds at most (default: 5 minutes) from connecting on. Each call
   /// on the store ends within that timeout too. Throws RendezvousError naming the ranks that are missing, or
   /// that contradict each other on the world size or claim one rank; PeerError where a rank fails meanwhile.
-  [[nodiscard]] StorePtr store() const {
+  [[nodiscard]] detail::StorePtr store() const {
     await_all();
     return meeting().store;
   }
 
   /// A second, independent connection to the store, for a thread that must not block on this one: connecting,
   /// and each call on it, ends within `limit`. Does not wait for other ranks to join. Throws RendezvousError.
-  [[nodiscard]] StorePtr connect_again(std::chrono::milliseconds limit = std::chrono::seconds(10)) const {
+  [[nodiscard]] detail::StorePtr connect_again(
+      std::chrono::milliseconds limit = std::chrono::seconds(10)) const {
     return meeting().again(limit);
   }
 
@@ -141,9 +142,9 @@ class World {
     return publish_failure(connect_again(std::chrono::seconds(1)), rank(), size(), text);
   }
   /// The same through a connection of the caller's.
-  static bool publish_failure(const StorePtr& store, int rank, int size, const std::string& text) {
+  static bool publish_failure(const detail::StorePtr& store, int rank, int size, const std::string& text) {
     const bool first = detail::record_failure(*store, text);
-    detail::Bulletin(store, rank, size).ring_all();
+    detail::StoreMailbox(store, rank, size).notify_all_ranks();
     return first;
   }
 

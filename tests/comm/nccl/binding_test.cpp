@@ -6,7 +6,7 @@
 #include <filesystem>
 #include <string>
 
-#include "lockstep/world/devices.hpp"
+#include "lockstep/world/detail/cpu_affinity.hpp"
 #include "support/catch.hpp"
 #include "support/temporary_folder.hpp"
 #include "support/text_of.hpp"

@@ -32,12 +32,12 @@ TEST_CASE("collectives that are captured happen in each replay, and leave nothin
     FakeComm comm(world, quick());
     auto tensor = later({3}, world.rank() + 1), all = at::empty({2, 3}), often = later({3}, 0);
     CapturedGraph graph;
-    comm.all_reduce(later({3}, 1)).join_stream();
+    comm.all_reduce(later({3}, 1)).wait();
     graph.capture([&] {
-      for (int i = 0; i < 4; ++i) comm.all_reduce(tensor).join_stream();
-      for (int i = 0; i < 20; ++i) comm.all_reduce(often).join_stream();
+      for (int i = 0; i < 4; ++i) comm.all_reduce(tensor).wait();
+      for (int i = 0; i < 20; ++i) comm.all_reduce(often).wait();
       auto dropped = comm.all_gather(all, tensor);
-      comm.all_reduce(tensor).join_stream();
+      comm.all_reduce(tensor).wait();
     });
     expect_equal(read(tensor), at::full({3}, world.rank() + 1), "nothing to happen in the capture");
     for (double sum = 3 * 8; sum < 3 * 8 * 32 * 32; sum *= 32) {
@@ -45,7 +45,7 @@ TEST_CASE("collectives that are captured happen in each replay, and leave nothin
       expect_equal(read(all), at::full({2, 3}, sum), "a gather");
       expect_equal(read(tensor), at::full({3}, 2 * sum), "five sums");
       auto between = later({2}, 1);
-      comm.all_reduce(between).join_stream();
+      comm.all_reduce(between).wait();
       expect_equal(read(between), at::full({2}, 2), "a sum between replays");
     }
   });
@@ -59,9 +59,9 @@ TEST_CASE("copies of what has strides live in the memory of the graph that they 
     const auto wide = later({4, 6}, world.rank() + 1);
     CapturedGraph graph;
     comm.barrier();
-    graph.capture([&] { comm.all_reduce(wide.t()).join_stream(); });
+    graph.capture([&] { comm.all_reduce(wide.t()).wait(); });
     for (const double sum : {3, 6, 12}) {
-      comm.all_reduce(later({6, 4}, 1)).join_stream();  // which takes memory of the same size
+      comm.all_reduce(later({6, 4}, 1)).wait();  // which takes memory of the same size
       replay(comm, graph);
       expect_equal(read(wide), at::full({4, 6}, sum), "a sum");
     }
@@ -77,7 +77,7 @@ TEST_CASE("a graph is not replayed once its communicator has failed") {
          const auto tensor = later({3}, 1);
          CapturedGraph graph;
          comm.barrier();
-         graph.capture([&] { comm.all_reduce(tensor).join_stream(); });
+         graph.capture([&] { comm.all_reduce(tensor).wait(); });
          replay(comm, graph);
          read(tensor);
          if (world.rank() == 1) return comm.abort("loss is NaN");
@@ -98,7 +98,7 @@ TEST_CASE("a graph is not replayed once its communicator has failed") {
   check_clean(machine);
 }
 
-TEST_CASE("a replay that another rank does not come to ends at the deadline") {
+TEST_CASE("a replay that another rank does not come to ends at the timeout") {
   FakeMachine machine;
   std::string late;
   Absence absence;
@@ -107,7 +107,7 @@ TEST_CASE("a replay that another rank does not come to ends at the deadline") {
     const auto tensor = later({3}, 1);
     CapturedGraph graph;
     comm.barrier();
-    graph.capture([&] { comm.all_reduce(tensor).join_stream(); });
+    graph.capture([&] { comm.all_reduce(tensor).wait(); });
     replay(comm, graph);
     read(tensor);
     if (world.rank() == 1) return absence.stay_away(comm);
@@ -129,7 +129,7 @@ TEST_CASE("a device that fails in a replay is told to all") {
     const auto tensor = later({3}, 1);
     CapturedGraph graph;
     comm.barrier();
-    graph.capture([&] { comm.all_reduce(tensor).join_stream(); });
+    graph.capture([&] { comm.all_reduce(tensor).wait(); });
     comm.watch_replay([&] {
       if (world.rank() == 1) throw std::runtime_error("cudaGraphLaunch failed: out of memory");
       graph.replay();
@@ -164,11 +164,11 @@ TEST_CASE("what is of the host is refused by name while a graph is captured, and
       refused("all_gather_bytes", [&] { static_cast<void>(comm.all_gather_bytes_async(all, bytes)); });
       refused("broadcast_bytes", [&] { static_cast<void>(comm.broadcast_bytes(bytes)); });
       refused("broadcast_bytes", [&] { static_cast<void>(comm.broadcast_bytes_async(bytes)); });
-      refused("sub_group", [&] { static_cast<void>(comm.sub_group({0, 1})); });
+      refused("new_group", [&] { static_cast<void>(comm.new_group({0, 1})); });
       refused("all_reduce", [&] { static_cast<void>(checking.all_reduce(tensor)); });
       auto work = comm.all_reduce(tensor);
-      expect_text(thrown_by([&] { work.wait_host(); }), "is captured into a graph and has not happened");
-      work.join_stream();
+      expect_text(thrown_by([&] { work.synchronize(); }), "is captured into a graph and has not happened");
+      work.wait();
     });
     expect_text(thrown_by([&] { checking.check_capturable(); }), "UsageError: NcclOptions::check_shapes");
     comm.check_capturable();

@@ -1,7 +1,7 @@
 #include "lockstep/grad/distributed_data_parallel.hpp"
 
 #include "defects.hpp"
-#include "lockstep/grad/hooks/fp16_hook.hpp"
+#include "lockstep/grad/hooks/cast_hooks.hpp"
 #include "lockstep/grad/hooks/quantized_hook.hpp"
 #include "lockstep/nn/convert_sync_batchnorm.hpp"
 #include "lockstep/optim/sgd.hpp"
@@ -47,7 +47,7 @@ vector<std::string> train(FakeMachine& machine, vector<torch::nn::Sequential>& m
       lockstep::NcclOptions how = quick(std::chrono::seconds(20));
       how.buffers = buffers;
       how.poll = poll;
-      lockstep::BasicNcclComm<Device> comm(world, how);
+      lockstep::detail::BasicNcclComm<Device> comm(world, how);
       lockstep::DdpOptions options;
       options.bucket_caps = {100};
       DistributedDataParallel ddp{model, comm, options, Hook(hook)};
@@ -235,7 +235,7 @@ TEST_CASE("a backward whose reduction was ended by an error does not return") {
 TEST_CASE("buffers whose collective is aborted are given back once it has ended") {
   for (const auto kind : {NcclBuffers::registered, NcclBuffers::nccl}) {
     FakeMachine machine;
-    machine.patience = std::chrono::seconds(5);
+    machine.timeout = std::chrono::seconds(5);
     run_clean_ranks(machine, 1, [&](const World& world) {
       at::Tensor outlives;
       {
@@ -262,7 +262,7 @@ TEST_CASE("buffers whose collective is aborted are given back once it has ended"
 TEST_CASE("buffers that cannot be had are errors that say what to do") {
   Faults faults;
   FakeMachine machine;
-  machine.patience = std::chrono::seconds(5);
+  machine.timeout = std::chrono::seconds(5);
   SECTION("an NCCL that has none") {
     faults->version = {{0, 21805}};
     for (const auto kind : {NcclBuffers::registered, NcclBuffers::nccl})

@@ -102,7 +102,7 @@ struct UsedAfterAbort : Broken<UsedAfterAbort> {
   }
 };
 
-/// When a deadline has passed, nothing is done to what is in flight.
+/// When a timeout has passed, nothing is done to what is in flight.
 struct DeadlineIgnored : Broken<DeadlineIgnored> {
   using Broken::Broken;
   void abort(Comm) const {}

@@ -8,9 +8,9 @@
 namespace defects_test {
 
 using namespace lockstep_test;
-using lockstep::BasicNcclComm;
 using lockstep::NcclBuffers;
 using lockstep::World;
+using lockstep::detail::BasicNcclComm;
 using std::vector;
 
 namespace {
@@ -44,7 +44,7 @@ class StandStill {
 template <class Device>
 std::string order_scenario() {
   FakeMachine machine;
-  machine.patience = std::chrono::seconds(5);
+  machine.timeout = std::chrono::seconds(5);
   return verdict_of(machine, run_ranks(machine, 2, [&](const World& world) {
                       BasicNcclComm<Device> comm(world, quick(std::chrono::seconds(3)));
                       for (int step = 0; step < 3; ++step) {
@@ -54,7 +54,7 @@ std::string order_scenario() {
                           auto weights = later({4, 3}, 1), bias = later({5}, 2);
                           auto work = comm.all_reduce(vector{weights, bias, later({2, 7}, step).t()});
                           static_cast<void>(comm.all_reduce(later({9}, step)));
-                          work.join_stream();
+                          work.wait();
                           sum_of_weights = read_later(weights);
                           sum_of_biases = read_later(bias);
                         }
@@ -71,7 +71,7 @@ std::string order_scenario() {
 template <class Device>
 std::string buffer_scenario(NcclBuffers kind) {
   FakeMachine machine;
-  machine.patience = std::chrono::seconds(5);
+  machine.timeout = std::chrono::seconds(5);
   std::string verdict = verdict_of(machine, run_ranks(machine, 2, [&](const World& world) {
                                      lockstep::NcclOptions options = quick(std::chrono::seconds(3));
                                      options.buffers = kind;
@@ -88,9 +88,9 @@ std::string buffer_scenario(NcclBuffers kind) {
                                            auto work = comm.all_reduce(dropped);
                                            dropped = at::Tensor();
                                            fill_later(outlives, 1);
-                                           comm.all_reduce(outlives).join_stream();
+                                           comm.all_reduce(outlives).wait();
                                            sum = read_later(outlives);
-                                           work.join_stream();
+                                           work.wait();
                                          }
                                          machine.synchronize(FakeMachine::seat().current);
                                          expect_equal(sum, at::full({3}, 2), "a sum in a buffer");
@@ -105,11 +105,11 @@ std::string buffer_scenario(NcclBuffers kind) {
 }
 
 // A rank never comes, while the other blocks in `wait(comm, machine)`, whose collective is `late`. What ends
-// that has `patience` to do so: little where a defect is to be found.
+// that has `timeout` to do so: little where a defect is to be found.
 template <class Device, class Wait>
-std::string late_scenario(std::chrono::seconds patience, const std::string& late, Wait&& wait) {
+std::string late_scenario(std::chrono::seconds timeout, const std::string& late, Wait&& wait) {
   FakeMachine machine;
-  machine.patience = patience;
+  machine.timeout = timeout;
   std::atomic<bool> over{false};
   return verdict_of(machine, run_ranks(machine, 2, [&](const World& world) {
                       BasicNcclComm<Device> comm(world, quick(std::chrono::seconds(1)));
@@ -134,10 +134,10 @@ std::string late_scenario(std::chrono::seconds patience, const std::string& late
 
 // It waits for its stream, as it does for any number it reads.
 template <class Device>
-std::string late_read_scenario(std::chrono::seconds patience = enough) {
-  return late_scenario<Device>(patience, "all_reduce #1", [](auto& comm, FakeMachine&) {
+std::string late_read_scenario(std::chrono::seconds timeout = enough) {
+  return late_scenario<Device>(timeout, "all_reduce #1", [](auto& comm, FakeMachine&) {
     auto tensor = later({2}, 1);
-    comm.all_reduce(tensor).join_stream();
+    comm.all_reduce(tensor).wait();
     read(tensor);
   });
 }
@@ -151,11 +151,11 @@ std::string blocked_launch_scenario() {
   });
 }
 template <class Device>
-std::string blocked_replay_scenario(std::chrono::seconds patience = enough) {
-  return late_scenario<Device>(patience, "captured step #2", [](auto& comm, FakeMachine& machine) {
+std::string blocked_replay_scenario(std::chrono::seconds timeout = enough) {
+  return late_scenario<Device>(timeout, "captured step #2", [](auto& comm, FakeMachine& machine) {
     const auto tensor = later({2}, 1);
     CapturedGraph graph;
-    graph.capture([&] { comm.all_reduce(tensor).join_stream(); });
+    graph.capture([&] { comm.all_reduce(tensor).wait(); });
     const std::string thrown = thrown_by([&] {
       comm.watch_replay([&] {
         graph.replay();
@@ -170,7 +170,7 @@ std::string blocked_replay_scenario(std::chrono::seconds patience = enough) {
 std::string locked_driver_scenario() {
   return late_scenario<LockedDriver>(enough, "all_reduce #1", [](auto& comm, FakeMachine& machine) {
     auto tensor = later({2}, 1);
-    comm.all_reduce(tensor).join_stream();
+    comm.all_reduce(tensor).wait();
     const std::lock_guard lock(LockedDriver::driver());
     machine.synchronize(FakeMachine::seat().current);
   });
@@ -179,7 +179,7 @@ std::string locked_driver_replay_scenario() {
   return late_scenario<LockedDriver>(enough, "captured step #3", [](auto& comm, FakeMachine& machine) {
     const auto tensor = later({2}, 1), other = later({2}, 1);
     CapturedGraph graph;
-    graph.capture([&] { comm.all_reduce(tensor).join_stream(); });
+    graph.capture([&] { comm.all_reduce(tensor).wait(); });
     static_cast<void>(comm.all_reduce(other));
     comm.watch_replay([&] {
       const std::lock_guard lock(LockedDriver::driver());
@@ -193,14 +193,14 @@ std::string locked_driver_replay_scenario() {
 template <class Device>
 std::string error_scenario() {
   FakeMachine machine;
-  machine.patience = std::chrono::seconds(5);
+  machine.timeout = std::chrono::seconds(5);
   return verdict_of(machine, run_ranks(machine, 1, [&](const World& world) {
                       BasicNcclComm<Device> comm(world, quick(std::chrono::seconds(2)));
                       machine.freeze(0);
                       auto tensor = later({2}, 1);
                       auto work = comm.all_reduce(tensor);
                       FakeDevice::inject(machine, 0, NcclResult::internal_error, "Net plugin broke");
-                      const std::string error = thrown_by([&] { work.wait_host(); });
+                      const std::string error = thrown_by([&] { work.synchronize(); });
                       machine.thaw(0);
                       expect_text(error, "NCCL: internal error: Net plugin broke");
                     }));
@@ -216,7 +216,7 @@ TEST_CASE("the scenarios find nothing where nothing is wrong") {
   CHECK(error_scenario<FakeDevice>() == "");
 }
 
-TEST_CASE("a call that blocks hides no deadline") {
+TEST_CASE("a call that blocks hides no timeout") {
   CHECK(blocked_replay_scenario<FakeDevice>() == "");
   CHECK(blocked_launch_scenario<BlockedLaunch>() == "");
   CHECK(locked_driver_scenario() == "");
@@ -257,7 +257,7 @@ TEST_CASE("each seeded defect is found") {
   SECTION("a use after abort") {
     CHECK_THAT(order_scenario<UsedAfterAbort>(), ContainsSubstring("was used after abort"));
   }
-  SECTION("a deadline ignored") {
+  SECTION("a timeout ignored") {
     CHECK_THAT(late_read_scenario<DeadlineIgnored>(little), ContainsSubstring("nothing ends that"));
     CHECK_THAT(blocked_replay_scenario<DeadlineIgnored>(little), ContainsSubstring("nothing ends that"));
   }

@@ -35,7 +35,7 @@ vector<std::string> thrown_on_ranks(int size, Body body) {
 
 }  // namespace
 
-TEST_CASE("a rank that never comes is named at the deadline, and the error stays") {
+TEST_CASE("a rank that never comes is named at the timeout, and the error stays") {
   Absence absence;
   const auto thrown = thrown_on_ranks(2, [&](FakeMachine&, const World& world) {
     FakeComm comm(world, quick(1s));
@@ -44,15 +44,15 @@ TEST_CASE("a rank that never comes is named at the deadline, and the error stays
     const auto present = absence.until_end();
     comm.label(std::make_shared<const std::string>("bucket 2 of 5, with fc.weight"));
     auto work = comm.all_reduce(later({3}, 1));
-    const auto early = thrown_by([&] { work.wait_host(20ms); });
+    const auto early = thrown_by([&] { work.synchronize(20ms); });
     expect_text(early, "TimeoutError: rank 1 has not entered all_reduce #2 after ");
     expect_text(early, "last at barrier #1 (bucket 2 of 5, with fc.weight)");
     expect(work.error() == nullptr, "time left");
-    const auto late = thrown_by([&] { work.wait_host(); });
+    const auto late = thrown_by([&] { work.synchronize(); });
     expect_text(late, "TimeoutError: rank 1 has not entered all_reduce #2 after ");
     expect(work.error() != nullptr, "an error of the Work");
     expect(thrown_by([&] { comm.barrier(); }) == late, "the same error again");
-    expect(thrown_by([&] { work.join_stream(); }) == late, "the same error when it is joined");
+    expect(thrown_by([&] { work.wait(); }) == late, "the same error when it is joined");
     throw lockstep::TimeoutError(late.substr(14));
   });
   CHECK_THAT(thrown[0], ContainsSubstring("TimeoutError: rank 1 has not entered all_reduce #2"));
@@ -65,8 +65,8 @@ TEST_CASE("ranks that call different collectives are told which") {
     FakeComm comm(world, quick(1s));
     auto tensor = later({3}, 1);
     // The second never launches on rank 1, whose first is another.
-    if (world.rank() == 0) comm.all_gather(at::empty({2, 3}), tensor).wait_host();
-    if (world.rank() == 1) comm.send(tensor, 0).wait_host();
+    if (world.rank() == 0) comm.all_gather(at::empty({2, 3}), tensor).synchronize();
+    if (world.rank() == 1) comm.send(tensor, 0).synchronize();
   });
   CHECK_THAT(thrown[0] + thrown[1], ContainsSubstring("all_gather #1"));
 }
@@ -75,10 +75,10 @@ TEST_CASE("a rank that throws while others wait ends their waits") {
   const auto thrown = thrown_on_ranks(3, [](FakeMachine&, const World& world) {
     FakeComm comm(world, quick(60s));
     auto tensor = later({3}, 1);
-    comm.all_reduce(tensor).join_stream();
+    comm.all_reduce(tensor).wait();
     if (world.rank() == 1) throw std::runtime_error("the data is broken");
-    if (world.rank() == 0) comm.all_reduce(tensor).wait_host();
-    comm.all_reduce(tensor).join_stream();
+    if (world.rank() == 0) comm.all_reduce(tensor).synchronize();
+    comm.all_reduce(tensor).wait();
     read(tensor);  // as a program waits that knows nothing of the others
     comm.barrier();
   });
@@ -92,7 +92,7 @@ TEST_CASE("abort gives its reason to all, and ends what is in flight") {
     FakeComm comm(world, quick(8s));
     auto tensor = later({3}, 1);
     if (world.rank() == 0) {
-      comm.all_reduce(tensor).wait_host();
+      comm.all_reduce(tensor).synchronize();
     } else {
       comm.abort("loss is NaN");
       comm.barrier();
@@ -108,7 +108,7 @@ TEST_CASE("a GPU out of memory on one rank is told to all, with a remedy") {
     faults->group[1] = {NcclResult::cuda_error, "\nCuda failure 2 'out of memory'\n"};
     const auto thrown = thrown_on_ranks(2, [](FakeMachine&, const World& world) {
       FakeComm comm(world, quick(8s));
-      comm.all_reduce(later({3}, 1)).wait_host();
+      comm.all_reduce(later({3}, 1)).synchronize();
     });
     CHECK(thrown[1] ==
           "CommunicationError: all_reduce #1 failed on rank 1: NCCL: unhandled CUDA error: Cuda failure 2 "
@@ -121,7 +121,7 @@ TEST_CASE("a GPU out of memory on one rank is told to all, with a remedy") {
     faults->memory[0] = "CUDA out of memory. Tried to allocate 2.00 GiB";
     const auto thrown = thrown_on_ranks(2, [](FakeMachine&, const World& world) {
       FakeComm comm(world, quick(8s));
-      comm.all_reduce(later({3, 2}, 1).t()).wait_host();
+      comm.all_reduce(later({3, 2}, 1).t()).synchronize();
     });
     CHECK_THAT(thrown[0],
                ContainsSubstring("CommunicationError: all_reduce #1 failed on rank 0: CUDA out of memory"));
@@ -149,10 +149,10 @@ TEST_CASE("a GPU that fails on one rank is told to all, with collective, bucket 
       comm.barrier();
       comm.label(bucket);
       if (world.rank() == 1) machine.break_device(1, call, words);
-      const auto first = thrown_by([&] { comm.all_reduce(tensor.t()).wait_host(); });
+      const auto first = thrown_by([&] { comm.all_reduce(tensor.t()).synchronize(); });
       expect(thrown_by([&] { comm.barrier(); }) == first, "the same error again");
       expect(thrown_by([&] { comm.check_error(); }) == first, "an error that stays");
-      comm.all_reduce(tensor).wait_host();
+      comm.all_reduce(tensor).synchronize();
     }));
   }
   SECTION("when it is waited for") {
@@ -164,14 +164,14 @@ TEST_CASE("a GPU that fails on one rank is told to all, with collective, bucket 
         comm.label(bucket);
         const auto tensor = later({3}, 1);
         if (world.rank() == 0) {
-          comm.all_reduce(tensor).join_stream();
+          comm.all_reduce(tensor).wait();
           std::this_thread::sleep_for(300ms);
           return comm.barrier();
         }
         auto work = comm.all_reduce(tensor);
         machine.break_device(1, call, words);
         comm.label(nullptr);
-        call == std::string("done") ? work.wait_host() : work.join_stream();
+        call == std::string("done") ? work.synchronize() : work.wait();
       }));
     }
   }
@@ -188,7 +188,7 @@ TEST_CASE("a GPU that fails on one rank is told to all, with collective, bucket 
         std::this_thread::sleep_for(300ms);
         machine.thaw(1);
       }
-      work.wait_host();
+      work.synchronize();
     }));
   }
 }
@@ -199,7 +199,7 @@ TEST_CASE("what NCCL finds by itself is thrown where the program next comes by")
     FakeComm comm(world, quick(8s));
     auto tensor = later({3}, 1);
     if (world.rank() == 0) {
-      comm.all_reduce(tensor).join_stream();
+      comm.all_reduce(tensor).wait();
       FakeDevice::inject(machine, 0, NcclResult::remote_error, "socket closed by peer");
       read(tensor);  // ends, because the watchdog has aborted what it waits for
       found = true;
@@ -222,12 +222,12 @@ TEST_CASE("a rank without a GPU, two on one, and different NCCLs are errors on e
       CHECK(error == "UsageError: rank 1 sees no CUDA device");
   }
   SECTION("shared") {
-    faults->card[1] = faults->card[2] = "host/GPU-7";
+    faults->identity[1] = faults->identity[2] = "host/GPU-7";
     for (const std::string& error : thrown_on_ranks(3, make))
       CHECK_THAT(error, ContainsSubstring("ranks 1 and 2 are on one GPU (host/GPU-7): start one rank a GPU"));
   }
   SECTION("shared by ranks whose NCCL cannot") {
-    faults->card[1] = faults->card[2] = "host/GPU-7";
+    faults->identity[1] = faults->identity[2] = "host/GPU-7";
     faults->shares[1] = faults->shares[2] = true;
     for (const std::string& error : thrown_on_ranks(3, make))
       CHECK_THAT(error,
@@ -237,7 +237,7 @@ TEST_CASE("a rank without a GPU, two on one, and different NCCLs are errors on e
   }
   SECTION("shared by ranks of which one does not want to") {
     faults->version = {{0, 23007}, {1, 23007}, {2, 23007}};
-    faults->card[1] = faults->card[2] = "host/GPU-7";
+    faults->identity[1] = faults->identity[2] = "host/GPU-7";
     faults->shares[2] = true;
     for (const std::string& error : thrown_on_ranks(3, make))
       CHECK_THAT(error, ContainsSubstring("NCCL_MULTI_RANK_GPU_ENABLE is set for rank 2 and not for rank 1"));
@@ -274,7 +274,7 @@ TEST_CASE("a communicator that cannot be made leaves nothing behind") {
 TEST_CASE("ranks may share a GPU where the user says so and NCCL can") {
   WithFaults faults;
   faults->version = {{0, 23007}, {1, 23007}};
-  faults->card = {{0, "host/GPU-7"}, {1, "host/GPU-7"}};
+  faults->identity = {{0, "host/GPU-7"}, {1, "host/GPU-7"}};
   faults->shares = {{0, true}, {1, true}};
   for (const std::string& error : thrown_on_ranks(2, [](FakeMachine&, const World& world) {
          FakeComm comm(world, quick(8s));
@@ -300,7 +300,7 @@ namespace {
 void meet_and_vanish(const World& world, bool makes_it) {
   lockstep::detail::Membership membership(world, {0, 1}, "lockstep/nccl/0", 8s);
   const auto device = FakeDevice::open(world, -1);
-  membership.meet(lockstep::detail::card_text(device));
+  membership.meet(lockstep::detail::identity_text(device));
   if (!makes_it) return;
   const auto made = std::make_unique<FakeDevice::Comm>();
   device.init(*made, 2, membership.from_first("NCCL id", [] { return ""; }), 1);
@@ -325,7 +325,7 @@ TEST_CASE("a rank that dies without a word is named by those whose collective en
     FakeComm comm(world, quick(20s));
     auto work = comm.all_reduce(later({3}, 1));
     FakeDevice::inject(machine, 0, NcclResult::remote_error, "connection closed by peer");
-    const std::string error = thrown_by([&] { work.wait_host(); });
+    const std::string error = thrown_by([&] { work.synchronize(); });
     expect(thrown_by([&] { comm.barrier(); }) == error, "the same error again");
     throw std::runtime_error(error);
   });
@@ -335,17 +335,17 @@ TEST_CASE("a rank that dies without a word is named by those whose collective en
       "has gone, or its network: connection closed by peer)");
 }
 
-TEST_CASE("ranks that disagree are told long before the deadline") {
+TEST_CASE("ranks that disagree are told long before the timeout") {
   const auto thrown = thrown_on_ranks(2, [](FakeMachine& machine, const World& world) {
     FakeComm comm(world, quick(60s));
     const auto tensor = later({3}, 1), all = at::empty({2, 3});
-    if (world.rank() == 0) comm.all_reduce(tensor).wait_host();
+    if (world.rank() == 0) comm.all_reduce(tensor).synchronize();
     machine.freeze(1);
     struct Thaw {
       FakeMachine& machine;
       ~Thaw() { machine.thaw(1); }
     } const at_end{machine};
-    comm.all_gather(all, tensor).wait_host();
+    comm.all_gather(all, tensor).synchronize();
   });
   CHECK_THAT(thrown[0],
              ContainsSubstring("CommunicationError: the ranks disagree on collective #1: rank 0 called "
@@ -360,11 +360,11 @@ TEST_CASE("a split that is given up leaves nothing behind") {
     comm.barrier();
     if (world.rank() == 1) return absence.stay_away(comm);
     const auto present = absence.until_end();
-    static_cast<void>(comm.sub_group({0, 1}));
+    static_cast<void>(comm.new_group({0, 1}));
   });
-  CHECK_THAT(thrown[0], ContainsSubstring("TimeoutError: rank 1 has not entered sub_group #2"));
+  CHECK_THAT(thrown[0], ContainsSubstring("TimeoutError: rank 1 has not entered new_group #2"));
   CHECK_THAT(thrown[1],
-             ContainsSubstring("PeerError: rank 0 failed first: rank 1 has not entered sub_group #2"));
+             ContainsSubstring("PeerError: rank 0 failed first: rank 1 has not entered new_group #2"));
 }
 
 TEST_CASE("a split waits for what is in flight, and no longer than that may take") {
@@ -375,7 +375,7 @@ TEST_CASE("a split waits for what is in flight, and no longer than that may take
     if (world.rank() == 2) return absence.stay_away(comm);
     const auto present = absence.until_end();
     auto work = comm.all_reduce(later({3}, 1));
-    static_cast<void>(comm.sub_group({0, 1}));
+    static_cast<void>(comm.new_group({0, 1}));
   });
   CHECK_THAT(thrown[0] + thrown[1], ContainsSubstring("TimeoutError: rank 2 has not entered all_reduce #2"));
 }
@@ -425,12 +425,12 @@ TEST_CASE("what NCCL cannot take is refused by name, and leaves the communicator
     refuse("cannot send to itself", [&] { static_cast<void>(comm.send(good, world.rank())); });
     refuse("NCCL knows no tags, and 3 is one",
            [&] { static_cast<void>(comm.send(good, 1 - world.rank(), 3)); });
-    refuse("the ranks must ascend", [&] { (void)comm.sub_group({1, 0}); });
+    refuse("the ranks must ascend", [&] { (void)comm.new_group({1, 0}); });
     refuse("all_reduce called inside a rank-zero scope", [&] {
       const lockstep::RankZeroScope scope;
       static_cast<void>(comm.all_reduce(good));
     });
-    comm.all_reduce(good).join_stream();
+    comm.all_reduce(good).wait();
     expect_equal(read(good), at::full({4}, 2), "a sum");
     comm.shutdown();
     refuse("all_reduce called after shutdown()", [&] { static_cast<void>(comm.all_reduce(good)); });
@@ -443,8 +443,8 @@ TEST_CASE("check_shapes turns a difference into one error on every rank") {
     auto options = quick(8s);
     options.check_shapes = true;
     FakeComm comm(world, options);
-    comm.all_reduce(later({4}, 1)).join_stream();
-    comm.all_reduce(later({4 + world.rank()}, 1)).join_stream();
+    comm.all_reduce(later({4}, 1)).wait();
+    comm.all_reduce(later({4 + world.rank()}, 1)).wait();
   });
   CHECK(thrown[0] == "MismatchError: all_reduce #2: rank 0 [4] float32, rank 1 [5] float32");
   CHECK(thrown[1] == thrown[0]);

@@ -16,11 +16,11 @@
 
 #include <fmt/format.h>
 
-#include "lockstep/comm/nccl/device.hpp"
+#include "lockstep/comm/detail/nccl/device.hpp"
 
 namespace lockstep_test {
 
-using lockstep::NcclResult;
+using lockstep::detail::NcclResult;
 using lockstep::ReduceOp;
 
 struct FakeClique;

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "fake_machine.hpp"
-#include "lockstep/comm/nccl/device.hpp"
+#include "lockstep/comm/detail/nccl/device.hpp"
 
 namespace lockstep_test {
 
@@ -22,7 +22,7 @@ class FakeDevice {
   /// What a test makes go wrong, by rank.
   struct Faults {
     std::map<int, std::string> no_device;                     // what open says
-    std::map<int, std::string> card;                          // another name
+    std::map<int, std::string> identity;                      // another name
     std::map<int, int> version;                               // of NCCL
     std::map<int, bool> shares;                               // whether the user lets it share its GPU
     std::map<int, NcclResult> init;                           // what init answers
@@ -43,9 +43,9 @@ class FakeDevice {
   }
   void enter_thread() const { machine_->sit(rank_, "the watchdog", false); }
   std::string name() const { return fmt::format("fake:{}", rank_); }
-  std::string card() const {
-    const auto fault = faults().card.find(rank_);
-    return fault == faults().card.end() ? fmt::format("host/{}", rank_) : fault->second;
+  std::string identity() const {
+    const auto fault = faults().identity.find(rank_);
+    return fault == faults().identity.end() ? fmt::format("host/{}", rank_) : fault->second;
   }
   int version() const {
     const auto fault = faults().version.find(rank_);
@@ -329,6 +329,6 @@ class FakeDevice {
   int rank_;
 };
 
-static_assert(lockstep::NcclDevice<FakeDevice>);
+static_assert(lockstep::detail::NcclDevice<FakeDevice>);
 
 }  // namespace lockstep_test

@@ -52,7 +52,7 @@ class FakeMachine {
   /// How often a communicator says that it is in progress before what was issued is in its stream.
   int launch_delay = 2;
   /// How long a thread may wait for a stream before that counts as for ever.
-  std::chrono::milliseconds patience = std::chrono::seconds(10);
+  std::chrono::milliseconds timeout = std::chrono::seconds(10);
 
   using Graph = FakeGraph;
   using Event = FakeEvent;
@@ -359,7 +359,7 @@ class FakeMachine {
 
   template <class Done>
   void await(std::unique_lock<std::mutex>& lock, const std::string& what, Done&& done) {
-    const auto end = std::chrono::steady_clock::now() + patience;
+    const auto end = std::chrono::steady_clock::now() + timeout;
     for (work(); !done(); work()) {
       if (std::chrono::steady_clock::now() >= end) {
         log_.complain(what + ", and nothing ends that");

@@ -22,7 +22,7 @@ using std::vector;
 namespace {
 
 NcclComm& comm() {
-  static NcclComm one(test_world(), {.deadline = std::chrono::seconds(60)});
+  static NcclComm one(test_world(), {.timeout = std::chrono::seconds(60)});
   return one;
 }
 at::TensorOptions here(at::ScalarType type = at::kFloat) {
@@ -46,7 +46,7 @@ TEST_CASE("NCCL reduces every type by every operation") {
     CAPTURE(type);
     const auto reduced = [&](ReduceOp op) {
       auto tensor = at::full({1000}, own(), here(type));
-      comm().all_reduce(tensor, op).join_stream();
+      comm().all_reduce(tensor, op).wait();
       return tensor;
     };
     CHECK(holds(reduced(ReduceOp::sum), total()));
@@ -59,7 +59,7 @@ TEST_CASE("NCCL reduces every type by every operation") {
   }
   auto any = at::zeros({4}, here(at::kBool));
   if (test_world().rank() == 0) any.fill_(true);
-  comm().all_reduce(any).join_stream();
+  comm().all_reduce(any).wait();
   CHECK(any.all().item<bool>());
 }
 
@@ -67,27 +67,27 @@ TEST_CASE("NCCL moves every type") {
   const int size = test_world().size(), rank = test_world().rank();
   for (auto type : {at::kFloat, at::kShort, at::kBool, at::kComplexFloat}) {
     auto tensor = at::full({3}, own(), here(type));
-    comm().broadcast(tensor, size - 1).join_stream();
+    comm().broadcast(tensor, size - 1).wait();
     CHECK(at::equal(tensor.cpu(), at::full({3}, size, at::TensorOptions(type))));
     auto all = at::empty({size, 2}, here(type));
-    comm().all_gather(all, at::full({2}, own(), here(type))).join_stream();
+    comm().all_gather(all, at::full({2}, own(), here(type))).wait();
     CHECK(at::equal(all.cpu(), at::arange(1, size + 1).view({size, 1}).expand({size, 2}).to(type)));
   }
   auto there = at::full({3}, own(), here());
-  comm().reduce(there, size - 1).join_stream();
+  comm().reduce(there, size - 1).wait();
   if (rank == size - 1) CHECK(holds(there, total()));
   auto row = at::empty({2}, here());
-  comm().reduce_scatter(row, at::full({size, 2}, own(), here())).join_stream();
+  comm().reduce_scatter(row, at::full({size, 2}, own(), here())).wait();
   CHECK(holds(row, total()));
   auto out = at::empty({size, 2}, here());
   auto in = (10 * own() + at::arange(size, here())).view({size, 1}).expand({size, 2}).contiguous();
-  comm().all_to_all(out, in).join_stream();
+  comm().all_to_all(out, in).wait();
   CHECK(at::equal(out.cpu(),
                   (10 * at::arange(1, size + 1) + rank).view({size, 1}).expand({size, 2}).to(at::kFloat)));
-  if (size > 1 && rank == 0) comm().send(at::full({5}, 3, here()), 1).join_stream();
+  if (size > 1 && rank == 0) comm().send(at::full({5}, 3, here()), 1).wait();
   if (size > 1 && rank == 1) {
     auto got = at::empty({5}, here());
-    comm().recv(got, 0).join_stream();
+    comm().recv(got, 0).wait();
     CHECK(holds(got, 3));
   }
   comm().barrier();
@@ -96,7 +96,7 @@ TEST_CASE("NCCL moves every type") {
 TEST_CASE("NCCL's lists, strides and bytes") {
   auto wide = at::full({4, 6}, own(), here());
   auto integers = at::full({3}, own(), here(at::kLong));
-  comm().all_reduce(vector{integers, wide.narrow(1, 1, 2), at::empty({0}, here())}).join_stream();
+  comm().all_reduce(vector{integers, wide.narrow(1, 1, 2), at::empty({0}, here())}).wait();
   CHECK(holds(wide.narrow(1, 1, 2), total()));
   CHECK(holds(wide.narrow(1, 3, 3), own()));
   CHECK(holds(integers, total()));
@@ -104,7 +104,7 @@ TEST_CASE("NCCL's lists, strides and bytes") {
   for (int r = 0; r < test_world().size(); ++r)
     CHECK(texts[static_cast<std::size_t>(r)].size() == static_cast<std::size_t>(r + 1));
   std::string text = test_world().rank() == 0 ? "from rank 0" : "";
-  comm().broadcast_bytes_async(text, 0).wait_host();
+  comm().broadcast_bytes_async(text, 0).synchronize();
   CHECK(text == "from rank 0");
 }
 
@@ -112,7 +112,7 @@ TEST_CASE("joining does not wait for the stream") {
   auto tensor = at::full({1 << 20}, 1, here());
   for (int i = 0; i < 50; ++i) {
     auto work = comm().all_reduce(tensor);
-    work.join_stream();
+    work.wait();
     tensor.div_(test_world().size());
     CHECK(work.error() == nullptr);
   }
@@ -123,11 +123,11 @@ TEST_CASE("a CPU tensor is refused, and NCCL's group splits") {
   CHECK_THAT(
       text_of<lockstep::CommunicationError>([] { static_cast<void>(comm().all_reduce(at::ones({2}))); }),
       ContainsSubstring("on cpu, and NCCL moves tensors on cuda:"));
-  auto first = comm().sub_group({0});
+  auto first = comm().new_group({0});
   CHECK(first.has_value() == (test_world().rank() == 0));
   if (first) {
     auto tensor = at::ones({2}, here());
-    first->all_reduce(tensor).join_stream();
+    first->all_reduce(tensor).wait();
     CHECK(holds(tensor, 1));
   }
 }
@@ -203,7 +203,7 @@ TEST_CASE("buffers that are registered with NCCL reduce, and outlive the communi
   for (const auto kind : {lockstep::NcclBuffers::registered, lockstep::NcclBuffers::nccl}) {
     at::Tensor outlives;
     {
-      NcclComm own_comm(test_world(), {.deadline = std::chrono::seconds(60), .buffers = kind});
+      NcclComm own_comm(test_world(), {.timeout = std::chrono::seconds(60), .buffers = kind});
       const at::Tensor like = at::empty({0}, here());
       outlives = own_comm.empty_buffer(1000, like);
       for (int step = 0; step < 5; ++step) {
@@ -211,9 +211,9 @@ TEST_CASE("buffers that are registered with NCCL reduce, and outlive the communi
         auto work = own_comm.all_reduce(dropped);
         dropped = at::Tensor();
         outlives.fill_(own());
-        own_comm.all_reduce(outlives).join_stream();
+        own_comm.all_reduce(outlives).wait();
         CHECK(holds(outlives, total()));
-        work.join_stream();
+        work.wait();
       }
       auto model = torch::nn::Linear(8, 4);
       model->to(here().device());

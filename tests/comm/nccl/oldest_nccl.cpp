@@ -1,5 +1,5 @@
 // NCCL 2.18 has no memory of its own: what is asked for then says so.
-#include "lockstep/comm/nccl/cuda/nccl_api.hpp"
+#include "lockstep/comm/detail/nccl/cuda/nccl_api.hpp"
 
 static_assert(lockstep::detail::compiled_nccl_version == 21800);
 static_assert(!lockstep::detail::nccl_has_buffers);

@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "fake_device.hpp"
-#include "lockstep/comm/nccl/comm.hpp"
+#include "lockstep/comm/detail/nccl/comm.hpp"
 #include "lockstep/world/world.hpp"
 
 namespace lockstep_test {
@@ -65,7 +65,7 @@ void run_clean_ranks(FakeMachine& machine, int size, Body body) {
   check_clean(machine);
 }
 
-using FakeComm = lockstep::BasicNcclComm<FakeDevice>;
+using FakeComm = lockstep::detail::BasicNcclComm<FakeDevice>;
 
 /// A kernel of the operators' stream that writes `value(i)` into every element, whenever the stream comes to
 /// it; and one that reads a tensor into numbers of the host.
@@ -188,9 +188,9 @@ class Absence {
   std::atomic<bool> over_{false};
 };
 
-inline lockstep::NcclOptions quick(std::chrono::milliseconds deadline = std::chrono::seconds(20)) {
+inline lockstep::NcclOptions quick(std::chrono::milliseconds timeout = std::chrono::seconds(20)) {
   lockstep::NcclOptions options;
-  options.deadline = deadline;
+  options.timeout = timeout;
   options.poll = std::chrono::milliseconds(5);
   return options;
 }

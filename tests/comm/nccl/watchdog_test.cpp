@@ -1,11 +1,11 @@
-#include "lockstep/comm/nccl/watchdog.hpp"
+#include "lockstep/comm/detail/nccl/watchdog.hpp"
 
 #include <atomic>
 #include <stdexcept>
 #include <vector>
 
 #include "happens_before.hpp"
-#include "lockstep/comm/sticky_error.hpp"
+#include "lockstep/comm/detail/sticky_error.hpp"
 #include "support/catch.hpp"
 
 namespace watchdog_test {

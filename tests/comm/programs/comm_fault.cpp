@@ -48,14 +48,14 @@ void await_stop(pid_t pid) {
 // answer.
 int run_stopped(const lockstep::World& world, const std::string& call, int culprit) {
   lockstep::GlooOptions options;
-  options.deadline = 3s;
+  options.timeout = 3s;
   const pid_t host = host_of_store(world);
   lockstep_test::meet(world);
   std::optional<lockstep::GlooComm> comm;
   auto tensor = at::ones({1000});
   if (call != "meet") {
     comm.emplace(world, options);
-    comm->all_reduce(tensor).wait_host();
+    comm->all_reduce(tensor).synchronize();
   }
   std::cout << "now" << std::endl;
   if (world.rank() == culprit)
@@ -68,8 +68,8 @@ int run_stopped(const lockstep::World& world, const std::string& call, int culpr
   };
   try {
     if (call == "meet") comm.emplace(world, options);
-    if (call == "reduce") comm->all_reduce(tensor).wait_host();
-    if (call == "recv") comm->recv(tensor, culprit).wait_host();
+    if (call == "reduce") comm->all_reduce(tensor).synchronize();
+    if (call == "recv") comm->recv(tensor, culprit).synchronize();
     if (call == "shutdown") comm->shutdown();
   } catch (const lockstep::TimeoutError&) {
     std::cerr << "TimeoutError after " << took() << " ms" << std::endl;
@@ -81,15 +81,15 @@ int run_stopped(const lockstep::World& world, const std::string& call, int culpr
 int run(const lockstep::World& world, const std::string& fault, int culprit) {
   if (fault.starts_with("stopped ")) return run_stopped(world, fault.substr(8), culprit);
   const bool mine = world.rank() == culprit;
-  const auto deadline = fault == "never"  ? 1500ms
-                        : fault == "slow" ? 12000ms
-                        : fault == "cut"  ? 4000ms
-                                          : std::chrono::milliseconds(30min);
+  const auto timeout = fault == "never"  ? 1500ms
+                       : fault == "slow" ? 12000ms
+                       : fault == "cut"  ? 4000ms
+                                         : std::chrono::milliseconds(30min);
   if (fault == "never") lockstep_test::meet(world);
-  lockstep::GlooComm comm{world, {.deadline = deadline}};
+  lockstep::GlooComm comm{world, {.timeout = timeout}};
   auto tensor = at::ones({1000});
-  for (int i = 0; i < 3; ++i) comm.all_reduce(tensor).wait_host();
-  if (fault == "left") comm.sub_group({0, 1, 2})->shutdown();
+  for (int i = 0; i < 3; ++i) comm.all_reduce(tensor).synchronize();
+  if (fault == "left") comm.new_group({0, 1, 2})->shutdown();
   if (mine) std::cout << "now" << std::endl;
 
   if (fault == "throw") {
@@ -99,7 +99,7 @@ int run(const lockstep::World& world, const std::string& fault, int culprit) {
       auto third = comm.all_reduce(tensor);
       throw std::runtime_error("boom");
     }
-    for (int i = 0; i < 10; ++i) comm.all_reduce(tensor).wait_host();
+    for (int i = 0; i < 10; ++i) comm.all_reduce(tensor).synchronize();
   } else if (fault == "catch") {
     // The destructors of two communicators are in reach of the exception, each with work in flight.
     try {
@@ -111,7 +111,7 @@ int run(const lockstep::World& world, const std::string& fault, int culprit) {
         auto fourth = comm.all_reduce(tensor);
         throw std::runtime_error("boom");
       }
-      for (int i = 0; i < 10; ++i) inner.all_reduce(tensor).wait_host();
+      for (int i = 0; i < 10; ++i) inner.all_reduce(tensor).synchronize();
     } catch (const std::exception& error) {
       std::cerr << "rank " << world.rank() << " caught: " << error.what() << std::endl;
       try {
@@ -127,47 +127,47 @@ int run(const lockstep::World& world, const std::string& fault, int culprit) {
       comm.abort("the disk is full");
       comm.barrier();
     }
-    for (int i = 0; i < 10; ++i) comm.all_reduce(tensor).wait_host();
+    for (int i = 0; i < 10; ++i) comm.all_reduce(tensor).synchronize();
   } else if (fault == "kill") {
     if (mine) raise(SIGKILL);
-    comm.all_reduce(tensor).wait_host();
+    comm.all_reduce(tensor).synchronize();
   } else if (fault == "stop") {
     if (mine) raise(SIGSTOP);
-    comm.all_reduce(tensor).wait_host();
+    comm.all_reduce(tensor).synchronize();
   } else if (fault == "left") {
     if (mine) raise(SIGKILL);
     if (world.rank() == 1) sleep(60);  // busy with something else than collectives
-    comm.all_reduce(tensor).wait_host();
+    comm.all_reduce(tensor).synchronize();
   } else if (fault == "helper") {
     if (mine) {
       start_helpers();
       raise(SIGKILL);
     }
-    comm.all_reduce(tensor).wait_host();
+    comm.all_reduce(tensor).synchronize();
   } else if (fault == "cut") {
     sleep(1);
-    for (;;) comm.all_reduce(tensor).wait_host();
+    for (;;) comm.all_reduce(tensor).synchronize();
   } else if (fault == "never" || fault == "slow") {
     if (mine) sleep(600);
-    comm.all_reduce(tensor).wait_host();
+    comm.all_reduce(tensor).synchronize();
   } else if (fault == "early") {
     if (mine) return 0;
-    comm.all_reduce(tensor).wait_host();
+    comm.all_reduce(tensor).synchronize();
   } else if (fault == "absent") {
     if (mine) throw std::runtime_error("boom");
     sleep(600);  // busy with something else than collectives
   } else if (fault == "recv") {
-    if (!mine) comm.recv(tensor, culprit).wait_host();
+    if (!mine) comm.recv(tensor, culprit).synchronize();
     usleep(300000);
     throw std::runtime_error("boom");
   } else if (fault == "bytes") {
     std::vector<std::string> all, more;
     auto first = comm.all_gather_bytes_async(all, std::string(100000, 'x'));
-    first.wait_host();
+    first.synchronize();
     if (mine) throw std::runtime_error("boom");
-    comm.all_gather_bytes_async(more, "y").wait_host();
+    comm.all_gather_bytes_async(more, "y").synchronize();
   } else if (fault == "differ") {
-    if (!mine) comm.all_reduce(tensor).wait_host();
+    if (!mine) comm.all_reduce(tensor).synchronize();
     comm.barrier();
   }
   comm.barrier();

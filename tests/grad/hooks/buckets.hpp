@@ -54,9 +54,9 @@ class Buckets {
     for (std::size_t b = 0; b < under_way.size(); ++b) {
       // Both ways to wait.
       if (b % 2 == 0)
-        under_way[b].join_stream();
+        under_way[b].wait();
       else
-        under_way[b].wait_host(std::chrono::seconds(60));
+        under_way[b].synchronize(std::chrono::seconds(60));
     }
     std::vector<torch::Tensor> averages;
     for (const auto& bucket : buckets_) averages.push_back(bucket.flat.clone());
@@ -114,7 +114,7 @@ inline bool same_bits(const std::vector<torch::Tensor>& a, const std::vector<tor
 /// Whether every rank has the same bits. Collective.
 inline bool same_on_all_ranks(const torch::Tensor& tensor) {
   auto all = torch::empty({test_world().size(), static_cast<std::int64_t>(tensor.nbytes())}, torch::kByte);
-  shared_comm().all_gather(all, tensor.contiguous().view({-1}).view(torch::kByte)).wait_host();
+  shared_comm().all_gather(all, tensor.contiguous().view({-1}).view(torch::kByte)).synchronize();
   bool same = true;
   for (int rank = 1; rank < test_world().size(); ++rank) same = same && all[rank].equal(all[0]);
   return same;

@@ -3,11 +3,8 @@
 #include <limits>
 
 #include "grad/hooks/buckets.hpp"
-#include "lockstep/grad/hooks/bf16_fp32_hook.hpp"
-#include "lockstep/grad/hooks/bf16_hook.hpp"
-#include "lockstep/grad/hooks/fp16_hook.hpp"
+#include "lockstep/grad/hooks/cast_hooks.hpp"
 #include "lockstep/grad/hooks/no_op_hook.hpp"
-#include "lockstep/grad/hooks/reduce_dtype_hook.hpp"
 
 namespace cast_ranks_test {
 

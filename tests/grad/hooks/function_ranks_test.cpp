@@ -31,7 +31,7 @@ struct Counter {
   void operator()(Comm& comm, const GradientBucket& bucket) {
     if (bucket.index == 0) before = seen;
     seen += bucket.flat.numel();
-    comm.all_reduce(bucket.flat, ReduceOp::average).wait_host();
+    comm.all_reduce(bucket.flat, ReduceOp::average).synchronize();
   }
   [[nodiscard]] HookState state() const { return {{"seen", torch::tensor(seen)}}; }
   void load_state(const HookState& state) { seen = state.at(0).second.item<std::int64_t>(); }
@@ -44,13 +44,13 @@ struct Counter {
 TEST_CASE("a function may return the average, write it, or return a Work") {
   auto returned = hook_of([](auto& comm, const GradientBucket& bucket) {
     const torch::Tensor half = bucket.flat / comm.size();
-    comm.all_reduce(half).wait_host();
+    comm.all_reduce(half).synchronize();
     return half;
   });
   check_average(returned, 4 * 19);
   auto written = hook_of([](auto& comm, const GradientBucket& bucket) {
     auto all = torch::empty({comm.size(), bucket.flat.numel()});
-    comm.all_gather(all, bucket.flat).wait_host();
+    comm.all_gather(all, bucket.flat).synchronize();
     bucket.flat.copy_(all.mean(0));
   });
   check_average(written, 4 * 19);
@@ -66,7 +66,7 @@ TEST_CASE("a function may return the average, write it, or return a Work") {
 
 TEST_CASE("a function that names its communicator gets that one, uncounted") {
   auto hook = hook_of([](GlooComm& comm, const GradientBucket& bucket) {
-    comm.all_reduce(bucket.flat, ReduceOp::average).wait_host();
+    comm.all_reduce(bucket.flat, ReduceOp::average).synchronize();
   });
   Buckets buckets(plan);
   const auto averages = buckets.reduce(hook, shared_comm(), buckets.mine(1));
@@ -81,7 +81,7 @@ TEST_CASE("a function that returns another shape or dtype is an error that names
     return thrown_by([&] { buckets.reduce(hook, shared_comm(), buckets.mine(1)); });
   };
   const std::string shape = text([](auto& comm, const GradientBucket& bucket) {
-    comm.all_reduce(bucket.flat).wait_host();
+    comm.all_reduce(bucket.flat).synchronize();
     return bucket.index == 1 ? bucket.flat.narrow(0, 0, 3) : bucket.flat;
   });
   CHECK(
@@ -100,7 +100,7 @@ TEST_CASE("a function that returns another shape or dtype is an error that names
   CHECK_THROWS_AS(buckets.reduce(wrong, shared_comm(), buckets.mine(1)), GradientError);
   // The wrong tensor comes on one rank alone: the others go on.
   auto on_one = hook_of([](auto& comm, const GradientBucket& bucket) {
-    comm.all_reduce(bucket.flat).wait_host();
+    comm.all_reduce(bucket.flat).synchronize();
     return comm.rank() == 0 ? bucket.flat.narrow(0, 0, 1) : bucket.flat;
   });
   const auto thrown = thrown_by([&] { buckets.reduce(on_one, shared_comm(), buckets.mine(1)); });
@@ -129,16 +129,16 @@ TEST_CASE("bytes are counted for every call that a function makes") {
   const auto ranks = test_world().size();
   auto hook = hook_of([](auto& comm, const GradientBucket& bucket) {
     const auto tensor = torch::zeros({comm.size(), 2}), row = torch::zeros({2});
-    comm.all_reduce(std::vector<torch::Tensor>{row, row}).wait_host();                    // 16
-    comm.reduce(row).wait_host();                                                         // 8
-    comm.broadcast(row, 0).wait_host();                                                   // 8 on rank 0
-    comm.reduce_scatter(row, tensor).wait_host();                                         // 8 ranks
-    comm.all_to_all(tensor, tensor.clone()).wait_host();                                  // 8 ranks
-    comm.all_gather(tensor, row).wait_host();                                             // 8
+    comm.all_reduce(std::vector<torch::Tensor>{row, row}).synchronize();                  // 16
+    comm.reduce(row).synchronize();                                                       // 8
+    comm.broadcast(row, 0).synchronize();                                                 // 8 on rank 0
+    comm.reduce_scatter(row, tensor).synchronize();                                       // 8 ranks
+    comm.all_to_all(tensor, tensor.clone()).synchronize();                                // 8 ranks
+    comm.all_gather(tensor, row).synchronize();                                           // 8
     CHECK(comm.all_gather_bytes("abc").size() == static_cast<std::size_t>(comm.size()));  // 3
     CHECK(comm.broadcast_bytes("abcde", 0) == "abcde");                                   // 5 on rank 0
     comm.barrier();
-    comm.uncounted().all_reduce(row).wait_host();
+    comm.uncounted().all_reduce(row).synchronize();
     bucket.flat.zero_();
   });
   Buckets buckets(Plan{{{3}}});

@@ -16,8 +16,7 @@
 #include <vector>
 
 #include "lockstep/comm/gloo_comm.hpp"
-#include "lockstep/grad/hooks/bf16_hook.hpp"
-#include "lockstep/grad/hooks/fp16_hook.hpp"
+#include "lockstep/grad/hooks/cast_hooks.hpp"
 #include "lockstep/grad/hooks/hook.hpp"
 #include "lockstep/grad/hooks/no_op_hook.hpp"
 #include "lockstep/grad/hooks/post_local_sgd_hook.hpp"
@@ -110,7 +109,7 @@ void reduce(const Case& c, Hook hook, lockstep::GlooComm& comm, const std::strin
     std::vector<Handle> under_way;
     under_way.reserve(buckets.size());
     for (const auto& bucket : buckets) under_way.push_back(hook.start(comm, bucket));
-    for (auto& reduction : under_way) reduction.join_stream();
+    for (auto& reduction : under_way) reduction.wait();
     const std::chrono::duration<double, std::milli> time = std::chrono::steady_clock::now() - start;
     if (step > 1) times.push_back(time.count());
     for (const auto& bucket : buckets)
@@ -146,7 +145,7 @@ int main(int argc, char** argv) {
     lockstep::GlooComm comm{world};
     std::vector<int> others;
     for (int rank = 1; rank < comm.size(); ++rank) others.push_back(rank);
-    auto first = comm.sub_group({0}), rest = comm.sub_group(others);
+    auto first = comm.new_group({0}), rest = comm.new_group(others);
     for (const Case& c : read_cases(words[0])) run(c, comm, first ? *first : *rest, words[0], words.at(1));
     (first ? *first : *rest).shutdown();
     comm.shutdown();

@@ -16,11 +16,11 @@ const Plan plan{{{4, 3}, {7}}, {{5}}};
 /// Rank 0 alone, and the others together; LocalComm's kind where this rank is in neither.
 GlooComm own_group() {
   const int size = shared_comm().size();
-  std::optional<GlooComm> mine = shared_comm().sub_group({0});
+  std::optional<GlooComm> mine = shared_comm().new_group({0});
   if (size > 1) {
     std::vector<int> others;
     for (int rank = 1; rank < size; ++rank) others.push_back(rank);
-    auto rest = shared_comm().sub_group(others);
+    auto rest = shared_comm().new_group(others);
     if (rest) mine = std::move(rest);
   }
   return std::move(*mine);

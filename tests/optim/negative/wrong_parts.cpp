@@ -1,6 +1,6 @@
 // Optimizers, groups and schedules of parts that do not fit: each is told by one sentence.
 #include "lockstep/comm/local_comm.hpp"
-#include "lockstep/optim/group_options.hpp"
+#include "lockstep/optim/options.hpp"
 #include "lockstep/optim/schedule.hpp"
 #include "lockstep/optim/sgd.hpp"
 #include "lockstep/optim/zero_redundancy.hpp"

@@ -6,13 +6,13 @@ struct NeedsArgumentsImpl : TinyNetImpl {
 };
 TORCH_MODULE(NeedsArguments);
 
-struct StepHookWithArguments {
-  explicit StepHookWithArguments(int) {}
+struct StepCallbackWithArguments {
+  explicit StepCallbackWithArguments(int) {}
   void on_step(const lockstep::StepReport&) {}
 };
 
 void program(const lockstep::World& world) {
   Trainer<NeedsArguments, DistributedSampler, LocalComm, Fp32> no_model{world};
-  Trainer<TinyNet, DistributedSampler, LocalComm, Fp32, StepHookWithArguments> no_extra{world};
+  Trainer<TinyNet, DistributedSampler, LocalComm, Fp32, StepCallbackWithArguments> no_extra{world};
   Trainer<TinyNet, DistributedSampler, LocalComm, Fp32> stranger{world, {.epochs = 1}, 3};
 }

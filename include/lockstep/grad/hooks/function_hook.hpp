@@ -11,9 +11,9 @@
 #include <type_traits>
 #include <utility>
 
-#include "lockstep/comm/dtype_name.hpp"
+#include "lockstep/comm/detail/dtype_name.hpp"
 #include "lockstep/error.hpp"
-#include "lockstep/grad/hooks/counting_comm.hpp"
+#include "lockstep/grad/detail/hooks/counting_comm.hpp"
 #include "lockstep/grad/hooks/hook.hpp"
 #include "lockstep/grad/hooks/no_op_hook.hpp"
 
@@ -27,7 +27,7 @@ class ReturnedAverage {
 
   /// Throws GradientError for another shape, dtype or device than the bucket's. Not earlier: by now every
   /// rank has begun all collectives of this reduction, so none is left waiting for one.
-  void join_stream() const {
+  void wait() const {
     const at::Tensor& flat = bucket_->flat;
     if (!average_.defined() || average_.sizes() != flat.sizes() ||
         average_.scalar_type() != flat.scalar_type() || average_.device() != flat.device())
@@ -38,7 +38,7 @@ class ReturnedAverage {
           bucket_->count, described(flat)));
     if (!average_.is_same(flat)) flat.copy_(average_);
   }
-  void wait_host(std::chrono::milliseconds) const { join_stream(); }
+  void synchronize(std::chrono::milliseconds) const { wait(); }
 
  private:
   /// "[4, 3] float32 on cpu"
@@ -46,7 +46,8 @@ class ReturnedAverage {
     std::string sizes;
     for (const std::int64_t size : tensor.sizes())
       sizes += fmt::format("{}{}", sizes.empty() ? "" : ", ", size);
-    return fmt::format("[{}] {} on {}", sizes, dtype_name(tensor.scalar_type()), tensor.device().str());
+    return fmt::format("[{}] {} on {}", sizes, detail::dtype_name(tensor.scalar_type()),
+                       tensor.device().str());
   }
 
   std::string_view name_;
@@ -58,16 +59,16 @@ class ReturnedAverage {
 template <class Function>
 class FunctionHook {
  public:
-  static constexpr bool divides_first = false;
-  static constexpr bool spreads_nan = false;
+  static constexpr bool predivides = false;
+  static constexpr bool propagates_nan = false;
 
   explicit FunctionHook(Function function, std::string name = "function")
       : function_(std::move(function)), name_(std::move(name)) {}
 
   template <Communicator Comm>
   auto start(Comm& comm, const GradientBucket& bucket) {
-    if constexpr (std::invocable<Function&, CountingComm<Comm>&, const GradientBucket&>) {
-      CountingComm<Comm> counting(comm, wire_bytes_);
+    if constexpr (std::invocable<Function&, detail::CountingComm<Comm>&, const GradientBucket&>) {
+      detail::CountingComm<Comm> counting(comm, wire_bytes_);
       return begin(counting, bucket);
     } else {
       static_assert(std::invocable<Function&, Comm&, const GradientBucket&>,

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "lockstep/comm/communicator.hpp"
-#include "lockstep/comm/same_options.hpp"
+#include "lockstep/comm/detail/same_options.hpp"
 
 namespace lockstep {
 
@@ -43,16 +43,16 @@ using HookState = std::vector<std::pair<std::string, at::Tensor>>;
 /// then the average over the ranks lies in the bucket. It throws as Work does. Destroyed without being waited
 /// for, it neither blocks nor throws.
 template <class R>
-concept Reduction = std::move_constructible<R> && requires(R& reduction, std::chrono::milliseconds deadline) {
-  reduction.join_stream();
-  reduction.wait_host(deadline);
+concept Reduction = std::move_constructible<R> && requires(R& reduction, std::chrono::milliseconds timeout) {
+  reduction.wait();
+  reduction.synchronize(timeout);
 };
 
 /// How the gradients of a bucket become their average over the ranks.
 ///
-/// 1. `divides_first`: gradients are multiplied by 1 / size while they are copied into the bucket, so that a
+/// 1. `predivides`: gradients are multiplied by 1 / size while they are copied into the bucket, so that a
 ///    sum is the average. Python's plain reduction does so, and its hooks do not.
-/// 2. `spreads_nan`: a not-a-number in flat[i] of any rank makes flat[i] not-a-number on every rank; that is
+/// 2. `propagates_nan`: a not-a-number in flat[i] of any rank makes flat[i] not-a-number on every rank; that is
 ///    how a rank tells the others that a gradient is missing. Where a hook cannot promise it, the ranks ask
 ///    one another with one more collective of four bytes. Where it does, and a wait throws on one rank, the
 ///    communicator is aborted, since the others may have sound averages.
@@ -63,15 +63,15 @@ concept Reduction = std::move_constructible<R> && requires(R& reduction, std::ch
 /// 4. `name()` is what reports call it. `wire_bytes()` counts the bytes that this rank has given to
 ///    collectives for reductions so far: its tensors' own, however often a collective sends them; none in a
 ///    group of one.
-/// 5. Where ranks are meant to get other gradients than one another, a static `parts_ranks` that is true says
+/// 5. Where ranks are meant to get other gradients than one another, a static `ranks_diverge` that is true says
 ///    so: a Trainer does not compare their parameters then.
 /// 6. Where it has options that must be equal on every rank, `settings()` gives them by name, in words, and
 ///    DistributedDataParallel compares them when it is made.
 template <class H, class Comm>
 concept CommunicationHook = std::move_constructible<H> && Communicator<Comm> &&
     requires(H& hook, const H& counted, Comm& comm, const GradientBucket& bucket) {
-  { H::divides_first } -> std::convertible_to<bool>;
-  { H::spreads_nan } -> std::convertible_to<bool>;
+  { H::predivides } -> std::convertible_to<bool>;
+  { H::propagates_nan } -> std::convertible_to<bool>;
   { hook.start(comm, bucket) } -> Reduction;
   { counted.name() } -> std::convertible_to<std::string_view>;
   { counted.wire_bytes() } -> std::convertible_to<std::uint64_t>;
@@ -96,20 +96,24 @@ concept StatefulHook = requires(H& hook, const H& saved, const HookState& state)
   hook.reset();
 };
 
-namespace detail {
+}  // namespace lockstep
+
+namespace lockstep::detail {
 /// What a tensor adds to wire_bytes() when it is given to a collective of this group.
 template <class Comm>
 std::uint64_t sent_bytes(const Comm& comm, const at::Tensor& tensor) {
   return comm.size() > 1 ? static_cast<std::uint64_t>(tensor.numel()) * tensor.element_size() : 0;
 }
-}  // namespace detail
+}  // namespace lockstep::detail
+
+namespace lockstep {
 
 /// The default: the sum over the ranks of gradients that were divided first, with the bits of Python's DDP
 /// without a hook. It adds nothing to the communicator's own all_reduce.
 class AllReduceHook {
  public:
-  static constexpr bool divides_first = true;
-  static constexpr bool spreads_nan = true;
+  static constexpr bool predivides = true;
+  static constexpr bool propagates_nan = true;
   /// A graph can hold it; see CapturedStep.
   static constexpr bool capturable = true;
 

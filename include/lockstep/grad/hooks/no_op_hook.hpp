@@ -10,17 +10,17 @@ namespace lockstep {
 
 /// A Reduction that needs no waiting.
 struct FinishedReduction {
-  void join_stream() const noexcept {}
-  void wait_host(std::chrono::milliseconds) const noexcept {}
+  void wait() const noexcept {}
+  void synchronize(std::chrono::milliseconds) const noexcept {}
 };
 
 /// Leaves each rank its own gradients, undivided, as Python's noop_hook does: to measure how long a step
 /// takes without gradients on the wire (a few bytes still tell whether a rank has failed). Ranks part from
 /// one another, so it is not for training.
 struct NoOpHook {
-  static constexpr bool divides_first = false;
-  static constexpr bool spreads_nan = false;
-  static constexpr bool parts_ranks = true;
+  static constexpr bool predivides = false;
+  static constexpr bool propagates_nan = false;
+  static constexpr bool ranks_diverge = true;
   /// A graph can hold it; see CapturedStep.
   static constexpr bool capturable = true;
 

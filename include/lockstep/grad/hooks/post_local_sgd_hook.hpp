@@ -32,9 +32,9 @@ struct PostLocalSgdOptions {
 template <Reducing Group>
 class PostLocalSgdHook {
  public:
-  static constexpr bool divides_first = false;
-  static constexpr bool spreads_nan = false;
-  static constexpr bool parts_ranks = true;
+  static constexpr bool predivides = false;
+  static constexpr bool propagates_nan = false;
+  static constexpr bool ranks_diverge = true;
 
   /// `subgroup` must outlive the hook. Throws UsageError for options without a meaning.
   explicit PostLocalSgdHook(Group& subgroup, const PostLocalSgdOptions& options = {})
@@ -89,11 +89,11 @@ class PostLocalSgdHook {
    public:
     Average() = default;
     explicit Average(typename Group::Work work) : work_(std::move(work)) {}
-    void join_stream() {
-      if (work_) work_->join_stream();
+    void wait() {
+      if (work_) work_->wait();
     }
-    void wait_host(std::chrono::milliseconds deadline) {
-      if (work_) work_->wait_host(deadline);
+    void synchronize(std::chrono::milliseconds timeout) {
+      if (work_) work_->synchronize(timeout);
     }
 
    private:

@@ -17,12 +17,12 @@
 #include <vector>
 
 #include "lockstep/error.hpp"
+#include "lockstep/grad/detail/hooks/low_rank_layout.hpp"
+#include "lockstep/grad/detail/hooks/numpy_random.hpp"
+#include "lockstep/grad/detail/hooks/orthogonalize.hpp"
+#include "lockstep/grad/detail/hooks/phased_reduction.hpp"
+#include "lockstep/grad/detail/hooks/power_sgd_memory.hpp"
 #include "lockstep/grad/hooks/hook.hpp"
-#include "lockstep/grad/hooks/low_rank_layout.hpp"
-#include "lockstep/grad/hooks/numpy_random.hpp"
-#include "lockstep/grad/hooks/orthogonalize.hpp"
-#include "lockstep/grad/hooks/phased_reduction.hpp"
-#include "lockstep/grad/hooks/power_sgd_memory.hpp"
 
 namespace lockstep {
 
@@ -55,8 +55,8 @@ struct PowerSgdOptions {
 /// what is remembered is kept by parameter, so that it survives other buckets.
 class PowerSgdHook {
  public:
-  static constexpr bool divides_first = false;
-  static constexpr bool spreads_nan = false;
+  static constexpr bool predivides = false;
+  static constexpr bool propagates_nan = false;
 
   /// Throws UsageError for options without a meaning.
   explicit PowerSgdHook(PowerSgdOptions options = {}) : options_(options), random_(options.seed) {

@@ -14,9 +14,9 @@
 #include <vector>
 
 #include "lockstep/error.hpp"
+#include "lockstep/grad/detail/hooks/phased_reduction.hpp"
+#include "lockstep/grad/detail/hooks/scratch.hpp"
 #include "lockstep/grad/hooks/hook.hpp"
-#include "lockstep/grad/hooks/phased_reduction.hpp"
-#include "lockstep/grad/hooks/scratch.hpp"
 
 namespace lockstep {
 
@@ -37,8 +37,8 @@ struct QuantizedOptions {
 /// A gradient that is not finite makes its channel not-a-number on every rank.
 class QuantizedHook {
  public:
-  static constexpr bool divides_first = false;
-  static constexpr bool spreads_nan = true;
+  static constexpr bool predivides = false;
+  static constexpr bool propagates_nan = true;
 
   /// Throws UsageError for a channel without elements.
   explicit QuantizedHook(QuantizedOptions options = {}) : options_(options) {

@@ -1,0 +1,59 @@
+#pragma once
+
+#include <fmt/format.h>
+
+#include <optional>
+#include <string>
+
+#include "lockstep/comm/detail/call_number.hpp"
+#include "lockstep/error.hpp"
+#include "lockstep/world/detail/gpus.hpp"
+#include "lockstep/world/world.hpp"
+
+namespace lockstep::detail {
+
+/// What a program computes on.
+enum class DeviceKind { cpu, gpu };
+
+/// LOCKSTEP_DEVICE: cpu or gpu; nothing where it is not set, or auto. Throws UsageError.
+inline std::optional<DeviceKind> device_variable(const Variables& variables) {
+  const auto text = variables("LOCKSTEP_DEVICE");
+  if (!text || *text == "auto") return std::nullopt;
+  if (*text == "cpu") return DeviceKind::cpu;
+  if (*text == "gpu") return DeviceKind::gpu;
+  throw UsageError(fmt::format("LOCKSTEP_DEVICE={} is unknown: it must be auto, cpu or gpu", *text));
+}
+
+/// What a rank computes on that sees `visible` CUDA devices, or that was built without CUDA where that is
+/// nothing: what is `wanted`, else what LOCKSTEP_DEVICE says, else GPUs where there is one. Throws UsageError
+/// where it should be a GPU and there is none for this rank.
+inline DeviceKind choose_device(const Environment& rank, std::optional<int> visible,
+                                std::optional<DeviceKind> wanted,
+                                const Variables& variables = process_variable) {
+  if (!wanted) wanted = device_variable(variables);
+  if (wanted == DeviceKind::cpu || (!wanted && visible.value_or(0) == 0)) return DeviceKind::cpu;
+  if (!visible)
+    throw UsageError(
+        fmt::format("rank {} is to compute on a GPU, but this program was built without CUDA: link "
+                    "lockstep::cuda, or compute on CPUs",
+                    rank.rank));
+  gpu_of_rank(rank, *visible, -1, variables);
+  return DeviceKind::gpu;
+}
+
+/// Compares the choices of all ranks, of which those on GPUs and those on CPUs would wait for each other.
+/// Throws MismatchError that names two.
+inline void agree_on_device(const World& world, DeviceKind kind) {
+  if (world.size() == 1) return;
+  const std::string own = fmt::format("{} {}", kind == DeviceKind::gpu ? "GPUs" : "CPUs", world.rank());
+  const std::string key =
+      fmt::format("lockstep/device/{}", next_number(*world.store(), world.rank(), "device"));
+  const std::string first = to_text(world.store()->compareSet(key, {}, to_bytes(own)));
+  if (first.substr(0, 4) != own.substr(0, 4))
+    throw MismatchError(
+        fmt::format("rank {} would compute on {}, and rank {} on {}: set LOCKSTEP_DEVICE=cpu on all of them, "
+                    "or give each a GPU and a program built with CUDA",
+                    first.substr(5), first.substr(0, 4), world.rank(), own.substr(0, 4)));
+}
+
+}  // namespace lockstep::detail

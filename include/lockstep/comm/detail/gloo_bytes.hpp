@@ -1,0 +1,182 @@
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <deque>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <numeric>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "lockstep/comm/detail/gloo_operations.hpp"
+
+namespace lockstep::detail {
+
+/// The bytes of a string in memory of their own, behind them as many zeros as `length` asks for.
+inline at::Tensor bytes_tensor(const std::string& bytes, std::int64_t length) {
+  auto tensor = at::zeros({length}, at::kByte);
+  std::copy(bytes.begin(), bytes.end(), static_cast<char*>(tensor.data_ptr()));
+  return tensor;
+}
+inline std::string bytes_in(const at::Tensor& tensor, std::int64_t length) {
+  return {static_cast<const char*>(tensor.data_ptr()), static_cast<std::size_t>(length)};
+}
+
+/// Gathers the bytes of every rank. As any exchange of bytes it has two halves: `start` sends how long they
+/// are; when that has come, `go_on` sends the bytes; and when they have come, `finish` makes the result.
+struct BytesGather {
+  std::string own;
+  std::vector<std::string> all;  // the result
+
+  GlooPart start(c10d::ProcessGroupGloo& gloo) {
+    lengths = at::empty({gloo.getSize()}, at::kLong);
+    return start_all_gather(gloo, lengths, at::full({1}, static_cast<std::int64_t>(own.size()), at::kLong));
+  }
+  std::vector<GlooPart> go_on(c10d::ProcessGroupGloo& gloo) {
+    const int size = gloo.getSize();
+    const auto* length = lengths.data_ptr<std::int64_t>();
+    const std::int64_t total = std::accumulate(length, length + size, std::int64_t{0});
+    const std::int64_t longest = *std::max_element(length, length + size);
+    if (longest == 0) return {};
+    if (longest * size <= std::max<std::int64_t>(2 * total, 1 << 16)) {
+      const auto rows = at::empty({size, longest}, at::kByte);
+      pieces = rows.unbind(0);
+      return {start_all_gather(gloo, rows, bytes_tensor(own, longest))};
+    }
+    // Lengths that differ much: padding all to the longest would multiply what travels.
+    std::vector<GlooPart> parts;
+    for (int rank = 0; rank < size; ++rank) {
+      pieces.push_back(rank == gloo.getRank() ? bytes_tensor(own, length[rank])
+                                              : at::empty({length[rank]}, at::kByte));
+      if (length[rank] > 0) parts.push_back(start_broadcast(gloo, pieces.back(), rank));
+    }
+    return parts;
+  }
+  void finish() {
+    all.assign(static_cast<std::size_t>(lengths.numel()), std::string());
+    for (std::size_t rank = 0; rank < pieces.size(); ++rank)
+      all[rank] = bytes_in(pieces[rank], lengths.data_ptr<std::int64_t>()[rank]);
+  }
+
+  at::Tensor lengths;
+  std::vector<at::Tensor> pieces;  // by rank; none where all are empty
+};
+
+/// Gives every rank the bytes of `root`.
+struct BytesBroadcast {
+  int root = 0;
+  std::string bytes;  // the result
+
+  GlooPart start(c10d::ProcessGroupGloo& gloo) {
+    length = at::full({1}, static_cast<std::int64_t>(bytes.size()), at::kLong);
+    return start_broadcast(gloo, length, root);
+  }
+  std::vector<GlooPart> go_on(c10d::ProcessGroupGloo& gloo) {
+    const std::int64_t count = *length.data_ptr<std::int64_t>();
+    if (count == 0) return {};
+    content = gloo.getRank() == root ? bytes_tensor(bytes, count) : at::empty({count}, at::kByte);
+    return {start_broadcast(gloo, content, root)};
+  }
+  void finish() { bytes = content.defined() ? bytes_in(content, content.numel()) : std::string(); }
+
+  at::Tensor length, content;
+};
+
+/// Carries the exchanges of bytes that nobody waits for in between.
+///
+/// The second half of one can be issued when its first is complete: on a thread of Gloo's, and at a moment
+/// that no two ranks share, while the order of collectives must be the same on all. So the second halves have
+/// a process group of their own, made when the first of them is due, and go in the order of the calls.
+class BytesLane : public std::enable_shared_from_this<BytesLane> {
+ public:
+  using Gloo = c10::intrusive_ptr<c10d::ProcessGroupGloo>;
+
+  /// `connect` makes the process group, on a thread of Gloo's.
+  explicit BytesLane(std::function<Gloo()> connect) : connect_(std::move(connect)) {}
+
+  /// Starts both halves of an exchange, the first of them on `gloo`. The result is complete when both are.
+  template <class Exchange>
+  GlooPart start(c10d::ProcessGroupGloo& gloo, const std::shared_ptr<Exchange>& exchange) {
+    auto whole = c10::make_intrusive<Whole>();
+    auto half = std::make_shared<SecondHalf>();
+    half->whole = whole;
+    half->go_on = [exchange, whole](c10d::ProcessGroupGloo& own) {
+      finish_after(exchange->go_on(own), exchange, whole);
+    };
+    const GlooPart first = exchange->start(gloo);
+    {
+      std::lock_guard lock(mutex_);
+      waiting_.push_back(half);
+    }
+    first->getFuture()->addCallback([lane = shared_from_this(), half](c10::ivalue::Future& future) {
+      lane->proceed(*half, future.hasError() ? future.exception_ptr() : nullptr);
+    });
+    return whole;
+  }
+
+  /// Completes what is under way. Nothing may be started afterwards, nor be in its first half.
+  void close() { gloo_.reset(); }
+
+ private:
+  /// Complete when it is told so.
+  struct Whole : c10d::Work {
+    using c10d::Work::finish;
+  };
+  struct SecondHalf {
+    c10::intrusive_ptr<Whole> whole;
+    std::function<void(c10d::ProcessGroupGloo&)> go_on;
+    std::exception_ptr error;  // of the first half
+    bool due = false;
+  };
+
+  template <class Exchange>
+  static void finish_after(const std::vector<GlooPart>& parts, const std::shared_ptr<Exchange>& exchange,
+                           const c10::intrusive_ptr<Whole>& whole) {
+    const auto left = std::make_shared<std::atomic<std::size_t>>(parts.size() + 1);
+    const auto count_down = [left, exchange, whole] {
+      if (--*left > 0) return;
+      exchange->finish();
+      whole->finish();
+    };
+    for (const GlooPart& part : parts)
+      part->getFuture()->addCallback([count_down, whole](c10::ivalue::Future& future) {
+        future.hasError() ? whole->finish(future.exception_ptr()) : count_down();
+      });
+    count_down();
+  }
+
+  // Issues the second halves that are due, in the order of the calls, on one thread at a time.
+  void proceed(SecondHalf& due, std::exception_ptr error) {
+    std::unique_lock lock(mutex_);
+    due.error = std::move(error);
+    due.due = true;
+    if (std::exchange(issuing_, true)) return;
+    while (!waiting_.empty() && waiting_.front()->due) {
+      const auto next = std::move(waiting_.front());
+      waiting_.pop_front();
+      lock.unlock();
+      try {
+        if (next->error) std::rethrow_exception(next->error);
+        if (!gloo_) gloo_ = connect_();
+        next->go_on(*gloo_);
+      } catch (...) {
+        next->whole->finish(std::current_exception());
+      }
+      lock.lock();
+    }
+    issuing_ = false;
+  }
+
+  std::function<Gloo()> connect_;
+  Gloo gloo_;  // of the thread that is issuing
+  std::mutex mutex_;
+  std::deque<std::shared_ptr<SecondHalf>> waiting_;
+  bool issuing_ = false;
+};
+
+}  // namespace lockstep::detail

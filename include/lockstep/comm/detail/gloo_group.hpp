@@ -1,0 +1,280 @@
+#pragma once
+
+#include <algorithm>
+#include <chrono>
+#include <exception>
+#include <future>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include <fmt/format.h>
+
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+#include "lockstep/comm/detail/gloo_bytes.hpp"
+#include "lockstep/comm/detail/gloo_call.hpp"
+#include "lockstep/comm/detail/gloo_devices.hpp"
+#include "lockstep/comm/detail/membership.hpp"
+#include "lockstep/comm/detail/sigpipe_guard.hpp"
+#include "lockstep/comm/detail/sticky_error.hpp"
+#include "lockstep/comm/gloo_options.hpp"
+#include "lockstep/detail/process_group_gloo.hpp"
+#include "lockstep/error.hpp"
+#include "lockstep/world/world.hpp"
+
+namespace lockstep::detail {
+
+/// What a GlooComm and its Works share: the process group, the count of its collectives, and its first error.
+///
+/// LibTorch's ProcessGroupGloo waits in its destructor for whatever is in flight, up to the timeout. So it
+/// is destroyed only after every rank has said farewell, and left alone in every other case: the process is
+/// about to end then, and its sockets with it.
+class GlooGroup {
+ public:
+  using Clock = std::chrono::steady_clock;
+
+  GlooGroup(const World& world, std::vector<int> ranks, std::string name, const GlooOptions& options)
+      : options_(checked(options)), membership_(world, std::move(ranks), std::move(name), options_.timeout) {
+    membership_.meet("");
+    connect();
+    lane_ = std::make_shared<BytesLane>(
+        [world, rank = rank(), size = size(), own = options_, name = this->name()] {
+          return connect_gloo(own_store(world, name + "/bytes", own.timeout), rank, size, world, own);
+        });
+  }
+
+  ~GlooGroup() {
+    if (!process_group_) return;
+    // Reachable for ever, so that no tool calls it lost.
+    struct Left {
+      c10::intrusive_ptr<c10d::ProcessGroupGloo> process_group;
+      std::shared_ptr<BytesLane> lane;
+      Messages messages;
+    };
+    static auto* left_behind = new std::vector<Left>();
+    static std::mutex mutex;
+    std::lock_guard lock(mutex);
+    left_behind->push_back({std::move(process_group_), std::move(lane_), std::move(kept_)});
+  }
+  GlooGroup(const GlooGroup&) = delete;
+  GlooGroup& operator=(const GlooGroup&) = delete;
+
+  [[nodiscard]] int rank() const { return membership_.rank(); }
+  [[nodiscard]] int size() const { return membership_.size(); }
+  [[nodiscard]] const World& world() const { return membership_.world(); }
+  [[nodiscard]] const std::string& name() const { return membership_.name(); }
+  [[nodiscard]] const std::vector<int>& ranks() const { return membership_.ranks(); }
+  [[nodiscard]] std::string next_child() { return fmt::format("{}/{}", name(), children_++); }
+  [[nodiscard]] const GlooOptions& options() const { return options_; }
+  [[nodiscard]] std::chrono::milliseconds timeout() const { return options_.timeout; }
+  [[nodiscard]] c10d::ProcessGroupGloo& process_group() { return *process_group_; }
+  [[nodiscard]] BytesLane& bytes_lane() { return *lane_; }
+  [[nodiscard]] bool failed() const { return error_.set(); }
+
+  /// Opens a collective: throws in a rank-zero scope, and the first error again if there was one.
+  Call begin(const char* name) {
+    Call call = message(name, -1, 0);
+    call.sequence = membership_.enter(name);
+    return call;
+  }
+  /// Opens a send or recv, which do not count: only two ranks take part.
+  Call message(const char* name, int peer, int tag) {
+    forbid_in_rank_zero_scope(name);
+    if (failed()) rethrow();
+    if (!process_group_)
+      throw CommunicationError(fmt::format("{} called after shutdown(): make a new communicator", name));
+    const Call call{name, 0, peer, tag, Clock::now()};
+    if (membership_.news()) check(membership_.look(call));
+    return call;
+  }
+
+  /// Blocks until `work` is complete; throws when it failed, when another rank did, or when `until` has come.
+  void await(const Call& call, c10d::Work& work, Clock::time_point until) {
+    Membership::CallWatch watch(membership_, call);
+    std::unique_lock lock(work.*WorkInternals::mutex);
+    const auto complete = [&] { return work.*WorkInternals::completed; };
+    while (!complete()) {
+      const auto now = Clock::now();
+      if (now >= until) {
+        lock.unlock();
+        late(call);
+      }
+      if ((work.*WorkInternals::changed).wait_until(lock, std::min(until, now + slice), complete)) break;
+      lock.unlock();
+      check(watch.look());
+      lock.lock();
+    }
+    if (auto cause = work.*WorkInternals::exception) {
+      lock.unlock();
+      explain(call, cause);
+    }
+  }
+
+  /// The same for a send or recv, whose wait Gloo ends only by a timeout that breaks the connection, or by
+  /// abort.
+  void await_message(const Call& call, const c10::intrusive_ptr<c10d::Work>& work, Clock::time_point until) {
+    const auto left = [](Clock::time_point end) {
+      const auto time = std::chrono::ceil<std::chrono::milliseconds>(end - Clock::now());
+      return std::max(time, std::chrono::milliseconds(1));
+    };
+    Membership::CallWatch watch(membership_, call);
+    for (;;) {
+      bool arrived = false;
+      {
+        std::optional<FailureMonitor::Interruption> by_news;
+        if (membership_.monitor()) by_news.emplace(*membership_.monitor(), work, watch.next());
+        // Behind the registration: news that come before it abort nothing.
+        check(watch.look(true));
+        try {
+          std::optional<Alarm> by_deadline;
+          if (until < call.start + timeout()) by_deadline.emplace(until, [&] { work->abort(); });
+          arrived = work->wait(left(call.start + timeout()));
+        } catch (...) {
+          if (Clock::now() >= call.start + timeout()) late(call);
+          explain(call, std::current_exception());
+        }
+      }
+      if (arrived) return;
+      if (Clock::now() >= until) late(call);
+    }
+  }
+
+  /// Keeps a message alive whose Work was dropped: Gloo would not send it.
+  void keep(c10::intrusive_ptr<c10d::Work> message) noexcept {
+    std::lock_guard lock(mutex_);
+    kept_.push_back(std::move(message));
+  }
+
+  /// Makes every later call throw, and tells the other ranks. Blocks for a second at most.
+  void abort(const std::string& reason) noexcept {
+    if (error_.keep(aborted(reason))) membership_.publish(reason);
+  }
+  /// The same while an exception is on its way that the destructors it runs do not know.
+  void abort_by_exception() noexcept {
+    const char* reason = "an exception, which its own output names, has ended it";
+    if (error_.keep(aborted(reason))) membership_.publish_vague(reason);
+  }
+
+  /// Ends the group in good order: completes what is in flight, and says farewell to the other ranks. The
+  /// rank that hosts the store leaves last. Throws TimeoutError when the timeout expires before.
+  void shutdown() {
+    if (!process_group_ || failed()) return;
+    const Call call = message("shutdown", -1, 0);
+    membership_.depart();
+    if (finish_works(call)) membership_.farewell(call);
+  }
+
+ private:
+  using Messages = std::vector<c10::intrusive_ptr<c10d::Work>>;
+  // How long a waiting thread sleeps before it looks whether another rank has failed.
+  static constexpr std::chrono::milliseconds slice{50};
+
+  // The keys of a process group, on a connection of its own: the program may be waiting on another.
+  static StorePtr own_store(const World& world, const std::string& name, std::chrono::milliseconds limit) {
+    if (world.size() == 1) return c10::make_intrusive<c10d::HashStore>();
+    return c10::make_intrusive<c10d::PrefixStore>(name, world.connect_again(limit));
+  }
+
+  // Calls `work` on a thread that is left behind where nobody waits for its end.
+  template <class Work>
+  static auto in_background(Work work) {
+    std::packaged_task<decltype(work())()> task(std::move(work));
+    auto result = task.get_future();
+    std::thread(std::move(task)).detach();
+    return result;
+  }
+
+  // Gloo connects as long as it takes a peer or the store to answer, which may be for ever.
+  void connect() {
+    const Call call{"the start of the communicator", 0, -1, 0, Clock::now()};
+    auto connected =
+        in_background([rank = rank(), size = size(), world = world(), name = name(), options = options_] {
+          return connect_gloo(own_store(world, name, options.timeout), rank, size, world, options);
+        });
+    Membership::CallWatch watch(membership_, call);
+    while (connected.wait_for(slice) != std::future_status::ready) {
+      check(watch.look());
+      if (Clock::now() >= call.start + timeout()) late(call);
+    }
+    try {
+      process_group_ = connected.get();
+    } catch (const Error&) {
+      throw;
+    } catch (...) {
+      explain(call, std::current_exception());
+    }
+  }
+
+  // Works that nobody waited for go on: their end is awaited as any other, on a thread that can be left
+  // behind.
+  bool finish_works(const Call& call) {
+    auto finished = in_background([gloo = std::move(process_group_), lane = std::move(lane_),
+                                   kept = std::move(kept_), timeout = timeout()]() mutable {
+      const SigpipeGuard guard;
+      for (auto& message : kept) try {
+          message->wait(timeout);
+        } catch (const std::exception&) {  // its peer has gone without receiving it
+        }
+      kept.clear();
+      gloo.reset();
+      lane->close();
+    });
+    while (finished.wait_for(slice) != std::future_status::ready) {
+      if (membership_.monitor() && membership_.monitor()->failure()) return false;
+      if (Clock::now() >= call.start + timeout()) late(call);
+    }
+    return true;
+  }
+
+  // Throws `error`, if it is one, as the group's.
+  void check(const std::exception_ptr& error) {
+    if (!error) return;
+    error_.keep(error);
+    membership_.notice();
+    std::rethrow_exception(error);
+  }
+
+  // The timeout of this call has passed: names the ranks that have not entered it.
+  [[noreturn]] void late(const Call& call) {
+    const bool last = Clock::now() >= call.start + timeout();
+    check(membership_.look(call));
+    const std::string text = membership_.lateness_of(call);
+    check(membership_.look(call));
+    TimeoutError error(text, world().rank());
+    if (last) error_.keep(std::make_exception_ptr(error));
+    throw error;
+  }
+
+  // Gloo failed: finds out which rank was the reason.
+  [[noreturn]] void explain(const Call& call, const std::exception_ptr& cause) {
+    if (failed()) rethrow();
+    const std::string words = gloo_words(cause);
+    check(membership_.cause_of(call,
+                               fmt::format("it does not answer and has closed its connections ({})", words)));
+    const CommunicationError error(fmt::format("{} failed: {}", call.text(), words), world().rank());
+    error_.keep(std::make_exception_ptr(error));
+    throw error;
+  }
+
+  static std::exception_ptr aborted(const std::string& reason) {
+    return std::make_exception_ptr(CommunicationError("the communicator was aborted: " + reason));
+  }
+  [[noreturn]] void rethrow() { std::rethrow_exception(error_.get()); }
+
+  GlooOptions options_;
+  Membership membership_;
+  int children_ = 0;
+  c10::intrusive_ptr<c10d::ProcessGroupGloo> process_group_;
+  std::shared_ptr<BytesLane> lane_;
+  StickyError error_;
+  std::mutex mutex_;
+  Messages kept_;
+};
+
+}  // namespace lockstep::detail

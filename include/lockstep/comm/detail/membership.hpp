@@ -1,0 +1,508 @@
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include <c10/util/Exception.h>
+#include <fmt/format.h>
+
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+#include "lockstep/comm/detail/call.hpp"
+#include "lockstep/comm/detail/call_number.hpp"
+#include "lockstep/comm/detail/default_timeout.hpp"
+#include "lockstep/comm/detail/failure_monitor.hpp"
+#include "lockstep/comm/detail/own_error.hpp"
+#include "lockstep/error.hpp"
+#include "lockstep/world/world.hpp"
+
+namespace lockstep::detail {
+
+/// How errors name the store: "the store at node1:29500, which rank 0 hosts,".
+inline std::string store_text(const Environment& environment) {
+  if (environment.store_outlives_attempts) return "the store that rank 0 hosts";
+  if (environment.rendezvous.empty()) return "the store";
+  const auto url = parse_rendezvous(environment.rendezvous);
+  if (!url.path.empty()) return fmt::format("the store in the file {}", url.path);
+  return fmt::format("the store at {}:{}{}", url.host, url.port,
+                     environment.store_is_hosted ? "" : ", which rank 0 hosts,");
+}
+
+/// What the ranks of a group know of each other beside what carries their tensors, through the store: that
+/// all have come, how far each is, that one has failed, that one has left in good order.
+///
+/// No function blocks on the store itself: each returns or throws within 2 s of the time that it is given, or
+/// within 2 s where it is given none, also while the store does not answer.
+///
+/// Errors are returned, not thrown, so that a thread of the communicator's own can find them for the program.
+/// Thread safety: every function may be called from any thread, except meet and farewell.
+class Membership {
+ public:
+  using Clock = std::chrono::steady_clock;
+
+  Membership(const World& world, std::vector<int> ranks, std::string name, std::chrono::milliseconds timeout)
+      : world_(world),
+        timeout_(timeout),
+        heartbeat_(heartbeat_timeout()),
+        status_(std::make_shared<GroupStatus>()) {
+    status_->name = std::move(name);
+    status_->ranks = std::move(ranks);
+    const auto own = std::find(status_->ranks.begin(), status_->ranks.end(), world.rank());
+    rank_ = static_cast<int>(own - status_->ranks.begin());
+    if (world.size() == 1) {
+      store_ = c10::make_intrusive<c10d::HashStore>();
+    } else {
+      store_ = c10::make_intrusive<c10d::PrefixStore>(status_->name, world.store());
+      monitor_ = FailureMonitor::of(world);
+      monitor_->add(status_);
+    }
+  }
+  /// The name of the communicator over all ranks that this rank makes next: "lockstep/comm/3" for its fourth
+  /// of the kind "comm". Throws as meet does.
+  static std::string next_name(const World& world, const std::string& kind,
+                               std::chrono::milliseconds timeout) {
+    const std::string prefix = "lockstep/" + kind;
+    if (world.size() == 1) return prefix + "/0";  // such processes share no store
+    Membership counting(world, {world.rank()}, prefix, timeout);
+    const std::int64_t number = counting.at_store(
+        making(), [kind, rank = world.rank()](c10d::Store& store) { return next_number(store, rank, kind); });
+    return fmt::format("{}/{}", prefix, number);
+  }
+
+  ~Membership() {
+    if (monitor_) monitor_->remove(status_.get());
+  }
+  Membership(const Membership&) = delete;
+  Membership& operator=(const Membership&) = delete;
+
+  [[nodiscard]] int rank() const { return rank_; }
+  [[nodiscard]] int size() const { return static_cast<int>(status_->ranks.size()); }
+  [[nodiscard]] const World& world() const { return world_; }
+  [[nodiscard]] const std::string& name() const { return status_->name; }
+  [[nodiscard]] const std::vector<int>& ranks() const { return status_->ranks; }
+  /// The group's keys on the connection of the world.
+  [[nodiscard]] c10d::Store& store() const { return *store_; }
+
+  /// Counts a collective, and says of it when another rank asks.
+  std::uint64_t enter(const char* name) {
+    const std::uint64_t sequence = status_->sequence.load(std::memory_order_relaxed) + 1;
+    status_->enter(sequence, name);
+    return sequence;
+  }
+
+  /// Waits until every rank has come, and returns what each said of itself, by rank in the group. Throws
+  /// TimeoutError naming those that have not come when the timeout expires, PeerError when one has failed.
+  std::vector<std::string> meet(const std::string& identity) {
+    if (!monitor_) return {identity};
+    const Call call = making();
+    at_store(call, [rank = rank_, size = size(), identity](c10d::Store& store) {
+      store.set(here(rank), identity);
+      if (store.add("here", 1) == size) store.set("all here", std::string("1"));
+      return true;
+    });
+    await_key(call, "all here", [&] {
+      std::vector<std::string> missing;
+      const auto came = at_store_until(call, soon(), [size = size()](c10d::Store& store) {
+        std::vector<bool> found;
+        for (int rank = 0; rank < size; ++rank) found.push_back(store.check({here(rank)}));
+        return found;
+      });
+      if (!came) return not_made(call) + silence();
+      for (std::size_t rank = 0; rank < came->size(); ++rank)
+        if (!(*came)[rank]) missing.push_back(std::to_string(ranks()[rank]));
+      return fmt::format("rank{} {} not come to make the communicator '{}' after {}",
+                         missing.size() == 1 ? "" : "s", joined(missing), name(),
+                         duration_text(Clock::now() - call.start));
+    });
+    return at_store(call, [size = size()](c10d::Store& store) {
+      std::vector<std::string> identities;
+      for (int rank = 0; rank < size; ++rank) identities.push_back(store.get_to_str(here(rank)));
+      return identities;
+    });
+  }
+
+  /// The text that rank 0 of the group makes, on every rank. Throws as meet does.
+  template <class Make>
+  std::string from_first(const char* key, Make&& make) {
+    const std::string own = rank_ == 0 ? make() : std::string();
+    if (!monitor_) return own;
+    const Call call = making();
+    if (rank_ == 0)
+      return at_store(call, [key = std::string(key), own](c10d::Store& store) {
+        store.set(key, own);
+        return own;
+      });
+    await_key(call, key, [&] {
+      return fmt::format("rank {} has not given the communicator '{}' its {}", ranks()[0], name(), key);
+    });
+    return at_store(call, [key = std::string(key)](c10d::Store& store) { return store.get_to_str(key); });
+  }
+
+  /// Whether anything was heard that nobody has looked at yet. Costs one atomic read.
+  [[nodiscard]] bool news() const {
+    return monitor_ && monitor_->version() != seen_.load(std::memory_order_relaxed);
+  }
+
+  /// Why `call` can never be complete, as far as the others have said: a PeerError, a CommunicationError
+  /// where one has left before it, or nothing.
+  [[nodiscard]] std::exception_ptr look(const Call& call) {
+    if (!monitor_) return nullptr;
+    seen_.store(monitor_->version(), std::memory_order_relaxed);
+    if (auto failure = monitor_->failure()) {
+      if (failure->vague) failure = monitor_->await_failure(std::chrono::milliseconds(500));
+      return std::make_exception_ptr(PeerError(failure->sentence(), world_.rank()));
+    }
+    for (const auto& [rank, position] : monitor_->departed(name()))
+      if (rank != world_.rank() && call.peer < 0 && position.sequence < call.sequence)
+        return std::make_exception_ptr(
+            CommunicationError(fmt::format("rank {} has left after {} #{}, so {} can never be complete", rank,
+                                           position.operation, position.sequence, call.text()),
+                               world_.rank()));
+    return nullptr;
+  }
+  /// The same, waiting up to `timeout` for the failure that a rank publishes before it ends.
+  [[nodiscard]] std::exception_ptr look_soon(const Call& call, std::chrono::milliseconds timeout) {
+    if (!monitor_) return nullptr;
+    const auto version = monitor_->version();
+    if (auto error = look(call)) return error;
+    monitor_->await_news(version, timeout);
+    return look(call);
+  }
+
+  /// Says that the program has been told of another rank's failure: see FailureMonitor::notice.
+  void notice() {
+    if (monitor_) monitor_->notice();
+  }
+
+  /// Looks after one call while a thread waits for it: finds failures of other ranks as they are told, asks
+  /// after 5 s, and then every 30 s, whether the ranks are in the same collective and still answer, and logs
+  /// a warning that names the late ranks after 30 s or, if that is less, half the timeout. A rank that has
+  /// been silent for heartbeat_timeout() counts as failed. One thread may use it at a time.
+  class CallWatch {
+   public:
+    CallWatch(Membership& membership, const Call& call)
+        : membership_(membership),
+          call_(call),
+          interval_(std::min<Milliseconds>(std::chrono::seconds(30), membership.heartbeat_ / 4)),
+          next_(call.start + std::min<Milliseconds>(std::chrono::seconds(5), interval_)),
+          next_warning_(call.start + first_warning()) {}
+
+    [[nodiscard]] const Call& call() const { return call_; }
+    /// When `look` will next ask the other ranks.
+    [[nodiscard]] Clock::time_point next() const { return next_; }
+
+    /// Why the call can never be complete; nothing while it still may be. Does not block, unless `patiently`:
+    /// then it waits for the answers to a question that it asks.
+    [[nodiscard]] std::exception_ptr look(bool patiently = false) {
+      if (!membership_.monitor_) return nullptr;
+      if (const auto version = membership_.monitor_->version(); version != seen_) {
+        seen_ = version;
+        if (auto error = membership_.look(call_)) return error;
+      }
+      if (!question_ && Clock::now() >= next_) {
+        const auto now = Clock::now();
+        // A time over which this process was stopped itself says nothing of the others.
+        gap_ = std::min<Clock::duration>(now - asked_, 2 * interval_);
+        asked_ = now;
+        // Of many ranks that wait, few need to ask whether all are alive.
+        question_ = std::make_unique<FailureMonitor::Question>(
+            *membership_.monitor_, *membership_.status_,
+            asked_ >= next_warning_ ? share(call_) : std::min<Milliseconds>(interval_ / 2, waited() / 4));
+      }
+      if (!question_) return nullptr;
+      const auto settled = patiently ? question_->await(answer_timeout, answer_timeout)
+                                     : question_->poll(answer_timeout, answer_timeout);
+      if (!settled) return nullptr;
+      const Answers answers = *settled;
+      question_.reset();
+      if (auto error = membership_.compare(call_, answers)) return error;
+      if (auto error = find_silent(answers)) return error;
+      if (asked_ >= next_warning_) {
+        membership_.warn(call_, answers);
+        next_warning_ = call_.start + 2 * waited();
+      }
+      next_ = std::min(next_warning_, std::max(asked_ + interval_, Clock::now()));
+      return nullptr;
+    }
+
+   private:
+    using Milliseconds = std::chrono::milliseconds;
+    // Stands for the store among the ranks.
+    static constexpr int store = -1;
+
+    [[nodiscard]] Milliseconds first_warning() const {
+      return std::clamp<Milliseconds>(membership_.timeout_ / 2, std::chrono::seconds(5),
+                                      std::chrono::seconds(30));
+    }
+    [[nodiscard]] Milliseconds waited() const {
+      return std::chrono::floor<Milliseconds>(Clock::now() - call_.start);
+    }
+
+    // Whether a rank that the call needs, or the store, has not answered any question for too long.
+    [[nodiscard]] std::exception_ptr find_silent(const Answers& answers) {
+      std::map<int, Clock::duration> silent;
+      const auto is_silent = [&](int who) {
+        const auto known = silent_.find(who);
+        silent[who] = known == silent_.end() ? Clock::duration(0) : known->second + gap_;
+      };
+      if (!answers.store_answers && !answers.store_left) is_silent(store);
+      if (answers.conclusive)
+        for (std::size_t i = 0; i < membership_.ranks().size(); ++i)
+          if (const int rank = membership_.ranks()[i]; rank != membership_.world_.rank() &&
+                                                       !answers.positions.contains(rank) &&
+                                                       (call_.peer < 0 || call_.peer == static_cast<int>(i)))
+            is_silent(rank);
+      silent_ = std::move(silent);
+      for (const auto& [who, silence] : silent_) {
+        if (silence < membership_.heartbeat_) continue;
+        const auto time = duration_text(silence);
+        if (who == store)
+          return std::make_exception_ptr(
+              TimeoutError(membership_.lateness_of(call_, waited(), answers) +
+                               fmt::format(". It has been silent for {} (LOCKSTEP_HEARTBEAT_TIMEOUT)", time),
+                           membership_.world_.rank()));
+        return membership_.blame(
+            call_, who,
+            fmt::format("it has not answered for {} (LOCKSTEP_HEARTBEAT_TIMEOUT), and others wait for it in "
+                        "{}: it is stopped, or its host is cut off",
+                        time, call_.text()));
+      }
+      return nullptr;
+    }
+
+    Membership& membership_;
+    Call call_;
+    std::uint64_t seen_ = 0;
+    Milliseconds interval_;
+    Clock::time_point next_, next_warning_, asked_{};
+    Clock::duration gap_{};                  // between the last two questions
+    std::map<int, Clock::duration> silent_;  // over how much of the last questions, by global rank
+    std::unique_ptr<FailureMonitor::Question> question_;
+  };
+
+  /// What to say when `call` is not complete although its time has passed: who is late, and where it is.
+  [[nodiscard]] std::string lateness_of(const Call& call) {
+    const auto waited = Clock::now() - call.start;
+    Answers answers;
+    answers.store_answers = true;
+    if (monitor_) answers = monitor_->ask(*status_, share(call), answer_timeout, answer_timeout);
+    return lateness_of(call, waited, answers);
+  }
+
+  /// Why the transport has ended `call`: a PeerError with what another rank has told, or for a rank that no
+  /// longer answers, of which `text` is then told to all. Nothing where every rank answers, or where it
+  /// cannot be known.
+  [[nodiscard]] std::exception_ptr cause_of(const Call& call, const std::string& text) {
+    if (!monitor_) return nullptr;
+    // A rank that fails or leaves says so before it closes its connections.
+    if (auto error = look_soon(call, std::chrono::milliseconds(100))) return error;
+    const auto answers = monitor_->ask(*status_, share(call), answer_timeout, std::chrono::seconds(5));
+    if (auto error = look(call)) return error;
+    if (answers.conclusive)
+      for (const int rank : ranks())
+        if (rank != world_.rank() && !answers.positions.contains(rank)) return blame(call, rank, text);
+    if (monitor_->await_failure(std::chrono::milliseconds(1000))) return look(call);
+    return nullptr;
+  }
+
+  /// Tells every rank that `rank` has failed and why; the form without a rank that this one has.
+  void publish(int rank, const std::string& text) const noexcept {
+    if (monitor_) monitor_->publish(rank, text);
+  }
+  void publish(const std::string& text) const noexcept { publish(world_.rank(), text); }
+  /// Tells them of this rank's error, unless it is one that another has told of.
+  void publish(const std::exception_ptr& error) const noexcept {
+    try {
+      std::rethrow_exception(error);
+    } catch (const PeerError&) {
+    } catch (const std::exception& own) {
+      publish(first_line(own));
+    } catch (...) {
+    }
+  }
+  /// The same when the reason is not known yet.
+  void publish_vague(const std::string& text) const noexcept {
+    if (monitor_) monitor_->publish_vague(text);
+  }
+
+  /// Tells the others that this rank leaves in good order.
+  void depart() {
+    if (monitor_) monitor_->publish_departure(*status_);
+  }
+  /// Says farewell. The rank that hosts the store leaves last. Throws TimeoutError where the store has not
+  /// answered within the timeout of `call`.
+  void farewell(const Call& call) {
+    if (!monitor_) return;
+    const bool last_to_leave = world_.hosts_store();
+    if (!last_to_leave) monitor_->remove(status_.get());
+    at_store(call, [size = size()](c10d::Store& store) {
+      if (store.add("farewells", 1) == size) store.set("all gone", std::string("1"));
+      return true;
+    });
+    if (!last_to_leave) return;
+    for (;;) {
+      const auto end = Clock::now() + std::chrono::seconds(2);
+      for (auto pause = first_pause; Clock::now() < end; pause = std::min(2 * pause, last_pause)) {
+        if (monitor_->failure()) return;
+        if (holds(call, "all gone", end).value_or(false)) return;
+        std::this_thread::sleep_for(pause);
+      }
+      const auto answers = monitor_->ask(*status_, share(call), answer_timeout, std::chrono::seconds(5));
+      const auto gone = monitor_->departed(name());
+      for (const int rank : ranks())
+        if (rank != world_.rank() && !answers.positions.contains(rank) && !gone.contains(rank)) return;
+    }
+  }
+
+  [[nodiscard]] const std::shared_ptr<FailureMonitor>& monitor() const { return monitor_; }
+
+ private:
+  // How long another rank may take to answer from its monitor.
+  static constexpr std::chrono::milliseconds answer_timeout{1500};
+  // Between two looks for a key.
+  static constexpr std::chrono::microseconds first_pause{200}, last_pause{20000};
+
+  static std::string here(int rank) { return fmt::format("here/{}", rank); }
+  static Clock::time_point soon() { return Clock::now() + answer_timeout; }
+  static Call making() { return {"", 0, -1, 0, Clock::now()}; }
+  [[nodiscard]] std::string not_made(const Call& call) const {
+    return fmt::format("the communicator '{}' is not made after {}", name(),
+                       duration_text(Clock::now() - call.start));
+  }
+  [[nodiscard]] std::string silence() const {
+    return fmt::format(
+        ": {} does not answer, so nobody knows which rank is late. Its host is stopped or cut off from rank "
+        "{}: look there, or at the network between them",
+        store_text(world_.environment()), world_.rank());
+  }
+
+  // The result of `work(store)` with the group's keys, performed by the monitor; nothing where `until` comes
+  // before. Throws what another rank's failure makes of `call`, and where the store is gone.
+  template <class Work>
+  auto at_store_until(const Call& call, Clock::time_point until, Work work)
+      -> std::optional<decltype(work(std::declval<c10d::Store&>()))> {
+    using Result = decltype(work(std::declval<c10d::Store&>()));
+    const auto result = std::make_shared<std::optional<Result>>();
+    std::exception_ptr error;
+    const auto ending = monitor_->perform(
+        [result, work = std::move(work), name = name()](const StorePtr& store) {
+          c10d::PrefixStore group(name, store);
+          *result = work(group);
+        },
+        until, &error);
+    if (ending == FailureMonitor::Ending::complete) return std::move(*result);
+    if (ending == FailureMonitor::Ending::failed && Clock::now() < until)
+      monitor_->await_failure(std::chrono::milliseconds(1500));
+    throw_if_failed(call);
+    if (Clock::now() >= until) return std::nullopt;
+    throw CommunicationError(fmt::format("{} fails: {}", store_text(world_.environment()),
+                                         error ? first_line(error) : std::string("it is gone")),
+                             world_.rank());
+  }
+  // The same up to the timeout of `call`, where it throws TimeoutError.
+  template <class Work>
+  auto at_store(const Call& call, Work work) -> decltype(work(std::declval<c10d::Store&>())) {
+    auto result = at_store_until(call, call.start + timeout_, std::move(work));
+    if (result) return std::move(*result);
+    const std::string what = *call.name == '\0' ? not_made(call)
+                                                : fmt::format("{} is not complete after {}", call.text(),
+                                                              duration_text(Clock::now() - call.start));
+    throw TimeoutError(what + silence(), world_.rank());
+  }
+  // Whether a key is in the store; nothing where that is not known at `until`.
+  std::optional<bool> holds(const Call& call, const std::string& key, Clock::time_point until) {
+    return at_store_until(call, until, [key](c10d::Store& store) { return store.check({key}); });
+  }
+
+  // Waits for a key. At the timeout throws TimeoutError with what `late()` says.
+  template <class Late>
+  void await_key(const Call& call, const char* key, Late&& late) {
+    for (auto pause = first_pause; !holds(call, key, call.start + timeout_).value_or(false);
+         pause = std::min(2 * pause, last_pause)) {
+      throw_if_failed(call);
+      if (Clock::now() >= call.start + timeout_) throw TimeoutError(late(), world_.rank());
+      std::this_thread::sleep_for(pause);
+    }
+  }
+
+  void throw_if_failed(const Call& call) {
+    if (auto error = look(call)) {
+      notice();
+      std::rethrow_exception(error);
+    }
+  }
+
+  // Tells every rank that `rank` has failed, and returns the PeerError of the failure that was told first.
+  [[nodiscard]] std::exception_ptr blame(const Call& call, int rank, const std::string& text) {
+    monitor_->publish(rank, text);
+    if (monitor_->await_failure(std::chrono::milliseconds(500)))
+      if (auto error = look(call)) return error;
+    return std::make_exception_ptr(
+        PeerError(fmt::format("rank {} failed first: {}", rank, text), world_.rank()));
+  }
+
+  // How old another rank's question may be whose answers say who is late: not so old that a rank is named
+  // that came shortly before.
+  [[nodiscard]] static std::chrono::milliseconds share(const Call& call) {
+    const auto waited = std::chrono::floor<std::chrono::milliseconds>(Clock::now() - call.start);
+    return std::min(std::chrono::milliseconds(100), waited / 4);
+  }
+
+  // Whether another rank is in another collective of this number, which no wait can mend.
+  [[nodiscard]] std::exception_ptr compare(const Call& call, const Answers& answers) const {
+    if (call.sequence == 0 || !speaks(call, answers)) return nullptr;
+    for (const auto& [rank, position] : answers.positions)
+      if (position.sequence == call.sequence && position.operation != call.name)
+        return std::make_exception_ptr(CommunicationError(
+            fmt::format("the ranks disagree on collective #{}: rank {} called {}, but rank {} called {}. "
+                        "Every rank must call the same collectives in the same order",
+                        call.sequence, world_.rank(), call.name, rank, position.operation),
+            world_.rank()));
+    return nullptr;
+  }
+
+  // Of the ranks that wait for one call, the lowest speaks for all; of those that cannot know of each other,
+  // the first of each host.
+  [[nodiscard]] bool speaks(const Call& call, const Answers& answers) const {
+    if (!answers.store_answers) return world_.local_rank() == 0;
+    return call.peer >= 0 ||
+           std::none_of(answers.positions.begin(), answers.positions.end(), [&](const auto& answer) {
+             return answer.first < world_.rank() && answer.second.sequence >= call.sequence;
+           });
+  }
+
+  void warn(const Call& call, const Answers& answers) const {
+    if (!speaks(call, answers)) return;
+    world_.log.all().warning("{} (the timeout is {})", lateness_of(call, Clock::now() - call.start, answers),
+                             duration_text(timeout_));
+  }
+
+  [[nodiscard]] std::string lateness_of(const Call& call, Clock::duration waited,
+                                        const Answers& answers) const {
+    const auto time = duration_text(waited);
+    if (answers.store_answers) return lateness(call, answers.positions, ranks(), world_.rank(), time);
+    return fmt::format("{} is not complete after {}", call.text(), time) + silence();
+  }
+
+  World world_;
+  std::chrono::milliseconds timeout_, heartbeat_;
+  std::shared_ptr<GroupStatus> status_;
+  int rank_ = 0;
+  c10::intrusive_ptr<c10d::Store> store_;
+  std::shared_ptr<FailureMonitor> monitor_;  // none where this process is alone
+  std::atomic<std::uint64_t> seen_{0};
+};
+
+}  // namespace lockstep::detail

@@ -1,0 +1,99 @@
+#pragma once
+
+#include <cstddef>
+#include <exception>
+#include <map>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <fmt/format.h>
+
+#include "lockstep/comm/detail/membership.hpp"
+#include "lockstep/comm/detail/nccl/device.hpp"
+#include "lockstep/comm/detail/nccl/error_text.hpp"
+#include "lockstep/comm/detail/own_error.hpp"
+#include "lockstep/comm/nccl_options.hpp"
+#include "lockstep/error.hpp"
+
+namespace lockstep::detail {
+
+/// The first NCCL that lets several ranks share a GPU, where NCCL_MULTI_RANK_GPU_ENABLE is set.
+inline constexpr int first_nccl_with_shared_gpus = 23000;
+
+/// What a rank says of its device when the ranks meet: which it is, with which NCCL, and whether its user
+/// lets it share.
+template <NcclDevice D>
+std::string identity_text(const D& device) {
+  return fmt::format("{} {} {}", device.identity(), device.version(), device.shares_devices() ? 1 : 0);
+}
+
+/// What a rank says that has none, and why.
+inline std::string no_device_text(const std::string& reason) {
+  return "!" + reason;
+}
+
+/// Looks at what all have said, by rank in the group: a rank without a GPU, two ranks on one, or ranks
+/// with different NCCLs would wait for each other without a word. `ranks` are the global ones. The same error
+/// on every rank.
+inline void check_identities(const std::vector<std::string>& identities, const std::vector<int>& ranks,
+                             int own_rank) {
+  struct Identity {
+    std::string device;
+    int version = 0;
+    bool shares = false;
+  };
+  std::vector<Identity> all;
+  for (const std::string& text : identities) {
+    if (text.starts_with("!")) throw UsageError(text.substr(1), own_rank);
+    const auto blank = text.find(' ');
+    all.push_back({text.substr(0, blank), std::stoi(text.substr(blank)), text.ends_with(" 1")});
+  }
+  std::map<std::string, std::size_t> owners;
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    if (all[i].version != all[0].version)
+      throw MismatchError(
+          fmt::format("rank {} has NCCL {} and rank {} has NCCL {}: run all ranks with one LibTorch and NCCL",
+                      ranks[0], version_text(all[0].version), ranks[i], version_text(all[i].version)),
+          own_rank);
+    const auto [owner, alone] = owners.emplace(all[i].device, i);
+    const Identity &one = all[owner->second], &other = all[i];
+    if (alone || (one.shares && other.shares && other.version >= first_nccl_with_shared_gpus)) continue;
+    std::string remedy = "start one rank a GPU, and give each its own LOCAL_RANK or CUDA_VISIBLE_DEVICES";
+    if (one.shares && other.shares)
+      remedy = fmt::format(
+          "NCCL_MULTI_RANK_GPU_ENABLE lets them from NCCL {} on, and this is {}: install a "
+          "newer torch, or start one rank a GPU",
+          version_text(first_nccl_with_shared_gpus), version_text(other.version));
+    else if (one.shares || other.shares)
+      remedy = fmt::format(
+          "NCCL_MULTI_RANK_GPU_ENABLE is set for rank {} and not for rank {}: set it for "
+          "all, or start one rank a GPU",
+          ranks[one.shares ? owner->second : i], ranks[one.shares ? i : owner->second]);
+    throw UsageError(fmt::format("ranks {} and {} are on one GPU ({}): {}", ranks[owner->second], ranks[i],
+                                 other.device, remedy),
+                     own_rank);
+  }
+}
+
+/// Opens the device of this rank that `options` name. Collective: the ranks exchange their device identities,
+/// and every rank throws the same UsageError or MismatchError where a rank has no device, its NCCL is too old
+/// for `options.buffers`, or two ranks' identities do not fit together.
+template <NcclDevice D>
+D open_together(Membership& membership, const NcclOptions& options) {
+  const World& world = membership.world();
+  std::optional<D> device;
+  std::string identity;
+  try {
+    device.emplace(D::open(world, options.device));
+    identity = options.buffers == NcclBuffers::torch || device->has_buffers()
+                   ? identity_text(*device)
+                   : no_device_text(no_buffers_text(device->version()));
+  } catch (const std::exception& error) {
+    identity = no_device_text(first_line(error));
+  }
+  check_identities(membership.meet(identity), membership.ranks(), world.rank());
+  return *device;
+}
+
+}  // namespace lockstep::detail

@@ -1,0 +1,106 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include <fmt/format.h>
+
+#include "lockstep/comm/detail/describe.hpp"
+#include "lockstep/comm/detail/nccl/device.hpp"
+#include "lockstep/error.hpp"
+
+namespace lockstep::detail {
+
+/// What looks at the tensors of a call before any rank is told of it: the errors are CommunicationErrors that
+/// name the rank, and leave the communicator as it was.
+template <NcclDevice D>
+class NcclTensorCheck {
+ public:
+  NcclTensorCheck(const char* collective, const D& device, int rank)
+      : collective_(collective), device_(device), rank_(rank) {}
+
+  /// Dense, and on this rank's device.
+  void moves(const at::Tensor& tensor) const {
+    if (!tensor.defined()) refuse("the tensor is undefined");
+    if (tensor.layout() != at::kStrided)
+      refuse(fmt::format("the tensor {} is not dense: call to_dense() first", describe(tensor)));
+    if (tensor.is_quantized())
+      refuse(fmt::format("the tensor {} is quantized: dequantize() it", describe(tensor)));
+    if (!device_.holds(tensor))
+      refuse(
+          fmt::format("the tensor {} is on {}, and NCCL moves tensors on {}, the device of this rank: "
+                      "call to() first{}",
+                      describe(tensor), tensor.device().str(), device_.name(),
+                      tensor.device().is_cpu() ? ", or use GlooComm" : ""));
+  }
+  void moves(const std::vector<at::Tensor>& list) const {
+    for (const at::Tensor& tensor : list) moves(tensor);
+  }
+
+  /// The same, and of a type that NCCL can combine so.
+  void reduces(const at::Tensor& tensor, ReduceOp op) const {
+    moves(tensor);
+    const auto type = tensor.scalar_type();
+    if (type != at::kBool && !nccl_type(type))
+      refuse(
+          fmt::format("NCCL cannot reduce {}: convert it to float32, float64, float16, bfloat16, int8, "
+                      "uint8, int32, int64 or bool",
+                      describe(tensor)));
+    if (op == ReduceOp::average && !at::isFloatingType(type))
+      refuse(fmt::format("the average of {} is no {}: sum it and divide, or convert it to a floating type",
+                         describe(tensor), dtype_name(type)));
+  }
+  void reduces(const std::vector<at::Tensor>& list, ReduceOp op) const {
+    for (const at::Tensor& tensor : list) reduces(tensor, op);
+  }
+
+  /// Lists that go together: each of `wholes` holds `times` as many elements as its one of `rows`.
+  void pairs(const std::vector<at::Tensor>& wholes, const std::vector<at::Tensor>& rows, int times) const {
+    if (wholes.size() != rows.size())
+      refuse(fmt::format("as many outputs as inputs are needed, not {} and {}", wholes.size(), rows.size()));
+    moves(wholes);
+    moves(rows);
+    for (std::size_t i = 0; i < rows.size(); ++i)
+      if (wholes[i].scalar_type() != rows[i].scalar_type() || wholes[i].numel() != times * rows[i].numel())
+        refuse(fmt::format("{} is not {} times {}", describe(wholes[i]), times, describe(rows[i])));
+  }
+
+  [[noreturn]] void refuse(const std::string& why) const {
+    throw CommunicationError(fmt::format("{} on rank {}: {}", collective_, rank_, why), rank_);
+  }
+
+ private:
+  const char* collective_;
+  const D& device_;
+  int rank_;
+};
+
+/// How a tensor's elements travel: a type of NCCL's and their number.
+struct WireFormat {
+  at::ScalarType type = at::kByte;
+  std::size_t count = 0;
+};
+
+/// As what the elements of a tensor are moved: bytes, where NCCL does not know their type.
+inline WireFormat moved_as(const at::Tensor& tensor) {
+  if (nccl_type(tensor.scalar_type()))
+    return {tensor.scalar_type(), static_cast<std::size_t>(tensor.numel())};
+  return {at::kByte, static_cast<std::size_t>(tensor.nbytes())};
+}
+
+/// As what they are combined: truth values as bytes that are 0 or 1.
+inline WireFormat reduced_as(const at::Tensor& tensor) {
+  const auto type = tensor.scalar_type();
+  return {type == at::kBool ? at::kByte : type, static_cast<std::size_t>(tensor.numel())};
+}
+
+/// By which operation: bytes that are added could become 2, which is no truth value.
+inline ReduceOp reduced_by(const at::Tensor& tensor, ReduceOp op) {
+  return tensor.scalar_type() == at::kBool && op == ReduceOp::sum ? ReduceOp::max : op;
+}
+
+}  // namespace lockstep::detail

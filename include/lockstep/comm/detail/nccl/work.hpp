@@ -1,0 +1,84 @@
+#pragma once
+
+#include <algorithm>
+#include <chrono>
+#include <exception>
+#include <memory>
+#include <utility>
+
+#include "lockstep/comm/communicator.hpp"
+#include "lockstep/comm/detail/nccl/group.hpp"
+#include "lockstep/comm/detail/nccl/store_exchange.hpp"
+
+namespace lockstep::detail {
+
+/// The Work of BasicNcclComm. wait() makes the current stream wait for the collective and returns at
+/// once; an error that comes later is thrown by the communicator's next call. Of bytes, which are for the
+/// host, it waits as synchronize() does. One thread may use it at a time.
+template <NcclDevice D>
+class [[nodiscard]] NcclWork {
+ public:
+  using Group = std::shared_ptr<NcclGroup<D>>;
+  using Clock = std::chrono::steady_clock;
+
+  /// A complete one.
+  NcclWork() = default;
+  NcclWork(Group group, typename InFlightOps<D>::InFlightOpPtr op)
+      : group_(std::move(group)), op_(std::move(op)) {}
+  NcclWork(Group group, Call call, std::unique_ptr<StoreExchange> exchange)
+      : group_(std::move(group)), call_(call), exchange_(std::move(exchange)) {}
+
+  NcclWork(NcclWork&& other) noexcept = default;
+  NcclWork& operator=(NcclWork&& other) noexcept {
+    if (this == &other) return *this;
+    let_go();
+    group_ = std::move(other.group_);
+    op_ = std::move(other.op_);
+    call_ = other.call_;
+    exchange_ = std::move(other.exchange_);
+    return *this;
+  }
+  ~NcclWork() { let_go(); }
+
+  void wait() {
+    if (op_)
+      group_->join(*op_);
+    else
+      synchronize();
+  }
+  void synchronize() {
+    if (group_) wait_until(start() + group_->timeout());
+  }
+  void synchronize(std::chrono::milliseconds timeout) {
+    // The smaller of the two first: the largest duration there is has no place on the clock.
+    if (group_)
+      wait_until(std::min(Clock::now() + std::min(timeout, group_->timeout()), start() + group_->timeout()));
+  }
+
+  [[nodiscard]] std::exception_ptr error() const noexcept { return op_ ? group_->error_of(*op_) : nullptr; }
+
+ private:
+  [[nodiscard]] Clock::time_point start() const { return op_ ? op_->call.start : call_.start; }
+
+  void wait_until(Clock::time_point until) {
+    if (op_) {
+      group_->await(*op_, until);
+    } else if (exchange_) {
+      group_->await(call_, nullptr, until, [&] { return exchange_->complete(); });
+      exchange_->finish();
+      exchange_.reset();
+    }
+  }
+
+  void let_go() noexcept {
+    if (op_) group_->give_back(op_);
+    op_.reset();
+  }
+
+  Group group_;
+  typename InFlightOps<D>::InFlightOpPtr op_;
+  Call call_;  // of an exchange
+  std::unique_ptr<StoreExchange> exchange_;
+};
+
+}  // namespace lockstep::detail

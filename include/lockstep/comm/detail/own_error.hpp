@@ -1,0 +1,117 @@
+#pragma once
+
+#include <c10/util/Exception.h>
+#include <fmt/format.h>
+
+#include <chrono>
+#include <cstdint>
+#include <exception>
+#include <map>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "lockstep/comm/communicator.hpp"
+#include "lockstep/comm/detail/same_errors.hpp"
+#include "lockstep/detail/process_wide.hpp"
+#include "lockstep/error.hpp"
+
+namespace lockstep::detail {
+
+/// The first line of what an exception says, without LibTorch's stack trace.
+inline std::string first_line(const std::exception& error) {
+  const auto* known = dynamic_cast<const c10::Error*>(&error);
+  const std::string text = known ? known->what_without_backtrace() : error.what();
+  return text.substr(0, text.find('\n'));
+}
+inline std::string first_line(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const std::exception& e) {
+    return first_line(e);
+  } catch (...) {
+    return "an exception of unknown type";
+  }
+}
+
+/// Runs `part`, for which the other ranks may come to wait. Where it throws what they cannot know of,
+/// `tell()` is called while that is handled, and the exception goes on.
+template <class Part, class Tell>
+decltype(auto) telling_own_error(Part&& part, Tell&& tell) {
+  try {
+    return std::forward<Part>(part)();
+  } catch (const CommunicationError&) {
+    throw;  // they know, or cannot be told
+  } catch (const ThrownByAll&) {
+    throw;
+  } catch (...) {
+    tell();
+    throw;
+  }
+}
+
+/// Tells the others of the exception that is being handled, by an abort.
+template <class C>
+void abort_for_others(C& comm, const std::string& where = "") {
+  if (comm.size() > 1) comm.abort(where + first_line(std::current_exception()));
+}
+
+/// How often the ranks of a group, named by `group`, have met because each of them threw; the same on each.
+class TimesThrown {
+ public:
+  static int of(const std::string& group) {
+    const std::lock_guard lock(mutex_);
+    return times_[group];
+  }
+  static void add(const std::string& group) {
+    const std::lock_guard lock(mutex_);
+    ++times_[group];
+  }
+
+ private:
+  LOCKSTEP_PROCESS_WIDE static inline std::mutex mutex_;
+  LOCKSTEP_PROCESS_WIDE static inline std::map<std::string, int> times_;
+};
+
+/// Returns whether every rank of the group comes here within two seconds, because each of them throws: then
+/// none waits for another. The ranks meet in the store, since a rank that does not throw may be in any
+/// collective.
+template <class C>
+bool every_rank_throws(C& comm) noexcept try {
+  const RankNames name_of(comm);
+  std::string group;
+  for (int rank = 0; rank < comm.size(); ++rank)
+    group += fmt::format("{}{}", rank == 0 ? "" : ",", name_of(static_cast<std::size_t>(rank)));
+  std::vector<std::string> keys;
+  for (int rank = 0; rank < comm.size(); ++rank)
+    keys.push_back(fmt::format("lockstep/thrown/{}/{}/{}", group, TimesThrown::of(group), rank));
+  const std::string& own = keys[static_cast<std::size_t>(comm.rank())];
+  // A thread of its own: a store that does not answer must not delay the error report.
+  const auto store = comm.world().connect_again(std::chrono::seconds(2));
+  store->set(own, std::vector<std::uint8_t>{1});
+  const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(2);
+  while (!store->check(keys)) {
+    if (std::chrono::steady_clock::now() > until) {
+      store->deleteKey(own);
+      return false;
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  }
+  TimesThrown::add(group);
+  return true;
+} catch (...) {  // the store is gone; the abort reports the failure
+  return false;
+}
+
+/// Runs `part`, and where it throws on this rank and not on every rank tells the others by an abort: they may
+/// wait for this rank in any collective.
+template <class C, class Part>
+decltype(auto) aborting(C& comm, Part&& part) {
+  return telling_own_error(std::forward<Part>(part), [&] {
+    if (comm.size() > 1 && !every_rank_throws(comm)) abort_for_others(comm);
+  });
+}
+
+}  // namespace lockstep::detail

@@ -1,0 +1,189 @@
+#pragma once
+
+#include <fmt/format.h>
+#include <torch/serialize/archive.h>
+
+#include <algorithm>
+#include <memory>
+#include <string>
+
+#include "lockstep/data/sampler.hpp"
+#include "lockstep/error.hpp"
+
+namespace lockstep::detail {
+
+inline std::int64_t read_count(torch::serialize::InputArchive& archive, const std::string& key) {
+  c10::IValue value;
+  if (!archive.try_read(key, value) || !value.isInt())
+    throw CheckpointError(
+        fmt::format("the saved sampler has no number \"{}\": it is not a sampler of lockstep", key));
+  return value.toInt();
+}
+
+// A sampler that goes on in another order than the one it was saved in would repeat some samples and lose
+// others.
+inline void expect_saved(const char* what, std::int64_t saved, std::int64_t here) {
+  if (saved != here)
+    throw CheckpointError(
+        fmt::format("the saved sampler has {} {} and this one {}: make it with the same dataset and options",
+                    what, saved, here));
+}
+
+inline void check_rank(const char* sampler, int rank, int world_size) {
+  if (world_size < 1)
+    throw UsageError(
+        fmt::format("{}: a world size of {} makes no sense, it is at least 1", sampler, world_size));
+  if (rank < 0 || rank >= world_size)
+    throw UsageError(fmt::format("{}: rank {} is not between 0 and {}", sampler, rank, world_size - 1));
+}
+
+inline void check_batch_size(std::size_t batch_size) {
+  if (batch_size == 0)
+    throw UsageError("a batch size of 0 would never get through the data: give at least 1");
+}
+
+/// The base of the samplers that order all samples anew each epoch and deal them out like cards: of the order
+/// `o` rank r sees o[r], o[r + R], o[r + 2R], ...; where the length does not divide by R, the order is
+/// repeated from its head as often as needed, or its tail left out (`drop_last`), or the last round reaches
+/// the first ranks only (`pad = false`).
+///
+/// The position is kept as a number of samples consumed by all ranks together, so that `load` may take up a
+/// pass that was saved by another number of ranks (each at the same step): no sample is lost or seen twice.
+class StridedSampler : public torch::data::samplers::Sampler<> {
+ public:
+  /// The next `reset()`, on this sampler and all its copies, starts this epoch; this one starts it at once.
+  void set_epoch(std::size_t epoch) {
+    set(epoch);
+    if (!resumes()) begin();
+  }
+  [[nodiscard]] std::size_t epoch() const { return epoch_->number; }
+  /// How often the epoch was set, by `set_epoch` or `load`, on this sampler or a copy.
+  [[nodiscard]] std::size_t times_set() const { return epoch_->times_set; }
+
+  /// Starts a pass over the epoch that was set, or goes on with the one just loaded.
+  void reset(std::optional<std::size_t> new_length = std::nullopt) override {
+    if (new_length && *new_length != length_) {
+      length_ = *new_length;
+      resumed_ = false;
+    }
+    if (resumes())
+      resumed_ = false;
+    else
+      begin();
+  }
+
+  std::optional<std::vector<std::size_t>> next(std::size_t batch_size) override {
+    check_batch_size(batch_size);
+    resumed_ = false;
+    const std::size_t count = std::min(batch_size, size() - position_);
+    if (count == 0) return std::nullopt;
+    std::vector<std::size_t> indices(count);
+    read_order(position_, indices.data(), count);
+    position_ += count;
+    return indices;
+  }
+
+  /// As if this rank had been given the next `count` samples of the pass already.
+  void skip(std::size_t count) {
+    resumed_ = false;
+    position_ += std::min(count, size() - position_);
+  }
+
+  /// Samples of this rank in the pass: the same on every rank, unless `pad` is off. A pass that was taken up
+  /// by `load` counts only what was left of it.
+  [[nodiscard]] std::size_t size() const { return size_of(rank_); }
+  /// The same for any rank from 0 to world size - 1.
+  [[nodiscard]] std::size_t size_of(int rank) const {
+    const std::size_t left = length_ - std::min(skipped_, length_);
+    const auto ranks = static_cast<std::size_t>(world_size_);
+    if (options_.pad || options_.drop_last) return samples_per_rank(left, ranks, options_.drop_last);
+    return left / ranks + (static_cast<std::size_t>(rank) < left % ranks ? 1 : 0);
+  }
+  /// Samples that this rank has been given in this pass, those before a resume included.
+  [[nodiscard]] std::size_t position() const {
+    return skipped_ / static_cast<std::size_t>(world_size_) + position_;
+  }
+
+  /// A pass was loaded and not yet taken up: the next `reset()` goes on with it.
+  [[nodiscard]] bool resumes() const { return resumed_ && pass_epoch_ == epoch_->number; }
+
+  [[nodiscard]] std::size_t length() const { return length_; }
+  [[nodiscard]] int rank() const { return rank_; }
+  [[nodiscard]] int world_size() const { return world_size_; }
+  [[nodiscard]] const SamplerOptions& options() const { return options_; }
+
+  /// Writes epoch and position; equal on all ranks when all stand at the same step, except that without `pad`
+  /// a rank with a sample less does not know of the others' last ones: rank 0's is the one to keep.
+  void save(torch::serialize::OutputArchive& archive) const override {
+    auto write = [&](const char* key, std::size_t value) {
+      archive.write(key, c10::IValue(static_cast<std::int64_t>(value)));
+    };
+    write("length", length_);
+    write("seed", options_.seed);
+    write("shuffle", options_.shuffle);
+    write("drop_last", options_.drop_last);
+    write("pad", options_.pad);
+    write("epoch", pass_epoch_);
+    write("consumed", std::min(length_, skipped_ + position_ * static_cast<std::size_t>(world_size_)));
+  }
+
+  /// Throws CheckpointError where length, seed, shuffle, drop_last or pad differ from the saved ones.
+  void load(torch::serialize::InputArchive& archive) override {
+    expect_saved("length", read_count(archive, "length"), static_cast<std::int64_t>(length_));
+    expect_saved("seed", read_count(archive, "seed"), static_cast<std::int64_t>(options_.seed));
+    expect_saved("shuffle", read_count(archive, "shuffle"), options_.shuffle);
+    expect_saved("drop_last", read_count(archive, "drop_last"), options_.drop_last);
+    expect_saved("pad", read_count(archive, "pad"), options_.pad);
+    set(static_cast<std::size_t>(read_count(archive, "epoch")));
+    const auto consumed = static_cast<std::size_t>(read_count(archive, "consumed"));
+    begin();
+    skipped_ = consumed;
+    resumed_ = true;
+  }
+
+ protected:
+  StridedSampler(const char* name, std::size_t length, int rank, int world_size,
+                 const SamplerOptions& options)
+      : options_(options), length_(length), rank_(rank), world_size_(world_size) {
+    check_rank(name, rank, world_size);
+  }
+  // Copies share the epoch; there is no move, which would leave a sampler without one.
+  StridedSampler(const StridedSampler&) = default;
+  StridedSampler& operator=(const StridedSampler&) = default;
+
+  /// Writes the indices of this rank's samples `first` to `first + count - 1` of the pass.
+  virtual void read_order(std::size_t first, std::size_t* indices, std::size_t count) = 0;
+
+  /// The place in the whole order of this rank's sample `i`, before wrapping at the length.
+  [[nodiscard]] std::size_t place(std::size_t i) const {
+    return skipped_ + static_cast<std::size_t>(rank_) + i * static_cast<std::size_t>(world_size_);
+  }
+  [[nodiscard]] std::size_t pass_epoch() const { return pass_epoch_; }
+  [[nodiscard]] std::size_t skipped() const { return skipped_; }
+
+ private:
+  struct Epoch {
+    std::size_t number = 0, times_set = 0;
+  };
+
+  void set(std::size_t epoch) {
+    epoch_->number = epoch;
+    ++epoch_->times_set;
+  }
+  void begin() {
+    pass_epoch_ = epoch_->number;
+    position_ = skipped_ = 0;
+    resumed_ = false;
+  }
+
+  SamplerOptions options_;
+  std::size_t length_;
+  int rank_, world_size_;
+  std::shared_ptr<Epoch> epoch_ = std::make_shared<Epoch>();
+  std::size_t pass_epoch_ = 0;
+  std::size_t skipped_ = 0;   // samples consumed by all ranks before this pass was taken up
+  std::size_t position_ = 0;  // samples of this rank since then
+  bool resumed_ = false;
+};
+
+}  // namespace lockstep::detail

@@ -1,0 +1,110 @@
+#pragma once
+
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+#include <string>
+#include <string_view>
+#include <system_error>
+
+#include <fmt/format.h>
+
+#include "lockstep/datasets/detail/partial_files.hpp"
+#include "lockstep/datasets/digits.hpp"
+#include "lockstep/datasets/idx.hpp"
+#include "lockstep/error.hpp"
+
+namespace lockstep::detail {
+
+/// `lockstep-<user id>` in the folder for temporary files, made where it is missing. Other users can make
+/// entries there: a folder that is not this user's own, or that others may enter, is refused. Throws
+/// DataError.
+inline std::filesystem::path temporary_cache_folder() {
+  std::error_code error;
+  const std::filesystem::path base = std::filesystem::temp_directory_path(error);
+  if (error) {
+    const char* named = std::getenv("TMPDIR");
+    throw DataError(
+        fmt::format("{}: the folder for temporary files cannot be used: {}; set TMPDIR or XDG_CACHE_HOME to "
+                    "a folder that can be "
+                    "written",
+                    named ? named : "/tmp", error.message()));
+  }
+  const std::filesystem::path folder = base / fmt::format("lockstep-{}", ::geteuid());
+  const auto refuse = [&](const std::string& fault) {
+    throw DataError(fmt::format("{}: cannot keep data there: {}; set XDG_CACHE_HOME to a folder of your own",
+                                folder.string(), fault));
+  };
+  struct stat found {};
+  if ((::mkdir(folder.c_str(), 0700) != 0 && errno != EEXIST) || ::lstat(folder.c_str(), &found) != 0)
+    refuse(std::strerror(errno));
+  if (S_ISLNK(found.st_mode)) refuse("it is a symbolic link");
+  if (!S_ISDIR(found.st_mode)) refuse("it is no folder");
+  if (found.st_uid != ::geteuid()) refuse(fmt::format("it belongs to user {}", found.st_uid));
+  if ((found.st_mode & 0077) != 0)
+    refuse(fmt::format("others may use it (its mode is {:04o}, expected 0700)", found.st_mode & 07777));
+  return folder;
+}
+
+}  // namespace lockstep::detail
+
+namespace lockstep {
+
+/// Returns the folder in which this user's programs keep what they made or fetched, made where it is missing:
+/// $XDG_CACHE_HOME/lockstep, else ~/.cache/lockstep, else (no home, or one where this user cannot have a
+/// folder of its own) lockstep-<user id> in the folder for temporary files. Throws DataError where that one
+/// is another user's, a symbolic link or open to others.
+inline std::filesystem::path cache_folder() {
+  const auto variable = [](const char* name) {
+    return std::string(std::getenv(name) ? std::getenv(name) : "");
+  };
+  std::filesystem::path folder;
+  if (const auto cache = variable("XDG_CACHE_HOME"); !cache.empty())
+    folder = std::filesystem::path(cache) / "lockstep";
+  else if (const auto home = variable("HOME"); !home.empty())
+    folder = std::filesystem::path(home) / ".cache" / "lockstep";
+  if (folder.empty()) return detail::temporary_cache_folder();
+  std::error_code error;
+  std::filesystem::create_directories(folder, error);
+  struct stat found {};
+  // A folder of another user's (HOME is kept by `sudo -E`) is not taken for this one's.
+  if (!error && ::stat(folder.c_str(), &found) == 0 && S_ISDIR(found.st_mode) &&
+      found.st_uid == ::geteuid() && ::access(folder.c_str(), W_OK | X_OK) == 0)
+    return folder;
+  return detail::temporary_cache_folder();
+}
+
+/// Draws `train` and `test` digits into `folder`, which is made where it is missing, as MNIST's four files,
+/// each whole or not at all. Files that are there stay. Throws DataError.
+inline void draw_digits_into(const std::filesystem::path& folder, std::int64_t train, std::int64_t test) {
+  std::error_code error;
+  std::filesystem::create_directories(folder, error);
+  if (error) throw DataError(fmt::format("{}: cannot be made: {}", folder.string(), error.message()));
+  const auto draw = [&](std::string_view name, std::int64_t count, std::uint64_t seed) {
+    const auto images = folder / fmt::format("{}-images-idx3-ubyte", name);
+    const auto labels = folder / fmt::format("{}-labels-idx1-ubyte", name);
+    if (std::filesystem::exists(images, error) && std::filesystem::exists(labels, error)) return;
+    const Digits digits = draw_digits(count, seed);
+    detail::make_file_whole(images, [&](const auto& part) { write_idx(part, digits.images); });
+    detail::make_file_whole(labels, [&](const auto& part) { write_idx(part, digits.labels); });
+  };
+  draw("train", train, 1);
+  draw("t10k", test, 2);
+}
+
+/// A folder that holds drawn digits as MNIST's four files: `train` and `test` of them, drawn by the first
+/// call on this host, which takes seconds, and found by later ones. Several ranks of a host: call it inside
+/// `world.local_zero_first`.
+inline std::filesystem::path drawn_digits_folder(std::int64_t train = 60'000, std::int64_t test = 10'000) {
+  // The number behind v changes whenever the drawing does.
+  const auto folder = cache_folder() / fmt::format("digits-v1-{}-{}", train, test);
+  draw_digits_into(folder, train, test);
+  return folder;
+}
+
+}  // namespace lockstep

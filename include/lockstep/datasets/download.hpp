@@ -1,0 +1,168 @@
+#pragma once
+
+#include <fcntl.h>
+#include <signal.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <array>
+#include <cerrno>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <sstream>
+#include <string>
+#include <string_view>
+#include <system_error>
+#include <vector>
+
+#include <fmt/format.h>
+
+#include "lockstep/datasets/detail/md5.hpp"
+#include "lockstep/datasets/detail/partial_files.hpp"
+#include "lockstep/error.hpp"
+#include "lockstep/world/detail/child.hpp"
+
+namespace lockstep {
+
+/// A file to fetch and how to tell that it came whole.
+struct RemoteFile {
+  std::string name;
+  std::uint64_t size;
+  std::string md5;
+};
+
+/// MNIST's four files, with the sums that torchvision pins too.
+inline const std::array<RemoteFile, 4> mnist_files{{
+    {"train-images-idx3-ubyte.gz", 9912422, "f68b3c2dcbeaaa9fbdd348bbdeb94873"},
+    {"train-labels-idx1-ubyte.gz", 28881, "d53e105ee54ea40749a09fcbcd1e9432"},
+    {"t10k-images-idx3-ubyte.gz", 1648877, "9fb629c4189551a2d022fa330f9573f3"},
+    {"t10k-labels-idx1-ubyte.gz", 4542, "ec29112dd5afa0611ce80d1b7f02629c"},
+}};
+
+/// Folders on the network that hold MNIST, tried in turn. The environment variable LOCKSTEP_MNIST_MIRROR, one
+/// URL, takes their place.
+inline std::vector<std::string> mnist_mirrors() {
+  if (const char* mirror = std::getenv("LOCKSTEP_MNIST_MIRROR"); mirror && *mirror) return {mirror};
+  return {"https://ossci-datasets.s3.amazonaws.com/mnist",
+          "https://storage.googleapis.com/cvdf-datasets/mnist"};
+}
+
+}  // namespace lockstep
+
+namespace lockstep::detail {
+
+/// How a program ended.
+struct ProgramEnd {
+  int code;           ///< its exit code; 127 where there is no such program
+  std::string error;  ///< what it wrote to stderr
+};
+
+/// Runs a program found on PATH and waits for its end; it dies with the calling thread.
+inline ProgramEnd run_program(std::vector<std::string> words) {
+  // Everything that allocates comes before the fork: other threads may hold the allocator's lock.
+  std::vector<char*> arguments;
+  for (auto& word : words) arguments.push_back(word.data());
+  arguments.push_back(nullptr);
+  // In memory: what a program says needs no file, and never waits for a reader.
+  const Descriptor error(memfd_create("stderr of a download", MFD_CLOEXEC));
+  const pid_t parent = getpid();
+  const pid_t child = fork();
+  if (child < 0) return {126, std::strerror(errno)};
+  if (child == 0) {
+    if (!die_with_parent(parent)) _exit(126);
+    if (error.open()) dup2(error.get(), 2);
+    execvp(arguments[0], arguments.data());
+    _exit(errno == ENOENT ? 127 : 126);
+  }
+  int status = 0;
+  while (waitpid(child, &status, 0) < 0 && errno == EINTR) {
+  }
+  ProgramEnd end{WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status), {}};
+  char piece[4096];
+  for (off_t at = 0; error.open();) {
+    const ssize_t length = pread(error.get(), piece, sizeof piece, at);
+    if (length <= 0) break;
+    end.error.append(piece, static_cast<std::size_t>(length));
+    at += length;
+  }
+  return end;
+}
+
+/// What is wrong with a fetched file; empty where it is whole.
+inline std::string download_fault(const std::filesystem::path& path, const RemoteFile& file) {
+  std::error_code error;
+  const auto size = std::filesystem::file_size(path, error);
+  if (error) return error.message();
+  if (size != file.size) return fmt::format("{} bytes instead of {}", size, file.size);
+  std::ifstream in(path, std::ios::binary);
+  std::string piece(1 << 20, '\0');
+  Md5 sum;
+  while (in.read(piece.data(), static_cast<std::streamsize>(piece.size())) || in.gcount() > 0)
+    sum.update(std::string_view(piece).substr(0, static_cast<std::size_t>(in.gcount())));
+  const std::string md5 = sum.hex();
+  return md5 == file.md5 ? "" : fmt::format("MD5 {} instead of {}", md5, file.md5);
+}
+
+/// Fetches `url` into `path` with curl or wget. What went wrong; empty on success.
+inline std::string fetch(const std::string& url, const std::filesystem::path& path) {
+  ProgramEnd end = run_program({"curl", "--fail", "--location", "--silent", "--show-error", "--retry", "2",
+                                "--connect-timeout", "20", "--speed-limit", "1", "--speed-time", "60",
+                                "--output", path.string(), url});
+  if (end.code == 127)
+    end = run_program({"wget", "--quiet", "--tries=3", "--timeout=20", "-O", path.string(), url});
+  if (end.code == 0) return "";
+  if (end.code == 127) return "neither curl nor wget is installed";
+  std::string said, line;
+  for (std::istringstream in(end.error); std::getline(in, line);)
+    if (!line.empty()) said = line;
+  return said.empty() ? fmt::format("the download program ended with code {}", end.code) : said;
+}
+
+}  // namespace lockstep::detail
+
+namespace lockstep {
+
+/// Fetches `files` into `folder` from the first of `mirrors` that has them, checks size and MD5 sum, and
+/// gives each its name only once it is whole; what is there and whole is kept. `say(text)` is told of each
+/// download. Throws DataError that names the file and what every mirror answered.
+template <class Files, class Say>
+void download_files(const std::filesystem::path& folder, const Files& files,
+                    const std::vector<std::string>& mirrors, Say&& say) {
+  std::error_code error;
+  std::filesystem::create_directories(folder, error);
+  if (error || ::access(folder.c_str(), W_OK | X_OK) != 0)
+    throw DataError(fmt::format("{}: downloads cannot be written there: {}", folder.string(),
+                                error ? error.message() : std::strerror(errno)));
+  for (const RemoteFile& file : files) {
+    const auto path = folder / file.name;
+    if (detail::download_fault(path, file).empty()) continue;
+    detail::make_file_whole(path, [&](const std::filesystem::path& part) {
+      std::string faults;
+      for (const std::string& mirror : mirrors) {
+        const std::string url = mirror + (mirror.ends_with('/') ? "" : "/") + file.name;
+        say(fmt::format("fetching {}", url));
+        std::string fault = detail::fetch(url, part);
+        if (fault.empty()) fault = detail::download_fault(part, file);
+        if (fault.empty()) return;
+        faults += fmt::format("; {}: {}", url, fault);
+      }
+      throw DataError(
+          fmt::format("{} could not be downloaded{}; fetch MNIST's four files by other means and give "
+                      "their folder as the data folder",
+                      file.name, faults));
+    });
+  }
+}
+
+/// `download_files` for MNIST. Call it on one rank of each host: inside `world.local_zero_first`.
+template <class Say>
+void download_mnist(const std::filesystem::path& folder, Say&& say,
+                    const std::vector<std::string>& mirrors = mnist_mirrors()) {
+  download_files(folder, mnist_files, mirrors, say);
+}
+
+}  // namespace lockstep

@@ -1,0 +1,166 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+
+#include <array>
+#include <cerrno>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <filesystem>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include <fmt/format.h>
+
+#include "lockstep/datasets/detail/file_source.hpp"
+#include "lockstep/error.hpp"
+
+namespace lockstep {
+
+/// What a caller of `read_idx` knows of the file beforehand. `content` says in words what it should hold.
+struct IdxExpectation {
+  std::optional<at::ScalarType> dtype{};
+  std::optional<int> dimensions{};
+  std::string_view content = "data";
+};
+
+}  // namespace lockstep
+
+namespace lockstep::detail {
+
+struct IdxType {
+  unsigned char code;
+  at::ScalarType dtype;
+  std::string_view name;
+};
+
+inline constexpr std::array<IdxType, 6> idx_types{{{0x08, at::kByte, "uint8"},
+                                                   {0x09, at::kChar, "int8"},
+                                                   {0x0B, at::kShort, "int16"},
+                                                   {0x0C, at::kInt, "int32"},
+                                                   {0x0D, at::kFloat, "float32"},
+                                                   {0x0E, at::kDouble, "float64"}}};
+
+inline std::string_view idx_name(at::ScalarType dtype) {
+  for (const auto& type : idx_types)
+    if (type.dtype == dtype) return type.name;
+  return "elements that IDX does not know";
+}
+
+inline std::uint32_t big_endian_u32(const unsigned char* bytes) {
+  return std::uint32_t{bytes[0]} << 24 | std::uint32_t{bytes[1]} << 16 | std::uint32_t{bytes[2]} << 8 |
+         bytes[3];
+}
+
+/// IDX numbers are big-endian; written out by shifts, the compiler turns it into a byte swap where one is
+/// needed.
+template <class Unsigned>
+void from_big_endian(void* data, std::size_t count) {
+  auto* bytes = static_cast<unsigned char*>(data);
+  for (std::size_t i = 0; i < count; ++i, bytes += sizeof(Unsigned)) {
+    Unsigned value = 0;
+    for (std::size_t b = 0; b < sizeof(Unsigned); ++b) value = static_cast<Unsigned>(value << 8 | bytes[b]);
+    std::memcpy(bytes, &value, sizeof(Unsigned));
+  }
+}
+
+inline std::string idx_shape(const std::vector<std::int64_t>& sizes) {
+  std::string text;
+  for (const auto size : sizes) text += fmt::format("{}{}", text.empty() ? "" : "x", size);
+  return text.empty() ? "scalar" : text;
+}
+
+}  // namespace lockstep::detail
+
+namespace lockstep {
+
+/// The one tensor in an IDX file (the format of MNIST), plain or gzipped: any number of dimensions and any
+/// sizes, of uint8, int8, int16, int32, float32 or float64. Throws DataError, naming the file, the offset and
+/// what was expected there, where the file is truncated, goes on after its data, or is not what `expected`
+/// says.
+inline at::Tensor read_idx(const std::filesystem::path& path, const IdxExpectation& expected = {}) {
+  detail::FileSource file(path);
+  auto refuse = [&](std::uint64_t offset, const std::string& found, const std::string& wanted) {
+    throw DataError(fmt::format("{}: offset {}: found {}, expected {}", file.path(), offset, found, wanted));
+  };
+
+  std::array<unsigned char, 4> header{};
+  if (const auto got = file.read(header.data(), 4); got < 4)
+    refuse(got, "the end of the file", "the four bytes with which an IDX file begins");
+  const detail::IdxType* type = nullptr;
+  for (const auto& known : detail::idx_types)
+    if (header[2] == known.code) type = &known;
+  if (header[0] != 0 || header[1] != 0 || !type)
+    refuse(0, fmt::format("bytes {:02x} {:02x} {:02x} {:02x}", header[0], header[1], header[2], header[3]),
+           "the beginning of an IDX file: 00 00, a type (08, 09, 0b to 0e), a number of dimensions");
+  if (expected.dtype && type->dtype != *expected.dtype)
+    refuse(2, fmt::format("{} elements", type->name),
+           fmt::format("{} of {}", expected.content, detail::idx_name(*expected.dtype)));
+  const int dimensions = header[3];
+  if (expected.dimensions && dimensions != *expected.dimensions)
+    refuse(3, fmt::format("{} dimensions", dimensions),
+           fmt::format("{}, which have {}", expected.content, *expected.dimensions));
+
+  std::vector<unsigned char> encoded(4 * static_cast<std::size_t>(dimensions));
+  if (const auto got = file.read(encoded.data(), encoded.size()); got < encoded.size())
+    refuse(4 + got, "the end of the file", fmt::format("the sizes of {} dimensions", dimensions));
+  std::vector<std::int64_t> sizes;
+  const std::uint64_t begin = file.offset(), width = c10::elementSize(type->dtype);
+  std::uint64_t bytes = width;
+  bool too_long = false;
+  for (int d = 0; d < dimensions; ++d) {
+    const std::uint64_t size = detail::big_endian_u32(&encoded[4 * static_cast<std::size_t>(d)]);
+    sizes.push_back(static_cast<std::int64_t>(size));
+    // Beyond what the file can hold is as good as beyond 64 bits; a later 0 still makes it empty.
+    too_long = size != 0 && (too_long || bytes > file.capacity() / size);
+    bytes = too_long ? width : bytes * size;
+  }
+  // Checked before the memory is asked for: garbage can promise any size.
+  if (too_long || begin + bytes > file.capacity())
+    refuse(4, fmt::format("a header that promises {} {} elements", detail::idx_shape(sizes), type->name),
+           fmt::format("at most the {} bytes that the file can hold; it is truncated or not what it says",
+                       file.capacity()));
+
+  at::Tensor tensor = at::empty(sizes, at::TensorOptions().dtype(type->dtype));
+  if (const auto got = file.read(tensor.data_ptr(), bytes); got < bytes)
+    refuse(begin + got, "the end of the file",
+           fmt::format("{} bytes in all, for {} {} elements", begin + bytes, detail::idx_shape(sizes),
+                       type->name));
+  unsigned char beyond = 0;
+  if (file.read(&beyond, 1) != 0)
+    refuse(begin + bytes, "more bytes",
+           fmt::format("the end of the file after {} {} elements", detail::idx_shape(sizes), type->name));
+
+  const auto count = static_cast<std::size_t>(tensor.numel());
+  if (width == 2) detail::from_big_endian<std::uint16_t>(tensor.data_ptr(), count);
+  if (width == 4) detail::from_big_endian<std::uint32_t>(tensor.data_ptr(), count);
+  if (width == 8) detail::from_big_endian<std::uint64_t>(tensor.data_ptr(), count);
+  return tensor;
+}
+
+/// Writes a contiguous uint8 CPU tensor as an IDX file. Throws DataError where the disk does not take all of
+/// it.
+inline void write_idx(const std::filesystem::path& path, const at::Tensor& tensor) {
+  if (tensor.scalar_type() != at::kByte || !tensor.is_contiguous() || !tensor.device().is_cpu())
+    throw DataError(
+        fmt::format("{}: only contiguous uint8 tensors on the CPU are written as IDX", path.string()));
+  std::string header{'\0', '\0', '\x08', static_cast<char>(tensor.dim())};
+  for (const auto size : tensor.sizes())
+    for (int shift = 24; shift >= 0; shift -= 8) header += static_cast<char>(size >> shift & 0xff);
+  std::FILE* file = std::fopen(path.c_str(), "wb");
+  bool written = file && std::fwrite(header.data(), 1, header.size(), file) == header.size() &&
+                 // Of nothing there is no address to write from.
+                 (tensor.numel() == 0 ||
+                  std::fwrite(tensor.const_data_ptr(), 1, tensor.nbytes(), file) == tensor.nbytes());
+  const int reason = errno;
+  if (file && std::fclose(file) != 0) written = false;
+  if (!written)
+    throw DataError(
+        fmt::format("{}: cannot be written: {}", path.string(), std::strerror(reason ? reason : errno)));
+}
+
+}  // namespace lockstep

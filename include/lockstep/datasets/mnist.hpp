@@ -1,0 +1,130 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <c10/util/ArrayRef.h>
+#include <fmt/format.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <filesystem>
+#include <string>
+#include <string_view>
+#include <utility>
+
+#include "lockstep/data/dataset.hpp"
+#include "lockstep/datasets/digits.hpp"
+#include "lockstep/datasets/idx.hpp"
+#include "lockstep/error.hpp"
+
+namespace lockstep {
+
+/// Grey digits as a dataset. A sample is {data: float32 [1, 28, 28] in 0 to 1, as torchvision's ToTensor
+/// makes it; target: int64 scalar}. The pixels stay bytes in memory, a quarter of what floats need, until a
+/// batch is made.
+class DigitDataset {
+ public:
+  /// images: uint8 [N, H, W]; labels: uint8 [N]. Throws DataError where they do not belong together.
+  explicit DigitDataset(Digits digits) : digits_(std::move(digits)) {
+    if (digits_.images.dim() != 3 || digits_.labels.dim() != 1 || digits_.images.scalar_type() != at::kByte ||
+        digits_.labels.scalar_type() != at::kByte)
+      throw DataError("a DigitDataset needs uint8 images [N, H, W] and uint8 labels [N]");
+    if (digits_.images.size(0) != digits_.labels.size(0))
+      throw DataError(
+          fmt::format("{} images were given {} labels", digits_.images.size(0), digits_.labels.size(0)));
+    digits_ = {digits_.images.contiguous(), digits_.labels.contiguous()};
+  }
+
+  [[nodiscard]] std::size_t size() const { return static_cast<std::size_t>(digits_.images.size(0)); }
+
+  /// The samples `indices`, stacked: data [batch, 1, H, W], target [batch].
+  [[nodiscard]] Example get_batch(c10::ArrayRef<std::size_t> indices) const {
+    const auto count = static_cast<std::int64_t>(indices.size());
+    const std::int64_t height = digits_.images.size(1), width = digits_.images.size(2),
+                       pixels = height * width;
+    Example batch{at::empty({count, 1, height, width}, at::kFloat), at::empty({count}, at::kLong)};
+    const auto* images = digits_.images.const_data_ptr<std::uint8_t>();
+    const auto* labels = digits_.labels.const_data_ptr<std::uint8_t>();
+    auto* data = batch.data.mutable_data_ptr<float>();
+    auto* target = batch.target.mutable_data_ptr<std::int64_t>();
+    for (const std::size_t index : indices) {
+      if (index >= size())
+        throw DataError(fmt::format("sample {} was asked of a dataset of {} samples", index, size()));
+      const std::uint8_t* image = images + static_cast<std::int64_t>(index) * pixels;
+      // A division, as ToTensor does it: times 1/255 has other bits.
+      for (std::int64_t i = 0; i < pixels; ++i) data[i] = static_cast<float>(image[i]) / 255.F;
+      data += pixels;
+      *target++ = labels[index];
+    }
+    return batch;
+  }
+
+  [[nodiscard]] const Digits& digits() const { return digits_; }
+
+ private:
+  Digits digits_;
+};
+
+/// The two parts of MNIST, or of anything in its file format.
+struct Mnist {
+  DigitDataset train;
+  DigitDataset test;
+};
+
+}  // namespace lockstep
+
+namespace lockstep::detail {
+
+/// `folder`/`name`, or the same with .gz; MNIST/raw below is where torchvision keeps them.
+inline std::filesystem::path mnist_file(const std::filesystem::path& folder, std::string_view name) {
+  for (const auto& place : {folder, folder / "MNIST" / "raw"})
+    for (const std::string_view suffix : {"", ".gz"}) {
+      const auto path = place / fmt::format("{}{}", name, suffix);
+      std::error_code ignored;
+      if (std::filesystem::exists(path, ignored)) return path;
+    }
+  throw DataError(
+      fmt::format("{}: there is no {} in it, nor {}.gz; give the folder that holds MNIST's four files",
+                  folder.string(), name, name));
+}
+
+/// "train" or "t10k", whole.
+inline DigitDataset read_mnist_part(const std::filesystem::path& folder, std::string_view part) {
+  const auto images_path = mnist_file(folder, fmt::format("{}-images-idx3-ubyte", part));
+  const auto labels_path = mnist_file(folder, fmt::format("{}-labels-idx1-ubyte", part));
+  Digits digits{
+      read_idx(images_path, {.dtype = at::kByte, .dimensions = 3, .content = "MNIST's images"}),
+      read_idx(labels_path, {.dtype = at::kByte, .dimensions = 1, .content = "MNIST's labels"}),
+  };
+  if (digits.images.size(1) != 28 || digits.images.size(2) != 28)
+    throw DataError(fmt::format("{}: offset 8: found images of {} x {}, expected 28 x 28",
+                                images_path.string(), digits.images.size(1), digits.images.size(2)));
+  if (digits.images.size(0) != digits.labels.size(0))
+    throw DataError(fmt::format("{}: offset 4: found {} labels, expected {}, one for each image in {}",
+                                labels_path.string(), digits.labels.size(0), digits.images.size(0),
+                                images_path.string()));
+  if (digits.images.size(0) == 0)
+    throw DataError(fmt::format("{}: offset 4: found 0 images, expected at least one", images_path.string()));
+  const auto* labels = digits.labels.const_data_ptr<std::uint8_t>();
+  for (std::int64_t i = 0; i < digits.labels.size(0); ++i)
+    if (labels[i] > 9)
+      throw DataError(fmt::format("{}: offset {}: found label {}, expected a digit from 0 to 9",
+                                  labels_path.string(), 8 + i, labels[i]));
+  return DigitDataset(std::move(digits));
+}
+
+}  // namespace lockstep::detail
+
+namespace lockstep {
+
+/// Reads MNIST's four files (train-images-idx3-ubyte and so on), plain or gzipped, of any number of digits.
+/// Throws DataError, with file, offset and what was expected, where one is missing or is not what its name
+/// says.
+inline Mnist load_mnist(const std::filesystem::path& folder) {
+  std::error_code error;
+  if (!std::filesystem::is_directory(folder, error))
+    throw DataError(fmt::format("{}: {}", folder.string(), error ? error.message() : "not a folder"));
+  return {detail::read_mnist_part(folder, "train"), detail::read_mnist_part(folder, "t10k")};
+}
+
+}  // namespace lockstep

@@ -1,0 +1,15 @@
+#pragma once
+
+// What a training loop by hand needs: launch, communicators, DistributedDataParallel, samplers and the loader.
+#include "lockstep/comm/gloo_comm.hpp"
+#include "lockstep/comm/local_comm.hpp"
+#include "lockstep/data/dataset.hpp"
+#include "lockstep/data/distributed_sampler.hpp"
+#include "lockstep/data/evaluation_sampler.hpp"
+#include "lockstep/data/loader.hpp"
+#include "lockstep/error.hpp"
+#include "lockstep/grad/distributed_data_parallel.hpp"
+#include "lockstep/log/log.hpp"
+#include "lockstep/world/launch.hpp"
+#include "lockstep/world/rank_zero_scope.hpp"
+#include "lockstep/world/world.hpp"

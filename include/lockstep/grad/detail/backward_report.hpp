@@ -1,0 +1,91 @@
+#pragma once
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <exception>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "lockstep/comm/communicator.hpp"
+#include "lockstep/error.hpp"
+#include "lockstep/grad/model.hpp"
+
+namespace lockstep::detail {
+
+/// What a rank tells the others after a backward that left a slot poisoned somewhere.
+struct BackwardReport {
+  std::vector<std::size_t> missing;   ///< parameters without a gradient here
+  std::optional<std::string> thrown;  ///< what backward threw here
+};
+
+inline std::string serialize(const BackwardReport& report) {
+  std::string bytes;
+  for (const std::size_t i : report.missing) bytes += std::to_string(i) + ' ';
+  if (report.thrown) bytes += '!' + *report.thrown;
+  return bytes;
+}
+
+inline BackwardReport deserialize_report(const std::string& bytes) {
+  BackwardReport report;
+  const std::size_t mark = std::min(bytes.find('!'), bytes.size());
+  for (std::size_t at = 0; at < mark; at = bytes.find(' ', at) + 1)
+    report.missing.push_back(std::stoul(bytes.substr(at)));
+  if (mark < bytes.size()) report.thrown = bytes.substr(mark + 1);
+  return report;
+}
+
+/// "parameter 3 'fc.weight', parameter 4 'fc.bias' and 7 more"
+inline std::string parameter_list(const std::vector<std::size_t>& indices,
+                                  const std::vector<NamedTensor>& parameters) {
+  constexpr std::size_t shown = 8;
+  std::string text;
+  for (std::size_t k = 0; k < std::min(indices.size(), shown); ++k)
+    text += fmt::format("{}parameter {} '{}'", k ? ", " : "", indices[k], parameters[indices[k]].name);
+  if (indices.size() > shown) text += fmt::format(" and {} more", indices.size() - shown);
+  return text;
+}
+
+/// What went wrong on all ranks in words, the same on every rank.
+inline std::string failure_text(const std::vector<BackwardReport>& reports,
+                                const std::vector<NamedTensor>& parameters, const RankNames& name_of) {
+  std::string thrown, missing;
+  for (std::size_t i = 0; i < reports.size(); ++i) {
+    const BackwardReport& report = reports[i];
+    const int rank = name_of(i);
+    if (report.thrown)
+      thrown +=
+          fmt::format("{}backward threw on rank {}: {}", thrown.empty() ? "" : "; ", rank, *report.thrown);
+    else if (report.missing.size() == parameters.size())
+      missing +=
+          fmt::format("{}rank {} (none of the parameters took part)", missing.empty() ? "" : "; ", rank);
+    else if (!report.missing.empty())
+      missing += fmt::format("{}rank {} ({})", missing.empty() ? "" : "; ", rank,
+                             parameter_list(report.missing, parameters));
+  }
+  if (!thrown.empty()) return thrown + "; no rank kept its gradients";
+  return "backward left gradients undefined on " + missing +
+         "; let every parameter take part in the loss on every rank, take it out with requires_grad_(false), "
+         "or allow it with DdpOptions::find_unused_parameters (or static_graph, where it is always the same)";
+}
+
+/// Throws on every rank where one has something to report: `failure` where this one has that, else what the
+/// others tell. Nothing where none has: not-a-number alone is no error, a model may diverge. Collective.
+template <Gathering C>
+void throw_what_ranks_report(C& comm, const BackwardReport& mine, const std::vector<NamedTensor>& parameters,
+                             const std::exception_ptr& failure) {
+  bool any = false, thrown = false;
+  std::vector<BackwardReport> reports;
+  for (const std::string& bytes : comm.all_gather_bytes(serialize(mine))) {
+    any = any || !bytes.empty();
+    thrown = thrown || reports.emplace_back(deserialize_report(bytes)).thrown;
+  }
+  if (!any) return;
+  if (failure) std::rethrow_exception(failure);
+  const std::string text = failure_text(reports, parameters, RankNames(comm));
+  if (thrown && !mine.thrown) throw PeerError(text);
+  throw GradientError(text);
+}
+
+}  // namespace lockstep::detail

@@ -1,0 +1,90 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/GradMode.h>
+
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "lockstep/comm/communicator.hpp"
+
+namespace lockstep::detail {
+
+/// The bytes of a dense tensor: a tensor of one dimension over its memory, unknown to autograd.
+inline at::Tensor bytes_alias(const at::Tensor& tensor) {
+  const auto size = static_cast<std::int64_t>(tensor.element_size());
+  return at::empty({0}, tensor.options().dtype(at::kByte))
+      .set_(tensor.storage(), tensor.storage_offset() * size, {tensor.numel() * size}, {1});
+}
+
+/// Tensors that one rank sends to all, as bytes, so that those of several dtypes travel together, in chunks
+/// of one device and at most 250 MiB. Made once and run often: the chunks are kept, and made anew where a
+/// tensor has moved to other memory.
+class BroadcastList {
+ public:
+  explicit BroadcastList(std::vector<at::Tensor> tensors) : tensors_(std::move(tensors)) {}
+
+  [[nodiscard]] bool empty() const { return tensors_.empty(); }
+
+  /// Collective: afterwards every rank holds the tensors of `root`.
+  template <Reducing Comm>
+  void run(Comm& comm, int root) {
+    const c10::NoGradGuard no_grad;
+    if (!up_to_date()) rebuild();
+    if (chunks_.size() == 1) {  // as ever, and without a list of works
+      comm.broadcast(chunks_[0], root).wait();
+    } else {
+      std::vector<typename Comm::Work> works;
+      works.reserve(chunks_.size());
+      for (const auto& chunk : chunks_) works.push_back(comm.broadcast(chunk, root));
+      for (auto& work : works) work.wait();
+    }
+    for (auto& [tensor, copy] : copies_) tensor.copy_(copy);
+  }
+
+ private:
+  static constexpr std::int64_t chunk_bytes = std::int64_t{250} << 20;
+
+  [[nodiscard]] bool up_to_date() const {
+    if (places_.size() != tensors_.size() || !copies_.empty()) return false;
+    for (std::size_t i = 0; i < tensors_.size(); ++i)
+      if (places_[i] != tensors_[i].const_data_ptr()) return false;
+    return true;
+  }
+
+  void rebuild() {
+    places_.clear();
+    chunks_.clear();
+    copies_.clear();
+    std::int64_t bytes = 0;
+    for (at::Tensor& tensor : tensors_) {
+      places_.push_back(tensor.const_data_ptr());
+      if (tensor.numel() == 0) continue;
+      at::Tensor flat;
+      if (tensor.is_non_overlapping_and_dense()) {
+        flat = bytes_alias(tensor);
+      } else {
+        copies_.emplace_back(tensor, tensor.contiguous());
+        flat = bytes_alias(copies_.back().second);
+      }
+      const std::int64_t size = flat.numel();
+      const bool joins =
+          !chunks_.empty() && bytes + size <= chunk_bytes && chunks_.back()[0].device() == flat.device();
+      if (!joins) {
+        chunks_.emplace_back();
+        bytes = 0;
+      }
+      chunks_.back().push_back(std::move(flat));
+      bytes += size;
+    }
+  }
+
+  std::vector<at::Tensor> tensors_;
+  std::vector<const void*> places_;
+  std::vector<std::vector<at::Tensor>> chunks_;
+  std::vector<std::pair<at::Tensor, at::Tensor>> copies_;
+};
+
+}  // namespace lockstep::detail

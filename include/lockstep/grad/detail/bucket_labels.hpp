@@ -1,0 +1,55 @@
+#pragma once
+
+#include <fmt/format.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "lockstep/comm/communicator.hpp"
+#include "lockstep/grad/detail/backward_report.hpp"
+#include "lockstep/grad/model.hpp"
+
+namespace lockstep::detail {
+
+/// Names the buckets to a communicator that finds out later what became of them (Labelled); nothing for the
+/// others. The names are made once for each plan.
+template <class Comm>
+class BucketLabels {
+ public:
+  template <class Buckets>
+  void name([[maybe_unused]] const Buckets& buckets,
+            [[maybe_unused]] const std::vector<NamedTensor>& parameters) {
+    if constexpr (Labelled<Comm>) {
+      labels_.clear();
+      for (std::size_t b = 0; b < buckets.size(); ++b)
+        labels_.push_back(
+            std::make_shared<const std::string>(fmt::format("bucket {} of {}, with {}", b + 1, buckets.size(),
+                                                            parameter_list(buckets.members(b), parameters))));
+    }
+  }
+
+  /// While one lives, what is sent is that bucket.
+  class Use {
+   public:
+    Use(Comm& comm, const std::shared_ptr<const std::string>& label) : comm_(comm) {
+      if constexpr (Labelled<Comm>) comm_.label(label);
+    }
+    ~Use() {
+      if constexpr (Labelled<Comm>) comm_.label(nullptr);
+    }
+    Use(const Use&) = delete;
+    Use& operator=(const Use&) = delete;
+
+   private:
+    Comm& comm_;
+  };
+  [[nodiscard]] Use use(Comm& comm, std::size_t bucket) const {
+    return Use(comm, labels_.empty() ? nullptr : labels_[bucket]);
+  }
+
+ private:
+  std::vector<std::shared_ptr<const std::string>> labels_;
+};
+
+}  // namespace lockstep::detail

@@ -1,0 +1,35 @@
+#pragma once
+
+#include <cstddef>
+#include <vector>
+
+#include "lockstep/grad/ddp_options.hpp"
+#include "lockstep/grad/detail/bucket_plan.hpp"
+#include "lockstep/grad/model.hpp"
+
+namespace lockstep::detail {
+
+/// Where Python does not keep to any limit in the first reduction, none.
+inline std::vector<std::size_t> caps_at_first(const DdpOptions& options) {
+  const bool searches = options.find_unused_parameters && !options.static_graph;
+  const bool listed = options.bucket_caps.size() > 1 && options.bucket_caps != default_bucket_caps();
+  return searches || listed ? options.bucket_caps : std::vector<std::size_t>{};
+}
+
+/// Bytes, dtype and device of each parameter, by which buckets are filled.
+inline std::vector<ParameterSize> sizes_of(const std::vector<NamedTensor>& parameters,
+                                           const std::vector<char>& sparse, const DelayedBuckets& delayed) {
+  std::vector<ParameterSize> sizes;
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    const at::Tensor& tensor = parameters[i].tensor;
+    sizes.push_back({static_cast<std::size_t>(tensor.numel()) * tensor.element_size(),
+                     static_cast<int>(tensor.scalar_type()),
+                     static_cast<int>(tensor.device().type()) * 256 + tensor.device().index(), sparse[i] != 0,
+                     false});
+  }
+  for (const auto& bucket : delayed.buckets)
+    for (const std::size_t i : bucket) sizes[i].delayed = true;
+  return sizes;
+}
+
+}  // namespace lockstep::detail

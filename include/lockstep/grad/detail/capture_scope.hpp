@@ -1,0 +1,29 @@
+#pragma once
+
+#include <utility>
+
+#include "lockstep/detail/process_wide.hpp"
+
+namespace lockstep::detail {
+
+/// While it lives, what this thread asks of a device is recorded into a graph and not done yet: no value of
+/// the device is to be read.
+class CaptureScope {
+ public:
+  CaptureScope() : before_(std::exchange(on(), true)) {}
+  CaptureScope(const CaptureScope&) = delete;
+  CaptureScope& operator=(const CaptureScope&) = delete;
+  ~CaptureScope() { on() = before_; }
+
+  [[nodiscard]] static bool active() { return on(); }
+
+ private:
+  LOCKSTEP_PROCESS_WIDE static bool& on() {
+    static thread_local bool on = false;
+    return on;
+  }
+
+  bool before_;
+};
+
+}  // namespace lockstep::detail

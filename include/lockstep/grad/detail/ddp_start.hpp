@@ -1,0 +1,92 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <concepts>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "lockstep/comm/communicator.hpp"
+#include "lockstep/comm/detail/same_options.hpp"
+#include "lockstep/error.hpp"
+#include "lockstep/grad/ddp_options.hpp"
+#include "lockstep/grad/detail/broadcast_list.hpp"
+#include "lockstep/grad/detail/delayed_buckets.hpp"
+#include "lockstep/grad/detail/device_check.hpp"
+#include "lockstep/grad/detail/float_types.hpp"
+#include "lockstep/grad/detail/watched_parameters.hpp"
+#include "lockstep/grad/hooks/hook.hpp"
+#include "lockstep/grad/model.hpp"
+#include "lockstep/grad/same_model.hpp"
+
+namespace lockstep::detail {
+
+/// The tensors of a model that DistributedDataParallel sees.
+struct SeenModel {
+  ModelTensors tensors;
+  std::vector<NamedTensor> trained;  ///< the parameters that require grad
+  std::vector<char> sparse;          ///< which of those have sparse gradients
+};
+
+/// Throws UsageError for options that are wrong, whatever other ranks have.
+template <class M>
+SeenModel look_at(M& model, const DdpOptions& options) {
+  const auto& caps = options.bucket_caps;
+  if (caps.empty() || std::find(caps.begin(), caps.end(), 0) != caps.end())
+    throw UsageError("bucket_caps must hold at least one size in bytes, each greater than 0");
+  SeenModel seen{without_ignored(tensors_of(model), options.ignored), {}, {}};
+  if (options.device) check_device(seen.tensors.parameters, *options.device);
+  for (const NamedTensor& item : seen.tensors.parameters) {
+    if (!item.tensor.requires_grad()) continue;
+    seen.trained.push_back(item);
+    seen.sparse.push_back(seen.tensors.sparse.contains(item.tensor.unsafeGetTensorImpl()));
+  }
+  if (options.param_dtype) require_float_type("DdpOptions::param_dtype", *options.param_dtype);
+  if (options.buffer_dtype) require_float_type("DdpOptions::buffer_dtype", *options.buffer_dtype);
+  for (std::size_t i = 0; options.param_dtype && i < seen.trained.size(); ++i)
+    if (seen.sparse[i])
+      throw UsageError(
+          fmt::format("the gradient of parameter '{}' is sparse, which DdpOptions::param_dtype does not "
+                      "bring to the parameter's own type: build its layer without sparse gradients",
+                      seen.trained[i].name));
+  static_cast<void>(delayed_buckets(seen.trained, seen.sparse, options.delayed));
+  return seen;
+}
+
+inline void require_some(const std::vector<NamedTensor>& trained) {
+  if (trained.empty())
+    throw UsageError(
+        "DistributedDataParallel got a model without a parameter that requires grad; there is nothing "
+        "to train");
+}
+
+/// Compares options and models of all ranks and, unless the options say that they are equal, gives every rank
+/// rank 0's parameters and buffers. Collective. Throws one and the same error on every rank.
+template <class Comm, class Hook>
+void start_alike(const SeenModel& seen, const DdpOptions& options, const Hook& hook, Comm& comm) {
+  const auto& [tensors, trained, sparse] = seen;
+  std::vector<std::string> names;
+  for (std::size_t i = 0; i < trained.size(); ++i)
+    if (sparse[i]) names.push_back(trained[i].name);
+  if (const auto text = option_difference(shared_options(options, hook, names), comm))
+    throw MismatchError("the ranks reduce gradients unlike: " + *text +
+                        "; give every rank the same model, DdpOptions and hook");
+  if (options.init_sync) check_same_model(tensors.parameters, tensors.buffers, comm);
+  if (trained.empty()) return;  // an error of the caller's
+  for (std::size_t i = 0; i < trained.size(); ++i)
+    if (sparse[i] && !std::same_as<Hook, AllReduceHook>)
+      throw UsageError(
+          fmt::format("the gradient of parameter '{}' is sparse, which communication hooks do not take: "
+                      "build its layer without sparse gradients, or use the plain reduction",
+                      trained[i].name));
+  if (!options.init_sync) return;
+  std::vector<at::Tensor> all;
+  for (const auto* list : {&tensors.parameters, &tensors.buffers})
+    for (const NamedTensor& item : *list) all.push_back(item.tensor);
+  BroadcastList(std::move(all)).run(comm, 0);
+}
+
+}  // namespace lockstep::detail

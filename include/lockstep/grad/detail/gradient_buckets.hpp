@@ -1,0 +1,287 @@
+#pragma once
+
+#include <ATen/ScalarOps.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/div.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/mul.h>
+#include <ATen/ops/view_as_real.h>
+#include <fmt/format.h>
+
+#include <functional>
+#include <limits>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "lockstep/comm/communicator.hpp"
+#include "lockstep/error.hpp"
+#include "lockstep/grad/ddp_options.hpp"
+#include "lockstep/grad/detail/bucket_plan.hpp"
+#include "lockstep/grad/detail/poison_check.hpp"
+#include "lockstep/grad/hooks/hook.hpp"
+#include "lockstep/grad/model.hpp"
+
+namespace lockstep::detail {
+
+/// How gradients enter and leave the buckets.
+struct BucketStyle {
+  GradientStorage storage = GradientStorage::in_bucket;
+  /// What they are divided by on the way in; 1 where a communication hook averages.
+  int divisor = 1;
+  /// A type other than the parameter's that they may come in.
+  std::optional<at::ScalarType> low_precision_type = std::nullopt;
+};
+
+/// Gives a bucket's memory: a tensor [length], uninitialised, with the dtype and the device of `like`.
+using BucketMemory = std::function<at::Tensor(std::int64_t length, const at::Tensor& like)>;
+
+/// What the communicator has for its buffers, and LibTorch's own where it has nothing.
+template <class Comm>
+BucketMemory bucket_memory([[maybe_unused]] Comm& comm) {
+  if constexpr (Buffered<Comm>)
+    return [&comm](std::int64_t length, const at::Tensor& like) { return comm.empty_buffer(length, like); };
+  else
+    return [](std::int64_t length, const at::Tensor& like) { return at::empty({length}, like.options()); };
+}
+
+/// The memory of the buckets, and the gradients in it.
+///
+/// A slot is a gradient's place: a tensor with the layout that autograd gives the gradient (the parameter's
+/// where that is dense, else contiguous) over the bucket's memory. It is made by `set_`, so that autograd
+/// does not know it as a view: `zero_grad(false)` detaches gradients in place, which views refuse. The bucket
+/// of a sparse parameter is that parameter alone, and has no memory.
+class GradientBuckets {
+ public:
+  /// Elements behind the last bucket, in which the counts of samples ride.
+  static constexpr std::int64_t tail = 2;
+
+  /// With GradientStorage::bucket_view, gradients that exist move into their bucket views; if `adoptable` is
+  /// given, parameter i's gradient moves only if it is the tensor `(*adoptable)[i]`.
+  GradientBuckets(const std::vector<NamedTensor>& parameters, const std::vector<ParameterSize>& sizes,
+                  const BucketPlan& plan, BucketStyle style, const BucketMemory& memory,
+                  const std::vector<at::Tensor>* adoptable = nullptr)
+      : parameters_(&parameters),
+        sizes_(&sizes),
+        style_(style),
+        slots_(parameters.size()),
+        rows_(parameters.size()),
+        bucket_of_(parameters.size()) {
+    for (const auto& members : plan) add(members, plan.size(), memory);
+    if (style_.storage == GradientStorage::bucket_view)
+      for (std::size_t i = 0; i < parameters.size(); ++i)
+        if (slots_[i].defined() &&
+            (!adoptable || parameters[i].tensor.mutable_grad().is_same((*adoptable)[i])))
+          adopt(i);
+    for (std::size_t b = 0; b < plan.size(); ++b)
+      for (const std::size_t i : plan[b])
+        if (slots_[i].defined() && slots_[i].numel() > 0) last_slot_ = i;
+    for (const at::Tensor& slot : slots_)
+      if (slot.defined()) poison_check_.add(slot);
+  }
+
+  [[nodiscard]] std::size_t size() const { return buckets_.size(); }
+  /// The bucket as communication hooks see it.
+  [[nodiscard]] GradientBucket& operator[](std::size_t bucket) { return buckets_[bucket].gradients; }
+  [[nodiscard]] const std::vector<std::size_t>& members(std::size_t bucket) const {
+    return buckets_[bucket].gradients.parameters;
+  }
+  [[nodiscard]] bool sparse(std::size_t bucket) const { return (*sizes_)[members(bucket)[0]].sparse; }
+  [[nodiscard]] bool empty(std::size_t bucket) const {
+    return !sparse(bucket) && buckets_[bucket].gradients.flat.numel() == 0;
+  }
+  [[nodiscard]] std::size_t bucket_of(std::size_t parameter) const { return bucket_of_[parameter]; }
+  /// A bucket's memory with the tail behind it.
+  [[nodiscard]] const at::Tensor& with_tail(std::size_t bucket) const { return buckets_[bucket].with_tail; }
+
+  /// Puts the gradient of a parameter into its slot, multiplied by `weight`, or where that is undefined
+  /// divided where the style says so: `scaled` is false where something else divides later. `attach` is false
+  /// where no backward has come to it: what is there of earlier counts, but keeps memory of its own, and the
+  /// reduction leaves it as it is where that is so on every rank. A gradient that there is not counts as
+  /// zeros. Throws GradientError where the gradient cannot lie there.
+  ///
+  /// With GradientStorage::bucket_view a gradient that no backward has reached is attached too, as in Python:
+  /// the reduction averages it in place, which at three ranks and more may change its last bit. A reduction
+  /// of sums that are still to be divided by a count has no counterpart in Python: it leaves such a gradient
+  /// as it is.
+  ///
+  /// The default multiplies by the reciprocal in every case, and delayed ones are divided: that is Python's
+  /// arithmetic, and at three ranks a division's bits are others.
+  void take(std::size_t i, const at::Tensor& weight, bool scaled, bool attach) {
+    const NamedTensor& parameter = (*parameters_)[i];
+    at::Tensor& grad = parameter.tensor.mutable_grad();
+    if ((*sizes_)[i].sparse) return take_sparse(i, grad, scaled);
+    at::Tensor& slot = slots_[i];
+    if (!grad.defined()) {
+      slot.zero_();
+      return;
+    }
+    if (style_.storage == GradientStorage::bucket_view && scaled && !weight.defined()) attach = true;
+    const bool divide = !weight.defined() && scaled && style_.divisor != 1;
+    const Bucket& bucket = buckets_[bucket_of_[i]];
+    if (lies_in(grad, slot)) {
+      if (!attach) grad = grad.clone();
+      if (weight.defined()) slot.mul_(weight);
+      if (!divide) return;
+      if (style_.storage == GradientStorage::bucket_view || bucket.delayed)
+        slot.div_(bucket.divisor);
+      else
+        slot.mul_(bucket.factor);
+      return;
+    }
+    if (grad.layout() != at::kStrided)
+      throw GradientError(fmt::format(
+          "the gradient of parameter {} '{}' is {}, which is known beforehand of Embedding and "
+          "EmbeddingBag made with sparse(true) alone; build its layer with dense gradients",
+          i, parameter.name, grad.is_sparse() ? "sparse" : "of a layout without strides (CSR, mkldnn)"));
+    const bool narrower =
+        grad.scalar_type() != slot.scalar_type() && grad.scalar_type() == style_.low_precision_type;
+    if ((grad.scalar_type() != slot.scalar_type() && !narrower) || grad.device() != slot.device() ||
+        grad.sizes() != slot.sizes())
+      throw GradientError(
+          fmt::format("the gradient of parameter {} '{}' has another dtype, device or shape than the "
+                      "parameter had when DistributedDataParallel was made; convert the model before",
+                      i, parameter.name));
+    // An operator between a short type and a number would round to the short type.
+    if (narrower || (!weight.defined() && !divide)) slot.copy_(grad);
+    const at::Tensor& from = narrower ? slot : grad;
+    if (weight.defined())
+      at::mul_out(slot, from, weight);
+    else if (divide && bucket.delayed)
+      at::div_out(slot, from, bucket.divisor);
+    else if (divide)
+      at::mul_out(slot, from, bucket.factor);
+    if (attach && style_.storage != GradientStorage::separate) grad = slot;
+  }
+
+  /// Makes what the reduction has left in the slot the parameter's gradient.
+  void give(std::size_t i) {
+    at::Tensor& grad = (*parameters_)[i].tensor.mutable_grad();
+    const at::Tensor& slot = slots_[i];
+    if (style_.storage != GradientStorage::separate) {
+      if (!grad.defined() || !lies_in(grad, slot)) grad = slot;
+    } else if (grad.defined() && grad.scalar_type() == slot.scalar_type()) {
+      grad.copy_(slot);
+    } else {
+      grad = at::empty_like(slot).copy_(slot);
+    }
+  }
+  /// The same for a sparse one.
+  void give(std::size_t i, const at::Tensor& sum) { (*parameters_)[i].tensor.mutable_grad() = sum; }
+
+  /// What this rank adds to a sparse sum, once: undefined where it has no gradient.
+  [[nodiscard]] at::Tensor rows(std::size_t i) { return std::exchange(rows_[i], at::Tensor()); }
+
+  /// Multiplies all of a bucket; by 0 also what is not a number.
+  void scale(std::size_t bucket, double factor) {
+    at::Tensor& flat = buckets_[bucket].gradients.flat;
+    factor == 0 ? flat.zero_() : flat.mul_(factor);
+  }
+
+  /// Marks a slot as without a gradient: not-a-number survives every sum, so all ranks find it.
+  void poison(std::size_t i) {
+    if (slots_[i].defined()) slots_[i].fill_(std::numeric_limits<double>::quiet_NaN());
+  }
+
+  /// Whether a slot may be poisoned on some rank, once the buckets are reduced.
+  [[nodiscard]] bool maybe_poisoned() const { return poison_check_.any(); }
+
+  /// The slot with at least one element that is reduced last; none where all parameters are sparse or empty.
+  [[nodiscard]] std::optional<std::size_t> last_slot() const { return last_slot_; }
+
+ private:
+  struct Bucket {
+    GradientBucket gradients;
+    at::Tensor with_tail;
+    at::Tensor divisor, factor;  // the style's divisor, and 1 / divisor
+    bool delayed = false;
+  };
+
+  void add(const std::vector<std::size_t>& members, std::size_t count, const BucketMemory& memory) {
+    // Parameters may be in a short type when buckets are rebuilt.
+    const auto type = static_cast<at::ScalarType>((*sizes_)[members.at(0)].dtype);
+    const at::Tensor first = at::empty({0}, (*parameters_)[members[0]].tensor.options().dtype(type));
+    Bucket bucket;
+    bucket.gradients.index = buckets_.size();
+    bucket.gradients.count = count;
+    bucket.gradients.parameters = members;
+    for (const std::size_t i : members) bucket_of_[i] = buckets_.size();
+    if (!(*sizes_)[members[0]].sparse) {
+      bucket.delayed = (*sizes_)[members[0]].delayed;
+      std::int64_t length = 0;
+      for (const std::size_t i : members) length += (*parameters_)[i].tensor.numel();
+      bucket.with_tail = memory(length + tail, first);
+      const auto storage = bucket.with_tail.storage();
+      bucket.gradients.flat = at::empty({0}, first.options()).set_(storage, 0, {length});
+      // Gloo knows no complex numbers: they travel as pairs of real ones.
+      if (first.is_complex()) bucket.gradients.flat = at::view_as_real(bucket.gradients.flat).view({-1});
+      bucket.divisor = number_for(first, style_.divisor);
+      bucket.factor = number_for(first, 1.0 / style_.divisor);
+      std::int64_t offset = 0;
+      for (const std::size_t i : members) {
+        const at::Tensor& parameter = (*parameters_)[i].tensor;
+        at::Tensor slot = at::empty({0}, first.options());
+        if (parameter.is_non_overlapping_and_dense())
+          slot.set_(storage, offset, parameter.sizes(), parameter.strides());
+        else
+          slot.set_(storage, offset, parameter.sizes());
+        slots_[i] = slot;
+        bucket.gradients.gradients.push_back(std::move(slot));
+        offset += parameter.numel();
+      }
+    }
+    buckets_.push_back(std::move(bucket));
+  }
+
+  /// Python moves a gradient that exists when the buckets are made into them; from then on it is divided in
+  /// place.
+  void adopt(std::size_t i) {
+    at::Tensor& grad = (*parameters_)[i].tensor.mutable_grad();
+    if (!grad.defined() || grad.is_sparse() || grad.sizes() != slots_[i].sizes()) return;
+    slots_[i].copy_(grad);
+    grad = slots_[i];
+  }
+
+  void take_sparse(std::size_t i, const at::Tensor& grad, bool scaled) {
+    rows_[i].reset();
+    if (!grad.defined()) return;
+    if (!grad.is_sparse() || grad.sparse_dim() != 1)
+      throw GradientError(fmt::format(
+          "the gradient of parameter {} '{}' was expected to be sparse in its first dimension, as "
+          "an Embedding made with sparse(true) has it; let nothing else use that parameter",
+          i, (*parameters_)[i].name));
+    // Not in place: where no rank has used the parameter its gradient stays as it is.
+    rows_[i] = scaled && style_.divisor != 1 ? grad.div(style_.divisor) : grad;
+  }
+
+  /// A number as Python multiplies and divides with it: a double that takes the dtype of the gradient. Where
+  /// rounding it beforehand changes nothing, that spares the conversion each time.
+  [[nodiscard]] static at::Tensor number_for(const at::Tensor& like, double value) {
+    const at::Tensor number = at::native::wrapped_scalar_tensor(value);
+    const at::ScalarType type = like.scalar_type();
+    if (!like.is_cpu() || !at::isFloatingType(type)) return number;
+    const at::Tensor typed = number.to(type);
+    const bool same = type == at::kFloat || type == at::kDouble || typed.item<double>() == value;
+    return same ? typed : number;
+  }
+
+  static bool lies_in(const at::Tensor& grad, const at::Tensor& slot) {
+    return grad.is_same(slot) ||
+           (grad.layout() == at::kStrided && grad.const_data_ptr() == slot.const_data_ptr() &&
+            grad.numel() > 0 && grad.sizes() == slot.sizes() && grad.strides() == slot.strides() &&
+            grad.scalar_type() == slot.scalar_type());
+  }
+
+  const std::vector<NamedTensor>* parameters_;
+  const std::vector<ParameterSize>* sizes_;
+  BucketStyle style_;
+  std::vector<Bucket> buckets_;
+  std::vector<at::Tensor> slots_;
+  std::vector<at::Tensor> rows_;  // of sparse gradients, by parameter
+  std::vector<std::size_t> bucket_of_;
+  std::optional<std::size_t> last_slot_;
+  PoisonCheck poison_check_;
+};
+
+}  // namespace lockstep::detail

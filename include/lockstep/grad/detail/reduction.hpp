@@ -1,0 +1,416 @@
+#pragma once
+
+#include <ATen/ScalarOps.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/full.h>
+#include <ATen/record_function.h>
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <concepts>
+#include <cstdint>
+#include <exception>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "lockstep/comm/communicator.hpp"
+#include "lockstep/comm/detail/own_error.hpp"
+#include "lockstep/grad/ddp_options.hpp"
+#include "lockstep/grad/ddp_report.hpp"
+#include "lockstep/grad/detail/backward_report.hpp"
+#include "lockstep/grad/detail/bucket_labels.hpp"
+#include "lockstep/grad/detail/bucket_limits.hpp"
+#include "lockstep/grad/detail/bucket_plan.hpp"
+#include "lockstep/grad/detail/capture_scope.hpp"
+#include "lockstep/grad/detail/delayed_buckets.hpp"
+#include "lockstep/grad/detail/gradient_buckets.hpp"
+#include "lockstep/grad/detail/sparse_reduction.hpp"
+#include "lockstep/grad/detail/usage_exchange.hpp"
+#include "lockstep/grad/hooks/hook.hpp"
+#include "lockstep/grad/model.hpp"
+
+namespace lockstep::detail {
+
+/// What travels in one reduction, in which order and how it is waited for: the buckets through the
+/// communication hook, rows of sparse gradients, who took part, and the counts of samples.
+///
+/// The collectives of a reduction are the same on every rank, in the same order: the counts, where they do
+/// not ride behind the last bucket; the dense buckets by index; then who took part, where that is asked; and
+/// while the buckets are waited for, the sparse ones by index.
+template <class Comm, class Hook>
+class BucketReduction {
+  using Clock = ReductionTimes::Clock;
+  using Handle =
+      decltype(std::declval<Hook&>().start(std::declval<Comm&>(), std::declval<GradientBucket&>()));
+
+ public:
+  BucketReduction(const std::vector<NamedTensor>& parameters, const std::vector<char>& sparse, Comm& comm,
+                  Hook hook, const DdpOptions& options)
+      : parameters_(parameters),
+        comm_(comm),
+        hook_(std::move(hook)),
+        options_(options),
+        delayed_(delayed_buckets(parameters, sparse, options.delayed)),
+        sizes_(sizes_of(parameters, sparse, delayed_)),
+        used_(parameters.size(), true) {
+    use(with_delayed(plan_by_registration(sizes_, caps_at_first(options)), delayed_));
+    asks_usage_ = options.find_unused_parameters || options.static_graph;
+    if (asks_usage_ || !Hook::propagates_nan)
+      usage_.emplace(asks_usage_ ? parameters.size() : 0, parameters[0].tensor.device());
+  }
+
+  [[nodiscard]] BucketPlan plan() const {
+    BucketPlan plan;
+    for (std::size_t b = 0; b < buckets_->size(); ++b) plan.push_back(buckets_->members(b));
+    return plan;
+  }
+  [[nodiscard]] Comm& comm() { return comm_; }
+  [[nodiscard]] Hook& hook() { return hook_; }
+  [[nodiscard]] double total_count() const { return total_count_; }
+
+  /// Throws UsageError if this rank's count is so large that its sum over the ranks might be rounded.
+  void check_count(double count) const {
+    if (count <= largest_float_count || !counts_ride() ||
+        sizes_[*buckets_->last_slot()].dtype != static_cast<int>(at::kFloat))
+      return;
+    throw UsageError(fmt::format(
+        "rank {}: backward_sum got the count {} in one reduction, but counts that travel with float32 "
+        "gradients are exact up to {} per rank: divide the sum and the count by the same number",
+        comm_.rank(), count, largest_float_count));
+  }
+
+  /// Begins a reduction; with a count its gradients are sums over that many, and are divided by the sum of
+  /// all ranks' counts.
+  void open(std::optional<double> count) {
+    counts_ = count.has_value();
+    rides_ = counts_ && counts_ride();
+    weight_.reset();
+    for (std::size_t b = 0; b < buckets_->size(); ++b) pending_[b] = buckets_->members(b).size();
+    next_ = 0;
+    bytes_before_ = bytes();
+    hook_error_ = nullptr;
+    begun_ = true;
+    times.backward = times.first_launch = Clock::now();
+    if (counts_ && !rides_) weigh_first(*count);
+  }
+
+  /// Puts a gradient into its bucket, or marks it as missing there.
+  void take(std::size_t i, bool seen) {
+    buckets_->take(i, weight_, !counts_, seen);
+    --pending_[buckets_->bucket_of(i)];
+  }
+  void poison(std::size_t i) {
+    buckets_->poison(i);
+    --pending_[buckets_->bucket_of(i)];
+  }
+  void poison_last() {
+    if (const auto last = buckets_->last_slot()) buckets_->poison(*last);
+  }
+
+  /// Launches the buckets whose turn it is, all but the last.
+  void launch_ready() {
+    while (next_ < last_bucket_ && pending_[next_] == 0) launch(next_++);
+  }
+
+  /// Launches what is left; `seen` says which parameters have a gradient here.
+  void launch_rest(double count, const std::vector<char>& seen, bool failed) {
+    times.gradients = Clock::now();
+    failed_ = failed;
+    while (next_ < buckets_->size()) {
+      if (rides_ && next_ == last_bucket_)
+        launch_with_count(next_++, count);
+      else
+        launch(next_++);
+    }
+    if (Hook::propagates_nan && asks_usage_) ask_usage(seen);
+  }
+
+  /// Waits for all of it; false where no rank can have poisoned or flagged anything.
+  bool wait(const std::exception_ptr& failure, std::size_t iteration, const std::vector<char>& seen) {
+    // After a throw here the peers get a moment to arrive and learn of it, and no more: the error must be
+    // seen.
+    const auto deadline = Clock::now() + std::chrono::seconds(2);
+    const auto finish = [&](auto& work) {
+      if (failure)
+        work.synchronize(std::max(std::chrono::milliseconds(0),
+                                  std::chrono::ceil<std::chrono::milliseconds>(deadline - Clock::now())));
+      else
+        work.wait();
+    };
+    bool flagged = false;
+    for (std::size_t b = 0; b < works_.size(); ++b) {
+      try {
+        if (works_[b]) finish(*works_[b]);
+        if (buckets_->sparse(b)) flagged = sum_sparse(b, finish) || flagged;
+      } catch (const TimeoutError& error) {
+        give_up(failure);
+        if constexpr (Labelled<Comm>) throw;  // it names the bucket itself, which need not be this one
+        throw TimeoutError(fmt::format("{} (bucket {} of {}, with {}, in backward {})", error.what(), b + 1,
+                                       works_.size(), parameter_list(buckets_->members(b), parameters_),
+                                       iteration + 1));
+      } catch (const CommunicationError&) {
+        throw;  // nothing works any more
+      } catch (...) {
+        // The hook's own: the other buckets are on their way, and must have come before their memory is used.
+        if (!hook_error_) hook_error_ = std::current_exception();
+      }
+      works_[b].reset();
+    }
+    // A hook that tells the others nothing by what it sends has told them nothing of its errors either. No
+    // exchange fits into a capture, which ends with the error.
+    if (!Hook::propagates_nan && !CaptureScope::active()) {
+      failed_ = failed_ || hook_error_;
+      ask_usage(seen);
+    } else if (hook_error_) {
+      // The others may have sound averages, and step.
+      telling_own_error([&] { std::rethrow_exception(hook_error_); },
+                        [&] {
+                          if (!CaptureScope::active())
+                            abort_for_others(
+                                comm_, fmt::format("the communication hook '{}' threw: ", hook_.name()));
+                        });
+    }
+    try {
+      if (usage_ && usage_->work()) {
+        finish(*usage_->work());
+        usage_->read();
+        flagged = flagged || usage_->failed();
+      }
+    } catch (const TimeoutError&) {
+      give_up(failure);
+      throw;
+    }
+    times.end = Clock::now();
+    // A rank alone knows what it has poisoned. A step that is captured has shown before that every rank has
+    // every gradient.
+    if (comm_.size() == 1)
+      flagged = flagged || failed_;
+    else if (Hook::propagates_nan && !CaptureScope::active())
+      flagged = flagged || buckets_->maybe_poisoned();
+    // What has come by now may be what an abort has left behind, where errors come later than results.
+    if constexpr (requires { comm_.check_error(); }) comm_.check_error();
+    return flagged;
+  }
+
+  /// Makes the averages the parameters' gradients.
+  void give() {
+    if (counts_) divide_by_counts();
+    if (asks_usage_) {
+      for (std::size_t i = 0; i < parameters_.size(); ++i) used_[i] = usage_->used(i);
+      // That was the first in which anything was used: it holds for all.
+      if (options_.static_graph)
+        asks_usage_ = std::none_of(used_.begin(), used_.end(), [](char used) { return used != 0; });
+    }
+    for (std::size_t i = 0; i < parameters_.size(); ++i) {
+      if (!used_[i]) continue;
+      if (sizes_[i].sparse)
+        buckets_->give(i, std::exchange(sparse_sums_[i], {}));
+      else
+        buckets_->give(i);
+    }
+    ++reductions_;
+    begun_ = false;
+    bytes_last_ = bytes() - bytes_before_;
+  }
+
+  void drop() {
+    // What nobody has waited for goes on, in memory that nobody must use again.
+    const bool under_way =
+        std::any_of(works_.begin(), works_.end(), [](const auto& work) { return work.has_value(); });
+    if (under_way) use(plan());
+    if (usage_) usage_->drop();
+    if constexpr (StatefulHook<Hook>)
+      if (begun_) hook_.rollback();
+    begun_ = false;
+  }
+
+  /// What a hook has thrown in this reduction while it was waited for.
+  [[nodiscard]] const std::exception_ptr& hook_error() const { return hook_error_; }
+  /// Whether any rank used the parameter when that was last asked.
+  [[nodiscard]] bool used_anywhere(std::size_t i) const { return asks_usage_ || used_[i]; }
+
+  /// Makes the buckets anew, filled in this order. `adoptable`, if not null: see GradientBuckets.
+  void rebuild(const std::vector<std::size_t>& ready_order, const std::vector<at::Tensor>* adoptable) {
+    use(with_delayed(plan_by_ready_order(sizes_, ready_order, options_.bucket_caps), delayed_), adoptable);
+    if constexpr (StatefulHook<Hook>) hook_.reset();
+  }
+
+  [[nodiscard]] DdpReport report() const {
+    const auto seconds = [](Clock::time_point from, Clock::time_point to) {
+      return std::max(0.0, std::chrono::duration<double>(to - from).count());
+    };
+    DdpReport report;
+    report.reductions = reductions_;
+    report.hook = std::string(hook_.name());
+    for (std::size_t b = 0; b < buckets_->size(); ++b) {
+      BucketReport bucket;
+      bucket.parameters = buckets_->members(b);
+      bucket.sparse = buckets_->sparse(b);
+      for (const std::size_t i : bucket.parameters)
+        if (!bucket.sparse) bucket.bytes += sizes_[i].bytes;
+      bucket.launched = seconds(times.backward, launched_[b]);
+      report.buckets.push_back(std::move(bucket));
+    }
+    if (reductions_ == 0) return report;
+    if (times.forward != Clock::time_point{}) report.forward = seconds(times.forward, times.backward);
+    report.backward = seconds(times.backward, times.gradients);
+    report.communication = seconds(times.first_launch, times.end);
+    report.overlap = seconds(times.first_launch, std::min(times.gradients, times.end));
+    report.bytes = bytes_last_;
+    report.bytes_so_far = bytes();
+    return report;
+  }
+
+  ReductionTimes times;
+
+ private:
+  void use(const BucketPlan& plan, const std::vector<at::Tensor>* adoptable = nullptr) {
+    buckets_.emplace(
+        parameters_, sizes_, plan,
+        BucketStyle{options_.gradients, Hook::predivides ? comm_.size() : 1, options_.param_dtype},
+        bucket_memory(comm_), adoptable);
+    works_.clear();
+    works_.resize(plan.size());
+    pending_.resize(plan.size());
+    launched_.assign(plan.size(), {});
+    sparse_sums_.resize(parameters_.size());
+    const auto last = buckets_->last_slot();
+    last_bucket_ = last ? buckets_->bucket_of(*last) : 0;
+    labels_.name(*buckets_, parameters_);
+  }
+
+  void launch(std::size_t b) {
+    if (buckets_->sparse(b) || buckets_->empty(b)) return;
+    note_launch(b);
+    RECORD_FUNCTION("lockstep::reduce_bucket", std::vector<c10::IValue>());
+    GradientBucket& bucket = (*buckets_)[b];
+    bucket.iteration = reductions_;
+    const auto naming = labels_.use(comm_, b);
+    // The others wait for what the hook would have sent, and nobody but the hook knows what that is.
+    telling_own_error([&] { works_[b].emplace(hook_.start(comm_, bucket)); },
+                      [&] {
+                        abort_for_others(
+                            comm_, fmt::format("the communication hook '{}' threw for bucket {} of {}: ",
+                                               hook_.name(), b + 1, buckets_->size()));
+                      });
+  }
+  void note_launch(std::size_t b) {
+    const bool first =
+        std::none_of(works_.begin(), works_.end(), [](const auto& work) { return bool(work); });
+    launched_[b] = Clock::now();
+    if (first) times.first_launch = launched_[b];
+  }
+
+  /// Counts ride behind the last bucket as two numbers, count / 2^16 and the remainder. In float32 their sums
+  /// over 256 ranks are exact: whole numbers up to 2^24 are. Among more ranks, in narrower types, and where a
+  /// hook may do what it likes with the bucket, counts travel first and alone, in float64.
+  [[nodiscard]] bool counts_ride() const {
+    if (!std::same_as<Hook, AllReduceHook> || !buckets_->last_slot()) return false;
+    const auto type = sizes_[*buckets_->last_slot()].dtype;
+    return (type == static_cast<int>(at::kFloat) && comm_.size() <= 256) ||
+           type == static_cast<int>(at::kDouble);
+  }
+  static constexpr double count_unit = 65536;
+  static constexpr double largest_float_count = count_unit * 65536;
+
+  void launch_with_count(std::size_t b, double count) {
+    if constexpr (std::same_as<Hook, AllReduceHook>) {
+      note_launch(b);
+      RECORD_FUNCTION("lockstep::reduce_bucket", std::vector<c10::IValue>());
+      const at::Tensor& flat = buckets_->with_tail(b);
+      const double high = std::floor(count / count_unit);
+      at::Tensor tail = flat.narrow(0, flat.numel() - GradientBuckets::tail, GradientBuckets::tail);
+      tail[0].fill_(high);
+      tail[1].fill_(count - high * count_unit);
+      counted_tail_ = std::move(tail);
+      const auto naming = labels_.use(comm_, b);
+      works_[b].emplace(comm_.all_reduce(flat, ReduceOp::sum));
+      extra_bytes_ += sent_bytes_of(flat.nbytes());
+    }
+  }
+
+  /// A hook that casts, and a narrow type, hold means where sums would overflow: so that the total is known
+  /// before the first gradient goes into its bucket.
+  void weigh_first(double count) {
+    at::Tensor sum =
+        at::full({1}, count, at::TensorOptions(at::kDouble).device(parameters_[0].tensor.device()));
+    comm_.all_reduce(sum, ReduceOp::sum).synchronize();
+    extra_bytes_ += sent_bytes_of(sum.nbytes());
+    total_count_ = sum.template item<double>();
+    weight_ = at::native::wrapped_scalar_tensor(mean_factor());
+  }
+  /// What makes a sum over this rank's samples its part of what the reduction adds up, or averages.
+  [[nodiscard]] double mean_factor() const {
+    return total_count_ == 0 ? 0 : (Hook::predivides ? 1.0 : comm_.size()) / total_count_;
+  }
+
+  void divide_by_counts() {
+    if (rides_) {
+      const at::Tensor numbers = std::exchange(counted_tail_, {}).to(at::kDouble).cpu();
+      total_count_ = numbers[0].item<double>() * count_unit + numbers[1].item<double>();
+    }
+    // Where nothing was counted anywhere there is nothing to step along, whatever the sums are.
+    const bool nothing = total_count_ == 0;
+    if (rides_ || nothing)
+      for (std::size_t b = 0; b < buckets_->size(); ++b)
+        if (!buckets_->sparse(b) && !buckets_->empty(b)) buckets_->scale(b, mean_factor());
+    for (at::Tensor& sum : sparse_sums_)
+      if (sum.defined()) sum.mul_(mean_factor());
+    if constexpr (StatefulHook<Hook>)
+      if (nothing) hook_.rollback();
+  }
+
+  void ask_usage(const std::vector<char>& seen) {
+    usage_->start(comm_, seen, failed_);
+    extra_bytes_ += sent_bytes_of(usage_->bytes());
+  }
+
+  template <class Finish>
+  bool sum_sparse(std::size_t b, const Finish& finish) {
+    const std::size_t i = buckets_->members(b)[0];
+    const at::Tensor& parameter = parameters_[i].tensor;
+    SparseSum sum = sum_rows(comm_, buckets_->rows(i), parameter, failed_, finish);
+    sparse_sums_[i] = std::move(sum.sum);
+    extra_bytes_ += sent_bytes_of(sum.bytes);
+    return sum.flagged;
+  }
+
+  void give_up(const std::exception_ptr& failure) {
+    if (!failure) return;
+    comm_.abort(first_line(failure));
+    throw;  // the timeout, which the reducer replaces by the failure
+  }
+
+  [[nodiscard]] std::uint64_t bytes() const { return hook_.wire_bytes() + extra_bytes_; }
+  [[nodiscard]] std::uint64_t sent_bytes_of(std::size_t bytes) const { return comm_.size() > 1 ? bytes : 0; }
+
+  const std::vector<NamedTensor>& parameters_;
+  Comm& comm_;
+  Hook hook_;
+  const DdpOptions& options_;
+  DelayedBuckets delayed_;
+  std::vector<ParameterSize> sizes_;
+  std::optional<GradientBuckets> buckets_;
+  std::vector<std::optional<Handle>> works_;
+  BucketLabels<Comm> labels_;
+  std::vector<std::size_t> pending_;  // gradients still to come, by bucket
+  std::vector<Clock::time_point> launched_;
+  std::vector<at::Tensor> sparse_sums_;  // by parameter
+  std::optional<UsageExchange<Comm>> usage_;
+  std::vector<char> used_;  // on any rank, by parameter
+  at::Tensor weight_;       // of each sum, a number, where the counts travelled first
+  at::Tensor counted_tail_;
+  double total_count_ = 0;
+  std::size_t next_ = 0;         // the bucket to launch next
+  std::size_t last_bucket_ = 0;  // the last dense one that is not empty: launched by `launch_rest` alone
+  std::size_t reductions_ = 0;
+  std::uint64_t extra_bytes_ = 0, bytes_before_ = 0, bytes_last_ = 0;
+  std::exception_ptr hook_error_;
+  bool begun_ = false, counts_ = false, rides_ = false, failed_ = false, asks_usage_ = false;
+};
+
+}  // namespace lockstep::detail

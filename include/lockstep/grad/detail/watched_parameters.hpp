@@ -1,0 +1,94 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <fmt/format.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <string>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+#include "lockstep/error.hpp"
+#include "lockstep/grad/detail/graph_search.hpp"
+#include "lockstep/grad/model.hpp"
+
+namespace lockstep::detail {
+
+/// The tensors of a model without those that are named in `ignored`. Throws UsageError for a name that there
+/// is not.
+inline ModelTensors without_ignored(ModelTensors tensors, const std::vector<std::string>& ignored) {
+  for (const std::string& name : ignored) {
+    const auto named = [&](const NamedTensor& item) { return item.name == name; };
+    if (std::erase_if(tensors.parameters, named) + std::erase_if(tensors.buffers, named) == 0)
+      throw UsageError(
+          fmt::format("DdpOptions::ignored names '{}', and the model has no such parameter or buffer", name));
+  }
+  return tensors;
+}
+
+/// Finds parameters that were added, replaced, frozen or unfrozen after DistributedDataParallel was made.
+class WatchedParameters {
+ public:
+  WatchedParameters() = default;
+  WatchedParameters(const std::vector<NamedTensor>& parameters, std::vector<std::string> ignored)
+      : parameters_(parameters), ignored_(std::move(ignored)) {
+    for (const NamedTensor& parameter : parameters_) {
+      trained_.push_back(parameter.tensor.requires_grad());
+      known_.insert(parameter.tensor.unsafeGetTensorImpl());
+    }
+  }
+
+  /// Before the backward of `losses`. `list` gives the parameters that the model has now: it allocates, and
+  /// is asked at the first backward, and where the losses depend on a leaf that was not seen before; what a
+  /// re-entrant backward reaches is not seen. Throws UsageError that names the parameter.
+  template <class List>
+  void check(at::ArrayRef<at::Tensor> losses, List&& list) {
+    for (std::size_t i = 0; i < parameters_.size(); ++i)
+      if (parameters_[i].tensor.requires_grad() != (trained_[i] != 0))
+        throw UsageError(fmt::format(
+            "parameter '{}' was {} after DistributedDataParallel was made, which averages the gradients of "
+            "those that required grad then: make it anew",
+            parameters_[i].name, trained_[i] ? "frozen" : "unfrozen"));
+    const bool stranger = finds_stranger(losses);
+    if (std::exchange(asked_, true) && !stranger) return;
+    for (const NamedTensor& parameter : list())
+      if (!known_.contains(parameter.tensor.unsafeGetTensorImpl()) &&
+          std::find(ignored_.begin(), ignored_.end(), parameter.name) == ignored_.end()) {
+        strangers_.clear();  // it is one again in the next backward
+        asked_ = false;
+        throw UsageError(
+            fmt::format("parameter '{}' was added or replaced after DistributedDataParallel was made, so "
+                        "that its gradient "
+                        "would not be averaged: make DistributedDataParallel after the model is whole",
+                        parameter.name));
+      }
+  }
+
+ private:
+  // Leaves that are not the model's, such as an input that requires grad, are found once each.
+  bool finds_stranger(at::ArrayRef<at::Tensor> losses) {
+    search_.run(losses);
+    bool found = false;
+    for (const torch::autograd::Node* end : search_.ends()) {
+      const auto* leaf = dynamic_cast<const torch::autograd::AccumulateGrad*>(end);
+      if (!leaf || known_.contains(leaf->variable.unsafeGetTensorImpl())) continue;
+      if (strangers_.size() >= 1024) strangers_.clear();
+      found = strangers_.emplace(leaf->variable.getIntrusivePtr()).second || found;
+    }
+    return found;
+  }
+
+  std::vector<NamedTensor> parameters_;
+  std::vector<std::string> ignored_;
+  std::vector<char> trained_;
+  std::unordered_set<const c10::TensorImpl*> known_;
+  // Weak references keep the addresses of those that are gone from coming back as other tensors'.
+  std::unordered_set<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> strangers_;
+  GraphSearch search_;
+  bool asked_ = false;
+};
+
+}  // namespace lockstep::detail

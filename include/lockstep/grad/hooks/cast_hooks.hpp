@@ -1,0 +1,202 @@
+#pragma once
+
+#include <cstdint>
+#include <string_view>
+#include <utility>
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/ScalarType.h>
+
+#include "lockstep/grad/detail/float_types.hpp"
+#include "lockstep/grad/detail/hooks/phased_reduction.hpp"
+#include "lockstep/grad/detail/hooks/scratch.hpp"
+#include "lockstep/grad/hooks/hook.hpp"
+
+namespace lockstep::detail {
+
+/// The sum of a bucket in a narrower dtype, under way.
+template <class Work>
+struct CastReduction : PhasedReduction<CastReduction<Work>> {
+  CastReduction(Work work, at::Tensor flat, at::Tensor narrowed, int divisor)
+      : work(std::move(work)), flat(std::move(flat)), narrowed(std::move(narrowed)), divisor(divisor) {}
+
+  template <class Wait>
+  void finish(Wait&& wait) {
+    wait(work);
+    if (divisor != 1) narrowed.div_(divisor);
+    if (!narrowed.is_same(flat)) flat.copy_(narrowed);
+  }
+
+  Work work;
+  at::Tensor flat, narrowed;
+  int divisor;  // of the sum
+};
+
+/// Whether gradients are divided by the number of ranks before they are added, or their sum is.
+enum class Division { before_sum, after_sum };
+
+/// Casts a bucket to `type`, divides by the number of ranks there, sums, and casts back: the arithmetic of
+/// torch.distributed.algorithms.ddp_comm_hooks, to the bit (default_hooks, or mixed_precision_hooks, which
+/// divide the sum). `bytes` counts what is sent.
+template <class Comm>
+CastReduction<typename Comm::Work> start_cast(Comm& comm, const GradientBucket& bucket, at::ScalarType type,
+                                              Scratch& scratch, std::uint64_t& bytes,
+                                              Division division = Division::before_sum) {
+  at::Tensor narrowed = bucket.flat;
+  if (type != bucket.flat.scalar_type()) {
+    narrowed = scratch.get(bucket.index, bucket.flat.sizes(),
+                           bucket.flat.options().dtype(type).requires_grad(false));
+    narrowed.copy_(bucket.flat);
+  }
+  if (division == Division::before_sum) narrowed.div_(comm.size());
+  bytes += sent_bytes(comm, narrowed);
+  return {comm.all_reduce(narrowed, ReduceOp::sum), bucket.flat, narrowed,
+          division == Division::after_sum ? comm.size() : 1};
+}
+
+}  // namespace lockstep::detail
+
+namespace lockstep {
+
+/// Gradients travel as bfloat16, with the arithmetic of Python's bf16_compress_hook: cast, divided by the
+/// number of ranks, summed, cast back. Half the bytes of float32 and all of its range, with 8 bits of
+/// precision. Each addition of the sum rounds to these 8 bits: at many ranks, take Bf16Fp32Hook.
+class Bf16Hook {
+ public:
+  static constexpr bool predivides = false;
+  static constexpr bool propagates_nan = true;
+  /// A graph can hold it; see CapturedStep.
+  static constexpr bool capturable = true;
+
+  template <Reducing Comm>
+  auto start(Comm& comm, const GradientBucket& bucket) {
+    return detail::start_cast(comm, bucket, at::kBFloat16, scratch_, wire_bytes_);
+  }
+
+  [[nodiscard]] std::string_view name() const { return "bf16"; }
+  /// 2 n for each bucket of n elements.
+  [[nodiscard]] std::uint64_t wire_bytes() const { return wire_bytes_; }
+
+ private:
+  detail::Scratch scratch_;
+  std::uint64_t wire_bytes_ = 0;
+};
+
+/// Gradients travel as float16, with the arithmetic of Python's fp16_compress_hook: cast, divided by the
+/// number of ranks, summed, cast back. Half the bytes of float32. What is above 65504 becomes infinite, and
+/// what is below 6e-8 zero: scale the loss, or take Bf16Hook.
+class Fp16Hook {
+ public:
+  static constexpr bool predivides = false;
+  static constexpr bool propagates_nan = true;
+  /// A graph can hold it; see CapturedStep.
+  static constexpr bool capturable = true;
+
+  template <Reducing Comm>
+  auto start(Comm& comm, const GradientBucket& bucket) {
+    return detail::start_cast(comm, bucket, at::kHalf, scratch_, wire_bytes_);
+  }
+
+  [[nodiscard]] std::string_view name() const { return "fp16"; }
+  /// 2 n for each bucket of n elements.
+  [[nodiscard]] std::uint64_t wire_bytes() const { return wire_bytes_; }
+
+ private:
+  detail::Scratch scratch_;
+  std::uint64_t wire_bytes_ = 0;
+};
+
+/// Gradients are added in a type of one's own, and the sum is divided there: reduce_dtype of Python's
+/// _MixedPrecision, which goes with DdpOptions::param_dtype. A sum of float16 overflows where the mean would
+/// not: Fp16Hook divides first.
+class ReduceDtypeHook {
+ public:
+  static constexpr bool predivides = false;
+  static constexpr bool propagates_nan = true;
+  /// A graph can hold it; see CapturedStep.
+  static constexpr bool capturable = true;
+
+  /// Throws UsageError for a type in which one cannot add.
+  explicit ReduceDtypeHook(at::ScalarType type) : type_(type) {
+    detail::require_float_type("the type of a ReduceDtypeHook", type);
+  }
+
+  template <Reducing Comm>
+  auto start(Comm& comm, const GradientBucket& bucket) {
+    return detail::start_cast(comm, bucket, type_, scratch_, wire_bytes_, detail::Division::after_sum);
+  }
+
+  [[nodiscard]] std::string_view name() const { return "reduce_dtype"; }
+  [[nodiscard]] HookSettings settings() const { return {{"dtype", c10::toString(type_)}}; }
+  /// The bytes of the type for each element of each bucket.
+  [[nodiscard]] std::uint64_t wire_bytes() const { return wire_bytes_; }
+
+ private:
+  at::ScalarType type_;
+  detail::Scratch scratch_;
+  std::uint64_t wire_bytes_ = 0;
+};
+
+/// bfloat16 on the wire, float32 in the sum: each rank gets one share of the elements from all (all_to_all),
+/// adds them in float32 in the order of the ranks, divides by their number, and gives the mean to all
+/// (all_gather). An element is so rounded to bfloat16 twice, however many ranks there are, and its bits do
+/// not depend on the bucket it lies in, nor on its place there.
+class Bf16Fp32Hook {
+ public:
+  static constexpr bool predivides = false;
+  static constexpr bool propagates_nan = true;
+
+  template <class Comm>
+  requires Reducing<Comm> && Gathering<Comm>
+  auto start(Comm& comm, const GradientBucket& bucket) {
+    const auto ranks = static_cast<std::int64_t>(comm.size());
+    const std::int64_t length = bucket.flat.numel(), share = (length + ranks - 1) / ranks;
+    const auto options = bucket.flat.options().dtype(at::kBFloat16).requires_grad(false);
+    const at::Tensor shares = mine_.get(bucket.index, {ranks, share}, options);
+    const at::Tensor received = received_.get(bucket.index, {ranks, share}, options);
+    const at::Tensor line = shares.view(-1);
+    line.narrow(0, 0, length).copy_(bucket.flat);
+    line.narrow(0, length, ranks * share - length).zero_();
+    wire_bytes_ += detail::sent_bytes(comm, shares);
+    return Sum<Comm>(comm.all_to_all(received, shares), *this, comm, bucket.flat, shares, received);
+  }
+
+  [[nodiscard]] std::string_view name() const { return "bf16_fp32"; }
+  /// 2 (ranks + 1) ceil(n / ranks) for each bucket of n elements.
+  [[nodiscard]] std::uint64_t wire_bytes() const { return wire_bytes_; }
+
+ private:
+  template <class Comm>
+  struct Sum : detail::PhasedReduction<Sum<Comm>> {
+    Sum(typename Comm::Work work, Bf16Fp32Hook& hook, Comm& comm, at::Tensor flat, at::Tensor shares,
+        at::Tensor received)
+        : exchange(std::move(work)),
+          hook(&hook),
+          comm(&comm),
+          flat(std::move(flat)),
+          shares(std::move(shares)),
+          received(std::move(received)) {}
+
+    template <class Wait>
+    void finish(Wait&& wait) {
+      wait(exchange);
+      at::Tensor sum = received[0].to(at::kFloat);
+      for (std::int64_t rank = 1; rank < received.size(0); ++rank) sum.add_(received[rank]);
+      const at::Tensor mean = sum.div_(comm->size()).to(at::kBFloat16);
+      hook->wire_bytes_ += detail::sent_bytes(*comm, mean);
+      auto gather = comm->all_gather(shares, mean);
+      wait(gather);
+      flat.copy_(shares.view(-1).narrow(0, 0, flat.numel()));
+    }
+
+    typename Comm::Work exchange;
+    Bf16Fp32Hook* hook;
+    Comm* comm;
+    at::Tensor flat, shares, received;
+  };
+
+  detail::Scratch mine_, received_;
+  std::uint64_t wire_bytes_ = 0;
+};
+
+}  // namespace lockstep

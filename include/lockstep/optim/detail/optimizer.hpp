@@ -1,0 +1,246 @@
+#pragma once
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/grad_mode.h>
+#include <c10/core/GradMode.h>
+#include <fmt/format.h>
+#include <torch/optim/optimizer.h>
+
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "lockstep/error.hpp"
+#include "lockstep/grad/model.hpp"
+#include "lockstep/optim/detail/active.hpp"
+#include "lockstep/optim/detail/state_archive.hpp"
+#include "lockstep/optim/options.hpp"
+
+namespace lockstep::detail {
+
+using ParameterGroups = std::vector<torch::optim::OptimizerParamGroup>;
+
+inline std::string parameter_text(const at::Tensor& parameter, std::size_t index, std::size_t group) {
+  std::string sizes;
+  for (const std::int64_t size : parameter.sizes())
+    sizes += (sizes.empty() ? "" : ", ") + std::to_string(size);
+  return fmt::format("parameter {} of group {} ({} [{}])", index, group, dtype_name(parameter.scalar_type()),
+                     sizes);
+}
+
+/// Throws UsageError for what no optimizer can step.
+inline void check_parameters(const char* optimizer, const ParameterGroups& groups) {
+  std::unordered_map<const c10::TensorImpl*, std::size_t> seen;
+  for (std::size_t g = 0; g < groups.size(); ++g)
+    for (std::size_t i = 0; i < groups[g].params().size(); ++i) {
+      const at::Tensor& parameter = groups[g].params()[i];
+      const auto refuse = [&](const std::string& why) {
+        throw UsageError(fmt::format("{}: {} {}", optimizer, parameter_text(parameter, i, g), why));
+      };
+      if (!parameter.defined())
+        throw UsageError(
+            fmt::format("{}: parameter {} of group {} is undefined: leave it out", optimizer, i, g));
+      if (!parameter.is_leaf())
+        refuse("is no leaf: pass what the module registered, not what was made of it");
+      const auto [place, is_new] = seen.emplace(parameter.unsafeGetTensorImpl(), g);
+      if (!is_new && place->second == g)
+        refuse("is in that group twice and would be stepped twice: use unique_parameters(module)");
+      if (!is_new) refuse(fmt::format("is in group {}, too: leave it in one", place->second));
+    }
+  if (seen.empty())
+    throw UsageError(
+        fmt::format("{} got no parameters: pass those of a model, such as model->parameters()", optimizer));
+}
+
+/// What SGD and Adam share: groups with options of type GroupOptions<Options>, a State for each parameter,
+/// and archives of LibTorch's form whose keys are the parameters' places instead of addresses.
+///
+/// Derived gives `step_group(const Options&, Active<State>&, const StepScale&)`, called with autograd off and
+/// each kind of group, and `prepare(const Options&, const at::Tensor& parameter, State&)`, which makes what
+/// is missing of a state.
+template <class Derived, class State, class Options>
+class GroupedOptimizer : public torch::optim::Optimizer, public ScaledStep {
+ public:
+  /// Steps every parameter that has a gradient. `closure`, where given, computes the loss first, which is
+  /// returned. Throws GradientError, naming the parameter, for a gradient that cannot be used.
+  at::Tensor step(LossClosure closure = nullptr) override {
+    at::Tensor loss;
+    if (closure) {
+      const at::AutoGradMode with_gradients(true);
+      loss = closure();
+    }
+    step_groups({});
+    return loss;
+  }
+
+  /// Whether every group is fused.
+  [[nodiscard]] bool takes_scale() override {
+    for (std::size_t g = 0; g < param_groups_.size(); ++g)
+      if (options_of(g).implementation != Implementation::fused) return false;
+    return true;
+  }
+  /// The step of a GradScaler, without any wait for the device. Needs Implementation::fused in every group,
+  /// or throws UsageError.
+  void step_scaled(const StepScale& scale) override {
+    for (std::size_t g = 0; g < param_groups_.size(); ++g)
+      if (scale.given() && options_of(g).implementation != Implementation::fused)
+        throw UsageError(
+            fmt::format("{}: only a fused step takes a scale, and group {} is not fused: set "
+                        ".implementation = Implementation::fused, or unscale the gradients first",
+                        Derived::name, g));
+    step_groups(scale);
+  }
+
+  /// Adds parameters that none of the groups has, with options of their own or the defaults.
+  void add_param_group(const torch::optim::OptimizerParamGroup& group) {
+    ParameterGroups all(param_groups_);
+    all.push_back(group);
+    checked(all, static_cast<const GroupOptions<Options>&>(*defaults_).values);
+    Optimizer::add_param_group(group);
+    keep_options(group, param_groups_.size() - 1);
+    own_rate(param_groups_.size() - 1);
+  }
+
+  /// Throws UsageError where a graph would repeat numbers of the host: each group has to be fused, with its
+  /// rate in a tensor on the parameters' device.
+  void check_capturable() {
+    for (std::size_t g = 0; g < param_groups_.size(); ++g) {
+      const Options& options = options_of(g);
+      const at::Device device = param_groups_[g].params().at(0).device();
+      if (options.implementation != Implementation::fused || !options.lr_tensor.defined() ||
+          options.lr_tensor.device() != device)
+        throw UsageError(
+            fmt::format("{}: group {} cannot be captured, since a graph would repeat its rate: set "
+                        ".implementation = Implementation::fused, and lr_tensor to a tensor of one element "
+                        "on {}",
+                        Derived::name, g, device.str()));
+    }
+  }
+
+  /// Of a group, as they are now.
+  [[nodiscard]] Options& options(std::size_t group = 0) { return options_of(group); }
+
+  /// Writes groups, options and states in LibTorch's form, by the parameters' places.
+  void save(torch::serialize::OutputArchive& archive) const override {
+    write_optimizer<Options>(archive, *this);
+  }
+  /// Reads what save wrote, for the same groups of parameters. Throws CheckpointError, and changes nothing,
+  /// where they differ.
+  void load(torch::serialize::InputArchive& archive) override {
+    auto loaded = read_optimizer<State, Options>(archive, *this, Derived::name);
+    const at::NoGradGuard no_grad;
+    for (std::size_t g = 0; g < param_groups_.size(); ++g) {
+      auto& kept = dynamic_cast<GroupOptions<Options>&>(param_groups_[g].options());
+      loaded.options[g].implementation = kept.values.implementation;
+      loaded.options[g].lr_tensor = kept.values.lr_tensor;
+      kept.values = loaded.options[g];
+      kept.set_lr(kept.values.lr);
+      for (std::size_t i = 0; i < param_groups_[g].params().size(); ++i) {
+        const at::Tensor& parameter = param_groups_[g].params()[i];
+        state_.erase(parameter.unsafeGetTensorImpl());
+        if (!loaded.states[g][i]) continue;
+        State::each_tensor(*loaded.states[g][i], [&](const char*, at::Tensor& tensor, bool like_parameter) {
+          if (tensor.defined() && like_parameter) tensor = tensor.to(parameter.device());
+        });
+        state_[parameter.unsafeGetTensorImpl()] = std::move(loaded.states[g][i]);
+      }
+    }
+  }
+
+ protected:
+  GroupedOptimizer(ParameterGroups groups, const Options& defaults)
+      : Optimizer(checked(groups, defaults), std::make_unique<GroupOptions<Options>>(defaults)) {
+    for (std::size_t g = 0; g < groups.size(); ++g) keep_options(groups[g], g);
+    for (std::size_t g = 1; g < param_groups_.size(); ++g) own_rate(g);
+  }
+  GroupedOptimizer(std::vector<at::Tensor> parameters, const Options& defaults)
+      : GroupedOptimizer(one_group(std::move(parameters)), defaults) {}
+
+ private:
+  // LibTorch 2.15 gives a group the defaults in place of options of a type that it does not know; 2.6 does
+  // not.
+  void keep_options(const torch::optim::OptimizerParamGroup& given, std::size_t group) {
+    if (given.has_options()) param_groups_[group].set_options(given.options().clone());
+  }
+
+  // Each group has a rate of its own, also where several begin with one tensor, such as the defaults'.
+  void own_rate(std::size_t group) {
+    at::Tensor& rate = options_of(group).lr_tensor;
+    for (std::size_t g = 0; g < group && rate.defined(); ++g)
+      if (rate.is_same(options_of(g).lr_tensor)) rate = rate.clone();
+  }
+
+  static ParameterGroups one_group(std::vector<at::Tensor> parameters) {
+    ParameterGroups groups;
+    groups.emplace_back(std::move(parameters));
+    return groups;
+  }
+
+  static const ParameterGroups& checked(const ParameterGroups& groups, const Options& defaults) {
+    check_parameters(Derived::name, groups);
+    for (std::size_t g = 0; g < groups.size(); ++g) {
+      if (groups[g].has_options() && !dynamic_cast<const GroupOptions<Options>*>(&groups[g].options()))
+        throw UsageError(fmt::format(
+            "{}: group {} has another optimizer's options: make it with parameter_group", Derived::name, g));
+      const Options& options = groups[g].has_options()
+                                   ? dynamic_cast<const GroupOptions<Options>&>(groups[g].options()).values
+                                   : defaults;
+      options.check(g);
+      if (options.implementation != Implementation::fused) continue;
+      for (std::size_t i = 0; i < groups[g].params().size(); ++i) {
+        const at::Tensor& parameter = groups[g].params()[i];
+        if (!at::isFloatingType(parameter.scalar_type()) || !parameter.is_non_overlapping_and_dense())
+          throw UsageError(fmt::format(
+              "{}: a fused step takes parameters of floating dtypes without gaps, and not {}: choose "
+              "another implementation",
+              Derived::name, parameter_text(parameter, i, g)));
+      }
+    }
+    return groups;
+  }
+
+  Options& options_of(std::size_t group) {
+    auto* options = dynamic_cast<GroupOptions<Options>*>(&param_groups_.at(group).options());
+    if (options == nullptr)
+      throw UsageError(
+          fmt::format("{}: group {} has another optimizer's options: make it with parameter_group",
+                      Derived::name, group));
+    return options->values;
+  }
+
+  void step_groups(const StepScale& scale) {
+    const at::NoGradGuard no_grad;
+    for (std::size_t g = 0; g < param_groups_.size(); ++g) {
+      const Options& options = options_of(g);
+      // A state's tensors and the parameters are changed in place: nothing here is autograd's business, and
+      // calling past it saves a third of what an operator on a small tensor costs.
+      const at::AutoDispatchBelowADInplaceOrView below_autograd;
+      active_.clear();
+      for (std::size_t i = 0; i < param_groups_[g].params().size(); ++i) {
+        const at::Tensor& parameter = param_groups_[g].params()[i];
+        const at::Tensor& gradient = parameter.grad();
+        if (!gradient.defined()) continue;
+        if (const char* why = Derived::refusal(options, gradient))
+          throw GradientError(
+              fmt::format("{}: the gradient of {} {}", Derived::name, parameter_text(parameter, i, g), why));
+        auto& slot = state_[parameter.unsafeGetTensorImpl()];
+        if (!slot) slot = std::make_unique<State>();
+        auto* state = static_cast<State*>(slot.get());
+        Derived::prepare(options, parameter, *state);
+        active_.add(parameter, gradient, state);
+      }
+      if (active_.size() == 0) continue;
+      static_cast<Derived&>(*this).step_group(options, active_, scale);
+      // What autograd would have done, so that a graph from before the step is refused as ever.
+      for (const at::Tensor& parameter : active_.parameters)
+        if (!parameter.is_inference()) parameter.unsafeGetTensorImpl()->bump_version();
+    }
+    active_.clear();
+  }
+
+  Active<State> active_;
+};
+
+}  // namespace lockstep::detail

@@ -1,0 +1,113 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <fmt/format.h>
+#include <torch/serialize/archive.h>
+
+#include <cstdint>
+#include <cstring>
+#include <exception>
+#include <string>
+#include <string_view>
+#include <utility>
+
+#include "lockstep/comm/detail/own_error.hpp"
+#include "lockstep/error.hpp"
+#include "lockstep/train/detail/archive_check.hpp"
+
+namespace lockstep::detail {
+
+// Archives in memory, and what is read from them with a CheckpointError that names what is missing.
+
+/// The bytes of the file that the archive would be.
+inline std::string bytes_of(torch::serialize::OutputArchive& archive) {
+  std::string bytes;
+  archive.save_to([&](const void* data, std::size_t size) {
+    bytes.append(static_cast<const char*>(data), size);
+    return size;
+  });
+  return bytes;
+}
+
+/// Opens an archive whose tensors come to the CPU. Every file that lockstep reads as an archive is opened
+/// here. Throws CheckpointError where the bytes are damaged, c10::Error where they are another kind of
+/// archive.
+inline torch::serialize::InputArchive archive_of(std::string_view bytes) {
+  ArchiveCheck(bytes).run();
+  torch::serialize::InputArchive archive;
+  archive.load_from(bytes.data(), bytes.size(), at::kCPU);
+  return archive;
+}
+
+/// Returns `read()`. Errors of lockstep's name the file `origin`; any other exception becomes a
+/// CheckpointError: an archive may be whole and hold values that no reader expects.
+template <class Read>
+decltype(auto) reading_file(std::string_view origin, std::string_view bytes, Read&& read) {
+  try {
+    return std::forward<Read>(read)();
+  } catch (const CheckpointError& error) {
+    throw CheckpointError(fmt::format("'{}' ({} bytes): {}", origin, bytes.size(), error.what()));
+  } catch (const Error&) {
+    throw;
+  } catch (const std::exception& error) {
+    throw CheckpointError(
+        fmt::format("'{}' ({} bytes): it was written by something else, or for another model: {}", origin,
+                    bytes.size(), first_line(error)));
+  }
+}
+
+/// Bytes within an archive are a tensor.
+inline void write_bytes(torch::serialize::OutputArchive& archive, const std::string& key,
+                        std::string_view bytes) {
+  const at::Tensor tensor = at::empty({static_cast<std::int64_t>(bytes.size())}, at::kByte);
+  if (!bytes.empty()) std::memcpy(tensor.mutable_data_ptr(), bytes.data(), bytes.size());
+  archive.write(key, tensor, /*is_buffer=*/true);
+}
+
+[[noreturn]] inline void refuse_archive(const std::string& key) {
+  throw CheckpointError(fmt::format("the checkpoint has no \"{}\": it is damaged, or no checkpoint", key));
+}
+
+inline std::string read_bytes(torch::serialize::InputArchive& archive, const std::string& key) {
+  at::Tensor tensor;
+  if (!archive.try_read(key, tensor, /*is_buffer=*/true)) refuse_archive(key);
+  if (tensor.scalar_type() != at::kByte || !tensor.is_contiguous()) refuse_archive(key);
+  return {static_cast<const char*>(tensor.const_data_ptr()), static_cast<std::size_t>(tensor.numel())};
+}
+
+inline std::int64_t read_integer(torch::serialize::InputArchive& archive, const std::string& key) {
+  c10::IValue value;
+  if (!archive.try_read(key, value) || !value.isInt()) refuse_archive(key);
+  return value.toInt();
+}
+
+/// The length of a list, 0 or more.
+inline std::int64_t read_length(torch::serialize::InputArchive& archive, const std::string& key) {
+  const std::int64_t length = read_integer(archive, key);
+  if (length < 0) refuse_archive(key);
+  return length;
+}
+
+inline double read_number(torch::serialize::InputArchive& archive, const std::string& key) {
+  c10::IValue value;
+  if (!archive.try_read(key, value) || !value.isDouble()) refuse_archive(key);
+  return value.toDouble();
+}
+
+inline torch::serialize::InputArchive read_archive(torch::serialize::InputArchive& archive,
+                                                   const std::string& key) {
+  torch::serialize::InputArchive inner;
+  if (!archive.try_read(key, inner)) refuse_archive(key);
+  return inner;
+}
+
+/// Writes what `save(archive)` writes under a key of its own.
+template <class Save>
+void write_archive(torch::serialize::OutputArchive& archive, const std::string& key, Save&& save) {
+  torch::serialize::OutputArchive inner(archive.compilation_unit());
+  save(inner);
+  archive.write(key, inner);
+}
+
+}  // namespace lockstep::detail

@@ -1,0 +1,211 @@
+#pragma once
+
+#include <fmt/format.h>
+#include <torch/serialize/archive.h>
+
+#include <cstdint>
+#include <iterator>
+#include <optional>
+#include <utility>
+
+#include "lockstep/data/staging.hpp"
+#include "lockstep/error.hpp"
+#include "lockstep/train/detail/archive.hpp"
+#include "lockstep/train/detail/collective_forward_check.hpp"
+#include "lockstep/train/detail/epoch_partition.hpp"
+#include "lockstep/train/loss.hpp"
+#include "lockstep/train/stream.hpp"
+
+namespace lockstep::detail {
+
+// A micro-batch source gives this rank its micro-batches, step by step: `begin_epoch(e)`, then for each step `begin_step()`
+// and `next()` until that gives nothing. `last()` says whether the one just given is this rank's last in the
+// step, which is when gradients are reduced. `weigh` gives a loss its weight in the step. Feeds whose
+// `counts_beforehand` is true know all ranks' samples in every step. Between steps `save(archive)` writes
+// where the pass stands; `load` before `begin_epoch` makes that pass go on there.
+
+/// The batches of a loader, whose sampler knows what every rank has.
+template <class Loader>
+class LoaderMicroBatchSource {
+ public:
+  using Batch = typename Loader::Batch;
+  static constexpr bool counts_beforehand = true;
+  static constexpr bool repeats = true;
+
+  /// `loader` must outlive it. The ranks' samples of a pass are taken from its sampler, once before and once
+  /// after it has taken up the pass that `saved` is of, where that is given. The batches come to `device`.
+  template <class Group>
+  LoaderMicroBatchSource(Loader& loader, const c10::Device& device, std::int64_t batch_size,
+                         std::int64_t accumulate, const Group& group, torch::serialize::InputArchive* saved)
+      : loader_(loader), batches_(loader, device), whole_(share(batch_size, accumulate, group)) {
+    if (saved) loader_.sampler().load(*saved);
+    first_ = share(batch_size, accumulate, group);
+  }
+
+  /// Of a whole pass, and of the first.
+  [[nodiscard]] const EpochPartition& partition() const { return whole_.partition; }
+  [[nodiscard]] const EpochPartition& first_partition() const { return first_->partition; }
+
+  void begin_epoch(std::int64_t epoch) {
+    pass_.reset();
+    loader_.set_epoch(static_cast<std::size_t>(epoch));
+    now_ = first_ ? *std::exchange(first_, std::nullopt) : whole_;
+    step_ = -1;
+    given_ = 0;
+  }
+  /// Draws the first batch already: that comes before whatever else a step begins with, as in a loop by hand.
+  void begin_step() {
+    ++step_;
+    micro_ = 0;
+    micros_ = now_.partition.micro_batches(now_.own, step_);
+    if (micros_ > 0) draw();
+  }
+  Batch* next() {
+    if (micro_ == micros_) return nullptr;
+    if (micro_ > 0) draw();
+    samples_ = now_.partition.micro_size(now_.own, step_, micro_++);
+    given_ += static_cast<std::size_t>(samples_);
+    return &**pass_;
+  }
+  [[nodiscard]] bool last() const { return micro_ == micros_; }
+  void end_epoch() { pass_.reset(); }  // the workers stop
+
+  [[nodiscard]] LocalLoss weigh(const at::Tensor& mean, const Batch& batch) const {
+    return lockstep::weigh(mean, batch, samples_, now_.partition.divisor(samples_, step_));
+  }
+  [[nodiscard]] LocalLoss weigh(const Mean& mean, const Batch&) const { return lockstep::weigh(mean); }
+
+  /// Samples of all ranks in this step.
+  [[nodiscard]] double samples(int /*ranks*/) const {
+    return static_cast<double>(now_.partition.samples_in_step(step_));
+  }
+  /// Whether this rank had data in this step.
+  [[nodiscard]] bool had_data() const { return micros_ > 0; }
+
+  void save(torch::serialize::OutputArchive& archive) const { loader_.save(archive, given_); }
+
+ private:
+  struct Share {
+    EpochPartition partition;
+    std::int64_t own;  // samples of this rank
+  };
+  template <class Group>
+  Share share(std::int64_t batch_size, std::int64_t accumulate, const Group& group) const {
+    return {EpochPartition(samples_of_ranks(loader_.sampler(), group), batch_size, accumulate),
+            static_cast<std::int64_t>(loader_.sampler().size())};
+  }
+
+  void draw() {
+    if (pass_)
+      ++*pass_;
+    else
+      pass_.emplace(batches_.begin());
+    if (*pass_ == std::default_sentinel)
+      throw DataError(
+          fmt::format("the sampler ended before step {} of the epoch, of the {} samples that it announced",
+                      step_ + 1, now_.own));
+  }
+
+  Loader& loader_;
+  StagedBatches<Loader> batches_;
+  Share whole_;
+  std::optional<Share> first_;
+  Share now_ = whole_;
+  std::optional<StagedPass<Loader>> pass_;
+  std::size_t given_ = 0;  // samples of this rank in this pass
+  std::int64_t step_ = -1, micro_ = 0, micros_ = 0, samples_ = 0;
+};
+
+/// The batches of a stream. To know a rank's last micro-batch as such, the one after it is asked for first.
+/// `ForwardCheck` are told each turn before it is taken: CollectiveForwardCheck.
+template <BatchStream Stream, class ForwardCheck>
+class StreamMicroBatchSource {
+ public:
+  using Batch = BatchFrom<Stream>;
+  static constexpr bool counts_beforehand = false;
+  static constexpr bool repeats = RepeatableStream<Stream>;
+
+  /// `stream` must outlive it. A stream that can be read again is read up to where the pass that `saved` is
+  /// of stood; from any other the pass goes on with whatever comes. Throws CheckpointError for a pass of
+  /// another number of ranks.
+  StreamMicroBatchSource(Stream& stream, ForwardCheck check, std::int64_t accumulate, int ranks,
+                         torch::serialize::InputArchive* saved)
+      : stream_(stream), check_(std::move(check)), accumulate_(accumulate), ranks_(ranks) {
+    if (!saved) return;
+    if (const std::int64_t then = read_integer(*saved, "ranks"); then != ranks)
+      throw CheckpointError(fmt::format(
+          "the checkpoint is from the midst of a stream on {} ranks, and there are {} now: only an "
+          "end of an epoch can be taken up by others",
+          then, ranks));
+    if (repeats) skip_ = read_integer(*saved, "batches");
+  }
+
+  void begin_epoch(std::int64_t epoch) {
+    if constexpr (repeats) stream_.set_epoch(static_cast<std::size_t>(epoch));
+    ahead_.reset();
+    ended_ = false;
+    for (given_ = 0; given_ < skip_; ++given_) {
+      draw();
+      ahead_.reset();
+    }
+    skip_ = 0;
+  }
+  void begin_step() {
+    micro_ = 0;
+    samples_ = 0;
+  }
+  Batch* next() {
+    if (micro_ > 0 && last()) return nullptr;
+    if (!ahead_) draw();
+    batch_ = std::exchange(ahead_, std::nullopt);
+    if (batch_ && ++micro_ < accumulate_) draw();
+    check_.compare(!batch_ ? Turn::none : last() ? Turn::last_of_step : Turn::more);
+    if (!batch_) return nullptr;
+    ++given_;
+    if constexpr (Countable<Batch>) samples_ += static_cast<double>(samples_in(*batch_));
+    return &*batch_;
+  }
+  [[nodiscard]] bool last() const { return !ahead_; }
+  void end_epoch() { batch_.reset(); }
+
+  [[nodiscard]] LocalLoss weigh(const at::Tensor& mean, const Batch& batch) const {
+    return lockstep::weigh(mean, batch);
+  }
+  [[nodiscard]] LocalLoss weigh(const Mean& mean, const Batch&) const { return lockstep::weigh(mean); }
+
+  /// An estimate: as many on each rank.
+  [[nodiscard]] double samples(int ranks) const { return samples_ * ranks; }
+  [[nodiscard]] bool had_data() const { return micro_ > 0; }
+
+  void save(torch::serialize::OutputArchive& archive) const {
+    archive.write("ranks", c10::IValue(static_cast<std::int64_t>(ranks_)));
+    archive.write("batches", c10::IValue(given_));
+  }
+
+ private:
+  // A batch of no samples has no mean loss: it is passed over.
+  static bool empty(const Batch& batch) {
+    if constexpr (Countable<Batch>)
+      return samples_in(batch) == 0;
+    else
+      return false;
+  }
+  void draw() {
+    if (ended_) return;  // a stream that has said so is not asked again
+    do ahead_ = stream_.next();
+    while (ahead_ && empty(*ahead_));
+    ended_ = !ahead_;
+  }
+
+  Stream& stream_;
+  ForwardCheck check_;
+  std::int64_t accumulate_;
+  int ranks_;
+  std::int64_t skip_ = 0, given_ = 0;  // batches of this rank: of a resumed pass, and in this one
+  std::int64_t micro_ = 0;
+  double samples_ = 0;
+  std::optional<Batch> batch_, ahead_;
+  bool ended_ = false;
+};
+
+}  // namespace lockstep::detail

@@ -1,0 +1,176 @@
+#pragma once
+
+#include <ATen/core/grad_mode.h>
+#include <fmt/format.h>
+#include <torch/nn/module.h>
+#include <torch/optim/optimizer.h>
+#include <torch/serialize/archive.h>
+
+#include <filesystem>
+#include <optional>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "lockstep/grad/ddp_options.hpp"
+#include "lockstep/grad/hooks/hook.hpp"
+#include "lockstep/grad/model.hpp"
+#include "lockstep/log/log.hpp"
+#include "lockstep/optim/detail/sharded_state.hpp"
+#include "lockstep/train/checkpoint.hpp"
+#include "lockstep/train/detail/archive.hpp"
+#include "lockstep/train/detail/model_handle.hpp"
+#include "lockstep/train/detail/run_position.hpp"
+#include "lockstep/train/metrics.hpp"
+#include "lockstep/train/model_file.hpp"
+
+namespace lockstep::detail {
+
+/// The parts of a run that a checkpoint holds. `each_more(f)` calls `f(key, part)` for the others that are
+/// Checkpointed.
+template <class Ddp, class Comm, class EachMore>
+struct CheckpointedRun {
+  torch::nn::Module& model;
+  torch::optim::Optimizer& optimizer;
+  RunPosition& position;
+  Ddp& ddp;
+  Comm& comm;
+  const Log& log;
+  EachMore each_more;
+};
+// clang before 17 does not deduce those of an aggregate.
+template <class Ddp, class Comm, class EachMore>
+CheckpointedRun(torch::nn::Module&, torch::optim::Optimizer&, RunPosition&, Ddp&, Comm&, const Log&, EachMore)
+    -> CheckpointedRun<Ddp, Comm, EachMore>;
+
+/// The communication hook of a run; void where there is none.
+template <class Run>
+struct HookOfRun {
+  using type = void;
+};
+template <class Run>
+requires requires(Run& run) {
+  run.ddp.hook();
+}
+struct HookOfRun<Run> {
+  using type = std::remove_cvref_t<decltype(std::declval<Run&>().ddp.hook())>;
+};
+template <class Run>
+using HookOf = typename HookOfRun<Run>::type;
+
+/// What is this rank's own; inside an epoch with its loss so far and where its data stands, which a
+/// checkpoint that was loaded and not gone on with yet has told.
+template <class Run>
+RankState own_state(Run& run, BufferPolicy buffers, MeanMeter& meter,
+                    const SaveDataPosition& save_data_position_, const std::optional<RankState>& loaded) {
+  RankState state;
+  if (loaded) {
+    state.loss = loaded->loss;
+    state.data_position = loaded->data_position;
+  } else if (run.position.step_in_epoch > 0) {
+    state.loss = meter.total();
+    torch::serialize::OutputArchive archive;
+    save_data_position_(archive);
+    state.data_position = bytes_of(archive);
+  }
+  state.generator = default_generator_state();
+  if (const at::Device device = device_of(run.model); !device.is_cpu())
+    state.device_generator = default_generator_state(device);
+  if (buffers != BufferPolicy::from_rank_zero)
+    for (const NamedTensor& buffer : unique_buffers(run.model)) state.buffers.push_back(buffer.tensor);
+  if constexpr (StatefulHook<HookOf<Run>>) state.hook = run.ddp.hook().state();
+  return state;
+}
+
+/// `own_state()` returns this rank's RankState; what it throws on one rank, every rank throws.
+template <class Run, class OwnState>
+void write_checkpoint(Run run, const std::filesystem::path& path, OwnState&& own_state) {
+  std::string own;
+  on_every_rank(run.comm, [&] { own = own_state().bytes(); });
+  const std::vector<std::size_t> order = run.ddp.bucket_order();
+  if (auto* sharded = dynamic_cast<ShardedState*>(&run.optimizer)) sharded->consolidate(0);
+  const std::vector<std::string> ranks = gather_on_rank_zero(run.comm, std::move(own));
+  on_rank_zero_for_all(run.comm, [&] {
+    torch::serialize::OutputArchive archive;
+    CheckpointWriter writer(archive);
+    writer.add(checkpoint_model, run.model);
+    writer.add("optimizer", run.optimizer);
+    writer.add("position", run.position);
+    writer.add_ranks(ranks, order);
+    run.each_more([&](const std::string& key, const auto& part) { writer.add(key, part); });
+    write_whole(path, bytes_of(archive));
+    return std::string();
+  });
+}
+
+template <class Run>
+void take_hook_state(Run& run, const RankState& state) {
+  if constexpr (StatefulHook<HookOf<Run>>) {
+    if (state.hook)
+      run.ddp.hook().load_state(*state.hook);
+    else
+      run.log.warning("the checkpoint has nothing for the communication hook, which begins anew");
+  } else if (state.hook) {
+    run.log.warning("the checkpoint has the state of a communication hook that this trainer does not have");
+  }
+}
+
+/// Takes up where a run stood; its batches are the trainer's own, and rates its own where a schedule has
+/// others.
+inline void take_position(RunPosition& position, RunPosition saved, const Log& log) {
+  if (saved.batch_size != position.batch_size || saved.accumulate != position.accumulate)
+    log.warning("the checkpoint is of a run with batches of {} (accumulate {}), which goes on with {} ({})",
+                saved.batch_size, saved.accumulate, position.batch_size, position.accumulate);
+  saved.batch_size = position.batch_size;
+  saved.accumulate = position.accumulate;
+  if (saved.rates.size() != position.rates.size()) saved.rates = position.rates;
+  position = std::move(saved);
+}
+
+inline void take_buffers(const torch::nn::Module& model, const std::vector<at::Tensor>& saved) {
+  const std::vector<NamedTensor> buffers = unique_buffers(model);
+  const at::NoGradGuard no_grad;
+  for (std::size_t i = 0; i < saved.size() && i < buffers.size(); ++i)
+    at::Tensor(buffers[i].tensor).copy_(saved[i]);
+}
+
+/// Returns this rank's own state, or nothing where `path` does not exist on rank 0 and `required` is false.
+/// Collective; every rank throws the same CheckpointError. Model and position change last, when nothing can
+/// fail any more.
+template <class Run>
+std::optional<RankState> read_checkpoint(Run run, const std::filesystem::path& path, bool required) {
+  const std::string bytes = on_rank_zero_for_all(
+      run.comm, [&] { return required || std::filesystem::exists(path) ? read_whole(path) : std::string(); });
+  if (bytes.empty()) return std::nullopt;
+  // One part after the other on all ranks: the second may call collectives.
+  const auto on_all = [&](auto&& read) {
+    on_every_rank(run.comm, [&] { reading_file(path.string(), bytes, read); });
+  };
+  std::optional<CheckpointReader> reader;
+  std::vector<std::pair<at::Tensor, at::Tensor>> tensors;
+  RunPosition position;
+  RankState state;
+  on_all([&] {
+    auto model = reader.emplace(bytes).part(checkpoint_model);
+    tensors = matched_tensors(run.model, model);
+    reader->read("position", position);
+    state = state_of_rank<HookOf<Run>>(reader->ranks(), run.comm.rank(), run.comm.size());
+    reader->read("optimizer", run.optimizer);
+    run.each_more([&](const std::string& key, auto& part) { reader->read(key, part); });
+  });
+  on_all([&] {
+    if (const auto order = reader->bucket_order(); !order.empty()) run.ddp.set_bucket_order(order);
+    take_hook_state(run, state);
+    copy_tensors(tensors);
+    take_buffers(run.model, state.buffers);
+    if (state.generator.defined()) set_default_generator_state(state.generator);
+    // A run that went to another kind of device draws anew there.
+    if (const at::Device device = device_of(run.model); !device.is_cpu() && state.device_generator.defined())
+      set_default_generator_state(state.device_generator, device);
+    take_position(run.position, std::move(position), run.log);
+  });
+  return state;
+}
+
+}  // namespace lockstep::detail

@@ -1,0 +1,129 @@
+#pragma once
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <concepts>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "lockstep/comm/communicator.hpp"
+#include "lockstep/comm/detail/same_options.hpp"
+#include "lockstep/data/same_dataset.hpp"
+#include "lockstep/error.hpp"
+#include "lockstep/train/extras.hpp"
+#include "lockstep/train/stream.hpp"
+#include "lockstep/train/trainer_options.hpp"
+
+namespace lockstep::detail {
+
+/// Where a run that starts at some epoch and step ends.
+class RunLength {
+ public:
+  /// `steps_in_epoch` is nothing for a stream, whose length nobody knows. Throws DataError where there are
+  /// steps to do and no samples to do them with.
+  RunLength(const TrainerOptions& options, std::optional<std::int64_t> steps_in_epoch, std::int64_t epoch,
+            std::int64_t step)
+      : steps_in_epoch_(steps_in_epoch) {
+    if (options.steps)
+      last_step_ = step + *options.steps;
+    else
+      last_epoch_ = epoch + options.epochs.value_or(1);
+    if (steps_in_epoch == 0 && !reached(epoch, step))
+      throw DataError("the dataset has no samples to train on");
+  }
+
+  /// Whether `epoch` whole epochs and `step` steps, counted from the trainer's first, are enough.
+  [[nodiscard]] bool reached(std::int64_t epoch, std::int64_t step) const {
+    return last_epoch_ ? epoch >= *last_epoch_ : step >= *last_step_;
+  }
+  /// The epoch counted `epoch`, from 0, that starts after `step` steps; the last may be cut short. Of a
+  /// stream only the most steps that it may make are known, or -1, and no epochs after this one.
+  [[nodiscard]] EpochPlan plan(std::int64_t epoch, std::int64_t step) const {
+    if (last_epoch_) return {epoch, *last_epoch_, steps_in_epoch_.value_or(-1)};
+    const std::int64_t left = *last_step_ - step;
+    if (!steps_in_epoch_) return {epoch, epoch + 1, left};
+    return {epoch, epoch + (left + *steps_in_epoch_ - 1) / *steps_in_epoch_,
+            std::min(*steps_in_epoch_, left)};
+  }
+
+ private:
+  std::optional<std::int64_t> steps_in_epoch_, last_epoch_, last_step_;
+};
+
+// "26 samples an epoch", or where ranks differ "26 (2 ranks), 25 (1 rank) samples an epoch".
+inline std::string samples_text(const std::vector<std::size_t>& of_ranks) {
+  std::string text;
+  for (std::size_t i = 0, end = 0; i < of_ranks.size(); i = end) {
+    while (end < of_ranks.size() && of_ranks[end] == of_ranks[i]) ++end;
+    text += fmt::format("{}{}", text.empty() ? "" : ", ", of_ranks[i]);
+    if (end - i < of_ranks.size()) text += fmt::format(" ({} {})", end - i, end - i == 1 ? "rank" : "ranks");
+  }
+  return text + " samples an epoch";
+}
+
+/// Compares what each rank is about to do: `data`, and the options that say how. Collective. Throws one and
+/// the same MismatchError on every rank.
+template <Gathering C>
+void check_same_plan(const std::string& data, const TrainerOptions& options, C& comm) {
+  if (comm.size() == 1) return;
+  const auto number = [](const std::optional<std::int64_t>& given) {
+    return given ? std::to_string(*given) : "none";
+  };
+  const auto flag = [](bool on) { return on ? "true" : "false"; };
+  const auto text = option_difference({{"batch_size", std::to_string(options.batch_size)},
+                                       {"accumulate", std::to_string(options.accumulate)},
+                                       {"epochs", number(options.epochs)},
+                                       {"steps", number(options.steps)},
+                                       {"seed", std::to_string(options.seed)},
+                                       {"lr", options.lr ? fmt::format("{}", *options.lr) : "none"},
+                                       {"shuffle", flag(options.shuffle)},
+                                       {"drop_last", flag(options.drop_last)},
+                                       {"pad", flag(options.pad)},
+                                       {"compare_parameters", flag(options.compare_parameters)},
+                                       {"the data", data}},
+                                      comm);
+  if (text)
+    throw MismatchError(
+        fmt::format("the ranks would not train alike: {}; give every rank the same options, and a sampler "
+                    "that gives each "
+                    "the same number of samples or tells what each is given (CountingSampler), such as "
+                    "DistributedSampler",
+                    *text));
+}
+
+/// The same for a dataset: the same one on every rank, by its length and, where it lies in memory, by a
+/// fingerprint (others may draw their samples anew each time); and one notion of what each rank sees of it,
+/// so that no rank waits for another that has none left.
+template <Gathering C, Dataset D>
+void check_same_run(D& dataset, const std::vector<std::size_t>& samples_of_ranks,
+                    const TrainerOptions& options, C& comm) {
+  if (comm.size() == 1) return;
+  if constexpr (std::same_as<std::remove_cv_t<D>, TensorDataset>)
+    check_same_dataset(comm, dataset);
+  else
+    check_same_dataset(comm, dataset_size(dataset));
+  check_same_plan(samples_text(samples_of_ranks), options, comm);
+}
+
+/// Whether any rank says so. Collective.
+template <Gathering C>
+bool any_rank(bool here, C& comm) {
+  if (comm.size() == 1) return here;
+  const std::vector<std::string> all = comm.all_gather_bytes(here ? "1" : "");
+  return std::any_of(all.begin(), all.end(), [](const std::string& said) { return !said.empty(); });
+}
+
+/// Throws UsageError where the options want more passes over a stream than it has.
+template <BatchStream S>
+void require_passes(const TrainerOptions& options) {
+  if (!RepeatableStream<S> && options.epochs.value_or(1) > 1)
+    throw UsageError(fmt::format(
+        "epochs is {}, and this stream has one pass: give it a set_epoch(e) that starts the pass anew, "
+        "or give steps",
+        *options.epochs));
+}
+
+}  // namespace lockstep::detail

@@ -1,0 +1,99 @@
+#pragma once
+
+#include <ATen/Context.h>
+#include <ATen/core/Tensor.h>
+#include <torch/optim/optimizer.h>
+
+#include <cstdint>
+#include <memory>
+#include <tuple>
+#include <type_traits>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+#include "lockstep/comm/communicator.hpp"
+#include "lockstep/grad/model.hpp"
+#include "lockstep/optim/sgd.hpp"
+#include "lockstep/train/detail/model_handle.hpp"
+#include "lockstep/train/detail/select_by_type.hpp"
+#include "lockstep/train/extras.hpp"
+#include "lockstep/train/trainer_options.hpp"
+
+/// What a Trainer makes of its policies where it was given none, and how it brings them together.
+namespace lockstep::detail {
+
+/// A model whose initial values are those of a seed.
+struct MakeSeeded {
+  std::uint64_t seed;
+  template <class M>
+  M operator()(std::type_identity<M>) const {
+    static_assert(
+        DefaultConstructibleModel<M>,
+        "lockstep: this model has no default constructor: pass one to the Trainer after its options");
+    at::manual_seed(seed);
+    return M();
+  }
+};
+
+/// The model where the communicator's tensors live, before anything holds on to its parameters.
+template <class M, class Comm>
+M placed(M model, const Comm& comm) {
+  if constexpr (DeviceCommunicator<Comm> && Model<M>) module_of(model).to(comm.tensor_device());
+  return model;
+}
+
+/// The communication hook among the extras, moved out, or a new one.
+template <class Reduction, class... Extras>
+Reduction take_reduction(std::tuple<Extras...>& extras) {
+  if constexpr (one_of<Reduction, Extras...>)
+    return std::move(std::get<Reduction>(extras));
+  else
+    return Reduction();
+}
+
+/// What `validated` says, and UsageError for a rate beside an optimizer that has its own.
+template <class... Extras>
+const TrainerOptions& validated_beside(const TrainerOptions& options) {
+  if ((OptimizerFactory<Extras> || ...) && options.lr)
+    refuse_option("lr is {}, beside an optimizer that has a rate of its own: give it to that", *options.lr);
+  return validated(options);
+}
+
+/// What the extras' OptimizerFactory makes, or plain SGD.
+template <class... Extras>
+std::unique_ptr<torch::optim::Optimizer> made_optimizer(std::tuple<Extras...>& extras,
+                                                        const std::vector<NamedTensor>& parameters,
+                                                        const TrainerOptions& options) {
+  std::vector<at::Tensor> tensors;
+  for (const NamedTensor& parameter : parameters) tensors.push_back(parameter.tensor);
+  if constexpr ((OptimizerFactory<Extras> || ...)) {
+    std::unique_ptr<torch::optim::Optimizer> made;
+    const auto make = [&]<class E>([[maybe_unused]] E& extra) {
+      if constexpr (OptimizerFactory<E>) {
+        if constexpr (requires { extra.make_optimizer(parameters); })
+          made = extra.make_optimizer(parameters);
+        else
+          made = extra.make_optimizer(tensors);
+      }
+    };
+    std::apply([&](auto&... extra) { (make(extra), ...); }, extras);
+    return made;
+  } else {
+    return std::make_unique<SGD>(tensors, SgdOptions{.lr = options.lr.value_or(1e-3)});
+  }
+}
+
+/// The parameters that are in none of the optimizer's groups.
+inline std::vector<at::Tensor> not_held(const std::vector<at::Tensor>& parameters,
+                                        const torch::optim::Optimizer& optimizer) {
+  std::unordered_set<const at::TensorImpl*> held;
+  for (const auto& group : optimizer.param_groups())
+    for (const at::Tensor& parameter : group.params()) held.insert(parameter.unsafeGetTensorImpl());
+  std::vector<at::Tensor> others;
+  for (const at::Tensor& parameter : parameters)
+    if (!held.contains(parameter.unsafeGetTensorImpl())) others.push_back(parameter);
+  return others;
+}
+
+}  // namespace lockstep::detail

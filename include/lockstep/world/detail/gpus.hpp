@@ -1,0 +1,108 @@
+#pragma once
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "lockstep/error.hpp"
+#include "lockstep/world/environment.hpp"
+
+namespace lockstep::detail {
+
+/// The entries of a list such as "0,1", empty ones too.
+inline std::vector<std::string> entries_of(std::string_view list) {
+  std::vector<std::string> entries;
+  for (std::size_t begin = 0; begin <= list.size();) {
+    const auto end = std::min(list.find(',', begin), list.size());
+    entries.emplace_back(list.substr(begin, end - begin));
+    begin = end + 1;
+  }
+  return entries;
+}
+
+/// GPUs by their numbers, as in "0,1". Throws UsageError for what is no such list, and for a GPU that is
+/// named twice, since two ranks would share it.
+inline std::vector<int> gpu_list(const std::string& list) {
+  std::vector<int> gpus;
+  for (const std::string& entry : entries_of(list)) {
+    const auto number = whole_number(entry);
+    if (!number || *number < 0)
+      throw UsageError(fmt::format("'{}' is not a list of device numbers such as 0,1", list));
+    if (std::find(gpus.begin(), gpus.end(), *number) != gpus.end())
+      throw UsageError(fmt::format(
+          "'{}' names GPU {} twice, and two ranks would share it: name each GPU once", list, *number));
+    gpus.push_back(*number);
+  }
+  return gpus;
+}
+
+/// "0,1"
+inline std::string joined(const std::vector<int>& gpus) {
+  std::string list;
+  for (const int gpu : gpus) list += fmt::format("{}{}", list.empty() ? "" : ",", gpu);
+  return list;
+}
+
+/// CUDA_VISIBLE_DEVICES for a program that is to use `gpus`, numbers as the driver has them. Throws
+/// UsageError for a GPU that the variable, where it is set already, leaves out: it may be another job's.
+inline std::string visible_devices_of(const std::vector<int>& gpus, const Variables& variables) {
+  const auto given = variables("CUDA_VISIBLE_DEVICES");
+  std::vector<int> allowed;
+  if (given)
+    for (const std::string& entry : entries_of(*given)) {
+      const auto number = whole_number(entry);
+      if (!number)
+        throw UsageError(fmt::format(
+            "GPUs are asked for by number ({}), but CUDA_VISIBLE_DEVICES={} names them otherwise: "
+            "leave out the numbers, or unset it",
+            joined(gpus), *given));
+      allowed.push_back(*number);
+    }
+  for (const int gpu : gpus)
+    if (given && std::find(allowed.begin(), allowed.end(), gpu) == allowed.end())
+      throw UsageError(fmt::format(
+          "GPU {} is asked for, but CUDA_VISIBLE_DEVICES={} leaves it out: ask for those in it, or "
+          "unset it",
+          gpu, *given));
+  return joined(gpus);
+}
+
+/// Whether the user lets two ranks be on one GPU: by the variable that lets NCCL (2.30 and later, which is
+/// for the communicator to see) do it, read as NCCL reads it, a number other than 0.
+inline bool may_share_gpu(const Variables& variables = process_variable) {
+  const auto set = variables("NCCL_MULTI_RANK_GPU_ENABLE");
+  return set && whole_number(*set).value_or(0) != 0;
+}
+
+/// The GPU of a rank, of `visible` ones as CUDA counts them in its process: `wanted`, where that is not
+/// negative; the only one there is (srun can give each task its own); that of the local rank. Whether two
+/// ranks came to the same one is for the communicator to see, which knows their names. Throws UsageError
+/// where there is none for this rank.
+inline int gpu_of_rank(const Environment& rank, int visible, int wanted = -1,
+                       const Variables& variables = process_variable) {
+  const auto list = variables("CUDA_VISIBLE_DEVICES");
+  const auto seen = fmt::format("{} CUDA device{}{}", visible, visible == 1 ? "" : "s",
+                                list ? fmt::format(" (CUDA_VISIBLE_DEVICES={})", *list) : std::string());
+  if (visible < 1)
+    throw UsageError(
+        fmt::format("rank {} has no GPU: there is no CUDA device{}. Is there a driver for this LibTorch "
+                    "(nvidia-smi)? On CPUs use GlooComm",
+                    rank.rank, list ? fmt::format(" (CUDA_VISIBLE_DEVICES={})", *list) : std::string()));
+  if (wanted >= visible)
+    throw UsageError(fmt::format("rank {} is to use GPU {}, but it sees {}: they are numbered from 0",
+                                 rank.rank, wanted, seen));
+  if (wanted >= 0) return wanted;
+  if (visible == 1) return 0;
+  if (rank.local_rank < visible) return rank.local_rank;
+  if (may_share_gpu(variables)) return rank.local_rank % visible;
+  throw UsageError(
+      fmt::format("rank {} is number {} of the {} on this host, which has {}: start at most {} ranks here "
+                  "(--nproc {}), or show them more devices",
+                  rank.rank, rank.local_rank + 1, rank.local_size, seen, visible, visible));
+}
+
+}  // namespace lockstep::detail

@@ -1,0 +1,156 @@
+#pragma once
+
+#include <fmt/format.h>
+#include <sys/ioctl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "lockstep/log/log.hpp"
+#include "lockstep/world/detail/arguments.hpp"
+#include "lockstep/world/detail/cpu_affinity.hpp"
+#include "lockstep/world/detail/gpus.hpp"
+#include "lockstep/world/detail/supervisor.hpp"
+#include "lockstep/world/environment.hpp"
+#include "lockstep/world/launch_options.hpp"
+
+namespace lockstep::detail {
+
+/// How `launch` will run: as one worker, or as the launching process of `nproc` ranks from `first` on.
+struct LaunchPlan {
+  bool worker = false;
+  int nproc = 1;
+  int first = 0;
+  int size = 1;
+  Prefix prefix = Prefix::automatic;
+  std::string rendezvous;       ///< of several hosts; empty where all ranks are on this one
+  std::string visible_devices;  ///< CUDA_VISIBLE_DEVICES of the ranks; empty where it stays as it is
+  std::optional<int> timeout;   ///< of collectives, in seconds: LOCKSTEP_TIMEOUT of the ranks
+};
+
+/// Throws UsageError for more processes than any host of this one's size can have use of: they would take its
+/// memory before they say a word.
+inline void require_sane(int nproc) {
+  constexpr std::int64_t for_each_core = 64;
+  if (const int cores = usable_cores(); nproc > for_each_core * cores)
+    throw UsageError(fmt::format("--nproc {} is more than {} processes for each of the {} cores here", nproc,
+                                 for_each_core, cores));
+}
+
+/// Throws UsageError for a level of logging that there is not.
+inline void require_level(const Variables& variables) {
+  const auto name = variables("LOCKSTEP_LOG_LEVEL");
+  if (name && !level_named(*name))
+    throw UsageError(
+        fmt::format("LOCKSTEP_LOG_LEVEL={} is no level: give debug, info, warning or error", *name));
+}
+
+/// Decides it from the command line and the environment. Throws UsageError where they contradict each other.
+inline LaunchPlan plan_launch(int argc, char** argv, const LaunchOptions& options,
+                              const Variables& variables = process_variable) {
+  LaunchPlan plan;
+  if (options.nproc < 0)
+    throw UsageError(
+        fmt::format("LaunchOptions::nproc is {}: it must be a number of processes, or 0", options.nproc));
+  auto nproc = nproc_argument(argc, argv);
+  const auto gpus = options.gpus.empty() ? std::vector<int>{} : gpu_list(options.gpus);
+  if (!gpus.empty()) plan.visible_devices = visible_devices_of(gpus, variables);
+  plan.prefix = prefix_argument(argc, argv).value_or(options.prefix);
+  plan.timeout = timeout_argument(argc, argv);
+  timeout_variable(variables);
+  const auto size = integer_variable(variables, "WORLD_SIZE", 1);
+  const auto rank = integer_variable(variables, "RANK", 0);
+  const auto local_rank = integer_variable(variables, "LOCAL_RANK", 0);
+  integer_variable(variables, "LOCAL_WORLD_SIZE", 1);
+  require_level(variables);
+  if (local_rank && !rank)
+    throw UsageError(fmt::format("LOCAL_RANK={} is set but RANK is not: set both, or neither", *local_rank));
+  if (local_rank) {
+    const auto env = read_environment(variables);
+    if (nproc && variables("LOCAL_WORLD_SIZE") && *nproc != env.local_size)
+      throw UsageError(
+          fmt::format("--nproc {} contradicts LOCAL_WORLD_SIZE={}: the launcher has already started this "
+                      "host's processes, so leave --nproc out",
+                      *nproc, env.local_size));
+    plan.worker = true;
+    return plan;
+  }
+  if (!nproc && options.nproc > 0) nproc = options.nproc;
+  if (!nproc && !gpus.empty()) nproc = static_cast<int>(gpus.size());
+  if (rank) {
+    plan.nproc = nproc.value_or(1);
+    if (plan.nproc == 1) {
+      read_environment(variables);
+      plan.worker = true;
+      return plan;
+    }
+    require_sane(plan.nproc);
+    if (!size)
+      throw UsageError(fmt::format(
+          "RANK={} is set but WORLD_SIZE is not: set WORLD_SIZE to the number of all ranks", *rank));
+    if (*rank + plan.nproc > *size)
+      throw UsageError(
+          fmt::format("RANK={} is this host's first rank, and with --nproc {} its last is {}: WORLD_SIZE={} "
+                      "allows no rank above {}",
+                      *rank, plan.nproc, *rank + plan.nproc - 1, *size, *size - 1));
+    plan.first = *rank;
+    plan.size = *size;
+    if (plan.nproc < plan.size) {
+      plan.rendezvous = rendezvous_url(variables, true);
+      parse_rendezvous(plan.rendezvous);
+    }
+    return plan;
+  }
+  if (!nproc) nproc = size ? *size : std::max(visible_gpus(), 0) > 0 ? visible_gpus() : 2;
+  if (size && *size != *nproc)
+    throw UsageError(
+        fmt::format("WORLD_SIZE={} contradicts --nproc {}: on one host leave WORLD_SIZE out, on several set "
+                    "RANK to this host's first rank",
+                    *size, *nproc));
+  require_sane(*nproc);
+  plan.nproc = plan.size = *nproc;
+  plan.worker = plan.nproc == 1;
+  return plan;
+}
+
+/// The environment of each rank that a launching process starts; `secret` is that of its store.
+inline std::vector<Job> jobs_of(const LaunchPlan& plan, const std::string& rendezvous,
+                                const std::string& secret = {}) {
+  std::vector<std::string> common{
+      fmt::format("WORLD_SIZE={}", plan.size), fmt::format("LOCAL_WORLD_SIZE={}", plan.nproc),
+      "LOCKSTEP_STORE_IS_HOSTED=1", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE"};
+  if (rendezvous.starts_with("tcp://")) {
+    const auto url = parse_rendezvous(rendezvous);
+    common.push_back(fmt::format("MASTER_ADDR={}", url.host));
+    common.push_back(fmt::format("MASTER_PORT={}", url.port));
+    common.push_back("LOCKSTEP_RENDEZVOUS");
+  } else {
+    common.push_back(fmt::format("LOCKSTEP_RENDEZVOUS={}", rendezvous));
+  }
+  if (!secret.empty()) common.push_back(fmt::format("LOCKSTEP_STORE_SECRET={}", secret));
+  if (!plan.visible_devices.empty())
+    common.push_back(fmt::format("CUDA_VISIBLE_DEVICES={}", plan.visible_devices));
+  if (plan.timeout) common.push_back(fmt::format("LOCKSTEP_TIMEOUT={}", *plan.timeout));
+  if (!process_variable("OMP_NUM_THREADS"))
+    common.push_back(fmt::format("OMP_NUM_THREADS={}", std::max(1, usable_cores() / plan.nproc)));
+  winsize window{};
+  if (isatty(1) == 1) {
+    common.push_back("LOCKSTEP_TTY=1");
+    if (ioctl(1, TIOCGWINSZ, &window) == 0 && window.ws_col > 0)
+      common.push_back(fmt::format("COLUMNS={}", window.ws_col));
+  }
+  std::vector<Job> jobs;
+  for (int i = 0; i < plan.nproc; ++i) {
+    jobs.push_back({plan.first + i, common});
+    jobs.back().environment.push_back(fmt::format("RANK={}", plan.first + i));
+    jobs.back().environment.push_back(fmt::format("LOCAL_RANK={}", i));
+  }
+  return jobs;
+}
+
+}  // namespace lockstep::detail

@@ -1,0 +1,34 @@
+#pragma once
+
+#include <c10/util/Exception.h>
+#include <c10/util/Logging.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <string>
+
+#include "lockstep/detail/process_wide.hpp"
+#include "lockstep/world/environment.hpp"
+
+namespace lockstep::detail {
+
+/// Shows what TORCH_WARN says on one line of its own.
+struct PlainWarnings : c10::WarningHandler {
+  void process(const c10::Warning& warning) override {
+    const std::string line = "warning: " + warning.msg() + "\n";
+    std::fwrite(line.data(), 1, line.size(), stderr);
+  }
+};
+
+/// Keeps c10d from logging a stack trace for each connection that ends with a store: what that means is said
+/// by our own error. The warnings of the calling thread are shown as before. Leaves everything as it is where
+/// TORCH_CPP_LOG_LEVEL is set.
+LOCKSTEP_PROCESS_WIDE inline void quiet_library_log() {
+  if (process_variable("TORCH_CPP_LOG_LEVEL")) return;
+  constexpr int error = 2;  // named differently by the versions of LibTorch, with glog and without
+  FLAGS_caffe2_log_level = std::max<int>(FLAGS_caffe2_log_level, error);
+  static PlainWarnings warnings;
+  c10::WarningUtils::set_warning_handler(&warnings);
+}
+
+}  // namespace lockstep::detail

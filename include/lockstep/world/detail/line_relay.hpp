@@ -1,0 +1,169 @@
+#pragma once
+
+#include <fmt/format.h>
+
+#include <chrono>
+#include <cstddef>
+#include <functional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "lockstep/world/launch_options.hpp"
+
+namespace lockstep::detail {
+
+/// Merges the output of several ranks, line by line: what one rank writes as a line comes out as one, with
+/// its rank in front where `prefix` asks for it. Bytes are passed on as they are. Stream 2r is rank r's
+/// stdout, 2r + 1 its stderr; they end in sink 1 and 2, which share one cursor where both are the same
+/// terminal.
+class LineRelay {
+ public:
+  using Clock = std::chrono::steady_clock;
+  /// Takes bytes for sink 1 (stdout) or 2 (stderr).
+  using Write = std::function<void(int sink, std::string_view)>;
+
+  /// `ranks[i]` is the rank that the prefix names for stream 2i and 2i + 1.
+  LineRelay(std::vector<int> ranks, Prefix prefix, bool out_terminal, bool error_terminal, Write write)
+      : ranks_(std::move(ranks)),
+        prefix_(prefix),
+        terminal_{out_terminal, error_terminal},
+        write_(std::move(write)),
+        streams_(2 * ranks_.size()) {}
+
+  /// Bytes have come from a stream.
+  void feed(std::size_t stream, std::string_view bytes, Clock::time_point now = Clock::now()) {
+    streams_[stream].pending.append(bytes);
+    streams_[stream].last = now;
+    flush(stream, false);
+  }
+
+  /// A stream has ended: what is left of its last line comes out.
+  void close(std::size_t stream) {
+    auto& cursor = cursor_of(stream);
+    if (cursor.open_by != none && cursor.open_by != stream && !streams_[stream].pending.empty())
+      break_line(stream);
+    flush(stream, true);
+    if (cursor.open_by == stream) {
+      cursor.owner_ended = true;
+      flush_others(stream);
+    }
+  }
+
+  /// To be called now and then: shows a line that waits for its end on a terminal (a question, a bar), and
+  /// ends one that keeps the other ranks waiting.
+  void tick(Clock::time_point now = Clock::now()) {
+    for (std::size_t stream = 0; stream < streams_.size(); ++stream) {
+      auto& cursor = cursor_of(stream);
+      const bool idle = now - streams_[stream].last >= std::chrono::milliseconds(200);
+      if (cursor.open_by == stream && idle) flush_others(stream);
+      if (terminal_[stream % 2] && idle && cursor.open_by == none && !streams_[stream].pending.empty())
+        flush(stream, true);
+    }
+  }
+
+  /// Whether so much waits from this stream that it is better not read further for now.
+  [[nodiscard]] bool full(std::size_t stream) const { return streams_[stream].pending.size() > (1u << 20); }
+
+ private:
+  static constexpr std::size_t none = static_cast<std::size_t>(-1);
+  static constexpr std::size_t longest_held = 1u << 16;
+
+  struct Stream {
+    std::string pending;
+    Clock::time_point last;
+  };
+  struct Cursor {
+    std::size_t open_by = none;  // the stream whose line has begun and not ended
+    bool owner_ended = false;    // ... and never will
+    bool redrawn = false;        // the line ended in a carriage return: the next one overwrites it
+  };
+
+  Cursor& cursor_of(std::size_t stream) { return cursors_[terminal_[0] && terminal_[1] ? 0 : stream % 2]; }
+
+  [[nodiscard]] std::size_t line_length(std::size_t stream, std::string_view text) const {
+    const auto end = terminal_[stream % 2] ? text.find_first_of("\n\r") : text.find('\n');
+    if (end == std::string_view::npos) return 0;
+    return text.substr(end, 2) == "\r\n" ? end + 2 : end + 1;
+  }
+
+  // Whether a stream has something to say as soon as it may: a line, or more than is held back for the end of
+  // one.
+  [[nodiscard]] bool waits(std::size_t stream) const {
+    const auto& pending = streams_[stream].pending;
+    return pending.size() > longest_held || line_length(stream, pending) > 0;
+  }
+
+  void flush(std::size_t stream, bool with_partial_line) {
+    auto& cursor = cursor_of(stream);
+    auto& pending = streams_[stream].pending;
+    if (pending.empty()) return;
+    if (cursor.open_by != none && cursor.open_by != stream) {
+      if (!cursor.owner_ended) return;
+      break_line(stream);
+    }
+    std::string out;
+    std::string_view rest = pending;
+    while (const auto length = line_length(stream, rest)) {
+      begin_line(stream, rest.substr(0, length), out);
+      out += rest.substr(0, length);
+      cursor.redrawn = rest[length - 1] == '\r';
+      cursor.open_by = none;
+      rest.remove_prefix(length);
+    }
+    if (!rest.empty() && (with_partial_line || rest.size() > longest_held || cursor.open_by == stream)) {
+      begin_line(stream, rest, out);
+      out += rest;
+      cursor.open_by = stream;
+      cursor.owner_ended = false;
+      rest = {};
+    }
+    pending.erase(0, pending.size() - rest.size());
+    if (!out.empty()) write_(1 + static_cast<int>(stream % 2), out);
+    if (cursor.open_by == none) flush_waiting(stream);
+  }
+
+  void begin_line(std::size_t stream, std::string_view line, std::string& out) {
+    auto& cursor = cursor_of(stream);
+    if (cursor.open_by == stream) return;
+    if (cursor.redrawn && line == "\n") return;  // the end of a bar, or of "\r\n" that came in two pieces
+    // What takes the place of a bar wipes it; the bar itself, drawn again, need not.
+    if (cursor.redrawn && line.back() != '\r') out += "\r\x1b[K";
+    const int rank = ranks_[stream / 2];
+    if (prefix_ == Prefix::never || (prefix_ == Prefix::automatic && rank == 0)) return;
+    const auto text = fmt::format("[rank {}] ", rank);
+    if (!line.starts_with(text)) out += text;
+  }
+
+  // Ends the line that another stream has left open.
+  void break_line(std::size_t stream) {
+    auto& cursor = cursor_of(stream);
+    write_(1 + static_cast<int>(cursor.open_by % 2), "\n");
+    cursor = {};
+  }
+
+  // The owner of the open line has been quiet: whoever waits ends that line and goes on.
+  void flush_others(std::size_t owner) {
+    for (std::size_t stream = 0; stream < streams_.size(); ++stream) {
+      if (stream == owner || &cursor_of(stream) != &cursor_of(owner) || !waits(stream)) continue;
+      if (cursor_of(stream).open_by == owner) break_line(stream);
+      flush(stream, false);
+    }
+  }
+
+  void flush_waiting(std::size_t current) {
+    for (std::size_t stream = 0; stream < streams_.size(); ++stream)
+      if (stream != current && &cursor_of(stream) == &cursor_of(current) && waits(stream) &&
+          cursor_of(stream).open_by == none)
+        flush(stream, false);
+  }
+
+  std::vector<int> ranks_;
+  Prefix prefix_;
+  bool terminal_[2];
+  Write write_;
+  std::vector<Stream> streams_;
+  Cursor cursors_[2];
+};
+
+}  // namespace lockstep::detail

@@ -1,0 +1,139 @@
+#pragma once
+
+#include <cxxabi.h>
+#include <fmt/format.h>
+#include <time.h>
+
+#include <algorithm>
+#include <charconv>
+#include <cstdint>
+#include <cstdlib>
+#include <exception>
+#include <string>
+#include <string_view>
+#include <typeinfo>
+
+#include "lockstep/detail/process_wide.hpp"
+#include "lockstep/error.hpp"
+#include "lockstep/world/detail/printable.hpp"
+
+namespace lockstep::detail {
+
+/// How a rank's failure counts when the first one is looked for.
+enum class FailureKind {
+  usage,  ///< bad input: every rank may say the same
+  error,  ///< a cause
+  peer    ///< a consequence of another rank's failure
+};
+
+/// What a failing rank tells those who wait for it.
+struct FailureReport {
+  FailureKind kind = FailureKind::error;
+  std::int64_t when = 0;  ///< nanoseconds of this host's monotonic clock
+  int code = 1;           ///< the exit code that will follow
+  std::string text;
+};
+
+inline std::int64_t monotonic_nanoseconds() {
+  timespec now{};
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return now.tv_sec * 1'000'000'000LL + now.tv_nsec;
+}
+
+/// How parts that know more exception types (LibTorch's, with their stack traces) turn one into plain text;
+/// gives an empty text for those it does not know.
+LOCKSTEP_PROCESS_WIDE inline std::string (*known_exception_text)(const std::exception&) = nullptr;
+
+inline std::string type_name(const std::type_info& type) {
+  int status = 0;
+  char* name = abi::__cxa_demangle(type.name(), nullptr, nullptr, &status);
+  std::string text = status == 0 ? name : type.name();
+  std::free(name);
+  return text;
+}
+
+/// The report on an exception; no exception means that std::terminate was called without one.
+inline FailureReport describe(const std::exception_ptr& exception) {
+  FailureReport report;
+  report.when = monotonic_nanoseconds();
+  if (!exception) {
+    report.text = "std::terminate was called";
+    return report;
+  }
+  try {
+    std::rethrow_exception(exception);
+  } catch (const UsageError& error) {
+    report.kind = FailureKind::usage;
+    report.code = 2;
+    report.text = error.what();
+  } catch (const PeerError& error) {
+    report.kind = FailureKind::peer;
+    report.text = printable(error.what());
+  } catch (const ProcessError& error) {
+    report.code = error.exit_code();
+    report.kind = error.exit_code() == 2 ? FailureKind::usage : FailureKind::error;
+    report.text = error.what();
+  } catch (const Error& error) {
+    report.text = printable(error.what());  // it may quote other ranks
+  } catch (const std::exception& error) {
+    const std::string known = known_exception_text ? known_exception_text(error) : std::string();
+    report.text =
+        fmt::format("{}: {}", type_name(typeid(error)), known.empty() ? error.what() : known.c_str());
+  } catch (...) {
+    const std::type_info* type = abi::__cxa_current_exception_type();
+    report.text = fmt::format("an exception of type {}", type ? type_name(*type) : "unknown");
+  }
+  return report;
+}
+
+/// The rank that a consequence names as its cause ("rank 3 failed first: ..."); -1 where it names none.
+inline int cause_of(std::string_view text) {
+  constexpr std::string_view begin = "rank ";
+  int rank = -1;
+  if (text.starts_with(begin)) std::from_chars(text.data() + begin.size(), text.data() + text.size(), rank);
+  return rank;
+}
+
+/// The cause that the others see of a rank that has ended well too early.
+inline std::string early_end_text(int rank) {
+  return fmt::format("rank {} ended with exit code 0 while other ranks still communicated with it", rank);
+}
+
+/// The headline of a failure that `reporter` ("rank 3") tells of. That of a consequence begins with its
+/// cause.
+inline std::string headline(const FailureReport& report, std::string_view reporter) {
+  if (report.kind == FailureKind::usage) return report.text;
+  if (report.kind == FailureKind::peer) return fmt::format("{}; noticed by {}", report.text, reporter);
+  const bool ended = report.text.starts_with("died") || report.text.starts_with("ended");
+  return fmt::format("{}{}{}", reporter, ended ? " " : " failed: ", report.text);
+}
+
+/// The report as it travels through a pipe: kind, time and code on a line each, then the text.
+inline std::string encode(const FailureReport& report) {
+  const char* kind = report.kind == FailureKind::usage  ? "usage"
+                     : report.kind == FailureKind::peer ? "peer"
+                                                        : "error";
+  return fmt::format("{}\n{}\n{}\n{}", kind, report.when, report.code, report.text);
+}
+
+inline FailureReport decode(std::string_view bytes) {
+  FailureReport report;
+  const auto line = [&] {
+    const auto end = std::min(bytes.find('\n'), bytes.size());
+    const auto first = bytes.substr(0, end);
+    bytes.remove_prefix(std::min(end + 1, bytes.size()));
+    return first;
+  };
+  const auto kind = line();
+  report.kind = kind == "usage"  ? FailureKind::usage
+                : kind == "peer" ? FailureKind::peer
+                                 : FailureKind::error;
+  const auto when = line();
+  std::from_chars(when.data(), when.data() + when.size(), report.when);
+  const auto code = line();
+  std::from_chars(code.data(), code.data() + code.size(), report.code);
+  report.text = bytes;
+  return report;
+}
+
+}  // namespace lockstep::detail

@@ -1,0 +1,308 @@
+#pragma once
+
+#include <arpa/inet.h>
+#include <fmt/format.h>
+#include <net/if.h>
+#include <netdb.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <poll.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "lockstep/error.hpp"
+#include "lockstep/world/detail/child.hpp"
+
+namespace lockstep::detail {
+
+/// The name of this host, as it is shown in messages.
+inline std::string host_name() {
+  char name[256] = "?";
+  gethostname(name, sizeof name - 1);
+  return name;
+}
+
+/// An IPv4 or IPv6 address with a port.
+struct SocketAddress {
+  sockaddr_storage storage{};
+  socklen_t length = sizeof(sockaddr_storage);
+
+  [[nodiscard]] const sockaddr* get() const { return reinterpret_cast<const sockaddr*>(&storage); }
+  [[nodiscard]] sockaddr* get() { return reinterpret_cast<sockaddr*>(&storage); }
+  [[nodiscard]] int family() const { return storage.ss_family; }
+
+  /// "10.0.0.1", without the port.
+  [[nodiscard]] std::string text() const {
+    char name[NI_MAXHOST];
+    return getnameinfo(get(), length, name, sizeof name, nullptr, 0, NI_NUMERICHOST) == 0 ? name : "?";
+  }
+  [[nodiscard]] int port() const {
+    return ntohs(family() == AF_INET6 ? reinterpret_cast<const sockaddr_in6&>(storage).sin6_port
+                                      : reinterpret_cast<const sockaddr_in&>(storage).sin_port);
+  }
+  [[nodiscard]] bool loopback() const {
+    const auto address = text();
+    return address == "::1" || address.starts_with("127.") || address.starts_with("::ffff:127.");
+  }
+};
+
+/// What a name resolves to: its addresses, each once, or the status of getaddrinfo that is not 0.
+struct Resolved {
+  std::vector<SocketAddress> addresses;
+  int status = 0;
+};
+
+inline Resolved resolve(const std::string& host, int port, int flags = 0) {
+  addrinfo hints{}, *found = nullptr;
+  hints.ai_socktype = SOCK_STREAM;
+  hints.ai_flags = flags;
+  Resolved result;
+  result.status = getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &found);
+  for (auto* at = result.status == 0 ? found : nullptr; at != nullptr; at = at->ai_next) {
+    SocketAddress address;
+    std::memcpy(&address.storage, at->ai_addr, at->ai_addrlen);
+    address.length = at->ai_addrlen;
+    const auto same = [&](const SocketAddress& known) { return known.text() == address.text(); };
+    if (std::none_of(result.addresses.begin(), result.addresses.end(), same))
+      result.addresses.push_back(address);
+  }
+  if (result.status == 0) freeaddrinfo(found);
+  return result;
+}
+
+[[noreturn]] inline void throw_unknown_host(const std::string& host) {
+  throw RendezvousError(
+      fmt::format("the name '{}' of the master host is not known here (MASTER_ADDR): check its "
+                  "spelling, or use the address",
+                  host));
+}
+
+/// Whether this host has an interface with this address.
+inline bool is_own_address(SocketAddress address) {
+  if (address.family() == AF_INET6)
+    reinterpret_cast<sockaddr_in6&>(address.storage).sin6_port = 0;
+  else
+    reinterpret_cast<sockaddr_in&>(address.storage).sin_port = 0;
+  const Descriptor fd(socket(address.family(), SOCK_DGRAM | SOCK_CLOEXEC, 0));
+  return fd.open() && bind(fd.get(), address.get(), address.length) == 0;
+}
+
+struct Listener {
+  Descriptor fd;
+  int port = 0;
+  /// The address at which clients on this host reach it.
+  std::string address = {};
+  /// Whether the host that was asked for has addresses, and none of them is one of this host's.
+  bool host_is_elsewhere = false;
+};
+
+/// Which of this host's addresses a listener for clients of `host` binds. None: all interfaces.
+///
+/// That is the loopback where `host` says so itself (127.0.0.1, ::1, localhost), and otherwise the one
+/// address of this host that it resolves to. All interfaces where it resolves to several, to none of this
+/// host's, or is a name for the loopback, as in Debian's "127.0.1.1 nodeA": other hosts know another address
+/// by it. Throws RendezvousError for an unknown name.
+struct BindChoice {
+  std::vector<SocketAddress> address;  // one or none
+  bool host_is_elsewhere = false;
+};
+inline BindChoice choose_bind(const std::string& host, int port) {
+  if (host.empty()) return {};
+  const auto found = resolve(host, port);
+  if (found.status == EAI_NONAME) throw_unknown_host(host);
+  if (found.addresses.empty()) return {};
+  const bool literal = host == "localhost" || resolve(host, port, AI_NUMERICHOST).status == 0;
+  const auto loopback = [](const SocketAddress& address) { return address.loopback(); };
+  if (std::all_of(found.addresses.begin(), found.addresses.end(), loopback)) {
+    if (!literal) return {};
+    // Of "localhost" with both families the one that every client tries.
+    const auto four = std::find_if(found.addresses.begin(), found.addresses.end(),
+                                   [](const auto& address) { return address.family() == AF_INET; });
+    return {{four == found.addresses.end() ? found.addresses.front() : *four}, false};
+  }
+  if (std::none_of(found.addresses.begin(), found.addresses.end(), is_own_address)) return {{}, true};
+  if (found.addresses.size() > 1) return {};
+  return {found.addresses, false};
+}
+
+/// Listens on `port` (0: a free one) for clients of `host`, see choose_bind; all interfaces where it is
+/// empty. Throws RendezvousError naming the port.
+inline Listener listen_on(const std::string& host, int port) {
+  const auto fail = [&](const char* what) -> Listener {
+    const int reason = errno;
+    if (reason == EADDRINUSE)
+      throw RendezvousError(
+          fmt::format("port {} is already in use on this host (`ss -ltnp 'sport = :{}'` shows by whom): "
+                      "set MASTER_PORT to a free one on every rank",
+                      port, port));
+    if (reason == EACCES)
+      throw RendezvousError(
+          fmt::format("cannot {} port {}: permission denied. Set MASTER_PORT to one above 1023 on every rank",
+                      what, port));
+    throw RendezvousError(fmt::format("cannot {} port {}: {}", what, port, std::strerror(reason)));
+  };
+  const auto choice = choose_bind(host, port);
+  Listener listener;
+  listener.host_is_elsewhere = choice.host_is_elsewhere;
+  SocketAddress address;
+  if (!choice.address.empty()) {
+    address = choice.address.front();
+    listener.fd = Descriptor(socket(address.family(), SOCK_STREAM | SOCK_CLOEXEC, 0));
+  } else {
+    // One socket for both families where the host has IPv6; IPv4 alone elsewhere.
+    listener.fd = Descriptor(socket(AF_INET6, SOCK_STREAM | SOCK_CLOEXEC, 0));
+    const bool six = listener.fd.open();
+    if (!six) listener.fd = Descriptor(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+    if (six) {
+      const int off = 0;
+      setsockopt(listener.fd.get(), IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof off);
+      auto& in = reinterpret_cast<sockaddr_in6&>(address.storage);
+      in.sin6_family = AF_INET6;
+      in.sin6_addr = in6addr_any;
+      in.sin6_port = htons(static_cast<std::uint16_t>(port));
+      address.length = sizeof in;
+    } else {
+      auto& in = reinterpret_cast<sockaddr_in&>(address.storage);
+      in.sin_family = AF_INET;
+      in.sin_addr.s_addr = htonl(INADDR_ANY);
+      in.sin_port = htons(static_cast<std::uint16_t>(port));
+      address.length = sizeof in;
+    }
+  }
+  if (!listener.fd.open()) return fail("open a socket for");
+  const int on = 1;
+  setsockopt(listener.fd.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
+  if (bind(listener.fd.get(), address.get(), address.length) != 0) return fail("bind");
+  if (listen(listener.fd.get(), 1024) != 0) return fail("listen on");
+  SocketAddress bound;
+  getsockname(listener.fd.get(), bound.get(), &bound.length);
+  listener.port = bound.port();
+  listener.address = choice.address.empty() ? "127.0.0.1" : bound.text();
+  return listener;
+}
+
+/// What a connection of the store needs: small messages sent at once, and a peer whose host is gone noticed
+/// within minutes.
+inline void tune_connection(int fd) {
+  const int on = 1, idle = 60, interval = 10, count = 6;
+  setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+  setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on);
+  setsockopt(fd, IPPROTO_TCP, TCP_KEEPIDLE, &idle, sizeof idle);
+  setsockopt(fd, IPPROTO_TCP, TCP_KEEPINTVL, &interval, sizeof interval);
+  setsockopt(fd, IPPROTO_TCP, TCP_KEEPCNT, &count, sizeof count);
+}
+
+/// Waits for `events` on a descriptor; false when `until` comes before.
+inline bool poll_until(int fd, short events, std::chrono::steady_clock::time_point until) {
+  for (;;) {
+    const auto left =
+        std::chrono::ceil<std::chrono::milliseconds>(until - std::chrono::steady_clock::now()).count();
+    pollfd polled{fd, events, 0};
+    const int ready = poll(&polled, 1, static_cast<int>(std::clamp<long>(left, 0, 3'600'000)));
+    if (ready > 0) return true;
+    if (left <= 0) return false;
+  }
+}
+
+/// A non-blocking connection to host:port, or the reason why there is none.
+struct ConnectAttempt {
+  Descriptor fd;
+  std::string reason;
+};
+
+/// Tries each address of `host` once, until `until` at most. Throws RendezvousError for an unknown name.
+inline ConnectAttempt try_connect(const std::string& host, int port,
+                                  std::chrono::steady_clock::time_point until) {
+  const auto found = resolve(host, port);
+  if (found.status == EAI_NONAME) throw_unknown_host(host);
+  ConnectAttempt attempt;
+  if (found.status != 0)
+    attempt.reason = fmt::format("its name cannot be looked up ({})", gai_strerror(found.status));
+  for (const SocketAddress& address : found.addresses) {
+    Descriptor fd(socket(address.family(), SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+    int error = fd.open() && connect(fd.get(), address.get(), address.length) == 0 ? 0 : errno;
+    if (error == EINPROGRESS) {
+      error = ETIMEDOUT;
+      socklen_t length = sizeof error;
+      if (poll_until(fd.get(), POLLOUT, until)) getsockopt(fd.get(), SOL_SOCKET, SO_ERROR, &error, &length);
+    }
+    if (error == 0) {
+      tune_connection(fd.get());
+      attempt.fd = std::move(fd);
+      return attempt;
+    }
+    attempt.reason = error == ECONNREFUSED
+                         ? "it refuses the connection: nothing listens there; has rank 0 been started?"
+                     : error == ETIMEDOUT ? "it does not answer: is it up, and is a firewall between?"
+                                          : fmt::format("it cannot be reached ({})", std::strerror(error));
+  }
+  return attempt;
+}
+
+/// Calls `attempt` (which returns nothing when it has succeeded, else the reason) until it succeeds, with
+/// pauses that grow to half a second. Calls `waiting(reason)` after each failure. Throws RendezvousError with
+/// the last reason after `limit`.
+template <class Attempt, class Waiting>
+void retry_at(const std::string& host, int port, std::chrono::milliseconds limit, Attempt attempt,
+              Waiting waiting) {
+  const auto until = std::chrono::steady_clock::now() + limit;
+  for (auto pause = std::chrono::milliseconds(5);;
+       pause = std::min(2 * pause, std::chrono::milliseconds(500))) {
+    const std::string reason = attempt(until);
+    if (reason.empty()) return;
+    if (std::chrono::steady_clock::now() + pause >= until)
+      throw RendezvousError(fmt::format("no store at {}:{} after {} s: {}", host, port,
+                                        std::chrono::duration<double>(limit).count(), reason));
+    waiting(reason);
+    std::this_thread::sleep_for(pause);
+  }
+}
+
+/// When one attempt to connect is given up for another.
+inline std::chrono::steady_clock::time_point end_of_attempt(std::chrono::steady_clock::time_point until) {
+  return std::min(until, std::chrono::steady_clock::now() + std::chrono::seconds(5));
+}
+
+/// Waits until something listens at host:port. Throws RendezvousError that tells an unknown name, a refused
+/// connection and silence apart.
+inline void wait_for_listener(const std::string& host, int port, std::chrono::milliseconds limit) {
+  retry_at(
+      host, port, limit,
+      [&](auto until) {
+        const auto attempt = try_connect(host, port, end_of_attempt(until));
+        return attempt.fd.open() ? std::string() : attempt.reason;
+      },
+      [](const std::string&) {});
+}
+
+/// The address that this host sends from to reach `host`; empty where there is no way. Connecting a datagram
+/// socket sends nothing.
+inline std::string source_address_towards(const std::string& host) {
+  const auto found = resolve(host, 9);
+  for (const SocketAddress& address : found.addresses) {
+    const Descriptor fd(socket(address.family(), SOCK_DGRAM | SOCK_CLOEXEC, 0));
+    SocketAddress own;
+    if (fd.open() && connect(fd.get(), address.get(), address.length) == 0 &&
+        getsockname(fd.get(), own.get(), &own.length) == 0)
+      return own.text();
+  }
+  return {};
+}
+
+/// The address under which this host is reached by those who reach `host`: the name itself where that is this
+/// host.
+inline std::string address_towards(const std::string& host) {
+  const auto found = resolve(host, 9);
+  const auto own = source_address_towards(host);
+  const auto is_own = [&](const SocketAddress& address) { return address.text() == own; };
+  if (own.empty() || std::any_of(found.addresses.begin(), found.addresses.end(), is_own)) return host;
+  return own;
+}
+
+}  // namespace lockstep::detail

@@ -1,0 +1,449 @@
+#pragma once
+
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <sys/random.h>
+#include <sys/stat.h>
+#include <unistd.h>
+#include <torch/csrc/distributed/c10d/FileStore.hpp>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+#include <fstream>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "lockstep/error.hpp"
+#include "lockstep/world/detail/printable.hpp"
+#include "lockstep/world/detail/socket.hpp"
+#include "lockstep/world/detail/store_client.hpp"
+#include "lockstep/world/detail/store_server.hpp"
+#include "lockstep/world/detail/worker.hpp"
+#include "lockstep/world/environment.hpp"
+
+namespace lockstep::detail {
+
+using StorePtr = c10::intrusive_ptr<c10d::Store>;
+
+inline std::vector<std::uint8_t> to_bytes(const std::string& text) {
+  return {text.begin(), text.end()};
+}
+inline std::string to_text(const std::vector<std::uint8_t>& bytes) {
+  return {bytes.begin(), bytes.end()};
+}
+
+/// How long joining may take: LOCKSTEP_RENDEZVOUS_TIMEOUT in seconds, 5 minutes without it.
+inline std::chrono::milliseconds rendezvous_timeout() {
+  const auto seconds = integer_variable(process_variable, "LOCKSTEP_RENDEZVOUS_TIMEOUT", 1, 1'000'000);
+  return std::chrono::seconds(seconds.value_or(300));
+}
+
+/// A secret that nobody can guess.
+inline std::string random_secret() {
+  unsigned char bytes[16];
+  if (getrandom(bytes, sizeof bytes, 0) != sizeof bytes)
+    throw Error(fmt::format("cannot make a secret for the store: {}", std::strerror(errno)));
+  std::string text;
+  for (const unsigned char byte : bytes) text += fmt::format("{:02x}", byte);
+  return text;
+}
+
+/// Runs `work`, turning what c10d throws into a RendezvousError that begins with `doing`.
+template <class Work>
+auto at_store(const std::string& doing, Work&& work) {
+  try {
+    return work();
+  } catch (const c10::Error& error) {
+    throw RendezvousError(fmt::format("{}: {}", doing, printable(error.what_without_backtrace())));
+  }
+}
+
+/// A client of a TCPStore of LibTorch, which only torchrun's agent hosts.
+inline StorePtr connect_tcp_store(const std::string& host, int port, std::chrono::milliseconds limit) {
+  wait_for_listener(host, port, limit);
+  return at_store(fmt::format("the store of torchrun's agent at {}:{} does not answer as one", host, port),
+                  [&]() -> StorePtr {
+                    c10d::TCPStoreOptions options;
+                    options.port = static_cast<std::uint16_t>(port);
+                    options.isServer = false;
+                    options.waitWorkers = false;
+                    options.timeout = limit;
+                    options.useLibUV = false;  // a build of LibTorch without libuv would refuse it
+                    return c10::make_intrusive<c10d::TCPStore>(host, options);
+                  });
+}
+
+/// A client of the store at `endpoint` with `limit` for connecting and for each call.
+inline c10::intrusive_ptr<StoreClient> connect_store(
+    const StoreEndpoint& endpoint, std::chrono::milliseconds limit,
+    const StoreConnection::Waiting& waiting = [](const std::string&) {}) {
+  return c10::make_intrusive<StoreClient>(endpoint, limit, waiting);
+}
+
+/// A store hosted by this process on a socket that already listens, and its first client, with which it ends.
+inline c10::intrusive_ptr<StoreClient> host_store(Listener listener, const std::string& secret,
+                                                  std::chrono::milliseconds limit) {
+  StoreEndpoint own{listener.address, listener.port, secret};
+  auto server = std::make_shared<StoreServer>(std::move(listener), secret);
+  return c10::make_intrusive<StoreClient>(
+      std::move(own), limit, [](const std::string&) {}, std::move(server));
+}
+
+/// Where the ranks really meet, once known; opening it again gives a connection of its own.
+struct Meeting {
+  StorePtr store;
+  std::function<StorePtr(std::chrono::milliseconds limit)> again;
+  bool hosted_here = false;  // the store ends with this process
+  std::string address = {};  // of this end of the connection to a store on another host, else empty
+  std::string doubt = {};    // what may keep the others from coming
+};
+
+inline Meeting meeting_at(const c10::intrusive_ptr<StoreClient>& store, bool hosted_here) {
+  const auto& connection = store->connection();
+  return {store,
+          [endpoint = store->endpoint()](auto limit) -> StorePtr { return connect_store(endpoint, limit); },
+          hosted_here, connection.within_host() ? std::string() : connection.own_address()};
+}
+
+/// torchrun's store outlives a failed attempt together with its keys. So it is only the board on which rank 0
+/// pins the address of a store of this attempt, with its secret: a pin of an earlier one leads to a closed
+/// port or to a store with another secret, and is read again until the new one is there.
+inline Meeting meet_through_board(const RendezvousUrl& url, int rank, std::chrono::milliseconds limit,
+                                  const StoreConnection::Waiting& waiting) {
+  const std::string pin = "lockstep/store";
+  const auto deadline = std::chrono::steady_clock::now() + limit;
+  const auto left = [&] {
+    return std::max(std::chrono::milliseconds(1), std::chrono::ceil<std::chrono::milliseconds>(
+                                                      deadline - std::chrono::steady_clock::now()));
+  };
+  const auto board = std::make_shared<StorePtr>();
+  // LibTorch's client has no timeout where its server does not answer, not even for connecting.
+  const auto on_board = [&](auto&& work) {
+    struct Shared {
+      std::mutex mutex;
+      std::string text;
+      std::exception_ptr error;
+      bool done = false;
+    };
+    const auto shared = std::make_shared<Shared>();
+    at_most(left(), [shared, board, work, url, limit = left()] {
+      std::string text;
+      std::exception_ptr error;
+      try {
+        if (!*board) *board = connect_tcp_store(url.host, url.port, limit);
+        text = work(**board);
+      } catch (...) {
+        error = std::current_exception();
+      }
+      const std::lock_guard lock(shared->mutex);
+      shared->text = std::move(text);
+      shared->error = error;
+      shared->done = true;
+    });
+    const std::lock_guard lock(shared->mutex);
+    if (!shared->done)
+      throw RendezvousError(fmt::format("the store of torchrun's agent at {}:{} does not answer after {} s",
+                                        url.host, url.port, std::chrono::duration<double>(limit).count()));
+    if (shared->error)
+      at_store(fmt::format("the store of torchrun's agent at {}:{} failed", url.host, url.port),
+               [&] { std::rethrow_exception(shared->error); });
+    return shared->text;
+  };
+  if (rank == 0) {
+    const auto host = address_towards(url.host);
+    auto listener = listen_on(host, 0);
+    const auto secret = random_secret();
+    const auto text = fmt::format("{} {} {}", host, listener.port, secret);
+    auto store = host_store(std::move(listener), secret, limit);
+    on_board([pin, text](c10d::Store& on) {
+      on.set(pin, to_bytes(text));
+      return std::string();
+    });
+    return meeting_at(store, true);
+  }
+  std::string last = "rank 0 has not come";
+  while (std::chrono::steady_clock::now() < deadline) {
+    const auto text =
+        on_board([pin](c10d::Store& on) { return on.check({pin}) ? to_text(on.get(pin)) : std::string(); });
+    try {
+      if (!text.empty()) {
+        const auto first = text.find(' '), second = text.find(' ', first + 1);
+        const StoreEndpoint endpoint{text.substr(0, first),
+                                     whole_number(text.substr(first + 1, second - first - 1)).value_or(0),
+                                     text.substr(second + 1)};
+        auto store = connect_store(endpoint, std::min(left(), std::chrono::milliseconds(1000)));
+        store->setTimeout(limit);
+        return meeting_at(store, false);
+      }
+    } catch (const RendezvousError& error) {
+      last = fmt::format("rank 0's store does not answer: {}", printable(error.what()));
+    }
+    waiting(last);
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  }
+  throw RendezvousError(fmt::format("rank {} did not meet rank 0 within {} s: {}", rank,
+                                    std::chrono::duration<double>(limit).count(), last));
+}
+
+/// The file through which the ranks meet. Throws UsageError where it cannot be opened for writing: c10d would
+/// try that for minutes.
+inline StorePtr open_file_store(const std::string& path, int size) {
+  const int file = ::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0644);
+  if (file < 0)
+    throw UsageError(fmt::format("cannot open the rendezvous file {}: {}", path, std::strerror(errno)));
+  ::close(file);
+  return c10::make_intrusive<c10d::FileStore>(path, size);
+}
+
+/// Opens the store of `env` within `limit`: hosts it on rank 0 unless somebody does, and connects. Calls
+/// `waiting` with the reason while it cannot.
+inline Meeting meet(
+    const Environment& env, std::chrono::milliseconds limit,
+    const StoreConnection::Waiting& waiting = [](const std::string&) {}) {
+  if (env.rendezvous.empty()) {
+    StorePtr store = c10::make_intrusive<c10d::HashStore>();  // one process: nobody to meet
+    return {store, [store](auto) { return store; }};
+  }
+  const auto url = parse_rendezvous(env.rendezvous);
+  if (!url.path.empty()) {
+    const auto open = [path = url.path, size = env.size](auto time) {
+      return at_store(fmt::format("cannot open the rendezvous file {}", path), [&]() -> StorePtr {
+        auto store = open_file_store(path, size);
+        store->setTimeout(time);
+        return store;
+      });
+    };
+    return {open(limit), open};
+  }
+  if (env.store_outlives_attempts) return meet_through_board(url, env.rank, limit, waiting);
+  if (env.rank == 0 && !env.store_is_hosted) {
+    auto listener = listen_on(url.host, url.port);
+    const bool elsewhere = listener.host_is_elsewhere;
+    auto meeting = meeting_at(host_store(std::move(listener), env.store_secret, limit), true);
+    if (elsewhere)
+      meeting.doubt = fmt::format(
+          "MASTER_ADDR={} is no address of this host ({}): rank 0 must run on the host that it names",
+          url.host, host_name());
+    return meeting;
+  }
+  return meeting_at(connect_store({url.host, url.port, env.store_secret}, limit, waiting), false);
+}
+
+/// Identifies the network that this process is in: processes of one host reach each other by its loopback.
+inline std::string host_identity() {
+  const auto inode = [](const char* path) -> unsigned long long {
+    struct stat found {};
+    return stat(path, &found) == 0 ? found.st_ino : 0;
+  };
+  std::string boot;
+  std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
+  return fmt::format("{}/{}/{}", boot, inode("/proc/self/ns/net"), host_name());
+}
+
+/// What each rank says of itself when it signs in.
+struct RankIdentity {
+  std::string process;  ///< "nodeA pid 811"
+  std::string host;     ///< the same on all ranks of a host, see host_identity
+  std::string address;  ///< by which it reaches another host, or empty
+
+  static RankIdentity own(const std::string& address) {
+    return {fmt::format("{} pid {}", host_name(), getpid()), host_identity(), address};
+  }
+  [[nodiscard]] std::string encode() const { return fmt::format("{}\n{}\n{}", process, host, address); }
+  static RankIdentity decode(const std::string& text) {
+    const auto first = text.find('\n'), second = text.find('\n', first + 1);
+    if (first == std::string::npos || second == std::string::npos) return {text, {}, {}};
+    return {text.substr(0, first), text.substr(first + 1, second - first - 1), text.substr(second + 1)};
+  }
+  [[nodiscard]] std::string host_text() const { return process.substr(0, process.find(' ')); }
+};
+
+/// The keys of the sign-in.
+struct SignInKeys {
+  static constexpr const char* size = "lockstep/size";
+  static constexpr const char* host = "lockstep/host";
+  static constexpr const char* several_hosts = "lockstep/several hosts";
+  static constexpr const char* present = "lockstep/present";
+  /// How the rendezvous ended, for those who wait: "complete", "failed", or "refused" and why.
+  static constexpr const char* outcome = "lockstep/outcome";
+  static std::string rank(int rank) { return fmt::format("lockstep/rank/{}", rank); }
+  static std::string signed_in(int rank) { return fmt::format("lockstep/signed in/{}", rank); }
+};
+
+/// Ends the rendezvous of all ranks with an error, and this one's by throwing it.
+[[noreturn]] inline void refuse_rendezvous(c10d::Store& store, const std::string& text) {
+  try {
+    store.compareSet(SignInKeys::outcome, {}, to_bytes("refused " + text));
+  } catch (const c10::Error&) {  // what it is about is thrown below
+  }
+  throw RendezvousError(text);
+}
+
+/// Signs in: no other process may be the same rank, and all must agree on how many there are. A refusal is
+/// told to the ranks that wait for the rendezvous. Does not wait for any other rank. A rank that only comes
+/// to tell of its failure is not `joining`: it does not count as present.
+inline void sign_in(c10d::Store& store, const Environment& env, const std::string& address,
+                    bool joining = true) {
+  const auto agreed =
+      to_text(store.compareSet(SignInKeys::size, {}, to_bytes(fmt::format("{} {}", env.size, env.rank))));
+  const auto space = agreed.find(' ');
+  const auto size = agreed.substr(0, space), by = agreed.substr(std::min(space, agreed.size() - 1) + 1);
+  if (size != std::to_string(env.size))
+    refuse_rendezvous(
+        store, fmt::format("the ranks disagree on their number: rank {} says world size {}, rank {} says {}. "
+                           "Start all of them with one WORLD_SIZE",
+                           env.rank, env.size, printable(by), printable(size)));
+  const auto me = RankIdentity::own(address);
+  const auto owner =
+      RankIdentity::decode(to_text(store.compareSet(SignInKeys::rank(env.rank), {}, to_bytes(me.encode()))));
+  if (owner.process != me.process || owner.host != me.host)
+    refuse_rendezvous(
+        store,
+        fmt::format("rank {} is claimed by {} and {}: give every process its own RANK on {}{}", env.rank,
+                    printable(owner.process), me.process, printable(owner.host_text()),
+                    owner.host_text() == me.host_text() ? "" : " and " + me.host_text()) +
+            (env.rendezvous.starts_with("file:") ? ", and every run a rendezvous file of its own" : ""));
+  if (to_text(store.compareSet(SignInKeys::host, {}, to_bytes(me.host))) != me.host)
+    store.set(SignInKeys::several_hosts, to_bytes("yes"));
+  if (!joining) return;
+  // Another World of this process has signed in already, and counts once.
+  if (store.add(SignInKeys::signed_in(env.rank), 1) != 1) return;
+  if (store.add(SignInKeys::present, 1) == env.size)
+    store.compareSet(SignInKeys::outcome, {}, to_bytes("complete"));
+}
+
+/// "rank 2 of 3", "ranks 1 and 2 of 3", "ranks 1, 2, 3, 4 and 60 more of 65"
+inline std::string ranks_of(const std::vector<int>& ranks, int size) {
+  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
+  const std::size_t shown = ranks.size() > 5 ? 4 : ranks.size();
+  for (std::size_t i = 0; i < shown; ++i)
+    text += fmt::format("{}{}", i == 0 ? "" : i + 1 == ranks.size() ? " and " : ", ", ranks[i]);
+  if (shown < ranks.size()) text += fmt::format(" and {} more", ranks.size() - shown);
+  return fmt::format("{} of {}", text, size);
+}
+
+/// Waits for all of these keys, `limit` at most; whether they are there. Throws c10::Error where the store is
+/// gone.
+inline bool appear_within(c10d::Store& store, const std::vector<std::string>& keys,
+                          std::chrono::milliseconds limit) {
+  const auto start = std::chrono::steady_clock::now();
+  try {
+    store.wait(keys, limit);
+    return true;
+  } catch (const c10::DistStoreError&) {
+    return false;
+  } catch (const c10::Error&) {
+    // c10d's FileStore says in this type, as of any other error, that the time is over.
+    if (std::chrono::steady_clock::now() - start < limit - limit / 10) throw;
+    return false;
+  }
+}
+
+/// The ranks that have not signed in.
+inline std::vector<int> missing_ranks(c10d::Store& store, int size) {
+  std::vector<int> missing;
+  for (int rank = 0; rank < size; ++rank)
+    if (!store.check({SignInKeys::rank(rank)})) missing.push_back(rank);
+  return missing;
+}
+
+/// The first failure of a run, after which no collective can complete.
+struct Failure {
+  int rank = -1;       ///< the rank that failed, -1 where the text alone says who did
+  bool vague = false;  ///< the rank has not said yet why it failed
+  std::string text;
+
+  /// The inverse of what is published: "rank 3: why", or a launcher's words.
+  static Failure parse(const std::string& published) {
+    const auto colon = published.find(": ");
+    if (!published.starts_with("rank ") || colon == std::string::npos) return {-1, false, published};
+    const auto rank = whole_number(std::string_view(published).substr(5, colon - 5));
+    if (!rank) return {-1, false, published};
+    return {*rank, false, published.substr(colon + 2)};
+  }
+
+  /// How the errors of the other ranks name it: "rank 3 failed first: why".
+  [[nodiscard]] std::string sentence() const {
+    return fmt::format("{} failed first: {}",
+                       rank < 0 ? std::string("another rank") : fmt::format("rank {}", rank), text);
+  }
+};
+
+inline constexpr const char* failure_key = "lockstep/failure";
+
+/// The text of the first failure that a rank or launcher has published, safe to show.
+inline std::optional<std::string> published_failure(c10d::Store& store) {
+  if (!store.check({failure_key})) return std::nullopt;
+  return printable(to_text(store.get(failure_key)));
+}
+
+/// Publishes a failure, also to ranks that wait for the rendezvous; whether it is the first. Of ranks that
+/// fail with the same text, one is.
+inline bool record_failure(c10d::Store& store, const std::string& text) {
+  const bool known = to_text(store.compareSet(failure_key, {}, to_bytes(text))) == text;
+  const bool first = known && store.add("lockstep/failures of this text", 1) == 1;
+  store.compareSet(SignInKeys::outcome, {}, to_bytes("failed"));
+  return first;
+}
+
+/// Blocks until every rank has signed in. `side` is a connection of its own with a short timeout. Calls
+/// `waiting("rank 2 of 3")` from time to time. Throws RendezvousError where a rank was refused or is missing
+/// at `deadline`, on all ranks with one text, and PeerError where one has failed.
+inline void await_ranks(c10d::Store& side, int size, std::chrono::steady_clock::time_point deadline,
+                        std::chrono::milliseconds limit, const std::string& doubt,
+                        const StoreConnection::Waiting& waiting) {
+  using Clock = std::chrono::steady_clock;
+  std::string outcome;
+  for (auto slice = std::chrono::milliseconds(10000); outcome.empty();) {
+    const auto begin = Clock::now();
+    const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - begin);
+    try {
+      if (appear_within(side, {SignInKeys::outcome}, std::clamp(left, std::chrono::milliseconds(1), slice)))
+        outcome = to_text(side.get(SignInKeys::outcome));
+    } catch (const c10::DistNetworkError& error) {
+      throw RendezvousError(fmt::format("the rendezvous has ended without all ranks: {}",
+                                        printable(error.what_without_backtrace())));
+    } catch (const c10::DistStoreError&) {  // the value did not come within the timeout
+    }
+    if (outcome.empty()) {
+      const auto missing = at_store("the ranks could not meet", [&] { return missing_ranks(side, size); });
+      const auto who = missing.empty() ? "the last rank" : ranks_of(missing, size);
+      if (Clock::now() >= deadline)
+        refuse_rendezvous(
+            side, fmt::format("{} did not join within {} s: start {} with the MASTER_ADDR, MASTER_PORT and "
+                              "WORLD_SIZE of the others{}{}",
+                              who, std::chrono::duration<double>(limit).count(),
+                              missing.size() == 1 ? "it" : "them", doubt.empty() ? "" : "; ", doubt));
+      waiting(doubt.empty() ? who : fmt::format("{}; {}", who, doubt));
+    }
+  }
+  if (outcome == "failed") {
+    const auto failure = published_failure(side);
+    throw PeerError(failure ? Failure::parse(*failure).sentence() : "a rank failed before all had joined");
+  }
+  if (outcome.starts_with("refused ")) throw RendezvousError(printable(outcome.substr(8)));
+}
+
+/// The identities of all ranks, which have signed in.
+inline std::vector<RankIdentity> identities(c10d::Store& store, int size) {
+  std::vector<std::string> keys;
+  for (int rank = 0; rank < size; ++rank) keys.push_back(SignInKeys::rank(rank));
+  std::vector<RankIdentity> result;
+  if (store.hasExtendedApi()) {
+    for (const auto& value : store.multiGet(keys)) result.push_back(RankIdentity::decode(to_text(value)));
+  } else {
+    for (const auto& key : keys) result.push_back(RankIdentity::decode(to_text(store.get(key))));
+  }
+  return result;
+}
+
+}  // namespace lockstep::detail

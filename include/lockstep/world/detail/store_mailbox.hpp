@@ -1,0 +1,162 @@
+#pragma once
+
+#include <algorithm>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <optional>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <fmt/format.h>
+
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+#include "lockstep/error.hpp"
+
+namespace lockstep::detail {
+
+/// A message: its kind, words, and free text at the end.
+struct Message {
+  std::int64_t number = 0;
+  std::string kind;
+  std::string text;
+
+  /// The n-th word behind the kind.
+  [[nodiscard]] std::string word(int n) const {
+    const std::string tail = rest(n);
+    return tail.substr(0, tail.find(' '));
+  }
+  /// Everything from the n-th word on.
+  [[nodiscard]] std::string rest(int n) const {
+    std::size_t begin = 0;
+    for (; n > 0 && begin < text.size(); --n) begin = std::min(text.find(' ', begin), text.size() - 1) + 1;
+    return text.substr(begin);
+  }
+};
+
+/// Messages from one rank to all, kept in the store, and one status text per rank. Posting and reading take a
+/// number of store operations that does not depend on the number of ranks. Every function throws what the
+/// store throws. Not thread-safe beyond the store connection it is given.
+class StoreMailbox {
+ public:
+  StoreMailbox(c10::intrusive_ptr<c10d::Store> store, int rank, int size)
+      : rank_(rank), pause_(std::min(size / 16, 20)) {
+    reconnect(std::move(store));
+  }
+
+  /// Uses another connection to the same store from here on.
+  void reconnect(c10::intrusive_ptr<c10d::Store> store) {
+    store_ = c10::make_intrusive<c10d::PrefixStore>("lockstep/mailbox", std::move(store));
+  }
+
+  /// Posts a message and returns its number. Every rank that waits in `sleep` wakes.
+  std::int64_t post(const std::string& message) {
+    const std::int64_t number = store_->add("count", 1);
+    store_->set(message_key(number), message);
+    return number;
+  }
+  /// Wakes every rank to look at what else is in the store.
+  void notify_all_ranks() { post("look"); }
+
+  /// Blocks until a message is posted that `news` has not counted, `limit` at most; true if it was. Throws
+  /// where the wait ends before its time: the connection is closed then.
+  bool sleep(std::chrono::milliseconds limit) {
+    const auto start = std::chrono::steady_clock::now();
+    try {
+      store_->wait({message_key(counted_ + 1)}, limit);
+      return true;
+    } catch (const std::exception&) {
+      if (std::chrono::steady_clock::now() - start < limit - limit / 10) throw;
+      return false;
+    }
+  }
+
+  /// The messages posted since the last call. A message that its sender has counted and not written yet is
+  /// returned by a later call.
+  [[nodiscard]] std::vector<Message> news() {
+    const std::int64_t count = store_->add("count", 0);
+    if (count - counted_ > most_unread)
+      throw CommunicationError(
+          fmt::format("the store counts {} messages between the ranks, of which this one knows {}: it is "
+                      "damaged, so start the run again",
+                      count, counted_));
+    while (counted_ < count) unread_.insert(++counted_);
+    const std::vector<std::int64_t> numbers(unread_.begin(), unread_.end());
+    std::vector<std::string> keys;
+    for (const std::int64_t number : numbers) keys.push_back(message_key(number));
+    const auto texts = read(keys);
+    std::vector<Message> news;
+    for (std::size_t i = 0; i < texts.size(); ++i) {
+      if (!texts[i]) continue;
+      unread_.erase(numbers[i]);
+      const auto space = std::min(texts[i]->find(' '), texts[i]->size());
+      news.push_back({numbers[i], texts[i]->substr(0, space),
+                      space < texts[i]->size() ? texts[i]->substr(space + 1) : ""});
+    }
+    return news;
+  }
+  /// Whether messages are counted and not written.
+  [[nodiscard]] bool incomplete() const { return !unread_.empty(); }
+
+  /// How long a reader should pause between two calls of `news`, so that what many ranks post at once is read
+  /// in few operations.
+  [[nodiscard]] std::chrono::milliseconds pause() const { return pause_; }
+
+  /// Replaces the status text of this rank.
+  void set_status(const std::string& text) { store_->set(status_key(rank_), text); }
+  /// The status texts of `ranks`; none for a rank that has not set one.
+  [[nodiscard]] std::vector<std::optional<std::string>> statuses(const std::vector<int>& ranks) {
+    std::vector<std::string> keys;
+    for (const int rank : ranks) keys.push_back(status_key(rank));
+    return read(keys);
+  }
+
+ private:
+  // More than any run posts before a rank reads them.
+  static constexpr std::int64_t most_unread = 1'000'000;
+
+  // Of one operation.
+  static constexpr std::size_t most_keys = 4096;
+
+  static std::string message_key(std::int64_t number) { return fmt::format("message/{}", number); }
+  static std::string status_key(int rank) { return fmt::format("status/{}", rank); }
+
+  // The values of the keys that exist. One operation or two where all do; a missing one costs a bisection.
+  std::vector<std::optional<std::string>> read(const std::vector<std::string>& keys) {
+    std::vector<std::optional<std::string>> values(keys.size());
+    for (std::size_t begin = 0; begin < keys.size(); begin += most_keys)
+      read(keys, begin, std::min(begin + most_keys, keys.size()), values);
+    return values;
+  }
+  void read(const std::vector<std::string>& keys, std::size_t begin, std::size_t end,
+            std::vector<std::optional<std::string>>& values) {
+    if (begin == end) return;
+    const std::vector<std::string> part(keys.begin() + static_cast<std::ptrdiff_t>(begin),
+                                        keys.begin() + static_cast<std::ptrdiff_t>(end));
+    if (store_->check(part)) {
+      if (part.size() > 1 && store_->hasExtendedApi()) {
+        const auto found = store_->multiGet(part);
+        for (std::size_t i = 0; i < found.size(); ++i)
+          values[begin + i] = std::string(found[i].begin(), found[i].end());
+      } else {
+        for (std::size_t i = 0; i < part.size(); ++i) values[begin + i] = store_->get_to_str(part[i]);
+      }
+    } else if (part.size() > 1) {
+      const std::size_t middle = begin + part.size() / 2;
+      read(keys, begin, middle, values);
+      read(keys, middle, end, values);
+    }
+  }
+
+  c10::intrusive_ptr<c10d::Store> store_;
+  int rank_;
+  std::chrono::milliseconds pause_;
+  std::int64_t counted_ = 0;
+  std::set<std::int64_t> unread_;  // up to counted_
+};
+
+}  // namespace lockstep::detail

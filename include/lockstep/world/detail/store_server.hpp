@@ -1,0 +1,470 @@
+#pragma once
+
+#include <fmt/format.h>
+#include <signal.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <charconv>
+#include <chrono>
+#include <cstdint>
+#include <cstring>
+#include <deque>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <thread>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "lockstep/error.hpp"
+#include "lockstep/world/detail/child.hpp"
+#include "lockstep/world/detail/socket.hpp"
+#include "lockstep/world/detail/store_protocol.hpp"
+
+namespace lockstep::detail {
+
+/// The server of lockstep's key-value store: one thread that never blocks on a client.
+///
+/// A client that has not said a valid hello within `hello_timeout` is disconnected, and earlier where more
+/// than `max_strangers` such connections are open. A request that waits for keys is parked with its
+/// connection and answered when the last of them is set; the next request of that connection cancels it. No
+/// bytes from a client can end or stall the server: a malformed frame closes its connection.
+class StoreServer {
+ public:
+  static constexpr std::chrono::milliseconds default_hello_timeout{10000};
+  static constexpr std::size_t max_strangers = 256;
+
+  /// Serves on a socket that listens already. Only clients that know `secret` are let in. Throws Error where
+  /// the system grants no descriptor or thread.
+  StoreServer(Listener listener, std::string secret,
+              std::chrono::milliseconds hello_timeout = default_hello_timeout)
+      : listener_(std::move(listener)),
+        secret_(std::move(secret)),
+        hello_timeout_(hello_timeout),
+        epoll_(epoll_create1(EPOLL_CLOEXEC)),
+        wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
+        reserve_(open("/dev/null", O_RDONLY | O_CLOEXEC)) {
+    if (!epoll_.open() || !wake_.open())
+      throw Error(fmt::format("cannot serve a store: {}", std::strerror(errno)));
+    fcntl(listener_.fd.get(), F_SETFL, O_NONBLOCK);
+    watch(listener_.fd.get(), listener_id);
+    watch(wake_.get(), wake_id);
+    // Signals are the program's: a thread of ours must not be the one that takes them.
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    try {
+      thread_ = std::thread([this] { run(); });
+    } catch (const std::system_error& error) {
+      pthread_sigmask(SIG_SETMASK, &before, nullptr);
+      throw Error(fmt::format("cannot serve a store: {}", error.what()));
+    }
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  }
+
+  /// Closes every connection. Does not wait for any client.
+  ~StoreServer() {
+    const std::uint64_t one = 1;
+    if (write(wake_.get(), &one, sizeof one) < 0) {
+    }
+    thread_.join();
+  }
+  StoreServer(const StoreServer&) = delete;
+  StoreServer& operator=(const StoreServer&) = delete;
+
+  [[nodiscard]] int port() const { return listener_.port; }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  static constexpr std::uint64_t listener_id = 0, wake_id = 1;
+
+  /// A request that waits for keys. `key` is the first of them that is missing.
+  struct Parked {
+    std::uint64_t id = 0;
+    StoreOperation operation = StoreOperation::wait;
+    std::vector<std::string> keys;
+    std::string key;
+  };
+
+  struct Connection {
+    std::uint64_t number = 0;
+    Descriptor fd;
+    FrameBuffer in;
+    std::string out;
+    std::size_t sent = 0;  // of `out`
+    std::uint32_t interest = 0;
+    bool greeted = false;
+    bool closing = false;  // once `out` is sent
+    std::optional<Parked> parked;
+  };
+
+  struct Stranger {
+    std::uint64_t number;
+    Clock::time_point until;
+  };
+
+  void run() {
+    for (;;) {
+      epoll_event events[64];
+      const int count = epoll_wait(epoll_.get(), events, 64, time_to_next_stranger());
+      for (int i = 0; i < count; ++i) {
+        const auto number = events[i].data.u64;
+        if (number == wake_id) return;
+        if (number == listener_id) {
+          accept_some();
+        } else if (const auto found = connections_.find(number); found != connections_.end()) {
+          serve(*found->second, events[i].events);
+        }
+      }
+      while (!strangers_.empty() && strangers_.front().until <= Clock::now()) drop_first_stranger();
+      for (const auto number : dropped_) connections_.erase(number);
+      dropped_.clear();
+    }
+  }
+
+  void watch(int fd, std::uint64_t number) {
+    epoll_event event{};
+    event.events = EPOLLIN;
+    event.data.u64 = number;
+    epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd, &event);
+  }
+
+  [[nodiscard]] int time_to_next_stranger() const {
+    if (strangers_.empty()) return -1;
+    const auto left =
+        std::chrono::ceil<std::chrono::milliseconds>(strangers_.front().until - Clock::now()).count();
+    return static_cast<int>(std::clamp<std::int64_t>(left, 0, 60000));
+  }
+
+  // A few at a time: the hellos of those that are in come between.
+  void accept_some() {
+    for (int i = 0; i < 32; ++i) {
+      const int fd = accept4(listener_.fd.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK);
+      if (fd < 0 && (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM)) {
+        make_descriptor_free();
+        return;
+      }
+      if (fd < 0) return;
+      auto connection = std::make_unique<Connection>();
+      connection->number = next_number_++;
+      connection->fd = Descriptor(fd);
+      connection->interest = EPOLLIN;
+      tune_connection(fd);
+      watch(fd, connection->number);
+      strangers_.push_back({connection->number, Clock::now() + hello_timeout_});
+      connections_.emplace(connection->number, std::move(connection));
+      forget_greeted();
+      if (strangers_.size() > max_strangers) drop_first_stranger();
+    }
+  }
+
+  // Without one, the listener would be ready for ever, and the queue never get shorter.
+  void make_descriptor_free() {
+    forget_greeted();
+    if (!strangers_.empty()) {
+      drop_first_stranger();
+      return;
+    }
+    reserve_.close();
+    const Descriptor refused(accept4(listener_.fd.get(), nullptr, nullptr, SOCK_CLOEXEC));
+    reserve_ = Descriptor(open("/dev/null", O_RDONLY | O_CLOEXEC));
+  }
+
+  void forget_greeted() {
+    std::erase_if(strangers_, [&](const Stranger& stranger) {
+      const auto found = connections_.find(stranger.number);
+      return found == connections_.end() || !found->second->fd.open() || found->second->greeted;
+    });
+  }
+  void drop_first_stranger() {
+    const auto found = connections_.find(strangers_.front().number);
+    strangers_.pop_front();
+    if (found != connections_.end() && !found->second->greeted) drop(*found->second);
+  }
+
+  // Its memory goes at the end of the turn: others may be looking at it.
+  void drop(Connection& connection) {
+    if (!connection.fd.open()) return;
+    unpark(connection);
+    connection.fd.close();
+    dropped_.push_back(connection.number);
+  }
+
+  void serve(Connection& connection, std::uint32_t events) {
+    if (!connection.fd.open()) return;
+    bool open = true;
+    if (events & EPOLLIN) open = receive(connection);
+    if (events & EPOLLOUT) send_pending(connection);
+    handle_frames(connection);
+    if (!open || (events & (EPOLLERR | EPOLLHUP))) drop(connection);
+    update_interest(connection);
+  }
+
+  // Reads what is there, up to a turn's share; false where the client has closed.
+  bool receive(Connection& connection) {
+    char buffer[1 << 16];
+    for (int turn = 0; turn < 16; ++turn) {
+      const ssize_t length = recv(connection.fd.get(), buffer, sizeof buffer, 0);
+      if (length > 0) connection.in.append({buffer, static_cast<std::size_t>(length)});
+      if (length == 0) return false;
+      if (length < 0 && errno == EINTR) continue;
+      if (length < 0) return errno == EAGAIN || errno == EWOULDBLOCK;
+      if (static_cast<std::size_t>(length) < sizeof buffer) return true;
+    }
+    return true;
+  }
+
+  // A client that does not read its replies is not read from either.
+  void handle_frames(Connection& connection) {
+    while (connection.fd.open() && !connection.closing && connection.out.empty()) {
+      const auto length = connection.in.next_length();
+      if (length && *length > (connection.greeted ? max_frame_bytes : store_magic.size() + max_secret_bytes))
+        return drop(connection);
+      const auto payload = connection.in.next();
+      if (!payload) return;
+      if (connection.greeted)
+        handle_request(connection, *payload);
+      else
+        handle_hello(connection, *payload);
+    }
+  }
+
+  void handle_hello(Connection& connection, std::string_view payload) {
+    if (!payload.starts_with(store_magic_of_any_version)) return drop(connection);
+    auto greeting = StoreGreeting::welcome;
+    if (!payload.starts_with(store_magic))
+      greeting = StoreGreeting::wrong_version;
+    else if (!same_secret(payload.substr(store_magic.size())))
+      greeting = StoreGreeting::wrong_secret;
+    connection.greeted = greeting == StoreGreeting::welcome;
+    connection.closing = !connection.greeted;
+    send(connection, FrameWriter().raw(store_magic).byte(static_cast<std::uint8_t>(greeting)).take());
+  }
+
+  // Takes as long for a wrong guess as for a better one.
+  [[nodiscard]] bool same_secret(std::string_view given) const {
+    unsigned difference = given.size() == secret_.size() ? 0 : 1;
+    for (std::size_t i = 0; i < std::min(given.size(), secret_.size()); ++i)
+      difference |= static_cast<unsigned char>(given[i] ^ secret_[i]);
+    return difference == 0;
+  }
+
+  void handle_request(Connection& connection, std::string_view payload) {
+    FrameReader reader(payload);
+    const auto id = reader.integer();
+    const auto operation = static_cast<StoreOperation>(reader.byte());
+    unpark(connection);
+    switch (operation) {
+      case StoreOperation::set: {
+        auto keys = reader.texts(), values = reader.texts();
+        if (!reader.whole() || keys.size() != values.size()) return drop(connection);
+        for (std::size_t i = 0; i < keys.size(); ++i)
+          if (const auto problem = put(keys[i], std::move(values[i])); !problem.empty())
+            return refuse(connection, id, problem);
+        reply(connection, id);
+        for (const std::string& key : keys) wake_waiting(key);
+        return;
+      }
+      case StoreOperation::get:
+      case StoreOperation::wait: {
+        Parked request{id, operation, reader.texts(), {}};
+        if (!reader.whole()) return drop(connection);
+        return answer_or_park(connection, std::move(request));
+      }
+      case StoreOperation::check: {
+        const auto keys = reader.texts();
+        if (!reader.whole()) return drop(connection);
+        const bool all =
+            std::all_of(keys.begin(), keys.end(), [&](const auto& key) { return values_.contains(key); });
+        return reply(connection, id, [&](FrameWriter& out) { out.byte(all ? 1 : 0); });
+      }
+      case StoreOperation::add: {
+        const std::string key(reader.text());
+        const auto amount = static_cast<std::int64_t>(reader.integer());
+        if (!reader.whole()) return drop(connection);
+        return add(connection, id, key, amount);
+      }
+      case StoreOperation::compare_set: {
+        const std::string key(reader.text()), expected(reader.text());
+        std::string desired(reader.text());
+        if (!reader.whole()) return drop(connection);
+        return compare_set(connection, id, key, expected, std::move(desired));
+      }
+      case StoreOperation::erase: {
+        const std::string key(reader.text());
+        if (!reader.whole()) return drop(connection);
+        const auto found = values_.find(key);
+        const bool erased = found != values_.end();
+        if (erased) {
+          bytes_ -= key.size() + found->second.size();
+          values_.erase(found);
+        }
+        return reply(connection, id, [&](FrameWriter& out) { out.byte(erased ? 1 : 0); });
+      }
+      case StoreOperation::count:
+        if (!reader.whole()) return drop(connection);
+        return reply(connection, id, [&](FrameWriter& out) { out.integer(values_.size()); });
+      case StoreOperation::append: {
+        const std::string key(reader.text()), tail(reader.text());
+        if (!reader.whole()) return drop(connection);
+        const auto found = values_.find(key);
+        if (const auto problem = put(key, (found == values_.end() ? std::string() : found->second) + tail);
+            !problem.empty())
+          return refuse(connection, id, problem);
+        reply(connection, id);
+        return wake_waiting(key);
+      }
+    }
+    drop(connection);
+  }
+
+  void add(Connection& connection, std::uint64_t id, const std::string& key, std::int64_t amount) {
+    std::int64_t sum = 0;
+    if (const auto found = values_.find(key); found != values_.end()) {
+      const char* const end = found->second.data() + found->second.size();
+      const auto [stop, error] = std::from_chars(found->second.data(), end, sum);
+      if (error != std::errc{} || stop != end || found->second.empty())
+        return refuse(connection, id, "the value is not an integer that can be added to");
+    }
+    if (__builtin_add_overflow(sum, amount, &sum))
+      return refuse(connection, id, "the sum would not fit in 64 bits");
+    if (const auto problem = put(key, std::to_string(sum)); !problem.empty())
+      return refuse(connection, id, problem);
+    reply(connection, id, [&](FrameWriter& out) { out.integer(static_cast<std::uint64_t>(sum)); });
+    wake_waiting(key);
+  }
+
+  void compare_set(Connection& connection, std::uint64_t id, const std::string& key,
+                   const std::string& expected, std::string desired) {
+    const auto found = values_.find(key);
+    const bool missing = found == values_.end();
+    if (missing ? expected.empty() : found->second == expected) {
+      if (const auto problem = put(key, desired); !problem.empty()) return refuse(connection, id, problem);
+      reply(connection, id, [&](FrameWriter& out) { out.raw(desired); });
+      wake_waiting(key);
+    } else {
+      reply(connection, id, [&](FrameWriter& out) { out.raw(missing ? expected : found->second); });
+    }
+  }
+
+  // Sets a value; the reason where it must not be set.
+  std::string put(const std::string& key, std::string value) {
+    if (key.size() > max_key_bytes)
+      return fmt::format("a key may have {} bytes, this one has {}", max_key_bytes, key.size());
+    const auto found = values_.find(key);
+    const auto before = found == values_.end() ? 0 : key.size() + found->second.size();
+    const auto after = bytes_ - before + key.size() + value.size();
+    if (value.size() > max_frame_bytes - 64 || after > max_store_bytes)
+      return fmt::format("the value of {} bytes is too large", value.size());
+    bytes_ = after;
+    values_.insert_or_assign(key, std::move(value));
+    return {};
+  }
+
+  void answer_or_park(Connection& connection, Parked request) {
+    for (const std::string& key : request.keys)
+      if (!values_.contains(key)) {
+        request.key = key;
+        waiting_[key].push_back(connection.number);
+        connection.parked = std::move(request);
+        return;
+      }
+    if (request.operation == StoreOperation::wait) return reply(connection, request.id);
+    std::size_t total = 0;
+    for (const std::string& key : request.keys) total += values_[key].size() + 4;
+    if (total > max_frame_bytes - 64)
+      return refuse(connection, request.id, fmt::format("the values have {} bytes together", total));
+    reply(connection, request.id, [&](FrameWriter& out) {
+      for (const std::string& key : request.keys) out.text(values_[key]);
+    });
+  }
+
+  void unpark(Connection& connection) {
+    if (!connection.parked) return;
+    const auto found = waiting_.find(connection.parked->key);
+    connection.parked.reset();
+    if (found == waiting_.end()) return;
+    std::erase(found->second, connection.number);
+    if (found->second.empty()) waiting_.erase(found);
+  }
+
+  void wake_waiting(const std::string& key) {
+    const auto waiting = waiting_.extract(key);
+    if (waiting.empty()) return;
+    for (const auto number : waiting.mapped()) {
+      const auto found = connections_.find(number);
+      if (found == connections_.end() || !found->second->parked) continue;
+      auto request = std::move(*found->second->parked);
+      found->second->parked.reset();
+      answer_or_park(*found->second, std::move(request));
+      update_interest(*found->second);
+    }
+  }
+
+  void reply(Connection& connection, std::uint64_t id) {
+    reply(connection, id, [](FrameWriter&) {});
+  }
+  template <class Fill>
+  void reply(Connection& connection, std::uint64_t id, Fill fill) {
+    FrameWriter frame;
+    frame.integer(id).byte(static_cast<std::uint8_t>(StoreStatus::done));
+    fill(frame);
+    send(connection, frame.take());
+  }
+  void refuse(Connection& connection, std::uint64_t id, std::string_view reason) {
+    send(connection,
+         FrameWriter().integer(id).byte(static_cast<std::uint8_t>(StoreStatus::refused)).raw(reason).take());
+  }
+
+  void send(Connection& connection, const std::string& frame) {
+    connection.out += frame;
+    send_pending(connection);
+  }
+
+  void send_pending(Connection& connection) {
+    while (connection.fd.open() && connection.sent < connection.out.size()) {
+      const ssize_t length = ::send(connection.fd.get(), connection.out.data() + connection.sent,
+                                    connection.out.size() - connection.sent, MSG_NOSIGNAL | MSG_DONTWAIT);
+      if (length > 0) {
+        connection.sent += static_cast<std::size_t>(length);
+      } else if (errno == EAGAIN || errno == EWOULDBLOCK) {
+        return;
+      } else if (errno != EINTR) {
+        return drop(connection);
+      }
+    }
+    connection.out.clear();
+    connection.sent = 0;
+    if (connection.closing) drop(connection);
+  }
+
+  void update_interest(Connection& connection) {
+    if (!connection.fd.open()) return;
+    const std::uint32_t wanted = connection.out.empty() ? EPOLLIN : EPOLLOUT;
+    if (wanted == connection.interest) return;
+    epoll_event event{};
+    event.events = connection.interest = wanted;
+    event.data.u64 = connection.number;
+    epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, connection.fd.get(), &event);
+  }
+
+  Listener listener_;
+  const std::string secret_;
+  const std::chrono::milliseconds hello_timeout_;
+  Descriptor epoll_, wake_, reserve_;
+  std::unordered_map<std::uint64_t, std::unique_ptr<Connection>> connections_;
+  std::deque<Stranger> strangers_;  // by age; some may have been greeted since
+  std::vector<std::uint64_t> dropped_;
+  std::uint64_t next_number_ = 2;
+  std::unordered_map<std::string, std::string> values_;
+  std::size_t bytes_ = 0;
+  std::unordered_map<std::string, std::vector<std::uint64_t>> waiting_;  // the connections parked at a key
+  std::thread thread_;
+};
+
+}  // namespace lockstep::detail

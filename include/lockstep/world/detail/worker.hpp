@@ -1,0 +1,321 @@
+#pragma once
+
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <pthread.h>
+#include <semaphore.h>
+#include <signal.h>
+#include <sys/resource.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <cstdio>
+#include <cstdlib>
+#include <ctime>
+#include <exception>
+#include <functional>
+#include <iostream>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <thread>
+#include <utility>
+
+#include "lockstep/detail/process_wide.hpp"
+#include "lockstep/error.hpp"
+#include "lockstep/world/detail/child.hpp"
+#include "lockstep/world/detail/new_file.hpp"
+#include "lockstep/world/detail/report.hpp"
+#include "lockstep/world/environment.hpp"
+
+namespace lockstep::detail {
+
+/// What the end of a failing process needs from the parts that know the other ranks.
+struct FailureHooks {
+  /// Tells all ranks; returns whether this failure is the first. May block: it gets a time limit.
+  std::function<bool(const std::string& text)> publish;
+  /// The exit code with which a rank has ended, where it has told the others. May block as well.
+  std::function<std::optional<int>(int rank)> end_of;
+  /// Tells the others that this process exits. May block as well.
+  std::function<void(int code)> exits;
+};
+LOCKSTEP_PROCESS_WIDE inline FailureHooks failure_hooks;
+
+/// The descriptor through which a supervising parent hears of a failure, -1 where there is none.
+LOCKSTEP_PROCESS_WIDE inline int report_descriptor() {
+  static const int fd = [] {
+    const auto text = process_variable("LOCKSTEP_REPORT_FD");
+    const int number = text ? whole_number(*text).value_or(-1) : -1;
+    if (number > 2 && fcntl(number, F_GETFD) >= 0) {
+      fcntl(number, F_SETFD, FD_CLOEXEC);
+      unsetenv("LOCKSTEP_REPORT_FD");
+      return number;
+    }
+    return -1;
+  }();
+  return fd;
+}
+
+/// Runs `work` in a thread and waits at most `limit` for it; what a stuck peer or pipe holds up is left
+/// behind.
+template <class Work>
+void at_most(std::chrono::milliseconds limit, Work work) {
+  struct Shared {
+    std::mutex mutex;
+    std::condition_variable done_changed;
+    bool done = false;
+  };
+  auto shared = std::make_shared<Shared>();
+  try {
+    std::thread([shared, work = std::move(work)]() mutable {
+      try {
+        work();
+      } catch (...) {  // the failure that is being told matters, not this one
+      }
+      std::lock_guard lock(shared->mutex);
+      shared->done = true;
+      shared->done_changed.notify_all();
+    }).detach();
+  } catch (const std::system_error&) {
+    return;
+  }
+  std::unique_lock lock(shared->mutex);
+  shared->done_changed.wait_for(lock, limit, [&] { return shared->done; });
+}
+
+inline std::string json_string(std::string_view text) {
+  std::string quoted = "\"";
+  for (const char c : text) {
+    if (c == '"' || c == '\\')
+      quoted += fmt::format("\\{}", c);
+    else if (static_cast<unsigned char>(c) < 0x20)
+      quoted += fmt::format("\\u{:04x}", static_cast<int>(c));
+    else
+      quoted += c;
+  }
+  return quoted + '"';
+}
+
+/// Writes torchrun's error file: whole or not at all, since a torn one makes torchrun itself crash.
+inline void write_elastic_error_file(const std::string& path, const std::string& text, std::time_t when) {
+  const auto temporary = fmt::format("{}.{}", path, getpid());
+  const int descriptor = open_new_file(temporary.c_str());
+  std::FILE* file = descriptor < 0 ? nullptr : fdopen(descriptor, "w");
+  if (file == nullptr) return;
+  const auto json =
+      fmt::format(R"({{"message":{{"message":{},"extraInfo":{{"py_callstack":{},"timestamp":"{}"}}}}}})",
+                  json_string(text), json_string(text), static_cast<long long>(when));
+  const bool whole = std::fwrite(json.data(), 1, json.size(), file) == json.size();
+  if (std::fclose(file) == 0 && whole) std::rename(temporary.c_str(), path.c_str());
+}
+
+/// `code` as an exit code that is 0 only where `code` is: the kernel keeps its last eight bits.
+inline int exit_status(int code) {
+  return code != 0 && (code & 0xff) == 0 ? 1 : code;
+}
+
+/// Whether this process was asked by SIGTERM to end, and what its handler needs (see announce_sigterm).
+LOCKSTEP_PROCESS_WIDE inline std::atomic<bool> terminated{false};
+LOCKSTEP_PROCESS_WIDE inline std::atomic<pid_t> sigterm_process{0};
+LOCKSTEP_PROCESS_WIDE inline sem_t sigterm_came;
+
+/// Ends this process by SIGTERM, as if there were no handler.
+[[noreturn]] inline void end_by_sigterm() {
+  signal(SIGTERM, SIG_DFL);
+  sigset_t set;
+  sigemptyset(&set);
+  sigaddset(&set, SIGTERM);
+  pthread_sigmask(SIG_UNBLOCK, &set, nullptr);
+  raise(SIGTERM);
+  _exit(128 + SIGTERM);
+}
+
+/// Tells the supervisor, the store, the user and torchrun of a failure. `said` becomes true once the first
+/// two or the user know of it.
+inline void tell_failure(FailureReport& report, bool& said) {
+  const int rank = process_rank.load();
+  const std::time_t when = std::time(nullptr);
+  const bool consequence = report.kind == FailureKind::peer;
+  bool first = true;
+  if (consequence && failure_hooks.end_of) {
+    const auto early = std::make_shared<std::atomic<bool>>(false);
+    const int cause = cause_of(report.text);
+    at_most(std::chrono::milliseconds(500), [early, cause] { *early = failure_hooks.end_of(cause) == 0; });
+    if (*early) report.text = early_end_text(cause);
+  }
+  if (report_descriptor() >= 0) {
+    at_most(std::chrono::milliseconds(500), [] {
+      std::cout.flush();
+      std::fflush(nullptr);
+    });
+    const auto bytes = encode(report).substr(0, 60000);
+    said = write(report_descriptor(), bytes.data(), bytes.size()) > 0;
+  }
+  if (!consequence && failure_hooks.publish) {
+    const auto told = std::make_shared<std::atomic<bool>>(true);
+    const auto text =
+        report.kind == FailureKind::usage ? report.text : fmt::format("rank {}: {}", rank, report.text);
+    at_most(std::chrono::milliseconds(1500), [told, text] { *told = failure_hooks.publish(text); });
+    first = *told;
+  }
+  if (report_descriptor() >= 0) return;
+  // The sender of the signal knows that the other ranks end by it as well.
+  if (consequence && terminated) end_by_sigterm();
+  const bool said_already = !first && report.kind == FailureKind::usage;
+  const auto text =
+      fmt::format("error: {}\n", rank < 0 ? report.text : headline(report, fmt::format("rank {}", rank)));
+  at_most(std::chrono::milliseconds(500), [text, said_already] {
+    std::cout.flush();
+    std::fflush(stdout);
+    if (!said_already) std::fwrite(text.data(), 1, text.size(), stderr);
+    std::fflush(nullptr);
+  });
+  said = true;
+  // What libraries say from here on is about connections that end: nothing that a user could act on.
+  const int nowhere = open("/dev/null", O_WRONLY | O_CLOEXEC);
+  if (nowhere >= 0) dup2(nowhere, 2);
+  // The launcher takes the earliest second for the cause: a consequence must be later.
+  if (consequence && rank >= 0) std::this_thread::sleep_for(std::chrono::milliseconds(1500));
+  if (const auto path = process_variable("TORCHELASTIC_ERROR_FILE"))
+    write_elastic_error_file(*path, report.text, consequence ? std::time(nullptr) : when);
+}
+
+/// Ends this process now, and the others with it: tells the supervisor and the store, flushes, leaves without
+/// running a destructor. `report` is said once, whichever thread comes first.
+LOCKSTEP_PROCESS_WIDE [[noreturn]] inline void fail_process(FailureReport report) noexcept {
+  static std::atomic_flag begun;
+  static std::atomic<std::thread::id> teller;
+  if (begun.test_and_set()) {
+    // An exception on the way, such as that no memory is left, comes back here through std::terminate.
+    if (teller.load() == std::this_thread::get_id()) _exit(report.code);
+    while (true) pause();
+  }
+  teller = std::this_thread::get_id();
+  bool said = false;
+  try {
+    tell_failure(report, said);
+  } catch (...) {  // no memory is left, not even for a thread: what follows needs none
+  }
+  if (!said) {
+    const int supervisor = report_descriptor();
+    const auto piece = [](std::string_view text) {
+      return iovec{const_cast<char*>(text.data()), text.size()};
+    };
+    const iovec pieces[] = {piece(supervisor >= 0 ? "error\n0\n1\n" : "error: "), piece(report.text),
+                            piece(supervisor >= 0 ? "" : "\n")};
+    if (writev(supervisor >= 0 ? supervisor : 2, pieces, 3) < 0) {
+    }
+  }
+  _exit(report.code);
+}
+
+extern "C" inline void lockstep_note_sigterm(int number) {
+  if (getpid() != sigterm_process) {  // a child that was forked and not executed anew
+    signal(number, SIG_DFL);
+    raise(number);
+    return;
+  }
+  terminated = true;
+  sem_post(&sigterm_came);
+}
+
+/// Tells the other ranks when this process gets a SIGTERM, and lets it end by it then: without a supervisor
+/// they would only see its connections close. No-op where the program handles or ignores SIGTERM, and under a
+/// supervisor, which sees how its ranks end. `where` names the host.
+inline void announce_sigterm(const std::string& where) {
+  static std::once_flag once;
+  struct sigaction action {};
+  if (report_descriptor() >= 0 || sigaction(SIGTERM, nullptr, &action) != 0 || action.sa_handler != SIG_DFL)
+    return;
+  std::call_once(once, [&] {
+    sigterm_process = getpid();
+    sem_init(&sigterm_came, 0, 0);
+    std::thread([where] {
+      while (sem_wait(&sigterm_came) != 0) {
+      }
+      at_most(std::chrono::seconds(5), [where] {
+        if (failure_hooks.publish)
+          failure_hooks.publish(fmt::format("rank {}: ended by SIGTERM on {}", process_rank.load(), where));
+      });
+      end_by_sigterm();
+    }).detach();
+    action.sa_handler = lockstep_note_sigterm;
+    action.sa_flags = SA_RESTART;
+    sigaction(SIGTERM, &action, nullptr);
+  });
+}
+
+/// Tells the other ranks with which code this process exits (std::exit, a return from main).
+LOCKSTEP_PROCESS_WIDE inline void announce_exit() {
+  static std::once_flag once;
+  static pid_t process = 0;
+  std::call_once(once, [] {
+    process = getpid();
+    on_exit(
+        [](int code, void*) {
+          if (getpid() != process || !failure_hooks.exits) return;  // a child that was forked exits
+          at_most(std::chrono::milliseconds(500), [code] { failure_hooks.exits(code); });
+        },
+        nullptr);
+  });
+}
+
+/// Makes an exception that nobody catches end the process through `fail_process`, with the stack as it is: no
+/// destructor on the way up can wait for a peer that no longer answers.
+LOCKSTEP_PROCESS_WIDE inline void end_on_uncaught() {
+  static std::terminate_handler previous = nullptr;
+  static std::once_flag once;
+  std::call_once(once, [] {
+    report_descriptor();
+    previous = std::get_terminate();
+    if (previous != __gnu_cxx::__verbose_terminate_handler) return;  // the program has its own
+    std::set_terminate([] {
+      FailureReport report;
+      try {
+        report = describe(std::current_exception());
+      } catch (...) {
+        report.text = "out of memory";  // short enough to need none
+      }
+      fail_process(std::move(report));
+    });
+  });
+}
+
+/// Makes a worker of torchrun end with the agent that started it: a killed agent (SIGKILL, out of memory)
+/// would leave it training as an orphan. No-op in any other process, also in one that a worker or a wrapper
+/// script starts: of these only the worker itself leads a session. The calling thread must live as long as
+/// the worker.
+inline void end_with_agent() {
+  if (!process_variable("TORCHELASTIC_RUN_ID") || getsid(0) != getpid()) return;
+  if (!die_with_parent(getppid())) raise(SIGKILL);
+}
+
+/// Runs `work` on a thread with no handler above it, so that what it throws reaches `end_on_uncaught` before
+/// any destructor runs. Returns when it returns.
+inline void run_without_handlers(std::function<void()> work) {
+  end_on_uncaught();
+  pthread_attr_t attributes;
+  pthread_attr_init(&attributes);
+  rlimit stack{};
+  const std::size_t least = 8u << 20;
+  if (getrlimit(RLIMIT_STACK, &stack) == 0 && stack.rlim_cur != RLIM_INFINITY)
+    pthread_attr_setstacksize(&attributes, std::max<std::size_t>(least, stack.rlim_cur));
+  else
+    pthread_attr_setstacksize(&attributes, 8 * least);
+  pthread_t thread;
+  const auto run = [](void* argument) -> void* {
+    (*static_cast<std::function<void()>*>(argument))();
+    return nullptr;
+  };
+  const int status = pthread_create(&thread, &attributes, run, &work);
+  pthread_attr_destroy(&attributes);
+  if (status != 0) throw Error("cannot start a thread to run in");
+  pthread_join(thread, nullptr);
+}
+
+}  // namespace lockstep::detail

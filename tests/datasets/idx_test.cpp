@@ -1,0 +1,146 @@
+#include "lockstep/datasets/idx.hpp"
+
+#include <fstream>
+
+#include "support/catch.hpp"
+#include "support/temporary_folder.hpp"
+
+namespace idx_test {
+
+using lockstep::DataError;
+using lockstep::read_idx;
+
+namespace {
+
+std::string header(char type, std::initializer_list<std::uint32_t> sizes) {
+  std::string bytes{'\0', '\0', type, static_cast<char>(sizes.size())};
+  for (const auto size : sizes)
+    for (int shift = 24; shift >= 0; shift -= 8) bytes += static_cast<char>(size >> shift & 0xff);
+  return bytes;
+}
+
+#if LOCKSTEP_HAS_ZLIB
+std::string gzipped(const std::string& bytes) {
+  z_stream stream{};
+  REQUIRE(deflateInit2(&stream, 9, Z_DEFLATED, 15 + 16, 8, Z_DEFAULT_STRATEGY) == Z_OK);
+  std::string out(bytes.size() + 100, '\0');
+  stream.next_in = reinterpret_cast<unsigned char*>(const_cast<char*>(bytes.data()));
+  stream.avail_in = static_cast<uInt>(bytes.size());
+  stream.next_out = reinterpret_cast<unsigned char*>(out.data());
+  stream.avail_out = static_cast<uInt>(out.size());
+  REQUIRE(deflate(&stream, Z_FINISH) == Z_STREAM_END);
+  out.resize(out.size() - stream.avail_out);
+  deflateEnd(&stream);
+  return out;
+}
+#endif
+
+std::string message_of(const std::filesystem::path& path, const lockstep::IdxExpectation& expected = {}) {
+  try {
+    read_idx(path, expected);
+  } catch (const DataError& error) {
+    return error.what();
+  }
+  return "no DataError";
+}
+
+}  // namespace
+
+TEST_CASE("an IDX file of each type, plain and gzipped, is read to its values") {
+  TemporaryFolder folder;
+  const std::string bytes = header(0x08, {2, 3}) + std::string("\x00\x01\x7f\x80\xfe\xff", 6);
+  const at::Tensor expected = torch::tensor({0, 1, 127, 128, 254, 255}, at::kByte).view({2, 3});
+  CHECK(at::equal(read_idx(folder.write("plain", bytes)), expected));
+#if LOCKSTEP_HAS_ZLIB
+  CHECK(at::equal(read_idx(folder.write("zipped", gzipped(bytes))), expected));
+#endif
+
+  CHECK(at::equal(read_idx(folder.write("i8", header(0x09, {2}) + "\xff\x05")),
+                  torch::tensor({-1, 5}, at::kChar)));
+  CHECK(at::equal(read_idx(folder.write("i16", header(0x0B, {2}) + std::string("\xff\xfe\x01\x00", 4))),
+                  torch::tensor({-2, 256}, at::kShort)));
+  CHECK(at::equal(read_idx(folder.write("i32", header(0x0C, {1}) + std::string("\x00\x01\x00\x02", 4))),
+                  torch::tensor({65538}, at::kInt)));
+  CHECK(at::equal(read_idx(folder.write("f32", header(0x0D, {1}) + std::string("\x3f\xc0\x00\x00", 4))),
+                  torch::tensor({1.5F})));
+  CHECK(at::equal(
+      read_idx(folder.write("f64", header(0x0E, {1}) + std::string("\xc0\x04\x00\x00\x00\x00\x00\x00", 8))),
+      torch::tensor({-2.5}, at::kDouble)));
+}
+
+TEST_CASE("any number of dimensions and any size fit") {
+  TemporaryFolder folder;
+  CHECK(read_idx(folder.write("scalar", header(0x08, {}) + "\x07")).item<int>() == 7);
+  CHECK(read_idx(folder.write("none", header(0x08, {0, 28, 28}))).sizes() == at::IntArrayRef({0, 28, 28}));
+  CHECK(read_idx(folder.write("five", header(0x08, {1, 2, 1, 2, 2}) + "abcdefgh")).sizes() ==
+        at::IntArrayRef({1, 2, 1, 2, 2}));
+#if LOCKSTEP_HAS_ZLIB
+  // Two streams one after the other are one gzip file.
+  CHECK(read_idx(folder.write("parts", gzipped(header(0x08, {4})) + gzipped("abcd"))).numel() == 4);
+#endif
+}
+
+TEST_CASE("what is written is read back") {
+  TemporaryFolder folder;
+  const at::Tensor tensor = torch::randint(256, {70, 5, 3}, at::kByte);
+  lockstep::write_idx(folder / "t", tensor);
+  CHECK(at::equal(read_idx(folder / "t"), tensor));
+  CHECK_THROWS_AS(lockstep::write_idx(folder / "absent" / "t", tensor), DataError);
+}
+
+TEST_CASE("a file that is not what it should be is refused with file, offset and expectation") {
+  TemporaryFolder folder;
+  const std::string good = header(0x08, {2, 3}) + "abcdef";
+
+  CHECK_THAT(message_of(folder / "absent"), ContainsSubstring("absent"));
+  CHECK_THAT(message_of(folder.path()), ContainsSubstring("not a file"));
+  CHECK_THAT(message_of(folder.write("empty", "")), ContainsSubstring("offset 0: found the end of the file"));
+  CHECK_THAT(
+      message_of(folder.write("text", "hello, world")),
+      ContainsSubstring("text: offset 0: found bytes 68 65 6c 6c, expected the beginning of an IDX file"));
+  CHECK_THAT(message_of(folder.write("type", header(0x0A, {1}) + "a")),
+             ContainsSubstring("offset 0: found bytes"));
+  CHECK_THAT(message_of(folder.write("sizes", good.substr(0, 7))),
+             ContainsSubstring("offset 7: found the end"));
+  CHECK_THAT(message_of(folder.write("short", good.substr(0, 15))),
+             ContainsSubstring("a header that promises 2x3 uint8 elements, expected at most the 15 bytes"));
+  CHECK_THAT(message_of(folder.write("long", good + "x")), ContainsSubstring("offset 18: found more bytes"));
+  CHECK_THAT(message_of(folder.write("vast", header(0x0E, {4000000000, 4000000000, 4000000000, 4000000000}))),
+             ContainsSubstring("a header that promises"));
+  CHECK_THAT(message_of(folder.write("good", good), {.dimensions = 1, .content = "labels"}),
+             ContainsSubstring("offset 3: found 2 dimensions, expected labels, which have 1"));
+  CHECK_THAT(message_of(folder / "good", {.dtype = at::kFloat, .content = "weights"}),
+             ContainsSubstring("offset 2: found uint8 elements, expected weights of float32"));
+}
+
+#if LOCKSTEP_HAS_ZLIB
+TEST_CASE("damaged gzip data are refused") {
+  TemporaryFolder folder;
+  std::string bytes = header(0x08, {2000});
+  for (int i = 0; i < 2000; ++i) bytes += static_cast<char>(i * i % 251);
+  const std::string zipped = gzipped(bytes);
+
+  CHECK_THAT(message_of(folder.write("cut", zipped.substr(0, zipped.size() / 2))),
+             ContainsSubstring("the gzip data end early"));
+  // Cut inside the checksum behind the data: every element is there, and yet the file is not whole.
+  CHECK_THAT(message_of(folder.write("sum", zipped.substr(0, zipped.size() - 2))),
+             ContainsSubstring("the gzip data end early"));
+  std::string flipped = zipped;
+  flipped[flipped.size() / 2] ^= 0x10;
+  CHECK_THAT(message_of(folder.write("flipped", flipped)), ContainsSubstring("gzip data"));
+  CHECK_THAT(message_of(folder.write("tail", zipped + "garbage")), ContainsSubstring("damaged gzip data"));
+  CHECK_THAT(message_of(folder.write("short", gzipped(bytes.substr(0, 1500)))),
+             ContainsSubstring("offset 1500: found the end of the file, expected 2008 bytes in all"));
+  CHECK_THAT(
+      message_of(folder.write("long", gzipped(bytes + "x"))),
+      ContainsSubstring("offset 2008: found more bytes, expected the end of the file after 2000 uint8"));
+}
+#else
+TEST_CASE("a gzipped file without zlib is refused in words") {
+  TemporaryFolder folder;
+  CHECK_THAT(message_of(folder.write("zipped", "\x1f\x8b and more")),
+             ContainsSubstring("built without zlib"));
+}
+#endif
+
+}  // namespace idx_test
