@@ -144,18 +144,31 @@ TEST_CASE("after a sub-group was left in order the death of the store's host is 
 }
 
 TEST_CASE("a killed rank is named although helper processes of it live") {
-  Together ranks({test_program("comm_fault"), "helper", "2"}, 3, {{"OMP_NUM_THREADS", "1"}});
-  for (int rank : {0, 1}) {
-    const bool ended = ranks[rank].wait(Milliseconds(20000));
-    CAPTURE(ranks[rank].error());
-    REQUIRE(ended);
-    CHECK(ranks[rank].exit_code() == 1);
-    CHECK_THAT(ranks[rank].error(), ContainsSubstring("rank 2 failed first"));
+  for (int culprit : {0, 2}) {  // rank 0 hosts the store
+    Together ranks({test_program("comm_fault"), "helper", std::to_string(culprit)}, 3,
+                   {{"OMP_NUM_THREADS", "1"}});
+    for (int rank : {2 - culprit, 1}) {
+      const bool ended = ranks[rank].wait(Milliseconds(20000));
+      CAPTURE(culprit, rank, ranks[rank].error());
+      REQUIRE(ended);
+      CHECK(ranks[rank].exit_code() == 1);
+      CHECK_THAT(ranks[rank].error(), ContainsSubstring(fmt::format("rank {} failed first", culprit)));
+    }
+    REQUIRE(ranks[culprit].wait(Milliseconds(1000)));
+    const auto helpers = processes_with(ranks.marker);
+    CHECK(helpers.size() == 2);
+    for (pid_t helper : helpers) kill(helper, SIGKILL);
   }
-  REQUIRE(ranks[2].wait(Milliseconds(1000)));
-  const auto helpers = processes_with(ranks.marker);
-  CHECK(helpers.size() == 2);
-  for (pid_t helper : helpers) kill(helper, SIGKILL);
+}
+
+TEST_CASE("the rank that hosts the store does not wait for a rank that dies while it leaves") {
+  Together ranks({test_program("comm_fault"), "farewell", "1"}, 3, {{"OMP_NUM_THREADS", "1"}});
+  for (int rank : {0, 2}) {
+    const bool ended = ranks[rank].wait(Milliseconds(30000));
+    CAPTURE(rank, ranks[rank].error());
+    REQUIRE(ended);
+    CHECK_THAT(ranks[rank].out(), ContainsSubstring("left"));
+  }
 }
 
 TEST_CASE("a late rank and the collective are named in a warning long before the timeout") {
@@ -228,25 +241,35 @@ TEST_CASE("when the link between two hosts is cut both name what no longer answe
     WARN("SKIPPED: " << hosts.missing());
     return;
   }
-  Together ranks;
-  for (int rank : {0, 1}) {
-    auto variables = by_hand(rank, 2, 29500);
-    variables["MASTER_ADDR"] = "10.177.0.1";
-    variables["OMP_NUM_THREADS"] = "1";
-    ranks.add(hosts.on(rank == 0 ? "A" : "B", {test_program("comm_fault"), "cut", "0"}), variables);
+  // By hand rank 0 hosts the store; where each host has a launcher, the first of them does.
+  for (const bool launchers : {false, true}) {
+    Together ranks;
+    for (int host : {0, 1}) {
+      const int each = launchers ? 2 : 1;
+      auto variables = by_hand(host * each, 2 * each, 29500 + each);
+      variables["MASTER_ADDR"] = "10.177.0.1";
+      variables["OMP_NUM_THREADS"] = "1";
+      std::vector<std::string> command{test_program("comm_fault"), "cut", "0"};
+      if (launchers) command.insert(command.end(), {"--nproc", "2"});
+      ranks.add(hosts.on(host == 0 ? "A" : "B", command), variables);
+    }
+    REQUIRE(ranks[0].wait_for_output("now"));
+    hosts.link(false);
+    for (int host : {0, 1}) {
+      const bool ended = ranks[host].wait(Milliseconds(40000));
+      CAPTURE(launchers, host, ranks[host].error());
+      REQUIRE(ended);
+      CHECK(ranks[host].exit_code() == 1);
+      CHECK_THAT(ranks[host].error(), ContainsSubstring("after 4 s"));
+      CHECK(milliseconds_of_timeout(ranks[host].error()) < 4000 + 2000);
+    }
+    CHECK_THAT(ranks[0].error(), ContainsSubstring(launchers ? "ranks 2 and 3 have not said how far they are"
+                                                             : "rank 1 has not said how far it is"));
+    CHECK_THAT(ranks[1].error(), ContainsSubstring(launchers ? "the store at 10.177.0.1:29502 does not answer"
+                                                             : "the store at 10.177.0.1:29501, which rank 0 "
+                                                               "hosts, does not answer"));
+    hosts.link(true);
   }
-  REQUIRE(ranks[0].wait_for_output("now"));
-  hosts.link(false);
-  for (int rank : {0, 1}) {
-    const bool ended = ranks[rank].wait(Milliseconds(30000));
-    CAPTURE(rank, ranks[rank].error());
-    REQUIRE(ended);
-    CHECK(ranks[rank].exit_code() == 1);
-    CHECK_THAT(ranks[rank].error(), ContainsSubstring("after 4 s"));
-  }
-  CHECK_THAT(ranks[0].error(), ContainsSubstring("rank 1 has not said how far it is"));
-  CHECK_THAT(ranks[1].error(),
-             ContainsSubstring("the store at 10.177.0.1:29500, which rank 0 hosts, does not answer"));
 }
 
 TEST_CASE("a rank that never enters a collective is named when the timeout expires") {

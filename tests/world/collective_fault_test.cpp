@@ -120,13 +120,19 @@ TEST_CASE("two hosts whose own names lead to their loopback meet and reduce") {
     WARN("SKIPPED: " << hosts.missing());
     return;
   }
-  // The host of the store by its name, by its address, and each rank started by itself.
-  for (const char* master : {"nodeA", "10.177.0.1"})
+  // The host of the store by its name, by its address, a file instead, and each rank started by itself.
+  for (const std::string master : {"nodeA", "10.177.0.1", "file"})
     for (const bool launched : {true, false}) {
+      const auto file = fmt::format("/tmp/lockstep_hosts_{}", lockstep_test::new_marker());
       Together ranks;
       for (const int rank : {0, 2, 3}) {
         auto variables = lockstep_test::by_hand(rank, 4, 29400);
         variables["MASTER_ADDR"] = master;
+        if (master == "file") {
+          variables["LOCKSTEP_RENDEZVOUS"] = "file://" + file;
+          variables.erase("MASTER_ADDR");
+          variables.erase("MASTER_PORT");
+        }
         variables["LOCKSTEP_RENDEZVOUS_TIMEOUT"] = "60";
         const std::string host = rank < 2 ? "A" : "B";
         if (launched && rank < 3)
@@ -139,6 +145,7 @@ TEST_CASE("two hosts whose own names lead to their loopback meet and reduce") {
         }
       }
       const auto codes = ranks.wait(90s);
+      std::remove(file.c_str());
       std::string all;
       for (const auto& process : ranks.all) all += process->out() + process->error() + "---\n";
       INFO(master << (launched ? " launched" : " by hand") << "\n" << all);

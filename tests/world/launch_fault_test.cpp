@@ -462,6 +462,15 @@ TEST_CASE("without a launcher one rank of a host works first in local_zero_first
     }
   }
   for (const char* end : {"0", "1"}) std::remove((file + end).c_str());
+  {
+    Together ranks({program, "first is killed"}, 3);
+    CHECK(ranks.wait() == std::vector<int>{128 + SIGKILL, 1, 1});
+    for (int rank : {1, 2}) {
+      INFO(ranks[rank].error());
+      CHECK_THAT(ranks[rank].error(), ContainsSubstring("rank 0, the first on this host"));
+      CHECK(ranks[rank].error().find("c10") == std::string::npos);
+    }
+  }
   const auto joined =
       run({program, "spawn joins", fmt::format("tcp://localhost:{}", lockstep_test::free_port())});
   CHECK(count(joined.out, "local ") == 3);

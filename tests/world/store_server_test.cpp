@@ -1,8 +1,12 @@
 #include "lockstep/world/detail/store_server.hpp"
 
 #include <sys/resource.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
+#include <fstream>
 #include <memory>
 #include <random>
 #include <thread>
@@ -366,6 +370,33 @@ TEST_CASE("a listener binds what the address says") {
   CHECK(bound(elsewhere) == all);
   CHECK(elsewhere.host_is_elsewhere);
   CHECK_THROWS_WITH(listen_on("no-such-host.invalid", 0), ContainsSubstring("no-such-host.invalid"));
+}
+
+TEST_CASE("a port that needs privileges is refused with the reason") {
+  int first_free = 1024;
+  std::ifstream("/proc/sys/net/ipv4/ip_unprivileged_port_start") >> first_free;
+  if (first_free <= 81) {
+    WARN("SKIPPED: every user may listen on port 81 here");
+    return;
+  }
+  lockstep::detail::Pipe pipe = lockstep::detail::make_pipe();
+  const pid_t child = fork();
+  if (child == 0) {
+    if (geteuid() == 0 && setuid(65534) != 0) _exit(1);
+    std::string text;
+    try {
+      listen_on("127.0.0.1", 81);
+    } catch (const lockstep::RendezvousError& error) {
+      text = error.what();
+    }
+    _exit(write(pipe.write.get(), text.data(), text.size()) < 0);
+  }
+  pipe.write.close();
+  std::string text(1000, '\0');
+  text.resize(
+      static_cast<std::size_t>(std::max<ssize_t>(0, read(pipe.read.get(), text.data(), text.size()))));
+  waitpid(child, nullptr, 0);
+  CHECK(text == "cannot bind port 81: permission denied. Set MASTER_PORT to one above 1023 on every rank");
 }
 
 TEST_CASE("control characters of another process are escaped") {

@@ -207,6 +207,9 @@ int supervise(int size, int argc, char** argv) {
 // torchrun's variables), and waits.
 int play_agent(const std::string& mode) {
   if (fork() == 0) {
+    // As long as loading LibTorch may take, in which the agent ends.
+    if (mode.find("late") != std::string::npos)
+      while (getppid() != 1) std::this_thread::sleep_for(10ms);
     if (mode.find("session") != std::string::npos) setsid();
     if (mode.find("variable") != std::string::npos) setenv("TORCHELASTIC_RUN_ID", "none", 1);
     setenv("LOCKSTEP_TEST_CHILD", "worker", 1);
@@ -539,6 +542,21 @@ TEST_CASE("a worker of torchrun dies with its agent, any other process outlives 
       for (const pid_t worker : lockstep_test::processes_with(agent.marker()))
         CHECK(kill(worker, SIGKILL) == 0);
   }
+}
+
+TEST_CASE("a worker of torchrun whose agent died before it could ask for a signal ends at once") {
+  auto agent = lockstep_test::start({"/proc/self/exe", "variable, session, late", "1"},
+                                    {{"LOCKSTEP_TEST_CHILD", "agent"}});
+  while (lockstep_test::processes_with(agent.marker()).size() < 2) std::this_thread::sleep_for(5ms);
+  agent.signal(SIGKILL);
+  REQUIRE(agent.wait(20s));
+  const auto orphans = lockstep_test::processes_with(agent.marker());
+  if (!orphans.empty() && lockstep_test::process_state(orphans[0]).parent != 1) {
+    for (const pid_t orphan : orphans) kill(orphan, SIGKILL);
+    WARN("SKIPPED: another process than init takes over orphans here");
+    return;
+  }
+  CHECK(lockstep_test::processes_left(agent.marker(), 20s) == 0);
 }
 
 TEST_CASE("a parent that has ended already is noticed") {

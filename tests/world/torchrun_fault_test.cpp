@@ -53,6 +53,8 @@ TEST_CASE("under torchrun launch is one worker") {
   CHECK(result.code == 0);
   for (int rank = 0; rank < 3; ++rank)
     CHECK(count(result.out, fmt::format("[rank {0}] rank {0} of 3, local {0} of 3\n", rank)) == 1);
+  for (const char* noise : {"warning", "Warning", "TCPStore", ".cpp:"})  // of c10d's
+    CHECK(result.error.find(noise) == std::string::npos);
   CHECK(result.left == 0);
 }
 

@@ -1,5 +1,6 @@
 // A program of several ranks that goes wrong in the way its first argument says: the tests start it and look
 // at what is left.
+#include <csignal>
 #include <fstream>
 #include <thread>
 
@@ -93,10 +94,10 @@ int rank_of(const std::string& mode, World world, const std::string& file) {
     world.local_zero_first([&] {
       if (world.rank() == 0) throw lockstep::DataError("the archive is damaged");
     });
-  } else if (mode == "first fails, no launcher") {
+  } else if (mode == "first is killed") {
     meet(world);
     world.local_zero_first([&] {
-      if (world.local_rank() == 0) throw lockstep::DataError("the archive is damaged");
+      if (world.local_rank() == 0) raise(SIGKILL);
     });
   } else if (mode == "first takes long") {
     world.local_zero_first(

@@ -23,7 +23,8 @@ struct GlooOptions {
   /// all_gather a call. Without it, ranks that disagree end the process inside Gloo, without an exception.
   bool check_shapes = false;
   /// The network interfaces to use, separated by commas. Empty: GLOO_SOCKET_IFNAME where it is set, the
-  /// loopback where all ranks are on this host, else the interface of this host's name.
+  /// loopback where all ranks are on this host, else the interface that leads to the
+  /// other hosts.
   std::string interfaces = {};
 };
 

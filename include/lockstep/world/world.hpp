@@ -330,7 +330,7 @@ class World {
   void place_ranks(c10d::Store& side, const detail::Meeting& met) const {
     State& state = *state_;
     state.single_host = !side.check({detail::SignInKeys::several_hosts});
-    state.address = met.address;
+    if (!met.guessed) state.address = met.address;
     const bool numbered = state.environment.launched;
     if (numbered && (state.single_host || !state.address.empty())) return;
     const auto ranks = detail::identities(side, size());
@@ -347,6 +347,7 @@ class World {
         state.address = detail::source_address_towards(identity.address);
       }
     }
+    if (state.address.empty()) state.address = met.address;
     if (!numbered) state.local = local;
   }
 
@@ -414,9 +415,19 @@ class World {
   static void wait_for_first(c10d::Store& side, int first, const std::string& key,
                              std::chrono::milliseconds limit) {
     const auto begin = std::chrono::steady_clock::now();
-    while (!detail::appear_within(
-        side, {key},
-        std::min<std::chrono::milliseconds>(left_of(limit, begin), std::chrono::milliseconds(500)))) {
+    const auto appeared = [&] {
+      try {
+        return detail::appear_within(
+            side, {key},
+            std::min<std::chrono::milliseconds>(left_of(limit, begin), std::chrono::milliseconds(500)));
+      } catch (const c10::Error&) {
+        throw PeerError(
+            fmt::format("the store is gone, and with it the process that hosts it, while rank {}, "
+                        "the first on this host, worked in local_zero_first",
+                        first));
+      }
+    };
+    while (!appeared()) {
       if (const auto failure = published_failure(side))
         throw PeerError(detail::Failure::parse(*failure).sentence());
       if (std::chrono::steady_clock::now() > begin + limit)

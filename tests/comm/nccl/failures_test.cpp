@@ -1,3 +1,8 @@
+#include <signal.h>
+#include <sys/prctl.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include <atomic>
 
 #include "support/catch.hpp"
@@ -281,6 +286,62 @@ TEST_CASE("ranks may share a GPU where the user says so and NCCL can") {
          comm.barrier();
        }))
     CHECK(error == "");
+}
+
+namespace {
+
+/// A store in a process of its own, which can be stopped.
+class OtherStore {
+ public:
+  OtherStore() {
+    auto listener = lockstep::detail::listen_on("127.0.0.1", 0);
+    url_ = fmt::format("tcp://127.0.0.1:{}", listener.port);
+    process_ = fork();
+    if (process_ == 0) {
+      prctl(PR_SET_PDEATHSIG, SIGKILL);
+      lockstep::detail::StoreServer server(std::move(listener), "");
+      for (;;) pause();
+    }
+  }
+  ~OtherStore() {
+    kill(process_, SIGKILL);
+    waitpid(process_, nullptr, 0);
+  }
+  OtherStore(const OtherStore&) = delete;
+  OtherStore& operator=(const OtherStore&) = delete;
+
+  [[nodiscard]] const std::string& url() const { return url_; }
+  void stop() const { kill(process_, SIGSTOP); }
+
+ private:
+  std::string url_;
+  pid_t process_ = 0;
+};
+
+}  // namespace
+
+TEST_CASE("no exchange of bytes outlasts its timeout while the store is stopped") {
+  const OtherStore store;
+  FakeMachine machine;
+  std::atomic<int> arrived{0};
+  const auto errors = run_ranks(
+      machine, 2,
+      [&](const World& world) {
+        FakeComm comm(world, quick(2s));
+        std::vector<std::string> all;
+        comm.all_gather_bytes_async(all, "before").synchronize();
+        if (++arrived == 2) store.stop();
+        while (arrived < 2) std::this_thread::sleep_for(1ms);
+        std::this_thread::sleep_for(50ms);
+        const auto start = std::chrono::steady_clock::now();
+        const std::string error = thrown_by([&] { comm.all_gather_bytes_async(all, "after").synchronize(); });
+        const std::chrono::duration<double> took = std::chrono::steady_clock::now() - start;
+        expect_text(error, "TimeoutError: ");
+        expect_text(error, "does not answer");
+        expect(took.count() < 2 + 2, fmt::format("less than 4 s, not {} s", took.count()));
+      },
+      store.url());
+  for (const std::string& error : errors) CHECK(error == "");
 }
 
 TEST_CASE("ranks without GPUs may go on with something else") {

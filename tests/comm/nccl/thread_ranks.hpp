@@ -19,9 +19,10 @@
 namespace lockstep_test {
 
 /// Runs `body(world)` on so many ranks of the machine, each a thread with a world of its own, and returns
-/// what each threw, by rank: nothing where it threw nothing.
+/// what each threw, by rank: nothing where it threw nothing. They meet in the store at `url`, hosted by nobody
+/// of them, or in a file.
 template <class Body>
-std::vector<std::string> run_ranks(FakeMachine& machine, int size, Body body) {
+std::vector<std::string> run_ranks(FakeMachine& machine, int size, Body body, const std::string& url = {}) {
   using namespace lockstep;
   // A file: TCPStore asks the network for the host's name, which can take its time.
   static int runs = 0;
@@ -37,7 +38,8 @@ std::vector<std::string> run_ranks(FakeMachine& machine, int size, Body body) {
         Environment environment;
         environment.rank = environment.local_rank = rank;
         environment.size = environment.local_size = size;
-        if (size > 1) environment.rendezvous = "file://" + file;
+        if (size > 1) environment.rendezvous = url.empty() ? "file://" + file : url;
+        environment.store_is_hosted = !url.empty();
         const World world(environment);
         body(world);
       } catch (const std::exception& error) {

@@ -44,6 +44,12 @@ void await_stop(pid_t pid) {
   while (lockstep_test::process_state(pid).state != 'T') usleep(10000);
 }
 
+void say_when(std::chrono::steady_clock::time_point start) {
+  const auto took =
+      std::chrono::duration_cast<std::chrono::milliseconds>(std::chrono::steady_clock::now() - start);
+  std::cerr << "TimeoutError after " << took.count() << " ms" << std::endl;
+}
+
 // Calls of which none may hold up the program for longer than its timeout, although the store does not
 // answer.
 int run_stopped(const lockstep::World& world, const std::string& call, int culprit) {
@@ -62,17 +68,13 @@ int run_stopped(const lockstep::World& world, const std::string& call, int culpr
     for (;;) pause();
   await_stop(host);
   const auto start = std::chrono::steady_clock::now();
-  const auto took = [&] {
-    return std::chrono::duration_cast<std::chrono::milliseconds>(std::chrono::steady_clock::now() - start)
-        .count();
-  };
   try {
     if (call == "meet") comm.emplace(world, options);
     if (call == "reduce") comm->all_reduce(tensor).synchronize();
     if (call == "recv") comm->recv(tensor, culprit).synchronize();
     if (call == "shutdown") comm->shutdown();
   } catch (const lockstep::TimeoutError&) {
-    std::cerr << "TimeoutError after " << took() << " ms" << std::endl;
+    say_when(start);
     throw;
   }
   return 0;
@@ -144,9 +146,27 @@ int run(const lockstep::World& world, const std::string& fault, int culprit) {
       raise(SIGKILL);
     }
     comm.all_reduce(tensor).synchronize();
+  } else if (fault == "farewell") {
+    comm.shutdown();
+    using lockstep::detail::Membership;
+    Membership group(world, {0, 1, 2}, "test/farewell", 5min);
+    group.meet("");
+    group.depart();
+    if (mine) raise(SIGKILL);
+    group.farewell(Membership::making());
+    std::cout << "left" << std::endl;
+    return 0;
   } else if (fault == "cut") {
     sleep(1);
-    for (;;) comm.all_reduce(tensor).synchronize();
+    for (;;) {
+      const auto start = std::chrono::steady_clock::now();
+      try {
+        comm.all_reduce(tensor).synchronize();
+      } catch (const lockstep::TimeoutError&) {
+        say_when(start);
+        throw;
+      }
+    }
   } else if (fault == "never" || fault == "slow") {
     if (mine) sleep(600);
     comm.all_reduce(tensor).synchronize();

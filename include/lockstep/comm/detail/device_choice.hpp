@@ -2,10 +2,13 @@
 
 #include <fmt/format.h>
 
+#include <chrono>
 #include <optional>
 #include <string>
 
 #include "lockstep/comm/detail/call_number.hpp"
+#include "lockstep/comm/detail/default_timeout.hpp"
+#include "lockstep/comm/detail/membership.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/world/detail/gpus.hpp"
 #include "lockstep/world/world.hpp"
@@ -46,9 +49,12 @@ inline DeviceKind choose_device(const Environment& rank, std::optional<int> visi
 inline void agree_on_device(const World& world, DeviceKind kind) {
   if (world.size() == 1) return;
   const std::string own = fmt::format("{} {}", kind == DeviceKind::gpu ? "GPUs" : "CPUs", world.rank());
-  const std::string key =
-      fmt::format("lockstep/device/{}", next_number(*world.store(), world.rank(), "device"));
-  const std::string first = to_text(world.store()->compareSet(key, {}, to_bytes(own)));
+  Membership membership(world, {world.rank()}, "lockstep/device", default_timeout(std::chrono::minutes(5)));
+  const std::string first =
+      membership.at_store(Membership::making(), [rank = world.rank(), own](c10d::Store& store) {
+        const std::string key = fmt::format("{}", next_number(store, rank, "device"));
+        return to_text(store.compareSet(key, {}, to_bytes(own)));
+      });
   if (first.substr(0, 4) != own.substr(0, 4))
     throw MismatchError(
         fmt::format("rank {} would compute on {}, and rank {} on {}: set LOCKSTEP_DEVICE=cpu on all of them, "

@@ -25,6 +25,7 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include "lockstep/detail/process_wide.hpp"
+#include "lockstep/world/detail/printable.hpp"
 #include "lockstep/world/detail/store_mailbox.hpp"
 #include "lockstep/world/detail/worker.hpp"
 #include "lockstep/world/world.hpp"
@@ -357,7 +358,7 @@ class FailureMonitor {
   static Position parse(const std::string& text) {
     const auto space = text.find(' ');
     return {std::strtoull(text.c_str(), nullptr, 10),
-            space == std::string::npos ? std::string() : text.substr(space + 1)};
+            space == std::string::npos ? std::string() : printable(text.substr(space + 1))};
   }
 
   /// What the two threads and the program share.
@@ -449,6 +450,10 @@ class FailureMonitor {
             interrupt_due();
           }
           break;
+        } catch (const CommunicationError& damage) {  // the mailbox cannot be read, now or later
+          std::unique_lock lock(mutex);
+          note({0, false, damage.what()}, lock);
+          break;
         } catch (const std::exception&) {
           store.reset();
           std::unique_lock lock(mutex);
@@ -511,7 +516,7 @@ class FailureMonitor {
     void learn(const Message& notice) {
       if (notice.kind == "failed") {
         std::unique_lock lock(mutex);
-        note({std::atoi(notice.word(0).c_str()), true, notice.rest(1)}, lock);
+        note({std::atoi(notice.word(0).c_str()), true, printable(notice.rest(1))}, lock);
       } else if (notice.kind == "departed") {
         std::unique_lock lock(mutex);
         departed[notice.word(0)][std::atoi(notice.word(1).c_str())] = parse(notice.rest(2));

@@ -2,16 +2,15 @@
 
 #include <dirent.h>
 #include <fcntl.h>
-#include <pthread.h>
 #include <sys/socket.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include <cstdlib>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <utility>
+
+#include "lockstep/world/detail/own_sockets.hpp"
 
 namespace lockstep::detail {
 
@@ -20,20 +19,18 @@ namespace lockstep::detail {
 /// die.
 ///
 /// A GlooSocketScope surrounds the connecting of a process group. The TCP sockets that appear meanwhile and
-/// are not close-on-exec become so, and a child that is forked without exec closes its copies. A socket that
-/// another thread of the program opens at the same time without SOCK_CLOEXEC is treated alike. Scopes may
-/// overlap: whichever ends first marks what is there.
+/// are not close-on-exec become so, and join OwnSockets. A socket that another thread of the program opens at
+/// the same time without SOCK_CLOEXEC is treated alike. Scopes may overlap: the one that ends first marks the
+/// sockets that exist by then.
 class GlooSocketScope {
  public:
   GlooSocketScope() : before_(tcp_sockets()) {}
   ~GlooSocketScope() {
-    auto& known = sockets();
-    std::lock_guard lock(known.mutex);
     for (const auto& [fd, inode] : tcp_sockets()) {
       const auto old = before_.find(fd);
       if (old != before_.end() && old->second == inode) continue;
       fcntl(fd, F_SETFD, FD_CLOEXEC);
-      known.inodes[fd] = inode;
+      OwnSockets::add(fd);
     }
   }
   GlooSocketScope(const GlooSocketScope&) = delete;
@@ -41,32 +38,6 @@ class GlooSocketScope {
 
  private:
   using Sockets = std::map<int, ino_t>;
-  struct Known {
-    std::mutex mutex;
-    Sockets inodes;
-  };
-
-  // Never destroyed: a thread may fork while the process ends.
-  static Known& sockets() {
-    static Known* known = [] {
-      auto* made = new Known();
-      pthread_atfork([] { sockets().mutex.lock(); }, [] { sockets().mutex.unlock(); },
-                     [] {
-                       // Only what is still the same socket: Gloo may have closed it since.
-                       for (const auto& [fd, inode] : sockets().inodes)
-                         if (inode_of(fd) == inode) close(fd);
-                       sockets().mutex.unlock();
-                     });
-      return made;
-    }();
-    return *known;
-  }
-
-  // The inode of a socket, 0 for what is none.
-  static ino_t inode_of(int fd) {
-    struct stat status {};
-    return fstat(fd, &status) == 0 && S_ISSOCK(status.st_mode) ? status.st_ino : 0;
-  }
 
   // The TCP sockets of this process that a child would inherit.
   static Sockets tcp_sockets() {
@@ -74,7 +45,7 @@ class GlooSocketScope {
     const std::unique_ptr<DIR, int (*)(DIR*)> folder(opendir("/proc/self/fd"), closedir);
     while (const dirent* entry = folder ? readdir(folder.get()) : nullptr) {
       const int fd = std::atoi(entry->d_name);
-      const ino_t inode = inode_of(fd);
+      const ino_t inode = socket_inode(fd);
       int family = 0, type = 0;
       socklen_t length = sizeof(int);
       if (inode == 0 || (fcntl(fd, F_GETFD) & FD_CLOEXEC) != 0 ||

@@ -92,8 +92,8 @@ class Membership {
   [[nodiscard]] const World& world() const { return world_; }
   [[nodiscard]] const std::string& name() const { return status_->name; }
   [[nodiscard]] const std::vector<int>& ranks() const { return status_->ranks; }
-  /// The group's keys on the connection of the world.
-  [[nodiscard]] c10d::Store& store() const { return *store_; }
+  /// The call that makes a group, which has no name and no number.
+  static Call making() { return {"", 0, -1, 0, Clock::now()}; }
 
   /// Counts a collective, and says of it when another rank asks.
   std::uint64_t enter(const char* name) {
@@ -222,8 +222,12 @@ class Membership {
             asked_ >= next_warning_ ? share(call_) : std::min<Milliseconds>(interval_ / 2, waited() / 4));
       }
       if (!question_) return nullptr;
-      const auto settled = patiently ? question_->await(answer_timeout, answer_timeout)
-                                     : question_->poll(answer_timeout, answer_timeout);
+      // What is left to wait for the call bounds the wait for answers: who is late is asked after that anew.
+      const auto left = std::chrono::floor<Milliseconds>(call_.start + membership_.timeout_ - Clock::now());
+      const auto settled =
+          patiently ? question_->await(answer_timeout,
+                                       std::clamp(left, Milliseconds(0), Milliseconds(answer_timeout)))
+                    : question_->poll(answer_timeout, answer_timeout);
       if (!settled) return nullptr;
       const Answers answers = *settled;
       question_.reset();
@@ -306,14 +310,20 @@ class Membership {
   /// cannot be known.
   [[nodiscard]] std::exception_ptr cause_of(const Call& call, const std::string& text) {
     if (!monitor_) return nullptr;
+    using Milliseconds = std::chrono::milliseconds;
+    // However late in the call, there is time for one question.
+    const auto left = [end = call.start + timeout_](Milliseconds least, Milliseconds most) {
+      return std::clamp(std::chrono::floor<Milliseconds>(end - Clock::now()), least, most);
+    };
     // A rank that fails or leaves says so before it closes its connections.
     if (auto error = look_soon(call, std::chrono::milliseconds(100))) return error;
-    const auto answers = monitor_->ask(*status_, share(call), answer_timeout, std::chrono::seconds(5));
+    const auto answers =
+        monitor_->ask(*status_, share(call), answer_timeout, left(answer_timeout, std::chrono::seconds(5)));
     if (auto error = look(call)) return error;
     if (answers.conclusive)
       for (const int rank : ranks())
         if (rank != world_.rank() && !answers.positions.contains(rank)) return blame(call, rank, text);
-    if (monitor_->await_failure(std::chrono::milliseconds(1000))) return look(call);
+    if (monitor_->await_failure(left(Milliseconds(100), Milliseconds(1000)))) return look(call);
     return nullptr;
   }
 
@@ -337,12 +347,49 @@ class Membership {
     if (monitor_) monitor_->publish_vague(text);
   }
 
+  /// The result of `work(store)` with the group's keys, performed by the monitor; nothing where `until` comes
+  /// before. Throws PeerError where another rank has failed and CommunicationError where the store is gone.
+  /// `work` must own what it uses: it may still run after `until`.
+  template <class Work>
+  auto at_store_until(const Call& call, Clock::time_point until, Work work)
+      -> std::optional<decltype(work(std::declval<c10d::Store&>()))> {
+    using Result = decltype(work(std::declval<c10d::Store&>()));
+    if (!monitor_) return work(*store_);
+    const auto result = std::make_shared<std::optional<Result>>();
+    std::exception_ptr error;
+    const auto ending = monitor_->perform(
+        [result, work = std::move(work), name = name()](const StorePtr& store) {
+          c10d::PrefixStore group(name, store);
+          *result = work(group);
+        },
+        until, &error);
+    if (ending == FailureMonitor::Ending::complete) return std::move(*result);
+    if (ending == FailureMonitor::Ending::failed && Clock::now() < until)
+      monitor_->await_failure(std::chrono::milliseconds(1500));
+    throw_if_failed(call);
+    if (Clock::now() >= until) return std::nullopt;
+    throw CommunicationError(fmt::format("{} fails: {}", store_text(world_.environment()),
+                                         error ? first_line(error) : std::string("it is gone")),
+                             world_.rank());
+  }
+  /// The same up to the timeout of `call`, where it throws TimeoutError.
+  template <class Work>
+  auto at_store(const Call& call, Work work) -> decltype(work(std::declval<c10d::Store&>())) {
+    auto result = at_store_until(call, call.start + timeout_, std::move(work));
+    if (result) return std::move(*result);
+    const std::string what = *call.name == '\0' ? not_made(call)
+                                                : fmt::format("{} is not complete after {}", call.text(),
+                                                              duration_text(Clock::now() - call.start));
+    throw TimeoutError(what + silence(), world_.rank());
+  }
+
   /// Tells the others that this rank leaves in good order.
   void depart() {
     if (monitor_) monitor_->publish_departure(*status_);
   }
-  /// Says farewell. The rank that hosts the store leaves last. Throws TimeoutError where the store has not
-  /// answered within the timeout of `call`.
+  /// Says farewell. The rank that hosts the store leaves last: when every rank has, or when no rank answers
+  /// any more, some having ended without a farewell. Throws TimeoutError where the store does not answer
+  /// within the timeout, and on the rank that hosts it where a rank that still answers has not left by then.
   void farewell(const Call& call) {
     if (!monitor_) return;
     const bool last_to_leave = world_.hosts_store();
@@ -361,8 +408,23 @@ class Membership {
       }
       const auto answers = monitor_->ask(*status_, share(call), answer_timeout, std::chrono::seconds(5));
       const auto gone = monitor_->departed(name());
-      for (const int rank : ranks())
-        if (rank != world_.rank() && !answers.positions.contains(rank) && !gone.contains(rank)) return;
+      std::vector<std::string> staying;
+      for (const int rank : ranks()) {
+        if (rank == world_.rank()) continue;
+        if (answers.positions.contains(rank))
+          staying.push_back(std::to_string(rank));
+        else if (!gone.contains(rank))
+          return;  // it has failed
+      }
+      if (staying.empty()) return;
+      if (Clock::now() >= call.start + timeout_)
+        throw TimeoutError(
+            fmt::format(
+                "{} is not complete after {}: rank {} hosts the store and waits for rank{} {} to leave "
+                "the communicator '{}'",
+                call.text(), duration_text(Clock::now() - call.start), world_.rank(),
+                staying.size() == 1 ? "" : "s", joined(staying), name()),
+            world_.rank());
     }
   }
 
@@ -376,7 +438,6 @@ class Membership {
 
   static std::string here(int rank) { return fmt::format("here/{}", rank); }
   static Clock::time_point soon() { return Clock::now() + answer_timeout; }
-  static Call making() { return {"", 0, -1, 0, Clock::now()}; }
   [[nodiscard]] std::string not_made(const Call& call) const {
     return fmt::format("the communicator '{}' is not made after {}", name(),
                        duration_text(Clock::now() - call.start));
@@ -388,39 +449,6 @@ class Membership {
         store_text(world_.environment()), world_.rank());
   }
 
-  // The result of `work(store)` with the group's keys, performed by the monitor; nothing where `until` comes
-  // before. Throws what another rank's failure makes of `call`, and where the store is gone.
-  template <class Work>
-  auto at_store_until(const Call& call, Clock::time_point until, Work work)
-      -> std::optional<decltype(work(std::declval<c10d::Store&>()))> {
-    using Result = decltype(work(std::declval<c10d::Store&>()));
-    const auto result = std::make_shared<std::optional<Result>>();
-    std::exception_ptr error;
-    const auto ending = monitor_->perform(
-        [result, work = std::move(work), name = name()](const StorePtr& store) {
-          c10d::PrefixStore group(name, store);
-          *result = work(group);
-        },
-        until, &error);
-    if (ending == FailureMonitor::Ending::complete) return std::move(*result);
-    if (ending == FailureMonitor::Ending::failed && Clock::now() < until)
-      monitor_->await_failure(std::chrono::milliseconds(1500));
-    throw_if_failed(call);
-    if (Clock::now() >= until) return std::nullopt;
-    throw CommunicationError(fmt::format("{} fails: {}", store_text(world_.environment()),
-                                         error ? first_line(error) : std::string("it is gone")),
-                             world_.rank());
-  }
-  // The same up to the timeout of `call`, where it throws TimeoutError.
-  template <class Work>
-  auto at_store(const Call& call, Work work) -> decltype(work(std::declval<c10d::Store&>())) {
-    auto result = at_store_until(call, call.start + timeout_, std::move(work));
-    if (result) return std::move(*result);
-    const std::string what = *call.name == '\0' ? not_made(call)
-                                                : fmt::format("{} is not complete after {}", call.text(),
-                                                              duration_text(Clock::now() - call.start));
-    throw TimeoutError(what + silence(), world_.rank());
-  }
   // Whether a key is in the store; nothing where that is not known at `until`.
   std::optional<bool> holds(const Call& call, const std::string& key, Clock::time_point until) {
     return at_store_until(call, until, [key](c10d::Store& store) { return store.check({key}); });

@@ -7,6 +7,7 @@
 
 #include "lockstep/comm/communicator.hpp"
 #include "lockstep/error.hpp"
+#include "lockstep/world/detail/printable.hpp"
 
 namespace lockstep::detail {
 
@@ -26,7 +27,8 @@ inline std::optional<std::string> joined_errors(const std::vector<std::string>& 
   for (std::size_t rank = 0; rank < all.size(); ++rank) {
     equal = equal && all[rank] == all[0];
     if (!all[rank].empty())
-      text += (text.empty() ? "rank " : "; rank ") + std::to_string(name_of(rank)) + ": " + all[rank];
+      text +=
+          (text.empty() ? "rank " : "; rank ") + std::to_string(name_of(rank)) + ": " + printable(all[rank]);
   }
   if (text.empty()) return std::nullopt;
   return equal ? all[0] : text;

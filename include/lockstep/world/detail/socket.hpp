@@ -2,6 +2,7 @@
 
 #include <arpa/inet.h>
 #include <fmt/format.h>
+#include <ifaddrs.h>
 #include <net/if.h>
 #include <netdb.h>
 #include <netinet/in.h>
@@ -12,12 +13,14 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <memory>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "lockstep/error.hpp"
 #include "lockstep/world/detail/child.hpp"
+#include "lockstep/world/detail/own_sockets.hpp"
 
 namespace lockstep::detail {
 
@@ -176,6 +179,7 @@ inline Listener listen_on(const std::string& host, int port) {
     }
   }
   if (!listener.fd.open()) return fail("open a socket for");
+  OwnSockets::add(listener.fd.get());
   const int on = 1;
   setsockopt(listener.fd.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
   if (bind(listener.fd.get(), address.get(), address.length) != 0) return fail("bind");
@@ -187,9 +191,10 @@ inline Listener listen_on(const std::string& host, int port) {
   return listener;
 }
 
-/// What a connection of the store needs: small messages sent at once, and a peer whose host is gone noticed
-/// within minutes.
+/// What a connection of the store needs: small messages sent at once, a peer whose host is gone noticed
+/// within minutes, and no copy in a forked child.
 inline void tune_connection(int fd) {
+  OwnSockets::add(fd);
   const int on = 1, idle = 60, interval = 10, count = 6;
   setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
   setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on);
@@ -292,6 +297,28 @@ inline std::string source_address_towards(const std::string& host) {
         getsockname(fd.get(), own.get(), &own.length) == 0)
       return own.text();
   }
+  return {};
+}
+
+/// An address of this host that other hosts may reach: of the first network interface that is up and is not
+/// the loopback, IPv4 before IPv6; empty where there is none.
+inline std::string outer_address() {
+  ifaddrs* list = nullptr;
+  if (getifaddrs(&list) != 0) return {};
+  const std::unique_ptr<ifaddrs, void (*)(ifaddrs*)> owner(list, freeifaddrs);
+  for (const int family : {AF_INET, AF_INET6})
+    for (const ifaddrs* entry = list; entry; entry = entry->ifa_next) {
+      if (!entry->ifa_addr || entry->ifa_addr->sa_family != family || !(entry->ifa_flags & IFF_UP) ||
+          (entry->ifa_flags & IFF_LOOPBACK))
+        continue;
+      SocketAddress address;
+      address.length = family == AF_INET ? sizeof(sockaddr_in) : sizeof(sockaddr_in6);
+      std::memcpy(&address.storage, entry->ifa_addr, address.length);
+      if (family == AF_INET6 &&
+          IN6_IS_ADDR_LINKLOCAL(&reinterpret_cast<const sockaddr_in6&>(address.storage).sin6_addr))
+        continue;
+      return address.text();
+    }
   return {};
 }
 

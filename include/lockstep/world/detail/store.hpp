@@ -103,7 +103,8 @@ struct Meeting {
   StorePtr store;
   std::function<StorePtr(std::chrono::milliseconds limit)> again;
   bool hosted_here = false;  // the store ends with this process
-  std::string address = {};  // of this end of the connection to a store on another host, else empty
+  std::string address = {};  // by which other hosts reach this one, or empty
+  bool guessed = false;      // `address` is not the end of a connection to another host
   std::string doubt = {};    // what may keep the others from coming
 };
 
@@ -222,7 +223,7 @@ inline Meeting meet(
         return store;
       });
     };
-    return {open(limit), open};
+    return {open(limit), open, false, outer_address(), true};
   }
   if (env.store_outlives_attempts) return meet_through_board(url, env.rank, limit, waiting);
   if (env.rank == 0 && !env.store_is_hosted) {

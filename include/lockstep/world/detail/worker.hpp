@@ -16,8 +16,10 @@
 #include <cstdlib>
 #include <ctime>
 #include <exception>
+#include <fstream>
 #include <functional>
 #include <iostream>
+#include <iterator>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -286,13 +288,23 @@ LOCKSTEP_PROCESS_WIDE inline void end_on_uncaught() {
   });
 }
 
+/// Whether the parent of this process had ended before this process asked for it: process 1 is the parent then.
+/// False where process 1 is a Python interpreter, as in a container whose first process is the agent.
+inline bool taken_over_by_init() {
+  if (getppid() != 1) return false;
+  std::ifstream file("/proc/1/cmdline", std::ios::binary);
+  const std::string command((std::istreambuf_iterator<char>(file)), {});
+  return !command.empty() && command.find("python") == std::string::npos &&
+         command.find("torchrun") == std::string::npos;
+}
+
 /// Makes a worker of torchrun end with the agent that started it: a killed agent (SIGKILL, out of memory)
 /// would leave it training as an orphan. No-op in any other process, also in one that a worker or a wrapper
 /// script starts: of these only the worker itself leads a session. The calling thread must live as long as
 /// the worker.
 inline void end_with_agent() {
   if (!process_variable("TORCHELASTIC_RUN_ID") || getsid(0) != getpid()) return;
-  if (!die_with_parent(getppid())) raise(SIGKILL);
+  if (!die_with_parent(getppid()) || taken_over_by_init()) raise(SIGKILL);
 }
 
 /// Runs `work` on a thread with no handler above it, so that what it throws reaches `end_on_uncaught` before

@@ -15,6 +15,7 @@
 #include "lockstep/comm/detail/own_error.hpp"
 #include "lockstep/comm/nccl_options.hpp"
 #include "lockstep/error.hpp"
+#include "lockstep/world/detail/printable.hpp"
 
 namespace lockstep::detail {
 
@@ -45,9 +46,9 @@ inline void check_identities(const std::vector<std::string>& identities, const s
   };
   std::vector<Identity> all;
   for (const std::string& text : identities) {
-    if (text.starts_with("!")) throw UsageError(text.substr(1), own_rank);
+    if (text.starts_with("!")) throw UsageError(printable(text.substr(1)), own_rank);
     const auto blank = text.find(' ');
-    all.push_back({text.substr(0, blank), std::stoi(text.substr(blank)), text.ends_with(" 1")});
+    all.push_back({printable(text.substr(0, blank)), std::stoi(text.substr(blank)), text.ends_with(" 1")});
   }
   std::map<std::string, std::size_t> owners;
   for (std::size_t i = 0; i < all.size(); ++i) {

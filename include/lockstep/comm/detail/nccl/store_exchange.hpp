@@ -1,6 +1,7 @@
 #pragma once
 
 #include <algorithm>
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <string>
@@ -11,60 +12,86 @@
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include "lockstep/comm/detail/call.hpp"
+#include "lockstep/comm/detail/membership.hpp"
+
 namespace lockstep::detail {
 
 /// Bytes that go through the store while the program goes on: what NCCL would move only through the memory of
 /// the GPUs, and in an order with the collectives that nobody can keep who does not wait in between.
 ///
-/// Each rank of `from` puts its bytes there at the call; complete() asks, without blocking, whether all have
-/// come, and finish() reads them. The last to have read takes them out again.
+/// Each rank of `from` puts its bytes there at the call; complete() asks whether all have come, and finish()
+/// reads them. The last rank to have read them deletes them. Every function throws as Membership::at_store
+/// does: none outlasts the group's timeout, also where the store does not answer.
 class StoreExchange {
  public:
   /// `deliver` is given the bytes of the ranks of `from`, in their order.
   using Deliver = std::function<void(std::vector<std::string>)>;
 
-  StoreExchange(c10d::Store& store, const std::string& name, std::vector<int> from, int rank, int size,
-                const std::string& own, Deliver deliver)
-      : store_(store), name_(name), from_(std::move(from)), size_(size), deliver_(std::move(deliver)) {
+  StoreExchange(Membership& membership, const Call& call, std::vector<int> from, const std::string& own,
+                Deliver deliver)
+      : membership_(membership),
+        call_(call),
+        name_(fmt::format("bytes/{}", call.sequence)),
+        from_(std::move(from)),
+        deliver_(std::move(deliver)) {
+    const int rank = membership.rank();
     if (std::find(from_.begin(), from_.end(), rank) == from_.end()) return;
-    // In pieces, of which a store takes any.
-    const std::size_t pieces = (own.size() + piece - 1) / piece;
-    for (std::size_t i = 0; i < pieces; ++i) store_.set(key(rank, i), own.substr(i * piece, piece));
-    store_.set(key(rank), std::to_string(pieces));
+    membership_.at_store(call_, [name = name_, rank, own](c10d::Store& store) {
+      // In pieces, of which a store takes any.
+      const std::size_t pieces = (own.size() + piece - 1) / piece;
+      for (std::size_t i = 0; i < pieces; ++i) store.set(key(name, rank, i), own.substr(i * piece, piece));
+      store.set(key(name, rank), std::to_string(pieces));
+      return true;
+    });
   }
 
+  /// Blocks for at most 100 ms, where the store does not answer.
   [[nodiscard]] bool complete() {
-    while (arrived_ < from_.size() && store_.check({key(from_[arrived_])})) ++arrived_;
+    const auto arrived =
+        membership_.at_store_until(call_, std::chrono::steady_clock::now() + std::chrono::milliseconds(100),
+                                   [name = name_, from = from_, known = arrived_](c10d::Store& store) {
+                                     std::size_t arrived = known;
+                                     while (arrived < from.size() && store.check({key(name, from[arrived])}))
+                                       ++arrived;
+                                     return arrived;
+                                   });
+    arrived_ = std::max(arrived_, arrived.value_or(0));
     return arrived_ == from_.size();
   }
 
   void finish() {
-    std::vector<std::string> all(from_.size());
-    std::vector<std::string> keys;
-    for (std::size_t i = 0; i < from_.size(); ++i) {
-      keys.push_back(key(from_[i]));
-      const std::uint64_t pieces = std::stoull(store_.get_to_str(keys.back()));
-      for (std::size_t p = 0; p < pieces; ++p) {
-        keys.push_back(key(from_[i], p));
-        all[i] += store_.get_to_str(keys.back());
-      }
-    }
-    keys.push_back(name_ + "/read");
-    if (store_.add(keys.back(), 1) == size_)
-      for (const std::string& key : keys) store_.deleteKey(key);
-    deliver_(std::move(all));
+    deliver_(membership_.at_store(
+        call_, [name = name_, from = from_, size = membership_.size()](c10d::Store& store) {
+          std::vector<std::string> all(from.size());
+          std::vector<std::string> keys;
+          for (std::size_t i = 0; i < from.size(); ++i) {
+            keys.push_back(key(name, from[i]));
+            const std::uint64_t pieces = std::stoull(store.get_to_str(keys.back()));
+            for (std::size_t p = 0; p < pieces; ++p) {
+              keys.push_back(key(name, from[i], p));
+              all[i] += store.get_to_str(keys.back());
+            }
+          }
+          keys.push_back(name + "/read");
+          if (store.add(keys.back(), 1) == size)
+            for (const std::string& key : keys) store.deleteKey(key);
+          return all;
+        }));
   }
 
  private:
   static constexpr std::size_t piece = 4 << 20;
 
-  [[nodiscard]] std::string key(int rank) const { return fmt::format("{}/{}", name_, rank); }
-  [[nodiscard]] std::string key(int rank, std::size_t i) const { return fmt::format("{}/{}", key(rank), i); }
+  static std::string key(const std::string& name, int rank) { return fmt::format("{}/{}", name, rank); }
+  static std::string key(const std::string& name, int rank, std::size_t i) {
+    return fmt::format("{}/{}/{}", name, rank, i);
+  }
 
-  c10d::Store& store_;
+  Membership& membership_;
+  Call call_;
   std::string name_;
   std::vector<int> from_;
-  int size_;
   std::size_t arrived_ = 0;
   Deliver deliver_;
 };

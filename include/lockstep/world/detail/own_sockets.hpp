@@ -1,0 +1,54 @@
+#pragma once
+
+#include <pthread.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <map>
+#include <mutex>
+
+#include "lockstep/detail/process_wide.hpp"
+
+namespace lockstep::detail {
+
+/// The inode of a socket; 0 for a descriptor that is no socket.
+inline ino_t socket_inode(int fd) {
+  struct stat status {};
+  return fstat(fd, &status) == 0 && S_ISSOCK(status.st_mode) ? status.st_ino : 0;
+}
+
+/// The sockets that connect this process with the other ranks. A child that is forked without exec closes its
+/// copies: a helper process that outlives its rank would otherwise hold the rank's connections open, and no
+/// other rank would see it die.
+///
+/// Thread safety: every function may be called from any thread.
+class OwnSockets {
+ public:
+  /// Adds a socket. One that has been closed since is left alone, also where its number is in use again.
+  static void add(int fd) {
+    auto& known = instance();
+    const std::lock_guard lock(known.mutex_);
+    known.inodes_[fd] = socket_inode(fd);
+  }
+
+ private:
+  // Never destroyed: a thread may fork while the process ends.
+  LOCKSTEP_PROCESS_WIDE static OwnSockets& instance() {
+    static OwnSockets* known = [] {
+      auto* made = new OwnSockets();
+      pthread_atfork([] { instance().mutex_.lock(); }, [] { instance().mutex_.unlock(); },
+                     [] {
+                       for (const auto& [fd, inode] : instance().inodes_)
+                         if (inode != 0 && socket_inode(fd) == inode) close(fd);
+                       instance().mutex_.unlock();
+                     });
+      return made;
+    }();
+    return *known;
+  }
+
+  std::mutex mutex_;
+  std::map<int, ino_t> inodes_;
+};
+
+}  // namespace lockstep::detail
