@@ -20,7 +20,7 @@ struct Training {
 void time_overlap(const lockstep::World& world, lockstep::GlooComm& comm, const bench::Settings& run) {
   torch::manual_seed(0);
   // Three buckets: this network would fit into one.
-  Training<bench::ConvNet> training(bench::ConvNet(), comm, 1e-2, {.bucket_caps = {std::size_t{32} << 10}});
+  Training<bench::ConvNet> training(bench::ConvNet(), comm, 1e-2, {.bucket_cap_mb = {1.0 / 32}});
   torch::manual_seed(100 + world.rank());
   const auto data = torch::rand({32, 1, 28, 28});
   const auto target = torch::randint(10, {32});

@@ -8,6 +8,7 @@
 #include "lockstep/comm/gloo_comm.hpp"
 #include "lockstep/comm/nccl_comm.hpp"
 #include "lockstep/grad/distributed_data_parallel.hpp"
+#include "support/mib.hpp"
 #include "support/ranks.hpp"
 #include "support/text_of.hpp"
 
@@ -36,7 +37,7 @@ TEST_CASE("a model on the CPU and a GPU is trained as one on the CPU") {
   Halves split(device);
   torch::manual_seed(5);
   Halves whole(at::kCPU);
-  lockstep::DistributedDataParallel ddp{split, comm, {.bucket_caps = {64}}};
+  lockstep::DistributedDataParallel ddp{split, comm, {.bucket_cap_mb = lockstep_test::mib({64})}};
   torch::optim::SGD one(split->parameters(), 0.1), other(whole->parameters(), 0.1);
   for (int step = 0; step < 5; ++step) {
     std::vector<torch::Tensor> all;

@@ -7,6 +7,7 @@
 #include "lockstep/grad/distributed_data_parallel.hpp"
 #include "support/allocations.hpp"
 #include "support/catch.hpp"
+#include "support/mib.hpp"
 
 namespace {
 
@@ -79,12 +80,12 @@ TEST_CASE("once warm, lockstep allocates nothing for each parameter") {
 TEST_CASE("once warm, a step allocates nothing of lockstep's own") {
   StillComm comm{lockstep::World::from_environment()};
   lockstep::DdpOptions options;
-  options.bucket_caps = {64};
+  options.bucket_cap_mb = lockstep_test::mib({64});
   SECTION("plainly") {
     CHECK(extra_allocations(20, comm, options, plain_step) == 0);
   }
   SECTION("with views of buckets") {
-    options.gradients = lockstep::GradientStorage::bucket_view;
+    options.gradients = lockstep::GradientStorage::gradient_as_bucket_view;
     CHECK(extra_allocations(20, comm, options, plain_step) == 0);
   }
   SECTION("in other types") {

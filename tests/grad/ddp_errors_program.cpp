@@ -22,6 +22,7 @@
 #include "lockstep/train/check_finite.hpp"
 #include "lockstep/train/trainer.hpp"
 #include "lockstep/world/launch.hpp"
+#include "support/mib.hpp"
 #include "support/parity_program.hpp"
 
 namespace {
@@ -106,7 +107,7 @@ void train(const lockstep::World& world, TestComm& comm, const std::string& path
   fill(*net, rank);
   for (auto& parameter : net->parameters()) parameter.requires_grad_(misuse != "all-frozen");
   lockstep::DdpOptions options;
-  if (misuse.starts_with("caps") && here) options.bucket_caps = {64};
+  if (misuse.starts_with("caps") && here) options.bucket_cap_mb = lockstep_test::mib({64});
   options.find_unused_parameters = misuse == "caps-search" || (misuse == "search" && here);
   where = "the construction";
   lockstep::DistributedDataParallel ddp{net, comm, options};

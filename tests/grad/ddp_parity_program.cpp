@@ -274,14 +274,15 @@ void to_channels_last(const torch::nn::Module& model) {
 lockstep::DdpOptions options_of(const Case& c) {
   lockstep::DdpOptions options;
   if (c.caps != "0") {
-    options.bucket_caps.clear();
+    options.bucket_cap_mb.clear();
     std::istringstream caps(c.caps);
-    for (std::string cap; std::getline(caps, cap, ',');) options.bucket_caps.push_back(std::stoul(cap));
+    for (std::string cap; std::getline(caps, cap, ',');)
+      options.bucket_cap_mb.push_back(std::stod(cap) / (1 << 20));
   }
   options.find_unused_parameters = c.with("search");
   options.static_graph = c.with("static");
-  if (c.extra == "no-buffers") options.buffers = lockstep::BufferPolicy::none;
-  if (c.with("view")) options.gradients = lockstep::GradientStorage::bucket_view;
+  if (c.extra == "no-buffers") options.broadcast_buffers = lockstep::BufferPolicy::none;
+  if (c.with("view")) options.gradients = lockstep::GradientStorage::gradient_as_bucket_view;
   if (c.with("ignored")) options.ignored = {"layers.2.weight", "layers.2.bias"};
   if (c.with("delayed"))
     options.delayed = {{"layers.6.weight", "layers.4.bias", "layers.6.bias", "layers.4.weight"},
@@ -308,7 +309,7 @@ struct GptOptimizer {
   }
   std::vector<at::Tensor> trained;
   double rate;
-  lockstep::CosineCurve curve;
+  lockstep::CosineAnnealingLR curve;
   std::optional<lockstep::AdamW> optimizer;
 };
 

@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "grad/models.hpp"
+#include "support/mib.hpp"
 
 namespace delayed_ranks_test {
 
@@ -14,7 +15,7 @@ namespace {
 // Parameters of Net: 0 and 1 of layer one, 2 and 3 of layer two, 4 and 5 of layer three.
 DdpOptions delaying(std::vector<std::string> names, std::string until = {}) {
   DdpOptions options = small_buckets();
-  options.bucket_caps = {1};
+  options.bucket_cap_mb = lockstep_test::mib({1});
   options.delayed = {std::move(names), std::move(until)};
   return options;
 }
@@ -36,7 +37,7 @@ std::string refusal(const DdpOptions& options) {
 
 TEST_CASE("delayed gradients are averaged in one bucket of their own, in the order of their names") {
   const auto storage = GENERATE(lockstep::GradientStorage::in_bucket, lockstep::GradientStorage::separate,
-                                lockstep::GradientStorage::bucket_view);
+                                lockstep::GradientStorage::gradient_as_bucket_view);
   const bool keep = GENERATE(false, true);
   torch::manual_seed(3);
   Net net;

@@ -1,5 +1,6 @@
 // What may happen inside a backward: the reduction ends on every rank, and the next one works.
 #include "grad/models.hpp"
+#include "support/mib.hpp"
 #include "support/text_of.hpp"
 
 namespace failure_ranks_test {
@@ -320,8 +321,9 @@ TEST_CASE("models that differ: one and the same error on every rank", "[2+]") {
 
 TEST_CASE("a model without anything to train, and caps without a size, are refused") {
   torch::nn::Linear layer(2, 2);
-  CHECK_THROWS_AS((DistributedDataParallel{layer, shared_comm(), {.bucket_caps = {}}}), lockstep::UsageError);
-  CHECK_THROWS_AS((DistributedDataParallel{layer, shared_comm(), {.bucket_caps = {0}}}),
+  CHECK_THROWS_AS((DistributedDataParallel{layer, shared_comm(), {.bucket_cap_mb = {}}}),
+                  lockstep::UsageError);
+  CHECK_THROWS_AS((DistributedDataParallel{layer, shared_comm(), {.bucket_cap_mb = lockstep_test::mib({0})}}),
                   lockstep::UsageError);
   for (auto& parameter : layer->parameters()) parameter.requires_grad_(false);
   CHECK_THROWS_AS((DistributedDataParallel{layer, shared_comm()}), lockstep::UsageError);

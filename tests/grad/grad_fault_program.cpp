@@ -12,6 +12,7 @@
 #include "lockstep/grad/distributed_data_parallel.hpp"
 #include "lockstep/world/launch.hpp"
 #include "support/meeting.hpp"
+#include "support/mib.hpp"
 
 namespace {
 
@@ -57,7 +58,7 @@ int main(int argc, char** argv) {
       lockstep_test::meet(world);
     }
     lockstep::GlooComm comm{world, options};
-    lockstep::DistributedDataParallel ddp{model, comm, {.bucket_caps = {64}}};
+    lockstep::DistributedDataParallel ddp{model, comm, {.bucket_cap_mb = lockstep_test::mib({64})}};
     for (int step = 0; step < 3; ++step) {
       const bool fault = step == 2;
       auto x = torch::ones({2, 8}, torch::requires_grad());

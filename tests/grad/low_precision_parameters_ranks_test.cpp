@@ -98,7 +98,7 @@ void check_steps(Net& net, Ddp& ddp, at::ScalarType type, at::ScalarType in, boo
 TEST_CASE("parameters are short from forward to reduction, and gradients are reduced in their own type") {
   const auto type = GENERATE(at::kBFloat16, at::kHalf);
   const auto storage = GENERATE(lockstep::GradientStorage::in_bucket, lockstep::GradientStorage::separate,
-                                lockstep::GradientStorage::bucket_view);
+                                lockstep::GradientStorage::gradient_as_bucket_view);
   const bool set_to_none = GENERATE(true, false);
   CAPTURE(type, storage, set_to_none);
   torch::manual_seed(11);

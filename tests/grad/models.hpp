@@ -9,6 +9,7 @@
 #include "lockstep/comm/gloo_comm.hpp"
 #include "lockstep/grad/distributed_data_parallel.hpp"
 #include "support/catch.hpp"
+#include "support/mib.hpp"
 #include "support/ranks.hpp"
 
 /// Three layers, so six parameters; the same values on every rank that seeds alike.
@@ -30,7 +31,7 @@ TORCH_MODULE(Net);
 
 /// One bucket a layer, so that three collectives run.
 inline lockstep::DdpOptions small_buckets() {
-  return {.bucket_caps = {64, 300, 300}};
+  return {.bucket_cap_mb = lockstep_test::mib({64, 300, 300})};
 }
 
 inline lockstep::GlooComm& shared_comm() {

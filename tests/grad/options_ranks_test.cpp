@@ -4,6 +4,7 @@
 #include "grad/models.hpp"
 #include "lockstep/grad/hooks/power_sgd_hook.hpp"
 #include "lockstep/grad/hooks/quantized_hook.hpp"
+#include "support/mib.hpp"
 #include "support/text_of.hpp"
 
 namespace options_ranks_test {
@@ -17,7 +18,7 @@ namespace {
 
 DdpOptions searching(bool is_static = false) {
   DdpOptions options = small_buckets();
-  options.bucket_caps = {64, 100};
+  options.bucket_cap_mb = lockstep_test::mib({64, 100});
   options.find_unused_parameters = !is_static;
   options.static_graph = is_static;
   return options;
@@ -88,7 +89,7 @@ TEST_CASE("a kept gradient that no rank uses: averaged again in a bucket view, e
   const int rank = test_world().rank();
   Branches net;
   DdpOptions options = searching();
-  options.gradients = GENERATE(GradientStorage::in_bucket, GradientStorage::bucket_view);
+  options.gradients = GENERATE(GradientStorage::in_bucket, GradientStorage::gradient_as_bucket_view);
   DistributedDataParallel ddp{net, shared_comm(), options};
   ddp.backward(net(batch_of(rank, 0), 0).pow(2).sum());
   const auto kept = [&] { return net->branch[0]->weight.grad(); };
@@ -102,7 +103,7 @@ TEST_CASE("a kept gradient that no rank uses: averaged again in a bucket view, e
     kept().fill_(rank);
   }
   ddp.backward(net(batch_of(rank, 2), 1).pow(2).sum());
-  const bool averaged = options.gradients == GradientStorage::bucket_view;
+  const bool averaged = options.gradients == GradientStorage::gradient_as_bucket_view;
   const double expected = averaged ? (test_world().size() - 1) / 2.0 : rank;
   CHECK(torch::allclose(kept(), torch::full({4, 4}, expected), 1e-6, 1e-7));
 }
@@ -118,7 +119,7 @@ TEST_CASE("a parameter that only a re-entrant backward reaches is named, not los
 }
 
 TEST_CASE("gradients in memory of their own keep it; the averages are the same bits") {
-  const auto storage = GENERATE(GradientStorage::separate, GradientStorage::bucket_view);
+  const auto storage = GENERATE(GradientStorage::separate, GradientStorage::gradient_as_bucket_view);
   torch::manual_seed(7);
   Net net, other;
   DdpOptions options = small_buckets();
@@ -173,7 +174,7 @@ TEST_CASE("ignored parameters and buffers stay as they are on each rank") {
 TEST_CASE("buffers averaged: floating ones, while whole numbers are rank 0's") {
   const auto& world = test_world();
   torch::nn::BatchNorm1d norm(2);
-  DistributedDataParallel ddp{norm, shared_comm(), {.buffers = lockstep::BufferPolicy::average}};
+  DistributedDataParallel ddp{norm, shared_comm(), {.broadcast_buffers = lockstep::BufferPolicy::average}};
   norm->running_mean.fill_(static_cast<float>(world.rank()));
   norm->num_batches_tracked.fill_(10 * world.rank());
   ddp.sync_buffers();
@@ -425,24 +426,26 @@ TEST_CASE("options that differ are one and the same error on every rank", "[2+]"
   };
   const std::string last = std::to_string(world.size() - 1);
   DdpOptions options;
-  if (other) options.bucket_caps = {100, 200};
+  if (other) options.bucket_cap_mb = lockstep_test::mib({100, 200});
   CHECK_THAT(
       refused(options),
-      ContainsSubstring("bucket_caps is {1048576, 26214400} on rank 0 and {100, 200} on rank " + last));
+      ContainsSubstring(
+          "bucket_cap_mb is {1, 25} on rank 0 and {9.5367431640625e-05, 0.00019073486328125} on rank " +
+          last));
   options = {};
   options.find_unused_parameters = other;
   CHECK_THAT(refused(options),
              ContainsSubstring("find_unused_parameters is false on rank 0 and true on rank " + last));
   options = {};
-  if (other) options.buffers = lockstep::BufferPolicy::none;
+  if (other) options.broadcast_buffers = lockstep::BufferPolicy::none;
   CHECK_THAT(refused(options), ContainsSubstring("buffers is from_rank_zero on rank 0 and none on rank"));
 
   // What one rank alone could find is told by all.
   options = {};
-  if (other) options.bucket_caps = {};
+  if (other) options.bucket_cap_mb = {};
   CHECK_THAT(refused(options),
              Catch::Matchers::Equals(
-                 "rank " + last + ": bucket_caps must hold at least one size in bytes, each greater than 0"));
+                 "rank " + last + ": bucket_cap_mb must hold at least one size in MiB, each greater than 0"));
   options = {};
   if (other) options.ignored = {"nothing"};
   CHECK_THAT(refused(options), ContainsSubstring("rank " + last + ": DdpOptions::ignored names 'nothing'"));

@@ -2,6 +2,7 @@
 #include "grad/models.hpp"
 #include "lockstep/grad/hooks/function_hook.hpp"
 #include "lockstep/grad/hooks/power_sgd_hook.hpp"
+#include "support/mib.hpp"
 
 namespace recovery_ranks_test {
 
@@ -21,7 +22,7 @@ TEST_CASE("a hook's error leaves no bucket on its way into the next backward") {
   DistributedDataParallel ddp{
       list,
       shared_comm(),
-      {.bucket_caps = {16}},
+      {.bucket_cap_mb = lockstep_test::mib({16})},
       lockstep::hook_of([&calls, &wrong](auto& comm, const lockstep::GradientBucket& bucket) {
         ++calls;
         bucket.flat.div_(comm.size());

@@ -3,6 +3,7 @@
 #include <thread>
 
 #include "grad/models.hpp"
+#include "support/mib.hpp"
 
 namespace reduction_ranks_test {
 
@@ -53,7 +54,7 @@ TEST_CASE("construction gives every rank the parameters and buffers of rank 0") 
 
 TEST_CASE("buckets are rebuilt once, in the order in which rank 0's gradients became ready") {
   Net net;
-  DistributedDataParallel ddp{net, shared_comm(), {.bucket_caps = {100}}};
+  DistributedDataParallel ddp{net, shared_comm(), {.bucket_cap_mb = lockstep_test::mib({100})}};
   const lockstep::detail::BucketPlan first{{0, 1, 2, 3, 4, 5}};
   auto step = [&] {
     net->zero_grad();
@@ -354,7 +355,7 @@ TEST_CASE("rank 0's buffers reach all before a forward in training, not after a 
   }
   ddp.sync_buffers();
   CHECK(count() == 1);
-  DistributedDataParallel without{norm, shared_comm(), {.buffers = lockstep::BufferPolicy::none}};
+  DistributedDataParallel without{norm, shared_comm(), {.broadcast_buffers = lockstep::BufferPolicy::none}};
   norm->num_batches_tracked.fill_(world.rank() * 100);
   (void)without(torch::randn({4, 2}));
   CHECK(count() == world.rank() * 100 + 1);

@@ -8,6 +8,7 @@
 #include "lockstep/grad/distributed_data_parallel.hpp"
 #include "lockstep/nn/convert_sync_batchnorm.hpp"
 #include "support/catch.hpp"
+#include "support/mib.hpp"
 #include "support/ranks.hpp"
 
 namespace training_ranks_test {
@@ -68,7 +69,7 @@ double distance_after_training(Prepare&& prepare) {
   SmallConvNet<nn::BatchNorm1d> alone;
   lockstep::GlooComm comm{test_world()};
   prepare(net, comm);
-  lockstep::DistributedDataParallel ddp{net, comm, {.bucket_caps = {256, 2048}}};
+  lockstep::DistributedDataParallel ddp{net, comm, {.bucket_cap_mb = lockstep_test::mib({256, 2048})}};
   torch::optim::SGD optimizer(ddp.parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
   torch::optim::SGD reference(alone->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
   for (int step = 0; step < 6; ++step) {

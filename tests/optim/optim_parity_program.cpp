@@ -232,19 +232,20 @@ void schedule() {
     for (std::int64_t t = 0; t <= 100; ++t) file << ' ' << curve(mistake == "step" ? t + 1 : t);
     file << '\n';
   };
-  write("constant", ConstantCurve{.factor = 0.25, .length = 30});
-  write("linear", LinearCurve{.length = 40, .start = 0.1});
-  write("linear-down", LinearCurve{.length = 60, .start = 1, .end = 0.2});
-  write("cosine", CosineCurve{.length = 100});
-  write("cosine-floor", CosineCurve{.length = 100, .floor = 0.05});
-  write("polynomial", PolynomialCurve{.length = 70, .power = 1});
-  write("polynomial-2", PolynomialCurve{.length = 70, .power = 2.5});
-  write("step", StepCurve{.every = 30, .gamma = 0.3});
-  write("multi-step", MultiStepCurve{.milestones = {20, 50, 50, 80}, .gamma = 0.5});
-  write("exponential", ExponentialCurve{.gamma = 0.97});
-  write("warm-up-cosine", Then{LinearCurve{.length = 10, .start = 0.01}, 10, CosineCurve{.length = 90}});
-  write("warm-up-step",
-        Then{LinearCurve{.length = 5, .start = 0.2}, 5, StepCurve{.every = 25, .gamma = 0.1}});
+  write("constant", ConstantLR{.factor = 0.25, .total_iters = 30});
+  write("linear", LinearLR{.start_factor = 0.1, .total_iters = 40});
+  write("linear-down", LinearLR{.start_factor = 1, .end_factor = 0.2, .total_iters = 60});
+  write("cosine", CosineAnnealingLR{.T_max = 100});
+  write("cosine-floor", CosineAnnealingLR{.T_max = 100, .eta_min_factor = 0.05});
+  write("polynomial", PolynomialLR{.total_iters = 70, .power = 1});
+  write("polynomial-2", PolynomialLR{.total_iters = 70, .power = 2.5});
+  write("step", StepLR{.step_size = 30, .gamma = 0.3});
+  write("multi-step", MultiStepLR{.milestones = {20, 50, 50, 80}, .gamma = 0.5});
+  write("exponential", ExponentialLR{.gamma = 0.97});
+  write("warm-up-cosine",
+        SequentialLR{LinearLR{.start_factor = 0.01, .total_iters = 10}, 10, CosineAnnealingLR{.T_max = 90}});
+  write("warm-up-step", SequentialLR{LinearLR{.start_factor = 0.2, .total_iters = 5}, 5,
+                                     StepLR{.step_size = 25, .gamma = 0.1}});
 }
 
 }  // namespace

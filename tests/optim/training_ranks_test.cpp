@@ -61,8 +61,9 @@ TEST_CASE("a Trainer takes these optimizers, sharded ones too, and these schedul
   const auto loss = [](torch::nn::Linear& model, const auto& batch) {
     return torch::mse_loss(model(batch.data), batch.target);
   };
-  const lockstep::PerStep schedule{lockstep::Then{lockstep::LinearCurve{.length = 4}, 4,
-                                                  lockstep::CosineCurve{.length = 20, .floor = 0.1}}};
+  const lockstep::PerStep schedule{
+      lockstep::SequentialLR{lockstep::LinearLR{.total_iters = 4}, 4,
+                             lockstep::CosineAnnealingLR{.T_max = 20, .eta_min_factor = 0.1}}};
   const lockstep::TrainerOptions options{.epochs = 2, .batch_size = 4, .seed = 7, .progress = false};
   std::vector<std::vector<torch::Tensor>> trained;
   const auto run = [&](auto make) {

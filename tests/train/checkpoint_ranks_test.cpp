@@ -16,6 +16,7 @@
 #include "lockstep/optim/zero_redundancy.hpp"
 #include "lockstep/precision/fp16.hpp"
 #include "lockstep/train/trainer.hpp"
+#include "support/mib.hpp"
 #include "support/ranks.hpp"
 #include "support/text_of.hpp"
 #include "train/nets.hpp"
@@ -77,7 +78,7 @@ lockstep::TrainerOptions three_epochs(std::int64_t workers = 0) {
                                    .seed = 11,
                                    .num_workers = workers,
                                    .progress = false};
-  options.ddp.bucket_caps = {2048};
+  options.ddp.bucket_cap_mb = lockstep_test::mib({2048});
   return options;
 }
 
@@ -210,7 +211,7 @@ TEST_CASE("a run that goes on from a checkpoint ends at the bits of one that nev
   }
   SECTION("with buffers that each rank has of its own") {
     auto options = three_epochs();
-    options.ddp.buffers = lockstep::BufferPolicy::none;
+    options.ddp.broadcast_buffers = lockstep::BufferPolicy::none;
     check_resumes(maker(options, momentum), 2);
   }
 }

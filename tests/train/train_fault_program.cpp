@@ -22,6 +22,7 @@
 #include "lockstep/train/trainer.hpp"
 #include "lockstep/world/launch.hpp"
 #include "support/meeting.hpp"
+#include "support/mib.hpp"
 #include "train/regression.hpp"
 
 namespace {
@@ -110,7 +111,7 @@ void reduce(const lockstep::World& world, std::size_t where) {
         return group.all_reduce(bucket.flat);
       },
       "roomy");
-  lockstep::DistributedDataParallel ddp{net, comm, {.bucket_caps = {32}}, hook};
+  lockstep::DistributedDataParallel ddp{net, comm, {.bucket_cap_mb = lockstep_test::mib({32})}, hook};
   for (; step < 3; ++step) ddp.backward(net->forward(torch::ones({2, 3})).sum());
 }
 

@@ -6,6 +6,7 @@
 #include "lockstep/grad/hooks/no_op_hook.hpp"
 #include "lockstep/optim/sgd.hpp"
 #include "lockstep/train/trainer.hpp"
+#include "support/mib.hpp"
 #include "support/ranks.hpp"
 #include "train/nets.hpp"
 
@@ -136,7 +137,7 @@ TEST_CASE("an evaluation over all ranks is that of one process alone") {
 TEST_CASE("an evaluation leaves the buffers that each rank keeps for itself") {
   const auto& world = test_world();
   lockstep::TrainerOptions options{.epochs = 1, .batch_size = 8, .lr = 0.1, .seed = 1};
-  options.ddp.buffers = lockstep::BufferPolicy::none;
+  options.ddp.broadcast_buffers = lockstep::BufferPolicy::none;
   auto trainer = GlooTrainer{world, options};
   trainer.fit(three_classes(64), loss);
   const auto before = trainer.model()->norm->running_mean.clone();
@@ -146,7 +147,7 @@ TEST_CASE("an evaluation leaves the buffers that each rank keeps for itself") {
   CHECK(same_on_all_ranks(trainer.comm(), fmt::format("{}", accuracy)));
   CHECK(torch::equal(trainer.model()->norm->running_mean, before));
 
-  options.ddp.buffers = lockstep::BufferPolicy::average;
+  options.ddp.broadcast_buffers = lockstep::BufferPolicy::average;
   auto averaging = GlooTrainer{world, options};
   averaging.fit(three_classes(64), loss);
   at::Tensor mean = averaging.model()->norm->running_mean.clone();
@@ -327,7 +328,7 @@ TEST_CASE("a communication hook is one more extra, and DDP's options one more op
   const auto train = three_classes(60);
   const auto run = [&](auto... extras) {
     lockstep::TrainerOptions options{.epochs = 2, .batch_size = 5, .lr = 0.1};
-    options.ddp.bucket_caps = {64};
+    options.ddp.bucket_cap_mb = lockstep_test::mib({64});
     auto trainer = lockstep::make_trainer<TinyNet, lockstep::DistributedSampler, lockstep::GlooComm>(
         test_world(), options, extras...);
     trainer.fit(train, loss);

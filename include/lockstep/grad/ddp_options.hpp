@@ -2,6 +2,7 @@
 
 #include <c10/core/Device.h>
 #include <c10/core/ScalarType.h>
+#include <fmt/format.h>
 
 #include <array>
 #include <cstddef>
@@ -23,7 +24,7 @@ enum class GradientStorage {
   /// In the buckets, with the bits of Python's `gradient_as_bucket_view=True`: what lies in the bucket
   /// already is divided by the world size, where the default multiplies by its reciprocal. With
   /// `find_unused_parameters` a kept gradient that no rank has used is averaged again, as in Python.
-  bucket_view,
+  gradient_as_bucket_view,
   /// In memory of their own, which stays where it is: Python's default, at the price of a copy.
   separate
 };
@@ -48,15 +49,15 @@ struct DelayedParameters {
 };
 
 struct DdpOptions {
-  /// Size limits of the buckets in bytes, of the first, the second and so on; the last holds for all after
-  /// it. One value alone is what Python's bucket_cap_mb sets (times 2^20), several are its
-  /// bucket_cap_mb_list, which holds from the first reduction on; the others hold once buckets are rebuilt.
-  std::vector<std::size_t> bucket_caps = detail::default_bucket_caps();
-  BufferPolicy buffers = BufferPolicy::from_rank_zero;
+  /// Size limits of the buckets in MiB, fractions included: of the first, the second and so on; the last holds
+  /// for all after it. One value is Python's bucket_cap_mb; several are its bucket_cap_mb_list, which holds
+  /// from the first reduction on, the others from the rebuild of the buckets.
+  std::vector<double> bucket_cap_mb = {1, 25};
+  BufferPolicy broadcast_buffers = BufferPolicy::from_rank_zero;
   GradientStorage gradients = GradientStorage::in_bucket;
   /// Parameters may take no part in a backward, others each time. Each backward then walks the graph of its
   /// loss, buckets are not rebuilt in ready order, and one more small all-reduce tells who took part: a
-  /// gradient that no rank has stays as it is (but see GradientStorage::bucket_view), one that some have
+  /// gradient that no rank has stays as it is (but see GradientStorage::gradient_as_bucket_view), one that some have
   /// becomes the average on all.
   bool find_unused_parameters = false;
   /// Every backward takes the way of the first: the parameters that took no part in it never will, and each
@@ -89,12 +90,19 @@ struct DdpOptions {
 
 namespace lockstep::detail {
 
+/// DdpOptions::bucket_cap_mb in bytes.
+inline std::vector<std::size_t> bucket_caps(const DdpOptions& options) {
+  std::vector<std::size_t> caps;
+  for (const double cap : options.bucket_cap_mb) caps.push_back(static_cast<std::size_t>(cap * (1 << 20)));
+  return caps;
+}
+
 /// What of the options decides about collectives and bits, and must be equal on every rank. `sparse` names
 /// the parameters with sparse gradients.
 template <class Hook>
 NamedOptions shared_options(const DdpOptions& options, const Hook& hook,
                             const std::vector<std::string>& sparse) {
-  static constexpr std::array gradients{"in_bucket", "bucket_view", "separate"};
+  static constexpr std::array gradients{"in_bucket", "gradient_as_bucket_view", "separate"};
   static constexpr std::array buffers{"none", "from_rank_zero", "average"};
   const auto text = [](bool on) { return on ? "true" : "false"; };
   const auto dtype = [](const auto& type) { return type ? c10::toString(*type) : "the parameters' own"; };
@@ -104,9 +112,9 @@ NamedOptions shared_options(const DdpOptions& options, const Hook& hook,
     return (all.empty() ? "{" : all) + "}";
   };
   std::vector<std::string> caps;
-  for (const std::size_t cap : options.bucket_caps) caps.push_back(std::to_string(cap));
-  NamedOptions named{{"bucket_caps", list(caps)},
-                     {"buffers", buffers.at(static_cast<std::size_t>(options.buffers))},
+  for (const double cap : options.bucket_cap_mb) caps.push_back(fmt::to_string(cap));
+  NamedOptions named{{"bucket_cap_mb", list(caps)},
+                     {"broadcast_buffers", buffers.at(static_cast<std::size_t>(options.broadcast_buffers))},
                      {"gradients", gradients.at(static_cast<std::size_t>(options.gradients))},
                      {"find_unused_parameters", text(options.find_unused_parameters)},
                      {"static_graph", text(options.static_graph)},

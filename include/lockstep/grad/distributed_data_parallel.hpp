@@ -95,8 +95,8 @@ class DistributedDataParallel {
     if constexpr (alone) {
       state_->reducer = std::make_unique<detail::NoReducer>(seen.trained, low_precision);
     } else {
-      state_->buffers = detail::BufferSync(seen.tensors.buffers, options.buffers);
-      state_->policy = options.buffers;
+      state_->buffers = detail::BufferSync(seen.tensors.buffers, options.broadcast_buffers);
+      state_->policy = options.broadcast_buffers;
       state_->ignored = options.ignored;
       state_->comm = &comm;
       state_->reducer = std::make_unique<detail::Reducer<Comm, Hook>>(

@@ -29,65 +29,71 @@ concept RateCurve = requires(const C& curve, std::int64_t t) {
 }  // namespace lockstep
 
 namespace lockstep::detail {
-inline void require_length(std::int64_t length, const char* curve) {
-  if (length < 1) throw UsageError(fmt::format("{}: a length of {}: give 1 or more", curve, length));
+inline void require_positive(std::int64_t value, const char* curve, const char* option) {
+  if (value < 1) throw UsageError(fmt::format("{}: {} is {}: give 1 or more", curve, option, value));
 }
 }  // namespace lockstep::detail
 
 namespace lockstep {
 
-/// ConstantLR: `factor` until `length`, then 1.
-struct ConstantCurve {
-  double factor = 1;
-  std::int64_t length = 0;
-  double operator()(std::int64_t t) const { return t >= length ? 1 : factor; }
+/// `factor` for the first `total_iters`, then 1. Counterpart: torch.optim.lr_scheduler.ConstantLR.
+struct ConstantLR {
+  double factor = 1.0 / 3;
+  std::int64_t total_iters = 5;
+  double operator()(std::int64_t t) const { return t >= total_iters ? 1 : factor; }
 };
 
-/// LinearLR: from `start` at 0 to `end` at `length`, a straight line, and `end` from there on. With the
-/// defaults a warm-up.
-struct LinearCurve {
-  std::int64_t length = 1;
-  double start = 1.0 / 3, end = 1;
+/// A straight line from `start_factor` at 0 to `end_factor` at `total_iters`, constant after it: by default a
+/// warm-up. Throws UsageError where total_iters < 1. Counterpart: torch.optim.lr_scheduler.LinearLR.
+struct LinearLR {
+  double start_factor = 1.0 / 3, end_factor = 1;
+  std::int64_t total_iters = 5;
   double operator()(std::int64_t t) const {
-    detail::require_length(length, "LinearCurve");
-    return start + (end - start) * static_cast<double>(std::min(length, t)) / static_cast<double>(length);
+    detail::require_positive(total_iters, "LinearLR", "total_iters");
+    return start_factor + (end_factor - start_factor) * static_cast<double>(std::min(total_iters, t)) /
+                              static_cast<double>(total_iters);
   }
 };
 
-/// CosineAnnealingLR: from 1 at 0 to `floor` (eta_min over the rate) at `length`, and `floor` from there on,
-/// where Python's would rise again.
-struct CosineCurve {
-  std::int64_t length = 1;
-  double floor = 0;
+/// Half a cosine wave from 1 at 0 to `eta_min_factor` at `T_max`, constant after it; Python's rises again.
+/// `eta_min_factor` is Python's eta_min divided by the learning rate. Throws UsageError where T_max < 1.
+/// Counterpart: torch.optim.lr_scheduler.CosineAnnealingLR.
+struct CosineAnnealingLR {
+  std::int64_t T_max = 1;
+  double eta_min_factor = 0;
   double operator()(std::int64_t t) const {
-    detail::require_length(length, "CosineCurve");
-    const double done = static_cast<double>(std::min(length, t)) / static_cast<double>(length);
-    return floor + (1 - floor) * (1 + std::cos(std::numbers::pi * done)) / 2;
+    detail::require_positive(T_max, "CosineAnnealingLR", "T_max");
+    const double done = static_cast<double>(std::min(T_max, t)) / static_cast<double>(T_max);
+    return eta_min_factor + (1 - eta_min_factor) * (1 + std::cos(std::numbers::pi * done)) / 2;
   }
 };
 
-/// PolynomialLR: (1 - t / length) to the power, and 0 from `length` on.
-struct PolynomialCurve {
-  std::int64_t length = 1;
+/// (1 - t / total_iters) to the power `power`; 0 from `total_iters` on. Throws UsageError where
+/// total_iters < 1. Counterpart: torch.optim.lr_scheduler.PolynomialLR.
+struct PolynomialLR {
+  std::int64_t total_iters = 5;
   double power = 1;
   double operator()(std::int64_t t) const {
-    detail::require_length(length, "PolynomialCurve");
-    return std::pow(1 - static_cast<double>(std::min(length, t)) / static_cast<double>(length), power);
+    detail::require_positive(total_iters, "PolynomialLR", "total_iters");
+    return std::pow(1 - static_cast<double>(std::min(total_iters, t)) / static_cast<double>(total_iters),
+                    power);
   }
 };
 
-/// StepLR: times `gamma` after every `every`.
-struct StepCurve {
-  std::int64_t every = 1;
+/// Multiplied by `gamma` every `step_size`. Throws UsageError where step_size < 1. Counterpart:
+/// torch.optim.lr_scheduler.StepLR.
+struct StepLR {
+  std::int64_t step_size = 1;
   double gamma = 0.1;
   double operator()(std::int64_t t) const {
-    detail::require_length(every, "StepCurve");
-    return std::pow(gamma, static_cast<double>(t / every));
+    detail::require_positive(step_size, "StepLR", "step_size");
+    return std::pow(gamma, static_cast<double>(t / step_size));
   }
 };
 
-/// MultiStepLR: times `gamma` at each milestone; one that is there twice counts twice.
-struct MultiStepCurve {
+/// Multiplied by `gamma` at each milestone; a repeated milestone counts each time. Counterpart:
+/// torch.optim.lr_scheduler.MultiStepLR.
+struct MultiStepLR {
   std::vector<std::int64_t> milestones;
   double gamma = 0.1;
   double operator()(std::int64_t t) const {
@@ -97,35 +103,38 @@ struct MultiStepCurve {
   }
 };
 
-/// ExponentialLR: gamma to the power of t.
-struct ExponentialCurve {
+/// `gamma` to the power t. Counterpart: torch.optim.lr_scheduler.ExponentialLR.
+struct ExponentialLR {
   double gamma = 0.9;
   double operator()(std::int64_t t) const { return std::pow(gamma, static_cast<double>(t)); }
 };
 
-/// SequentialLR of two: `first` before `milestone`, then `second`, which begins at its own 0:
-/// `Then{LinearCurve{.length = 500}, 500, CosineCurve{.length = 9500}}`. More follow by nesting.
+/// `first` before `milestone`, then `second`, which starts at its own 0; nest them for more than two:
+/// `SequentialLR{LinearLR{.total_iters = 500}, 500, CosineAnnealingLR{.T_max = 9500}}`.
+/// Counterpart: torch.optim.lr_scheduler.SequentialLR.
 template <class First, class Second>
-struct Then {
-  static_assert(RateCurve<First> && RateCurve<Second>,
-                "lockstep: Then takes a curve, the number of steps or epochs that it lasts, and the curve "
-                "that follows it");
+struct SequentialLR {
+  static_assert(
+      RateCurve<First> && RateCurve<Second>,
+      "lockstep: SequentialLR takes a curve, the number of steps or epochs that it lasts, and the curve "
+      "that follows it");
   First first;
   std::int64_t milestone;
   Second second;
   double operator()(std::int64_t t) const { return t < milestone ? first(t) : second(t - milestone); }
 };
 template <class First, class Second>
-Then(First, std::int64_t, Second) -> Then<First, Second>;
+SequentialLR(First, std::int64_t, Second) -> SequentialLR<First, Second>;
 template <class First, class Second>
-Then(First, int, Second) -> Then<First, Second>;
+SequentialLR(First, int, Second) -> SequentialLR<First, Second>;
 
 /// A Schedule (see train/extras.hpp) whose curve runs over optimizer steps.
 template <class Curve>
 struct PerStep {
-  static_assert(RateCurve<Curve>,
-                "lockstep: PerStep takes a curve, such as CosineCurve, which is called with the number of a "
-                "step and gives the factor of the rate");
+  static_assert(
+      RateCurve<Curve>,
+      "lockstep: PerStep takes a curve, such as CosineAnnealingLR, which is called with the number of a "
+      "step and gives the factor of the rate");
   Curve curve;
   double rate_factor(std::int64_t /*epoch*/, std::int64_t step) const { return curve(step); }
 };
@@ -136,7 +145,7 @@ PerStep(Curve) -> PerStep<Curve>;
 template <class Curve>
 struct PerEpoch {
   static_assert(RateCurve<Curve>,
-                "lockstep: PerEpoch takes a curve, such as StepCurve, which is called with the number of an "
+                "lockstep: PerEpoch takes a curve, such as StepLR, which is called with the number of an "
                 "epoch and gives the factor of the rate");
   Curve curve;
   double rate_factor(std::int64_t epoch, std::int64_t /*step*/) const { return curve(epoch); }

@@ -112,12 +112,12 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
   /// where every rank keeps its own they are put back afterwards.
   template <class D, class... Metrics>
   auto evaluate(D&& dataset, Metrics&&... metrics) {
-    if (options_.ddp.buffers == BufferPolicy::average) ddp_.sync_buffers();
+    if (options_.ddp.broadcast_buffers == BufferPolicy::average) ddp_.sync_buffers();
     return precision_.forward([&] {
       return lockstep::evaluate(model_.get(), comm_, dataset,
                                 {.batch_size = options_.batch_size,
                                  .num_workers = options_.num_workers,
-                                 .restore_buffers = options_.ddp.buffers == BufferPolicy::none},
+                                 .restore_buffers = options_.ddp.broadcast_buffers == BufferPolicy::none},
                                 metrics...);
     });
   }
@@ -135,7 +135,7 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
     auto run = checkpointed_run(parts...);
     write_checkpoint(run, path, [&] {
       if (save_data_position_) position_.skipped = skipped_.count();
-      return own_state(run, options_.ddp.buffers, meter_, save_data_position_, resumed_);
+      return own_state(run, options_.ddp.broadcast_buffers, meter_, save_data_position_, resumed_);
     });
   }
   /// Takes up what save_checkpoint wrote, before `fit`, in a trainer that was made alike. Where the

@@ -7,6 +7,7 @@
 #include "lockstep/optim/sgd.hpp"
 #include "lockstep/optim/zero_redundancy.hpp"
 #include "support/catch.hpp"
+#include "support/mib.hpp"
 #include "thread_ranks.hpp"
 
 namespace ddp_test {
@@ -49,7 +50,7 @@ vector<std::string> train(FakeMachine& machine, vector<torch::nn::Sequential>& m
       how.poll = poll;
       lockstep::detail::BasicNcclComm<Device> comm(world, how);
       lockstep::DdpOptions options;
-      options.bucket_caps = {100};
+      options.bucket_cap_mb = lockstep_test::mib({100});
       DistributedDataParallel ddp{model, comm, options, Hook(hook)};
       torch::optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
       for (int step = 0; step < 3; ++step) {

@@ -21,5 +21,5 @@ void program(const Parameters& parameters, LocalComm& comm, NoComm& no_comm) {
   lockstep::parameter_group(parameters, torch::optim::SGDOptions(0.1));
   lockstep::PerStep per_step{0.1};
   lockstep::PerEpoch per_epoch{std::string("cosine")};
-  lockstep::Then then{lockstep::ConstantCurve{}, 10, 0.1};
+  lockstep::SequentialLR then{lockstep::ConstantLR{}, 10, 0.1};
 }

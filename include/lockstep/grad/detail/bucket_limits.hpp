@@ -12,8 +12,9 @@ namespace lockstep::detail {
 /// Where Python does not keep to any limit in the first reduction, none.
 inline std::vector<std::size_t> caps_at_first(const DdpOptions& options) {
   const bool searches = options.find_unused_parameters && !options.static_graph;
-  const bool listed = options.bucket_caps.size() > 1 && options.bucket_caps != default_bucket_caps();
-  return searches || listed ? options.bucket_caps : std::vector<std::size_t>{};
+  auto caps = bucket_caps(options);
+  const bool listed = caps.size() > 1 && caps != default_bucket_caps();
+  return searches || listed ? std::move(caps) : std::vector<std::size_t>{};
 }
 
 /// Bytes, dtype and device of each parameter, by which buckets are filled.

@@ -34,9 +34,11 @@ struct SeenModel {
 /// Throws UsageError for options that are wrong, whatever other ranks have.
 template <class M>
 SeenModel look_at(M& model, const DdpOptions& options) {
-  const auto& caps = options.bucket_caps;
-  if (caps.empty() || std::find(caps.begin(), caps.end(), 0) != caps.end())
-    throw UsageError("bucket_caps must hold at least one size in bytes, each greater than 0");
+  const auto& caps = options.bucket_cap_mb;
+  // Less than a byte, or more bytes than there are numbers for; not a number fails both comparisons.
+  const auto fits = [](double cap) { return cap * (1 << 20) >= 1 && cap < 1e12; };
+  if (caps.empty() || !std::all_of(caps.begin(), caps.end(), fits))
+    throw UsageError("bucket_cap_mb must hold at least one size in MiB, each greater than 0");
   SeenModel seen{without_ignored(tensors_of(model), options.ignored), {}, {}};
   if (options.device) check_device(seen.tensors.parameters, *options.device);
   for (const NamedTensor& item : seen.tensors.parameters) {

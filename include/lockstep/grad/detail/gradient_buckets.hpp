@@ -57,7 +57,7 @@ class GradientBuckets {
   /// Elements behind the last bucket, in which the counts of samples ride.
   static constexpr std::int64_t tail = 2;
 
-  /// With GradientStorage::bucket_view, gradients that exist move into their bucket views; if `adoptable` is
+  /// With GradientStorage::gradient_as_bucket_view, gradients that exist move into their bucket views; if `adoptable` is
   /// given, parameter i's gradient moves only if it is the tensor `(*adoptable)[i]`.
   GradientBuckets(const std::vector<NamedTensor>& parameters, const std::vector<ParameterSize>& sizes,
                   const BucketPlan& plan, BucketStyle style, const BucketMemory& memory,
@@ -69,7 +69,7 @@ class GradientBuckets {
         rows_(parameters.size()),
         bucket_of_(parameters.size()) {
     for (const auto& members : plan) add(members, plan.size(), memory);
-    if (style_.storage == GradientStorage::bucket_view)
+    if (style_.storage == GradientStorage::gradient_as_bucket_view)
       for (std::size_t i = 0; i < parameters.size(); ++i)
         if (slots_[i].defined() &&
             (!adoptable || parameters[i].tensor.mutable_grad().is_same((*adoptable)[i])))
@@ -101,7 +101,7 @@ class GradientBuckets {
   /// reduction leaves it as it is where that is so on every rank. A gradient that there is not counts as
   /// zeros. Throws GradientError where the gradient cannot lie there.
   ///
-  /// With GradientStorage::bucket_view a gradient that no backward has reached is attached too, as in Python:
+  /// With GradientStorage::gradient_as_bucket_view a gradient that no backward has reached is attached too, as in Python:
   /// the reduction averages it in place, which at three ranks and more may change its last bit. A reduction
   /// of sums that are still to be divided by a count has no counterpart in Python: it leaves such a gradient
   /// as it is.
@@ -117,14 +117,15 @@ class GradientBuckets {
       slot.zero_();
       return;
     }
-    if (style_.storage == GradientStorage::bucket_view && scaled && !weight.defined()) attach = true;
+    if (style_.storage == GradientStorage::gradient_as_bucket_view && scaled && !weight.defined())
+      attach = true;
     const bool divide = !weight.defined() && scaled && style_.divisor != 1;
     const Bucket& bucket = buckets_[bucket_of_[i]];
     if (lies_in(grad, slot)) {
       if (!attach) grad = grad.clone();
       if (weight.defined()) slot.mul_(weight);
       if (!divide) return;
-      if (style_.storage == GradientStorage::bucket_view || bucket.delayed)
+      if (style_.storage == GradientStorage::gradient_as_bucket_view || bucket.delayed)
         slot.div_(bucket.divisor);
       else
         slot.mul_(bucket.factor);

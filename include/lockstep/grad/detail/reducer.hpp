@@ -399,7 +399,8 @@ class Reducer {
   /// `no_sync` makes afterwards stays outside, and is multiplied by 1 / size instead of divided. The rebuild
   /// itself waits for the next reduction here: a forward on one rank alone must not start a collective.
   void note_gradients() {
-    if (!rebuild_due_ || options_.gradients != GradientStorage::bucket_view || !gradients_at_forward_.empty())
+    if (!rebuild_due_ || options_.gradients != GradientStorage::gradient_as_bucket_view ||
+        !gradients_at_forward_.empty())
       return;
     for (const NamedTensor& parameter : parameters_)
       gradients_at_forward_.push_back(parameter.tensor.mutable_grad());

@@ -235,7 +235,7 @@ class BucketReduction {
 
   /// Makes the buckets anew, filled in this order. `adoptable`, if not null: see GradientBuckets.
   void rebuild(const std::vector<std::size_t>& ready_order, const std::vector<at::Tensor>* adoptable) {
-    use(with_delayed(plan_by_ready_order(sizes_, ready_order, options_.bucket_caps), delayed_), adoptable);
+    use(with_delayed(plan_by_ready_order(sizes_, ready_order, bucket_caps(options_)), delayed_), adoptable);
     if constexpr (StatefulHook<Hook>) hook_.reset();
   }
 
