@@ -135,9 +135,7 @@ TEST_CASE("a damaged count of messages is an error, not an endless loop") {
   StoreMailbox reader(store, 0, 2);
   CHECK_THROWS_WITH(reader.news(), ContainsSubstring("start the run again"));
   // Which the program hears of as a failure, since no other can be heard of any more.
-  FailureMonitor monitor(0, 2, [store](auto) -> lockstep::detail::StorePtr {
-    return c10::make_intrusive<c10d::PrefixStore>("", store);
-  });
+  FailureMonitor monitor(0, 2, [store](auto) -> lockstep::detail::StorePtr { return store; });
   const auto failure = monitor.await_failure(20s);
   REQUIRE(failure);
   CHECK_THAT(failure->sentence(), ContainsSubstring("start the run again"));

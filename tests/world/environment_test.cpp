@@ -140,6 +140,10 @@ TEST_CASE("a rendezvous is a tcp or file URL") {
 TEST_CASE("launch starts as many processes as it is told") {
   CHECK(plan({"--nproc", "3"}, {}).nproc == 3);
   CHECK(plan({"--nproc=3"}, {}).size == 3);
+  CHECK(plan({"--nproc-per-node", "3"}, {}).size == 3);
+  CHECK(plan({"--nproc-per-node=4", "--nproc", "3"}, {}).size == 3);
+  CHECK(plan({"--ranks", "3", "--nproc", "4"}, {}, {.nproc_flag = "--ranks"}).size == 3);
+  CHECK(plan({"--nproc", "4"}, {}, {.nproc = 3, .nproc_flag = ""}).size == 3);
   CHECK(plan({}, {}, {.nproc = 5}).nproc == 5);
   CHECK(plan({"--nproc", "3"}, {}, {.nproc = 5}).nproc == 3);
   CHECK(plan({"--nproc", "1"}, {}).worker);
@@ -206,6 +210,25 @@ TEST_CASE("on one host the world size is the number of processes") {
   CHECK_THAT(plan_refusal({"--nproc", "100000"}, {}),
              ContainsSubstring("--nproc 100000 is more than 64 processes"));
   CHECK(plan({"--nproc", "2"}, {{"RANK", "0"}, {"WORLD_SIZE", "2"}}).rendezvous.empty());
+}
+
+TEST_CASE("a program's own parser sees none of launch's flags") {
+  const auto left = [](std::vector<const char*> argv, const lockstep::LaunchOptions& options = {}) {
+    argv.insert(argv.begin(), "program");
+    const auto kept =
+        lockstep::detail::program_arguments(static_cast<int>(argv.size()), argv.data(), options);
+    REQUIRE(kept.back() == nullptr);
+    return std::vector<std::string>(kept.begin() + 1, kept.end() - 1);
+  };
+  using Strings = std::vector<std::string>;
+  CHECK(left({"--nproc", "3", "--epochs", "2"}) == Strings{"--epochs", "2"});
+  CHECK(left({"--epochs=2", "--nproc-per-node=3", "--prefix", "never", "data"}) ==
+        Strings{"--epochs=2", "data"});
+  CHECK(left({"--timeout", "9", "--nprocs", "4"}) == Strings{"--nprocs", "4"});
+  CHECK(left({"--", "--nproc", "3"}) == Strings{"--", "--nproc", "3"});
+  CHECK(left({"--nproc", "3", "--ranks", "2"}, {.nproc_flag = "--ranks"}) == Strings{"--nproc", "3"});
+  CHECK(left({"--nproc", "3"}, {.nproc_flag = ""}) == Strings{"--nproc", "3"});
+  CHECK(left({}).empty());
 }
 
 }  // namespace environment_test

@@ -70,7 +70,8 @@ TEST_CASE("GPUs are listed by number, each once") {
   for (const char* bad : {"", ",", "0,", "all", "0, 1", "-1", "0-3"})
     CHECK_THAT(refusal([&] { lockstep::detail::gpu_list(bad); }),
                ContainsSubstring("is not a list of device numbers"));
-  CHECK_THAT(refusal([] { lockstep::detail::gpu_list("1,0,1"); }), ContainsSubstring("'1,0,1' names GPU 1 twice"));
+  CHECK_THAT(refusal([] { lockstep::detail::gpu_list("1,0,1"); }),
+             ContainsSubstring("'1,0,1' names GPU 1 twice"));
 }
 
 TEST_CASE("the GPUs that are asked for are one process each, and all that those see") {

@@ -477,6 +477,15 @@ TEST_CASE("without a launcher one rank of a host works first in local_zero_first
   for (int rank : {0, 1, 2}) CHECK(count(joined.out, fmt::format("local {} of 3\n", rank)) == 1);
 }
 
+TEST_CASE("each rank gets the program's own arguments") {
+  const auto result = run({program, "arguments", "--nproc=2", "--epochs", "3", "--timeout", "60", "a b"});
+  INFO(result.out << result.error);
+  CHECK(result.code == 0);
+  for (int rank : {0, 1})
+    CHECK(count(result.out, fmt::format("[rank {}] arguments 'arguments' '--epochs' '3' 'a b'\n", rank)) ==
+          1);
+}
+
 TEST_CASE("spawn runs and joins, one call after the other") {
   const auto result = run({program, "spawn"});
   INFO(result.out << result.error);

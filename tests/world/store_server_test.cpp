@@ -391,11 +391,10 @@ TEST_CASE("a port that needs privileges is refused with the reason") {
     }
     _exit(write(pipe.write.get(), text.data(), text.size()) < 0);
   }
-  pipe.write.close();
+  waitpid(child, nullptr, 0);
   std::string text(1000, '\0');
   text.resize(
       static_cast<std::size_t>(std::max<ssize_t>(0, read(pipe.read.get(), text.data(), text.size()))));
-  waitpid(child, nullptr, 0);
   CHECK(text == "cannot bind port 81: permission denied. Set MASTER_PORT to one above 1023 on every rank");
 }
 

@@ -97,7 +97,9 @@ int rank_of(const std::string& mode, World world, const std::string& file) {
   } else if (mode == "first is killed") {
     meet(world);
     world.local_zero_first([&] {
-      if (world.local_rank() == 0) raise(SIGKILL);
+      if (world.local_rank() != 0) return;
+      std::this_thread::sleep_for(1s);  // in which the others come to wait for it
+      raise(SIGKILL);
     });
   } else if (mode == "first takes long") {
     world.local_zero_first(
@@ -177,6 +179,13 @@ int main(int argc, char** argv) {
     wait_for_failure(world);
     return 0;
   }
-  return lockstep::launch(argc, argv,
+  const char* const* arguments = argv;
+  if (mode == "arguments")
+    return lockstep::launch(argc, arguments, [](const World& world, int count, char** rest) {
+      std::string all;
+      for (int i = 1; i < count; ++i) all += fmt::format(" '{}'", rest[i]);
+      world.log.all().info("arguments{}", all);
+    });
+  return lockstep::launch(argc, arguments,
                           [&](World world) { return rank_of(mode, world, argc > 2 ? argv[2] : ""); });
 }

@@ -35,7 +35,8 @@ inline void outlive_other_hosts(c10d::Store& store, int size, bool well) {
 }
 
 /// Starts the ranks of this host and hosts the store for all. Returns the exit code.
-inline int launch_here(const LaunchPlan& plan, int argc, char** argv, const LaunchOptions& options) {
+inline int launch_here(const LaunchPlan& plan, int argc, const char* const* argv,
+                       const LaunchOptions& options) {
   const bool alone = plan.rendezvous.empty();
   const auto url = alone ? RendezvousUrl{} : parse_rendezvous(plan.rendezvous);
   const bool hosting = plan.first == 0 && url.path.empty();
@@ -78,12 +79,14 @@ inline int launch_here(const LaunchPlan& plan, int argc, char** argv, const Laun
 
 namespace lockstep {
 
-/// Runs `fn(World)` on every rank. Under torchrun (LOCAL_RANK is set) this process is one of them. Otherwise
-/// it starts
-/// `--nproc N` processes of this program with the same arguments, relays their lines and signals, ends all
-/// when one fails, and returns the exit code: 0, what `fn` returned if not 0, 2 after a UsageError, 1 after
-/// another exception, 128 + signal for a rank that was killed. `launch(argc, argv, fn)` should be the last
-/// thing that main does.
+/// Runs `fn(World)` or `fn(World, argc, argv)` on every rank. Under torchrun (LOCAL_RANK is set) this process
+/// is one of them. Otherwise it starts `--nproc N` processes of this program with the same arguments, relays
+/// their lines and signals, ends all when one fails, and returns the exit code: 0, the value that `fn`
+/// returned if not 0, 2 after a UsageError, 1 after another exception, 128 + signal for a rank that was
+/// killed. `launch(argc, argv, fn)` should be the last thing that main does.
+///
+/// `fn(World, int argc, char** argv)` gets the command line without lockstep's own flags (see LaunchOptions)
+/// and their values, for the program's own parser. Arguments after `--` are the program's.
 ///
 /// Forwards SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1 and SIGUSR2 to its ranks, whichever of its threads
 /// receives them; signals that are ignored when it starts (`nohup`) stay ignored. The same SIGINT, SIGTERM or
@@ -97,7 +100,10 @@ namespace lockstep {
 /// (MALLOC_TRIM_THRESHOLD_ set by the user goes before). What `fn` throws ends the whole run: no destructor
 /// runs in the rank that threw.
 template <class Fn>
-int launch(int argc, char** argv, Fn&& fn, const LaunchOptions& options = {}) {
+int launch(int argc, const char* const* argv, Fn&& fn, const LaunchOptions& options = {}) {
+  static_assert(std::is_invocable_v<Fn, World> || std::is_invocable_v<Fn, World, int, char**>,
+                "lockstep: launch takes a function that is called as fn(World) or as fn(World, int argc, "
+                "char** argv)");
   detail::fill_standard_descriptors();
   detail::end_on_uncaught();
   detail::end_with_agent();
@@ -117,11 +123,17 @@ int launch(int argc, char** argv, Fn&& fn, const LaunchOptions& options = {}) {
   int code = 0;
   detail::run_without_handlers([&] {
     World world = World::from_environment();
-    if constexpr (std::is_void_v<std::invoke_result_t<Fn, World>>) {
-      fn(world);
-    } else {
-      code = detail::exit_status(fn(world));
-    }
+    auto arguments = detail::program_arguments(argc, argv, options);
+    const auto call = [&]() -> decltype(auto) {
+      if constexpr (std::is_invocable_v<Fn, World, int, char**>)
+        return fn(world, static_cast<int>(arguments.size() - 1), arguments.data());
+      else
+        return fn(world);
+    };
+    if constexpr (std::is_void_v<decltype(call())>)
+      call();
+    else
+      code = detail::exit_status(call());
     detail::flush_stdout();
     world.leave(code);
   });

@@ -213,7 +213,8 @@ class World {
       // Counted in the store, so that another World of this process does not take the same key. Whoever
       // connects has joined, however long the work takes then.
       auto side = connect_again();
-      const auto call = side->add(fmt::format("lockstep/first/calls/{}", rank()), 1);
+      const auto call = detail::at_store(
+          "local_zero_first", [&] { return side->add(fmt::format("lockstep/first/calls/{}", rank()), 1); });
       key = fmt::format("lockstep/first/{}/{}", place.first, call);
       if (place.rank > 0) wait_for_first(*side, place.first, key, limit);
     }

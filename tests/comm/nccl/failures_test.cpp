@@ -294,14 +294,21 @@ namespace {
 class OtherStore {
  public:
   OtherStore() {
-    auto listener = lockstep::detail::listen_on("127.0.0.1", 0);
-    url_ = fmt::format("tcp://127.0.0.1:{}", listener.port);
+    int ends[2];
+    if (pipe(ends) != 0) throw std::runtime_error("no pipe");
+    const lockstep::detail::Descriptor from(ends[0]), to(ends[1]);
     process_ = fork();
     if (process_ == 0) {
       prctl(PR_SET_PDEATHSIG, SIGKILL);
+      auto listener = lockstep::detail::listen_on("127.0.0.1", 0);
+      const int port = listener.port;
       lockstep::detail::StoreServer server(std::move(listener), "");
+      if (write(to.get(), &port, sizeof port) != sizeof port) _exit(1);
       for (;;) pause();
     }
+    int port = 0;
+    if (read(from.get(), &port, sizeof port) != sizeof port) throw std::runtime_error("no store");
+    url_ = fmt::format("tcp://127.0.0.1:{}", port);
   }
   ~OtherStore() {
     kill(process_, SIGKILL);

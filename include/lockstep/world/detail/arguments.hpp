@@ -5,6 +5,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "lockstep/error.hpp"
 #include "lockstep/world/environment.hpp"
@@ -12,37 +13,73 @@
 
 namespace lockstep::detail {
 
-/// The value of `--name VALUE` or `--name=VALUE` in a command line, which stays as it is; of several the last
-/// counts, and none behind `--` does.
-inline std::optional<std::string> argument_value(int argc, char** argv, std::string_view name) {
+/// The spellings of the flag that gives the number of processes.
+inline std::vector<std::string> nproc_flags(const LaunchOptions& options) {
+  if (options.nproc_flag.empty()) return {};
+  if (options.nproc_flag == LaunchOptions().nproc_flag) return {"--nproc", "--nproc-per-node"};
+  return {options.nproc_flag};
+}
+
+/// Whether `argument` is `--flag` (1), `--flag=VALUE` (2), or neither (0).
+inline int matches_flag(std::string_view argument, std::string_view flag) {
+  if (!argument.starts_with(flag)) return 0;
+  return argument.size() == flag.size() ? 1 : argument[flag.size()] == '=' ? 2 : 0;
+}
+
+/// The value of `--flag VALUE` or `--flag=VALUE` in a command line; of several the last counts, and none
+/// after `--` does. Throws UsageError for a flag without a value.
+inline std::optional<std::string> argument_value(int argc, const char* const* argv,
+                                                 const std::vector<std::string>& flags) {
   std::optional<std::string> value;
   for (int i = 1; i < argc; ++i) {
     const std::string_view argument = argv[i];
     if (argument == "--") break;
-    if (argument == name) {
-      if (++i == argc) throw UsageError(fmt::format("{} needs a value after it", name));
-      value = argv[i];
-    } else if (argument.starts_with(name) && argument.size() > name.size() && argument[name.size()] == '=') {
-      value = argument.substr(name.size() + 1);
+    for (const std::string& flag : flags) {
+      const int match = matches_flag(argument, flag);
+      if (match == 1 && ++i == argc) throw UsageError(fmt::format("{} needs a value after it", flag));
+      if (match == 1) value = argv[i];
+      if (match == 2) value = argument.substr(flag.size() + 1);
+      if (match != 0) break;
     }
   }
   return value;
 }
 
-/// `--nproc N`, at least 1.
-inline std::optional<int> nproc_argument(int argc, char** argv) {
-  const auto text = argument_value(argc, argv, "--nproc");
+/// The command line without the flags that `launch` reads and their values, ending in a null pointer, for the
+/// program's own parser.
+inline std::vector<char*> program_arguments(int argc, const char* const* argv, const LaunchOptions& options) {
+  auto flags = nproc_flags(options);
+  flags.insert(flags.end(), {"--prefix", "--timeout"});
+  std::vector<char*> kept;
+  bool over = false;  // after `--`
+  for (int i = 0; i < argc; ++i) {
+    const std::string_view argument = argv[i];
+    over = over || argument == "--";
+    int match = 0;
+    for (std::size_t f = 0; f < flags.size() && i > 0 && !over && match == 0; ++f)
+      match = matches_flag(argument, flags[f]);
+    if (match == 0) kept.push_back(const_cast<char*>(argv[i]));  // main's, which a program may change
+    if (match == 1) ++i;
+  }
+  kept.push_back(nullptr);
+  return kept;
+}
+
+/// `--nproc N`, at least 1. Throws UsageError.
+inline std::optional<int> nproc_argument(int argc, const char* const* argv,
+                                         const LaunchOptions& options = {}) {
+  const auto text = argument_value(argc, argv, nproc_flags(options));
   if (!text) return std::nullopt;
   const auto value = whole_number(*text);
   if (!value || *value < 1)
-    throw UsageError(
-        fmt::format("--nproc {} is not a number of processes: it must be a whole number, 1 or more", *text));
+    throw UsageError(fmt::format("{} {} is not a number of processes: it must be a whole number, 1 or more",
+                                 options.nproc_flag, *text));
   return value;
 }
 
 /// `--timeout SECONDS`, at least 1.
-inline std::optional<int> timeout_argument(int argc, char** argv) {
-  const auto text = argument_value(argc, argv, "--timeout");
+inline std::optional<int> timeout_argument(int argc, const char* const* argv) {
+  const auto text = argument_value(argc, argv, {"--timeout"});
   if (!text) return std::nullopt;
   const auto value = whole_number(*text);
   if (!value || *value < 1)
@@ -52,8 +89,8 @@ inline std::optional<int> timeout_argument(int argc, char** argv) {
 }
 
 /// `--prefix auto|always|never`.
-inline std::optional<Prefix> prefix_argument(int argc, char** argv) {
-  const auto text = argument_value(argc, argv, "--prefix");
+inline std::optional<Prefix> prefix_argument(int argc, const char* const* argv) {
+  const auto text = argument_value(argc, argv, {"--prefix"});
   if (!text) return std::nullopt;
   if (*text == "auto") return Prefix::automatic;
   if (*text == "always") return Prefix::always;

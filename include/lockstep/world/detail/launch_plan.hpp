@@ -51,13 +51,13 @@ inline void require_level(const Variables& variables) {
 }
 
 /// Decides it from the command line and the environment. Throws UsageError where they contradict each other.
-inline LaunchPlan plan_launch(int argc, char** argv, const LaunchOptions& options,
+inline LaunchPlan plan_launch(int argc, const char* const* argv, const LaunchOptions& options,
                               const Variables& variables = process_variable) {
   LaunchPlan plan;
   if (options.nproc < 0)
     throw UsageError(
         fmt::format("LaunchOptions::nproc is {}: it must be a number of processes, or 0", options.nproc));
-  auto nproc = nproc_argument(argc, argv);
+  auto nproc = nproc_argument(argc, argv, options);
   const auto gpus = options.gpus.empty() ? std::vector<int>{} : gpu_list(options.gpus);
   if (!gpus.empty()) plan.visible_devices = visible_devices_of(gpus, variables);
   plan.prefix = prefix_argument(argc, argv).value_or(options.prefix);
