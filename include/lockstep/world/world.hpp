@@ -414,21 +414,11 @@ class World {
   }
 
   static void wait_for_first(c10d::Store& side, int first, const std::string& key,
-                             std::chrono::milliseconds limit) {
+                             std::chrono::milliseconds limit) try {
     const auto begin = std::chrono::steady_clock::now();
-    const auto appeared = [&] {
-      try {
-        return detail::appear_within(
-            side, {key},
-            std::min<std::chrono::milliseconds>(left_of(limit, begin), std::chrono::milliseconds(500)));
-      } catch (const c10::Error&) {
-        throw PeerError(
-            fmt::format("the store is gone, and with it the process that hosts it, while rank {}, "
-                        "the first on this host, worked in local_zero_first",
-                        first));
-      }
-    };
-    while (!appeared()) {
+    while (!detail::appear_within(
+        side, {key},
+        std::min<std::chrono::milliseconds>(left_of(limit, begin), std::chrono::milliseconds(500)))) {
       if (const auto failure = published_failure(side))
         throw PeerError(detail::Failure::parse(*failure).sentence());
       if (std::chrono::steady_clock::now() > begin + limit)
@@ -441,6 +431,11 @@ class World {
         throw PeerError(detail::Failure::parse(*failure).sentence());
       throw PeerError(fmt::format("rank {}, the first on this host, failed in local_zero_first", first));
     }
+  } catch (const c10::Error&) {
+    throw PeerError(
+        fmt::format("the store is gone, and with it the process that hosts it, before rank {}, the "
+                    "first on this host, has finished its local_zero_first",
+                    first));
   }
 
   std::shared_ptr<State> state_;

@@ -327,28 +327,39 @@ class OtherStore {
 
 }  // namespace
 
-TEST_CASE("no exchange of bytes outlasts its timeout while the store is stopped") {
-  const OtherStore store;
-  FakeMachine machine;
-  std::atomic<int> arrived{0};
-  const auto errors = run_ranks(
-      machine, 2,
-      [&](const World& world) {
-        FakeComm comm(world, quick(2s));
-        std::vector<std::string> all;
-        comm.all_gather_bytes_async(all, "before").synchronize();
-        if (++arrived == 2) store.stop();
-        while (arrived < 2) std::this_thread::sleep_for(1ms);
-        std::this_thread::sleep_for(50ms);
-        const auto start = std::chrono::steady_clock::now();
-        const std::string error = thrown_by([&] { comm.all_gather_bytes_async(all, "after").synchronize(); });
-        const std::chrono::duration<double> took = std::chrono::steady_clock::now() - start;
-        expect_text(error, "TimeoutError: ");
-        expect_text(error, "does not answer");
-        expect(took.count() < 2 + 2, fmt::format("less than 4 s, not {} s", took.count()));
-      },
-      store.url());
-  for (const std::string& error : errors) CHECK(error == "");
+TEST_CASE("no call outlasts its timeout while the store is stopped") {
+  for (const bool bytes : {true, false}) {
+    const OtherStore store;
+    FakeMachine machine;
+    std::atomic<int> arrived{0};
+    const auto errors = run_ranks(
+        machine, 2,
+        [&](const World& world) {
+          FakeComm comm(world, quick(2s));
+          std::vector<std::string> all;
+          comm.all_gather_bytes_async(all, "before").synchronize();
+          auto tensor = later({3}, 1);
+          if (++arrived == 2) store.stop();
+          while (arrived < 2) std::this_thread::sleep_for(1ms);
+          std::this_thread::sleep_for(50ms);
+          const auto start = std::chrono::steady_clock::now();
+          const std::string error = thrown_by([&] {
+            if (bytes)
+              comm.all_gather_bytes_async(all, "after").synchronize();
+            else if (world.rank() == 0)
+              comm.all_reduce(tensor).synchronize();
+            else
+              comm.recv(tensor, 0).synchronize();
+          });
+          const std::chrono::duration<double> took = std::chrono::steady_clock::now() - start;
+          expect_text(error, "TimeoutError: ");
+          expect_text(error, "does not answer");
+          expect(took.count() < 2 + 2, fmt::format("less than 4 s, not {} s", took.count()));
+        },
+        store.url());
+    CAPTURE(bytes);
+    for (const std::string& error : errors) CHECK(error == "");
+  }
 }
 
 TEST_CASE("ranks without GPUs may go on with something else") {

@@ -224,6 +224,7 @@ class FailureMonitor {
       for (const int rank : group.ranks)
         if (rank != shared_->rank) ranks_.push_back(rank);
       std::lock_guard lock(shared_->mutex);
+      shared_->asked = since_;
       shared_->questions.push_back(this);
       shared_->work.notify_all();
     }
@@ -337,6 +338,10 @@ class FailureMonitor {
       {
         std::lock_guard lock(shared_->mutex);
         if (shared_->failed_elsewhere()) return;
+        // A store that has just left a question unanswered is not waited for again.
+        if (shared_->store_answered < shared_->asked &&
+            Clock::now() > shared_->asked + std::chrono::seconds(1))
+          limit = std::min(limit, Milliseconds(200));
       }
       perform(std::move(work), Clock::now() + limit);
     } catch (...) {  // no memory: the others see the connections close
@@ -381,6 +386,7 @@ class FailureMonitor {
     std::deque<std::shared_ptr<Job>> jobs;
     std::vector<const Question*> questions;
     std::map<int, Status> statuses;
+    Clock::time_point asked;  // the last question of this process
     Clock::time_point store_answered, last_answer;
     int idle_looks = 0;               // for answers, since the last one was found
     std::int64_t heard_question = 0;  // the newest that the listener has seen
