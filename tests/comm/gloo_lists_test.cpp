@@ -76,7 +76,7 @@ TEST_CASE("a list is reduced to its root") {
   }
   const Tensors floats{at::full({3}, comm.rank() + 1.0), at::full({2}, comm.rank() + 1.0, at::kDouble),
                        strided(at::full({2, 2}, comm.rank() + 1.0))};
-  comm.reduce(floats, 0, ReduceOp::average).synchronize();
+  comm.reduce(floats, 0, ReduceOp::avg).synchronize();
   if (comm.rank() == 0)
     for (const auto& tensor : floats)
       CHECK(at::equal(tensor, at::full_like(tensor, (comm.size() + 1) / 2.0)));
@@ -87,7 +87,7 @@ TEST_CASE("a list is averaged in every place, whatever its strides") {
   GlooComm comm{test_world()};
   for (int round = 0; round < 50; ++round) {
     const Tensors list{strided(at::full({3, 2}, comm.rank() + 1.0)), at::full({4}, comm.rank() + 1.0)};
-    comm.all_reduce(list, ReduceOp::average).synchronize();
+    comm.all_reduce(list, ReduceOp::avg).synchronize();
     for (const auto& tensor : list)
       REQUIRE(at::equal(tensor, at::full_like(tensor, (comm.size() + 1) / 2.0)));
   }
@@ -120,7 +120,7 @@ TEST_CASE("lists are reduced and scattered by row") {
   comm.reduce_scatter(averages,
                       Tensors{at::full({comm.size(), 3}, comm.rank() + 1.0),
                               at::full({comm.size(), 2}, comm.rank() + 1.0)},
-                      ReduceOp::average)
+                      ReduceOp::avg)
       .synchronize();
   for (const auto& tensor : averages)
     CHECK(at::equal(tensor, at::full_like(tensor, (comm.size() + 1) / 2.0)));

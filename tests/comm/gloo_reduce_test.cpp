@@ -30,7 +30,7 @@ at::Tensor expected(int ranks, std::int64_t size, at::ScalarType type, ReduceOp 
     else
       result = result + next;
   }
-  return op == ReduceOp::average ? result / ranks : result;
+  return op == ReduceOp::avg ? result / ranks : result;
 }
 
 }  // namespace
@@ -40,9 +40,9 @@ TEST_CASE("all_reduce, reduce and reduce_scatter of every dtype by every operati
   const int size = comm.size(), rank = comm.rank();
   for (auto type : {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16, at::kLong, at::kInt, at::kChar,
                     at::kByte, at::kBool})
-    for (auto op : {ReduceOp::sum, ReduceOp::average, ReduceOp::min, ReduceOp::max, ReduceOp::product}) {
+    for (auto op : {ReduceOp::sum, ReduceOp::avg, ReduceOp::min, ReduceOp::max, ReduceOp::product}) {
       CAPTURE(static_cast<int>(type), static_cast<int>(op), size, rank);
-      if (op == ReduceOp::average && !at::isFloatingType(type)) {
+      if (op == ReduceOp::avg && !at::isFloatingType(type)) {
         CHECK_THROWS_AS(comm.all_reduce(at::zeros({2}, type), op), lockstep::CommunicationError);
         continue;
       }
@@ -95,8 +95,8 @@ TEST_CASE("a list travels as one buffer for each dtype, whatever its strides") {
   comm.all_reduce(at::zeros({0})).synchronize();
 
   auto strided = brought(rank, 12, at::kFloat).view({3, 4});
-  comm.all_reduce(strided.t(), ReduceOp::average).synchronize();
-  CHECK(at::equal(strided, expected(size, 12, at::kFloat, ReduceOp::average).view({3, 4})));
+  comm.all_reduce(strided.t(), ReduceOp::avg).synchronize();
+  CHECK(at::equal(strided, expected(size, 12, at::kFloat, ReduceOp::avg).view({3, 4})));
 }
 
 TEST_CASE("broadcast of any dtype, alone and as a list") {
@@ -118,7 +118,7 @@ TEST_CASE("broadcast of any dtype, alone and as a list") {
 TEST_CASE("a parameter that asks for gradients can be reduced and broadcast") {
   GlooComm comm{test_world()};
   auto parameter = torch::full({3}, comm.rank() + 1.0, torch::requires_grad());
-  comm.all_reduce(parameter, ReduceOp::average).synchronize();
+  comm.all_reduce(parameter, ReduceOp::avg).synchronize();
   CHECK(parameter.detach()[0].item<double>() == (comm.size() + 1) / 2.0);
   comm.broadcast({parameter, parameter.detach()[0]}).synchronize();
 }
@@ -143,7 +143,7 @@ TEST_CASE("several collectives are under way at once") {
 TEST_CASE("a Work that nobody waits for is finished all the same") {
   GlooComm comm{test_world()};
   auto tensor = at::full({50}, comm.rank() + 1.0);
-  static_cast<void>(comm.all_reduce(tensor, ReduceOp::average));
+  static_cast<void>(comm.all_reduce(tensor, ReduceOp::avg));
   comm.barrier();
   CHECK(at::equal(tensor, at::full({50}, (comm.size() + 1) / 2.0)));
   static_cast<void>(comm.all_reduce(at::ones({1 << 20})));  // dropped, and the communicator after it

@@ -18,7 +18,7 @@ lockstep::World world_of(int size) {
 TEST_CASE("LocalComm leaves what is reduced or broadcast as it is") {
   LocalComm comm{world_of(1)};
   auto tensor = at::arange(4, at::kFloat);
-  for (auto op : {lockstep::ReduceOp::sum, lockstep::ReduceOp::average, lockstep::ReduceOp::product}) {
+  for (auto op : {lockstep::ReduceOp::sum, lockstep::ReduceOp::avg, lockstep::ReduceOp::product}) {
     comm.all_reduce(tensor, op).synchronize();
     comm.reduce(tensor, 0, op).synchronize();
   }

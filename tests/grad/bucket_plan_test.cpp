@@ -58,15 +58,19 @@ TEST_CASE("before any gradient, dtypes have a bucket each, the one registered la
 
 TEST_CASE("a bucket closes after the parameter that reaches its cap") {
   const auto sizes = floats({1, 2, 3, 4, 5});
-  CHECK(lockstep::detail::plan_by_ready_order(sizes, {4, 3, 2, 1, 0}, {20, 28}) == BucketPlan{{4}, {3, 2}, {1, 0}});
-  CHECK(lockstep::detail::plan_by_ready_order(sizes, {4, 3, 2, 1, 0}, {21, 28}) == BucketPlan{{4, 3}, {2, 1, 0}});
-  CHECK(lockstep::detail::plan_by_ready_order(sizes, {0, 1, 2, 3, 4}, {1}) == BucketPlan{{0}, {1}, {2}, {3}, {4}});
+  CHECK(lockstep::detail::plan_by_ready_order(sizes, {4, 3, 2, 1, 0}, {20, 28}) ==
+        BucketPlan{{4}, {3, 2}, {1, 0}});
+  CHECK(lockstep::detail::plan_by_ready_order(sizes, {4, 3, 2, 1, 0}, {21, 28}) ==
+        BucketPlan{{4, 3}, {2, 1, 0}});
+  CHECK(lockstep::detail::plan_by_ready_order(sizes, {0, 1, 2, 3, 4}, {1}) ==
+        BucketPlan{{0}, {1}, {2}, {3}, {4}});
 }
 
 TEST_CASE("the default caps are 1 MiB, then 25 MiB") {
   const std::size_t mib = (1 << 20) / 4;
   CHECK(lockstep::detail::plan_by_ready_order(floats({mib, mib, 23 * mib, mib, 1}), {0, 1, 2, 3, 4},
-                                      lockstep::detail::default_bucket_caps()) == BucketPlan{{0}, {1, 2, 3}, {4}});
+                                              lockstep::detail::default_bucket_caps()) ==
+        BucketPlan{{0}, {1, 2, 3}, {4}});
 }
 
 TEST_CASE("plans equal those of c10d") {

@@ -8,8 +8,8 @@
 namespace convert_sync_batchnorm_test {
 
 namespace nn = torch::nn;
-using lockstep::detail::BatchNormGroup;
 using lockstep::convert_sync_batchnorm;
+using lockstep::detail::BatchNormGroup;
 using Names = std::vector<std::string>;
 
 namespace {

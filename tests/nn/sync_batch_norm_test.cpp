@@ -9,10 +9,10 @@
 
 namespace sync_batch_norm_test {
 
-using lockstep::detail::BatchNormGroup;
 using lockstep::SyncBatchNorm1d;
 using lockstep::SyncBatchNorm2d;
 using lockstep::SyncBatchNorm3d;
+using lockstep::detail::BatchNormGroup;
 using torch::nn::BatchNormOptions;
 
 namespace {

@@ -34,7 +34,7 @@ int rank_of(const std::string& mode, lockstep::World world) {
       if (mode == "finishes early") return 0;
       if (mode == "early exit") std::exit(0);
     }
-    auto work = comm.all_reduce(tensor, lockstep::ReduceOp::average);
+    auto work = comm.all_reduce(tensor, lockstep::ReduceOp::avg);
     work.synchronize();
     if (step == 4) world.log.all().info("rank {} has reached step 5", world.rank());
   }

@@ -20,14 +20,16 @@
 
 namespace lockstep {
 
-/// The communicator of a model whose parts live on several devices of each rank: what lies on the device of
-/// one of `Device` goes over that one, all else over `Host`, as do bytes and barriers.
+/// The communicator of a model whose parts are on several devices of each rank. Tensors on the device of one
+/// of the `Device` communicators go through that communicator. All other tensors, bytes and barriers go
+/// through `Host`.
 ///
 ///   CommByDevice comm{GlooComm{world}, NcclComm{world, {.device = 0}}, NcclComm{world, {.device = 1}}};
 ///   DistributedDataParallel ddp{model_of_three_parts, comm};
 ///
-/// Every rank gives the same devices in the same order: the communicators meet as they are made. A list of
-/// tensors is of one device; a model over several is reduced bucket by bucket, and those are.
+/// Every rank passes the same devices in the same order, since constructing a communicator is collective. The
+/// tensors of one list must be on one device; otherwise the call throws UsageError. DistributedDataParallel
+/// reduces a model on several devices bucket by bucket, and each bucket is on one device.
 template <class Host, DeviceCommunicator Device>
 requires Reducing<Host> && Gathering<Host> && Reducing<Device> && Gathering<Device>
 class CommByDevice {
@@ -53,7 +55,7 @@ class CommByDevice {
     std::variant<typename Host::Work, typename Device::Work> work_;
   };
 
-  /// Throws UsageError where the communicators are of other ranks or two of one device.
+  /// Throws UsageError if the communicators differ in rank or size, or if two of them have the same device.
   template <class... More>
   requires(std::same_as<More, Device>&&...) explicit CommByDevice(Host host, Device first, More... more)
       : host_(std::move(host)) {
@@ -132,7 +134,7 @@ class CommByDevice {
   void barrier() { host_.barrier(); }
   Work barrier_async() { return Work(host_.barrier_async()); }
 
-  /// Memory from the communicator of the device that `like` is on, where that has its own.
+  /// Allocates from the communicator of `like`'s device, or from LibTorch if there is none.
   [[nodiscard]] at::Tensor empty_buffer(std::int64_t length,
                                         const at::Tensor& like) requires Buffered<Device> {
     Device* device = of(like);
@@ -143,7 +145,7 @@ class CommByDevice {
     if constexpr (Labelled<Host>) host_.label(text);
   }
 
-  /// Throws what a device's communicator knows to have failed by now.
+  /// Throws the error of a device's communicator if one has failed.
   void check_error() requires requires(Device& device) { device.check_error(); }
   {
     for (Device& device : devices_) device.check_error();

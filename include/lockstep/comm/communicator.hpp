@@ -15,17 +15,19 @@
 
 namespace lockstep {
 
-/// The handle of an asynchronous collective, as a communicator returns it.
+/// The handle of an asynchronous collective. Move-only.
 ///
-/// 1. It is move-only and owns the tensors that take part until it is destroyed or waited for.
-/// 2. `wait()` makes the results visible to whatever the caller issues next here: on a CPU it blocks
-///    until they are there (under the communicator's timeout), on a GPU it makes the current stream wait,
-///    without blocking the host.
-/// 3. `synchronize()` blocks this thread until the collective is complete, `synchronize(d)` at most `d`. It
-///    throws TimeoutError naming the collective and the ranks that are late, PeerError where another rank
-///    failed.
-/// 4. `error()` never blocks: null while it runs or where it succeeded.
-/// 5. Destroying it without waiting neither blocks nor throws; the collective goes on.
+/// 1. A Work owns the tensors of its collective until it is destroyed or `wait()` returns.
+/// 2. `wait()` makes the results visible to all later work of the caller. On a CPU it blocks until the
+///    collective completes, at most the communicator's timeout. On a GPU it is stream-ordered: the current
+///    stream waits, the host does not.
+/// 3. `synchronize()` blocks the calling thread until the collective completes; `synchronize(d)` blocks at
+///    most `d`. Both throw TimeoutError, which names the collective and the late ranks, and PeerError if
+///    another rank failed.
+/// 4. `error()` never blocks. It returns null while the collective is in flight and after it succeeded.
+/// 5. The destructor neither blocks nor throws. A collective without its Work still runs to completion.
+///
+/// Counterpart: torch.distributed.Work.
 template <class W>
 concept AsyncWork = std::movable<W> && !std::copyable<W> &&
                     requires(W work, const W done, std::chrono::milliseconds timeout) {
@@ -35,20 +37,22 @@ concept AsyncWork = std::movable<W> && !std::copyable<W> &&
   { done.error() } -> std::same_as<std::exception_ptr>;
 };
 
-/// How all_reduce, reduce and reduce_scatter combine the ranks' values, element by element.
-enum class ReduceOp { sum, average, min, max, product };
+/// The element-wise reduction of all_reduce, reduce and reduce_scatter.
+/// Counterpart: torch.distributed.ReduceOp.
+enum class ReduceOp { sum, avg, min, max, product };
 
-/// A group of ranks that can meet.
+/// A process group: a fixed set of ranks that call collectives together.
 ///
-/// 1. `rank()` and `size()` are those of the group; `world()` is the World it was made from.
-/// 2. Every rank of the group calls the same collectives in the same order. Inside a rank-zero scope each of
-///    them throws CommunicationError at once.
-/// 3. `barrier()` blocks until every rank has come, and names those that have not when the timeout expires;
-///    of `barrier_async()` the Work does.
-/// 4. `abort(reason)` never blocks: what is in flight ends with an error here, and the peers are told the
-///    reason. Errors are sticky: every later call rethrows the first.
-/// 5. `shutdown()` ends the group in good order; the destructor calls it unless an exception is in flight,
-///    and then aborts instead, so that no destructor waits for a timeout.
+/// 1. `rank()` and `size()` are relative to the group. `world()` is the World that the group was made from.
+/// 2. Every rank of the group calls the same collectives in the same order. Inside a rank-zero scope each
+///    collective throws CommunicationError at once.
+/// 3. `barrier()` blocks until every rank has called it. When the timeout expires it throws TimeoutError,
+///    which names the missing ranks. The Work of `barrier_async()` does the same.
+/// 4. `abort(reason)` never waits for another rank. It fails the collectives in flight on this rank and
+///    publishes `reason` to the other ranks, which takes at most 1 s. Errors are sticky: every later call
+///    rethrows the first one.
+/// 5. `shutdown()` leaves the group after its collectives completed. The destructor calls it; during stack
+///    unwinding the destructor aborts instead, so that it never waits for a timeout.
 template <class C>
 concept Communicator = std::movable<C> && AsyncWork<typename C::Work> &&
     requires(C& comm, const C& group, const std::string& reason) {
@@ -61,9 +65,9 @@ concept Communicator = std::movable<C> && AsyncWork<typename C::Work> &&
   comm.shutdown();
 };
 
-/// A communicator that reduces. Tensors are dense, contiguous and of equal shape and dtype on every rank;
-/// results replace the input. A list is one operation (coalesced), in the list's order; where outputs stand
-/// beside inputs, there are as many of them.
+/// A communicator with reductions and broadcasts. Tensors are dense, contiguous and of equal shape and dtype
+/// on every rank. Results overwrite the input. A list is one coalesced operation, in the order of the list. A
+/// list of outputs is as long as the list of inputs.
 template <class C>
 concept Reducing = Communicator<C> &&
     requires(C& comm, at::Tensor tensor, std::vector<at::Tensor> list, ReduceOp op, int root) {
@@ -78,10 +82,11 @@ concept Reducing = Communicator<C> &&
   { comm.reduce_scatter(list, list, op) } -> std::same_as<typename C::Work>;
 };
 
-/// A communicator that gathers: tensors (output [size, ...] of input [...], or both [size, ...] for
-/// all_to_all; lists as in Reducing) and objects, which are bytes of any length, different on each rank. The
-/// plain calls for objects block and return them; those that end in `_async` put them, when their Work has
-/// been waited for, where the caller says.
+/// A communicator that gathers tensors and bytes. all_gather writes an output [size, ...] from inputs [...];
+/// input and output of all_to_all are both [size, ...]. Lists follow the rules of Reducing. Bytes may differ
+/// in length on each rank. The plain byte calls block and return the result. The `_async` byte calls write
+/// the result to the caller's object, where it is valid once their Work has been waited for.
+/// Counterparts of the byte calls: torch.distributed.all_gather_object and broadcast_object_list.
 template <class C>
 concept Gathering = Communicator<C> && requires(C& comm, at::Tensor tensor, std::vector<at::Tensor> list,
                                                 std::string bytes, std::vector<std::string> all, int root) {
@@ -95,8 +100,8 @@ concept Gathering = Communicator<C> && requires(C& comm, at::Tensor tensor, std:
   { comm.broadcast_bytes_async(bytes, root) } -> std::same_as<typename C::Work>;
 };
 
-/// A communicator that sends from one rank to another. Messages between two ranks with one tag arrive in
-/// order; a list that was sent is received as a list.
+/// A communicator with point-to-point messages. Messages between two ranks with one tag arrive in order. A
+/// list that is sent as one message is received as one list.
 template <class C>
 concept PointToPoint = Communicator<C> &&
     requires(C& comm, at::Tensor tensor, std::vector<at::Tensor> list, int peer, int tag) {
@@ -106,24 +111,26 @@ concept PointToPoint = Communicator<C> &&
   { comm.recv(list, peer, tag) } -> std::same_as<typename C::Work>;
 };
 
-/// A communicator that forms sub-groups. `new_group(ranks)` is collective over the whole group: every rank
-/// calls it with the same list (ranks of this group, ascending); those outside the list get nothing.
+/// A communicator that creates sub-groups. `new_group(ranks)` is collective over the whole group: every rank
+/// passes the same list, ranks of this group in ascending order. It returns std::nullopt on ranks outside the
+/// list.
+/// Counterpart: torch.distributed.new_group.
 template <class C>
 concept Splittable = Communicator<C> && requires(C& comm, std::vector<int> ranks) {
   { comm.new_group(ranks) } -> std::same_as<std::optional<C>>;
 };
 
-/// A communicator whose errors come later than its calls, and that can be told what it sends, such as
-/// "bucket 2 of 5, with parameter 3 'fc.weight'": `label(text)` names the collectives that follow, until it
-/// is changed; null for nothing.
+/// A communicator that names its collectives in asynchronous errors. `label(text)` names all later
+/// collectives, such as "bucket 2 of 5, with parameter 3 'fc.weight'", until the next call. Null removes the
+/// label.
 template <class C>
 concept Labelled = Communicator<C> && requires(C& comm, std::shared_ptr<const std::string> text) {
   comm.label(text);
 };
 
-/// A communicator that has memory from which its collectives go faster: `empty_buffer(length, like)` gives a
-/// tensor [length], uninitialised, with the dtype and the device of `like`. It may outlive the communicator.
-/// What one rank sends from such a buffer, every rank does, at the same place in its own.
+/// A communicator with buffers that speed up its collectives. `empty_buffer(length, like)` returns an
+/// uninitialized tensor [length] with the dtype and device of `like`. The tensor may outlive the
+/// communicator. If one rank uses such a buffer in a collective, every rank must, at the same offset.
 template <class C>
 concept Buffered = Communicator<C> && requires(C& comm, std::int64_t length, const at::Tensor& like) {
   { comm.empty_buffer(length, like) } -> std::same_as<at::Tensor>;
@@ -132,8 +139,8 @@ concept Buffered = Communicator<C> && requires(C& comm, std::int64_t length, con
 }  // namespace lockstep
 
 namespace lockstep::detail {
-/// How errors call the ranks of a group: by their ranks in the world, where the communicator has a
-/// `world_rank(rank)`, else as they are.
+/// Maps ranks of a group to the ranks that errors name: ranks of the world if the communicator has
+/// `world_rank(rank)`, ranks of the group otherwise.
 class RankNames {
  public:
   RankNames() = default;
@@ -151,14 +158,14 @@ class RankNames {
 
 namespace lockstep {
 
-/// A communicator whose tensors live on a device of its own, one GPU a rank: `tensor_device()` says which. It
-/// stays the same, and is the current device of the thread that made the communicator.
+/// A communicator with a device of its own, one GPU per rank: `tensor_device()` returns it. The device never
+/// changes. The thread that makes the communicator has it as its current device.
 template <class C>
 concept DeviceCommunicator = Communicator<C> && requires(const C& comm) {
   { comm.tensor_device() } -> std::convertible_to<at::Device>;
 };
 
-/// Where the tensors of a communicator live: on its device where it has one, and else in the CPU's memory.
+/// Returns the device of the communicator's tensors: `tensor_device()` if there is one, the CPU otherwise.
 template <class C>
 at::Device comm_device([[maybe_unused]] const C& comm) {
   if constexpr (DeviceCommunicator<C>)

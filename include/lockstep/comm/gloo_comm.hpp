@@ -24,23 +24,27 @@ namespace lockstep {
 
 /// Collectives of CPU tensors over LibTorch's own Gloo.
 ///
-/// Every rank constructs its communicators in the same order, and calls the same collectives on each in the
-/// same order. Tensors may have any strides (what is not contiguous travels as a copy) and must be equal in
-/// shape and dtype over the ranks; Gloo ends the process where they are not, GlooOptions::check_shapes turns
-/// that into a MismatchError on every rank. Empty tensors and empty lists are allowed.
+/// Every rank constructs its communicators in the same order and calls the same collectives on each of them
+/// in the same order. Tensors may have any strides; a non-contiguous tensor is copied. Shape and dtype must
+/// be equal on all ranks. Gloo ends the process if they differ; GlooOptions::check_shapes throws a
+/// MismatchError on every rank instead. Empty tensors and empty lists are allowed. A list may mix dtypes;
+/// each dtype is one buffer.
 ///
-/// Each call throws CommunicationError inside a rank-zero scope or for a tensor that Gloo cannot take, and
-/// PeerError when another rank has failed. Waiting throws TimeoutError naming the late ranks when the
-/// timeout passes. The first such error is sticky: later calls throw it again. What is destroyed by an
-/// exception aborts, and never waits.
+/// Each call throws CommunicationError inside a rank-zero scope, after shutdown(), or for a tensor that
+/// Gloo does not support, and PeerError after another rank has failed. Waiting for a Work throws
+/// TimeoutError, which names the late ranks, when the timeout expires. The first failure of the group is
+/// sticky: later calls rethrow it. A `synchronize(d)` that times out before the group's timeout is not such
+/// a failure. During stack unwinding the destructor aborts and never waits for other ranks.
 ///
-/// Thread safety: one thread at a time may issue collectives, since their order must be that of the other
-/// ranks. Works may be waited for on other threads, and abort() may be called from any.
+/// Thread safety: one thread at a time may launch collectives, since their order must match the other ranks'.
+/// Other threads may wait for Works. Any thread may call abort().
+/// Counterpart: torch.distributed.ProcessGroupGloo.
 class GlooComm {
  public:
   using Work = detail::GlooWork;
 
-  /// Meets the other ranks. Throws TimeoutError naming those that have not come when the timeout expires.
+  /// Performs the rendezvous with the other ranks. Collective. Blocks. Throws TimeoutError that names the
+  /// missing ranks when the timeout expires.
   explicit GlooComm(const World& world, GlooOptions options = {})
       : GlooComm(std::make_shared<detail::GlooGroup>(world, all_ranks(world.size()),
                                                      next_name(world, options), options)) {}
@@ -57,12 +61,12 @@ class GlooComm {
 
   [[nodiscard]] int rank() const { return group().rank(); }
   [[nodiscard]] int size() const { return group().size(); }
-  /// Of rank `rank` of this group in the world: how errors call it.
+  /// Returns the world rank of the group's rank `rank`; errors name ranks by it.
   [[nodiscard]] int world_rank(int rank) const { return group().ranks().at(static_cast<std::size_t>(rank)); }
   [[nodiscard]] const World& world() const { return group().world(); }
 
-  /// Combines `tensor` over the ranks, in place on every one. `average` needs a floating dtype; on bool,
-  /// `sum` is "any" and `product` "all".
+  /// Reduces `tensor` over the ranks, in place on every rank. `average` needs a floating-point dtype. For
+  /// bool, `sum` is a logical or and `product` a logical and.
   Work all_reduce(const at::Tensor& tensor, ReduceOp op = ReduceOp::sum) {
     detail::check_reducible("all_reduce", tensor, op);
     Work work = begin("all_reduce", op, -1, tensor);
@@ -72,12 +76,12 @@ class GlooComm {
       return work;
     }
     auto part = detail::start_all_reduce(gloo(), tensor, op);
-    if (op == ReduceOp::average)
+    if (op == ReduceOp::avg)
       detail::after(part, [tensor, divisor = size()] { detail::divide(tensor, divisor); });
     work.add(std::move(part));
     return work;
   }
-  /// The same for a list of any dtypes: one buffer travels for each dtype.
+  /// Reduces each tensor of a list.
   Work all_reduce(const std::vector<at::Tensor>& list, ReduceOp op = ReduceOp::sum) {
     for (const at::Tensor& tensor : list) detail::check_reducible("all_reduce", tensor, op);
     Work work = begin("all_reduce", op, -1, list);
@@ -85,11 +89,11 @@ class GlooComm {
     return work;
   }
 
-  /// Combines `tensor` over the ranks, in place on `root`; on the others it holds anything afterwards.
+  /// Reduces `tensor` over the ranks, in place on `root`. Its content is undefined on the other ranks.
   Work reduce(const at::Tensor& tensor, int root = 0, ReduceOp op = ReduceOp::sum) {
     return reduce(std::vector<at::Tensor>{tensor}, root, op);
   }
-  /// The same for a list of any dtypes: one buffer travels for each dtype.
+  /// Reduces each tensor of a list.
   Work reduce(const std::vector<at::Tensor>& list, int root = 0, ReduceOp op = ReduceOp::sum) {
     for (const at::Tensor& tensor : list) detail::check_reducible("reduce", tensor, op);
     check_rank("reduce", root);
@@ -102,11 +106,11 @@ class GlooComm {
     return work;
   }
 
-  /// Gives every rank `root`'s `tensor`, in place. Any dtype.
+  /// Broadcasts `root`'s `tensor` in place. Any dtype.
   Work broadcast(const at::Tensor& tensor, int root = 0) {
     return broadcast(std::vector<at::Tensor>{tensor}, root);
   }
-  /// The same for a list of any dtypes: one buffer travels for each dtype.
+  /// Broadcasts each tensor of a list.
   Work broadcast(const std::vector<at::Tensor>& list, int root = 0) {
     for (const at::Tensor& tensor : list) detail::check_tensor("broadcast", tensor);
     check_rank("broadcast", root);
@@ -119,11 +123,11 @@ class GlooComm {
     return work;
   }
 
-  /// Gives every rank the `input` [...] of all: `output` [size, ...], by rank. Any dtype.
+  /// Gathers every rank's `input` [...] into `output` [size, ...], ordered by rank. Any dtype.
   Work all_gather(const at::Tensor& output, const at::Tensor& input) {
     return all_gather(std::vector<at::Tensor>{output}, std::vector<at::Tensor>{input});
   }
-  /// The same for as many outputs as inputs, of any dtypes: one buffer travels for each dtype.
+  /// Gathers each tensor of a list. `outputs` and `inputs` have equal lengths.
   Work all_gather(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs) {
     detail::check_pairs("all_gather", outputs, inputs, size());
     Work work = begin("all_gather", std::nullopt, -1, inputs);
@@ -138,11 +142,11 @@ class GlooComm {
     return work;
   }
 
-  /// Combines the rows of every rank's `input` [size, ...] and gives rank r row r: `output` [...].
+  /// Reduces every rank's `input` [size, ...] and writes row r to the `output` [...] of rank r.
   Work reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op = ReduceOp::sum) {
     return reduce_scatter(std::vector<at::Tensor>{output}, std::vector<at::Tensor>{input}, op);
   }
-  /// The same for as many outputs as inputs, of any dtypes: one buffer travels for each dtype.
+  /// Reduces and scatters each tensor of a list. `outputs` and `inputs` have equal lengths.
   Work reduce_scatter(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs,
                       ReduceOp op = ReduceOp::sum) {
     for (const at::Tensor& input : inputs) detail::check_reducible("reduce_scatter", input, op);
@@ -152,8 +156,8 @@ class GlooComm {
     for (std::size_t i = 0; i < to.size(); ++i) {
       from[i].pack();
       to[i].make_room();
-      // Gloo has none in all LibTorch versions: exchange the rows, then combine them here in the order of the
-      // ranks.
+      // Not every LibTorch version has a Gloo reduce_scatter: exchange the rows, then reduce them here in
+      // rank order.
       const auto rows =
           at::empty({size(), to[i].buffer.numel()}, from[i].buffer.options().requires_grad(false));
       auto part = detail::start_all_to_all(gloo(), rows, from[i].buffer);
@@ -166,12 +170,12 @@ class GlooComm {
     return work;
   }
 
-  /// Sends row r of `input` [size, ...] to rank r; row s of `output` [size, ...] comes from rank s. Any
+  /// Sends row r of `input` [size, ...] to rank r. Row s of `output` [size, ...] comes from rank s. Any
   /// dtype.
   Work all_to_all(const at::Tensor& output, const at::Tensor& input) {
     return all_to_all(std::vector<at::Tensor>{output}, std::vector<at::Tensor>{input});
   }
-  /// The same for as many outputs as inputs, of any dtypes: one buffer travels for each dtype.
+  /// Exchanges each tensor of a list. `outputs` and `inputs` have equal lengths.
   Work all_to_all(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs) {
     detail::check_pairs("all_to_all", outputs, inputs, 1);
     for (const at::Tensor& input : inputs)
@@ -191,13 +195,13 @@ class GlooComm {
     return work;
   }
 
-  /// Sends `tensor` to the rank `peer`, which must call recv with the same tag, shape and dtype. The Work is
-  /// complete when the tensor may be changed again. A dropped Work is sent all the same, and kept until
-  /// shutdown.
+  /// Sends `tensor` to rank `peer`, which must call recv with the same tag, shape and dtype. Once the Work is
+  /// complete the tensor may be modified. A message whose Work is destroyed is still sent; its tensor is kept
+  /// until shutdown. Throws CommunicationError for this rank itself or a negative tag.
   Work send(const at::Tensor& tensor, int peer, int tag = 0) {
     return send(std::vector<at::Tensor>{tensor}, peer, tag);
   }
-  /// The same for a list of any dtypes, which recv must take as a whole: one message for each dtype.
+  /// Sends a list, which recv must receive as a list. One message per dtype.
   Work send(const std::vector<at::Tensor>& list, int peer, int tag = 0) {
     Work work = begin_message("send", list, peer, tag);
     const detail::SigpipeGuard guard;
@@ -212,7 +216,7 @@ class GlooComm {
   Work recv(const at::Tensor& tensor, int peer, int tag = 0) {
     return recv(std::vector<at::Tensor>{tensor}, peer, tag);
   }
-  /// The same for a list, as send was given one.
+  /// Receives a list that was sent as a list of the same shapes and dtypes.
   Work recv(const std::vector<at::Tensor>& list, int peer, int tag = 0) {
     Work work = begin_message("recv", list, peer, tag);
     const detail::SigpipeGuard guard;
@@ -230,15 +234,15 @@ class GlooComm {
     return work;
   }
 
-  /// Every rank's bytes, by rank. Blocks.
+  /// Returns every rank's bytes, ordered by rank. Collective. Blocks.
   [[nodiscard]] std::vector<std::string> all_gather_bytes(const std::string& bytes) {
     detail::BytesGather exchange;
     exchange.own = bytes;
     exchange_bytes_now(group().begin("all_gather_bytes"), exchange);
     return std::move(exchange.all);
   }
-  /// The same without blocking: `all` holds the bytes once the Work has been waited for, and must live until
-  /// then.
+  /// Gathers every rank's bytes into `all` without blocking. `all` holds them once the Work has been waited
+  /// for, and must outlive that wait.
   Work all_gather_bytes_async(std::vector<std::string>& all, std::string bytes) {
     auto exchange = std::make_shared<detail::BytesGather>();
     exchange->own = std::move(bytes);
@@ -246,7 +250,7 @@ class GlooComm {
                           [exchange, &all] { all = std::move(exchange->all); });
   }
 
-  /// `root`'s bytes. Blocks.
+  /// Returns `root`'s bytes. Collective. Blocks.
   [[nodiscard]] std::string broadcast_bytes(const std::string& bytes, int root = 0) {
     check_rank("broadcast_bytes", root);
     detail::BytesBroadcast exchange;
@@ -255,8 +259,8 @@ class GlooComm {
     exchange_bytes_now(group().begin("broadcast_bytes"), exchange);
     return std::move(exchange.bytes);
   }
-  /// Gives every rank `root`'s `bytes` in place, without blocking: they are there once the Work has been
-  /// waited for, and must live until then.
+  /// Broadcasts `root`'s `bytes` in place without blocking. `bytes` is valid once the Work has been waited
+  /// for, and must outlive that wait.
   Work broadcast_bytes_async(std::string& bytes, int root = 0) {
     check_rank("broadcast_bytes", root);
     auto exchange = std::make_shared<detail::BytesBroadcast>();
@@ -266,17 +270,20 @@ class GlooComm {
                           [exchange, &bytes] { bytes = std::move(exchange->bytes); });
   }
 
-  /// Blocks until every rank has come. Throws TimeoutError naming the missing ranks when the timeout expires.
+  /// Blocks until every rank has called it. Throws TimeoutError that names the missing ranks when the timeout
+  /// expires.
   void barrier() { barrier_async().synchronize(); }
-  /// The same without blocking: the Work is complete when every rank has come.
+  /// Launches a barrier without blocking. The Work completes when every rank has called it.
   Work barrier_async() {
     Work work(group_, group().begin("barrier"));
     work.add(gloo().barrier());
     return work;
   }
 
-  /// A group of some of this group's ranks, ascending. Every rank of this group calls it with the same list;
-  /// those that are not in the list get nothing.
+  /// Creates a group of some of this group's ranks, in ascending order. Collective over this group: every
+  /// rank passes the same list. Returns std::nullopt on ranks outside the list. Throws CommunicationError for
+  /// a list that does not ascend or names a rank outside the group.
+  /// Counterpart: torch.distributed.new_group.
   [[nodiscard]] std::optional<GlooComm> new_group(const std::vector<int>& ranks) {
     for (std::size_t i = 0; i < ranks.size(); ++i) {
       check_rank("new_group", ranks[i]);
@@ -292,11 +299,12 @@ class GlooComm {
         std::make_shared<detail::GlooGroup>(world(), std::move(global), std::move(name), group().options()));
   }
 
-  /// Ends every wait of the other ranks with a PeerError that gives `reason`, and every later call here with
-  /// an error. Does not block.
+  /// Aborts the group: every wait of the other ranks ends with a PeerError that contains `reason`, and every
+  /// later call on this rank throws. Does not wait for other ranks; takes at most 1 s. Thread-safe.
   void abort(const std::string& reason) { group().abort(reason); }
 
-  /// Leaves the group in good order. Works that are in flight are completed first.
+  /// Leaves the group after the Works in flight have completed. Blocks. Throws TimeoutError when the timeout
+  /// expires. A no-op after a failure.
   void shutdown() { group().shutdown(); }
 
  private:
@@ -361,7 +369,8 @@ class GlooComm {
     return Work(group_, group().message(name, peer, tag));
   }
 
-  // What arrives in the bundle's buffer is divided and goes to its tensors where they are `wanted`.
+  // Adds a part to the Work. If the result is `wanted`, divides it and copies it from the bundle's buffer to
+  // its tensors.
   static void add(Work& work, detail::GlooPart part, detail::TensorBundle bundle, bool wanted = true,
                   int divisor = 1) {
     if (wanted && (divisor > 1 || !bundle.in_place()))
@@ -376,7 +385,7 @@ class GlooComm {
     auto part = detail::start_all_reduce(gloo(), bundle.buffer, op);
     add(work, std::move(part), std::move(bundle), true, divisor(op));
   }
-  [[nodiscard]] int divisor(ReduceOp op) const { return op == ReduceOp::average ? size() : 1; }
+  [[nodiscard]] int divisor(ReduceOp op) const { return op == ReduceOp::avg ? size() : 1; }
 
   template <class Exchange>
   void exchange_bytes_now(const detail::Call& call, Exchange& exchange) {

@@ -11,20 +11,18 @@
 
 namespace lockstep {
 
-/// How GlooComm behaves.
+/// Options of GlooComm.
 struct GlooOptions {
-  /// How long a collective may take, from its call to its end, and how long the ranks are waited for at the
-  /// start: at least 1 ms; what is longer than 24 days counts as 24 days. Default: `--timeout` or
-  /// LOCKSTEP_TIMEOUT, in seconds, or 30 minutes.
+  /// Timeout of a collective, from its launch to its completion, and of the rendezvous. At least 1 ms;
+  /// clamped to 24 days. Default: `--timeout` or LOCKSTEP_TIMEOUT, in seconds, else 30 minutes.
   std::chrono::milliseconds timeout = detail::default_timeout(std::chrono::minutes(30));
-  /// The threads that run collectives; as many of them can be under way at once.
+  /// Threads that run collectives, and so the number that can run at once.
   int threads = 2;
-  /// Compares operation, shapes and dtypes over the ranks before anything is sent, at the price of one small
-  /// all_gather a call. Without it, ranks that disagree end the process inside Gloo, without an exception.
+  /// Compares operation, shapes and dtypes over the ranks before each collective, at the cost of one small
+  /// all_gather per call. Without it, a mismatch ends the process inside Gloo, without an exception.
   bool check_shapes = false;
-  /// The network interfaces to use, separated by commas. Empty: GLOO_SOCKET_IFNAME where it is set, the
-  /// loopback where all ranks are on this host, else the interface that leads to the
-  /// other hosts.
+  /// Comma-separated network interfaces. If empty: GLOO_SOCKET_IFNAME if set, the loopback if all ranks are
+  /// on this host, else the interface that routes to the other hosts.
   std::string interfaces = {};
 };
 
@@ -32,7 +30,7 @@ struct GlooOptions {
 
 namespace lockstep::detail {
 
-/// The options as they are used. Throws UsageError for those that cannot be.
+/// Returns the options with the timeout clamped. Throws UsageError for invalid options.
 inline GlooOptions checked(GlooOptions options) {
   if (options.timeout.count() < 1)
     throw UsageError(
@@ -41,8 +39,7 @@ inline GlooOptions checked(GlooOptions options) {
   if (options.threads < 1)
     throw UsageError(fmt::format("GlooOptions: with {} threads no collective would ever run: give at least 1",
                                  options.threads));
-  // Libraries below count milliseconds in 32 bits, and the clock has no place for the largest duration there
-  // is.
+  // Gloo counts milliseconds in 32 bits, and adding the largest duration to a time point would overflow.
   options.timeout = std::min<std::chrono::milliseconds>(options.timeout, std::chrono::hours(24 * 24));
   return options;
 }

@@ -14,7 +14,7 @@
 
 namespace lockstep {
 
-/// The Work of LocalComm: complete from the start.
+/// The Work of LocalComm. Always complete.
 class [[nodiscard]] LocalWork {
  public:
   LocalWork() = default;
@@ -27,15 +27,15 @@ class [[nodiscard]] LocalWork {
   [[nodiscard]] std::exception_ptr error() const noexcept { return nullptr; }
 };
 
-/// The communicator of a process that is alone: every reduction and broadcast compiles to nothing, and what
-/// has an output beside its input is a copy. The rank-zero scope is respected all the same, so that a program
-/// does not learn of its mistake only on two processes.
+/// The communicator of a single process. Reductions and broadcasts compile to no-ops; a collective with an
+/// output beside its input copies. Inside a rank-zero scope each collective throws CommunicationError, so
+/// that the mistake shows with one process already.
 ///
-/// Thread safety: it holds no state; any thread may call it.
+/// Thread-safe: it holds no state.
 class LocalComm {
  public:
   using Work = LocalWork;
-  /// A graph can hold its collectives; see CapturedStep.
+  /// A graph can capture its collectives; see CapturedStep.
   static constexpr bool capturable = true;
 
   /// Throws UsageError unless the world has one process.
@@ -95,7 +95,8 @@ class LocalComm {
   }
   Work broadcast_bytes_async(std::string&, int /*root*/ = 0) { return done("broadcast_bytes"); }
 
-  /// A group of this process, or of none.
+  /// Returns a copy of this communicator for {0}, std::nullopt for an empty list. Throws CommunicationError
+  /// for any other rank.
   [[nodiscard]] std::optional<LocalComm> new_group(const std::vector<int>& ranks) {
     forbid_in_rank_zero_scope("new_group");
     if (std::any_of(ranks.begin(), ranks.end(), [](int rank) { return rank != 0; }))

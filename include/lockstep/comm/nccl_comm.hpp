@@ -10,8 +10,9 @@
 
 namespace lockstep {
 
-/// Collectives of CUDA tensors over NCCL: see BasicNcclComm. One rank a GPU, that of the local rank unless
-/// NcclOptions::device says another. Not part of lockstep.hpp, so that a CPU user needs nothing of CUDA.
+/// Collectives of CUDA tensors over NCCL; see BasicNcclComm. One GPU per rank: that of the local rank, or
+/// NcclOptions::device. Not part of lockstep.hpp, so that CPU-only programs need no CUDA headers.
+/// Counterpart: torch.distributed.ProcessGroupNCCL.
 using NcclComm = detail::BasicNcclComm<detail::CudaDevice>;
 
 static_assert(Reducing<NcclComm> && Gathering<NcclComm> && PointToPoint<NcclComm> && Splittable<NcclComm>);

@@ -10,36 +10,35 @@
 
 namespace lockstep {
 
-/// Where the memory of buffers comes from that a communicator is asked for (`empty_buffer`): those of
-/// DistributedDataParallel's gradients are.
+/// The memory of the buffers that a communicator allocates (`empty_buffer`), as for DistributedDataParallel's
+/// buckets.
 enum class NcclBuffers {
-  /// LibTorch's own, as for any tensor.
+  /// LibTorch's caching allocator, as for any tensor.
   torch,
-  /// LibTorch's, registered with NCCL, which then need not copy through buffers of its own where the links
-  /// between the GPUs let it. From NCCL 2.19 on.
+  /// LibTorch's memory, registered with NCCL. Avoids NCCL's intermediate copies where the links between the
+  /// GPUs allow it. Requires NCCL 2.19.
   registered,
-  /// NCCL's own (`ncclMemAlloc`), and registered: what NVLink's switches reduce themselves needs that. It is
-  /// not in the accounts of LibTorch's allocator. From NCCL 2.19 on.
+  /// NCCL's own memory (`ncclMemAlloc`), registered. Required for in-switch reduction (NVLink SHARP). Does
+  /// not appear in the statistics of LibTorch's allocator. Requires NCCL 2.19.
   nccl,
 };
 
-/// How BasicNcclComm behaves.
+/// Options of BasicNcclComm.
 struct NcclOptions {
-  /// How long a collective may take, from its call to its end, and how long the ranks are waited for at the
-  /// start and at the end: at least 1 ms; what is longer than 24 days counts as 24 days. Default: `--timeout`
-  /// or LOCKSTEP_TIMEOUT, in seconds, or 10 minutes.
+  /// Timeout of a collective, from its launch to its completion, of the rendezvous and of the shutdown. At
+  /// least 1 ms; clamped to 24 days. Default: `--timeout` or LOCKSTEP_TIMEOUT, in seconds, else 10 minutes.
   std::chrono::milliseconds timeout = detail::default_timeout(std::chrono::minutes(10));
-  /// How often the watchdog looks, while anything is in flight, for errors, late ranks and what has
-  /// completed: at least 1 ms.
+  /// Poll interval of the watchdog while collectives are in flight. It checks for errors, late ranks and
+  /// completed collectives. At least 1 ms.
   std::chrono::milliseconds poll = std::chrono::milliseconds(50);
-  /// The GPU; negative: that of the local rank.
+  /// The GPU's index. Negative selects the GPU of the local rank.
   int device = -1;
-  /// Compares operation, shapes and dtypes over the ranks before anything is sent, at the price of an
-  /// exchange that blocks the host in each call. Without it, ranks that disagree wait for the timeout, or
-  /// read each other's numbers as something else.
+  /// Compares operation, shapes and dtypes over the ranks before each collective, at the cost of an exchange
+  /// that blocks the host in each call. Without it, a mismatch runs into the timeout or reinterprets another
+  /// rank's data.
   bool check_shapes = false;
-  /// The same on every rank: NCCL has no defined result where some ranks send from registered memory and
-  /// others do not.
+  /// Must be equal on every rank: NCCL's results are undefined if only some ranks send from registered
+  /// memory.
   NcclBuffers buffers = NcclBuffers::torch;
 };
 
@@ -47,7 +46,7 @@ struct NcclOptions {
 
 namespace lockstep::detail {
 
-/// The options as they are used. Throws UsageError for those that cannot be.
+/// Returns the options with `timeout` and `poll` clamped. Throws UsageError for invalid options.
 inline NcclOptions checked(NcclOptions options) {
   if (options.timeout.count() < 1)
     throw UsageError(

@@ -17,8 +17,8 @@
 
 namespace lockstep::detail {
 
-/// Runs `program` with the communicator that `kind` asks for, of two types or, where the first is void, of
-/// the second alone.
+/// Runs `program` with the communicator type of `kind`: GpuComm or CpuComm. A void GpuComm leaves CpuComm
+/// only.
 template <class GpuComm, class CpuComm, class Program>
 decltype(auto) run_on(DeviceKind kind, const World& world, Program&& program) {
   if constexpr (!std::is_void_v<GpuComm>) {
@@ -30,7 +30,7 @@ decltype(auto) run_on(DeviceKind kind, const World& world, Program&& program) {
   return std::forward<Program>(program)(CpuComm{world});
 }
 
-/// with_device, between two communicators, for a rank that sees `visible` devices.
+/// Implements with_device for two communicator types and a rank that sees `visible` devices.
 template <class GpuComm, class CpuComm, class Program>
 decltype(auto) with_device_of(std::optional<int> visible, const World& world, Program&& program,
                               std::optional<DeviceKind> wanted) {
@@ -45,21 +45,22 @@ decltype(auto) with_device_of(std::optional<int> visible, const World& world, Pr
 
 namespace lockstep {
 
-/// Runs one program on whatever there is: `program(comm)`, a template over the communicator, is compiled for
-/// CPUs and, in a program that links lockstep::cuda, for GPUs; here, once, one of the two is chosen, and all
-/// inside is static. Returns what it returns.
+/// Runs `program(comm)` with the communicator of the available device, and returns its result. `program` is a
+/// template over the communicator. It is compiled for GlooComm and, in a program that links lockstep::cuda,
+/// for NcclComm. The choice is made once, here, at run time; everything inside is static.
 ///
 ///   lockstep::with_device(world, [&]<class Comm>(Comm comm) {
-///     using Precision = std::conditional_t<lockstep::DeviceCommunicator<Comm>, lockstep::Fp16,
-///     lockstep::Fp32>; lockstep::Trainer<Net, lockstep::DistributedSampler, Comm, Precision> trainer{world,
-///     options, std::move(comm)};
+///     constexpr bool on_gpu = lockstep::DeviceCommunicator<Comm>;
+///     using Precision = std::conditional_t<on_gpu, lockstep::Fp16, lockstep::Fp32>;
+///     lockstep::Trainer<Net, lockstep::DistributedSampler, Comm, Precision> trainer{
+///         world, options, std::move(comm)};
 ///     ...
 ///   });
 ///
-/// GPUs, over NcclComm, are chosen where this rank sees one, CPUs, over GlooComm, where not; `wanted`, or the
-/// environment variable LOCKSTEP_DEVICE (cpu, gpu or auto), says otherwise. Nothing before it should use
-/// CUDA: the device of this rank becomes the current one as its communicator is made. Collective. Throws
-/// UsageError where a GPU is wanted and there is none for this rank, MismatchError where the ranks choose
+/// A rank that sees a GPU uses NcclComm, any other rank GlooComm. `wanted` overrides this, and so does the
+/// environment variable LOCKSTEP_DEVICE (cpu, gpu or auto) if `wanted` is not set. Do not use CUDA before
+/// this call: the rank's GPU becomes the current device when its communicator is constructed. Collective.
+/// Throws UsageError if a GPU is wanted and this rank has none, MismatchError if the ranks choose
 /// differently.
 template <class Program>
 decltype(auto) with_device(const World& world, Program&& program,

@@ -26,7 +26,7 @@
 namespace lockstep::detail {
 
 template <class B>
-struct BatchTensors;  // of what holds no tensors that anyone knows of
+struct BatchTensors;  // undefined for types without known tensors
 
 template <class B>
 concept HoldsTensors = requires(B& batch, void (*visit)(at::Tensor&)) {
@@ -103,7 +103,7 @@ struct BatchTensors<std::pair<First, Second>> {
     BatchTensors<Second>::each(batch.second, visit);
   }
 };
-// A batch of the user's own type says what is in it.
+// A user-defined batch type enumerates its tensors itself.
 template <class B>
 requires requires(B& batch, void (*visit)(at::Tensor&)) {
   batch.each_tensor(visit);
@@ -119,31 +119,31 @@ struct BatchTensors<B> {
 
 namespace lockstep {
 
-/// A batch whose tensors can be found: a tensor, an Example, a vector, array, optional, tuple or pair of
-/// such, a std::map from names to such, or a type with `each_tensor(f)`, which calls `f(tensor)` with a
-/// reference to each of its tensors.
+/// A batch type whose tensors can be enumerated: a tensor, an Example, a vector, array, optional, tuple or
+/// pair of such types, a std::map from names to such types, or a type with `each_tensor(f)`, which calls
+/// `f(tensor)` with a reference to each of its tensors.
 template <class B>
 concept TensorBatch = detail::HoldsTensors<B>;
 
-/// Calls `visit(tensor)` with each defined tensor of a batch, which may be replaced in place.
+/// Calls `visit(tensor)` with a reference to each defined tensor of a batch, which `visit` may replace.
 template <TensorBatch B, class Visit>
 void for_each_tensor(B& batch, Visit&& visit) {
   detail::BatchTensors<B>::each(batch, visit);
 }
 
-/// A sample, or a batch of them stacked: `data` and `target`.
+/// A sample, or a stacked batch of samples: `data` and `target`.
 using Example = torch::data::Example<>;
 
-/// A dataset that hands out single samples: `get(i)` for 0 <= i < `size()`. Workers call it at the same time
-/// from several threads. torch::data's datasets fit.
+/// A map-style dataset: `get(i)` returns sample i, 0 <= i < `size()`. Workers call it concurrently.
+/// torch::data's datasets model it.
 template <class D>
 concept IndexedDataset = requires(D& dataset, std::size_t index) {
   dataset.size();
   dataset.get(index);
 };
 
-/// A dataset that makes a batch at once: `get_batch(indices)`, either stacked already or as a vector of
-/// examples, in the indices' order; from several threads at the same time.
+/// A dataset that loads a whole batch: `get_batch(indices)` returns it stacked, or as a vector of examples,
+/// in the order of the indices. Workers call it concurrently.
 template <class D>
 concept BatchedDataset = requires(D& dataset, c10::ArrayRef<std::size_t> indices) {
   dataset.size();
@@ -153,8 +153,8 @@ concept BatchedDataset = requires(D& dataset, c10::ArrayRef<std::size_t> indices
 template <class D>
 concept Dataset = IndexedDataset<D> || BatchedDataset<D>;
 
-/// The number of samples; torch::data's datasets return it as an optional. Throws DataError where there is
-/// none.
+/// Returns the number of samples. Throws DataError if the dataset does not know it (torch::data's datasets
+/// return an optional).
 template <Dataset D>
 std::size_t dataset_size(const D& dataset) {
   const std::optional<std::size_t> size = dataset.size();
@@ -162,11 +162,11 @@ std::size_t dataset_size(const D& dataset) {
   return *size;
 }
 
-/// Samples that lie in memory as two tensors, [N, ...] each; a batch is one gather from either. Copies share
-/// the tensors.
+/// A dataset of two tensors in memory, [N, ...] each. Loads a batch by one index_select from each. Copies
+/// share the tensors. Counterpart: torch.utils.data.TensorDataset.
 class TensorDataset {
  public:
-  /// Throws DataError where the tensors have no first dimension or not the same.
+  /// Throws DataError if a tensor is undefined or has no dimension, or if their first dimensions differ.
   TensorDataset(at::Tensor data, at::Tensor target) : data_(std::move(data)), target_(std::move(target)) {
     if (!data_.defined() || !target_.defined() || data_.dim() == 0 || target_.dim() == 0)
       throw DataError("a TensorDataset needs data and target with a first dimension that counts the samples");
@@ -177,15 +177,15 @@ class TensorDataset {
 
   [[nodiscard]] std::size_t size() const { return static_cast<std::size_t>(data_.size(0)); }
 
-  /// Sample `index` as views of the tensors.
+  /// Returns sample `index` as views of the tensors.
   [[nodiscard]] Example get(std::size_t index) const {
     const auto i = static_cast<std::int64_t>(index);
     return {data_.select(0, i), target_.select(0, i)};
   }
 
-  /// A stacked copy of the samples `indices`.
+  /// Returns a stacked copy of the samples `indices`.
   [[nodiscard]] Example get_batch(c10::ArrayRef<std::size_t> indices) const {
-    // Indices are below the length of a tensor, so that size_t and int64 have the same bits.
+    // Indices are below a tensor's length, so size_t and int64 have the same bits.
     const at::Tensor index = at::from_blob(const_cast<std::size_t*>(indices.data()),
                                            {static_cast<std::int64_t>(indices.size())}, at::kLong);
     return {data_.index_select(0, index.to(data_.device())),
@@ -199,7 +199,8 @@ class TensorDataset {
   at::Tensor data_, target_;
 };
 
-/// Examples made one: stacked where they are tensors; a vector of them otherwise.
+/// Stacks the tensors of the examples into one batch. Returns examples that are not of tensors as the vector
+/// they are.
 template <class E>
 auto collate(std::vector<E> examples) {
   if constexpr (std::same_as<E, Example>) {
@@ -236,7 +237,7 @@ auto collate_batch(std::vector<E> batch) {
 
 namespace lockstep {
 
-/// The samples `indices` of any dataset as one batch, by its batched way where it has one.
+/// Loads the samples `indices` of any dataset as one batch; uses `get_batch` if the dataset has it.
 template <Dataset D>
 auto make_batch(D& dataset, c10::ArrayRef<std::size_t> indices) {
   if constexpr (BatchedDataset<D>) {
@@ -249,7 +250,7 @@ auto make_batch(D& dataset, c10::ArrayRef<std::size_t> indices) {
   }
 }
 
-/// What `make_batch` makes of a dataset.
+/// The return type of `make_batch`.
 template <Dataset D>
 using BatchOf = decltype(make_batch(std::declval<D&>(), c10::ArrayRef<std::size_t>{}));
 

@@ -11,13 +11,15 @@
 
 namespace lockstep {
 
-/// The very indices of Python's `torch.utils.data.DistributedSampler`: `torch.randperm` seeded with seed +
-/// epoch, padded from the head to a multiple of the ranks (or its tail dropped), and of that every
-/// world-size-th.
+/// Partitions a dataset over the ranks with the indices of Python's sampler: `torch.randperm` seeded with
+/// seed + epoch, padded from the head to a multiple of the world size (or its tail dropped), of which each
+/// rank gets every world-size-th index.
 ///
-/// Making one costs nothing; the permutation is made at the first `next` of an epoch, and only this rank's
-/// share of it is kept (8 bytes a sample, 4 below 2^31 samples). Without `shuffle` nothing is kept. An empty
-/// dataset gives empty passes, as in Python.
+/// Construction does no work. The first `next` of an epoch draws the permutation and keeps only this rank's
+/// part: 8 bytes per sample, 4 below 2^31 samples, none without `shuffle`. An empty dataset gives empty
+/// passes, as in Python.
+///
+/// Counterpart: torch.utils.data.DistributedSampler.
 class DistributedSampler : public detail::StridedSampler {
  public:
   /// Throws UsageError unless 0 <= rank < world_size.
@@ -28,14 +30,14 @@ class DistributedSampler : public detail::StridedSampler {
   DistributedSampler(std::size_t length, const G& group, const SamplerOptions& options = {})
       : DistributedSampler(length, group.rank(), group.size(), options) {}
 
-  /// Makes this epoch's order now instead of at the first `next`.
+  /// Draws this epoch's permutation now instead of at the first `next`.
   void prepare() {
     if (!options().shuffle || size() == 0) return;
     const Key key{pass_epoch(), length(), skipped()};
     if (order_.defined() && key == key_) return;
-    order_ = at::Tensor();  // two orders never live side by side
-    // The draws do not depend on the type; half the bytes make the shuffling twice as fast once it leaves the
-    // caches.
+    order_ = at::Tensor();  // never holds two orders at once
+    // The draws do not depend on the dtype. With half the bytes, a shuffle beyond the caches is twice as
+    // fast.
     if (length() <= static_cast<std::size_t>(std::numeric_limits<std::int32_t>::max()))
       order_ = draw<std::int32_t>();
     else
@@ -79,7 +81,7 @@ class DistributedSampler : public detail::StridedSampler {
     return own;
   }
 
-  at::Tensor order_;  // this rank's share, never written to once made: copies of the sampler share it
+  at::Tensor order_;  // this rank's part; immutable once made, since copies of the sampler share it
   Key key_{};
 };
 

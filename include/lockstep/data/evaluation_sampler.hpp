@@ -6,11 +6,12 @@
 
 namespace lockstep {
 
-/// Every sample exactly once over all ranks, none repeated and none left out: rank r sees one block of
-/// consecutive samples, in order, so that the ranks' results one after another are in the dataset's order.
-/// Blocks differ by at most one sample, the longer ones first; with more ranks than samples some are empty.
-/// What is averaged over it must therefore be summed and counted, and a collective in each step would hang:
-/// reduce once, at the end.
+/// Partitions a dataset into one block of consecutive samples per rank, with no sample repeated or dropped.
+/// The concatenated results of the ranks are in the dataset's order.
+///
+/// Blocks differ by at most one sample, the longer ones first. With more ranks than samples some blocks are
+/// empty. Therefore sum and count a metric and reduce it once, at the end: a collective in each step would
+/// hang.
 class EvaluationSampler : public torch::data::samplers::Sampler<> {
  public:
   /// Throws UsageError unless 0 <= rank < world_size.
@@ -25,7 +26,7 @@ class EvaluationSampler : public torch::data::samplers::Sampler<> {
   EvaluationSampler(std::size_t length, const G& group)
       : EvaluationSampler(length, group.rank(), group.size()) {}
 
-  /// The order is the same in every epoch.
+  /// No-op: the order is the same in every epoch.
   void set_epoch(std::size_t) {}
 
   void reset(std::optional<std::size_t> new_length = std::nullopt) override {
@@ -46,20 +47,20 @@ class EvaluationSampler : public torch::data::samplers::Sampler<> {
     return indices;
   }
 
-  /// Samples of this rank: they may differ by one between ranks. A pass that was taken up by `load` counts
-  /// only what was left of it.
+  /// Returns the number of samples of this rank, which may differ by one between ranks. A resumed pass counts
+  /// only its remaining samples.
   [[nodiscard]] std::size_t size() const { return size_of(rank()); }
-  /// The same for any rank from 0 to world size - 1.
+  /// Returns `size()` of any rank from 0 to world size - 1.
   [[nodiscard]] std::size_t size_of(int rank) const {
     const std::size_t share = share_of(static_cast<std::size_t>(rank));
     return share - std::min(skipped_, share);
   }
-  /// The first sample of this rank's block.
+  /// Returns the index of the first sample of this rank's block.
   [[nodiscard]] std::size_t first() const {
     return rank_ * (length_ / world_size_) + std::min(rank_, length_ % world_size_);
   }
   [[nodiscard]] std::size_t position() const { return position_; }
-  /// A pass was loaded and not yet taken up: the next `reset()` goes on with it.
+  /// Returns whether the next `reset()` resumes a loaded pass.
   [[nodiscard]] bool resumes() const { return resumed_; }
   [[nodiscard]] int rank() const { return static_cast<int>(rank_); }
 
@@ -69,7 +70,7 @@ class EvaluationSampler : public torch::data::samplers::Sampler<> {
     archive.write("position", c10::IValue(static_cast<std::int64_t>(position_)));
   }
 
-  /// Throws CheckpointError where length or world size differ from the saved ones.
+  /// Throws CheckpointError if the saved length or world size differs.
   void load(torch::serialize::InputArchive& archive) override {
     detail::expect_saved("length", detail::read_count(archive, "length"), static_cast<std::int64_t>(length_));
     detail::expect_saved("world size", detail::read_count(archive, "world_size"),
@@ -85,7 +86,7 @@ class EvaluationSampler : public torch::data::samplers::Sampler<> {
 
   std::size_t length_, rank_, world_size_;
   std::size_t position_ = 0;
-  std::size_t skipped_ = 0;  // by each rank, before this pass was taken up
+  std::size_t skipped_ = 0;  // by each rank, before the pass was resumed
   bool resumed_ = false;
 };
 

@@ -20,52 +20,61 @@
 
 namespace lockstep {
 
-/// Changes a sample (or a batch), drawing from the generator it is given and from no other.
+/// A function that transforms a sample or a batch. It must draw from the generator passed to it and from no
+/// other.
 using Transform = std::function<Example(Example, at::Generator&)>;
 
 struct LoaderOptions {
-  /// Samples in a batch of this rank.
+  /// Samples in each of this rank's batches.
   std::size_t batch_size = 32;
-  /// Threads that make batches ahead; 0 makes each in the caller's thread when it is asked for.
+  /// Number of worker threads that load batches ahead. 0 loads each batch in the caller's thread, on demand.
   std::size_t num_workers = 0;
-  /// Batches that each worker is ahead of the consumer.
+  /// Batches that each worker loads ahead of the consumer.
   std::size_t prefetch_factor = 2;
-  /// Leave out a last batch that is not full.
+  /// Drop the last batch if it is not full.
   bool drop_last = false;
-  /// Applied to each sample before stacking. It gives up a dataset's batched way.
+  /// Applied to each sample before collation. A `get_batch` that returns stacked batches is then not used.
+  /// The dataset must be able to load single samples.
   Transform transform = {};
-  /// Applied to each stacked batch.
+  /// Applied to each collated batch.
   Transform batch_transform = {};
-  /// The transforms' draws follow from (seed, epoch, rank, number of the batch's first sample): they are the
-  /// same in every run and with any number of workers, and differ between ranks, batches and epochs.
+  /// Seed of the transforms. Their draws follow from (seed, epoch, rank, index of the batch's first sample).
+  /// They are the same in every run and with any number of workers, and differ between ranks, batches and
+  /// epochs.
   std::uint64_t seed = 0;
-  /// -1: the sampler's rank if it has one, else this process's.
+  /// Rank from which the transforms' draws follow. -1 means the sampler's rank if it has one, else this
+  /// process's.
   int rank = -1;
-  /// Go on to the next epoch with each further pass, where `set_epoch` was not called since the last.
+  /// Advance the epoch with each further pass, unless `set_epoch` was called since the last one.
   bool advance_epoch = true;
-  /// Draw one number from the default generator as each pass begins, as Python's DataLoader does: what else
-  /// draws from it (dropout) then sees the same numbers as in Python.
+  /// Draw one number from the default generator at the start of each pass, as Python's DataLoader does. Other
+  /// users of that generator (dropout) then draw the same numbers as in Python.
   bool draw_base_seed = true;
-  /// Batches lie in page-locked memory, made so by the thread that made them: copies to a GPU then take no
-  /// time of the caller's (see StagedBatches). Without a GPU nothing is done.
+  /// Copy each batch to pinned memory in the thread that loaded it, so that copies to a GPU do not block the
+  /// caller (see StagedBatches). No-op without a GPU.
   bool pin_memory = false;
 };
 
-/// The batches of a dataset that a sampler selects, in the sampler's order whatever the timing of workers:
-/// `for (auto& batch : loader)`. A batch is an `Example` of stacked tensors for datasets of tensors.
+/// Combines a dataset and a sampler, and iterates over batches: `for (auto& batch : loader)`. The order is
+/// the sampler's, regardless of the workers' timing. A batch of a dataset of tensors is an `Example` of
+/// stacked tensors.
 ///
-/// Dataset and sampler are held by value. Workers call the dataset and the transforms at the same time, on
-/// the one copy held here; tensor operations in a worker stay on its thread. What a worker throws is rethrown
-/// to the consumer when it asks for that batch: errors of lockstep as they are, others as a DataError (with
-/// the original nested) that names the rank and the batch. Leaving the loop early, by `break` or by an
-/// exception, stops and joins all workers. One pass at a time; used from one thread.
+/// The loader stores dataset and sampler by value. Workers call the dataset and the transforms concurrently
+/// on this one copy; tensor operations in a worker run on its thread alone. If a worker throws, the consumer
+/// gets the exception when it reaches that batch: a lockstep error unchanged, any other nested in a DataError
+/// that names the rank and the batch. Leaving the loop early, by `break` or by an exception, stops and joins
+/// all workers.
+///
+/// Supports one pass at a time. Not thread-safe.
+///
+/// Counterpart: torch.utils.data.DataLoader.
 template <Dataset D, Sampler S>
 class DataLoader {
  public:
   using Batch = BatchOf<D>;
   class Iterator;
 
-  /// Throws UsageError for a batch size of 0, and for transforms that do not fit the dataset.
+  /// Throws UsageError if the batch size is 0 or a transform does not fit the dataset.
   DataLoader(D dataset, S sampler, LoaderOptions options = {})
       : dataset_(std::move(dataset)), sampler_(std::move(sampler)), options_(std::move(options)) {
     if (options_.batch_size == 0)
@@ -82,11 +91,11 @@ class DataLoader {
   DataLoader(const DataLoader&) = delete;
   DataLoader& operator=(const DataLoader&) = delete;
 
-  /// Starts a pass. Throws UsageError while another is under way.
+  /// Starts a pass. Throws UsageError if another pass is running.
   Iterator begin() {
     if (pass_under_way_)
       throw UsageError("a DataLoader gives one pass at a time: the last loop over it still runs");
-    if (times_set() != times_set_) {  // by a copy of the sampler that the user kept, or by loading it
+    if (times_set() != times_set_) {  // by a copy of the sampler or by its load()
       if constexpr (requires { sampler_.epoch(); }) epoch_ = sampler_.epoch();
     } else if (begun_ && options_.advance_epoch) {
       sampler_.set_epoch(++epoch_);
@@ -96,7 +105,7 @@ class DataLoader {
     if constexpr (!requires { S::draws_base_seed; }) {
       if (options_.draw_base_seed && !resumes()) at::empty({}, at::kLong).random_();
     }
-    start_.reset();  // with the order of the last pass
+    start_.reset();  // frees the order of the last pass
     sampler_.reset();
     if constexpr (requires { sampler_.prepare(); }) sampler_.prepare();
     start_.emplace(sampler_);
@@ -106,14 +115,14 @@ class DataLoader {
   }
   static std::default_sentinel_t end() { return {}; }
 
-  /// Batches of this rank in a pass, known before it starts.
+  /// Returns the number of this rank's batches in a pass, before it starts.
   [[nodiscard]] std::size_t size() const {
     const std::size_t samples = sampler_.size(), batch = options_.batch_size;
     return samples / batch + (!options_.drop_last && samples % batch != 0 ? 1 : 0);
   }
 
-  /// Writes the sampler as it stands when `samples` of the pass that was begun last have been given out: what
-  /// workers have asked for ahead of that does not count. `sampler().load` before a pass takes it up.
+  /// Writes the state that the sampler has after `samples` samples of the current pass, regardless of how far
+  /// workers have read ahead. To resume, call `sampler().load` before a pass.
   void save(torch::serialize::OutputArchive& archive, std::size_t samples) const {
     S then(start_ ? *start_ : sampler_);
     if constexpr (requires { then.skip(samples); })
@@ -123,7 +132,7 @@ class DataLoader {
     then.save(archive);
   }
 
-  /// The epoch of the next pass, handed to the sampler.
+  /// Sets the epoch of the next pass, also on the sampler.
   void set_epoch(std::size_t epoch) {
     sampler_.set_epoch(epoch);
     epoch_ = epoch;
@@ -155,7 +164,7 @@ class DataLoader {
       return 0;
   }
 
-  // A pass that goes on drew its base seed when it began.
+  // A resumed pass drew its base seed when it was started.
   [[nodiscard]] bool resumes() const {
     if constexpr (requires { sampler_.resumes(); })
       return sampler_.resumes();
@@ -179,7 +188,7 @@ class DataLoader {
     return job;
   }
 
-  // Runs on several threads at once: reads only.
+  // Workers call this concurrently: it must not write to members.
   Batch load(const Job& job) {
     const at::NoGradGuard no_grad;
     try {
@@ -234,15 +243,15 @@ class DataLoader {
   D dataset_;
   S sampler_;
   LoaderOptions options_;
-  std::optional<S> start_;  // the sampler when the last pass began
+  std::optional<S> start_;  // the sampler at the start of the last pass
   std::size_t epoch_ = 0;
   std::size_t times_set_ = 0;
   std::size_t number_ = 0;  // samples of this rank drawn in this pass
-  bool begun_ = false;      // a pass was begun since the epoch was set
+  bool begun_ = false;      // a pass was started since the epoch was set
   bool pass_under_way_ = false;
 };
 
-/// A pass over a loader's batches. Move-only: destroying it ends the pass.
+/// A pass over a loader's batches. Move-only; its destructor ends the pass.
 template <Dataset D, Sampler S>
 class DataLoader<D, S>::Iterator {
  public:
@@ -290,7 +299,7 @@ class DataLoader<D, S>::Iterator {
   }
 
   void advance() {
-    batch_.reset();  // its memory serves the next one
+    batch_.reset();  // frees its memory for the next batch
     try {
       if (prefetcher_) {
         batch_ = prefetcher_->next();

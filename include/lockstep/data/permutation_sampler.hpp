@@ -8,13 +8,13 @@
 
 namespace lockstep {
 
-/// A keyed permutation of 0 .. length - 1 that is computed, not stored: place i of it costs a few
+/// A keyed permutation of 0 .. length - 1 that is computed, not stored. Evaluating an index takes a few
 /// nanoseconds.
 ///
-/// A Feistel network is a bijection of w bits whatever its round function is; w is the least that holds the
-/// length, but at least 6: narrower ones do not reach all orders evenly. Values at or above the length are
-/// sent through again until they fall below it (less than twice on average from 33 on), which leaves a
-/// bijection of the rest.
+/// A Feistel network is a bijection of w bits for any round function. w is the smallest width that holds the
+/// length, but at least 6: narrower networks do not reach all orders evenly. A value at or above the length
+/// is encrypted again until it falls below (less than twice on average for lengths of 33 or more), which
+/// leaves a bijection of 0 .. length - 1.
 class KeyedPermutation {
  public:
   KeyedPermutation(std::size_t length, std::uint64_t key) : length_(length) {
@@ -25,7 +25,7 @@ class KeyedPermutation {
     for (std::uint64_t& round_key : keys_) round_key = key = detail::mix_bits(key);
   }
 
-  /// The value at place `i` < length.
+  /// Returns the value at index `i` < length.
   [[nodiscard]] std::size_t operator()(std::size_t i) const {
     std::uint64_t value = i;
     do value = encrypt(value);
@@ -51,8 +51,8 @@ class KeyedPermutation {
   std::array<std::uint64_t, 8> keys_;
 };
 
-/// A shuffle of any number of samples in constant memory and time: like DistributedSampler in all but the
-/// order, which is a KeyedPermutation of its own for each (seed, epoch) and not Python's.
+/// Shuffles any number of samples in constant memory and time. Equal to DistributedSampler except for the
+/// order, which is a KeyedPermutation for each (seed, epoch) and not Python's.
 class PermutationSampler : public detail::StridedSampler {
  public:
   /// Throws UsageError unless 0 <= rank < world_size.

@@ -10,36 +10,38 @@
 namespace lockstep {
 
 struct RandomSamplerOptions {
-  /// Draw from this generator, as Python's DataLoader(generator=g) does; undefined means the default
-  /// generator, that of `torch::manual_seed`.
+  /// Generator to draw from, as in Python's DataLoader(generator=g). Undefined means the default generator,
+  /// which `torch::manual_seed` seeds.
   at::Generator generator = {};
-  /// Draw a number before each pass, as a DataLoader does; off gives the order of Python's bare
+  /// Draw a number before each pass, as a DataLoader does. False gives the order of Python's bare
   /// RandomSampler.
   bool draw_base_seed = true;
 };
 
-/// The order of Python's `DataLoader(shuffle=True)`: every pass draws the loader's base seed and then a seed
-/// from the default generator, and permutes with a generator of its own made from the latter. With a
-/// generator given, the permutation is drawn from that directly, and once more, to no effect but on the
-/// generator, when a pass is read to its end. So each pass differs without `set_epoch`, which is ignored.
+/// Shuffles a dataset in the order of Python's `DataLoader(shuffle=True)`, for one process. Each of several
+/// processes sees all samples, in orders that differ if their generators do.
 ///
-/// It belongs to one process: in several, each sees all samples, in orders that differ where their generators
-/// do.
+/// Each pass draws the loader's base seed and then a seed from the default generator, and permutes with a new
+/// generator made from the latter. With RandomSamplerOptions::generator, the pass draws the permutation from
+/// that generator directly, and draws it once more, only to advance the generator, when the pass is read to
+/// its end. Passes therefore differ without `set_epoch`, which is ignored.
+///
+/// Counterpart: torch.utils.data.RandomSampler.
 class RandomSampler : public torch::data::samplers::Sampler<> {
  public:
-  /// DataLoader of lockstep leaves the base seed to this sampler.
+  /// Tells DataLoader that this sampler draws the base seed.
   static constexpr bool draws_base_seed = true;
 
-  /// Throws DataError for an empty dataset, as Python does.
+  /// Throws DataError if the dataset is empty, as Python does.
   explicit RandomSampler(std::size_t length, RandomSamplerOptions options = {})
       : length_(length), options_(std::move(options)) {
     check_length();
   }
 
-  /// The order follows from the generator's state, not from the epoch.
+  /// No-op: the order follows from the generator's state.
   void set_epoch(std::size_t) {}
 
-  /// Starts a pass: all its draws but the last happen here.
+  /// Starts a pass, and makes all its draws except the last.
   void reset(std::optional<std::size_t> new_length = std::nullopt) override {
     if (new_length && *new_length != length_) {
       length_ = *new_length;
@@ -66,13 +68,13 @@ class RandomSampler : public torch::data::samplers::Sampler<> {
     return indices;
   }
 
-  /// A pass that was taken up by `load` counts only what was left of it.
+  /// Returns the number of samples of the pass. A resumed pass counts only its remaining samples.
   [[nodiscard]] std::size_t size() const { return length_ - skipped_; }
-  /// Samples given in this pass.
+  /// Returns the number of samples returned in this pass.
   [[nodiscard]] std::size_t position() const { return position_; }
 
-  /// Writes the state from which this pass's permutation was drawn, and the position in it. The default
-  /// generator is not the sampler's: who resumes restores it too.
+  /// Writes the generator state from which this pass's permutation was drawn, and the position. To resume,
+  /// also restore the default generator, which this sampler does not own.
   void save(torch::serialize::OutputArchive& archive) const override {
     archive.write("length", c10::IValue(static_cast<std::int64_t>(length_)));
     archive.write("position", c10::IValue(static_cast<std::int64_t>(position_)));
@@ -82,7 +84,8 @@ class RandomSampler : public torch::data::samplers::Sampler<> {
       archive.write("generator", options_.generator.get_state(), /*is_buffer=*/true);
   }
 
-  /// Throws CheckpointError where the length differs from the saved one, or the generator's kind.
+  /// Throws CheckpointError if the saved length differs, or one of the two samplers has its own generator and
+  /// the other does not.
   void load(torch::serialize::InputArchive& archive) override {
     detail::expect_saved("length", detail::read_count(archive, "length"), static_cast<std::int64_t>(length_));
     at::Tensor now;
@@ -123,7 +126,7 @@ class RandomSampler : public torch::data::samplers::Sampler<> {
   }
 
   void begin() {
-    order_ = at::Tensor();  // two orders never live side by side
+    order_ = at::Tensor();  // never holds two orders at once
     if (options_.draw_base_seed) draw_seed(options_.generator);
     at::Generator generator = options_.generator;
     if (!generator.defined())
@@ -138,9 +141,9 @@ class RandomSampler : public torch::data::samplers::Sampler<> {
   RandomSamplerOptions options_;
   at::Tensor order_, state_;
   std::size_t position_ = 0;
-  std::size_t skipped_ = 0;  // given before this pass was taken up
+  std::size_t skipped_ = 0;  // returned before the pass was resumed
   bool resumed_ = false;
-  bool ended_ = false;  // someone asked for more than there was
+  bool ended_ = false;  // `next` asked for more samples than remained
 };
 
 }  // namespace lockstep

@@ -35,9 +35,9 @@ std::uint64_t hash_value(std::uint64_t hash, const torch::data::Example<Data, Ta
 
 namespace lockstep {
 
-/// A hash of the length and of a few samples spread over the dataset (the first and the last among them):
-/// their shapes, types and bytes. It tells another dataset or another order of it, not one changed byte.
-/// Datasets whose samples are drawn anew each time have none.
+/// Returns a hash of the length and of the shapes, dtypes and bytes of up to `samples` samples, spread from
+/// the first to the last. Detects another dataset or another order, but not every changed byte. Datasets that
+/// draw their samples at random have no stable fingerprint.
 template <Dataset D>
 requires requires(BatchOf<D> batch) {
   detail::hash_value(0, batch);
@@ -57,7 +57,7 @@ std::uint64_t fingerprint(D& dataset, std::size_t samples = 16) {
 
 namespace lockstep::detail {
 
-// "rank 2 has 5", "ranks 1, 3 have 7": the ranks by what they have, the first rank's first.
+// Groups the ranks by value, in rank order: "rank 2 has 5", "ranks 1, 3 have 7".
 inline std::string tell_apart(const std::vector<std::string>& values, std::string_view unit) {
   std::string text;
   for (std::size_t i = 0; i < values.size(); ++i) {
@@ -81,9 +81,9 @@ inline std::string tell_apart(const std::vector<std::string>& values, std::strin
 
 namespace lockstep {
 
-/// Compares the length of the dataset, and a fingerprint where one is given, over the ranks of `comm`; each
-/// rank calls it. Throws MismatchError, with one and the same text on every rank, where they differ: samplers
-/// of different lengths run out of step, and then hang.
+/// Compares the length of the dataset over the ranks of `comm`, and its fingerprint if there is one.
+/// Collective. Throws the same MismatchError on every rank if they differ: samplers of different lengths run
+/// out of step and hang.
 template <Gathering C>
 void check_same_dataset(C& comm, std::size_t length,
                         std::optional<std::uint64_t> fingerprint = std::nullopt) {
@@ -101,7 +101,7 @@ void check_same_dataset(C& comm, std::size_t length,
   compare(fingerprint ? fmt::format("{:016x}", *fingerprint) : "none", "its fingerprint", "");
 }
 
-/// The same for a dataset itself, with its fingerprint where its samples can be hashed.
+/// Compares the dataset itself: its length, and its fingerprint if its samples can be hashed. Collective.
 template <Gathering C, Dataset D>
 void check_same_dataset(C& comm, D& dataset) {
   if constexpr (requires { fingerprint(dataset); })

@@ -16,13 +16,13 @@
 
 namespace lockstep {
 
-/// A pass over a loader's batches that brings each to a device while the caller still computes on the one
-/// before: from page-locked memory, on a stream of its own, without blocking the host. Without a stream it
-/// hands out the loader's batches as they are, none ahead of the caller.
+/// A pass over a loader's batches that copies each to a device while the caller computes on the previous one:
+/// from pinned memory, on a separate stream, without blocking the host. Without a stream it yields the
+/// loader's batches unchanged and does not read ahead.
 ///
-/// A batch is drawn from the loader one ahead of the caller; what that throws, the step to that batch throws.
-/// Tensors that are on the device already stay as they are. Used from one thread; the loader and the stream
-/// outlive it.
+/// With a stream it reads one batch ahead of the caller. An exception from reading a batch is thrown by the
+/// increment that reaches this batch. Tensors that are not on the CPU stay where they are. Not thread-safe;
+/// loader and stream must outlive it.
 template <class Loader, detail::CopyStream Stream = detail::SideStream>
 class StagedPass {
  public:
@@ -31,7 +31,7 @@ class StagedPass {
   using difference_type = std::ptrdiff_t;
   using iterator_concept = std::input_iterator_tag;
 
-  /// Begins a pass of `loader`; `stream` may be null.
+  /// Starts a pass of `loader`. `stream` may be null.
   StagedPass(Loader& loader, Stream* stream) : stream_(stream), host_(loader.begin()) {
     if (!stream_) return;
     stage();
@@ -39,11 +39,11 @@ class StagedPass {
   }
   StagedPass(StagedPass&& other) = default;
   StagedPass& operator=(StagedPass&&) = delete;
-  /// Waits for the copies under way, whose memory it holds.
+  /// Blocks until the copies in flight, whose memory it owns, are complete.
   ~StagedPass() {
     try {
       while (!copying_.empty()) release_first();
-    } catch (...) {  // the device has failed, and whoever computes on it hears of it
+    } catch (...) {  // the device has failed; the next operation on it reports that
     }
   }
 
@@ -65,11 +65,11 @@ class StagedPass {
     std::vector<at::Tensor> pinned;
   };
 
-  // Copies from pinned memory under way at most: the one for the next batch, and one that is about to end.
+  // Maximum number of copies in flight: the next batch's, and one that is about to complete.
   static constexpr std::size_t most_copying = 2;
 
   void advance() {
-    batch_.reset();  // its memory serves another
+    batch_.reset();  // frees its memory for another batch
     if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
     if (!next_) return;
     if (!arrived_.empty()) stream_->join(copying_.back().event);
@@ -79,7 +79,7 @@ class StagedPass {
     stage();
   }
 
-  // Draws the next batch and begins its copies.
+  // Reads the next batch and launches its copies.
   void stage() {
     try {
       if (drawn_) ++host_;
@@ -109,7 +109,7 @@ class StagedPass {
         arrived_.push_back(tensor);
       });
     } catch (...) {
-      keep();  // of the copies that were begun
+      keep();  // keeps the memory of the copies already launched
       throw;
     }
     keep();
@@ -125,15 +125,15 @@ class StagedPass {
   bool drawn_ = false;
   std::optional<Batch> next_;
   mutable std::optional<Batch> batch_;
-  std::vector<at::Tensor> arrived_;  // tensors of `next_`, whose copies the last of `copying_` is behind
+  std::vector<at::Tensor> arrived_;  // tensors of `next_`, which the last event of `copying_` covers
   std::deque<Copying> copying_;
   std::exception_ptr error_;
 };
 
-/// A loader's batches on a device: `for (auto& batch : StagedBatches{loader, device})`. On a GPU each comes
-/// over while the caller computes on the one before (StagedPass); otherwise they are as the loader gives
-/// them. Batches whose tensors cannot be found (TensorBatch) stay as they are, too. One pass at a time; the
-/// loader outlives it.
+/// Iterates over a loader's batches on a device: `for (auto& batch : StagedBatches{loader, device})`. On a
+/// GPU, copies of the next batch overlap the caller's work (StagedPass). On another device, and for batches
+/// that do not model TensorBatch, yields the loader's batches unchanged. Supports one pass at a time; the
+/// loader must outlive it.
 template <class Loader>
 class StagedBatches {
  public:

@@ -21,9 +21,8 @@
 
 namespace lockstep::detail {
 
-/// `lockstep-<user id>` in the folder for temporary files, made where it is missing. Other users can make
-/// entries there: a folder that is not this user's own, or that others may enter, is refused. Throws
-/// DataError.
+/// Returns `lockstep-<user id>` in the temporary directory, and creates it if missing. Other users can create
+/// entries there, so a directory that another user owns or may access, or a symbolic link, throws DataError.
 inline std::filesystem::path temporary_cache_folder() {
   std::error_code error;
   const std::filesystem::path base = std::filesystem::temp_directory_path(error);
@@ -55,10 +54,10 @@ inline std::filesystem::path temporary_cache_folder() {
 
 namespace lockstep {
 
-/// Returns the folder in which this user's programs keep what they made or fetched, made where it is missing:
-/// $XDG_CACHE_HOME/lockstep, else ~/.cache/lockstep, else (no home, or one where this user cannot have a
-/// folder of its own) lockstep-<user id> in the folder for temporary files. Throws DataError where that one
-/// is another user's, a symbolic link or open to others.
+/// Returns this user's cache directory, and creates it if missing: $XDG_CACHE_HOME/lockstep, else
+/// ~/.cache/lockstep. If neither is set, or that directory is not this user's or not writable, lockstep-<user
+/// id> in the temporary directory. Throws DataError if that one belongs to another user, is a symbolic link
+/// or is accessible to others.
 inline std::filesystem::path cache_folder() {
   const auto variable = [](const char* name) {
     return std::string(std::getenv(name) ? std::getenv(name) : "");
@@ -72,15 +71,16 @@ inline std::filesystem::path cache_folder() {
   std::error_code error;
   std::filesystem::create_directories(folder, error);
   struct stat found {};
-  // A folder of another user's (HOME is kept by `sudo -E`) is not taken for this one's.
+  // `sudo -E` keeps HOME: another user's directory must not be used.
   if (!error && ::stat(folder.c_str(), &found) == 0 && S_ISDIR(found.st_mode) &&
       found.st_uid == ::geteuid() && ::access(folder.c_str(), W_OK | X_OK) == 0)
     return folder;
   return detail::temporary_cache_folder();
 }
 
-/// Draws `train` and `test` digits into `folder`, which is made where it is missing, as MNIST's four files,
-/// each whole or not at all. Files that are there stay. Throws DataError.
+/// Draws `train` and `test` digits into `folder` as MNIST's four files, and creates the folder if missing.
+/// Writes each file atomically. Leaves a part unchanged if both its files exist. Throws DataError if writing
+/// fails.
 inline void draw_digits_into(const std::filesystem::path& folder, std::int64_t train, std::int64_t test) {
   std::error_code error;
   std::filesystem::create_directories(folder, error);
@@ -97,11 +97,11 @@ inline void draw_digits_into(const std::filesystem::path& folder, std::int64_t t
   draw("t10k", test, 2);
 }
 
-/// A folder that holds drawn digits as MNIST's four files: `train` and `test` of them, drawn by the first
-/// call on this host, which takes seconds, and found by later ones. Several ranks of a host: call it inside
+/// Returns a folder with drawn digits as MNIST's four files, `train` and `test` of them. The first call on a
+/// host draws them, which takes seconds. With several ranks per host, call it inside
 /// `world.local_zero_first`.
 inline std::filesystem::path drawn_digits_folder(std::int64_t train = 60'000, std::int64_t test = 10'000) {
-  // The number behind v changes whenever the drawing does.
+  // Increment the version whenever the drawing changes.
   const auto folder = cache_folder() / fmt::format("digits-v1-{}-{}", train, test);
   draw_digits_into(folder, train, test);
   return folder;

@@ -15,7 +15,8 @@
 
 namespace lockstep {
 
-/// Grey images and what they show. images: uint8 [N, 28, 28], 0 the paper and 255 the ink; labels: uint8 [N].
+/// Grayscale images and their labels. images: uint8 [N, 28, 28], 0 is paper and 255 is ink; labels: uint8
+/// [N].
 struct Digits {
   at::Tensor images;
   at::Tensor labels;
@@ -25,7 +26,8 @@ struct Digits {
 
 namespace lockstep::detail {
 
-/// splitmix64, keyed by seed and stream: the same numbers on every machine and with every standard library.
+/// splitmix64 keyed by seed and stream. Yields the same numbers on every machine and with every standard
+/// library.
 class DigitRandom {
  public:
   DigitRandom(std::uint64_t seed, std::uint64_t stream) : state_(seed) {
@@ -38,11 +40,11 @@ class DigitRandom {
     z = (z ^ z >> 27) * 0x94d049bb133111eb;
     return z ^ z >> 31;
   }
-  /// Uniform in [low, high).
+  /// Returns a uniform number in [low, high).
   float uniform(float low, float high) {
     return low + (high - low) * static_cast<float>(next() >> 40) * 0x1p-24F;
   }
-  /// Bell-shaped around 0, within (-width, width).
+  /// Returns a bell-shaped number around 0, in (-width, width).
   float bell(float width) { return (uniform(-1, 1) + uniform(-1, 1) + uniform(-1, 1)) * width / 3; }
   std::size_t below(std::size_t count) { return static_cast<std::size_t>(next() % count); }
 
@@ -77,10 +79,10 @@ class DigitPage {
   std::array<float, side * side> ink_{};
 };
 
-/// The way of one hand: how it bends, leans, stretches and shifts what it writes.
+/// One person's handwriting: how it bends, leans, scales and shifts strokes.
 struct Hand {
   explicit Hand(DigitRandom& random) {
-    // A rotation by its tangent: no sine, whose last bit differs between libraries.
+    // Rotates by the tangent: the last bit of a sine differs between libraries.
     const float tangent = random.bell(0.6F), norm = 1 / std::sqrt(1 + tangent * tangent);
     const float height = random.uniform(14, 21), width = height * random.uniform(0.5F, 0.95F);
     const float lean = random.bell(0.7F);
@@ -106,7 +108,7 @@ inline void draw_stroke(DigitPage& page, const Stroke& stroke, const Hand& hand,
       page.segment(points[i - 1], points[i], hand.pen, hand.strength);
     return;
   }
-  // A Catmull-Rom spline through the points, five short lines from each to the next.
+  // A Catmull-Rom spline through the points, five segments between neighbors.
   const auto at = [&](std::size_t i) { return points[std::min(i, points.size() - 1)]; };
   Point from = points.front();
   for (std::size_t i = 0; i + 1 < points.size(); ++i) {
@@ -130,7 +132,7 @@ inline void draw_digit(int digit, DigitRandom& random, std::uint8_t* pixels) {
   const auto& variants = glyphs()[static_cast<std::size_t>(digit)];
   for (const Stroke& stroke : variants[random.below(variants.size())])
     draw_stroke(page, stroke, hand, random);
-  // Now and then a stray mark, as scanned paper has them.
+  // An occasional stray mark, as on scanned paper.
   if (random.below(3) == 0) {
     const Point from{random.uniform(1, 27), random.uniform(1, 27)};
     page.segment(from, {from.x + random.bell(6), from.y + random.bell(6)}, 0.5F, random.uniform(0.3F, 0.9F));
@@ -146,9 +148,9 @@ inline void draw_digit(int digit, DigitRandom& random, std::uint8_t* pixels) {
 
 namespace lockstep {
 
-/// Draws `count` handwritten-like digits: the same for the same (count, seed), whatever machine and number of
-/// threads. Every ten in a row hold each digit once, in an order of their own, so that a strided sampler
-/// without shuffling sees all classes. 60,000 take about two seconds of one core.
+/// Draws `count` handwriting-like digits, which depend on (count, seed) only, not on the machine or the
+/// number of threads. Each block of ten holds every digit once, in its own order, so that a strided sampler
+/// without shuffling sees all classes. 60,000 digits take about 2 s on one core.
 inline Digits draw_digits(std::int64_t count, std::uint64_t seed) {
   Digits digits{at::empty({count, 28, 28}, at::kByte), at::empty({count}, at::kByte)};
   auto* images = digits.images.mutable_data_ptr<std::uint8_t>();

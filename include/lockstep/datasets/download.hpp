@@ -28,14 +28,14 @@
 
 namespace lockstep {
 
-/// A file to fetch and how to tell that it came whole.
+/// A file to download, with the size and MD5 sum that verify it.
 struct RemoteFile {
   std::string name;
   std::uint64_t size;
   std::string md5;
 };
 
-/// MNIST's four files, with the sums that torchvision pins too.
+/// MNIST's four files, with the MD5 sums that torchvision uses.
 inline const std::array<RemoteFile, 4> mnist_files{{
     {"train-images-idx3-ubyte.gz", 9912422, "f68b3c2dcbeaaa9fbdd348bbdeb94873"},
     {"train-labels-idx1-ubyte.gz", 28881, "d53e105ee54ea40749a09fcbcd1e9432"},
@@ -43,8 +43,8 @@ inline const std::array<RemoteFile, 4> mnist_files{{
     {"t10k-labels-idx1-ubyte.gz", 4542, "ec29112dd5afa0611ce80d1b7f02629c"},
 }};
 
-/// Folders on the network that hold MNIST, tried in turn. The environment variable LOCKSTEP_MNIST_MIRROR, one
-/// URL, takes their place.
+/// Returns the base URLs of MNIST, in the order to try. The environment variable LOCKSTEP_MNIST_MIRROR, one
+/// URL, replaces them.
 inline std::vector<std::string> mnist_mirrors() {
   if (const char* mirror = std::getenv("LOCKSTEP_MNIST_MIRROR"); mirror && *mirror) return {mirror};
   return {"https://ossci-datasets.s3.amazonaws.com/mnist",
@@ -55,19 +55,19 @@ inline std::vector<std::string> mnist_mirrors() {
 
 namespace lockstep::detail {
 
-/// How a program ended.
+/// The result of a program.
 struct ProgramEnd {
-  int code;           ///< its exit code; 127 where there is no such program
-  std::string error;  ///< what it wrote to stderr
+  int code;           ///< exit code; 127 if the program does not exist
+  std::string error;  ///< its output on stderr
 };
 
-/// Runs a program found on PATH and waits for its end; it dies with the calling thread.
+/// Runs a program found on PATH and blocks until it ends. It is killed if the calling thread ends.
 inline ProgramEnd run_program(std::vector<std::string> words) {
-  // Everything that allocates comes before the fork: other threads may hold the allocator's lock.
+  // Allocates before the fork: another thread may hold the allocator's lock.
   std::vector<char*> arguments;
   for (auto& word : words) arguments.push_back(word.data());
   arguments.push_back(nullptr);
-  // In memory: what a program says needs no file, and never waits for a reader.
+  // In memory, so that the program needs no file and never blocks on a full pipe.
   const Descriptor error(memfd_create("stderr of a download", MFD_CLOEXEC));
   const pid_t parent = getpid();
   const pid_t child = fork();
@@ -92,7 +92,7 @@ inline ProgramEnd run_program(std::vector<std::string> words) {
   return end;
 }
 
-/// What is wrong with a fetched file; empty where it is whole.
+/// Returns what is wrong with a downloaded file; empty if it is complete.
 inline std::string download_fault(const std::filesystem::path& path, const RemoteFile& file) {
   std::error_code error;
   const auto size = std::filesystem::file_size(path, error);
@@ -107,7 +107,7 @@ inline std::string download_fault(const std::filesystem::path& path, const Remot
   return md5 == file.md5 ? "" : fmt::format("MD5 {} instead of {}", md5, file.md5);
 }
 
-/// Fetches `url` into `path` with curl or wget. What went wrong; empty on success.
+/// Downloads `url` to `path` with curl or wget. Returns the error; empty on success.
 inline std::string fetch(const std::string& url, const std::filesystem::path& path) {
   ProgramEnd end = run_program({"curl", "--fail", "--location", "--silent", "--show-error", "--retry", "2",
                                 "--connect-timeout", "20", "--speed-limit", "1", "--speed-time", "60",
@@ -126,9 +126,9 @@ inline std::string fetch(const std::string& url, const std::filesystem::path& pa
 
 namespace lockstep {
 
-/// Fetches `files` into `folder` from the first of `mirrors` that has them, checks size and MD5 sum, and
-/// gives each its name only once it is whole; what is there and whole is kept. `say(text)` is told of each
-/// download. Throws DataError that names the file and what every mirror answered.
+/// Downloads `files` into `folder` from the first of `mirrors` that has them. Verifies size and MD5 sum, and
+/// gives each file its name only once it is complete; complete files are kept. Calls `say(text)` before each
+/// download. Throws DataError with the file's name and the error of every mirror.
 template <class Files, class Say>
 void download_files(const std::filesystem::path& folder, const Files& files,
                     const std::vector<std::string>& mirrors, Say&& say) {
@@ -158,7 +158,7 @@ void download_files(const std::filesystem::path& folder, const Files& files,
   }
 }
 
-/// `download_files` for MNIST. Call it on one rank of each host: inside `world.local_zero_first`.
+/// Downloads MNIST's four files. Call it on one rank per host, inside `world.local_zero_first`.
 template <class Say>
 void download_mnist(const std::filesystem::path& folder, Say&& say,
                     const std::vector<std::string>& mirrors = mnist_mirrors()) {

@@ -21,7 +21,7 @@
 
 namespace lockstep {
 
-/// What a caller of `read_idx` knows of the file beforehand. `content` says in words what it should hold.
+/// What `read_idx` checks a file against. `content` describes the expected data in errors.
 struct IdxExpectation {
   std::optional<at::ScalarType> dtype{};
   std::optional<int> dimensions{};
@@ -56,8 +56,7 @@ inline std::uint32_t big_endian_u32(const unsigned char* bytes) {
          bytes[3];
 }
 
-/// IDX numbers are big-endian; written out by shifts, the compiler turns it into a byte swap where one is
-/// needed.
+/// Converts from big-endian by shifts, which the compiler turns into a byte swap where one is needed.
 template <class Unsigned>
 void from_big_endian(void* data, std::size_t count) {
   auto* bytes = static_cast<unsigned char*>(data);
@@ -78,10 +77,9 @@ inline std::string idx_shape(const std::vector<std::int64_t>& sizes) {
 
 namespace lockstep {
 
-/// The one tensor in an IDX file (the format of MNIST), plain or gzipped: any number of dimensions and any
-/// sizes, of uint8, int8, int16, int32, float32 or float64. Throws DataError, naming the file, the offset and
-/// what was expected there, where the file is truncated, goes on after its data, or is not what `expected`
-/// says.
+/// Reads the tensor in an IDX file (the format of MNIST), plain or gzipped: any number of dimensions and any
+/// sizes, of uint8, int8, int16, int32, float32 or float64. Throws DataError with the file, the offset and
+/// the expectation if the file is truncated, has trailing data or does not match `expected`.
 inline at::Tensor read_idx(const std::filesystem::path& path, const IdxExpectation& expected = {}) {
   detail::FileSource file(path);
   auto refuse = [&](std::uint64_t offset, const std::string& found, const std::string& wanted) {
@@ -115,11 +113,12 @@ inline at::Tensor read_idx(const std::filesystem::path& path, const IdxExpectati
   for (int d = 0; d < dimensions; ++d) {
     const std::uint64_t size = detail::big_endian_u32(&encoded[4 * static_cast<std::size_t>(d)]);
     sizes.push_back(static_cast<std::int64_t>(size));
-    // Beyond what the file can hold is as good as beyond 64 bits; a later 0 still makes it empty.
+    // A size beyond the file's capacity also guards against overflow of 64 bits; a later 0 still makes the
+    // tensor empty.
     too_long = size != 0 && (too_long || bytes > file.capacity() / size);
     bytes = too_long ? width : bytes * size;
   }
-  // Checked before the memory is asked for: garbage can promise any size.
+  // Checked before the allocation: a damaged header can announce any size.
   if (too_long || begin + bytes > file.capacity())
     refuse(4, fmt::format("a header that promises {} {} elements", detail::idx_shape(sizes), type->name),
            fmt::format("at most the {} bytes that the file can hold; it is truncated or not what it says",
@@ -142,8 +141,8 @@ inline at::Tensor read_idx(const std::filesystem::path& path, const IdxExpectati
   return tensor;
 }
 
-/// Writes a contiguous uint8 CPU tensor as an IDX file. Throws DataError where the disk does not take all of
-/// it.
+/// Writes a contiguous uint8 CPU tensor as an IDX file. Throws DataError for another tensor, or if writing
+/// fails.
 inline void write_idx(const std::filesystem::path& path, const at::Tensor& tensor) {
   if (tensor.scalar_type() != at::kByte || !tensor.is_contiguous() || !tensor.device().is_cpu())
     throw DataError(
@@ -153,7 +152,7 @@ inline void write_idx(const std::filesystem::path& path, const at::Tensor& tenso
     for (int shift = 24; shift >= 0; shift -= 8) header += static_cast<char>(size >> shift & 0xff);
   std::FILE* file = std::fopen(path.c_str(), "wb");
   bool written = file && std::fwrite(header.data(), 1, header.size(), file) == header.size() &&
-                 // Of nothing there is no address to write from.
+                 // An empty tensor has no address to write from.
                  (tensor.numel() == 0 ||
                   std::fwrite(tensor.const_data_ptr(), 1, tensor.nbytes(), file) == tensor.nbytes());
   const int reason = errno;

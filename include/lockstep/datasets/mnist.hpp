@@ -19,12 +19,13 @@
 
 namespace lockstep {
 
-/// Grey digits as a dataset. A sample is {data: float32 [1, 28, 28] in 0 to 1, as torchvision's ToTensor
-/// makes it; target: int64 scalar}. The pixels stay bytes in memory, a quarter of what floats need, until a
-/// batch is made.
+/// A dataset of grayscale digits. A sample is {data: float32 [1, H, W] in 0 to 1, as torchvision's ToTensor
+/// makes it; target: int64 scalar}, with H = W = 28 for MNIST. Stores the pixels as bytes, a quarter of the
+/// memory of floats, until it makes a batch.
 class DigitDataset {
  public:
-  /// images: uint8 [N, H, W]; labels: uint8 [N]. Throws DataError where they do not belong together.
+  /// Takes images: uint8 [N, H, W] and labels: uint8 [N]. Throws DataError if their shapes or dtypes do not
+  /// match that.
   explicit DigitDataset(Digits digits) : digits_(std::move(digits)) {
     if (digits_.images.dim() != 3 || digits_.labels.dim() != 1 || digits_.images.scalar_type() != at::kByte ||
         digits_.labels.scalar_type() != at::kByte)
@@ -37,7 +38,8 @@ class DigitDataset {
 
   [[nodiscard]] std::size_t size() const { return static_cast<std::size_t>(digits_.images.size(0)); }
 
-  /// The samples `indices`, stacked: data [batch, 1, H, W], target [batch].
+  /// Returns the samples `indices`, stacked: data float32 [batch, 1, H, W], target int64 [batch]. Throws
+  /// DataError if an index is out of range.
   [[nodiscard]] Example get_batch(c10::ArrayRef<std::size_t> indices) const {
     const auto count = static_cast<std::int64_t>(indices.size());
     const std::int64_t height = digits_.images.size(1), width = digits_.images.size(2),
@@ -51,7 +53,7 @@ class DigitDataset {
       if (index >= size())
         throw DataError(fmt::format("sample {} was asked of a dataset of {} samples", index, size()));
       const std::uint8_t* image = images + static_cast<std::int64_t>(index) * pixels;
-      // A division, as ToTensor does it: times 1/255 has other bits.
+      // ToTensor divides; multiplying by 1/255 gives other bits.
       for (std::int64_t i = 0; i < pixels; ++i) data[i] = static_cast<float>(image[i]) / 255.F;
       data += pixels;
       *target++ = labels[index];
@@ -65,7 +67,7 @@ class DigitDataset {
   Digits digits_;
 };
 
-/// The two parts of MNIST, or of anything in its file format.
+/// The train and test datasets of MNIST, or of another dataset in its file format.
 struct Mnist {
   DigitDataset train;
   DigitDataset test;
@@ -75,7 +77,8 @@ struct Mnist {
 
 namespace lockstep::detail {
 
-/// `folder`/`name`, or the same with .gz; MNIST/raw below is where torchvision keeps them.
+/// Returns the path of `name`, plain or .gz, in `folder` or in its subfolder MNIST/raw, which torchvision
+/// uses. Throws DataError if there is none.
 inline std::filesystem::path mnist_file(const std::filesystem::path& folder, std::string_view name) {
   for (const auto& place : {folder, folder / "MNIST" / "raw"})
     for (const std::string_view suffix : {"", ".gz"}) {
@@ -88,7 +91,7 @@ inline std::filesystem::path mnist_file(const std::filesystem::path& folder, std
                   folder.string(), name, name));
 }
 
-/// "train" or "t10k", whole.
+/// Reads a part, "train" or "t10k".
 inline DigitDataset read_mnist_part(const std::filesystem::path& folder, std::string_view part) {
   const auto images_path = mnist_file(folder, fmt::format("{}-images-idx3-ubyte", part));
   const auto labels_path = mnist_file(folder, fmt::format("{}-labels-idx1-ubyte", part));
@@ -117,9 +120,8 @@ inline DigitDataset read_mnist_part(const std::filesystem::path& folder, std::st
 
 namespace lockstep {
 
-/// Reads MNIST's four files (train-images-idx3-ubyte and so on), plain or gzipped, of any number of digits.
-/// Throws DataError, with file, offset and what was expected, where one is missing or is not what its name
-/// says.
+/// Reads MNIST's four files (train-images-idx3-ubyte and so on), plain or gzipped, with any number of digits.
+/// Throws DataError with the file, the offset and the expectation if a file is missing or invalid.
 inline Mnist load_mnist(const std::filesystem::path& folder) {
   std::error_code error;
   if (!std::filesystem::is_directory(folder, error))

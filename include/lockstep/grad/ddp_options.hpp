@@ -16,73 +16,78 @@
 
 namespace lockstep {
 
-/// Where gradients lie after a backward, and with which of Python's two arithmetics they were averaged. At
-/// three ranks and more the bits of the two differ.
+/// Where gradients are stored after backward, and which of Python's two averaging arithmetics is used. With
+/// three or more ranks the two differ in their bits.
 enum class GradientStorage {
-  /// In the buckets: nothing is copied back. The bits of Python's default.
+  /// Gradients are bucket views; nothing is copied back. Bitwise equal to Python's default.
   in_bucket,
-  /// In the buckets, with the bits of Python's `gradient_as_bucket_view=True`: what lies in the bucket
-  /// already is divided by the world size, where the default multiplies by its reciprocal. With
-  /// `find_unused_parameters` a kept gradient that no rank has used is averaged again, as in Python.
+  /// Gradients are bucket views, bitwise equal to Python's `gradient_as_bucket_view=True`: a gradient that
+  /// already lies in its bucket is divided by the world size, where the default multiplies by the reciprocal.
+  /// With `find_unused_parameters`, a kept gradient that no rank has used is averaged again, as in Python.
   gradient_as_bucket_view,
-  /// In memory of their own, which stays where it is: Python's default, at the price of a copy.
+  /// Gradients have memory of their own, at a fixed address. Python's default layout; costs one copy.
   separate
 };
 
-/// What happens to buffers (running statistics) before a forward in training.
+/// How buffers (running statistics) are synchronized before a training forward.
 enum class BufferPolicy {
-  /// Each rank keeps its own.
+  /// Each rank keeps its own buffers.
   none,
-  /// Rank 0's go to all ranks: what Python does.
+  /// Broadcasts rank 0's buffers, as Python does.
   from_rank_zero,
-  /// Floating ones become the average over the ranks; whole numbers are rank 0's.
+  /// Averages floating-point buffers over the ranks and broadcasts rank 0's integer buffers.
   average
 };
 
-/// Parameters that are reduced together, apart from the buckets of the others.
+/// Parameters that are reduced together in buckets of their own, one per dtype and device.
 struct DelayedParameters {
-  /// By name, in the order in which they lie in memory. They have dense gradients.
+  /// Names of the parameters, in their memory order. Their gradients must be dense.
   std::vector<std::string> names = {};
-  /// Another parameter: theirs is the turn after the bucket with its gradient. Empty for the last turn of
-  /// all.
+  /// Name of another parameter: the delayed buckets are reduced right after the bucket that holds that
+  /// parameter's gradient. Empty reduces them last.
   std::string until = {};
 };
 
 struct DdpOptions {
-  /// Size limits of the buckets in MiB, fractions included: of the first, the second and so on; the last holds
-  /// for all after it. One value is Python's bucket_cap_mb; several are its bucket_cap_mb_list, which holds
-  /// from the first reduction on, the others from the rebuild of the buckets.
+  /// Bucket size limits in MiB; fractions are allowed. The first value applies to the first bucket and so on;
+  /// the last applies to all later buckets. One value is Python's bucket_cap_mb. Several values other than
+  /// the default are Python's bucket_cap_mb_list and apply from the first reduction on. One value and the
+  /// default apply from the rebuild of the buckets on, or from the first reduction with
+  /// `find_unused_parameters`.
   std::vector<double> bucket_cap_mb = {1, 25};
   BufferPolicy broadcast_buffers = BufferPolicy::from_rank_zero;
   GradientStorage gradients = GradientStorage::in_bucket;
-  /// Parameters may take no part in a backward, others each time. Each backward then walks the graph of its
-  /// loss, buckets are not rebuilt in ready order, and one more small all-reduce tells who took part: a
-  /// gradient that no rank has stays as it is (but see GradientStorage::gradient_as_bucket_view), one that some have
-  /// becomes the average on all.
+  /// Allows parameters to take no part in a backward. Each backward then traverses the graph of its loss,
+  /// buckets are not rebuilt in ready order, and one more small all-reduce tells which parameters were used.
+  /// A gradient that no rank has is left unchanged (except with GradientStorage::gradient_as_bucket_view). A
+  /// gradient that some ranks have becomes the average on all ranks.
   bool find_unused_parameters = false;
-  /// Every backward takes the way of the first: the parameters that took no part in it never will, and each
-  /// gradient comes as often as in it. No search, no further exchange, and buckets are rebuilt. Goes before
-  /// `find_unused_parameters`.
+  /// Promises that every backward follows the graph of the first: the same parameters are unused, and each
+  /// gradient is produced as often. Needs no graph traversal and no further collective, and buckets are
+  /// rebuilt. Takes precedence over `find_unused_parameters`.
   bool static_graph = false;
-  /// Python's delay_all_reduce_named_params and param_to_hook_all_reduce, with its bits: many small gradients
-  /// that come early go in one reduction, a bucket without limit, when others are on their way. Unlike
-  /// Python's they keep to the other options, the hook and the checks, and backward waits for them.
+  /// Reduces many small, early gradients together without a bucket size limit, after other buckets have been
+  /// launched. Bitwise equal to Python's delay_all_reduce_named_params and param_to_hook_all_reduce. Unlike
+  /// in Python, the other options, the hook and the checks apply, and backward waits for these buckets.
   DelayedParameters delayed = {};
-  /// The type of the parameters from a forward to the end of the reduction that follows (param_dtype of
-  /// Python's _MixedPrecision): backward computes in it, and its gradients are brought to the parameters' own
-  /// type for the reduction. See DistributedDataParallel::before_forward. For loops by hand: a Trainer and a
-  /// CapturedStep refuse it, which have their Precision.
+  /// Dtype of the parameters from a forward to the end of the reduction that follows it. Backward computes in
+  /// this dtype; gradients are cast to the parameters' own dtype for the reduction. See
+  /// DistributedDataParallel::before_forward. For hand-written loops only: Trainer and CapturedStep refuse it
+  /// and have their Precision instead.
+  ///
+  /// Counterpart: param_dtype of Python's _MixedPrecision.
   std::optional<at::ScalarType> param_dtype = std::nullopt;
-  /// The type that floating-point buffers get when it is made, and keep (buffer_dtype of the same).
+  /// Dtype to which floating-point buffers are cast at construction, for good. Counterpart: buffer_dtype of
+  /// Python's _MixedPrecision.
   std::optional<at::ScalarType> buffer_dtype = std::nullopt;
-  /// The device that the model is on, where the caller wants that checked (Python's device_ids). A module
-  /// whose parts live on several devices has none: leave it out then, as with any other.
+  /// The device that the model is expected on; construction checks it. Leave it unset for a module that spans
+  /// several devices. Counterpart: device_ids.
   std::optional<c10::Device> device = std::nullopt;
-  /// Whether, when it is made, the ranks compare their models and take rank 0's parameters and buffers. False
-  /// is a promise that both are equal already, such as after another wrapper of the same model.
+  /// Whether construction compares the models of the ranks and broadcasts rank 0's parameters and buffers.
+  /// False promises that both are equal already, for example after another wrapper of the same model.
   bool init_sync = true;
-  /// Parameters and buffers, by name, that stay out: not compared, not sent, not averaged; a Trainer's
-  /// optimizer does not get them.
+  /// Names of parameters and buffers to exclude: they are not compared, broadcast or averaged, and a
+  /// Trainer's optimizer does not get them.
   std::vector<std::string> ignored = {};
 };
 
@@ -90,15 +95,15 @@ struct DdpOptions {
 
 namespace lockstep::detail {
 
-/// DdpOptions::bucket_cap_mb in bytes.
+/// Returns DdpOptions::bucket_cap_mb in bytes.
 inline std::vector<std::size_t> bucket_caps(const DdpOptions& options) {
   std::vector<std::size_t> caps;
   for (const double cap : options.bucket_cap_mb) caps.push_back(static_cast<std::size_t>(cap * (1 << 20)));
   return caps;
 }
 
-/// What of the options decides about collectives and bits, and must be equal on every rank. `sparse` names
-/// the parameters with sparse gradients.
+/// Returns the options that determine collectives and bits, which must be equal on every rank. `sparse` holds
+/// the names of the parameters with sparse gradients.
 template <class Hook>
 NamedOptions shared_options(const DdpOptions& options, const Hook& hook,
                             const std::vector<std::string>& sparse) {

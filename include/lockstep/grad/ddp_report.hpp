@@ -12,41 +12,42 @@
 
 namespace lockstep {
 
-/// One bucket of the last reduction, on this rank.
+/// One bucket of this rank's last reduction.
 struct BucketReport {
-  std::vector<std::size_t> parameters;  ///< indices, in the order in which they lie in memory
-  std::size_t bytes = 0;                ///< 0 for a sparse one, whose rows differ from step to step
+  std::vector<std::size_t> parameters;  ///< indices, in memory order
+  std::size_t bytes = 0;                ///< 0 for a sparse bucket, whose number of rows varies
   bool sparse = false;
-  double launched = 0;  ///< seconds from the beginning of backward until its reduction was begun
+  double launched = 0;  ///< seconds from the start of backward to the launch of its reduction
 };
 
-/// What the last reduction did on this rank, and all of them sent. Times in seconds of the host's clock.
+/// Statistics of this rank's last reduction, and totals over all reductions. Times are in seconds of host
+/// time.
 struct DdpReport {
-  std::size_t reductions = 0;  ///< done so far
+  std::size_t reductions = 0;  ///< completed so far
   std::string hook;
   std::vector<BucketReport> buckets;
-  /// Parameters by their places among those that require grad: as the last gradients came, and those that
-  /// took no part here in the last backward, these by name as well.
+  /// Indices into the parameters that require grad: in the order of the last reduction's gradients, and those
+  /// that took no part in the last backward on this rank, which `unused_names` names.
   std::vector<std::size_t> ready_order, unused;
   std::vector<std::string> unused_names;
-  double forward = 0;        ///< from the last `before_forward` to the beginning of backward
-  double backward = 0;       ///< from there until the last gradient had come
-  double communication = 0;  ///< from the first bucket begun until the last was reduced
-  double overlap = 0;        ///< the part of it that backward hid
-  std::uint64_t bytes = 0;   ///< given to collectives by the last reduction
+  double forward = 0;        ///< from the last `before_forward` to the start of backward
+  double backward = 0;       ///< from the start of backward to the last gradient
+  double communication = 0;  ///< from the launch of the first bucket to the completion of the last
+  double overlap = 0;        ///< the part of `communication` that overlaps backward
+  std::uint64_t bytes = 0;   ///< passed to collectives by the last reduction
   std::uint64_t bytes_so_far = 0;
 
-  /// The part of communication for which backward was over and this rank waited.
+  /// Returns the communication time that backward does not hide.
   [[nodiscard]] double exposed() const { return communication - overlap; }
 };
 
-/// Moments of one reduction, from which its report is made.
+/// Time points of one reduction.
 struct ReductionTimes {
   using Clock = std::chrono::steady_clock;
   Clock::time_point forward, backward, gradients, first_launch, end;
 };
 
-/// Names and values for a log, one word each.
+/// Returns names and values for a log. Each name is one word.
 inline std::vector<std::pair<std::string, double>> fields(const DdpReport& report) {
   return {{"reductions", static_cast<double>(report.reductions)},
           {"buckets", static_cast<double>(report.buckets.size())},
@@ -60,7 +61,7 @@ inline std::vector<std::pair<std::string, double>> fields(const DdpReport& repor
           {"bytes_so_far", static_cast<double>(report.bytes_so_far)}};
 }
 
-/// A table for people, of several lines without a newline at the end.
+/// Returns a human-readable table of several lines, without a trailing newline.
 inline std::string table(const DdpReport& report) {
   std::string text = fmt::format(
       "{} reductions so far, {:.1f} MiB; hook {}; the last:\n"

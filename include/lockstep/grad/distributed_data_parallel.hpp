@@ -33,8 +33,7 @@
 
 namespace lockstep {
 
-/// Trains one model on all ranks of a communicator: the same parameters at the start, gradients averaged in
-/// backward.
+/// Replicates a model over the ranks of a communicator and averages its gradients during backward.
 ///
 /// ```cpp
 /// auto ddp = lockstep::DistributedDataParallel{model, comm};
@@ -43,21 +42,28 @@ namespace lockstep {
 /// optimizer.step();
 /// ```
 ///
-/// Construction is collective. It compares the models of all ranks, then sends rank 0's parameters and
-/// buffers to all (but see DdpOptions::init_sync). Arithmetic, bucket contents and order are Python's, so
-/// parameters stay equal to its bit for bit. `Hook` is how buckets are reduced: a CommunicationHook, plain by
-/// default.
+/// Construction is collective. It compares the models of all ranks, then broadcasts rank 0's parameters and
+/// buffers (see DdpOptions::init_sync). Arithmetic, bucket contents and bucket order are Python's, so
+/// parameters stay bitwise equal to those of Python. `Hook` is the CommunicationHook that reduces the
+/// buckets; the default is AllReduceHook.
 ///
-/// After `backward` the gradients lie in the buckets: `p.grad()` shares their memory, and the next backward
-/// writes there. Clone what must outlive it, or set DdpOptions::gradients to `separate`. Both kinds of
-/// `zero_grad` work. Hooks on the parameters stack with others' and go with this object; it may be moved, a
-/// holder it was made from may die, a module given by reference and the communicator must outlive it.
-/// Parameters, their requires_grad, dtype and device must stay as they were (but see
-/// DdpOptions::param_dtype).
+/// After `backward`, `p.grad()` is a bucket view: the next backward overwrites it. Clone a gradient that must
+/// outlive the next backward, or set DdpOptions::gradients to `separate`. Both kinds of `zero_grad` (to zero
+/// and to undefined) work.
 ///
-/// A bare `loss.backward()` reduces too, as best effort: where it throws, the other ranks learn of it only in
-/// this rank's next backward, and inside a re-entrant backward it may end too early, which is an error and
-/// not a wrong gradient. One thread uses one model at a time.
+/// The object is movable. It stores a copy of a module holder, so the original holder may be destroyed. A
+/// module passed by reference and the communicator must outlive the object. The object registers autograd
+/// hooks on the parameters; they coexist with other hooks and are removed with the object. The set of
+/// parameters and each one's requires_grad, dtype and device must not change (see DdpOptions::param_dtype for
+/// the dtype).
+///
+/// A bare `loss.backward()` also reduces gradients, on a best-effort basis. If it throws, the other ranks
+/// learn of the failure only in this rank's next backward. Inside a re-entrant backward the reduction may end
+/// too early; that throws and never yields a wrong gradient.
+///
+/// Not thread-safe: one thread at a time may use a model.
+///
+/// Counterpart: torch.nn.parallel.DistributedDataParallel.
 template <class M, class Comm, class Hook = AllReduceHook>
 class DistributedDataParallel {
   static constexpr bool alone = detail::alone<Comm>;
@@ -74,8 +80,10 @@ class DistributedDataParallel {
       "as lockstep::AllReduceHook; hook_of(f) makes one of a function");
 
  public:
-  /// Throws UsageError where no parameter requires grad or an option is wrong, MismatchError where the models
-  /// or the options of the ranks differ.
+  /// Constructs the wrapper. Collective.
+  ///
+  /// Throws UsageError if no parameter requires grad or an option is invalid. Throws MismatchError if the
+  /// models or the options of the ranks differ.
   explicit DistributedDataParallel(M& model, Comm& comm, DdpOptions options = {}, Hook hook = {})
       : model_(store(model)), state_(std::make_unique<State>()) {
     detail::SeenModel seen;
@@ -104,9 +112,11 @@ class DistributedDataParallel {
     }
   }
 
-  /// Forwards to the model, after `before_forward()`. With DdpOptions::param_dtype its arguments that are
-  /// floating-point tensors (not what holds some) are cast to it, and without grad mode parameters are short
-  /// for this forward alone.
+  /// Runs the model's forward after `before_forward()` and returns its result.
+  ///
+  /// With DdpOptions::param_dtype, casts arguments that are floating-point tensors to that dtype; tensors
+  /// inside containers are not cast. If grad mode is off, parameters have `param_dtype` for this forward
+  /// only.
   template <class... Args>
   decltype(auto) operator()(Args&&... args) requires(!ParameterList<M>) {
     before_forward();
@@ -120,15 +130,18 @@ class DistributedDataParallel {
         [&](auto&... input) -> decltype(auto) { return forward(static_cast<Args&&>(input)...); }, inputs);
   }
 
-  /// What must precede each forward where the model is called directly. Collective where it has buffers:
-  /// brings them together by DdpOptions::buffers, in a forward that follows one in training (grad mode on,
-  /// outside `no_sync`), as Python does.
+  /// Prepares a forward. Call it before each forward that bypasses `operator()`.
   ///
-  /// With DdpOptions::param_dtype and grad mode on, parameters are in that type from here to the end of the
-  /// next reduction, `forget()`, or the life of this object, after which they hold what they held before in
-  /// their own, with gradients of that: then is the time for an optimizer and for checkpoints. Throws
-  /// UsageError where one was changed in between (by LibTorch's own optimizers, on a GPU, it is not seen), or
-  /// is frozen. Gradients of micro-batches add up in the short type, but where they are kept defined.
+  /// Collective if the model has buffers: synchronizes them by DdpOptions::broadcast_buffers when the
+  /// previous forward was a training forward (grad mode on, outside `no_sync`), as Python does.
+  ///
+  /// With DdpOptions::param_dtype and grad mode on, parameters have that dtype from here until the next
+  /// reduction ends, `forget()` is called or this object is destroyed. Then their previous values are
+  /// restored in their own dtype, with gradients of that dtype. Step the optimizer and save checkpoints only
+  /// then. Throws UsageError if a parameter was changed while in `param_dtype`, was frozen after
+  /// construction, or has another dtype than at construction; a change by LibTorch's own optimizers on a GPU
+  /// goes undetected. Gradients of micro-batches accumulate in `param_dtype`, except into gradients that
+  /// `zero_grad` kept defined.
   void before_forward() {
     if (state_->low_precision && c10::GradMode::is_enabled()) {
       state_->low_precision->shorten(/*backward_follows=*/true);
@@ -141,8 +154,7 @@ class DistributedDataParallel {
     }
   }
 
-  /// Brings the buffers of all ranks together now, so that an evaluation that follows is one model's.
-  /// Collective.
+  /// Synchronizes the buffers of all ranks now, so that all ranks evaluate the same model. Collective.
   void sync_buffers() {
     if constexpr (!alone) {
       bring_buffers_together();
@@ -150,40 +162,48 @@ class DistributedDataParallel {
     }
   }
 
-  /// Backward, and the gradients averaged over all ranks: on return each parameter's gradient is the average.
-  /// Collective, outside `no_sync`. Whatever happens inside, the reduction ends on every rank and the next
-  /// one works: what backward throws is rethrown here, while the other ranks throw PeerError; where a
-  /// parameter got no gradient on some rank, every rank throws GradientError naming it, unless an option
-  /// allows it. After either, no rank keeps a gradient. Where the other ranks take more than two seconds to
-  /// come to a backward that threw here, the communicator is aborted instead, so that the error is seen: then
-  /// nothing works on it any more.
+  /// Runs backward from a scalar `loss` and averages the gradients over all ranks. Collective outside
+  /// `no_sync`.
   ///
-  /// A loss that depends on several models, each wrapped by one of these, reduces all of them: this one while
-  /// backward runs, the others after it. Every rank's loss must depend on the same ones; keep out of one with
-  /// its `no_sync`, or freeze its parameters.
+  /// If the backward of a rank throws, that exception is rethrown on that rank and the other ranks throw
+  /// PeerError. If a parameter has no gradient on some rank, every rank throws GradientError with its name,
+  /// unless an option allows missing gradients. After either failure no rank keeps a gradient, and the next
+  /// reduction works. If this rank's backward throws and the other ranks do not reach theirs within 2 s, the
+  /// communicator is aborted so that the error is reported; it cannot be used afterwards.
   ///
-  /// `loss` is a scalar that requires grad. `create_graph` is refused with GradientError.
+  /// A loss may depend on several wrapped models. This model is reduced while backward runs, the others after
+  /// it. The losses of all ranks must depend on the same models; exclude a model by its `no_sync` or by
+  /// freezing its parameters.
+  ///
+  /// `create_graph` is not supported and throws GradientError.
   void backward(const at::Tensor& loss, bool retain_graph = false, bool create_graph = false) {
     refuse(create_graph);
     run({.losses = loss}, [&] { loss.backward({}, retain_graph); });
   }
 
-  /// The same for several losses in one backward, whose gradients add up.
+  /// Runs one backward from several losses; their gradients add up. Otherwise equal to the overload above.
   void backward(const std::vector<at::Tensor>& losses, bool retain_graph = false, bool create_graph = false) {
     refuse(create_graph);
     run({.losses = losses}, [&] { torch::autograd::backward(losses, {}, retain_graph); });
   }
 
-  /// Backward of a sum over `count` samples (or tokens, or weights) of this rank: on return each gradient is
-  /// that of the sum over all ranks divided by the count over all ranks, which is returned. Ranks may have
-  /// different counts; one that has nothing gives an undefined `sum` and 0. Every rank calls this one, not
-  /// `backward`, in that step; inside `no_sync` sums and counts add up, and the count of this rank so far is
-  /// returned. The counts ride behind the last bucket, so that there is no further collective; for other
-  /// hooks, where that bucket is of a narrow type, and among more than 256 ranks, they go first. Whole counts
-  /// are summed exactly; one above 2^32 is refused with UsageError where the last bucket is float32. Where
-  /// nothing was counted anywhere gradients are zeros.
-  /// Gradients that the last reduction left must be gone (zero_grad): they are means, and adding to them is
-  /// refused with GradientError.
+  /// Runs backward from the sum of a loss over `count` samples (or tokens, or weights) of this rank. On
+  /// return each gradient is the gradient of the sum over all ranks, divided by the count over all ranks.
+  ///
+  /// Collective outside `no_sync`; every rank must call `backward_sum`, not `backward`, in that step. Counts
+  /// may differ between ranks. A rank without samples passes an undefined `sum` and 0. If the total count is
+  /// 0, gradients are zero. Inside `no_sync`, sums and counts accumulate.
+  ///
+  /// Returns the total count over all ranks, or inside `no_sync` the count accumulated on this rank.
+  ///
+  /// The counts travel with the last bucket, without a further collective. A separate all-reduce sends them
+  /// first if the hook is not AllReduceHook, if the last bucket is neither float32 nor float64, or if it is
+  /// float32 and there are more than 256 ranks. Integral counts are summed exactly. A count above 2^32 throws
+  /// UsageError if it would travel with a float32 bucket.
+  ///
+  /// Throws UsageError if `count` is negative or not finite, or if a count is given without a sum. Throws
+  /// GradientError if backward adds to a gradient that still holds the previous reduction's average: call
+  /// `zero_grad` before.
   double backward_sum(const at::Tensor& sum, double count, bool retain_graph = false) {
     const auto work = [&] {
       if (!std::isfinite(count) || count < 0)
@@ -218,18 +238,21 @@ class DistributedDataParallel {
     }
   }
 
-  /// This rank has no data in this step: it takes part in the reduction of the others' `backward` with zeros
-  /// (what it accumulated under `no_sync` counts). Collective. Not for a loss over several wrapped models:
-  /// its backward mixes their reductions in an order that a rank without the loss does not know.
+  /// Takes part in the reduction of the other ranks' `backward` with zeros, for a rank without data in this
+  /// step. Gradients accumulated under `no_sync` are reduced. Collective.
+  ///
+  /// Not supported for a loss over several wrapped models: the order of their reductions follows from the
+  /// loss, which this rank does not have.
   void backward_empty() {
     if constexpr (!alone) run({.losses = {}, .nothing = true}, [] {});
   }
 
-  /// This rank cannot come to the backward of this step, for `failure`, which its forward or its data has
-  /// thrown: the others' backward throws PeerError that tells it, as where this rank's own backward throws,
-  /// and the communicator works on. `counted` where theirs is `backward_sum`. Collective, but does not
-  /// throw. Not where the model's forward or backward meets the other ranks itself: there abort the
-  /// communicator.
+  /// Reports that this rank cannot run the backward of this step, because its forward or its data loading
+  /// threw `failure`. The other ranks' `backward` throws PeerError with its text, and the communicator stays
+  /// usable. Collective. Never throws.
+  ///
+  /// Set `counted` if the other ranks call `backward_sum`. If the model's own forward or backward runs
+  /// collectives, abort the communicator instead.
   void fail_backward(const std::exception_ptr& failure, bool counted = false) noexcept {
     if constexpr (alone)
       drop();
@@ -237,8 +260,8 @@ class DistributedDataParallel {
       state_->reducer->fail_backward(failure, counted);
   }
 
-  /// Forgets what backwards under `no_sync` have accumulated (counts, and which parameters took part), for a
-  /// step that is given up between them; `zero_grad` forgets the gradients.
+  /// Discards the counts and the record of used parameters that backwards under `no_sync` have accumulated,
+  /// for a step abandoned between micro-batches. Does not touch gradients: call `zero_grad` for those.
   void forget() {
     if (state_->low_precision) state_->low_precision->end_step();
     if constexpr (alone)
@@ -247,10 +270,14 @@ class DistributedDataParallel {
       state_->reducer->forget();
   }
 
-  /// While the guard that this returns lives, backward only accumulates on this rank; the first backward
-  /// after it reduces the sum. Every rank must do the same. Where Python looks at whether the forward ran
-  /// inside `no_sync`, here it is the backward that counts (for the buffers it is the forward). Guards nest;
-  /// the guard must not outlive this object. With `enabled` false the guard does nothing.
+  /// Returns a guard that disables the reduction. While it lives, backward only accumulates gradients on this
+  /// rank; the first backward after it reduces the sum. Every rank must do the same.
+  ///
+  /// The guard of this call applies to each backward that runs inside it, whereas Python's applies to each
+  /// forward. Buffers follow the forward, as in Python. Guards nest. A guard must not outlive this object.
+  /// With `enabled` false the guard is a no-op.
+  ///
+  /// Counterpart: torch.nn.parallel.DistributedDataParallel.no_sync.
   [[nodiscard]] auto no_sync(bool enabled = true) {
     struct Guard {
       explicit Guard(State* state) : state(state) {
@@ -266,17 +293,17 @@ class DistributedDataParallel {
     return Guard(enabled ? state_.get() : nullptr);
   }
 
-  /// The model's parameters in registration order, a tied one once: what an optimizer should get.
+  /// Returns the model's parameters in registration order, a tied parameter once. Pass them to the optimizer.
   [[nodiscard]] std::vector<at::Tensor> parameters() const {
     std::vector<at::Tensor> tensors;
     for (const NamedTensor& parameter : parameters_) tensors.push_back(parameter.tensor);
     return tensors;
   }
 
-  /// The same with names.
+  /// Returns the same parameters with their names.
   [[nodiscard]] const std::vector<NamedTensor>& named_parameters() const { return parameters_; }
 
-  /// The model as it was given: a holder, or the module itself.
+  /// Returns the wrapped model: the holder, or the module itself.
   [[nodiscard]] M& module() {
     if constexpr (detail::ModuleImpl<M>)
       return *model_;
@@ -284,10 +311,10 @@ class DistributedDataParallel {
       return model_;
   }
 
-  /// The communication hook, for its state; there is none with LocalComm.
+  /// Returns the communication hook. Not available with LocalComm, which has none.
   [[nodiscard]] Hook& hook() requires(!detail::alone<Comm>) { return state_->reducer->hook(); }
 
-  /// The buckets in use, as indices into the parameters that require grad; empty for LocalComm.
+  /// Returns the buckets in use, as indices into the parameters that require grad. Empty for LocalComm.
   [[nodiscard]] detail::BucketPlan buckets() const {
     if constexpr (alone)
       return {};
@@ -295,17 +322,20 @@ class DistributedDataParallel {
       return state_->reducer->plan();
   }
 
-  /// Rank 0's order of ready gradients, by which buckets are filled after the first iterations, as indices
-  /// into the parameters that require grad; empty where it is not known yet, and for LocalComm. Collective.
-  /// A run that goes on with it has the bits of one that was never interrupted.
+  /// Returns rank 0's gradient ready order, by which buckets are rebuilt after the first iterations, as
+  /// indices into the parameters that require grad. Empty if it is not known yet, and for LocalComm.
+  /// Collective.
+  ///
+  /// A resumed run that sets this order is bitwise equal to an uninterrupted run.
   [[nodiscard]] std::vector<std::size_t> bucket_order() {
     if constexpr (alone)
       return {};
     else
       return state_->reducer->bucket_order();
   }
-  /// Fills buckets by an order that another run has found, from the next backward on; not under `no_sync`.
-  /// The same on every rank. Throws CheckpointError for one that is not of this model's parameters.
+  /// Sets the bucket order that `bucket_order` returned in another run, from the next backward on. Pass the
+  /// same order on every rank, outside `no_sync`. Throws CheckpointError if the order does not fit this
+  /// model's parameters.
   void set_bucket_order(const std::vector<std::size_t>& order) {
     const auto trained = static_cast<std::size_t>(
         std::count_if(parameters_.begin(), parameters_.end(),
@@ -317,13 +347,14 @@ class DistributedDataParallel {
     if constexpr (!alone) state_->reducer->set_bucket_order(order);
   }
 
-  /// The step that followed the last reduction was not taken: a hook that remembers forgets what it did.
+  /// Reverts the hook's state to what it was before the last reduction, for a step that was skipped. No-op
+  /// unless the hook is a StatefulHook.
   void rollback() {
     if constexpr (!alone && StatefulHook<Hook>) state_->reducer->hook().rollback();
   }
 
-  /// What the last reduction did: buckets, order, times, bytes. `table(ddp.report())` shows it. Empty for
-  /// LocalComm.
+  /// Returns the buckets, order, times and bytes of the last reduction; `table(ddp.report())` formats them.
+  /// Empty for LocalComm.
   [[nodiscard]] DdpReport report() const {
     if constexpr (alone)
       return {};
@@ -332,7 +363,7 @@ class DistributedDataParallel {
   }
 
  private:
-  // A tensor by value: what a forward refers to may be an input that was cast.
+  // Returns a tensor by value: forward may return a reference to an argument that is a temporary cast.
   template <class... Args>
   decltype(auto) forward(Args&&... args) {
     if constexpr (ScriptModule<M>)
@@ -366,7 +397,7 @@ class DistributedDataParallel {
   }
 
   void bring_buffers_together() {
-    // A forward of TorchScript that assigns a buffer gives it another tensor.
+    // The forward of a ScriptModule replaces the tensor of a buffer that it assigns.
     if constexpr (ScriptModule<M>)
       if (state_->policy != BufferPolicy::none)
         state_->buffers = detail::BufferSync(
@@ -409,7 +440,7 @@ class DistributedDataParallel {
     ~Leave() { inside = false; }
   };
 
-  // What a failure leaves: as the Reducer does it on several ranks.
+  // Cleans up after a failed backward, as the Reducer does on several ranks.
   void drop() {
     for (const NamedTensor& parameter : parameters_) parameter.tensor.mutable_grad().reset();
     if (state_->low_precision) state_->low_precision->end_step();
@@ -418,7 +449,7 @@ class DistributedDataParallel {
 
   std::conditional_t<detail::ModuleImpl<M>, M*, M> model_;
   std::vector<NamedTensor> parameters_;
-  std::unique_ptr<State> state_;  // hooks point into it: it does not move
+  std::unique_ptr<State> state_;  // hooks hold its address, so it must not move
 };
 
 }  // namespace lockstep

@@ -15,7 +15,7 @@
 
 namespace lockstep {
 
-/// A parameter or buffer with its full name, such as "block.0.weight".
+/// A parameter or buffer with its qualified name, such as "block.0.weight".
 struct NamedTensor {
   std::string name;
   at::Tensor tensor;
@@ -37,13 +37,13 @@ std::vector<NamedTensor> each_once(const Dictionary& dictionary) {
 
 namespace lockstep {
 
-/// The parameters in registration order, a tied tensor once, under its first name. `Module::parameters()`
-/// lists a tied tensor as often as it is registered, and an optimizer over that list steps it as often.
+/// Returns the parameters in registration order, a tied tensor once, under its first name.
+/// `Module::parameters()` repeats a tied tensor, and an optimizer over that list steps it repeatedly.
 inline std::vector<NamedTensor> unique_parameters(const torch::nn::Module& module) {
   return detail::each_once(module.named_parameters());
 }
 
-/// The buffers (such as running statistics) in registration order, each once.
+/// Returns the buffers (such as running statistics) in registration order, each once.
 inline std::vector<NamedTensor> unique_buffers(const torch::nn::Module& module) {
   return detail::each_once(module.named_buffers());
 }
@@ -61,12 +61,12 @@ concept ModuleHandle = std::copyable<M> && requires(M& handle) {
 
 namespace lockstep {
 
-/// A model of LibTorch: a module (`ConvNetImpl`), or a handle to one (`ConvNet` as TORCH_MODULE makes it, a
-/// shared_ptr).
+/// A LibTorch model: a module (`ConvNetImpl`), or a handle to one (a TORCH_MODULE holder such as `ConvNet`,
+/// or a shared_ptr).
 template <class M>
 concept Model = detail::ModuleImpl<M> || detail::ModuleHandle<M>;
 
-/// A module of TorchScript (`torch::jit::Module`), known by what it can do: its header is heavy.
+/// A TorchScript module (`torch::jit::Module`). Recognized by its members, which avoids its heavy header.
 template <class M>
 concept ScriptModule =
     !Model<M> && std::copyable<M> && requires(M & module, std::vector<c10::IValue> inputs) {
@@ -75,22 +75,22 @@ concept ScriptModule =
   (*module.named_buffers(true).begin()).name;
 };
 
-/// Parameters without a module around them.
+/// A list of parameters without a module.
 template <class M>
 concept ParameterList = std::same_as<M, std::vector<at::Tensor>> || std::same_as<M, std::vector<NamedTensor>>;
 
-/// What can be trained on several ranks.
+/// A model that DistributedDataParallel can wrap.
 template <class M>
 concept Trainable = Model<M> || ScriptModule<M> || ParameterList<M>;
 
-/// What DistributedDataParallel must know of a model: parameters and buffers, each once, and which parameters
-/// get sparse gradients.
+/// A model's parameters and buffers, each once, and the parameters that get sparse gradients.
 struct ModelTensors {
   std::vector<NamedTensor> parameters, buffers;
   std::unordered_set<const c10::TensorImpl*> sparse;
 };
 
-/// Embedding and EmbeddingBag made with `sparse(true)` have sparse gradients.
+/// Returns the tensors of a model. The weights of Embedding and EmbeddingBag with `sparse(true)` get sparse
+/// gradients.
 inline ModelTensors tensors_of(const torch::nn::Module& module) {
   ModelTensors tensors{unique_parameters(module), unique_buffers(module), {}};
   module.apply([&](const torch::nn::Module& child) {
@@ -118,7 +118,7 @@ ModelTensors tensors_of(const M& model) {
   collect(model.named_buffers(true), tensors.buffers);
   return tensors;
 }
-/// Tensors without names are called by their numbers.
+/// Returns the tensors of a parameter list. Unnamed tensors are named by their index.
 inline ModelTensors tensors_of(const std::vector<NamedTensor>& list) {
   ModelTensors tensors;
   std::unordered_set<const c10::TensorImpl*> seen;

@@ -23,7 +23,8 @@
 
 namespace lockstep::detail {
 
-/// A number that another value of any element changes: the sum of their bits as integers, exact in any order.
+/// Returns a checksum that changes when any one element changes: the sum of the elements' bits as integers,
+/// which is exact in any order.
 inline at::Tensor sum_of_bits(const at::Tensor& tensor) {
   const at::Tensor real = tensor.is_complex() ? at::view_as_real(tensor) : tensor;
   const std::size_t size = real.element_size();
@@ -34,7 +35,7 @@ inline at::Tensor sum_of_bits(const at::Tensor& tensor) {
   return real.view(integer).sum(at::kLong);
 }
 
-/// The sums of all parameters one after the other, as bytes. A device is asked once.
+/// Returns the checksums of all parameters as bytes. Synchronizes with the device once.
 inline std::string digest_of(const std::vector<NamedTensor>& parameters) {
   std::vector<at::Tensor> sums;
   for (const NamedTensor& parameter : parameters)
@@ -43,7 +44,8 @@ inline std::string digest_of(const std::vector<NamedTensor>& parameters) {
   return {static_cast<const char*>(all.const_data_ptr()), all.nbytes()};
 }
 
-/// How far this rank's parameter is from rank 0's, over the norm of that one; 1 where that cannot be said.
+/// Returns the norm of the difference to rank 0's parameter, relative to the norm of rank 0's; 1 if that is
+/// undefined. Collective.
 template <Reducing Comm>
 double relative_distance(const at::Tensor& parameter, Comm& comm) {
   at::Tensor first = parameter.detach().clone(at::MemoryFormat::Contiguous);
@@ -63,15 +65,16 @@ double relative_distance(const at::Tensor& parameter, Comm& comm) {
 
 namespace lockstep {
 
-/// Compares the values of the parameters over all ranks, which a training step leaves equal: an optimizer
-/// that is another one on some rank, a model loaded on one rank alone, gradients changed on one rank make
-/// them part without any other sign. Sends eight bytes for each parameter; only where they differ, rank 0's
-/// parameters themselves.
+/// Compares the values of the parameters over all ranks. Collective.
 ///
-/// `parameters` are the same on every rank but for their values. Returns how far the farthest parameter of
-/// any rank is from rank 0's, relative to that one's norm: 0 where all bits are equal, and around the
-/// rounding of the dtype where processors of different kinds compute. Throws one and the same MismatchError
-/// on every rank where that is more than `tolerance`. Collective.
+/// Training steps keep the values equal. They diverge silently if the ranks' optimizers differ, one rank
+/// alone loads a model, or gradients are changed on one rank. Sends 8 bytes per parameter, and rank 0's value
+/// of each parameter that differs.
+///
+/// `parameters` must be the same on every rank except for their values. Returns the largest relative distance
+/// of any rank's parameter from rank 0's: 0 if all bits are equal, and about the rounding error of the dtype
+/// if the ranks' processors differ in kind. Throws the same MismatchError on every rank if it exceeds
+/// `tolerance`.
 template <class Comm>
 requires Reducing<Comm> && Gathering<Comm>
 double check_same_parameters(const std::vector<NamedTensor>& parameters, Comm& comm,
@@ -121,13 +124,13 @@ double check_same_parameters(const std::vector<NamedTensor>& parameters, Comm& c
 
 namespace lockstep::detail {
 
-/// What must be equal on every rank of one parameter or buffer.
+/// The properties of one parameter or buffer that must be equal on every rank.
 struct TensorDescription {
   std::string name, shape, dtype, trait;
   bool operator==(const TensorDescription&) const = default;
 };
 
-/// What must be equal on every rank of a model: its parameters, then its buffers, in registration order.
+/// The properties of a model that must be equal on every rank, in registration order.
 struct ModelDescription {
   std::vector<TensorDescription> parameters, buffers;
 };
@@ -156,7 +159,7 @@ inline ModelDescription describe(const std::vector<NamedTensor>& parameters,
   return model;
 }
 
-/// The description as bytes, one field after the other, each ended by a zero byte.
+/// Returns the description as bytes: all fields in order, each terminated by a zero byte.
 inline std::string serialize(const ModelDescription& model) {
   std::string bytes;
   auto put = [&](const std::string& field) { bytes.append(field.c_str(), field.size() + 1); };
@@ -184,14 +187,15 @@ inline ModelDescription deserialize(std::string_view bytes) {
   return model;
 }
 
-/// FNV-1a. Every rank runs the same build, but std::hash promises nothing even then.
+/// FNV-1a: std::hash may differ between processes, even of the same build.
 inline std::string digest(std::string_view bytes) {
   std::uint64_t hash = 0xcbf29ce484222325;
   for (const char byte : bytes) hash = (hash ^ static_cast<unsigned char>(byte)) * 0x100000001b3;
   return fmt::format("{:016x}{:x}", hash, bytes.size());
 }
 
-/// The first difference between the first rank's list and another rank's in words, none where they are equal.
+/// Returns the first difference between the lists of ranks `first` and `rank` as text, or nullopt if they are
+/// equal.
 inline std::optional<std::string> difference(std::string_view kind,
                                              const std::vector<TensorDescription>& zero,
                                              const std::vector<TensorDescription>& other, int first,
@@ -215,7 +219,8 @@ inline std::optional<std::string> difference(std::string_view kind,
                      more ? first : rank);
 }
 
-/// One sentence about how the models of the ranks differ, the same whoever asks; none where they are equal.
+/// Returns one sentence about the first difference between the ranks' models, the same on every rank, or
+/// nullopt if they are equal.
 inline std::optional<std::string> model_difference(const std::vector<std::string>& serialized,
                                                    const RankNames& name_of = {}) {
   const ModelDescription zero = deserialize(serialized.at(0));
@@ -233,9 +238,9 @@ inline std::optional<std::string> model_difference(const std::vector<std::string
 
 namespace lockstep {
 
-/// Compares parameters and buffers of all ranks by count, name, shape, dtype, layout, order and
-/// requires_grad. Collective. Throws one and the same MismatchError on every rank, naming the parameter and
-/// what two ranks have of it.
+/// Compares the parameters and buffers of all ranks: count, names, shapes, dtypes, layout, order and
+/// requires_grad. Collective. Throws the same MismatchError on every rank, with the parameter's name and its
+/// properties on two ranks.
 template <Gathering Comm>
 void check_same_model(const std::vector<NamedTensor>& parameters, const std::vector<NamedTensor>& buffers,
                       Comm& comm) {

@@ -12,15 +12,15 @@
 
 namespace lockstep {
 
-/// How much a line matters. Below LOCKSTEP_LOG_LEVEL (debug, info, warning or error; info without it) it is
-/// not said.
+/// The severity of a log line. Lines below LOCKSTEP_LOG_LEVEL (debug, info, warning or error; default info)
+/// are dropped.
 enum class Level { debug, info, warning, error };
 
 }  // namespace lockstep
 
 namespace lockstep::detail {
 
-/// The level of this name; nothing where there is none.
+/// Returns the level of this name, std::nullopt for an unknown name.
 inline std::optional<Level> level_named(std::string_view name) {
   if (name == "debug") return Level::debug;
   if (name == "info") return Level::info;
@@ -38,37 +38,37 @@ inline Level level_of_environment() {
 
 namespace lockstep {
 
-/// A logger that knows its rank. By default rank 0 alone speaks; `all()` gives one through which every rank
-/// does, with its rank in front, and `timed()` one that puts the time of day in front. Info and debug go to
-/// stdout, warnings and errors to stderr, each line in one write, so that the lines of several processes
-/// never tear. Copies are independent; any thread may write.
+/// A rank-aware logger. By default only rank 0 writes. `all()` returns a logger that writes on every rank,
+/// with the rank as prefix; `timed()` returns one with the time of day as prefix. Debug and info go to
+/// stdout, warnings and errors to stderr. Each call is one write, so that lines of several processes do not
+/// interleave. Copies are independent. Thread-safe.
 class Log {
  public:
   Log() = default;
   explicit Log(int rank) : rank_(rank) {}
 
-  /// The same logger, heard from every rank.
+  /// Returns a copy that writes on every rank.
   [[nodiscard]] Log all() const {
     Log copy = *this;
     copy.every_rank_ = true;
     return copy;
   }
 
-  /// The same logger with hours, minutes, seconds and milliseconds (local time) in front of each line.
+  /// Returns a copy that prefixes each line with the local time, to milliseconds.
   [[nodiscard]] Log timed() const {
     Log copy = *this;
     copy.timed_ = true;
     return copy;
   }
 
-  /// The same logger, silent below `level`.
+  /// Returns a copy that drops lines below `level`.
   [[nodiscard]] Log at(Level level) const {
     Log copy = *this;
     copy.least_ = level;
     return copy;
   }
 
-  /// Whether a line of this level would be written here; what it costs to prepare can then be left out.
+  /// Returns whether a line of this level would be written on this rank. Use it to skip expensive formatting.
   [[nodiscard]] bool speaks(Level level = Level::info) const {
     return level >= least_ && (every_rank_ || rank_ == 0);
   }
@@ -97,7 +97,7 @@ class Log {
                               (timed_ ? detail::time_of_day() + " " : std::string()) +
                               names[static_cast<int>(level)];
     std::string lines;
-    // A text of several lines has the same in front of each.
+    // Every line of a multi-line text gets the prefix.
     while (true) {
       const auto end = text.find('\n');
       lines += front;

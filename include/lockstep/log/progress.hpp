@@ -15,10 +15,11 @@
 
 namespace lockstep {
 
+/// Options of a Progress.
 struct ProgressOptions {
-  /// What is being done, in front: "epoch 1/3".
+  /// The prefix of each line, such as "epoch 1/3".
   std::string title;
-  /// Between two drawings of the bar, and between two plain lines.
+  /// The shortest time between two updates of the bar, and between two plain lines.
   std::chrono::milliseconds redraw{100};
   std::chrono::milliseconds line_every{10000};
 };
@@ -27,7 +28,7 @@ struct ProgressOptions {
 
 namespace lockstep::detail {
 
-/// What a progress line says.
+/// The values that a progress line shows.
 struct ProgressState {
   std::string title;
   std::size_t done = 0, total = 0;
@@ -36,7 +37,7 @@ struct ProgressState {
   std::optional<double> loss;
 };
 
-/// A span of time as 0:07, 12:34 or 1:02:03.
+/// Formats a duration in seconds as 0:07, 12:34 or 1:02:03.
 inline std::string clock_text(double seconds) {
   const long all = std::lround(std::max(0.0, seconds));
   if (all >= 3600) return fmt::format("{}:{:02}:{:02}", all / 3600, all / 60 % 60, all % 60);
@@ -56,16 +57,16 @@ inline std::string progress_facts(const ProgressState& state) {
                             state.done >= state.total ? "in all" : "left");
 }
 
-/// One line: `epoch 1/3: 788/1875, 10432 samples/s, loss 0.4321, 0:17 left`; without a total, `epoch 1/3:
-/// 788, 10432 samples/s, loss 0.4321, 0:13 in all`.
+/// Formats one line: `epoch 1/3: 788/1875, 10432 samples/s, loss 0.4321, 0:17 left`. Without a total: `epoch
+/// 1/3: 788, 10432 samples/s, loss 0.4321, 0:13 in all`.
 inline std::string progress_line(const ProgressState& state) {
   return fmt::format("{}{}{}", state.title, state.title.empty() ? "" : ": ", progress_facts(state));
 }
 
-/// The same with a bar before the facts, cut to fewer than `columns` characters so that it never wraps:
-/// `epoch 1/3  42 % [########............] 788/1875, ...`.
+/// Formats one line with a bar, shorter than `columns` so that it never wraps: `epoch 1/3  42 %
+/// [########............] 788/1875, ...`.
 inline std::string progress_bar(const ProgressState& state, int columns) {
-  if (state.total == 0)  // of what nobody knows the end there is no share
+  if (state.total == 0)  // an unknown total has no percentage
     return progress_line(state).substr(0, static_cast<std::size_t>(std::max(columns - 1, 0)));
   const double share = std::min(1.0, static_cast<double>(state.done) / static_cast<double>(state.total));
   const auto front =
@@ -86,12 +87,12 @@ inline std::string progress_bar(const ProgressState& state, int columns) {
 
 namespace lockstep {
 
-/// Shows how far a loop is: a bar on a terminal, a plain line now and then where there is none, nothing from
-/// other ranks than 0. Not thread-safe. The destructor ends the bar's line.
+/// Shows the progress of a loop on rank 0: a bar on a terminal, otherwise a plain line from time to time. Not
+/// thread-safe. The destructor ends the bar's line.
 class Progress {
  public:
-  /// `total` steps are to come, 0 where nobody knows; whether the logger speaks decides whether anything is
-  /// shown.
+  /// `total` is the number of steps, 0 if unknown. Shows nothing if `log` does not write info lines on this
+  /// rank.
   Progress(const Log& log, std::size_t total, ProgressOptions options = {})
       : options_(std::move(options)),
         shown_(log.speaks(Level::info)),
@@ -103,23 +104,23 @@ class Progress {
   Progress& operator=(const Progress&) = delete;
   ~Progress() { finish(); }
 
-  /// Whether `loss` would be shown by an `advance` now: reading it off a device can wait until then.
+  /// Returns whether an `advance` now would show `loss`. If false, its value need not be read from a device.
   [[nodiscard]] bool due() const {
     return shown_ && Clock::now() - last_ >= (terminal_ ? options_.redraw : options_.line_every);
   }
 
-  /// One more step, of so many samples over all ranks.
+  /// Counts one more step, with `samples` samples over all ranks.
   void advance(double samples, std::optional<double> loss = std::nullopt) {
     ++state_.done;
     state_.samples += samples;
-    state_.loss = loss;  // one of an earlier step is no longer the loss
+    state_.loss = loss;  // an earlier step's loss is outdated
     if (!due()) return;
     last_ = Clock::now();
     show();
   }
 
-  /// Shows the last state, once; nothing where no line was needed before. `loss` is that of the whole loop,
-  /// without which the last step's is shown where it was given.
+  /// Shows the final state once; a no-op if nothing was shown before. `loss` is the loss of the whole loop;
+  /// without it the last step's loss, if any, is shown.
   void finish(std::optional<double> loss = std::nullopt) {
     if (loss) state_.loss = loss;
     if (std::exchange(finished_, true) || !shown_ || !said_) return;
@@ -141,7 +142,7 @@ class Progress {
       detail::write_lines(stdout, detail::progress_line(state_) + "\n");
       return;
     }
-    // The carriage return comes last: whoever writes next, through a launching process too, finds a whole
+    // The carriage return comes last, so that the next writer, also one behind a launcher, starts on a full
     // line.
     const auto bar = detail::progress_bar(state_, detail::terminal_columns()) + "\x1b[K\r";
     std::fwrite(bar.data(), 1, bar.size(), stdout);

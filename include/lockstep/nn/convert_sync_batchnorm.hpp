@@ -33,22 +33,23 @@ struct PlainBatchNorm<2> : std::type_identity<torch::nn::BatchNorm2dImpl> {};
 template <>
 struct PlainBatchNorm<3> : std::type_identity<torch::nn::BatchNorm3dImpl> {};
 
-/// Where a batch norm hangs: the AnyModule that calls it, and the name under which its parent registers it.
+/// A place that holds a batch norm: the AnyModule that calls it, and the name under which its parent
+/// registers it.
 struct BatchNormPlace {
   torch::nn::AnyModule* caller = nullptr;
   torch::nn::Module* parent = nullptr;
   std::string key;
 };
 
-/// A batch norm that goes, with all the places that hold it.
+/// A batch norm to replace, with all places that hold it.
 struct ReplacedBatchNorm {
   std::weak_ptr<torch::nn::Module> module;
   std::string name, kind;
   std::shared_ptr<std::vector<BatchNormPlace>> places;
 };
 
-/// Finds the batch norms below a module, decides what becomes of each, and then does it: nothing is changed
-/// where one cannot be converted.
+/// Finds and replaces the batch norms below a module. Checks all of them first, so that a failure changes
+/// nothing.
 class BatchNormSurgery {
  public:
   explicit BatchNormSurgery(torch::nn::Module& root) { enter(root, {}); }
@@ -57,7 +58,7 @@ class BatchNormSurgery {
   /// Throws UsageError with the name of every module that cannot be converted.
   void check() {
     for (const ReplacedBatchNorm& replaced : replaced_) {
-      // A holder elsewhere would go on calling the old module, with the statistics of its own rank.
+      // Another holder would keep calling the old module, which uses the statistics of its own rank.
       long known = 0;
       for (const BatchNormPlace& place : *replaced.places) known += place.parent ? 2 : 1;
       if (replaced.module.use_count() > known)
@@ -73,7 +74,7 @@ class BatchNormSurgery {
 
   [[nodiscard]] bool empty() const { return names_.empty(); }
 
-  /// Gives every module that was found the ranks of `group`; their names.
+  /// Synchronizes every module found over `group` and returns their names.
   std::vector<std::string> run(const BatchNormGroup& group) {
     for (const auto& act : actions_) act(group);
     return std::move(names_);
@@ -100,7 +101,7 @@ class BatchNormSurgery {
     }
   }
 
-  /// True for a batch norm of any kind.
+  /// Returns whether the module is a batch norm of any kind.
   bool consider(torch::nn::Module& module, const std::string& name, const BatchNormPlace& place) {
     return consider_as<1>(module, name, place) || consider_as<2>(module, name, place) ||
            consider_as<3>(module, name, place);
@@ -140,7 +141,7 @@ class BatchNormSurgery {
     add(name, [&plain, places, label = label<D>(name)](const BatchNormGroup& group) {
       const auto made = std::make_shared<SyncBatchNormImpl<D>>(plain);
       made->synchronize(group, label);
-      for (const auto& [caller, parent, key] : *places) {  // `plain` is gone after the last
+      for (const auto& [caller, parent, key] : *places) {  // the last assignment destroys `plain`
         *caller = torch::nn::AnyModule(made);
         if (parent) parent->replace_module(key, made);
       }
@@ -172,28 +173,30 @@ class BatchNormSurgery {
 
 namespace lockstep {
 
-/// Makes every batch norm of a model work on the joined batch of all ranks of `comm`, as
-/// torch.nn.SyncBatchNorm.convert_sync_batchnorm does. Call it before or after the model is wrapped and its
-/// optimizer made: parameters and buffers stay the tensors that they are. Returns the names of the modules.
+/// Converts every batch norm of a model to compute its statistics over the ranks of `comm`. Returns the names
+/// of the converted modules.
 ///
-/// `model` is a module, a holder or a torch::nn::AnyModule, which may itself be a batch norm. What is
-/// converted:
-/// - torch::nn::BatchNorm1d, 2d and 3d inside a torch::nn::Sequential at any depth: replaced by the
-///   lockstep::SyncBatchNormNd of the same options, mode and tensors;
-/// - lockstep::SyncBatchNormNd wherever it is, a member of a module first of all: it gets the ranks, whatever
-///   it had before.
+/// Call it before or after the model is wrapped and its optimizer constructed: parameters and buffers remain
+/// the same tensors. `model` is a module, a holder or a torch::nn::AnyModule; it may itself be a batch norm.
+/// Converted are:
+/// - torch::nn::BatchNorm1d, 2d and 3d inside a torch::nn::Sequential at any depth. Each is replaced by a
+///   lockstep::SyncBatchNormNd with the same options, mode and tensors.
+/// - lockstep::SyncBatchNormNd anywhere, such as a member of a module. Its group is replaced by the new one.
 ///
-/// In Python a member can be replaced as well. In C++ a member `torch::nn::BatchNorm2d bn{nullptr}` calls the
-/// forward of its own type, whatever is registered under its name, so it would go on with the statistics of
-/// its own rank. Such a member, one that is only registered, in a ModuleList or ModuleDict too, one of a
-/// class derived from BatchNormNd, and one in a Sequential that something else holds as well, is refused:
-/// UsageError with all their names, and nothing is changed. Declare it as lockstep::SyncBatchNormNd instead.
-/// What holds a batch norm without registering it is not seen, such as an AnyModule as a member: convert
-/// that before the module takes it.
+/// Throws UsageError with the names of all batch norms that cannot be converted, and then changes nothing:
+/// members and modules that are only registered, also in a ModuleList or ModuleDict; classes derived from
+/// BatchNormNd; modules in a Sequential that also have another holder. Python can replace a member, but a C++
+/// member `torch::nn::BatchNorm2d bn{nullptr}` always calls the forward of its own type and would use its own
+/// rank's statistics. Declare it as lockstep::SyncBatchNormNd instead.
 ///
-/// `comm` is a communicator, over which a group of its own is made for batch norm (BatchNormGroup says why),
-/// or such a group. Collective where there are several ranks; nothing is communicated for a model without
-/// batch norms.
+/// A batch norm that its holder does not register, such as an AnyModule member, is not found: convert it
+/// before the module takes it.
+///
+/// `comm` is a communicator, of which a separate group is made for batch norm (see BatchNormGroup), or a
+/// BatchNormGroup. Collective if there are several ranks. Communicates nothing for a model without batch
+/// norms.
+///
+/// Counterpart: torch.nn.SyncBatchNorm.convert_sync_batchnorm.
 template <class M, class Comm>
 std::vector<std::string> convert_sync_batchnorm(M& model, Comm&& comm) {
   constexpr bool itself = std::derived_from<M, torch::nn::Module> || std::same_as<M, torch::nn::AnyModule>;

@@ -17,11 +17,11 @@
 
 namespace lockstep {
 
-/// A module that meets the other ranks in its forward in training: every rank must call it as often as the
-/// others. A class derives from this beside torch::nn::Module.
+/// A module whose training forward is a collective: every rank must call it equally often. A class derives
+/// from this and from torch::nn::Module.
 class CollectiveModule {
  public:
-  /// Of its group; 1 or less where there is nobody to meet.
+  /// Returns the size of the module's group; 1 or less if it does not communicate.
   [[nodiscard]] virtual int ranks() const = 0;
 
  protected:
@@ -31,9 +31,9 @@ class CollectiveModule {
   ~CollectiveModule() = default;
 };
 
-/// Batch norm over the joined batch of all ranks: in training, mean and variance are those of the batches of
-/// all ranks taken together, and so are the gradients, so that the ranks train as one process would on the
-/// whole batch.
+/// Applies batch normalization over the combined mini-batches of all ranks. In training, mean, variance and
+/// gradients are those of the combined batch, so that the ranks train as one process would on the whole
+/// batch.
 ///
 /// ```cpp
 /// struct NetImpl : torch::nn::Module {
@@ -44,21 +44,23 @@ class CollectiveModule {
 /// lockstep::convert_sync_batchnorm(net, comm);  // gives every module in it the ranks of comm
 /// ```
 ///
-/// Options, parameters, buffers and their names are those of torch::nn::BatchNormNd, and so are input and
-/// output: [N, C] or [N, C, L] for 1d, [N, C, H, W] for 2d, [N, C, D, H, W] for 3d, in any dense memory
-/// format; float32, float64, and float16 and bfloat16 with statistics in float32. The results are those of
-/// one process to rounding, and the same running statistics bit for bit on every rank.
+/// Options, parameters, buffers and their names are those of torch::nn::BatchNormNd. Input and output: [N, C]
+/// or [N, C, L] for 1d, [N, C, H, W] for 2d, [N, C, D, H, W] for 3d, in any dense memory format; float32,
+/// float64, and float16 or bfloat16 with statistics in float32. Results equal those of one process up to
+/// rounding. Running statistics are bitwise equal on every rank.
 ///
-/// In training every rank must call the module, and backward through it, in the same order, with whatever
-/// batch it has, an empty one too. A rank that does not come is named by what the others throw, which also
-/// names the module. Gradients of weight and bias are those of this rank's batch; DistributedDataParallel
-/// averages them. Of a channel that has a single value in all batches together, the running variance stays as
-/// it was. In eval mode nothing is communicated, and the results are those of torch::nn::BatchNormNd, as they
-/// are throughout where one process is alone. Gradients of gradients are refused with GradientError, and
-/// torch::nn::BatchNormNd is no base of this, since what calls that would not meet the other ranks.
+/// In training, forward and backward are collective: every rank must call the same modules in the same order,
+/// with a batch of any size, including an empty one. The error of a rank that misses a peer names the peer
+/// and the module. The gradients of weight and bias are those of this rank's batch; DistributedDataParallel
+/// averages them. The running variance of a channel is left unchanged if the combined batch has only one
+/// value of it.
 ///
-/// Source of the behaviour: torch.nn.SyncBatchNorm; but ranks exchange the sum of squared deviations in place
-/// of 1 / sqrt(variance + eps), which loses a variance far below eps.
+/// In eval mode, and with a single process, nothing is communicated and results are those of
+/// torch::nn::BatchNormNd. Double backward throws GradientError. torch::nn::BatchNormNd is not a base class,
+/// because code that calls it through that type would skip the collectives.
+///
+/// Counterpart: torch.nn.SyncBatchNorm, except that ranks exchange the sum of squared deviations instead of 1
+/// / sqrt(variance + eps), which loses a variance far below eps.
 template <std::size_t D>
 class SyncBatchNormImpl : public torch::nn::BatchNormImplBase<D, SyncBatchNormImpl<D>>,
                           public CollectiveModule {
@@ -66,16 +68,16 @@ class SyncBatchNormImpl : public torch::nn::BatchNormImplBase<D, SyncBatchNormIm
   static_assert(D >= 1 && D <= 3, "lockstep: SyncBatchNorm is for 1, 2 or 3 dimensions, as torch::nn's are");
 
  public:
-  /// Without a group, convert_sync_batchnorm gives one; training before that is a UsageError. A communicator
-  /// given for the group makes a group for this module alone, which is collective: give many modules one
-  /// BatchNormGroup instead.
+  /// Constructs a module. Without a group, convert_sync_batchnorm sets one; a training forward before that
+  /// throws UsageError. A communicator passed as the group makes a group for this module alone, which is
+  /// collective: share one BatchNormGroup among many modules instead.
   SyncBatchNormImpl(const torch::nn::BatchNormOptions& options,  // NOLINT: as torch::nn::BatchNormNd
                     const detail::BatchNormGroup& group = {})
       : Base(options) {
     synchronize(group, fmt::format("{} of {} channels", kind(), options.num_features()));
   }
 
-  /// Takes the place of `plain`: its options, mode and tensors, which both then share.
+  /// Constructs a module with the options and mode of `plain` that shares its tensors.
   template <class Derived>
   explicit SyncBatchNormImpl(torch::nn::BatchNormImplBase<D, Derived>& plain)
       : SyncBatchNormImpl(plain.options) {
@@ -91,17 +93,17 @@ class SyncBatchNormImpl : public torch::nn::BatchNormImplBase<D, SyncBatchNormIm
     this->train(plain.is_training());
   }
 
-  /// Joins the batches of `group` from now on; messages call this module `name`.
+  /// Sets the group whose batches are combined, and the module's name in errors.
   void synchronize(const detail::BatchNormGroup& group, std::string name) {
     size_ = group.size();
     site_ = c10::make_intrusive<detail::BatchNormSite>(std::move(name), group.exchange());
   }
 
-  /// The number of ranks whose batches are joined, 0 before there is a group.
+  /// Returns the number of ranks whose batches are combined; 0 before a group is set.
   [[nodiscard]] int ranks() const override { return size_; }
 
-  /// Throws UsageError for an input that does not fit, CommunicationError and its kinds where the ranks do
-  /// not meet.
+  /// Throws UsageError if the input's shape or dtype does not fit or no group is set; throws
+  /// CommunicationError or a class derived from it if the collective fails.
   at::Tensor forward(const at::Tensor& input) {
     if (!this->is_training() || size_ == 1) return Base::forward(input);
     _check_input_dim(input);
@@ -116,7 +118,7 @@ class SyncBatchNormImpl : public torch::nn::BatchNormImplBase<D, SyncBatchNormIm
         site_);
   }
 
-  /// "SyncBatchNorm2d".
+  /// Returns for example "SyncBatchNorm2d".
   static std::string kind() { return fmt::format("SyncBatchNorm{}d", D); }
 
   void pretty_print(std::ostream& stream) const override {
@@ -144,7 +146,7 @@ class SyncBatchNormImpl : public torch::nn::BatchNormImplBase<D, SyncBatchNormIm
   }
 
  private:
-  // Counts one more batch; the weight of its statistics in the running ones.
+  // Counts one batch and returns the weight of its statistics in the running statistics.
   double count_batch() {
     const auto momentum = this->options.momentum();
     if (!this->num_batches_tracked.defined()) return momentum.value_or(0);
@@ -156,7 +158,7 @@ class SyncBatchNormImpl : public torch::nn::BatchNormImplBase<D, SyncBatchNormIm
   c10::intrusive_ptr<detail::BatchNormSite> site_;  // never null
 };
 
-/// Holders, as those of torch::nn.
+/// Module holders, as in torch::nn.
 TORCH_MODULE_IMPL(SyncBatchNorm1d, SyncBatchNormImpl<1>);
 TORCH_MODULE_IMPL(SyncBatchNorm2d, SyncBatchNormImpl<2>);
 TORCH_MODULE_IMPL(SyncBatchNorm3d, SyncBatchNormImpl<3>);

@@ -14,20 +14,22 @@
 
 namespace lockstep {
 
-/// Adam with Python's arithmetic (torch/optim/adam.py): the parameters and the state of `torch.optim.Adam` to
-/// the bit, for the same implementation, dtype and number of threads. `torch::optim::Adam` rounds otherwise.
+/// Implements Adam, bitwise equal to `torch.optim.Adam` in parameters and state for the same implementation,
+/// dtype and number of threads. (`torch::optim::Adam` rounds differently.)
 ///
-/// Complex parameters are stepped as pairs of numbers, as Python does; a sparse gradient is refused.
+/// Complex parameters are stepped as pairs of real numbers, as in Python. Sparse gradients are not supported.
+///
+/// Counterpart: torch.optim.Adam.
 class Adam : public detail::GroupedOptimizer<Adam, AdamState, AdamOptions> {
  public:
   static constexpr const char* name = "Adam";
-  /// A graph can hold its step where that is fused, with a rate in a tensor; see CapturedStep.
+  /// CapturedStep can capture a fused step whose learning rate is a tensor.
   static constexpr bool capturable = true;
 
-  /// Throws UsageError for no parameters, for one that is there twice and for options out of range.
+  /// Throws UsageError if there are no parameters, one is repeated, or an option is out of range.
   explicit Adam(std::vector<at::Tensor> parameters, const AdamOptions& options = {})
       : GroupedOptimizer(std::move(parameters), options) {}
-  /// The same with groups; one without options has the given ones.
+  /// Constructs an optimizer of parameter groups. `options` are the defaults of groups without options.
   explicit Adam(std::vector<torch::optim::OptimizerParamGroup> groups, const AdamOptions& options = {})
       : GroupedOptimizer(std::move(groups), options) {}
 
@@ -72,7 +74,7 @@ class Adam : public detail::GroupedOptimizer<Adam, AdamState, AdamOptions> {
   }
 };
 
-/// Adam with decoupled weight decay (torch/optim/adamw.py).
+/// Implements Adam with decoupled weight decay. Counterpart: torch.optim.AdamW.
 class AdamW : public Adam {
  public:
   explicit AdamW(std::vector<at::Tensor> parameters, const AdamWOptions& options = {})

@@ -29,9 +29,10 @@
 namespace lockstep {
 
 struct ClipOptions {
-  /// Of the p-norm: 2, 1, any other above 0, or infinity for the largest value.
+  /// Order p of the norm: any number above 0, or infinity for the largest absolute value.
   double norm_type = 2;
-  /// Throw GradientError, naming a parameter, where the norm is NaN or infinite. Waits for the device.
+  /// Throw GradientError with the name of a parameter if the norm is NaN or infinite. Synchronizes with the
+  /// device.
   bool error_if_nonfinite = false;
 };
 
@@ -52,7 +53,7 @@ inline std::string name_of(const std::vector<NamedTensor>& parameters, std::size
   return fmt::format("'{}'", parameters[index].name);
 }
 
-/// The gradients that are there, of dense parameters.
+/// Returns the defined gradients. Throws GradientError if one is sparse.
 template <class Parameters>
 std::vector<at::Tensor> dense_gradients(const char* what, const Parameters& parameters) {
   std::vector<at::Tensor> gradients;
@@ -68,7 +69,7 @@ std::vector<at::Tensor> dense_gradients(const char* what, const Parameters& para
   return gradients;
 }
 
-/// Throws GradientError that says why a norm is not finite.
+/// Throws GradientError with the reason why the norm is not finite.
 template <class Parameters>
 [[noreturn]] void refuse_norm(const Parameters& parameters, double norm) {
   for (std::size_t i = 0; i < parameters.size(); ++i)
@@ -83,8 +84,8 @@ template <class Parameters>
       norm));
 }
 
-/// Calls `work` on the tensors of each device and dtype, in the order of the map that Python keeps them in:
-/// where there are several, the norms are added in that order.
+/// Calls `work` on the tensors of each device and dtype, in the iteration order of Python's map, in which the
+/// norms are added.
 template <class Work>
 void each_kind_in_order(const std::vector<at::Tensor>& tensors, Work&& work) {
   bool alike = true;
@@ -102,8 +103,11 @@ void each_kind_in_order(const std::vector<at::Tensor>& tensors, Work&& work) {
 
 namespace lockstep {
 
-/// The norm of all gradients as if they were one vector; of no gradients, 0. One element, on the device of
-/// the first, and nothing waits for it. The arithmetic of `torch.nn.utils.get_total_norm`.
+/// Returns the norm of all gradients as if they were one vector: one element on the first gradient's device,
+/// 0 if there are none. Does not synchronize with the device. Throws UsageError if `norm_type` is not above
+/// 0.
+///
+/// Counterpart: torch.nn.utils.get_total_norm.
 inline at::Tensor total_norm(const std::vector<at::Tensor>& gradients, double norm_type = 2) {
   const at::NoGradGuard no_grad;
   if (!(norm_type > 0))
@@ -132,7 +136,7 @@ at::Tensor clip_norm(const Parameters& parameters, double max_norm, const ClipOp
   if (options.error_if_nonfinite && !at::isfinite(norm).item<bool>())
     refuse_norm(parameters, norm.item<double>());
   if (gradients.empty()) return norm;
-  // Python divides a number by a tensor in two steps.
+  // Python divides a number by a tensor in these two steps.
   const at::Tensor factor = at::clamp(at::reciprocal(norm + 1e-6) * max_norm, std::nullopt, 1.0);
   each_kind_in_order(gradients, [&](const std::vector<at::Tensor>& group) {
     at::_foreach_mul_(group, factor.to(group[0].device()));
@@ -157,23 +161,26 @@ void clip_value(const Parameters& parameters, double largest) {
 
 namespace lockstep {
 
-/// Scales the gradients down so that the norm of all of them together is at most `max_norm`, and returns what
-/// it was (see total_norm). Bit for bit what `torch.nn.utils.clip_grad_norm_` does.
+/// Clips the gradients so that their total norm is at most `max_norm`. Returns the norm before clipping (see
+/// total_norm). Bitwise equal to Python's.
 ///
-/// After `ddp.backward` the gradients are those of all ranks, so that the norm is the same on every rank
-/// without a collective; under accumulation call it once, after the last micro-batch. Gradients that were
-/// scaled for half precision are to be unscaled first. Throws GradientError for a sparse gradient.
+/// After `ddp.backward` gradients are equal on all ranks, so the norm is the same on every rank without a
+/// collective. With gradient accumulation, call it once, after the last micro-batch. Unscale the gradients of
+/// half precision first. Throws GradientError if a gradient is sparse, UsageError if `max_norm` is negative.
+///
+/// Counterpart: torch.nn.utils.clip_grad_norm_.
 inline at::Tensor clip_grad_norm(const std::vector<at::Tensor>& parameters, double max_norm,
                                  const ClipOptions& options = {}) {
   return detail::clip_norm(parameters, max_norm, options);
 }
-/// The same for a module's parameters, a tied one once; errors name them.
+/// Clips the gradients of a module's parameters, a tied one once. Errors name the parameters.
 inline at::Tensor clip_grad_norm(const torch::nn::Module& module, double max_norm,
                                  const ClipOptions& options = {}) {
   return detail::clip_norm(unique_parameters(module), max_norm, options);
 }
 
-/// Moves every value of the gradients into [-largest, largest], as `torch.nn.utils.clip_grad_value_` does.
+/// Clamps every value of the gradients to [-largest, largest]. Throws GradientError if a gradient is sparse,
+/// UsageError if `largest` is negative. Counterpart: torch.nn.utils.clip_grad_value_.
 inline void clip_grad_value(const std::vector<at::Tensor>& parameters, double largest) {
   detail::clip_value(parameters, largest);
 }

@@ -17,27 +17,28 @@
 
 namespace lockstep {
 
-/// What a moving average does with buffers, such as the running statistics of batch norm.
+/// How a moving average treats buffers, such as the running statistics of batch norm.
 enum class AveragedBuffers {
-  /// They are the model's own, as they are (Python's use_buffers=False).
+  /// Copies the model's buffers (Python's use_buffers=False).
   copied,
-  /// They are averaged, too (use_buffers=True).
+  /// Averages the buffers too (Python's use_buffers=True).
   averaged,
 };
 
 struct MovingAverageOptions {
-  /// The share of the old average in the new one.
+  /// Weight of the old average in the new one, from 0 to 1.
   double decay = 0.999;
   AveragedBuffers buffers = AveragedBuffers::copied;
 };
 
-/// An exponential moving average of a model's parameters: the tensors of Python's `AveragedModel(model,
-/// multi_avg_fn=get_ema_multi_avg_fn(decay))` to the bit. The model's parameters are equal on all ranks after
-/// a step, so the average is, too, and nothing is communicated. The model's tensors stay in place as long as
-/// this lives.
+/// Maintains an exponential moving average of a model's parameters, bitwise equal to Python's. Communicates
+/// nothing: parameters are equal on all ranks after a step, hence so is the average. The model's tensors must
+/// not be replaced while this object lives.
+///
+/// Counterpart: torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay)).
 class MovingAverage {
  public:
-  /// Throws UsageError for a decay that is not from 0 to 1.
+  /// Throws UsageError unless `decay` is from 0 to 1.
   explicit MovingAverage(const torch::nn::Module& model, const MovingAverageOptions& options = {})
       : options_(options), parameters_(unique_parameters(model)), buffers_(unique_buffers(model)) {
     if (!(options.decay >= 0 && options.decay <= 1))
@@ -49,7 +50,8 @@ class MovingAverage {
   MovingAverage(const MovingAverage&) = delete;
   MovingAverage& operator=(const MovingAverage&) = delete;
 
-  /// To be called after each optimizer step. The first call takes the model as it is.
+  /// Updates the average. Call it after each optimizer step; the first call copies the model. Throws
+  /// UsageError while a Swap lives.
   void update() {
     refuse_while_swapped("update");
     const at::NoGradGuard no_grad;
@@ -66,13 +68,13 @@ class MovingAverage {
         values.push_back(value.detach());
       }
     }
-    // On a mixture of dtypes ATen takes them one by one by itself.
+    // ATen falls back to one tensor at a time for mixed dtypes.
     if (!averages.empty()) at::_foreach_lerp_(averages, values, 1 - options_.decay);
     ++updates_;
   }
 
-  /// The model holds the average while this lives, and what it held before afterwards. Used for evaluation
-  /// and for saving; optimizer steps in between would be lost.
+  /// A guard during whose life the model holds the average, for evaluation and saving. The destructor
+  /// restores the previous values; an optimizer step in between would be lost.
   class [[nodiscard]] Swap {
    public:
     explicit Swap(MovingAverage& owner) : owner_(&owner) { owner.exchange(); }
@@ -85,23 +87,24 @@ class MovingAverage {
    private:
     MovingAverage* owner_;
   };
-  /// Throws UsageError while an earlier Swap lives.
+  /// Swaps the average into the model. Throws UsageError while another Swap lives.
   Swap swap_in() {
     refuse_while_swapped("swap_in");
     return Swap(*this);
   }
 
   [[nodiscard]] std::int64_t updates() const { return updates_; }
-  /// The averages of the parameters, then the buffers, in registration order, each once. While a Swap lives
-  /// they are what the model held before.
+  /// Returns the averages of the parameters, then of the buffers, in registration order, each once. While a
+  /// Swap lives these are the model's previous values.
   [[nodiscard]] const std::vector<at::Tensor>& tensors() const { return average_; }
 
-  /// Under the model's names, with the number of updates.
+  /// Writes the average under the model's names, and the number of updates.
   void save(torch::serialize::OutputArchive& archive) const {
     archive.write("updates", c10::IValue(updates_));
     for (std::size_t i = 0; i < average_.size(); ++i) archive.write(key(i), c10::IValue(average_[i]));
   }
-  /// Throws CheckpointError, naming what is missing or of another shape, and changes nothing then.
+  /// Throws CheckpointError with the name of a tensor that is missing or has another shape, and then changes
+  /// nothing. Throws UsageError while a Swap lives.
   void load(torch::serialize::InputArchive& archive) {
     refuse_while_swapped("load");
     const at::NoGradGuard no_grad;
@@ -128,7 +131,7 @@ class MovingAverage {
   }
   [[nodiscard]] const at::Tensor& source(std::size_t index) const { return item(index).tensor; }
   [[nodiscard]] const std::string& name(std::size_t index) const { return item(index).name; }
-  // Archives take no points in names, except as paths.
+  // Archive keys cannot contain dots, except as paths.
   [[nodiscard]] std::string key(std::size_t index) const {
     std::string key = "average/" + name(index);
     for (char& letter : key)

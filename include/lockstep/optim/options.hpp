@@ -16,26 +16,26 @@
 
 namespace lockstep {
 
-/// Which of ATen's operators make up an optimizer's step.
+/// The kind of ATen operators that an optimizer's step uses.
 enum class Implementation {
-  /// The bits of Python's default (`foreach=None, fused=None`): on a CPU those of its loop over the
-  /// parameters,
-  /// on other devices foreach; fused where the rate is a tensor on such a device.
+  /// The bits of Python's default (`foreach=None, fused=None`): a loop over the parameters on a CPU, foreach
+  /// on other devices, fused if the learning rate is a tensor on such a device.
   automatic,
-  /// Python's `foreach=True`: each operation for all parameters, then the next. On a CPU the same bits as
+  /// Python's `foreach=True`: each operation over all parameters at once. On a CPU bitwise equal to
   /// `automatic`.
   foreach,
-  /// Python's `fused=True`: one operator for all. The fastest; its bits are those of `fused=True` alone.
+  /// Python's `fused=True`: one operator for the whole step. The fastest; its bits differ from those of the
+  /// others.
   fused,
 };
 
-/// The options of one parameter group, as LibTorch keeps them: `values` are what the optimizer takes, such as
-/// SgdOptions. `lr_tensor`, where it is defined, is the rate, and set_lr writes into it.
+/// The options of one parameter group in LibTorch's form. `values` holds the optimizer's options, such as
+/// SgdOptions. If `lr_tensor` is defined, it is the learning rate and set_lr writes into it.
 template <class Options>
 class GroupOptions : public torch::optim::OptimizerCloneableOptions<GroupOptions<Options>> {
  public:
   explicit GroupOptions(Options options) : values(std::move(options)) {}
-  /// What LibTorch makes before it reads the rest from an archive.
+  /// The constructor that LibTorch calls before it reads the other options from an archive.
   explicit GroupOptions(double lr) { values.lr = lr; }
 
   [[nodiscard]] double get_lr() const override {
@@ -46,7 +46,8 @@ class GroupOptions : public torch::optim::OptimizerCloneableOptions<GroupOptions
     if (values.lr_tensor.defined()) values.lr_tensor.fill_(lr);
   }
 
-  /// Numbers and switches; neither the implementation nor the tensor, which are of the run and not its state.
+  /// Writes the numeric and boolean options. Omits the implementation and the tensor, which belong to the
+  /// run.
   void serialize(torch::serialize::OutputArchive& archive) const override {
     Options saved = values;
     saved.lr = get_lr();
@@ -63,8 +64,9 @@ class GroupOptions : public torch::optim::OptimizerCloneableOptions<GroupOptions
   Options values;
 };
 
-/// Parameters with options of their own, for an optimizer's list of groups: `SGD({parameter_group(weights,
-/// SgdOptions{.weight_decay = 1e-4}), parameter_group(biases, SgdOptions{})})`.
+/// Returns a parameter group with its own options, for an optimizer's list of groups:
+/// `SGD({parameter_group(weights, SgdOptions{.weight_decay = 1e-4}), parameter_group(biases,
+/// SgdOptions{})})`.
 template <class Options>
 torch::optim::OptimizerParamGroup parameter_group(std::vector<at::Tensor> parameters,
                                                   const Options& options) {
@@ -86,7 +88,7 @@ torch::optim::OptimizerParamGroup parameter_group(std::vector<at::Tensor> parame
 
 namespace lockstep::detail {
 
-/// Throws UsageError unless `good`; NaN is good for nothing.
+/// Throws UsageError unless `good`. Callers phrase `good` so that NaN fails it.
 inline void require_option(bool good, const char* optimizer, std::size_t group, const char* name,
                            double value, const char* range) {
   if (!good)
@@ -94,7 +96,7 @@ inline void require_option(bool good, const char* optimizer, std::size_t group, 
         fmt::format("{}: {} = {} of group {} is {}: choose another", optimizer, name, value, group, range));
 }
 
-/// What is wrong with the rate of either kind of optimizer.
+/// Throws UsageError if the learning rate or the weight decay is invalid.
 template <class Options>
 void check_rate(const Options& options, const char* optimizer, std::size_t group) {
   require_option(options.lr >= 0, optimizer, group, "lr", options.lr, "not 0 or more");
@@ -105,8 +107,9 @@ void check_rate(const Options& options, const char* optimizer, std::size_t group
                                  options.lr_tensor.numel()));
 }
 
-/// The state of one parameter as tensors, which Derived lists: `each_tensor(self, f)` calls `f(name, tensor,
-/// like_parameter)`, where like_parameter says whether it has the parameter's shape and device.
+/// The optimizer state of one parameter as tensors, which Derived enumerates: `each_tensor(self, f)` calls
+/// `f(name, tensor, like_parameter)`; `like_parameter` is true for a tensor with the parameter's shape and
+/// device.
 template <class Derived>
 struct TensorState : torch::optim::OptimizerCloneableParamState<Derived> {
   void serialize(torch::serialize::OutputArchive& archive) const override {
@@ -127,7 +130,7 @@ struct TensorState : torch::optim::OptimizerCloneableParamState<Derived> {
 
 namespace lockstep {
 
-/// What Adam does; the defaults and the names are Python's.
+/// Options of Adam, with Python's names and defaults.
 struct AdamOptions {
   double lr = 1e-3;
   std::array<double, 2> betas = {0.9, 0.999};
@@ -135,15 +138,15 @@ struct AdamOptions {
   double weight_decay = 0;
   bool amsgrad = false;
   bool maximize = false;
-  /// Weight decay shrinks the parameters and leaves the gradients alone, as AdamW does.
+  /// Decouple weight decay from the gradients, as AdamW does.
   bool decoupled = false;
   Implementation implementation = Implementation::automatic;
-  /// Of one element; where defined it is the rate, read at each step.
+  /// Learning rate as a tensor of one element. If defined, it replaces `lr` and is read at each step.
   at::Tensor lr_tensor = {};
 
   using Group = AdamOptions;
 
-  /// Throws UsageError for what Python refuses as well.
+  /// Throws UsageError for values that Python refuses.
   void check(std::size_t group) const {
     const char* name = decoupled ? "AdamW" : "Adam";
     detail::check_rate(*this, name, group);
@@ -167,7 +170,7 @@ struct AdamOptions {
   }
 };
 
-/// What AdamW does: Adam with decoupled weight decay, on by default.
+/// Options of AdamW, with Python's names and defaults. `lr_tensor` is as in AdamOptions.
 struct AdamWOptions {
   double lr = 1e-3;
   std::array<double, 2> betas = {0.9, 0.999};
@@ -186,8 +189,8 @@ struct AdamWOptions {
   }
 };
 
-/// Adam's state of a parameter. `step` is a tensor, so that a captured graph counts on: on the host unless
-/// fused, float32 (float64 where that is the default dtype and the step is not fused).
+/// Adam's state of one parameter. `step` is a tensor, so that replays of a captured graph advance it: on the
+/// host unless fused; float32, or float64 if that is the default dtype and the step is not fused.
 struct AdamState : detail::TensorState<AdamState> {
   at::Tensor step, exp_avg, exp_avg_sq, max_exp_avg_sq;
 
@@ -200,7 +203,7 @@ struct AdamState : detail::TensorState<AdamState> {
   }
 };
 
-/// What SGD does; the defaults and the names are Python's.
+/// Options of SGD, with Python's names and its defaults.
 struct SgdOptions {
   double lr = 1e-3;
   double momentum = 0;
@@ -209,12 +212,12 @@ struct SgdOptions {
   bool nesterov = false;
   bool maximize = false;
   Implementation implementation = Implementation::automatic;
-  /// Of one element; where defined it is the rate, read at each step.
+  /// Learning rate as a tensor of one element. If defined, it replaces `lr` and is read at each step.
   at::Tensor lr_tensor = {};
 
   using Group = SgdOptions;
 
-  /// Throws UsageError for what Python refuses as well.
+  /// Throws UsageError for values that Python refuses.
   void check(std::size_t group) const {
     detail::check_rate(*this, "SGD", group);
     detail::require_option(momentum >= 0, "SGD", group, "momentum", momentum, "not 0 or more");
@@ -232,7 +235,7 @@ struct SgdOptions {
   }
 };
 
-/// SGD's state of a parameter: the momentum buffer from the first step with momentum on.
+/// SGD's state of one parameter. The momentum buffer is defined from the first step with momentum on.
 struct SgdState : detail::TensorState<SgdState> {
   at::Tensor momentum_buffer;
 

@@ -15,9 +15,11 @@
 
 namespace lockstep {
 
-/// Replaces parameters by their average over the ranks of `comm`: divided by their number, then summed, as
-/// Python's `average_parameters`. Collective, blocks; parameters are the same on every rank but for their
-/// values. Those of one dtype and device travel together.
+/// Replaces the parameters by their average over the ranks of `comm`, divided by the number of ranks and then
+/// summed, as in Python. One all-reduce per dtype and device. Parameters must be the same on every rank
+/// except for their values. Collective; waits as Work::wait does.
+///
+/// Counterpart: torch.distributed.algorithms.model_averaging.utils.average_parameters.
 template <Reducing Comm>
 void average_parameters(const std::vector<at::Tensor>& parameters, Comm& comm) {
   if (comm.size() == 1) return;
@@ -52,17 +54,19 @@ void average_parameters(const std::vector<at::Tensor>& parameters, Comm& comm) {
 }
 
 struct PeriodicModelAveragerOptions {
-  /// Steps from one average to the next.
+  /// Steps between two averages.
   std::int64_t period = 4;
-  /// Steps before the first.
+  /// Steps before the first average.
   std::int64_t warmup_steps = 0;
 };
 
-/// Averages a model over the ranks every `period` steps, in the very steps of Python's PeriodicModelAverager:
-/// what brings ranks together again that PostLocalSgdHook lets part.
+/// Averages a model over the ranks every `period` steps, in the same steps as Python. Use it with
+/// PostLocalSgdHook, under which the ranks' parameters diverge.
+///
+/// Counterpart: torch.distributed.algorithms.model_averaging.averagers.PeriodicModelAverager.
 class PeriodicModelAverager {
  public:
-  /// Throws UsageError for options without a meaning.
+  /// Throws UsageError if `period` is below 1 or `warmup_steps` is negative.
   explicit PeriodicModelAverager(const PeriodicModelAveragerOptions& options = {}) : options_(options) {
     if (options.period < 1)
       throw UsageError(fmt::format("PeriodicModelAverager: a period of {}: give 1 or more", options.period));
@@ -71,7 +75,8 @@ class PeriodicModelAverager {
           fmt::format("PeriodicModelAverager: {} warm-up steps: give 0 or more", options.warmup_steps));
   }
 
-  /// To be called after each optimizer step, on every rank; true where that step's parameters were averaged.
+  /// Counts a step and averages the parameters if it is due. Returns whether it averaged. Call it on every
+  /// rank after each optimizer step. Collective when it averages.
   template <Reducing Comm>
   bool step(const std::vector<at::Tensor>& parameters, Comm& comm) {
     const std::int64_t since = steps_++ - options_.warmup_steps;
@@ -80,7 +85,7 @@ class PeriodicModelAverager {
     return true;
   }
 
-  /// How many steps there were: what a run that goes on sets.
+  /// Returns the number of steps so far, which a resumed run sets.
   [[nodiscard]] std::int64_t steps() const { return steps_; }
   void set_steps(std::int64_t steps) { steps_ = steps; }
 

@@ -16,11 +16,11 @@
 
 namespace lockstep {
 
-// Curves: `curve(t)` is the factor of the learning rate at t = 0, 1, 2, ..., a function of t alone, so that
-// all ranks agree and a resumed run needs no state. Each is the closed form of Python's scheduler of that
-// name, for a rate of 1. PerStep and PerEpoch make a Trainer's Schedule of a curve.
+// Curves: `curve(t)` is the factor of the learning rate at t = 0, 1, 2, ... It depends on t alone, so all
+// ranks agree and a resumed run needs no state. Each curve is the closed form of Python's scheduler of that
+// name for a learning rate of 1. PerStep and PerEpoch make a Trainer's Schedule from a curve.
 
-/// A curve: called with a number of steps or epochs, from 0, it gives the factor of the rate.
+/// A function from a zero-based number of steps or epochs to the factor of the learning rate.
 template <class C>
 concept RateCurve = requires(const C& curve, std::int64_t t) {
   { curve(t) } -> std::convertible_to<double>;
@@ -36,15 +36,16 @@ inline void require_positive(std::int64_t value, const char* curve, const char* 
 
 namespace lockstep {
 
-/// `factor` for the first `total_iters`, then 1. Counterpart: torch.optim.lr_scheduler.ConstantLR.
+/// Returns `factor` for the first `total_iters`, then 1. Counterpart: torch.optim.lr_scheduler.ConstantLR.
 struct ConstantLR {
   double factor = 1.0 / 3;
   std::int64_t total_iters = 5;
   double operator()(std::int64_t t) const { return t >= total_iters ? 1 : factor; }
 };
 
-/// A straight line from `start_factor` at 0 to `end_factor` at `total_iters`, constant after it: by default a
-/// warm-up. Throws UsageError where total_iters < 1. Counterpart: torch.optim.lr_scheduler.LinearLR.
+/// Interpolates linearly from `start_factor` at 0 to `end_factor` at `total_iters`, then stays constant; the
+/// defaults make a warm-up. Throws UsageError if total_iters < 1. Counterpart:
+/// torch.optim.lr_scheduler.LinearLR.
 struct LinearLR {
   double start_factor = 1.0 / 3, end_factor = 1;
   std::int64_t total_iters = 5;
@@ -55,9 +56,9 @@ struct LinearLR {
   }
 };
 
-/// Half a cosine wave from 1 at 0 to `eta_min_factor` at `T_max`, constant after it; Python's rises again.
-/// `eta_min_factor` is Python's eta_min divided by the learning rate. Throws UsageError where T_max < 1.
-/// Counterpart: torch.optim.lr_scheduler.CosineAnnealingLR.
+/// Anneals from 1 at 0 to `eta_min_factor` at `T_max` along half a cosine wave, then stays constant, whereas
+/// Python's rises again. `eta_min_factor` is Python's eta_min divided by the learning rate. Throws UsageError
+/// if T_max < 1. Counterpart: torch.optim.lr_scheduler.CosineAnnealingLR.
 struct CosineAnnealingLR {
   std::int64_t T_max = 1;
   double eta_min_factor = 0;
@@ -68,8 +69,8 @@ struct CosineAnnealingLR {
   }
 };
 
-/// (1 - t / total_iters) to the power `power`; 0 from `total_iters` on. Throws UsageError where
-/// total_iters < 1. Counterpart: torch.optim.lr_scheduler.PolynomialLR.
+/// Returns (1 - t / total_iters)^power, and 0 from `total_iters` on. Throws UsageError if total_iters < 1.
+/// Counterpart: torch.optim.lr_scheduler.PolynomialLR.
 struct PolynomialLR {
   std::int64_t total_iters = 5;
   double power = 1;
@@ -80,7 +81,7 @@ struct PolynomialLR {
   }
 };
 
-/// Multiplied by `gamma` every `step_size`. Throws UsageError where step_size < 1. Counterpart:
+/// Multiplies by `gamma` every `step_size`. Throws UsageError if step_size < 1. Counterpart:
 /// torch.optim.lr_scheduler.StepLR.
 struct StepLR {
   std::int64_t step_size = 1;
@@ -91,7 +92,7 @@ struct StepLR {
   }
 };
 
-/// Multiplied by `gamma` at each milestone; a repeated milestone counts each time. Counterpart:
+/// Multiplies by `gamma` at each milestone; a repeated milestone counts each time. Counterpart:
 /// torch.optim.lr_scheduler.MultiStepLR.
 struct MultiStepLR {
   std::vector<std::int64_t> milestones;
@@ -103,15 +104,15 @@ struct MultiStepLR {
   }
 };
 
-/// `gamma` to the power t. Counterpart: torch.optim.lr_scheduler.ExponentialLR.
+/// Returns gamma^t. Counterpart: torch.optim.lr_scheduler.ExponentialLR.
 struct ExponentialLR {
   double gamma = 0.9;
   double operator()(std::int64_t t) const { return std::pow(gamma, static_cast<double>(t)); }
 };
 
-/// `first` before `milestone`, then `second`, which starts at its own 0; nest them for more than two:
-/// `SequentialLR{LinearLR{.total_iters = 500}, 500, CosineAnnealingLR{.T_max = 9500}}`.
-/// Counterpart: torch.optim.lr_scheduler.SequentialLR.
+/// Follows `first` before `milestone`, then `second`, whose t starts at 0. Nest for more than two:
+/// `SequentialLR{LinearLR{.total_iters = 500}, 500, CosineAnnealingLR{.T_max = 9500}}`. Counterpart:
+/// torch.optim.lr_scheduler.SequentialLR.
 template <class First, class Second>
 struct SequentialLR {
   static_assert(
@@ -128,7 +129,7 @@ SequentialLR(First, std::int64_t, Second) -> SequentialLR<First, Second>;
 template <class First, class Second>
 SequentialLR(First, int, Second) -> SequentialLR<First, Second>;
 
-/// A Schedule (see train/extras.hpp) whose curve runs over optimizer steps.
+/// A Schedule (see train/extras.hpp) that evaluates its curve at the optimizer step.
 template <class Curve>
 struct PerStep {
   static_assert(
@@ -141,7 +142,7 @@ struct PerStep {
 template <class Curve>
 PerStep(Curve) -> PerStep<Curve>;
 
-/// A Schedule whose curve runs over epochs: one factor for all steps of an epoch.
+/// A Schedule that evaluates its curve at the epoch: one factor for all steps of an epoch.
 template <class Curve>
 struct PerEpoch {
   static_assert(RateCurve<Curve>,
@@ -153,31 +154,31 @@ struct PerEpoch {
 template <class Curve>
 PerEpoch(Curve) -> PerEpoch<Curve>;
 
-/// How the learning rate follows the global batch.
+/// How the learning rate scales with the global batch size.
 enum class RateRule {
-  /// As it is.
+  /// Does not scale.
   constant,
-  /// In proportion: the rule of Goyal et al. (arXiv 1706.02677), for SGD.
+  /// Scales linearly: the rule of Goyal et al. (arXiv 1706.02677), for SGD.
   linear,
-  /// With the square root, which keeps the variance of an update: common for Adam.
+  /// Scales with the square root, which keeps the variance of an update: common for Adam.
   square_root,
 };
 
-/// The batch that one optimizer step sees, and the one for which a rate was found.
+/// The global batch of one optimizer step, and the batch size for which the learning rate was tuned.
 struct GlobalBatch {
-  /// Samples of one rank in one backward.
+  /// Samples per rank and backward.
   std::int64_t per_rank = 1;
-  /// Backward calls before each optimizer step.
+  /// Backward calls per optimizer step.
   std::int64_t accumulation = 1;
-  /// The batch for which the rate is good, often the one that a paper gives.
+  /// Batch size for which the learning rate was tuned, often that of a paper.
   std::int64_t reference = 256;
-  /// Ranks that train together; the world's where it is not given.
+  /// Number of ranks. Defaults to the world size.
   std::optional<int> ranks = std::nullopt;
 };
 
-/// `lr` times global batch / reference, or times its root; the global batch is per_rank x ranks x
-/// accumulation. Says on the world's log what it did. Throws UsageError for a batch below 1 or a rate that is
-/// none.
+/// Returns `lr` scaled by `rule` with the ratio of the global batch to the reference. The global batch is
+/// per_rank x ranks x accumulation. Logs the result to the world's log. Throws UsageError if a batch size or
+/// count is below 1, or `lr` is negative or not finite.
 inline double scaled_rate(double lr, RateRule rule, const GlobalBatch& batch, const World& world) {
   if (batch.per_rank < 1 || batch.accumulation < 1 || batch.reference < 1)
     throw UsageError(

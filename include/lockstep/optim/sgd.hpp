@@ -10,20 +10,22 @@
 
 namespace lockstep {
 
-/// Stochastic gradient descent with Python's arithmetic (torch/optim/sgd.py): the parameters and the state of
-/// `torch.optim.SGD` to the bit, for the same implementation, dtype and number of threads.
+/// Implements stochastic gradient descent, bitwise equal to `torch.optim.SGD` in parameters and state for the
+/// same implementation, dtype and number of threads.
 ///
-/// Sparse gradients are taken as Python takes them: not fused, and without weight decay.
+/// Sparse gradients are supported as in Python: not with `fused` and not with weight decay.
+///
+/// Counterpart: torch.optim.SGD.
 class SGD : public detail::GroupedOptimizer<SGD, SgdState, SgdOptions> {
  public:
   static constexpr const char* name = "SGD";
-  /// A graph can hold its step where that is fused, with a rate in a tensor; see CapturedStep.
+  /// CapturedStep can capture a fused step whose learning rate is a tensor.
   static constexpr bool capturable = true;
 
-  /// Throws UsageError for no parameters, for one that is there twice and for options out of range.
+  /// Throws UsageError if there are no parameters, one is repeated, or an option is out of range.
   explicit SGD(std::vector<at::Tensor> parameters, const SgdOptions& options = {})
       : GroupedOptimizer(std::move(parameters), options) {}
-  /// The same with groups; one without options has the given ones.
+  /// Constructs an optimizer of parameter groups. `options` are the defaults of groups without options.
   explicit SGD(std::vector<torch::optim::OptimizerParamGroup> groups, const SgdOptions& options = {})
       : GroupedOptimizer(std::move(groups), options) {}
 
@@ -41,9 +43,9 @@ class SGD : public detail::GroupedOptimizer<SGD, SgdState, SgdOptions> {
 
   static void prepare(const SgdOptions&, const at::Tensor&, SgdState&) {}
 
-  // Whether the fused operator rounds as the loop does. Without momentum it does. With it, what is left over
-  // after whole vectors is rounded otherwise, so that there must be none: its threads and its widest vectors
-  // take 16 elements or less at once.
+  // Whether the fused operator rounds as the loop does. Without momentum it does. With momentum it rounds the
+  // elements after the last whole vector differently, so there must be none: its threads and widest vectors
+  // process up to 16 elements at once.
   static bool fused_is_equal(const SgdOptions& options, const at::Tensor& parameter,
                              const at::Tensor& gradient) {
     const at::ScalarType type = parameter.scalar_type();
@@ -69,7 +71,7 @@ class SGD : public detail::GroupedOptimizer<SGD, SgdState, SgdOptions> {
     });
   }
 
-  // Python's bits, with the fused operator where it has them.
+  // Uses the fused operator where it has the loop's bits.
   void fastest_on_cpu(const SgdOptions& options, detail::Active<SgdState>& all) {
     fused_.clear();
     looped_.clear();

@@ -36,14 +36,15 @@ inline constexpr bool is_sharded<std::unique_ptr<Made>> = std::derived_from<Made
 
 namespace lockstep {
 
-/// An optimizer whose state is spread over the ranks (ZeRO stage 1, Python's ZeroRedundancyOptimizer): each
-/// rank keeps the state of its share of the parameters and steps them, then the ranks send each other what
-/// they stepped, one coalesced broadcast a rank. The parameters are those of the optimizer inside, unsharded,
-/// to the bit.
+/// Shards the state of an optimizer over the ranks (ZeRO stage 1). Each rank keeps the state of its shard of
+/// the parameters and steps them; then each rank sends its shard to the others by one coalesced broadcast.
+/// Parameters are bitwise equal to those of the unsharded inner optimizer.
 ///
-/// It is a torch::optim::Optimizer with all groups: zero_grad, rates and options work as ever. Gradients must
-/// be equal on all ranks, as they are after `ddp.backward`. `step`, the constructor and `consolidate` are
-/// collective; `comm` outlives this.
+/// It is a torch::optim::Optimizer with all parameter groups; zero_grad, learning rates and options work
+/// unchanged. Gradients must be equal on all ranks, as they are after `ddp.backward`. The constructor, `step`
+/// and `consolidate` are collective. `comm` must outlive the object.
+///
+/// Counterpart: torch.distributed.optim.ZeroRedundancyOptimizer.
 template <class Comm>
 class ZeroRedundancyOptimizer : public torch::optim::Optimizer,
                                 public ScaledStep,
@@ -53,9 +54,9 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer,
                 "lockstep::GlooComm");
 
  public:
-  /// `make(parameters)` makes the optimizer inside, with all parameters and any groups: an optimizer, or a
-  /// unique_ptr to one. Throws MismatchError where the ranks' parameters differ, UsageError for a parameter
-  /// with gaps in its memory.
+  /// Constructs the inner optimizer by `make(parameters)`, which gets all parameters and returns an optimizer
+  /// with any groups, or a unique_ptr to one. Collective. Throws MismatchError if the ranks' parameters
+  /// differ in more than their values, UsageError if the memory of a parameter has gaps.
   template <class Make>
   ZeroRedundancyOptimizer(std::vector<at::Tensor> parameters, Comm& comm, Make&& make)
       : ZeroRedundancyOptimizer(made(make, std::move(parameters)), comm) {}
@@ -70,15 +71,15 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer,
     return loss;
   }
 
-  /// Whether the optimizer inside takes the scale in its step.
+  /// Returns whether the inner optimizer is a ScaledStep that accepts a scale.
   [[nodiscard]] bool takes_scale() override {
     auto* inside = dynamic_cast<ScaledStep*>(inner_.get());
     if (inside == nullptr) return false;
     const detail::LentGroups lent(param_groups_, inner_->param_groups(), nullptr);
     return inside->takes_scale();
   }
-  /// The step of a GradScaler, which reads all gradients, so that the ranks agree without asking: each
-  /// divides those of its share in its step, or none does.
+  /// Steps with a GradScaler's scale. All ranks take the same decision without communicating, since the
+  /// scaler checks all gradients.
   void step_scaled(const StepScale& scale) override {
     auto* inside = dynamic_cast<ScaledStep*>(inner_.get());
     if (inside == nullptr)
@@ -87,7 +88,8 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer,
     step_own([&] { inside->step_scaled(scale); });
   }
 
-  /// Brings all states to rank `to`, which may save afterwards; a step makes it necessary again. Collective.
+  /// Gathers all states on rank `to`, which may then save. The next step invalidates them. Collective.
+  /// Counterpart: consolidate_state_dict.
   void consolidate(int to = 0) override {
     forget_gathered();
     for (int rank = 0; rank < comm_.size(); ++rank) {
@@ -106,8 +108,8 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer,
     consolidated_ = comm_.rank() == to;
   }
 
-  /// Writes what the optimizer inside, unsharded, would write. Not collective: on the rank of `consolidate`
-  /// alone, or throws CheckpointError.
+  /// Writes the archive of the unsharded inner optimizer. Not collective. Throws CheckpointError except on
+  /// the rank of `consolidate`, before the next step.
   void save(torch::serialize::OutputArchive& archive) const override {
     if (!consolidated_)
       throw CheckpointError(
@@ -131,8 +133,8 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer,
     put_back();
   }
 
-  /// Reads what save or the optimizer inside, unsharded, wrote at any number of ranks, and keeps this rank's
-  /// share. Every rank reads the whole archive.
+  /// Reads an archive of `save` at any number of ranks, or of the unsharded inner optimizer, and keeps this
+  /// rank's shard. Every rank reads the whole archive.
   void load(torch::serialize::InputArchive& archive) override {
     forget_gathered();
     {
@@ -143,9 +145,9 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer,
     take_foreign_states(dropped);
   }
 
-  /// The optimizer inside; between steps it has no groups, and the states of this rank's share.
+  /// Returns the inner optimizer. Between steps it has no groups and only the states of this rank's shard.
   [[nodiscard]] torch::optim::Optimizer& inner() { return *inner_; }
-  /// The parameters that this rank steps, by group.
+  /// Returns the parameters that this rank steps, by group.
   [[nodiscard]] const std::vector<std::vector<at::Tensor>>& own_parameters() const {
     return shards_[static_cast<std::size_t>(comm_.rank())];
   }
@@ -186,7 +188,7 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer,
     shards_ = detail::deal_out(param_groups_, comm_.size());
     for (const auto& group : own())
       for (const at::Tensor& parameter : group) own_keys_.insert(parameter.unsafeGetTensorImpl());
-    // Some optimizers make their states at once.
+    // Some optimizers create states in their constructor.
     States dropped;
     take_foreign_states(dropped);
   }
@@ -199,7 +201,7 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer,
     forget_gathered();
     {
       const detail::LentGroups lent(param_groups_, inner_->param_groups(), &own());
-      // The others wait for this rank's parameters, also where another communicator failed.
+      // The other ranks wait for this rank's parameters, even if another communicator failed.
       try {
         step_inside();
       } catch (...) {
@@ -253,7 +255,7 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer,
             if (!parameter.is_inference()) parameter.unsafeGetTensorImpl()->bump_version();
   }
 
-  // The bytes of the parameters, made anew where that has moved.
+  // Updates the byte views of parameters whose memory has moved.
   void refresh_flats() {
     flats_.resize(shards_.size());
     for (std::size_t rank = 0; rank < shards_.size(); ++rank) {
@@ -270,9 +272,9 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer,
 
   Comm& comm_;
   std::unique_ptr<torch::optim::Optimizer> inner_;
-  std::vector<detail::Shard> shards_;  // of each rank
+  std::vector<detail::Shard> shards_;  // indexed by rank
   std::unordered_set<const void*> own_keys_;
-  std::vector<std::vector<at::Tensor>> flats_;  // of each rank
+  std::vector<std::vector<at::Tensor>> flats_;  // indexed by rank
   mutable States gathered_;                     // of the other ranks, after consolidate
   bool consolidated_ = false;
 };

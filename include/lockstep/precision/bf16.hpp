@@ -7,8 +7,9 @@
 
 namespace lockstep {
 
-/// Forward in bfloat16 where autocast knows how, parameters, gradients and step in their own format:
-/// `torch.autocast(dtype=torch.bfloat16)`. Its range is that of float32, so that nothing needs a scale.
+/// Runs the forward in bfloat16 where autocast supports it; parameters, gradients and the optimizer step keep
+/// their own dtype. Needs no loss scaling: bfloat16 has the range of float32. Counterpart:
+/// torch.autocast(dtype=torch.bfloat16).
 struct Bf16 : Fp32 {
   template <class Forward>
   decltype(auto) forward(Forward&& forward) const {

@@ -12,12 +12,14 @@
 
 namespace lockstep {
 
-/// Forward in float16 where autocast knows how, the loss scaled by a GradScaler of its own, parameters and
-/// step in their own format: `torch.autocast(dtype=torch.float16)` with `torch.amp.GradScaler`. A step whose
-/// gradients are not finite is left out. A checkpoint holds the scaler.
+/// Runs the forward in float16 where autocast supports it and scales the loss by its own GradScaler;
+/// parameters and the optimizer step keep their own dtype. Skips a step whose gradients are not finite.
+/// Checkpoints store the scaler.
+///
+/// Counterpart: torch.autocast(dtype=torch.float16) with torch.amp.GradScaler.
 class Fp16 {
  public:
-  /// A graph can hold it, with a fused optimizer; see CapturedStep.
+  /// CapturedStep can capture it with a fused optimizer.
   static constexpr bool capturable = true;
 
   Fp16() = default;
@@ -30,9 +32,9 @@ class Fp16 {
   }
 
   at::Tensor scale(const at::Tensor& loss) { return scaler_.scale(loss); }
-  /// The true gradients, for who looks at them or clips them before the step.
+  /// Divides the gradients by the scale, to inspect or clip them before the step.
   void unscale(torch::optim::Optimizer& optimizer) { scaler_.unscale(optimizer); }
-  /// All ranks skip the step that one must skip; see GradScaler::agree.
+  /// Makes all ranks skip a step that one rank must skip; see GradScaler::agree. Collective.
   template <Reducing Comm>
   void agree(torch::optim::Optimizer& optimizer, Comm& comm) {
     scaler_.agree(optimizer, comm);

@@ -6,10 +6,10 @@
 
 namespace lockstep {
 
-/// The parameters' own format throughout: no context, no scale, and nothing left of itself in the compiled
-/// step.
+/// Runs everything in the parameters' own dtype, without context and without loss scaling. Compiles to
+/// nothing.
 struct Fp32 {
-  /// A graph can hold it; see CapturedStep.
+  /// CapturedStep can capture it.
   static constexpr bool capturable = true;
 
   template <class Forward>

@@ -25,31 +25,32 @@
 
 namespace lockstep {
 
-/// Names and defaults as Python's torch.amp.GradScaler has them.
+/// Options of GradScaler, with the names and defaults of torch.amp.GradScaler.
 struct GradScalerOptions {
   double init_scale = 65536;
-  /// What the scale is multiplied by after `growth_interval` steps in a row without infinities.
+  /// Factor of the scale after `growth_interval` consecutive steps with finite gradients.
   double growth_factor = 2;
-  /// What it is multiplied by after a step that was skipped for them.
+  /// Factor of the scale after a step skipped for gradients that are not finite.
   double backoff_factor = 0.5;
   std::int64_t growth_interval = 2000;
-  /// Off, all of it passes everything through.
+  /// False makes scaling, unscaling and update no-ops; `step` steps the optimizer unconditionally.
   bool enabled = true;
 };
 
-/// Multiplies losses, so that small gradients do not vanish in half precision, and divides the gradients
-/// before the step, which it leaves out where one is not finite; the scale follows. Numbers and states are
-/// those of Python's torch.amp.GradScaler.
+/// Scales losses, so that small gradients do not underflow in half precision; unscales the gradients before
+/// the step and skips a step whose gradients are not finite. Adapts the scale. Bitwise equal to Python's.
 ///
-/// An iteration is: `scale` for each loss, backward, perhaps `unscale(optimizer)` to see or clip the true
-/// gradients, `step(optimizer)` for each optimizer, `update()` once.
+/// Each iteration calls `scale` for each loss, backward, optionally `unscale(optimizer)` to inspect or clip
+/// the gradients, `step(optimizer)` for each optimizer, and `update()` once.
 ///
-/// Optimizers that divide the gradients themselves (ScaledStep: SGD, Adam and AdamW with
-/// Implementation::fused) are stepped without a wait for the device, as by Python with `fused=True`: the
-/// gradients are read once to see whether they are finite, and divided in the step.
+/// Optimizers that unscale in their own step (ScaledStep: SGD, Adam and AdamW with Implementation::fused) are
+/// stepped without synchronizing with the device, as in Python with `fused=True`: one pass checks the
+/// gradients, and the step divides them.
+///
+/// Counterpart: torch.amp.GradScaler.
 class GradScaler {
  public:
-  /// Throws UsageError for options without a meaning.
+  /// Throws UsageError for options out of range.
   explicit GradScaler(const GradScalerOptions& options = {}) : options_(options) {
     const auto refuse = [](const char* name, double value, const char* range) {
       throw UsageError(fmt::format("GradScaler: {} is {}: give {}", name, value, range));
@@ -63,16 +64,18 @@ class GradScaler {
       refuse("growth_interval", static_cast<double>(options.growth_interval), "1 or more");
   }
 
-  /// The loss times the scale, for a backward; undefined where it is.
+  /// Returns the loss times the scale. Returns an undefined loss unchanged.
   [[nodiscard]] at::Tensor scale(const at::Tensor& loss) {
     if (!options_.enabled || !loss.defined()) return loss;
     make_on(loss.device());
     return loss * scale_.to(loss.device());
   }
 
-  /// Divides the gradients of the optimizer's parameters by the scale, and looks whether all are finite. Once
-  /// between a backward and the step. Throws UsageError where it was called already, GradientError for
-  /// gradients in float16: it is the parameters' copies that are to be of half precision (autocast).
+  /// Divides the gradients of the optimizer's parameters by the scale and checks whether all are finite. Call
+  /// it at most once between backward and step.
+  ///
+  /// Throws UsageError if it was called already or after `step`. Throws GradientError if a gradient is
+  /// float16: keep parameters in float32 and use autocast.
   void unscale(torch::optim::Optimizer& optimizer) {
     if (!options_.enabled) return;
     State& state = states_[&optimizer];
@@ -84,10 +87,12 @@ class GradScaler {
     state.stage = Stage::unscaled;
   }
 
-  /// Makes all ranks skip the step that one must skip. Where every gradient was reduced by a sum, infinities
-  /// have come to all ranks by themselves, and this is not needed: it is for hooks that keep them
-  /// (PowerSgdHook, NoOpHook) and for parameters that are not reduced. Collective, before `step`, and
-  /// before or after `unscale`.
+  /// Makes all ranks skip a step that one rank must skip. Collective. Call it before `step`, before or after
+  /// `unscale`.
+  ///
+  /// Not needed if every gradient was reduced by a sum, which propagates infinities to all ranks. Needed for
+  /// hooks that do not propagate them (PowerSgdHook, NoOpHook) and for parameters that are not reduced.
+  /// Throws UsageError after `step`.
   template <Reducing Comm>
   void agree(torch::optim::Optimizer& optimizer, Comm& comm) {
     if (!options_.enabled || comm.size() == 1) return;
@@ -100,10 +105,11 @@ class GradScaler {
     state.found_inf = {any};
   }
 
-  /// Steps the optimizer unless one of its gradients is not finite; divides them first where that was not
-  /// done. Returns whether it stepped: a ScaledStep leaves the answer on the device until it is asked for,
-  /// for others this waits for the device. Throws UsageError where it was called already since the last
-  /// update.
+  /// Unscales the gradients if `unscale` has not, and steps the optimizer unless a gradient is not finite.
+  /// Returns whether it stepped.
+  ///
+  /// For a ScaledStep the outcome stays on the device until it is queried; for other optimizers this
+  /// synchronizes with the device. Throws UsageError if it was called already since the last update.
   StepOutcome step(torch::optim::Optimizer& optimizer) {
     if (!options_.enabled) {
       optimizer.step();
@@ -117,7 +123,7 @@ class GradScaler {
     if (ScaledStep* inside = divides_itself(optimizer)) {
       inside->step_scaled({state.divided ? at::Tensor() : scale_, found});
       state.stage = Stage::stepped;
-      // In place, so that a step that a captured graph repeats counts on.
+      // In place, so that replays of a captured step keep counting.
       if (!skipped_there_.defined()) skipped_there_ = at::zeros_like(found);
       skipped_there_.add_(found.to(skipped_there_.device()));
       return StepOutcome(found);
@@ -132,8 +138,8 @@ class GradScaler {
     return finite;
   }
 
-  /// Ends the iteration: the scale grows or shrinks by what the steps have found, or is set to `new_scale`.
-  /// Nothing waits for the device. Throws UsageError where no step or unscale came before.
+  /// Ends the iteration: adapts the scale to the outcome of the steps, or sets it to `new_scale`. Does not
+  /// synchronize with the device. Throws UsageError if neither `step` nor `unscale` preceded it.
   void update(std::optional<double> new_scale = std::nullopt) {
     if (!options_.enabled) return;
     if (new_scale) {
@@ -153,25 +159,26 @@ class GradScaler {
     states_.clear();
   }
 
-  /// Forgets what was done since the last update, for an iteration that is given up.
+  /// Discards what was recorded since the last update, for an abandoned iteration.
   void forget() { states_.clear(); }
 
-  /// 1 where it is not enabled; waits for the device.
+  /// Returns the scale; 1 if the scaler is disabled. Synchronizes with the device.
   [[nodiscard]] double get_scale() const {
     if (!options_.enabled) return 1;
     return scale_.defined() ? scale_.item<float>() : options_.init_scale;
   }
-  /// Steps in a row without infinities since the scale last changed; waits for the device.
+  /// Returns the number of consecutive finite steps since the scale last changed. Synchronizes with the
+  /// device.
   [[nodiscard]] std::int64_t growth_tracker() const {
     return growth_tracker_.defined() ? growth_tracker_.item<std::int32_t>() : init_growth_tracker_;
   }
-  /// Steps that were left out, of all optimizers; waits for the device.
+  /// Returns the number of skipped steps of all optimizers. Synchronizes with the device.
   [[nodiscard]] std::int64_t skipped() const {
     return skipped_ +
            (skipped_there_.defined() ? static_cast<std::int64_t>(skipped_there_.item<float>()) : 0);
   }
 
-  /// Writes what Python's state_dict holds, and the steps skipped.
+  /// Writes the values of Python's state_dict, and the number of skipped steps.
   void save(torch::serialize::OutputArchive& archive) const {
     archive.write("scale", c10::IValue(get_scale()));
     archive.write("growth_factor", c10::IValue(options_.growth_factor));
@@ -180,7 +187,7 @@ class GradScaler {
     archive.write("growth_tracker", c10::IValue(growth_tracker()));
     archive.write("skipped", c10::IValue(skipped()));
   }
-  /// Throws CheckpointError for an archive of something else, and changes nothing then.
+  /// Throws CheckpointError if the archive is not a GradScaler's, and then changes nothing.
   void load(torch::serialize::InputArchive& archive) {
     const auto read = [&](const char* key) {
       c10::IValue value;
@@ -209,8 +216,8 @@ class GradScaler {
   enum class Stage { ready, unscaled, stepped };
   struct State {
     Stage stage = Stage::ready;
-    bool divided = false;               // the gradients are the true ones
-    std::vector<at::Tensor> found_inf;  // one element a device, 1 where something was not finite
+    bool divided = false;               // the gradients are unscaled
+    std::vector<at::Tensor> found_inf;  // one element per device, 1 if a gradient was not finite
   };
 
   static ScaledStep* divides_itself(torch::optim::Optimizer& optimizer) {
@@ -224,13 +231,13 @@ class GradScaler {
     growth_tracker_ = at::full({}, init_growth_tracker_, at::TensorOptions(at::kInt).device(device));
   }
 
-  /// What lies on one device, with what of the scale is needed there.
+  /// The gradients on one device, with the scaling factor there.
   struct OnDevice {
     at::Tensor found_inf, factor;
     std::vector<std::pair<at::ScalarType, std::vector<at::Tensor>>> gradients;
   };
 
-  // Finds out whether all gradients are finite; divides them along the way, unless the step does.
+  // Checks whether all gradients are finite. Unscales them in the same pass, unless the step does it.
   void look(torch::optim::Optimizer& optimizer, State& state) {
     if (!state.found_inf.empty()) return;
     if (divides_itself(optimizer))
@@ -243,10 +250,11 @@ class GradScaler {
     if (state.divided) return;
     auto found = multiply(optimizer, /*by_inverse=*/true);
     state.divided = true;
-    if (state.found_inf.empty()) state.found_inf = std::move(found);  // else that of all ranks is known
+    if (state.found_inf.empty())
+      state.found_inf = std::move(found);  // else all ranks have agreed on it already
   }
 
-  // Multiplies the gradients by 1 / scale, or by 1; what was not finite, by device.
+  // Multiplies the gradients by 1 / scale, or by 1. Returns by device whether any was not finite.
   std::vector<at::Tensor> multiply(torch::optim::Optimizer& optimizer, bool by_inverse) {
     const at::NoGradGuard no_grad;
     std::vector<std::pair<at::Device, OnDevice>> devices;
@@ -279,7 +287,7 @@ class GradScaler {
                               [&](const auto& item) { return item.first == gradient.device(); });
     if (place == devices.end()) {
       const auto options = at::TensorOptions(at::kFloat).device(gradient.device());
-      // The reciprocal in float64, as Python takes it.
+      // Reciprocal in float64, as in Python.
       const at::Tensor factor = by_inverse
                                     ? scale_.to(at::kDouble).reciprocal().to(at::kFloat).to(gradient.device())
                                     : at::full({}, 1.0, options);
@@ -296,7 +304,7 @@ class GradScaler {
     kind->second.push_back(gradient);
   }
 
-  // One element, 0 or 1: the fused operators leave a step out where it is 1 exactly.
+  // Returns one element, 0 or 1: the fused operators skip a step only for exactly 1.
   static at::Tensor combined(const State& state) {
     at::Tensor found = state.found_inf.at(0);
     if (state.found_inf.size() == 1) return found;
@@ -306,8 +314,8 @@ class GradScaler {
   }
 
   GradScalerOptions options_;
-  at::Tensor scale_, growth_tracker_;  // on the device of the first loss, undefined before
-  at::Tensor skipped_there_;           // steps that a device left out; undefined where there were none
+  at::Tensor scale_, growth_tracker_;  // on the device of the first loss; undefined before it
+  at::Tensor skipped_there_;           // steps skipped on the device; undefined if there were none
   std::int64_t init_growth_tracker_ = 0, skipped_ = 0;
   std::unordered_map<const torch::optim::Optimizer*, State> states_;  // since the last update
 };

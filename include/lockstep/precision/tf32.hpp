@@ -14,17 +14,17 @@
 
 namespace lockstep {
 
-/// While it lives, products of float32 tensors may round their factors to TensorFloat-32 (10 bits of
-/// mantissa, sums in float32), in the whole process; afterwards the settings are what they were. Those are
-/// LibTorch's:
+/// A scope in which products of float32 tensors may round their factors to TensorFloat-32 (10 bits of
+/// mantissa, sums in float32), in the whole process. The destructor restores the previous settings of
+/// LibTorch:
 ///
-/// - matrix products as by `torch.set_float32_matmul_precision("high")`: cuBLAS on a GPU; on a CPU oneDNN,
-///   which heeds it where the processor has such units (AMX), and computes in float32 elsewhere;
+/// - matrix products, as by `torch.set_float32_matmul_precision("high")`: cuBLAS on a GPU; on a CPU oneDNN,
+///   which uses it on processors with such units (AMX) and computes in float32 elsewhere;
 /// - convolutions and recurrent layers on a GPU, as by `torch.backends.cudnn.allow_tf32 = True`, which is
 ///   LibTorch's default.
 ///
-/// Scopes are left in the reverse order of their making. Throws UsageError where LibTorch's settings of each
-/// backend were made to differ, which this could not put back.
+/// Destroy scopes in reverse order of construction. Throws UsageError if LibTorch's settings of single
+/// backends contradict each other, since they could not be restored.
 class Tf32Scope {
  public:
   Tf32Scope() try
@@ -61,12 +61,12 @@ class Tf32Scope {
   bool cudnn_;
 };
 
-/// Everything in float32, whose products may be rounded to TensorFloat-32 in the forward, and from `scale` to
-/// `step` in the backward with its reduction; the optimizer's step is in float32. See Tf32Scope for what that
-/// means on which device. Nothing needs a scale: the range is float32's.
+/// Runs the forward, and from `scale` to `step` the backward and its reduction, with TensorFloat-32 allowed;
+/// the optimizer step is in float32. See Tf32Scope for its effect on each device. Needs no loss scaling: the
+/// range is that of float32.
 class Tf32 {
  public:
-  /// A graph can hold it; see CapturedStep.
+  /// CapturedStep can capture it.
   static constexpr bool capturable = true;
 
   template <class Forward>
@@ -86,7 +86,7 @@ class Tf32 {
     return true;
   }
 
-  /// Leaves a backward that is given up.
+  /// Leaves the scope of an abandoned backward.
   void forget() { backward_.reset(); }
 
  private:

@@ -26,33 +26,34 @@
 
 namespace lockstep {
 
-/// A part of a training step that a graph can hold and repeat: it says so by a `static constexpr bool
-/// capturable = true`.
+/// A part of a training step that a graph can capture and replay. A type opts in with `static constexpr bool
+/// capturable = true` and then guarantees:
 ///
-/// 1. It reads no value of the device on the host: what it decides, it decides on the device.
-/// 2. Its operators, shapes and memory are the same in every step, but for memory that it takes and gives
-///    back inside of the step.
-/// 3. What changes from step to step (a rate, a scale, a count) it keeps in tensors and changes in place. The
-///    host's own code runs once, when the step is captured.
+/// 1. It never reads a device value on the host; it decides on the device.
+/// 2. Its operators, shapes and memory are the same in every step, except for memory that it allocates and
+///    frees within the step.
+/// 3. Values that change from step to step (a rate, a scale, a count) live in tensors and are updated in
+///    place. Its host code runs once, at capture.
 ///
-/// Where that depends on options, its `check_capturable()` throws UsageError that says on which. A
-/// communicator may have `watch_replay(replay)`, which calls `replay()` once unless it has failed, and sees
-/// that what is repeated ends: each replay goes through it.
+/// If options decide whether it is capturable, `check_capturable()` throws UsageError that names the option.
+/// A communicator may have `watch_replay(replay)`: it calls `replay()` once unless the communicator has
+/// failed, and watches that the replayed collectives complete. Every replay goes through it.
 template <class T>
 concept Capturable = requires {
   requires bool(std::remove_cvref_t<T>::capturable);
 };
 
-/// What records a step and repeats it. The caller's stream is the one that is current where it calls.
+/// Captures and replays a step. The caller's stream is the current stream at the call.
 ///
-/// 1. `on_stream(f)` calls `f()` with the graph's own stream as the current one. What that is given comes
-///    after what the caller's stream was given before, and before what it is given next; the host does not
-///    wait.
-/// 2. `capture(f)` calls `f()` once, as on_stream does, but what the stream is given is recorded and not
-///    done. Only this thread is part of that: others, such as a watchdog or a loader, go on as ever. Where
-///    `f` throws, the recording is dropped and the exception goes on.
-/// 3. `replay()` gives the caller's stream all that was recorded, with the same memory.
-/// 4. `device()` is where it works.
+/// 1. `on_stream(f)` runs `f()` with the graph's stream as the current stream, ordered after all prior work
+///    and before all later work on the caller's stream. Does not block the host.
+/// 2. `capture(f)` runs `f()` once, as `on_stream` does, but records the stream's work instead of executing
+///    it. The capture is thread-local: other threads, such as a watchdog or a loader, are unaffected. If `f`
+///    throws, `capture` drops the recording and rethrows.
+/// 3. `replay()` launches the captured work, with the same memory, on the caller's stream.
+/// 4. `device()` returns the device of the graph.
+///
+/// Counterpart: torch.cuda.CUDAGraph.
 template <class G>
 concept StepGraph = std::movable<G> && requires(G& graph, const G& seen, void (*function)()) {
   graph.on_stream(function);
@@ -61,11 +62,12 @@ concept StepGraph = std::movable<G> && requires(G& graph, const G& seen, void (*
   { seen.device() } -> std::same_as<c10::Device>;
 };
 
+/// Options of a CapturedStep.
 struct CaptureOptions {
-  /// Steps that are made as ever before the capture, in which memory is taken, buckets find their order and
-  /// libraries choose their kernels: 2 or more.
+  /// Eager steps before the capture, 2 or more. They allocate memory, order the buckets and let libraries
+  /// select their kernels.
   std::int64_t warm_up = 3;
-  /// Of the DistributedDataParallel inside.
+  /// Options of the DistributedDataParallel inside.
   DdpOptions ddp = {};
 };
 
@@ -73,7 +75,7 @@ struct CaptureOptions {
 
 namespace lockstep::detail {
 
-// Says in one sentence what of a captured step a graph cannot hold.
+// Rejects, with one sentence each, the parts of a step that a graph cannot capture.
 template <class Graph, class Comm, class Optimizer, class PrecisionType, class Hook,
           class... GradientCallbacks>
 struct CheckedCapture {
@@ -103,33 +105,36 @@ struct CheckedCapture {
 
 namespace lockstep {
 
-/// Forward, backward, reduction and optimizer step of a model as one graph: the first steps are made as ever,
-/// then one is captured, and from there on each call repeats that with the data of its batch, at the cost of
-/// one launch.
+/// Captures a model's forward, backward, reduction and optimizer step as one graph. The first steps run
+/// eagerly, the next one is captured, and every call from then on replays it with the new batch's data, at
+/// the cost of one launch.
 ///
 /// ```cpp
-/// lockstep::SGD optimizer{model->parameters(), {.implementation = Implementation::fused, .lr_tensor =
-/// rate}}; lockstep::CapturedStep step{lockstep::CudaGraph{device}, model, comm, optimizer, precision, loss};
+/// lockstep::SGD optimizer{model->parameters(),
+///                         {.implementation = Implementation::fused, .lr_tensor = rate}};
+/// lockstep::CapturedStep step{lockstep::CudaGraph{device}, model, comm, optimizer, precision, loss};
 /// for (auto& batch : lockstep::StagedBatches{loader, device}) {
 ///   optimizer.param_groups()[0].options().set_lr(curve(t++));  // into the tensor
 ///   step(batch);
 /// }
 /// ```
 ///
-/// `loss(model, batch)` returns the mean over the batch. Every batch has the shapes of the first: leave out
-/// one that is not full. The DistributedDataParallel inside is made on the graph's stream, where its hooks
-/// then belong. What is no operator on tensors happens once, in the capture: a branch of the forward, a
-/// printed line. Any schedule fits, since it writes into the rate's tensor before the call.
+/// `loss(model, batch)` returns the mean over the batch. Every batch has the shapes of the first one: drop a
+/// last batch that is not full. The DistributedDataParallel inside is constructed on the graph's stream, so
+/// that its hooks run there. Host code that is not a tensor operator, such as a branch of the forward or a
+/// print, runs once, at capture. Any schedule works: it writes into the rate's tensor before the call.
 ///
-/// Model, communicator, optimizer and precision outlive it. One thread uses it; collective.
+/// Model, communicator, optimizer and precision must outlive it. Not thread-safe. Collective.
+/// Counterpart: torch.cuda.make_graphed_callables.
 template <class Graph, class M, class Comm, class Optimizer, class PrecisionType, class Loss,
           class Hook = AllReduceHook, class... GradientCallbacks>
 class CapturedStep
     : detail::CheckedCapture<Graph, Comm, Optimizer, PrecisionType, Hook, GradientCallbacks...> {
  public:
-  /// Throws UsageError for what a graph cannot hold though its type might: an optimizer whose rate is a
-  /// number or a communicator that waits in each call (their `check_capturable()` says so), a search for
-  /// unused parameters, gradients beside the buckets.
+  /// Constructs the DistributedDataParallel. Throws UsageError for options that a graph cannot capture: an
+  /// optimizer whose rate is a number or a communicator that blocks in each call (as their
+  /// `check_capturable()` reports), `find_unused_parameters`, `param_dtype`, gradients outside the buckets,
+  /// or too few warm-up steps.
   CapturedStep(Graph graph, M& model, Comm& comm, Optimizer& optimizer, PrecisionType& precision, Loss loss,
                const CaptureOptions& options = {}, Hook hook = {}, GradientCallbacks... callbacks)
       : graph_(std::move(graph)),
@@ -170,10 +175,10 @@ class CapturedStep
   CapturedStep(const CapturedStep&) = delete;
   CapturedStep& operator=(const CapturedStep&) = delete;
 
-  /// One step with this batch; its loss, of one element, which the next step overwrites. Throws UsageError
-  /// for a batch of other shapes than the first, and after a capture that failed. What a step throws before
-  /// the capture, it throws as ever; from there on it throws the communicator's first error, and repeats
-  /// nothing then: that of a repeated step comes with the next one.
+  /// Runs one step with this batch and returns its loss, one element, which the next step overwrites. Throws
+  /// UsageError for a batch whose type or shapes differ from the first batch's, and after a failed capture.
+  /// Eager steps throw what they throw without a graph. From the capture on, a call throws the communicator's
+  /// first error and does not replay; an error inside a replay is thrown by the next call.
   template <class Batch>
   const at::Tensor& operator()(Batch& batch) {
     static_assert(TensorBatch<Batch>,
@@ -193,13 +198,13 @@ class CapturedStep
     return value_;
   }
 
-  /// Steps made so far, and whether they are repeated from a graph by now.
+  /// The number of steps so far, and whether the step has been captured.
   [[nodiscard]] std::int64_t steps() const { return steps_; }
   [[nodiscard]] bool captured() const { return captured_; }
   [[nodiscard]] auto& ddp() { return *ddp_; }
 
  private:
-  // Copies a batch to where the graph reads it.
+  // Copies a batch to the tensors that the graph reads.
   template <class Batch>
   Batch& fill(Batch& batch) {
     std::vector<at::Tensor> given;
@@ -235,7 +240,7 @@ class CapturedStep
     throw;
   }
 
-  // A communicator whose watchdog would not know of what a graph repeats is told of it.
+  // Replays through the communicator if it watches replays: its watchdog does not see captured collectives.
   void replay() {
     const auto repeat = [this] { graph_.replay(); };
     if constexpr (requires { comm_.watch_replay(repeat); })
@@ -249,7 +254,7 @@ class CapturedStep
     using Value = std::invoke_result_t<Loss&, M&, Batch&>;
     static_assert(std::convertible_to<Value, at::Tensor>,
                   "lockstep: the loss of a CapturedStep returns a tensor, the mean over the batch");
-    optimizer_.zero_grad(/*set_to_none=*/false);  // the gradients stay where they are
+    optimizer_.zero_grad(/*set_to_none=*/false);  // a graph needs the gradients at fixed addresses
     ddp_->before_forward();
     const at::Tensor loss =
         precision_.forward([&]() -> at::Tensor { return std::invoke(loss_, ddp_->module(), batch); });
@@ -278,8 +283,8 @@ class CapturedStep
   std::tuple<GradientCallbacks...> callbacks_;
   std::optional<DistributedDataParallel<M, Comm, Hook>> ddp_;
   std::vector<at::Tensor> parameters_;
-  std::any batch_;                  // of the first's type, with the tensors that the graph reads
-  std::vector<at::Tensor> inputs_;  // those
+  std::any batch_;                  // of the first batch's type, with the tensors that the graph reads
+  std::vector<at::Tensor> inputs_;  // the tensors of batch_
   at::Tensor value_;
   std::int64_t steps_ = 0;
   bool captured_ = false, failed_ = false;

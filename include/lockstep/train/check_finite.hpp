@@ -21,11 +21,13 @@
 
 namespace lockstep {
 
-/// A GradientCheck that refuses not-a-number and infinity: where a gradient holds one, every rank throws the
-/// same GradientError, which names the ranks whose own gradients it came from, the parameter and the step;
-/// the parameters stay as the last step left them. It reads each gradient twice, before and after the
-/// reduction, and waits for the device; ranks talk only where it fails. Precisions that scale their losses
-/// meet infinities as part of their work: it is not for them.
+/// A GradientCheck that rejects NaN and infinite gradients. If a gradient holds one, every rank throws the
+/// same GradientError, which names the parameter, the step and the ranks whose own gradients were not finite.
+/// The parameters keep the values of the last step.
+///
+/// It reads each gradient twice, before and after the reduction, and synchronizes with the device. Ranks
+/// communicate only if the check fails or if the communication hook does not propagate NaN. Do not use it
+/// with a precision that scales losses: such a precision overflows as part of its normal work.
 class CheckFinite {
  public:
   CheckFinite() = default;
@@ -52,15 +54,15 @@ class CheckFinite {
     }
     if (!gradients.spread_nan) first = first_of_ranks(first, comm);
     if (first == watched_.size()) return;
-    // A hook may spread it over the bucket: the culprit is a gradient that was not finite before.
+    // A hook may spread a NaN over its bucket: blame a gradient that was not finite before the reduction.
     const std::size_t culprit = first_of_ranks(first_of_own(), comm);
     if (culprit < watched_.size()) first = culprit;
     throw GradientError(describe(*watched_[first], gradients) + blame(*watched_[first], reduced, comm));
   }
 
  private:
-  /// Keeps the largest magnitude of what this rank's backwards gave a parameter, not-a-number where there was
-  /// one.
+  /// Tracks the largest magnitude of the gradients that this rank's backwards computed for a parameter; NaN
+  /// if one was NaN.
   struct Watch {
     Watch(std::size_t index, const at::Tensor& parameter) : index(index), parameter(parameter) {
       hook = parameter.register_hook([this](const at::Tensor& gradient) {
@@ -85,7 +87,7 @@ class CheckFinite {
     return at::linalg_vector_norm(values, std::numeric_limits<double>::infinity());
   }
 
-  // "nan", "inf", or nothing where it is finite or there is none.
+  // Returns "nan", "inf", or an empty string if it is finite or undefined.
   static std::string not_finite(const at::Tensor& largest) {
     if (!largest.defined()) return "";
     const double value = detail::host_value(largest);
@@ -98,14 +100,14 @@ class CheckFinite {
         gradients.named_parameters[watch.index].name, gradients.step, gradients.epoch);
   }
 
-  // The first whose gradient was not finite on this rank before the reduction.
+  // Returns the first parameter whose gradient on this rank was not finite before the reduction.
   [[nodiscard]] std::size_t first_of_own() const {
     std::size_t first = 0;
     while (first < watched_.size() && not_finite(watched_[first]->own).empty()) ++first;
     return first;
   }
 
-  // The first that is not finite on any rank.
+  // Returns the smallest index over all ranks. Collective.
   template <Gathering C>
   static std::size_t first_of_ranks(std::size_t here, C& comm) {
     for (const std::string& there : comm.all_gather_bytes(std::to_string(here)))
@@ -113,7 +115,7 @@ class CheckFinite {
     return here;
   }
 
-  // Which ranks it came from. All of them ask: every rank has found the same gradient, or was told.
+  // Returns the ranks that caused the error. Collective: every rank has found the same parameter.
   template <Gathering C>
   static std::string blame(const Watch& watch, const std::string& reduced, C& comm) {
     const std::vector<std::string> kinds = comm.all_gather_bytes(not_finite(watch.own));

@@ -22,9 +22,9 @@
 
 namespace lockstep {
 
-/// What a checkpoint can hold beside the run itself, such as a MovingAverage or a torch::optim::Optimizer:
-/// `save(archive)` writes it, and `load(archive)` takes that back, on every rank the same. Extras and
-/// precisions of a Trainer that model this are held by themselves.
+/// State that a checkpoint can hold beside the run itself, such as a MovingAverage or a
+/// torch::optim::Optimizer. `save(archive)` writes it and `load(archive)` restores it, identically on every
+/// rank. A checkpoint holds the extras and the precision of a Trainer if they model this concept.
 template <class T>
 concept Checkpointed = requires(T& part, const T& saved, torch::serialize::OutputArchive& out,
                                 torch::serialize::InputArchive& in) {
@@ -38,7 +38,8 @@ namespace lockstep::detail {
 
 inline constexpr std::int64_t checkpoint_format = 1;
 
-/// Every rank's bytes on rank 0, by rank; nothing elsewhere. They travel one rank's at a time.
+/// Returns every rank's bytes on rank 0, ordered by rank, and an empty list on other ranks. Collective. It
+/// broadcasts the bytes of one rank at a time.
 template <Gathering C>
 std::vector<std::string> gather_on_rank_zero(C& comm, std::string own) {
   std::vector<std::string> all;
@@ -50,7 +51,7 @@ std::vector<std::string> gather_on_rank_zero(C& comm, std::string own) {
   return all;
 }
 
-// Names of hooks have points in them, which the keys of archives must not.
+// Hook names contain dots, which archive keys must not: names are stored as values.
 inline void write_hook_state(torch::serialize::OutputArchive& archive, const HookState& state) {
   archive.write("size", c10::IValue(static_cast<std::int64_t>(state.size())));
   for (std::size_t i = 0; i < state.size(); ++i) {
@@ -73,7 +74,7 @@ inline HookState read_hook_state(torch::serialize::InputArchive& archive) {
   return state;
 }
 
-/// The state of a device's generator that `torch::manual_seed` seeds and dropout draws from.
+/// Returns the state of a device's default generator, which `torch::manual_seed` seeds and dropout uses.
 inline at::Tensor default_generator_state(const at::Device& device = at::kCPU) {
   at::Generator generator = at::globalContext().defaultGenerator(device);
   const std::lock_guard lock(generator.mutex());
@@ -85,11 +86,11 @@ inline void set_default_generator_state(const at::Tensor& state, const at::Devic
   generator.set_state(state);
 }
 
-/// What differs from rank to rank: the generators, the loss so far in this epoch, this rank's own buffers
-/// and the state of the communication hook; where the data stands.
+/// The per-rank state of a checkpoint: generators, loss so far in the epoch, local buffers, state of the
+/// communication hook, and data position.
 struct RankState {
   Total loss;
-  at::Tensor generator, device_generator;  // of the CPU, and of the model's device where that is another
+  at::Tensor generator, device_generator;  // of the CPU, and of the model's device if that is not the CPU
   std::vector<at::Tensor> buffers;
   std::optional<HookState> hook;
   std::string data_position;  // an archive; empty between epochs
@@ -125,9 +126,9 @@ struct RankState {
   }
 };
 
-/// What the saved ranks' states come to on rank `rank` of `size`. With another number of ranks the losses
-/// are added up on some rank each, ranks that are new keep the generators that they have, and of what a hook
-/// remembers only what is the same on every rank is left.
+/// Returns the state that rank `rank` of `size` restores from the saved ranks' states. On another number of
+/// ranks, each saved loss is added on one rank, additional ranks keep their generators, and only the part of
+/// the hook's state that all ranks share is restored.
 template <class Hook>
 RankState state_of_rank(const std::vector<RankState>& saved, int rank, int size) {
   const auto own = static_cast<std::size_t>(rank);
@@ -145,7 +146,7 @@ RankState state_of_rank(const std::vector<RankState>& saved, int rank, int size)
   return state;
 }
 
-/// Puts the parts of a checkpoint into an archive, each under a key of its own.
+/// Writes the parts of a checkpoint to an archive, each under its own key.
 class CheckpointWriter {
  public:
   explicit CheckpointWriter(torch::serialize::OutputArchive& archive) : archive_(archive) {
@@ -156,7 +157,7 @@ class CheckpointWriter {
   void add(const std::string& key, const Part& part) {
     write_archive(archive_, key, [&](torch::serialize::OutputArchive& inner) { part.save(inner); });
   }
-  /// The bytes of each rank's RankState, and DistributedDataParallel's order of buckets.
+  /// Adds the bytes of each rank's RankState, and DistributedDataParallel's bucket order.
   void add_ranks(const std::vector<std::string>& ranks, const std::vector<std::size_t>& bucket_order) {
     archive_.write("ranks", c10::IValue(static_cast<std::int64_t>(ranks.size())));
     for (std::size_t rank = 0; rank < ranks.size(); ++rank)
@@ -170,7 +171,7 @@ class CheckpointWriter {
   torch::serialize::OutputArchive& archive_;
 };
 
-/// Reads them back. Throws CheckpointError, or c10::Error, for what is not there.
+/// Reads the parts of a checkpoint. Throws CheckpointError or c10::Error for a missing part.
 class CheckpointReader {
  public:
   explicit CheckpointReader(std::string_view bytes) : archive_(archive_of(bytes)) {

@@ -1,6 +1,6 @@
 #pragma once
 
-// The graphs of CUDA, for CapturedStep. Not in lockstep.hpp: it needs the headers of CUDA, and a program with
+// CUDA graphs for CapturedStep. Not part of lockstep.hpp: it needs CUDA headers, and a program that includes
 // it links lockstep_cuda.
 #include <ATen/cuda/CUDAEvent.h>
 #include <ATen/cuda/CUDAGraph.h>
@@ -15,8 +15,8 @@
 
 namespace lockstep {
 
-/// A StepGraph of CUDA's: LibTorch's, with memory of its own, captured on a stream of its own. The capture is
-/// thread-local: what other threads ask of CUDA meanwhile is neither part of it nor an error.
+/// The StepGraph over LibTorch's CUDAGraph, with a memory pool and a stream of its own. The capture is
+/// thread-local: CUDA calls of other threads are neither captured nor an error.
 class CudaGraph {
  public:
   explicit CudaGraph(const c10::Device& device)
@@ -44,14 +44,14 @@ class CudaGraph {
   template <class Function>
   void capture(Function&& function) {
     on_stream([&] {
-      stream_.synchronize();  // once: what the warm-up has given the stream is no part of the graph
+      stream_.synchronize();  // once: the work of the warm-up is not part of the graph
       graph_->capture_begin({0, 0}, cudaStreamCaptureModeThreadLocal);
       try {
         function();
       } catch (...) {
         try {
           graph_->capture_end();
-        } catch (...) {  // what was thrown first says why
+        } catch (...) {  // the first exception is the cause
         }
         graph_ = std::make_unique<at::cuda::CUDAGraph>();
         throw;

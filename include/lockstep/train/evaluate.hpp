@@ -26,8 +26,8 @@
 
 namespace lockstep {
 
-/// Evaluation mode and no autograd while it lives; then each module is in the mode it was in before, also one
-/// that the user had frozen by itself.
+/// Puts a module into evaluation mode and disables autograd during its lifetime. The destructor restores each
+/// submodule's own mode, including submodules that the user had frozen.
 class EvaluationMode {
  public:
   explicit EvaluationMode(torch::nn::Module& module) {
@@ -35,7 +35,7 @@ class EvaluationMode {
     module.eval();
   }
   ~EvaluationMode() {
-    // train() reaches into the children, which therefore come after their parents, as apply() lists them.
+    // train() recurses into children. apply() lists parents first, so each child's own mode is set last.
     for (const auto& [part, training] : before_) part->train(training);
   }
   EvaluationMode(const EvaluationMode&) = delete;
@@ -46,7 +46,7 @@ class EvaluationMode {
   at::NoGradGuard no_grad_;
 };
 
-/// Keeps the buffers of a module as they are when it is made, and puts them back when it goes.
+/// Snapshots the buffers of a module and restores them at destruction.
 class KeptBuffers {
  public:
   explicit KeptBuffers(const torch::nn::Module& module) {
@@ -66,7 +66,7 @@ class KeptBuffers {
   std::vector<std::pair<at::Tensor, at::Tensor>> kept_;
 };
 
-/// Adds each total up over the ranks: one collective for all of them, none where this rank is alone.
+/// Sums each total over the ranks in one collective; a no-op on a single rank. Collective. Blocks.
 template <Reducing C>
 void sum_over_ranks(std::span<Total> totals, C& comm) {
   if (comm.size() == 1 || totals.empty()) return;
@@ -87,7 +87,7 @@ void sum_over_ranks(std::span<Total> totals, C& comm) {
   for (std::size_t i = 0; i < totals.size(); ++i) totals[i] = {at[2 * i], at[2 * i + 1]};
 }
 
-/// Gives every rank the buffers of rank 0. Collective.
+/// Broadcasts rank 0's buffers to every rank. Collective.
 template <Reducing C>
 void share_buffers(const torch::nn::Module& module, C& comm) {
   if (comm.size() == 1) return;
@@ -96,12 +96,13 @@ void share_buffers(const torch::nn::Module& module, C& comm) {
   detail::BroadcastList(std::move(buffers)).run(comm, 0);
 }
 
+/// Options of evaluate.
 struct EvaluationOptions {
-  /// Samples a rank and a step.
+  /// Samples per rank and step.
   std::int64_t batch_size = 32;
-  /// Threads a rank that load ahead.
+  /// Loader threads per rank.
   std::int64_t num_workers = 0;
-  /// Each rank gets its own buffers back afterwards: for a training in which every rank keeps its own.
+  /// Whether each rank gets its own buffers back afterwards, for training with per-rank buffers.
   bool restore_buffers = false;
 };
 
@@ -127,13 +128,13 @@ void measure(M& model, Batch& batch, std::span<MeanMeter> meters, Metrics&... me
 
 namespace lockstep {
 
-/// Runs the model over each sample of the dataset exactly once, shared out among the ranks, and gives what
-/// each metric is over all of them: the same number on every rank, that of one process alone. Batches come to
-/// the model's device. One metric
-/// gives a double, several a std::tuple of them; NaN for an empty dataset. Collective. Rank 0's buffers
-/// (running statistics) are given to all ranks first. The modules' modes are restored afterwards. What the
-/// dataset, the model or a metric throws on some ranks, and not within two seconds on all, aborts the
-/// communicator, so that the others throw PeerError.
+/// Runs the model over each sample of the dataset exactly once, partitioned among the ranks, and returns each
+/// metric over all samples: the same number on every rank, equal to that of a single process.
+///
+/// Batches are copied to the model's device. One metric returns a double, several a std::tuple of doubles;
+/// NaN for an empty dataset. Rank 0's buffers (running statistics) are broadcast first. Every submodule's
+/// mode is restored afterwards. An exception of the dataset, the model or a metric that not every rank throws
+/// within two seconds aborts the communicator: the other ranks throw PeerError. Collective.
 template <Model M, Reducing C, class D, class... Metrics>
 auto evaluate(M& model, C& comm, D&& dataset, const EvaluationOptions& options, Metrics&&... metrics) {
   using Batch = BatchOf<std::remove_reference_t<D>>;

@@ -19,37 +19,43 @@
 
 namespace lockstep {
 
-/// The gradients of one optimizer step: of all its micro-batches and ranks, and not yet used.
+/// The gradients of one optimizer step, summed over its micro-batches and reduced over all ranks, before the
+/// optimizer uses them.
 struct Gradients {
-  /// Counted from 0, over all that the trainer did so far.
+  /// Zero-based, over the lifetime of the trainer.
   std::int64_t epoch, step;
-  /// Each parameter once, in the model's order, with its gradient in `grad()`; undefined where it has none.
+  /// Each parameter once, in the model's order. `grad()` is undefined for a parameter without a gradient.
   const std::vector<at::Tensor>& parameters;
-  /// The same with names.
+  /// The same parameters with their names.
   const std::vector<NamedTensor>& named_parameters;
-  /// The norm of all gradients together, one element, as a GradientCallback has found it before it changed them,
-  /// for the callbacks after it and StepReport::total_norm; undefined before. GradientClip sets it.
+  /// The norm of all gradients together, one element, from before they are modified. Undefined until a
+  /// GradientCallback sets it, as GradientClip does. Later callbacks and StepReport::total_norm read it.
   at::Tensor& total_norm;
-  /// Whether what is not a number on one rank is so on all: not with every communication hook.
+  /// Whether a NaN on one rank reaches every rank. Some communication hooks do not propagate it.
   bool spread_nan = true;
 };
 
-/// Work of the user's own between backward and the optimizer's step, on every rank, such as clipping:
-/// `on_gradients(gradients)`. First comes the one among the Trainer's extras, then those given to `fit`, in
-/// their order: `fit(data, loss, OnGradients{look}, GradientClip{1})` looks at gradients that are not yet
-/// clipped. The gradients are equal on all ranks, and may be changed in place, on all ranks
-/// alike. A precision that scales its losses undoes that before, by an `unscale(optimizer)` of its own, after
-/// which its `step` does not do it again; one without it shows the gradients scaled.
+/// A callback between backward and the optimizer step, on every rank: `on_gradients(gradients)`.
+///
+/// 1. The callback among the Trainer's extras runs first, then those passed to `fit`, in their order. In
+///    `fit(data, loss, OnGradients{look}, GradientClip{1})` the function `look` sees unclipped gradients.
+/// 2. The gradients are equal on all ranks. A callback may modify them in place, identically on every rank.
+/// 3. A precision with `unscale(optimizer)` unscales the gradients before the first callback, and its `step`
+///    does not unscale them again. Under a precision that scales and has no `unscale`, callbacks see scaled
+///    gradients.
 template <class E>
 concept GradientCallback = requires(E& extra, const Gradients& gradients) {
   extra.on_gradients(gradients);
 };
 
-/// A look at the gradients before anything uses them. `watch(named_parameters)` is called once, before the
-/// first backward, and may put hooks on the parameters, to be removed by the destructor. `check(gradients,
-/// comm)` is called after each step's backward, on every rank, before any GradientCallback; where it throws,
-/// every rank throws the same, and the step is not made. A step that fails before it may have no `check`:
-/// where there is a `begin_step()`, it is called before the first forward of each.
+/// A check of the gradients before any GradientCallback sees them.
+///
+/// 1. `watch(named_parameters)` is called once, before the first backward. It may register hooks on the
+///    parameters; the destructor removes them.
+/// 2. `check(gradients, comm)` is called on every rank after the backward of each step. If it throws, it
+///    throws the same exception on every rank, and the step does not run.
+/// 3. `begin_step()`, if there is one, is called before the first forward of each step. A step that fails
+///    early never reaches `check`.
 template <class E>
 concept GradientCheck = requires(E& extra, const std::vector<NamedTensor>& parameters,
                                  const Gradients& gradients, LocalComm& comm) {
@@ -57,7 +63,7 @@ concept GradientCheck = requires(E& extra, const std::vector<NamedTensor>& param
   extra.check(gradients, comm);
 };
 
-/// A GradientCallback of a function `(const Gradients&)`.
+/// Wraps a function `(const Gradients&)` as a GradientCallback.
 template <class Function>
 struct OnGradients {
   Function function;
@@ -66,22 +72,23 @@ struct OnGradients {
 template <class Function>
 OnGradients(Function) -> OnGradients<Function>;
 
-/// One optimizer step, as this rank saw it.
+/// One optimizer step as seen by this rank.
 struct StepReport {
-  /// Counted from 0, over all that the trainer did so far.
+  /// Zero-based, over the lifetime of the trainer.
   std::int64_t epoch, step;
-  /// -1 for the steps of a stream, which nobody knows.
+  /// -1 for `steps_in_epoch` of a stream, whose length is unknown.
   std::int64_t step_in_epoch, steps_in_epoch;
-  /// Of this rank's micro-batches; none where this rank had run out of data.
+  /// The losses of this rank's micro-batches. Empty if this rank had no data left.
   std::span<const LocalLoss> local;
-  /// False where the precision left it out, since its gradients were not finite: nothing has changed then.
-  /// To ask waits for the device where that alone knows.
+  /// False if the precision skipped the step because of non-finite gradients; the parameters are unchanged
+  /// then. Reading it synchronizes with the device if only the device knows the outcome.
   StepOutcome stepped = true;
-  /// The norm of the gradients before GradientClip scaled them, one element on their device, whose `item()`
-  /// waits for that; undefined where no GradientCallback has set Gradients::total_norm.
+  /// The norm of the gradients before clipping, one element on their device. `item()` synchronizes with the
+  /// device. Undefined if no GradientCallback set Gradients::total_norm.
   at::Tensor total_norm = {};
 
-  /// The mean loss over this rank's part of the step, NaN where it had none; waits for the device.
+  /// Returns the mean loss over this rank's part of the step, NaN if it had none. Synchronizes with the
+  /// device.
   [[nodiscard]] double loss() const {
     Total total;
     for (const LocalLoss& micro : local)
@@ -90,29 +97,29 @@ struct StepReport {
   }
 };
 
-/// A pass over the dataset that is about to begin: the how-manieth, from 0, of how many, in how many
-/// optimizer steps (-1 for a stream, which nobody knows).
+/// The epoch about to start. `epoch` is zero-based; `epochs` is the total; `steps` is the number of optimizer
+/// steps, -1 for a stream.
 struct EpochPlan {
   std::int64_t epoch, epochs;
   std::int64_t steps;
 };
 
-/// One pass over the dataset, over all ranks.
+/// One completed epoch over all ranks.
 struct EpochReport {
-  /// Counted from 0, over all that the trainer did so far; `step` counts the steps done by now.
+  /// `epoch` is zero-based, over the lifetime of the trainer. `step` is the number of steps completed so far.
   std::int64_t epoch, step;
-  /// The mean loss of the epoch over every sample of every rank: the same number everywhere.
+  /// The mean loss over every sample of every rank; identical on all ranks.
   double loss;
   double seconds;
-  /// Steps that the precision left out, since their gradients were not finite.
+  /// Steps that the precision skipped because of non-finite gradients.
   std::int64_t skipped = 0;
-  /// Of this rank, in bytes, since it began: see peak_memory().
+  /// Peak memory of this rank in bytes since the process started; see peak_memory().
   std::int64_t peak_memory = 0;
 };
 
-/// Makes the optimizer: `make_optimizer(parameters)`, with each trained parameter once, tied ones too, in the
-/// model's order, as a std::vector of tensors or of NamedTensors. Called once, before the first step, on
-/// every rank.
+/// Creates the optimizer: `make_optimizer(parameters)` takes each trained parameter once, tied parameters
+/// included, in the model's order, as a std::vector of tensors or of NamedTensors. Called once, before the
+/// first step, on every rank.
 template <class E>
 concept OptimizerFactory = requires(E& extra, std::vector<NamedTensor> parameters) {
   { extra.make_optimizer(parameters) } -> std::convertible_to<std::unique_ptr<torch::optim::Optimizer>>;
@@ -121,8 +128,8 @@ concept OptimizerFactory = requires(E& extra, std::vector<NamedTensor> parameter
   { extra.make_optimizer(parameters) } -> std::convertible_to<std::unique_ptr<torch::optim::Optimizer>>;
 };
 
-/// How gradients travel: a CommunicationHook of the trainer's communicator, such as Fp16Hook. Known here by
-/// the constants that each of those has.
+/// A CommunicationHook of the trainer's communicator, such as Fp16Hook. The concept recognizes it by the
+/// constants and the `wire_bytes()` that every hook has.
 template <class E>
 concept ReductionPolicy = requires(const E& extra) {
   { E::predivides } -> std::convertible_to<bool>;
@@ -130,33 +137,34 @@ concept ReductionPolicy = requires(const E& extra) {
   extra.wire_bytes();
 };
 
-/// Sets the learning rate: every step of the optimizer runs at its own rate times `rate_factor(epoch, step)`,
-/// both counted from 0. A function of these two alone, so that all ranks agree.
+/// A learning rate schedule. Each parameter group runs at its own base rate times `rate_factor(epoch, step)`;
+/// both arguments are zero-based. The factor depends on these two arguments only, so that all ranks agree.
+/// Counterpart: torch.optim.lr_scheduler.LambdaLR.
 template <class E>
 concept Schedule = requires(E& extra, std::int64_t epoch, std::int64_t step) {
   { extra.rate_factor(epoch, step) } -> std::convertible_to<double>;
 };
 
-/// Work of the user's own after each optimizer step, on every rank: `on_step(report)`.
+/// A callback after each optimizer step, on every rank: `on_step(report)`.
 template <class E>
 concept StepCallback = requires(E& extra, [[maybe_unused]] const StepReport& report) {
   extra.on_step(report);
 };
 
-/// Work of the user's own before each epoch, on every rank: `on_epoch_start(plan)`.
+/// A callback before each epoch, on every rank: `on_epoch_start(plan)`.
 template <class E>
 concept EpochStartCallback = requires(E& extra, [[maybe_unused]] const EpochPlan& plan) {
   extra.on_epoch_start(plan);
 };
 
-/// Work of the user's own after each epoch, on every rank: `on_epoch(report)`. It may evaluate, save and log.
+/// A callback after each epoch, on every rank: `on_epoch(report)`. It may evaluate, save and log.
 template <class E>
 concept EpochCallback = requires(E& extra, const EpochReport& report) {
   extra.on_epoch(report);
 };
 
-/// An OptimizerFactory of a function that returns an optimizer, or a std::unique_ptr to one. The function
-/// takes a std::vector<at::Tensor>, or, for groups by name, a std::vector<NamedTensor>:
+/// Wraps a function as an OptimizerFactory. The function returns an optimizer, or a std::unique_ptr to one.
+/// It takes a std::vector<at::Tensor>, or a std::vector<NamedTensor> to form parameter groups by name:
 ///
 /// ```cpp
 /// lockstep::MakeOptimizer{[](const std::vector<lockstep::NamedTensor>& parameters) {
@@ -171,7 +179,7 @@ struct MakeOptimizer {
   Function function;
 
   std::unique_ptr<torch::optim::Optimizer> make_optimizer(const std::vector<NamedTensor>& parameters) {
-    // Tensors first: a generic lambda for tensors takes either, and does not compile for the other.
+    // Tensors first: a generic lambda written for tensors accepts both and fails to compile for NamedTensors.
     constexpr bool of_tensors = std::invocable<Function&, std::vector<at::Tensor>>;
     using Parameters = std::conditional_t<of_tensors, std::vector<at::Tensor>, std::vector<NamedTensor>>;
     constexpr bool makes = detail::OptimizerMaker<Function, Parameters>;
@@ -196,7 +204,7 @@ struct MakeOptimizer {
 template <class Function>
 MakeOptimizer(Function) -> MakeOptimizer<Function>;
 
-/// A Schedule of a function `(epoch, step) -> factor`.
+/// Wraps a function `(epoch, step) -> factor` as a Schedule.
 template <class Function>
 struct RateSchedule {
   Function function;
@@ -214,7 +222,7 @@ struct RateSchedule {
 template <class Function>
 RateSchedule(Function) -> RateSchedule<Function>;
 
-/// A StepCallback of a function `(const StepReport&)`.
+/// Wraps a function `(const StepReport&)` as a StepCallback.
 template <class Function>
 struct OnStep {
   Function function;
@@ -223,7 +231,7 @@ struct OnStep {
 template <class Function>
 OnStep(Function) -> OnStep<Function>;
 
-/// An EpochStartCallback of a function `(const EpochPlan&)`.
+/// Wraps a function `(const EpochPlan&)` as an EpochStartCallback.
 template <class Function>
 struct OnEpochStart {
   Function function;
@@ -232,7 +240,7 @@ struct OnEpochStart {
 template <class Function>
 OnEpochStart(Function) -> OnEpochStart<Function>;
 
-/// An EpochCallback of a function `(const EpochReport&)`.
+/// Wraps a function `(const EpochReport&)` as an EpochCallback.
 template <class Function>
 struct OnEpoch {
   Function function;
@@ -241,7 +249,7 @@ struct OnEpoch {
 template <class Function>
 OnEpoch(Function) -> OnEpoch<Function>;
 
-/// Any of the four.
+/// Any of the four callback concepts.
 template <class E>
 concept Callback = GradientCallback<E> || StepCallback<E> || EpochStartCallback<E> || EpochCallback<E>;
 
@@ -249,7 +257,7 @@ concept Callback = GradientCallback<E> || StepCallback<E> || EpochStartCallback<
 
 namespace lockstep::detail {
 
-// Tells a hook what it wants to know, and others nothing.
+// Calls the extra's callback for this event, if it has one.
 template <class E>
 void notify([[maybe_unused]] E& extra, [[maybe_unused]] const Gradients& gradients) {
   if constexpr (GradientCallback<E>) extra.on_gradients(gradients);

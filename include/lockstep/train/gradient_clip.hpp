@@ -7,18 +7,19 @@
 
 namespace lockstep {
 
-/// A GradientCallback that scales the gradients of a step down to a norm of at most `max_norm`, over all
-/// parameters together; see clip_grad_norm. The norm that it found is in Gradients::total_norm for the
-/// GradientCallbacks after it, which see clipped gradients, and in StepReport::total_norm. Errors name the
+/// A GradientCallback that scales the gradients of a step to a total norm of at most `max_norm`, over all
+/// parameters together; see clip_grad_norm. It sets Gradients::total_norm to the norm before clipping, for
+/// later GradientCallbacks, which see clipped gradients, and for StepReport::total_norm. Errors name the
 /// parameters.
+/// Counterpart: torch.nn.utils.clip_grad_norm_.
 struct GradientClip {
-  /// A graph can hold it without `error_if_nonfinite`, which reads the norm; see CapturedStep.
+  /// A graph can capture it unless `error_if_nonfinite` is set, which reads the norm; see CapturedStep.
   static constexpr bool capturable = true;
 
   double max_norm = 1;
   ClipOptions options = {};
 
-  /// Throws UsageError where a graph cannot hold it.
+  /// Throws UsageError if `error_if_nonfinite` is set.
   void check_capturable() const {
     if (options.error_if_nonfinite)
       throw UsageError(
@@ -29,7 +30,7 @@ struct GradientClip {
   void on_gradients(const Gradients& gradients) const try {
     gradients.total_norm = detail::clip_norm(gradients.named_parameters, max_norm, options);
   } catch (const GradientError& error) {
-    // Equal gradients are refused on every rank: nobody has to be told.
+    // Every rank throws for equal gradients, so that no abort is needed.
     if (gradients.spread_nan) throw detail::Common<GradientError>(error.what());
     throw;
   }

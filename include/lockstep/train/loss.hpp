@@ -13,36 +13,39 @@
 
 namespace lockstep {
 
-/// A loss: `loss(model, batch)` runs the model and returns either the mean over the batch's samples, a tensor
-/// of one element, or a Mean whose sum takes part in autograd, for what is averaged over anything but samples
-/// (tokens, pixels, weights, targets that are not ignored). A tensor is weighed by the samples of its batch:
-/// cross_entropy with targets that it ignores, or with class weights, divides by something else, and its
-/// tensor would get a wrong weight; counted_cross_entropy returns a Mean. The optimizer steps down the mean
-/// over all ranks' samples, or over all ranks' counts.
+/// A loss: `loss(model, batch)` runs the model and returns one of two forms.
+///
+/// 1. A tensor of one element: the mean over the batch's samples. It is weighted by the number of samples.
+/// 2. A Mean whose sum takes part in autograd: for losses averaged over tokens, pixels, weights or targets
+///    that are not ignored. A cross_entropy with ignored targets or class weights divides by something other
+///    than the number of samples, so its tensor would get a wrong weight; counted_cross_entropy returns a
+///    Mean.
+///
+/// The optimizer descends the mean over all ranks' samples, or over all ranks' counts.
 template <class L, class Model, class Batch>
 concept LossFunction = requires(L& loss, Model& model, Batch& batch) {
   { loss(model, batch) } -> detail::MeanOrTensor;
 };
 
-/// A loss that is a Mean: only the data tells its count.
+/// A loss that returns a Mean. Only the data determines its count.
 template <class L, class Model, class Batch>
 concept CountedLoss = LossFunction<L, Model, Batch> &&
     std::same_as<std::remove_cvref_t<std::invoke_result_t<L&, Model&, Batch&>>, Mean>;
 
-/// The loss of one micro-batch of one rank: backward starts from `value`; the sum of the losses is
-/// `reported * factor`, of `count` samples or whatever is counted.
+/// The loss of one micro-batch on one rank. Backward starts from `value`. The sum of the losses is
+/// `reported * factor`, over `count` samples or counted items.
 struct LocalLoss {
   at::Tensor value;
   at::Tensor reported;
   double factor, count;
 
-  /// Waits for the device.
+  /// Returns the sum and the count. Synchronizes with the device.
   [[nodiscard]] Total total() const { return {detail::host_value(reported) * factor, count}; }
 };
 
-/// A mean over `samples` samples, which takes part in its step divided by `divisor`; where that is 1, as it
-/// is, bit for bit. Throws DataError where the batch holds another number of samples: its weight would be
-/// wrong.
+/// Weights a mean over `samples` samples, which enters its step divided by `divisor`. A divisor of 1 leaves
+/// it unchanged, bit for bit. Throws DataError if the batch holds another number of samples, since its weight
+/// would be wrong.
 template <class Batch>
 LocalLoss weigh(const at::Tensor& mean, const Batch& batch, std::int64_t samples, double divisor) {
   static_assert(
@@ -60,13 +63,13 @@ LocalLoss weigh(const at::Tensor& mean, const Batch& batch, std::int64_t samples
   return {divisor == 1 ? mean : mean / divisor, mean, count, count};
 }
 
-/// A sum, of which only the counts of all ranks make a mean: that division comes with the reduction.
+/// Weights a sum. The reduction divides it by the counts of all ranks.
 inline LocalLoss weigh(const Mean& mean) {
   return {mean.sum, mean.sum, 1, mean.count};
 }
 
-/// A mean over the batch's samples, of which nobody knows beforehand how many the other ranks have: weighed
-/// as the sum that it is the mean of. The batch is not empty.
+/// Weights a mean over the batch's samples when the other ranks' sample counts are not known in advance: it
+/// enters as the sum. The batch must not be empty.
 template <class Batch>
 LocalLoss weigh(const at::Tensor& mean, const Batch& batch) {
   static_assert(

@@ -23,10 +23,10 @@
 
 namespace lockstep {
 
-/// A mean that is not divided yet: the sum over some samples (one element) and how many they were, or what
-/// they weigh. Ranks and batches of unequal size add up to the exact mean, which two means would not.
+/// A mean before its division: a sum over samples (one element), and their number or total weight. Means of
+/// batches and ranks of unequal size add up to the exact mean.
 struct Mean {
-  /// `sum` takes part in autograd where it is a loss.
+  /// `sum` takes part in autograd if the Mean is a loss.
   template <class Number>
   requires std::is_arithmetic_v<Number> Mean(at::Tensor sum, Number count)
       : sum(std::move(sum)), count(static_cast<double>(count)) {}
@@ -35,7 +35,8 @@ struct Mean {
   double count;
 };
 
-/// The samples of a batch: the length of its `data`, of itself where it is a tensor, or its `size()`.
+/// A batch whose samples can be counted: by the length of its `data`, by its own length if it is a tensor, or
+/// by its `size()`.
 template <class Batch>
 concept Countable = requires(const Batch& batch) {
   batch.data.size(0);
@@ -44,6 +45,7 @@ concept Countable = requires(const Batch& batch) {
   batch.size();
 };
 
+/// Returns the number of samples in a batch.
 template <Countable Batch>
 std::int64_t samples_in(const Batch& batch) {
   if constexpr (requires { batch.data.size(0); })
@@ -58,7 +60,7 @@ std::int64_t samples_in(const Batch& batch) {
 
 namespace lockstep::detail {
 
-// The value of a one-element tensor. On a CPU it is read where it lies: no operator runs.
+// Returns the value of a one-element tensor. Reads CPU memory directly, which runs no operator.
 inline double host_value(const at::Tensor& tensor) {
   if (tensor.is_cpu() && tensor.numel() == 1) {
     switch (tensor.scalar_type()) {
@@ -79,7 +81,7 @@ inline double host_value(const at::Tensor& tensor) {
 
 namespace lockstep {
 
-/// What a sum and a count come to, on the host.
+/// A sum and a count on the host.
 struct Total {
   double sum = 0;
   double count = 0;
@@ -89,33 +91,34 @@ struct Total {
     count += other.count;
     return *this;
   }
-  /// NaN where nothing was counted.
+  /// Returns NaN if nothing was counted.
   [[nodiscard]] double mean() const { return sum / count; }
 };
 
-/// Adds means up without waiting for a device at each of them: their values are read when `total()` asks, or
-/// when `capacity` of them are pending.
+/// Accumulates means without synchronizing with the device at each of them. It reads the values when
+/// `total()` or `first_not_finite()` is called, or when `capacity` values are pending. Not thread-safe.
 class MeanMeter {
  public:
   explicit MeanMeter(std::size_t capacity = 256) { pending_.reserve(capacity); }
 
-  /// `value` is one element, multiplied by `factor` where it is a mean over `factor` samples already. `step`
-  /// is what `first_not_finite()` calls it.
+  /// Adds one element. `factor` multiplies `value`: the number of samples if `value` is their mean. `step` is
+  /// the number that `first_not_finite()` returns for this value.
   void add(const at::Tensor& value, double factor, double count, std::int64_t step = 0) {
     if (pending_.size() == pending_.capacity()) read();
-    // Without the graph, which holds every activation of the step; unlike detach() this is no operator.
+    // Detaches from the graph, which holds every activation of the step. Unlike detach(), it runs no
+    // operator.
     pending_.push_back({value.requires_grad() ? value.variable_data() : value, factor, count, step});
   }
   void add(const Mean& mean) { add(mean.sum, 1, mean.count); }
   void add(const Total& total) { total_ += total; }
 
-  /// Of this rank.
+  /// Returns this rank's total. Synchronizes with the device.
   [[nodiscard]] const Total& total() {
     read();
     return total_;
   }
 
-  /// The step of the first value that was NaN or infinite, of this rank.
+  /// Returns the step of this rank's first NaN or infinite value. Synchronizes with the device.
   [[nodiscard]] std::optional<std::int64_t> first_not_finite() {
     read();
     return first_not_finite_;
@@ -154,26 +157,27 @@ concept MeanOrTensor =
 
 namespace lockstep {
 
-/// A metric of what the model answers: `metric(output, batch)` gives a Mean over the batch, or a tensor of
-/// one element that is the mean over the batch's samples. Called without autograd, on each batch of this
-/// rank's; the sums and counts of all batches and ranks are added and divided once. A lambda is one.
+/// A metric of the model's output: `metric(output, batch)` returns a Mean over the batch, or a tensor of one
+/// element, the mean over the batch's samples. It is called without autograd on each of this rank's batches.
+/// The sums and counts of all batches and ranks are added and divided once. A lambda may be a metric.
 template <class M, class Batch>
 concept OutputMetric = requires(M& metric, const at::Tensor& output, Batch& batch) {
   { metric(output, batch) } -> detail::MeanOrTensor;
 };
 
-/// A metric that runs the model itself, as a loss does: `metric(model, batch)`.
+/// A metric that runs the model itself, like a loss: `metric(model, batch)`.
 template <class M, class Model, class Batch>
 concept ModelMetric = !OutputMetric<M, Batch> && requires(M & metric, Model& model, Batch& batch) {
   { metric(model, batch) } -> detail::MeanOrTensor;
 };
 
+/// A metric of either form.
 template <class M, class Model, class Batch>
 concept Metric = OutputMetric<M, Batch> || ModelMetric<M, Model, Batch>;
 
-/// The fraction of samples whose largest output, over the last dimension, is at the target.
-/// output: [..., C], batch.target: [...] of class numbers, such as [N, C] and [N]. Throws DataError for other
-/// shapes, of which a target [N, 1] would be compared with every sample's output.
+/// The fraction of samples whose largest output over the last dimension is at the target class. output: [...,
+/// C]; batch.target: [...] of class indices, such as [N, C] and [N]. Throws DataError for other shapes: a
+/// target [N, 1] would broadcast over all samples.
 struct Accuracy {
   template <class Batch>
   Mean operator()(const at::Tensor& output, const Batch& batch) const {
@@ -187,11 +191,11 @@ struct Accuracy {
   }
 };
 
-/// Cross-entropy as a sum and the count of targets that are not `ignore_index`, for losses and metrics of
-/// which some targets are ignored. A tensor, cross_entropy's mean, would be weighed by all samples of its
-/// batch. output: [N, C, ...], target: [N, ...] of class numbers, or [N, C, ...] of probabilities, of which
-/// none is ignored. Waits for the device, for the count.
-/// Counterpart: torch.nn.functional.cross_entropy.
+/// Returns the summed cross-entropy and the number of targets that are not `ignore_index`, for losses and
+/// metrics with ignored targets. The mean that cross_entropy returns would be weighted by all samples of its
+/// batch. output: [N, C, ...]; target: [N, ...] of class indices, or [N, C, ...] of probabilities, of which
+/// none is ignored. Synchronizes with the device for the count.
+/// Counterpart: torch.nn.functional.cross_entropy with reduction='sum'.
 inline Mean counted_cross_entropy(const at::Tensor& output, const at::Tensor& target,
                                   std::int64_t ignore_index = -100) {
   const at::Tensor sum =
@@ -201,10 +205,10 @@ inline Mean counted_cross_entropy(const at::Tensor& output, const at::Tensor& ta
   return {sum, target.ne(ignore_index).sum().template item<std::int64_t>()};
 }
 
-/// The mean of a loss over the samples, or over whatever the loss counts. `loss(output, target)` gives the
-/// mean over a batch's samples, a tensor of one element, or a Mean{sum, count}; counted_cross_entropy by
-/// default. A loss that averages over anything but samples (targets that are not ignored, weights, tokens)
-/// must return a Mean.
+/// The mean of a loss over samples, or over what the loss counts. `loss(output, target)` returns a tensor of
+/// one element, the mean over the batch's samples, or a Mean{sum, count}. Default: counted_cross_entropy. A
+/// loss that averages over anything but samples (targets that are not ignored, weights, tokens) must return a
+/// Mean.
 template <class Loss = Mean (*)(const at::Tensor&, const at::Tensor&)>
 struct MeanLoss {
   Loss loss = [](const at::Tensor& output, const at::Tensor& target) {
@@ -224,7 +228,7 @@ MeanLoss(Loss) -> MeanLoss<Loss>;
 
 namespace lockstep::detail {
 
-// Adds a loss or metric of one batch, in either of its forms, to `meter`.
+// Adds the loss or metric of one batch to `meter`.
 template <class Batch>
 void add_to(MeanMeter& meter, const Mean& value, const Batch&) {
   meter.add(value);

@@ -30,8 +30,9 @@
 
 namespace lockstep::detail {
 
-/// What `path` is instead of a file that can be replaced; empty where it is one, or is nothing yet. Renaming
-/// a file over a device, such as /dev/null, would take it away from the whole machine.
+/// Returns what `path` is if it cannot be replaced by a file, such as "a folder"; empty if it is a regular
+/// file or does not exist. Renaming a file over a device, such as /dev/null, would remove the device for the
+/// whole machine.
 inline std::string kind_if_no_file(const std::filesystem::path& path) {
   std::error_code error;
   const auto type = std::filesystem::status(path, error).type();
@@ -53,7 +54,7 @@ inline std::string kind_if_no_file(const std::filesystem::path& path) {
   }
 }
 
-/// What the symbolic links at `path` lead to, also where that is not there yet: they are to stay links.
+/// Returns the target of the symbolic links at `path`, which need not exist, so that saving keeps the links.
 inline std::filesystem::path behind_links(std::filesystem::path path) {
   std::error_code error;
   for (int hops = 0; hops < 40 && std::filesystem::is_symlink(path, error); ++hops)
@@ -65,7 +66,7 @@ inline std::string temporary_beside(const std::filesystem::path& path) {
   return fmt::format("{}.{}.tmp", path.string(), ::getpid());
 }
 
-// A file descriptor that closes itself; `close()` says whether the system still had an error to tell.
+// An owning file descriptor. `close()` returns false if the system reports an error.
 class FileDescriptor {
  public:
   explicit FileDescriptor(int value) : value_(value) {}
@@ -94,8 +95,9 @@ inline bool write_all(int descriptor, std::string_view bytes) {
 
 namespace lockstep {
 
-/// Throws UsageError unless a file can be made at `path`: asked before training, an unwritable place costs
-/// nothing. What is there already stays as it is; what is there and is no file, as a device, is refused.
+/// Throws UsageError unless a file can be created at `path`. Call it before training, to fail early. An
+/// existing file is left unchanged; an existing path that is not a regular file, such as a device, is
+/// rejected.
 inline void require_writable(const std::filesystem::path& path) {
   if (path.empty()) throw UsageError("cannot save to '': it is no file name; give one");
   if (const auto kind = detail::kind_if_no_file(path); !kind.empty())
@@ -109,9 +111,9 @@ inline void require_writable(const std::filesystem::path& path) {
   ::unlink(probe.c_str());
 }
 
-/// Writes `bytes` to `name` whole or not at all: into a file beside it, synced, then renamed over it. A
-/// crash, a full disk or a kill leaves what was at `name` before. A symbolic link stays one: the file that it
-/// leads to is replaced. Throws CheckpointError, also where `name` is there and is no file.
+/// Writes `bytes` to `name` atomically: to a temporary file beside it, synced, then renamed. After a crash, a
+/// full disk or a kill the previous content remains. A symbolic link stays a link; its target is replaced.
+/// Throws CheckpointError if writing fails or if `name` exists and is not a regular file.
 inline void write_whole(const std::filesystem::path& name, std::string_view bytes) {
   if (const auto kind = detail::kind_if_no_file(name); !kind.empty())
     throw CheckpointError(fmt::format("could not write {} bytes to '{}': it is {}; give the name of a file",
@@ -127,20 +129,19 @@ inline void write_whole(const std::filesystem::path& name, std::string_view byte
         fmt::format("could not write {} bytes to '{}': {}; what was there before is unchanged", bytes.size(),
                     path.string(), std::strerror(reason)));
   }
-  // The name, too, is to survive a power cut; a file system that cannot sync folders keeps the file all the
-  // same.
+  // The sync of the folder makes the rename survive a power failure. Not every file system supports it.
   const auto folder = path.has_parent_path() ? path.parent_path() : std::filesystem::path(".");
   const detail::FileDescriptor directory(::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
   if (directory.is_open()) ::fsync(directory.get());
 }
 
-/// Returns the whole content of a regular file. Does not block on a pipe. Throws CheckpointError where `path`
-/// is no regular file, is empty, or cannot be read.
+/// Returns the content of a regular file. Does not block on a pipe. Throws CheckpointError if `path` is not a
+/// regular file, is empty, or cannot be read.
 inline std::string read_whole(const std::filesystem::path& path) {
   const auto refuse = [&](std::string_view why) {
     throw CheckpointError(fmt::format("could not read '{}': {}", path.string(), why));
   };
-  // Before it is opened: to open a device may do something.
+  // Before opening: opening a device may have side effects.
   if (const auto kind = detail::kind_if_no_file(path); !kind.empty())
     refuse(fmt::format("it is {}; give the name of a file", kind));
   const detail::FileDescriptor file(::open(path.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC));
@@ -165,8 +166,8 @@ inline std::string read_whole(const std::filesystem::path& path) {
   return bytes;
 }
 
-/// The bytes of a file that `torch::load(model, path)` reads. In memory first: `torch::save` to a path ends
-/// the process when the disk is full.
+/// Returns the bytes of a file that `torch::load(model, path)` reads. It serializes to memory, since
+/// `torch::save` to a path ends the process when the disk is full.
 inline std::string serialize_model(const torch::nn::Module& model) {
   torch::serialize::OutputArchive archive;
   model.save(archive);
@@ -183,7 +184,7 @@ inline std::string shape_and_type(const at::Tensor& tensor) {
   return text + "] " + dtype_name(tensor.scalar_type());
 }
 
-// Pairs every tensor of `module` with the archive's; what does not fit goes to `faults` instead.
+// Pairs every tensor of `module` with the archive's. Appends each mismatch to `faults`.
 inline void match_tensors(const torch::nn::Module& module, torch::serialize::InputArchive& archive,
                           const std::string& prefix, std::vector<std::pair<at::Tensor, at::Tensor>>& pairs,
                           std::vector<std::string>& faults) {
@@ -219,8 +220,8 @@ inline void match_tensors(const torch::nn::Module& module, torch::serialize::Inp
       faults.push_back(fmt::format("{}{} is in the file only", prefix, key));
 }
 
-/// Pairs of the model's tensors and the archive's. Throws CheckpointError that names every tensor that is
-/// missing, too much, or of another shape or dtype.
+/// Pairs the model's tensors with the archive's. Throws CheckpointError that names every tensor that is
+/// missing, unexpected, or of another shape or dtype.
 inline std::vector<std::pair<at::Tensor, at::Tensor>> matched_tensors(
     const torch::nn::Module& model, torch::serialize::InputArchive& archive) {
   std::vector<std::pair<at::Tensor, at::Tensor>> pairs;
@@ -237,17 +238,16 @@ inline void copy_tensors(const std::vector<std::pair<at::Tensor, at::Tensor>>& p
   for (const auto& [own, read] : pairs) own.copy_(read);
 }
 
-/// Where a checkpoint keeps its model, which is so not in the file of a model alone.
+/// The key of the model in a checkpoint. A file of a model alone does not have it.
 inline constexpr const char* checkpoint_model = "checkpoint_model";
 
 }  // namespace lockstep::detail
 
 namespace lockstep {
 
-/// Copies the tensors of `bytes`, as serialize_model or torch::save made them, or those of a checkpoint's
-/// model, into `model`'s own. Throws CheckpointError where the bytes are damaged (see ArchiveCheck), and one
-/// that names every tensor that is missing, too much, or of another shape or dtype; then the model is as it
-/// was. `origin` is what the message calls the bytes.
+/// Copies tensors into `model` from `bytes` of serialize_model, torch::save or a checkpoint. Throws
+/// CheckpointError if the bytes are damaged (see ArchiveCheck), or naming every tensor that is missing,
+/// unexpected, or of another shape or dtype; the model is unchanged then. `origin` names the bytes in errors.
 inline void deserialize_model(torch::nn::Module& model, std::string_view bytes, std::string_view origin) {
   detail::copy_tensors(detail::reading_file(origin, bytes, [&] {
     torch::serialize::InputArchive archive = detail::archive_of(bytes), inner;
@@ -256,7 +256,7 @@ inline void deserialize_model(torch::nn::Module& model, std::string_view bytes, 
   }));
 }
 
-/// Saves and loads in a program of one process; `Trainer::save` and `load` do it for all ranks.
+/// Saves and loads a model in a single process. `Trainer::save` and `load` do it for all ranks.
 inline void save_model(const torch::nn::Module& model, const std::filesystem::path& path) {
   write_whole(path, serialize_model(model));
 }
@@ -268,8 +268,8 @@ inline void load_model(torch::nn::Module& model, const std::filesystem::path& pa
 
 namespace lockstep::detail {
 
-// Runs `work` on rank 0 and gives every rank the bytes it returned, or throws its CheckpointError on every
-// rank.
+// Runs `work` on rank 0 and broadcasts the bytes that it returns. An exception becomes the same
+// CheckpointError on every rank.
 template <Gathering C, class Work>
 std::string on_rank_zero_for_all(C& comm, Work&& work) {
   std::string answer;
@@ -287,8 +287,8 @@ std::string on_rank_zero_for_all(C& comm, Work&& work) {
   return answer;
 }
 
-// Runs `work`, which calls no collective, on every rank. Where it throws on some rank, every rank throws the
-// same CheckpointError, so that none goes on to wait for another.
+// Runs `work`, which must not call a collective, on every rank. If it throws on some rank, every rank throws
+// the same CheckpointError, so that no rank waits for another.
 template <Gathering C, class Work>
 void on_every_rank(C& comm, Work&& work) {
   std::string mine;
@@ -306,8 +306,8 @@ void on_every_rank(C& comm, Work&& work) {
 
 namespace lockstep {
 
-/// Writes the model of rank 0, whole or not at all. Collective: every rank returns once the file is there, or
-/// throws the same CheckpointError.
+/// Writes rank 0's model atomically. Collective: every rank returns once the file is written, or throws the
+/// same CheckpointError.
 template <Gathering C>
 void save_model(const torch::nn::Module& model, const std::filesystem::path& path, C& comm) {
   forbid_in_rank_zero_scope("save_model");
@@ -317,8 +317,8 @@ void save_model(const torch::nn::Module& model, const std::filesystem::path& pat
   });
 }
 
-/// Reads a model on rank 0 and gives it to every rank, which needs no access to the file. Collective; the
-/// errors of load_model are the same on every rank.
+/// Reads a model on rank 0 and copies it to every rank; the other ranks need no access to the file.
+/// Collective. Every rank throws the same error of load_model.
 template <Gathering C>
 void load_model(torch::nn::Module& model, const std::filesystem::path& path, C& comm) {
   forbid_in_rank_zero_scope("load_model");

@@ -12,8 +12,8 @@
 
 namespace lockstep {
 
-/// Where the ranges of BasicNvtxRanges go. `check()` throws UsageError where they cannot; `push(name)` begins
-/// a range of this thread's, and `pop()` ends the last that it has begun. Any thread may call them.
+/// The backend of BasicNvtxRanges. `check()` throws UsageError if the backend is unavailable. `push(name)`
+/// begins a range on the calling thread, `pop()` ends that thread's innermost range. Thread-safe.
 template <class M>
 concept RangeMarks = requires(const char* name) {
   M::check();
@@ -21,7 +21,7 @@ concept RangeMarks = requires(const char* name) {
   M::pop();
 };
 
-/// NVTX, as LibTorch's CUDA part calls it: its own copy of NVTX, and so no header of CUDA's is needed.
+/// NVTX through LibTorch's CUDA library, which includes its own copy of NVTX: no CUDA header is needed.
 struct NvtxMarks {
   static void check() {
     if (!torch::profiler::impl::cudaStubs()->enabled())
@@ -33,20 +33,22 @@ struct NvtxMarks {
   static void pop() { torch::profiler::impl::cudaStubs()->rangePop(); }
 };
 
+/// Options of BasicNvtxRanges.
 struct NvtxOptions {
-  /// LibTorch's operators too, forward and backward: many, so that each step takes longer.
+  /// Also shows LibTorch's operators, forward and backward. They are many, so that each step takes longer.
   bool operators = false;
 };
 
-/// While one lives, a profiler that knows NVTX, such as Nsight Systems, sees ranges on every thread: those of
-/// lockstep ("lockstep::reduce_bucket", "lockstep::finish_reduction") and the program's own, made with
-/// RECORD_USER_SCOPE("name"). They are spans of the host. What is open at its beginning or end has its begin
-/// and its end, or neither. Without one nothing is called. One at a time is enough, made on any thread while
-/// no other trains: two would name each range twice.
+/// Shows ranges in an NVTX profiler, such as Nsight Systems, during its lifetime and on every thread:
+/// lockstep's own ("lockstep::reduce_bucket", "lockstep::finish_reduction") and the program's
+/// RECORD_USER_SCOPE("name"). The ranges are host time. A range that is open at construction or destruction
+/// is shown either with both ends or not at all. Without an instance nothing is called. Use one instance
+/// at a time, since two show each range twice; construct it while no other thread trains.
+/// Counterpart: torch.autograd.profiler.emit_nvtx.
 template <RangeMarks Marks>
 class BasicNvtxRanges {
  public:
-  /// Throws what Marks::check() throws: of NvtxMarks, UsageError where LibTorch has no CUDA part.
+  /// Throws what Marks::check() throws: for NvtxMarks, UsageError if LibTorch has no CUDA library.
   explicit BasicNvtxRanges(NvtxOptions options = {}) {
     Marks::check();
     at::RecordFunctionCallback callback(options.operators ? &begin<true> : &begin<false>, &end);
@@ -59,7 +61,7 @@ class BasicNvtxRanges {
   BasicNvtxRanges& operator=(const BasicNvtxRanges&) = delete;
 
  private:
-  // Of a range that was begun; it ends by the same callback, also when that has been removed in between.
+  // Marks a range that was pushed; the same callback pops it, even if the callback was removed in between.
   struct Begun : at::ObserverContext {};
 
   template <bool operators>
@@ -78,6 +80,7 @@ class BasicNvtxRanges {
   at::CallbackHandle handle_;
 };
 
+/// The ranges of NVTX; see BasicNvtxRanges.
 using NvtxRanges = BasicNvtxRanges<NvtxMarks>;
 
 }  // namespace lockstep

@@ -14,21 +14,21 @@
 
 namespace lockstep {
 
-/// The most bytes that this rank has taken so far. On a GPU, the current one: of its tensors, by the account
-/// of LibTorch's allocator, as `torch.cuda.max_memory_allocated` says it; NcclBuffers::nccl and what NCCL and
-/// CUDA take for themselves are not in it. In a process that has had no tensor on a GPU: of the process
-/// itself, libraries and all, as far as they were resident at one time.
+/// Returns this rank's peak memory so far, in bytes. With tensors on a GPU: the peak of LibTorch's allocator
+/// on the current device. Memory of NcclBuffers::nccl, and what NCCL and CUDA allocate themselves, is not
+/// counted. Without tensors on a GPU: the peak resident memory of the process, libraries included.
+/// Counterpart: torch.cuda.max_memory_allocated.
 inline std::int64_t peak_memory() {
 #ifdef LOCKSTEP_HAS_CUDA
   namespace allocator = c10::cuda::CUDACachingAllocator;
   if (allocator::get()->initialized()) {
-    // The first of the account's numbers is that of all pools together.
+    // Index 0 is the aggregate over all pools.
     const std::int64_t peak = allocator::getDeviceStats(c10::cuda::current_device()).allocated_bytes[0].peak;
     if (peak > 0) return peak;
   }
 #endif
-  // The kernel's own account of this program: that of getrusage goes on over exec, and so begins with what
-  // the process had that started this one.
+  // The kernel's account of this program. getrusage's maximum survives exec, and so includes the program that
+  // ran in this process before.
   std::ifstream status("/proc/self/status");
   for (std::string key; status >> key; status.ignore(std::numeric_limits<std::streamsize>::max(), '\n'))
     if (std::int64_t kilobytes = 0; key == "VmHWM:" && status >> kilobytes) return kilobytes * 1024;

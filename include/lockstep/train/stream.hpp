@@ -17,21 +17,23 @@ inline constexpr bool is_optional<std::optional<T>> = true;
 
 namespace lockstep {
 
-/// Data whose length nobody knows beforehand: `next()` gives this rank's next batch, or nothing once its pass
-/// is over. What falls to which rank is the stream's own affair. Ranks may get batches of unequal size and
-/// run out at different times: one that has none left takes part in the others' steps with a weight of zero,
-/// and all stop together once no rank has any. It has no forward in such a step, so with a model whose
-/// forward itself communicates (synchronised batch norm) every rank needs equally many batches: where one has
-/// run out before others, all throw DataError.
+/// A data source of unknown length: `next()` returns this rank's next batch, or std::nullopt at the end of
+/// its pass. The stream itself decides which data each rank gets.
 ///
-/// With a `set_epoch(e)` a stream can be read again: it is called before each pass, with the number of the
-/// epoch. Without, it has one pass. Used from the training thread.
+/// Ranks may get batches of unequal size and run out at different times. A rank without data takes part in
+/// the other ranks' steps with a weight of zero; all ranks stop together once none has data left. A rank has
+/// no forward in such a step. For a model whose forward communicates (synchronized batch norm), every rank
+/// therefore needs the same number of batches; otherwise all ranks throw DataError.
+///
+/// A stream with `set_epoch(e)` is repeatable: `set_epoch` is called before each pass with the epoch's
+/// number. A stream without it has one pass. Used from the training thread only.
+/// Counterpart: torch.utils.data.IterableDataset.
 template <class S>
 concept BatchStream = !Dataset<S> && requires(S & stream) {
   requires detail::is_optional<std::remove_cvref_t<decltype(stream.next())>>;
 };
 
-/// A stream that can be read again.
+/// A stream that supports several passes.
 template <class S>
 concept RepeatableStream = BatchStream<S> && requires(S& stream, std::size_t epoch) {
   stream.set_epoch(epoch);
@@ -56,7 +58,7 @@ struct BatchMadeBy<S> {
 
 namespace lockstep {
 
-/// The batches of a dataset or of a stream.
+/// The batch type of a dataset or of a stream.
 template <class D>
 requires Dataset<D> || BatchStream<D>
 using BatchFrom = typename detail::BatchMadeBy<D>::type;

@@ -52,18 +52,19 @@
 
 namespace lockstep {
 
-/// Trains one model on all ranks: owns the communicator, the model, its DistributedDataParallel and its
-/// optimizer, and what people forget - the epoch of the sampler, the modes, the seeds, the rank that writes.
+/// Trains one model data-parallel on all ranks. Owns the communicator, the model, its DistributedDataParallel
+/// and its optimizer. Sets the sampler's epoch, the module's training mode, the seeds and the rank that
+/// writes.
 ///
-/// The policies are types; values of them (a model, a communicator with options, extras) follow the options
-/// in any order, and what is not given is default-constructed, the communicator from the world. The model is
-/// brought to the communicator's device. Every rank makes the same trainers in the same order and calls the
-/// same functions on them. Used from one thread.
+/// The policies are types. Values of them (a model, a communicator with options, extras) follow the options
+/// in any order. Policies without a value are default-constructed; the communicator is constructed from the
+/// world. The model moves to the communicator's device. Every rank constructs the same trainers in the same
+/// order and calls the same functions on them. Not thread-safe.
 template <class Model, class SamplerType, class Comm, class PrecisionType, class... Extras>
 class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType, Extras...> {
  public:
-  /// Seeds the default generators, those of GPUs too, with `options.seed` before a model is made and with
-  /// `seed + rank` afterwards. Throws UsageError for options that cannot train, MismatchError where the
+  /// Seeds the default generators of CPU and GPUs: with `options.seed` before a model is constructed, with
+  /// `seed + rank` afterwards. Collective. Throws UsageError for invalid options and MismatchError if the
   /// ranks' models differ.
   template <class... Given>
   explicit Trainer(const World& world, const TrainerOptions& options = {}, Given... given)
@@ -92,24 +93,29 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
   Trainer(const Trainer&) = delete;
   Trainer& operator=(const Trainer&) = delete;
 
-  /// Trains for the options' epochs or steps; called again, it goes on with the next epoch. `data` is a
-  /// Dataset, shared out by the sampler, whose batches come to the model's device, or a BatchStream. `loss`
-  /// is a LossFunction, `callbacks` are GradientCallbacks, StepCallbacks, EpochStartCallbacks and EpochCallbacks for this call,
-  /// called in their order after those of the extras. What a hook, a schedule or the optimizer throws on
-  /// every rank (within two seconds) ends this call alone; what only some throw aborts the communicator, so
-  /// that the others throw PeerError and nothing works on it any more. Each step goes down the mean over all
-  /// samples (or counts) that all ranks have in it; one in which nothing was counted changes nothing.
-  /// Collective. Returns the last epoch's report. Throws MismatchError where the ranks would not train alike,
-  /// DataError where there is nothing to train on.
+  /// Trains for the options' epochs or steps. A second call continues with the next epoch. Collective.
+  ///
+  /// 1. `data` is a Dataset or a BatchStream. The sampler partitions a Dataset among the ranks, and its
+  ///    batches are copied to the model's device.
+  /// 2. `loss` is a LossFunction. Each step descends the mean over all samples (or counts) of all ranks. A
+  ///    step in which nothing was counted changes nothing.
+  /// 3. `callbacks` are GradientCallbacks, StepCallbacks, EpochStartCallbacks and EpochCallbacks for this
+  ///    call. They run in their order, after the callbacks among the extras.
+  /// 4. An exception that a callback, a schedule or the optimizer throws on every rank within two seconds
+  ///    ends this call only. An exception on some ranks aborts the communicator: the other ranks throw
+  ///    PeerError, and the communicator is unusable from then on.
+  ///
+  /// Returns the report of the last epoch. Throws MismatchError if the ranks' options or data differ,
+  /// DataError if there is nothing to train on.
   template <class D, class Loss, class... Callbacks>
   EpochReport fit(D&& data, Loss&& loss, Callbacks&&... callbacks) {
     using Checked = detail::CheckedFit<Model, std::remove_reference_t<D>, Loss, Callbacks...>;
     if constexpr (Checked::good()) return run(data, loss, callbacks...);
   }
 
-  /// What the metrics are over all samples and ranks, of rank 0's model in the trainer's precision; see
-  /// lockstep::evaluate, also for what one rank throws. Buffers are averaged before where the options say so;
-  /// where every rank keeps its own they are put back afterwards.
+  /// Evaluates the metrics over all samples and ranks, with rank 0's buffers, in the trainer's precision. See
+  /// lockstep::evaluate, also for exceptions on one rank. Under BufferPolicy::average the buffers are
+  /// averaged first; under BufferPolicy::none each rank gets its own buffers back afterwards. Collective.
   template <class D, class... Metrics>
   auto evaluate(D&& dataset, Metrics&&... metrics) {
     if (options_.ddp.broadcast_buffers == BufferPolicy::average) ddp_.sync_buffers();
@@ -122,10 +128,10 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
     });
   }
 
-  /// Writes all that this run needs to go on as if it had never stopped, to one file, whole or not at all:
-  /// model, optimizer, what the communication hook remembers, generators, where in the data it stands, and
-  /// `parts`. Between steps: in callbacks after a step or an epoch, and outside of `fit`. Collective; every rank
-  /// returns when it is written, or throws CheckpointError.
+  /// Writes a checkpoint from which training resumes bitwise: model, optimizer, state of the communication
+  /// hook, generators, data position and `parts`. The file is written atomically. Call it between steps: in a
+  /// StepCallback or EpochCallback, or outside of `fit`. Collective. Every rank returns once the file is
+  /// written, or throws CheckpointError. Throws UsageError inside a step.
   template <Checkpointed... Parts>
   void save_checkpoint(const std::filesystem::path& path, const Parts&... parts) {
     forbid_in_rank_zero_scope("save_checkpoint");
@@ -138,39 +144,38 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
       return own_state(run, options_.ddp.broadcast_buffers, meter_, save_data_position_, resumed_);
     });
   }
-  /// Takes up what save_checkpoint wrote, before `fit`, in a trainer that was made alike. Where the
-  /// checkpoint is from inside a `fit`, the next one goes on with that: it ends where that would have ended,
-  /// at the same bits. On another number of ranks it goes on as well, and no sample of the epoch is lost or
-  /// seen twice. Collective. Throws CheckpointError that says what does not fit: the model is as it was then,
-  /// optimizer and parts may not be.
+  /// Restores a checkpoint of save_checkpoint into a trainer that was constructed alike, before `fit`. If the
+  /// checkpoint was saved inside a `fit`, the next `fit` resumes that one: it ends where that one would have
+  /// ended, with bitwise equal results. On another number of ranks it resumes too, and no sample of the epoch
+  /// is lost or repeated. Collective. Throws UsageError inside `fit`, and CheckpointError that names what
+  /// does not fit; the model is unchanged then, while the optimizer and the parts may have changed.
   template <Checkpointed... Parts>
   void load_checkpoint(const std::filesystem::path& path, Parts&... parts) {
     read_run("load_checkpoint", path, /*required=*/true, parts...);
   }
-  /// Does what load_checkpoint does where the file exists, and nothing where it does not. Returns whether it
-  /// does: rank 0 looks, and broadcasts the answer, since ranks on other hosts may see other files.
-  /// Collective.
+  /// Calls load_checkpoint if the file exists; otherwise a no-op. Returns whether the file exists: rank 0
+  /// checks and broadcasts the answer, since ranks on other hosts may see other files. Collective.
   template <Checkpointed... Parts>
   bool load_checkpoint_if_exists(const std::filesystem::path& path, Parts&... parts) {
     return read_run("load_checkpoint_if_exists", path, /*required=*/false, parts...);
   }
 
-  /// Writes the model of rank 0 to a file that `torch::load(model, path)` reads, whole or not at all; every
-  /// rank returns when it is written, or throws CheckpointError. `require_writable(path)` asks before
-  /// training.
+  /// Writes rank 0's model atomically to a file that `torch::load(model, path)` reads. Collective. Every rank
+  /// returns once the file is written, or throws CheckpointError. To check the path before training, call
+  /// `require_writable(path)`.
   void save(const std::filesystem::path& path) { save_model(model_.module(), path, comm_); }
-  /// Reads a saved model, or that of a checkpoint, on rank 0, for all ranks. Throws CheckpointError, naming
-  /// what does not fit.
+  /// Reads a saved model, or the model of a checkpoint, on rank 0 and copies it to all ranks. Collective.
+  /// Throws CheckpointError that names what does not fit.
   void load(const std::filesystem::path& path) { load_model(model_.module(), path, comm_); }
 
   [[nodiscard]] Model& model() { return model_.get(); }
   [[nodiscard]] torch::optim::Optimizer& optimizer() { return *optimizer_; }
   [[nodiscard]] Comm& comm() { return comm_; }
   [[nodiscard]] PrecisionType& precision() { return precision_; }
-  /// For its report, and its communication hook.
+  /// The DistributedDataParallel, for its report and its communication hook.
   [[nodiscard]] auto& ddp() { return ddp_; }
   [[nodiscard]] const World& world() const { return world_; }
-  /// Epochs and optimizer steps done so far.
+  /// The numbers of completed epochs and optimizer steps.
   [[nodiscard]] std::int64_t epoch() const { return position_.epoch; }
   [[nodiscard]] std::int64_t step() const { return position_.step; }
 
@@ -203,7 +208,7 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
     detail::LoaderMicroBatchSource source(loader, detail::device_of(model_.module()), options_.batch_size,
                                           options_.accumulate, comm_, saved ? &*saved : nullptr);
     const std::int64_t steps = source.partition().steps();
-    // On another number of ranks what is left takes another number of steps.
+    // On another number of ranks, the rest of the epoch takes another number of steps.
     position_.step_in_epoch = saved ? steps - source.first_partition().steps() : 0;
     for (const detail::EpochPartition* partition : {&source.first_partition(), &source.partition()})
       detail::require_equal_forwards(model_.module(), *partition);
@@ -221,7 +226,7 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
     return run_epochs(source, std::nullopt, loss, callbacks...);
   }
 
-  // Where the data stood in the epoch that a checkpoint is from the midst of.
+  // The data position of a checkpoint that was saved inside an epoch.
   std::optional<torch::serialize::InputArchive> saved_data_position() const {
     if (!resumed_ || resumed_->data_position.empty()) return std::nullopt;
     return detail::archive_of(resumed_->data_position);
@@ -290,7 +295,7 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
     return {plan.epoch, position_.step, total.mean(), elapsed.count(), skipped, peak_memory()};
   }
 
-  // False where no rank had any data left.
+  // Returns false if no rank had data left.
   template <class Source, class Loss, class... Callbacks>
   bool train_step(Source& source, Loss& loss, Callbacks&... callbacks) {
     in_step_ = true;
@@ -328,10 +333,10 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
     show_gradients(callbacks...);
     detail::aborting(comm_, [&] { stepped_ = precision_.step(*optimizer_); });
     skipped_.add(stepped_);
-    if constexpr (StatefulHook<Reduction>)  // only that has to know at once
+    if constexpr (StatefulHook<Reduction>)  // reading the outcome may synchronize
       if (!stepped_) ddp_.rollback();
   } catch (...) {
-    ddp_.rollback();  // the parameters, too, are as the last step left them
+    ddp_.rollback();  // the hook's state must match the parameters, which are those of the last step
     throw;
   }
 
@@ -352,8 +357,7 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
     }
   }
 
-  // Beside the run itself a checkpoint holds extras, the precision and `parts`, where they model
-  // Checkpointed.
+  // A checkpoint also holds the extras, the precision and `parts` if they model Checkpointed.
   template <class... Parts>
   auto checkpointed_run(Parts&... parts) {
     auto each_more = [this, &parts...](auto&& function) {
@@ -383,7 +387,7 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
   void each_extra(Function&& function) {
     std::apply([&](auto&... extra) { (function(extra), ...); }, extras_);
   }
-  // Reports a hook's exception to the other ranks, which may already wait for this one.
+  // Reports a callback's exception to the other ranks, which may already wait for this one.
   template <class Report, class... Callbacks>
   void notify_all(const Report& report, Callbacks&... callbacks) {
     detail::aborting(comm_, [&] {
@@ -392,8 +396,8 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
     });
   }
 
-  // Says where the loss was first not finite on some rank. Collective. Only the epoch's sum over all ranks
-  // tells that there was one, so that no step waits for a device or for another rank.
+  // Logs on which rank and in which step the loss was first not finite. Collective. Only the epoch's sum over
+  // all ranks triggers it, so that no step synchronizes with a device or with another rank.
   void warn_of_loss(std::int64_t epoch) {
     if (std::exchange(warned_of_loss_, true)) return;
     const std::optional<std::int64_t> own = meter_.first_not_finite();
@@ -408,7 +412,7 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
     const std::string where =
         first ? fmt::format("on rank {} in step {}", detail::RankNames(comm_)(first->second), first->first)
               : std::string("before this run was resumed");
-    // Of a group without rank 0 another has to speak.
+    // In a group without world rank 0, the group's rank 0 logs.
     (world_.rank() == 0 ? world_.log : world_.log.all())
         .warning(
             "the loss of epoch {} is not finite, first {}: lower the learning rate, look at the data of that "
@@ -427,26 +431,26 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
   typename Kept::Ddp ddp_;
   std::vector<at::Tensor> parameters_;
   std::unique_ptr<torch::optim::Optimizer> optimizer_;
-  std::vector<at::Tensor> unstepped_;  // that the optimizer does not hold: nobody else clears their gradients
+  std::vector<at::Tensor> unstepped_;  // not held by the optimizer, whose zero_grad() does not reach them
   std::vector<LocalLoss> losses_;      // of the running step
   MeanMeter meter_;                    // of the running epoch
   detail::RunPosition position_;
-  std::optional<detail::RankState> resumed_;     // what a checkpoint left for the next `fit`
-  detail::SaveDataPosition save_data_position_;  // where the data stands, inside `fit`
-  detail::SkippedSteps skipped_;                 // of this epoch
+  std::optional<detail::RankState> resumed_;     // of a loaded checkpoint, until the next `fit`
+  detail::SaveDataPosition save_data_position_;  // saves the data position, inside `fit`
+  detail::SkippedSteps skipped_;                 // of the running epoch
   StepOutcome stepped_ = true;                   // of the running step
-  at::Tensor total_norm_;                        // of its gradients, where a hook has found it
+  at::Tensor total_norm_;                        // of the running step, if a callback has set it
   detail::ParameterComparison<Reduction> compare_;
   bool in_step_ = false, warned_of_loss_ = false;
 };
 
-/// `Trainer{world, options, Net(...)}`, then extras.
+/// Deduces the model and the extras: `Trainer{world, options, Net(...), extras...}`.
 template <class M, class... Extras>
 Trainer(const World&, TrainerOptions, M, Extras...)
     -> Trainer<M, DefaultSampler, DefaultComm, DefaultPrecision, Extras...>;
 
-/// The same with policies by name, for extras that have none: `make_trainer<Net, MySampler>(world, options,
-/// extras...)`.
+/// Constructs a Trainer with explicit policies and deduced extras: `make_trainer<Net, MySampler>(world,
+/// options, extras...)`.
 template <class Model, class SamplerType = DefaultSampler, class Comm = DefaultComm,
           class PrecisionType = DefaultPrecision, class... Extras>
 auto make_trainer(const World& world, const TrainerOptions& options, Extras... extras) {

@@ -6,7 +6,7 @@ class DistributedSampler;
 class GlooComm;
 struct Fp32;
 
-/// The policies that a Trainer has unless it is told others.
+/// The default policies of a Trainer.
 using DefaultSampler = DistributedSampler;
 using DefaultComm = GlooComm;
 using DefaultPrecision = Fp32;

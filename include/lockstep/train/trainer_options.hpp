@@ -13,40 +13,40 @@
 
 namespace lockstep {
 
-/// What a training run is, beside its policies. Equal on every rank, which `Trainer::fit` checks.
+/// The options of a Trainer beside its policies. Equal on every rank; `Trainer::fit` checks it.
 struct TrainerOptions {
-  /// Passes over the dataset, or optimizer steps: one of the two; 1 epoch where neither is given.
+  /// Epochs, or optimizer steps. Set at most one of the two; 1 epoch if neither is set.
   std::optional<std::int64_t> epochs = std::nullopt;
   std::optional<std::int64_t> steps = std::nullopt;
-  /// Samples a rank and a micro-batch. The global batch, which an optimizer step sees, is `batch_size` times
+  /// Samples per rank and micro-batch. The global batch of an optimizer step is `batch_size` times
   /// `accumulate` times the world size.
   std::int64_t batch_size = 32;
-  /// Micro-batches a rank and an optimizer step, whose gradients add up and are reduced once, with the last.
-  /// What is left at the end of an epoch makes a step of its own. Each step is down the mean over all its
-  /// samples, wherever they are.
+  /// Micro-batches per rank and optimizer step. Their gradients accumulate and are reduced once, with the
+  /// last micro-batch. The rest at the end of an epoch forms a step of its own. Each step descends the mean
+  /// over all its samples, on whichever rank they are.
   std::int64_t accumulate = 1;
-  /// The learning rate of the default optimizer, plain SGD: 1e-3 where none is given. An optimizer of one's
-  /// own has its own rate, and this beside it is refused.
+  /// Learning rate of the default optimizer, plain SGD. Default: 1e-3. UsageError if it is set beside an
+  /// OptimizerFactory, which has its own rate.
   std::optional<double> lr = std::nullopt;
-  /// Seeds the model's initial values (equal on every rank), what is drawn while training (`seed + rank`) and
-  /// the sampler.
+  /// Seeds the model's initial values (equal on every rank), the generators during training (`seed + rank`)
+  /// and the sampler.
   std::uint64_t seed = 0;
   bool shuffle = true;
-  /// Leaves out the samples at the end that do not fill all ranks, instead of repeating some of the first.
+  /// Drops the last samples that do not fill all ranks, instead of repeating some of the first samples.
   bool drop_last = false;
-  /// Repeats some of the first samples, so that every rank has as many, as Python does. Without it each
-  /// sample is seen exactly once an epoch and ranks may run out one sample earlier than others; the last
-  /// steps weigh every sample alike all the same. A rank that has none left in the last step has no forward
-  /// in it, which is refused for a model whose forward itself communicates (synchronised batch norm).
+  /// Repeats some of the first samples so that every rank has the same number, as Python does. If false, each
+  /// sample occurs exactly once per epoch and some ranks may run out one sample earlier; the last steps still
+  /// weigh every sample equally. A rank without data has no forward in the last step, so false is refused for
+  /// a model whose forward communicates (synchronized batch norm).
   bool pad = true;
-  /// Threads a rank that load ahead; 0 loads in the training thread.
+  /// Loader threads per rank; 0 loads in the training thread.
   std::int64_t num_workers = 0;
-  /// Whether rank 0 says how training goes.
+  /// Whether rank 0 shows progress.
   bool progress = true;
-  /// Whether the ranks compare their parameters after each epoch, which are equal unless something went wrong
-  /// unseen; see check_same_parameters.
+  /// Whether the ranks compare their parameters after each epoch, to detect silent divergence; see
+  /// check_same_parameters.
   bool compare_parameters = true;
-  /// Of the trainer's DistributedDataParallel: buckets, buffers, unused parameters.
+  /// Options of the trainer's DistributedDataParallel.
   DdpOptions ddp = {};
 };
 
@@ -61,7 +61,7 @@ template <class... Args>
 
 namespace lockstep {
 
-/// The options themselves; throws UsageError that names the option, at the first value that cannot train.
+/// Returns `options`. Throws UsageError that names the first invalid option.
 inline const TrainerOptions& validated(const TrainerOptions& options) {
   using detail::refuse_option;
   if (options.epochs && options.steps)

@@ -13,28 +13,30 @@
 
 namespace lockstep {
 
-/// Who this process is, as its environment says: torchrun's variables, the same by hand, or none of them
-/// (alone). Reading it opens no socket.
+/// This process's place in the run, read from torchrun's environment variables. The same variables may be set
+/// by hand; without them the process is alone. Reading them opens no socket.
 struct Environment {
   int rank = 0;
   int size = 1;
   int local_rank = 0;
   int local_size = 1;
-  /// Where the ranks meet: `tcp://host:port`, `file:///path`, or nothing where no other process is named.
+  /// The rendezvous: `tcp://host:port` or `file:///path`. Empty if the variables name none.
   std::string rendezvous;
-  /// Whether a launcher hosts the store at `rendezvous`, so that rank 0 is a client as all others are.
+  /// Whether a launcher hosts the store at `rendezvous`, so that rank 0 is a client like every other rank.
   bool store_is_hosted = false;
-  /// Whether that store belongs to torchrun, and so may hold keys of an earlier attempt.
+  /// Whether torchrun owns that store, which may then hold keys of an earlier attempt.
   bool store_outlives_attempts = false;
-  /// Whether a launcher has numbered the processes of this host (LOCAL_RANK).
+  /// Whether a launcher has assigned local ranks on this host (LOCAL_RANK).
   bool launched = false;
-  /// What a store that lockstep hosts asks of its clients (LOCKSTEP_STORE_SECRET): the same on every rank.
+  /// The secret that a store hosted by lockstep requires of its clients (LOCKSTEP_STORE_SECRET). Equal on
+  /// every rank.
   std::string store_secret;
 };
 
-/// Looks up one variable; none where it is not set or empty.
+/// Looks up one environment variable. Returns std::nullopt if it is unset or empty.
 using Variables = std::function<std::optional<std::string>(const char*)>;
 
+/// Looks up a variable of this process's environment. Returns std::nullopt if it is unset or empty.
 inline std::optional<std::string> process_variable(const char* name) {
   const char* text = std::getenv(name);
   if (text == nullptr || *text == '\0') return std::nullopt;
@@ -45,7 +47,7 @@ inline std::optional<std::string> process_variable(const char* name) {
 
 namespace lockstep::detail {
 
-/// The whole number that `text` is, or nothing.
+/// Parses `text` as an integer. Returns std::nullopt if it is not one.
 inline std::optional<int> whole_number(std::string_view text) {
   int value = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
@@ -53,7 +55,7 @@ inline std::optional<int> whole_number(std::string_view text) {
   return value;
 }
 
-/// The value of an integer variable, checked to be in [least, most].
+/// Returns the value of an integer variable. Throws UsageError if it is not an integer in [least, most].
 inline std::optional<int> integer_variable(const Variables& variables, const char* name, int least,
                                            int most = 2147483647) {
   const auto text = variables(name);
@@ -69,16 +71,17 @@ inline std::optional<int> integer_variable(const Variables& variables, const cha
   return value;
 }
 
-/// LOCKSTEP_TIMEOUT, the timeout of collectives in seconds, at least 1.
+/// Returns LOCKSTEP_TIMEOUT, the timeout of collectives in seconds, at least 1.
 inline std::optional<int> timeout_variable(const Variables& variables) {
   return integer_variable(variables, "LOCKSTEP_TIMEOUT", 1);
 }
-/// LOCKSTEP_HEARTBEAT_TIMEOUT, in seconds, at least 1: see heartbeat_timeout().
+/// Returns LOCKSTEP_HEARTBEAT_TIMEOUT in seconds, at least 1; see heartbeat_timeout().
 inline std::optional<int> heartbeat_timeout_variable(const Variables& variables) {
   return integer_variable(variables, "LOCKSTEP_HEARTBEAT_TIMEOUT", 1);
 }
 
-/// Checks `LOCKSTEP_RENDEZVOUS`, or makes a URL of MASTER_ADDR and MASTER_PORT.
+/// Returns LOCKSTEP_RENDEZVOUS, or a URL from MASTER_ADDR and MASTER_PORT. If neither is set, throws
+/// UsageError if `needed`, else returns an empty string.
 inline std::string rendezvous_url(const Variables& variables, bool needed) {
   if (const auto url = variables("LOCKSTEP_RENDEZVOUS")) return *url;
   const auto address = variables("MASTER_ADDR");
@@ -97,14 +100,14 @@ inline std::string rendezvous_url(const Variables& variables, bool needed) {
 
 namespace lockstep {
 
-/// Where ranks meet: `tcp://host:port` or `file:///path`, taken apart and checked.
+/// A parsed rendezvous URL: `tcp://host:port` or `file:///path`.
 struct RendezvousUrl {
   std::string host;  ///< of tcp://
   int port = 0;
   std::string path;  ///< of file://
 };
 
-/// Throws UsageError if `url` is neither `tcp://host:port` nor `file:///path`.
+/// Parses a rendezvous URL. Throws UsageError if `url` is neither `tcp://host:port` nor `file:///path`.
 inline RendezvousUrl parse_rendezvous(const std::string& url) {
   RendezvousUrl parsed;
   if (url.starts_with("file:///") && url.size() > 8) {
@@ -128,7 +131,7 @@ inline RendezvousUrl parse_rendezvous(const std::string& url) {
       url));
 }
 
-/// LOCKSTEP_STORE_SECRET, empty where it is not set. Throws UsageError where it is too long.
+/// Returns LOCKSTEP_STORE_SECRET, empty if unset. Throws UsageError if it exceeds 256 characters.
 inline std::string read_store_secret(const Variables& variables = process_variable) {
   auto secret = variables("LOCKSTEP_STORE_SECRET").value_or("");
   constexpr std::size_t longest = 256;
@@ -138,8 +141,8 @@ inline std::string read_store_secret(const Variables& variables = process_variab
   return secret;
 }
 
-/// Reads and checks RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT (or
-/// LOCKSTEP_RENDEZVOUS). Throws UsageError naming the variable, its value, and what to do.
+/// Reads RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT (or
+/// LOCKSTEP_RENDEZVOUS). Throws UsageError that names the variable, its value and a remedy.
 inline Environment read_environment(const Variables& variables = process_variable) {
   Environment env;
   const auto size = detail::integer_variable(variables, "WORLD_SIZE", 1);

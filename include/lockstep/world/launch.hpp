@@ -16,7 +16,7 @@
 
 namespace lockstep::detail {
 
-/// Keeps the store up until the ranks of the other hosts have ended too: 5 minutes at most, or 2 s where a
+/// Keeps the store alive until the ranks of the other hosts have finished: 5 minutes at most, or 2 s if a
 /// rank of this host has failed.
 inline void outlive_other_hosts(c10d::Store& store, int size, bool well) {
   const auto limit =
@@ -27,14 +27,14 @@ inline void outlive_other_hosts(c10d::Store& store, int size, bool well) {
     while (!appear_within(store, finished, std::chrono::milliseconds(500)) &&
            std::chrono::steady_clock::now() < limit)
       if (well && published_failure(store)) {
-        std::this_thread::sleep_for(std::chrono::seconds(1));  // for those who have not read it yet
+        std::this_thread::sleep_for(std::chrono::seconds(1));  // other ranks may still read the failure
         return;
       }
-  } catch (const c10::Error&) {  // what it holds cannot be read, so nobody else can be waited for
+  } catch (const c10::Error&) {  // the store is unreadable: stop waiting
   }
 }
 
-/// Starts the ranks of this host and hosts the store for all. Returns the exit code.
+/// Starts this host's ranks and hosts the store for all hosts. Returns the exit code.
 inline int launch_here(const LaunchPlan& plan, int argc, const char* const* argv,
                        const LaunchOptions& options) {
   const bool alone = plan.rendezvous.empty();
@@ -42,7 +42,7 @@ inline int launch_here(const LaunchPlan& plan, int argc, const char* const* argv
   const bool hosting = plan.first == 0 && url.path.empty();
   Listener listener;
   if (hosting) listener = listen_on(alone ? "127.0.0.1" : url.host, url.port);
-  // On one host nobody else needs to know it.
+  // A run on one host needs no shared secret.
   const auto secret = alone ? random_secret() : read_store_secret();
   const auto rendezvous = alone ? fmt::format("tcp://127.0.0.1:{}", listener.port) : plan.rendezvous;
 
@@ -52,11 +52,11 @@ inline int launch_here(const LaunchPlan& plan, int argc, const char* const* argv
   supervised.prefix = plan.prefix;
   supervised.grace = options.grace;
   StorePtr store;
-  // Its threads start after the ranks have been forked; they wait in the listener's queue until then.
+  // The store's threads start after the ranks have been forked. Until then the ranks queue at the listener.
   supervised.started = [&] {
     if (hosting) store = host_store(std::move(listener), secret, std::chrono::seconds(10));
   };
-  // A rank that was killed cannot tell the other hosts itself.
+  // A killed rank cannot report its failure to the other hosts.
   supervised.failed = [&](const RankFailure& failure) {
     if (alone || failure.kind == FailureKind::peer) return;
     at_most(std::chrono::milliseconds(1500),
@@ -79,26 +79,31 @@ inline int launch_here(const LaunchPlan& plan, int argc, const char* const* argv
 
 namespace lockstep {
 
-/// Runs `fn(World)` or `fn(World, argc, argv)` on every rank. Under torchrun (LOCAL_RANK is set) this process
-/// is one of them. Otherwise it starts `--nproc N` processes of this program with the same arguments, relays
-/// their lines and signals, ends all when one fails, and returns the exit code: 0, the value that `fn`
-/// returned if not 0, 2 after a UsageError, 1 after another exception, 128 + signal for a rank that was
-/// killed. `launch(argc, argv, fn)` should be the last thing that main does.
+/// Runs `fn(World)` or `fn(World, argc, argv)` on every rank of the run. Call it as main's last statement.
+///
+/// Under torchrun (LOCAL_RANK is set) this process is one rank. Otherwise it starts `--nproc N` processes of
+/// this program with the same arguments, relays their output lines and signals, and ends all of them when one
+/// fails. Returns the exit code: 0; the nonzero value that `fn` returned; 2 after a UsageError; 1 after
+/// another exception; 128 + signal for a killed rank.
+/// Counterpart: torchrun.
 ///
 /// `fn(World, int argc, char** argv)` gets the command line without lockstep's own flags (see LaunchOptions)
-/// and their values, for the program's own parser. Arguments after `--` are the program's.
+/// and their values, for the program's own parser. Arguments after `--` belong to the program.
 ///
-/// Forwards SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1 and SIGUSR2 to its ranks, whichever of its threads
-/// receives them; signals that are ignored when it starts (`nohup`) stay ignored. The same SIGINT, SIGTERM or
-/// SIGQUIT once more kills the ranks; a repeated SIGHUP does not, since a terminal that closes sends two.
+/// Signals: forwards SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1 and SIGUSR2 to its ranks, whichever thread
+/// receives them. A signal that is ignored at the start (`nohup`) stays ignored. A second SIGINT, SIGTERM or
+/// SIGQUIT of the same kind kills the ranks; a second SIGHUP does not, since a closing terminal sends two.
 ///
-/// By hand on several hosts, RANK is this host's first rank: `WORLD_SIZE=7 RANK=3 MASTER_ADDR=a
-/// MASTER_PORT=29500 prog
-/// --nproc 4` starts ranks 3 to 6. Who can reach that port can take part in the run, unless
-/// LOCKSTEP_STORE_SECRET is set to one text on all hosts. `--timeout SECONDS` (or LOCKSTEP_TIMEOUT) sets the
-/// timeout of collectives where the program sets none. A rank's heap keeps what it frees
-/// (MALLOC_TRIM_THRESHOLD_ set by the user goes before). What `fn` throws ends the whole run: no destructor
-/// runs in the rank that threw.
+/// Several hosts, started by hand: RANK is this host's first rank, so that this command starts ranks 3 to 6:
+///
+///   WORLD_SIZE=7 RANK=3 MASTER_ADDR=a MASTER_PORT=29500 prog --nproc 4
+///
+/// Any process that reaches that port can take part in the run, unless LOCKSTEP_STORE_SECRET is set to the
+/// same text on all hosts.
+///
+/// `--timeout SECONDS` (or LOCKSTEP_TIMEOUT) sets the default timeout of collectives. A rank's heap keeps
+/// freed memory, unless the user sets MALLOC_TRIM_THRESHOLD_. An exception from `fn` ends the whole run; no
+/// destructor runs in the rank that threw.
 template <class Fn>
 int launch(int argc, const char* const* argv, Fn&& fn, const LaunchOptions& options = {}) {
   static_assert(std::is_invocable_v<Fn, World> || std::is_invocable_v<Fn, World, int, char**>,
@@ -115,9 +120,9 @@ int launch(int argc, const char* const* argv, Fn&& fn, const LaunchOptions& opti
     detail::fail_process(detail::describe(std::current_exception()));
   }
   std::setvbuf(stdout, nullptr, _IOLBF,
-               BUFSIZ);  // a rank that is killed must not take its last lines with it
+               BUFSIZ);  // a killed rank must not lose its last lines
   detail::keep_freed_memory();
-  // Before anything of CUDA, which reads it once.
+  // Before any CUDA call: CUDA reads the variable once.
   if (!plan.visible_devices.empty()) setenv("CUDA_VISIBLE_DEVICES", plan.visible_devices.c_str(), 1);
   if (plan.timeout) setenv("LOCKSTEP_TIMEOUT", std::to_string(*plan.timeout).c_str(), 1);
   int code = 0;

@@ -5,23 +5,24 @@
 
 namespace lockstep {
 
-/// Which lines of the ranks get `[rank 3] ` in front. `automatic`: those of all ranks but 0, so that what
-/// rank 0 alone prints stays as it is.
+/// Which ranks' output lines get the prefix `[rank 3] `. `automatic`: every rank but 0, so that rank 0's
+/// output stays unchanged.
 enum class Prefix { automatic, always, never };
 
-/// The defaults of a launch. The command line overrides them: `--nproc N` (or `--nproc-per-node N`),
+/// The defaults of `launch`. The command line overrides them: `--nproc N` (or `--nproc-per-node N`),
 /// `--prefix auto|always|never`, `--timeout SECONDS`.
 struct LaunchOptions {
-  /// Processes to start on this host; 0: one for each of `gpus`, else one per GPU, or 2 where there is none.
+  /// Processes to start on this host. 0: one per GPU in `gpus`; if that is empty, one per GPU, or 2 without
+  /// GPUs.
   int nproc = 0;
-  /// The flag that overrides `nproc`. Another name than the default replaces `--nproc-per-node` too, and an
-  /// empty one leaves the number of processes to the program.
+  /// The flag that overrides `nproc`. A non-default name replaces `--nproc-per-node` too. Empty: no flag, so
+  /// that the program decides the number of processes.
   std::string nproc_flag = "--nproc";
-  /// The GPUs to use, by the driver's numbers as in "0,1": CUDA_VISIBLE_DEVICES of the ranks. Empty: those
-  /// that it says already, or all.
+  /// The GPUs to use, by the driver's indices, such as "0,1"; sets the ranks' CUDA_VISIBLE_DEVICES. Empty:
+  /// keeps its value, or all GPUs if it is unset.
   std::string gpus = {};
   Prefix prefix = Prefix::automatic;
-  /// How long the other ranks may take to end, once one has failed, before they are killed.
+  /// How long the other ranks may take to end after one has failed, before they are killed.
   std::chrono::milliseconds grace{3000};
 };
 

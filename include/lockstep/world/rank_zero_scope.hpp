@@ -14,7 +14,8 @@ LOCKSTEP_PROCESS_WIDE inline thread_local int rank_zero_scope_depth = 0;
 
 namespace lockstep {
 
-/// While one lives, collectives on this thread throw: the other ranks are not there to answer.
+/// Makes collectives on this thread throw CommunicationError during its lifetime, since the other ranks are
+/// not in the scope and would not join.
 class RankZeroScope {
  public:
   RankZeroScope() { ++detail::rank_zero_scope_depth; }
@@ -23,8 +24,8 @@ class RankZeroScope {
   RankZeroScope& operator=(const RankZeroScope&) = delete;
 };
 
-/// Throws CommunicationError if `collective` is called inside a rank-zero scope. Communicators call it first
-/// thing.
+/// Throws CommunicationError if `collective` is called inside a rank-zero scope. Each collective calls it
+/// first.
 inline void forbid_in_rank_zero_scope(std::string_view collective) {
   if (detail::rank_zero_scope_depth > 0)
     throw CommunicationError(fmt::format(

@@ -20,7 +20,7 @@
 
 namespace lockstep::detail {
 
-/// The command line of this process, as it was started.
+/// Returns this process's original command line.
 inline std::vector<std::string> own_arguments() {
   std::ifstream file("/proc/self/cmdline", std::ios::binary);
   const std::string all((std::istreambuf_iterator<char>(file)), {});
@@ -39,14 +39,15 @@ LOCKSTEP_PROCESS_WIDE inline int spawn_calls = 0;
 
 namespace lockstep {
 
-/// Starts `nproc` processes of this program, runs `fn(rank, nproc)` in each, and returns when all have ended.
-/// There is no rendezvous: `World::join` or `World::from_environment` inside `fn` makes one. Lines, signals
-/// and ends are handled as by `launch`. Throws UsageError if `nproc` is not positive, ProcessError if a
-/// process failed: uncaught, it is shown on one line and the program exits with the culprit's code.
+/// Starts `nproc` processes of this program, runs `fn(rank, nproc)` in each, and blocks until all have ended.
+/// There is no rendezvous; `fn` may call `World::join` or `World::from_environment`. Output lines, signals
+/// and exits are handled as by `launch`. Throws UsageError if `nproc` is not positive, ProcessError if a
+/// process failed. An uncaught ProcessError is printed on one line and ends the program with the failed
+/// process's exit code.
+/// Counterpart: torch.multiprocessing.spawn.
 ///
-/// A process is this program started again, with the same arguments, so main runs up to this call there too;
-/// of several calls each process runs the one that it was started for, passes over those before, and ends
-/// with it.
+/// Each process starts this program again with the same arguments, so main runs up to this call there too.
+/// With several calls, each process skips the calls before its own, runs its own and ends with it.
 template <class Fn>
 void spawn(int nproc, Fn&& fn, Prefix prefix = Prefix::automatic) {
   detail::fill_standard_descriptors();
@@ -57,7 +58,7 @@ void spawn(int nproc, Fn&& fn, Prefix prefix = Prefix::automatic) {
   if (const auto wanted = process_variable("LOCKSTEP_SPAWN_CALL")) {
     if (std::to_string(call) != *wanted) return;
     const int rank = detail::integer_variable(process_variable, "LOCKSTEP_SPAWN_RANK", 0).value_or(0);
-    unsetenv("LOCKSTEP_SPAWN_CALL");  // what fn starts is not for this call
+    unsetenv("LOCKSTEP_SPAWN_CALL");  // processes that fn starts are not part of this call
     detail::process_rank = rank;
     std::setvbuf(stdout, nullptr, _IOLBF, BUFSIZ);
     detail::run_without_handlers([&] { fn(rank, nproc); });

@@ -26,12 +26,11 @@
 
 namespace lockstep {
 
-/// Who this process is among all. A cheap value: copies share one connection to the store, opened when it is
-/// first needed. All functions may be called from any thread; `store()` is one client, whose calls wait for
-/// each other.
+/// This process's place among all ranks of the run. A cheap value: copies share one connection to the store,
+/// opened at first use. Thread-safe. `store()` is one client, so that concurrent calls on it are serialized.
 class World {
  public:
-  /// Rank 0 of 1, with nobody to meet.
+  /// Constructs the world of a single process: rank 0 of 1, without a rendezvous.
   World() : World(Environment{}) {}
 
   explicit World(Environment environment) : log(environment.rank), state_(std::make_shared<State>()) {
@@ -42,18 +41,18 @@ class World {
     };
   }
 
-  /// The world that torchrun's variables describe (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
-  /// MASTER_ADDR, MASTER_PORT, set by a launcher or by hand; or LOCKSTEP_RENDEZVOUS=file:///path in place of
-  /// the last two), or one process alone. All calls with one rank and rendezvous give copies of one World.
-  /// From here on an exception that nobody catches is told to the other ranks and ends this process on one
-  /// line. Throws UsageError.
+  /// Returns the world that torchrun's variables describe, or a single process if they are unset. The
+  /// variables are RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, set by a
+  /// launcher or by hand; LOCKSTEP_RENDEZVOUS=file:///path replaces the last two. All calls with one rank and
+  /// rendezvous return copies of one World. From this call on, an uncaught exception is reported to the other
+  /// ranks and ends this process with one line. Throws UsageError for inconsistent variables.
   LOCKSTEP_PROCESS_WIDE static World from_environment() {
     detail::end_on_uncaught();
     detail::end_with_agent();
     World world(read_environment());
     detail::process_rank = world.rank();
     if (world.size() == 1) return world;
-    // Of one rank of one run a process joins once: each World of it shares the store, which rank 0 may host.
+    // A process joins once per rank and run: all its Worlds share the store, which rank 0 may host.
     static std::mutex mutex;
     static auto& joined = *new std::map<std::string, std::shared_ptr<State>>();
     const auto& known = world.state_->environment;
@@ -68,8 +67,10 @@ class World {
     return world;
   }
 
-  /// The world of `size` ranks that meet at `url`: tcp://host:port, hosted by rank 0, or file:///path, a file
-  /// that does not exist yet on a file system that all of them share. Throws UsageError.
+  /// Returns the world of `size` ranks that rendezvous at `url`: tcp://host:port, hosted by rank 0, or
+  /// file:///path, a file that does not exist yet on a file system shared by all ranks. Throws UsageError for
+  /// an invalid argument.
+  /// Counterpart: torch.distributed.init_process_group with init_method.
   static World join(const std::string& url, int rank, int size) {
     if (size < 1) throw UsageError(fmt::format("the world size is {}: it must be at least 1", size));
     if (rank < 0 || rank >= size)
@@ -91,11 +92,12 @@ class World {
 
   [[nodiscard]] int rank() const { return state_->environment.rank; }
   [[nodiscard]] int size() const { return state_->environment.size; }
-  /// The rank among the processes of this host, and their number. Where no launcher has numbered them
-  /// (LOCAL_RANK), the first call blocks until all ranks have joined, as `store` does.
+  /// The rank among the processes of this host, and their number. Without a launcher's LOCAL_RANK, the first
+  /// call blocks until all ranks have joined, as `store` does.
   [[nodiscard]] int local_rank() const { return local_place().rank; }
   [[nodiscard]] int local_size() const { return local_place().size; }
-  /// Who this process is; without LOCAL_RANK its local rank and size are known once all ranks have joined.
+  /// Returns the environment. Without LOCAL_RANK, its local rank and size are valid once all ranks have
+  /// joined.
   [[nodiscard]] Environment environment() const {
     auto environment = state_->environment;
     if (state_->complete.load(std::memory_order_acquire)) {
@@ -105,51 +107,53 @@ class World {
     return environment;
   }
 
-  /// Whether all ranks run on this host. Blocks until all have joined, as `store` does.
+  /// Returns whether all ranks run on this host. Blocks until all ranks have joined, as `store` does.
   [[nodiscard]] bool single_host() const {
     await_all();
     return state_->single_host;
   }
-  /// The address by which this host reaches the others; empty where there is none or it is not known. Blocks
-  /// until all ranks have joined, as `store` does.
+  /// Returns the address by which this host reaches the others, empty if there is none or it is unknown.
+  /// Blocks until all ranks have joined, as `store` does.
   [[nodiscard]] std::string address_to_others() const {
     await_all();
     return state_->address;
   }
 
-  /// The key-value store in which the ranks meet. Collective: the first call blocks until every rank has
-  /// joined, LOCKSTEP_RENDEZVOUS_TIMEOUT seconds at most (default: 5 minutes) from connecting on. Each call
-  /// on the store ends within that timeout too. Throws RendezvousError naming the ranks that are missing, or
-  /// that contradict each other on the world size or claim one rank; PeerError where a rank fails meanwhile.
+  /// Returns the key-value store of the rendezvous. Collective: the first call blocks until every rank has
+  /// joined, at most LOCKSTEP_RENDEZVOUS_TIMEOUT seconds (default: 300) from the start of the connection. The
+  /// same timeout applies to each call on the store. Throws RendezvousError that names missing ranks, ranks
+  /// that disagree on the world size, or two processes with one rank; PeerError if a rank fails meanwhile.
+  /// Counterpart: torch.distributed.Store.
   [[nodiscard]] detail::StorePtr store() const {
     await_all();
     return meeting().store;
   }
 
-  /// A second, independent connection to the store, for a thread that must not block on this one: connecting,
-  /// and each call on it, ends within `limit`. Does not wait for other ranks to join. Throws RendezvousError.
+  /// Opens a second, independent connection to the store, for a thread that must not block on the first one.
+  /// The connection and each call on it time out after `limit`. Does not wait for other ranks to join. Throws
+  /// RendezvousError.
   [[nodiscard]] detail::StorePtr connect_again(
       std::chrono::milliseconds limit = std::chrono::seconds(10)) const {
     return meeting().again(limit);
   }
 
-  /// Whether the store ends with this process, which should then be the last to leave.
+  /// Returns whether this process hosts the store, so that it should leave last.
   [[nodiscard]] bool hosts_store() const { return meeting().hosted_here; }
 
-  /// Tells all ranks that this one has failed; returns whether it is the first to. Does not use `store()`, so
-  /// that it also works while another thread waits there.
+  /// Reports this rank's failure to all ranks. Returns whether it is the first failure. Does not use
+  /// `store()`, so that it works while another thread blocks there.
   bool publish_failure(const std::string& text) const {
     return publish_failure(connect_again(std::chrono::seconds(1)), rank(), size(), text);
   }
-  /// The same through a connection of the caller's.
+  /// Does the same through the caller's connection.
   static bool publish_failure(const detail::StorePtr& store, int rank, int size, const std::string& text) {
     const bool first = detail::record_failure(*store, text);
     detail::StoreMailbox(store, rank, size).notify_all_ranks();
     return first;
   }
 
-  /// The text of the first failure, if any rank has published one; the other form asks through a connection
-  /// of the caller's (see connect_again).
+  /// Returns the text of the first failure that a rank has published, if any. The overload uses the caller's
+  /// connection (see connect_again).
   [[nodiscard]] std::optional<std::string> published_failure() const {
     auto store = connect_again(std::chrono::seconds(1));
     return published_failure(*store);
@@ -158,18 +162,18 @@ class World {
     return detail::published_failure(store);
   }
 
-  /// The key that a rank sets when it comes to the end of its program.
+  /// The key that a rank sets at the end of its program.
   static std::string finished_key(int rank) { return fmt::format("lockstep/finished/{}", rank); }
-  /// Whether a rank has come to the end of its program (`launch` says so for it).
+  /// Returns whether a rank has reached the end of its program (`launch` sets the key).
   [[nodiscard]] static bool finished(c10d::Store& store, int rank) {
     return store.check({finished_key(rank)});
   }
 
-  /// Says that this rank has come to its end, and where it hosts the store waits for the others to. `launch`
-  /// calls it.
+  /// Marks this rank as finished. If it hosts the store and `code` is 0, blocks until every rank has finished
+  /// or one has failed, at most 5 minutes. Called by `launch`.
   void leave(int code = 0) const {
     {
-      // A launcher that hosts the store for other hosts too waits for every rank's word.
+      // A launcher that hosts the store for several hosts waits for every rank to finish.
       const auto& known = state_->environment;
       const bool awaited =
           known.store_is_hosted && !known.store_outlives_attempts && known.local_size < known.size;
@@ -187,11 +191,11 @@ class World {
       while (!detail::appear_within(*side, others, std::chrono::seconds(1)) && !published_failure(*side) &&
              std::chrono::steady_clock::now() < deadline) {
       }
-    } catch (const std::exception&) {  // the others have gone with the store: nothing is left to say
+    } catch (const std::exception&) {  // the store has ended, and the other ranks with it
     }
   }
 
-  /// Runs `work` on global rank 0 only. A collective inside it throws at once instead of hanging.
+  /// Runs `work` on world rank 0 only. A collective inside `work` throws CommunicationError at once.
   template <class Work>
   void rank_zero(Work&& work) const {
     if (rank() != 0) return;
@@ -199,10 +203,11 @@ class World {
     std::forward<Work>(work)();
   }
 
-  /// Runs `work` on each rank, on the first of each host before the others there, which wait at most `limit`
-  /// for it: what it downloads or unpacks is there for them. All local ranks must call it, and all ranks
-  /// where no launcher has numbered those of a host (see local_rank). Returns what `work` returns. Throws
-  /// PeerError if the first rank failed, TimeoutError if it took too long.
+  /// Runs `work` on every rank, first on the first rank of each host, then on the other ranks there, which
+  /// wait at most `limit`. They can use what the first one downloads or unpacks. All local ranks must call
+  /// it; without a launcher's LOCAL_RANK, all ranks must. Returns the result of `work`. Throws PeerError if
+  /// the first rank failed, TimeoutError if the wait exceeds `limit`. A collective inside `work` throws
+  /// CommunicationError.
   template <class Work>
   auto local_zero_first(Work&& work, std::chrono::milliseconds limit = std::chrono::minutes(30)) const {
     RankZeroScope scope;
@@ -210,8 +215,8 @@ class World {
     if (place.size == 1) return std::forward<Work>(work)();
     std::string key;
     {
-      // Counted in the store, so that another World of this process does not take the same key. Whoever
-      // connects has joined, however long the work takes then.
+      // The store counts the calls, so that two Worlds of this process never use the same key. Connecting
+      // here joins the rendezvous, however long `work` takes afterwards.
       auto side = connect_again();
       const auto call = detail::at_store(
           "local_zero_first", [&] { return side->add(fmt::format("lockstep/first/calls/{}", rank()), 1); });
@@ -233,7 +238,7 @@ class World {
   Log log;
 
  private:
-  // Where this rank stands among those of its host, the first of which has the global rank `first`.
+  // This rank's place on its host. `first` is the world rank of the host's first rank.
   struct LocalPlace {
     int rank = 0, size = 1, first = 0;
   };
@@ -242,16 +247,16 @@ class World {
     Environment environment;
     std::mutex mutex;
     std::optional<detail::Meeting> meeting;
-    // Once all ranks have joined; written before `complete` is set, and never again.
+    // Valid once all ranks have joined: written before `complete` is set, and never again.
     std::mutex joining;
     std::atomic<bool> complete{false};
     LocalPlace local;
     bool single_host = true;
     std::string address;
-    std::atomic<bool> left{false};  // has said that it has come to its end
+    std::atomic<bool> left{false};  // leave() has marked this rank as finished
   };
 
-  // Tells the local ranks how it went, also when the work throws.
+  // Reports the outcome of `work` to the local ranks, also if it throws.
   struct Outcome {
     const World& world;
     const std::string& key;
@@ -259,7 +264,7 @@ class World {
     ~Outcome() {
       try {
         world.connect_again()->set(key, detail::to_bytes(good ? "done" : "failed"));
-      } catch (...) {  // the launcher or the deadline ends them then
+      } catch (...) {  // the launcher or the timeout ends the local ranks
       }
     }
   };
@@ -269,7 +274,7 @@ class World {
     return meeting_within({});
   }
 
-  // Within a time of its own: only to tell of a failure.
+  // `given` overrides the rendezvous timeout when only a failure is reported.
   const detail::Meeting& meeting_within(std::optional<std::chrono::milliseconds> given) const {
     if (!state_->meeting) {
       const auto limit = given ? *given : detail::rendezvous_timeout();
@@ -296,7 +301,7 @@ class World {
     return std::max(limit - spent, std::chrono::milliseconds(1));
   }
 
-  // Says what is waited for after 10 s and then each minute, once a host.
+  // Logs what is waited for, after 10 s and then every minute, on one rank per host.
   [[nodiscard]] detail::StoreConnection::Waiting waiting_notice() const {
     return [next = std::chrono::steady_clock::now() + std::chrono::seconds(10), log = log.all(),
             speaks = state_->environment.local_rank == 0](const std::string& what) mutable {
@@ -307,7 +312,7 @@ class World {
     };
   }
 
-  // Blocks until every rank has signed in.
+  // Blocks until every rank has joined.
   void await_all() const {
     if (state_->complete.load(std::memory_order_acquire)) return;
     const auto begin = std::chrono::steady_clock::now();
@@ -326,8 +331,8 @@ class World {
     state_->complete.store(true, std::memory_order_release);
   }
 
-  // Finds out which ranks share this host, where that is not known, and by which address it reaches the
-  // others.
+  // Finds the ranks that share this host, unless a launcher has numbered them, and the address by which this
+  // host reaches the others.
   void place_ranks(c10d::Store& side, const detail::Meeting& met) const {
     State& state = *state_;
     state.single_host = !side.check({detail::SignInKeys::several_hosts});
@@ -344,7 +349,7 @@ class World {
         if (other < rank()) ++local.rank;
         ++local.size;
       } else if (state.address.empty() && !identity.address.empty()) {
-        // The host of the store knows itself by its loopback, perhaps: the way to one that came says more.
+        // The store's host may know itself by its loopback address only: ask for the route to another host.
         state.address = detail::source_address_towards(identity.address);
       }
     }
@@ -368,14 +373,14 @@ class World {
         std::unique_lock lock(world.state_->mutex, std::try_to_lock);
         if (!lock) return true;
         if (!world.state_->meeting) {
-          // The others may be waiting for this rank already. Signing in refuses a store of another run.
+          // Other ranks may already wait for this one. Joining refuses a store of another run.
           if (!world.others_may_wait()) return true;
           world.meeting_within(std::chrono::seconds(1));
           met = false;
         }
       }
       const bool first = world.publish_failure(text);
-      // The store goes with this process: leave the others a moment to read it.
+      // The store ends with this process: give the other ranks time to read the failure.
       if (world.hosts_store()) std::this_thread::sleep_for(std::chrono::milliseconds(800));
       return first || !met;
     };
@@ -388,8 +393,8 @@ class World {
     detail::failure_hooks.end_of = [world = *this](int other) -> std::optional<int> {
       const auto& known = world.state_->environment;
       const bool in_launcher = known.store_is_hosted && !known.store_outlives_attempts;
-      if (other < 0 || world.launched_here()) return std::nullopt;  // the launcher knows
-      if (other == 0 && !in_launcher) return std::nullopt;          // the store has ended with it
+      if (other < 0 || world.launched_here()) return std::nullopt;  // the launcher sees the exit itself
+      if (other == 0 && !in_launcher) return std::nullopt;          // the store has ended with rank 0
       auto side = world.connect_again(std::chrono::milliseconds(400));
       if (!finished(*side, other)) return std::nullopt;
       return detail::whole_number(detail::to_text(side->get(finished_key(other))));
@@ -398,17 +403,17 @@ class World {
     detail::announce_sigterm(detail::host_name());
   }
 
-  // Whether one launching process has started all ranks, and so sees how each ends.
+  // Whether one launcher has started all ranks, and so sees how each of them ends.
   [[nodiscard]] bool launched_here() const {
     const auto& known = state_->environment;
     return detail::report_descriptor() >= 0 && known.local_size == known.size;
   }
 
-  // Whether nobody but this rank, before it has met the others, can tell them that it fails.
+  // Whether only this rank, before it joins, can report its failure to the other ranks.
   [[nodiscard]] bool others_may_wait() const {
     const auto& known = state_->environment;
     if (known.rendezvous.empty() || known.store_outlives_attempts || launched_here()) return false;
-    // A file that this rank alone would make is in the way of the next run.
+    // Do not create the file: it would block the next run.
     const auto url = parse_rendezvous(known.rendezvous);
     return url.path.empty() || access(url.path.c_str(), F_OK) == 0;
   }

@@ -29,7 +29,7 @@ TEST_CASE("reductions come after the operators before them and before those behi
           expect_equal(read(tensor), at::full({5}, value), "an all_reduce");
         }
       auto average = later({4}, 2 * own);
-      comm.all_reduce(average, ReduceOp::average).wait();
+      comm.all_reduce(average, ReduceOp::avg).wait();
       expect(at::allclose(read(average), at::full({4}, 2 * sum / size)), "an average");
       auto any = later({2}, world.rank() == 0, at::kBool);
       comm.all_reduce(any, ReduceOp::sum).wait();

@@ -497,7 +497,7 @@ TEST_CASE("what NCCL cannot take is refused by name, and leaves the communicator
     refuse("NCCL cannot reduce [2] int16",
            [&] { static_cast<void>(comm.all_reduce(at::zeros({2}, at::kShort))); });
     refuse("the average of [2] int64 is no int64",
-           [&] { static_cast<void>(comm.all_reduce(at::zeros({2}, at::kLong), ReduceOp::average)); });
+           [&] { static_cast<void>(comm.all_reduce(at::zeros({2}, at::kLong), ReduceOp::avg)); });
     refuse("there is no rank 2 in a group of 2", [&] { static_cast<void>(comm.broadcast(good, 2)); });
     refuse("is not 2 times", [&] { static_cast<void>(comm.all_gather(at::zeros({7}), good)); });
     refuse("must have one row for each of 2 ranks", [&] { static_cast<void>(comm.all_to_all(good, good)); });

@@ -20,8 +20,8 @@
 
 namespace lockstep_test {
 
-using lockstep::detail::NcclResult;
 using lockstep::ReduceOp;
+using lockstep::detail::NcclResult;
 
 struct FakeClique;
 
@@ -253,11 +253,11 @@ class FakeCliques {
   }
   static at::Tensor combined(const std::vector<PartPtr>& parts, std::size_t count) {
     const FakePart& first = *parts[0];
-    const double scale = first.op == ReduceOp::average ? 1.0 / static_cast<double>(parts.size()) : 1.0;
+    const double scale = first.op == ReduceOp::avg ? 1.0 / static_cast<double>(parts.size()) : 1.0;
     at::Tensor sum;
     for (const PartPtr& part : parts) {
       at::Tensor own = view(part->from, count, part->type).clone();
-      if (first.op == ReduceOp::average) own.mul_(scale);
+      if (first.op == ReduceOp::avg) own.mul_(scale);
       if (!sum.defined())
         sum = own;
       else if (first.op == ReduceOp::min)

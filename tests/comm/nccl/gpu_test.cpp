@@ -54,7 +54,7 @@ TEST_CASE("NCCL reduces every type by every operation") {
     CHECK(holds(reduced(ReduceOp::max), test_world().size()));
     CHECK(holds(reduced(ReduceOp::product), std::tgamma(test_world().size() + 1)));
     if (at::isFloatingType(type))
-      CHECK(at::allclose(reduced(ReduceOp::average).cpu().to(at::kFloat),
+      CHECK(at::allclose(reduced(ReduceOp::avg).cpu().to(at::kFloat),
                          at::full({1000}, total() / test_world().size()), 1e-2));
   }
   auto any = at::zeros({4}, here(at::kBool));

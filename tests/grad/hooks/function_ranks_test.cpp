@@ -31,7 +31,7 @@ struct Counter {
   void operator()(Comm& comm, const GradientBucket& bucket) {
     if (bucket.index == 0) before = seen;
     seen += bucket.flat.numel();
-    comm.all_reduce(bucket.flat, ReduceOp::average).synchronize();
+    comm.all_reduce(bucket.flat, ReduceOp::avg).synchronize();
   }
   [[nodiscard]] HookState state() const { return {{"seen", torch::tensor(seen)}}; }
   void load_state(const HookState& state) { seen = state.at(0).second.item<std::int64_t>(); }
@@ -66,7 +66,7 @@ TEST_CASE("a function may return the average, write it, or return a Work") {
 
 TEST_CASE("a function that names its communicator gets that one, uncounted") {
   auto hook = hook_of([](GlooComm& comm, const GradientBucket& bucket) {
-    comm.all_reduce(bucket.flat, ReduceOp::average).synchronize();
+    comm.all_reduce(bucket.flat, ReduceOp::avg).synchronize();
   });
   Buckets buckets(plan);
   const auto averages = buckets.reduce(hook, shared_comm(), buckets.mine(1));

@@ -24,7 +24,7 @@ inline std::string signature(const std::string& operation, const std::vector<at:
 
 /// "all_reduce of sum with root 2", as a signature begins; without a root for those that have none (-1).
 inline std::string operation_text(const char* name, std::optional<ReduceOp> op, int root) {
-  static constexpr const char* ops[] = {"sum", "average", "min", "max", "product"};
+  static constexpr const char* ops[] = {"sum", "avg", "min", "max", "product"};
   std::string text = name;
   if (op) text += fmt::format(" of {}", ops[static_cast<int>(*op)]);
   if (root >= 0) text += fmt::format(" with root {}", root);

@@ -60,7 +60,7 @@ inline void check_reducible(std::string_view collective, const at::Tensor& tenso
                     "uint8, int32, int64 or "
                     "bool",
                     collective, describe(tensor)));
-  if (op == ReduceOp::average && !at::isFloatingType(type))
+  if (op == ReduceOp::avg && !at::isFloatingType(type))
     throw CommunicationError(
         fmt::format("{}: the average of {} is no {}: sum it and divide, or convert it to a floating type",
                     collective, describe(tensor), dtype_name(type)));
@@ -95,7 +95,7 @@ inline c10d::ReduceOp native(ReduceOp op, at::ScalarType type) {
     case ReduceOp::sum:
       // Gloo adds bools as bytes, and a bool must not become 2.
       return type == at::kBool ? c10d::ReduceOp::MAX : c10d::ReduceOp::SUM;
-    case ReduceOp::average:
+    case ReduceOp::avg:
       return c10d::ReduceOp::SUM;
     case ReduceOp::min:
       return c10d::ReduceOp::MIN;
@@ -129,7 +129,7 @@ inline void combine_rows(const at::Tensor& output, const at::Tensor& rows, Reduc
     else
       result.add_(row);
   }
-  if (op == ReduceOp::average) divide(result, static_cast<int>(rows.size(0)));
+  if (op == ReduceOp::avg) divide(result, static_cast<int>(rows.size(0)));
   at::Tensor target = output;
   target.detach().copy_(result.view(output.sizes()));
 }

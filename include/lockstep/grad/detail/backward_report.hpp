@@ -14,7 +14,7 @@
 
 namespace lockstep::detail {
 
-/// What a rank tells the others after a backward that left a slot poisoned somewhere.
+/// The per-rank error report, gathered when any rank finds a NaN-poisoned bucket view.
 struct BackwardReport {
   std::vector<std::size_t> missing;   ///< parameters without a gradient here
   std::optional<std::string> thrown;  ///< what backward threw here

@@ -33,7 +33,7 @@ class BufferSync {
     sent_.run(comm, 0);
     if (averaged_.empty()) return;
     const c10::NoGradGuard no_grad;
-    comm.all_reduce(averaged_, ReduceOp::average).wait();
+    comm.all_reduce(averaged_, ReduceOp::avg).wait();
   }
 
  private:

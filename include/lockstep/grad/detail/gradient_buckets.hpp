@@ -48,37 +48,37 @@ BucketMemory bucket_memory([[maybe_unused]] Comm& comm) {
 
 /// The memory of the buckets, and the gradients in it.
 ///
-/// A slot is a gradient's place: a tensor with the layout that autograd gives the gradient (the parameter's
-/// where that is dense, else contiguous) over the bucket's memory. It is made by `set_`, so that autograd
-/// does not know it as a view: `zero_grad(false)` detaches gradients in place, which views refuse. The bucket
-/// of a sparse parameter is that parameter alone, and has no memory.
+/// A bucket view is a tensor over the bucket's memory with the layout that autograd gives the gradient: the
+/// parameter's strides where the parameter is dense, else contiguous. It is made by `set_` and is no view to
+/// autograd: `zero_grad(false)` detaches gradients in place, which autograd refuses for views. The bucket of
+/// a sparse parameter holds that parameter alone and has no memory.
 class GradientBuckets {
  public:
   /// Elements behind the last bucket, in which the counts of samples ride.
   static constexpr std::int64_t tail = 2;
 
-  /// With GradientStorage::gradient_as_bucket_view, gradients that exist move into their bucket views; if `adoptable` is
-  /// given, parameter i's gradient moves only if it is the tensor `(*adoptable)[i]`.
+  /// With GradientStorage::gradient_as_bucket_view, existing gradients move into their bucket views; if
+  /// `adoptable` is given, parameter i's gradient moves only if it is the tensor `(*adoptable)[i]`.
   GradientBuckets(const std::vector<NamedTensor>& parameters, const std::vector<ParameterSize>& sizes,
                   const BucketPlan& plan, BucketStyle style, const BucketMemory& memory,
                   const std::vector<at::Tensor>* adoptable = nullptr)
       : parameters_(&parameters),
         sizes_(&sizes),
         style_(style),
-        slots_(parameters.size()),
+        views_(parameters.size()),
         rows_(parameters.size()),
         bucket_of_(parameters.size()) {
     for (const auto& members : plan) add(members, plan.size(), memory);
     if (style_.storage == GradientStorage::gradient_as_bucket_view)
       for (std::size_t i = 0; i < parameters.size(); ++i)
-        if (slots_[i].defined() &&
+        if (views_[i].defined() &&
             (!adoptable || parameters[i].tensor.mutable_grad().is_same((*adoptable)[i])))
           adopt(i);
     for (std::size_t b = 0; b < plan.size(); ++b)
       for (const std::size_t i : plan[b])
-        if (slots_[i].defined() && slots_[i].numel() > 0) last_slot_ = i;
-    for (const at::Tensor& slot : slots_)
-      if (slot.defined()) poison_check_.add(slot);
+        if (views_[i].defined() && views_[i].numel() > 0) last_view_ = i;
+    for (const at::Tensor& view : views_)
+      if (view.defined()) poison_check_.add(view);
   }
 
   [[nodiscard]] std::size_t size() const { return buckets_.size(); }
@@ -95,40 +95,40 @@ class GradientBuckets {
   /// A bucket's memory with the tail behind it.
   [[nodiscard]] const at::Tensor& with_tail(std::size_t bucket) const { return buckets_[bucket].with_tail; }
 
-  /// Puts the gradient of a parameter into its slot, multiplied by `weight`, or where that is undefined
-  /// divided where the style says so: `scaled` is false where something else divides later. `attach` is false
-  /// where no backward has come to it: what is there of earlier counts, but keeps memory of its own, and the
-  /// reduction leaves it as it is where that is so on every rank. A gradient that there is not counts as
-  /// zeros. Throws GradientError where the gradient cannot lie there.
+  /// Copies parameter i's gradient into its bucket view and scales it: by `weight` where that is defined,
+  /// else by 1 / divisor if `scaled` (false where a later step divides). An undefined gradient is copied as
+  /// zeros. `attach` makes `p.grad()` alias the bucket view; it is false for a parameter that no backward has
+  /// reached, whose gradient of an earlier backward is summed and keeps its own memory. Throws GradientError
+  /// where dtype, device or shape of the gradient do not fit.
   ///
-  /// With GradientStorage::gradient_as_bucket_view a gradient that no backward has reached is attached too, as in Python:
-  /// the reduction averages it in place, which at three ranks and more may change its last bit. A reduction
-  /// of sums that are still to be divided by a count has no counterpart in Python: it leaves such a gradient
-  /// as it is.
+  /// With GradientStorage::gradient_as_bucket_view a gradient that no backward has reached is attached too,
+  /// as in Python: the reduction averages it in place, which may change its last bit at three ranks and more.
+  /// A reduction of sums with counts, which Python does not have, leaves such a gradient unchanged.
   ///
-  /// The default multiplies by the reciprocal in every case, and delayed ones are divided: that is Python's
-  /// arithmetic, and at three ranks a division's bits are others.
-  void take(std::size_t i, const at::Tensor& weight, bool scaled, bool attach) {
+  /// Scaling multiplies by the reciprocal, except for delayed parameters and gradients that lie in their
+  /// bucket view with gradient_as_bucket_view, which are divided: Python's arithmetic, whose bits differ at
+  /// three ranks.
+  void copy_to_bucket(std::size_t i, const at::Tensor& weight, bool scaled, bool attach) {
     const NamedTensor& parameter = (*parameters_)[i];
     at::Tensor& grad = parameter.tensor.mutable_grad();
     if ((*sizes_)[i].sparse) return take_sparse(i, grad, scaled);
-    at::Tensor& slot = slots_[i];
+    at::Tensor& view = views_[i];
     if (!grad.defined()) {
-      slot.zero_();
+      view.zero_();
       return;
     }
     if (style_.storage == GradientStorage::gradient_as_bucket_view && scaled && !weight.defined())
       attach = true;
     const bool divide = !weight.defined() && scaled && style_.divisor != 1;
     const Bucket& bucket = buckets_[bucket_of_[i]];
-    if (lies_in(grad, slot)) {
+    if (lies_in(grad, view)) {
       if (!attach) grad = grad.clone();
-      if (weight.defined()) slot.mul_(weight);
+      if (weight.defined()) view.mul_(weight);
       if (!divide) return;
       if (style_.storage == GradientStorage::gradient_as_bucket_view || bucket.delayed)
-        slot.div_(bucket.divisor);
+        view.div_(bucket.divisor);
       else
-        slot.mul_(bucket.factor);
+        view.mul_(bucket.factor);
       return;
     }
     if (grad.layout() != at::kStrided)
@@ -137,39 +137,41 @@ class GradientBuckets {
           "EmbeddingBag made with sparse(true) alone; build its layer with dense gradients",
           i, parameter.name, grad.is_sparse() ? "sparse" : "of a layout without strides (CSR, mkldnn)"));
     const bool narrower =
-        grad.scalar_type() != slot.scalar_type() && grad.scalar_type() == style_.low_precision_type;
-    if ((grad.scalar_type() != slot.scalar_type() && !narrower) || grad.device() != slot.device() ||
-        grad.sizes() != slot.sizes())
+        grad.scalar_type() != view.scalar_type() && grad.scalar_type() == style_.low_precision_type;
+    if ((grad.scalar_type() != view.scalar_type() && !narrower) || grad.device() != view.device() ||
+        grad.sizes() != view.sizes())
       throw GradientError(
           fmt::format("the gradient of parameter {} '{}' has another dtype, device or shape than the "
                       "parameter had when DistributedDataParallel was made; convert the model before",
                       i, parameter.name));
     // An operator between a short type and a number would round to the short type.
-    if (narrower || (!weight.defined() && !divide)) slot.copy_(grad);
-    const at::Tensor& from = narrower ? slot : grad;
+    if (narrower || (!weight.defined() && !divide)) view.copy_(grad);
+    const at::Tensor& from = narrower ? view : grad;
     if (weight.defined())
-      at::mul_out(slot, from, weight);
+      at::mul_out(view, from, weight);
     else if (divide && bucket.delayed)
-      at::div_out(slot, from, bucket.divisor);
+      at::div_out(view, from, bucket.divisor);
     else if (divide)
-      at::mul_out(slot, from, bucket.factor);
-    if (attach && style_.storage != GradientStorage::separate) grad = slot;
+      at::mul_out(view, from, bucket.factor);
+    if (attach && style_.storage != GradientStorage::separate) grad = view;
   }
 
-  /// Makes what the reduction has left in the slot the parameter's gradient.
-  void give(std::size_t i) {
+  /// Sets parameter i's gradient to the reduced values in its bucket view.
+  void copy_from_bucket(std::size_t i) {
     at::Tensor& grad = (*parameters_)[i].tensor.mutable_grad();
-    const at::Tensor& slot = slots_[i];
+    const at::Tensor& view = views_[i];
     if (style_.storage != GradientStorage::separate) {
-      if (!grad.defined() || !lies_in(grad, slot)) grad = slot;
-    } else if (grad.defined() && grad.scalar_type() == slot.scalar_type()) {
-      grad.copy_(slot);
+      if (!grad.defined() || !lies_in(grad, view)) grad = view;
+    } else if (grad.defined() && grad.scalar_type() == view.scalar_type()) {
+      grad.copy_(view);
     } else {
-      grad = at::empty_like(slot).copy_(slot);
+      grad = at::empty_like(view).copy_(view);
     }
   }
-  /// The same for a sparse one.
-  void give(std::size_t i, const at::Tensor& sum) { (*parameters_)[i].tensor.mutable_grad() = sum; }
+  /// Sets the gradient of a sparse parameter.
+  void set_sparse_gradient(std::size_t i, const at::Tensor& sum) {
+    (*parameters_)[i].tensor.mutable_grad() = sum;
+  }
 
   /// What this rank adds to a sparse sum, once: undefined where it has no gradient.
   [[nodiscard]] at::Tensor rows(std::size_t i) { return std::exchange(rows_[i], at::Tensor()); }
@@ -180,16 +182,18 @@ class GradientBuckets {
     factor == 0 ? flat.zero_() : flat.mul_(factor);
   }
 
-  /// Marks a slot as without a gradient: not-a-number survives every sum, so all ranks find it.
+  /// Fills a bucket view whose parameter has no gradient with NaN, which survives every sum: all ranks find
+  /// it.
   void poison(std::size_t i) {
-    if (slots_[i].defined()) slots_[i].fill_(std::numeric_limits<double>::quiet_NaN());
+    if (views_[i].defined()) views_[i].fill_(std::numeric_limits<double>::quiet_NaN());
   }
 
-  /// Whether a slot may be poisoned on some rank, once the buckets are reduced.
+  /// Whether a bucket view may be poisoned on some rank, once the buckets are reduced.
   [[nodiscard]] bool maybe_poisoned() const { return poison_check_.any(); }
 
-  /// The slot with at least one element that is reduced last; none where all parameters are sparse or empty.
-  [[nodiscard]] std::optional<std::size_t> last_slot() const { return last_slot_; }
+  /// The parameter of the last reduced bucket view that has an element; none where all parameters are sparse
+  /// or empty.
+  [[nodiscard]] std::optional<std::size_t> last_view() const { return last_view_; }
 
  private:
   struct Bucket {
@@ -222,13 +226,13 @@ class GradientBuckets {
       std::int64_t offset = 0;
       for (const std::size_t i : members) {
         const at::Tensor& parameter = (*parameters_)[i].tensor;
-        at::Tensor slot = at::empty({0}, first.options());
+        at::Tensor view = at::empty({0}, first.options());
         if (parameter.is_non_overlapping_and_dense())
-          slot.set_(storage, offset, parameter.sizes(), parameter.strides());
+          view.set_(storage, offset, parameter.sizes(), parameter.strides());
         else
-          slot.set_(storage, offset, parameter.sizes());
-        slots_[i] = slot;
-        bucket.gradients.gradients.push_back(std::move(slot));
+          view.set_(storage, offset, parameter.sizes());
+        views_[i] = view;
+        bucket.gradients.gradients.push_back(std::move(view));
         offset += parameter.numel();
       }
     }
@@ -239,9 +243,9 @@ class GradientBuckets {
   /// place.
   void adopt(std::size_t i) {
     at::Tensor& grad = (*parameters_)[i].tensor.mutable_grad();
-    if (!grad.defined() || grad.is_sparse() || grad.sizes() != slots_[i].sizes()) return;
-    slots_[i].copy_(grad);
-    grad = slots_[i];
+    if (!grad.defined() || grad.is_sparse() || grad.sizes() != views_[i].sizes()) return;
+    views_[i].copy_(grad);
+    grad = views_[i];
   }
 
   void take_sparse(std::size_t i, const at::Tensor& grad, bool scaled) {
@@ -267,21 +271,21 @@ class GradientBuckets {
     return same ? typed : number;
   }
 
-  static bool lies_in(const at::Tensor& grad, const at::Tensor& slot) {
-    return grad.is_same(slot) ||
-           (grad.layout() == at::kStrided && grad.const_data_ptr() == slot.const_data_ptr() &&
-            grad.numel() > 0 && grad.sizes() == slot.sizes() && grad.strides() == slot.strides() &&
-            grad.scalar_type() == slot.scalar_type());
+  static bool lies_in(const at::Tensor& grad, const at::Tensor& view) {
+    return grad.is_same(view) ||
+           (grad.layout() == at::kStrided && grad.const_data_ptr() == view.const_data_ptr() &&
+            grad.numel() > 0 && grad.sizes() == view.sizes() && grad.strides() == view.strides() &&
+            grad.scalar_type() == view.scalar_type());
   }
 
   const std::vector<NamedTensor>* parameters_;
   const std::vector<ParameterSize>* sizes_;
   BucketStyle style_;
   std::vector<Bucket> buckets_;
-  std::vector<at::Tensor> slots_;
+  std::vector<at::Tensor> views_;
   std::vector<at::Tensor> rows_;  // of sparse gradients, by parameter
   std::vector<std::size_t> bucket_of_;
-  std::optional<std::size_t> last_slot_;
+  std::optional<std::size_t> last_view_;
   PoisonCheck poison_check_;
 };
 

@@ -14,17 +14,17 @@
 
 namespace lockstep::detail {
 
-/// Looks into the slots of gradients for a poisoned one, which is not-a-number from its first element on. On
-/// CPUs that takes no memory; a device is asked once for all slots of a dtype, and waited for.
+/// Finds NaN-poisoned bucket views by their first elements. Allocates nothing on CPUs; on a device it gathers
+/// all bucket views of a dtype in one operation and synchronizes with it.
 class PoisonCheck {
  public:
-  /// Looks at this slot as well, which stays where it is in memory.
-  void add(const at::Tensor& slot) {
-    if (slot.numel() == 0) return;
-    // Made by `set_`, as slots are: autograd must not know it as a view of one.
+  /// Adds a bucket view, whose memory must not move.
+  void add(const at::Tensor& view) {
+    if (view.numel() == 0) return;
+    // Made by `set_`, as bucket views are: autograd must not know it as a view of one.
     const at::Tensor first =
-        at::empty({0}, slot.options()).set_(slot.storage(), slot.storage_offset(), at::IntArrayRef{});
-    if (slot.is_cpu()) return here_.push_back(first);
+        at::empty({0}, view.options()).set_(view.storage(), view.storage_offset(), at::IntArrayRef{});
+    if (view.is_cpu()) return here_.push_back(first);
     const auto alike = std::find_if(elsewhere_.begin(), elsewhere_.end(), [&](const auto& group) {
       return group[0].scalar_type() == first.scalar_type() && group[0].device() == first.device();
     });

@@ -213,7 +213,7 @@ class Reducer {
     if (!expected_.empty() && !joined_) {
       if (fired_[i] == expected_[i] || taken_[i]) throw GradientError(unexpected_text(i));
       if (fired_[i] + 1 == expected_[i]) {
-        take(i);
+        copy_to_bucket(i);
         reduction_.launch_ready();
       }
     }
@@ -226,9 +226,9 @@ class Reducer {
                     options_.static_graph && expected == 0});
   }
 
-  void take(std::size_t i, bool seen = true) {
+  void copy_to_bucket(std::size_t i, bool seen = true) {
     taken_[i] = true;
-    reduction_.take(i, seen);
+    reduction_.copy_to_bucket(i, seen);
   }
 
   void open() {
@@ -263,11 +263,11 @@ class Reducer {
     if (nothing_ || expected_.empty()) return;
     if (options_.static_graph) {
       for (std::size_t i = 0; i < parameters_.size(); ++i)
-        if (expected_[i] == 0) take(i, seen_[i] != 0);
+        if (expected_[i] == 0) copy_to_bucket(i, seen_[i] != 0);
     } else if (searches() && losses) {
       search_.run(*losses);
       for (std::size_t i = 0; i < parameters_.size(); ++i)
-        if (!reached(i)) take(i, seen_[i] != 0);
+        if (!reached(i)) copy_to_bucket(i, seen_[i] != 0);
     }
   }
 
@@ -326,7 +326,7 @@ class Reducer {
       if (hook_error && !report.thrown) report.thrown = first_line(hook_error);
       if (flagged)
         throw_what_ranks_report(reduction_.comm(), report, parameters_, failure ? failure : hook_error);
-      reduction_.give();
+      reduction_.copy_from_bucket();
     } catch (...) {
       open_ = false;
       drop();
@@ -352,7 +352,7 @@ class Reducer {
         continue;
       }
       try {
-        take(i, seen_[i] != 0);
+        copy_to_bucket(i, seen_[i] != 0);
       } catch (...) {
         if (!report.thrown) report.thrown = first_line(std::current_exception());
         reduction_.poison(i);

@@ -75,7 +75,7 @@ class BucketReduction {
   /// Throws UsageError if this rank's count is so large that its sum over the ranks might be rounded.
   void check_count(double count) const {
     if (count <= largest_float_count || !counts_ride() ||
-        sizes_[*buckets_->last_slot()].dtype != static_cast<int>(at::kFloat))
+        sizes_[*buckets_->last_view()].dtype != static_cast<int>(at::kFloat))
       return;
     throw UsageError(fmt::format(
         "rank {}: backward_sum got the count {} in one reduction, but counts that travel with float32 "
@@ -98,9 +98,9 @@ class BucketReduction {
     if (counts_ && !rides_) weigh_first(*count);
   }
 
-  /// Puts a gradient into its bucket, or marks it as missing there.
-  void take(std::size_t i, bool seen) {
-    buckets_->take(i, weight_, !counts_, seen);
+  /// Copies a gradient into its bucket.
+  void copy_to_bucket(std::size_t i, bool seen) {
+    buckets_->copy_to_bucket(i, weight_, !counts_, seen);
     --pending_[buckets_->bucket_of(i)];
   }
   void poison(std::size_t i) {
@@ -108,7 +108,7 @@ class BucketReduction {
     --pending_[buckets_->bucket_of(i)];
   }
   void poison_last() {
-    if (const auto last = buckets_->last_slot()) buckets_->poison(*last);
+    if (const auto last = buckets_->last_view()) buckets_->poison(*last);
   }
 
   /// Launches the buckets whose turn it is, all but the last.
@@ -197,7 +197,7 @@ class BucketReduction {
   }
 
   /// Makes the averages the parameters' gradients.
-  void give() {
+  void copy_from_bucket() {
     if (counts_) divide_by_counts();
     if (asks_usage_) {
       for (std::size_t i = 0; i < parameters_.size(); ++i) used_[i] = usage_->used(i);
@@ -208,9 +208,9 @@ class BucketReduction {
     for (std::size_t i = 0; i < parameters_.size(); ++i) {
       if (!used_[i]) continue;
       if (sizes_[i].sparse)
-        buckets_->give(i, std::exchange(sparse_sums_[i], {}));
+        buckets_->set_sparse_gradient(i, std::exchange(sparse_sums_[i], {}));
       else
-        buckets_->give(i);
+        buckets_->copy_from_bucket(i);
     }
     ++reductions_;
     begun_ = false;
@@ -278,7 +278,7 @@ class BucketReduction {
     pending_.resize(plan.size());
     launched_.assign(plan.size(), {});
     sparse_sums_.resize(parameters_.size());
-    const auto last = buckets_->last_slot();
+    const auto last = buckets_->last_view();
     last_bucket_ = last ? buckets_->bucket_of(*last) : 0;
     labels_.name(*buckets_, parameters_);
   }
@@ -309,8 +309,8 @@ class BucketReduction {
   /// over 256 ranks are exact: whole numbers up to 2^24 are. Among more ranks, in narrower types, and where a
   /// hook may do what it likes with the bucket, counts travel first and alone, in float64.
   [[nodiscard]] bool counts_ride() const {
-    if (!std::same_as<Hook, AllReduceHook> || !buckets_->last_slot()) return false;
-    const auto type = sizes_[*buckets_->last_slot()].dtype;
+    if (!std::same_as<Hook, AllReduceHook> || !buckets_->last_view()) return false;
+    const auto type = sizes_[*buckets_->last_view()].dtype;
     return (type == static_cast<int>(at::kFloat) && comm_.size() <= 256) ||
            type == static_cast<int>(at::kDouble);
   }

@@ -14,7 +14,7 @@
 
 namespace lockstep::detail {
 
-/// The sum of a bucket in a narrower dtype, under way.
+/// The all-reduce of a bucket in a narrower dtype, in flight.
 template <class Work>
 struct CastReduction : PhasedReduction<CastReduction<Work>> {
   CastReduction(Work work, at::Tensor flat, at::Tensor narrowed, int divisor)
@@ -32,12 +32,12 @@ struct CastReduction : PhasedReduction<CastReduction<Work>> {
   int divisor;  // of the sum
 };
 
-/// Whether gradients are divided by the number of ranks before they are added, or their sum is.
+/// Whether gradients are divided by the number of ranks before the sum, or the sum is.
 enum class Division { before_sum, after_sum };
 
-/// Casts a bucket to `type`, divides by the number of ranks there, sums, and casts back: the arithmetic of
-/// torch.distributed.algorithms.ddp_comm_hooks, to the bit (default_hooks, or mixed_precision_hooks, which
-/// divide the sum). `bytes` counts what is sent.
+/// Casts a bucket to `type`, divides by the number of ranks in that dtype, sums, and casts back. Bitwise
+/// equal to torch.distributed.algorithms.ddp_comm_hooks: default_hooks, or mixed_precision_hooks, which
+/// divide the sum. Adds the bytes sent to `bytes`.
 template <class Comm>
 CastReduction<typename Comm::Work> start_cast(Comm& comm, const GradientBucket& bucket, at::ScalarType type,
                                               Scratch& scratch, std::uint64_t& bytes,
@@ -58,14 +58,16 @@ CastReduction<typename Comm::Work> start_cast(Comm& comm, const GradientBucket& 
 
 namespace lockstep {
 
-/// Gradients travel as bfloat16, with the arithmetic of Python's bf16_compress_hook: cast, divided by the
-/// number of ranks, summed, cast back. Half the bytes of float32 and all of its range, with 8 bits of
-/// precision. Each addition of the sum rounds to these 8 bits: at many ranks, take Bf16Fp32Hook.
+/// Compresses gradients to bfloat16: casts, divides by the number of ranks, sums, and casts back. Half the
+/// bytes of float32 and all of its range, with 8 bits of precision. Each addition rounds to 8 bits; with many
+/// ranks use Bf16Fp32Hook.
+///
+/// Counterpart: bf16_compress_hook.
 class Bf16Hook {
  public:
   static constexpr bool predivides = false;
   static constexpr bool propagates_nan = true;
-  /// A graph can hold it; see CapturedStep.
+  /// CapturedStep can capture it.
   static constexpr bool capturable = true;
 
   template <Reducing Comm>
@@ -74,7 +76,7 @@ class Bf16Hook {
   }
 
   [[nodiscard]] std::string_view name() const { return "bf16"; }
-  /// 2 n for each bucket of n elements.
+  /// Returns 2 n for each bucket of n elements.
   [[nodiscard]] std::uint64_t wire_bytes() const { return wire_bytes_; }
 
  private:
@@ -82,14 +84,16 @@ class Bf16Hook {
   std::uint64_t wire_bytes_ = 0;
 };
 
-/// Gradients travel as float16, with the arithmetic of Python's fp16_compress_hook: cast, divided by the
-/// number of ranks, summed, cast back. Half the bytes of float32. What is above 65504 becomes infinite, and
-/// what is below 6e-8 zero: scale the loss, or take Bf16Hook.
+/// Compresses gradients to float16: casts, divides by the number of ranks, sums, and casts back. Half the
+/// bytes of float32. Values above 65504 become infinite and values below 6e-8 zero: scale the loss, or use
+/// Bf16Hook.
+///
+/// Counterpart: fp16_compress_hook.
 class Fp16Hook {
  public:
   static constexpr bool predivides = false;
   static constexpr bool propagates_nan = true;
-  /// A graph can hold it; see CapturedStep.
+  /// CapturedStep can capture it.
   static constexpr bool capturable = true;
 
   template <Reducing Comm>
@@ -98,7 +102,7 @@ class Fp16Hook {
   }
 
   [[nodiscard]] std::string_view name() const { return "fp16"; }
-  /// 2 n for each bucket of n elements.
+  /// Returns 2 n for each bucket of n elements.
   [[nodiscard]] std::uint64_t wire_bytes() const { return wire_bytes_; }
 
  private:
@@ -106,17 +110,18 @@ class Fp16Hook {
   std::uint64_t wire_bytes_ = 0;
 };
 
-/// Gradients are added in a type of one's own, and the sum is divided there: reduce_dtype of Python's
-/// _MixedPrecision, which goes with DdpOptions::param_dtype. A sum of float16 overflows where the mean would
-/// not: Fp16Hook divides first.
+/// Sums gradients in a chosen dtype and divides the sum in it. Use it with DdpOptions::param_dtype. A sum in
+/// float16 may overflow where the mean would not; Fp16Hook divides first.
+///
+/// Counterpart: reduce_dtype of Python's _MixedPrecision.
 class ReduceDtypeHook {
  public:
   static constexpr bool predivides = false;
   static constexpr bool propagates_nan = true;
-  /// A graph can hold it; see CapturedStep.
+  /// CapturedStep can capture it.
   static constexpr bool capturable = true;
 
-  /// Throws UsageError for a type in which one cannot add.
+  /// Throws UsageError unless `type` is float16, bfloat16, float32 or float64.
   explicit ReduceDtypeHook(at::ScalarType type) : type_(type) {
     detail::require_float_type("the type of a ReduceDtypeHook", type);
   }
@@ -128,7 +133,7 @@ class ReduceDtypeHook {
 
   [[nodiscard]] std::string_view name() const { return "reduce_dtype"; }
   [[nodiscard]] HookSettings settings() const { return {{"dtype", c10::toString(type_)}}; }
-  /// The bytes of the type for each element of each bucket.
+  /// Returns the bytes of all elements of all buckets in the chosen dtype.
   [[nodiscard]] std::uint64_t wire_bytes() const { return wire_bytes_; }
 
  private:
@@ -137,10 +142,10 @@ class ReduceDtypeHook {
   std::uint64_t wire_bytes_ = 0;
 };
 
-/// bfloat16 on the wire, float32 in the sum: each rank gets one share of the elements from all (all_to_all),
-/// adds them in float32 in the order of the ranks, divides by their number, and gives the mean to all
-/// (all_gather). An element is so rounded to bfloat16 twice, however many ranks there are, and its bits do
-/// not depend on the bucket it lies in, nor on its place there.
+/// Sends bfloat16 and sums in float32. Each rank receives one part of the elements from all ranks
+/// (all_to_all), adds them in float32 in rank order, divides by the number of ranks, and sends the mean to
+/// all ranks (all_gather). An element is rounded to bfloat16 twice, regardless of the number of ranks, and
+/// its bits do not depend on its bucket or its position there.
 class Bf16Fp32Hook {
  public:
   static constexpr bool predivides = false;
@@ -162,7 +167,7 @@ class Bf16Fp32Hook {
   }
 
   [[nodiscard]] std::string_view name() const { return "bf16_fp32"; }
-  /// 2 (ranks + 1) ceil(n / ranks) for each bucket of n elements.
+  /// Returns 2 (ranks + 1) ceil(n / ranks) for each bucket of n elements.
   [[nodiscard]] std::uint64_t wire_bytes() const { return wire_bytes_; }
 
  private:

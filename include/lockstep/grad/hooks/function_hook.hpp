@@ -19,14 +19,14 @@
 
 namespace lockstep {
 
-/// What a hook function has returned, on its way into the bucket.
+/// A Reduction that copies the tensor that a hook function returned into the bucket.
 class ReturnedAverage {
  public:
   ReturnedAverage(std::string_view name, const GradientBucket& bucket, at::Tensor average)
       : name_(name), bucket_(&bucket), average_(std::move(average)) {}
 
-  /// Throws GradientError for another shape, dtype or device than the bucket's. Not earlier: by now every
-  /// rank has begun all collectives of this reduction, so none is left waiting for one.
+  /// Throws GradientError if the tensor's shape, dtype or device differs from the bucket's. Checked here and
+  /// not at the start: by now every rank has launched all collectives of this reduction, so no rank hangs.
   void wait() const {
     const at::Tensor& flat = bucket_->flat;
     if (!average_.defined() || average_.sizes() != flat.sizes() ||
@@ -41,7 +41,7 @@ class ReturnedAverage {
   void synchronize(std::chrono::milliseconds) const { wait(); }
 
  private:
-  /// "[4, 3] float32 on cpu"
+  /// Returns for example "[4, 3] float32 on cpu".
   static std::string described(const at::Tensor& tensor) {
     std::string sizes;
     for (const std::int64_t size : tensor.sizes())
@@ -55,7 +55,7 @@ class ReturnedAverage {
   at::Tensor average_;
 };
 
-/// A hook made of a function, see `hook_of`.
+/// A CommunicationHook that calls a function; see `hook_of`.
 template <class Function>
 class FunctionHook {
  public:
@@ -80,7 +80,7 @@ class FunctionHook {
   [[nodiscard]] std::string_view name() const { return name_; }
   [[nodiscard]] std::uint64_t wire_bytes() const { return wire_bytes_; }
 
-  /// The function object itself.
+  /// Returns the function object.
   [[nodiscard]] Function& function() { return function_; }
 
   [[nodiscard]] HookState state() const requires StatefulHook<Function> { return function_.state(); }
@@ -114,19 +114,25 @@ class FunctionHook {
   std::uint64_t wire_bytes_ = 0;
 };
 
-/// A communication hook of your own: `function(auto& comm, const GradientBucket& bucket)` returns the average
-/// over the ranks as a tensor like `bucket.flat`, or writes it there and returns nothing, or returns a Work
-/// (or another Reduction) after which it lies there. Gradients come undivided, as in Python. It is called for
-/// each bucket as soon as that is full; what it throws itself, it must throw on every rank.
+/// Makes a CommunicationHook of a function `function(auto& comm, const GradientBucket& bucket)`. The function
+/// either returns the average over the ranks as a tensor like `bucket.flat`, or writes it to `bucket.flat`
+/// and returns nothing, or returns a Work (or another Reduction) upon whose completion `bucket.flat` holds
+/// it.
 ///
 ///     auto hook = hook_of([](auto& comm, const GradientBucket& bucket) {
 ///       bucket.flat.div_(comm.size());
 ///       return comm.all_reduce(bucket.flat);
 ///     });
 ///
-/// The communicator it sees is a CountingComm, for this call alone. A function that takes one by its own type
-/// (GlooComm&) gets that one, and its bytes are not counted. A function object that models StatefulHook stays
-/// one. A hook whose collectives come in phases is better a type of its own that models CommunicationHook.
+/// Gradients are not predivided, as in Python. The function is called for each bucket as soon as the bucket
+/// is full. An exception that it throws must be thrown on every rank.
+///
+/// `comm` is a CountingComm, valid during the call. A function that names its communicator's type (GlooComm&)
+/// gets the communicator itself, and its bytes are not counted. The hook of a function object that models
+/// StatefulHook models StatefulHook. For collectives in several phases, write a class that models
+/// CommunicationHook.
+///
+/// Counterpart: DistributedDataParallel.register_comm_hook.
 template <class Function>
 [[nodiscard]] FunctionHook<Function> hook_of(Function function, std::string name = "function") {
   return FunctionHook<Function>(std::move(function), std::move(name));

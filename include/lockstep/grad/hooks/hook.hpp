@@ -16,57 +16,57 @@
 
 namespace lockstep {
 
-/// One bucket of gradients on its way over the ranks. It stays where it is from the start of its reduction
-/// until that was waited for.
+/// One bucket of gradients. Its address is stable from the launch of its reduction until the wait for it
+/// returns.
 struct GradientBucket {
-  /// Its place in the order of the reductions, from 0, and the number of buckets in use: those of the first
-  /// reduction are others than those of the later ones.
+  /// Zero-based position in launch order, and the number of buckets. The first reduction uses other buckets
+  /// than the later ones.
   std::size_t index = 0, count = 1;
-  /// Reductions of all gradients that were begun before this one.
+  /// Number of reductions of all gradients begun before this one.
   std::size_t iteration = 0;
-  /// [n]: this rank's gradients, one after the other. The average over the ranks goes here.
+  /// [n]: this rank's gradients, concatenated. Receives the average over the ranks.
   at::Tensor flat;
-  /// The same memory as one tensor for each parameter, in the bucket's order. Of a complex one each element
-  /// is two of `flat`, which is real.
+  /// One view of `flat` for each parameter, in bucket order. An element of a complex parameter is two
+  /// elements of `flat`, which is real.
   std::vector<at::Tensor> gradients;
-  /// The indices of these parameters in the model, the same on every rank.
+  /// Indices of the parameters in the model, the same on every rank.
   std::vector<std::size_t> parameters;
 };
 
-/// What a hook was made with, by name, in words.
+/// A hook's settings: names and values as text.
 using HookSettings = detail::NamedOptions;
 
-/// What a hook keeps from step to step, by name.
+/// A hook's persistent state: names and tensors.
 using HookState = std::vector<std::pair<std::string, at::Tensor>>;
 
-/// A reduction under way: the Work of a communicator, or a hook's own. It is waited for once, by either call;
-/// then the average over the ranks lies in the bucket. It throws as Work does. Destroyed without being waited
-/// for, it neither blocks nor throws.
+/// A reduction in flight: a communicator's Work, or a hook's own type. Exactly one of the two calls completes
+/// it, after which the bucket holds the average over the ranks; both throw as those of Work do. The
+/// destructor of one that was not waited for neither blocks nor throws.
 template <class R>
 concept Reduction = std::move_constructible<R> && requires(R& reduction, std::chrono::milliseconds timeout) {
   reduction.wait();
   reduction.synchronize(timeout);
 };
 
-/// How the gradients of a bucket become their average over the ranks.
+/// The algorithm that averages the gradients of a bucket over the ranks.
 ///
-/// 1. `predivides`: gradients are multiplied by 1 / size while they are copied into the bucket, so that a
-///    sum is the average. Python's plain reduction does so, and its hooks do not.
-/// 2. `propagates_nan`: a not-a-number in flat[i] of any rank makes flat[i] not-a-number on every rank; that is
-///    how a rank tells the others that a gradient is missing. Where a hook cannot promise it, the ranks ask
-///    one another with one more collective of four bytes. Where it does, and a wait throws on one rank, the
-///    communicator is aborted, since the others may have sound averages.
-/// 3. `start(comm, bucket)` begins the exchange and returns a Reduction. It is called in bucket order, the
-///    same on every rank, each time with a bucket that has elements. The Reductions are waited for in that
-///    order too, and only when every bucket was started: a second phase of collectives belongs into the
-///    wait. The hook does not move in the meantime, nor does the bucket, so a Reduction may point to both.
-/// 4. `name()` is what reports call it. `wire_bytes()` counts the bytes that this rank has given to
-///    collectives for reductions so far: its tensors' own, however often a collective sends them; none in a
-///    group of one.
-/// 5. Where ranks are meant to get other gradients than one another, a static `ranks_diverge` that is true says
-///    so: a Trainer does not compare their parameters then.
-/// 6. Where it has options that must be equal on every rank, `settings()` gives them by name, in words, and
-///    DistributedDataParallel compares them when it is made.
+/// 1. `predivides`: gradients are multiplied by 1 / size while they are copied into the bucket, so that a sum
+///    is the average. Python's plain reduction does so; its hooks do not.
+/// 2. `propagates_nan`: a NaN in flat[i] on any rank makes flat[i] NaN on every rank, which signals missing
+///    gradients. Without this promise the ranks exchange it by one further 4-byte collective. With it, a wait
+///    that throws on one rank aborts the communicator, since other ranks may hold valid averages.
+/// 3. `start(comm, bucket)` launches the exchange and returns a Reduction. It is called in bucket order,
+///    which is the same on every rank, and never for an empty bucket. The Reductions are waited for in the
+///    same order, after all buckets have been started: a second phase of collectives belongs in the wait.
+///    Neither hook nor bucket moves until then, so a Reduction may point to both.
+/// 4. `name()` is the name in reports. `wire_bytes()` counts the bytes of the tensors that this rank has
+///    passed to collectives so far, regardless of how often a collective sends them; none in a group of one.
+/// 5. Optional: a static `ranks_diverge` of true declares that ranks get different gradients. A Trainer then
+///    does not compare their parameters.
+/// 6. Optional: `settings()` returns the options that must be equal on every rank; the constructor of
+///    DistributedDataParallel compares them.
+///
+/// Counterpart: DistributedDataParallel.register_comm_hook.
 template <class H, class Comm>
 concept CommunicationHook = std::move_constructible<H> && Communicator<Comm> &&
     requires(H& hook, const H& counted, Comm& comm, const GradientBucket& bucket) {
@@ -77,17 +77,16 @@ concept CommunicationHook = std::move_constructible<H> && Communicator<Comm> &&
   { counted.wire_bytes() } -> std::convertible_to<std::uint64_t>;
 };
 
-/// A hook that remembers something from one reduction of all gradients to the next.
+/// A communication hook that keeps state between reductions.
 ///
-/// 1. `state()` is what it remembers, in tensors of its own; `load_state` takes that back, and the
-///    reductions after it have the same bits. It is this rank's state: others may hold another, so that a
-///    checkpoint must keep every rank's. What of it is the same on every rank, a static
-///    `shared_state(state)` may tell: a run that goes on with another number of ranks loads that.
-/// 2. `rollback()` forgets what the last reduction has changed, for a step that is skipped, or a backward
-///    that threw; a second call without a reduction between them does nothing. Never with a Reduction
-///    under way.
-/// 3. `reset()` is called when the buckets change: what is kept by bucket is forgotten, what is kept by
-///    parameter may stay.
+/// 1. `state()` returns the state in tensors of its own. `load_state` restores it, after which reductions
+///    have the same bits. The state may differ between ranks: a checkpoint must store every rank's. An
+///    optional static `shared_state(state)` returns the part that is equal on every rank, which a run resumed
+///    with another number of ranks loads.
+/// 2. `rollback()` reverts the changes of the last reduction, for a skipped step or a backward that threw. A
+///    second call without a reduction in between is a no-op. Never called with a Reduction in flight.
+/// 3. `reset()` is called when the buckets change. It discards state kept by bucket; state kept by parameter
+///    may remain.
 template <class H>
 concept StatefulHook = requires(H& hook, const H& saved, const HookState& state) {
   { saved.state() } -> std::same_as<HookState>;
@@ -99,7 +98,7 @@ concept StatefulHook = requires(H& hook, const H& saved, const HookState& state)
 }  // namespace lockstep
 
 namespace lockstep::detail {
-/// What a tensor adds to wire_bytes() when it is given to a collective of this group.
+/// Returns the bytes that a collective over `tensor` adds to wire_bytes(): none in a group of one.
 template <class Comm>
 std::uint64_t sent_bytes(const Comm& comm, const at::Tensor& tensor) {
   return comm.size() > 1 ? static_cast<std::uint64_t>(tensor.numel()) * tensor.element_size() : 0;
@@ -108,13 +107,13 @@ std::uint64_t sent_bytes(const Comm& comm, const at::Tensor& tensor) {
 
 namespace lockstep {
 
-/// The default: the sum over the ranks of gradients that were divided first, with the bits of Python's DDP
-/// without a hook. It adds nothing to the communicator's own all_reduce.
+/// The default hook: sums predivided gradients by the communicator's all_reduce, without further work.
+/// Bitwise equal to Python's DDP without a hook.
 class AllReduceHook {
  public:
   static constexpr bool predivides = true;
   static constexpr bool propagates_nan = true;
-  /// A graph can hold it; see CapturedStep.
+  /// CapturedStep can capture it.
   static constexpr bool capturable = true;
 
   template <Reducing Comm>

@@ -8,20 +8,19 @@
 
 namespace lockstep {
 
-/// A Reduction that needs no waiting.
+/// A Reduction that is complete already.
 struct FinishedReduction {
   void wait() const noexcept {}
   void synchronize(std::chrono::milliseconds) const noexcept {}
 };
 
-/// Leaves each rank its own gradients, undivided, as Python's noop_hook does: to measure how long a step
-/// takes without gradients on the wire (a few bytes still tell whether a rank has failed). Ranks part from
-/// one another, so it is not for training.
+/// Leaves each rank its own, undivided gradients, to measure a step without gradient communication (a few
+/// bytes still tell whether a rank has failed). Not for training: the ranks diverge. Counterpart: noop_hook.
 struct NoOpHook {
   static constexpr bool predivides = false;
   static constexpr bool propagates_nan = false;
   static constexpr bool ranks_diverge = true;
-  /// A graph can hold it; see CapturedStep.
+  /// CapturedStep can capture it.
   static constexpr bool capturable = true;
 
   template <Communicator Comm>

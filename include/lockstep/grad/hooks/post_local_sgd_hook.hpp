@@ -14,21 +14,25 @@
 
 namespace lockstep {
 
-/// As Python's PostLocalSGDState has them, which leaves no default for the first.
+/// Options of PostLocalSgdHook, with the names of Python's PostLocalSGDState, which has no default for
+/// `start_iteration`.
 struct PostLocalSgdOptions {
-  /// Reductions over all ranks before those of the sub-group begin.
+  /// Number of reductions over all ranks before local SGD starts.
   std::int64_t start_iteration = 100;
-  /// Whether ranks of a sub-group average their gradients from then on, or each keeps its own.
+  /// Average gradients within the subgroup from then on; false leaves each rank its own gradients.
   bool reduce_in_subgroup = true;
 };
 
-/// Gradients are averaged over all ranks at first, and over a sub-group, such as the ranks of a host, from
-/// then on, with the arithmetic of Python's post_localSGD_hook. The sub-groups part from one another until
-/// their parameters are averaged, which PeriodicModelAverager does every few steps (Lin et al., arXiv
-/// 1808.07217): less over the slow network than each gradient. A few bytes still cross it in each backward,
-/// and are waited for: whether a rank has failed.
+/// Averages gradients over all ranks at first, and from `start_iteration` on over a subgroup, such as the
+/// ranks of a host, with the arithmetic of Python's hook (Lin et al., arXiv 1808.07217).
 ///
-/// `Group` is a communicator of the type that DistributedDataParallel has.
+/// The subgroups diverge until PeriodicModelAverager averages their parameters every few steps, which loads
+/// the slow network less than averaging each gradient. Each backward still exchanges a few bytes over all
+/// ranks and waits for them, to detect a failed rank.
+///
+/// `Group` is the communicator type of DistributedDataParallel.
+///
+/// Counterpart: post_localSGD_hook.
 template <Reducing Group>
 class PostLocalSgdHook {
  public:
@@ -36,7 +40,7 @@ class PostLocalSgdHook {
   static constexpr bool propagates_nan = false;
   static constexpr bool ranks_diverge = true;
 
-  /// `subgroup` must outlive the hook. Throws UsageError for options without a meaning.
+  /// `subgroup` must outlive the hook. Throws UsageError if `start_iteration` is negative.
   explicit PostLocalSgdHook(Group& subgroup, const PostLocalSgdOptions& options = {})
       : subgroup_(&subgroup), options_(options) {
     if (options.start_iteration < 0)
@@ -56,12 +60,12 @@ class PostLocalSgdHook {
     return {{"start_iteration", fmt::to_string(options_.start_iteration)},
             {"reduce_in_subgroup", fmt::to_string(options_.reduce_in_subgroup)}};
   }
-  /// The bytes of each bucket, in reductions that leave this rank.
+  /// Returns the bytes of all buckets reduced in a group of more than one rank.
   [[nodiscard]] std::uint64_t wire_bytes() const { return wire_bytes_; }
 
-  /// "counters": how many reductions there were, the same on every rank.
+  /// Returns "counters": the number of reductions so far, the same on every rank.
   [[nodiscard]] HookState state() const { return {{"counters", at::tensor({reductions_})}}; }
-  /// Throws CheckpointError for the state of another hook.
+  /// Throws CheckpointError if the state is another hook's or damaged.
   void load_state(const HookState& state) {
     if (state.size() != 1 || state[0].first != "counters" || state[0].second.numel() != 1)
       throw CheckpointError("the state of a PostLocalSgdHook is one counter: it was saved by another hook");
@@ -79,7 +83,7 @@ class PostLocalSgdHook {
   void reset() {}
 
  private:
-  // The last reduction, and how many there were before it.
+  // The last reduction, and the number of reductions before it.
   struct Before {
     std::size_t iteration;
     std::int64_t reductions;

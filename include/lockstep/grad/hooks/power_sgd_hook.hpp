@@ -26,39 +26,42 @@
 
 namespace lockstep {
 
-/// Names and defaults as Python's PowerSGDState has them.
+/// Options of PowerSgdHook, with the names and defaults of Python's PowerSGDState.
 struct PowerSgdOptions {
-  /// The columns of the factors: more is more exact, and more to send and to compute.
+  /// Number of columns of the factors. More columns approximate better and cost more communication and
+  /// compute.
   std::int64_t matrix_approximation_rank = 1;
-  /// Reductions that are plain before compression begins. Any number: what is remembered belongs to
-  /// parameters, so that the buckets of the first iteration do not matter.
+  /// Number of uncompressed reductions before compression starts. Any number is valid: state is kept by
+  /// parameter, so the buckets of the first iteration do not matter.
   std::int64_t start_iteration = 1000;
-  /// A gradient n x m with r = min(n, m, rank) is compressed where (n + m) * r * rate < n * m.
+  /// An n x m gradient with r = min(n, m, rank) is compressed if (n + m) * r * rate < n * m.
   double min_compression_rate = 2;
-  /// Adds what was lost in one step to the next one's gradient.
+  /// Add the compression error of a step to the next step's gradient.
   bool use_error_feedback = true;
-  /// Goes on from the last step's factor instead of a random one.
+  /// Start from the last step's factor instead of a random one.
   bool warm_start = true;
-  /// Added to the length of a column before dividing by it.
+  /// Added to the norm of a column before dividing by it.
   double orthogonalization_epsilon = 0;
-  /// Of the random factors, the same on every rank.
+  /// Seed of the random factors; the same on every rank.
   std::uint32_t seed = 0;
 };
 
-/// Gradients travel as the factors of matrices of low rank: M = P Q^T (Vogels et al., arXiv 1905.13727), as
-/// Python's powerSGD_hook sends them, with its random numbers and its order of operations. A tensor that is
-/// not worth compressing travels whole, in one sum for those of a bucket.
+/// Compresses gradients to factors of low-rank matrices, M = P Q^T (Vogels et al., arXiv 1905.13727), with
+/// Python's random numbers and order of operations. Tensors not worth compressing are sent whole, in one
+/// all-reduce per bucket.
 ///
-/// Where it leaves Python's: there is no error memory for a tensor that is not compressed; a gradient that is
-/// zero on all ranks stays zero (there, without an epsilon, it becomes not-a-number), and keeps its factor
-/// for the next step; one whose rank is below that of the factors is not disturbed by their other columns;
-/// what is remembered is kept by parameter, so that it survives other buckets.
+/// Differences from Python: a tensor that is not compressed has no error memory; a gradient that is zero on
+/// all ranks stays zero (in Python, without an epsilon, it becomes NaN) and keeps its factor for the next
+/// step; the surplus columns of the factors do not disturb a gradient of lower rank; state is kept by
+/// parameter and survives a change of buckets.
+///
+/// Counterpart: powerSGD_hook.
 class PowerSgdHook {
  public:
   static constexpr bool predivides = false;
   static constexpr bool propagates_nan = false;
 
-  /// Throws UsageError for options without a meaning.
+  /// Throws UsageError if an option is out of range.
   explicit PowerSgdHook(PowerSgdOptions options = {}) : options_(options), random_(options.seed) {
     const auto refuse = [](std::string_view what) {
       throw UsageError(fmt::format("PowerSgdHook: {}", what));
@@ -90,20 +93,20 @@ class PowerSgdHook {
             {"orthogonalization_epsilon", fmt::to_string(options_.orthogonalization_epsilon)},
             {"seed", fmt::to_string(options_.seed)}};
   }
-  /// For each bucket the bytes of its elements; once compression has begun, of (n + m) r elements for each
-  /// tensor that is compressed, and of all elements of the others.
+  /// Returns the bytes of all elements of each bucket; once compression has started, of (n + m) r elements
+  /// for each compressed tensor and of all elements of the others.
   [[nodiscard]] std::uint64_t wire_bytes() const { return wire_bytes_; }
 
-  /// "counters" (reductions so far, random numbers drawn, seed), "error.i" and "q.i" for parameter i. Errors
-  /// differ from rank to rank, the rest does not.
+  /// Returns "counters" (reductions so far, random numbers drawn, seed), and "error.i" and "q.i" for
+  /// parameter i. Errors differ between ranks; the rest is equal.
   [[nodiscard]] HookState state() const {
     HookState state{{"counters", at::tensor({reductions_, static_cast<std::int64_t>(random_.drawn()),
                                              static_cast<std::int64_t>(random_.seed())})}};
     memory_.save(state);
     return state;
   }
-  /// Throws CheckpointError for the state of another hook, and leaves this one as it was; that of another
-  /// model is found out by the next reduction.
+  /// Throws CheckpointError if the state is another hook's, and then changes nothing. The state of another
+  /// model is detected by the next reduction.
   void load_state(const HookState& state) {
     PowerSgdHook loaded(options_);
     bool counted = false;
@@ -131,7 +134,7 @@ class PowerSgdHook {
     *this = std::move(loaded);
   }
 
-  /// What of a state is the same on every rank: another number of ranks goes on with that.
+  /// Returns the part of a state that is equal on every rank, for a run resumed with another number of ranks.
   [[nodiscard]] static HookState shared_state(HookState state) {
     std::erase_if(state, [](const auto& item) { return item.first.starts_with("error."); });
     return state;
@@ -144,7 +147,7 @@ class PowerSgdHook {
     memory_.turn_back();
     before_.reset();
   }
-  /// Forgets only where the tensors of the buckets lie.
+  /// Discards only the layouts of the buckets; state is kept by parameter.
   void reset() { layouts_.clear(); }
 
  private:
@@ -170,7 +173,7 @@ class PowerSgdHook {
     return layout;
   }
 
-  /// Fills the right factors, orthonormal: from the last reduction, or at random where there is none.
+  /// Fills the right factors, orthonormalized: the last reduction's, or random ones if there are none.
   void prepare_factors(detail::LowRankLayout& layout) {
     std::optional<at::Generator> generator;
     for (detail::LowRankMatrix& matrix : layout.matrices) {
@@ -192,15 +195,15 @@ class PowerSgdHook {
 
   PowerSgdOptions options_;
   detail::NumpyRandom random_;
-  std::int64_t reductions_ = 0;  // begun, this one included
+  std::int64_t reductions_ = 0;  // started, including this one
   std::optional<Before> before_;
   detail::PowerSgdMemory memory_;
   std::deque<detail::LowRankLayout> layouts_;  // by bucket; Reductions point to them
   std::uint64_t wire_bytes_ = 0;
 };
 
-/// The reduction of one bucket: the tensors that travel whole and the left factors at the start, the right
-/// factors in the wait.
+/// The reduction of one bucket. The start sends the uncompressed tensors and the left factors, the wait the
+/// right factors.
 template <class Comm>
 struct PowerSgdHook::Factors : detail::PhasedReduction<Factors<Comm>> {
   Factors(PowerSgdHook& hook, Comm& comm, const GradientBucket& bucket)
@@ -247,7 +250,7 @@ struct PowerSgdHook::Factors : detail::PhasedReduction<Factors<Comm>> {
     if (!left) return;
     wait(*left);
     const PowerSgdOptions& options = hook->options_;
-    std::vector<at::Tensor> used;  // the right factors so far
+    std::vector<at::Tensor> used;  // the right factors before this reduction
     for (detail::LowRankMatrix& matrix : layout->matrices) {
       detail::orthogonalize(matrix.p, options.orthogonalization_epsilon);
       if (options.warm_start) used.push_back(matrix.q.clone());
@@ -266,7 +269,7 @@ struct PowerSgdHook::Factors : detail::PhasedReduction<Factors<Comm>> {
         memory.error.turn();
       }
       if (!options.warm_start) continue;
-      // A column of zeros would stay one for ever.
+      // A zero column would stay zero forever.
       const at::Tensor zero = detail::column_lengths(matrix.q).eq(0);
       memory.q.next({matrix.m, matrix.r}, gradient.options()).copy_(at::where(zero, used[i], matrix.q)[0]);
       memory.q.turn();

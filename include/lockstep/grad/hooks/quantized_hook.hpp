@@ -20,27 +20,29 @@
 
 namespace lockstep {
 
-/// How QuantizedHook divides a bucket.
+/// Options of QuantizedHook.
 struct QuantizedOptions {
-  /// One scale and zero point for `channel` elements each; otherwise for the whole bucket.
+  /// One scale and zero point per `channel` elements; false uses one per bucket.
   bool per_channel = false;
-  /// The elements of a channel.
+  /// Number of elements in a channel.
   std::int64_t channel = 512;
 };
 
-/// Gradients travel as 8 bits: each rank maps its own range of values, zero included, to 0...255, all ranks
-/// get all of them (all_gather), and add the values they stand for in the order of the ranks. The arithmetic
-/// of Python's quantization_pertensor_hook and quantization_perchannel_hook, to the bit.
+/// Quantizes gradients to 8 bits, bitwise equal to Python's hooks. Each rank maps its own range of values,
+/// extended to include zero, to 0...255. All ranks gather all messages (all_gather) and add the dequantized
+/// values in rank order.
 ///
-/// Python first gathers the scales and then the bytes; here both travel in one collective, which begins as
-/// soon as the bucket is full. The error of an element is up to half a step of each rank, (max - min) / 255.
-/// A gradient that is not finite makes its channel not-a-number on every rank.
+/// Python gathers first the scales and then the bytes. This hook sends both in one collective, launched as
+/// soon as the bucket is full. The error of an element is at most half a quantization step, (max - min) /
+/// 255, of each rank. A gradient that is not finite makes its channel NaN on every rank.
+///
+/// Counterpart: quantization_pertensor_hook and quantization_perchannel_hook.
 class QuantizedHook {
  public:
   static constexpr bool predivides = false;
   static constexpr bool propagates_nan = true;
 
-  /// Throws UsageError for a channel without elements.
+  /// Throws UsageError if `channel` is below 1.
   explicit QuantizedHook(QuantizedOptions options = {}) : options_(options) {
     if (options.channel < 1)
       throw UsageError(
@@ -63,11 +65,12 @@ class QuantizedHook {
     return options_.per_channel ? "quantized_per_channel" : "quantized_per_tensor";
   }
   [[nodiscard]] HookSettings settings() const { return {{"channel", fmt::to_string(options_.channel)}}; }
-  /// n + 8 c for each bucket of n elements in c channels.
+  /// Returns n + 8 c for each bucket of n elements in c channels.
   [[nodiscard]] std::uint64_t wire_bytes() const { return wire_bytes_; }
 
  private:
-  /// A message: the scales and the zero points of all channels, float32, then a byte for each element.
+  /// Layout of a message: the scales and the zero points of all channels in float32, then one byte per
+  /// element.
   struct Layout {
     std::int64_t elements, channel, channels;
     [[nodiscard]] std::int64_t bytes() const { return 8 * channels + elements; }
@@ -80,8 +83,8 @@ class QuantizedHook {
     return {elements, channel, (elements + channel - 1) / channel};
   }
 
-  /// Calls `work(elements, scales, zero_points)` for the whole channels, one a row, and for the last that is
-  /// shorter.
+  /// Calls `work(elements, scales, zero_points)` for the full channels, one per row, and for a shorter last
+  /// one.
   template <class Work>
   static void by_channel(const Layout& layout, const at::Tensor& flat, const at::Tensor& head, Work&& work) {
     const std::int64_t whole = layout.elements / layout.channel;
@@ -95,7 +98,8 @@ class QuantizedHook {
     rows(whole, layout.tail() > 0 ? 1 : 0, layout.tail());
   }
 
-  /// [2, channels] float32: the scales and zero points with which MinMaxObserver maps the range to quint8.
+  /// Returns [2, channels] float32: the scales and zero points by which Python's MinMaxObserver maps the
+  /// range to quint8.
   static at::Tensor parameters(const Layout& layout, const at::Tensor& flat) {
     std::vector<at::Tensor> lowest, highest;
     const std::int64_t whole = layout.elements / layout.channel * layout.channel;
@@ -108,7 +112,7 @@ class QuantizedHook {
     observe(0, whole, layout.channel);
     observe(whole, layout.tail(), layout.tail());
     const at::Tensor low = at::cat(lowest).clamp_max_(0), high = at::cat(highest).clamp_min_(0);
-    // Python's eps is float32's; clamp keeps a not-a-number, as torch.max does.
+    // The epsilon is float32's, as in Python. clamp propagates NaN, as torch.max does.
     const at::Tensor scale = high.sub(low).div_(255.0).clamp_min_(std::numeric_limits<float>::epsilon());
     const at::Tensor zero = low.div(scale).round_().to(at::kInt).neg_().clamp_(0, 255);
     return at::stack({scale, zero.to(at::kFloat)});
@@ -128,7 +132,7 @@ class QuantizedHook {
   }
 
   static at::Tensor dequantize(const Layout& layout, const at::Tensor& message) {
-    // Cloned: the bytes of a row need not lie where a float32 may.
+    // Cloned, since a row of bytes may not be aligned for float32.
     const at::Tensor head = message.narrow(0, 0, 8 * layout.channels).clone().view(at::kFloat).view({2, -1});
     at::Tensor values = message.narrow(0, 8 * layout.channels, layout.elements).to(at::kFloat);
     by_channel(layout, values, head, [](at::Tensor part, const at::Tensor& scale, const at::Tensor& zero) {

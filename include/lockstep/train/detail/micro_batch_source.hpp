@@ -18,11 +18,11 @@
 
 namespace lockstep::detail {
 
-// A micro-batch source gives this rank its micro-batches, step by step: `begin_epoch(e)`, then for each step `begin_step()`
-// and `next()` until that gives nothing. `last()` says whether the one just given is this rank's last in the
-// step, which is when gradients are reduced. `weigh` gives a loss its weight in the step. Feeds whose
-// `counts_beforehand` is true know all ranks' samples in every step. Between steps `save(archive)` writes
-// where the pass stands; `load` before `begin_epoch` makes that pass go on there.
+// A micro-batch source gives this rank its micro-batches, step by step: `begin_epoch(e)`, then for each step
+// `begin_step()` and `next()` until that gives nothing. `last()` says whether the one just given is this
+// rank's last in the step, which is when gradients are reduced. `weigh` gives a loss its weight in the step.
+// Feeds whose `counts_beforehand` is true know all ranks' samples in every step. Between steps
+// `save(archive)` writes where the pass stands; `load` before `begin_epoch` makes that pass go on there.
 
 /// The batches of a loader, whose sampler knows what every rank has.
 template <class Loader>

@@ -288,8 +288,8 @@ LOCKSTEP_PROCESS_WIDE inline void end_on_uncaught() {
   });
 }
 
-/// Whether the parent of this process had ended before this process asked for it: process 1 is the parent then.
-/// False where process 1 is a Python interpreter, as in a container whose first process is the agent.
+/// Whether the parent of this process had ended before this process asked for it: process 1 is the parent
+/// then. False where process 1 is a Python interpreter, as in a container whose first process is the agent.
 inline bool taken_over_by_init() {
   if (getppid() != 1) return false;
   std::ifstream file("/proc/1/cmdline", std::ios::binary);

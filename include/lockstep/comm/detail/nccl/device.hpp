@@ -31,9 +31,9 @@ enum class NcclResult : int {
 /// The device. `D::open(world, index)` chooses the GPU of this rank (`index`, or by the local rank where it
 /// is negative), makes it the current one before anything touches CUDA, and throws UsageError where there is
 /// none. `enter_thread()` does the same for a thread that the communicator starts. `name()` is for messages;
-/// `identity()` is text without blanks that no two devices of a job share, `shares_devices()` says whether the
-/// user lets two ranks use one all the same, and `version()` is the NCCL's, as NCCL counts them (22706
-/// is 2.27.6).
+/// `identity()` is text without blanks that no two devices of a job share, `shares_devices()` says whether
+/// the user lets two ranks use one all the same, and `version()` is the NCCL's, as NCCL counts them (22706 is
+/// 2.27.6).
 ///
 /// Failure. What CUDA cannot do, each function that answers no NcclResult throws as a std::exception whose
 /// text says what failed and why; it knows neither ranks nor collectives, and is no lockstep::Error.

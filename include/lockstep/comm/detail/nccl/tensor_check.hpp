@@ -50,7 +50,7 @@ class NcclTensorCheck {
           fmt::format("NCCL cannot reduce {}: convert it to float32, float64, float16, bfloat16, int8, "
                       "uint8, int32, int64 or bool",
                       describe(tensor)));
-    if (op == ReduceOp::average && !at::isFloatingType(type))
+    if (op == ReduceOp::avg && !at::isFloatingType(type))
       refuse(fmt::format("the average of {} is no {}: sum it and divide, or convert it to a floating type",
                          describe(tensor), dtype_name(type)));
   }

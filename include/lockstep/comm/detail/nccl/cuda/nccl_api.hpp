@@ -99,7 +99,7 @@ inline ncclDataType_t nccl_type_of(at::ScalarType type) {
 /// Averages are NCCL's own: for floating types each rank's numbers times 1 / size, and their sum.
 inline ncclRedOp_t nccl_op_of(ReduceOp op) {
   switch (op) {
-    case ReduceOp::average:
+    case ReduceOp::avg:
       return ncclAvg;
     case ReduceOp::min:
       return ncclMin;
