@@ -270,6 +270,33 @@ TEST_CASE("a loss that is not a number is told once, with the rank and the step 
                       ContainsSubstring(fmt::format("on rank {} in step 2", culprit)));
 }
 
+namespace {
+// One batch, for ever.
+struct Endless {
+  lockstep::Example batch = curve(2).get_batch(std::vector<std::size_t>{0, 1});
+  std::optional<lockstep::Example> next() { return batch; }
+};
+}  // namespace
+
+TEST_CASE("the loss of a stream that never ends is told while it trains") {
+  const auto& world = test_world();
+  const int culprit = world.size() - 1;
+  lockstep::Trainer trainer{world, {.batch_size = 2, .progress = false}, tanh_network(1, 3, 5)};
+  std::int64_t calls = 0;
+  const auto loss = [&](Sequential& model, const auto& batch) {
+    const bool bad = calls++ == 7 && world.rank() == culprit;
+    return squared_error(model, batch) * (bad ? std::nan("") : 1.0);
+  };
+  lockstep::OnStep stop{[](const lockstep::StepReport& report) {
+    if (report.step == 300) throw std::runtime_error("enough");
+  }};
+  const std::string said =
+      written(2, [&] { CHECK_THROWS_WITH(trainer.fit(Endless(), loss, stop), ContainsSubstring("enough")); });
+  const std::string own = fmt::format("on rank {} in step {}", world.rank(), world.rank() == culprit ? 7 : 8);
+  CHECK(std::count(said.begin(), said.end(), '\n') == 1);
+  CHECK_THAT(said, ContainsSubstring("warning: the loss of epoch 0 is not finite") && ContainsSubstring(own));
+}
+
 TEST_CASE("a dataset or a share of no samples") {
   const auto& world = test_world();
   for (const bool pad : {true, false}) {

@@ -123,6 +123,8 @@ class MeanMeter {
     read();
     return first_not_finite_;
   }
+  /// The same for the values that have been read so far. Does not synchronize with the device.
+  [[nodiscard]] std::optional<std::int64_t> known_not_finite() const noexcept { return first_not_finite_; }
 
  private:
   struct Pending {

@@ -278,6 +278,7 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
       const StepReport report{plan.epoch, position_.step++, done++,     plan.steps,
                               losses_,    stepped_,         total_norm_};
       notify_all(report, callbacks...);
+      if (plan.steps < 0) warn_in_stream(plan.epoch);
       progress.advance(source.samples(comm_.size()),
                        progress.due() ? std::optional(meter_.total().mean()) : std::nullopt);
     }
@@ -401,23 +402,35 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
   void warn_of_loss(std::int64_t epoch) {
     if (std::exchange(warned_of_loss_, true)) return;
     const std::optional<std::int64_t> own = meter_.first_not_finite();
-    const std::vector<std::string> all = comm_.all_gather_bytes(own ? std::to_string(*own) : "");
+    const std::vector<std::string> all =
+        comm_.all_gather_bytes(own ? std::to_string(*own) + (warned_in_stream_ ? " warned" : "") : "");
     std::optional<std::pair<std::int64_t, std::size_t>> first;
     for (std::size_t rank = 0; rank < all.size(); ++rank)
       if (!all[rank].empty())
         if (const std::pair found{static_cast<std::int64_t>(std::stoll(all[rank])), rank};
             !first || found < *first)
           first = found;
-    if (comm_.rank() != 0) return;
+    if (comm_.rank() != 0 || (first && all[first->second].ends_with("warned"))) return;
     const std::string where =
         first ? fmt::format("on rank {} in step {}", detail::RankNames(comm_)(first->second), first->first)
               : std::string("before this run was resumed");
     // In a group without world rank 0, the group's rank 0 logs.
-    (world_.rank() == 0 ? world_.log : world_.log.all())
-        .warning(
-            "the loss of epoch {} is not finite, first {}: lower the learning rate, look at the data of that "
-            "step, or add the extra CheckFinite, which stops before such a step",
-            epoch, where);
+    warn_of_loss(world_.rank() == 0 ? world_.log : world_.log.all(), epoch, where);
+  }
+
+  // A stream's epoch may never end: each rank warns of its own loss, once the meter has read it.
+  void warn_in_stream(std::int64_t epoch) {
+    if (warned_of_loss_ || warned_in_stream_ || !meter_.known_not_finite()) return;
+    warned_in_stream_ = true;
+    warn_of_loss(world_.log.all(), epoch,
+                 fmt::format("on rank {} in step {}", world_.rank(), *meter_.known_not_finite()));
+  }
+
+  static void warn_of_loss(const Log& log, std::int64_t epoch, const std::string& where) {
+    log.warning(
+        "the loss of epoch {} is not finite, first {}: lower the learning rate, look at the data of that "
+        "step, or add the extra CheckFinite, which stops before such a step",
+        epoch, where);
   }
 
   using Kept = detail::KeptOf<Model, Comm, Extras...>;
@@ -441,7 +454,7 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
   StepOutcome stepped_ = true;                   // of the running step
   at::Tensor total_norm_;                        // of the running step, if a callback has set it
   detail::ParameterComparison<Reduction> compare_;
-  bool in_step_ = false, warned_of_loss_ = false;
+  bool in_step_ = false, warned_of_loss_ = false, warned_in_stream_ = false;
 };
 
 /// Deduces the model and the extras: `Trainer{world, options, Net(...), extras...}`.
