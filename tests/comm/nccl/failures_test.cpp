@@ -354,6 +354,7 @@ TEST_CASE("no call outlasts its timeout while the store is stopped") {
           const std::chrono::duration<double> took = std::chrono::steady_clock::now() - start;
           expect_text(error, "TimeoutError: ");
           expect_text(error, "does not answer");
+          expect(thrown_by([&] { comm.barrier(); }) == error, "the same error again");
           expect(took.count() < 2 + 2, fmt::format("less than 4 s, not {} s", took.count()));
         },
         store.url());

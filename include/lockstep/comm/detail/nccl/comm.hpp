@@ -382,9 +382,12 @@ class BasicNcclComm {
   Work exchange_in_store(const char* name, std::vector<int> from, const std::string& own,
                          StoreExchange::Deliver deliver) {
     const Call call = begin_on_host(name);
-    return Work(group_, call,
-                std::make_unique<StoreExchange>(group_->membership(), call, std::move(from), own,
-                                                std::move(deliver)));
+    std::unique_ptr<StoreExchange> exchange;
+    group_->at_store(call, [&] {
+      exchange = std::make_unique<StoreExchange>(group_->membership(), call, std::move(from), own,
+                                                 std::move(deliver));
+    });
+    return Work(group_, call, std::move(exchange));
   }
 
   std::shared_ptr<NcclGroup<D>> group_;

@@ -184,6 +184,22 @@ class NcclGroup {
     });
   }
 
+  /// Runs `work`, a part of `call` that uses the store. An error other than the caller's own timeout ends the
+  /// group.
+  template <class Work>
+  void at_store(const Call& call, Work&& work) {
+    try {
+      work();
+    } catch (const TimeoutError&) {
+      if (Clock::now() < call.start + timeout()) throw;
+      error_.fail(std::current_exception(), true);
+    } catch (const PeerError&) {
+      error_.fail(std::current_exception(), false);
+    } catch (const CommunicationError&) {
+      error_.fail(std::current_exception(), true);
+    }
+  }
+
   /// Runs `replay()`, which gives the current stream a graph with collectives of this group: it comes behind
   /// what was issued before, and counts as one collective, which the watchdog looks after.
   template <class Replay>

@@ -25,8 +25,8 @@ class GroupError {
   [[nodiscard]] bool set() const noexcept { return error_.set(); }
   [[nodiscard]] std::exception_ptr get() const noexcept { return error_.get(); }
 
-  /// Keeps the error if it is the first, tells the others of it unless it came from them, and ends what is in
-  /// op.
+  /// Keeps the error if it is the first, tells the others of it unless it came from them, and ends what is
+  /// in flight.
   void record_and_abort(const std::exception_ptr& error) noexcept {
     if (error_.keep(error)) membership_.publish(error);
     handle_.abort();

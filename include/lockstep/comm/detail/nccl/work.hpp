@@ -64,8 +64,10 @@ class [[nodiscard]] NcclWork {
     if (op_) {
       group_->await(*op_, until);
     } else if (exchange_) {
-      group_->await(call_, nullptr, until, [&] { return exchange_->complete(); });
-      exchange_->finish();
+      group_->at_store(call_, [&] {
+        group_->await(call_, nullptr, until, [&] { return exchange_->complete(); });
+        exchange_->finish();
+      });
       exchange_.reset();
     }
   }
