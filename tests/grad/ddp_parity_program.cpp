@@ -294,7 +294,7 @@ lockstep::DdpOptions options_of(const Case& c) {
 /// AdamW as a GPT is trained with it, the schedule and the clipping included: matrices decay, vectors do not.
 struct GptOptimizer {
   GptOptimizer(const Case& c, const std::vector<at::Tensor>& trained)
-      : trained(trained), rate(c.rate), curve{.length = c.steps} {
+      : trained(trained), rate(c.rate), curve{.T_max = c.steps} {
     std::vector<at::Tensor> matrices, vectors;
     for (const auto& parameter : trained) (parameter.dim() > 1 ? matrices : vectors).push_back(parameter);
     lockstep::AdamWOptions decaying{.lr = rate, .betas = {0.9, 0.95}, .weight_decay = 0.1}, plain = decaying;
