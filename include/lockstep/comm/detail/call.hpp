@@ -12,29 +12,29 @@
 
 namespace lockstep::detail {
 
-/// One call of a collective or of send and recv.
+/// A call of a collective, of send or of recv, as error messages name it.
 struct Call {
   const char* name = "";
-  std::uint64_t sequence = 0;  // of a collective, from 1; 0: what is none
-  int peer = -1;               // of a message: the rank in the group
+  std::uint64_t sequence = 0;  // of a collective, from 1; 0 for other calls
+  int peer = -1;               // of send and recv: the peer's rank in the group
   int tag = 0;
   std::chrono::steady_clock::time_point start{};
 
-  /// "all_reduce #57", "recv from rank 2 (tag 5)"
+  /// Returns "all_reduce #57" or "recv from rank 2 (tag 5)".
   [[nodiscard]] std::string text() const {
     if (peer < 0) return sequence == 0 ? std::string(name) : fmt::format("{} #{}", name, sequence);
     return fmt::format("{} {} rank {} (tag {})", name, name[0] == 's' ? "to" : "from", peer, tag);
   }
 };
 
-/// "250 ms", "6 s"
+/// Formats a duration: "250 ms", "6 s".
 inline std::string duration_text(std::chrono::steady_clock::duration time) {
   const auto milliseconds = std::chrono::duration_cast<std::chrono::milliseconds>(time).count();
   if (milliseconds < 1000) return fmt::format("{} ms", milliseconds);
   return fmt::format("{} s", milliseconds / 1000);
 }
 
-/// "1 has", "1 and 3 have", "1, 2 and 3 have"
+/// Joins names and appends the verb: "1 has", "1 and 3 have", "1, 2 and 3 have".
 inline std::string joined(const std::vector<std::string>& items) {
   std::string text;
   for (std::size_t i = 0; i < items.size(); ++i)
@@ -42,7 +42,8 @@ inline std::string joined(const std::vector<std::string>& items) {
   return text + (items.size() == 1 ? " has" : " have");
 }
 
-/// What to say when `call` is not complete although its time has passed, given how far the other ranks are.
+/// Returns the text of the timeout error of `call`, which names the late and the silent ranks. `positions`
+/// holds the last collective of each rank that answered, by global rank. `waited` is the time already waited.
 inline std::string lateness(const Call& call, const std::map<int, Position>& positions,
                             const std::vector<int>& ranks, int own_rank, const std::string& waited) {
   const auto last = [](const Position& position) {

@@ -6,18 +6,17 @@
 
 namespace lockstep::detail {
 
-/// The timeout of collectives where the program sets none: LOCKSTEP_TIMEOUT in seconds, which `launch` sets
-/// to the value of `--timeout`, or else `fallback`. Throws UsageError for a value that is no number of
-/// seconds.
+/// Returns the default timeout of collectives: LOCKSTEP_TIMEOUT in seconds, which `launch` sets to the value
+/// of `--timeout`, or else `fallback`. Throws UsageError if the variable is not a number of seconds.
 inline std::chrono::milliseconds default_timeout(std::chrono::milliseconds fallback) {
   const auto seconds = timeout_variable(process_variable);
   return seconds ? std::chrono::milliseconds(std::chrono::seconds(*seconds)) : fallback;
 }
 
-/// How long a rank that others wait for, or the host of the store, may be silent before it counts as failed:
-/// LOCKSTEP_HEARTBEAT_TIMEOUT in seconds, or 2 minutes. A rank that is only late answers all the time, from a
-/// thread of its own; one that is stopped, or whose host is cut off, does not. Throws UsageError for a value
-/// that is no number of seconds. Counterpart: TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC.
+/// Returns how long the host of the store, or a rank that other ranks wait for, may be silent before it
+/// counts as failed: LOCKSTEP_HEARTBEAT_TIMEOUT in seconds, 2 minutes by default. A late rank still answers,
+/// from a thread of its own; a rank that is stopped, or whose host is unreachable, does not. Throws
+/// UsageError if the variable is not a number of seconds. Counterpart: TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC.
 inline std::chrono::milliseconds heartbeat_timeout() {
   const auto seconds = heartbeat_timeout_variable(process_variable);
   return seconds ? std::chrono::seconds(*seconds) : std::chrono::minutes(2);

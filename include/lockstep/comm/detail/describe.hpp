@@ -11,7 +11,7 @@
 
 namespace lockstep::detail {
 
-/// "[4, 3] float32", as the error messages name a tensor.
+/// Returns a tensor's shape and dtype for error messages: "[4, 3] float32".
 inline std::string describe(const at::Tensor& tensor) {
   std::string text = "[";
   for (std::int64_t size : tensor.sizes()) text += fmt::format("{}{}", text.size() > 1 ? ", " : "", size);

@@ -15,10 +15,11 @@
 
 namespace lockstep::detail {
 
-/// What a program computes on.
+/// The kind of device that a program computes on.
 enum class DeviceKind { cpu, gpu };
 
-/// LOCKSTEP_DEVICE: cpu or gpu; nothing where it is not set, or auto. Throws UsageError.
+/// Returns the value of LOCKSTEP_DEVICE, or std::nullopt if it is unset or "auto". Throws UsageError for any
+/// value but auto, cpu and gpu.
 inline std::optional<DeviceKind> device_variable(const Variables& variables) {
   const auto text = variables("LOCKSTEP_DEVICE");
   if (!text || *text == "auto") return std::nullopt;
@@ -27,9 +28,9 @@ inline std::optional<DeviceKind> device_variable(const Variables& variables) {
   throw UsageError(fmt::format("LOCKSTEP_DEVICE={} is unknown: it must be auto, cpu or gpu", *text));
 }
 
-/// What a rank computes on that sees `visible` CUDA devices, or that was built without CUDA where that is
-/// nothing: what is `wanted`, else what LOCKSTEP_DEVICE says, else GPUs where there is one. Throws UsageError
-/// where it should be a GPU and there is none for this rank.
+/// Chooses this rank's device kind: `wanted`, else LOCKSTEP_DEVICE, else a GPU if one is visible. `visible`
+/// is the number of visible CUDA devices, std::nullopt in a build without CUDA. Throws UsageError if the
+/// choice is a GPU and this rank has none.
 inline DeviceKind choose_device(const Environment& rank, std::optional<int> visible,
                                 std::optional<DeviceKind> wanted,
                                 const Variables& variables = process_variable) {
@@ -44,8 +45,8 @@ inline DeviceKind choose_device(const Environment& rank, std::optional<int> visi
   return DeviceKind::gpu;
 }
 
-/// Compares the choices of all ranks, of which those on GPUs and those on CPUs would wait for each other.
-/// Throws MismatchError that names two.
+/// Checks that all ranks chose the same device kind: ranks on GPUs and ranks on CPUs would wait for each
+/// other. Throws MismatchError, which names two ranks that differ. Every rank calls it.
 inline void agree_on_device(const World& world, DeviceKind kind) {
   if (world.size() == 1) return;
   const std::string own = fmt::format("{} {}", kind == DeviceKind::gpu ? "GPUs" : "CPUs", world.rank());

@@ -6,7 +6,7 @@
 
 namespace lockstep::detail {
 
-/// A dtype as Python names it, and users of C++ know it too: "float32".
+/// Returns Python's name of a dtype, such as "float32".
 inline std::string dtype_name(at::ScalarType type) {
   switch (type) {
     case at::kFloat:

@@ -34,21 +34,21 @@ namespace lockstep::detail {
 
 /// The last collective that this process has entered in one group.
 ///
-/// Thread safety: one thread at a time may call `enter`; `text` may be called from any.
+/// Thread safety: one thread at a time may call `enter`; any thread may call `text`.
 struct GroupStatus {
   std::string name;
   std::vector<int> ranks;  // global, by rank in the group
   std::atomic<std::uint64_t> sequence{0};
-  std::atomic<const char*> operations[2] = {"", ""};  // of the last odd and the last even one
+  std::atomic<const char*> operations[2] = {"", ""};  // of the last even and the last odd sequence number
 
   void enter(std::uint64_t number, const char* operation) {
-    // Orders the previous number before this operation: a reader that sees this operation in the slot of the
-    // number before the previous one must also see that the number has changed.
+    // A reader that sees the new operation at the index of an older number must also see that `sequence` has
+    // changed since that number.
     std::atomic_thread_fence(std::memory_order_release);
     operations[number % 2].store(operation, std::memory_order_relaxed);
     sequence.store(number, std::memory_order_release);
   }
-  /// "57 all_reduce"; an operation belongs to its number also while another is entered.
+  /// Returns "57 all_reduce". Number and operation match even while another thread calls `enter`.
   [[nodiscard]] std::string text() const {
     for (;;) {
       const std::uint64_t number = sequence.load(std::memory_order_acquire);
@@ -59,41 +59,40 @@ struct GroupStatus {
   }
 };
 
-/// How far a rank has come in a group.
+/// The last collective that a rank has entered in a group.
 struct Position {
   std::uint64_t sequence = 0;
   std::string operation;
 };
 
-/// The answers of the other ranks of a group to the question how far they are.
+/// The positions of the other ranks of a group, as they answered a Question.
 struct Answers {
-  bool store_answers = false;         // since the question was asked
-  bool store_left = false;            // its host has left in good order, and may be gone
-  bool conclusive = false;            // a rank that has not answered had time enough to
-  std::map<int, Position> positions;  // by global rank; none of a rank that has not answered
+  bool store_answers = false;         // the store has answered since the question was asked
+  bool store_left = false;            // the store's host has left in good order; the store may be gone
+  bool conclusive = false;            // a rank that has not answered had enough time to
+  std::map<int, Position> positions;  // by global rank, without the ranks that have not answered
 };
 
-/// Exchanges with the other ranks, through the store, what a process group cannot carry: that a rank has
-/// failed, that it has left a group, and how far each rank is.
+/// Exchanges through the store what a process group cannot carry: failures of ranks, departures from a group,
+/// and the position of each rank.
 ///
-/// All store operations run on two threads of the monitor, each with a connection of its own. The listener
-/// waits in the store for messages and answers questions. The sender posts messages and asks questions. The
-/// threads of the program wait for the sender at most for a time that they state, whatever the store does. A
-/// thread that a store holds up is left behind by the destructor.
+/// All store operations run on two threads of the monitor, each with its own connection. The listener waits
+/// in the store for messages and answers questions. The sender posts messages and asks questions. The
+/// program's threads wait for the sender with a timeout, also when the store does not answer. The destructor
+/// detaches a thread that the store blocks.
 ///
-/// A question costs each asking and each answering rank a constant number of store operations: it is a
-/// message that every listener answers by replacing the status text of its rank, and ranks that ask at the
-/// same time share one question.
+/// A question costs each asking and each answering rank a constant number of store operations: it is one
+/// message, which every listener answers by replacing its rank's status text. Ranks that ask at the same time
+/// share one question.
 ///
-/// All communicators of a world share one monitor. Thread safety: every function may be called from any
-/// thread.
+/// All communicators of a world share one monitor. Thread-safe.
 class FailureMonitor {
   struct Shared;
 
  public:
   using Clock = std::chrono::steady_clock;
   using Milliseconds = std::chrono::milliseconds;
-  /// Opens a connection to the store, every operation of which ends within `limit`.
+  /// Opens a connection to the store. Every operation on it ends within `limit`.
   using Connect = std::function<StorePtr(Milliseconds limit)>;
 
   LOCKSTEP_PROCESS_WIDE static std::shared_ptr<FailureMonitor> of(const World& world) {
@@ -129,7 +128,7 @@ class FailureMonitor {
   FailureMonitor(const FailureMonitor&) = delete;
   FailureMonitor& operator=(const FailureMonitor&) = delete;
 
-  /// Grows whenever there is something new to know. Costs one atomic read.
+  /// Returns a number that grows with each failure and each departure. Costs one atomic read.
   [[nodiscard]] std::uint64_t version() const noexcept {
     return shared_->version.load(std::memory_order_acquire);
   }
@@ -139,21 +138,22 @@ class FailureMonitor {
     return shared_->failure;
   }
 
-  /// Says that the program has been told of the failure. A process that has not been, within two seconds, is
-  /// ended.
+  /// Records that the program knows of the failure. The monitor ends a process that has not called this
+  /// within two seconds of a failure.
   void notice() {
     std::lock_guard lock(shared_->mutex);
     shared_->noticed = true;
     shared_->changed.notify_all();
   }
 
-  /// Waits at most `timeout` for anything newer than version `known`.
+  /// Blocks until the version differs from `known`, at most `timeout`.
   void await_news(std::uint64_t known, Milliseconds timeout) const {
     std::unique_lock lock(shared_->mutex);
     shared_->changed.wait_for(lock, timeout, [&] { return version() != known; });
   }
 
-  /// Waits at most `timeout` for a failure, and as long again for its words if it is vague.
+  /// Blocks until a failure is known, at most `timeout`. If the failure is vague, blocks for its reason, at
+  /// most `timeout` again.
   std::optional<Failure> await_failure(Milliseconds timeout) const {
     std::unique_lock lock(shared_->mutex);
     shared_->changed.wait_for(lock, timeout, [&] { return shared_->failure.has_value(); });
@@ -161,19 +161,19 @@ class FailureMonitor {
     return shared_->failure;
   }
 
-  /// Where the ranks were that have left this group in good order, by global rank.
+  /// Returns the last positions of the ranks that have left this group in good order, by global rank.
   [[nodiscard]] std::map<int, Position> departed(const std::string& group) const {
     std::lock_guard lock(shared_->mutex);
     const auto found = shared_->departed.find(group);
     return found == shared_->departed.end() ? std::map<int, Position>() : found->second;
   }
 
-  /// How a store operation on the sender's thread ended. `cut_short`: its time was over, or another rank had
-  /// failed, before it was complete; it may still happen.
+  /// The outcome of a store operation on the sender's thread. `cut_short`: the deadline passed, or another
+  /// rank failed, before the operation completed; it may still take effect.
   enum class Ending { complete, failed, cut_short };
 
-  /// Runs `work(store)` on the sender's thread and blocks until it is complete, `until` at most. `work` must
-  /// own what it uses. `error`, if not null, gets what it threw.
+  /// Runs `work(store)` on the sender's thread. Blocks until it completes, at most until `until`. `work` must
+  /// own what it uses. If `work` throws and `error` is not null, `*error` receives the exception.
   Ending perform(std::function<void(const StorePtr&)> work, Clock::time_point until,
                  std::exception_ptr* error = nullptr) {
     auto job = std::make_shared<Job>();
@@ -189,19 +189,20 @@ class FailureMonitor {
     return Ending::failed;
   }
 
-  /// Tells every rank that `rank` has failed and why, unless a failure is known. Blocks for a second at most.
+  /// Publishes the failure of `rank` to every rank, unless a failure is already known. Blocks at most 1 s.
   void publish(int rank, const std::string& text) noexcept {
     tell(std::chrono::seconds(1),
          [own = shared_->rank, size = shared_->size, text = fmt::format("rank {}: {}", rank, text)](
              const StorePtr& store) { World::publish_failure(store, own, size, text); });
   }
 
-  /// The same for this rank when the reason is not known yet: who hears it waits a moment for publish().
+  /// Publishes this rank's failure before its reason is known. A rank that receives it waits briefly for
+  /// publish(). Blocks at most 500 ms.
   void publish_vague(const std::string& text) noexcept {
     post(std::chrono::milliseconds(500), fmt::format("failed {} {}", shared_->rank, text));
   }
 
-  /// Tells every rank that this one leaves a group in good order. Blocks for a second at most.
+  /// Announces to every rank that this rank leaves a group in good order. Blocks at most 1 s.
   void publish_departure(const GroupStatus& group) noexcept {
     post(std::chrono::seconds(1), fmt::format("departed {} {} {}", group.name, shared_->rank, group.text()));
   }
@@ -215,8 +216,8 @@ class FailureMonitor {
     std::erase_if(shared_->groups, [&](const auto& known) { return known.get() == group; });
   }
 
-  /// The question how far the other ranks of a group are, asked by the constructor without blocking. The
-  /// answers to another rank's question serve as well if that was heard no longer than `share` before.
+  /// A request for the positions of the other ranks of a group. The constructor asks without blocking.
+  /// Answers to another rank's question also count if this rank read that question at most `share` before.
   class Question {
    public:
     Question(FailureMonitor& monitor, const GroupStatus& group, Milliseconds share)
@@ -235,9 +236,9 @@ class FailureMonitor {
     Question(const Question&) = delete;
     Question& operator=(const Question&) = delete;
 
-    /// Blocks until every rank has answered, another rank is known to have failed, or `timeout` is over.
-    /// While answers still arrive, or the store is slow, as on a machine that is short of cores, `timeout`
-    /// is extended to `most`. Returns the answers as of that moment.
+    /// Blocks until every rank has answered, another rank is known to have failed, or `timeout` expires.
+    /// While answers still arrive, or the store is slow, as on a machine short of cores, `timeout` extends to
+    /// `most`. Returns the answers so far.
     Answers await(Milliseconds timeout, Milliseconds most) const {
       std::unique_lock lock(shared_->mutex);
       for (;;) {
@@ -247,7 +248,7 @@ class FailureMonitor {
         shared_->changed.wait_until(lock, std::min<Clock::time_point>(end, now + trickle / 4));
       }
     }
-    /// The same without blocking: nothing where `await` would block.
+    /// Non-blocking await(): returns std::nullopt where await() would block.
     [[nodiscard]] std::optional<Answers> poll(Milliseconds timeout, Milliseconds most) const {
       std::lock_guard lock(shared_->mutex);
       const auto now = Clock::now();
@@ -257,11 +258,11 @@ class FailureMonitor {
 
    private:
     friend struct Shared;
-    // No longer than this between two answers of ranks that are alive.
+    // The longest pause between the answers of two live ranks.
     static constexpr Milliseconds trickle{400};
 
-    // A rank that has not answered is silent only where the store answers, where this rank's own listener has
-    // answered a question that is as new, and where several looks in a row have found no answer of any rank.
+    // A rank without an answer counts as silent only if the store answers, this rank's own listener has read
+    // a question at least as new, and several consecutive looks have found no rank's answer.
     [[nodiscard]] bool conclusive_by(Clock::time_point now, Milliseconds timeout) const {
       return now >= since_ + timeout && shared_->store_answered >= since_ &&
              shared_->heard_question_at >= oldest_ && now >= shared_->last_answer + trickle &&
@@ -288,17 +289,17 @@ class FailureMonitor {
     std::string name_;
     std::vector<int> ranks_;
     Clock::time_point since_;
-    Clock::time_point oldest_;  // when a question was heard whose answers serve for this one
+    Clock::time_point oldest_;  // the earliest time at which a shared question may have been read
   };
 
-  /// Asks the other ranks of a group how far they are, and blocks until the question is settled.
+  /// Asks the other ranks of a group for their positions and blocks until the question is settled.
   [[nodiscard]] Answers ask(const GroupStatus& group, Milliseconds share, Milliseconds timeout,
                             Milliseconds most) {
     return Question(*this, group, share).await(timeout, most);
   }
 
-  /// While it lives, news abort the wait for `message`, which Gloo does not let us interrupt otherwise; so
-  /// does the listener's next look at the clock after `due`.
+  /// While it lives, aborts the wait for `message` when a failure or departure arrives, and when the listener
+  /// next reads the clock after `due`. Gloo offers no other way to interrupt that wait.
   class Interruption {
    public:
     Interruption(FailureMonitor& monitor, c10::intrusive_ptr<c10d::Work> message, Clock::time_point due)
@@ -326,10 +327,10 @@ class FailureMonitor {
     std::exception_ptr error;
   };
 
-  /// What a rank has last said of its groups.
+  /// The latest status text of a rank.
   struct Status {
-    std::int64_t question = 0;  // the newest that it answers
-    Clock::time_point asked;    // when this rank asked that, or took over another rank's question
+    std::int64_t question = 0;  // the newest question that it answers
+    Clock::time_point asked;    // when this rank asked that question, or began to share another rank's
     std::string text;
   };
 
@@ -338,13 +339,13 @@ class FailureMonitor {
       {
         std::lock_guard lock(shared_->mutex);
         if (shared_->failed_elsewhere()) return;
-        // A store that has just left a question unanswered is not waited for again.
+        // Do not wait again for a store that has just left a question unanswered.
         if (shared_->store_answered < shared_->asked &&
             Clock::now() > shared_->asked + std::chrono::seconds(1))
           limit = std::min(limit, Milliseconds(200));
       }
       perform(std::move(work), Clock::now() + limit);
-    } catch (...) {  // no memory: the others see the connections close
+    } catch (...) {  // no memory: the other ranks see the connections close
     }
   }
   void post(Milliseconds limit, std::string message) noexcept {
@@ -352,7 +353,8 @@ class FailureMonitor {
                     const StorePtr& store) { StoreMailbox(store, own, size).post(message); });
   }
 
-  // The position in a group that a status text names: a line "<group> <sequence> <operation>" for each group.
+  // Returns the position in `group` from a status text, which has a line "<group> <sequence> <operation>" for
+  // each group.
   static Position position_in(const std::string& status, const std::string& group) {
     const std::string front = "\n" + group + " ";
     const auto found = status.find(front);
@@ -366,7 +368,7 @@ class FailureMonitor {
             space == std::string::npos ? std::string() : printable(text.substr(space + 1))};
   }
 
-  /// What the two threads and the program share.
+  /// The state that the monitor, its two threads and its questions share.
   struct Shared {
     Shared(int own_rank, int world_size, Connect connect_to_store)
         : rank(own_rank), size(world_size), connect(std::move(connect_to_store)) {}
@@ -374,8 +376,8 @@ class FailureMonitor {
     const int rank, size;
     const Connect connect;
     std::mutex mutex;
-    std::condition_variable changed;  // for those who wait for news, answers and jobs
-    std::condition_variable work;     // for the sender
+    std::condition_variable changed;  // wakes threads that wait for failures, departures, answers and jobs
+    std::condition_variable work;     // wakes the sender
     std::atomic<std::uint64_t> version{0};
     bool stopping = false, noticed = false;
     int threads_ended = 0;
@@ -386,32 +388,32 @@ class FailureMonitor {
     std::deque<std::shared_ptr<Job>> jobs;
     std::vector<const Question*> questions;
     std::map<int, Status> statuses;
-    Clock::time_point asked;  // the last question of this process
+    Clock::time_point asked;  // when this process last asked a question
     Clock::time_point store_answered, last_answer;
-    int idle_looks = 0;               // for answers, since the last one was found
-    std::int64_t heard_question = 0;  // the newest that the listener has seen
+    int idle_looks = 0;               // looks for answers since the last answer
+    std::int64_t heard_question = 0;  // the newest question that the listener has read
     Clock::time_point heard_question_at;
 
-    // Of one store operation.
+    // The timeout of one store operation.
     static constexpr Milliseconds operation_limit{3000};
-    // Between two looks of a listener that nobody wakes: a store that ends or falls silent is noticed by
-    // then.
+    // The longest time between two looks of the listener. It bounds how long a store that ends or falls
+    // silent goes unnoticed.
     static constexpr Milliseconds period{5000};
-    // Over which the ranks of a large world spread their questions, so that most find one to share.
+    // The ranks of a large world spread their questions over this time, so that most share an earlier one.
     static constexpr Milliseconds spread{30};
 
     template <class Thread>
     void run(Thread&& thread) noexcept {
       try {
         thread();
-      } catch (...) {  // no memory, or no store: the other ranks notice the closed connections
+      } catch (...) {  // no memory, or no store: the other ranks see the connections close
       }
       std::lock_guard lock(mutex);
       ++threads_ended;
       changed.notify_all();
     }
 
-    // There is nothing more to learn then, and the store may be gone at any moment.
+    // True if nothing more can be learned. The store may then disappear at any moment.
     [[nodiscard]] bool failed_elsewhere() const {
       return failure && !failure->vague && failure->rank != rank;
     }
@@ -442,7 +444,7 @@ class FailureMonitor {
             board->set_status(status_text(0));
             lost = false;
           }
-          bool woken = true;  // by what was posted before this thread began
+          bool woken = true;  // messages may have arrived before this thread began
           for (;;) {
             start = Clock::now();
             limit = operation_limit;
@@ -456,7 +458,7 @@ class FailureMonitor {
             interrupt_due();
           }
           break;
-        } catch (const CommunicationError& damage) {  // the mailbox cannot be read, now or later
+        } catch (const CommunicationError& damage) {  // the mailbox stays unreadable
           std::unique_lock lock(mutex);
           note({0, false, damage.what()}, lock);
           break;
@@ -471,8 +473,8 @@ class FailureMonitor {
                  lock);
             break;
           }
-          // An operation that the store does not answer takes its whole time. One that ends before has lost
-          // its connection; whether the store is gone is found out by a new one.
+          // An operation that runs into its timeout found a silent store; one that ends earlier lost its
+          // connection. A new connection shows whether the store is gone.
           lost = Clock::now() - start < limit - limit / 10;
           changed.wait_for(lock, Milliseconds(50), [&] { return stopping; });
           if (stopping) return;
@@ -530,7 +532,7 @@ class FailureMonitor {
       }
     }
 
-    // The first failure counts, and its words come before its mere announcement.
+    // Keeps the first failure. A failure with a reason replaces a vague one.
     void note(Failure found, std::unique_lock<std::mutex>& lock) {
       if (!failure || (failure->vague && !found.vague)) failure = std::move(found);
       announce(lock);
@@ -549,8 +551,8 @@ class FailureMonitor {
         if (Clock::now() >= due) message->abort();
     }
 
-    // Where no launcher hosts the store, rank 0 does: once it has left every group that it shares with this
-    // rank in good order, the store may go.
+    // Without a launcher rank 0 hosts the store. The store may disappear once rank 0 has left, in good order,
+    // every group that it shares with this rank.
     [[nodiscard]] bool host_has_left() const {
       return std::all_of(groups.begin(), groups.end(), [&](const auto& group) {
         if (std::find(group->ranks.begin(), group->ranks.end(), 0) == group->ranks.end()) return true;
@@ -559,8 +561,8 @@ class FailureMonitor {
       });
     }
 
-    // A rank that is busy with something else than collectives would outlive the others by as long as that
-    // takes.
+    // Ends this process if it has not noticed another rank's failure: a rank busy outside collectives would
+    // otherwise outlive the other ranks.
     void end_unless_noticed() {
       std::unique_lock lock(mutex);
       if (!failure || failure->rank == rank) return;
@@ -570,7 +572,7 @@ class FailureMonitor {
 
     // ---- The sender.
 
-    /// A question of this rank, or of another whose answers serve as well.
+    /// A question of this rank, or a shared question of another rank.
     struct Round {
       std::int64_t number = 0;
       Clock::time_point asked;
@@ -619,13 +621,13 @@ class FailureMonitor {
       }
       if (threads_ended > 0) return;
       lock.unlock();
-      // The listener sleeps in the store.
+      // The listener blocks in the store until a message wakes it.
       if (!store) store = connect(std::chrono::milliseconds(500));
       store->setTimeout(std::chrono::milliseconds(500));
       StoreMailbox(store, rank, size).post("left");
     }
 
-    // The ranks that have not answered the newest of the questions that they are asked.
+    // Returns the ranks that have not answered the newest question put to them.
     [[nodiscard]] std::vector<int> unanswered() const {
       std::vector<int> missing;
       for (const Question* question : questions)
@@ -636,7 +638,8 @@ class FailureMonitor {
       return missing;
     }
 
-    // One look for answers, to a new question where there is a need for one. Returns when to look again.
+    // Looks once for answers, after posting a new question if there is none to share. Returns the pause
+    // before the next look.
     Milliseconds ask_once(const StorePtr& store, Round& round) {
       StoreMailbox board(store, rank, size);
       std::vector<int> missing;

@@ -17,7 +17,7 @@
 
 namespace lockstep::detail {
 
-/// The bytes of a string in memory of their own, behind them as many zeros as `length` asks for.
+/// Copies a string into a new tensor [length], padded with zeros.
 inline at::Tensor bytes_tensor(const std::string& bytes, std::int64_t length) {
   auto tensor = at::zeros({length}, at::kByte);
   std::copy(bytes.begin(), bytes.end(), static_cast<char*>(tensor.data_ptr()));
@@ -27,8 +27,8 @@ inline std::string bytes_in(const at::Tensor& tensor, std::int64_t length) {
   return {static_cast<const char*>(tensor.data_ptr()), static_cast<std::size_t>(length)};
 }
 
-/// Gathers the bytes of every rank. As any exchange of bytes it has two halves: `start` sends how long they
-/// are; when that has come, `go_on` sends the bytes; and when they have come, `finish` makes the result.
+/// Gathers the bytes of every rank. Every exchange of bytes has two halves: `start` sends their lengths;
+/// `go_on` sends the bytes once the lengths have arrived. `finish` builds the result from the received bytes.
 struct BytesGather {
   std::string own;
   std::vector<std::string> all;  // the result
@@ -48,7 +48,7 @@ struct BytesGather {
       pieces = rows.unbind(0);
       return {start_all_gather(gloo, rows, bytes_tensor(own, longest))};
     }
-    // Lengths that differ much: padding all to the longest would multiply what travels.
+    // Padding unequal lengths to the longest would multiply the traffic.
     std::vector<GlooPart> parts;
     for (int rank = 0; rank < size; ++rank) {
       pieces.push_back(rank == gloo.getRank() ? bytes_tensor(own, length[rank])
@@ -64,10 +64,10 @@ struct BytesGather {
   }
 
   at::Tensor lengths;
-  std::vector<at::Tensor> pieces;  // by rank; none where all are empty
+  std::vector<at::Tensor> pieces;  // by rank; none if every rank's bytes are empty
 };
 
-/// Gives every rank the bytes of `root`.
+/// Broadcasts the bytes of `root`. See BytesGather for the two halves.
 struct BytesBroadcast {
   int root = 0;
   std::string bytes;  // the result
@@ -87,19 +87,20 @@ struct BytesBroadcast {
   at::Tensor length, content;
 };
 
-/// Carries the exchanges of bytes that nobody waits for in between.
+/// Runs asynchronous exchanges of bytes.
 ///
-/// The second half of one can be issued when its first is complete: on a thread of Gloo's, and at a moment
-/// that no two ranks share, while the order of collectives must be the same on all. So the second halves have
-/// a process group of their own, made when the first of them is due, and go in the order of the calls.
+/// The second half of an exchange starts when its first half completes, on a thread of Gloo's and at a
+/// different moment on each rank, while the order of collectives must be equal on all ranks. So the second
+/// halves run on a process group of their own, created when the first of them is due, in the order of the
+/// calls.
 class BytesLane : public std::enable_shared_from_this<BytesLane> {
  public:
   using Gloo = c10::intrusive_ptr<c10d::ProcessGroupGloo>;
 
-  /// `connect` makes the process group, on a thread of Gloo's.
+  /// `connect` creates the process group. It runs on a thread of Gloo's.
   explicit BytesLane(std::function<Gloo()> connect) : connect_(std::move(connect)) {}
 
-  /// Starts both halves of an exchange, the first of them on `gloo`. The result is complete when both are.
+  /// Starts an exchange with its first half on `gloo`. Returns a work that completes after both halves.
   template <class Exchange>
   GlooPart start(c10d::ProcessGroupGloo& gloo, const std::shared_ptr<Exchange>& exchange) {
     auto whole = c10::make_intrusive<Whole>();
@@ -119,11 +120,12 @@ class BytesLane : public std::enable_shared_from_this<BytesLane> {
     return whole;
   }
 
-  /// Completes what is under way. Nothing may be started afterwards, nor be in its first half.
+  /// Completes the second halves in flight. Nothing may be in its first half, and nothing may start
+  /// afterwards.
   void close() { gloo_.reset(); }
 
  private:
-  /// Complete when it is told so.
+  /// A work that completes when `finish` is called.
   struct Whole : c10d::Work {
     using c10d::Work::finish;
   };
@@ -150,7 +152,7 @@ class BytesLane : public std::enable_shared_from_this<BytesLane> {
     count_down();
   }
 
-  // Issues the second halves that are due, in the order of the calls, on one thread at a time.
+  // Issues the second halves that are due, in the order of the calls, from one thread at a time.
   void proceed(SecondHalf& due, std::exception_ptr error) {
     std::unique_lock lock(mutex_);
     due.error = std::move(error);
@@ -173,7 +175,7 @@ class BytesLane : public std::enable_shared_from_this<BytesLane> {
   }
 
   std::function<Gloo()> connect_;
-  Gloo gloo_;  // of the thread that is issuing
+  Gloo gloo_;  // used only by the issuing thread
   std::mutex mutex_;
   std::deque<std::shared_ptr<SecondHalf>> waiting_;
   bool issuing_ = false;

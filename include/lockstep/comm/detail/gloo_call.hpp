@@ -19,8 +19,8 @@
 
 namespace lockstep::detail {
 
-/// c10d's Work keeps its condition variable to its children. Waiting on it directly spares the exception,
-/// with its stack trace, by which Work::wait reports that a time has passed.
+/// Exposes the protected members of c10d's Work. Waiting on its condition variable directly avoids the
+/// exception, with its stack trace, by which Work::wait reports a timeout.
 struct WorkInternals : c10d::Work {
   static constexpr auto mutex = &WorkInternals::mutex_;
   static constexpr auto changed = &WorkInternals::cv_;
@@ -28,7 +28,7 @@ struct WorkInternals : c10d::Work {
   static constexpr auto exception = &WorkInternals::exception_;
 };
 
-/// Calls `ring` at a time, unless it is destroyed before.
+/// Calls `ring` on a thread of its own at `when`, unless the Alarm is destroyed earlier.
 class Alarm {
  public:
   Alarm(std::chrono::steady_clock::time_point when, std::function<void()> ring)
@@ -54,7 +54,7 @@ class Alarm {
   std::thread thread_;
 };
 
-/// What Gloo said, without LibTorch's stack trace and source lines.
+/// Returns Gloo's error text without LibTorch's stack trace and source locations.
 inline std::string gloo_words(const std::exception_ptr& cause) {
   std::string text = "of an unknown error";
   try {

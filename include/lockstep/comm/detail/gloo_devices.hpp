@@ -19,7 +19,8 @@
 
 namespace lockstep::detail {
 
-/// The network interfaces that Gloo binds to. Throws UsageError naming one that it cannot use.
+/// Returns the network interfaces that Gloo binds to. Throws UsageError, which names an interface that Gloo
+/// cannot use.
 inline std::vector<std::shared_ptr<gloo::transport::Device>> gloo_devices(const World& world,
                                                                           const GlooOptions& options) {
   std::string interfaces = options.interfaces;
@@ -43,28 +44,27 @@ inline std::vector<std::shared_ptr<gloo::transport::Device>> gloo_devices(const 
     }
   }
   if (!devices.empty()) return devices;
-  // A host's name often leads nowhere, and the loopback is there always.
+  // A host's name may not resolve to a usable address; the loopback always exists.
   if (world.single_host()) return {c10d::ProcessGroupGloo::createDeviceForHostname("127.0.0.1")};
-  // A name of this host may be one for its loopback, as on Debian: the interface that leads to the others.
+  // This host's name may resolve to its loopback, as on Debian: use the address that reaches the other ranks.
   if (const auto address = world.address_to_others(); !address.empty())
     return {c10d::ProcessGroupGloo::createDeviceForHostname(address)};
   return {c10d::ProcessGroupGloo::createDefaultDevice()};
 }
 
-/// A process group of `size` ranks that meet in `store`, of which this process is `rank`. Blocks until all
-/// have come.
+/// Connects a process group of `size` ranks through `store`. Blocks until all ranks have joined.
 inline c10::intrusive_ptr<c10d::ProcessGroupGloo> connect_gloo(const StorePtr& store, int rank, int size,
                                                                const World& world,
                                                                const GlooOptions& options) {
   const SigpipeGuard guard;  // for Gloo's threads, which start here
   const GlooSocketScope sockets;
-  // Gloo's own timeout says less than ours, so it comes later.
+  // Gloo's own timeout error says less than ours, so it must expire later.
   auto gloo = c10d::ProcessGroupGloo::Options::create(options.timeout + std::chrono::seconds(10));
   gloo->threads = options.threads;
   gloo->devices = gloo_devices(world, options);
   auto group = c10::make_intrusive<c10d::ProcessGroupGloo>(store, rank, size, std::move(gloo));
-  // The destructor waits for it: else a rank that leaves at once would hang up on one that is still
-  // connecting.
+  // ProcessGroupGloo's destructor waits for this barrier. Without it a rank that leaves at once would
+  // disconnect from a rank that is still connecting.
   group->barrier();
   return group;
 }

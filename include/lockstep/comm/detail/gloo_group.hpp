@@ -30,11 +30,12 @@
 
 namespace lockstep::detail {
 
-/// What a GlooComm and its Works share: the process group, the count of its collectives, and its first error.
+/// The state that a GlooComm and its Works share: the process group, the count of its collectives and its
+/// first error.
 ///
-/// LibTorch's ProcessGroupGloo waits in its destructor for whatever is in flight, up to the timeout. So it
-/// is destroyed only after every rank has said farewell, and left alone in every other case: the process is
-/// about to end then, and its sockets with it.
+/// ProcessGroupGloo's destructor waits for all works in flight, up to the timeout. So the process group is
+/// destroyed only after every rank has said farewell. In every other case it leaks: the process is about to
+/// end, and its sockets with it.
 class GlooGroup {
  public:
   using Clock = std::chrono::steady_clock;
@@ -51,7 +52,7 @@ class GlooGroup {
 
   ~GlooGroup() {
     if (!process_group_) return;
-    // Reachable for ever, so that no tool calls it lost.
+    // Reachable, so that leak checkers do not report it.
     struct Left {
       c10::intrusive_ptr<c10d::ProcessGroupGloo> process_group;
       std::shared_ptr<BytesLane> lane;
@@ -77,13 +78,13 @@ class GlooGroup {
   [[nodiscard]] BytesLane& bytes_lane() { return *lane_; }
   [[nodiscard]] bool failed() const { return error_.set(); }
 
-  /// Opens a collective: throws in a rank-zero scope, and the first error again if there was one.
+  /// Begins a collective. Throws inside a rank-zero scope, and rethrows the first error.
   Call begin(const char* name) {
     Call call = message(name, -1, 0);
     call.sequence = membership_.enter(name);
     return call;
   }
-  /// Opens a send or recv, which do not count: only two ranks take part.
+  /// Begins a send or recv, which has no sequence number: only two ranks take part.
   Call message(const char* name, int peer, int tag) {
     forbid_in_rank_zero_scope(name);
     if (failed()) rethrow();
@@ -94,7 +95,7 @@ class GlooGroup {
     return call;
   }
 
-  /// Blocks until `work` is complete; throws when it failed, when another rank did, or when `until` has come.
+  /// Blocks until `work` completes. Throws if it failed, if another rank failed, or at `until`.
   void await(const Call& call, c10d::Work& work, Clock::time_point until) {
     Membership::CallWatch watch(membership_, call);
     std::unique_lock lock(work.*WorkInternals::mutex);
@@ -116,8 +117,8 @@ class GlooGroup {
     }
   }
 
-  /// The same for a send or recv, whose wait Gloo ends only by a timeout that breaks the connection, or by
-  /// abort.
+  /// await() for a send or recv. Gloo ends such a wait only by abort, or by a timeout that breaks its
+  /// connection.
   void await_message(const Call& call, const c10::intrusive_ptr<c10d::Work>& work, Clock::time_point until) {
     const auto left = [](Clock::time_point end) {
       const auto time = std::chrono::ceil<std::chrono::milliseconds>(end - Clock::now());
@@ -129,7 +130,7 @@ class GlooGroup {
       {
         std::optional<FailureMonitor::Interruption> by_news;
         if (membership_.monitor()) by_news.emplace(*membership_.monitor(), work, watch.next());
-        // Behind the registration: news that come before it abort nothing.
+        // After the registration: a failure that arrived before it aborts nothing.
         check(watch.look(true));
         try {
           std::optional<Alarm> by_deadline;
@@ -145,24 +146,24 @@ class GlooGroup {
     }
   }
 
-  /// Keeps a message alive whose Work was dropped: Gloo would not send it.
+  /// Keeps a message alive whose Work was destroyed: Gloo would not send it otherwise.
   void keep(c10::intrusive_ptr<c10d::Work> message) noexcept {
     std::lock_guard lock(mutex_);
     kept_.push_back(std::move(message));
   }
 
-  /// Makes every later call throw, and tells the other ranks. Blocks for a second at most.
+  /// Fails every later call and publishes `reason` to the other ranks. Blocks at most 1 s.
   void abort(const std::string& reason) noexcept {
     if (error_.keep(aborted(reason))) membership_.publish(reason);
   }
-  /// The same while an exception is on its way that the destructors it runs do not know.
+  /// abort() during stack unwinding, where the reason is unknown: the destructors do not see the exception.
   void abort_by_exception() noexcept {
     const char* reason = "an exception, which its own output names, has ended it";
     if (error_.keep(aborted(reason))) membership_.publish_vague(reason);
   }
 
-  /// Ends the group in good order: completes what is in flight, and says farewell to the other ranks. The
-  /// rank that hosts the store leaves last. Throws TimeoutError when the timeout expires before.
+  /// Leaves the group in good order: completes all works in flight and says farewell to the other ranks. The
+  /// rank that hosts the store leaves last. Throws TimeoutError at the timeout.
   void shutdown() {
     if (!process_group_ || failed()) return;
     const Call call = message("shutdown", -1, 0);
@@ -172,16 +173,16 @@ class GlooGroup {
 
  private:
   using Messages = std::vector<c10::intrusive_ptr<c10d::Work>>;
-  // How long a waiting thread sleeps before it looks whether another rank has failed.
+  // How long a waiting thread sleeps between two checks for failures.
   static constexpr std::chrono::milliseconds slice{50};
 
-  // The keys of a process group, on a connection of its own: the program may be waiting on another.
+  // Returns the keys of a process group on a separate connection: the program may block on the shared one.
   static StorePtr own_store(const World& world, const std::string& name, std::chrono::milliseconds limit) {
     if (world.size() == 1) return c10::make_intrusive<c10d::HashStore>();
     return c10::make_intrusive<c10d::PrefixStore>(name, world.connect_again(limit));
   }
 
-  // Calls `work` on a thread that is left behind where nobody waits for its end.
+  // Runs `work` on a detached thread and returns its future.
   template <class Work>
   static auto in_background(Work work) {
     std::packaged_task<decltype(work())()> task(std::move(work));
@@ -190,7 +191,7 @@ class GlooGroup {
     return result;
   }
 
-  // Gloo connects as long as it takes a peer or the store to answer, which may be for ever.
+  // Gloo has no bound on the time to connect: a peer or the store may never answer.
   void connect() {
     const Call call{"the start of the communicator", 0, -1, 0, Clock::now()};
     auto connected =
@@ -211,8 +212,7 @@ class GlooGroup {
     }
   }
 
-  // Works that nobody waited for go on: their end is awaited as any other, on a thread that can be left
-  // behind.
+  // Completes the works in flight, on a thread that can be left behind. Returns false if another rank failed.
   bool finish_works(const Call& call) {
     auto finished = in_background([gloo = std::move(process_group_), lane = std::move(lane_),
                                    kept = std::move(kept_), timeout = timeout()]() mutable {
@@ -232,7 +232,7 @@ class GlooGroup {
     return true;
   }
 
-  // Throws `error`, if it is one, as the group's.
+  // Stores and throws `error`, unless it is null.
   void check(const std::exception_ptr& error) {
     if (!error) return;
     error_.keep(error);
@@ -240,7 +240,7 @@ class GlooGroup {
     std::rethrow_exception(error);
   }
 
-  // The timeout of this call has passed: names the ranks that have not entered it.
+  // Throws the TimeoutError of this call, which names the late ranks.
   [[noreturn]] void late(const Call& call) {
     const bool last = Clock::now() >= call.start + timeout();
     check(membership_.look(call));
@@ -251,7 +251,7 @@ class GlooGroup {
     throw error;
   }
 
-  // Gloo failed: finds out which rank was the reason.
+  // Gloo failed: finds the rank that caused it and throws.
   [[noreturn]] void explain(const Call& call, const std::exception_ptr& cause) {
     if (failed()) rethrow();
     const std::string words = gloo_words(cause);

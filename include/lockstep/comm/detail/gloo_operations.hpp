@@ -10,11 +10,12 @@
 
 namespace lockstep::detail {
 
-/// What Gloo has under way. The functions below start it, on one contiguous tensor.
+/// An operation of Gloo in flight. The functions below start one on a contiguous tensor.
 using GlooPart = c10::intrusive_ptr<c10d::Work>;
 
-/// Runs `finish` on Gloo's thread when the operation has succeeded, before it counts as complete: so a Work
-/// that nobody waits for is finished too. Once for each operation: a second could run beside the first.
+/// Runs `finish` on Gloo's thread after the operation succeeded and before it counts as complete, so that a
+/// Work that is never waited for is finished too. Call it once per operation: two callbacks could run
+/// concurrently.
 template <class Finish>
 void after(const GlooPart& part, Finish finish) {
   part->getFuture()->addCallback([finish = std::move(finish)](c10::ivalue::Future& future) mutable {
@@ -22,7 +23,7 @@ void after(const GlooPart& part, Finish finish) {
   });
 }
 
-/// Combines `tensor` over the ranks, in place on every one; of an average the sum.
+/// Starts an all-reduce in place. ReduceOp::avg computes the sum; the caller divides.
 inline GlooPart start_all_reduce(c10d::ProcessGroupGloo& gloo, const at::Tensor& tensor, ReduceOp op) {
   c10d::AllreduceOptions options;
   options.reduceOp = native(op, tensor.scalar_type());
@@ -30,7 +31,7 @@ inline GlooPart start_all_reduce(c10d::ProcessGroupGloo& gloo, const at::Tensor&
   return gloo.allreduce(tensors, options);
 }
 
-/// The same, in place on `root` alone.
+/// Starts a reduce. Only `root` holds the result. ReduceOp::avg computes the sum; the caller divides.
 inline GlooPart start_reduce(c10d::ProcessGroupGloo& gloo, const at::Tensor& tensor, ReduceOp op, int root) {
   c10d::ReduceOptions options;
   options.reduceOp = native(op, tensor.scalar_type());
@@ -39,7 +40,7 @@ inline GlooPart start_reduce(c10d::ProcessGroupGloo& gloo, const at::Tensor& ten
   return gloo.reduce(tensors, options);
 }
 
-/// Gives every rank `root`'s `tensor`.
+/// Starts a broadcast of `root`'s `tensor`, in place.
 inline GlooPart start_broadcast(c10d::ProcessGroupGloo& gloo, const at::Tensor& tensor, int root) {
   c10d::BroadcastOptions options;
   options.rootRank = root;
@@ -47,7 +48,7 @@ inline GlooPart start_broadcast(c10d::ProcessGroupGloo& gloo, const at::Tensor& 
   return gloo.broadcast(tensors, options);
 }
 
-/// Gives every rank the `row` of all: `rows` [size, ...], by rank.
+/// Starts an all-gather of each rank's `row` into `rows` [size, ...].
 inline GlooPart start_all_gather(c10d::ProcessGroupGloo& gloo, const at::Tensor& rows,
                                  const at::Tensor& row) {
   std::vector<std::vector<at::Tensor>> outputs{rows.detach().view({gloo.getSize(), -1}).unbind(0)};
@@ -55,12 +56,12 @@ inline GlooPart start_all_gather(c10d::ProcessGroupGloo& gloo, const at::Tensor&
   return gloo.allgather(outputs, inputs);
 }
 
-/// Sends row r of `input` [size, ...] to rank r; row s of `rows` [size, ...] comes from rank s.
+/// Starts an all-to-all: sends row r of `input` [size, ...] to rank r; row s of `rows` comes from rank s.
 template <class Gloo>
 GlooPart start_all_to_all(Gloo& gloo, const at::Tensor& rows, const at::Tensor& input) {
   auto to = rows.detach().view({gloo.getSize(), -1}), from = input.detach().view({gloo.getSize(), -1});
   std::vector<std::int64_t> even;
-  if constexpr (requires { gloo.all_to_all_single(to, from, even, even); })  // LibTorch has renamed it
+  if constexpr (requires { gloo.all_to_all_single(to, from, even, even); })  // renamed from alltoall_base
     return gloo.all_to_all_single(to, from, even, even);
   else
     return gloo.alltoall_base(to, from, even, even);

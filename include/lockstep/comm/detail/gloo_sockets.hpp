@@ -14,13 +14,13 @@
 
 namespace lockstep::detail {
 
-/// Keeps Gloo's TCP sockets from child processes. Gloo opens them without SOCK_CLOEXEC, so that a helper
-/// process which outlives its rank would hold the rank's connections open, and no other rank would see it
-/// die.
+/// Keeps Gloo's TCP sockets from being inherited by child processes. Gloo opens them without SOCK_CLOEXEC. A
+/// helper process that outlives its rank would hold the rank's connections open, and no other rank would see
+/// the rank die.
 ///
-/// A GlooSocketScope surrounds the connecting of a process group. The TCP sockets that appear meanwhile and
-/// are not close-on-exec become so, and join OwnSockets. A socket that another thread of the program opens at
-/// the same time without SOCK_CLOEXEC is treated alike. Scopes may overlap: the one that ends first marks the
+/// A GlooSocketScope surrounds the connecting of a process group. It makes the TCP sockets that appear
+/// meanwhile close-on-exec and adds them to OwnSockets. This includes a socket that another thread of the
+/// program opens at that time without SOCK_CLOEXEC. Scopes may overlap: the scope that ends first marks the
 /// sockets that exist by then.
 class GlooSocketScope {
  public:
@@ -39,7 +39,7 @@ class GlooSocketScope {
  private:
   using Sockets = std::map<int, ino_t>;
 
-  // The TCP sockets of this process that a child would inherit.
+  // Returns the TCP sockets of this process that a child process would inherit.
   static Sockets tcp_sockets() {
     Sockets found;
     const std::unique_ptr<DIR, int (*)(DIR*)> folder(opendir("/proc/self/fd"), closedir);

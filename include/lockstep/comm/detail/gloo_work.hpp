@@ -13,11 +13,10 @@
 
 namespace lockstep::detail {
 
-/// The Work of GlooComm. On a CPU wait() and synchronize() are the same. One thread may use it at a
-/// time.
+/// The Work of GlooComm. On a CPU wait() and synchronize() are equivalent. Not thread-safe.
 class [[nodiscard]] GlooWork {
  public:
-  /// A complete one.
+  /// Constructs a Work that is complete.
   GlooWork() = default;
   GlooWork(std::shared_ptr<GlooGroup> group, Call call) : group_(std::move(group)), call_(call) {}
 
@@ -38,7 +37,7 @@ class [[nodiscard]] GlooWork {
   void wait() { wait_until(call_.start + timeout()); }
   void synchronize() { wait_until(call_.start + timeout()); }
   void synchronize(std::chrono::milliseconds timeout) {
-    // The smaller of the two first: the largest duration there is has no place on the clock.
+    // Take the minimum first: the largest duration would overflow the clock.
     wait_until(std::min(std::chrono::steady_clock::now() + std::min(timeout, this->timeout()),
                         call_.start + this->timeout()));
   }
@@ -52,7 +51,7 @@ class [[nodiscard]] GlooWork {
 
   /// Adds a c10d work that must be complete before this one is.
   void add(c10::intrusive_ptr<c10d::Work> part) { parts_.push_back(std::move(part)); }
-  /// What the first wait does once all is complete: never where nobody waits.
+  /// Sets the function that the first wait runs after completion. It never runs if nothing waits.
   void at_end(std::function<void()> work) { at_end_ = std::move(work); }
 
  private:
@@ -68,7 +67,7 @@ class [[nodiscard]] GlooWork {
           group_->await_message(call_, parts_.front(), until);
         else
           group_->await(call_, *parts_.front(), until);
-        parts_.erase(parts_.begin());  // a message can be waited for once
+        parts_.erase(parts_.begin());  // a message may be waited for only once
       }
     } catch (...) {
       if (group_->failed()) error_ = std::current_exception();

@@ -30,7 +30,7 @@
 
 namespace lockstep::detail {
 
-/// How errors name the store: "the store at node1:29500, which rank 0 hosts,".
+/// Returns the store's name for errors: "the store at node1:29500, which rank 0 hosts,".
 inline std::string store_text(const Environment& environment) {
   if (environment.store_outlives_attempts) return "the store that rank 0 hosts";
   if (environment.rendezvous.empty()) return "the store";
@@ -40,14 +40,14 @@ inline std::string store_text(const Environment& environment) {
                      environment.store_is_hosted ? "" : ", which rank 0 hosts,");
 }
 
-/// What the ranks of a group know of each other beside what carries their tensors, through the store: that
-/// all have come, how far each is, that one has failed, that one has left in good order.
+/// What the ranks of a group exchange through the store, outside the transport of their tensors: rendezvous,
+/// positions, failures and departures in good order.
 ///
-/// No function blocks on the store itself: each returns or throws within 2 s of the time that it is given, or
-/// within 2 s where it is given none, also while the store does not answer.
+/// No function blocks on the store without a bound: each returns or throws at most 2 s after its deadline, or
+/// within 2 s if it has none, even if the store does not answer.
 ///
-/// Errors are returned, not thrown, so that a thread of the communicator's own can find them for the program.
-/// Thread safety: every function may be called from any thread, except meet and farewell.
+/// `look` and its relatives return errors instead of throwing them, so that the communicator's own threads
+/// can find errors for the program. Thread safety: any thread may call any function except meet and farewell.
 class Membership {
  public:
   using Clock = std::chrono::steady_clock;
@@ -69,12 +69,12 @@ class Membership {
       monitor_->add(status_);
     }
   }
-  /// The name of the communicator over all ranks that this rank makes next: "lockstep/comm/3" for its fourth
-  /// of the kind "comm". Throws as meet does.
+  /// Returns the name of the next communicator over all ranks: "lockstep/comm/3" for the fourth of kind
+  /// "comm". Throws what meet throws.
   static std::string next_name(const World& world, const std::string& kind,
                                std::chrono::milliseconds timeout) {
     const std::string prefix = "lockstep/" + kind;
-    if (world.size() == 1) return prefix + "/0";  // such processes share no store
+    if (world.size() == 1) return prefix + "/0";  // such processes have separate stores
     Membership counting(world, {world.rank()}, prefix, timeout);
     const std::int64_t number = counting.at_store(
         making(), [kind, rank = world.rank()](c10d::Store& store) { return next_number(store, rank, kind); });
@@ -92,18 +92,19 @@ class Membership {
   [[nodiscard]] const World& world() const { return world_; }
   [[nodiscard]] const std::string& name() const { return status_->name; }
   [[nodiscard]] const std::vector<int>& ranks() const { return status_->ranks; }
-  /// The call that makes a group, which has no name and no number.
+  /// Returns the Call of a rendezvous: it has no name and no sequence number.
   static Call making() { return {"", 0, -1, 0, Clock::now()}; }
 
-  /// Counts a collective, and says of it when another rank asks.
+  /// Counts a collective and makes it this rank's position, which answers to other ranks report.
   std::uint64_t enter(const char* name) {
     const std::uint64_t sequence = status_->sequence.load(std::memory_order_relaxed) + 1;
     status_->enter(sequence, name);
     return sequence;
   }
 
-  /// Waits until every rank has come, and returns what each said of itself, by rank in the group. Throws
-  /// TimeoutError naming those that have not come when the timeout expires, PeerError when one has failed.
+  /// Joins the rendezvous of the group. Blocks until every rank has joined; returns each rank's `identity`,
+  /// by rank in the group. Throws TimeoutError, which names the missing ranks, and PeerError if a rank has
+  /// failed.
   std::vector<std::string> meet(const std::string& identity) {
     if (!monitor_) return {identity};
     const Call call = making();
@@ -133,7 +134,7 @@ class Membership {
     });
   }
 
-  /// The text that rank 0 of the group makes, on every rank. Throws as meet does.
+  /// Returns on every rank the text that `make` returns on rank 0 of the group. Throws what meet throws.
   template <class Make>
   std::string from_first(const char* key, Make&& make) {
     const std::string own = rank_ == 0 ? make() : std::string();
@@ -150,13 +151,13 @@ class Membership {
     return at_store(call, [key = std::string(key)](c10d::Store& store) { return store.get_to_str(key); });
   }
 
-  /// Whether anything was heard that nobody has looked at yet. Costs one atomic read.
+  /// Returns whether the monitor has learned of anything since the last look. Costs one atomic read.
   [[nodiscard]] bool news() const {
     return monitor_ && monitor_->version() != seen_.load(std::memory_order_relaxed);
   }
 
-  /// Why `call` can never be complete, as far as the others have said: a PeerError, a CommunicationError
-  /// where one has left before it, or nothing.
+  /// Returns why `call` can never complete, as far as this rank knows: PeerError if a rank has failed,
+  /// CommunicationError if a rank has left before the call. Returns null if it still may.
   [[nodiscard]] std::exception_ptr look(const Call& call) {
     if (!monitor_) return nullptr;
     seen_.store(monitor_->version(), std::memory_order_relaxed);
@@ -172,7 +173,7 @@ class Membership {
                                world_.rank()));
     return nullptr;
   }
-  /// The same, waiting up to `timeout` for the failure that a rank publishes before it ends.
+  /// look() that waits up to `timeout` for the failure that a rank publishes before it ends.
   [[nodiscard]] std::exception_ptr look_soon(const Call& call, std::chrono::milliseconds timeout) {
     if (!monitor_) return nullptr;
     const auto version = monitor_->version();
@@ -181,15 +182,16 @@ class Membership {
     return look(call);
   }
 
-  /// Says that the program has been told of another rank's failure: see FailureMonitor::notice.
+  /// Records that the program knows of another rank's failure. See FailureMonitor::notice.
   void notice() {
     if (monitor_) monitor_->notice();
   }
 
-  /// Looks after one call while a thread waits for it: finds failures of other ranks as they are told, asks
-  /// after 5 s, and then every 30 s, whether the ranks are in the same collective and still answer, and logs
-  /// a warning that names the late ranks after 30 s or, if that is less, half the timeout. A rank that has
-  /// been silent for heartbeat_timeout() counts as failed. One thread may use it at a time.
+  /// Watches one call while a thread waits for it. Finds failures of other ranks as they are published. After
+  /// 5 s, and then every 30 s, asks whether the ranks are in the same collective and still answer; a shorter
+  /// heartbeat_timeout() shortens these intervals. Logs a warning that names the late ranks after 30 s, or
+  /// after half the timeout if that is less, but not before 5 s. A rank that is silent for
+  /// heartbeat_timeout() counts as failed. Not thread-safe.
   class CallWatch {
    public:
     CallWatch(Membership& membership, const Call& call)
@@ -200,11 +202,11 @@ class Membership {
           next_warning_(call.start + first_warning()) {}
 
     [[nodiscard]] const Call& call() const { return call_; }
-    /// When `look` will next ask the other ranks.
+    /// Returns when `look` will next ask the other ranks.
     [[nodiscard]] Clock::time_point next() const { return next_; }
 
-    /// Why the call can never be complete; nothing while it still may be. Does not block, unless `patiently`:
-    /// then it waits for the answers to a question that it asks.
+    /// Returns why the call can never complete, null while it still may. Does not block, except that
+    /// `patiently` waits for the answers to a question that it asks.
     [[nodiscard]] std::exception_ptr look(bool patiently = false) {
       if (!membership_.monitor_) return nullptr;
       if (const auto version = membership_.monitor_->version(); version != seen_) {
@@ -213,16 +215,16 @@ class Membership {
       }
       if (!question_ && Clock::now() >= next_) {
         const auto now = Clock::now();
-        // A time over which this process was stopped itself says nothing of the others.
+        // Do not count time in which this process itself was stopped.
         gap_ = std::min<Clock::duration>(now - asked_, 2 * interval_);
         asked_ = now;
-        // Of many ranks that wait, few need to ask whether all are alive.
+        // Of many waiting ranks, few need to ask whether all ranks are alive.
         question_ = std::make_unique<FailureMonitor::Question>(
             *membership_.monitor_, *membership_.status_,
             asked_ >= next_warning_ ? share(call_) : std::min<Milliseconds>(interval_ / 2, waited() / 4));
       }
       if (!question_) return nullptr;
-      // What is left to wait for the call bounds the wait for answers: who is late is asked after that anew.
+      // The call's remaining time bounds the wait for answers: its timeout asks anew for the late ranks.
       const auto left = std::chrono::floor<Milliseconds>(call_.start + membership_.timeout_ - Clock::now());
       const auto settled =
           patiently ? question_->await(answer_timeout,
@@ -243,7 +245,7 @@ class Membership {
 
    private:
     using Milliseconds = std::chrono::milliseconds;
-    // Stands for the store among the ranks.
+    // The key of the store among the ranks.
     static constexpr int store = -1;
 
     [[nodiscard]] Milliseconds first_warning() const {
@@ -254,7 +256,7 @@ class Membership {
       return std::chrono::floor<Milliseconds>(Clock::now() - call_.start);
     }
 
-    // Whether a rank that the call needs, or the store, has not answered any question for too long.
+    // Returns an error if the store, or a rank that the call needs, has been silent for too long.
     [[nodiscard]] std::exception_ptr find_silent(const Answers& answers) {
       std::map<int, Clock::duration> silent;
       const auto is_silent = [&](int who) {
@@ -292,11 +294,11 @@ class Membership {
     Milliseconds interval_;
     Clock::time_point next_, next_warning_, asked_{};
     Clock::duration gap_{};                  // between the last two questions
-    std::map<int, Clock::duration> silent_;  // over how much of the last questions, by global rank
+    std::map<int, Clock::duration> silent_;  // the duration of each rank's silence, by global rank
     std::unique_ptr<FailureMonitor::Question> question_;
   };
 
-  /// What to say when `call` is not complete although its time has passed: who is late, and where it is.
+  /// Returns the text of the timeout error of `call`: the late ranks and their positions.
   [[nodiscard]] std::string lateness_of(const Call& call) {
     const auto waited = Clock::now() - call.start;
     Answers answers;
@@ -305,13 +307,13 @@ class Membership {
     return lateness_of(call, waited, answers);
   }
 
-  /// Why the transport has ended `call`: a PeerError with what another rank has told, or for a rank that no
-  /// longer answers, of which `text` is then told to all. Nothing where every rank answers, or where it
-  /// cannot be known.
+  /// Returns the reason why the transport ended `call`: a PeerError with another rank's failure, or one that
+  /// blames a rank that does not answer, which it publishes with `text`. Returns null if every rank answers
+  /// or the reason is unknown.
   [[nodiscard]] std::exception_ptr cause_of(const Call& call, const std::string& text) {
     if (!monitor_) return nullptr;
     using Milliseconds = std::chrono::milliseconds;
-    // However late in the call, there is time for one question.
+    // Leave time for one question, however late the call is.
     const auto left = [end = call.start + timeout_](Milliseconds least, Milliseconds most) {
       return std::clamp(std::chrono::floor<Milliseconds>(end - Clock::now()), least, most);
     };
@@ -327,12 +329,12 @@ class Membership {
     return nullptr;
   }
 
-  /// Tells every rank that `rank` has failed and why; the form without a rank that this one has.
+  /// Publishes the failure of `rank`, or of this rank, with its reason to every rank.
   void publish(int rank, const std::string& text) const noexcept {
     if (monitor_) monitor_->publish(rank, text);
   }
   void publish(const std::string& text) const noexcept { publish(world_.rank(), text); }
-  /// Tells them of this rank's error, unless it is one that another has told of.
+  /// Publishes this rank's error, unless it is a PeerError, which another rank has published.
   void publish(const std::exception_ptr& error) const noexcept {
     try {
       std::rethrow_exception(error);
@@ -342,14 +344,14 @@ class Membership {
     } catch (...) {
     }
   }
-  /// The same when the reason is not known yet.
+  /// Publishes this rank's failure before its reason is known.
   void publish_vague(const std::string& text) const noexcept {
     if (monitor_) monitor_->publish_vague(text);
   }
 
-  /// The result of `work(store)` with the group's keys, performed by the monitor; nothing where `until` comes
-  /// before. Throws PeerError where another rank has failed and CommunicationError where the store is gone.
-  /// `work` must own what it uses: it may still run after `until`.
+  /// Runs `work(store)` with the group's keys on the monitor's sender thread. Returns its result, or
+  /// std::nullopt at `until`. Throws PeerError if another rank has failed and CommunicationError if the store
+  /// is gone. `work` must own what it uses: it may still run after `until`.
   template <class Work>
   auto at_store_until(const Call& call, Clock::time_point until, Work work)
       -> std::optional<decltype(work(std::declval<c10d::Store&>()))> {
@@ -372,7 +374,7 @@ class Membership {
                                          error ? first_line(error) : std::string("it is gone")),
                              world_.rank());
   }
-  /// The same up to the timeout of `call`, where it throws TimeoutError.
+  /// at_store_until() up to the timeout of `call`, at which it throws TimeoutError.
   template <class Work>
   auto at_store(const Call& call, Work work) -> decltype(work(std::declval<c10d::Store&>())) {
     auto result = at_store_until(call, call.start + timeout_, std::move(work));
@@ -383,13 +385,14 @@ class Membership {
     throw TimeoutError(what + silence(), world_.rank());
   }
 
-  /// Tells the others that this rank leaves in good order.
+  /// Announces to the other ranks that this rank leaves in good order.
   void depart() {
     if (monitor_) monitor_->publish_departure(*status_);
   }
-  /// Says farewell. The rank that hosts the store leaves last: when every rank has, or when no rank answers
-  /// any more, some having ended without a farewell. Throws TimeoutError where the store does not answer
-  /// within the timeout, and on the rank that hosts it where a rank that still answers has not left by then.
+  /// Says farewell to the other ranks. The rank that hosts the store returns last: once every rank has said
+  /// farewell, or once no rank answers because some ended without a farewell. Throws TimeoutError if the
+  /// store does not answer within the timeout, and on the hosting rank if a rank that still answers has not
+  /// left.
   void farewell(const Call& call) {
     if (!monitor_) return;
     const bool last_to_leave = world_.hosts_store();
@@ -414,7 +417,7 @@ class Membership {
         if (answers.positions.contains(rank))
           staying.push_back(std::to_string(rank));
         else if (!gone.contains(rank))
-          return;  // it has failed
+          return;  // the rank has failed
       }
       if (staying.empty()) return;
       if (Clock::now() >= call.start + timeout_)
@@ -431,9 +434,9 @@ class Membership {
   [[nodiscard]] const std::shared_ptr<FailureMonitor>& monitor() const { return monitor_; }
 
  private:
-  // How long another rank may take to answer from its monitor.
+  // How long the monitor of another rank may take to answer.
   static constexpr std::chrono::milliseconds answer_timeout{1500};
-  // Between two looks for a key.
+  // The pauses between two looks for a key.
   static constexpr std::chrono::microseconds first_pause{200}, last_pause{20000};
 
   static std::string here(int rank) { return fmt::format("here/{}", rank); }
@@ -449,12 +452,12 @@ class Membership {
         store_text(world_.environment()), world_.rank());
   }
 
-  // Whether a key is in the store; nothing where that is not known at `until`.
+  // Returns whether a key is in the store, std::nullopt if that is unknown at `until`.
   std::optional<bool> holds(const Call& call, const std::string& key, Clock::time_point until) {
     return at_store_until(call, until, [key](c10d::Store& store) { return store.check({key}); });
   }
 
-  // Waits for a key. At the timeout throws TimeoutError with what `late()` says.
+  // Blocks until a key is in the store. Throws TimeoutError with the text of `late()` at the timeout.
   template <class Late>
   void await_key(const Call& call, const char* key, Late&& late) {
     for (auto pause = first_pause; !holds(call, key, call.start + timeout_).value_or(false);
@@ -472,7 +475,7 @@ class Membership {
     }
   }
 
-  // Tells every rank that `rank` has failed, and returns the PeerError of the failure that was told first.
+  // Publishes that `rank` has failed and returns the PeerError of the failure that was published first.
   [[nodiscard]] std::exception_ptr blame(const Call& call, int rank, const std::string& text) {
     monitor_->publish(rank, text);
     if (monitor_->await_failure(std::chrono::milliseconds(500)))
@@ -481,14 +484,15 @@ class Membership {
         PeerError(fmt::format("rank {} failed first: {}", rank, text), world_.rank()));
   }
 
-  // How old another rank's question may be whose answers say who is late: not so old that a rank is named
-  // that came shortly before.
+  // Returns how old a shared question may be. The bound keeps out answers so old that they would call a rank
+  // late that has joined the call since.
   [[nodiscard]] static std::chrono::milliseconds share(const Call& call) {
     const auto waited = std::chrono::floor<std::chrono::milliseconds>(Clock::now() - call.start);
     return std::min(std::chrono::milliseconds(100), waited / 4);
   }
 
-  // Whether another rank is in another collective of this number, which no wait can mend.
+  // Returns an error if another rank is in a different collective with this sequence number: such a call
+  // never completes.
   [[nodiscard]] std::exception_ptr compare(const Call& call, const Answers& answers) const {
     if (call.sequence == 0 || !speaks(call, answers)) return nullptr;
     for (const auto& [rank, position] : answers.positions)
@@ -501,8 +505,8 @@ class Membership {
     return nullptr;
   }
 
-  // Of the ranks that wait for one call, the lowest speaks for all; of those that cannot know of each other,
-  // the first of each host.
+  // Returns whether this rank reports for the ranks that wait for one call. The lowest waiting rank does; if
+  // the store does not answer, the first rank of each host does.
   [[nodiscard]] bool speaks(const Call& call, const Answers& answers) const {
     if (!answers.store_answers) return world_.local_rank() == 0;
     return call.peer >= 0 ||
@@ -529,7 +533,7 @@ class Membership {
   std::shared_ptr<GroupStatus> status_;
   int rank_ = 0;
   c10::intrusive_ptr<c10d::Store> store_;
-  std::shared_ptr<FailureMonitor> monitor_;  // none where this process is alone
+  std::shared_ptr<FailureMonitor> monitor_;  // null in a world of one rank
   std::atomic<std::uint64_t> seen_{0};
 };
 

@@ -20,7 +20,7 @@
 
 namespace lockstep::detail {
 
-/// The first line of what an exception says, without LibTorch's stack trace.
+/// Returns the first line of an exception's text, without LibTorch's stack trace.
 inline std::string first_line(const std::exception& error) {
   const auto* known = dynamic_cast<const c10::Error*>(&error);
   const std::string text = known ? known->what_without_backtrace() : error.what();
@@ -36,14 +36,14 @@ inline std::string first_line(const std::exception_ptr& error) {
   }
 }
 
-/// Runs `part`, for which the other ranks may come to wait. Where it throws what they cannot know of,
-/// `tell()` is called while that is handled, and the exception goes on.
+/// Runs `part`, which the other ranks may come to wait for. If `part` throws an error that the other ranks
+/// cannot know of, calls `tell()` inside the handler and rethrows.
 template <class Part, class Tell>
 decltype(auto) telling_own_error(Part&& part, Tell&& tell) {
   try {
     return std::forward<Part>(part)();
   } catch (const CommunicationError&) {
-    throw;  // they know, or cannot be told
+    throw;  // the other ranks know, or cannot be reached
   } catch (const ThrownByAll&) {
     throw;
   } catch (...) {
@@ -52,13 +52,13 @@ decltype(auto) telling_own_error(Part&& part, Tell&& tell) {
   }
 }
 
-/// Tells the others of the exception that is being handled, by an abort.
+/// Aborts `comm` with the exception that is being handled, so that the other ranks learn of it.
 template <class C>
 void abort_for_others(C& comm, const std::string& where = "") {
   if (comm.size() > 1) comm.abort(where + first_line(std::current_exception()));
 }
 
-/// How often the ranks of a group, named by `group`, have met because each of them threw; the same on each.
+/// Counts per process how often all ranks of `group` threw together. The count is equal on every rank.
 class TimesThrown {
  public:
   static int of(const std::string& group) {
@@ -75,9 +75,9 @@ class TimesThrown {
   LOCKSTEP_PROCESS_WIDE static inline std::map<std::string, int> times_;
 };
 
-/// Returns whether every rank of the group comes here within two seconds, because each of them throws: then
-/// none waits for another. The ranks meet in the store, since a rank that does not throw may be in any
-/// collective.
+/// Returns whether every rank of the group calls this within two seconds because each of them throws: then no
+/// rank waits for another. The ranks exchange this through the store, since a rank that does not throw may be
+/// in any collective.
 template <class C>
 bool every_rank_throws(C& comm) noexcept try {
   const RankNames name_of(comm);
@@ -88,7 +88,7 @@ bool every_rank_throws(C& comm) noexcept try {
   for (int rank = 0; rank < comm.size(); ++rank)
     keys.push_back(fmt::format("lockstep/thrown/{}/{}/{}", group, TimesThrown::of(group), rank));
   const std::string& own = keys[static_cast<std::size_t>(comm.rank())];
-  // A thread of its own: a store that does not answer must not delay the error report.
+  // A separate connection: a store that does not answer must not delay the error report.
   const auto store = comm.world().connect_again(std::chrono::seconds(2));
   store->set(own, std::vector<std::uint8_t>{1});
   const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(2);
@@ -105,8 +105,8 @@ bool every_rank_throws(C& comm) noexcept try {
   return false;
 }
 
-/// Runs `part`, and where it throws on this rank and not on every rank tells the others by an abort: they may
-/// wait for this rank in any collective.
+/// Runs `part`. If it throws on this rank but not on every rank, aborts `comm`: the other ranks may wait for
+/// this rank in any collective.
 template <class C, class Part>
 decltype(auto) aborting(C& comm, Part&& part) {
   return telling_own_error(std::forward<Part>(part), [&] {

@@ -11,15 +11,15 @@
 
 namespace lockstep::detail {
 
-/// Marks an error that every rank throws at once: nobody has to be told of it.
+/// Marks an error that every rank throws together, so that no rank needs to publish it.
 struct ThrownByAll {};
 template <class E>
 struct Common : E, ThrownByAll {
   using E::E;
 };
 
-/// What is wrong on the ranks that have something to say, in words, the same whoever asks; nothing where none
-/// has. `all` holds each rank's text, empty where nothing is wrong there.
+/// Joins the errors of all ranks into one text, equal on every rank; std::nullopt if there are none. `all`
+/// holds each rank's text, empty if the rank has no error.
 inline std::optional<std::string> joined_errors(const std::vector<std::string>& all,
                                                 const RankNames& name_of) {
   bool equal = true;
@@ -34,8 +34,8 @@ inline std::optional<std::string> joined_errors(const std::vector<std::string>& 
   return equal ? all[0] : text;
 }
 
-/// Runs `check`, which looks at this rank alone. Where it throws UsageError on some rank, every rank throws
-/// one and the same, so that none goes on to wait for the others. Collective.
+/// Runs `check`, which inspects this rank alone. If it throws UsageError on any rank, every rank throws the
+/// same UsageError, so that no rank waits for another. Collective.
 template <Gathering C, class Check>
 void check_on_every_rank(C& comm, Check&& check) {
   std::string mine;

@@ -13,11 +13,11 @@
 
 namespace lockstep::detail {
 
-/// Options by name, with their values in words. Neither holds a zero byte.
+/// Options by name, with their values as text. Neither contains a zero byte.
 using NamedOptions = std::vector<std::pair<std::string, std::string>>;
 
-/// The first option that another rank has given another value, in words, the same whoever asks; nothing where
-/// all are equal. `all` holds each rank's: name, zero byte, value, zero byte, and so on.
+/// Describes the first option whose value differs between two ranks, equally on every rank; std::nullopt if
+/// all are equal. `all` holds each rank's options: name, zero byte, value, zero byte, and so on.
 inline std::optional<std::string> option_difference(const std::vector<std::string>& all,
                                                     const RankNames& name_of) {
   const auto field = [](std::string_view& rest) {
@@ -38,7 +38,8 @@ inline std::optional<std::string> option_difference(const std::vector<std::strin
   return std::nullopt;
 }
 
-/// Compares options that must be equal on every rank; all give the same names in the same order. Collective.
+/// Compares options that must be equal on every rank. All ranks pass the same names in the same order.
+/// Collective.
 template <Gathering C>
 std::optional<std::string> option_difference(const NamedOptions& mine, C& comm) {
   std::string bytes;

@@ -18,7 +18,8 @@
 
 namespace lockstep::detail {
 
-/// Compares `own` over the ranks before anything else is sent. Throws the same MismatchError on every rank.
+/// Compares the signature `own` over the ranks before the collective sends anything. Throws the same
+/// MismatchError on every rank.
 inline void compare_over_ranks(GlooGroup& group, const Call& call, const std::string& own) {
   const auto gather = [&](const at::Tensor& row) {
     auto rows = at::empty({group.size(), row.numel()}, row.options());

@@ -15,14 +15,14 @@
 
 namespace lockstep::detail {
 
-/// What must be equal over the ranks of one call: a line for the operation, and one for each tensor.
+/// Returns the text that must be equal on every rank of a call: a line for the operation and one per tensor.
 inline std::string signature(const std::string& operation, const std::vector<at::Tensor>& tensors) {
   std::string text = operation;
   for (const at::Tensor& tensor : tensors) text += "\n" + describe(tensor);
   return text;
 }
 
-/// "all_reduce of sum with root 2", as a signature begins; without a root for those that have none (-1).
+/// Returns the first line of a signature, such as "all_reduce of sum with root 2". -1 means no root.
 inline std::string operation_text(const char* name, std::optional<ReduceOp> op, int root) {
   static constexpr const char* ops[] = {"sum", "avg", "min", "max", "product"};
   std::string text = name;
@@ -41,7 +41,7 @@ inline std::vector<std::string> lines_of(const std::string& text) {
   return lines;
 }
 
-/// The error that every rank throws when the signatures differ: the first line in which they do, by rank.
+/// Returns the text of the MismatchError that every rank throws: the first line that differs, by rank.
 inline std::string mismatch_text(const Call& call, const std::vector<std::string>& signatures,
                                  const std::vector<int>& ranks) {
   std::vector<std::vector<std::string>> lines;

@@ -7,10 +7,10 @@
 
 namespace lockstep::detail {
 
-/// Keeps SIGPIPE from this thread, and from threads started while it lives, for good. Gloo writes to sockets
-/// whose other end may be gone and reads the error code; the signal that comes with it would end the process
-/// without a word (Python ignores it in general, which would change what a program sees on a closed pipe of
-/// its own).
+/// Blocks SIGPIPE in this thread while it lives, and for good in threads that start meanwhile. Gloo writes to
+/// sockets whose other end may be closed and reads the error code; the accompanying signal would end the
+/// process without a message. (Python ignores SIGPIPE process-wide. That would change what a program sees on
+/// its own closed pipes.)
 class SigpipeGuard {
  public:
   SigpipeGuard() {
@@ -24,7 +24,7 @@ class SigpipeGuard {
     if (sigismember(&before_, SIGPIPE) == 1) return;
     sigset_t pipe = only_sigpipe();
     const timespec now{0, 0};
-    if (!was_pending_) sigtimedwait(&pipe, nullptr, &now);  // ours, if there was one
+    if (!was_pending_) sigtimedwait(&pipe, nullptr, &now);  // consume our own signal, if there is one
     pthread_sigmask(SIG_SETMASK, &before_, nullptr);
   }
   SigpipeGuard(const SigpipeGuard&) = delete;

@@ -7,13 +7,13 @@
 
 namespace lockstep::detail {
 
-/// The first error of many, kept for ever. Thread safety: every function may be called from any thread.
+/// Keeps the first of many errors. Thread-safe.
 class StickyError {
  public:
-  /// Whether there is one. Costs one atomic read.
+  /// Returns whether there is an error. Costs one atomic read.
   [[nodiscard]] bool set() const noexcept { return set_.load(std::memory_order_acquire); }
 
-  /// Keeps the error if it is the first; true if it is.
+  /// Keeps the error if it is the first. Returns whether it is.
   bool keep(std::exception_ptr error) noexcept {
     std::lock_guard lock(mutex_);
     if (error_) return false;

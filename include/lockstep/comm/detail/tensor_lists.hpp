@@ -32,7 +32,7 @@ inline void check_tensor(std::string_view collective, const at::Tensor& tensor) 
     refuse(fmt::format("the tensor {} is quantized: dequantize() it", describe(tensor)));
 }
 
-/// True where Gloo can add, compare and multiply elements of this type. Everything else it can only move.
+/// Returns whether Gloo can reduce this dtype. Gloo can only move other dtypes.
 inline bool gloo_reduces(at::ScalarType type) {
   switch (type) {
     case at::kFloat:
@@ -50,7 +50,7 @@ inline bool gloo_reduces(at::ScalarType type) {
   }
 }
 
-/// Throws CommunicationError if Gloo cannot reduce this dtype by this operation.
+/// Throws CommunicationError if Gloo cannot reduce this tensor's dtype with `op`.
 inline void check_reducible(std::string_view collective, const at::Tensor& tensor, ReduceOp op) {
   check_tensor(collective, tensor);
   const auto type = tensor.scalar_type();
@@ -66,8 +66,8 @@ inline void check_reducible(std::string_view collective, const at::Tensor& tenso
                     collective, describe(tensor), dtype_name(type)));
 }
 
-/// Throws CommunicationError unless the lists go together: each of `wholes` holds `times` as many elements as
-/// its one of `rows`.
+/// Throws CommunicationError unless the lists match: each of `wholes` has the dtype of its counterpart in
+/// `rows` and `times` as many elements.
 inline void check_pairs(std::string_view collective, const std::vector<at::Tensor>& wholes,
                         const std::vector<at::Tensor>& rows, int times) {
   if (wholes.size() != rows.size())
@@ -82,14 +82,14 @@ inline void check_pairs(std::string_view collective, const std::vector<at::Tenso
   }
 }
 
-/// The bytes of a contiguous tensor whose type Gloo does not know, or the tensor itself.
+/// Returns the tensor itself, or a view of its bytes if Gloo does not know its dtype.
 inline at::Tensor movable(const at::Tensor& contiguous) {
   if (gloo_reduces(contiguous.scalar_type())) return contiguous;
   return contiguous.detach().view({-1}).view(at::kByte);
 }
 
-/// What Gloo is asked to do for an operation; averages are sums, divided afterwards (Gloo has had them
-/// since 2.13 only).
+/// Returns Gloo's operation for `op`. An average is a sum that the caller divides: Gloo has averages only
+/// since 2.13.
 inline c10d::ReduceOp native(ReduceOp op, at::ScalarType type) {
   switch (op) {
     case ReduceOp::sum:
@@ -113,7 +113,7 @@ inline void divide(at::Tensor tensor, int divisor) {
   tensor.detach().div_(divisor);
 }
 
-/// Combines the rows of `rows` [n, ...] into `output` [...], from the first to the last.
+/// Reduces the rows of `rows` [n, ...] into `output` [...], from the first to the last.
 inline void combine_rows(const at::Tensor& output, const at::Tensor& rows, ReduceOp op) {
   at::NoGradGuard no_grad;
   at::Tensor result = rows[0];
@@ -134,16 +134,16 @@ inline void combine_rows(const at::Tensor& output, const at::Tensor& rows, Reduc
   target.detach().copy_(result.view(output.sizes()));
 }
 
-/// The tensors of one dtype in a list, and the one buffer that travels for them: [rows, ...], where row r
-/// holds row r of each tensor, one behind the other.
+/// The tensors of one dtype in a list, and the buffer [rows, ...] that is sent for them. Row r of the buffer
+/// holds row r of each tensor, concatenated.
 struct TensorBundle {
   std::vector<at::Tensor> tensors;
   std::int64_t rows = 1;
-  at::Tensor buffer = {};  // the only tensor itself where it is alone and contiguous
+  at::Tensor buffer = {};  // the tensor itself if there is only one and it is contiguous
 
   [[nodiscard]] bool in_place() const { return tensors.size() == 1 && buffer.is_same(tensors[0]); }
 
-  /// Makes the buffer, with the tensors copied into it.
+  /// Creates the buffer and copies the tensors into it.
   void pack() {
     at::NoGradGuard no_grad;
     if (take_alone()) return;
@@ -153,7 +153,7 @@ struct TensorBundle {
     buffer = flat.size() == 1 ? flat[0].clone(at::MemoryFormat::Contiguous) : at::cat(flat, 1);
   }
 
-  /// Makes the buffer, for what is to arrive in it.
+  /// Creates an uninitialized buffer to receive into.
   void make_room() {
     if (take_alone()) return;
     std::int64_t length = 0;
@@ -161,7 +161,7 @@ struct TensorBundle {
     buffer = at::empty({rows, length / rows}, tensors[0].options().requires_grad(false));
   }
 
-  /// Copies the buffer back.
+  /// Copies the buffer back into the tensors.
   void unpack() const {
     if (in_place()) return;
     at::NoGradGuard no_grad;
@@ -183,8 +183,8 @@ struct TensorBundle {
   }
 };
 
-/// A list sorted into one bundle a dtype, in the order in which the dtypes first appear; empty tensors stay
-/// out. `rows` divides the number of elements of each.
+/// Groups a list into one bundle per dtype, in the order of each dtype's first appearance, without empty
+/// tensors. `rows` divides the number of elements of each tensor.
 inline std::vector<TensorBundle> bundles_of(const std::vector<at::Tensor>& list, std::int64_t rows = 1) {
   std::vector<TensorBundle> bundles;
   for (const at::Tensor& tensor : list) {

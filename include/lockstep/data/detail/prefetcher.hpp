@@ -17,19 +17,19 @@
 
 namespace lockstep::detail {
 
-/// Work done ahead by threads and handed out in the order of the jobs, whichever thread finishes first.
+/// Runs jobs ahead on worker threads and returns their results in the order of the jobs.
 ///
-/// Jobs are drawn from `source` on the consumer's thread alone (until it gives none); `work` runs on the
-/// workers, at most `depth` jobs ahead of the consumer. What `work` throws is rethrown by the `next()` that
-/// would have returned its result. The destructor finishes the jobs that run, forgets the others and joins
-/// every thread. One thread calls `next()`.
+/// Draws jobs from `source` on the consumer's thread only, until it returns nullopt. Runs `work` on the
+/// workers, at most `depth` jobs ahead of the consumer. An exception of `work` is rethrown by the `next()`
+/// that would have returned its result. The destructor finishes running jobs, discards queued jobs and joins
+/// all threads. Only one thread may call `next()`.
 template <class Job, class Result>
 class Prefetcher {
  public:
   using Source = std::function<std::optional<Job>()>;
   using Work = std::function<Result(Job&)>;
 
-  /// `enter` runs first thing on each worker's thread. Throws Error where not all workers can be started.
+  /// Starts the workers. `enter` runs first on each worker thread. Throws Error if not all workers can start.
   Prefetcher(std::size_t workers, std::size_t depth, Source source, Work work,
              std::function<void()> enter = {})
       : depth_(depth < 1 ? 1 : depth),
@@ -38,7 +38,7 @@ class Prefetcher {
         enter_(std::move(enter)) {
     try {
       while (threads_.size() < workers) threads_.emplace_back([this] { run(); });
-    } catch (...) {  // the machine has no more threads: those that started must go
+    } catch (...) {  // no more threads are available: stop those that started
       const std::size_t started = threads_.size();
       stop();
       try {
@@ -54,7 +54,7 @@ class Prefetcher {
   Prefetcher& operator=(const Prefetcher&) = delete;
   ~Prefetcher() { stop(); }
 
-  /// The next result; nothing once the source is exhausted and every job handed out.
+  /// Blocks until the next result is ready and returns it; nullopt after the last one.
   std::optional<Result> next() {
     refill();
     std::optional<Result> result;
@@ -69,7 +69,7 @@ class Prefetcher {
       --taken_;
     }
     if (error) std::rethrow_exception(error);
-    refill();  // the workers are busy while the consumer is
+    refill();  // keeps the workers busy while the consumer works
     return result;
   }
 
@@ -138,7 +138,7 @@ class Prefetcher {
 
   std::mutex mutex_;
   std::condition_variable ready_, done_;
-  std::deque<Slot> slots_;  // jobs not yet handed out, in order; the first `taken_` are with workers or done
+  std::deque<Slot> slots_;  // jobs not yet returned, in order; the first `taken_` are running or done
   std::size_t taken_ = 0;
   bool stopping_ = false;
   std::vector<std::thread> threads_;

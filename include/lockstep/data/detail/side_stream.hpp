@@ -11,18 +11,18 @@
 
 namespace lockstep::detail {
 
-/// What bringing batches to a device beside the computation asks of it. A side stream does the copies; the
-/// current stream is the one on which the caller computes. Calls come from one thread.
+/// Copies batches to a device concurrently with the computation. A side stream runs the copies; the current
+/// stream is the one on which the caller computes. Not thread-safe: one thread makes all calls.
 ///
-/// 1. `pinned(tensor)` is the tensor in memory from which the device copies by itself: the same, or a copy.
-/// 2. `copy(tensor)` begins the copy of a pinned tensor on the side stream, and returns the tensor on the
-///    device. The pinned one must live until that copy is done.
-/// 3. `record()` is an Event behind all that the side stream was given so far.
-/// 4. `join(event)` lets what the current stream is given from now on begin after the event. It does not
-///    block the host.
-/// 5. `hand_over(tensor)` says that the current stream uses a tensor of the side stream's: once it is
-///    destroyed, its memory is not given to another before what that stream has been given is done.
-/// 6. `done(event)` tells without blocking whether it is reached, `wait(event)` blocks the host until it is.
+/// 1. `pinned(tensor)` returns the tensor in pinned memory: `tensor` itself, or a copy.
+/// 2. `copy(tensor)` launches the copy of a pinned tensor on the side stream, and returns the device tensor.
+///    The pinned tensor must live until the copy is complete.
+/// 3. `record()` returns an Event after all work submitted to the side stream so far.
+/// 4. `join(event)` makes all later work on the current stream wait for the event. Does not block the host.
+/// 5. `hand_over(tensor)` records that the current stream uses a tensor of the side stream. After the tensor
+///    is destroyed, its memory is not reused until the work submitted to the current stream is complete.
+/// 6. `done(event)` returns without blocking whether the event is complete. `wait(event)` blocks the host
+///    until it is.
 template <class S>
 concept CopyStream = requires(S& stream, const at::Tensor& tensor, typename S::Event& event) {
   requires std::movable<typename S::Event>;
@@ -35,13 +35,13 @@ concept CopyStream = requires(S& stream, const at::Tensor& tensor, typename S::E
   stream.wait(event);
 };
 
-/// A stream of a device's own for copies to it, from LibTorch's pool; by LibTorch's interface for all devices
-/// with streams, so that nothing of CUDA is needed to compile it.
+/// A CopyStream from LibTorch's pool of a device. Uses LibTorch's device-generic interface, so it compiles
+/// without CUDA headers.
 class SideStream {
  public:
   using Event = c10::Event;
 
-  /// Throws c10::Error for a device that this LibTorch has no support for.
+  /// Throws c10::Error for a device that this build of LibTorch does not support.
   explicit SideStream(const c10::Device& device)
       : device_(device), guard_(device.type()), side_(guard_.getStreamFromGlobalPool(device)) {}
 

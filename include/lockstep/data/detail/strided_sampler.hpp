@@ -20,8 +20,8 @@ inline std::int64_t read_count(torch::serialize::InputArchive& archive, const st
   return value.toInt();
 }
 
-// A sampler that goes on in another order than the one it was saved in would repeat some samples and lose
-// others.
+// Throws CheckpointError if a saved setting differs: resuming in another order would repeat some samples and
+// lose others.
 inline void expect_saved(const char* what, std::int64_t saved, std::int64_t here) {
   if (saved != here)
     throw CheckpointError(
@@ -42,25 +42,27 @@ inline void check_batch_size(std::size_t batch_size) {
     throw UsageError("a batch size of 0 would never get through the data: give at least 1");
 }
 
-/// The base of the samplers that order all samples anew each epoch and deal them out like cards: of the order
-/// `o` rank r sees o[r], o[r + R], o[r + 2R], ...; where the length does not divide by R, the order is
-/// repeated from its head as often as needed, or its tail left out (`drop_last`), or the last round reaches
-/// the first ranks only (`pad = false`).
+/// The base of the samplers that order all samples anew each epoch and partition them with a stride: of the
+/// order `o`, rank r of R gets o[r], o[r + R], o[r + 2R], ... If the length is not a multiple of R, the order
+/// is repeated from its head as needed, or its tail is dropped (`drop_last`), or only the first ranks get a
+/// last sample (`pad = false`).
 ///
-/// The position is kept as a number of samples consumed by all ranks together, so that `load` may take up a
-/// pass that was saved by another number of ranks (each at the same step): no sample is lost or seen twice.
+/// The position is saved as the number of samples that all ranks together have consumed, so `load` can resume
+/// an epoch that was saved with another number of ranks (all at the same step): no sample is lost or seen
+/// twice.
 class StridedSampler : public torch::data::samplers::Sampler<> {
  public:
-  /// The next `reset()`, on this sampler and all its copies, starts this epoch; this one starts it at once.
+  /// Sets the epoch that the next `reset()` of this sampler and of all its copies starts. This sampler starts
+  /// the epoch at once, unless it resumes a loaded one.
   void set_epoch(std::size_t epoch) {
     set(epoch);
     if (!resumes()) begin();
   }
   [[nodiscard]] std::size_t epoch() const { return epoch_->number; }
-  /// How often the epoch was set, by `set_epoch` or `load`, on this sampler or a copy.
+  /// Returns how often `set_epoch` or `load` has set the epoch, on this sampler or a copy.
   [[nodiscard]] std::size_t times_set() const { return epoch_->times_set; }
 
-  /// Starts a pass over the epoch that was set, or goes on with the one just loaded.
+  /// Starts a pass over the current epoch, or resumes the one that was just loaded.
   void reset(std::optional<std::size_t> new_length = std::nullopt) override {
     if (new_length && *new_length != length_) {
       length_ = *new_length;
@@ -83,28 +85,28 @@ class StridedSampler : public torch::data::samplers::Sampler<> {
     return indices;
   }
 
-  /// As if this rank had been given the next `count` samples of the pass already.
+  /// Skips this rank's next `count` samples of the pass.
   void skip(std::size_t count) {
     resumed_ = false;
     position_ += std::min(count, size() - position_);
   }
 
-  /// Samples of this rank in the pass: the same on every rank, unless `pad` is off. A pass that was taken up
-  /// by `load` counts only what was left of it.
+  /// Returns the number of this rank's samples in the pass: equal on every rank, unless both `pad` and
+  /// `drop_last` are false. For a resumed pass, counts only the remaining samples.
   [[nodiscard]] std::size_t size() const { return size_of(rank_); }
-  /// The same for any rank from 0 to world size - 1.
+  /// Returns `size()` of any rank from 0 to world size - 1.
   [[nodiscard]] std::size_t size_of(int rank) const {
     const std::size_t left = length_ - std::min(skipped_, length_);
     const auto ranks = static_cast<std::size_t>(world_size_);
     if (options_.pad || options_.drop_last) return samples_per_rank(left, ranks, options_.drop_last);
     return left / ranks + (static_cast<std::size_t>(rank) < left % ranks ? 1 : 0);
   }
-  /// Samples that this rank has been given in this pass, those before a resume included.
+  /// Returns the number of samples that this rank has consumed in this pass, including those before a resume.
   [[nodiscard]] std::size_t position() const {
     return skipped_ / static_cast<std::size_t>(world_size_) + position_;
   }
 
-  /// A pass was loaded and not yet taken up: the next `reset()` goes on with it.
+  /// Returns whether a loaded pass has not been resumed yet; the next `reset()` resumes it.
   [[nodiscard]] bool resumes() const { return resumed_ && pass_epoch_ == epoch_->number; }
 
   [[nodiscard]] std::size_t length() const { return length_; }
@@ -112,8 +114,9 @@ class StridedSampler : public torch::data::samplers::Sampler<> {
   [[nodiscard]] int world_size() const { return world_size_; }
   [[nodiscard]] const SamplerOptions& options() const { return options_; }
 
-  /// Writes epoch and position; equal on all ranks when all stand at the same step, except that without `pad`
-  /// a rank with a sample less does not know of the others' last ones: rank 0's is the one to keep.
+  /// Writes the epoch and the position. They are equal on all ranks at the same step, except that without
+  /// `pad` a rank with one sample less does not count the last samples of the other ranks: keep rank 0's
+  /// archive.
   void save(torch::serialize::OutputArchive& archive) const override {
     auto write = [&](const char* key, std::size_t value) {
       archive.write(key, c10::IValue(static_cast<std::int64_t>(value)));
@@ -127,7 +130,8 @@ class StridedSampler : public torch::data::samplers::Sampler<> {
     write("consumed", std::min(length_, skipped_ + position_ * static_cast<std::size_t>(world_size_)));
   }
 
-  /// Throws CheckpointError where length, seed, shuffle, drop_last or pad differ from the saved ones.
+  /// Restores what `save` wrote. Throws CheckpointError if length, seed, shuffle, drop_last or pad differ
+  /// from the saved ones.
   void load(torch::serialize::InputArchive& archive) override {
     expect_saved("length", read_count(archive, "length"), static_cast<std::int64_t>(length_));
     expect_saved("seed", read_count(archive, "seed"), static_cast<std::int64_t>(options_.seed));
@@ -147,14 +151,14 @@ class StridedSampler : public torch::data::samplers::Sampler<> {
       : options_(options), length_(length), rank_(rank), world_size_(world_size) {
     check_rank(name, rank, world_size);
   }
-  // Copies share the epoch; there is no move, which would leave a sampler without one.
+  // Copies share the epoch. No move: it would leave a sampler without an epoch.
   StridedSampler(const StridedSampler&) = default;
   StridedSampler& operator=(const StridedSampler&) = default;
 
-  /// Writes the indices of this rank's samples `first` to `first + count - 1` of the pass.
+  /// Writes the dataset indices of this rank's samples `first` to `first + count - 1` of the pass.
   virtual void read_order(std::size_t first, std::size_t* indices, std::size_t count) = 0;
 
-  /// The place in the whole order of this rank's sample `i`, before wrapping at the length.
+  /// Returns the place of this rank's sample `i` in the whole order, before wrapping at the length.
   [[nodiscard]] std::size_t place(std::size_t i) const {
     return skipped_ + static_cast<std::size_t>(rank_) + i * static_cast<std::size_t>(world_size_);
   }
@@ -181,8 +185,8 @@ class StridedSampler : public torch::data::samplers::Sampler<> {
   int rank_, world_size_;
   std::shared_ptr<Epoch> epoch_ = std::make_shared<Epoch>();
   std::size_t pass_epoch_ = 0;
-  std::size_t skipped_ = 0;   // samples consumed by all ranks before this pass was taken up
-  std::size_t position_ = 0;  // samples of this rank since then
+  std::size_t skipped_ = 0;   // samples that all ranks consumed before this pass was resumed
+  std::size_t position_ = 0;  // samples that this rank has consumed since then
   bool resumed_ = false;
 };
 

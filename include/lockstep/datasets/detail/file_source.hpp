@@ -29,21 +29,22 @@
 
 namespace lockstep::detail {
 
-/// Decompresses what it reads from a file. Declared without zlib as well: no class may have another layout in
-/// a part of a program that is compiled without it.
+/// Decompresses a file while reading it. Declared without zlib too, so that FileSource has one layout in all
+/// translation units of a program.
 class Decompressor {
  public:
   Decompressor() = default;
   Decompressor(const Decompressor&) = delete;
   Decompressor& operator=(const Decompressor&) = delete;
   virtual ~Decompressor() = default;
-  /// Reads up to `count` bytes of the decompressed content, of which `offset` were read before; fewer only at
-  /// the end. Errors name `path`.
+  /// Reads up to `count` decompressed bytes and returns their number, which is smaller only at the end.
+  /// `offset` is the number of bytes read before. Throws DataError that names `path`.
   virtual std::size_t read(std::FILE* file, void* to, std::size_t count, std::uint64_t offset,
                            const std::string& path) = 0;
 };
 
 #if LOCKSTEP_HAS_ZLIB
+/// Decompresses gzip with zlib.
 class GzipDecompressor : public Decompressor {
  public:
   explicit GzipDecompressor(const std::string& path) {
@@ -69,7 +70,7 @@ class GzipDecompressor : public Decompressor {
                           path, offset + got));
         }
       }
-      // A gzip file may be several streams one after the other.
+      // A gzip file may be a concatenation of several streams.
       if (done_) {
         inflateReset(&stream_);
         done_ = false;
@@ -95,8 +96,8 @@ class GzipDecompressor : public Decompressor {
 };
 #endif
 
-/// The bytes of a file from its beginning, decompressed where the file is gzipped (told by its first two
-/// bytes, not by its name). Every failure is a DataError that names the file and the offset.
+/// Reads a file from its beginning, and decompresses it if it is gzipped (detected by its first two bytes,
+/// not its name). Throws DataError that names the file and, while reading, the offset.
 class FileSource {
  public:
   explicit FileSource(const std::filesystem::path& path) : path_(path.string()) {
@@ -112,7 +113,7 @@ class FileSource {
     if (got == magic.size() && magic[0] == 0x1f && magic[1] == 0x8b) open_gzip();
   }
 
-  /// Reads up to `count` bytes; fewer only at the end.
+  /// Reads up to `count` bytes and returns their number, which is smaller only at the end.
   std::size_t read(void* to, std::size_t count) {
     const std::size_t got = gzipped() ? decompressor_->read(file_.get(), to, count, offset_, path_)
                                       : std::fread(to, 1, count, file_.get());
@@ -123,10 +124,9 @@ class FileSource {
     return got;
   }
 
-  /// Bytes read so far, counted after decompression.
+  /// Returns the number of bytes read so far, after decompression.
   [[nodiscard]] std::uint64_t offset() const { return offset_; }
-  /// The most bytes the file can hold after decompression: its size, or what deflate's best ratio makes of
-  /// it.
+  /// Returns an upper bound of the decompressed size: the file size, times deflate's best ratio if gzipped.
   [[nodiscard]] std::uint64_t capacity() const { return gzipped() ? size_ * 1032 : size_; }
   [[nodiscard]] const std::string& path() const { return path_; }
   [[nodiscard]] bool gzipped() const { return decompressor_ != nullptr; }

@@ -9,8 +9,7 @@ struct Point {
   float x, y;
 };
 
-/// The way of a pen through some points of the unit square (y downwards): bent through them, or straight
-/// between.
+/// A pen stroke through points of the unit square (y points down), curved or with straight segments.
 struct Stroke {
   bool smooth;
   std::vector<Point> points;
@@ -18,7 +17,7 @@ struct Stroke {
 
 using Glyph = std::vector<Stroke>;
 
-/// For each digit, the ways in which people write it.
+/// For each digit, its handwritten variants.
 inline const std::array<std::vector<Glyph>, 10>& glyphs() {
   constexpr bool bent = true, straight = false;
   static const std::array<std::vector<Glyph>, 10> all{{

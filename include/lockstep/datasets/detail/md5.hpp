@@ -14,8 +14,7 @@
 
 namespace lockstep::detail {
 
-/// The MD5 sum (RFC 1321) of bytes that come in pieces: enough to tell a damaged download, no protection from
-/// an attacker.
+/// Computes an MD5 sum (RFC 1321) incrementally. Detects damaged downloads; no protection from an attacker.
 class Md5 {
  public:
   void update(std::string_view bytes) {
@@ -29,7 +28,7 @@ class Md5 {
     }
   }
 
-  /// The sum as 32 hexadecimal digits. Ends the object's use.
+  /// Returns the sum as 32 hexadecimal digits. The object must not be used afterwards.
   [[nodiscard]] std::string hex() {
     const std::uint64_t bits = length_ * 8;
     update(std::string_view("\x80", 1));
@@ -45,7 +44,7 @@ class Md5 {
 
  private:
   void digest_block() {
-    // The RFC defines its table by the sine.
+    // RFC 1321 defines its table by the sine.
     static const auto sines = [] {
       std::array<std::uint32_t, 64> table{};
       for (std::size_t i = 0; i < 64; ++i)

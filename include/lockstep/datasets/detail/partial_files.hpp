@@ -21,12 +21,13 @@
 
 namespace lockstep::detail {
 
-/// The partial file in which a process writes what becomes `path` once it is whole.
+/// Returns the path of the partial file that `process` writes and renames to `path` when it is complete.
 inline std::filesystem::path part_of(const std::filesystem::path& path, pid_t process = ::getpid()) {
   return fmt::format("{}.{}.part", path.string(), process);
 }
 
-/// The process whose partial file of `path` has the file name `name`; 0 where it is no such name.
+/// Returns the process whose partial file of `path` has the file name `name`, or 0 if `name` is not a partial
+/// file of `path`.
 inline pid_t process_of_part(const std::filesystem::path& path, std::string_view name) {
   const std::string begin = path.filename().string() + ".";
   pid_t process = 0;
@@ -35,9 +36,9 @@ inline pid_t process_of_part(const std::filesystem::path& path, std::string_view
   return process > 0 && part_of(path, process).filename() == name ? process : 0;
 }
 
-/// Removes the partial files of `path` that killed processes have left: this user's regular files of exactly
-/// the name that `part_of` gives, unchanged for an hour, of a process that does not run on this host. Any
-/// other entry of the folder, which is the user's, stays as it is.
+/// Removes the partial files of `path` that killed processes have left: regular files of this user with
+/// exactly the name that `part_of` returns, unmodified for an hour, of a process that does not run on this
+/// host. Leaves all other entries of the folder in place.
 inline void remove_stale_parts(const std::filesystem::path& path) {
   namespace fs = std::filesystem;
   std::error_code error;
@@ -50,13 +51,12 @@ inline void remove_stale_parts(const std::filesystem::path& path) {
     if (lstat(entry->path().c_str(), &file) != 0 || !S_ISREG(file.st_mode) || file.st_uid != geteuid() ||
         std::time(nullptr) - file.st_mtime < 3600)
       continue;
-    ::unlink(entry->path().c_str());  // which removes no folder, whatever has the name by now
+    ::unlink(entry->path().c_str());  // never removes a folder, even if one has taken the name by now
   }
 }
 
-/// Makes the file `path` whole or not at all: `fill(part)` overwrites the empty file `part` beside it, which
-/// then takes its name. What `fill` throws leaves `path` as it was. Throws DataError where the folder cannot
-/// be written.
+/// Creates the file `path` atomically: `fill(part)` writes the empty partial file `part` beside it, which is
+/// then renamed. If `fill` throws, `path` is unchanged. Throws DataError if the folder is not writable.
 template <class Fill>
 void make_file_whole(const std::filesystem::path& path, Fill&& fill) {
   remove_stale_parts(path);

@@ -10,11 +10,11 @@
 
 namespace lockstep::detail {
 
-/// What accumulates the gradient of a leaf, which holds it weakly. The pointer's type differs between
-/// LibTorch's versions.
+/// An owning pointer to a leaf's gradient accumulator, which the leaf itself holds weakly. The pointer type
+/// differs between versions of LibTorch.
 using Accumulator = decltype(torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor&>()));
 
-/// Makes it the one of a leaf that has come back to the type for which it was made.
+/// Sets the accumulator of a leaf that has the dtype again for which the accumulator was created.
 template <class Pointer>
 void set_accumulator(const at::Tensor& leaf, const Pointer& accumulator) {
   if constexpr (requires { typename Pointer::weak_type; })
@@ -25,7 +25,7 @@ void set_accumulator(const at::Tensor& leaf, const Pointer& accumulator) {
 }
 
 /// Calls `action()` each time a gradient has been accumulated into a leaf, from construction to destruction.
-/// Such hooks stack: those of the user and of others stay as they are. What `action` refers to must not move.
+/// Leaves other hooks on the leaf in place. Objects that `action` refers to must not move.
 template <class Action>
 class AccumulateHook {
   struct Hook final : torch::autograd::FunctionPostHook {
@@ -33,7 +33,7 @@ class AccumulateHook {
     torch::autograd::variable_list operator()(const torch::autograd::variable_list& outputs,
                                               const torch::autograd::variable_list&) override {
       action();
-      return outputs;  // always empty: accumulating is the end of the graph
+      return outputs;  // always empty: an accumulator is a sink of the graph
     }
     Action action;
   };
@@ -53,7 +53,7 @@ class AccumulateHook {
   }
 
  private:
-  Accumulator accumulator_;  // kept alive, and the hook with it
+  Accumulator accumulator_;  // keeps the accumulator, which owns the hook, alive
   std::uintptr_t key_;
 };
 

@@ -16,8 +16,8 @@ namespace lockstep::detail {
 
 /// The per-rank error report, gathered when any rank finds a NaN-poisoned bucket view.
 struct BackwardReport {
-  std::vector<std::size_t> missing;   ///< parameters without a gradient here
-  std::optional<std::string> thrown;  ///< what backward threw here
+  std::vector<std::size_t> missing;   ///< parameters without a gradient on this rank
+  std::optional<std::string> thrown;  ///< message of the error that this rank's backward threw
 };
 
 inline std::string serialize(const BackwardReport& report) {
@@ -36,7 +36,7 @@ inline BackwardReport deserialize_report(const std::string& bytes) {
   return report;
 }
 
-/// "parameter 3 'fc.weight', parameter 4 'fc.bias' and 7 more"
+/// Formats a list such as "parameter 3 'fc.weight', parameter 4 'fc.bias' and 7 more".
 inline std::string parameter_list(const std::vector<std::size_t>& indices,
                                   const std::vector<NamedTensor>& parameters) {
   constexpr std::size_t shown = 8;
@@ -47,7 +47,7 @@ inline std::string parameter_list(const std::vector<std::size_t>& indices,
   return text;
 }
 
-/// What went wrong on all ranks in words, the same on every rank.
+/// Describes the failures of all ranks, in equal words on every rank.
 inline std::string failure_text(const std::vector<BackwardReport>& reports,
                                 const std::vector<NamedTensor>& parameters, const RankNames& name_of) {
   std::string thrown, missing;
@@ -70,8 +70,9 @@ inline std::string failure_text(const std::vector<BackwardReport>& reports,
          "or allow it with DdpOptions::find_unused_parameters (or static_graph, where it is always the same)";
 }
 
-/// Throws on every rank where one has something to report: `failure` where this one has that, else what the
-/// others tell. Nothing where none has: not-a-number alone is no error, a model may diverge. Collective.
+/// Throws on every rank if any rank has a report: `failure` if this rank has one, else PeerError or
+/// GradientError with the reports of all ranks. A no-op if there is no report: NaN alone is not an error,
+/// since a model may diverge. Collective and blocking.
 template <Gathering C>
 void throw_what_ranks_report(C& comm, const BackwardReport& mine, const std::vector<NamedTensor>& parameters,
                              const std::exception_ptr& failure) {

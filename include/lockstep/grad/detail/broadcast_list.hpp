@@ -12,28 +12,28 @@
 
 namespace lockstep::detail {
 
-/// The bytes of a dense tensor: a tensor of one dimension over its memory, unknown to autograd.
+/// Returns a one-dimensional byte tensor that aliases the memory of a dense tensor, not an autograd view.
 inline at::Tensor bytes_alias(const at::Tensor& tensor) {
   const auto size = static_cast<std::int64_t>(tensor.element_size());
   return at::empty({0}, tensor.options().dtype(at::kByte))
       .set_(tensor.storage(), tensor.storage_offset() * size, {tensor.numel() * size}, {1});
 }
 
-/// Tensors that one rank sends to all, as bytes, so that those of several dtypes travel together, in chunks
-/// of one device and at most 250 MiB. Made once and run often: the chunks are kept, and made anew where a
-/// tensor has moved to other memory.
+/// Broadcasts a list of tensors as bytes, so that several dtypes share a broadcast, in chunks of one device
+/// and at most 250 MiB; a larger tensor is a chunk of its own. Keeps the chunks between runs, and rebuilds
+/// them if a tensor has moved to other memory.
 class BroadcastList {
  public:
   explicit BroadcastList(std::vector<at::Tensor> tensors) : tensors_(std::move(tensors)) {}
 
   [[nodiscard]] bool empty() const { return tensors_.empty(); }
 
-  /// Collective: afterwards every rank holds the tensors of `root`.
+  /// Copies the tensors of `root` to every rank. Collective; stream-ordered.
   template <Reducing Comm>
   void run(Comm& comm, int root) {
     const c10::NoGradGuard no_grad;
     if (!up_to_date()) rebuild();
-    if (chunks_.size() == 1) {  // as ever, and without a list of works
+    if (chunks_.size() == 1) {  // the common case: needs no list of works
       comm.broadcast(chunks_[0], root).wait();
     } else {
       std::vector<typename Comm::Work> works;

@@ -12,8 +12,8 @@
 
 namespace lockstep::detail {
 
-/// Names the buckets to a communicator that finds out later what became of them (Labelled); nothing for the
-/// others. The names are made once for each plan.
+/// Labels collectives with their bucket, for a Labelled communicator that reports errors asynchronously. A
+/// no-op for other communicators. The labels are formatted once per plan.
 template <class Comm>
 class BucketLabels {
  public:
@@ -29,7 +29,7 @@ class BucketLabels {
     }
   }
 
-  /// While one lives, what is sent is that bucket.
+  /// Labels the collectives that are launched in its scope.
   class Use {
    public:
     Use(Comm& comm, const std::shared_ptr<const std::string>& label) : comm_(comm) {

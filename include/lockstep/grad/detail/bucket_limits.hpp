@@ -9,7 +9,8 @@
 
 namespace lockstep::detail {
 
-/// Where Python does not keep to any limit in the first reduction, none.
+/// Returns the bucket size limits of the first reduction in bytes; empty (no limit) unless Python applies its
+/// limits from the first reduction on: when it searches for unused parameters or got a list of limits.
 inline std::vector<std::size_t> caps_at_first(const DdpOptions& options) {
   const bool searches = options.find_unused_parameters && !options.static_graph;
   auto caps = bucket_caps(options);
@@ -17,7 +18,7 @@ inline std::vector<std::size_t> caps_at_first(const DdpOptions& options) {
   return searches || listed ? std::move(caps) : std::vector<std::size_t>{};
 }
 
-/// Bytes, dtype and device of each parameter, by which buckets are filled.
+/// Returns what assign_buckets must know of each parameter.
 inline std::vector<ParameterSize> sizes_of(const std::vector<NamedTensor>& parameters,
                                            const std::vector<char>& sparse, const DelayedBuckets& delayed) {
   std::vector<ParameterSize> sizes;

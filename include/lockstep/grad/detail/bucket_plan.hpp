@@ -10,8 +10,8 @@
 
 namespace lockstep::detail {
 
-/// What a bucket plan must know of a parameter: its bytes, and what it can share a bucket with (`dtype` and
-/// `device` are only compared; a sparse gradient shares none, and a delayed one is in no bucket here).
+/// The properties of a parameter that determine its bucket. `dtype` and `device` are only compared. A sparse
+/// parameter gets a bucket of its own; assign_buckets skips delayed parameters.
 struct ParameterSize {
   std::size_t bytes = 0;
   int dtype = 0;
@@ -20,23 +20,22 @@ struct ParameterSize {
   bool delayed = false;
 };
 
-/// The buckets in the order in which they are reduced, each a list of parameter indices in the order in which
-/// they lie in memory.
+/// The buckets in reduction order, each a list of parameter indices in memory order.
 using BucketPlan = std::vector<std::vector<std::size_t>>;
 
-/// Python's size limits in bytes: 1 MiB for the first bucket, so that communication starts early, 25 MiB
-/// after it.
+/// Returns Python's size limits in bytes: 1 MiB for the first bucket, so that communication starts early, and
+/// 25 MiB for all others.
 inline std::vector<std::size_t> default_bucket_caps() {
   return {std::size_t{1} << 20, std::size_t{25} << 20};
 }
 
-/// Fills buckets with the parameters in `order`, one sequence of buckets for each (dtype, device). A bucket
-/// closes after the parameter that reaches its limit: `caps[k]` for the k-th bucket of its sequence, the last
-/// for all after. Buckets come in the order in which they close; those left open follow, the one opened first
-/// before.
+/// Assigns the parameters in `order` to buckets, one sequence of buckets for each (dtype, device). A bucket
+/// closes after the parameter that reaches its limit: `caps[k]` for the k-th bucket of its sequence, and the
+/// last cap for all later ones. Buckets are sorted by the order in which they close; buckets that remain open
+/// follow, in the order in which their sequences began.
 ///
-/// Contents, order within a bucket and limits are those of c10d::compute_bucket_assignment_by_size: at three
-/// ranks and more, moving an element inside an all-reduce changes its bits.
+/// Contents, order within a bucket and limits match c10d::compute_bucket_assignment_by_size: with three or
+/// more ranks, moving an element inside an all-reduce changes its bits.
 inline BucketPlan assign_buckets(const std::vector<ParameterSize>& parameters,
                                  const std::vector<std::size_t>& order,
                                  const std::vector<std::size_t>& caps) {
@@ -71,34 +70,36 @@ inline BucketPlan assign_buckets(const std::vector<ParameterSize>& parameters,
   return plan;
 }
 
-/// The plan of the first iteration. Without `caps` one bucket for each (dtype, device), the parameters in
-/// registration order: no order is known yet, and a bucket launched in a wrong one could meet another
-/// collective of the model. With `caps`, which is Python's way where it searches for unused parameters and so
-/// never rebuilds, and where it got a list of sizes, buckets of these sizes, in registration order too.
+/// Returns the plan of the first iteration, with the parameters in registration order. Without `caps` there
+/// is one bucket for each (dtype, device): the ready order is unknown, and a bucket launched in a wrong order
+/// could pair with another collective of the model. With `caps` the buckets have these size limits, as in
+/// Python if it searches for unused parameters, and so never rebuilds, or got a list of limits.
 inline BucketPlan plan_by_registration(const std::vector<ParameterSize>& parameters,
                                        const std::vector<std::size_t>& caps = {}) {
   std::vector<std::size_t> order(parameters.size());
   for (std::size_t i = 0; i < order.size(); ++i) order[i] = i;
   BucketPlan plan = assign_buckets(
       parameters, order, caps.empty() ? std::vector{std::numeric_limits<std::size_t>::max()} : caps);
-  // Gradients come roughly in reverse: the bucket with the last parameters goes first.
+  // Gradients become ready roughly in reverse: the bucket with the last parameters goes first.
   std::sort(plan.begin(), plan.end(), [](const auto& a, const auto& b) { return a[0] > b[0]; });
   return plan;
 }
 
-/// The plan of all later iterations, from the order in which the gradients of the first became ready.
+/// Returns the plan of all later iterations, from the ready order of the first.
 inline BucketPlan plan_by_ready_order(const std::vector<ParameterSize>& parameters,
                                       const std::vector<std::size_t>& ready_order,
                                       const std::vector<std::size_t>& caps) {
   return assign_buckets(parameters, ready_order, caps);
 }
 
-/// Buckets that are reduced behind the one with the gradient of `until`, or behind all others without it.
+/// The buckets of DdpOptions::delayed, reduced right after the bucket that holds parameter `until`, or last
+/// if `until` is unset.
 struct DelayedBuckets {
   BucketPlan buckets;
   std::optional<std::size_t> until;
 };
 
+/// Returns `plan` with the delayed buckets inserted.
 inline BucketPlan with_delayed(BucketPlan plan, const DelayedBuckets& delayed) {
   auto place = plan.end();
   if (delayed.until) {

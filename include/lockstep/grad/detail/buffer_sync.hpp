@@ -13,7 +13,7 @@
 
 namespace lockstep::detail {
 
-/// Keeps buffers alike over the ranks, by a policy.
+/// Synchronizes buffers over the ranks by a BufferPolicy.
 class BufferSync {
  public:
   BufferSync() = default;
@@ -27,7 +27,7 @@ class BufferSync {
     sent_ = BroadcastList(std::move(sent));
   }
 
-  /// Collective.
+  /// Synchronizes the buffers. Collective; stream-ordered.
   template <Reducing Comm>
   void run(Comm& comm) {
     sent_.run(comm, 0);

@@ -6,8 +6,8 @@
 
 namespace lockstep::detail {
 
-/// While it lives, what this thread asks of a device is recorded into a graph and not done yet: no value of
-/// the device is to be read.
+/// Marks this thread as capturing: device work is recorded into a graph instead of executed, so no device
+/// value may be read.
 class CaptureScope {
  public:
   CaptureScope() : before_(std::exchange(on(), true)) {}

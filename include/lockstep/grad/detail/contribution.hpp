@@ -8,14 +8,15 @@
 
 namespace lockstep::detail {
 
-/// What a backward gives to the reduction, while it runs. `losses` are walked where unused parameters are
-/// searched for; with a `count` the gradients are those of a sum over that many, else of a mean.
+/// What one backward contributes to a reduction. `losses` are the roots of the search for unused parameters.
+/// With a `count` the gradients are those of a sum over that many samples, otherwise of a mean.
 struct Contribution {
   at::ArrayRef<at::Tensor> losses;
   std::optional<double> count = std::nullopt;
   bool nothing = false;  // this rank has no data
 
-  /// The count with those before it; of one that cannot be, which backward will refuse, nothing.
+  /// Returns `before` plus the count; nullopt without a count. A negative or non-finite count, which backward
+  /// refuses, adds 0.
   [[nodiscard]] std::optional<double> count_after(double before) const {
     if (!count) return std::nullopt;
     return before + (std::isfinite(*count) ? std::max(*count, 0.0) : 0.0);

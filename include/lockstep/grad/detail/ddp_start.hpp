@@ -24,18 +24,18 @@
 
 namespace lockstep::detail {
 
-/// The tensors of a model that DistributedDataParallel sees.
+/// The tensors of a model that DistributedDataParallel handles.
 struct SeenModel {
   ModelTensors tensors;
   std::vector<NamedTensor> trained;  ///< the parameters that require grad
-  std::vector<char> sparse;          ///< which of those have sparse gradients
+  std::vector<char> sparse;          ///< by index in `trained`: nonzero for sparse gradients
 };
 
-/// Throws UsageError for options that are wrong, whatever other ranks have.
+/// Collects the tensors of a model and validates the options on this rank alone. Throws UsageError.
 template <class M>
 SeenModel look_at(M& model, const DdpOptions& options) {
   const auto& caps = options.bucket_cap_mb;
-  // Less than a byte, or more bytes than there are numbers for; not a number fails both comparisons.
+  // Rejects less than one byte and more bytes than an integer can hold; NaN fails both comparisons.
   const auto fits = [](double cap) { return cap * (1 << 20) >= 1 && cap < 1e12; };
   if (caps.empty() || !std::all_of(caps.begin(), caps.end(), fits))
     throw UsageError("bucket_cap_mb must hold at least one size in MiB, each greater than 0");
@@ -58,6 +58,7 @@ SeenModel look_at(M& model, const DdpOptions& options) {
   return seen;
 }
 
+/// Throws UsageError if no parameter requires grad.
 inline void require_some(const std::vector<NamedTensor>& trained) {
   if (trained.empty())
     throw UsageError(
@@ -65,8 +66,8 @@ inline void require_some(const std::vector<NamedTensor>& trained) {
         "to train");
 }
 
-/// Compares options and models of all ranks and, unless the options say that they are equal, gives every rank
-/// rank 0's parameters and buffers. Collective. Throws one and the same error on every rank.
+/// Compares the options of all ranks and, with DdpOptions::init_sync, compares the models and broadcasts rank
+/// 0's parameters and buffers. Collective. Throws an equal error on every rank.
 template <class Comm, class Hook>
 void start_alike(const SeenModel& seen, const DdpOptions& options, const Hook& hook, Comm& comm) {
   const auto& [tensors, trained, sparse] = seen;
@@ -77,7 +78,7 @@ void start_alike(const SeenModel& seen, const DdpOptions& options, const Hook& h
     throw MismatchError("the ranks reduce gradients unlike: " + *text +
                         "; give every rank the same model, DdpOptions and hook");
   if (options.init_sync) check_same_model(tensors.parameters, tensors.buffers, comm);
-  if (trained.empty()) return;  // an error of the caller's
+  if (trained.empty()) return;  // the caller throws
   for (std::size_t i = 0; i < trained.size(); ++i)
     if (sparse[i] && !std::same_as<Hook, AllReduceHook>)
       throw UsageError(

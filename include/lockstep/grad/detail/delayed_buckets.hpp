@@ -14,8 +14,9 @@
 
 namespace lockstep::detail {
 
-/// The buckets of DdpOptions::delayed, one for each dtype and device, of `trained`, the parameters that
-/// require grad; `sparse` says whose gradients will be. Throws UsageError for a name that cannot be there.
+/// Returns the buckets of DdpOptions::delayed, one for each dtype and device. `trained` holds the parameters
+/// that require grad, and `sparse[i]` is nonzero for sparse gradients. Throws UsageError for a name that is
+/// unknown, sparse or repeated, and for an `until` that is itself delayed.
 inline DelayedBuckets delayed_buckets(const std::vector<NamedTensor>& trained,
                                       const std::vector<char>& sparse, const DelayedParameters& delayed) {
   const auto refuse = [](const std::string& name, const char* why) {

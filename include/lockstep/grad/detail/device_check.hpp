@@ -10,8 +10,8 @@
 
 namespace lockstep::detail {
 
-/// Throws UsageError unless all parameters lie on the device that was named for the model; one without an
-/// index, such as "cuda", stands for any of its kind.
+/// Throws UsageError unless all parameters are on the device `named`. A device without an index, such as
+/// "cuda", matches any device of its type.
 inline void check_device(const std::vector<NamedTensor>& parameters, const c10::Device& named) {
   for (const NamedTensor& item : parameters)
     if (item.tensor.device() != parameters[0].tensor.device())

@@ -7,8 +7,8 @@
 
 namespace lockstep::detail {
 
-/// Calls `end(true)` at the end of the backward that the engine runs now; where that throws, the engine drops
-/// the call, and `end(false)` comes instead.
+/// Queues a callback for the end of the backward that the engine is running: calls `end(true)`, or
+/// `end(false)` if the backward throws and the engine drops the callback.
 template <class End>
 void at_end_of_backward(End end) {
   struct Token {

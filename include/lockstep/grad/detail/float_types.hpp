@@ -9,8 +9,7 @@
 
 namespace lockstep::detail {
 
-/// Throws UsageError unless one can compute and add in the type: there are floating-point types, of one byte,
-/// that are for storage alone.
+/// Throws UsageError unless `type` supports arithmetic; one-byte floating-point dtypes are for storage only.
 inline void require_float_type(std::string_view what, at::ScalarType type) {
   if (type == at::kHalf || type == at::kBFloat16 || type == at::kFloat || type == at::kDouble) return;
   throw UsageError(

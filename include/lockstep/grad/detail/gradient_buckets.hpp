@@ -25,19 +25,19 @@
 
 namespace lockstep::detail {
 
-/// How gradients enter and leave the buckets.
+/// How gradients are copied to and from the buckets.
 struct BucketStyle {
   GradientStorage storage = GradientStorage::in_bucket;
-  /// What they are divided by on the way in; 1 where a communication hook averages.
+  /// Gradients are divided by this when copied in; 1 if the communication hook averages.
   int divisor = 1;
-  /// A type other than the parameter's that they may come in.
+  /// A dtype, other than the parameter's own, that gradients may have.
   std::optional<at::ScalarType> low_precision_type = std::nullopt;
 };
 
-/// Gives a bucket's memory: a tensor [length], uninitialised, with the dtype and the device of `like`.
+/// Allocates a bucket's memory: an uninitialized tensor [length] with the dtype and device of `like`.
 using BucketMemory = std::function<at::Tensor(std::int64_t length, const at::Tensor& like)>;
 
-/// What the communicator has for its buffers, and LibTorch's own where it has nothing.
+/// Returns an allocator that uses the communicator's buffers (Buffered), or LibTorch's default memory.
 template <class Comm>
 BucketMemory bucket_memory([[maybe_unused]] Comm& comm) {
   if constexpr (Buffered<Comm>)
@@ -49,12 +49,12 @@ BucketMemory bucket_memory([[maybe_unused]] Comm& comm) {
 /// The memory of the buckets, and the gradients in it.
 ///
 /// A bucket view is a tensor over the bucket's memory with the layout that autograd gives the gradient: the
-/// parameter's strides where the parameter is dense, else contiguous. It is made by `set_` and is no view to
-/// autograd: `zero_grad(false)` detaches gradients in place, which autograd refuses for views. The bucket of
-/// a sparse parameter holds that parameter alone and has no memory.
+/// parameter's strides if the parameter is dense, else contiguous. It is created by `set_` and is not an
+/// autograd view: `zero_grad(false)` detaches gradients in place, which autograd refuses for views. The
+/// bucket of a sparse parameter holds that parameter alone and has no memory.
 class GradientBuckets {
  public:
-  /// Elements behind the last bucket, in which the counts of samples ride.
+  /// Extra elements at the end of each bucket's memory; those of the last bucket carry sample counts.
   static constexpr std::int64_t tail = 2;
 
   /// With GradientStorage::gradient_as_bucket_view, existing gradients move into their bucket views; if
@@ -82,7 +82,7 @@ class GradientBuckets {
   }
 
   [[nodiscard]] std::size_t size() const { return buckets_.size(); }
-  /// The bucket as communication hooks see it.
+  /// Returns the bucket as communication hooks get it.
   [[nodiscard]] GradientBucket& operator[](std::size_t bucket) { return buckets_[bucket].gradients; }
   [[nodiscard]] const std::vector<std::size_t>& members(std::size_t bucket) const {
     return buckets_[bucket].gradients.parameters;
@@ -92,14 +92,14 @@ class GradientBuckets {
     return !sparse(bucket) && buckets_[bucket].gradients.flat.numel() == 0;
   }
   [[nodiscard]] std::size_t bucket_of(std::size_t parameter) const { return bucket_of_[parameter]; }
-  /// A bucket's memory with the tail behind it.
+  /// Returns the bucket's memory including its tail.
   [[nodiscard]] const at::Tensor& with_tail(std::size_t bucket) const { return buckets_[bucket].with_tail; }
 
-  /// Copies parameter i's gradient into its bucket view and scales it: by `weight` where that is defined,
-  /// else by 1 / divisor if `scaled` (false where a later step divides). An undefined gradient is copied as
-  /// zeros. `attach` makes `p.grad()` alias the bucket view; it is false for a parameter that no backward has
-  /// reached, whose gradient of an earlier backward is summed and keeps its own memory. Throws GradientError
-  /// where dtype, device or shape of the gradient do not fit.
+  /// Copies parameter i's gradient into its bucket view and scales it: by `weight` if that is defined, else
+  /// by 1 / divisor if `scaled` (false if a later step divides). An undefined gradient is copied as zeros.
+  /// `attach` makes `p.grad()` alias the bucket view; it is false for a parameter that no backward has
+  /// reached, whose older gradient is reduced but keeps its own memory. Throws GradientError if the dtype,
+  /// device or shape of the gradient does not match.
   ///
   /// With GradientStorage::gradient_as_bucket_view a gradient that no backward has reached is attached too,
   /// as in Python: the reduction averages it in place, which may change its last bit at three ranks and more.
@@ -144,7 +144,7 @@ class GradientBuckets {
           fmt::format("the gradient of parameter {} '{}' has another dtype, device or shape than the "
                       "parameter had when DistributedDataParallel was made; convert the model before",
                       i, parameter.name));
-    // An operator between a short type and a number would round to the short type.
+    // An operator between a low-precision tensor and a scalar would round to low precision.
     if (narrower || (!weight.defined() && !divide)) view.copy_(grad);
     const at::Tensor& from = narrower ? view : grad;
     if (weight.defined())
@@ -173,10 +173,10 @@ class GradientBuckets {
     (*parameters_)[i].tensor.mutable_grad() = sum;
   }
 
-  /// What this rank adds to a sparse sum, once: undefined where it has no gradient.
+  /// Returns and clears this rank's contribution to a sparse sum; undefined if it has no gradient.
   [[nodiscard]] at::Tensor rows(std::size_t i) { return std::exchange(rows_[i], at::Tensor()); }
 
-  /// Multiplies all of a bucket; by 0 also what is not a number.
+  /// Multiplies the whole bucket by `factor`; a factor of 0 also clears NaN.
   void scale(std::size_t bucket, double factor) {
     at::Tensor& flat = buckets_[bucket].gradients.flat;
     factor == 0 ? flat.zero_() : flat.mul_(factor);
@@ -188,11 +188,11 @@ class GradientBuckets {
     if (views_[i].defined()) views_[i].fill_(std::numeric_limits<double>::quiet_NaN());
   }
 
-  /// Whether a bucket view may be poisoned on some rank, once the buckets are reduced.
+  /// Returns whether any rank may have poisoned a bucket view. Requires reduced buckets.
   [[nodiscard]] bool maybe_poisoned() const { return poison_check_.any(); }
 
-  /// The parameter of the last reduced bucket view that has an element; none where all parameters are sparse
-  /// or empty.
+  /// Returns the parameter of the last non-empty bucket view in reduction order, or nullopt if all parameters
+  /// are sparse or empty.
   [[nodiscard]] std::optional<std::size_t> last_view() const { return last_view_; }
 
  private:
@@ -204,7 +204,7 @@ class GradientBuckets {
   };
 
   void add(const std::vector<std::size_t>& members, std::size_t count, const BucketMemory& memory) {
-    // Parameters may be in a short type when buckets are rebuilt.
+    // The parameters may be low precision when the buckets are rebuilt.
     const auto type = static_cast<at::ScalarType>((*sizes_)[members.at(0)].dtype);
     const at::Tensor first = at::empty({0}, (*parameters_)[members[0]].tensor.options().dtype(type));
     Bucket bucket;
@@ -219,7 +219,7 @@ class GradientBuckets {
       bucket.with_tail = memory(length + tail, first);
       const auto storage = bucket.with_tail.storage();
       bucket.gradients.flat = at::empty({0}, first.options()).set_(storage, 0, {length});
-      // Gloo knows no complex numbers: they travel as pairs of real ones.
+      // Gloo does not support complex dtypes: they travel as pairs of real numbers.
       if (first.is_complex()) bucket.gradients.flat = at::view_as_real(bucket.gradients.flat).view({-1});
       bucket.divisor = number_for(first, style_.divisor);
       bucket.factor = number_for(first, 1.0 / style_.divisor);
@@ -239,8 +239,8 @@ class GradientBuckets {
     buckets_.push_back(std::move(bucket));
   }
 
-  /// Python moves a gradient that exists when the buckets are made into them; from then on it is divided in
-  /// place.
+  /// Moves an existing gradient into its bucket view, as Python does when it builds its buckets; the gradient
+  /// is divided in place from then on.
   void adopt(std::size_t i) {
     at::Tensor& grad = (*parameters_)[i].tensor.mutable_grad();
     if (!grad.defined() || grad.is_sparse() || grad.sizes() != views_[i].sizes()) return;
@@ -256,12 +256,12 @@ class GradientBuckets {
           "the gradient of parameter {} '{}' was expected to be sparse in its first dimension, as "
           "an Embedding made with sparse(true) has it; let nothing else use that parameter",
           i, (*parameters_)[i].name));
-    // Not in place: where no rank has used the parameter its gradient stays as it is.
+    // Out of place: if no rank has used the parameter, its gradient must stay unchanged.
     rows_[i] = scaled && style_.divisor != 1 ? grad.div(style_.divisor) : grad;
   }
 
-  /// A number as Python multiplies and divides with it: a double that takes the dtype of the gradient. Where
-  /// rounding it beforehand changes nothing, that spares the conversion each time.
+  /// Returns a scalar as Python multiplies and divides with it: a double that is converted to the gradient's
+  /// dtype. Converts it once here if that does not change the bits.
   [[nodiscard]] static at::Tensor number_for(const at::Tensor& like, double value) {
     const at::Tensor number = at::native::wrapped_scalar_tensor(value);
     const at::ScalarType type = like.scalar_type();
@@ -283,7 +283,7 @@ class GradientBuckets {
   BucketStyle style_;
   std::vector<Bucket> buckets_;
   std::vector<at::Tensor> views_;
-  std::vector<at::Tensor> rows_;  // of sparse gradients, by parameter
+  std::vector<at::Tensor> rows_;  // by parameter: sparse gradients
   std::vector<std::size_t> bucket_of_;
   std::optional<std::size_t> last_view_;
   PoisonCheck poison_check_;

@@ -9,11 +9,12 @@
 
 namespace lockstep::detail {
 
-/// Finds the nodes that a backward can reach, the accumulators of leaves among them. What a node runs in a
-/// backward of its own (a checkpoint) is not seen. It is kept, so that a graph as large as the last one needs
+/// Finds the autograd nodes that a backward can reach, including the accumulators of leaves. Does not see the
+/// nodes of a re-entrant backward (a checkpoint). Reuse the object: a graph no larger than the last one needs
 /// no new memory.
 class GraphSearch {
  public:
+  /// Traverses the graph from `roots`.
   void run(at::ArrayRef<at::Tensor> roots) {
     seen_.clear();
     open_.clear();
@@ -28,9 +29,9 @@ class GraphSearch {
       if (node->num_outputs() == 0) ends_.push_back(node);
     }
   }
-  /// Where the last `run` came to an end: the accumulators of the leaves among them.
+  /// Returns the sinks that the last `run` reached, including the accumulators of leaves.
   [[nodiscard]] const std::vector<const torch::autograd::Node*>& ends() const { return ends_; }
-  /// Whether the last `run` came there.
+  /// Returns whether the last `run` reached the node.
   [[nodiscard]] bool reached(const torch::autograd::Node* node) const {
     return seen_.find(node) != seen_.end();
   }

@@ -12,20 +12,20 @@
 
 namespace lockstep::detail {
 
-/// A reduction of another model, which the running `ddp.backward` has reached and will end.
+/// A reduction of another model that the running `ddp.backward` has reached and will close.
 struct JoinedReduction {
   void* reducer;
-  std::size_t made;  // the how-manieth reducer of this process: the same order on every rank
+  std::size_t made;  // index of construction in this process, which orders reducers equally on every rank
   void (*close)(void* reducer, const std::exception_ptr& failure);
   void (*abandon)(void* reducer);
 };
 LOCKSTEP_PROCESS_WIDE inline std::atomic<std::size_t> reducers_made{0};
 
-/// The `ddp.backward` calls that run in one thread, one inside the other.
+/// The nested `ddp.backward` calls of one thread.
 struct OpenBackwards {
   int running = 0;
-  /// How many of them are of a sum with a count: no other model can join those, whose gradients would be
-  /// divided by the world size instead.
+  /// Number of running `backward_sum` calls. No other model can join these: its gradients would be divided by
+  /// the world size instead of the count.
   int counting = 0;
   std::vector<JoinedReduction> joined;
 };
@@ -33,17 +33,17 @@ LOCKSTEP_PROCESS_WIDE inline OpenBackwards& open_backwards_here() {
   thread_local OpenBackwards here;
   return here;
 }
-/// The latest that any thread has begun.
+/// The most recent outermost call of any thread.
 LOCKSTEP_PROCESS_WIDE inline std::atomic<OpenBackwards*> latest_open_backwards{nullptr};
 
-/// The calls that a gradient on `device` may belong to, or null where there are none. The engine computes
-/// those of a CPU in the thread that called backward, and others in threads of its own.
+/// Returns the running calls that a gradient on `device` may belong to, or null. The engine computes CPU
+/// gradients in the thread that called backward, and others in its own threads.
 inline OpenBackwards* open_backwards_for(c10::Device device) {
   OpenBackwards* open = device.is_cpu() ? &open_backwards_here() : latest_open_backwards.load();
   return open && open->running > 0 ? open : nullptr;
 }
 
-/// Marks a `ddp.backward` as running while it lives, in `running`, which is of its model.
+/// Marks a `ddp.backward` as running in a scope. `running` is the flag of its model.
 class InsideBackward {
  public:
   InsideBackward(bool& running, bool counts)
@@ -65,9 +65,9 @@ class InsideBackward {
     if (outermost) latest_open_backwards.compare_exchange_strong(mine, nullptr);
   }
 
-  const bool nested;  ///< inside another one of the same model
+  const bool nested;  ///< inside another `ddp.backward` of the same model
   OpenBackwards& calls;
-  const bool outermost;  ///< inside none of any model
+  const bool outermost;  ///< not inside a `ddp.backward` of any model
 
  private:
   bool& running_;

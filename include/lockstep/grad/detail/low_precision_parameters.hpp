@@ -20,18 +20,18 @@
 
 namespace lockstep::detail {
 
-/// A model's floating-point parameters, which are in a short type while a step computes and in their own
-/// otherwise: the module's very tensors, so that it need not know of it.
+/// Switches a model's floating-point parameters to a low-precision dtype for a step and back to their own
+/// dtype afterwards. Changes the data of the module's own tensors, so the module needs no change.
 ///
-/// To autograd a leaf of another type is another leaf. Each parameter keeps both of its accumulators, and
-/// with them the hooks on both.
+/// Autograd treats a leaf of another dtype as another leaf. Each parameter keeps both of its accumulators,
+/// and with them the hooks on both.
 class LowPrecisionParameters {
   struct Parameter {
     NamedTensor named;
     at::ScalarType own;
-    Accumulator of_own, of_short;  // null where it does not require grad
-    at::Tensor full;               // what it holds in its own type, while it is short
-    std::uint32_t version = 0;     // of what it holds in the short one
+    Accumulator of_own, of_short;  // null if it does not require grad
+    at::Tensor full;               // the data in its own dtype, while it is low precision
+    std::uint32_t version = 0;     // version counter of the low-precision data
   };
 
  public:
@@ -48,9 +48,10 @@ class LowPrecisionParameters {
 
   [[nodiscard]] bool active() const { return active_; }
 
-  /// Makes them short, until `restore`, or sees that they are unchanged where they are already. Throws
-  /// UsageError that names a parameter, and changes nothing, where one was changed while it was short, is not
-  /// in its own type, or, where a backward is to follow, was frozen since.
+  /// Makes the parameters low precision until `restore`. If they are low precision already, checks that they
+  /// are unchanged. Throws UsageError that names the parameter, and changes nothing, if a parameter was
+  /// modified while low precision, does not have its own dtype, or was frozen since construction and
+  /// `backward_follows` is true.
   void shorten(bool backward_follows) {
     if (active_) return require_unchanged(true);
     const c10::InferenceMode no_inference(false);
@@ -74,7 +75,7 @@ class LowPrecisionParameters {
     }
   }
 
-  /// Gives them what they held before, in their own type.
+  /// Restores the data in the parameters' own dtype. A no-op if they are not low precision.
   void restore() {
     if (!std::exchange(active_, false)) return;
     const c10::InferenceMode no_inference(false);
@@ -84,7 +85,7 @@ class LowPrecisionParameters {
     }
   }
 
-  /// The same at the end of a step, which brings gradients that are still short to the own type as well.
+  /// Calls `restore`, and casts low-precision gradients to the parameters' own dtype.
   void end_step() {
     restore();
     for (const Parameter& parameter : parameters_)
@@ -93,7 +94,8 @@ class LowPrecisionParameters {
         grad = grad.to(parameter.own);
   }
 
-  /// Before the backward of `losses`: throws UsageError where a parameter is not what their forward has seen.
+  /// Checks the parameters before the backward of `losses`. Throws UsageError if a parameter has another
+  /// dtype than in the forward of `losses`, or was modified while low precision.
   void check_backward(at::ArrayRef<at::Tensor> losses) {
     search_.run(losses);
     for (const Parameter& parameter : parameters_) {
@@ -113,7 +115,8 @@ class LowPrecisionParameters {
     if (active_) require_unchanged(false);
   }
 
-  /// Holds what the forward is given: a floating-point tensor in the short type, all else as it is.
+  /// The type of a forward argument: `input` casts floating-point tensors to the low-precision dtype and
+  /// forwards everything else unchanged.
   template <class T>
   using Input = std::conditional_t<std::same_as<std::remove_cvref_t<T>, at::Tensor>, at::Tensor, T&&>;
   template <class T>
@@ -148,7 +151,7 @@ class LowPrecisionParameters {
           parameter.named.name));
   }
 
-  // LibTorch's own optimizers step along `data()`, which counts no version: on CPUs the values tell.
+  // LibTorch's optimizers write through `data()`, which does not bump the version: on CPUs, compare values.
   void require_unchanged(bool by_values) const {
     for (const Parameter& parameter : parameters_) {
       const at::Tensor& tensor = parameter.named.tensor;
@@ -174,8 +177,8 @@ class LowPrecisionParameters {
   bool active_ = false;
 };
 
-/// They are short in a scope where they were not. Nothing hooks their gradients there: it is for forwards
-/// without grad mode.
+/// Makes the parameters low precision in a scope, if they are not already. Registers no hooks on their
+/// gradients: for forwards without grad mode only.
 class LowPrecisionScope {
  public:
   explicit LowPrecisionScope(LowPrecisionParameters& parameters) {
@@ -193,7 +196,7 @@ class LowPrecisionScope {
   LowPrecisionParameters* parameters_ = nullptr;
 };
 
-/// Brings floating-point buffers to another type, for good.
+/// Casts floating-point buffers to `type` in place.
 inline void cast_buffers(const std::vector<NamedTensor>& buffers, at::ScalarType type) {
   for (NamedTensor buffer : buffers)
     if (buffer.tensor.is_floating_point()) buffer.tensor.set_data(buffer.tensor.variable_data().to(type));

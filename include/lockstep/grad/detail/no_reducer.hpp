@@ -12,7 +12,7 @@
 
 namespace lockstep::detail {
 
-/// What a single process keeps in place of a Reducer: no hook, but where parameters are short, whose step
+/// Replaces the Reducer in a single process. Registers hooks only for low-precision parameters, whose step
 /// must end with a bare `loss.backward()` too.
 class NoReducer {
  public:
@@ -21,7 +21,7 @@ class NoReducer {
   NoReducer(const NoReducer&) = delete;
   NoReducer& operator=(const NoReducer&) = delete;
 
-  /// Takes note of gradients of parameters that are short now.
+  /// Registers accumulate hooks on the low-precision leaves. A no-op after the first call.
   void hook_low_precision_gradients() {
     if (!hooks_.empty()) return;
     for (const NamedTensor& parameter : parameters_) hooks_.emplace_back(parameter.tensor, OnGradient{this});
@@ -29,7 +29,7 @@ class NoReducer {
 
   int no_sync_depth = 0;
   double count = 0;
-  bool inside_backward = false;  // of ddp.backward, which ends the step itself
+  bool inside_backward = false;  // ddp.backward is running, and ends the step itself
 
  private:
   struct OnGradient {
@@ -38,7 +38,7 @@ class NoReducer {
   };
 
   void on_gradient() {
-    const std::lock_guard lock(mutex_);  // the engine has a thread for each device
+    const std::lock_guard lock(mutex_);  // the autograd engine runs one thread for each device
     if (inside_backward || no_sync_depth > 0 || std::exchange(waits_, true)) return;
     at_end_of_backward([weak = std::weak_ptr(self_)](bool ended) {
       const auto self = weak.lock();

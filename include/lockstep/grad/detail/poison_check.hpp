@@ -14,14 +14,14 @@
 
 namespace lockstep::detail {
 
-/// Finds NaN-poisoned bucket views by their first elements. Allocates nothing on CPUs; on a device it gathers
-/// all bucket views of a dtype in one operation and synchronizes with it.
+/// Detects NaN-poisoned bucket views by their first elements. Allocates nothing on CPUs. On a device it
+/// stacks the first elements of each dtype in one operation and synchronizes.
 class PoisonCheck {
  public:
   /// Adds a bucket view, whose memory must not move.
   void add(const at::Tensor& view) {
     if (view.numel() == 0) return;
-    // Made by `set_`, as bucket views are: autograd must not know it as a view of one.
+    // Created by `set_`, as bucket views are: it must not be a view to autograd.
     const at::Tensor first =
         at::empty({0}, view.options()).set_(view.storage(), view.storage_offset(), at::IntArrayRef{});
     if (view.is_cpu()) return here_.push_back(first);
@@ -31,7 +31,7 @@ class PoisonCheck {
     (alike == elsewhere_.end() ? elsewhere_.emplace_back() : *alike).push_back(first);
   }
 
-  /// Whether one may be poisoned: a gradient may be not-a-number by itself.
+  /// Returns whether any bucket view may be poisoned; a gradient may also be NaN by itself.
   [[nodiscard]] bool any() const {
     return std::any_of(here_.begin(), here_.end(), is_nan) ||
            std::any_of(elsewhere_.begin(), elsewhere_.end(), [](const auto& group) {
@@ -59,7 +59,7 @@ class PoisonCheck {
     }
   }
 
-  std::vector<at::Tensor> here_;                    // in the host's memory
+  std::vector<at::Tensor> here_;                    // in host memory
   std::vector<std::vector<at::Tensor>> elsewhere_;  // by dtype and device
 };
 

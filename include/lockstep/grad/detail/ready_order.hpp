@@ -12,8 +12,8 @@
 
 namespace lockstep::detail {
 
-/// The parameters in the order in which their gradients were complete, from `fired`, which names one each
-/// time a gradient of it came; those that are not in it follow.
+/// Returns the parameters in the order of their last entry in `fired`, which lists a parameter for each hook
+/// call; parameters that did not fire follow.
 inline std::vector<std::size_t> completion_order(const std::vector<std::size_t>& fired,
                                                  std::size_t parameters) {
   std::vector<std::size_t> order;
@@ -23,12 +23,12 @@ inline std::vector<std::size_t> completion_order(const std::vector<std::size_t>&
   std::reverse(order.begin(), order.end());
   for (std::size_t i = 0; i < placed.size(); ++i)
     if (!placed[i]) order.push_back(i);
-  // A rank without data knows no order: the reverse of registration is the best guess.
+  // A rank without data has no order. Reverse registration order is the best guess.
   if (fired.empty()) std::reverse(order.begin(), order.end());
   return order;
 }
 
-/// Whether it names each of so many parameters once.
+/// Returns whether `order` is a permutation of the indices below `parameters`.
 inline bool is_order_of(const std::vector<std::size_t>& order, std::size_t parameters) {
   std::vector<char> named(parameters);
   return order.size() == parameters && std::all_of(order.begin(), order.end(), [&](std::size_t index) {
@@ -36,7 +36,7 @@ inline bool is_order_of(const std::vector<std::size_t>& order, std::size_t param
          });
 }
 
-/// Rank 0's order, on every rank. Collective.
+/// Returns rank 0's order on every rank. Collective and blocking.
 template <Reducing Comm>
 std::vector<std::size_t> order_of_rank_zero(Comm& comm, const std::vector<std::size_t>& mine,
                                             at::Device device) {

@@ -14,18 +14,19 @@
 
 namespace lockstep::detail {
 
-/// Remembers the gradients that a reduction has left, to know them again where nobody has touched them. They
-/// are means already: what adds to them afterwards cannot be divided by a count any more.
+/// Detects gradients that still hold the previous reduction's averages. A sum that is accumulated into such
+/// an average can no longer be divided by its count.
 class ReducedGradientTracker {
  public:
+  /// Records the gradients after a reduction.
   void note(const std::vector<NamedTensor>& parameters) {
     left_.resize(parameters.size());
     for (std::size_t i = 0; i < parameters.size(); ++i) left_[i] = state_of(parameters[i].tensor);
   }
 
-  /// Before a backward: forgets those that somebody has cleared or replaced. One that was written to, such as
-  /// by clipping, is a mean still, unless it was set to zeros; on a device, which would have to be waited
-  /// for, it counts as cleared.
+  /// Forgets, before a backward, the gradients that were cleared or replaced. A gradient that was written to,
+  /// such as by clipping, still counts as an average unless it is all zeros. On a device, where reading the
+  /// values would synchronize, a gradient that was written to counts as cleared.
   void recognize(const std::vector<NamedTensor>& parameters) {
     for (std::size_t i = 0; i < left_.size(); ++i) {
       const at::Tensor& gradient = parameters[i].tensor.mutable_grad();
@@ -36,8 +37,8 @@ class ReducedGradientTracker {
     }
   }
 
-  /// After it: throws GradientError that names a parameter whose gradient was there still, and was added to,
-  /// as `added(i)` tells.
+  /// Throws GradientError, after the backward, that names a parameter whose gradient still held an average
+  /// and was accumulated into. `added(i)` returns whether parameter i's gradient was.
   template <class Added>
   void require_untouched(const std::vector<NamedTensor>& parameters, Added&& added) const {
     for (std::size_t i = 0; i < left_.size(); ++i)
@@ -49,13 +50,13 @@ class ReducedGradientTracker {
             parameters[i].name));
   }
 
-  /// Whether the gradient is not as the last reduction left it.
+  /// Returns whether parameter i's gradient was replaced or written to since it was recorded.
   [[nodiscard]] bool changed(const std::vector<NamedTensor>& parameters, std::size_t i) const {
     return left_[i] != state_of(parameters[i].tensor);
   }
 
  private:
-  // All bytes of zeros are, and those of an operator's result would be memory of its own.
+  // Compares bytes, since an operator would allocate its result.
   static bool counts_as_cleared(const at::Tensor& gradient) {
     if (!gradient.is_cpu() || gradient.layout() != at::kStrided || !gradient.is_non_overlapping_and_dense())
       return true;
@@ -65,7 +66,7 @@ class ReducedGradientTracker {
   }
 
   using State = std::pair<const c10::TensorImpl*, std::int64_t>;
-  // The tensor, and how often it was written to; null where there is none.
+  // Returns the gradient's identity and version counter; null if it is undefined.
   static State state_of(const at::Tensor& parameter) {
     const at::Tensor& gradient = parameter.mutable_grad();
     if (!gradient.defined()) return {};

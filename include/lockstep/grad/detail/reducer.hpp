@@ -32,19 +32,22 @@
 
 namespace lockstep::detail {
 
-/// Averages gradients over the ranks while backward runs: which gradient came, what to do when, and how it
-/// ends. What travels, and how, is the Reduction's.
+/// Averages gradients over the ranks while backward runs. Tracks which gradients are ready, and opens and
+/// closes each reduction; BucketReduction launches the collectives and waits for them.
 ///
-/// A reduction is `open()`, then a call of the hook for each gradient, then `close()`. Buckets are launched
-/// in index order as soon as their gradients are there, all but the last: that one waits for `close`, so that
-/// a rank whose backward throws can still tell all others, in this very iteration, by not-a-numbers in it.
+/// A reduction is `open()`, then one call of the accumulate hook for each gradient, then `close()`. Buckets
+/// are launched in index order as soon as their gradients are ready, except the last one, which `close`
+/// launches: a rank whose backward throws poisons that bucket with NaN, so all ranks see the failure in the
+/// same iteration.
 ///
-/// The hooks point to this object, so it does not move. It belongs to one thread, as a model does.
+/// The hooks point to this object, so it does not move. It belongs to one thread, as a model does; only the
+/// hooks run on the autograd engine's threads.
 template <class Comm, class Hook>
 class Reducer {
  public:
-  /// `parameters` are those that require grad, each once, `sparse` those whose gradients will be, and
-  /// `low_precision` what ends with a reduction, or null; it and `comm` must outlive the reducer.
+  /// `parameters` holds each parameter that requires grad once. `sparse[i]` is nonzero if the gradients of
+  /// parameter i are sparse. `low_precision` is null or holds the low-precision parameters that are restored
+  /// at the end of each reduction. `low_precision` and `comm` must outlive the reducer.
   Reducer(std::vector<NamedTensor> parameters, const std::vector<char>& sparse, Comm& comm, Hook hook,
           const DdpOptions& options, LowPrecisionParameters* low_precision)
       : parameters_(std::move(parameters)),
@@ -62,20 +65,24 @@ class Reducer {
   Reducer(const Reducer&) = delete;
   Reducer& operator=(const Reducer&) = delete;
 
-  /// Takes note of gradients of parameters that are short now, which are other leaves.
+  /// Registers accumulate hooks on the low-precision leaves. Requires the parameters to be low precision now.
+  /// A no-op after the first call.
   void hook_low_precision_gradients() {
     if (!low_precision_hooks_.empty()) return;
     low_precision_hooks_.resize(parameters_.size());
     for (std::size_t i = 0; i < parameters_.size(); ++i) {
       const at::Tensor& leaf = parameters_[i].tensor;
-      // One whose own type is the short one has a hook already.
+      // A parameter whose own dtype is the low-precision dtype already has a hook.
       if (&*torch::autograd::impl::grad_accumulator(leaf) != hooks_[i].node())
         low_precision_hooks_[i].emplace(leaf, OnGradient{this, i});
     }
   }
 
-  /// Runs `run_backward` inside a reduction, or plainly inside `no_sync` and inside another backward of this
-  /// model. What it reaches of other models is reduced too, after this one: the same order on every rank.
+  /// Runs `run_backward` inside a reduction, or without one under `no_sync` and inside another backward of
+  /// this model. The outermost call then reduces the other models that the backward has reached, after this
+  /// model and in the order of their construction, which is equal on every rank. Collective, except under
+  /// `no_sync`. Waits for the reductions. Throws what `run_backward` throws, or the error that other ranks
+  /// report.
   template <class Run>
   void backward(const Contribution& contribution, Run&& run_backward) {
     const InsideBackward inside(inside_, contribution.count.has_value());
@@ -116,34 +123,37 @@ class Reducer {
     if (inside.outermost) {
       auto joined = std::exchange(inside.calls.joined, {});
       std::sort(joined.begin(), joined.end(), [](const auto& a, const auto& b) { return a.made < b.made; });
-      // Where this model's reduction has failed it has on every rank, also on one that did not come as far as
-      // the other models: none of those is reduced.
+      // A failed reduction of this model has failed on every rank, and a rank may have failed before it
+      // reached the other models: no rank reduces them.
       for (const JoinedReduction& other : joined)
         end([&] { reduces&& first ? other.abandon(other.reducer) : other.close(other.reducer, thrown); });
     }
     if (first) std::rethrow_exception(first);
   }
 
-  /// Takes part in the others' reduction only to tell them `failure`, also inside `no_sync`.
+  /// Joins the other ranks' reduction to report `failure` to them, also under `no_sync`. Collective.
+  /// `counted`: the other ranks run a reduction of sums with counts.
   void fail_backward(const std::exception_ptr& failure, bool counted) noexcept {
     const int depth = std::exchange(no_sync_depth, 0);
     Contribution nothing{.losses = {}, .nothing = true};
     if (counted) nothing.count = 0;
     try {
       backward(nothing, [&] { std::rethrow_exception(failure); });
-    } catch (...) {  // the failure itself, which is the caller's
+    } catch (...) {  // `failure` itself, which the caller handles
     }
     no_sync_depth = depth;
   }
 
-  /// The buckets in use, as parameter indices.
+  /// Returns the current buckets as parameter indices.
   [[nodiscard]] BucketPlan plan() const { return reduction_.plan(); }
   [[nodiscard]] Hook& hook() { return reduction_.hook(); }
-  /// The order in which buckets were filled after the first iterations, empty where that is still to come.
+  /// Returns the ready order by which the buckets were rebuilt, empty before that rebuild. Runs a rebuild
+  /// that is due, which is collective.
   std::vector<std::size_t> bucket_order() {
     if (rebuild_due_) rebuild();
     return rebuilt_ ? rebuild_order_ : std::vector<std::size_t>();
   }
+  /// Rebuilds the buckets in this order, which must be equal on every rank.
   void set_bucket_order(std::vector<std::size_t> order) {
     reduction_.rebuild(order, gradients_at_forward_.empty() ? nullptr : &gradients_at_forward_);
     gradients_at_forward_.clear();
@@ -151,16 +161,16 @@ class Reducer {
     rebuild_due_ = false;
     rebuilt_ = true;
   }
-  /// Forgets what `no_sync` has accumulated: for a step that is given up.
+  /// Discards the counts and usage flags that `no_sync` has accumulated, for an abandoned step.
   void forget() {
     count_ = 0;
     std::fill(seen_.begin(), seen_.end(), false);
   }
-  /// Of the last reduction; the sum of the counts over ranks.
+  /// Returns the sum of the counts over the ranks in the last reduction.
   [[nodiscard]] double total_count() const { return reduction_.total_count(); }
-  /// Of this rank since the last reduction.
+  /// Returns the sum of this rank's counts since the last reduction.
   [[nodiscard]] double count_so_far() const { return count_; }
-  /// Whether a backward since the last reduction has reached the parameter.
+  /// Returns whether a backward since the last reduction has reached parameter i.
   [[nodiscard]] bool has_gradient(std::size_t i) const { return seen_[i] != 0; }
   void forward_begins() {
     reduction_.times.forward = ReductionTimes::Clock::now();
@@ -184,7 +194,7 @@ class Reducer {
     void operator()() const { reducer->on_gradient(parameter); }
   };
 
-  // Of the parameter in its own type, or in the short one.
+  // Considers the leaf of the parameter's own dtype and its low-precision leaf.
   [[nodiscard]] bool reached(std::size_t i) const {
     return search_.reached(hooks_[i].node()) || (!low_precision_hooks_.empty() && low_precision_hooks_[i] &&
                                                  search_.reached(low_precision_hooks_[i]->node()));
@@ -193,13 +203,13 @@ class Reducer {
   [[nodiscard]] bool searches() const { return options_.find_unused_parameters && !options_.static_graph; }
 
   void on_gradient(std::size_t i) {
-    // The engine has a thread for each device that a model lies on.
+    // The autograd engine runs one thread for each device of the model.
     const std::lock_guard lock(mutex_);
     if (c10::GradMode::is_enabled())
       throw GradientError(
           "backward with create_graph is refused: gradients of gradients would not be averaged over "
           "the ranks; take them with torch::autograd::grad and put the result into the loss");
-    // Through an output that the loss ignores a hook is called without a gradient.
+    // The engine calls the hook without a gradient for an output that the loss ignores.
     if (parameters_[i].tensor.mutable_grad().defined() || !searches()) seen_[i] = true;
     if (no_sync_depth > 0) return;
     if ((!open_ && !joined_) || stale_) {
@@ -257,8 +267,9 @@ class Reducer {
                                               "which ends whatever happens")));
   }
 
-  /// What will get no gradient goes into its bucket now, so that the bucket need not wait for the end.
-  /// `losses` is null where they are not known: inside a bare backward.
+  /// Copies the gradients of parameters that this backward does not reach into their buckets, so that those
+  /// buckets need not wait for `close`. `losses` is null in a bare `loss.backward()`, which does not know
+  /// them.
   void take_known_unused(const at::ArrayRef<at::Tensor>* losses) {
     if (nothing_ || expected_.empty()) return;
     if (options_.static_graph) {
@@ -271,8 +282,9 @@ class Reducer {
     }
   }
 
-  /// The `ddp.backward` of another model reaches this one: that call ends this reduction too. Nothing is
-  /// launched before, since the order in which a backward reaches models may differ between the ranks.
+  /// Joins the running `ddp.backward` of another model, which closes this reduction too. No bucket is
+  /// launched before then: the order in which a backward reaches models may differ between ranks. Throws
+  /// GradientError inside a `backward_sum`.
   void join(OpenBackwards& calls) {
     if (calls.counting > 0)
       throw GradientError(
@@ -297,9 +309,9 @@ class Reducer {
     drop();
   }
 
-  /// A hook fires though no `ddp.backward` runs: the reduction ends with this backward of the engine. Where
-  /// that throws, the engine drops the callback without calling it, and the next reduction finds this one
-  /// stale.
+  /// Opens a reduction from a hook in a bare `loss.backward()`. An engine callback closes it at the end of
+  /// that backward. If the backward throws, the engine drops the callback, the reduction becomes stale and
+  /// the next one closes it first.
   void open_bare() {
     open_plain();
     take_known_unused(nullptr);
@@ -310,8 +322,8 @@ class Reducer {
     });
   }
 
-  /// Ends the reduction: every bucket is launched whatever happened, so that no peer waits for one. Throws
-  /// `failure`, or what another rank told.
+  /// Ends the reduction. Collective and blocking. Launches every bucket even after a failure, so that no peer
+  /// waits for one. Throws `failure`, or the error that other ranks report.
   void close(const std::exception_ptr& failure) {
     const c10::NoGradGuard no_grad;
     RECORD_FUNCTION("lockstep::finish_reduction", std::vector<c10::IValue>());
@@ -341,7 +353,8 @@ class Reducer {
     ++iteration_;
   }
 
-  /// Fills every bucket with the gradients that there are, and poison where one is missing that must not be.
+  /// Copies the remaining gradients into their buckets. Poisons the bucket view of each parameter whose
+  /// gradient is required and missing, and records the parameter in `report`.
   void complete(BackwardReport& report) {
     const bool may_miss = nothing_ || searches() || (options_.static_graph && expected_.empty());
     for (std::size_t i = 0; i < parameters_.size(); ++i) {
@@ -359,11 +372,11 @@ class Reducer {
       }
     }
     reduction_.launch_ready();
-    // Also what took all gradients and threw afterwards must be seen.
+    // A backward that threw after its last gradient must be seen too.
     if (report.thrown) reduction_.poison_last();
   }
 
-  /// After a failure no rank keeps a gradient, so that a step taken all the same changes no parameter.
+  /// Clears all gradients after a failure, so that an optimizer step taken anyway changes no parameter.
   void drop() {
     for (const NamedTensor& parameter : parameters_) parameter.tensor.mutable_grad().reset();
     reduction_.drop();
@@ -378,9 +391,9 @@ class Reducer {
       if (!seen_[i]) unused_.push_back(i);
   }
 
-  /// After the first reduction: how often each gradient comes. Also the order in which they were complete,
-  /// from the first reduction in which buckets are launched before the end, as Python has it: its second
-  /// where the graph is static.
+  /// Records how often each gradient fires in the first reduction that has gradients. Also records the ready
+  /// order, from the first reduction or, with static_graph, from the second, as Python does. A no-op if
+  /// unused parameters are searched for.
   void learn() {
     if (searches()) return;
     const bool any = std::any_of(fired_.begin(), fired_.end(), [](int count) { return count > 0; });
@@ -394,10 +407,11 @@ class Reducer {
     rebuild_due_ = true;
   }
 
-  /// Keeps the gradients that exist at the first forward after the order of buckets is known. Python rebuilds
-  /// its buckets in that forward and moves those gradients into them; a gradient that a backward under
-  /// `no_sync` makes afterwards stays outside, and is multiplied by 1 / size instead of divided. The rebuild
-  /// itself waits for the next reduction here: a forward on one rank alone must not start a collective.
+  /// Records the gradients that exist at the first forward after the ready order is known, with
+  /// GradientStorage::gradient_as_bucket_view. Python rebuilds its buckets in that forward and moves these
+  /// gradients into them; a later gradient of a backward under `no_sync` stays outside and is multiplied by
+  /// 1 / size instead of divided. Here the rebuild waits for the next reduction, because a forward on one
+  /// rank alone must not start a collective.
   void note_gradients() {
     if (!rebuild_due_ || options_.gradients != GradientStorage::gradient_as_bucket_view ||
         !gradients_at_forward_.empty())
@@ -406,7 +420,7 @@ class Reducer {
       gradients_at_forward_.push_back(parameter.tensor.mutable_grad());
   }
 
-  /// Once: buckets in the order in which rank 0's gradients became ready.
+  /// Rebuilds the buckets in rank 0's ready order. Collective; runs once.
   void rebuild() {
     set_bucket_order(order_of_rank_zero(reduction_.comm(), rebuild_order_, parameters_[0].tensor.device()));
   }
@@ -416,25 +430,25 @@ class Reducer {
   DdpOptions options_;
   LowPrecisionParameters* low_precision_;
   BucketReduction<Comm, Hook> reduction_;
-  std::vector<char> taken_;    // lies in its bucket already, by parameter
-  std::vector<int> fired_;     // gradients that came in this reduction, by parameter
-  std::vector<int> expected_;  // how many come; empty until that is known
-  std::vector<char> seen_;     // has a gradient since the last reduction, also from no_sync
+  std::vector<char> taken_;    // by parameter: already copied into its bucket
+  std::vector<int> fired_;     // by parameter: hook calls in this reduction
+  std::vector<int> expected_;  // by parameter: hook calls in a reduction; empty until they are known
+  std::vector<char> seen_;     // by parameter: reached since the last reduction, also under no_sync
   std::vector<std::size_t> ready_order_, rebuild_order_, unused_;
   std::vector<at::Tensor> gradients_at_forward_;  // by parameter; empty before that forward
   GraphSearch search_;
-  double count_ = 0;  // samples since the last reduction
+  double count_ = 0;  // this rank's count since the last reduction
   std::size_t iteration_ = 0;
   bool open_ = false, inside_ = false, stale_ = false, rebuild_due_ = false, rebuilt_ = false;
-  std::optional<double> mean_over_;  // samples of the running reduction, where it makes a mean of sums
+  std::optional<double> mean_over_;  // this rank's count in a reduction of sums with counts
   bool nothing_ = false;
-  bool joined_ = false;  // reached by the backward of another model, which will close this reduction
+  bool joined_ = false;  // the backward of another model has reached this one and closes its reduction
   std::size_t made_ = reducers_made++;
   std::shared_ptr<Reducer*> self_ = std::make_shared<Reducer*>(this);
-  // Last: gone before what they refer to.
+  // Declared last: the hooks must be destroyed before the members that they use.
   std::vector<AccumulateHook<OnGradient>> hooks_;
   std::vector<std::optional<AccumulateHook<OnGradient>>>
-      low_precision_hooks_;  // by parameter, where it can be short
+      low_precision_hooks_;  // by parameter; nullopt if its own dtype is the low-precision one
 };
 
 }  // namespace lockstep::detail

@@ -8,7 +8,8 @@
 
 namespace lockstep::detail {
 
-/// A communicator of one process, known as such when compiling: no hook, no copy, no check is left.
+/// Whether the communicator type has one rank at compile time. Hooks, copies and checks are then compiled
+/// out.
 template <class Comm>
 inline constexpr bool alone = std::same_as<Comm, LocalComm>;
 template <class Comm, class Hook>

@@ -35,12 +35,13 @@
 
 namespace lockstep::detail {
 
-/// What travels in one reduction, in which order and how it is waited for: the buckets through the
-/// communication hook, rows of sparse gradients, who took part, and the counts of samples.
+/// One reduction round: the collectives, their launch order and their completion. Reduces the buckets through
+/// the communication hook, and exchanges sparse rows, parameter usage and sample counts.
 ///
-/// The collectives of a reduction are the same on every rank, in the same order: the counts, where they do
-/// not ride behind the last bucket; the dense buckets by index; then who took part, where that is asked; and
-/// while the buckets are waited for, the sparse ones by index.
+/// Every rank runs the same collectives in the same order: the counts, unless they travel in the tail of the
+/// last bucket; the dense buckets by index; the usage exchange, if it is enabled; and, while the buckets
+/// are waited for, the sparse buckets by index. With a hook without `propagates_nan`, the usage exchange
+/// comes last.
 template <class Comm, class Hook>
 class BucketReduction {
   using Clock = ReductionTimes::Clock;
@@ -72,7 +73,7 @@ class BucketReduction {
   [[nodiscard]] Hook& hook() { return hook_; }
   [[nodiscard]] double total_count() const { return total_count_; }
 
-  /// Throws UsageError if this rank's count is so large that its sum over the ranks might be rounded.
+  /// Throws UsageError if the sum of the ranks' counts might be rounded, were all as large as `count`.
   void check_count(double count) const {
     if (count <= largest_float_count || !counts_ride() ||
         sizes_[*buckets_->last_view()].dtype != static_cast<int>(at::kFloat))
@@ -83,8 +84,8 @@ class BucketReduction {
         comm_.rank(), count, largest_float_count));
   }
 
-  /// Begins a reduction; with a count its gradients are sums over that many, and are divided by the sum of
-  /// all ranks' counts.
+  /// Begins a reduction. With a count, the gradients are sums over that many samples, and are divided by the
+  /// sum of all ranks' counts; counts that do not travel in a bucket are all-reduced here, which blocks.
   void open(std::optional<double> count) {
     counts_ = count.has_value();
     rides_ = counts_ && counts_ride();
@@ -98,7 +99,7 @@ class BucketReduction {
     if (counts_ && !rides_) weigh_first(*count);
   }
 
-  /// Copies a gradient into its bucket.
+  /// Copies parameter i's gradient into its bucket. `seen`: see GradientBuckets::copy_to_bucket's `attach`.
   void copy_to_bucket(std::size_t i, bool seen) {
     buckets_->copy_to_bucket(i, weight_, !counts_, seen);
     --pending_[buckets_->bucket_of(i)];
@@ -111,12 +112,14 @@ class BucketReduction {
     if (const auto last = buckets_->last_view()) buckets_->poison(*last);
   }
 
-  /// Launches the buckets whose turn it is, all but the last.
+  /// Launches complete buckets in index order, up to but not including the last.
   void launch_ready() {
     while (next_ < last_bucket_ && pending_[next_] == 0) launch(next_++);
   }
 
-  /// Launches what is left; `seen` says which parameters have a gradient here.
+  /// Launches the remaining buckets and, for hooks that propagate NaN, the usage exchange. `count` is this
+  /// rank's count, `seen[i]` tells whether parameter i has a gradient on this rank, and `failed` whether this
+  /// rank has failed.
   void launch_rest(double count, const std::vector<char>& seen, bool failed) {
     times.gradients = Clock::now();
     failed_ = failed;
@@ -129,10 +132,14 @@ class BucketReduction {
     if (Hook::propagates_nan && asks_usage_) ask_usage(seen);
   }
 
-  /// Waits for all of it; false where no rank can have poisoned or flagged anything.
+  /// Waits for all collectives of the reduction. Stream-ordered, but blocks the host after a local failure
+  /// and to read flags. Returns false if no rank can have poisoned a bucket or flagged a failure. Throws
+  /// TimeoutError that names the bucket, or the CommunicationError of a collective. An error of the hook
+  /// aborts the communicator and is thrown, unless the usage exchange reports it; then `hook_error` returns
+  /// it.
   bool wait(const std::exception_ptr& failure, std::size_t iteration, const std::vector<char>& seen) {
-    // After a throw here the peers get a moment to arrive and learn of it, and no more: the error must be
-    // seen.
+    // After a local failure the peers get two seconds to join and learn of it. The error must not be delayed
+    // longer.
     const auto deadline = Clock::now() + std::chrono::seconds(2);
     const auto finish = [&](auto& work) {
       if (failure)
@@ -148,25 +155,26 @@ class BucketReduction {
         if (buckets_->sparse(b)) flagged = sum_sparse(b, finish) || flagged;
       } catch (const TimeoutError& error) {
         give_up(failure);
-        if constexpr (Labelled<Comm>) throw;  // it names the bucket itself, which need not be this one
+        if constexpr (Labelled<Comm>) throw;  // the error already names its bucket, which may be another one
         throw TimeoutError(fmt::format("{} (bucket {} of {}, with {}, in backward {})", error.what(), b + 1,
                                        works_.size(), parameter_list(buckets_->members(b), parameters_),
                                        iteration + 1));
       } catch (const CommunicationError&) {
-        throw;  // nothing works any more
+        throw;  // the communicator is unusable
       } catch (...) {
-        // The hook's own: the other buckets are on their way, and must have come before their memory is used.
+        // The hook's own error. The other buckets are in flight and must complete before their memory is
+        // used.
         if (!hook_error_) hook_error_ = std::current_exception();
       }
       works_[b].reset();
     }
-    // A hook that tells the others nothing by what it sends has told them nothing of its errors either. No
-    // exchange fits into a capture, which ends with the error.
+    // Without NaN propagation the buckets carry no failure, so the flag travels separately. A capture cannot
+    // contain this exchange, and ends with the error.
     if (!Hook::propagates_nan && !CaptureScope::active()) {
       failed_ = failed_ || hook_error_;
       ask_usage(seen);
     } else if (hook_error_) {
-      // The others may have sound averages, and step.
+      // The other ranks may have valid averages, and would step with them.
       telling_own_error([&] { std::rethrow_exception(hook_error_); },
                         [&] {
                           if (!CaptureScope::active())
@@ -185,23 +193,22 @@ class BucketReduction {
       throw;
     }
     times.end = Clock::now();
-    // A rank alone knows what it has poisoned. A step that is captured has shown before that every rank has
-    // every gradient.
+    // A single rank needs no NaN check. A captured step has run before, and had every gradient on every rank.
     if (comm_.size() == 1)
       flagged = flagged || failed_;
     else if (Hook::propagates_nan && !CaptureScope::active())
       flagged = flagged || buckets_->maybe_poisoned();
-    // What has come by now may be what an abort has left behind, where errors come later than results.
+    // Where errors are reported after results, an abort may have left the results incomplete.
     if constexpr (requires { comm_.check_error(); }) comm_.check_error();
     return flagged;
   }
 
-  /// Makes the averages the parameters' gradients.
+  /// Sets the parameters' gradients to the averages.
   void copy_from_bucket() {
     if (counts_) divide_by_counts();
     if (asks_usage_) {
       for (std::size_t i = 0; i < parameters_.size(); ++i) used_[i] = usage_->used(i);
-      // That was the first in which anything was used: it holds for all.
+      // The first reduction in which any parameter was used determines all later ones.
       if (options_.static_graph)
         asks_usage_ = std::none_of(used_.begin(), used_.end(), [](char used) { return used != 0; });
     }
@@ -217,8 +224,9 @@ class BucketReduction {
     bytes_last_ = bytes() - bytes_before_;
   }
 
+  /// Abandons the reduction after a failure, and rolls a stateful hook back.
   void drop() {
-    // What nobody has waited for goes on, in memory that nobody must use again.
+    // Collectives that are still in flight keep writing to the old buckets: replace the buckets.
     const bool under_way =
         std::any_of(works_.begin(), works_.end(), [](const auto& work) { return work.has_value(); });
     if (under_way) use(plan());
@@ -228,12 +236,13 @@ class BucketReduction {
     begun_ = false;
   }
 
-  /// What a hook has thrown in this reduction while it was waited for.
+  /// Returns the first error of the hook's works in this reduction, or null.
   [[nodiscard]] const std::exception_ptr& hook_error() const { return hook_error_; }
-  /// Whether any rank used the parameter when that was last asked.
+  /// Returns whether any rank used parameter i, from the last usage exchange; true while usage is exchanged
+  /// in every reduction.
   [[nodiscard]] bool used_anywhere(std::size_t i) const { return asks_usage_ || used_[i]; }
 
-  /// Makes the buckets anew, filled in this order. `adoptable`, if not null: see GradientBuckets.
+  /// Rebuilds the buckets in this order and resets a stateful hook. `adoptable`: see GradientBuckets.
   void rebuild(const std::vector<std::size_t>& ready_order, const std::vector<at::Tensor>* adoptable) {
     use(with_delayed(plan_by_ready_order(sizes_, ready_order, bucket_caps(options_)), delayed_), adoptable);
     if constexpr (StatefulHook<Hook>) hook_.reset();
@@ -290,7 +299,7 @@ class BucketReduction {
     GradientBucket& bucket = (*buckets_)[b];
     bucket.iteration = reductions_;
     const auto naming = labels_.use(comm_, b);
-    // The others wait for what the hook would have sent, and nobody but the hook knows what that is.
+    // The peers wait for collectives that only the hook could have launched: abort.
     telling_own_error([&] { works_[b].emplace(hook_.start(comm_, bucket)); },
                       [&] {
                         abort_for_others(
@@ -305,9 +314,10 @@ class BucketReduction {
     if (first) times.first_launch = launched_[b];
   }
 
-  /// Counts ride behind the last bucket as two numbers, count / 2^16 and the remainder. In float32 their sums
-  /// over 256 ranks are exact: whole numbers up to 2^24 are. Among more ranks, in narrower types, and where a
-  /// hook may do what it likes with the bucket, counts travel first and alone, in float64.
+  /// Returns whether the counts travel in the tail of the last bucket, as two numbers: count / 2^16 and the
+  /// remainder. In float32 the sums of these over 256 ranks are exact, as all integers up to 2^24 are. With
+  /// more ranks, narrower dtypes and other hooks, the counts are all-reduced first and separately, in
+  /// float64.
   [[nodiscard]] bool counts_ride() const {
     if (!std::same_as<Hook, AllReduceHook> || !buckets_->last_view()) return false;
     const auto type = sizes_[*buckets_->last_view()].dtype;
@@ -333,8 +343,8 @@ class BucketReduction {
     }
   }
 
-  /// A hook that casts, and a narrow type, hold means where sums would overflow: so that the total is known
-  /// before the first gradient goes into its bucket.
+  /// All-reduces the counts before the first gradient is copied, so that buckets hold means: sums could
+  /// overflow a narrow dtype or the dtype that a hook casts to. Blocks.
   void weigh_first(double count) {
     at::Tensor sum =
         at::full({1}, count, at::TensorOptions(at::kDouble).device(parameters_[0].tensor.device()));
@@ -343,7 +353,7 @@ class BucketReduction {
     total_count_ = sum.template item<double>();
     weight_ = at::native::wrapped_scalar_tensor(mean_factor());
   }
-  /// What makes a sum over this rank's samples its part of what the reduction adds up, or averages.
+  /// Returns the factor that turns this rank's gradient sum into its contribution to the reduced mean.
   [[nodiscard]] double mean_factor() const {
     return total_count_ == 0 ? 0 : (Hook::predivides ? 1.0 : comm_.size()) / total_count_;
   }
@@ -353,7 +363,7 @@ class BucketReduction {
       const at::Tensor numbers = std::exchange(counted_tail_, {}).to(at::kDouble).cpu();
       total_count_ = numbers[0].item<double>() * count_unit + numbers[1].item<double>();
     }
-    // Where nothing was counted anywhere there is nothing to step along, whatever the sums are.
+    // A total count of 0 makes every gradient zero, whatever the sums are.
     const bool nothing = total_count_ == 0;
     if (rides_ || nothing)
       for (std::size_t b = 0; b < buckets_->size(); ++b)
@@ -379,10 +389,11 @@ class BucketReduction {
     return sum.flagged;
   }
 
+  /// After a timeout: aborts the communicator and rethrows, if this rank has failed. Else a no-op.
   void give_up(const std::exception_ptr& failure) {
     if (!failure) return;
     comm_.abort(first_line(failure));
-    throw;  // the timeout, which the reducer replaces by the failure
+    throw;  // the timeout; the reducer replaces it by `failure`
   }
 
   [[nodiscard]] std::uint64_t bytes() const { return hook_.wire_bytes() + extra_bytes_; }
@@ -397,16 +408,16 @@ class BucketReduction {
   std::optional<GradientBuckets> buckets_;
   std::vector<std::optional<Handle>> works_;
   BucketLabels<Comm> labels_;
-  std::vector<std::size_t> pending_;  // gradients still to come, by bucket
+  std::vector<std::size_t> pending_;  // by bucket: gradients not yet copied
   std::vector<Clock::time_point> launched_;
   std::vector<at::Tensor> sparse_sums_;  // by parameter
   std::optional<UsageExchange<Comm>> usage_;
-  std::vector<char> used_;  // on any rank, by parameter
-  at::Tensor weight_;       // of each sum, a number, where the counts travelled first
+  std::vector<char> used_;  // by parameter: used on any rank
+  at::Tensor weight_;       // scalar factor of each sum, if the counts were all-reduced first
   at::Tensor counted_tail_;
   double total_count_ = 0;
   std::size_t next_ = 0;         // the bucket to launch next
-  std::size_t last_bucket_ = 0;  // the last dense one that is not empty: launched by `launch_rest` alone
+  std::size_t last_bucket_ = 0;  // the last non-empty dense bucket; only `launch_rest` launches it
   std::size_t reductions_ = 0;
   std::uint64_t extra_bytes_ = 0, bytes_before_ = 0, bytes_last_ = 0;
   std::exception_ptr hook_error_;

@@ -14,18 +14,18 @@
 
 namespace lockstep::detail {
 
-/// What became of a sparse gradient: its sum over the ranks, or the word that some rank has failed.
+/// The result of reducing a sparse gradient: its sum over the ranks, or a failure flag.
 struct SparseSum {
-  at::Tensor sum;  // undefined where no rank has a gradient
-  bool flagged = false;
-  std::size_t bytes = 0;  // given to collectives
+  at::Tensor sum;         // undefined if no rank has a gradient
+  bool flagged = false;   // some rank has failed
+  std::size_t bytes = 0;  // sent by this rank
 };
 
-/// Sums rows of a [rows, ...] gradient over the ranks; `gradient` is sparse in its first dimension, or
-/// undefined where this rank has none. `flag` tells every rank that this one has failed. Collective, blocks:
-/// `finish(work)` waits.
+/// Sums a [rows, ...] gradient over the ranks. `gradient` is sparse in its first dimension, or undefined if
+/// this rank has none. `flag` reports to every rank that this one has failed. Collective and blocking;
+/// `finish(work)` waits for a Work.
 ///
-/// Rows are added in the order of the ranks, as Gloo's own sum of sparse tensors does: the bits are Python's.
+/// Adds the ranks' rows in rank order, as Gloo's sparse all-reduce does: bitwise equal to Python.
 template <Gathering Comm, class Finish>
 SparseSum sum_rows(Comm& comm, const at::Tensor& gradient, const at::Tensor& parameter, bool flag,
                    const Finish& finish) {

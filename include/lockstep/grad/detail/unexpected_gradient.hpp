@@ -6,16 +6,16 @@
 
 namespace lockstep::detail {
 
-/// What is known of a parameter whose gradient comes once more than expected.
+/// A parameter whose gradient fired more often in a backward than expected.
 struct UnexpectedGradient {
   std::size_t parameter = 0;
   std::string name;
-  int expected = 0;  ///< gradients a backward
-  int fired = 0;     ///< that came in this one before
+  int expected = 0;  ///< gradients expected in a backward
+  int fired = 0;     ///< gradients that fired in this backward before
   bool taken = false, searches = false, never_used = false;
 };
 
-/// Why that is wrong, and what to do.
+/// Returns the error text: the cause and a remedy.
 inline std::string text_of(const UnexpectedGradient& it) {
   const std::string name = fmt::format("parameter {} '{}'", it.parameter, it.name);
   if (it.never_used)

@@ -13,18 +13,19 @@
 
 namespace lockstep::detail {
 
-/// Tells every rank which parameters took part on any, and whether a rank has failed: one sum of small
-/// numbers beside the buckets, as Python's.
+/// Exchanges which parameters were used on any rank and whether any rank has failed, in one small integer
+/// all-reduce, like Python's.
 template <Reducing Comm>
 class UsageExchange {
  public:
-  /// `parameters` is 0 where only failures are exchanged.
+  /// `parameters` is 0 if only failures are exchanged.
   UsageExchange(std::size_t parameters, at::Device device)
       : sent_(at::zeros({static_cast<std::int64_t>(parameters) + 1},
                         at::TensorOptions(at::kInt).device(device))),
         host_(at::zeros({static_cast<std::int64_t>(parameters) + 1}, at::kInt)) {}
 
-  /// `used[i]`: parameter i has a gradient here.
+  /// Launches the all-reduce. `used[i]`: parameter i has a gradient on this rank. `failed`: this rank has
+  /// failed. Collective; does not block on the collective.
   void start(Comm& comm, const std::vector<char>& used, bool failed) {
     auto* number = host_.mutable_data_ptr<std::int32_t>();
     const std::int64_t parameters = host_.numel() - 1;
@@ -34,13 +35,14 @@ class UsageExchange {
     work_.emplace(comm.all_reduce(sent_, ReduceOp::sum));
   }
   [[nodiscard]] std::optional<typename Comm::Work>& work() { return work_; }
-  /// Reads the sums, once the work was waited for.
+  /// Reads the sums back. Call after waiting for `work()`.
   void read() {
     work_.reset();
     host_.copy_(sent_);
   }
+  /// Abandons the exchange.
   void drop() {
-    // What nobody has waited for may write there still.
+    // A work in flight may still write to the old tensor.
     if (std::exchange(work_, std::nullopt)) sent_ = at::zeros_like(sent_);
   }
 

@@ -17,8 +17,7 @@
 
 namespace lockstep::detail {
 
-/// The tensors of a model without those that are named in `ignored`. Throws UsageError for a name that there
-/// is not.
+/// Returns the tensors of a model except those named in `ignored`. Throws UsageError for an unknown name.
 inline ModelTensors without_ignored(ModelTensors tensors, const std::vector<std::string>& ignored) {
   for (const std::string& name : ignored) {
     const auto named = [&](const NamedTensor& item) { return item.name == name; };
@@ -29,7 +28,8 @@ inline ModelTensors without_ignored(ModelTensors tensors, const std::vector<std:
   return tensors;
 }
 
-/// Finds parameters that were added, replaced, frozen or unfrozen after DistributedDataParallel was made.
+/// Detects parameters that were added, replaced, frozen or unfrozen after DistributedDataParallel was
+/// constructed.
 class WatchedParameters {
  public:
   WatchedParameters() = default;
@@ -41,9 +41,10 @@ class WatchedParameters {
     }
   }
 
-  /// Before the backward of `losses`. `list` gives the parameters that the model has now: it allocates, and
-  /// is asked at the first backward, and where the losses depend on a leaf that was not seen before; what a
-  /// re-entrant backward reaches is not seen. Throws UsageError that names the parameter.
+  /// Checks the parameters before the backward of `losses`. Throws UsageError that names the parameter.
+  /// `list` returns the current parameters of the model; it allocates, so it is called only at the first
+  /// backward and when the losses depend on a leaf not seen before. Leaves that only a re-entrant backward
+  /// reaches are not detected.
   template <class List>
   void check(at::ArrayRef<at::Tensor> losses, List&& list) {
     for (std::size_t i = 0; i < parameters_.size(); ++i)
@@ -57,7 +58,7 @@ class WatchedParameters {
     for (const NamedTensor& parameter : list())
       if (!known_.contains(parameter.tensor.unsafeGetTensorImpl()) &&
           std::find(ignored_.begin(), ignored_.end(), parameter.name) == ignored_.end()) {
-        strangers_.clear();  // it is one again in the next backward
+        strangers_.clear();  // so that the next backward throws again
         asked_ = false;
         throw UsageError(
             fmt::format("parameter '{}' was added or replaced after DistributedDataParallel was made, so "
@@ -68,7 +69,8 @@ class WatchedParameters {
   }
 
  private:
-  // Leaves that are not the model's, such as an input that requires grad, are found once each.
+  // Returns whether the losses depend on an unseen leaf that is not a parameter of the model, such as an
+  // input that requires grad. Each such leaf is reported once.
   bool finds_stranger(at::ArrayRef<at::Tensor> losses) {
     search_.run(losses);
     bool found = false;
@@ -85,7 +87,7 @@ class WatchedParameters {
   std::vector<std::string> ignored_;
   std::vector<char> trained_;
   std::unordered_set<const c10::TensorImpl*> known_;
-  // Weak references keep the addresses of those that are gone from coming back as other tensors'.
+  // Weak references, so that the address of a destroyed leaf is not reused by another tensor.
   std::unordered_set<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> strangers_;
   GraphSearch search_;
   bool asked_ = false;

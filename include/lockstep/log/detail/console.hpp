@@ -18,7 +18,7 @@
 
 namespace lockstep::detail {
 
-/// The local time of day as 14:03:07.042.
+/// Returns the local time of day in the form 14:03:07.042.
 inline std::string time_of_day() {
   timespec now{};
   clock_gettime(CLOCK_REALTIME, &now);
@@ -28,13 +28,12 @@ inline std::string time_of_day() {
                      now.tv_nsec / 1'000'000);
 }
 
-/// Whether what this process writes to stdout ends on a terminal, also through a launching process that says
-/// so.
+/// Returns whether stdout is a terminal, directly or through a launcher that sets LOCKSTEP_TTY.
 inline bool stdout_is_terminal() {
   return isatty(1) == 1 || std::getenv("LOCKSTEP_TTY") != nullptr;
 }
 
-/// The columns of that terminal.
+/// Returns the number of columns of the terminal, from stdout, else from COLUMNS; default 80.
 inline int terminal_columns() {
   winsize window{};
   if (ioctl(1, TIOCGWINSZ, &window) == 0 && window.ws_col > 0) return window.ws_col;
@@ -43,10 +42,10 @@ inline int terminal_columns() {
   return value > 0 ? value : 80;
 }
 
-/// Whether the cursor stands at the beginning of a bar, which the next line has to wipe away.
+/// Whether the cursor is at the beginning of a progress bar, which the next line must erase.
 LOCKSTEP_PROCESS_WIDE inline std::atomic<bool> bar_is_shown{false};
 
-/// Flushes stdout. Says on stderr, once, where it cannot be written (a full disk).
+/// Flushes stdout. Warns on stderr, once, if stdout cannot be written (a full disk).
 inline void flush_stdout() {
   static std::atomic<bool> said{false};
   if (std::fflush(stdout) == 0 && std::ferror(stdout) == 0) return;
@@ -57,7 +56,8 @@ inline void flush_stdout() {
                stderr);
 }
 
-/// Writes whole lines at once, behind what the program has written to the same stream so far.
+/// Writes whole lines at once, after earlier output of the program to the same stream. Erases a progress bar
+/// first.
 inline void write_lines(std::FILE* stream, std::string_view lines) {
   std::string wiped;
   if (bar_is_shown.exchange(false)) {

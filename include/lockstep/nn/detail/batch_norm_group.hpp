@@ -14,16 +14,17 @@
 
 namespace lockstep::detail {
 
-/// What batch norm asks of a communicator, whatever its type.
+/// The collectives of batch norm, independent of the communicator's type.
 struct StatisticsExchange {
   virtual ~StatisticsExchange() = default;
   [[nodiscard]] virtual int size() const = 0;
-  /// Every rank's `row` [n] as [size, n], by rank.
+  /// Returns every rank's `row` [n] as [size, n], by rank.
   [[nodiscard]] virtual at::Tensor gather(const at::Tensor& row) = 0;
   /// Sums `values` over the ranks, in place.
   virtual void sum(const at::Tensor& values) = 0;
 };
 
+/// Runs the collectives of batch norm on a communicator that it owns. Stream-ordered.
 template <class Comm>
 struct CommunicatorExchange final : StatisticsExchange {
   explicit CommunicatorExchange(Comm comm) : comm(std::move(comm)) {}
@@ -39,28 +40,31 @@ struct CommunicatorExchange final : StatisticsExchange {
 
 class BatchNormGroup;
 
-/// A communicator that batch norm can take its ranks from.
+/// A communicator from which batch norm can create its group.
 template <class C>
 concept StatisticsCommunicator =
     (!std::same_as<C, BatchNormGroup>)&&Reducing<C>&& Gathering<C>&& Splittable<C>;
 
-/// The ranks whose batches count as one for batch norm, and their communicator: one for all the modules of a
-/// model. Copies share it; it goes with the last of them and of the modules that hold it.
+/// The ranks whose batches form one joined batch for batch norm, and their communicator, which all modules of
+/// a model share. Copies share the communicator; it is destroyed with the last copy and the last module that
+/// holds it.
 ///
-/// The communicator is one of its own. DistributedDataParallel reduces its buckets during the same backward
-/// in which batch norm sums its gradients, and a rank launches a bucket when its gradients are there: where a
-/// parameter goes unused on one rank, that is later than on the others. On one communicator the all-reduce of
-/// a bucket on one rank would then meet that of a batch norm on another. Among themselves the calls of batch
-/// norm come in an order that the graph alone decides: forward's as the program calls the modules, backward's
-/// as autograd does, which takes the node that was made last first. That is the same on every rank as long as
-/// every rank calls the same modules in the same order, which is the contract. Backward's calls come from the
-/// thread in which autograd runs the graph: on a CPU that which called backward, and never two at once.
+/// The group has a communicator of its own. DistributedDataParallel reduces its buckets during the same
+/// backward in which batch norm sums its gradients, and a rank launches a bucket when its gradients are
+/// ready: later than other ranks, if a parameter is unused on that rank. On a shared communicator, the
+/// all-reduce of a bucket on one rank would then pair with that of a batch norm on another. The graph alone
+/// determines the order of batch norm's own collectives: in forward the order in which the program calls the
+/// modules, in backward the order of autograd, which runs the node that was created last first. Both are
+/// equal on every rank if every rank calls the same modules in the same order; this is required. The
+/// collectives of backward are launched by the thread in which autograd runs the graph (on a CPU, the thread
+/// that called backward), and never concurrently.
 class BatchNormGroup {
  public:
-  /// No ranks yet: convert_sync_batchnorm gives them.
+  /// Constructs a group without ranks, which convert_sync_batchnorm replaces.
   BatchNormGroup() = default;
 
-  /// All ranks of `comm`, over a sub-group made for this. Collective where there are several ranks.
+  /// Constructs a group of all ranks of `comm`, with a sub-group created for it. Collective if there are
+  /// several ranks.
   template <StatisticsCommunicator Comm>
   BatchNormGroup(Comm& comm) : size_(comm.size()) {  // NOLINT: a communicator may stand for its group
     if (size_ == 1) return;
@@ -69,20 +73,20 @@ class BatchNormGroup {
     exchange_ = std::make_shared<CommunicatorExchange<Comm>>(std::move(*comm.new_group(ranks)));
   }
 
-  /// All ranks of `comm`, which is used for this alone from now on, such as `*comm.new_group({0, 2})`.
+  /// Constructs a group of all ranks of `comm`, such as `*comm.new_group({0, 2})`, and takes ownership of it.
   template <StatisticsCommunicator Comm>
   BatchNormGroup(Comm&& comm) : size_(comm.size()) {  // NOLINT
     if (size_ > 1) exchange_ = std::make_shared<CommunicatorExchange<Comm>>(std::move(comm));
   }
 
-  /// Ranks that meet in another way.
+  /// Constructs a group with a custom exchange.
   explicit BatchNormGroup(std::shared_ptr<StatisticsExchange> exchange)
       : size_(exchange->size()), exchange_(std::move(exchange)) {}
 
-  /// The number of ranks; 0 where none were given.
+  /// Returns the number of ranks; 0 for a default-constructed group.
   [[nodiscard]] int size() const { return size_; }
 
-  /// Null where there are no other ranks.
+  /// Returns the exchange; null if there are no other ranks.
   [[nodiscard]] const std::shared_ptr<StatisticsExchange>& exchange() const { return exchange_; }
 
  private:

@@ -18,11 +18,11 @@
 
 #include "lockstep/nn/detail/batch_norm_kernels.hpp"
 
-/// Synchronised batch norm on ATen's own CPU kernels of batch norm, which are vectorised and keep the memory
-/// format. What travels, and what is done per channel, is float64.
+/// Synchronized batch norm on ATen's CPU kernels for batch norm, which are vectorized and keep the memory
+/// format. Exchanged data and per-channel arithmetic are float64.
 namespace lockstep::detail::cpu_batch_norm {
 
-/// The dtype of statistics and parameters in ATen's kernels.
+/// Returns the dtype of statistics and parameters in ATen's kernels.
 inline at::ScalarType statistics_dtype(const at::Tensor& input) {
   return at::isReducedFloatingType(input.scalar_type()) ? at::kFloat : input.scalar_type();
 }
@@ -31,14 +31,14 @@ inline at::Tensor converted(const at::Tensor& tensor, at::ScalarType dtype) {
   return tensor.defined() ? tensor.to(dtype) : tensor;
 }
 
-/// (input - mean) * scale + shift, per channel.
+/// Returns (input - mean) * scale + shift, per channel.
 inline at::Tensor affine(const at::Tensor& input, const at::Tensor& scale, const at::Tensor& shift,
                          const at::Tensor& mean) {
   return std::get<0>(at::native_batch_norm(input, scale, shift, mean, at::ones_like(mean), /*training=*/false,
                                            /*momentum=*/0, /*eps=*/0));
 }
 
-/// Mean, sum of squared deviations, count.
+/// Returns the row of mean, sum of squared deviations and count.
 inline at::Tensor local(const at::Tensor& input, double /*eps*/) {
   const std::int64_t channels = input.size(1);
   at::Tensor row = at::zeros({2 * channels + 1}, at::TensorOptions(at::kDouble).device(input.device()));
@@ -58,7 +58,7 @@ inline void blend(const at::Tensor& running, const at::Tensor& batch, double mom
   target.copy_(target.to(at::kDouble).mul_(1 - momentum).add_(batch, momentum));
 }
 
-/// By Chan's formula, one rank after the other.
+/// Joins the rows by Chan's formula, in rank order.
 inline JoinedStatistics join(const at::Tensor& rows, const at::Tensor& input, double eps,
                              const RunningStatistics& running) {
   const std::int64_t length = rows.size(1), channels = (length - 1) / 2;
@@ -78,7 +78,7 @@ inline JoinedStatistics join(const at::Tensor& rows, const at::Tensor& input, do
     count = total;
   }
   if (count > 0) blend(running.mean, mean, running.momentum);
-  // One value says nothing of the variance: its unbiased estimate would be 0 / 0.
+  // The unbiased variance of one value would be 0 / 0.
   if (count > 1) blend(running.variance, squares / (count - 1), running.momentum);
   const auto dtype = statistics_dtype(input);
   return {mean.to(dtype), (squares / std::max(count, 1.0)).add_(eps).rsqrt_().to(dtype),
@@ -94,15 +94,15 @@ inline at::Tensor normalize(const at::Tensor& input, const at::Tensor& weight, c
 
 inline at::Tensor sums(const at::Tensor& gradient, const at::Tensor& input, const JoinedStatistics& joined) {
   if (input.numel() == 0) return at::zeros({2 * input.size(1)}, joined.count.options());
-  // The gradients of weight and bias of an evaluation with variance 1 are these sums.
+  // These sums are the gradients of weight and bias of an evaluation-mode batch norm with variance 1.
   const auto [none, products, plain] =
       at::native_batch_norm_backward(gradient, input, {}, joined.mean, at::ones_like(joined.mean), {}, {},
                                      /*train=*/false, /*eps=*/0, {false, true, true});
   return at::cat({plain.to(at::kDouble), products.to(at::kDouble)});
 }
 
-/// (gradient - mean of gradient - (input - mean) * invstd^2 * mean of gradient * (input - mean)) * invstd *
-/// weight
+/// Returns (gradient - mean(gradient) - (input - mean) * invstd^2 * mean(gradient * (input - mean)))
+/// * invstd * weight.
 inline at::Tensor input_gradient(const at::Tensor& gradient, const at::Tensor& input,
                                  const at::Tensor& weight, const JoinedStatistics& joined,
                                  const at::Tensor& sums) {
@@ -113,7 +113,7 @@ inline at::Tensor input_gradient(const at::Tensor& gradient, const at::Tensor& i
   const at::Tensor slope = (means.narrow(0, channels, channels) * invstd * invstd * scale).neg_();
   const at::Tensor shift = (means.narrow(0, 0, channels) * scale).neg_();
   const auto dtype = statistics_dtype(input);
-  // Terms that cancel must not be rounded to a half precision before they are added up.
+  // Terms that cancel must not be rounded to half precision before they are added.
   at::Tensor result = affine(input.to(dtype), slope.to(dtype), shift.to(dtype), joined.mean);
   std::vector<std::int64_t> shape(static_cast<std::size_t>(input.dim()), 1);
   shape[1] = channels;

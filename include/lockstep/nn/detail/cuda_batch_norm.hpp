@@ -20,15 +20,15 @@
 
 #include "lockstep/nn/detail/batch_norm_kernels.hpp"
 
-/// Synchronised batch norm on ATen's CUDA kernels that were made for it, as torch.nn.SyncBatchNorm calls
-/// them. They are dispatched operators, so that nothing of CUDA is needed to compile this. What travels is
-/// mean, 1 / sqrt(variance + eps) and count in float32 (float64 for float64), which is what they give.
+/// Synchronized batch norm on ATen's CUDA kernels for it, called as by torch.nn.SyncBatchNorm. They are
+/// dispatched operators, so this compiles without CUDA headers. The ranks exchange mean,
+/// 1 / sqrt(variance + eps) and count in float32 (float64 for float64 inputs), as the kernels return them.
 ///
-/// Nothing here waits for the device, unlike Python's, which looks for ranks without data: those are sorted
-/// to the end here, where the kernel adds nothing for them.
+/// Never synchronizes with the device. Python does, to filter out ranks without data; here these ranks are
+/// sorted to the end, where the kernel adds nothing for them.
 namespace lockstep::detail::cuda_batch_norm {
 
-/// The operators, which LibTorch has for CUDA tensors alone; tests put others in their place.
+/// The operators, which LibTorch implements for CUDA tensors only. Tests substitute them.
 struct AtenOperators {
   static std::tuple<at::Tensor, at::Tensor> stats(const at::Tensor& input, double eps) {
     return at::batch_norm_stats(input, eps);
@@ -61,7 +61,7 @@ struct AtenOperators {
 
 template <class Operators>
 struct Kernels {
-  /// The dtype of statistics and parameters in the kernels.
+  /// Returns the dtype of statistics and parameters in the kernels.
   static at::ScalarType statistics_dtype(const at::Tensor& input) {
     return at::isReducedFloatingType(input.scalar_type()) ? at::kFloat : input.scalar_type();
   }
@@ -72,7 +72,7 @@ struct Kernels {
   static at::Tensor local(const at::Tensor& input, double eps) {
     const std::int64_t channels = input.size(1);
     const auto options = input.options().dtype(statistics_dtype(input));
-    if (input.numel() == 0) {  // not 1 / sqrt(0): the kernel would multiply its inverse by the count of 0
+    if (input.numel() == 0) {  // invstd 1, not 0: the kernel multiplies 1 / invstd by the count, which is 0
       at::Tensor row = at::zeros({2 * channels + 1}, options);
       row.narrow(0, channels, channels).fill_(1);
       return row;
@@ -85,8 +85,8 @@ struct Kernels {
   static JoinedStatistics join(const at::Tensor& rows, const at::Tensor&, double eps,
                                const RunningStatistics& running) {
     const std::int64_t channels = (rows.size(1) - 1) / 2;
-    // The kernel divides by the count so far: a rank without data must not be the first. Ranks with equal
-    // counts keep their order, so that all ranks get the same bits, which are Python's.
+    // The kernel divides by the running count: a rank without data must not be the first. Ranks with equal
+    // counts keep their order, so that the bits are equal on all ranks and to Python's.
     const auto [counts, order] =
         at::sort(rows.select(1, 2 * channels), /*stable=*/true, /*dim=*/0, /*descending=*/true);
     const at::Tensor sorted = rows.index_select(0, order);
@@ -102,7 +102,7 @@ struct Kernels {
     if (tracked) {
       const at::Tensor total = counts.sum();
       keep_where(total > 0, new_mean, running.mean);
-      // One value says nothing of the variance: its unbiased estimate would be 0 / 0.
+      // The unbiased variance of one value would be 0 / 0.
       keep_where(total > 1, new_variance, running.variance);
     }
     return {mean, invstd, counts.to(at::kInt)};

@@ -22,12 +22,12 @@
 
 namespace lockstep::detail {
 
-/// What the graph keeps of a module: its name for messages, and the ranks that it meets.
+/// The part of a module that the graph keeps: its name for error messages, and its exchange.
 struct BatchNormSite : torch::CustomClassHolder {
   BatchNormSite(std::string module, std::shared_ptr<StatisticsExchange> exchange)
       : module(std::move(module)), exchange(std::move(exchange)) {}
 
-  /// What `meet(exchange)` gives; where the ranks do not meet, the error says which module was waiting.
+  /// Returns `meet(exchange)`, which runs a collective. Adds the module and the pass to its errors.
   template <class Meet>
   decltype(auto) meet(const char* pass, Meet&& meet) const {
     const auto named = [&](const Error& error) {
@@ -50,7 +50,7 @@ struct BatchNormSite : torch::CustomClassHolder {
   const std::shared_ptr<StatisticsExchange> exchange;
 };
 
-/// Those for the device that `input` is on; another device is another case here.
+/// Returns the kernels for the device of `input`. Throws UsageError for an unsupported device.
 inline const BatchNormKernels& batch_norm_kernels(const at::Tensor& input, const std::string& module) {
   if (input.device().is_cpu()) return cpu_batch_norm::kernels;
   if (input.device().is_cuda()) return cuda_batch_norm::kernels;
@@ -58,9 +58,10 @@ inline const BatchNormKernels& batch_norm_kernels(const at::Tensor& input, const
                                module, input.device().str()));
 }
 
-/// Batch norm in training over the joined batch of all ranks. One collective forward (rows gathered) and,
-/// where the input needs a gradient, one backward (sums); every rank takes part with whatever batch it has.
-/// The gradients of weight and bias are those of this rank's batch, for DistributedDataParallel to average.
+/// Batch norm in training mode over the joined batch of all ranks. Runs one collective in forward (gathers
+/// the rows) and, if the input needs a gradient, one in backward (sums). Every rank takes part, also with an
+/// empty batch. The gradients of weight and bias are those of this rank's batch, for DistributedDataParallel
+/// to average.
 struct SyncBatchNormFunction : torch::autograd::Function<SyncBatchNormFunction> {
   using Context = torch::autograd::AutogradContext;
   using SitePtr = c10::intrusive_ptr<BatchNormSite>;
@@ -84,7 +85,7 @@ struct SyncBatchNormFunction : torch::autograd::Function<SyncBatchNormFunction> 
                                                  const torch::autograd::variable_list& gradients) {
     const auto capsule = context->saved_data["site"].toCapsule();
     const auto& site = static_cast<const BatchNormSite&>(*capsule);
-    // Before the ranks meet, so that all of them stop here.
+    // Checked before the collective, so that all ranks throw here.
     if (c10::GradMode::is_enabled())
       throw GradientError(fmt::format(
           "{}: backward with create_graph is refused, since the gradient of its gradient is not implemented; "
@@ -101,7 +102,7 @@ struct SyncBatchNormFunction : torch::autograd::Function<SyncBatchNormFunction> 
     if (weight.defined()) {
       const std::int64_t channels = input.size(1);
       of_weight = (sums.narrow(0, channels, channels) * joined.invstd).to(weight.scalar_type());
-      // Not a view: the sum over the ranks comes into `sums`.
+      // A copy, not a view: the collective overwrites `sums`.
       of_bias = sums.narrow(0, 0, channels).to(weight.scalar_type(), /*non_blocking=*/false, /*copy=*/true);
     }
     if (context->needs_input_grad(0)) {

@@ -17,7 +17,7 @@ template <class State>
 struct Active {
   std::vector<at::Tensor> parameters, gradients;
   std::vector<State*> states;
-  // Lists of the states' tensors, kept from step to step so that filling them allocates nothing.
+  // Lists of the states' tensors, kept from step to step to avoid allocations.
   std::array<std::vector<at::Tensor>, 4> columns;
 
   [[nodiscard]] std::size_t size() const { return parameters.size(); }
@@ -32,7 +32,7 @@ struct Active {
     gradients.push_back(std::move(gradient));
     states.push_back(state);
   }
-  /// Fills a column with a tensor of each state.
+  /// Fills column `index` with a tensor of each state and returns it.
   std::vector<at::Tensor>& column(std::size_t index, at::Tensor State::*tensor) {
     auto& list = columns[index];
     list.clear();
@@ -45,8 +45,8 @@ inline bool same_kind(const at::Tensor& a, const at::Tensor& b) {
   return a.scalar_type() == b.scalar_type() && a.device() == b.device();
 }
 
-/// Calls `work` on all, or where they differ in dtype or device once for each kind: lists of foreach and
-/// fused operators are of one kind.
+/// Calls `work` once for each dtype and device among the parameters: foreach and fused operators take lists
+/// of one dtype and device.
 template <class State, class Work>
 void each_kind(Active<State>& all, Work&& work) {
   bool alike = true;
@@ -62,14 +62,14 @@ void each_kind(Active<State>& all, Work&& work) {
   for (auto& kind : kinds) work(kind);
 }
 
-/// A number as Python's operators take it, a tensor that counts as a number. For bfloat16,
-/// `tensor.mul_(number)` of C++ rounds the number first and this does not.
+/// Returns a scalar as Python's operators take it: a wrapped-number tensor. For bfloat16, C++'s
+/// `tensor.mul_(number)` rounds the number first; a wrapped number is not rounded.
 inline at::Tensor as_python_does(double number) {
   return at::native::wrapped_scalar_tensor(number);
 }
 
-/// The fused operators walk through memory without looking at strides: a gradient laid out otherwise than its
-/// parameter is copied into the parameter's layout.
+/// Copies each gradient whose strides differ from its parameter's into the parameter's layout: the fused
+/// operators ignore strides.
 template <class State>
 void align_gradients(Active<State>& all) {
   for (std::size_t i = 0; i < all.size(); ++i) {

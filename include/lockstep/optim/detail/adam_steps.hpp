@@ -31,8 +31,8 @@
 
 namespace lockstep::detail {
 
-/// Adds 1 to each step. On the host without a call of an operator, which would cost as much as one on a small
-/// parameter.
+/// Adds 1 to each step count. On the host it calls no operator, which would cost as much as an operator on a
+/// small parameter.
 inline void advance_steps(Active<AdamState>& all) {
   auto& steps = all.column(3, &AdamState::step);
   if (!steps[0].is_cpu()) return at::_foreach_add_(steps, 1);
@@ -44,7 +44,7 @@ inline void advance_steps(Active<AdamState>& all) {
   }
 }
 
-/// The numbers of a step, in double as Python computes them.
+/// The scalars of a step, in float64 as Python computes them.
 struct AdamStep {
   double correction, size, root;
 
@@ -59,21 +59,21 @@ inline double step_value(const AdamState& state) {
                                                  : static_cast<double>(*state.step.const_data_ptr<float>());
 }
 
-/// A rate of one element as the scalar that Python makes of it.
+/// Returns lr_tensor as a zero-dimensional tensor; undefined if there is none.
 inline at::Tensor rate_scalar(const AdamOptions& options) {
   return options.lr_tensor.defined() ? options.lr_tensor.view(at::IntArrayRef{}) : at::Tensor();
 }
 
-/// `_single_tensor_adam`: all of one parameter, then the next, while its memory is in the cache.
+/// Python's `_single_tensor_adam`: completes one parameter after the other, while its memory is in the cache.
 inline void adam_loop(const AdamOptions& options, Active<AdamState>& all) {
   const double beta1 = options.betas[0], beta2 = options.betas[1];
   const at::Tensor rate = rate_scalar(options);
   const at::Tensor keep = as_python_does(beta2);
-  // Of decoupled weight decay, what is left of a parameter.
+  // The factor of decoupled weight decay.
   const at::Tensor shrink = rate.defined() ? at::rsub(at::mul(rate, options.weight_decay), 1)
                                            : as_python_does(1 - options.lr * options.weight_decay);
   advance_steps(all);
-  // Most often all parameters are at the same step.
+  // Usually all parameters are at the same step.
   AdamStep numbers(options, 1);
   double last = 1;
   for (std::size_t i = 0; i < all.size(); ++i) {
@@ -106,7 +106,7 @@ inline void adam_loop(const AdamOptions& options, Active<AdamState>& all) {
   }
 }
 
-/// `_multi_tensor_adam` of Python, not capturable: the rate is a number.
+/// Python's `_multi_tensor_adam` with capturable=False: the rate is a number.
 inline void adam_foreach(const AdamOptions& options, Active<AdamState>& all) {
   const double beta1 = options.betas[0], beta2 = options.betas[1];
   advance_steps(all);
@@ -145,7 +145,7 @@ inline void adam_foreach(const AdamOptions& options, Active<AdamState>& all) {
   at::_foreach_addcdiv_(parameters, means, root, sizes);
 }
 
-/// `_fused_adam`; nothing waits for the device, whatever the rate and the scale are.
+/// Python's `_fused_adam`. Never synchronizes with the device.
 inline void adam_fused(const AdamOptions& o, Active<AdamState>& all, const StepScale& scale) {
   const auto optional = [](const at::Tensor& tensor) {
     return tensor.defined() ? std::optional<at::Tensor>(tensor) : std::nullopt;
@@ -172,7 +172,7 @@ inline void adam_fused(const AdamOptions& o, Active<AdamState>& all, const StepS
     call(o.lr_tensor);
   else
     call(o.lr);
-  // A step that was skipped is taken back.
+  // Undo the step count of a skipped step.
   if (here.found_inf.defined())
     at::_foreach_sub_(steps, std::vector<at::Tensor>(steps.size(), here.found_inf.view(at::IntArrayRef{})));
 }

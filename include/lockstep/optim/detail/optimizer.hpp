@@ -30,7 +30,8 @@ inline std::string parameter_text(const at::Tensor& parameter, std::size_t index
                      sizes);
 }
 
-/// Throws UsageError for what no optimizer can step.
+/// Throws UsageError for parameters that no optimizer can step: undefined, not a leaf, or listed twice. Also
+/// throws if there are none.
 inline void check_parameters(const char* optimizer, const ParameterGroups& groups) {
   std::unordered_map<const c10::TensorImpl*, std::size_t> seen;
   for (std::size_t g = 0; g < groups.size(); ++g)
@@ -54,17 +55,19 @@ inline void check_parameters(const char* optimizer, const ParameterGroups& group
         fmt::format("{} got no parameters: pass those of a model, such as model->parameters()", optimizer));
 }
 
-/// What SGD and Adam share: groups with options of type GroupOptions<Options>, a State for each parameter,
-/// and archives of LibTorch's form whose keys are the parameters' places instead of addresses.
+/// The base of SGD and Adam: groups with options of type GroupOptions<Options>, a State for each parameter,
+/// and archives in LibTorch's format whose keys are parameter indices instead of addresses.
 ///
-/// Derived gives `step_group(const Options&, Active<State>&, const StepScale&)`, called with autograd off and
-/// each kind of group, and `prepare(const Options&, const at::Tensor& parameter, State&)`, which makes what
-/// is missing of a state.
+/// Derived implements `step_group(const Options&, Active<State>&, const StepScale&)`, which is called once
+/// for each group that has a gradient, with autograd off;
+/// `prepare(const Options&, const at::Tensor& parameter, State&)`, which creates missing parts of a state;
+/// and `refusal(const Options&, const at::Tensor& gradient)`, which returns why a gradient cannot be used, or
+/// null.
 template <class Derived, class State, class Options>
 class GroupedOptimizer : public torch::optim::Optimizer, public ScaledStep {
  public:
-  /// Steps every parameter that has a gradient. `closure`, where given, computes the loss first, which is
-  /// returned. Throws GradientError, naming the parameter, for a gradient that cannot be used.
+  /// Steps every parameter that has a gradient. If `closure` is given, calls it first and returns its loss.
+  /// Throws GradientError, naming the parameter, for a gradient that cannot be used.
   at::Tensor step(LossClosure closure = nullptr) override {
     at::Tensor loss;
     if (closure) {
@@ -75,14 +78,14 @@ class GroupedOptimizer : public torch::optim::Optimizer, public ScaledStep {
     return loss;
   }
 
-  /// Whether every group is fused.
+  /// Returns whether every group is fused.
   [[nodiscard]] bool takes_scale() override {
     for (std::size_t g = 0; g < param_groups_.size(); ++g)
       if (options_of(g).implementation != Implementation::fused) return false;
     return true;
   }
-  /// The step of a GradScaler, without any wait for the device. Needs Implementation::fused in every group,
-  /// or throws UsageError.
+  /// Steps with a GradScaler's scale. Does not synchronize with the device, except in SGD's first step with
+  /// dampening. Throws UsageError if a scale is given and a group is not Implementation::fused.
   void step_scaled(const StepScale& scale) override {
     for (std::size_t g = 0; g < param_groups_.size(); ++g)
       if (scale.given() && options_of(g).implementation != Implementation::fused)
@@ -93,7 +96,7 @@ class GroupedOptimizer : public torch::optim::Optimizer, public ScaledStep {
     step_groups(scale);
   }
 
-  /// Adds parameters that none of the groups has, with options of their own or the defaults.
+  /// Adds a group of parameters that are in no other group, with its own options or the defaults.
   void add_param_group(const torch::optim::OptimizerParamGroup& group) {
     ParameterGroups all(param_groups_);
     all.push_back(group);
@@ -103,8 +106,8 @@ class GroupedOptimizer : public torch::optim::Optimizer, public ScaledStep {
     own_rate(param_groups_.size() - 1);
   }
 
-  /// Throws UsageError where a graph would repeat numbers of the host: each group has to be fused, with its
-  /// rate in a tensor on the parameters' device.
+  /// Throws UsageError unless each group is fused and has its rate in a tensor on the parameters' device: a
+  /// CUDA graph would replay host scalars.
   void check_capturable() {
     for (std::size_t g = 0; g < param_groups_.size(); ++g) {
       const Options& options = options_of(g);
@@ -119,15 +122,15 @@ class GroupedOptimizer : public torch::optim::Optimizer, public ScaledStep {
     }
   }
 
-  /// Of a group, as they are now.
+  /// Returns the current options of a group.
   [[nodiscard]] Options& options(std::size_t group = 0) { return options_of(group); }
 
-  /// Writes groups, options and states in LibTorch's form, by the parameters' places.
+  /// Writes groups, options and states in LibTorch's format, keyed by parameter index.
   void save(torch::serialize::OutputArchive& archive) const override {
     write_optimizer<Options>(archive, *this);
   }
-  /// Reads what save wrote, for the same groups of parameters. Throws CheckpointError, and changes nothing,
-  /// where they differ.
+  /// Reads an archive of `save` for equal groups of parameters. Throws CheckpointError, and changes nothing,
+  /// if they differ. Keeps the current implementation and lr_tensor of each group.
   void load(torch::serialize::InputArchive& archive) override {
     auto loaded = read_optimizer<State, Options>(archive, *this, Derived::name);
     const at::NoGradGuard no_grad;
@@ -159,13 +162,12 @@ class GroupedOptimizer : public torch::optim::Optimizer, public ScaledStep {
       : GroupedOptimizer(one_group(std::move(parameters)), defaults) {}
 
  private:
-  // LibTorch 2.15 gives a group the defaults in place of options of a type that it does not know; 2.6 does
-  // not.
+  // LibTorch 2.15, unlike 2.6, replaces options of an unknown type by the defaults.
   void keep_options(const torch::optim::OptimizerParamGroup& given, std::size_t group) {
     if (given.has_options()) param_groups_[group].set_options(given.options().clone());
   }
 
-  // Each group has a rate of its own, also where several begin with one tensor, such as the defaults'.
+  // Gives each group its own rate tensor, if several groups share one, such as that of the defaults.
   void own_rate(std::size_t group) {
     at::Tensor& rate = options_of(group).lr_tensor;
     for (std::size_t g = 0; g < group && rate.defined(); ++g)
@@ -214,8 +216,8 @@ class GroupedOptimizer : public torch::optim::Optimizer, public ScaledStep {
     const at::NoGradGuard no_grad;
     for (std::size_t g = 0; g < param_groups_.size(); ++g) {
       const Options& options = options_of(g);
-      // A state's tensors and the parameters are changed in place: nothing here is autograd's business, and
-      // calling past it saves a third of what an operator on a small tensor costs.
+      // States and parameters change in place, outside autograd. Skipping its dispatch keys saves a third of
+      // the cost of an operator on a small tensor.
       const at::AutoDispatchBelowADInplaceOrView below_autograd;
       active_.clear();
       for (std::size_t i = 0; i < param_groups_[g].params().size(); ++i) {
@@ -233,7 +235,7 @@ class GroupedOptimizer : public torch::optim::Optimizer, public ScaledStep {
       }
       if (active_.size() == 0) continue;
       static_cast<Derived&>(*this).step_group(options, active_, scale);
-      // What autograd would have done, so that a graph from before the step is refused as ever.
+      // As autograd would do, so that a backward through a graph from before the step throws.
       for (const at::Tensor& parameter : active_.parameters)
         if (!parameter.is_inference()) parameter.unsafeGetTensorImpl()->bump_version();
     }

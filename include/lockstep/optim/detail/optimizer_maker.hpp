@@ -19,7 +19,7 @@ template <class Parameters, std::invocable<Parameters> Make>
 struct MadeBy<Make, Parameters> {
   using type = std::invoke_result_t<Make, Parameters>;
 };
-/// What a function makes of parameters; void where it is not called with any.
+/// The return type of a function of the parameters; void if it cannot be called with them.
 template <class Make, class Parameters = std::vector<at::Tensor>>
 using MadeByOf = typename MadeBy<Make, Parameters>::type;
 
@@ -28,7 +28,7 @@ template <class Make, class Parameters = std::vector<at::Tensor>>
 concept OptimizerMaker = std::derived_from<MadeByOf<Make&, Parameters>, torch::optim::Optimizer> ||
     std::convertible_to<MadeByOf<Make&, Parameters>, std::unique_ptr<torch::optim::Optimizer>>;
 
-/// What it makes, on the heap.
+/// Calls `make` and returns its optimizer in a std::unique_ptr.
 template <class Make, class Parameters>
 requires OptimizerMaker<Make, Parameters> std::unique_ptr<torch::optim::Optimizer> make_optimizer_by(
     Make& make, Parameters parameters) {

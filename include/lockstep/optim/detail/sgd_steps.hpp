@@ -24,7 +24,7 @@ inline double sgd_rate(const SgdOptions& options) {
   return options.lr_tensor.defined() ? options.lr_tensor.item<double>() : options.lr;
 }
 
-/// `_single_tensor_sgd`: all of one parameter, then the next, while its memory is in the cache.
+/// Python's `_single_tensor_sgd`: completes one parameter after the other, while its memory is in the cache.
 inline void sgd_loop(const SgdOptions& options, Active<SgdState>& all) {
   const double rate = sgd_rate(options);
   const at::Tensor momentum = as_python_does(options.momentum);
@@ -44,7 +44,7 @@ inline void sgd_loop(const SgdOptions& options, Active<SgdState>& all) {
   }
 }
 
-/// `_multi_tensor_sgd`. As in Python, nesterov without weight decay adds to the gradients themselves.
+/// Python's `_multi_tensor_sgd`. As in Python, nesterov without weight decay adds to the gradients in place.
 inline void sgd_foreach(const SgdOptions& options, Active<SgdState>& all) {
   const double rate = sgd_rate(options);
   std::vector<at::Tensor> made;
@@ -103,8 +103,8 @@ inline void sgd_fused_call(const SgdOptions& o, Active<SgdState>& all, const Ste
     call(o.lr);
 }
 
-/// `_fused_sgd`. Python fails where a parameter gets its first gradient later than others; here those are a
-/// call of their own.
+/// Python's `_fused_sgd`. Python fails if a parameter gets its first gradient later than others; here such
+/// parameters are stepped in a separate call.
 inline void sgd_fused(const SgdOptions& options, Active<SgdState>& all, const StepScale& scale) {
   align_gradients(all);
   std::size_t fresh = 0;
@@ -118,11 +118,11 @@ inline void sgd_fused(const SgdOptions& options, Active<SgdState>& all, const St
     for (auto& part : parts) sgd_fused(options, part, scale);
     return;
   }
-  // A first step takes the gradient whole, without dampening: whether it is left out must be known.
+  // A first step applies no dampening, so the host must know whether it is skipped.
   if (fresh != 0 && options.dampening != 0 && scale.found_inf.defined() && scale.found_inf.item<float>() != 0)
     return;
-  // Where the first step is skipped for an infinite gradient, the operator leaves the buffers as they are:
-  // zeros then, where Python has what was in that memory.
+  // If the first step is skipped for an infinite gradient, the operator leaves the buffers unchanged: use
+  // zeros, where Python has uninitialized memory.
   if (fresh != 0)
     for (std::size_t i = 0; i < all.size(); ++i)
       all.states[i]->momentum_buffer =

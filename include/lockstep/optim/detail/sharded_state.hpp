@@ -2,8 +2,8 @@
 
 namespace lockstep::detail {
 
-/// An optimizer whose state is spread over the ranks, whatever their communicator: `consolidate`, which is
-/// collective, brings it to the rank that is to save it.
+/// An optimizer whose state is sharded over the ranks, independent of the communicator's type. `consolidate`
+/// gathers the state on rank `to` for saving. Collective.
 class ShardedState {
  public:
   virtual void consolidate(int to) = 0;

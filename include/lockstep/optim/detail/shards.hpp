@@ -14,8 +14,8 @@ namespace lockstep::detail {
 /// The parameters of one rank, by group.
 using Shard = std::vector<std::vector<at::Tensor>>;
 
-/// Deals the parameters out to the ranks as Python's ZeroRedundancyOptimizer does: group by group the largest
-/// first, each to the rank that has the fewest elements so far.
+/// Partitions the parameters over the ranks as Python's ZeroRedundancyOptimizer does: group by group, largest
+/// first, each to the rank with the fewest elements so far.
 inline std::vector<Shard> deal_out(const std::vector<torch::optim::OptimizerParamGroup>& groups, int ranks) {
   std::vector<Shard> shards(static_cast<std::size_t>(ranks), Shard(groups.size()));
   std::vector<std::int64_t> elements(shards.size(), 0);
@@ -32,8 +32,8 @@ inline std::vector<Shard> deal_out(const std::vector<torch::optim::OptimizerPara
   return shards;
 }
 
-/// While it lives, `borrower` has the groups of `owner`, with a shard's parameters in them instead of all.
-/// Everything is swapped, so that options are never copied and never differ.
+/// Lends the groups of `owner` to `borrower` in a scope, with the parameters of `shard` instead of all, or
+/// with all if `shard` is null. Swaps the groups, so options are never copied and cannot diverge.
 class LentGroups {
  public:
   using Groups = std::vector<torch::optim::OptimizerParamGroup>;

@@ -20,8 +20,8 @@
 
 namespace lockstep::detail {
 
-/// Writes an optimizer in LibTorch's form. LibTorch keys by addresses, which differ from run to run; here the
-/// keys count the parameters from 1, so that equal optimizers give equal archives.
+/// Writes an optimizer in LibTorch's format. LibTorch uses addresses as keys, which differ from run to run;
+/// here the keys number the parameters from 1, so that equal optimizers write equal archives.
 template <class Options>
 void write_optimizer(torch::serialize::OutputArchive& archive, const torch::optim::Optimizer& optimizer) {
   archive.write("pytorch_version", c10::IValue("1.5.0"));
@@ -54,15 +54,16 @@ void write_optimizer(torch::serialize::OutputArchive& archive, const torch::opti
   archive.write("param_groups", groups);
 }
 
-/// What an archive holds for each group, and for each of its parameters; nothing for one that had no step.
+/// The contents of an archive: options by group, and states by group and parameter; null for a parameter that
+/// was never stepped.
 template <class State, class Options>
 struct ReadOptimizer {
   std::vector<Options> options;
   std::vector<std::vector<std::unique_ptr<State>>> states;
 };
 
-/// Throws CheckpointError where a group in the archive has an option that these Options do not: another kind
-/// of optimizer wrote it, whose options and states would be passed over.
+/// Throws CheckpointError if a group in the archive has an option that `Options` lacks: another type of
+/// optimizer wrote it, whose options and states would be ignored.
 template <class Options>
 void refuse_foreign_options(torch::serialize::InputArchive& groups, std::size_t count, const char* name) {
   std::vector<std::string> known{"training"};  // every archive of LibTorch's has it
@@ -81,8 +82,8 @@ void refuse_foreign_options(torch::serialize::InputArchive& groups, std::size_t 
   }
 }
 
-/// Reads what write_optimizer or an optimizer of LibTorch's with the same names wrote. Throws CheckpointError
-/// where it does not fit the groups that `optimizer` has.
+/// Reads an archive of write_optimizer, or of a LibTorch optimizer with equal field names. Throws
+/// CheckpointError if it does not match the groups of `optimizer`.
 template <class State, class Options>
 ReadOptimizer<State, Options> read_optimizer(torch::serialize::InputArchive& archive,
                                              const torch::optim::Optimizer& optimizer, const char* name) try {
@@ -112,7 +113,7 @@ ReadOptimizer<State, Options> read_optimizer(torch::serialize::InputArchive& arc
     read.options.push_back(static_cast<GroupOptions<Options>&>(*groups[g].second).values);
     auto& row = read.states.emplace_back();
     for (std::size_t i = 0; i < keys.size(); ++i) {
-      // LibTorch turns the keys into pointers, and nobody follows them.
+      // LibTorch turns the keys into pointers, which are never dereferenced.
       const auto found = states.find(reinterpret_cast<void*>(std::stoull(keys[i])));
       row.emplace_back(found == states.end() ? nullptr : static_cast<State*>(found->second.release()));
       if (!row.back()) continue;
@@ -128,7 +129,7 @@ ReadOptimizer<State, Options> read_optimizer(torch::serialize::InputArchive& arc
   return read;
 } catch (const Error&) {
   throw;
-} catch (const std::exception& error) {  // of LibTorch's, or of a key that is no number
+} catch (const std::exception& error) {  // from LibTorch, or from a key that is not a number
   throw CheckpointError(
       fmt::format("{}: this is no archive of such an optimizer ({})", name, first_line(error)));
 }

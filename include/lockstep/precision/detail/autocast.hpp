@@ -8,10 +8,9 @@
 
 namespace lockstep::detail {
 
-/// While it lives, operators that autocast knows run in `dtype` on this thread, on the CPU and, where there
-/// is one, the GPU: `torch.autocast`. The copies of the parameters that they make are kept until the
-/// outermost of nested ones ends, or one in another dtype begins or ends: LibTorch would take those for its
-/// own.
+/// Enables autocast to `dtype` on this thread in a scope, on the CPU and the GPU, if there is one. Cached
+/// casts of parameters live until the outermost of nested scopes ends, or a scope of another dtype begins or
+/// ends: LibTorch would reuse casts to the wrong dtype. Counterpart: torch.autocast.
 class AutocastScope {
  public:
   explicit AutocastScope(at::ScalarType dtype) {
@@ -46,7 +45,7 @@ class AutocastScope {
     at::ScalarType dtype;
   };
   std::array<Before, devices.size()> before_{};
-  bool other_dtype_ = false;  // than that of the scope around
+  bool other_dtype_ = false;  // the enclosing scope has another dtype
 };
 
 }  // namespace lockstep::detail

@@ -18,9 +18,9 @@
 
 namespace lockstep::detail {
 
-// Archives in memory, and what is read from them with a CheckpointError that names what is missing.
+// In-memory archives, and readers that throw a CheckpointError with the name of a missing entry.
 
-/// The bytes of the file that the archive would be.
+/// Serializes the archive to the bytes of its file.
 inline std::string bytes_of(torch::serialize::OutputArchive& archive) {
   std::string bytes;
   archive.save_to([&](const void* data, std::size_t size) {
@@ -30,9 +30,8 @@ inline std::string bytes_of(torch::serialize::OutputArchive& archive) {
   return bytes;
 }
 
-/// Opens an archive whose tensors come to the CPU. Every file that lockstep reads as an archive is opened
-/// here. Throws CheckpointError where the bytes are damaged, c10::Error where they are another kind of
-/// archive.
+/// Opens an archive with its tensors on the CPU. Every archive file that lockstep reads is opened here.
+/// Throws CheckpointError if the bytes are damaged, c10::Error if they are another kind of archive.
 inline torch::serialize::InputArchive archive_of(std::string_view bytes) {
   ArchiveCheck(bytes).run();
   torch::serialize::InputArchive archive;
@@ -40,8 +39,8 @@ inline torch::serialize::InputArchive archive_of(std::string_view bytes) {
   return archive;
 }
 
-/// Returns `read()`. Errors of lockstep's name the file `origin`; any other exception becomes a
-/// CheckpointError: an archive may be whole and hold values that no reader expects.
+/// Returns `read()`. Adds the file name `origin` to a CheckpointError and rethrows other lockstep errors.
+/// Turns any other exception into a CheckpointError: an intact archive may hold unexpected values.
 template <class Read>
 decltype(auto) reading_file(std::string_view origin, std::string_view bytes, Read&& read) {
   try {
@@ -57,7 +56,7 @@ decltype(auto) reading_file(std::string_view origin, std::string_view bytes, Rea
   }
 }
 
-/// Bytes within an archive are a tensor.
+/// Writes bytes as a uint8 tensor.
 inline void write_bytes(torch::serialize::OutputArchive& archive, const std::string& key,
                         std::string_view bytes) {
   const at::Tensor tensor = at::empty({static_cast<std::int64_t>(bytes.size())}, at::kByte);
@@ -82,7 +81,7 @@ inline std::int64_t read_integer(torch::serialize::InputArchive& archive, const 
   return value.toInt();
 }
 
-/// The length of a list, 0 or more.
+/// Reads the length of a list. Throws CheckpointError if it is negative.
 inline std::int64_t read_length(torch::serialize::InputArchive& archive, const std::string& key) {
   const std::int64_t length = read_integer(archive, key);
   if (length < 0) refuse_archive(key);
@@ -102,7 +101,7 @@ inline torch::serialize::InputArchive read_archive(torch::serialize::InputArchiv
   return inner;
 }
 
-/// Writes what `save(archive)` writes under a key of its own.
+/// Writes a nested archive, filled by `save(archive)`, under `key`.
 template <class Save>
 void write_archive(torch::serialize::OutputArchive& archive, const std::string& key, Save&& save) {
   torch::serialize::OutputArchive inner(archive.compilation_unit());

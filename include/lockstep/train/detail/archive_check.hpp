@@ -18,7 +18,7 @@
 
 namespace lockstep::detail {
 
-/// Eight tables of 256 remainders, for CRC-32 of eight bytes at a time.
+/// Eight tables of 256 remainders, for a CRC-32 of eight bytes at a time.
 using Crc32Tables = std::array<std::array<std::uint32_t, 256>, 8>;
 inline constexpr Crc32Tables crc32_tables = [] {
   Crc32Tables tables{};
@@ -45,7 +45,7 @@ Number little_endian(std::string_view bytes, std::uint64_t offset) {
   return value;
 }
 
-/// Returns the CRC-32 of ZIP and gzip.
+/// Returns the CRC-32 that ZIP and gzip use.
 inline std::uint32_t crc32(std::string_view bytes) {
   const auto& tables = crc32_tables;
   std::uint32_t crc = ~0U;
@@ -61,14 +61,14 @@ inline std::uint32_t crc32(std::string_view bytes) {
 }
 
 /// Verifies the structure of a ZIP archive and the CRC-32 of each of its records. LibTorch writes these
-/// checksums and its reader is built without looking at them. Whatever the reader takes from the archive is
-/// verified: the directory at the end, each record's own header against it, and the content.
+/// checksums, but its reader does not verify them. Verifies everything that the reader uses: the directory at
+/// the end, each record's own header against the directory, and the content.
 class ArchiveCheck {
  public:
   /// `bytes` must outlive the check.
   explicit ArchiveCheck(std::string_view bytes) : bytes_(bytes) {}
 
-  /// Throws CheckpointError that says where the archive is damaged or cut short, or that it is none.
+  /// Throws CheckpointError with the offset of the damage or truncation, or if the bytes are not an archive.
   void run() {
     if (!bytes_.starts_with("PK\3\4")) throw CheckpointError("it is no archive that LibTorch wrote");
     const Directory directory = find_directory();
@@ -85,9 +85,10 @@ class ArchiveCheck {
 
   static constexpr std::uint64_t end_size = 22, locator_size = 20, wide_end_size = 56, entry_size = 46,
                                  header_size = 30;
-  static constexpr auto elsewhere = std::numeric_limits<std::uint32_t>::max();  // in a 64-bit field
+  // Marks a number that is stored in a 64-bit field instead.
+  static constexpr auto elsewhere = std::numeric_limits<std::uint32_t>::max();
 
-  /// The archive as LibTorch's reader takes it.
+  /// Adapts the bytes to LibTorch's reader.
   class Memory : public caffe2::serialize::ReadAdapterInterface {
    public:
     explicit Memory(std::string_view bytes) : bytes_(bytes) {}
@@ -111,7 +112,7 @@ class ArchiveCheck {
   void require(bool good, std::uint64_t offset, const char* what) const {
     if (!good) refuse(offset, what);
   }
-  /// Whether `count` bytes at `offset` lie before `end`.
+  /// Returns whether `count` bytes at `offset` lie before `end`.
   static bool fits(std::uint64_t offset, std::uint64_t count, std::uint64_t end) {
     return offset <= end && count <= end - offset;
   }
@@ -126,7 +127,8 @@ class ArchiveCheck {
     return bytes_.substr(offset, signature.size()) == signature;
   }
 
-  /// The end record closes the archive, behind at most 64 KiB of comment whose length it tells.
+  /// Returns the offset of the end record, which is followed only by a comment of at most 64 KiB. The record
+  /// holds the comment's length.
   [[nodiscard]] std::uint64_t find_end() const {
     require(bytes_.size() >= end_size, bytes_.size(), "it has no end record");
     const std::uint64_t last = bytes_.size() - end_size;
@@ -162,7 +164,8 @@ class ArchiveCheck {
     return {begin, directory_end, records};
   }
 
-  /// Verifies the record that the directory's entry at `at` names. Returns where the next entry begins.
+  /// Verifies the record that the directory's entry at offset `at` names. Returns the offset of the next
+  /// entry.
   std::uint64_t check_record(std::uint64_t at, const Directory& directory) {
     require(fits(at, entry_size, directory.end) && signed_as(at, "PK\1\2"), at,
             "there is no entry of its directory");
@@ -174,7 +177,7 @@ class ArchiveCheck {
     const std::string_view name = bytes_.substr(at + entry_size, name_size);
     read_wide_fields(at + entry_size + name_size, extra_size, {&size, &packed, &header});
 
-    // Beside compression's hints: a descriptor behind the data, and UTF-8 names.
+    // Allowed flags: compression hints, a data descriptor after the data, and UTF-8 names.
     require((flags & ~std::uint64_t{0x080E}) == 0 && (method == 0 || method == 8), at,
             "an entry of its directory has an unknown format");
     const bool folder = name.ends_with('/') || (four(at + 38) & 0x10) != 0;
@@ -193,7 +196,7 @@ class ArchiveCheck {
     return entry_end;
   }
 
-  /// Replaces each number that does not fit 32 bits by the one in the entry's 64-bit field.
+  /// Replaces each number that does not fit into 32 bits by the one in the entry's 64-bit field.
   void read_wide_fields(std::uint64_t extra, std::uint64_t extra_size,
                         std::array<std::uint64_t*, 3> numbers) const {
     const std::uint64_t end = extra + extra_size;
@@ -212,10 +215,10 @@ class ArchiveCheck {
     }
   }
 
-  /// The CRC-32 of what LibTorch makes of a compressed record.
+  /// Returns the CRC-32 of a compressed record after LibTorch has decompressed it.
   std::uint32_t unpacked_crc(std::string_view name, std::uint64_t size, std::uint64_t at) {
     if (!reader_) reader_.emplace(std::make_shared<Memory>(bytes_));
-    // The reader's names leave out the folder that all records of an archive are in.
+    // The reader's names omit the top folder of the archive.
     const auto [content, length] = reader_->getRecord(std::string(name.substr(name.find('/') + 1)));
     require(length == size, at, "a compressed record has another size than its directory says");
     return crc32({static_cast<const char*>(content.get()), length});

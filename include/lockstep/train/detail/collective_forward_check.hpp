@@ -16,8 +16,8 @@
 
 namespace lockstep::detail {
 
-/// "'1' (lockstep::SyncBatchNorm2dImpl)" of the first module that meets other ranks in its forward, or
-/// nothing.
+/// Returns the name and type of the first module whose forward is collective, such as
+/// "'1' (lockstep::SyncBatchNorm2dImpl)", or an empty string.
 inline std::string meeting_module(const torch::nn::Module& model) {
   for (const auto& child : model.named_modules())
     if (const auto* meets = dynamic_cast<const CollectiveModule*>(child.value().get());
@@ -26,8 +26,8 @@ inline std::string meeting_module(const torch::nn::Module& model) {
   return {};
 }
 
-/// Throws UsageError where a module meets the other ranks in its forward and some rank would have no forward
-/// for the others' last: they would wait for it.
+/// Throws UsageError if the forward of a module is collective and the ranks run different numbers of
+/// forwards, so that some ranks would wait for a forward that another rank does not run.
 inline void require_equal_forwards(const torch::nn::Module& model, const EpochPartition& partition) {
   if (partition.equal_micro_batches()) return;
   if (const std::string module = meeting_module(model); !module.empty())
@@ -37,18 +37,20 @@ inline void require_equal_forwards(const torch::nn::Module& model, const EpochPa
         module));
 }
 
-/// What a rank's stream has for the coming micro-batch.
+/// The state of a rank's stream at a micro-batch.
 enum class Turn : char { none = 'n', more = 'm', last_of_step = 'l' };
 
-/// The same for a stream, of which only each turn tells: compares it over all ranks before anyone's forward
-/// may wait for another's. One small collective a micro-batch, for models that meet alone.
+/// Checks that all ranks run equally many forwards on a stream, whose length is unknown beforehand: compares
+/// the streams' states over the ranks before each forward. One small collective per micro-batch, only for
+/// models with a collective forward.
 template <Gathering C>
 class CollectiveForwardCheck {
  public:
   CollectiveForwardCheck(const torch::nn::Module& model, C& comm)
       : comm_(comm), module_(comm.size() > 1 ? meeting_module(model) : "") {}
 
-  /// Throws one and the same DataError on every rank where their turns differ.
+  /// Throws an equal DataError on every rank if their turns differ. Collective and blocking; a no-op for
+  /// models without a collective forward.
   void compare(Turn mine) const {
     if (module_.empty()) return;
     const std::vector<std::string> turns = comm_.all_gather_bytes(std::string(1, static_cast<char>(mine)));

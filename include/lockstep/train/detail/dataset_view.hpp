@@ -8,7 +8,7 @@
 
 namespace lockstep::detail {
 
-/// A dataset that stays where it is: loaders hold their dataset by value, and this is a cheap one.
+/// A non-owning view of a dataset, for loaders, which hold their dataset by value.
 template <Dataset D>
 class DatasetView {
  public:

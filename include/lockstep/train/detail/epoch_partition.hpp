@@ -9,13 +9,13 @@
 
 namespace lockstep::detail {
 
-/// How the samples of an epoch fall to the ranks and to the steps. Each optimizer step takes up to
-/// `accumulate` micro-batches of up to `batch_size` samples from every rank; at the end of the epoch ranks
-/// may have fewer and smaller ones, or none. It follows from the samplers alone, so that every rank knows all
-/// of it without asking.
+/// The partition of an epoch's samples into ranks, steps and micro-batches. Each optimizer step takes up to
+/// `accumulate` micro-batches of up to `batch_size` samples from every rank; at the end of the epoch a rank
+/// may have fewer and smaller ones, or none. The partition follows from the samplers alone, so every rank
+/// computes all of it without communication.
 class EpochPartition {
  public:
-  /// `samples[r]` is what rank r sees in the epoch. `batch_size` and `accumulate` are at least 1.
+  /// `samples[r]` is rank r's number of samples in the epoch. `batch_size` and `accumulate` are at least 1.
   EpochPartition(const std::vector<std::size_t>& samples, std::int64_t batch_size, std::int64_t accumulate)
       : ranks_(static_cast<std::int64_t>(samples.size())), batch_(batch_size), accumulate_(accumulate) {
     for (const std::size_t size : samples) {
@@ -29,46 +29,49 @@ class EpochPartition {
     }
   }
 
-  /// Optimizer steps in the epoch, for all ranks alike: as many as the rank with the most samples needs.
+  /// Returns the number of optimizer steps in the epoch, equal for all ranks: as many as the rank with the
+  /// most samples needs.
   [[nodiscard]] std::int64_t steps() const {
     std::int64_t most = 0;
     for (const Kind& kind : kinds_) most = std::max(most, kind.samples);
     return divide_up(most, batch_ * accumulate_);
   }
 
-  /// Whether every rank has as many micro-batches as the others in each step.
+  /// Returns whether all ranks have equally many micro-batches in each step.
   [[nodiscard]] bool equal_micro_batches() const {
     return std::all_of(kinds_.begin(), kinds_.end(), [&](const Kind& kind) {
       return divide_up(kind.samples, batch_) == divide_up(kinds_[0].samples, batch_);
     });
   }
 
-  /// Samples of all ranks in a step; steps count from 0.
+  /// Returns the number of samples of all ranks in a step; `step` is zero-based.
   [[nodiscard]] std::int64_t samples_in_step(std::int64_t step) const {
     std::int64_t sum = 0;
     for (const Kind& kind : kinds_) sum += kind.ranks * in_step(kind.samples, step);
     return sum;
   }
 
-  /// Micro-batches in a step of a rank that sees `samples` in the epoch: none where it has run out.
+  /// Returns the number of micro-batches in a step of a rank with `samples` in the epoch; 0 after its last
+  /// sample.
   [[nodiscard]] std::int64_t micro_batches(std::int64_t samples, std::int64_t step) const {
     return divide_up(in_step(samples, step), batch_);
   }
 
-  /// Samples in micro-batch `micro`, from 0, of that rank and step.
+  /// Returns the number of samples in micro-batch `micro` (zero-based) of such a rank in a step.
   [[nodiscard]] std::int64_t micro_size(std::int64_t samples, std::int64_t step, std::int64_t micro) const {
     return std::clamp<std::int64_t>(in_step(samples, step) - micro * batch_, 0, batch_);
   }
 
-  /// What the mean loss of `micro` samples in a step is divided by, so that the sum over micro-batches,
-  /// averaged over ranks, is the mean over all samples of the step. Where all of them are equally many it is
-  /// the number of micro-batches exactly, as in Python's `loss / accumulate`; 1 where each rank has one.
+  /// Returns the divisor for the mean loss of a micro-batch of `micro_samples`, so that the sum over
+  /// micro-batches, averaged over ranks, is the mean over all samples of the step. If all micro-batches have
+  /// equally many samples, it is exactly the number of micro-batches of a rank, as in Python's
+  /// `loss / accumulate`.
   [[nodiscard]] double divisor(std::int64_t micro_samples, std::int64_t step) const {
     return static_cast<double>(samples_in_step(step)) / static_cast<double>(micro_samples * ranks_);
   }
 
  private:
-  // Ranks that see equally many samples: there are rarely more than two kinds.
+  // A group of ranks with equally many samples; there are rarely more than two groups.
   struct Kind {
     std::int64_t samples, ranks;
   };
@@ -83,8 +86,8 @@ class EpochPartition {
   std::vector<Kind> kinds_;
 };
 
-/// What each rank of `group` sees in the coming pass, by rank: from the sampler where it knows, and otherwise
-/// as much as this rank.
+/// Returns the number of samples of each rank of `group` in the coming epoch, by rank: from a
+/// CountingSampler, otherwise this rank's number for every rank.
 template <Sampler S, RankedGroup G>
 std::vector<std::size_t> samples_of_ranks(const S& sampler, const G& group) {
   std::vector<std::size_t> samples(static_cast<std::size_t>(group.size()), sampler.size());

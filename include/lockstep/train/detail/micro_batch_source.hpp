@@ -18,13 +18,13 @@
 
 namespace lockstep::detail {
 
-// A micro-batch source gives this rank its micro-batches, step by step: `begin_epoch(e)`, then for each step
-// `begin_step()` and `next()` until that gives nothing. `last()` says whether the one just given is this
-// rank's last in the step, which is when gradients are reduced. `weigh` gives a loss its weight in the step.
-// Feeds whose `counts_beforehand` is true know all ranks' samples in every step. Between steps
-// `save(archive)` writes where the pass stands; `load` before `begin_epoch` makes that pass go on there.
+// A micro-batch source yields this rank's micro-batches, step by step. Call `begin_epoch(e)`, then for each
+// step `begin_step()` and `next()` until it returns null. `last()` returns whether the current micro-batch is
+// this rank's last in the step, with which gradients are reduced. `weigh` weights a loss by its share of the
+// step. A source whose `counts_beforehand` is true knows all ranks' samples in every step. Between steps,
+// `save(archive)` writes the data position; a source constructed with that archive resumes the epoch there.
 
-/// The batches of a loader, whose sampler knows what every rank has.
+/// Yields the batches of a loader, whose sampler knows the samples of every rank.
 template <class Loader>
 class LoaderMicroBatchSource {
  public:
@@ -32,8 +32,9 @@ class LoaderMicroBatchSource {
   static constexpr bool counts_beforehand = true;
   static constexpr bool repeats = true;
 
-  /// `loader` must outlive it. The ranks' samples of a pass are taken from its sampler, once before and once
-  /// after it has taken up the pass that `saved` is of, where that is given. The batches come to `device`.
+  /// `loader` must outlive the source. Batches are copied to `device`. If `saved` is not null, the loader's
+  /// sampler resumes the saved epoch; the partitions of a whole epoch and of the first epoch are computed
+  /// before and after that.
   template <class Group>
   LoaderMicroBatchSource(Loader& loader, const c10::Device& device, std::int64_t batch_size,
                          std::int64_t accumulate, const Group& group, torch::serialize::InputArchive* saved)
@@ -42,7 +43,8 @@ class LoaderMicroBatchSource {
     first_ = share(batch_size, accumulate, group);
   }
 
-  /// Of a whole pass, and of the first.
+  /// Returns the partition of a whole epoch. `first_partition` is that of the first, possibly resumed, epoch;
+  /// call it before `begin_epoch`.
   [[nodiscard]] const EpochPartition& partition() const { return whole_.partition; }
   [[nodiscard]] const EpochPartition& first_partition() const { return first_->partition; }
 
@@ -53,7 +55,8 @@ class LoaderMicroBatchSource {
     step_ = -1;
     given_ = 0;
   }
-  /// Draws the first batch already: that comes before whatever else a step begins with, as in a loop by hand.
+  /// Draws the step's first batch, so that it is loaded before other work of the step, as in a hand-written
+  /// loop.
   void begin_step() {
     ++step_;
     micro_ = 0;
@@ -75,11 +78,11 @@ class LoaderMicroBatchSource {
   }
   [[nodiscard]] LocalLoss weigh(const Mean& mean, const Batch&) const { return lockstep::weigh(mean); }
 
-  /// Samples of all ranks in this step.
+  /// Returns the number of samples of all ranks in this step.
   [[nodiscard]] double samples(int /*ranks*/) const {
     return static_cast<double>(now_.partition.samples_in_step(step_));
   }
-  /// Whether this rank had data in this step.
+  /// Returns whether this rank has data in this step.
   [[nodiscard]] bool had_data() const { return micros_ > 0; }
 
   void save(torch::serialize::OutputArchive& archive) const { loader_.save(archive, given_); }
@@ -112,12 +115,12 @@ class LoaderMicroBatchSource {
   std::optional<Share> first_;
   Share now_ = whole_;
   std::optional<StagedPass<Loader>> pass_;
-  std::size_t given_ = 0;  // samples of this rank in this pass
+  std::size_t given_ = 0;  // samples that this rank has consumed in this epoch
   std::int64_t step_ = -1, micro_ = 0, micros_ = 0, samples_ = 0;
 };
 
-/// The batches of a stream. To know a rank's last micro-batch as such, the one after it is asked for first.
-/// `ForwardCheck` are told each turn before it is taken: CollectiveForwardCheck.
+/// Yields the batches of a stream. Draws one batch ahead, to know whether a micro-batch is the last of its
+/// step. `check.compare` (see CollectiveForwardCheck) is called before each micro-batch is returned.
 template <BatchStream Stream, class ForwardCheck>
 class StreamMicroBatchSource {
  public:
@@ -125,9 +128,9 @@ class StreamMicroBatchSource {
   static constexpr bool counts_beforehand = false;
   static constexpr bool repeats = RepeatableStream<Stream>;
 
-  /// `stream` must outlive it. A stream that can be read again is read up to where the pass that `saved` is
-  /// of stood; from any other the pass goes on with whatever comes. Throws CheckpointError for a pass of
-  /// another number of ranks.
+  /// `stream` must outlive the source. If `saved` is not null, the saved epoch is resumed: a repeatable
+  /// stream is read again up to the saved position, and any other stream continues with its next batch.
+  /// Throws CheckpointError if the epoch was saved with another number of ranks.
   StreamMicroBatchSource(Stream& stream, ForwardCheck check, std::int64_t accumulate, int ranks,
                          torch::serialize::InputArchive* saved)
       : stream_(stream), check_(std::move(check)), accumulate_(accumulate), ranks_(ranks) {
@@ -173,7 +176,7 @@ class StreamMicroBatchSource {
   }
   [[nodiscard]] LocalLoss weigh(const Mean& mean, const Batch&) const { return lockstep::weigh(mean); }
 
-  /// An estimate: as many on each rank.
+  /// Estimates the number of samples of all ranks in this step, assuming equally many on each rank.
   [[nodiscard]] double samples(int ranks) const { return samples_ * ranks; }
   [[nodiscard]] bool had_data() const { return micro_ > 0; }
 
@@ -183,7 +186,7 @@ class StreamMicroBatchSource {
   }
 
  private:
-  // A batch of no samples has no mean loss: it is passed over.
+  // An empty batch has no mean loss and is skipped.
   static bool empty(const Batch& batch) {
     if constexpr (Countable<Batch>)
       return samples_in(batch) == 0;
@@ -191,7 +194,7 @@ class StreamMicroBatchSource {
       return false;
   }
   void draw() {
-    if (ended_) return;  // a stream that has said so is not asked again
+    if (ended_) return;  // do not call `next` after the end of the stream
     do ahead_ = stream_.next();
     while (ahead_ && empty(*ahead_));
     ended_ = !ahead_;
@@ -201,7 +204,7 @@ class StreamMicroBatchSource {
   ForwardCheck check_;
   std::int64_t accumulate_;
   int ranks_;
-  std::int64_t skip_ = 0, given_ = 0;  // batches of this rank: of a resumed pass, and in this one
+  std::int64_t skip_ = 0, given_ = 0;  // batches of this rank: to skip on resume, and consumed in this epoch
   std::int64_t micro_ = 0;
   double samples_ = 0;
   std::optional<Batch> batch_, ahead_;

@@ -13,7 +13,7 @@
 
 namespace lockstep::detail {
 
-/// The torch::nn::Module of a model in any of its forms.
+/// Returns the torch::nn::Module of a model, which is a module or a holder.
 template <Model M>
 torch::nn::Module& module_of(M& model) {
   if constexpr (ModuleImpl<M>)
@@ -22,13 +22,13 @@ torch::nn::Module& module_of(M& model) {
     return *model;
 }
 
-/// Where the batches of a model belong: the device of its first parameter, or the CPU.
+/// Returns the device for a model's batches: the device of its first parameter, or the CPU.
 inline at::Device device_of(const torch::nn::Module& module) {
   const std::vector<at::Tensor> parameters = module.parameters();
   return parameters.empty() ? at::Device(at::kCPU) : parameters[0].device();
 }
 
-/// What the model makes of `input`.
+/// Runs the model's forward on `input`.
 template <Model M, class Input>
 decltype(auto) call_model(M& model, Input&& input) {
   if constexpr (ModuleImpl<M>)
@@ -37,20 +37,19 @@ decltype(auto) call_model(M& model, Input&& input) {
     return (*model).forward(std::forward<Input>(input));
 }
 
-/// Whether `M()` makes a model: a module, or a holder of one, with a default constructor.
+/// A model that `M()` constructs: a default-constructible module, or a holder of one.
 template <class M>
 concept DefaultConstructibleModel = (ModuleImpl<M> && std::default_initializable<M>) || requires {
   requires std::default_initializable<typename M::ContainedType>;
 };
 
-/// Holds a model in any of its forms. A module itself is kept behind a shared pointer, as LibTorch wants its
-/// modules.
+/// Owns a model, which is a module or a holder. A module is kept in a shared pointer, as LibTorch requires.
 template <Model M>
 class ModelHandle {
  public:
   explicit ModelHandle(M model) : model_(hold(std::move(model))) {}
 
-  /// The model in the user's own form.
+  /// Returns the model as the user passed it.
   [[nodiscard]] M& get() {
     if constexpr (ModuleImpl<M>)
       return *model_;

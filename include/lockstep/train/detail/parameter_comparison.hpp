@@ -9,11 +9,12 @@
 
 namespace lockstep::detail {
 
-/// check_same_parameters where a Reduction leaves the ranks equal; of rounding, which processors of different
-/// kinds part by, it warns once.
+/// Runs check_same_parameters, unless the Reduction lets ranks diverge. Warns once about differences by
+/// rounding, which processors of different kinds cause.
 template <class Reduction>
 class ParameterComparison {
  public:
+  /// Collective, unless the Reduction lets ranks diverge; then a no-op.
   template <class Comm>
   void run(const std::vector<NamedTensor>& parameters, Comm& comm, const Log& log) {
     if constexpr (!requires { requires Reduction::ranks_diverge; }) {

@@ -13,7 +13,7 @@
 
 namespace lockstep::detail {
 
-// The communication hook among the extras, or the plain reduction.
+// The CommunicationHook among the extras, or AllReduceHook.
 template <class... Extras>
 struct ReductionAmong {
   using type = AllReduceHook;
@@ -27,15 +27,15 @@ struct ReductionAmong<First, Rest...> {
 template <class... Extras>
 using ReductionOf = typename ReductionAmong<Extras...>::type;
 
-// Whether the ranks can agree on the steps that they leave out.
+// A precision whose ranks can agree on the steps to skip.
 template <class PrecisionType, class Comm>
 concept AgreeingPrecision = requires(PrecisionType& precision, torch::optim::Optimizer& optimizer,
                                      Comm& comm) {
   precision.agree(optimizer, comm);
 };
 
-// Says in one sentence what is wrong with a Trainer's template arguments. The trainer derives from this, so
-// that the sentence comes before whatever else a wrong policy would break.
+// Diagnoses a Trainer's template arguments with one static_assert each. The Trainer derives from this class,
+// so that this message comes before the other errors that a wrong policy causes.
 template <class ModelType, class SamplerType, class Comm, class PrecisionType, class... Extras>
 struct CheckedPolicies {
   static_assert(
@@ -76,7 +76,7 @@ struct CheckedPolicies {
                 "lockstep: two extras of a Trainer model the same concept: give one of each kind");
 };
 
-// Says in one sentence what is wrong with what `fit` was given.
+// Diagnoses the arguments of `fit` with one static_assert each.
 template <class Model, class Data, class Loss, class... Callbacks>
 struct CheckedFit {
   static constexpr bool good() {
@@ -107,12 +107,13 @@ struct CheckedFit {
   }
 };
 
-// The types that a Trainer keeps of its policies; where the policies are wrong, something that swallows
-// whatever it is given, so that the sentence above stays alone.
+// A placeholder for a Trainer's members when its policies are wrong. Accepts any constructor arguments, so
+// that the static_assert above is the only error.
 struct Nothing {
   template <class... Given>
   explicit Nothing(Given&&...) {}
 };
+// The types of a Trainer's members, from its policies.
 template <class ModelType, class Comm, class... Extras>
 struct KeptOf {
   using Model = Nothing;

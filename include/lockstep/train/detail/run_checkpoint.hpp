@@ -27,8 +27,8 @@
 
 namespace lockstep::detail {
 
-/// The parts of a run that a checkpoint holds. `each_more(f)` calls `f(key, part)` for the others that are
-/// Checkpointed.
+/// The parts of a run that a checkpoint holds. `each_more(f)` calls `f(key, part)` for each further part that
+/// is Checkpointed.
 template <class Ddp, class Comm, class EachMore>
 struct CheckpointedRun {
   torch::nn::Module& model;
@@ -39,12 +39,12 @@ struct CheckpointedRun {
   const Log& log;
   EachMore each_more;
 };
-// clang before 17 does not deduce those of an aggregate.
+// clang before 17 does not deduce the template arguments of an aggregate.
 template <class Ddp, class Comm, class EachMore>
 CheckpointedRun(torch::nn::Module&, torch::optim::Optimizer&, RunPosition&, Ddp&, Comm&, const Log&, EachMore)
     -> CheckpointedRun<Ddp, Comm, EachMore>;
 
-/// The communication hook of a run; void where there is none.
+/// The type of a run's communication hook; void if it has none.
 template <class Run>
 struct HookOfRun {
   using type = void;
@@ -59,8 +59,8 @@ struct HookOfRun<Run> {
 template <class Run>
 using HookOf = typename HookOfRun<Run>::type;
 
-/// What is this rank's own; inside an epoch with its loss so far and where its data stands, which a
-/// checkpoint that was loaded and not gone on with yet has told.
+/// Collects this rank's state: generators, local buffers, the hook's state and, inside an epoch, the running
+/// loss and the data position. If a loaded checkpoint has not been resumed yet, the last two come from it.
 template <class Run>
 RankState own_state(Run& run, BufferPolicy buffers, MeanMeter& meter,
                     const SaveDataPosition& save_data_position_, const std::optional<RankState>& loaded) {
@@ -83,7 +83,8 @@ RankState own_state(Run& run, BufferPolicy buffers, MeanMeter& meter,
   return state;
 }
 
-/// `own_state()` returns this rank's RankState; what it throws on one rank, every rank throws.
+/// Writes a checkpoint on rank 0. Collective and blocking. `own_state()` returns this rank's RankState. An
+/// error on any rank is thrown on every rank.
 template <class Run, class OwnState>
 void write_checkpoint(Run run, const std::filesystem::path& path, OwnState&& own_state) {
   std::string own;
@@ -104,6 +105,7 @@ void write_checkpoint(Run run, const std::filesystem::path& path, OwnState&& own
   });
 }
 
+/// Restores the hook's state. Logs a warning if only one of checkpoint and trainer has a stateful hook.
 template <class Run>
 void take_hook_state(Run& run, const RankState& state) {
   if constexpr (StatefulHook<HookOf<Run>>) {
@@ -116,8 +118,8 @@ void take_hook_state(Run& run, const RankState& state) {
   }
 }
 
-/// Takes up where a run stood; its batches are the trainer's own, and rates its own where a schedule has
-/// others.
+/// Restores a run's position. Keeps the trainer's own batch size and accumulation, with a warning if they
+/// differ, and its own rates if their number differs.
 inline void take_position(RunPosition& position, RunPosition saved, const Log& log) {
   if (saved.batch_size != position.batch_size || saved.accumulate != position.accumulate)
     log.warning("the checkpoint is of a run with batches of {} (accumulate {}), which goes on with {} ({})",
@@ -128,6 +130,7 @@ inline void take_position(RunPosition& position, RunPosition saved, const Log& l
   position = std::move(saved);
 }
 
+/// Restores this rank's local buffers; a no-op if none were saved.
 inline void take_buffers(const torch::nn::Module& model, const std::vector<at::Tensor>& saved) {
   const std::vector<NamedTensor> buffers = unique_buffers(model);
   const at::NoGradGuard no_grad;
@@ -135,15 +138,15 @@ inline void take_buffers(const torch::nn::Module& model, const std::vector<at::T
     at::Tensor(buffers[i].tensor).copy_(saved[i]);
 }
 
-/// Returns this rank's own state, or nothing where `path` does not exist on rank 0 and `required` is false.
-/// Collective; every rank throws the same CheckpointError. Model and position change last, when nothing can
-/// fail any more.
+/// Loads a checkpoint. Returns this rank's state, or nullopt if `path` does not exist on rank 0 and
+/// `required` is false. Collective and blocking. Every rank throws an equal CheckpointError. Changes the
+/// model and the position last, after everything that can fail.
 template <class Run>
 std::optional<RankState> read_checkpoint(Run run, const std::filesystem::path& path, bool required) {
   const std::string bytes = on_rank_zero_for_all(
       run.comm, [&] { return required || std::filesystem::exists(path) ? read_whole(path) : std::string(); });
   if (bytes.empty()) return std::nullopt;
-  // One part after the other on all ranks: the second may call collectives.
+  // Every rank must have finished a part before any begins the next, which may call collectives.
   const auto on_all = [&](auto&& read) {
     on_every_rank(run.comm, [&] { reading_file(path.string(), bytes, read); });
   };
@@ -165,7 +168,7 @@ std::optional<RankState> read_checkpoint(Run run, const std::filesystem::path& p
     copy_tensors(tensors);
     take_buffers(run.model, state.buffers);
     if (state.generator.defined()) set_default_generator_state(state.generator);
-    // A run that went to another kind of device draws anew there.
+    // A run that moves to another type of device starts with that device's current generator.
     if (const at::Device device = device_of(run.model); !device.is_cpu() && state.device_generator.defined())
       set_default_generator_state(state.device_generator, device);
     take_position(run.position, std::move(position), run.log);

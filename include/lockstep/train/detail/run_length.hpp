@@ -19,11 +19,11 @@
 
 namespace lockstep::detail {
 
-/// Where a run that starts at some epoch and step ends.
+/// The end of a run that starts at a given epoch and step.
 class RunLength {
  public:
-  /// `steps_in_epoch` is nothing for a stream, whose length nobody knows. Throws DataError where there are
-  /// steps to do and no samples to do them with.
+  /// `steps_in_epoch` is nullopt for a stream, whose length is unknown. Throws DataError if there are steps
+  /// to run but no samples.
   RunLength(const TrainerOptions& options, std::optional<std::int64_t> steps_in_epoch, std::int64_t epoch,
             std::int64_t step)
       : steps_in_epoch_(steps_in_epoch) {
@@ -35,12 +35,14 @@ class RunLength {
       throw DataError("the dataset has no samples to train on");
   }
 
-  /// Whether `epoch` whole epochs and `step` steps, counted from the trainer's first, are enough.
+  /// Returns whether the run ends at this position: after `epoch` whole epochs and `step` steps, counted over
+  /// the trainer's life.
   [[nodiscard]] bool reached(std::int64_t epoch, std::int64_t step) const {
     return last_epoch_ ? epoch >= *last_epoch_ : step >= *last_step_;
   }
-  /// The epoch counted `epoch`, from 0, that starts after `step` steps; the last may be cut short. Of a
-  /// stream only the most steps that it may make are known, or -1, and no epochs after this one.
+  /// Returns the plan of the zero-based `epoch`, which starts after `step` steps. The last epoch may be
+  /// shorter. For a stream, the number of steps is an upper bound or -1 (unknown), and a run of given steps
+  /// plans no epoch after this one.
   [[nodiscard]] EpochPlan plan(std::int64_t epoch, std::int64_t step) const {
     if (last_epoch_) return {epoch, *last_epoch_, steps_in_epoch_.value_or(-1)};
     const std::int64_t left = *last_step_ - step;
@@ -53,7 +55,7 @@ class RunLength {
   std::optional<std::int64_t> steps_in_epoch_, last_epoch_, last_step_;
 };
 
-// "26 samples an epoch", or where ranks differ "26 (2 ranks), 25 (1 rank) samples an epoch".
+// Returns "26 samples an epoch" or, if ranks differ, "26 (2 ranks), 25 (1 rank) samples an epoch".
 inline std::string samples_text(const std::vector<std::size_t>& of_ranks) {
   std::string text;
   for (std::size_t i = 0, end = 0; i < of_ranks.size(); i = end) {
@@ -64,8 +66,8 @@ inline std::string samples_text(const std::vector<std::size_t>& of_ranks) {
   return text + " samples an epoch";
 }
 
-/// Compares what each rank is about to do: `data`, and the options that say how. Collective. Throws one and
-/// the same MismatchError on every rank.
+/// Compares the options of a run and `data`, a description of its data, over the ranks. Collective. Throws an
+/// equal MismatchError on every rank.
 template <Gathering C>
 void check_same_plan(const std::string& data, const TrainerOptions& options, C& comm) {
   if (comm.size() == 1) return;
@@ -94,9 +96,10 @@ void check_same_plan(const std::string& data, const TrainerOptions& options, C& 
                     *text));
 }
 
-/// The same for a dataset: the same one on every rank, by its length and, where it lies in memory, by a
-/// fingerprint (others may draw their samples anew each time); and one notion of what each rank sees of it,
-/// so that no rank waits for another that has none left.
+/// Compares the dataset, the samples of each rank and the options over the ranks. Compares the dataset by its
+/// length and, for a TensorDataset, by a fingerprint: other datasets may draw their samples anew each time.
+/// Ranks that disagree on the samples of each rank would wait for a rank without data. Collective. Throws an
+/// equal MismatchError on every rank.
 template <Gathering C, Dataset D>
 void check_same_run(D& dataset, const std::vector<std::size_t>& samples_of_ranks,
                     const TrainerOptions& options, C& comm) {
@@ -108,7 +111,7 @@ void check_same_run(D& dataset, const std::vector<std::size_t>& samples_of_ranks
   check_same_plan(samples_text(samples_of_ranks), options, comm);
 }
 
-/// Whether any rank says so. Collective.
+/// Returns whether `here` is true on any rank. Collective and blocking.
 template <Gathering C>
 bool any_rank(bool here, C& comm) {
   if (comm.size() == 1) return here;
@@ -116,7 +119,7 @@ bool any_rank(bool here, C& comm) {
   return std::any_of(all.begin(), all.end(), [](const std::string& said) { return !said.empty(); });
 }
 
-/// Throws UsageError where the options want more passes over a stream than it has.
+/// Throws UsageError if the options ask for several epochs of a stream that cannot be restarted.
 template <BatchStream S>
 void require_passes(const TrainerOptions& options) {
   if (!RepeatableStream<S> && options.epochs.value_or(1) > 1)

@@ -11,19 +11,19 @@
 
 namespace lockstep::detail {
 
-/// Where a trainer stands. Epochs and steps are counted over all that it did.
+/// A trainer's position. Epochs and steps are counted over the trainer's whole life.
 struct RunPosition {
   std::int64_t epoch = 0, step = 0;
-  /// Steps done of the epoch that is under way.
+  /// Completed steps of the current epoch.
   std::int64_t step_in_epoch = 0;
-  /// Of them, those that the precision left out.
+  /// Steps of the current epoch that the precision skipped.
   std::int64_t skipped = 0;
-  /// Where the running `fit` began, from which its length counts.
+  /// Epoch and step at which the running `fit` began; its length is counted from there.
   std::int64_t first_epoch = 0, first_step = 0;
   bool fitting = false;
-  /// What each step is made of: samples a rank and a micro-batch, and micro-batches.
+  /// Samples per rank and micro-batch, and micro-batches per step.
   std::int64_t batch_size = 0, accumulate = 0;
-  /// Learning rates of the optimizer's groups before any schedule; empty where there is none.
+  /// Learning rates of the optimizer's groups before any schedule; empty without a schedule.
   std::vector<double> rates;
 
   void save(torch::serialize::OutputArchive& archive) const {
@@ -56,10 +56,10 @@ struct RunPosition {
   }
 };
 
-/// Writes where the data of a running `fit` stands.
+/// Writes the data position of a running `fit`.
 using SaveDataPosition = std::function<void(torch::serialize::OutputArchive&)>;
 
-/// Marks a `fit` as running while it lives.
+/// Marks a `fit` as running in a scope, and keeps its SaveDataPosition.
 class Fitting {
  public:
   Fitting(RunPosition& position, SaveDataPosition& kept, SaveDataPosition save)
@@ -72,7 +72,7 @@ class Fitting {
   ~Fitting() {
     kept_ = nullptr;
     position_.fitting = false;
-    position_.step_in_epoch = position_.skipped = 0;  // an epoch that was given up starts anew
+    position_.step_in_epoch = position_.skipped = 0;  // an abandoned epoch is restarted
   }
 
  private:

@@ -10,8 +10,8 @@ namespace lockstep::detail {
 template <class T, class... Types>
 inline constexpr bool one_of = (std::same_as<T, Types> || ...);
 
-// The value of type T among `given`, moved out, or what `fallback(std::type_identity<T>)` makes where there
-// is none; only then the fallback is compiled.
+// Moves out the argument of type T among `given`, or returns `fallback(std::type_identity<T>)`, which is
+// compiled only if there is no such argument.
 template <class T, class Fallback, class... Given>
 T pick(Fallback&& fallback, Given&... given) {
   if constexpr (one_of<T, Given...>)
@@ -20,6 +20,7 @@ T pick(Fallback&& fallback, Given&... given) {
     return fallback(std::type_identity<T>{});
 }
 
+// A fallback for `pick` that default-constructs a policy.
 struct MakeDefault {
   template <class T>
   T operator()(std::type_identity<T>) const {

@@ -9,7 +9,7 @@
 
 namespace lockstep::detail {
 
-/// Counts the steps that a precision left out, without waiting for a device that alone knows.
+/// Counts the steps that a precision skipped, without synchronizing with the device that holds the outcome.
 class SkippedSteps {
  public:
   SkippedSteps() = default;
@@ -22,7 +22,7 @@ class SkippedSteps {
     there_ = there_.defined() ? there_ + one.to(there_.device()) : one;
   }
 
-  /// Waits for the device.
+  /// Returns the count. Synchronizes with the device if an outcome is known only there.
   [[nodiscard]] std::int64_t count() const {
     return known_ + (there_.defined() ? static_cast<std::int64_t>(there_.item<float>()) : 0);
   }

@@ -18,13 +18,14 @@
 
 namespace lockstep::detail {
 
-/// A sum over nothing, times 0: its backward adds nothing, but communicates where the forward did (batch norm
-/// over all ranks). Undefined where the sum has no graph, or is not a number, which 0 would not stop.
+/// Returns an empty sum times 0: its backward adds zeros, but runs the collectives that match those of the
+/// forward (SyncBatchNorm). Undefined if the sum has no graph or is not finite, since 0 times NaN is NaN.
 inline at::Tensor nothing_of(const at::Tensor& sum) {
   return sum.defined() && sum.requires_grad() && std::isfinite(host_value(sum)) ? sum * 0 : at::Tensor();
 }
 
-/// Throws DataError where a sum over nothing is not a number, and the other ranks wait for its backward.
+/// Throws DataError if an empty sum is not finite and the model is collective in its backward, so that the
+/// other ranks would wait for it.
 template <class M>
 void require_finite_nothing(M& model, const at::Tensor& sum) {
   if (!sum.defined() || !sum.requires_grad() || std::isfinite(host_value(sum))) return;
@@ -35,35 +36,35 @@ void require_finite_nothing(M& model, const at::Tensor& sum) {
         host_value(sum), module));
 }
 
-/// Forward and backward of this rank's micro-batches in the step that `source` has begun, reduced over the
-/// ranks with its last one: the gradients are then those of the mean over all that all ranks have in the
-/// step. A rank without data takes part in the reduction with zeros. Returns what was counted on all ranks
-/// together; where that is 0 there is nothing to step along. `losses` gets one entry a micro-batch.
+/// Runs forward and backward of this rank's micro-batches in the step that `source` has begun, and reduces
+/// the gradients with the last one. The gradients are then those of the mean over all samples of all ranks in
+/// the step. A rank without data contributes zeros. Returns the total count of all ranks; if it is 0, the
+/// optimizer must not step. `losses` gets one entry per micro-batch. Collective.
 ///
-/// Where all counts are known beforehand each mean is weighed before its backward, which for equal batches is
-/// Python's arithmetic; where only the data tells them, sums are reduced and divided by the counts that ride
-/// along.
+/// If all counts are known beforehand, each mean is weighted before its backward; for equal batches this is
+/// Python's arithmetic. Otherwise sums are reduced and divided by the total count, which is reduced with
+/// them.
 ///
-/// What the data or the loss throws on this rank is told to the others, whose step ends with an error too:
-/// none waits for this rank. The communicator works on after a loss that threw, unless the model itself meets
-/// the other ranks or they take more than two seconds to come to their backward, and is aborted after other
-/// failures.
+/// An error of the data or the loss on this rank is reported to the other ranks, whose step throws too
+/// instead of waiting. The communicator stays usable after a loss that threw, unless the model itself is
+/// collective or the other ranks take more than two seconds to reach their backward. It is aborted after
+/// other failures.
 template <class M, class Ddp, class C, class P, class Source, class Loss>
 double step_gradients(M& model, Ddp& ddp, C& comm, P& precision, Source& source, Loss& loss,
                       std::vector<LocalLoss>& losses) {
   constexpr bool weighed = Source::counts_beforehand && !CountedLoss<Loss, M, typename Source::Batch>;
   losses.clear();
-  ddp.forget();  // a step before this one may have been given up
+  ddp.forget();  // the previous step may have been abandoned
   double all = 0;
-  // In the forward the others wait for this rank in their backward, unless the model itself meets them before
-  // that, or the step is being captured.
+  // After an error in this rank's forward, the other ranks wait in their backward, so it is reported there. A
+  // collective forward waits earlier, and a capture cannot report: abort then.
   const auto tell_in_backward = [&] {
     if (CaptureScope::active() || !meeting_module(module_of(model)).empty())
       abort_for_others(comm);
     else
       ddp.fail_backward(std::current_exception(), !weighed);
   };
-  // Inside no_sync gradients and counts only add up.
+  // Under no_sync, gradients and counts are only accumulated.
   const auto backward = [&](const LocalLoss& local) {
     if (local.count == 0) aborting(comm, [&] { require_finite_nothing(model, local.value); });
     if constexpr (weighed)
@@ -80,10 +81,10 @@ double step_gradients(M& model, Ddp& ddp, C& comm, P& precision, Source& source,
         [&] { return precision.forward([&] { return source.weigh(loss(model, *batch), *batch); }); },
         tell_in_backward));
     backward(local);
-    local.value.reset();  // and the graph with it
+    local.value.reset();  // frees the graph
   }
   if (losses.empty()) {
-    ddp.before_forward();  // rank 0's buffers come once a step
+    ddp.before_forward();  // joins the other ranks' buffer synchronization
     if constexpr (weighed)
       ddp.backward_empty();
     else

@@ -20,10 +20,10 @@
 #include "lockstep/train/extras.hpp"
 #include "lockstep/train/trainer_options.hpp"
 
-/// What a Trainer makes of its policies where it was given none, and how it brings them together.
+/// Default policies of a Trainer, and their assembly.
 namespace lockstep::detail {
 
-/// A model whose initial values are those of a seed.
+/// Default-constructs a model after seeding the generators with `seed`.
 struct MakeSeeded {
   std::uint64_t seed;
   template <class M>
@@ -36,14 +36,14 @@ struct MakeSeeded {
   }
 };
 
-/// The model where the communicator's tensors live, before anything holds on to its parameters.
+/// Moves the model to the device of the communicator's tensors. Call before anything holds its parameters.
 template <class M, class Comm>
 M placed(M model, const Comm& comm) {
   if constexpr (DeviceCommunicator<Comm> && Model<M>) module_of(model).to(comm.tensor_device());
   return model;
 }
 
-/// The communication hook among the extras, moved out, or a new one.
+/// Moves out the communication hook among the extras, or default-constructs one.
 template <class Reduction, class... Extras>
 Reduction take_reduction(std::tuple<Extras...>& extras) {
   if constexpr (one_of<Reduction, Extras...>)
@@ -52,7 +52,8 @@ Reduction take_reduction(std::tuple<Extras...>& extras) {
     return Reduction();
 }
 
-/// What `validated` says, and UsageError for a rate beside an optimizer that has its own.
+/// Calls `validated`. Also throws UsageError if `lr` is set beside an OptimizerFactory, which has its own
+/// rate.
 template <class... Extras>
 const TrainerOptions& validated_beside(const TrainerOptions& options) {
   if ((OptimizerFactory<Extras> || ...) && options.lr)
@@ -60,7 +61,7 @@ const TrainerOptions& validated_beside(const TrainerOptions& options) {
   return validated(options);
 }
 
-/// What the extras' OptimizerFactory makes, or plain SGD.
+/// Constructs the optimizer by the extras' OptimizerFactory, or SGD if there is none.
 template <class... Extras>
 std::unique_ptr<torch::optim::Optimizer> made_optimizer(std::tuple<Extras...>& extras,
                                                         const std::vector<NamedTensor>& parameters,
@@ -84,7 +85,7 @@ std::unique_ptr<torch::optim::Optimizer> made_optimizer(std::tuple<Extras...>& e
   }
 }
 
-/// The parameters that are in none of the optimizer's groups.
+/// Returns the parameters that are in none of the optimizer's groups.
 inline std::vector<at::Tensor> not_held(const std::vector<at::Tensor>& parameters,
                                         const torch::optim::Optimizer& optimizer) {
   std::unordered_set<const at::TensorImpl*> held;

@@ -13,21 +13,21 @@
 
 namespace lockstep::detail {
 
-/// The spellings of the flag that gives the number of processes.
+/// Returns the spellings of the flag for the number of processes.
 inline std::vector<std::string> nproc_flags(const LaunchOptions& options) {
   if (options.nproc_flag.empty()) return {};
   if (options.nproc_flag == LaunchOptions().nproc_flag) return {"--nproc", "--nproc-per-node"};
   return {options.nproc_flag};
 }
 
-/// Whether `argument` is `--flag` (1), `--flag=VALUE` (2), or neither (0).
+/// Returns 1 for `--flag`, 2 for `--flag=VALUE`, 0 for any other argument.
 inline int matches_flag(std::string_view argument, std::string_view flag) {
   if (!argument.starts_with(flag)) return 0;
   return argument.size() == flag.size() ? 1 : argument[flag.size()] == '=' ? 2 : 0;
 }
 
-/// The value of `--flag VALUE` or `--flag=VALUE` in a command line; of several the last counts, and none
-/// after `--` does. Throws UsageError for a flag without a value.
+/// Returns the value of `--flag VALUE` or `--flag=VALUE` in a command line. The last occurrence before `--`
+/// counts. Throws UsageError for a flag without a value.
 inline std::optional<std::string> argument_value(int argc, const char* const* argv,
                                                  const std::vector<std::string>& flags) {
   std::optional<std::string> value;
@@ -45,8 +45,8 @@ inline std::optional<std::string> argument_value(int argc, const char* const* ar
   return value;
 }
 
-/// The command line without the flags that `launch` reads and their values, ending in a null pointer, for the
-/// program's own parser.
+/// Returns the command line without the flags that `launch` reads and their values, for the program's own
+/// parser. The last element is a null pointer.
 inline std::vector<char*> program_arguments(int argc, const char* const* argv, const LaunchOptions& options) {
   auto flags = nproc_flags(options);
   flags.insert(flags.end(), {"--prefix", "--timeout"});
@@ -58,14 +58,14 @@ inline std::vector<char*> program_arguments(int argc, const char* const* argv, c
     int match = 0;
     for (std::size_t f = 0; f < flags.size() && i > 0 && !over && match == 0; ++f)
       match = matches_flag(argument, flags[f]);
-    if (match == 0) kept.push_back(const_cast<char*>(argv[i]));  // main's, which a program may change
+    if (match == 0) kept.push_back(const_cast<char*>(argv[i]));  // argv of main, which a program may change
     if (match == 1) ++i;
   }
   kept.push_back(nullptr);
   return kept;
 }
 
-/// `--nproc N`, at least 1. Throws UsageError.
+/// Returns the value of `--nproc N`. Throws UsageError unless it is a whole number of at least 1.
 inline std::optional<int> nproc_argument(int argc, const char* const* argv,
                                          const LaunchOptions& options = {}) {
   const auto text = argument_value(argc, argv, nproc_flags(options));
@@ -77,7 +77,7 @@ inline std::optional<int> nproc_argument(int argc, const char* const* argv,
   return value;
 }
 
-/// `--timeout SECONDS`, at least 1.
+/// Returns the value of `--timeout SECONDS`. Throws UsageError unless it is a whole number of at least 1.
 inline std::optional<int> timeout_argument(int argc, const char* const* argv) {
   const auto text = argument_value(argc, argv, {"--timeout"});
   if (!text) return std::nullopt;
@@ -88,7 +88,7 @@ inline std::optional<int> timeout_argument(int argc, const char* const* argv) {
   return value;
 }
 
-/// `--prefix auto|always|never`.
+/// Returns the value of `--prefix auto|always|never`. Throws UsageError for any other value.
 inline std::optional<Prefix> prefix_argument(int argc, const char* const* argv) {
   const auto text = argument_value(argc, argv, {"--prefix"});
   if (!text) return std::nullopt;

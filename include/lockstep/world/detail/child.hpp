@@ -21,7 +21,7 @@ extern "C" char** environ;  // NOLINT: POSIX declares it in no header
 
 namespace lockstep::detail {
 
-/// A file descriptor that is closed with its owner.
+/// Owns a file descriptor.
 class Descriptor {
  public:
   Descriptor() = default;
@@ -37,7 +37,7 @@ class Descriptor {
     fd_ = -1;
   }
   [[nodiscard]] int get() const { return fd_; }
-  /// Hands it to another owner.
+  /// Releases ownership.
   [[nodiscard]] int release() { return std::exchange(fd_, -1); }
   [[nodiscard]] bool open() const { return fd_ >= 0; }
 
@@ -49,7 +49,7 @@ struct Pipe {
   Descriptor read, write;
 };
 
-/// A pipe whose ends no other child inherits, and whose reading never blocks.
+/// Creates a pipe that no other child inherits. Its read end is non-blocking. Throws Error.
 inline Pipe make_pipe() {
   int ends[2];
   if (pipe2(ends, O_CLOEXEC) != 0)
@@ -58,18 +58,18 @@ inline Pipe make_pipe() {
   return {Descriptor(ends[0]), Descriptor(ends[1])};
 }
 
-/// Opens /dev/null for each of 0, 1 and 2 that this process was started without (`>&-`): the next socket
-/// would take its number, and what is printed.
+/// Opens /dev/null for each of 0, 1 and 2 that is closed (`>&-`): the next socket would get that number and
+/// receive printed output.
 inline void fill_standard_descriptors() {
   for (int number : {0, 1, 2})
     if (fcntl(number, F_GETFD) < 0 && errno == EBADF) {
-      const int opened = open("/dev/null", O_RDWR);  // the lowest number that is free: this one
+      const int opened = open("/dev/null", O_RDWR);  // returns the lowest free number, which is `number`
       if (opened > 2) ::close(opened);
     }
 }
 
-/// The program that runs here, by its path (so that `ps` shows its name), or by /proc where the file was
-/// replaced.
+/// Returns the path of the running program, so that `ps` shows its name, or /proc/self/exe if the file was
+/// replaced. Throws Error if /proc is not mounted.
 inline std::string own_program() {
   char path[4096];
   const ssize_t length = readlink("/proc/self/exe", path, sizeof path - 1);
@@ -87,7 +87,7 @@ inline std::string own_program() {
   return "/proc/self/exe";
 }
 
-/// This process's environment with `changes` ("NAME=value" sets, "NAME" removes).
+/// Returns this process's environment with `changes` applied: "NAME=value" sets, "NAME" removes.
 inline std::vector<std::string> changed_environment(const std::vector<std::string>& changes) {
   const auto name_of = [](std::string_view entry) { return entry.substr(0, entry.find('=')); };
   std::vector<std::string> result;
@@ -108,28 +108,28 @@ inline std::vector<char*> as_c_strings(const std::vector<std::string>& strings) 
   return pointers;
 }
 
-/// Makes the kernel kill this process when the thread of `parent` that forked it ends, whatever ends it.
-/// Returns false where `parent` had ended before that took effect. Async-signal-safe.
+/// Makes the kernel kill this process when the thread of `parent` that forked it ends for any reason. Returns
+/// false if `parent` ended before that took effect. Async-signal-safe.
 inline bool die_with_parent(pid_t parent) {
   prctl(PR_SET_PDEATHSIG, SIGKILL);
   return getppid() == parent;
 }
 
-/// What a child gets in place of its parent's: descriptors for 0, 1 and 2, and one more that stays open.
+/// The descriptors of a child: for 0, 1 and 2, and one more that stays open.
 struct ChildStreams {
   int in, out, error, report;
 };
 
-/// Starts `program` in a process group of its own that dies with the calling thread, whatever ends it. `mask`
-/// is the signal mask it starts with. Throws Error.
+/// Starts `program` in its own process group. The kernel kills it when the calling thread ends for any
+/// reason. `mask` is its initial signal mask. Throws Error.
 inline pid_t start_child(const std::string& program, const std::vector<std::string>& arguments,
                          const std::vector<std::string>& environment, const ChildStreams& streams,
                          const sigset_t& mask) {
-  // Everything that allocates comes before the fork: other threads may hold the allocator's lock.
+  // Allocate before the fork: another thread may hold the allocator's lock.
   const auto argv = as_c_strings(arguments);
   const auto envp = as_c_strings(environment);
   const pid_t parent = getpid();
-  // Until the child has left the handlers of this process behind, a signal would run them there.
+  // Until the child has reset this process's handlers, a signal would run them in the child.
   sigset_t all, own;
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &own);
@@ -138,7 +138,7 @@ inline pid_t start_child(const std::string& program, const std::vector<std::stri
     const int reason = errno;
     pthread_sigmask(SIG_SETMASK, &own, nullptr);
     if (child < 0) throw Error(fmt::format("cannot start a process: {}", std::strerror(reason)));
-    setpgid(child, child);  // here and in the child: whoever comes first, the group exists for both
+    setpgid(child, child);  // in parent and child: the group exists for both, whichever runs first
     return child;
   }
   setpgid(0, 0);
@@ -161,7 +161,7 @@ inline pid_t start_child(const std::string& program, const std::vector<std::stri
     }
   };
   say("error\n0\n127\nthe program could not be executed again");
-#ifdef __GLIBC__  // strerror takes locks, which a thread of the parent may have held at the fork
+#ifdef __GLIBC__  // strerror takes locks, which another thread of the parent may have held at the fork
   if (const char* text = strerrordesc_np(reason)) {
     say(": ");
     say(text);

@@ -11,7 +11,7 @@
 
 namespace lockstep::detail {
 
-/// The cores that this process may run on.
+/// Returns the number of cores that this process may run on.
 inline int usable_cores() {
   cpu_set_t set;
   CPU_ZERO(&set);
@@ -19,7 +19,7 @@ inline int usable_cores() {
   return std::max(1u, std::thread::hardware_concurrency());
 }
 
-/// The entries of a folder that `counts` says yes to, 0 where there is no such folder.
+/// Returns the number of directory entries for which `counts` returns true, 0 without such a directory.
 template <class Predicate>
 int entries_in(const char* path, Predicate counts) {
   int number = 0;
@@ -30,8 +30,8 @@ int entries_in(const char* path, Predicate counts) {
   return number;
 }
 
-/// The GPUs that a program started here would see, without touching CUDA: the driver's list, or where a
-/// container hides that its device files, narrowed by CUDA_VISIBLE_DEVICES.
+/// Returns the number of GPUs that a program started here would see, without using CUDA: the driver's list,
+/// or the device files if a container hides that list, limited by CUDA_VISIBLE_DEVICES.
 inline int visible_gpus(const char* driver_folder = "/proc/driver/nvidia/gpus",
                         const char* device_folder = "/dev") {
   int present = entries_in(driver_folder, [](std::string_view name) { return !name.starts_with('.'); });

@@ -21,16 +21,16 @@ namespace lockstep::detail {
 
 /// The first failure among the processes of this host.
 struct RankFailure {
-  std::string text;  ///< one sentence naming the rank
-  int code = 1;      ///< what the launching process should exit with
+  std::string text;  ///< one sentence that names the rank
+  int code = 1;      ///< the launching process's exit code
   FailureKind kind = FailureKind::error;
 };
 
-/// One process that failed, by what it reported or by how it ended.
+/// A process that failed, with its own report or one derived from its exit status.
 struct Suspect {
   std::size_t child = 0;
   FailureReport report;
-  bool killed = false;  ///< by a SIGKILL from outside: never a consequence
+  bool killed = false;  ///< by an external SIGKILL, which is never a consequence
 };
 
 inline std::string signal_name(int number) {
@@ -38,7 +38,7 @@ inline std::string signal_name(int number) {
   return name ? fmt::format("SIG{}", name) : fmt::format("signal {}", number);
 }
 
-/// The suspect that a process is which ended with `status` without a report.
+/// Returns the Suspect of a process that ended with `status` and without a report.
 inline Suspect suspect_by_status(std::size_t child, int status) {
   Suspect suspect;
   suspect.child = child;
@@ -56,14 +56,14 @@ inline Suspect suspect_by_status(std::size_t child, int status) {
   return suspect;
 }
 
-/// Decides which of several failures was the first. A rank that dies makes others fail, and their reports may
-/// come before its end is seen: so a killed process counts before all, a cause before a consequence, and the
-/// earlier of two equals; and a consequence waits for its cause.
+/// Decides which of several failures was the first. A rank that dies makes other ranks fail, and their
+/// reports may arrive before its death is seen. So a killed process ranks before all others, a cause before a
+/// consequence, and otherwise the earlier failure first. A consequence waits for its cause.
 class FirstFailure {
  public:
   using Clock = std::chrono::steady_clock;
 
-  /// `cause_delay`: how long consequences wait for a cause.
+  /// `cause_delay` is how long a consequence waits for a cause.
   explicit FirstFailure(std::chrono::milliseconds cause_delay) : cause_delay_(cause_delay) {}
 
   void add(Suspect suspect, Clock::time_point now = Clock::now()) {
@@ -73,7 +73,7 @@ class FirstFailure {
 
   [[nodiscard]] bool open() const { return !suspects_.empty(); }
 
-  /// The first failure, once it can be told; `last` says that nobody is left who could report another.
+  /// Returns the first failure once it is decided. `last` means that no process is left that could fail.
   [[nodiscard]] std::optional<Suspect> first(bool last, Clock::time_point now = Clock::now()) const {
     if (suspects_.empty()) return std::nullopt;
     const auto place = [](const Suspect& suspect) {
@@ -89,7 +89,7 @@ class FirstFailure {
   }
 
  private:
-  // A death may be on its way to us behind a report that it caused.
+  // A death may be seen shortly after the report that it caused.
   static constexpr std::chrono::milliseconds settling{50};
 
   std::chrono::milliseconds cause_delay_;
@@ -97,8 +97,8 @@ class FirstFailure {
   Clock::time_point since_;
 };
 
-/// The sentence on a failure. `gone` are the ranks that had ended well before it: they are not at fault by
-/// their exit code, and yet perhaps the cause.
+/// Describes a failure in a sentence. `gone` lists the ranks that had ended earlier with exit code 0: they
+/// may still be the cause.
 inline RankFailure describe_failure(FailureReport report, int rank, pid_t pid, std::vector<int> gone) {
   const auto cause = report.kind == FailureKind::peer ? cause_of(report.text) : -1;
   if (std::erase(gone, cause) > 0) report.text = early_end_text(cause);

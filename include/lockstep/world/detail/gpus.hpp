@@ -13,7 +13,7 @@
 
 namespace lockstep::detail {
 
-/// The entries of a list such as "0,1", empty ones too.
+/// Splits a list such as "0,1" at its commas. Keeps empty entries.
 inline std::vector<std::string> entries_of(std::string_view list) {
   std::vector<std::string> entries;
   for (std::size_t begin = 0; begin <= list.size();) {
@@ -24,8 +24,8 @@ inline std::vector<std::string> entries_of(std::string_view list) {
   return entries;
 }
 
-/// GPUs by their numbers, as in "0,1". Throws UsageError for what is no such list, and for a GPU that is
-/// named twice, since two ranks would share it.
+/// Parses a list of device numbers, such as "0,1". Throws UsageError if it is malformed or names a GPU twice,
+/// since two ranks would share it.
 inline std::vector<int> gpu_list(const std::string& list) {
   std::vector<int> gpus;
   for (const std::string& entry : entries_of(list)) {
@@ -40,15 +40,15 @@ inline std::vector<int> gpu_list(const std::string& list) {
   return gpus;
 }
 
-/// "0,1"
+/// Formats device numbers: "0,1".
 inline std::string joined(const std::vector<int>& gpus) {
   std::string list;
   for (const int gpu : gpus) list += fmt::format("{}{}", list.empty() ? "" : ",", gpu);
   return list;
 }
 
-/// CUDA_VISIBLE_DEVICES for a program that is to use `gpus`, numbers as the driver has them. Throws
-/// UsageError for a GPU that the variable, where it is set already, leaves out: it may be another job's.
+/// Returns CUDA_VISIBLE_DEVICES for a program that is to use `gpus`, in the driver's numbering. Throws
+/// UsageError for a GPU that the variable, if set, excludes: it may belong to another job.
 inline std::string visible_devices_of(const std::vector<int>& gpus, const Variables& variables) {
   const auto given = variables("CUDA_VISIBLE_DEVICES");
   std::vector<int> allowed;
@@ -71,17 +71,17 @@ inline std::string visible_devices_of(const std::vector<int>& gpus, const Variab
   return joined(gpus);
 }
 
-/// Whether the user lets two ranks be on one GPU: by the variable that lets NCCL (2.30 and later, which is
-/// for the communicator to see) do it, read as NCCL reads it, a number other than 0.
+/// Returns whether the user allows two ranks on one GPU: NCCL_MULTI_RANK_GPU_ENABLE is a number other than 0,
+/// as NCCL reads it. The communicator checks that NCCL is 2.30 or newer.
 inline bool may_share_gpu(const Variables& variables = process_variable) {
   const auto set = variables("NCCL_MULTI_RANK_GPU_ENABLE");
   return set && whole_number(*set).value_or(0) != 0;
 }
 
-/// The GPU of a rank, of `visible` ones as CUDA counts them in its process: `wanted`, where that is not
-/// negative; the only one there is (srun can give each task its own); that of the local rank. Whether two
-/// ranks came to the same one is for the communicator to see, which knows their names. Throws UsageError
-/// where there is none for this rank.
+/// Returns the GPU of a rank among the `visible` GPUs of its process: `wanted` if it is not negative, the
+/// only GPU if there is one (srun can give each task its own), otherwise the local rank's. The communicator,
+/// which knows the GPUs' identities, detects that two ranks share one. Throws UsageError if there is none for
+/// this rank.
 inline int gpu_of_rank(const Environment& rank, int visible, int wanted = -1,
                        const Variables& variables = process_variable) {
   const auto list = variables("CUDA_VISIBLE_DEVICES");

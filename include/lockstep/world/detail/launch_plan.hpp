@@ -21,20 +21,21 @@
 
 namespace lockstep::detail {
 
-/// How `launch` will run: as one worker, or as the launching process of `nproc` ranks from `first` on.
+/// How `launch` runs: as one worker, or as the launching process of `nproc` ranks, of which `first` is the
+/// lowest.
 struct LaunchPlan {
   bool worker = false;
   int nproc = 1;
   int first = 0;
   int size = 1;
   Prefix prefix = Prefix::automatic;
-  std::string rendezvous;       ///< of several hosts; empty where all ranks are on this one
-  std::string visible_devices;  ///< CUDA_VISIBLE_DEVICES of the ranks; empty where it stays as it is
+  std::string rendezvous;       ///< across hosts; empty if all ranks are on this host
+  std::string visible_devices;  ///< CUDA_VISIBLE_DEVICES of the ranks; empty: unchanged
   std::optional<int> timeout;   ///< of collectives, in seconds: LOCKSTEP_TIMEOUT of the ranks
 };
 
-/// Throws UsageError for more processes than any host of this one's size can have use of: they would take its
-/// memory before they say a word.
+/// Throws UsageError for more processes than this host can use: they would exhaust its memory before they
+/// print anything.
 inline void require_sane(int nproc) {
   constexpr std::int64_t for_each_core = 64;
   if (const int cores = usable_cores(); nproc > for_each_core * cores)
@@ -42,7 +43,7 @@ inline void require_sane(int nproc) {
                                  for_each_core, cores));
 }
 
-/// Throws UsageError for a level of logging that there is not.
+/// Throws UsageError for an unknown log level.
 inline void require_level(const Variables& variables) {
   const auto name = variables("LOCKSTEP_LOG_LEVEL");
   if (name && !level_named(*name))
@@ -50,7 +51,8 @@ inline void require_level(const Variables& variables) {
         fmt::format("LOCKSTEP_LOG_LEVEL={} is no level: give debug, info, warning or error", *name));
 }
 
-/// Decides it from the command line and the environment. Throws UsageError where they contradict each other.
+/// Plans the launch from the command line and the environment. Throws UsageError if they contradict each
+/// other.
 inline LaunchPlan plan_launch(int argc, const char* const* argv, const LaunchOptions& options,
                               const Variables& variables = process_variable) {
   LaunchPlan plan;
@@ -118,7 +120,7 @@ inline LaunchPlan plan_launch(int argc, const char* const* argv, const LaunchOpt
   return plan;
 }
 
-/// The environment of each rank that a launching process starts; `secret` is that of its store.
+/// Returns the environment of each rank that a launching process starts. `secret` is its store's secret.
 inline std::vector<Job> jobs_of(const LaunchPlan& plan, const std::string& rendezvous,
                                 const std::string& secret = {}) {
   std::vector<std::string> common{

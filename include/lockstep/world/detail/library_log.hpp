@@ -12,7 +12,7 @@
 
 namespace lockstep::detail {
 
-/// Shows what TORCH_WARN says on one line of its own.
+/// Prints each TORCH_WARN on one line.
 struct PlainWarnings : c10::WarningHandler {
   void process(const c10::Warning& warning) override {
     const std::string line = "warning: " + warning.msg() + "\n";
@@ -20,12 +20,11 @@ struct PlainWarnings : c10::WarningHandler {
   }
 };
 
-/// Keeps c10d from logging a stack trace for each connection that ends with a store: what that means is said
-/// by our own error. The warnings of the calling thread are shown as before. Leaves everything as it is where
-/// TORCH_CPP_LOG_LEVEL is set.
+/// Stops c10d from logging a stack trace for each connection that ends with a store: lockstep's own error
+/// explains it. TORCH_WARN of the calling thread is still printed. No-op if TORCH_CPP_LOG_LEVEL is set.
 LOCKSTEP_PROCESS_WIDE inline void quiet_library_log() {
   if (process_variable("TORCH_CPP_LOG_LEVEL")) return;
-  constexpr int error = 2;  // named differently by the versions of LibTorch, with glog and without
+  constexpr int error = 2;  // its name differs between versions of LibTorch, and with glog
   FLAGS_caffe2_log_level = std::max<int>(FLAGS_caffe2_log_level, error);
   static PlainWarnings warnings;
   c10::WarningUtils::set_warning_handler(&warnings);

@@ -13,17 +13,16 @@
 
 namespace lockstep::detail {
 
-/// Merges the output of several ranks, line by line: what one rank writes as a line comes out as one, with
-/// its rank in front where `prefix` asks for it. Bytes are passed on as they are. Stream 2r is rank r's
-/// stdout, 2r + 1 its stderr; they end in sink 1 and 2, which share one cursor where both are the same
-/// terminal.
+/// Merges the output of several ranks line by line: a line of one rank comes out as one line, with the rank
+/// in front if `prefix` asks for it. Bytes pass unchanged. Stream 2r is rank r's stdout and goes to sink 1;
+/// stream 2r + 1 is its stderr and goes to sink 2. The sinks share one cursor if both are terminals.
 class LineRelay {
  public:
   using Clock = std::chrono::steady_clock;
-  /// Takes bytes for sink 1 (stdout) or 2 (stderr).
+  /// Writes bytes to sink 1 (stdout) or 2 (stderr).
   using Write = std::function<void(int sink, std::string_view)>;
 
-  /// `ranks[i]` is the rank that the prefix names for stream 2i and 2i + 1.
+  /// `ranks[i]` is the rank in the prefix of streams 2i and 2i + 1.
   LineRelay(std::vector<int> ranks, Prefix prefix, bool out_terminal, bool error_terminal, Write write)
       : ranks_(std::move(ranks)),
         prefix_(prefix),
@@ -31,14 +30,14 @@ class LineRelay {
         write_(std::move(write)),
         streams_(2 * ranks_.size()) {}
 
-  /// Bytes have come from a stream.
+  /// Adds bytes from a stream.
   void feed(std::size_t stream, std::string_view bytes, Clock::time_point now = Clock::now()) {
     streams_[stream].pending.append(bytes);
     streams_[stream].last = now;
     flush(stream, false);
   }
 
-  /// A stream has ended: what is left of its last line comes out.
+  /// Ends a stream and writes the rest of its last line.
   void close(std::size_t stream) {
     auto& cursor = cursor_of(stream);
     if (cursor.open_by != none && cursor.open_by != stream && !streams_[stream].pending.empty())
@@ -50,8 +49,8 @@ class LineRelay {
     }
   }
 
-  /// To be called now and then: shows a line that waits for its end on a terminal (a question, a bar), and
-  /// ends one that keeps the other ranks waiting.
+  /// Call it periodically. Shows an idle partial line on a terminal (a question, a bar), and ends an idle
+  /// open line that keeps other ranks waiting.
   void tick(Clock::time_point now = Clock::now()) {
     for (std::size_t stream = 0; stream < streams_.size(); ++stream) {
       auto& cursor = cursor_of(stream);
@@ -62,7 +61,7 @@ class LineRelay {
     }
   }
 
-  /// Whether so much waits from this stream that it is better not read further for now.
+  /// Returns whether so much is pending from this stream that it should not be read for now.
   [[nodiscard]] bool full(std::size_t stream) const { return streams_[stream].pending.size() > (1u << 20); }
 
  private:
@@ -76,7 +75,7 @@ class LineRelay {
   struct Cursor {
     std::size_t open_by = none;  // the stream whose line has begun and not ended
     bool owner_ended = false;    // ... and never will
-    bool redrawn = false;        // the line ended in a carriage return: the next one overwrites it
+    bool redrawn = false;        // the line ended in a carriage return: the next line overwrites it
   };
 
   Cursor& cursor_of(std::size_t stream) { return cursors_[terminal_[0] && terminal_[1] ? 0 : stream % 2]; }
@@ -87,8 +86,7 @@ class LineRelay {
     return text.substr(end, 2) == "\r\n" ? end + 2 : end + 1;
   }
 
-  // Whether a stream has something to say as soon as it may: a line, or more than is held back for the end of
-  // one.
+  // Returns whether a stream has a whole line pending, or more bytes than are held back for the end of one.
   [[nodiscard]] bool waits(std::size_t stream) const {
     const auto& pending = streams_[stream].pending;
     return pending.size() > longest_held || line_length(stream, pending) > 0;
@@ -126,8 +124,8 @@ class LineRelay {
   void begin_line(std::size_t stream, std::string_view line, std::string& out) {
     auto& cursor = cursor_of(stream);
     if (cursor.open_by == stream) return;
-    if (cursor.redrawn && line == "\n") return;  // the end of a bar, or of "\r\n" that came in two pieces
-    // What takes the place of a bar wipes it; the bar itself, drawn again, need not.
+    if (cursor.redrawn && line == "\n") return;  // the end of a bar, or of a "\r\n" that was split
+    // Erase a bar before other output replaces it; a redrawn bar needs no erasing.
     if (cursor.redrawn && line.back() != '\r') out += "\r\x1b[K";
     const int rank = ranks_[stream / 2];
     if (prefix_ == Prefix::never || (prefix_ == Prefix::automatic && rank == 0)) return;
@@ -142,7 +140,7 @@ class LineRelay {
     cursor = {};
   }
 
-  // The owner of the open line has been quiet: whoever waits ends that line and goes on.
+  // The owner of the open line is idle: a stream with pending output ends that line and writes its own.
   void flush_others(std::size_t owner) {
     for (std::size_t stream = 0; stream < streams_.size(); ++stream) {
       if (stream == owner || &cursor_of(stream) != &cursor_of(owner) || !waits(stream)) continue;

@@ -13,12 +13,13 @@
 
 namespace lockstep::detail {
 
-/// The two ends of a launching process, stdout (sink 1) and stderr (sink 2), written only when they have
-/// room, so that a reader that stops reading (a paused terminal, a full pipe) never keeps signals from being
-/// forwarded. The descriptors are shared with the shell and so are not made non-blocking.
+/// Writes to the launching process's stdout (sink 1) and stderr (sink 2) only when they have room, so that a
+/// reader that stops reading (a paused terminal, a full pipe) never delays the forwarding of signals. The
+/// descriptors are shared with the shell, so they are not made non-blocking.
 ///
-/// A reader that has gone away (`| head`) makes it `broken`. Where writing fails for another reason, such as
-/// a full disk, that end is given up: the other one is told why, and the run goes on.
+/// A sink whose reader has closed it (`| head`) makes the writer `broken`. If writing fails for another
+/// reason, such as a full disk, the writer drops that sink's output, writes a warning to the other sink, and
+/// the run continues.
 class OutputWriter {
  public:
   void put(int sink, std::string_view bytes) {
@@ -26,7 +27,7 @@ class OutputWriter {
   }
   [[nodiscard]] bool empty() const { return waiting_[0].empty() && waiting_[1].empty(); }
   [[nodiscard]] bool full(int sink) const { return waiting_[sink - 1].size() > (1u << 20); }
-  /// Whether a reader has gone away; what is put for it is dropped.
+  /// Returns whether a reader has closed its sink. Output for that sink is dropped.
   [[nodiscard]] bool broken() const { return gone_[0] || gone_[1]; }
 
   void poll_for(std::vector<pollfd>& polled) const {
@@ -34,14 +35,14 @@ class OutputWriter {
       if (!waiting_[sink - 1].empty()) polled.push_back({sink, POLLOUT, 0});
   }
 
-  /// Writes as much as goes without blocking; returns whether something was written.
+  /// Writes as much as possible without blocking. Returns whether it wrote anything.
   bool write_ready() {
     bool progress = false;
     for (int sink : {1, 2}) progress = write_some(sink) || progress;
     return progress;
   }
 
-  /// As write_ready, until no more goes.
+  /// Calls write_ready() until it writes nothing.
   void flush() {
     while (write_ready()) {
     }
@@ -54,7 +55,7 @@ class OutputWriter {
     while (done < bytes.size() && !gone_[sink - 1] && !lost_[sink - 1]) {
       pollfd room{sink, POLLOUT, 0};
       if (poll(&room, 1, 0) <= 0) break;
-      // A pipe that is ready takes this much without blocking (PIPE_BUF).
+      // A ready pipe accepts this much without blocking (PIPE_BUF).
       const ssize_t written =
           write(sink, bytes.data() + done, std::min<std::size_t>(bytes.size() - done, 4096));
       if (written > 0)
@@ -76,8 +77,8 @@ class OutputWriter {
   }
 
   std::string waiting_[2];
-  bool gone_[2] = {false, false};  // nobody reads it any more
-  bool lost_[2] = {false, false};  // it cannot be written
+  bool gone_[2] = {false, false};  // the reader has closed it
+  bool lost_[2] = {false, false};  // writing failed
 };
 
 }  // namespace lockstep::detail

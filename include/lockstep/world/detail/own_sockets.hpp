@@ -11,7 +11,7 @@
 
 namespace lockstep::detail {
 
-/// The inode of a socket; 0 for a descriptor that is no socket.
+/// Returns the inode of a socket, 0 for any other descriptor.
 inline ino_t socket_inode(int fd) {
   struct stat status {};
   return fstat(fd, &status) == 0 && S_ISSOCK(status.st_mode) ? status.st_ino : 0;
@@ -19,12 +19,12 @@ inline ino_t socket_inode(int fd) {
 
 /// The sockets that connect this process with the other ranks. A child that is forked without exec closes its
 /// copies: a helper process that outlives its rank would otherwise hold the rank's connections open, and no
-/// other rank would see it die.
+/// other rank would see the rank die.
 ///
-/// Thread safety: every function may be called from any thread.
+/// Thread-safe.
 class OwnSockets {
  public:
-  /// Adds a socket. One that has been closed since is left alone, also where its number is in use again.
+  /// Adds a socket. A child does not close a descriptor number that has been reused since.
   static void add(int fd) {
     auto& known = instance();
     const std::lock_guard lock(known.mutex_);

@@ -7,8 +7,8 @@
 
 namespace lockstep::detail {
 
-/// `text` with every control character escaped ("\n", "\x1b"), also those that UTF-8 spells with two bytes:
-/// for text that comes from another process, which could otherwise drive the terminal or forge lines.
+/// Escapes every control character ("\n", "\x1b"), including those that UTF-8 encodes in two bytes. For text
+/// from another process, which could otherwise control the terminal or forge lines.
 inline std::string printable(std::string_view text) {
   std::string result;
   result.reserve(text.size());

@@ -19,18 +19,18 @@
 
 namespace lockstep::detail {
 
-/// How a rank's failure counts when the first one is looked for.
+/// How a rank's failure ranks in the search for the first failure.
 enum class FailureKind {
-  usage,  ///< bad input: every rank may say the same
+  usage,  ///< bad input: every rank may report it
   error,  ///< a cause
   peer    ///< a consequence of another rank's failure
 };
 
-/// What a failing rank tells those who wait for it.
+/// The report of a failing rank to its supervisor and to the other ranks.
 struct FailureReport {
   FailureKind kind = FailureKind::error;
-  std::int64_t when = 0;  ///< nanoseconds of this host's monotonic clock
-  int code = 1;           ///< the exit code that will follow
+  std::int64_t when = 0;  ///< nanoseconds on this host's monotonic clock
+  int code = 1;           ///< the exit code of the failing process
   std::string text;
 };
 
@@ -40,8 +40,8 @@ inline std::int64_t monotonic_nanoseconds() {
   return now.tv_sec * 1'000'000'000LL + now.tv_nsec;
 }
 
-/// How parts that know more exception types (LibTorch's, with their stack traces) turn one into plain text;
-/// gives an empty text for those it does not know.
+/// Returns the plain text of an exception type that another part knows (LibTorch's, with their stack traces),
+/// empty for other types. Set by that part.
 LOCKSTEP_PROCESS_WIDE inline std::string (*known_exception_text)(const std::exception&) = nullptr;
 
 inline std::string type_name(const std::type_info& type) {
@@ -52,7 +52,7 @@ inline std::string type_name(const std::type_info& type) {
   return text;
 }
 
-/// The report on an exception; no exception means that std::terminate was called without one.
+/// Returns the report of an exception. Null means that std::terminate was called without an exception.
 inline FailureReport describe(const std::exception_ptr& exception) {
   FailureReport report;
   report.when = monotonic_nanoseconds();
@@ -86,7 +86,7 @@ inline FailureReport describe(const std::exception_ptr& exception) {
   return report;
 }
 
-/// The rank that a consequence names as its cause ("rank 3 failed first: ..."); -1 where it names none.
+/// Returns the rank that a consequence names as its cause ("rank 3 failed first: ..."), -1 if it names none.
 inline int cause_of(std::string_view text) {
   constexpr std::string_view begin = "rank ";
   int rank = -1;
@@ -94,13 +94,13 @@ inline int cause_of(std::string_view text) {
   return rank;
 }
 
-/// The cause that the others see of a rank that has ended well too early.
+/// Returns the cause that other ranks report for a rank that ended too early with exit code 0.
 inline std::string early_end_text(int rank) {
   return fmt::format("rank {} ended with exit code 0 while other ranks still communicated with it", rank);
 }
 
-/// The headline of a failure that `reporter` ("rank 3") tells of. That of a consequence begins with its
-/// cause.
+/// Returns the headline of a failure that `reporter` ("rank 3") reports. A consequence's headline begins with
+/// its cause.
 inline std::string headline(const FailureReport& report, std::string_view reporter) {
   if (report.kind == FailureKind::usage) return report.text;
   if (report.kind == FailureKind::peer) return fmt::format("{}; noticed by {}", report.text, reporter);
@@ -108,7 +108,7 @@ inline std::string headline(const FailureReport& report, std::string_view report
   return fmt::format("{}{}{}", reporter, ended ? " " : " failed: ", report.text);
 }
 
-/// The report as it travels through a pipe: kind, time and code on a line each, then the text.
+/// Encodes a report for a pipe: kind, time and code on a line each, then the text.
 inline std::string encode(const FailureReport& report) {
   const char* kind = report.kind == FailureKind::usage  ? "usage"
                      : report.kind == FailureKind::peer ? "peer"

@@ -19,8 +19,8 @@ namespace lockstep::detail {
 inline constexpr std::array handled_signals{SIGCHLD, SIGINT,  SIGTERM, SIGHUP, SIGQUIT,
                                             SIGUSR1, SIGUSR2, SIGTSTP, SIGPIPE};
 
-/// The pipe from the signal handler to the thread that waits for signals. It is never closed: a handler may
-/// still run in another thread when the scope that installed it ends.
+/// Returns the pipe from the signal handler to the thread that waits for signals. It is never closed: a
+/// handler may still run in another thread when its scope ends.
 inline const Pipe& signal_pipe() {
   static const Pipe pipe = [] {
     Pipe made = make_pipe();
@@ -36,15 +36,15 @@ static_assert(std::atomic<int>::is_always_lock_free, "the signal handler reads i
 extern "C" inline void lockstep_write_signal(int number) {
   const int saved = errno;
   const auto byte = static_cast<unsigned char>(number);
-  if (write(signal_pipe_end.load(), &byte, 1) < 0) {  // full: enough signals wait already
+  if (write(signal_pipe_end.load(), &byte, 1) < 0) {  // full: enough signals are pending
   }
   errno = saved;
 }
 
-/// While it lives, `handled_signals` do not interrupt the launching process but are read from a descriptor,
-/// whichever thread the kernel delivers them to: a signalfd would need them blocked in every thread, also in
-/// those that LibTorch or the program started earlier. Signals that are ignored stay ignored (`nohup`,
-/// background jobs of a shell). At most one lives at a time.
+/// While it lives, `handled_signals` do not interrupt the launching process but can be read from a
+/// descriptor, whichever thread receives them. A signalfd would need the signals blocked in every thread,
+/// including threads that LibTorch or the program started earlier. Ignored signals stay ignored (`nohup`,
+/// background jobs of a shell). At most one SignalScope lives at a time.
 class SignalScope {
  public:
   SignalScope() {
@@ -55,11 +55,11 @@ class SignalScope {
     pthread_sigmask(SIG_UNBLOCK, &child, &mask_before_);
     for (std::size_t i = 0; i < handled_signals.size(); ++i) {
       sigaction(handled_signals[i], nullptr, &before_[i]);
-      // An ignored SIGCHLD would reap the ranks behind our back.
+      // With SIGCHLD ignored, the kernel would reap the ranks.
       if (before_[i].sa_handler == SIG_IGN && handled_signals[i] != SIGCHLD) continue;
       struct sigaction action {};
       action.sa_handler = lockstep_write_signal;
-      action.sa_flags = SA_RESTART;  // other threads' system calls go on
+      action.sa_flags = SA_RESTART;  // restart other threads' system calls
       sigaction(handled_signals[i], &action, nullptr);
     }
   }
@@ -73,7 +73,7 @@ class SignalScope {
     }
   }
 
-  /// The next signal that has come, 0 if none has.
+  /// Returns the next pending signal, 0 if there is none.
   [[nodiscard]] int next() const {
     unsigned char number = 0;
     ssize_t length = 0;
@@ -82,7 +82,7 @@ class SignalScope {
     return length == 1 ? number : 0;
   }
   [[nodiscard]] int descriptor() const { return signal_pipe().read.get(); }
-  /// The mask with which children should start.
+  /// Returns the initial signal mask for children.
   [[nodiscard]] const sigset_t& mask_before() const { return mask_before_; }
 
  private:
@@ -90,8 +90,8 @@ class SignalScope {
   std::array<struct sigaction, handled_signals.size()> before_{};
 };
 
-/// While it lives, what children leave running when they end becomes a child of this process, which can wait
-/// for it; else it would be a zombie for as long as the first process of a container does not look.
+/// While it lives, orphaned descendants become children of this process, which can wait for them. Otherwise
+/// they would remain zombies until the first process of a container reaps them.
 class SubreaperScope {
  public:
   SubreaperScope() {

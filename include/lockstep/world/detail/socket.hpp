@@ -24,7 +24,7 @@
 
 namespace lockstep::detail {
 
-/// The name of this host, as it is shown in messages.
+/// Returns the name of this host for messages.
 inline std::string host_name() {
   char name[256] = "?";
   gethostname(name, sizeof name - 1);
@@ -40,7 +40,7 @@ struct SocketAddress {
   [[nodiscard]] sockaddr* get() { return reinterpret_cast<sockaddr*>(&storage); }
   [[nodiscard]] int family() const { return storage.ss_family; }
 
-  /// "10.0.0.1", without the port.
+  /// Returns the numeric address without the port: "10.0.0.1".
   [[nodiscard]] std::string text() const {
     char name[NI_MAXHOST];
     return getnameinfo(get(), length, name, sizeof name, nullptr, 0, NI_NUMERICHOST) == 0 ? name : "?";
@@ -55,7 +55,7 @@ struct SocketAddress {
   }
 };
 
-/// What a name resolves to: its addresses, each once, or the status of getaddrinfo that is not 0.
+/// The addresses of a host name, without duplicates, or the non-zero status of getaddrinfo.
 struct Resolved {
   std::vector<SocketAddress> addresses;
   int status = 0;
@@ -86,7 +86,7 @@ inline Resolved resolve(const std::string& host, int port, int flags = 0) {
                   host));
 }
 
-/// Whether this host has an interface with this address.
+/// Returns whether an interface of this host has this address.
 inline bool is_own_address(SocketAddress address) {
   if (address.family() == AF_INET6)
     reinterpret_cast<sockaddr_in6&>(address.storage).sin6_port = 0;
@@ -99,18 +99,18 @@ inline bool is_own_address(SocketAddress address) {
 struct Listener {
   Descriptor fd;
   int port = 0;
-  /// The address at which clients on this host reach it.
+  /// The address at which clients on this host reach the listener.
   std::string address = {};
-  /// Whether the host that was asked for has addresses, and none of them is one of this host's.
+  /// True if the requested host has addresses and none of them is this host's.
   bool host_is_elsewhere = false;
 };
 
-/// Which of this host's addresses a listener for clients of `host` binds. None: all interfaces.
+/// The address of this host that a listener for clients of `host` binds. None means all interfaces.
 ///
-/// That is the loopback where `host` says so itself (127.0.0.1, ::1, localhost), and otherwise the one
-/// address of this host that it resolves to. All interfaces where it resolves to several, to none of this
-/// host's, or is a name for the loopback, as in Debian's "127.0.1.1 nodeA": other hosts know another address
-/// by it. Throws RendezvousError for an unknown name.
+/// The loopback, if `host` names it explicitly (127.0.0.1, ::1, localhost); otherwise the address of this
+/// host that `host` resolves to. All interfaces, if `host` resolves to several addresses, to none of this
+/// host's, or is a name for the loopback, as in Debian's "127.0.1.1 nodeA": other hosts resolve such a name
+/// to another address. choose_bind throws RendezvousError for an unknown name.
 struct BindChoice {
   std::vector<SocketAddress> address;  // one or none
   bool host_is_elsewhere = false;
@@ -124,7 +124,7 @@ inline BindChoice choose_bind(const std::string& host, int port) {
   const auto loopback = [](const SocketAddress& address) { return address.loopback(); };
   if (std::all_of(found.addresses.begin(), found.addresses.end(), loopback)) {
     if (!literal) return {};
-    // Of "localhost" with both families the one that every client tries.
+    // Every client tries IPv4 for "localhost".
     const auto four = std::find_if(found.addresses.begin(), found.addresses.end(),
                                    [](const auto& address) { return address.family() == AF_INET; });
     return {{four == found.addresses.end() ? found.addresses.front() : *four}, false};
@@ -134,8 +134,8 @@ inline BindChoice choose_bind(const std::string& host, int port) {
   return {found.addresses, false};
 }
 
-/// Listens on `port` (0: a free one) for clients of `host`, see choose_bind; all interfaces where it is
-/// empty. Throws RendezvousError naming the port.
+/// Listens on `port` (0: any free port) for clients of `host`, see choose_bind; on all interfaces if `host`
+/// is empty. Throws RendezvousError, which names the port.
 inline Listener listen_on(const std::string& host, int port) {
   const auto fail = [&](const char* what) -> Listener {
     const int reason = errno;
@@ -158,7 +158,7 @@ inline Listener listen_on(const std::string& host, int port) {
     address = choice.address.front();
     listener.fd = Descriptor(socket(address.family(), SOCK_STREAM | SOCK_CLOEXEC, 0));
   } else {
-    // One socket for both families where the host has IPv6; IPv4 alone elsewhere.
+    // One socket for both families if the host has IPv6, IPv4 alone otherwise.
     listener.fd = Descriptor(socket(AF_INET6, SOCK_STREAM | SOCK_CLOEXEC, 0));
     const bool six = listener.fd.open();
     if (!six) listener.fd = Descriptor(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
@@ -191,8 +191,8 @@ inline Listener listen_on(const std::string& host, int port) {
   return listener;
 }
 
-/// What a connection of the store needs: small messages sent at once, a peer whose host is gone noticed
-/// within minutes, and no copy in a forked child.
+/// Sets up a connection of the store: sends small messages at once, detects a dead peer host within minutes,
+/// and keeps the socket out of forked children.
 inline void tune_connection(int fd) {
   OwnSockets::add(fd);
   const int on = 1, idle = 60, interval = 10, count = 6;
@@ -203,7 +203,7 @@ inline void tune_connection(int fd) {
   setsockopt(fd, IPPROTO_TCP, TCP_KEEPCNT, &count, sizeof count);
 }
 
-/// Waits for `events` on a descriptor; false when `until` comes before.
+/// Waits for `events` on a descriptor. Returns false at `until`.
 inline bool poll_until(int fd, short events, std::chrono::steady_clock::time_point until) {
   for (;;) {
     const auto left =
@@ -215,13 +215,13 @@ inline bool poll_until(int fd, short events, std::chrono::steady_clock::time_poi
   }
 }
 
-/// A non-blocking connection to host:port, or the reason why there is none.
+/// A non-blocking connection to host:port, or the reason why the attempt failed.
 struct ConnectAttempt {
   Descriptor fd;
   std::string reason;
 };
 
-/// Tries each address of `host` once, until `until` at most. Throws RendezvousError for an unknown name.
+/// Tries each address of `host` once, at most until `until`. Throws RendezvousError for an unknown name.
 inline ConnectAttempt try_connect(const std::string& host, int port,
                                   std::chrono::steady_clock::time_point until) {
   const auto found = resolve(host, port);
@@ -250,9 +250,9 @@ inline ConnectAttempt try_connect(const std::string& host, int port,
   return attempt;
 }
 
-/// Calls `attempt` (which returns nothing when it has succeeded, else the reason) until it succeeds, with
-/// pauses that grow to half a second. Calls `waiting(reason)` after each failure. Throws RendezvousError with
-/// the last reason after `limit`.
+/// Calls `attempt` until it returns an empty string instead of a reason, with pauses that grow to half a
+/// second. Calls `waiting(reason)` after each failure. Throws RendezvousError with the last reason after
+/// `limit`.
 template <class Attempt, class Waiting>
 void retry_at(const std::string& host, int port, std::chrono::milliseconds limit, Attempt attempt,
               Waiting waiting) {
@@ -269,13 +269,13 @@ void retry_at(const std::string& host, int port, std::chrono::milliseconds limit
   }
 }
 
-/// When one attempt to connect is given up for another.
+/// Returns the deadline of a single attempt to connect: 5 s, at most `until`.
 inline std::chrono::steady_clock::time_point end_of_attempt(std::chrono::steady_clock::time_point until) {
   return std::min(until, std::chrono::steady_clock::now() + std::chrono::seconds(5));
 }
 
-/// Waits until something listens at host:port. Throws RendezvousError that tells an unknown name, a refused
-/// connection and silence apart.
+/// Waits until a process listens at host:port. Throws RendezvousError, which distinguishes an unknown name, a
+/// refused connection and no answer.
 inline void wait_for_listener(const std::string& host, int port, std::chrono::milliseconds limit) {
   retry_at(
       host, port, limit,
@@ -286,8 +286,8 @@ inline void wait_for_listener(const std::string& host, int port, std::chrono::mi
       [](const std::string&) {});
 }
 
-/// The address that this host sends from to reach `host`; empty where there is no way. Connecting a datagram
-/// socket sends nothing.
+/// Returns the address that this host sends from to reach `host`, empty if there is no route. Connecting a
+/// datagram socket sends nothing.
 inline std::string source_address_towards(const std::string& host) {
   const auto found = resolve(host, 9);
   for (const SocketAddress& address : found.addresses) {
@@ -300,8 +300,8 @@ inline std::string source_address_towards(const std::string& host) {
   return {};
 }
 
-/// An address of this host that other hosts may reach: of the first network interface that is up and is not
-/// the loopback, IPv4 before IPv6; empty where there is none.
+/// Returns an address of this host that other hosts may reach: of the first interface that is up and is not
+/// the loopback, IPv4 before IPv6. Empty if there is none.
 inline std::string outer_address() {
   ifaddrs* list = nullptr;
   if (getifaddrs(&list) != 0) return {};
@@ -322,8 +322,7 @@ inline std::string outer_address() {
   return {};
 }
 
-/// The address under which this host is reached by those who reach `host`: the name itself where that is this
-/// host.
+/// Returns the address at which hosts that reach `host` reach this host: `host` itself if it is this host.
 inline std::string address_towards(const std::string& host) {
   const auto found = resolve(host, 9);
   const auto own = source_address_towards(host);

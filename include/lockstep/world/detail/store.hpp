@@ -41,13 +41,13 @@ inline std::string to_text(const std::vector<std::uint8_t>& bytes) {
   return {bytes.begin(), bytes.end()};
 }
 
-/// How long joining may take: LOCKSTEP_RENDEZVOUS_TIMEOUT in seconds, 5 minutes without it.
+/// Returns the timeout of the rendezvous: LOCKSTEP_RENDEZVOUS_TIMEOUT in seconds, 5 minutes by default.
 inline std::chrono::milliseconds rendezvous_timeout() {
   const auto seconds = integer_variable(process_variable, "LOCKSTEP_RENDEZVOUS_TIMEOUT", 1, 1'000'000);
   return std::chrono::seconds(seconds.value_or(300));
 }
 
-/// A secret that nobody can guess.
+/// Returns an unguessable secret. Throws Error if getrandom fails.
 inline std::string random_secret() {
   unsigned char bytes[16];
   if (getrandom(bytes, sizeof bytes, 0) != sizeof bytes)
@@ -57,7 +57,7 @@ inline std::string random_secret() {
   return text;
 }
 
-/// Runs `work`, turning what c10d throws into a RendezvousError that begins with `doing`.
+/// Runs `work`. Rethrows c10d's exceptions as RendezvousError whose text begins with `doing`.
 template <class Work>
 auto at_store(const std::string& doing, Work&& work) {
   try {
@@ -67,7 +67,7 @@ auto at_store(const std::string& doing, Work&& work) {
   }
 }
 
-/// A client of a TCPStore of LibTorch, which only torchrun's agent hosts.
+/// Connects to a TCPStore of LibTorch, which only torchrun's agent hosts.
 inline StorePtr connect_tcp_store(const std::string& host, int port, std::chrono::milliseconds limit) {
   wait_for_listener(host, port, limit);
   return at_store(fmt::format("the store of torchrun's agent at {}:{} does not answer as one", host, port),
@@ -77,19 +77,19 @@ inline StorePtr connect_tcp_store(const std::string& host, int port, std::chrono
                     options.isServer = false;
                     options.waitWorkers = false;
                     options.timeout = limit;
-                    options.useLibUV = false;  // a build of LibTorch without libuv would refuse it
+                    options.useLibUV = false;  // a LibTorch built without libuv would reject it
                     return c10::make_intrusive<c10d::TCPStore>(host, options);
                   });
 }
 
-/// A client of the store at `endpoint` with `limit` for connecting and for each call.
+/// Connects to the store at `endpoint`. `limit` is the timeout of connecting and of each call.
 inline c10::intrusive_ptr<StoreClient> connect_store(
     const StoreEndpoint& endpoint, std::chrono::milliseconds limit,
     const StoreConnection::Waiting& waiting = [](const std::string&) {}) {
   return c10::make_intrusive<StoreClient>(endpoint, limit, waiting);
 }
 
-/// A store hosted by this process on a socket that already listens, and its first client, with which it ends.
+/// Hosts a store on a socket that already listens. Returns its first client; the store ends with that client.
 inline c10::intrusive_ptr<StoreClient> host_store(Listener listener, const std::string& secret,
                                                   std::chrono::milliseconds limit) {
   StoreEndpoint own{listener.address, listener.port, secret};
@@ -98,14 +98,14 @@ inline c10::intrusive_ptr<StoreClient> host_store(Listener listener, const std::
       std::move(own), limit, [](const std::string&) {}, std::move(server));
 }
 
-/// Where the ranks really meet, once known; opening it again gives a connection of its own.
+/// The store of a rendezvous. `again` opens another connection to it.
 struct Meeting {
   StorePtr store;
   std::function<StorePtr(std::chrono::milliseconds limit)> again;
   bool hosted_here = false;  // the store ends with this process
-  std::string address = {};  // by which other hosts reach this one, or empty
-  bool guessed = false;      // `address` is not the end of a connection to another host
-  std::string doubt = {};    // what may keep the others from coming
+  std::string address = {};  // at which other hosts reach this host, or empty
+  bool guessed = false;      // `address` does not come from a connection to another host
+  std::string doubt = {};    // what may keep the other ranks from joining
 };
 
 inline Meeting meeting_at(const c10::intrusive_ptr<StoreClient>& store, bool hosted_here) {
@@ -115,9 +115,10 @@ inline Meeting meeting_at(const c10::intrusive_ptr<StoreClient>& store, bool hos
           hosted_here, connection.within_host() ? std::string() : connection.own_address()};
 }
 
-/// torchrun's store outlives a failed attempt together with its keys. So it is only the board on which rank 0
-/// pins the address of a store of this attempt, with its secret: a pin of an earlier one leads to a closed
-/// port or to a store with another secret, and is read again until the new one is there.
+/// Joins a rendezvous under torchrun, whose store outlives a failed attempt together with its keys. So that
+/// store only serves as a board, on which rank 0 publishes the address and secret of a store of this attempt.
+/// An earlier attempt's address leads to a closed port or to a store with another secret; then the board is
+/// read again until rank 0 has replaced it.
 inline Meeting meet_through_board(const RendezvousUrl& url, int rank, std::chrono::milliseconds limit,
                                   const StoreConnection::Waiting& waiting) {
   const std::string pin = "lockstep/store";
@@ -127,7 +128,7 @@ inline Meeting meet_through_board(const RendezvousUrl& url, int rank, std::chron
                                                       deadline - std::chrono::steady_clock::now()));
   };
   const auto board = std::make_shared<StorePtr>();
-  // LibTorch's client has no timeout where its server does not answer, not even for connecting.
+  // LibTorch's client has no timeout, not even for connecting, if its server does not answer.
   const auto on_board = [&](auto&& work) {
     struct Shared {
       std::mutex mutex;
@@ -195,8 +196,8 @@ inline Meeting meet_through_board(const RendezvousUrl& url, int rank, std::chron
                                     std::chrono::duration<double>(limit).count(), last));
 }
 
-/// The file through which the ranks meet. Throws UsageError where it cannot be opened for writing: c10d would
-/// try that for minutes.
+/// Opens the rendezvous file. Throws UsageError if it cannot be opened for writing: c10d would retry for
+/// minutes.
 inline StorePtr open_file_store(const std::string& path, int size) {
   const int file = ::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0644);
   if (file < 0)
@@ -205,13 +206,13 @@ inline StorePtr open_file_store(const std::string& path, int size) {
   return c10::make_intrusive<c10d::FileStore>(path, size);
 }
 
-/// Opens the store of `env` within `limit`: hosts it on rank 0 unless somebody does, and connects. Calls
-/// `waiting` with the reason while it cannot.
+/// Opens the store of `env` within `limit`. Rank 0 hosts it unless a launcher does. Calls `waiting` with the
+/// reason while the store cannot be opened.
 inline Meeting meet(
     const Environment& env, std::chrono::milliseconds limit,
     const StoreConnection::Waiting& waiting = [](const std::string&) {}) {
   if (env.rendezvous.empty()) {
-    StorePtr store = c10::make_intrusive<c10d::HashStore>();  // one process: nobody to meet
+    StorePtr store = c10::make_intrusive<c10d::HashStore>();  // one process needs no rendezvous
     return {store, [store](auto) { return store; }};
   }
   const auto url = parse_rendezvous(env.rendezvous);
@@ -239,7 +240,8 @@ inline Meeting meet(
   return meeting_at(connect_store({url.host, url.port, env.store_secret}, limit, waiting), false);
 }
 
-/// Identifies the network that this process is in: processes of one host reach each other by its loopback.
+/// Identifies the host and network namespace of this process: processes with one identity reach each other by
+/// the loopback.
 inline std::string host_identity() {
   const auto inode = [](const char* path) -> unsigned long long {
     struct stat found {};
@@ -250,11 +252,11 @@ inline std::string host_identity() {
   return fmt::format("{}/{}/{}", boot, inode("/proc/self/ns/net"), host_name());
 }
 
-/// What each rank says of itself when it signs in.
+/// What each rank publishes about itself when it signs in.
 struct RankIdentity {
   std::string process;  ///< "nodeA pid 811"
-  std::string host;     ///< the same on all ranks of a host, see host_identity
-  std::string address;  ///< by which it reaches another host, or empty
+  std::string host;     ///< equal on all ranks of a host, see host_identity
+  std::string address;  ///< at which other hosts reach the rank, or empty
 
   static RankIdentity own(const std::string& address) {
     return {fmt::format("{} pid {}", host_name(), getpid()), host_identity(), address};
@@ -268,30 +270,30 @@ struct RankIdentity {
   [[nodiscard]] std::string host_text() const { return process.substr(0, process.find(' ')); }
 };
 
-/// The keys of the sign-in.
+/// The store keys of the sign-in.
 struct SignInKeys {
   static constexpr const char* size = "lockstep/size";
   static constexpr const char* host = "lockstep/host";
   static constexpr const char* several_hosts = "lockstep/several hosts";
   static constexpr const char* present = "lockstep/present";
-  /// How the rendezvous ended, for those who wait: "complete", "failed", or "refused" and why.
+  /// The outcome of the rendezvous for waiting ranks: "complete", "failed", or "refused" and the reason.
   static constexpr const char* outcome = "lockstep/outcome";
   static std::string rank(int rank) { return fmt::format("lockstep/rank/{}", rank); }
   static std::string signed_in(int rank) { return fmt::format("lockstep/signed in/{}", rank); }
 };
 
-/// Ends the rendezvous of all ranks with an error, and this one's by throwing it.
+/// Ends the rendezvous on all ranks with an error, and throws it on this rank.
 [[noreturn]] inline void refuse_rendezvous(c10d::Store& store, const std::string& text) {
   try {
     store.compareSet(SignInKeys::outcome, {}, to_bytes("refused " + text));
-  } catch (const c10::Error&) {  // what it is about is thrown below
+  } catch (const c10::Error&) {  // the error is thrown below
   }
   throw RendezvousError(text);
 }
 
-/// Signs in: no other process may be the same rank, and all must agree on how many there are. A refusal is
-/// told to the ranks that wait for the rendezvous. Does not wait for any other rank. A rank that only comes
-/// to tell of its failure is not `joining`: it does not count as present.
+/// Signs in. Refuses the rendezvous on all ranks if another process has the same rank or if the ranks
+/// disagree on their number. Does not wait for any other rank. A rank that signs in only to publish its
+/// failure passes `joining` = false and does not count as present.
 inline void sign_in(c10d::Store& store, const Environment& env, const std::string& address,
                     bool joining = true) {
   const auto agreed =
@@ -316,13 +318,13 @@ inline void sign_in(c10d::Store& store, const Environment& env, const std::strin
   if (to_text(store.compareSet(SignInKeys::host, {}, to_bytes(me.host))) != me.host)
     store.set(SignInKeys::several_hosts, to_bytes("yes"));
   if (!joining) return;
-  // Another World of this process has signed in already, and counts once.
+  // Another World of this process has already signed in; the process counts once.
   if (store.add(SignInKeys::signed_in(env.rank), 1) != 1) return;
   if (store.add(SignInKeys::present, 1) == env.size)
     store.compareSet(SignInKeys::outcome, {}, to_bytes("complete"));
 }
 
-/// "rank 2 of 3", "ranks 1 and 2 of 3", "ranks 1, 2, 3, 4 and 60 more of 65"
+/// Returns "rank 2 of 3", "ranks 1 and 2 of 3", or "ranks 1, 2, 3, 4 and 60 more of 65".
 inline std::string ranks_of(const std::vector<int>& ranks, int size) {
   std::string text = ranks.size() == 1 ? "rank " : "ranks ";
   const std::size_t shown = ranks.size() > 5 ? 4 : ranks.size();
@@ -332,8 +334,8 @@ inline std::string ranks_of(const std::vector<int>& ranks, int size) {
   return fmt::format("{} of {}", text, size);
 }
 
-/// Waits for all of these keys, `limit` at most; whether they are there. Throws c10::Error where the store is
-/// gone.
+/// Waits for all of these keys, at most `limit`. Returns whether they exist. Throws c10::Error if the store
+/// is gone.
 inline bool appear_within(c10d::Store& store, const std::vector<std::string>& keys,
                           std::chrono::milliseconds limit) {
   const auto start = std::chrono::steady_clock::now();
@@ -343,13 +345,13 @@ inline bool appear_within(c10d::Store& store, const std::vector<std::string>& ke
   } catch (const c10::DistStoreError&) {
     return false;
   } catch (const c10::Error&) {
-    // c10d's FileStore says in this type, as of any other error, that the time is over.
+    // c10d's FileStore reports a timeout with this type, like any other error.
     if (std::chrono::steady_clock::now() - start < limit - limit / 10) throw;
     return false;
   }
 }
 
-/// The ranks that have not signed in.
+/// Returns the ranks that have not signed in.
 inline std::vector<int> missing_ranks(c10d::Store& store, int size) {
   std::vector<int> missing;
   for (int rank = 0; rank < size; ++rank)
@@ -359,11 +361,11 @@ inline std::vector<int> missing_ranks(c10d::Store& store, int size) {
 
 /// The first failure of a run, after which no collective can complete.
 struct Failure {
-  int rank = -1;       ///< the rank that failed, -1 where the text alone says who did
-  bool vague = false;  ///< the rank has not said yet why it failed
+  int rank = -1;       ///< the rank that failed, -1 if only the text names it
+  bool vague = false;  ///< the rank has not published its reason yet
   std::string text;
 
-  /// The inverse of what is published: "rank 3: why", or a launcher's words.
+  /// Parses a published failure: "rank 3: reason", or a launcher's text.
   static Failure parse(const std::string& published) {
     const auto colon = published.find(": ");
     if (!published.starts_with("rank ") || colon == std::string::npos) return {-1, false, published};
@@ -372,7 +374,7 @@ struct Failure {
     return {*rank, false, published.substr(colon + 2)};
   }
 
-  /// How the errors of the other ranks name it: "rank 3 failed first: why".
+  /// Returns how the errors of other ranks name the failure: "rank 3 failed first: reason".
   [[nodiscard]] std::string sentence() const {
     return fmt::format("{} failed first: {}",
                        rank < 0 ? std::string("another rank") : fmt::format("rank {}", rank), text);
@@ -381,14 +383,14 @@ struct Failure {
 
 inline constexpr const char* failure_key = "lockstep/failure";
 
-/// The text of the first failure that a rank or launcher has published, safe to show.
+/// Returns the text of the first published failure, with control characters escaped.
 inline std::optional<std::string> published_failure(c10d::Store& store) {
   if (!store.check({failure_key})) return std::nullopt;
   return printable(to_text(store.get(failure_key)));
 }
 
-/// Publishes a failure, also to ranks that wait for the rendezvous; whether it is the first. Of ranks that
-/// fail with the same text, one is.
+/// Publishes a failure, also to ranks that wait for the rendezvous. Returns whether it is the first; of ranks
+/// that fail with the same text, one is.
 inline bool record_failure(c10d::Store& store, const std::string& text) {
   const bool known = to_text(store.compareSet(failure_key, {}, to_bytes(text))) == text;
   const bool first = known && store.add("lockstep/failures of this text", 1) == 1;
@@ -396,9 +398,9 @@ inline bool record_failure(c10d::Store& store, const std::string& text) {
   return first;
 }
 
-/// Blocks until every rank has signed in. `side` is a connection of its own with a short timeout. Calls
-/// `waiting("rank 2 of 3")` from time to time. Throws RendezvousError where a rank was refused or is missing
-/// at `deadline`, on all ranks with one text, and PeerError where one has failed.
+/// Blocks until every rank has signed in. `side` is a separate connection with a short timeout. Calls
+/// `waiting("rank 2 of 3")` from time to time. Throws RendezvousError, with one text on all ranks, if a rank
+/// was refused or is missing at `deadline`, and PeerError if a rank has failed.
 inline void await_ranks(c10d::Store& side, int size, std::chrono::steady_clock::time_point deadline,
                         std::chrono::milliseconds limit, const std::string& doubt,
                         const StoreConnection::Waiting& waiting) {
@@ -413,7 +415,7 @@ inline void await_ranks(c10d::Store& side, int size, std::chrono::steady_clock::
     } catch (const c10::DistNetworkError& error) {
       throw RendezvousError(fmt::format("the rendezvous has ended without all ranks: {}",
                                         printable(error.what_without_backtrace())));
-    } catch (const c10::DistStoreError&) {  // the value did not come within the timeout
+    } catch (const c10::DistStoreError&) {  // the value did not arrive within the timeout
     }
     if (outcome.empty()) {
       const auto missing = at_store("the ranks could not meet", [&] { return missing_ranks(side, size); });
@@ -434,7 +436,7 @@ inline void await_ranks(c10d::Store& side, int size, std::chrono::steady_clock::
   if (outcome.starts_with("refused ")) throw RendezvousError(printable(outcome.substr(8)));
 }
 
-/// The identities of all ranks, which have signed in.
+/// Returns the identities of all ranks, which must have signed in.
 inline std::vector<RankIdentity> identities(c10d::Store& store, int size) {
   std::vector<std::string> keys;
   for (int rank = 0; rank < size; ++rank) keys.push_back(SignInKeys::rank(rank));

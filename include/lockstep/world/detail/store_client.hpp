@@ -15,7 +15,7 @@
 
 namespace lockstep::detail {
 
-/// c10d::Store with `clone`, which LibTorch declares from 2.8 on: its overriders can say so for every
+/// c10d::Store with `clone`, which LibTorch declares since 2.8: subclasses can write `override` for any
 /// version.
 class ClonableStore : public c10d::Store {
  public:
@@ -24,14 +24,14 @@ class ClonableStore : public c10d::Store {
 
 /// A client of a StoreServer as a c10d::Store. Thread-safe: calls of several threads wait for each other.
 ///
-/// Every call ends within the timeout of this client (`setTimeout`; `wait` with a timeout of its own within
-/// that), whatever the server does. Throws c10::DistStoreError where it ran out, or where the server refuses
-/// the call, and c10::DistNetworkError where the connection is lost, which it then stays. A timeout of zero
-/// is none, as in c10d.
+/// Every call ends within the timeout of this client (`setTimeout`), whatever the server does; a `wait` with
+/// a timeout of its own ends within that timeout. A call throws c10::DistStoreError if it times out or the
+/// server refuses it, and c10::DistNetworkError if the connection is lost. A lost connection stays lost. A
+/// timeout of zero means no timeout, as in c10d.
 class StoreClient : public ClonableStore {
  public:
-  /// Connects within `limit`, which is also the timeout of the calls. `hosted` is kept running as long as
-  /// this client lives. Throws RendezvousError.
+  /// Connects within `limit`, which is also the timeout of each call. The client keeps `hosted` alive. Throws
+  /// RendezvousError.
   StoreClient(
       StoreEndpoint endpoint, std::chrono::milliseconds limit,
       const StoreConnection::Waiting& waiting = [](const std::string&) {},
@@ -41,7 +41,7 @@ class StoreClient : public ClonableStore {
   }
 
   [[nodiscard]] const StoreConnection& connection() const { return connection_; }
-  /// The same store by the address that was reached, so that no name is looked up again.
+  /// Returns the endpoint with the address that was reached, so that no name is looked up again.
   [[nodiscard]] StoreEndpoint endpoint() const {
     return {connection_.server_address(), endpoint_.port, endpoint_.secret};
   }

@@ -20,7 +20,7 @@
 
 namespace lockstep::detail {
 
-/// Where a store listens, and the secret that it asks for.
+/// The address at which a store listens, and its secret.
 struct StoreEndpoint {
   std::string host;
   int port = 0;
@@ -35,21 +35,21 @@ struct StoreTimeout : std::runtime_error {
 struct StoreLost : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
-/// The store answered that it does not do this.
+/// The store refused the request.
 struct StoreRefusal : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-/// A client's connection to a StoreServer. Thread-safe: the requests of several threads wait for each other,
-/// no longer than each may take. A reply that comes after its request was given up is discarded, so that the
-/// next request gets its own.
+/// A client's connection to a StoreServer. Thread-safe: requests of several threads wait for each other, each
+/// at most until its own deadline. A reply to an abandoned request is discarded, so that the next request
+/// gets its own reply.
 class StoreConnection {
  public:
   using Clock = std::chrono::steady_clock;
   using Waiting = std::function<void(const std::string& reason)>;
 
-  /// Connects and is let in, trying again for `limit` where nothing listens yet; calls `waiting` from time to
-  /// time meanwhile. Throws RendezvousError that says what is wrong at that address.
+  /// Connects and exchanges the hello. Retries for `limit` while nothing listens, and calls `waiting` from
+  /// time to time. Throws RendezvousError, which states what is wrong at the address.
   StoreConnection(
       const StoreEndpoint& endpoint, std::chrono::milliseconds limit,
       const Waiting& waiting = [](const std::string&) {})
@@ -67,13 +67,13 @@ class StoreConnection {
     getsockname(fd_.get(), own_.get(), &own_.length);
   }
 
-  /// The numeric addresses of both ends.
+  /// Returns the numeric address of each end.
   [[nodiscard]] std::string server_address() const { return peer_.text(); }
   [[nodiscard]] std::string own_address() const { return own_.text(); }
   [[nodiscard]] bool within_host() const { return peer_.loopback() || peer_.text() == own_.text(); }
 
-  /// Sends a request whose arguments `fill` writes, and returns the result of its reply. Throws StoreTimeout
-  /// at `until`, StoreLost, StoreRefusal.
+  /// Sends a request whose arguments `fill` writes. Returns the result in its reply. Throws StoreTimeout at
+  /// `until`, StoreLost and StoreRefusal.
   template <class Fill>
   std::string request(StoreOperation operation, Clock::time_point until, Fill fill) {
     const Turn turn(*this, until);
@@ -85,7 +85,7 @@ class StoreConnection {
     if (frame.payload() > max_frame_bytes)
       throw StoreRefusal(fmt::format("a message of {} bytes to the store is too large: {} are allowed",
                                      frame.payload(), max_frame_bytes));
-    if (out_.size() > max_frame_bytes) throw_late();  // of requests that were given up before they were sent
+    if (out_.size() > max_frame_bytes) throw_late();  // requests abandoned before they were sent
     out_ += frame.take();
     for (;;) {
       send_pending();
@@ -104,7 +104,7 @@ class StoreConnection {
   }
 
  private:
-  /// The right to use the connection, of one thread at a time.
+  /// Exclusive use of the connection by one thread.
   class Turn {
    public:
     Turn(StoreConnection& connection, Clock::time_point until) : connection_(connection) {
@@ -125,7 +125,8 @@ class StoreConnection {
     StoreConnection& connection_;
   };
 
-  // Says hello; returns why there is no answer, or nothing when this client is let in.
+  // Exchanges the hello. Returns an empty string if the server accepts this client, the reason if it closes
+  // the connection or does not answer. Throws RendezvousError on a wrong secret or version.
   std::string greet(const StoreEndpoint& endpoint, Clock::time_point until, const Waiting& waiting) {
     std::string hello = FrameWriter().raw(store_magic).raw(endpoint.secret).take();
     if (::send(fd_.get(), hello.data(), hello.size(), MSG_NOSIGNAL) != static_cast<ssize_t>(hello.size()))
@@ -225,7 +226,7 @@ class StoreConnection {
   std::mutex mutex_;
   std::condition_variable freed_;
   bool busy_ = false;
-  // Of the thread whose turn it is:
+  // Used by the thread that has the Turn:
   std::uint64_t next_id_ = 0;
   std::string out_;
   FrameBuffer in_;

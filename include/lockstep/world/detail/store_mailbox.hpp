@@ -25,12 +25,12 @@ struct Message {
   std::string kind;
   std::string text;
 
-  /// The n-th word behind the kind.
+  /// Returns the n-th word after the kind.
   [[nodiscard]] std::string word(int n) const {
     const std::string tail = rest(n);
     return tail.substr(0, tail.find(' '));
   }
-  /// Everything from the n-th word on.
+  /// Returns the text from the n-th word on.
   [[nodiscard]] std::string rest(int n) const {
     std::size_t begin = 0;
     for (; n > 0 && begin < text.size(); --n) begin = std::min(text.find(' ', begin), text.size() - 1) + 1;
@@ -38,9 +38,9 @@ struct Message {
   }
 };
 
-/// Messages from one rank to all, kept in the store, and one status text per rank. Posting and reading take a
-/// number of store operations that does not depend on the number of ranks. Every function throws what the
-/// store throws. Not thread-safe beyond the store connection it is given.
+/// A mailbox in the store for messages from one rank to all ranks, with one status text per rank. Posting and
+/// reading take a number of store operations that does not depend on the number of ranks. Every function
+/// throws what the store throws. Only as thread-safe as its store connection.
 class StoreMailbox {
  public:
   StoreMailbox(c10::intrusive_ptr<c10d::Store> store, int rank, int size)
@@ -48,22 +48,22 @@ class StoreMailbox {
     reconnect(std::move(store));
   }
 
-  /// Uses another connection to the same store from here on.
+  /// Switches to another connection to the same store.
   void reconnect(c10::intrusive_ptr<c10d::Store> store) {
     store_ = c10::make_intrusive<c10d::PrefixStore>("lockstep/mailbox", std::move(store));
   }
 
-  /// Posts a message and returns its number. Every rank that waits in `sleep` wakes.
+  /// Posts a message and returns its number. Wakes every rank that waits in `sleep`.
   std::int64_t post(const std::string& message) {
     const std::int64_t number = store_->add("count", 1);
     store_->set(message_key(number), message);
     return number;
   }
-  /// Wakes every rank to look at what else is in the store.
+  /// Wakes every rank to look at the rest of the store.
   void notify_all_ranks() { post("look"); }
 
-  /// Blocks until a message is posted that `news` has not counted, `limit` at most; true if it was. Throws
-  /// where the wait ends before its time: the connection is closed then.
+  /// Blocks until a message is posted that `news` has not counted, at most `limit`. Returns whether one was
+  /// posted. Throws if the wait ends before its timeout: the connection is closed then.
   bool sleep(std::chrono::milliseconds limit) {
     const auto start = std::chrono::steady_clock::now();
     try {
@@ -75,8 +75,8 @@ class StoreMailbox {
     }
   }
 
-  /// The messages posted since the last call. A message that its sender has counted and not written yet is
-  /// returned by a later call.
+  /// Returns the messages posted since the last call. A later call returns a message that its sender has
+  /// counted but not written yet.
   [[nodiscard]] std::vector<Message> news() {
     const std::int64_t count = store_->add("count", 0);
     if (count - counted_ > most_unread)
@@ -99,16 +99,16 @@ class StoreMailbox {
     }
     return news;
   }
-  /// Whether messages are counted and not written.
+  /// Returns whether there are messages that are counted but not written.
   [[nodiscard]] bool incomplete() const { return !unread_.empty(); }
 
-  /// How long a reader should pause between two calls of `news`, so that what many ranks post at once is read
-  /// in few operations.
+  /// Returns how long a reader should pause between two calls of `news`, so that it reads the simultaneous
+  /// posts of many ranks in few operations.
   [[nodiscard]] std::chrono::milliseconds pause() const { return pause_; }
 
   /// Replaces the status text of this rank.
   void set_status(const std::string& text) { store_->set(status_key(rank_), text); }
-  /// The status texts of `ranks`; none for a rank that has not set one.
+  /// Returns the status texts of `ranks`, std::nullopt for a rank that has not set one.
   [[nodiscard]] std::vector<std::optional<std::string>> statuses(const std::vector<int>& ranks) {
     std::vector<std::string> keys;
     for (const int rank : ranks) keys.push_back(status_key(rank));
@@ -116,16 +116,16 @@ class StoreMailbox {
   }
 
  private:
-  // More than any run posts before a rank reads them.
+  // More messages than any run posts before a rank reads them.
   static constexpr std::int64_t most_unread = 1'000'000;
 
-  // Of one operation.
+  // The most keys of one store operation.
   static constexpr std::size_t most_keys = 4096;
 
   static std::string message_key(std::int64_t number) { return fmt::format("message/{}", number); }
   static std::string status_key(int rank) { return fmt::format("status/{}", rank); }
 
-  // The values of the keys that exist. One operation or two where all do; a missing one costs a bisection.
+  // Returns the values of the keys that exist. Takes one or two operations if all exist, else a bisection.
   std::vector<std::optional<std::string>> read(const std::vector<std::string>& keys) {
     std::vector<std::optional<std::string>> values(keys.size());
     for (std::size_t begin = 0; begin < keys.size(); begin += most_keys)
@@ -156,7 +156,7 @@ class StoreMailbox {
   int rank_;
   std::chrono::milliseconds pause_;
   std::int64_t counted_ = 0;
-  std::set<std::int64_t> unread_;  // up to counted_
+  std::set<std::int64_t> unread_;  // counted but not read, up to counted_
 };
 
 }  // namespace lockstep::detail

@@ -12,21 +12,21 @@ namespace lockstep::detail {
 
 /// The wire format of lockstep's key-value store.
 ///
-/// A connection begins with a hello (`store_magic`, then the secret of the run), answered by `store_magic`
-/// and a StoreGreeting byte. Then the client sends requests and the server one reply to each, or none to a
-/// request that the next one has cancelled. Each of these is a frame: its length in 4 bytes, then its
-/// payload. A request is an id of 8 bytes, a StoreOperation byte and arguments; a reply is the id, a
-/// StoreStatus byte and a result. Integers are little-endian; a string is its length in 4 bytes and its
+/// A connection begins with a hello (`store_magic`, then the secret of the run). The server answers with
+/// `store_magic` and a StoreGreeting byte. Then the client sends requests. The server sends one reply to each
+/// request, or none if the next request has cancelled it. Each message is a frame: its length in 4 bytes,
+/// then its payload. A request is an id of 8 bytes, a StoreOperation byte and arguments. A reply is the id, a
+/// StoreStatus byte and a result. Integers are little-endian. A string is its length in 4 bytes and its
 /// bytes.
 inline constexpr std::string_view store_magic = "lockstep store 1\n";
-/// What every version of the protocol begins with.
+/// The common beginning of `store_magic` in all versions of the protocol.
 inline constexpr std::string_view store_magic_of_any_version = "lockstep store ";
 
 inline constexpr std::size_t max_secret_bytes = 256;
 inline constexpr std::size_t max_key_bytes = 4096;
-/// Of one frame, and so of one value.
+/// The limit for one frame, and so for one value.
 inline constexpr std::size_t max_frame_bytes = std::size_t{64} << 20;
-/// Of all keys and values.
+/// The limit for all keys and values together.
 inline constexpr std::size_t max_store_bytes = std::size_t{1} << 30;
 
 enum class StoreGreeting : std::uint8_t { welcome, wrong_secret, wrong_version };
@@ -35,12 +35,12 @@ enum class StoreStatus : std::uint8_t { done, refused };
 
 enum class StoreOperation : std::uint8_t {
   set,          ///< keys and values -> nothing
-  get,          ///< keys -> values, once all are there
-  wait,         ///< keys -> nothing, once all are there
-  check,        ///< keys -> whether all are there
+  get,          ///< keys -> values, once all exist
+  wait,         ///< keys -> nothing, once all exist
+  check,        ///< keys -> whether all exist
   add,          ///< key, integer -> sum
   compare_set,  ///< key, expected, desired -> value
-  erase,        ///< key -> whether it was there
+  erase,        ///< key -> whether it existed
   count,        ///< nothing -> number of keys
   append        ///< key, value -> nothing
 };
@@ -66,9 +66,9 @@ class FrameWriter {
     return *this;
   }
 
-  /// The bytes of the payload so far.
+  /// Returns the number of payload bytes so far.
   [[nodiscard]] std::size_t payload() const { return bytes_.size() - 4; }
-  /// The frame, its length in front.
+  /// Returns the frame, with its length in front.
   [[nodiscard]] std::string take() {
     for (int i = 0; i < 4; ++i) bytes_[i] = static_cast<char>((payload() >> (8 * i)) & 0xff);
     return std::move(bytes_);
@@ -83,7 +83,7 @@ class FrameWriter {
   std::string bytes_;
 };
 
-/// Reads a payload. A read past its end gives zero or nothing and makes `whole()` false for good.
+/// Reads a payload. A read past the end returns zero or nothing and makes `whole()` false for good.
 class FrameReader {
  public:
   explicit FrameReader(std::string_view payload) : rest_(payload) {}
@@ -103,12 +103,12 @@ class FrameReader {
   std::vector<std::string> texts() {
     const auto count = static_cast<std::size_t>(fixed(4));
     std::vector<std::string> result;
-    if (count > rest_.size() / 4) good_ = false;  // each has a length at least
+    if (count > rest_.size() / 4) good_ = false;  // each has a length field
     for (std::size_t i = 0; good_ && i < count; ++i) result.emplace_back(text());
     return result;
   }
 
-  /// Whether all reads were within the payload, and nothing of it is left.
+  /// Returns whether all reads were within the payload and consumed it completely.
   [[nodiscard]] bool whole() const { return good_ && rest_.empty(); }
 
  private:
@@ -129,12 +129,12 @@ class FrameReader {
   bool good_ = true;
 };
 
-/// Frames cut out of the bytes of a connection, as they arrive.
+/// Splits the bytes of a connection into frames as they arrive.
 class FrameBuffer {
  public:
   void append(std::string_view bytes) { bytes_.append(bytes); }
 
-  /// The length that the next frame's payload will have, once its first 4 bytes are there.
+  /// Returns the length of the next frame's payload, once its first 4 bytes have arrived.
   [[nodiscard]] std::optional<std::size_t> next_length() const {
     if (bytes_.size() - begin_ < 4) return std::nullopt;
     std::size_t length = 0;
@@ -142,7 +142,7 @@ class FrameBuffer {
       length |= std::size_t{static_cast<unsigned char>(bytes_[begin_ + i])} << (8 * i);
     return length;
   }
-  /// The payload of the next frame, once it is whole; valid until `append`.
+  /// Returns the payload of the next frame once it is complete. Valid until `append`.
   [[nodiscard]] std::optional<std::string_view> next() {
     const auto length = next_length();
     if (!length || bytes_.size() - begin_ - 4 < *length) {

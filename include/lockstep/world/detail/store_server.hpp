@@ -30,17 +30,17 @@ namespace lockstep::detail {
 
 /// The server of lockstep's key-value store: one thread that never blocks on a client.
 ///
-/// A client that has not said a valid hello within `hello_timeout` is disconnected, and earlier where more
-/// than `max_strangers` such connections are open. A request that waits for keys is parked with its
-/// connection and answered when the last of them is set; the next request of that connection cancels it. No
-/// bytes from a client can end or stall the server: a malformed frame closes its connection.
+/// The server disconnects a client that has not sent a valid hello within `hello_timeout`, and the oldest
+/// such client if more than `max_strangers` are connected. It parks a request that waits for keys and answers
+/// it when the last key is set; the next request of that connection cancels it. No bytes from a client can
+/// end or stall the server: a malformed frame closes its connection.
 class StoreServer {
  public:
   static constexpr std::chrono::milliseconds default_hello_timeout{10000};
   static constexpr std::size_t max_strangers = 256;
 
-  /// Serves on a socket that listens already. Only clients that know `secret` are let in. Throws Error where
-  /// the system grants no descriptor or thread.
+  /// Serves on a socket that already listens. Accepts only clients that know `secret`. Throws Error if the
+  /// system grants no descriptor or thread.
   StoreServer(Listener listener, std::string secret,
               std::chrono::milliseconds hello_timeout = default_hello_timeout)
       : listener_(std::move(listener)),
@@ -54,7 +54,7 @@ class StoreServer {
     fcntl(listener_.fd.get(), F_SETFL, O_NONBLOCK);
     watch(listener_.fd.get(), listener_id);
     watch(wake_.get(), wake_id);
-    // Signals are the program's: a thread of ours must not be the one that takes them.
+    // Block all signals: the program's threads handle them, never the server's.
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
@@ -83,7 +83,7 @@ class StoreServer {
   using Clock = std::chrono::steady_clock;
   static constexpr std::uint64_t listener_id = 0, wake_id = 1;
 
-  /// A request that waits for keys. `key` is the first of them that is missing.
+  /// A request that waits for keys. `key` is its first missing key.
   struct Parked {
     std::uint64_t id = 0;
     StoreOperation operation = StoreOperation::wait;
@@ -96,10 +96,10 @@ class StoreServer {
     Descriptor fd;
     FrameBuffer in;
     std::string out;
-    std::size_t sent = 0;  // of `out`
+    std::size_t sent = 0;  // bytes of `out` already sent
     std::uint32_t interest = 0;
     bool greeted = false;
-    bool closing = false;  // once `out` is sent
+    bool closing = false;  // close once `out` is sent
     std::optional<Parked> parked;
   };
 
@@ -141,7 +141,7 @@ class StoreServer {
     return static_cast<int>(std::clamp<std::int64_t>(left, 0, 60000));
   }
 
-  // A few at a time: the hellos of those that are in come between.
+  // Accepts a few at a time, so that the hellos of accepted clients are handled in between.
   void accept_some() {
     for (int i = 0; i < 32; ++i) {
       const int fd = accept4(listener_.fd.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK);
@@ -163,7 +163,7 @@ class StoreServer {
     }
   }
 
-  // Without one, the listener would be ready for ever, and the queue never get shorter.
+  // Out of descriptors, the listener would stay ready and its queue would never shrink.
   void make_descriptor_free() {
     forget_greeted();
     if (!strangers_.empty()) {
@@ -187,7 +187,7 @@ class StoreServer {
     if (found != connections_.end() && !found->second->greeted) drop(*found->second);
   }
 
-  // Its memory goes at the end of the turn: others may be looking at it.
+  // Frees the connection at the end of the loop's turn: callers may still use it.
   void drop(Connection& connection) {
     if (!connection.fd.open()) return;
     unpark(connection);
@@ -205,7 +205,7 @@ class StoreServer {
     update_interest(connection);
   }
 
-  // Reads what is there, up to a turn's share; false where the client has closed.
+  // Reads the available bytes, up to a limit per turn. Returns false if the client has closed.
   bool receive(Connection& connection) {
     char buffer[1 << 16];
     for (int turn = 0; turn < 16; ++turn) {
@@ -219,7 +219,7 @@ class StoreServer {
     return true;
   }
 
-  // A client that does not read its replies is not read from either.
+  // Handles no further requests of a client that does not read its replies.
   void handle_frames(Connection& connection) {
     while (connection.fd.open() && !connection.closing && connection.out.empty()) {
       const auto length = connection.in.next_length();
@@ -246,7 +246,7 @@ class StoreServer {
     send(connection, FrameWriter().raw(store_magic).byte(static_cast<std::uint8_t>(greeting)).take());
   }
 
-  // Takes as long for a wrong guess as for a better one.
+  // Compares in constant time, so that the time does not reveal a partial match.
   [[nodiscard]] bool same_secret(std::string_view given) const {
     unsigned difference = given.size() == secret_.size() ? 0 : 1;
     for (std::size_t i = 0; i < std::min(given.size(), secret_.size()); ++i)
@@ -352,7 +352,7 @@ class StoreServer {
     }
   }
 
-  // Sets a value; the reason where it must not be set.
+  // Sets a value. Returns the reason if it must not be set.
   std::string put(const std::string& key, std::string value) {
     if (key.size() > max_key_bytes)
       return fmt::format("a key may have {} bytes, this one has {}", max_key_bytes, key.size());
@@ -463,7 +463,7 @@ class StoreServer {
   std::uint64_t next_number_ = 2;
   std::unordered_map<std::string, std::string> values_;
   std::size_t bytes_ = 0;
-  std::unordered_map<std::string, std::vector<std::uint64_t>> waiting_;  // the connections parked at a key
+  std::unordered_map<std::string, std::vector<std::uint64_t>> waiting_;  // connections parked on a key
   std::thread thread_;
 };
 

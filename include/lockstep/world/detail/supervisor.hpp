@@ -24,8 +24,8 @@
 
 namespace lockstep::detail {
 
-/// One process to start: the rank by which it is called, and what its environment changes ("NAME=value",
-/// "NAME").
+/// A process to start: its rank for messages, and the changes to its environment ("NAME=value" sets, "NAME"
+/// removes).
 struct Job {
   int rank = 0;
   std::vector<std::string> environment;
@@ -36,23 +36,23 @@ struct SupervisorOptions {
   std::vector<std::string> arguments;
   std::vector<Job> jobs;
   Prefix prefix = Prefix::automatic;
-  /// From the polite end (SIGTERM) to the other one (SIGKILL).
+  /// The time from SIGTERM to SIGKILL.
   std::chrono::milliseconds grace{3000};
-  /// How long ranks that handle a forwarded signal may take: until the first ends, and from there until the
-  /// last does.
+  /// The timeout of ranks that handle a forwarded signal: until the first of them ends, and from then until
+  /// the last one ends.
   std::chrono::milliseconds interrupt_grace{30000};
   /// How long a consequence waits for its cause.
   std::chrono::milliseconds cause_delay{2000};
-  /// Called once all have been started, before the first of their bytes is read.
+  /// Called once after all processes are started, before any of their output is read.
   std::function<void()> started = [] {};
-  /// Whether the first failure is written to stderr, before any later output.
+  /// Whether to write the first failure to stderr, before any later output.
   bool announce = true;
-  /// Called once, when the first failure is known, or when a rank has ended by a forwarded signal.
+  /// Called once, when the first failure is known or when a rank has ended by a forwarded signal.
   std::function<void(const RankFailure&)> failed = [](const RankFailure&) {};
 };
 
-/// Starts processes of one program, relays their lines and signals, and ends all when one fails. It has no
-/// thread and knows nothing of LibTorch; one at a time in a process.
+/// Starts processes of one program, relays their lines and signals, and ends all of them when one fails. It
+/// has no thread of its own and does not use LibTorch. At most one runs at a time in a process.
 class Supervisor {
  public:
   explicit Supervisor(SupervisorOptions options)
@@ -61,7 +61,7 @@ class Supervisor {
                [this](int sink, std::string_view bytes) { outlet_.put(sink, bytes); }),
         verdict_(options_.cause_delay) {}
 
-  /// Returns when no process is left: 0, the culprit's exit code, or 128 + signal.
+  /// Blocks until all processes have ended. Returns 0, the exit code of the first failure, or 128 + signal.
   int run() {
     SignalScope signals;
     const SubreaperScope subreaper;
@@ -94,7 +94,7 @@ class Supervisor {
     pid_t pid = 0;
     Descriptor out, error, report;
     std::string report_bytes;
-    bool reported = false;  // it has said itself why it ends
+    bool reported = false;  // it has reported its own failure
     bool ended = false;
     bool ordered_to_end = false;
     int status = 0;
@@ -114,7 +114,7 @@ class Supervisor {
       auto out = make_pipe(), error = make_pipe(), report = make_pipe();
       auto changes = job.environment;
       changes.push_back(fmt::format("LOCKSTEP_REPORT_FD={}", report.write.get()));
-      // A process outside the terminal's foreground group that reads from it would be stopped.
+      // The kernel stops a process outside the terminal's foreground group that reads from the terminal.
       const int in = children_.empty() && isatty(0) != 1 ? 0 : nothing.get();
       Child child;
       child.rank = job.rank;
@@ -144,11 +144,11 @@ class Supervisor {
       if (child.report.open()) polled.push_back({child.report.get(), POLLIN, 0});
     }
     outlet_.poll_for(polled);
-    // The time limits only bound how late a deadline or a quiet line is seen; all else wakes us.
+    // The poll timeout only bounds how late a deadline or an idle line is seen; every other event wakes it.
     poll(polled.data(), polled.size(), verdict_.open() || interrupted_ != 0 ? 20 : 100);
     outlet_.write_ready();
     if (outlet_.broken() && !decided_ && interrupted_ == 0) {
-      // Nobody reads us any more (`| head`): end as a single program would, quietly.
+      // The reader of our output is gone (`| head`): end quietly, as a single program would.
       told_ = Clock::now();
       interrupted_ = SIGPIPE;
       first_end_ = Clock::now();
@@ -169,7 +169,7 @@ class Supervisor {
         noted_ = Clock::now();
         kill_all(number);
       } else if (number == SIGHUP && std::exchange(hung_up_, true)) {
-        // A terminal that closes sends two: the kernel's and its shell's.
+        // A closing terminal sends two: one from the kernel and one from its shell.
       } else if (++told_times_; interrupted_ == number || told_times_ > 2) {
         order_end(SIGKILL);
       } else {
@@ -181,8 +181,8 @@ class Supervisor {
     }
   }
 
-  // Writes what is left, waiting for the readers: as long as they like, unless the run was interrupted or is
-  // now.
+  // Writes the remaining output. Waits for the readers without a limit, unless the run was interrupted or is
+  // interrupted now.
   void drain(const SignalScope& signals) {
     const auto begin = Clock::now();
     const int told = told_times_;
@@ -196,7 +196,7 @@ class Supervisor {
     }
   }
 
-  // What ranks had started is a child of this process once they are gone, and was killed with them.
+  // Reaps orphaned descendants of the ranks, which became children of this process and were killed.
   void reap_left() {
     const auto until = Clock::now() + std::chrono::milliseconds(500);
     for (const auto& child : children_)
@@ -209,7 +209,7 @@ class Supervisor {
       if (!child.ended) kill(-child.pid, number);
   }
 
-  // Ends everyone but those that are about to end by themselves, having reported.
+  // Ends all ranks. SIGTERM spares ranks that have reported and are about to end by themselves.
   void order_end(int number) {
     for (auto& child : children_) {
       if (child.ended) continue;
@@ -224,19 +224,19 @@ class Supervisor {
     for (std::size_t i = 0; i < children_.size(); ++i) {
       auto& child = children_[i];
       if (child.ended) {
-        waitpid(-child.pid, nullptr, WNOHANG);  // what it had left behind
+        waitpid(-child.pid, nullptr, WNOHANG);  // orphaned descendants
         continue;
       }
       siginfo_t info{};
       if (waitid(P_PID, static_cast<id_t>(child.pid), &info, WEXITED | WNOHANG | WNOWAIT) != 0 ||
           info.si_pid == 0)
         continue;
-      kill(-child.pid, SIGKILL);  // what it left behind; while it is a zombie nobody else can have its number
+      kill(-child.pid, SIGKILL);  // orphaned descendants; the zombie still reserves the group's number
       waitpid(child.pid, &child.status, 0);
       child.ended = true;
       child.ended_at = monotonic_nanoseconds();
       read_report(i);
-      // After a signal was passed on, ranks end as they choose, by it or with a code that means something.
+      // After a forwarded signal, ranks may end as they choose: by the signal or with a code of their own.
       const bool choosing = ending() || lately(noted_);
       if (ending() || (choosing && child.status != 0)) first_end_ = first_end_.value_or(Clock::now());
       const bool chosen = choosing && (!WIFSIGNALED(child.status) || WTERMSIG(child.status) == interrupted_);
@@ -256,7 +256,7 @@ class Supervisor {
   [[nodiscard]] bool lately(const std::optional<Clock::time_point>& when) const {
     return when && Clock::now() - *when < options_.interrupt_grace;
   }
-  // Whether the ranks are about to end because they were asked to; those that none has obeyed in time go on.
+  // Returns whether the ranks are ending on request. False again if no rank has obeyed in time.
   [[nodiscard]] bool ending() const { return lately(told_) || (told_ && first_end_); }
 
   void read_report(std::size_t i) {
@@ -267,7 +267,7 @@ class Supervisor {
     if (child.report_bytes.empty() || child.reported) return;
     child.reported = true;
     const auto report = decode(child.report_bytes);
-    // Ranks that end by a signal make others fail, which is as it should be.
+    // Ranks that end by a forwarded signal make other ranks fail, which is expected.
     if (!ending() || report.kind != FailureKind::peer) verdict_.add({i, report});
   }
 
@@ -290,7 +290,7 @@ class Supervisor {
     relay_.close(id);
   }
 
-  // Reads what is there (one piece, or all of it); false at the end.
+  // Reads the available bytes, or one piece of them. Returns false at the end of the stream.
   template <class Take>
   static bool read_into(Descriptor& stream, Take&& take, bool one_piece = false) {
     char buffer[1 << 16];
@@ -303,10 +303,10 @@ class Supervisor {
     }
   }
 
-  // While the first failure is being looked for, what others say about it waits.
+  // While the first failure is undecided, hold back the stderr of all ranks.
   [[nodiscard]] bool holding_errors() const { return verdict_.open() && !decided_; }
 
-  // Once the first failure can be told: shows it and orders the others to end.
+  // Reports the first failure once it is decided, and orders the other ranks to end.
   void judge() {
     if (decided_) return;
     const auto first = verdict_.first(alive() == 0);
@@ -317,7 +317,7 @@ class Supervisor {
       if (child.ended && child.status == 0 && child.ended_at < first->report.when) gone.push_back(child.rank);
     auto& culprit = children_[first->child];
     failure_ = describe_failure(first->report, culprit.rank, culprit.pid, gone);
-    read_remaining(culprit, first->child);  // its own last words come before the verdict
+    read_remaining(culprit, first->child);  // the rank's own last output comes before the error
     if (options_.announce) outlet_.put(2, fmt::format("error: {}\n", failure_->text));
     outlet_.flush();
     order_end(SIGTERM);
@@ -339,13 +339,13 @@ class Supervisor {
     if (decided_ || !first_end_ || now - *first_end_ <= options_.interrupt_grace) return;
     if (told_)
       order_end(SIGKILL);
-    else if (chose_ && !verdict_.open())  // the others do not follow it
+    else if (chose_ && !verdict_.open())  // the other ranks have not ended, too
       verdict_.add(suspect_by_status(*chose_, children_[*chose_].status));
   }
 
   [[nodiscard]] int exit_code() const {
     if (failure_) return failure_->code;
-    if (told_times_ > 0 && !outlet_.empty()) return 128 + interrupted_;  // its last lines were not awaited
+    if (told_times_ > 0 && !outlet_.empty()) return 128 + interrupted_;  // its last output was not awaited
     for (const auto& child : children_)
       if (WIFSIGNALED(child.status)) return 128 + (interrupted_ != 0 ? interrupted_ : WTERMSIG(child.status));
     for (const auto& child : children_)
@@ -361,13 +361,13 @@ class Supervisor {
   std::optional<Clock::time_point> first_end_, ended_since_;
   std::optional<RankFailure> failure_;
   bool decided_ = false;
-  std::optional<Clock::time_point> told_;   // when a signal was passed on that asks the ranks to end
-  std::optional<Clock::time_point> noted_;  // ... and one that leaves it to them
-  std::optional<std::size_t> chose_;        // the first that ended by its own choice
-  int interrupted_ = 0;                     // the signal that asks them to end
-  int told_times_ = 0;                      // how many such signals came
-  bool interruption_told_ = false;          // `failed` knows that a rank has ended by it
-  bool hung_up_ = false;                    // ... and whether a SIGHUP was among them
+  std::optional<Clock::time_point> told_;   // when a signal was forwarded that asks the ranks to end
+  std::optional<Clock::time_point> noted_;  // when a signal was forwarded that leaves it to them
+  std::optional<std::size_t> chose_;        // the first rank that ended by its own choice
+  int interrupted_ = 0;                     // the signal that asks the ranks to end
+  int told_times_ = 0;                      // how many such signals arrived
+  bool interruption_told_ = false;          // `failed` was called for a rank that ended by it
+  bool hung_up_ = false;                    // a SIGHUP was among them
 };
 
 }  // namespace lockstep::detail

@@ -37,18 +37,19 @@
 
 namespace lockstep::detail {
 
-/// What the end of a failing process needs from the parts that know the other ranks.
+/// Functions that the end of a failing process needs from the parts that reach the other ranks.
 struct FailureHooks {
-  /// Tells all ranks; returns whether this failure is the first. May block: it gets a time limit.
+  /// Publishes the failure to all ranks. Returns whether it is the first. May block: callers set a time
+  /// limit.
   std::function<bool(const std::string& text)> publish;
-  /// The exit code with which a rank has ended, where it has told the others. May block as well.
+  /// Returns the exit code that an ended rank has published, std::nullopt if none. May block.
   std::function<std::optional<int>(int rank)> end_of;
-  /// Tells the others that this process exits. May block as well.
+  /// Publishes that this process exits. May block.
   std::function<void(int code)> exits;
 };
 LOCKSTEP_PROCESS_WIDE inline FailureHooks failure_hooks;
 
-/// The descriptor through which a supervising parent hears of a failure, -1 where there is none.
+/// Returns the descriptor on which a supervising parent receives the failure report, -1 if there is none.
 LOCKSTEP_PROCESS_WIDE inline int report_descriptor() {
   static const int fd = [] {
     const auto text = process_variable("LOCKSTEP_REPORT_FD");
@@ -63,8 +64,8 @@ LOCKSTEP_PROCESS_WIDE inline int report_descriptor() {
   return fd;
 }
 
-/// Runs `work` in a thread and waits at most `limit` for it; what a stuck peer or pipe holds up is left
-/// behind.
+/// Runs `work` in a thread and waits for it, at most `limit`. A thread that a stuck peer or pipe blocks is
+/// left behind.
 template <class Work>
 void at_most(std::chrono::milliseconds limit, Work work) {
   struct Shared {
@@ -77,7 +78,7 @@ void at_most(std::chrono::milliseconds limit, Work work) {
     std::thread([shared, work = std::move(work)]() mutable {
       try {
         work();
-      } catch (...) {  // the failure that is being told matters, not this one
+      } catch (...) {  // the failure being reported matters, not this one
       }
       std::lock_guard lock(shared->mutex);
       shared->done = true;
@@ -103,7 +104,7 @@ inline std::string json_string(std::string_view text) {
   return quoted + '"';
 }
 
-/// Writes torchrun's error file: whole or not at all, since a torn one makes torchrun itself crash.
+/// Writes torchrun's error file atomically: a partial file makes torchrun itself crash.
 inline void write_elastic_error_file(const std::string& path, const std::string& text, std::time_t when) {
   const auto temporary = fmt::format("{}.{}", path, getpid());
   const int descriptor = open_new_file(temporary.c_str());
@@ -116,17 +117,17 @@ inline void write_elastic_error_file(const std::string& path, const std::string&
   if (std::fclose(file) == 0 && whole) std::rename(temporary.c_str(), path.c_str());
 }
 
-/// `code` as an exit code that is 0 only where `code` is: the kernel keeps its last eight bits.
+/// Returns `code` as an exit code that is 0 only if `code` is: the kernel keeps only the low eight bits.
 inline int exit_status(int code) {
   return code != 0 && (code & 0xff) == 0 ? 1 : code;
 }
 
-/// Whether this process was asked by SIGTERM to end, and what its handler needs (see announce_sigterm).
+/// Whether this process received SIGTERM, and the state of its handler. See announce_sigterm.
 LOCKSTEP_PROCESS_WIDE inline std::atomic<bool> terminated{false};
 LOCKSTEP_PROCESS_WIDE inline std::atomic<pid_t> sigterm_process{0};
 LOCKSTEP_PROCESS_WIDE inline sem_t sigterm_came;
 
-/// Ends this process by SIGTERM, as if there were no handler.
+/// Ends this process by SIGTERM with the default action.
 [[noreturn]] inline void end_by_sigterm() {
   signal(SIGTERM, SIG_DFL);
   sigset_t set;
@@ -137,8 +138,8 @@ LOCKSTEP_PROCESS_WIDE inline sem_t sigterm_came;
   _exit(128 + SIGTERM);
 }
 
-/// Tells the supervisor, the store, the user and torchrun of a failure. `said` becomes true once the first
-/// two or the user know of it.
+/// Reports a failure to the supervisor, the store, the user and torchrun. Sets `said` once the supervisor or
+/// the user has it.
 inline void tell_failure(FailureReport& report, bool& said) {
   const int rank = process_rank.load();
   const std::time_t when = std::time(nullptr);
@@ -166,7 +167,7 @@ inline void tell_failure(FailureReport& report, bool& said) {
     first = *told;
   }
   if (report_descriptor() >= 0) return;
-  // The sender of the signal knows that the other ranks end by it as well.
+  // The sender of the signal knows that it ends the other ranks as well.
   if (consequence && terminated) end_by_sigterm();
   const bool said_already = !first && report.kind == FailureKind::usage;
   const auto text =
@@ -178,22 +179,22 @@ inline void tell_failure(FailureReport& report, bool& said) {
     std::fflush(nullptr);
   });
   said = true;
-  // What libraries say from here on is about connections that end: nothing that a user could act on.
+  // Later output of libraries is about connections that end, which no user can act on.
   const int nowhere = open("/dev/null", O_WRONLY | O_CLOEXEC);
   if (nowhere >= 0) dup2(nowhere, 2);
-  // The launcher takes the earliest second for the cause: a consequence must be later.
+  // The launcher takes the earliest time stamp for the cause: a consequence must be at least a second later.
   if (consequence && rank >= 0) std::this_thread::sleep_for(std::chrono::milliseconds(1500));
   if (const auto path = process_variable("TORCHELASTIC_ERROR_FILE"))
     write_elastic_error_file(*path, report.text, consequence ? std::time(nullptr) : when);
 }
 
-/// Ends this process now, and the others with it: tells the supervisor and the store, flushes, leaves without
-/// running a destructor. `report` is said once, whichever thread comes first.
+/// Ends this process immediately, and with it the run: reports to the supervisor and the store, flushes, and
+/// exits without running destructors. Only the first thread to call it reports.
 LOCKSTEP_PROCESS_WIDE [[noreturn]] inline void fail_process(FailureReport report) noexcept {
   static std::atomic_flag begun;
   static std::atomic<std::thread::id> teller;
   if (begun.test_and_set()) {
-    // An exception on the way, such as that no memory is left, comes back here through std::terminate.
+    // A second exception, such as out of memory, returns here through std::terminate.
     if (teller.load() == std::this_thread::get_id()) _exit(report.code);
     while (true) pause();
   }
@@ -201,7 +202,7 @@ LOCKSTEP_PROCESS_WIDE [[noreturn]] inline void fail_process(FailureReport report
   bool said = false;
   try {
     tell_failure(report, said);
-  } catch (...) {  // no memory is left, not even for a thread: what follows needs none
+  } catch (...) {  // out of memory, even for a thread: the code below allocates none
   }
   if (!said) {
     const int supervisor = report_descriptor();
@@ -217,7 +218,7 @@ LOCKSTEP_PROCESS_WIDE [[noreturn]] inline void fail_process(FailureReport report
 }
 
 extern "C" inline void lockstep_note_sigterm(int number) {
-  if (getpid() != sigterm_process) {  // a child that was forked and not executed anew
+  if (getpid() != sigterm_process) {  // a child that was forked without exec
     signal(number, SIG_DFL);
     raise(number);
     return;
@@ -226,8 +227,8 @@ extern "C" inline void lockstep_note_sigterm(int number) {
   sem_post(&sigterm_came);
 }
 
-/// Tells the other ranks when this process gets a SIGTERM, and lets it end by it then: without a supervisor
-/// they would only see its connections close. No-op where the program handles or ignores SIGTERM, and under a
+/// Publishes a SIGTERM of this process to the other ranks, then ends the process by it. Without a supervisor
+/// they would only see the connections close. No-op if the program handles or ignores SIGTERM, and under a
 /// supervisor, which sees how its ranks end. `where` names the host.
 inline void announce_sigterm(const std::string& where) {
   static std::once_flag once;
@@ -252,7 +253,7 @@ inline void announce_sigterm(const std::string& where) {
   });
 }
 
-/// Tells the other ranks with which code this process exits (std::exit, a return from main).
+/// Publishes this process's exit code to the other ranks when it exits (std::exit, a return from main).
 LOCKSTEP_PROCESS_WIDE inline void announce_exit() {
   static std::once_flag once;
   static pid_t process = 0;
@@ -260,15 +261,15 @@ LOCKSTEP_PROCESS_WIDE inline void announce_exit() {
     process = getpid();
     on_exit(
         [](int code, void*) {
-          if (getpid() != process || !failure_hooks.exits) return;  // a child that was forked exits
+          if (getpid() != process || !failure_hooks.exits) return;  // a forked child exits
           at_most(std::chrono::milliseconds(500), [code] { failure_hooks.exits(code); });
         },
         nullptr);
   });
 }
 
-/// Makes an exception that nobody catches end the process through `fail_process`, with the stack as it is: no
-/// destructor on the way up can wait for a peer that no longer answers.
+/// Makes an uncaught exception end the process through `fail_process` before the stack unwinds: no destructor
+/// can then wait for a peer that no longer answers. No-op if the program has a terminate handler of its own.
 LOCKSTEP_PROCESS_WIDE inline void end_on_uncaught() {
   static std::terminate_handler previous = nullptr;
   static std::once_flag once;
@@ -281,15 +282,15 @@ LOCKSTEP_PROCESS_WIDE inline void end_on_uncaught() {
       try {
         report = describe(std::current_exception());
       } catch (...) {
-        report.text = "out of memory";  // short enough to need none
+        report.text = "out of memory";  // short enough to need no allocation
       }
       fail_process(std::move(report));
     });
   });
 }
 
-/// Whether the parent of this process had ended before this process asked for it: process 1 is the parent
-/// then. False where process 1 is a Python interpreter, as in a container whose first process is the agent.
+/// Returns whether this process's parent ended before end_with_agent() ran: its parent is then process 1.
+/// Returns false if process 1 is a Python interpreter, as in a container whose first process is the agent.
 inline bool taken_over_by_init() {
   if (getppid() != 1) return false;
   std::ifstream file("/proc/1/cmdline", std::ios::binary);
@@ -298,17 +299,17 @@ inline bool taken_over_by_init() {
          command.find("torchrun") == std::string::npos;
 }
 
-/// Makes a worker of torchrun end with the agent that started it: a killed agent (SIGKILL, out of memory)
-/// would leave it training as an orphan. No-op in any other process, also in one that a worker or a wrapper
-/// script starts: of these only the worker itself leads a session. The calling thread must live as long as
-/// the worker.
+/// Ends a worker of torchrun together with the agent that started it: a killed agent (SIGKILL, out of memory)
+/// would otherwise leave it training as an orphan. No-op in any other process, including those that a worker
+/// or a wrapper script starts: of these only the worker itself leads a session. The calling thread must live
+/// as long as the worker.
 inline void end_with_agent() {
   if (!process_variable("TORCHELASTIC_RUN_ID") || getsid(0) != getpid()) return;
   if (!die_with_parent(getppid()) || taken_over_by_init()) raise(SIGKILL);
 }
 
-/// Runs `work` on a thread with no handler above it, so that what it throws reaches `end_on_uncaught` before
-/// any destructor runs. Returns when it returns.
+/// Runs `work` on a thread without exception handlers above it, so that an exception reaches
+/// `end_on_uncaught` before any destructor runs. Blocks until `work` returns.
 inline void run_without_handlers(std::function<void()> work) {
   end_on_uncaught();
   pthread_attr_t attributes;

@@ -10,10 +10,10 @@
 
 namespace lockstep::detail {
 
-/// The calls on the device and on NCCL that threads of the program have entered and not returned from. Any of
-/// them may block: a launch does while the device's queue is full.
+/// The device and NCCL calls that the program's threads have entered and not returned from. Any of them may
+/// block: a launch blocks while the device's queue is full.
 ///
-/// Thread safety: every function may be called from any thread. No function blocks.
+/// Thread-safe. No function blocks.
 class ActiveCalls {
  public:
   using Clock = std::chrono::steady_clock;
@@ -48,9 +48,9 @@ class ActiveCalls {
   struct Entry {
     Call call;
     Label label;
-    Clock::time_point entered;  // later than the start of `call` where that has been issued before
+    Clock::time_point entered;  // later than `call.start` if the call was issued earlier
   };
-  /// The call that was entered first, or nothing where none is active.
+  /// Returns the call that was entered first, std::nullopt if none is active.
   [[nodiscard]] std::optional<Entry> oldest() const {
     std::lock_guard lock(mutex_);
     const Scope* oldest = newest_;

@@ -27,24 +27,24 @@
 
 namespace lockstep::detail {
 
-/// The memory of a communicator's buffers, registered with NCCL: NCCL's own, or LibTorch's.
+/// Owns the memory of a communicator's buffers, registered with NCCL. NCCL or LibTorch allocates it.
 ///
-/// The group and the tensors share it. When the last tensor over a buffer goes, on whatever thread, events
-/// are recorded on the streams that may still use its memory, and no more: NCCL is told by the thread that
-/// issues the next collective, or at the group's end. So a registration ends before its memory is given back
-/// and before the communicator is destroyed, and neither happens while something is in flight. What outlives
-/// the communicator is no longer registered, but stays memory until its last tensor goes. An abort ends the
+/// The group and the tensors share ownership. When the last tensor over a buffer is destroyed, on any thread,
+/// only events are recorded, on the streams that may still use its memory. The registration ends later, on
+/// the thread that issues the next collective, or when the group closes: before its memory is freed, before
+/// the communicator is destroyed, and never while the memory is in use. A buffer that outlives the
+/// communicator is deregistered but stays valid memory until its last tensor is destroyed. An abort ends the
 /// registrations with the communicator.
 ///
-/// Thread safety: tensors may go on any thread; one thread at a time calls the functions.
+/// Thread safety: any thread may destroy tensors; one thread at a time may call the functions.
 template <NcclDevice D>
 class Buffers : public std::enable_shared_from_this<Buffers<D>> {
  public:
   using Stream = typename D::Stream;
   using Event = typename D::Event;
 
-  /// Those that the options want, if any; `stream` is the communicator's. open_together has checked that this
-  /// NCCL has them.
+  /// Creates the buffers that the options ask for, null if none. `stream` is the communicator's stream.
+  /// open_together has checked that this NCCL supports them.
   static std::shared_ptr<Buffers> wanted(const NcclOptions& options, const D& device, NcclHandle<D>& handle,
                                          Stream stream) {
     if (options.buffers == NcclBuffers::torch) return nullptr;
@@ -54,16 +54,16 @@ class Buffers : public std::enable_shared_from_this<Buffers<D>> {
       : kind_(kind), device_(device), handle_(&handle), stream_(stream) {}
   ~Buffers() {
     give_back(std::chrono::seconds(10));
-    // What has not ended by now is lost: nobody knows what a device that hangs still does with it.
+    // Leak memory that is still in use: a device that hangs may still access it.
     for (auto& block : dropped_) static_cast<void>(block.release());
   }
   Buffers(const Buffers&) = delete;
   Buffers& operator=(const Buffers&) = delete;
 
-  /// A tensor [length], uninitialised, with the dtype and device of `like`, over memory of its own; over
-  /// LibTorch's where NCCL could not send it, and while a graph is captured. Throws what the device throws,
-  /// and std::runtime_error where NCCL does not register it: nothing is defined where a rank sends from other
-  /// memory than the others, so it cannot go on without.
+  /// Returns an uninitialized tensor [length] with the dtype and device of `like`, over a registered buffer.
+  /// The memory is LibTorch's if NCCL could not send it, and during a graph capture. Throws what the device
+  /// throws, and std::runtime_error if the registration fails: it is undefined for one rank to send from
+  /// unregistered memory while the others send from registered memory.
   [[nodiscard]] at::Tensor make(std::int64_t length, const at::Tensor& like) {
     if (length == 0 || !handle_ || handle_->gone() || !device_.holds(like) ||
         device_.capturing(device_.current_stream()))
@@ -77,7 +77,8 @@ class Buffers : public std::enable_shared_from_this<Buffers<D>> {
     if (kind_ == NcclBuffers::nccl) {
       begin = block->memory = device_.allocate_buffer(bytes);
     } else {
-      // NCCL registers whole pages, on which no other tensor may lie: each rank would have another there.
+      // NCCL registers whole pages. No other tensor may lie on them: it would be a different one on each
+      // rank.
       registered = (bytes + page - 1) / page * page;
       block->torch =
           at::empty({static_cast<std::int64_t>(registered + page)}, like.options().dtype(at::kByte));
@@ -102,14 +103,14 @@ class Buffers : public std::enable_shared_from_this<Buffers<D>> {
         like.device());
   }
 
-  /// Gives back what no tensor and no stream uses any more. Does not block.
+  /// Frees the buffers that no tensor and no stream uses any more. Does not block.
   void sweep() noexcept {
     std::lock_guard lock(mutex_);
     if (!dropped_.empty()) give_back_ended();
   }
 
-  /// Ends all registrations: when no collective is in flight any more, and before the communicator is
-  /// destroyed. What no tensor uses is given back, as soon as no stream does, but for a second at most.
+  /// Ends all registrations. Call it once no collective is in flight, before the communicator is destroyed.
+  /// Frees the buffers without tensors once their streams are done; waits at most 1 s for that.
   void close() noexcept {
     {
       std::lock_guard lock(mutex_);
@@ -124,19 +125,19 @@ class Buffers : public std::enable_shared_from_this<Buffers<D>> {
   }
 
  private:
-  static constexpr std::size_t page = 1 << 16;  // the largest that is usual
+  static constexpr std::size_t page = 1 << 16;  // the largest common page size
 
   struct Block {
-    Stream stream{};         // for which it was made
-    void* memory = nullptr;  // NCCL's own
-    at::Tensor torch;        // or LibTorch's
+    Stream stream{};         // for which the buffer was made
+    void* memory = nullptr;  // allocated by NCCL
+    at::Tensor torch;        // or by LibTorch
     void* registration = nullptr;
     bool registered = false;
-    std::vector<Event> events;  // behind all that may use it, once no tensor does
-    bool marked = false;        // by them
+    std::vector<Event> events;  // follow all uses of the memory, once no tensor is left
+    bool marked = false;        // the events are recorded
   };
 
-  // No tensor uses it any more.
+  // The last tensor over the block was destroyed.
   void drop(Block* raw) noexcept {
     std::lock_guard lock(mutex_);
     const auto found =
@@ -147,8 +148,8 @@ class Buffers : public std::enable_shared_from_this<Buffers<D>> {
     if (!handle_) give_back_ended();
   }
 
-  // Records the events: on the stream it was made for, on this thread's and on the communicator's. Where a
-  // graph is being captured, that is left for later, for they would become events of the graph.
+  // Records the events on the block's stream, this thread's current stream and the communicator's stream.
+  // Postponed during a graph capture, which would make them events of the graph.
   void mark(Block& block) noexcept {
     try {
       std::vector<Stream> streams{block.stream, device_.current_stream()};
@@ -185,7 +186,7 @@ class Buffers : public std::enable_shared_from_this<Buffers<D>> {
       return true;
     });
   }
-  // The same until nothing is left, or the device has failed, or so much time has passed.
+  // give_back_ended() until nothing is left, the device has failed, or `timeout` has passed.
   void give_back(std::chrono::milliseconds timeout) noexcept {
     const auto end = std::chrono::steady_clock::now() + timeout;
     for (;; std::this_thread::sleep_for(std::chrono::milliseconds(1))) {
@@ -195,7 +196,7 @@ class Buffers : public std::enable_shared_from_this<Buffers<D>> {
     }
   }
 
-  // Nothing where the communicator is gone: its registrations went with it.
+  // No-op once the communicator is gone: its registrations ended with it.
   void end_registration(Block& block) noexcept {
     if (!std::exchange(block.registered, false) || !handle_) return;
     handle_->call([&](auto comm) { return device_.deregister_buffer(comm, block.registration); });
@@ -203,11 +204,11 @@ class Buffers : public std::enable_shared_from_this<Buffers<D>> {
 
   NcclBuffers kind_;
   D device_;
-  NcclHandle<D>* handle_;         // null once closed
-  std::optional<Stream> stream_;  // of the communicator, while it is open
+  NcclHandle<D>* handle_;         // null after close()
+  std::optional<Stream> stream_;  // the communicator's, null after close()
   std::mutex mutex_;
   std::vector<std::unique_ptr<Block>> live_, dropped_;
-  bool lost_ = false;  // the device has failed, and its memory with it
+  bool lost_ = false;  // the device has failed; its memory cannot be freed
 };
 
 }  // namespace lockstep::detail

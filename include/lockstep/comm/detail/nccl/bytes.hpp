@@ -16,13 +16,13 @@
 
 namespace lockstep::detail {
 
-/// Moves bytes of the host through the memory of the GPUs, and waits for them.
+/// Moves host bytes through GPU memory. Blocks.
 template <NcclDevice D>
 class NcclBytes {
  public:
   NcclBytes(const NcclGroupPtr<D>& group, const Call& call) : group_(group), call_(call) {}
 
-  /// Every rank's bytes, by rank.
+  /// Returns every rank's bytes, by rank.
   [[nodiscard]] std::vector<std::string> gather(const std::string& own) const {
     const int size = group_->size();
     const at::Tensor lengths = gather_rows(number(own.size()));
@@ -36,13 +36,13 @@ class NcclBytes {
       for (int r = 0; r < size; ++r) all[static_cast<std::size_t>(r)] = text_in(rows[r], length[r]);
       return all;
     }
-    // Lengths that differ much: padding all to the longest would multiply what travels.
+    // Padding unequal lengths to the longest would multiply the traffic.
     for (int r = 0; r < size; ++r)
       if (length[r] > 0) all[static_cast<std::size_t>(r)] = send_from(own, length[r], r);
     return all;
   }
 
-  /// `root`'s bytes.
+  /// Returns `root`'s bytes.
   [[nodiscard]] std::string broadcast(const std::string& own, int root) const {
     const at::Tensor length = broadcast(number(own.size()), root);
     const std::int64_t count = *length.template const_data_ptr<std::int64_t>();
@@ -55,7 +55,7 @@ class NcclBytes {
     *tensor.template mutable_data_ptr<std::int64_t>() = static_cast<std::int64_t>(value);
     return tensor;
   }
-  // With as many zeros behind them as `length` asks for; and back.
+  // Converts bytes to a tensor [length], padded with zeros, and back.
   static at::Tensor bytes_of(const std::string& text, std::int64_t length) {
     auto tensor = at::zeros({length}, at::kByte);
     if (!text.empty()) std::memcpy(tensor.mutable_data_ptr(), text.data(), text.size());
@@ -81,7 +81,7 @@ class NcclBytes {
     return group_->guarded(call_, [&] { return group_->device().upload(tensor); });
   }
   [[nodiscard]] at::Tensor arrive(NcclWork<D> work, const at::Tensor& there) const {
-    work.synchronize();  // under the timeout, which the device's own waiting does not know
+    work.synchronize();  // has a timeout; the device's own synchronization does not
     work.wait();
     return group_->guarded(call_, [&] { return group_->device().download(there); });
   }

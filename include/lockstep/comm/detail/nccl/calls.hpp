@@ -21,8 +21,8 @@ namespace lockstep::detail {
 template <NcclDevice D>
 using NcclGroupPtr = std::shared_ptr<NcclGroup<D>>;
 
-/// Throws UsageError for a call in which the host takes part while a graph is captured, which would not
-/// repeat that.
+/// Throws UsageError during a graph capture, for a call that needs the host: a replay would not repeat the
+/// host's part.
 template <NcclDevice D>
 void refuse_in_capture(NcclGroup<D>& group, const char* name) {
   const D& device = group.device();
@@ -35,8 +35,8 @@ void refuse_in_capture(NcclGroup<D>& group, const char* name) {
                    rank);
 }
 
-/// Starts a call: `issue(comm, stream, operands)` issues NCCL's part for the operands as dense tensors. A
-/// call without any is complete.
+/// Starts a call. `issue(comm, stream, operands)` issues its NCCL operations on the contiguous operands. A
+/// call without operands returns a complete Work.
 template <NcclDevice D, class Issue>
 NcclWork<D> start(const NcclGroupPtr<D>& group, const Call& call, const std::vector<at::Tensor>& written,
                   const std::vector<at::Tensor>& read, const std::vector<at::Tensor>& changed,
@@ -51,7 +51,7 @@ NcclWork<D> start(const NcclGroupPtr<D>& group, const Call& call, const std::vec
   return NcclWork<D>(group, std::move(op));
 }
 
-/// Gives every rank `root`'s tensors, in place.
+/// Broadcasts `root`'s tensors, in place.
 template <NcclDevice D>
 NcclWork<D> start_broadcast(const NcclGroupPtr<D>& group, const Call& call,
                             const std::vector<at::Tensor>& list, int root) {
@@ -64,7 +64,7 @@ NcclWork<D> start_broadcast(const NcclGroupPtr<D>& group, const Call& call,
   });
 }
 
-/// Gives every rank the inputs [...] of all: outputs [size, ...].
+/// Gathers the inputs [...] of all ranks into outputs [size, ...].
 template <NcclDevice D>
 NcclWork<D> start_all_gather(const NcclGroupPtr<D>& group, const Call& call,
                              const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs) {

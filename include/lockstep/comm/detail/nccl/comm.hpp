@@ -28,36 +28,36 @@
 
 namespace lockstep::detail {
 
-/// Collectives of a GPU's tensors over NCCL, on a stream of their own. NcclComm is this over the real CUDA
-/// and NCCL; `D` is whatever stands for them.
+/// Collectives on GPU tensors over NCCL, on a stream of their own. NcclComm is the instance over the real
+/// CUDA and NCCL; tests substitute another device `D`.
 ///
 /// Every rank constructs its communicators in the same order, and calls the same collectives on each in the
-/// same order. A collective comes after all that the current stream holds at its call, and its results are
-/// there for what the current stream is given after `wait()`; the host waits for neither. Tensors may
-/// have any strides (what is not contiguous travels as a copy) and must be equal in shape and dtype over the
-/// ranks; NcclOptions::check_shapes turns a difference into a MismatchError on every rank. A list is one
-/// group of NCCL's, without copies. Empty tensors and empty lists are allowed. Averages are NCCL's own, which
-/// multiplies each rank's numbers by 1 / size before they are added.
+/// same order. A collective is ordered after all prior work on the current stream. Its results are visible to
+/// all work on the current stream after `wait()`. Neither blocks the host. Tensors may have any strides
+/// (non-contiguous tensors are copied) and must have equal shapes and dtypes on all ranks;
+/// NcclOptions::check_shapes turns a difference into a MismatchError on every rank. A list is one NCCL group,
+/// without copies. Empty tensors and empty lists are allowed. Averages are NCCL's own: it multiplies each
+/// rank's numbers by 1 / size before it adds them.
 ///
-/// Each call throws CommunicationError inside a rank-zero scope or for a tensor that NCCL cannot take, and
-/// PeerError when another rank has failed. When a collective is not complete at its timeout, a watchdog ends
-/// it, and the next call or wait throws TimeoutError naming the late ranks. The first such error is sticky:
-/// later calls throw it again. What is destroyed by an exception tells the other ranks and aborts, and never
-/// waits.
+/// Each call throws CommunicationError inside a rank-zero scope or for a tensor that NCCL cannot handle, and
+/// PeerError if another rank has failed. If a collective is not complete at its timeout, a watchdog aborts
+/// it, and the next call or wait throws TimeoutError, which names the late ranks. The first such error is
+/// sticky: later calls rethrow it. A destructor that runs during stack unwinding publishes the failure and
+/// aborts; it never waits.
 ///
-/// Thread safety: one thread at a time may issue collectives, since their order must be that of the other
-/// ranks. Works may be waited for on other threads, and abort() may be called from any.
+/// Thread safety: one thread at a time may issue collectives, since their order must match the other ranks.
+/// Other threads may wait for Works. Any thread may call abort().
 template <NcclDevice D>
 class BasicNcclComm {
  public:
   using Work = NcclWork<D>;
-  /// A graph can hold its collectives, which are issued behind the current stream; see CapturedStep. What
-  /// waits for the other ranks on the host throws UsageError while one is captured.
+  /// A graph can capture the collectives, which are stream-ordered. See CapturedStep. Calls that wait for the
+  /// other ranks on the host throw UsageError during a capture.
   static constexpr bool capturable = true;
 
-  /// Meets the other ranks. Throws UsageError where there is no GPU for this rank or two ranks are on one,
-  /// TimeoutError naming the ranks that have not come when the timeout expires, PeerError where one has
-  /// failed, MismatchError where two have different NCCLs.
+  /// Joins the rendezvous of all ranks. Throws UsageError if this rank has no GPU or two ranks share one,
+  /// TimeoutError, which names the missing ranks, PeerError if a rank has failed, and MismatchError if two
+  /// ranks have different NCCL versions.
   explicit BasicNcclComm(const World& world, NcclOptions options = {})
       : group_(std::make_shared<NcclGroup<D>>(world, all_ranks(world.size()), next_name(world, options),
                                               options)) {}
@@ -74,21 +74,21 @@ class BasicNcclComm {
 
   [[nodiscard]] int rank() const { return group_->rank(); }
   [[nodiscard]] int size() const { return group_->size(); }
-  /// Of rank `rank` of this group in the world: how errors call it.
+  /// Returns the rank in the world of `rank` in this group. Errors name ranks of the world.
   [[nodiscard]] int world_rank(int rank) const {
     return group_->membership().ranks().at(static_cast<std::size_t>(rank));
   }
   [[nodiscard]] const World& world() const { return group_->world(); }
-  /// Where its tensors live: the GPU of this rank.
+  /// Returns the device of the communicator's tensors: this rank's GPU.
   [[nodiscard]] at::Device tensor_device() const requires requires(const D& device) {
     device.tensor_device();
   }
   { return device().tensor_device(); }
 
-  /// Throws the first error, as every call does, if there was one. Never blocks.
+  /// Throws the first error, if there is one. Never blocks.
   void check_error() { group_->check_error(); }
 
-  /// Throws UsageError where the options make every call wait on the host, which a graph cannot hold.
+  /// Throws UsageError if the options make every call wait on the host, which a graph cannot capture.
   void check_capturable() const {
     if (group_->options().check_shapes)
       throw UsageError(
@@ -96,28 +96,28 @@ class BasicNcclComm {
           "step cannot: leave it out",
           world().rank());
   }
-  /// Runs `replay()`, which gives the current stream a graph in which collectives of this communicator were
-  /// captured. As of any collective, every rank calls it in the same order; it throws the first error and
-  /// repeats nothing then, and the watchdog looks after what was repeated, under the timeout.
+  /// Runs `replay()`, which launches a graph with captured collectives of this communicator on the current
+  /// stream. Collective: every rank calls it in the same order. Throws the first error instead of launching.
+  /// The watchdog watches the replay under the timeout.
   template <class Replay>
   void watch_replay(Replay&& replay) {
     group_->watch_replay(std::forward<Replay>(replay));
   }
 
-  /// What errors call the collectives that follow, such as "bucket 2 of 5, with fc.weight", until it is
-  /// changed; null for nothing.
+  /// Labels later collectives in errors, such as "bucket 2 of 5, with fc.weight", until the next call. Null
+  /// removes the label.
   void label(Label label) { group_->label(std::move(label)); }
 
-  /// A tensor [length], uninitialised, with the dtype and the device of `like`, in memory that
-  /// NcclOptions::buffers chooses. What one rank sends from such a buffer or receives there, every rank
-  /// does, at the same place in its own. It may outlive the communicator; after an abort or shutdown() it is
-  /// memory like any other. Throws CommunicationError when that memory has run out.
+  /// Returns an uninitialized tensor [length] with the dtype and device of `like`, in the memory that
+  /// NcclOptions::buffers selects. If one rank uses such a buffer in a collective, every rank must, at the
+  /// same offset. The tensor may outlive the communicator; after an abort or shutdown() its memory is
+  /// ordinary memory. Throws CommunicationError if that memory is exhausted.
   [[nodiscard]] at::Tensor empty_buffer(std::int64_t length, const at::Tensor& like) {
     return group_->empty_buffer(length, like);
   }
 
-  /// Combines `tensor` over the ranks, in place on every one. `average` needs a floating dtype; on bool,
-  /// `sum` is "any" and `product` "all".
+  /// Reduces `tensor` over the ranks, in place. ReduceOp::avg needs a floating dtype. On bool, `sum` is "any"
+  /// and `product` is "all".
   Work all_reduce(const at::Tensor& tensor, ReduceOp op = ReduceOp::sum) {
     return all_reduce(std::vector<at::Tensor>{tensor}, op);
   }
@@ -133,7 +133,7 @@ class BasicNcclComm {
     });
   }
 
-  /// Combines `tensor` over the ranks, in place on `root`; on the others it holds anything afterwards.
+  /// Reduces `tensor` over the ranks, in place on `root`. Its contents are unspecified on the other ranks.
   Work reduce(const at::Tensor& tensor, int root = 0, ReduceOp op = ReduceOp::sum) {
     return reduce(std::vector<at::Tensor>{tensor}, root, op);
   }
@@ -150,7 +150,7 @@ class BasicNcclComm {
     });
   }
 
-  /// Gives every rank `root`'s `tensor`, in place. Any dtype.
+  /// Broadcasts `root`'s `tensor`, in place. Any dtype.
   Work broadcast(const at::Tensor& tensor, int root = 0) {
     return broadcast(std::vector<at::Tensor>{tensor}, root);
   }
@@ -160,7 +160,7 @@ class BasicNcclComm {
     return start_broadcast<D>(group_, begin("broadcast", std::nullopt, root, list), list, root);
   }
 
-  /// Gives every rank the `input` [...] of all: `output` [size, ...], by rank. Any dtype.
+  /// Gathers the `input` [...] of all ranks into `output` [size, ...], by rank. Any dtype.
   Work all_gather(const at::Tensor& output, const at::Tensor& input) {
     return all_gather(std::vector<at::Tensor>{output}, std::vector<at::Tensor>{input});
   }
@@ -169,7 +169,7 @@ class BasicNcclComm {
     return start_all_gather<D>(group_, begin("all_gather", std::nullopt, -1, inputs), outputs, inputs);
   }
 
-  /// Combines the rows of every rank's `input` [size, ...] and gives rank r row r: `output` [...].
+  /// Reduces the rows of every rank's `input` [size, ...]. Rank r receives row r in `output` [...].
   Work reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op = ReduceOp::sum) {
     return reduce_scatter(std::vector<at::Tensor>{output}, std::vector<at::Tensor>{input}, op);
   }
@@ -219,7 +219,7 @@ class BasicNcclComm {
   }
 
   /// Sends `tensor` to the rank `peer`, which must call recv with the same shape and dtype. Messages share
-  /// the stream, and so the order, of the collectives. NCCL knows no tags: the tag is 0.
+  /// the stream and the order of the collectives. NCCL has no tags: the tag must be 0.
   Work send(const at::Tensor& tensor, int peer, int tag = 0) {
     return send(std::vector<at::Tensor>{tensor}, peer, tag);
   }
@@ -246,23 +246,23 @@ class BasicNcclComm {
     });
   }
 
-  /// Every rank's bytes, by rank, through the memory of the GPUs. Blocks.
+  /// Returns every rank's bytes, by rank, through GPU memory. Blocks.
   [[nodiscard]] std::vector<std::string> all_gather_bytes(const std::string& bytes) {
     return NcclBytes<D>(group_, begin_on_host("all_gather_bytes")).gather(bytes);
   }
-  /// The same without blocking, through the store: `all` holds the bytes once the Work has been waited for,
-  /// and must live until then.
+  /// Non-blocking all_gather_bytes() through the store. `all` holds the bytes once the Work has been waited
+  /// for, and must live until then.
   Work all_gather_bytes_async(std::vector<std::string>& all, const std::string& bytes) {
     return exchange_in_store("all_gather_bytes", all_ranks(size()), bytes,
                              [&all](std::vector<std::string> got) { all = std::move(got); });
   }
 
-  /// `root`'s bytes, through the memory of the GPUs. Blocks.
+  /// Returns `root`'s bytes, through GPU memory. Blocks.
   [[nodiscard]] std::string broadcast_bytes(const std::string& bytes, int root = 0) {
     check_rank("broadcast_bytes", root);
     return NcclBytes<D>(group_, begin_on_host("broadcast_bytes")).broadcast(bytes, root);
   }
-  /// Gives every rank `root`'s `bytes` in place, without blocking, through the store: they are there once the
+  /// Broadcasts `root`'s `bytes` in place through the store, without blocking. `bytes` holds them once the
   /// Work has been waited for, and must live until then.
   Work broadcast_bytes_async(std::string& bytes, int root = 0) {
     check_rank("broadcast_bytes", root);
@@ -270,10 +270,10 @@ class BasicNcclComm {
                              [&bytes](std::vector<std::string> got) { bytes = std::move(got[0]); });
   }
 
-  /// Blocks until every rank has come, and the current streams of all have. Throws TimeoutError naming the
-  /// missing ranks when the timeout expires.
+  /// Blocks until every rank has called it and prior work on the current streams of all ranks has completed.
+  /// Throws TimeoutError, which names the missing ranks, at the timeout.
   void barrier() { barrier_async().synchronize(); }
-  /// The same without blocking: the Work is complete when every rank has come.
+  /// Non-blocking barrier(): the Work completes once every rank has called it.
   Work barrier_async() {
     const Call call = token_.defined() ? group_->begin("barrier") : begin_on_host("barrier");
     if (!token_.defined())
@@ -286,8 +286,8 @@ class BasicNcclComm {
     });
   }
 
-  /// A group of some of this group's ranks, ascending. Every rank of this group calls it with the same list;
-  /// those that are not in the list get nothing.
+  /// Returns a group of some of this group's ranks, in ascending order, and std::nullopt on ranks outside the
+  /// list. Every rank of this group calls it with the same list.
   [[nodiscard]] std::optional<BasicNcclComm> new_group(const std::vector<int>& ranks) {
     for (std::size_t i = 0; i < ranks.size(); ++i) {
       check_rank("new_group", ranks[i]);
@@ -306,11 +306,11 @@ class BasicNcclComm {
     return BasicNcclComm(std::make_shared<NcclGroup<D>>(*group_, call, std::move(global), std::move(name)));
   }
 
-  /// Ends what is in flight, and every wait of the other ranks with a PeerError that gives `reason`; every
-  /// later call here throws an error. Does not block.
+  /// Aborts the works in flight and fails every later call. Every wait of another rank throws a PeerError
+  /// with `reason`. Does not wait for another rank.
   void abort(const std::string& reason) { group_->abort(reason); }
 
-  /// Leaves the group in good order. What is in flight is completed first.
+  /// Leaves the group in good order, after the works in flight completed.
   void shutdown() { group_->shutdown(); }
 
  private:
@@ -356,7 +356,7 @@ class BasicNcclComm {
         throw MismatchError(mismatch_text(call, all, group_->membership().ranks()), world().rank());
     return call;
   }
-  // Of one in which the host takes part.
+  // Begins a call that needs the host.
   Call begin_on_host(const char* name) {
     refuse_in_capture(*group_, name);
     return group_->begin(name);
@@ -391,7 +391,7 @@ class BasicNcclComm {
   }
 
   std::shared_ptr<NcclGroup<D>> group_;
-  at::Tensor token_;  // of barriers
+  at::Tensor token_;  // the operand of barriers
   int exceptions_ = std::uncaught_exceptions();
 };
 

@@ -10,69 +10,72 @@
 
 namespace lockstep::detail {
 
-/// What an NCCL call answered. The numbers are NCCL's own.
+/// The result of an NCCL call, with NCCL's own numbers.
 enum class NcclResult : int {
   success = 0,
-  cuda_error = 1,  // a CUDA call inside NCCL failed: out of memory among others
+  cuda_error = 1,  // a CUDA call inside NCCL failed, for example out of memory
   system_error = 2,
   internal_error = 3,
   invalid_argument = 4,
   invalid_usage = 5,
-  remote_error = 6,  // a peer has gone, or its network
+  remote_error = 6,  // a peer or its network is gone
   in_progress = 7,
 };
 
-/// All that BasicNcclComm uses of CUDA and NCCL: a GPU of this process, as a cheap value. CudaDevice is the
-/// real one; whatever else models this can take its place, and then nothing of CUDA is needed.
+/// The CUDA and NCCL interface that BasicNcclComm uses: a GPU of this process, as a cheap value. CudaDevice
+/// models it for real hardware. Another model, such as a test's, needs no CUDA.
 ///
 /// Handles. `Comm`, `Stream` and `Event` are cheap to copy, and null when value-initialised. An Event must
 /// not be destroyed while a stream still waits for it.
 ///
-/// The device. `D::open(world, index)` chooses the GPU of this rank (`index`, or by the local rank where it
-/// is negative), makes it the current one before anything touches CUDA, and throws UsageError where there is
-/// none. `enter_thread()` does the same for a thread that the communicator starts. `name()` is for messages;
-/// `identity()` is text without blanks that no two devices of a job share, `shares_devices()` says whether
-/// the user lets two ranks use one all the same, and `version()` is the NCCL's, as NCCL counts them (22706 is
-/// 2.27.6).
+/// Device. `D::open(world, index)` chooses the GPU of this rank (`index`, or by the local rank if it is
+/// negative), makes it the current device before any other use of CUDA, and throws UsageError if there is
+/// none. `enter_thread()` makes it the current device of a thread that the communicator starts. `name()` is
+/// for messages. `identity()` is a text without blanks, unique to the device within a job. `shares_devices()`
+/// returns whether the user allows two ranks on one device. `version()` is NCCL's version in NCCL's encoding
+/// (22706 is 2.27.6).
 ///
-/// Failure. What CUDA cannot do, each function that answers no NcclResult throws as a std::exception whose
-/// text says what failed and why; it knows neither ranks nor collectives, and is no lockstep::Error.
+/// Errors. A function that returns no NcclResult throws CUDA errors as a std::exception, whose text states
+/// what failed and why. The exception knows neither ranks nor collectives and is not a lockstep::Error.
 ///
-/// Order. What is issued to one stream happens in the order of the calls, and never before its call; nothing
-/// else is ordered but by `record` and `wait`: what is issued to `stream` after `wait(stream, event)` happens
-/// after all that was in the stream which `record(event, stream)` named last. Neither blocks the host.
-/// `done(event)` never blocks: whether all before its last record has happened; throws when the device itself
-/// has failed. `current_stream()` is the one to which operators on tensors go on this thread.
+/// Order. The work on one stream runs in the order of the calls, and never before its call. Only `record` and
+/// `wait` order work across streams: work issued to `stream` after `wait(stream, event)` runs after all work
+/// that was on the stream of the latest `record(event, stream)`. Neither blocks the host. `done(event)` never
+/// blocks: it returns whether all work before the latest record has completed, and throws if the device has
+/// failed. `current_stream()` is the stream on which this thread's tensor operators run.
 ///
-/// Captures. `capturing(stream)`: whether a graph is being captured there. What a captured stream is given is
-/// recorded and does not happen; a stream that waits for an event of the capture belongs to it from there on,
-/// and the memory that is allocated for it then is the graph's. Of a captured event nobody asks whether it is
-/// done; it may be recorded anew afterwards. Nobody waits on the host, uploads or downloads there.
+/// Captures. `capturing(stream)` returns whether a graph capture is active on the stream. Work on a capturing
+/// stream is recorded and does not run. A stream that waits for an event of the capture joins the capture,
+/// and memory allocated for it from then on belongs to the graph. `done` must not be called on a captured
+/// event, which may be recorded again afterwards. Synchronizing, uploading and downloading are not allowed in
+/// a capture.
 ///
-/// Memory. `holds(tensor)` says whether the tensor lives on this device. Where the last reference to a tensor
-/// goes, its memory may be used again at once by what is issued later to the stream it was allocated for
-/// (`allocate(stream, ...)`, or the current stream for the operators'), and by nothing else before: whoever
-/// issues work on another stream keeps the tensor until that has happened, or is ordered before what follows
-/// on its own. `copy(stream, to, from)` issues a copy. `upload` and `download` move small tensors from and to
-/// the host: visible to the current stream, and after all that the current stream holds.
+/// Memory. `holds(tensor)` returns whether the tensor lives on this device. Once the last reference to a
+/// tensor is gone, later work on the stream that it was allocated for (`allocate(stream, ...)`, or the
+/// current stream for operators) may reuse its memory at once, and no other work may. A caller that issues
+/// work on another stream either keeps the tensor until that work has completed, or orders the work before
+/// later work on the tensor's own stream. `copy(stream, to, from)` issues a copy. `upload` and `download`
+/// move small tensors from and to the host: the result of `upload` is visible to the current stream, and
+/// `download` is ordered after all prior work on the current stream.
 ///
-/// Buffers. `has_buffers()` says whether this NCCL has what follows. `allocate_buffer(bytes)` gives memory of
-/// NCCL's own, and throws where there is none left; `free_buffer` gives it back at once: nothing may still
-/// use it, and no communicator have it registered. `register_buffer(comm, memory, bytes, registration)` lets
-/// the communicator move what is in that memory without copies of its own, until `deregister_buffer(comm,
-/// registration)`; both answer at once. A collective uses registered memory on every rank or on none, and
-/// none that is in flight may use what is deregistered. `destroy` wants nothing registered; `abort` ends
-/// the registrations, after what is in flight.
+/// Buffers. `has_buffers()` returns whether this NCCL supports the rest of this paragraph.
+/// `allocate_buffer(bytes)` allocates memory with NCCL, and throws if none is left. `free_buffer` frees it at
+/// once: it must not be in use, nor registered with a communicator. `register_buffer(comm, memory, bytes,
+/// registration)` lets the communicator send and receive in that memory without internal copies, until
+/// `deregister_buffer(comm, registration)`. Both return at once. A collective uses registered memory on every
+/// rank or on none, and no collective in flight may use memory that is deregistered. `destroy` requires that
+/// nothing is registered; `abort` ends the registrations, after the collectives in flight.
 ///
 /// NCCL. Communicators are non-blocking: `init`, `split`, `finalize`, `group_end` and the collectives may
-/// answer in_progress, and then nothing else may be called on the communicator but `state` and `abort`, until
-/// `state` answers success; before that what was issued is not in the stream yet. `last_error` is NCCL's
-/// account of the last failure. Collectives are called between `group_start` and `group_end`, by every rank
-/// in the same order. `abort` ends all that is in flight, there and then, and the handle with it; `destroy`
-/// ends it once `finalize` has succeeded. One thread at a time calls on a communicator, except `abort`.
-/// `init` and `split` may write to `made` later, from a thread of NCCL's, until `state` of the communicator
-/// that was called on answers success, or its abort has returned: `made` lives until then, which no frame of
-/// a function that can throw does. `split` wants nothing outstanding: what was issued has happened.
+/// return in_progress. Until `state` then returns success, only `state` and `abort` may be called on the
+/// communicator, and the issued work is not on the stream yet. `last_error` is NCCL's description of the last
+/// failure. Every rank calls the collectives in the same order, between `group_start` and `group_end`.
+/// `abort` ends all work in flight immediately, and destroys the handle; `destroy` destroys it once
+/// `finalize` has succeeded. One thread at a time calls on a communicator, except for `abort`. `init` and
+/// `split` may write to `made` later, from a thread of NCCL's, until `state` of the communicator they were
+/// called on returns success or its abort has returned. `made` must live until then, so it must not be a
+/// local variable of a function that can throw. `split` requires that no work is outstanding: all issued work
+/// has completed.
 template <class D>
 concept NcclDevice = std::copyable<D> && std::regular<typename D::Comm> && std::regular<typename D::Stream> &&
     std::regular<typename D::Event> &&
@@ -119,8 +122,8 @@ concept NcclDevice = std::copyable<D> && std::regular<typename D::Comm> && std::
   device.abort(comm);
   { device.group_start() } -> std::same_as<NcclResult>;
   { device.group_end() } -> std::same_as<NcclResult>;
-  // The type is one of nccl_type(); `count` is of elements of what this rank sends, of a reduce_scatter
-  // of what it receives; the last number is the root or the peer.
+  // The dtype is one of nccl_type(). `count` is the number of elements that this rank sends, or that it
+  // receives for reduce_scatter. The last number is the root or the peer.
   { device.all_reduce(comm, stream, from, to, count, type, op) } -> std::same_as<NcclResult>;
   { device.reduce(comm, stream, from, to, count, type, op, number) } -> std::same_as<NcclResult>;
   { device.reduce_scatter(comm, stream, from, to, count, type, op) } -> std::same_as<NcclResult>;
@@ -130,10 +133,10 @@ concept NcclDevice = std::copyable<D> && std::regular<typename D::Comm> && std::
   { device.recv(comm, stream, to, count, type, number) } -> std::same_as<NcclResult>;
 };
 
-/// The colour of a rank that a split leaves out.
+/// The colour of a rank that does not join a split.
 inline constexpr int no_colour = -1;
 
-/// True for the types of elements that every NCCL since 2.18 can reduce.
+/// Returns whether every NCCL since 2.18 can reduce this dtype.
 inline bool nccl_type(at::ScalarType type) {
   switch (type) {
     case at::kFloat:

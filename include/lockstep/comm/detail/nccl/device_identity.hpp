@@ -19,24 +19,24 @@
 
 namespace lockstep::detail {
 
-/// The first NCCL that lets several ranks share a GPU, where NCCL_MULTI_RANK_GPU_ENABLE is set.
+/// The first NCCL version in which ranks may share a GPU, if NCCL_MULTI_RANK_GPU_ENABLE is set.
 inline constexpr int first_nccl_with_shared_gpus = 23000;
 
-/// What a rank says of its device when the ranks meet: which it is, with which NCCL, and whether its user
-/// lets it share.
+/// Returns the device identity that ranks exchange at rendezvous: the device, its NCCL version, and whether
+/// the user allows sharing it.
 template <NcclDevice D>
 std::string identity_text(const D& device) {
   return fmt::format("{} {} {}", device.identity(), device.version(), device.shares_devices() ? 1 : 0);
 }
 
-/// What a rank says that has none, and why.
+/// Returns the identity of a rank without a device, with the reason.
 inline std::string no_device_text(const std::string& reason) {
   return "!" + reason;
 }
 
-/// Looks at what all have said, by rank in the group: a rank without a GPU, two ranks on one, or ranks
-/// with different NCCLs would wait for each other without a word. `ranks` are the global ones. The same error
-/// on every rank.
+/// Checks the device identities of all ranks, by rank in the group: a rank without a GPU, two ranks on one
+/// GPU and different NCCL versions would all hang. `ranks` are global ranks. Throws the same UsageError or
+/// MismatchError on every rank.
 inline void check_identities(const std::vector<std::string>& identities, const std::vector<int>& ranks,
                              int own_rank) {
   struct Identity {
@@ -77,9 +77,9 @@ inline void check_identities(const std::vector<std::string>& identities, const s
   }
 }
 
-/// Opens the device of this rank that `options` name. Collective: the ranks exchange their device identities,
-/// and every rank throws the same UsageError or MismatchError where a rank has no device, its NCCL is too old
-/// for `options.buffers`, or two ranks' identities do not fit together.
+/// Opens the device of this rank as `options` select it. Collective: the ranks exchange their device
+/// identities. Every rank throws the same UsageError or MismatchError if a rank has no device, if its NCCL is
+/// too old for `options.buffers`, or if two identities conflict.
 template <NcclDevice D>
 D open_together(Membership& membership, const NcclOptions& options) {
   const World& world = membership.world();

@@ -15,14 +15,14 @@
 
 namespace lockstep::detail {
 
-/// Finds out why a call cannot be complete, and whose fault that is. Errors are returned, not thrown.
-/// Thread safety: every function may be called from any thread.
+/// Finds the reason why a call cannot complete, and the rank at fault. Returns errors instead of throwing
+/// them. Thread-safe.
 template <NcclDevice D>
 class Diagnosis {
  public:
   Diagnosis(Membership& membership, NcclHandle<D>& handle) : membership_(membership), handle_(handle) {}
 
-  /// What NCCL answered in place of success: another rank's failure, where that is the reason.
+  /// Returns the error of an NCCL result: another rank's failure if that is the cause.
   [[nodiscard]] std::exception_ptr of_result(const Call& call, const Label& label, NcclResult result) {
     const std::string words = nccl_error_text(result, handle_.last_error());
     const std::string what = text_of(call, label);
@@ -33,8 +33,8 @@ class Diagnosis {
     return std::make_exception_ptr(CommunicationError(failure_text(what, rank(), words), rank()));
   }
 
-  /// What NCCL says that nobody has asked for; null where all is well, the communicator gone, or another
-  /// thread calls on it.
+  /// Returns NCCL's asynchronous error. Returns null if there is none, if the communicator is gone, or while
+  /// another thread calls on it.
   [[nodiscard]] std::exception_ptr of_state(const Call& call, const Label& label) {
     if (handle_.gone()) return nullptr;
     const NcclResult state = handle_.state_if_idle().value_or(NcclResult::success);
@@ -42,7 +42,7 @@ class Diagnosis {
     return of_result(call, label, state);
   }
 
-  /// That the time for the call has passed: who is late.
+  /// Returns the TimeoutError of a call, which names the late ranks, or another rank's failure.
   [[nodiscard]] std::exception_ptr of_lateness(const Call& call, const Label& label) {
     if (auto error = membership_.look(call)) return error;
     std::string text = membership_.lateness_of(call);
@@ -51,7 +51,7 @@ class Diagnosis {
     return std::make_exception_ptr(TimeoutError(text, rank()));
   }
 
-  /// What the device threw, such as that its memory has run out.
+  /// Returns the error of an exception that the device threw, such as out of memory.
   [[nodiscard]] std::exception_ptr of_exception(const std::string& what, const std::exception& error) {
     return std::make_exception_ptr(CommunicationError(failure_text(what, rank(), first_line(error)), rank()));
   }

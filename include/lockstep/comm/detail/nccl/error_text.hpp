@@ -9,7 +9,7 @@
 
 namespace lockstep::detail {
 
-/// "2.27.6", of a number as NCCL has them.
+/// Formats NCCL's version code: "2.27.6".
 inline std::string version_text(int version) {
   return fmt::format("{}.{}.{}", version / 10000, version / 100 % 100, version % 100);
 }
@@ -36,7 +36,7 @@ inline std::string_view result_name(NcclResult result) {
   return "unknown error";
 }
 
-/// What NCCL said: the kind of its error, and its own words where it has any.
+/// Returns the text of an NCCL error: its kind, and NCCL's own description if there is one.
 inline std::string nccl_error_text(NcclResult result, const std::string& last_error) {
   const auto begin = last_error.find_first_not_of(" \n\t");
   std::string words = begin == std::string::npos ? "" : last_error.substr(begin);
@@ -44,7 +44,7 @@ inline std::string nccl_error_text(NcclResult result, const std::string& last_er
   return fmt::format("NCCL: {}{}{}", result_name(result), words.empty() ? "" : ": ", words);
 }
 
-/// Why a communicator cannot have buffers as its options want them.
+/// Returns the error text for an NCCL that does not support NcclOptions::buffers.
 inline std::string no_buffers_text(int version) {
   return fmt::format(
       "NcclOptions::buffers wants memory that is registered with NCCL, which NCCL {} cannot do: install a "
@@ -52,7 +52,7 @@ inline std::string no_buffers_text(int version) {
       version_text(version));
 }
 
-/// "all_reduce #57 (bucket 2 of 5) failed on rank 1: NCCL: ...", with what to do about it.
+/// Returns "all_reduce #57 (bucket 2 of 5) failed on rank 1: NCCL: ..." and a remedy.
 inline std::string failure_text(const std::string& what, int rank, const std::string& words) {
   std::string text = fmt::format("{} failed on rank {}: {}", what, rank, words);
   if (text.find("out of memory") != std::string::npos)

@@ -31,15 +31,15 @@
 
 namespace lockstep::detail {
 
-/// What a communicator and its Works share: NCCL's handle, the stream, what is in flight, the first error,
-/// and two threads that look after all of it while the program computes, or is inside a call that blocks.
+/// The state that a communicator and its Works share: NCCL's handle, the stream, the works in flight, the
+/// first error, and two watchdog threads that run while the program computes or blocks in a call.
 ///
-/// The watchdog ends what is in flight when another rank has failed, or the timeout has passed of the oldest
-/// collective in flight or of the oldest call that the program has not returned from. It takes no lock that
-/// is held across a call on the device or on NCCL, and calls on neither before it aborts: both may block for
-/// as long as a collective does not end. The device watchdog does call on them: it finds what has ended, and
-/// ends what is in flight when NCCL or the device reports an error. What the stream holds ends with that, and
-/// the error is thrown by the program's next call.
+/// The watchdog aborts the works in flight when another rank has failed, or when the timeout of the oldest
+/// collective in flight, or of the oldest call that the program has not returned from, has expired. It takes
+/// no lock that is held across a call on the device or on NCCL, and calls on neither before it aborts: both
+/// may block as long as a collective hangs. The device watchdog does call on both. It finds completed works,
+/// and aborts the works in flight when NCCL or the device reports an error. An abort ends the work on the
+/// stream; the program's next call throws the error.
 template <NcclDevice D>
 class NcclGroup {
  public:
@@ -48,7 +48,7 @@ class NcclGroup {
   using Stream = typename D::Stream;
   using InFlightOpPtr = typename InFlightOps<D>::InFlightOpPtr;
 
-  /// The group of all ranks of `ranks`, which meet in the store.
+  /// Constructs the group of all ranks in `ranks`, which meet at a rendezvous in the store.
   NcclGroup(const World& world, std::vector<int> ranks, std::string name, const NcclOptions& options)
       : options_(checked(options)),
         membership_(world, std::move(ranks), std::move(name), options_.timeout),
@@ -65,7 +65,7 @@ class NcclGroup {
     });
   }
 
-  /// The group of some of `parent`'s ranks, this one among them, which `call` asks for; `name` is its own.
+  /// Splits off a group of some of `parent`'s ranks, this rank among them, for `call`. `name` is its name.
   NcclGroup(NcclGroup& parent, const Call& call, std::vector<int> ranks, std::string name)
       : options_(parent.options_),
         membership_(parent.world(), std::move(ranks), std::move(name), options_.timeout),
@@ -78,14 +78,14 @@ class NcclGroup {
       return NcclResult::in_progress;
     });
   }
-  /// Takes part in the split of ranks that this one is not among.
+  /// Takes part in a split that this rank does not join.
   void stay_out_of_split(const Call& call) { split(call, no_colour); }
 
   ~NcclGroup() {
     device_watchdog_.reset();
     watchdog_.reset();
-    handle_.abort();  // nothing where it was destroyed in good order
-    // What was aborted is about to end: its memory is not given back before.
+    handle_.abort();  // no-op after an orderly destroy
+    // Keep the memory of aborted works until they end, which is soon.
     const auto end = Clock::now() + std::chrono::seconds(1);
     try {
       while (!in_flight_.empty() && Clock::now() < end) {
@@ -115,35 +115,36 @@ class NcclGroup {
   [[nodiscard]] std::string next_child() { return fmt::format("{}/{}", membership_.name(), children_++); }
   void label(Label label) { label_ = std::move(label); }
 
-  /// Opens a collective: throws in a rank-zero scope, and the first error again if there was one.
+  /// Begins a collective. Throws inside a rank-zero scope, and rethrows the first error.
   Call begin(const char* name) {
     Call call = open_call(name, -1, 0);
     call.sequence = membership_.enter(name);
     waiting_.look(call);
     return call;
   }
-  /// Opens a send or recv, which do not count: only two ranks take part.
+  /// Begins a send or recv, which has no sequence number: only two ranks take part.
   Call message(const char* name, int peer, int tag) {
     const Call call = open_call(name, peer, tag);
     waiting_.look(call);
     return call;
   }
 
-  /// A tensor [length], uninitialised, with the dtype and device of `like`, as NcclOptions::buffers says.
+  /// Returns an uninitialized tensor [length] with the dtype and device of `like`. See NcclOptions::buffers.
   at::Tensor empty_buffer(std::int64_t length, const at::Tensor& like) {
     if (!buffers_ || failed()) return at::empty({length}, like.options());
     return guarded({"empty_buffer", 0, -1, 0, Clock::now()}, [&] { return buffers_->make(length, like); });
   }
 
-  /// Issues a call's work behind all that the current stream holds. `issue(comm, stream)` issues NCCL's part,
-  /// as one group; `before` and `after` issue copies around it. `kept` stays until it is complete.
+  /// Issues the work of a call, ordered after all prior work on the current stream. `issue(comm, stream)`
+  /// issues the NCCL operations as one group; `before` and `after` issue copies around it. `kept` is kept
+  /// alive until the work is complete.
   template <class Before, class Issue, class After>
   InFlightOpPtr launch(const Call& call, std::vector<at::Tensor> kept, Before&& before, Issue&& issue,
                        After&& after) {
     return guarded(call, [&] {
       const Stream from = device_.current_stream();
       const bool captured = device_.capturing(from);
-      if (!captured) tidy();  // a capture allows no questions
+      if (!captured) tidy();  // a capture allows no event queries
       Launch launch{*this, in_flight_.take(), stream()};
       const InFlightOpPtr& op = launch.op;
       op->call = call;
@@ -154,7 +155,7 @@ class NcclGroup {
       device_.record(op->ready, op->from);
       device_.wait(stream(), op->ready);
       launch.under_way = true;
-      // In a capture the stream belongs to it from here on, and so does the memory of copies.
+      // In a capture, the stream has now joined it, and the memory of copies belongs to the graph.
       before(op->kept);
       const NcclResult result = handle_.call([&](Comm comm) {
         if (const auto begun = device_.group_start(); begun != NcclResult::success) return begun;
@@ -169,8 +170,8 @@ class NcclGroup {
     });
   }
 
-  /// Runs `work`, part of a call, under the timeout. What the device throws, such as that its memory has run
-  /// out, ends the group.
+  /// Runs `work`, part of a call, under the timeout. An exception of the device, such as out of memory, fails
+  /// the group.
   template <class Work>
   auto guarded(const Call& call, Work&& work) -> decltype(work()) {
     return guarded(call, label_, std::forward<Work>(work));
@@ -200,8 +201,8 @@ class NcclGroup {
     }
   }
 
-  /// Runs `replay()`, which gives the current stream a graph with collectives of this group: it comes behind
-  /// what was issued before, and counts as one collective, which the watchdog looks after.
+  /// Runs `replay()`, which launches a graph with collectives of this group on the current stream. The replay
+  /// is ordered after all prior collectives, and counts as one collective under the watchdog.
   template <class Replay>
   void watch_replay(Replay&& replay) {
     const Call call = begin("captured step");
@@ -218,10 +219,10 @@ class NcclGroup {
       launch.finish();
       in_flight_.give_back(launch.op);
     });
-    check_error();  // it may be what ended the launch
+    check_error();  // an error may have ended the launch
   }
 
-  /// Makes what the current stream is given next come after the op. Does not block.
+  /// Orders all later work on the current stream after the op. Does not block.
   void join(InFlightOp<D>& op) {
     if (!in_flight_.completed(op)) {
       if (failed()) error_.rethrow();
@@ -231,12 +232,12 @@ class NcclGroup {
       const Stream current = device_.current_stream();
       device_.wait(current, op.done);
       in_flight_.release();
-      // On another stream, memory that belongs to the first one would be free too early.
+      // On another stream, memory that belongs to the op's stream would be freed too early.
       if (current == op.from) in_flight_.let_go_of_tensors(op);
     });
   }
 
-  /// See Waiting.
+  /// Blocks until `complete()` returns true. See Waiting.
   template <class Complete>
   void await(const Call& call, const Label& label, Clock::time_point until, Complete&& complete) {
     waiting_.await(call, label, until, std::forward<Complete>(complete));
@@ -262,7 +263,7 @@ class NcclGroup {
   }
   void give_back(const InFlightOpPtr& op) noexcept { in_flight_.give_back(op); }
 
-  /// The error of a op that can never be complete.
+  /// Returns the error of an op that can never complete, null otherwise.
   [[nodiscard]] std::exception_ptr error_of(const InFlightOp<D>& op) const {
     if (!failed() || in_flight_.completed(op)) return nullptr;
     return error_.get();
@@ -272,7 +273,7 @@ class NcclGroup {
   void abort(const std::string& reason) noexcept { error_.abort(reason); }
   void abort_by_exception() noexcept { error_.abort_by_exception(); }
 
-  /// Ends the group in good order: completes what is in flight, and says farewell to the other ranks.
+  /// Leaves the group in good order: completes the works in flight and says farewell to the other ranks.
   void shutdown() {
     if (handle_.gone() || failed()) return;
     const Call call = message("shutdown", -1, 0);
@@ -287,12 +288,12 @@ class NcclGroup {
   }
 
  private:
-  // A op while it is issued: it is put back where that has not begun, and otherwise counts as started,
-  // for its tensors are in use then, whatever happens.
+  // An op during its launch. If the launch fails before any work is issued, the op is put back. Otherwise it
+  // counts as started whatever happens, since its tensors are in use.
   struct Launch {
     NcclGroup& group;
     InFlightOpPtr op;
-    Stream stream;  // what it is in
+    Stream stream;  // the stream that the op runs on
     bool under_way = false, recorded = false;
 
     ~Launch() {
@@ -322,7 +323,7 @@ class NcclGroup {
     return {name, 0, peer, tag, Clock::now()};
   }
 
-  // A rank that cannot make its communicator says so: the others would wait for it.
+  // A rank that cannot create its communicator publishes the error: the other ranks would wait for it.
   template <class Make>
   void start(Make&& make) {
     try {
@@ -343,9 +344,9 @@ class NcclGroup {
       throw;
     }
   }
-  // The communicator of those who give the same colour; null for no_colour.
+  // Returns the communicator of the ranks with the same colour; null for no_colour.
   Comm split(const Call& call, int colour) {
-    drain(call);  // NCCL may wait for ever where anything is outstanding then
+    drain(call);  // NCCL may hang if any work is outstanding
     const auto [result, place] = guarded(call, [&] {
       return handle_.split([&](Comm comm, Comm& made) { return device_.split(made, comm, colour, rank()); });
     });
@@ -358,7 +359,7 @@ class NcclGroup {
     return made;
   }
 
-  // Waits until nothing is in flight. The watchdog, which says what is late, comes first.
+  // Waits until nothing is in flight. The watchdog, which names the late ranks, expires 10 s earlier.
   void drain(const Call& call) {
     await(call, label_, call.start + timeout() + std::chrono::seconds(10), [&] {
       if (auto error = sweep()) error_.fail(error, true);
@@ -366,7 +367,7 @@ class NcclGroup {
       return in_flight_.empty();
     });
   }
-  // Runs `work`, part of a call: what the device throws ends the group.
+  // Runs `work`, part of a call. An exception of the device fails the group.
   template <class Work>
   auto failing_as(const Call& call, const Label& label, Work&& work) -> decltype(work()) {
     try {
@@ -377,7 +378,7 @@ class NcclGroup {
       error_.fail(diagnosis_.of_exception(text_of(call, label), error), true);
     }
   }
-  // Finds what has ended; what the device says instead, if it has failed.
+  // Finds completed works. Returns the device's error if it has failed.
   std::exception_ptr sweep() {
     try {
       in_flight_.sweep([this] { return failed(); });
@@ -388,7 +389,7 @@ class NcclGroup {
     }
     return nullptr;
   }
-  // The same before something is issued, where no graph is being captured.
+  // sweep() and cleanup before new work is issued, outside a capture.
   void tidy() {
     if (auto error = sweep()) error_.fail(error, true);
     in_flight_.release();
@@ -396,12 +397,12 @@ class NcclGroup {
     if (buffers_) buffers_->sweep();
   }
 
-  // One look of the watchdog, on its thread; whether there is anything left to look after.
+  // One look of the watchdog, on its thread. Returns whether anything is left to watch.
   bool watch() {
     trip_on([this] { return overdue(); });
     return active_.oldest() || !in_flight_.empty();
   }
-  // The same of the device watchdog.
+  // One look of the device watchdog, on its thread. Returns whether anything is left to watch.
   bool watch_device() {
     trip_on([this] { return device_error(); });
     return !in_flight_.empty();
@@ -418,14 +419,14 @@ class NcclGroup {
     }
     if (error && !failed()) error_.record_and_abort(error);
   }
-  // Why what is in flight, or the call that the program is inside of, must be ended, if it must.
+  // Returns the error for which the works in flight, or the program's active call, must be aborted, or null.
   std::exception_ptr overdue() {
     if (failed()) return nullptr;
     const auto now = Clock::now(), asked = device_asked_.load();
     if (const auto oldest = in_flight_.oldest()) {
       const auto& [call, label] = *oldest;
       if (auto error = membership_.look(call)) return error;
-      // It may have ended although nobody has asked the device since, unless that does not answer.
+      // It may have completed since the device watchdog last asked, unless the device does not answer.
       const auto end = call.start + timeout();
       if (now >= end && (asked >= end || now >= end + std::chrono::seconds(1)))
         return diagnosis_.of_lateness(call, label);
@@ -438,7 +439,7 @@ class NcclGroup {
     }
     return nullptr;
   }
-  // What the device or NCCL says, for which what is in flight must be ended.
+  // Returns the error of the device or of NCCL for which the works in flight must be aborted, or null.
   std::exception_ptr device_error() {
     const auto now = Clock::now();
     if (auto error = sweep()) return error;
@@ -455,7 +456,7 @@ class NcclGroup {
   NcclHandle<D> handle_;
   InFlightOps<D> in_flight_;
   OwnedStream<D> stream_;
-  std::shared_ptr<Buffers<D>> buffers_;  // where the options want any
+  std::shared_ptr<Buffers<D>> buffers_;  // null if the options ask for none
   Label label_;
   int children_ = 0;
   GroupError<D> error_{membership_, handle_};
@@ -463,8 +464,8 @@ class NcclGroup {
   Waiting<D> waiting_{membership_, handle_, diagnosis_, error_, options_.timeout};
   ActiveCalls active_;
   std::atomic<Clock::time_point> device_asked_{
-      Clock::time_point{}};                     // when it last began to answer what has ended
-  std::optional<Membership::CallWatch> watch_;  // of the oldest op, for the watchdog
+      Clock::time_point{}};                     // when the device watchdog began its last completed sweep
+  std::optional<Membership::CallWatch> watch_;  // of the oldest op, used by the watchdog
   std::optional<Watchdog> watchdog_, device_watchdog_;
 };
 

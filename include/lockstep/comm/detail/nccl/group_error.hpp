@@ -11,28 +11,28 @@
 
 namespace lockstep::detail {
 
-/// The first error of a group, and how it ends the group: whoever sees an error first keeps it, tells the
-/// other ranks unless it comes from one of them, and only then aborts NCCL, so that no rank hears of a
-/// consequence before its cause.
+/// The first error of a group, and how it ends the group. The thread that sees an error first stores it,
+/// publishes it to the other ranks unless it is another rank's, and only then aborts NCCL, so that no rank
+/// sees a consequence before its cause.
 ///
-/// Thread safety: every function may be called from any thread.
+/// Thread-safe.
 template <NcclDevice D>
 class GroupError {
  public:
   GroupError(Membership& membership, NcclHandle<D>& handle) : membership_(membership), handle_(handle) {}
 
-  /// Whether there is one. Costs one atomic read.
+  /// Returns whether there is an error. Costs one atomic read.
   [[nodiscard]] bool set() const noexcept { return error_.set(); }
   [[nodiscard]] std::exception_ptr get() const noexcept { return error_.get(); }
 
-  /// Keeps the error if it is the first, tells the others of it unless it came from them, and ends what is
-  /// in flight.
+  /// Stores the error if it is the first, publishes it unless it is another rank's, and aborts all work in
+  /// flight.
   void record_and_abort(const std::exception_ptr& error) noexcept {
     if (error_.keep(error)) membership_.publish(error);
     handle_.abort();
   }
-  /// The same on a thread of the program, which gets the first one; `publish` is false where it is known to
-  /// come from another rank.
+  /// record_and_abort() on a thread of the program, then throws the first error. `publish` is false for an
+  /// error known to come from another rank.
   [[noreturn]] void fail(const std::exception_ptr& error, bool publish) {
     if (publish)
       record_and_abort(error);
@@ -45,12 +45,12 @@ class GroupError {
     std::rethrow_exception(error_.get());
   }
 
-  /// Makes every later call throw, tells the other ranks, and ends what is in flight.
+  /// Fails every later call, publishes `reason` to the other ranks, and aborts the works in flight.
   void abort(const std::string& reason) noexcept {
     if (error_.keep(aborted(reason))) membership_.publish(reason);
     handle_.abort();
   }
-  /// The same while an exception is on its way that the destructors it runs do not know.
+  /// abort() during stack unwinding, where the reason is unknown: the destructors do not see the exception.
   void abort_by_exception() noexcept {
     const char* reason = "an exception, which its own output names, has ended it";
     if (error_.keep(aborted(reason))) membership_.publish_vague(reason);

@@ -14,9 +14,9 @@
 
 namespace lockstep::detail {
 
-/// Owns an NCCL communicator, and sees to it that one thread at a time calls on it, and none once it is gone.
+/// Owns an NCCL communicator. Ensures that one thread at a time calls on it, and none once it is gone.
 ///
-/// Thread safety: every function may be called from any thread.
+/// Thread-safe.
 template <NcclDevice D>
 class NcclHandle {
  public:
@@ -27,10 +27,10 @@ class NcclHandle {
   NcclHandle(const NcclHandle&) = delete;
   NcclHandle& operator=(const NcclHandle&) = delete;
 
-  /// Where NCCL puts a communicator that it makes: maybe later, and from a thread of its own.
+  /// Where NCCL stores a new communicator, possibly later and from a thread of its own.
   using Place = std::shared_ptr<Comm>;
 
-  /// Makes the communicator: `start(Comm&)` starts that.
+  /// Creates the communicator with `start(Comm&)`, which may return in_progress.
   template <class Start>
   NcclResult make(Start&& start) {
     std::lock_guard lock(mutex_);
@@ -38,11 +38,11 @@ class NcclHandle {
     comm_.store(*own_);
     return result;
   }
-  /// Takes one that was split from another.
+  /// Takes ownership of a communicator that was split from another.
   void adopt(Comm comm) { comm_.store(comm); }
 
-  /// Splits another one off: `start(comm, made)` starts that. Until it is settled, the place of `made` is
-  /// kept here, whoever gives up waiting meanwhile, and an abort takes along what has come there.
+  /// Splits off another communicator with `start(comm, made)`. The handle keeps the place of `made` until
+  /// taken_from(), even if the caller abandons the split; an abort also aborts the communicator stored there.
   template <class Start>
   std::pair<NcclResult, Place> split(Start&& start) {
     auto place = std::make_shared<Comm>();
@@ -53,14 +53,14 @@ class NcclHandle {
     const NcclResult result = call([&](Comm comm) { return start(comm, *place); });
     return {result, std::move(place)};
   }
-  /// What was split off, once that is settled; null where an abort has taken it along.
+  /// Returns the communicator that was split off, once the split has settled; null if an abort has ended it.
   [[nodiscard]] Comm taken_from(const Place& place) {
     std::lock_guard lock(places_mutex_);
     if (std::erase(places_, place) == 0) return Comm{};
     return std::atomic_ref<Comm>(*place).load();
   }
 
-  /// Calls `use(comm)` unless the communicator is gone: then the answer is invalid_usage.
+  /// Calls `use(comm)`. Returns invalid_usage if the communicator is gone.
   template <class Use>
   NcclResult call(Use&& use) {
     std::lock_guard lock(mutex_);
@@ -69,9 +69,9 @@ class NcclHandle {
     return use(comm);
   }
 
-  /// Calls `launch()`, which launches a graph that uses the communicator, unless that is gone: then the
-  /// answer is invalid_usage. Other threads may call on the communicator meanwhile; an abort gives it a
-  /// second to return.
+  /// Calls `launch()`, which launches a graph that uses the communicator. Returns invalid_usage if the
+  /// communicator is gone. Other threads may call on the communicator meanwhile. An abort waits at most 1 s
+  /// for `launch` to return.
   template <class Launch>
   NcclResult launch(Launch&& launch) {
     std::lock_guard lock(launch_mutex_);
@@ -80,8 +80,8 @@ class NcclHandle {
     return NcclResult::success;
   }
 
-  /// Waits for what `result` says is still in progress, and returns how it ended. Calls `look()` in between,
-  /// which throws to give up.
+  /// Polls until `result` is no longer in_progress, and returns the final result. Calls `look()` between
+  /// polls, which may throw to stop.
   template <class Look>
   NcclResult settle(NcclResult result, Look&& look) {
     for (auto pause = std::chrono::microseconds(1); result == NcclResult::in_progress; pause *= 2) {
@@ -96,7 +96,7 @@ class NcclHandle {
   [[nodiscard]] NcclResult state() {
     return call([&](Comm comm) { return device_.state(comm); });
   }
-  /// The same without blocking; nothing while another thread calls on the communicator.
+  /// Non-blocking state(): returns std::nullopt while another thread calls on the communicator.
   [[nodiscard]] std::optional<NcclResult> state_if_idle() {
     std::unique_lock lock(mutex_, std::try_to_lock);
     if (!lock) return std::nullopt;
@@ -112,8 +112,8 @@ class NcclHandle {
     return text;
   }
 
-  /// Ends what is in flight, and the communicator. A thread that is stuck inside one of NCCL's calls is given
-  /// a second to come out; after that the abort is what gets it out.
+  /// Aborts the works in flight and destroys the communicator. Waits at most 1 s for a thread that is inside
+  /// an NCCL call; after that the abort itself unblocks the thread.
   void abort() noexcept {
     std::unique_lock lock(mutex_, std::defer_lock), launch_lock(launch_mutex_, std::defer_lock);
     const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(1);
@@ -122,7 +122,7 @@ class NcclHandle {
     const Comm comm = comm_.exchange(Comm{});
     if (comm == Comm{}) return;
     device_.abort(comm);
-    // Behind that no thread of NCCL's is at it any more.
+    // After the abort no thread of NCCL's writes to the places.
     std::vector<Place> places;
     {
       std::lock_guard places_lock(places_mutex_);
@@ -131,7 +131,7 @@ class NcclHandle {
     for (const Place& place : places)
       if (*place != Comm{}) device_.abort(*place);
   }
-  /// Ends the communicator after `finalize` has succeeded.
+  /// Destroys the communicator after `finalize` has succeeded.
   void destroy() {
     std::lock_guard lock(mutex_);
     const Comm comm = comm_.exchange(Comm{});
@@ -144,9 +144,9 @@ class NcclHandle {
   std::mutex mutex_;
   std::mutex launch_mutex_;
   std::atomic<Comm> comm_{Comm{}};
-  const std::unique_ptr<Comm> own_ = std::make_unique<Comm>();  // where NCCL puts it
+  const std::unique_ptr<Comm> own_ = std::make_unique<Comm>();  // where NCCL stores it
   std::mutex places_mutex_;
-  std::vector<Place> places_;  // of those that are being split off
+  std::vector<Place> places_;  // of the splits in progress
 };
 
 }  // namespace lockstep::detail

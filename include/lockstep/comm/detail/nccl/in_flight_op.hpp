@@ -21,36 +21,35 @@
 
 namespace lockstep::detail {
 
-/// What the caller calls what it sends, such as a bucket and its parameters, for the messages of errors.
+/// The caller's name for the data of a call, such as a bucket and its parameters, for error messages.
 using Label = std::shared_ptr<const std::string>;
 
-/// "all_reduce #57 (bucket 2 of 5)"
+/// Returns "all_reduce #57 (bucket 2 of 5)".
 inline std::string text_of(const Call& call, const Label& label) {
   return label ? fmt::format("{} ({})", call.text(), *label) : call.text();
 }
 
-/// One call's work on the communicator's stream, from its issue to its end.
+/// The work of one call on the communicator's stream, from its launch to its completion.
 template <NcclDevice D>
 struct InFlightOp {
   Call call;
   Label label;
-  typename D::Event ready{};  // recorded on the caller's stream, before it
-  typename D::Event done{};   // recorded on the communicator's stream, behind it
-  typename D::Stream from{};  // the caller's
-  std::vector<at::Tensor>
-      kept;                // until it is complete, or ordered before what follows on the caller's stream
-  bool completed = false;  // complete, without an error before it
-  bool ended = false;      // so that nobody asks for its events any more, but a Work that holds it
-  bool held = false;       // by a Work
-  bool captured = false;   // into a graph: nothing of it happens now, and its events cannot be asked
+  typename D::Event ready{};     // recorded on the caller's stream, before the op
+  typename D::Event done{};      // recorded on the communicator's stream, after the op
+  typename D::Stream from{};     // the caller's stream
+  std::vector<at::Tensor> kept;  // until complete, or ordered before later work on the caller's stream
+  bool completed = false;        // complete, without an earlier error
+  bool ended = false;            // its events are no longer queried, except through a Work that holds it
+  bool held = false;             // by a Work
+  bool captured = false;         // into a graph: it does not run now, and its events cannot be queried
 };
 
-/// The operations of a communicator, in the order of its stream. Those that have ended are used again: once
-/// warm, a collective allocates nothing here.
+/// The operations of a communicator, in stream order. Ended operations are reused: after warm-up, a
+/// collective allocates nothing here.
 ///
-/// Thread safety: every function may be called from any thread, except that release() is for threads of the
-/// program. Only take(), sweep() and release() call on the device or free memory, which may block; they do so
-/// without the lock that the other functions take.
+/// Thread safety: any thread may call any function, except release(), which is for threads of the program.
+/// Only take(), sweep() and release() call on the device or free memory, which may block; they do so without
+/// the lock that the other functions take.
 template <NcclDevice D>
 class InFlightOps {
  public:
@@ -66,7 +65,7 @@ class InFlightOps {
   InFlightOps(const InFlightOps&) = delete;
   InFlightOps& operator=(const InFlightOps&) = delete;
 
-  /// A op to be filled, held by the caller, who starts it or gives it back.
+  /// Returns an unused op, held by the caller, who starts it or puts it back.
   [[nodiscard]] InFlightOpPtr take() {
     InFlightOpPtr op = idle();
     if (!op) op = made();
@@ -76,14 +75,14 @@ class InFlightOps {
     return op;
   }
 
-  /// Its `done` has been recorded. Of one that is captured, the Work alone knows when it is over.
+  /// Adds an op whose `done` event is recorded. Only its Work tracks a captured op.
   void start(const InFlightOpPtr& op) {
     std::lock_guard lock(mutex_);
     if (!op->captured) under_way_.push_back(op);
   }
 
-  /// Finds those that have ended, from the oldest on; they count as complete unless `failed()`, asked after
-  /// each was seen to have ended. Throws what the device throws.
+  /// Finds ended ops, oldest first. An op counts as complete unless `failed()` returns true after the op was
+  /// seen to have ended. Throws what the device throws.
   template <class Failed>
   void sweep(Failed&& failed) {
     std::lock_guard sweeping(sweep_mutex_);
@@ -105,15 +104,15 @@ class InFlightOps {
       if (!oldest->held) idle_.push_back(oldest);
     }
   }
-  /// Frees the tensors of those that have ended. LibTorch's allocator may wait for the device in that.
+  /// Frees the tensors of ended ops. LibTorch's allocator may wait for the device meanwhile.
   void release() {
     std::vector<at::Tensor> garbage;
     std::lock_guard lock(mutex_);
     garbage.swap(ended_tensors_);
-    // The lock is released first, then the garbage.
+    // destroyed in reverse order: the lock is released first, then the garbage
   }
-  /// No graph is being captured any more: what was captured and never joined needs its tensors no longer,
-  /// since their memory stays the graph's.
+  /// Call it once no graph capture is active. Releases the tensors of captured ops that were never joined:
+  /// the graph owns their memory.
   void end_capture() {
     std::vector<std::vector<at::Tensor>> garbage;
     std::lock_guard lock(mutex_);
@@ -124,8 +123,8 @@ class InFlightOps {
     captured_.clear();
   }
 
-  /// The device has failed, or does not end: nobody knows what it still does with the tensors of those that
-  /// are under way, so that their memory is never given back.
+  /// Leaks the tensors of all ops in flight. For a device that has failed or hangs: it may still access their
+  /// memory.
   void abandon() noexcept {
     std::lock_guard lock(mutex_);
     for (const InFlightOpPtr& op : under_way_) abandon(*op);
@@ -135,15 +134,15 @@ class InFlightOps {
     static_cast<void>(new (std::nothrow) std::vector<at::Tensor>(std::move(op.kept)));
   }
 
-  /// The tensors of one that is ordered before whatever may use their memory next.
+  /// Releases the tensors of an op that is ordered before all later uses of their memory.
   void let_go_of_tensors(InFlightOp<D>& op) {
     std::vector<at::Tensor> garbage;
     std::lock_guard lock(mutex_);
     garbage.swap(op.kept);
-    if (op.captured) op.ended = true;  // what else is ordered behind it, or never will be
+    if (op.captured) op.ended = true;  // later work is ordered after it by now, or never will be
   }
 
-  /// Whoever held it no longer needs it.
+  /// The holder of `op` no longer needs it.
   void give_back(const InFlightOpPtr& op) noexcept {
     std::lock_guard lock(mutex_);
     op->held = false;
@@ -152,7 +151,7 @@ class InFlightOps {
     else if (op->captured)
       captured_.push_back(op);
   }
-  /// The same for one that was never started.
+  /// give_back() for an op that was never started.
   void put_back(const InFlightOpPtr& op) noexcept {
     op->kept.clear();
     std::lock_guard lock(mutex_);
@@ -173,7 +172,7 @@ class InFlightOps {
     std::lock_guard lock(mutex_);
     return under_way_.empty();
   }
-  /// What the oldest is, if there is one.
+  /// Returns the call and label of the oldest op in flight, std::nullopt if there is none.
   [[nodiscard]] std::optional<std::pair<Call, Label>> oldest() const {
     std::lock_guard lock(mutex_);
     if (under_way_.empty()) return std::nullopt;
@@ -181,7 +180,7 @@ class InFlightOps {
   }
 
  private:
-  // One that is used again, or null.
+  // Returns an op for reuse, or null.
   [[nodiscard]] InFlightOpPtr idle() {
     std::lock_guard lock(mutex_);
     if (idle_.empty()) return nullptr;
@@ -189,7 +188,7 @@ class InFlightOps {
     idle_.pop_back();
     return op;
   }
-  // A new one. There is room for all of them in each list: giving back cannot fail.
+  // Creates an op. Reserves room for it in each list, so that giving it back cannot fail.
   [[nodiscard]] InFlightOpPtr made() {
     auto op = std::make_shared<InFlightOp<D>>();
     {
@@ -210,12 +209,12 @@ class InFlightOps {
   }
 
   D device_;
-  std::mutex sweep_mutex_;  // of those that ask the device: an event is not recorded anew meanwhile
+  std::mutex sweep_mutex_;  // held while events are queried: they must not be recorded again meanwhile
   mutable std::mutex mutex_;
   std::deque<InFlightOpPtr> under_way_;
   std::vector<InFlightOpPtr> all_, idle_;
-  std::vector<at::Tensor> ended_tensors_;  // of operations that have ended, until release()
-  std::vector<InFlightOpPtr> captured_;    // that no Work holds, and whose tensors may still be in use
+  std::vector<at::Tensor> ended_tensors_;  // of ended operations, until release()
+  std::vector<InFlightOpPtr> captured_;    // held by no Work; their tensors may still be in use
 };
 
 }  // namespace lockstep::detail

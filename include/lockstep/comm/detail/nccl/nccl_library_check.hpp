@@ -16,18 +16,18 @@
 
 namespace lockstep::detail {
 
-/// What is known of the NCCLs in this process.
+/// The NCCL libraries loaded in this process.
 struct NcclsFound {
-  std::vector<std::string> libraries;  // the files of all libnccl.so that are loaded
-  std::string used;                    // the file in which this program's calls end
+  std::vector<std::string> libraries;  // the files of all loaded libnccl.so
+  std::string used;                    // the file that this program's calls resolve to
   std::optional<std::string>
-      torch;         // that in which LibTorch's do; "": one that it hides; none: it has no NCCL
-  int version = 0;   // of the one that is used
+      torch;         // the file that LibTorch's calls resolve to; "" if it is hidden; none without NCCL
+  int version = 0;   // of `used`
   int compiled = 0;  // of the header
 };
 
-/// Why these cannot work together, if so: two copies of NCCL do not know of each other's groups and streams,
-/// and one that is older than its header lacks what was compiled in.
+/// Returns why these libraries cannot work together, std::nullopt if they can. Two copies of NCCL do not know
+/// of each other's groups and streams. A library older than its header lacks functions that were compiled in.
 inline std::optional<std::string> nccl_conflict(const NcclsFound& found) {
   if (found.libraries.size() > 1)
     return fmt::format(
@@ -51,7 +51,7 @@ inline std::optional<std::string> nccl_conflict(const NcclsFound& found) {
   return std::nullopt;
 }
 
-/// The files of the libnccl.so that this process has loaded, each once.
+/// Returns the files of all libnccl.so that this process has loaded, without duplicates.
 inline std::vector<std::string> loaded_nccl_libraries() {
   std::vector<std::string> files;
   dl_iterate_phdr(
@@ -70,7 +70,7 @@ inline std::vector<std::string> loaded_nccl_libraries() {
   return files;
 }
 
-/// The file that holds a function.
+/// Returns the file that contains a function.
 inline std::string file_of(const void* function) {
   Dl_info info;
   if (dladdr(function, &info) == 0 || !info.dli_fname) return "this program";
@@ -80,12 +80,12 @@ inline std::string file_of(const void* function) {
   return file;
 }
 
-/// Where LibTorch's calls of NCCL end: see NcclsFound::torch.
+/// Returns the file that LibTorch's NCCL calls resolve to. See NcclsFound::torch.
 inline std::optional<std::string> nccl_of_torch() {
   void* torch = dlopen("libtorch_cuda.so", RTLD_NOLOAD | RTLD_LAZY);
   if (!torch) return std::nullopt;
   std::optional<std::string> file;
-  // torch::cuda::nccl::version(), which is there where LibTorch was built with NCCL.
+  // torch::cuda::nccl::version(), present if LibTorch was built with NCCL.
   if (dlsym(torch, "_ZN5torch4cuda4nccl7versionEv")) {
     const void* function = dlsym(torch, "ncclGetVersion");
     file = function ? file_of(function) : "";

@@ -14,13 +14,13 @@ inline bool went_well(NcclResult result) {
   return result == NcclResult::success || result == NcclResult::in_progress;
 }
 
-/// The tensors of a call as NCCL can take them: contiguous, and not empty. What is not contiguous is copied
-/// on the communicator's stream, before and after. `written` and `read` are pairs where both are given;
-/// `changed` are read and written.
+/// The tensors of a call as NCCL requires them: contiguous and not empty. Non-contiguous tensors are copied
+/// on the communicator's stream, before and after the call. `written` and `read` are pairs if both are given;
+/// `changed` tensors are read and written.
 ///
-/// The copies' memory is that stream's, and is taken by copy_in() alone, when the stream has come behind the
-/// caller's: while a graph is captured it is part of that from there on, and a block taken before would be
-/// one that others use while the graph is replayed.
+/// copy_in() alone allocates the copies, on the communicator's stream, once that stream is ordered after the
+/// caller's. In a graph capture the stream has then joined the capture and the memory belongs to the graph. A
+/// block allocated earlier could be in use elsewhere during a replay.
 template <NcclDevice D>
 class Operands {
  public:
@@ -37,7 +37,7 @@ class Operands {
 
   [[nodiscard]] bool empty() const { return written_.empty() && read_.empty() && changed_.empty(); }
 
-  /// The caller's tensors.
+  /// Returns the caller's tensors.
   [[nodiscard]] std::vector<at::Tensor> own() const {
     std::vector<at::Tensor> tensors;
     tensors.reserve(written_.size() + read_.size() + changed_.size());
@@ -46,7 +46,7 @@ class Operands {
     return tensors;
   }
 
-  /// Makes the copies, and adds them to `kept`.
+  /// Makes the copies and adds them to `kept`.
   void copy_in(std::vector<at::Tensor>& kept) {
     for (auto* list : {&written_, &read_, &changed_})
       for (auto& [own, dense] : *list) {
@@ -62,7 +62,7 @@ class Operands {
         if (!own.is_same(dense)) device_.copy(stream_, own, dense);
   }
 
-  // Each calls `issue` until one fails, and returns how the last went.
+  // Each calls `issue` until a call fails, and returns the last result.
   template <class Issue>
   NcclResult for_each_changed(Issue&& issue) const {
     return for_each(changed_, issue);
@@ -85,7 +85,7 @@ class Operands {
 
  private:
   struct Operand {
-    at::Tensor own, dense;  // the same where it is contiguous, else a copy to come
+    at::Tensor own, dense;  // equal if `own` is contiguous; otherwise copy_in() sets `dense`
   };
 
   void add(std::vector<Operand>& operands, const std::vector<at::Tensor>& tensors) {

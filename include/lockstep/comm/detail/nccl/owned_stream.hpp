@@ -4,7 +4,7 @@
 
 namespace lockstep::detail {
 
-/// Owns a stream of a device: none until make().
+/// Owns a stream of a device. Null until make().
 template <NcclDevice D>
 class OwnedStream {
  public:
@@ -17,7 +17,7 @@ class OwnedStream {
   OwnedStream(const OwnedStream&) = delete;
   OwnedStream& operator=(const OwnedStream&) = delete;
 
-  /// Makes the stream. Throws what the device throws. Called once.
+  /// Creates the stream. Throws what the device throws. Call it once.
   void make() { stream_ = device_.make_stream(); }
   [[nodiscard]] const Stream& get() const { return stream_; }
 

@@ -17,15 +17,15 @@
 
 namespace lockstep::detail {
 
-/// Bytes that go through the store while the program goes on: what NCCL would move only through the memory of
-/// the GPUs, and in an order with the collectives that nobody can keep who does not wait in between.
+/// An asynchronous exchange of bytes through the store. NCCL would move the bytes only through GPU memory,
+/// and the program could keep their order with the collectives only by waiting in between.
 ///
-/// Each rank of `from` puts its bytes there at the call; complete() asks whether all have come, and finish()
-/// reads them. The last rank to have read them deletes them. Every function throws as Membership::at_store
-/// does: none outlasts the group's timeout, also where the store does not answer.
+/// Each rank of `from` writes its bytes in the constructor. complete() returns whether all bytes have
+/// arrived, and finish() reads them. The last rank to read them deletes them. Every function throws what
+/// Membership::at_store throws, at the latest at the group's timeout, even if the store does not answer.
 class StoreExchange {
  public:
-  /// `deliver` is given the bytes of the ranks of `from`, in their order.
+  /// Receives the bytes of the ranks of `from`, in their order.
   using Deliver = std::function<void(std::vector<std::string>)>;
 
   StoreExchange(Membership& membership, const Call& call, std::vector<int> from, const std::string& own,
@@ -38,7 +38,7 @@ class StoreExchange {
     const int rank = membership.rank();
     if (std::find(from_.begin(), from_.end(), rank) == from_.end()) return;
     membership_.at_store(call_, [name = name_, rank, own](c10d::Store& store) {
-      // In pieces, of which a store takes any.
+      // The store limits the size of a value.
       const std::size_t pieces = (own.size() + piece - 1) / piece;
       for (std::size_t i = 0; i < pieces; ++i) store.set(key(name, rank, i), own.substr(i * piece, piece));
       store.set(key(name, rank), std::to_string(pieces));
@@ -46,7 +46,7 @@ class StoreExchange {
     });
   }
 
-  /// Blocks for at most 100 ms, where the store does not answer.
+  /// Returns whether all bytes have arrived. Blocks at most 100 ms if the store does not answer.
   [[nodiscard]] bool complete() {
     const auto arrived =
         membership_.at_store_until(call_, std::chrono::steady_clock::now() + std::chrono::milliseconds(100),

@@ -15,15 +15,15 @@
 
 namespace lockstep::detail {
 
-/// What looks at the tensors of a call before any rank is told of it: the errors are CommunicationErrors that
-/// name the rank, and leave the communicator as it was.
+/// Checks the tensors of a call before it reaches any other rank. The errors are CommunicationErrors that
+/// name the rank. They leave the communicator usable.
 template <NcclDevice D>
 class NcclTensorCheck {
  public:
   NcclTensorCheck(const char* collective, const D& device, int rank)
       : collective_(collective), device_(device), rank_(rank) {}
 
-  /// Dense, and on this rank's device.
+  /// Requires a dense tensor on this rank's device.
   void moves(const at::Tensor& tensor) const {
     if (!tensor.defined()) refuse("the tensor is undefined");
     if (tensor.layout() != at::kStrided)
@@ -41,7 +41,7 @@ class NcclTensorCheck {
     for (const at::Tensor& tensor : list) moves(tensor);
   }
 
-  /// The same, and of a type that NCCL can combine so.
+  /// Requires moves(), and a dtype that NCCL can reduce with `op`.
   void reduces(const at::Tensor& tensor, ReduceOp op) const {
     moves(tensor);
     const auto type = tensor.scalar_type();
@@ -58,7 +58,8 @@ class NcclTensorCheck {
     for (const at::Tensor& tensor : list) reduces(tensor, op);
   }
 
-  /// Lists that go together: each of `wholes` holds `times` as many elements as its one of `rows`.
+  /// Requires matching lists: each of `wholes` has the dtype of its counterpart in `rows` and `times` as many
+  /// elements.
   void pairs(const std::vector<at::Tensor>& wholes, const std::vector<at::Tensor>& rows, int times) const {
     if (wholes.size() != rows.size())
       refuse(fmt::format("as many outputs as inputs are needed, not {} and {}", wholes.size(), rows.size()));
@@ -79,26 +80,26 @@ class NcclTensorCheck {
   int rank_;
 };
 
-/// How a tensor's elements travel: a type of NCCL's and their number.
+/// How a tensor's elements are sent: an NCCL dtype and their number.
 struct WireFormat {
   at::ScalarType type = at::kByte;
   std::size_t count = 0;
 };
 
-/// As what the elements of a tensor are moved: bytes, where NCCL does not know their type.
+/// Returns the format for moving a tensor: bytes if NCCL does not know its dtype.
 inline WireFormat moved_as(const at::Tensor& tensor) {
   if (nccl_type(tensor.scalar_type()))
     return {tensor.scalar_type(), static_cast<std::size_t>(tensor.numel())};
   return {at::kByte, static_cast<std::size_t>(tensor.nbytes())};
 }
 
-/// As what they are combined: truth values as bytes that are 0 or 1.
+/// Returns the format for reducing a tensor: a bool is sent as a byte 0 or 1.
 inline WireFormat reduced_as(const at::Tensor& tensor) {
   const auto type = tensor.scalar_type();
   return {type == at::kBool ? at::kByte : type, static_cast<std::size_t>(tensor.numel())};
 }
 
-/// By which operation: bytes that are added could become 2, which is no truth value.
+/// Returns the operation for reducing a tensor: max for a sum of bools, since added bytes could become 2.
 inline ReduceOp reduced_by(const at::Tensor& tensor, ReduceOp op) {
   return tensor.scalar_type() == at::kBool && op == ReduceOp::sum ? ReduceOp::max : op;
 }

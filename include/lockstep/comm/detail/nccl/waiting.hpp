@@ -14,9 +14,10 @@
 
 namespace lockstep::detail {
 
-/// How a thread of the program waits for a group: not past its first error, nor past the timeout of a call.
+/// The waits of the program's threads for a group. A wait ends at the group's first error and at the timeout
+/// of its call.
 ///
-/// Thread safety: every function may be called from any thread.
+/// Thread-safe.
 template <NcclDevice D>
 class Waiting {
  public:
@@ -32,8 +33,7 @@ class Waiting {
     if (auto error = membership_.look(call)) error_.fail(error, false);
   }
 
-  /// Blocks until `complete()`, asked again and again, is true. Throws when the group has failed, or when
-  /// `until` has come.
+  /// Blocks until `complete()`, which it polls, returns true. Throws if the group has failed, or at `until`.
   template <class Complete>
   void await(const Call& call, const Label& label, Clock::time_point until, Complete&& complete) {
     for (int round = 0; !complete(); ++round) {
@@ -51,7 +51,7 @@ class Waiting {
     }
   }
 
-  /// Throws if NCCL's `result` is an error, after waiting for it to be one thing or the other.
+  /// Blocks until NCCL's `result` is no longer in_progress. Throws if it is an error.
   void await_ready(const Call& call, const Label& label, NcclResult result) {
     result = handle_.settle(result, [&] {
       if (error_.set()) error_.rethrow();
@@ -64,14 +64,14 @@ class Waiting {
   }
 
  private:
-  // The time to wait for this call has passed.
+  // Throws the error of a call whose time to wait has passed.
   [[noreturn]] void late(const Call& call, const Label& label) {
     const bool last = Clock::now() >= call.start + timeout_;
     const auto error = diagnosis_.of_lateness(call, label);
     try {
       std::rethrow_exception(error);
     } catch (const TimeoutError&) {
-      if (!last) throw;  // the caller's own timeout, and not the group's
+      if (!last) throw;  // the caller's own, shorter timeout
     } catch (...) {
     }
     error_.fail(error, true);

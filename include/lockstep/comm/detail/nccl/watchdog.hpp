@@ -9,14 +9,13 @@
 
 namespace lockstep::detail {
 
-/// A thread that looks after something again and again while there is anything to look after, and sleeps
-/// otherwise. It knows nothing of what that is.
+/// A thread that polls while there is something to watch, and sleeps otherwise.
 ///
-/// Thread safety: every function may be called from any thread but its own.
+/// Thread safety: any thread but its own may call any function.
 class Watchdog {
  public:
-  /// Calls `enter()` once, then, when woken, `look()` every `interval` until it says that nothing is left.
-  /// `look` must not throw.
+  /// Calls `enter()` once. Then, when woken, calls `look()` every `interval` until it returns false. `look`
+  /// must not throw.
   Watchdog(std::chrono::milliseconds interval, std::function<void()> enter, std::function<bool()> look)
       : interval_(interval),
         thread_([this, enter = std::move(enter), look = std::move(look)] { run(enter, look); }) {}
@@ -31,7 +30,7 @@ class Watchdog {
   Watchdog(const Watchdog&) = delete;
   Watchdog& operator=(const Watchdog&) = delete;
 
-  /// There is something to look after.
+  /// Starts the polling, because there is something to watch.
   void wake() {
     std::lock_guard lock(mutex_);
     if (!std::exchange(busy_, true)) changed_.notify_all();
@@ -41,14 +40,14 @@ class Watchdog {
   void run(const std::function<void()>& enter, const std::function<bool()>& look) {
     try {
       enter();
-    } catch (...) {  // what could not be prepared is found by what looks
+    } catch (...) {  // look() finds what could not be prepared
     }
     std::unique_lock lock(mutex_);
     for (;;) {
       changed_.wait(lock, [this] { return stopping_ || busy_; });
       changed_.wait_for(lock, interval_, [this] { return stopping_; });
       if (stopping_) return;
-      busy_ = false;  // what comes from here on is woken for again
+      busy_ = false;  // a wake() from here on causes another look
       lock.unlock();
       const bool more = look();
       lock.lock();

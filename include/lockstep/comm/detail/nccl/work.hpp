@@ -12,16 +12,16 @@
 
 namespace lockstep::detail {
 
-/// The Work of BasicNcclComm. wait() makes the current stream wait for the collective and returns at
-/// once; an error that comes later is thrown by the communicator's next call. Of bytes, which are for the
-/// host, it waits as synchronize() does. One thread may use it at a time.
+/// The Work of BasicNcclComm. wait() is stream-ordered and returns at once; the communicator's next call
+/// throws an error that occurs later. For an exchange of bytes, whose results are on the host, wait() is
+/// synchronize(). Not thread-safe.
 template <NcclDevice D>
 class [[nodiscard]] NcclWork {
  public:
   using Group = std::shared_ptr<NcclGroup<D>>;
   using Clock = std::chrono::steady_clock;
 
-  /// A complete one.
+  /// Constructs a Work that is complete.
   NcclWork() = default;
   NcclWork(Group group, typename InFlightOps<D>::InFlightOpPtr op)
       : group_(std::move(group)), op_(std::move(op)) {}
@@ -50,7 +50,7 @@ class [[nodiscard]] NcclWork {
     if (group_) wait_until(start() + group_->timeout());
   }
   void synchronize(std::chrono::milliseconds timeout) {
-    // The smaller of the two first: the largest duration there is has no place on the clock.
+    // Take the minimum first: the largest duration would overflow the clock.
     if (group_)
       wait_until(std::min(Clock::now() + std::min(timeout, group_->timeout()), start() + group_->timeout()));
   }
@@ -79,7 +79,7 @@ class [[nodiscard]] NcclWork {
 
   Group group_;
   typename InFlightOps<D>::InFlightOpPtr op_;
-  Call call_;  // of an exchange
+  Call call_;  // of an exchange of bytes
   std::unique_ptr<StoreExchange> exchange_;
 };
 

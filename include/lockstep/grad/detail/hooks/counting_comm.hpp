@@ -11,8 +11,8 @@
 
 namespace lockstep::detail {
 
-/// A communicator, seen by a hook that is a function: the same calls, and the bytes of what is given to them
-/// are counted. It refers to both.
+/// A non-owning view of a communicator for function hooks. Forwards every call and adds the bytes that this
+/// rank sends to a counter.
 template <Communicator Comm>
 class CountingComm {
  public:
@@ -23,7 +23,7 @@ class CountingComm {
   [[nodiscard]] int rank() const { return comm_->rank(); }
   [[nodiscard]] int size() const { return comm_->size(); }
   [[nodiscard]] const World& world() const { return comm_->world(); }
-  /// The communicator itself: what is called on it is not counted.
+  /// Returns the underlying communicator, whose calls are not counted.
   [[nodiscard]] Comm& uncounted() const { return *comm_; }
 
   Work all_reduce(const at::Tensor& tensor, ReduceOp op = ReduceOp::sum) {

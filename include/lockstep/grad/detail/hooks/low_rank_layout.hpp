@@ -14,37 +14,37 @@
 
 namespace lockstep::detail {
 
-/// A tensor of a bucket that is compressed, seen as n x m (its first dimension and all others), and the place
-/// of its factors, [1, n, r] and [1, m, r].
+/// A compressed gradient of a bucket as an n x m matrix (its first dimension by all others), with views for
+/// its factors `p` [1, n, r] and `q` [1, m, r].
 struct LowRankMatrix {
   std::size_t parameter;
   std::int64_t offset, n, m, r;
   at::Tensor p, q;
 
-  /// Its elements as they lie in the bucket: [1, n, m].
+  /// Returns the matrix as a view of the bucket's memory, [1, n, m].
   [[nodiscard]] at::Tensor in(const at::Tensor& flat) const {
     return flat.narrow(0, offset, n * m).view({1, n, m});
   }
 };
 
-/// How a bucket travels once it is compressed: all its left factors in one tensor, all its right ones in
-/// another, and the tensors that are not worth compressing in a third.
+/// The tensors that are all-reduced for a compressed bucket: all left factors in one tensor, all right
+/// factors in another, and the uncompressed gradients in a third.
 struct LowRankLayout {
   std::vector<std::size_t> parameters;
   std::vector<LowRankMatrix> matrices;                       ///< in the order of `grouped_by_shape`
-  std::vector<std::pair<std::int64_t, std::int64_t>> whole;  ///< offset and length of the others
+  std::vector<std::pair<std::int64_t, std::int64_t>> whole;  ///< offset and length, uncompressed gradients
   at::Tensor ps, qs, rest;
 
-  /// Whether it was made for this bucket.
+  /// Returns whether the layout was built for this bucket.
   [[nodiscard]] bool fits(const GradientBucket& bucket) const {
     return ps.defined() && parameters == bucket.parameters && ps.dtype() == bucket.flat.dtype() &&
            ps.device() == bucket.flat.device();
   }
 };
 
-/// Returns the matrices with those of equal shape next to each other: shapes in the order of their first
-/// matrix, the matrices of a shape in bucket order. Python's hook draws its random factors and places the
-/// factors in its all-reduces in this order, whether or not it batches tensors of equal shape.
+/// Returns the matrices grouped by shape: shapes in the order of their first matrix, and the matrices of a
+/// shape in bucket order. Python's hook draws its random factors and orders the factors in its all-reduces
+/// this way, whether or not it batches tensors of equal shape.
 inline std::vector<LowRankMatrix> grouped_by_shape(const std::vector<LowRankMatrix>& matrices) {
   std::vector<LowRankMatrix> grouped;
   grouped.reserve(matrices.size());
@@ -58,8 +58,9 @@ inline std::vector<LowRankMatrix> grouped_by_shape(const std::vector<LowRankMatr
   return grouped;
 }
 
-/// Python's choice: n x m is compressed where (n + m) * r * min_rate < n * m, with r = min(n, m, rank). A
-/// complex gradient is a real one with twice as many columns.
+/// Builds the layout of a bucket by Python's criterion: an n x m matrix is compressed if
+/// (n + m) * r * min_rate < n * m, with r = min(n, m, rank). A complex gradient counts as a real one
+/// with twice as many columns.
 inline LowRankLayout low_rank_layout(const GradientBucket& bucket, std::int64_t rank, double min_rate) {
   LowRankLayout layout{bucket.parameters, {}, {}, {}, {}, {}};
   std::int64_t offset = 0, p = 0, q = 0, rest = 0;

@@ -5,9 +5,9 @@
 
 namespace lockstep::detail {
 
-/// The numbers of numpy.random.RandomState(seed).randint(bound), of which Python's PowerSGD makes the seeds
-/// of its random matrices: 32 bits of the Mersenne twister, masked, until they are below the bound. A copy
-/// goes on by itself; `drawn` and the seed are its whole state.
+/// Generates the numbers of numpy.random.RandomState(seed).randint(bound), from which Python's PowerSGD seeds
+/// its random matrices: masked 32-bit outputs of the Mersenne twister, drawn until one is below the bound.
+/// The seed and `drawn` are the whole state; copies are independent.
 class NumpyRandom {
  public:
   explicit NumpyRandom(std::uint32_t seed, std::uint64_t drawn = 0)
@@ -26,7 +26,7 @@ class NumpyRandom {
   }
 
   [[nodiscard]] std::uint32_t seed() const { return seed_; }
-  /// The numbers taken from the twister so far.
+  /// Returns how many numbers were drawn from the twister, including rejected ones.
   [[nodiscard]] std::uint64_t drawn() const { return drawn_; }
 
  private:

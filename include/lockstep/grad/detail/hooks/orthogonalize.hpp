@@ -12,24 +12,24 @@
 
 namespace lockstep::detail {
 
-/// The lengths of the columns of `matrices` [b, n, r]: [b, 1, r].
+/// Returns the Euclidean norms [b, 1, r] of the columns of `matrices` [b, n, r].
 inline at::Tensor column_lengths(const at::Tensor& matrices) {
   static constexpr std::array<std::int64_t, 1> rows{1};
   return at::linalg_vector_norm(matrices, 2, at::IntArrayRef(rows), /*keepdim=*/true);
 }
 
-/// Gives `columns` [b, n, 1] length 1; those of zeros stay.
+/// Divides `columns` [b, n, 1] by `lengths` + `epsilon`. With an epsilon of 0, columns of zeros stay zero.
 inline void normalize(at::Tensor columns, const at::Tensor& lengths, double epsilon) {
   columns.div_(epsilon == 0 ? lengths.masked_fill(lengths.eq(0), 1) : lengths.add(epsilon));
 }
 
-/// Makes the columns of each of `matrices` [b, n, r], r <= n, orthonormal, in place: by Gram and Schmidt for
-/// up to two columns and for half precision, else by QR, as Python's PowerSGD does, to the bit. `epsilon` is
-/// added to the lengths.
+/// Orthonormalizes the columns of `matrices` [b, n, r], r <= n, in place: by Gram-Schmidt for up to two
+/// columns and for half precision, else by QR. Bitwise equal to Python's PowerSGD, with two exceptions.
+/// `epsilon` is added to the column norms.
 ///
-/// Python's bits are left in two places. A column of zeros, without an epsilon, stays one, and does not
-/// become not-a-number. Where the columns depend on one another, what Gram and Schmidt leave of one is
-/// rounding, and far from orthogonal to those before: such a one is made so again.
+/// First, without an epsilon a column of zeros stays zero instead of becoming NaN. Second, if columns are
+/// linearly dependent, Gram-Schmidt leaves only rounding errors of a column, far from orthogonal to the
+/// columns before it: that column is orthogonalized again.
 inline void orthogonalize(at::Tensor matrices, double epsilon) {
   const std::int64_t columns = matrices.size(2);
   const at::ScalarType type = matrices.scalar_type();
@@ -39,7 +39,7 @@ inline void orthogonalize(at::Tensor matrices, double epsilon) {
     at::linalg_qr_out(matrices, triangle, matrices);
     return;
   }
-  const double rounding = half ? 1e-2 : type == at::kDouble ? 1e-13 : 1e-4;  // of a column's length at first
+  const double rounding = half ? 1e-2 : type == at::kDouble ? 1e-13 : 1e-4;  // relative to the initial norm
   const at::Tensor limits = columns > 1 ? column_lengths(matrices).mul_(rounding) : at::Tensor();
   for (std::int64_t i = 0; i < columns; ++i) {
     at::Tensor column = matrices.narrow(2, i, 1);

@@ -5,8 +5,9 @@
 
 namespace lockstep::detail {
 
-/// The two ways to wait for a Reduction of several collectives, made of one: `Derived::finish(wait)` calls
-/// `wait(work)` for each Work in turn and does between them what is to be done. One timeout holds for all.
+/// Implements `wait` and `synchronize` for a Reduction of several collectives. `Derived::finish(wait)` calls
+/// `wait(work)` for each Work in turn and launches the next phase in between. The timeout of `synchronize`
+/// covers all phases together.
 template <class Derived>
 struct PhasedReduction {
   void wait() {

@@ -18,12 +18,12 @@
 
 namespace lockstep::detail {
 
-/// A tensor of which the value before the last reduction is kept too. What comes next is written into `next`,
-/// and counts from `turn` on, until `turn_back`.
+/// A double-buffered tensor that also keeps its value from before the last reduction. A new value is written
+/// into `next`, becomes current with `turn`, and is undone by `turn_back`.
 class TwoTensors {
  public:
   [[nodiscard]] const at::Tensor& now() const { return tensors_[now_]; }
-  /// Memory for the value that comes after, of this size; its contents are left over.
+  /// Returns memory of these sizes for the next value. Its contents are unspecified.
   at::Tensor& next(at::IntArrayRef sizes, const at::TensorOptions& options) {
     at::Tensor& tensor = tensors_[1 - now_];
     if (!tensor.defined() || tensor.sizes() != sizes || tensor.dtype() != options.dtype() ||
@@ -35,8 +35,9 @@ class TwoTensors {
     now_ = 1 - now_;
     turned_ = true;
   }
-  /// The value from here on is never turned back from.
+  /// Makes the current value final: `turn_back` no longer undoes it.
   void settle() { turned_ = false; }
+  /// Restores the previous value. A no-op unless `turn` was called since the last `settle`.
   void turn_back() {
     if (!turned_) return;
     now_ = 1 - now_;
@@ -47,7 +48,8 @@ class TwoTensors {
     now_ = 0;
     turned_ = false;
   }
-  /// The value, which must have these sizes; undefined where there is none.
+  /// Returns the current value, cast to the dtype and device of `options`; undefined if there is none. Throws
+  /// CheckpointError if its sizes differ. `what` and `parameter` name it in the error.
   at::Tensor& checked(std::string_view what, std::size_t parameter, at::IntArrayRef sizes,
                       const at::TensorOptions& options) {
     at::Tensor& tensor = tensors_[now_];
@@ -67,13 +69,13 @@ class TwoTensors {
   bool turned_ = false;
 };
 
-/// What PowerSGD remembers of a parameter that it compresses, viewed as n x m.
+/// PowerSGD's state of a compressed parameter, viewed as n x m.
 struct LowRankMemory {
-  TwoTensors error;  ///< [n, m]: what was lost of this rank's gradient, to be added to the next
-  TwoTensors q;      ///< [m, r]: the right factor, the same on every rank
+  TwoTensors error;  ///< [n, m]: this rank's compression error, added to its next gradient
+  TwoTensors q;      ///< [m, r]: the right factor, equal on every rank
 };
 
-/// By parameter, so that it outlives the buckets.
+/// PowerSGD's state, indexed by parameter so that it outlives the buckets.
 class PowerSgdMemory {
  public:
   LowRankMemory& of(std::size_t parameter) { return memory_[parameter]; }
@@ -99,7 +101,7 @@ class PowerSgdMemory {
         state.emplace_back(fmt::format("q.{}", parameter), memory.q.now().clone());
     }
   }
-  /// Takes back one entry. Throws CheckpointError for a name that `save` does not give.
+  /// Restores one entry of `save`. Throws CheckpointError for an unknown name.
   void load(std::string_view name, const at::Tensor& tensor) {
     const std::size_t dot = name.find('.');
     const std::string_view kind = name.substr(0, dot);

@@ -8,10 +8,10 @@
 
 namespace lockstep::detail {
 
-/// A tensor for each bucket that keeps its memory from step to step, as the buckets keep theirs.
+/// Scratch tensors, one for each bucket, whose memory is kept from step to step.
 class Scratch {
  public:
-  /// One of this size for the bucket `index`: the same as before, unless the bucket has become another.
+  /// Returns the tensor of bucket `index`. Reallocates it only if sizes, dtype or device have changed.
   at::Tensor& get(std::size_t index, at::IntArrayRef sizes, const at::TensorOptions& options) {
     if (index >= tensors_.size()) tensors_.resize(index + 1);
     at::Tensor& tensor = tensors_[index];

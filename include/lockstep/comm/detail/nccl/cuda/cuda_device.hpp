@@ -26,15 +26,15 @@
 
 namespace lockstep::detail {
 
-/// A GPU as NcclComm uses it: CUDA's runtime, LibTorch's streams and memory, and NCCL.
+/// The NcclDevice of a real GPU: the CUDA runtime, LibTorch's streams and memory, and NCCL.
 class CudaDevice {
  public:
   using Comm = ncclComm_t;
   using Stream = cudaStream_t;
   using Event = cudaEvent_t;
 
-  /// The GPU of this rank: `index`, or that of the local rank among those that are visible. Throws UsageError
-  /// where there is none, where there are fewer than ranks on this host, or where another NCCL is loaded.
+  /// Opens the GPU of this rank: `index`, or the local rank's among the visible GPUs. Throws UsageError if
+  /// there is no GPU, if this host has fewer GPUs than ranks, or if another NCCL is loaded.
   static CudaDevice open(const World& world, int index) {
     check_nccl(world);
     int count = 0;
@@ -53,7 +53,7 @@ class CudaDevice {
     return device;
   }
 
-  /// Of the tensors that it holds.
+  /// Returns the device of the tensors that it holds.
   [[nodiscard]] c10::Device tensor_device() const { return device(); }
   void enter_thread() const { check(cudaSetDevice(index_), "cudaSetDevice"); }
   [[nodiscard]] std::string name() const { return fmt::format("cuda:{}", index_); }
@@ -70,7 +70,7 @@ class CudaDevice {
   [[nodiscard]] int version() const { return loaded_nccl_version(); }
   [[nodiscard]] bool shares_devices() const { return may_share_gpu(); }
 
-  /// One of its own, before others when blocks wait for room.
+  /// Creates a stream of the highest priority, whose blocks are scheduled before those of other streams.
   [[nodiscard]] Stream make_stream() const {
     const c10::cuda::CUDAGuard guard(device());
     int least = 0, greatest = 0;
@@ -104,7 +104,7 @@ class CudaDevice {
   [[nodiscard]] bool done(Event event) const {
     const cudaError_t state = cudaEventQuery(event);
     if (state == cudaErrorNotReady) {
-      cudaGetLastError();  // that is no error, and must not be taken for one of the next kernel's
+      cudaGetLastError();  // clear the status, so that the next kernel launch does not report it
       return false;
     }
     check(state, "cudaEventQuery");
@@ -133,7 +133,7 @@ class CudaDevice {
     ncclResult_t result = nccl_allocate(&memory, bytes);
     if (result != ncclSuccess) {
       cudaGetLastError();
-      c10::cuda::CUDACachingAllocator::emptyCache();  // what LibTorch keeps for later is free as well
+      c10::cuda::CUDACachingAllocator::emptyCache();  // frees LibTorch's cached memory
       result = nccl_allocate(&memory, bytes);
     }
     if (result == ncclSuccess) return memory;

@@ -1,6 +1,6 @@
 #pragma once
 
-// NCCL itself, and all that depends on its version: from 2.18 on, which first had ncclCommSplit.
+// NCCL and all code that depends on its version. The oldest is 2.18, which introduced ncclCommSplit.
 #include <nccl.h>
 
 #include <c10/core/ScalarType.h>
@@ -9,7 +9,7 @@
 
 #include "lockstep/comm/detail/nccl/device.hpp"
 
-#ifdef LOCKSTEP_NCCL_VERSION_CODE  // a test's, to compile as if the header were older
+#ifdef LOCKSTEP_NCCL_VERSION_CODE  // set by a test, to compile as if the header were older
 #define LOCKSTEP_NCCL_VERSION LOCKSTEP_NCCL_VERSION_CODE
 #else
 #define LOCKSTEP_NCCL_VERSION NCCL_VERSION_CODE
@@ -29,7 +29,7 @@ inline NcclResult result_of(ncclResult_t result) {
   return static_cast<NcclResult>(result);
 }
 
-/// Memory of NCCL's own, and registration: from 2.19 on. A null handle is NCCL's for what it leaves out.
+/// NCCL's memory and registration, since 2.19. A null handle marks memory that NCCL left unregistered.
 #if LOCKSTEP_NCCL_VERSION >= 21900
 inline constexpr bool nccl_has_buffers = true;
 inline ncclResult_t nccl_allocate(void** memory, std::size_t bytes) {
@@ -61,14 +61,14 @@ inline ncclResult_t nccl_deregister(ncclComm_t, void*) {
 static_assert(static_cast<int>(NcclResult::remote_error) == ncclRemoteError);
 static_assert(static_cast<int>(NcclResult::in_progress) == ncclInProgress);
 
-/// Communicators never block the host: whatever takes longer says that it is in progress.
+/// Returns a configuration whose calls never block the host: they return in_progress instead.
 inline ncclConfig_t nccl_config() {
   ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
   config.blocking = 0;
   return config;
 }
 
-/// The version of the NCCL in this process.
+/// Returns the version of the NCCL that this process has loaded.
 inline int loaded_nccl_version() {
   int version = 0;
   ncclGetVersion(&version);
@@ -96,7 +96,7 @@ inline ncclDataType_t nccl_type_of(at::ScalarType type) {
   }
 }
 
-/// Averages are NCCL's own: for floating types each rank's numbers times 1 / size, and their sum.
+/// Returns NCCL's operation. ncclAvg multiplies each rank's floating numbers by 1 / size and adds them.
 inline ncclRedOp_t nccl_op_of(ReduceOp op) {
   switch (op) {
     case ReduceOp::avg:
