@@ -547,7 +547,8 @@ TEST_CASE("a worker of torchrun dies with its agent, any other process outlives 
 TEST_CASE("a worker of torchrun whose agent died before it could ask for a signal ends at once") {
   auto agent = lockstep_test::start({"/proc/self/exe", "variable, session, late", "1"},
                                     {{"LOCKSTEP_TEST_CHILD", "agent"}});
-  while (lockstep_test::processes_with(agent.marker()).size() < 2) std::this_thread::sleep_for(5ms);
+  for (int tries = 0; tries < 4000 && lockstep_test::processes_with(agent.marker()).size() < 2; ++tries)
+    std::this_thread::sleep_for(5ms);
   agent.signal(SIGKILL);
   REQUIRE(agent.wait(20s));
   const auto orphans = lockstep_test::processes_with(agent.marker());

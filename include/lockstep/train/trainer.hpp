@@ -278,7 +278,7 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
       const StepReport report{plan.epoch, position_.step++, done++,     plan.steps,
                               losses_,    stepped_,         total_norm_};
       notify_all(report, callbacks...);
-      if (plan.steps < 0) warn_in_stream(plan.epoch);
+      if constexpr (!Source::counts_beforehand) warn_in_stream(plan.epoch);
       progress.advance(source.samples(comm_.size()),
                        progress.due() ? std::optional(meter_.total().mean()) : std::nullopt);
     }

@@ -130,10 +130,10 @@ int launch(int argc, const char* const* argv, Fn&& fn, const LaunchOptions& opti
     World world = World::from_environment();
     auto arguments = detail::program_arguments(argc, argv, options);
     const auto call = [&]() -> decltype(auto) {
-      if constexpr (std::is_invocable_v<Fn, World, int, char**>)
-        return fn(world, static_cast<int>(arguments.size() - 1), arguments.data());
-      else
+      if constexpr (std::is_invocable_v<Fn, World>)
         return fn(world);
+      else
+        return fn(world, static_cast<int>(arguments.size() - 1), arguments.data());
     };
     if constexpr (std::is_void_v<decltype(call())>)
       call();

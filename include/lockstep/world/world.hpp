@@ -350,7 +350,9 @@ class World {
         ++local.size;
       } else if (state.address.empty() && !identity.address.empty()) {
         // The store's host may know itself by its loopback address only: ask for the route to another host.
-        state.address = detail::source_address_towards(identity.address);
+        // Two hosts may each have a bridge of one address, which leads to neither.
+        const auto source = detail::source_address_towards(identity.address);
+        if (source != identity.address) state.address = source;
       }
     }
     if (state.address.empty()) state.address = met.address;
@@ -436,6 +438,11 @@ class World {
         throw PeerError(detail::Failure::parse(*failure).sentence());
       throw PeerError(fmt::format("rank {}, the first on this host, failed in local_zero_first", first));
     }
+  } catch (const c10::DistStoreError&) {
+    throw TimeoutError(
+        fmt::format("the store does not answer, so that this rank cannot learn whether rank {}, "
+                    "the first on this host, has finished its local_zero_first",
+                    first));
   } catch (const c10::Error&) {
     throw PeerError(
         fmt::format("the store is gone, and with it the process that hosts it, before rank {}, the "

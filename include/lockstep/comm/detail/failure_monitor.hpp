@@ -61,6 +61,9 @@ struct GroupStatus {
 
 /// The last collective that a rank has entered in a group.
 struct Position {
+  /// The operation of a rank that is not in the group, or has not entered a collective.
+  static constexpr const char* none = "nothing";
+
   std::uint64_t sequence = 0;
   std::string operation;
 };
@@ -340,8 +343,9 @@ class FailureMonitor {
         std::lock_guard lock(shared_->mutex);
         if (shared_->failed_elsewhere()) return;
         // Do not wait again for a store that has just left a question unanswered.
-        if (shared_->store_answered < shared_->asked &&
-            Clock::now() > shared_->asked + std::chrono::seconds(1))
+        const auto now = Clock::now(), asked = shared_->asked;
+        if (shared_->store_answered < asked && now > asked + std::chrono::seconds(1) &&
+            now < asked + std::chrono::seconds(10))
           limit = std::min(limit, Milliseconds(200));
       }
       perform(std::move(work), Clock::now() + limit);
@@ -358,7 +362,7 @@ class FailureMonitor {
   static Position position_in(const std::string& status, const std::string& group) {
     const std::string front = "\n" + group + " ";
     const auto found = status.find(front);
-    if (found == std::string::npos) return {0, "nothing"};
+    if (found == std::string::npos) return {0, Position::none};
     const auto begin = found + front.size();
     return parse(status.substr(begin, status.find('\n', begin) - begin));
   }
@@ -460,7 +464,7 @@ class FailureMonitor {
           break;
         } catch (const CommunicationError& damage) {  // the mailbox stays unreadable
           std::unique_lock lock(mutex);
-          note({0, false, damage.what()}, lock);
+          note({-1, false, damage.what()}, lock);
           break;
         } catch (const std::exception&) {
           store.reset();

@@ -366,10 +366,12 @@ class Membership {
         },
         until, &error);
     if (ending == FailureMonitor::Ending::complete) return std::move(*result);
-    if (ending == FailureMonitor::Ending::failed && Clock::now() < until)
+    const bool over = Clock::now() >= until;
+    // The store may be gone because of a failure that a rank is publishing.
+    if (!over && ending == FailureMonitor::Ending::failed)
       monitor_->await_failure(std::chrono::milliseconds(1500));
     throw_if_failed(call);
-    if (Clock::now() >= until) return std::nullopt;
+    if (over) return std::nullopt;
     throw CommunicationError(fmt::format("{} fails: {}", store_text(world_.environment()),
                                          error ? first_line(error) : std::string("it is gone")),
                              world_.rank());
@@ -379,6 +381,10 @@ class Membership {
   auto at_store(const Call& call, Work work) -> decltype(work(std::declval<c10d::Store&>())) {
     auto result = at_store_until(call, call.start + timeout_, std::move(work));
     if (result) return std::move(*result);
+    throw_store_timeout(call);
+  }
+  /// Throws the TimeoutError of a call that the store has not answered in time.
+  [[noreturn]] void throw_store_timeout(const Call& call) const {
     const std::string what = *call.name == '\0' ? not_made(call)
                                                 : fmt::format("{} is not complete after {}", call.text(),
                                                               duration_text(Clock::now() - call.start));
@@ -390,7 +396,7 @@ class Membership {
     if (monitor_) monitor_->publish_departure(*status_);
   }
   /// Says farewell to the other ranks. The rank that hosts the store returns last: once every rank has said
-  /// farewell, or once no rank answers because some ended without a farewell. Throws TimeoutError if the
+  /// farewell, or once every rank has left the group or ended, some of them without a farewell. Throws TimeoutError if the
   /// store does not answer within the timeout, and on the hosting rank if a rank that still answers has not
   /// left.
   void farewell(const Call& call) {
@@ -402,7 +408,7 @@ class Membership {
       return true;
     });
     if (!last_to_leave) return;
-    for (;;) {
+    for (int deserted = 0;;) {
       const auto end = Clock::now() + std::chrono::seconds(2);
       for (auto pause = first_pause; Clock::now() < end; pause = std::min(2 * pause, last_pause)) {
         if (monitor_->failure()) return;
@@ -414,12 +420,16 @@ class Membership {
       std::vector<std::string> staying;
       for (const int rank : ranks()) {
         if (rank == world_.rank()) continue;
-        if (answers.positions.contains(rank))
+        const auto answer = answers.positions.find(rank);
+        if (answer == answers.positions.end()) {
+          if (!gone.contains(rank)) return;  // the rank has failed
+        } else if (!gone.contains(rank) || answer->second.operation != Position::none) {
           staying.push_back(std::to_string(rank));
-        else if (!gone.contains(rank))
-          return;  // the rank has failed
+        }
       }
-      if (staying.empty()) return;
+      // Ranks that have left the group may still be writing their farewell.
+      deserted = staying.empty() ? deserted + 1 : 0;
+      if (deserted == 2) return;
       if (Clock::now() >= call.start + timeout_)
         throw TimeoutError(
             fmt::format(

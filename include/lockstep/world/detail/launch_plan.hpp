@@ -36,10 +36,10 @@ struct LaunchPlan {
 
 /// Throws UsageError for more processes than this host can use: they would exhaust its memory before they
 /// print anything.
-inline void require_sane(int nproc) {
+inline void require_sane(int nproc, const std::string& flag) {
   constexpr std::int64_t for_each_core = 64;
   if (const int cores = usable_cores(); nproc > for_each_core * cores)
-    throw UsageError(fmt::format("--nproc {} is more than {} processes for each of the {} cores here", nproc,
+    throw UsageError(fmt::format("{} {} is more than {} processes for each of the {} cores here", flag, nproc,
                                  for_each_core, cores));
 }
 
@@ -60,6 +60,7 @@ inline LaunchPlan plan_launch(int argc, const char* const* argv, const LaunchOpt
     throw UsageError(
         fmt::format("LaunchOptions::nproc is {}: it must be a number of processes, or 0", options.nproc));
   auto nproc = nproc_argument(argc, argv, options);
+  const std::string flag = options.nproc_flag.empty() ? "LaunchOptions::nproc" : options.nproc_flag;
   const auto gpus = options.gpus.empty() ? std::vector<int>{} : gpu_list(options.gpus);
   if (!gpus.empty()) plan.visible_devices = visible_devices_of(gpus, variables);
   plan.prefix = prefix_argument(argc, argv).value_or(options.prefix);
@@ -76,9 +77,9 @@ inline LaunchPlan plan_launch(int argc, const char* const* argv, const LaunchOpt
     const auto env = read_environment(variables);
     if (nproc && variables("LOCAL_WORLD_SIZE") && *nproc != env.local_size)
       throw UsageError(
-          fmt::format("--nproc {} contradicts LOCAL_WORLD_SIZE={}: the launcher has already started this "
-                      "host's processes, so leave --nproc out",
-                      *nproc, env.local_size));
+          fmt::format("{} {} contradicts LOCAL_WORLD_SIZE={}: the launcher has already started this host's "
+                      "processes, so leave {} out",
+                      flag, *nproc, env.local_size, flag));
     plan.worker = true;
     return plan;
   }
@@ -91,15 +92,15 @@ inline LaunchPlan plan_launch(int argc, const char* const* argv, const LaunchOpt
       plan.worker = true;
       return plan;
     }
-    require_sane(plan.nproc);
+    require_sane(plan.nproc, flag);
     if (!size)
       throw UsageError(fmt::format(
           "RANK={} is set but WORLD_SIZE is not: set WORLD_SIZE to the number of all ranks", *rank));
     if (*rank + plan.nproc > *size)
       throw UsageError(
-          fmt::format("RANK={} is this host's first rank, and with --nproc {} its last is {}: WORLD_SIZE={} "
+          fmt::format("RANK={} is this host's first rank, and with {} {} its last is {}: WORLD_SIZE={} "
                       "allows no rank above {}",
-                      *rank, plan.nproc, *rank + plan.nproc - 1, *size, *size - 1));
+                      *rank, flag, plan.nproc, *rank + plan.nproc - 1, *size, *size - 1));
     plan.first = *rank;
     plan.size = *size;
     if (plan.nproc < plan.size) {
@@ -111,10 +112,10 @@ inline LaunchPlan plan_launch(int argc, const char* const* argv, const LaunchOpt
   if (!nproc) nproc = size ? *size : std::max(visible_gpus(), 0) > 0 ? visible_gpus() : 2;
   if (size && *size != *nproc)
     throw UsageError(
-        fmt::format("WORLD_SIZE={} contradicts --nproc {}: on one host leave WORLD_SIZE out, on several set "
+        fmt::format("WORLD_SIZE={} contradicts {} {}: on one host leave WORLD_SIZE out, on several set "
                     "RANK to this host's first rank",
-                    *size, *nproc));
-  require_sane(*nproc);
+                    *size, flag, *nproc));
+  require_sane(*nproc, flag);
   plan.nproc = plan.size = *nproc;
   plan.worker = plan.nproc == 1;
   return plan;

@@ -309,7 +309,7 @@ inline std::string outer_address() {
   for (const int family : {AF_INET, AF_INET6})
     for (const ifaddrs* entry = list; entry; entry = entry->ifa_next) {
       if (!entry->ifa_addr || entry->ifa_addr->sa_family != family || !(entry->ifa_flags & IFF_UP) ||
-          (entry->ifa_flags & IFF_LOOPBACK))
+          !(entry->ifa_flags & IFF_RUNNING) || (entry->ifa_flags & IFF_LOOPBACK))
         continue;
       SocketAddress address;
       address.length = family == AF_INET ? sizeof(sockaddr_in) : sizeof(sockaddr_in6);

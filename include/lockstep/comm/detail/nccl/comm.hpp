@@ -383,7 +383,7 @@ class BasicNcclComm {
                          StoreExchange::Deliver deliver) {
     const Call call = begin_on_host(name);
     std::unique_ptr<StoreExchange> exchange;
-    group_->at_store(call, [&] {
+    group_->at_store(call, call.start + group_->timeout(), [&] {
       exchange = std::make_unique<StoreExchange>(group_->membership(), call, std::move(from), own,
                                                  std::move(deliver));
     });

@@ -185,14 +185,14 @@ class NcclGroup {
     });
   }
 
-  /// Runs `work`, a part of `call` that uses the store. An error other than the caller's own timeout ends the
-  /// group.
+  /// Runs `work`, a part of `call` that uses the store and ends by `until`. An error other than the timeout of
+  /// a caller who waits for less than the group's ends the group.
   template <class Work>
-  void at_store(const Call& call, Work&& work) {
+  void at_store(const Call& call, Clock::time_point until, Work&& work) {
     try {
       work();
     } catch (const TimeoutError&) {
-      if (Clock::now() < call.start + timeout()) throw;
+      if (until < call.start + timeout()) throw;
       error_.fail(std::current_exception(), true);
     } catch (const PeerError&) {
       error_.fail(std::current_exception(), false);

@@ -22,9 +22,10 @@ namespace lockstep::detail {
 ///
 /// Each rank of `from` writes its bytes in the constructor. complete() returns whether all bytes have
 /// arrived, and finish() reads them. The last rank to read them deletes them. Every function throws what
-/// Membership::at_store throws, at the latest at the group's timeout, even if the store does not answer.
+/// Membership::at_store throws.
 class StoreExchange {
  public:
+  using Clock = std::chrono::steady_clock;
   /// Receives the bytes of the ranks of `from`, in their order.
   using Deliver = std::function<void(std::vector<std::string>)>;
 
@@ -46,38 +47,37 @@ class StoreExchange {
     });
   }
 
-  /// Returns whether all bytes have arrived. Blocks at most 100 ms if the store does not answer.
-  [[nodiscard]] bool complete() {
-    const auto arrived =
-        membership_.at_store_until(call_, std::chrono::steady_clock::now() + std::chrono::milliseconds(100),
-                                   [name = name_, from = from_, known = arrived_](c10d::Store& store) {
-                                     std::size_t arrived = known;
-                                     while (arrived < from.size() && store.check({key(name, from[arrived])}))
-                                       ++arrived;
-                                     return arrived;
-                                   });
-    arrived_ = std::max(arrived_, arrived.value_or(0));
-    return arrived_ == from_.size();
+  /// Returns whether all bytes have arrived. Blocks until `until` at most, where the store does not answer.
+  [[nodiscard]] bool complete(Clock::time_point until) {
+    std::vector<std::string> keys;
+    for (const int rank : from_) keys.push_back(key(name_, rank));
+    return membership_
+        .at_store_until(call_, until,
+                        [keys = std::move(keys)](c10d::Store& store) { return store.check(keys); })
+        .value_or(false);
   }
 
-  void finish() {
-    deliver_(membership_.at_store(
-        call_, [name = name_, from = from_, size = membership_.size()](c10d::Store& store) {
-          std::vector<std::string> all(from.size());
+  /// Reads and delivers the bytes. Throws TimeoutError where the store has not answered at `until`.
+  void finish(Clock::time_point until) {
+    auto all = membership_.at_store_until(
+        call_, until, [name = name_, from = from_, size = membership_.size()](c10d::Store& store) {
+          std::vector<std::string> bytes(from.size());
           std::vector<std::string> keys;
           for (std::size_t i = 0; i < from.size(); ++i) {
             keys.push_back(key(name, from[i]));
             const std::uint64_t pieces = std::stoull(store.get_to_str(keys.back()));
             for (std::size_t p = 0; p < pieces; ++p) {
               keys.push_back(key(name, from[i], p));
-              all[i] += store.get_to_str(keys.back());
+              bytes[i] += store.get_to_str(keys.back());
             }
           }
           keys.push_back(name + "/read");
           if (store.add(keys.back(), 1) == size)
             for (const std::string& key : keys) store.deleteKey(key);
-          return all;
-        }));
+          return bytes;
+        });
+    if (!all) membership_.throw_store_timeout(call_);
+    deliver_(std::move(*all));
   }
 
  private:
@@ -92,7 +92,6 @@ class StoreExchange {
   Call call_;
   std::string name_;
   std::vector<int> from_;
-  std::size_t arrived_ = 0;
   Deliver deliver_;
 };
 

@@ -64,9 +64,9 @@ class [[nodiscard]] NcclWork {
     if (op_) {
       group_->await(*op_, until);
     } else if (exchange_) {
-      group_->at_store(call_, [&] {
-        group_->await(call_, nullptr, until, [&] { return exchange_->complete(); });
-        exchange_->finish();
+      group_->at_store(call_, until, [&] {
+        group_->await(call_, nullptr, until, [&] { return exchange_->complete(until); });
+        exchange_->finish(until);
       });
       exchange_.reset();
     }
