@@ -131,8 +131,13 @@ void rank_of(const std::string& mode, int rank, int size) {
       if (signal(number, [](int n) { ++(n == SIGHUP ? hangups : n == SIGUSR1 ? users : ended); }) == SIG_IGN)
         signal(number, SIG_IGN);
     say(fmt::format("ready {}", rank));
-    for (int seen = 0; ended == 0; std::this_thread::sleep_for(5ms))
-      if (users > seen) say(fmt::format("users {} hangups {} at {}", ++seen, hangups.load(), rank));
+    // After each change of either: signals that are sent one after the other may be handled in any order.
+    for (int seen_users = 0, seen_hangups = 0; ended == 0; std::this_thread::sleep_for(5ms)) {
+      if (users == seen_users && hangups == seen_hangups) continue;
+      seen_hangups = hangups;
+      if (users > seen_users) ++seen_users;
+      say(fmt::format("users {} hangups {} at {}", seen_users, seen_hangups, rank));
+    }
     say(fmt::format("ended {}", rank));
   } else if (mode == "saves" || mode == "peer after signal") {
     static std::atomic<int> got{0};
