@@ -40,8 +40,7 @@ enum class Division { before_sum, after_sum };
 /// divide the sum. Adds the bytes sent to `bytes`.
 template <class Comm>
 CastReduction<typename Comm::Work> start_cast(Comm& comm, const GradientBucket& bucket, at::ScalarType type,
-                                              Scratch& scratch, std::uint64_t& bytes,
-                                              Division division = Division::before_sum) {
+                                              Scratch& scratch, std::uint64_t& bytes, Division division) {
   at::Tensor narrowed = bucket.flat;
   if (type != bucket.flat.scalar_type()) {
     narrowed = scratch.get(bucket.index, bucket.flat.sizes(),
@@ -54,6 +53,36 @@ CastReduction<typename Comm::Work> start_cast(Comm& comm, const GradientBucket& 
           division == Division::after_sum ? comm.size() : 1};
 }
 
+/// A communication hook that casts each bucket to one dtype, reduces it in that dtype, and casts it back.
+class CastHook {
+ public:
+  static constexpr bool predivides = false;
+  static constexpr bool propagates_nan = true;
+  /// CapturedStep can capture it.
+  static constexpr bool capturable = true;
+
+  template <Reducing Comm>
+  auto start(Comm& comm, const GradientBucket& bucket) {
+    return start_cast(comm, bucket, type_, scratch_, wire_bytes_, division_);
+  }
+
+  [[nodiscard]] std::string_view name() const { return name_; }
+  /// Returns the bytes of all elements of all buckets in the hook's dtype.
+  [[nodiscard]] std::uint64_t wire_bytes() const { return wire_bytes_; }
+
+ protected:
+  CastHook(at::ScalarType type, const char* name, Division division)
+      : type_(type), name_(name), division_(division) {}
+  [[nodiscard]] at::ScalarType type() const { return type_; }
+
+ private:
+  at::ScalarType type_;
+  const char* name_;
+  Division division_;
+  Scratch scratch_;
+  std::uint64_t wire_bytes_ = 0;
+};
+
 }  // namespace lockstep::detail
 
 namespace lockstep {
@@ -63,25 +92,9 @@ namespace lockstep {
 /// ranks use Bf16Fp32Hook.
 ///
 /// Counterpart: bf16_compress_hook.
-class Bf16Hook {
+class Bf16Hook : public detail::CastHook {
  public:
-  static constexpr bool predivides = false;
-  static constexpr bool propagates_nan = true;
-  /// CapturedStep can capture it.
-  static constexpr bool capturable = true;
-
-  template <Reducing Comm>
-  auto start(Comm& comm, const GradientBucket& bucket) {
-    return detail::start_cast(comm, bucket, at::kBFloat16, scratch_, wire_bytes_);
-  }
-
-  [[nodiscard]] std::string_view name() const { return "bf16"; }
-  /// Returns 2 n for each bucket of n elements.
-  [[nodiscard]] std::uint64_t wire_bytes() const { return wire_bytes_; }
-
- private:
-  detail::Scratch scratch_;
-  std::uint64_t wire_bytes_ = 0;
+  Bf16Hook() : CastHook(at::kBFloat16, "bf16", detail::Division::before_sum) {}
 };
 
 /// Compresses gradients to float16: casts, divides by the number of ranks, sums, and casts back. Half the
@@ -89,57 +102,24 @@ class Bf16Hook {
 /// Bf16Hook.
 ///
 /// Counterpart: fp16_compress_hook.
-class Fp16Hook {
+class Fp16Hook : public detail::CastHook {
  public:
-  static constexpr bool predivides = false;
-  static constexpr bool propagates_nan = true;
-  /// CapturedStep can capture it.
-  static constexpr bool capturable = true;
-
-  template <Reducing Comm>
-  auto start(Comm& comm, const GradientBucket& bucket) {
-    return detail::start_cast(comm, bucket, at::kHalf, scratch_, wire_bytes_);
-  }
-
-  [[nodiscard]] std::string_view name() const { return "fp16"; }
-  /// Returns 2 n for each bucket of n elements.
-  [[nodiscard]] std::uint64_t wire_bytes() const { return wire_bytes_; }
-
- private:
-  detail::Scratch scratch_;
-  std::uint64_t wire_bytes_ = 0;
+  Fp16Hook() : CastHook(at::kHalf, "fp16", detail::Division::before_sum) {}
 };
 
 /// Sums gradients in a chosen dtype and divides the sum in it. Use it with DdpOptions::param_dtype. A sum in
 /// float16 may overflow where the mean would not; Fp16Hook divides first.
 ///
 /// Counterpart: reduce_dtype of Python's _MixedPrecision.
-class ReduceDtypeHook {
+class ReduceDtypeHook : public detail::CastHook {
  public:
-  static constexpr bool predivides = false;
-  static constexpr bool propagates_nan = true;
-  /// CapturedStep can capture it.
-  static constexpr bool capturable = true;
-
   /// Throws UsageError unless `type` is float16, bfloat16, float32 or float64.
-  explicit ReduceDtypeHook(at::ScalarType type) : type_(type) {
+  explicit ReduceDtypeHook(at::ScalarType type)
+      : CastHook(type, "reduce_dtype", detail::Division::after_sum) {
     detail::require_float_type("the type of a ReduceDtypeHook", type);
   }
 
-  template <Reducing Comm>
-  auto start(Comm& comm, const GradientBucket& bucket) {
-    return detail::start_cast(comm, bucket, type_, scratch_, wire_bytes_, detail::Division::after_sum);
-  }
-
-  [[nodiscard]] std::string_view name() const { return "reduce_dtype"; }
-  [[nodiscard]] HookSettings settings() const { return {{"dtype", c10::toString(type_)}}; }
-  /// Returns the bytes of all elements of all buckets in the chosen dtype.
-  [[nodiscard]] std::uint64_t wire_bytes() const { return wire_bytes_; }
-
- private:
-  at::ScalarType type_;
-  detail::Scratch scratch_;
-  std::uint64_t wire_bytes_ = 0;
+  [[nodiscard]] HookSettings settings() const { return {{"dtype", c10::toString(type())}}; }
 };
 
 /// Sends bfloat16 and sums in float32. Each rank receives one part of the elements from all ranks
