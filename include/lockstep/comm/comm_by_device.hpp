@@ -2,7 +2,6 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
-#include <fmt/format.h>
 
 #include <algorithm>
 #include <chrono>
@@ -16,6 +15,7 @@
 #include <vector>
 
 #include "lockstep/comm/communicator.hpp"
+#include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 
 namespace lockstep {
@@ -63,15 +63,16 @@ class CommByDevice {
     (devices_.push_back(std::move(more)), ...);
     for (std::size_t i = 0; i < devices_.size(); ++i) {
       if (devices_[i].rank() != host_.rank() || devices_[i].size() != host_.size())
-        throw UsageError(
-            fmt::format("CommByDevice: rank {} of {} on the host is rank {} of {} on {}: give it groups of "
-                        "the same ranks",
-                        host_.rank(), host_.size(), devices_[i].rank(), devices_[i].size(),
-                        devices_[i].tensor_device().str()));
+        throw UsageError(detail::formatted(
+            "CommByDevice: rank {} of {} on the host is rank {} of {} on {}: give it groups of "
+            "the same ranks",
+            host_.rank(), host_.size(), devices_[i].rank(), devices_[i].size(),
+            devices_[i].tensor_device().str()));
       for (std::size_t j = 0; j < i; ++j)
         if (devices_[i].tensor_device() == devices_[j].tensor_device())
-          throw UsageError(fmt::format("CommByDevice: two communicators of {}: give it one for each device",
-                                       devices_[i].tensor_device().str()));
+          throw UsageError(
+              detail::formatted("CommByDevice: two communicators of {}: give it one for each device",
+                                devices_[i].tensor_device().str()));
     }
   }
 
@@ -179,7 +180,7 @@ class CommByDevice {
   Work on(const std::vector<at::Tensor>& list, Call&& call) {
     for (const at::Tensor& tensor : list)
       if (tensor.device() != list[0].device())
-        throw UsageError(fmt::format(
+        throw UsageError(detail::formatted(
             "a list with tensors on {} and on {} was given to CommByDevice: give each device its own call",
             list[0].device().str(), tensor.device().str()));
     if (list.empty()) return Work(call(host_));

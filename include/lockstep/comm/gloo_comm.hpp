@@ -9,8 +9,6 @@
 #include <utility>
 #include <vector>
 
-#include <fmt/format.h>
-
 #include "lockstep/comm/communicator.hpp"
 #include "lockstep/comm/detail/gloo_bytes.hpp"
 #include "lockstep/comm/detail/gloo_operations.hpp"
@@ -19,6 +17,7 @@
 #include "lockstep/comm/detail/shape_check.hpp"
 #include "lockstep/comm/detail/tensor_lists.hpp"
 #include "lockstep/comm/gloo_options.hpp"
+#include "lockstep/detail/format.hpp"
 
 namespace lockstep {
 
@@ -181,8 +180,8 @@ class GlooComm {
     for (const at::Tensor& input : inputs)
       if (input.dim() == 0 || input.size(0) != size())
         throw CommunicationError(
-            fmt::format("all_to_all: the input {} must have one row for each of {} ranks",
-                        detail::describe(input), size()));
+            detail::formatted("all_to_all: the input {} must have one row for each of {} ranks",
+                              detail::describe(input), size()));
     Work work = begin("all_to_all", std::nullopt, -1, inputs);
     auto from = detail::bundles_of(inputs, size()), to = detail::bundles_of(outputs, size());
     for (std::size_t i = 0; i < to.size(); ++i) {
@@ -358,14 +357,15 @@ class GlooComm {
 
   void check_rank(const char* name, int rank) const {
     if (rank < 0 || rank >= size())
-      throw CommunicationError(fmt::format("{}: there is no rank {} in a group of {}", name, rank, size()));
+      throw CommunicationError(
+          detail::formatted("{}: there is no rank {} in a group of {}", name, rank, size()));
   }
   Work begin_message(const char* name, const std::vector<at::Tensor>& list, int peer, int tag) {
     for (const at::Tensor& tensor : list) detail::check_tensor(name, tensor);
     check_rank(name, peer);
     if (peer == rank())
-      throw CommunicationError(fmt::format("{}: rank {} cannot send to itself", name, peer));
-    if (tag < 0) throw CommunicationError(fmt::format("{}: the tag {} is negative", name, tag));
+      throw CommunicationError(detail::formatted("{}: rank {} cannot send to itself", name, peer));
+    if (tag < 0) throw CommunicationError(detail::formatted("{}: the tag {} is negative", name, tag));
     return Work(group_, group().message(name, peer, tag));
   }
 

@@ -8,9 +8,8 @@
 #include <utility>
 #include <vector>
 
-#include <fmt/format.h>
-
 #include "lockstep/comm/communicator.hpp"
+#include "lockstep/detail/format.hpp"
 
 namespace lockstep {
 
@@ -41,7 +40,7 @@ class LocalComm {
   /// Throws UsageError unless the world has one process.
   explicit LocalComm(const World& world) : world_(world) {
     if (world.size() != 1)
-      throw UsageError(fmt::format(
+      throw UsageError(detail::formatted(
           "LocalComm is for one process, but the world has {}: use GlooComm, or start one process",
           world.size()));
   }
@@ -118,7 +117,7 @@ class LocalComm {
   static Work copy(const char* name, const at::Tensor& output, const at::Tensor& input) {
     forbid_in_rank_zero_scope(name);
     if (output.numel() != input.numel() || output.scalar_type() != input.scalar_type())
-      throw CommunicationError(fmt::format(
+      throw CommunicationError(detail::formatted(
           "{}: output and input must have equal dtypes and numbers of elements, but have {} and {} elements",
           name, output.numel(), input.numel()));
     if (output.data_ptr() != input.data_ptr()) {
@@ -131,8 +130,8 @@ class LocalComm {
                    const std::vector<at::Tensor>& inputs) {
     forbid_in_rank_zero_scope(name);
     if (outputs.size() != inputs.size())
-      throw CommunicationError(fmt::format("{}: as many outputs as inputs are needed, not {} and {}", name,
-                                           outputs.size(), inputs.size()));
+      throw CommunicationError(detail::formatted("{}: as many outputs as inputs are needed, not {} and {}",
+                                                 name, outputs.size(), inputs.size()));
     for (std::size_t i = 0; i < outputs.size(); ++i) static_cast<void>(copy(name, outputs[i], inputs[i]));
     return {};
   }

@@ -18,9 +18,9 @@
 #include <ATen/ops/index_select.h>
 #include <ATen/ops/stack.h>
 #include <c10/util/ArrayRef.h>
-#include <fmt/format.h>
 #include <torch/data/example.h>
 
+#include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 
 namespace lockstep::detail {
@@ -171,8 +171,8 @@ class TensorDataset {
     if (!data_.defined() || !target_.defined() || data_.dim() == 0 || target_.dim() == 0)
       throw DataError("a TensorDataset needs data and target with a first dimension that counts the samples");
     if (data_.size(0) != target_.size(0))
-      throw DataError(
-          fmt::format("a TensorDataset of {} samples was given {} targets", data_.size(0), target_.size(0)));
+      throw DataError(detail::formatted("a TensorDataset of {} samples was given {} targets", data_.size(0),
+                                        target_.size(0)));
   }
 
   [[nodiscard]] std::size_t size() const { return static_cast<std::size_t>(data_.size(0)); }

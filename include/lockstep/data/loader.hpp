@@ -17,6 +17,7 @@
 #include "lockstep/data/detail/worker_thread.hpp"
 #include "lockstep/data/generator.hpp"
 #include "lockstep/data/sampler.hpp"
+#include "lockstep/detail/format.hpp"
 
 namespace lockstep {
 
@@ -235,9 +236,10 @@ class DataLoader {
   }
 
   std::string describe(const Job& job, const std::string& what) const {
-    return fmt::format("rank {} could not load batch {} of epoch {} (samples {}{}): {}", rank(),
-                       job.number / options_.batch_size, epoch_, job.indices.front(),
-                       job.indices.size() > 1 ? fmt::format(" to {}", job.indices.back()) : "", what);
+    return detail::formatted("rank {} could not load batch {} of epoch {} (samples {}{}): {}", rank(),
+                             job.number / options_.batch_size, epoch_, job.indices.front(),
+                             job.indices.size() > 1 ? detail::formatted(" to {}", job.indices.back()) : "",
+                             what);
   }
 
   D dataset_;

@@ -6,6 +6,7 @@
 #include <ATen/ops/randperm.h>
 
 #include "lockstep/data/detail/strided_sampler.hpp"
+#include "lockstep/detail/format.hpp"
 
 namespace lockstep {
 
@@ -92,8 +93,8 @@ class RandomSampler : public torch::data::samplers::Sampler<> {
     const bool own = archive.try_read("generator", now, /*is_buffer=*/true);
     if (own != options_.generator.defined())
       throw CheckpointError(
-          fmt::format("the saved RandomSampler drew from {} generator and this one draws from {}",
-                      own ? "its own" : "the default", own ? "the default" : "its own"));
+          detail::formatted("the saved RandomSampler drew from {} generator and this one draws from {}",
+                            own ? "its own" : "the default", own ? "the default" : "its own"));
     order_ = at::Tensor();
     position_ = skipped_ = 0;
     resumed_ = detail::read_count(archive, "drawn") != 0;

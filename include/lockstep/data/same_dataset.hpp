@@ -8,6 +8,7 @@
 #include "lockstep/comm/communicator.hpp"
 #include "lockstep/data/dataset.hpp"
 #include "lockstep/data/generator.hpp"
+#include "lockstep/detail/format.hpp"
 
 namespace lockstep::detail {
 
@@ -69,10 +70,10 @@ inline std::string tell_apart(const std::vector<std::string>& values, std::strin
     for (std::size_t j = i; j < values.size(); ++j) {
       if (values[j] != values[i]) continue;
       several = several || j != i;
-      ranks += fmt::format("{}{}", ranks.empty() ? "" : ", ", j);
+      ranks += detail::formatted("{}{}", ranks.empty() ? "" : ", ", j);
     }
-    text += fmt::format("{}{} {} {} {}{}", text.empty() ? "" : "; ", several ? "ranks" : "rank", ranks,
-                        several ? "have" : "has", values[i], unit);
+    text += detail::formatted("{}{} {} {} {}{}", text.empty() ? "" : "; ", several ? "ranks" : "rank", ranks,
+                              several ? "have" : "has", values[i], unit);
   }
   return text;
 }
@@ -92,13 +93,13 @@ void check_same_dataset(C& comm, std::size_t length,
     for (const std::string& other : values) {
       if (other != values.front())
         throw MismatchError(
-            fmt::format("the ranks do not have the same dataset, {} differs: {}. Give every rank the "
-                        "same files",
-                        what, detail::tell_apart(values, unit)));
+            detail::formatted("the ranks do not have the same dataset, {} differs: {}. Give every rank the "
+                              "same files",
+                              what, detail::tell_apart(values, unit)));
     }
   };
-  compare(fmt::format("{}", length), "its length", " samples");
-  compare(fingerprint ? fmt::format("{:016x}", *fingerprint) : "none", "its fingerprint", "");
+  compare(detail::formatted("{}", length), "its length", " samples");
+  compare(fingerprint ? detail::formatted("{:016x}", *fingerprint) : "none", "its fingerprint", "");
 }
 
 /// Compares the dataset itself: its length, and its fingerprint if its samples can be hashed. Collective.

@@ -12,11 +12,10 @@
 #include <string_view>
 #include <system_error>
 
-#include <fmt/format.h>
-
 #include "lockstep/datasets/detail/partial_files.hpp"
 #include "lockstep/datasets/digits.hpp"
 #include "lockstep/datasets/idx.hpp"
+#include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 
 namespace lockstep::detail {
@@ -28,25 +27,26 @@ inline std::filesystem::path temporary_cache_folder() {
   const std::filesystem::path base = std::filesystem::temp_directory_path(error);
   if (error) {
     const char* named = std::getenv("TMPDIR");
-    throw DataError(
-        fmt::format("{}: the folder for temporary files cannot be used: {}; set TMPDIR or XDG_CACHE_HOME to "
-                    "a folder that can be "
-                    "written",
-                    named ? named : "/tmp", error.message()));
+    throw DataError(detail::formatted(
+        "{}: the folder for temporary files cannot be used: {}; set TMPDIR or XDG_CACHE_HOME to "
+        "a folder that can be "
+        "written",
+        named ? named : "/tmp", error.message()));
   }
-  const std::filesystem::path folder = base / fmt::format("lockstep-{}", ::geteuid());
+  const std::filesystem::path folder = base / detail::formatted("lockstep-{}", ::geteuid());
   const auto refuse = [&](const std::string& fault) {
-    throw DataError(fmt::format("{}: cannot keep data there: {}; set XDG_CACHE_HOME to a folder of your own",
-                                folder.string(), fault));
+    throw DataError(
+        detail::formatted("{}: cannot keep data there: {}; set XDG_CACHE_HOME to a folder of your own",
+                          folder.string(), fault));
   };
   struct stat found {};
   if ((::mkdir(folder.c_str(), 0700) != 0 && errno != EEXIST) || ::lstat(folder.c_str(), &found) != 0)
     refuse(std::strerror(errno));
   if (S_ISLNK(found.st_mode)) refuse("it is a symbolic link");
   if (!S_ISDIR(found.st_mode)) refuse("it is no folder");
-  if (found.st_uid != ::geteuid()) refuse(fmt::format("it belongs to user {}", found.st_uid));
+  if (found.st_uid != ::geteuid()) refuse(detail::formatted("it belongs to user {}", found.st_uid));
   if ((found.st_mode & 0077) != 0)
-    refuse(fmt::format("others may use it (its mode is {:04o}, expected 0700)", found.st_mode & 07777));
+    refuse(detail::formatted("others may use it (its mode is {:04o}, expected 0700)", found.st_mode & 07777));
   return folder;
 }
 
@@ -84,10 +84,10 @@ inline std::filesystem::path cache_folder() {
 inline void draw_digits_into(const std::filesystem::path& folder, std::int64_t train, std::int64_t test) {
   std::error_code error;
   std::filesystem::create_directories(folder, error);
-  if (error) throw DataError(fmt::format("{}: cannot be made: {}", folder.string(), error.message()));
+  if (error) throw DataError(detail::formatted("{}: cannot be made: {}", folder.string(), error.message()));
   const auto draw = [&](std::string_view name, std::int64_t count, std::uint64_t seed) {
-    const auto images = folder / fmt::format("{}-images-idx3-ubyte", name);
-    const auto labels = folder / fmt::format("{}-labels-idx1-ubyte", name);
+    const auto images = folder / detail::formatted("{}-images-idx3-ubyte", name);
+    const auto labels = folder / detail::formatted("{}-labels-idx1-ubyte", name);
     if (std::filesystem::exists(images, error) && std::filesystem::exists(labels, error)) return;
     const Digits digits = draw_digits(count, seed);
     detail::make_file_whole(images, [&](const auto& part) { write_idx(part, digits.images); });
@@ -102,7 +102,7 @@ inline void draw_digits_into(const std::filesystem::path& folder, std::int64_t t
 /// `world.local_zero_first`.
 inline std::filesystem::path drawn_digits_folder(std::int64_t train = 60'000, std::int64_t test = 10'000) {
   // Increment the version whenever the drawing changes.
-  const auto folder = cache_folder() / fmt::format("digits-v1-{}-{}", train, test);
+  const auto folder = cache_folder() / detail::formatted("digits-v1-{}-{}", train, test);
   draw_digits_into(folder, train, test);
   return folder;
 }

@@ -19,10 +19,9 @@
 #include <system_error>
 #include <vector>
 
-#include <fmt/format.h>
-
 #include "lockstep/datasets/detail/md5.hpp"
 #include "lockstep/datasets/detail/partial_files.hpp"
+#include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/world/detail/child.hpp"
 
@@ -97,14 +96,14 @@ inline std::string download_fault(const std::filesystem::path& path, const Remot
   std::error_code error;
   const auto size = std::filesystem::file_size(path, error);
   if (error) return error.message();
-  if (size != file.size) return fmt::format("{} bytes instead of {}", size, file.size);
+  if (size != file.size) return detail::formatted("{} bytes instead of {}", size, file.size);
   std::ifstream in(path, std::ios::binary);
   std::string piece(1 << 20, '\0');
   Md5 sum;
   while (in.read(piece.data(), static_cast<std::streamsize>(piece.size())) || in.gcount() > 0)
     sum.update(std::string_view(piece).substr(0, static_cast<std::size_t>(in.gcount())));
   const std::string md5 = sum.hex();
-  return md5 == file.md5 ? "" : fmt::format("MD5 {} instead of {}", md5, file.md5);
+  return md5 == file.md5 ? "" : detail::formatted("MD5 {} instead of {}", md5, file.md5);
 }
 
 /// Downloads `url` to `path` with curl or wget. Returns the error; empty on success.
@@ -119,7 +118,7 @@ inline std::string fetch(const std::string& url, const std::filesystem::path& pa
   std::string said, line;
   for (std::istringstream in(end.error); std::getline(in, line);)
     if (!line.empty()) said = line;
-  return said.empty() ? fmt::format("the download program ended with code {}", end.code) : said;
+  return said.empty() ? detail::formatted("the download program ended with code {}", end.code) : said;
 }
 
 }  // namespace lockstep::detail
@@ -135,8 +134,8 @@ void download_files(const std::filesystem::path& folder, const Files& files,
   std::error_code error;
   std::filesystem::create_directories(folder, error);
   if (error || ::access(folder.c_str(), W_OK | X_OK) != 0)
-    throw DataError(fmt::format("{}: downloads cannot be written there: {}", folder.string(),
-                                error ? error.message() : std::strerror(errno)));
+    throw DataError(detail::formatted("{}: downloads cannot be written there: {}", folder.string(),
+                                      error ? error.message() : std::strerror(errno)));
   for (const RemoteFile& file : files) {
     const auto path = folder / file.name;
     if (detail::download_fault(path, file).empty()) continue;
@@ -144,16 +143,16 @@ void download_files(const std::filesystem::path& folder, const Files& files,
       std::string faults;
       for (const std::string& mirror : mirrors) {
         const std::string url = mirror + (mirror.ends_with('/') ? "" : "/") + file.name;
-        say(fmt::format("fetching {}", url));
+        say(detail::formatted("fetching {}", url));
         std::string fault = detail::fetch(url, part);
         if (fault.empty()) fault = detail::download_fault(part, file);
         if (fault.empty()) return;
-        faults += fmt::format("; {}: {}", url, fault);
+        faults += detail::formatted("; {}: {}", url, fault);
       }
       throw DataError(
-          fmt::format("{} could not be downloaded{}; fetch MNIST's four files by other means and give "
-                      "their folder as the data folder",
-                      file.name, faults));
+          detail::formatted("{} could not be downloaded{}; fetch MNIST's four files by other means and give "
+                            "their folder as the data folder",
+                            file.name, faults));
     });
   }
 }

@@ -14,9 +14,8 @@
 #include <string_view>
 #include <vector>
 
-#include <fmt/format.h>
-
 #include "lockstep/datasets/detail/file_source.hpp"
+#include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 
 namespace lockstep {
@@ -69,7 +68,7 @@ void from_big_endian(void* data, std::size_t count) {
 
 inline std::string idx_shape(const std::vector<std::int64_t>& sizes) {
   std::string text;
-  for (const auto size : sizes) text += fmt::format("{}{}", text.empty() ? "" : "x", size);
+  for (const auto size : sizes) text += detail::formatted("{}{}", text.empty() ? "" : "x", size);
   return text.empty() ? "scalar" : text;
 }
 
@@ -83,7 +82,8 @@ namespace lockstep {
 inline at::Tensor read_idx(const std::filesystem::path& path, const IdxExpectation& expected = {}) {
   detail::FileSource file(path);
   auto refuse = [&](std::uint64_t offset, const std::string& found, const std::string& wanted) {
-    throw DataError(fmt::format("{}: offset {}: found {}, expected {}", file.path(), offset, found, wanted));
+    throw DataError(
+        detail::formatted("{}: offset {}: found {}, expected {}", file.path(), offset, found, wanted));
   };
 
   std::array<unsigned char, 4> header{};
@@ -93,19 +93,20 @@ inline at::Tensor read_idx(const std::filesystem::path& path, const IdxExpectati
   for (const auto& known : detail::idx_types)
     if (header[2] == known.code) type = &known;
   if (header[0] != 0 || header[1] != 0 || !type)
-    refuse(0, fmt::format("bytes {:02x} {:02x} {:02x} {:02x}", header[0], header[1], header[2], header[3]),
+    refuse(0,
+           detail::formatted("bytes {:02x} {:02x} {:02x} {:02x}", header[0], header[1], header[2], header[3]),
            "the beginning of an IDX file: 00 00, a type (08, 09, 0b to 0e), a number of dimensions");
   if (expected.dtype && type->dtype != *expected.dtype)
-    refuse(2, fmt::format("{} elements", type->name),
-           fmt::format("{} of {}", expected.content, detail::idx_name(*expected.dtype)));
+    refuse(2, detail::formatted("{} elements", type->name),
+           detail::formatted("{} of {}", expected.content, detail::idx_name(*expected.dtype)));
   const int dimensions = header[3];
   if (expected.dimensions && dimensions != *expected.dimensions)
-    refuse(3, fmt::format("{} dimensions", dimensions),
-           fmt::format("{}, which have {}", expected.content, *expected.dimensions));
+    refuse(3, detail::formatted("{} dimensions", dimensions),
+           detail::formatted("{}, which have {}", expected.content, *expected.dimensions));
 
   std::vector<unsigned char> encoded(4 * static_cast<std::size_t>(dimensions));
   if (const auto got = file.read(encoded.data(), encoded.size()); got < encoded.size())
-    refuse(4 + got, "the end of the file", fmt::format("the sizes of {} dimensions", dimensions));
+    refuse(4 + got, "the end of the file", detail::formatted("the sizes of {} dimensions", dimensions));
   std::vector<std::int64_t> sizes;
   const std::uint64_t begin = file.offset(), width = c10::elementSize(type->dtype);
   std::uint64_t bytes = width;
@@ -120,19 +121,21 @@ inline at::Tensor read_idx(const std::filesystem::path& path, const IdxExpectati
   }
   // Checked before the allocation: a damaged header can announce any size.
   if (too_long || begin + bytes > file.capacity())
-    refuse(4, fmt::format("a header that promises {} {} elements", detail::idx_shape(sizes), type->name),
-           fmt::format("at most the {} bytes that the file can hold; it is truncated or not what it says",
-                       file.capacity()));
+    refuse(
+        4, detail::formatted("a header that promises {} {} elements", detail::idx_shape(sizes), type->name),
+        detail::formatted("at most the {} bytes that the file can hold; it is truncated or not what it says",
+                          file.capacity()));
 
   at::Tensor tensor = at::empty(sizes, at::TensorOptions().dtype(type->dtype));
   if (const auto got = file.read(tensor.data_ptr(), bytes); got < bytes)
     refuse(begin + got, "the end of the file",
-           fmt::format("{} bytes in all, for {} {} elements", begin + bytes, detail::idx_shape(sizes),
-                       type->name));
+           detail::formatted("{} bytes in all, for {} {} elements", begin + bytes, detail::idx_shape(sizes),
+                             type->name));
   unsigned char beyond = 0;
   if (file.read(&beyond, 1) != 0)
-    refuse(begin + bytes, "more bytes",
-           fmt::format("the end of the file after {} {} elements", detail::idx_shape(sizes), type->name));
+    refuse(
+        begin + bytes, "more bytes",
+        detail::formatted("the end of the file after {} {} elements", detail::idx_shape(sizes), type->name));
 
   const auto count = static_cast<std::size_t>(tensor.numel());
   if (width == 2) detail::from_big_endian<std::uint16_t>(tensor.data_ptr(), count);
@@ -146,7 +149,7 @@ inline at::Tensor read_idx(const std::filesystem::path& path, const IdxExpectati
 inline void write_idx(const std::filesystem::path& path, const at::Tensor& tensor) {
   if (tensor.scalar_type() != at::kByte || !tensor.is_contiguous() || !tensor.device().is_cpu())
     throw DataError(
-        fmt::format("{}: only contiguous uint8 tensors on the CPU are written as IDX", path.string()));
+        detail::formatted("{}: only contiguous uint8 tensors on the CPU are written as IDX", path.string()));
   std::string header{'\0', '\0', '\x08', static_cast<char>(tensor.dim())};
   for (const auto size : tensor.sizes())
     for (int shift = 24; shift >= 0; shift -= 8) header += static_cast<char>(size >> shift & 0xff);
@@ -158,8 +161,8 @@ inline void write_idx(const std::filesystem::path& path, const at::Tensor& tenso
   const int reason = errno;
   if (file && std::fclose(file) != 0) written = false;
   if (!written)
-    throw DataError(
-        fmt::format("{}: cannot be written: {}", path.string(), std::strerror(reason ? reason : errno)));
+    throw DataError(detail::formatted("{}: cannot be written: {}", path.string(),
+                                      std::strerror(reason ? reason : errno)));
 }
 
 }  // namespace lockstep

@@ -3,7 +3,6 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <c10/util/ArrayRef.h>
-#include <fmt/format.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -15,6 +14,7 @@
 #include "lockstep/data/dataset.hpp"
 #include "lockstep/datasets/digits.hpp"
 #include "lockstep/datasets/idx.hpp"
+#include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 
 namespace lockstep {
@@ -31,8 +31,8 @@ class DigitDataset {
         digits_.labels.scalar_type() != at::kByte)
       throw DataError("a DigitDataset needs uint8 images [N, H, W] and uint8 labels [N]");
     if (digits_.images.size(0) != digits_.labels.size(0))
-      throw DataError(
-          fmt::format("{} images were given {} labels", digits_.images.size(0), digits_.labels.size(0)));
+      throw DataError(detail::formatted("{} images were given {} labels", digits_.images.size(0),
+                                        digits_.labels.size(0)));
     digits_ = {digits_.images.contiguous(), digits_.labels.contiguous()};
   }
 
@@ -51,7 +51,7 @@ class DigitDataset {
     auto* target = batch.target.mutable_data_ptr<std::int64_t>();
     for (const std::size_t index : indices) {
       if (index >= size())
-        throw DataError(fmt::format("sample {} was asked of a dataset of {} samples", index, size()));
+        throw DataError(detail::formatted("sample {} was asked of a dataset of {} samples", index, size()));
       const std::uint8_t* image = images + static_cast<std::int64_t>(index) * pixels;
       // ToTensor divides; multiplying by 1/255 gives other bits.
       for (std::int64_t i = 0; i < pixels; ++i) data[i] = static_cast<float>(image[i]) / 255.F;
@@ -82,37 +82,38 @@ namespace lockstep::detail {
 inline std::filesystem::path mnist_file(const std::filesystem::path& folder, std::string_view name) {
   for (const auto& place : {folder, folder / "MNIST" / "raw"})
     for (const std::string_view suffix : {"", ".gz"}) {
-      const auto path = place / fmt::format("{}{}", name, suffix);
+      const auto path = place / detail::formatted("{}{}", name, suffix);
       std::error_code ignored;
       if (std::filesystem::exists(path, ignored)) return path;
     }
   throw DataError(
-      fmt::format("{}: there is no {} in it, nor {}.gz; give the folder that holds MNIST's four files",
-                  folder.string(), name, name));
+      detail::formatted("{}: there is no {} in it, nor {}.gz; give the folder that holds MNIST's four files",
+                        folder.string(), name, name));
 }
 
 /// Reads a part, "train" or "t10k".
 inline DigitDataset read_mnist_part(const std::filesystem::path& folder, std::string_view part) {
-  const auto images_path = mnist_file(folder, fmt::format("{}-images-idx3-ubyte", part));
-  const auto labels_path = mnist_file(folder, fmt::format("{}-labels-idx1-ubyte", part));
+  const auto images_path = mnist_file(folder, detail::formatted("{}-images-idx3-ubyte", part));
+  const auto labels_path = mnist_file(folder, detail::formatted("{}-labels-idx1-ubyte", part));
   Digits digits{
       read_idx(images_path, {.dtype = at::kByte, .dimensions = 3, .content = "MNIST's images"}),
       read_idx(labels_path, {.dtype = at::kByte, .dimensions = 1, .content = "MNIST's labels"}),
   };
   if (digits.images.size(1) != 28 || digits.images.size(2) != 28)
-    throw DataError(fmt::format("{}: offset 8: found images of {} x {}, expected 28 x 28",
-                                images_path.string(), digits.images.size(1), digits.images.size(2)));
+    throw DataError(detail::formatted("{}: offset 8: found images of {} x {}, expected 28 x 28",
+                                      images_path.string(), digits.images.size(1), digits.images.size(2)));
   if (digits.images.size(0) != digits.labels.size(0))
-    throw DataError(fmt::format("{}: offset 4: found {} labels, expected {}, one for each image in {}",
-                                labels_path.string(), digits.labels.size(0), digits.images.size(0),
-                                images_path.string()));
+    throw DataError(detail::formatted("{}: offset 4: found {} labels, expected {}, one for each image in {}",
+                                      labels_path.string(), digits.labels.size(0), digits.images.size(0),
+                                      images_path.string()));
   if (digits.images.size(0) == 0)
-    throw DataError(fmt::format("{}: offset 4: found 0 images, expected at least one", images_path.string()));
+    throw DataError(
+        detail::formatted("{}: offset 4: found 0 images, expected at least one", images_path.string()));
   const auto* labels = digits.labels.const_data_ptr<std::uint8_t>();
   for (std::int64_t i = 0; i < digits.labels.size(0); ++i)
     if (labels[i] > 9)
-      throw DataError(fmt::format("{}: offset {}: found label {}, expected a digit from 0 to 9",
-                                  labels_path.string(), 8 + i, labels[i]));
+      throw DataError(detail::formatted("{}: offset {}: found label {}, expected a digit from 0 to 9",
+                                        labels_path.string(), 8 + i, labels[i]));
   return DigitDataset(std::move(digits));
 }
 
@@ -125,7 +126,7 @@ namespace lockstep {
 inline Mnist load_mnist(const std::filesystem::path& folder) {
   std::error_code error;
   if (!std::filesystem::is_directory(folder, error))
-    throw DataError(fmt::format("{}: {}", folder.string(), error ? error.message() : "not a folder"));
+    throw DataError(detail::formatted("{}: {}", folder.string(), error ? error.message() : "not a folder"));
   return {detail::read_mnist_part(folder, "train"), detail::read_mnist_part(folder, "t10k")};
 }
 

@@ -2,7 +2,6 @@
 
 #include <c10/core/Device.h>
 #include <c10/core/ScalarType.h>
-#include <fmt/format.h>
 
 #include <array>
 #include <cstddef>
@@ -12,6 +11,7 @@
 #include <vector>
 
 #include "lockstep/comm/detail/same_options.hpp"
+#include "lockstep/detail/format.hpp"
 #include "lockstep/grad/detail/bucket_plan.hpp"
 
 namespace lockstep {
@@ -117,7 +117,7 @@ NamedOptions shared_options(const DdpOptions& options, const Hook& hook,
     return (all.empty() ? "{" : all) + "}";
   };
   std::vector<std::string> caps;
-  for (const double cap : options.bucket_cap_mb) caps.push_back(fmt::to_string(cap));
+  for (const double cap : options.bucket_cap_mb) caps.push_back(detail::formatted("{}", cap));
   NamedOptions named{{"bucket_cap_mb", list(caps)},
                      {"broadcast_buffers", buffers.at(static_cast<std::size_t>(options.broadcast_buffers))},
                      {"gradients", gradients.at(static_cast<std::size_t>(options.gradients))},

@@ -1,7 +1,5 @@
 #pragma once
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <chrono>
 #include <cstddef>
@@ -9,6 +7,8 @@
 #include <string>
 #include <utility>
 #include <vector>
+
+#include "lockstep/detail/format.hpp"
 
 namespace lockstep {
 
@@ -63,7 +63,7 @@ inline std::vector<std::pair<std::string, double>> fields(const DdpReport& repor
 
 /// Returns a human-readable table of several lines, without a trailing newline.
 inline std::string table(const DdpReport& report) {
-  std::string text = fmt::format(
+  std::string text = detail::formatted(
       "{} reductions so far, {:.1f} MiB; hook {}; the last:\n"
       "forward {:.2f} ms, backward {:.2f} ms, communication {:.2f} ms, of which {:.2f} ms hidden by "
       "backward\n"
@@ -72,17 +72,17 @@ inline std::string table(const DdpReport& report) {
       1e3 * report.forward, 1e3 * report.backward, 1e3 * report.communication, 1e3 * report.overlap);
   for (std::size_t b = 0; b < report.buckets.size(); ++b) {
     const BucketReport& bucket = report.buckets[b];
-    text += fmt::format(
+    text += detail::formatted(
         "\n{:>6}  {:>10}  {:>10}  {:>11.2f} ms", b, bucket.parameters.size(),
-        bucket.sparse ? "sparse" : fmt::format("{:.1f}", static_cast<double>(bucket.bytes) / 1024),
+        bucket.sparse ? "sparse" : detail::formatted("{:.1f}", static_cast<double>(bucket.bytes) / 1024),
         1e3 * bucket.launched);
   }
   if (!report.unused.empty()) {
     constexpr std::size_t shown = 8;
     text += "\nwithout a gradient here:";
     for (std::size_t k = 0; k < std::min(report.unused.size(), shown); ++k)
-      text += fmt::format("{} '{}'", k ? "," : "", report.unused_names.at(k));
-    if (report.unused.size() > shown) text += fmt::format(" and {} more", report.unused.size() - shown);
+      text += detail::formatted("{} '{}'", k ? "," : "", report.unused_names.at(k));
+    if (report.unused.size() > shown) text += detail::formatted(" and {} more", report.unused.size() - shown);
   }
   return text;
 }

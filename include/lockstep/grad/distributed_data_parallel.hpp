@@ -17,6 +17,7 @@
 #include "lockstep/comm/communicator.hpp"
 #include "lockstep/comm/detail/same_errors.hpp"
 #include "lockstep/comm/local_comm.hpp"
+#include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/grad/ddp_options.hpp"
 #include "lockstep/grad/ddp_report.hpp"
@@ -207,7 +208,8 @@ class DistributedDataParallel {
   double backward_sum(const at::Tensor& sum, double count, bool retain_graph = false) {
     const auto work = [&] {
       if (!std::isfinite(count) || count < 0)
-        throw UsageError(fmt::format("backward_sum got the count {}: give how many the sum is over", count));
+        throw UsageError(
+            detail::formatted("backward_sum got the count {}: give how many the sum is over", count));
       state_->reduced_gradients.recognize(state_->trained);
       if (sum.defined())
         sum.backward({}, retain_graph);
@@ -341,7 +343,7 @@ class DistributedDataParallel {
         std::count_if(parameters_.begin(), parameters_.end(),
                       [](const NamedTensor& item) { return item.tensor.requires_grad(); }));
     if (!detail::is_order_of(order, trained))
-      throw CheckpointError(fmt::format(
+      throw CheckpointError(detail::formatted(
           "the order of buckets names {} parameters, and the model trains {}: it is another model's",
           order.size(), trained));
     if constexpr (!alone) state_->reducer->set_bucket_order(order);

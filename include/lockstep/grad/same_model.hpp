@@ -15,9 +15,9 @@
 #include <ATen/ops/stack.h>
 #include <ATen/ops/view_as_real.h>
 #include <c10/core/GradMode.h>
-#include <fmt/format.h>
 
 #include "lockstep/comm/communicator.hpp"
+#include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/grad/model.hpp"
 
@@ -110,7 +110,7 @@ double check_same_parameters(const std::vector<NamedTensor>& parameters, Comm& c
     }
   if (worst > tolerance) {
     const detail::RankNames name_of(comm);
-    throw MismatchError(fmt::format(
+    throw MismatchError(detail::formatted(
         "the ranks' models have parted: {} of {} parameters differ, most of all parameter {} '{}' on rank "
         "{}, "
         "which is {:.2g} of its norm away from rank {}'s; load, initialise and step the model alike on every "
@@ -191,7 +191,7 @@ inline ModelDescription deserialize(std::string_view bytes) {
 inline std::string digest(std::string_view bytes) {
   std::uint64_t hash = 0xcbf29ce484222325;
   for (const char byte : bytes) hash = (hash ^ static_cast<unsigned char>(byte)) * 0x100000001b3;
-  return fmt::format("{:016x}{:x}", hash, bytes.size());
+  return detail::formatted("{:016x}{:x}", hash, bytes.size());
 }
 
 /// Returns the first difference between the lists of ranks `first` and `rank` as text, or nullopt if they are
@@ -201,22 +201,22 @@ inline std::optional<std::string> difference(std::string_view kind,
                                              const std::vector<TensorDescription>& other, int first,
                                              int rank) {
   auto text = [](const TensorDescription& item, bool with_name) {
-    return fmt::format("{}{} {}{}", with_name ? fmt::format("'{}' ", item.name) : "", item.shape, item.dtype,
-                       item.trait);
+    return detail::formatted("{}{} {}{}", with_name ? detail::formatted("'{}' ", item.name) : "", item.shape,
+                             item.dtype, item.trait);
   };
   for (std::size_t i = 0; i < std::min(zero.size(), other.size()); ++i) {
     if (zero[i] == other[i]) continue;
     const bool named = zero[i].name != other[i].name;
-    return fmt::format("{} {}{}: rank {} {}, rank {} {}", kind, i,
-                       named ? "" : fmt::format(" '{}'", zero[i].name), first, text(zero[i], named), rank,
-                       text(other[i], named));
+    return detail::formatted("{} {}{}: rank {} {}, rank {} {}", kind, i,
+                             named ? "" : detail::formatted(" '{}'", zero[i].name), first,
+                             text(zero[i], named), rank, text(other[i], named));
   }
   if (zero.size() == other.size()) return std::nullopt;
   const bool more = zero.size() > other.size();
   const TensorDescription& extra = more ? zero[other.size()] : other[zero.size()];
-  return fmt::format("rank {} has {} {}s, rank {} has {}: {} {} {} is on rank {} alone", first, zero.size(),
-                     kind, rank, other.size(), kind, std::min(zero.size(), other.size()), text(extra, true),
-                     more ? first : rank);
+  return detail::formatted("rank {} has {} {}s, rank {} has {}: {} {} {} is on rank {} alone", first,
+                           zero.size(), kind, rank, other.size(), kind, std::min(zero.size(), other.size()),
+                           text(extra, true), more ? first : rank);
 }
 
 /// Returns one sentence about the first difference between the ranks' models, the same on every rank, or

@@ -8,6 +8,7 @@
 #include <string_view>
 #include <utility>
 
+#include "lockstep/detail/format.hpp"
 #include "lockstep/log/detail/console.hpp"
 
 namespace lockstep {
@@ -93,7 +94,7 @@ class Log {
  private:
   void write(Level level, std::string_view text) const {
     static constexpr const char* names[] = {"debug: ", "", "warning: ", "error: "};
-    const std::string front = (every_rank_ ? fmt::format("[rank {}] ", rank_) : std::string()) +
+    const std::string front = (every_rank_ ? detail::formatted("[rank {}] ", rank_) : std::string()) +
                               (timed_ ? detail::time_of_day() + " " : std::string()) +
                               names[static_cast<int>(level)];
     std::string lines;

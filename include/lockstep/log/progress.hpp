@@ -1,7 +1,5 @@
 #pragma once
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <chrono>
 #include <cmath>
@@ -10,6 +8,7 @@
 #include <string>
 #include <utility>
 
+#include "lockstep/detail/format.hpp"
 #include "lockstep/log/detail/console.hpp"
 #include "lockstep/log/log.hpp"
 
@@ -40,8 +39,8 @@ struct ProgressState {
 /// Formats a duration in seconds as 0:07, 12:34 or 1:02:03.
 inline std::string clock_text(double seconds) {
   const long all = std::lround(std::max(0.0, seconds));
-  if (all >= 3600) return fmt::format("{}:{:02}:{:02}", all / 3600, all / 60 % 60, all % 60);
-  return fmt::format("{}:{:02}", all / 60, all % 60);
+  if (all >= 3600) return detail::formatted("{}:{:02}:{:02}", all / 3600, all / 60 % 60, all % 60);
+  return detail::formatted("{}:{:02}", all / 60, all % 60);
 }
 
 inline std::string progress_facts(const ProgressState& state) {
@@ -50,17 +49,18 @@ inline std::string progress_facts(const ProgressState& state) {
                           ? state.seconds / static_cast<double>(state.done) *
                                 static_cast<double>(state.total - std::min(state.done, state.total))
                           : 0;
-  auto text = state.total > 0 ? fmt::format("{}/{}", state.done, state.total) : fmt::to_string(state.done);
-  text += fmt::format(", {:.{}f} samples/s", rate, rate < 10 ? 2 : 0);
-  if (state.loss) text += fmt::format(", loss {:.4f}", *state.loss);
-  return text + fmt::format(", {} {}", clock_text(state.done >= state.total ? state.seconds : left),
-                            state.done >= state.total ? "in all" : "left");
+  auto text = state.total > 0 ? detail::formatted("{}/{}", state.done, state.total)
+                              : detail::formatted("{}", state.done);
+  text += detail::formatted(", {:.{}f} samples/s", rate, rate < 10 ? 2 : 0);
+  if (state.loss) text += detail::formatted(", loss {:.4f}", *state.loss);
+  return text + detail::formatted(", {} {}", clock_text(state.done >= state.total ? state.seconds : left),
+                                  state.done >= state.total ? "in all" : "left");
 }
 
 /// Formats one line: `epoch 1/3: 788/1875, 10432 samples/s, loss 0.4321, 0:17 left`. Without a total: `epoch
 /// 1/3: 788, 10432 samples/s, loss 0.4321, 0:13 in all`.
 inline std::string progress_line(const ProgressState& state) {
-  return fmt::format("{}{}{}", state.title, state.title.empty() ? "" : ": ", progress_facts(state));
+  return detail::formatted("{}{}{}", state.title, state.title.empty() ? "" : ": ", progress_facts(state));
 }
 
 /// Formats one line with a bar, shorter than `columns` so that it never wraps: `epoch 1/3  42 %
@@ -69,16 +69,16 @@ inline std::string progress_bar(const ProgressState& state, int columns) {
   if (state.total == 0)  // an unknown total has no percentage
     return progress_line(state).substr(0, static_cast<std::size_t>(std::max(columns - 1, 0)));
   const double share = std::min(1.0, static_cast<double>(state.done) / static_cast<double>(state.total));
-  const auto front =
-      fmt::format("{}{}{:3.0f} % ", state.title, state.title.empty() ? "" : " ", std::floor(100 * share));
+  const auto front = detail::formatted("{}{}{:3.0f} % ", state.title, state.title.empty() ? "" : " ",
+                                       std::floor(100 * share));
   const auto facts = progress_facts(state);
   const int room = columns - 1 - static_cast<int>(front.size() + facts.size()) - 3;
   std::string bar;
   if (room >= 5) {
     const int width = std::min(room, 40);
     const int full = static_cast<int>(share * width);
-    bar = fmt::format("[{}{}] ", std::string(static_cast<std::size_t>(full), '#'),
-                      std::string(static_cast<std::size_t>(width - full), '.'));
+    bar = detail::formatted("[{}{}] ", std::string(static_cast<std::size_t>(full), '#'),
+                            std::string(static_cast<std::size_t>(width - full), '.'));
   }
   return (front + bar + facts).substr(0, static_cast<std::size_t>(std::max(columns - 1, 0)));
 }

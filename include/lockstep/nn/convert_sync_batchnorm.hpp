@@ -1,7 +1,6 @@
 #pragma once
 
 #include <c10/util/Type.h>
-#include <fmt/format.h>
 #include <torch/nn/module.h>
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/container/any.h>
@@ -18,6 +17,7 @@
 #include <utility>
 #include <vector>
 
+#include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/nn/detail/batch_norm_group.hpp"
 #include "lockstep/nn/sync_batch_norm.hpp"
@@ -62,9 +62,10 @@ class BatchNormSurgery {
       long known = 0;
       for (const BatchNormPlace& place : *replaced.places) known += place.parent ? 2 : 1;
       if (replaced.module.use_count() > known)
-        refuse(replaced.name, fmt::format("also held outside of its torch::nn::Sequential, where it would "
-                                          "stay as it is: let go of that holder, or make it a lockstep::{}",
-                                          replaced.kind));
+        refuse(replaced.name,
+               detail::formatted("also held outside of its torch::nn::Sequential, where it would "
+                                 "stay as it is: let go of that holder, or make it a lockstep::{}",
+                                 replaced.kind));
     }
     if (refused_.empty()) return;
     std::string list;
@@ -120,10 +121,11 @@ class BatchNormSurgery {
     auto* plain = dynamic_cast<Plain*>(&module);
     if (!plain) return false;
     if (typeid(module) != typeid(Plain))
-      refuse(name, fmt::format("of the class {}, which is derived from torch::nn::BatchNorm{}d",
-                               c10::demangle(typeid(module).name()), D));
+      refuse(name, detail::formatted("of the class {}, which is derived from torch::nn::BatchNorm{}d",
+                                     c10::demangle(typeid(module).name()), D));
     else if (!place.caller)
-      refuse(name, fmt::format("a torch::nn::BatchNorm{0}d outside of a torch::nn::Sequential, whose holder "
+      refuse(name,
+             detail::formatted("a torch::nn::BatchNorm{0}d outside of a torch::nn::Sequential, whose holder "
                                "goes on calling it: declare it as lockstep::SyncBatchNorm{0}d",
                                D));
     else
@@ -153,13 +155,14 @@ class BatchNormSurgery {
     actions_.push_back(std::move(action));
   }
   void refuse(const std::string& name, const std::string& why) {
-    refused_.push_back(fmt::format("{} ({})", name.empty() ? "the model itself" : "'" + name + "'", why));
+    refused_.push_back(
+        detail::formatted("{} ({})", name.empty() ? "the model itself" : "'" + name + "'", why));
   }
 
   template <std::size_t D>
   static std::string label(const std::string& name) {
     return name.empty() ? SyncBatchNormImpl<D>::kind()
-                        : fmt::format("{} '{}'", SyncBatchNormImpl<D>::kind(), name);
+                        : detail::formatted("{} '{}'", SyncBatchNormImpl<D>::kind(), name);
   }
 
   std::unordered_set<const torch::nn::Module*> visited_;

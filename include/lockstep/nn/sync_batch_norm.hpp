@@ -6,11 +6,11 @@
 #include <utility>
 
 #include <ATen/core/Tensor.h>
-#include <fmt/format.h>
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/pimpl.h>
 
 #include "lockstep/comm/detail/tensor_lists.hpp"
+#include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/nn/detail/batch_norm_group.hpp"
 #include "lockstep/nn/detail/sync_batch_norm_function.hpp"
@@ -74,7 +74,7 @@ class SyncBatchNormImpl : public torch::nn::BatchNormImplBase<D, SyncBatchNormIm
   SyncBatchNormImpl(const torch::nn::BatchNormOptions& options,  // NOLINT: as torch::nn::BatchNormNd
                     const detail::BatchNormGroup& group = {})
       : Base(options) {
-    synchronize(group, fmt::format("{} of {} channels", kind(), options.num_features()));
+    synchronize(group, detail::formatted("{} of {} channels", kind(), options.num_features()));
   }
 
   /// Constructs a module with the options and mode of `plain` that shares its tensors.
@@ -108,7 +108,7 @@ class SyncBatchNormImpl : public torch::nn::BatchNormImplBase<D, SyncBatchNormIm
     if (!this->is_training() || size_ == 1) return Base::forward(input);
     _check_input_dim(input);
     if (size_ == 0)
-      throw UsageError(fmt::format(
+      throw UsageError(detail::formatted(
           "{} has no ranks to join batches with: call convert_sync_batchnorm(model, comm) before training, "
           "or give it a communicator when it is made",
           site_->module));
@@ -119,30 +119,30 @@ class SyncBatchNormImpl : public torch::nn::BatchNormImplBase<D, SyncBatchNormIm
   }
 
   /// Returns for example "SyncBatchNorm2d".
-  static std::string kind() { return fmt::format("SyncBatchNorm{}d", D); }
+  static std::string kind() { return detail::formatted("SyncBatchNorm{}d", D); }
 
   void pretty_print(std::ostream& stream) const override {
     const auto& options = this->options;
     const auto momentum = options.momentum();
-    stream << fmt::format("lockstep::{}({}, eps={}, momentum={}, affine={}, track_running_stats={})", kind(),
-                          options.num_features(), options.eps(),
-                          momentum ? fmt::format("{}", *momentum) : "None", options.affine(),
-                          options.track_running_stats());
+    stream << detail::formatted("lockstep::{}({}, eps={}, momentum={}, affine={}, track_running_stats={})",
+                                kind(), options.num_features(), options.eps(),
+                                momentum ? detail::formatted("{}", *momentum) : "None", options.affine(),
+                                options.track_running_stats());
   }
 
  protected:
   void _check_input_dim(const at::Tensor& input) override {
     static constexpr const char* layouts[] = {"[N, C] or [N, C, L]", "[N, C, H, W]", "[N, C, D, H, W]"};
     const auto refuse = [&](const std::string& what) {
-      throw UsageError(fmt::format("{} takes an input {} with {} channels, but {}", site_->module,
-                                   layouts[D - 1], this->options.num_features(), what));
+      throw UsageError(detail::formatted("{} takes an input {} with {} channels, but {}", site_->module,
+                                         layouts[D - 1], this->options.num_features(), what));
     };
     if (!input.defined()) refuse("got none");
     const bool fits = input.dim() == D + 2 || (D == 1 && input.dim() == 2);
     if (!fits || input.size(1) != this->options.num_features() || input.size(1) == 0)
-      refuse(fmt::format("got {}", detail::describe(input)));
+      refuse(detail::formatted("got {}", detail::describe(input)));
     if (!input.is_floating_point())
-      refuse(fmt::format("got {}, which is no floating type", detail::describe(input)));
+      refuse(detail::formatted("got {}, which is no floating type", detail::describe(input)));
   }
 
  private:

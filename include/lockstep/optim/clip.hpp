@@ -14,7 +14,6 @@
 #include <ATen/ops/reciprocal.h>
 #include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/stack.h>
-#include <fmt/format.h>
 #include <torch/nn/module.h>
 
 #include <limits>
@@ -23,6 +22,7 @@
 #include <utility>
 #include <vector>
 
+#include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/grad/model.hpp"
 
@@ -47,10 +47,10 @@ inline const at::Tensor& tensor_of(const NamedTensor& parameter) {
   return parameter.tensor;
 }
 inline std::string name_of(const std::vector<at::Tensor>&, std::size_t index) {
-  return fmt::format("parameter {}", index);
+  return detail::formatted("parameter {}", index);
 }
 inline std::string name_of(const std::vector<NamedTensor>& parameters, std::size_t index) {
-  return fmt::format("'{}'", parameters[index].name);
+  return detail::formatted("'{}'", parameters[index].name);
 }
 
 /// Returns the defined gradients. Throws GradientError if one is sparse.
@@ -62,8 +62,8 @@ std::vector<at::Tensor> dense_gradients(const char* what, const Parameters& para
     const at::Tensor& gradient = tensor_of(parameters[i]).grad();
     if (!gradient.defined()) continue;
     if (gradient.is_sparse())
-      throw GradientError(fmt::format("{}: the gradient of {} is sparse: leave that parameter out", what,
-                                      name_of(parameters, i)));
+      throw GradientError(detail::formatted("{}: the gradient of {} is sparse: leave that parameter out",
+                                            what, name_of(parameters, i)));
     gradients.push_back(gradient);
   }
   return gradients;
@@ -76,10 +76,10 @@ template <class Parameters>
     if (const at::Tensor& gradient = tensor_of(parameters[i]).grad();
         gradient.defined() && !at::isfinite(gradient).all().template item<bool>())
       throw GradientError(
-          fmt::format("the norm of the gradients is {}: the gradient of {} holds values that are "
-                      "not finite; lower the learning rate, or skip this step",
-                      norm, name_of(parameters, i)));
-  throw GradientError(fmt::format(
+          detail::formatted("the norm of the gradients is {}: the gradient of {} holds values that are "
+                            "not finite; lower the learning rate, or skip this step",
+                            norm, name_of(parameters, i)));
+  throw GradientError(detail::formatted(
       "the norm of the gradients is {}, though each value is finite: they are too large to be squared",
       norm));
 }
@@ -112,7 +112,7 @@ inline at::Tensor total_norm(const std::vector<at::Tensor>& gradients, double no
   const at::NoGradGuard no_grad;
   if (!(norm_type > 0))
     throw UsageError(
-        fmt::format("a norm of type {}: give 2, another number above 0, or infinity", norm_type));
+        detail::formatted("a norm of type {}: give 2, another number above 0, or infinity", norm_type));
   if (gradients.empty()) return at::scalar_tensor(0.0);
   std::vector<at::Tensor> norms;
   detail::each_kind_in_order(gradients, [&](const std::vector<at::Tensor>& group) {
@@ -130,7 +130,7 @@ template <class Parameters>
 at::Tensor clip_norm(const Parameters& parameters, double max_norm, const ClipOptions& options) {
   const at::NoGradGuard no_grad;
   if (!(max_norm >= 0))
-    throw UsageError(fmt::format("clip_grad_norm: a norm of {} at most: give 0 or more", max_norm));
+    throw UsageError(detail::formatted("clip_grad_norm: a norm of {} at most: give 0 or more", max_norm));
   const auto gradients = dense_gradients("clip_grad_norm", parameters);
   const at::Tensor norm = total_norm(gradients, options.norm_type);
   if (options.error_if_nonfinite && !at::isfinite(norm).item<bool>())
@@ -148,7 +148,7 @@ template <class Parameters>
 void clip_value(const Parameters& parameters, double largest) {
   const at::NoGradGuard no_grad;
   if (!(largest >= 0))
-    throw UsageError(fmt::format("clip_grad_value: values of {} at most: give 0 or more", largest));
+    throw UsageError(detail::formatted("clip_grad_value: values of {} at most: give 0 or more", largest));
   const auto gradients = dense_gradients("clip_grad_value", parameters);
   if (gradients.empty()) return;
   each_kind_in_order(gradients, [&](const std::vector<at::Tensor>& group) {

@@ -3,7 +3,6 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/_foreach_lerp.h>
-#include <fmt/format.h>
 #include <torch/nn/module.h>
 #include <torch/serialize/archive.h>
 
@@ -12,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/grad/model.hpp"
 
@@ -42,7 +42,8 @@ class MovingAverage {
   explicit MovingAverage(const torch::nn::Module& model, const MovingAverageOptions& options = {})
       : options_(options), parameters_(unique_parameters(model)), buffers_(unique_buffers(model)) {
     if (!(options.decay >= 0 && options.decay <= 1))
-      throw UsageError(fmt::format("MovingAverage: a decay of {}: give one from 0 to 1", options.decay));
+      throw UsageError(
+          detail::formatted("MovingAverage: a decay of {}: give one from 0 to 1", options.decay));
     const at::NoGradGuard no_grad;
     for (const auto* list : {&parameters_, &buffers_})
       for (const NamedTensor& item : *list) average_.push_back(item.tensor.detach().clone());
@@ -113,10 +114,10 @@ class MovingAverage {
     for (std::size_t i = 0; i < average_.size(); ++i) {
       if (!archive.try_read(key(i), value) || !value.isTensor() ||
           value.toTensor().sizes() != average_[i].sizes())
-        throw CheckpointError(
-            fmt::format("MovingAverage: the archive has no '{}' of this model's shape: load the average of "
-                        "the same model",
-                        name(i)));
+        throw CheckpointError(detail::formatted(
+            "MovingAverage: the archive has no '{}' of this model's shape: load the average of "
+            "the same model",
+            name(i)));
       found.push_back(value.toTensor());
     }
     if (!archive.try_read("updates", value) || !value.isInt())
@@ -142,7 +143,7 @@ class MovingAverage {
   void refuse_while_swapped(const char* what) const {
     if (swapped_)
       throw UsageError(
-          fmt::format("MovingAverage: {} while the model holds the average: end the Swap first", what));
+          detail::formatted("MovingAverage: {} while the model holds the average: end the Swap first", what));
   }
 
   void exchange() {

@@ -8,10 +8,10 @@
 #include <vector>
 
 #include <ATen/core/Tensor.h>
-#include <fmt/format.h>
 #include <torch/optim/optimizer.h>
 #include <torch/serialize/archive.h>
 
+#include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 
 namespace lockstep {
@@ -92,8 +92,8 @@ namespace lockstep::detail {
 inline void require_option(bool good, const char* optimizer, std::size_t group, const char* name,
                            double value, const char* range) {
   if (!good)
-    throw UsageError(
-        fmt::format("{}: {} = {} of group {} is {}: choose another", optimizer, name, value, group, range));
+    throw UsageError(detail::formatted("{}: {} = {} of group {} is {}: choose another", optimizer, name,
+                                       value, group, range));
 }
 
 /// Throws UsageError if the learning rate or the weight decay is invalid.
@@ -103,8 +103,8 @@ void check_rate(const Options& options, const char* optimizer, std::size_t group
   require_option(options.weight_decay >= 0, optimizer, group, "weight_decay", options.weight_decay,
                  "not 0 or more");
   if (options.lr_tensor.defined() && options.lr_tensor.numel() != 1)
-    throw UsageError(fmt::format("{}: lr_tensor of group {} has {} elements: give it one", optimizer, group,
-                                 options.lr_tensor.numel()));
+    throw UsageError(detail::formatted("{}: lr_tensor of group {} has {} elements: give it one", optimizer,
+                                       group, options.lr_tensor.numel()));
 }
 
 /// The optimizer state of one parameter as tensors, which Derived enumerates: `each_tensor(self, f)` calls

@@ -3,7 +3,6 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
-#include <fmt/format.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -11,6 +10,7 @@
 #include <vector>
 
 #include "lockstep/comm/communicator.hpp"
+#include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 
 namespace lockstep {
@@ -69,10 +69,11 @@ class PeriodicModelAverager {
   /// Throws UsageError if `period` is below 1 or `warmup_steps` is negative.
   explicit PeriodicModelAverager(const PeriodicModelAveragerOptions& options = {}) : options_(options) {
     if (options.period < 1)
-      throw UsageError(fmt::format("PeriodicModelAverager: a period of {}: give 1 or more", options.period));
+      throw UsageError(
+          detail::formatted("PeriodicModelAverager: a period of {}: give 1 or more", options.period));
     if (options.warmup_steps < 0)
       throw UsageError(
-          fmt::format("PeriodicModelAverager: {} warm-up steps: give 0 or more", options.warmup_steps));
+          detail::formatted("PeriodicModelAverager: {} warm-up steps: give 0 or more", options.warmup_steps));
   }
 
   /// Counts a step and averages the parameters if it is due. Returns whether it averaged. Call it on every

@@ -9,8 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include <fmt/format.h>
-
+#include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/world/world.hpp"
 
@@ -30,7 +29,7 @@ concept RateCurve = requires(const C& curve, std::int64_t t) {
 
 namespace lockstep::detail {
 inline void require_positive(std::int64_t value, const char* curve, const char* option) {
-  if (value < 1) throw UsageError(fmt::format("{}: {} is {}: give 1 or more", curve, option, value));
+  if (value < 1) throw UsageError(detail::formatted("{}: {} is {}: give 1 or more", curve, option, value));
 }
 }  // namespace lockstep::detail
 
@@ -182,13 +181,13 @@ struct GlobalBatch {
 inline double scaled_rate(double lr, RateRule rule, const GlobalBatch& batch, const World& world) {
   if (batch.per_rank < 1 || batch.accumulation < 1 || batch.reference < 1)
     throw UsageError(
-        fmt::format("scaled_rate: {} samples a rank, {} backward calls a step and a reference of {}: "
-                    "each must be 1 or more",
-                    batch.per_rank, batch.accumulation, batch.reference));
+        detail::formatted("scaled_rate: {} samples a rank, {} backward calls a step and a reference of {}: "
+                          "each must be 1 or more",
+                          batch.per_rank, batch.accumulation, batch.reference));
   if (!(lr >= 0) || !std::isfinite(lr))
-    throw UsageError(fmt::format("scaled_rate: a learning rate of {}: give 0 or more", lr));
+    throw UsageError(detail::formatted("scaled_rate: a learning rate of {}: give 0 or more", lr));
   const int ranks = batch.ranks.value_or(world.size());
-  if (ranks < 1) throw UsageError(fmt::format("scaled_rate: {} ranks: give 1 or more", ranks));
+  if (ranks < 1) throw UsageError(detail::formatted("scaled_rate: {} ranks: give 1 or more", ranks));
   const std::int64_t global = batch.per_rank * ranks * batch.accumulation;
   const double ratio = static_cast<double>(global) / static_cast<double>(batch.reference);
   double factor = 1;

@@ -2,7 +2,6 @@
 
 #include <ATen/core/grad_mode.h>
 #include <c10/core/GradMode.h>
-#include <fmt/format.h>
 #include <torch/optim/optimizer.h>
 #include <torch/serialize/archive.h>
 
@@ -17,6 +16,7 @@
 
 #include "lockstep/comm/communicator.hpp"
 #include "lockstep/comm/detail/own_error.hpp"
+#include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/grad/detail/broadcast_list.hpp"
 #include "lockstep/grad/same_model.hpp"
@@ -178,11 +178,11 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer,
     std::vector<NamedTensor> named;
     for (std::size_t g = 0; g < param_groups_.size(); ++g)
       for (const at::Tensor& parameter : param_groups_[g].params()) {
-        named.push_back({fmt::format("{} of group {}", named.size(), g), parameter});
+        named.push_back({detail::formatted("{} of group {}", named.size(), g), parameter});
         if (!parameter.is_non_overlapping_and_dense())
-          throw UsageError(
-              fmt::format("ZeroRedundancyOptimizer: parameter {} has gaps in its memory: make it contiguous",
-                          named.back().name));
+          throw UsageError(detail::formatted(
+              "ZeroRedundancyOptimizer: parameter {} has gaps in its memory: make it contiguous",
+              named.back().name));
       }
     check_same_model(named, {}, comm_);
     shards_ = detail::deal_out(param_groups_, comm_.size());

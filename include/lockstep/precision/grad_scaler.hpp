@@ -7,7 +7,6 @@
 #include <ATen/ops/full.h>
 #include <ATen/ops/maximum.h>
 #include <ATen/ops/zeros_like.h>
-#include <fmt/format.h>
 #include <torch/optim/optimizer.h>
 #include <torch/serialize/archive.h>
 
@@ -20,6 +19,7 @@
 #include <vector>
 
 #include "lockstep/comm/communicator.hpp"
+#include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/precision/precision.hpp"
 
@@ -53,7 +53,7 @@ class GradScaler {
   /// Throws UsageError for options out of range.
   explicit GradScaler(const GradScalerOptions& options = {}) : options_(options) {
     const auto refuse = [](const char* name, double value, const char* range) {
-      throw UsageError(fmt::format("GradScaler: {} is {}: give {}", name, value, range));
+      throw UsageError(detail::formatted("GradScaler: {} is {}: give {}", name, value, range));
     };
     if (!(std::isfinite(options.init_scale) && options.init_scale > 0))
       refuse("init_scale", options.init_scale, "a finite number above 0");
@@ -192,7 +192,8 @@ class GradScaler {
     const auto read = [&](const char* key) {
       c10::IValue value;
       if (!archive.try_read(key, value))
-        throw CheckpointError(fmt::format("GradScaler: the archive has no '{}': it is no scaler's", key));
+        throw CheckpointError(
+            detail::formatted("GradScaler: the archive has no '{}': it is no scaler's", key));
       return value;
     };
     GradScalerOptions loaded = options_;

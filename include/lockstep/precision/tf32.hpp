@@ -2,13 +2,13 @@
 
 #include <ATen/Context.h>
 #include <c10/util/Exception.h>
-#include <fmt/format.h>
 #include <torch/optim/optimizer.h>
 
 #include <memory>
 #include <string>
 #include <utility>
 
+#include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/precision/precision.hpp"
 
@@ -33,10 +33,10 @@ class Tf32Scope {
     at::globalContext().setFloat32MatmulPrecision("high");
     at::globalContext().setAllowTF32CuDNN(true);
   } catch (const c10::Error& error) {
-    throw UsageError(
-        fmt::format("Tf32: LibTorch's float32 settings of single backends contradict each other, and could "
-                    "not be put back: leave them as they are ({})",
-                    error.what_without_backtrace()));
+    throw UsageError(detail::formatted(
+        "Tf32: LibTorch's float32 settings of single backends contradict each other, and could "
+        "not be put back: leave them as they are ({})",
+        error.what_without_backtrace()));
   }
   Tf32Scope(const Tf32Scope&) = delete;
   Tf32Scope& operator=(const Tf32Scope&) = delete;

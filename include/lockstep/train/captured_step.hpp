@@ -13,10 +13,10 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty_like.h>
 #include <c10/core/Device.h>
-#include <fmt/format.h>
 
 #include "lockstep/comm/detail/tensor_lists.hpp"
 #include "lockstep/data/dataset.hpp"
+#include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/grad/detail/capture_scope.hpp"
 #include "lockstep/grad/distributed_data_parallel.hpp"
@@ -145,10 +145,10 @@ class CapturedStep
         options_(options),
         callbacks_(std::move(callbacks)...) {
     if (options.warm_up < 2)
-      throw UsageError(
-          fmt::format("CapturedStep: {} steps of warm-up: give 2 or more, in which the buckets find their "
-                      "order",
-                      options.warm_up));
+      throw UsageError(detail::formatted(
+          "CapturedStep: {} steps of warm-up: give 2 or more, in which the buckets find their "
+          "order",
+          options.warm_up));
     if (options.ddp.static_graph && options.warm_up < 3)
       throw UsageError(
           "CapturedStep: a static graph finds the order of its buckets in the third step: give 3 or more "
@@ -222,7 +222,7 @@ class CapturedStep
       throw UsageError("CapturedStep: this batch is of another kind than the first: give it batches of one");
     for (std::size_t i = 0; i < given.size(); ++i)
       if (given[i].sizes() != inputs_[i].sizes() || given[i].scalar_type() != inputs_[i].scalar_type())
-        throw UsageError(fmt::format(
+        throw UsageError(detail::formatted(
             "CapturedStep: tensor {} of the batch is {}, and that of the first was {}: a graph has fixed "
             "shapes, so leave out a batch that is not full (LoaderOptions::drop_last)",
             i, detail::describe(given[i]), detail::describe(inputs_[i])));

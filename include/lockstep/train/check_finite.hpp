@@ -4,7 +4,6 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/linalg_vector_norm.h>
 #include <ATen/ops/maximum.h>
-#include <fmt/format.h>
 
 #include <algorithm>
 #include <cmath>
@@ -15,6 +14,7 @@
 #include <vector>
 
 #include "lockstep/comm/communicator.hpp"
+#include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/train/extras.hpp"
 #include "lockstep/train/metrics.hpp"
@@ -95,7 +95,7 @@ class CheckFinite {
   }
 
   static std::string describe(const Watch& watch, const Gradients& gradients) {
-    return fmt::format(
+    return detail::formatted(
         "the gradient of parameter {} '{}' is not finite in step {} of epoch {}: ", watch.index,
         gradients.named_parameters[watch.index].name, gradients.step, gradients.epoch);
   }
@@ -123,10 +123,10 @@ class CheckFinite {
     std::string ranks;
     for (std::size_t rank = 0; rank < kinds.size(); ++rank)
       if (!kinds[rank].empty())
-        ranks += fmt::format("{}rank {} has {}", ranks.empty() ? "" : ", ", name_of(rank), kinds[rank]);
+        ranks += detail::formatted("{}rank {} has {}", ranks.empty() ? "" : ", ", name_of(rank), kinds[rank]);
     if (ranks.empty())
-      return fmt::format("the ranks' own are finite, but together they came to {}",
-                         reduced.empty() ? "nan or inf" : reduced);
+      return detail::formatted("the ranks' own are finite, but together they came to {}",
+                               reduced.empty() ? "nan or inf" : reduced);
     return ranks + "; look at their batches of this step, or lower the learning rate";
   }
 

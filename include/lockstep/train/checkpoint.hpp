@@ -2,7 +2,6 @@
 
 #include <ATen/Context.h>
 #include <ATen/core/Tensor.h>
-#include <fmt/format.h>
 #include <torch/serialize/archive.h>
 
 #include <algorithm>
@@ -15,6 +14,7 @@
 #include <vector>
 
 #include "lockstep/comm/communicator.hpp"
+#include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/grad/hooks/hook.hpp"
 #include "lockstep/train/detail/archive.hpp"
@@ -55,8 +55,8 @@ std::vector<std::string> gather_on_rank_zero(C& comm, std::string own) {
 inline void write_hook_state(torch::serialize::OutputArchive& archive, const HookState& state) {
   archive.write("size", c10::IValue(static_cast<std::int64_t>(state.size())));
   for (std::size_t i = 0; i < state.size(); ++i) {
-    archive.write(fmt::format("name_{}", i), c10::IValue(state[i].first));
-    archive.write(fmt::format("tensor_{}", i), state[i].second, /*is_buffer=*/true);
+    archive.write(detail::formatted("name_{}", i), c10::IValue(state[i].first));
+    archive.write(detail::formatted("tensor_{}", i), state[i].second, /*is_buffer=*/true);
   }
 }
 inline HookState read_hook_state(torch::serialize::InputArchive& archive) {
@@ -65,9 +65,9 @@ inline HookState read_hook_state(torch::serialize::InputArchive& archive) {
   for (std::int64_t i = 0; i < size; ++i) {
     c10::IValue name;
     at::Tensor tensor;
-    const std::string key = fmt::format("name_{}", i);
+    const std::string key = detail::formatted("name_{}", i);
     if (!archive.try_read(key, name) || !name.isString() ||
-        !archive.try_read(fmt::format("tensor_{}", i), tensor, /*is_buffer=*/true))
+        !archive.try_read(detail::formatted("tensor_{}", i), tensor, /*is_buffer=*/true))
       refuse_archive(key);
     state.emplace_back(name.toStringRef(), std::move(tensor));
   }
@@ -103,7 +103,7 @@ struct RankState {
     if (device_generator.defined()) archive.write("device_generator", device_generator, /*is_buffer=*/true);
     archive.write("buffers", c10::IValue(static_cast<std::int64_t>(buffers.size())));
     for (std::size_t i = 0; i < buffers.size(); ++i)
-      archive.write(fmt::format("buffer_{}", i), buffers[i], /*is_buffer=*/true);
+      archive.write(detail::formatted("buffer_{}", i), buffers[i], /*is_buffer=*/true);
     if (hook) write_archive(archive, "hook", [&](auto& inner) { write_hook_state(inner, *hook); });
     write_bytes(archive, "data position", data_position);
     return bytes_of(archive);
@@ -116,7 +116,7 @@ struct RankState {
     (void)archive.try_read("device_generator", state.device_generator, /*is_buffer=*/true);
     const std::int64_t buffers = read_length(archive, "buffers");
     for (std::int64_t i = 0; i < buffers; ++i)
-      if (const std::string key = fmt::format("buffer_{}", i);
+      if (const std::string key = detail::formatted("buffer_{}", i);
           !archive.try_read(key, state.buffers.emplace_back(), /*is_buffer=*/true))
         refuse_archive(key);
     torch::serialize::InputArchive inner;
@@ -161,7 +161,7 @@ class CheckpointWriter {
   void add_ranks(const std::vector<std::string>& ranks, const std::vector<std::size_t>& bucket_order) {
     archive_.write("ranks", c10::IValue(static_cast<std::int64_t>(ranks.size())));
     for (std::size_t rank = 0; rank < ranks.size(); ++rank)
-      write_bytes(archive_, fmt::format("rank_{}", rank), ranks[rank]);
+      write_bytes(archive_, detail::formatted("rank_{}", rank), ranks[rank]);
     const at::Tensor order = at::empty({static_cast<std::int64_t>(bucket_order.size())}, at::kLong);
     std::copy(bucket_order.begin(), bucket_order.end(), order.mutable_data_ptr<std::int64_t>());
     archive_.write("bucket_order", order, /*is_buffer=*/true);
@@ -179,8 +179,9 @@ class CheckpointReader {
     if (!archive_.try_read("format", format) || !format.isInt())
       throw CheckpointError("it is no checkpoint of a Trainer; the file of a model alone is for load");
     if (format.toInt() != checkpoint_format)
-      throw CheckpointError(fmt::format("it is a checkpoint of format {}, and this is lockstep for format {}",
-                                        format.toInt(), checkpoint_format));
+      throw CheckpointError(
+          detail::formatted("it is a checkpoint of format {}, and this is lockstep for format {}",
+                            format.toInt(), checkpoint_format));
   }
 
   torch::serialize::InputArchive part(const std::string& key) { return read_archive(archive_, key); }
@@ -194,7 +195,7 @@ class CheckpointReader {
     const std::int64_t ranks = read_length(archive_, "ranks");
     if (ranks == 0) refuse_archive("ranks");
     for (std::int64_t rank = 0; rank < ranks; ++rank)
-      states.push_back(RankState::read(read_bytes(archive_, fmt::format("rank_{}", rank))));
+      states.push_back(RankState::read(read_bytes(archive_, detail::formatted("rank_{}", rank))));
     return states;
   }
   std::vector<std::size_t> bucket_order() {

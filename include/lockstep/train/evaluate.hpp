@@ -18,6 +18,7 @@
 #include "lockstep/data/evaluation_sampler.hpp"
 #include "lockstep/data/loader.hpp"
 #include "lockstep/data/staging.hpp"
+#include "lockstep/detail/format.hpp"
 #include "lockstep/grad/detail/broadcast_list.hpp"
 #include "lockstep/grad/model.hpp"
 #include "lockstep/train/detail/dataset_view.hpp"
@@ -147,8 +148,8 @@ auto evaluate(M& model, C& comm, D&& dataset, const EvaluationOptions& options, 
   if constexpr (measurable)
     detail::aborting(comm, [&] {
       if (options.batch_size < 1)
-        throw UsageError(fmt::format("batch size is {}: give the samples a rank and a step, 1 or more",
-                                     options.batch_size));
+        throw UsageError(detail::formatted("batch size is {}: give the samples a rank and a step, 1 or more",
+                                           options.batch_size));
       const EvaluationMode mode(detail::module_of(model));
       std::optional<KeptBuffers> kept;
       if (options.restore_buffers) kept.emplace(detail::module_of(model));

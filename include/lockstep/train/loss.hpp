@@ -2,12 +2,12 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
-#include <fmt/format.h>
 
 #include <concepts>
 #include <type_traits>
 #include <utility>
 
+#include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/train/metrics.hpp"
 
@@ -54,10 +54,10 @@ LocalLoss weigh(const at::Tensor& mean, const Batch& batch, std::int64_t samples
       "return a Mean{sum, count} from the loss");
   if constexpr (Countable<Batch>) {
     if (samples_in(batch) != samples)
-      throw DataError(
-          fmt::format("a batch of {} samples was asked for and the dataset made one of {}, so that its mean "
-                      "loss would get a wrong weight: return a Mean{{sum, count}} from the loss",
-                      samples, samples_in(batch)));
+      throw DataError(detail::formatted(
+          "a batch of {} samples was asked for and the dataset made one of {}, so that its mean "
+          "loss would get a wrong weight: return a Mean{{sum, count}} from the loss",
+          samples, samples_in(batch)));
   }
   const auto count = static_cast<double>(samples);
   return {divisor == 1 ? mean : mean / divisor, mean, count, count};

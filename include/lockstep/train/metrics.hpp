@@ -16,9 +16,9 @@
 #include <ATen/ops/ne.h>
 #include <ATen/ops/sum.h>
 #include <c10/core/ScalarType.h>
-#include <fmt/format.h>
 
 #include "lockstep/comm/detail/describe.hpp"
+#include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 
 namespace lockstep {
@@ -185,7 +185,7 @@ struct Accuracy {
   Mean operator()(const at::Tensor& output, const Batch& batch) const {
     const at::Tensor& target = batch.target;
     if (output.dim() == 0 || target.sizes() != output.sizes().slice(0, output.dim() - 1))
-      throw DataError(fmt::format(
+      throw DataError(detail::formatted(
           "Accuracy: the output is {} and the target {}: an output [..., C] needs a target [...] of class "
           "numbers, without the dimension of the classes; squeeze or argmax it in the dataset",
           detail::describe(output), detail::describe(target)));

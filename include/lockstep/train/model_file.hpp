@@ -15,13 +15,13 @@
 #include <vector>
 
 #include <ATen/core/grad_mode.h>
-#include <fmt/format.h>
 #include <torch/nn/module.h>
 #include <torch/serialize/archive.h>
 
 #include "lockstep/comm/communicator.hpp"
 #include "lockstep/comm/detail/own_error.hpp"
 #include "lockstep/comm/detail/same_errors.hpp"
+#include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/grad/model.hpp"
 #include "lockstep/train/detail/archive.hpp"
@@ -63,7 +63,7 @@ inline std::filesystem::path behind_links(std::filesystem::path path) {
 }
 
 inline std::string temporary_beside(const std::filesystem::path& path) {
-  return fmt::format("{}.{}.tmp", path.string(), ::getpid());
+  return detail::formatted("{}.{}.tmp", path.string(), ::getpid());
 }
 
 // An owning file descriptor. `close()` returns false if the system reports an error.
@@ -102,12 +102,12 @@ inline void require_writable(const std::filesystem::path& path) {
   if (path.empty()) throw UsageError("cannot save to '': it is no file name; give one");
   if (const auto kind = detail::kind_if_no_file(path); !kind.empty())
     throw UsageError(
-        fmt::format("cannot save to '{}': it is {}; give the name of a file", path.string(), kind));
+        detail::formatted("cannot save to '{}': it is {}; give the name of a file", path.string(), kind));
   const std::string probe = detail::temporary_beside(detail::behind_links(path));
   if (!detail::FileDescriptor(detail::open_new_file(probe.c_str())).is_open())
     throw UsageError(
-        fmt::format("cannot save to '{}': {}; give a path in a folder that exists and can be written",
-                    path.string(), std::strerror(errno)));
+        detail::formatted("cannot save to '{}': {}; give a path in a folder that exists and can be written",
+                          path.string(), std::strerror(errno)));
   ::unlink(probe.c_str());
 }
 
@@ -116,8 +116,9 @@ inline void require_writable(const std::filesystem::path& path) {
 /// Throws CheckpointError if writing fails or if `name` exists and is not a regular file.
 inline void write_whole(const std::filesystem::path& name, std::string_view bytes) {
   if (const auto kind = detail::kind_if_no_file(name); !kind.empty())
-    throw CheckpointError(fmt::format("could not write {} bytes to '{}': it is {}; give the name of a file",
-                                      bytes.size(), name.string(), kind));
+    throw CheckpointError(
+        detail::formatted("could not write {} bytes to '{}': it is {}; give the name of a file", bytes.size(),
+                          name.string(), kind));
   const std::filesystem::path path = detail::behind_links(name);
   const std::string temporary = detail::temporary_beside(path);
   detail::FileDescriptor file(detail::open_new_file(temporary.c_str()));
@@ -126,8 +127,8 @@ inline void write_whole(const std::filesystem::path& name, std::string_view byte
     const int reason = errno;
     ::unlink(temporary.c_str());
     throw CheckpointError(
-        fmt::format("could not write {} bytes to '{}': {}; what was there before is unchanged", bytes.size(),
-                    path.string(), std::strerror(reason)));
+        detail::formatted("could not write {} bytes to '{}': {}; what was there before is unchanged",
+                          bytes.size(), path.string(), std::strerror(reason)));
   }
   // The sync of the folder makes the rename survive a power failure. Not every file system supports it.
   const auto folder = path.has_parent_path() ? path.parent_path() : std::filesystem::path(".");
@@ -139,11 +140,11 @@ inline void write_whole(const std::filesystem::path& name, std::string_view byte
 /// regular file, is empty, or cannot be read.
 inline std::string read_whole(const std::filesystem::path& path) {
   const auto refuse = [&](std::string_view why) {
-    throw CheckpointError(fmt::format("could not read '{}': {}", path.string(), why));
+    throw CheckpointError(detail::formatted("could not read '{}': {}", path.string(), why));
   };
   // Before opening: opening a device may have side effects.
   if (const auto kind = detail::kind_if_no_file(path); !kind.empty())
-    refuse(fmt::format("it is {}; give the name of a file", kind));
+    refuse(detail::formatted("it is {}; give the name of a file", kind));
   const detail::FileDescriptor file(::open(path.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC));
   struct ::stat status {};
   if (!file.is_open() || ::fstat(file.get(), &status) != 0) refuse(std::strerror(errno));
@@ -153,14 +154,14 @@ inline std::string read_whole(const std::filesystem::path& path) {
   try {
     bytes.resize(static_cast<std::size_t>(status.st_size));
   } catch (const std::exception&) {  // std::bad_alloc or std::length_error
-    refuse(fmt::format("there is no memory for its {} bytes", status.st_size));
+    refuse(detail::formatted("there is no memory for its {} bytes", status.st_size));
   }
   std::size_t done = 0;
   while (done < bytes.size()) {
     const ssize_t got = ::read(file.get(), bytes.data() + done, bytes.size() - done);
     if (got < 0 && errno == EINTR) continue;
     if (got < 0) refuse(std::strerror(errno));
-    if (got == 0) refuse(fmt::format("it ended after {} of {} bytes", done, bytes.size()));
+    if (got == 0) refuse(detail::formatted("it ended after {} of {} bytes", done, bytes.size()));
     done += static_cast<std::size_t>(got);
   }
   return bytes;
@@ -195,10 +196,10 @@ inline void match_tensors(const torch::nn::Module& module, torch::serialize::Inp
       at::Tensor read;
       if (!item.value().defined()) continue;
       if (!archive.try_read(item.key(), read, is_buffer))
-        faults.push_back(fmt::format("{}{} is not in the file", prefix, item.key()));
+        faults.push_back(detail::formatted("{}{} is not in the file", prefix, item.key()));
       else if (read.sizes() != item.value().sizes() || read.scalar_type() != item.value().scalar_type())
-        faults.push_back(fmt::format("{}{} is {} in the file and {} in the model", prefix, item.key(),
-                                     shape_and_type(read), shape_and_type(item.value())));
+        faults.push_back(detail::formatted("{}{} is {} in the file and {} in the model", prefix, item.key(),
+                                           shape_and_type(read), shape_and_type(item.value())));
       else
         pairs.emplace_back(item.value(), read);
     }
@@ -210,14 +211,14 @@ inline void match_tensors(const torch::nn::Module& module, torch::serialize::Inp
     torch::serialize::InputArchive inner;
     if (!archive.try_read(child.key(), inner)) {
       if (child.value()->is_serializable() && !child.value()->named_parameters().is_empty())
-        faults.push_back(fmt::format("{}{} is not in the file", prefix, child.key()));
+        faults.push_back(detail::formatted("{}{} is not in the file", prefix, child.key()));
       continue;
     }
     match_tensors(*child.value(), inner, prefix + child.key() + ".", pairs, faults);
   }
   for (const auto& key : archive.keys())
     if (key != "training" && std::find(known.begin(), known.end(), key) == known.end())
-      faults.push_back(fmt::format("{}{} is in the file only", prefix, key));
+      faults.push_back(detail::formatted("{}{} is in the file only", prefix, key));
 }
 
 /// Pairs the model's tensors with the archive's. Throws CheckpointError that names every tensor that is

@@ -2,7 +2,6 @@
 
 #include <ATen/Context.h>
 #include <ATen/core/Tensor.h>
-#include <fmt/format.h>
 #include <torch/serialize/archive.h>
 
 #include <algorithm>
@@ -25,6 +24,7 @@
 #include "lockstep/comm/gloo_comm.hpp"
 #include "lockstep/data/distributed_sampler.hpp"
 #include "lockstep/data/loader.hpp"
+#include "lockstep/detail/format.hpp"
 #include "lockstep/grad/distributed_data_parallel.hpp"
 #include "lockstep/log/progress.hpp"
 #include "lockstep/precision/fp32.hpp"
@@ -186,7 +186,7 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
   bool read_run(const char* name, const std::filesystem::path& path, bool required, Parts&... parts) {
     forbid_in_rank_zero_scope(name);
     if (save_data_position_)
-      throw detail::Common<UsageError>(fmt::format("{} inside fit: call it before", name));
+      throw detail::Common<UsageError>(detail::formatted("{} inside fit: call it before", name));
     std::optional<detail::RankState> read = read_checkpoint(checkpointed_run(parts...), path, required);
     const bool found = read.has_value();
     if (found) resumed_ = std::move(read);
@@ -265,7 +265,7 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
     std::int64_t& done = position_.step_in_epoch;
     Progress progress(options_.progress ? world_.log : world_.log.at(Level::warning),
                       static_cast<std::size_t>(std::max<std::int64_t>(plan.steps - done, 0)),
-                      {.title = fmt::format("epoch {}/{}", plan.epoch + 1, plan.epochs)});
+                      {.title = detail::formatted("epoch {}/{}", plan.epoch + 1, plan.epochs)});
     model_.module().train();
     detail::aborting(comm_, [&] { source.begin_epoch(plan.epoch); });
     skipped_ = detail::SkippedSteps(position_.skipped);
@@ -364,11 +364,11 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
     auto each_more = [this, &parts...](auto&& function) {
       int extra_number = 0, part_number = 0;
       this->each_extra([&]<class E>([[maybe_unused]] E& extra) {
-        if constexpr (Checkpointed<E>) function(fmt::format("extra_{}", extra_number), extra);
+        if constexpr (Checkpointed<E>) function(detail::formatted("extra_{}", extra_number), extra);
         ++extra_number;
       });
       if constexpr (Checkpointed<PrecisionType>) function(std::string("precision"), precision_);
-      (function(fmt::format("part_{}", part_number++), parts), ...);
+      (function(detail::formatted("part_{}", part_number++), parts), ...);
     };
     return detail::CheckpointedRun{model_.module(), *optimizer_, position_, ddp_,
                                    comm_,           world_.log,  each_more};
@@ -411,9 +411,9 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
             !first || found < *first)
           first = found;
     if (comm_.rank() != 0 || (first && all[first->second].ends_with("warned"))) return;
-    const std::string where =
-        first ? fmt::format("on rank {} in step {}", detail::RankNames(comm_)(first->second), first->first)
-              : std::string("before this run was resumed");
+    const std::string where = first ? detail::formatted("on rank {} in step {}",
+                                                        detail::RankNames(comm_)(first->second), first->first)
+                                    : std::string("before this run was resumed");
     // In a group without world rank 0, the group's rank 0 logs.
     warn_of_loss(world_.rank() == 0 ? world_.log : world_.log.all(), epoch, where);
   }
@@ -423,7 +423,7 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
     if (warned_of_loss_ || warned_in_stream_ || !meter_.known_not_finite()) return;
     warned_in_stream_ = true;
     warn_of_loss(world_.log.all(), epoch,
-                 fmt::format("on rank {} in step {}", world_.rank(), *meter_.known_not_finite()));
+                 detail::formatted("on rank {} in step {}", world_.rank(), *meter_.known_not_finite()));
   }
 
   static void warn_of_loss(const Log& log, std::int64_t epoch, const std::string& where) {

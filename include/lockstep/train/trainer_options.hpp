@@ -8,6 +8,7 @@
 #include <optional>
 #include <utility>
 
+#include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/grad/ddp_options.hpp"
 
@@ -50,46 +51,39 @@ struct TrainerOptions {
   DdpOptions ddp = {};
 };
 
-}  // namespace lockstep
-
-namespace lockstep::detail {
-template <class... Args>
-[[noreturn]] void refuse_option(fmt::format_string<Args...> text, Args&&... args) {
-  throw UsageError(fmt::format(text, std::forward<Args>(args)...));
-}
-}  // namespace lockstep::detail
-
-namespace lockstep {
-
 /// Returns `options`. Throws UsageError that names the first invalid option.
 inline const TrainerOptions& validated(const TrainerOptions& options) {
-  using detail::refuse_option;
   if (options.epochs && options.steps)
-    refuse_option("both epochs ({}) and steps ({}) are given: give one of them", *options.epochs,
-                  *options.steps);
+    throw UsageError(detail::formatted("both epochs ({}) and steps ({}) are given: give one of them",
+                                       *options.epochs, *options.steps));
   if (options.epochs && *options.epochs < 0)
-    refuse_option("epochs is {}: give the number of passes over the dataset, 0 or more", *options.epochs);
+    throw UsageError(detail::formatted("epochs is {}: give the number of passes over the dataset, 0 or more",
+                                       *options.epochs));
   if (options.steps && *options.steps < 0)
-    refuse_option("steps is {}: give a number of steps, 0 or more", *options.steps);
+    throw UsageError(detail::formatted("steps is {}: give a number of steps, 0 or more", *options.steps));
   if (options.batch_size < 1)
-    refuse_option("batch size is {}: give the samples a rank and a step, 1 or more", options.batch_size);
+    throw UsageError(detail::formatted("batch size is {}: give the samples a rank and a step, 1 or more",
+                                       options.batch_size));
   if (options.accumulate < 1)
-    refuse_option("accumulate is {}: give the micro-batches a step, 1 or more", options.accumulate);
+    throw UsageError(
+        detail::formatted("accumulate is {}: give the micro-batches a step, 1 or more", options.accumulate));
   if (options.accumulate > std::numeric_limits<std::int64_t>::max() / options.batch_size)
-    refuse_option("accumulate is {} at a batch size of {}: no dataset has that many samples for a step",
-                  options.accumulate, options.batch_size);
+    throw UsageError(detail::formatted(
+        "accumulate is {} at a batch size of {}: no dataset has that many samples for a step",
+        options.accumulate, options.batch_size));
   if (options.lr && (!std::isfinite(*options.lr) || *options.lr < 0))
-    refuse_option("learning rate is {}: give a finite number, 0 or more", *options.lr);
+    throw UsageError(detail::formatted("learning rate is {}: give a finite number, 0 or more", *options.lr));
   if (options.num_workers < 0)
-    refuse_option("num_workers is {}: give a number of threads, 0 or more", options.num_workers);
+    throw UsageError(
+        detail::formatted("num_workers is {}: give a number of threads, 0 or more", options.num_workers));
   if (options.ddp.param_dtype || options.ddp.buffer_dtype)
-    refuse_option(
+    throw UsageError(detail::formatted(
         "ddp.param_dtype and buffer_dtype are for loops by hand, whose forwards cast what they are given: "
         "take "
-        "a precision, such as Bf16 or Fp16");
+        "a precision, such as Bf16 or Fp16"));
   if (options.num_workers > 1024)
-    refuse_option("num_workers is {}: give the threads a rank that load ahead, 1024 at most",
-                  options.num_workers);
+    throw UsageError(detail::formatted(
+        "num_workers is {}: give the threads a rank that load ahead, 1024 at most", options.num_workers));
   return options;
 }
 

@@ -1,7 +1,5 @@
 #pragma once
 
-#include <fmt/format.h>
-
 #include <charconv>
 #include <cstdlib>
 #include <functional>
@@ -9,6 +7,7 @@
 #include <string>
 #include <string_view>
 
+#include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 
 namespace lockstep {
@@ -62,12 +61,13 @@ inline std::optional<int> integer_variable(const Variables& variables, const cha
   if (!text) return std::nullopt;
   const auto value = whole_number(*text);
   if (!value)
-    throw UsageError(fmt::format("{}={} is not a whole number. Set it to one, or unset it", name, *text));
+    throw UsageError(
+        detail::formatted("{}={} is not a whole number. Set it to one, or unset it", name, *text));
   if (*value < least || *value > most)
     throw UsageError(
         most == 2147483647
-            ? fmt::format("{}={} is too small: it must be at least {}", name, *text, least)
-            : fmt::format("{}={} is out of range: it must be in {} to {}", name, *text, least, most));
+            ? detail::formatted("{}={} is too small: it must be at least {}", name, *text, least)
+            : detail::formatted("{}={} is out of range: it must be in {} to {}", name, *text, least, most));
   return value;
 }
 
@@ -86,13 +86,13 @@ inline std::string rendezvous_url(const Variables& variables, bool needed) {
   if (const auto url = variables("LOCKSTEP_RENDEZVOUS")) return *url;
   const auto address = variables("MASTER_ADDR");
   const auto port = integer_variable(variables, "MASTER_PORT", 1, 65535);
-  if (address && port) return fmt::format("tcp://{}:{}", *address, *port);
+  if (address && port) return detail::formatted("tcp://{}:{}", *address, *port);
   if (needed)
-    throw UsageError(
-        fmt::format("{} is not set: the ranks need to know where to meet. Set MASTER_ADDR to the host of "
-                    "rank 0 and MASTER_PORT "
-                    "to a free port there, the same on every rank",
-                    address ? "MASTER_PORT" : "MASTER_ADDR"));
+    throw UsageError(detail::formatted(
+        "{} is not set: the ranks need to know where to meet. Set MASTER_ADDR to the host of "
+        "rank 0 and MASTER_PORT "
+        "to a free port there, the same on every rank",
+        address ? "MASTER_PORT" : "MASTER_ADDR"));
   return {};
 }
 
@@ -126,7 +126,7 @@ inline RendezvousUrl parse_rendezvous(const std::string& url) {
       if (port && parsed.port > 0 && parsed.port <= 65535) return parsed;
     }
   }
-  throw UsageError(fmt::format(
+  throw UsageError(detail::formatted(
       "the rendezvous '{}' is neither tcp://HOST:PORT nor file:///ABSOLUTE/PATH: write it as one of them",
       url));
 }
@@ -136,8 +136,8 @@ inline std::string read_store_secret(const Variables& variables = process_variab
   auto secret = variables("LOCKSTEP_STORE_SECRET").value_or("");
   constexpr std::size_t longest = 256;
   if (secret.size() > longest)
-    throw UsageError(
-        fmt::format("LOCKSTEP_STORE_SECRET has {} characters: give it at most {}", secret.size(), longest));
+    throw UsageError(detail::formatted("LOCKSTEP_STORE_SECRET has {} characters: give it at most {}",
+                                       secret.size(), longest));
   return secret;
 }
 
@@ -150,39 +150,39 @@ inline Environment read_environment(const Variables& variables = process_variabl
   const auto local_size = detail::integer_variable(variables, "LOCAL_WORLD_SIZE", 1);
   const auto local_rank = detail::integer_variable(variables, "LOCAL_RANK", 0);
   if (rank && !size)
-    throw UsageError(fmt::format(
+    throw UsageError(detail::formatted(
         "RANK={} is set but WORLD_SIZE is not: set WORLD_SIZE to the number of all ranks", *rank));
   if (!rank && size && *size > 1)
     throw UsageError(
-        fmt::format("WORLD_SIZE={} is set but RANK is not: set RANK to this process's number, 0 to {}", *size,
-                    *size - 1));
+        detail::formatted("WORLD_SIZE={} is set but RANK is not: set RANK to this process's number, 0 to {}",
+                          *size, *size - 1));
   env.rank = rank.value_or(0);
   env.size = size.value_or(1);
   if (env.rank >= env.size)
-    throw UsageError(fmt::format("RANK={} is out of range: with WORLD_SIZE={} it must be in 0 to {}",
-                                 env.rank, env.size, env.size - 1));
+    throw UsageError(detail::formatted("RANK={} is out of range: with WORLD_SIZE={} it must be in 0 to {}",
+                                       env.rank, env.size, env.size - 1));
   env.launched = local_rank.has_value() && rank.has_value();
   env.local_rank = local_rank.value_or(0);
   if (local_rank && !local_size && env.size > 1)
-    throw UsageError(
-        fmt::format("LOCAL_RANK={} is set but LOCAL_WORLD_SIZE is not: set LOCAL_WORLD_SIZE to the number of "
-                    "ranks on this host, or unset LOCAL_RANK",
-                    *local_rank));
+    throw UsageError(detail::formatted(
+        "LOCAL_RANK={} is set but LOCAL_WORLD_SIZE is not: set LOCAL_WORLD_SIZE to the number of "
+        "ranks on this host, or unset LOCAL_RANK",
+        *local_rank));
   env.local_size = local_size.value_or(1);
   if (env.local_size > env.size)
     throw UsageError(
-        fmt::format("LOCAL_WORLD_SIZE={} contradicts WORLD_SIZE={}: a host cannot run more ranks than "
-                    "there are",
-                    env.local_size, env.size));
+        detail::formatted("LOCAL_WORLD_SIZE={} contradicts WORLD_SIZE={}: a host cannot run more ranks than "
+                          "there are",
+                          env.local_size, env.size));
   if (env.local_rank >= env.local_size)
     throw UsageError(
-        fmt::format("LOCAL_RANK={} is out of range: with LOCAL_WORLD_SIZE={} it must be in 0 to {}",
-                    env.local_rank, env.local_size, env.local_size - 1));
+        detail::formatted("LOCAL_RANK={} is out of range: with LOCAL_WORLD_SIZE={} it must be in 0 to {}",
+                          env.local_rank, env.local_size, env.local_size - 1));
   if (env.local_rank > env.rank)
     throw UsageError(
-        fmt::format("LOCAL_RANK={} contradicts RANK={}: a rank on this host cannot be smaller than its "
-                    "number here",
-                    env.local_rank, env.rank));
+        detail::formatted("LOCAL_RANK={} contradicts RANK={}: a rank on this host cannot be smaller than its "
+                          "number here",
+                          env.local_rank, env.rank));
   env.rendezvous = detail::rendezvous_url(variables, env.size > 1);
   if (!env.rendezvous.empty()) parse_rendezvous(env.rendezvous);
   env.store_secret = read_store_secret(variables);

@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "lockstep/detail/format.hpp"
 #include "lockstep/world/detail/heap.hpp"
 #include "lockstep/world/detail/launch_plan.hpp"
 #include "lockstep/world/detail/supervisor.hpp"
@@ -44,7 +45,7 @@ inline int launch_here(const LaunchPlan& plan, int argc, const char* const* argv
   if (hosting) listener = listen_on(alone ? "127.0.0.1" : url.host, url.port);
   // A run on one host needs no shared secret.
   const auto secret = alone ? random_secret() : read_store_secret();
-  const auto rendezvous = alone ? fmt::format("tcp://127.0.0.1:{}", listener.port) : plan.rendezvous;
+  const auto rendezvous = alone ? detail::formatted("tcp://127.0.0.1:{}", listener.port) : plan.rendezvous;
 
   SupervisorOptions supervised;
   supervised.arguments.assign(argv, argv + argc);
@@ -60,7 +61,7 @@ inline int launch_here(const LaunchPlan& plan, int argc, const char* const* argv
   supervised.failed = [&](const RankFailure& failure) {
     if (alone || failure.kind == FailureKind::peer) return;
     at_most(std::chrono::milliseconds(1500),
-            [text = fmt::format("{} on {}", failure.text, host_name()), url, secret, size = plan.size] {
+            [text = detail::formatted("{} on {}", failure.text, host_name()), url, secret, size = plan.size] {
               const StorePtr tell =
                   url.path.empty()
                       ? StorePtr(connect_store({url.host, url.port, secret}, std::chrono::milliseconds(500)))

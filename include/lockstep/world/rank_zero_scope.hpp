@@ -2,8 +2,7 @@
 
 #include <string_view>
 
-#include <fmt/format.h>
-
+#include "lockstep/detail/format.hpp"
 #include "lockstep/detail/process_wide.hpp"
 #include "lockstep/error.hpp"
 
@@ -28,7 +27,7 @@ class RankZeroScope {
 /// first.
 inline void forbid_in_rank_zero_scope(std::string_view collective) {
   if (detail::rank_zero_scope_depth > 0)
-    throw CommunicationError(fmt::format(
+    throw CommunicationError(detail::formatted(
         "{} called inside a rank-zero scope: the other ranks are not in it and would never answer. "
         "Call it outside, on every rank",
         collective));

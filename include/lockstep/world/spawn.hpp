@@ -1,7 +1,5 @@
 #pragma once
 
-#include <fmt/format.h>
-
 #include <cstdio>
 #include <cstdlib>
 #include <fstream>
@@ -10,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "lockstep/detail/format.hpp"
 #include "lockstep/detail/process_wide.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/world/detail/cpu_affinity.hpp"
@@ -54,7 +53,8 @@ void spawn(int nproc, Fn&& fn, Prefix prefix = Prefix::automatic) {
   detail::end_on_uncaught();
   detail::end_with_agent();
   const int call = detail::spawn_calls++;
-  if (nproc < 1) throw UsageError(fmt::format("spawn({}): the number of processes must be 1 or more", nproc));
+  if (nproc < 1)
+    throw UsageError(detail::formatted("spawn({}): the number of processes must be 1 or more", nproc));
   if (const auto wanted = process_variable("LOCKSTEP_SPAWN_CALL")) {
     if (std::to_string(call) != *wanted) return;
     const int rank = detail::integer_variable(process_variable, "LOCKSTEP_SPAWN_RANK", 0).value_or(0);
@@ -69,11 +69,12 @@ void spawn(int nproc, Fn&& fn, Prefix prefix = Prefix::automatic) {
   options.prefix = prefix;
   options.announce = false;
   for (int rank = 0; rank < nproc; ++rank) {
-    detail::Job job{
-        rank, {fmt::format("LOCKSTEP_SPAWN_CALL={}", call), fmt::format("LOCKSTEP_SPAWN_RANK={}", rank)}};
+    detail::Job job{rank,
+                    {detail::formatted("LOCKSTEP_SPAWN_CALL={}", call),
+                     detail::formatted("LOCKSTEP_SPAWN_RANK={}", rank)}};
     if (!process_variable("OMP_NUM_THREADS"))
       job.environment.push_back(
-          fmt::format("OMP_NUM_THREADS={}", std::max(1, detail::usable_cores() / nproc)));
+          detail::formatted("OMP_NUM_THREADS={}", std::max(1, detail::usable_cores() / nproc)));
     options.jobs.push_back(std::move(job));
   }
   detail::RankFailure failure;
@@ -81,7 +82,7 @@ void spawn(int nproc, Fn&& fn, Prefix prefix = Prefix::automatic) {
   const int code = detail::Supervisor(std::move(options)).run();
   if (code == 0) return;
   if (failure.text.empty())
-    failure.text = code > 128 ? fmt::format("ended by signal {}", code - 128) : "a process failed";
+    failure.text = code > 128 ? detail::formatted("ended by signal {}", code - 128) : "a process failed";
   throw ProcessError(failure.text, code);
 }
 

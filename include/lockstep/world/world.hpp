@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "lockstep/detail/format.hpp"
 #include "lockstep/detail/process_wide.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/log/log.hpp"
@@ -57,7 +58,7 @@ class World {
     static auto& joined = *new std::map<std::string, std::shared_ptr<State>>();
     const auto& known = world.state_->environment;
     const std::lock_guard lock(mutex);
-    auto& state = joined[fmt::format("{} {} {}", known.rendezvous, known.rank, known.size)];
+    auto& state = joined[detail::formatted("{} {} {}", known.rendezvous, known.rank, known.size)];
     if (state) {
       world.state_ = state;
     } else {
@@ -72,10 +73,10 @@ class World {
   /// an invalid argument.
   /// Counterpart: torch.distributed.init_process_group with init_method.
   static World join(const std::string& url, int rank, int size) {
-    if (size < 1) throw UsageError(fmt::format("the world size is {}: it must be at least 1", size));
+    if (size < 1) throw UsageError(detail::formatted("the world size is {}: it must be at least 1", size));
     if (rank < 0 || rank >= size)
-      throw UsageError(fmt::format("rank {} is out of range: with a world size of {} it must be in 0 to {}",
-                                   rank, size, size - 1));
+      throw UsageError(detail::formatted(
+          "rank {} is out of range: with a world size of {} it must be in 0 to {}", rank, size, size - 1));
     parse_rendezvous(url);
     detail::end_on_uncaught();
     detail::end_with_agent();
@@ -163,7 +164,7 @@ class World {
   }
 
   /// The key that a rank sets at the end of its program.
-  static std::string finished_key(int rank) { return fmt::format("lockstep/finished/{}", rank); }
+  static std::string finished_key(int rank) { return detail::formatted("lockstep/finished/{}", rank); }
   /// Returns whether a rank has reached the end of its program (`launch` sets the key).
   [[nodiscard]] static bool finished(c10d::Store& store, int rank) {
     return store.check({finished_key(rank)});
@@ -218,9 +219,10 @@ class World {
       // The store counts the calls, so that two Worlds of this process never use the same key. Connecting
       // here joins the rendezvous, however long `work` takes afterwards.
       auto side = connect_again();
-      const auto call = detail::at_store(
-          "local_zero_first", [&] { return side->add(fmt::format("lockstep/first/calls/{}", rank()), 1); });
-      key = fmt::format("lockstep/first/{}/{}", place.first, call);
+      const auto call = detail::at_store("local_zero_first", [&] {
+        return side->add(detail::formatted("lockstep/first/calls/{}", rank()), 1);
+      });
+      key = detail::formatted("lockstep/first/{}/{}", place.first, call);
       if (place.rank > 0) wait_for_first(*side, place.first, key, limit);
     }
     if (place.rank > 0) return std::forward<Work>(work)();
@@ -429,25 +431,26 @@ class World {
       if (const auto failure = published_failure(side))
         throw PeerError(detail::Failure::parse(*failure).sentence());
       if (std::chrono::steady_clock::now() > begin + limit)
-        throw TimeoutError(
-            fmt::format("rank {}, the first on this host, has not finished its local_zero_first after {} s",
-                        first, std::chrono::duration<double>(limit).count()));
+        throw TimeoutError(detail::formatted(
+            "rank {}, the first on this host, has not finished its local_zero_first after {} s", first,
+            std::chrono::duration<double>(limit).count()));
     }
     if (detail::to_text(side.get(key)) != "done") {
       if (const auto failure = published_failure(side))
         throw PeerError(detail::Failure::parse(*failure).sentence());
-      throw PeerError(fmt::format("rank {}, the first on this host, failed in local_zero_first", first));
+      throw PeerError(
+          detail::formatted("rank {}, the first on this host, failed in local_zero_first", first));
     }
   } catch (const c10::DistStoreError&) {
     throw TimeoutError(
-        fmt::format("the store does not answer, so that this rank cannot learn whether rank {}, "
-                    "the first on this host, has finished its local_zero_first",
-                    first));
+        detail::formatted("the store does not answer, so that this rank cannot learn whether rank {}, "
+                          "the first on this host, has finished its local_zero_first",
+                          first));
   } catch (const c10::Error&) {
     throw PeerError(
-        fmt::format("the store is gone, and with it the process that hosts it, before rank {}, the "
-                    "first on this host, has finished its local_zero_first",
-                    first));
+        detail::formatted("the store is gone, and with it the process that hosts it, before rank {}, the "
+                          "first on this host, has finished its local_zero_first",
+                          first));
   }
 
   std::shared_ptr<State> state_;

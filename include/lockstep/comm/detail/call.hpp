@@ -6,9 +6,8 @@
 #include <string>
 #include <vector>
 
-#include <fmt/format.h>
-
 #include "lockstep/comm/detail/failure_monitor.hpp"
+#include "lockstep/detail/format.hpp"
 
 namespace lockstep::detail {
 
@@ -22,16 +21,16 @@ struct Call {
 
   /// Returns "all_reduce #57" or "recv from rank 2 (tag 5)".
   [[nodiscard]] std::string text() const {
-    if (peer < 0) return sequence == 0 ? std::string(name) : fmt::format("{} #{}", name, sequence);
-    return fmt::format("{} {} rank {} (tag {})", name, name[0] == 's' ? "to" : "from", peer, tag);
+    if (peer < 0) return sequence == 0 ? std::string(name) : detail::formatted("{} #{}", name, sequence);
+    return detail::formatted("{} {} rank {} (tag {})", name, name[0] == 's' ? "to" : "from", peer, tag);
   }
 };
 
 /// Formats a duration: "250 ms", "6 s".
 inline std::string duration_text(std::chrono::steady_clock::duration time) {
   const auto milliseconds = std::chrono::duration_cast<std::chrono::milliseconds>(time).count();
-  if (milliseconds < 1000) return fmt::format("{} ms", milliseconds);
-  return fmt::format("{} s", milliseconds / 1000);
+  if (milliseconds < 1000) return detail::formatted("{} ms", milliseconds);
+  return detail::formatted("{} s", milliseconds / 1000);
 }
 
 /// Joins names and appends the verb: "1 has", "1 and 3 have", "1, 2 and 3 have".
@@ -47,8 +46,9 @@ inline std::string joined(const std::vector<std::string>& items) {
 inline std::string lateness(const Call& call, const std::map<int, Position>& positions,
                             const std::vector<int>& ranks, int own_rank, const std::string& waited) {
   const auto last = [](const Position& position) {
-    return position.sequence == 0 ? std::string("at the start")
-                                  : fmt::format("last at {} #{}", position.operation, position.sequence);
+    return position.sequence == 0
+               ? std::string("at the start")
+               : detail::formatted("last at {} #{}", position.operation, position.sequence);
   };
   std::vector<std::string> late, silent;
   std::string where;
@@ -59,28 +59,28 @@ inline std::string lateness(const Call& call, const std::map<int, Position>& pos
     if (position == positions.end()) {
       silent.push_back(std::to_string(rank));
     } else if (call.peer >= 0) {
-      return fmt::format("{} is not complete after {}: rank {} is {}", call.text(), waited, rank,
-                         last(position->second));
+      return detail::formatted("{} is not complete after {}: rank {} is {}", call.text(), waited, rank,
+                               last(position->second));
     } else if (position->second.sequence < call.sequence) {
       late.push_back(std::to_string(rank));
-      where +=
-          fmt::format("; {}{}", late.size() > 1 ? fmt::format("rank {} ", rank) : "", last(position->second));
+      where += detail::formatted("; {}{}", late.size() > 1 ? detail::formatted("rank {} ", rank) : "",
+                                 last(position->second));
     }
   }
   std::string text;
   for (const auto& [rank, position] : positions)
     if (call.peer < 0 && position.sequence == call.sequence && position.operation != call.name)
-      return fmt::format("{} is not complete after {}: rank {} called {} instead", call.text(), waited, rank,
-                         position.operation);
+      return detail::formatted("{} is not complete after {}: rank {} called {} instead", call.text(), waited,
+                               rank, position.operation);
   if (!late.empty())
-    text = fmt::format("rank{} {} not entered {} after {}{}", late.size() > 1 ? "s" : "", joined(late),
-                       call.text(), waited, where);
+    text = detail::formatted("rank{} {} not entered {} after {}{}", late.size() > 1 ? "s" : "", joined(late),
+                             call.text(), waited, where);
   if (!silent.empty())
-    text += fmt::format("{}rank{} {} not said how far {} after {} of {}: dead, stopped, or cut off",
-                        text.empty() ? "" : ". ", silent.size() > 1 ? "s" : "", joined(silent),
-                        silent.size() > 1 ? "they are" : "it is", waited, call.text());
+    text += detail::formatted("{}rank{} {} not said how far {} after {} of {}: dead, stopped, or cut off",
+                              text.empty() ? "" : ". ", silent.size() > 1 ? "s" : "", joined(silent),
+                              silent.size() > 1 ? "they are" : "it is", waited, call.text());
   if (text.empty())
-    text = fmt::format(
+    text = detail::formatted(
         "{} is not complete after {} although every rank has entered it: the network or a rank is too "
         "slow",
         call.text(), waited);

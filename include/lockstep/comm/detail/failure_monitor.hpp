@@ -20,10 +20,10 @@
 #include <vector>
 
 #include <c10/util/Exception.h>
-#include <fmt/format.h>
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include "lockstep/detail/format.hpp"
 #include "lockstep/detail/process_wide.hpp"
 #include "lockstep/world/detail/printable.hpp"
 #include "lockstep/world/detail/store_mailbox.hpp"
@@ -54,7 +54,8 @@ struct GroupStatus {
       const std::uint64_t number = sequence.load(std::memory_order_acquire);
       const char* operation = operations[number % 2].load(std::memory_order_relaxed);
       std::atomic_thread_fence(std::memory_order_acquire);
-      if (sequence.load(std::memory_order_relaxed) == number) return fmt::format("{} {}", number, operation);
+      if (sequence.load(std::memory_order_relaxed) == number)
+        return detail::formatted("{} {}", number, operation);
     }
   }
 };
@@ -195,19 +196,20 @@ class FailureMonitor {
   /// Publishes the failure of `rank` to every rank, unless a failure is already known. Blocks at most 1 s.
   void publish(int rank, const std::string& text) noexcept {
     tell(std::chrono::seconds(1),
-         [own = shared_->rank, size = shared_->size, text = fmt::format("rank {}: {}", rank, text)](
+         [own = shared_->rank, size = shared_->size, text = detail::formatted("rank {}: {}", rank, text)](
              const StorePtr& store) { World::publish_failure(store, own, size, text); });
   }
 
   /// Publishes this rank's failure before its reason is known. A rank that receives it waits briefly for
   /// publish(). Blocks at most 500 ms.
   void publish_vague(const std::string& text) noexcept {
-    post(std::chrono::milliseconds(500), fmt::format("failed {} {}", shared_->rank, text));
+    post(std::chrono::milliseconds(500), detail::formatted("failed {} {}", shared_->rank, text));
   }
 
   /// Announces to every rank that this rank leaves a group in good order. Blocks at most 1 s.
   void publish_departure(const GroupStatus& group) noexcept {
-    post(std::chrono::seconds(1), fmt::format("departed {} {} {}", group.name, shared_->rank, group.text()));
+    post(std::chrono::seconds(1),
+         detail::formatted("departed {} {} {}", group.name, shared_->rank, group.text()));
   }
 
   void add(std::shared_ptr<const GroupStatus> group) {
@@ -516,7 +518,7 @@ class FailureMonitor {
     [[nodiscard]] std::string status_text(std::int64_t question) {
       std::string text = std::to_string(question);
       std::lock_guard lock(mutex);
-      for (const auto& group : groups) text += fmt::format("\n{} {}", group->name, group->text());
+      for (const auto& group : groups) text += detail::formatted("\n{} {}", group->name, group->text());
       return text;
     }
 

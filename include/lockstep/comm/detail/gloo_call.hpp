@@ -11,11 +11,11 @@
 #include <utility>
 
 #include <c10/util/Exception.h>
-#include <fmt/format.h>
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include "lockstep/comm/detail/call.hpp"
+#include "lockstep/detail/format.hpp"
 
 namespace lockstep::detail {
 
@@ -72,8 +72,8 @@ inline std::string gloo_words(const std::exception_ptr& cause) {
     text = text.substr(end + 2);
   // "[enforce fail at /path/to/pair.cc:544] op.preamble.length <= op.nbytes. 60 vs 20"
   if (const auto sizes = text.find("op.nbytes. "); sizes != std::string::npos)
-    return fmt::format("the ranks gave it tensors of different sizes (a part of {} bytes)",
-                       text.substr(sizes + std::string_view("op.nbytes. ").size()));
+    return detail::formatted("the ranks gave it tensors of different sizes (a part of {} bytes)",
+                             text.substr(sizes + std::string_view("op.nbytes. ").size()));
   return text.substr(0, text.find(". This is typically"));
 }
 

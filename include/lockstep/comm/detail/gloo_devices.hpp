@@ -8,11 +8,10 @@
 #include <utility>
 #include <vector>
 
-#include <fmt/format.h>
-
 #include "lockstep/comm/detail/gloo_sockets.hpp"
 #include "lockstep/comm/detail/sigpipe_guard.hpp"
 #include "lockstep/comm/gloo_options.hpp"
+#include "lockstep/detail/format.hpp"
 #include "lockstep/detail/process_group_gloo.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/world/world.hpp"
@@ -36,11 +35,11 @@ inline std::vector<std::shared_ptr<gloo::transport::Device>> gloo_devices(const 
     try {
       devices.push_back(c10d::ProcessGroupGloo::createDeviceForInterface(interface));
     } catch (const std::exception&) {
-      throw UsageError(
-          fmt::format("Gloo cannot use the network interface '{}': set GLOO_SOCKET_IFNAME to one that `ip "
-                      "addr` shows with an "
-                      "address",
-                      interface));
+      throw UsageError(detail::formatted(
+          "Gloo cannot use the network interface '{}': set GLOO_SOCKET_IFNAME to one that `ip "
+          "addr` shows with an "
+          "address",
+          interface));
     }
   }
   if (!devices.empty()) return devices;

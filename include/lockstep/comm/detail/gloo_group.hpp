@@ -12,8 +12,6 @@
 #include <utility>
 #include <vector>
 
-#include <fmt/format.h>
-
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
@@ -24,6 +22,7 @@
 #include "lockstep/comm/detail/sigpipe_guard.hpp"
 #include "lockstep/comm/detail/sticky_error.hpp"
 #include "lockstep/comm/gloo_options.hpp"
+#include "lockstep/detail/format.hpp"
 #include "lockstep/detail/process_group_gloo.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/world/world.hpp"
@@ -71,7 +70,7 @@ class GlooGroup {
   [[nodiscard]] const World& world() const { return membership_.world(); }
   [[nodiscard]] const std::string& name() const { return membership_.name(); }
   [[nodiscard]] const std::vector<int>& ranks() const { return membership_.ranks(); }
-  [[nodiscard]] std::string next_child() { return fmt::format("{}/{}", name(), children_++); }
+  [[nodiscard]] std::string next_child() { return detail::formatted("{}/{}", name(), children_++); }
   [[nodiscard]] const GlooOptions& options() const { return options_; }
   [[nodiscard]] std::chrono::milliseconds timeout() const { return options_.timeout; }
   [[nodiscard]] c10d::ProcessGroupGloo& process_group() { return *process_group_; }
@@ -89,7 +88,8 @@ class GlooGroup {
     forbid_in_rank_zero_scope(name);
     if (failed()) rethrow();
     if (!process_group_)
-      throw CommunicationError(fmt::format("{} called after shutdown(): make a new communicator", name));
+      throw CommunicationError(
+          detail::formatted("{} called after shutdown(): make a new communicator", name));
     const Call call{name, 0, peer, tag, Clock::now()};
     if (membership_.news()) check(membership_.look(call));
     return call;
@@ -182,22 +182,19 @@ class GlooGroup {
     return c10::make_intrusive<c10d::PrefixStore>(name, world.connect_again(limit));
   }
 
-  // Runs `work` on a detached thread and returns its future.
-  template <class Work>
-  static auto in_background(Work work) {
-    std::packaged_task<decltype(work())()> task(std::move(work));
-    auto result = task.get_future();
-    std::thread(std::move(task)).detach();
-    return result;
-  }
-
   // Gloo has no bound on the time to connect: a peer or the store may never answer.
   void connect() {
     const Call call{"the start of the communicator", 0, -1, 0, Clock::now()};
-    auto connected =
-        in_background([rank = rank(), size = size(), world = world(), name = name(), options = options_] {
-          return connect_gloo(own_store(world, name, options.timeout), rank, size, world, options);
-        });
+    std::promise<c10::intrusive_ptr<c10d::ProcessGroupGloo>> promise;
+    auto connected = promise.get_future();
+    std::thread([promise = std::move(promise), rank = rank(), size = size(), world = world(), name = name(),
+                 options = options_]() mutable {
+      try {
+        promise.set_value(connect_gloo(own_store(world, name, options.timeout), rank, size, world, options));
+      } catch (...) {
+        promise.set_exception(std::current_exception());
+      }
+    }).detach();
     Membership::CallWatch watch(membership_, call);
     while (connected.wait_for(slice) != std::future_status::ready) {
       check(watch.look());
@@ -214,17 +211,24 @@ class GlooGroup {
 
   // Completes the works in flight, on a thread that can be left behind. Returns false if another rank failed.
   bool finish_works(const Call& call) {
-    auto finished = in_background([gloo = std::move(process_group_), lane = std::move(lane_),
-                                   kept = std::move(kept_), timeout = timeout()]() mutable {
-      const SigpipeGuard guard;
-      for (auto& message : kept) try {
-          message->wait(timeout);
-        } catch (const std::exception&) {  // its peer has gone without receiving it
-        }
-      kept.clear();
-      gloo.reset();
-      lane->close();
-    });
+    std::promise<void> promise;
+    auto finished = promise.get_future();
+    std::thread([promise = std::move(promise), gloo = std::move(process_group_), lane = std::move(lane_),
+                 kept = std::move(kept_), timeout = timeout()]() mutable {
+      try {
+        const SigpipeGuard guard;
+        for (auto& message : kept) try {
+            message->wait(timeout);
+          } catch (const std::exception&) {  // its peer has gone without receiving it
+          }
+        kept.clear();
+        gloo.reset();
+        lane->close();
+        promise.set_value();
+      } catch (...) {
+        promise.set_exception(std::current_exception());
+      }
+    }).detach();
     while (finished.wait_for(slice) != std::future_status::ready) {
       if (membership_.monitor() && membership_.monitor()->failure()) return false;
       if (Clock::now() >= call.start + timeout()) late(call);
@@ -255,9 +259,9 @@ class GlooGroup {
   [[noreturn]] void explain(const Call& call, const std::exception_ptr& cause) {
     if (failed()) rethrow();
     const std::string words = gloo_words(cause);
-    check(membership_.cause_of(call,
-                               fmt::format("it does not answer and has closed its connections ({})", words)));
-    const CommunicationError error(fmt::format("{} failed: {}", call.text(), words), world().rank());
+    check(membership_.cause_of(
+        call, detail::formatted("it does not answer and has closed its connections ({})", words)));
+    const CommunicationError error(detail::formatted("{} failed: {}", call.text(), words), world().rank());
     error_.keep(std::make_exception_ptr(error));
     throw error;
   }

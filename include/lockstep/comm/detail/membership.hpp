@@ -15,7 +15,6 @@
 #include <vector>
 
 #include <c10/util/Exception.h>
-#include <fmt/format.h>
 
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -25,6 +24,7 @@
 #include "lockstep/comm/detail/default_timeout.hpp"
 #include "lockstep/comm/detail/failure_monitor.hpp"
 #include "lockstep/comm/detail/own_error.hpp"
+#include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/world/world.hpp"
 
@@ -35,9 +35,9 @@ inline std::string store_text(const Environment& environment) {
   if (environment.store_outlives_attempts) return "the store that rank 0 hosts";
   if (environment.rendezvous.empty()) return "the store";
   const auto url = parse_rendezvous(environment.rendezvous);
-  if (!url.path.empty()) return fmt::format("the store in the file {}", url.path);
-  return fmt::format("the store at {}:{}{}", url.host, url.port,
-                     environment.store_is_hosted ? "" : ", which rank 0 hosts,");
+  if (!url.path.empty()) return detail::formatted("the store in the file {}", url.path);
+  return detail::formatted("the store at {}:{}{}", url.host, url.port,
+                           environment.store_is_hosted ? "" : ", which rank 0 hosts,");
 }
 
 /// What the ranks of a group exchange through the store, outside the transport of their tensors: rendezvous,
@@ -78,7 +78,7 @@ class Membership {
     Membership counting(world, {world.rank()}, prefix, timeout);
     const std::int64_t number = counting.at_store(
         making(), [kind, rank = world.rank()](c10d::Store& store) { return next_number(store, rank, kind); });
-    return fmt::format("{}/{}", prefix, number);
+    return detail::formatted("{}/{}", prefix, number);
   }
 
   ~Membership() {
@@ -123,9 +123,9 @@ class Membership {
       if (!came) return not_made(call) + silence();
       for (std::size_t rank = 0; rank < came->size(); ++rank)
         if (!(*came)[rank]) missing.push_back(std::to_string(ranks()[rank]));
-      return fmt::format("rank{} {} not come to make the communicator '{}' after {}",
-                         missing.size() == 1 ? "" : "s", joined(missing), name(),
-                         duration_text(Clock::now() - call.start));
+      return detail::formatted("rank{} {} not come to make the communicator '{}' after {}",
+                               missing.size() == 1 ? "" : "s", joined(missing), name(),
+                               duration_text(Clock::now() - call.start));
     });
     return at_store(call, [size = size()](c10d::Store& store) {
       std::vector<std::string> identities;
@@ -146,7 +146,7 @@ class Membership {
         return own;
       });
     await_key(call, key, [&] {
-      return fmt::format("rank {} has not given the communicator '{}' its {}", ranks()[0], name(), key);
+      return detail::formatted("rank {} has not given the communicator '{}' its {}", ranks()[0], name(), key);
     });
     return at_store(call, [key = std::string(key)](c10d::Store& store) { return store.get_to_str(key); });
   }
@@ -168,8 +168,8 @@ class Membership {
     for (const auto& [rank, position] : monitor_->departed(name()))
       if (rank != world_.rank() && call.peer < 0 && position.sequence < call.sequence)
         return std::make_exception_ptr(
-            CommunicationError(fmt::format("rank {} has left after {} #{}, so {} can never be complete", rank,
-                                           position.operation, position.sequence, call.text()),
+            CommunicationError(detail::formatted("rank {} has left after {} #{}, so {} can never be complete",
+                                                 rank, position.operation, position.sequence, call.text()),
                                world_.rank()));
     return nullptr;
   }
@@ -275,15 +275,16 @@ class Membership {
         if (silence < membership_.heartbeat_) continue;
         const auto time = duration_text(silence);
         if (who == store)
-          return std::make_exception_ptr(
-              TimeoutError(membership_.lateness_of(call_, waited(), answers) +
-                               fmt::format(". It has been silent for {} (LOCKSTEP_HEARTBEAT_TIMEOUT)", time),
-                           membership_.world_.rank()));
+          return std::make_exception_ptr(TimeoutError(
+              membership_.lateness_of(call_, waited(), answers) +
+                  detail::formatted(". It has been silent for {} (LOCKSTEP_HEARTBEAT_TIMEOUT)", time),
+              membership_.world_.rank()));
         return membership_.blame(
             call_, who,
-            fmt::format("it has not answered for {} (LOCKSTEP_HEARTBEAT_TIMEOUT), and others wait for it in "
-                        "{}: it is stopped, or its host is cut off",
-                        time, call_.text()));
+            detail::formatted(
+                "it has not answered for {} (LOCKSTEP_HEARTBEAT_TIMEOUT), and others wait for it in "
+                "{}: it is stopped, or its host is cut off",
+                time, call_.text()));
       }
       return nullptr;
     }
@@ -355,26 +356,10 @@ class Membership {
   template <class Work>
   auto at_store_until(const Call& call, Clock::time_point until, Work work)
       -> std::optional<decltype(work(std::declval<c10d::Store&>()))> {
-    using Result = decltype(work(std::declval<c10d::Store&>()));
-    if (!monitor_) return work(*store_);
-    const auto result = std::make_shared<std::optional<Result>>();
-    std::exception_ptr error;
-    const auto ending = monitor_->perform(
-        [result, work = std::move(work), name = name()](const StorePtr& store) {
-          c10d::PrefixStore group(name, store);
-          *result = work(group);
-        },
-        until, &error);
-    if (ending == FailureMonitor::Ending::complete) return std::move(*result);
-    const bool over = Clock::now() >= until;
-    // The store may be gone because of a failure that a rank is publishing.
-    if (!over && ending == FailureMonitor::Ending::failed)
-      monitor_->await_failure(std::chrono::milliseconds(1500));
-    throw_if_failed(call);
-    if (over) return std::nullopt;
-    throw CommunicationError(fmt::format("{} fails: {}", store_text(world_.environment()),
-                                         error ? first_line(error) : std::string("it is gone")),
-                             world_.rank());
+    const auto result = std::make_shared<std::optional<decltype(work(std::declval<c10d::Store&>()))>>();
+    if (!perform_until(call, until, [result, work](c10d::Store& store) { *result = work(store); }))
+      return std::nullopt;
+    return std::move(*result);
   }
   /// at_store_until() up to the timeout of `call`, at which it throws TimeoutError.
   template <class Work>
@@ -385,9 +370,10 @@ class Membership {
   }
   /// Throws the TimeoutError of a call that the store has not answered in time.
   [[noreturn]] void throw_store_timeout(const Call& call) const {
-    const std::string what = *call.name == '\0' ? not_made(call)
-                                                : fmt::format("{} is not complete after {}", call.text(),
-                                                              duration_text(Clock::now() - call.start));
+    const std::string what = *call.name == '\0'
+                                 ? not_made(call)
+                                 : detail::formatted("{} is not complete after {}", call.text(),
+                                                     duration_text(Clock::now() - call.start));
     throw TimeoutError(what + silence(), world_.rank());
   }
 
@@ -432,7 +418,7 @@ class Membership {
       if (deserted == 2) return;
       if (Clock::now() >= call.start + timeout_)
         throw TimeoutError(
-            fmt::format(
+            detail::formatted(
                 "{} is not complete after {}: rank {} hosts the store and waits for rank{} {} to leave "
                 "the communicator '{}'",
                 call.text(), duration_text(Clock::now() - call.start), world_.rank(),
@@ -444,19 +430,44 @@ class Membership {
   [[nodiscard]] const std::shared_ptr<FailureMonitor>& monitor() const { return monitor_; }
 
  private:
+  // at_store_until() without a result: returns whether `work` has run.
+  bool perform_until(const Call& call, Clock::time_point until, std::function<void(c10d::Store&)> work) {
+    if (!monitor_) {
+      work(*store_);
+      return true;
+    }
+    std::exception_ptr error;
+    const auto ending = monitor_->perform(
+        [work = std::move(work), name = name()](const StorePtr& store) {
+          c10d::PrefixStore group(name, store);
+          work(group);
+        },
+        until, &error);
+    if (ending == FailureMonitor::Ending::complete) return true;
+    const bool over = Clock::now() >= until;
+    // The store may be gone because of a failure that a rank is publishing.
+    if (!over && ending == FailureMonitor::Ending::failed)
+      monitor_->await_failure(std::chrono::milliseconds(1500));
+    throw_if_failed(call);
+    if (over) return false;
+    throw CommunicationError(detail::formatted("{} fails: {}", store_text(world_.environment()),
+                                               error ? first_line(error) : std::string("it is gone")),
+                             world_.rank());
+  }
+
   // How long the monitor of another rank may take to answer.
   static constexpr std::chrono::milliseconds answer_timeout{1500};
   // The pauses between two looks for a key.
   static constexpr std::chrono::microseconds first_pause{200}, last_pause{20000};
 
-  static std::string here(int rank) { return fmt::format("here/{}", rank); }
+  static std::string here(int rank) { return detail::formatted("here/{}", rank); }
   static Clock::time_point soon() { return Clock::now() + answer_timeout; }
   [[nodiscard]] std::string not_made(const Call& call) const {
-    return fmt::format("the communicator '{}' is not made after {}", name(),
-                       duration_text(Clock::now() - call.start));
+    return detail::formatted("the communicator '{}' is not made after {}", name(),
+                             duration_text(Clock::now() - call.start));
   }
   [[nodiscard]] std::string silence() const {
-    return fmt::format(
+    return detail::formatted(
         ": {} does not answer, so nobody knows which rank is late. Its host is stopped or cut off from rank "
         "{}: look there, or at the network between them",
         store_text(world_.environment()), world_.rank());
@@ -468,8 +479,7 @@ class Membership {
   }
 
   // Blocks until a key is in the store. Throws TimeoutError with the text of `late()` at the timeout.
-  template <class Late>
-  void await_key(const Call& call, const char* key, Late&& late) {
+  void await_key(const Call& call, const char* key, const std::function<std::string()>& late) {
     for (auto pause = first_pause; !holds(call, key, call.start + timeout_).value_or(false);
          pause = std::min(2 * pause, last_pause)) {
       throw_if_failed(call);
@@ -491,7 +501,7 @@ class Membership {
     if (monitor_->await_failure(std::chrono::milliseconds(500)))
       if (auto error = look(call)) return error;
     return std::make_exception_ptr(
-        PeerError(fmt::format("rank {} failed first: {}", rank, text), world_.rank()));
+        PeerError(detail::formatted("rank {} failed first: {}", rank, text), world_.rank()));
   }
 
   // Returns how old a shared question may be. The bound keeps out answers so old that they would call a rank
@@ -508,9 +518,10 @@ class Membership {
     for (const auto& [rank, position] : answers.positions)
       if (position.sequence == call.sequence && position.operation != call.name)
         return std::make_exception_ptr(CommunicationError(
-            fmt::format("the ranks disagree on collective #{}: rank {} called {}, but rank {} called {}. "
-                        "Every rank must call the same collectives in the same order",
-                        call.sequence, world_.rank(), call.name, rank, position.operation),
+            detail::formatted(
+                "the ranks disagree on collective #{}: rank {} called {}, but rank {} called {}. "
+                "Every rank must call the same collectives in the same order",
+                call.sequence, world_.rank(), call.name, rank, position.operation),
             world_.rank()));
     return nullptr;
   }
@@ -535,7 +546,7 @@ class Membership {
                                         const Answers& answers) const {
     const auto time = duration_text(waited);
     if (answers.store_answers) return lateness(call, answers.positions, ranks(), world_.rank(), time);
-    return fmt::format("{} is not complete after {}", call.text(), time) + silence();
+    return detail::formatted("{} is not complete after {}", call.text(), time) + silence();
   }
 
   World world_;

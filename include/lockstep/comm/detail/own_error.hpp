@@ -1,7 +1,6 @@
 #pragma once
 
 #include <c10/util/Exception.h>
-#include <fmt/format.h>
 
 #include <chrono>
 #include <cstdint>
@@ -15,6 +14,7 @@
 
 #include "lockstep/comm/communicator.hpp"
 #include "lockstep/comm/detail/same_errors.hpp"
+#include "lockstep/detail/format.hpp"
 #include "lockstep/detail/process_wide.hpp"
 #include "lockstep/error.hpp"
 
@@ -83,10 +83,10 @@ bool every_rank_throws(C& comm) noexcept try {
   const RankNames name_of(comm);
   std::string group;
   for (int rank = 0; rank < comm.size(); ++rank)
-    group += fmt::format("{}{}", rank == 0 ? "" : ",", name_of(static_cast<std::size_t>(rank)));
+    group += detail::formatted("{}{}", rank == 0 ? "" : ",", name_of(static_cast<std::size_t>(rank)));
   std::vector<std::string> keys;
   for (int rank = 0; rank < comm.size(); ++rank)
-    keys.push_back(fmt::format("lockstep/thrown/{}/{}/{}", group, TimesThrown::of(group), rank));
+    keys.push_back(detail::formatted("lockstep/thrown/{}/{}/{}", group, TimesThrown::of(group), rank));
   const std::string& own = keys[static_cast<std::size_t>(comm.rank())];
   // A separate connection: a store that does not answer must not delay the error report.
   const auto store = comm.world().connect_again(std::chrono::seconds(2));

@@ -1,7 +1,5 @@
 #pragma once
 
-#include <fmt/format.h>
-
 #include <cstddef>
 #include <optional>
 #include <string>
@@ -10,6 +8,7 @@
 #include <vector>
 
 #include "lockstep/comm/communicator.hpp"
+#include "lockstep/detail/format.hpp"
 
 namespace lockstep::detail {
 
@@ -31,8 +30,8 @@ inline std::optional<std::string> option_difference(const std::vector<std::strin
       const std::string_view name = field(zero), value = field(zero);
       field(other);
       if (const std::string_view differs = field(other); differs != value)
-        return fmt::format("{} is {} on rank {} and {} on rank {}", name, value, name_of(0), differs,
-                           name_of(rank));
+        return detail::formatted("{} is {} on rank {} and {} on rank {}", name, value, name_of(0), differs,
+                                 name_of(rank));
     }
   }
   return std::nullopt;

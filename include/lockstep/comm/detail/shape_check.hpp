@@ -8,8 +8,6 @@
 #include <string_view>
 #include <vector>
 
-#include <fmt/format.h>
-
 #include "lockstep/comm/detail/gloo_bytes.hpp"
 #include "lockstep/comm/detail/gloo_group.hpp"
 #include "lockstep/comm/detail/signature.hpp"

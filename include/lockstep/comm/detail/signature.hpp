@@ -7,11 +7,10 @@
 #include <string>
 #include <vector>
 
-#include <fmt/format.h>
-
 #include "lockstep/comm/communicator.hpp"
 #include "lockstep/comm/detail/call.hpp"
 #include "lockstep/comm/detail/describe.hpp"
+#include "lockstep/detail/format.hpp"
 
 namespace lockstep::detail {
 
@@ -26,8 +25,8 @@ inline std::string signature(const std::string& operation, const std::vector<at:
 inline std::string operation_text(const char* name, std::optional<ReduceOp> op, int root) {
   static constexpr const char* ops[] = {"sum", "avg", "min", "max", "product"};
   std::string text = name;
-  if (op) text += fmt::format(" of {}", ops[static_cast<int>(*op)]);
-  if (root >= 0) text += fmt::format(" with root {}", root);
+  if (op) text += detail::formatted(" of {}", ops[static_cast<int>(*op)]);
+  if (root >= 0) text += detail::formatted(" with root {}", root);
   return text;
 }
 
@@ -56,12 +55,12 @@ inline std::string mismatch_text(const Call& call, const std::vector<std::string
     return true;
   };
   while (equal(differs)) ++differs;
-  std::string text = differs == 0 ? fmt::format("collective #{}:", call.sequence) : call.text() + ":";
+  std::string text = differs == 0 ? detail::formatted("collective #{}:", call.sequence) : call.text() + ":";
   bool list = false;
   for (const auto& own : lines) list = list || own.size() > 2;
-  if (differs > 0 && list) text += fmt::format(" tensor {}:", differs - 1);
+  if (differs > 0 && list) text += detail::formatted(" tensor {}:", differs - 1);
   for (std::size_t rank = 0; rank < lines.size(); ++rank)
-    text += fmt::format("{} rank {} {}", rank == 0 ? "" : ",", ranks[rank], line(rank, differs));
+    text += detail::formatted("{} rank {} {}", rank == 0 ? "" : ",", ranks[rank], line(rank, differs));
   return text;
 }
 

@@ -7,10 +7,9 @@
 #include <string_view>
 #include <vector>
 
-#include <fmt/format.h>
-
 #include "lockstep/comm/communicator.hpp"
 #include "lockstep/comm/detail/describe.hpp"
+#include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 
 #include <torch/csrc/distributed/c10d/Types.hpp>
@@ -20,16 +19,16 @@ namespace lockstep::detail {
 /// Throws CommunicationError unless `tensor` can take part in a collective on a CPU.
 inline void check_tensor(std::string_view collective, const at::Tensor& tensor) {
   auto refuse = [&](const std::string& why) {
-    throw CommunicationError(fmt::format("{}: {}", collective, why));
+    throw CommunicationError(detail::formatted("{}: {}", collective, why));
   };
   if (!tensor.defined()) refuse("the tensor is undefined");
   if (tensor.layout() != at::kStrided)
-    refuse(fmt::format("the tensor {} is not dense: call to_dense() first", describe(tensor)));
+    refuse(detail::formatted("the tensor {} is not dense: call to_dense() first", describe(tensor)));
   if (!tensor.device().is_cpu())
-    refuse(fmt::format("the tensor {} is on {}, and Gloo moves CPU tensors: call cpu() first",
-                       describe(tensor), tensor.device().str()));
+    refuse(detail::formatted("the tensor {} is on {}, and Gloo moves CPU tensors: call cpu() first",
+                             describe(tensor), tensor.device().str()));
   if (tensor.is_quantized())
-    refuse(fmt::format("the tensor {} is quantized: dequantize() it", describe(tensor)));
+    refuse(detail::formatted("the tensor {} is quantized: dequantize() it", describe(tensor)));
 }
 
 /// Returns whether Gloo can reduce this dtype. Gloo can only move other dtypes.
@@ -55,15 +54,15 @@ inline void check_reducible(std::string_view collective, const at::Tensor& tenso
   check_tensor(collective, tensor);
   const auto type = tensor.scalar_type();
   if (!gloo_reduces(type))
-    throw CommunicationError(
-        fmt::format("{}: Gloo cannot reduce {}: convert it to float32, float64, float16, bfloat16, int8, "
-                    "uint8, int32, int64 or "
-                    "bool",
-                    collective, describe(tensor)));
+    throw CommunicationError(detail::formatted(
+        "{}: Gloo cannot reduce {}: convert it to float32, float64, float16, bfloat16, int8, "
+        "uint8, int32, int64 or "
+        "bool",
+        collective, describe(tensor)));
   if (op == ReduceOp::avg && !at::isFloatingType(type))
-    throw CommunicationError(
-        fmt::format("{}: the average of {} is no {}: sum it and divide, or convert it to a floating type",
-                    collective, describe(tensor), dtype_name(type)));
+    throw CommunicationError(detail::formatted(
+        "{}: the average of {} is no {}: sum it and divide, or convert it to a floating type", collective,
+        describe(tensor), dtype_name(type)));
 }
 
 /// Throws CommunicationError unless the lists match: each of `wholes` has the dtype of its counterpart in
@@ -71,14 +70,14 @@ inline void check_reducible(std::string_view collective, const at::Tensor& tenso
 inline void check_pairs(std::string_view collective, const std::vector<at::Tensor>& wholes,
                         const std::vector<at::Tensor>& rows, int times) {
   if (wholes.size() != rows.size())
-    throw CommunicationError(fmt::format("{}: as many outputs as inputs are needed, not {} and {}",
-                                         collective, wholes.size(), rows.size()));
+    throw CommunicationError(detail::formatted("{}: as many outputs as inputs are needed, not {} and {}",
+                                               collective, wholes.size(), rows.size()));
   for (std::size_t i = 0; i < rows.size(); ++i) {
     check_tensor(collective, wholes[i]);
     check_tensor(collective, rows[i]);
     if (wholes[i].scalar_type() != rows[i].scalar_type() || wholes[i].numel() != times * rows[i].numel())
-      throw CommunicationError(fmt::format("{}: {} is not {} times {}", collective, describe(wholes[i]),
-                                           times, describe(rows[i])));
+      throw CommunicationError(detail::formatted("{}: {} is not {} times {}", collective, describe(wholes[i]),
+                                                 times, describe(rows[i])));
   }
 }
 

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <fmt/format.h>
 #include <torch/serialize/archive.h>
 
 #include <algorithm>
@@ -8,6 +7,7 @@
 #include <string>
 
 #include "lockstep/data/sampler.hpp"
+#include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 
 namespace lockstep::detail {
@@ -16,7 +16,7 @@ inline std::int64_t read_count(torch::serialize::InputArchive& archive, const st
   c10::IValue value;
   if (!archive.try_read(key, value) || !value.isInt())
     throw CheckpointError(
-        fmt::format("the saved sampler has no number \"{}\": it is not a sampler of lockstep", key));
+        detail::formatted("the saved sampler has no number \"{}\": it is not a sampler of lockstep", key));
   return value.toInt();
 }
 
@@ -24,17 +24,17 @@ inline std::int64_t read_count(torch::serialize::InputArchive& archive, const st
 // lose others.
 inline void expect_saved(const char* what, std::int64_t saved, std::int64_t here) {
   if (saved != here)
-    throw CheckpointError(
-        fmt::format("the saved sampler has {} {} and this one {}: make it with the same dataset and options",
-                    what, saved, here));
+    throw CheckpointError(detail::formatted(
+        "the saved sampler has {} {} and this one {}: make it with the same dataset and options", what, saved,
+        here));
 }
 
 inline void check_rank(const char* sampler, int rank, int world_size) {
   if (world_size < 1)
     throw UsageError(
-        fmt::format("{}: a world size of {} makes no sense, it is at least 1", sampler, world_size));
+        detail::formatted("{}: a world size of {} makes no sense, it is at least 1", sampler, world_size));
   if (rank < 0 || rank >= world_size)
-    throw UsageError(fmt::format("{}: rank {} is not between 0 and {}", sampler, rank, world_size - 1));
+    throw UsageError(detail::formatted("{}: rank {} is not between 0 and {}", sampler, rank, world_size - 1));
 }
 
 inline void check_batch_size(std::size_t batch_size) {

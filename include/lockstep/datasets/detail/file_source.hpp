@@ -10,8 +10,7 @@
 #include <memory>
 #include <string>
 
-#include <fmt/format.h>
-
+#include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 
 // The CMake target defines LOCKSTEP_HAS_ZLIB to 0 or 1; without it, zlib is used where its header is found
@@ -50,7 +49,7 @@ class GzipDecompressor : public Decompressor {
   explicit GzipDecompressor(const std::string& path) {
     // 15 + 16: the largest window, in a gzip wrapper whose checksum zlib verifies.
     if (inflateInit2(&stream_, 15 + 16) != Z_OK)
-      throw DataError(fmt::format("{}: zlib could not be started", path));
+      throw DataError(detail::formatted("{}: zlib could not be started", path));
   }
   ~GzipDecompressor() override { inflateEnd(&stream_); }
 
@@ -65,9 +64,9 @@ class GzipDecompressor : public Decompressor {
         if (stream_.avail_in == 0) {
           if (done_) return got;
           throw DataError(
-              fmt::format("{}: the gzip data end early, {} bytes into the decompressed content; "
-                          "fetch the file again",
-                          path, offset + got));
+              detail::formatted("{}: the gzip data end early, {} bytes into the decompressed content; "
+                                "fetch the file again",
+                                path, offset + got));
         }
       }
       // A gzip file may be a concatenation of several streams.
@@ -83,8 +82,8 @@ class GzipDecompressor : public Decompressor {
       if (status == Z_STREAM_END)
         done_ = true;
       else if (status != Z_OK && status != Z_BUF_ERROR)
-        throw DataError(fmt::format("{}: damaged gzip data, {} bytes into the decompressed content: {}", path,
-                                    offset + got, stream_.msg ? stream_.msg : "unknown format"));
+        throw DataError(detail::formatted("{}: damaged gzip data, {} bytes into the decompressed content: {}",
+                                          path, offset + got, stream_.msg ? stream_.msg : "unknown format"));
     }
     return got;
   }
@@ -103,10 +102,10 @@ class FileSource {
   explicit FileSource(const std::filesystem::path& path) : path_(path.string()) {
     std::error_code error;
     if (!std::filesystem::is_regular_file(path, error))
-      throw DataError(fmt::format("{}: {}", path_, error ? error.message() : "not a file"));
+      throw DataError(detail::formatted("{}: {}", path_, error ? error.message() : "not a file"));
     size_ = std::filesystem::file_size(path, error);
     file_.reset(std::fopen(path_.c_str(), "rb"));
-    if (!file_) throw DataError(fmt::format("{}: cannot be opened: {}", path_, std::strerror(errno)));
+    if (!file_) throw DataError(detail::formatted("{}: cannot be opened: {}", path_, std::strerror(errno)));
     std::array<unsigned char, 2> magic{};
     const std::size_t got = std::fread(magic.data(), 1, magic.size(), file_.get());
     std::rewind(file_.get());
@@ -118,8 +117,8 @@ class FileSource {
     const std::size_t got = gzipped() ? decompressor_->read(file_.get(), to, count, offset_, path_)
                                       : std::fread(to, 1, count, file_.get());
     if (got < count && std::ferror(file_.get()))
-      throw DataError(
-          fmt::format("{}: reading failed at offset {}: {}", path_, offset_ + got, std::strerror(errno)));
+      throw DataError(detail::formatted("{}: reading failed at offset {}: {}", path_, offset_ + got,
+                                        std::strerror(errno)));
     offset_ += got;
     return got;
   }
@@ -137,9 +136,9 @@ class FileSource {
     decompressor_ = std::make_unique<GzipDecompressor>(path_);
 #else
     throw DataError(
-        fmt::format("{}: the file is gzipped and this program was built without zlib; decompress it "
-                    "with gunzip, or build with zlib installed",
-                    path_));
+        detail::formatted("{}: the file is gzipped and this program was built without zlib; decompress it "
+                          "with gunzip, or build with zlib installed",
+                          path_));
 #endif
   }
 

@@ -10,7 +10,7 @@
 #include <string>
 #include <string_view>
 
-#include <fmt/format.h>
+#include "lockstep/detail/format.hpp"
 
 namespace lockstep::detail {
 
@@ -38,7 +38,7 @@ class Md5 {
     update(size);
     std::string text;
     for (const std::uint32_t word : state_)
-      for (int i = 0; i < 4; ++i) text += fmt::format("{:02x}", word >> 8 * i & 0xff);
+      for (int i = 0; i < 4; ++i) text += detail::formatted("{:02x}", word >> 8 * i & 0xff);
     return text;
   }
 

@@ -14,8 +14,7 @@
 #include <string_view>
 #include <system_error>
 
-#include <fmt/format.h>
-
+#include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/world/detail/new_file.hpp"
 
@@ -23,7 +22,7 @@ namespace lockstep::detail {
 
 /// Returns the path of the partial file that `process` writes and renames to `path` when it is complete.
 inline std::filesystem::path part_of(const std::filesystem::path& path, pid_t process = ::getpid()) {
-  return fmt::format("{}.{}.part", path.string(), process);
+  return detail::formatted("{}.{}.part", path.string(), process);
 }
 
 /// Returns the process whose partial file of `path` has the file name `name`, or 0 if `name` is not a partial
@@ -62,7 +61,7 @@ void make_file_whole(const std::filesystem::path& path, Fill&& fill) {
   remove_stale_parts(path);
   const std::filesystem::path part = part_of(path);
   const auto refuse = [&] {
-    throw DataError(fmt::format("{}: cannot be written: {}", path.string(), std::strerror(errno)));
+    throw DataError(detail::formatted("{}: cannot be written: {}", path.string(), std::strerror(errno)));
   };
   const int created = open_new_file(part.c_str());
   if (created < 0) refuse();

@@ -1,7 +1,5 @@
 #pragma once
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <exception>
 #include <optional>
@@ -9,6 +7,7 @@
 #include <vector>
 
 #include "lockstep/comm/communicator.hpp"
+#include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/grad/model.hpp"
 
@@ -42,8 +41,8 @@ inline std::string parameter_list(const std::vector<std::size_t>& indices,
   constexpr std::size_t shown = 8;
   std::string text;
   for (std::size_t k = 0; k < std::min(indices.size(), shown); ++k)
-    text += fmt::format("{}parameter {} '{}'", k ? ", " : "", indices[k], parameters[indices[k]].name);
-  if (indices.size() > shown) text += fmt::format(" and {} more", indices.size() - shown);
+    text += detail::formatted("{}parameter {} '{}'", k ? ", " : "", indices[k], parameters[indices[k]].name);
+  if (indices.size() > shown) text += detail::formatted(" and {} more", indices.size() - shown);
   return text;
 }
 
@@ -55,14 +54,14 @@ inline std::string failure_text(const std::vector<BackwardReport>& reports,
     const BackwardReport& report = reports[i];
     const int rank = name_of(i);
     if (report.thrown)
-      thrown +=
-          fmt::format("{}backward threw on rank {}: {}", thrown.empty() ? "" : "; ", rank, *report.thrown);
+      thrown += detail::formatted("{}backward threw on rank {}: {}", thrown.empty() ? "" : "; ", rank,
+                                  *report.thrown);
     else if (report.missing.size() == parameters.size())
-      missing +=
-          fmt::format("{}rank {} (none of the parameters took part)", missing.empty() ? "" : "; ", rank);
+      missing += detail::formatted("{}rank {} (none of the parameters took part)",
+                                   missing.empty() ? "" : "; ", rank);
     else if (!report.missing.empty())
-      missing += fmt::format("{}rank {} ({})", missing.empty() ? "" : "; ", rank,
-                             parameter_list(report.missing, parameters));
+      missing += detail::formatted("{}rank {} ({})", missing.empty() ? "" : "; ", rank,
+                                   parameter_list(report.missing, parameters));
   }
   if (!thrown.empty()) return thrown + "; no rank kept its gradients";
   return "backward left gradients undefined on " + missing +

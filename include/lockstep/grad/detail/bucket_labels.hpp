@@ -1,12 +1,11 @@
 #pragma once
 
-#include <fmt/format.h>
-
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "lockstep/comm/communicator.hpp"
+#include "lockstep/detail/format.hpp"
 #include "lockstep/grad/detail/backward_report.hpp"
 #include "lockstep/grad/model.hpp"
 
@@ -23,9 +22,9 @@ class BucketLabels {
     if constexpr (Labelled<Comm>) {
       labels_.clear();
       for (std::size_t b = 0; b < buckets.size(); ++b)
-        labels_.push_back(
-            std::make_shared<const std::string>(fmt::format("bucket {} of {}, with {}", b + 1, buckets.size(),
-                                                            parameter_list(buckets.members(b), parameters))));
+        labels_.push_back(std::make_shared<const std::string>(
+            detail::formatted("bucket {} of {}, with {}", b + 1, buckets.size(),
+                              parameter_list(buckets.members(b), parameters))));
     }
   }
 

@@ -1,7 +1,6 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <fmt/format.h>
 
 #include <algorithm>
 #include <concepts>
@@ -11,6 +10,7 @@
 
 #include "lockstep/comm/communicator.hpp"
 #include "lockstep/comm/detail/same_options.hpp"
+#include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/grad/ddp_options.hpp"
 #include "lockstep/grad/detail/broadcast_list.hpp"
@@ -50,10 +50,10 @@ SeenModel look_at(M& model, const DdpOptions& options) {
   if (options.buffer_dtype) require_float_type("DdpOptions::buffer_dtype", *options.buffer_dtype);
   for (std::size_t i = 0; options.param_dtype && i < seen.trained.size(); ++i)
     if (seen.sparse[i])
-      throw UsageError(
-          fmt::format("the gradient of parameter '{}' is sparse, which DdpOptions::param_dtype does not "
-                      "bring to the parameter's own type: build its layer without sparse gradients",
-                      seen.trained[i].name));
+      throw UsageError(detail::formatted(
+          "the gradient of parameter '{}' is sparse, which DdpOptions::param_dtype does not "
+          "bring to the parameter's own type: build its layer without sparse gradients",
+          seen.trained[i].name));
   static_cast<void>(delayed_buckets(seen.trained, seen.sparse, options.delayed));
   return seen;
 }
@@ -81,10 +81,10 @@ void start_alike(const SeenModel& seen, const DdpOptions& options, const Hook& h
   if (trained.empty()) return;  // the caller throws
   for (std::size_t i = 0; i < trained.size(); ++i)
     if (sparse[i] && !std::same_as<Hook, AllReduceHook>)
-      throw UsageError(
-          fmt::format("the gradient of parameter '{}' is sparse, which communication hooks do not take: "
-                      "build its layer without sparse gradients, or use the plain reduction",
-                      trained[i].name));
+      throw UsageError(detail::formatted(
+          "the gradient of parameter '{}' is sparse, which communication hooks do not take: "
+          "build its layer without sparse gradients, or use the plain reduction",
+          trained[i].name));
   if (!options.init_sync) return;
   std::vector<at::Tensor> all;
   for (const auto* list : {&tensors.parameters, &tensors.buffers})

@@ -1,12 +1,11 @@
 #pragma once
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <cstddef>
 #include <string>
 #include <vector>
 
+#include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/grad/ddp_options.hpp"
 #include "lockstep/grad/detail/bucket_plan.hpp"
@@ -20,7 +19,7 @@ namespace lockstep::detail {
 inline DelayedBuckets delayed_buckets(const std::vector<NamedTensor>& trained,
                                       const std::vector<char>& sparse, const DelayedParameters& delayed) {
   const auto refuse = [](const std::string& name, const char* why) {
-    throw UsageError(fmt::format("DdpOptions::delayed names '{}', {}", name, why));
+    throw UsageError(detail::formatted("DdpOptions::delayed names '{}', {}", name, why));
   };
   const auto index_of = [&](const std::string& name) {
     const auto found = std::find_if(trained.begin(), trained.end(),

@@ -1,10 +1,10 @@
 #pragma once
 
 #include <c10/core/Device.h>
-#include <fmt/format.h>
 
 #include <vector>
 
+#include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/grad/model.hpp"
 
@@ -15,7 +15,7 @@ namespace lockstep::detail {
 inline void check_device(const std::vector<NamedTensor>& parameters, const c10::Device& named) {
   for (const NamedTensor& item : parameters)
     if (item.tensor.device() != parameters[0].tensor.device())
-      throw UsageError(fmt::format(
+      throw UsageError(detail::formatted(
           "DdpOptions::device is {}, but the parts of this model live on several devices: '{}' on {} "
           "and '{}' on {}; leave the option out",
           named.str(), parameters[0].name, parameters[0].tensor.device().str(), item.name,
@@ -23,8 +23,8 @@ inline void check_device(const std::vector<NamedTensor>& parameters, const c10::
   if (parameters.empty()) return;
   const c10::Device& device = parameters[0].tensor.device();
   if (device.type() != named.type() || (named.has_index() && device.index() != named.index()))
-    throw UsageError(fmt::format("DdpOptions::device is {}, but '{}' is on {}: move the model before",
-                                 named.str(), parameters[0].name, device.str()));
+    throw UsageError(detail::formatted("DdpOptions::device is {}, but '{}' is on {}: move the model before",
+                                       named.str(), parameters[0].name, device.str()));
 }
 
 }  // namespace lockstep::detail

@@ -1,10 +1,10 @@
 #pragma once
 
 #include <c10/core/ScalarType.h>
-#include <fmt/format.h>
 
 #include <string_view>
 
+#include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 
 namespace lockstep::detail {
@@ -13,7 +13,7 @@ namespace lockstep::detail {
 inline void require_float_type(std::string_view what, at::ScalarType type) {
   if (type == at::kHalf || type == at::kBFloat16 || type == at::kFloat || type == at::kDouble) return;
   throw UsageError(
-      fmt::format("{} is {}: give float16, bfloat16, float32 or float64", what, c10::toString(type)));
+      detail::formatted("{} is {}: give float16, bfloat16, float32 or float64", what, c10::toString(type)));
 }
 
 }  // namespace lockstep::detail

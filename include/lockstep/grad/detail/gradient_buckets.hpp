@@ -7,7 +7,6 @@
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/mul.h>
 #include <ATen/ops/view_as_real.h>
-#include <fmt/format.h>
 
 #include <functional>
 #include <limits>
@@ -16,6 +15,7 @@
 #include <vector>
 
 #include "lockstep/comm/communicator.hpp"
+#include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/grad/ddp_options.hpp"
 #include "lockstep/grad/detail/bucket_plan.hpp"
@@ -132,7 +132,7 @@ class GradientBuckets {
       return;
     }
     if (grad.layout() != at::kStrided)
-      throw GradientError(fmt::format(
+      throw GradientError(detail::formatted(
           "the gradient of parameter {} '{}' is {}, which is known beforehand of Embedding and "
           "EmbeddingBag made with sparse(true) alone; build its layer with dense gradients",
           i, parameter.name, grad.is_sparse() ? "sparse" : "of a layout without strides (CSR, mkldnn)"));
@@ -141,9 +141,9 @@ class GradientBuckets {
     if ((grad.scalar_type() != view.scalar_type() && !narrower) || grad.device() != view.device() ||
         grad.sizes() != view.sizes())
       throw GradientError(
-          fmt::format("the gradient of parameter {} '{}' has another dtype, device or shape than the "
-                      "parameter had when DistributedDataParallel was made; convert the model before",
-                      i, parameter.name));
+          detail::formatted("the gradient of parameter {} '{}' has another dtype, device or shape than the "
+                            "parameter had when DistributedDataParallel was made; convert the model before",
+                            i, parameter.name));
     // An operator between a low-precision tensor and a scalar would round to low precision.
     if (narrower || (!weight.defined() && !divide)) view.copy_(grad);
     const at::Tensor& from = narrower ? view : grad;
@@ -252,7 +252,7 @@ class GradientBuckets {
     rows_[i].reset();
     if (!grad.defined()) return;
     if (!grad.is_sparse() || grad.sparse_dim() != 1)
-      throw GradientError(fmt::format(
+      throw GradientError(detail::formatted(
           "the gradient of parameter {} '{}' was expected to be sparse in its first dimension, as "
           "an Embedding made with sparse(true) has it; let nothing else use that parameter",
           i, (*parameters_)[i].name));

@@ -2,7 +2,6 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/InferenceMode.h>
-#include <fmt/format.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <concepts>
@@ -13,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/grad/detail/accumulate_hook.hpp"
 #include "lockstep/grad/detail/graph_search.hpp"
@@ -102,11 +102,11 @@ class LowPrecisionParameters {
       const Accumulator& other = active_ ? parameter.of_own : parameter.of_short;
       if (!other || !search_.reached(&*other)) continue;
       throw UsageError(
-          active_ ? fmt::format(
+          active_ ? detail::formatted(
                         "parameter '{}' took part in the forward in its own type, and is in that of "
                         "DdpOptions::param_dtype now: call ddp(x), or before_forward(), before each forward",
                         parameter.named.name)
-                  : fmt::format(
+                  : detail::formatted(
                         "parameter '{}' took part in the forward in the type of DdpOptions::param_dtype, and "
                         "is in its own again, since another backward or forget() has ended that step: call "
                         "ddp.backward once for each forward, before the next one, or under no_sync",
@@ -138,13 +138,13 @@ class LowPrecisionParameters {
   static void require_as_made(const Parameter& parameter, bool backward_follows) {
     const at::Tensor& tensor = parameter.named.tensor;
     if (tensor.scalar_type() != parameter.own)
-      throw UsageError(fmt::format(
+      throw UsageError(detail::formatted(
           "parameter '{}' is {} and was {} when DistributedDataParallel was made with "
           "DdpOptions::param_dtype: "
           "convert the model before, and let one wrapper alone have that option",
           parameter.named.name, c10::toString(tensor.scalar_type()), c10::toString(parameter.own)));
     if (backward_follows && parameter.of_own && !tensor.requires_grad())
-      throw UsageError(fmt::format(
+      throw UsageError(detail::formatted(
           "parameter '{}' is frozen in a forward with grad mode, after DistributedDataParallel was made with "
           "DdpOptions::param_dtype, which cannot tell when that forward's step ends: freeze before, or leave "
           "param_dtype and take Bf16 or Fp16",
@@ -157,7 +157,7 @@ class LowPrecisionParameters {
       const at::Tensor& tensor = parameter.named.tensor;
       if (version_of(tensor) == parameter.version && !(by_values && tensor.is_cpu() && differs(parameter)))
         continue;
-      throw UsageError(fmt::format(
+      throw UsageError(detail::formatted(
           "parameter '{}' was changed while it was in the type of DdpOptions::param_dtype, between a forward "
           "and "
           "the end of its reduction, which would be lost: let the optimizer step after ddp.backward(loss), "

@@ -1,7 +1,6 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <fmt/format.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -9,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/grad/model.hpp"
 
@@ -43,7 +43,7 @@ class ReducedGradientTracker {
   void require_untouched(const std::vector<NamedTensor>& parameters, Added&& added) const {
     for (std::size_t i = 0; i < left_.size(); ++i)
       if (left_[i].first && added(i))
-        throw GradientError(fmt::format(
+        throw GradientError(detail::formatted(
             "backward_sum found the gradient of parameter '{}' as the last reduction left it, a mean "
             "already, to which no sum can be added: call zero_grad between them, or put the first of them "
             "under no_sync",

@@ -3,7 +3,6 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/record_function.h>
 #include <c10/core/GradMode.h>
-#include <fmt/format.h>
 
 #include <algorithm>
 #include <exception>

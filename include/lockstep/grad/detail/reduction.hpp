@@ -4,7 +4,6 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/full.h>
 #include <ATen/record_function.h>
-#include <fmt/format.h>
 
 #include <algorithm>
 #include <chrono>
@@ -19,6 +18,7 @@
 
 #include "lockstep/comm/communicator.hpp"
 #include "lockstep/comm/detail/own_error.hpp"
+#include "lockstep/detail/format.hpp"
 #include "lockstep/grad/ddp_options.hpp"
 #include "lockstep/grad/ddp_report.hpp"
 #include "lockstep/grad/detail/backward_report.hpp"
@@ -78,7 +78,7 @@ class BucketReduction {
     if (count <= largest_float_count || !counts_ride() ||
         sizes_[*buckets_->last_view()].dtype != static_cast<int>(at::kFloat))
       return;
-    throw UsageError(fmt::format(
+    throw UsageError(detail::formatted(
         "rank {}: backward_sum got the count {} in one reduction, but counts that travel with float32 "
         "gradients are exact up to {} per rank: divide the sum and the count by the same number",
         comm_.rank(), count, largest_float_count));
@@ -156,9 +156,9 @@ class BucketReduction {
       } catch (const TimeoutError& error) {
         give_up(failure);
         if constexpr (Labelled<Comm>) throw;  // the error already names its bucket, which may be another one
-        throw TimeoutError(fmt::format("{} (bucket {} of {}, with {}, in backward {})", error.what(), b + 1,
-                                       works_.size(), parameter_list(buckets_->members(b), parameters_),
-                                       iteration + 1));
+        throw TimeoutError(detail::formatted(
+            "{} (bucket {} of {}, with {}, in backward {})", error.what(), b + 1, works_.size(),
+            parameter_list(buckets_->members(b), parameters_), iteration + 1));
       } catch (const CommunicationError&) {
         throw;  // the communicator is unusable
       } catch (...) {
@@ -175,12 +175,12 @@ class BucketReduction {
       ask_usage(seen);
     } else if (hook_error_) {
       // The other ranks may have valid averages, and would step with them.
-      telling_own_error([&] { std::rethrow_exception(hook_error_); },
-                        [&] {
-                          if (!CaptureScope::active())
-                            abort_for_others(
-                                comm_, fmt::format("the communication hook '{}' threw: ", hook_.name()));
-                        });
+      telling_own_error(
+          [&] { std::rethrow_exception(hook_error_); },
+          [&] {
+            if (!CaptureScope::active())
+              abort_for_others(comm_, detail::formatted("the communication hook '{}' threw: ", hook_.name()));
+          });
     }
     try {
       if (usage_ && usage_->work()) {
@@ -300,12 +300,12 @@ class BucketReduction {
     bucket.iteration = reductions_;
     const auto naming = labels_.use(comm_, b);
     // The peers wait for collectives that only the hook could have launched: abort.
-    telling_own_error([&] { works_[b].emplace(hook_.start(comm_, bucket)); },
-                      [&] {
-                        abort_for_others(
-                            comm_, fmt::format("the communication hook '{}' threw for bucket {} of {}: ",
-                                               hook_.name(), b + 1, buckets_->size()));
-                      });
+    telling_own_error(
+        [&] { works_[b].emplace(hook_.start(comm_, bucket)); },
+        [&] {
+          abort_for_others(comm_, detail::formatted("the communication hook '{}' threw for bucket {} of {}: ",
+                                                    hook_.name(), b + 1, buckets_->size()));
+        });
   }
   void note_launch(std::size_t b) {
     const bool first =

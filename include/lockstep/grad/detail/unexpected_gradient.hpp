@@ -1,8 +1,8 @@
 #pragma once
 
-#include <fmt/format.h>
-
 #include <string>
+
+#include "lockstep/detail/format.hpp"
 
 namespace lockstep::detail {
 
@@ -17,7 +17,7 @@ struct UnexpectedGradient {
 
 /// Returns the error text: the cause and a remedy.
 inline std::string text_of(const UnexpectedGradient& it) {
-  const std::string name = fmt::format("parameter {} '{}'", it.parameter, it.name);
+  const std::string name = detail::formatted("parameter {} '{}'", it.parameter, it.name);
   if (it.never_used)
     return name +
            " took no part in the first backward and does in this one, while static_graph promises that every "
@@ -30,7 +30,7 @@ inline std::string text_of(const UnexpectedGradient& it) {
     return name +
            " got more than one gradient in this backward, which find_unused_parameters cannot foresee in a "
            "re-entrant backward (a checkpoint); turn it off, or use static_graph";
-  return fmt::format(
+  return detail::formatted(
       "{} got {} gradients in this backward and {} in the first, after which its bucket is reduced; keep the "
       "number of uses in re-entrant backwards (checkpoints) fixed",
       name, it.fired + 1, it.expected);

@@ -1,7 +1,6 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <fmt/format.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 
 #include <algorithm>
@@ -11,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/grad/detail/graph_search.hpp"
 #include "lockstep/grad/model.hpp"
@@ -22,8 +22,8 @@ inline ModelTensors without_ignored(ModelTensors tensors, const std::vector<std:
   for (const std::string& name : ignored) {
     const auto named = [&](const NamedTensor& item) { return item.name == name; };
     if (std::erase_if(tensors.parameters, named) + std::erase_if(tensors.buffers, named) == 0)
-      throw UsageError(
-          fmt::format("DdpOptions::ignored names '{}', and the model has no such parameter or buffer", name));
+      throw UsageError(detail::formatted(
+          "DdpOptions::ignored names '{}', and the model has no such parameter or buffer", name));
   }
   return tensors;
 }
@@ -49,7 +49,7 @@ class WatchedParameters {
   void check(at::ArrayRef<at::Tensor> losses, List&& list) {
     for (std::size_t i = 0; i < parameters_.size(); ++i)
       if (parameters_[i].tensor.requires_grad() != (trained_[i] != 0))
-        throw UsageError(fmt::format(
+        throw UsageError(detail::formatted(
             "parameter '{}' was {} after DistributedDataParallel was made, which averages the gradients of "
             "those that required grad then: make it anew",
             parameters_[i].name, trained_[i] ? "frozen" : "unfrozen"));
@@ -60,11 +60,11 @@ class WatchedParameters {
           std::find(ignored_.begin(), ignored_.end(), parameter.name) == ignored_.end()) {
         strangers_.clear();  // so that the next backward throws again
         asked_ = false;
-        throw UsageError(
-            fmt::format("parameter '{}' was added or replaced after DistributedDataParallel was made, so "
-                        "that its gradient "
-                        "would not be averaged: make DistributedDataParallel after the model is whole",
-                        parameter.name));
+        throw UsageError(detail::formatted(
+            "parameter '{}' was added or replaced after DistributedDataParallel was made, so "
+            "that its gradient "
+            "would not be averaged: make DistributedDataParallel after the model is whole",
+            parameter.name));
       }
   }
 

@@ -1,7 +1,6 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <fmt/format.h>
 
 #include <chrono>
 #include <concepts>
@@ -12,6 +11,7 @@
 #include <utility>
 
 #include "lockstep/comm/detail/dtype_name.hpp"
+#include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/grad/detail/hooks/counting_comm.hpp"
 #include "lockstep/grad/hooks/hook.hpp"
@@ -31,7 +31,7 @@ class ReturnedAverage {
     const at::Tensor& flat = bucket_->flat;
     if (!average_.defined() || average_.sizes() != flat.sizes() ||
         average_.scalar_type() != flat.scalar_type() || average_.device() != flat.device())
-      throw GradientError(fmt::format(
+      throw GradientError(detail::formatted(
           "the communication hook '{}' returned {} for bucket {} of {}, which is {}; return the average in "
           "the bucket's shape and dtype, or write it into bucket.flat and return nothing",
           name_, average_.defined() ? described(average_) : "an undefined tensor", bucket_->index + 1,
@@ -45,9 +45,9 @@ class ReturnedAverage {
   static std::string described(const at::Tensor& tensor) {
     std::string sizes;
     for (const std::int64_t size : tensor.sizes())
-      sizes += fmt::format("{}{}", sizes.empty() ? "" : ", ", size);
-    return fmt::format("[{}] {} on {}", sizes, detail::dtype_name(tensor.scalar_type()),
-                       tensor.device().str());
+      sizes += detail::formatted("{}{}", sizes.empty() ? "" : ", ", size);
+    return detail::formatted("[{}] {} on {}", sizes, detail::dtype_name(tensor.scalar_type()),
+                             tensor.device().str());
   }
 
   std::string_view name_;

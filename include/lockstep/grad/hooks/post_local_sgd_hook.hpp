@@ -1,7 +1,6 @@
 #pragma once
 
 #include <ATen/ops/tensor.h>
-#include <fmt/format.h>
 
 #include <chrono>
 #include <cstdint>
@@ -9,6 +8,7 @@
 #include <string_view>
 #include <utility>
 
+#include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/grad/hooks/hook.hpp"
 
@@ -44,8 +44,8 @@ class PostLocalSgdHook {
   explicit PostLocalSgdHook(Group& subgroup, const PostLocalSgdOptions& options = {})
       : subgroup_(&subgroup), options_(options) {
     if (options.start_iteration < 0)
-      throw UsageError(
-          fmt::format("PostLocalSgdHook: start_iteration is {}: give 0 or more", options.start_iteration));
+      throw UsageError(detail::formatted("PostLocalSgdHook: start_iteration is {}: give 0 or more",
+                                         options.start_iteration));
   }
 
   auto start(Group& comm, const GradientBucket& bucket) {
@@ -57,8 +57,8 @@ class PostLocalSgdHook {
 
   [[nodiscard]] std::string_view name() const { return "post_local_sgd"; }
   [[nodiscard]] HookSettings settings() const {
-    return {{"start_iteration", fmt::to_string(options_.start_iteration)},
-            {"reduce_in_subgroup", fmt::to_string(options_.reduce_in_subgroup)}};
+    return {{"start_iteration", detail::formatted("{}", options_.start_iteration)},
+            {"reduce_in_subgroup", detail::formatted("{}", options_.reduce_in_subgroup)}};
   }
   /// Returns the bytes of all buckets reduced in a group of more than one rank.
   [[nodiscard]] std::uint64_t wire_bytes() const { return wire_bytes_; }

@@ -6,7 +6,6 @@
 #include <ATen/ops/randn.h>
 #include <ATen/ops/tensor.h>
 #include <ATen/ops/where.h>
-#include <fmt/format.h>
 
 #include <cstdint>
 #include <deque>
@@ -16,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/grad/detail/hooks/low_rank_layout.hpp"
 #include "lockstep/grad/detail/hooks/numpy_random.hpp"
@@ -64,7 +64,7 @@ class PowerSgdHook {
   /// Throws UsageError if an option is out of range.
   explicit PowerSgdHook(PowerSgdOptions options = {}) : options_(options), random_(options.seed) {
     const auto refuse = [](std::string_view what) {
-      throw UsageError(fmt::format("PowerSgdHook: {}", what));
+      throw UsageError(detail::formatted("PowerSgdHook: {}", what));
     };
     if (options.matrix_approximation_rank < 1) refuse("matrix_approximation_rank must be 1 or more");
     if (options.start_iteration < 0) refuse("start_iteration must not be negative");
@@ -85,13 +85,13 @@ class PowerSgdHook {
 
   [[nodiscard]] std::string_view name() const { return "power_sgd"; }
   [[nodiscard]] HookSettings settings() const {
-    return {{"matrix_approximation_rank", fmt::to_string(options_.matrix_approximation_rank)},
-            {"start_iteration", fmt::to_string(options_.start_iteration)},
-            {"min_compression_rate", fmt::to_string(options_.min_compression_rate)},
-            {"use_error_feedback", fmt::to_string(options_.use_error_feedback)},
-            {"warm_start", fmt::to_string(options_.warm_start)},
-            {"orthogonalization_epsilon", fmt::to_string(options_.orthogonalization_epsilon)},
-            {"seed", fmt::to_string(options_.seed)}};
+    return {{"matrix_approximation_rank", detail::formatted("{}", options_.matrix_approximation_rank)},
+            {"start_iteration", detail::formatted("{}", options_.start_iteration)},
+            {"min_compression_rate", detail::formatted("{}", options_.min_compression_rate)},
+            {"use_error_feedback", detail::formatted("{}", options_.use_error_feedback)},
+            {"warm_start", detail::formatted("{}", options_.warm_start)},
+            {"orthogonalization_epsilon", detail::formatted("{}", options_.orthogonalization_epsilon)},
+            {"seed", detail::formatted("{}", options_.seed)}};
   }
   /// Returns the bytes of all elements of each bucket; once compression has started, of (n + m) r elements
   /// for each compressed tensor and of all elements of the others.

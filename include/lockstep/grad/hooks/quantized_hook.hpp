@@ -5,7 +5,6 @@
 #include <ATen/ops/cat.h>
 #include <ATen/ops/stack.h>
 #include <c10/core/ScalarType.h>
-#include <fmt/format.h>
 
 #include <cstdint>
 #include <limits>
@@ -13,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/grad/detail/hooks/phased_reduction.hpp"
 #include "lockstep/grad/detail/hooks/scratch.hpp"
@@ -45,8 +45,8 @@ class QuantizedHook {
   /// Throws UsageError if `channel` is below 1.
   explicit QuantizedHook(QuantizedOptions options = {}) : options_(options) {
     if (options.channel < 1)
-      throw UsageError(
-          fmt::format("QuantizedHook: a channel of {} elements: give it at least one", options.channel));
+      throw UsageError(detail::formatted("QuantizedHook: a channel of {} elements: give it at least one",
+                                         options.channel));
   }
 
   template <class Comm>
@@ -64,7 +64,9 @@ class QuantizedHook {
   [[nodiscard]] std::string_view name() const {
     return options_.per_channel ? "quantized_per_channel" : "quantized_per_tensor";
   }
-  [[nodiscard]] HookSettings settings() const { return {{"channel", fmt::to_string(options_.channel)}}; }
+  [[nodiscard]] HookSettings settings() const {
+    return {{"channel", detail::formatted("{}", options_.channel)}};
+  }
   /// Returns n + 8 c for each bucket of n elements in c channels.
   [[nodiscard]] std::uint64_t wire_bytes() const { return wire_bytes_; }
 

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <fmt/format.h>
 #include <sys/ioctl.h>
 #include <time.h>
 #include <unistd.h>
@@ -14,6 +13,7 @@
 #include <string>
 #include <string_view>
 
+#include "lockstep/detail/format.hpp"
 #include "lockstep/detail/process_wide.hpp"
 
 namespace lockstep::detail {
@@ -24,8 +24,8 @@ inline std::string time_of_day() {
   clock_gettime(CLOCK_REALTIME, &now);
   tm local{};
   localtime_r(&now.tv_sec, &local);
-  return fmt::format("{:02}:{:02}:{:02}.{:03}", local.tm_hour, local.tm_min, local.tm_sec,
-                     now.tv_nsec / 1'000'000);
+  return detail::formatted("{:02}:{:02}:{:02}.{:03}", local.tm_hour, local.tm_min, local.tm_sec,
+                           now.tv_nsec / 1'000'000);
 }
 
 /// Returns whether stdout is a terminal, directly or through a launcher that sets LOCKSTEP_TTY.
@@ -50,10 +50,11 @@ inline void flush_stdout() {
   static std::atomic<bool> said{false};
   if (std::fflush(stdout) == 0 && std::ferror(stdout) == 0) return;
   if (!said.exchange(true))
-    std::fputs(fmt::format("warning: stdout cannot be written ({}), so that what follows is lost there\n",
-                           std::strerror(errno))
-                   .c_str(),
-               stderr);
+    std::fputs(
+        detail::formatted("warning: stdout cannot be written ({}), so that what follows is lost there\n",
+                          std::strerror(errno))
+            .c_str(),
+        stderr);
 }
 
 /// Writes whole lines at once, after earlier output of the program to the same stream. Erases a progress bar

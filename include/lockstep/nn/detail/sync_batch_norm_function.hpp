@@ -5,7 +5,6 @@
 #include <ATen/core/ivalue.h>
 #include <ATen/ops/empty_like.h>
 #include <c10/core/GradMode.h>
-#include <fmt/format.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <cstdint>
@@ -14,6 +13,7 @@
 #include <string>
 #include <utility>
 
+#include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/nn/detail/batch_norm_group.hpp"
 #include "lockstep/nn/detail/batch_norm_kernels.hpp"
@@ -31,7 +31,7 @@ struct BatchNormSite : torch::CustomClassHolder {
   template <class Meet>
   decltype(auto) meet(const char* pass, Meet&& meet) const {
     const auto named = [&](const Error& error) {
-      return fmt::format("{}, {}: {}", module, pass, error.what());
+      return detail::formatted("{}, {}: {}", module, pass, error.what());
     };
     try {
       return std::forward<Meet>(meet)(*exchange);
@@ -54,8 +54,9 @@ struct BatchNormSite : torch::CustomClassHolder {
 inline const BatchNormKernels& batch_norm_kernels(const at::Tensor& input, const std::string& module) {
   if (input.device().is_cpu()) return cpu_batch_norm::kernels;
   if (input.device().is_cuda()) return cuda_batch_norm::kernels;
-  throw UsageError(fmt::format("{}: the input is on {}, and there are kernels for CPU and CUDA tensors only",
-                               module, input.device().str()));
+  throw UsageError(
+      detail::formatted("{}: the input is on {}, and there are kernels for CPU and CUDA tensors only", module,
+                        input.device().str()));
 }
 
 /// Batch norm in training mode over the joined batch of all ranks. Runs one collective in forward (gathers
@@ -87,7 +88,7 @@ struct SyncBatchNormFunction : torch::autograd::Function<SyncBatchNormFunction> 
     const auto& site = static_cast<const BatchNormSite&>(*capsule);
     // Checked before the collective, so that all ranks throw here.
     if (c10::GradMode::is_enabled())
-      throw GradientError(fmt::format(
+      throw GradientError(detail::formatted(
           "{}: backward with create_graph is refused, since the gradient of its gradient is not implemented; "
           "use a norm without batch statistics where gradients of gradients are needed",
           site.module));

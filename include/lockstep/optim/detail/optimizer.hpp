@@ -3,7 +3,6 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/GradMode.h>
-#include <fmt/format.h>
 #include <torch/optim/optimizer.h>
 
 #include <memory>
@@ -12,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/grad/model.hpp"
 #include "lockstep/optim/detail/active.hpp"
@@ -26,8 +26,8 @@ inline std::string parameter_text(const at::Tensor& parameter, std::size_t index
   std::string sizes;
   for (const std::int64_t size : parameter.sizes())
     sizes += (sizes.empty() ? "" : ", ") + std::to_string(size);
-  return fmt::format("parameter {} of group {} ({} [{}])", index, group, dtype_name(parameter.scalar_type()),
-                     sizes);
+  return detail::formatted("parameter {} of group {} ({} [{}])", index, group,
+                           dtype_name(parameter.scalar_type()), sizes);
 }
 
 /// Throws UsageError for parameters that no optimizer can step: undefined, not a leaf, or listed twice. Also
@@ -38,21 +38,21 @@ inline void check_parameters(const char* optimizer, const ParameterGroups& group
     for (std::size_t i = 0; i < groups[g].params().size(); ++i) {
       const at::Tensor& parameter = groups[g].params()[i];
       const auto refuse = [&](const std::string& why) {
-        throw UsageError(fmt::format("{}: {} {}", optimizer, parameter_text(parameter, i, g), why));
+        throw UsageError(detail::formatted("{}: {} {}", optimizer, parameter_text(parameter, i, g), why));
       };
       if (!parameter.defined())
         throw UsageError(
-            fmt::format("{}: parameter {} of group {} is undefined: leave it out", optimizer, i, g));
+            detail::formatted("{}: parameter {} of group {} is undefined: leave it out", optimizer, i, g));
       if (!parameter.is_leaf())
         refuse("is no leaf: pass what the module registered, not what was made of it");
       const auto [place, is_new] = seen.emplace(parameter.unsafeGetTensorImpl(), g);
       if (!is_new && place->second == g)
         refuse("is in that group twice and would be stepped twice: use unique_parameters(module)");
-      if (!is_new) refuse(fmt::format("is in group {}, too: leave it in one", place->second));
+      if (!is_new) refuse(detail::formatted("is in group {}, too: leave it in one", place->second));
     }
   if (seen.empty())
-    throw UsageError(
-        fmt::format("{} got no parameters: pass those of a model, such as model->parameters()", optimizer));
+    throw UsageError(detail::formatted(
+        "{} got no parameters: pass those of a model, such as model->parameters()", optimizer));
 }
 
 /// The base of SGD and Adam: groups with options of type GroupOptions<Options>, a State for each parameter,
@@ -90,9 +90,9 @@ class GroupedOptimizer : public torch::optim::Optimizer, public ScaledStep {
     for (std::size_t g = 0; g < param_groups_.size(); ++g)
       if (scale.given() && options_of(g).implementation != Implementation::fused)
         throw UsageError(
-            fmt::format("{}: only a fused step takes a scale, and group {} is not fused: set "
-                        ".implementation = Implementation::fused, or unscale the gradients first",
-                        Derived::name, g));
+            detail::formatted("{}: only a fused step takes a scale, and group {} is not fused: set "
+                              ".implementation = Implementation::fused, or unscale the gradients first",
+                              Derived::name, g));
     step_groups(scale);
   }
 
@@ -114,11 +114,11 @@ class GroupedOptimizer : public torch::optim::Optimizer, public ScaledStep {
       const at::Device device = param_groups_[g].params().at(0).device();
       if (options.implementation != Implementation::fused || !options.lr_tensor.defined() ||
           options.lr_tensor.device() != device)
-        throw UsageError(
-            fmt::format("{}: group {} cannot be captured, since a graph would repeat its rate: set "
-                        ".implementation = Implementation::fused, and lr_tensor to a tensor of one element "
-                        "on {}",
-                        Derived::name, g, device.str()));
+        throw UsageError(detail::formatted(
+            "{}: group {} cannot be captured, since a graph would repeat its rate: set "
+            ".implementation = Implementation::fused, and lr_tensor to a tensor of one element "
+            "on {}",
+            Derived::name, g, device.str()));
     }
   }
 
@@ -184,7 +184,7 @@ class GroupedOptimizer : public torch::optim::Optimizer, public ScaledStep {
     check_parameters(Derived::name, groups);
     for (std::size_t g = 0; g < groups.size(); ++g) {
       if (groups[g].has_options() && !dynamic_cast<const GroupOptions<Options>*>(&groups[g].options()))
-        throw UsageError(fmt::format(
+        throw UsageError(detail::formatted(
             "{}: group {} has another optimizer's options: make it with parameter_group", Derived::name, g));
       const Options& options = groups[g].has_options()
                                    ? dynamic_cast<const GroupOptions<Options>&>(groups[g].options()).values
@@ -194,7 +194,7 @@ class GroupedOptimizer : public torch::optim::Optimizer, public ScaledStep {
       for (std::size_t i = 0; i < groups[g].params().size(); ++i) {
         const at::Tensor& parameter = groups[g].params()[i];
         if (!at::isFloatingType(parameter.scalar_type()) || !parameter.is_non_overlapping_and_dense())
-          throw UsageError(fmt::format(
+          throw UsageError(detail::formatted(
               "{}: a fused step takes parameters of floating dtypes without gaps, and not {}: choose "
               "another implementation",
               Derived::name, parameter_text(parameter, i, g)));
@@ -207,8 +207,8 @@ class GroupedOptimizer : public torch::optim::Optimizer, public ScaledStep {
     auto* options = dynamic_cast<GroupOptions<Options>*>(&param_groups_.at(group).options());
     if (options == nullptr)
       throw UsageError(
-          fmt::format("{}: group {} has another optimizer's options: make it with parameter_group",
-                      Derived::name, group));
+          detail::formatted("{}: group {} has another optimizer's options: make it with parameter_group",
+                            Derived::name, group));
     return options->values;
   }
 
@@ -225,8 +225,8 @@ class GroupedOptimizer : public torch::optim::Optimizer, public ScaledStep {
         const at::Tensor& gradient = parameter.grad();
         if (!gradient.defined()) continue;
         if (const char* why = Derived::refusal(options, gradient))
-          throw GradientError(
-              fmt::format("{}: the gradient of {} {}", Derived::name, parameter_text(parameter, i, g), why));
+          throw GradientError(detail::formatted("{}: the gradient of {} {}", Derived::name,
+                                                parameter_text(parameter, i, g), why));
         auto& slot = state_[parameter.unsafeGetTensorImpl()];
         if (!slot) slot = std::make_unique<State>();
         auto* state = static_cast<State*>(slot.get());

@@ -1,7 +1,6 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <fmt/format.h>
 #include <torch/optim/optimizer.h>
 #include <torch/optim/serialize.h>
 #include <torch/serialize/archive.h>
@@ -15,6 +14,7 @@
 #include <vector>
 
 #include "lockstep/comm/detail/own_error.hpp"
+#include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/optim/options.hpp"
 
@@ -75,7 +75,7 @@ void refuse_foreign_options(torch::serialize::InputArchive& groups, std::size_t 
     group.read("options", options);
     for (const std::string& key : options.keys())
       if (std::find(known.begin(), known.end(), key) == known.end())
-        throw CheckpointError(fmt::format(
+        throw CheckpointError(detail::formatted(
             "{}: the archive has an option '{}', which it does not have: the archive is another kind "
             "of optimizer's",
             name, key));
@@ -97,9 +97,9 @@ ReadOptimizer<State, Options> read_optimizer(torch::serialize::InputArchive& arc
 
   if (groups.size() != optimizer.param_groups().size())
     throw CheckpointError(
-        fmt::format("{}: the archive has {} parameter groups, the optimizer {}: load it into "
-                    "one that is made as it was",
-                    name, groups.size(), optimizer.param_groups().size()));
+        detail::formatted("{}: the archive has {} parameter groups, the optimizer {}: load it into "
+                          "one that is made as it was",
+                          name, groups.size(), optimizer.param_groups().size()));
   refuse_foreign_options<Options>(groups_archive, groups.size(), name);
   ReadOptimizer<State, Options> read;
   for (std::size_t g = 0; g < groups.size(); ++g) {
@@ -107,9 +107,9 @@ ReadOptimizer<State, Options> read_optimizer(torch::serialize::InputArchive& arc
     const auto& parameters = optimizer.param_groups()[g].params();
     if (keys.size() != parameters.size())
       throw CheckpointError(
-          fmt::format("{}: group {} has {} parameters in the archive and {} in the optimizer: "
-                      "load it into one that is made as it was",
-                      name, g, keys.size(), parameters.size()));
+          detail::formatted("{}: group {} has {} parameters in the archive and {} in the optimizer: "
+                            "load it into one that is made as it was",
+                            name, g, keys.size(), parameters.size()));
     read.options.push_back(static_cast<GroupOptions<Options>&>(*groups[g].second).values);
     auto& row = read.states.emplace_back();
     for (std::size_t i = 0; i < keys.size(); ++i) {
@@ -119,7 +119,7 @@ ReadOptimizer<State, Options> read_optimizer(torch::serialize::InputArchive& arc
       if (!row.back()) continue;
       State::each_tensor(*row.back(), [&](const char* field, const at::Tensor& tensor, bool like_parameter) {
         if (tensor.defined() && like_parameter && tensor.sizes() != parameters[i].sizes())
-          throw CheckpointError(fmt::format(
+          throw CheckpointError(detail::formatted(
               "{}: {} of parameter {} of group {} has {} elements in the archive, the parameter {}: "
               "load it into an optimizer of the same model",
               name, field, i, g, tensor.numel(), parameters[i].numel()));
@@ -131,7 +131,7 @@ ReadOptimizer<State, Options> read_optimizer(torch::serialize::InputArchive& arc
   throw;
 } catch (const std::exception& error) {  // from LibTorch, or from a key that is not a number
   throw CheckpointError(
-      fmt::format("{}: this is no archive of such an optimizer ({})", name, first_line(error)));
+      detail::formatted("{}: this is no archive of such an optimizer ({})", name, first_line(error)));
 }
 
 }  // namespace lockstep::detail

@@ -2,7 +2,6 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
-#include <fmt/format.h>
 #include <torch/serialize/archive.h>
 
 #include <cstdint>
@@ -13,6 +12,7 @@
 #include <utility>
 
 #include "lockstep/comm/detail/own_error.hpp"
+#include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/train/detail/archive_check.hpp"
 
@@ -46,13 +46,13 @@ decltype(auto) reading_file(std::string_view origin, std::string_view bytes, Rea
   try {
     return std::forward<Read>(read)();
   } catch (const CheckpointError& error) {
-    throw CheckpointError(fmt::format("'{}' ({} bytes): {}", origin, bytes.size(), error.what()));
+    throw CheckpointError(detail::formatted("'{}' ({} bytes): {}", origin, bytes.size(), error.what()));
   } catch (const Error&) {
     throw;
   } catch (const std::exception& error) {
     throw CheckpointError(
-        fmt::format("'{}' ({} bytes): it was written by something else, or for another model: {}", origin,
-                    bytes.size(), first_line(error)));
+        detail::formatted("'{}' ({} bytes): it was written by something else, or for another model: {}",
+                          origin, bytes.size(), first_line(error)));
   }
 }
 
@@ -65,7 +65,8 @@ inline void write_bytes(torch::serialize::OutputArchive& archive, const std::str
 }
 
 [[noreturn]] inline void refuse_archive(const std::string& key) {
-  throw CheckpointError(fmt::format("the checkpoint has no \"{}\": it is damaged, or no checkpoint", key));
+  throw CheckpointError(
+      detail::formatted("the checkpoint has no \"{}\": it is damaged, or no checkpoint", key));
 }
 
 inline std::string read_bytes(torch::serialize::InputArchive& archive, const std::string& key) {

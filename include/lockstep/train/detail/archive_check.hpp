@@ -2,7 +2,6 @@
 
 #include <caffe2/serialize/inline_container.h>
 #include <caffe2/serialize/read_adapter_interface.h>
-#include <fmt/format.h>
 
 #include <algorithm>
 #include <array>
@@ -14,6 +13,7 @@
 #include <string>
 #include <string_view>
 
+#include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 
 namespace lockstep::detail {
@@ -106,8 +106,8 @@ class ArchiveCheck {
   };
 
   [[noreturn]] static void refuse(std::uint64_t offset, const std::string& what) {
-    throw CheckpointError(
-        fmt::format("it is damaged or cut short at offset {}: {}; restore it from a copy", offset, what));
+    throw CheckpointError(detail::formatted(
+        "it is damaged or cut short at offset {}: {}; restore it from a copy", offset, what));
   }
   void require(bool good, std::uint64_t offset, const char* what) const {
     if (!good) refuse(offset, what);
@@ -191,8 +191,8 @@ class ArchiveCheck {
     if (method == 0) require(packed == size, at, "a record that is not compressed has two sizes");
     const std::uint32_t found = method == 0 ? crc32(bytes_.substr(data, size)) : unpacked_crc(name, size, at);
     if (found != crc)
-      refuse(data, fmt::format("the {} bytes of record '{}' have the CRC-32 {:08x} instead of {:08x}", size,
-                               name, found, crc));
+      refuse(data, detail::formatted("the {} bytes of record '{}' have the CRC-32 {:08x} instead of {:08x}",
+                                     size, name, found, crc));
     return entry_end;
   }
 

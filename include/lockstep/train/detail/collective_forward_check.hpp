@@ -1,6 +1,5 @@
 #pragma once
 
-#include <fmt/format.h>
 #include <torch/nn/module.h>
 
 #include <algorithm>
@@ -10,6 +9,7 @@
 
 #include "lockstep/comm/communicator.hpp"
 #include "lockstep/comm/detail/same_errors.hpp"
+#include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/nn/sync_batch_norm.hpp"
 #include "lockstep/train/detail/epoch_partition.hpp"
@@ -22,7 +22,7 @@ inline std::string meeting_module(const torch::nn::Module& model) {
   for (const auto& child : model.named_modules())
     if (const auto* meets = dynamic_cast<const CollectiveModule*>(child.value().get());
         meets && meets->ranks() > 1)
-      return fmt::format("'{}' ({})", child.key(), child.value()->name());
+      return detail::formatted("'{}' ({})", child.key(), child.value()->name());
   return {};
 }
 
@@ -31,7 +31,7 @@ inline std::string meeting_module(const torch::nn::Module& model) {
 inline void require_equal_forwards(const torch::nn::Module& model, const EpochPartition& partition) {
   if (partition.equal_micro_batches()) return;
   if (const std::string module = meeting_module(model); !module.empty())
-    throw UsageError(fmt::format(
+    throw UsageError(detail::formatted(
         "{} meets the other ranks in its forward, and at the end of the epoch some have one batch less than "
         "others: give them equally many, by pad = true or drop_last = true",
         module));
@@ -59,11 +59,11 @@ class CollectiveForwardCheck {
     if (other == turns.end()) return;
     const RankNames name_of(comm_);
     throw Common<DataError>(
-        fmt::format("the stream of rank {} {} where that of rank {} {}, and {} meets all ranks in its "
-                    "forward: give every "
-                    "rank equally many batches",
-                    name_of(static_cast<std::size_t>(other - turns.begin())), text(*other), name_of(0),
-                    text(turns[0]), module_));
+        detail::formatted("the stream of rank {} {} where that of rank {} {}, and {} meets all ranks in its "
+                          "forward: give every "
+                          "rank equally many batches",
+                          name_of(static_cast<std::size_t>(other - turns.begin())), text(*other), name_of(0),
+                          text(turns[0]), module_));
   }
 
  private:

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <fmt/format.h>
 #include <torch/serialize/archive.h>
 
 #include <cstdint>
@@ -9,6 +8,7 @@
 #include <utility>
 
 #include "lockstep/data/staging.hpp"
+#include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/train/detail/archive.hpp"
 #include "lockstep/train/detail/collective_forward_check.hpp"
@@ -104,9 +104,9 @@ class LoaderMicroBatchSource {
     else
       pass_.emplace(batches_.begin());
     if (*pass_ == std::default_sentinel)
-      throw DataError(
-          fmt::format("the sampler ended before step {} of the epoch, of the {} samples that it announced",
-                      step_ + 1, now_.own));
+      throw DataError(detail::formatted(
+          "the sampler ended before step {} of the epoch, of the {} samples that it announced", step_ + 1,
+          now_.own));
   }
 
   Loader& loader_;
@@ -136,7 +136,7 @@ class StreamMicroBatchSource {
       : stream_(stream), check_(std::move(check)), accumulate_(accumulate), ranks_(ranks) {
     if (!saved) return;
     if (const std::int64_t then = read_integer(*saved, "ranks"); then != ranks)
-      throw CheckpointError(fmt::format(
+      throw CheckpointError(detail::formatted(
           "the checkpoint is from the midst of a stream on {} ranks, and there are {} now: only an "
           "end of an epoch can be taken up by others",
           then, ranks));

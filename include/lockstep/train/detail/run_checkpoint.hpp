@@ -1,7 +1,6 @@
 #pragma once
 
 #include <ATen/core/grad_mode.h>
-#include <fmt/format.h>
 #include <torch/nn/module.h>
 #include <torch/optim/optimizer.h>
 #include <torch/serialize/archive.h>

@@ -1,7 +1,5 @@
 #pragma once
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <concepts>
 #include <cstdint>
@@ -12,6 +10,7 @@
 #include "lockstep/comm/communicator.hpp"
 #include "lockstep/comm/detail/same_options.hpp"
 #include "lockstep/data/same_dataset.hpp"
+#include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/train/extras.hpp"
 #include "lockstep/train/stream.hpp"
@@ -60,8 +59,9 @@ inline std::string samples_text(const std::vector<std::size_t>& of_ranks) {
   std::string text;
   for (std::size_t i = 0, end = 0; i < of_ranks.size(); i = end) {
     while (end < of_ranks.size() && of_ranks[end] == of_ranks[i]) ++end;
-    text += fmt::format("{}{}", text.empty() ? "" : ", ", of_ranks[i]);
-    if (end - i < of_ranks.size()) text += fmt::format(" ({} {})", end - i, end - i == 1 ? "rank" : "ranks");
+    text += detail::formatted("{}{}", text.empty() ? "" : ", ", of_ranks[i]);
+    if (end - i < of_ranks.size())
+      text += detail::formatted(" ({} {})", end - i, end - i == 1 ? "rank" : "ranks");
   }
   return text + " samples an epoch";
 }
@@ -80,7 +80,7 @@ void check_same_plan(const std::string& data, const TrainerOptions& options, C& 
                                        {"epochs", number(options.epochs)},
                                        {"steps", number(options.steps)},
                                        {"seed", std::to_string(options.seed)},
-                                       {"lr", options.lr ? fmt::format("{}", *options.lr) : "none"},
+                                       {"lr", options.lr ? detail::formatted("{}", *options.lr) : "none"},
                                        {"shuffle", flag(options.shuffle)},
                                        {"drop_last", flag(options.drop_last)},
                                        {"pad", flag(options.pad)},
@@ -88,12 +88,12 @@ void check_same_plan(const std::string& data, const TrainerOptions& options, C& 
                                        {"the data", data}},
                                       comm);
   if (text)
-    throw MismatchError(
-        fmt::format("the ranks would not train alike: {}; give every rank the same options, and a sampler "
-                    "that gives each "
-                    "the same number of samples or tells what each is given (CountingSampler), such as "
-                    "DistributedSampler",
-                    *text));
+    throw MismatchError(detail::formatted(
+        "the ranks would not train alike: {}; give every rank the same options, and a sampler "
+        "that gives each "
+        "the same number of samples or tells what each is given (CountingSampler), such as "
+        "DistributedSampler",
+        *text));
 }
 
 /// Compares the dataset, the samples of each rank and the options over the ranks. Compares the dataset by its
@@ -123,7 +123,7 @@ bool any_rank(bool here, C& comm) {
 template <BatchStream S>
 void require_passes(const TrainerOptions& options) {
   if (!RepeatableStream<S> && options.epochs.value_or(1) > 1)
-    throw UsageError(fmt::format(
+    throw UsageError(detail::formatted(
         "epochs is {}, and this stream has one pass: give it a set_epoch(e) that starts the pass anew, "
         "or give steps",
         *options.epochs));

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "lockstep/comm/detail/own_error.hpp"
+#include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/grad/detail/capture_scope.hpp"
 #include "lockstep/train/detail/collective_forward_check.hpp"
@@ -30,7 +31,7 @@ template <class M>
 void require_finite_nothing(M& model, const at::Tensor& sum) {
   if (!sum.defined() || !sum.requires_grad() || std::isfinite(host_value(sum))) return;
   if (const std::string module = meeting_module(module_of(model)); !module.empty())
-    throw DataError(fmt::format(
+    throw DataError(detail::formatted(
         "the loss is {} over a count of 0, and {} meets the other ranks in its backward: let the loss over "
         "nothing be a sum of zeros, as cross_entropy with reduction sum is",
         host_value(sum), module));

@@ -13,6 +13,8 @@
 #include <vector>
 
 #include "lockstep/comm/communicator.hpp"
+#include "lockstep/detail/format.hpp"
+#include "lockstep/error.hpp"
 #include "lockstep/grad/model.hpp"
 #include "lockstep/optim/sgd.hpp"
 #include "lockstep/train/detail/model_handle.hpp"
@@ -57,7 +59,8 @@ Reduction take_reduction(std::tuple<Extras...>& extras) {
 template <class... Extras>
 const TrainerOptions& validated_beside(const TrainerOptions& options) {
   if ((OptimizerFactory<Extras> || ...) && options.lr)
-    refuse_option("lr is {}, beside an optimizer that has a rate of its own: give it to that", *options.lr);
+    throw UsageError(detail::formatted(
+        "lr is {}, beside an optimizer that has a rate of its own: give it to that", *options.lr));
   return validated(options);
 }
 

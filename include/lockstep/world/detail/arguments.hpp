@@ -1,12 +1,11 @@
 #pragma once
 
-#include <fmt/format.h>
-
 #include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/world/environment.hpp"
 #include "lockstep/world/launch_options.hpp"
@@ -36,7 +35,7 @@ inline std::optional<std::string> argument_value(int argc, const char* const* ar
     if (argument == "--") break;
     for (const std::string& flag : flags) {
       const int match = matches_flag(argument, flag);
-      if (match == 1 && ++i == argc) throw UsageError(fmt::format("{} needs a value after it", flag));
+      if (match == 1 && ++i == argc) throw UsageError(detail::formatted("{} needs a value after it", flag));
       if (match == 1) value = argv[i];
       if (match == 2) value = argument.substr(flag.size() + 1);
       if (match != 0) break;
@@ -72,8 +71,9 @@ inline std::optional<int> nproc_argument(int argc, const char* const* argv,
   if (!text) return std::nullopt;
   const auto value = whole_number(*text);
   if (!value || *value < 1)
-    throw UsageError(fmt::format("{} {} is not a number of processes: it must be a whole number, 1 or more",
-                                 options.nproc_flag, *text));
+    throw UsageError(
+        detail::formatted("{} {} is not a number of processes: it must be a whole number, 1 or more",
+                          options.nproc_flag, *text));
   return value;
 }
 
@@ -83,8 +83,8 @@ inline std::optional<int> timeout_argument(int argc, const char* const* argv) {
   if (!text) return std::nullopt;
   const auto value = whole_number(*text);
   if (!value || *value < 1)
-    throw UsageError(
-        fmt::format("--timeout {} is not a number of seconds: it must be a whole number, 1 or more", *text));
+    throw UsageError(detail::formatted(
+        "--timeout {} is not a number of seconds: it must be a whole number, 1 or more", *text));
   return value;
 }
 
@@ -95,7 +95,7 @@ inline std::optional<Prefix> prefix_argument(int argc, const char* const* argv) 
   if (*text == "auto") return Prefix::automatic;
   if (*text == "always") return Prefix::always;
   if (*text == "never") return Prefix::never;
-  throw UsageError(fmt::format("--prefix {} is unknown: it must be auto, always or never", *text));
+  throw UsageError(detail::formatted("--prefix {} is unknown: it must be auto, always or never", *text));
 }
 
 }  // namespace lockstep::detail

@@ -1,7 +1,6 @@
 #pragma once
 
 #include <fcntl.h>
-#include <fmt/format.h>
 #include <signal.h>
 #include <sys/prctl.h>
 #include <sys/stat.h>
@@ -15,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 
 extern "C" char** environ;  // NOLINT: POSIX declares it in no header
@@ -53,7 +53,7 @@ struct Pipe {
 inline Pipe make_pipe() {
   int ends[2];
   if (pipe2(ends, O_CLOEXEC) != 0)
-    throw Error(fmt::format("cannot make a pipe to a rank: {}", std::strerror(errno)));
+    throw Error(detail::formatted("cannot make a pipe to a rank: {}", std::strerror(errno)));
   fcntl(ends[0], F_SETFL, O_NONBLOCK);
   return {Descriptor(ends[0]), Descriptor(ends[1])};
 }
@@ -74,7 +74,7 @@ inline std::string own_program() {
   char path[4096];
   const ssize_t length = readlink("/proc/self/exe", path, sizeof path - 1);
   if (length <= 0)
-    throw Error(fmt::format(
+    throw Error(detail::formatted(
         "cannot find this program's own file, to start it once for each rank: /proc/self/exe: {}. Mount "
         "/proc (`mount -t proc proc /proc`), or start the ranks with torchrun",
         std::strerror(errno)));
@@ -137,7 +137,7 @@ inline pid_t start_child(const std::string& program, const std::vector<std::stri
   if (child != 0) {
     const int reason = errno;
     pthread_sigmask(SIG_SETMASK, &own, nullptr);
-    if (child < 0) throw Error(fmt::format("cannot start a process: {}", std::strerror(reason)));
+    if (child < 0) throw Error(detail::formatted("cannot start a process: {}", std::strerror(reason)));
     setpgid(child, child);  // in parent and child: the group exists for both, whichever runs first
     return child;
   }

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <fmt/format.h>
 #include <signal.h>
 #include <sys/types.h>
 #include <sys/wait.h>
@@ -15,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "lockstep/detail/format.hpp"
 #include "lockstep/world/detail/report.hpp"
 
 namespace lockstep::detail {
@@ -35,7 +35,7 @@ struct Suspect {
 
 inline std::string signal_name(int number) {
   const char* name = sigabbrev_np(number);
-  return name ? fmt::format("SIG{}", name) : fmt::format("signal {}", number);
+  return name ? detail::formatted("SIG{}", name) : detail::formatted("signal {}", number);
 }
 
 /// Returns the Suspect of a process that ended with `status` and without a report.
@@ -47,11 +47,11 @@ inline Suspect suspect_by_status(std::size_t child, int status) {
     const int number = WTERMSIG(status);
     suspect.killed = number == SIGKILL;
     suspect.report.code = 128 + number;
-    suspect.report.text =
-        fmt::format("died ({}{})", signal_name(number), suspect.killed ? ", perhaps for lack of memory" : "");
+    suspect.report.text = detail::formatted("died ({}{})", signal_name(number),
+                                            suspect.killed ? ", perhaps for lack of memory" : "");
   } else {
     suspect.report.code = WEXITSTATUS(status);
-    suspect.report.text = fmt::format("ended with exit code {}", WEXITSTATUS(status));
+    suspect.report.text = detail::formatted("ended with exit code {}", WEXITSTATUS(status));
   }
   return suspect;
 }
@@ -102,12 +102,12 @@ class FirstFailure {
 inline RankFailure describe_failure(FailureReport report, int rank, pid_t pid, std::vector<int> gone) {
   const auto cause = report.kind == FailureKind::peer ? cause_of(report.text) : -1;
   if (std::erase(gone, cause) > 0) report.text = early_end_text(cause);
-  auto text = headline(report, fmt::format("rank {} (pid {})", rank, pid));
+  auto text = headline(report, detail::formatted("rank {} (pid {})", rank, pid));
   if (!gone.empty() && report.kind != FailureKind::usage) {
     text += gone.size() > 1 ? "; ranks " : "; rank ";
     for (std::size_t i = 0; i < std::min<std::size_t>(gone.size(), 4); ++i)
-      text += fmt::format("{}{}", i > 0 ? ", " : "", gone[i]);
-    if (gone.size() > 4) text += fmt::format(" and {} more", gone.size() - 4);
+      text += detail::formatted("{}{}", i > 0 ? ", " : "", gone[i]);
+    if (gone.size() > 4) text += detail::formatted(" and {} more", gone.size() - 4);
     text += " had ended by then, with exit code 0";
   }
   return {text, report.code, report.kind};

@@ -1,13 +1,12 @@
 #pragma once
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/world/environment.hpp"
 
@@ -31,9 +30,9 @@ inline std::vector<int> gpu_list(const std::string& list) {
   for (const std::string& entry : entries_of(list)) {
     const auto number = whole_number(entry);
     if (!number || *number < 0)
-      throw UsageError(fmt::format("'{}' is not a list of device numbers such as 0,1", list));
+      throw UsageError(detail::formatted("'{}' is not a list of device numbers such as 0,1", list));
     if (std::find(gpus.begin(), gpus.end(), *number) != gpus.end())
-      throw UsageError(fmt::format(
+      throw UsageError(detail::formatted(
           "'{}' names GPU {} twice, and two ranks would share it: name each GPU once", list, *number));
     gpus.push_back(*number);
   }
@@ -43,7 +42,7 @@ inline std::vector<int> gpu_list(const std::string& list) {
 /// Formats device numbers: "0,1".
 inline std::string joined(const std::vector<int>& gpus) {
   std::string list;
-  for (const int gpu : gpus) list += fmt::format("{}{}", list.empty() ? "" : ",", gpu);
+  for (const int gpu : gpus) list += detail::formatted("{}{}", list.empty() ? "" : ",", gpu);
   return list;
 }
 
@@ -56,7 +55,7 @@ inline std::string visible_devices_of(const std::vector<int>& gpus, const Variab
     for (const std::string& entry : entries_of(*given)) {
       const auto number = whole_number(entry);
       if (!number)
-        throw UsageError(fmt::format(
+        throw UsageError(detail::formatted(
             "GPUs are asked for by number ({}), but CUDA_VISIBLE_DEVICES={} names them otherwise: "
             "leave out the numbers, or unset it",
             joined(gpus), *given));
@@ -64,7 +63,7 @@ inline std::string visible_devices_of(const std::vector<int>& gpus, const Variab
     }
   for (const int gpu : gpus)
     if (given && std::find(allowed.begin(), allowed.end(), gpu) == allowed.end())
-      throw UsageError(fmt::format(
+      throw UsageError(detail::formatted(
           "GPU {} is asked for, but CUDA_VISIBLE_DEVICES={} leaves it out: ask for those in it, or "
           "unset it",
           gpu, *given));
@@ -85,24 +84,25 @@ inline bool may_share_gpu(const Variables& variables = process_variable) {
 inline int gpu_of_rank(const Environment& rank, int visible, int wanted = -1,
                        const Variables& variables = process_variable) {
   const auto list = variables("CUDA_VISIBLE_DEVICES");
-  const auto seen = fmt::format("{} CUDA device{}{}", visible, visible == 1 ? "" : "s",
-                                list ? fmt::format(" (CUDA_VISIBLE_DEVICES={})", *list) : std::string());
+  const auto seen =
+      detail::formatted("{} CUDA device{}{}", visible, visible == 1 ? "" : "s",
+                        list ? detail::formatted(" (CUDA_VISIBLE_DEVICES={})", *list) : std::string());
   if (visible < 1)
-    throw UsageError(
-        fmt::format("rank {} has no GPU: there is no CUDA device{}. Is there a driver for this LibTorch "
-                    "(nvidia-smi)? On CPUs use GlooComm",
-                    rank.rank, list ? fmt::format(" (CUDA_VISIBLE_DEVICES={})", *list) : std::string()));
+    throw UsageError(detail::formatted(
+        "rank {} has no GPU: there is no CUDA device{}. Is there a driver for this LibTorch "
+        "(nvidia-smi)? On CPUs use GlooComm",
+        rank.rank, list ? detail::formatted(" (CUDA_VISIBLE_DEVICES={})", *list) : std::string()));
   if (wanted >= visible)
-    throw UsageError(fmt::format("rank {} is to use GPU {}, but it sees {}: they are numbered from 0",
-                                 rank.rank, wanted, seen));
+    throw UsageError(detail::formatted("rank {} is to use GPU {}, but it sees {}: they are numbered from 0",
+                                       rank.rank, wanted, seen));
   if (wanted >= 0) return wanted;
   if (visible == 1) return 0;
   if (rank.local_rank < visible) return rank.local_rank;
   if (may_share_gpu(variables)) return rank.local_rank % visible;
-  throw UsageError(
-      fmt::format("rank {} is number {} of the {} on this host, which has {}: start at most {} ranks here "
-                  "(--nproc {}), or show them more devices",
-                  rank.rank, rank.local_rank + 1, rank.local_size, seen, visible, visible));
+  throw UsageError(detail::formatted(
+      "rank {} is number {} of the {} on this host, which has {}: start at most {} ranks here "
+      "(--nproc {}), or show them more devices",
+      rank.rank, rank.local_rank + 1, rank.local_size, seen, visible, visible));
 }
 
 }  // namespace lockstep::detail

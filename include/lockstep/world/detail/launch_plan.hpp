@@ -1,6 +1,5 @@
 #pragma once
 
-#include <fmt/format.h>
 #include <sys/ioctl.h>
 #include <unistd.h>
 
@@ -11,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "lockstep/detail/format.hpp"
 #include "lockstep/log/log.hpp"
 #include "lockstep/world/detail/arguments.hpp"
 #include "lockstep/world/detail/cpu_affinity.hpp"
@@ -39,8 +39,8 @@ struct LaunchPlan {
 inline void require_sane(int nproc, const std::string& flag) {
   constexpr std::int64_t for_each_core = 64;
   if (const int cores = usable_cores(); nproc > for_each_core * cores)
-    throw UsageError(fmt::format("{} {} is more than {} processes for each of the {} cores here", flag, nproc,
-                                 for_each_core, cores));
+    throw UsageError(detail::formatted("{} {} is more than {} processes for each of the {} cores here", flag,
+                                       nproc, for_each_core, cores));
 }
 
 /// Throws UsageError for an unknown log level.
@@ -48,7 +48,7 @@ inline void require_level(const Variables& variables) {
   const auto name = variables("LOCKSTEP_LOG_LEVEL");
   if (name && !level_named(*name))
     throw UsageError(
-        fmt::format("LOCKSTEP_LOG_LEVEL={} is no level: give debug, info, warning or error", *name));
+        detail::formatted("LOCKSTEP_LOG_LEVEL={} is no level: give debug, info, warning or error", *name));
 }
 
 /// Plans the launch from the command line and the environment. Throws UsageError if they contradict each
@@ -57,8 +57,8 @@ inline LaunchPlan plan_launch(int argc, const char* const* argv, const LaunchOpt
                               const Variables& variables = process_variable) {
   LaunchPlan plan;
   if (options.nproc < 0)
-    throw UsageError(
-        fmt::format("LaunchOptions::nproc is {}: it must be a number of processes, or 0", options.nproc));
+    throw UsageError(detail::formatted("LaunchOptions::nproc is {}: it must be a number of processes, or 0",
+                                       options.nproc));
   auto nproc = nproc_argument(argc, argv, options);
   const std::string flag = options.nproc_flag.empty() ? "LaunchOptions::nproc" : options.nproc_flag;
   const auto gpus = options.gpus.empty() ? std::vector<int>{} : gpu_list(options.gpus);
@@ -72,14 +72,15 @@ inline LaunchPlan plan_launch(int argc, const char* const* argv, const LaunchOpt
   integer_variable(variables, "LOCAL_WORLD_SIZE", 1);
   require_level(variables);
   if (local_rank && !rank)
-    throw UsageError(fmt::format("LOCAL_RANK={} is set but RANK is not: set both, or neither", *local_rank));
+    throw UsageError(
+        detail::formatted("LOCAL_RANK={} is set but RANK is not: set both, or neither", *local_rank));
   if (local_rank) {
     const auto env = read_environment(variables);
     if (nproc && variables("LOCAL_WORLD_SIZE") && *nproc != env.local_size)
-      throw UsageError(
-          fmt::format("{} {} contradicts LOCAL_WORLD_SIZE={}: the launcher has already started this host's "
-                      "processes, so leave {} out",
-                      flag, *nproc, env.local_size, flag));
+      throw UsageError(detail::formatted(
+          "{} {} contradicts LOCAL_WORLD_SIZE={}: the launcher has already started this host's "
+          "processes, so leave {} out",
+          flag, *nproc, env.local_size, flag));
     plan.worker = true;
     return plan;
   }
@@ -94,13 +95,13 @@ inline LaunchPlan plan_launch(int argc, const char* const* argv, const LaunchOpt
     }
     require_sane(plan.nproc, flag);
     if (!size)
-      throw UsageError(fmt::format(
+      throw UsageError(detail::formatted(
           "RANK={} is set but WORLD_SIZE is not: set WORLD_SIZE to the number of all ranks", *rank));
     if (*rank + plan.nproc > *size)
       throw UsageError(
-          fmt::format("RANK={} is this host's first rank, and with {} {} its last is {}: WORLD_SIZE={} "
-                      "allows no rank above {}",
-                      *rank, flag, plan.nproc, *rank + plan.nproc - 1, *size, *size - 1));
+          detail::formatted("RANK={} is this host's first rank, and with {} {} its last is {}: WORLD_SIZE={} "
+                            "allows no rank above {}",
+                            *rank, flag, plan.nproc, *rank + plan.nproc - 1, *size, *size - 1));
     plan.first = *rank;
     plan.size = *size;
     if (plan.nproc < plan.size) {
@@ -112,9 +113,9 @@ inline LaunchPlan plan_launch(int argc, const char* const* argv, const LaunchOpt
   if (!nproc) nproc = size ? *size : std::max(visible_gpus(), 0) > 0 ? visible_gpus() : 2;
   if (size && *size != *nproc)
     throw UsageError(
-        fmt::format("WORLD_SIZE={} contradicts {} {}: on one host leave WORLD_SIZE out, on several set "
-                    "RANK to this host's first rank",
-                    *size, flag, *nproc));
+        detail::formatted("WORLD_SIZE={} contradicts {} {}: on one host leave WORLD_SIZE out, on several set "
+                          "RANK to this host's first rank",
+                          *size, flag, *nproc));
   require_sane(*nproc, flag);
   plan.nproc = plan.size = *nproc;
   plan.worker = plan.nproc == 1;
@@ -125,33 +126,33 @@ inline LaunchPlan plan_launch(int argc, const char* const* argv, const LaunchOpt
 inline std::vector<Job> jobs_of(const LaunchPlan& plan, const std::string& rendezvous,
                                 const std::string& secret = {}) {
   std::vector<std::string> common{
-      fmt::format("WORLD_SIZE={}", plan.size), fmt::format("LOCAL_WORLD_SIZE={}", plan.nproc),
+      detail::formatted("WORLD_SIZE={}", plan.size), detail::formatted("LOCAL_WORLD_SIZE={}", plan.nproc),
       "LOCKSTEP_STORE_IS_HOSTED=1", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE"};
   if (rendezvous.starts_with("tcp://")) {
     const auto url = parse_rendezvous(rendezvous);
-    common.push_back(fmt::format("MASTER_ADDR={}", url.host));
-    common.push_back(fmt::format("MASTER_PORT={}", url.port));
+    common.push_back(detail::formatted("MASTER_ADDR={}", url.host));
+    common.push_back(detail::formatted("MASTER_PORT={}", url.port));
     common.push_back("LOCKSTEP_RENDEZVOUS");
   } else {
-    common.push_back(fmt::format("LOCKSTEP_RENDEZVOUS={}", rendezvous));
+    common.push_back(detail::formatted("LOCKSTEP_RENDEZVOUS={}", rendezvous));
   }
-  if (!secret.empty()) common.push_back(fmt::format("LOCKSTEP_STORE_SECRET={}", secret));
+  if (!secret.empty()) common.push_back(detail::formatted("LOCKSTEP_STORE_SECRET={}", secret));
   if (!plan.visible_devices.empty())
-    common.push_back(fmt::format("CUDA_VISIBLE_DEVICES={}", plan.visible_devices));
-  if (plan.timeout) common.push_back(fmt::format("LOCKSTEP_TIMEOUT={}", *plan.timeout));
+    common.push_back(detail::formatted("CUDA_VISIBLE_DEVICES={}", plan.visible_devices));
+  if (plan.timeout) common.push_back(detail::formatted("LOCKSTEP_TIMEOUT={}", *plan.timeout));
   if (!process_variable("OMP_NUM_THREADS"))
-    common.push_back(fmt::format("OMP_NUM_THREADS={}", std::max(1, usable_cores() / plan.nproc)));
+    common.push_back(detail::formatted("OMP_NUM_THREADS={}", std::max(1, usable_cores() / plan.nproc)));
   winsize window{};
   if (isatty(1) == 1) {
     common.push_back("LOCKSTEP_TTY=1");
     if (ioctl(1, TIOCGWINSZ, &window) == 0 && window.ws_col > 0)
-      common.push_back(fmt::format("COLUMNS={}", window.ws_col));
+      common.push_back(detail::formatted("COLUMNS={}", window.ws_col));
   }
   std::vector<Job> jobs;
   for (int i = 0; i < plan.nproc; ++i) {
     jobs.push_back({plan.first + i, common});
-    jobs.back().environment.push_back(fmt::format("RANK={}", plan.first + i));
-    jobs.back().environment.push_back(fmt::format("LOCAL_RANK={}", i));
+    jobs.back().environment.push_back(detail::formatted("RANK={}", plan.first + i));
+    jobs.back().environment.push_back(detail::formatted("LOCAL_RANK={}", i));
   }
   return jobs;
 }

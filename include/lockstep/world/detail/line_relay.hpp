@@ -1,7 +1,5 @@
 #pragma once
 
-#include <fmt/format.h>
-
 #include <chrono>
 #include <cstddef>
 #include <functional>
@@ -9,6 +7,7 @@
 #include <string_view>
 #include <vector>
 
+#include "lockstep/detail/format.hpp"
 #include "lockstep/world/launch_options.hpp"
 
 namespace lockstep::detail {
@@ -129,7 +128,7 @@ class LineRelay {
     if (cursor.redrawn && line.back() != '\r') out += "\r\x1b[K";
     const int rank = ranks_[stream / 2];
     if (prefix_ == Prefix::never || (prefix_ == Prefix::automatic && rank == 0)) return;
-    const auto text = fmt::format("[rank {}] ", rank);
+    const auto text = detail::formatted("[rank {}] ", rank);
     if (!line.starts_with(text)) out += text;
   }
 

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <fmt/format.h>
 #include <poll.h>
 #include <unistd.h>
 
@@ -10,6 +9,8 @@
 #include <string>
 #include <string_view>
 #include <vector>
+
+#include "lockstep/detail/format.hpp"
 
 namespace lockstep::detail {
 
@@ -72,8 +73,9 @@ class OutputWriter {
 
   void lose(int sink, int reason) {
     lost_[sink - 1] = true;
-    put(3 - sink, fmt::format("warning: {} cannot be written ({}), so that what follows is lost there\n",
-                              sink == 1 ? "stdout" : "stderr", std::strerror(reason)));
+    put(3 - sink,
+        detail::formatted("warning: {} cannot be written ({}), so that what follows is lost there\n",
+                          sink == 1 ? "stdout" : "stderr", std::strerror(reason)));
   }
 
   std::string waiting_[2];

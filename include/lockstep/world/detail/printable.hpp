@@ -1,9 +1,9 @@
 #pragma once
 
-#include <fmt/format.h>
-
 #include <string>
 #include <string_view>
+
+#include "lockstep/detail/format.hpp"
 
 namespace lockstep::detail {
 
@@ -20,9 +20,9 @@ inline std::string printable(std::string_view text) {
     } else if (byte == '\t') {
       result += "\\t";
     } else if (byte < 0x20 || byte == 0x7f) {
-      result += fmt::format("\\x{:02x}", byte);
+      result += detail::formatted("\\x{:02x}", byte);
     } else if (byte == 0xc2 && next >= 0x80 && next < 0xa0) {
-      result += fmt::format("\\x{:02x}", next);
+      result += detail::formatted("\\x{:02x}", next);
       ++i;
     } else {
       result += text[i];

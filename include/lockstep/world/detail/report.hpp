@@ -1,7 +1,6 @@
 #pragma once
 
 #include <cxxabi.h>
-#include <fmt/format.h>
 #include <time.h>
 
 #include <algorithm>
@@ -13,6 +12,7 @@
 #include <string_view>
 #include <typeinfo>
 
+#include "lockstep/detail/format.hpp"
 #include "lockstep/detail/process_wide.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/world/detail/printable.hpp"
@@ -78,10 +78,10 @@ inline FailureReport describe(const std::exception_ptr& exception) {
   } catch (const std::exception& error) {
     const std::string known = known_exception_text ? known_exception_text(error) : std::string();
     report.text =
-        fmt::format("{}: {}", type_name(typeid(error)), known.empty() ? error.what() : known.c_str());
+        detail::formatted("{}: {}", type_name(typeid(error)), known.empty() ? error.what() : known.c_str());
   } catch (...) {
     const std::type_info* type = abi::__cxa_current_exception_type();
-    report.text = fmt::format("an exception of type {}", type ? type_name(*type) : "unknown");
+    report.text = detail::formatted("an exception of type {}", type ? type_name(*type) : "unknown");
   }
   return report;
 }
@@ -96,16 +96,17 @@ inline int cause_of(std::string_view text) {
 
 /// Returns the cause that other ranks report for a rank that ended too early with exit code 0.
 inline std::string early_end_text(int rank) {
-  return fmt::format("rank {} ended with exit code 0 while other ranks still communicated with it", rank);
+  return detail::formatted("rank {} ended with exit code 0 while other ranks still communicated with it",
+                           rank);
 }
 
 /// Returns the headline of a failure that `reporter` ("rank 3") reports. A consequence's headline begins with
 /// its cause.
 inline std::string headline(const FailureReport& report, std::string_view reporter) {
   if (report.kind == FailureKind::usage) return report.text;
-  if (report.kind == FailureKind::peer) return fmt::format("{}; noticed by {}", report.text, reporter);
+  if (report.kind == FailureKind::peer) return detail::formatted("{}; noticed by {}", report.text, reporter);
   const bool ended = report.text.starts_with("died") || report.text.starts_with("ended");
-  return fmt::format("{}{}{}", reporter, ended ? " " : " failed: ", report.text);
+  return detail::formatted("{}{}{}", reporter, ended ? " " : " failed: ", report.text);
 }
 
 /// Encodes a report for a pipe: kind, time and code on a line each, then the text.
@@ -113,7 +114,7 @@ inline std::string encode(const FailureReport& report) {
   const char* kind = report.kind == FailureKind::usage  ? "usage"
                      : report.kind == FailureKind::peer ? "peer"
                                                         : "error";
-  return fmt::format("{}\n{}\n{}\n{}", kind, report.when, report.code, report.text);
+  return detail::formatted("{}\n{}\n{}\n{}", kind, report.when, report.code, report.text);
 }
 
 inline FailureReport decode(std::string_view bytes) {

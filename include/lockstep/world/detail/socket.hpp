@@ -1,7 +1,6 @@
 #pragma once
 
 #include <arpa/inet.h>
-#include <fmt/format.h>
 #include <ifaddrs.h>
 #include <net/if.h>
 #include <netdb.h>
@@ -18,6 +17,7 @@
 #include <thread>
 #include <vector>
 
+#include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/world/detail/child.hpp"
 #include "lockstep/world/detail/own_sockets.hpp"
@@ -81,9 +81,9 @@ inline Resolved resolve(const std::string& host, int port, int flags = 0) {
 
 [[noreturn]] inline void throw_unknown_host(const std::string& host) {
   throw RendezvousError(
-      fmt::format("the name '{}' of the master host is not known here (MASTER_ADDR): check its "
-                  "spelling, or use the address",
-                  host));
+      detail::formatted("the name '{}' of the master host is not known here (MASTER_ADDR): check its "
+                        "spelling, or use the address",
+                        host));
 }
 
 /// Returns whether an interface of this host has this address.
@@ -140,15 +140,15 @@ inline Listener listen_on(const std::string& host, int port) {
   const auto fail = [&](const char* what) -> Listener {
     const int reason = errno;
     if (reason == EADDRINUSE)
-      throw RendezvousError(
-          fmt::format("port {} is already in use on this host (`ss -ltnp 'sport = :{}'` shows by whom): "
-                      "set MASTER_PORT to a free one on every rank",
-                      port, port));
+      throw RendezvousError(detail::formatted(
+          "port {} is already in use on this host (`ss -ltnp 'sport = :{}'` shows by whom): "
+          "set MASTER_PORT to a free one on every rank",
+          port, port));
     if (reason == EACCES)
-      throw RendezvousError(
-          fmt::format("cannot {} port {}: permission denied. Set MASTER_PORT to one above 1023 on every rank",
-                      what, port));
-    throw RendezvousError(fmt::format("cannot {} port {}: {}", what, port, std::strerror(reason)));
+      throw RendezvousError(detail::formatted(
+          "cannot {} port {}: permission denied. Set MASTER_PORT to one above 1023 on every rank", what,
+          port));
+    throw RendezvousError(detail::formatted("cannot {} port {}: {}", what, port, std::strerror(reason)));
   };
   const auto choice = choose_bind(host, port);
   Listener listener;
@@ -228,7 +228,7 @@ inline ConnectAttempt try_connect(const std::string& host, int port,
   if (found.status == EAI_NONAME) throw_unknown_host(host);
   ConnectAttempt attempt;
   if (found.status != 0)
-    attempt.reason = fmt::format("its name cannot be looked up ({})", gai_strerror(found.status));
+    attempt.reason = detail::formatted("its name cannot be looked up ({})", gai_strerror(found.status));
   for (const SocketAddress& address : found.addresses) {
     Descriptor fd(socket(address.family(), SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
     int error = fd.open() && connect(fd.get(), address.get(), address.length) == 0 ? 0 : errno;
@@ -242,10 +242,10 @@ inline ConnectAttempt try_connect(const std::string& host, int port,
       attempt.fd = std::move(fd);
       return attempt;
     }
-    attempt.reason = error == ECONNREFUSED
-                         ? "it refuses the connection: nothing listens there; has rank 0 been started?"
-                     : error == ETIMEDOUT ? "it does not answer: is it up, and is a firewall between?"
-                                          : fmt::format("it cannot be reached ({})", std::strerror(error));
+    attempt.reason =
+        error == ECONNREFUSED ? "it refuses the connection: nothing listens there; has rank 0 been started?"
+        : error == ETIMEDOUT  ? "it does not answer: is it up, and is a firewall between?"
+                              : detail::formatted("it cannot be reached ({})", std::strerror(error));
   }
   return attempt;
 }
@@ -262,8 +262,8 @@ void retry_at(const std::string& host, int port, std::chrono::milliseconds limit
     const std::string reason = attempt(until);
     if (reason.empty()) return;
     if (std::chrono::steady_clock::now() + pause >= until)
-      throw RendezvousError(fmt::format("no store at {}:{} after {} s: {}", host, port,
-                                        std::chrono::duration<double>(limit).count(), reason));
+      throw RendezvousError(detail::formatted("no store at {}:{} after {} s: {}", host, port,
+                                              std::chrono::duration<double>(limit).count(), reason));
     waiting(reason);
     std::this_thread::sleep_for(pause);
   }

@@ -1,7 +1,6 @@
 #pragma once
 
 #include <fcntl.h>
-#include <fmt/format.h>
 #include <sys/random.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -22,6 +21,7 @@
 #include <utility>
 #include <vector>
 
+#include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/world/detail/printable.hpp"
 #include "lockstep/world/detail/socket.hpp"
@@ -51,9 +51,9 @@ inline std::chrono::milliseconds rendezvous_timeout() {
 inline std::string random_secret() {
   unsigned char bytes[16];
   if (getrandom(bytes, sizeof bytes, 0) != sizeof bytes)
-    throw Error(fmt::format("cannot make a secret for the store: {}", std::strerror(errno)));
+    throw Error(detail::formatted("cannot make a secret for the store: {}", std::strerror(errno)));
   std::string text;
-  for (const unsigned char byte : bytes) text += fmt::format("{:02x}", byte);
+  for (const unsigned char byte : bytes) text += detail::formatted("{:02x}", byte);
   return text;
 }
 
@@ -63,23 +63,24 @@ auto at_store(const std::string& doing, Work&& work) {
   try {
     return work();
   } catch (const c10::Error& error) {
-    throw RendezvousError(fmt::format("{}: {}", doing, printable(error.what_without_backtrace())));
+    throw RendezvousError(detail::formatted("{}: {}", doing, printable(error.what_without_backtrace())));
   }
 }
 
 /// Connects to a TCPStore of LibTorch, which only torchrun's agent hosts.
 inline StorePtr connect_tcp_store(const std::string& host, int port, std::chrono::milliseconds limit) {
   wait_for_listener(host, port, limit);
-  return at_store(fmt::format("the store of torchrun's agent at {}:{} does not answer as one", host, port),
-                  [&]() -> StorePtr {
-                    c10d::TCPStoreOptions options;
-                    options.port = static_cast<std::uint16_t>(port);
-                    options.isServer = false;
-                    options.waitWorkers = false;
-                    options.timeout = limit;
-                    options.useLibUV = false;  // a LibTorch built without libuv would reject it
-                    return c10::make_intrusive<c10d::TCPStore>(host, options);
-                  });
+  return at_store(
+      detail::formatted("the store of torchrun's agent at {}:{} does not answer as one", host, port),
+      [&]() -> StorePtr {
+        c10d::TCPStoreOptions options;
+        options.port = static_cast<std::uint16_t>(port);
+        options.isServer = false;
+        options.waitWorkers = false;
+        options.timeout = limit;
+        options.useLibUV = false;  // a LibTorch built without libuv would reject it
+        return c10::make_intrusive<c10d::TCPStore>(host, options);
+      });
 }
 
 /// Connects to the store at `endpoint`. `limit` is the timeout of connecting and of each call.
@@ -129,7 +130,7 @@ inline Meeting meet_through_board(const RendezvousUrl& url, int rank, std::chron
   };
   const auto board = std::make_shared<StorePtr>();
   // LibTorch's client has no timeout, not even for connecting, if its server does not answer.
-  const auto on_board = [&](auto&& work) {
+  const auto on_board = [&](const std::function<std::string(c10d::Store&)>& work) {
     struct Shared {
       std::mutex mutex;
       std::string text;
@@ -153,10 +154,11 @@ inline Meeting meet_through_board(const RendezvousUrl& url, int rank, std::chron
     });
     const std::lock_guard lock(shared->mutex);
     if (!shared->done)
-      throw RendezvousError(fmt::format("the store of torchrun's agent at {}:{} does not answer after {} s",
-                                        url.host, url.port, std::chrono::duration<double>(limit).count()));
+      throw RendezvousError(
+          detail::formatted("the store of torchrun's agent at {}:{} does not answer after {} s", url.host,
+                            url.port, std::chrono::duration<double>(limit).count()));
     if (shared->error)
-      at_store(fmt::format("the store of torchrun's agent at {}:{} failed", url.host, url.port),
+      at_store(detail::formatted("the store of torchrun's agent at {}:{} failed", url.host, url.port),
                [&] { std::rethrow_exception(shared->error); });
     return shared->text;
   };
@@ -164,7 +166,7 @@ inline Meeting meet_through_board(const RendezvousUrl& url, int rank, std::chron
     const auto host = address_towards(url.host);
     auto listener = listen_on(host, 0);
     const auto secret = random_secret();
-    const auto text = fmt::format("{} {} {}", host, listener.port, secret);
+    const auto text = detail::formatted("{} {} {}", host, listener.port, secret);
     auto store = host_store(std::move(listener), secret, limit);
     on_board([pin, text](c10d::Store& on) {
       on.set(pin, to_bytes(text));
@@ -187,13 +189,13 @@ inline Meeting meet_through_board(const RendezvousUrl& url, int rank, std::chron
         return meeting_at(store, false);
       }
     } catch (const RendezvousError& error) {
-      last = fmt::format("rank 0's store does not answer: {}", printable(error.what()));
+      last = detail::formatted("rank 0's store does not answer: {}", printable(error.what()));
     }
     waiting(last);
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
   }
-  throw RendezvousError(fmt::format("rank {} did not meet rank 0 within {} s: {}", rank,
-                                    std::chrono::duration<double>(limit).count(), last));
+  throw RendezvousError(detail::formatted("rank {} did not meet rank 0 within {} s: {}", rank,
+                                          std::chrono::duration<double>(limit).count(), last));
 }
 
 /// Opens the rendezvous file. Throws UsageError if it cannot be opened for writing: c10d would retry for
@@ -201,7 +203,7 @@ inline Meeting meet_through_board(const RendezvousUrl& url, int rank, std::chron
 inline StorePtr open_file_store(const std::string& path, int size) {
   const int file = ::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0644);
   if (file < 0)
-    throw UsageError(fmt::format("cannot open the rendezvous file {}: {}", path, std::strerror(errno)));
+    throw UsageError(detail::formatted("cannot open the rendezvous file {}: {}", path, std::strerror(errno)));
   ::close(file);
   return c10::make_intrusive<c10d::FileStore>(path, size);
 }
@@ -218,7 +220,7 @@ inline Meeting meet(
   const auto url = parse_rendezvous(env.rendezvous);
   if (!url.path.empty()) {
     const auto open = [path = url.path, size = env.size](auto time) {
-      return at_store(fmt::format("cannot open the rendezvous file {}", path), [&]() -> StorePtr {
+      return at_store(detail::formatted("cannot open the rendezvous file {}", path), [&]() -> StorePtr {
         auto store = open_file_store(path, size);
         store->setTimeout(time);
         return store;
@@ -232,7 +234,7 @@ inline Meeting meet(
     const bool elsewhere = listener.host_is_elsewhere;
     auto meeting = meeting_at(host_store(std::move(listener), env.store_secret, limit), true);
     if (elsewhere)
-      meeting.doubt = fmt::format(
+      meeting.doubt = detail::formatted(
           "MASTER_ADDR={} is no address of this host ({}): rank 0 must run on the host that it names",
           url.host, host_name());
     return meeting;
@@ -249,7 +251,7 @@ inline std::string host_identity() {
   };
   std::string boot;
   std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
-  return fmt::format("{}/{}/{}", boot, inode("/proc/self/ns/net"), host_name());
+  return detail::formatted("{}/{}/{}", boot, inode("/proc/self/ns/net"), host_name());
 }
 
 /// What each rank publishes about itself when it signs in.
@@ -259,9 +261,9 @@ struct RankIdentity {
   std::string address;  ///< at which other hosts reach the rank, or empty
 
   static RankIdentity own(const std::string& address) {
-    return {fmt::format("{} pid {}", host_name(), getpid()), host_identity(), address};
+    return {detail::formatted("{} pid {}", host_name(), getpid()), host_identity(), address};
   }
-  [[nodiscard]] std::string encode() const { return fmt::format("{}\n{}\n{}", process, host, address); }
+  [[nodiscard]] std::string encode() const { return detail::formatted("{}\n{}\n{}", process, host, address); }
   static RankIdentity decode(const std::string& text) {
     const auto first = text.find('\n'), second = text.find('\n', first + 1);
     if (first == std::string::npos || second == std::string::npos) return {text, {}, {}};
@@ -278,8 +280,8 @@ struct SignInKeys {
   static constexpr const char* present = "lockstep/present";
   /// The outcome of the rendezvous for waiting ranks: "complete", "failed", or "refused" and the reason.
   static constexpr const char* outcome = "lockstep/outcome";
-  static std::string rank(int rank) { return fmt::format("lockstep/rank/{}", rank); }
-  static std::string signed_in(int rank) { return fmt::format("lockstep/signed in/{}", rank); }
+  static std::string rank(int rank) { return detail::formatted("lockstep/rank/{}", rank); }
+  static std::string signed_in(int rank) { return detail::formatted("lockstep/signed in/{}", rank); }
 };
 
 /// Ends the rendezvous on all ranks with an error, and throws it on this rank.
@@ -296,24 +298,25 @@ struct SignInKeys {
 /// failure passes `joining` = false and does not count as present.
 inline void sign_in(c10d::Store& store, const Environment& env, const std::string& address,
                     bool joining = true) {
-  const auto agreed =
-      to_text(store.compareSet(SignInKeys::size, {}, to_bytes(fmt::format("{} {}", env.size, env.rank))));
+  const auto agreed = to_text(
+      store.compareSet(SignInKeys::size, {}, to_bytes(detail::formatted("{} {}", env.size, env.rank))));
   const auto space = agreed.find(' ');
   const auto size = agreed.substr(0, space), by = agreed.substr(std::min(space, agreed.size() - 1) + 1);
   if (size != std::to_string(env.size))
     refuse_rendezvous(
-        store, fmt::format("the ranks disagree on their number: rank {} says world size {}, rank {} says {}. "
-                           "Start all of them with one WORLD_SIZE",
-                           env.rank, env.size, printable(by), printable(size)));
+        store,
+        detail::formatted("the ranks disagree on their number: rank {} says world size {}, rank {} says {}. "
+                          "Start all of them with one WORLD_SIZE",
+                          env.rank, env.size, printable(by), printable(size)));
   const auto me = RankIdentity::own(address);
   const auto owner =
       RankIdentity::decode(to_text(store.compareSet(SignInKeys::rank(env.rank), {}, to_bytes(me.encode()))));
   if (owner.process != me.process || owner.host != me.host)
     refuse_rendezvous(
         store,
-        fmt::format("rank {} is claimed by {} and {}: give every process its own RANK on {}{}", env.rank,
-                    printable(owner.process), me.process, printable(owner.host_text()),
-                    owner.host_text() == me.host_text() ? "" : " and " + me.host_text()) +
+        detail::formatted("rank {} is claimed by {} and {}: give every process its own RANK on {}{}",
+                          env.rank, printable(owner.process), me.process, printable(owner.host_text()),
+                          owner.host_text() == me.host_text() ? "" : " and " + me.host_text()) +
             (env.rendezvous.starts_with("file:") ? ", and every run a rendezvous file of its own" : ""));
   if (to_text(store.compareSet(SignInKeys::host, {}, to_bytes(me.host))) != me.host)
     store.set(SignInKeys::several_hosts, to_bytes("yes"));
@@ -329,9 +332,9 @@ inline std::string ranks_of(const std::vector<int>& ranks, int size) {
   std::string text = ranks.size() == 1 ? "rank " : "ranks ";
   const std::size_t shown = ranks.size() > 5 ? 4 : ranks.size();
   for (std::size_t i = 0; i < shown; ++i)
-    text += fmt::format("{}{}", i == 0 ? "" : i + 1 == ranks.size() ? " and " : ", ", ranks[i]);
-  if (shown < ranks.size()) text += fmt::format(" and {} more", ranks.size() - shown);
-  return fmt::format("{} of {}", text, size);
+    text += detail::formatted("{}{}", i == 0 ? "" : i + 1 == ranks.size() ? " and " : ", ", ranks[i]);
+  if (shown < ranks.size()) text += detail::formatted(" and {} more", ranks.size() - shown);
+  return detail::formatted("{} of {}", text, size);
 }
 
 /// Waits for all of these keys, at most `limit`. Returns whether they exist. Throws c10::Error if the store
@@ -376,8 +379,9 @@ struct Failure {
 
   /// Returns how the errors of other ranks name the failure: "rank 3 failed first: reason".
   [[nodiscard]] std::string sentence() const {
-    return fmt::format("{} failed first: {}",
-                       rank < 0 ? std::string("another rank") : fmt::format("rank {}", rank), text);
+    return detail::formatted("{} failed first: {}",
+                             rank < 0 ? std::string("another rank") : detail::formatted("rank {}", rank),
+                             text);
   }
 };
 
@@ -413,8 +417,8 @@ inline void await_ranks(c10d::Store& side, int size, std::chrono::steady_clock::
       if (appear_within(side, {SignInKeys::outcome}, std::clamp(left, std::chrono::milliseconds(1), slice)))
         outcome = to_text(side.get(SignInKeys::outcome));
     } catch (const c10::DistNetworkError& error) {
-      throw RendezvousError(fmt::format("the rendezvous has ended without all ranks: {}",
-                                        printable(error.what_without_backtrace())));
+      throw RendezvousError(detail::formatted("the rendezvous has ended without all ranks: {}",
+                                              printable(error.what_without_backtrace())));
     } catch (const c10::DistStoreError&) {  // the value did not arrive within the timeout
     }
     if (outcome.empty()) {
@@ -422,11 +426,12 @@ inline void await_ranks(c10d::Store& side, int size, std::chrono::steady_clock::
       const auto who = missing.empty() ? "the last rank" : ranks_of(missing, size);
       if (Clock::now() >= deadline)
         refuse_rendezvous(
-            side, fmt::format("{} did not join within {} s: start {} with the MASTER_ADDR, MASTER_PORT and "
+            side,
+            detail::formatted("{} did not join within {} s: start {} with the MASTER_ADDR, MASTER_PORT and "
                               "WORLD_SIZE of the others{}{}",
                               who, std::chrono::duration<double>(limit).count(),
                               missing.size() == 1 ? "it" : "them", doubt.empty() ? "" : "; ", doubt));
-      waiting(doubt.empty() ? who : fmt::format("{}; {}", who, doubt));
+      waiting(doubt.empty() ? who : detail::formatted("{}; {}", who, doubt));
     }
   }
   if (outcome == "failed") {

@@ -1,7 +1,6 @@
 #pragma once
 
 #include <c10/util/Exception.h>
-#include <fmt/format.h>
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
 

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <fmt/format.h>
 #include <sys/socket.h>
 
 #include <chrono>
@@ -13,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/world/detail/printable.hpp"
 #include "lockstep/world/detail/socket.hpp"
@@ -53,7 +53,7 @@ class StoreConnection {
   StoreConnection(
       const StoreEndpoint& endpoint, std::chrono::milliseconds limit,
       const Waiting& waiting = [](const std::string&) {})
-      : name_(fmt::format("{}:{}", endpoint.host, endpoint.port)) {
+      : name_(detail::formatted("{}:{}", endpoint.host, endpoint.port)) {
     retry_at(
         endpoint.host, endpoint.port, limit,
         [&](Clock::time_point until) {
@@ -83,8 +83,8 @@ class StoreConnection {
     frame.integer(id).byte(static_cast<std::uint8_t>(operation));
     fill(frame);
     if (frame.payload() > max_frame_bytes)
-      throw StoreRefusal(fmt::format("a message of {} bytes to the store is too large: {} are allowed",
-                                     frame.payload(), max_frame_bytes));
+      throw StoreRefusal(detail::formatted("a message of {} bytes to the store is too large: {} are allowed",
+                                           frame.payload(), max_frame_bytes));
     if (out_.size() > max_frame_bytes) throw_late();  // requests abandoned before they were sent
     out_ += frame.take();
     for (;;) {
@@ -98,7 +98,7 @@ class StoreConnection {
         const auto status = static_cast<StoreStatus>(reader.byte());
         std::string result(payload->substr(std::min<std::size_t>(payload->size(), 9)));
         if (status == StoreStatus::done) return result;
-        throw StoreRefusal(fmt::format("the store at {} refuses: {}", name_, printable(result)));
+        throw StoreRefusal(detail::formatted("the store at {} refuses: {}", name_, printable(result)));
       }
     }
   }
@@ -151,10 +151,10 @@ class StoreConnection {
       case StoreGreeting::welcome:
         return {};
       case StoreGreeting::wrong_secret:
-        throw RendezvousError(
-            fmt::format("the store at {} belongs to another run: it asks for another secret. Give all ranks "
-                        "of a run one LOCKSTEP_STORE_SECRET and a MASTER_PORT of their own",
-                        name_));
+        throw RendezvousError(detail::formatted(
+            "the store at {} belongs to another run: it asks for another secret. Give all ranks "
+            "of a run one LOCKSTEP_STORE_SECRET and a MASTER_PORT of their own",
+            name_));
       case StoreGreeting::wrong_version:
         break;
     }
@@ -162,8 +162,8 @@ class StoreConnection {
   }
 
   [[noreturn]] void throw_wrong_version() const {
-    throw RendezvousError(
-        fmt::format("the store at {} is of another version of lockstep: build all ranks with one", name_));
+    throw RendezvousError(detail::formatted(
+        "the store at {} is of another version of lockstep: build all ranks with one", name_));
   }
   void check_is_store(std::string_view answer) const {
     const auto begins_alike = [](std::string_view a, std::string_view b) {
@@ -172,10 +172,10 @@ class StoreConnection {
     };
     const auto text = answer.substr(std::min<std::size_t>(answer.size(), 4));
     if (!begins_alike(text, store_magic_of_any_version) || (answer.size() > 1 && answer[1] != '\0'))
-      throw RendezvousError(
-          fmt::format("what listens at {} is not a store of lockstep: set MASTER_PORT to a free port of the "
-                      "master host, the same on every rank",
-                      name_));
+      throw RendezvousError(detail::formatted(
+          "what listens at {} is not a store of lockstep: set MASTER_PORT to a free port of the "
+          "master host, the same on every rank",
+          name_));
     if (!begins_alike(text, store_magic)) throw_wrong_version();
   }
 
@@ -213,11 +213,11 @@ class StoreConnection {
   }
 
   [[noreturn]] void lose(const std::string& reason) {
-    lost_ = fmt::format("the store at {} is gone: {}", name_, reason);
+    lost_ = detail::formatted("the store at {} is gone: {}", name_, reason);
     throw StoreLost(lost_);
   }
   [[noreturn]] void throw_late() const {
-    throw StoreTimeout(fmt::format("the store at {} does not answer in time", name_));
+    throw StoreTimeout(detail::formatted("the store at {} does not answer in time", name_));
   }
 
   std::string name_;

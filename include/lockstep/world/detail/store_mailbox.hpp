@@ -11,10 +11,9 @@
 #include <utility>
 #include <vector>
 
-#include <fmt/format.h>
-
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
+#include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 
 namespace lockstep::detail {
@@ -80,10 +79,10 @@ class StoreMailbox {
   [[nodiscard]] std::vector<Message> news() {
     const std::int64_t count = store_->add("count", 0);
     if (count - counted_ > most_unread)
-      throw CommunicationError(
-          fmt::format("the store counts {} messages between the ranks, of which this one knows {}: it is "
-                      "damaged, so start the run again",
-                      count, counted_));
+      throw CommunicationError(detail::formatted(
+          "the store counts {} messages between the ranks, of which this one knows {}: it is "
+          "damaged, so start the run again",
+          count, counted_));
     while (counted_ < count) unread_.insert(++counted_);
     const std::vector<std::int64_t> numbers(unread_.begin(), unread_.end());
     std::vector<std::string> keys;
@@ -122,8 +121,8 @@ class StoreMailbox {
   // The most keys of one store operation.
   static constexpr std::size_t most_keys = 4096;
 
-  static std::string message_key(std::int64_t number) { return fmt::format("message/{}", number); }
-  static std::string status_key(int rank) { return fmt::format("status/{}", rank); }
+  static std::string message_key(std::int64_t number) { return detail::formatted("message/{}", number); }
+  static std::string status_key(int rank) { return detail::formatted("status/{}", rank); }
 
   // Returns the values of the keys that exist. Takes one or two operations if all exist, else a bisection.
   std::vector<std::optional<std::string>> read(const std::vector<std::string>& keys) {

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <fmt/format.h>
 #include <signal.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
@@ -21,6 +20,7 @@
 #include <utility>
 #include <vector>
 
+#include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/world/detail/child.hpp"
 #include "lockstep/world/detail/socket.hpp"
@@ -50,7 +50,7 @@ class StoreServer {
         wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
         reserve_(open("/dev/null", O_RDONLY | O_CLOEXEC)) {
     if (!epoll_.open() || !wake_.open())
-      throw Error(fmt::format("cannot serve a store: {}", std::strerror(errno)));
+      throw Error(detail::formatted("cannot serve a store: {}", std::strerror(errno)));
     fcntl(listener_.fd.get(), F_SETFL, O_NONBLOCK);
     watch(listener_.fd.get(), listener_id);
     watch(wake_.get(), wake_id);
@@ -62,7 +62,7 @@ class StoreServer {
       thread_ = std::thread([this] { run(); });
     } catch (const std::system_error& error) {
       pthread_sigmask(SIG_SETMASK, &before, nullptr);
-      throw Error(fmt::format("cannot serve a store: {}", error.what()));
+      throw Error(detail::formatted("cannot serve a store: {}", error.what()));
     }
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
   }
@@ -355,12 +355,12 @@ class StoreServer {
   // Sets a value. Returns the reason if it must not be set.
   std::string put(const std::string& key, std::string value) {
     if (key.size() > max_key_bytes)
-      return fmt::format("a key may have {} bytes, this one has {}", max_key_bytes, key.size());
+      return detail::formatted("a key may have {} bytes, this one has {}", max_key_bytes, key.size());
     const auto found = values_.find(key);
     const auto before = found == values_.end() ? 0 : key.size() + found->second.size();
     const auto after = bytes_ - before + key.size() + value.size();
     if (value.size() > max_frame_bytes - 64 || after > max_store_bytes)
-      return fmt::format("the value of {} bytes is too large", value.size());
+      return detail::formatted("the value of {} bytes is too large", value.size());
     bytes_ = after;
     values_.insert_or_assign(key, std::move(value));
     return {};
@@ -378,7 +378,7 @@ class StoreServer {
     std::size_t total = 0;
     for (const std::string& key : request.keys) total += values_[key].size() + 4;
     if (total > max_frame_bytes - 64)
-      return refuse(connection, request.id, fmt::format("the values have {} bytes together", total));
+      return refuse(connection, request.id, detail::formatted("the values have {} bytes together", total));
     reply(connection, request.id, [&](FrameWriter& out) {
       for (const std::string& key : request.keys) out.text(values_[key]);
     });

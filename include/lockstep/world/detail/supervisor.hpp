@@ -1,6 +1,5 @@
 #pragma once
 
-#include <fmt/format.h>
 #include <poll.h>
 #include <signal.h>
 #include <sys/wait.h>
@@ -14,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "lockstep/detail/format.hpp"
 #include "lockstep/world/detail/child.hpp"
 #include "lockstep/world/detail/first_failure.hpp"
 #include "lockstep/world/detail/line_relay.hpp"
@@ -113,7 +113,7 @@ class Supervisor {
     for (const Job& job : options_.jobs) {
       auto out = make_pipe(), error = make_pipe(), report = make_pipe();
       auto changes = job.environment;
-      changes.push_back(fmt::format("LOCKSTEP_REPORT_FD={}", report.write.get()));
+      changes.push_back(detail::formatted("LOCKSTEP_REPORT_FD={}", report.write.get()));
       // The kernel stops a process outside the terminal's foreground group that reads from the terminal.
       const int in = children_.empty() && isatty(0) != 1 ? 0 : nothing.get();
       Child child;
@@ -242,9 +242,9 @@ class Supervisor {
       const bool chosen = choosing && (!WIFSIGNALED(child.status) || WTERMSIG(child.status) == interrupted_);
       if (ending() && WIFSIGNALED(child.status) && WTERMSIG(child.status) == interrupted_ && !decided_ &&
           !std::exchange(interruption_told_, true))
-        options_.failed(
-            {fmt::format("rank {} (pid {}) ended by {}", child.rank, child.pid, signal_name(interrupted_)),
-             128 + interrupted_});
+        options_.failed({detail::formatted("rank {} (pid {}) ended by {}", child.rank, child.pid,
+                                           signal_name(interrupted_)),
+                         128 + interrupted_});
       if (child.reported || child.status == 0 || child.ordered_to_end) continue;
       if (!chosen)
         verdict_.add(suspect_by_status(i, child.status));
@@ -318,7 +318,7 @@ class Supervisor {
     auto& culprit = children_[first->child];
     failure_ = describe_failure(first->report, culprit.rank, culprit.pid, gone);
     read_remaining(culprit, first->child);  // the rank's own last output comes before the error
-    if (options_.announce) outlet_.put(2, fmt::format("error: {}\n", failure_->text));
+    if (options_.announce) outlet_.put(2, detail::formatted("error: {}\n", failure_->text));
     outlet_.flush();
     order_end(SIGTERM);
     ended_since_ = Clock::now();

@@ -1,7 +1,6 @@
 #pragma once
 
 #include <fcntl.h>
-#include <fmt/format.h>
 #include <pthread.h>
 #include <semaphore.h>
 #include <signal.h>
@@ -28,6 +27,7 @@
 #include <thread>
 #include <utility>
 
+#include "lockstep/detail/format.hpp"
 #include "lockstep/detail/process_wide.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/world/detail/child.hpp"
@@ -66,8 +66,7 @@ LOCKSTEP_PROCESS_WIDE inline int report_descriptor() {
 
 /// Runs `work` in a thread and waits for it, at most `limit`. A thread that a stuck peer or pipe blocks is
 /// left behind.
-template <class Work>
-void at_most(std::chrono::milliseconds limit, Work work) {
+inline void at_most(std::chrono::milliseconds limit, std::function<void()> work) {
   struct Shared {
     std::mutex mutex;
     std::condition_variable done_changed;
@@ -75,7 +74,7 @@ void at_most(std::chrono::milliseconds limit, Work work) {
   };
   auto shared = std::make_shared<Shared>();
   try {
-    std::thread([shared, work = std::move(work)]() mutable {
+    std::thread([shared, work = std::move(work)] {
       try {
         work();
       } catch (...) {  // the failure being reported matters, not this one
@@ -95,9 +94,9 @@ inline std::string json_string(std::string_view text) {
   std::string quoted = "\"";
   for (const char c : text) {
     if (c == '"' || c == '\\')
-      quoted += fmt::format("\\{}", c);
+      quoted += detail::formatted("\\{}", c);
     else if (static_cast<unsigned char>(c) < 0x20)
-      quoted += fmt::format("\\u{:04x}", static_cast<int>(c));
+      quoted += detail::formatted("\\u{:04x}", static_cast<int>(c));
     else
       quoted += c;
   }
@@ -106,13 +105,13 @@ inline std::string json_string(std::string_view text) {
 
 /// Writes torchrun's error file atomically: a partial file makes torchrun itself crash.
 inline void write_elastic_error_file(const std::string& path, const std::string& text, std::time_t when) {
-  const auto temporary = fmt::format("{}.{}", path, getpid());
+  const auto temporary = detail::formatted("{}.{}", path, getpid());
   const int descriptor = open_new_file(temporary.c_str());
   std::FILE* file = descriptor < 0 ? nullptr : fdopen(descriptor, "w");
   if (file == nullptr) return;
-  const auto json =
-      fmt::format(R"({{"message":{{"message":{},"extraInfo":{{"py_callstack":{},"timestamp":"{}"}}}}}})",
-                  json_string(text), json_string(text), static_cast<long long>(when));
+  const auto json = detail::formatted(
+      R"({{"message":{{"message":{},"extraInfo":{{"py_callstack":{},"timestamp":"{}"}}}}}})",
+      json_string(text), json_string(text), static_cast<long long>(when));
   const bool whole = std::fwrite(json.data(), 1, json.size(), file) == json.size();
   if (std::fclose(file) == 0 && whole) std::rename(temporary.c_str(), path.c_str());
 }
@@ -162,7 +161,7 @@ inline void tell_failure(FailureReport& report, bool& said) {
   if (!consequence && failure_hooks.publish) {
     const auto told = std::make_shared<std::atomic<bool>>(true);
     const auto text =
-        report.kind == FailureKind::usage ? report.text : fmt::format("rank {}: {}", rank, report.text);
+        report.kind == FailureKind::usage ? report.text : detail::formatted("rank {}: {}", rank, report.text);
     at_most(std::chrono::milliseconds(1500), [told, text] { *told = failure_hooks.publish(text); });
     first = *told;
   }
@@ -170,8 +169,8 @@ inline void tell_failure(FailureReport& report, bool& said) {
   // The sender of the signal knows that it ends the other ranks as well.
   if (consequence && terminated) end_by_sigterm();
   const bool said_already = !first && report.kind == FailureKind::usage;
-  const auto text =
-      fmt::format("error: {}\n", rank < 0 ? report.text : headline(report, fmt::format("rank {}", rank)));
+  const auto text = detail::formatted(
+      "error: {}\n", rank < 0 ? report.text : headline(report, detail::formatted("rank {}", rank)));
   at_most(std::chrono::milliseconds(500), [text, said_already] {
     std::cout.flush();
     std::fflush(stdout);
@@ -243,7 +242,8 @@ inline void announce_sigterm(const std::string& where) {
       }
       at_most(std::chrono::seconds(5), [where] {
         if (failure_hooks.publish)
-          failure_hooks.publish(fmt::format("rank {}: ended by SIGTERM on {}", process_rank.load(), where));
+          failure_hooks.publish(
+              detail::formatted("rank {}: ended by SIGTERM on {}", process_rank.load(), where));
       });
       end_by_sigterm();
     }).detach();

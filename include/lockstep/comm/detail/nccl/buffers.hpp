@@ -17,12 +17,11 @@
 #include <utility>
 #include <vector>
 
-#include <fmt/format.h>
-
 #include "lockstep/comm/detail/nccl/device.hpp"
 #include "lockstep/comm/detail/nccl/error_text.hpp"
 #include "lockstep/comm/detail/nccl/handle.hpp"
 #include "lockstep/comm/nccl_options.hpp"
+#include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 
 namespace lockstep::detail {
@@ -89,8 +88,8 @@ class Buffers : public std::enable_shared_from_this<Buffers<D>> {
         [&](auto comm) { return device_.register_buffer(comm, begin, registered, block->registration); });
     if (result != NcclResult::success) {
       if (block->memory) device_.free_buffer(block->memory);
-      throw std::runtime_error(fmt::format("a buffer of {} bytes cannot be registered: {}", bytes,
-                                           nccl_error_text(result, handle_->last_error())));
+      throw std::runtime_error(detail::formatted("a buffer of {} bytes cannot be registered: {}", bytes,
+                                                 nccl_error_text(result, handle_->last_error())));
     }
     block->registered = true;
     Block* const raw = block.get();

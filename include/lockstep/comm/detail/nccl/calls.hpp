@@ -7,13 +7,12 @@
 #include <utility>
 #include <vector>
 
-#include <fmt/format.h>
-
 #include "lockstep/comm/detail/nccl/device.hpp"
 #include "lockstep/comm/detail/nccl/group.hpp"
 #include "lockstep/comm/detail/nccl/operands.hpp"
 #include "lockstep/comm/detail/nccl/tensor_check.hpp"
 #include "lockstep/comm/detail/nccl/work.hpp"
+#include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 
 namespace lockstep::detail {
@@ -29,10 +28,11 @@ void refuse_in_capture(NcclGroup<D>& group, const char* name) {
   const Call call{name, 0, -1, 0, std::chrono::steady_clock::now()};
   if (!group.guarded(call, [&] { return device.capturing(device.current_stream()); })) return;
   const int rank = group.world().rank();
-  throw UsageError(fmt::format("{} called on rank {} while a graph is captured: the host takes part in it, "
-                               "which a graph cannot repeat, so call it before the capture",
-                               name, rank),
-                   rank);
+  throw UsageError(
+      detail::formatted("{} called on rank {} while a graph is captured: the host takes part in it, "
+                        "which a graph cannot repeat, so call it before the capture",
+                        name, rank),
+      rank);
 }
 
 /// Starts a call. `issue(comm, stream, operands)` issues its NCCL operations on the contiguous operands. A

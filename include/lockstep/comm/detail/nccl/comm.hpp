@@ -13,8 +13,6 @@
 #include <utility>
 #include <vector>
 
-#include <fmt/format.h>
-
 #include "lockstep/comm/communicator.hpp"
 #include "lockstep/comm/detail/membership.hpp"
 #include "lockstep/comm/detail/nccl/bytes.hpp"
@@ -25,6 +23,7 @@
 #include "lockstep/comm/detail/nccl/work.hpp"
 #include "lockstep/comm/detail/signature.hpp"
 #include "lockstep/comm/nccl_options.hpp"
+#include "lockstep/detail/format.hpp"
 
 namespace lockstep::detail {
 
@@ -197,8 +196,8 @@ class BasicNcclComm {
     for (const at::Tensor& input : inputs)
       if (input.dim() == 0 || input.size(0) != size())
         check("all_to_all")
-            .refuse(
-                fmt::format("the input {} must have one row for each of {} ranks", describe(input), size()));
+            .refuse(detail::formatted("the input {} must have one row for each of {} ranks", describe(input),
+                                      size()));
     const Call call = begin("all_to_all", std::nullopt, -1, inputs);
     return run(call, outputs, inputs, {}, [this](auto comm, const auto& stream, const auto& operands) {
       return operands.for_each_pair([&](const at::Tensor& output, const at::Tensor& input) {
@@ -342,8 +341,8 @@ class BasicNcclComm {
   [[nodiscard]] NcclTensorCheck<D> check(const char* name) const { return {name, device(), world().rank()}; }
   void check_rank(const char* name, int rank) const {
     if (rank < 0 || rank >= size())
-      throw CommunicationError(fmt::format("{}: there is no rank {} in a group of {}", name, rank, size()),
-                               world().rank());
+      throw CommunicationError(
+          detail::formatted("{}: there is no rank {} in a group of {}", name, rank, size()), world().rank());
   }
 
   Call begin(const char* name, std::optional<ReduceOp> op, int root, const std::vector<at::Tensor>& list) {
@@ -365,11 +364,12 @@ class BasicNcclComm {
     check(name).moves(list);
     check_rank(name, peer);
     if (peer == rank())
-      throw CommunicationError(fmt::format("{}: rank {} cannot send to itself", name, peer), world().rank());
+      throw CommunicationError(detail::formatted("{}: rank {} cannot send to itself", name, peer),
+                               world().rank());
     if (tag != 0)
       throw CommunicationError(
-          fmt::format("{}: NCCL knows no tags, and {} is one: use tag 0, or a new_group for each tag", name,
-                      tag),
+          detail::formatted("{}: NCCL knows no tags, and {} is one: use tag 0, or a new_group for each tag",
+                            name, tag),
           world().rank());
     return group_->message(name, peer, tag);
   }

@@ -7,13 +7,12 @@
 #include <string>
 #include <vector>
 
-#include <fmt/format.h>
-
 #include "lockstep/comm/detail/membership.hpp"
 #include "lockstep/comm/detail/nccl/device.hpp"
 #include "lockstep/comm/detail/nccl/error_text.hpp"
 #include "lockstep/comm/detail/own_error.hpp"
 #include "lockstep/comm/nccl_options.hpp"
+#include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/world/detail/printable.hpp"
 
@@ -26,7 +25,7 @@ inline constexpr int first_nccl_with_shared_gpus = 23000;
 /// the user allows sharing it.
 template <NcclDevice D>
 std::string identity_text(const D& device) {
-  return fmt::format("{} {} {}", device.identity(), device.version(), device.shares_devices() ? 1 : 0);
+  return detail::formatted("{} {} {}", device.identity(), device.version(), device.shares_devices() ? 1 : 0);
 }
 
 /// Returns the identity of a rank without a device, with the reason.
@@ -54,25 +53,26 @@ inline void check_identities(const std::vector<std::string>& identities, const s
   for (std::size_t i = 0; i < all.size(); ++i) {
     if (all[i].version != all[0].version)
       throw MismatchError(
-          fmt::format("rank {} has NCCL {} and rank {} has NCCL {}: run all ranks with one LibTorch and NCCL",
-                      ranks[0], version_text(all[0].version), ranks[i], version_text(all[i].version)),
+          detail::formatted(
+              "rank {} has NCCL {} and rank {} has NCCL {}: run all ranks with one LibTorch and NCCL",
+              ranks[0], version_text(all[0].version), ranks[i], version_text(all[i].version)),
           own_rank);
     const auto [owner, alone] = owners.emplace(all[i].device, i);
     const Identity &one = all[owner->second], &other = all[i];
     if (alone || (one.shares && other.shares && other.version >= first_nccl_with_shared_gpus)) continue;
     std::string remedy = "start one rank a GPU, and give each its own LOCAL_RANK or CUDA_VISIBLE_DEVICES";
     if (one.shares && other.shares)
-      remedy = fmt::format(
+      remedy = detail::formatted(
           "NCCL_MULTI_RANK_GPU_ENABLE lets them from NCCL {} on, and this is {}: install a "
           "newer torch, or start one rank a GPU",
           version_text(first_nccl_with_shared_gpus), version_text(other.version));
     else if (one.shares || other.shares)
-      remedy = fmt::format(
+      remedy = detail::formatted(
           "NCCL_MULTI_RANK_GPU_ENABLE is set for rank {} and not for rank {}: set it for "
           "all, or start one rank a GPU",
           ranks[one.shares ? owner->second : i], ranks[one.shares ? i : owner->second]);
-    throw UsageError(fmt::format("ranks {} and {} are on one GPU ({}): {}", ranks[owner->second], ranks[i],
-                                 other.device, remedy),
+    throw UsageError(detail::formatted("ranks {} and {} are on one GPU ({}): {}", ranks[owner->second],
+                                       ranks[i], other.device, remedy),
                      own_rank);
   }
 }

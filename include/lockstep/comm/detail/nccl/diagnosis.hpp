@@ -4,13 +4,12 @@
 #include <exception>
 #include <string>
 
-#include <fmt/format.h>
-
 #include "lockstep/comm/detail/membership.hpp"
 #include "lockstep/comm/detail/nccl/error_text.hpp"
 #include "lockstep/comm/detail/nccl/handle.hpp"
 #include "lockstep/comm/detail/nccl/in_flight_op.hpp"
 #include "lockstep/comm/detail/own_error.hpp"
+#include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 
 namespace lockstep::detail {
@@ -28,7 +27,7 @@ class Diagnosis {
     const std::string what = text_of(call, label);
     if (result == NcclResult::remote_error || result == NcclResult::system_error)
       if (auto error = membership_.cause_of(
-              call, fmt::format("it does not answer, and {} has ended with it ({})", what, words)))
+              call, detail::formatted("it does not answer, and {} has ended with it ({})", what, words)))
         return error;
     return std::make_exception_ptr(CommunicationError(failure_text(what, rank(), words), rank()));
   }
@@ -46,7 +45,7 @@ class Diagnosis {
   [[nodiscard]] std::exception_ptr of_lateness(const Call& call, const Label& label) {
     if (auto error = membership_.look(call)) return error;
     std::string text = membership_.lateness_of(call);
-    if (label) text += fmt::format(" ({})", *label);
+    if (label) text += detail::formatted(" ({})", *label);
     if (auto error = membership_.look(call)) return error;
     return std::make_exception_ptr(TimeoutError(text, rank()));
   }

@@ -3,15 +3,14 @@
 #include <string>
 #include <string_view>
 
-#include <fmt/format.h>
-
 #include "lockstep/comm/detail/nccl/device.hpp"
+#include "lockstep/detail/format.hpp"
 
 namespace lockstep::detail {
 
 /// Formats NCCL's version code: "2.27.6".
 inline std::string version_text(int version) {
-  return fmt::format("{}.{}.{}", version / 10000, version / 100 % 100, version % 100);
+  return detail::formatted("{}.{}.{}", version / 10000, version / 100 % 100, version % 100);
 }
 
 inline std::string_view result_name(NcclResult result) {
@@ -41,12 +40,12 @@ inline std::string nccl_error_text(NcclResult result, const std::string& last_er
   const auto begin = last_error.find_first_not_of(" \n\t");
   std::string words = begin == std::string::npos ? "" : last_error.substr(begin);
   words = words.substr(0, words.find('\n'));
-  return fmt::format("NCCL: {}{}{}", result_name(result), words.empty() ? "" : ": ", words);
+  return detail::formatted("NCCL: {}{}{}", result_name(result), words.empty() ? "" : ": ", words);
 }
 
 /// Returns the error text for an NCCL that does not support NcclOptions::buffers.
 inline std::string no_buffers_text(int version) {
-  return fmt::format(
+  return detail::formatted(
       "NcclOptions::buffers wants memory that is registered with NCCL, which NCCL {} cannot do: install a "
       "torch with NCCL 2.19 or newer and build against it, or leave NcclBuffers::torch",
       version_text(version));
@@ -54,13 +53,14 @@ inline std::string no_buffers_text(int version) {
 
 /// Returns "all_reduce #57 (bucket 2 of 5) failed on rank 1: NCCL: ..." and a remedy.
 inline std::string failure_text(const std::string& what, int rank, const std::string& words) {
-  std::string text = fmt::format("{} failed on rank {}: {}", what, rank, words);
+  std::string text = detail::formatted("{} failed on rank {}: {}", what, rank, words);
   if (text.find("out of memory") != std::string::npos)
-    text += fmt::format(": rank {}'s GPU is full, so use a smaller batch or free what else is on it", rank);
+    text +=
+        detail::formatted(": rank {}'s GPU is full, so use a smaller batch or free what else is on it", rank);
   else if (text.find("NCCL: ") != std::string::npos)
     text += ": NCCL_DEBUG=INFO makes NCCL say more";
   else
-    text += fmt::format(
+    text += detail::formatted(
         ": whatever rank {}'s GPU was given before may be at fault, and CUDA_LAUNCH_BLOCKING=1 shows where",
         rank);
   return text;

@@ -12,8 +12,6 @@
 #include <utility>
 #include <vector>
 
-#include <fmt/format.h>
-
 #include "lockstep/comm/detail/membership.hpp"
 #include "lockstep/comm/detail/nccl/active_calls.hpp"
 #include "lockstep/comm/detail/nccl/buffers.hpp"
@@ -28,6 +26,7 @@
 #include "lockstep/comm/detail/nccl/waiting.hpp"
 #include "lockstep/comm/detail/nccl/watchdog.hpp"
 #include "lockstep/comm/nccl_options.hpp"
+#include "lockstep/detail/format.hpp"
 
 namespace lockstep::detail {
 
@@ -112,7 +111,9 @@ class NcclGroup {
   void check_error() {
     if (failed()) error_.rethrow();
   }
-  [[nodiscard]] std::string next_child() { return fmt::format("{}/{}", membership_.name(), children_++); }
+  [[nodiscard]] std::string next_child() {
+    return detail::formatted("{}/{}", membership_.name(), children_++);
+  }
   void label(Label label) { label_ = std::move(label); }
 
   /// Begins a collective. Throws inside a rank-zero scope, and rethrows the first error.
@@ -246,7 +247,7 @@ class NcclGroup {
   void await(InFlightOp<D>& op, Clock::time_point until) {
     if (op.captured)
       throw CommunicationError(
-          fmt::format(
+          detail::formatted(
               "{} is captured into a graph and has not happened: join its stream, and wait for the graph",
               text_of(op.call, op.label)),
           world().rank());
@@ -318,7 +319,7 @@ class NcclGroup {
     forbid_in_rank_zero_scope(name);
     if (failed()) error_.rethrow();
     if (handle_.gone())
-      throw CommunicationError(fmt::format("{} called after shutdown(): make a new communicator", name),
+      throw CommunicationError(detail::formatted("{} called after shutdown(): make a new communicator", name),
                                world().rank());
     return {name, 0, peer, tag, Clock::now()};
   }

@@ -14,10 +14,9 @@
 #include <utility>
 #include <vector>
 
-#include <fmt/format.h>
-
 #include "lockstep/comm/detail/call.hpp"
 #include "lockstep/comm/detail/nccl/device.hpp"
+#include "lockstep/detail/format.hpp"
 
 namespace lockstep::detail {
 
@@ -26,7 +25,7 @@ using Label = std::shared_ptr<const std::string>;
 
 /// Returns "all_reduce #57 (bucket 2 of 5)".
 inline std::string text_of(const Call& call, const Label& label) {
-  return label ? fmt::format("{} ({})", call.text(), *label) : call.text();
+  return label ? detail::formatted("{} ({})", call.text(), *label) : call.text();
 }
 
 /// The work of one call on the communicator's stream, from its launch to its completion.

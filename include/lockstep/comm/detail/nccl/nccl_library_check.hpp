@@ -9,9 +9,8 @@
 #include <string>
 #include <vector>
 
-#include <fmt/format.h>
-
 #include "lockstep/comm/detail/nccl/error_text.hpp"
+#include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 
 namespace lockstep::detail {
@@ -30,21 +29,21 @@ struct NcclsFound {
 /// of each other's groups and streams. A library older than its header lacks functions that were compiled in.
 inline std::optional<std::string> nccl_conflict(const NcclsFound& found) {
   if (found.libraries.size() > 1)
-    return fmt::format(
+    return detail::formatted(
         "there are two NCCLs in this process, {} and {}: link the one that LibTorch uses alone, "
         "and take the other off LD_LIBRARY_PATH and LD_PRELOAD",
         found.libraries[0], found.libraries[1]);
   if (found.torch && *found.torch != found.used)
-    return fmt::format(
+    return detail::formatted(
         "there are two NCCLs in this process, LibTorch's in {} and {}: link the one that LibTorch "
         "uses, or none beside a LibTorch that has its own",
         found.torch->empty() ? "libtorch_cuda" : *found.torch, found.used);
   if (found.version < 21800)
-    return fmt::format(
+    return detail::formatted(
         "the NCCL of {} is {}, and 2.18 is the oldest that NcclComm can use: install a newer torch",
         found.used, version_text(found.version));
   if (found.version < found.compiled)
-    return fmt::format(
+    return detail::formatted(
         "the NCCL of {} is {}, older than the nccl.h {} that this program was compiled with: run it "
         "with the NCCL it was built for, or build it anew",
         found.used, version_text(found.version), version_text(found.compiled));

@@ -8,12 +8,11 @@
 #include <utility>
 #include <vector>
 
-#include <fmt/format.h>
-
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "lockstep/comm/detail/call.hpp"
 #include "lockstep/comm/detail/membership.hpp"
+#include "lockstep/detail/format.hpp"
 
 namespace lockstep::detail {
 
@@ -33,7 +32,7 @@ class StoreExchange {
                 Deliver deliver)
       : membership_(membership),
         call_(call),
-        name_(fmt::format("bytes/{}", call.sequence)),
+        name_(detail::formatted("bytes/{}", call.sequence)),
         from_(std::move(from)),
         deliver_(std::move(deliver)) {
     const int rank = membership.rank();
@@ -83,9 +82,9 @@ class StoreExchange {
  private:
   static constexpr std::size_t piece = 4 << 20;
 
-  static std::string key(const std::string& name, int rank) { return fmt::format("{}/{}", name, rank); }
+  static std::string key(const std::string& name, int rank) { return detail::formatted("{}/{}", name, rank); }
   static std::string key(const std::string& name, int rank, std::size_t i) {
-    return fmt::format("{}/{}/{}", name, rank, i);
+    return detail::formatted("{}/{}/{}", name, rank, i);
   }
 
   Membership& membership_;

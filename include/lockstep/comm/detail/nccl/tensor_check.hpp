@@ -7,10 +7,9 @@
 #include <string_view>
 #include <vector>
 
-#include <fmt/format.h>
-
 #include "lockstep/comm/detail/describe.hpp"
 #include "lockstep/comm/detail/nccl/device.hpp"
+#include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 
 namespace lockstep::detail {
@@ -27,15 +26,15 @@ class NcclTensorCheck {
   void moves(const at::Tensor& tensor) const {
     if (!tensor.defined()) refuse("the tensor is undefined");
     if (tensor.layout() != at::kStrided)
-      refuse(fmt::format("the tensor {} is not dense: call to_dense() first", describe(tensor)));
+      refuse(detail::formatted("the tensor {} is not dense: call to_dense() first", describe(tensor)));
     if (tensor.is_quantized())
-      refuse(fmt::format("the tensor {} is quantized: dequantize() it", describe(tensor)));
+      refuse(detail::formatted("the tensor {} is quantized: dequantize() it", describe(tensor)));
     if (!device_.holds(tensor))
       refuse(
-          fmt::format("the tensor {} is on {}, and NCCL moves tensors on {}, the device of this rank: "
-                      "call to() first{}",
-                      describe(tensor), tensor.device().str(), device_.name(),
-                      tensor.device().is_cpu() ? ", or use GlooComm" : ""));
+          detail::formatted("the tensor {} is on {}, and NCCL moves tensors on {}, the device of this rank: "
+                            "call to() first{}",
+                            describe(tensor), tensor.device().str(), device_.name(),
+                            tensor.device().is_cpu() ? ", or use GlooComm" : ""));
   }
   void moves(const std::vector<at::Tensor>& list) const {
     for (const at::Tensor& tensor : list) moves(tensor);
@@ -47,12 +46,13 @@ class NcclTensorCheck {
     const auto type = tensor.scalar_type();
     if (type != at::kBool && !nccl_type(type))
       refuse(
-          fmt::format("NCCL cannot reduce {}: convert it to float32, float64, float16, bfloat16, int8, "
-                      "uint8, int32, int64 or bool",
-                      describe(tensor)));
+          detail::formatted("NCCL cannot reduce {}: convert it to float32, float64, float16, bfloat16, int8, "
+                            "uint8, int32, int64 or bool",
+                            describe(tensor)));
     if (op == ReduceOp::avg && !at::isFloatingType(type))
-      refuse(fmt::format("the average of {} is no {}: sum it and divide, or convert it to a floating type",
-                         describe(tensor), dtype_name(type)));
+      refuse(
+          detail::formatted("the average of {} is no {}: sum it and divide, or convert it to a floating type",
+                            describe(tensor), dtype_name(type)));
   }
   void reduces(const std::vector<at::Tensor>& list, ReduceOp op) const {
     for (const at::Tensor& tensor : list) reduces(tensor, op);
@@ -62,16 +62,17 @@ class NcclTensorCheck {
   /// elements.
   void pairs(const std::vector<at::Tensor>& wholes, const std::vector<at::Tensor>& rows, int times) const {
     if (wholes.size() != rows.size())
-      refuse(fmt::format("as many outputs as inputs are needed, not {} and {}", wholes.size(), rows.size()));
+      refuse(detail::formatted("as many outputs as inputs are needed, not {} and {}", wholes.size(),
+                               rows.size()));
     moves(wholes);
     moves(rows);
     for (std::size_t i = 0; i < rows.size(); ++i)
       if (wholes[i].scalar_type() != rows[i].scalar_type() || wholes[i].numel() != times * rows[i].numel())
-        refuse(fmt::format("{} is not {} times {}", describe(wholes[i]), times, describe(rows[i])));
+        refuse(detail::formatted("{} is not {} times {}", describe(wholes[i]), times, describe(rows[i])));
   }
 
   [[noreturn]] void refuse(const std::string& why) const {
-    throw CommunicationError(fmt::format("{} on rank {}: {}", collective_, rank_, why), rank_);
+    throw CommunicationError(detail::formatted("{} on rank {}: {}", collective_, rank_, why), rank_);
   }
 
  private:

@@ -3,7 +3,6 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <c10/util/accumulate.h>
-#include <fmt/format.h>
 
 #include <array>
 #include <charconv>
@@ -13,6 +12,7 @@
 #include <string_view>
 #include <utility>
 
+#include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/grad/hooks/hook.hpp"
 
@@ -55,7 +55,7 @@ class TwoTensors {
     at::Tensor& tensor = tensors_[now_];
     if (!tensor.defined()) return tensor;
     if (tensor.sizes() != sizes)
-      throw CheckpointError(fmt::format(
+      throw CheckpointError(detail::formatted(
           "the saved state of the PowerSGD hook is of another model or rank: its {} for parameter {} has {} "
           "elements, and {} are needed; load what was saved with the same model and options",
           what, parameter, tensor.numel(), c10::multiply_integers(sizes)));
@@ -96,9 +96,9 @@ class PowerSgdMemory {
   void save(HookState& state) const {
     for (const auto& [parameter, memory] : memory_) {
       if (memory.error.now().defined())
-        state.emplace_back(fmt::format("error.{}", parameter), memory.error.now().clone());
+        state.emplace_back(detail::formatted("error.{}", parameter), memory.error.now().clone());
       if (memory.q.now().defined())
-        state.emplace_back(fmt::format("q.{}", parameter), memory.q.now().clone());
+        state.emplace_back(detail::formatted("q.{}", parameter), memory.q.now().clone());
     }
   }
   /// Restores one entry of `save`. Throws CheckpointError for an unknown name.
@@ -110,8 +110,8 @@ class PowerSgdMemory {
     const bool numbered = dot != std::string_view::npos && dot + 1 < name.size() &&
                           std::from_chars(name.data() + dot + 1, end, parameter).ptr == end;
     if (!numbered || (kind != "error" && kind != "q"))
-      throw CheckpointError(
-          fmt::format("the state of a PowerSGD hook has no entry '{}': it was saved by another hook", name));
+      throw CheckpointError(detail::formatted(
+          "the state of a PowerSGD hook has no entry '{}': it was saved by another hook", name));
     LowRankMemory& memory = memory_[parameter];
     (kind == "q" ? memory.q : memory.error).load(tensor.clone());
   }

@@ -14,12 +14,11 @@
 #include <stdexcept>
 #include <string>
 
-#include <fmt/format.h>
-
 #include "lockstep/comm/detail/nccl/cuda/nccl_api.hpp"
 #include "lockstep/comm/detail/nccl/device.hpp"
 #include "lockstep/comm/detail/nccl/error_text.hpp"
 #include "lockstep/comm/detail/nccl/nccl_library_check.hpp"
+#include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/world/detail/gpus.hpp"
 #include "lockstep/world/world.hpp"
@@ -41,12 +40,12 @@ class CudaDevice {
     const cudaError_t error = cudaGetDeviceCount(&count);
     if (error != cudaSuccess || count == 0) {
       cudaGetLastError();
-      throw UsageError(
-          fmt::format("rank {} sees no CUDA device{}: check CUDA_VISIBLE_DEVICES and the driver, or use "
-                      "GlooComm",
-                      world.rank(),
-                      error == cudaSuccess ? "" : fmt::format(" ({})", cudaGetErrorString(error))),
-          world.rank());
+      throw UsageError(detail::formatted(
+                           "rank {} sees no CUDA device{}: check CUDA_VISIBLE_DEVICES and the driver, or use "
+                           "GlooComm",
+                           world.rank(),
+                           error == cudaSuccess ? "" : detail::formatted(" ({})", cudaGetErrorString(error))),
+                       world.rank());
     }
     const CudaDevice device(gpu_of_rank(world.environment(), count, index));
     device.enter_thread();
@@ -56,15 +55,15 @@ class CudaDevice {
   /// Returns the device of the tensors that it holds.
   [[nodiscard]] c10::Device tensor_device() const { return device(); }
   void enter_thread() const { check(cudaSetDevice(index_), "cudaSetDevice"); }
-  [[nodiscard]] std::string name() const { return fmt::format("cuda:{}", index_); }
+  [[nodiscard]] std::string name() const { return detail::formatted("cuda:{}", index_); }
   [[nodiscard]] std::string identity() const {
     char host[256] = {};
     gethostname(host, sizeof host - 1);
     cudaDeviceProp properties{};
     check(cudaGetDeviceProperties(&properties, index_), "cudaGetDeviceProperties");
-    std::string identity = fmt::format("{}/", host);
+    std::string identity = detail::formatted("{}/", host);
     for (const char byte : properties.uuid.bytes)
-      identity += fmt::format("{:02x}", static_cast<unsigned char>(byte));
+      identity += detail::formatted("{:02x}", static_cast<unsigned char>(byte));
     return identity;
   }
   [[nodiscard]] int version() const { return loaded_nccl_version(); }
@@ -139,8 +138,8 @@ class CudaDevice {
     if (result == ncclSuccess) return memory;
     cudaGetLastError();
     const char* words = ncclGetLastError(nullptr);
-    throw std::runtime_error(fmt::format("ncclMemAlloc of {} bytes: {}", bytes,
-                                         nccl_error_text(result_of(result), words ? words : "")));
+    throw std::runtime_error(detail::formatted("ncclMemAlloc of {} bytes: {}", bytes,
+                                               nccl_error_text(result_of(result), words ? words : "")));
   }
   void free_buffer(void* memory) const {
     const c10::cuda::CUDAGuard guard(device());
@@ -158,7 +157,8 @@ class CudaDevice {
     ncclUniqueId id;
     const ncclResult_t result = ncclGetUniqueId(&id);
     if (result != ncclSuccess)
-      throw std::runtime_error(fmt::format("ncclGetUniqueId: {}", nccl_error_text(result_of(result), "")));
+      throw std::runtime_error(
+          detail::formatted("ncclGetUniqueId: {}", nccl_error_text(result_of(result), "")));
     return {id.internal, sizeof id.internal};
   }
   NcclResult init(Comm& made, int size, const std::string& text, int rank) const {
@@ -240,7 +240,7 @@ class CudaDevice {
   static void check(cudaError_t error, const char* call) {
     if (error == cudaSuccess) return;
     cudaGetLastError();
-    throw std::runtime_error(fmt::format("{} failed: {}", call, cudaGetErrorString(error)));
+    throw std::runtime_error(detail::formatted("{} failed: {}", call, cudaGetErrorString(error)));
   }
 
   int index_;
