@@ -6,6 +6,7 @@ include(GNUInstallDirs)
 
 set(package ${CMAKE_INSTALL_DATADIR}/cmake/lockstep)
 install(TARGETS lockstep EXPORT lockstepTargets FILE_SET HEADERS)
+install(FILES include/lockstep/compiled.cpp DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/lockstep)
 install(EXPORT lockstepTargets NAMESPACE lockstep:: DESTINATION ${package})
 configure_package_config_file(cmake/lockstepConfig.cmake.in ${CMAKE_CURRENT_BINARY_DIR}/lockstepConfig.cmake
   INSTALL_DESTINATION ${package} NO_SET_AND_CHECK_MACRO NO_CHECK_REQUIRED_COMPONENTS_MACRO)
@@ -14,6 +15,7 @@ write_basic_package_version_file(${CMAKE_CURRENT_BINARY_DIR}/lockstepConfigVersi
 install(FILES
   ${CMAKE_CURRENT_BINARY_DIR}/lockstepConfig.cmake
   ${CMAKE_CURRENT_BINARY_DIR}/lockstepConfigVersion.cmake
+  cmake/LockstepCompiled.cmake
   cmake/LockstepCuda.cmake
   cmake/LockstepTorch.cmake
   cmake/LockstepTorchInspect.cmake

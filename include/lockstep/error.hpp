@@ -4,7 +4,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "lockstep/detail/process_wide.hpp"
+#include "lockstep/detail/linkage.hpp"
 
 namespace lockstep::detail {
 // The global rank of this process, -1 until a World exists. Errors thrown from parts that know no World

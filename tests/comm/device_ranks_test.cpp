@@ -1,13 +1,12 @@
 #include <string>
 
-#include "lockstep/comm/detail/device_choice.hpp"
 #include "lockstep/comm/gloo_comm.hpp"
 #include "support/ranks.hpp"
 #include "support/text_of.hpp"
 
 namespace device_ranks_test {
 
-using lockstep::detail::DeviceKind;
+using lockstep::DeviceKind;
 
 TEST_CASE("ranks that would compute on GPUs and on CPUs are told so, with two of them by name", "[2+]") {
   lockstep::GlooComm comm{test_world()};

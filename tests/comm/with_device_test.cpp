@@ -11,7 +11,7 @@ namespace with_device_test {
 
 namespace {
 
-using lockstep::detail::DeviceKind;
+using lockstep::DeviceKind;
 using Values = std::map<std::string, std::string>;
 
 // Stands for the communicator of a GPU.

@@ -1,12 +1,20 @@
 # Checks that public and private headers are two places: docs/headers.md has a row for each public header and none for
 # another file, lockstep.hpp includes all that it promises, and a header in a detail/ folder declares nothing in
-# namespace lockstep. SOURCE: the project's root.
+# namespace lockstep. An -inl.hpp there defines what a public header declares; lockstep/compiled.cpp includes each of them.
+# SOURCE: the project's root.
 cmake_minimum_required(VERSION 3.25)
 file(GLOB_RECURSE headers RELATIVE ${SOURCE}/include ${SOURCE}/include/lockstep/*.hpp)
 file(READ ${SOURCE}/docs/headers.md page)
 file(STRINGS ${SOURCE}/include/lockstep/lockstep.hpp umbrella REGEX "^#include")
+file(STRINGS ${SOURCE}/include/lockstep/compiled.cpp compiled REGEX "^#include")
 set(faults "")
 foreach(header IN LISTS headers)
+  if(header MATCHES "-inl.hpp$")
+    if(NOT "#include \"${header}\"" IN_LIST compiled)
+      list(APPEND faults "lockstep/compiled.cpp does not include ${header}")
+    endif()
+    continue()
+  endif()
   if(header MATCHES "/detail/")
     file(STRINGS ${SOURCE}/include/${header} outside REGEX "^(inline )?namespace lockstep( |$)")
     if(outside)

@@ -5,9 +5,9 @@
 #include <utility>
 
 #include "lockstep/comm/communicator.hpp"
-#include "lockstep/comm/detail/device_choice.hpp"
 #include "lockstep/comm/gloo_comm.hpp"
-#include "lockstep/world/detail/cpu_affinity.hpp"
+#include "lockstep/detail/linkage.hpp"
+#include "lockstep/world/environment.hpp"
 #include "lockstep/world/world.hpp"
 #ifdef LOCKSTEP_HAS_CUDA
 #include <c10/cuda/CUDAFunctions.h>
@@ -15,7 +15,30 @@
 #include "lockstep/comm/nccl_comm.hpp"
 #endif
 
+namespace lockstep {
+/// The kind of device that a program computes on.
+enum class DeviceKind { cpu, gpu };
+}  // namespace lockstep
+
 namespace lockstep::detail {
+
+/// Returns the value of LOCKSTEP_DEVICE, or std::nullopt if it is unset or "auto". Throws UsageError for any
+/// value but auto, cpu and gpu.
+std::optional<DeviceKind> device_variable(const Variables& variables);
+
+/// Chooses this rank's device kind: `wanted`, else LOCKSTEP_DEVICE, else a GPU if one is visible. `visible`
+/// is the number of visible CUDA devices, std::nullopt in a build without CUDA. Throws UsageError if the
+/// choice is a GPU and this rank has none.
+DeviceKind choose_device(const Environment& rank, std::optional<int> visible,
+                         std::optional<DeviceKind> wanted, const Variables& variables = process_variable);
+
+/// Checks that all ranks chose the same device kind: ranks on GPUs and ranks on CPUs would wait for each
+/// other. Throws MismatchError, which names two ranks that differ. Every rank calls it.
+void agree_on_device(const World& world, DeviceKind kind);
+
+/// Chooses this rank's device kind (see choose_device) and checks that all ranks chose the same. `visible` is
+/// the number of visible CUDA devices, std::nullopt in a build without CUDA. Collective.
+DeviceKind agreed_device(const World& world, std::optional<int> visible, std::optional<DeviceKind> wanted);
 
 /// Runs `program` with the communicator type of `kind`: GpuComm or CpuComm. A void GpuComm leaves CpuComm
 /// only.
@@ -34,11 +57,8 @@ decltype(auto) run_on(DeviceKind kind, const World& world, Program&& program) {
 template <class GpuComm, class CpuComm, class Program>
 decltype(auto) with_device_of(std::optional<int> visible, const World& world, Program&& program,
                               std::optional<DeviceKind> wanted) {
-  const DeviceKind kind = choose_device(world.environment(), visible, wanted);
-  if (kind == DeviceKind::cpu && !wanted && visible == 0 && visible_gpus() > 0)
-    world.log.warning("this host has {} GPUs, of which CUDA sees none: computing on CPUs", visible_gpus());
-  agree_on_device(world, kind);
-  return run_on<GpuComm, CpuComm>(kind, world, std::forward<Program>(program));
+  return run_on<GpuComm, CpuComm>(agreed_device(world, visible, wanted), world,
+                                  std::forward<Program>(program));
 }
 
 }  // namespace lockstep::detail
@@ -64,7 +84,7 @@ namespace lockstep {
 /// differently.
 template <class Program>
 decltype(auto) with_device(const World& world, Program&& program,
-                           std::optional<detail::DeviceKind> wanted = std::nullopt) {
+                           std::optional<DeviceKind> wanted = std::nullopt) {
 #ifdef LOCKSTEP_HAS_CUDA
   return detail::with_device_of<NcclComm, GlooComm>(static_cast<int>(c10::cuda::device_count()), world,
                                                     std::forward<Program>(program), wanted);
@@ -74,3 +94,7 @@ decltype(auto) with_device(const World& world, Program&& program,
 }
 
 }  // namespace lockstep
+
+#ifndef LOCKSTEP_COMPILED
+#include "lockstep/comm/detail/with_device-inl.hpp"
+#endif

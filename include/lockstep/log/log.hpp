@@ -1,15 +1,16 @@
 #pragma once
 
-#include <fmt/format.h>
+#if __has_include(<fmt/base.h>)
+#include <fmt/base.h>
+#else
+#include <fmt/core.h>
+#endif
 
-#include <cstdlib>
 #include <optional>
 #include <string>
 #include <string_view>
-#include <utility>
 
-#include "lockstep/detail/format.hpp"
-#include "lockstep/log/detail/console.hpp"
+#include "lockstep/detail/linkage.hpp"
 
 namespace lockstep {
 
@@ -22,17 +23,18 @@ enum class Level { debug, info, warning, error };
 namespace lockstep::detail {
 
 /// Returns the level of this name, std::nullopt for an unknown name.
-inline std::optional<Level> level_named(std::string_view name) {
-  if (name == "debug") return Level::debug;
-  if (name == "info") return Level::info;
-  if (name == "warning") return Level::warning;
-  if (name == "error") return Level::error;
-  return std::nullopt;
-}
+std::optional<Level> level_named(std::string_view name);
 
-inline Level level_of_environment() {
-  const char* name = std::getenv("LOCKSTEP_LOG_LEVEL");
-  return level_named(name ? name : "info").value_or(Level::info);
+/// Returns LOCKSTEP_LOG_LEVEL, or info.
+Level level_of_environment();
+
+/// Returns the text of a fmt::format_string, which converts to it only before fmt 11.
+template <class Format>
+fmt::string_view text_of(const Format& format) {
+  if constexpr (requires { format.str; })
+    return format.str;
+  else
+    return format;
 }
 
 }  // namespace lockstep::detail
@@ -49,66 +51,36 @@ class Log {
   explicit Log(int rank) : rank_(rank) {}
 
   /// Returns a copy that writes on every rank.
-  [[nodiscard]] Log all() const {
-    Log copy = *this;
-    copy.every_rank_ = true;
-    return copy;
-  }
+  [[nodiscard]] Log all() const;
 
   /// Returns a copy that prefixes each line with the local time, to milliseconds.
-  [[nodiscard]] Log timed() const {
-    Log copy = *this;
-    copy.timed_ = true;
-    return copy;
-  }
+  [[nodiscard]] Log timed() const;
 
   /// Returns a copy that drops lines below `level`.
-  [[nodiscard]] Log at(Level level) const {
-    Log copy = *this;
-    copy.least_ = level;
-    return copy;
-  }
+  [[nodiscard]] Log at(Level level) const;
 
   /// Returns whether a line of this level would be written on this rank. Use it to skip expensive formatting.
-  [[nodiscard]] bool speaks(Level level = Level::info) const {
-    return level >= least_ && (every_rank_ || rank_ == 0);
-  }
+  [[nodiscard]] bool speaks(Level level = Level::info) const;
 
   template <class... Args>
   void debug(fmt::format_string<Args...> text, Args&&... args) const {
-    if (speaks(Level::debug)) write(Level::debug, fmt::format(text, std::forward<Args>(args)...));
+    if (speaks(Level::debug)) write(Level::debug, detail::text_of(text), fmt::make_format_args(args...));
   }
   template <class... Args>
   void info(fmt::format_string<Args...> text, Args&&... args) const {
-    if (speaks(Level::info)) write(Level::info, fmt::format(text, std::forward<Args>(args)...));
+    if (speaks(Level::info)) write(Level::info, detail::text_of(text), fmt::make_format_args(args...));
   }
   template <class... Args>
   void warning(fmt::format_string<Args...> text, Args&&... args) const {
-    if (speaks(Level::warning)) write(Level::warning, fmt::format(text, std::forward<Args>(args)...));
+    if (speaks(Level::warning)) write(Level::warning, detail::text_of(text), fmt::make_format_args(args...));
   }
   template <class... Args>
   void error(fmt::format_string<Args...> text, Args&&... args) const {
-    if (speaks(Level::error)) write(Level::error, fmt::format(text, std::forward<Args>(args)...));
+    if (speaks(Level::error)) write(Level::error, detail::text_of(text), fmt::make_format_args(args...));
   }
 
  private:
-  void write(Level level, std::string_view text) const {
-    static constexpr const char* names[] = {"debug: ", "", "warning: ", "error: "};
-    const std::string front = (every_rank_ ? detail::formatted("[rank {}] ", rank_) : std::string()) +
-                              (timed_ ? detail::time_of_day() + " " : std::string()) +
-                              names[static_cast<int>(level)];
-    std::string lines;
-    // Every line of a multi-line text gets the prefix.
-    while (true) {
-      const auto end = text.find('\n');
-      lines += front;
-      lines += text.substr(0, end);
-      lines += '\n';
-      if (end == std::string_view::npos) break;
-      text.remove_prefix(end + 1);
-    }
-    detail::write_lines(level >= Level::warning ? stderr : stdout, lines);
-  }
+  void write(Level level, fmt::string_view text, fmt::format_args args) const;
 
   int rank_ = 0;
   bool every_rank_ = false;
@@ -117,3 +89,7 @@ class Log {
 };
 
 }  // namespace lockstep
+
+#ifndef LOCKSTEP_COMPILED
+#include "lockstep/log/detail/log-inl.hpp"
+#endif

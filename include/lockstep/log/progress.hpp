@@ -1,15 +1,12 @@
 #pragma once
 
-#include <algorithm>
 #include <chrono>
-#include <cmath>
 #include <cstddef>
 #include <optional>
 #include <string>
 #include <utility>
 
-#include "lockstep/detail/format.hpp"
-#include "lockstep/log/detail/console.hpp"
+#include "lockstep/detail/linkage.hpp"
 #include "lockstep/log/log.hpp"
 
 namespace lockstep {
@@ -37,51 +34,17 @@ struct ProgressState {
 };
 
 /// Formats a duration in seconds as 0:07, 12:34 or 1:02:03.
-inline std::string clock_text(double seconds) {
-  const long all = std::lround(std::max(0.0, seconds));
-  if (all >= 3600) return detail::formatted("{}:{:02}:{:02}", all / 3600, all / 60 % 60, all % 60);
-  return detail::formatted("{}:{:02}", all / 60, all % 60);
-}
+std::string clock_text(double seconds);
 
-inline std::string progress_facts(const ProgressState& state) {
-  const double rate = state.seconds > 0 ? state.samples / state.seconds : 0;
-  const double left = state.done > 0
-                          ? state.seconds / static_cast<double>(state.done) *
-                                static_cast<double>(state.total - std::min(state.done, state.total))
-                          : 0;
-  auto text = state.total > 0 ? detail::formatted("{}/{}", state.done, state.total)
-                              : detail::formatted("{}", state.done);
-  text += detail::formatted(", {:.{}f} samples/s", rate, rate < 10 ? 2 : 0);
-  if (state.loss) text += detail::formatted(", loss {:.4f}", *state.loss);
-  return text + detail::formatted(", {} {}", clock_text(state.done >= state.total ? state.seconds : left),
-                                  state.done >= state.total ? "in all" : "left");
-}
+std::string progress_facts(const ProgressState& state);
 
 /// Formats one line: `epoch 1/3: 788/1875, 10432 samples/s, loss 0.4321, 0:17 left`. Without a total: `epoch
 /// 1/3: 788, 10432 samples/s, loss 0.4321, 0:13 in all`.
-inline std::string progress_line(const ProgressState& state) {
-  return detail::formatted("{}{}{}", state.title, state.title.empty() ? "" : ": ", progress_facts(state));
-}
+std::string progress_line(const ProgressState& state);
 
 /// Formats one line with a bar, shorter than `columns` so that it never wraps: `epoch 1/3  42 %
 /// [########............] 788/1875, ...`.
-inline std::string progress_bar(const ProgressState& state, int columns) {
-  if (state.total == 0)  // an unknown total has no percentage
-    return progress_line(state).substr(0, static_cast<std::size_t>(std::max(columns - 1, 0)));
-  const double share = std::min(1.0, static_cast<double>(state.done) / static_cast<double>(state.total));
-  const auto front = detail::formatted("{}{}{:3.0f} % ", state.title, state.title.empty() ? "" : " ",
-                                       std::floor(100 * share));
-  const auto facts = progress_facts(state);
-  const int room = columns - 1 - static_cast<int>(front.size() + facts.size()) - 3;
-  std::string bar;
-  if (room >= 5) {
-    const int width = std::min(room, 40);
-    const int full = static_cast<int>(share * width);
-    bar = detail::formatted("[{}{}] ", std::string(static_cast<std::size_t>(full), '#'),
-                            std::string(static_cast<std::size_t>(width - full), '.'));
-  }
-  return (front + bar + facts).substr(0, static_cast<std::size_t>(std::max(columns - 1, 0)));
-}
+std::string progress_bar(const ProgressState& state, int columns);
 
 }  // namespace lockstep::detail
 
@@ -93,62 +56,25 @@ class Progress {
  public:
   /// `total` is the number of steps, 0 if unknown. Shows nothing if `log` does not write info lines on this
   /// rank.
-  Progress(const Log& log, std::size_t total, ProgressOptions options = {})
-      : options_(std::move(options)),
-        shown_(log.speaks(Level::info)),
-        terminal_(detail::stdout_is_terminal()) {
-    state_.title = options_.title;
-    state_.total = total;
-  }
+  Progress(const Log& log, std::size_t total, ProgressOptions options = {});
   Progress(const Progress&) = delete;
   Progress& operator=(const Progress&) = delete;
   ~Progress() { finish(); }
 
   /// Returns whether an `advance` now would show `loss`. If false, its value need not be read from a device.
-  [[nodiscard]] bool due() const {
-    return shown_ && Clock::now() - last_ >= (terminal_ ? options_.redraw : options_.line_every);
-  }
+  [[nodiscard]] bool due() const;
 
   /// Counts one more step, with `samples` samples over all ranks.
-  void advance(double samples, std::optional<double> loss = std::nullopt) {
-    ++state_.done;
-    state_.samples += samples;
-    state_.loss = loss;  // an earlier step's loss is outdated
-    if (!due()) return;
-    last_ = Clock::now();
-    show();
-  }
+  void advance(double samples, std::optional<double> loss = std::nullopt);
 
   /// Shows the final state once; a no-op if nothing was shown before. `loss` is the loss of the whole loop;
   /// without it the last step's loss, if any, is shown.
-  void finish(std::optional<double> loss = std::nullopt) {
-    if (loss) state_.loss = loss;
-    if (std::exchange(finished_, true) || !shown_ || !said_) return;
-    show();
-    if (terminal_) {
-      detail::bar_is_shown = false;
-      std::fputs("\n", stdout);
-      std::fflush(stdout);
-    }
-  }
+  void finish(std::optional<double> loss = std::nullopt);
 
  private:
   using Clock = std::chrono::steady_clock;
 
-  void show() {
-    state_.seconds = std::chrono::duration<double>(Clock::now() - start_).count();
-    said_ = true;
-    if (!terminal_) {
-      detail::write_lines(stdout, detail::progress_line(state_) + "\n");
-      return;
-    }
-    // The carriage return comes last, so that the next writer, also one behind a launcher, starts on a full
-    // line.
-    const auto bar = detail::progress_bar(state_, detail::terminal_columns()) + "\x1b[K\r";
-    std::fwrite(bar.data(), 1, bar.size(), stdout);
-    std::fflush(stdout);
-    detail::bar_is_shown = true;
-  }
+  void show();
 
   ProgressOptions options_;
   bool shown_;
@@ -159,3 +85,7 @@ class Progress {
 };
 
 }  // namespace lockstep
+
+#ifndef LOCKSTEP_COMPILED
+#include "lockstep/log/detail/progress-inl.hpp"
+#endif

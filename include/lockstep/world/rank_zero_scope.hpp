@@ -3,7 +3,7 @@
 #include <string_view>
 
 #include "lockstep/detail/format.hpp"
-#include "lockstep/detail/process_wide.hpp"
+#include "lockstep/detail/linkage.hpp"
 #include "lockstep/error.hpp"
 
 namespace lockstep::detail {

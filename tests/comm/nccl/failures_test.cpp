@@ -377,10 +377,10 @@ TEST_CASE("ranks without GPUs may go on with something else") {
 namespace {
 
 // A rank that meets the others as a communicator does, up to the making of it, and is not heard of again.
-void meet_and_vanish(const World& world, bool makes_it) {
+void join_and_vanish(const World& world, bool makes_it) {
   lockstep::detail::Membership membership(world, {0, 1}, "lockstep/nccl/0", 8s);
   const auto device = FakeDevice::open(world, -1);
-  membership.meet(lockstep::detail::identity_text(device));
+  membership.join(lockstep::detail::identity_text(device));
   if (!makes_it) return;
   const auto made = std::make_unique<FakeDevice::Comm>();
   device.init(*made, 2, membership.from_first("NCCL id", [] { return ""; }), 1);
@@ -391,7 +391,7 @@ void meet_and_vanish(const World& world, bool makes_it) {
 TEST_CASE("a rank that dies before its communicator is made is named") {
   FakeMachine machine;
   const auto errors = run_ranks(machine, 2, [](const World& world) {
-    if (world.rank() == 1) return meet_and_vanish(world, false);
+    if (world.rank() == 1) return join_and_vanish(world, false);
     FakeComm comm(world, quick(1s));
   });
   CHECK_THAT(errors[0], ContainsSubstring("rank 1 has not said how far it is after ") &&
@@ -401,7 +401,7 @@ TEST_CASE("a rank that dies before its communicator is made is named") {
 TEST_CASE("a rank that dies without a word is named by those whose collective ends with it") {
   FakeMachine machine;
   const auto errors = run_ranks(machine, 2, [&](const World& world) {
-    if (world.rank() == 1) return meet_and_vanish(world, true);
+    if (world.rank() == 1) return join_and_vanish(world, true);
     FakeComm comm(world, quick(20s));
     auto work = comm.all_reduce(later({3}, 1));
     FakeDevice::inject(machine, 0, NcclResult::remote_error, "connection closed by peer");

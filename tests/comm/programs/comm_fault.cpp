@@ -150,7 +150,7 @@ int run(const lockstep::World& world, const std::string& fault, int culprit) {
     comm.shutdown();
     using lockstep::detail::Membership;
     Membership group(world, {0, 1, 2}, "test/farewell", 5min);
-    group.meet("");
+    group.join("");
     group.depart();
     if (mine) raise(SIGKILL);
     group.farewell(Membership::making());

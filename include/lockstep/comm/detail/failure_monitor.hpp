@@ -24,8 +24,9 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include "lockstep/detail/format.hpp"
-#include "lockstep/detail/process_wide.hpp"
+#include "lockstep/detail/linkage.hpp"
 #include "lockstep/world/detail/printable.hpp"
+#include "lockstep/world/detail/store.hpp"
 #include "lockstep/world/detail/store_mailbox.hpp"
 #include "lockstep/world/detail/worker.hpp"
 #include "lockstep/world/world.hpp"

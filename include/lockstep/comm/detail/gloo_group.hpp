@@ -41,7 +41,7 @@ class GlooGroup {
 
   GlooGroup(const World& world, std::vector<int> ranks, std::string name, const GlooOptions& options)
       : options_(checked(options)), membership_(world, std::move(ranks), std::move(name), options_.timeout) {
-    membership_.meet("");
+    membership_.join("");
     connect();
     lane_ = std::make_shared<BytesLane>(
         [world, rank = rank(), size = size(), own = options_, name = this->name()] {

@@ -40,6 +40,52 @@ inline std::string store_text(const Environment& environment) {
                            environment.store_is_hosted ? "" : ", which rank 0 hosts,");
 }
 
+/// Returns the text of the timeout error of `call`, which names the late and the silent ranks. `positions`
+/// holds the last collective of each rank that answered, by global rank. `waited` is the time already waited.
+inline std::string lateness(const Call& call, const std::map<int, Position>& positions,
+                            const std::vector<int>& ranks, int own_rank, const std::string& waited) {
+  const auto last = [](const Position& position) {
+    return position.sequence == 0
+               ? std::string("at the start")
+               : detail::formatted("last at {} #{}", position.operation, position.sequence);
+  };
+  std::vector<std::string> late, silent;
+  std::string where;
+  for (std::size_t i = 0; i < ranks.size(); ++i) {
+    const int rank = ranks[i];
+    if (rank == own_rank || (call.peer >= 0 && static_cast<int>(i) != call.peer)) continue;
+    const auto position = positions.find(rank);
+    if (position == positions.end()) {
+      silent.push_back(std::to_string(rank));
+    } else if (call.peer >= 0) {
+      return detail::formatted("{} is not complete after {}: rank {} is {}", call.text(), waited, rank,
+                               last(position->second));
+    } else if (position->second.sequence < call.sequence) {
+      late.push_back(std::to_string(rank));
+      where += detail::formatted("; {}{}", late.size() > 1 ? detail::formatted("rank {} ", rank) : "",
+                                 last(position->second));
+    }
+  }
+  std::string text;
+  for (const auto& [rank, position] : positions)
+    if (call.peer < 0 && position.sequence == call.sequence && position.operation != call.name)
+      return detail::formatted("{} is not complete after {}: rank {} called {} instead", call.text(), waited,
+                               rank, position.operation);
+  if (!late.empty())
+    text = detail::formatted("rank{} {} not entered {} after {}{}", late.size() > 1 ? "s" : "", joined(late),
+                             call.text(), waited, where);
+  if (!silent.empty())
+    text += detail::formatted("{}rank{} {} not said how far {} after {} of {}: dead, stopped, or cut off",
+                              text.empty() ? "" : ". ", silent.size() > 1 ? "s" : "", joined(silent),
+                              silent.size() > 1 ? "they are" : "it is", waited, call.text());
+  if (text.empty())
+    text = detail::formatted(
+        "{} is not complete after {} although every rank has entered it: the network or a rank is too "
+        "slow",
+        call.text(), waited);
+  return text;
+}
+
 /// What the ranks of a group exchange through the store, outside the transport of their tensors: rendezvous,
 /// positions, failures and departures in good order.
 ///
@@ -47,7 +93,7 @@ inline std::string store_text(const Environment& environment) {
 /// within 2 s if it has none, even if the store does not answer.
 ///
 /// `look` and its relatives return errors instead of throwing them, so that the communicator's own threads
-/// can find errors for the program. Thread safety: any thread may call any function except meet and farewell.
+/// can find errors for the program. Thread safety: any thread may call any function except join and farewell.
 class Membership {
  public:
   using Clock = std::chrono::steady_clock;
@@ -70,7 +116,7 @@ class Membership {
     }
   }
   /// Returns the name of the next communicator over all ranks: "lockstep/comm/3" for the fourth of kind
-  /// "comm". Throws what meet throws.
+  /// "comm". Throws what join throws.
   static std::string next_name(const World& world, const std::string& kind,
                                std::chrono::milliseconds timeout) {
     const std::string prefix = "lockstep/" + kind;
@@ -105,7 +151,7 @@ class Membership {
   /// Joins the rendezvous of the group. Blocks until every rank has joined; returns each rank's `identity`,
   /// by rank in the group. Throws TimeoutError, which names the missing ranks, and PeerError if a rank has
   /// failed.
-  std::vector<std::string> meet(const std::string& identity) {
+  std::vector<std::string> join(const std::string& identity) {
     if (!monitor_) return {identity};
     const Call call = making();
     at_store(call, [rank = rank_, size = size(), identity](c10d::Store& store) {
@@ -134,7 +180,7 @@ class Membership {
     });
   }
 
-  /// Returns on every rank the text that `make` returns on rank 0 of the group. Throws what meet throws.
+  /// Returns on every rank the text that `make` returns on rank 0 of the group. Throws what join throws.
   template <class Make>
   std::string from_first(const char* key, Make&& make) {
     const std::string own = rank_ == 0 ? make() : std::string();

@@ -15,7 +15,7 @@
 #include "lockstep/comm/communicator.hpp"
 #include "lockstep/comm/detail/same_errors.hpp"
 #include "lockstep/detail/format.hpp"
-#include "lockstep/detail/process_wide.hpp"
+#include "lockstep/detail/linkage.hpp"
 #include "lockstep/error.hpp"
 
 namespace lockstep::detail {
@@ -58,22 +58,14 @@ void abort_for_others(C& comm, const std::string& where = "") {
   if (comm.size() > 1) comm.abort(where + first_line(std::current_exception()));
 }
 
-/// Counts per process how often all ranks of `group` threw together. The count is equal on every rank.
-class TimesThrown {
- public:
-  static int of(const std::string& group) {
-    const std::lock_guard lock(mutex_);
-    return times_[group];
-  }
-  static void add(const std::string& group) {
-    const std::lock_guard lock(mutex_);
-    ++times_[group];
-  }
-
- private:
-  LOCKSTEP_PROCESS_WIDE static inline std::mutex mutex_;
-  LOCKSTEP_PROCESS_WIDE static inline std::map<std::string, int> times_;
-};
+/// Returns how often all ranks of `group` threw together, after adding `more`. The count is per process and
+/// equal on every rank.
+LOCKSTEP_PROCESS_WIDE inline int times_thrown(const std::string& group, int more = 0) {
+  static auto& mutex = *new std::mutex();
+  static auto& times = *new std::map<std::string, int>();
+  const std::lock_guard lock(mutex);
+  return times[group] += more;
+}
 
 /// Returns whether every rank of the group calls this within two seconds because each of them throws: then no
 /// rank waits for another. The ranks exchange this through the store, since a rank that does not throw may be
@@ -86,7 +78,7 @@ bool every_rank_throws(C& comm) noexcept try {
     group += detail::formatted("{}{}", rank == 0 ? "" : ",", name_of(static_cast<std::size_t>(rank)));
   std::vector<std::string> keys;
   for (int rank = 0; rank < comm.size(); ++rank)
-    keys.push_back(detail::formatted("lockstep/thrown/{}/{}/{}", group, TimesThrown::of(group), rank));
+    keys.push_back(detail::formatted("lockstep/thrown/{}/{}/{}", group, times_thrown(group), rank));
   const std::string& own = keys[static_cast<std::size_t>(comm.rank())];
   // A separate connection: a store that does not answer must not delay the error report.
   const auto store = comm.world().connect_again(std::chrono::seconds(2));
@@ -99,7 +91,7 @@ bool every_rank_throws(C& comm) noexcept try {
     }
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
   }
-  TimesThrown::add(group);
+  times_thrown(group, 1);
   return true;
 } catch (...) {  // the store is gone; the abort reports the failure
   return false;

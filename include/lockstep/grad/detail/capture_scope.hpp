@@ -2,7 +2,7 @@
 
 #include <utility>
 
-#include "lockstep/detail/process_wide.hpp"
+#include "lockstep/detail/linkage.hpp"
 
 namespace lockstep::detail {
 

@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "lockstep/detail/process_wide.hpp"
+#include "lockstep/detail/linkage.hpp"
 
 namespace lockstep::detail {
 

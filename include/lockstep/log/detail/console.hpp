@@ -14,7 +14,7 @@
 #include <string_view>
 
 #include "lockstep/detail/format.hpp"
-#include "lockstep/detail/process_wide.hpp"
+#include "lockstep/detail/linkage.hpp"
 
 namespace lockstep::detail {
 

@@ -7,7 +7,7 @@
 #include <cstdio>
 #include <string>
 
-#include "lockstep/detail/process_wide.hpp"
+#include "lockstep/detail/linkage.hpp"
 #include "lockstep/world/environment.hpp"
 
 namespace lockstep::detail {

@@ -7,7 +7,7 @@
 #include <map>
 #include <mutex>
 
-#include "lockstep/detail/process_wide.hpp"
+#include "lockstep/detail/linkage.hpp"
 
 namespace lockstep::detail {
 

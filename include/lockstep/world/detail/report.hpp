@@ -13,7 +13,7 @@
 #include <typeinfo>
 
 #include "lockstep/detail/format.hpp"
-#include "lockstep/detail/process_wide.hpp"
+#include "lockstep/detail/linkage.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/world/detail/printable.hpp"
 

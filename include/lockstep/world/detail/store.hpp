@@ -99,8 +99,8 @@ inline c10::intrusive_ptr<StoreClient> host_store(Listener listener, const std::
       std::move(own), limit, [](const std::string&) {}, std::move(server));
 }
 
-/// The store of a rendezvous. `again` opens another connection to it.
-struct Meeting {
+/// The store of a rendezvous that this process has joined. `again` opens another connection to it.
+struct Rendezvous {
   StorePtr store;
   std::function<StorePtr(std::chrono::milliseconds limit)> again;
   bool hosted_here = false;  // the store ends with this process
@@ -109,7 +109,7 @@ struct Meeting {
   std::string doubt = {};    // what may keep the other ranks from joining
 };
 
-inline Meeting meeting_at(const c10::intrusive_ptr<StoreClient>& store, bool hosted_here) {
+inline Rendezvous rendezvous_at(const c10::intrusive_ptr<StoreClient>& store, bool hosted_here) {
   const auto& connection = store->connection();
   return {store,
           [endpoint = store->endpoint()](auto limit) -> StorePtr { return connect_store(endpoint, limit); },
@@ -120,8 +120,9 @@ inline Meeting meeting_at(const c10::intrusive_ptr<StoreClient>& store, bool hos
 /// store only serves as a board, on which rank 0 publishes the address and secret of a store of this attempt.
 /// An earlier attempt's address leads to a closed port or to a store with another secret; then the board is
 /// read again until rank 0 has replaced it.
-inline Meeting meet_through_board(const RendezvousUrl& url, int rank, std::chrono::milliseconds limit,
-                                  const StoreConnection::Waiting& waiting) {
+inline Rendezvous rendezvous_through_board(const RendezvousUrl& url, int rank,
+                                           std::chrono::milliseconds limit,
+                                           const StoreConnection::Waiting& waiting) {
   const std::string pin = "lockstep/store";
   const auto deadline = std::chrono::steady_clock::now() + limit;
   const auto left = [&] {
@@ -172,7 +173,7 @@ inline Meeting meet_through_board(const RendezvousUrl& url, int rank, std::chron
       on.set(pin, to_bytes(text));
       return std::string();
     });
-    return meeting_at(store, true);
+    return rendezvous_at(store, true);
   }
   std::string last = "rank 0 has not come";
   while (std::chrono::steady_clock::now() < deadline) {
@@ -186,7 +187,7 @@ inline Meeting meet_through_board(const RendezvousUrl& url, int rank, std::chron
                                      text.substr(second + 1)};
         auto store = connect_store(endpoint, std::min(left(), std::chrono::milliseconds(1000)));
         store->setTimeout(limit);
-        return meeting_at(store, false);
+        return rendezvous_at(store, false);
       }
     } catch (const RendezvousError& error) {
       last = detail::formatted("rank 0's store does not answer: {}", printable(error.what()));
@@ -210,7 +211,7 @@ inline StorePtr open_file_store(const std::string& path, int size) {
 
 /// Opens the store of `env` within `limit`. Rank 0 hosts it unless a launcher does. Calls `waiting` with the
 /// reason while the store cannot be opened.
-inline Meeting meet(
+inline Rendezvous join_rendezvous(
     const Environment& env, std::chrono::milliseconds limit,
     const StoreConnection::Waiting& waiting = [](const std::string&) {}) {
   if (env.rendezvous.empty()) {
@@ -228,18 +229,18 @@ inline Meeting meet(
     };
     return {open(limit), open, false, outer_address(), true};
   }
-  if (env.store_outlives_attempts) return meet_through_board(url, env.rank, limit, waiting);
+  if (env.store_outlives_attempts) return rendezvous_through_board(url, env.rank, limit, waiting);
   if (env.rank == 0 && !env.store_is_hosted) {
     auto listener = listen_on(url.host, url.port);
     const bool elsewhere = listener.host_is_elsewhere;
-    auto meeting = meeting_at(host_store(std::move(listener), env.store_secret, limit), true);
+    auto joined = rendezvous_at(host_store(std::move(listener), env.store_secret, limit), true);
     if (elsewhere)
-      meeting.doubt = detail::formatted(
+      joined.doubt = detail::formatted(
           "MASTER_ADDR={} is no address of this host ({}): rank 0 must run on the host that it names",
           url.host, host_name());
-    return meeting;
+    return joined;
   }
-  return meeting_at(connect_store({url.host, url.port, env.store_secret}, limit, waiting), false);
+  return rendezvous_at(connect_store({url.host, url.port, env.store_secret}, limit, waiting), false);
 }
 
 /// Identifies the host and network namespace of this process: processes with one identity reach each other by

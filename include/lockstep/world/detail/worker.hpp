@@ -28,7 +28,7 @@
 #include <utility>
 
 #include "lockstep/detail/format.hpp"
-#include "lockstep/detail/process_wide.hpp"
+#include "lockstep/detail/linkage.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/world/detail/child.hpp"
 #include "lockstep/world/detail/new_file.hpp"

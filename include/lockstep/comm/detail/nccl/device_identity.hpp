@@ -93,7 +93,7 @@ D open_together(Membership& membership, const NcclOptions& options) {
   } catch (const std::exception& error) {
     identity = no_device_text(first_line(error));
   }
-  check_identities(membership.meet(identity), membership.ranks(), world.rank());
+  check_identities(membership.join(identity), membership.ranks(), world.rank());
   return *device;
 }
 

@@ -1,25 +1,21 @@
 #pragma once
 
 #include <chrono>
-#include <optional>
 #include <string>
 
 #include "lockstep/comm/detail/call_number.hpp"
 #include "lockstep/comm/detail/default_timeout.hpp"
 #include "lockstep/comm/detail/membership.hpp"
+#include "lockstep/comm/with_device.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
+#include "lockstep/world/detail/cpu_affinity.hpp"
 #include "lockstep/world/detail/gpus.hpp"
-#include "lockstep/world/world.hpp"
+#include "lockstep/world/detail/store.hpp"
 
 namespace lockstep::detail {
 
-/// The kind of device that a program computes on.
-enum class DeviceKind { cpu, gpu };
-
-/// Returns the value of LOCKSTEP_DEVICE, or std::nullopt if it is unset or "auto". Throws UsageError for any
-/// value but auto, cpu and gpu.
-inline std::optional<DeviceKind> device_variable(const Variables& variables) {
+LOCKSTEP_INLINE std::optional<DeviceKind> device_variable(const Variables& variables) {
   const auto text = variables("LOCKSTEP_DEVICE");
   if (!text || *text == "auto") return std::nullopt;
   if (*text == "cpu") return DeviceKind::cpu;
@@ -27,12 +23,8 @@ inline std::optional<DeviceKind> device_variable(const Variables& variables) {
   throw UsageError(detail::formatted("LOCKSTEP_DEVICE={} is unknown: it must be auto, cpu or gpu", *text));
 }
 
-/// Chooses this rank's device kind: `wanted`, else LOCKSTEP_DEVICE, else a GPU if one is visible. `visible`
-/// is the number of visible CUDA devices, std::nullopt in a build without CUDA. Throws UsageError if the
-/// choice is a GPU and this rank has none.
-inline DeviceKind choose_device(const Environment& rank, std::optional<int> visible,
-                                std::optional<DeviceKind> wanted,
-                                const Variables& variables = process_variable) {
+LOCKSTEP_INLINE DeviceKind choose_device(const Environment& rank, std::optional<int> visible,
+                                         std::optional<DeviceKind> wanted, const Variables& variables) {
   if (!wanted) wanted = device_variable(variables);
   if (wanted == DeviceKind::cpu || (!wanted && visible.value_or(0) == 0)) return DeviceKind::cpu;
   if (!visible)
@@ -44,9 +36,7 @@ inline DeviceKind choose_device(const Environment& rank, std::optional<int> visi
   return DeviceKind::gpu;
 }
 
-/// Checks that all ranks chose the same device kind: ranks on GPUs and ranks on CPUs would wait for each
-/// other. Throws MismatchError, which names two ranks that differ. Every rank calls it.
-inline void agree_on_device(const World& world, DeviceKind kind) {
+LOCKSTEP_INLINE void agree_on_device(const World& world, DeviceKind kind) {
   if (world.size() == 1) return;
   const std::string own = detail::formatted("{} {}", kind == DeviceKind::gpu ? "GPUs" : "CPUs", world.rank());
   Membership membership(world, {world.rank()}, "lockstep/device", default_timeout(std::chrono::minutes(5)));
@@ -60,6 +50,15 @@ inline void agree_on_device(const World& world, DeviceKind kind) {
         "rank {} would compute on {}, and rank {} on {}: set LOCKSTEP_DEVICE=cpu on all of them, "
         "or give each a GPU and a program built with CUDA",
         first.substr(5), first.substr(0, 4), world.rank(), own.substr(0, 4)));
+}
+
+LOCKSTEP_INLINE DeviceKind agreed_device(const World& world, std::optional<int> visible,
+                                         std::optional<DeviceKind> wanted) {
+  const DeviceKind kind = choose_device(world.environment(), visible, wanted);
+  if (kind == DeviceKind::cpu && !wanted && visible == 0 && visible_gpus() > 0)
+    world.log.warning("this host has {} GPUs, of which CUDA sees none: computing on CPUs", visible_gpus());
+  agree_on_device(world, kind);
+  return kind;
 }
 
 }  // namespace lockstep::detail

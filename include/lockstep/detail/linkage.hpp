@@ -10,3 +10,12 @@
 /// with each other where GCC has compiled them, and with RTLD_GLOBAL always. All of them are built from one
 /// version of lockstep.
 #define LOCKSTEP_PROCESS_WIDE [[gnu::visibility("default")]]
+
+/// Precedes the definitions in the `-inl.hpp` headers. Header-only, each of them is inline. With
+/// LOCKSTEP_COMPILED, headers only declare, and lockstep/compiled.cpp, which the program compiles once,
+/// defines.
+#ifdef LOCKSTEP_COMPILED
+#define LOCKSTEP_INLINE
+#else
+#define LOCKSTEP_INLINE inline
+#endif

@@ -1,0 +1,11 @@
+include_guard(GLOBAL)
+
+# lockstep_add_compiled(source headers): the target lockstep::compiled from compiled.cpp and the header-only target `headers`.
+# It is built only where a target links it.
+function(lockstep_add_compiled source headers)
+  add_library(lockstep_compiled STATIC EXCLUDE_FROM_ALL ${source})
+  add_library(lockstep::compiled ALIAS lockstep_compiled)
+  target_link_libraries(lockstep_compiled PUBLIC ${headers})
+  target_compile_definitions(lockstep_compiled PUBLIC LOCKSTEP_COMPILED)
+  set_target_properties(lockstep_compiled PROPERTIES POSITION_INDEPENDENT_CODE ON)
+endfunction()

@@ -1,0 +1,389 @@
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <numeric>
+#include <utility>
+
+#include "lockstep/comm/detail/gloo_bytes.hpp"
+#include "lockstep/comm/detail/gloo_operations.hpp"
+#include "lockstep/comm/detail/gloo_work.hpp"
+#include "lockstep/comm/detail/membership.hpp"
+#include "lockstep/comm/detail/shape_check.hpp"
+#include "lockstep/comm/detail/tensor_lists.hpp"
+#include "lockstep/comm/gloo_comm.hpp"
+#include "lockstep/detail/format.hpp"
+#include "lockstep/detail/linkage.hpp"
+
+namespace lockstep {
+
+template <class Tensors>
+GlooComm::Work GlooComm::begin(const char* name, std::optional<ReduceOp> op, int root,
+                               const Tensors& tensors) {
+  const detail::Call call = group().begin(name);
+  if (group().options().check_shapes && size() > 1) {
+    const std::string operation = detail::operation_text(name, op, root);
+    if constexpr (std::is_same_v<Tensors, at::Tensor>)
+      detail::compare_over_ranks(*group_, call, detail::signature(operation, {tensors}));
+    else
+      detail::compare_over_ranks(*group_, call, detail::signature(operation, tensors));
+  }
+  return Work(group_, call);
+}
+
+template <class Exchange>
+void GlooComm::exchange_bytes_now(const detail::Call& call, Exchange& exchange) {
+  const auto complete = [&](const detail::GlooPart& part) {
+    group_->await(call, *part, call.start + group_->timeout());
+  };
+  complete(exchange.start(gloo()));
+  for (const detail::GlooPart& part : exchange.go_on(gloo())) complete(part);
+  exchange.finish();
+}
+
+template <class Exchange, class Deliver>
+GlooComm::Work GlooComm::exchange_bytes(const detail::Call& call, const std::shared_ptr<Exchange>& exchange,
+                                        Deliver deliver) {
+  Work work(group_, call);
+  work.add(group_->bytes_lane().start(gloo(), exchange));
+  work.at_end(std::move(deliver));
+  return work;
+}
+
+LOCKSTEP_INLINE GlooComm::GlooComm(GlooComm&&) noexcept = default;
+
+LOCKSTEP_INLINE GlooComm::GlooComm(const World& world, GlooOptions options)
+    : GlooComm(std::make_shared<detail::GlooGroup>(world, all_ranks(world.size()), next_name(world, options),
+                                                   options)) {}
+
+LOCKSTEP_INLINE GlooComm& GlooComm::operator=(GlooComm&& other) noexcept {
+  if (this == &other) return *this;
+  end();
+  group_ = std::move(other.group_);
+  exceptions_ = other.exceptions_;
+  return *this;
+}
+
+LOCKSTEP_INLINE GlooComm::~GlooComm() {
+  end();
+}
+
+LOCKSTEP_INLINE int GlooComm::rank() const {
+  return group().rank();
+}
+
+LOCKSTEP_INLINE int GlooComm::size() const {
+  return group().size();
+}
+
+LOCKSTEP_INLINE int GlooComm::world_rank(int rank) const {
+  return group().ranks().at(static_cast<std::size_t>(rank));
+}
+
+LOCKSTEP_INLINE const World& GlooComm::world() const {
+  return group().world();
+}
+
+LOCKSTEP_INLINE GlooComm::Work GlooComm::all_reduce(const at::Tensor& tensor, ReduceOp op) {
+  detail::check_reducible("all_reduce", tensor, op);
+  Work work = begin("all_reduce", op, -1, tensor);
+  if (tensor.numel() == 0) return work;
+  if (!tensor.is_contiguous()) {
+    reduce_bundle(work, detail::TensorBundle{{tensor}}, op);
+    return work;
+  }
+  auto part = detail::start_all_reduce(gloo(), tensor, op);
+  if (op == ReduceOp::avg)
+    detail::after(part, [tensor, divisor = size()] { detail::divide(tensor, divisor); });
+  work.add(std::move(part));
+  return work;
+}
+
+LOCKSTEP_INLINE GlooComm::Work GlooComm::all_reduce(const std::vector<at::Tensor>& list, ReduceOp op) {
+  for (const at::Tensor& tensor : list) detail::check_reducible("all_reduce", tensor, op);
+  Work work = begin("all_reduce", op, -1, list);
+  for (detail::TensorBundle& bundle : detail::bundles_of(list)) reduce_bundle(work, std::move(bundle), op);
+  return work;
+}
+
+LOCKSTEP_INLINE GlooComm::Work GlooComm::reduce(const at::Tensor& tensor, int root, ReduceOp op) {
+  return reduce(std::vector<at::Tensor>{tensor}, root, op);
+}
+
+LOCKSTEP_INLINE GlooComm::Work GlooComm::reduce(const std::vector<at::Tensor>& list, int root, ReduceOp op) {
+  for (const at::Tensor& tensor : list) detail::check_reducible("reduce", tensor, op);
+  check_rank("reduce", root);
+  Work work = begin("reduce", op, root, list);
+  for (detail::TensorBundle& bundle : detail::bundles_of(list)) {
+    bundle.pack();
+    auto part = detail::start_reduce(gloo(), bundle.buffer, op, root);
+    add(work, std::move(part), std::move(bundle), rank() == root, divisor(op));
+  }
+  return work;
+}
+
+LOCKSTEP_INLINE GlooComm::Work GlooComm::broadcast(const at::Tensor& tensor, int root) {
+  return broadcast(std::vector<at::Tensor>{tensor}, root);
+}
+
+LOCKSTEP_INLINE GlooComm::Work GlooComm::broadcast(const std::vector<at::Tensor>& list, int root) {
+  for (const at::Tensor& tensor : list) detail::check_tensor("broadcast", tensor);
+  check_rank("broadcast", root);
+  Work work = begin("broadcast", std::nullopt, root, list);
+  for (detail::TensorBundle& bundle : detail::bundles_of(list)) {
+    bundle.pack();
+    auto part = detail::start_broadcast(gloo(), detail::movable(bundle.buffer), root);
+    add(work, std::move(part), std::move(bundle), rank() != root);
+  }
+  return work;
+}
+
+LOCKSTEP_INLINE GlooComm::Work GlooComm::all_gather(const at::Tensor& output, const at::Tensor& input) {
+  return all_gather(std::vector<at::Tensor>{output}, std::vector<at::Tensor>{input});
+}
+
+LOCKSTEP_INLINE GlooComm::Work GlooComm::all_gather(const std::vector<at::Tensor>& outputs,
+                                                    const std::vector<at::Tensor>& inputs) {
+  detail::check_pairs("all_gather", outputs, inputs, size());
+  Work work = begin("all_gather", std::nullopt, -1, inputs);
+  auto from = detail::bundles_of(inputs), to = detail::bundles_of(outputs, size());
+  for (std::size_t i = 0; i < to.size(); ++i) {
+    from[i].pack();
+    to[i].make_room();
+    auto part =
+        detail::start_all_gather(gloo(), detail::movable(to[i].buffer), detail::movable(from[i].buffer));
+    add(work, std::move(part), std::move(to[i]));
+  }
+  return work;
+}
+
+LOCKSTEP_INLINE GlooComm::Work GlooComm::reduce_scatter(const at::Tensor& output, const at::Tensor& input,
+                                                        ReduceOp op) {
+  return reduce_scatter(std::vector<at::Tensor>{output}, std::vector<at::Tensor>{input}, op);
+}
+
+LOCKSTEP_INLINE GlooComm::Work GlooComm::reduce_scatter(const std::vector<at::Tensor>& outputs,
+                                                        const std::vector<at::Tensor>& inputs, ReduceOp op) {
+  for (const at::Tensor& input : inputs) detail::check_reducible("reduce_scatter", input, op);
+  detail::check_pairs("reduce_scatter", inputs, outputs, size());
+  Work work = begin("reduce_scatter", op, -1, inputs);
+  auto from = detail::bundles_of(inputs, size()), to = detail::bundles_of(outputs);
+  for (std::size_t i = 0; i < to.size(); ++i) {
+    from[i].pack();
+    to[i].make_room();
+    // Not every LibTorch version has a Gloo reduce_scatter: exchange the rows, then reduce them here in
+    // rank order.
+    const auto rows =
+        at::empty({size(), to[i].buffer.numel()}, from[i].buffer.options().requires_grad(false));
+    auto part = detail::start_all_to_all(gloo(), rows, from[i].buffer);
+    detail::after(part, [bundle = std::move(to[i]), rows, op] {
+      detail::combine_rows(bundle.buffer, rows, op);
+      bundle.unpack();
+    });
+    work.add(std::move(part));
+  }
+  return work;
+}
+
+LOCKSTEP_INLINE GlooComm::Work GlooComm::all_to_all(const at::Tensor& output, const at::Tensor& input) {
+  return all_to_all(std::vector<at::Tensor>{output}, std::vector<at::Tensor>{input});
+}
+
+LOCKSTEP_INLINE GlooComm::Work GlooComm::all_to_all(const std::vector<at::Tensor>& outputs,
+                                                    const std::vector<at::Tensor>& inputs) {
+  detail::check_pairs("all_to_all", outputs, inputs, 1);
+  for (const at::Tensor& input : inputs)
+    if (input.dim() == 0 || input.size(0) != size())
+      throw CommunicationError(
+          detail::formatted("all_to_all: the input {} must have one row for each of {} ranks",
+                            detail::describe(input), size()));
+  Work work = begin("all_to_all", std::nullopt, -1, inputs);
+  auto from = detail::bundles_of(inputs, size()), to = detail::bundles_of(outputs, size());
+  for (std::size_t i = 0; i < to.size(); ++i) {
+    from[i].pack();
+    to[i].make_room();
+    auto part =
+        detail::start_all_to_all(gloo(), detail::movable(to[i].buffer), detail::movable(from[i].buffer));
+    add(work, std::move(part), std::move(to[i]));
+  }
+  return work;
+}
+
+LOCKSTEP_INLINE GlooComm::Work GlooComm::send(const at::Tensor& tensor, int peer, int tag) {
+  return send(std::vector<at::Tensor>{tensor}, peer, tag);
+}
+
+LOCKSTEP_INLINE GlooComm::Work GlooComm::send(const std::vector<at::Tensor>& list, int peer, int tag) {
+  Work work = begin_message("send", list, peer, tag);
+  const detail::SigpipeGuard guard;
+  for (detail::TensorBundle& bundle : detail::bundles_of(list)) {
+    bundle.pack();
+    std::vector<at::Tensor> tensors{bundle.buffer.detach()};
+    work.add(gloo().send(tensors, peer, tag));
+  }
+  return work;
+}
+
+LOCKSTEP_INLINE GlooComm::Work GlooComm::recv(const at::Tensor& tensor, int peer, int tag) {
+  return recv(std::vector<at::Tensor>{tensor}, peer, tag);
+}
+
+LOCKSTEP_INLINE GlooComm::Work GlooComm::recv(const std::vector<at::Tensor>& list, int peer, int tag) {
+  Work work = begin_message("recv", list, peer, tag);
+  const detail::SigpipeGuard guard;
+  auto bundles = detail::bundles_of(list);
+  for (detail::TensorBundle& bundle : bundles) {
+    bundle.make_room();
+    std::vector<at::Tensor> tensors{bundle.buffer.detach()};
+    work.add(gloo().recv(tensors, peer, tag));
+  }
+  std::erase_if(bundles, [](const detail::TensorBundle& bundle) { return bundle.in_place(); });
+  if (!bundles.empty())
+    work.at_end([bundles = std::move(bundles)] {
+      for (const detail::TensorBundle& bundle : bundles) bundle.unpack();
+    });
+  return work;
+}
+
+LOCKSTEP_INLINE std::vector<std::string> GlooComm::all_gather_bytes(const std::string& bytes) {
+  detail::BytesGather exchange;
+  exchange.own = bytes;
+  exchange_bytes_now(group().begin("all_gather_bytes"), exchange);
+  return std::move(exchange.all);
+}
+
+LOCKSTEP_INLINE GlooComm::Work GlooComm::all_gather_bytes_async(std::vector<std::string>& all,
+                                                                std::string bytes) {
+  auto exchange = std::make_shared<detail::BytesGather>();
+  exchange->own = std::move(bytes);
+  return exchange_bytes(group().begin("all_gather_bytes"), exchange,
+                        [exchange, &all] { all = std::move(exchange->all); });
+}
+
+LOCKSTEP_INLINE std::string GlooComm::broadcast_bytes(const std::string& bytes, int root) {
+  check_rank("broadcast_bytes", root);
+  detail::BytesBroadcast exchange;
+  exchange.root = root;
+  if (rank() == root) exchange.bytes = bytes;
+  exchange_bytes_now(group().begin("broadcast_bytes"), exchange);
+  return std::move(exchange.bytes);
+}
+
+LOCKSTEP_INLINE GlooComm::Work GlooComm::broadcast_bytes_async(std::string& bytes, int root) {
+  check_rank("broadcast_bytes", root);
+  auto exchange = std::make_shared<detail::BytesBroadcast>();
+  exchange->root = root;
+  if (rank() == root) exchange->bytes = bytes;
+  return exchange_bytes(group().begin("broadcast_bytes"), exchange,
+                        [exchange, &bytes] { bytes = std::move(exchange->bytes); });
+}
+
+LOCKSTEP_INLINE void GlooComm::barrier() {
+  barrier_async().synchronize();
+}
+
+LOCKSTEP_INLINE GlooComm::Work GlooComm::barrier_async() {
+  Work work(group_, group().begin("barrier"));
+  work.add(gloo().barrier());
+  return work;
+}
+
+LOCKSTEP_INLINE std::optional<GlooComm> GlooComm::new_group(const std::vector<int>& ranks) {
+  for (std::size_t i = 0; i < ranks.size(); ++i) {
+    check_rank("new_group", ranks[i]);
+    if (i > 0 && ranks[i] <= ranks[i - 1])
+      throw CommunicationError("new_group: the ranks must ascend, and none may be named twice");
+  }
+  group().begin("new_group");
+  std::string name = group().next_child();
+  if (std::find(ranks.begin(), ranks.end(), rank()) == ranks.end()) return std::nullopt;
+  std::vector<int> global;
+  for (int rank : ranks) global.push_back(group().ranks()[static_cast<std::size_t>(rank)]);
+  return GlooComm(
+      std::make_shared<detail::GlooGroup>(world(), std::move(global), std::move(name), group().options()));
+}
+
+LOCKSTEP_INLINE void GlooComm::abort(const std::string& reason) {
+  group().abort(reason);
+}
+
+LOCKSTEP_INLINE void GlooComm::shutdown() {
+  group().shutdown();
+}
+
+LOCKSTEP_INLINE GlooComm::GlooComm(std::shared_ptr<detail::GlooGroup> group) : group_(std::move(group)) {}
+
+LOCKSTEP_INLINE std::vector<int> GlooComm::all_ranks(int size) {
+  std::vector<int> ranks(static_cast<std::size_t>(size));
+  std::iota(ranks.begin(), ranks.end(), 0);
+  return ranks;
+}
+
+LOCKSTEP_INLINE std::string GlooComm::next_name(const World& world, const GlooOptions& options) {
+  return detail::Membership::next_name(world, "comm", detail::checked(options).timeout);
+}
+
+LOCKSTEP_INLINE void GlooComm::end() noexcept {
+  if (!group_) return;
+  if (std::uncaught_exceptions() > exceptions_) {
+    group_->abort_by_exception();
+  } else {
+    try {
+      group_->shutdown();
+    } catch (const std::exception& error) {
+      group_->abort(error.what());
+    }
+  }
+  group_.reset();
+}
+
+LOCKSTEP_INLINE detail::GlooGroup& GlooComm::group() const {
+  if (!group_)
+    throw UsageError(
+        "this communicator was moved from, into a Trainer for instance: use the one that it became, such "
+        "as "
+        "trainer.comm()");
+  return *group_;
+}
+
+LOCKSTEP_INLINE c10d::ProcessGroupGloo& GlooComm::gloo() {
+  return group().process_group();
+}
+
+LOCKSTEP_INLINE void GlooComm::check_rank(const char* name, int rank) const {
+  if (rank < 0 || rank >= size())
+    throw CommunicationError(
+        detail::formatted("{}: there is no rank {} in a group of {}", name, rank, size()));
+}
+
+LOCKSTEP_INLINE GlooComm::Work GlooComm::begin_message(const char* name, const std::vector<at::Tensor>& list,
+                                                       int peer, int tag) {
+  for (const at::Tensor& tensor : list) detail::check_tensor(name, tensor);
+  check_rank(name, peer);
+  if (peer == rank())
+    throw CommunicationError(detail::formatted("{}: rank {} cannot send to itself", name, peer));
+  if (tag < 0) throw CommunicationError(detail::formatted("{}: the tag {} is negative", name, tag));
+  return Work(group_, group().message(name, peer, tag));
+}
+
+LOCKSTEP_INLINE void GlooComm::add(Work& work, detail::GlooPart part, detail::TensorBundle bundle,
+                                   bool wanted, int divisor) {
+  if (wanted && (divisor > 1 || !bundle.in_place()))
+    detail::after(part, [bundle = std::move(bundle), divisor] {
+      detail::divide(bundle.buffer, divisor);
+      bundle.unpack();
+    });
+  work.add(std::move(part));
+}
+
+LOCKSTEP_INLINE void GlooComm::reduce_bundle(Work& work, detail::TensorBundle bundle, ReduceOp op) {
+  bundle.pack();
+  auto part = detail::start_all_reduce(gloo(), bundle.buffer, op);
+  add(work, std::move(part), std::move(bundle), true, divisor(op));
+}
+
+LOCKSTEP_INLINE int GlooComm::divisor(ReduceOp op) const {
+  return op == ReduceOp::avg ? size() : 1;
+}
+
+}  // namespace lockstep

@@ -1,0 +1,16 @@
+// The functions that the headers only declare where LOCKSTEP_COMPILED is defined. A program that defines it
+// compiles this file once; the CMake target lockstep::compiled does both.
+#ifndef LOCKSTEP_COMPILED
+#define LOCKSTEP_COMPILED
+#endif
+
+#include "lockstep/comm/detail/gloo_comm-inl.hpp"
+#include "lockstep/comm/detail/gloo_work-inl.hpp"
+#include "lockstep/comm/detail/with_device-inl.hpp"
+#include "lockstep/detail/format-inl.hpp"
+#include "lockstep/log/detail/log-inl.hpp"
+#include "lockstep/log/detail/progress-inl.hpp"
+#include "lockstep/world/detail/environment-inl.hpp"
+#include "lockstep/world/detail/launch-inl.hpp"
+#include "lockstep/world/detail/spawn-inl.hpp"
+#include "lockstep/world/detail/world-inl.hpp"

@@ -1,0 +1,109 @@
+#pragma once
+
+#include <chrono>
+#include <cstdlib>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "lockstep/detail/format.hpp"
+#include "lockstep/world/detail/heap.hpp"
+#include "lockstep/world/detail/launch_plan.hpp"
+#include "lockstep/world/detail/supervisor.hpp"
+#include "lockstep/world/detail/worker.hpp"
+#include "lockstep/world/launch.hpp"
+#include "lockstep/world/launch_options.hpp"
+#include "lockstep/world/world.hpp"
+
+namespace lockstep::detail {
+
+/// Keeps the store alive until the ranks of the other hosts have finished: 5 minutes at most, or 2 s if a
+/// rank of this host has failed.
+inline void outlive_other_hosts(c10d::Store& store, int size, bool well) {
+  const auto limit =
+      std::chrono::steady_clock::now() + (well ? std::chrono::minutes(5) : std::chrono::seconds(2));
+  std::vector<std::string> finished;
+  for (int rank = 0; rank < size; ++rank) finished.push_back(World::finished_key(rank));
+  try {
+    while (!appear_within(store, finished, std::chrono::milliseconds(500)) &&
+           std::chrono::steady_clock::now() < limit)
+      if (well && published_failure(store)) {
+        std::this_thread::sleep_for(std::chrono::seconds(1));  // other ranks may still read the failure
+        return;
+      }
+  } catch (const c10::Error&) {  // the store is unreadable: stop waiting
+  }
+}
+
+/// Starts this host's ranks and hosts the store for all hosts. Returns the exit code.
+inline int launch_here(const LaunchPlan& plan, int argc, const char* const* argv,
+                       const LaunchOptions& options) {
+  const bool alone = plan.rendezvous.empty();
+  const auto url = alone ? RendezvousUrl{} : parse_rendezvous(plan.rendezvous);
+  const bool hosting = plan.first == 0 && url.path.empty();
+  Listener listener;
+  if (hosting) listener = listen_on(alone ? "127.0.0.1" : url.host, url.port);
+  // A run on one host needs no shared secret.
+  const auto secret = alone ? random_secret() : read_store_secret();
+  const auto rendezvous = alone ? detail::formatted("tcp://127.0.0.1:{}", listener.port) : plan.rendezvous;
+
+  SupervisorOptions supervised;
+  supervised.arguments.assign(argv, argv + argc);
+  supervised.jobs = jobs_of(plan, rendezvous, secret);
+  supervised.prefix = plan.prefix;
+  supervised.grace = options.grace;
+  StorePtr store;
+  // The store's threads start after the ranks have been forked. Until then the ranks queue at the listener.
+  supervised.started = [&] {
+    if (hosting) store = host_store(std::move(listener), secret, std::chrono::seconds(10));
+  };
+  // A killed rank cannot report its failure to the other hosts.
+  supervised.failed = [&](const RankFailure& failure) {
+    if (alone || failure.kind == FailureKind::peer) return;
+    at_most(std::chrono::milliseconds(1500),
+            [text = detail::formatted("{} on {}", failure.text, host_name()), url, secret, size = plan.size] {
+              const StorePtr tell =
+                  url.path.empty()
+                      ? StorePtr(connect_store({url.host, url.port, secret}, std::chrono::milliseconds(500)))
+                      : open_file_store(url.path, size);
+              record_failure(*tell, text);
+              StoreMailbox(tell, -1, size).notify_all_ranks();
+            });
+  };
+  Supervisor supervisor(std::move(supervised));
+  const int code = supervisor.run();
+  if (hosting && !alone) outlive_other_hosts(*store, plan.size, code == 0);
+  return code;
+}
+
+LOCKSTEP_INLINE int launch_ranks(int argc, const char* const* argv,
+                                 const std::function<int(const World&, int argc, char** argv)>& fn,
+                                 const LaunchOptions& options) {
+  fill_standard_descriptors();
+  end_on_uncaught();
+  end_with_agent();
+  LaunchPlan plan;
+  try {
+    plan = plan_launch(argc, argv, options);
+    if (!plan.worker) return launch_here(plan, argc, argv, options);
+  } catch (const Error& error) {
+    fail_process(describe(std::current_exception()));
+  }
+  std::setvbuf(stdout, nullptr, _IOLBF, BUFSIZ);  // a killed rank must not lose its last lines
+  keep_freed_memory();
+  // Before any CUDA call: CUDA reads the variable once.
+  if (!plan.visible_devices.empty()) setenv("CUDA_VISIBLE_DEVICES", plan.visible_devices.c_str(), 1);
+  if (plan.timeout) setenv("LOCKSTEP_TIMEOUT", std::to_string(*plan.timeout).c_str(), 1);
+  int code = 0;
+  run_without_handlers([&] {
+    const World world = World::from_environment();
+    auto arguments = program_arguments(argc, argv, options);
+    code = exit_status(fn(world, static_cast<int>(arguments.size() - 1), arguments.data()));
+    flush_stdout();
+    world.leave(code);
+  });
+  return code;
+}
+
+}  // namespace lockstep::detail

@@ -1,0 +1,382 @@
+#pragma once
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <map>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "lockstep/detail/format.hpp"
+#include "lockstep/world/detail/library_log.hpp"
+#include "lockstep/world/detail/store.hpp"
+#include "lockstep/world/detail/store_mailbox.hpp"
+#include "lockstep/world/detail/worker.hpp"
+#include "lockstep/world/world.hpp"
+
+namespace lockstep::detail {
+
+/// Returns what is left of `limit`, which began at `begin`; at least 1 ms.
+inline std::chrono::milliseconds left_of(std::chrono::milliseconds limit,
+                                         std::chrono::steady_clock::time_point begin) {
+  const auto spent = std::chrono::floor<std::chrono::milliseconds>(std::chrono::steady_clock::now() - begin);
+  return std::max(limit - spent, std::chrono::milliseconds(1));
+}
+
+}  // namespace lockstep::detail
+
+namespace lockstep {
+
+struct World::State {
+  Environment environment;
+  std::mutex mutex;
+  std::optional<detail::Rendezvous> rendezvous;
+  // Valid once all ranks have joined: written before `complete` is set, and never again.
+  std::mutex joining;
+  std::atomic<bool> complete{false};
+  LocalPlace local;
+  bool single_host = true;
+  std::string address;
+  std::atomic<bool> left{false};  // leave() has marked this rank as finished
+};
+
+LOCKSTEP_INLINE World::World() : World(Environment{}) {}
+
+LOCKSTEP_INLINE World::World(Environment environment)
+    : log(environment.rank), state_(std::make_shared<State>()) {
+  state_->environment = std::move(environment);
+  detail::known_exception_text = [](const std::exception& error) {
+    const auto* known = dynamic_cast<const c10::Error*>(&error);
+    return known ? std::string(known->what_without_backtrace()) : std::string();
+  };
+}
+
+LOCKSTEP_INLINE World World::from_environment() {
+  detail::end_on_uncaught();
+  detail::end_with_agent();
+  World world(read_environment());
+  detail::process_rank = world.rank();
+  if (world.size() == 1) return world;
+  // A process joins once per rank and run: all its Worlds share the store, which rank 0 may host.
+  static std::mutex mutex;
+  static auto& joined = *new std::map<std::string, std::shared_ptr<State>>();
+  const auto& known = world.state_->environment;
+  const std::lock_guard lock(mutex);
+  auto& state = joined[detail::formatted("{} {} {}", known.rendezvous, known.rank, known.size)];
+  if (state) {
+    world.state_ = state;
+  } else {
+    state = world.state_;
+    world.announce_failures();
+  }
+  return world;
+}
+
+LOCKSTEP_INLINE World World::join(const std::string& url, int rank, int size) {
+  if (size < 1) throw UsageError(detail::formatted("the world size is {}: it must be at least 1", size));
+  if (rank < 0 || rank >= size)
+    throw UsageError(detail::formatted(
+        "rank {} is out of range: with a world size of {} it must be in 0 to {}", rank, size, size - 1));
+  parse_rendezvous(url);
+  detail::end_on_uncaught();
+  detail::end_with_agent();
+  Environment environment;
+  environment.rank = rank;
+  environment.size = size;
+  environment.rendezvous = url;
+  environment.store_secret = read_store_secret();
+  World world(environment);
+  detail::process_rank = rank;
+  world.announce_failures();
+  return world;
+}
+
+LOCKSTEP_INLINE int World::rank() const {
+  return state_->environment.rank;
+}
+
+LOCKSTEP_INLINE int World::size() const {
+  return state_->environment.size;
+}
+
+LOCKSTEP_INLINE int World::local_rank() const {
+  return local_place().rank;
+}
+
+LOCKSTEP_INLINE int World::local_size() const {
+  return local_place().size;
+}
+
+LOCKSTEP_INLINE Environment World::environment() const {
+  auto environment = state_->environment;
+  if (state_->complete.load(std::memory_order_acquire)) {
+    environment.local_rank = state_->local.rank;
+    environment.local_size = state_->local.size;
+  }
+  return environment;
+}
+
+LOCKSTEP_INLINE bool World::single_host() const {
+  await_all();
+  return state_->single_host;
+}
+
+LOCKSTEP_INLINE std::string World::address_to_others() const {
+  await_all();
+  return state_->address;
+}
+
+LOCKSTEP_INLINE detail::StorePtr World::store() const {
+  await_all();
+  return rendezvous().store;
+}
+
+LOCKSTEP_INLINE detail::StorePtr World::connect_again(std::chrono::milliseconds limit) const {
+  return rendezvous().again(limit);
+}
+
+LOCKSTEP_INLINE bool World::hosts_store() const {
+  return rendezvous().hosted_here;
+}
+
+LOCKSTEP_INLINE bool World::publish_failure(const std::string& text) const {
+  return publish_failure(connect_again(std::chrono::seconds(1)), rank(), size(), text);
+}
+
+LOCKSTEP_INLINE bool World::publish_failure(const detail::StorePtr& store, int rank, int size,
+                                            const std::string& text) {
+  const bool first = detail::record_failure(*store, text);
+  detail::StoreMailbox(store, rank, size).notify_all_ranks();
+  return first;
+}
+
+LOCKSTEP_INLINE std::optional<std::string> World::published_failure() const {
+  auto store = connect_again(std::chrono::seconds(1));
+  return published_failure(*store);
+}
+
+LOCKSTEP_INLINE std::optional<std::string> World::published_failure(c10d::Store& store) {
+  return detail::published_failure(store);
+}
+
+LOCKSTEP_INLINE std::string World::finished_key(int rank) {
+  return detail::formatted("lockstep/finished/{}", rank);
+}
+
+LOCKSTEP_INLINE bool World::finished(c10d::Store& store, int rank) {
+  return store.check({finished_key(rank)});
+}
+
+LOCKSTEP_INLINE void World::leave(int code) const {
+  {
+    // A launcher that hosts the store for several hosts waits for every rank to finish.
+    const auto& known = state_->environment;
+    const bool awaited =
+        known.store_is_hosted && !known.store_outlives_attempts && known.local_size < known.size;
+    std::lock_guard lock(state_->mutex);
+    if (size() == 1 || (!state_->rendezvous && !awaited)) return;
+  }
+  try {
+    auto side = connect_again(std::chrono::seconds(2));
+    side->set(finished_key(rank()), detail::to_bytes(std::to_string(code)));
+    state_->left = true;
+    if (!hosts_store() || code != 0) return;
+    std::vector<std::string> others;
+    for (int other = 0; other < size(); ++other) others.push_back(finished_key(other));
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::minutes(5);
+    while (!detail::appear_within(*side, others, std::chrono::seconds(1)) && !published_failure(*side) &&
+           std::chrono::steady_clock::now() < deadline) {
+    }
+  } catch (const std::exception&) {  // the store has ended, and the other ranks with it
+  }
+}
+
+LOCKSTEP_INLINE World::Outcome::~Outcome() {
+  try {
+    world.connect_again()->set(key, detail::to_bytes(good ? "done" : "failed"));
+  } catch (...) {  // the launcher or the timeout ends the local ranks
+  }
+}
+
+LOCKSTEP_INLINE const detail::Rendezvous& World::rendezvous() const {
+  std::lock_guard lock(state_->mutex);
+  return rendezvous_within({});
+}
+
+LOCKSTEP_INLINE const detail::Rendezvous& World::rendezvous_within(
+    std::optional<std::chrono::milliseconds> given) const {
+  if (!state_->rendezvous) {
+    const auto limit = given ? *given : detail::rendezvous_timeout();
+    const auto begin = std::chrono::steady_clock::now();
+    auto joined = detail::join_rendezvous(
+        state_->environment, limit,
+        [notify = waiting_notice()](const std::string& reason) { notify("the store of rank 0: " + reason); });
+    if (size() > 1)
+      detail::at_store("the ranks could not sign in", [&] {
+        joined.store->setTimeout(detail::left_of(limit, begin));
+        detail::sign_in(*joined.store, state_->environment, joined.address, !given);
+        joined.store->setTimeout(limit);
+      });
+    state_->rendezvous = std::move(joined);
+  }
+  return *state_->rendezvous;
+}
+
+LOCKSTEP_INLINE std::function<void(const std::string&)> World::waiting_notice() const {
+  return [next = std::chrono::steady_clock::now() + std::chrono::seconds(10), log = log.all(),
+          speaks = state_->environment.local_rank == 0](const std::string& what) mutable {
+    const auto now = std::chrono::steady_clock::now();
+    if (!speaks || now < next) return;
+    next = now + std::chrono::minutes(1);
+    log.warning("waiting for {}", what);
+  };
+}
+
+LOCKSTEP_INLINE void World::await_all() const {
+  if (state_->complete.load(std::memory_order_acquire)) return;
+  const auto begin = std::chrono::steady_clock::now();
+  const auto notify = waiting_notice();
+  const auto& joined = rendezvous();
+  const std::lock_guard lock(state_->joining);
+  if (state_->complete.load(std::memory_order_acquire)) return;
+  const auto& known = state_->environment;
+  state_->local = {known.local_rank, known.local_size, known.rank - known.local_rank};
+  if (size() > 1) {
+    const auto limit = detail::rendezvous_timeout();
+    auto side = joined.again(std::min<std::chrono::milliseconds>(limit, std::chrono::seconds(5)));
+    detail::await_ranks(*side, size(), begin + limit, limit, joined.doubt, notify);
+    detail::at_store("the ranks could not meet", [&] { place_ranks(*side, joined); });
+  }
+  state_->complete.store(true, std::memory_order_release);
+}
+
+LOCKSTEP_INLINE void World::place_ranks(c10d::Store& side, const detail::Rendezvous& joined) const {
+  State& state = *state_;
+  state.single_host = !side.check({detail::SignInKeys::several_hosts});
+  if (!joined.guessed) state.address = joined.address;
+  const bool numbered = state.environment.launched;
+  if (numbered && (state.single_host || !state.address.empty())) return;
+  const auto ranks = detail::identities(side, size());
+  const auto& own = ranks[static_cast<std::size_t>(rank())].host;
+  LocalPlace local{0, 0, -1};
+  for (int other = 0; other < size(); ++other) {
+    const auto& identity = ranks[static_cast<std::size_t>(other)];
+    if (identity.host == own) {
+      if (local.first < 0) local.first = other;
+      if (other < rank()) ++local.rank;
+      ++local.size;
+    } else if (state.address.empty() && !identity.address.empty()) {
+      // The store's host may know itself by its loopback address only: ask for the route to another host.
+      // Two hosts may each have a bridge of one address, which leads to neither.
+      const auto source = detail::source_address_towards(identity.address);
+      if (source != identity.address) state.address = source;
+    }
+  }
+  if (state.address.empty()) state.address = joined.address;
+  if (!numbered) state.local = local;
+}
+
+LOCKSTEP_INLINE World::LocalPlace World::local_place() const {
+  const auto& known = state_->environment;
+  if (known.launched || known.size == 1)
+    return {known.local_rank, known.local_size, known.rank - known.local_rank};
+  await_all();
+  return state_->local;
+}
+
+LOCKSTEP_INLINE void World::announce_failures() const {
+  detail::quiet_library_log();
+  detail::failure_hooks.publish = [world = *this](const std::string& text) {
+    bool met = true;
+    {
+      std::unique_lock lock(world.state_->mutex, std::try_to_lock);
+      if (!lock) return true;
+      if (!world.state_->rendezvous) {
+        // Other ranks may already wait for this one. Joining refuses a store of another run.
+        if (!world.others_may_wait()) return true;
+        world.rendezvous_within(std::chrono::seconds(1));
+        met = false;
+      }
+    }
+    const bool first = world.publish_failure(text);
+    // The store ends with this process: give the other ranks time to read the failure.
+    if (world.hosts_store()) std::this_thread::sleep_for(std::chrono::milliseconds(800));
+    return first || !met;
+  };
+  detail::failure_hooks.exits = [state = state_](int code) {
+    std::unique_lock lock(state->mutex, std::try_to_lock);
+    if (!lock || !state->rendezvous || state->left) return;
+    state->rendezvous->store->set(finished_key(state->environment.rank),
+                                  detail::to_bytes(std::to_string(code)));
+  };
+  detail::failure_hooks.end_of = [world = *this](int other) -> std::optional<int> {
+    const auto& known = world.state_->environment;
+    const bool in_launcher = known.store_is_hosted && !known.store_outlives_attempts;
+    if (other < 0 || world.launched_here()) return std::nullopt;  // the launcher sees the exit itself
+    if (other == 0 && !in_launcher) return std::nullopt;          // the store has ended with rank 0
+    auto side = world.connect_again(std::chrono::milliseconds(400));
+    if (!finished(*side, other)) return std::nullopt;
+    return detail::whole_number(detail::to_text(side->get(finished_key(other))));
+  };
+  detail::announce_exit();
+  detail::announce_sigterm(detail::host_name());
+}
+
+LOCKSTEP_INLINE bool World::launched_here() const {
+  const auto& known = state_->environment;
+  return detail::report_descriptor() >= 0 && known.local_size == known.size;
+}
+
+LOCKSTEP_INLINE bool World::others_may_wait() const {
+  const auto& known = state_->environment;
+  if (known.rendezvous.empty() || known.store_outlives_attempts || launched_here()) return false;
+  // Do not create the file: it would block the next run.
+  const auto url = parse_rendezvous(known.rendezvous);
+  return url.path.empty() || access(url.path.c_str(), F_OK) == 0;
+}
+
+LOCKSTEP_INLINE std::string World::enter_local_zero_first(const LocalPlace& place,
+                                                          std::chrono::milliseconds limit) const {
+  // The store counts the calls, so that two Worlds of this process never use the same key. Connecting here
+  // joins the rendezvous, however long the first rank's work takes afterwards.
+  auto side = connect_again();
+  const auto call = detail::at_store(
+      "local_zero_first", [&] { return side->add(detail::formatted("lockstep/first/calls/{}", rank()), 1); });
+  const std::string key = detail::formatted("lockstep/first/{}/{}", place.first, call);
+  if (place.rank > 0) wait_for_first(*side, place.first, key, limit);
+  return key;
+}
+
+LOCKSTEP_INLINE void World::wait_for_first(c10d::Store& side, int first, const std::string& key,
+                                           std::chrono::milliseconds limit) try {
+  const auto begin = std::chrono::steady_clock::now();
+  while (!detail::appear_within(
+      side, {key},
+      std::min<std::chrono::milliseconds>(detail::left_of(limit, begin), std::chrono::milliseconds(500)))) {
+    if (const auto failure = published_failure(side))
+      throw PeerError(detail::Failure::parse(*failure).sentence());
+    if (std::chrono::steady_clock::now() > begin + limit)
+      throw TimeoutError(detail::formatted(
+          "rank {}, the first on this host, has not finished its local_zero_first after {} s", first,
+          std::chrono::duration<double>(limit).count()));
+  }
+  if (detail::to_text(side.get(key)) != "done") {
+    if (const auto failure = published_failure(side))
+      throw PeerError(detail::Failure::parse(*failure).sentence());
+    throw PeerError(detail::formatted("rank {}, the first on this host, failed in local_zero_first", first));
+  }
+} catch (const c10::DistStoreError&) {
+  throw TimeoutError(
+      detail::formatted("the store does not answer, so that this rank cannot learn whether rank {}, "
+                        "the first on this host, has finished its local_zero_first",
+                        first));
+} catch (const c10::Error&) {
+  throw PeerError(
+      detail::formatted("the store is gone, and with it the process that hosts it, before rank {}, the "
+                        "first on this host, has finished its local_zero_first",
+                        first));
+}
+
+}  // namespace lockstep
