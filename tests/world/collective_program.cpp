@@ -1,4 +1,5 @@
 // A program of several ranks that reduce tensors until something happens, as its first argument says.
+#include <signal.h>
 #include <thread>
 
 #include "lockstep/comm/gloo_comm.hpp"

@@ -1,5 +1,6 @@
 #include <thread>
 
+#include "lockstep/world/detail/store.hpp"
 #include "support/ranks.hpp"
 
 namespace world_ranks_test {
