@@ -17,6 +17,7 @@
 #include <c10/core/GradMode.h>
 
 #include "lockstep/comm/communicator.hpp"
+#include "lockstep/detail/fnv1a.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/grad/model.hpp"
@@ -187,11 +188,9 @@ inline ModelDescription deserialize(std::string_view bytes) {
   return model;
 }
 
-/// FNV-1a: std::hash may differ between processes, even of the same build.
+/// Returns a short text that differs for different `bytes`.
 inline std::string digest(std::string_view bytes) {
-  std::uint64_t hash = 0xcbf29ce484222325;
-  for (const char byte : bytes) hash = (hash ^ static_cast<unsigned char>(byte)) * 0x100000001b3;
-  return detail::formatted("{:016x}{:x}", hash, bytes.size());
+  return detail::formatted("{:016x}{:x}", fnv1a(bytes), bytes.size());
 }
 
 /// Returns the first difference between the lists of ranks `first` and `rank` as text, or nullopt if they are

@@ -88,8 +88,6 @@ class World {
   [[nodiscard]] std::optional<std::string> published_failure() const;
   [[nodiscard]] static std::optional<std::string> published_failure(c10d::Store& store);
 
-  /// The key that a rank sets at the end of its program.
-  static std::string finished_key(int rank);
   /// Returns whether a rank has reached the end of its program (`launch` sets the key).
   [[nodiscard]] static bool finished(c10d::Store& store, int rank);
 

@@ -26,6 +26,7 @@
 #include "lockstep/comm/detail/own_error.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
+#include "lockstep/world/detail/store_keys.hpp"
 #include "lockstep/world/world.hpp"
 
 namespace lockstep::detail {
@@ -119,7 +120,7 @@ class Membership {
   /// "comm". Throws what join throws.
   static std::string next_name(const World& world, const std::string& kind,
                                std::chrono::milliseconds timeout) {
-    const std::string prefix = "lockstep/" + kind;
+    const std::string prefix = store_keys::communicators(kind);
     if (world.size() == 1) return prefix + "/0";  // such processes have separate stores
     Membership counting(world, {world.rank()}, prefix, timeout);
     const std::int64_t number = counting.at_store(
@@ -155,15 +156,15 @@ class Membership {
     if (!monitor_) return {identity};
     const Call call = making();
     at_store(call, [rank = rank_, size = size(), identity](c10d::Store& store) {
-      store.set(here(rank), identity);
-      if (store.add("here", 1) == size) store.set("all here", std::string("1"));
+      store.set(store_keys::joined_rank(rank), identity);
+      if (store.add(store_keys::joined, 1) == size) store.set(store_keys::all_joined, std::string("1"));
       return true;
     });
-    await_key(call, "all here", [&] {
+    await_key(call, store_keys::all_joined, [&] {
       std::vector<std::string> missing;
       const auto came = at_store_until(call, soon(), [size = size()](c10d::Store& store) {
         std::vector<bool> found;
-        for (int rank = 0; rank < size; ++rank) found.push_back(store.check({here(rank)}));
+        for (int rank = 0; rank < size; ++rank) found.push_back(store.check({store_keys::joined_rank(rank)}));
         return found;
       });
       if (!came) return not_made(call) + silence();
@@ -175,7 +176,8 @@ class Membership {
     });
     return at_store(call, [size = size()](c10d::Store& store) {
       std::vector<std::string> identities;
-      for (int rank = 0; rank < size; ++rank) identities.push_back(store.get_to_str(here(rank)));
+      for (int rank = 0; rank < size; ++rank)
+        identities.push_back(store.get_to_str(store_keys::joined_rank(rank)));
       return identities;
     });
   }
@@ -436,7 +438,7 @@ class Membership {
     const bool last_to_leave = world_.hosts_store();
     if (!last_to_leave) monitor_->remove(status_.get());
     at_store(call, [size = size()](c10d::Store& store) {
-      if (store.add("farewells", 1) == size) store.set("all gone", std::string("1"));
+      if (store.add(store_keys::farewells, 1) == size) store.set(store_keys::all_gone, std::string("1"));
       return true;
     });
     if (!last_to_leave) return;
@@ -444,7 +446,7 @@ class Membership {
       const auto end = Clock::now() + std::chrono::seconds(2);
       for (auto pause = first_pause; Clock::now() < end; pause = std::min(2 * pause, last_pause)) {
         if (monitor_->failure()) return;
-        if (holds(call, "all gone", end).value_or(false)) return;
+        if (holds(call, store_keys::all_gone, end).value_or(false)) return;
         std::this_thread::sleep_for(pause);
       }
       const auto answers = monitor_->ask(*status_, share(call), answer_timeout, std::chrono::seconds(5));
@@ -506,7 +508,6 @@ class Membership {
   // The pauses between two looks for a key.
   static constexpr std::chrono::microseconds first_pause{200}, last_pause{20000};
 
-  static std::string here(int rank) { return detail::formatted("here/{}", rank); }
   static Clock::time_point soon() { return Clock::now() + answer_timeout; }
   [[nodiscard]] std::string not_made(const Call& call) const {
     return detail::formatted("the communicator '{}' is not made after {}", name(),

@@ -17,6 +17,7 @@
 #include "lockstep/detail/format.hpp"
 #include "lockstep/detail/linkage.hpp"
 #include "lockstep/error.hpp"
+#include "lockstep/world/detail/store_keys.hpp"
 
 namespace lockstep::detail {
 
@@ -78,7 +79,7 @@ bool every_rank_throws(C& comm) noexcept try {
     group += detail::formatted("{}{}", rank == 0 ? "" : ",", name_of(static_cast<std::size_t>(rank)));
   std::vector<std::string> keys;
   for (int rank = 0; rank < comm.size(); ++rank)
-    keys.push_back(detail::formatted("lockstep/thrown/{}/{}/{}", group, times_thrown(group), rank));
+    keys.push_back(store_keys::thrown(group, times_thrown(group), rank));
   const std::string& own = keys[static_cast<std::size_t>(comm.rank())];
   // A separate connection: a store that does not answer must not delay the error report.
   const auto store = comm.world().connect_again(std::chrono::seconds(2));

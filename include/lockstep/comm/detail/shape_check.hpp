@@ -3,7 +3,6 @@
 #include <ATen/ATen.h>
 
 #include <cstdint>
-#include <functional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -12,6 +11,7 @@
 #include "lockstep/comm/detail/gloo_group.hpp"
 #include "lockstep/comm/detail/signature.hpp"
 #include "lockstep/comm/detail/tensor_lists.hpp"
+#include "lockstep/detail/fnv1a.hpp"
 #include "lockstep/error.hpp"
 
 namespace lockstep::detail {
@@ -28,7 +28,7 @@ inline void compare_over_ranks(GlooGroup& group, const Call& call, const std::st
   const auto length = static_cast<std::int64_t>(own.size());
   auto head = at::empty({2}, at::kLong);
   head.data_ptr<std::int64_t>()[0] = length;
-  head.data_ptr<std::int64_t>()[1] = static_cast<std::int64_t>(std::hash<std::string>{}(own));
+  head.data_ptr<std::int64_t>()[1] = static_cast<std::int64_t>(fnv1a(own));
   const auto heads = gather(head);
   if (heads.eq(head).all().item<bool>()) return;
   const auto longest = heads.select(1, 0).max().item<std::int64_t>();

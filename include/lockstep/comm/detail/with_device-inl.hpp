@@ -12,6 +12,7 @@
 #include "lockstep/world/detail/cpu_affinity.hpp"
 #include "lockstep/world/detail/gpus.hpp"
 #include "lockstep/world/detail/store.hpp"
+#include "lockstep/world/detail/store_keys.hpp"
 
 namespace lockstep::detail {
 
@@ -39,7 +40,7 @@ LOCKSTEP_INLINE DeviceKind choose_device(const Environment& rank, std::optional<
 LOCKSTEP_INLINE void agree_on_device(const World& world, DeviceKind kind) {
   if (world.size() == 1) return;
   const std::string own = detail::formatted("{} {}", kind == DeviceKind::gpu ? "GPUs" : "CPUs", world.rank());
-  Membership membership(world, {world.rank()}, "lockstep/device", default_timeout(std::chrono::minutes(5)));
+  Membership membership(world, {world.rank()}, store_keys::device, default_timeout(std::chrono::minutes(5)));
   const std::string first =
       membership.at_store(Membership::making(), [rank = world.rank(), own](c10d::Store& store) {
         const std::string key = detail::formatted("{}", next_number(store, rank, "device"));

@@ -10,6 +10,7 @@
 #include "lockstep/detail/format.hpp"
 #include "lockstep/world/detail/heap.hpp"
 #include "lockstep/world/detail/launch_plan.hpp"
+#include "lockstep/world/detail/store_keys.hpp"
 #include "lockstep/world/detail/supervisor.hpp"
 #include "lockstep/world/detail/worker.hpp"
 #include "lockstep/world/launch.hpp"
@@ -24,7 +25,7 @@ inline void outlive_other_hosts(c10d::Store& store, int size, bool well) {
   const auto limit =
       std::chrono::steady_clock::now() + (well ? std::chrono::minutes(5) : std::chrono::seconds(2));
   std::vector<std::string> finished;
-  for (int rank = 0; rank < size; ++rank) finished.push_back(World::finished_key(rank));
+  for (int rank = 0; rank < size; ++rank) finished.push_back(store_keys::finished(rank));
   try {
     while (!appear_within(store, finished, std::chrono::milliseconds(500)) &&
            std::chrono::steady_clock::now() < limit)

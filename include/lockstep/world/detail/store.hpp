@@ -26,6 +26,7 @@
 #include "lockstep/world/detail/printable.hpp"
 #include "lockstep/world/detail/socket.hpp"
 #include "lockstep/world/detail/store_client.hpp"
+#include "lockstep/world/detail/store_keys.hpp"
 #include "lockstep/world/detail/store_server.hpp"
 #include "lockstep/world/detail/worker.hpp"
 #include "lockstep/world/environment.hpp"
@@ -123,7 +124,7 @@ inline Rendezvous rendezvous_at(const c10::intrusive_ptr<StoreClient>& store, bo
 inline Rendezvous rendezvous_through_board(const RendezvousUrl& url, int rank,
                                            std::chrono::milliseconds limit,
                                            const StoreConnection::Waiting& waiting) {
-  const std::string pin = "lockstep/store";
+  const std::string pin = store_keys::board;
   const auto deadline = std::chrono::steady_clock::now() + limit;
   const auto left = [&] {
     return std::max(std::chrono::milliseconds(1), std::chrono::ceil<std::chrono::milliseconds>(
@@ -273,22 +274,10 @@ struct RankIdentity {
   [[nodiscard]] std::string host_text() const { return process.substr(0, process.find(' ')); }
 };
 
-/// The store keys of the sign-in.
-struct SignInKeys {
-  static constexpr const char* size = "lockstep/size";
-  static constexpr const char* host = "lockstep/host";
-  static constexpr const char* several_hosts = "lockstep/several hosts";
-  static constexpr const char* present = "lockstep/present";
-  /// The outcome of the rendezvous for waiting ranks: "complete", "failed", or "refused" and the reason.
-  static constexpr const char* outcome = "lockstep/outcome";
-  static std::string rank(int rank) { return detail::formatted("lockstep/rank/{}", rank); }
-  static std::string signed_in(int rank) { return detail::formatted("lockstep/signed in/{}", rank); }
-};
-
 /// Ends the rendezvous on all ranks with an error, and throws it on this rank.
 [[noreturn]] inline void refuse_rendezvous(c10d::Store& store, const std::string& text) {
   try {
-    store.compareSet(SignInKeys::outcome, {}, to_bytes("refused " + text));
+    store.compareSet(store_keys::outcome, {}, to_bytes("refused " + text));
   } catch (const c10::Error&) {  // the error is thrown below
   }
   throw RendezvousError(text);
@@ -300,7 +289,7 @@ struct SignInKeys {
 inline void sign_in(c10d::Store& store, const Environment& env, const std::string& address,
                     bool joining = true) {
   const auto agreed = to_text(
-      store.compareSet(SignInKeys::size, {}, to_bytes(detail::formatted("{} {}", env.size, env.rank))));
+      store.compareSet(store_keys::size, {}, to_bytes(detail::formatted("{} {}", env.size, env.rank))));
   const auto space = agreed.find(' ');
   const auto size = agreed.substr(0, space), by = agreed.substr(std::min(space, agreed.size() - 1) + 1);
   if (size != std::to_string(env.size))
@@ -311,7 +300,7 @@ inline void sign_in(c10d::Store& store, const Environment& env, const std::strin
                           env.rank, env.size, printable(by), printable(size)));
   const auto me = RankIdentity::own(address);
   const auto owner =
-      RankIdentity::decode(to_text(store.compareSet(SignInKeys::rank(env.rank), {}, to_bytes(me.encode()))));
+      RankIdentity::decode(to_text(store.compareSet(store_keys::rank(env.rank), {}, to_bytes(me.encode()))));
   if (owner.process != me.process || owner.host != me.host)
     refuse_rendezvous(
         store,
@@ -319,13 +308,13 @@ inline void sign_in(c10d::Store& store, const Environment& env, const std::strin
                           env.rank, printable(owner.process), me.process, printable(owner.host_text()),
                           owner.host_text() == me.host_text() ? "" : " and " + me.host_text()) +
             (env.rendezvous.starts_with("file:") ? ", and every run a rendezvous file of its own" : ""));
-  if (to_text(store.compareSet(SignInKeys::host, {}, to_bytes(me.host))) != me.host)
-    store.set(SignInKeys::several_hosts, to_bytes("yes"));
+  if (to_text(store.compareSet(store_keys::host, {}, to_bytes(me.host))) != me.host)
+    store.set(store_keys::several_hosts, to_bytes("yes"));
   if (!joining) return;
   // Another World of this process has already signed in; the process counts once.
-  if (store.add(SignInKeys::signed_in(env.rank), 1) != 1) return;
-  if (store.add(SignInKeys::present, 1) == env.size)
-    store.compareSet(SignInKeys::outcome, {}, to_bytes("complete"));
+  if (store.add(store_keys::signed_in(env.rank), 1) != 1) return;
+  if (store.add(store_keys::present, 1) == env.size)
+    store.compareSet(store_keys::outcome, {}, to_bytes("complete"));
 }
 
 /// Returns "rank 2 of 3", "ranks 1 and 2 of 3", or "ranks 1, 2, 3, 4 and 60 more of 65".
@@ -359,7 +348,7 @@ inline bool appear_within(c10d::Store& store, const std::vector<std::string>& ke
 inline std::vector<int> missing_ranks(c10d::Store& store, int size) {
   std::vector<int> missing;
   for (int rank = 0; rank < size; ++rank)
-    if (!store.check({SignInKeys::rank(rank)})) missing.push_back(rank);
+    if (!store.check({store_keys::rank(rank)})) missing.push_back(rank);
   return missing;
 }
 
@@ -386,20 +375,18 @@ struct Failure {
   }
 };
 
-inline constexpr const char* failure_key = "lockstep/failure";
-
 /// Returns the text of the first published failure, with control characters escaped.
 inline std::optional<std::string> published_failure(c10d::Store& store) {
-  if (!store.check({failure_key})) return std::nullopt;
-  return printable(to_text(store.get(failure_key)));
+  if (!store.check({store_keys::failure})) return std::nullopt;
+  return printable(to_text(store.get(store_keys::failure)));
 }
 
 /// Publishes a failure, also to ranks that wait for the rendezvous. Returns whether it is the first; of ranks
 /// that fail with the same text, one is.
 inline bool record_failure(c10d::Store& store, const std::string& text) {
-  const bool known = to_text(store.compareSet(failure_key, {}, to_bytes(text))) == text;
-  const bool first = known && store.add("lockstep/failures of this text", 1) == 1;
-  store.compareSet(SignInKeys::outcome, {}, to_bytes("failed"));
+  const bool known = to_text(store.compareSet(store_keys::failure, {}, to_bytes(text))) == text;
+  const bool first = known && store.add(store_keys::failures_of_this_text, 1) == 1;
+  store.compareSet(store_keys::outcome, {}, to_bytes("failed"));
   return first;
 }
 
@@ -415,8 +402,8 @@ inline void await_ranks(c10d::Store& side, int size, std::chrono::steady_clock::
     const auto begin = Clock::now();
     const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - begin);
     try {
-      if (appear_within(side, {SignInKeys::outcome}, std::clamp(left, std::chrono::milliseconds(1), slice)))
-        outcome = to_text(side.get(SignInKeys::outcome));
+      if (appear_within(side, {store_keys::outcome}, std::clamp(left, std::chrono::milliseconds(1), slice)))
+        outcome = to_text(side.get(store_keys::outcome));
     } catch (const c10::DistNetworkError& error) {
       throw RendezvousError(detail::formatted("the rendezvous has ended without all ranks: {}",
                                               printable(error.what_without_backtrace())));
@@ -445,7 +432,7 @@ inline void await_ranks(c10d::Store& side, int size, std::chrono::steady_clock::
 /// Returns the identities of all ranks, which must have signed in.
 inline std::vector<RankIdentity> identities(c10d::Store& store, int size) {
   std::vector<std::string> keys;
-  for (int rank = 0; rank < size; ++rank) keys.push_back(SignInKeys::rank(rank));
+  for (int rank = 0; rank < size; ++rank) keys.push_back(store_keys::rank(rank));
   std::vector<RankIdentity> result;
   if (store.hasExtendedApi()) {
     for (const auto& value : store.multiGet(keys)) result.push_back(RankIdentity::decode(to_text(value)));

@@ -15,6 +15,7 @@
 
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
+#include "lockstep/world/detail/store_keys.hpp"
 
 namespace lockstep::detail {
 
@@ -49,13 +50,13 @@ class StoreMailbox {
 
   /// Switches to another connection to the same store.
   void reconnect(c10::intrusive_ptr<c10d::Store> store) {
-    store_ = c10::make_intrusive<c10d::PrefixStore>("lockstep/mailbox", std::move(store));
+    store_ = c10::make_intrusive<c10d::PrefixStore>(store_keys::mailbox, std::move(store));
   }
 
   /// Posts a message and returns its number. Wakes every rank that waits in `sleep`.
   std::int64_t post(const std::string& message) {
-    const std::int64_t number = store_->add("count", 1);
-    store_->set(message_key(number), message);
+    const std::int64_t number = store_->add(store_keys::message_count, 1);
+    store_->set(store_keys::message(number), message);
     return number;
   }
   /// Wakes every rank to look at the rest of the store.
@@ -66,7 +67,7 @@ class StoreMailbox {
   bool sleep(std::chrono::milliseconds limit) {
     const auto start = std::chrono::steady_clock::now();
     try {
-      store_->wait({message_key(counted_ + 1)}, limit);
+      store_->wait({store_keys::message(counted_ + 1)}, limit);
       return true;
     } catch (const std::exception&) {
       if (std::chrono::steady_clock::now() - start < limit - limit / 10) throw;
@@ -77,7 +78,7 @@ class StoreMailbox {
   /// Returns the messages posted since the last call. A later call returns a message that its sender has
   /// counted but not written yet.
   [[nodiscard]] std::vector<Message> news() {
-    const std::int64_t count = store_->add("count", 0);
+    const std::int64_t count = store_->add(store_keys::message_count, 0);
     if (count - counted_ > most_unread)
       throw CommunicationError(detail::formatted(
           "the store counts {} messages between the ranks, of which this one knows {}: it is "
@@ -86,7 +87,7 @@ class StoreMailbox {
     while (counted_ < count) unread_.insert(++counted_);
     const std::vector<std::int64_t> numbers(unread_.begin(), unread_.end());
     std::vector<std::string> keys;
-    for (const std::int64_t number : numbers) keys.push_back(message_key(number));
+    for (const std::int64_t number : numbers) keys.push_back(store_keys::message(number));
     const auto texts = read(keys);
     std::vector<Message> news;
     for (std::size_t i = 0; i < texts.size(); ++i) {
@@ -106,11 +107,11 @@ class StoreMailbox {
   [[nodiscard]] std::chrono::milliseconds pause() const { return pause_; }
 
   /// Replaces the status text of this rank.
-  void set_status(const std::string& text) { store_->set(status_key(rank_), text); }
+  void set_status(const std::string& text) { store_->set(store_keys::status(rank_), text); }
   /// Returns the status texts of `ranks`, std::nullopt for a rank that has not set one.
   [[nodiscard]] std::vector<std::optional<std::string>> statuses(const std::vector<int>& ranks) {
     std::vector<std::string> keys;
-    for (const int rank : ranks) keys.push_back(status_key(rank));
+    for (const int rank : ranks) keys.push_back(store_keys::status(rank));
     return read(keys);
   }
 
@@ -120,9 +121,6 @@ class StoreMailbox {
 
   // The most keys of one store operation.
   static constexpr std::size_t most_keys = 4096;
-
-  static std::string message_key(std::int64_t number) { return detail::formatted("message/{}", number); }
-  static std::string status_key(int rank) { return detail::formatted("status/{}", rank); }
 
   // Returns the values of the keys that exist. Takes one or two operations if all exist, else a bisection.
   std::vector<std::optional<std::string>> read(const std::vector<std::string>& keys) {

@@ -12,6 +12,7 @@
 #include "lockstep/detail/format.hpp"
 #include "lockstep/world/detail/library_log.hpp"
 #include "lockstep/world/detail/store.hpp"
+#include "lockstep/world/detail/store_keys.hpp"
 #include "lockstep/world/detail/store_mailbox.hpp"
 #include "lockstep/world/detail/worker.hpp"
 #include "lockstep/world/world.hpp"
@@ -161,12 +162,8 @@ LOCKSTEP_INLINE std::optional<std::string> World::published_failure(c10d::Store&
   return detail::published_failure(store);
 }
 
-LOCKSTEP_INLINE std::string World::finished_key(int rank) {
-  return detail::formatted("lockstep/finished/{}", rank);
-}
-
 LOCKSTEP_INLINE bool World::finished(c10d::Store& store, int rank) {
-  return store.check({finished_key(rank)});
+  return store.check({detail::store_keys::finished(rank)});
 }
 
 LOCKSTEP_INLINE void World::leave(int code) const {
@@ -180,11 +177,11 @@ LOCKSTEP_INLINE void World::leave(int code) const {
   }
   try {
     auto side = connect_again(std::chrono::seconds(2));
-    side->set(finished_key(rank()), detail::to_bytes(std::to_string(code)));
+    side->set(detail::store_keys::finished(rank()), detail::to_bytes(std::to_string(code)));
     state_->left = true;
     if (!hosts_store() || code != 0) return;
     std::vector<std::string> others;
-    for (int other = 0; other < size(); ++other) others.push_back(finished_key(other));
+    for (int other = 0; other < size(); ++other) others.push_back(detail::store_keys::finished(other));
     const auto deadline = std::chrono::steady_clock::now() + std::chrono::minutes(5);
     while (!detail::appear_within(*side, others, std::chrono::seconds(1)) && !published_failure(*side) &&
            std::chrono::steady_clock::now() < deadline) {
@@ -254,7 +251,7 @@ LOCKSTEP_INLINE void World::await_all() const {
 
 LOCKSTEP_INLINE void World::place_ranks(c10d::Store& side, const detail::Rendezvous& joined) const {
   State& state = *state_;
-  state.single_host = !side.check({detail::SignInKeys::several_hosts});
+  state.single_host = !side.check({detail::store_keys::several_hosts});
   if (!joined.guessed) state.address = joined.address;
   const bool numbered = state.environment.launched;
   if (numbered && (state.single_host || !state.address.empty())) return;
@@ -308,7 +305,7 @@ LOCKSTEP_INLINE void World::announce_failures() const {
   detail::failure_hooks.exits = [state = state_](int code) {
     std::unique_lock lock(state->mutex, std::try_to_lock);
     if (!lock || !state->rendezvous || state->left) return;
-    state->rendezvous->store->set(finished_key(state->environment.rank),
+    state->rendezvous->store->set(detail::store_keys::finished(state->environment.rank),
                                   detail::to_bytes(std::to_string(code)));
   };
   detail::failure_hooks.end_of = [world = *this](int other) -> std::optional<int> {
@@ -318,7 +315,7 @@ LOCKSTEP_INLINE void World::announce_failures() const {
     if (other == 0 && !in_launcher) return std::nullopt;          // the store has ended with rank 0
     auto side = world.connect_again(std::chrono::milliseconds(400));
     if (!finished(*side, other)) return std::nullopt;
-    return detail::whole_number(detail::to_text(side->get(finished_key(other))));
+    return detail::whole_number(detail::to_text(side->get(detail::store_keys::finished(other))));
   };
   detail::announce_exit();
   detail::announce_sigterm(detail::host_name());
@@ -343,8 +340,8 @@ LOCKSTEP_INLINE std::string World::enter_local_zero_first(const LocalPlace& plac
   // joins the rendezvous, however long the first rank's work takes afterwards.
   auto side = connect_again();
   const auto call = detail::at_store(
-      "local_zero_first", [&] { return side->add(detail::formatted("lockstep/first/calls/{}", rank()), 1); });
-  const std::string key = detail::formatted("lockstep/first/{}/{}", place.first, call);
+      "local_zero_first", [&] { return side->add(detail::store_keys::local_zero_first_calls(rank()), 1); });
+  const std::string key = detail::store_keys::local_zero_first(place.first, call);
   if (place.rank > 0) wait_for_first(*side, place.first, key, limit);
   return key;
 }

@@ -13,6 +13,7 @@
 #include "lockstep/comm/detail/call.hpp"
 #include "lockstep/comm/detail/membership.hpp"
 #include "lockstep/detail/format.hpp"
+#include "lockstep/world/detail/store_keys.hpp"
 
 namespace lockstep::detail {
 
@@ -32,7 +33,7 @@ class StoreExchange {
                 Deliver deliver)
       : membership_(membership),
         call_(call),
-        name_(detail::formatted("bytes/{}", call.sequence)),
+        name_(store_keys::bytes(call.sequence)),
         from_(std::move(from)),
         deliver_(std::move(deliver)) {
     const int rank = membership.rank();

@@ -1,0 +1,85 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+#include "lockstep/detail/format.hpp"
+
+/// The keys of the rendezvous store. Two ranks that disagree on one of them wait for each other, so no other
+/// header writes a key.
+namespace lockstep::detail::store_keys {
+
+/// On the store of torchrun's agent: the address and secret of this attempt's own store.
+inline constexpr const char* board = "lockstep/store";
+
+// The sign-in.
+inline constexpr const char* size = "lockstep/size";
+inline constexpr const char* host = "lockstep/host";
+inline constexpr const char* several_hosts = "lockstep/several hosts";
+inline constexpr const char* present = "lockstep/present";
+/// The outcome of the rendezvous for waiting ranks: "complete", "failed", or "refused" and the reason.
+inline constexpr const char* outcome = "lockstep/outcome";
+inline std::string rank(int rank) {
+  return formatted("lockstep/rank/{}", rank);
+}
+inline std::string signed_in(int rank) {
+  return formatted("lockstep/signed in/{}", rank);
+}
+
+// Failures and exits.
+/// The text of the run's first failure.
+inline constexpr const char* failure = "lockstep/failure";
+inline constexpr const char* failures_of_this_text = "lockstep/failures of this text";
+/// Set by a rank at the end of its program.
+inline std::string finished(int rank) {
+  return formatted("lockstep/finished/{}", rank);
+}
+/// Set by rank `rank` of the group when it throws for the `times`-th time together with all other ranks.
+inline std::string thrown(const std::string& group, int times, int rank) {
+  return formatted("lockstep/thrown/{}/{}/{}", group, times, rank);
+}
+
+// World::local_zero_first.
+inline std::string local_zero_first_calls(int rank) {
+  return formatted("lockstep/first/calls/{}", rank);
+}
+inline std::string local_zero_first(int first, std::int64_t call) {
+  return formatted("lockstep/first/{}/{}", first, call);
+}
+
+// StoreMailbox; the last three are inside `mailbox`.
+inline constexpr const char* mailbox = "lockstep/mailbox";
+inline constexpr const char* message_count = "count";
+inline std::string message(std::int64_t number) {
+  return formatted("message/{}", number);
+}
+inline std::string status(int rank) {
+  return formatted("status/{}", rank);
+}
+
+// Communicators.
+/// The prefix of the names of communicators of a kind, such as "comm" or "nccl".
+inline std::string communicators(std::string_view kind) {
+  return formatted("lockstep/{}", kind);
+}
+inline std::string calls_of_rank(std::string_view what, int rank) {
+  return formatted("lockstep/{}/calls of rank {}", what, rank);
+}
+/// The prefix of with_device's choices.
+inline constexpr const char* device = "lockstep/device";
+
+// Inside a communicator's prefix.
+inline constexpr const char* joined = "here";
+inline constexpr const char* all_joined = "all here";
+inline std::string joined_rank(int rank) {
+  return formatted("here/{}", rank);
+}
+inline constexpr const char* farewells = "farewells";
+inline constexpr const char* all_gone = "all gone";
+/// An exchange of bytes over the store.
+inline std::string bytes(std::uint64_t sequence) {
+  return formatted("bytes/{}", sequence);
+}
+
+}  // namespace lockstep::detail::store_keys
