@@ -16,6 +16,12 @@ if(NOT CMAKE_CXX_COMPILER_LAUNCHER)
   endif()
 endif()
 
+# A program of the tests takes GNU ld seconds, of which there are many.
+find_program(LOCKSTEP_MOLD mold)
+if(LOCKSTEP_MOLD AND NOT LOCKSTEP_SANITIZE)
+  add_link_options(-fuse-ld=mold)
+endif()
+
 # "address,undefined" or "thread"
 if(LOCKSTEP_SANITIZE)
   add_compile_options(-fsanitize=${LOCKSTEP_SANITIZE} -fno-sanitize-recover=all -fno-omit-frame-pointer)

@@ -16,6 +16,9 @@
 #ifdef LOCKSTEP_TEST_NEEDS_GPUS
 #include <ATen/cuda/CUDAContextLight.h>
 
+#include "lockstep/world/detail/arguments.hpp"
+#include "lockstep/world/detail/gpus.hpp"
+
 // Says what is missing where these tests cannot run. Counting devices makes no context on any of them.
 static bool lacks_gpus(int argc, char** argv) {
   const int gpus = at::cuda::device_count(), ranks = lockstep::detail::nproc_argument(argc, argv).value_or(1);

@@ -1,5 +1,8 @@
 // A program of several ranks that reduce tensors until something happens, as its first argument says.
 #include <signal.h>
+
+#include <chrono>
+#include <string>
 #include <thread>
 
 #include "lockstep/comm/gloo_comm.hpp"

@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "lockstep/comm/detail/membership.hpp"
 #include "lockstep/comm/gloo_comm.hpp"
 #include "lockstep/world/launch.hpp"
 #include "support/meeting.hpp"
