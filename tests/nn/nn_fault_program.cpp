@@ -1,6 +1,7 @@
 // What tests/nn/faults_test.cpp starts: three training steps on every rank, and a fault of rank 1.
 //
 // usage: nn_fault_program --nproc N MODE
+#include <signal.h>
 #include <torch/torch.h>
 
 #include <chrono>
