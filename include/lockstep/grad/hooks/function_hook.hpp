@@ -16,7 +16,6 @@
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/grad/hooks/hook.hpp"
-#include "lockstep/grad/hooks/no_op_hook.hpp"
 
 namespace lockstep::detail {
 
