@@ -4,7 +4,7 @@
 #include "grad/models.hpp"
 #include "lockstep/grad/hooks/cast_hooks.hpp"
 #include "lockstep/grad/hooks/function_hook.hpp"
-#include "lockstep/grad/hooks/no_op_hook.hpp"
+#include "lockstep/grad/hooks/hook.hpp"
 #include "lockstep/grad/hooks/power_sgd_hook.hpp"
 #include "lockstep/grad/hooks/quantized_hook.hpp"
 

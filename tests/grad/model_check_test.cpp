@@ -2,7 +2,7 @@
 
 #include <torch/torch.h>
 
-#include "lockstep/grad/detail/device_check.hpp"
+#include "lockstep/grad/detail/ddp_start.hpp"
 #include "support/catch.hpp"
 
 namespace model_check_test {

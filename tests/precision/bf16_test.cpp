@@ -1,4 +1,4 @@
-#include "lockstep/precision/bf16.hpp"
+#include "lockstep/precision/precision.hpp"
 
 #include <type_traits>
 

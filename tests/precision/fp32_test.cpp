@@ -1,4 +1,4 @@
-#include "lockstep/precision/fp32.hpp"
+#include "lockstep/precision/precision.hpp"
 
 #include <type_traits>
 #include <utility>

@@ -1,4 +1,4 @@
-#include "lockstep/precision/tf32.hpp"
+#include "lockstep/precision/precision.hpp"
 
 #include <stdexcept>
 #include <type_traits>

@@ -16,8 +16,8 @@
 #ifdef LOCKSTEP_TEST_NEEDS_GPUS
 #include <ATen/cuda/CUDAContextLight.h>
 
-#include "lockstep/world/detail/arguments.hpp"
 #include "lockstep/world/detail/gpus.hpp"
+#include "lockstep/world/detail/launch_plan.hpp"
 
 // Says what is missing where these tests cannot run. Counting devices makes no context on any of them.
 static bool lacks_gpus(int argc, char** argv) {

@@ -4,7 +4,7 @@
 #include <limits>
 
 #include "lockstep/comm/gloo_comm.hpp"
-#include "lockstep/grad/hooks/no_op_hook.hpp"
+#include "lockstep/grad/hooks/hook.hpp"
 #include "lockstep/grad/hooks/quantized_hook.hpp"
 #include "lockstep/nn/convert_sync_batchnorm.hpp"
 #include "lockstep/train/check_finite.hpp"

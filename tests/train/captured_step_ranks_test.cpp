@@ -8,10 +8,10 @@
 
 #include "lockstep/comm/gloo_comm.hpp"
 #include "lockstep/grad/hooks/cast_hooks.hpp"
-#include "lockstep/grad/hooks/no_op_hook.hpp"
+#include "lockstep/grad/hooks/hook.hpp"
 #include "lockstep/optim/sgd.hpp"
 #include "lockstep/precision/fp16.hpp"
-#include "lockstep/precision/fp32.hpp"
+#include "lockstep/precision/precision.hpp"
 #include "lockstep/train/captured_step.hpp"
 #include "support/played_graph.hpp"
 #include "support/ranks.hpp"

@@ -3,7 +3,7 @@
 
 #include "lockstep/comm/gloo_comm.hpp"
 #include "lockstep/grad/hooks/cast_hooks.hpp"
-#include "lockstep/grad/hooks/no_op_hook.hpp"
+#include "lockstep/grad/hooks/hook.hpp"
 #include "lockstep/optim/sgd.hpp"
 #include "lockstep/train/trainer.hpp"
 #include "support/mib.hpp"

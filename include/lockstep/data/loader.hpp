@@ -1,9 +1,6 @@
 #pragma once
 
-#include <ATen/Context.h>
-#include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty.h>
-#include <torch/serialize/archive.h>
+#include <dlfcn.h>
 
 #include <algorithm>
 #include <functional>
@@ -12,12 +9,33 @@
 #include <optional>
 #include <string>
 
+#include <ATen/Context.h>
+#include <ATen/Parallel.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <torch/serialize/archive.h>
+
 #include "lockstep/data/dataset.hpp"
 #include "lockstep/data/detail/prefetcher.hpp"
-#include "lockstep/data/detail/worker_thread.hpp"
 #include "lockstep/data/generator.hpp"
 #include "lockstep/data/sampler.hpp"
 #include "lockstep/detail/format.hpp"
+
+namespace lockstep::detail {
+
+/// Makes tensor operations that this thread calls single-threaded, for threads that load data during
+/// training.
+///
+/// `at::set_num_threads` would affect the whole process: it stores a number that threads started later use.
+/// OpenMP's own setting affects the calling thread only; its runtime is the one that LibTorch loaded.
+inline void keep_math_on_this_thread() {
+  at::get_num_threads();  // LibTorch initializes a thread at its first such call, and would undo the setting
+  using SetThreads = void (*)(int);
+  static const auto set_threads = reinterpret_cast<SetThreads>(dlsym(RTLD_DEFAULT, "omp_set_num_threads"));
+  if (set_threads) set_threads(1);
+}
+
+}  // namespace lockstep::detail
 
 namespace lockstep {
 

@@ -1,16 +1,189 @@
 #pragma once
 
+#include <cmath>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/_foreach_add.h>
+#include <ATen/ops/_foreach_addcdiv.h>
+#include <ATen/ops/_foreach_addcmul.h>
+#include <ATen/ops/_foreach_div.h>
+#include <ATen/ops/_foreach_lerp.h>
+#include <ATen/ops/_foreach_maximum.h>
+#include <ATen/ops/_foreach_mul.h>
+#include <ATen/ops/_foreach_neg.h>
+#include <ATen/ops/_foreach_sqrt.h>
+#include <ATen/ops/_foreach_sub.h>
+#include <ATen/ops/_fused_adam.h>
+#include <ATen/ops/_fused_adamw.h>
+#include <ATen/ops/add.h>
+#include <ATen/ops/div.h>
+#include <ATen/ops/maximum.h>
+#include <ATen/ops/mul.h>
+#include <ATen/ops/neg.h>
+#include <ATen/ops/rsub.h>
+#include <ATen/ops/sqrt.h>
+#include <ATen/ops/view_as_real.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/DefaultDtype.h>
 #include <torch/optim/optimizer.h>
 
-#include <utility>
-#include <vector>
-
-#include "lockstep/optim/detail/adam_steps.hpp"
+#include "lockstep/optim/detail/active.hpp"
 #include "lockstep/optim/detail/optimizer.hpp"
 #include "lockstep/optim/options.hpp"
+
+namespace lockstep::detail {
+
+/// Adds 1 to each step count. On the host it calls no operator, which would cost as much as an operator on a
+/// small parameter.
+inline void advance_steps(Active<AdamState>& all) {
+  auto& steps = all.column(3, &AdamState::step);
+  if (!steps[0].is_cpu()) return at::_foreach_add_(steps, 1);
+  for (const at::Tensor& step : steps) {
+    if (step.scalar_type() == at::kDouble)
+      *step.data_ptr<double>() += 1;
+    else
+      *step.data_ptr<float>() += 1;
+  }
+}
+
+/// The scalars of a step, in float64 as Python computes them.
+struct AdamStep {
+  double correction, size, root;
+
+  AdamStep(const AdamOptions& options, double step)
+      : correction(1 - std::pow(options.betas[0], step)),
+        size(options.lr / correction),
+        root(std::pow(1 - std::pow(options.betas[1], step), 0.5)) {}
+};
+
+inline double step_value(const AdamState& state) {
+  return state.step.scalar_type() == at::kDouble ? *state.step.const_data_ptr<double>()
+                                                 : static_cast<double>(*state.step.const_data_ptr<float>());
+}
+
+/// Returns lr_tensor as a zero-dimensional tensor; undefined if there is none.
+inline at::Tensor rate_scalar(const AdamOptions& options) {
+  return options.lr_tensor.defined() ? options.lr_tensor.view(at::IntArrayRef{}) : at::Tensor();
+}
+
+/// Python's `_single_tensor_adam`: completes one parameter after the other, while its memory is in the cache.
+inline void adam_loop(const AdamOptions& options, Active<AdamState>& all) {
+  const double beta1 = options.betas[0], beta2 = options.betas[1];
+  const at::Tensor rate = rate_scalar(options);
+  const at::Tensor keep = as_python_does(beta2);
+  // The factor of decoupled weight decay.
+  const at::Tensor shrink = rate.defined() ? at::rsub(at::mul(rate, options.weight_decay), 1)
+                                           : as_python_does(1 - options.lr * options.weight_decay);
+  advance_steps(all);
+  // Usually all parameters are at the same step.
+  AdamStep numbers(options, 1);
+  double last = 1;
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    AdamState& state = *all.states[i];
+    at::Tensor parameter = all.parameters[i];
+    at::Tensor gradient = options.maximize ? at::neg(all.gradients[i]) : all.gradients[i];
+    if (options.weight_decay != 0) {
+      if (options.decoupled)
+        parameter.mul_(shrink);
+      else
+        gradient = at::add(gradient, parameter, options.weight_decay);
+    }
+    at::Tensor mean = state.exp_avg, square = state.exp_avg_sq, largest = state.max_exp_avg_sq;
+    if (parameter.is_complex()) {
+      for (at::Tensor* tensor : {&parameter, &gradient, &mean, &square, &largest})
+        if (tensor->defined()) *tensor = at::view_as_real(*tensor);
+    }
+    mean.lerp_(gradient, 1 - beta1);
+    square.mul_(keep).addcmul_(gradient, gradient, 1 - beta2);
+    if (const double step = step_value(state); step != last) {
+      numbers = AdamStep(options, step);
+      last = step;
+    }
+    if (options.amsgrad) at::maximum_out(largest, largest, square);
+    const at::Tensor root = at::sqrt(options.amsgrad ? largest : square).div_(numbers.root).add_(options.eps);
+    if (rate.defined())
+      parameter.addcdiv_(mean, root, at::neg(at::div(rate, numbers.correction)).item());
+    else
+      parameter.addcdiv_(mean, root, -numbers.size);
+  }
+}
+
+/// Python's `_multi_tensor_adam` with capturable=False: the rate is a number.
+inline void adam_foreach(const AdamOptions& options, Active<AdamState>& all) {
+  const double beta1 = options.betas[0], beta2 = options.betas[1];
+  advance_steps(all);
+  std::vector<at::Scalar> sizes, roots;
+  for (const AdamState* state : all.states) {
+    const AdamStep numbers(options, step_value(*state));
+    sizes.emplace_back(numbers.size * -1);
+    roots.emplace_back(numbers.root);
+  }
+  auto& means = all.column(0, &AdamState::exp_avg);
+  auto& squares = all.column(1, &AdamState::exp_avg_sq);
+  auto& largest = all.column(2, &AdamState::max_exp_avg_sq);
+  std::vector<at::Tensor> parameters = all.parameters;
+  if (parameters[0].is_complex())
+    for (auto* list : {&parameters, &all.gradients, &means, &squares, &largest})
+      for (at::Tensor& tensor : *list)
+        if (tensor.defined()) tensor = at::view_as_real(tensor);
+  std::vector<at::Tensor> made;
+  if (options.maximize) made = at::_foreach_neg(all.gradients);
+  if (options.weight_decay != 0) {
+    if (options.decoupled)
+      at::_foreach_mul_(parameters, 1 - options.lr * options.weight_decay);
+    else if (options.maximize)
+      at::_foreach_add_(made, parameters, options.weight_decay);
+    else
+      made = at::_foreach_add(all.gradients, parameters, options.weight_decay);
+  }
+  const auto& gradients = made.empty() ? all.gradients : made;
+  at::_foreach_lerp_(means, gradients, 1 - beta1);
+  at::_foreach_mul_(squares, beta2);
+  at::_foreach_addcmul_(squares, gradients, gradients, 1 - beta2);
+  if (options.amsgrad) at::_foreach_maximum_(largest, squares);
+  auto root = at::_foreach_sqrt(options.amsgrad ? largest : squares);
+  at::_foreach_div_(root, roots);
+  at::_foreach_add_(root, options.eps);
+  at::_foreach_addcdiv_(parameters, means, root, sizes);
+}
+
+/// Python's `_fused_adam`. Never synchronizes with the device.
+inline void adam_fused(const AdamOptions& o, Active<AdamState>& all, const StepScale& scale) {
+  const auto optional = [](const at::Tensor& tensor) {
+    return tensor.defined() ? std::optional<at::Tensor>(tensor) : std::nullopt;
+  };
+  const StepScale here = scale.on(all.parameters[0].device());
+  align_gradients(all);
+  advance_steps(all);
+  auto& means = all.column(0, &AdamState::exp_avg);
+  auto& squares = all.column(1, &AdamState::exp_avg_sq);
+  auto& largest = all.column(2, &AdamState::max_exp_avg_sq);
+  auto& steps = all.columns[3];
+  if (!o.amsgrad) largest.clear();
+  const auto call = [&](const auto& rate) {
+    if (o.decoupled)
+      at::_fused_adamw_(all.parameters, all.gradients, means, squares, largest, steps, rate, o.betas[0],
+                        o.betas[1], o.weight_decay, o.eps, o.amsgrad, o.maximize, optional(here.scale),
+                        optional(here.found_inf));
+    else
+      at::_fused_adam_(all.parameters, all.gradients, means, squares, largest, steps, rate, o.betas[0],
+                       o.betas[1], o.weight_decay, o.eps, o.amsgrad, o.maximize, optional(here.scale),
+                       optional(here.found_inf));
+  };
+  if (o.lr_tensor.defined())
+    call(o.lr_tensor);
+  else
+    call(o.lr);
+  // Undo the step count of a skipped step.
+  if (here.found_inf.defined())
+    at::_foreach_sub_(steps, std::vector<at::Tensor>(steps.size(), here.found_inf.view(at::IntArrayRef{})));
+}
+
+}  // namespace lockstep::detail
 
 namespace lockstep {
 

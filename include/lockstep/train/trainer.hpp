@@ -27,7 +27,7 @@
 #include "lockstep/detail/format.hpp"
 #include "lockstep/grad/distributed_data_parallel.hpp"
 #include "lockstep/log/progress.hpp"
-#include "lockstep/precision/fp32.hpp"
+#include "lockstep/precision/precision.hpp"
 #include "lockstep/train/checkpoint.hpp"
 #include "lockstep/train/detail/collective_forward_check.hpp"
 #include "lockstep/train/detail/micro_batch_source.hpp"

@@ -4,7 +4,7 @@
 #include <atomic>
 
 #include "lockstep/optim/sgd.hpp"
-#include "lockstep/precision/fp32.hpp"
+#include "lockstep/precision/precision.hpp"
 #include "support/catch.hpp"
 #include "thread_ranks.hpp"
 #include "train/nets.hpp"

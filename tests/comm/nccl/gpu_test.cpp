@@ -6,7 +6,7 @@
 
 #include "lockstep/grad/distributed_data_parallel.hpp"
 #include "lockstep/optim/sgd.hpp"
-#include "lockstep/precision/fp32.hpp"
+#include "lockstep/precision/precision.hpp"
 #include "lockstep/train/captured_step.hpp"
 #include "lockstep/train/cuda_graph.hpp"
 #include "support/ranks.hpp"

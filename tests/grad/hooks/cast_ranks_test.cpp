@@ -4,7 +4,7 @@
 
 #include "grad/hooks/buckets.hpp"
 #include "lockstep/grad/hooks/cast_hooks.hpp"
-#include "lockstep/grad/hooks/no_op_hook.hpp"
+#include "lockstep/grad/hooks/hook.hpp"
 
 namespace cast_ranks_test {
 

@@ -18,7 +18,6 @@
 #include "lockstep/comm/gloo_comm.hpp"
 #include "lockstep/grad/hooks/cast_hooks.hpp"
 #include "lockstep/grad/hooks/hook.hpp"
-#include "lockstep/grad/hooks/no_op_hook.hpp"
 #include "lockstep/grad/hooks/post_local_sgd_hook.hpp"
 #include "lockstep/grad/hooks/power_sgd_hook.hpp"
 #include "lockstep/grad/hooks/quantized_hook.hpp"

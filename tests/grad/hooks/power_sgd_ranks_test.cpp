@@ -4,7 +4,6 @@
 #include <map>
 
 #include "grad/hooks/buckets.hpp"
-#include "lockstep/grad/detail/hooks/numpy_random.hpp"
 #include "lockstep/grad/hooks/power_sgd_hook.hpp"
 
 namespace power_sgd_ranks_test {

@@ -1,12 +1,13 @@
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
 #include <algorithm>
 #include <concepts>
 #include <string>
 #include <utility>
 #include <vector>
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
 
 #include "lockstep/comm/communicator.hpp"
 #include "lockstep/comm/detail/same_options.hpp"
@@ -15,7 +16,6 @@
 #include "lockstep/grad/ddp_options.hpp"
 #include "lockstep/grad/detail/broadcast_list.hpp"
 #include "lockstep/grad/detail/delayed_buckets.hpp"
-#include "lockstep/grad/detail/device_check.hpp"
 #include "lockstep/grad/detail/float_types.hpp"
 #include "lockstep/grad/detail/watched_parameters.hpp"
 #include "lockstep/grad/hooks/hook.hpp"
@@ -23,6 +23,23 @@
 #include "lockstep/grad/same_model.hpp"
 
 namespace lockstep::detail {
+
+/// Throws UsageError unless all parameters are on the device `named`. A device without an index, such as
+/// "cuda", matches any device of its type.
+inline void check_device(const std::vector<NamedTensor>& parameters, const c10::Device& named) {
+  for (const NamedTensor& item : parameters)
+    if (item.tensor.device() != parameters[0].tensor.device())
+      throw UsageError(detail::formatted(
+          "DdpOptions::device is {}, but the parts of this model live on several devices: '{}' on {} "
+          "and '{}' on {}; leave the option out",
+          named.str(), parameters[0].name, parameters[0].tensor.device().str(), item.name,
+          item.tensor.device().str()));
+  if (parameters.empty()) return;
+  const c10::Device& device = parameters[0].tensor.device();
+  if (device.type() != named.type() || (named.has_index() && device.index() != named.index()))
+    throw UsageError(detail::formatted("DdpOptions::device is {}, but '{}' is on {}: move the model before",
+                                       named.str(), parameters[0].name, device.str()));
+}
 
 /// The tensors of a model that DistributedDataParallel handles.
 struct SeenModel {

@@ -1,10 +1,9 @@
 #pragma once
 
-#include <ATen/core/Tensor.h>
-#include <ATen/record_function.h>
-#include <c10/core/GradMode.h>
-
 #include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstddef>
 #include <exception>
 #include <memory>
 #include <mutex>
@@ -13,23 +12,134 @@
 #include <utility>
 #include <vector>
 
+#include <ATen/core/Tensor.h>
+#include <ATen/record_function.h>
+#include <c10/core/Device.h>
+#include <c10/core/GradMode.h>
+
 #include "lockstep/comm/detail/own_error.hpp"
+#include "lockstep/detail/format.hpp"
+#include "lockstep/detail/linkage.hpp"
 #include "lockstep/grad/ddp_options.hpp"
 #include "lockstep/grad/ddp_report.hpp"
 #include "lockstep/grad/detail/accumulate_hook.hpp"
 #include "lockstep/grad/detail/backward_report.hpp"
 #include "lockstep/grad/detail/bucket_plan.hpp"
-#include "lockstep/grad/detail/contribution.hpp"
 #include "lockstep/grad/detail/end_of_backward.hpp"
 #include "lockstep/grad/detail/graph_search.hpp"
-#include "lockstep/grad/detail/joined_backwards.hpp"
 #include "lockstep/grad/detail/low_precision_parameters.hpp"
 #include "lockstep/grad/detail/ready_order.hpp"
 #include "lockstep/grad/detail/reduction.hpp"
-#include "lockstep/grad/detail/unexpected_gradient.hpp"
 #include "lockstep/grad/model.hpp"
 
 namespace lockstep::detail {
+
+/// A parameter whose gradient fired more often in a backward than expected.
+struct UnexpectedGradient {
+  std::size_t parameter = 0;
+  std::string name;
+  int expected = 0;  ///< gradients expected in a backward
+  int fired = 0;     ///< gradients that fired in this backward before
+  bool taken = false, searches = false, never_used = false;
+};
+
+/// Returns the error text: the cause and a remedy.
+inline std::string text_of(const UnexpectedGradient& it) {
+  const std::string name = detail::formatted("parameter {} '{}'", it.parameter, it.name);
+  if (it.never_used)
+    return name +
+           " took no part in the first backward and does in this one, while static_graph promises that every "
+           "backward takes the way of the first; leave it out";
+  if (it.taken && it.fired == 0)
+    return name +
+           " was taken for unused, since the loss reaches it through a re-entrant backward (a checkpoint) "
+           "alone; turn find_unused_parameters off, or use static_graph";
+  if (it.searches)
+    return name +
+           " got more than one gradient in this backward, which find_unused_parameters cannot foresee in a "
+           "re-entrant backward (a checkpoint); turn it off, or use static_graph";
+  return detail::formatted(
+      "{} got {} gradients in this backward and {} in the first, after which its bucket is reduced; keep the "
+      "number of uses in re-entrant backwards (checkpoints) fixed",
+      name, it.fired + 1, it.expected);
+}
+
+/// A reduction of another model that the running `ddp.backward` has reached and will close.
+struct JoinedReduction {
+  void* reducer;
+  std::size_t made;  // index of construction in this process, which orders reducers equally on every rank
+  void (*close)(void* reducer, const std::exception_ptr& failure);
+  void (*abandon)(void* reducer);
+};
+LOCKSTEP_PROCESS_WIDE inline std::atomic<std::size_t> reducers_made{0};
+
+/// The nested `ddp.backward` calls of one thread.
+struct OpenBackwards {
+  int running = 0;
+  /// Number of running `backward_sum` calls. No other model can join these: its gradients would be divided by
+  /// the world size instead of the count.
+  int counting = 0;
+  std::vector<JoinedReduction> joined;
+};
+LOCKSTEP_PROCESS_WIDE inline OpenBackwards& open_backwards_here() {
+  thread_local OpenBackwards here;
+  return here;
+}
+/// The most recent outermost call of any thread.
+LOCKSTEP_PROCESS_WIDE inline std::atomic<OpenBackwards*> latest_open_backwards{nullptr};
+
+/// Returns the running calls that a gradient on `device` may belong to, or null. The engine computes CPU
+/// gradients in the thread that called backward, and others in its own threads.
+inline OpenBackwards* open_backwards_for(c10::Device device) {
+  OpenBackwards* open = device.is_cpu() ? &open_backwards_here() : latest_open_backwards.load();
+  return open && open->running > 0 ? open : nullptr;
+}
+
+/// Marks a `ddp.backward` as running in a scope. `running` is the flag of its model.
+class InsideBackward {
+ public:
+  InsideBackward(bool& running, bool counts)
+      : nested(std::exchange(running, true)),
+        calls(open_backwards_here()),
+        outermost(calls.running++ == 0),
+        running_(running),
+        counts_(counts) {
+    calls.counting += counts_;
+    if (outermost) latest_open_backwards = &calls;
+  }
+  InsideBackward(const InsideBackward&) = delete;
+  InsideBackward& operator=(const InsideBackward&) = delete;
+  ~InsideBackward() {
+    calls.counting -= counts_;
+    --calls.running;
+    running_ = nested;
+    OpenBackwards* mine = &calls;
+    if (outermost) latest_open_backwards.compare_exchange_strong(mine, nullptr);
+  }
+
+  const bool nested;  ///< inside another `ddp.backward` of the same model
+  OpenBackwards& calls;
+  const bool outermost;  ///< not inside a `ddp.backward` of any model
+
+ private:
+  bool& running_;
+  bool counts_;
+};
+
+/// What one backward contributes to a reduction. `losses` are the roots of the search for unused parameters.
+/// With a `count` the gradients are those of a sum over that many samples, otherwise of a mean.
+struct Contribution {
+  at::ArrayRef<at::Tensor> losses;
+  std::optional<double> count = std::nullopt;
+  bool nothing = false;  // this rank has no data
+
+  /// Returns `before` plus the count; nullopt without a count. A negative or non-finite count, which backward
+  /// refuses, adds 0.
+  [[nodiscard]] std::optional<double> count_after(double before) const {
+    if (!count) return std::nullopt;
+    return before + (std::isfinite(*count) ? std::max(*count, 0.0) : 0.0);
+  }
+};
 
 /// Averages gradients over the ranks while backward runs. Tracks which gradients are ready, and opens and
 /// closes each reduction; BucketReduction launches the collectives and waits for them.

@@ -1,20 +1,26 @@
 #pragma once
 
-#include <ATen/ScalarOps.h>
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/full.h>
-#include <ATen/record_function.h>
-
 #include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <concepts>
+#include <cstddef>
 #include <cstdint>
 #include <exception>
+#include <memory>
 #include <optional>
 #include <string>
 #include <utility>
 #include <vector>
+
+#include <ATen/ScalarOps.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/sparse_coo_tensor.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
+#include <ATen/record_function.h>
 
 #include "lockstep/comm/communicator.hpp"
 #include "lockstep/comm/detail/own_error.hpp"
@@ -22,18 +28,178 @@
 #include "lockstep/grad/ddp_options.hpp"
 #include "lockstep/grad/ddp_report.hpp"
 #include "lockstep/grad/detail/backward_report.hpp"
-#include "lockstep/grad/detail/bucket_labels.hpp"
-#include "lockstep/grad/detail/bucket_limits.hpp"
 #include "lockstep/grad/detail/bucket_plan.hpp"
 #include "lockstep/grad/detail/capture_scope.hpp"
 #include "lockstep/grad/detail/delayed_buckets.hpp"
 #include "lockstep/grad/detail/gradient_buckets.hpp"
-#include "lockstep/grad/detail/sparse_reduction.hpp"
-#include "lockstep/grad/detail/usage_exchange.hpp"
 #include "lockstep/grad/hooks/hook.hpp"
 #include "lockstep/grad/model.hpp"
 
 namespace lockstep::detail {
+
+/// The result of reducing a sparse gradient: its sum over the ranks, or a failure flag.
+struct SparseSum {
+  at::Tensor sum;         // undefined if no rank has a gradient
+  bool flagged = false;   // some rank has failed
+  std::size_t bytes = 0;  // sent by this rank
+};
+
+/// Sums a [rows, ...] gradient over the ranks. `gradient` is sparse in its first dimension, or undefined if
+/// this rank has none. `flag` reports to every rank that this one has failed. Collective and blocking;
+/// `finish(work)` waits for a Work.
+///
+/// Adds the ranks' rows in rank order, as Gloo's sparse all-reduce does: bitwise equal to Python.
+template <Gathering Comm, class Finish>
+SparseSum sum_rows(Comm& comm, const at::Tensor& gradient, const at::Tensor& parameter, bool flag,
+                   const Finish& finish) {
+  SparseSum result;
+  const at::Tensor mine = !flag && gradient.defined() ? gradient.coalesce() : at::Tensor();
+  const std::int64_t rows = mine.defined() ? mine._nnz() : -1;
+  const auto numbers = at::TensorOptions(at::kLong).device(parameter.device());
+  at::Tensor counts = at::empty({comm.size()}, numbers);
+  const auto gather = [&](const at::Tensor& output, const at::Tensor& input) {
+    auto work = comm.all_gather(output, input);
+    finish(work);
+    result.bytes += input.nbytes();
+  };
+  gather(counts, at::full({1}, flag ? -2 : rows, numbers));
+  counts = counts.cpu();
+  const auto* count = counts.const_data_ptr<std::int64_t>();
+  result.flagged = std::any_of(count, count + comm.size(), [](std::int64_t n) { return n == -2; });
+  const std::int64_t most = *std::max_element(count, count + comm.size());
+  if (result.flagged || most < 0) return result;
+
+  auto sizes = parameter.sizes().vec();
+  sizes[0] = most;
+  at::Tensor own_indices = at::zeros({most}, numbers), own_values = at::zeros(sizes, parameter.options());
+  if (rows > 0) {
+    own_indices.narrow(0, 0, rows).copy_(mine._indices()[0]);
+    own_values.narrow(0, 0, rows).copy_(mine._values());
+  }
+  sizes.insert(sizes.begin(), comm.size());
+  at::Tensor indices = at::empty({comm.size(), most}, numbers),
+             values = at::empty(sizes, parameter.options());
+  gather(indices, own_indices);
+  gather(values, own_values);
+  for (int rank = 0; rank < comm.size(); ++rank) {
+    const std::int64_t length = std::max<std::int64_t>(count[rank], 0);
+    const at::Tensor share = at::sparse_coo_tensor(indices[rank].narrow(0, 0, length).unsqueeze(0),
+                                                   values[rank].narrow(0, 0, length), parameter.sizes());
+    if (!result.sum.defined())
+      result.sum = share;
+    else
+      result.sum += share;
+  }
+  result.sum = result.sum.coalesce();
+  return result;
+}
+
+/// Exchanges which parameters were used on any rank and whether any rank has failed, in one small integer
+/// all-reduce, like Python's.
+template <Reducing Comm>
+class UsageExchange {
+ public:
+  /// `parameters` is 0 if only failures are exchanged.
+  UsageExchange(std::size_t parameters, at::Device device)
+      : sent_(at::zeros({static_cast<std::int64_t>(parameters) + 1},
+                        at::TensorOptions(at::kInt).device(device))),
+        host_(at::zeros({static_cast<std::int64_t>(parameters) + 1}, at::kInt)) {}
+
+  /// Launches the all-reduce. `used[i]`: parameter i has a gradient on this rank. `failed`: this rank has
+  /// failed. Collective; does not block on the collective.
+  void start(Comm& comm, const std::vector<char>& used, bool failed) {
+    auto* number = host_.mutable_data_ptr<std::int32_t>();
+    const std::int64_t parameters = host_.numel() - 1;
+    for (std::int64_t i = 0; i < parameters; ++i) number[i] = used[static_cast<std::size_t>(i)] != 0;
+    number[parameters] = failed;
+    sent_.copy_(host_);
+    work_.emplace(comm.all_reduce(sent_, ReduceOp::sum));
+  }
+  [[nodiscard]] std::optional<typename Comm::Work>& work() { return work_; }
+  /// Reads the sums back. Call after waiting for `work()`.
+  void read() {
+    work_.reset();
+    host_.copy_(sent_);
+  }
+  /// Abandons the exchange.
+  void drop() {
+    // A work in flight may still write to the old tensor.
+    if (std::exchange(work_, std::nullopt)) sent_ = at::zeros_like(sent_);
+  }
+
+  [[nodiscard]] bool used(std::size_t i) const { return host_.const_data_ptr<std::int32_t>()[i] != 0; }
+  [[nodiscard]] bool failed() const { return host_.const_data_ptr<std::int32_t>()[host_.numel() - 1] != 0; }
+  [[nodiscard]] std::size_t bytes() const { return sent_.nbytes(); }
+
+ private:
+  at::Tensor sent_, host_;
+  std::optional<typename Comm::Work> work_;
+};
+
+/// Returns the bucket size limits of the first reduction in bytes; empty (no limit) unless Python applies its
+/// limits from the first reduction on: when it searches for unused parameters or got a list of limits.
+inline std::vector<std::size_t> caps_at_first(const DdpOptions& options) {
+  const bool searches = options.find_unused_parameters && !options.static_graph;
+  auto caps = bucket_caps(options);
+  const bool listed = caps.size() > 1 && caps != default_bucket_caps();
+  return searches || listed ? std::move(caps) : std::vector<std::size_t>{};
+}
+
+/// Returns what assign_buckets must know of each parameter.
+inline std::vector<ParameterSize> sizes_of(const std::vector<NamedTensor>& parameters,
+                                           const std::vector<char>& sparse, const DelayedBuckets& delayed) {
+  std::vector<ParameterSize> sizes;
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    const at::Tensor& tensor = parameters[i].tensor;
+    sizes.push_back({static_cast<std::size_t>(tensor.numel()) * tensor.element_size(),
+                     static_cast<int>(tensor.scalar_type()),
+                     static_cast<int>(tensor.device().type()) * 256 + tensor.device().index(), sparse[i] != 0,
+                     false});
+  }
+  for (const auto& bucket : delayed.buckets)
+    for (const std::size_t i : bucket) sizes[i].delayed = true;
+  return sizes;
+}
+
+/// Labels collectives with their bucket, for a Labelled communicator that reports errors asynchronously. A
+/// no-op for other communicators. The labels are formatted once per plan.
+template <class Comm>
+class BucketLabels {
+ public:
+  template <class Buckets>
+  void name([[maybe_unused]] const Buckets& buckets,
+            [[maybe_unused]] const std::vector<NamedTensor>& parameters) {
+    if constexpr (Labelled<Comm>) {
+      labels_.clear();
+      for (std::size_t b = 0; b < buckets.size(); ++b)
+        labels_.push_back(std::make_shared<const std::string>(
+            detail::formatted("bucket {} of {}, with {}", b + 1, buckets.size(),
+                              parameter_list(buckets.members(b), parameters))));
+    }
+  }
+
+  /// Labels the collectives that are launched in its scope.
+  class Use {
+   public:
+    Use(Comm& comm, const std::shared_ptr<const std::string>& label) : comm_(comm) {
+      if constexpr (Labelled<Comm>) comm_.label(label);
+    }
+    ~Use() {
+      if constexpr (Labelled<Comm>) comm_.label(nullptr);
+    }
+    Use(const Use&) = delete;
+    Use& operator=(const Use&) = delete;
+
+   private:
+    Comm& comm_;
+  };
+  [[nodiscard]] Use use(Comm& comm, std::size_t bucket) const {
+    return Use(comm, labels_.empty() ? nullptr : labels_[bucket]);
+  }
+
+ private:
+  std::vector<std::shared_ptr<const std::string>> labels_;
+};
 
 /// One reduction round: the collectives, their launch order and their completion. Reduces the buckets through
 /// the communication hook, and exchanges sparse rows, parameter usage and sample counts.

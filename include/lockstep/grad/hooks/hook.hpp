@@ -1,7 +1,5 @@
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
 #include <chrono>
 #include <concepts>
 #include <cstddef>
@@ -10,6 +8,8 @@
 #include <string_view>
 #include <utility>
 #include <vector>
+
+#include <ATen/core/Tensor.h>
 
 #include "lockstep/comm/communicator.hpp"
 #include "lockstep/comm/detail/same_options.hpp"
@@ -127,6 +127,29 @@ class AllReduceHook {
 
  private:
   std::uint64_t wire_bytes_ = 0;
+};
+
+/// A Reduction that is complete already.
+struct FinishedReduction {
+  void wait() const noexcept {}
+  void synchronize(std::chrono::milliseconds) const noexcept {}
+};
+
+/// Leaves each rank its own, undivided gradients, to measure a step without gradient communication (a few
+/// bytes still tell whether a rank has failed). Not for training: the ranks diverge. Counterpart: noop_hook.
+struct NoOpHook {
+  static constexpr bool predivides = false;
+  static constexpr bool propagates_nan = false;
+  static constexpr bool ranks_diverge = true;
+  /// CapturedStep can capture it.
+  static constexpr bool capturable = true;
+
+  template <Communicator Comm>
+  FinishedReduction start(Comm&, const GradientBucket&) {
+    return {};
+  }
+  [[nodiscard]] std::string_view name() const { return "no_op"; }
+  [[nodiscard]] std::uint64_t wire_bytes() const { return 0; }
 };
 
 }  // namespace lockstep

@@ -1,28 +1,299 @@
 #pragma once
 
-#include <ATen/CPUGeneratorImpl.h>
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/bmm.h>
-#include <ATen/ops/randn.h>
-#include <ATen/ops/tensor.h>
-#include <ATen/ops/where.h>
-
+#include <algorithm>
+#include <array>
+#include <charconv>
+#include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <iterator>
 #include <limits>
+#include <map>
 #include <optional>
+#include <random>
+#include <string>
 #include <string_view>
 #include <utility>
 #include <vector>
 
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/bmm.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/linalg_qr.h>
+#include <ATen/ops/linalg_vector_norm.h>
+#include <ATen/ops/randn.h>
+#include <ATen/ops/tensor.h>
+#include <ATen/ops/where.h>
+#include <c10/core/ScalarType.h>
+#include <c10/util/accumulate.h>
+
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
-#include "lockstep/grad/detail/hooks/low_rank_layout.hpp"
-#include "lockstep/grad/detail/hooks/numpy_random.hpp"
-#include "lockstep/grad/detail/hooks/orthogonalize.hpp"
 #include "lockstep/grad/detail/hooks/phased_reduction.hpp"
-#include "lockstep/grad/detail/hooks/power_sgd_memory.hpp"
 #include "lockstep/grad/hooks/hook.hpp"
+
+namespace lockstep::detail {
+
+/// A double-buffered tensor that also keeps its value from before the last reduction. A new value is written
+/// into `next`, becomes current with `turn`, and is undone by `turn_back`.
+class TwoTensors {
+ public:
+  [[nodiscard]] const at::Tensor& now() const { return tensors_[now_]; }
+  /// Returns memory of these sizes for the next value. Its contents are unspecified.
+  at::Tensor& next(at::IntArrayRef sizes, const at::TensorOptions& options) {
+    at::Tensor& tensor = tensors_[1 - now_];
+    if (!tensor.defined() || tensor.sizes() != sizes || tensor.dtype() != options.dtype() ||
+        tensor.device() != options.device())
+      tensor = at::empty(sizes, options);
+    return tensor;
+  }
+  void turn() {
+    now_ = 1 - now_;
+    turned_ = true;
+  }
+  /// Makes the current value final: `turn_back` no longer undoes it.
+  void settle() { turned_ = false; }
+  /// Restores the previous value. A no-op unless `turn` was called since the last `settle`.
+  void turn_back() {
+    if (!turned_) return;
+    now_ = 1 - now_;
+    turned_ = false;
+  }
+  void load(at::Tensor tensor) {
+    tensors_ = {std::move(tensor), at::Tensor()};
+    now_ = 0;
+    turned_ = false;
+  }
+  /// Returns the current value, cast to the dtype and device of `options`; undefined if there is none. Throws
+  /// CheckpointError if its sizes differ. `what` and `parameter` name it in the error.
+  at::Tensor& checked(std::string_view what, std::size_t parameter, at::IntArrayRef sizes,
+                      const at::TensorOptions& options) {
+    at::Tensor& tensor = tensors_[now_];
+    if (!tensor.defined()) return tensor;
+    if (tensor.sizes() != sizes)
+      throw CheckpointError(detail::formatted(
+          "the saved state of the PowerSGD hook is of another model or rank: its {} for parameter {} has {} "
+          "elements, and {} are needed; load what was saved with the same model and options",
+          what, parameter, tensor.numel(), c10::multiply_integers(sizes)));
+    if (tensor.dtype() != options.dtype() || tensor.device() != options.device()) tensor = tensor.to(options);
+    return tensor;
+  }
+
+ private:
+  std::array<at::Tensor, 2> tensors_;
+  std::size_t now_ = 0;
+  bool turned_ = false;
+};
+
+/// PowerSGD's state of a compressed parameter, viewed as n x m.
+struct LowRankMemory {
+  TwoTensors error;  ///< [n, m]: this rank's compression error, added to its next gradient
+  TwoTensors q;      ///< [m, r]: the right factor, equal on every rank
+};
+
+/// PowerSGD's state, indexed by parameter so that it outlives the buckets.
+class PowerSgdMemory {
+ public:
+  LowRankMemory& of(std::size_t parameter) { return memory_[parameter]; }
+
+  void settle() {
+    for (auto& [parameter, memory] : memory_) {
+      memory.error.settle();
+      memory.q.settle();
+    }
+  }
+  void turn_back() {
+    for (auto& [parameter, memory] : memory_) {
+      memory.error.turn_back();
+      memory.q.turn_back();
+    }
+  }
+
+  void save(HookState& state) const {
+    for (const auto& [parameter, memory] : memory_) {
+      if (memory.error.now().defined())
+        state.emplace_back(detail::formatted("error.{}", parameter), memory.error.now().clone());
+      if (memory.q.now().defined())
+        state.emplace_back(detail::formatted("q.{}", parameter), memory.q.now().clone());
+    }
+  }
+  /// Restores one entry of `save`. Throws CheckpointError for an unknown name.
+  void load(std::string_view name, const at::Tensor& tensor) {
+    const std::size_t dot = name.find('.');
+    const std::string_view kind = name.substr(0, dot);
+    std::size_t parameter = 0;
+    const char* end = name.data() + name.size();
+    const bool numbered = dot != std::string_view::npos && dot + 1 < name.size() &&
+                          std::from_chars(name.data() + dot + 1, end, parameter).ptr == end;
+    if (!numbered || (kind != "error" && kind != "q"))
+      throw CheckpointError(detail::formatted(
+          "the state of a PowerSGD hook has no entry '{}': it was saved by another hook", name));
+    LowRankMemory& memory = memory_[parameter];
+    (kind == "q" ? memory.q : memory.error).load(tensor.clone());
+  }
+
+ private:
+  std::map<std::size_t, LowRankMemory> memory_;
+};
+
+/// Returns the Euclidean norms [b, 1, r] of the columns of `matrices` [b, n, r].
+inline at::Tensor column_lengths(const at::Tensor& matrices) {
+  static constexpr std::array<std::int64_t, 1> rows{1};
+  return at::linalg_vector_norm(matrices, 2, at::IntArrayRef(rows), /*keepdim=*/true);
+}
+
+/// Divides `columns` [b, n, 1] by `lengths` + `epsilon`. With an epsilon of 0, columns of zeros stay zero.
+inline void normalize(at::Tensor columns, const at::Tensor& lengths, double epsilon) {
+  columns.div_(epsilon == 0 ? lengths.masked_fill(lengths.eq(0), 1) : lengths.add(epsilon));
+}
+
+/// Orthonormalizes the columns of `matrices` [b, n, r], r <= n, in place: by Gram-Schmidt for up to two
+/// columns and for half precision, else by QR. Bitwise equal to Python's PowerSGD, with two exceptions.
+/// `epsilon` is added to the column norms.
+///
+/// First, without an epsilon a column of zeros stays zero instead of becoming NaN. Second, if columns are
+/// linearly dependent, Gram-Schmidt leaves only rounding errors of a column, far from orthogonal to the
+/// columns before it: that column is orthogonalized again.
+inline void orthogonalize(at::Tensor matrices, double epsilon) {
+  const std::int64_t columns = matrices.size(2);
+  const at::ScalarType type = matrices.scalar_type();
+  const bool half = type == at::kHalf || type == at::kBFloat16;
+  if (columns > 2 && !half) {
+    at::Tensor triangle = at::empty({matrices.size(0), columns, columns}, matrices.options());
+    at::linalg_qr_out(matrices, triangle, matrices);
+    return;
+  }
+  const double rounding = half ? 1e-2 : type == at::kDouble ? 1e-13 : 1e-4;  // relative to the initial norm
+  const at::Tensor limits = columns > 1 ? column_lengths(matrices).mul_(rounding) : at::Tensor();
+  for (std::int64_t i = 0; i < columns; ++i) {
+    at::Tensor column = matrices.narrow(2, i, 1);
+    const at::Tensor length = column_lengths(column);
+    normalize(column, length, epsilon);
+    if (i > 0) {
+      const at::Tensor before = matrices.narrow(2, 0, i);
+      at::Tensor again = column.sub(before.matmul(before.transpose(1, 2).matmul(column)));
+      normalize(again, column_lengths(again), 0);
+      column.copy_(at::where(length.le(limits.narrow(2, i, 1)), again, column));
+    }
+    if (i + 1 == columns) break;
+    at::Tensor rest = matrices.narrow(2, i + 1, columns - i - 1);
+    rest.sub_(column.mul(rest).sum(1, /*keepdim=*/true).mul(column));
+  }
+}
+
+/// Generates the numbers of numpy.random.RandomState(seed).randint(bound), from which Python's PowerSGD seeds
+/// its random matrices: masked 32-bit outputs of the Mersenne twister, drawn until one is below the bound.
+/// The seed and `drawn` are the whole state; copies are independent.
+class NumpyRandom {
+ public:
+  explicit NumpyRandom(std::uint32_t seed, std::uint64_t drawn = 0)
+      : seed_(seed), drawn_(drawn), twister_(seed) {
+    twister_.discard(drawn);
+  }
+
+  std::uint32_t randint(std::uint32_t bound) {
+    std::uint32_t mask = bound - 1;
+    for (int shift = 1; shift < 32; shift *= 2) mask |= mask >> shift;
+    for (;;) {
+      ++drawn_;
+      const auto value = static_cast<std::uint32_t>(twister_()) & mask;
+      if (value < bound) return value;
+    }
+  }
+
+  [[nodiscard]] std::uint32_t seed() const { return seed_; }
+  /// Returns how many numbers were drawn from the twister, including rejected ones.
+  [[nodiscard]] std::uint64_t drawn() const { return drawn_; }
+
+ private:
+  std::uint32_t seed_;
+  std::uint64_t drawn_;
+  std::mt19937 twister_;
+};
+
+/// A compressed gradient of a bucket as an n x m matrix (its first dimension by all others), with views for
+/// its factors `p` [1, n, r] and `q` [1, m, r].
+struct LowRankMatrix {
+  std::size_t parameter;
+  std::int64_t offset, n, m, r;
+  at::Tensor p, q;
+
+  /// Returns the matrix as a view of the bucket's memory, [1, n, m].
+  [[nodiscard]] at::Tensor in(const at::Tensor& flat) const {
+    return flat.narrow(0, offset, n * m).view({1, n, m});
+  }
+};
+
+/// The tensors that are all-reduced for a compressed bucket: all left factors in one tensor, all right
+/// factors in another, and the uncompressed gradients in a third.
+struct LowRankLayout {
+  std::vector<std::size_t> parameters;
+  std::vector<LowRankMatrix> matrices;                       ///< in the order of `grouped_by_shape`
+  std::vector<std::pair<std::int64_t, std::int64_t>> whole;  ///< offset and length, uncompressed gradients
+  at::Tensor ps, qs, rest;
+
+  /// Returns whether the layout was built for this bucket.
+  [[nodiscard]] bool fits(const GradientBucket& bucket) const {
+    return ps.defined() && parameters == bucket.parameters && ps.dtype() == bucket.flat.dtype() &&
+           ps.device() == bucket.flat.device();
+  }
+};
+
+/// Returns the matrices grouped by shape: shapes in the order of their first matrix, and the matrices of a
+/// shape in bucket order. Python's hook draws its random factors and orders the factors in its all-reduces
+/// this way, whether or not it batches tensors of equal shape.
+inline std::vector<LowRankMatrix> grouped_by_shape(const std::vector<LowRankMatrix>& matrices) {
+  std::vector<LowRankMatrix> grouped;
+  grouped.reserve(matrices.size());
+  for (std::size_t first = 0; first < matrices.size(); ++first) {
+    const auto same_shape = [&](const LowRankMatrix& other) {
+      return other.n == matrices[first].n && other.m == matrices[first].m;
+    };
+    if (std::any_of(grouped.begin(), grouped.end(), same_shape)) continue;
+    std::copy_if(matrices.begin(), matrices.end(), std::back_inserter(grouped), same_shape);
+  }
+  return grouped;
+}
+
+/// Builds the layout of a bucket by Python's criterion: an n x m matrix is compressed if
+/// (n + m) * r * min_rate < n * m, with r = min(n, m, rank). A complex gradient counts as a real one
+/// with twice as many columns.
+inline LowRankLayout low_rank_layout(const GradientBucket& bucket, std::int64_t rank, double min_rate) {
+  LowRankLayout layout{bucket.parameters, {}, {}, {}, {}, {}};
+  std::int64_t offset = 0, p = 0, q = 0, rest = 0;
+  for (std::size_t i = 0; i < bucket.gradients.size(); ++i) {
+    const at::Tensor& gradient = bucket.gradients[i];
+    const std::int64_t length = gradient.numel() * (gradient.is_complex() ? 2 : 1);
+    if (length == 0) continue;
+    const std::int64_t n = gradient.dim() > 0 ? gradient.size(0) : 1, m = length / n;
+    const std::int64_t r = std::min({n, m, rank});
+    if (static_cast<double>((n + m) * r) * min_rate < static_cast<double>(n * m)) {
+      layout.matrices.push_back({bucket.parameters[i], offset, n, m, r, {}, {}});
+      p += n * r;
+      q += m * r;
+    } else {
+      layout.whole.emplace_back(offset, length);
+      rest += length;
+    }
+    offset += length;
+  }
+  layout.matrices = grouped_by_shape(layout.matrices);
+  const auto options = bucket.flat.options().requires_grad(false);
+  layout.ps = at::empty({p}, options);
+  layout.qs = at::empty({q}, options);
+  layout.rest = at::empty({rest}, options);
+  p = q = 0;
+  for (LowRankMatrix& matrix : layout.matrices) {
+    matrix.p = layout.ps.narrow(0, p, matrix.n * matrix.r).view({1, matrix.n, matrix.r});
+    matrix.q = layout.qs.narrow(0, q, matrix.m * matrix.r).view({1, matrix.m, matrix.r});
+    p += matrix.n * matrix.r;
+    q += matrix.m * matrix.r;
+  }
+  return layout;
+}
+
+}  // namespace lockstep::detail
 
 namespace lockstep {
 
