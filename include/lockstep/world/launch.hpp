@@ -80,6 +80,18 @@ inline int launch_here(const LaunchPlan& plan, int argc, const char* const* argv
 
 namespace lockstep {
 
+/// Returns the command line without the flags that `launch` reads (see LaunchOptions) and their values, with
+/// a final null pointer as in main's argv. For a program that parses its arguments before `launch`.
+inline std::vector<char*> program_arguments(int argc, const char* const* argv,
+                                            const LaunchOptions& options = {}) {
+  return detail::program_arguments(argc, argv, options);
+}
+
+/// Returns the help text of the flags that `launch` reads, one line each, for the program's own `--help`.
+inline std::string launch_help(const LaunchOptions& options = {}) {
+  return detail::launch_help(options);
+}
+
 /// Runs `fn(World)` or `fn(World, argc, argv)` on every rank of the run. Call it as main's last statement.
 ///
 /// Under torchrun (LOCAL_RANK is set) this process is one rank. Otherwise it starts `--nproc N` processes of

@@ -12,11 +12,16 @@
 
 namespace lockstep::detail {
 
+/// Returns the spellings of a flag of one name: none if the name is empty, which disables the flag.
+inline std::vector<std::string> flag_spellings(const std::string& flag) {
+  if (flag.empty()) return {};
+  return {flag};
+}
+
 /// Returns the spellings of the flag for the number of processes.
 inline std::vector<std::string> nproc_flags(const LaunchOptions& options) {
-  if (options.nproc_flag.empty()) return {};
   if (options.nproc_flag == LaunchOptions().nproc_flag) return {"--nproc", "--nproc-per-node"};
-  return {options.nproc_flag};
+  return flag_spellings(options.nproc_flag);
 }
 
 /// Returns 1 for `--flag`, 2 for `--flag=VALUE`, 0 for any other argument.
@@ -48,7 +53,8 @@ inline std::optional<std::string> argument_value(int argc, const char* const* ar
 /// parser. The last element is a null pointer.
 inline std::vector<char*> program_arguments(int argc, const char* const* argv, const LaunchOptions& options) {
   auto flags = nproc_flags(options);
-  flags.insert(flags.end(), {"--prefix", "--timeout"});
+  for (const std::string& flag : {options.prefix_flag, options.timeout_flag})
+    if (!flag.empty()) flags.push_back(flag);
   std::vector<char*> kept;
   bool over = false;  // after `--`
   for (int i = 0; i < argc; ++i) {
@@ -78,24 +84,41 @@ inline std::optional<int> nproc_argument(int argc, const char* const* argv,
 }
 
 /// Returns the value of `--timeout SECONDS`. Throws UsageError unless it is a whole number of at least 1.
-inline std::optional<int> timeout_argument(int argc, const char* const* argv) {
-  const auto text = argument_value(argc, argv, {"--timeout"});
+inline std::optional<int> timeout_argument(int argc, const char* const* argv,
+                                           const LaunchOptions& options = {}) {
+  const auto text = argument_value(argc, argv, flag_spellings(options.timeout_flag));
   if (!text) return std::nullopt;
   const auto value = whole_number(*text);
   if (!value || *value < 1)
-    throw UsageError(detail::formatted(
-        "--timeout {} is not a number of seconds: it must be a whole number, 1 or more", *text));
+    throw UsageError(
+        detail::formatted("{} {} is not a number of seconds: it must be a whole number, 1 or more",
+                          options.timeout_flag, *text));
   return value;
 }
 
 /// Returns the value of `--prefix auto|always|never`. Throws UsageError for any other value.
-inline std::optional<Prefix> prefix_argument(int argc, const char* const* argv) {
-  const auto text = argument_value(argc, argv, {"--prefix"});
+inline std::optional<Prefix> prefix_argument(int argc, const char* const* argv,
+                                             const LaunchOptions& options = {}) {
+  const auto text = argument_value(argc, argv, flag_spellings(options.prefix_flag));
   if (!text) return std::nullopt;
   if (*text == "auto") return Prefix::automatic;
   if (*text == "always") return Prefix::always;
   if (*text == "never") return Prefix::never;
-  throw UsageError(detail::formatted("--prefix {} is unknown: it must be auto, always or never", *text));
+  throw UsageError(
+      detail::formatted("{} {} is unknown: it must be auto, always or never", options.prefix_flag, *text));
+}
+
+/// Returns the help text of the flags that `launch` reads, one line each.
+inline std::string launch_help(const LaunchOptions& options) {
+  std::string help;
+  const auto add = [&](const std::string& flag, const std::string& value, const std::string& text) {
+    if (!flag.empty()) help += detail::formatted("  {:<22} {}\n", flag + " " + value, text);
+  };
+  const auto nproc = options.nproc > 0 ? std::to_string(options.nproc) : "one per GPU, or 2 without GPUs";
+  add(options.nproc_flag, "N", "processes to start on this host (" + nproc + ")");
+  add(options.prefix_flag, "WHEN", "put the rank in front of output lines: auto, always or never");
+  add(options.timeout_flag, "SECONDS", "timeout of collectives (1800, or 600 on GPUs)");
+  return help;
 }
 
 }  // namespace lockstep::detail

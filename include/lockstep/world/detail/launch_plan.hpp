@@ -63,8 +63,8 @@ inline LaunchPlan plan_launch(int argc, const char* const* argv, const LaunchOpt
   const std::string flag = options.nproc_flag.empty() ? "LaunchOptions::nproc" : options.nproc_flag;
   const auto gpus = options.gpus.empty() ? std::vector<int>{} : gpu_list(options.gpus);
   if (!gpus.empty()) plan.visible_devices = visible_devices_of(gpus, variables);
-  plan.prefix = prefix_argument(argc, argv).value_or(options.prefix);
-  plan.timeout = timeout_argument(argc, argv);
+  plan.prefix = prefix_argument(argc, argv, options).value_or(options.prefix);
+  plan.timeout = timeout_argument(argc, argv, options);
   timeout_variable(variables);
   const auto size = integer_variable(variables, "WORLD_SIZE", 1);
   const auto rank = integer_variable(variables, "RANK", 0);
