@@ -41,9 +41,10 @@ lockstep::detail::LaunchPlan plan(std::vector<std::string> arguments, Values val
                                        variables(std::move(values)));
 }
 
-std::string plan_refusal(std::vector<std::string> arguments, Values values) {
+std::string plan_refusal(std::vector<std::string> arguments, Values values,
+                         lockstep::LaunchOptions options = {}) {
   try {
-    plan(std::move(arguments), std::move(values));
+    plan(std::move(arguments), std::move(values), std::move(options));
   } catch (const lockstep::UsageError& error) {
     return error.what();
   }
@@ -228,7 +229,33 @@ TEST_CASE("a program's own parser sees none of launch's flags") {
   CHECK(left({"--", "--nproc", "3"}) == Strings{"--", "--nproc", "3"});
   CHECK(left({"--nproc", "3", "--ranks", "2"}, {.nproc_flag = "--ranks"}) == Strings{"--nproc", "3"});
   CHECK(left({"--nproc", "3"}, {.nproc_flag = ""}) == Strings{"--nproc", "3"});
+  CHECK(left({"--prefix", "x", "--timeout=9", "--wait", "8"},
+             {.prefix_flag = "", .timeout_flag = "--wait"}) == Strings{"--prefix", "x", "--timeout=9"});
   CHECK(left({}).empty());
+}
+
+TEST_CASE("every flag of launch can be renamed and disabled") {
+  const lockstep::LaunchOptions renamed{.prefix_flag = "--rank-prefix", .timeout_flag = "--wait"};
+  CHECK(plan({"--rank-prefix=never", "--prefix", "loud"}, {}, renamed).prefix == lockstep::Prefix::never);
+  CHECK(plan({"--wait", "90", "--timeout", "soon"}, {}, renamed).timeout == 90);
+  CHECK_THAT(plan_refusal({"--rank-prefix", "loud"}, {}, renamed),
+             ContainsSubstring("--rank-prefix loud is unknown"));
+  CHECK_THAT(plan_refusal({"--wait", "soon"}, {}, renamed), ContainsSubstring("--wait soon is not a number"));
+
+  const lockstep::LaunchOptions disabled{.nproc_flag = "", .prefix_flag = "", .timeout_flag = ""};
+  const auto plain = plan({"--nproc", "x", "--prefix", "loud", "--timeout"}, {}, disabled);
+  CHECK(plain.prefix == lockstep::Prefix::automatic);
+  CHECK_FALSE(plain.timeout);
+}
+
+TEST_CASE("the help of launch lists the flags by their names, and no disabled one") {
+  const auto help = lockstep::detail::launch_help({});
+  for (const char* flag : {"--nproc N", "--prefix WHEN", "--timeout SECONDS"})
+    CHECK_THAT(help, ContainsSubstring(flag));
+  CHECK(std::count(help.begin(), help.end(), '\n') == 3);
+  CHECK_THAT(lockstep::detail::launch_help({.nproc = 4, .nproc_flag = "--ranks"}),
+             ContainsSubstring("--ranks N") && ContainsSubstring("(4)"));
+  CHECK(lockstep::detail::launch_help({.nproc_flag = "", .prefix_flag = "", .timeout_flag = ""}).empty());
 }
 
 }  // namespace environment_test

@@ -1,7 +1,9 @@
 #pragma once
 
 #include <functional>
+#include <string>
 #include <type_traits>
+#include <vector>
 
 #include "lockstep/detail/linkage.hpp"
 #include "lockstep/world/launch_options.hpp"
@@ -17,6 +19,13 @@ int launch_ranks(int argc, const char* const* argv,
 }  // namespace lockstep::detail
 
 namespace lockstep {
+
+/// Returns the command line without the flags that `launch` reads (see LaunchOptions) and their values, with
+/// a final null pointer as in main's argv. For a program that parses its arguments before `launch`.
+std::vector<char*> program_arguments(int argc, const char* const* argv, const LaunchOptions& options = {});
+
+/// Returns the help text of the flags that `launch` reads, one line each, for the program's own `--help`.
+std::string launch_help(const LaunchOptions& options = {});
 
 /// Runs `fn(World)` or `fn(World, argc, argv)` on every rank of the run. Call it as main's last statement.
 ///

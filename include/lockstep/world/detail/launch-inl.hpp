@@ -108,3 +108,16 @@ LOCKSTEP_INLINE int launch_ranks(int argc, const char* const* argv,
 }
 
 }  // namespace lockstep::detail
+
+namespace lockstep {
+
+LOCKSTEP_INLINE std::vector<char*> program_arguments(int argc, const char* const* argv,
+                                                     const LaunchOptions& options) {
+  return detail::program_arguments(argc, argv, options);
+}
+
+LOCKSTEP_INLINE std::string launch_help(const LaunchOptions& options) {
+  return detail::launch_help(options);
+}
+
+}  // namespace lockstep

@@ -14,6 +14,7 @@
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/log/log.hpp"
+#include "lockstep/world/detail/arguments.hpp"
 #include "lockstep/world/detail/cpu_affinity.hpp"
 #include "lockstep/world/detail/gpus.hpp"
 #include "lockstep/world/detail/supervisor.hpp"
@@ -21,92 +22,6 @@
 #include "lockstep/world/launch_options.hpp"
 
 namespace lockstep::detail {
-
-/// Returns the spellings of the flag for the number of processes.
-inline std::vector<std::string> nproc_flags(const LaunchOptions& options) {
-  if (options.nproc_flag.empty()) return {};
-  if (options.nproc_flag == LaunchOptions().nproc_flag) return {"--nproc", "--nproc-per-node"};
-  return {options.nproc_flag};
-}
-
-/// Returns 1 for `--flag`, 2 for `--flag=VALUE`, 0 for any other argument.
-inline int matches_flag(std::string_view argument, std::string_view flag) {
-  if (!argument.starts_with(flag)) return 0;
-  return argument.size() == flag.size() ? 1 : argument[flag.size()] == '=' ? 2 : 0;
-}
-
-/// Returns the value of `--flag VALUE` or `--flag=VALUE` in a command line. The last occurrence before `--`
-/// counts. Throws UsageError for a flag without a value.
-inline std::optional<std::string> argument_value(int argc, const char* const* argv,
-                                                 const std::vector<std::string>& flags) {
-  std::optional<std::string> value;
-  for (int i = 1; i < argc; ++i) {
-    const std::string_view argument = argv[i];
-    if (argument == "--") break;
-    for (const std::string& flag : flags) {
-      const int match = matches_flag(argument, flag);
-      if (match == 1 && ++i == argc) throw UsageError(detail::formatted("{} needs a value after it", flag));
-      if (match == 1) value = argv[i];
-      if (match == 2) value = argument.substr(flag.size() + 1);
-      if (match != 0) break;
-    }
-  }
-  return value;
-}
-
-/// Returns the command line without the flags that `launch` reads and their values, for the program's own
-/// parser. The last element is a null pointer.
-inline std::vector<char*> program_arguments(int argc, const char* const* argv, const LaunchOptions& options) {
-  auto flags = nproc_flags(options);
-  flags.insert(flags.end(), {"--prefix", "--timeout"});
-  std::vector<char*> kept;
-  bool over = false;  // after `--`
-  for (int i = 0; i < argc; ++i) {
-    const std::string_view argument = argv[i];
-    over = over || argument == "--";
-    int match = 0;
-    for (std::size_t f = 0; f < flags.size() && i > 0 && !over && match == 0; ++f)
-      match = matches_flag(argument, flags[f]);
-    if (match == 0) kept.push_back(const_cast<char*>(argv[i]));  // argv of main, which a program may change
-    if (match == 1) ++i;
-  }
-  kept.push_back(nullptr);
-  return kept;
-}
-
-/// Returns the value of `--nproc N`. Throws UsageError unless it is a whole number of at least 1.
-inline std::optional<int> nproc_argument(int argc, const char* const* argv,
-                                         const LaunchOptions& options = {}) {
-  const auto text = argument_value(argc, argv, nproc_flags(options));
-  if (!text) return std::nullopt;
-  const auto value = whole_number(*text);
-  if (!value || *value < 1)
-    throw UsageError(
-        detail::formatted("{} {} is not a number of processes: it must be a whole number, 1 or more",
-                          options.nproc_flag, *text));
-  return value;
-}
-
-/// Returns the value of `--timeout SECONDS`. Throws UsageError unless it is a whole number of at least 1.
-inline std::optional<int> timeout_argument(int argc, const char* const* argv) {
-  const auto text = argument_value(argc, argv, {"--timeout"});
-  if (!text) return std::nullopt;
-  const auto value = whole_number(*text);
-  if (!value || *value < 1)
-    throw UsageError(detail::formatted(
-        "--timeout {} is not a number of seconds: it must be a whole number, 1 or more", *text));
-  return value;
-}
-
-/// Returns the value of `--prefix auto|always|never`. Throws UsageError for any other value.
-inline std::optional<Prefix> prefix_argument(int argc, const char* const* argv) {
-  const auto text = argument_value(argc, argv, {"--prefix"});
-  if (!text) return std::nullopt;
-  if (*text == "auto") return Prefix::automatic;
-  if (*text == "always") return Prefix::always;
-  if (*text == "never") return Prefix::never;
-  throw UsageError(detail::formatted("--prefix {} is unknown: it must be auto, always or never", *text));
-}
 
 /// How `launch` runs: as one worker, or as the launching process of `nproc` ranks, of which `first` is the
 /// lowest.
@@ -150,8 +65,8 @@ inline LaunchPlan plan_launch(int argc, const char* const* argv, const LaunchOpt
   const std::string flag = options.nproc_flag.empty() ? "LaunchOptions::nproc" : options.nproc_flag;
   const auto gpus = options.gpus.empty() ? std::vector<int>{} : gpu_list(options.gpus);
   if (!gpus.empty()) plan.visible_devices = visible_devices_of(gpus, variables);
-  plan.prefix = prefix_argument(argc, argv).value_or(options.prefix);
-  plan.timeout = timeout_argument(argc, argv);
+  plan.prefix = prefix_argument(argc, argv, options).value_or(options.prefix);
+  plan.timeout = timeout_argument(argc, argv, options);
   timeout_variable(variables);
   const auto size = integer_variable(variables, "WORLD_SIZE", 1);
   const auto rank = integer_variable(variables, "RANK", 0);
