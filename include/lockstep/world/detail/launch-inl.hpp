@@ -99,7 +99,7 @@ LOCKSTEP_INLINE int launch_ranks(int argc, const char* const* argv,
   int code = 0;
   run_without_handlers([&] {
     const World world = World::from_environment();
-    auto arguments = program_arguments(argc, argv, options);
+    auto arguments = detail::program_arguments(argc, argv, options);
     code = exit_status(fn(world, static_cast<int>(arguments.size() - 1), arguments.data()));
     flush_stdout();
     world.leave(code);
