@@ -206,14 +206,14 @@ std::vector<std::string> convert_sync_batchnorm(M& model, Comm&& comm) {
   constexpr bool convertible = itself || requires {
     { *model } -> std::convertible_to<torch::nn::Module&>;
   };
-  constexpr bool meets = std::constructible_from<detail::BatchNormGroup, Comm>;
+  constexpr bool gathers = std::constructible_from<detail::BatchNormGroup, Comm>;
   static_assert(convertible,
                 "lockstep: convert_sync_batchnorm takes a torch::nn::Module, a holder of one, or a "
                 "torch::nn::AnyModule");
-  static_assert(meets,
+  static_assert(gathers,
                 "lockstep: convert_sync_batchnorm takes its ranks from a communicator that reduces, gathers "
                 "and splits, such as lockstep::GlooComm, or from a BatchNormGroup");
-  if constexpr (convertible && meets) {
+  if constexpr (convertible && gathers) {
     auto surgery = [&] {
       if constexpr (itself)
         return detail::BatchNormSurgery(model);

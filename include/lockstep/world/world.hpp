@@ -144,8 +144,8 @@ class World {
     ~Outcome();
   };
 
-  // Joins a call of local_zero_first: on every rank but the host's first, blocks until the first has finished.
-  // Returns the call's key in the store.
+  // Joins a call of local_zero_first: on every rank but the host's first, blocks until the first has
+  // finished. Returns the call's key in the store.
   std::string enter_local_zero_first(const LocalPlace& place, std::chrono::milliseconds limit) const;
 
   const detail::Rendezvous& rendezvous() const;

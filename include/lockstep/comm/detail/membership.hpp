@@ -430,9 +430,9 @@ class Membership {
     if (monitor_) monitor_->publish_departure(*status_);
   }
   /// Says farewell to the other ranks. The rank that hosts the store returns last: once every rank has said
-  /// farewell, or once every rank has left the group or ended, some of them without a farewell. Throws TimeoutError if the
-  /// store does not answer within the timeout, and on the hosting rank if a rank that still answers has not
-  /// left.
+  /// farewell, or once every rank has left the group or ended, some of them without a farewell. Throws
+  /// TimeoutError if the store does not answer within the timeout, and on the hosting rank if a rank that
+  /// still answers has not left.
   void farewell(const Call& call) {
     if (!monitor_) return;
     const bool last_to_leave = world_.hosts_store();

@@ -27,14 +27,14 @@ struct BatchNormSite : torch::CustomClassHolder {
   BatchNormSite(std::string module, std::shared_ptr<StatisticsExchange> exchange)
       : module(std::move(module)), exchange(std::move(exchange)) {}
 
-  /// Returns `meet(exchange)`, which runs a collective. Adds the module and the pass to its errors.
-  template <class Meet>
-  decltype(auto) meet(const char* pass, Meet&& meet) const {
+  /// Returns `collective(exchange)`. Adds the module and the pass to its errors.
+  template <class Collective>
+  decltype(auto) run(const char* pass, Collective&& collective) const {
     const auto named = [&](const Error& error) {
       return detail::formatted("{}, {}: {}", module, pass, error.what());
     };
     try {
-      return std::forward<Meet>(meet)(*exchange);
+      return std::forward<Collective>(collective)(*exchange);
     } catch (const TimeoutError& error) {
       throw TimeoutError(named(error), error.rank());
     } catch (const PeerError& error) {
@@ -73,7 +73,7 @@ struct SyncBatchNormFunction : torch::autograd::Function<SyncBatchNormFunction> 
     const BatchNormKernels& kernels = batch_norm_kernels(given, site->module);
     const at::Tensor input = given.contiguous(given.suggest_memory_format());
     const at::Tensor row = kernels.local(input, eps);
-    const at::Tensor rows = site->meet("forward", [&](auto& exchange) { return exchange.gather(row); });
+    const at::Tensor rows = site->run("forward", [&](auto& exchange) { return exchange.gather(row); });
     const JoinedStatistics joined = kernels.join(rows, input, eps, running);
     const at::Tensor scale = weight.value_or(at::Tensor()), shift = bias.value_or(at::Tensor());
     context->save_for_backward({input, scale, joined.mean, joined.invstd, joined.count});
@@ -107,7 +107,7 @@ struct SyncBatchNormFunction : torch::autograd::Function<SyncBatchNormFunction> 
       of_bias = sums.narrow(0, 0, channels).to(weight.scalar_type(), /*non_blocking=*/false, /*copy=*/true);
     }
     if (context->needs_input_grad(0)) {
-      site.meet("backward", [&](auto& exchange) { exchange.sum(sums); });
+      site.run("backward", [&](auto& exchange) { exchange.sum(sums); });
       of_input = kernels.input_gradient(gradient, input, weight, joined, sums);
     }
     return {of_input, of_weight, of_bias, {}, {}, {}};
