@@ -365,7 +365,7 @@ TEST_CASE("what would be lost is an error: a change in a short step, a frozen mo
   CHECK_THROWS_WITH(ddp(batch_of(0, 0)), ContainsSubstring("let one wrapper alone have that option"));
 }
 
-TEST_CASE("the full parameters outlive a wrapper that goes in the midst of a step, and a step given up") {
+TEST_CASE("the full parameters outlive a wrapper destroyed during a step, and an abandoned step") {
   Net net;
   const auto held = values(net);
   {

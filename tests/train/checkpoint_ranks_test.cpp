@@ -402,7 +402,7 @@ TEST_CASE("what does not fit a checkpoint is said on every rank, and the model s
         trainer->fit(data, loss,
                      lockstep::OnGradients{[&](const auto&) { trainer->save_checkpoint(file.path); }});
       },
-      "in the midst of a step");
+      "called during a step");
 }
 
 namespace {

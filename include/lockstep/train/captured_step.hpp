@@ -21,8 +21,9 @@
 #include "lockstep/grad/detail/capture_scope.hpp"
 #include "lockstep/grad/distributed_data_parallel.hpp"
 #include "lockstep/precision/precision.hpp"
-#include "lockstep/train/detail/policies.hpp"
+#include "lockstep/train/detail/training_step.hpp"
 #include "lockstep/train/extras.hpp"
+#include "lockstep/train/loss.hpp"
 
 namespace lockstep {
 
@@ -101,6 +102,27 @@ struct CheckedCapture {
       "device alone, such as GradientClip; CheckFinite and functions look at values on the host");
 };
 
+// The micro-batch source of a step with one batch, whose mean loss has the weight 1.
+template <class B>
+class SingleBatchSource {
+ public:
+  using Batch = B;
+  static constexpr bool counts_beforehand = true;
+
+  explicit SingleBatchSource(Batch& batch) : batch_(&batch) {}
+
+  void begin_step() {}
+  Batch* next() { return std::exchange(batch_, nullptr); }
+  [[nodiscard]] bool last() const { return true; }
+  [[nodiscard]] LocalLoss weigh(const at::Tensor& mean, const Batch&) const {
+    return {mean, mean.detach(), 1, 1};
+  }
+  [[nodiscard]] double samples(int ranks) const { return ranks; }
+
+ private:
+  Batch* batch_;
+};
+
 }  // namespace lockstep::detail
 
 namespace lockstep {
@@ -139,8 +161,6 @@ class CapturedStep
                const CaptureOptions& options = {}, Hook hook = {}, GradientCallbacks... callbacks)
       : graph_(std::move(graph)),
         comm_(comm),
-        optimizer_(optimizer),
-        precision_(precision),
         loss_(std::move(loss)),
         options_(options),
         callbacks_(std::move(callbacks)...) {
@@ -170,7 +190,9 @@ class CapturedStep
     check(optimizer);
     std::apply([&](auto&... part) { (check(part), ...); }, callbacks_);
     graph_.on_stream([&] { ddp_.emplace(model, comm, options_.ddp, std::move(hook)); });
-    parameters_ = ddp_->parameters();
+    // A graph needs the gradients at fixed addresses.
+    step_.emplace(ddp_->module(), *ddp_, comm, optimizer, precision, options_.ddp,
+                  detail::ClearGradients::fill_with_zeros);
   }
   CapturedStep(const CapturedStep&) = delete;
   CapturedStep& operator=(const CapturedStep&) = delete;
@@ -250,39 +272,27 @@ class CapturedStep
   }
 
   template <class Batch>
-  void run(Batch& batch) try {
+  void run(Batch& batch) {
     using Value = std::invoke_result_t<Loss&, M&, Batch&>;
     static_assert(std::convertible_to<Value, at::Tensor>,
                   "lockstep: the loss of a CapturedStep returns a tensor, the mean over the batch");
-    optimizer_.zero_grad(/*set_to_none=*/false);  // a graph needs the gradients at fixed addresses
-    ddp_->before_forward();
-    const at::Tensor loss =
-        precision_.forward([&]() -> at::Tensor { return std::invoke(loss_, ddp_->module(), batch); });
-    ddp_->backward(precision_.scale(loss));
-    if constexpr (detail::AgreeingPrecision<PrecisionType, Comm>)
-      if (!Hook::propagates_nan || !options_.ddp.ignored.empty()) precision_.agree(optimizer_, comm_);
-    if constexpr (sizeof...(GradientCallbacks) > 0) {
-      if constexpr (ScalingPrecision<PrecisionType>) precision_.unscale(optimizer_);
-      at::Tensor total_norm;
-      const Gradients gradients{0, steps_, parameters_, ddp_->named_parameters(), total_norm};
-      std::apply([&](auto&... hook) { (hook.on_gradients(gradients), ...); }, callbacks_);
-    }
-    precision_.step(optimizer_);
-    value_ = loss.detach();
-  } catch (...) {
-    if constexpr (requires { precision_.forget(); }) precision_.forget();
-    throw;
+    detail::SingleBatchSource source(batch);
+    std::tuple<> no_extras;
+    std::apply(
+        [&](auto&... callback) {
+          step_->run(source, loss_, {0, steps_}, no_extras, callback...);
+        },
+        callbacks_);
+    value_ = step_->losses()[0].reported;
   }
 
   Graph graph_;
   Comm& comm_;
-  Optimizer& optimizer_;
-  PrecisionType& precision_;
   Loss loss_;
   CaptureOptions options_;
   std::tuple<GradientCallbacks...> callbacks_;
   std::optional<DistributedDataParallel<M, Comm, Hook>> ddp_;
-  std::vector<at::Tensor> parameters_;
+  std::optional<detail::TrainingStep<M, Comm, Optimizer, PrecisionType, Hook>> step_;
   std::any batch_;                  // of the first batch's type, with the tensors that the graph reads
   std::vector<at::Tensor> inputs_;  // the tensors of batch_
   at::Tensor value_;

@@ -38,9 +38,8 @@
 #include "lockstep/train/detail/run_length.hpp"
 #include "lockstep/train/detail/run_position.hpp"
 #include "lockstep/train/detail/select_by_type.hpp"
-#include "lockstep/train/detail/skipped_steps.hpp"
-#include "lockstep/train/detail/step_gradients.hpp"
 #include "lockstep/train/detail/trainer_defaults.hpp"
+#include "lockstep/train/detail/training_step.hpp"
 #include "lockstep/train/evaluate.hpp"
 #include "lockstep/train/extras.hpp"
 #include "lockstep/train/loss.hpp"
@@ -75,9 +74,9 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
         precision_(detail::pick<PrecisionType>(detail::MakeDefault{}, given...)),
         extras_(detail::pick<Extras>(detail::MakeDefault{}, given...)...),
         ddp_(model_.get(), comm_, options_.ddp, detail::take_reduction<Reduction>(extras_)),
-        parameters_(ddp_.parameters()),
         optimizer_(detail::made_optimizer(extras_, ddp_.named_parameters(), options_)),
-        unstepped_(detail::not_held(parameters_, *optimizer_)) {
+        step_(model_.get(), ddp_, comm_, *optimizer_, precision_, options_.ddp,
+              detail::ClearGradients::set_to_none) {
     static_assert((detail::one_of<Given, Model, Comm, PrecisionType, Extras...> && ...),
                   "lockstep: a Trainer was given a value of a type that is none of its policies");
     position_.batch_size = options_.batch_size;
@@ -135,9 +134,9 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
   template <Checkpointed... Parts>
   void save_checkpoint(const std::filesystem::path& path, const Parts&... parts) {
     forbid_in_rank_zero_scope("save_checkpoint");
-    if (in_step_ && save_data_position_)
+    if (step_.running())
       throw detail::Common<UsageError>(
-          "save_checkpoint in the midst of a step: call it in an OnStep or OnEpoch hook");
+          "save_checkpoint was called during a step: call it in an OnStep or OnEpoch callback");
     auto run = checkpointed_run(parts...);
     write_checkpoint(run, path, [&] {
       if (save_data_position_) position_.skipped = skipped_.count();
@@ -242,7 +241,6 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
     const detail::RunLength length(options_, steps_in_epoch, position_.first_epoch, position_.first_step);
     Total so_far = resumed_ ? resumed_->loss : Total{};
     resumed_.reset();
-    in_step_ = false;
     const detail::Fitting fitting(position_, save_data_position_,
                                   [&source](auto& archive) { source.save(archive); });
     EpochReport report{};
@@ -272,11 +270,14 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
     meter_ = MeanMeter();
     meter_.add(so_far);
     while (done != plan.steps) {
-      if (!train_step(source, loss, callbacks...)) break;
-      for (const LocalLoss& local : losses_)
+      const double counted =
+          step_.run(source, loss, {position_.epoch, position_.step, position_.rates}, extras_, callbacks...);
+      if (counted == 0 && !Source::counts_beforehand && !detail::any_rank(source.had_data(), comm_)) break;
+      skipped_.add(step_.stepped());
+      for (const LocalLoss& local : step_.losses())
         meter_.add(local.reported, local.factor, local.count, position_.step);
-      const StepReport report{plan.epoch, position_.step++, done++,     plan.steps,
-                              losses_,    stepped_,         total_norm_};
+      const StepReport report{plan.epoch,      position_.step++,  done++, plan.steps, step_.losses(),
+                              step_.stepped(), step_.total_norm()};
       notify_all(report, callbacks...);
       if constexpr (!Source::counts_beforehand) warn_in_stream(plan.epoch);
       progress.advance(source.samples(comm_.size()),
@@ -296,68 +297,6 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
     return {plan.epoch, position_.step, total.mean(), elapsed.count(), skipped, peak_memory()};
   }
 
-  // Returns false if no rank had data left.
-  template <class Source, class Loss, class... Callbacks>
-  bool train_step(Source& source, Loss& loss, Callbacks&... callbacks) {
-    in_step_ = true;
-    stepped_ = true;
-    total_norm_.reset();
-    detail::aborting(comm_, [&] {
-      source.begin_step();
-      set_rates();
-      optimizer_->zero_grad();
-      for (const at::Tensor& parameter : unstepped_) parameter.mutable_grad().reset();
-      each_extra([&]<class E>([[maybe_unused]] E& extra) {
-        if constexpr (GradientCheck<E> && requires { extra.begin_step(); }) extra.begin_step();
-      });
-    });
-    bool more = true;
-    try {
-      const double counted =
-          detail::step_gradients(model_.get(), ddp_, comm_, precision_, source, loss, losses_);
-      if (counted == 0)
-        more = Source::counts_beforehand || detail::any_rank(source.had_data(), comm_);
-      else
-        step_optimizer(callbacks...);
-    } catch (...) {
-      if constexpr (requires { precision_.forget(); }) precision_.forget();
-      throw;
-    }
-    in_step_ = false;
-    return more;
-  }
-
-  template <class... Callbacks>
-  void step_optimizer(Callbacks&... callbacks) try {
-    if constexpr (detail::AgreeingPrecision<PrecisionType, Comm>)
-      if (!Reduction::propagates_nan || !options_.ddp.ignored.empty()) precision_.agree(*optimizer_, comm_);
-    show_gradients(callbacks...);
-    detail::aborting(comm_, [&] { stepped_ = precision_.step(*optimizer_); });
-    skipped_.add(stepped_);
-    if constexpr (StatefulHook<Reduction>)  // reading the outcome may synchronize
-      if (!stepped_) ddp_.rollback();
-  } catch (...) {
-    ddp_.rollback();  // the hook's state must match the parameters, which are those of the last step
-    throw;
-  }
-
-  template <class... Callbacks>
-  void show_gradients([[maybe_unused]] Callbacks&... callbacks) {
-    constexpr bool checked = (GradientCheck<Extras> || ...);
-    constexpr bool used = (GradientCallback<Extras> || ...) || (GradientCallback<Callbacks> || ...);
-    if constexpr (checked || used) {
-      const Gradients gradients{position_.epoch,         position_.step, parameters_,
-                                ddp_.named_parameters(), total_norm_,    Reduction::propagates_nan};
-      each_extra([&]<class E>([[maybe_unused]] E& extra) {
-        if constexpr (GradientCheck<E>) extra.check(gradients, comm_);
-      });
-      if constexpr (used) {
-        if constexpr (ScalingPrecision<PrecisionType>) precision_.unscale(*optimizer_);
-        notify_all(gradients, callbacks...);
-      }
-    }
-  }
-
   // A checkpoint also holds the extras, the precision and `parts` if they model Checkpointed.
   template <class... Parts>
   auto checkpointed_run(Parts&... parts) {
@@ -372,16 +311,6 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
     };
     return detail::CheckpointedRun{model_.module(), *optimizer_, position_, ddp_,
                                    comm_,           world_.log,  each_more};
-  }
-
-  void set_rates() {
-    each_extra([&]<class E>([[maybe_unused]] E& extra) {
-      if constexpr (Schedule<E>) {
-        const double factor = extra.rate_factor(position_.epoch, position_.step);
-        auto rate = position_.rates.begin();
-        for (auto& group : optimizer_->param_groups()) group.options().set_lr(*rate++ * factor);
-      }
-    });
   }
 
   template <class Function>
@@ -433,7 +362,7 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
         epoch, where);
   }
 
-  using Kept = detail::KeptOf<Model, Comm, Extras...>;
+  using Kept = detail::KeptOf<Model, Comm, PrecisionType, Extras...>;
 
   World world_;
   TrainerOptions options_;
@@ -442,19 +371,15 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
   PrecisionType precision_;
   std::tuple<Extras...> extras_;
   typename Kept::Ddp ddp_;
-  std::vector<at::Tensor> parameters_;
   std::unique_ptr<torch::optim::Optimizer> optimizer_;
-  std::vector<at::Tensor> unstepped_;  // not held by the optimizer, whose zero_grad() does not reach them
-  std::vector<LocalLoss> losses_;      // of the running step
-  MeanMeter meter_;                    // of the running epoch
+  typename Kept::Step step_;
+  MeanMeter meter_;  // of the running epoch
   detail::RunPosition position_;
   std::optional<detail::RankState> resumed_;     // of a loaded checkpoint, until the next `fit`
   detail::SaveDataPosition save_data_position_;  // saves the data position, inside `fit`
   detail::SkippedSteps skipped_;                 // of the running epoch
-  StepOutcome stepped_ = true;                   // of the running step
-  at::Tensor total_norm_;                        // of the running step, if a callback has set it
   detail::ParameterComparison<Reduction> compare_;
-  bool in_step_ = false, warned_of_loss_ = false, warned_in_stream_ = false;
+  bool warned_of_loss_ = false, warned_in_stream_ = false;
 };
 
 /// Deduces the model and the extras: `Trainer{world, options, Net(...), extras...}`.

@@ -7,6 +7,7 @@
 #include "lockstep/grad/distributed_data_parallel.hpp"
 #include "lockstep/precision/precision.hpp"
 #include "lockstep/train/detail/model_handle.hpp"
+#include "lockstep/train/detail/training_step.hpp"
 #include "lockstep/train/extras.hpp"
 #include "lockstep/train/loss.hpp"
 #include "lockstep/train/stream.hpp"
@@ -26,13 +27,6 @@ struct ReductionAmong<First, Rest...> {
 };
 template <class... Extras>
 using ReductionOf = typename ReductionAmong<Extras...>::type;
-
-// A precision whose ranks can agree on the steps to skip.
-template <class PrecisionType, class Comm>
-concept AgreeingPrecision = requires(PrecisionType& precision, torch::optim::Optimizer& optimizer,
-                                     Comm& comm) {
-  precision.agree(optimizer, comm);
-};
 
 // Diagnoses a Trainer's template arguments with one static_assert each. The Trainer derives from this class,
 // so that this message comes before the other errors that a wrong policy causes.
@@ -114,16 +108,18 @@ struct Nothing {
   explicit Nothing(Given&&...) {}
 };
 // The types of a Trainer's members, from its policies.
-template <class ModelType, class Comm, class... Extras>
+template <class ModelType, class Comm, class PrecisionType, class... Extras>
 struct KeptOf {
   using Model = Nothing;
   using Ddp = Nothing;
+  using Step = Nothing;
 };
-template <Model ModelType, class Comm, class... Extras>
+template <Model ModelType, class Comm, class PrecisionType, class... Extras>
 requires Reducing<Comm> && Gathering<Comm>
-struct KeptOf<ModelType, Comm, Extras...> {
+struct KeptOf<ModelType, Comm, PrecisionType, Extras...> {
   using Model = ModelHandle<ModelType>;
   using Ddp = DistributedDataParallel<ModelType, Comm, ReductionOf<Extras...>>;
+  using Step = TrainingStep<ModelType, Comm, torch::optim::Optimizer, PrecisionType, ReductionOf<Extras...>>;
 };
 
 }  // namespace lockstep::detail

@@ -8,7 +8,6 @@
 #include <memory>
 #include <tuple>
 #include <type_traits>
-#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -86,18 +85,6 @@ std::unique_ptr<torch::optim::Optimizer> made_optimizer(std::tuple<Extras...>& e
   } else {
     return std::make_unique<SGD>(tensors, SgdOptions{.lr = options.lr.value_or(1e-3)});
   }
-}
-
-/// Returns the parameters that are in none of the optimizer's groups.
-inline std::vector<at::Tensor> not_held(const std::vector<at::Tensor>& parameters,
-                                        const torch::optim::Optimizer& optimizer) {
-  std::unordered_set<const at::TensorImpl*> held;
-  for (const auto& group : optimizer.param_groups())
-    for (const at::Tensor& parameter : group.params()) held.insert(parameter.unsafeGetTensorImpl());
-  std::vector<at::Tensor> others;
-  for (const at::Tensor& parameter : parameters)
-    if (!held.contains(parameter.unsafeGetTensorImpl())) others.push_back(parameter);
-  return others;
 }
 
 }  // namespace lockstep::detail

@@ -1,0 +1,291 @@
+#pragma once
+
+#include <ATen/TensorOperators.h>
+#include <ATen/core/Tensor.h>
+#include <torch/optim/optimizer.h>
+
+#include <cmath>
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <span>
+#include <string>
+#include <tuple>
+#include <unordered_set>
+#include <vector>
+
+#include "lockstep/comm/detail/own_error.hpp"
+#include "lockstep/detail/format.hpp"
+#include "lockstep/error.hpp"
+#include "lockstep/grad/detail/capture_scope.hpp"
+#include "lockstep/grad/distributed_data_parallel.hpp"
+#include "lockstep/precision/precision.hpp"
+#include "lockstep/train/detail/collective_forward_check.hpp"
+#include "lockstep/train/detail/model_handle.hpp"
+#include "lockstep/train/extras.hpp"
+#include "lockstep/train/loss.hpp"
+
+namespace lockstep::detail {
+
+/// A precision whose ranks can agree on the steps to skip.
+template <class PrecisionType, class Comm>
+concept AgreeingPrecision = requires(PrecisionType& precision, torch::optim::Optimizer& optimizer,
+                                     Comm& comm) {
+  precision.agree(optimizer, comm);
+};
+
+/// Counts the steps that a precision skipped, without synchronizing with the device that holds the outcome.
+class SkippedSteps {
+ public:
+  SkippedSteps() = default;
+  explicit SkippedSteps(std::int64_t before) : known_(before) {}
+
+  void add(bool stepped) { known_ += stepped ? 0 : 1; }
+  void add(const StepOutcome& outcome) {
+    if (outcome.known()) return add(static_cast<bool>(outcome));
+    const at::Tensor& one = outcome.found_inf();
+    there_ = there_.defined() ? there_ + one.to(there_.device()) : one;
+  }
+
+  /// Returns the count. Synchronizes with the device if an outcome is known only there.
+  [[nodiscard]] std::int64_t count() const {
+    return known_ + (there_.defined() ? static_cast<std::int64_t>(there_.item<float>()) : 0);
+  }
+
+ private:
+  std::int64_t known_ = 0;
+  at::Tensor there_;
+};
+
+/// The position of a step in its run.
+struct StepPosition {
+  /// Zero-based, over the lifetime of the run.
+  std::int64_t epoch, step;
+  /// The learning rates of the optimizer's groups before any Schedule. A Schedule needs one for each group.
+  std::span<const double> base_rates = {};
+};
+
+/// How a step clears the gradients of the step before it: by `zero_grad()`, also for parameters that the
+/// optimizer does not hold, or by zeros at the same address, which a captured step needs.
+enum class ClearGradients { set_to_none, fill_with_zeros };
+
+/// Returns an empty sum times 0: its backward adds zeros, but runs the collectives that match those of the
+/// forward (SyncBatchNorm). Undefined if the sum has no graph or is not finite, since 0 times NaN is NaN.
+inline at::Tensor nothing_of(const at::Tensor& sum) {
+  return sum.defined() && sum.requires_grad() && std::isfinite(host_value(sum)) ? sum * 0 : at::Tensor();
+}
+
+/// One optimizer step of data-parallel training, the same for Trainer and CapturedStep: rates, forward and
+/// backward of each micro-batch, reduction, callbacks, and the optimizer's step or its skip. Keeps the state
+/// of the last step. Model, DistributedDataParallel, communicator, optimizer and precision must outlive it.
+template <class M, class Comm, class Optimizer, class PrecisionType, class Hook>
+class TrainingStep {
+ public:
+  using Ddp = DistributedDataParallel<M, Comm, Hook>;
+
+  /// `options` are those of `ddp`.
+  TrainingStep(M& model, Ddp& ddp, Comm& comm, Optimizer& optimizer, PrecisionType& precision,
+               const DdpOptions& options, ClearGradients clear)
+      : model_(model),
+        ddp_(ddp),
+        comm_(comm),
+        optimizer_(optimizer),
+        precision_(precision),
+        agrees_(!Hook::propagates_nan || !options.ignored.empty()),
+        clear_(clear),
+        parameters_(ddp.parameters()) {
+    if (clear_ == ClearGradients::set_to_none) find_unheld_parameters();
+  }
+
+  /// Runs one step with this rank's micro-batches, which `source` yields (see micro_batch_source.hpp), and
+  /// returns the total count of samples, or of counted items, of all ranks. If the count is 0, the optimizer
+  /// did not step. `extras` are called before `callbacks`; an extra may be a Schedule or a GradientCheck.
+  /// Collective.
+  ///
+  /// The reduced gradients are those of the mean over all samples of all ranks in the step. A rank without
+  /// data contributes zeros. If all counts are known beforehand, each mean is weighted before its backward;
+  /// for equal batches this is Python's arithmetic. Otherwise sums are reduced and divided by the total
+  /// count, which is reduced with them.
+  ///
+  /// An error of the data or the loss on this rank is reported to the other ranks, whose step throws too
+  /// instead of waiting. The communicator stays usable after a loss that threw, unless the model itself is
+  /// collective or the other ranks take more than two seconds to reach their backward. It is aborted after
+  /// other failures.
+  template <class Source, class Loss, class... Extras, class... Callbacks>
+  double run(Source& source, Loss& loss, const StepPosition& position, std::tuple<Extras...>& extras,
+             Callbacks&... callbacks) try {
+    running_ = true;
+    losses_.clear();
+    stepped_ = true;
+    total_norm_.reset();
+    const auto all = std::tuple_cat(std::apply([](auto&... extra) { return std::tie(extra...); }, extras),
+                                    std::tie(callbacks...));
+    aborting(comm_, [&] {
+      source.begin_step();
+      set_rates(position, extras);
+      clear_gradients();
+      each(extras, [&]<class E>([[maybe_unused]] E& extra) {
+        if constexpr (GradientCheck<E> && requires { extra.begin_step(); }) extra.begin_step();
+      });
+    });
+    const double counted = compute_gradients(source, loss);
+    if (counted != 0) update(position, extras, all);
+    running_ = false;
+    return counted;
+  } catch (...) {
+    running_ = false;
+    if constexpr (requires { precision_.forget(); }) precision_.forget();
+    throw;
+  }
+
+  [[nodiscard]] bool running() const { return running_; }
+  /// The state of the last step: the loss of each of this rank's micro-batches, whether the optimizer
+  /// stepped, and the norm that a GradientCallback set, if any.
+  [[nodiscard]] const std::vector<LocalLoss>& losses() const { return losses_; }
+  [[nodiscard]] const StepOutcome& stepped() const { return stepped_; }
+  [[nodiscard]] const at::Tensor& total_norm() const { return total_norm_; }
+
+ private:
+  template <class Parts, class Function>
+  static void each(Parts& parts, Function&& function) {
+    std::apply([&](auto&... part) { (function(part), ...); }, parts);
+  }
+
+  void find_unheld_parameters() {
+    std::unordered_set<const at::TensorImpl*> held;
+    for (const auto& group : optimizer_.param_groups())
+      for (const at::Tensor& parameter : group.params()) held.insert(parameter.unsafeGetTensorImpl());
+    for (const at::Tensor& parameter : parameters_)
+      if (!held.contains(parameter.unsafeGetTensorImpl())) unheld_.push_back(parameter);
+  }
+
+  void clear_gradients() {
+    optimizer_.zero_grad(/*set_to_none=*/clear_ == ClearGradients::set_to_none);
+    for (const at::Tensor& parameter : unheld_) parameter.mutable_grad().reset();
+  }
+
+  template <class Extras>
+  void set_rates(const StepPosition& position, Extras& extras) {
+    each(extras, [&]<class E>([[maybe_unused]] E& extra) {
+      if constexpr (Schedule<E>) {
+        const double factor = extra.rate_factor(position.epoch, position.step);
+        auto rate = position.base_rates.begin();
+        for (auto& group : optimizer_.param_groups()) group.options().set_lr(*rate++ * factor);
+      }
+    });
+  }
+
+  // The module whose forward and backward are collective, or an empty string.
+  [[nodiscard]] std::string collective_module() const {
+    if constexpr (Model<M>)
+      return meeting_module(module_of(model_));
+    else
+      return {};
+  }
+
+  // Throws DataError if an empty sum is not finite and the model is collective in its backward, so that the
+  // other ranks would wait for it.
+  void require_finite_nothing(const at::Tensor& sum) const {
+    if (!sum.defined() || !sum.requires_grad() || std::isfinite(host_value(sum))) return;
+    if (const std::string module = collective_module(); !module.empty())
+      throw DataError(detail::formatted(
+          "the loss is {} over a count of 0, and {} meets the other ranks in its backward: let the loss over "
+          "nothing be a sum of zeros, as cross_entropy with reduction sum is",
+          host_value(sum), module));
+  }
+
+  // Runs forward and backward of the micro-batches and reduces the gradients with the last one. Returns the
+  // total count.
+  template <class Source, class Loss>
+  double compute_gradients(Source& source, Loss& loss) {
+    constexpr bool weighed = Source::counts_beforehand && !CountedLoss<Loss, M, typename Source::Batch>;
+    ddp_.forget();  // the previous step may have been abandoned
+    double all = 0;
+    // After an error in this rank's forward, the other ranks wait in their backward, so it is reported there.
+    // A collective forward waits earlier, and a capture cannot report: abort then.
+    const auto tell_in_backward = [&] {
+      if (CaptureScope::active() || !collective_module().empty())
+        abort_for_others(comm_);
+      else
+        ddp_.fail_backward(std::current_exception(), !weighed);
+    };
+    // Under no_sync, gradients and counts are only accumulated.
+    const auto backward = [&](const LocalLoss& local) {
+      if (local.count == 0) aborting(comm_, [&] { require_finite_nothing(local.value); });
+      if constexpr (weighed)
+        ddp_.backward(precision_.scale(local.value));
+      else if (local.count == 0)
+        all = ddp_.backward_sum(nothing_of(local.value), 0);
+      else
+        all = ddp_.backward_sum(precision_.scale(local.value), local.count);
+    };
+    while (auto* batch = aborting(comm_, [&] { return source.next(); })) {
+      const auto accumulating = ddp_.no_sync(!source.last());
+      ddp_.before_forward();
+      LocalLoss& local = losses_.emplace_back(telling_own_error(
+          [&] {
+            return precision_.forward(
+                [&] { return source.weigh(std::invoke(loss, model_, *batch), *batch); });
+          },
+          tell_in_backward));
+      backward(local);
+      local.value.reset();  // frees the graph
+    }
+    if (losses_.empty()) {
+      ddp_.before_forward();  // joins the other ranks' buffer synchronization
+      if constexpr (weighed)
+        ddp_.backward_empty();
+      else
+        backward({{}, {}, 1, 0});
+    }
+    return weighed ? source.samples(1) : all;
+  }
+
+  // Shows the reduced gradients to the callbacks, and steps the optimizer or skips its step.
+  template <class Extras, class All>
+  void update(const StepPosition& position, Extras& extras, const All& all) try {
+    if constexpr (AgreeingPrecision<PrecisionType, Comm>)
+      if (agrees_) precision_.agree(optimizer_, comm_);
+    show_gradients(position, extras, all);
+    aborting(comm_, [&] { stepped_ = precision_.step(optimizer_); });
+    if constexpr (StatefulHook<Hook>)  // reading the outcome may synchronize
+      if (!stepped_) ddp_.rollback();
+  } catch (...) {
+    ddp_.rollback();  // the hook's state must match the parameters, which are those of the last step
+    throw;
+  }
+
+  template <class... Extras, class... All>
+  void show_gradients(const StepPosition& position, std::tuple<Extras...>& extras,
+                      const std::tuple<All&...>& all) {
+    constexpr bool checked = (GradientCheck<Extras> || ...);
+    constexpr bool used = (GradientCallback<All> || ...);
+    if constexpr (checked || used) {
+      const Gradients gradients{position.epoch,          position.step, parameters_,
+                                ddp_.named_parameters(), total_norm_,   Hook::propagates_nan};
+      each(extras, [&]<class E>([[maybe_unused]] E& extra) {
+        if constexpr (GradientCheck<E>) extra.check(gradients, comm_);
+      });
+      if constexpr (used) {
+        if constexpr (ScalingPrecision<PrecisionType>) precision_.unscale(optimizer_);
+        aborting(comm_, [&] { each(all, [&](auto& callback) { notify(callback, gradients); }); });
+      }
+    }
+  }
+
+  M& model_;
+  Ddp& ddp_;
+  Comm& comm_;
+  Optimizer& optimizer_;
+  PrecisionType& precision_;
+  bool agrees_;  // the reduction does not propagate every NaN, so the ranks agree on the steps to skip
+  ClearGradients clear_;
+  std::vector<at::Tensor> parameters_;
+  std::vector<at::Tensor> unheld_;  // not held by the optimizer, whose zero_grad() does not reach them
+  std::vector<LocalLoss> losses_;
+  StepOutcome stepped_ = true;
+  at::Tensor total_norm_;
+  bool running_ = false;
+};
+
+}  // namespace lockstep::detail
