@@ -9,7 +9,7 @@ install(TARGETS lockstep EXPORT lockstepTargets FILE_SET HEADERS)
 install(FILES include/lockstep/compiled.cpp DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/lockstep)
 install(EXPORT lockstepTargets NAMESPACE lockstep:: DESTINATION ${package})
 configure_package_config_file(cmake/lockstepConfig.cmake.in ${CMAKE_CURRENT_BINARY_DIR}/lockstepConfig.cmake
-  INSTALL_DESTINATION ${package} NO_SET_AND_CHECK_MACRO NO_CHECK_REQUIRED_COMPONENTS_MACRO)
+  INSTALL_DESTINATION ${package} PATH_VARS CMAKE_INSTALL_INCLUDEDIR NO_SET_AND_CHECK_MACRO NO_CHECK_REQUIRED_COMPONENTS_MACRO)
 write_basic_package_version_file(${CMAKE_CURRENT_BINARY_DIR}/lockstepConfigVersion.cmake
   COMPATIBILITY SameMinorVersion ARCH_INDEPENDENT)
 install(FILES
