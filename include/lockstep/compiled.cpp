@@ -4,6 +4,7 @@
 #define LOCKSTEP_COMPILED
 #endif
 
+#include "lockstep/comm/detail/agreement-inl.hpp"
 #include "lockstep/comm/detail/gloo_comm-inl.hpp"
 #include "lockstep/comm/detail/gloo_work-inl.hpp"
 #include "lockstep/comm/detail/with_device-inl.hpp"

@@ -30,9 +30,4 @@ TEST_CASE("a process that is alone has the same dataset as all") {
   CHECK_NOTHROW(lockstep::check_same_dataset(comm, 3));
 }
 
-TEST_CASE("ranks are told apart by what they have") {
-  CHECK(lockstep::detail::tell_apart({"5", "5", "7", "5", "6"}, " samples") ==
-        "ranks 0, 1, 3 have 5 samples; rank 2 has 7 samples; rank 4 has 6 samples");
-}
-
 }  // namespace same_dataset_test

@@ -53,7 +53,7 @@ MISUSES = {
     "caps-search": Misuse("the same with `find_unused_parameters` on both", "MismatchError", "bucket_cap_mb", "the construction"),
     "search": Misuse("`find_unused_parameters` on rank 1 alone", "MismatchError", "find_unused_parameters", "the construction"),
     "loaded": Misuse("a model loaded on rank 1 alone after wrapping; in lockstep `check_same_parameters` each step",
-                     "MismatchError", "have parted", "the check of step 1"),
+                     "MismatchError", "have diverged", "the check of step 1"),
     "nan": Misuse("NaN in rank 1's loss of step 2; in lockstep under `CheckFinite`",
                   "GradientError", "rank 1 has nan", "the backward of step 2"),
     "complex": Misuse("complex parameters"),

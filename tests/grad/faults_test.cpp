@@ -68,10 +68,17 @@ TEST_CASE("a parameter that takes no part on one rank ends all, named") {
 
 TEST_CASE("a model that differs on one rank ends all with one error that names the parameter") {
   const auto [mode, text] = GENERATE(table<std::string, std::string>({
-      {"shape", "parameter 2 'second.weight': rank 0 [8, 8] float32, rank 1 [12, 8] float32"},
-      {"dtype", "parameter 0 'first.weight': rank 0 [8, 8] float32, rank 1 [8, 8] float64"},
-      {"name", "parameter 0: rank 0 'first.weight' [8, 8] float32, rank 1 'fc.weight' [8, 8] float32"},
-      {"order", "parameter 4: rank 0 'third.weight' [8, 8] float32, rank 1 'fourth.weight' [8, 8] float32"},
+      {"shape",
+       "parameter 2 is 'second.weight' [8, 8] float32 on ranks 0, 2 and 'second.weight' [12, 8] float32 on "
+       "rank 1"},
+      {"dtype",
+       "parameter 0 is 'first.weight' [8, 8] float32 on ranks 0, 2 and 'first.weight' [8, 8] float64 on rank "
+       "1"},
+      {"name",
+       "parameter 0 is 'first.weight' [8, 8] float32 on ranks 0, 2 and 'fc.weight' [8, 8] float32 on rank 1"},
+      {"order",
+       "parameter 4 is 'third.weight' [8, 8] float32 on ranks 0, 2 and 'fourth.weight' [8, 8] float32 on "
+       "rank 1"},
   }));
   CAPTURE(mode);
   const auto ended =

@@ -1,4 +1,4 @@
-// Models that have parted are found by the bits of their parameters, and named where it is more than
+// Models that have diverged are found by the bits of their parameters, and named where it is more than
 // rounding.
 #include "lockstep/grad/same_model.hpp"
 

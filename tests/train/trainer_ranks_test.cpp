@@ -192,13 +192,14 @@ TEST_CASE("ranks start alike and draw differently") {
   if (test_world().size() > 1) CHECK(!same_on_all_ranks(trainer.comm(), drawn));
 }
 
-TEST_CASE("runs that ranks would not do alike are refused in words, the same on every rank", "[2+]") {
+TEST_CASE("runs that differ between the ranks are refused with the same error on every rank", "[2+]") {
   const auto& world = test_world();
+  const bool two = world.size() == 2;
   SECTION("unequal numbers of samples") {
     lockstep::Trainer<TinyNet, UnevenSampler> trainer{world, {}};
     const auto text = refused(trainer, three_classes(4 * world.size() + 1));
     CHECK_THAT(text, ContainsSubstring("the data is 5 samples an epoch on rank 0 and 4 samples an epoch on "
-                                       "rank 1"));
+                                       "rank"));
     CHECK(same_on_all_ranks(trainer.comm(), text));
   }
   SECTION("samplers that do not agree on who has what") {
@@ -208,21 +209,22 @@ TEST_CASE("runs that ranks would not do alike are refused in words, the same on 
   }
   SECTION("other numbers of micro-batches") {
     GlooTrainer trainer{world, {.accumulate = 1 + world.rank()}};
-    CHECK_THAT(refused(trainer, three_classes(40)),
-               ContainsSubstring("accumulate is 1 on rank 0 and 2 on rank 1"));
+    CHECK_THAT(
+        refused(trainer, three_classes(40)),
+        ContainsSubstring(fmt::format("accumulate is 1 on rank 0{}2 on rank 1", two ? " and " : ", ")));
   }
   SECTION("another rate, another order") {
     GlooTrainer faster{world, {.lr = world.rank() == 0 ? 0.1 : 0.01}};
-    CHECK_THAT(refused(faster, three_classes(40)),
-               ContainsSubstring("lr is 0.1 on rank 0 and 0.01 on rank 1"));
+    CHECK_THAT(refused(faster, three_classes(40)), ContainsSubstring("lr is 0.1 on rank 0 and 0.01 on rank"));
     GlooTrainer shuffled{world, {.shuffle = world.rank() == 0}};
     CHECK_THAT(refused(shuffled, three_classes(40)),
                ContainsSubstring("shuffle is true on rank 0 and false"));
   }
   SECTION("unequal batch sizes") {
     GlooTrainer trainer{world, {.batch_size = 4 + world.rank()}};
-    CHECK_THAT(refused(trainer, three_classes(40)),
-               ContainsSubstring("batch_size is 4 on rank 0 and 5 on rank 1"));
+    CHECK_THAT(
+        refused(trainer, three_classes(40)),
+        ContainsSubstring(fmt::format("batch_size is 4 on rank 0{}5 on rank 1", two ? " and " : ", ")));
   }
   SECTION("other data") {
     GlooTrainer trainer{world, {}};
@@ -250,7 +252,7 @@ TEST_CASE("parameters that part are found at the end of the epoch, alike on ever
     CHECK(train({}).empty());
     return;
   }
-  CHECK_THAT(train({}), ContainsSubstring("the ranks' models have parted: ") &&
+  CHECK_THAT(train({}), ContainsSubstring("the ranks' models have diverged: ") &&
                             ContainsSubstring(fmt::format("on rank {}", world.size() - 1)));
   CHECK(train({.compare_parameters = false}).empty());
   // A hook by which they part says so.

@@ -2,9 +2,9 @@
 
 #include <ATen/ops/empty.h>
 
-#include <string>
-#include <string_view>
+#include <optional>
 
+#include "lockstep/comm/agreement.hpp"
 #include "lockstep/comm/communicator.hpp"
 #include "lockstep/data/dataset.hpp"
 #include "lockstep/data/generator.hpp"
@@ -56,30 +56,6 @@ std::uint64_t fingerprint(D& dataset, std::size_t samples = 16) {
 
 }  // namespace lockstep
 
-namespace lockstep::detail {
-
-// Groups the ranks by value, in rank order: "rank 2 has 5", "ranks 1, 3 have 7".
-inline std::string tell_apart(const std::vector<std::string>& values, std::string_view unit) {
-  std::string text;
-  for (std::size_t i = 0; i < values.size(); ++i) {
-    bool told = false;
-    for (std::size_t j = 0; j < i; ++j) told = told || values[j] == values[i];
-    if (told) continue;
-    std::string ranks;
-    bool several = false;
-    for (std::size_t j = i; j < values.size(); ++j) {
-      if (values[j] != values[i]) continue;
-      several = several || j != i;
-      ranks += detail::formatted("{}{}", ranks.empty() ? "" : ", ", j);
-    }
-    text += detail::formatted("{}{} {} {} {}{}", text.empty() ? "" : "; ", several ? "ranks" : "rank", ranks,
-                              several ? "have" : "has", values[i], unit);
-  }
-  return text;
-}
-
-}  // namespace lockstep::detail
-
 namespace lockstep {
 
 /// Compares the length of the dataset over the ranks of `comm`, and its fingerprint if there is one.
@@ -88,18 +64,9 @@ namespace lockstep {
 template <Gathering C>
 void check_same_dataset(C& comm, std::size_t length,
                         std::optional<std::uint64_t> fingerprint = std::nullopt) {
-  const auto compare = [&comm](const std::string& value, std::string_view what, std::string_view unit) {
-    const std::vector<std::string> values = comm.all_gather_bytes(value);
-    for (const std::string& other : values) {
-      if (other != values.front())
-        throw MismatchError(
-            detail::formatted("the ranks do not have the same dataset, {} differs: {}. Give every rank the "
-                              "same files",
-                              what, detail::tell_apart(values, unit)));
-    }
-  };
-  compare(detail::formatted("{}", length), "its length", " samples");
-  compare(fingerprint ? detail::formatted("{:016x}", *fingerprint) : "none", "its fingerprint", "");
+  NamedValues values{{"its length", detail::formatted("{}", length)}};
+  if (fingerprint) values.emplace_back("its fingerprint", detail::formatted("{:016x}", *fingerprint));
+  require_equal(comm, values, "the ranks do not have the same dataset", "give every rank the same files");
 }
 
 /// Compares the dataset itself: its length, and its fingerprint if its samples can be hashed. Collective.

@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "lockstep/comm/detail/same_options.hpp"
+#include "lockstep/comm/agreement.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/grad/detail/bucket_plan.hpp"
 
@@ -105,8 +105,8 @@ inline std::vector<std::size_t> bucket_caps(const DdpOptions& options) {
 /// Returns the options that determine collectives and bits, which must be equal on every rank. `sparse` holds
 /// the names of the parameters with sparse gradients.
 template <class Hook>
-NamedOptions shared_options(const DdpOptions& options, const Hook& hook,
-                            const std::vector<std::string>& sparse) {
+NamedValues shared_options(const DdpOptions& options, const Hook& hook,
+                           const std::vector<std::string>& sparse) {
   static constexpr std::array gradients{"in_bucket", "gradient_as_bucket_view", "separate"};
   static constexpr std::array buffers{"none", "from_rank_zero", "average"};
   const auto text = [](bool on) { return on ? "true" : "false"; };
@@ -118,18 +118,18 @@ NamedOptions shared_options(const DdpOptions& options, const Hook& hook,
   };
   std::vector<std::string> caps;
   for (const double cap : options.bucket_cap_mb) caps.push_back(detail::formatted("{}", cap));
-  NamedOptions named{{"bucket_cap_mb", list(caps)},
-                     {"broadcast_buffers", buffers.at(static_cast<std::size_t>(options.broadcast_buffers))},
-                     {"gradients", gradients.at(static_cast<std::size_t>(options.gradients))},
-                     {"find_unused_parameters", text(options.find_unused_parameters)},
-                     {"static_graph", text(options.static_graph)},
-                     {"delayed.names", list(options.delayed.names)},
-                     {"delayed.until", "'" + options.delayed.until + "'"},
-                     {"param_dtype", dtype(options.param_dtype)},
-                     {"buffer_dtype", dtype(options.buffer_dtype)},
-                     {"init_sync", text(options.init_sync)},
-                     {"the list of sparse gradients", list(sparse)},
-                     {"the communication hook", std::string(hook.name())}};
+  NamedValues named{{"bucket_cap_mb", list(caps)},
+                    {"broadcast_buffers", buffers.at(static_cast<std::size_t>(options.broadcast_buffers))},
+                    {"gradients", gradients.at(static_cast<std::size_t>(options.gradients))},
+                    {"find_unused_parameters", text(options.find_unused_parameters)},
+                    {"static_graph", text(options.static_graph)},
+                    {"delayed.names", list(options.delayed.names)},
+                    {"delayed.until", "'" + options.delayed.until + "'"},
+                    {"param_dtype", dtype(options.param_dtype)},
+                    {"buffer_dtype", dtype(options.buffer_dtype)},
+                    {"init_sync", text(options.init_sync)},
+                    {"the list of sparse gradients", list(sparse)},
+                    {"the communication hook", std::string(hook.name())}};
   if constexpr (requires { hook.settings(); })
     for (auto& [name, value] : hook.settings())
       named.emplace_back("the hook's " + std::move(name), std::move(value));

@@ -14,8 +14,8 @@
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/autograd.h>
 
+#include "lockstep/comm/agreement.hpp"
 #include "lockstep/comm/communicator.hpp"
-#include "lockstep/comm/detail/same_errors.hpp"
 #include "lockstep/comm/local_comm.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
@@ -124,7 +124,7 @@ class DistributedDataParallel {
     if constexpr (alone)
       look();
     else
-      detail::check_on_every_rank(comm, look);
+      agree<UsageError>(comm, look);
     parameters_ = seen.tensors.parameters;
     state_->trained = seen.trained;
     state_->watched = detail::WatchedParameters(parameters_, options.ignored);

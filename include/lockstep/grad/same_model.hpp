@@ -16,8 +16,8 @@
 #include <ATen/ops/view_as_real.h>
 #include <c10/core/GradMode.h>
 
+#include "lockstep/comm/agreement.hpp"
 #include "lockstep/comm/communicator.hpp"
-#include "lockstep/detail/fnv1a.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/grad/model.hpp"
@@ -82,7 +82,7 @@ double check_same_parameters(const std::vector<NamedTensor>& parameters, Comm& c
                              double tolerance = 1e-3) {
   if (comm.size() == 1 || parameters.empty()) return 0;
   const c10::NoGradGuard no_grad;
-  const std::vector<std::string> digests = comm.all_gather_bytes(detail::digest_of(parameters));
+  const std::vector<std::string> digests = agree(comm, [&] { return detail::digest_of(parameters); });
   const std::size_t count = parameters.size();
   double worst = 0;
   std::string mine(count * sizeof(double), '\0');
@@ -98,7 +98,7 @@ double check_same_parameters(const std::vector<NamedTensor>& parameters, Comm& c
     const double distance = detail::relative_distance(parameters[i].tensor, comm);
     std::memcpy(&mine[8 * i], &distance, 8);
   }
-  const std::vector<std::string> distances = comm.all_gather_bytes(mine);
+  const std::vector<std::string> distances = agree(comm, [&] { return mine; });
   std::size_t farthest = differing[0], rank = 0;
   for (const std::size_t i : differing)
     for (std::size_t r = 0; r < distances.size(); ++r) {
@@ -111,11 +111,10 @@ double check_same_parameters(const std::vector<NamedTensor>& parameters, Comm& c
     }
   if (worst > tolerance) {
     const detail::RankNames name_of(comm);
-    throw MismatchError(detail::formatted(
-        "the ranks' models have parted: {} of {} parameters differ, most of all parameter {} '{}' on rank "
-        "{}, "
-        "which is {:.2g} of its norm away from rank {}'s; load, initialise and step the model alike on every "
-        "rank, and change gradients only in the same way",
+    throw detail::Common<MismatchError>(detail::formatted(
+        "the ranks' models have diverged: {} of {} parameters differ, most of all parameter {} '{}' on rank "
+        "{}, which is {:.2g} of its norm away from rank {}'s; load, initialise and step the model in the "
+        "same way on every rank, and change gradients only in the same way",
         differing.size(), count, farthest, parameters[farthest].name, name_of(rank), worst, name_of(0)));
   }
   return worst;
@@ -125,112 +124,30 @@ double check_same_parameters(const std::vector<NamedTensor>& parameters, Comm& c
 
 namespace lockstep::detail {
 
-/// The properties of one parameter or buffer that must be equal on every rank.
-struct TensorDescription {
-  std::string name, shape, dtype, trait;
-  bool operator==(const TensorDescription&) const = default;
-};
-
-/// The properties of a model that must be equal on every rank, in registration order.
-struct ModelDescription {
-  std::vector<TensorDescription> parameters, buffers;
-};
-
 inline std::string list_text(c10::IntArrayRef numbers) {
   std::string text = "[";
   for (const std::int64_t number : numbers) text += (text.size() > 1 ? ", " : "") + std::to_string(number);
   return text + "]";
 }
 
-inline TensorDescription describe(const NamedTensor& item) {
-  const at::Tensor& tensor = item.tensor;
-  std::string trait;
-  if (!tensor.is_contiguous()) trait = " with strides " + list_text(tensor.strides());
-  return {item.name, list_text(tensor.sizes()), dtype_name(tensor.scalar_type()), std::move(trait)};
-}
-
-inline ModelDescription describe(const std::vector<NamedTensor>& parameters,
-                                 const std::vector<NamedTensor>& buffers) {
-  ModelDescription model;
-  for (const NamedTensor& item : parameters) {
-    model.parameters.push_back(describe(item));
-    if (!item.tensor.requires_grad()) model.parameters.back().trait += ", without gradient";
-  }
-  for (const NamedTensor& item : buffers) model.buffers.push_back(describe(item));
-  return model;
-}
-
-/// Returns the description as bytes: all fields in order, each terminated by a zero byte.
-inline std::string serialize(const ModelDescription& model) {
-  std::string bytes;
-  auto put = [&](const std::string& field) { bytes.append(field.c_str(), field.size() + 1); };
-  put(std::to_string(model.parameters.size()));
-  for (const auto* list : {&model.parameters, &model.buffers})
-    for (const TensorDescription& item : *list)
-      for (const std::string* field : {&item.name, &item.shape, &item.dtype, &item.trait}) put(*field);
-  return bytes;
-}
-
-inline ModelDescription deserialize(std::string_view bytes) {
-  auto take = [&] {
-    const std::string_view field = bytes.substr(0, bytes.find('\0'));
-    bytes.remove_prefix(field.size() + 1);
-    return std::string(field);
+/// Returns the properties of a model that must be equal on every rank: name, shape, dtype, layout and
+/// requires_grad of each parameter and buffer, in registration order.
+inline NamedValues describe(const std::vector<NamedTensor>& parameters,
+                            const std::vector<NamedTensor>& buffers) {
+  NamedValues values;
+  const auto add = [&values](std::string_view kind, const std::vector<NamedTensor>& items, bool trained) {
+    for (std::size_t i = 0; i < items.size(); ++i) {
+      const at::Tensor& tensor = items[i].tensor;
+      std::string text = detail::formatted("'{}' {} {}", items[i].name, list_text(tensor.sizes()),
+                                           dtype_name(tensor.scalar_type()));
+      if (!tensor.is_contiguous()) text += " with strides " + list_text(tensor.strides());
+      if (trained && !tensor.requires_grad()) text += ", without gradient";
+      values.emplace_back(detail::formatted("{} {}", kind, i), std::move(text));
+    }
   };
-  ModelDescription model;
-  const std::size_t parameters = std::stoul(take());
-  while (!bytes.empty()) {
-    auto& list = model.parameters.size() < parameters ? model.parameters : model.buffers;
-    std::array<std::string, 4> fields;
-    for (std::string& field : fields) field = take();
-    list.push_back({fields[0], fields[1], fields[2], fields[3]});
-  }
-  return model;
-}
-
-/// Returns a short text that differs for different `bytes`.
-inline std::string digest(std::string_view bytes) {
-  return detail::formatted("{:016x}{:x}", fnv1a(bytes), bytes.size());
-}
-
-/// Returns the first difference between the lists of ranks `first` and `rank` as text, or nullopt if they are
-/// equal.
-inline std::optional<std::string> difference(std::string_view kind,
-                                             const std::vector<TensorDescription>& zero,
-                                             const std::vector<TensorDescription>& other, int first,
-                                             int rank) {
-  auto text = [](const TensorDescription& item, bool with_name) {
-    return detail::formatted("{}{} {}{}", with_name ? detail::formatted("'{}' ", item.name) : "", item.shape,
-                             item.dtype, item.trait);
-  };
-  for (std::size_t i = 0; i < std::min(zero.size(), other.size()); ++i) {
-    if (zero[i] == other[i]) continue;
-    const bool named = zero[i].name != other[i].name;
-    return detail::formatted("{} {}{}: rank {} {}, rank {} {}", kind, i,
-                             named ? "" : detail::formatted(" '{}'", zero[i].name), first,
-                             text(zero[i], named), rank, text(other[i], named));
-  }
-  if (zero.size() == other.size()) return std::nullopt;
-  const bool more = zero.size() > other.size();
-  const TensorDescription& extra = more ? zero[other.size()] : other[zero.size()];
-  return detail::formatted("rank {} has {} {}s, rank {} has {}: {} {} {} is on rank {} alone", first,
-                           zero.size(), kind, rank, other.size(), kind, std::min(zero.size(), other.size()),
-                           text(extra, true), more ? first : rank);
-}
-
-/// Returns one sentence about the first difference between the ranks' models, the same on every rank, or
-/// nullopt if they are equal.
-inline std::optional<std::string> model_difference(const std::vector<std::string>& serialized,
-                                                   const RankNames& name_of = {}) {
-  const ModelDescription zero = deserialize(serialized.at(0));
-  for (std::size_t rank = 1; rank < serialized.size(); ++rank) {
-    if (serialized[rank] == serialized[0]) continue;
-    const ModelDescription other = deserialize(serialized[rank]);
-    auto text = difference("parameter", zero.parameters, other.parameters, name_of(0), name_of(rank));
-    if (!text) text = difference("buffer", zero.buffers, other.buffers, name_of(0), name_of(rank));
-    if (text) return "the models of the ranks differ: " + *text + "; build the same model on every rank";
-  }
-  return std::nullopt;
+  add("parameter", parameters, true);
+  add("buffer", buffers, false);
+  return values;
 }
 
 }  // namespace lockstep::detail
@@ -239,17 +156,12 @@ namespace lockstep {
 
 /// Compares the parameters and buffers of all ranks: count, names, shapes, dtypes, layout, order and
 /// requires_grad. Collective. Throws the same MismatchError on every rank, with the parameter's name and its
-/// properties on two ranks.
+/// properties on each rank.
 template <Gathering Comm>
 void check_same_model(const std::vector<NamedTensor>& parameters, const std::vector<NamedTensor>& buffers,
                       Comm& comm) {
-  const std::string mine = detail::serialize(detail::describe(parameters, buffers));
-  const std::vector<std::string> digests = comm.all_gather_bytes(detail::digest(mine));
-  bool equal = true;
-  for (const std::string& digest : digests) equal = equal && digest == digests[0];
-  if (equal) return;
-  if (const auto text = detail::model_difference(comm.all_gather_bytes(mine), detail::RankNames(comm)))
-    throw MismatchError(*text);
+  require_equal(comm, detail::describe(parameters, buffers), "the models of the ranks differ",
+                "build the same model on every rank");
 }
 
 }  // namespace lockstep

@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "lockstep/comm/agreement.hpp"
 #include "lockstep/comm/communicator.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
@@ -52,12 +53,18 @@ class CheckFinite {
       reduced = not_finite(largest(gradients.parameters[watched_[first]->index].grad()));
       if (!reduced.empty()) break;
     }
-    if (!gradients.spread_nan) first = first_of_ranks(first, comm);
+    if (!gradients.spread_nan)
+      for (const std::string& there : agree(comm, [&] { return std::to_string(first); }))
+        first = std::min<std::size_t>(first, std::stoull(there));
     if (first == watched_.size()) return;
     // A hook may spread a NaN over its bucket: blame a gradient that was not finite before the reduction.
-    const std::size_t culprit = first_of_ranks(first_of_own(), comm);
-    if (culprit < watched_.size()) first = culprit;
-    throw GradientError(describe(*watched_[first], gradients) + blame(*watched_[first], reduced, comm));
+    const std::vector<std::string> own = agree(comm, [&] { return first_of_own(); });
+    std::size_t culprit = watched_.size();
+    for (const std::string& found : own)
+      if (!found.empty()) culprit = std::min<std::size_t>(culprit, std::stoull(found));
+    throw detail::Common<GradientError>(
+        describe(*watched_[culprit < watched_.size() ? culprit : first], gradients) +
+        blame(own, culprit, reduced, detail::RankNames(comm)));
   }
 
  private:
@@ -100,32 +107,25 @@ class CheckFinite {
         gradients.named_parameters[watch.index].name, gradients.step, gradients.epoch);
   }
 
-  // Returns the first parameter whose gradient on this rank was not finite before the reduction.
-  [[nodiscard]] std::size_t first_of_own() const {
-    std::size_t first = 0;
-    while (first < watched_.size() && not_finite(watched_[first]->own).empty()) ++first;
-    return first;
+  // Returns the first parameter whose gradient on this rank was not finite before the reduction, such as
+  // "3 nan", or an empty string.
+  [[nodiscard]] std::string first_of_own() const {
+    for (std::size_t i = 0; i < watched_.size(); ++i)
+      if (const std::string kind = not_finite(watched_[i]->own); !kind.empty())
+        return detail::formatted("{} {}", i, kind);
+    return {};
   }
 
-  // Returns the smallest index over all ranks. Collective.
-  template <Gathering C>
-  static std::size_t first_of_ranks(std::size_t here, C& comm) {
-    for (const std::string& there : comm.all_gather_bytes(std::to_string(here)))
-      here = std::min<std::size_t>(here, std::stoull(there));
-    return here;
-  }
-
-  // Returns the ranks that caused the error. Collective: every rank has found the same parameter.
-  template <Gathering C>
-  static std::string blame(const Watch& watch, const std::string& reduced, C& comm) {
-    const std::vector<std::string> kinds = comm.all_gather_bytes(not_finite(watch.own));
-    const detail::RankNames name_of(comm);
+  // Returns the ranks that caused the error: those with `culprit` as their first.
+  static std::string blame(const std::vector<std::string>& own, std::size_t culprit,
+                           const std::string& reduced, const detail::RankNames& name_of) {
     std::string ranks;
-    for (std::size_t rank = 0; rank < kinds.size(); ++rank)
-      if (!kinds[rank].empty())
-        ranks += detail::formatted("{}rank {} has {}", ranks.empty() ? "" : ", ", name_of(rank), kinds[rank]);
+    for (std::size_t rank = 0; rank < own.size(); ++rank)
+      if (!own[rank].empty() && std::stoull(own[rank]) == culprit)
+        ranks += detail::formatted("{}rank {} has {}", ranks.empty() ? "" : ", ", name_of(rank),
+                                   own[rank].substr(own[rank].find(' ') + 1));
     if (ranks.empty())
-      return detail::formatted("the ranks' own are finite, but together they came to {}",
+      return detail::formatted("it is finite on each rank, but {} after the reduction",
                                reduced.empty() ? "nan or inf" : reduced);
     return ranks + "; look at their batches of this step, or lower the learning rate";
   }

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "lockstep/comm/detail/same_errors.hpp"
+#include "lockstep/comm/agreement.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/optim/clip.hpp"
 #include "lockstep/train/extras.hpp"

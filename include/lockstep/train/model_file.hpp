@@ -18,9 +18,9 @@
 #include <torch/nn/module.h>
 #include <torch/serialize/archive.h>
 
+#include "lockstep/comm/agreement.hpp"
 #include "lockstep/comm/communicator.hpp"
 #include "lockstep/comm/detail/own_error.hpp"
-#include "lockstep/comm/detail/same_errors.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/grad/model.hpp"
@@ -267,44 +267,6 @@ inline void load_model(torch::nn::Module& model, const std::filesystem::path& pa
 
 }  // namespace lockstep
 
-namespace lockstep::detail {
-
-// Runs `work` on rank 0 and broadcasts the bytes that it returns. An exception becomes the same
-// CheckpointError on every rank.
-template <Gathering C, class Work>
-std::string on_rank_zero_for_all(C& comm, Work&& work) {
-  std::string answer;
-  if (comm.rank() == 0) {
-    try {
-      answer = '+' + work();
-    } catch (const std::exception& error) {
-      answer = '-' + std::string(error.what());
-    }
-  }
-  answer = comm.broadcast_bytes(answer, 0);
-  const bool failed = answer.at(0) == '-';
-  answer.erase(0, 1);
-  if (failed) throw Common<CheckpointError>(answer);
-  return answer;
-}
-
-// Runs `work`, which must not call a collective, on every rank. If it throws on some rank, every rank throws
-// the same CheckpointError, so that no rank waits for another.
-template <Gathering C, class Work>
-void on_every_rank(C& comm, Work&& work) {
-  std::string mine;
-  try {
-    work();
-  } catch (...) {
-    mine = first_line(std::current_exception());
-    if (mine.empty()) mine = "an exception without a text";
-  }
-  if (const auto text = joined_errors(comm.all_gather_bytes(mine), RankNames(comm)))
-    throw Common<CheckpointError>(*text);
-}
-
-}  // namespace lockstep::detail
-
 namespace lockstep {
 
 /// Writes rank 0's model atomically. Collective: every rank returns once the file is written, or throws the
@@ -312,10 +274,7 @@ namespace lockstep {
 template <Gathering C>
 void save_model(const torch::nn::Module& model, const std::filesystem::path& path, C& comm) {
   forbid_in_rank_zero_scope("save_model");
-  detail::on_rank_zero_for_all(comm, [&] {
-    save_model(model, path);
-    return std::string();
-  });
+  agree_with_rank_zero<CheckpointError>(comm, [&] { save_model(model, path); });
 }
 
 /// Reads a model on rank 0 and copies it to every rank; the other ranks need no access to the file.
@@ -323,8 +282,8 @@ void save_model(const torch::nn::Module& model, const std::filesystem::path& pat
 template <Gathering C>
 void load_model(torch::nn::Module& model, const std::filesystem::path& path, C& comm) {
   forbid_in_rank_zero_scope("load_model");
-  const std::string bytes = detail::on_rank_zero_for_all(comm, [&] { return read_whole(path); });
-  detail::on_every_rank(comm, [&] { deserialize_model(model, bytes, path.string()); });
+  const std::string bytes = agree_with_rank_zero<CheckpointError>(comm, [&] { return read_whole(path); });
+  agree<CheckpointError>(comm, [&] { deserialize_model(model, bytes, path.string()); });
 }
 
 }  // namespace lockstep

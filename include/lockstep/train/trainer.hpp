@@ -18,9 +18,9 @@
 #include <utility>
 #include <vector>
 
+#include "lockstep/comm/agreement.hpp"
 #include "lockstep/comm/communicator.hpp"
 #include "lockstep/comm/detail/own_error.hpp"
-#include "lockstep/comm/detail/same_errors.hpp"
 #include "lockstep/comm/gloo_comm.hpp"
 #include "lockstep/data/distributed_sampler.hpp"
 #include "lockstep/data/loader.hpp"
@@ -272,7 +272,7 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
     while (done != plan.steps) {
       const double counted =
           step_.run(source, loss, {position_.epoch, position_.step, position_.rates}, extras_, callbacks...);
-      if (counted == 0 && !Source::counts_beforehand && !detail::any_rank(source.had_data(), comm_)) break;
+      if (counted == 0 && !Source::counts_beforehand && !any_rank(comm_, source.had_data())) break;
       skipped_.add(step_.stepped());
       for (const LocalLoss& local : step_.losses())
         meter_.add(local.reported, local.factor, local.count, position_.step);
@@ -331,8 +331,9 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
   void warn_of_loss(std::int64_t epoch) {
     if (std::exchange(warned_of_loss_, true)) return;
     const std::optional<std::int64_t> own = meter_.first_not_finite();
-    const std::vector<std::string> all =
-        comm_.all_gather_bytes(own ? std::to_string(*own) + (warned_in_stream_ ? " warned" : "") : "");
+    const std::vector<std::string> all = agree(comm_, [&] {
+      return own ? std::to_string(*own) + (warned_in_stream_ ? " warned" : "") : std::string();
+    });
     std::optional<std::pair<std::int64_t, std::size_t>> first;
     for (std::size_t rank = 0; rank < all.size(); ++rank)
       if (!all[rank].empty())

@@ -1,7 +1,5 @@
 #pragma once
 
-#include <c10/util/Exception.h>
-
 #include <chrono>
 #include <cstdint>
 #include <exception>
@@ -12,30 +10,14 @@
 #include <utility>
 #include <vector>
 
+#include "lockstep/comm/agreement.hpp"
 #include "lockstep/comm/communicator.hpp"
-#include "lockstep/comm/detail/same_errors.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/detail/linkage.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/world/detail/store_keys.hpp"
 
 namespace lockstep::detail {
-
-/// Returns the first line of an exception's text, without LibTorch's stack trace.
-inline std::string first_line(const std::exception& error) {
-  const auto* known = dynamic_cast<const c10::Error*>(&error);
-  const std::string text = known ? known->what_without_backtrace() : error.what();
-  return text.substr(0, text.find('\n'));
-}
-inline std::string first_line(const std::exception_ptr& error) {
-  try {
-    std::rethrow_exception(error);
-  } catch (const std::exception& e) {
-    return first_line(e);
-  } catch (...) {
-    return "an exception of unknown type";
-  }
-}
 
 /// Runs `part`, which the other ranks may come to wait for. If `part` throws an error that the other ranks
 /// cannot know of, calls `tell()` inside the handler and rethrows.

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "lockstep/comm/agreement.hpp"
 #include "lockstep/comm/communicator.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
@@ -77,7 +78,7 @@ void throw_what_ranks_report(C& comm, const BackwardReport& mine, const std::vec
                              const std::exception_ptr& failure) {
   bool any = false, thrown = false;
   std::vector<BackwardReport> reports;
-  for (const std::string& bytes : comm.all_gather_bytes(serialize(mine))) {
+  for (const std::string& bytes : agree(comm, [&] { return serialize(mine); })) {
     any = any || !bytes.empty();
     thrown = thrown || reports.emplace_back(deserialize_report(bytes)).thrown;
   }

@@ -9,8 +9,8 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
 
+#include "lockstep/comm/agreement.hpp"
 #include "lockstep/comm/communicator.hpp"
-#include "lockstep/comm/detail/same_options.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/grad/ddp_options.hpp"
@@ -91,9 +91,8 @@ void start_alike(const SeenModel& seen, const DdpOptions& options, const Hook& h
   std::vector<std::string> names;
   for (std::size_t i = 0; i < trained.size(); ++i)
     if (sparse[i]) names.push_back(trained[i].name);
-  if (const auto text = option_difference(shared_options(options, hook, names), comm))
-    throw MismatchError("the ranks reduce gradients unlike: " + *text +
-                        "; give every rank the same model, DdpOptions and hook");
+  require_equal(comm, shared_options(options, hook, names), "the ranks reduce gradients differently",
+                "give every rank the same model, DdpOptions and hook");
   if (options.init_sync) check_same_model(tensors.parameters, tensors.buffers, comm);
   if (trained.empty()) return;  // the caller throws
   for (std::size_t i = 0; i < trained.size(); ++i)

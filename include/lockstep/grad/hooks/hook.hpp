@@ -11,8 +11,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "lockstep/comm/agreement.hpp"
 #include "lockstep/comm/communicator.hpp"
-#include "lockstep/comm/detail/same_options.hpp"
 
 namespace lockstep {
 
@@ -34,7 +34,7 @@ struct GradientBucket {
 };
 
 /// A hook's settings: names and values as text.
-using HookSettings = detail::NamedOptions;
+using HookSettings = NamedValues;
 
 /// A hook's persistent state: names and tensors.
 using HookState = std::vector<std::pair<std::string, at::Tensor>>;

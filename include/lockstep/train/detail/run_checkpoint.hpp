@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "lockstep/comm/agreement.hpp"
 #include "lockstep/grad/ddp_options.hpp"
 #include "lockstep/grad/hooks/hook.hpp"
 #include "lockstep/grad/model.hpp"
@@ -87,11 +88,11 @@ RankState own_state(Run& run, BufferPolicy buffers, MeanMeter& meter,
 template <class Run, class OwnState>
 void write_checkpoint(Run run, const std::filesystem::path& path, OwnState&& own_state) {
   std::string own;
-  on_every_rank(run.comm, [&] { own = own_state().bytes(); });
+  agree<CheckpointError>(run.comm, [&] { own = own_state().bytes(); });
   const std::vector<std::size_t> order = run.ddp.bucket_order();
   if (auto* sharded = dynamic_cast<ShardedState*>(&run.optimizer)) sharded->consolidate(0);
   const std::vector<std::string> ranks = gather_on_rank_zero(run.comm, std::move(own));
-  on_rank_zero_for_all(run.comm, [&] {
+  agree_with_rank_zero<CheckpointError>(run.comm, [&] {
     torch::serialize::OutputArchive archive;
     CheckpointWriter writer(archive);
     writer.add(checkpoint_model, run.model);
@@ -100,7 +101,6 @@ void write_checkpoint(Run run, const std::filesystem::path& path, OwnState&& own
     writer.add_ranks(ranks, order);
     run.each_more([&](const std::string& key, const auto& part) { writer.add(key, part); });
     write_whole(path, bytes_of(archive));
-    return std::string();
   });
 }
 
@@ -142,12 +142,12 @@ inline void take_buffers(const torch::nn::Module& model, const std::vector<at::T
 /// model and the position last, after everything that can fail.
 template <class Run>
 std::optional<RankState> read_checkpoint(Run run, const std::filesystem::path& path, bool required) {
-  const std::string bytes = on_rank_zero_for_all(
+  const std::string bytes = agree_with_rank_zero<CheckpointError>(
       run.comm, [&] { return required || std::filesystem::exists(path) ? read_whole(path) : std::string(); });
   if (bytes.empty()) return std::nullopt;
   // Every rank must have finished a part before any begins the next, which may call collectives.
   const auto on_all = [&](auto&& read) {
-    on_every_rank(run.comm, [&] { reading_file(path.string(), bytes, read); });
+    agree<CheckpointError>(run.comm, [&] { reading_file(path.string(), bytes, read); });
   };
   std::optional<CheckpointReader> reader;
   std::vector<std::pair<at::Tensor, at::Tensor>> tensors;

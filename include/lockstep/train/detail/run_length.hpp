@@ -7,8 +7,8 @@
 #include <string>
 #include <vector>
 
+#include "lockstep/comm/agreement.hpp"
 #include "lockstep/comm/communicator.hpp"
-#include "lockstep/comm/detail/same_options.hpp"
 #include "lockstep/data/same_dataset.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
@@ -75,25 +75,22 @@ void check_same_plan(const std::string& data, const TrainerOptions& options, C& 
     return given ? std::to_string(*given) : "none";
   };
   const auto flag = [](bool on) { return on ? "true" : "false"; };
-  const auto text = option_difference({{"batch_size", std::to_string(options.batch_size)},
-                                       {"accumulate", std::to_string(options.accumulate)},
-                                       {"epochs", number(options.epochs)},
-                                       {"steps", number(options.steps)},
-                                       {"seed", std::to_string(options.seed)},
-                                       {"lr", options.lr ? detail::formatted("{}", *options.lr) : "none"},
-                                       {"shuffle", flag(options.shuffle)},
-                                       {"drop_last", flag(options.drop_last)},
-                                       {"pad", flag(options.pad)},
-                                       {"compare_parameters", flag(options.compare_parameters)},
-                                       {"the data", data}},
-                                      comm);
-  if (text)
-    throw MismatchError(detail::formatted(
-        "the ranks would not train alike: {}; give every rank the same options, and a sampler "
-        "that gives each "
-        "the same number of samples or tells what each is given (CountingSampler), such as "
-        "DistributedSampler",
-        *text));
+  require_equal(
+      comm,
+      {{"batch_size", std::to_string(options.batch_size)},
+       {"accumulate", std::to_string(options.accumulate)},
+       {"epochs", number(options.epochs)},
+       {"steps", number(options.steps)},
+       {"seed", std::to_string(options.seed)},
+       {"lr", options.lr ? detail::formatted("{}", *options.lr) : "none"},
+       {"shuffle", flag(options.shuffle)},
+       {"drop_last", flag(options.drop_last)},
+       {"pad", flag(options.pad)},
+       {"compare_parameters", flag(options.compare_parameters)},
+       {"the data", data}},
+      "the ranks would train differently",
+      "give every rank the same options, and a sampler that gives each rank the same number of samples or "
+      "knows the number of each (CountingSampler), such as DistributedSampler");
 }
 
 /// Compares the dataset, the samples of each rank and the options over the ranks. Compares the dataset by its
@@ -109,14 +106,6 @@ void check_same_run(D& dataset, const std::vector<std::size_t>& samples_of_ranks
   else
     check_same_dataset(comm, dataset_size(dataset));
   check_same_plan(samples_text(samples_of_ranks), options, comm);
-}
-
-/// Returns whether `here` is true on any rank. Collective and blocking.
-template <Gathering C>
-bool any_rank(bool here, C& comm) {
-  if (comm.size() == 1) return here;
-  const std::vector<std::string> all = comm.all_gather_bytes(here ? "1" : "");
-  return std::any_of(all.begin(), all.end(), [](const std::string& said) { return !said.empty(); });
 }
 
 /// Throws UsageError if the options ask for several epochs of a stream that cannot be restarted.

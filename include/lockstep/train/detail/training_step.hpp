@@ -178,7 +178,7 @@ class TrainingStep {
   // The module whose forward and backward are collective, or an empty string.
   [[nodiscard]] std::string collective_module() const {
     if constexpr (Model<M>)
-      return meeting_module(module_of(model_));
+      return detail::collective_module(module_of(model_));
     else
       return {};
   }
@@ -189,8 +189,8 @@ class TrainingStep {
     if (!sum.defined() || !sum.requires_grad() || std::isfinite(host_value(sum))) return;
     if (const std::string module = collective_module(); !module.empty())
       throw DataError(detail::formatted(
-          "the loss is {} over a count of 0, and {} meets the other ranks in its backward: let the loss over "
-          "nothing be a sum of zeros, as cross_entropy with reduction sum is",
+          "the loss is {} over a count of 0, and {} is collective in its backward: return a sum of zeros for "
+          "an empty batch, as cross_entropy with reduction sum does",
           host_value(sum), module));
   }
 

@@ -1,0 +1,118 @@
+#pragma once
+
+#include <algorithm>
+#include <concepts>
+#include <exception>
+#include <string>
+#include <string_view>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "lockstep/comm/communicator.hpp"
+#include "lockstep/detail/linkage.hpp"
+#include "lockstep/error.hpp"
+
+namespace lockstep {
+
+/// Values by name, as text, in an order that is equal on every rank. Neither contains a zero byte.
+using NamedValues = std::vector<std::pair<std::string, std::string>>;
+
+}  // namespace lockstep
+
+namespace lockstep::detail {
+
+/// Marks an error that every rank throws together, so that no rank needs to publish it.
+struct ThrownByAll {};
+template <class E>
+struct Common : E, ThrownByAll {
+  using E::E;
+};
+
+/// Returns the first line of an exception's text, without LibTorch's stack trace.
+std::string first_line(const std::exception& error);
+std::string first_line(const std::exception_ptr& error);
+
+/// The outcome of a local computation as it is sent to other ranks: '+' and the returned bytes, or '-' and
+/// the first line of the exception's text.
+template <class Local>
+std::string outcome_of(Local&& local) noexcept try {
+  if constexpr (std::is_void_v<std::invoke_result_t<Local&>>) {
+    local();
+    return "+";
+  } else {
+    return '+' + std::string(local());
+  }
+} catch (...) {
+  return '-' + first_line(std::current_exception());
+}
+
+/// Returns one text for all failed outcomes, equal on every rank: the text alone if every rank failed with
+/// it, otherwise "rank 1: ...; rank 3: ...". An empty string if none failed.
+std::string failures_text(const std::vector<std::string>& outcomes, const RankNames& name_of);
+
+/// Returns the values as bytes: each name and value, terminated by a zero byte.
+std::string serialize(const NamedValues& values);
+
+/// Returns a short text that differs for different `bytes`.
+std::string digest(std::string_view bytes);
+
+/// Describes the first value that differs between two ranks, equally on every rank: "seed is 1 on ranks 0, 2
+/// and 3 on rank 1". `serialized` holds each rank's values. An empty string if all are equal.
+std::string first_difference(const std::vector<std::string>& serialized, const RankNames& name_of = {});
+
+}  // namespace lockstep::detail
+
+namespace lockstep {
+
+/// Runs `local()` on every rank and returns the results of all ranks, by rank. `local` returns bytes (any
+/// length) or void, and calls no collective. If it throws on any rank, every rank throws the same E, with the
+/// text of each rank that threw, so that no rank waits for another. Collective and blocking.
+template <std::derived_from<Error> E = UsageError, Gathering C, class Local>
+std::vector<std::string> agree(C& comm, Local&& local) {
+  std::vector<std::string> outcomes = comm.all_gather_bytes(detail::outcome_of(local));
+  if (const std::string text = detail::failures_text(outcomes, detail::RankNames(comm)); !text.empty())
+    throw detail::Common<E>(text);
+  for (std::string& outcome : outcomes) outcome.erase(0, 1);
+  return outcomes;
+}
+
+/// Runs `local()` on rank 0 alone and returns its result on every rank. `local` is as for `agree`. If it
+/// throws, every rank throws the same E. Collective and blocking.
+template <std::derived_from<Error> E = UsageError, Gathering C, class Local>
+std::string agree_with_rank_zero(C& comm, Local&& local) {
+  std::string outcome = comm.broadcast_bytes(comm.rank() == 0 ? detail::outcome_of(local) : std::string(), 0);
+  const bool failed = outcome.at(0) == '-';
+  outcome.erase(0, 1);
+  if (failed) throw detail::Common<E>(outcome);
+  return outcome;
+}
+
+/// Compares `values` over the ranks. Throws the same E on every rank unless all are equal: "`claim`: seed is
+/// 1 on rank 0 and 3 on rank 1; `remedy`". Sends a digest, and the values only if they differ. Collective and
+/// blocking.
+template <std::derived_from<Error> E = MismatchError, Gathering C>
+void require_equal(C& comm, const NamedValues& values, std::string_view claim, std::string_view remedy) {
+  if (comm.size() == 1) return;
+  const std::string own = detail::serialize(values);
+  const std::vector<std::string> digests = comm.all_gather_bytes(detail::digest(own));
+  if (std::all_of(digests.begin(), digests.end(), [&](const auto& other) { return other == digests[0]; }))
+    return;
+  throw detail::Common<E>(std::string(claim) + ": " +
+                          detail::first_difference(comm.all_gather_bytes(own), detail::RankNames(comm)) +
+                          "; " + std::string(remedy));
+}
+
+/// Returns whether `here` is true on any rank. Collective and blocking.
+template <Gathering C>
+bool any_rank(C& comm, bool here) {
+  if (comm.size() == 1) return here;
+  const std::vector<std::string> all = comm.all_gather_bytes(here ? "1" : "");
+  return std::any_of(all.begin(), all.end(), [](const std::string& there) { return !there.empty(); });
+}
+
+}  // namespace lockstep
+
+#ifndef LOCKSTEP_COMPILED
+#include "lockstep/comm/detail/agreement-inl.hpp"
+#endif

@@ -1,0 +1,98 @@
+#pragma once
+
+#include <c10/util/Exception.h>
+
+#include <cstddef>
+
+#include "lockstep/comm/agreement.hpp"
+#include "lockstep/detail/fnv1a.hpp"
+#include "lockstep/detail/format.hpp"
+#include "lockstep/world/detail/printable.hpp"
+
+namespace lockstep::detail {
+
+LOCKSTEP_INLINE std::string first_line(const std::exception& error) {
+  const auto* known = dynamic_cast<const c10::Error*>(&error);
+  const std::string text = known ? known->what_without_backtrace() : error.what();
+  return text.substr(0, text.find('\n'));
+}
+LOCKSTEP_INLINE std::string first_line(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const std::exception& e) {
+    return first_line(e);
+  } catch (...) {
+    return "an exception of unknown type";
+  }
+}
+
+LOCKSTEP_INLINE std::string failures_text(const std::vector<std::string>& outcomes,
+                                          const RankNames& name_of) {
+  const auto text_of = [](const std::string& outcome) {
+    return outcome.size() > 1 ? printable(outcome.substr(1)) : std::string("an exception without a text");
+  };
+  bool equal = true;
+  std::string text;
+  for (std::size_t rank = 0; rank < outcomes.size(); ++rank) {
+    equal = equal && outcomes[rank] == outcomes[0];
+    if (outcomes[rank].at(0) == '-')
+      text += detail::formatted("{}rank {}: {}", text.empty() ? "" : "; ", name_of(rank),
+                                text_of(outcomes[rank]));
+  }
+  return !text.empty() && equal ? text_of(outcomes[0]) : text;
+}
+
+LOCKSTEP_INLINE std::string serialize(const NamedValues& values) {
+  std::string bytes;
+  for (const auto& [name, value] : values)
+    for (const std::string* field : {&name, &value}) bytes.append(field->c_str(), field->size() + 1);
+  return bytes;
+}
+
+LOCKSTEP_INLINE std::string digest(std::string_view bytes) {
+  return detail::formatted("{:016x}{:x}", fnv1a(bytes), bytes.size());
+}
+
+LOCKSTEP_INLINE std::string first_difference(const std::vector<std::string>& serialized,
+                                             const RankNames& name_of) {
+  const auto next = [](std::string_view& rest) {
+    const std::string_view field = rest.substr(0, rest.find('\0'));
+    rest.remove_prefix(field.size() + 1);
+    return field;
+  };
+  std::vector<std::string_view> rests(serialized.begin(), serialized.end());
+  // The n-th values of all ranks, for each n. A list that has ended has an absent value.
+  while (std::any_of(rests.begin(), rests.end(), [](std::string_view rest) { return !rest.empty(); })) {
+    std::string_view name;
+    std::vector<std::pair<std::string_view, std::vector<std::size_t>>> groups;  // ranks by value
+    for (std::size_t rank = 0; rank < rests.size(); ++rank) {
+      std::string_view value = "absent";
+      if (!rests[rank].empty()) {
+        name = next(rests[rank]);
+        value = next(rests[rank]);
+        if (value.empty()) value = "empty";
+      }
+      auto group = std::find_if(groups.begin(), groups.end(), [&](auto& g) { return g.first == value; });
+      if (group == groups.end()) group = groups.insert(group, {value, {}});
+      group->second.push_back(rank);
+    }
+    if (groups.size() == 1) continue;
+    std::string text(name);
+    for (std::size_t i = 0; i < groups.size(); ++i) {
+      const auto& [value, ranks] = groups[i];
+      text += detail::formatted("{}{} on rank{} ",
+                                i == 0                  ? " is "
+                                : i + 1 < groups.size() ? ", "
+                                                        : " and ",
+                                value, ranks.size() > 1 ? "s" : "");
+      constexpr std::size_t shown = 8;
+      for (std::size_t k = 0; k < std::min(ranks.size(), shown); ++k)
+        text += detail::formatted("{}{}", k > 0 ? ", " : "", name_of(ranks[k]));
+      if (ranks.size() > shown) text += detail::formatted(" and {} more", ranks.size() - shown);
+    }
+    return text;
+  }
+  return {};
+}
+
+}  // namespace lockstep::detail

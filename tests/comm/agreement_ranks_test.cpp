@@ -1,0 +1,68 @@
+#include "lockstep/comm/agreement.hpp"
+
+#include <stdexcept>
+
+#include "lockstep/comm/gloo_comm.hpp"
+#include "support/catch.hpp"
+#include "support/ranks.hpp"
+
+namespace agreement_ranks_test {
+
+namespace {
+
+template <class E, class Work>
+std::string text_of(Work&& work) {
+  try {
+    work();
+  } catch (const E& error) {
+    return error.what();
+  }
+  return {};
+}
+
+}  // namespace
+
+TEST_CASE("every rank gets all results, or throws the same error") {
+  const lockstep::World& world = test_world();
+  lockstep::GlooComm comm{world};
+  const int last = world.size() - 1;
+  const auto results = lockstep::agree(comm, [&] { return std::to_string(10 * world.rank()); });
+  REQUIRE(static_cast<int>(results.size()) == world.size());
+  for (int rank = 0; rank < world.size(); ++rank)
+    CHECK(results[static_cast<std::size_t>(rank)] == std::to_string(10 * rank));
+
+  const std::string failed = text_of<lockstep::DataError>([&] {
+    lockstep::agree<lockstep::DataError>(comm, [&] {
+      if (world.rank() == last) throw std::runtime_error("no such file");
+    });
+  });
+  CHECK(failed == (last == 0 ? "no such file" : "rank " + std::to_string(last) + ": no such file"));
+
+  CHECK(lockstep::agree_with_rank_zero(comm, [&] { return std::to_string(world.rank()); }) == "0");
+  CHECK(text_of<lockstep::CheckpointError>([&] {
+          lockstep::agree_with_rank_zero<lockstep::CheckpointError>(
+              comm, [] { throw std::runtime_error("disk full"); });
+        }) == "disk full");
+
+  CHECK(!lockstep::any_rank(comm, false));
+  CHECK(lockstep::any_rank(comm, world.rank() == last));
+  comm.shutdown();
+}
+
+TEST_CASE("values that differ between the ranks are an error that names them on every rank", "[2+]") {
+  const lockstep::World& world = test_world();
+  lockstep::GlooComm comm{world};
+  const auto text = [&](const std::string& value) {
+    return text_of<lockstep::MismatchError>([&] {
+      lockstep::require_equal(comm, {{"seed", "7"}, {"lr", value}}, "the ranks differ", "give all the same");
+    });
+  };
+  CHECK(text("0.1").empty());
+  const std::string here = text(world.rank() == 0 ? "0.1" : "0.2");
+  CHECK_THAT(here, ContainsSubstring("the ranks differ: lr is 0.1 on rank 0 and 0.2 on rank") &&
+                       ContainsSubstring("; give all the same"));
+  for (const std::string& there : comm.all_gather_bytes(here)) CHECK(there == here);
+  comm.shutdown();
+}
+
+}  // namespace agreement_ranks_test
