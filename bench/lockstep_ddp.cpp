@@ -1,7 +1,7 @@
 // The training that is measured, in lockstep.
 #include "common.hpp"
 #include "lockstep/comm/gloo_comm.hpp"
-#include "lockstep/datasets/cache.hpp"
+#include "lockstep/datasets/mnist.hpp"
 #include "lockstep/grad/distributed_data_parallel.hpp"
 
 namespace {

@@ -8,8 +8,6 @@
 #include <CLI/CLI.hpp>
 
 #include "lockstep/comm/with_device.hpp"
-#include "lockstep/datasets/cache.hpp"
-#include "lockstep/datasets/download.hpp"
 #include "lockstep/datasets/mnist.hpp"
 #include "lockstep/lockstep.hpp"
 #include "lockstep/world/launch.hpp"
@@ -40,32 +38,10 @@ struct Options {
   std::int64_t epochs = 3, batch_size = 32, num_workers = 0;
   std::uint64_t seed = 3407;
   double lr = 1e-4;
-  std::string data_dir, gpu, save;
-  std::vector<std::string> mirrors = lockstep::mnist_mirrors();
-  bool download = false, sync_batchnorm = true;
+  std::string gpu, save;
+  bool sync_batchnorm = true;
+  lockstep::MnistSource data;
 };
-
-lockstep::Mnist load(const lockstep::World& world, const Options& options) try {
-  std::filesystem::path folder = options.data_dir;
-  world.local_zero_first([&] {
-    if (options.download) {
-      if (folder.empty()) folder = lockstep::cache_folder() / "mnist";
-      if (world.local_rank() == 0)
-        lockstep::download_mnist(
-            folder, [&](const auto& text) { world.log.all().info("{}", text); }, options.mirrors);
-    } else if (folder.empty()) {
-      folder = lockstep::drawn_digits_folder();
-    }
-  });
-  lockstep::Mnist mnist = lockstep::load_mnist(folder);
-  if (options.data_dir.empty() && !options.download)
-    world.log.info(
-        "without --data-dir or --download: training on {} digits drawn by this program, kept in {}",
-        mnist.train.size(), folder.string());
-  return mnist;
-} catch (const lockstep::DataError& error) {
-  throw lockstep::UsageError(error.what());  // found before training: the user's input, not a failure
-}
 
 template <class Comm>
 void train(const lockstep::World& world, const Options& options, lockstep::Mnist& mnist, Comm comm) {
@@ -115,18 +91,20 @@ int main(int argc, char** argv) {
       ->transform(flags::whole_number(std::uint64_t{0}));
   app.add_option("--workers", options.num_workers, "threads a process that load ahead")
       ->transform(flags::whole_number(std::int64_t{0}));
-  app.add_option("--data-dir,--data_dir", options.data_dir, "folder with MNIST's four files, plain or .gz")
+  app.add_option_function<std::string>(
+         "--data-dir,--data_dir", [&](const std::string& folder) { options.data.folder = folder; },
+         "folder with MNIST's four files, plain or .gz")
       ->check(flags::not_empty());
-  app.add_flag("--download", options.download,
+  app.add_flag("--download", options.data.download,
                "fetch MNIST into the data folder, or into the cache without one");
-  app.add_option("--mirror", options.mirrors, "URLs to fetch from, also LOCKSTEP_MNIST_MIRROR")
+  app.add_option("--mirror", options.data.mirrors, "URLs to fetch from, also LOCKSTEP_MNIST_MIRROR")
       ->check(flags::not_empty());
   app.add_option("--gpu", options.gpu, "devices as in '0,1': one process each")->check(flags::not_empty());
   app.add_option("--save", options.save, "file to write the trained model to")->check(flags::not_empty());
   if (const auto code = flags::parse(app, argc, argv)) return *code;
   const auto run = [&](const lockstep::World& world) {
     if (!options.save.empty()) world.rank_zero([&] { lockstep::require_writable(options.save); });
-    lockstep::Mnist mnist = load(world, options);
+    lockstep::Mnist mnist = lockstep::load_mnist(world, options.data);
     lockstep::with_device(world,
                           [&]<class Comm>(Comm comm) { train(world, options, mnist, std::move(comm)); });
   };

@@ -1,8 +1,7 @@
 #include "lockstep/datasets/mnist.hpp"
 
-#include "lockstep/datasets/download.hpp"
+#include "data/counted_memory.hpp"
 #include "support/catch.hpp"
-#include "support/process.hpp"
 #include "support/temporary_folder.hpp"
 
 namespace mnist_test {
@@ -30,12 +29,6 @@ struct MnistFolder : TemporaryFolder {
     return "none";
   }
 };
-
-std::string md5_of(std::string_view text) {
-  lockstep::detail::Md5 sum;
-  sum.update(text);
-  return sum.hex();
-}
 
 }  // namespace
 
@@ -91,136 +84,53 @@ TEST_CASE("a folder that is not MNIST's is refused with file and reason") {
   }
 }
 
-TEST_CASE("MD5 sums are those of RFC 1321") {
-  CHECK(md5_of("") == "d41d8cd98f00b204e9800998ecf8427e");
-  CHECK(md5_of("abc") == "900150983cd24fb0d6963f7d28e17f72");
-  CHECK(md5_of("12345678901234567890123456789012345678901234567890123456789012345678901234567890") ==
-        "57edf4a22be3c955ac49da2e2107b67a");
-  CHECK(md5_of(std::string(1000000, 'a')) == "7707d6ae4e027c70eea2a935c2296f21");
+TEST_CASE("digits are drawn into the cache once, whole") {
+  TemporaryFolder cache;
+  setenv("XDG_CACHE_HOME", cache.path().c_str(), 1);
+  const lockstep_test::CountedTensors memory;
+  const auto folder = lockstep::drawn_digits_folder(300, 50);
+  CHECK(folder.string().find(cache.path().string()) == 0);
+  const auto drawing = memory.asked();
+  CHECK(drawing >= 350 * 28 * 28);
+  CHECK(lockstep::drawn_digits_folder(300, 50) == folder);
+  CHECK(memory.asked() == drawing);  // no page was drawn on
+
+  const auto mnist = lockstep::load_mnist(folder);
+  CHECK(mnist.train.size() == 300);
+  CHECK(mnist.test.size() == 50);
+  // No partial file stays behind.
+  CHECK(std::distance(std::filesystem::directory_iterator(folder), {}) == 4);
 }
 
-TEST_CASE("a download is checked and has its name only when whole") {
-  const TemporaryFolder mirror, empty, target;
-  mirror.write("file", "twelve bytes");
-  std::vector<lockstep::RemoteFile> files{{"file", 12, md5_of("twelve bytes")}};
-  std::vector<std::string> said;
-  const auto say = [&](const std::string& text) { said.push_back(text); };
-  const auto url = [](const TemporaryFolder& folder) { return "file://" + folder.path().string(); };
-  const auto fault = [&](const std::vector<std::string>& mirrors) {
-    try {
-      lockstep::download_files(target.path(), files, mirrors, say);
-    } catch (const DataError& error) {
-      return std::string(error.what());
-    }
-    return std::string("none");
-  };
-  if (std::system("curl --version > /dev/null 2>&1") != 0) {
-    WARN("SKIPPED: no curl to fetch file:// with");
-    return;
-  }
-
-  SECTION("the second mirror serves where the first does not, and what is there is not fetched again") {
-    CHECK(fault({url(empty), url(mirror)}) == "none");
-    CHECK(said.size() == 2);
-    CHECK(std::filesystem::file_size(target / "file") == 12);
-    CHECK(fault({url(empty)}) == "none");
-    CHECK(said.size() == 2);
-  }
-  SECTION("a file with another sum is refused and not kept") {
-    mirror.write("file", "twelve bytez");
-    CHECK_THAT(fault({url(mirror)}), ContainsSubstring("MD5"));
-    CHECK(std::filesystem::is_empty(target.path()));
-  }
-  SECTION("a file cut short is refused") {
-    mirror.write("file", "twelve");
-    CHECK_THAT(fault({url(mirror)}), ContainsSubstring("6 bytes instead of 12"));
-    CHECK(std::filesystem::is_empty(target.path()));
-  }
-  SECTION("the error names the file, every mirror and the way out") {
-    const auto text = fault({url(empty), "http://127.0.0.1:9/mnist"});
-    CHECK_THAT(text, ContainsSubstring("file could not be downloaded") && ContainsSubstring(url(empty)) &&
-                         ContainsSubstring("127.0.0.1:9") && ContainsSubstring("by other means"));
-    CHECK(text.find('\n') == std::string::npos);
-  }
-}
-
-TEST_CASE("a program that fetches dies with the process that started it") {
-  CHECK(lockstep::detail::run_program({"no-such-program-at-all"}).code == 127);
-  const auto end = lockstep::detail::run_program({"sh", "-c", "echo said >&2; exit 3"});
-  CHECK(end.code == 3);
-  CHECK(end.error == "said\n");
-  const auto marker = lockstep_test::new_marker();
-  const pid_t parent = fork();
-  if (parent == 0) {
-    setenv(lockstep_test::marker_variable, marker.c_str(), 1);
-    lockstep::detail::run_program({"sleep", "60"});
-    _exit(0);
-  }
-  // The first of them was forked, so that its environment in /proc is this program's: only `sleep` shows.
-  for (int tries = 0; tries < 200 && lockstep_test::processes_with(marker).empty(); ++tries) usleep(10000);
-  REQUIRE(lockstep_test::processes_with(marker).size() == 1);
-  kill(parent, SIGKILL);
-  waitpid(parent, nullptr, 0);
-  CHECK(lockstep_test::processes_left(marker) == 0);
-}
-
-TEST_CASE("of partial files only those that killed processes have left of this very file are removed") {
-  namespace fs = std::filesystem;
+TEST_CASE("drawn files that are missing are drawn again, the others stay") {
   const TemporaryFolder folder;
-  const pid_t gone = fork();
-  if (gone == 0) _exit(0);
-  waitpid(gone, nullptr, 0);
-  const auto long_ago = fs::file_time_type::clock::now() - std::chrono::hours(2);
-  const auto make = [&](const std::string& name, bool old = true) {
-    const fs::path path = folder.write(name, "content");
-    if (old) fs::last_write_time(path, long_ago);
-    return path;
-  };
-  const fs::path stale = make(fmt::format("a.gz.{}.part", gone));
-  std::vector<fs::path> kept{make(fmt::format("a.gz.{}.part", getpid())),
-                             make(fmt::format("video.{}.part", gone)),
-                             make(fmt::format("b.gz.{}.part", gone)),
-                             make(fmt::format("my.a.gz.{}.part", gone)),
-                             make(fmt::format("a.gz.0{}.part", gone)),
-                             make(fmt::format("a.gz.{}.part.errors", gone)),
-                             make(fmt::format("a.gz.{}", gone)),
-                             make("a.gz.x.part"),
-                             make("a.gz.part"),
-                             make("a.gz")};
-  lockstep::detail::remove_stale_parts(folder / "a.gz");
-  CHECK(!fs::exists(stale));
-  for (const auto& path : kept) CHECK(fs::exists(path));
-
-  make(stale.filename(), false);  // somebody may write to it
-  lockstep::detail::remove_stale_parts(folder / "a.gz");
-  CHECK(fs::exists(stale));
-  fs::remove(stale);
-  fs::create_directory(stale);
-  std::ofstream(stale / "photo") << "the user's";
-  fs::last_write_time(stale, long_ago);
-  lockstep::detail::remove_stale_parts(folder / "a.gz");
-  CHECK(fs::exists(stale / "photo"));
-  fs::remove_all(stale);
-  fs::create_symlink(kept.front(), stale);
-  lockstep::detail::remove_stale_parts(folder / "a.gz");
-  CHECK(fs::is_symlink(stale));
-  lockstep::detail::remove_stale_parts(folder / "absent" / "a.gz");
+  lockstep::draw_digits_into(folder.path(), 30, 20);
+  folder.write("t10k-labels-idx1-ubyte", "the user's");
+  std::filesystem::remove(folder / "train-labels-idx1-ubyte");
+  lockstep::draw_digits_into(folder.path(), 30, 20);
+  CHECK(folder.files() == 4);
+  CHECK(std::filesystem::file_size(folder / "train-labels-idx1-ubyte") == 8 + 30);
+  CHECK(std::filesystem::file_size(folder / "t10k-labels-idx1-ubyte") == 10);
 }
 
-TEST_CASE("a download leaves what is the user's alone") {
-  namespace fs = std::filesystem;
-  const TemporaryFolder target;
-  const auto long_ago = fs::file_time_type::clock::now() - std::chrono::hours(2);
-  const auto video = target.write("video.99999.part", "the user's");
-  fs::create_directory(target / "photos.99998.part");
-  std::ofstream(target / "photos.99998.part" / "photo") << "the user's";
-  for (const fs::path& path : {video, target / "photos.99998.part"}) fs::last_write_time(path, long_ago);
-  const std::vector<lockstep::RemoteFile> files{{"file", 12, md5_of("twelve bytes")}};
-  CHECK_THROWS_AS(lockstep::download_files(target.path(), files, {"file:///absent"}, [](const auto&) {}),
-                  DataError);
-  CHECK(fs::exists(video));
-  CHECK(fs::exists(target / "photos.99998.part" / "photo"));
-  CHECK(target.files() == 2);
+TEST_CASE("a source with a folder is that folder's digits, a wrong one is the user's mistake") {
+  const MnistFolder folder;
+  CHECK(lockstep::load_mnist(lockstep::World(), {.folder = folder.path()}).train.size() == 30);
+  CHECK_THROWS_AS(lockstep::load_mnist(lockstep::World(), {.folder = folder / "absent"}),
+                  lockstep::UsageError);
+}
+
+TEST_CASE("a source without a folder is in the cache: synthetic digits, or downloaded ones") {
+  const TemporaryFolder cache;
+  setenv("XDG_CACHE_HOME", cache.path().c_str(), 1);
+  // Already drawn, so that 70,000 digits need not be.
+  lockstep::draw_digits_into(cache / "lockstep/digits-v1-60000-10000", 30, 20);
+  CHECK(lockstep::load_mnist(lockstep::World()).train.size() == 30);
+  const auto download = [] {
+    lockstep::load_mnist(lockstep::World(), {.download = true, .mirrors = {"file:///absent"}});
+  };
+  CHECK_THROWS_AS(download(), lockstep::UsageError);
+  CHECK_THROWS_WITH(download(), ContainsSubstring((cache / "lockstep/mnist").string()));
 }
 
 }  // namespace mnist_test

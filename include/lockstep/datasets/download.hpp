@@ -3,10 +3,10 @@
 #include <fcntl.h>
 #include <signal.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <array>
 #include <cerrno>
 #include <cstdint>
 #include <cstdlib>
@@ -25,7 +25,65 @@
 #include "lockstep/error.hpp"
 #include "lockstep/world/detail/child.hpp"
 
+namespace lockstep::detail {
+
+/// Returns `lockstep-<user id>` in the temporary directory, and creates it if missing. Other users can create
+/// entries there, so a directory that another user owns or may access, or a symbolic link, throws DataError.
+inline std::filesystem::path temporary_cache_folder() {
+  std::error_code error;
+  const std::filesystem::path base = std::filesystem::temp_directory_path(error);
+  if (error) {
+    const char* named = std::getenv("TMPDIR");
+    throw DataError(detail::formatted(
+        "{}: the folder for temporary files cannot be used: {}; set TMPDIR or XDG_CACHE_HOME to "
+        "a folder that can be "
+        "written",
+        named ? named : "/tmp", error.message()));
+  }
+  const std::filesystem::path folder = base / detail::formatted("lockstep-{}", ::geteuid());
+  const auto refuse = [&](const std::string& fault) {
+    throw DataError(
+        detail::formatted("{}: cannot keep data there: {}; set XDG_CACHE_HOME to a folder of your own",
+                          folder.string(), fault));
+  };
+  struct stat found {};
+  if ((::mkdir(folder.c_str(), 0700) != 0 && errno != EEXIST) || ::lstat(folder.c_str(), &found) != 0)
+    refuse(std::strerror(errno));
+  if (S_ISLNK(found.st_mode)) refuse("it is a symbolic link");
+  if (!S_ISDIR(found.st_mode)) refuse("it is no folder");
+  if (found.st_uid != ::geteuid()) refuse(detail::formatted("it belongs to user {}", found.st_uid));
+  if ((found.st_mode & 0077) != 0)
+    refuse(detail::formatted("others may use it (its mode is {:04o}, expected 0700)", found.st_mode & 07777));
+  return folder;
+}
+
+}  // namespace lockstep::detail
+
 namespace lockstep {
+
+/// Returns this user's cache directory, and creates it if missing: $XDG_CACHE_HOME/lockstep, else
+/// ~/.cache/lockstep. If neither is set, or that directory is not this user's or not writable, lockstep-<user
+/// id> in the temporary directory. Throws DataError if that one belongs to another user, is a symbolic link
+/// or is accessible to others.
+inline std::filesystem::path cache_folder() {
+  const auto variable = [](const char* name) {
+    return std::string(std::getenv(name) ? std::getenv(name) : "");
+  };
+  std::filesystem::path folder;
+  if (const auto cache = variable("XDG_CACHE_HOME"); !cache.empty())
+    folder = std::filesystem::path(cache) / "lockstep";
+  else if (const auto home = variable("HOME"); !home.empty())
+    folder = std::filesystem::path(home) / ".cache" / "lockstep";
+  if (folder.empty()) return detail::temporary_cache_folder();
+  std::error_code error;
+  std::filesystem::create_directories(folder, error);
+  struct stat found {};
+  // `sudo -E` keeps HOME: another user's directory must not be used.
+  if (!error && ::stat(folder.c_str(), &found) == 0 && S_ISDIR(found.st_mode) &&
+      found.st_uid == ::geteuid() && ::access(folder.c_str(), W_OK | X_OK) == 0)
+    return folder;
+  return detail::temporary_cache_folder();
+}
 
 /// A file to download, with the size and MD5 sum that verify it.
 struct RemoteFile {
@@ -33,22 +91,6 @@ struct RemoteFile {
   std::uint64_t size;
   std::string md5;
 };
-
-/// MNIST's four files, with the MD5 sums that torchvision uses.
-inline const std::array<RemoteFile, 4> mnist_files{{
-    {"train-images-idx3-ubyte.gz", 9912422, "f68b3c2dcbeaaa9fbdd348bbdeb94873"},
-    {"train-labels-idx1-ubyte.gz", 28881, "d53e105ee54ea40749a09fcbcd1e9432"},
-    {"t10k-images-idx3-ubyte.gz", 1648877, "9fb629c4189551a2d022fa330f9573f3"},
-    {"t10k-labels-idx1-ubyte.gz", 4542, "ec29112dd5afa0611ce80d1b7f02629c"},
-}};
-
-/// Returns the base URLs of MNIST, in the order to try. The environment variable LOCKSTEP_MNIST_MIRROR, one
-/// URL, replaces them.
-inline std::vector<std::string> mnist_mirrors() {
-  if (const char* mirror = std::getenv("LOCKSTEP_MNIST_MIRROR"); mirror && *mirror) return {mirror};
-  return {"https://ossci-datasets.s3.amazonaws.com/mnist",
-          "https://storage.googleapis.com/cvdf-datasets/mnist"};
-}
 
 }  // namespace lockstep
 
@@ -149,19 +191,10 @@ void download_files(const std::filesystem::path& folder, const Files& files,
         if (fault.empty()) return;
         faults += detail::formatted("; {}: {}", url, fault);
       }
-      throw DataError(
-          detail::formatted("{} could not be downloaded{}; fetch MNIST's four files by other means and give "
-                            "their folder as the data folder",
-                            file.name, faults));
+      throw DataError(detail::formatted("{} could not be downloaded{}; put it into {} by other means",
+                                        file.name, faults, folder.string()));
     });
   }
-}
-
-/// Downloads MNIST's four files. Call it on one rank per host, inside `world.local_zero_first`.
-template <class Say>
-void download_mnist(const std::filesystem::path& folder, Say&& say,
-                    const std::vector<std::string>& mirrors = mnist_mirrors()) {
-  download_files(folder, mnist_files, mirrors, say);
 }
 
 }  // namespace lockstep

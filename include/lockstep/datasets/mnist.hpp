@@ -4,18 +4,26 @@
 #include <ATen/ops/empty.h>
 #include <c10/util/ArrayRef.h>
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
 #include <filesystem>
+#include <optional>
 #include <string>
 #include <string_view>
+#include <system_error>
 #include <utility>
+#include <vector>
 
 #include "lockstep/data/dataset.hpp"
+#include "lockstep/datasets/detail/partial_files.hpp"
 #include "lockstep/datasets/digits.hpp"
+#include "lockstep/datasets/download.hpp"
 #include "lockstep/datasets/idx.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
+#include "lockstep/world/world.hpp"
 
 namespace lockstep {
 
@@ -128,6 +136,86 @@ inline Mnist load_mnist(const std::filesystem::path& folder) {
   if (!std::filesystem::is_directory(folder, error))
     throw DataError(detail::formatted("{}: {}", folder.string(), error ? error.message() : "not a folder"));
   return {detail::read_mnist_part(folder, "train"), detail::read_mnist_part(folder, "t10k")};
+}
+
+/// Draws `train` and `test` digits into `folder` as MNIST's four files, and creates the folder if missing.
+/// Writes each file atomically. Leaves a part unchanged if both its files exist. Throws DataError if writing
+/// fails.
+inline void draw_digits_into(const std::filesystem::path& folder, std::int64_t train, std::int64_t test) {
+  std::error_code error;
+  std::filesystem::create_directories(folder, error);
+  if (error) throw DataError(detail::formatted("{}: cannot be made: {}", folder.string(), error.message()));
+  const auto draw = [&](std::string_view name, std::int64_t count, std::uint64_t seed) {
+    const auto images = folder / detail::formatted("{}-images-idx3-ubyte", name);
+    const auto labels = folder / detail::formatted("{}-labels-idx1-ubyte", name);
+    if (std::filesystem::exists(images, error) && std::filesystem::exists(labels, error)) return;
+    const Digits digits = draw_digits(count, seed);
+    detail::make_file_whole(images, [&](const auto& part) { write_idx(part, digits.images); });
+    detail::make_file_whole(labels, [&](const auto& part) { write_idx(part, digits.labels); });
+  };
+  draw("train", train, 1);
+  draw("t10k", test, 2);
+}
+
+/// Returns a folder with drawn digits as MNIST's four files, `train` and `test` of them. The first call on a
+/// host draws them, which takes seconds. With several ranks per host, call it inside
+/// `world.local_zero_first`.
+inline std::filesystem::path drawn_digits_folder(std::int64_t train = 60'000, std::int64_t test = 10'000) {
+  // Increment the version whenever the drawing changes.
+  const auto folder = cache_folder() / detail::formatted("digits-v1-{}-{}", train, test);
+  draw_digits_into(folder, train, test);
+  return folder;
+}
+
+/// MNIST's four files, with the MD5 sums that torchvision uses.
+inline const std::array<RemoteFile, 4> mnist_files{{
+    {"train-images-idx3-ubyte.gz", 9912422, "f68b3c2dcbeaaa9fbdd348bbdeb94873"},
+    {"train-labels-idx1-ubyte.gz", 28881, "d53e105ee54ea40749a09fcbcd1e9432"},
+    {"t10k-images-idx3-ubyte.gz", 1648877, "9fb629c4189551a2d022fa330f9573f3"},
+    {"t10k-labels-idx1-ubyte.gz", 4542, "ec29112dd5afa0611ce80d1b7f02629c"},
+}};
+
+/// Returns the base URLs of MNIST, in the order to try. The environment variable LOCKSTEP_MNIST_MIRROR, one
+/// URL, replaces them.
+inline std::vector<std::string> mnist_mirrors() {
+  if (const char* mirror = std::getenv("LOCKSTEP_MNIST_MIRROR"); mirror && *mirror) return {mirror};
+  return {"https://ossci-datasets.s3.amazonaws.com/mnist",
+          "https://storage.googleapis.com/cvdf-datasets/mnist"};
+}
+
+/// Where `load_mnist` gets the digits.
+struct MnistSource {
+  /// The folder with MNIST's four files. Unset: a folder in the cache, of downloaded digits if `download` is
+  /// set, else of synthetic ones.
+  std::optional<std::filesystem::path> folder = std::nullopt;
+  /// Whether to download the files that are missing in the folder.
+  bool download = false;
+  /// The base URLs to download from, in the order to try.
+  std::vector<std::string> mirrors = mnist_mirrors();
+};
+
+/// Returns the digits of `source`. The first rank of each host downloads or draws them, the other ranks there
+/// wait for it and read its files. Logs each download, and the folder of synthetic digits. All ranks must
+/// call it. Throws UsageError if the digits cannot be downloaded, written or read.
+inline Mnist load_mnist(const World& world, const MnistSource& source = {}) try {
+  std::filesystem::path folder = source.folder.value_or("");
+  const bool synthetic = !source.folder && !source.download;
+  world.local_zero_first([&] {
+    if (synthetic)
+      folder = drawn_digits_folder();
+    else if (!source.folder)
+      folder = cache_folder() / "mnist";
+    if (source.download && world.local_rank() == 0)
+      download_files(folder, mnist_files, source.mirrors,
+                     [&](const std::string& text) { world.log.all().info("{}", text); });
+  });
+  Mnist mnist = load_mnist(folder);
+  if (synthetic)
+    world.log.info("training on {} digits drawn by this program, kept in {}", mnist.train.size(),
+                   folder.string());
+  return mnist;
+} catch (const DataError& error) {
+  throw UsageError(error.what());  // found before training: the user's input, not a failure
 }
 
 }  // namespace lockstep

@@ -1,0 +1,280 @@
+#include "lockstep/datasets/download.hpp"
+
+#include <fstream>
+
+#include "support/catch.hpp"
+#include "support/process.hpp"
+#include "support/temporary_folder.hpp"
+
+namespace download_test {
+
+using lockstep::DataError;
+
+namespace {
+
+std::string md5_of(std::string_view text) {
+  lockstep::detail::Md5 sum;
+  sum.update(text);
+  return sum.hex();
+}
+
+}  // namespace
+
+TEST_CASE("MD5 sums are those of RFC 1321") {
+  CHECK(md5_of("") == "d41d8cd98f00b204e9800998ecf8427e");
+  CHECK(md5_of("abc") == "900150983cd24fb0d6963f7d28e17f72");
+  CHECK(md5_of("12345678901234567890123456789012345678901234567890123456789012345678901234567890") ==
+        "57edf4a22be3c955ac49da2e2107b67a");
+  CHECK(md5_of(std::string(1000000, 'a')) == "7707d6ae4e027c70eea2a935c2296f21");
+}
+
+TEST_CASE("a download is checked and has its name only when whole") {
+  const TemporaryFolder mirror, empty, target;
+  mirror.write("file", "twelve bytes");
+  std::vector<lockstep::RemoteFile> files{{"file", 12, md5_of("twelve bytes")}};
+  std::vector<std::string> said;
+  const auto say = [&](const std::string& text) { said.push_back(text); };
+  const auto url = [](const TemporaryFolder& folder) { return "file://" + folder.path().string(); };
+  const auto fault = [&](const std::vector<std::string>& mirrors) {
+    try {
+      lockstep::download_files(target.path(), files, mirrors, say);
+    } catch (const DataError& error) {
+      return std::string(error.what());
+    }
+    return std::string("none");
+  };
+  if (std::system("curl --version > /dev/null 2>&1") != 0) {
+    WARN("SKIPPED: no curl to fetch file:// with");
+    return;
+  }
+
+  SECTION("the second mirror serves where the first does not, and what is there is not fetched again") {
+    CHECK(fault({url(empty), url(mirror)}) == "none");
+    CHECK(said.size() == 2);
+    CHECK(std::filesystem::file_size(target / "file") == 12);
+    CHECK(fault({url(empty)}) == "none");
+    CHECK(said.size() == 2);
+  }
+  SECTION("a file with another sum is refused and not kept") {
+    mirror.write("file", "twelve bytez");
+    CHECK_THAT(fault({url(mirror)}), ContainsSubstring("MD5"));
+    CHECK(std::filesystem::is_empty(target.path()));
+  }
+  SECTION("a file cut short is refused") {
+    mirror.write("file", "twelve");
+    CHECK_THAT(fault({url(mirror)}), ContainsSubstring("6 bytes instead of 12"));
+    CHECK(std::filesystem::is_empty(target.path()));
+  }
+  SECTION("the error names the file, every mirror and the way out") {
+    const auto text = fault({url(empty), "http://127.0.0.1:9/mnist"});
+    CHECK_THAT(text, ContainsSubstring("file could not be downloaded") && ContainsSubstring(url(empty)) &&
+                         ContainsSubstring("127.0.0.1:9") && ContainsSubstring("by other means"));
+    CHECK(text.find('\n') == std::string::npos);
+  }
+}
+
+TEST_CASE("a program that fetches dies with the process that started it") {
+  CHECK(lockstep::detail::run_program({"no-such-program-at-all"}).code == 127);
+  const auto end = lockstep::detail::run_program({"sh", "-c", "echo said >&2; exit 3"});
+  CHECK(end.code == 3);
+  CHECK(end.error == "said\n");
+  const auto marker = lockstep_test::new_marker();
+  const pid_t parent = fork();
+  if (parent == 0) {
+    setenv(lockstep_test::marker_variable, marker.c_str(), 1);
+    lockstep::detail::run_program({"sleep", "60"});
+    _exit(0);
+  }
+  // The first of them was forked, so that its environment in /proc is this program's: only `sleep` shows.
+  for (int tries = 0; tries < 200 && lockstep_test::processes_with(marker).empty(); ++tries) usleep(10000);
+  REQUIRE(lockstep_test::processes_with(marker).size() == 1);
+  kill(parent, SIGKILL);
+  waitpid(parent, nullptr, 0);
+  CHECK(lockstep_test::processes_left(marker) == 0);
+}
+
+TEST_CASE("of partial files only those that killed processes have left of this very file are removed") {
+  namespace fs = std::filesystem;
+  const TemporaryFolder folder;
+  const pid_t gone = fork();
+  if (gone == 0) _exit(0);
+  waitpid(gone, nullptr, 0);
+  const auto long_ago = fs::file_time_type::clock::now() - std::chrono::hours(2);
+  const auto make = [&](const std::string& name, bool old = true) {
+    const fs::path path = folder.write(name, "content");
+    if (old) fs::last_write_time(path, long_ago);
+    return path;
+  };
+  const fs::path stale = make(fmt::format("a.gz.{}.part", gone));
+  std::vector<fs::path> kept{make(fmt::format("a.gz.{}.part", getpid())),
+                             make(fmt::format("video.{}.part", gone)),
+                             make(fmt::format("b.gz.{}.part", gone)),
+                             make(fmt::format("my.a.gz.{}.part", gone)),
+                             make(fmt::format("a.gz.0{}.part", gone)),
+                             make(fmt::format("a.gz.{}.part.errors", gone)),
+                             make(fmt::format("a.gz.{}", gone)),
+                             make("a.gz.x.part"),
+                             make("a.gz.part"),
+                             make("a.gz")};
+  lockstep::detail::remove_stale_parts(folder / "a.gz");
+  CHECK(!fs::exists(stale));
+  for (const auto& path : kept) CHECK(fs::exists(path));
+
+  make(stale.filename(), false);  // somebody may write to it
+  lockstep::detail::remove_stale_parts(folder / "a.gz");
+  CHECK(fs::exists(stale));
+  fs::remove(stale);
+  fs::create_directory(stale);
+  std::ofstream(stale / "photo") << "the user's";
+  fs::last_write_time(stale, long_ago);
+  lockstep::detail::remove_stale_parts(folder / "a.gz");
+  CHECK(fs::exists(stale / "photo"));
+  fs::remove_all(stale);
+  fs::create_symlink(kept.front(), stale);
+  lockstep::detail::remove_stale_parts(folder / "a.gz");
+  CHECK(fs::is_symlink(stale));
+  lockstep::detail::remove_stale_parts(folder / "absent" / "a.gz");
+}
+
+TEST_CASE("a download leaves what is the user's alone") {
+  namespace fs = std::filesystem;
+  const TemporaryFolder target;
+  const auto long_ago = fs::file_time_type::clock::now() - std::chrono::hours(2);
+  const auto video = target.write("video.99999.part", "the user's");
+  fs::create_directory(target / "photos.99998.part");
+  std::ofstream(target / "photos.99998.part" / "photo") << "the user's";
+  for (const fs::path& path : {video, target / "photos.99998.part"}) fs::last_write_time(path, long_ago);
+  const std::vector<lockstep::RemoteFile> files{{"file", 12, md5_of("twelve bytes")}};
+  CHECK_THROWS_AS(lockstep::download_files(target.path(), files, {"file:///absent"}, [](const auto&) {}),
+                  DataError);
+  CHECK(fs::exists(video));
+  CHECK(fs::exists(target / "photos.99998.part" / "photo"));
+  CHECK(target.files() == 2);
+}
+
+TEST_CASE("a file that could not be filled is not there") {
+  const TemporaryFolder folder;
+  folder.write("kept", "as it was");
+  for (const char* name : {"kept", "new"})
+    CHECK_THROWS_WITH(lockstep::detail::make_file_whole(folder / name,
+                                                        [](const std::filesystem::path& part) {
+                                                          std::ofstream(part) << "half";
+                                                          throw DataError("the disk is full");
+                                                        }),
+                      "the disk is full");
+  CHECK(folder.files() == 1);
+  CHECK(std::filesystem::file_size(folder / "kept") == 9);
+}
+
+TEST_CASE("a partial file is a new one, whatever has its name") {
+  const TemporaryFolder folder;
+  const auto target = folder.write("target", "the user's");
+  const auto path = folder / "file", part = lockstep::detail::part_of(path);
+  const auto fill = [](const std::filesystem::path& name) { std::ofstream(name) << "filled"; };
+  SECTION("a link") {
+    std::filesystem::create_symlink(target, part);
+  }
+  SECTION("a link to nothing") {
+    std::filesystem::create_symlink(folder / "absent", part);
+  }
+  SECTION("a file of an earlier process of this id") {
+    folder.write(part.filename(), "left by another one");
+  }
+  lockstep::detail::make_file_whole(path, fill);
+  CHECK(std::filesystem::is_regular_file(std::filesystem::symlink_status(path)));
+  CHECK(std::filesystem::file_size(path) == 6);
+  CHECK(std::filesystem::file_size(target) == 10);
+  CHECK_FALSE(std::filesystem::exists(folder / "absent"));
+}
+
+TEST_CASE("a folder with the name of a partial file is kept") {
+  const TemporaryFolder folder;
+  const auto path = folder / "file", part = lockstep::detail::part_of(path);
+  std::filesystem::create_directory(part);
+  std::ofstream(part / "photo") << "the user's";
+  CHECK_THROWS_WITH(lockstep::detail::make_file_whole(path, [](const auto&) {}),
+                    ContainsSubstring("cannot be written"));
+  CHECK(std::filesystem::exists(part / "photo"));
+}
+
+namespace {
+
+// Without a home, so that the cache lies in the folder for temporary files.
+struct NoHome {
+  NoHome() {
+    for (const char* name : {"XDG_CACHE_HOME", "HOME"}) unsetenv(name);
+    setenv("TMPDIR", temporary.path().c_str(), 1);
+  }
+  ~NoHome() {
+    unsetenv("TMPDIR");
+    if (!home.empty()) setenv("HOME", home.c_str(), 1);
+  }
+  std::string home = std::getenv("HOME") ? std::getenv("HOME") : "";
+  TemporaryFolder temporary;
+  std::filesystem::path cache = temporary / fmt::format("lockstep-{}", ::geteuid());
+};
+
+}  // namespace
+
+TEST_CASE("a cache among temporary files is this user's alone, or refused") {
+  namespace fs = std::filesystem;
+  const NoHome none;
+  const auto refused = [&](const char* text) {
+    CHECK_THROWS_WITH(lockstep::cache_folder(),
+                      ContainsSubstring(none.cache.string()) && ContainsSubstring(text));
+    CHECK_THROWS_AS(lockstep::cache_folder(), DataError);
+  };
+  SECTION("a new one is for this user alone, and found again") {
+    CHECK(lockstep::cache_folder() == none.cache);
+    CHECK(fs::status(none.cache).permissions() == fs::perms::owner_all);
+    CHECK(lockstep::cache_folder() == none.cache);
+  }
+  SECTION("a link") {
+    fs::create_directory(none.temporary / "elsewhere");
+    fs::create_directory_symlink(none.temporary / "elsewhere", none.cache);
+    refused("it is a symbolic link");
+  }
+  SECTION("a link to nothing") {
+    fs::create_directory_symlink(none.temporary / "absent", none.cache);
+    refused("it is a symbolic link");
+    CHECK_FALSE(fs::exists(none.temporary / "absent"));
+  }
+  SECTION("a file") {
+    std::ofstream(none.cache) << "file";
+    refused("it is no folder");
+  }
+  SECTION("open to others") {
+    fs::create_directory(none.cache);
+    fs::permissions(none.cache, fs::perms(0755));
+    refused("its mode is 0755, expected 0700");
+  }
+  SECTION("of another user") {
+    fs::create_directory(none.cache);
+    if (chown(none.cache.c_str(), ::geteuid() + 1, static_cast<gid_t>(-1)) != 0) {
+      WARN("SKIPPED: only root can give a folder to another user");
+      return;
+    }
+    refused("it belongs to user");
+  }
+  SECTION("no folder for temporary files") {
+    setenv("TMPDIR", (none.temporary / "absent").c_str(), 1);
+    CHECK_THROWS_WITH(
+        lockstep::cache_folder(),
+        ContainsSubstring("absent: the folder for temporary files cannot be used: No such file") &&
+            ContainsSubstring("set TMPDIR"));
+  }
+}
+
+TEST_CASE("a home's cache of another user is not taken for this one's") {
+  const NoHome none;
+  const TemporaryFolder home;
+  setenv("HOME", home.path().c_str(), 1);
+  CHECK(lockstep::cache_folder() == home / ".cache/lockstep");
+  if (chown((home / ".cache/lockstep").c_str(), ::geteuid() + 1, static_cast<gid_t>(-1)) != 0) {
+    WARN("SKIPPED: only root can give a folder to another user");
+    return;
+  }
+  CHECK(lockstep::cache_folder() == none.cache);
+}
+
+}  // namespace download_test
