@@ -4,10 +4,10 @@
 #include <torch/torch.h>
 
 #include <CLI/CLI.hpp>
+#include <iostream>
 
 #include "lockstep/lockstep.hpp"
 #include "lockstep/world/launch.hpp"
-#include "options.hpp"
 
 // 2,048 points of a noisy line in 20 dimensions, the same on every rank.
 lockstep::TensorDataset points() {
@@ -44,10 +44,17 @@ void train(const lockstep::World& world, int epochs) {
 int main(int argc, char** argv) {
   CLI::App app("Fits a line with several processes: an ordinary LibTorch loop and five lines.");
   int epochs = 10;
-  app.add_option("--epochs", epochs, "passes over the points")
-      ->capture_default_str()
-      ->transform(flags::whole_number(0));
-  if (const auto code = flags::parse(app, argc, argv)) return *code;
+  app.option_defaults()->always_capture_default()->take_last();
+  app.add_option("--epochs", epochs, "passes over the points")->check(CLI::Range(1'000'000));
+  app.footer(lockstep::launch_help());
+  const auto arguments = lockstep::program_arguments(argc, argv);  // without --nproc and launch's other flags
+  try {
+    app.parse(static_cast<int>(arguments.size()) - 1, arguments.data());
+  } catch (const CLI::ParseError& error) {
+    if (error.get_exit_code() == 0) return app.exit(error);  // --help
+    std::cerr << "error: " << error.what() << "; see --help\n";
+    return 2;
+  }
   return lockstep::launch(argc, argv,
                           [&](const lockstep::World& world) { train(world, epochs); });  // 5: was train()
 }

@@ -4,11 +4,13 @@
 #include <torch/torch.h>
 
 #include <CLI/CLI.hpp>
+#include <iostream>
+#include <span>
+#include <string_view>
 
 #include "lockstep/datasets/mnist.hpp"
 #include "lockstep/lockstep.hpp"
 #include "lockstep/world/launch.hpp"
-#include "options.hpp"
 
 namespace nn = torch::nn;
 
@@ -89,10 +91,21 @@ void train(const lockstep::World& world, std::int64_t steps, std::int64_t digits
 int main(int argc, char** argv) {
   CLI::App app("Trains a small GAN on drawn digits with several processes.");
   std::int64_t steps = 2000, digits = 20000;
-  app.add_option("--steps", steps, "optimizer steps of either model")
-      ->transform(flags::whole_number(std::int64_t{1}));
-  app.add_option("--digits", digits, "digits to draw and learn from")
-      ->transform(flags::whole_number(std::int64_t{1}));
-  if (const auto code = flags::parse(app, argc, argv)) return *code;
+  app.option_defaults()->always_capture_default()->take_last();
+  app.add_option("--steps", steps, "optimizer steps of either model")->check(CLI::Range(1, 1'000'000));
+  app.add_option("--digits", digits, "digits to draw and learn from")->check(CLI::Range(1, 1'000'000));
+  app.footer(lockstep::launch_help());
+  const auto arguments = lockstep::program_arguments(argc, argv);  // without --nproc and launch's other flags
+  try {
+    // CLI11 reads `--steps= 10` as `--steps 10`.
+    for (const std::string_view argument : std::span(argv, static_cast<std::size_t>(argc)))
+      if (argument.starts_with("--") && argument.ends_with('='))
+        throw CLI::ValidationError(std::string(argument), "the value is empty");
+    app.parse(static_cast<int>(arguments.size()) - 1, arguments.data());
+  } catch (const CLI::ParseError& error) {
+    if (error.get_exit_code() == 0) return app.exit(error);  // --help
+    std::cerr << "error: " << error.what() << "; see --help\n";
+    return 2;
+  }
   return lockstep::launch(argc, argv, [&](const lockstep::World& world) { train(world, steps, digits); });
 }

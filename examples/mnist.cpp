@@ -6,12 +6,13 @@
 #include <torch/torch.h>
 
 #include <CLI/CLI.hpp>
+#include <chrono>
+#include <iostream>
 
 #include "lockstep/comm/with_device.hpp"
 #include "lockstep/datasets/mnist.hpp"
 #include "lockstep/lockstep.hpp"
 #include "lockstep/world/launch.hpp"
-#include "options.hpp"
 
 namespace nn = torch::nn;
 
@@ -35,33 +36,24 @@ struct ConvNetImpl : nn::Module {
 TORCH_MODULE(ConvNet);
 
 struct Options {
-  std::int64_t epochs = 3, batch_size = 32, num_workers = 0;
-  std::uint64_t seed = 3407;
-  double lr = 1e-4;
-  std::string gpu, save;
-  bool sync_batchnorm = true;
+  lockstep::TrainerOptions training{.epochs = 3, .lr = 1e-4, .seed = 3407};
   lockstep::MnistSource data;
+  bool sync_batchnorm = true;
+  std::string gpu, save;
 };
 
 template <class Comm>
-void train(const lockstep::World& world, const Options& options, lockstep::Mnist& mnist, Comm comm) {
+void train(const lockstep::World& world, const Options& options, const lockstep::Mnist& mnist, Comm comm) {
   constexpr bool on_gpu = lockstep::DeviceCommunicator<Comm>;
   using Precision = std::conditional_t<on_gpu, lockstep::Fp16, lockstep::Fp32>;
   if (!on_gpu && !options.gpu.empty())
     world.log.info("there is no CUDA device: --gpu {} starts as many processes, on the CPU", options.gpu);
 
-  torch::manual_seed(options.seed);
+  torch::manual_seed(options.training.seed);
   ConvNet model;
   if (options.sync_batchnorm) lockstep::convert_sync_batchnorm(model, comm);
-  lockstep::Trainer<ConvNet, lockstep::DistributedSampler, Comm, Precision> trainer{
-      world,
-      {.epochs = options.epochs,
-       .batch_size = options.batch_size,
-       .lr = options.lr,
-       .seed = options.seed,
-       .num_workers = options.num_workers},
-      model,
-      std::move(comm)};
+  lockstep::Trainer<ConvNet, lockstep::DistributedSampler, Comm, Precision> trainer{world, options.training,
+                                                                                    model, std::move(comm)};
   const auto loss = [](ConvNet& net, const auto& batch) {
     return nn::functional::cross_entropy(net(batch.data), batch.target);
   };
@@ -78,33 +70,45 @@ void train(const lockstep::World& world, const Options& options, lockstep::Mnist
 int main(int argc, char** argv) {
   Options options;
   CLI::App app("Trains a small convolutional network on handwritten digits with several processes.");
-  app.option_defaults()->always_capture_default();
-  app.add_option("-e,--epochs", options.epochs, "passes over the training digits")
-      ->transform(flags::whole_number(std::int64_t{0}));
-  app.add_option("-b,--batch-size,--batch_size", options.batch_size, "digits a process and a step")
-      ->transform(flags::whole_number(std::int64_t{1}));
-  app.add_option("--lr", options.lr, "learning rate of SGD")->check(flags::not_negative());
+  app.option_defaults()->always_capture_default()->take_last();
+  app.add_option("-e,--epochs", *options.training.epochs, "passes over the training digits")
+      ->check(CLI::Range(1'000'000));
+  app.add_option("-b,--batch-size,--batch_size", options.training.batch_size, "digits a process and a step")
+      ->check(CLI::Range(1, 1'000'000));
+  app.add_option("--lr", *options.training.lr, "learning rate of SGD")->check(CLI::Range(1000.0));
   app.add_option("--sync-batchnorm", options.sync_batchnorm, "batch norm over the batches of all processes")
       ->check(CLI::IsMember({"on", "off"}))
       ->default_str("on");
-  app.add_option("--seed", options.seed, "seed of the model and of the order of digits")
-      ->transform(flags::whole_number(std::uint64_t{0}));
-  app.add_option("--workers", options.num_workers, "threads a process that load ahead")
-      ->transform(flags::whole_number(std::int64_t{0}));
+  app.add_option("--seed", options.training.seed, "seed of the model and of the order of digits")
+      ->check(CLI::Range(4'294'967'295));
+  app.add_option("--workers", options.training.num_workers, "threads a process that load ahead")
+      ->check(CLI::Range(1000));
   app.add_option_function<std::string>(
-         "--data-dir,--data_dir", [&](const std::string& folder) { options.data.folder = folder; },
-         "folder with MNIST's four files, plain or .gz")
-      ->check(flags::not_empty());
+      "--data-dir,--data_dir", [&](const std::string& folder) { options.data.folder = folder; },
+      "folder with MNIST's four files, plain or .gz");
   app.add_flag("--download", options.data.download,
                "fetch MNIST into the data folder, or into the cache without one");
-  app.add_option("--mirror", options.data.mirrors, "URLs to fetch from, also LOCKSTEP_MNIST_MIRROR")
-      ->check(flags::not_empty());
-  app.add_option("--gpu", options.gpu, "devices as in '0,1': one process each")->check(flags::not_empty());
-  app.add_option("--save", options.save, "file to write the trained model to")->check(flags::not_empty());
-  if (const auto code = flags::parse(app, argc, argv)) return *code;
+  app.add_option("--mirror", options.data.mirrors, "URLs to fetch from, also LOCKSTEP_MNIST_MIRROR");
+  app.add_option("--gpu", options.gpu, "devices as in '0,1': one process each");
+  app.add_option("--save", options.save, "file to write the trained model to");
+  app.footer(lockstep::launch_help());
+  const auto arguments = lockstep::program_arguments(argc, argv);  // without --nproc and launch's other flags
+  try {
+    // CLI11 accepts an empty value, and reads `--save= X` as `--save X`.
+    for (int i = 1; i < argc; ++i)
+      if (const std::string_view text = argv[i];
+          text.empty() || (text.starts_with("--") && text.ends_with('=')))
+        throw CLI::ValidationError(argv[text.empty() ? i - 1 : i], "the value is empty");
+    app.parse(static_cast<int>(arguments.size()) - 1, arguments.data());
+    if (std::isnan(*options.training.lr)) throw CLI::ValidationError("--lr", "nan is not a number");
+  } catch (const CLI::ParseError& error) {
+    if (error.get_exit_code() == 0) return app.exit(error);  // --help
+    std::cerr << "error: " << error.what() << "; see --help\n";
+    return 2;
+  }
   const auto run = [&](const lockstep::World& world) {
     if (!options.save.empty()) world.rank_zero([&] { lockstep::require_writable(options.save); });
-    lockstep::Mnist mnist = lockstep::load_mnist(world, options.data);
+    const lockstep::Mnist mnist = lockstep::load_mnist(world, options.data);
     lockstep::with_device(world,
                           [&]<class Comm>(Comm comm) { train(world, options, mnist, std::move(comm)); });
   };
