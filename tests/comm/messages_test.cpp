@@ -5,6 +5,7 @@
 #include <barrier>
 #include <memory>
 #include <optional>
+#include <stdexcept>
 #include <string>
 #include <thread>
 #include <vector>
@@ -12,6 +13,7 @@
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include "lockstep/comm/detail/gloo_call.hpp"
+#include "lockstep/comm/detail/group_state.hpp"
 #include "lockstep/comm/detail/shape_check.hpp"
 #include "lockstep/comm/gloo_options.hpp"
 #include "support/catch.hpp"
@@ -67,7 +69,7 @@ TEST_CASE("a mismatch names the first thing that differs") {
 
 TEST_CASE("what Gloo says is cut to its sentence") {
   const auto words = [](const std::string& text) {
-    return lockstep::detail::gloo_words(std::make_exception_ptr(std::runtime_error(text)));
+    return lockstep::detail::gloo_error_text(std::make_exception_ptr(std::runtime_error(text)));
   };
   CHECK(words("[/a/b/pair.cc:553] Connection closed by peer [127.0.0.1]:41. This is typically caused by "
               "x\nmore") == "Connection closed by peer [127.0.0.1]:41");
@@ -77,6 +79,22 @@ TEST_CASE("what Gloo says is cut to its sentence") {
         "the ranks gave it tensors of different sizes (a part of 60 vs 20 bytes)");
   CHECK(words("[127.0.0.1]:1] is a peer") == "[127.0.0.1]:1] is a peer");
   CHECK(words("plain") == "plain");
+}
+
+TEST_CASE("of many errors the first stays") {
+  lockstep::detail::StickyError error;
+  CHECK(!error.set());
+  std::atomic<int> first{0}, lost{0};
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 4; ++t)
+    threads.emplace_back([&, t] {
+      if (error.keep(std::make_exception_ptr(std::runtime_error(std::to_string(t))))) ++first;
+      if (error.set() && !error.get()) ++lost;
+    });
+  for (std::thread& thread : threads) thread.join();
+  CHECK(first == 1);
+  CHECK(lost == 0);
+  CHECK_THROWS_AS(std::rethrow_exception(error.get()), std::runtime_error);
 }
 
 TEST_CASE("durations read as people say them") {

@@ -137,18 +137,12 @@ class GlooComm {
  private:
   explicit GlooComm(std::shared_ptr<detail::GlooGroup> group);
 
-  static std::vector<int> all_ranks(int size);
-  static std::string next_name(const World& world, const GlooOptions& options);
-
-  void end() noexcept;
-
   [[nodiscard]] detail::GlooGroup& group() const;
   [[nodiscard]] c10d::ProcessGroupGloo& gloo();
 
   template <class Tensors>
   Work begin(const char* name, std::optional<ReduceOp> op, int root, const Tensors& tensors);
 
-  void check_rank(const char* name, int rank) const;
   Work begin_message(const char* name, const std::vector<at::Tensor>& list, int peer, int tag);
 
   // Adds a part to the Work. If the result is `wanted`, divides it and copies it from the bundle's buffer to

@@ -1,10 +1,9 @@
 #pragma once
 
-#include <algorithm>
 #include <chrono>
 #include <string>
 
-#include "lockstep/comm/detail/default_timeout.hpp"
+#include "lockstep/comm/detail/timeouts.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 
@@ -31,15 +30,10 @@ namespace lockstep::detail {
 
 /// Returns the options with the timeout clamped. Throws UsageError for invalid options.
 inline GlooOptions checked(GlooOptions options) {
-  if (options.timeout.count() < 1)
-    throw UsageError(detail::formatted(
-        "GlooOptions: a timeout of {} ms leaves no time for a collective: give at least 1 ms",
-        options.timeout.count()));
+  options.timeout = checked_timeout("GlooOptions", options.timeout);
   if (options.threads < 1)
     throw UsageError(detail::formatted(
         "GlooOptions: with {} threads no collective would ever run: give at least 1", options.threads));
-  // Gloo counts milliseconds in 32 bits, and adding the largest duration to a time point would overflow.
-  options.timeout = std::min<std::chrono::milliseconds>(options.timeout, std::chrono::hours(24 * 24));
   return options;
 }
 

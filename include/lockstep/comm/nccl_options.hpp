@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <chrono>
 
-#include "lockstep/comm/detail/default_timeout.hpp"
+#include "lockstep/comm/detail/timeouts.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 
@@ -47,14 +47,10 @@ namespace lockstep::detail {
 
 /// Returns the options with `timeout` and `poll` clamped. Throws UsageError for invalid options.
 inline NcclOptions checked(NcclOptions options) {
-  if (options.timeout.count() < 1)
-    throw UsageError(detail::formatted(
-        "NcclOptions: a timeout of {} ms leaves no time for a collective: give at least 1 ms",
-        options.timeout.count()));
+  options.timeout = checked_timeout("NcclOptions", options.timeout);
   if (options.poll.count() < 1)
     throw UsageError(detail::formatted(
         "NcclOptions: the watchdog cannot look every {} ms: give at least 1 ms", options.poll.count()));
-  options.timeout = std::min<std::chrono::milliseconds>(options.timeout, std::chrono::hours(24 * 24));
   options.poll = std::min(options.poll, options.timeout);
   return options;
 }

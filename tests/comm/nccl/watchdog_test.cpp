@@ -1,17 +1,15 @@
 #include "lockstep/comm/detail/nccl/watchdog.hpp"
 
 #include <atomic>
-#include <stdexcept>
+#include <thread>
 #include <vector>
 
 #include "happens_before.hpp"
-#include "lockstep/comm/detail/sticky_error.hpp"
 #include "support/catch.hpp"
 
 namespace watchdog_test {
 
 using namespace std::chrono_literals;
-using lockstep::detail::StickyError;
 using lockstep::detail::Watchdog;
 
 namespace {
@@ -67,22 +65,6 @@ TEST_CASE("waking loses nothing, and a watchdog ends at once") {
   Watchdog dog(
       1h, [] {}, [] { return true; });
   dog.wake();
-}
-
-TEST_CASE("of many errors the first stays") {
-  StickyError error;
-  CHECK(!error.set());
-  std::atomic<int> first{0}, lost{0};
-  std::vector<std::thread> threads;
-  for (int t = 0; t < 4; ++t)
-    threads.emplace_back([&, t] {
-      if (error.keep(std::make_exception_ptr(std::runtime_error(std::to_string(t))))) ++first;
-      if (error.set() && !error.get()) ++lost;
-    });
-  for (std::thread& thread : threads) thread.join();
-  CHECK(first == 1);
-  CHECK(lost == 0);
-  CHECK_THROWS_AS(std::rethrow_exception(error.get()), std::runtime_error);
 }
 
 TEST_CASE("the log of what happens before what") {

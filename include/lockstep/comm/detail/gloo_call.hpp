@@ -55,7 +55,7 @@ class Alarm {
 };
 
 /// Returns Gloo's error text without LibTorch's stack trace and source locations.
-inline std::string gloo_words(const std::exception_ptr& cause) {
+inline std::string gloo_error_text(const std::exception_ptr& cause) {
   std::string text = "of an unknown error";
   try {
     std::rethrow_exception(cause);

@@ -2,13 +2,12 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <numeric>
 #include <utility>
 
 #include "lockstep/comm/detail/gloo_bytes.hpp"
 #include "lockstep/comm/detail/gloo_operations.hpp"
 #include "lockstep/comm/detail/gloo_work.hpp"
-#include "lockstep/comm/detail/membership.hpp"
+#include "lockstep/comm/detail/group_state.hpp"
 #include "lockstep/comm/detail/shape_check.hpp"
 #include "lockstep/comm/detail/tensor_lists.hpp"
 #include "lockstep/comm/gloo_comm.hpp"
@@ -20,7 +19,7 @@ namespace lockstep {
 template <class Tensors>
 GlooComm::Work GlooComm::begin(const char* name, std::optional<ReduceOp> op, int root,
                                const Tensors& tensors) {
-  const detail::Call call = group().begin(name);
+  const detail::Call call = group().state().begin(name);
   if (group().options().check_shapes && size() > 1) {
     const std::string operation = detail::operation_text(name, op, root);
     if constexpr (std::is_same_v<Tensors, at::Tensor>)
@@ -53,35 +52,36 @@ GlooComm::Work GlooComm::exchange_bytes(const detail::Call& call, const std::sha
 LOCKSTEP_INLINE GlooComm::GlooComm(GlooComm&&) noexcept = default;
 
 LOCKSTEP_INLINE GlooComm::GlooComm(const World& world, GlooOptions options)
-    : GlooComm(std::make_shared<detail::GlooGroup>(world, all_ranks(world.size()), next_name(world, options),
-                                                   options)) {}
+    : GlooComm(std::make_shared<detail::GlooGroup>(
+          world, detail::all_ranks(world.size()),
+          detail::Membership::next_name(world, "comm", detail::checked(options).timeout), options)) {}
 
 LOCKSTEP_INLINE GlooComm& GlooComm::operator=(GlooComm&& other) noexcept {
   if (this == &other) return *this;
-  end();
+  detail::leave_group(group_, exceptions_);
   group_ = std::move(other.group_);
   exceptions_ = other.exceptions_;
   return *this;
 }
 
 LOCKSTEP_INLINE GlooComm::~GlooComm() {
-  end();
+  detail::leave_group(group_, exceptions_);
 }
 
 LOCKSTEP_INLINE int GlooComm::rank() const {
-  return group().rank();
+  return group().state().rank();
 }
 
 LOCKSTEP_INLINE int GlooComm::size() const {
-  return group().size();
+  return group().state().size();
 }
 
 LOCKSTEP_INLINE int GlooComm::world_rank(int rank) const {
-  return group().ranks().at(static_cast<std::size_t>(rank));
+  return group().state().ranks().at(static_cast<std::size_t>(rank));
 }
 
 LOCKSTEP_INLINE const World& GlooComm::world() const {
-  return group().world();
+  return group().state().world();
 }
 
 LOCKSTEP_INLINE GlooComm::Work GlooComm::all_reduce(const at::Tensor& tensor, ReduceOp op) {
@@ -112,7 +112,7 @@ LOCKSTEP_INLINE GlooComm::Work GlooComm::reduce(const at::Tensor& tensor, int ro
 
 LOCKSTEP_INLINE GlooComm::Work GlooComm::reduce(const std::vector<at::Tensor>& list, int root, ReduceOp op) {
   for (const at::Tensor& tensor : list) detail::check_reducible("reduce", tensor, op);
-  check_rank("reduce", root);
+  group().state().check_rank("reduce", root);
   Work work = begin("reduce", op, root, list);
   for (detail::TensorBundle& bundle : detail::bundles_of(list)) {
     bundle.pack();
@@ -128,7 +128,7 @@ LOCKSTEP_INLINE GlooComm::Work GlooComm::broadcast(const at::Tensor& tensor, int
 
 LOCKSTEP_INLINE GlooComm::Work GlooComm::broadcast(const std::vector<at::Tensor>& list, int root) {
   for (const at::Tensor& tensor : list) detail::check_tensor("broadcast", tensor);
-  check_rank("broadcast", root);
+  group().state().check_rank("broadcast", root);
   Work work = begin("broadcast", std::nullopt, root, list);
   for (detail::TensorBundle& bundle : detail::bundles_of(list)) {
     bundle.pack();
@@ -248,7 +248,7 @@ LOCKSTEP_INLINE GlooComm::Work GlooComm::recv(const std::vector<at::Tensor>& lis
 LOCKSTEP_INLINE std::vector<std::string> GlooComm::all_gather_bytes(const std::string& bytes) {
   detail::BytesGather exchange;
   exchange.own = bytes;
-  exchange_bytes_now(group().begin("all_gather_bytes"), exchange);
+  exchange_bytes_now(group().state().begin("all_gather_bytes"), exchange);
   return std::move(exchange.all);
 }
 
@@ -256,25 +256,25 @@ LOCKSTEP_INLINE GlooComm::Work GlooComm::all_gather_bytes_async(std::vector<std:
                                                                 std::string bytes) {
   auto exchange = std::make_shared<detail::BytesGather>();
   exchange->own = std::move(bytes);
-  return exchange_bytes(group().begin("all_gather_bytes"), exchange,
+  return exchange_bytes(group().state().begin("all_gather_bytes"), exchange,
                         [exchange, &all] { all = std::move(exchange->all); });
 }
 
 LOCKSTEP_INLINE std::string GlooComm::broadcast_bytes(const std::string& bytes, int root) {
-  check_rank("broadcast_bytes", root);
+  group().state().check_rank("broadcast_bytes", root);
   detail::BytesBroadcast exchange;
   exchange.root = root;
   if (rank() == root) exchange.bytes = bytes;
-  exchange_bytes_now(group().begin("broadcast_bytes"), exchange);
+  exchange_bytes_now(group().state().begin("broadcast_bytes"), exchange);
   return std::move(exchange.bytes);
 }
 
 LOCKSTEP_INLINE GlooComm::Work GlooComm::broadcast_bytes_async(std::string& bytes, int root) {
-  check_rank("broadcast_bytes", root);
+  group().state().check_rank("broadcast_bytes", root);
   auto exchange = std::make_shared<detail::BytesBroadcast>();
   exchange->root = root;
   if (rank() == root) exchange->bytes = bytes;
-  return exchange_bytes(group().begin("broadcast_bytes"), exchange,
+  return exchange_bytes(group().state().begin("broadcast_bytes"), exchange,
                         [exchange, &bytes] { bytes = std::move(exchange->bytes); });
 }
 
@@ -283,28 +283,23 @@ LOCKSTEP_INLINE void GlooComm::barrier() {
 }
 
 LOCKSTEP_INLINE GlooComm::Work GlooComm::barrier_async() {
-  Work work(group_, group().begin("barrier"));
+  Work work(group_, group().state().begin("barrier"));
   work.add(gloo().barrier());
   return work;
 }
 
 LOCKSTEP_INLINE std::optional<GlooComm> GlooComm::new_group(const std::vector<int>& ranks) {
-  for (std::size_t i = 0; i < ranks.size(); ++i) {
-    check_rank("new_group", ranks[i]);
-    if (i > 0 && ranks[i] <= ranks[i - 1])
-      throw CommunicationError("new_group: the ranks must ascend, and none may be named twice");
-  }
-  group().begin("new_group");
-  std::string name = group().next_child();
+  detail::GroupState& state = group().state();
+  state.check_subgroup(ranks);
+  state.begin("new_group");
+  std::string name = state.next_child();
   if (std::find(ranks.begin(), ranks.end(), rank()) == ranks.end()) return std::nullopt;
-  std::vector<int> global;
-  for (int rank : ranks) global.push_back(group().ranks()[static_cast<std::size_t>(rank)]);
-  return GlooComm(
-      std::make_shared<detail::GlooGroup>(world(), std::move(global), std::move(name), group().options()));
+  return GlooComm(std::make_shared<detail::GlooGroup>(world(), state.world_ranks(ranks), std::move(name),
+                                                      group().options()));
 }
 
 LOCKSTEP_INLINE void GlooComm::abort(const std::string& reason) {
-  group().abort(reason);
+  group().state().abort(reason);
 }
 
 LOCKSTEP_INLINE void GlooComm::shutdown() {
@@ -312,30 +307,6 @@ LOCKSTEP_INLINE void GlooComm::shutdown() {
 }
 
 LOCKSTEP_INLINE GlooComm::GlooComm(std::shared_ptr<detail::GlooGroup> group) : group_(std::move(group)) {}
-
-LOCKSTEP_INLINE std::vector<int> GlooComm::all_ranks(int size) {
-  std::vector<int> ranks(static_cast<std::size_t>(size));
-  std::iota(ranks.begin(), ranks.end(), 0);
-  return ranks;
-}
-
-LOCKSTEP_INLINE std::string GlooComm::next_name(const World& world, const GlooOptions& options) {
-  return detail::Membership::next_name(world, "comm", detail::checked(options).timeout);
-}
-
-LOCKSTEP_INLINE void GlooComm::end() noexcept {
-  if (!group_) return;
-  if (std::uncaught_exceptions() > exceptions_) {
-    group_->abort_by_exception();
-  } else {
-    try {
-      group_->shutdown();
-    } catch (const std::exception& error) {
-      group_->abort(error.what());
-    }
-  }
-  group_.reset();
-}
 
 LOCKSTEP_INLINE detail::GlooGroup& GlooComm::group() const {
   if (!group_)
@@ -350,20 +321,12 @@ LOCKSTEP_INLINE c10d::ProcessGroupGloo& GlooComm::gloo() {
   return group().process_group();
 }
 
-LOCKSTEP_INLINE void GlooComm::check_rank(const char* name, int rank) const {
-  if (rank < 0 || rank >= size())
-    throw CommunicationError(
-        detail::formatted("{}: there is no rank {} in a group of {}", name, rank, size()));
-}
-
 LOCKSTEP_INLINE GlooComm::Work GlooComm::begin_message(const char* name, const std::vector<at::Tensor>& list,
                                                        int peer, int tag) {
   for (const at::Tensor& tensor : list) detail::check_tensor(name, tensor);
-  check_rank(name, peer);
-  if (peer == rank())
-    throw CommunicationError(detail::formatted("{}: rank {} cannot send to itself", name, peer));
+  group().state().check_peer(name, peer);
   if (tag < 0) throw CommunicationError(detail::formatted("{}: the tag {} is negative", name, tag));
-  return Work(group_, group().message(name, peer, tag));
+  return Work(group_, group().state().message(name, peer, tag));
 }
 
 LOCKSTEP_INLINE void GlooComm::add(Work& work, detail::GlooPart part, detail::TensorBundle bundle,

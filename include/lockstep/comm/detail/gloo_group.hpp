@@ -18,9 +18,8 @@
 #include "lockstep/comm/detail/gloo_bytes.hpp"
 #include "lockstep/comm/detail/gloo_call.hpp"
 #include "lockstep/comm/detail/gloo_devices.hpp"
-#include "lockstep/comm/detail/membership.hpp"
+#include "lockstep/comm/detail/group_state.hpp"
 #include "lockstep/comm/detail/sigpipe_guard.hpp"
-#include "lockstep/comm/detail/sticky_error.hpp"
 #include "lockstep/comm/gloo_options.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/detail/process_group_gloo.hpp"
@@ -29,8 +28,7 @@
 
 namespace lockstep::detail {
 
-/// The state that a GlooComm and its Works share: the process group, the count of its collectives and its
-/// first error.
+/// The state that a GlooComm and its Works share: the GroupState and the process group.
 ///
 /// ProcessGroupGloo's destructor waits for all works in flight, up to the timeout. So the process group is
 /// destroyed only after every rank has said farewell. In every other case it leaks: the process is about to
@@ -40,11 +38,11 @@ class GlooGroup {
   using Clock = std::chrono::steady_clock;
 
   GlooGroup(const World& world, std::vector<int> ranks, std::string name, const GlooOptions& options)
-      : options_(checked(options)), membership_(world, std::move(ranks), std::move(name), options_.timeout) {
-    membership_.join("");
+      : options_(checked(options)), state_(world, std::move(ranks), std::move(name), options_.timeout) {
+    membership().join("");
     connect();
     lane_ = std::make_shared<BytesLane>(
-        [world, rank = rank(), size = size(), own = options_, name = this->name()] {
+        [world, rank = state_.rank(), size = state_.size(), own = options_, name = state_.name()] {
           return connect_gloo(own_store(world, name + "/bytes", own.timeout), rank, size, world, own);
         });
   }
@@ -65,39 +63,15 @@ class GlooGroup {
   GlooGroup(const GlooGroup&) = delete;
   GlooGroup& operator=(const GlooGroup&) = delete;
 
-  [[nodiscard]] int rank() const { return membership_.rank(); }
-  [[nodiscard]] int size() const { return membership_.size(); }
-  [[nodiscard]] const World& world() const { return membership_.world(); }
-  [[nodiscard]] const std::string& name() const { return membership_.name(); }
-  [[nodiscard]] const std::vector<int>& ranks() const { return membership_.ranks(); }
-  [[nodiscard]] std::string next_child() { return detail::formatted("{}/{}", name(), children_++); }
+  [[nodiscard]] GroupState& state() { return state_; }
   [[nodiscard]] const GlooOptions& options() const { return options_; }
   [[nodiscard]] std::chrono::milliseconds timeout() const { return options_.timeout; }
   [[nodiscard]] c10d::ProcessGroupGloo& process_group() { return *process_group_; }
   [[nodiscard]] BytesLane& bytes_lane() { return *lane_; }
-  [[nodiscard]] bool failed() const { return error_.set(); }
-
-  /// Begins a collective. Throws inside a rank-zero scope, and rethrows the first error.
-  Call begin(const char* name) {
-    Call call = message(name, -1, 0);
-    call.sequence = membership_.enter(name);
-    return call;
-  }
-  /// Begins a send or recv, which has no sequence number: only two ranks take part.
-  Call message(const char* name, int peer, int tag) {
-    forbid_in_rank_zero_scope(name);
-    if (failed()) rethrow();
-    if (!process_group_)
-      throw CommunicationError(
-          detail::formatted("{} called after shutdown(): make a new communicator", name));
-    const Call call{name, 0, peer, tag, Clock::now()};
-    if (membership_.news()) check(membership_.look(call));
-    return call;
-  }
 
   /// Blocks until `work` completes. Throws if it failed, if another rank failed, or at `until`.
   void await(const Call& call, c10d::Work& work, Clock::time_point until) {
-    Membership::CallWatch watch(membership_, call);
+    Membership::CallWatch watch(membership(), call);
     std::unique_lock lock(work.*WorkInternals::mutex);
     const auto complete = [&] { return work.*WorkInternals::completed; };
     while (!complete()) {
@@ -124,12 +98,12 @@ class GlooGroup {
       const auto time = std::chrono::ceil<std::chrono::milliseconds>(end - Clock::now());
       return std::max(time, std::chrono::milliseconds(1));
     };
-    Membership::CallWatch watch(membership_, call);
+    Membership::CallWatch watch(membership(), call);
     for (;;) {
       bool arrived = false;
       {
         std::optional<FailureMonitor::Interruption> by_news;
-        if (membership_.monitor()) by_news.emplace(*membership_.monitor(), work, watch.next());
+        if (membership().monitor()) by_news.emplace(*membership().monitor(), work, watch.next());
         // After the registration: a failure that arrived before it aborts nothing.
         check(watch.look(true));
         try {
@@ -152,29 +126,22 @@ class GlooGroup {
     kept_.push_back(std::move(message));
   }
 
-  /// Fails every later call and publishes `reason` to the other ranks. Blocks at most 1 s.
-  void abort(const std::string& reason) noexcept {
-    if (error_.keep(aborted(reason))) membership_.publish(reason);
-  }
-  /// abort() during stack unwinding, where the reason is unknown: the destructors do not see the exception.
-  void abort_by_exception() noexcept {
-    const char* reason = "an exception, which its own output names, has ended it";
-    if (error_.keep(aborted(reason))) membership_.publish_vague(reason);
-  }
-
   /// Leaves the group in good order: completes all works in flight and says farewell to the other ranks. The
   /// rank that hosts the store leaves last. Throws TimeoutError at the timeout.
   void shutdown() {
-    if (!process_group_ || failed()) return;
-    const Call call = message("shutdown", -1, 0);
-    membership_.depart();
-    if (finish_works(call)) membership_.farewell(call);
+    if (state_.closed() || state_.failed()) return;
+    const Call call = state_.message("shutdown", -1, 0);
+    membership().depart();
+    state_.close();
+    if (finish_works(call)) membership().farewell(call);
   }
 
  private:
   using Messages = std::vector<c10::intrusive_ptr<c10d::Work>>;
   // How long a waiting thread sleeps between two checks for failures.
   static constexpr std::chrono::milliseconds slice{50};
+
+  [[nodiscard]] Membership& membership() { return state_.membership(); }
 
   // Returns the keys of a process group on a separate connection: the program may block on the shared one.
   static StorePtr own_store(const World& world, const std::string& name, std::chrono::milliseconds limit) {
@@ -187,15 +154,15 @@ class GlooGroup {
     const Call call{"the start of the communicator", 0, -1, 0, Clock::now()};
     std::promise<c10::intrusive_ptr<c10d::ProcessGroupGloo>> promise;
     auto connected = promise.get_future();
-    std::thread([promise = std::move(promise), rank = rank(), size = size(), world = world(), name = name(),
-                 options = options_]() mutable {
+    std::thread([promise = std::move(promise), rank = state_.rank(), size = state_.size(),
+                 world = state_.world(), name = state_.name(), options = options_]() mutable {
       try {
         promise.set_value(connect_gloo(own_store(world, name, options.timeout), rank, size, world, options));
       } catch (...) {
         promise.set_exception(std::current_exception());
       }
     }).detach();
-    Membership::CallWatch watch(membership_, call);
+    Membership::CallWatch watch(membership(), call);
     while (connected.wait_for(slice) != std::future_status::ready) {
       check(watch.look());
       if (Clock::now() >= call.start + timeout()) late(call);
@@ -230,53 +197,47 @@ class GlooGroup {
       }
     }).detach();
     while (finished.wait_for(slice) != std::future_status::ready) {
-      if (membership_.monitor() && membership_.monitor()->failure()) return false;
+      if (membership().monitor() && membership().monitor()->failure()) return false;
       if (Clock::now() >= call.start + timeout()) late(call);
     }
     return true;
   }
 
-  // Stores and throws `error`, unless it is null.
+  // Stores `error` if it is the first, and throws it. No-op for null.
   void check(const std::exception_ptr& error) {
     if (!error) return;
-    error_.keep(error);
-    membership_.notice();
+    state_.record(error, false);
+    membership().notice();
     std::rethrow_exception(error);
   }
 
   // Throws the TimeoutError of this call, which names the late ranks.
   [[noreturn]] void late(const Call& call) {
     const bool last = Clock::now() >= call.start + timeout();
-    check(membership_.look(call));
-    const std::string text = membership_.lateness_of(call);
-    check(membership_.look(call));
-    TimeoutError error(text, world().rank());
-    if (last) error_.keep(std::make_exception_ptr(error));
+    check(membership().look(call));
+    const std::string text = membership().lateness_of(call);
+    check(membership().look(call));
+    TimeoutError error(text, state_.world().rank());
+    if (last) state_.record(std::make_exception_ptr(error), false);
     throw error;
   }
 
   // Gloo failed: finds the rank that caused it and throws.
   [[noreturn]] void explain(const Call& call, const std::exception_ptr& cause) {
-    if (failed()) rethrow();
-    const std::string words = gloo_words(cause);
-    check(membership_.cause_of(
-        call, detail::formatted("it does not answer and has closed its connections ({})", words)));
-    const CommunicationError error(detail::formatted("{} failed: {}", call.text(), words), world().rank());
-    error_.keep(std::make_exception_ptr(error));
+    state_.check_error();
+    const std::string text = gloo_error_text(cause);
+    check(membership().cause_of(
+        call, detail::formatted("it does not answer and has closed its connections ({})", text)));
+    const CommunicationError error(detail::formatted("{} failed: {}", call.text(), text),
+                                   state_.world().rank());
+    state_.record(std::make_exception_ptr(error), false);
     throw error;
   }
 
-  static std::exception_ptr aborted(const std::string& reason) {
-    return std::make_exception_ptr(CommunicationError("the communicator was aborted: " + reason));
-  }
-  [[noreturn]] void rethrow() { std::rethrow_exception(error_.get()); }
-
   GlooOptions options_;
-  Membership membership_;
-  int children_ = 0;
+  GroupState state_;
   c10::intrusive_ptr<c10d::ProcessGroupGloo> process_group_;
   std::shared_ptr<BytesLane> lane_;
-  StickyError error_;
   std::mutex mutex_;
   Messages kept_;
 };

@@ -74,7 +74,7 @@ LOCKSTEP_INLINE void GlooWork::wait_until(std::chrono::steady_clock::time_point 
       parts_.erase(parts_.begin());  // a message may be waited for only once
     }
   } catch (...) {
-    if (group_->failed()) error_ = std::current_exception();
+    if (group_->state().failed()) error_ = std::current_exception();
     throw;
   }
   group_.reset();

@@ -21,9 +21,9 @@
 
 #include "lockstep/comm/detail/call.hpp"
 #include "lockstep/comm/detail/call_number.hpp"
-#include "lockstep/comm/detail/default_timeout.hpp"
 #include "lockstep/comm/detail/failure_monitor.hpp"
 #include "lockstep/comm/detail/own_error.hpp"
+#include "lockstep/comm/detail/timeouts.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/world/detail/store_keys.hpp"

@@ -20,7 +20,7 @@ namespace lockstep::detail {
 /// MismatchError on every rank.
 inline void compare_over_ranks(GlooGroup& group, const Call& call, const std::string& own) {
   const auto gather = [&](const at::Tensor& row) {
-    auto rows = at::empty({group.size(), row.numel()}, row.options());
+    auto rows = at::empty({group.state().size(), row.numel()}, row.options());
     const auto work = start_all_gather(group.process_group(), rows, row);
     group.await(call, *work, call.start + group.timeout());
     return rows;
@@ -34,9 +34,9 @@ inline void compare_over_ranks(GlooGroup& group, const Call& call, const std::st
   const auto longest = heads.select(1, 0).max().item<std::int64_t>();
   const auto texts = gather(bytes_tensor(own, longest));
   std::vector<std::string> signatures;
-  for (int rank = 0; rank < group.size(); ++rank)
+  for (int rank = 0; rank < group.state().size(); ++rank)
     signatures.push_back(bytes_in(texts[rank], heads[rank][0].item<std::int64_t>()));
-  throw MismatchError(mismatch_text(call, signatures, group.ranks()));
+  throw MismatchError(mismatch_text(call, signatures, group.state().ranks()));
 }
 
 }  // namespace lockstep::detail

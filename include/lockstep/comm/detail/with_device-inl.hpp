@@ -4,8 +4,8 @@
 #include <string>
 
 #include "lockstep/comm/detail/call_number.hpp"
-#include "lockstep/comm/detail/default_timeout.hpp"
 #include "lockstep/comm/detail/membership.hpp"
+#include "lockstep/comm/detail/timeouts.hpp"
 #include "lockstep/comm/with_device.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"

@@ -122,7 +122,7 @@ void refuse_in_capture(NcclGroup<D>& group, const char* name) {
   const D& device = group.device();
   const Call call{name, 0, -1, 0, std::chrono::steady_clock::now()};
   if (!group.guarded(call, [&] { return device.capturing(device.current_stream()); })) return;
-  const int rank = group.world().rank();
+  const int rank = group.state().world().rank();
   throw UsageError(
       detail::formatted("{} called on rank {} while a graph is captured: the host takes part in it, "
                         "which a graph cannot repeat, so call it before the capture",

@@ -16,7 +16,7 @@
 #include <ATen/ops/zeros.h>
 
 #include "lockstep/comm/communicator.hpp"
-#include "lockstep/comm/detail/membership.hpp"
+#include "lockstep/comm/detail/group_state.hpp"
 #include "lockstep/comm/detail/nccl/calls.hpp"
 #include "lockstep/comm/detail/nccl/device.hpp"
 #include "lockstep/comm/detail/nccl/group.hpp"
@@ -36,7 +36,7 @@ class NcclBytes {
 
   /// Returns every rank's bytes, by rank.
   [[nodiscard]] std::vector<std::string> gather(const std::string& own) const {
-    const int size = group_->size();
+    const int size = group_->state().size();
     const at::Tensor lengths = gather_rows(number(own.size()));
     const auto* length = lengths.template const_data_ptr<std::int64_t>();
     const std::int64_t longest = *std::max_element(length, length + size);
@@ -78,11 +78,12 @@ class NcclBytes {
   }
 
   [[nodiscard]] std::string send_from(const std::string& own, std::int64_t length, int root) const {
-    const at::Tensor sent = group_->rank() == root ? bytes_of(own, length) : at::zeros({length}, at::kByte);
+    const at::Tensor sent =
+        group_->state().rank() == root ? bytes_of(own, length) : at::zeros({length}, at::kByte);
     return text_in(broadcast(sent, root), length);
   }
   [[nodiscard]] at::Tensor gather_rows(const at::Tensor& row) const {
-    const at::Tensor rows = upload(at::empty({group_->size(), row.numel()}, row.options()));
+    const at::Tensor rows = upload(at::empty({group_->state().size(), row.numel()}, row.options()));
     return arrive(start_all_gather<D>(group_, call_, {rows}, {upload(row)}), rows);
   }
   [[nodiscard]] at::Tensor broadcast(const at::Tensor& tensor, int root) const {
@@ -133,26 +134,27 @@ class BasicNcclComm {
   /// TimeoutError, which names the missing ranks, PeerError if a rank has failed, and MismatchError if two
   /// ranks have different NCCL versions.
   explicit BasicNcclComm(const World& world, NcclOptions options = {})
-      : group_(std::make_shared<NcclGroup<D>>(world, all_ranks(world.size()), next_name(world, options),
+      : group_(std::make_shared<NcclGroup<D>>(world, all_ranks(world.size()),
+                                              Membership::next_name(world, "nccl", checked(options).timeout),
                                               options)) {}
 
   BasicNcclComm(BasicNcclComm&&) noexcept = default;
   BasicNcclComm& operator=(BasicNcclComm&& other) noexcept {
     if (this == &other) return *this;
-    end();
+    leave_group(group_, exceptions_);
     group_ = std::move(other.group_);
     exceptions_ = other.exceptions_;
     return *this;
   }
-  ~BasicNcclComm() { end(); }
+  ~BasicNcclComm() { leave_group(group_, exceptions_); }
 
-  [[nodiscard]] int rank() const { return group_->rank(); }
-  [[nodiscard]] int size() const { return group_->size(); }
+  [[nodiscard]] int rank() const { return group_->state().rank(); }
+  [[nodiscard]] int size() const { return group_->state().size(); }
   /// Returns the rank in the world of `rank` in this group. Errors name ranks of the world.
   [[nodiscard]] int world_rank(int rank) const {
-    return group_->membership().ranks().at(static_cast<std::size_t>(rank));
+    return group_->state().ranks().at(static_cast<std::size_t>(rank));
   }
-  [[nodiscard]] const World& world() const { return group_->world(); }
+  [[nodiscard]] const World& world() const { return group_->state().world(); }
   /// Returns the device of the communicator's tensors: this rank's GPU.
   [[nodiscard]] at::Device tensor_device() const requires requires(const D& device) {
     device.tensor_device();
@@ -160,7 +162,7 @@ class BasicNcclComm {
   { return device().tensor_device(); }
 
   /// Throws the first error, if there is one. Never blocks.
-  void check_error() { group_->check_error(); }
+  void check_error() { group_->state().check_error(); }
 
   /// Throws UsageError if the options make every call wait on the host, which a graph cannot capture.
   void check_capturable() const {
@@ -213,7 +215,7 @@ class BasicNcclComm {
   }
   Work reduce(const std::vector<at::Tensor>& list, int root = 0, ReduceOp op = ReduceOp::sum) {
     check("reduce").reduces(list, op);
-    check_rank("reduce", root);
+    group_->state().check_rank("reduce", root);
     const Call call = begin("reduce", op, root, list);
     return run(call, {}, {}, list, [this, op, root](auto comm, const auto& stream, const auto& operands) {
       return operands.for_each_changed([&](const at::Tensor& tensor) {
@@ -230,7 +232,7 @@ class BasicNcclComm {
   }
   Work broadcast(const std::vector<at::Tensor>& list, int root = 0) {
     check("broadcast").moves(list);
-    check_rank("broadcast", root);
+    group_->state().check_rank("broadcast", root);
     return start_broadcast<D>(group_, begin("broadcast", std::nullopt, root, list), list, root);
   }
 
@@ -333,13 +335,13 @@ class BasicNcclComm {
 
   /// Returns `root`'s bytes, through GPU memory. Blocks.
   [[nodiscard]] std::string broadcast_bytes(const std::string& bytes, int root = 0) {
-    check_rank("broadcast_bytes", root);
+    group_->state().check_rank("broadcast_bytes", root);
     return NcclBytes<D>(group_, begin_on_host("broadcast_bytes")).broadcast(bytes, root);
   }
   /// Broadcasts `root`'s `bytes` in place through the store, without blocking. `bytes` holds them once the
   /// Work has been waited for, and must live until then.
   Work broadcast_bytes_async(std::string& bytes, int root = 0) {
-    check_rank("broadcast_bytes", root);
+    group_->state().check_rank("broadcast_bytes", root);
     return exchange_in_store("broadcast_bytes", {root}, bytes,
                              [&bytes](std::vector<std::string> got) { bytes = std::move(got[0]); });
   }
@@ -349,7 +351,7 @@ class BasicNcclComm {
   void barrier() { barrier_async().synchronize(); }
   /// Non-blocking barrier(): the Work completes once every rank has called it.
   Work barrier_async() {
-    const Call call = token_.defined() ? group_->begin("barrier") : begin_on_host("barrier");
+    const Call call = token_.defined() ? group_->state().begin("barrier") : begin_on_host("barrier");
     if (!token_.defined())
       token_ = group_->guarded(call, [&] { return device().upload(at::zeros({1}, at::kInt)); });
     return run(call, {}, {}, {token_}, [this](auto comm, const auto& stream, const auto& operands) {
@@ -363,26 +365,20 @@ class BasicNcclComm {
   /// Returns a group of some of this group's ranks, in ascending order, and std::nullopt on ranks outside the
   /// list. Every rank of this group calls it with the same list.
   [[nodiscard]] std::optional<BasicNcclComm> new_group(const std::vector<int>& ranks) {
-    for (std::size_t i = 0; i < ranks.size(); ++i) {
-      check_rank("new_group", ranks[i]);
-      if (i > 0 && ranks[i] <= ranks[i - 1])
-        throw CommunicationError("new_group: the ranks must ascend, and none may be named twice",
-                                 world().rank());
-    }
+    group_->state().check_subgroup(ranks);
     const Call call = begin_on_host("new_group");
-    std::string name = group_->next_child();
+    std::string name = group_->state().next_child();
     if (std::find(ranks.begin(), ranks.end(), rank()) == ranks.end()) {
       group_->stay_out_of_split(call);
       return std::nullopt;
     }
-    std::vector<int> global;
-    for (int rank : ranks) global.push_back(group_->membership().ranks()[static_cast<std::size_t>(rank)]);
-    return BasicNcclComm(std::make_shared<NcclGroup<D>>(*group_, call, std::move(global), std::move(name)));
+    return BasicNcclComm(
+        std::make_shared<NcclGroup<D>>(*group_, call, group_->state().world_ranks(ranks), std::move(name)));
   }
 
   /// Aborts the works in flight and fails every later call. Every wait of another rank throws a PeerError
   /// with `reason`. Does not wait for another rank.
-  void abort(const std::string& reason) { group_->abort(reason); }
+  void abort(const std::string& reason) { group_->state().abort(reason); }
 
   /// Leaves the group in good order, after the works in flight completed.
   void shutdown() { group_->shutdown(); }
@@ -390,63 +386,32 @@ class BasicNcclComm {
  private:
   explicit BasicNcclComm(std::shared_ptr<NcclGroup<D>> group) : group_(std::move(group)) {}
 
-  static std::vector<int> all_ranks(int size) {
-    std::vector<int> ranks(static_cast<std::size_t>(size));
-    std::iota(ranks.begin(), ranks.end(), 0);
-    return ranks;
-  }
-  static std::string next_name(const World& world, const NcclOptions& options) {
-    return Membership::next_name(world, "nccl", checked(options).timeout);
-  }
-  void end() noexcept {
-    if (!group_) return;
-    if (std::uncaught_exceptions() > exceptions_) {
-      group_->abort_by_exception();
-    } else {
-      try {
-        group_->shutdown();
-      } catch (const std::exception& error) {
-        group_->abort(error.what());
-      }
-    }
-    group_.reset();
-  }
-
   [[nodiscard]] const D& device() const { return group_->device(); }
   [[nodiscard]] NcclTensorCheck<D> check(const char* name) const { return {name, device(), world().rank()}; }
-  void check_rank(const char* name, int rank) const {
-    if (rank < 0 || rank >= size())
-      throw CommunicationError(
-          detail::formatted("{}: there is no rank {} in a group of {}", name, rank, size()), world().rank());
-  }
-
   Call begin(const char* name, std::optional<ReduceOp> op, int root, const std::vector<at::Tensor>& list) {
-    if (!group_->options().check_shapes || size() == 1) return group_->begin(name);
+    if (!group_->options().check_shapes || size() == 1) return group_->state().begin(name);
     const Call call = begin_on_host(name);
     const std::vector<std::string> all =
         NcclBytes<D>(group_, call).gather(signature(operation_text(name, op, root), list));
     for (const std::string& other : all)
       if (other != all[0])
-        throw MismatchError(mismatch_text(call, all, group_->membership().ranks()), world().rank());
+        throw MismatchError(mismatch_text(call, all, group_->state().ranks()), world().rank());
     return call;
   }
   // Begins a call that needs the host.
   Call begin_on_host(const char* name) {
     refuse_in_capture(*group_, name);
-    return group_->begin(name);
+    return group_->state().begin(name);
   }
   Call begin_message(const char* name, const std::vector<at::Tensor>& list, int peer, int tag) {
     check(name).moves(list);
-    check_rank(name, peer);
-    if (peer == rank())
-      throw CommunicationError(detail::formatted("{}: rank {} cannot send to itself", name, peer),
-                               world().rank());
+    group_->state().check_peer(name, peer);
     if (tag != 0)
       throw CommunicationError(
           detail::formatted("{}: NCCL knows no tags, and {} is one: use tag 0, or a new_group for each tag",
                             name, tag),
           world().rank());
-    return group_->message(name, peer, tag);
+    return group_->state().message(name, peer, tag);
   }
 
   template <class Issue>
@@ -459,7 +424,7 @@ class BasicNcclComm {
     const Call call = begin_on_host(name);
     std::unique_ptr<StoreExchange> exchange;
     group_->at_store(call, call.start + group_->timeout(), [&] {
-      exchange = std::make_unique<StoreExchange>(group_->membership(), call, std::move(from), own,
+      exchange = std::make_unique<StoreExchange>(group_->state().membership(), call, std::move(from), own,
                                                  std::move(deliver));
     });
     return Work(group_, call, std::move(exchange));

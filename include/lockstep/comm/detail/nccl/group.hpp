@@ -14,13 +14,12 @@
 #include <vector>
 
 #include "lockstep/comm/detail/call.hpp"
-#include "lockstep/comm/detail/membership.hpp"
+#include "lockstep/comm/detail/group_state.hpp"
 #include "lockstep/comm/detail/nccl/buffers.hpp"
 #include "lockstep/comm/detail/nccl/device.hpp"
 #include "lockstep/comm/detail/nccl/device_identity.hpp"
 #include "lockstep/comm/detail/nccl/diagnosis.hpp"
 #include "lockstep/comm/detail/nccl/error_text.hpp"
-#include "lockstep/comm/detail/nccl/group_error.hpp"
 #include "lockstep/comm/detail/nccl/handle.hpp"
 #include "lockstep/comm/detail/nccl/in_flight_op.hpp"
 #include "lockstep/comm/detail/nccl/waiting.hpp"
@@ -106,8 +105,8 @@ class ActiveCalls {
   Scope* newest_ = nullptr;
 };
 
-/// The state that a communicator and its Works share: NCCL's handle, the stream, the works in flight, the
-/// first error, and two watchdog threads that run while the program computes or blocks in a call.
+/// The state that a communicator and its Works share: the GroupState, NCCL's handle, the stream, the works in
+/// flight, and two watchdog threads that run while the program computes or blocks in a call.
 ///
 /// The watchdog aborts the works in flight when another rank has failed, or when the timeout of the oldest
 /// collective in flight, or of the oldest call that the program has not returned from, has expired. It takes
@@ -126,16 +125,16 @@ class NcclGroup {
   /// Constructs the group of all ranks in `ranks`, which meet at a rendezvous in the store.
   NcclGroup(const World& world, std::vector<int> ranks, std::string name, const NcclOptions& options)
       : options_(checked(options)),
-        membership_(world, std::move(ranks), std::move(name), options_.timeout),
-        device_(open_together<D>(membership_, options_)),
+        state_(world, std::move(ranks), std::move(name), options_.timeout, [this] { handle_.abort(); }),
+        device_(open_together<D>(state_.membership(), options_)),
         handle_(device_),
         in_flight_(device_),
         stream_(device_) {
     start([&](const Call& call) {
-      const std::string id =
-          membership_.from_first("NCCL id", [&] { return guarded(call, [&] { return device_.make_id(); }); });
+      const std::string id = state_.membership().from_first(
+          "NCCL id", [&] { return guarded(call, [&] { return device_.make_id(); }); });
       return guarded(call, [&] {
-        return handle_.make([&](Comm& made) { return device_.init(made, size(), id, rank()); });
+        return handle_.make([&](Comm& made) { return device_.init(made, state_.size(), id, state_.rank()); });
       });
     });
   }
@@ -143,7 +142,8 @@ class NcclGroup {
   /// Splits off a group of some of `parent`'s ranks, this rank among them, for `call`. `name` is its name.
   NcclGroup(NcclGroup& parent, const Call& call, std::vector<int> ranks, std::string name)
       : options_(parent.options_),
-        membership_(parent.world(), std::move(ranks), std::move(name), options_.timeout),
+        state_(parent.state_.world(), std::move(ranks), std::move(name), options_.timeout,
+               [this] { handle_.abort(); }),
         device_(parent.device_),
         handle_(device_),
         in_flight_(device_),
@@ -175,36 +175,12 @@ class NcclGroup {
   NcclGroup(const NcclGroup&) = delete;
   NcclGroup& operator=(const NcclGroup&) = delete;
 
-  [[nodiscard]] int rank() const { return membership_.rank(); }
-  [[nodiscard]] int size() const { return membership_.size(); }
-  [[nodiscard]] const World& world() const { return membership_.world(); }
-  [[nodiscard]] Membership& membership() { return membership_; }
+  [[nodiscard]] GroupState& state() { return state_; }
   [[nodiscard]] const D& device() const { return device_; }
   [[nodiscard]] const NcclOptions& options() const { return options_; }
   [[nodiscard]] std::chrono::milliseconds timeout() const { return options_.timeout; }
   [[nodiscard]] const Stream& stream() const { return stream_.get(); }
-  [[nodiscard]] bool failed() const { return error_.set(); }
-  void check_error() {
-    if (failed()) error_.rethrow();
-  }
-  [[nodiscard]] std::string next_child() {
-    return detail::formatted("{}/{}", membership_.name(), children_++);
-  }
   void label(Label label) { label_ = std::move(label); }
-
-  /// Begins a collective. Throws inside a rank-zero scope, and rethrows the first error.
-  Call begin(const char* name) {
-    Call call = open_call(name, -1, 0);
-    call.sequence = membership_.enter(name);
-    waiting_.look(call);
-    return call;
-  }
-  /// Begins a send or recv, which has no sequence number: only two ranks take part.
-  Call message(const char* name, int peer, int tag) {
-    const Call call = open_call(name, peer, tag);
-    waiting_.look(call);
-    return call;
-  }
 
   /// Returns an uninitialized tensor [length] with the dtype and device of `like`. See NcclOptions::buffers.
   at::Tensor empty_buffer(std::int64_t length, const at::Tensor& like) {
@@ -262,19 +238,19 @@ class NcclGroup {
     });
   }
 
-  /// Runs `work`, a part of `call` that uses the store and ends by `until`. An error other than the timeout of
-  /// a caller who waits for less than the group's ends the group.
+  /// Runs `work`, a part of `call` that uses the store and ends by `until`. An error other than the timeout
+  /// of a caller who waits for less than the group's ends the group.
   template <class Work>
   void at_store(const Call& call, Clock::time_point until, Work&& work) {
     try {
       work();
     } catch (const TimeoutError&) {
       if (until < call.start + timeout()) throw;
-      error_.fail(std::current_exception(), true);
+      state_.fail(std::current_exception(), true);
     } catch (const PeerError&) {
-      error_.fail(std::current_exception(), false);
+      state_.fail(std::current_exception(), false);
     } catch (const CommunicationError&) {
-      error_.fail(std::current_exception(), true);
+      state_.fail(std::current_exception(), true);
     }
   }
 
@@ -282,7 +258,7 @@ class NcclGroup {
   /// is ordered after all prior collectives, and counts as one collective under the watchdog.
   template <class Replay>
   void watch_replay(Replay&& replay) {
-    const Call call = begin("captured step");
+    const Call call = state_.begin("captured step");
     guarded(call, nullptr, [&] {
       const Stream current = device_.current_stream();
       tidy();
@@ -296,14 +272,14 @@ class NcclGroup {
       launch.finish();
       in_flight_.give_back(launch.op);
     });
-    check_error();  // an error may have ended the launch
+    state_.check_error();  // an error may have ended the launch
   }
 
   /// Orders all later work on the current stream after the op. Does not block.
   void join(InFlightOp<D>& op) {
     if (!in_flight_.completed(op)) {
-      if (failed()) error_.rethrow();
-      waiting_.look(op.call);
+      state_.check_error();
+      state_.look(op.call);
     }
     guarded(op.call, op.label, [&] {
       const Stream current = device_.current_stream();
@@ -326,11 +302,11 @@ class NcclGroup {
           detail::formatted(
               "{} is captured into a graph and has not happened: join its stream, and wait for the graph",
               text_of(op.call, op.label)),
-          world().rank());
+          state_.world().rank());
     await(op.call, op.label, until, [&] {
       if (!guarded(op.call, op.label, [&] { return device_.done(op.done); })) return false;
       if (!in_flight_.completed(op)) {
-        if (failed()) error_.rethrow();
+        state_.check_error();
         in_flight_.complete(op);
       }
       return true;
@@ -343,28 +319,27 @@ class NcclGroup {
   /// Returns the error of an op that can never complete, null otherwise.
   [[nodiscard]] std::exception_ptr error_of(const InFlightOp<D>& op) const {
     if (!failed() || in_flight_.completed(op)) return nullptr;
-    return error_.get();
+    return state_.error();
   }
-
-  /// See GroupError.
-  void abort(const std::string& reason) noexcept { error_.abort(reason); }
-  void abort_by_exception() noexcept { error_.abort_by_exception(); }
 
   /// Leaves the group in good order: completes the works in flight and says farewell to the other ranks.
   void shutdown() {
-    if (handle_.gone() || failed()) return;
-    const Call call = message("shutdown", -1, 0);
-    membership_.depart();
+    if (state_.closed() || failed()) return;
+    const Call call = state_.message("shutdown", -1, 0);
+    state_.membership().depart();
     drain(call);
     waiting_.await_ready(call, label_, guarded(call, [&] {
                            if (buffers_) buffers_->close();
                            return handle_.call([&](Comm comm) { return device_.finalize(comm); });
                          }));
     guarded(call, [&] { handle_.destroy(); });
-    membership_.farewell(call);
+    state_.close();
+    state_.membership().farewell(call);
   }
 
  private:
+  [[nodiscard]] bool failed() const { return state_.failed(); }
+
   // An op during its launch. If the launch fails before any work is issued, the op is put back. Otherwise it
   // counts as started whatever happens, since its tensors are in use.
   struct Launch {
@@ -391,15 +366,6 @@ class NcclGroup {
     }
   };
 
-  Call open_call(const char* name, int peer, int tag) {
-    forbid_in_rank_zero_scope(name);
-    if (failed()) error_.rethrow();
-    if (handle_.gone())
-      throw CommunicationError(detail::formatted("{} called after shutdown(): make a new communicator", name),
-                               world().rank());
-    return {name, 0, peer, tag, Clock::now()};
-  }
-
   // A rank that cannot create its communicator publishes the error: the other ranks would wait for it.
   template <class Make>
   void start(Make&& make) {
@@ -416,7 +382,7 @@ class NcclGroup {
         waiting_.await_ready(call, label_, make(call));
       });
     } catch (...) {
-      if (!failed()) membership_.publish(std::current_exception());
+      if (!failed()) state_.membership().publish(std::current_exception());
       handle_.abort();
       throw;
     }
@@ -425,13 +391,14 @@ class NcclGroup {
   Comm split(const Call& call, int colour) {
     drain(call);  // NCCL may hang if any work is outstanding
     const auto [result, place] = guarded(call, [&] {
-      return handle_.split([&](Comm comm, Comm& made) { return device_.split(made, comm, colour, rank()); });
+      return handle_.split(
+          [&](Comm comm, Comm& made) { return device_.split(made, comm, colour, state_.rank()); });
     });
     waiting_.await_ready(call, label_, result);
     const Comm made = handle_.taken_from(place);
     if (failed()) {
       if (made != Comm{}) device_.abort(made);
-      error_.rethrow();
+      state_.rethrow();
     }
     return made;
   }
@@ -439,7 +406,7 @@ class NcclGroup {
   // Waits until nothing is in flight. The watchdog, which names the late ranks, expires 10 s earlier.
   void drain(const Call& call) {
     await(call, label_, call.start + timeout() + std::chrono::seconds(10), [&] {
-      if (auto error = sweep()) error_.fail(error, true);
+      if (auto error = sweep()) state_.fail(error, true);
       in_flight_.release();
       return in_flight_.empty();
     });
@@ -452,7 +419,7 @@ class NcclGroup {
     } catch (const Error&) {
       throw;
     } catch (const std::exception& error) {
-      error_.fail(diagnosis_.of_exception(text_of(call, label), error), true);
+      state_.fail(diagnosis_.of_exception(text_of(call, label), error), true);
     }
   }
   // Finds completed works. Returns the device's error if it has failed.
@@ -468,7 +435,7 @@ class NcclGroup {
   }
   // sweep() and cleanup before new work is issued, outside a capture.
   void tidy() {
-    if (auto error = sweep()) error_.fail(error, true);
+    if (auto error = sweep()) state_.fail(error, true);
     in_flight_.release();
     in_flight_.end_capture();
     if (buffers_) buffers_->sweep();
@@ -494,7 +461,7 @@ class NcclGroup {
     } catch (const std::exception& other) {
       error = diagnosis_.of_exception("the communicator's watchdog", other);
     }
-    if (error && !failed()) error_.record_and_abort(error);
+    if (error && !failed()) state_.record(error, true);
   }
   // Returns the error for which the works in flight, or the program's active call, must be aborted, or null.
   std::exception_ptr overdue() {
@@ -502,16 +469,16 @@ class NcclGroup {
     const auto now = Clock::now(), asked = device_asked_.load();
     if (const auto oldest = in_flight_.oldest()) {
       const auto& [call, label] = *oldest;
-      if (auto error = membership_.look(call)) return error;
+      if (auto error = state_.membership().look(call)) return error;
       // It may have completed since the device watchdog last asked, unless the device does not answer.
       const auto end = call.start + timeout();
       if (now >= end && (asked >= end || now >= end + std::chrono::seconds(1)))
         return diagnosis_.of_lateness(call, label);
-      if (!watch_ || watch_->call().start != call.start) watch_.emplace(membership_, call);
+      if (!watch_ || watch_->call().start != call.start) watch_.emplace(state_.membership(), call);
       if (auto error = watch_->look()) return error;
     }
     if (const auto oldest = active_.oldest()) {
-      if (auto error = membership_.look(oldest->call)) return error;
+      if (auto error = state_.membership().look(oldest->call)) return error;
       if (now >= oldest->entered + timeout()) return diagnosis_.of_lateness(oldest->call, oldest->label);
     }
     return nullptr;
@@ -528,17 +495,15 @@ class NcclGroup {
   }
 
   NcclOptions options_;
-  Membership membership_;
+  GroupState state_;
   D device_;
   NcclHandle<D> handle_;
   InFlightOps<D> in_flight_;
   OwnedStream<D> stream_;
   std::shared_ptr<Buffers<D>> buffers_;  // null if the options ask for none
   Label label_;
-  int children_ = 0;
-  GroupError<D> error_{membership_, handle_};
-  Diagnosis<D> diagnosis_{membership_, handle_};
-  Waiting<D> waiting_{membership_, handle_, diagnosis_, error_, options_.timeout};
+  Diagnosis<D> diagnosis_{state_.membership(), handle_};
+  Waiting<D> waiting_{state_, handle_, diagnosis_};
   ActiveCalls active_;
   std::atomic<Clock::time_point> device_asked_{
       Clock::time_point{}};                     // when the device watchdog began its last completed sweep

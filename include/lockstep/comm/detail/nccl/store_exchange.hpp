@@ -36,6 +36,7 @@ class StoreExchange {
         name_(store_keys::bytes(call.sequence)),
         from_(std::move(from)),
         deliver_(std::move(deliver)) {
+    for (const int from : from_) keys_.push_back(key(name_, from));
     const int rank = membership.rank();
     if (std::find(from_.begin(), from_.end(), rank) == from_.end()) return;
     membership_.at_store(call_, [name = name_, rank, own](c10d::Store& store) {
@@ -49,11 +50,8 @@ class StoreExchange {
 
   /// Returns whether all bytes have arrived. Blocks until `until` at most, where the store does not answer.
   [[nodiscard]] bool complete(Clock::time_point until) {
-    std::vector<std::string> keys;
-    for (const int rank : from_) keys.push_back(key(name_, rank));
     return membership_
-        .at_store_until(call_, until,
-                        [keys = std::move(keys)](c10d::Store& store) { return store.check(keys); })
+        .at_store_until(call_, until, [keys = keys_](c10d::Store& store) { return store.check(keys); })
         .value_or(false);
   }
 
@@ -92,6 +90,7 @@ class StoreExchange {
   Call call_;
   std::string name_;
   std::vector<int> from_;
+  std::vector<std::string> keys_;  // of `from_`, by their order there
   Deliver deliver_;
 };
 

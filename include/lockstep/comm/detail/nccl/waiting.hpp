@@ -5,10 +5,9 @@
 #include <exception>
 #include <thread>
 
-#include "lockstep/comm/detail/membership.hpp"
+#include "lockstep/comm/detail/group_state.hpp"
 #include "lockstep/comm/detail/nccl/device.hpp"
 #include "lockstep/comm/detail/nccl/diagnosis.hpp"
-#include "lockstep/comm/detail/nccl/group_error.hpp"
 #include "lockstep/comm/detail/nccl/handle.hpp"
 #include "lockstep/comm/detail/nccl/in_flight_op.hpp"
 
@@ -23,26 +22,19 @@ class Waiting {
  public:
   using Clock = std::chrono::steady_clock;
 
-  Waiting(Membership& membership, NcclHandle<D>& handle, Diagnosis<D>& diagnosis, GroupError<D>& error,
-          std::chrono::milliseconds timeout)
-      : membership_(membership), handle_(handle), diagnosis_(diagnosis), error_(error), timeout_(timeout) {}
-
-  /// Throws if another rank has failed, or has left before this call.
-  void look(const Call& call) {
-    if (!membership_.news()) return;
-    if (auto error = membership_.look(call)) error_.fail(error, false);
-  }
+  Waiting(GroupState& state, NcclHandle<D>& handle, Diagnosis<D>& diagnosis)
+      : state_(state), handle_(handle), diagnosis_(diagnosis) {}
 
   /// Blocks until `complete()`, which it polls, returns true. Throws if the group has failed, or at `until`.
   template <class Complete>
   void await(const Call& call, const Label& label, Clock::time_point until, Complete&& complete) {
     for (int round = 0; !complete(); ++round) {
-      if (error_.set()) error_.rethrow();
-      look(call);
+      state_.check_error();
+      state_.look(call);
       if (Clock::now() >= until) late(call, label);
       if (round % 64 == 63) {
-        if (auto error = diagnosis_.of_state(call, label)) error_.fail(error, true);
-        if (auto error = membership_.look(call)) error_.fail(error, false);
+        if (auto error = diagnosis_.of_state(call, label)) state_.fail(error, true);
+        if (auto error = state_.membership().look(call)) state_.fail(error, false);
       }
       if (round < 64)
         std::this_thread::yield();
@@ -54,19 +46,19 @@ class Waiting {
   /// Blocks until NCCL's `result` is no longer in_progress. Throws if it is an error.
   void await_ready(const Call& call, const Label& label, NcclResult result) {
     result = handle_.settle(result, [&] {
-      if (error_.set()) error_.rethrow();
-      look(call);
-      if (Clock::now() >= call.start + timeout_) late(call, label);
+      state_.check_error();
+      state_.look(call);
+      if (Clock::now() >= call.start + state_.timeout()) late(call, label);
     });
     if (result == NcclResult::success) return;
-    if (error_.set()) error_.rethrow();
-    error_.fail(diagnosis_.of_result(call, label, result), true);
+    state_.check_error();
+    state_.fail(diagnosis_.of_result(call, label, result), true);
   }
 
  private:
   // Throws the error of a call whose time to wait has passed.
   [[noreturn]] void late(const Call& call, const Label& label) {
-    const bool last = Clock::now() >= call.start + timeout_;
+    const bool last = Clock::now() >= call.start + state_.timeout();
     const auto error = diagnosis_.of_lateness(call, label);
     try {
       std::rethrow_exception(error);
@@ -74,14 +66,12 @@ class Waiting {
       if (!last) throw;  // the caller's own, shorter timeout
     } catch (...) {
     }
-    error_.fail(error, true);
+    state_.fail(error, true);
   }
 
-  Membership& membership_;
+  GroupState& state_;
   NcclHandle<D>& handle_;
   Diagnosis<D>& diagnosis_;
-  GroupError<D>& error_;
-  std::chrono::milliseconds timeout_;
 };
 
 }  // namespace lockstep::detail
