@@ -11,7 +11,7 @@
 #include <torch/nn/module.h>
 #include <torch/nn/modules/embedding.h>
 
-#include "lockstep/comm/detail/dtype_name.hpp"
+#include "lockstep/comm/detail/describe.hpp"
 
 namespace lockstep {
 

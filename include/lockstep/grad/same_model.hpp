@@ -18,6 +18,7 @@
 
 #include "lockstep/comm/agreement.hpp"
 #include "lockstep/comm/communicator.hpp"
+#include "lockstep/comm/detail/describe.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/grad/model.hpp"
@@ -124,12 +125,6 @@ double check_same_parameters(const std::vector<NamedTensor>& parameters, Comm& c
 
 namespace lockstep::detail {
 
-inline std::string list_text(c10::IntArrayRef numbers) {
-  std::string text = "[";
-  for (const std::int64_t number : numbers) text += (text.size() > 1 ? ", " : "") + std::to_string(number);
-  return text + "]";
-}
-
 /// Returns the properties of a model that must be equal on every rank: name, shape, dtype, layout and
 /// requires_grad of each parameter and buffer, in registration order.
 inline NamedValues describe(const std::vector<NamedTensor>& parameters,
@@ -138,9 +133,8 @@ inline NamedValues describe(const std::vector<NamedTensor>& parameters,
   const auto add = [&values](std::string_view kind, const std::vector<NamedTensor>& items, bool trained) {
     for (std::size_t i = 0; i < items.size(); ++i) {
       const at::Tensor& tensor = items[i].tensor;
-      std::string text = detail::formatted("'{}' {} {}", items[i].name, list_text(tensor.sizes()),
-                                           dtype_name(tensor.scalar_type()));
-      if (!tensor.is_contiguous()) text += " with strides " + list_text(tensor.strides());
+      std::string text = detail::formatted("'{}' {}", items[i].name, describe(tensor));
+      if (!tensor.is_contiguous()) text += " with strides " + shape_text(tensor.strides());
       if (trained && !tensor.requires_grad()) text += ", without gradient";
       values.emplace_back(detail::formatted("{} {}", kind, i), std::move(text));
     }

@@ -31,29 +31,11 @@ inline void check_tensor(std::string_view collective, const at::Tensor& tensor) 
     refuse(detail::formatted("the tensor {} is quantized: dequantize() it", describe(tensor)));
 }
 
-/// Returns whether Gloo can reduce this dtype. Gloo can only move other dtypes.
-inline bool gloo_reduces(at::ScalarType type) {
-  switch (type) {
-    case at::kFloat:
-    case at::kDouble:
-    case at::kHalf:
-    case at::kBFloat16:
-    case at::kChar:
-    case at::kByte:
-    case at::kBool:
-    case at::kInt:
-    case at::kLong:
-      return true;
-    default:
-      return false;
-  }
-}
-
 /// Throws CommunicationError if Gloo cannot reduce this tensor's dtype with `op`.
 inline void check_reducible(std::string_view collective, const at::Tensor& tensor, ReduceOp op) {
   check_tensor(collective, tensor);
   const auto type = tensor.scalar_type();
-  if (!gloo_reduces(type))
+  if (!is_reducible(type))
     throw CommunicationError(detail::formatted(
         "{}: Gloo cannot reduce {}: convert it to float32, float64, float16, bfloat16, int8, "
         "uint8, int32, int64 or "
@@ -83,7 +65,7 @@ inline void check_pairs(std::string_view collective, const std::vector<at::Tenso
 
 /// Returns the tensor itself, or a view of its bytes if Gloo does not know its dtype.
 inline at::Tensor movable(const at::Tensor& contiguous) {
-  if (gloo_reduces(contiguous.scalar_type())) return contiguous;
+  if (is_reducible(contiguous.scalar_type())) return contiguous;
   return contiguous.detach().view({-1}).view(at::kByte);
 }
 

@@ -12,7 +12,7 @@
 #include <ATen/core/Tensor.h>
 
 #include "lockstep/comm/communicator.hpp"
-#include "lockstep/comm/detail/dtype_name.hpp"
+#include "lockstep/comm/detail/describe.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/grad/hooks/hook.hpp"
@@ -149,11 +149,7 @@ class ReturnedAverage {
  private:
   /// Returns for example "[4, 3] float32 on cpu".
   static std::string described(const at::Tensor& tensor) {
-    std::string sizes;
-    for (const std::int64_t size : tensor.sizes())
-      sizes += detail::formatted("{}{}", sizes.empty() ? "" : ", ", size);
-    return detail::formatted("[{}] {} on {}", sizes, detail::dtype_name(tensor.scalar_type()),
-                             tensor.device().str());
+    return detail::formatted("{} on {}", detail::describe(tensor), tensor.device().str());
   }
 
   std::string_view name_;

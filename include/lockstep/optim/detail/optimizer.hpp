@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "lockstep/comm/detail/describe.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/grad/model.hpp"
@@ -23,11 +24,8 @@ namespace lockstep::detail {
 using ParameterGroups = std::vector<torch::optim::OptimizerParamGroup>;
 
 inline std::string parameter_text(const at::Tensor& parameter, std::size_t index, std::size_t group) {
-  std::string sizes;
-  for (const std::int64_t size : parameter.sizes())
-    sizes += (sizes.empty() ? "" : ", ") + std::to_string(size);
-  return detail::formatted("parameter {} of group {} ({} [{}])", index, group,
-                           dtype_name(parameter.scalar_type()), sizes);
+  return detail::formatted("parameter {} of group {} ({} {})", index, group,
+                           dtype_name(parameter.scalar_type()), shape_text(parameter.sizes()));
 }
 
 /// Throws UsageError for parameters that no optimizer can step: undefined, not a leaf, or listed twice. Also

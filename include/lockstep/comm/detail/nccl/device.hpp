@@ -122,7 +122,7 @@ concept NcclDevice = std::copyable<D> && std::regular<typename D::Comm> && std::
   device.abort(comm);
   { device.group_start() } -> std::same_as<NcclResult>;
   { device.group_end() } -> std::same_as<NcclResult>;
-  // The dtype is one of nccl_type(). `count` is the number of elements that this rank sends, or that it
+  // The dtype is_reducible() and not bool. `count` is the number of elements that this rank sends, or that it
   // receives for reduce_scatter. The last number is the root or the peer.
   { device.all_reduce(comm, stream, from, to, count, type, op) } -> std::same_as<NcclResult>;
   { device.reduce(comm, stream, from, to, count, type, op, number) } -> std::same_as<NcclResult>;
@@ -135,22 +135,5 @@ concept NcclDevice = std::copyable<D> && std::regular<typename D::Comm> && std::
 
 /// The colour of a rank that does not join a split.
 inline constexpr int no_colour = -1;
-
-/// Returns whether every NCCL since 2.18 can reduce this dtype.
-inline bool nccl_type(at::ScalarType type) {
-  switch (type) {
-    case at::kFloat:
-    case at::kDouble:
-    case at::kHalf:
-    case at::kBFloat16:
-    case at::kChar:
-    case at::kByte:
-    case at::kInt:
-    case at::kLong:
-      return true;
-    default:
-      return false;
-  }
-}
 
 }  // namespace lockstep::detail

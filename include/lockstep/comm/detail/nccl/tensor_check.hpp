@@ -44,7 +44,7 @@ class NcclTensorCheck {
   void reduces(const at::Tensor& tensor, ReduceOp op) const {
     moves(tensor);
     const auto type = tensor.scalar_type();
-    if (type != at::kBool && !nccl_type(type))
+    if (!is_reducible(type))
       refuse(
           detail::formatted("NCCL cannot reduce {}: convert it to float32, float64, float16, bfloat16, int8, "
                             "uint8, int32, int64 or bool",
@@ -89,8 +89,8 @@ struct WireFormat {
 
 /// Returns the format for moving a tensor: bytes if NCCL does not know its dtype.
 inline WireFormat moved_as(const at::Tensor& tensor) {
-  if (nccl_type(tensor.scalar_type()))
-    return {tensor.scalar_type(), static_cast<std::size_t>(tensor.numel())};
+  const auto type = tensor.scalar_type();
+  if (is_reducible(type) && type != at::kBool) return {type, static_cast<std::size_t>(tensor.numel())};
   return {at::kByte, static_cast<std::size_t>(tensor.nbytes())};
 }
 
