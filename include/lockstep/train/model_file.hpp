@@ -20,12 +20,13 @@
 
 #include "lockstep/comm/agreement.hpp"
 #include "lockstep/comm/communicator.hpp"
+#include "lockstep/comm/detail/describe.hpp"
 #include "lockstep/comm/detail/own_error.hpp"
+#include "lockstep/detail/descriptor.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/grad/model.hpp"
 #include "lockstep/train/detail/archive.hpp"
-#include "lockstep/world/detail/new_file.hpp"
 #include "lockstep/world/rank_zero_scope.hpp"
 
 namespace lockstep::detail {
@@ -66,21 +67,6 @@ inline std::string temporary_beside(const std::filesystem::path& path) {
   return detail::formatted("{}.{}.tmp", path.string(), ::getpid());
 }
 
-// An owning file descriptor. `close()` returns false if the system reports an error.
-class FileDescriptor {
- public:
-  explicit FileDescriptor(int value) : value_(value) {}
-  ~FileDescriptor() { close(); }
-  FileDescriptor(const FileDescriptor&) = delete;
-  FileDescriptor& operator=(const FileDescriptor&) = delete;
-  [[nodiscard]] bool is_open() const { return value_ >= 0; }
-  [[nodiscard]] int get() const { return value_; }
-  bool close() { return value_ < 0 || ::close(std::exchange(value_, -1)) == 0; }
-
- private:
-  int value_;
-};
-
 inline bool write_all(int descriptor, std::string_view bytes) {
   while (!bytes.empty()) {
     const ssize_t written = ::write(descriptor, bytes.data(), bytes.size());
@@ -104,7 +90,7 @@ inline void require_writable(const std::filesystem::path& path) {
     throw UsageError(
         detail::formatted("cannot save to '{}': it is {}; give the name of a file", path.string(), kind));
   const std::string probe = detail::temporary_beside(detail::behind_links(path));
-  if (!detail::FileDescriptor(detail::open_new_file(probe.c_str())).is_open())
+  if (!detail::open_new_file(probe.c_str()).open())
     throw UsageError(
         detail::formatted("cannot save to '{}': {}; give a path in a folder that exists and can be written",
                           path.string(), std::strerror(errno)));
@@ -121,8 +107,8 @@ inline void write_whole(const std::filesystem::path& name, std::string_view byte
                           name.string(), kind));
   const std::filesystem::path path = detail::behind_links(name);
   const std::string temporary = detail::temporary_beside(path);
-  detail::FileDescriptor file(detail::open_new_file(temporary.c_str()));
-  if (!file.is_open() || !detail::write_all(file.get(), bytes) || ::fsync(file.get()) != 0 || !file.close() ||
+  detail::Descriptor file = detail::open_new_file(temporary.c_str());
+  if (!file.open() || !detail::write_all(file.get(), bytes) || ::fsync(file.get()) != 0 || !file.close() ||
       ::rename(temporary.c_str(), path.c_str()) != 0) {
     const int reason = errno;
     ::unlink(temporary.c_str());
@@ -132,8 +118,8 @@ inline void write_whole(const std::filesystem::path& name, std::string_view byte
   }
   // The sync of the folder makes the rename survive a power failure. Not every file system supports it.
   const auto folder = path.has_parent_path() ? path.parent_path() : std::filesystem::path(".");
-  const detail::FileDescriptor directory(::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
-  if (directory.is_open()) ::fsync(directory.get());
+  const detail::Descriptor directory(::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+  if (directory.open()) ::fsync(directory.get());
 }
 
 /// Returns the content of a regular file. Does not block on a pipe. Throws CheckpointError if `path` is not a
@@ -145,9 +131,9 @@ inline std::string read_whole(const std::filesystem::path& path) {
   // Before opening: opening a device may have side effects.
   if (const auto kind = detail::kind_if_no_file(path); !kind.empty())
     refuse(detail::formatted("it is {}; give the name of a file", kind));
-  const detail::FileDescriptor file(::open(path.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC));
+  const detail::Descriptor file(::open(path.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC));
   struct ::stat status {};
-  if (!file.is_open() || ::fstat(file.get(), &status) != 0) refuse(std::strerror(errno));
+  if (!file.open() || ::fstat(file.get(), &status) != 0) refuse(std::strerror(errno));
   if (!S_ISREG(status.st_mode)) refuse("it is no regular file; give the name of one");
   if (status.st_size == 0) refuse("it is empty");
   std::string bytes;
@@ -179,12 +165,6 @@ inline std::string serialize_model(const torch::nn::Module& model) {
 
 namespace lockstep::detail {
 
-inline std::string shape_and_type(const at::Tensor& tensor) {
-  std::string text = "[";
-  for (const auto size : tensor.sizes()) text += (text.size() > 1 ? ", " : "") + std::to_string(size);
-  return text + "] " + dtype_name(tensor.scalar_type());
-}
-
 // Pairs every tensor of `module` with the archive's. Appends each mismatch to `faults`.
 inline void match_tensors(const torch::nn::Module& module, torch::serialize::InputArchive& archive,
                           const std::string& prefix, std::vector<std::pair<at::Tensor, at::Tensor>>& pairs,
@@ -199,7 +179,7 @@ inline void match_tensors(const torch::nn::Module& module, torch::serialize::Inp
         faults.push_back(detail::formatted("{}{} is not in the file", prefix, item.key()));
       else if (read.sizes() != item.value().sizes() || read.scalar_type() != item.value().scalar_type())
         faults.push_back(detail::formatted("{}{} is {} in the file and {} in the model", prefix, item.key(),
-                                           shape_and_type(read), shape_and_type(item.value())));
+                                           describe(read), describe(item.value())));
       else
         pairs.emplace_back(item.value(), read);
     }

@@ -14,9 +14,9 @@
 #include <string_view>
 #include <system_error>
 
+#include "lockstep/detail/descriptor.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
-#include "lockstep/world/detail/new_file.hpp"
 
 namespace lockstep::detail {
 
@@ -63,9 +63,7 @@ void make_file_whole(const std::filesystem::path& path, Fill&& fill) {
   const auto refuse = [&] {
     throw DataError(detail::formatted("{}: cannot be written: {}", path.string(), std::strerror(errno)));
   };
-  const int created = open_new_file(part.c_str());
-  if (created < 0) refuse();
-  ::close(created);
+  if (!open_new_file(part.c_str()).open()) refuse();
   try {
     fill(part);
     if (std::rename(part.c_str(), path.c_str()) != 0) refuse();

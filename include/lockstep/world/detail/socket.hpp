@@ -17,9 +17,9 @@
 #include <thread>
 #include <vector>
 
+#include "lockstep/detail/descriptor.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
-#include "lockstep/world/detail/child.hpp"
 #include "lockstep/world/detail/own_sockets.hpp"
 
 namespace lockstep::detail {

@@ -21,6 +21,7 @@
 #include <utility>
 #include <vector>
 
+#include "lockstep/detail/descriptor.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/world/detail/printable.hpp"
@@ -203,10 +204,8 @@ inline Rendezvous rendezvous_through_board(const RendezvousUrl& url, int rank,
 /// Opens the rendezvous file. Throws UsageError if it cannot be opened for writing: c10d would retry for
 /// minutes.
 inline StorePtr open_file_store(const std::string& path, int size) {
-  const int file = ::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0644);
-  if (file < 0)
+  if (!Descriptor(::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0644)).open())
     throw UsageError(detail::formatted("cannot open the rendezvous file {}: {}", path, std::strerror(errno)));
-  ::close(file);
   return c10::make_intrusive<c10d::FileStore>(path, size);
 }
 

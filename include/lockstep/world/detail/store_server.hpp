@@ -20,9 +20,9 @@
 #include <utility>
 #include <vector>
 
+#include "lockstep/detail/descriptor.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
-#include "lockstep/world/detail/child.hpp"
 #include "lockstep/world/detail/socket.hpp"
 #include "lockstep/world/detail/store_protocol.hpp"
 

@@ -27,11 +27,11 @@
 #include <thread>
 #include <utility>
 
+#include "lockstep/detail/descriptor.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/detail/linkage.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/world/detail/child.hpp"
-#include "lockstep/world/detail/new_file.hpp"
 #include "lockstep/world/detail/report.hpp"
 #include "lockstep/world/environment.hpp"
 
@@ -106,8 +106,8 @@ inline std::string json_string(std::string_view text) {
 /// Writes torchrun's error file atomically: a partial file makes torchrun itself crash.
 inline void write_elastic_error_file(const std::string& path, const std::string& text, std::time_t when) {
   const auto temporary = detail::formatted("{}.{}", path, getpid());
-  const int descriptor = open_new_file(temporary.c_str());
-  std::FILE* file = descriptor < 0 ? nullptr : fdopen(descriptor, "w");
+  Descriptor created = open_new_file(temporary.c_str());
+  std::FILE* file = created.open() ? fdopen(created.release(), "w") : nullptr;
   if (file == nullptr) return;
   const auto json = detail::formatted(
       R"({{"message":{{"message":{},"extraInfo":{{"py_callstack":{},"timestamp":"{}"}}}}}})",

@@ -1,0 +1,46 @@
+#pragma once
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <utility>
+
+namespace lockstep::detail {
+
+/// Owns a file descriptor.
+class Descriptor {
+ public:
+  Descriptor() = default;
+  explicit Descriptor(int fd) : fd_(fd) {}
+  Descriptor(Descriptor&& other) noexcept : fd_(other.release()) {}
+  Descriptor& operator=(Descriptor&& other) noexcept {
+    std::swap(fd_, other.fd_);
+    return *this;
+  }
+  ~Descriptor() { close(); }
+
+  [[nodiscard]] int get() const { return fd_; }
+  [[nodiscard]] bool open() const { return fd_ >= 0; }
+  /// Releases ownership.
+  [[nodiscard]] int release() { return std::exchange(fd_, -1); }
+  /// Closes the descriptor; no-op without one. Returns false, with errno set, if the system reports an
+  /// error: a file may then be incomplete.
+  bool close() { return fd_ < 0 || ::close(release()) == 0; }
+
+ private:
+  int fd_ = -1;
+};
+
+/// Creates the temporary file `path` and opens it for writing. On failure the descriptor is not open, and
+/// errno is set. The file is always new: the function never opens the target of a symbolic link or another
+/// user's file. It replaces a temporary file that an earlier process with the same id has left.
+inline Descriptor open_new_file(const char* path) {
+  constexpr int flags = O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC;
+  Descriptor file(::open(path, flags, 0666));
+  // unlink removes a link itself, never its target, and no directory.
+  if (file.open() || errno != EEXIST || ::unlink(path) != 0) return file;
+  return Descriptor(::open(path, flags, 0666));
+}
+
+}  // namespace lockstep::detail
