@@ -10,8 +10,6 @@
 #include "lockstep/comm/detail/with_device-inl.hpp"
 #include "lockstep/detail/format-inl.hpp"
 #include "lockstep/log/detail/log-inl.hpp"
-#include "lockstep/log/detail/progress-inl.hpp"
 #include "lockstep/world/detail/environment-inl.hpp"
 #include "lockstep/world/detail/launch-inl.hpp"
-#include "lockstep/world/detail/spawn-inl.hpp"
 #include "lockstep/world/detail/world-inl.hpp"

@@ -12,5 +12,4 @@
 #include "lockstep/grad/distributed_data_parallel.hpp"
 #include "lockstep/log/log.hpp"
 #include "lockstep/world/launch.hpp"
-#include "lockstep/world/rank_zero_scope.hpp"
 #include "lockstep/world/world.hpp"

@@ -1,6 +1,7 @@
 #include <string>
 
 #include "lockstep/comm/gloo_comm.hpp"
+#include "lockstep/comm/with_device.hpp"
 #include "support/ranks.hpp"
 #include "support/text_of.hpp"
 

@@ -15,7 +15,7 @@
 #include "lockstep/comm/detail/gloo_call.hpp"
 #include "lockstep/comm/detail/group_state.hpp"
 #include "lockstep/comm/detail/shape_check.hpp"
-#include "lockstep/comm/gloo_options.hpp"
+#include "lockstep/comm/gloo_comm.hpp"
 #include "support/catch.hpp"
 #include "support/process.hpp"
 

@@ -8,7 +8,6 @@
 #include <regex>
 #include <string>
 
-#include "lockstep/log/progress.hpp"
 #include "support/catch.hpp"
 #include "support/process.hpp"
 #include "support/written.hpp"

@@ -4,9 +4,8 @@
 #include <fstream>
 #include <thread>
 
-#include "lockstep/log/progress.hpp"
+#include "lockstep/log/log.hpp"
 #include "lockstep/world/launch.hpp"
-#include "lockstep/world/spawn.hpp"
 #include "support/meeting.hpp"
 
 using namespace std::chrono_literals;

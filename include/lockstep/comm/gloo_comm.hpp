@@ -9,8 +9,8 @@
 #include <ATen/core/Tensor.h>
 
 #include "lockstep/comm/communicator.hpp"
+#include "lockstep/comm/detail/gloo_options.hpp"
 #include "lockstep/comm/detail/gloo_work.hpp"
-#include "lockstep/comm/gloo_options.hpp"
 #include "lockstep/detail/linkage.hpp"
 #include "lockstep/world/world.hpp"
 

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "lockstep/comm/communicator.hpp"
+#include "lockstep/comm/detail/nccl_options.hpp"
 #include "lockstep/comm/gloo_comm.hpp"
 #include "lockstep/detail/linkage.hpp"
 #include "lockstep/world/environment.hpp"

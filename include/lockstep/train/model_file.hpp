@@ -27,7 +27,7 @@
 #include "lockstep/error.hpp"
 #include "lockstep/grad/model.hpp"
 #include "lockstep/train/detail/archive.hpp"
-#include "lockstep/world/rank_zero_scope.hpp"
+#include "lockstep/world/world.hpp"
 
 namespace lockstep::detail {
 

@@ -26,7 +26,7 @@
 #include "lockstep/data/loader.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/grad/distributed_data_parallel.hpp"
-#include "lockstep/log/progress.hpp"
+#include "lockstep/log/log.hpp"
 #include "lockstep/precision/precision.hpp"
 #include "lockstep/train/checkpoint.hpp"
 #include "lockstep/train/detail/collective_forward_check.hpp"

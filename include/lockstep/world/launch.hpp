@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "lockstep/detail/linkage.hpp"
-#include "lockstep/world/launch_options.hpp"
+#include "lockstep/world/detail/launch_options.hpp"
 #include "lockstep/world/world.hpp"
 
 namespace lockstep::detail {
@@ -15,6 +15,9 @@ namespace lockstep::detail {
 int launch_ranks(int argc, const char* const* argv,
                  const std::function<int(const World&, int argc, char** argv)>& fn,
                  const LaunchOptions& options);
+
+/// Does what spawn() does.
+void spawn_processes(int nproc, const std::function<void(int rank, int nproc)>& fn, Prefix prefix);
 
 }  // namespace lockstep::detail
 
@@ -74,6 +77,21 @@ int launch(int argc, const char* const* argv, Fn&& fn, const LaunchOptions& opti
         }
       },
       options);
+}
+
+/// Starts `nproc` processes of this program, runs `fn(rank, nproc)` in each, and blocks until all have ended.
+/// There is no rendezvous; `fn` may call `World::join` or `World::from_environment`. Output lines, signals
+/// and exits are handled as by `launch`. Throws UsageError if `nproc` is not positive, ProcessError if a
+/// process failed. An uncaught ProcessError is printed on one line and ends the program with the failed
+/// process's exit code.
+/// Counterpart: torch.multiprocessing.spawn.
+///
+/// Each process starts this program again with the same arguments, so main runs up to this call there too.
+/// With several calls, each process skips the calls before its own, runs its own and ends with it.
+template <class Fn>
+void spawn(int nproc, Fn&& fn, Prefix prefix = Prefix::automatic) {
+  detail::spawn_processes(
+      nproc, [&](int rank, int size) { fn(rank, size); }, prefix);
 }
 
 }  // namespace lockstep

@@ -5,23 +5,47 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <type_traits>
 #include <utility>
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include "lockstep/detail/format.hpp"
 #include "lockstep/detail/linkage.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/log/log.hpp"
 #include "lockstep/world/environment.hpp"
-#include "lockstep/world/rank_zero_scope.hpp"
 
 namespace lockstep::detail {
 struct Rendezvous;
 using StorePtr = c10::intrusive_ptr<c10d::Store>;
+
+/// The number of RankZeroScopes that this thread is in.
+LOCKSTEP_PROCESS_WIDE inline thread_local int rank_zero_scope_depth = 0;
 }  // namespace lockstep::detail
 
 namespace lockstep {
+
+/// Makes collectives on this thread throw CommunicationError during its lifetime, since the other ranks are
+/// not in the scope and would not join.
+class RankZeroScope {
+ public:
+  RankZeroScope() { ++detail::rank_zero_scope_depth; }
+  ~RankZeroScope() { --detail::rank_zero_scope_depth; }
+  RankZeroScope(const RankZeroScope&) = delete;
+  RankZeroScope& operator=(const RankZeroScope&) = delete;
+};
+
+/// Throws CommunicationError if `collective` is called inside a rank-zero scope. Each collective calls it
+/// first.
+inline void forbid_in_rank_zero_scope(std::string_view collective) {
+  if (detail::rank_zero_scope_depth > 0)
+    throw CommunicationError(detail::formatted(
+        "{} called inside a rank-zero scope: the other ranks are not in it and would never answer. "
+        "Call it outside, on every rank",
+        collective));
+}
 
 /// This process's place among all ranks of the run. A cheap value: copies share one connection to the store,
 /// opened at first use. Thread-safe. `store()` is one client, so that concurrent calls on it are serialized.

@@ -14,8 +14,8 @@
 #include <utility>
 #include <vector>
 
+#include "lockstep/comm/detail/gloo_options.hpp"
 #include "lockstep/comm/detail/sigpipe_guard.hpp"
-#include "lockstep/comm/gloo_options.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/detail/process_group_gloo.hpp"
 #include "lockstep/error.hpp"

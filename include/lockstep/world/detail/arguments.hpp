@@ -7,8 +7,8 @@
 
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
+#include "lockstep/world/detail/launch_options.hpp"
 #include "lockstep/world/environment.hpp"
-#include "lockstep/world/launch_options.hpp"
 
 namespace lockstep::detail {
 

@@ -17,9 +17,9 @@
 #include "lockstep/world/detail/arguments.hpp"
 #include "lockstep/world/detail/cpu_affinity.hpp"
 #include "lockstep/world/detail/gpus.hpp"
+#include "lockstep/world/detail/launch_options.hpp"
 #include "lockstep/world/detail/supervisor.hpp"
 #include "lockstep/world/environment.hpp"
-#include "lockstep/world/launch_options.hpp"
 
 namespace lockstep::detail {
 

@@ -19,10 +19,10 @@
 
 #include "lockstep/detail/format.hpp"
 #include "lockstep/world/detail/child.hpp"
+#include "lockstep/world/detail/launch_options.hpp"
 #include "lockstep/world/detail/line_relay.hpp"
 #include "lockstep/world/detail/report.hpp"
 #include "lockstep/world/detail/signal_scope.hpp"
-#include "lockstep/world/launch_options.hpp"
 
 namespace lockstep::detail {
 

@@ -20,7 +20,7 @@
 #include "lockstep/comm/detail/nccl/device.hpp"
 #include "lockstep/comm/detail/nccl/error_text.hpp"
 #include "lockstep/comm/detail/nccl/handle.hpp"
-#include "lockstep/comm/nccl_options.hpp"
+#include "lockstep/comm/detail/nccl_options.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 

@@ -22,8 +22,8 @@
 #include "lockstep/comm/detail/nccl/group.hpp"
 #include "lockstep/comm/detail/nccl/tensor_check.hpp"
 #include "lockstep/comm/detail/nccl/work.hpp"
+#include "lockstep/comm/detail/nccl_options.hpp"
 #include "lockstep/comm/detail/signature.hpp"
-#include "lockstep/comm/nccl_options.hpp"
 #include "lockstep/detail/format.hpp"
 
 namespace lockstep::detail {
