@@ -6,7 +6,6 @@
 
 #include "lockstep/comm/detail/agreement-inl.hpp"
 #include "lockstep/comm/detail/gloo_comm-inl.hpp"
-#include "lockstep/comm/detail/gloo_work-inl.hpp"
 #include "lockstep/comm/detail/with_device-inl.hpp"
 #include "lockstep/detail/format-inl.hpp"
 #include "lockstep/log/detail/log-inl.hpp"

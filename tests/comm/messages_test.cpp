@@ -12,9 +12,9 @@
 
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
-#include "lockstep/comm/detail/gloo_call.hpp"
+#include "lockstep/comm/detail/gloo_group.hpp"
 #include "lockstep/comm/detail/group_state.hpp"
-#include "lockstep/comm/detail/shape_check.hpp"
+#include "lockstep/comm/detail/signature.hpp"
 #include "lockstep/comm/gloo_comm.hpp"
 #include "support/catch.hpp"
 #include "support/process.hpp"

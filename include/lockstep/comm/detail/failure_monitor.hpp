@@ -433,7 +433,7 @@ class FailureMonitor {
     // ---- The listener.
 
     void listen() {
-      std::optional<StoreMailbox> board;
+      std::optional<StoreMailbox> mailbox;
       StorePtr store;
       bool lost = false;  // the connection was closed by the other side
       Milliseconds hole_pause{20};
@@ -444,24 +444,24 @@ class FailureMonitor {
           if (!store) {
             store = connect(limit);
             store->setTimeout(operation_limit);
-            if (board)
-              board->reconnect(store);
+            if (mailbox)
+              mailbox->reconnect(store);
             else
-              board.emplace(store, rank, size);
-            board->set_status(status_text(0));
+              mailbox.emplace(store, rank, size);
+            mailbox->set_status(status_text(0));
             lost = false;
           }
           bool woken = true;  // messages may have arrived before this thread began
           for (;;) {
             start = Clock::now();
             limit = operation_limit;
-            hear(*store, *board, woken);
+            hear(*store, *mailbox, woken);
             if (over()) break;
-            if (woken) std::this_thread::sleep_for(board->pause());
-            hole_pause = board->incomplete() ? std::min(2 * hole_pause, period) : Milliseconds(20);
+            if (woken) std::this_thread::sleep_for(mailbox->pause());
+            hole_pause = mailbox->incomplete() ? std::min(2 * hole_pause, period) : Milliseconds(20);
             start = Clock::now();
-            limit = board->incomplete() ? hole_pause : period;
-            woken = board->sleep(limit);
+            limit = mailbox->incomplete() ? hole_pause : period;
+            woken = mailbox->sleep(limit);
             interrupt_due();
           }
           break;
@@ -496,16 +496,16 @@ class FailureMonitor {
       return stopping || failed_elsewhere();
     }
 
-    void hear(c10d::Store& store, StoreMailbox& board, bool woken) {
-      const auto news = board.news();
+    void hear(c10d::Store& store, StoreMailbox& mailbox, bool woken) {
+      const auto news = mailbox.news();
       bool look = !woken;  // the rank that posted a failure may have died before it notified anyone
       std::int64_t asked = 0;
-      for (const Message& notice : news) {
-        if (notice.kind == "asked") asked = std::max(asked, notice.number);
-        look = look || notice.kind == "look" || notice.kind == "failed";
+      for (const Message& message : news) {
+        if (message.kind == "asked") asked = std::max(asked, message.number);
+        look = look || message.kind == "look" || message.kind == "failed";
       }
       if (asked > 0) {
-        board.set_status(status_text(asked));
+        mailbox.set_status(status_text(asked));
         std::lock_guard lock(mutex);
         heard_question = std::max(heard_question, asked);
         heard_question_at = Clock::now();
@@ -513,7 +513,7 @@ class FailureMonitor {
       }
       if (look)
         if (const auto text = World::published_failure(store)) learn(*text);
-      for (const Message& notice : news) learn(notice);
+      for (const Message& message : news) learn(message);
     }
 
     [[nodiscard]] std::string status_text(std::int64_t question) {
@@ -528,13 +528,13 @@ class FailureMonitor {
       if (!failure || failure->vague) note(Failure::parse(published), lock);
     }
 
-    void learn(const Message& notice) {
-      if (notice.kind == "failed") {
+    void learn(const Message& message) {
+      if (message.kind == "failed") {
         std::unique_lock lock(mutex);
-        note({std::atoi(notice.word(0).c_str()), true, printable(notice.rest(1))}, lock);
-      } else if (notice.kind == "departed") {
+        note({std::atoi(message.word(0).c_str()), true, printable(message.rest(1))}, lock);
+      } else if (message.kind == "departed") {
         std::unique_lock lock(mutex);
-        departed[notice.word(0)][std::atoi(notice.word(1).c_str())] = parse(notice.rest(2));
+        departed[message.word(0)][std::atoi(message.word(1).c_str())] = parse(message.rest(2));
         announce(lock);
       }
     }
@@ -648,7 +648,7 @@ class FailureMonitor {
     // Looks once for answers, after posting a new question if there is none to share. Returns the pause
     // before the next look.
     Milliseconds ask_once(const StorePtr& store, Round& round) {
-      StoreMailbox board(store, rank, size);
+      StoreMailbox mailbox(store, rank, size);
       std::vector<int> missing;
       bool post = false;
       {
@@ -674,8 +674,8 @@ class FailureMonitor {
           round.pause = Milliseconds(2 + size / 8);
         }
       }
-      if (post) round.number = board.post("asked");
-      const auto texts = board.statuses(missing);
+      if (post) round.number = mailbox.post("asked");
+      const auto texts = mailbox.statuses(missing);
       std::lock_guard lock(mutex);
       store_answered = Clock::now();
       ++idle_looks;

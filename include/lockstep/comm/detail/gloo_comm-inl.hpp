@@ -2,17 +2,130 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <string>
+#include <string_view>
 #include <utility>
+#include <vector>
+
+#include <ATen/ATen.h>
 
 #include "lockstep/comm/detail/gloo_bytes.hpp"
+#include "lockstep/comm/detail/gloo_group.hpp"
 #include "lockstep/comm/detail/gloo_operations.hpp"
-#include "lockstep/comm/detail/gloo_work.hpp"
 #include "lockstep/comm/detail/group_state.hpp"
-#include "lockstep/comm/detail/shape_check.hpp"
+#include "lockstep/comm/detail/signature.hpp"
 #include "lockstep/comm/detail/tensor_lists.hpp"
 #include "lockstep/comm/gloo_comm.hpp"
+#include "lockstep/detail/fnv1a.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/detail/linkage.hpp"
+#include "lockstep/error.hpp"
+
+namespace lockstep::detail {
+
+LOCKSTEP_INLINE GlooWork::GlooWork() = default;
+
+LOCKSTEP_INLINE GlooWork::GlooWork(GlooWork&&) noexcept = default;
+
+LOCKSTEP_INLINE GlooWork::GlooWork(std::shared_ptr<GlooGroup> group, Call call)
+    : group_(std::move(group)), call_(call) {}
+
+LOCKSTEP_INLINE GlooWork& GlooWork::operator=(GlooWork&& other) noexcept {
+  if (this == &other) return *this;
+  let_go();
+  group_ = std::move(other.group_);
+  call_ = other.call_;
+  parts_ = std::move(other.parts_);
+  other.parts_.clear();
+  at_end_ = std::move(other.at_end_);
+  error_ = std::move(other.error_);
+  return *this;
+}
+
+LOCKSTEP_INLINE GlooWork::~GlooWork() {
+  let_go();
+}
+
+LOCKSTEP_INLINE void GlooWork::wait() {
+  wait_until(call_.start + timeout());
+}
+
+LOCKSTEP_INLINE void GlooWork::synchronize() {
+  wait_until(call_.start + timeout());
+}
+
+LOCKSTEP_INLINE void GlooWork::synchronize(std::chrono::milliseconds timeout) {
+  // Take the minimum first: the largest duration would overflow the clock.
+  wait_until(std::min(std::chrono::steady_clock::now() + std::min(timeout, this->timeout()),
+                      call_.start + this->timeout()));
+}
+
+LOCKSTEP_INLINE std::exception_ptr GlooWork::error() const noexcept {
+  if (error_) return error_;
+  for (const auto& part : parts_)
+    if (auto error = part->exception()) return error;
+  return nullptr;
+}
+
+LOCKSTEP_INLINE void GlooWork::add(c10::intrusive_ptr<c10d::Work> part) {
+  parts_.push_back(std::move(part));
+}
+
+LOCKSTEP_INLINE void GlooWork::at_end(std::function<void()> work) {
+  at_end_ = std::move(work);
+}
+
+LOCKSTEP_INLINE std::chrono::milliseconds GlooWork::timeout() const {
+  return group_ ? group_->timeout() : std::chrono::milliseconds(0);
+}
+
+LOCKSTEP_INLINE void GlooWork::wait_until(std::chrono::steady_clock::time_point until) {
+  if (error_) std::rethrow_exception(error_);
+  try {
+    while (!parts_.empty()) {
+      if (call_.peer >= 0)
+        group_->await_message(call_, parts_.front(), until);
+      else
+        group_->await(call_, *parts_.front(), until);
+      parts_.erase(parts_.begin());  // a message may be waited for only once
+    }
+  } catch (...) {
+    if (group_->state().failed()) error_ = std::current_exception();
+    throw;
+  }
+  group_.reset();
+  if (at_end_) std::exchange(at_end_, nullptr)();
+}
+
+LOCKSTEP_INLINE void GlooWork::let_go() noexcept {
+  if (group_ && call_.peer >= 0)
+    for (auto& part : parts_) group_->keep(std::move(part));
+}
+
+/// Compares the signature `own` over the ranks before the collective sends anything. Throws the same
+/// MismatchError on every rank.
+inline void compare_over_ranks(GlooGroup& group, const Call& call, const std::string& own) {
+  const auto gather = [&](const at::Tensor& row) {
+    auto rows = at::empty({group.state().size(), row.numel()}, row.options());
+    const auto work = start_all_gather(group.process_group(), rows, row);
+    group.await(call, *work, call.start + group.timeout());
+    return rows;
+  };
+  const auto length = static_cast<std::int64_t>(own.size());
+  auto head = at::empty({2}, at::kLong);
+  head.data_ptr<std::int64_t>()[0] = length;
+  head.data_ptr<std::int64_t>()[1] = static_cast<std::int64_t>(fnv1a(own));
+  const auto heads = gather(head);
+  if (heads.eq(head).all().item<bool>()) return;
+  const auto longest = heads.select(1, 0).max().item<std::int64_t>();
+  const auto texts = gather(bytes_tensor(own, longest));
+  std::vector<std::string> signatures;
+  for (int rank = 0; rank < group.state().size(); ++rank)
+    signatures.push_back(bytes_in(texts[rank], heads[rank][0].item<std::int64_t>()));
+  throw MismatchError(mismatch_text(call, signatures, group.state().ranks()));
+}
+
+}  // namespace lockstep::detail
 
 namespace lockstep {
 

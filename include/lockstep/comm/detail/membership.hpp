@@ -10,17 +10,17 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <utility>
 #include <vector>
 
 #include <c10/util/Exception.h>
-
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "lockstep/comm/detail/call.hpp"
-#include "lockstep/comm/detail/call_number.hpp"
 #include "lockstep/comm/detail/failure_monitor.hpp"
 #include "lockstep/comm/detail/own_error.hpp"
 #include "lockstep/comm/detail/timeouts.hpp"
@@ -30,6 +30,13 @@
 #include "lockstep/world/world.hpp"
 
 namespace lockstep::detail {
+
+/// Returns how many times rank `rank` has asked for a number of `what`, from 0. The number is equal on every
+/// rank if all ranks ask in the same order. The counter is in the store, so every World and every shared
+/// object of the process counts together. Throws what the store throws. Thread-safe.
+inline std::int64_t next_number(c10d::Store& store, int rank, std::string_view what) {
+  return store.add(store_keys::calls_of_rank(what, rank), 1) - 1;
+}
 
 /// Returns the store's name for errors: "the store at node1:29500, which rank 0 hosts,".
 inline std::string store_text(const Environment& environment) {
@@ -253,9 +260,9 @@ class Membership {
     /// Returns when `look` will next ask the other ranks.
     [[nodiscard]] Clock::time_point next() const { return next_; }
 
-    /// Returns why the call can never complete, null while it still may. Does not block, except that
-    /// `patiently` waits for the answers to a question that it asks.
-    [[nodiscard]] std::exception_ptr look(bool patiently = false) {
+    /// Returns why the call can never complete, null while it still may. If it asks the other ranks and
+    /// `block` is true, waits for their answers; does not block otherwise.
+    [[nodiscard]] std::exception_ptr look(bool block = false) {
       if (!membership_.monitor_) return nullptr;
       if (const auto version = membership_.monitor_->version(); version != seen_) {
         seen_ = version;
@@ -274,10 +281,9 @@ class Membership {
       if (!question_) return nullptr;
       // The call's remaining time bounds the wait for answers: its timeout asks anew for the late ranks.
       const auto left = std::chrono::floor<Milliseconds>(call_.start + membership_.timeout_ - Clock::now());
-      const auto settled =
-          patiently ? question_->await(answer_timeout,
-                                       std::clamp(left, Milliseconds(0), Milliseconds(answer_timeout)))
-                    : question_->poll(answer_timeout, answer_timeout);
+      const auto settled = block ? question_->await(answer_timeout, std::clamp(left, Milliseconds(0),
+                                                                               Milliseconds(answer_timeout)))
+                                 : question_->poll(answer_timeout, answer_timeout);
       if (!settled) return nullptr;
       const Answers answers = *settled;
       question_.reset();

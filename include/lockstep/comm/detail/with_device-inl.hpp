@@ -3,7 +3,6 @@
 #include <chrono>
 #include <string>
 
-#include "lockstep/comm/detail/call_number.hpp"
 #include "lockstep/comm/detail/membership.hpp"
 #include "lockstep/comm/detail/timeouts.hpp"
 #include "lockstep/comm/with_device.hpp"

@@ -19,7 +19,7 @@
 
 namespace lockstep::detail {
 
-/// A message: its kind, words, and free text at the end.
+/// A message: its kind, its fields, and free text at the end.
 struct Message {
   std::int64_t number = 0;
   std::string kind;

@@ -1,11 +1,17 @@
 #pragma once
 
+#include <fcntl.h>
 #include <poll.h>
 #include <signal.h>
+#include <sys/prctl.h>
 #include <sys/types.h>
 #include <sys/wait.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <array>
+#include <atomic>
+#include <cerrno>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -22,9 +28,99 @@
 #include "lockstep/world/detail/launch_options.hpp"
 #include "lockstep/world/detail/line_relay.hpp"
 #include "lockstep/world/detail/report.hpp"
-#include "lockstep/world/detail/signal_scope.hpp"
 
 namespace lockstep::detail {
+
+/// The signals that a launching process handles.
+inline constexpr std::array handled_signals{SIGCHLD, SIGINT,  SIGTERM, SIGHUP, SIGQUIT,
+                                            SIGUSR1, SIGUSR2, SIGTSTP, SIGPIPE};
+
+/// Returns the pipe from the signal handler to the thread that waits for signals. It is never closed: a
+/// handler may still run in another thread when its scope ends.
+inline const Pipe& signal_pipe() {
+  static const Pipe pipe = [] {
+    Pipe made = make_pipe();
+    fcntl(made.write.get(), F_SETFL, O_NONBLOCK);
+    return made;
+  }();
+  return pipe;
+}
+
+inline std::atomic<int> signal_pipe_end{-1};
+static_assert(std::atomic<int>::is_always_lock_free, "the signal handler reads it");
+
+extern "C" inline void lockstep_write_signal(int number) {
+  const int saved = errno;
+  const auto byte = static_cast<unsigned char>(number);
+  if (write(signal_pipe_end.load(), &byte, 1) < 0) {  // full: enough signals are pending
+  }
+  errno = saved;
+}
+
+/// While it lives, `handled_signals` do not interrupt the launching process but can be read from a
+/// descriptor, whichever thread receives them. A signalfd would need the signals blocked in every thread,
+/// including threads that LibTorch or the program started earlier. Ignored signals stay ignored (`nohup`,
+/// background jobs of a shell). At most one SignalScope lives at a time.
+class SignalScope {
+ public:
+  SignalScope() {
+    signal_pipe_end = signal_pipe().write.get();
+    sigset_t child;
+    sigemptyset(&child);
+    sigaddset(&child, SIGCHLD);
+    pthread_sigmask(SIG_UNBLOCK, &child, &mask_before_);
+    for (std::size_t i = 0; i < handled_signals.size(); ++i) {
+      sigaction(handled_signals[i], nullptr, &before_[i]);
+      // With SIGCHLD ignored, the kernel would reap the ranks.
+      if (before_[i].sa_handler == SIG_IGN && handled_signals[i] != SIGCHLD) continue;
+      struct sigaction action {};
+      action.sa_handler = lockstep_write_signal;
+      action.sa_flags = SA_RESTART;  // restart other threads' system calls
+      sigaction(handled_signals[i], &action, nullptr);
+    }
+  }
+  SignalScope(const SignalScope&) = delete;
+  SignalScope& operator=(const SignalScope&) = delete;
+  ~SignalScope() {
+    for (std::size_t i = 0; i < handled_signals.size(); ++i)
+      sigaction(handled_signals[i], &before_[i], nullptr);
+    pthread_sigmask(SIG_SETMASK, &mask_before_, nullptr);
+    while (next() != 0) {
+    }
+  }
+
+  /// Returns the next pending signal, 0 if there is none.
+  [[nodiscard]] int next() const {
+    unsigned char number = 0;
+    ssize_t length = 0;
+    do length = read(descriptor(), &number, 1);
+    while (length < 0 && errno == EINTR);
+    return length == 1 ? number : 0;
+  }
+  [[nodiscard]] int descriptor() const { return signal_pipe().read.get(); }
+  /// Returns the initial signal mask for children.
+  [[nodiscard]] const sigset_t& mask_before() const { return mask_before_; }
+
+ private:
+  sigset_t mask_before_{};
+  std::array<struct sigaction, handled_signals.size()> before_{};
+};
+
+/// While it lives, orphaned descendants become children of this process, which can wait for them. Otherwise
+/// they would remain zombies until the first process of a container reaps them.
+class SubreaperScope {
+ public:
+  SubreaperScope() {
+    prctl(PR_GET_CHILD_SUBREAPER, &before_);
+    prctl(PR_SET_CHILD_SUBREAPER, 1);
+  }
+  SubreaperScope(const SubreaperScope&) = delete;
+  SubreaperScope& operator=(const SubreaperScope&) = delete;
+  ~SubreaperScope() { prctl(PR_SET_CHILD_SUBREAPER, before_); }
+
+ private:
+  int before_ = 0;
+};
 
 /// The first failure among the processes of this host.
 struct RankFailure {
@@ -154,8 +250,8 @@ class Supervisor {
   explicit Supervisor(SupervisorOptions options)
       : options_(std::move(options)),
         relay_(ranks(options_.jobs), options_.prefix, isatty(1) == 1, isatty(2) == 1,
-               [this](int sink, std::string_view bytes) { outlet_.put(sink, bytes); }),
-        verdict_(options_.cause_delay) {}
+               [this](int sink, std::string_view bytes) { output_.put(sink, bytes); }),
+        first_failure_(options_.cause_delay) {}
 
   /// Blocks until all processes have ended. Returns 0, the exit code of the first failure, or 128 + signal.
   int run() {
@@ -233,17 +329,17 @@ class Supervisor {
     std::vector<pollfd> polled{{signals.descriptor(), POLLIN, 0}};
     for (std::size_t i = 0; i < children_.size(); ++i) {
       const auto& child = children_[i];
-      if (child.out.open() && !outlet_.full(1) && !relay_.full(2 * i))
+      if (child.out.open() && !output_.full(1) && !relay_.full(2 * i))
         polled.push_back({child.out.get(), POLLIN, 0});
-      if (child.error.open() && !holding_errors() && !outlet_.full(2) && !relay_.full(2 * i + 1))
+      if (child.error.open() && !holding_errors() && !output_.full(2) && !relay_.full(2 * i + 1))
         polled.push_back({child.error.get(), POLLIN, 0});
       if (child.report.open()) polled.push_back({child.report.get(), POLLIN, 0});
     }
-    outlet_.poll_for(polled);
+    output_.poll_for(polled);
     // The poll timeout only bounds how late a deadline or an idle line is seen; every other event wakes it.
-    poll(polled.data(), polled.size(), verdict_.open() || interrupted_ != 0 ? 20 : 100);
-    outlet_.write_ready();
-    if (outlet_.broken() && !decided_ && interrupted_ == 0) {
+    poll(polled.data(), polled.size(), first_failure_.open() || interrupted_ != 0 ? 20 : 100);
+    output_.write_ready();
+    if (output_.broken() && !decided_ && interrupted_ == 0) {
       // The reader of our output is gone (`| head`): end quietly, as a single program would.
       told_ = Clock::now();
       interrupted_ = SIGPIPE;
@@ -282,12 +378,12 @@ class Supervisor {
   void drain(const SignalScope& signals) {
     const auto begin = Clock::now();
     const int told = told_times_;
-    while (!outlet_.empty() && told_times_ == told) {
+    while (!output_.empty() && told_times_ == told) {
       if (interrupted_ != 0 && Clock::now() - begin > options_.grace) return;
       std::vector<pollfd> polled{{signals.descriptor(), POLLIN, 0}};
-      outlet_.poll_for(polled);
+      output_.poll_for(polled);
       poll(polled.data(), polled.size(), 100);
-      outlet_.write_ready();
+      output_.write_ready();
       read_signals(signals);
     }
   }
@@ -343,7 +439,7 @@ class Supervisor {
                          128 + interrupted_});
       if (child.reported || child.status == 0 || child.ordered_to_end) continue;
       if (!chosen)
-        verdict_.add(suspect_by_status(i, child.status));
+        first_failure_.add(suspect_by_status(i, child.status));
       else if (!chose_)
         chose_ = i;
     }
@@ -364,7 +460,7 @@ class Supervisor {
     child.reported = true;
     const auto report = decode(child.report_bytes);
     // Ranks that end by a forwarded signal make other ranks fail, which is expected.
-    if (!ending() || report.kind != FailureKind::peer) verdict_.add({i, report});
+    if (!ending() || report.kind != FailureKind::peer) first_failure_.add({i, report});
   }
 
   void read_all() {
@@ -378,7 +474,7 @@ class Supervisor {
 
   void relay_stream(const Child& child, Descriptor& stream, std::size_t id, int sink) {
     if (!stream.open()) return;
-    if (!child.ended && (outlet_.full(sink) || relay_.full(id))) return;
+    if (!child.ended && (output_.full(sink) || relay_.full(id))) return;
     const bool more = read_into(
         stream, [&](std::string_view bytes) { relay_.feed(id, bytes); }, !child.ended);
     if (more && !child.ended) return;
@@ -400,12 +496,12 @@ class Supervisor {
   }
 
   // While the first failure is undecided, hold back the stderr of all ranks.
-  [[nodiscard]] bool holding_errors() const { return verdict_.open() && !decided_; }
+  [[nodiscard]] bool holding_errors() const { return first_failure_.open() && !decided_; }
 
   // Reports the first failure once it is decided, and orders the other ranks to end.
   void judge() {
     if (decided_) return;
-    const auto first = verdict_.first(alive() == 0);
+    const auto first = first_failure_.first(alive() == 0);
     if (!first) return;
     decided_ = true;
     std::vector<int> gone;
@@ -414,8 +510,8 @@ class Supervisor {
     auto& culprit = children_[first->child];
     failure_ = describe_failure(first->report, culprit.rank, culprit.pid, gone);
     read_remaining(culprit, first->child);  // the rank's own last output comes before the error
-    if (options_.announce) outlet_.put(2, detail::formatted("error: {}\n", failure_->text));
-    outlet_.flush();
+    if (options_.announce) output_.put(2, detail::formatted("error: {}\n", failure_->text));
+    output_.flush();
     order_end(SIGTERM);
     ended_since_ = Clock::now();
     options_.failed(*failure_);
@@ -435,13 +531,13 @@ class Supervisor {
     if (decided_ || !first_end_ || now - *first_end_ <= options_.interrupt_grace) return;
     if (told_)
       order_end(SIGKILL);
-    else if (chose_ && !verdict_.open())  // the other ranks have not ended, too
-      verdict_.add(suspect_by_status(*chose_, children_[*chose_].status));
+    else if (chose_ && !first_failure_.open())  // the other ranks have not ended, too
+      first_failure_.add(suspect_by_status(*chose_, children_[*chose_].status));
   }
 
   [[nodiscard]] int exit_code() const {
     if (failure_) return failure_->code;
-    if (told_times_ > 0 && !outlet_.empty()) return 128 + interrupted_;  // its last output was not awaited
+    if (told_times_ > 0 && !output_.empty()) return 128 + interrupted_;  // its last output was not awaited
     for (const auto& child : children_)
       if (WIFSIGNALED(child.status)) return 128 + (interrupted_ != 0 ? interrupted_ : WTERMSIG(child.status));
     for (const auto& child : children_)
@@ -450,10 +546,10 @@ class Supervisor {
   }
 
   SupervisorOptions options_;
-  OutputWriter outlet_;
+  OutputWriter output_;
   LineRelay relay_;
   std::vector<Child> children_;
-  FirstFailure verdict_;
+  FirstFailure first_failure_;
   std::optional<Clock::time_point> first_end_, ended_since_;
   std::optional<RankFailure> failure_;
   bool decided_ = false;

@@ -18,7 +18,6 @@
 #include <vector>
 
 #include "lockstep/comm/detail/nccl/device.hpp"
-#include "lockstep/comm/detail/nccl/error_text.hpp"
 #include "lockstep/comm/detail/nccl/handle.hpp"
 #include "lockstep/comm/detail/nccl_options.hpp"
 #include "lockstep/detail/format.hpp"

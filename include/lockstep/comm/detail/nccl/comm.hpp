@@ -20,7 +20,6 @@
 #include "lockstep/comm/detail/nccl/calls.hpp"
 #include "lockstep/comm/detail/nccl/device.hpp"
 #include "lockstep/comm/detail/nccl/group.hpp"
-#include "lockstep/comm/detail/nccl/tensor_check.hpp"
 #include "lockstep/comm/detail/nccl/work.hpp"
 #include "lockstep/comm/detail/nccl_options.hpp"
 #include "lockstep/comm/detail/signature.hpp"

@@ -9,7 +9,6 @@
 
 #include "lockstep/comm/detail/membership.hpp"
 #include "lockstep/comm/detail/nccl/device.hpp"
-#include "lockstep/comm/detail/nccl/error_text.hpp"
 #include "lockstep/comm/detail/nccl_options.hpp"
 #include "lockstep/comm/detail/own_error.hpp"
 #include "lockstep/detail/format.hpp"

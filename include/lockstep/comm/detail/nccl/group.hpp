@@ -18,8 +18,6 @@
 #include "lockstep/comm/detail/nccl/buffers.hpp"
 #include "lockstep/comm/detail/nccl/device.hpp"
 #include "lockstep/comm/detail/nccl/device_identity.hpp"
-#include "lockstep/comm/detail/nccl/diagnosis.hpp"
-#include "lockstep/comm/detail/nccl/error_text.hpp"
 #include "lockstep/comm/detail/nccl/handle.hpp"
 #include "lockstep/comm/detail/nccl/in_flight_op.hpp"
 #include "lockstep/comm/detail/nccl/waiting.hpp"
@@ -443,16 +441,16 @@ class NcclGroup {
 
   // One look of the watchdog, on its thread. Returns whether anything is left to watch.
   bool watch() {
-    trip_on([this] { return overdue(); });
+    record_found([this] { return overdue(); });
     return active_.oldest() || !in_flight_.empty();
   }
   // One look of the device watchdog, on its thread. Returns whether anything is left to watch.
   bool watch_device() {
-    trip_on([this] { return device_error(); });
+    record_found([this] { return device_error(); });
     return !in_flight_.empty();
   }
   template <class Find>
-  void trip_on(Find&& find) {
+  void record_found(Find&& find) {
     std::exception_ptr error;
     try {
       error = find();

@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/comm/detail/nccl/error_text.hpp"
+#include "lockstep/comm/detail/nccl/device.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 

@@ -16,7 +16,6 @@
 
 #include "lockstep/comm/detail/nccl/cuda/nccl_api.hpp"
 #include "lockstep/comm/detail/nccl/device.hpp"
-#include "lockstep/comm/detail/nccl/error_text.hpp"
 #include "lockstep/comm/detail/nccl/nccl_library_check.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
@@ -137,9 +136,10 @@ class CudaDevice {
     }
     if (result == ncclSuccess) return memory;
     cudaGetLastError();
-    const char* words = ncclGetLastError(nullptr);
-    throw std::runtime_error(detail::formatted("ncclMemAlloc of {} bytes: {}", bytes,
-                                               nccl_error_text(result_of(result), words ? words : "")));
+    const char* description = ncclGetLastError(nullptr);
+    throw std::runtime_error(
+        detail::formatted("ncclMemAlloc of {} bytes: {}", bytes,
+                          nccl_error_text(result_of(result), description ? description : "")));
   }
   void free_buffer(void* memory) const {
     const c10::cuda::CUDAGuard guard(device());
@@ -180,8 +180,8 @@ class CudaDevice {
     return result_of(asked == ncclSuccess ? state : asked);
   }
   [[nodiscard]] std::string last_error(Comm comm) const {
-    const char* words = ncclGetLastError(comm);
-    return words ? words : "";
+    const char* description = ncclGetLastError(comm);
+    return description ? description : "";
   }
   NcclResult finalize(Comm comm) const {
     const c10::cuda::CUDAGuard guard(device());
