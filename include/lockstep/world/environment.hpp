@@ -4,13 +4,57 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "lockstep/detail/linkage.hpp"
 
 namespace lockstep {
 
-/// This process's place in the run, read from torchrun's environment variables. The same variables may be set
-/// by hand; without them the process is alone. Reading them opens no socket.
+/// Looks up one environment variable. Returns std::nullopt if it is unset or empty.
+using Variables = std::function<std::optional<std::string>(const char*)>;
+
+/// Looks up a variable of this process's environment. Returns std::nullopt if it is unset or empty.
+std::optional<std::string> process_variable(const char* name);
+
+/// A process's place in the run, as a launcher assigned it.
+struct LaunchedRank {
+  /// The launcher's name, such as "srun".
+  std::string launcher;
+  int rank = 0;
+  int size = 1;
+  /// The place on this host. Unset if the launcher does not assign one.
+  std::optional<int> local_rank = {}, local_size = {};
+  /// Where rank 0 can host the store. Empty and 0 if the launcher does not determine it.
+  std::string master_addr = {};
+  int master_port = 0;
+};
+
+/// Returns this process's place, or std::nullopt if its launcher did not start this process. Throws UsageError
+/// for variables that contradict each other. A program's own source reads the variables of a launcher that
+/// lockstep does not know; see LaunchOptions::rank_source.
+using RankSource = std::function<std::optional<LaunchedRank>(const Variables&)>;
+
+/// Slurm's srun: SLURM_PROCID and the other variables of a step of several tasks. The store is on the first
+/// host of SLURM_STEP_NODELIST, at a port that follows from job and step. A step of one task is no rank: such
+/// a process may start ranks itself. Throws UsageError inside a batch script or an allocation of several tasks
+/// if srun did not start this process.
+std::optional<LaunchedRank> ranks_of_slurm(const Variables& variables);
+
+/// Open MPI's mpirun: OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE and their local counterparts. If all ranks
+/// are on one host, the store is there; otherwise the user sets MASTER_ADDR and MASTER_PORT.
+std::optional<LaunchedRank> ranks_of_open_mpi(const Variables& variables);
+
+/// MPICH's and Intel MPI's mpiexec, and `srun --mpi=pmi2`: PMI_RANK, PMI_SIZE, MPI_LOCALRANKID and
+/// MPI_LOCALNRANKS. The store is as for Open MPI, or as for Slurm.
+std::optional<LaunchedRank> ranks_of_pmi(const Variables& variables);
+
+/// Returns the place that Open MPI, PMI or Slurm assigned. The inner launcher wins: mpirun and mpiexec start
+/// their helpers by srun.
+std::optional<LaunchedRank> launched_rank(const Variables& variables);
+
+/// This process's place in the run, read from the environment variables of torchrun, srun, mpirun or mpiexec.
+/// torchrun's variables may be set by hand; without any of them the process is alone. Reading them opens no
+/// socket.
 struct Environment {
   int rank = 0;
   int size = 1;
@@ -28,12 +72,6 @@ struct Environment {
   /// every rank.
   std::string store_secret;
 };
-
-/// Looks up one environment variable. Returns std::nullopt if it is unset or empty.
-using Variables = std::function<std::optional<std::string>(const char*)>;
-
-/// Looks up a variable of this process's environment. Returns std::nullopt if it is unset or empty.
-std::optional<std::string> process_variable(const char* name);
 
 }  // namespace lockstep
 
@@ -55,6 +93,17 @@ std::optional<int> heartbeat_timeout_variable(const Variables& variables);
 /// UsageError if `needed`, else returns an empty string.
 std::string rendezvous_url(const Variables& variables, bool needed);
 
+/// Returns `variables` with torchrun's names for the place that `source` finds. Returns them unchanged if RANK
+/// or LOCAL_RANK is set, or WORLD_SIZE is 1: torchrun's variables win. Throws UsageError if WORLD_SIZE
+/// contradicts the launcher, or if it determines no address for the store.
+Variables with_launched_rank(const Variables& variables, const RankSource& source);
+
+/// Expands Slurm's notation of hosts: "n[09-11],x" is n09, n10, n11, x. Throws UsageError.
+std::vector<std::string> expand_node_list(std::string_view text);
+
+/// Expands Slurm's notation of counts: "2(x3),1" is 2, 2, 2, 1. Throws UsageError.
+std::vector<int> expand_task_counts(std::string_view text);
+
 }  // namespace lockstep::detail
 
 namespace lockstep {
@@ -73,8 +122,10 @@ RendezvousUrl parse_rendezvous(const std::string& url);
 std::string read_store_secret(const Variables& variables = process_variable);
 
 /// Reads RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT (or
-/// LOCKSTEP_RENDEZVOUS). Throws UsageError that names the variable, its value and a remedy.
-Environment read_environment(const Variables& variables = process_variable);
+/// LOCKSTEP_RENDEZVOUS). If neither RANK nor LOCAL_RANK is set, takes the place that `source` finds. Throws
+/// UsageError that names the variable, its value and a remedy.
+Environment read_environment(const Variables& variables = process_variable,
+                             const RankSource& source = launched_rank);
 
 }  // namespace lockstep
 

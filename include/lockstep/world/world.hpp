@@ -56,12 +56,14 @@ class World {
 
   explicit World(Environment environment);
 
-  /// Returns the world that torchrun's variables describe, or a single process if they are unset. The
-  /// variables are RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, set by a
-  /// launcher or by hand; LOCKSTEP_RENDEZVOUS=file:///path replaces the last two. All calls with one rank and
+  /// Returns the world that torchrun's variables describe, or the one of srun, mpirun or mpiexec (see
+  /// launched_rank), or a single process. torchrun's variables are RANK, WORLD_SIZE, LOCAL_RANK,
+  /// LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, set by a launcher or by hand;
+  /// LOCKSTEP_RENDEZVOUS=file:///path replaces the last two. `source` reads the variables of a further
+  /// launcher. All calls with one rank and
   /// rendezvous return copies of one World. From this call on, an uncaught exception is reported to the other
   /// ranks and ends this process with one line. Throws UsageError for inconsistent variables.
-  LOCKSTEP_PROCESS_WIDE static World from_environment();
+  LOCKSTEP_PROCESS_WIDE static World from_environment(const RankSource& source = launched_rank);
 
   /// Returns the world of `size` ranks that rendezvous at `url`: tcp://host:port, hosted by rank 0, or
   /// file:///path, a file that does not exist yet on a file system shared by all ranks. Throws UsageError for

@@ -1,8 +1,14 @@
 #pragma once
 
-#include <charconv>
-#include <cstdlib>
+#include <unistd.h>
 
+#include <charconv>
+#include <cstddef>
+#include <cstdlib>
+#include <map>
+#include <utility>
+
+#include "lockstep/detail/fnv1a.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/world/environment.hpp"
@@ -64,6 +70,139 @@ LOCKSTEP_INLINE std::string rendezvous_url(const Variables& variables, bool need
   return {};
 }
 
+/// Returns a port outside the range from which Linux assigns ports itself, equal for equal texts.
+inline int port_of(std::string_view text) {
+  return 61000 + static_cast<int>(fnv1a(text) % 4500);
+}
+
+/// Returns an integer variable that must be set because `because` is. Throws UsageError if it is not.
+inline int companion_variable(const Variables& variables, const char* name, int least, const char* because) {
+  if (const auto value = integer_variable(variables, name, least)) return *value;
+  throw UsageError(detail::formatted(
+      "{}={} is set but {} is not: the launcher sets both, so pass its whole environment on, or unset {}",
+      because, variables(because).value_or(""), name, because));
+}
+
+/// Throws UsageError unless `rank` is below `size`.
+inline void require_below(const Variables& variables, const char* rank, int rank_value, const char* size,
+                          int size_value) {
+  if (rank_value >= size_value)
+    throw UsageError(detail::formatted("{}={} is out of range: with {}={} it must be in 0 to {}", rank,
+                                       variables(rank).value_or(""), size, variables(size).value_or(""),
+                                       size_value - 1));
+}
+
+/// Sets the address of the store if all ranks are on this host. They share their parent process.
+inline void meet_on_this_host(LaunchedRank& found) {
+  if (found.local_size != found.size) return;
+  found.master_addr = "127.0.0.1";
+  found.master_port = port_of(detail::formatted("{} {}", found.launcher, getppid()));
+}
+
+// Expands the first bracket of `text`, which holds one name, and appends the names to `names`.
+inline void expand_name(std::string_view text, std::string_view whole, std::vector<std::string>& names) {
+  const auto wrong = [&](std::string_view part) {
+    return UsageError(detail::formatted(
+        "the node list '{}' cannot be parsed at '{}': set MASTER_ADDR to the host of rank 0", whole, part));
+  };
+  const std::size_t open = text.find('['), close = text.find(']');
+  if (open == std::string_view::npos) {
+    if (text.empty() || close != std::string_view::npos) throw wrong(text);
+    names.emplace_back(text);
+    return;
+  }
+  if (close == std::string_view::npos || close < open) throw wrong(text);
+  std::string_view ranges = text.substr(open + 1, close - open - 1);
+  while (true) {
+    const std::string_view range = ranges.substr(0, ranges.find(','));
+    const std::size_t dash = range.find('-');
+    const std::string_view first = range.substr(0, dash),
+                           last = dash == std::string_view::npos ? first : range.substr(dash + 1);
+    const auto begin = whole_number(first), end = whole_number(last);
+    if (!begin || !end || *begin < 0 || *end < *begin || *end - *begin > 1000000) throw wrong(range);
+    for (int number = *begin; number <= *end; ++number) {
+      std::string digits = std::to_string(number);
+      if (digits.size() < first.size()) digits.insert(0, first.size() - digits.size(), '0');
+      expand_name(std::string(text.substr(0, open)) + digits + std::string(text.substr(close + 1)), whole,
+                  names);
+    }
+    if (range.size() == ranges.size()) return;
+    ranges.remove_prefix(range.size() + 1);
+  }
+}
+
+LOCKSTEP_INLINE Variables with_launched_rank(const Variables& variables, const RankSource& source) {
+  const auto size = integer_variable(variables, "WORLD_SIZE", 1);
+  if (size == 1 || variables("RANK") || variables("LOCAL_RANK") || !source) return variables;
+  const auto found = source(variables);
+  if (!found) return variables;
+  if (size && *size != found->size)
+    throw UsageError(
+        detail::formatted("WORLD_SIZE={} contradicts {}, which has started {} processes: unset WORLD_SIZE",
+                          *size, found->launcher, found->size));
+  std::map<std::string, std::string> known{{"RANK", std::to_string(found->rank)},
+                                           {"WORLD_SIZE", std::to_string(found->size)}};
+  if (found->local_rank && found->local_size) {
+    known["LOCAL_RANK"] = std::to_string(*found->local_rank);
+    known["LOCAL_WORLD_SIZE"] = std::to_string(*found->local_size);
+  }
+  if (!found->master_addr.empty()) {
+    known["MASTER_ADDR"] = found->master_addr;
+    known["MASTER_PORT"] = std::to_string(found->master_port);
+  } else if (found->size > 1 && !variables("LOCKSTEP_RENDEZVOUS") &&
+             !(variables("MASTER_ADDR") && variables("MASTER_PORT"))) {
+    throw UsageError(
+        detail::formatted("{} has started ranks on several hosts and names no address at which they could "
+                          "meet: set MASTER_ADDR "
+                          "to the host of rank 0 and MASTER_PORT to a free port there, on every rank (mpirun "
+                          "-x MASTER_ADDR=HOST "
+                          "-x MASTER_PORT=29500; mpiexec -genv MASTER_ADDR HOST -genv MASTER_PORT 29500)",
+                          found->launcher));
+  }
+  // The user's own address wins.
+  for (const char* name : {"MASTER_ADDR", "MASTER_PORT"})
+    if (const auto given = variables(name)) known[name] = *given;
+  return [variables, known = std::move(known)](const char* name) -> std::optional<std::string> {
+    const auto entry = known.find(name);
+    return entry == known.end() ? variables(name) : std::optional(entry->second);
+  };
+}
+
+LOCKSTEP_INLINE std::vector<std::string> expand_node_list(std::string_view text) {
+  std::vector<std::string> names;
+  const std::string_view whole = text;
+  while (true) {
+    // Commas inside brackets separate ranges.
+    std::size_t end = 0;
+    for (int depth = 0; end < text.size() && (text[end] != ',' || depth > 0); ++end)
+      depth += text[end] == '[' ? 1 : text[end] == ']' ? -1 : 0;
+    expand_name(text.substr(0, end), whole, names);
+    if (end == text.size()) return names;
+    text.remove_prefix(end + 1);
+  }
+}
+
+LOCKSTEP_INLINE std::vector<int> expand_task_counts(std::string_view text) {
+  std::vector<int> counts;
+  const std::string_view whole = text;
+  while (true) {
+    const std::string_view part = text.substr(0, text.find(','));
+    const std::size_t times = part.find("(x");
+    const auto count = whole_number(part.substr(0, times));
+    std::optional<int> repeats = 1;
+    if (times != std::string_view::npos)
+      repeats =
+          part.back() == ')' ? whole_number(part.substr(times + 2, part.size() - times - 3)) : std::nullopt;
+    if (!count || !repeats || *count < 0 || *repeats < 1 || *repeats > 1000000)
+      throw UsageError(detail::formatted(
+          "SLURM_STEP_TASKS_PER_NODE={} cannot be parsed at '{}': set LOCAL_RANK and LOCAL_WORLD_SIZE", whole,
+          part));
+    counts.insert(counts.end(), static_cast<std::size_t>(*repeats), *count);
+    if (part.size() == text.size()) return counts;
+    text.remove_prefix(part.size() + 1);
+  }
+}
+
 }  // namespace lockstep::detail
 
 namespace lockstep {
@@ -100,7 +239,78 @@ LOCKSTEP_INLINE std::string read_store_secret(const Variables& variables) {
   return secret;
 }
 
-LOCKSTEP_INLINE Environment read_environment(const Variables& variables) {
+LOCKSTEP_INLINE std::optional<LaunchedRank> ranks_of_slurm(const Variables& variables) {
+  const auto job = variables("SLURM_JOB_ID");
+  if (!job) return std::nullopt;
+  const auto step = variables("SLURM_STEP_ID");
+  const auto rank = detail::integer_variable(variables, "SLURM_PROCID", 0);
+  if (!step || !rank) {
+    // A batch script itself has SLURM_PROCID=0 and the tasks of the whole job.
+    const auto tasks = detail::integer_variable(variables, "SLURM_NTASKS", 1);
+    if (tasks.value_or(1) == 1) return std::nullopt;
+    throw UsageError(detail::formatted(
+        "this process is inside Slurm job {} of {} tasks (SLURM_NTASKS) but was not started by srun: start "
+        "it "
+        "as `srun PROGRAM`, with --nproc for ranks on this host alone, or with WORLD_SIZE=1 as one process",
+        *job, *tasks));
+  }
+  LaunchedRank found{"srun", *rank};
+  found.size = detail::companion_variable(variables, "SLURM_STEP_NUM_TASKS", 1, "SLURM_PROCID");
+  if (found.size == 1) return std::nullopt;
+  detail::require_below(variables, "SLURM_PROCID", found.rank, "SLURM_STEP_NUM_TASKS", found.size);
+  found.local_rank = detail::integer_variable(variables, "SLURM_LOCALID", 0);
+  const auto node = detail::integer_variable(variables, "SLURM_NODEID", 0);
+  if (const auto counts = variables("SLURM_STEP_TASKS_PER_NODE"); counts && node) {
+    const auto tasks = detail::expand_task_counts(*counts);
+    if (static_cast<std::size_t>(*node) >= tasks.size())
+      throw UsageError(
+          detail::formatted("SLURM_NODEID={} is out of range: SLURM_STEP_TASKS_PER_NODE={} has {} hosts",
+                            *node, *counts, tasks.size()));
+    found.local_size = tasks[static_cast<std::size_t>(*node)];
+  }
+  // The job's list, SLURM_JOB_NODELIST, may begin with a host that this step does not use.
+  if (const auto nodes = variables("SLURM_STEP_NODELIST")) {
+    found.master_addr = detail::expand_node_list(*nodes).front();
+    found.master_port = detail::port_of(*job + "." + *step);
+  }
+  return found;
+}
+
+LOCKSTEP_INLINE std::optional<LaunchedRank> ranks_of_open_mpi(const Variables& variables) {
+  const auto rank = detail::integer_variable(variables, "OMPI_COMM_WORLD_RANK", 0);
+  if (!rank) return std::nullopt;
+  LaunchedRank found{"mpirun of Open MPI", *rank};
+  found.size = detail::companion_variable(variables, "OMPI_COMM_WORLD_SIZE", 1, "OMPI_COMM_WORLD_RANK");
+  detail::require_below(variables, "OMPI_COMM_WORLD_RANK", found.rank, "OMPI_COMM_WORLD_SIZE", found.size);
+  found.local_rank = detail::integer_variable(variables, "OMPI_COMM_WORLD_LOCAL_RANK", 0);
+  found.local_size = detail::integer_variable(variables, "OMPI_COMM_WORLD_LOCAL_SIZE", 1);
+  detail::meet_on_this_host(found);
+  return found;
+}
+
+LOCKSTEP_INLINE std::optional<LaunchedRank> ranks_of_pmi(const Variables& variables) {
+  const auto rank = detail::integer_variable(variables, "PMI_RANK", 0);
+  if (!rank) return std::nullopt;
+  // srun --mpi=pmi2 sets PMI's variables beside its own, which say more.
+  if (variables("SLURM_PROCID") && !variables("MPI_LOCALRANKID"))
+    if (auto slurm = ranks_of_slurm(variables); slurm && slurm->rank == *rank) return slurm;
+  LaunchedRank found{"mpiexec", *rank};
+  found.size = detail::companion_variable(variables, "PMI_SIZE", 1, "PMI_RANK");
+  detail::require_below(variables, "PMI_RANK", found.rank, "PMI_SIZE", found.size);
+  found.local_rank = detail::integer_variable(variables, "MPI_LOCALRANKID", 0);
+  found.local_size = detail::integer_variable(variables, "MPI_LOCALNRANKS", 1);
+  detail::meet_on_this_host(found);
+  return found;
+}
+
+LOCKSTEP_INLINE std::optional<LaunchedRank> launched_rank(const Variables& variables) {
+  for (const auto source : {ranks_of_open_mpi, ranks_of_pmi, ranks_of_slurm})
+    if (auto found = source(variables)) return found;
+  return std::nullopt;
+}
+
+LOCKSTEP_INLINE Environment read_environment(const Variables& given, const RankSource& source) {
+  const Variables variables = detail::with_launched_rank(given, source);
   Environment env;
   const auto size = detail::integer_variable(variables, "WORLD_SIZE", 1);
   const auto rank = detail::integer_variable(variables, "RANK", 0);

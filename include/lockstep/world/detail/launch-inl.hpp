@@ -121,7 +121,7 @@ LOCKSTEP_INLINE int launch_ranks(int argc, const char* const* argv,
   if (plan.timeout) setenv("LOCKSTEP_TIMEOUT", std::to_string(*plan.timeout).c_str(), 1);
   int code = 0;
   run_without_handlers([&] {
-    const World world = World::from_environment();
+    const World world = World::from_environment(plan.rank_source);
     auto arguments = detail::program_arguments(argc, argv, options);
     code = exit_status(fn(world, static_cast<int>(arguments.size() - 1), arguments.data()));
     flush_stdout();

@@ -3,6 +3,8 @@
 #include <chrono>
 #include <string>
 
+#include "lockstep/world/environment.hpp"
+
 namespace lockstep {
 
 /// Which ranks' output lines get the prefix `[rank 3] `. `automatic`: every rank but 0, so that rank 0's
@@ -26,6 +28,8 @@ struct LaunchOptions {
   std::string prefix_flag = "--prefix";
   /// The flag that sets the default timeout of collectives, in seconds.
   std::string timeout_flag = "--timeout";
+  /// Finds the rank that a launcher other than torchrun has assigned.
+  RankSource rank_source = launched_rank;
   /// How long the other ranks may take to end after one has failed, before they are killed.
   std::chrono::milliseconds grace{3000};
 };

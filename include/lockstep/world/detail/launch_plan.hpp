@@ -135,6 +135,7 @@ inline std::string launch_help(const LaunchOptions& options) {
 /// lowest.
 struct LaunchPlan {
   bool worker = false;
+  RankSource rank_source;  ///< of the worker's World; empty: the variables of torchrun alone
   int nproc = 1;
   int first = 0;
   int size = 1;
@@ -164,12 +165,15 @@ inline void require_level(const Variables& variables) {
 /// Plans the launch from the command line and the environment. Throws UsageError if they contradict each
 /// other.
 inline LaunchPlan plan_launch(int argc, const char* const* argv, const LaunchOptions& options,
-                              const Variables& variables = process_variable) {
+                              const Variables& given = process_variable) {
   LaunchPlan plan;
   if (options.nproc < 0)
     throw UsageError(detail::formatted("LaunchOptions::nproc is {}: it must be a number of processes, or 0",
                                        options.nproc));
   auto nproc = nproc_argument(argc, argv, options);
+  // In Slurm's batch script, --nproc starts ranks on the script's host alone.
+  if (!nproc || !given("SLURM_JOB_ID") || given("SLURM_STEP_ID")) plan.rank_source = options.rank_source;
+  const Variables variables = with_launched_rank(given, plan.rank_source);
   const std::string flag = options.nproc_flag.empty() ? "LaunchOptions::nproc" : options.nproc_flag;
   const auto gpus = options.gpus.empty() ? std::vector<int>{} : gpu_list(options.gpus);
   if (!gpus.empty()) plan.visible_devices = visible_devices_of(gpus, variables);

@@ -78,10 +78,10 @@ LOCKSTEP_INLINE World::World(Environment environment)
   };
 }
 
-LOCKSTEP_INLINE World World::from_environment() {
+LOCKSTEP_INLINE World World::from_environment(const RankSource& source) {
   detail::end_on_uncaught();
   detail::end_with_agent();
-  World world(read_environment());
+  World world(read_environment(process_variable, source));
   detail::process_rank = world.rank();
   if (world.size() == 1) return world;
   // A process joins once per rank and run: all its Worlds share the store, which rank 0 may host.

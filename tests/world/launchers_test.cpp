@@ -1,0 +1,224 @@
+#include "lockstep/world/environment.hpp"
+
+#include <map>
+#include <string>
+#include <vector>
+
+#include "lockstep/error.hpp"
+#include "lockstep/world/detail/launch_plan.hpp"
+#include "support/catch.hpp"
+
+namespace launchers_test {
+
+namespace {
+
+using Values = std::map<std::string, std::string>;
+
+lockstep::Variables variables(Values values) {
+  return [values = std::move(values)](const char* name) -> std::optional<std::string> {
+    const auto found = values.find(name);
+    return found == values.end() ? std::nullopt : std::optional(found->second);
+  };
+}
+
+std::optional<lockstep::LaunchedRank> found(Values values) {
+  return lockstep::launched_rank(variables(std::move(values)));
+}
+
+std::string refusal(Values values) {
+  try {
+    found(std::move(values));
+  } catch (const lockstep::UsageError& error) {
+    return error.what();
+  }
+  return "accepted";
+}
+
+const Values slurm{{"SLURM_JOB_ID", "12"},
+                   {"SLURM_STEP_ID", "0"},
+                   {"SLURM_PROCID", "2"},
+                   {"SLURM_STEP_NUM_TASKS", "3"},
+                   {"SLURM_LOCALID", "0"},
+                   {"SLURM_NODEID", "1"},
+                   {"SLURM_STEP_TASKS_PER_NODE", "2,1"},
+                   {"SLURM_STEP_NODELIST", "n[09-10]"}};
+
+Values changed(Values values, const std::string& name, const std::string& value) {
+  if (value.empty())
+    values.erase(name);
+  else
+    values[name] = value;
+  return values;
+}
+
+}  // namespace
+
+TEST_CASE("node lists of Slurm") {
+  using lockstep::detail::expand_node_list;
+  using Names = std::vector<std::string>;
+  CHECK(expand_node_list("node7") == Names{"node7"});
+  CHECK(expand_node_list("node[01-03,07]") == Names{"node01", "node02", "node03", "node07"});
+  CHECK(expand_node_list("n[09-11]") == Names{"n09", "n10", "n11"});
+  CHECK(expand_node_list("gpu-[1-2]-[3,5]") == Names{"gpu-1-3", "gpu-1-5", "gpu-2-3", "gpu-2-5"});
+  CHECK(expand_node_list("r[1-2]c[01-02]") == Names{"r1c01", "r1c02", "r2c01", "r2c02"});
+  CHECK(expand_node_list("x,y[1,3-4],z") == Names{"x", "y1", "y3", "y4", "z"});
+  for (const char* wrong : {"", "n[1", "n1]", "n[a-b]", "n[3-1]", "x,,y", "n[]", "n[1,]", "n]1["}) {
+    CAPTURE(wrong);
+    CHECK_THROWS_WITH(expand_node_list(wrong),
+                      ContainsSubstring("cannot be parsed") && ContainsSubstring("set MASTER_ADDR"));
+  }
+}
+
+TEST_CASE("task counts of Slurm") {
+  using lockstep::detail::expand_task_counts;
+  CHECK(expand_task_counts("2,1") == std::vector{2, 1});
+  CHECK(expand_task_counts("2(x3),1") == std::vector{2, 2, 2, 1});
+  for (const char* wrong : {"", "x", "2(x)", "2(x0)", "2(x2", "2,", "-1"}) {
+    CAPTURE(wrong);
+    CHECK_THROWS_AS(expand_task_counts(wrong), lockstep::UsageError);
+  }
+}
+
+TEST_CASE("a step of Slurm") {
+  const auto rank = found(slurm).value();
+  CHECK(rank.launcher == "srun");
+  CHECK(rank.rank == 2);
+  CHECK(rank.size == 3);
+  CHECK(rank.local_rank == 0);
+  CHECK(rank.local_size == 1);
+  CHECK(rank.master_addr == "n09");
+  CHECK(rank.master_port == found(changed(slurm, "SLURM_PROCID", "0"))->master_port);
+  CHECK(rank.master_port >= 61000);
+  CHECK(rank.master_port <= 65535);
+  CHECK(rank.master_port != found(changed(slurm, "SLURM_STEP_ID", "1"))->master_port);
+
+  CHECK(refusal(changed(slurm, "SLURM_STEP_NUM_TASKS", "")) ==
+        "SLURM_PROCID=2 is set but SLURM_STEP_NUM_TASKS is not: the launcher sets both, so pass its whole "
+        "environment on, or unset SLURM_PROCID");
+  CHECK_THAT(refusal(changed(slurm, "SLURM_PROCID", "3")),
+             ContainsSubstring("SLURM_PROCID=3 is out of range: with SLURM_STEP_NUM_TASKS=3"));
+  CHECK_THAT(refusal(changed(slurm, "SLURM_PROCID", "two")),
+             ContainsSubstring("SLURM_PROCID=two is not a whole number"));
+  CHECK_THAT(refusal(changed(slurm, "SLURM_NODEID", "2")), ContainsSubstring("SLURM_NODEID=2"));
+}
+
+TEST_CASE("a batch script of Slurm is not a rank") {
+  const Values script{{"SLURM_JOB_ID", "12"}, {"SLURM_PROCID", "0"}, {"SLURM_NTASKS", "3"}};
+  CHECK_THAT(refusal(script), ContainsSubstring("inside Slurm job 12 of 3 tasks") &&
+                                  ContainsSubstring("was not started by srun"));
+  CHECK(!found(changed(script, "SLURM_NTASKS", "1")));
+  CHECK(!found(changed(script, "SLURM_NTASKS", "")));
+}
+
+TEST_CASE("the mpirun of Open MPI") {
+  const Values mpi{{"OMPI_COMM_WORLD_RANK", "1"},
+                   {"OMPI_COMM_WORLD_SIZE", "4"},
+                   {"OMPI_COMM_WORLD_LOCAL_RANK", "1"},
+                   {"OMPI_COMM_WORLD_LOCAL_SIZE", "2"}};
+  const auto rank = found(mpi).value();
+  CHECK(rank.launcher == "mpirun of Open MPI");
+  CHECK(rank.rank == 1);
+  CHECK(rank.size == 4);
+  CHECK(rank.local_rank == 1);
+  CHECK(rank.local_size == 2);
+  CHECK(rank.master_addr.empty());
+  const auto here = found(changed(mpi, "OMPI_COMM_WORLD_LOCAL_SIZE", "4")).value();
+  CHECK(here.master_addr == "127.0.0.1");
+  CHECK(here.master_port >= 61000);
+  CHECK_THAT(refusal(changed(mpi, "OMPI_COMM_WORLD_SIZE", "1")), ContainsSubstring("out of range"));
+}
+
+TEST_CASE("mpiexec of MPICH, and srun with PMI") {
+  const Values mpi{{"PMI_RANK", "1"}, {"PMI_SIZE", "2"}, {"MPI_LOCALRANKID", "1"}, {"MPI_LOCALNRANKS", "2"}};
+  const auto rank = found(mpi).value();
+  CHECK(rank.launcher == "mpiexec");
+  CHECK(rank.rank == 1);
+  CHECK(rank.size == 2);
+  CHECK(rank.local_rank == 1);
+  CHECK(rank.master_addr == "127.0.0.1");
+  Values pmi2 = slurm;
+  pmi2["PMI_RANK"] = "2";
+  pmi2["PMI_SIZE"] = "3";
+  CHECK(found(pmi2)->launcher == "srun");
+}
+
+TEST_CASE("mpirun inside a job of Slurm") {
+  // mpirun starts one helper per host under srun, whose variables the ranks inherit.
+  Values both = slurm;
+  both["OMPI_COMM_WORLD_RANK"] = "5";
+  both["OMPI_COMM_WORLD_SIZE"] = "6";
+  CHECK(found(both)->rank == 5);
+}
+
+TEST_CASE("the environment and the plan follow the launcher") {
+  const auto read = [](Values values) { return lockstep::read_environment(variables(std::move(values))); };
+  const auto error = [&](Values values) -> std::string {
+    try {
+      read(std::move(values));
+    } catch (const lockstep::UsageError& thrown) {
+      return thrown.what();
+    }
+    return "accepted";
+  };
+  const auto environment = read(slurm);
+  CHECK(environment.rank == 2);
+  CHECK(environment.size == 3);
+  CHECK(environment.local_rank == 0);
+  CHECK(environment.local_size == 1);
+  CHECK(environment.launched);
+  CHECK(environment.rendezvous == "tcp://n09:" + std::to_string(found(slurm)->master_port));
+
+  Values addressed = slurm;
+  addressed["MASTER_ADDR"] = "10.0.0.1";
+  addressed["MASTER_PORT"] = "29500";
+  addressed["WORLD_SIZE"] = "3";
+  CHECK(read(addressed).rendezvous == "tcp://10.0.0.1:29500");
+  CHECK_THAT(error(changed(slurm, "WORLD_SIZE", "4")),
+             ContainsSubstring("WORLD_SIZE=4 contradicts srun, which has started 3 processes"));
+
+  // srun starts torchrun, which starts the program.
+  Values nested = addressed;
+  nested.insert({{"RANK", "1"}, {"LOCAL_RANK", "1"}, {"LOCAL_WORLD_SIZE", "2"}});
+  CHECK(read(nested).rank == 1);
+  CHECK(read(changed(slurm, "WORLD_SIZE", "1")).size == 1);
+  CHECK(read(changed(slurm, "SLURM_STEP_NUM_TASKS", "1")).size == 1);
+
+  CHECK_THAT(error({{"OMPI_COMM_WORLD_RANK", "1"},
+                    {"OMPI_COMM_WORLD_SIZE", "4"},
+                    {"OMPI_COMM_WORLD_LOCAL_RANK", "1"},
+                    {"OMPI_COMM_WORLD_LOCAL_SIZE", "2"}}),
+             ContainsSubstring("mpirun -x MASTER_ADDR=HOST"));
+
+  const auto plan = [](std::vector<std::string> arguments, Values values,
+                       const lockstep::LaunchOptions& options = {}) {
+    arguments.insert(arguments.begin(), "program");
+    std::vector<const char*> argv;
+    for (const auto& argument : arguments) argv.push_back(argument.c_str());
+    return lockstep::detail::plan_launch(static_cast<int>(argv.size()), argv.data(), options,
+                                         variables(std::move(values)));
+  };
+  CHECK(plan({}, slurm).worker);
+  CHECK_THROWS_WITH(plan({"--nproc", "2"}, slurm), ContainsSubstring("leave --nproc out"));
+  CHECK(plan({"--nproc", "2"}, changed(slurm, "SLURM_STEP_NUM_TASKS", "1")).nproc == 2);
+
+  const Values script{{"SLURM_JOB_ID", "12"}, {"SLURM_PROCID", "0"}, {"SLURM_NTASKS", "3"}};
+  CHECK_THROWS_WITH(plan({}, script), ContainsSubstring("was not started by srun"));
+  CHECK(plan({"--nproc", "2"}, script).nproc == 2);
+
+  // A launcher that lockstep does not know: the program's own source of ranks.
+  const lockstep::RankSource jsrun = [](const lockstep::Variables& values) {
+    const auto rank = values("JSM_NAMESPACE_RANK"), size = values("JSM_NAMESPACE_SIZE");
+    if (!rank || !size) return std::optional<lockstep::LaunchedRank>();
+    return std::optional(lockstep::LaunchedRank{"jsrun", std::stoi(*rank), std::stoi(*size)});
+  };
+  const Values jsm{
+      {"JSM_NAMESPACE_RANK", "1"}, {"JSM_NAMESPACE_SIZE", "2"}, {"MASTER_ADDR", "h"}, {"MASTER_PORT", "1"}};
+  CHECK(lockstep::read_environment(variables(jsm), jsrun).rank == 1);
+  CHECK(plan({}, jsm, {.rank_source = jsrun}).worker);
+}
+
+TEST_CASE("no launcher") {
+  CHECK(!found({}));
+}
+
+}  // namespace launchers_test
