@@ -10,21 +10,28 @@
 namespace bucket_plan_test {
 
 using lockstep::detail::BucketPlan;
-using lockstep::detail::ParameterSize;
+using lockstep::detail::ParameterEntry;
 
 namespace {
 
-std::vector<ParameterSize> floats(const std::vector<std::size_t>& counts) {
-  std::vector<ParameterSize> sizes;
-  for (const std::size_t count : counts) sizes.push_back({4 * count, 0, 0});
-  return sizes;
+ParameterEntry entry(std::size_t bytes, at::ScalarType dtype = at::kFloat, at::Device device = at::kCPU) {
+  ParameterEntry parameter;
+  parameter.bytes = bytes;
+  parameter.dtype = dtype;
+  parameter.device = device;
+  return parameter;
 }
 
-std::vector<ParameterSize> sizes_of(const std::vector<at::Tensor>& tensors) {
-  std::vector<ParameterSize> sizes;
-  for (const at::Tensor& tensor : tensors)
-    sizes.push_back({tensor.nbytes(), static_cast<int>(tensor.scalar_type()), 0});
-  return sizes;
+std::vector<ParameterEntry> floats(const std::vector<std::size_t>& counts) {
+  std::vector<ParameterEntry> parameters;
+  for (const std::size_t count : counts) parameters.push_back(entry(4 * count));
+  return parameters;
+}
+
+std::vector<ParameterEntry> entries_of(const std::vector<at::Tensor>& tensors) {
+  std::vector<ParameterEntry> parameters;
+  for (const at::Tensor& tensor : tensors) parameters.push_back(entry(tensor.nbytes(), tensor.scalar_type()));
+  return parameters;
 }
 
 std::vector<at::Tensor> random_parameters(std::mt19937& random, bool mixed) {
@@ -51,25 +58,25 @@ TEST_CASE("before any gradient, one bucket holds all in registration order") {
 }
 
 TEST_CASE("before any gradient, dtypes have a bucket each, the one registered last first") {
-  std::vector<ParameterSize> sizes = floats({10, 10, 10});
-  sizes[1].dtype = 7;
-  CHECK(lockstep::detail::plan_by_registration(sizes) == BucketPlan{{1}, {0, 2}});
+  auto parameters = floats({10, 10, 10});
+  parameters[1].dtype = at::kDouble;
+  CHECK(lockstep::detail::plan_by_registration(parameters) == BucketPlan{{1}, {0, 2}});
 }
 
 TEST_CASE("a bucket closes after the parameter that reaches its cap") {
-  const auto sizes = floats({1, 2, 3, 4, 5});
-  CHECK(lockstep::detail::plan_by_ready_order(sizes, {4, 3, 2, 1, 0}, {20, 28}) ==
+  const auto parameters = floats({1, 2, 3, 4, 5});
+  CHECK(lockstep::detail::assign_buckets(parameters, {4, 3, 2, 1, 0}, {20, 28}) ==
         BucketPlan{{4}, {3, 2}, {1, 0}});
-  CHECK(lockstep::detail::plan_by_ready_order(sizes, {4, 3, 2, 1, 0}, {21, 28}) ==
+  CHECK(lockstep::detail::assign_buckets(parameters, {4, 3, 2, 1, 0}, {21, 28}) ==
         BucketPlan{{4, 3}, {2, 1, 0}});
-  CHECK(lockstep::detail::plan_by_ready_order(sizes, {0, 1, 2, 3, 4}, {1}) ==
+  CHECK(lockstep::detail::assign_buckets(parameters, {0, 1, 2, 3, 4}, {1}) ==
         BucketPlan{{0}, {1}, {2}, {3}, {4}});
 }
 
 TEST_CASE("the default caps are 1 MiB, then 25 MiB") {
   const std::size_t mib = (1 << 20) / 4;
-  CHECK(lockstep::detail::plan_by_ready_order(floats({mib, mib, 23 * mib, mib, 1}), {0, 1, 2, 3, 4},
-                                              lockstep::detail::default_bucket_caps()) ==
+  CHECK(lockstep::detail::assign_buckets(floats({mib, mib, 23 * mib, mib, 1}), {0, 1, 2, 3, 4},
+                                         lockstep::detail::default_bucket_caps()) ==
         BucketPlan{{0}, {1, 2, 3}, {4}});
 }
 
@@ -86,7 +93,7 @@ TEST_CASE("plans equal those of c10d") {
     auto registered = std::get<0>(
         c10d::compute_bucket_assignment_by_size(tensors, {std::numeric_limits<std::size_t>::max()}));
     std::reverse(registered.begin(), registered.end());
-    CHECK(lockstep::detail::plan_by_registration(sizes_of(tensors)) == registered);
+    CHECK(lockstep::detail::plan_by_registration(entries_of(tensors)) == registered);
 
     std::vector<std::size_t> order(tensors.size());
     for (std::size_t i = 0; i < order.size(); ++i) order[i] = i;
@@ -95,7 +102,7 @@ TEST_CASE("plans equal those of c10d") {
     for (const std::size_t i : order) ready.push_back(tensors[i]);
     const auto theirs = std::get<0>(c10d::compute_bucket_assignment_by_size(
         ready, caps, {}, std::vector<std::int64_t>(order.begin(), order.end())));
-    const auto ours = lockstep::detail::plan_by_ready_order(sizes_of(tensors), order, caps);
+    const auto ours = lockstep::detail::assign_buckets(entries_of(tensors), order, caps);
     // With several dtypes, c10d adds those left open in the order of a hash table.
     if (mixed)
       CHECK(sorted(ours) == sorted(theirs));
@@ -106,21 +113,22 @@ TEST_CASE("plans equal those of c10d") {
 
 TEST_CASE("a model over two devices: buckets of each device's own") {
   // As the gradients of a model would come whose first half lies on cuda:0 and whose second on cuda:1.
-  using lockstep::detail::ParameterSize;
-  constexpr int single = 6, first = 256, second = 257;
-  const std::vector<ParameterSize> sizes{
-      {400, single, first}, {40, single, first}, {400, single, second}, {40, single, second}, {8, 7, second}};
-  CHECK(lockstep::detail::plan_by_registration(sizes) == lockstep::detail::BucketPlan{{4}, {2, 3}, {0, 1}});
-  CHECK(lockstep::detail::plan_by_ready_order(sizes, {4, 3, 2, 1, 0}, {300, 1000}) ==
+  const at::Device first(at::kCUDA, 0), second(at::kCUDA, 1);
+  const std::vector<ParameterEntry> parameters{entry(400, at::kFloat, first), entry(40, at::kFloat, first),
+                                               entry(400, at::kFloat, second), entry(40, at::kFloat, second),
+                                               entry(8, at::kDouble, second)};
+  CHECK(lockstep::detail::plan_by_registration(parameters) ==
+        lockstep::detail::BucketPlan{{4}, {2, 3}, {0, 1}});
+  CHECK(lockstep::detail::assign_buckets(parameters, {4, 3, 2, 1, 0}, {300, 1000}) ==
         lockstep::detail::BucketPlan{{3, 2}, {1, 0}, {4}});
 }
 
 TEST_CASE("delayed parameters are in no bucket but their own, behind the one that they wait for") {
-  auto sizes = floats({10, 10, 10, 10, 10});
-  sizes[1].delayed = sizes[3].delayed = true;
-  const auto plan = lockstep::detail::plan_by_ready_order(sizes, {4, 3, 2, 1, 0}, {1});
+  auto parameters = floats({10, 10, 10, 10, 10});
+  parameters[1].delayed = parameters[3].delayed = true;
+  const auto plan = lockstep::detail::assign_buckets(parameters, {4, 3, 2, 1, 0}, {1});
   CHECK(plan == BucketPlan{{4}, {2}, {0}});
-  CHECK(lockstep::detail::plan_by_registration(sizes) == BucketPlan{{0, 2, 4}});
+  CHECK(lockstep::detail::plan_by_registration(parameters) == BucketPlan{{0, 2, 4}});
   CHECK(lockstep::detail::with_delayed(plan, {{{3, 1}}, 4}) == BucketPlan{{4}, {3, 1}, {2}, {0}});
   CHECK(lockstep::detail::with_delayed(plan, {{{3}, {1}}, 0}) == BucketPlan{{4}, {2}, {0}, {3}, {1}});
   CHECK(lockstep::detail::with_delayed(plan, {{{3, 1}}, {}}) == BucketPlan{{4}, {2}, {0}, {3, 1}});

@@ -12,7 +12,6 @@
 
 #include "lockstep/comm/agreement.hpp"
 #include "lockstep/detail/format.hpp"
-#include "lockstep/grad/detail/bucket_plan.hpp"
 
 namespace lockstep {
 

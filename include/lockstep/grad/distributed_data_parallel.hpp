@@ -24,11 +24,9 @@
 #include "lockstep/grad/detail/broadcast_list.hpp"
 #include "lockstep/grad/detail/bucket_plan.hpp"
 #include "lockstep/grad/detail/ddp_start.hpp"
+#include "lockstep/grad/detail/local_reducer.hpp"
 #include "lockstep/grad/detail/low_precision_parameters.hpp"
-#include "lockstep/grad/detail/ready_order.hpp"
-#include "lockstep/grad/detail/reduced_gradient_tracker.hpp"
-#include "lockstep/grad/detail/reducer_for.hpp"
-#include "lockstep/grad/detail/watched_parameters.hpp"
+#include "lockstep/grad/detail/parameter_table.hpp"
 #include "lockstep/grad/hooks/hook.hpp"
 #include "lockstep/grad/model.hpp"
 
@@ -51,7 +49,7 @@ class BufferSync {
   /// Synchronizes the buffers. Collective; stream-ordered.
   template <Reducing Comm>
   void run(Comm& comm) {
-    sent_.run(comm, 0);
+    if (!sent_.empty()) sent_.run(comm, 0);
     if (averaged_.empty()) return;
     const c10::NoGradGuard no_grad;
     comm.all_reduce(averaged_, ReduceOp::avg).wait();
@@ -100,11 +98,12 @@ namespace lockstep {
 template <class M, class Comm, class Hook = AllReduceHook>
 class DistributedDataParallel {
   static constexpr bool alone = detail::alone<Comm>;
+  using Reducer = detail::ReducerFor<Comm, Hook>;
   static_assert(Trainable<M>,
                 "lockstep: the model of DistributedDataParallel is a torch::nn::Module or a handle to one, a "
                 "TorchScript module, or a std::vector of parameters");
   static_assert(
-      alone || (Reducing<Comm> && Gathering<Comm>),
+      Reducing<Comm> && Gathering<Comm>,
       "lockstep: DistributedDataParallel needs a communicator that reduces and gathers (concepts Reducing, "
       "Gathering)");
   static_assert(
@@ -119,30 +118,27 @@ class DistributedDataParallel {
   /// models or the options of the ranks differ.
   explicit DistributedDataParallel(M& model, Comm& comm, DdpOptions options = {}, Hook hook = {})
       : model_(store(model)), state_(std::make_unique<State>()) {
-    detail::SeenModel seen;
-    const auto look = [&] { seen = detail::look_at(model, options); };
-    if constexpr (alone)
-      look();
-    else
-      agree<UsageError>(comm, look);
-    parameters_ = seen.tensors.parameters;
-    state_->trained = seen.trained;
-    state_->watched = detail::WatchedParameters(parameters_, options.ignored);
-    if (options.param_dtype) state_->low_precision.emplace(parameters_, *options.param_dtype);
-    if constexpr (!alone) detail::start_alike(seen, options, hook, comm);
-    detail::require_some(seen.trained);
-    if (options.buffer_dtype) detail::cast_buffers(seen.tensors.buffers, *options.buffer_dtype);
-    detail::LowPrecisionParameters* low_precision = state_->low_precision ? &*state_->low_precision : nullptr;
+    detail::CheckedModel checked;
+    const auto check = [&] { checked = detail::checked_model(model, options); };
+    state_->comm = &comm;
+    state_->ignored = options.ignored;
     if constexpr (alone) {
-      state_->reducer = std::make_unique<detail::NoReducer>(seen.trained, low_precision);
+      check();
     } else {
-      state_->buffers = detail::BufferSync(seen.tensors.buffers, options.broadcast_buffers);
+      agree<UsageError>(comm, check);
+      detail::start_alike(checked, options, hook, comm);
       state_->policy = options.broadcast_buffers;
-      state_->ignored = options.ignored;
-      state_->comm = &comm;
-      state_->reducer = std::make_unique<detail::Reducer<Comm, Hook>>(
-          std::move(seen.trained), seen.sparse, comm, std::move(hook), options, low_precision);
+      state_->buffers = detail::BufferSync(checked.buffers, options.broadcast_buffers);
     }
+    if (checked.parameters.trained.empty())
+      throw UsageError(
+          "DistributedDataParallel got a model without a parameter that requires grad; there is nothing "
+          "to train");
+    state_->parameters = std::move(checked.parameters);
+    if (options.param_dtype) state_->low_precision.emplace(state_->parameters.all, *options.param_dtype);
+    if (options.buffer_dtype) detail::cast_buffers(checked.buffers, *options.buffer_dtype);
+    state_->reducer = std::make_unique<Reducer>(state_->parameters, comm, std::move(hook), options,
+                                                state_->low_precision ? &*state_->low_precision : nullptr);
   }
 
   /// Runs the model's forward after `before_forward()` and returns its result.
@@ -180,19 +176,15 @@ class DistributedDataParallel {
       state_->low_precision->shorten(/*backward_follows=*/true);
       state_->reducer->hook_low_precision_gradients();
     }
-    if constexpr (!alone) {
-      if (std::exchange(state_->sync_due, c10::GradMode::is_enabled() && state_->reducer->no_sync_depth == 0))
-        bring_buffers_together();
-      state_->reducer->forward_begins();
-    }
+    if (std::exchange(state_->sync_due, c10::GradMode::is_enabled() && state_->reducer->no_sync_depth == 0))
+      bring_buffers_together();
+    state_->reducer->forward_begins();
   }
 
   /// Synchronizes the buffers of all ranks now, so that all ranks evaluate the same model. Collective.
   void sync_buffers() {
-    if constexpr (!alone) {
-      bring_buffers_together();
-      state_->sync_due = false;
-    }
+    bring_buffers_together();
+    state_->sync_due = false;
   }
 
   /// Runs backward from a scalar `loss` and averages the gradients over all ranks. Collective outside
@@ -242,34 +234,17 @@ class DistributedDataParallel {
       if (!std::isfinite(count) || count < 0)
         throw UsageError(
             detail::formatted("backward_sum got the count {}: give how many the sum is over", count));
-      state_->reduced_gradients.recognize(state_->trained);
+      detail::forget_cleared(state_->parameters.trained);
       if (sum.defined())
         sum.backward({}, retain_graph);
       else if (count != 0)
         throw UsageError("backward_sum got a count without a sum");
-      state_->reduced_gradients.require_untouched(state_->trained, [&](std::size_t i) {
-        if constexpr (alone)
-          return state_->reduced_gradients.changed(state_->trained, i);
-        else
-          return state_->reducer->has_gradient(i);
-      });
+      detail::require_no_average(state_->parameters.trained,
+                                 [&](std::size_t i) { return state_->reducer->has_gradient(i); });
     };
-    if constexpr (alone) {
-      run({}, work);
-      auto& state = *state_->reducer;
-      state.count += count;
-      if (state.no_sync_depth > 0) return state.count;
-      const double total = std::exchange(state.count, 0);
-      for (const NamedTensor& parameter : parameters_)
-        if (at::Tensor& grad = parameter.tensor.mutable_grad(); grad.defined())
-          total == 0 ? grad.zero_() : grad.mul_(1 / total);
-      state_->reduced_gradients.note(state_->trained);
-      return total;
-    } else {
-      run({.losses = sum, .count = count, .nothing = !sum.defined()}, work);
-      auto& reducer = *state_->reducer;
-      return reducer.no_sync_depth > 0 ? reducer.count_so_far() : reducer.total_count();
-    }
+    run({.losses = sum, .count = count, .nothing = !sum.defined()}, work);
+    const Reducer& reducer = *state_->reducer;
+    return reducer.no_sync_depth > 0 ? reducer.count_so_far() : reducer.total_count();
   }
 
   /// Takes part in the reduction of the other ranks' `backward` with zeros, for a rank without data in this
@@ -278,7 +253,7 @@ class DistributedDataParallel {
   /// Not supported for a loss over several wrapped models: the order of their reductions follows from the
   /// loss, which this rank does not have.
   void backward_empty() {
-    if constexpr (!alone) run({.losses = {}, .nothing = true}, [] {});
+    run({.losses = {}, .nothing = true}, [] {});
   }
 
   /// Reports that this rank cannot run the backward of this step, because its forward or its data loading
@@ -288,20 +263,14 @@ class DistributedDataParallel {
   /// Set `counted` if the other ranks call `backward_sum`. If the model's own forward or backward runs
   /// collectives, abort the communicator instead.
   void fail_backward(const std::exception_ptr& failure, bool counted = false) noexcept {
-    if constexpr (alone)
-      drop();
-    else
-      state_->reducer->fail_backward(failure, counted);
+    state_->reducer->fail_backward(failure, counted);
   }
 
   /// Discards the counts and the record of used parameters that backwards under `no_sync` have accumulated,
   /// for a step abandoned between micro-batches. Does not touch gradients: call `zero_grad` for those.
   void forget() {
     if (state_->low_precision) state_->low_precision->end_step();
-    if constexpr (alone)
-      state_->reducer->count = 0;
-    else
-      state_->reducer->forget();
+    state_->reducer->forget();
   }
 
   /// Returns a guard that disables the reduction. While it lives, backward only accumulates gradients on this
@@ -330,12 +299,12 @@ class DistributedDataParallel {
   /// Returns the model's parameters in registration order, a tied parameter once. Pass them to the optimizer.
   [[nodiscard]] std::vector<at::Tensor> parameters() const {
     std::vector<at::Tensor> tensors;
-    for (const NamedTensor& parameter : parameters_) tensors.push_back(parameter.tensor);
+    for (const NamedTensor& parameter : named_parameters()) tensors.push_back(parameter.tensor);
     return tensors;
   }
 
   /// Returns the same parameters with their names.
-  [[nodiscard]] const std::vector<NamedTensor>& named_parameters() const { return parameters_; }
+  [[nodiscard]] const std::vector<NamedTensor>& named_parameters() const { return state_->parameters.all; }
 
   /// Returns the wrapped model: the holder, or the module itself.
   [[nodiscard]] M& module() {
@@ -349,52 +318,33 @@ class DistributedDataParallel {
   [[nodiscard]] Hook& hook() requires(!detail::alone<Comm>) { return state_->reducer->hook(); }
 
   /// Returns the buckets in use, as indices into the parameters that require grad. Empty for LocalComm.
-  [[nodiscard]] detail::BucketPlan buckets() const {
-    if constexpr (alone)
-      return {};
-    else
-      return state_->reducer->plan();
-  }
+  [[nodiscard]] detail::BucketPlan buckets() const { return state_->reducer->plan(); }
 
   /// Returns rank 0's gradient ready order, by which buckets are rebuilt after the first iterations, as
   /// indices into the parameters that require grad. Empty if it is not known yet, and for LocalComm.
   /// Collective.
   ///
   /// A resumed run that sets this order is bitwise equal to an uninterrupted run.
-  [[nodiscard]] std::vector<std::size_t> bucket_order() {
-    if constexpr (alone)
-      return {};
-    else
-      return state_->reducer->bucket_order();
-  }
+  [[nodiscard]] std::vector<std::size_t> bucket_order() { return state_->reducer->bucket_order(); }
   /// Sets the bucket order that `bucket_order` returned in another run, from the next backward on. Pass the
   /// same order on every rank, outside `no_sync`. Throws CheckpointError if the order does not fit this
   /// model's parameters.
   void set_bucket_order(const std::vector<std::size_t>& order) {
-    const auto trained = static_cast<std::size_t>(
-        std::count_if(parameters_.begin(), parameters_.end(),
-                      [](const NamedTensor& item) { return item.tensor.requires_grad(); }));
+    const std::size_t trained = state_->parameters.trained.size();
     if (!detail::is_order_of(order, trained))
       throw CheckpointError(detail::formatted(
           "the order of buckets names {} parameters, and the model trains {}: it is another model's",
           order.size(), trained));
-    if constexpr (!alone) state_->reducer->set_bucket_order(order);
+    state_->reducer->set_bucket_order(order);
   }
 
   /// Reverts the hook's state to what it was before the last reduction, for a step that was skipped. No-op
   /// unless the hook is a StatefulHook.
-  void rollback() {
-    if constexpr (!alone && StatefulHook<Hook>) state_->reducer->hook().rollback();
-  }
+  void rollback() { state_->reducer->rollback(); }
 
   /// Returns the buckets, order, times and bytes of the last reduction; `table(ddp.report())` formats them.
   /// Empty for LocalComm.
-  [[nodiscard]] DdpReport report() const {
-    if constexpr (alone)
-      return {};
-    else
-      return state_->reducer->report();
-  }
+  [[nodiscard]] DdpReport report() const { return state_->reducer->report(); }
 
  private:
   // Returns a tensor by value: forward may return a reference to an argument that is a temporary cast.
@@ -416,11 +366,9 @@ class DistributedDataParallel {
     detail::BufferSync buffers;
     BufferPolicy policy = BufferPolicy::none;
     std::vector<std::string> ignored;
-    detail::WatchedParameters watched;
-    std::vector<NamedTensor> trained;
+    detail::ParameterTable parameters;
     std::optional<detail::LowPrecisionParameters> low_precision;
-    detail::ReducedGradientTracker reduced_gradients;
-    std::unique_ptr<typename detail::ReducerFor<Comm, Hook>::type> reducer;
+    std::unique_ptr<Reducer> reducer;  // refers to the members above
   };
 
   static auto store(M& model) {
@@ -448,41 +396,15 @@ class DistributedDataParallel {
 
   template <class Run>
   void run(const detail::Contribution& contribution, Run&& backward) {
-    if constexpr (alone) {
-      state_->reducer->inside_backward = true;
-      const Leave leave{state_->reducer->inside_backward};
-      try {
-        if (state_->low_precision) state_->low_precision->check_backward(contribution.losses);
-        backward();
-      } catch (...) {
-        if (state_->reducer->no_sync_depth == 0) drop();
-        throw;
-      }
-      if (state_->low_precision && state_->reducer->no_sync_depth == 0) state_->low_precision->end_step();
-    } else {
-      state_->reducer->backward(contribution, [&] {
-        state_->watched.check(contribution.losses, [&] { return tensors_of(module()).parameters; });
-        if (state_->low_precision) state_->low_precision->check_backward(contribution.losses);
-        backward();
-      });
-    }
-    if (state_->reducer->no_sync_depth == 0) state_->reduced_gradients.note(state_->trained);
-  }
-
-  struct Leave {
-    bool& inside;
-    ~Leave() { inside = false; }
-  };
-
-  // Cleans up after a failed backward, as the Reducer does on several ranks.
-  void drop() {
-    for (const NamedTensor& parameter : parameters_) parameter.tensor.mutable_grad().reset();
-    if (state_->low_precision) state_->low_precision->end_step();
-    state_->reducer->count = 0;
+    state_->reducer->backward(contribution, [&] {
+      state_->reducer->check_model(contribution.losses, [&] { return tensors_of(module()).parameters; });
+      if (state_->low_precision) state_->low_precision->check_backward(contribution.losses);
+      backward();
+    });
+    if (state_->reducer->no_sync_depth == 0) detail::note_reduced(state_->parameters.trained);
   }
 
   std::conditional_t<detail::ModuleImpl<M>, M*, M> model_;
-  std::vector<NamedTensor> parameters_;
   std::unique_ptr<State> state_;  // hooks hold its address, so it must not move
 };
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <exception>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -10,7 +11,7 @@
 #include "lockstep/comm/communicator.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
-#include "lockstep/grad/model.hpp"
+#include "lockstep/grad/detail/parameter_table.hpp"
 
 namespace lockstep::detail {
 
@@ -38,7 +39,7 @@ inline BackwardReport deserialize_report(const std::string& bytes) {
 
 /// Formats a list such as "parameter 3 'fc.weight', parameter 4 'fc.bias' and 7 more".
 inline std::string parameter_list(const std::vector<std::size_t>& indices,
-                                  const std::vector<NamedTensor>& parameters) {
+                                  std::span<const ParameterEntry> parameters) {
   constexpr std::size_t shown = 8;
   std::string text;
   for (std::size_t k = 0; k < std::min(indices.size(), shown); ++k)
@@ -49,7 +50,7 @@ inline std::string parameter_list(const std::vector<std::size_t>& indices,
 
 /// Describes the failures of all ranks, in equal words on every rank.
 inline std::string failure_text(const std::vector<BackwardReport>& reports,
-                                const std::vector<NamedTensor>& parameters, const RankNames& name_of) {
+                                std::span<const ParameterEntry> parameters, const RankNames& name_of) {
   std::string thrown, missing;
   for (std::size_t i = 0; i < reports.size(); ++i) {
     const BackwardReport& report = reports[i];
@@ -74,7 +75,7 @@ inline std::string failure_text(const std::vector<BackwardReport>& reports,
 /// GradientError with the reports of all ranks. A no-op if there is no report: NaN alone is not an error,
 /// since a model may diverge. Collective and blocking.
 template <Gathering C>
-void throw_what_ranks_report(C& comm, const BackwardReport& mine, const std::vector<NamedTensor>& parameters,
+void throw_what_ranks_report(C& comm, const BackwardReport& mine, std::span<const ParameterEntry> parameters,
                              const std::exception_ptr& failure) {
   bool any = false, thrown = false;
   std::vector<BackwardReport> reports;

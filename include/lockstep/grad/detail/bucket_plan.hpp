@@ -5,20 +5,21 @@
 #include <cstdint>
 #include <limits>
 #include <optional>
+#include <span>
+#include <string>
 #include <utility>
 #include <vector>
 
-namespace lockstep::detail {
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
 
-/// The properties of a parameter that determine its bucket. `dtype` and `device` are only compared. A sparse
-/// parameter gets a bucket of its own; assign_buckets skips delayed parameters.
-struct ParameterSize {
-  std::size_t bytes = 0;
-  int dtype = 0;
-  int device = 0;
-  bool sparse = false;
-  bool delayed = false;
-};
+#include "lockstep/comm/communicator.hpp"
+#include "lockstep/detail/format.hpp"
+#include "lockstep/error.hpp"
+#include "lockstep/grad/ddp_options.hpp"
+#include "lockstep/grad/detail/parameter_table.hpp"
+
+namespace lockstep::detail {
 
 /// The buckets in reduction order, each a list of parameter indices in memory order.
 using BucketPlan = std::vector<std::vector<std::size_t>>;
@@ -31,23 +32,25 @@ inline std::vector<std::size_t> default_bucket_caps() {
 
 /// Assigns the parameters in `order` to buckets, one sequence of buckets for each (dtype, device). A bucket
 /// closes after the parameter that reaches its limit: `caps[k]` for the k-th bucket of its sequence, and the
-/// last cap for all later ones. Buckets are sorted by the order in which they close; buckets that remain open
-/// follow, in the order in which their sequences began.
+/// last cap for all later ones. A sparse parameter gets a bucket of its own, and delayed parameters get none.
+/// Buckets are sorted by the order in which they close; buckets that remain open follow, in the order in
+/// which their sequences began.
 ///
 /// Contents, order within a bucket and limits match c10d::compute_bucket_assignment_by_size: with three or
 /// more ranks, moving an element inside an all-reduce changes its bits.
-inline BucketPlan assign_buckets(const std::vector<ParameterSize>& parameters,
+inline BucketPlan assign_buckets(std::span<const ParameterEntry> parameters,
                                  const std::vector<std::size_t>& order,
                                  const std::vector<std::size_t>& caps) {
   struct Sequence {
-    int dtype, device;
+    at::ScalarType dtype;
+    at::Device device;
     std::size_t cap = 0, bytes = 0;
     std::vector<std::size_t> open;
   };
   BucketPlan plan;
   std::vector<Sequence> sequences;
   for (const std::size_t index : order) {
-    const ParameterSize& parameter = parameters.at(index);
+    const ParameterEntry& parameter = parameters[index];
     if (parameter.delayed) continue;
     if (parameter.sparse) {
       plan.push_back({index});
@@ -74,7 +77,7 @@ inline BucketPlan assign_buckets(const std::vector<ParameterSize>& parameters,
 /// is one bucket for each (dtype, device): the ready order is unknown, and a bucket launched in a wrong order
 /// could pair with another collective of the model. With `caps` the buckets have these size limits, as in
 /// Python if it searches for unused parameters, and so never rebuilds, or got a list of limits.
-inline BucketPlan plan_by_registration(const std::vector<ParameterSize>& parameters,
+inline BucketPlan plan_by_registration(std::span<const ParameterEntry> parameters,
                                        const std::vector<std::size_t>& caps = {}) {
   std::vector<std::size_t> order(parameters.size());
   for (std::size_t i = 0; i < order.size(); ++i) order[i] = i;
@@ -83,13 +86,6 @@ inline BucketPlan plan_by_registration(const std::vector<ParameterSize>& paramet
   // Gradients become ready roughly in reverse: the bucket with the last parameters goes first.
   std::sort(plan.begin(), plan.end(), [](const auto& a, const auto& b) { return a[0] > b[0]; });
   return plan;
-}
-
-/// Returns the plan of all later iterations, from the ready order of the first.
-inline BucketPlan plan_by_ready_order(const std::vector<ParameterSize>& parameters,
-                                      const std::vector<std::size_t>& ready_order,
-                                      const std::vector<std::size_t>& caps) {
-  return assign_buckets(parameters, ready_order, caps);
 }
 
 /// The buckets of DdpOptions::delayed, reduced right after the bucket that holds parameter `until`, or last
@@ -110,6 +106,79 @@ inline BucketPlan with_delayed(BucketPlan plan, const DelayedBuckets& delayed) {
   }
   plan.insert(place, delayed.buckets.begin(), delayed.buckets.end());
   return plan;
+}
+
+/// Returns the buckets of DdpOptions::delayed, one for each dtype and device, and marks their parameters as
+/// delayed. Throws UsageError for a name that is unknown, sparse or repeated, and for an `until` that is
+/// itself delayed.
+inline DelayedBuckets delayed_buckets(std::span<ParameterEntry> trained, const DelayedParameters& delayed) {
+  const auto refuse = [](const std::string& name, const char* why) {
+    throw UsageError(detail::formatted("DdpOptions::delayed names '{}', {}", name, why));
+  };
+  const auto index_of = [&](const std::string& name) {
+    const auto found = std::find_if(trained.begin(), trained.end(),
+                                    [&](const ParameterEntry& parameter) { return parameter.name == name; });
+    if (found == trained.end())
+      refuse(name, "and the model trains no such parameter (a tied one has its first name)");
+    return static_cast<std::size_t>(found - trained.begin());
+  };
+  DelayedBuckets result;
+  for (ParameterEntry& parameter : trained) parameter.delayed = false;
+  for (const std::string& name : delayed.names) {
+    const std::size_t index = index_of(name);
+    ParameterEntry& parameter = trained[index];
+    if (parameter.sparse) refuse(name, "whose gradient is sparse and travels by itself: leave it out");
+    if (std::exchange(parameter.delayed, true)) refuse(name, "twice");
+    const auto home = std::find_if(result.buckets.begin(), result.buckets.end(), [&](const auto& bucket) {
+      const ParameterEntry& first = trained[bucket[0]];
+      return first.dtype == parameter.dtype && first.device == parameter.device;
+    });
+    (home == result.buckets.end() ? result.buckets.emplace_back() : *home).push_back(index);
+  }
+  if (delayed.until.empty()) return result;
+  result.until = index_of(delayed.until);
+  if (trained[*result.until].delayed)
+    refuse(delayed.until, "to wait for itself: let `until` be another parameter, or leave it empty");
+  return result;
+}
+
+/// Returns the parameters in the order of their last entry in `fired`, which lists a parameter for each hook
+/// call; parameters that did not fire follow.
+inline std::vector<std::size_t> completion_order(const std::vector<std::size_t>& fired,
+                                                 std::size_t parameters) {
+  std::vector<std::size_t> order;
+  std::vector<char> placed(parameters);
+  for (std::size_t k = fired.size(); k-- > 0;)
+    if (!std::exchange(placed[fired[k]], true)) order.push_back(fired[k]);
+  std::reverse(order.begin(), order.end());
+  for (std::size_t i = 0; i < placed.size(); ++i)
+    if (!placed[i]) order.push_back(i);
+  // A rank without data has no order. Reverse registration order is the best guess.
+  if (fired.empty()) std::reverse(order.begin(), order.end());
+  return order;
+}
+
+/// Returns whether `order` is a permutation of the indices below `parameters`.
+inline bool is_order_of(const std::vector<std::size_t>& order, std::size_t parameters) {
+  std::vector<char> named(parameters);
+  return order.size() == parameters && std::all_of(order.begin(), order.end(), [&](std::size_t index) {
+           return index < parameters && !std::exchange(named[index], true);
+         });
+}
+
+/// Returns rank 0's order on every rank. Collective and blocking.
+template <Reducing Comm>
+std::vector<std::size_t> order_of_rank_zero(Comm& comm, const std::vector<std::size_t>& mine,
+                                            at::Device device) {
+  const auto length = static_cast<std::int64_t>(mine.size());
+  at::Tensor order = at::empty({length}, at::TensorOptions(at::kLong).device(device));
+  at::Tensor host = at::empty({length}, at::kLong);
+  std::copy(mine.begin(), mine.end(), host.mutable_data_ptr<std::int64_t>());
+  order.copy_(host);
+  comm.broadcast(order, 0).synchronize();
+  host.copy_(order);
+  const auto* first = host.const_data_ptr<std::int64_t>();
+  return {first, first + length};
 }
 
 }  // namespace lockstep::detail

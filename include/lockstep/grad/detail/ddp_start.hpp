@@ -15,9 +15,9 @@
 #include "lockstep/error.hpp"
 #include "lockstep/grad/ddp_options.hpp"
 #include "lockstep/grad/detail/broadcast_list.hpp"
-#include "lockstep/grad/detail/delayed_buckets.hpp"
+#include "lockstep/grad/detail/bucket_plan.hpp"
 #include "lockstep/grad/detail/float_types.hpp"
-#include "lockstep/grad/detail/watched_parameters.hpp"
+#include "lockstep/grad/detail/parameter_table.hpp"
 #include "lockstep/grad/hooks/hook.hpp"
 #include "lockstep/grad/model.hpp"
 #include "lockstep/grad/same_model.hpp"
@@ -41,69 +41,67 @@ inline void check_device(const std::vector<NamedTensor>& parameters, const c10::
                                        named.str(), parameters[0].name, device.str()));
 }
 
+/// Returns the tensors of a model except those named in `ignored`. Throws UsageError for an unknown name.
+inline ModelTensors without_ignored(ModelTensors tensors, const std::vector<std::string>& ignored) {
+  for (const std::string& name : ignored) {
+    const auto named = [&](const NamedTensor& item) { return item.name == name; };
+    if (std::erase_if(tensors.parameters, named) + std::erase_if(tensors.buffers, named) == 0)
+      throw UsageError(detail::formatted(
+          "DdpOptions::ignored names '{}', and the model has no such parameter or buffer", name));
+  }
+  return tensors;
+}
+
 /// The tensors of a model that DistributedDataParallel handles.
-struct SeenModel {
-  ModelTensors tensors;
-  std::vector<NamedTensor> trained;  ///< the parameters that require grad
-  std::vector<char> sparse;          ///< by index in `trained`: nonzero for sparse gradients
+struct CheckedModel {
+  ParameterTable parameters;
+  std::vector<NamedTensor> buffers;
 };
 
 /// Collects the tensors of a model and validates the options on this rank alone. Throws UsageError.
 template <class M>
-SeenModel look_at(M& model, const DdpOptions& options) {
+CheckedModel checked_model(M& model, const DdpOptions& options) {
   const auto& caps = options.bucket_cap_mb;
   // Rejects less than one byte and more bytes than an integer can hold; NaN fails both comparisons.
   const auto fits = [](double cap) { return cap * (1 << 20) >= 1 && cap < 1e12; };
   if (caps.empty() || !std::all_of(caps.begin(), caps.end(), fits))
     throw UsageError("bucket_cap_mb must hold at least one size in MiB, each greater than 0");
-  SeenModel seen{without_ignored(tensors_of(model), options.ignored), {}, {}};
-  if (options.device) check_device(seen.tensors.parameters, *options.device);
-  for (const NamedTensor& item : seen.tensors.parameters) {
-    if (!item.tensor.requires_grad()) continue;
-    seen.trained.push_back(item);
-    seen.sparse.push_back(seen.tensors.sparse.contains(item.tensor.unsafeGetTensorImpl()));
-  }
+  ModelTensors tensors = without_ignored(tensors_of(model), options.ignored);
+  if (options.device) check_device(tensors.parameters, *options.device);
   if (options.param_dtype) require_float_type("DdpOptions::param_dtype", *options.param_dtype);
   if (options.buffer_dtype) require_float_type("DdpOptions::buffer_dtype", *options.buffer_dtype);
-  for (std::size_t i = 0; options.param_dtype && i < seen.trained.size(); ++i)
-    if (seen.sparse[i])
+  CheckedModel checked{{std::move(tensors.parameters), tensors.sparse}, std::move(tensors.buffers)};
+  for (const ParameterEntry& parameter : checked.parameters.trained)
+    if (options.param_dtype && parameter.sparse)
       throw UsageError(detail::formatted(
           "the gradient of parameter '{}' is sparse, which DdpOptions::param_dtype does not "
           "bring to the parameter's own type: build its layer without sparse gradients",
-          seen.trained[i].name));
-  static_cast<void>(delayed_buckets(seen.trained, seen.sparse, options.delayed));
-  return seen;
-}
-
-/// Throws UsageError if no parameter requires grad.
-inline void require_some(const std::vector<NamedTensor>& trained) {
-  if (trained.empty())
-    throw UsageError(
-        "DistributedDataParallel got a model without a parameter that requires grad; there is nothing "
-        "to train");
+          parameter.name));
+  static_cast<void>(delayed_buckets(checked.parameters.trained, options.delayed));
+  return checked;
 }
 
 /// Compares the options of all ranks and, with DdpOptions::init_sync, compares the models and broadcasts rank
 /// 0's parameters and buffers. Collective. Throws an equal error on every rank.
 template <class Comm, class Hook>
-void start_alike(const SeenModel& seen, const DdpOptions& options, const Hook& hook, Comm& comm) {
-  const auto& [tensors, trained, sparse] = seen;
+void start_alike(const CheckedModel& model, const DdpOptions& options, const Hook& hook, Comm& comm) {
+  const auto& [parameters, buffers] = model;
   std::vector<std::string> names;
-  for (std::size_t i = 0; i < trained.size(); ++i)
-    if (sparse[i]) names.push_back(trained[i].name);
+  for (const ParameterEntry& parameter : parameters.trained)
+    if (parameter.sparse) names.emplace_back(parameter.name);
   require_equal(comm, shared_options(options, hook, names), "the ranks reduce gradients differently",
                 "give every rank the same model, DdpOptions and hook");
-  if (options.init_sync) check_same_model(tensors.parameters, tensors.buffers, comm);
-  if (trained.empty()) return;  // the caller throws
-  for (std::size_t i = 0; i < trained.size(); ++i)
-    if (sparse[i] && !std::same_as<Hook, AllReduceHook>)
+  if (options.init_sync) check_same_model(parameters.all, buffers, comm);
+  if (parameters.trained.empty()) return;  // the caller throws
+  for (const ParameterEntry& parameter : parameters.trained)
+    if (parameter.sparse && !std::same_as<Hook, AllReduceHook>)
       throw UsageError(detail::formatted(
           "the gradient of parameter '{}' is sparse, which communication hooks do not take: "
           "build its layer without sparse gradients, or use the plain reduction",
-          trained[i].name));
+          parameter.name));
   if (!options.init_sync) return;
   std::vector<at::Tensor> all;
-  for (const auto* list : {&tensors.parameters, &tensors.buffers})
+  for (const auto* list : {&parameters.all, &buffers})
     for (const NamedTensor& item : *list) all.push_back(item.tensor);
   BroadcastList(std::move(all)).run(comm, 0);
 }

@@ -5,6 +5,7 @@
 #include <functional>
 #include <limits>
 #include <optional>
+#include <span>
 #include <utility>
 #include <vector>
 
@@ -26,8 +27,8 @@
 #include "lockstep/error.hpp"
 #include "lockstep/grad/ddp_options.hpp"
 #include "lockstep/grad/detail/bucket_plan.hpp"
+#include "lockstep/grad/detail/parameter_table.hpp"
 #include "lockstep/grad/hooks/hook.hpp"
-#include "lockstep/grad/model.hpp"
 
 namespace lockstep::detail {
 
@@ -112,28 +113,27 @@ class GradientBuckets {
   /// Extra elements at the end of each bucket's memory; those of the last bucket carry sample counts.
   static constexpr std::int64_t tail = 2;
 
-  /// With GradientStorage::gradient_as_bucket_view, existing gradients move into their bucket views; if
-  /// `adoptable` is given, parameter i's gradient moves only if it is the tensor `(*adoptable)[i]`.
-  GradientBuckets(const std::vector<NamedTensor>& parameters, const std::vector<ParameterSize>& sizes,
-                  const BucketPlan& plan, BucketStyle style, const BucketMemory& memory,
-                  const std::vector<at::Tensor>* adoptable = nullptr)
-      : parameters_(&parameters),
-        sizes_(&sizes),
-        style_(style),
-        views_(parameters.size()),
-        rows_(parameters.size()),
-        bucket_of_(parameters.size()) {
+  /// With GradientStorage::gradient_as_bucket_view, existing gradients move into their bucket views; with
+  /// `only_adoptable`, only those that are the `adoptable` of their entry.
+  GradientBuckets(std::span<ParameterEntry> parameters, const BucketPlan& plan, BucketStyle style,
+                  const BucketMemory& memory, bool only_adoptable = false)
+      : parameters_(parameters), style_(style) {
+    // Release the memory of earlier buckets first.
+    for (ParameterEntry& parameter : parameters_) {
+      parameter.view.reset();
+      parameter.rows.reset();
+    }
     for (const auto& members : plan) add(members, plan.size(), memory);
     if (style_.storage == GradientStorage::gradient_as_bucket_view)
-      for (std::size_t i = 0; i < parameters.size(); ++i)
-        if (views_[i].defined() &&
-            (!adoptable || parameters[i].tensor.mutable_grad().is_same((*adoptable)[i])))
-          adopt(i);
-    for (std::size_t b = 0; b < plan.size(); ++b)
-      for (const std::size_t i : plan[b])
-        if (views_[i].defined() && views_[i].numel() > 0) last_view_ = i;
-    for (const at::Tensor& view : views_)
-      if (view.defined()) poison_check_.add(view);
+      for (ParameterEntry& parameter : parameters_)
+        if (parameter.view.defined() &&
+            (!only_adoptable || parameter.gradient().is_same(parameter.adoptable)))
+          adopt(parameter);
+    for (const auto& members : plan)
+      for (const std::size_t i : members)
+        if (parameters_[i].view.defined() && parameters_[i].view.numel() > 0) last_view_ = i;
+    for (const ParameterEntry& parameter : parameters_)
+      if (parameter.view.defined()) poison_check_.add(parameter.view);
   }
 
   [[nodiscard]] std::size_t size() const { return buckets_.size(); }
@@ -142,11 +142,10 @@ class GradientBuckets {
   [[nodiscard]] const std::vector<std::size_t>& members(std::size_t bucket) const {
     return buckets_[bucket].gradients.parameters;
   }
-  [[nodiscard]] bool sparse(std::size_t bucket) const { return (*sizes_)[members(bucket)[0]].sparse; }
+  [[nodiscard]] bool sparse(std::size_t bucket) const { return parameters_[members(bucket)[0]].sparse; }
   [[nodiscard]] bool empty(std::size_t bucket) const {
     return !sparse(bucket) && buckets_[bucket].gradients.flat.numel() == 0;
   }
-  [[nodiscard]] std::size_t bucket_of(std::size_t parameter) const { return bucket_of_[parameter]; }
   /// Returns the bucket's memory including its tail.
   [[nodiscard]] const at::Tensor& with_tail(std::size_t bucket) const { return buckets_[bucket].with_tail; }
 
@@ -164,10 +163,10 @@ class GradientBuckets {
   /// bucket view with gradient_as_bucket_view, which are divided: Python's arithmetic, whose bits differ at
   /// three ranks.
   void copy_to_bucket(std::size_t i, const at::Tensor& weight, bool scaled, bool attach) {
-    const NamedTensor& parameter = (*parameters_)[i];
-    at::Tensor& grad = parameter.tensor.mutable_grad();
-    if ((*sizes_)[i].sparse) return take_sparse(i, grad, scaled);
-    at::Tensor& view = views_[i];
+    ParameterEntry& parameter = parameters_[i];
+    if (parameter.sparse) return copy_rows(i, scaled);
+    at::Tensor& grad = parameter.gradient();
+    at::Tensor& view = parameter.view;
     if (!grad.defined()) {
       view.zero_();
       return;
@@ -175,7 +174,7 @@ class GradientBuckets {
     if (style_.storage == GradientStorage::gradient_as_bucket_view && scaled && !weight.defined())
       attach = true;
     const bool divide = !weight.defined() && scaled && style_.divisor != 1;
-    const Bucket& bucket = buckets_[bucket_of_[i]];
+    const Bucket& bucket = buckets_[parameter.bucket];
     if (lies_in(grad, view)) {
       if (!attach) grad = grad.clone();
       if (weight.defined()) view.mul_(weight);
@@ -213,8 +212,8 @@ class GradientBuckets {
 
   /// Sets parameter i's gradient to the reduced values in its bucket view.
   void copy_from_bucket(std::size_t i) {
-    at::Tensor& grad = (*parameters_)[i].tensor.mutable_grad();
-    const at::Tensor& view = views_[i];
+    at::Tensor& grad = parameters_[i].gradient();
+    const at::Tensor& view = parameters_[i].view;
     if (style_.storage != GradientStorage::separate) {
       if (!grad.defined() || !lies_in(grad, view)) grad = view;
     } else if (grad.defined() && grad.scalar_type() == view.scalar_type()) {
@@ -223,13 +222,6 @@ class GradientBuckets {
       grad = at::empty_like(view).copy_(view);
     }
   }
-  /// Sets the gradient of a sparse parameter.
-  void set_sparse_gradient(std::size_t i, const at::Tensor& sum) {
-    (*parameters_)[i].tensor.mutable_grad() = sum;
-  }
-
-  /// Returns and clears this rank's contribution to a sparse sum; undefined if it has no gradient.
-  [[nodiscard]] at::Tensor rows(std::size_t i) { return std::exchange(rows_[i], at::Tensor()); }
 
   /// Multiplies the whole bucket by `factor`; a factor of 0 also clears NaN.
   void scale(std::size_t bucket, double factor) {
@@ -240,7 +232,7 @@ class GradientBuckets {
   /// Fills a bucket view whose parameter has no gradient with NaN, which survives every sum: all ranks find
   /// it.
   void poison(std::size_t i) {
-    if (views_[i].defined()) views_[i].fill_(std::numeric_limits<double>::quiet_NaN());
+    if (parameters_[i].view.defined()) parameters_[i].view.fill_(std::numeric_limits<double>::quiet_NaN());
   }
 
   /// Returns whether any rank may have poisoned a bucket view. Requires reduced buckets.
@@ -260,17 +252,17 @@ class GradientBuckets {
 
   void add(const std::vector<std::size_t>& members, std::size_t count, const BucketMemory& memory) {
     // The parameters may be low precision when the buckets are rebuilt.
-    const auto type = static_cast<at::ScalarType>((*sizes_)[members.at(0)].dtype);
-    const at::Tensor first = at::empty({0}, (*parameters_)[members[0]].tensor.options().dtype(type));
+    const ParameterEntry& leader = parameters_[members.at(0)];
+    const at::Tensor first = at::empty({0}, leader.tensor.options().dtype(leader.dtype));
     Bucket bucket;
     bucket.gradients.index = buckets_.size();
     bucket.gradients.count = count;
     bucket.gradients.parameters = members;
-    for (const std::size_t i : members) bucket_of_[i] = buckets_.size();
-    if (!(*sizes_)[members[0]].sparse) {
-      bucket.delayed = (*sizes_)[members[0]].delayed;
+    for (const std::size_t i : members) parameters_[i].bucket = buckets_.size();
+    if (!leader.sparse) {
+      bucket.delayed = leader.delayed;
       std::int64_t length = 0;
-      for (const std::size_t i : members) length += (*parameters_)[i].tensor.numel();
+      for (const std::size_t i : members) length += parameters_[i].tensor.numel();
       bucket.with_tail = memory(length + tail, first);
       const auto storage = bucket.with_tail.storage();
       bucket.gradients.flat = at::empty({0}, first.options()).set_(storage, 0, {length});
@@ -280,13 +272,13 @@ class GradientBuckets {
       bucket.factor = number_for(first, 1.0 / style_.divisor);
       std::int64_t offset = 0;
       for (const std::size_t i : members) {
-        const at::Tensor& parameter = (*parameters_)[i].tensor;
+        const at::Tensor& parameter = parameters_[i].tensor;
         at::Tensor view = at::empty({0}, first.options());
         if (parameter.is_non_overlapping_and_dense())
           view.set_(storage, offset, parameter.sizes(), parameter.strides());
         else
           view.set_(storage, offset, parameter.sizes());
-        views_[i] = view;
+        parameters_[i].view = view;
         bucket.gradients.gradients.push_back(std::move(view));
         offset += parameter.numel();
       }
@@ -296,23 +288,25 @@ class GradientBuckets {
 
   /// Moves an existing gradient into its bucket view, as Python does when it builds its buckets; the gradient
   /// is divided in place from then on.
-  void adopt(std::size_t i) {
-    at::Tensor& grad = (*parameters_)[i].tensor.mutable_grad();
-    if (!grad.defined() || grad.is_sparse() || grad.sizes() != views_[i].sizes()) return;
-    views_[i].copy_(grad);
-    grad = views_[i];
+  static void adopt(ParameterEntry& parameter) {
+    at::Tensor& grad = parameter.gradient();
+    if (!grad.defined() || grad.is_sparse() || grad.sizes() != parameter.view.sizes()) return;
+    parameter.view.copy_(grad);
+    grad = parameter.view;
   }
 
-  void take_sparse(std::size_t i, const at::Tensor& grad, bool scaled) {
-    rows_[i].reset();
+  void copy_rows(std::size_t i, bool scaled) {
+    ParameterEntry& parameter = parameters_[i];
+    const at::Tensor& grad = parameter.gradient();
+    parameter.rows.reset();
     if (!grad.defined()) return;
     if (!grad.is_sparse() || grad.sparse_dim() != 1)
       throw GradientError(detail::formatted(
           "the gradient of parameter {} '{}' was expected to be sparse in its first dimension, as "
           "an Embedding made with sparse(true) has it; let nothing else use that parameter",
-          i, (*parameters_)[i].name));
+          i, parameter.name));
     // Out of place: if no rank has used the parameter, its gradient must stay unchanged.
-    rows_[i] = scaled && style_.divisor != 1 ? grad.div(style_.divisor) : grad;
+    parameter.rows = scaled && style_.divisor != 1 ? grad.div(style_.divisor) : grad;
   }
 
   /// Returns a scalar as Python multiplies and divides with it: a double that is converted to the gradient's
@@ -333,13 +327,9 @@ class GradientBuckets {
             grad.scalar_type() == view.scalar_type());
   }
 
-  const std::vector<NamedTensor>* parameters_;
-  const std::vector<ParameterSize>* sizes_;
+  std::span<ParameterEntry> parameters_;
   BucketStyle style_;
   std::vector<Bucket> buckets_;
-  std::vector<at::Tensor> views_;
-  std::vector<at::Tensor> rows_;  // by parameter: sparse gradients
-  std::vector<std::size_t> bucket_of_;
   std::optional<std::size_t> last_view_;
   PoisonCheck poison_check_;
 };

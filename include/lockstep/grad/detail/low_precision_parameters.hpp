@@ -27,7 +27,7 @@ namespace lockstep::detail {
 /// and with them the hooks on both.
 class LowPrecisionParameters {
   struct Parameter {
-    NamedTensor named;
+    const NamedTensor* named;  // in the ParameterTable
     at::ScalarType own;
     Accumulator of_own, of_short;  // null if it does not require grad
     at::Tensor full;               // the data in its own dtype, while it is low precision
@@ -35,11 +35,12 @@ class LowPrecisionParameters {
   };
 
  public:
+  /// `parameters` must outlive this object.
   LowPrecisionParameters(const std::vector<NamedTensor>& parameters, at::ScalarType type) : type_(type) {
     for (const NamedTensor& parameter : parameters) {
       if (!parameter.tensor.is_floating_point() || parameter.tensor.scalar_type() == type) continue;
       parameters_.push_back(
-          {parameter, parameter.tensor.scalar_type(), accumulator_of(parameter.tensor), {}, {}});
+          {&parameter, parameter.tensor.scalar_type(), accumulator_of(parameter.tensor), {}, {}});
     }
   }
   LowPrecisionParameters(const LowPrecisionParameters&) = delete;
@@ -59,13 +60,13 @@ class LowPrecisionParameters {
     low_precision.reserve(parameters_.size());
     for (Parameter& parameter : parameters_) {
       require_as_made(parameter, backward_follows);
-      parameter.full = parameter.named.tensor.variable_data();
+      parameter.full = parameter.named->tensor.variable_data();
       low_precision.push_back(parameter.full.to(type_));
     }
     active_ = true;
     for (std::size_t i = 0; i < parameters_.size(); ++i) {
       Parameter& parameter = parameters_[i];
-      at::Tensor& tensor = parameter.named.tensor;
+      const at::Tensor& tensor = parameter.named->tensor;
       tensor.set_data(low_precision[i]);
       if (parameter.of_short)
         set_accumulator(tensor, parameter.of_short);
@@ -80,8 +81,8 @@ class LowPrecisionParameters {
     if (!std::exchange(active_, false)) return;
     const c10::InferenceMode no_inference(false);
     for (Parameter& parameter : parameters_) {
-      parameter.named.tensor.set_data(std::exchange(parameter.full, {}));
-      if (parameter.of_own) set_accumulator(parameter.named.tensor, parameter.of_own);
+      parameter.named->tensor.set_data(std::exchange(parameter.full, {}));
+      if (parameter.of_own) set_accumulator(parameter.named->tensor, parameter.of_own);
     }
   }
 
@@ -89,7 +90,7 @@ class LowPrecisionParameters {
   void end_step() {
     restore();
     for (const Parameter& parameter : parameters_)
-      if (at::Tensor& grad = parameter.named.tensor.mutable_grad();
+      if (at::Tensor& grad = parameter.named->tensor.mutable_grad();
           grad.defined() && grad.scalar_type() == type_)
         grad = grad.to(parameter.own);
   }
@@ -105,12 +106,12 @@ class LowPrecisionParameters {
           active_ ? detail::formatted(
                         "parameter '{}' took part in the forward in its own type, and is in that of "
                         "DdpOptions::param_dtype now: call ddp(x), or before_forward(), before each forward",
-                        parameter.named.name)
+                        parameter.named->name)
                   : detail::formatted(
                         "parameter '{}' took part in the forward in the type of DdpOptions::param_dtype, and "
                         "is in its own again, since another backward or forget() has ended that step: call "
                         "ddp.backward once for each forward, before the next one, or under no_sync",
-                        parameter.named.name));
+                        parameter.named->name));
     }
     if (active_) require_unchanged(false);
   }
@@ -136,25 +137,25 @@ class LowPrecisionParameters {
   }
 
   static void require_as_made(const Parameter& parameter, bool backward_follows) {
-    const at::Tensor& tensor = parameter.named.tensor;
+    const at::Tensor& tensor = parameter.named->tensor;
     if (tensor.scalar_type() != parameter.own)
       throw UsageError(detail::formatted(
           "parameter '{}' is {} and was {} when DistributedDataParallel was made with "
           "DdpOptions::param_dtype: "
           "convert the model before, and let one wrapper alone have that option",
-          parameter.named.name, c10::toString(tensor.scalar_type()), c10::toString(parameter.own)));
+          parameter.named->name, c10::toString(tensor.scalar_type()), c10::toString(parameter.own)));
     if (backward_follows && parameter.of_own && !tensor.requires_grad())
       throw UsageError(detail::formatted(
           "parameter '{}' is frozen in a forward with grad mode, after DistributedDataParallel was made with "
           "DdpOptions::param_dtype, which cannot tell when that forward's step ends: freeze before, or leave "
           "param_dtype and take Bf16 or Fp16",
-          parameter.named.name));
+          parameter.named->name));
   }
 
   // LibTorch's optimizers write through `data()`, which does not bump the version: on CPUs, compare values.
   void require_unchanged(bool by_values) const {
     for (const Parameter& parameter : parameters_) {
-      const at::Tensor& tensor = parameter.named.tensor;
+      const at::Tensor& tensor = parameter.named->tensor;
       if (version_of(tensor) == parameter.version && !(by_values && tensor.is_cpu() && differs(parameter)))
         continue;
       throw UsageError(detail::formatted(
@@ -162,12 +163,12 @@ class LowPrecisionParameters {
           "and "
           "the end of its reduction, which would be lost: let the optimizer step after ddp.backward(loss), "
           "outside no_sync, and no forward change its parameters",
-          parameter.named.name));
+          parameter.named->name));
     }
   }
   [[nodiscard]] bool differs(const Parameter& parameter) const {
     const at::Tensor held = parameter.full.to(type_).contiguous();
-    const at::Tensor holds = parameter.named.tensor.detach().contiguous();
+    const at::Tensor holds = parameter.named->tensor.detach().contiguous();
     return std::memcmp(held.const_data_ptr(), holds.const_data_ptr(), held.nbytes()) != 0;
   }
 

@@ -8,6 +8,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -28,9 +29,10 @@
 #include "lockstep/grad/detail/end_of_backward.hpp"
 #include "lockstep/grad/detail/graph_search.hpp"
 #include "lockstep/grad/detail/low_precision_parameters.hpp"
-#include "lockstep/grad/detail/ready_order.hpp"
+#include "lockstep/grad/detail/parameter_table.hpp"
 #include "lockstep/grad/detail/reduction.hpp"
-#include "lockstep/grad/model.hpp"
+#include "lockstep/grad/detail/watched_parameters.hpp"
+#include "lockstep/grad/hooks/hook.hpp"
 
 namespace lockstep::detail {
 
@@ -154,19 +156,17 @@ struct Contribution {
 template <class Comm, class Hook>
 class Reducer {
  public:
-  /// `parameters` holds each parameter that requires grad once. `sparse[i]` is nonzero if the gradients of
-  /// parameter i are sparse. `low_precision` is null or holds the low-precision parameters that are restored
-  /// at the end of each reduction. `low_precision` and `comm` must outlive the reducer.
-  Reducer(std::vector<NamedTensor> parameters, const std::vector<char>& sparse, Comm& comm, Hook hook,
-          const DdpOptions& options, LowPrecisionParameters* low_precision)
-      : parameters_(std::move(parameters)),
+  /// `low_precision` is null or holds the low-precision parameters that are restored at the end of each
+  /// reduction. `table`, `low_precision` and `comm` must outlive the reducer.
+  Reducer(ParameterTable& table, Comm& comm, Hook hook, const DdpOptions& options,
+          LowPrecisionParameters* low_precision)
+      : parameters_(table.trained),
         options_(options),
         low_precision_(low_precision),
-        reduction_(parameters_, sparse, comm, std::move(hook), options_),
-        taken_(parameters_.size()),
-        fired_(parameters_.size()),
-        seen_(parameters_.size()) {
-    if (searches()) expected_.assign(parameters_.size(), 1);
+        watched_(table, options.ignored),
+        reduction_(parameters_, comm, std::move(hook), options_),
+        expects_(searches()) {
+    for (ParameterEntry& parameter : parameters_) parameter.expected = searches();
     hooks_.reserve(parameters_.size());
     for (std::size_t i = 0; i < parameters_.size(); ++i)
       hooks_.emplace_back(parameters_[i].tensor, OnGradient{this, i});
@@ -185,6 +185,13 @@ class Reducer {
       if (&*torch::autograd::impl::grad_accumulator(leaf) != hooks_[i].node())
         low_precision_hooks_[i].emplace(leaf, OnGradient{this, i});
     }
+  }
+
+  /// Checks before the backward of `losses` that the model is as it was at construction; see
+  /// WatchedParameters::check.
+  template <class List>
+  void check_model(at::ArrayRef<at::Tensor> losses, List&& list) {
+    watched_.check(losses, list);
   }
 
   /// Runs `run_backward` inside a reduction, or without one under `no_sync` and inside another backward of
@@ -264,8 +271,8 @@ class Reducer {
   }
   /// Rebuilds the buckets in this order, which must be equal on every rank.
   void set_bucket_order(std::vector<std::size_t> order) {
-    reduction_.rebuild(order, gradients_at_forward_.empty() ? nullptr : &gradients_at_forward_);
-    gradients_at_forward_.clear();
+    reduction_.rebuild(order, std::exchange(adoptable_noted_, false));
+    for (ParameterEntry& parameter : parameters_) parameter.adoptable.reset();
     rebuild_order_ = std::move(order);
     rebuild_due_ = false;
     rebuilt_ = true;
@@ -273,14 +280,18 @@ class Reducer {
   /// Discards the counts and usage flags that `no_sync` has accumulated, for an abandoned step.
   void forget() {
     count_ = 0;
-    std::fill(seen_.begin(), seen_.end(), false);
+    clear_seen();
   }
   /// Returns the sum of the counts over the ranks in the last reduction.
   [[nodiscard]] double total_count() const { return reduction_.total_count(); }
   /// Returns the sum of this rank's counts since the last reduction.
   [[nodiscard]] double count_so_far() const { return count_; }
   /// Returns whether a backward since the last reduction has reached parameter i.
-  [[nodiscard]] bool has_gradient(std::size_t i) const { return seen_[i] != 0; }
+  [[nodiscard]] bool has_gradient(std::size_t i) const { return parameters_[i].seen; }
+  /// Reverts a stateful hook to its state before the last reduction.
+  void rollback() {
+    if constexpr (StatefulHook<Hook>) hook().rollback();
+  }
   void forward_begins() {
     reduction_.times.forward = ReductionTimes::Clock::now();
     if (c10::GradMode::is_enabled()) note_gradients();
@@ -290,7 +301,7 @@ class Reducer {
     DdpReport report = reduction_.report();
     report.ready_order = ready_order_;
     report.unused = unused_;
-    for (const std::size_t i : unused_) report.unused_names.push_back(parameters_[i].name);
+    for (const std::size_t i : unused_) report.unused_names.emplace_back(parameters_[i].name);
     return report;
   }
 
@@ -319,34 +330,35 @@ class Reducer {
           "backward with create_graph is refused: gradients of gradients would not be averaged over "
           "the ranks; take them with torch::autograd::grad and put the result into the loss");
     // The engine calls the hook without a gradient for an output that the loss ignores.
-    if (parameters_[i].tensor.mutable_grad().defined() || !searches()) seen_[i] = true;
+    ParameterEntry& parameter = parameters_[i];
+    if (parameter.gradient().defined() || !searches()) parameter.seen = true;
     if (no_sync_depth > 0) return;
     if ((!open_ && !joined_) || stale_) {
-      if (OpenBackwards* calls = open_backwards_for(parameters_[i].tensor.device()))
+      if (OpenBackwards* calls = open_backwards_for(parameter.tensor.device()))
         join(*calls);
       else
         open_bare();
     }
     ready_order_.push_back(i);
     if (options_.static_graph && !reduction_.used_anywhere(i)) throw GradientError(unexpected_text(i));
-    if (!expected_.empty() && !joined_) {
-      if (fired_[i] == expected_[i] || taken_[i]) throw GradientError(unexpected_text(i));
-      if (fired_[i] + 1 == expected_[i]) {
+    if (expects_ && !joined_) {
+      if (parameter.fired == parameter.expected || parameter.copied) throw GradientError(unexpected_text(i));
+      if (parameter.fired + 1 == parameter.expected) {
         copy_to_bucket(i);
         reduction_.launch_ready();
       }
     }
-    ++fired_[i];
+    ++parameter.fired;
   }
 
   [[nodiscard]] std::string unexpected_text(std::size_t i) const {
-    const int expected = expected_.empty() ? 0 : expected_[i];
-    return text_of({i, parameters_[i].name, expected, fired_[i], taken_[i] != 0, searches(),
-                    options_.static_graph && expected == 0});
+    const ParameterEntry& parameter = parameters_[i];
+    return text_of({i, std::string(parameter.name), parameter.expected, parameter.fired, parameter.copied,
+                    searches(), options_.static_graph && parameter.expected == 0});
   }
 
   void copy_to_bucket(std::size_t i, bool seen = true) {
-    taken_[i] = true;
+    parameters_[i].copied = true;
     reduction_.copy_to_bucket(i, seen);
   }
 
@@ -363,9 +375,14 @@ class Reducer {
     open();
   }
   void clear_counters() {
-    std::fill(fired_.begin(), fired_.end(), 0);
-    std::fill(taken_.begin(), taken_.end(), false);
+    for (ParameterEntry& parameter : parameters_) {
+      parameter.fired = 0;
+      parameter.copied = false;
+    }
     ready_order_.clear();
+  }
+  void clear_seen() {
+    for (ParameterEntry& parameter : parameters_) parameter.seen = false;
   }
   void close_stale() {
     if (!open_) return;
@@ -380,14 +397,14 @@ class Reducer {
   /// buckets need not wait for `close`. `losses` is null in a bare `loss.backward()`, which does not know
   /// them.
   void take_known_unused(const at::ArrayRef<at::Tensor>* losses) {
-    if (nothing_ || expected_.empty()) return;
+    if (nothing_ || !expects_) return;
     if (options_.static_graph) {
       for (std::size_t i = 0; i < parameters_.size(); ++i)
-        if (expected_[i] == 0) copy_to_bucket(i, seen_[i] != 0);
+        if (parameters_[i].expected == 0) copy_to_bucket(i, parameters_[i].seen);
     } else if (searches() && losses) {
       search_.run(*losses);
       for (std::size_t i = 0; i < parameters_.size(); ++i)
-        if (!reached(i)) copy_to_bucket(i, seen_[i] != 0);
+        if (!reached(i)) copy_to_bucket(i, parameters_[i].seen);
     }
   }
 
@@ -441,8 +458,8 @@ class Reducer {
     try {
       complete(report);
       const double count = std::exchange(count_, 0);
-      reduction_.launch_rest(count, seen_, report.thrown.has_value() || !report.missing.empty());
-      const bool flagged = reduction_.wait(failure, iteration_, seen_);
+      reduction_.launch_rest(count, report.thrown.has_value() || !report.missing.empty());
+      const bool flagged = reduction_.wait(failure, iteration_);
       const std::exception_ptr hook_error = reduction_.hook_error();
       if (hook_error && !report.thrown) report.thrown = first_line(hook_error);
       if (flagged)
@@ -457,7 +474,7 @@ class Reducer {
     open_ = false;
     if (low_precision_) low_precision_->end_step();
     note_unused();
-    std::fill(seen_.begin(), seen_.end(), false);
+    clear_seen();
     learn();
     ++iteration_;
   }
@@ -465,16 +482,16 @@ class Reducer {
   /// Copies the remaining gradients into their buckets. Poisons the bucket view of each parameter whose
   /// gradient is required and missing, and records the parameter in `report`.
   void complete(BackwardReport& report) {
-    const bool may_miss = nothing_ || searches() || (options_.static_graph && expected_.empty());
+    const bool may_miss = nothing_ || searches() || (options_.static_graph && !expects_);
     for (std::size_t i = 0; i < parameters_.size(); ++i) {
-      if (taken_[i]) continue;
-      if (!seen_[i] && !may_miss) {
+      if (parameters_[i].copied) continue;
+      if (!parameters_[i].seen && !may_miss) {
         report.missing.push_back(i);
         reduction_.poison(i);
         continue;
       }
       try {
-        copy_to_bucket(i, seen_[i] != 0);
+        copy_to_bucket(i, parameters_[i].seen);
       } catch (...) {
         if (!report.thrown) report.thrown = first_line(std::current_exception());
         reduction_.poison(i);
@@ -487,17 +504,17 @@ class Reducer {
 
   /// Clears all gradients after a failure, so that an optimizer step taken anyway changes no parameter.
   void drop() {
-    for (const NamedTensor& parameter : parameters_) parameter.tensor.mutable_grad().reset();
+    for (const ParameterEntry& parameter : parameters_) parameter.gradient().reset();
     reduction_.drop();
     if (low_precision_) low_precision_->end_step();
-    std::fill(seen_.begin(), seen_.end(), false);
+    clear_seen();
     count_ = 0;
   }
 
   void note_unused() {
     unused_.clear();
     for (std::size_t i = 0; i < parameters_.size(); ++i)
-      if (!seen_[i]) unused_.push_back(i);
+      if (!parameters_[i].seen) unused_.push_back(i);
   }
 
   /// Records how often each gradient fires in the first reduction that has gradients. Also records the ready
@@ -505,11 +522,11 @@ class Reducer {
   /// unused parameters are searched for.
   void learn() {
     if (searches()) return;
-    const bool any = std::any_of(fired_.begin(), fired_.end(), [](int count) { return count > 0; });
-    if (expected_.empty() && any) {
-      expected_ = fired_;
-      if (!options_.static_graph)
-        for (int& count : expected_) count = std::max(count, 1);
+    if (!expects_) {
+      expects_ = std::any_of(parameters_.begin(), parameters_.end(),
+                             [](const ParameterEntry& parameter) { return parameter.fired > 0; });
+      for (ParameterEntry& parameter : parameters_)
+        if (expects_) parameter.expected = std::max(parameter.fired, options_.static_graph ? 0 : 1);
     }
     if (rebuilt_ || iteration_ + 1 < (options_.static_graph ? 2U : 1U)) return;
     rebuild_order_ = completion_order(ready_order_, parameters_.size());
@@ -523,10 +540,9 @@ class Reducer {
   /// rank alone must not start a collective.
   void note_gradients() {
     if (!rebuild_due_ || options_.gradients != GradientStorage::gradient_as_bucket_view ||
-        !gradients_at_forward_.empty())
+        std::exchange(adoptable_noted_, true))
       return;
-    for (const NamedTensor& parameter : parameters_)
-      gradients_at_forward_.push_back(parameter.tensor.mutable_grad());
+    for (ParameterEntry& parameter : parameters_) parameter.adoptable = parameter.gradient();
   }
 
   /// Rebuilds the buckets in rank 0's ready order. Collective; runs once.
@@ -535,16 +551,14 @@ class Reducer {
   }
 
   std::mutex mutex_;
-  std::vector<NamedTensor> parameters_;
+  std::span<ParameterEntry> parameters_;
   DdpOptions options_;
   LowPrecisionParameters* low_precision_;
+  WatchedParameters watched_;
   BucketReduction<Comm, Hook> reduction_;
-  std::vector<char> taken_;    // by parameter: already copied into its bucket
-  std::vector<int> fired_;     // by parameter: hook calls in this reduction
-  std::vector<int> expected_;  // by parameter: hook calls in a reduction; empty until they are known
-  std::vector<char> seen_;     // by parameter: reached since the last reduction, also under no_sync
+  bool expects_;  // the entries' `expected` is known
   std::vector<std::size_t> ready_order_, rebuild_order_, unused_;
-  std::vector<at::Tensor> gradients_at_forward_;  // by parameter; empty before that forward
+  bool adoptable_noted_ = false;  // the entries' `adoptable` is noted for the next rebuild
   GraphSearch search_;
   double count_ = 0;  // this rank's count since the last reduction
   std::size_t iteration_ = 0;

@@ -9,6 +9,7 @@
 #include <exception>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -30,10 +31,9 @@
 #include "lockstep/grad/detail/backward_report.hpp"
 #include "lockstep/grad/detail/bucket_plan.hpp"
 #include "lockstep/grad/detail/capture_scope.hpp"
-#include "lockstep/grad/detail/delayed_buckets.hpp"
 #include "lockstep/grad/detail/gradient_buckets.hpp"
+#include "lockstep/grad/detail/parameter_table.hpp"
 #include "lockstep/grad/hooks/hook.hpp"
-#include "lockstep/grad/model.hpp"
 
 namespace lockstep::detail {
 
@@ -105,13 +105,13 @@ class UsageExchange {
                         at::TensorOptions(at::kInt).device(device))),
         host_(at::zeros({static_cast<std::int64_t>(parameters) + 1}, at::kInt)) {}
 
-  /// Launches the all-reduce. `used[i]`: parameter i has a gradient on this rank. `failed`: this rank has
-  /// failed. Collective; does not block on the collective.
-  void start(Comm& comm, const std::vector<char>& used, bool failed) {
+  /// Launches the all-reduce. `parameters` tells which have a gradient on this rank. `failed`: this rank
+  /// has failed. Collective; does not block on the collective.
+  void start(Comm& comm, std::span<const ParameterEntry> parameters, bool failed) {
     auto* number = host_.mutable_data_ptr<std::int32_t>();
-    const std::int64_t parameters = host_.numel() - 1;
-    for (std::int64_t i = 0; i < parameters; ++i) number[i] = used[static_cast<std::size_t>(i)] != 0;
-    number[parameters] = failed;
+    const std::int64_t count = host_.numel() - 1;
+    for (std::int64_t i = 0; i < count; ++i) number[i] = parameters[static_cast<std::size_t>(i)].seen;
+    number[count] = failed;
     sent_.copy_(host_);
     work_.emplace(comm.all_reduce(sent_, ReduceOp::sum));
   }
@@ -145,22 +145,6 @@ inline std::vector<std::size_t> caps_at_first(const DdpOptions& options) {
   return searches || listed ? std::move(caps) : std::vector<std::size_t>{};
 }
 
-/// Returns what assign_buckets must know of each parameter.
-inline std::vector<ParameterSize> sizes_of(const std::vector<NamedTensor>& parameters,
-                                           const std::vector<char>& sparse, const DelayedBuckets& delayed) {
-  std::vector<ParameterSize> sizes;
-  for (std::size_t i = 0; i < parameters.size(); ++i) {
-    const at::Tensor& tensor = parameters[i].tensor;
-    sizes.push_back({static_cast<std::size_t>(tensor.numel()) * tensor.element_size(),
-                     static_cast<int>(tensor.scalar_type()),
-                     static_cast<int>(tensor.device().type()) * 256 + tensor.device().index(), sparse[i] != 0,
-                     false});
-  }
-  for (const auto& bucket : delayed.buckets)
-    for (const std::size_t i : bucket) sizes[i].delayed = true;
-  return sizes;
-}
-
 /// Labels collectives with their bucket, for a Labelled communicator that reports errors asynchronously. A
 /// no-op for other communicators. The labels are formatted once per plan.
 template <class Comm>
@@ -168,7 +152,7 @@ class BucketLabels {
  public:
   template <class Buckets>
   void name([[maybe_unused]] const Buckets& buckets,
-            [[maybe_unused]] const std::vector<NamedTensor>& parameters) {
+            [[maybe_unused]] std::span<const ParameterEntry> parameters) {
     if constexpr (Labelled<Comm>) {
       labels_.clear();
       for (std::size_t b = 0; b < buckets.size(); ++b)
@@ -215,16 +199,13 @@ class BucketReduction {
       decltype(std::declval<Hook&>().start(std::declval<Comm&>(), std::declval<GradientBucket&>()));
 
  public:
-  BucketReduction(const std::vector<NamedTensor>& parameters, const std::vector<char>& sparse, Comm& comm,
-                  Hook hook, const DdpOptions& options)
+  BucketReduction(std::span<ParameterEntry> parameters, Comm& comm, Hook hook, const DdpOptions& options)
       : parameters_(parameters),
         comm_(comm),
         hook_(std::move(hook)),
         options_(options),
-        delayed_(delayed_buckets(parameters, sparse, options.delayed)),
-        sizes_(sizes_of(parameters, sparse, delayed_)),
-        used_(parameters.size(), true) {
-    use(with_delayed(plan_by_registration(sizes_, caps_at_first(options)), delayed_));
+        delayed_(delayed_buckets(parameters, options.delayed)) {
+    use(with_delayed(plan_by_registration(parameters_, caps_at_first(options)), delayed_));
     asks_usage_ = options.find_unused_parameters || options.static_graph;
     if (asks_usage_ || !Hook::propagates_nan)
       usage_.emplace(asks_usage_ ? parameters.size() : 0, parameters[0].tensor.device());
@@ -242,7 +223,7 @@ class BucketReduction {
   /// Throws UsageError if the sum of the ranks' counts might be rounded, were all as large as `count`.
   void check_count(double count) const {
     if (count <= largest_float_count || !counts_ride() ||
-        sizes_[*buckets_->last_view()].dtype != static_cast<int>(at::kFloat))
+        parameters_[*buckets_->last_view()].dtype != at::kFloat)
       return;
     throw UsageError(detail::formatted(
         "rank {}: backward_sum got the count {} in one reduction, but counts that travel with float32 "
@@ -268,11 +249,11 @@ class BucketReduction {
   /// Copies parameter i's gradient into its bucket. `seen`: see GradientBuckets::copy_to_bucket's `attach`.
   void copy_to_bucket(std::size_t i, bool seen) {
     buckets_->copy_to_bucket(i, weight_, !counts_, seen);
-    --pending_[buckets_->bucket_of(i)];
+    --pending_[parameters_[i].bucket];
   }
   void poison(std::size_t i) {
     buckets_->poison(i);
-    --pending_[buckets_->bucket_of(i)];
+    --pending_[parameters_[i].bucket];
   }
   void poison_last() {
     if (const auto last = buckets_->last_view()) buckets_->poison(*last);
@@ -284,9 +265,8 @@ class BucketReduction {
   }
 
   /// Launches the remaining buckets and, for hooks that propagate NaN, the usage exchange. `count` is this
-  /// rank's count, `seen[i]` tells whether parameter i has a gradient on this rank, and `failed` whether this
-  /// rank has failed.
-  void launch_rest(double count, const std::vector<char>& seen, bool failed) {
+  /// rank's count, and `failed` tells whether this rank has failed.
+  void launch_rest(double count, bool failed) {
     times.gradients = Clock::now();
     failed_ = failed;
     while (next_ < buckets_->size()) {
@@ -295,7 +275,7 @@ class BucketReduction {
       else
         launch(next_++);
     }
-    if (Hook::propagates_nan && asks_usage_) ask_usage(seen);
+    if (Hook::propagates_nan && asks_usage_) ask_usage();
   }
 
   /// Waits for all collectives of the reduction. Stream-ordered, but blocks the host after a local failure
@@ -303,7 +283,7 @@ class BucketReduction {
   /// TimeoutError that names the bucket, or the CommunicationError of a collective. An error of the hook
   /// aborts the communicator and is thrown, unless the usage exchange reports it; then `hook_error` returns
   /// it.
-  bool wait(const std::exception_ptr& failure, std::size_t iteration, const std::vector<char>& seen) {
+  bool wait(const std::exception_ptr& failure, std::size_t iteration) {
     // After a local failure the peers get two seconds to join and learn of it. The error must not be delayed
     // longer.
     const auto deadline = Clock::now() + std::chrono::seconds(2);
@@ -338,7 +318,7 @@ class BucketReduction {
     // contain this exchange, and ends with the error.
     if (!Hook::propagates_nan && !CaptureScope::active()) {
       failed_ = failed_ || hook_error_;
-      ask_usage(seen);
+      ask_usage();
     } else if (hook_error_) {
       // The other ranks may have valid averages, and would step with them.
       telling_own_error(
@@ -373,15 +353,17 @@ class BucketReduction {
   void copy_from_bucket() {
     if (counts_) divide_by_counts();
     if (asks_usage_) {
-      for (std::size_t i = 0; i < parameters_.size(); ++i) used_[i] = usage_->used(i);
+      for (std::size_t i = 0; i < parameters_.size(); ++i) parameters_[i].used = usage_->used(i);
       // The first reduction in which any parameter was used determines all later ones.
       if (options_.static_graph)
-        asks_usage_ = std::none_of(used_.begin(), used_.end(), [](char used) { return used != 0; });
+        asks_usage_ = std::none_of(parameters_.begin(), parameters_.end(),
+                                   [](const ParameterEntry& parameter) { return parameter.used; });
     }
     for (std::size_t i = 0; i < parameters_.size(); ++i) {
-      if (!used_[i]) continue;
-      if (sizes_[i].sparse)
-        buckets_->set_sparse_gradient(i, std::exchange(sparse_sums_[i], {}));
+      ParameterEntry& parameter = parameters_[i];
+      if (!parameter.used) continue;
+      if (parameter.sparse)
+        parameter.gradient() = std::exchange(parameter.sum, {});
       else
         buckets_->copy_from_bucket(i);
     }
@@ -406,11 +388,12 @@ class BucketReduction {
   [[nodiscard]] const std::exception_ptr& hook_error() const { return hook_error_; }
   /// Returns whether any rank used parameter i, from the last usage exchange; true while usage is exchanged
   /// in every reduction.
-  [[nodiscard]] bool used_anywhere(std::size_t i) const { return asks_usage_ || used_[i]; }
+  [[nodiscard]] bool used_anywhere(std::size_t i) const { return asks_usage_ || parameters_[i].used; }
 
-  /// Rebuilds the buckets in this order and resets a stateful hook. `adoptable`: see GradientBuckets.
-  void rebuild(const std::vector<std::size_t>& ready_order, const std::vector<at::Tensor>* adoptable) {
-    use(with_delayed(plan_by_ready_order(sizes_, ready_order, bucket_caps(options_)), delayed_), adoptable);
+  /// Rebuilds the buckets in this order and resets a stateful hook. `only_adoptable`: see GradientBuckets.
+  void rebuild(const std::vector<std::size_t>& ready_order, bool only_adoptable) {
+    use(with_delayed(assign_buckets(parameters_, ready_order, bucket_caps(options_)), delayed_),
+        only_adoptable);
     if constexpr (StatefulHook<Hook>) hook_.reset();
   }
 
@@ -426,7 +409,7 @@ class BucketReduction {
       bucket.parameters = buckets_->members(b);
       bucket.sparse = buckets_->sparse(b);
       for (const std::size_t i : bucket.parameters)
-        if (!bucket.sparse) bucket.bytes += sizes_[i].bytes;
+        if (!bucket.sparse) bucket.bytes += parameters_[i].bytes;
       bucket.launched = seconds(times.backward, launched_[b]);
       report.buckets.push_back(std::move(bucket));
     }
@@ -443,18 +426,17 @@ class BucketReduction {
   ReductionTimes times;
 
  private:
-  void use(const BucketPlan& plan, const std::vector<at::Tensor>* adoptable = nullptr) {
+  void use(const BucketPlan& plan, bool only_adoptable = false) {
     buckets_.emplace(
-        parameters_, sizes_, plan,
+        parameters_, plan,
         BucketStyle{options_.gradients, Hook::predivides ? comm_.size() : 1, options_.param_dtype},
-        bucket_memory(comm_), adoptable);
+        bucket_memory(comm_), only_adoptable);
     works_.clear();
     works_.resize(plan.size());
     pending_.resize(plan.size());
     launched_.assign(plan.size(), {});
-    sparse_sums_.resize(parameters_.size());
     const auto last = buckets_->last_view();
-    last_bucket_ = last ? buckets_->bucket_of(*last) : 0;
+    last_bucket_ = last ? parameters_[*last].bucket : 0;
     labels_.name(*buckets_, parameters_);
   }
 
@@ -486,9 +468,8 @@ class BucketReduction {
   /// float64.
   [[nodiscard]] bool counts_ride() const {
     if (!std::same_as<Hook, AllReduceHook> || !buckets_->last_view()) return false;
-    const auto type = sizes_[*buckets_->last_view()].dtype;
-    return (type == static_cast<int>(at::kFloat) && comm_.size() <= 256) ||
-           type == static_cast<int>(at::kDouble);
+    const at::ScalarType type = parameters_[*buckets_->last_view()].dtype;
+    return (type == at::kFloat && comm_.size() <= 256) || type == at::kDouble;
   }
   static constexpr double count_unit = 65536;
   static constexpr double largest_float_count = count_unit * 65536;
@@ -534,23 +515,22 @@ class BucketReduction {
     if (rides_ || nothing)
       for (std::size_t b = 0; b < buckets_->size(); ++b)
         if (!buckets_->sparse(b) && !buckets_->empty(b)) buckets_->scale(b, mean_factor());
-    for (at::Tensor& sum : sparse_sums_)
-      if (sum.defined()) sum.mul_(mean_factor());
+    for (ParameterEntry& parameter : parameters_)
+      if (parameter.sum.defined()) parameter.sum.mul_(mean_factor());
     if constexpr (StatefulHook<Hook>)
       if (nothing) hook_.rollback();
   }
 
-  void ask_usage(const std::vector<char>& seen) {
-    usage_->start(comm_, seen, failed_);
+  void ask_usage() {
+    usage_->start(comm_, parameters_, failed_);
     extra_bytes_ += sent_bytes_of(usage_->bytes());
   }
 
   template <class Finish>
   bool sum_sparse(std::size_t b, const Finish& finish) {
-    const std::size_t i = buckets_->members(b)[0];
-    const at::Tensor& parameter = parameters_[i].tensor;
-    SparseSum sum = sum_rows(comm_, buckets_->rows(i), parameter, failed_, finish);
-    sparse_sums_[i] = std::move(sum.sum);
+    ParameterEntry& parameter = parameters_[buckets_->members(b)[0]];
+    SparseSum sum = sum_rows(comm_, std::exchange(parameter.rows, {}), parameter.tensor, failed_, finish);
+    parameter.sum = std::move(sum.sum);
     extra_bytes_ += sent_bytes_of(sum.bytes);
     return sum.flagged;
   }
@@ -565,21 +545,18 @@ class BucketReduction {
   [[nodiscard]] std::uint64_t bytes() const { return hook_.wire_bytes() + extra_bytes_; }
   [[nodiscard]] std::uint64_t sent_bytes_of(std::size_t bytes) const { return comm_.size() > 1 ? bytes : 0; }
 
-  const std::vector<NamedTensor>& parameters_;
+  std::span<ParameterEntry> parameters_;
   Comm& comm_;
   Hook hook_;
   const DdpOptions& options_;
   DelayedBuckets delayed_;
-  std::vector<ParameterSize> sizes_;
   std::optional<GradientBuckets> buckets_;
   std::vector<std::optional<Handle>> works_;
   BucketLabels<Comm> labels_;
   std::vector<std::size_t> pending_;  // by bucket: gradients not yet copied
   std::vector<Clock::time_point> launched_;
-  std::vector<at::Tensor> sparse_sums_;  // by parameter
   std::optional<UsageExchange<Comm>> usage_;
-  std::vector<char> used_;  // by parameter: used on any rank
-  at::Tensor weight_;       // scalar factor of each sum, if the counts were all-reduced first
+  at::Tensor weight_;  // scalar factor of each sum, if the counts were all-reduced first
   at::Tensor counted_tail_;
   double total_count_ = 0;
   std::size_t next_ = 0;         // the bucket to launch next

@@ -13,32 +13,19 @@
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/grad/detail/graph_search.hpp"
+#include "lockstep/grad/detail/parameter_table.hpp"
 #include "lockstep/grad/model.hpp"
 
 namespace lockstep::detail {
-
-/// Returns the tensors of a model except those named in `ignored`. Throws UsageError for an unknown name.
-inline ModelTensors without_ignored(ModelTensors tensors, const std::vector<std::string>& ignored) {
-  for (const std::string& name : ignored) {
-    const auto named = [&](const NamedTensor& item) { return item.name == name; };
-    if (std::erase_if(tensors.parameters, named) + std::erase_if(tensors.buffers, named) == 0)
-      throw UsageError(detail::formatted(
-          "DdpOptions::ignored names '{}', and the model has no such parameter or buffer", name));
-  }
-  return tensors;
-}
 
 /// Detects parameters that were added, replaced, frozen or unfrozen after DistributedDataParallel was
 /// constructed.
 class WatchedParameters {
  public:
-  WatchedParameters() = default;
-  WatchedParameters(const std::vector<NamedTensor>& parameters, std::vector<std::string> ignored)
-      : parameters_(parameters), ignored_(std::move(ignored)) {
-    for (const NamedTensor& parameter : parameters_) {
-      trained_.push_back(parameter.tensor.requires_grad());
-      known_.insert(parameter.tensor.unsafeGetTensorImpl());
-    }
+  /// `table` must outlive this object.
+  WatchedParameters(const ParameterTable& table, std::vector<std::string> ignored)
+      : table_(table), ignored_(std::move(ignored)) {
+    for (const NamedTensor& parameter : table.all) known_.insert(parameter.tensor.unsafeGetTensorImpl());
   }
 
   /// Checks the parameters before the backward of `losses`. Throws UsageError that names the parameter.
@@ -47,12 +34,16 @@ class WatchedParameters {
   /// reaches are not detected.
   template <class List>
   void check(at::ArrayRef<at::Tensor> losses, List&& list) {
-    for (std::size_t i = 0; i < parameters_.size(); ++i)
-      if (parameters_[i].tensor.requires_grad() != (trained_[i] != 0))
+    auto entry = table_.trained.begin();
+    for (const NamedTensor& parameter : table_.all) {
+      const bool trained = entry != table_.trained.end() && entry->tensor.is_same(parameter.tensor);
+      if (trained) ++entry;
+      if (parameter.tensor.requires_grad() != trained)
         throw UsageError(detail::formatted(
             "parameter '{}' was {} after DistributedDataParallel was made, which averages the gradients of "
             "those that required grad then: make it anew",
-            parameters_[i].name, trained_[i] ? "frozen" : "unfrozen"));
+            parameter.name, trained ? "frozen" : "unfrozen"));
+    }
     const bool stranger = finds_stranger(losses);
     if (std::exchange(asked_, true) && !stranger) return;
     for (const NamedTensor& parameter : list())
@@ -83,9 +74,8 @@ class WatchedParameters {
     return found;
   }
 
-  std::vector<NamedTensor> parameters_;
+  const ParameterTable& table_;
   std::vector<std::string> ignored_;
-  std::vector<char> trained_;
   std::unordered_set<const c10::TensorImpl*> known_;
   // Weak references, so that the address of a destroyed leaf is not reused by another tensor.
   std::unordered_set<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> strangers_;

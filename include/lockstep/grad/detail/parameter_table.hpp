@@ -1,0 +1,125 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <span>
+#include <string_view>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
+#include <c10/core/ScalarType.h>
+
+#include "lockstep/detail/format.hpp"
+#include "lockstep/error.hpp"
+#include "lockstep/grad/model.hpp"
+
+namespace lockstep::detail {
+
+/// The identity and the version counter of a gradient; null if it is undefined.
+using GradientVersion = std::pair<const c10::TensorImpl*, std::int64_t>;
+
+/// A parameter that requires grad, with all that DistributedDataParallel keeps of it.
+struct ParameterEntry {
+  // The parameter at construction. Its tensor has another dtype while it is low precision.
+  std::string_view name;
+  at::Tensor tensor;
+  std::size_t bytes = 0;
+  at::ScalarType dtype = at::kFloat;
+  at::Device device = at::kCPU;
+  bool sparse = false;   ///< its gradients are sparse
+  bool delayed = false;  ///< DdpOptions::delayed names it
+
+  // Its place in the buckets, until they are rebuilt.
+  std::size_t bucket = 0;
+  at::Tensor view = {};       ///< the bucket view of its gradient; undefined if that is sparse
+  at::Tensor adoptable = {};  ///< the gradient that the next rebuild may move into the new bucket view
+
+  // The state of the reduction.
+  bool seen = false;     ///< a backward has reached it since the last reduction, also under no_sync
+  bool copied = false;   ///< its gradient has been copied into its bucket
+  bool used = true;      ///< a rank has used it, as of the last usage exchange
+  int fired = 0;         ///< calls of its accumulate hook so far
+  int expected = 0;      ///< calls of its accumulate hook in each reduction, once the Reducer knows
+  at::Tensor rows = {};  ///< this rank's contribution to a sparse sum
+  at::Tensor sum = {};   ///< the sum of a sparse gradient over the ranks
+
+  GradientVersion reduced = {};  ///< the gradient that holds the previous reduction's average
+
+  [[nodiscard]] at::Tensor& gradient() const { return tensor.mutable_grad(); }
+  [[nodiscard]] GradientVersion version() const {
+    const at::Tensor& now = gradient();
+    if (!now.defined()) return {};
+    return {now.unsafeGetTensorImpl(), now._version()};
+  }
+};
+
+/// The parameters of a wrapped model. The entries' names point into `all`: a table is moved, never copied.
+struct ParameterTable {
+  ParameterTable() = default;
+  /// `sparse` holds the parameters whose gradients are sparse.
+  ParameterTable(std::vector<NamedTensor> parameters,
+                 const std::unordered_set<const c10::TensorImpl*>& sparse)
+      : all(std::move(parameters)) {
+    for (const auto& [name, tensor] : all)
+      if (tensor.requires_grad())
+        trained.push_back({.name = name,
+                           .tensor = tensor,
+                           .bytes = static_cast<std::size_t>(tensor.numel()) * tensor.element_size(),
+                           .dtype = tensor.scalar_type(),
+                           .device = tensor.device(),
+                           .sparse = sparse.contains(tensor.unsafeGetTensorImpl())});
+  }
+  ParameterTable(const ParameterTable&) = delete;
+  ParameterTable(ParameterTable&&) = default;
+  ParameterTable& operator=(const ParameterTable&) = delete;
+  ParameterTable& operator=(ParameterTable&&) = default;
+
+  std::vector<NamedTensor> all;         ///< in registration order
+  std::vector<ParameterEntry> trained;  ///< those that require grad; the indices of buckets and reports
+};
+
+/// Records the gradients after a reduction: each holds an average, to which no sum can be added that is still
+/// to be divided by its count.
+inline void note_reduced(std::span<ParameterEntry> parameters) {
+  for (ParameterEntry& parameter : parameters) parameter.reduced = parameter.version();
+}
+
+/// Returns whether a gradient that was written to counts as cleared: if it is all zeros, or lies on a device,
+/// where reading the values would synchronize. Compares bytes, since an operator would allocate its result.
+inline bool counts_as_cleared(const at::Tensor& gradient) {
+  if (!gradient.is_cpu() || gradient.layout() != at::kStrided || !gradient.is_non_overlapping_and_dense())
+    return true;
+  const auto* bytes = static_cast<const char*>(gradient.const_data_ptr());
+  return gradient.numel() == 0 ||
+         (bytes[0] == 0 && std::memcmp(bytes, bytes + 1, gradient.nbytes() - 1) == 0);
+}
+
+/// Forgets, before a backward, the averages that were cleared or replaced. A gradient that was written to,
+/// such as by clipping, still holds an average unless it counts as cleared.
+inline void forget_cleared(std::span<ParameterEntry> parameters) {
+  for (ParameterEntry& parameter : parameters) {
+    const GradientVersion now = parameter.version();
+    if (parameter.reduced == now) continue;
+    const bool written = now.first && now.first == parameter.reduced.first;
+    parameter.reduced = written && !counts_as_cleared(parameter.gradient()) ? now : GradientVersion{};
+  }
+}
+
+/// Throws GradientError, after a backward, that names a parameter whose gradient held an average and was
+/// accumulated into. `added(i)` returns whether parameter i's gradient was.
+template <class Added>
+void require_no_average(std::span<const ParameterEntry> parameters, Added&& added) {
+  for (std::size_t i = 0; i < parameters.size(); ++i)
+    if (parameters[i].reduced.first && added(i))
+      throw GradientError(detail::formatted(
+          "backward_sum found the gradient of parameter '{}' as the last reduction left it, a mean "
+          "already, to which no sum can be added: call zero_grad between them, or put the first of them "
+          "under no_sync",
+          parameters[i].name));
+}
+
+}  // namespace lockstep::detail
