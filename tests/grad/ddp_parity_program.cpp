@@ -18,7 +18,7 @@
 #include "grad/checkpoint.hpp"
 #include "lockstep/comm/gloo_comm.hpp"
 #include "lockstep/grad/distributed_data_parallel.hpp"
-#include "lockstep/grad/hooks/cast_hooks.hpp"
+#include "lockstep/grad/hooks/compression_hooks.hpp"
 #include "lockstep/grad/hooks/power_sgd_hook.hpp"
 #include "lockstep/nn/linear.hpp"
 #include "lockstep/optim/adam.hpp"

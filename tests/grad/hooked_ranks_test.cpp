@@ -2,11 +2,10 @@
 #include <torch/script.h>
 
 #include "grad/models.hpp"
-#include "lockstep/grad/hooks/cast_hooks.hpp"
+#include "lockstep/grad/hooks/compression_hooks.hpp"
 #include "lockstep/grad/hooks/function_hook.hpp"
 #include "lockstep/grad/hooks/hook.hpp"
 #include "lockstep/grad/hooks/power_sgd_hook.hpp"
-#include "lockstep/grad/hooks/quantized_hook.hpp"
 
 namespace hooked_ranks_test {
 

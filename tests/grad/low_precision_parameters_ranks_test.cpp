@@ -3,7 +3,7 @@
 
 #include "grad/models.hpp"
 #include "lockstep/comm/local_comm.hpp"
-#include "lockstep/grad/hooks/cast_hooks.hpp"
+#include "lockstep/grad/hooks/compression_hooks.hpp"
 #include "lockstep/optim/sgd.hpp"
 
 namespace low_precision_parameters_ranks_test {

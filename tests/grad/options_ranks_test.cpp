@@ -2,8 +2,8 @@
 #include <algorithm>
 
 #include "grad/models.hpp"
+#include "lockstep/grad/hooks/compression_hooks.hpp"
 #include "lockstep/grad/hooks/power_sgd_hook.hpp"
-#include "lockstep/grad/hooks/quantized_hook.hpp"
 #include "support/mib.hpp"
 #include "support/text_of.hpp"
 

@@ -1,5 +1,5 @@
 // What convert_sync_batchnorm can convert, and what it refuses by name.
-#include "lockstep/nn/convert_sync_batchnorm.hpp"
+#include "lockstep/nn/sync_batch_norm.hpp"
 
 #include "lockstep/comm/local_comm.hpp"
 #include "nn/twin.hpp"

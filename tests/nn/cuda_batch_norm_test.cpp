@@ -1,6 +1,5 @@
 // What goes into CUDA's kernels of batch norm and what comes out, with their formulas on the CPU in place of
 // them.
-#include "lockstep/nn/detail/cuda_batch_norm.hpp"
 
 #include <torch/torch.h>
 
@@ -8,7 +7,7 @@
 #include <numeric>
 #include <vector>
 
-#include "lockstep/nn/detail/cpu_batch_norm.hpp"
+#include "lockstep/nn/detail/batch_norm_kernels.hpp"
 #include "lockstep/nn/detail/sync_batch_norm_function.hpp"
 #include "support/catch.hpp"
 #include "support/text_of.hpp"

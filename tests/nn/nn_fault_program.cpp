@@ -11,7 +11,7 @@
 
 #include "lockstep/comm/gloo_comm.hpp"
 #include "lockstep/grad/distributed_data_parallel.hpp"
-#include "lockstep/nn/convert_sync_batchnorm.hpp"
+#include "lockstep/nn/sync_batch_norm.hpp"
 #include "lockstep/world/launch.hpp"
 #include "support/meeting.hpp"
 

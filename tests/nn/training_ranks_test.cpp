@@ -6,7 +6,7 @@
 
 #include "lockstep/comm/gloo_comm.hpp"
 #include "lockstep/grad/distributed_data_parallel.hpp"
-#include "lockstep/nn/convert_sync_batchnorm.hpp"
+#include "lockstep/nn/sync_batch_norm.hpp"
 #include "support/catch.hpp"
 #include "support/mib.hpp"
 #include "support/ranks.hpp"

@@ -2,7 +2,7 @@
 
 #include <type_traits>
 
-#include "lockstep/precision/fp16.hpp"
+#include "lockstep/precision/grad_scaler.hpp"
 #include "support/catch.hpp"
 
 namespace bf16_test {

@@ -7,7 +7,6 @@
 
 #include "lockstep/optim/adam.hpp"
 #include "lockstep/optim/sgd.hpp"
-#include "lockstep/precision/fp16.hpp"
 #include "support/catch.hpp"
 #include "support/text_of.hpp"
 

@@ -16,7 +16,6 @@
 
 #include "lockstep/optim/adam.hpp"
 #include "lockstep/optim/sgd.hpp"
-#include "lockstep/precision/fp16.hpp"
 #include "lockstep/precision/grad_scaler.hpp"
 #include "lockstep/precision/precision.hpp"
 #include "support/parity_program.hpp"

@@ -4,9 +4,9 @@
 #include <limits>
 
 #include "lockstep/comm/gloo_comm.hpp"
+#include "lockstep/grad/hooks/compression_hooks.hpp"
 #include "lockstep/grad/hooks/hook.hpp"
-#include "lockstep/grad/hooks/quantized_hook.hpp"
-#include "lockstep/nn/convert_sync_batchnorm.hpp"
+#include "lockstep/nn/sync_batch_norm.hpp"
 #include "lockstep/train/check_finite.hpp"
 #include "support/ranks.hpp"
 #include "support/written.hpp"

@@ -7,10 +7,10 @@
 #include <vector>
 
 #include "lockstep/comm/gloo_comm.hpp"
-#include "lockstep/grad/hooks/cast_hooks.hpp"
+#include "lockstep/grad/hooks/compression_hooks.hpp"
 #include "lockstep/grad/hooks/hook.hpp"
 #include "lockstep/optim/sgd.hpp"
-#include "lockstep/precision/fp16.hpp"
+#include "lockstep/precision/grad_scaler.hpp"
 #include "lockstep/precision/precision.hpp"
 #include "lockstep/train/captured_step.hpp"
 #include "support/played_graph.hpp"

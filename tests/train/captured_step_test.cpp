@@ -7,7 +7,7 @@
 #include "lockstep/grad/hooks/power_sgd_hook.hpp"
 #include "lockstep/optim/adam.hpp"
 #include "lockstep/optim/sgd.hpp"
-#include "lockstep/precision/fp16.hpp"
+#include "lockstep/precision/grad_scaler.hpp"
 #include "lockstep/precision/precision.hpp"
 #include "lockstep/train/gradient_clip.hpp"
 #include "support/played_graph.hpp"

@@ -14,7 +14,7 @@
 #include "lockstep/optim/moving_average.hpp"
 #include "lockstep/optim/sgd.hpp"
 #include "lockstep/optim/zero_redundancy.hpp"
-#include "lockstep/precision/fp16.hpp"
+#include "lockstep/precision/grad_scaler.hpp"
 #include "lockstep/train/trainer.hpp"
 #include "support/mib.hpp"
 #include "support/ranks.hpp"

@@ -2,13 +2,13 @@
 #include <limits>
 
 #include "lockstep/comm/gloo_comm.hpp"
+#include "lockstep/grad/hooks/compression_hooks.hpp"
 #include "lockstep/grad/hooks/hook.hpp"
 #include "lockstep/grad/hooks/power_sgd_hook.hpp"
-#include "lockstep/grad/hooks/quantized_hook.hpp"
 #include "lockstep/optim/adam.hpp"
 #include "lockstep/optim/sgd.hpp"
 #include "lockstep/optim/zero_redundancy.hpp"
-#include "lockstep/precision/fp16.hpp"
+#include "lockstep/precision/grad_scaler.hpp"
 #include "lockstep/precision/precision.hpp"
 #include "lockstep/train/gradient_clip.hpp"
 #include "lockstep/train/trainer.hpp"

@@ -16,7 +16,7 @@
 
 #include "lockstep/comm/gloo_comm.hpp"
 #include "lockstep/grad/hooks/function_hook.hpp"
-#include "lockstep/nn/convert_sync_batchnorm.hpp"
+#include "lockstep/nn/sync_batch_norm.hpp"
 #include "lockstep/optim/adam.hpp"
 #include "lockstep/optim/zero_redundancy.hpp"
 #include "lockstep/train/trainer.hpp"

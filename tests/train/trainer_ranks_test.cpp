@@ -2,7 +2,7 @@
 #include <numeric>
 
 #include "lockstep/comm/gloo_comm.hpp"
-#include "lockstep/grad/hooks/cast_hooks.hpp"
+#include "lockstep/grad/hooks/compression_hooks.hpp"
 #include "lockstep/grad/hooks/hook.hpp"
 #include "lockstep/optim/sgd.hpp"
 #include "lockstep/train/trainer.hpp"

@@ -20,7 +20,6 @@
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/grad/ddp_options.hpp"
-#include "lockstep/grad/ddp_report.hpp"
 #include "lockstep/grad/detail/broadcast_list.hpp"
 #include "lockstep/grad/detail/bucket_plan.hpp"
 #include "lockstep/grad/detail/ddp_start.hpp"

@@ -1,17 +1,32 @@
 #pragma once
 
+#include <algorithm>
+#include <array>
+#include <cmath>
 #include <concepts>
+#include <cstdint>
+#include <cstring>
+#include <optional>
 #include <string>
+#include <string_view>
 #include <unordered_set>
 #include <utility>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
+#include <ATen/ops/linalg_vector_norm.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/view_as_real.h>
+#include <c10/core/GradMode.h>
 #include <torch/nn/module.h>
 #include <torch/nn/modules/embedding.h>
 
+#include "lockstep/comm/agreement.hpp"
+#include "lockstep/comm/communicator.hpp"
 #include "lockstep/comm/detail/describe.hpp"
+#include "lockstep/detail/format.hpp"
+#include "lockstep/error.hpp"
 
 namespace lockstep {
 
@@ -131,6 +146,143 @@ inline ModelTensors tensors_of(const std::vector<at::Tensor>& list) {
   std::vector<NamedTensor> named;
   for (const at::Tensor& tensor : list) named.push_back({std::to_string(named.size()), tensor});
   return tensors_of(named);
+}
+
+}  // namespace lockstep
+
+namespace lockstep::detail {
+
+/// Returns a checksum that changes when any one element changes: the sum of the elements' bits as integers,
+/// which is exact in any order.
+inline at::Tensor sum_of_bits(const at::Tensor& tensor) {
+  const at::Tensor real = tensor.is_complex() ? at::view_as_real(tensor) : tensor;
+  const std::size_t size = real.element_size();
+  const at::ScalarType integer = size == 8   ? at::kLong
+                                 : size == 4 ? at::kInt
+                                 : size == 2 ? at::kShort
+                                             : at::kByte;
+  return real.view(integer).sum(at::kLong);
+}
+
+/// Returns the checksums of all parameters as bytes. Synchronizes with the device once.
+inline std::string digest_of(const std::vector<NamedTensor>& parameters) {
+  std::vector<at::Tensor> sums;
+  for (const NamedTensor& parameter : parameters)
+    sums.push_back(sum_of_bits(parameter.tensor).to(parameters[0].tensor.device(), /*non_blocking=*/true));
+  const at::Tensor all = at::stack(sums).cpu();
+  return {static_cast<const char*>(all.const_data_ptr()), all.nbytes()};
+}
+
+/// Returns the norm of the difference to rank 0's parameter, relative to the norm of rank 0's; 1 if that is
+/// undefined. Collective.
+template <Reducing Comm>
+double relative_distance(const at::Tensor& parameter, Comm& comm) {
+  at::Tensor first = parameter.detach().clone(at::MemoryFormat::Contiguous);
+  comm.broadcast(first, 0).synchronize();
+  const auto wide = [](const at::Tensor& tensor) {
+    return tensor.to(tensor.is_complex() ? at::kComplexDouble : at::kDouble);
+  };
+  const auto norm = [](const at::Tensor& tensor) {
+    return at::linalg_vector_norm(tensor).template item<double>();
+  };
+  const double distance = norm(wide(parameter.detach()) - wide(first)), length = norm(wide(first));
+  if (distance == 0) return 0;
+  return std::isfinite(distance) && length > 0 ? distance / length : 1;
+}
+
+}  // namespace lockstep::detail
+
+namespace lockstep {
+
+/// Compares the values of the parameters over all ranks. Collective.
+///
+/// Training steps keep the values equal. They diverge silently if the ranks' optimizers differ, one rank
+/// alone loads a model, or gradients are changed on one rank. Sends 8 bytes per parameter, and rank 0's value
+/// of each parameter that differs.
+///
+/// `parameters` must be the same on every rank except for their values. Returns the largest relative distance
+/// of any rank's parameter from rank 0's: 0 if all bits are equal, and about the rounding error of the dtype
+/// if the ranks' processors differ in kind. Throws the same MismatchError on every rank if it exceeds
+/// `tolerance`.
+template <class Comm>
+requires Reducing<Comm> && Gathering<Comm>
+double check_same_parameters(const std::vector<NamedTensor>& parameters, Comm& comm,
+                             double tolerance = 1e-3) {
+  if (comm.size() == 1 || parameters.empty()) return 0;
+  const c10::NoGradGuard no_grad;
+  const std::vector<std::string> digests = agree(comm, [&] { return detail::digest_of(parameters); });
+  const std::size_t count = parameters.size();
+  double worst = 0;
+  std::string mine(count * sizeof(double), '\0');
+  std::vector<std::size_t> differing;
+  for (std::size_t i = 0; i < count; ++i)
+    for (const std::string& digest : digests)
+      if (std::memcmp(&digest[8 * i], &digests[0][8 * i], 8) != 0) {
+        differing.push_back(i);
+        break;
+      }
+  if (differing.empty()) return 0;
+  for (const std::size_t i : differing) {
+    const double distance = detail::relative_distance(parameters[i].tensor, comm);
+    std::memcpy(&mine[8 * i], &distance, 8);
+  }
+  const std::vector<std::string> distances = agree(comm, [&] { return mine; });
+  std::size_t farthest = differing[0], rank = 0;
+  for (const std::size_t i : differing)
+    for (std::size_t r = 0; r < distances.size(); ++r) {
+      double distance = 0;
+      std::memcpy(&distance, &distances[r][8 * i], 8);
+      if (distance <= worst) continue;
+      worst = distance;
+      farthest = i;
+      rank = r;
+    }
+  if (worst > tolerance) {
+    const detail::RankNames name_of(comm);
+    throw detail::Common<MismatchError>(detail::formatted(
+        "the ranks' models have diverged: {} of {} parameters differ, most of all parameter {} '{}' on rank "
+        "{}, which is {:.2g} of its norm away from rank {}'s; load, initialise and step the model in the "
+        "same way on every rank, and change gradients only in the same way",
+        differing.size(), count, farthest, parameters[farthest].name, name_of(rank), worst, name_of(0)));
+  }
+  return worst;
+}
+
+}  // namespace lockstep
+
+namespace lockstep::detail {
+
+/// Returns the properties of a model that must be equal on every rank: name, shape, dtype, layout and
+/// requires_grad of each parameter and buffer, in registration order.
+inline NamedValues describe(const std::vector<NamedTensor>& parameters,
+                            const std::vector<NamedTensor>& buffers) {
+  NamedValues values;
+  const auto add = [&values](std::string_view kind, const std::vector<NamedTensor>& items, bool trained) {
+    for (std::size_t i = 0; i < items.size(); ++i) {
+      const at::Tensor& tensor = items[i].tensor;
+      std::string text = detail::formatted("'{}' {}", items[i].name, describe(tensor));
+      if (!tensor.is_contiguous()) text += " with strides " + shape_text(tensor.strides());
+      if (trained && !tensor.requires_grad()) text += ", without gradient";
+      values.emplace_back(detail::formatted("{} {}", kind, i), std::move(text));
+    }
+  };
+  add("parameter", parameters, true);
+  add("buffer", buffers, false);
+  return values;
+}
+
+}  // namespace lockstep::detail
+
+namespace lockstep {
+
+/// Compares the parameters and buffers of all ranks: count, names, shapes, dtypes, layout, order and
+/// requires_grad. Collective. Throws the same MismatchError on every rank, with the parameter's name and its
+/// properties on each rank.
+template <Gathering Comm>
+void check_same_model(const std::vector<NamedTensor>& parameters, const std::vector<NamedTensor>& buffers,
+                      Comm& comm) {
+  require_equal(comm, detail::describe(parameters, buffers), "the models of the ranks differ",
+                "build the same model on every rank");
 }
 
 }  // namespace lockstep

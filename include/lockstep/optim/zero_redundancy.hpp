@@ -23,7 +23,7 @@
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/grad/detail/broadcast_list.hpp"
-#include "lockstep/grad/same_model.hpp"
+#include "lockstep/grad/model.hpp"
 #include "lockstep/optim/detail/optimizer_maker.hpp"
 #include "lockstep/optim/detail/sharded_state.hpp"
 #include "lockstep/precision/precision.hpp"

@@ -18,7 +18,7 @@
 #include "lockstep/data/dataset.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
-#include "lockstep/grad/detail/capture_scope.hpp"
+#include "lockstep/grad/detail/reduction.hpp"
 #include "lockstep/grad/distributed_data_parallel.hpp"
 #include "lockstep/precision/precision.hpp"
 #include "lockstep/train/detail/training_step.hpp"

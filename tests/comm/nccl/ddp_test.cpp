@@ -1,9 +1,8 @@
 #include "lockstep/grad/distributed_data_parallel.hpp"
 
 #include "defects.hpp"
-#include "lockstep/grad/hooks/cast_hooks.hpp"
-#include "lockstep/grad/hooks/quantized_hook.hpp"
-#include "lockstep/nn/convert_sync_batchnorm.hpp"
+#include "lockstep/grad/hooks/compression_hooks.hpp"
+#include "lockstep/nn/sync_batch_norm.hpp"
 #include "lockstep/optim/sgd.hpp"
 #include "lockstep/optim/zero_redundancy.hpp"
 #include "support/catch.hpp"

@@ -16,11 +16,10 @@
 #include <vector>
 
 #include "lockstep/comm/gloo_comm.hpp"
-#include "lockstep/grad/hooks/cast_hooks.hpp"
+#include "lockstep/grad/hooks/compression_hooks.hpp"
 #include "lockstep/grad/hooks/hook.hpp"
 #include "lockstep/grad/hooks/post_local_sgd_hook.hpp"
 #include "lockstep/grad/hooks/power_sgd_hook.hpp"
-#include "lockstep/grad/hooks/quantized_hook.hpp"
 #include "lockstep/world/launch.hpp"
 #include "support/parity_program.hpp"
 

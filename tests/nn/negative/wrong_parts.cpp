@@ -1,6 +1,6 @@
 // Batch norm of parts that do not fit: each is told by one sentence.
 #include "lockstep/comm/local_comm.hpp"
-#include "lockstep/nn/convert_sync_batchnorm.hpp"
+#include "lockstep/nn/sync_batch_norm.hpp"
 
 struct NoModel {};
 struct NoComm {};

@@ -1,6 +1,6 @@
 // Trainers of which one policy is wrong: each is told by one sentence.
 #include "lockstep/grad/hooks/power_sgd_hook.hpp"
-#include "lockstep/precision/fp16.hpp"
+#include "lockstep/precision/grad_scaler.hpp"
 #include "lockstep/train/check_finite.hpp"
 #include "train/negative/common.hpp"
 

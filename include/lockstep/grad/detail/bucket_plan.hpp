@@ -30,6 +30,22 @@ inline std::vector<std::size_t> default_bucket_caps() {
   return {std::size_t{1} << 20, std::size_t{25} << 20};
 }
 
+/// Returns DdpOptions::bucket_cap_mb in bytes.
+inline std::vector<std::size_t> bucket_caps(const DdpOptions& options) {
+  std::vector<std::size_t> caps;
+  for (const double cap : options.bucket_cap_mb) caps.push_back(static_cast<std::size_t>(cap * (1 << 20)));
+  return caps;
+}
+
+/// Returns the bucket size limits of the first reduction in bytes; empty (no limit) unless Python applies its
+/// limits from the first reduction on: when it searches for unused parameters or got a list of limits.
+inline std::vector<std::size_t> caps_at_first(const DdpOptions& options) {
+  const bool searches = options.find_unused_parameters && !options.static_graph;
+  auto caps = bucket_caps(options);
+  const bool listed = caps.size() > 1 && caps != default_bucket_caps();
+  return searches || listed ? std::move(caps) : std::vector<std::size_t>{};
+}
+
 /// Assigns the parameters in `order` to buckets, one sequence of buckets for each (dtype, device). A bucket
 /// closes after the parameter that reaches its limit: `caps[k]` for the k-th bucket of its sequence, and the
 /// last cap for all later ones. A sparse parameter gets a bucket of its own, and delayed parameters get none.

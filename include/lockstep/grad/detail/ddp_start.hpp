@@ -1,6 +1,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <concepts>
 #include <string>
 #include <utility>
@@ -16,11 +17,9 @@
 #include "lockstep/grad/ddp_options.hpp"
 #include "lockstep/grad/detail/broadcast_list.hpp"
 #include "lockstep/grad/detail/bucket_plan.hpp"
-#include "lockstep/grad/detail/float_types.hpp"
 #include "lockstep/grad/detail/parameter_table.hpp"
 #include "lockstep/grad/hooks/hook.hpp"
 #include "lockstep/grad/model.hpp"
-#include "lockstep/grad/same_model.hpp"
 
 namespace lockstep::detail {
 
@@ -79,6 +78,40 @@ CheckedModel checked_model(M& model, const DdpOptions& options) {
           parameter.name));
   static_cast<void>(delayed_buckets(checked.parameters.trained, options.delayed));
   return checked;
+}
+
+/// Returns the options that determine collectives and bits, which must be equal on every rank. `sparse` holds
+/// the names of the parameters with sparse gradients.
+template <class Hook>
+NamedValues shared_options(const DdpOptions& options, const Hook& hook,
+                           const std::vector<std::string>& sparse) {
+  static constexpr std::array gradients{"in_bucket", "gradient_as_bucket_view", "separate"};
+  static constexpr std::array buffers{"none", "from_rank_zero", "average"};
+  const auto text = [](bool on) { return on ? "true" : "false"; };
+  const auto dtype = [](const auto& type) { return type ? c10::toString(*type) : "the parameters' own"; };
+  const auto list = [](const std::vector<std::string>& items) {
+    std::string all;
+    for (const std::string& item : items) all += (all.empty() ? "{" : ", ") + item;
+    return (all.empty() ? "{" : all) + "}";
+  };
+  std::vector<std::string> caps;
+  for (const double cap : options.bucket_cap_mb) caps.push_back(detail::formatted("{}", cap));
+  NamedValues named{{"bucket_cap_mb", list(caps)},
+                    {"broadcast_buffers", buffers.at(static_cast<std::size_t>(options.broadcast_buffers))},
+                    {"gradients", gradients.at(static_cast<std::size_t>(options.gradients))},
+                    {"find_unused_parameters", text(options.find_unused_parameters)},
+                    {"static_graph", text(options.static_graph)},
+                    {"delayed.names", list(options.delayed.names)},
+                    {"delayed.until", "'" + options.delayed.until + "'"},
+                    {"param_dtype", dtype(options.param_dtype)},
+                    {"buffer_dtype", dtype(options.buffer_dtype)},
+                    {"init_sync", text(options.init_sync)},
+                    {"the list of sparse gradients", list(sparse)},
+                    {"the communication hook", std::string(hook.name())}};
+  if constexpr (requires { hook.settings(); })
+    for (auto& [name, value] : hook.settings())
+      named.emplace_back("the hook's " + std::move(name), std::move(value));
+  return named;
 }
 
 /// Compares the options of all ranks and, with DdpOptions::init_sync, compares the models and broadcasts rank

@@ -13,10 +13,8 @@
 
 #include "lockstep/comm/local_comm.hpp"
 #include "lockstep/grad/ddp_options.hpp"
-#include "lockstep/grad/ddp_report.hpp"
-#include "lockstep/grad/detail/accumulate_hook.hpp"
+#include "lockstep/grad/detail/autograd.hpp"
 #include "lockstep/grad/detail/bucket_plan.hpp"
-#include "lockstep/grad/detail/end_of_backward.hpp"
 #include "lockstep/grad/detail/low_precision_parameters.hpp"
 #include "lockstep/grad/detail/parameter_table.hpp"
 #include "lockstep/grad/detail/reducer.hpp"

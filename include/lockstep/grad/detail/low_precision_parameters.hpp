@@ -14,8 +14,7 @@
 
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
-#include "lockstep/grad/detail/accumulate_hook.hpp"
-#include "lockstep/grad/detail/graph_search.hpp"
+#include "lockstep/grad/detail/autograd.hpp"
 #include "lockstep/grad/model.hpp"
 
 namespace lockstep::detail {

@@ -26,16 +26,35 @@
 #include "lockstep/comm/communicator.hpp"
 #include "lockstep/comm/detail/own_error.hpp"
 #include "lockstep/detail/format.hpp"
+#include "lockstep/detail/linkage.hpp"
 #include "lockstep/grad/ddp_options.hpp"
-#include "lockstep/grad/ddp_report.hpp"
 #include "lockstep/grad/detail/backward_report.hpp"
 #include "lockstep/grad/detail/bucket_plan.hpp"
-#include "lockstep/grad/detail/capture_scope.hpp"
 #include "lockstep/grad/detail/gradient_buckets.hpp"
 #include "lockstep/grad/detail/parameter_table.hpp"
 #include "lockstep/grad/hooks/hook.hpp"
 
 namespace lockstep::detail {
+
+/// Marks this thread as capturing: device work is recorded into a graph instead of executed, so no device
+/// value may be read.
+class CaptureScope {
+ public:
+  CaptureScope() : before_(std::exchange(on(), true)) {}
+  CaptureScope(const CaptureScope&) = delete;
+  CaptureScope& operator=(const CaptureScope&) = delete;
+  ~CaptureScope() { on() = before_; }
+
+  [[nodiscard]] static bool active() { return on(); }
+
+ private:
+  LOCKSTEP_PROCESS_WIDE static bool& on() {
+    static thread_local bool on = false;
+    return on;
+  }
+
+  bool before_;
+};
 
 /// The result of reducing a sparse gradient: its sum over the ranks, or a failure flag.
 struct SparseSum {
@@ -136,14 +155,11 @@ class UsageExchange {
   std::optional<typename Comm::Work> work_;
 };
 
-/// Returns the bucket size limits of the first reduction in bytes; empty (no limit) unless Python applies its
-/// limits from the first reduction on: when it searches for unused parameters or got a list of limits.
-inline std::vector<std::size_t> caps_at_first(const DdpOptions& options) {
-  const bool searches = options.find_unused_parameters && !options.static_graph;
-  auto caps = bucket_caps(options);
-  const bool listed = caps.size() > 1 && caps != default_bucket_caps();
-  return searches || listed ? std::move(caps) : std::vector<std::size_t>{};
-}
+/// Time points of one reduction.
+struct ReductionTimes {
+  using Clock = std::chrono::steady_clock;
+  Clock::time_point forward, backward, gradients, first_launch, end;
+};
 
 /// Labels collectives with their bucket, for a Labelled communicator that reports errors asynchronously. A
 /// no-op for other communicators. The labels are formatted once per plan.

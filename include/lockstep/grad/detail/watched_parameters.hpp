@@ -12,7 +12,7 @@
 
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
-#include "lockstep/grad/detail/graph_search.hpp"
+#include "lockstep/grad/detail/autograd.hpp"
 #include "lockstep/grad/detail/parameter_table.hpp"
 #include "lockstep/grad/model.hpp"
 

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <chrono>
 #include <concepts>
 #include <cstddef>
@@ -10,9 +11,12 @@
 #include <vector>
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/ScalarType.h>
 
 #include "lockstep/comm/agreement.hpp"
 #include "lockstep/comm/communicator.hpp"
+#include "lockstep/detail/format.hpp"
+#include "lockstep/error.hpp"
 
 namespace lockstep {
 
@@ -103,6 +107,32 @@ template <class Comm>
 std::uint64_t sent_bytes(const Comm& comm, const at::Tensor& tensor) {
   return comm.size() > 1 ? static_cast<std::uint64_t>(tensor.numel()) * tensor.element_size() : 0;
 }
+
+/// Throws UsageError unless `type` supports arithmetic; one-byte floating-point dtypes are for storage only.
+inline void require_float_type(std::string_view what, at::ScalarType type) {
+  if (type == at::kHalf || type == at::kBFloat16 || type == at::kFloat || type == at::kDouble) return;
+  throw UsageError(
+      detail::formatted("{} is {}: give float16, bfloat16, float32 or float64", what, c10::toString(type)));
+}
+
+/// Implements `wait` and `synchronize` for a Reduction of several collectives. `Derived::finish(wait)` calls
+/// `wait(work)` for each Work in turn and launches the next phase in between. The timeout of `synchronize`
+/// covers all phases together.
+template <class Derived>
+struct PhasedReduction {
+  void wait() {
+    static_cast<Derived*>(this)->finish([](auto& work) { work.wait(); });
+  }
+  void synchronize(std::chrono::milliseconds timeout) {
+    using std::chrono::milliseconds;
+    const auto until = std::chrono::steady_clock::now() + timeout;
+    static_cast<Derived*>(this)->finish([until](auto& work) {
+      const auto left = std::chrono::ceil<milliseconds>(until - std::chrono::steady_clock::now());
+      work.synchronize(std::max(milliseconds(0), left));
+    });
+  }
+};
+
 }  // namespace lockstep::detail
 
 namespace lockstep {

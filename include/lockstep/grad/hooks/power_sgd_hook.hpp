@@ -30,7 +30,6 @@
 
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
-#include "lockstep/grad/detail/hooks/phased_reduction.hpp"
 #include "lockstep/grad/hooks/hook.hpp"
 
 namespace lockstep::detail {

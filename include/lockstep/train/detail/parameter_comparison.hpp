@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "lockstep/comm/communicator.hpp"
-#include "lockstep/grad/same_model.hpp"
+#include "lockstep/grad/model.hpp"
 #include "lockstep/log/log.hpp"
 
 namespace lockstep::detail {

@@ -17,7 +17,7 @@
 #include "lockstep/comm/detail/own_error.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
-#include "lockstep/grad/detail/capture_scope.hpp"
+#include "lockstep/grad/detail/reduction.hpp"
 #include "lockstep/grad/distributed_data_parallel.hpp"
 #include "lockstep/precision/precision.hpp"
 #include "lockstep/train/detail/collective_forward_check.hpp"

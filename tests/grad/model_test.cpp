@@ -1,11 +1,11 @@
-#include "lockstep/grad/same_model.hpp"
+#include "lockstep/grad/model.hpp"
 
 #include <torch/torch.h>
 
 #include "lockstep/grad/detail/ddp_start.hpp"
 #include "support/catch.hpp"
 
-namespace model_check_test {
+namespace model_test {
 
 using lockstep::NamedTensor;
 
@@ -93,4 +93,4 @@ TEST_CASE("a device that is named for a model must be the one device that it is 
       "meta; leave the option out");
 }
 
-}  // namespace model_check_test
+}  // namespace model_test

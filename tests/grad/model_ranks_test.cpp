@@ -1,12 +1,12 @@
 // Models that have diverged are found by the bits of their parameters, and named where it is more than
 // rounding.
-#include "lockstep/grad/same_model.hpp"
+#include "lockstep/grad/model.hpp"
 
 #include <cmath>
 
 #include "grad/models.hpp"
 
-namespace same_parameters_ranks_test {
+namespace model_ranks_test {
 
 namespace {
 
@@ -75,4 +75,4 @@ TEST_CASE("a pair of parameters that have changed places differs", "[2+]") {
   CHECK_THROWS_AS(lockstep::check_same_parameters(parameters, shared_comm()), lockstep::MismatchError);
 }
 
-}  // namespace same_parameters_ranks_test
+}  // namespace model_ranks_test

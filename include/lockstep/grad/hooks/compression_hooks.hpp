@@ -1,0 +1,356 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/aminmax.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/stack.h>
+#include <c10/core/ScalarType.h>
+
+#include "lockstep/detail/format.hpp"
+#include "lockstep/error.hpp"
+#include "lockstep/grad/hooks/hook.hpp"
+
+namespace lockstep::detail {
+
+/// Scratch tensors, one for each bucket, whose memory is kept from step to step.
+class Scratch {
+ public:
+  /// Returns the tensor of bucket `index`. Reallocates it only if sizes, dtype or device have changed.
+  at::Tensor& get(std::size_t index, at::IntArrayRef sizes, const at::TensorOptions& options) {
+    if (index >= tensors_.size()) tensors_.resize(index + 1);
+    at::Tensor& tensor = tensors_[index];
+    if (!tensor.defined() || tensor.sizes() != sizes || tensor.scalar_type() != options.dtype() ||
+        tensor.device() != options.device())
+      tensor = at::empty(sizes, options);
+    return tensor;
+  }
+
+ private:
+  std::vector<at::Tensor> tensors_;
+};
+
+/// The all-reduce of a bucket in a narrower dtype, in flight.
+template <class Work>
+struct CastReduction : PhasedReduction<CastReduction<Work>> {
+  CastReduction(Work work, at::Tensor flat, at::Tensor narrowed, int divisor)
+      : work(std::move(work)), flat(std::move(flat)), narrowed(std::move(narrowed)), divisor(divisor) {}
+
+  template <class Wait>
+  void finish(Wait&& wait) {
+    wait(work);
+    if (divisor != 1) narrowed.div_(divisor);
+    if (!narrowed.is_same(flat)) flat.copy_(narrowed);
+  }
+
+  Work work;
+  at::Tensor flat, narrowed;
+  int divisor;  // of the sum
+};
+
+/// Whether gradients are divided by the number of ranks before the sum, or the sum is.
+enum class Division { before_sum, after_sum };
+
+/// Casts a bucket to `type`, divides by the number of ranks in that dtype, sums, and casts back. Bitwise
+/// equal to torch.distributed.algorithms.ddp_comm_hooks: default_hooks, or mixed_precision_hooks, which
+/// divide the sum. Adds the bytes sent to `bytes`.
+template <class Comm>
+CastReduction<typename Comm::Work> start_cast(Comm& comm, const GradientBucket& bucket, at::ScalarType type,
+                                              Scratch& scratch, std::uint64_t& bytes, Division division) {
+  at::Tensor narrowed = bucket.flat;
+  if (type != bucket.flat.scalar_type()) {
+    narrowed = scratch.get(bucket.index, bucket.flat.sizes(),
+                           bucket.flat.options().dtype(type).requires_grad(false));
+    narrowed.copy_(bucket.flat);
+  }
+  if (division == Division::before_sum) narrowed.div_(comm.size());
+  bytes += sent_bytes(comm, narrowed);
+  return {comm.all_reduce(narrowed, ReduceOp::sum), bucket.flat, narrowed,
+          division == Division::after_sum ? comm.size() : 1};
+}
+
+/// A communication hook that casts each bucket to one dtype, reduces it in that dtype, and casts it back.
+class CastHook {
+ public:
+  static constexpr bool predivides = false;
+  static constexpr bool propagates_nan = true;
+  /// CapturedStep can capture it.
+  static constexpr bool capturable = true;
+
+  template <Reducing Comm>
+  auto start(Comm& comm, const GradientBucket& bucket) {
+    return start_cast(comm, bucket, type_, scratch_, wire_bytes_, division_);
+  }
+
+  [[nodiscard]] std::string_view name() const { return name_; }
+  /// Returns the bytes of all elements of all buckets in the hook's dtype.
+  [[nodiscard]] std::uint64_t wire_bytes() const { return wire_bytes_; }
+
+ protected:
+  CastHook(at::ScalarType type, const char* name, Division division)
+      : type_(type), name_(name), division_(division) {}
+  [[nodiscard]] at::ScalarType type() const { return type_; }
+
+ private:
+  at::ScalarType type_;
+  const char* name_;
+  Division division_;
+  Scratch scratch_;
+  std::uint64_t wire_bytes_ = 0;
+};
+
+}  // namespace lockstep::detail
+
+namespace lockstep {
+
+/// Compresses gradients to bfloat16: casts, divides by the number of ranks, sums, and casts back. Half the
+/// bytes of float32 and all of its range, with 8 bits of precision. Each addition rounds to 8 bits; with many
+/// ranks use Bf16Fp32Hook.
+///
+/// Counterpart: bf16_compress_hook.
+class Bf16Hook : public detail::CastHook {
+ public:
+  Bf16Hook() : CastHook(at::kBFloat16, "bf16", detail::Division::before_sum) {}
+};
+
+/// Compresses gradients to float16: casts, divides by the number of ranks, sums, and casts back. Half the
+/// bytes of float32. Values above 65504 become infinite and values below 6e-8 zero: scale the loss, or use
+/// Bf16Hook.
+///
+/// Counterpart: fp16_compress_hook.
+class Fp16Hook : public detail::CastHook {
+ public:
+  Fp16Hook() : CastHook(at::kHalf, "fp16", detail::Division::before_sum) {}
+};
+
+/// Sums gradients in a chosen dtype and divides the sum in it. Use it with DdpOptions::param_dtype. A sum in
+/// float16 may overflow where the mean would not; Fp16Hook divides first.
+///
+/// Counterpart: reduce_dtype of Python's _MixedPrecision.
+class ReduceDtypeHook : public detail::CastHook {
+ public:
+  /// Throws UsageError unless `type` is float16, bfloat16, float32 or float64.
+  explicit ReduceDtypeHook(at::ScalarType type)
+      : CastHook(type, "reduce_dtype", detail::Division::after_sum) {
+    detail::require_float_type("the type of a ReduceDtypeHook", type);
+  }
+
+  [[nodiscard]] HookSettings settings() const { return {{"dtype", c10::toString(type())}}; }
+};
+
+/// Sends bfloat16 and sums in float32. Each rank receives one part of the elements from all ranks
+/// (all_to_all), adds them in float32 in rank order, divides by the number of ranks, and sends the mean to
+/// all ranks (all_gather). An element is rounded to bfloat16 twice, regardless of the number of ranks, and
+/// its bits do not depend on its bucket or its position there.
+class Bf16Fp32Hook {
+ public:
+  static constexpr bool predivides = false;
+  static constexpr bool propagates_nan = true;
+
+  template <class Comm>
+  requires Reducing<Comm> && Gathering<Comm>
+  auto start(Comm& comm, const GradientBucket& bucket) {
+    const auto ranks = static_cast<std::int64_t>(comm.size());
+    const std::int64_t length = bucket.flat.numel(), share = (length + ranks - 1) / ranks;
+    const auto options = bucket.flat.options().dtype(at::kBFloat16).requires_grad(false);
+    const at::Tensor shares = mine_.get(bucket.index, {ranks, share}, options);
+    const at::Tensor received = received_.get(bucket.index, {ranks, share}, options);
+    const at::Tensor line = shares.view(-1);
+    line.narrow(0, 0, length).copy_(bucket.flat);
+    line.narrow(0, length, ranks * share - length).zero_();
+    wire_bytes_ += detail::sent_bytes(comm, shares);
+    return Sum<Comm>(comm.all_to_all(received, shares), *this, comm, bucket.flat, shares, received);
+  }
+
+  [[nodiscard]] std::string_view name() const { return "bf16_fp32"; }
+  /// Returns 2 (ranks + 1) ceil(n / ranks) for each bucket of n elements.
+  [[nodiscard]] std::uint64_t wire_bytes() const { return wire_bytes_; }
+
+ private:
+  template <class Comm>
+  struct Sum : detail::PhasedReduction<Sum<Comm>> {
+    Sum(typename Comm::Work work, Bf16Fp32Hook& hook, Comm& comm, at::Tensor flat, at::Tensor shares,
+        at::Tensor received)
+        : exchange(std::move(work)),
+          hook(&hook),
+          comm(&comm),
+          flat(std::move(flat)),
+          shares(std::move(shares)),
+          received(std::move(received)) {}
+
+    template <class Wait>
+    void finish(Wait&& wait) {
+      wait(exchange);
+      at::Tensor sum = received[0].to(at::kFloat);
+      for (std::int64_t rank = 1; rank < received.size(0); ++rank) sum.add_(received[rank]);
+      const at::Tensor mean = sum.div_(comm->size()).to(at::kBFloat16);
+      hook->wire_bytes_ += detail::sent_bytes(*comm, mean);
+      auto gather = comm->all_gather(shares, mean);
+      wait(gather);
+      flat.copy_(shares.view(-1).narrow(0, 0, flat.numel()));
+    }
+
+    typename Comm::Work exchange;
+    Bf16Fp32Hook* hook;
+    Comm* comm;
+    at::Tensor flat, shares, received;
+  };
+
+  detail::Scratch mine_, received_;
+  std::uint64_t wire_bytes_ = 0;
+};
+
+/// Options of QuantizedHook.
+struct QuantizedOptions {
+  /// One scale and zero point per `channel` elements; false uses one per bucket.
+  bool per_channel = false;
+  /// Number of elements in a channel.
+  std::int64_t channel = 512;
+};
+
+/// Quantizes gradients to 8 bits, bitwise equal to Python's hooks. Each rank maps its own range of values,
+/// extended to include zero, to 0...255. All ranks gather all messages (all_gather) and add the dequantized
+/// values in rank order.
+///
+/// Python gathers first the scales and then the bytes. This hook sends both in one collective, launched as
+/// soon as the bucket is full. The error of an element is at most half a quantization step, (max - min) /
+/// 255, of each rank. A gradient that is not finite makes its channel NaN on every rank.
+///
+/// Counterpart: quantization_pertensor_hook and quantization_perchannel_hook.
+class QuantizedHook {
+ public:
+  static constexpr bool predivides = false;
+  static constexpr bool propagates_nan = true;
+
+  /// Throws UsageError if `channel` is below 1.
+  explicit QuantizedHook(QuantizedOptions options = {}) : options_(options) {
+    if (options.channel < 1)
+      throw UsageError(detail::formatted("QuantizedHook: a channel of {} elements: give it at least one",
+                                         options.channel));
+  }
+
+  template <class Comm>
+  requires Reducing<Comm> && Gathering<Comm>
+  auto start(Comm& comm, const GradientBucket& bucket) {
+    const Layout layout = layout_of(bucket.flat);
+    const auto bytes = bucket.flat.options().dtype(at::kByte).requires_grad(false);
+    const at::Tensor own = own_.get(bucket.index, {layout.bytes()}, bytes);
+    const at::Tensor all = all_.get(bucket.index, {comm.size(), layout.bytes()}, bytes);
+    quantize(layout, bucket.flat, own);
+    wire_bytes_ += detail::sent_bytes(comm, own);
+    return Sum<typename Comm::Work>(comm.all_gather(all, own), bucket.flat, all, layout);
+  }
+
+  [[nodiscard]] std::string_view name() const {
+    return options_.per_channel ? "quantized_per_channel" : "quantized_per_tensor";
+  }
+  [[nodiscard]] HookSettings settings() const {
+    return {{"channel", detail::formatted("{}", options_.channel)}};
+  }
+  /// Returns n + 8 c for each bucket of n elements in c channels.
+  [[nodiscard]] std::uint64_t wire_bytes() const { return wire_bytes_; }
+
+ private:
+  /// Layout of a message: the scales and the zero points of all channels in float32, then one byte per
+  /// element.
+  struct Layout {
+    std::int64_t elements, channel, channels;
+    [[nodiscard]] std::int64_t bytes() const { return 8 * channels + elements; }
+    [[nodiscard]] std::int64_t tail() const { return elements % channel; }
+  };
+
+  [[nodiscard]] Layout layout_of(const at::Tensor& flat) const {
+    const std::int64_t elements = flat.numel();
+    const std::int64_t channel = options_.per_channel ? options_.channel : elements;
+    return {elements, channel, (elements + channel - 1) / channel};
+  }
+
+  /// Calls `work(elements, scales, zero_points)` for the full channels, one per row, and for a shorter last
+  /// one.
+  template <class Work>
+  static void by_channel(const Layout& layout, const at::Tensor& flat, const at::Tensor& head, Work&& work) {
+    const std::int64_t whole = layout.elements / layout.channel;
+    const auto rows = [&](std::int64_t first, std::int64_t count, std::int64_t length) {
+      if (count == 0) return;
+      const at::Tensor scales = head[0].narrow(0, first, count).unsqueeze(1);
+      const at::Tensor zeros = head[1].narrow(0, first, count).unsqueeze(1);
+      work(flat.narrow(0, first * layout.channel, count * length).view({count, length}), scales, zeros);
+    };
+    rows(0, whole, layout.channel);
+    rows(whole, layout.tail() > 0 ? 1 : 0, layout.tail());
+  }
+
+  /// Returns [2, channels] float32: the scales and zero points by which Python's MinMaxObserver maps the
+  /// range to quint8.
+  static at::Tensor parameters(const Layout& layout, const at::Tensor& flat) {
+    std::vector<at::Tensor> lowest, highest;
+    const std::int64_t whole = layout.elements / layout.channel * layout.channel;
+    const auto observe = [&](std::int64_t first, std::int64_t length, std::int64_t width) {
+      if (length == 0) return;
+      const auto [low, high] = at::aminmax(flat.narrow(0, first, length).to(at::kFloat).view({-1, width}), 1);
+      lowest.push_back(low);
+      highest.push_back(high);
+    };
+    observe(0, whole, layout.channel);
+    observe(whole, layout.tail(), layout.tail());
+    const at::Tensor low = at::cat(lowest).clamp_max_(0), high = at::cat(highest).clamp_min_(0);
+    // The epsilon is float32's, as in Python. clamp propagates NaN, as torch.max does.
+    const at::Tensor scale = high.sub(low).div_(255.0).clamp_min_(std::numeric_limits<float>::epsilon());
+    const at::Tensor zero = low.div(scale).round_().to(at::kInt).neg_().clamp_(0, 255);
+    return at::stack({scale, zero.to(at::kFloat)});
+  }
+
+  static void quantize(const Layout& layout, const at::Tensor& flat, const at::Tensor& message) {
+    const at::Tensor head = parameters(layout, flat);
+    message.narrow(0, 0, 8 * layout.channels).copy_(head.view(-1).view(at::kByte));
+    const at::Tensor bytes = message.narrow(0, 8 * layout.channels, layout.elements);
+    std::int64_t done = 0;
+    by_channel(layout, flat, head,
+               [&](const at::Tensor& values, const at::Tensor& scale, const at::Tensor& zero) {
+                 const at::Tensor steps = values.div(scale).round_().add_(zero).clamp_(0, 255).nan_to_num_(0);
+                 bytes.narrow(0, done, steps.numel()).copy_(steps.view(-1));
+                 done += steps.numel();
+               });
+  }
+
+  static at::Tensor dequantize(const Layout& layout, const at::Tensor& message) {
+    // Cloned, since a row of bytes may not be aligned for float32.
+    const at::Tensor head = message.narrow(0, 0, 8 * layout.channels).clone().view(at::kFloat).view({2, -1});
+    at::Tensor values = message.narrow(0, 8 * layout.channels, layout.elements).to(at::kFloat);
+    by_channel(layout, values, head, [](at::Tensor part, const at::Tensor& scale, const at::Tensor& zero) {
+      part.sub_(zero).mul_(scale);
+    });
+    return values;
+  }
+
+  template <class Work>
+  struct Sum : detail::PhasedReduction<Sum<Work>> {
+    Sum(Work work, at::Tensor flat, at::Tensor all, Layout layout)
+        : work(std::move(work)), flat(std::move(flat)), all(std::move(all)), layout(layout) {}
+
+    template <class Wait>
+    void finish(Wait&& wait) {
+      wait(work);
+      at::Tensor sum = dequantize(layout, all[0]);
+      for (std::int64_t rank = 1; rank < all.size(0); ++rank) sum.add_(dequantize(layout, all[rank]));
+      flat.copy_(sum.div_(all.size(0)));
+    }
+
+    Work work;
+    at::Tensor flat, all;
+    Layout layout;
+  };
+
+  QuantizedOptions options_;
+  detail::Scratch own_, all_;
+  std::uint64_t wire_bytes_ = 0;
+};
+
+}  // namespace lockstep
