@@ -1,14 +1,9 @@
 #pragma once
 
-#include <algorithm>
-#include <array>
 #include <cmath>
 #include <concepts>
-#include <cstdint>
 #include <cstring>
-#include <optional>
 #include <string>
-#include <string_view>
 #include <unordered_set>
 #include <utility>
 #include <vector>
@@ -16,15 +11,11 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
 #include <ATen/ops/linalg_vector_norm.h>
-#include <ATen/ops/stack.h>
-#include <ATen/ops/view_as_real.h>
 #include <c10/core/GradMode.h>
 #include <torch/nn/module.h>
-#include <torch/nn/modules/embedding.h>
 
 #include "lockstep/comm/agreement.hpp"
 #include "lockstep/comm/communicator.hpp"
-#include "lockstep/comm/detail/describe.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 
@@ -36,32 +27,12 @@ struct NamedTensor {
   at::Tensor tensor;
 };
 
-}  // namespace lockstep
-
-namespace lockstep::detail {
-template <class Dictionary>
-std::vector<NamedTensor> each_once(const Dictionary& dictionary) {
-  std::vector<NamedTensor> result;
-  std::unordered_set<const c10::TensorImpl*> seen;
-  for (const auto& item : dictionary)
-    if (item.value().defined() && seen.insert(item.value().unsafeGetTensorImpl()).second)
-      result.push_back({item.key(), item.value()});
-  return result;
-}
-}  // namespace lockstep::detail
-
-namespace lockstep {
-
 /// Returns the parameters in registration order, a tied tensor once, under its first name.
 /// `Module::parameters()` repeats a tied tensor, and an optimizer over that list steps it repeatedly.
-inline std::vector<NamedTensor> unique_parameters(const torch::nn::Module& module) {
-  return detail::each_once(module.named_parameters());
-}
+std::vector<NamedTensor> unique_parameters(const torch::nn::Module& module);
 
 /// Returns the buffers (such as running statistics) in registration order, each once.
-inline std::vector<NamedTensor> unique_buffers(const torch::nn::Module& module) {
-  return detail::each_once(module.named_buffers());
-}
+std::vector<NamedTensor> unique_buffers(const torch::nn::Module& module);
 
 }  // namespace lockstep
 
@@ -106,16 +77,7 @@ struct ModelTensors {
 
 /// Returns the tensors of a model. The weights of Embedding and EmbeddingBag with `sparse(true)` get sparse
 /// gradients.
-inline ModelTensors tensors_of(const torch::nn::Module& module) {
-  ModelTensors tensors{unique_parameters(module), unique_buffers(module), {}};
-  module.apply([&](const torch::nn::Module& child) {
-    if (const auto* table = child.as<torch::nn::EmbeddingImpl>(); table && table->options.sparse())
-      tensors.sparse.insert(table->weight.unsafeGetTensorImpl());
-    if (const auto* bag = child.as<torch::nn::EmbeddingBagImpl>(); bag && bag->options.sparse())
-      tensors.sparse.insert(bag->weight.unsafeGetTensorImpl());
-  });
-  return tensors;
-}
+ModelTensors tensors_of(const torch::nn::Module& module);
 template <detail::ModuleHandle M>
 ModelTensors tensors_of(const M& model) {
   return tensors_of(static_cast<const torch::nn::Module&>(*model));
@@ -134,44 +96,15 @@ ModelTensors tensors_of(const M& model) {
   return tensors;
 }
 /// Returns the tensors of a parameter list. Unnamed tensors are named by their index.
-inline ModelTensors tensors_of(const std::vector<NamedTensor>& list) {
-  ModelTensors tensors;
-  std::unordered_set<const c10::TensorImpl*> seen;
-  for (const NamedTensor& item : list)
-    if (item.tensor.defined() && seen.insert(item.tensor.unsafeGetTensorImpl()).second)
-      tensors.parameters.push_back(item);
-  return tensors;
-}
-inline ModelTensors tensors_of(const std::vector<at::Tensor>& list) {
-  std::vector<NamedTensor> named;
-  for (const at::Tensor& tensor : list) named.push_back({std::to_string(named.size()), tensor});
-  return tensors_of(named);
-}
+ModelTensors tensors_of(const std::vector<NamedTensor>& list);
+ModelTensors tensors_of(const std::vector<at::Tensor>& list);
 
 }  // namespace lockstep
 
 namespace lockstep::detail {
 
-/// Returns a checksum that changes when any one element changes: the sum of the elements' bits as integers,
-/// which is exact in any order.
-inline at::Tensor sum_of_bits(const at::Tensor& tensor) {
-  const at::Tensor real = tensor.is_complex() ? at::view_as_real(tensor) : tensor;
-  const std::size_t size = real.element_size();
-  const at::ScalarType integer = size == 8   ? at::kLong
-                                 : size == 4 ? at::kInt
-                                 : size == 2 ? at::kShort
-                                             : at::kByte;
-  return real.view(integer).sum(at::kLong);
-}
-
 /// Returns the checksums of all parameters as bytes. Synchronizes with the device once.
-inline std::string digest_of(const std::vector<NamedTensor>& parameters) {
-  std::vector<at::Tensor> sums;
-  for (const NamedTensor& parameter : parameters)
-    sums.push_back(sum_of_bits(parameter.tensor).to(parameters[0].tensor.device(), /*non_blocking=*/true));
-  const at::Tensor all = at::stack(sums).cpu();
-  return {static_cast<const char*>(all.const_data_ptr()), all.nbytes()};
-}
+std::string digest_of(const std::vector<NamedTensor>& parameters);
 
 /// Returns the norm of the difference to rank 0's parameter, relative to the norm of rank 0's; 1 if that is
 /// undefined. Collective.
@@ -254,22 +187,7 @@ namespace lockstep::detail {
 
 /// Returns the properties of a model that must be equal on every rank: name, shape, dtype, layout and
 /// requires_grad of each parameter and buffer, in registration order.
-inline NamedValues describe(const std::vector<NamedTensor>& parameters,
-                            const std::vector<NamedTensor>& buffers) {
-  NamedValues values;
-  const auto add = [&values](std::string_view kind, const std::vector<NamedTensor>& items, bool trained) {
-    for (std::size_t i = 0; i < items.size(); ++i) {
-      const at::Tensor& tensor = items[i].tensor;
-      std::string text = detail::formatted("'{}' {}", items[i].name, describe(tensor));
-      if (!tensor.is_contiguous()) text += " with strides " + shape_text(tensor.strides());
-      if (trained && !tensor.requires_grad()) text += ", without gradient";
-      values.emplace_back(detail::formatted("{} {}", kind, i), std::move(text));
-    }
-  };
-  add("parameter", parameters, true);
-  add("buffer", buffers, false);
-  return values;
-}
+NamedValues describe(const std::vector<NamedTensor>& parameters, const std::vector<NamedTensor>& buffers);
 
 }  // namespace lockstep::detail
 
@@ -286,3 +204,7 @@ void check_same_model(const std::vector<NamedTensor>& parameters, const std::vec
 }
 
 }  // namespace lockstep
+
+#ifndef LOCKSTEP_COMPILED
+#include "lockstep/grad/detail/model-inl.hpp"
+#endif

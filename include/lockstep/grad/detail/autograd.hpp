@@ -66,20 +66,7 @@ class AccumulateHook {
 class GraphSearch {
  public:
   /// Traverses the graph from `roots`.
-  void run(at::ArrayRef<at::Tensor> roots) {
-    seen_.clear();
-    open_.clear();
-    ends_.clear();
-    for (const at::Tensor& root : roots)
-      if (root.defined() && root.requires_grad())
-        visit(torch::autograd::impl::gradient_edge(root).function.get());
-    while (!open_.empty()) {
-      const torch::autograd::Node* node = open_.back();
-      open_.pop_back();
-      for (const auto& edge : node->next_edges()) visit(edge.function.get());
-      if (node->num_outputs() == 0) ends_.push_back(node);
-    }
-  }
+  void run(at::ArrayRef<at::Tensor> roots);
   /// Returns the sinks that the last `run` reached, including the accumulators of leaves.
   [[nodiscard]] const std::vector<const torch::autograd::Node*>& ends() const { return ends_; }
   /// Returns whether the last `run` reached the node.
@@ -116,3 +103,7 @@ void at_end_of_backward(End end) {
 }
 
 }  // namespace lockstep::detail
+
+#ifndef LOCKSTEP_COMPILED
+#include "lockstep/grad/detail/autograd-inl.hpp"
+#endif

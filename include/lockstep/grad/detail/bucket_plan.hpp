@@ -3,19 +3,14 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <limits>
 #include <optional>
 #include <span>
-#include <string>
-#include <utility>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 
 #include "lockstep/comm/communicator.hpp"
-#include "lockstep/detail/format.hpp"
-#include "lockstep/error.hpp"
 #include "lockstep/grad/ddp_options.hpp"
 #include "lockstep/grad/detail/parameter_table.hpp"
 
@@ -26,25 +21,14 @@ using BucketPlan = std::vector<std::vector<std::size_t>>;
 
 /// Returns Python's size limits in bytes: 1 MiB for the first bucket, so that communication starts early, and
 /// 25 MiB for all others.
-inline std::vector<std::size_t> default_bucket_caps() {
-  return {std::size_t{1} << 20, std::size_t{25} << 20};
-}
+std::vector<std::size_t> default_bucket_caps();
 
 /// Returns DdpOptions::bucket_cap_mb in bytes.
-inline std::vector<std::size_t> bucket_caps(const DdpOptions& options) {
-  std::vector<std::size_t> caps;
-  for (const double cap : options.bucket_cap_mb) caps.push_back(static_cast<std::size_t>(cap * (1 << 20)));
-  return caps;
-}
+std::vector<std::size_t> bucket_caps(const DdpOptions& options);
 
 /// Returns the bucket size limits of the first reduction in bytes; empty (no limit) unless Python applies its
 /// limits from the first reduction on: when it searches for unused parameters or got a list of limits.
-inline std::vector<std::size_t> caps_at_first(const DdpOptions& options) {
-  const bool searches = options.find_unused_parameters && !options.static_graph;
-  auto caps = bucket_caps(options);
-  const bool listed = caps.size() > 1 && caps != default_bucket_caps();
-  return searches || listed ? std::move(caps) : std::vector<std::size_t>{};
-}
+std::vector<std::size_t> caps_at_first(const DdpOptions& options);
 
 /// Assigns the parameters in `order` to buckets, one sequence of buckets for each (dtype, device). A bucket
 /// closes after the parameter that reaches its limit: `caps[k]` for the k-th bucket of its sequence, and the
@@ -54,55 +38,15 @@ inline std::vector<std::size_t> caps_at_first(const DdpOptions& options) {
 ///
 /// Contents, order within a bucket and limits match c10d::compute_bucket_assignment_by_size: with three or
 /// more ranks, moving an element inside an all-reduce changes its bits.
-inline BucketPlan assign_buckets(std::span<const ParameterEntry> parameters,
-                                 const std::vector<std::size_t>& order,
-                                 const std::vector<std::size_t>& caps) {
-  struct Sequence {
-    at::ScalarType dtype;
-    at::Device device;
-    std::size_t cap = 0, bytes = 0;
-    std::vector<std::size_t> open;
-  };
-  BucketPlan plan;
-  std::vector<Sequence> sequences;
-  for (const std::size_t index : order) {
-    const ParameterEntry& parameter = parameters[index];
-    if (parameter.delayed) continue;
-    if (parameter.sparse) {
-      plan.push_back({index});
-      continue;
-    }
-    auto sequence = std::find_if(sequences.begin(), sequences.end(), [&](const Sequence& candidate) {
-      return candidate.dtype == parameter.dtype && candidate.device == parameter.device;
-    });
-    if (sequence == sequences.end())
-      sequence = sequences.insert(sequences.end(), Sequence{parameter.dtype, parameter.device, 0, 0, {}});
-    sequence->open.push_back(index);
-    sequence->bytes += parameter.bytes;
-    if (sequence->bytes < caps.at(sequence->cap)) continue;
-    plan.push_back(std::exchange(sequence->open, {}));
-    sequence->bytes = 0;
-    sequence->cap = std::min(sequence->cap + 1, caps.size() - 1);
-  }
-  for (Sequence& sequence : sequences)
-    if (!sequence.open.empty()) plan.push_back(std::move(sequence.open));
-  return plan;
-}
+BucketPlan assign_buckets(std::span<const ParameterEntry> parameters, const std::vector<std::size_t>& order,
+                          const std::vector<std::size_t>& caps);
 
 /// Returns the plan of the first iteration, with the parameters in registration order. Without `caps` there
 /// is one bucket for each (dtype, device): the ready order is unknown, and a bucket launched in a wrong order
 /// could pair with another collective of the model. With `caps` the buckets have these size limits, as in
 /// Python if it searches for unused parameters, and so never rebuilds, or got a list of limits.
-inline BucketPlan plan_by_registration(std::span<const ParameterEntry> parameters,
-                                       const std::vector<std::size_t>& caps = {}) {
-  std::vector<std::size_t> order(parameters.size());
-  for (std::size_t i = 0; i < order.size(); ++i) order[i] = i;
-  BucketPlan plan = assign_buckets(
-      parameters, order, caps.empty() ? std::vector{std::numeric_limits<std::size_t>::max()} : caps);
-  // Gradients become ready roughly in reverse: the bucket with the last parameters goes first.
-  std::sort(plan.begin(), plan.end(), [](const auto& a, const auto& b) { return a[0] > b[0]; });
-  return plan;
-}
+BucketPlan plan_by_registration(std::span<const ParameterEntry> parameters,
+                                const std::vector<std::size_t>& caps = {});
 
 /// The buckets of DdpOptions::delayed, reduced right after the bucket that holds parameter `until`, or last
 /// if `until` is unset.
@@ -112,75 +56,19 @@ struct DelayedBuckets {
 };
 
 /// Returns `plan` with the delayed buckets inserted.
-inline BucketPlan with_delayed(BucketPlan plan, const DelayedBuckets& delayed) {
-  auto place = plan.end();
-  if (delayed.until) {
-    place = std::find_if(plan.begin(), plan.end(), [&](const auto& bucket) {
-      return std::find(bucket.begin(), bucket.end(), *delayed.until) != bucket.end();
-    });
-    if (place != plan.end()) ++place;
-  }
-  plan.insert(place, delayed.buckets.begin(), delayed.buckets.end());
-  return plan;
-}
+BucketPlan with_delayed(BucketPlan plan, const DelayedBuckets& delayed);
 
 /// Returns the buckets of DdpOptions::delayed, one for each dtype and device, and marks their parameters as
 /// delayed. Throws UsageError for a name that is unknown, sparse or repeated, and for an `until` that is
 /// itself delayed.
-inline DelayedBuckets delayed_buckets(std::span<ParameterEntry> trained, const DelayedParameters& delayed) {
-  const auto refuse = [](const std::string& name, const char* why) {
-    throw UsageError(detail::formatted("DdpOptions::delayed names '{}', {}", name, why));
-  };
-  const auto index_of = [&](const std::string& name) {
-    const auto found = std::find_if(trained.begin(), trained.end(),
-                                    [&](const ParameterEntry& parameter) { return parameter.name == name; });
-    if (found == trained.end())
-      refuse(name, "and the model trains no such parameter (a tied one has its first name)");
-    return static_cast<std::size_t>(found - trained.begin());
-  };
-  DelayedBuckets result;
-  for (ParameterEntry& parameter : trained) parameter.delayed = false;
-  for (const std::string& name : delayed.names) {
-    const std::size_t index = index_of(name);
-    ParameterEntry& parameter = trained[index];
-    if (parameter.sparse) refuse(name, "whose gradient is sparse and travels by itself: leave it out");
-    if (std::exchange(parameter.delayed, true)) refuse(name, "twice");
-    const auto home = std::find_if(result.buckets.begin(), result.buckets.end(), [&](const auto& bucket) {
-      const ParameterEntry& first = trained[bucket[0]];
-      return first.dtype == parameter.dtype && first.device == parameter.device;
-    });
-    (home == result.buckets.end() ? result.buckets.emplace_back() : *home).push_back(index);
-  }
-  if (delayed.until.empty()) return result;
-  result.until = index_of(delayed.until);
-  if (trained[*result.until].delayed)
-    refuse(delayed.until, "to wait for itself: let `until` be another parameter, or leave it empty");
-  return result;
-}
+DelayedBuckets delayed_buckets(std::span<ParameterEntry> trained, const DelayedParameters& delayed);
 
 /// Returns the parameters in the order of their last entry in `fired`, which lists a parameter for each hook
 /// call; parameters that did not fire follow.
-inline std::vector<std::size_t> completion_order(const std::vector<std::size_t>& fired,
-                                                 std::size_t parameters) {
-  std::vector<std::size_t> order;
-  std::vector<char> placed(parameters);
-  for (std::size_t k = fired.size(); k-- > 0;)
-    if (!std::exchange(placed[fired[k]], true)) order.push_back(fired[k]);
-  std::reverse(order.begin(), order.end());
-  for (std::size_t i = 0; i < placed.size(); ++i)
-    if (!placed[i]) order.push_back(i);
-  // A rank without data has no order. Reverse registration order is the best guess.
-  if (fired.empty()) std::reverse(order.begin(), order.end());
-  return order;
-}
+std::vector<std::size_t> completion_order(const std::vector<std::size_t>& fired, std::size_t parameters);
 
 /// Returns whether `order` is a permutation of the indices below `parameters`.
-inline bool is_order_of(const std::vector<std::size_t>& order, std::size_t parameters) {
-  std::vector<char> named(parameters);
-  return order.size() == parameters && std::all_of(order.begin(), order.end(), [&](std::size_t index) {
-           return index < parameters && !std::exchange(named[index], true);
-         });
-}
+bool is_order_of(const std::vector<std::size_t>& order, std::size_t parameters);
 
 /// Returns rank 0's order on every rank. Collective and blocking.
 template <Reducing Comm>
@@ -198,3 +86,7 @@ std::vector<std::size_t> order_of_rank_zero(Comm& comm, const std::vector<std::s
 }
 
 }  // namespace lockstep::detail
+
+#ifndef LOCKSTEP_COMPILED
+#include "lockstep/grad/detail/bucket_plan-inl.hpp"
+#endif

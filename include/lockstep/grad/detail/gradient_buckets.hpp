@@ -1,30 +1,14 @@
 #pragma once
 
-#include <algorithm>
-#include <cmath>
 #include <functional>
-#include <limits>
 #include <optional>
 #include <span>
-#include <utility>
 #include <vector>
 
-#include <ATen/ScalarOps.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/div.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
-#include <ATen/ops/isnan.h>
-#include <ATen/ops/mul.h>
-#include <ATen/ops/stack.h>
-#include <ATen/ops/view_as_real.h>
-#include <c10/util/BFloat16.h>
-#include <c10/util/Half.h>
-#include <c10/util/complex.h>
 
 #include "lockstep/comm/communicator.hpp"
-#include "lockstep/detail/format.hpp"
-#include "lockstep/error.hpp"
 #include "lockstep/grad/ddp_options.hpp"
 #include "lockstep/grad/detail/bucket_plan.hpp"
 #include "lockstep/grad/detail/parameter_table.hpp"
@@ -37,45 +21,13 @@ namespace lockstep::detail {
 class PoisonCheck {
  public:
   /// Adds a bucket view, whose memory must not move.
-  void add(const at::Tensor& view) {
-    if (view.numel() == 0) return;
-    // Created by `set_`, as bucket views are: it must not be a view to autograd.
-    const at::Tensor first =
-        at::empty({0}, view.options()).set_(view.storage(), view.storage_offset(), at::IntArrayRef{});
-    if (view.is_cpu()) return here_.push_back(first);
-    const auto alike = std::find_if(elsewhere_.begin(), elsewhere_.end(), [&](const auto& group) {
-      return group[0].scalar_type() == first.scalar_type() && group[0].device() == first.device();
-    });
-    (alike == elsewhere_.end() ? elsewhere_.emplace_back() : *alike).push_back(first);
-  }
+  void add(const at::Tensor& view);
 
   /// Returns whether any bucket view may be poisoned; a gradient may also be NaN by itself.
-  [[nodiscard]] bool any() const {
-    return std::any_of(here_.begin(), here_.end(), is_nan) ||
-           std::any_of(elsewhere_.begin(), elsewhere_.end(), [](const auto& group) {
-             return at::stack(group).isnan().any().template item<bool>();
-           });
-  }
+  [[nodiscard]] bool any() const;
 
  private:
-  static bool is_nan(const at::Tensor& first) {
-    switch (first.scalar_type()) {
-      case at::kFloat:
-        return std::isnan(*first.const_data_ptr<float>());
-      case at::kDouble:
-        return std::isnan(*first.const_data_ptr<double>());
-      case at::kBFloat16:
-        return std::isnan(static_cast<float>(*first.const_data_ptr<at::BFloat16>()));
-      case at::kHalf:
-        return std::isnan(static_cast<float>(*first.const_data_ptr<at::Half>()));
-      case at::kComplexFloat:
-        return std::isnan(first.const_data_ptr<c10::complex<float>>()->real());
-      case at::kComplexDouble:
-        return std::isnan(first.const_data_ptr<c10::complex<double>>()->real());
-      default:
-        return first.isnan().item<bool>();
-    }
-  }
+  static bool is_nan(const at::Tensor& first);
 
   std::vector<at::Tensor> here_;                    // in host memory
   std::vector<std::vector<at::Tensor>> elsewhere_;  // by dtype and device
@@ -116,25 +68,7 @@ class GradientBuckets {
   /// With GradientStorage::gradient_as_bucket_view, existing gradients move into their bucket views; with
   /// `only_adoptable`, only those that are the `adoptable` of their entry.
   GradientBuckets(std::span<ParameterEntry> parameters, const BucketPlan& plan, BucketStyle style,
-                  const BucketMemory& memory, bool only_adoptable = false)
-      : parameters_(parameters), style_(style) {
-    // Release the memory of earlier buckets first.
-    for (ParameterEntry& parameter : parameters_) {
-      parameter.view.reset();
-      parameter.rows.reset();
-    }
-    for (const auto& members : plan) add(members, plan.size(), memory);
-    if (style_.storage == GradientStorage::gradient_as_bucket_view)
-      for (ParameterEntry& parameter : parameters_)
-        if (parameter.view.defined() &&
-            (!only_adoptable || parameter.gradient().is_same(parameter.adoptable)))
-          adopt(parameter);
-    for (const auto& members : plan)
-      for (const std::size_t i : members)
-        if (parameters_[i].view.defined() && parameters_[i].view.numel() > 0) last_view_ = i;
-    for (const ParameterEntry& parameter : parameters_)
-      if (parameter.view.defined()) poison_check_.add(parameter.view);
-  }
+                  const BucketMemory& memory, bool only_adoptable = false);
 
   [[nodiscard]] std::size_t size() const { return buckets_.size(); }
   /// Returns the bucket as communication hooks get it.
@@ -162,78 +96,17 @@ class GradientBuckets {
   /// Scaling multiplies by the reciprocal, except for delayed parameters and gradients that lie in their
   /// bucket view with gradient_as_bucket_view, which are divided: Python's arithmetic, whose bits differ at
   /// three ranks.
-  void copy_to_bucket(std::size_t i, const at::Tensor& weight, bool scaled, bool attach) {
-    ParameterEntry& parameter = parameters_[i];
-    if (parameter.sparse) return copy_rows(i, scaled);
-    at::Tensor& grad = parameter.gradient();
-    at::Tensor& view = parameter.view;
-    if (!grad.defined()) {
-      view.zero_();
-      return;
-    }
-    if (style_.storage == GradientStorage::gradient_as_bucket_view && scaled && !weight.defined())
-      attach = true;
-    const bool divide = !weight.defined() && scaled && style_.divisor != 1;
-    const Bucket& bucket = buckets_[parameter.bucket];
-    if (lies_in(grad, view)) {
-      if (!attach) grad = grad.clone();
-      if (weight.defined()) view.mul_(weight);
-      if (!divide) return;
-      if (style_.storage == GradientStorage::gradient_as_bucket_view || bucket.delayed)
-        view.div_(bucket.divisor);
-      else
-        view.mul_(bucket.factor);
-      return;
-    }
-    if (grad.layout() != at::kStrided)
-      throw GradientError(detail::formatted(
-          "the gradient of parameter {} '{}' is {}, which is known beforehand of Embedding and "
-          "EmbeddingBag made with sparse(true) alone; build its layer with dense gradients",
-          i, parameter.name, grad.is_sparse() ? "sparse" : "of a layout without strides (CSR, mkldnn)"));
-    const bool narrower =
-        grad.scalar_type() != view.scalar_type() && grad.scalar_type() == style_.low_precision_type;
-    if ((grad.scalar_type() != view.scalar_type() && !narrower) || grad.device() != view.device() ||
-        grad.sizes() != view.sizes())
-      throw GradientError(
-          detail::formatted("the gradient of parameter {} '{}' has another dtype, device or shape than the "
-                            "parameter had when DistributedDataParallel was made; convert the model before",
-                            i, parameter.name));
-    // An operator between a low-precision tensor and a scalar would round to low precision.
-    if (narrower || (!weight.defined() && !divide)) view.copy_(grad);
-    const at::Tensor& from = narrower ? view : grad;
-    if (weight.defined())
-      at::mul_out(view, from, weight);
-    else if (divide && bucket.delayed)
-      at::div_out(view, from, bucket.divisor);
-    else if (divide)
-      at::mul_out(view, from, bucket.factor);
-    if (attach && style_.storage != GradientStorage::separate) grad = view;
-  }
+  void copy_to_bucket(std::size_t i, const at::Tensor& weight, bool scaled, bool attach);
 
   /// Sets parameter i's gradient to the reduced values in its bucket view.
-  void copy_from_bucket(std::size_t i) {
-    at::Tensor& grad = parameters_[i].gradient();
-    const at::Tensor& view = parameters_[i].view;
-    if (style_.storage != GradientStorage::separate) {
-      if (!grad.defined() || !lies_in(grad, view)) grad = view;
-    } else if (grad.defined() && grad.scalar_type() == view.scalar_type()) {
-      grad.copy_(view);
-    } else {
-      grad = at::empty_like(view).copy_(view);
-    }
-  }
+  void copy_from_bucket(std::size_t i);
 
   /// Multiplies the whole bucket by `factor`; a factor of 0 also clears NaN.
-  void scale(std::size_t bucket, double factor) {
-    at::Tensor& flat = buckets_[bucket].gradients.flat;
-    factor == 0 ? flat.zero_() : flat.mul_(factor);
-  }
+  void scale(std::size_t bucket, double factor);
 
   /// Fills a bucket view whose parameter has no gradient with NaN, which survives every sum: all ranks find
   /// it.
-  void poison(std::size_t i) {
-    if (parameters_[i].view.defined()) parameters_[i].view.fill_(std::numeric_limits<double>::quiet_NaN());
-  }
+  void poison(std::size_t i);
 
   /// Returns whether any rank may have poisoned a bucket view. Requires reduced buckets.
   [[nodiscard]] bool maybe_poisoned() const { return poison_check_.any(); }
@@ -250,82 +123,19 @@ class GradientBuckets {
     bool delayed = false;
   };
 
-  void add(const std::vector<std::size_t>& members, std::size_t count, const BucketMemory& memory) {
-    // The parameters may be low precision when the buckets are rebuilt.
-    const ParameterEntry& leader = parameters_[members.at(0)];
-    const at::Tensor first = at::empty({0}, leader.tensor.options().dtype(leader.dtype));
-    Bucket bucket;
-    bucket.gradients.index = buckets_.size();
-    bucket.gradients.count = count;
-    bucket.gradients.parameters = members;
-    for (const std::size_t i : members) parameters_[i].bucket = buckets_.size();
-    if (!leader.sparse) {
-      bucket.delayed = leader.delayed;
-      std::int64_t length = 0;
-      for (const std::size_t i : members) length += parameters_[i].tensor.numel();
-      bucket.with_tail = memory(length + tail, first);
-      const auto storage = bucket.with_tail.storage();
-      bucket.gradients.flat = at::empty({0}, first.options()).set_(storage, 0, {length});
-      // Gloo does not support complex dtypes: they travel as pairs of real numbers.
-      if (first.is_complex()) bucket.gradients.flat = at::view_as_real(bucket.gradients.flat).view({-1});
-      bucket.divisor = number_for(first, style_.divisor);
-      bucket.factor = number_for(first, 1.0 / style_.divisor);
-      std::int64_t offset = 0;
-      for (const std::size_t i : members) {
-        const at::Tensor& parameter = parameters_[i].tensor;
-        at::Tensor view = at::empty({0}, first.options());
-        if (parameter.is_non_overlapping_and_dense())
-          view.set_(storage, offset, parameter.sizes(), parameter.strides());
-        else
-          view.set_(storage, offset, parameter.sizes());
-        parameters_[i].view = view;
-        bucket.gradients.gradients.push_back(std::move(view));
-        offset += parameter.numel();
-      }
-    }
-    buckets_.push_back(std::move(bucket));
-  }
+  void add(const std::vector<std::size_t>& members, std::size_t count, const BucketMemory& memory);
 
   /// Moves an existing gradient into its bucket view, as Python does when it builds its buckets; the gradient
   /// is divided in place from then on.
-  static void adopt(ParameterEntry& parameter) {
-    at::Tensor& grad = parameter.gradient();
-    if (!grad.defined() || grad.is_sparse() || grad.sizes() != parameter.view.sizes()) return;
-    parameter.view.copy_(grad);
-    grad = parameter.view;
-  }
+  static void adopt(ParameterEntry& parameter);
 
-  void copy_rows(std::size_t i, bool scaled) {
-    ParameterEntry& parameter = parameters_[i];
-    const at::Tensor& grad = parameter.gradient();
-    parameter.rows.reset();
-    if (!grad.defined()) return;
-    if (!grad.is_sparse() || grad.sparse_dim() != 1)
-      throw GradientError(detail::formatted(
-          "the gradient of parameter {} '{}' was expected to be sparse in its first dimension, as "
-          "an Embedding made with sparse(true) has it; let nothing else use that parameter",
-          i, parameter.name));
-    // Out of place: if no rank has used the parameter, its gradient must stay unchanged.
-    parameter.rows = scaled && style_.divisor != 1 ? grad.div(style_.divisor) : grad;
-  }
+  void copy_rows(std::size_t i, bool scaled);
 
   /// Returns a scalar as Python multiplies and divides with it: a double that is converted to the gradient's
   /// dtype. Converts it once here if that does not change the bits.
-  [[nodiscard]] static at::Tensor number_for(const at::Tensor& like, double value) {
-    const at::Tensor number = at::native::wrapped_scalar_tensor(value);
-    const at::ScalarType type = like.scalar_type();
-    if (!like.is_cpu() || !at::isFloatingType(type)) return number;
-    const at::Tensor typed = number.to(type);
-    const bool same = type == at::kFloat || type == at::kDouble || typed.item<double>() == value;
-    return same ? typed : number;
-  }
+  [[nodiscard]] static at::Tensor number_for(const at::Tensor& like, double value);
 
-  static bool lies_in(const at::Tensor& grad, const at::Tensor& view) {
-    return grad.is_same(view) ||
-           (grad.layout() == at::kStrided && grad.const_data_ptr() == view.const_data_ptr() &&
-            grad.numel() > 0 && grad.sizes() == view.sizes() && grad.strides() == view.strides() &&
-            grad.scalar_type() == view.scalar_type());
-  }
+  static bool lies_in(const at::Tensor& grad, const at::Tensor& view);
 
   std::span<ParameterEntry> parameters_;
   BucketStyle style_;
@@ -335,3 +145,7 @@ class GradientBuckets {
 };
 
 }  // namespace lockstep::detail
+
+#ifndef LOCKSTEP_COMPILED
+#include "lockstep/grad/detail/gradient_buckets-inl.hpp"
+#endif

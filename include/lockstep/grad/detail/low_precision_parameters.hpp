@@ -1,19 +1,14 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <c10/core/InferenceMode.h>
-#include <torch/csrc/autograd/variable.h>
 
 #include <concepts>
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
 #include <type_traits>
 #include <utility>
 #include <vector>
 
-#include "lockstep/detail/format.hpp"
-#include "lockstep/error.hpp"
 #include "lockstep/grad/detail/autograd.hpp"
 #include "lockstep/grad/model.hpp"
 
@@ -35,13 +30,7 @@ class LowPrecisionParameters {
 
  public:
   /// `parameters` must outlive this object.
-  LowPrecisionParameters(const std::vector<NamedTensor>& parameters, at::ScalarType type) : type_(type) {
-    for (const NamedTensor& parameter : parameters) {
-      if (!parameter.tensor.is_floating_point() || parameter.tensor.scalar_type() == type) continue;
-      parameters_.push_back(
-          {&parameter, parameter.tensor.scalar_type(), accumulator_of(parameter.tensor), {}, {}});
-    }
-  }
+  LowPrecisionParameters(const std::vector<NamedTensor>& parameters, at::ScalarType type);
   LowPrecisionParameters(const LowPrecisionParameters&) = delete;
   LowPrecisionParameters& operator=(const LowPrecisionParameters&) = delete;
   ~LowPrecisionParameters() { restore(); }
@@ -52,68 +41,17 @@ class LowPrecisionParameters {
   /// are unchanged. Throws UsageError that names the parameter, and changes nothing, if a parameter was
   /// modified while low precision, does not have its own dtype, or was frozen since construction and
   /// `backward_follows` is true.
-  void shorten(bool backward_follows) {
-    if (active_) return require_unchanged(true);
-    const c10::InferenceMode no_inference(false);
-    std::vector<at::Tensor> low_precision;
-    low_precision.reserve(parameters_.size());
-    for (Parameter& parameter : parameters_) {
-      require_as_made(parameter, backward_follows);
-      parameter.full = parameter.named->tensor.variable_data();
-      low_precision.push_back(parameter.full.to(type_));
-    }
-    active_ = true;
-    for (std::size_t i = 0; i < parameters_.size(); ++i) {
-      Parameter& parameter = parameters_[i];
-      const at::Tensor& tensor = parameter.named->tensor;
-      tensor.set_data(low_precision[i]);
-      if (parameter.of_short)
-        set_accumulator(tensor, parameter.of_short);
-      else
-        parameter.of_short = accumulator_of(tensor);
-      parameter.version = version_of(tensor);
-    }
-  }
+  void shorten(bool backward_follows);
 
   /// Restores the data in the parameters' own dtype. A no-op if they are not low precision.
-  void restore() {
-    if (!std::exchange(active_, false)) return;
-    const c10::InferenceMode no_inference(false);
-    for (Parameter& parameter : parameters_) {
-      parameter.named->tensor.set_data(std::exchange(parameter.full, {}));
-      if (parameter.of_own) set_accumulator(parameter.named->tensor, parameter.of_own);
-    }
-  }
+  void restore();
 
   /// Calls `restore`, and casts low-precision gradients to the parameters' own dtype.
-  void end_step() {
-    restore();
-    for (const Parameter& parameter : parameters_)
-      if (at::Tensor& grad = parameter.named->tensor.mutable_grad();
-          grad.defined() && grad.scalar_type() == type_)
-        grad = grad.to(parameter.own);
-  }
+  void end_step();
 
   /// Checks the parameters before the backward of `losses`. Throws UsageError if a parameter has another
   /// dtype than in the forward of `losses`, or was modified while low precision.
-  void check_backward(at::ArrayRef<at::Tensor> losses) {
-    search_.run(losses);
-    for (const Parameter& parameter : parameters_) {
-      const Accumulator& other = active_ ? parameter.of_own : parameter.of_short;
-      if (!other || !search_.reached(&*other)) continue;
-      throw UsageError(
-          active_ ? detail::formatted(
-                        "parameter '{}' took part in the forward in its own type, and is in that of "
-                        "DdpOptions::param_dtype now: call ddp(x), or before_forward(), before each forward",
-                        parameter.named->name)
-                  : detail::formatted(
-                        "parameter '{}' took part in the forward in the type of DdpOptions::param_dtype, and "
-                        "is in its own again, since another backward or forget() has ended that step: call "
-                        "ddp.backward once for each forward, before the next one, or under no_sync",
-                        parameter.named->name));
-    }
-    if (active_) require_unchanged(false);
-  }
+  void check_backward(at::ArrayRef<at::Tensor> losses);
 
   /// The type of a forward argument: `input` casts floating-point tensors to the low-precision dtype and
   /// forwards everything else unchanged.
@@ -128,48 +66,14 @@ class LowPrecisionParameters {
   }
 
  private:
-  static Accumulator accumulator_of(const at::Tensor& tensor) {
-    return tensor.requires_grad() ? torch::autograd::impl::grad_accumulator(tensor) : Accumulator();
-  }
-  static std::uint32_t version_of(const at::Tensor& tensor) {
-    return tensor.unsafeGetTensorImpl()->version_counter().current_version();
-  }
+  static Accumulator accumulator_of(const at::Tensor& tensor);
+  static std::uint32_t version_of(const at::Tensor& tensor);
 
-  static void require_as_made(const Parameter& parameter, bool backward_follows) {
-    const at::Tensor& tensor = parameter.named->tensor;
-    if (tensor.scalar_type() != parameter.own)
-      throw UsageError(detail::formatted(
-          "parameter '{}' is {} and was {} when DistributedDataParallel was made with "
-          "DdpOptions::param_dtype: "
-          "convert the model before, and let one wrapper alone have that option",
-          parameter.named->name, c10::toString(tensor.scalar_type()), c10::toString(parameter.own)));
-    if (backward_follows && parameter.of_own && !tensor.requires_grad())
-      throw UsageError(detail::formatted(
-          "parameter '{}' is frozen in a forward with grad mode, after DistributedDataParallel was made with "
-          "DdpOptions::param_dtype, which cannot tell when that forward's step ends: freeze before, or leave "
-          "param_dtype and take Bf16 or Fp16",
-          parameter.named->name));
-  }
+  static void require_as_made(const Parameter& parameter, bool backward_follows);
 
   // LibTorch's optimizers write through `data()`, which does not bump the version: on CPUs, compare values.
-  void require_unchanged(bool by_values) const {
-    for (const Parameter& parameter : parameters_) {
-      const at::Tensor& tensor = parameter.named->tensor;
-      if (version_of(tensor) == parameter.version && !(by_values && tensor.is_cpu() && differs(parameter)))
-        continue;
-      throw UsageError(detail::formatted(
-          "parameter '{}' was changed while it was in the type of DdpOptions::param_dtype, between a forward "
-          "and "
-          "the end of its reduction, which would be lost: let the optimizer step after ddp.backward(loss), "
-          "outside no_sync, and no forward change its parameters",
-          parameter.named->name));
-    }
-  }
-  [[nodiscard]] bool differs(const Parameter& parameter) const {
-    const at::Tensor held = parameter.full.to(type_).contiguous();
-    const at::Tensor holds = parameter.named->tensor.detach().contiguous();
-    return std::memcmp(held.const_data_ptr(), holds.const_data_ptr(), held.nbytes()) != 0;
-  }
+  void require_unchanged(bool by_values) const;
+  [[nodiscard]] bool differs(const Parameter& parameter) const;
 
   at::ScalarType type_;
   std::vector<Parameter> parameters_;
@@ -197,9 +101,10 @@ class LowPrecisionScope {
 };
 
 /// Casts floating-point buffers to `type` in place.
-inline void cast_buffers(const std::vector<NamedTensor>& buffers, at::ScalarType type) {
-  for (NamedTensor buffer : buffers)
-    if (buffer.tensor.is_floating_point()) buffer.tensor.set_data(buffer.tensor.variable_data().to(type));
-}
+void cast_buffers(const std::vector<NamedTensor>& buffers, at::ScalarType type);
 
 }  // namespace lockstep::detail
+
+#ifndef LOCKSTEP_COMPILED
+#include "lockstep/grad/detail/low_precision_parameters-inl.hpp"
+#endif

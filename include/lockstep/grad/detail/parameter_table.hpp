@@ -2,7 +2,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
 #include <span>
 #include <string_view>
 #include <unordered_set>
@@ -62,17 +61,7 @@ struct ParameterTable {
   ParameterTable() = default;
   /// `sparse` holds the parameters whose gradients are sparse.
   ParameterTable(std::vector<NamedTensor> parameters,
-                 const std::unordered_set<const c10::TensorImpl*>& sparse)
-      : all(std::move(parameters)) {
-    for (const auto& [name, tensor] : all)
-      if (tensor.requires_grad())
-        trained.push_back({.name = name,
-                           .tensor = tensor,
-                           .bytes = static_cast<std::size_t>(tensor.numel()) * tensor.element_size(),
-                           .dtype = tensor.scalar_type(),
-                           .device = tensor.device(),
-                           .sparse = sparse.contains(tensor.unsafeGetTensorImpl())});
-  }
+                 const std::unordered_set<const c10::TensorImpl*>& sparse);
   ParameterTable(const ParameterTable&) = delete;
   ParameterTable(ParameterTable&&) = default;
   ParameterTable& operator=(const ParameterTable&) = delete;
@@ -84,30 +73,15 @@ struct ParameterTable {
 
 /// Records the gradients after a reduction: each holds an average, to which no sum can be added that is still
 /// to be divided by its count.
-inline void note_reduced(std::span<ParameterEntry> parameters) {
-  for (ParameterEntry& parameter : parameters) parameter.reduced = parameter.version();
-}
+void note_reduced(std::span<ParameterEntry> parameters);
 
 /// Returns whether a gradient that was written to counts as cleared: if it is all zeros, or lies on a device,
 /// where reading the values would synchronize. Compares bytes, since an operator would allocate its result.
-inline bool counts_as_cleared(const at::Tensor& gradient) {
-  if (!gradient.is_cpu() || gradient.layout() != at::kStrided || !gradient.is_non_overlapping_and_dense())
-    return true;
-  const auto* bytes = static_cast<const char*>(gradient.const_data_ptr());
-  return gradient.numel() == 0 ||
-         (bytes[0] == 0 && std::memcmp(bytes, bytes + 1, gradient.nbytes() - 1) == 0);
-}
+bool counts_as_cleared(const at::Tensor& gradient);
 
 /// Forgets, before a backward, the averages that were cleared or replaced. A gradient that was written to,
 /// such as by clipping, still holds an average unless it counts as cleared.
-inline void forget_cleared(std::span<ParameterEntry> parameters) {
-  for (ParameterEntry& parameter : parameters) {
-    const GradientVersion now = parameter.version();
-    if (parameter.reduced == now) continue;
-    const bool written = now.first && now.first == parameter.reduced.first;
-    parameter.reduced = written && !counts_as_cleared(parameter.gradient()) ? now : GradientVersion{};
-  }
-}
+void forget_cleared(std::span<ParameterEntry> parameters);
 
 /// Throws GradientError, after a backward, that names a parameter whose gradient held an average and was
 /// accumulated into. `added(i)` returns whether parameter i's gradient was.
@@ -123,3 +97,7 @@ void require_no_average(std::span<const ParameterEntry> parameters, Added&& adde
 }
 
 }  // namespace lockstep::detail
+
+#ifndef LOCKSTEP_COMPILED
+#include "lockstep/grad/detail/parameter_table-inl.hpp"
+#endif
