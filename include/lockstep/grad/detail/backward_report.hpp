@@ -50,6 +50,18 @@ void throw_what_ranks_report(C& comm, const BackwardReport& mine, std::span<cons
   throw GradientError(text);
 }
 
+/// A parameter whose gradient fired more often in a backward than expected.
+struct UnexpectedGradient {
+  std::size_t parameter = 0;
+  std::string name;
+  int expected = 0;  ///< gradients expected in a backward
+  int fired = 0;     ///< gradients that fired in this backward before
+  bool taken = false, searches = false, never_used = false;
+};
+
+/// Returns the error text: the cause and a remedy.
+std::string text_of(const UnexpectedGradient& it);
+
 }  // namespace lockstep::detail
 
 #ifndef LOCKSTEP_COMPILED

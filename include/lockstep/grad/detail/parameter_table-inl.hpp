@@ -1,9 +1,14 @@
 #pragma once
 
+#include <algorithm>
 #include <cstring>
 #include <utility>
 
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
+
+#include "lockstep/detail/format.hpp"
 #include "lockstep/detail/linkage.hpp"
+#include "lockstep/error.hpp"
 #include "lockstep/grad/detail/parameter_table.hpp"
 
 namespace lockstep::detail {
@@ -39,6 +44,51 @@ LOCKSTEP_INLINE void forget_cleared(std::span<ParameterEntry> parameters) {
     if (parameter.reduced == now) continue;
     const bool written = now.first && now.first == parameter.reduced.first;
     parameter.reduced = written && !counts_as_cleared(parameter.gradient()) ? now : GradientVersion{};
+  }
+}
+
+LOCKSTEP_INLINE WatchedParameters::WatchedParameters(const ParameterTable& table,
+                                                     std::vector<std::string> ignored)
+    : table_(table), ignored_(std::move(ignored)) {
+  for (const NamedTensor& parameter : table.all) known_.insert(parameter.tensor.unsafeGetTensorImpl());
+}
+
+LOCKSTEP_INLINE void WatchedParameters::require_equal_flags() const {
+  auto entry = table_.trained.begin();
+  for (const NamedTensor& parameter : table_.all) {
+    const bool trained = entry != table_.trained.end() && entry->tensor.is_same(parameter.tensor);
+    if (trained) ++entry;
+    if (parameter.tensor.requires_grad() != trained)
+      throw UsageError(detail::formatted(
+          "parameter '{}' was {} after DistributedDataParallel was made, which averages the gradients of "
+          "those that required grad then: make it anew",
+          parameter.name, trained ? "frozen" : "unfrozen"));
+  }
+}
+
+LOCKSTEP_INLINE bool WatchedParameters::finds_stranger(at::ArrayRef<at::Tensor> losses) {
+  search_.run(losses);
+  bool found = false;
+  for (const torch::autograd::Node* end : search_.ends()) {
+    const auto* leaf = dynamic_cast<const torch::autograd::AccumulateGrad*>(end);
+    if (!leaf || known_.contains(leaf->variable.unsafeGetTensorImpl())) continue;
+    if (strangers_.size() >= 1024) strangers_.clear();
+    found = strangers_.emplace(leaf->variable.getIntrusivePtr()).second || found;
+  }
+  return found;
+}
+
+LOCKSTEP_INLINE void WatchedParameters::require_known(const std::vector<NamedTensor>& parameters) {
+  for (const NamedTensor& parameter : parameters) {
+    if (known_.contains(parameter.tensor.unsafeGetTensorImpl()) ||
+        std::find(ignored_.begin(), ignored_.end(), parameter.name) != ignored_.end())
+      continue;
+    strangers_.clear();  // so that the next backward throws again
+    asked_ = false;
+    throw UsageError(detail::formatted(
+        "parameter '{}' was added or replaced after DistributedDataParallel was made, so that its gradient "
+        "would not be averaged: make DistributedDataParallel after the model is whole",
+        parameter.name));
   }
 }
 

@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <string>
 #include <string_view>
 #include <unordered_set>
 #include <utility>
@@ -14,6 +15,7 @@
 
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
+#include "lockstep/grad/detail/autograd.hpp"
 #include "lockstep/grad/model.hpp"
 
 namespace lockstep::detail {
@@ -95,6 +97,42 @@ void require_no_average(std::span<const ParameterEntry> parameters, Added&& adde
           "under no_sync",
           parameters[i].name));
 }
+
+/// Detects parameters that were added, replaced, frozen or unfrozen after DistributedDataParallel was
+/// constructed.
+class WatchedParameters {
+ public:
+  /// `table` must outlive this object.
+  WatchedParameters(const ParameterTable& table, std::vector<std::string> ignored);
+
+  /// Checks the parameters before the backward of `losses`. Throws UsageError that names the parameter.
+  /// `list` returns the current parameters of the model; it allocates, so it is called only at the first
+  /// backward and when the losses depend on a leaf not seen before. Leaves that only a re-entrant backward
+  /// reaches are not detected.
+  template <class List>
+  void check(at::ArrayRef<at::Tensor> losses, List&& list) {
+    require_equal_flags();
+    const bool stranger = finds_stranger(losses);
+    if (!std::exchange(asked_, true) || stranger) require_known(list());
+  }
+
+ private:
+  /// Throws UsageError if requires_grad of a parameter has changed.
+  void require_equal_flags() const;
+  /// Returns whether the losses depend on an unseen leaf that is not a parameter of the model, such as an
+  /// input that requires grad. Each such leaf is reported once.
+  bool finds_stranger(at::ArrayRef<at::Tensor> losses);
+  /// Throws UsageError if a parameter is not in the table.
+  void require_known(const std::vector<NamedTensor>& parameters);
+
+  const ParameterTable& table_;
+  std::vector<std::string> ignored_;
+  std::unordered_set<const c10::TensorImpl*> known_;
+  // Weak references, so that the address of a destroyed leaf is not reused by another tensor.
+  std::unordered_set<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> strangers_;
+  GraphSearch search_;
+  bool asked_ = false;
+};
 
 }  // namespace lockstep::detail
 
