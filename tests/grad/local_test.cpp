@@ -139,6 +139,25 @@ TEST_CASE("with LocalComm, sums and counts end as on several ranks") {
   CHECK(ddp.backward_sum(sum(), 3) == 3);
 }
 
+TEST_CASE("with LocalComm, there is nothing to reduce, order or report") {
+  const auto world = lockstep::World::from_environment();
+  lockstep::LocalComm comm{world};
+  torch::nn::Linear layer(2, 1);
+  lockstep::DistributedDataParallel ddp{layer, comm};
+  ddp.backward(ddp(torch::ones({1, 2})).sum());
+  ddp.backward_empty();
+  ddp.sync_buffers();
+  ddp.rollback();
+  CHECK(layer->weight.grad().eq(1).all().item<bool>());
+  CHECK(ddp.buckets().empty());
+  CHECK(ddp.bucket_order().empty());
+  ddp.set_bucket_order({1, 0});
+  CHECK_THROWS_AS(ddp.set_bucket_order({0, 0}), lockstep::CheckpointError);
+  CHECK(ddp.report().reductions == 0);
+  ddp.fail_backward(std::make_exception_ptr(std::runtime_error("the data is missing")));
+  CHECK(!layer->weight.grad().defined());
+}
+
 TEST_CASE("with LocalComm, no hook is left on a parameter") {
   const auto world = lockstep::World::from_environment();
   lockstep::LocalComm comm{world};

@@ -30,6 +30,8 @@ LOCKSTEP_INLINE void note_reduced(std::span<ParameterEntry> parameters) {
   for (ParameterEntry& parameter : parameters) parameter.reduced = parameter.version();
 }
 
+/// Returns whether a gradient that was written to counts as cleared: if it is all zeros, or lies on a device,
+/// where reading the values would synchronize. Compares bytes, since an operator would allocate its result.
 LOCKSTEP_INLINE bool counts_as_cleared(const at::Tensor& gradient) {
   if (!gradient.is_cpu() || gradient.layout() != at::kStrided || !gradient.is_non_overlapping_and_dense())
     return true;

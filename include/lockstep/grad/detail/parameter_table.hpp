@@ -77,12 +77,9 @@ struct ParameterTable {
 /// to be divided by its count.
 void note_reduced(std::span<ParameterEntry> parameters);
 
-/// Returns whether a gradient that was written to counts as cleared: if it is all zeros, or lies on a device,
-/// where reading the values would synchronize. Compares bytes, since an operator would allocate its result.
-bool counts_as_cleared(const at::Tensor& gradient);
-
 /// Forgets, before a backward, the averages that were cleared or replaced. A gradient that was written to,
-/// such as by clipping, still holds an average unless it counts as cleared.
+/// such as by clipping, still holds an average unless it is all zeros or lies on a device, where reading it
+/// would synchronize.
 void forget_cleared(std::span<ParameterEntry> parameters);
 
 /// Throws GradientError, after a backward, that names a parameter whose gradient held an average and was
