@@ -415,6 +415,17 @@ TEST_CASE("a parameter that is added where inputs that require grad come and go 
              ContainsSubstring("'late' was added"));
 }
 
+namespace {
+
+/// "rank 0" or "ranks 0, 1": the ranks from `first` up to `last`, as errors list them.
+std::string ranks_text(int first, int last) {
+  std::string text = std::to_string(first);
+  for (int rank = first + 1; rank <= last; ++rank) text += ", " + std::to_string(rank);
+  return (first == last ? "rank " : "ranks ") + text;
+}
+
+}  // namespace
+
 TEST_CASE("options that differ are one and the same error on every rank", "[2+]") {
   const auto& world = test_world();
   const bool other = world.rank() == world.size() - 1;
@@ -425,20 +436,19 @@ TEST_CASE("options that differ are one and the same error on every rank", "[2+]"
     return text;
   };
   const std::string last = std::to_string(world.size() - 1);
+  const std::string here = " on " + ranks_text(0, world.size() - 2);
   DdpOptions options;
   if (other) options.bucket_cap_mb = lockstep_test::mib({100, 200});
-  CHECK_THAT(
-      refused(options),
-      ContainsSubstring(
-          "bucket_cap_mb is {1, 25} on rank 0 and {9.5367431640625e-05, 0.00019073486328125} on rank " +
-          last));
+  CHECK_THAT(refused(options),
+             ContainsSubstring("bucket_cap_mb is {1, 25}" + here +
+                               " and {9.5367431640625e-05, 0.00019073486328125} on rank " + last));
   options = {};
   options.find_unused_parameters = other;
   CHECK_THAT(refused(options),
-             ContainsSubstring("find_unused_parameters is false on rank 0 and true on rank " + last));
+             ContainsSubstring("find_unused_parameters is false" + here + " and true on rank " + last));
   options = {};
   if (other) options.broadcast_buffers = lockstep::BufferPolicy::none;
-  CHECK_THAT(refused(options), ContainsSubstring("buffers is from_rank_zero on rank 0 and none on rank"));
+  CHECK_THAT(refused(options), ContainsSubstring("buffers is from_rank_zero" + here + " and none on rank"));
 
   // What one rank alone could find is told by all.
   options = {};
@@ -459,8 +469,8 @@ TEST_CASE("options that differ are one and the same error on every rank", "[2+]"
     torch::nn::Embedding rows(torch::nn::EmbeddingOptions(5, 3).sparse(sparse));
     return thrown_by([&] { DistributedDataParallel{rows, shared_comm()}; });
   };
-  CHECK_THAT(table(other),
-             ContainsSubstring("the list of sparse gradients is {} on rank 0 and {weight} on rank " + last));
+  CHECK_THAT(table(other), ContainsSubstring("the list of sparse gradients is {}" + here +
+                                             " and {weight} on rank " + last));
 }
 
 TEST_CASE("without the first exchange each rank keeps its values") {
@@ -476,15 +486,17 @@ TEST_CASE("without the first exchange each rank keeps its values") {
   CHECK(net->one->weight.grad().defined());
   if (world.size() == 1) return;
   options.init_sync = world.rank() != 0;
-  CHECK_THAT(thrown_by([&] {
-               DistributedDataParallel{net, shared_comm(), options};
-             }),
-             ContainsSubstring("init_sync is false on rank 0 and true on rank 1"));
+  CHECK_THAT(
+      thrown_by([&] {
+        DistributedDataParallel{net, shared_comm(), options};
+      }),
+      ContainsSubstring("init_sync is false on rank 0 and true on " + ranks_text(1, world.size() - 1)));
 }
 
 TEST_CASE("hooks with other options are one and the same error on every rank", "[2+]") {
   const auto& world = test_world();
   const bool other = world.rank() == world.size() - 1;
+  const std::string here = " on " + ranks_text(0, world.size() - 2);
   const auto refused = [&](auto hook) {
     Net net;
     const std::string text = thrown_by([&] { DistributedDataParallel{net, shared_comm(), {}, hook}; });
@@ -492,11 +504,11 @@ TEST_CASE("hooks with other options are one and the same error on every rank", "
     return text;
   };
   CHECK_THAT(refused(lockstep::PowerSgdHook{{.matrix_approximation_rank = other ? 2 : 1}}),
-             ContainsSubstring("the hook's matrix_approximation_rank is 1 on rank 0 and 2 on rank"));
+             ContainsSubstring("the hook's matrix_approximation_rank is 1" + here + " and 2 on rank"));
   CHECK_THAT(refused(lockstep::PowerSgdHook{{.orthogonalization_epsilon = other ? 1e-8 : 0}}),
              ContainsSubstring("the hook's orthogonalization_epsilon is 0"));
   CHECK_THAT(refused(lockstep::QuantizedHook{{.per_channel = true, .channel = other ? 64 : 512}}),
-             ContainsSubstring("the hook's channel is 512 on rank 0 and 64 on rank"));
+             ContainsSubstring("the hook's channel is 512" + here + " and 64 on rank"));
 }
 
 TEST_CASE("the mean of a sum cannot be added to gradients that are means already") {
