@@ -9,6 +9,7 @@
 #include "data/passes.hpp"
 #include "lockstep/data/distributed_sampler.hpp"
 #include "lockstep/data/evaluation_sampler.hpp"
+#include "lockstep/data/permutation_sampler.hpp"
 #include "lockstep/data/random_sampler.hpp"
 #include "support/catch.hpp"
 
@@ -79,6 +80,48 @@ struct Broken {
 const auto in_order = [](std::size_t length) { return DistributedSampler{length, 0, 1, {.shuffle = false}}; };
 
 }  // namespace
+
+static_assert(lockstep::ResumableSampler<DistributedSampler>);
+static_assert(lockstep::ResumableSampler<lockstep::PermutationSampler>);
+static_assert(lockstep::ResumableSampler<lockstep::RandomSampler>);
+static_assert(lockstep::ResumableSampler<lockstep::EvaluationSampler>);
+
+// A Sampler that knows nothing of passes beyond the concept.
+class PlainSampler final : public torch::data::samplers::Sampler<> {
+ public:
+  void set_epoch(std::size_t epoch) { epoch_ = epoch; }
+  void reset(std::optional<std::size_t> = std::nullopt) override { given_ = 0; }
+  std::optional<std::vector<std::size_t>> next(std::size_t count) override {
+    std::vector<std::size_t> indices;
+    for (; given_ < size() && indices.size() < count; ++given_) indices.push_back((given_ + epoch_) % size());
+    return indices.empty() ? std::nullopt : std::optional(indices);
+  }
+  [[nodiscard]] std::size_t size() const { return 6; }
+  void save(torch::serialize::OutputArchive& archive) const override {
+    archive.write("given", c10::IValue(static_cast<std::int64_t>(given_)));
+  }
+  void load(torch::serialize::InputArchive&) override {}
+
+ private:
+  std::size_t epoch_ = 0, given_ = 0;
+};
+static_assert(lockstep::Sampler<PlainSampler> && !lockstep::ResumableSampler<PlainSampler>);
+
+TEST_CASE("a loader counts the passes and samples of a plain sampler") {
+  DataLoader loader{counting(6), PlainSampler(), {.batch_size = 4, .draw_base_seed = false}};
+  std::vector<std::int64_t> firsts;
+  for (int pass = 0; pass < 3; ++pass)
+    for (auto& batch : loader) firsts.push_back(batch.target[0].item<std::int64_t>());
+  CHECK(loader.epoch() == 2);
+  CHECK(firsts == std::vector<std::int64_t>{0, 4, 1, 5, 2, 0});
+  torch::serialize::OutputArchive archive;
+  loader.save(archive, 3);
+  std::stringstream bytes;
+  archive.save_to(bytes);
+  torch::serialize::InputArchive saved;
+  saved.load_from(bytes);
+  CHECK(lockstep::detail::read_count(saved, "given") == 3);
+}
 
 TEST_CASE("batches are the sampler's, in its order, with any number of workers") {
   for (const std::size_t workers : {0, 1, 3}) {

@@ -30,11 +30,17 @@ class DistributedSampler : public detail::StridedSampler {
   DistributedSampler(std::size_t length, const G& group, const SamplerOptions& options = {})
       : DistributedSampler(length, group.rank(), group.size(), options) {}
 
+  /// Starts or resumes a pass, and frees the permutation of another one, so that copies made afterwards do not
+  /// keep it.
+  void reset(std::optional<std::size_t> new_length = std::nullopt) override {
+    detail::StridedSampler::reset(new_length);
+    if (key() != key_) order_ = at::Tensor();
+  }
+
   /// Draws this epoch's permutation now instead of at the first `next`.
   void prepare() {
     if (!options().shuffle || size() == 0) return;
-    const Key key{pass_epoch(), length(), skipped()};
-    if (order_.defined() && key == key_) return;
+    if (order_.defined() && key() == key_) return;
     order_ = at::Tensor();  // never holds two orders at once
     // The draws do not depend on the dtype. With half the bytes, a shuffle beyond the caches is twice as
     // fast.
@@ -42,7 +48,7 @@ class DistributedSampler : public detail::StridedSampler {
       order_ = draw<std::int32_t>();
     else
       order_ = draw<std::int64_t>();
-    key_ = key;
+    key_ = key();
   }
 
  protected:
@@ -63,6 +69,7 @@ class DistributedSampler : public detail::StridedSampler {
     std::size_t epoch, length, skipped;
     bool operator==(const Key&) const = default;
   };
+  [[nodiscard]] Key key() const { return {pass_epoch(), length(), skipped()}; }
 
   template <class Index>
   [[nodiscard]] at::Tensor draw() const {

@@ -14,6 +14,8 @@ namespace lockstep {
 /// hang.
 class EvaluationSampler : public torch::data::samplers::Sampler<> {
  public:
+  static constexpr bool draws_base_seed = false;
+
   /// Throws UsageError unless 0 <= rank < world_size.
   EvaluationSampler(std::size_t length, int rank, int world_size)
       : length_(length),
@@ -26,13 +28,19 @@ class EvaluationSampler : public torch::data::samplers::Sampler<> {
   EvaluationSampler(std::size_t length, const G& group)
       : EvaluationSampler(length, group.rank(), group.size()) {}
 
-  /// No-op: the order is the same in every epoch.
-  void set_epoch(std::size_t) {}
+  /// Has no effect on the order, which is the same in every epoch.
+  void set_epoch(std::size_t epoch) {
+    epoch_.set(epoch);
+    epoch_.enter();
+  }
+  [[nodiscard]] std::size_t pass_epoch() const { return epoch_.pass(); }
+  [[nodiscard]] bool begun() const { return epoch_.begun(); }
 
   void reset(std::optional<std::size_t> new_length = std::nullopt) override {
     if (new_length) length_ = *new_length;
     if (!resumed_) position_ = skipped_ = 0;
     resumed_ = false;
+    epoch_.begin_pass();
   }
 
   std::optional<std::vector<std::size_t>> next(std::size_t batch_size) override {
@@ -60,6 +68,11 @@ class EvaluationSampler : public torch::data::samplers::Sampler<> {
     return rank_ * (length_ / world_size_) + std::min(rank_, length_ % world_size_);
   }
   [[nodiscard]] std::size_t position() const { return position_; }
+  /// Skips this rank's next `count` samples of the pass.
+  void skip(std::size_t count) {
+    resumed_ = false;
+    position_ += std::min(count, share_of(rank_) - std::min(position_, share_of(rank_)));
+  }
   /// Returns whether the next `reset()` resumes a loaded pass.
   [[nodiscard]] bool resumes() const { return resumed_; }
   [[nodiscard]] int rank() const { return static_cast<int>(rank_); }
@@ -85,6 +98,7 @@ class EvaluationSampler : public torch::data::samplers::Sampler<> {
   }
 
   std::size_t length_, rank_, world_size_;
+  detail::SamplerEpoch epoch_;
   std::size_t position_ = 0;
   std::size_t skipped_ = 0;  // by each rank, before the pass was resumed
   bool resumed_ = false;

@@ -20,6 +20,7 @@
 #include "lockstep/data/generator.hpp"
 #include "lockstep/data/sampler.hpp"
 #include "lockstep/detail/format.hpp"
+#include "lockstep/error.hpp"
 
 namespace lockstep::detail {
 
@@ -34,6 +35,50 @@ inline void keep_math_on_this_thread() {
   static const auto set_threads = reinterpret_cast<SetThreads>(dlsym(RTLD_DEFAULT, "omp_set_num_threads"));
   if (set_threads) set_threads(1);
 }
+
+/// Makes a ResumableSampler of a plain Sampler, whose copies each count their own passes and samples. Its
+/// `load` starts a pass at position 0.
+template <Sampler S>
+class CountedSampler {
+ public:
+  static constexpr bool draws_base_seed = false;
+
+  explicit CountedSampler(S sampler) : sampler_(std::move(sampler)) {}
+
+  void set_epoch(std::size_t epoch) {
+    sampler_.set_epoch(epoch);
+    epoch_.set(epoch);
+    epoch_.enter();
+  }
+  void reset() {
+    sampler_.reset();
+    position_ = 0;
+    epoch_.begin_pass();
+  }
+  std::optional<std::vector<std::size_t>> next(std::size_t count) {
+    auto indices = sampler_.next(count);
+    if (indices) position_ += indices->size();
+    return indices;
+  }
+  void skip(std::size_t count) {
+    if (count > 0) next(count);
+  }
+  void save(torch::serialize::OutputArchive& archive) const { sampler_.save(archive); }
+
+  [[nodiscard]] std::size_t size() const { return sampler_.size(); }
+  [[nodiscard]] std::size_t pass_epoch() const { return epoch_.pass(); }
+  [[nodiscard]] std::size_t position() const { return position_; }
+  [[nodiscard]] bool begun() const { return epoch_.begun(); }
+  [[nodiscard]] bool resumes() const { return false; }
+  [[nodiscard]] int rank() const { return std::max(0, process_rank.load()); }
+  [[nodiscard]] S& plain() { return sampler_; }
+  [[nodiscard]] const S& plain() const { return sampler_; }
+
+ private:
+  S sampler_;
+  SamplerEpoch epoch_;
+  std::size_t position_ = 0;
+};
 
 }  // namespace lockstep::detail
 
@@ -61,8 +106,8 @@ struct LoaderOptions {
   /// They are the same in every run and with any number of workers, and differ between ranks, batches and
   /// epochs.
   std::uint64_t seed = 0;
-  /// Rank from which the transforms' draws follow. -1 means the sampler's rank if it has one, else this
-  /// process's.
+  /// Rank from which the transforms' draws follow. -1 means the sampler's rank, or this process's if the
+  /// sampler is not a ResumableSampler.
   int rank = -1;
   /// Advance the epoch with each further pass, unless `set_epoch` was called since the last one.
   bool advance_epoch = true;
@@ -104,8 +149,6 @@ class DataLoader {
     if (options_.transform && !has_single_samples)
       throw UsageError(
           "this dataset makes whole batches only: give the loader a batch_transform, not a transform");
-    if constexpr (requires { sampler_.epoch(); }) epoch_ = sampler_.epoch();
-    times_set_ = times_set();
   }
   DataLoader(const DataLoader&) = delete;
   DataLoader& operator=(const DataLoader&) = delete;
@@ -114,22 +157,13 @@ class DataLoader {
   Iterator begin() {
     if (pass_under_way_)
       throw UsageError("a DataLoader gives one pass at a time: the last loop over it still runs");
-    if (times_set() != times_set_) {  // by a copy of the sampler or by its load()
-      if constexpr (requires { sampler_.epoch(); }) epoch_ = sampler_.epoch();
-    } else if (begun_ && options_.advance_epoch) {
-      sampler_.set_epoch(++epoch_);
-    }
-    times_set_ = times_set();
-    begun_ = true;
-    if constexpr (!requires { S::draws_base_seed; }) {
-      if (options_.draw_base_seed && !resumes()) at::empty({}, at::kLong).random_();
-    }
+    if (sampler_.begun() && options_.advance_epoch) sampler_.set_epoch(sampler_.pass_epoch() + 1);
+    // A resumed pass drew its base seed when it was started.
+    if (!Passes::draws_base_seed && options_.draw_base_seed && !sampler_.resumes())
+      at::empty({}, at::kLong).random_();
     start_.reset();  // frees the order of the last pass
     sampler_.reset();
-    if constexpr (requires { sampler_.prepare(); }) sampler_.prepare();
     start_.emplace(sampler_);
-    number_ = 0;
-    if constexpr (requires { sampler_.position(); }) number_ = sampler_.position();
     return Iterator(*this);
   }
   static std::default_sentinel_t end() { return {}; }
@@ -143,29 +177,24 @@ class DataLoader {
   /// Writes the state that the sampler has after `samples` samples of the current pass, regardless of how far
   /// workers have read ahead. To resume, call `sampler().load` before a pass.
   void save(torch::serialize::OutputArchive& archive, std::size_t samples) const {
-    S then(start_ ? *start_ : sampler_);
-    if constexpr (requires { then.skip(samples); })
-      then.skip(samples);
-    else if (samples > 0)
-      then.next(samples);
+    Passes then(start_ ? *start_ : sampler_);
+    then.skip(samples);
     then.save(archive);
   }
 
-  /// Sets the epoch of the next pass, also on the sampler.
-  void set_epoch(std::size_t epoch) {
-    sampler_.set_epoch(epoch);
-    epoch_ = epoch;
-    times_set_ = times_set();
-    begun_ = false;
-  }
-  [[nodiscard]] std::size_t epoch() const { return epoch_; }
+  /// Sets the epoch of the next pass.
+  void set_epoch(std::size_t epoch) { sampler_.set_epoch(epoch); }
+  /// Returns the epoch of the current pass, before the first one that of the sampler.
+  [[nodiscard]] std::size_t epoch() const { return sampler_.pass_epoch(); }
 
   [[nodiscard]] const D& dataset() const { return dataset_; }
-  [[nodiscard]] S& sampler() { return sampler_; }
-  [[nodiscard]] const S& sampler() const { return sampler_; }
+  [[nodiscard]] S& sampler() { return plain(sampler_); }
+  [[nodiscard]] const S& sampler() const { return plain(sampler_); }
   [[nodiscard]] const LoaderOptions& options() const { return options_; }
 
  private:
+  using Passes = std::conditional_t<ResumableSampler<S>, S, detail::CountedSampler<S>>;
+
   struct Job {
     std::vector<std::size_t> indices;
     std::size_t number;  // of its first sample in this rank's pass
@@ -176,35 +205,20 @@ class DataLoader {
   };
   static constexpr bool has_single_samples = IndexedDataset<D> || gives_examples;
 
-  [[nodiscard]] std::size_t times_set() const {
-    if constexpr (requires { sampler_.times_set(); })
-      return sampler_.times_set();
+  static auto& plain(auto& sampler) {
+    if constexpr (ResumableSampler<S>)
+      return sampler;
     else
-      return 0;
+      return sampler.plain();
   }
 
-  // A resumed pass drew its base seed when it was started.
-  [[nodiscard]] bool resumes() const {
-    if constexpr (requires { sampler_.resumes(); })
-      return sampler_.resumes();
-    else
-      return false;
-  }
-
-  [[nodiscard]] int rank() const {
-    if (options_.rank >= 0) return options_.rank;
-    if constexpr (requires { sampler_.rank(); })
-      return sampler_.rank();
-    else
-      return std::max(0, detail::process_rank.load());
-  }
+  [[nodiscard]] int rank() const { return options_.rank >= 0 ? options_.rank : sampler_.rank(); }
 
   std::optional<Job> next_job() {
+    const std::size_t number = sampler_.position();
     auto indices = sampler_.next(options_.batch_size);
     if (!indices || (options_.drop_last && indices->size() < options_.batch_size)) return std::nullopt;
-    Job job{std::move(*indices), number_};
-    number_ += job.indices.size();
-    return job;
+    return Job{std::move(*indices), number};
   }
 
   // Workers call this concurrently: it must not write to members.
@@ -231,7 +245,7 @@ class DataLoader {
     if constexpr (std::same_as<Batch, Example>) {
       if (options_.transform || options_.batch_transform) {
         at::Generator generator =
-            keyed_generator({options_.seed, epoch_, static_cast<std::uint32_t>(rank()), job.number});
+            keyed_generator({options_.seed, epoch(), static_cast<std::uint32_t>(rank()), job.number});
         Batch batch =
             options_.transform ? load_transformed(job, generator) : make_batch(dataset_, job.indices);
         return options_.batch_transform ? options_.batch_transform(std::move(batch), generator) : batch;
@@ -255,19 +269,15 @@ class DataLoader {
 
   std::string describe(const Job& job, const std::string& what) const {
     return detail::formatted("rank {} could not load batch {} of epoch {} (samples {}{}): {}", rank(),
-                             job.number / options_.batch_size, epoch_, job.indices.front(),
+                             job.number / options_.batch_size, epoch(), job.indices.front(),
                              job.indices.size() > 1 ? detail::formatted(" to {}", job.indices.back()) : "",
                              what);
   }
 
   D dataset_;
-  S sampler_;
+  Passes sampler_;
   LoaderOptions options_;
-  std::optional<S> start_;  // the sampler at the start of the last pass
-  std::size_t epoch_ = 0;
-  std::size_t times_set_ = 0;
-  std::size_t number_ = 0;  // samples of this rank drawn in this pass
-  bool begun_ = false;      // a pass was started since the epoch was set
+  std::optional<Passes> start_;  // the sampler at the start of the last pass
   bool pass_under_way_ = false;
 };
 

@@ -7,6 +7,7 @@
 
 #include "lockstep/data/detail/strided_sampler.hpp"
 #include "lockstep/detail/format.hpp"
+#include "lockstep/error.hpp"
 
 namespace lockstep {
 
@@ -39,8 +40,13 @@ class RandomSampler : public torch::data::samplers::Sampler<> {
     check_length();
   }
 
-  /// No-op: the order follows from the generator's state.
-  void set_epoch(std::size_t) {}
+  /// Has no effect on the order, which follows from the generator's state.
+  void set_epoch(std::size_t epoch) {
+    epoch_.set(epoch);
+    epoch_.enter();
+  }
+  [[nodiscard]] std::size_t pass_epoch() const { return epoch_.pass(); }
+  [[nodiscard]] bool begun() const { return epoch_.begun(); }
 
   /// Starts a pass, and makes all its draws except the last.
   void reset(std::optional<std::size_t> new_length = std::nullopt) override {
@@ -51,6 +57,7 @@ class RandomSampler : public torch::data::samplers::Sampler<> {
     }
     if (!resumed_) begin();
     resumed_ = false;
+    epoch_.begin_pass();
   }
 
   std::optional<std::vector<std::size_t>> next(std::size_t batch_size) override {
@@ -73,6 +80,13 @@ class RandomSampler : public torch::data::samplers::Sampler<> {
   [[nodiscard]] std::size_t size() const { return length_ - skipped_; }
   /// Returns the number of samples returned in this pass.
   [[nodiscard]] std::size_t position() const { return position_; }
+  /// Skips the next `count` samples of the pass.
+  void skip(std::size_t count) {
+    if (count > 0) next(count);  // which also makes the draw at the end of a pass
+  }
+  [[nodiscard]] bool resumes() const { return resumed_; }
+  /// Returns this process's rank: the sampler itself is not distributed.
+  [[nodiscard]] int rank() const { return std::max(0, detail::process_rank.load()); }
 
   /// Writes the generator state from which this pass's permutation was drawn, and the position. To resume,
   /// also restore the default generator, which this sampler does not own.
@@ -140,6 +154,7 @@ class RandomSampler : public torch::data::samplers::Sampler<> {
 
   std::size_t length_;
   RandomSamplerOptions options_;
+  detail::SamplerEpoch epoch_;
   at::Tensor order_, state_;
   std::size_t position_ = 0;
   std::size_t skipped_ = 0;  // returned before the pass was resumed

@@ -5,6 +5,7 @@
 #include <concepts>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <type_traits>
 #include <vector>
@@ -29,6 +30,29 @@ concept Sampler = std::derived_from<S, torch::data::samplers::Sampler<>> && std:
   sampler.reset();
   { sampler.next(n) } -> std::same_as<std::optional<std::vector<std::size_t>>>;
   { view.size() } -> std::convertible_to<std::size_t>;
+};
+
+/// A Sampler that owns the epoch and the position of its passes. DataLoader makes any other Sampler one, which
+/// counts its passes and samples and skips samples by drawing them.
+///
+/// 1. `pass_epoch()` returns the epoch of the current pass: that of the last `reset()`, `set_epoch` or `load`
+///    on this object.
+/// 2. `position()` returns the number of samples that this rank has consumed in the pass, including those
+///    before a resume. `skip(n)` advances it by at most `n` without drawing.
+/// 3. `begun()` returns whether this object has started a pass since `set_epoch` was called on it or on a
+///    copy. False in a copy. A DataLoader advances the epoch before a further pass over a begun epoch.
+/// 4. `resumes()` returns whether the next `reset()` resumes a loaded pass.
+/// 5. `rank()` returns the zero-based rank from which a DataLoader's transforms draw by default.
+/// 6. `draws_base_seed` is true if `reset()` makes the draw of LoaderOptions::draw_base_seed itself.
+template <class S>
+concept ResumableSampler = Sampler<S> && requires(S& sampler, const S& view, std::size_t n) {
+  sampler.skip(n);
+  { view.pass_epoch() } -> std::convertible_to<std::size_t>;
+  { view.position() } -> std::convertible_to<std::size_t>;
+  { view.begun() } -> std::convertible_to<bool>;
+  { view.resumes() } -> std::convertible_to<bool>;
+  { view.rank() } -> std::convertible_to<int>;
+  { S::draws_base_seed } -> std::convertible_to<bool>;
 };
 
 /// A Sampler that knows the sample count of every rank, so that ranks with unequal counts can be weighted
@@ -80,3 +104,48 @@ S make_sampler(std::size_t length, const G& group, const SamplerOptions& options
 }
 
 }  // namespace lockstep
+
+namespace lockstep::detail {
+
+/// The epoch of a sampler: the number is shared by all copies, the pass is each copy's own.
+class SamplerEpoch {
+ public:
+  SamplerEpoch() = default;
+  // A copy has not begun a pass: its loader starts with the epoch that is set.
+  SamplerEpoch(const SamplerEpoch& other) : shared_(other.shared_), pass_(other.pass_) {}
+  SamplerEpoch& operator=(const SamplerEpoch& other) {
+    shared_ = other.shared_;
+    pass_ = other.pass_;
+    begun_.reset();
+    return *this;
+  }
+  ~SamplerEpoch() = default;
+
+  /// Sets the epoch that the next pass of every copy belongs to.
+  void set(std::size_t number) {
+    shared_->number = number;
+    ++shared_->times_set;
+  }
+  [[nodiscard]] std::size_t number() const { return shared_->number; }
+
+  /// Makes the epoch that is set the epoch of this copy's pass.
+  void enter() { pass_ = shared_->number; }
+  /// Records that this copy has started a pass over the epoch that is set.
+  void begin_pass() {
+    enter();
+    begun_ = shared_->times_set;
+  }
+  [[nodiscard]] std::size_t pass() const { return pass_; }
+  [[nodiscard]] bool begun() const { return begun_ == shared_->times_set; }
+
+ private:
+  struct Shared {
+    std::size_t number = 0, times_set = 0;
+  };
+
+  std::shared_ptr<Shared> shared_ = std::make_shared<Shared>();
+  std::size_t pass_ = 0;
+  std::optional<std::size_t> begun_;  // `times_set` at the last start of a pass
+};
+
+}  // namespace lockstep::detail

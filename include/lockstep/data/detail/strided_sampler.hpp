@@ -3,7 +3,6 @@
 #include <torch/serialize/archive.h>
 
 #include <algorithm>
-#include <memory>
 #include <string>
 
 #include "lockstep/data/sampler.hpp"
@@ -52,15 +51,18 @@ inline void check_batch_size(std::size_t batch_size) {
 /// twice.
 class StridedSampler : public torch::data::samplers::Sampler<> {
  public:
+  static constexpr bool draws_base_seed = false;
+
   /// Sets the epoch that the next `reset()` of this sampler and of all its copies starts. This sampler starts
   /// the epoch at once, unless it resumes a loaded one.
   void set_epoch(std::size_t epoch) {
-    set(epoch);
+    epoch_.set(epoch);
     if (!resumes()) begin();
   }
-  [[nodiscard]] std::size_t epoch() const { return epoch_->number; }
-  /// Returns how often `set_epoch` or `load` has set the epoch, on this sampler or a copy.
-  [[nodiscard]] std::size_t times_set() const { return epoch_->times_set; }
+  /// Returns the epoch that the next `reset()` starts.
+  [[nodiscard]] std::size_t epoch() const { return epoch_.number(); }
+  [[nodiscard]] std::size_t pass_epoch() const { return epoch_.pass(); }
+  [[nodiscard]] bool begun() const { return epoch_.begun(); }
 
   /// Starts a pass over the current epoch, or resumes the one that was just loaded.
   void reset(std::optional<std::size_t> new_length = std::nullopt) override {
@@ -72,6 +74,7 @@ class StridedSampler : public torch::data::samplers::Sampler<> {
       resumed_ = false;
     else
       begin();
+    epoch_.begin_pass();
   }
 
   std::optional<std::vector<std::size_t>> next(std::size_t batch_size) override {
@@ -107,7 +110,7 @@ class StridedSampler : public torch::data::samplers::Sampler<> {
   }
 
   /// Returns whether a loaded pass has not been resumed yet; the next `reset()` resumes it.
-  [[nodiscard]] bool resumes() const { return resumed_ && pass_epoch_ == epoch_->number; }
+  [[nodiscard]] bool resumes() const { return resumed_ && epoch_.pass() == epoch_.number(); }
 
   [[nodiscard]] std::size_t length() const { return length_; }
   [[nodiscard]] int rank() const { return rank_; }
@@ -126,7 +129,7 @@ class StridedSampler : public torch::data::samplers::Sampler<> {
     write("shuffle", options_.shuffle);
     write("drop_last", options_.drop_last);
     write("pad", options_.pad);
-    write("epoch", pass_epoch_);
+    write("epoch", epoch_.pass());
     write("consumed", std::min(length_, skipped_ + position_ * static_cast<std::size_t>(world_size_)));
   }
 
@@ -138,7 +141,7 @@ class StridedSampler : public torch::data::samplers::Sampler<> {
     expect_saved("shuffle", read_count(archive, "shuffle"), options_.shuffle);
     expect_saved("drop_last", read_count(archive, "drop_last"), options_.drop_last);
     expect_saved("pad", read_count(archive, "pad"), options_.pad);
-    set(static_cast<std::size_t>(read_count(archive, "epoch")));
+    epoch_.set(static_cast<std::size_t>(read_count(archive, "epoch")));
     const auto consumed = static_cast<std::size_t>(read_count(archive, "consumed"));
     begin();
     skipped_ = consumed;
@@ -162,20 +165,11 @@ class StridedSampler : public torch::data::samplers::Sampler<> {
   [[nodiscard]] std::size_t place(std::size_t i) const {
     return skipped_ + static_cast<std::size_t>(rank_) + i * static_cast<std::size_t>(world_size_);
   }
-  [[nodiscard]] std::size_t pass_epoch() const { return pass_epoch_; }
   [[nodiscard]] std::size_t skipped() const { return skipped_; }
 
  private:
-  struct Epoch {
-    std::size_t number = 0, times_set = 0;
-  };
-
-  void set(std::size_t epoch) {
-    epoch_->number = epoch;
-    ++epoch_->times_set;
-  }
   void begin() {
-    pass_epoch_ = epoch_->number;
+    epoch_.enter();
     position_ = skipped_ = 0;
     resumed_ = false;
   }
@@ -183,8 +177,7 @@ class StridedSampler : public torch::data::samplers::Sampler<> {
   SamplerOptions options_;
   std::size_t length_;
   int rank_, world_size_;
-  std::shared_ptr<Epoch> epoch_ = std::make_shared<Epoch>();
-  std::size_t pass_epoch_ = 0;
+  SamplerEpoch epoch_;
   std::size_t skipped_ = 0;   // samples that all ranks consumed before this pass was resumed
   std::size_t position_ = 0;  // samples that this rank has consumed since then
   bool resumed_ = false;
