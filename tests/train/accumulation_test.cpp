@@ -145,31 +145,31 @@ TEST_CASE("a gradient hook sees what the optimizer will use, once a step, on eve
   fast.lr = 0.5;
   std::vector<std::int64_t> steps;
   std::string bytes;
-  lockstep::Trainer trainer{world, fast, halved,
-                            lockstep::OnGradients{[&](const lockstep::Gradients& gradients) {
-                              REQUIRE(gradients.parameters.size() == 4);
-                              REQUIRE(gradients.named_parameters.size() == 4);
-                              CHECK(gradients.named_parameters[1].name == "0.bias");
-                              steps.push_back(gradients.step);
-                              for (const auto& parameter : gradients.parameters) {
-                                const auto grad = parameter.grad().contiguous();
-                                bytes.append(static_cast<const char*>(grad.const_data_ptr()), grad.nbytes());
-                                parameter.grad().mul_(0.5);
-                              }
-                            }}};
-  const auto report = trainer.fit(data, squared_error);
+  lockstep::Trainer trainer{world, fast, halved};
+  const auto report =
+      trainer.fit(data, squared_error, lockstep::OnGradients{[&](const lockstep::Gradients& gradients) {
+                    REQUIRE(gradients.parameters.size() == 4);
+                    REQUIRE(gradients.named_parameters.size() == 4);
+                    CHECK(gradients.named_parameters[1].name == "0.bias");
+                    steps.push_back(gradients.step);
+                    for (const auto& parameter : gradients.parameters) {
+                      const auto grad = parameter.grad().contiguous();
+                      bytes.append(static_cast<const char*>(grad.const_data_ptr()), grad.nbytes());
+                      parameter.grad().mul_(0.5);
+                    }
+                  }});
   CHECK(static_cast<std::int64_t>(steps.size()) == report.step);
   for (std::size_t i = 0; i < steps.size(); ++i) CHECK(steps[i] == static_cast<std::int64_t>(i));
   CHECK(distance(halved, plain) == 0);
   for (const auto& other : trainer.comm().all_gather_bytes(bytes)) CHECK(other == bytes);
 
-  // Given to fit, after the trainer's own: a quarter at four times the rate.
+  // Two, in their order: a quarter at four times the rate.
   fast.lr = 1;
   const auto halve = [](const lockstep::Gradients& gradients) {
     for (const auto& parameter : gradients.parameters) parameter.grad().mul_(0.5);
   };
-  lockstep::Trainer(world, fast, twice, lockstep::OnGradients{halve})
-      .fit(data, squared_error, lockstep::OnGradients{halve});
+  lockstep::Trainer(world, fast, twice)
+      .fit(data, squared_error, lockstep::OnGradients{halve}, lockstep::OnGradients{halve});
   CHECK(distance(twice, plain) == 0);
 }
 

@@ -148,8 +148,7 @@ template <class... Extras>
 auto maker(lockstep::TrainerOptions options, const Extras&... extras) {
   if ((lockstep::OptimizerFactory<Extras> || ...)) options.lr.reset();  // it has a rate of its own
   return [options, extras...] {
-    return std::make_unique<lockstep::Trainer<DropNet, lockstep::DistributedSampler, lockstep::GlooComm,
-                                              lockstep::Fp32, Extras...>>(test_world(), options, extras...);
+    return std::make_unique<lockstep::Trainer<DropNet, Extras...>>(test_world(), options, extras...);
   };
 }
 
@@ -203,8 +202,7 @@ TEST_CASE("a run that goes on from a checkpoint ends at the bits of one that nev
     auto options = three_epochs();
     options.lr.reset();
     const auto half = [&] {
-      return std::make_unique<lockstep::Trainer<DropNet, lockstep::DistributedSampler, lockstep::GlooComm,
-                                                lockstep::Fp16, Momentum>>(
+      return std::make_unique<lockstep::Trainer<DropNet, lockstep::Fp16, Momentum>>(
           test_world(), options, lockstep::Fp16({.init_scale = 1e9, .growth_interval = 2}), momentum);
     };
     check_resumes(half, 5);
@@ -234,7 +232,7 @@ TEST_CASE("one process goes on in the order of Python's RandomSampler", "[alone]
   const auto data = three_classes(49);
   const fs::path path = fs::temp_directory_path() / fmt::format("lockstep-checkpoint-random-{}", ::getpid());
   const auto make = [&] {
-    return lockstep::make_trainer<DropNet, lockstep::RandomSampler, lockstep::LocalComm>(
+    return lockstep::Trainer<DropNet, lockstep::RandomSampler, lockstep::LocalComm>(
         world, {.epochs = 2, .batch_size = 7, .lr = 0.05, .seed = 3, .progress = false});
   };
   auto saving = make();
@@ -437,9 +435,7 @@ TEST_CASE("what one rank cannot save or load every rank is told, and works on") 
   const CommonFile file(world);
   const bool culprit = world.rank() == world.size() - 1;
   const auto hook = lockstep::hook_of(Forgetful{});
-  lockstep::Trainer<TinyNet, lockstep::DistributedSampler, lockstep::GlooComm, lockstep::Fp32,
-                    std::remove_const_t<decltype(hook)>>
-      trainer(world, {.steps = 1, .progress = false}, hook);
+  lockstep::Trainer trainer(world, {.steps = 1, .progress = false}, std::in_place_type<TinyNet>, hook);
   Part part;
   trainer.save_checkpoint(file.path, part);
   part.bad = culprit;
@@ -509,9 +505,8 @@ struct Remembering {
 TEST_CASE("a hook forgets the reduction of a step that was not taken") {
   const auto& world = test_world();
   const auto hook = lockstep::hook_of(Remembering{});
-  lockstep::Trainer<TinyNet, lockstep::DistributedSampler, lockstep::GlooComm, Reluctant,
-                    std::remove_const_t<decltype(hook)>>
-      trainer(world, {.steps = 4, .batch_size = 4, .progress = false}, hook);
+  lockstep::Trainer trainer(world, {.steps = 4, .batch_size = 4, .progress = false},
+                            std::in_place_type<TinyNet>, Reluctant(), hook);
   const auto data = three_classes(world.size() * 16);
   trainer.fit(data, loss);
   CHECK(trainer.ddp().hook().function().rollbacks == 1);

@@ -39,9 +39,7 @@ TrainerOptions options_of(const Sizes& sizes) {
 // By all ranks. Returns the last epoch's loss.
 template <class S, class Loss>
 double train_together(torch::nn::Sequential net, const Sizes& sizes, Loss&& loss) {
-  auto optimizer = momentum();
-  lockstep::Trainer<torch::nn::Sequential, S, lockstep::GlooComm, lockstep::Fp32, decltype(optimizer)>
-      trainer{test_world(), options_of(sizes), net, optimizer};
+  lockstep::Trainer trainer{test_world(), options_of(sizes), net, std::in_place_type<S>, momentum()};
   return trainer.fit(curve(sizes.length), loss).loss;
 }
 

@@ -56,15 +56,22 @@ std::vector<std::string> by_hand(const lockstep::TensorDataset& train, int steps
   });
 }
 
-template <class... Extras>
-std::vector<std::string> by_trainer(const lockstep::TensorDataset& train, int steps, Extras... extras) {
+template <class... Extras, class... Callbacks>
+std::vector<std::string> by_trainer(const lockstep::TensorDataset& train, int steps,
+                                    std::tuple<Extras...> extras = {}, Callbacks... callbacks) {
   const auto world = lockstep::World::from_environment();
-  lockstep::Trainer<TinyNet, lockstep::DistributedSampler, lockstep::LocalComm, lockstep::Fp32, Extras...>
-      trainer{world, {.steps = steps, .batch_size = 8, .seed = 1}, extras...};
+  const lockstep::TrainerOptions options{.steps = steps, .batch_size = 8, .seed = 1};
+  auto trainer = std::apply(
+      [&](auto&... extra) {
+        return lockstep::Trainer{world, options, std::in_place_type<TinyNet>, lockstep::LocalComm(world),
+                                 extra...};
+      },
+      extras);
   return operators_of([&] {
-    trainer.fit(train, [](TinyNet& net, auto& batch) {
-      return torch::cross_entropy_loss(net(batch.data), batch.target);
-    });
+    trainer.fit(
+        train,
+        [](TinyNet& net, auto& batch) { return torch::cross_entropy_loss(net(batch.data), batch.target); },
+        callbacks...);
   });
 }
 
@@ -77,11 +84,11 @@ TEST_CASE("ten steps of a trainer on LocalComm run the operators of the loop by 
   REQUIRE(std::count(hand.begin(), hand.end(), "aten::cross_entropy_loss") == 10);
   CHECK(by_trainer(train, 10) == hand);
 
-  SECTION("also with extras of every kind") {
+  SECTION("also with extras and callbacks") {
     auto adam = lockstep::MakeOptimizer{[](auto parameters) { return torch::optim::Adam(parameters, 1e-3); }};
-    CHECK(by_trainer(train, 10, adam, lockstep::OnStep{[](const auto&) {}},
-                     lockstep::OnEpoch{[](const auto&) {}},
-                     lockstep::RateSchedule{[](auto, auto) { return 0.5; }}) ==
+    const std::tuple extras{adam, lockstep::RateSchedule{[](auto, auto) { return 0.5; }}};
+    CHECK(by_trainer(train, 10, extras, lockstep::OnStep{[](const auto&) {}},
+                     lockstep::OnEpoch{[](const auto&) {}}) ==
           by_hand(train, 10, [](auto parameters) { return torch::optim::Adam(parameters, 1e-3); }));
   }
   SECTION("and a loop with one operator more is told apart") {

@@ -83,10 +83,8 @@ void call(const lockstep::World& world, const std::string& mode, std::shared_ptr
   }};
   Sequential net(torch::nn::Linear(3, 4), torch::nn::Linear(4, 1));
   net->to(torch::kDouble);
-  using Trainer =
-      lockstep::Trainer<Sequential, lockstep::DistributedSampler, lockstep::GlooComm, lockstep::Fp32,
-                        std::remove_const_t<decltype(optimizer)>, std::remove_const_t<decltype(schedule)>>;
   const lockstep::TrainerOptions options{.batch_size = 2, .progress = false};
+  using Trainer = decltype(lockstep::Trainer{world, options, net, optimizer, schedule});
   const auto trainer = std::make_shared<Trainer>(world, options, net, optimizer, schedule);
   keeper = trainer;  // its end would tell the others, too
   const Broken data{curve(static_cast<std::size_t>(8 * world.size())),

@@ -256,9 +256,8 @@ TEST_CASE("parameters that part are found at the end of the epoch, alike on ever
                             ContainsSubstring(fmt::format("on rank {}", world.size() - 1)));
   CHECK(train({.compare_parameters = false}).empty());
   // A hook by which they part says so.
-  lockstep::Trainer<TinyNet, lockstep::DistributedSampler, lockstep::GlooComm, lockstep::Fp32,
-                    lockstep::NoOpHook>
-      apart{world, {.lr = 0.1, .progress = false}};
+  lockstep::Trainer apart{
+      world, {.lr = 0.1, .progress = false}, std::in_place_type<TinyNet>, lockstep::NoOpHook()};
   CHECK(refused(apart, three_classes(40)).empty());
 }
 
@@ -266,11 +265,10 @@ TEST_CASE("a rate that an optimizer of one's own would not use is refused") {
   const auto make = lockstep::MakeOptimizer{[](std::vector<torch::Tensor> parameters) {
     return lockstep::SGD(std::move(parameters), {.lr = 0.05});
   }};
-  using Own = lockstep::Trainer<TinyNet, lockstep::DistributedSampler, lockstep::GlooComm, lockstep::Fp32,
-                                std::remove_const_t<decltype(make)>>;
-  CHECK_THROWS_WITH(Own(test_world(), {.lr = 0.1}, make),
+  const auto net = std::in_place_type<TinyNet>;
+  CHECK_THROWS_WITH((lockstep::Trainer{test_world(), {.lr = 0.1}, net, make}),
                     ContainsSubstring("lr is 0.1, beside an optimizer"));
-  CHECK_NOTHROW(Own(test_world(), {}, make));
+  CHECK_NOTHROW((lockstep::Trainer{test_world(), {}, net, make}));
 }
 
 TEST_CASE("a model is saved by rank 0 and loaded for all") {
@@ -331,8 +329,7 @@ TEST_CASE("a communication hook is one more extra, and DDP's options one more op
   const auto run = [&](auto... extras) {
     lockstep::TrainerOptions options{.epochs = 2, .batch_size = 5, .lr = 0.1};
     options.ddp.bucket_cap_mb = lockstep_test::mib({64});
-    auto trainer = lockstep::make_trainer<TinyNet, lockstep::DistributedSampler, lockstep::GlooComm>(
-        test_world(), options, extras...);
+    lockstep::Trainer trainer{test_world(), options, std::in_place_type<TinyNet>, extras...};
     trainer.fit(train, loss);
     CHECK(trainer.ddp().buckets().size() > 1);
     trainer.ddp().sync_buffers();

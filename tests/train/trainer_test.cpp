@@ -1,6 +1,7 @@
 #include "lockstep/train/trainer.hpp"
 
 #include "lockstep/comm/local_comm.hpp"
+#include "lockstep/data/permutation_sampler.hpp"
 #include "lockstep/optim/adam.hpp"
 #include "support/catch.hpp"
 #include "support/temporary_folder.hpp"
@@ -249,11 +250,10 @@ TEST_CASE("gradients of parameters that the optimizer does not hold do not add u
   auto trainer = local({.steps = 3, .batch_size = 32, .seed = 1}, TinyNet(),
                        lockstep::MakeOptimizer{[](const std::vector<torch::Tensor>& parameters) {
                          return lockstep::SGD({parameters.back()}, {.lr = 0});
-                       }},
-                       lockstep::OnGradients{[&](const lockstep::Gradients& gradients) {
-                         seen.push_back(gradients.parameters[0].grad().norm().item<double>());
                        }});
-  trainer.fit(three_classes(32), loss);
+  trainer.fit(three_classes(32), loss, lockstep::OnGradients{[&](const lockstep::Gradients& gradients) {
+                seen.push_back(gradients.parameters[0].grad().norm().item<double>());
+              }});
   REQUIRE(seen.size() == 3);
   for (const double norm : seen)
     CHECK(norm == Approx(seen[0]).epsilon(1e-4));  // batches differ in their order
@@ -261,17 +261,34 @@ TEST_CASE("gradients of parameters that the optimizer does not hold do not add u
 
 TEST_CASE("a schedule multiplies the optimizer's rate") {
   std::vector<double> rates;
-  torch::optim::Optimizer* optimizer = nullptr;
-  auto trainer = lockstep::make_trainer<TinyNet, lockstep::DistributedSampler, lockstep::LocalComm>(
-      alone(), {.epochs = 2, .batch_size = 32, .lr = 0.5},
-      lockstep::RateSchedule{[](std::int64_t epoch, std::int64_t step) {
-        return epoch == 0 ? 1.0 : 1.0 / static_cast<double>(step);
-      }},
-      lockstep::OnStep{
-          [&](const auto&) { rates.push_back(optimizer->param_groups()[0].options().get_lr()); }});
-  optimizer = &trainer.optimizer();
-  trainer.fit(three_classes(64), loss);
+  lockstep::Trainer trainer{alone(),
+                            {.epochs = 2, .batch_size = 32, .lr = 0.5},
+                            std::in_place_type<TinyNet>,
+                            std::in_place_type<lockstep::LocalComm>,
+                            lockstep::RateSchedule{[](std::int64_t epoch, std::int64_t step) {
+                              return epoch == 0 ? 1.0 : 1.0 / static_cast<double>(step);
+                            }}};
+  trainer.fit(three_classes(64), loss, lockstep::OnStep{[&](const auto&) {
+                rates.push_back(trainer.optimizer().param_groups()[0].options().get_lr());
+              }});
   CHECK(rates == std::vector<double>{0.5, 0.5, 0.25, 0.5 / 3});
+}
+
+TEST_CASE("policies are told apart by their concepts, in any order") {
+  const lockstep::TrainerOptions options{.steps = 3, .seed = 9};
+  const auto schedule = lockstep::RateSchedule{[](std::int64_t, std::int64_t) { return 0.5; }};
+  const auto sgd = lockstep::MakeOptimizer{[](std::vector<torch::Tensor> parameters) {
+    return lockstep::SGD(std::move(parameters), {.lr = 0.1});
+  }};
+  lockstep::Trainer deduced{alone(),   options,
+                            sgd,       lockstep::LocalComm(alone()),
+                            schedule,  std::in_place_type<lockstep::PermutationSampler>,
+                            Doubled(), std::in_place_type<TinyNet>};
+  lockstep::Trainer<TinyNet, lockstep::PermutationSampler, lockstep::LocalComm, Doubled,
+                    std::remove_const_t<decltype(sgd)>, std::remove_const_t<decltype(schedule)>>
+      named{alone(), options, sgd, schedule};
+  static_assert(std::same_as<decltype(deduced.precision()), Doubled&>);
+  CHECK(equal(trained_pointer(deduced), trained_pointer(named)));
 }
 
 TEST_CASE("training is in training mode, whatever the mode before") {

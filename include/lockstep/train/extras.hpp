@@ -37,8 +37,8 @@ struct Gradients {
 
 /// A callback between backward and the optimizer step, on every rank: `on_gradients(gradients)`.
 ///
-/// 1. The callback among the Trainer's extras runs first, then those passed to `fit`, in their order. In
-///    `fit(data, loss, OnGradients{look}, GradientClip{1})` the function `look` sees unclipped gradients.
+/// 1. The callbacks passed to `fit` run in their order. In `fit(data, loss, OnGradients{look},
+///    GradientClip{1})` the function `look` sees unclipped gradients.
 /// 2. The gradients are equal on all ranks. A callback may modify them in place, identically on every rank.
 /// 3. A precision with `unscale(optimizer)` unscales the gradients before the first callback, and its `step`
 ///    does not unscale them again. Under a precision that scales and has no `unscale`, callbacks see scaled
@@ -249,7 +249,8 @@ struct OnEpoch {
 template <class Function>
 OnEpoch(Function) -> OnEpoch<Function>;
 
-/// Any of the four callback concepts.
+/// Any of the four callback concepts. Callbacks are passed to `Trainer::fit`, after the loss; what a Trainer is
+/// constructed with (OptimizerFactory, Schedule, GradientCheck, CommunicationHook) is no callback.
 template <class E>
 concept Callback = GradientCallback<E> || StepCallback<E> || EpochStartCallback<E> || EpochCallback<E>;
 
@@ -257,37 +258,22 @@ concept Callback = GradientCallback<E> || StepCallback<E> || EpochStartCallback<
 
 namespace lockstep::detail {
 
-// Calls the extra's callback for this event, if it has one.
+// Calls the callback if it is one for this event.
 template <class E>
-void notify([[maybe_unused]] E& extra, [[maybe_unused]] const Gradients& gradients) {
-  if constexpr (GradientCallback<E>) extra.on_gradients(gradients);
+void notify([[maybe_unused]] E& callback, [[maybe_unused]] const Gradients& gradients) {
+  if constexpr (GradientCallback<E>) callback.on_gradients(gradients);
 }
 template <class E>
-void notify([[maybe_unused]] E& extra, [[maybe_unused]] const StepReport& report) {
-  if constexpr (StepCallback<E>) extra.on_step(report);
+void notify([[maybe_unused]] E& callback, [[maybe_unused]] const StepReport& report) {
+  if constexpr (StepCallback<E>) callback.on_step(report);
 }
 template <class E>
-void notify([[maybe_unused]] E& extra, [[maybe_unused]] const EpochPlan& plan) {
-  if constexpr (EpochStartCallback<E>) extra.on_epoch_start(plan);
+void notify([[maybe_unused]] E& callback, [[maybe_unused]] const EpochPlan& plan) {
+  if constexpr (EpochStartCallback<E>) callback.on_epoch_start(plan);
 }
 template <class E>
-void notify([[maybe_unused]] E& extra, const EpochReport& report) {
-  if constexpr (EpochCallback<E>) extra.on_epoch(report);
+void notify([[maybe_unused]] E& callback, const EpochReport& report) {
+  if constexpr (EpochCallback<E>) callback.on_epoch(report);
 }
-
-template <class E>
-inline constexpr int concepts_modelled =
-    int{OptimizerFactory<E>} + int{Schedule<E>} + int{GradientCheck<E>} + int{GradientCallback<E>} +
-    int{StepCallback<E>} + int{EpochStartCallback<E>} + int{EpochCallback<E>} + int{ReductionPolicy<E>};
-
-template <class... Extras>
-inline constexpr bool none_twice = (int{OptimizerFactory<Extras>} + ... + 0) <= 1 &&
-                                   (int{Schedule<Extras>} + ... + 0) <= 1 &&
-                                   (int{GradientCheck<Extras>} + ... + 0) <= 1 &&
-                                   (int{GradientCallback<Extras>} + ... + 0) <= 1 &&
-                                   (int{StepCallback<Extras>} + ... + 0) <= 1 &&
-                                   (int{EpochStartCallback<Extras>} + ... + 0) <= 1 &&
-                                   (int{EpochCallback<Extras>} + ... + 0) <= 1 &&
-                                   (int{ReductionPolicy<Extras>} + ... + 0) <= 1;
 
 }  // namespace lockstep::detail

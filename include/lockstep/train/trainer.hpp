@@ -37,8 +37,6 @@
 #include "lockstep/train/detail/run_checkpoint.hpp"
 #include "lockstep/train/detail/run_length.hpp"
 #include "lockstep/train/detail/run_position.hpp"
-#include "lockstep/train/detail/select_by_type.hpp"
-#include "lockstep/train/detail/trainer_defaults.hpp"
 #include "lockstep/train/detail/training_step.hpp"
 #include "lockstep/train/evaluate.hpp"
 #include "lockstep/train/extras.hpp"
@@ -55,12 +53,36 @@ namespace lockstep {
 /// and its optimizer. Sets the sampler's epoch, the module's training mode, the seeds and the rank that
 /// writes.
 ///
-/// The policies are types. Values of them (a model, a communicator with options, extras) follow the options
-/// in any order. Policies without a value are default-constructed; the communicator is constructed from the
-/// world. The model moves to the communicator's device. Every rank constructs the same trainers in the same
-/// order and calls the same functions on them. Not thread-safe.
-template <class Model, class SamplerType, class Comm, class PrecisionType, class... Extras>
-class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType, Extras...> {
+/// The policies are told apart by their concepts, in any order:
+///
+/// | policy | default |
+/// |---|---|
+/// | a Model | required |
+/// | a Sampler | DistributedSampler |
+/// | a Communicator (Reducing and Gathering) | GlooComm, constructed from the world |
+/// | a Precision | Fp32 |
+/// | extras: an OptimizerFactory, a Schedule, a GradientCheck, a CommunicationHook | SGD; none; none; AllReduceHook |
+///
+/// They are deduced from the arguments after the options: from a value, or from `std::in_place_type<T>` for
+/// a policy that the Trainer constructs itself: a model after seeding, a sampler for each dataset, the
+/// others by default.
+///
+///   Trainer trainer{world, options, std::in_place_type<Net>, std::in_place_type<PermutationSampler>,
+///                   Fp16(), MakeOptimizer{make}};
+///
+/// `Trainer<Net, DistributedSampler, GlooComm, Fp32, Extras...>` names them. Callbacks are no policies: each
+/// `fit` takes its own. The model moves to the communicator's device. Every rank constructs the same trainers
+/// in the same order and calls the same functions on them. Not thread-safe.
+template <class... Policies>
+class Trainer : detail::CheckedPolicies<Policies...> {
+  using Types = detail::PolicyTypes<Policies...>;
+  using Model = typename Types::Model;
+  using SamplerType = typename Types::Sampler;
+  using Comm = typename Types::Comm;
+  using PrecisionType = typename Types::Precision;
+  using Reduction = typename Types::Reduction;
+  using Extras = typename Types::Extras;
+
  public:
   /// Seeds the default generators of CPU and GPUs: with `options.seed` before a model is constructed, with
   /// `seed + rank` afterwards. Collective. Throws UsageError for invalid options and MismatchError if the
@@ -68,20 +90,20 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
   template <class... Given>
   explicit Trainer(const World& world, const TrainerOptions& options = {}, Given... given)
       : world_(world),
-        options_(detail::validated_beside<Extras...>(options)),
+        options_(detail::validated_beside(Types::template count<detail::PolicyKind::optimizer> > 0, options)),
         comm_(detail::pick<Comm>([&]<class C>(std::type_identity<C>) { return C(world); }, given...)),
         model_(detail::placed(detail::pick<Model>(detail::MakeSeeded{options.seed}, given...), comm_)),
         precision_(detail::pick<PrecisionType>(detail::MakeDefault{}, given...)),
-        extras_(detail::pick<Extras>(detail::MakeDefault{}, given...)...),
+        extras_(detail::make_extras(std::type_identity<Extras>{}, given...)),
         ddp_(model_.get(), comm_, options_.ddp, detail::take_reduction<Reduction>(extras_)),
         optimizer_(detail::made_optimizer(extras_, ddp_.named_parameters(), options_)),
         step_(model_.get(), ddp_, comm_, *optimizer_, precision_, options_.ddp,
               detail::ClearGradients::set_to_none) {
-    static_assert((detail::one_of<Given, Model, Comm, PrecisionType, Extras...> && ...),
+    static_assert((detail::fits_policies<Given, Policies...> && ...),
                   "lockstep: a Trainer was given a value of a type that is none of its policies");
     position_.batch_size = options_.batch_size;
     position_.accumulate = options_.accumulate;
-    if constexpr ((Schedule<Extras> || ...))
+    if constexpr (Types::template count < detail::PolicyKind::schedule >> 0)
       for (const auto& group : optimizer_->param_groups())
         position_.rates.push_back(group.options().get_lr());
     each_extra([&]<class E>([[maybe_unused]] E& extra) {
@@ -99,7 +121,7 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
   /// 2. `loss` is a LossFunction. Each step descends the mean over all samples (or counts) of all ranks. A
   ///    step in which nothing was counted changes nothing.
   /// 3. `callbacks` are GradientCallbacks, StepCallbacks, EpochStartCallbacks and EpochCallbacks for this
-  ///    call. They run in their order, after the callbacks among the extras.
+  ///    call. Those of one event run in their order.
   /// 4. An exception that a callback, a schedule or the optimizer throws on every rank within two seconds
   ///    ends this call only. An exception on some ranks aborts the communicator: the other ranks throw
   ///    PeerError, and the communicator is unusable from then on.
@@ -179,8 +201,6 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
   [[nodiscard]] std::int64_t step() const { return position_.step; }
 
  private:
-  using Reduction = detail::ReductionOf<Extras...>;
-
   template <class... Parts>
   bool read_run(const char* name, const std::filesystem::path& path, bool required, Parts&... parts) {
     forbid_in_rank_zero_scope(name);
@@ -320,10 +340,7 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
   // Reports a callback's exception to the other ranks, which may already wait for this one.
   template <class Report, class... Callbacks>
   void notify_all(const Report& report, Callbacks&... callbacks) {
-    detail::aborting(comm_, [&] {
-      each_extra([&](auto& extra) { detail::notify(extra, report); });
-      (detail::notify(callbacks, report), ...);
-    });
+    detail::aborting(comm_, [&] { (detail::notify(callbacks, report), ...); });
   }
 
   // Logs on which rank and in which step the loss was first not finite. Collective. Only the epoch's sum over
@@ -363,14 +380,14 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
         epoch, where);
   }
 
-  using Kept = detail::KeptOf<Model, Comm, PrecisionType, Extras...>;
+  using Kept = detail::KeptOf<Types>;
 
   World world_;
   TrainerOptions options_;
   Comm comm_;
   typename Kept::Model model_;
   PrecisionType precision_;
-  std::tuple<Extras...> extras_;
+  Extras extras_;
   typename Kept::Ddp ddp_;
   std::unique_ptr<torch::optim::Optimizer> optimizer_;
   typename Kept::Step step_;
@@ -383,17 +400,8 @@ class Trainer : detail::CheckedPolicies<Model, SamplerType, Comm, PrecisionType,
   bool warned_of_loss_ = false, warned_in_stream_ = false;
 };
 
-/// Deduces the model and the extras: `Trainer{world, options, Net(...), extras...}`.
-template <class M, class... Extras>
-Trainer(const World&, TrainerOptions, M, Extras...)
-    -> Trainer<M, DefaultSampler, DefaultComm, DefaultPrecision, Extras...>;
-
-/// Constructs a Trainer with explicit policies and deduced extras: `make_trainer<Net, MySampler>(world,
-/// options, extras...)`.
-template <class Model, class SamplerType = DefaultSampler, class Comm = DefaultComm,
-          class PrecisionType = DefaultPrecision, class... Extras>
-auto make_trainer(const World& world, const TrainerOptions& options, Extras... extras) {
-  return Trainer<Model, SamplerType, Comm, PrecisionType, Extras...>(world, options, std::move(extras)...);
-}
+/// Deduces the policies: `Trainer{world, options, Net(...), extras...}`.
+template <class... Given>
+Trainer(const World&, TrainerOptions, Given...) -> Trainer<typename detail::PolicyOfArgument<Given>::type...>;
 
 }  // namespace lockstep

@@ -11,8 +11,7 @@ using DefaultSampler = DistributedSampler;
 using DefaultComm = GlooComm;
 using DefaultPrecision = Fp32;
 
-template <class Model, class Sampler = DefaultSampler, class Comm = DefaultComm,
-          class Precision = DefaultPrecision, class... Extras>
+template <class... Policies>
 class Trainer;
 
 }  // namespace lockstep

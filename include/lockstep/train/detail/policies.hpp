@@ -1,73 +1,154 @@
 #pragma once
 
+#include <ATen/Context.h>
+#include <ATen/core/Tensor.h>
+#include <torch/optim/optimizer.h>
+
 #include <concepts>
+#include <cstdint>
+#include <memory>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+#include <vector>
 
 #include "lockstep/comm/communicator.hpp"
 #include "lockstep/data/sampler.hpp"
+#include "lockstep/detail/format.hpp"
+#include "lockstep/error.hpp"
 #include "lockstep/grad/distributed_data_parallel.hpp"
+#include "lockstep/grad/model.hpp"
+#include "lockstep/optim/sgd.hpp"
 #include "lockstep/precision/precision.hpp"
 #include "lockstep/train/detail/model_handle.hpp"
 #include "lockstep/train/detail/training_step.hpp"
 #include "lockstep/train/extras.hpp"
 #include "lockstep/train/loss.hpp"
 #include "lockstep/train/stream.hpp"
+#include "lockstep/train/trainer_fwd.hpp"
+#include "lockstep/train/trainer_options.hpp"
 
+/// The policies of a Trainer: how they are told apart, checked and constructed.
 namespace lockstep::detail {
 
-// The CommunicationHook among the extras, or AllReduceHook.
-template <class... Extras>
-struct ReductionAmong {
-  using type = AllReduceHook;
+enum class PolicyKind {
+  model,
+  sampler,
+  communicator,
+  precision,
+  // Extras. A Trainer stores them in one tuple.
+  optimizer,
+  schedule,
+  check,
+  hook,
+  // Not policies.
+  several,
+  callback,
+  none
 };
-template <class First, class... Rest>
-struct ReductionAmong<First, Rest...> : ReductionAmong<Rest...> {};
-template <ReductionPolicy First, class... Rest>
-struct ReductionAmong<First, Rest...> {
-  using type = First;
+
+template <class P>
+consteval PolicyKind kind_of() {
+  // A model comes first: to test its generic forward for a precision's could fail to compile.
+  if constexpr (Model<P>) {
+    return PolicyKind::model;
+  } else if constexpr (Sampler<P>) {
+    return PolicyKind::sampler;
+  } else if constexpr (Communicator<P>) {
+    return PolicyKind::communicator;
+  } else if constexpr (Precision<P>) {
+    return PolicyKind::precision;
+  } else if constexpr (int{OptimizerFactory<P>} + int{Schedule<P>} + int{GradientCheck<P>} +
+                           int{ReductionPolicy<P>} + int{Callback<P>} >
+                       1) {
+    return PolicyKind::several;
+  } else {
+    return OptimizerFactory<P>  ? PolicyKind::optimizer
+           : Schedule<P>        ? PolicyKind::schedule
+           : GradientCheck<P>   ? PolicyKind::check
+           : ReductionPolicy<P> ? PolicyKind::hook
+           : Callback<P>        ? PolicyKind::callback
+                                : PolicyKind::none;
+  }
+}
+constexpr bool is_extra(PolicyKind kind) {
+  return kind >= PolicyKind::optimizer && kind <= PolicyKind::hook;
+}
+
+// The first of the policies that is of this kind, or the default.
+template <PolicyKind kind, class Default, class... Policies>
+struct SelectPolicy : std::type_identity<Default> {};
+template <PolicyKind kind, class Default, class First, class... Rest>
+struct SelectPolicy<kind, Default, First, Rest...>
+    : std::conditional_t<kind_of<First>() == kind, std::type_identity<First>,
+                         SelectPolicy<kind, Default, Rest...>> {};
+
+// A placeholder for a Trainer's members when its policies are wrong. Accepts any constructor arguments, so
+// that a static_assert of CheckedPolicies is the only error.
+struct Nothing {
+  template <class... Given>
+  explicit Nothing(Given&&...) {}
 };
-template <class... Extras>
-using ReductionOf = typename ReductionAmong<Extras...>::type;
+
+// What a Trainer's policies are, with the defaults for those that are left out.
+template <class... Policies>
+struct PolicyTypes {
+  template <PolicyKind kind>
+  static constexpr int count = (int{kind_of<Policies>() == kind} + ... + 0);
+
+  using Model = typename SelectPolicy<PolicyKind::model, Nothing, Policies...>::type;
+  using Sampler = typename SelectPolicy<PolicyKind::sampler, DefaultSampler, Policies...>::type;
+  using Comm = typename SelectPolicy<PolicyKind::communicator, DefaultComm, Policies...>::type;
+  using Precision = typename SelectPolicy<PolicyKind::precision, DefaultPrecision, Policies...>::type;
+  using Reduction = typename SelectPolicy<PolicyKind::hook, AllReduceHook, Policies...>::type;
+  using Extras = decltype(std::tuple_cat(
+      std::declval<
+          std::conditional_t<is_extra(kind_of<Policies>()), std::tuple<Policies>, std::tuple<>>>()...));
+};
 
 // Diagnoses a Trainer's template arguments with one static_assert each. The Trainer derives from this class,
 // so that this message comes before the other errors that a wrong policy causes.
-template <class ModelType, class SamplerType, class Comm, class PrecisionType, class... Extras>
+template <class... Policies>
 struct CheckedPolicies {
+  using Types = PolicyTypes<Policies...>;
+  using Comm = typename Types::Comm;
+  using PrecisionType = typename Types::Precision;
+
+  static_assert(((kind_of<Policies>() != PolicyKind::none) && ...),
+                "lockstep: a policy of a Trainer models none of Model, Sampler, Communicator, Precision, "
+                "OptimizerFactory, Schedule, GradientCheck and CommunicationHook");
+  static_assert(((kind_of<Policies>() != PolicyKind::callback) && ...),
+                "lockstep: a callback is no policy of a Trainer: pass it to fit, after the loss");
+  static_assert(((kind_of<Policies>() != PolicyKind::several) && ...),
+                "lockstep: an extra of a Trainer models more than one of OptimizerFactory, Schedule, "
+                "GradientCheck, CommunicationHook and the callbacks: split it into one each");
+  static_assert(Types::template count<PolicyKind::model> <= 1 &&
+                    Types::template count<PolicyKind::sampler> <= 1 &&
+                    Types::template count<PolicyKind::communicator> <= 1 &&
+                    Types::template count<PolicyKind::precision> <= 1 &&
+                    Types::template count<PolicyKind::optimizer> <= 1 &&
+                    Types::template count<PolicyKind::schedule> <= 1 &&
+                    Types::template count<PolicyKind::check> <= 1 &&
+                    Types::template count<PolicyKind::hook> <= 1,
+                "lockstep: two policies of a Trainer model the same concept: give one of each kind");
   static_assert(
-      Model<ModelType>,
-      "lockstep: the first policy of a Trainer is the model: a class derived from torch::nn::Module or the "
-      "holder that TORCH_MODULE makes of one");
-  static_assert(
-      Sampler<SamplerType>,
-      "lockstep: the second policy of a Trainer is the sampler: a type that models lockstep::Sampler, such "
-      "as lockstep::DistributedSampler");
+      Model<typename Types::Model> || ((kind_of<Policies>() == PolicyKind::none) || ...),
+      "lockstep: a Trainer has no model: give it a class derived from torch::nn::Module or the holder that "
+      "TORCH_MODULE makes of one, by value or as std::in_place_type<Net>");
   static_assert(
       Reducing<Comm> && Gathering<Comm>,
-      "lockstep: the third policy of a Trainer is the communicator: a type that models lockstep::Reducing "
-      "and lockstep::Gathering, such as lockstep::GlooComm or lockstep::LocalComm");
+      "lockstep: the communicator of a Trainer models lockstep::Reducing and lockstep::Gathering, as "
+      "lockstep::GlooComm and lockstep::LocalComm do");
   static_assert(
-      Precision<PrecisionType>,
-      "lockstep: the fourth policy of a Trainer is the precision: a type that models lockstep::Precision, "
-      "such as lockstep::Fp32");
-  static_assert(((concepts_modelled<Extras> >= 1) && ...),
-                "lockstep: an extra of a Trainer models none of OptimizerFactory, Schedule, GradientCheck, "
-                "GradientCallback, StepCallback, EpochStartCallback, EpochCallback and CommunicationHook");
-  static_assert(
-      ((concepts_modelled<Extras> <= 1) && ...),
-      "lockstep: an extra of a Trainer models more than one of OptimizerFactory, Schedule, GradientCheck, "
-      "GradientCallback, StepCallback, EpochStartCallback, EpochCallback and CommunicationHook: split it "
-      "into one each");
-  static_assert(
-      !(ScalingPrecision<PrecisionType> && (GradientCheck<Extras> || ...)),
+      !(ScalingPrecision<PrecisionType> && Types::template count<PolicyKind::check> > 0),
       "lockstep: a GradientCheck, such as CheckFinite, refuses gradients that are not finite, which a "
       "precision that scales losses, such as Fp16, meets as part of its work: leave the check out");
   static_assert(
-      !ScalingPrecision<PrecisionType> || ReductionOf<Extras...>::propagates_nan ||
+      !ScalingPrecision<PrecisionType> || Types::Reduction::propagates_nan ||
           AgreeingPrecision<PrecisionType, Comm>,
       "lockstep: a communication hook that keeps infinities from the other ranks, such as PowerSgdHook, "
       "needs a precision whose ranks agree on the steps to leave out: give it agree(optimizer, comm), as "
       "Fp16 has");
-  static_assert(none_twice<Extras...>,
-                "lockstep: two extras of a Trainer model the same concept: give one of each kind");
 };
 
 // Diagnoses the arguments of `fit` with one static_assert each.
@@ -101,25 +182,124 @@ struct CheckedFit {
   }
 };
 
-// A placeholder for a Trainer's members when its policies are wrong. Accepts any constructor arguments, so
-// that the static_assert above is the only error.
-struct Nothing {
-  template <class... Given>
-  explicit Nothing(Given&&...) {}
-};
-// The types of a Trainer's members, from its policies.
-template <class ModelType, class Comm, class PrecisionType, class... Extras>
+// The types of a Trainer's members.
+template <class Types>
 struct KeptOf {
   using Model = Nothing;
   using Ddp = Nothing;
   using Step = Nothing;
 };
-template <Model ModelType, class Comm, class PrecisionType, class... Extras>
-requires Reducing<Comm> && Gathering<Comm>
-struct KeptOf<ModelType, Comm, PrecisionType, Extras...> {
-  using Model = ModelHandle<ModelType>;
-  using Ddp = DistributedDataParallel<ModelType, Comm, ReductionOf<Extras...>>;
-  using Step = TrainingStep<ModelType, Comm, torch::optim::Optimizer, PrecisionType, ReductionOf<Extras...>>;
+template <class Types>
+requires Model<typename Types::Model> && Reducing<typename Types::Comm> && Gathering<typename Types::Comm>
+struct KeptOf<Types> {
+  using Model = ModelHandle<typename Types::Model>;
+  using Ddp = DistributedDataParallel<typename Types::Model, typename Types::Comm, typename Types::Reduction>;
+  using Step = TrainingStep<typename Types::Model, typename Types::Comm, torch::optim::Optimizer,
+                            typename Types::Precision, typename Types::Reduction>;
 };
+
+// The policy that an argument of a Trainer stands for: `std::in_place_type<T>` for T, a value for its type.
+template <class T>
+struct PolicyOfArgument : std::type_identity<T> {};
+template <class T>
+struct PolicyOfArgument<std::in_place_type_t<T>> : std::type_identity<T> {};
+
+template <class T, class... Types>
+inline constexpr bool one_of = (std::same_as<T, Types> || ...);
+
+// A value of a sampler is none: the sampler is constructed for the dataset of each `fit`.
+template <class Given, class... Policies>
+inline constexpr bool fits_policies =
+    one_of<typename PolicyOfArgument<Given>::type, Policies...> && !Sampler<Given>;
+
+// Moves out the argument of type T among `given`, or returns `fallback(std::type_identity<T>)`, which is
+// compiled only if there is no such argument.
+template <class T, class Fallback, class... Given>
+T pick(Fallback&& fallback, Given&... given) {
+  if constexpr (one_of<T, Given...>)
+    return std::move(std::get<T&>(std::tie(given...)));
+  else
+    return fallback(std::type_identity<T>{});
+}
+
+// A fallback for `pick` that default-constructs a policy.
+struct MakeDefault {
+  template <class T>
+  T operator()(std::type_identity<T>) const {
+    static_assert(
+        std::default_initializable<T>,
+        "lockstep: this policy of a Trainer has no default constructor: pass a value of it after the "
+        "options");
+    return T();
+  }
+};
+
+/// Default-constructs a model after seeding the generators with `seed`.
+struct MakeSeeded {
+  std::uint64_t seed;
+  template <class M>
+  M operator()(std::type_identity<M>) const {
+    static_assert(
+        DefaultConstructibleModel<M>,
+        "lockstep: this model has no default constructor: pass one to the Trainer after its options");
+    at::manual_seed(seed);
+    return M();
+  }
+};
+
+/// Moves the model to the device of the communicator's tensors. Call before anything holds its parameters.
+template <class M, class Comm>
+M placed(M model, const Comm& comm) {
+  if constexpr (DeviceCommunicator<Comm> && Model<M>) module_of(model).to(comm.tensor_device());
+  return model;
+}
+
+/// Moves out the communication hook among the extras, or default-constructs one.
+template <class Reduction, class... Extras>
+Reduction take_reduction(std::tuple<Extras...>& extras) {
+  if constexpr (one_of<Reduction, Extras...>)
+    return std::move(std::get<Reduction>(extras));
+  else
+    return Reduction();
+}
+
+/// Constructs the extras: each is moved from the argument of its type, or default-constructed.
+template <class... Extras, class... Given>
+std::tuple<Extras...> make_extras(std::type_identity<std::tuple<Extras...>>, Given&... given) {
+  return std::tuple<Extras...>(pick<Extras>(MakeDefault{}, given...)...);
+}
+
+/// Calls `validated`. Also throws UsageError if `lr` is set beside an OptimizerFactory, which has its own
+/// rate.
+inline const TrainerOptions& validated_beside(bool has_optimizer, const TrainerOptions& options) {
+  if (has_optimizer && options.lr)
+    throw UsageError(detail::formatted(
+        "lr is {}, beside an optimizer that has a rate of its own: give it to that", *options.lr));
+  return validated(options);
+}
+
+/// Constructs the optimizer by the extras' OptimizerFactory, or SGD if there is none.
+template <class... Extras>
+std::unique_ptr<torch::optim::Optimizer> made_optimizer(std::tuple<Extras...>& extras,
+                                                        const std::vector<NamedTensor>& parameters,
+                                                        const TrainerOptions& options) {
+  std::vector<at::Tensor> tensors;
+  for (const NamedTensor& parameter : parameters) tensors.push_back(parameter.tensor);
+  if constexpr ((OptimizerFactory<Extras> || ...)) {
+    std::unique_ptr<torch::optim::Optimizer> made;
+    const auto make = [&]<class E>([[maybe_unused]] E& extra) {
+      if constexpr (OptimizerFactory<E>) {
+        if constexpr (requires { extra.make_optimizer(parameters); })
+          made = extra.make_optimizer(parameters);
+        else
+          made = extra.make_optimizer(tensors);
+      }
+    };
+    std::apply([&](auto&... extra) { (make(extra), ...); }, extras);
+    return made;
+  } else {
+    return std::make_unique<SGD>(tensors, SgdOptions{.lr = options.lr.value_or(1e-3)});
+  }
+}
 
 }  // namespace lockstep::detail

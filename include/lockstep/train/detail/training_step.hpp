@@ -99,7 +99,7 @@ class TrainingStep {
 
   /// Runs one step with this rank's micro-batches, which `source` yields (see micro_batch_source.hpp), and
   /// returns the total count of samples, or of counted items, of all ranks. If the count is 0, the optimizer
-  /// did not step. `extras` are called before `callbacks`; an extra may be a Schedule or a GradientCheck.
+  /// did not step. An extra may be a Schedule or a GradientCheck.
   /// Collective.
   ///
   /// The reduced gradients are those of the mean over all samples of all ranks in the step. A rank without
@@ -118,8 +118,6 @@ class TrainingStep {
     losses_.clear();
     stepped_ = true;
     total_norm_.reset();
-    const auto all = std::tuple_cat(std::apply([](auto&... extra) { return std::tie(extra...); }, extras),
-                                    std::tie(callbacks...));
     aborting(comm_, [&] {
       source.begin_step();
       set_rates(position, extras);
@@ -129,7 +127,7 @@ class TrainingStep {
       });
     });
     const double counted = compute_gradients(source, loss);
-    if (counted != 0) update(position, extras, all);
+    if (counted != 0) update(position, extras, callbacks...);
     running_ = false;
     return counted;
   } catch (...) {
@@ -242,11 +240,11 @@ class TrainingStep {
   }
 
   // Shows the reduced gradients to the callbacks, and steps the optimizer or skips its step.
-  template <class Extras, class All>
-  void update(const StepPosition& position, Extras& extras, const All& all) try {
+  template <class Extras, class... Callbacks>
+  void update(const StepPosition& position, Extras& extras, Callbacks&... callbacks) try {
     if constexpr (AgreeingPrecision<PrecisionType, Comm>)
       if (agrees_) precision_.agree(optimizer_, comm_);
-    show_gradients(position, extras, all);
+    show_gradients(position, extras, callbacks...);
     aborting(comm_, [&] { stepped_ = precision_.step(optimizer_); });
     if constexpr (StatefulHook<Hook>)  // reading the outcome may synchronize
       if (!stepped_) ddp_.rollback();
@@ -255,11 +253,10 @@ class TrainingStep {
     throw;
   }
 
-  template <class... Extras, class... All>
-  void show_gradients(const StepPosition& position, std::tuple<Extras...>& extras,
-                      const std::tuple<All&...>& all) {
+  template <class... Extras, class... Callbacks>
+  void show_gradients(const StepPosition& position, std::tuple<Extras...>& extras, Callbacks&... callbacks) {
     constexpr bool checked = (GradientCheck<Extras> || ...);
-    constexpr bool used = (GradientCallback<All> || ...);
+    constexpr bool used = (GradientCallback<Callbacks> || ...);
     if constexpr (checked || used) {
       const Gradients gradients{position.epoch,          position.step, parameters_,
                                 ddp_.named_parameters(), total_norm_,   Hook::propagates_nan};
@@ -268,7 +265,7 @@ class TrainingStep {
       });
       if constexpr (used) {
         if constexpr (ScalingPrecision<PrecisionType>) precision_.unscale(optimizer_);
-        aborting(comm_, [&] { each(all, [&](auto& callback) { notify(callback, gradients); }); });
+        aborting(comm_, [&] { (notify(callbacks, gradients), ...); });
       }
     }
   }
