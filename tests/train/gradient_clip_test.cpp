@@ -70,8 +70,8 @@ TEST_CASE("clipping under accumulation is that of one process on the whole step"
                                          .shuffle = false,
                                          .pad = false,
                                          .progress = false};
-  lockstep::Trainer(world, options, together, lockstep::GradientClip{.max_norm = 0.5})
-      .fit(data, squared_error);
+  lockstep::Trainer(world, options, together)
+      .fit(data, squared_error, lockstep::GradientClip{.max_norm = 0.5});
 
   torch::optim::SGD optimizer(alone->parameters(), 0.1);
   int clipped = 0;
