@@ -16,7 +16,7 @@
 #include <vector>
 
 #include "lockstep/data/distributed_sampler.hpp"
-#include "lockstep/data/permutation_sampler.hpp"
+#include "lockstep/data/random_sampler.hpp"
 
 namespace {
 

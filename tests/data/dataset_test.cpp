@@ -1,5 +1,6 @@
 #include "lockstep/data/dataset.hpp"
 
+#include "lockstep/comm/local_comm.hpp"
 #include "support/catch.hpp"
 
 namespace dataset_test {
@@ -79,6 +80,30 @@ TEST_CASE("tensors that do not belong together are refused") {
                     ContainsSubstring("3 samples") && ContainsSubstring("4 targets"));
   CHECK_THROWS_AS((TensorDataset{torch::tensor(1.0), torch::zeros(1)}), lockstep::DataError);
   CHECK_THROWS_AS((TensorDataset{{}, torch::zeros(1)}), lockstep::DataError);
+}
+
+using lockstep::fingerprint;
+
+TEST_CASE("a fingerprint tells datasets apart and is the same in every run") {
+  const at::Tensor data = torch::arange(1000).view({100, 10}), target = torch::arange(100);
+  TensorDataset dataset{data, target};
+  CHECK(fingerprint(dataset) == fingerprint(dataset));
+  TensorDataset copy{data.clone(), target.clone()};
+  CHECK(fingerprint(copy) == fingerprint(dataset));
+  TensorDataset shorter{data.slice(0, 0, 99), target.slice(0, 0, 99)};
+  TensorDataset other_type{data.to(torch::kFloat), target}, other_shape{data.view({100, 5, 2}), target};
+  TensorDataset reversed{data.flip(0), target}, other_targets{data, target + 1};
+  for (TensorDataset* other : {&shorter, &other_type, &other_shape, &reversed, &other_targets})
+    CHECK(fingerprint(*other) != fingerprint(dataset));
+  TensorDataset empty{torch::empty({0, 3}), torch::empty({0})}, one{torch::ones({1, 3}), torch::ones({1})};
+  CHECK(fingerprint(empty) != fingerprint(one));
+}
+
+TEST_CASE("a process that is alone has the same dataset as all") {
+  lockstep::LocalComm comm{lockstep::World::from_environment()};
+  TensorDataset dataset{torch::ones({3, 2}), torch::ones({3})};
+  CHECK_NOTHROW(lockstep::check_same_dataset(comm, dataset));
+  CHECK_NOTHROW(lockstep::check_same_dataset(comm, 3));
 }
 
 }  // namespace dataset_test

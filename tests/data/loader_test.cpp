@@ -9,7 +9,6 @@
 #include "data/passes.hpp"
 #include "lockstep/data/distributed_sampler.hpp"
 #include "lockstep/data/evaluation_sampler.hpp"
-#include "lockstep/data/permutation_sampler.hpp"
 #include "lockstep/data/random_sampler.hpp"
 #include "support/catch.hpp"
 

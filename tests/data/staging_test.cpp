@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "lockstep/data/loader.hpp"
-#include "lockstep/data/permutation_sampler.hpp"
+#include "lockstep/data/random_sampler.hpp"
 #include "support/catch.hpp"
 #include "support/text_of.hpp"
 

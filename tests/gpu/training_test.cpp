@@ -9,7 +9,7 @@
 #include "lockstep/comm/local_comm.hpp"
 #include "lockstep/data/generator.hpp"
 #include "lockstep/data/loader.hpp"
-#include "lockstep/data/permutation_sampler.hpp"
+#include "lockstep/data/random_sampler.hpp"
 #include "lockstep/data/staging.hpp"
 #include "lockstep/nn/detail/batch_norm_kernels.hpp"
 #include "lockstep/optim/adam.hpp"

@@ -4,7 +4,7 @@
 
 #include "lockstep/comm/gloo_comm.hpp"
 #include "lockstep/data/evaluation_sampler.hpp"
-#include "lockstep/data/permutation_sampler.hpp"
+#include "lockstep/data/random_sampler.hpp"
 #include "support/ranks.hpp"
 #include "train/regression.hpp"
 

@@ -1,7 +1,7 @@
 #include "lockstep/train/trainer.hpp"
 
 #include "lockstep/comm/local_comm.hpp"
-#include "lockstep/data/permutation_sampler.hpp"
+#include "lockstep/data/random_sampler.hpp"
 #include "lockstep/optim/adam.hpp"
 #include "support/catch.hpp"
 #include "support/temporary_folder.hpp"

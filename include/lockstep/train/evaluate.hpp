@@ -15,13 +15,13 @@
 
 #include "lockstep/comm/communicator.hpp"
 #include "lockstep/comm/detail/own_error.hpp"
+#include "lockstep/data/dataset.hpp"
 #include "lockstep/data/evaluation_sampler.hpp"
 #include "lockstep/data/loader.hpp"
 #include "lockstep/data/staging.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/grad/detail/broadcast_list.hpp"
 #include "lockstep/grad/model.hpp"
-#include "lockstep/train/detail/dataset_view.hpp"
 #include "lockstep/train/detail/model_handle.hpp"
 #include "lockstep/train/metrics.hpp"
 

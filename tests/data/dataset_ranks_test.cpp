@@ -1,9 +1,9 @@
 #include "lockstep/comm/gloo_comm.hpp"
-#include "lockstep/data/same_dataset.hpp"
+#include "lockstep/data/dataset.hpp"
 #include "support/catch.hpp"
 #include "support/ranks.hpp"
 
-namespace same_dataset_ranks_test {
+namespace dataset_ranks_test {
 
 using lockstep::TensorDataset;
 
@@ -51,4 +51,4 @@ TEST_CASE("every rank hears the same of a dataset that differs on one") {
   comm.shutdown();
 }
 
-}  // namespace same_dataset_ranks_test
+}  // namespace dataset_ranks_test
