@@ -9,7 +9,7 @@
 #include "lockstep/optim/sgd.hpp"
 #include "lockstep/precision/grad_scaler.hpp"
 #include "lockstep/precision/precision.hpp"
-#include "lockstep/train/gradient_clip.hpp"
+#include "lockstep/train/extras.hpp"
 #include "support/played_graph.hpp"
 #include "support/text_of.hpp"
 #include "train/nets.hpp"

@@ -10,7 +10,7 @@
 #include "lockstep/optim/zero_redundancy.hpp"
 #include "lockstep/precision/grad_scaler.hpp"
 #include "lockstep/precision/precision.hpp"
-#include "lockstep/train/gradient_clip.hpp"
+#include "lockstep/train/extras.hpp"
 #include "lockstep/train/trainer.hpp"
 #include "support/ranks.hpp"
 #include "train/nets.hpp"

@@ -14,6 +14,18 @@
 
 namespace lockstep {
 
+class DistributedSampler;
+class GlooComm;
+struct Fp32;
+
+/// The default policies of a Trainer.
+using DefaultSampler = DistributedSampler;
+using DefaultComm = GlooComm;
+using DefaultPrecision = Fp32;
+
+template <class... Policies>
+class Trainer;
+
 /// The options of a Trainer beside its policies. Equal on every rank; `Trainer::fit` checks it.
 struct TrainerOptions {
   /// Epochs, or optimizer steps. Set at most one of the two; 1 epoch if neither is set.

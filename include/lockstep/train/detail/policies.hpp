@@ -25,7 +25,6 @@
 #include "lockstep/train/extras.hpp"
 #include "lockstep/train/loss.hpp"
 #include "lockstep/train/stream.hpp"
-#include "lockstep/train/trainer_fwd.hpp"
 #include "lockstep/train/trainer_options.hpp"
 
 /// The policies of a Trainer: how they are told apart, checked and constructed.

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "lockstep/comm/agreement.hpp"
@@ -12,6 +13,8 @@
 #include "lockstep/data/dataset.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
+#include "lockstep/grad/same_model.hpp"
+#include "lockstep/log/log.hpp"
 #include "lockstep/train/extras.hpp"
 #include "lockstep/train/stream.hpp"
 #include "lockstep/train/trainer_options.hpp"
@@ -117,5 +120,27 @@ void require_passes(const TrainerOptions& options) {
         "or give steps",
         *options.epochs));
 }
+
+/// Runs check_same_parameters, unless the Reduction lets ranks diverge. Warns once about differences by
+/// rounding, which processors of different kinds cause.
+template <class Reduction>
+class ParameterComparison {
+ public:
+  /// Collective, unless the Reduction lets ranks diverge; then a no-op.
+  template <class Comm>
+  void run(const std::vector<NamedTensor>& parameters, Comm& comm, const Log& log) {
+    if constexpr (!requires { requires Reduction::ranks_diverge; }) {
+      const double distance = check_same_parameters(parameters, comm);
+      if (distance > 0 && !std::exchange(told_, true))
+        log.warning(
+            "the parameters of the ranks differ by rounding, {:.1g} of their norm at most: "
+            "processors of different kinds compute so",
+            distance);
+    }
+  }
+
+ private:
+  bool told_ = false;
+};
 
 }  // namespace lockstep::detail

@@ -1,4 +1,4 @@
-#include "lockstep/train/gradient_clip.hpp"
+#include "lockstep/train/extras.hpp"
 
 #include <algorithm>
 #include <cmath>
@@ -8,7 +8,7 @@
 #include "support/ranks.hpp"
 #include "train/regression.hpp"
 
-namespace gradient_clip_test {
+namespace extras_ranks_test {
 
 TEST_CASE("the norm before clipping is known to the hooks after it, and after the step") {
   const auto& world = test_world();
@@ -92,4 +92,4 @@ TEST_CASE("clipping under accumulation is that of one process on the whole step"
   CHECK(distance(together, alone) < 1e-6);
 }
 
-}  // namespace gradient_clip_test
+}  // namespace extras_ranks_test
