@@ -16,8 +16,8 @@
 #include <vector>
 
 #include "lockstep/optim/adam.hpp"
+#include "lockstep/optim/averaging.hpp"
 #include "lockstep/optim/clip.hpp"
-#include "lockstep/optim/moving_average.hpp"
 #include "lockstep/optim/schedule.hpp"
 #include "lockstep/optim/sgd.hpp"
 #include "support/parity_program.hpp"

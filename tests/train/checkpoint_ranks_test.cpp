@@ -11,7 +11,7 @@
 #include "lockstep/grad/hooks/function_hook.hpp"
 #include "lockstep/grad/hooks/power_sgd_hook.hpp"
 #include "lockstep/optim/adam.hpp"
-#include "lockstep/optim/moving_average.hpp"
+#include "lockstep/optim/averaging.hpp"
 #include "lockstep/optim/sgd.hpp"
 #include "lockstep/optim/zero_redundancy.hpp"
 #include "lockstep/precision/grad_scaler.hpp"

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <array>
 #include <cmath>
 #include <optional>
 #include <utility>
@@ -31,9 +32,85 @@
 #include <c10/core/DefaultDtype.h>
 #include <torch/optim/optimizer.h>
 
-#include "lockstep/optim/detail/active.hpp"
 #include "lockstep/optim/detail/optimizer.hpp"
 #include "lockstep/optim/options.hpp"
+
+namespace lockstep {
+
+/// Options of Adam, with Python's names and defaults.
+struct AdamOptions {
+  double lr = 1e-3;
+  std::array<double, 2> betas = {0.9, 0.999};
+  double eps = 1e-8;
+  double weight_decay = 0;
+  bool amsgrad = false;
+  bool maximize = false;
+  /// Decouple weight decay from the gradients, as AdamW does.
+  bool decoupled = false;
+  Implementation implementation = Implementation::automatic;
+  /// Learning rate as a tensor of one element. If defined, it replaces `lr` and is read at each step.
+  at::Tensor lr_tensor = {};
+
+  using Group = AdamOptions;
+
+  /// Throws UsageError for values that Python refuses.
+  void check(std::size_t group) const {
+    const char* name = decoupled ? "AdamW" : "Adam";
+    detail::check_rate(*this, name, group);
+    detail::require_option(eps >= 0, name, group, "eps", eps, "not 0 or more");
+    for (const double beta : betas)
+      detail::require_option(beta >= 0 && beta < 1, name, group, "a beta", beta, "not from 0 to below 1");
+    if (implementation == Implementation::foreach && lr_tensor.defined())
+      throw UsageError(
+          "Adam: a foreach step takes no lr_tensor: set lr, or choose Implementation::fused or automatic");
+  }
+  template <class Self, class Visit>
+  static void each_field(Self& self, Visit&& visit) {
+    visit("lr", self.lr);
+    visit("beta1", self.betas[0]);
+    visit("beta2", self.betas[1]);
+    visit("eps", self.eps);
+    visit("weight_decay", self.weight_decay);
+    visit("amsgrad", self.amsgrad);
+    visit("maximize", self.maximize);
+    visit("decoupled", self.decoupled);
+  }
+};
+
+/// Options of AdamW, with Python's names and defaults. `lr_tensor` is as in AdamOptions.
+struct AdamWOptions {
+  double lr = 1e-3;
+  std::array<double, 2> betas = {0.9, 0.999};
+  double eps = 1e-8;
+  double weight_decay = 1e-2;
+  bool amsgrad = false;
+  bool maximize = false;
+  Implementation implementation = Implementation::automatic;
+  at::Tensor lr_tensor = {};
+
+  using Group = AdamOptions;
+
+  // NOLINTNEXTLINE(google-explicit-constructor): it is the same, spelled out
+  operator AdamOptions() const {
+    return {lr, betas, eps, weight_decay, amsgrad, maximize, true, implementation, lr_tensor};
+  }
+};
+
+/// Adam's state of one parameter. `step` is a tensor, so that replays of a captured graph advance it: on the
+/// host unless fused; float32, or float64 if that is the default dtype and the step is not fused.
+struct AdamState : detail::TensorState<AdamState> {
+  at::Tensor step, exp_avg, exp_avg_sq, max_exp_avg_sq;
+
+  template <class Self, class Visit>
+  static void each_tensor(Self& self, Visit&& visit) {
+    visit("step", self.step, false);
+    visit("exp_avg", self.exp_avg, true);
+    visit("exp_avg_sq", self.exp_avg_sq, true);
+    visit("max_exp_avg_sq", self.max_exp_avg_sq, true);
+  }
+};
+
+}  // namespace lockstep
 
 namespace lockstep::detail {
 

@@ -16,10 +16,54 @@
 #include <ATen/ops/zeros_like.h>
 #include <torch/optim/optimizer.h>
 
-#include "lockstep/optim/detail/active.hpp"
 #include "lockstep/optim/detail/optimizer.hpp"
-#include "lockstep/optim/detail/state_archive.hpp"
 #include "lockstep/optim/options.hpp"
+
+namespace lockstep {
+
+/// Options of SGD, with Python's names and its defaults.
+struct SgdOptions {
+  double lr = 1e-3;
+  double momentum = 0;
+  double dampening = 0;
+  double weight_decay = 0;
+  bool nesterov = false;
+  bool maximize = false;
+  Implementation implementation = Implementation::automatic;
+  /// Learning rate as a tensor of one element. If defined, it replaces `lr` and is read at each step.
+  at::Tensor lr_tensor = {};
+
+  using Group = SgdOptions;
+
+  /// Throws UsageError for values that Python refuses.
+  void check(std::size_t group) const {
+    detail::check_rate(*this, "SGD", group);
+    detail::require_option(momentum >= 0, "SGD", group, "momentum", momentum, "not 0 or more");
+    if (nesterov && (!(momentum > 0) || dampening != 0))
+      throw UsageError("SGD: nesterov needs a momentum above 0 and a dampening of 0");
+  }
+  template <class Self, class Visit>
+  static void each_field(Self& self, Visit&& visit) {
+    visit("lr", self.lr);
+    visit("momentum", self.momentum);
+    visit("dampening", self.dampening);
+    visit("weight_decay", self.weight_decay);
+    visit("nesterov", self.nesterov);
+    visit("maximize", self.maximize);
+  }
+};
+
+/// SGD's state of one parameter. The momentum buffer is defined from the first step with momentum on.
+struct SgdState : detail::TensorState<SgdState> {
+  at::Tensor momentum_buffer;
+
+  template <class Self, class Visit>
+  static void each_tensor(Self& self, Visit&& visit) {
+    visit("momentum_buffer", self.momentum_buffer, true);
+  }
+};
+
+}  // namespace lockstep
 
 namespace lockstep::detail {
 

@@ -1,4 +1,4 @@
-#include "lockstep/optim/moving_average.hpp"
+#include "lockstep/optim/averaging.hpp"
 
 #include <torch/torch.h>
 
@@ -6,7 +6,7 @@
 
 #include "optim/common.hpp"
 
-namespace moving_average_test {
+namespace averaging_test {
 
 using lockstep::AveragedBuffers;
 using lockstep::MovingAverage;
@@ -111,4 +111,4 @@ TEST_CASE("a decay outside 0 to 1 is refused") {
         "MovingAverage: a decay of 1.5: give one from 0 to 1");
 }
 
-}  // namespace moving_average_test
+}  // namespace averaging_test

@@ -1,4 +1,4 @@
-#include "lockstep/optim/periodic_model_averager.hpp"
+#include "lockstep/optim/averaging.hpp"
 
 #include <torch/torch.h>
 
@@ -8,7 +8,7 @@
 #include "lockstep/comm/local_comm.hpp"
 #include "optim/common.hpp"
 
-namespace periodic_model_averager_ranks_test {
+namespace averaging_ranks_test {
 
 using lockstep::PeriodicModelAverager;
 
@@ -50,4 +50,4 @@ TEST_CASE("averages are taken in the steps of Python's averager") {
   CHECK_THROWS_AS(PeriodicModelAverager({.warmup_steps = -1}), lockstep::UsageError);
 }
 
-}  // namespace periodic_model_averager_ranks_test
+}  // namespace averaging_ranks_test
