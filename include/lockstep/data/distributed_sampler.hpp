@@ -30,8 +30,8 @@ class DistributedSampler : public detail::StridedSampler {
   DistributedSampler(std::size_t length, const G& group, const SamplerOptions& options = {})
       : DistributedSampler(length, group.rank(), group.size(), options) {}
 
-  /// Starts or resumes a pass, and frees the permutation of another one, so that copies made afterwards do not
-  /// keep it.
+  /// Starts or resumes a pass, and frees the permutation of another one, so that copies made afterwards do
+  /// not keep it.
   void reset(std::optional<std::size_t> new_length = std::nullopt) override {
     detail::StridedSampler::reset(new_length);
     if (key() != key_) order_ = at::Tensor();

@@ -32,8 +32,8 @@ concept Sampler = std::derived_from<S, torch::data::samplers::Sampler<>> && std:
   { view.size() } -> std::convertible_to<std::size_t>;
 };
 
-/// A Sampler that owns the epoch and the position of its passes. DataLoader makes any other Sampler one, which
-/// counts its passes and samples and skips samples by drawing them.
+/// A Sampler that owns the epoch and the position of its passes. DataLoader wraps any other Sampler in an
+/// adapter that counts its passes and samples, and skips samples by drawing them.
 ///
 /// 1. `pass_epoch()` returns the epoch of the current pass: that of the last `reset()`, `set_epoch` or `load`
 ///    on this object.

@@ -252,8 +252,9 @@ struct OnEpoch {
 template <class Function>
 OnEpoch(Function) -> OnEpoch<Function>;
 
-/// Any of the four callback concepts. Callbacks are passed to `Trainer::fit`, after the loss; what a Trainer is
-/// constructed with (OptimizerFactory, Schedule, GradientCheck, CommunicationHook) is no callback.
+/// Any of the four callback concepts. Callbacks are arguments of `Trainer::fit`, after the loss. The extras
+/// of a Trainer are an OptimizerFactory, a Schedule, a GradientCheck and a CommunicationHook. None of them is
+/// a callback.
 template <class E>
 concept Callback = GradientCallback<E> || StepCallback<E> || EpochStartCallback<E> || EpochCallback<E>;
 

@@ -51,13 +51,12 @@ namespace lockstep {
 ///
 /// The policies are told apart by their concepts, in any order:
 ///
-/// | policy | default |
-/// |---|---|
-/// | a Model | required |
-/// | a Sampler | DistributedSampler |
-/// | a Communicator (Reducing and Gathering) | GlooComm, constructed from the world |
-/// | a Precision | Fp32 |
-/// | extras: an OptimizerFactory, a Schedule, a GradientCheck, a CommunicationHook | SGD; none; none; AllReduceHook |
+/// 1. A Model, which is required.
+/// 2. A Sampler. Default: DistributedSampler.
+/// 3. A communicator that is Reducing and Gathering. Default: GlooComm, constructed from the world.
+/// 4. A Precision. Default: Fp32.
+/// 5. Extras: an OptimizerFactory (default: SGD), a Schedule, a GradientCheck, a CommunicationHook (default:
+///    AllReduceHook).
 ///
 /// They are deduced from the arguments after the options: from a value, or from `std::in_place_type<T>` for
 /// a policy that the Trainer constructs itself: a model after seeding, a sampler for each dataset, the
@@ -86,7 +85,7 @@ class Trainer : detail::CheckedPolicies<Policies...> {
   template <class... Given>
   explicit Trainer(const World& world, const TrainerOptions& options = {}, Given... given)
       : world_(world),
-        options_(detail::validated_beside(Types::template count<detail::PolicyKind::optimizer> > 0, options)),
+        options_(detail::validated_beside(Types::has(detail::PolicyKind::optimizer), options)),
         comm_(detail::pick<Comm>([&]<class C>(std::type_identity<C>) { return C(world); }, given...)),
         model_(detail::placed(detail::pick<Model>(detail::MakeSeeded{options.seed}, given...), comm_)),
         precision_(detail::pick<PrecisionType>(detail::MakeDefault{}, given...)),
@@ -99,7 +98,7 @@ class Trainer : detail::CheckedPolicies<Policies...> {
                   "lockstep: a Trainer was given a value of a type that is none of its policies");
     position_.batch_size = options_.batch_size;
     position_.accumulate = options_.accumulate;
-    if constexpr (Types::template count < detail::PolicyKind::schedule >> 0)
+    if constexpr (Types::has(detail::PolicyKind::schedule))
       for (const auto& group : optimizer_->param_groups())
         position_.rates.push_back(group.options().get_lr());
     each_extra([&]<class E>([[maybe_unused]] E& extra) {

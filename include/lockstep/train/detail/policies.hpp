@@ -92,8 +92,8 @@ struct Nothing {
 // What a Trainer's policies are, with the defaults for those that are left out.
 template <class... Policies>
 struct PolicyTypes {
-  template <PolicyKind kind>
-  static constexpr int count = (int{kind_of<Policies>() == kind} + ... + 0);
+  static constexpr int count(PolicyKind kind) { return (int{kind_of<Policies>() == kind} + ... + 0); }
+  static constexpr bool has(PolicyKind kind) { return count(kind) > 0; }
 
   using Model = typename SelectPolicy<PolicyKind::model, Nothing, Policies...>::type;
   using Sampler = typename SelectPolicy<PolicyKind::sampler, DefaultSampler, Policies...>::type;
@@ -121,14 +121,7 @@ struct CheckedPolicies {
   static_assert(((kind_of<Policies>() != PolicyKind::several) && ...),
                 "lockstep: an extra of a Trainer models more than one of OptimizerFactory, Schedule, "
                 "GradientCheck, CommunicationHook and the callbacks: split it into one each");
-  static_assert(Types::template count<PolicyKind::model> <= 1 &&
-                    Types::template count<PolicyKind::sampler> <= 1 &&
-                    Types::template count<PolicyKind::communicator> <= 1 &&
-                    Types::template count<PolicyKind::precision> <= 1 &&
-                    Types::template count<PolicyKind::optimizer> <= 1 &&
-                    Types::template count<PolicyKind::schedule> <= 1 &&
-                    Types::template count<PolicyKind::check> <= 1 &&
-                    Types::template count<PolicyKind::hook> <= 1,
+  static_assert(((kind_of<Policies>() > PolicyKind::hook || Types::count(kind_of<Policies>()) == 1) && ...),
                 "lockstep: two policies of a Trainer model the same concept: give one of each kind");
   static_assert(
       Model<typename Types::Model> || ((kind_of<Policies>() == PolicyKind::none) || ...),
@@ -139,7 +132,7 @@ struct CheckedPolicies {
       "lockstep: the communicator of a Trainer models lockstep::Reducing and lockstep::Gathering, as "
       "lockstep::GlooComm and lockstep::LocalComm do");
   static_assert(
-      !(ScalingPrecision<PrecisionType> && Types::template count<PolicyKind::check> > 0),
+      !(ScalingPrecision<PrecisionType> && Types::has(PolicyKind::check)),
       "lockstep: a GradientCheck, such as CheckFinite, refuses gradients that are not finite, which a "
       "precision that scales losses, such as Fp16, meets as part of its work: leave the check out");
   static_assert(
