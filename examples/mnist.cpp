@@ -52,8 +52,7 @@ void train(const lockstep::World& world, const Options& options, const lockstep:
   torch::manual_seed(options.training.seed);
   ConvNet model;
   if (options.sync_batchnorm) lockstep::convert_sync_batchnorm(model, comm);
-  lockstep::Trainer<ConvNet, lockstep::DistributedSampler, Comm, Precision> trainer{world, options.training,
-                                                                                    model, std::move(comm)};
+  lockstep::Trainer trainer{world, options.training, model, std::move(comm), Precision()};
   const auto loss = [](ConvNet& net, const auto& batch) {
     return nn::functional::cross_entropy(net(batch.data), batch.target);
   };
