@@ -138,7 +138,7 @@ TEST_CASE("a path that is no file with a content is refused at once") {
   const std::string socket_path = folder / "socket";
   REQUIRE(socket_path.size() < sizeof address.sun_path);
   std::copy(socket_path.begin(), socket_path.end(), address.sun_path);
-  const lockstep::detail::FileDescriptor listener(::socket(AF_UNIX, SOCK_STREAM, 0));
+  const lockstep::detail::Descriptor listener(::socket(AF_UNIX, SOCK_STREAM, 0));
   REQUIRE(::bind(listener.get(), reinterpret_cast<sockaddr*>(&address), sizeof address) == 0);
   refused(socket_path, "a socket");
 }
