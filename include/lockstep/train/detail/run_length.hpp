@@ -13,7 +13,7 @@
 #include "lockstep/data/dataset.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
-#include "lockstep/grad/same_model.hpp"
+#include "lockstep/grad/model.hpp"
 #include "lockstep/log/log.hpp"
 #include "lockstep/train/extras.hpp"
 #include "lockstep/train/stream.hpp"
