@@ -7,6 +7,7 @@
 #include "lockstep/comm/communicator.hpp"
 #include "lockstep/comm/gloo_comm.hpp"
 #include "lockstep/comm/local_comm.hpp"
+#include "lockstep/comm/options.hpp"
 #include "lockstep/comm/with_device.hpp"
 #include "lockstep/data/dataset.hpp"
 #include "lockstep/data/distributed_sampler.hpp"
@@ -51,4 +52,5 @@
 #include "lockstep/train/trainer_options.hpp"
 #include "lockstep/world/environment.hpp"
 #include "lockstep/world/launch.hpp"
+#include "lockstep/world/launch_options.hpp"
 #include "lockstep/world/world.hpp"

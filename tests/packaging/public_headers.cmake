@@ -1,7 +1,6 @@
 # Checks that public and private headers are two places: docs/headers.md has a row for each public header and none for
 # another file, lockstep.hpp includes all that it promises, and a header in a detail/ folder declares nothing in
-# namespace lockstep, except for an options struct that its public header includes (NAME_options.hpp). An -inl.hpp there
-# defines what a public header declares; lockstep/compiled.cpp includes each of them.
+# namespace lockstep. An -inl.hpp there defines what a public header declares; lockstep/compiled.cpp includes each of them.
 # SOURCE: the project's root.
 cmake_minimum_required(VERSION 3.25)
 file(GLOB_RECURSE headers RELATIVE ${SOURCE}/include ${SOURCE}/include/lockstep/*.hpp)
@@ -14,9 +13,6 @@ foreach(header IN LISTS headers)
     if(NOT "#include \"${header}\"" IN_LIST compiled)
       list(APPEND faults "lockstep/compiled.cpp does not include ${header}")
     endif()
-    continue()
-  endif()
-  if(header MATCHES "/detail/.*_options\\.hpp$")
     continue()
   endif()
   if(header MATCHES "/detail/")

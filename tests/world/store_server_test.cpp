@@ -11,6 +11,7 @@
 #include <random>
 #include <thread>
 
+#include "lockstep/world/detail/child.hpp"
 #include "lockstep/world/detail/report.hpp"
 #include "lockstep/world/detail/store_connection.hpp"
 #include "support/catch.hpp"

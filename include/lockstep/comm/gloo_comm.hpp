@@ -15,7 +15,7 @@
 
 #include "lockstep/comm/communicator.hpp"
 #include "lockstep/comm/detail/call.hpp"
-#include "lockstep/comm/detail/gloo_options.hpp"
+#include "lockstep/comm/options.hpp"
 #include "lockstep/detail/linkage.hpp"
 #include "lockstep/world/world.hpp"
 

@@ -5,8 +5,8 @@
 #include <utility>
 
 #include "lockstep/comm/communicator.hpp"
-#include "lockstep/comm/detail/nccl_options.hpp"
 #include "lockstep/comm/gloo_comm.hpp"
+#include "lockstep/comm/options.hpp"
 #include "lockstep/detail/linkage.hpp"
 #include "lockstep/world/environment.hpp"
 #include "lockstep/world/world.hpp"

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "lockstep/detail/linkage.hpp"
-#include "lockstep/world/detail/launch_options.hpp"
+#include "lockstep/world/launch_options.hpp"
 #include "lockstep/world/world.hpp"
 
 namespace lockstep::detail {

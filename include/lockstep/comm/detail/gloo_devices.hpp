@@ -17,7 +17,7 @@
 #include <utility>
 #include <vector>
 
-#include "lockstep/comm/detail/gloo_options.hpp"
+#include "lockstep/comm/options.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/detail/process_group_gloo.hpp"
 #include "lockstep/error.hpp"

@@ -16,9 +16,9 @@
 #include "lockstep/log/log.hpp"
 #include "lockstep/world/detail/cpu_affinity.hpp"
 #include "lockstep/world/detail/gpus.hpp"
-#include "lockstep/world/detail/launch_options.hpp"
 #include "lockstep/world/detail/supervisor.hpp"
 #include "lockstep/world/environment.hpp"
+#include "lockstep/world/launch_options.hpp"
 
 namespace lockstep::detail {
 

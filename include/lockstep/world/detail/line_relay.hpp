@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "lockstep/detail/format.hpp"
-#include "lockstep/world/detail/launch_options.hpp"
+#include "lockstep/world/launch_options.hpp"
 
 namespace lockstep::detail {
 

@@ -25,9 +25,9 @@
 
 #include "lockstep/detail/format.hpp"
 #include "lockstep/world/detail/child.hpp"
-#include "lockstep/world/detail/launch_options.hpp"
 #include "lockstep/world/detail/line_relay.hpp"
 #include "lockstep/world/detail/report.hpp"
+#include "lockstep/world/launch_options.hpp"
 
 namespace lockstep::detail {
 

@@ -19,7 +19,7 @@
 
 #include "lockstep/comm/detail/nccl/device.hpp"
 #include "lockstep/comm/detail/nccl/handle.hpp"
-#include "lockstep/comm/detail/nccl_options.hpp"
+#include "lockstep/comm/options.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 

@@ -21,8 +21,8 @@
 #include "lockstep/comm/detail/nccl/device.hpp"
 #include "lockstep/comm/detail/nccl/group.hpp"
 #include "lockstep/comm/detail/nccl/work.hpp"
-#include "lockstep/comm/detail/nccl_options.hpp"
 #include "lockstep/comm/detail/signature.hpp"
+#include "lockstep/comm/options.hpp"
 #include "lockstep/detail/format.hpp"
 
 namespace lockstep::detail {

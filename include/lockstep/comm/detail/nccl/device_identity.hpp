@@ -9,8 +9,8 @@
 
 #include "lockstep/comm/detail/membership.hpp"
 #include "lockstep/comm/detail/nccl/device.hpp"
-#include "lockstep/comm/detail/nccl_options.hpp"
 #include "lockstep/comm/detail/own_error.hpp"
+#include "lockstep/comm/options.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/world/detail/printable.hpp"

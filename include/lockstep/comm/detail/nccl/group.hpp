@@ -22,7 +22,7 @@
 #include "lockstep/comm/detail/nccl/in_flight_op.hpp"
 #include "lockstep/comm/detail/nccl/waiting.hpp"
 #include "lockstep/comm/detail/nccl/watchdog.hpp"
-#include "lockstep/comm/detail/nccl_options.hpp"
+#include "lockstep/comm/options.hpp"
 #include "lockstep/detail/format.hpp"
 
 namespace lockstep::detail {
