@@ -32,7 +32,7 @@ struct UsageError : Error {
   using Error::Error;
 };
 
-/// The processes could not meet: no store, a wrong address, ranks that contradict each other.
+/// The rendezvous failed: no store, a wrong address, or ranks that contradict each other.
 struct RendezvousError : Error {
   using Error::Error;
 };

@@ -41,6 +41,11 @@ TEST_CASE("the first difference names the value and the ranks that have it") {
   CHECK(of({a, b, c}) == "seed is 2 on rank 0, empty on rank 1 and 3 on rank 2");
   CHECK(of({{}, a}) == "lr is absent on rank 0 and 1 on rank 1");
   CHECK(of({{a[0]}, a}) == "seed is absent on rank 0 and 2 on rank 1");
+  // A name that one rank lacks shifts the values behind it.
+  CHECK(of({{{"parameter 0", "x"}, {"parameter 1", "y"}, {"buffer 0", "z"}},
+            {{"parameter 0", "x"}, {"buffer 0", "z"}}}) == "parameter 1 is y on rank 0 and absent on rank 1");
+  CHECK(of({{{"parameter 0", "x"}}, {{"buffer 0", "x"}}}) ==
+        "parameter 0 is x on rank 0 and absent on rank 1");
   std::vector<NamedValues> many(12, a);
   many[3] = c;
   CHECK(of(many) == "seed is 2 on ranks 0, 1, 2, 4, 5, 6, 7, 8 and 3 more and 3 on rank 3");

@@ -520,12 +520,12 @@ TEST_CASE("the mean of a sum cannot be added to gradients that are means already
   const auto step = [&](int number) { return ddp.backward_sum(net(batch_of(0, number)).sum(), 2); };
   step(0);
   CHECK_THAT(thrown_by([&] { step(1); }),
-             ContainsSubstring("a mean already") && ContainsSubstring("zero_grad"));
+             ContainsSubstring("still holds the previous") && ContainsSubstring("zero_grad"));
   // Clipping makes no sum of it.
   net->zero_grad();
   step(0);
   torch::nn::utils::clip_grad_norm_(net->parameters(), 1e-3);
-  CHECK_THAT(thrown_by([&] { step(1); }), ContainsSubstring("a mean already"));
+  CHECK_THAT(thrown_by([&] { step(1); }), ContainsSubstring("still holds the previous"));
   for (const bool to_none : {false, true}) {
     CHECK_NOTHROW(step(2));
     net->zero_grad(to_none);

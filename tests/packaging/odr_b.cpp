@@ -5,9 +5,9 @@
 #include "odr.hpp"
 
 std::array<const void*, 2> addresses_in_b() {
-  return {
-      &lockstep::detail::process_rank,
-      reinterpret_cast<const void*>(static_cast<lockstep::World (*)()>(&lockstep::World::from_environment))};
+  return {&lockstep::detail::process_rank,
+          reinterpret_cast<const void*>(static_cast<lockstep::World (*)(const lockstep::RankSource&)>(
+              &lockstep::World::from_environment))};
 }
 
 std::size_t file_source_size_in_b() {

@@ -267,7 +267,7 @@ TEST_CASE("a rate that an optimizer of one's own would not use is refused") {
   }};
   const auto net = std::in_place_type<TinyNet>;
   CHECK_THROWS_WITH((lockstep::Trainer{test_world(), {.lr = 0.1}, net, make}),
-                    ContainsSubstring("lr is 0.1, beside an optimizer"));
+                    ContainsSubstring("lr is 0.1, but the OptimizerFactory"));
   CHECK_NOTHROW((lockstep::Trainer{test_world(), {}, net, make}));
 }
 

@@ -125,7 +125,11 @@ TEST_CASE("the mpirun of Open MPI") {
   const auto here = found(changed(mpi, "OMPI_COMM_WORLD_LOCAL_SIZE", "4")).value();
   CHECK(here.master_addr == "127.0.0.1");
   CHECK(here.master_port >= 61000);
-  CHECK_THAT(refusal(changed(mpi, "OMPI_COMM_WORLD_SIZE", "1")), ContainsSubstring("out of range"));
+  CHECK_THAT(refusal(changed(mpi, "OMPI_COMM_WORLD_RANK", "4")), ContainsSubstring("out of range"));
+  CHECK(!found(changed(changed(mpi, "OMPI_COMM_WORLD_RANK", "0"), "OMPI_COMM_WORLD_SIZE", "1")));
+  Values job = changed(mpi, "OMPI_COMM_WORLD_LOCAL_SIZE", "4");
+  job["PMIX_NAMESPACE"] = "7";
+  CHECK(found(job)->master_port != here.master_port);
 }
 
 TEST_CASE("mpiexec of MPICH, and srun with PMI") {
@@ -140,6 +144,9 @@ TEST_CASE("mpiexec of MPICH, and srun with PMI") {
   pmi2["PMI_RANK"] = "2";
   pmi2["PMI_SIZE"] = "3";
   CHECK(found(pmi2)->launcher == "srun");
+  pmi2["PMI_SIZE"] = pmi2["SLURM_STEP_NUM_TASKS"] = "1";
+  pmi2["PMI_RANK"] = pmi2["SLURM_PROCID"] = "0";
+  CHECK(!found(pmi2));
 }
 
 TEST_CASE("mpirun inside a job of Slurm") {
@@ -204,6 +211,13 @@ TEST_CASE("the environment and the plan follow the launcher") {
   const Values script{{"SLURM_JOB_ID", "12"}, {"SLURM_PROCID", "0"}, {"SLURM_NTASKS", "3"}};
   CHECK_THROWS_WITH(plan({}, script), ContainsSubstring("was not started by srun"));
   CHECK(plan({"--nproc", "2"}, script).nproc == 2);
+  // mpirun inside the batch script has started the processes that --nproc names.
+  Values inside = script;
+  inside.insert({{"OMPI_COMM_WORLD_RANK", "1"},
+                 {"OMPI_COMM_WORLD_SIZE", "2"},
+                 {"OMPI_COMM_WORLD_LOCAL_RANK", "1"},
+                 {"OMPI_COMM_WORLD_LOCAL_SIZE", "2"}});
+  CHECK(plan({"--nproc", "2"}, inside).worker);
 
   // A launcher that lockstep does not know: the program's own source of ranks.
   const lockstep::RankSource jsrun = [](const lockstep::Variables& values) {
@@ -214,7 +228,15 @@ TEST_CASE("the environment and the plan follow the launcher") {
   const Values jsm{
       {"JSM_NAMESPACE_RANK", "1"}, {"JSM_NAMESPACE_SIZE", "2"}, {"MASTER_ADDR", "h"}, {"MASTER_PORT", "1"}};
   CHECK(lockstep::read_environment(variables(jsm), jsrun).rank == 1);
-  CHECK(plan({}, jsm, {.rank_source = jsrun}).worker);
+  CHECK(plan({}, jsm, {.nproc = 2, .rank_source = jsrun}).worker);
+  CHECK_THROWS_WITH(plan({"--nproc", "2"}, jsm, {.rank_source = jsrun}), ContainsSubstring("leave --nproc"));
+}
+
+TEST_CASE("only torchrun's ranks of a host are known to be consecutive") {
+  Values torchrun{{"RANK", "1"}, {"WORLD_SIZE", "2"}, {"LOCAL_RANK", "1"}, {"LOCAL_WORLD_SIZE", "2"}};
+  torchrun.insert({{"MASTER_ADDR", "h"}, {"MASTER_PORT", "1"}});
+  CHECK(lockstep::read_environment(variables(torchrun)).consecutive);
+  CHECK(!lockstep::read_environment(variables(slurm)).consecutive);
 }
 
 TEST_CASE("no launcher") {

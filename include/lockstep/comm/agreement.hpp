@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <concepts>
 #include <exception>
+#include <limits>
 #include <string>
 #include <string_view>
 #include <type_traits>
@@ -22,11 +23,16 @@ using NamedValues = std::vector<std::pair<std::string, std::string>>;
 
 namespace lockstep::detail {
 
-/// Marks an error that every rank throws together, so that no rank needs to publish it.
-struct ThrownByAll {};
+/// The base of errors that every rank throws together, so that no rank needs to publish them.
+struct ThrownByAll {
+  /// The number of ranks that throw it: those of one group, or all.
+  int ranks = std::numeric_limits<int>::max();
+};
+/// An error of type E that every rank throws together.
 template <class E>
-struct Common : E, ThrownByAll {
-  using E::E;
+struct CollectiveError : E, ThrownByAll {
+  explicit CollectiveError(const std::string& text) : E(text) {}
+  CollectiveError(const std::string& text, int ranks) : E(text), ThrownByAll{ranks} {}
 };
 
 /// Returns the first line of an exception's text, without LibTorch's stack trace.
@@ -47,6 +53,9 @@ std::string outcome_of(Local&& local) noexcept try {
   return '-' + first_line(std::current_exception());
 }
 
+/// Returns the text of a failed outcome, without control characters.
+std::string failure_text(const std::string& outcome);
+
 /// Returns one text for all failed outcomes, equal on every rank: the text alone if every rank failed with
 /// it, otherwise "rank 1: ...; rank 3: ...". An empty string if none failed.
 std::string failures_text(const std::vector<std::string>& outcomes, const RankNames& name_of);
@@ -54,7 +63,8 @@ std::string failures_text(const std::vector<std::string>& outcomes, const RankNa
 /// Returns the values as bytes: each name and value, terminated by a zero byte.
 std::string serialize(const NamedValues& values);
 
-/// Returns a short text that differs for different `bytes`.
+/// Returns the FNV-1a hash and the length of `bytes` in hexadecimal. Equal digests of different bytes are
+/// possible but improbable.
 std::string digest(std::string_view bytes);
 
 /// Describes the first value that differs between two ranks, equally on every rank: "seed is 1 on ranks 0, 2
@@ -68,23 +78,22 @@ namespace lockstep {
 /// Runs `local()` on every rank and returns the results of all ranks, by rank. `local` returns bytes (any
 /// length) or void, and calls no collective. If it throws on any rank, every rank throws the same E, with the
 /// text of each rank that threw, so that no rank waits for another. Collective and blocking.
-template <std::derived_from<Error> E = UsageError, Gathering C, class Local>
+template <std::derived_from<Error> E = Error, Gathering C, class Local>
 std::vector<std::string> agree(C& comm, Local&& local) {
   std::vector<std::string> outcomes = comm.all_gather_bytes(detail::outcome_of(local));
   if (const std::string text = detail::failures_text(outcomes, detail::RankNames(comm)); !text.empty())
-    throw detail::Common<E>(text);
+    throw detail::CollectiveError<E>(text, comm.size());
   for (std::string& outcome : outcomes) outcome.erase(0, 1);
   return outcomes;
 }
 
 /// Runs `local()` on rank 0 alone and returns its result on every rank. `local` is as for `agree`. If it
 /// throws, every rank throws the same E. Collective and blocking.
-template <std::derived_from<Error> E = UsageError, Gathering C, class Local>
+template <std::derived_from<Error> E = Error, Gathering C, class Local>
 std::string agree_with_rank_zero(C& comm, Local&& local) {
   std::string outcome = comm.broadcast_bytes(comm.rank() == 0 ? detail::outcome_of(local) : std::string(), 0);
-  const bool failed = outcome.at(0) == '-';
+  if (outcome.at(0) == '-') throw detail::CollectiveError<E>(detail::failure_text(outcome), comm.size());
   outcome.erase(0, 1);
-  if (failed) throw detail::Common<E>(outcome);
   return outcome;
 }
 
@@ -98,9 +107,11 @@ void require_equal(C& comm, const NamedValues& values, std::string_view claim, s
   const std::vector<std::string> digests = comm.all_gather_bytes(detail::digest(own));
   if (std::all_of(digests.begin(), digests.end(), [&](const auto& other) { return other == digests[0]; }))
     return;
-  throw detail::Common<E>(std::string(claim) + ": " +
-                          detail::first_difference(comm.all_gather_bytes(own), detail::RankNames(comm)) +
-                          "; " + std::string(remedy));
+  throw detail::CollectiveError<E>(
+      std::string(claim) + ": " +
+          detail::first_difference(comm.all_gather_bytes(own), detail::RankNames(comm)) + "; " +
+          std::string(remedy),
+      comm.size());
 }
 
 /// Returns whether `here` is true on any rank. Collective and blocking.

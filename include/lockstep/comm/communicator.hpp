@@ -66,8 +66,9 @@ concept Communicator = std::movable<C> && AsyncWork<typename C::Work> &&
 };
 
 /// A communicator with reductions and broadcasts. Tensors are dense, contiguous and of equal shape and dtype
-/// on every rank. Results overwrite the input. A list is one coalesced operation, in the order of the list. A
-/// list of outputs is as long as the list of inputs.
+/// on every rank. all_reduce, broadcast and, on `root`, reduce write the result to their tensor;
+/// reduce_scatter writes an output [...] from an input [size, ...]. A list is one coalesced operation, in the
+/// order of the list. A list of outputs is as long as the list of inputs.
 template <class C>
 concept Reducing = Communicator<C> &&
     requires(C& comm, at::Tensor tensor, std::vector<at::Tensor> list, ReduceOp op, int root) {

@@ -198,6 +198,8 @@ class DataLoader {
   struct Job {
     std::vector<std::size_t> indices;
     std::size_t number;  // of its first sample in this rank's pass
+    std::size_t epoch;
+    int rank;
   };
 
   static constexpr bool gives_examples = requires(D & dataset, c10::ArrayRef<std::size_t> indices) {
@@ -218,7 +220,7 @@ class DataLoader {
     const std::size_t number = sampler_.position();
     auto indices = sampler_.next(options_.batch_size);
     if (!indices || (options_.drop_last && indices->size() < options_.batch_size)) return std::nullopt;
-    return Job{std::move(*indices), number};
+    return Job{std::move(*indices), number, epoch(), rank()};
   }
 
   // Workers call this concurrently: it must not write to members.
@@ -245,7 +247,7 @@ class DataLoader {
     if constexpr (std::same_as<Batch, Example>) {
       if (options_.transform || options_.batch_transform) {
         at::Generator generator =
-            keyed_generator({options_.seed, epoch(), static_cast<std::uint32_t>(rank()), job.number});
+            keyed_generator({options_.seed, job.epoch, static_cast<std::uint32_t>(job.rank), job.number});
         Batch batch =
             options_.transform ? load_transformed(job, generator) : make_batch(dataset_, job.indices);
         return options_.batch_transform ? options_.batch_transform(std::move(batch), generator) : batch;
@@ -268,9 +270,9 @@ class DataLoader {
   }
 
   std::string describe(const Job& job, const std::string& what) const {
-    return detail::formatted("rank {} could not load batch {} of epoch {} (samples {}{}): {}", rank(),
-                             job.number / options_.batch_size, epoch(), job.indices.front(),
-                             job.indices.size() > 1 ? detail::formatted(" to {}", job.indices.back()) : "",
+    return detail::formatted("rank {} could not load batch {} of epoch {} (dataset indices {}{}): {}",
+                             job.rank, job.number / options_.batch_size, job.epoch, job.indices.front(),
+                             job.indices.size() > 1 ? detail::formatted(", ..., {}", job.indices.back()) : "",
                              what);
   }
 

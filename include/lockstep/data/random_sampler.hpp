@@ -209,8 +209,9 @@ class KeyedPermutation {
   std::array<std::uint64_t, 8> keys_;
 };
 
-/// Shuffles any number of samples in constant memory and time. Equal to DistributedSampler except for the
-/// order, which is a KeyedPermutation for each (seed, epoch) and not Python's.
+/// Partitions and shuffles a dataset over the ranks without storing the order: constant memory, and constant
+/// time per index. Follows DistributedSampler except for the order, which is a KeyedPermutation for each
+/// (seed, epoch).
 class PermutationSampler : public detail::StridedSampler {
  public:
   /// Throws UsageError unless 0 <= rank < world_size.

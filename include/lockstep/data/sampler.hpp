@@ -33,12 +33,12 @@ concept Sampler = std::derived_from<S, torch::data::samplers::Sampler<>> && std:
 };
 
 /// A Sampler that owns the epoch and the position of its passes. DataLoader wraps any other Sampler in an
-/// adapter that counts its passes and samples, and skips samples by drawing them.
+/// adapter that counts its passes and samples, and skips samples by calling `next`.
 ///
 /// 1. `pass_epoch()` returns the epoch of the current pass: that of the last `reset()`, `set_epoch` or `load`
 ///    on this object.
 /// 2. `position()` returns the number of samples that this rank has consumed in the pass, including those
-///    before a resume. `skip(n)` advances it by at most `n` without drawing.
+///    before a resume. `skip(n)` advances it as `next(n)` does, but need not compute the indices.
 /// 3. `begun()` returns whether this object has started a pass since `set_epoch` was called on it or on a
 ///    copy. False in a copy. A DataLoader advances the epoch before a further pass over a begun epoch.
 /// 4. `resumes()` returns whether the next `reset()` resumes a loaded pass.

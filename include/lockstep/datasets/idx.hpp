@@ -161,7 +161,8 @@ class FileSource {
 
 namespace lockstep {
 
-/// What `read_idx` checks a file against. `content` describes the expected data in errors.
+/// The properties that `read_idx` requires of a file; unset ones are not checked. `content` describes the
+/// expected data in errors.
 struct IdxExpectation {
   std::optional<at::ScalarType> dtype{};
   std::optional<int> dimensions{};

@@ -176,13 +176,13 @@ class DistributedDataParallel {
       state_->reducer->hook_low_precision_gradients();
     }
     if (std::exchange(state_->sync_due, c10::GradMode::is_enabled() && state_->reducer->no_sync_depth == 0))
-      bring_buffers_together();
+      run_buffer_sync();
     state_->reducer->forward_begins();
   }
 
   /// Synchronizes the buffers of all ranks now, so that all ranks evaluate the same model. Collective.
   void sync_buffers() {
-    bring_buffers_together();
+    run_buffer_sync();
     state_->sync_due = false;
   }
 
@@ -231,13 +231,15 @@ class DistributedDataParallel {
   double backward_sum(const at::Tensor& sum, double count, bool retain_graph = false) {
     const auto work = [&] {
       if (!std::isfinite(count) || count < 0)
-        throw UsageError(
-            detail::formatted("backward_sum got the count {}: give how many the sum is over", count));
+        throw UsageError(detail::formatted(
+            "backward_sum got the count {}: pass the number of samples in the sum, finite and 0 or more",
+            count));
       detail::forget_cleared(state_->parameters.trained);
       if (sum.defined())
         sum.backward({}, retain_graph);
       else if (count != 0)
-        throw UsageError("backward_sum got a count without a sum");
+        throw UsageError(detail::formatted(
+            "backward_sum got the count {} with an undefined sum: pass the sum, or the count 0", count));
       detail::require_no_average(state_->parameters.trained,
                                  [&](std::size_t i) { return state_->reducer->has_gradient(i); });
     };
@@ -266,7 +268,8 @@ class DistributedDataParallel {
   }
 
   /// Discards the counts and the record of used parameters that backwards under `no_sync` have accumulated,
-  /// for a step abandoned between micro-batches. Does not touch gradients: call `zero_grad` for those.
+  /// for a step abandoned between micro-batches, and restores low-precision parameters. Does not clear
+  /// gradients: call `zero_grad` for those. Not collective.
   void forget() {
     if (state_->low_precision) state_->low_precision->end_step();
     state_->reducer->forget();
@@ -377,7 +380,7 @@ class DistributedDataParallel {
       return model;
   }
 
-  void bring_buffers_together() {
+  void run_buffer_sync() {
     // The forward of a ScriptModule replaces the tensor of a buffer that it assigns.
     if constexpr (ScriptModule<M>)
       if (state_->policy != BufferPolicy::none)

@@ -172,7 +172,7 @@ double check_same_parameters(const std::vector<NamedTensor>& parameters, Comm& c
     }
   if (worst > tolerance) {
     const detail::RankNames name_of(comm);
-    throw detail::Common<MismatchError>(detail::formatted(
+    throw detail::CollectiveError<MismatchError>(detail::formatted(
         "the ranks' models have diverged: {} of {} parameters differ, most of all parameter {} '{}' on rank "
         "{}, which is {:.2g} of its norm away from rank {}'s; load, initialise and step the model in the "
         "same way on every rank, and change gradients only in the same way",

@@ -35,7 +35,8 @@ using Shard = std::vector<std::vector<at::Tensor>>;
 
 /// Partitions the parameters over the ranks as Python's ZeroRedundancyOptimizer does: group by group, largest
 /// first, each to the rank with the fewest elements so far.
-inline std::vector<Shard> deal_out(const std::vector<torch::optim::OptimizerParamGroup>& groups, int ranks) {
+inline std::vector<Shard> partition_parameters(const std::vector<torch::optim::OptimizerParamGroup>& groups,
+                                               int ranks) {
   std::vector<Shard> shards(static_cast<std::size_t>(ranks), Shard(groups.size()));
   std::vector<std::int64_t> elements(shards.size(), 0);
   for (std::size_t g = 0; g < groups.size(); ++g) {
@@ -157,7 +158,7 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer,
                                     &shards_[static_cast<std::size_t>(rank)]);
       inner_->load(archive);
     }
-    take_foreign_states(gathered_);
+    move_foreign_states(gathered_);
     consolidated_ = comm_.rank() == to;
   }
 
@@ -175,7 +176,7 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer,
     const auto put_back = [&] {
       inner_->param_groups().swap(all);
       gathered_.clear();
-      take_foreign_states(gathered_);
+      move_foreign_states(gathered_);
     };
     try {
       inner_->save(archive);
@@ -195,7 +196,7 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer,
       inner_->load(archive);
     }
     States dropped;
-    take_foreign_states(dropped);
+    move_foreign_states(dropped);
   }
 
   /// Returns the inner optimizer. Between steps it has no groups and only the states of this rank's shard.
@@ -238,12 +239,12 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer,
               named.back().name));
       }
     check_same_model(named, {}, comm_);
-    shards_ = detail::deal_out(param_groups_, comm_.size());
+    shards_ = detail::partition_parameters(param_groups_, comm_.size());
     for (const auto& group : own())
       for (const at::Tensor& parameter : group) own_keys_.insert(parameter.unsafeGetTensorImpl());
     // Some optimizers create states in their constructor.
     States dropped;
-    take_foreign_states(dropped);
+    move_foreign_states(dropped);
   }
 
   template <class Step>
@@ -276,7 +277,7 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer,
     return stream.str();
   }
 
-  void take_foreign_states(States& to) const {
+  void move_foreign_states(States& to) const {
     auto& states = inner_->state();
     std::vector<void*> foreign;
     for (const auto& item : states)

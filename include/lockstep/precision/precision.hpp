@@ -94,7 +94,7 @@ class ScaledStep {
   ~ScaledStep() = default;
 };
 
-/// Whether a step was made. Possibly known only to the device.
+/// The outcome of a step: made or skipped. Only the device may know it; querying it then synchronizes.
 class StepOutcome {
  public:
   StepOutcome(bool stepped) : stepped_(stepped) {}  // NOLINT(google-explicit-constructor): it is just that

@@ -92,7 +92,7 @@ struct CheckedCapture {
   static_assert(Capturable<PrecisionType> && Precision<PrecisionType>,
                 "lockstep: a CapturedStep needs a precision that decides on the device alone: Fp32, Tf32, "
                 "Bf16, Fp16, or one of your own that says static constexpr bool capturable = true");
-  static_assert(Capturable<Hook> && ReductionPolicy<Hook>,
+  static_assert(Capturable<Hook> && HookPolicy<Hook>,
                 "lockstep: a CapturedStep needs a communication hook that does the same in every step, such "
                 "as AllReduceHook, Fp16Hook or Bf16Hook; PowerSgdHook and hooks of functions do not promise "
                 "it");
@@ -153,10 +153,9 @@ template <class Graph, class M, class Comm, class Optimizer, class PrecisionType
 class CapturedStep
     : detail::CheckedCapture<Graph, Comm, Optimizer, PrecisionType, Hook, GradientCallbacks...> {
  public:
-  /// Constructs the DistributedDataParallel. Throws UsageError for options that a graph cannot capture: an
-  /// optimizer whose rate is a number or a communicator that blocks in each call (as their
-  /// `check_capturable()` reports), `find_unused_parameters`, `param_dtype`, gradients outside the buckets,
-  /// or too few warm-up steps.
+  /// Constructs the DistributedDataParallel. Throws UsageError for options that a graph cannot capture: those
+  /// that `check_capturable()` of a part reports, `find_unused_parameters`, `param_dtype`,
+  /// DdpOptions::gradients other than `in_bucket`, or too few warm-up steps. Collective.
   CapturedStep(Graph graph, M& model, Comm& comm, Optimizer& optimizer, PrecisionType& precision, Loss loss,
                const CaptureOptions& options = {}, Hook hook = {}, GradientCallbacks... callbacks)
       : graph_(std::move(graph)),
@@ -177,17 +176,18 @@ class CapturedStep
     if (options.ddp.param_dtype)
       throw UsageError(
           "CapturedStep: DdpOptions::param_dtype gives parameters new memory in each step, which a graph "
-          "cannot "
-          "hold: take a precision policy, such as Bf16");
+          "cannot hold: use a precision policy, such as Bf16");
     if (options.ddp.find_unused_parameters || options.ddp.gradients != GradientStorage::in_bucket)
       throw UsageError(
-          "CapturedStep: a search for unused parameters, or gradients beside the buckets, take another way "
-          "from step to step: leave DdpOptions::find_unused_parameters and gradients as they are");
+          "CapturedStep: find_unused_parameters and gradients other than in_bucket change the work from step "
+          "to step: leave both DdpOptions at their defaults");
     const auto check = [](auto& part) {
       if constexpr (requires { part.check_capturable(); }) part.check_capturable();
     };
     check(comm);
     check(optimizer);
+    check(precision);
+    check(hook);
     std::apply([&](auto&... part) { (check(part), ...); }, callbacks_);
     graph_.on_stream([&] { ddp_.emplace(model, comm, options_.ddp, std::move(hook)); });
     // A graph needs the gradients at fixed addresses.

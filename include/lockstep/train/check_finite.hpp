@@ -53,7 +53,7 @@ class CheckFinite {
       reduced = not_finite(largest(gradients.parameters[watched_[first]->index].grad()));
       if (!reduced.empty()) break;
     }
-    if (!gradients.spread_nan)
+    if (!gradients.propagates_nan)
       for (const std::string& there : agree(comm, [&] { return std::to_string(first); }))
         first = std::min<std::size_t>(first, std::stoull(there));
     if (first == watched_.size()) return;
@@ -62,7 +62,7 @@ class CheckFinite {
     std::size_t culprit = watched_.size();
     for (const std::string& found : own)
       if (!found.empty()) culprit = std::min<std::size_t>(culprit, std::stoull(found));
-    throw detail::Common<GradientError>(
+    throw detail::CollectiveError<GradientError>(
         describe(*watched_[culprit < watched_.size() ? culprit : first], gradients) +
         blame(own, culprit, reduced, detail::RankNames(comm)));
   }

@@ -35,7 +35,7 @@ struct Gradients {
   /// GradientCallback sets it, as GradientClip does. Later callbacks and StepReport::total_norm read it.
   at::Tensor& total_norm;
   /// Whether a NaN on one rank reaches every rank. Some communication hooks do not propagate it.
-  bool spread_nan = true;
+  bool propagates_nan = true;
 };
 
 /// A callback between backward and the optimizer step, on every rank: `on_gradients(gradients)`.
@@ -47,8 +47,8 @@ struct Gradients {
 ///    does not unscale them again. Under a precision that scales and has no `unscale`, callbacks see scaled
 ///    gradients.
 template <class E>
-concept GradientCallback = requires(E& extra, const Gradients& gradients) {
-  extra.on_gradients(gradients);
+concept GradientCallback = requires(E& callback, const Gradients& gradients) {
+  callback.on_gradients(gradients);
 };
 
 /// A check of the gradients before any GradientCallback sees them.
@@ -120,9 +120,9 @@ struct EpochReport {
   std::int64_t peak_memory = 0;
 };
 
-/// Creates the optimizer: `make_optimizer(parameters)` takes each trained parameter once, tied parameters
-/// included, in the model's order, as a std::vector of tensors or of NamedTensors. Called once, before the
-/// first step, on every rank.
+/// Creates the optimizer: `make_optimizer(parameters)` takes all parameters of the model in registration
+/// order, frozen ones included and a tied one once, as a std::vector of tensors or of NamedTensors. Those in
+/// DdpOptions::ignored are left out. Called once, before the first step, on every rank.
 template <class E>
 concept OptimizerFactory = requires(E& extra, std::vector<NamedTensor> parameters) {
   { extra.make_optimizer(parameters) } -> std::convertible_to<std::unique_ptr<torch::optim::Optimizer>>;
@@ -134,7 +134,7 @@ concept OptimizerFactory = requires(E& extra, std::vector<NamedTensor> parameter
 /// A CommunicationHook of the trainer's communicator, such as Fp16Hook. The concept recognizes it by the
 /// constants and the `wire_bytes()` that every hook has.
 template <class E>
-concept ReductionPolicy = requires(const E& extra) {
+concept HookPolicy = requires(const E& extra) {
   { E::predivides } -> std::convertible_to<bool>;
   { E::propagates_nan } -> std::convertible_to<bool>;
   extra.wire_bytes();
@@ -150,20 +150,20 @@ concept Schedule = requires(E& extra, std::int64_t epoch, std::int64_t step) {
 
 /// A callback after each optimizer step, on every rank: `on_step(report)`.
 template <class E>
-concept StepCallback = requires(E& extra, [[maybe_unused]] const StepReport& report) {
-  extra.on_step(report);
+concept StepCallback = requires(E& callback, const StepReport& report) {
+  callback.on_step(report);
 };
 
 /// A callback before each epoch, on every rank: `on_epoch_start(plan)`.
 template <class E>
-concept EpochStartCallback = requires(E& extra, [[maybe_unused]] const EpochPlan& plan) {
-  extra.on_epoch_start(plan);
+concept EpochStartCallback = requires(E& callback, const EpochPlan& plan) {
+  callback.on_epoch_start(plan);
 };
 
 /// A callback after each epoch, on every rank: `on_epoch(report)`. It may evaluate, save and log.
 template <class E>
-concept EpochCallback = requires(E& extra, const EpochReport& report) {
-  extra.on_epoch(report);
+concept EpochCallback = requires(E& callback, const EpochReport& report) {
+  callback.on_epoch(report);
 };
 
 /// Wraps a function as an OptimizerFactory. The function returns an optimizer, or a std::unique_ptr to one.
@@ -308,7 +308,7 @@ struct GradientClip {
     gradients.total_norm = detail::clip_norm(gradients.named_parameters, max_norm, options);
   } catch (const GradientError& error) {
     // Every rank throws for equal gradients, so that no abort is needed.
-    if (gradients.spread_nan) throw detail::Common<GradientError>(error.what());
+    if (gradients.propagates_nan) throw detail::CollectiveError<GradientError>(error.what());
     throw;
   }
 };

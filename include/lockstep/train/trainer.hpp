@@ -75,7 +75,7 @@ class Trainer : detail::CheckedPolicies<Policies...> {
   using SamplerType = typename Types::Sampler;
   using Comm = typename Types::Comm;
   using PrecisionType = typename Types::Precision;
-  using Reduction = typename Types::Reduction;
+  using Hook = typename Types::Hook;
   using Extras = typename Types::Extras;
 
  public:
@@ -90,8 +90,8 @@ class Trainer : detail::CheckedPolicies<Policies...> {
         model_(detail::placed(detail::pick<Model>(detail::MakeSeeded{options.seed}, given...), comm_)),
         precision_(detail::pick<PrecisionType>(detail::MakeDefault{}, given...)),
         extras_(detail::make_extras(std::type_identity<Extras>{}, given...)),
-        ddp_(model_.get(), comm_, options_.ddp, detail::take_reduction<Reduction>(extras_)),
-        optimizer_(detail::made_optimizer(extras_, ddp_.named_parameters(), options_)),
+        ddp_(model_.get(), comm_, options_.ddp, detail::take_hook<Hook>(extras_)),
+        optimizer_(detail::create_optimizer(extras_, ddp_.named_parameters(), options_)),
         step_(model_.get(), ddp_, comm_, *optimizer_, precision_, options_.ddp,
               detail::ClearGradients::set_to_none) {
     static_assert((detail::fits_policies<Given, Policies...> && ...),
@@ -152,7 +152,7 @@ class Trainer : detail::CheckedPolicies<Policies...> {
   void save_checkpoint(const std::filesystem::path& path, const Parts&... parts) {
     forbid_in_rank_zero_scope("save_checkpoint");
     if (step_.running())
-      throw detail::Common<UsageError>(
+      throw detail::CollectiveError<UsageError>(
           "save_checkpoint was called during a step: call it in an OnStep or OnEpoch callback");
     auto run = checkpointed_run(parts...);
     write_checkpoint(run, path, [&] {
@@ -191,8 +191,9 @@ class Trainer : detail::CheckedPolicies<Policies...> {
   /// The DistributedDataParallel, for its report and its communication hook.
   [[nodiscard]] auto& ddp() { return ddp_; }
   [[nodiscard]] const World& world() const { return world_; }
-  /// The numbers of completed epochs and optimizer steps.
+  /// Returns the number of completed epochs.
   [[nodiscard]] std::int64_t epoch() const { return position_.epoch; }
+  /// Returns the number of completed steps, including those that the precision skipped.
   [[nodiscard]] std::int64_t step() const { return position_.step; }
 
  private:
@@ -200,7 +201,7 @@ class Trainer : detail::CheckedPolicies<Policies...> {
   bool read_run(const char* name, const std::filesystem::path& path, bool required, Parts&... parts) {
     forbid_in_rank_zero_scope(name);
     if (save_data_position_)
-      throw detail::Common<UsageError>(detail::formatted("{} inside fit: call it before", name));
+      throw detail::CollectiveError<UsageError>(detail::formatted("{} inside fit: call it before", name));
     std::optional<detail::RankState> read = read_checkpoint(checkpointed_run(parts...), path, required);
     const bool found = read.has_value();
     if (found) resumed_ = std::move(read);
@@ -375,7 +376,7 @@ class Trainer : detail::CheckedPolicies<Policies...> {
         epoch, where);
   }
 
-  using Kept = detail::KeptOf<Types>;
+  using Kept = detail::MemberTypes<Types>;
 
   World world_;
   TrainerOptions options_;
@@ -391,7 +392,7 @@ class Trainer : detail::CheckedPolicies<Policies...> {
   std::optional<detail::RankState> resumed_;     // of a loaded checkpoint, until the next `fit`
   detail::SaveDataPosition save_data_position_;  // saves the data position, inside `fit`
   detail::SkippedSteps skipped_;                 // of the running epoch
-  detail::ParameterComparison<Reduction> compare_;
+  detail::ParameterComparison<Hook> compare_;
   bool warned_of_loss_ = false, warned_in_stream_ = false;
 };
 

@@ -29,24 +29,26 @@ struct LaunchedRank {
   int master_port = 0;
 };
 
-/// Returns this process's place, or std::nullopt if its launcher did not start this process. Throws UsageError
+/// Returns this process's place, or std::nullopt if its launcher did not start this process or started it alone. Throws UsageError
 /// for variables that contradict each other. A program's own source reads the variables of a launcher that
 /// lockstep does not know; see LaunchOptions::rank_source.
 using RankSource = std::function<std::optional<LaunchedRank>(const Variables&)>;
 
-/// Slurm's srun: SLURM_PROCID and the other variables of a step of several tasks. The store is on the first
-/// host of SLURM_STEP_NODELIST, at a port that follows from job and step. A step of one task is no rank: such
-/// a process may start ranks itself. Throws UsageError inside a batch script or an allocation of several tasks
-/// if srun did not start this process.
-std::optional<LaunchedRank> ranks_of_slurm(const Variables& variables);
+/// Returns the rank that Slurm's srun assigned, from SLURM_PROCID and the other variables of a step of
+/// several tasks. The store is on the first host of SLURM_STEP_NODELIST, at a port that follows from job and
+/// step. Returns std::nullopt in a step of one task, whose process may start ranks itself. Throws UsageError
+/// inside a batch script or an allocation of several tasks if srun did not start this process.
+std::optional<LaunchedRank> rank_of_slurm(const Variables& variables);
 
-/// Open MPI's mpirun: OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE and their local counterparts. If all ranks
-/// are on one host, the store is there; otherwise the user sets MASTER_ADDR and MASTER_PORT.
-std::optional<LaunchedRank> ranks_of_open_mpi(const Variables& variables);
+/// Returns the rank that the mpirun of Open MPI assigned, from OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE and
+/// their local counterparts. If all ranks are on one host, the store is there; otherwise the user sets
+/// MASTER_ADDR and MASTER_PORT. Throws UsageError for variables that contradict each other.
+std::optional<LaunchedRank> rank_of_open_mpi(const Variables& variables);
 
-/// MPICH's and Intel MPI's mpiexec, and `srun --mpi=pmi2`: PMI_RANK, PMI_SIZE, MPI_LOCALRANKID and
-/// MPI_LOCALNRANKS. The store is as for Open MPI, or as for Slurm.
-std::optional<LaunchedRank> ranks_of_pmi(const Variables& variables);
+/// Returns the rank that the mpiexec of MPICH or Intel MPI, or `srun --mpi=pmi2`, assigned, from PMI_RANK,
+/// PMI_SIZE, MPI_LOCALRANKID and MPI_LOCALNRANKS. The store is as for Open MPI, or as for Slurm. Throws
+/// UsageError for variables that contradict each other.
+std::optional<LaunchedRank> rank_of_pmi(const Variables& variables);
 
 /// Returns the place that Open MPI, PMI or Slurm assigned. The inner launcher wins: mpirun and mpiexec start
 /// their helpers by srun.
@@ -68,6 +70,8 @@ struct Environment {
   bool store_outlives_attempts = false;
   /// Whether a launcher has assigned local ranks on this host (LOCAL_RANK).
   bool launched = false;
+  /// Whether the ranks of a host are consecutive, as torchrun's are. Those of srun and mpirun may not be.
+  bool consecutive = false;
   /// The secret that a store hosted by lockstep requires of its clients (LOCKSTEP_STORE_SECRET). Equal on
   /// every rank.
   std::string store_secret;
@@ -80,13 +84,16 @@ namespace lockstep::detail {
 /// Parses `text` as an integer. Returns std::nullopt if it is not one.
 std::optional<int> whole_number(std::string_view text);
 
-/// Returns the value of an integer variable. Throws UsageError if it is not an integer in [least, most].
+/// Returns the value of an integer variable, std::nullopt if it is unset. Throws UsageError if the value is
+/// not an integer in [least, most].
 std::optional<int> integer_variable(const Variables& variables, const char* name, int least,
                                     int most = 2147483647);
 
-/// Returns LOCKSTEP_TIMEOUT, the timeout of collectives in seconds, at least 1.
+/// Returns LOCKSTEP_TIMEOUT, the timeout of collectives in seconds, std::nullopt if it is unset. Throws
+/// UsageError if it is below 1.
 std::optional<int> timeout_variable(const Variables& variables);
-/// Returns LOCKSTEP_HEARTBEAT_TIMEOUT in seconds, at least 1; see heartbeat_timeout().
+/// Returns LOCKSTEP_HEARTBEAT_TIMEOUT in seconds, std::nullopt if it is unset; see heartbeat_timeout(). Throws
+/// UsageError if it is below 1.
 std::optional<int> heartbeat_timeout_variable(const Variables& variables);
 
 /// Returns LOCKSTEP_RENDEZVOUS, or a URL from MASTER_ADDR and MASTER_PORT. If neither is set, throws

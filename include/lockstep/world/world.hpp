@@ -56,13 +56,13 @@ class World {
 
   explicit World(Environment environment);
 
-  /// Returns the world that torchrun's variables describe, or the one of srun, mpirun or mpiexec (see
-  /// launched_rank), or a single process. torchrun's variables are RANK, WORLD_SIZE, LOCAL_RANK,
-  /// LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, set by a launcher or by hand;
-  /// LOCKSTEP_RENDEZVOUS=file:///path replaces the last two. `source` reads the variables of a further
-  /// launcher. All calls with one rank and
-  /// rendezvous return copies of one World. From this call on, an uncaught exception is reported to the other
-  /// ranks and ends this process with one line. Throws UsageError for inconsistent variables.
+  /// Returns the world that the environment variables describe: those of torchrun, or those of srun, mpirun
+  /// or mpiexec (see launched_rank). Without any of them, returns the world of a single process. torchrun's
+  /// variables are RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, set by a
+  /// launcher or by hand; LOCKSTEP_RENDEZVOUS=file:///path replaces the last two. `source` replaces
+  /// launched_rank, for a launcher that lockstep does not know. Calls with equal rank, size and rendezvous
+  /// return copies of one World. From this call on, an uncaught exception is reported to the other ranks and
+  /// ends this process with one line. Throws UsageError for inconsistent variables.
   LOCKSTEP_PROCESS_WIDE static World from_environment(const RankSource& source = launched_rank);
 
   /// Returns the world of `size` ranks that rendezvous at `url`: tcp://host:port, hosted by rank 0, or
@@ -114,7 +114,7 @@ class World {
   [[nodiscard]] std::optional<std::string> published_failure() const;
   [[nodiscard]] static std::optional<std::string> published_failure(c10d::Store& store);
 
-  /// Returns whether a rank has reached the end of its program (`launch` sets the key).
+  /// Returns whether a rank has called `leave` or exited, with any exit code.
   [[nodiscard]] static bool finished(c10d::Store& store, int rank);
 
   /// Marks this rank as finished. If it hosts the store and `code` is 0, blocks until every rank has finished
@@ -152,6 +152,7 @@ class World {
     }
   }
 
+  /// This rank's logger. By default only rank 0 writes; see Log::all.
   Log log;
 
  private:
@@ -179,7 +180,8 @@ class World {
   // `given` overrides the rendezvous timeout when only a failure is reported.
   const detail::Rendezvous& rendezvous_within(std::optional<std::chrono::milliseconds> given) const;
 
-  // Logs what is waited for, after 10 s and then every minute, on one rank per host.
+  // Returns a function that logs what this rank waits for, after 10 s and then every minute. It logs only on
+  // local rank 0; without LOCAL_RANK that is every rank.
   [[nodiscard]] std::function<void(const std::string&)> waiting_notice() const;
 
   // Blocks until every rank has joined.
@@ -196,10 +198,11 @@ class World {
   // Whether one launcher has started all ranks, and so sees how each of them ends.
   [[nodiscard]] bool launched_here() const;
 
-  // Whether only this rank, before it joins, can report its failure to the other ranks.
+  // Returns whether other ranks may wait for this one at a rendezvous that this rank can still join, and no
+  // launcher reports this rank's failure to them.
   [[nodiscard]] bool others_may_wait() const;
 
-  static void wait_for_first(c10d::Store& side, int first, const std::string& key,
+  static void wait_for_first(c10d::Store& side, const std::string& first, const std::string& key,
                              std::chrono::milliseconds limit);
 
   std::shared_ptr<State> state_;

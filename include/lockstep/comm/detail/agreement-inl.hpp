@@ -3,6 +3,7 @@
 #include <c10/util/Exception.h>
 
 #include <cstddef>
+#include <map>
 
 #include "lockstep/comm/agreement.hpp"
 #include "lockstep/detail/fnv1a.hpp"
@@ -26,20 +27,21 @@ LOCKSTEP_INLINE std::string first_line(const std::exception_ptr& error) {
   }
 }
 
+LOCKSTEP_INLINE std::string failure_text(const std::string& outcome) {
+  return outcome.size() > 1 ? printable(outcome.substr(1)) : std::string("an exception without a text");
+}
+
 LOCKSTEP_INLINE std::string failures_text(const std::vector<std::string>& outcomes,
                                           const RankNames& name_of) {
-  const auto text_of = [](const std::string& outcome) {
-    return outcome.size() > 1 ? printable(outcome.substr(1)) : std::string("an exception without a text");
-  };
   bool equal = true;
   std::string text;
   for (std::size_t rank = 0; rank < outcomes.size(); ++rank) {
     equal = equal && outcomes[rank] == outcomes[0];
     if (outcomes[rank].at(0) == '-')
       text += detail::formatted("{}rank {}: {}", text.empty() ? "" : "; ", name_of(rank),
-                                text_of(outcomes[rank]));
+                                failure_text(outcomes[rank]));
   }
-  return !text.empty() && equal ? text_of(outcomes[0]) : text;
+  return !text.empty() && equal ? failure_text(outcomes[0]) : text;
 }
 
 LOCKSTEP_INLINE std::string serialize(const NamedValues& values) {
@@ -60,18 +62,21 @@ LOCKSTEP_INLINE std::string first_difference(const std::vector<std::string>& ser
     rest.remove_prefix(field.size() + 1);
     return field;
   };
-  std::vector<std::string_view> rests(serialized.begin(), serialized.end());
-  // The n-th values of all ranks, for each n. A list that has ended has an absent value.
-  while (std::any_of(rests.begin(), rests.end(), [](std::string_view rest) { return !rest.empty(); })) {
-    std::string_view name;
+  std::vector<std::map<std::string_view, std::string_view>> values(serialized.size());  // of each rank
+  std::vector<std::string_view> names;  // of all ranks, those of rank 0 first
+  for (std::size_t rank = 0; rank < serialized.size(); ++rank)
+    for (std::string_view rest = serialized[rank]; !rest.empty();) {
+      const std::string_view name = next(rest), value = next(rest);
+      values[rank].emplace(name, value.empty() ? "empty" : value);
+      const bool known = std::any_of(values.begin(), values.begin() + static_cast<std::ptrdiff_t>(rank),
+                                     [&](const auto& other) { return other.contains(name); });
+      if (!known) names.push_back(name);
+    }
+  for (const std::string_view name : names) {
     std::vector<std::pair<std::string_view, std::vector<std::size_t>>> groups;  // ranks by value
-    for (std::size_t rank = 0; rank < rests.size(); ++rank) {
-      std::string_view value = "absent";
-      if (!rests[rank].empty()) {
-        name = next(rests[rank]);
-        value = next(rests[rank]);
-        if (value.empty()) value = "empty";
-      }
+    for (std::size_t rank = 0; rank < values.size(); ++rank) {
+      const auto entry = values[rank].find(name);
+      const std::string_view value = entry == values[rank].end() ? "absent" : entry->second;
       auto group = std::find_if(groups.begin(), groups.end(), [&](auto& g) { return g.first == value; });
       if (group == groups.end()) group = groups.insert(group, {value, {}});
       group->second.push_back(rank);

@@ -141,7 +141,8 @@ class GroupState {
     if (failed()) rethrow();
   }
   [[noreturn]] void rethrow() {
-    membership_.notice();
+    // A first error of this rank's own does not count as noticing a later failure of another rank.
+    if (membership_.monitor() && membership_.monitor()->failure()) membership_.notice();
     std::rethrow_exception(error_.get());
   }
 

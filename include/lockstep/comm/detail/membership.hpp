@@ -94,14 +94,12 @@ inline std::string lateness(const Call& call, const std::map<int, Position>& pos
   return text;
 }
 
-/// What the ranks of a group exchange through the store, outside the transport of their tensors: rendezvous,
-/// positions, failures and departures in good order.
+/// One rank's membership in a group: the exchanges through the store that need no tensor transport, which are
+/// rendezvous, positions, failures and graceful departures.
 ///
-/// No function blocks on the store without a bound: each returns or throws at most 2 s after its deadline, or
-/// within 2 s if it has none, even if the store does not answer.
-///
-/// `look` and its relatives return errors instead of throwing them, so that the communicator's own threads
-/// can find errors for the program. Thread safety: any thread may call any function except join and farewell.
+/// No function blocks on the store without a bound, even if the store does not answer. A function with a
+/// deadline returns or throws at most 2 s after it, `farewell` on the rank that hosts the store at most 10 s.
+/// A function without a deadline returns within 2 s, `cause_of` within 10 s.
 class Membership {
  public:
   using Clock = std::chrono::steady_clock;

@@ -20,14 +20,16 @@
 namespace lockstep::detail {
 
 /// Runs `part`, which the other ranks may come to wait for. If `part` throws an error that the other ranks
-/// cannot know of, calls `tell()` inside the handler and rethrows.
+/// cannot know of, calls `tell()` inside the handler and rethrows. `ranks` is the number of ranks that may
+/// wait: fewer of them may have thrown a CollectiveError together, in a sub-group.
 template <class Part, class Tell>
-decltype(auto) telling_own_error(Part&& part, Tell&& tell) {
+decltype(auto) telling_own_error(int ranks, Part&& part, Tell&& tell) {
   try {
     return std::forward<Part>(part)();
   } catch (const CommunicationError&) {
     throw;  // the other ranks know, or cannot be reached
-  } catch (const ThrownByAll&) {
+  } catch (const ThrownByAll& error) {
+    if (error.ranks < ranks) tell();
     throw;
   } catch (...) {
     tell();
@@ -84,7 +86,7 @@ bool every_rank_throws(C& comm) noexcept try {
 /// this rank in any collective.
 template <class C, class Part>
 decltype(auto) aborting(C& comm, Part&& part) {
-  return telling_own_error(std::forward<Part>(part), [&] {
+  return telling_own_error(comm.size(), std::forward<Part>(part), [&] {
     if (comm.size() > 1 && !every_rank_throws(comm)) abort_for_others(comm);
   });
 }

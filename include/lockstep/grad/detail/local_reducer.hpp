@@ -44,6 +44,7 @@ class LocalReducer {
 
   template <class Run>
   void backward(const Contribution& contribution, Run&& run_backward) {
+    if (contribution.nothing && !contribution.count) return;  // no other rank to take part with
     inside_backward_ = true;
     try {
       run_backward();

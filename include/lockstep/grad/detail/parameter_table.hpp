@@ -89,9 +89,8 @@ void require_no_average(std::span<const ParameterEntry> parameters, Added&& adde
   for (std::size_t i = 0; i < parameters.size(); ++i)
     if (parameters[i].reduced.first && added(i))
       throw GradientError(detail::formatted(
-          "backward_sum found the gradient of parameter '{}' as the last reduction left it, a mean "
-          "already, to which no sum can be added: call zero_grad between them, or put the first of them "
-          "under no_sync",
+          "backward_sum found that the gradient of parameter '{}' still holds the previous reduction's "
+          "average: call zero_grad before it, or put the earlier backward under no_sync",
           parameters[i].name));
 }
 

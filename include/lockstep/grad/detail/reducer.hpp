@@ -94,8 +94,9 @@ class InsideBackward {
   bool counts_;
 };
 
-/// What one backward contributes to a reduction. `losses` are the roots of the search for unused parameters.
-/// With a `count` the gradients are those of a sum over that many samples, otherwise of a mean.
+/// One backward's contribution to a reduction. `losses`: the roots of the search for unused parameters. With
+/// a `count`, the gradients are those of a sum over that many samples, otherwise of a mean. `nothing`: this
+/// rank has no data.
 struct Contribution {
   at::ArrayRef<at::Tensor> losses;
   std::optional<double> count = std::nullopt;
@@ -188,7 +189,7 @@ class Reducer {
     }
     std::exception_ptr thrown;
     try {
-      if (reduces) take_known_unused(&contribution.losses);
+      if (reduces) copy_known_unused(&contribution.losses);
       run_counted();
     } catch (...) {
       thrown = std::current_exception();
@@ -362,7 +363,7 @@ class Reducer {
   /// Copies the gradients of parameters that this backward does not reach into their buckets, so that those
   /// buckets need not wait for `close`. `losses` is null in a bare `loss.backward()`, which does not know
   /// them.
-  void take_known_unused(const at::ArrayRef<at::Tensor>* losses) {
+  void copy_known_unused(const at::ArrayRef<at::Tensor>* losses) {
     if (nothing_ || !expects_) return;
     if (options_.static_graph) {
       for (std::size_t i = 0; i < parameters_.size(); ++i)
@@ -406,7 +407,7 @@ class Reducer {
   /// the next one closes it first.
   void open_bare() {
     open_plain();
-    take_known_unused(nullptr);
+    copy_known_unused(nullptr);
     at_end_of_backward([reducer = std::weak_ptr(self_)](bool ended) {
       const auto alive = reducer.lock();
       if (alive && ended) (*alive)->close(nullptr);

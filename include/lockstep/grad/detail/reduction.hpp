@@ -236,9 +236,10 @@ class BucketReduction {
   [[nodiscard]] Hook& hook() { return hook_; }
   [[nodiscard]] double total_count() const { return total_count_; }
 
-  /// Throws UsageError if the sum of the ranks' counts might be rounded, were all as large as `count`.
+  /// Throws UsageError if `count` is too large for a float32 bucket: the sum of such counts over the ranks
+  /// could be rounded.
   void check_count(double count) const {
-    if (count <= largest_float_count || !counts_ride() ||
+    if (count <= largest_float_count || !counts_in_bucket() ||
         parameters_[*buckets_->last_view()].dtype != at::kFloat)
       return;
     throw UsageError(detail::formatted(
@@ -251,7 +252,7 @@ class BucketReduction {
   /// sum of all ranks' counts; counts that do not travel in a bucket are all-reduced here, which blocks.
   void open(std::optional<double> count) {
     counts_ = count.has_value();
-    rides_ = counts_ && counts_ride();
+    counts_in_bucket_ = counts_ && counts_in_bucket();
     weight_.reset();
     for (std::size_t b = 0; b < buckets_->size(); ++b) pending_[b] = buckets_->members(b).size();
     next_ = 0;
@@ -259,7 +260,7 @@ class BucketReduction {
     hook_error_ = nullptr;
     begun_ = true;
     times.backward = times.first_launch = Clock::now();
-    if (counts_ && !rides_) weigh_first(*count);
+    if (counts_ && !counts_in_bucket_) all_reduce_counts(*count);
   }
 
   /// Copies parameter i's gradient into its bucket. `seen`: see GradientBuckets::copy_to_bucket's `attach`.
@@ -286,7 +287,7 @@ class BucketReduction {
     times.gradients = Clock::now();
     failed_ = failed;
     while (next_ < buckets_->size()) {
-      if (rides_ && next_ == last_bucket_)
+      if (counts_in_bucket_ && next_ == last_bucket_)
         launch_with_count(next_++, count);
       else
         launch(next_++);
@@ -316,7 +317,7 @@ class BucketReduction {
         if (works_[b]) finish(*works_[b]);
         if (buckets_->sparse(b)) flagged = sum_sparse(b, finish) || flagged;
       } catch (const TimeoutError& error) {
-        give_up(failure);
+        abort_failed_step(failure);
         if constexpr (Labelled<Comm>) throw;  // the error already names its bucket, which may be another one
         throw TimeoutError(detail::formatted(
             "{} (bucket {} of {}, with {}, in backward {})", error.what(), b + 1, works_.size(),
@@ -338,7 +339,7 @@ class BucketReduction {
     } else if (hook_error_) {
       // The other ranks may have valid averages, and would step with them.
       telling_own_error(
-          [&] { std::rethrow_exception(hook_error_); },
+          comm_.size(), [&] { std::rethrow_exception(hook_error_); },
           [&] {
             if (!CaptureScope::active())
               abort_for_others(comm_, detail::formatted("the communication hook '{}' threw: ", hook_.name()));
@@ -351,7 +352,7 @@ class BucketReduction {
         flagged = flagged || usage_->failed();
       }
     } catch (const TimeoutError&) {
-      give_up(failure);
+      abort_failed_step(failure);
       throw;
     }
     times.end = Clock::now();
@@ -465,7 +466,7 @@ class BucketReduction {
     const auto naming = labels_.use(comm_, b);
     // The peers wait for collectives that only the hook could have launched: abort.
     telling_own_error(
-        [&] { works_[b].emplace(hook_.start(comm_, bucket)); },
+        comm_.size(), [&] { works_[b].emplace(hook_.start(comm_, bucket)); },
         [&] {
           abort_for_others(comm_, detail::formatted("the communication hook '{}' threw for bucket {} of {}: ",
                                                     hook_.name(), b + 1, buckets_->size()));
@@ -482,7 +483,7 @@ class BucketReduction {
   /// remainder. In float32 the sums of these over 256 ranks are exact, as all integers up to 2^24 are. With
   /// more ranks, narrower dtypes and other hooks, the counts are all-reduced first and separately, in
   /// float64.
-  [[nodiscard]] bool counts_ride() const {
+  [[nodiscard]] bool counts_in_bucket() const {
     if (!std::same_as<Hook, AllReduceHook> || !buckets_->last_view()) return false;
     const at::ScalarType type = parameters_[*buckets_->last_view()].dtype;
     return (type == at::kFloat && comm_.size() <= 256) || type == at::kDouble;
@@ -508,7 +509,7 @@ class BucketReduction {
 
   /// All-reduces the counts before the first gradient is copied, so that buckets hold means: sums could
   /// overflow a narrow dtype or the dtype that a hook casts to. Blocks.
-  void weigh_first(double count) {
+  void all_reduce_counts(double count) {
     at::Tensor sum =
         at::full({1}, count, at::TensorOptions(at::kDouble).device(parameters_[0].tensor.device()));
     comm_.all_reduce(sum, ReduceOp::sum).synchronize();
@@ -522,13 +523,13 @@ class BucketReduction {
   }
 
   void divide_by_counts() {
-    if (rides_) {
+    if (counts_in_bucket_) {
       const at::Tensor numbers = std::exchange(counted_tail_, {}).to(at::kDouble).cpu();
       total_count_ = numbers[0].item<double>() * count_unit + numbers[1].item<double>();
     }
     // A total count of 0 makes every gradient zero, whatever the sums are.
     const bool nothing = total_count_ == 0;
-    if (rides_ || nothing)
+    if (counts_in_bucket_ || nothing)
       for (std::size_t b = 0; b < buckets_->size(); ++b)
         if (!buckets_->sparse(b) && !buckets_->empty(b)) buckets_->scale(b, mean_factor());
     for (ParameterEntry& parameter : parameters_)
@@ -551,8 +552,9 @@ class BucketReduction {
     return sum.flagged;
   }
 
-  /// After a timeout: aborts the communicator and rethrows, if this rank has failed. Else a no-op.
-  void give_up(const std::exception_ptr& failure) {
+  /// Aborts the communicator and rethrows the current TimeoutError if this rank has failed; otherwise a
+  /// no-op. The reducer throws `failure` in its place. Call it in the handler of the TimeoutError.
+  void abort_failed_step(const std::exception_ptr& failure) {
     if (!failure) return;
     comm_.abort(first_line(failure));
     throw;  // the timeout; the reducer replaces it by `failure`
@@ -580,7 +582,7 @@ class BucketReduction {
   std::size_t reductions_ = 0;
   std::uint64_t extra_bytes_ = 0, bytes_before_ = 0, bytes_last_ = 0;
   std::exception_ptr hook_error_;
-  bool begun_ = false, counts_ = false, rides_ = false, failed_ = false, asks_usage_ = false;
+  bool begun_ = false, counts_ = false, counts_in_bucket_ = false, failed_ = false, asks_usage_ = false;
 };
 
 }  // namespace lockstep::detail

@@ -26,7 +26,7 @@ struct GradientBucket {
   /// Zero-based position in launch order, and the number of buckets. The first reduction uses other buckets
   /// than the later ones.
   std::size_t index = 0, count = 1;
-  /// Number of reductions of all gradients begun before this one.
+  /// Number of reductions completed before this one. An abandoned reduction does not count.
   std::size_t iteration = 0;
   /// [n]: this rank's gradients, concatenated. Receives the average over the ranks.
   at::Tensor flat;

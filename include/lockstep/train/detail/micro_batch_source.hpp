@@ -137,9 +137,9 @@ class StreamMicroBatchSource {
     if (!saved) return;
     if (const std::int64_t then = read_integer(*saved, "ranks"); then != ranks)
       throw CheckpointError(detail::formatted(
-          "the checkpoint is from the midst of a stream on {} ranks, and there are {} now: only an "
-          "end of an epoch can be taken up by others",
-          then, ranks));
+          "the checkpoint was saved inside an epoch of a stream on {} ranks, and this run has {}: resume it "
+          "on {} ranks, or load a checkpoint that was saved between epochs",
+          then, ranks, then));
     if (repeats) skip_ = read_integer(*saved, "batches");
   }
 

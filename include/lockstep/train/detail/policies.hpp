@@ -58,16 +58,16 @@ consteval PolicyKind kind_of() {
   } else if constexpr (Precision<P>) {
     return PolicyKind::precision;
   } else if constexpr (int{OptimizerFactory<P>} + int{Schedule<P>} + int{GradientCheck<P>} +
-                           int{ReductionPolicy<P>} + int{Callback<P>} >
+                           int{HookPolicy<P>} + int{Callback<P>} >
                        1) {
     return PolicyKind::several;
   } else {
-    return OptimizerFactory<P>  ? PolicyKind::optimizer
-           : Schedule<P>        ? PolicyKind::schedule
-           : GradientCheck<P>   ? PolicyKind::check
-           : ReductionPolicy<P> ? PolicyKind::hook
-           : Callback<P>        ? PolicyKind::callback
-                                : PolicyKind::none;
+    return OptimizerFactory<P> ? PolicyKind::optimizer
+           : Schedule<P>       ? PolicyKind::schedule
+           : GradientCheck<P>  ? PolicyKind::check
+           : HookPolicy<P>     ? PolicyKind::hook
+           : Callback<P>       ? PolicyKind::callback
+                               : PolicyKind::none;
   }
 }
 constexpr bool is_extra(PolicyKind kind) {
@@ -99,7 +99,7 @@ struct PolicyTypes {
   using Sampler = typename SelectPolicy<PolicyKind::sampler, DefaultSampler, Policies...>::type;
   using Comm = typename SelectPolicy<PolicyKind::communicator, DefaultComm, Policies...>::type;
   using Precision = typename SelectPolicy<PolicyKind::precision, DefaultPrecision, Policies...>::type;
-  using Reduction = typename SelectPolicy<PolicyKind::hook, AllReduceHook, Policies...>::type;
+  using Hook = typename SelectPolicy<PolicyKind::hook, AllReduceHook, Policies...>::type;
   using Extras = decltype(std::tuple_cat(
       std::declval<
           std::conditional_t<is_extra(kind_of<Policies>()), std::tuple<Policies>, std::tuple<>>>()...));
@@ -136,7 +136,7 @@ struct CheckedPolicies {
       "lockstep: a GradientCheck, such as CheckFinite, refuses gradients that are not finite, which a "
       "precision that scales losses, such as Fp16, meets as part of its work: leave the check out");
   static_assert(
-      !ScalingPrecision<PrecisionType> || Types::Reduction::propagates_nan ||
+      !ScalingPrecision<PrecisionType> || Types::Hook::propagates_nan ||
           AgreeingPrecision<PrecisionType, Comm>,
       "lockstep: a communication hook that keeps infinities from the other ranks, such as PowerSgdHook, "
       "needs a precision whose ranks agree on the steps to leave out: give it agree(optimizer, comm), as "
@@ -176,18 +176,18 @@ struct CheckedFit {
 
 // The types of a Trainer's members.
 template <class Types>
-struct KeptOf {
+struct MemberTypes {
   using Model = Nothing;
   using Ddp = Nothing;
   using Step = Nothing;
 };
 template <class Types>
 requires Model<typename Types::Model> && Reducing<typename Types::Comm> && Gathering<typename Types::Comm>
-struct KeptOf<Types> {
+struct MemberTypes<Types> {
   using Model = ModelHandle<typename Types::Model>;
-  using Ddp = DistributedDataParallel<typename Types::Model, typename Types::Comm, typename Types::Reduction>;
+  using Ddp = DistributedDataParallel<typename Types::Model, typename Types::Comm, typename Types::Hook>;
   using Step = TrainingStep<typename Types::Model, typename Types::Comm, torch::optim::Optimizer,
-                            typename Types::Precision, typename Types::Reduction>;
+                            typename Types::Precision, typename Types::Hook>;
 };
 
 // The policy that an argument of a Trainer stands for: `std::in_place_type<T>` for T, a value for its type.
@@ -247,12 +247,12 @@ M placed(M model, const Comm& comm) {
 }
 
 /// Moves out the communication hook among the extras, or default-constructs one.
-template <class Reduction, class... Extras>
-Reduction take_reduction(std::tuple<Extras...>& extras) {
-  if constexpr (one_of<Reduction, Extras...>)
-    return std::move(std::get<Reduction>(extras));
+template <class Hook, class... Extras>
+Hook take_hook(std::tuple<Extras...>& extras) {
+  if constexpr (one_of<Hook, Extras...>)
+    return std::move(std::get<Hook>(extras));
   else
-    return Reduction();
+    return Hook();
 }
 
 /// Constructs the extras: each is moved from the argument of its type, or default-constructed.
@@ -266,15 +266,15 @@ std::tuple<Extras...> make_extras(std::type_identity<std::tuple<Extras...>>, Giv
 inline const TrainerOptions& validated_beside(bool has_optimizer, const TrainerOptions& options) {
   if (has_optimizer && options.lr)
     throw UsageError(detail::formatted(
-        "lr is {}, beside an optimizer that has a rate of its own: give it to that", *options.lr));
+        "lr is {}, but the OptimizerFactory sets the learning rate: set it there", *options.lr));
   return validated(options);
 }
 
 /// Constructs the optimizer by the extras' OptimizerFactory, or SGD if there is none.
 template <class... Extras>
-std::unique_ptr<torch::optim::Optimizer> made_optimizer(std::tuple<Extras...>& extras,
-                                                        const std::vector<NamedTensor>& parameters,
-                                                        const TrainerOptions& options) {
+std::unique_ptr<torch::optim::Optimizer> create_optimizer(std::tuple<Extras...>& extras,
+                                                          const std::vector<NamedTensor>& parameters,
+                                                          const TrainerOptions& options) {
   std::vector<at::Tensor> tensors;
   for (const NamedTensor& parameter : parameters) tensors.push_back(parameter.tensor);
   if constexpr ((OptimizerFactory<Extras> || ...)) {

@@ -175,7 +175,7 @@ void write_checkpoint(Run run, const std::filesystem::path& path, OwnState&& own
 
 /// Restores the hook's state. Logs a warning if only one of checkpoint and trainer has a stateful hook.
 template <class Run>
-void take_hook_state(Run& run, const RankState& state) {
+void restore_hook_state(Run& run, const RankState& state) {
   if constexpr (StatefulHook<HookOf<Run>>) {
     if (state.hook)
       run.ddp.hook().load_state(*state.hook);
@@ -188,7 +188,7 @@ void take_hook_state(Run& run, const RankState& state) {
 
 /// Restores a run's position. Keeps the trainer's own batch size and accumulation, with a warning if they
 /// differ, and its own rates if their number differs.
-inline void take_position(RunPosition& position, RunPosition saved, const Log& log) {
+inline void restore_position(RunPosition& position, RunPosition saved, const Log& log) {
   if (saved.batch_size != position.batch_size || saved.accumulate != position.accumulate)
     log.warning("the checkpoint is of a run with batches of {} (accumulate {}), which goes on with {} ({})",
                 saved.batch_size, saved.accumulate, position.batch_size, position.accumulate);
@@ -199,7 +199,7 @@ inline void take_position(RunPosition& position, RunPosition saved, const Log& l
 }
 
 /// Restores this rank's local buffers; a no-op if none were saved.
-inline void take_buffers(const torch::nn::Module& model, const std::vector<at::Tensor>& saved) {
+inline void restore_buffers(const torch::nn::Module& model, const std::vector<at::Tensor>& saved) {
   const std::vector<NamedTensor> buffers = unique_buffers(model);
   const at::NoGradGuard no_grad;
   for (std::size_t i = 0; i < saved.size() && i < buffers.size(); ++i)
@@ -232,14 +232,14 @@ std::optional<RankState> read_checkpoint(Run run, const std::filesystem::path& p
   });
   on_all([&] {
     if (const auto order = reader->bucket_order(); !order.empty()) run.ddp.set_bucket_order(order);
-    take_hook_state(run, state);
+    restore_hook_state(run, state);
     copy_tensors(tensors);
-    take_buffers(run.model, state.buffers);
+    restore_buffers(run.model, state.buffers);
     if (state.generator.defined()) set_default_generator_state(state.generator);
     // A run that moves to another type of device starts with that device's current generator.
     if (const at::Device device = device_of(run.model); !device.is_cpu() && state.device_generator.defined())
       set_default_generator_state(state.device_generator, device);
-    take_position(run.position, std::move(position), run.log);
+    restore_position(run.position, std::move(position), run.log);
   });
   return state;
 }

@@ -121,15 +121,15 @@ void require_passes(const TrainerOptions& options) {
         *options.epochs));
 }
 
-/// Runs check_same_parameters, unless the Reduction lets ranks diverge. Warns once about differences by
+/// Runs check_same_parameters, unless the hook lets ranks diverge. Warns once about differences by
 /// rounding, which processors of different kinds cause.
-template <class Reduction>
+template <class Hook>
 class ParameterComparison {
  public:
-  /// Collective, unless the Reduction lets ranks diverge; then a no-op.
+  /// Collective, unless the hook lets ranks diverge; then a no-op.
   template <class Comm>
   void run(const std::vector<NamedTensor>& parameters, Comm& comm, const Log& log) {
-    if constexpr (!requires { requires Reduction::ranks_diverge; }) {
+    if constexpr (!requires { requires Hook::ranks_diverge; }) {
       const double distance = check_same_parameters(parameters, comm);
       if (distance > 0 && !std::exchange(told_, true))
         log.warning(

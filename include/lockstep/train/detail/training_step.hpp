@@ -69,9 +69,10 @@ struct StepPosition {
 /// optimizer does not hold, or by zeros at the same address, which a captured step needs.
 enum class ClearGradients { set_to_none, fill_with_zeros };
 
-/// Returns an empty sum times 0: its backward adds zeros, but runs the collectives that match those of the
-/// forward (SyncBatchNorm). Undefined if the sum has no graph or is not finite, since 0 times NaN is NaN.
-inline at::Tensor nothing_of(const at::Tensor& sum) {
+/// Returns `sum` * 0, for a micro-batch whose count is 0: its backward adds zeros and runs the collectives
+/// that match those of the forward (SyncBatchNorm). Returns an undefined tensor if `sum` has no graph or is
+/// not finite, since 0 times NaN is NaN.
+inline at::Tensor empty_contribution(const at::Tensor& sum) {
   return sum.defined() && sum.requires_grad() && std::isfinite(host_value(sum)) ? sum * 0 : at::Tensor();
 }
 
@@ -183,7 +184,7 @@ class TrainingStep {
 
   // Throws DataError if an empty sum is not finite and the model is collective in its backward, so that the
   // other ranks would wait for it.
-  void require_finite_nothing(const at::Tensor& sum) const {
+  void require_finite_empty_sum(const at::Tensor& sum) const {
     if (!sum.defined() || !sum.requires_grad() || std::isfinite(host_value(sum))) return;
     if (const std::string module = collective_module(); !module.empty())
       throw DataError(detail::formatted(
@@ -209,11 +210,11 @@ class TrainingStep {
     };
     // Under no_sync, gradients and counts are only accumulated.
     const auto backward = [&](const LocalLoss& local) {
-      if (local.count == 0) aborting(comm_, [&] { require_finite_nothing(local.value); });
+      if (local.count == 0) aborting(comm_, [&] { require_finite_empty_sum(local.value); });
       if constexpr (weighed)
         ddp_.backward(precision_.scale(local.value));
       else if (local.count == 0)
-        all = ddp_.backward_sum(nothing_of(local.value), 0);
+        all = ddp_.backward_sum(empty_contribution(local.value), 0);
       else
         all = ddp_.backward_sum(precision_.scale(local.value), local.count);
     };
@@ -221,6 +222,7 @@ class TrainingStep {
       const auto accumulating = ddp_.no_sync(!source.last());
       ddp_.before_forward();
       LocalLoss& local = losses_.emplace_back(telling_own_error(
+          comm_.size(),
           [&] {
             return precision_.forward(
                 [&] { return source.weigh(std::invoke(loss, model_, *batch), *batch); });

@@ -92,11 +92,14 @@ inline void require_below(const Variables& variables, const char* rank, int rank
                                        size_value - 1));
 }
 
-/// Sets the address of the store if all ranks are on this host. They share their parent process.
-inline void meet_on_this_host(LaunchedRank& found) {
+/// Sets the address of the store if all ranks are on this host. The port follows from the job's name where
+/// the launcher sets one, else from the parent process, which is the launcher's unless a script is between.
+inline void rendezvous_on_this_host(const Variables& variables, LaunchedRank& found) {
   if (found.local_size != found.size) return;
+  auto job = variables("PMIX_NAMESPACE");
+  if (!job) job = variables("OMPI_MCA_ess_base_jobid");
   found.master_addr = "127.0.0.1";
-  found.master_port = port_of(detail::formatted("{} {}", found.launcher, getppid()));
+  found.master_port = port_of(job ? *job : std::to_string(getppid()));
 }
 
 // Expands the first bracket of `text`, which holds one name, and appends the names to `names`.
@@ -157,7 +160,7 @@ LOCKSTEP_INLINE Variables with_launched_rank(const Variables& variables, const R
                           "to the host of rank 0 and MASTER_PORT to a free port there, on every rank (mpirun "
                           "-x MASTER_ADDR=HOST "
                           "-x MASTER_PORT=29500; mpiexec -genv MASTER_ADDR HOST -genv MASTER_PORT 29500)",
-                          found->launcher));
+                          found->launcher, found->local_size ? " on several hosts" : ""));
   }
   // The user's own address wins.
   for (const char* name : {"MASTER_ADDR", "MASTER_PORT"})
@@ -195,8 +198,9 @@ LOCKSTEP_INLINE std::vector<int> expand_task_counts(std::string_view text) {
           part.back() == ')' ? whole_number(part.substr(times + 2, part.size() - times - 3)) : std::nullopt;
     if (!count || !repeats || *count < 0 || *repeats < 1 || *repeats > 1000000)
       throw UsageError(detail::formatted(
-          "SLURM_STEP_TASKS_PER_NODE={} cannot be parsed at '{}': set LOCAL_RANK and LOCAL_WORLD_SIZE", whole,
-          part));
+          "SLURM_STEP_TASKS_PER_NODE={} cannot be parsed at '{}': set RANK, WORLD_SIZE, LOCAL_RANK and "
+          "LOCAL_WORLD_SIZE by hand",
+          whole, part));
     counts.insert(counts.end(), static_cast<std::size_t>(*repeats), *count);
     if (part.size() == text.size()) return counts;
     text.remove_prefix(part.size() + 1);
@@ -239,7 +243,7 @@ LOCKSTEP_INLINE std::string read_store_secret(const Variables& variables) {
   return secret;
 }
 
-LOCKSTEP_INLINE std::optional<LaunchedRank> ranks_of_slurm(const Variables& variables) {
+LOCKSTEP_INLINE std::optional<LaunchedRank> rank_of_slurm(const Variables& variables) {
   const auto job = variables("SLURM_JOB_ID");
   if (!job) return std::nullopt;
   const auto step = variables("SLURM_STEP_ID");
@@ -269,42 +273,44 @@ LOCKSTEP_INLINE std::optional<LaunchedRank> ranks_of_slurm(const Variables& vari
     found.local_size = tasks[static_cast<std::size_t>(*node)];
   }
   // The job's list, SLURM_JOB_NODELIST, may begin with a host that this step does not use.
-  if (const auto nodes = variables("SLURM_STEP_NODELIST")) {
+  if (const auto nodes = variables("SLURM_STEP_NODELIST");
+      nodes && !variables("MASTER_ADDR") && !variables("LOCKSTEP_RENDEZVOUS")) {
     found.master_addr = detail::expand_node_list(*nodes).front();
     found.master_port = detail::port_of(*job + "." + *step);
   }
   return found;
 }
 
-LOCKSTEP_INLINE std::optional<LaunchedRank> ranks_of_open_mpi(const Variables& variables) {
+LOCKSTEP_INLINE std::optional<LaunchedRank> rank_of_open_mpi(const Variables& variables) {
   const auto rank = detail::integer_variable(variables, "OMPI_COMM_WORLD_RANK", 0);
   if (!rank) return std::nullopt;
   LaunchedRank found{"mpirun of Open MPI", *rank};
   found.size = detail::companion_variable(variables, "OMPI_COMM_WORLD_SIZE", 1, "OMPI_COMM_WORLD_RANK");
+  if (found.size == 1) return std::nullopt;
   detail::require_below(variables, "OMPI_COMM_WORLD_RANK", found.rank, "OMPI_COMM_WORLD_SIZE", found.size);
   found.local_rank = detail::integer_variable(variables, "OMPI_COMM_WORLD_LOCAL_RANK", 0);
   found.local_size = detail::integer_variable(variables, "OMPI_COMM_WORLD_LOCAL_SIZE", 1);
-  detail::meet_on_this_host(found);
+  detail::rendezvous_on_this_host(variables, found);
   return found;
 }
 
-LOCKSTEP_INLINE std::optional<LaunchedRank> ranks_of_pmi(const Variables& variables) {
+LOCKSTEP_INLINE std::optional<LaunchedRank> rank_of_pmi(const Variables& variables) {
   const auto rank = detail::integer_variable(variables, "PMI_RANK", 0);
   if (!rank) return std::nullopt;
   // srun --mpi=pmi2 sets PMI's variables beside its own, which say more.
-  if (variables("SLURM_PROCID") && !variables("MPI_LOCALRANKID"))
-    if (auto slurm = ranks_of_slurm(variables); slurm && slurm->rank == *rank) return slurm;
+  if (variables("SLURM_STEP_ID") && !variables("MPI_LOCALRANKID")) return rank_of_slurm(variables);
   LaunchedRank found{"mpiexec", *rank};
   found.size = detail::companion_variable(variables, "PMI_SIZE", 1, "PMI_RANK");
+  if (found.size == 1) return std::nullopt;
   detail::require_below(variables, "PMI_RANK", found.rank, "PMI_SIZE", found.size);
   found.local_rank = detail::integer_variable(variables, "MPI_LOCALRANKID", 0);
   found.local_size = detail::integer_variable(variables, "MPI_LOCALNRANKS", 1);
-  detail::meet_on_this_host(found);
+  detail::rendezvous_on_this_host(variables, found);
   return found;
 }
 
 LOCKSTEP_INLINE std::optional<LaunchedRank> launched_rank(const Variables& variables) {
-  for (const auto source : {ranks_of_open_mpi, ranks_of_pmi, ranks_of_slurm})
+  for (const auto source : {rank_of_open_mpi, rank_of_pmi, rank_of_slurm})
     if (auto found = source(variables)) return found;
   return std::nullopt;
 }
@@ -329,6 +335,7 @@ LOCKSTEP_INLINE Environment read_environment(const Variables& given, const RankS
     throw UsageError(detail::formatted("RANK={} is out of range: with WORLD_SIZE={} it must be in 0 to {}",
                                        env.rank, env.size, env.size - 1));
   env.launched = local_rank.has_value() && rank.has_value();
+  env.consecutive = given("LOCAL_RANK").has_value();
   env.local_rank = local_rank.value_or(0);
   if (local_rank && !local_size && env.size > 1)
     throw UsageError(detail::formatted(

@@ -171,8 +171,14 @@ inline LaunchPlan plan_launch(int argc, const char* const* argv, const LaunchOpt
     throw UsageError(detail::formatted("LaunchOptions::nproc is {}: it must be a number of processes, or 0",
                                        options.nproc));
   auto nproc = nproc_argument(argc, argv, options);
+  plan.rank_source = options.rank_source;
   // In Slurm's batch script, --nproc starts ranks on the script's host alone.
-  if (!nproc || !given("SLURM_JOB_ID") || given("SLURM_STEP_ID")) plan.rank_source = options.rank_source;
+  if (nproc && plan.rank_source && given("SLURM_JOB_ID") && !given("SLURM_STEP_ID"))
+    plan.rank_source = [source = options.rank_source](const Variables& all) {
+      return source([all](const char* name) {
+        return std::string_view(name) == "SLURM_JOB_ID" ? std::nullopt : all(name);
+      });
+    };
   const Variables variables = with_launched_rank(given, plan.rank_source);
   const std::string flag = options.nproc_flag.empty() ? "LaunchOptions::nproc" : options.nproc_flag;
   const auto gpus = options.gpus.empty() ? std::vector<int>{} : gpu_list(options.gpus);
@@ -195,6 +201,14 @@ inline LaunchPlan plan_launch(int argc, const char* const* argv, const LaunchOpt
           "{} {} contradicts LOCAL_WORLD_SIZE={}: the launcher has already started this host's "
           "processes, so leave {} out",
           flag, *nproc, env.local_size, flag));
+    plan.worker = true;
+    return plan;
+  }
+  if (rank && !given("RANK")) {  // a launcher that assigns no local ranks
+    if (nproc)
+      throw UsageError(
+          detail::formatted("{} {}: the launcher has already started this host's processes, so leave {} out",
+                            flag, *nproc, flag));
     plan.worker = true;
     return plan;
   }

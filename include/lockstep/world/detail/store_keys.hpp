@@ -44,7 +44,7 @@ inline std::string thrown(const std::string& group, int times, int rank) {
 inline std::string local_zero_first_calls(int rank) {
   return formatted("lockstep/first/calls/{}", rank);
 }
-inline std::string local_zero_first(int first, std::int64_t call) {
+inline std::string local_zero_first(const std::string& first, std::int64_t call) {
   return formatted("lockstep/first/{}/{}", first, call);
 }
 

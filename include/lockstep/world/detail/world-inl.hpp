@@ -204,11 +204,11 @@ LOCKSTEP_INLINE void World::leave(int code) const {
     side->set(detail::store_keys::finished(rank()), detail::to_bytes(std::to_string(code)));
     state_->left = true;
     if (!hosts_store() || code != 0) return;
-    std::vector<std::string> others;
-    for (int other = 0; other < size(); ++other) others.push_back(detail::store_keys::finished(other));
+    std::vector<std::string> finished_keys;
+    for (int other = 0; other < size(); ++other) finished_keys.push_back(detail::store_keys::finished(other));
     const auto deadline = std::chrono::steady_clock::now() + std::chrono::minutes(5);
-    while (!detail::appear_within(*side, others, std::chrono::seconds(1)) && !published_failure(*side) &&
-           std::chrono::steady_clock::now() < deadline) {
+    while (!detail::appear_within(*side, finished_keys, std::chrono::seconds(1)) &&
+           !published_failure(*side) && std::chrono::steady_clock::now() < deadline) {
     }
   } catch (const std::exception&) {  // the store has ended, and the other ranks with it
   }
@@ -268,7 +268,7 @@ LOCKSTEP_INLINE void World::await_all() const {
     const auto limit = detail::rendezvous_timeout();
     auto side = joined.again(std::min<std::chrono::milliseconds>(limit, std::chrono::seconds(5)));
     detail::await_ranks(*side, size(), begin + limit, limit, joined.doubt, notify);
-    detail::at_store("the ranks could not meet", [&] { place_ranks(*side, joined); });
+    detail::at_store("the rendezvous failed", [&] { place_ranks(*side, joined); });
   }
   state_->complete.store(true, std::memory_order_release);
 }
@@ -365,13 +365,17 @@ LOCKSTEP_INLINE std::string World::enter_local_zero_first(const LocalPlace& plac
   auto side = connect_again();
   const auto call = detail::at_store(
       "local_zero_first", [&] { return side->add(detail::store_keys::local_zero_first_calls(rank()), 1); });
-  const std::string key = detail::store_keys::local_zero_first(place.first, call);
-  if (place.rank > 0) wait_for_first(*side, place.first, key, limit);
+  const auto& known = state_->environment;
+  const bool numbered = !known.launched || known.consecutive;  // else the first rank's number is unknown
+  const std::string key = detail::store_keys::local_zero_first(
+      numbered ? std::to_string(place.first) : detail::host_identity(), call);
+  if (place.rank > 0)
+    wait_for_first(*side, numbered ? detail::formatted("rank {}", place.first) : "local rank 0", key, limit);
   return key;
 }
 
-LOCKSTEP_INLINE void World::wait_for_first(c10d::Store& side, int first, const std::string& key,
-                                           std::chrono::milliseconds limit) try {
+LOCKSTEP_INLINE void World::wait_for_first(c10d::Store& side, const std::string& first,
+                                           const std::string& key, std::chrono::milliseconds limit) try {
   const auto begin = std::chrono::steady_clock::now();
   while (!detail::appear_within(
       side, {key},
@@ -379,23 +383,23 @@ LOCKSTEP_INLINE void World::wait_for_first(c10d::Store& side, int first, const s
     if (const auto failure = published_failure(side))
       throw PeerError(detail::Failure::parse(*failure).sentence());
     if (std::chrono::steady_clock::now() > begin + limit)
-      throw TimeoutError(detail::formatted(
-          "rank {}, the first on this host, has not finished its local_zero_first after {} s", first,
-          std::chrono::duration<double>(limit).count()));
+      throw TimeoutError(
+          detail::formatted("{}, the first on this host, has not finished its local_zero_first after {} s",
+                            first, std::chrono::duration<double>(limit).count()));
   }
   if (detail::to_text(side.get(key)) != "done") {
     if (const auto failure = published_failure(side))
       throw PeerError(detail::Failure::parse(*failure).sentence());
-    throw PeerError(detail::formatted("rank {}, the first on this host, failed in local_zero_first", first));
+    throw PeerError(detail::formatted("{}, the first on this host, failed in local_zero_first", first));
   }
 } catch (const c10::DistStoreError&) {
   throw TimeoutError(
-      detail::formatted("the store does not answer, so that this rank cannot learn whether rank {}, "
+      detail::formatted("the store does not answer, so that this rank cannot learn whether {}, "
                         "the first on this host, has finished its local_zero_first",
                         first));
 } catch (const c10::Error&) {
   throw PeerError(
-      detail::formatted("the store is gone, and with it the process that hosts it, before rank {}, the "
+      detail::formatted("the store is gone, and with it the process that hosts it, before {}, the "
                         "first on this host, has finished its local_zero_first",
                         first));
 }
