@@ -263,8 +263,8 @@ TEST_CASE("when the link between two hosts is cut both name what no longer answe
       CHECK_THAT(ranks[host].error(), ContainsSubstring("after 4 s"));
       CHECK(milliseconds_of_timeout(ranks[host].error()) < 4000 + 2000);
     }
-    CHECK_THAT(ranks[0].error(), ContainsSubstring(launchers ? "ranks 2 and 3 have not said how far they are"
-                                                             : "rank 1 has not said how far it is"));
+    CHECK_THAT(ranks[0].error(), ContainsSubstring(launchers ? "ranks 2 and 3 have not reported a position"
+                                                             : "rank 1 has not reported a position"));
     CHECK_THAT(ranks[1].error(), ContainsSubstring(launchers ? "the store at 10.177.0.1:29502 does not answer"
                                                              : "the store at 10.177.0.1:29501, which rank 0 "
                                                                "hosts, does not answer"));

@@ -38,7 +38,7 @@ TEST_CASE("lateness names the late ranks and where they were") {
       lateness(call, {{1, {56, "all_reduce"}}, {2, {0, ""}}, {3, here}}, ranks, 0, "6 s") ==
       "ranks 1 and 2 have not entered all_reduce #57 after 6 s; last at all_reduce #56; rank 2 at the start");
   CHECK(lateness(call, {{1, here}, {3, here}}, ranks, 0, "6 s") ==
-        "rank 2 has not said how far it is after 6 s of all_reduce #57: dead, stopped, or cut off");
+        "rank 2 has not reported a position after 6 s of all_reduce #57: dead, stopped or cut off");
   CHECK_THAT(lateness(call, {{1, here}, {2, here}, {3, here}}, ranks, 0, "6 s"),
              ContainsSubstring("although every rank has entered it"));
   CHECK(lateness(call, {{1, here}, {2, {57, "barrier"}}, {3, here}}, ranks, 0, "6 s") ==

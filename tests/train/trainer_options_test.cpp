@@ -16,11 +16,12 @@ TEST_CASE("options that cannot train are refused by name before training") {
   };
   refused({.epochs = -1}, "epochs is -1");
   refused({.ddp = {.param_dtype = at::kBFloat16}}, "take a precision, such as Bf16 or Fp16");
-  refused({.ddp = {.buffer_dtype = at::kBFloat16}}, "ddp.param_dtype and buffer_dtype are for loops by hand");
+  refused({.ddp = {.buffer_dtype = at::kBFloat16}},
+          "ddp.param_dtype and ddp.buffer_dtype are for hand-written loops");
   refused({.steps = -5}, "steps is -5");
   refused({.epochs = 1, .steps = 5}, "both epochs (1) and steps (5)");
-  refused({.batch_size = 0}, "batch size is 0");
-  refused({.batch_size = -3}, "batch size is -3");
+  refused({.batch_size = 0}, "batch_size is 0");
+  refused({.batch_size = -3}, "batch_size is -3");
   refused({.accumulate = 0}, "accumulate is 0");
   refused({.accumulate = -1}, "accumulate is -1");
   refused({.batch_size = 3, .accumulate = std::numeric_limits<std::int64_t>::max() / 2}, "accumulate is 46");

@@ -141,8 +141,7 @@ class DataLoader {
   /// Throws UsageError if the batch size is 0 or a transform does not fit the dataset.
   DataLoader(D dataset, S sampler, LoaderOptions options = {})
       : dataset_(std::move(dataset)), sampler_(std::move(sampler)), options_(std::move(options)) {
-    if (options_.batch_size == 0)
-      throw UsageError("a batch size of 0 would never get through the data: give at least 1");
+    if (options_.batch_size == 0) throw UsageError("batch_size is 0: give at least 1");
     if (!std::same_as<Batch, Example> && (options_.transform || options_.batch_transform))
       throw UsageError(
           "the loader's transforms take an Example of two tensors, which this dataset does not give");
@@ -156,7 +155,7 @@ class DataLoader {
   /// Starts a pass. Throws UsageError if another pass is running.
   Iterator begin() {
     if (pass_under_way_)
-      throw UsageError("a DataLoader gives one pass at a time: the last loop over it still runs");
+      throw UsageError("a pass over this DataLoader is already running: end that loop first");
     if (sampler_.begun() && options_.advance_epoch) sampler_.set_epoch(sampler_.pass_epoch() + 1);
     // A resumed pass drew its base seed when it was started.
     if (!Passes::draws_base_seed && options_.draw_base_seed && !sampler_.resumes())
@@ -193,6 +192,10 @@ class DataLoader {
   [[nodiscard]] const LoaderOptions& options() const { return options_; }
 
  private:
+  static_assert(
+      ResumableSampler<S> || !requires(const S& sampler) { sampler.resumes(); },
+      "lockstep: a sampler with resumes() has all members of ResumableSampler");
+
   using Passes = std::conditional_t<ResumableSampler<S>, S, detail::CountedSampler<S>>;
 
   struct Job {

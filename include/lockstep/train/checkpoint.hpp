@@ -121,7 +121,7 @@ inline void write_whole(const std::filesystem::path& name, std::string_view byte
     const int reason = errno;
     ::unlink(temporary.c_str());
     throw CheckpointError(
-        detail::formatted("could not write {} bytes to '{}': {}; what was there before is unchanged",
+        detail::formatted("could not write {} bytes to '{}': {}; the previous file is unchanged",
                           bytes.size(), path.string(), std::strerror(reason)));
   }
   // The sync of the folder makes the rename survive a power failure. Not every file system supports it.

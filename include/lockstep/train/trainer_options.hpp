@@ -74,7 +74,7 @@ inline const TrainerOptions& validated(const TrainerOptions& options) {
   if (options.steps && *options.steps < 0)
     throw UsageError(detail::formatted("steps is {}: give a number of steps, 0 or more", *options.steps));
   if (options.batch_size < 1)
-    throw UsageError(detail::formatted("batch size is {}: give the samples a rank and a step, 1 or more",
+    throw UsageError(detail::formatted("batch_size is {}: give 1 or more samples per rank and micro-batch",
                                        options.batch_size));
   if (options.accumulate < 1)
     throw UsageError(
@@ -90,9 +90,8 @@ inline const TrainerOptions& validated(const TrainerOptions& options) {
         detail::formatted("num_workers is {}: give a number of threads, 0 or more", options.num_workers));
   if (options.ddp.param_dtype || options.ddp.buffer_dtype)
     throw UsageError(detail::formatted(
-        "ddp.param_dtype and buffer_dtype are for loops by hand, whose forwards cast what they are given: "
-        "take "
-        "a precision, such as Bf16 or Fp16"));
+        "ddp.param_dtype and ddp.buffer_dtype are for hand-written loops: give the Trainer a precision "
+        "instead, such as Bf16 or Fp16"));
   if (options.num_workers > 1024)
     throw UsageError(detail::formatted(
         "num_workers is {}: give the threads a rank that load ahead, 1024 at most", options.num_workers));

@@ -394,7 +394,7 @@ TEST_CASE("a rank that dies before its communicator is made is named") {
     if (world.rank() == 1) return join_and_vanish(world, false);
     FakeComm comm(world, quick(1s));
   });
-  CHECK_THAT(errors[0], ContainsSubstring("rank 1 has not said how far it is after ") &&
+  CHECK_THAT(errors[0], ContainsSubstring("rank 1 has not reported a position after ") &&
                             ContainsSubstring("of the start of the communicator: dead, stopped, or cut off"));
 }
 

@@ -83,9 +83,9 @@ inline std::string lateness(const Call& call, const std::map<int, Position>& pos
     text = detail::formatted("rank{} {} not entered {} after {}{}", late.size() > 1 ? "s" : "", joined(late),
                              call.text(), waited, where);
   if (!silent.empty())
-    text += detail::formatted("{}rank{} {} not said how far {} after {} of {}: dead, stopped, or cut off",
-                              text.empty() ? "" : ". ", silent.size() > 1 ? "s" : "", joined(silent),
-                              silent.size() > 1 ? "they are" : "it is", waited, call.text());
+    text += detail::formatted("{}rank{} {} not reported a position after {} of {}: dead, stopped or cut off",
+                              text.empty() ? "" : ". ", silent.size() > 1 ? "s" : "", joined(silent), waited,
+                              call.text());
   if (text.empty())
     text = detail::formatted(
         "{} is not complete after {} although every rank has entered it: the network or a rank is too "

@@ -38,7 +38,7 @@ inline void check_rank(const char* sampler, int rank, int world_size) {
 
 inline void check_batch_size(std::size_t batch_size) {
   if (batch_size == 0)
-    throw UsageError("a batch size of 0 would never get through the data: give at least 1");
+    throw UsageError("batch_size is 0: give at least 1");
 }
 
 /// The base of the samplers that order all samples anew each epoch and partition them with a stride: of the

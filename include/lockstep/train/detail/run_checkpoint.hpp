@@ -180,7 +180,7 @@ void restore_hook_state(Run& run, const RankState& state) {
     if (state.hook)
       run.ddp.hook().load_state(*state.hook);
     else
-      run.log.warning("the checkpoint has nothing for the communication hook, which begins anew");
+      run.log.warning("the checkpoint holds no state for the communication hook: the hook starts afresh");
   } else if (state.hook) {
     run.log.warning("the checkpoint has the state of a communication hook that this trainer does not have");
   }
@@ -190,7 +190,7 @@ void restore_hook_state(Run& run, const RankState& state) {
 /// differ, and its own rates if their number differs.
 inline void restore_position(RunPosition& position, RunPosition saved, const Log& log) {
   if (saved.batch_size != position.batch_size || saved.accumulate != position.accumulate)
-    log.warning("the checkpoint is of a run with batches of {} (accumulate {}), which goes on with {} ({})",
+    log.warning("the checkpoint was saved with batch size {} and accumulate {}; this run uses {} and {}",
                 saved.batch_size, saved.accumulate, position.batch_size, position.accumulate);
   saved.batch_size = position.batch_size;
   saved.accumulate = position.accumulate;
