@@ -175,10 +175,11 @@ int main(int argc, char** argv) {
       misuse == "nan" ? train_checked(world, where) : train(world, comm, path, where);
       out << "ended\n";
     } catch (const std::exception& error) {
-      out << "error\n"
-          << where << "\n"
-          << c10::demangle(typeid(error).name()) << "\n"
-          << first_line(error.what()) << std::endl;
+      // What all ranks throw together is of a private type, which users catch as its base.
+      const std::string shared = "lockstep::detail::CollectiveError<";
+      std::string type = c10::demangle(typeid(error).name());
+      if (type.starts_with(shared)) type = type.substr(shared.size(), type.size() - shared.size() - 1);
+      out << "error\n" << where << "\n" << type << "\n" << first_line(error.what()) << std::endl;
     }
   });
 }

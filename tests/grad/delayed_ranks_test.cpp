@@ -97,7 +97,8 @@ TEST_CASE("ranks that delay other parameters are told so on every rank", "[2+]")
   const std::string text = thrown_by([&] {
     DistributedDataParallel ddp{net, shared_comm(), delaying({"one.bias"}, odd ? "two.bias" : "")};
   });
-  CHECK_THAT(text, ContainsSubstring("delayed.until is '' on rank 0 and 'two.bias' on rank 1"));
+  CHECK_THAT(text,
+             ContainsSubstring("delayed.until is '' on rank") && ContainsSubstring("'two.bias' on rank 1"));
 }
 
 }  // namespace delayed_ranks_test
