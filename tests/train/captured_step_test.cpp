@@ -209,7 +209,7 @@ TEST_CASE("options that a graph cannot hold are refused before anything is captu
   lockstep::CaptureOptions shortening;
   shortening.ddp.param_dtype = at::kBFloat16;
   CHECK_THAT(refusal(lockstep::SGD(net->parameters(), sgd_options()), shortening),
-             ContainsSubstring("take a precision policy, such as Bf16"));
+             ContainsSubstring("use a precision policy, such as Bf16"));
   CHECK_THROWS_AS((lockstep::GradientClip{.options = {.error_if_nonfinite = true}}.check_capturable()),
                   lockstep::UsageError);
 }

@@ -395,7 +395,7 @@ TEST_CASE("a rank that dies before its communicator is made is named") {
     FakeComm comm(world, quick(1s));
   });
   CHECK_THAT(errors[0], ContainsSubstring("rank 1 has not reported a position after ") &&
-                            ContainsSubstring("of the start of the communicator: dead, stopped, or cut off"));
+                            ContainsSubstring("of the start of the communicator: dead, stopped or cut off"));
 }
 
 TEST_CASE("a rank that dies without a word is named by those whose collective ends with it") {
