@@ -5,37 +5,42 @@
 
 #include "lockstep/detail/format.hpp"
 
+#ifndef LOCKSTEP_CHECK_FORMATS
 namespace lockstep::detail {
 
-LOCKSTEP_INLINE std::string format_list(std::string_view text,
-                                        std::initializer_list<FormatArgument> arguments) {
+LOCKSTEP_INLINE std::string formatted(std::string_view text, FormatArgument a, FormatArgument b,
+                                      FormatArgument c, FormatArgument d, FormatArgument e, FormatArgument f,
+                                      FormatArgument g, FormatArgument h, FormatArgument i,
+                                      FormatArgument j) {
   fmt::dynamic_format_arg_store<fmt::format_context> store;
-  for (const auto& argument : arguments) {
-    const auto& value = argument.value;
-    switch (value.index()) {
-      case 0:
-        store.push_back(std::get<0>(value));
+  for (const FormatArgument* argument : {&a, &b, &c, &d, &e, &f, &g, &h, &i, &j}) {
+    switch (argument->kind) {
+      case FormatArgument::Kind::none:
         break;
-      case 1:
-        store.push_back(std::get<1>(value));
+      case FormatArgument::Kind::boolean:
+        store.push_back(argument->boolean);
         break;
-      case 2:
-        store.push_back(std::get<2>(value));
+      case FormatArgument::Kind::character:
+        store.push_back(argument->character);
         break;
-      case 3:
-        store.push_back(std::get<3>(value));
+      case FormatArgument::Kind::signed_integer:
+        store.push_back(argument->signed_integer);
         break;
-      case 4:
-        store.push_back(std::get<4>(value));
+      case FormatArgument::Kind::unsigned_integer:
+        store.push_back(argument->unsigned_integer);
         break;
-      case 5:
-        store.push_back(std::get<5>(value));
+      case FormatArgument::Kind::single:
+        store.push_back(argument->single);
         break;
-      default:
-        store.push_back(fmt::string_view(std::get<6>(value).data(), std::get<6>(value).size()));
+      case FormatArgument::Kind::real:
+        store.push_back(argument->real);
+        break;
+      case FormatArgument::Kind::text:
+        store.push_back(fmt::string_view(argument->text.data, argument->text.size));
     }
   }
   return fmt::vformat(fmt::string_view(text.data(), text.size()), store);
 }
 
 }  // namespace lockstep::detail
+#endif

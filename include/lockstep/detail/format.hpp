@@ -1,43 +1,55 @@
 #pragma once
 
-#include <initializer_list>
+#include <cstddef>
 #include <string>
 #include <string_view>
-#include <utility>
-#include <variant>
 
 #include "lockstep/detail/linkage.hpp"
 
 #ifdef LOCKSTEP_CHECK_FORMATS
+#include <utility>
+
 #include <fmt/format.h>
 #endif
 
 namespace lockstep::detail {
 
-// One argument of `formatted`. fmt::format instantiates a dozen templates for each list of argument types, in
-// every file that includes the header; lockstep's messages need only these types.
+// One argument of `formatted`: a tagged union, since fmt's own templates and std::variant are instantiated in every file that
+// includes the header.
 class FormatArgument {
  public:
-  using Value = std::variant<bool, char, long long, unsigned long long, float, double, std::string_view>;
+  enum class Kind { none, boolean, character, signed_integer, unsigned_integer, single, real, text };
+  struct Text {
+    const char* data;
+    std::size_t size;
+  };
 
-  FormatArgument(bool value) : value(value) {}
-  FormatArgument(char value) : value(value) {}
-  FormatArgument(int value) : value(static_cast<long long>(value)) {}
-  FormatArgument(long value) : value(static_cast<long long>(value)) {}
-  FormatArgument(long long value) : value(value) {}
-  FormatArgument(unsigned value) : value(static_cast<unsigned long long>(value)) {}
-  FormatArgument(unsigned long value) : value(static_cast<unsigned long long>(value)) {}
-  FormatArgument(unsigned long long value) : value(value) {}
-  FormatArgument(float value) : value(value) {}
-  FormatArgument(double value) : value(value) {}
-  FormatArgument(const char* value) : value(std::string_view(value)) {}
-  FormatArgument(const std::string& value) : value(std::string_view(value)) {}
-  FormatArgument(std::string_view value) : value(value) {}
+  FormatArgument() : kind(Kind::none), boolean(false) {}
+  FormatArgument(bool value) : kind(Kind::boolean), boolean(value) {}
+  FormatArgument(char value) : kind(Kind::character), character(value) {}
+  FormatArgument(int value) : kind(Kind::signed_integer), signed_integer(value) {}
+  FormatArgument(long value) : kind(Kind::signed_integer), signed_integer(value) {}
+  FormatArgument(long long value) : kind(Kind::signed_integer), signed_integer(value) {}
+  FormatArgument(unsigned value) : kind(Kind::unsigned_integer), unsigned_integer(value) {}
+  FormatArgument(unsigned long value) : kind(Kind::unsigned_integer), unsigned_integer(value) {}
+  FormatArgument(unsigned long long value) : kind(Kind::unsigned_integer), unsigned_integer(value) {}
+  FormatArgument(float value) : kind(Kind::single), single(value) {}
+  FormatArgument(double value) : kind(Kind::real), real(value) {}
+  FormatArgument(const char* value) : FormatArgument(std::string_view(value)) {}
+  FormatArgument(const std::string& value) : kind(Kind::text), text{value.data(), value.size()} {}
+  FormatArgument(std::string_view value) : kind(Kind::text), text{value.data(), value.size()} {}
 
-  Value value;
+  Kind kind;
+  union {
+    bool boolean;
+    char character;
+    long long signed_integer;
+    unsigned long long unsigned_integer;
+    float single;
+    double real;
+    Text text;
+  };
 };
-
-std::string format_list(std::string_view text, std::initializer_list<FormatArgument> arguments);
 
 #ifdef LOCKSTEP_CHECK_FORMATS
 // For the test that compiles the headers: fmt checks each text against the types of its arguments.
@@ -47,10 +59,10 @@ std::string formatted(fmt::format_string<Args...> text, Args&&... args) {
 }
 #else
 // Formats a message in fmt's syntax.
-template <class... Args>
-std::string formatted(std::string_view text, const Args&... args) {
-  return format_list(text, {FormatArgument(args)...});
-}
+std::string formatted(std::string_view text, FormatArgument a = {}, FormatArgument b = {},
+                      FormatArgument c = {}, FormatArgument d = {}, FormatArgument e = {},
+                      FormatArgument f = {}, FormatArgument g = {}, FormatArgument h = {},
+                      FormatArgument i = {}, FormatArgument j = {});
 #endif
 
 }  // namespace lockstep::detail
