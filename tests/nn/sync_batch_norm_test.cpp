@@ -195,8 +195,9 @@ TEST_CASE(
   const auto data = torch::randn({8, 4, 6, 6}).to(dtype), slope = (torch::randn({8, 4, 6, 6}) + 10).to(dtype);
   const auto gradient = [&](auto& norm, torch::Dtype type) {
     const auto both = torch::cat({data, data}).to(type).requires_grad_();
-    const auto x =
-        std::is_same_v<std::decay_t<decltype(norm)>, SyncBatchNorm2d> ? data.to(type).requires_grad_() : both;
+    const auto x = std::is_same_v<std::decay_t<decltype(norm)>, SyncBatchNorm2d>
+                       ? data.to(type).detach().requires_grad_()
+                       : both;
     (norm(x) * (x.size(0) == 8 ? slope : torch::cat({slope, slope})).to(type)).sum().backward();
     return x.grad().narrow(0, 0, 8).to(torch::kDouble);
   };

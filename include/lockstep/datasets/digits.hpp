@@ -179,7 +179,11 @@ class DigitRandom {
     return low + (high - low) * static_cast<float>(next() >> 40) * 0x1p-24F;
   }
   /// Returns a bell-shaped number around 0, in (-width, width).
-  float bell(float width) { return (uniform(-1, 1) + uniform(-1, 1) + uniform(-1, 1)) * width / 3; }
+  float bell(float width) {
+    // One statement a draw: compilers differ in the order in which they evaluate operands and arguments.
+    const float first = uniform(-1, 1), second = uniform(-1, 1), third = uniform(-1, 1);
+    return (first + second + third) * width / 3;
+  }
   std::size_t below(std::size_t count) { return static_cast<std::size_t>(next() % count); }
 
  private:
@@ -269,7 +273,8 @@ inline void draw_digit(int digit, DigitRandom& random, std::uint8_t* pixels) {
   // An occasional stray mark, as on scanned paper.
   if (random.below(3) == 0) {
     const Point from{random.uniform(1, 27), random.uniform(1, 27)};
-    page.segment(from, {from.x + random.bell(6), from.y + random.bell(6)}, 0.5F, random.uniform(0.3F, 0.9F));
+    const float strength = random.uniform(0.3F, 0.9F);
+    page.segment(from, {from.x + random.bell(6), from.y + random.bell(6)}, 0.5F, strength);
   }
   const float grain = random.uniform(0, 0.25F);
   for (const float ink : page.ink()) {
