@@ -11,8 +11,8 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/data/distributed_sampler.hpp"
 #include "lockstep/data/loader.hpp"
+#include "lockstep/data/sampler.hpp"
 #include "lockstep/datasets/mnist.hpp"
 #include "lockstep/world/launch.hpp"
 

@@ -13,8 +13,7 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/optim/adam.hpp"
-#include "lockstep/optim/sgd.hpp"
+#include "lockstep/optim/optimizers.hpp"
 
 namespace {
 

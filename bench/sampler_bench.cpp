@@ -15,8 +15,7 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/data/distributed_sampler.hpp"
-#include "lockstep/data/random_sampler.hpp"
+#include "lockstep/data/sampler.hpp"
 
 namespace {
 

@@ -3,9 +3,7 @@
 #include <numeric>
 #include <sstream>
 
-#include "lockstep/data/distributed_sampler.hpp"
-#include "lockstep/data/evaluation_sampler.hpp"
-#include "lockstep/data/random_sampler.hpp"
+#include "lockstep/data/sampler.hpp"
 #include "support/catch.hpp"
 
 namespace counting_sampler_test {

@@ -1,4 +1,4 @@
-#include "lockstep/data/distributed_sampler.hpp"
+#include "lockstep/data/sampler.hpp"
 
 #include <numeric>
 

@@ -1,4 +1,4 @@
-#include "lockstep/data/evaluation_sampler.hpp"
+#include "lockstep/data/sampler.hpp"
 
 #include "data/passes.hpp"
 #include "support/catch.hpp"

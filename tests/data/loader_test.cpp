@@ -7,9 +7,7 @@
 #include <thread>
 
 #include "data/passes.hpp"
-#include "lockstep/data/distributed_sampler.hpp"
-#include "lockstep/data/evaluation_sampler.hpp"
-#include "lockstep/data/random_sampler.hpp"
+#include "lockstep/data/sampler.hpp"
 #include "support/catch.hpp"
 
 namespace loader_test {

@@ -1,4 +1,4 @@
-#include "lockstep/data/random_sampler.hpp"
+#include "lockstep/data/sampler.hpp"
 
 #include <cmath>
 

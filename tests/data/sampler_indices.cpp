@@ -5,9 +5,8 @@
 #include <cstdio>
 #include <iostream>
 
-#include "lockstep/data/distributed_sampler.hpp"
 #include "lockstep/data/loader.hpp"
-#include "lockstep/data/random_sampler.hpp"
+#include "lockstep/data/sampler.hpp"
 
 namespace {
 

@@ -1,6 +1,6 @@
 // Batches on their way to a device, whose streams are played here: a copy is done only when something makes
 // the side stream go on, and a tensor that was not waited for holds nothing of its batch yet.
-#include "lockstep/data/staging.hpp"
+#include "lockstep/data/loader.hpp"
 
 #include <torch/torch.h>
 
@@ -11,8 +11,7 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/data/loader.hpp"
-#include "lockstep/data/random_sampler.hpp"
+#include "lockstep/data/sampler.hpp"
 #include "support/catch.hpp"
 #include "support/text_of.hpp"
 
@@ -43,13 +42,13 @@ class PlayedStream {
     return there;
   }
   Event record() { return {queue_.size()}; }
-  void join(const Event& event) {
-    ++joins;
+  void wait(const Event& event) {
+    ++waits;
     go_on(event.place);
   }
   void hand_over(const at::Tensor& tensor) { handed_over.push_back(tensor); }
   bool done(const Event& event) { return done_ >= event.place; }
-  void wait(const Event& event) {
+  void synchronize(const Event& event) {
     if (!done(event)) ++host_waits;
     go_on(event.place);
   }
@@ -60,7 +59,7 @@ class PlayedStream {
   [[nodiscard]] std::size_t begun() const { return queue_.size(); }
   [[nodiscard]] std::size_t finished() const { return done_; }
 
-  int read_after_free = 0, joins = 0, host_waits = 0;
+  int read_after_free = 0, waits = 0, host_waits = 0;
   int fails_at = -1;  // the number of the copy that fails
   std::vector<at::Tensor> handed_over;
 
@@ -104,7 +103,7 @@ TEST_CASE("staged batches are those of the loader, in order, each waited for bef
       lockstep::StagedPass pass(loader, &stream);
       CHECK(all_of(pass) == std::vector<float>{0, 1, 2, 3, 4, 5, 6});
     }
-    CHECK(stream.joins == 8);
+    CHECK(stream.waits == 8);
     CHECK(stream.handed_over.size() == 16);
     CHECK(stream.read_after_free == 0);
     CHECK(stream.host_waits == 0);

@@ -19,7 +19,7 @@
 #include "lockstep/comm/gloo_comm.hpp"
 #include "lockstep/grad/distributed_data_parallel.hpp"
 #include "lockstep/grad/model.hpp"
-#include "lockstep/train/check_finite.hpp"
+#include "lockstep/train/extras.hpp"
 #include "lockstep/train/trainer.hpp"
 #include "lockstep/world/launch.hpp"
 #include "support/mib.hpp"

@@ -3,7 +3,6 @@
 
 #include "grad/models.hpp"
 #include "lockstep/grad/hooks/compression_hooks.hpp"
-#include "lockstep/grad/hooks/function_hook.hpp"
 #include "lockstep/grad/hooks/hook.hpp"
 #include "lockstep/grad/hooks/power_sgd_hook.hpp"
 

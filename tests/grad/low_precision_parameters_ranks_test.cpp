@@ -4,7 +4,7 @@
 #include "grad/models.hpp"
 #include "lockstep/comm/local_comm.hpp"
 #include "lockstep/grad/hooks/compression_hooks.hpp"
-#include "lockstep/optim/sgd.hpp"
+#include "lockstep/optim/optimizers.hpp"
 
 namespace low_precision_parameters_ranks_test {
 

@@ -1,6 +1,6 @@
 // What is left behind by a step that was given up, and by errors of hooks: nothing.
 #include "grad/models.hpp"
-#include "lockstep/grad/hooks/function_hook.hpp"
+#include "lockstep/grad/hooks/hook.hpp"
 #include "lockstep/grad/hooks/power_sgd_hook.hpp"
 #include "support/mib.hpp"
 

@@ -1,4 +1,4 @@
-#include "lockstep/optim/adam.hpp"
+#include "lockstep/optim/optimizers.hpp"
 
 #include <torch/torch.h>
 

@@ -15,11 +15,10 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/optim/adam.hpp"
 #include "lockstep/optim/averaging.hpp"
 #include "lockstep/optim/clip.hpp"
+#include "lockstep/optim/optimizers.hpp"
 #include "lockstep/optim/schedule.hpp"
-#include "lockstep/optim/sgd.hpp"
 #include "support/parity_program.hpp"
 
 namespace {

@@ -1,10 +1,9 @@
-#include "lockstep/optim/sgd.hpp"
+#include "lockstep/optim/optimizers.hpp"
 
 #include <torch/torch.h>
 
 #include <vector>
 
-#include "lockstep/optim/adam.hpp"
 #include "optim/common.hpp"
 
 namespace sgd_test {

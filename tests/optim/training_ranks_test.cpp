@@ -3,9 +3,9 @@
 #include <vector>
 
 #include "grad/models.hpp"
-#include "lockstep/optim/adam.hpp"
 #include "lockstep/optim/averaging.hpp"
 #include "lockstep/optim/clip.hpp"
+#include "lockstep/optim/optimizers.hpp"
 #include "lockstep/optim/schedule.hpp"
 #include "lockstep/optim/zero_redundancy.hpp"
 #include "lockstep/train/trainer.hpp"

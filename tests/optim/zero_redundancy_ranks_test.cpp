@@ -7,8 +7,7 @@
 
 #include "grad/models.hpp"
 #include "lockstep/comm/local_comm.hpp"
-#include "lockstep/optim/adam.hpp"
-#include "lockstep/optim/sgd.hpp"
+#include "lockstep/optim/optimizers.hpp"
 #include "optim/common.hpp"
 
 namespace zero_redundancy_ranks_test {

@@ -2,7 +2,6 @@
 
 #include <type_traits>
 
-#include "lockstep/precision/grad_scaler.hpp"
 #include "support/catch.hpp"
 
 namespace bf16_test {

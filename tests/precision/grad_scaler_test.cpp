@@ -1,12 +1,11 @@
-#include "lockstep/precision/grad_scaler.hpp"
+#include "lockstep/precision/precision.hpp"
 
 #include <torch/torch.h>
 
 #include <limits>
 #include <sstream>
 
-#include "lockstep/optim/adam.hpp"
-#include "lockstep/optim/sgd.hpp"
+#include "lockstep/optim/optimizers.hpp"
 #include "support/catch.hpp"
 #include "support/text_of.hpp"
 

@@ -14,9 +14,7 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/optim/adam.hpp"
-#include "lockstep/optim/sgd.hpp"
-#include "lockstep/precision/grad_scaler.hpp"
+#include "lockstep/optim/optimizers.hpp"
 #include "lockstep/precision/precision.hpp"
 #include "support/parity_program.hpp"
 

@@ -7,7 +7,7 @@
 #include "lockstep/grad/hooks/compression_hooks.hpp"
 #include "lockstep/grad/hooks/hook.hpp"
 #include "lockstep/nn/sync_batch_norm.hpp"
-#include "lockstep/train/check_finite.hpp"
+#include "lockstep/train/extras.hpp"
 #include "support/ranks.hpp"
 #include "support/written.hpp"
 #include "train/regression.hpp"

@@ -5,9 +5,7 @@
 
 #include "lockstep/comm/local_comm.hpp"
 #include "lockstep/grad/hooks/power_sgd_hook.hpp"
-#include "lockstep/optim/adam.hpp"
-#include "lockstep/optim/sgd.hpp"
-#include "lockstep/precision/grad_scaler.hpp"
+#include "lockstep/optim/optimizers.hpp"
 #include "lockstep/precision/precision.hpp"
 #include "lockstep/train/extras.hpp"
 #include "support/played_graph.hpp"
@@ -137,7 +135,7 @@ TEST_CASE("a captured step in half precision scales, clips and skips without rea
   train_by_hand(by_hand, plain, other, 9, batch, 0.5);
 
   const auto log = std::make_shared<PlayedGraph::Log>();
-  CapturedStep step(PlayedGraph(log), net, comm, optimizer, precision, loss, {.warm_up = 2},
+  CapturedStep step(PlayedGraph(log), net, comm, optimizer, precision, loss, {.num_warmup_iters = 2},
                     lockstep::AllReduceHook(), lockstep::GradientClip{.max_norm = 0.5});
   for (int i = 0; i < 9; ++i) {
     auto made = batch(i);
@@ -194,21 +192,21 @@ TEST_CASE("options that a graph cannot hold are refused before anything is captu
              ContainsSubstring("SGD: group 0 cannot be captured") && ContainsSubstring("lr_tensor"));
   CHECK_THAT(refusal(lockstep::Adam(net->parameters(), {.lr_tensor = torch::tensor(0.1)})),
              ContainsSubstring("Adam: group 0 cannot be captured"));
-  CHECK_THAT(refusal(lockstep::SGD(net->parameters(), sgd_options()), {.warm_up = 1}),
-             ContainsSubstring("1 steps of warm-up"));
-  lockstep::CaptureOptions fixed{.warm_up = 2};
+  CHECK_THAT(refusal(lockstep::SGD(net->parameters(), sgd_options()), {.num_warmup_iters = 1}),
+             ContainsSubstring("num_warmup_iters is 1"));
+  lockstep::CaptureOptions fixed{.num_warmup_iters = 2};
   fixed.ddp.static_graph = true;
   CHECK_THAT(refusal(lockstep::SGD(net->parameters(), sgd_options()), fixed),
-             ContainsSubstring("a static graph finds the order of its buckets in the third step"));
-  fixed.warm_up = 3;
+             ContainsSubstring("give 3 or more with DdpOptions::static_graph"));
+  fixed.num_warmup_iters = 3;
   CHECK(refusal(lockstep::SGD(net->parameters(), sgd_options()), fixed).empty());
   lockstep::CaptureOptions searching;
   searching.ddp.find_unused_parameters = true;
   CHECK_THAT(refusal(lockstep::SGD(net->parameters(), sgd_options()), searching),
              ContainsSubstring("find_unused_parameters"));
-  lockstep::CaptureOptions shortening;
-  shortening.ddp.param_dtype = at::kBFloat16;
-  CHECK_THAT(refusal(lockstep::SGD(net->parameters(), sgd_options()), shortening),
+  lockstep::CaptureOptions low_precision;
+  low_precision.ddp.param_dtype = at::kBFloat16;
+  CHECK_THAT(refusal(lockstep::SGD(net->parameters(), sgd_options()), low_precision),
              ContainsSubstring("use a precision policy, such as Bf16"));
   CHECK_THROWS_AS((lockstep::GradientClip{.options = {.error_if_nonfinite = true}}.check_capturable()),
                   lockstep::UsageError);

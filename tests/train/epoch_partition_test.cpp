@@ -1,7 +1,6 @@
 #include "lockstep/train/detail/epoch_partition.hpp"
 
-#include "lockstep/data/distributed_sampler.hpp"
-#include "lockstep/data/random_sampler.hpp"
+#include "lockstep/data/sampler.hpp"
 #include "support/catch.hpp"
 
 namespace epoch_partition_test {

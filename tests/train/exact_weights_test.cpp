@@ -3,8 +3,7 @@
 #include <random>
 
 #include "lockstep/comm/gloo_comm.hpp"
-#include "lockstep/data/evaluation_sampler.hpp"
-#include "lockstep/data/random_sampler.hpp"
+#include "lockstep/data/sampler.hpp"
 #include "support/ranks.hpp"
 #include "train/regression.hpp"
 

@@ -4,7 +4,6 @@
 #include <limits>
 #include <vector>
 
-#include "lockstep/train/loss.hpp"
 #include "support/catch.hpp"
 #include "support/text_of.hpp"
 #include "train/nets.hpp"

@@ -9,8 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "lockstep/train/nvtx_ranges.hpp"
-#include "lockstep/train/peak_memory.hpp"
+#include "lockstep/train/profiling.hpp"
 #include "support/catch.hpp"
 #include "support/text_of.hpp"
 

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "lockstep/comm/local_comm.hpp"
-#include "lockstep/optim/sgd.hpp"
+#include "lockstep/optim/optimizers.hpp"
 #include "lockstep/train/trainer.hpp"
 #include "support/catch.hpp"
 #include "train/nets.hpp"

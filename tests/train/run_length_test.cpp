@@ -39,7 +39,7 @@ TEST_CASE("steps need samples") {
 
 TEST_CASE("of a stream the end is not known") {
   const RunLength epochs({.epochs = 2}, std::nullopt, 0, 0);
-  CHECK(epochs.plan(1, 7).steps == -1);
+  CHECK(!epochs.plan(1, 7).steps);
   CHECK(epochs.plan(1, 7).epochs == 2);
   const RunLength steps({.steps = 9}, std::nullopt, 0, 0);
   CHECK(steps.plan(1, 7).steps == 2);

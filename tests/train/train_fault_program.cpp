@@ -15,9 +15,9 @@
 #include <vector>
 
 #include "lockstep/comm/gloo_comm.hpp"
-#include "lockstep/grad/hooks/function_hook.hpp"
+#include "lockstep/grad/hooks/hook.hpp"
 #include "lockstep/nn/sync_batch_norm.hpp"
-#include "lockstep/optim/adam.hpp"
+#include "lockstep/optim/optimizers.hpp"
 #include "lockstep/optim/zero_redundancy.hpp"
 #include "lockstep/train/trainer.hpp"
 #include "lockstep/world/launch.hpp"

@@ -4,7 +4,7 @@
 #include "lockstep/comm/gloo_comm.hpp"
 #include "lockstep/grad/hooks/compression_hooks.hpp"
 #include "lockstep/grad/hooks/hook.hpp"
-#include "lockstep/optim/sgd.hpp"
+#include "lockstep/optim/optimizers.hpp"
 #include "lockstep/train/trainer.hpp"
 #include "support/mib.hpp"
 #include "support/ranks.hpp"

@@ -1,8 +1,8 @@
 #include "lockstep/train/trainer.hpp"
 
 #include "lockstep/comm/local_comm.hpp"
-#include "lockstep/data/random_sampler.hpp"
-#include "lockstep/optim/adam.hpp"
+#include "lockstep/data/sampler.hpp"
+#include "lockstep/optim/optimizers.hpp"
 #include "support/catch.hpp"
 #include "support/temporary_folder.hpp"
 #include "train/nets.hpp"
@@ -42,18 +42,18 @@ TEST_CASE("training is counted in epochs or in steps, and goes on where it stopp
   const auto train = three_classes(40);  // 5 steps an epoch of 8
   std::vector<std::string> told;
   auto watch = [&](auto& trainer) {
-    return trainer.fit(
-        train, loss, lockstep::OnEpochStart{[&](const lockstep::EpochPlan& plan) {
-          told.push_back(fmt::format("begin {}/{} of {} steps", plan.epoch + 1, plan.epochs, plan.steps));
-        }},
-        lockstep::OnStep{[&](const lockstep::StepReport& report) {
-          told.push_back(fmt::format("{}.{}", report.epoch, report.step));
-          CHECK(report.step_in_epoch < report.steps_in_epoch);
-        }},
-        lockstep::OnEpoch{[&](const lockstep::EpochReport& report) {
-          told.push_back(fmt::format("end {} after {}", report.epoch, report.step));
-          CHECK(report.peak_memory > 0);
-        }});
+    return trainer.fit(train, loss, lockstep::OnEpochStart{[&](const lockstep::EpochPlan& plan) {
+                         told.push_back(fmt::format("begin {}/{} of {} steps", plan.epoch + 1, plan.epochs,
+                                                    plan.steps.value()));
+                       }},
+                       lockstep::OnStep{[&](const lockstep::StepReport& report) {
+                         told.push_back(fmt::format("{}.{}", report.epoch, report.step));
+                         CHECK(report.step_in_epoch < report.steps_in_epoch);
+                       }},
+                       lockstep::OnEpoch{[&](const lockstep::EpochReport& report) {
+                         told.push_back(fmt::format("end {} after {}", report.epoch, report.step));
+                         CHECK(report.peak_memory > 0);
+                       }});
   };
   SECTION("epochs") {
     auto trainer = LocalTrainer{alone(), {.epochs = 1, .batch_size = 8}};

@@ -3,10 +3,9 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
 
+#include <concepts>
 #include <cstddef>
 #include <cstdint>
-
-#include "lockstep/data/sampler.hpp"
 
 namespace lockstep::detail {
 
@@ -21,6 +20,13 @@ constexpr std::uint64_t mix_bits(std::uint64_t x) {
 }  // namespace lockstep::detail
 
 namespace lockstep {
+
+/// A group with a rank and a size: a World, a communicator.
+template <class G>
+concept RankedGroup = requires(const G& group) {
+  { group.rank() } -> std::convertible_to<int>;
+  { group.size() } -> std::convertible_to<int>;
+};
 
 /// The key of a random generator: each (epoch, rank, stream) of a seed has its own draws. A stream is a
 /// concurrent source of draws on a rank: a worker, or a loader's batch by index.

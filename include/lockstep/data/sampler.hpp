@@ -1,14 +1,29 @@
 #pragma once
 
-#include <torch/data/samplers/base.h>
-
+#include <algorithm>
+#include <array>
+#include <bit>
 #include <concepts>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <memory>
+#include <numeric>
 #include <optional>
+#include <string>
 #include <type_traits>
 #include <vector>
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/randperm.h>
+#include <torch/data/samplers/base.h>
+#include <torch/serialize/archive.h>
+
+#include "lockstep/data/generator.hpp"
+#include "lockstep/detail/format.hpp"
+#include "lockstep/error.hpp"
 
 namespace lockstep {
 
@@ -61,13 +76,6 @@ concept ResumableSampler = Sampler<S> && requires(S& sampler, const S& view, std
 template <class S>
 concept CountingSampler = Sampler<S> && requires(const S& view, int rank) {
   { view.size_of(rank) } -> std::convertible_to<std::size_t>;
-};
-
-/// A group with a rank and a size: a World, a communicator.
-template <class G>
-concept RankedGroup = requires(const G& group) {
-  { group.rank() } -> std::convertible_to<int>;
-  { group.size() } -> std::convertible_to<int>;
 };
 
 /// The options of the samplers that partition a dataset over the ranks.
@@ -149,3 +157,578 @@ class SamplerEpoch {
 };
 
 }  // namespace lockstep::detail
+
+namespace lockstep::detail {
+
+inline std::int64_t read_count(torch::serialize::InputArchive& archive, const std::string& key) {
+  c10::IValue value;
+  if (!archive.try_read(key, value) || !value.isInt())
+    throw CheckpointError(
+        detail::formatted("the saved sampler has no number \"{}\": it is not a sampler of lockstep", key));
+  return value.toInt();
+}
+
+// Throws CheckpointError if a saved setting differs: resuming in another order would repeat some samples and
+// lose others.
+inline void expect_saved(const char* what, std::int64_t saved, std::int64_t here) {
+  if (saved != here)
+    throw CheckpointError(detail::formatted(
+        "the saved sampler has {} {} and this one {}: make it with the same dataset and options", what, saved,
+        here));
+}
+
+inline void check_rank(const char* sampler, int rank, int world_size) {
+  if (world_size < 1)
+    throw UsageError(
+        detail::formatted("{}: a world size of {} makes no sense, it is at least 1", sampler, world_size));
+  if (rank < 0 || rank >= world_size)
+    throw UsageError(detail::formatted("{}: rank {} is not between 0 and {}", sampler, rank, world_size - 1));
+}
+
+inline void check_batch_size(std::size_t batch_size) {
+  if (batch_size == 0) throw UsageError("batch_size is 0: give at least 1");
+}
+
+/// The base of the samplers that order all samples anew each epoch and partition them with a stride: of the
+/// order `o`, rank r of R gets o[r], o[r + R], o[r + 2R], ... If the length is not a multiple of R, the order
+/// is repeated from its head as needed, or its tail is dropped (`drop_last`), or only the first ranks get a
+/// last sample (`pad = false`).
+///
+/// The position is saved as the number of samples that all ranks together have consumed, so `load` can resume
+/// an epoch that was saved with another number of ranks (all at the same step): no sample is lost or seen
+/// twice.
+class StridedSampler : public torch::data::samplers::Sampler<> {
+ public:
+  static constexpr bool draws_base_seed = false;
+
+  /// Sets the epoch that the next `reset()` of this sampler and of all its copies starts. This sampler starts
+  /// the epoch at once, unless it resumes a loaded one.
+  void set_epoch(std::size_t epoch) {
+    epoch_.set(epoch);
+    if (!resumes()) begin();
+  }
+  /// Returns the epoch that the next `reset()` starts.
+  [[nodiscard]] std::size_t epoch() const { return epoch_.number(); }
+  [[nodiscard]] std::size_t pass_epoch() const { return epoch_.pass(); }
+  [[nodiscard]] bool begun() const { return epoch_.begun(); }
+
+  /// Starts a pass over the current epoch, or resumes the one that was just loaded.
+  void reset(std::optional<std::size_t> new_length = std::nullopt) override {
+    if (new_length && *new_length != length_) {
+      length_ = *new_length;
+      resumed_ = false;
+    }
+    if (resumes())
+      resumed_ = false;
+    else
+      begin();
+    epoch_.begin_pass();
+  }
+
+  std::optional<std::vector<std::size_t>> next(std::size_t batch_size) override {
+    check_batch_size(batch_size);
+    resumed_ = false;
+    const std::size_t count = std::min(batch_size, size() - position_);
+    if (count == 0) return std::nullopt;
+    std::vector<std::size_t> indices(count);
+    read_order(position_, indices.data(), count);
+    position_ += count;
+    return indices;
+  }
+
+  /// Skips this rank's next `count` samples of the pass.
+  void skip(std::size_t count) {
+    resumed_ = false;
+    position_ += std::min(count, size() - position_);
+  }
+
+  /// Returns the number of this rank's samples in the pass: equal on every rank, unless both `pad` and
+  /// `drop_last` are false. For a resumed pass, counts only the remaining samples.
+  [[nodiscard]] std::size_t size() const { return size_of(rank_); }
+  /// Returns `size()` of any rank from 0 to world size - 1.
+  [[nodiscard]] std::size_t size_of(int rank) const {
+    const std::size_t left = length_ - std::min(skipped_, length_);
+    const auto ranks = static_cast<std::size_t>(world_size_);
+    if (options_.pad || options_.drop_last) return samples_per_rank(left, ranks, options_.drop_last);
+    return left / ranks + (static_cast<std::size_t>(rank) < left % ranks ? 1 : 0);
+  }
+  /// Returns the number of samples that this rank has consumed in this pass, including those before a resume.
+  [[nodiscard]] std::size_t position() const {
+    return skipped_ / static_cast<std::size_t>(world_size_) + position_;
+  }
+
+  /// Returns whether a loaded pass has not been resumed yet; the next `reset()` resumes it.
+  [[nodiscard]] bool resumes() const { return resumed_ && epoch_.pass() == epoch_.number(); }
+
+  [[nodiscard]] std::size_t length() const { return length_; }
+  [[nodiscard]] int rank() const { return rank_; }
+  [[nodiscard]] int world_size() const { return world_size_; }
+  [[nodiscard]] const SamplerOptions& options() const { return options_; }
+
+  /// Writes the epoch and the position. They are equal on all ranks at the same step, except that without
+  /// `pad` a rank with one sample less does not count the last samples of the other ranks: keep rank 0's
+  /// archive.
+  void save(torch::serialize::OutputArchive& archive) const override {
+    auto write = [&](const char* key, std::size_t value) {
+      archive.write(key, c10::IValue(static_cast<std::int64_t>(value)));
+    };
+    write("length", length_);
+    write("seed", options_.seed);
+    write("shuffle", options_.shuffle);
+    write("drop_last", options_.drop_last);
+    write("pad", options_.pad);
+    write("epoch", epoch_.pass());
+    write("consumed", std::min(length_, skipped_ + position_ * static_cast<std::size_t>(world_size_)));
+  }
+
+  /// Restores what `save` wrote. Throws CheckpointError if length, seed, shuffle, drop_last or pad differ
+  /// from the saved ones.
+  void load(torch::serialize::InputArchive& archive) override {
+    expect_saved("length", read_count(archive, "length"), static_cast<std::int64_t>(length_));
+    expect_saved("seed", read_count(archive, "seed"), static_cast<std::int64_t>(options_.seed));
+    expect_saved("shuffle", read_count(archive, "shuffle"), options_.shuffle);
+    expect_saved("drop_last", read_count(archive, "drop_last"), options_.drop_last);
+    expect_saved("pad", read_count(archive, "pad"), options_.pad);
+    epoch_.set(static_cast<std::size_t>(read_count(archive, "epoch")));
+    const auto consumed = static_cast<std::size_t>(read_count(archive, "consumed"));
+    begin();
+    skipped_ = consumed;
+    resumed_ = true;
+  }
+
+ protected:
+  StridedSampler(const char* name, std::size_t length, int rank, int world_size,
+                 const SamplerOptions& options)
+      : options_(options), length_(length), rank_(rank), world_size_(world_size) {
+    check_rank(name, rank, world_size);
+  }
+  // Copies share the epoch. No move: it would leave a sampler without an epoch.
+  StridedSampler(const StridedSampler&) = default;
+  StridedSampler& operator=(const StridedSampler&) = default;
+
+  /// Writes the dataset indices of this rank's samples `first` to `first + count - 1` of the pass.
+  virtual void read_order(std::size_t first, std::size_t* indices, std::size_t count) = 0;
+
+  /// Returns the place of this rank's sample `i` in the whole order, before wrapping at the length.
+  [[nodiscard]] std::size_t place(std::size_t i) const {
+    return skipped_ + static_cast<std::size_t>(rank_) + i * static_cast<std::size_t>(world_size_);
+  }
+  [[nodiscard]] std::size_t skipped() const { return skipped_; }
+
+ private:
+  void begin() {
+    epoch_.enter();
+    position_ = skipped_ = 0;
+    resumed_ = false;
+  }
+
+  SamplerOptions options_;
+  std::size_t length_;
+  int rank_, world_size_;
+  SamplerEpoch epoch_;
+  std::size_t skipped_ = 0;   // samples that all ranks consumed before this pass was resumed
+  std::size_t position_ = 0;  // samples that this rank has consumed since then
+  bool resumed_ = false;
+};
+
+}  // namespace lockstep::detail
+
+namespace lockstep {
+
+/// Partitions a dataset over the ranks with the indices of Python's sampler: `torch.randperm` seeded with
+/// seed + epoch, padded from the head to a multiple of the world size (or its tail dropped), of which each
+/// rank gets every world-size-th index.
+///
+/// Construction does no work. The first `next` of an epoch draws the permutation and keeps only this rank's
+/// part: 8 bytes per sample, 4 below 2^31 samples, none without `shuffle`. An empty dataset gives empty
+/// passes, as in Python.
+///
+/// Counterpart: torch.utils.data.DistributedSampler.
+class DistributedSampler : public detail::StridedSampler {
+ public:
+  /// Throws UsageError unless 0 <= rank < world_size.
+  DistributedSampler(std::size_t length, int rank, int world_size, const SamplerOptions& options = {})
+      : detail::StridedSampler("DistributedSampler", length, rank, world_size, options) {}
+
+  template <RankedGroup G>
+  DistributedSampler(std::size_t length, const G& group, const SamplerOptions& options = {})
+      : DistributedSampler(length, group.rank(), group.size(), options) {}
+
+  /// Starts or resumes a pass, and frees the permutation of another one, so that copies made afterwards do
+  /// not keep it.
+  void reset(std::optional<std::size_t> new_length = std::nullopt) override {
+    detail::StridedSampler::reset(new_length);
+    if (key() != key_) order_ = at::Tensor();
+  }
+
+  /// Draws this epoch's permutation now instead of at the first `next`.
+  void prepare() {
+    if (!options().shuffle || size() == 0) return;
+    if (order_.defined() && key() == key_) return;
+    order_ = at::Tensor();  // never holds two orders at once
+    // The draws do not depend on the dtype. With half the bytes, a shuffle beyond the caches is twice as
+    // fast.
+    if (length() <= static_cast<std::size_t>(std::numeric_limits<std::int32_t>::max()))
+      order_ = draw<std::int32_t>();
+    else
+      order_ = draw<std::int64_t>();
+    key_ = key();
+  }
+
+ protected:
+  void read_order(std::size_t first, std::size_t* indices, std::size_t count) override {
+    if (!options().shuffle) {
+      for (std::size_t i = 0; i < count; ++i) indices[i] = place(first + i) % length();
+      return;
+    }
+    prepare();
+    if (order_.scalar_type() == at::kInt)
+      std::copy_n(order_.const_data_ptr<std::int32_t>() + first, count, indices);
+    else
+      std::copy_n(order_.const_data_ptr<std::int64_t>() + first, count, indices);
+  }
+
+ private:
+  struct Key {
+    std::size_t epoch, length, skipped;
+    bool operator==(const Key&) const = default;
+  };
+  [[nodiscard]] Key key() const { return {pass_epoch(), length(), skipped()}; }
+
+  template <class Index>
+  [[nodiscard]] at::Tensor draw() const {
+    const auto type = at::TensorOptions().dtype(c10::CppTypeToScalarType<Index>::value).device(at::kCPU);
+    const auto generator = at::detail::createCPUGenerator(options().seed + pass_epoch());
+    const at::Tensor whole = at::randperm(static_cast<std::int64_t>(length()), generator, type);
+    at::Tensor own = at::empty({static_cast<std::int64_t>(size())}, type);
+    const Index* from = whole.const_data_ptr<Index>();
+    Index* to = own.mutable_data_ptr<Index>();
+    std::size_t k = place(0) % length();
+    for (std::size_t i = 0, n = size(); i < n; ++i) {
+      to[i] = from[k];
+      k += static_cast<std::size_t>(world_size());
+      if (k >= length()) k %= length();
+    }
+    return own;
+  }
+
+  at::Tensor order_;  // this rank's part; immutable once made, since copies of the sampler share it
+  Key key_{};
+};
+
+/// Partitions a dataset into one block of consecutive samples per rank, with no sample repeated or dropped.
+/// The concatenated results of the ranks are in the dataset's order.
+///
+/// Blocks differ by at most one sample, the longer ones first. With more ranks than samples some blocks are
+/// empty. Therefore sum and count a metric and reduce it once, at the end: a collective in each step would
+/// hang.
+class EvaluationSampler : public torch::data::samplers::Sampler<> {
+ public:
+  static constexpr bool draws_base_seed = false;
+
+  /// Throws UsageError unless 0 <= rank < world_size.
+  EvaluationSampler(std::size_t length, int rank, int world_size)
+      : length_(length),
+        rank_(static_cast<std::size_t>(rank)),
+        world_size_(static_cast<std::size_t>(world_size)) {
+    detail::check_rank("EvaluationSampler", rank, world_size);
+  }
+
+  template <RankedGroup G>
+  EvaluationSampler(std::size_t length, const G& group)
+      : EvaluationSampler(length, group.rank(), group.size()) {}
+
+  /// Has no effect on the order, which is the same in every epoch.
+  void set_epoch(std::size_t epoch) {
+    epoch_.set(epoch);
+    epoch_.enter();
+  }
+  [[nodiscard]] std::size_t pass_epoch() const { return epoch_.pass(); }
+  [[nodiscard]] bool begun() const { return epoch_.begun(); }
+
+  void reset(std::optional<std::size_t> new_length = std::nullopt) override {
+    if (new_length) length_ = *new_length;
+    if (!resumed_) position_ = skipped_ = 0;
+    resumed_ = false;
+    epoch_.begin_pass();
+  }
+
+  std::optional<std::vector<std::size_t>> next(std::size_t batch_size) override {
+    detail::check_batch_size(batch_size);
+    resumed_ = false;
+    const std::size_t share = share_of(rank_);
+    const std::size_t count = std::min(batch_size, share - std::min(position_, share));
+    if (count == 0) return std::nullopt;
+    std::vector<std::size_t> indices(count);
+    std::iota(indices.begin(), indices.end(), first() + position_);
+    position_ += count;
+    return indices;
+  }
+
+  /// Returns the number of samples of this rank, which may differ by one between ranks. A resumed pass counts
+  /// only its remaining samples.
+  [[nodiscard]] std::size_t size() const { return size_of(rank()); }
+  /// Returns `size()` of any rank from 0 to world size - 1.
+  [[nodiscard]] std::size_t size_of(int rank) const {
+    const std::size_t share = share_of(static_cast<std::size_t>(rank));
+    return share - std::min(skipped_, share);
+  }
+  /// Returns the index of the first sample of this rank's block.
+  [[nodiscard]] std::size_t first() const {
+    return rank_ * (length_ / world_size_) + std::min(rank_, length_ % world_size_);
+  }
+  [[nodiscard]] std::size_t position() const { return position_; }
+  /// Skips this rank's next `count` samples of the pass.
+  void skip(std::size_t count) {
+    resumed_ = false;
+    position_ += std::min(count, share_of(rank_) - std::min(position_, share_of(rank_)));
+  }
+  /// Returns whether the next `reset()` resumes a loaded pass.
+  [[nodiscard]] bool resumes() const { return resumed_; }
+  [[nodiscard]] int rank() const { return static_cast<int>(rank_); }
+
+  void save(torch::serialize::OutputArchive& archive) const override {
+    archive.write("length", c10::IValue(static_cast<std::int64_t>(length_)));
+    archive.write("world_size", c10::IValue(static_cast<std::int64_t>(world_size_)));
+    archive.write("position", c10::IValue(static_cast<std::int64_t>(position_)));
+  }
+
+  /// Throws CheckpointError if the saved length or world size differs.
+  void load(torch::serialize::InputArchive& archive) override {
+    detail::expect_saved("length", detail::read_count(archive, "length"), static_cast<std::int64_t>(length_));
+    detail::expect_saved("world size", detail::read_count(archive, "world_size"),
+                         static_cast<std::int64_t>(world_size_));
+    position_ = skipped_ = static_cast<std::size_t>(detail::read_count(archive, "position"));
+    resumed_ = true;
+  }
+
+ private:
+  [[nodiscard]] std::size_t share_of(std::size_t rank) const {
+    return length_ / world_size_ + (rank < length_ % world_size_ ? 1 : 0);
+  }
+
+  std::size_t length_, rank_, world_size_;
+  detail::SamplerEpoch epoch_;
+  std::size_t position_ = 0;
+  std::size_t skipped_ = 0;  // by each rank, before the pass was resumed
+  bool resumed_ = false;
+};
+
+struct RandomSamplerOptions {
+  /// Generator to draw from, as in Python's DataLoader(generator=g). Undefined means the default generator,
+  /// which `torch::manual_seed` seeds.
+  at::Generator generator = {};
+  /// Draw a number before each pass, as a DataLoader does. False gives the order of Python's bare
+  /// RandomSampler.
+  bool draw_base_seed = true;
+};
+
+/// Shuffles a dataset in the order of Python's `DataLoader(shuffle=True)`, for one process. Each of several
+/// processes sees all samples, in orders that differ if their generators do.
+///
+/// Each pass draws the loader's base seed and then a seed from the default generator, and permutes with a new
+/// generator made from the latter. With RandomSamplerOptions::generator, the pass draws the permutation from
+/// that generator directly, and draws it once more, only to advance the generator, when the pass is read to
+/// its end. Passes therefore differ without `set_epoch`, which is ignored.
+///
+/// Counterpart: torch.utils.data.RandomSampler.
+class RandomSampler : public torch::data::samplers::Sampler<> {
+ public:
+  /// Tells DataLoader that this sampler draws the base seed.
+  static constexpr bool draws_base_seed = true;
+
+  /// Throws DataError if the dataset is empty, as Python does.
+  explicit RandomSampler(std::size_t length, RandomSamplerOptions options = {})
+      : length_(length), options_(std::move(options)) {
+    check_length();
+  }
+
+  /// Has no effect on the order, which follows from the generator's state.
+  void set_epoch(std::size_t epoch) {
+    epoch_.set(epoch);
+    epoch_.enter();
+  }
+  [[nodiscard]] std::size_t pass_epoch() const { return epoch_.pass(); }
+  [[nodiscard]] bool begun() const { return epoch_.begun(); }
+
+  /// Starts a pass, and makes all its draws except the last.
+  void reset(std::optional<std::size_t> new_length = std::nullopt) override {
+    if (new_length && *new_length != length_) {
+      length_ = *new_length;
+      check_length();
+      resumed_ = false;
+    }
+    if (!resumed_) begin();
+    resumed_ = false;
+    epoch_.begin_pass();
+  }
+
+  std::optional<std::vector<std::size_t>> next(std::size_t batch_size) override {
+    detail::check_batch_size(batch_size);
+    if (!order_.defined()) begin();
+    resumed_ = false;
+    const std::size_t count = std::min(batch_size, length_ - position_);
+    if (count < batch_size && !ended_) {
+      ended_ = true;
+      if (options_.generator.defined()) permute(options_.generator);
+    }
+    if (count == 0) return std::nullopt;
+    std::vector<std::size_t> indices(count);
+    std::copy_n(order_.const_data_ptr<std::int64_t>() + position_, count, indices.begin());
+    position_ += count;
+    return indices;
+  }
+
+  /// Returns the number of samples of the pass. A resumed pass counts only its remaining samples.
+  [[nodiscard]] std::size_t size() const { return length_ - skipped_; }
+  /// Returns the number of samples returned in this pass.
+  [[nodiscard]] std::size_t position() const { return position_; }
+  /// Skips the next `count` samples of the pass.
+  void skip(std::size_t count) {
+    if (count > 0) next(count);  // which also makes the draw at the end of a pass
+  }
+  [[nodiscard]] bool resumes() const { return resumed_; }
+  /// Returns this process's rank: the sampler itself is not distributed.
+  [[nodiscard]] int rank() const { return std::max(0, detail::process_rank.load()); }
+
+  /// Writes the generator state from which this pass's permutation was drawn, and the position. To resume,
+  /// also restore the default generator, which this sampler does not own.
+  void save(torch::serialize::OutputArchive& archive) const override {
+    archive.write("length", c10::IValue(static_cast<std::int64_t>(length_)));
+    archive.write("position", c10::IValue(static_cast<std::int64_t>(position_)));
+    archive.write("drawn", c10::IValue(static_cast<std::int64_t>(order_.defined())));
+    if (order_.defined()) archive.write("state", state_, /*is_buffer=*/true);
+    if (options_.generator.defined())
+      archive.write("generator", options_.generator.get_state(), /*is_buffer=*/true);
+  }
+
+  /// Throws CheckpointError if the saved length differs, or one of the two samplers has its own generator and
+  /// the other does not.
+  void load(torch::serialize::InputArchive& archive) override {
+    detail::expect_saved("length", detail::read_count(archive, "length"), static_cast<std::int64_t>(length_));
+    at::Tensor now;
+    const bool own = archive.try_read("generator", now, /*is_buffer=*/true);
+    if (own != options_.generator.defined())
+      throw CheckpointError(
+          detail::formatted("the saved RandomSampler drew from {} generator and this one draws from {}",
+                            own ? "its own" : "the default", own ? "the default" : "its own"));
+    order_ = at::Tensor();
+    position_ = skipped_ = 0;
+    resumed_ = detail::read_count(archive, "drawn") != 0;
+    if (resumed_) {
+      archive.read("state", state_, /*is_buffer=*/true);
+      at::Generator again = at::detail::createCPUGenerator();
+      again.set_state(state_);
+      order_ = permute(again);
+      position_ = static_cast<std::size_t>(detail::read_count(archive, "position"));
+      skipped_ = std::min(position_, length_);
+      ended_ = position_ >= length_;
+    }
+    if (own) options_.generator.set_state(now);
+  }
+
+ private:
+  void check_length() const {
+    if (length_ == 0) throw DataError("a RandomSampler needs at least one sample, and the dataset has none");
+  }
+
+  static std::int64_t draw_seed(const at::Generator& generator) {
+    return at::empty({}, at::TensorOptions().dtype(at::kLong).device(at::kCPU))
+        .random_(generator.defined() ? std::optional(generator) : std::nullopt)
+        .item<std::int64_t>();
+  }
+
+  at::Tensor permute(const at::Generator& generator) const {
+    return at::randperm(static_cast<std::int64_t>(length_), generator,
+                        at::TensorOptions().dtype(at::kLong).device(at::kCPU));
+  }
+
+  void begin() {
+    order_ = at::Tensor();  // never holds two orders at once
+    if (options_.draw_base_seed) draw_seed(options_.generator);
+    at::Generator generator = options_.generator;
+    if (!generator.defined())
+      generator = at::detail::createCPUGenerator(static_cast<std::uint64_t>(draw_seed(generator)));
+    state_ = generator.get_state();
+    order_ = permute(generator);
+    position_ = skipped_ = 0;
+    ended_ = false;
+  }
+
+  std::size_t length_;
+  RandomSamplerOptions options_;
+  detail::SamplerEpoch epoch_;
+  at::Tensor order_, state_;
+  std::size_t position_ = 0;
+  std::size_t skipped_ = 0;  // returned before the pass was resumed
+  bool resumed_ = false;
+  bool ended_ = false;  // `next` asked for more samples than remained
+};
+
+/// A keyed permutation of 0 .. length - 1 that is computed, not stored. Evaluating an index takes a few
+/// nanoseconds.
+///
+/// A Feistel network is a bijection of w bits for any round function. w is the smallest width that holds the
+/// length, but at least 6: narrower networks do not reach all orders evenly. A value at or above the length
+/// is encrypted again until it falls below (less than twice on average for lengths of 33 or more), which
+/// leaves a bijection of 0 .. length - 1.
+class KeyedPermutation {
+ public:
+  KeyedPermutation(std::size_t length, std::uint64_t key) : length_(length) {
+    const int bits = length > 64 ? static_cast<int>(std::bit_width(length - 1)) : 6;
+    low_bits_ = bits / 2;
+    low_mask_ = (std::uint64_t{1} << low_bits_) - 1;
+    high_mask_ = (std::uint64_t{1} << (bits - low_bits_)) - 1;
+    for (std::uint64_t& round_key : keys_) round_key = key = detail::mix_bits(key);
+  }
+
+  /// Returns the value at index `i` < length.
+  [[nodiscard]] std::size_t operator()(std::size_t i) const {
+    std::uint64_t value = i;
+    do value = encrypt(value);
+    while (value >= length_);
+    return static_cast<std::size_t>(value);
+  }
+
+  [[nodiscard]] std::size_t length() const { return length_; }
+
+ private:
+  [[nodiscard]] std::uint64_t encrypt(std::uint64_t value) const {
+    std::uint64_t low = value & low_mask_, high = value >> low_bits_;
+    for (std::size_t round = 0; round < keys_.size(); round += 2) {
+      high ^= detail::mix_bits(low ^ keys_[round]) & high_mask_;
+      low ^= detail::mix_bits(high ^ keys_[round + 1]) & low_mask_;
+    }
+    return high << low_bits_ | low;
+  }
+
+  std::size_t length_;
+  int low_bits_;
+  std::uint64_t low_mask_, high_mask_;
+  std::array<std::uint64_t, 8> keys_;
+};
+
+/// Partitions and shuffles a dataset over the ranks without storing the order: constant memory, and constant
+/// time per index. Follows DistributedSampler except for the order, which is a KeyedPermutation for each
+/// (seed, epoch).
+class PermutationSampler : public detail::StridedSampler {
+ public:
+  /// Throws UsageError unless 0 <= rank < world_size.
+  PermutationSampler(std::size_t length, int rank, int world_size, const SamplerOptions& options = {})
+      : detail::StridedSampler("PermutationSampler", length, rank, world_size, options) {}
+
+  template <RankedGroup G>
+  PermutationSampler(std::size_t length, const G& group, const SamplerOptions& options = {})
+      : PermutationSampler(length, group.rank(), group.size(), options) {}
+
+ protected:
+  void read_order(std::size_t first, std::size_t* indices, std::size_t count) override {
+    const KeyedPermutation order(length(), seed_of({.seed = options().seed, .epoch = pass_epoch()}));
+    for (std::size_t i = 0; i < count; ++i) {
+      const std::size_t at = place(first + i) % length();
+      indices[i] = options().shuffle ? order(at) : at;
+    }
+  }
+};
+
+}  // namespace lockstep

@@ -172,7 +172,7 @@ class DistributedDataParallel {
   /// `zero_grad` kept defined.
   void before_forward() {
     if (state_->low_precision && c10::GradMode::is_enabled()) {
-      state_->low_precision->shorten(/*backward_follows=*/true);
+      state_->low_precision->cast(/*backward_follows=*/true);
       state_->reducer->hook_low_precision_gradients();
     }
     if (std::exchange(state_->sync_due, c10::GradMode::is_enabled() && state_->reducer->no_sync_depth == 0))

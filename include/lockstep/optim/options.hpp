@@ -64,8 +64,9 @@ class GroupOptions : public torch::optim::OptimizerCloneableOptions<GroupOptions
 };
 
 /// Returns a parameter group with its own options, for an optimizer's list of groups:
-/// `SGD({parameter_group(weights, SgdOptions{.weight_decay = 1e-4}), parameter_group(biases,
-/// SgdOptions{})})`.
+///
+///   SGD({parameter_group(weights, SgdOptions{.weight_decay = 1e-4}),
+///        parameter_group(biases, SgdOptions{})})
 template <class Options>
 torch::optim::OptimizerParamGroup parameter_group(std::vector<at::Tensor> parameters,
                                                   const Options& options) {

@@ -1,18 +1,32 @@
 #pragma once
 
+#include <algorithm>
 #include <array>
+#include <cmath>
 #include <concepts>
 #include <cstddef>
+#include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
+#include <unordered_map>
 #include <utility>
+#include <vector>
 
 #include <ATen/Context.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/_amp_foreach_non_finite_check_and_unscale.h>
+#include <ATen/ops/_amp_update_scale.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/maximum.h>
+#include <ATen/ops/zeros_like.h>
 #include <c10/util/Exception.h>
 #include <torch/optim/optimizer.h>
+#include <torch/serialize/archive.h>
 
+#include "lockstep/comm/communicator.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 
@@ -252,6 +266,346 @@ class Tf32 {
 
  private:
   std::unique_ptr<Tf32Scope> backward_;
+};
+
+/// Options of GradScaler, with the names and defaults of torch.amp.GradScaler.
+struct GradScalerOptions {
+  double init_scale = 65536;
+  /// Factor of the scale after `growth_interval` consecutive steps with finite gradients.
+  double growth_factor = 2;
+  /// Factor of the scale after a step skipped for gradients that are not finite.
+  double backoff_factor = 0.5;
+  std::int64_t growth_interval = 2000;
+  /// False makes scaling, unscaling and update no-ops; `step` steps the optimizer unconditionally.
+  bool enabled = true;
+};
+
+/// Scales losses, so that small gradients do not underflow in half precision; unscales the gradients before
+/// the step and skips a step whose gradients are not finite. Adapts the scale. Bitwise equal to Python's.
+///
+/// Each iteration calls `scale` for each loss, backward, optionally `unscale(optimizer)` to inspect or clip
+/// the gradients, `step(optimizer)` for each optimizer, and `update()` once.
+///
+/// Optimizers that unscale in their own step (ScaledStep: SGD, Adam and AdamW with Implementation::fused) are
+/// stepped without synchronizing with the device, as in Python with `fused=True`: one pass checks the
+/// gradients, and the step divides them.
+///
+/// Counterpart: torch.amp.GradScaler.
+class GradScaler {
+ public:
+  /// Throws UsageError for options out of range.
+  explicit GradScaler(const GradScalerOptions& options = {}) : options_(options) {
+    const auto refuse = [](const char* name, double value, const char* range) {
+      throw UsageError(detail::formatted("GradScaler: {} is {}: give {}", name, value, range));
+    };
+    if (!(std::isfinite(options.init_scale) && options.init_scale > 0))
+      refuse("init_scale", options.init_scale, "a finite number above 0");
+    if (!(options.growth_factor > 1)) refuse("growth_factor", options.growth_factor, "a number above 1");
+    if (!(options.backoff_factor > 0 && options.backoff_factor < 1))
+      refuse("backoff_factor", options.backoff_factor, "a number between 0 and 1");
+    if (options.growth_interval < 1)
+      refuse("growth_interval", static_cast<double>(options.growth_interval), "1 or more");
+  }
+
+  /// Returns the loss times the scale. Returns an undefined loss unchanged.
+  [[nodiscard]] at::Tensor scale(const at::Tensor& loss) {
+    if (!options_.enabled || !loss.defined()) return loss;
+    make_on(loss.device());
+    return loss * scale_.to(loss.device());
+  }
+
+  /// Divides the gradients of the optimizer's parameters by the scale and checks whether all are finite. Call
+  /// it at most once between backward and step.
+  ///
+  /// Throws UsageError if it was called already or after `step`. Throws GradientError if a gradient is
+  /// float16 (keep parameters in float32 and use autocast), or if no parameter has a gradient.
+  void unscale(torch::optim::Optimizer& optimizer) {
+    if (!options_.enabled) return;
+    State& state = states_[&optimizer];
+    if (state.stage != Stage::ready)
+      throw UsageError(state.stage == Stage::unscaled
+                           ? "GradScaler: unscale was called already for this optimizer since the last update"
+                           : "GradScaler: unscale after step: call it before, or update first");
+    divide(optimizer, state);
+    state.stage = Stage::unscaled;
+  }
+
+  /// Makes all ranks skip a step that one rank must skip. Collective. Call it before `step`, before or after
+  /// `unscale`.
+  ///
+  /// Not needed if every gradient was reduced by a sum, which propagates infinities to all ranks. Needed for
+  /// hooks that do not propagate them (PowerSgdHook, NoOpHook) and for parameters that are not reduced.
+  /// Throws UsageError after `step`.
+  template <Reducing Comm>
+  void agree(torch::optim::Optimizer& optimizer, Comm& comm) {
+    if (!options_.enabled || comm.size() == 1) return;
+    State& state = states_[&optimizer];
+    if (state.stage == Stage::stepped)
+      throw UsageError("GradScaler: agree after step: call it before, or update first");
+    look(optimizer, state);
+    at::Tensor any = combined(state).clone();
+    comm.all_reduce(any, ReduceOp::max).wait();
+    state.found_inf = {any};
+  }
+
+  /// Unscales the gradients if `unscale` has not, and steps the optimizer unless a gradient is not finite.
+  /// Returns whether it stepped.
+  ///
+  /// For a ScaledStep the outcome stays on the device until it is queried; for other optimizers this
+  /// synchronizes with the device. Throws UsageError if it was called already since the last update, and
+  /// GradientError as `unscale` does.
+  StepOutcome step(torch::optim::Optimizer& optimizer) {
+    if (!options_.enabled) {
+      optimizer.step();
+      return true;
+    }
+    State& state = states_[&optimizer];
+    if (state.stage == Stage::stepped)
+      throw UsageError("GradScaler: step was called already for this optimizer since the last update");
+    look(optimizer, state);
+    const at::Tensor found = combined(state);
+    if (ScaledStep* inside = divides_itself(optimizer)) {
+      inside->step_scaled({state.divided ? at::Tensor() : scale_, found});
+      state.stage = Stage::stepped;
+      // In place, so that replays of a captured step keep counting.
+      if (!skipped_there_.defined()) skipped_there_ = at::zeros_like(found);
+      skipped_there_.add_(found.to(skipped_there_.device()));
+      return StepOutcome(found);
+    }
+    divide(optimizer, state);
+    const bool finite = found.item<float>() == 0;
+    if (finite)
+      optimizer.step();
+    else
+      ++skipped_;
+    state.stage = Stage::stepped;
+    return finite;
+  }
+
+  /// Ends the iteration: adapts the scale to the outcome of the steps, or sets it to `new_scale`. Does not
+  /// synchronize with the device. Throws UsageError if neither `step` nor `unscale` preceded it.
+  void update(std::optional<double> new_scale = std::nullopt) {
+    if (!options_.enabled) return;
+    if (new_scale) {
+      options_.init_scale = *new_scale;
+      if (scale_.defined()) scale_.fill_(*new_scale);
+    } else {
+      at::Tensor found;
+      for (const auto& [optimizer, state] : states_)
+        for (const at::Tensor& one : state.found_inf)
+          found = found.defined() ? found + one.to(scale_.device()) : one.to(scale_.device());
+      if (!found.defined())
+        throw UsageError(
+            "GradScaler: update without a step or an unscale before it: there is nothing to learn");
+      at::_amp_update_scale_(scale_, growth_tracker_, found, options_.growth_factor, options_.backoff_factor,
+                             options_.growth_interval);
+    }
+    states_.clear();
+  }
+
+  /// Discards what was recorded since the last update, for an abandoned iteration.
+  void forget() { states_.clear(); }
+
+  /// Returns the scale; 1 if the scaler is disabled. Synchronizes with the device.
+  [[nodiscard]] double get_scale() const {
+    if (!options_.enabled) return 1;
+    return scale_.defined() ? scale_.item<float>() : options_.init_scale;
+  }
+  /// Returns the number of consecutive finite steps since the scale last changed. Synchronizes with the
+  /// device.
+  [[nodiscard]] std::int64_t growth_tracker() const {
+    return growth_tracker_.defined() ? growth_tracker_.item<std::int32_t>() : init_growth_tracker_;
+  }
+  /// Returns the number of skipped steps of all optimizers. Synchronizes with the device.
+  [[nodiscard]] std::int64_t skipped() const {
+    return skipped_ +
+           (skipped_there_.defined() ? static_cast<std::int64_t>(skipped_there_.item<float>()) : 0);
+  }
+
+  /// Writes the values of Python's state_dict, and the number of skipped steps.
+  void save(torch::serialize::OutputArchive& archive) const {
+    archive.write("scale", c10::IValue(get_scale()));
+    archive.write("growth_factor", c10::IValue(options_.growth_factor));
+    archive.write("backoff_factor", c10::IValue(options_.backoff_factor));
+    archive.write("growth_interval", c10::IValue(options_.growth_interval));
+    archive.write("growth_tracker", c10::IValue(growth_tracker()));
+    archive.write("skipped", c10::IValue(skipped()));
+  }
+  /// Throws CheckpointError if the archive is not a GradScaler's, and then changes nothing.
+  void load(torch::serialize::InputArchive& archive) {
+    const auto read = [&](const char* key) {
+      c10::IValue value;
+      if (!archive.try_read(key, value))
+        throw CheckpointError(
+            detail::formatted("GradScaler: the archive has no '{}': it is no scaler's", key));
+      return value;
+    };
+    GradScalerOptions loaded = options_;
+    loaded.init_scale = read("scale").toDouble();
+    loaded.growth_factor = read("growth_factor").toDouble();
+    loaded.backoff_factor = read("backoff_factor").toDouble();
+    loaded.growth_interval = read("growth_interval").toInt();
+    const std::int64_t tracker = read("growth_tracker").toInt();
+    skipped_ = read("skipped").toInt();
+    skipped_there_ = at::Tensor();
+    options_ = loaded;
+    init_growth_tracker_ = tracker;
+    if (scale_.defined()) {
+      scale_.fill_(loaded.init_scale);
+      growth_tracker_.fill_(tracker);
+    }
+    states_.clear();
+  }
+
+ private:
+  enum class Stage { ready, unscaled, stepped };
+  struct State {
+    Stage stage = Stage::ready;
+    bool divided = false;               // the gradients are unscaled
+    std::vector<at::Tensor> found_inf;  // one element per device, 1 if a gradient was not finite
+  };
+
+  static ScaledStep* divides_itself(torch::optim::Optimizer& optimizer) {
+    auto* inside = dynamic_cast<ScaledStep*>(&optimizer);
+    return inside && inside->takes_scale() ? inside : nullptr;
+  }
+
+  void make_on(const at::Device& device) {
+    if (scale_.defined()) return;
+    scale_ = at::full({}, options_.init_scale, at::TensorOptions(at::kFloat).device(device));
+    growth_tracker_ = at::full({}, init_growth_tracker_, at::TensorOptions(at::kInt).device(device));
+  }
+
+  /// The gradients on one device, with the scaling factor there.
+  struct OnDevice {
+    at::Tensor found_inf, factor;
+    std::vector<std::pair<at::ScalarType, std::vector<at::Tensor>>> gradients;
+  };
+
+  // Checks whether all gradients are finite. Unscales them in the same pass, unless the step does it.
+  void look(torch::optim::Optimizer& optimizer, State& state) {
+    if (!state.found_inf.empty()) return;
+    if (divides_itself(optimizer))
+      state.found_inf = multiply(optimizer, /*by_inverse=*/false);
+    else
+      divide(optimizer, state);
+  }
+
+  void divide(torch::optim::Optimizer& optimizer, State& state) {
+    if (state.divided) return;
+    auto found = multiply(optimizer, /*by_inverse=*/true);
+    state.divided = true;
+    if (state.found_inf.empty())
+      state.found_inf = std::move(found);  // else all ranks have agreed on it already
+  }
+
+  // Multiplies the gradients by 1 / scale, or by 1. Returns by device whether any was not finite.
+  std::vector<at::Tensor> multiply(torch::optim::Optimizer& optimizer, bool by_inverse) {
+    const at::NoGradGuard no_grad;
+    std::vector<std::pair<at::Device, OnDevice>> devices;
+    for (const auto& group : optimizer.param_groups())
+      for (const at::Tensor& parameter : group.params()) {
+        at::Tensor& grad = parameter.mutable_grad();
+        if (!grad.defined()) continue;
+        if (by_inverse && grad.scalar_type() == at::kHalf)
+          throw GradientError(
+              "GradScaler: a gradient is of float16, which overflows when it is divided: keep the parameters "
+              "in float32, and let autocast make copies of them");
+        make_on(grad.device());
+        add(devices, grad.is_sparse() ? grad._values() : grad, by_inverse);
+      }
+    std::vector<at::Tensor> found;
+    for (auto& [device, here] : devices) {
+      for (auto& [type, gradients] : here.gradients)
+        at::_amp_foreach_non_finite_check_and_unscale_(gradients, here.found_inf, here.factor);
+      found.push_back(here.found_inf);
+    }
+    if (found.empty())
+      throw GradientError(
+          "GradScaler: none of the optimizer's parameters has a gradient: call backward before");
+    return found;
+  }
+
+  void add(std::vector<std::pair<at::Device, OnDevice>>& devices, const at::Tensor& gradient,
+           bool by_inverse) const {
+    auto place = std::find_if(devices.begin(), devices.end(),
+                              [&](const auto& item) { return item.first == gradient.device(); });
+    if (place == devices.end()) {
+      const auto options = at::TensorOptions(at::kFloat).device(gradient.device());
+      // Reciprocal in float64, as in Python.
+      const at::Tensor factor = by_inverse
+                                    ? scale_.to(at::kDouble).reciprocal().to(at::kFloat).to(gradient.device())
+                                    : at::full({}, 1.0, options);
+      devices.emplace_back(gradient.device(), OnDevice{at::full({}, 0.0, options), factor, {}});
+      place = devices.end() - 1;
+    }
+    auto& kinds = place->second.gradients;
+    auto kind = std::find_if(kinds.begin(), kinds.end(),
+                             [&](const auto& item) { return item.first == gradient.scalar_type(); });
+    if (kind == kinds.end()) {
+      kinds.emplace_back(gradient.scalar_type(), std::vector<at::Tensor>());
+      kind = kinds.end() - 1;
+    }
+    kind->second.push_back(gradient);
+  }
+
+  // Returns one element, 0 or 1: the fused operators skip a step only for exactly 1.
+  static at::Tensor combined(const State& state) {
+    at::Tensor found = state.found_inf.at(0);
+    if (state.found_inf.size() == 1) return found;
+    for (std::size_t i = 1; i < state.found_inf.size(); ++i)
+      found = at::maximum(found, state.found_inf[i].to(found.device()));
+    return found;
+  }
+
+  GradScalerOptions options_;
+  at::Tensor scale_, growth_tracker_;  // on the device of the first loss; undefined before it
+  at::Tensor skipped_there_;           // steps skipped on the device; undefined if there were none
+  std::int64_t init_growth_tracker_ = 0, skipped_ = 0;
+  std::unordered_map<const torch::optim::Optimizer*, State> states_;  // since the last update
+};
+
+/// Runs the forward in float16 where autocast supports it and scales the loss by its own GradScaler;
+/// parameters and the optimizer step keep their own dtype. Skips a step whose gradients are not finite.
+/// Checkpoints store the scaler.
+///
+/// Counterpart: torch.autocast(dtype=torch.float16) with torch.amp.GradScaler.
+class Fp16 {
+ public:
+  /// CapturedStep can capture it with a fused optimizer.
+  static constexpr bool capturable = true;
+
+  Fp16() = default;
+  explicit Fp16(const GradScalerOptions& options) : scaler_(options) {}
+
+  template <class Forward>
+  decltype(auto) forward(Forward&& forward) const {
+    const detail::AutocastScope scope(at::kHalf);
+    return std::forward<Forward>(forward)();
+  }
+
+  at::Tensor scale(const at::Tensor& loss) { return scaler_.scale(loss); }
+  /// Divides the gradients by the scale, to inspect or clip them before the step.
+  void unscale(torch::optim::Optimizer& optimizer) { scaler_.unscale(optimizer); }
+  /// Makes all ranks skip a step that one rank must skip; see GradScaler::agree. Collective.
+  template <Reducing Comm>
+  void agree(torch::optim::Optimizer& optimizer, Comm& comm) {
+    scaler_.agree(optimizer, comm);
+  }
+  StepOutcome step(torch::optim::Optimizer& optimizer) {
+    StepOutcome stepped = scaler_.step(optimizer);
+    scaler_.update();
+    return stepped;
+  }
+
+  void forget() { scaler_.forget(); }
+
+  [[nodiscard]] const GradScaler& scaler() const { return scaler_; }
+  void save(torch::serialize::OutputArchive& archive) const { scaler_.save(archive); }
+  void load(torch::serialize::InputArchive& archive) { scaler_.load(archive); }
+
+ private:
+  GradScaler scaler_;
 };
 
 }  // namespace lockstep

@@ -23,7 +23,7 @@
 #include "lockstep/precision/precision.hpp"
 #include "lockstep/train/detail/training_step.hpp"
 #include "lockstep/train/extras.hpp"
-#include "lockstep/train/loss.hpp"
+#include "lockstep/train/metrics.hpp"
 
 namespace lockstep {
 
@@ -67,7 +67,7 @@ concept StepGraph = std::movable<G> && requires(G& graph, const G& seen, void (*
 struct CaptureOptions {
   /// Eager steps before the capture, 2 or more. They allocate memory, order the buckets and let libraries
   /// select their kernels.
-  std::int64_t warm_up = 3;
+  std::int64_t num_warmup_iters = 3;
   /// Options of the DistributedDataParallel inside.
   DdpOptions ddp = {};
 };
@@ -163,16 +163,15 @@ class CapturedStep
         loss_(std::move(loss)),
         options_(options),
         callbacks_(std::move(callbacks)...) {
-    if (options.warm_up < 2)
+    if (options.num_warmup_iters < 2)
       throw UsageError(detail::formatted(
-          "CapturedStep: {} steps of warm-up: give 2 or more, in which the buckets find their "
-          "order",
-          options.warm_up));
-    if (options.ddp.static_graph && options.warm_up < 3)
+          "CapturedStep: num_warmup_iters is {}: give 2 or more, since the second step orders the buckets",
+          options.num_warmup_iters));
+    if (options.ddp.static_graph && options.num_warmup_iters < 3)
       throw UsageError(
-          "CapturedStep: a static graph finds the order of its buckets in the third step: give 3 or more "
-          "steps "
-          "of warm-up");
+          "CapturedStep: num_warmup_iters is 2: give 3 or more with DdpOptions::static_graph, since the "
+          "third "
+          "step orders the buckets");
     if (options.ddp.param_dtype)
       throw UsageError(
           "CapturedStep: DdpOptions::param_dtype gives parameters new memory in each step, which a graph "
@@ -210,7 +209,7 @@ class CapturedStep
       throw UsageError(
           "CapturedStep: the capture has failed, and part of the step may be missing: make a new one");
     Batch& fixed = fill(batch);
-    if (steps_ < options_.warm_up) {
+    if (steps_ < options_.num_warmup_iters) {
       graph_.on_stream([&] { run(fixed); });
     } else {
       if (!captured_) capture(fixed);

@@ -22,8 +22,9 @@
 #include "lockstep/comm/communicator.hpp"
 #include "lockstep/comm/detail/own_error.hpp"
 #include "lockstep/comm/gloo_comm.hpp"
-#include "lockstep/data/distributed_sampler.hpp"
+#include "lockstep/data/dataset.hpp"
 #include "lockstep/data/loader.hpp"
+#include "lockstep/data/sampler.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/grad/distributed_data_parallel.hpp"
 #include "lockstep/log/log.hpp"
@@ -38,9 +39,8 @@
 #include "lockstep/train/detail/training_step.hpp"
 #include "lockstep/train/evaluate.hpp"
 #include "lockstep/train/extras.hpp"
-#include "lockstep/train/loss.hpp"
-#include "lockstep/train/peak_memory.hpp"
-#include "lockstep/train/stream.hpp"
+#include "lockstep/train/metrics.hpp"
+#include "lockstep/train/profiling.hpp"
 #include "lockstep/train/trainer_options.hpp"
 
 namespace lockstep {
@@ -278,7 +278,7 @@ class Trainer : detail::CheckedPolicies<Policies...> {
     const auto begin = std::chrono::steady_clock::now();
     std::int64_t& done = position_.step_in_epoch;
     Progress progress(options_.progress ? world_.log : world_.log.at(Level::warning),
-                      static_cast<std::size_t>(std::max<std::int64_t>(plan.steps - done, 0)),
+                      static_cast<std::size_t>(std::max<std::int64_t>(plan.steps.value_or(done) - done, 0)),
                       {.title = detail::formatted("epoch {}/{}", plan.epoch + 1, plan.epochs)});
     model_.module().train();
     detail::aborting(comm_, [&] { source.begin_epoch(plan.epoch); });

@@ -3,7 +3,7 @@
 
 #include <atomic>
 
-#include "lockstep/optim/sgd.hpp"
+#include "lockstep/optim/optimizers.hpp"
 #include "lockstep/precision/precision.hpp"
 #include "support/catch.hpp"
 #include "thread_ranks.hpp"
@@ -195,7 +195,8 @@ struct Training {
     const auto loss = [](TinyNet& model, const lockstep::Example& batch) {
       return torch::cross_entropy_loss(model(batch.data), batch.target);
     };
-    lockstep::CapturedStep step(CapturedGraph(), net, comm, optimizer, precision, loss, {.warm_up = 2});
+    lockstep::CapturedStep step(CapturedGraph(), net, comm, optimizer, precision, loss,
+                                {.num_warmup_iters = 2});
     auto generator = at::detail::createCPUGenerator(static_cast<std::uint64_t>(rank) + 1);
     const auto data = torch::randn({4, 6}, generator);
     lockstep::Example batch{data, data.slice(1, 0, 3).argmax(1)};

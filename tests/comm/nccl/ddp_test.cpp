@@ -3,7 +3,7 @@
 #include "defects.hpp"
 #include "lockstep/grad/hooks/compression_hooks.hpp"
 #include "lockstep/nn/sync_batch_norm.hpp"
-#include "lockstep/optim/sgd.hpp"
+#include "lockstep/optim/optimizers.hpp"
 #include "lockstep/optim/zero_redundancy.hpp"
 #include "support/catch.hpp"
 #include "support/mib.hpp"

@@ -5,7 +5,7 @@
 #include <torch/torch.h>
 
 #include "lockstep/grad/distributed_data_parallel.hpp"
-#include "lockstep/optim/sgd.hpp"
+#include "lockstep/optim/optimizers.hpp"
 #include "lockstep/precision/precision.hpp"
 #include "lockstep/train/captured_step.hpp"
 #include "lockstep/train/cuda_graph.hpp"

@@ -2,7 +2,7 @@
 #include <stdexcept>
 
 #include "grad/hooks/buckets.hpp"
-#include "lockstep/grad/hooks/function_hook.hpp"
+#include "lockstep/grad/hooks/hook.hpp"
 
 namespace function_ranks_test {
 

@@ -1,8 +1,8 @@
 // Optimizers, groups and schedules of parts that do not fit: each is told by one sentence.
 #include "lockstep/comm/local_comm.hpp"
+#include "lockstep/optim/optimizers.hpp"
 #include "lockstep/optim/options.hpp"
 #include "lockstep/optim/schedule.hpp"
-#include "lockstep/optim/sgd.hpp"
 #include "lockstep/optim/zero_redundancy.hpp"
 
 using lockstep::LocalComm;

@@ -1,10 +1,10 @@
 // Captured steps of parts that a graph cannot hold: each is told by one sentence.
 #include "lockstep/comm/gloo_comm.hpp"
 #include "lockstep/grad/hooks/power_sgd_hook.hpp"
-#include "lockstep/optim/sgd.hpp"
+#include "lockstep/optim/optimizers.hpp"
 #include "lockstep/optim/zero_redundancy.hpp"
 #include "lockstep/train/captured_step.hpp"
-#include "lockstep/train/check_finite.hpp"
+#include "lockstep/train/extras.hpp"
 #include "support/played_graph.hpp"
 #include "train/negative/common.hpp"
 

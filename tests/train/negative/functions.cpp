@@ -1,5 +1,5 @@
 // Losses, hooks and metrics of a wrong form.
-#include "lockstep/data/evaluation_sampler.hpp"
+#include "lockstep/data/sampler.hpp"
 #include "train/negative/common.hpp"
 
 // A batch whose samples nobody can count, unless the loss does.

@@ -1,7 +1,7 @@
 // Trainers of which one policy is wrong: each is told by one sentence.
 #include "lockstep/grad/hooks/power_sgd_hook.hpp"
-#include "lockstep/precision/grad_scaler.hpp"
-#include "lockstep/train/check_finite.hpp"
+#include "lockstep/precision/precision.hpp"
+#include "lockstep/train/extras.hpp"
 #include "train/negative/common.hpp"
 
 struct NoExtra {};

@@ -50,7 +50,7 @@ class LocalReducer {
       run_backward();
     } catch (...) {
       inside_backward_ = false;
-      if (no_sync_depth == 0) drop();
+      if (no_sync_depth == 0) abandon();
       throw;
     }
     inside_backward_ = false;
@@ -59,7 +59,7 @@ class LocalReducer {
     if (low_precision_) low_precision_->end_step();
     if (contribution.count) divide_by_count();
   }
-  void fail_backward(const std::exception_ptr&, bool /*counted*/) noexcept { drop(); }
+  void fail_backward(const std::exception_ptr&, bool /*counted*/) noexcept { abandon(); }
   void forget() { count_ = 0; }
   void forward_begins() {}
   void rollback() {}
@@ -101,7 +101,7 @@ class LocalReducer {
         total_count_ == 0 ? grad.zero_() : grad.mul_(1 / total_count_);
   }
 
-  void drop() {
+  void abandon() {
     for (const NamedTensor& parameter : table_.all) parameter.tensor.mutable_grad().reset();
     if (low_precision_) low_precision_->end_step();
     count_ = 0;

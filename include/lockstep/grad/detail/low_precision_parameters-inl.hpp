@@ -23,7 +23,7 @@ LOCKSTEP_INLINE LowPrecisionParameters::LowPrecisionParameters(const std::vector
   }
 }
 
-LOCKSTEP_INLINE void LowPrecisionParameters::shorten(bool backward_follows) {
+LOCKSTEP_INLINE void LowPrecisionParameters::cast(bool backward_follows) {
   if (active_) return require_unchanged(true);
   const c10::InferenceMode no_inference(false);
   std::vector<at::Tensor> low_precision;
@@ -38,10 +38,10 @@ LOCKSTEP_INLINE void LowPrecisionParameters::shorten(bool backward_follows) {
     Parameter& parameter = parameters_[i];
     const at::Tensor& tensor = parameter.named->tensor;
     tensor.set_data(low_precision[i]);
-    if (parameter.of_short)
-      set_accumulator(tensor, parameter.of_short);
+    if (parameter.low_precision_accumulator)
+      set_accumulator(tensor, parameter.low_precision_accumulator);
     else
-      parameter.of_short = accumulator_of(tensor);
+      parameter.low_precision_accumulator = accumulator_of(tensor);
     parameter.version = version_of(tensor);
   }
 }
@@ -51,7 +51,7 @@ LOCKSTEP_INLINE void LowPrecisionParameters::restore() {
   const c10::InferenceMode no_inference(false);
   for (Parameter& parameter : parameters_) {
     parameter.named->tensor.set_data(std::exchange(parameter.full, {}));
-    if (parameter.of_own) set_accumulator(parameter.named->tensor, parameter.of_own);
+    if (parameter.own_accumulator) set_accumulator(parameter.named->tensor, parameter.own_accumulator);
   }
 }
 
@@ -66,7 +66,7 @@ LOCKSTEP_INLINE void LowPrecisionParameters::end_step() {
 LOCKSTEP_INLINE void LowPrecisionParameters::check_backward(at::ArrayRef<at::Tensor> losses) {
   search_.run(losses);
   for (const Parameter& parameter : parameters_) {
-    const Accumulator& other = active_ ? parameter.of_own : parameter.of_short;
+    const Accumulator& other = active_ ? parameter.own_accumulator : parameter.low_precision_accumulator;
     if (!other || !search_.reached(&*other)) continue;
     throw UsageError(
         active_ ? detail::formatted(
@@ -99,7 +99,7 @@ LOCKSTEP_INLINE void LowPrecisionParameters::require_as_made(const Parameter& pa
         "DdpOptions::param_dtype: "
         "convert the model before, and let one wrapper alone have that option",
         parameter.named->name, c10::toString(tensor.scalar_type()), c10::toString(parameter.own)));
-  if (backward_follows && parameter.of_own && !tensor.requires_grad())
+  if (backward_follows && parameter.own_accumulator && !tensor.requires_grad())
     throw UsageError(detail::formatted(
         "parameter '{}' is frozen in a forward with grad mode, after DistributedDataParallel was made with "
         "DdpOptions::param_dtype, which cannot tell when that forward's step ends: freeze before, or leave "

@@ -23,9 +23,9 @@ class LowPrecisionParameters {
   struct Parameter {
     const NamedTensor* named;  // in the ParameterTable
     at::ScalarType own;
-    Accumulator of_own, of_short;  // null if it does not require grad
-    at::Tensor full;               // the data in its own dtype, while it is low precision
-    std::uint32_t version = 0;     // version counter of the low-precision data
+    Accumulator own_accumulator, low_precision_accumulator;  // null if it does not require grad
+    at::Tensor full;            // the data in its own dtype, while it is low precision
+    std::uint32_t version = 0;  // version counter of the low-precision data
   };
 
  public:
@@ -41,7 +41,7 @@ class LowPrecisionParameters {
   /// are unchanged. Throws UsageError that names the parameter, and changes nothing, if a parameter was
   /// modified while low precision, does not have its own dtype, or was frozen since construction and
   /// `backward_follows` is true.
-  void shorten(bool backward_follows);
+  void cast(bool backward_follows);
 
   /// Restores the data in the parameters' own dtype. A no-op if they are not low precision.
   void restore();
@@ -87,7 +87,7 @@ class LowPrecisionScope {
  public:
   explicit LowPrecisionScope(LowPrecisionParameters& parameters) {
     if (parameters.active()) return;
-    parameters.shorten(/*backward_follows=*/false);
+    parameters.cast(/*backward_follows=*/false);
     parameters_ = &parameters;
   }
   LowPrecisionScope(const LowPrecisionScope&) = delete;

@@ -183,7 +183,7 @@ class Reducer {
       try {
         open();
       } catch (...) {
-        drop();
+        abandon();
         throw;
       }
     }
@@ -399,7 +399,7 @@ class Reducer {
   }
   void abandon_joined() {
     joined_ = false;
-    drop();
+    abandon();
   }
 
   /// Opens a reduction from a hook in a bare `loss.backward()`. An engine callback closes it at the end of
@@ -434,7 +434,7 @@ class Reducer {
       reduction_.copy_from_bucket();
     } catch (...) {
       open_ = false;
-      drop();
+      abandon();
       if (failure) std::rethrow_exception(failure);
       throw;
     }
@@ -470,9 +470,9 @@ class Reducer {
   }
 
   /// Clears all gradients after a failure, so that an optimizer step taken anyway changes no parameter.
-  void drop() {
+  void abandon() {
     for (const ParameterEntry& parameter : parameters_) parameter.gradient().reset();
-    reduction_.drop();
+    reduction_.abandon();
     if (low_precision_) low_precision_->end_step();
     clear_seen();
     count_ = 0;

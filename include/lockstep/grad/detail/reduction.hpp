@@ -141,7 +141,7 @@ class UsageExchange {
     host_.copy_(sent_);
   }
   /// Abandons the exchange.
-  void drop() {
+  void abandon() {
     // A work in flight may still write to the old tensor.
     if (std::exchange(work_, std::nullopt)) sent_ = at::zeros_like(sent_);
   }
@@ -179,22 +179,22 @@ class BucketLabels {
   }
 
   /// Labels the collectives that are launched in its scope.
-  class Use {
+  class Scope {
    public:
-    Use(Comm& comm, const std::shared_ptr<const std::string>& label) : comm_(comm) {
+    Scope(Comm& comm, const std::shared_ptr<const std::string>& label) : comm_(comm) {
       if constexpr (Labelled<Comm>) comm_.label(label);
     }
-    ~Use() {
+    ~Scope() {
       if constexpr (Labelled<Comm>) comm_.label(nullptr);
     }
-    Use(const Use&) = delete;
-    Use& operator=(const Use&) = delete;
+    Scope(const Scope&) = delete;
+    Scope& operator=(const Scope&) = delete;
 
    private:
     Comm& comm_;
   };
-  [[nodiscard]] Use use(Comm& comm, std::size_t bucket) const {
-    return Use(comm, labels_.empty() ? nullptr : labels_[bucket]);
+  [[nodiscard]] Scope scope(Comm& comm, std::size_t bucket) const {
+    return Scope(comm, labels_.empty() ? nullptr : labels_[bucket]);
   }
 
  private:
@@ -221,7 +221,7 @@ class BucketReduction {
         hook_(std::move(hook)),
         options_(options),
         delayed_(delayed_buckets(parameters, options.delayed)) {
-    use(with_delayed(plan_by_registration(parameters_, caps_at_first(options)), delayed_));
+    make_buckets(with_delayed(plan_by_registration(parameters_, caps_at_first(options)), delayed_));
     asks_usage_ = options.find_unused_parameters || options.static_graph;
     if (asks_usage_ || !Hook::propagates_nan)
       usage_.emplace(asks_usage_ ? parameters.size() : 0, parameters[0].tensor.device());
@@ -390,12 +390,12 @@ class BucketReduction {
   }
 
   /// Abandons the reduction after a failure, and rolls a stateful hook back.
-  void drop() {
+  void abandon() {
     // Collectives that are still in flight keep writing to the old buckets: replace the buckets.
     const bool under_way =
         std::any_of(works_.begin(), works_.end(), [](const auto& work) { return work.has_value(); });
-    if (under_way) use(plan());
-    if (usage_) usage_->drop();
+    if (under_way) make_buckets(plan());
+    if (usage_) usage_->abandon();
     if constexpr (StatefulHook<Hook>)
       if (begun_) hook_.rollback();
     begun_ = false;
@@ -409,8 +409,8 @@ class BucketReduction {
 
   /// Rebuilds the buckets in this order and resets a stateful hook. `only_adoptable`: see GradientBuckets.
   void rebuild(const std::vector<std::size_t>& ready_order, bool only_adoptable) {
-    use(with_delayed(assign_buckets(parameters_, ready_order, bucket_caps(options_)), delayed_),
-        only_adoptable);
+    make_buckets(with_delayed(assign_buckets(parameters_, ready_order, bucket_caps(options_)), delayed_),
+                 only_adoptable);
     if constexpr (StatefulHook<Hook>) hook_.reset();
   }
 
@@ -443,7 +443,7 @@ class BucketReduction {
   ReductionTimes times;
 
  private:
-  void use(const BucketPlan& plan, bool only_adoptable = false) {
+  void make_buckets(const BucketPlan& plan, bool only_adoptable = false) {
     buckets_.emplace(
         parameters_, plan,
         BucketStyle{options_.gradients, Hook::predivides ? comm_.size() : 1, options_.param_dtype},
@@ -463,7 +463,7 @@ class BucketReduction {
     RECORD_FUNCTION("lockstep::reduce_bucket", std::vector<c10::IValue>());
     GradientBucket& bucket = (*buckets_)[b];
     bucket.iteration = reductions_;
-    const auto naming = labels_.use(comm_, b);
+    const auto naming = labels_.scope(comm_, b);
     // The peers wait for collectives that only the hook could have launched: abort.
     telling_own_error(
         comm_.size(), [&] { works_[b].emplace(hook_.start(comm_, bucket)); },
@@ -501,7 +501,7 @@ class BucketReduction {
       tail[0].fill_(high);
       tail[1].fill_(count - high * count_unit);
       counted_tail_ = std::move(tail);
-      const auto naming = labels_.use(comm_, b);
+      const auto naming = labels_.scope(comm_, b);
       works_[b].emplace(comm_.all_reduce(flat, ReduceOp::sum));
       extra_bytes_ += sent_bytes_of(flat.nbytes());
     }

@@ -7,14 +7,14 @@
 #include <optional>
 #include <utility>
 
-#include "lockstep/data/staging.hpp"
+#include "lockstep/data/dataset.hpp"
+#include "lockstep/data/loader.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/train/detail/archive.hpp"
 #include "lockstep/train/detail/collective_forward_check.hpp"
 #include "lockstep/train/detail/epoch_partition.hpp"
-#include "lockstep/train/loss.hpp"
-#include "lockstep/train/stream.hpp"
+#include "lockstep/train/metrics.hpp"
 
 namespace lockstep::detail {
 
@@ -38,9 +38,9 @@ class LoaderMicroBatchSource {
   template <class Group>
   LoaderMicroBatchSource(Loader& loader, const c10::Device& device, std::int64_t batch_size,
                          std::int64_t accumulate, const Group& group, torch::serialize::InputArchive* saved)
-      : loader_(loader), batches_(loader, device), whole_(share(batch_size, accumulate, group)) {
+      : loader_(loader), batches_(loader, device), whole_(local_partition(batch_size, accumulate, group)) {
     if (saved) loader_.sampler().load(*saved);
-    first_ = share(batch_size, accumulate, group);
+    first_ = local_partition(batch_size, accumulate, group);
   }
 
   /// Returns the partition of a whole epoch. `first_partition` is that of the first, possibly resumed, epoch;
@@ -60,13 +60,13 @@ class LoaderMicroBatchSource {
   void begin_step() {
     ++step_;
     micro_ = 0;
-    micros_ = now_.partition.micro_batches(now_.own, step_);
+    micros_ = now_.partition.micro_batches(now_.samples, step_);
     if (micros_ > 0) draw();
   }
   Batch* next() {
     if (micro_ == micros_) return nullptr;
     if (micro_ > 0) draw();
-    samples_ = now_.partition.micro_size(now_.own, step_, micro_++);
+    samples_ = now_.partition.micro_size(now_.samples, step_, micro_++);
     given_ += static_cast<std::size_t>(samples_);
     return &**pass_;
   }
@@ -88,12 +88,12 @@ class LoaderMicroBatchSource {
   void save(torch::serialize::OutputArchive& archive) const { loader_.save(archive, given_); }
 
  private:
-  struct Share {
+  struct LocalPartition {
     EpochPartition partition;
-    std::int64_t own;  // samples of this rank
+    std::int64_t samples;  // of this rank
   };
   template <class Group>
-  Share share(std::int64_t batch_size, std::int64_t accumulate, const Group& group) const {
+  LocalPartition local_partition(std::int64_t batch_size, std::int64_t accumulate, const Group& group) const {
     return {EpochPartition(samples_of_ranks(loader_.sampler(), group), batch_size, accumulate),
             static_cast<std::int64_t>(loader_.sampler().size())};
   }
@@ -106,14 +106,14 @@ class LoaderMicroBatchSource {
     if (*pass_ == std::default_sentinel)
       throw DataError(detail::formatted(
           "the sampler ended before step {} of the epoch, of the {} samples that it announced", step_ + 1,
-          now_.own));
+          now_.samples));
   }
 
   Loader& loader_;
   StagedBatches<Loader> batches_;
-  Share whole_;
-  std::optional<Share> first_;
-  Share now_ = whole_;
+  LocalPartition whole_;
+  std::optional<LocalPartition> first_;
+  LocalPartition now_ = whole_;
   std::optional<StagedPass<Loader>> pass_;
   std::size_t given_ = 0;  // samples that this rank has consumed in this epoch
   std::int64_t step_ = -1, micro_ = 0, micros_ = 0, samples_ = 0;

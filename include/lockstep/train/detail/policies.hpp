@@ -13,18 +13,18 @@
 #include <vector>
 
 #include "lockstep/comm/communicator.hpp"
+#include "lockstep/data/dataset.hpp"
 #include "lockstep/data/sampler.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/grad/distributed_data_parallel.hpp"
 #include "lockstep/grad/model.hpp"
-#include "lockstep/optim/sgd.hpp"
+#include "lockstep/optim/optimizers.hpp"
 #include "lockstep/precision/precision.hpp"
 #include "lockstep/train/detail/model_handle.hpp"
 #include "lockstep/train/detail/training_step.hpp"
 #include "lockstep/train/extras.hpp"
-#include "lockstep/train/loss.hpp"
-#include "lockstep/train/stream.hpp"
+#include "lockstep/train/metrics.hpp"
 #include "lockstep/train/trainer_options.hpp"
 
 /// The policies of a Trainer: how they are told apart, checked and constructed.

@@ -16,7 +16,6 @@
 #include "lockstep/grad/model.hpp"
 #include "lockstep/log/log.hpp"
 #include "lockstep/train/extras.hpp"
-#include "lockstep/train/stream.hpp"
 #include "lockstep/train/trainer_options.hpp"
 
 namespace lockstep::detail {
@@ -43,10 +42,10 @@ class RunLength {
     return last_epoch_ ? epoch >= *last_epoch_ : step >= *last_step_;
   }
   /// Returns the plan of the zero-based `epoch`, which starts after `step` steps. The last epoch may be
-  /// shorter. For a stream, the number of steps is an upper bound or -1 (unknown), and a run of given steps
+  /// shorter. For a stream, the number of steps is an upper bound or std::nullopt, and a run of given steps
   /// plans no epoch after this one.
   [[nodiscard]] EpochPlan plan(std::int64_t epoch, std::int64_t step) const {
-    if (last_epoch_) return {epoch, *last_epoch_, steps_in_epoch_.value_or(-1)};
+    if (last_epoch_) return {epoch, *last_epoch_, steps_in_epoch_};
     const std::int64_t left = *last_step_ - step;
     if (!steps_in_epoch_) return {epoch, epoch + 1, left};
     return {epoch, epoch + (left + *steps_in_epoch_ - 1) / *steps_in_epoch_,

@@ -23,7 +23,7 @@
 #include "lockstep/train/detail/collective_forward_check.hpp"
 #include "lockstep/train/detail/model_handle.hpp"
 #include "lockstep/train/extras.hpp"
-#include "lockstep/train/loss.hpp"
+#include "lockstep/train/metrics.hpp"
 
 namespace lockstep::detail {
 

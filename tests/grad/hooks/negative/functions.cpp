@@ -1,6 +1,6 @@
 // Functions that are no communication hooks.
 #include "lockstep/comm/local_comm.hpp"
-#include "lockstep/grad/hooks/function_hook.hpp"
+#include "lockstep/grad/hooks/hook.hpp"
 
 void wrong(lockstep::LocalComm& comm, const lockstep::GradientBucket& bucket) {
   auto arguments = lockstep::hook_of([](const lockstep::GradientBucket& b) { return b.flat; });

@@ -274,7 +274,7 @@ class NcclGroup {
   }
 
   /// Orders all later work on the current stream after the op. Does not block.
-  void join(InFlightOp<D>& op) {
+  void wait(InFlightOp<D>& op) {
     if (!in_flight_.completed(op)) {
       state_.check_error();
       state_.look(op.call);
@@ -298,7 +298,7 @@ class NcclGroup {
     if (op.captured)
       throw CommunicationError(
           detail::formatted(
-              "{} is captured into a graph and has not happened: join its stream, and wait for the graph",
+              "{} is captured into a graph and has not happened: wait for its stream, then for the graph",
               text_of(op.call, op.label)),
           state_.world().rank());
     await(op.call, op.label, until, [&] {

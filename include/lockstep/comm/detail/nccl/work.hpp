@@ -128,7 +128,7 @@ class [[nodiscard]] NcclWork {
 
   void wait() {
     if (op_)
-      group_->join(*op_);
+      group_->wait(*op_);
     else
       synchronize();
   }
