@@ -11,6 +11,7 @@ import datetime
 import json
 import os
 import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -64,7 +65,7 @@ class Table:
         ratios = [a / b for a, b in zip(mine, theirs)]
         middle, low, high = statistics.median(ratios), min(ratios), max(ratios)
         print(f"RATIO {figure} {system}/{other} {middle:.2f} ({low:.2f}-{high:.2f})", flush=True)
-        goal = {"reducer": 1.0, "python-workers0": None}.get(other, GOALS.get(figure))
+        goal = {"reducer": 1.0, "python-workers0": None}.get(other, GOALS.get(re.sub("-(gcc|clang)$", "", figure)))
         self.rows.append((figure, f"{system}/{other}", middle, low, high, statistics.median(mine) * scale,
                           statistics.median(theirs) * scale, unit, goal))
 
@@ -137,6 +138,16 @@ def measure_parts(table, config):
                 table.remarks.append(line)
 
 
+def compilers(config):
+    """The compiler of the build, and gcc or clang beside it where there is one, by the suffix of their figures."""
+    found = {"": config["compiler"]}
+    ours = "clang" if "clang" in first_line([config["compiler"], "--version"]) else "gcc"
+    for name, program in (("gcc", "g++"), ("clang", "clang++")):
+        if name != ours and shutil.which(program):
+            found[f"-{name}"] = program
+    return found
+
+
 def compile_times(table, config, rounds):
     """The compiler's user CPU seconds and peak memory for a file with torch/torch.h and, beside it, with lockstep."""
     # By figure: what the file includes after torch/torch.h, and its definitions.
@@ -153,22 +164,24 @@ def compile_times(table, config, rounds):
                 file.write("#include <torch/torch.h>\n")
                 file.writelines(f'#include "lockstep/{header}"\n' for header in headers)
                 file.write("int main() {}\n")
-        for _ in range(rounds):
-            for name, (_, own) in files.items():
-                command = [config["compiler"], "-std=c++20", "-O2", *definitions, *own, *includes, "-c",
-                           f"{scratch}/{name}.cpp", "-o", f"{scratch}/{name}.o"]
-                process = subprocess.Popen(command)
-                _, status, usage = os.wait4(process.pid, 0)
-                if status != 0:
-                    sys.exit(f"FAILED: {' '.join(command)}")
-                # A compiler driver waits for the compiler itself, so that these are of both together.
-                for figure in [other for other in files if other != "torch.h"] if name == "torch.h" else [name]:
-                    table.add(f"compile-{figure}", name if name == "torch.h" else "lockstep", usage.ru_utime)
-                    table.add(f"compile-memory-{figure}", name if name == "torch.h" else "lockstep", usage.ru_maxrss)
-    for figure in files:
-        if figure != "torch.h":
-            table.ratio(f"compile-{figure}", "lockstep", "torch.h", "s")
-            table.ratio(f"compile-memory-{figure}", "lockstep", "torch.h", "MiB", 1 / 1024)
+        for suffix, compiler in compilers(config).items():
+            for _ in range(rounds):
+                for name, (_, own) in files.items():
+                    command = [compiler, "-std=c++20", "-O2", *definitions, *own, *includes, "-c",
+                               f"{scratch}/{name}.cpp", "-o", f"{scratch}/{name}.o"]
+                    process = subprocess.Popen(command)
+                    _, status, usage = os.wait4(process.pid, 0)
+                    if status != 0:
+                        sys.exit(f"FAILED: {' '.join(command)}")
+                    # A compiler driver waits for the compiler itself, so that these are of both together.
+                    for figure in [other for other in files if other != "torch.h"] if name == "torch.h" else [name]:
+                        system = name if name == "torch.h" else "lockstep"
+                        table.add(f"compile-{figure}{suffix}", system, usage.ru_utime)
+                        table.add(f"compile-memory-{figure}{suffix}", system, usage.ru_maxrss)
+            for figure in files:
+                if figure != "torch.h":
+                    table.ratio(f"compile-{figure}{suffix}", "lockstep", "torch.h", "s")
+                    table.ratio(f"compile-memory-{figure}{suffix}", "lockstep", "torch.h", "MiB", 1 / 1024)
 
 
 def count_instructions(table, config, environment):
@@ -255,8 +268,8 @@ def write(path, table, config, rounds, digits):
         "- exposed: the part of the time in which buckets travel that backward does not hide, as `ddp.report()` tells it;",
         "  ConvNet in buckets of 32 KiB.",
         "- compile-ddp: the compiler's user CPU time for a file with torch/torch.h and lockstep/ddp.hpp, beside one with",
-        "  torch/torch.h alone; compile-all: with lockstep/lockstep.hpp; -compiled: with LOCKSTEP_COMPILED.",
-        "  compile-memory: the compiler's peak memory.",
+        "  torch/torch.h alone; compile-all: with lockstep/lockstep.hpp; -compiled: with LOCKSTEP_COMPILED; -clang: by",
+        f"  {first_line(['clang++', '--version']) if shutil.which('clang++') else 'clang'}. compile-memory: the compiler's peak memory.",
         "- PowerSGD's bytes and time beside Python's: [parity.md](parity.md).", "",
     ]
     with open(path + ".part", "w") as file:
