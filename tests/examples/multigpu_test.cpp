@@ -1,0 +1,118 @@
+// The toy regression of the tutorials, in one process and with DistributedDataParallel.
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "support/catch.hpp"
+#include "support/process.hpp"
+#include "support/temporary_folder.hpp"
+
+namespace multigpu_test {
+
+using namespace lockstep_test;
+
+namespace {
+
+// The lines of a run in `folder`, sorted: those of several ranks come in any order.
+std::vector<std::string> lines_of(const TemporaryFolder& folder, const std::string& program,
+                                  const std::vector<std::string>& arguments) {
+  std::vector<std::string> command{"env", "--chdir", folder.path().string(), test_program(program)};
+  command.insert(command.end(), arguments.begin(), arguments.end());
+  const Ended ended = run(command, {{"OMP_NUM_THREADS", "1"}});
+  INFO("out: " << ended.out << "\nerror: " << ended.error);
+  CHECK(ended.code == 0);
+  CHECK(ended.error.empty());
+  CHECK(ended.left == 0);
+  std::vector<std::string> lines;
+  for (std::size_t begin = 0, end = 0; (end = ended.out.find('\n', begin)) != std::string::npos;
+       begin = end + 1)
+    lines.push_back(ended.out.substr(begin, end - begin));
+  std::sort(lines.begin(), lines.end());
+  return lines;
+}
+
+// Removes the line with the loss, and returns the loss.
+double take_loss(std::vector<std::string>& lines) {
+  const std::string start = "Mean loss of the last epoch: ";
+  const auto line =
+      std::find_if(lines.begin(), lines.end(), [&](const auto& text) { return text.starts_with(start); });
+  REQUIRE(line != lines.end());
+  const double loss = std::stod(line->substr(start.size()));
+  lines.erase(line);
+  return loss;
+}
+
+}  // namespace
+
+TEST_CASE("the toy regression prints the tutorial's lines on every rank and saves on rank 0") {
+  const TemporaryFolder folder;
+  auto lines = lines_of(folder, "multigpu", {"3", "2", "--nproc", "2"});
+  take_loss(lines);
+  CHECK(lines == std::vector<std::string>{
+                     "Epoch 0 | Training checkpoint saved at checkpoint.pt",
+                     "Epoch 2 | Training checkpoint saved at checkpoint.pt",
+                     "[GPU0] Epoch 0 | Batchsize: 32 | Steps: 32",
+                     "[GPU0] Epoch 1 | Batchsize: 32 | Steps: 32",
+                     "[GPU0] Epoch 2 | Batchsize: 32 | Steps: 32",
+                     "[GPU1] Epoch 0 | Batchsize: 32 | Steps: 32",
+                     "[GPU1] Epoch 1 | Batchsize: 32 | Steps: 32",
+                     "[GPU1] Epoch 2 | Batchsize: 32 | Steps: 32",
+                 });
+  CHECK(std::filesystem::exists(folder / "checkpoint.pt"));
+  CHECK(folder.files() == 1);
+}
+
+TEST_CASE("an epoch of 2,048 samples has 64, 32 and 8 steps of 32 on 1, 2 and 9 ranks") {
+  const TemporaryFolder folder;
+  const auto steps = [&](int ranks) {
+    std::vector<std::string> expected{"Epoch 0 | Training checkpoint saved at checkpoint.pt"};
+    for (int rank = 0; rank < ranks; ++rank)
+      expected.push_back(fmt::format("[GPU{}] Epoch 0 | Batchsize: 32 | Steps: {}", rank,
+                                     ranks == 1   ? 64
+                                     : ranks == 2 ? 32
+                                                  : 8));
+    auto lines =
+        lines_of(folder, "multigpu", {"1", "1", "--batch_size", "32", "--nproc", std::to_string(ranks)});
+    take_loss(lines);
+    CHECK(lines == expected);
+  };
+  for (const int ranks : {1, 2, 9}) steps(ranks);
+  auto lines = lines_of(folder, "single_gpu", {"1", "1"});
+  take_loss(lines);
+  CHECK(lines == std::vector<std::string>{"Epoch 0 | Training checkpoint saved at checkpoint.pt",
+                                          "[GPU0] Epoch 0 | Batchsize: 32 | Steps: 64"});
+}
+
+TEST_CASE("the mean squared error falls, and the tutorial's cross-entropy is 0 from the start") {
+  const TemporaryFolder folder;
+  const auto loss = [&](const std::string& program, std::vector<std::string> arguments) {
+    if (program == "multigpu") arguments.insert(arguments.end(), {"--nproc", "2"});
+    auto lines = lines_of(folder, program, arguments);
+    return take_loss(lines);
+  };
+  for (const std::string program : {"single_gpu", "multigpu"}) {
+    CAPTURE(program);
+    CHECK(loss(program, {"10", "10"}) < loss(program, {"1", "10"}) / 2);
+    CHECK(loss(program, {"1", "10", "--loss", "cross-entropy"}) == 0);
+  }
+}
+
+TEST_CASE("the toy regression refuses wrong arguments on one line") {
+  const auto refused = [](const std::string& program, std::vector<std::string> arguments,
+                          const std::string& why) {
+    arguments.insert(arguments.begin(), test_program(program));
+    const Ended ended = run(arguments);
+    CHECK(ended.code == 2);
+    CHECK(ended.out.empty());
+    CHECK_THAT(ended.error, ContainsSubstring(why));
+    CHECK(count(ended.error, "\n") == 1);
+  };
+  for (const std::string program : {"single_gpu", "multigpu"}) {
+    refused(program, {}, "total_epochs is required");
+    refused(program, {"5", "0"}, "save_every: Value 0 not in range");
+    refused(program, {"5", "1", "--batch_size", "0"}, "--batch_size: Value 0 not in range");
+    refused(program, {"5", "1", "--loss", "l1"}, "--loss: l1 not in");
+  }
+}
+
+}  // namespace multigpu_test
