@@ -52,6 +52,7 @@ def train(rank, size, scratch):
 
 def main():
     multigpu, single_gpu = map(os.path.realpath, sys.argv[1:3])
+    print("| behaviour | Python | lockstep |\n|---|---|---|")
     for size in (0, 2, 3):
         with tempfile.TemporaryDirectory() as scratch:
             command = [multigpu, "--nproc", str(size)] if size else [single_gpu]
@@ -67,7 +68,8 @@ def main():
             for name, value in theirs.items():
                 if not torch.equal(value, ours[name]):
                     sys.exit(f"FAILED: {size or 1} ranks: {name} differs by {(value - ours[name]).abs().max()}")
-            print(f"{os.path.basename(command[0])}: {EPOCHS} epochs at {size or 1} ranks: the same bits as Python", flush=True)
+            what = f"{size} ranks" if size else "one process without DDP"
+            print(f"| toy regression, {EPOCHS} epochs, {what} | trains | same bits |", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,197 @@
+// Fault-tolerant training: saves a snapshot every few epochs, and resumes from it when it is started again, by
+// hand, by torchrun --max-restarts or by a batch system. The same program for one host and for several:
+//   multigpu_torchrun 50 10 --nproc 4
+//   torchrun --no-python --nproc-per-node 4 --max-restarts 3 multigpu_torchrun 50 10
+//   WORLD_SIZE=6 RANK=0 MASTER_ADDR=nodeA MASTER_PORT=29603 multigpu_torchrun 50 10 --nproc 4       (nodeA)
+//   WORLD_SIZE=6 RANK=4 MASTER_ADDR=nodeA MASTER_PORT=29603 multigpu_torchrun 50 10 --nproc 2       (nodeB)
+// Only rank 0's host needs the snapshot's file. On GPUs where there are some, else on CPUs.
+// Python: multigpu_torchrun.py and multinode.py of
+// https://docs.pytorch.org/tutorials/beginner/ddp_series_intro.html
+#include <fmt/format.h>
+#include <torch/torch.h>
+
+#include <CLI/CLI.hpp>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <filesystem>
+#include <iostream>
+#include <sstream>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "lockstep/comm/with_device.hpp"
+#include "lockstep/lockstep.hpp"
+#include "lockstep/world/launch.hpp"
+
+namespace nn = torch::nn;
+
+struct Options {
+  std::int64_t total_epochs = 0, save_every = 1;
+  std::size_t batch_size = 32;
+  double momentum = 0;
+  std::string snapshot_path = "snapshot.pt";
+};
+
+// `size` random samples: 20 inputs and 1 target each. Seeded before, so that all ranks and a resumed run have
+// the same data: in the tutorial each process draws its own.
+class MyTrainDataset {
+ public:
+  explicit MyTrainDataset(std::size_t size) {
+    for (std::size_t i = 0; i < size; ++i) {
+      auto inputs = torch::rand({20});  // a statement each: C++ leaves the order of arguments open
+      auto target = torch::rand({1});
+      data_.emplace_back(std::move(inputs), std::move(target));
+    }
+  }
+  [[nodiscard]] std::size_t size() const { return data_.size(); }
+  [[nodiscard]] lockstep::Example get(std::size_t index) const { return data_[index]; }
+
+ private:
+  std::vector<lockstep::Example> data_;
+};
+
+using Loader = lockstep::DataLoader<MyTrainDataset, lockstep::DistributedSampler>;
+
+template <class Comm>
+class Trainer {
+ public:
+  Trainer(const lockstep::World& world, nn::Linear model, Loader& train_data,
+          torch::optim::Optimizer& optimizer, Comm& comm, const Options& options)
+      : world_(world),
+        model_(std::move(model)),
+        train_data_(train_data),
+        optimizer_(optimizer),
+        comm_(comm),
+        options_(options),
+        epochs_run_(load_snapshot()),
+        ddp_(model_, comm) {}
+
+  void train() {
+    for (std::int64_t epoch = epochs_run_; epoch < options_.total_epochs; ++epoch) {
+      run_epoch(epoch);
+      if (epoch % options_.save_every == 0) world_.rank_zero([&] { save_snapshot(epoch); });
+    }
+  }
+
+ private:
+  void run_epoch(std::int64_t epoch) {
+    std::size_t step = 0;
+    // The order of an epoch follows from its number: a resumed run sees the samples of an undisturbed one.
+    train_data_.set_epoch(static_cast<std::size_t>(epoch));
+    for (auto& batch : lockstep::StagedBatches{train_data_, lockstep::comm_device(comm_)}) {
+      // The global rank: local ranks repeat on every host.
+      if (step++ == 0)
+        fmt::print("[GPU{}] Epoch {} | Batchsize: {} | Steps: {}\n", world_.rank(), epoch, batch.data.size(0),
+                   train_data_.size());
+      optimizer_.zero_grad();
+      // The tutorial's cross-entropy over one class is always 0: see multigpu.cpp.
+      ddp_.backward(torch::mse_loss(ddp_(batch.data), batch.target));
+      optimizer_.step();
+    }
+  }
+
+  // The file is written whole or not at all: a run that is killed while it writes keeps the last snapshot.
+  void save_snapshot(std::int64_t epoch) const {
+    torch::serialize::OutputArchive snapshot;
+    torch::serialize::OutputArchive model(snapshot.compilation_unit()),
+        optimizer(snapshot.compilation_unit());
+    model_->save(model);
+    optimizer_.save(optimizer);
+    snapshot.write("MODEL_STATE", model);
+    snapshot.write("OPTIMIZER_STATE", optimizer);
+    // The next epoch. The tutorial stores the finished one, and trains it twice after a restart.
+    snapshot.write("EPOCHS_RUN", c10::IValue(epoch + 1));
+    std::ostringstream bytes;
+    snapshot.save_to(bytes);
+    lockstep::write_whole(options_.snapshot_path, bytes.str());
+    fmt::print("Epoch {} | Training snapshot saved at {}\n", epoch, options_.snapshot_path);
+  }
+
+  // Restores model and optimizer, and returns the epoch to train next. Rank 0 looks for the file and reads it
+  // for all: on several hosts, other ranks may not have it, or an older one.
+  std::int64_t load_snapshot() {
+    const std::string& path = options_.snapshot_path;
+    const std::string bytes = lockstep::agree_with_rank_zero<lockstep::CheckpointError>(
+        comm_, [&] { return std::filesystem::exists(path) ? lockstep::read_whole(path) : std::string(); });
+    if (bytes.empty()) {
+      world_.log.info("Snapshot not found. Training model from scratch");
+      return 0;
+    }
+    fmt::print("Loading snapshot\n");
+    c10::IValue epochs_run;
+    lockstep::agree<lockstep::CheckpointError>(comm_, [&] {
+      try {
+        torch::serialize::InputArchive snapshot, model, optimizer;
+        std::istringstream stream(bytes);
+        snapshot.load_from(stream, lockstep::comm_device(comm_));
+        snapshot.read("MODEL_STATE", model);
+        model_->load(model);
+        snapshot.read("OPTIMIZER_STATE", optimizer);
+        optimizer_.load(optimizer);
+        snapshot.read("EPOCHS_RUN", epochs_run);
+      } catch (const c10::Error& error) {
+        throw lockstep::CheckpointError(
+            fmt::format("could not resume from '{}': {}", path, error.what_without_backtrace()));
+      }
+    });
+    fmt::print("Resuming training from snapshot at Epoch {}\n", epochs_run.toInt());
+    return epochs_run.toInt();
+  }
+
+  const lockstep::World& world_;
+  nn::Linear model_;
+  Loader& train_data_;
+  torch::optim::Optimizer& optimizer_;
+  Comm& comm_;
+  const Options& options_;
+  const std::int64_t epochs_run_;
+  // After the snapshot: Module::load gives the parameters other memory, which ddp_ must not have hooked yet.
+  lockstep::DistributedDataParallel<nn::Linear, Comm> ddp_;
+};
+
+template <class Comm>
+void train(const lockstep::World& world, const Options& options, Comm comm) {
+  torch::manual_seed(0);
+  MyTrainDataset train_set(2048);
+  nn::Linear model(20, 1);
+  model->to(lockstep::comm_device(comm));
+  lockstep::SGD optimizer(model->parameters(), {.lr = 1e-3, .momentum = options.momentum});
+  Loader train_data{train_set,
+                    lockstep::DistributedSampler{train_set.size(), world},
+                    {.batch_size = options.batch_size, .pin_memory = true}};
+  Trainer<Comm>(world, model, train_data, optimizer, comm, options).train();
+}
+
+int main(int argc, char** argv) {
+  Options options;
+  CLI::App app("Fits a line with several processes, and resumes from its last snapshot after a failure.");
+  app.option_defaults()->always_capture_default()->take_last();
+  app.add_option("total_epochs", options.total_epochs, "epochs to train, over all restarts")
+      ->required()
+      ->check(CLI::Range(1, 1'000'000));
+  app.add_option("save_every", options.save_every, "epochs from one snapshot to the next")
+      ->required()
+      ->check(CLI::Range(1, 1'000'000));
+  app.add_option("--batch_size,--batch-size", options.batch_size, "samples a process and a step")
+      ->check(CLI::Range(1, 1'000'000));
+  app.add_option("--momentum", options.momentum, "momentum of SGD")->check(CLI::Range(0.0, 1.0));
+  app.add_option("--snapshot_path,--snapshot-path", options.snapshot_path, "the snapshot's file");
+  app.footer(lockstep::launch_help());
+  const auto arguments = lockstep::program_arguments(argc, argv);  // without --nproc and launch's other flags
+  try {
+    app.parse(static_cast<int>(arguments.size()) - 1, arguments.data());
+    if (std::isnan(options.momentum)) throw CLI::ValidationError("--momentum", "nan is not a number");
+  } catch (const CLI::ParseError& error) {
+    if (error.get_exit_code() == 0) return app.exit(error);  // --help
+    std::cerr << "error: " << error.what() << "; see --help\n";
+    return 2;
+  }
+  const auto run = [&](const lockstep::World& world) {
+    world.rank_zero([&] { lockstep::require_writable(options.snapshot_path); });
+    lockstep::with_device(world, [&]<class Comm>(Comm comm) { train(world, options, std::move(comm)); });
+  };
+  // Each line names its rank already: no prefix.
+  return lockstep::launch(argc, argv, run, {.prefix = lockstep::Prefix::never});
+}

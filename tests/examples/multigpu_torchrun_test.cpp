@@ -1,0 +1,157 @@
+// Training that is killed and started again ends where an undisturbed run ends.
+#include <fstream>
+#include <iterator>
+#include <regex>
+#include <string>
+#include <vector>
+
+#include "support/by_hand.hpp"
+#include "support/catch.hpp"
+#include "support/process.hpp"
+#include "support/temporary_folder.hpp"
+#include "support/two_hosts.hpp"
+
+namespace multigpu_torchrun_test {
+
+using namespace lockstep_test;
+
+namespace {
+
+// The command of a run in `folder`. Small batches make an epoch last long enough to be killed in.
+std::vector<std::string> command(const TemporaryFolder& folder, const std::vector<std::string>& more) {
+  std::vector<std::string> all{"env", "--chdir", folder.path().string(), test_program("multigpu_torchrun")};
+  all.insert(all.end(), more.begin(), more.end());
+  return all;
+}
+const std::vector<std::string> four_epochs{"4",          "1",   "--batch_size", "2",
+                                           "--momentum", "0.9", "--nproc",      "2"};
+
+// A guard against a hang only: a busy machine is slow.
+constexpr Milliseconds limit(120000);
+
+std::string content(const std::filesystem::path& path) {
+  std::ifstream file(path, std::ios::binary);
+  return {std::istreambuf_iterator<char>(file), {}};
+}
+
+// The process of a rank, found by its environment.
+pid_t process_of_rank(const std::string& marker, int rank) {
+  for (const pid_t pid : processes_with(marker)) {
+    const std::string variables = content(fmt::format("/proc/{}/environ", pid));
+    if (variables.find(fmt::format("{}RANK={}{}", '\0', rank, '\0')) != std::string::npos) return pid;
+  }
+  return -1;
+}
+
+std::string epoch_line(int rank, int epoch) {
+  return fmt::format("[GPU{}] Epoch {} | Batchsize: 2 | Steps: 512\n", rank, epoch);
+}
+std::string saved_line(int epoch) {
+  return fmt::format("Epoch {} | Training snapshot saved at snapshot.pt\n", epoch);
+}
+
+}  // namespace
+
+TEST_CASE(
+    "a run whose rank is killed resumes with the next epoch and ends with the bits of an undisturbed run") {
+  const TemporaryFolder undisturbed, disturbed;
+  const Variables variables{{"OMP_NUM_THREADS", "1"}};
+  const Ended whole = run(command(undisturbed, four_epochs), variables, limit);
+  INFO("undisturbed: " << whole.out << whole.error);
+  REQUIRE(whole.code == 0);
+  CHECK(count(whole.out, "Snapshot not found. Training model from scratch\n") == 1);
+
+  Process killed = start(command(disturbed, four_epochs), variables);
+  REQUIRE(killed.wait_for_output("[GPU0] Epoch 1 |", limit));
+  const pid_t rank_1 = process_of_rank(killed.marker(), 1);
+  REQUIRE(rank_1 > 0);
+  REQUIRE(kill(rank_1, SIGKILL) == 0);
+  REQUIRE(killed.wait(limit));
+  CHECK(killed.exit_code() == 128 + SIGKILL);
+  CHECK(processes_left(killed.marker()) == 0);
+  // The snapshot is that of the last line of a save: nothing of the epoch that was killed is in it.
+  int saved = 0;
+  while (killed.out().find(saved_line(saved)) != std::string::npos) ++saved;
+  INFO("killed: " << killed.out() << killed.error());
+  REQUIRE(saved >= 1);
+  REQUIRE(saved < 4);
+  CHECK(disturbed.files() == 1);  // no part of a snapshot is left either
+
+  const Ended resumed = run(command(disturbed, four_epochs), variables, limit);
+  INFO("resumed: " << resumed.out << resumed.error);
+  REQUIRE(resumed.code == 0);
+  CHECK(count(resumed.out, "Loading snapshot\n") == 2);
+  CHECK(count(resumed.out, fmt::format("Resuming training from snapshot at Epoch {}\n", saved)) == 2);
+  // Each epoch is trained to its end exactly once over both runs, and the one that was killed from its start.
+  for (int epoch = 0; epoch < 4; ++epoch) {
+    CAPTURE(epoch);
+    CHECK(count(killed.out() + resumed.out, saved_line(epoch)) == 1);
+    for (const int rank : {0, 1})
+      CHECK(count(resumed.out, epoch_line(rank, epoch)) == (epoch >= saved ? 1 : 0));
+  }
+  CHECK(content(disturbed / "snapshot.pt").size() > 1000);
+  CHECK(content(disturbed / "snapshot.pt") == content(undisturbed / "snapshot.pt"));
+
+  // A finished run has nothing left to train.
+  const Ended again = run(command(disturbed, four_epochs), variables, limit);
+  CHECK(again.code == 0);
+  CHECK(count(again.out, "Resuming training from snapshot at Epoch 4\n") == 2);
+  CHECK(count(again.out, "| Batchsize") == 0);
+}
+
+TEST_CASE("a damaged snapshot and a path that cannot be written are errors that name the file") {
+  const TemporaryFolder folder;
+  folder.write("snapshot.pt", "no archive");
+  const Ended damaged = run(command(folder, four_epochs));
+  CHECK(damaged.code == 1);
+  CHECK_THAT(damaged.error, ContainsSubstring("could not resume from 'snapshot.pt'"));
+  CHECK(content(folder / "snapshot.pt") == "no archive");
+  const Ended nowhere = run(command(folder, {"1", "1", "--nproc", "2", "--snapshot_path", "absent/s.pt"}));
+  CHECK(nowhere.code == 2);
+  CHECK_THAT(nowhere.error, ContainsSubstring("cannot save to 'absent/s.pt'"));
+  CHECK(run(command(folder, {"1", "0"})).code == 2);
+}
+
+TEST_CASE("4 and 2 processes on two hosts train together and number themselves through") {
+  const TwoHosts hosts;
+  if (!hosts.missing().empty()) {
+    WARN("SKIPPED: " << hosts.missing());
+    return;
+  }
+  const TemporaryFolder a, b;
+  Together ranks;
+  for (const bool first : {true, false}) {
+    auto variables = by_hand(first ? 0 : 4, 6, 29603);
+    variables["MASTER_ADDR"] = "10.177.0.1";
+    variables["OMP_NUM_THREADS"] = "1";
+    ranks.add(hosts.on(first ? "A" : "B", command(first ? a : b, {"2", "1", "--nproc", first ? "4" : "2"})),
+              variables);
+  }
+  const auto codes = ranks.wait(limit);
+  const std::string out = ranks[0].out() + ranks[1].out();
+  INFO(out << ranks[0].error() << ranks[1].error());
+  CHECK(codes == std::vector<int>{0, 0});
+  for (int rank = 0; rank < 6; ++rank) {
+    const auto& host = ranks[rank < 4 ? 0 : 1];
+    for (const int epoch : {0, 1})  // 2,048 samples are 342 a rank: 10 batches of 32 and a rest
+      CHECK(count(host.out(), fmt::format("[GPU{}] Epoch {} | Batchsize: 32 | Steps: 11\n", rank, epoch)) ==
+            1);
+  }
+  CHECK(a.files() == 1);  // rank 0's host has the snapshot
+  CHECK(b.files() == 0);
+
+  // Rank 0 reads it for the other host as well.
+  Together resumed;
+  for (const bool first : {true, false}) {
+    auto variables = by_hand(first ? 0 : 4, 6, 29604);
+    variables["MASTER_ADDR"] = "10.177.0.1";
+    variables["OMP_NUM_THREADS"] = "1";
+    resumed.add(hosts.on(first ? "A" : "B", command(first ? a : b, {"3", "1", "--nproc", first ? "4" : "2"})),
+                variables);
+  }
+  CHECK(resumed.wait(limit) == std::vector<int>{0, 0});
+  CHECK(count(resumed[1].out(), "Resuming training from snapshot at Epoch 2\n") == 2);
+  CHECK(count(resumed[1].out(), "] Epoch 2 | Batchsize: 32 | Steps: 11\n") == 2);
+}
+
+}  // namespace multigpu_torchrun_test
