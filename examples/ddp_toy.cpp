@@ -1,0 +1,211 @@
+// PyTorch's tutorial "Getting Started with Distributed Data Parallel": its toy model, trained for one step. Without a
+// command it runs the first three demos one after the other, as the tutorial's main does:
+//   ddp_toy                      one process per GPU, or two on the CPU; the third demo needs two devices per process
+//   ddp_toy --cpu-devices 4      the same on CPUs: a CPU stands in for each device
+// With a command it runs one demo, under any launcher:
+//   ddp_toy basic --nproc 4
+//   ddp_toy checkpoint --nproc 4 --checkpoint /shared/model.checkpoint
+//   ddp_toy model-parallel --cpu-devices 4
+//   torchrun --no-python --nnodes=2 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=HOST:29400 ddp_toy elastic
+//   srun --nodes=2 --ntasks-per-node=8 ddp_toy elastic          see ddp_toy.slurm.sh
+#include <torch/torch.h>
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <filesystem>
+#include <iostream>
+#include <optional>
+#include <string>
+
+#include "lockstep/comm/comm_by_device.hpp"
+#include "lockstep/comm/with_device.hpp"
+#include "lockstep/lockstep.hpp"
+#include "lockstep/world/launch.hpp"
+
+namespace nn = torch::nn;
+using lockstep::World;
+
+struct Options {
+  std::string demo;
+  int nproc = 0, cpu_devices = 0, port = 12355;
+  std::string checkpoint = (std::filesystem::temp_directory_path() / "model.checkpoint").string();
+
+  [[nodiscard]] int devices() const {
+#ifdef LOCKSTEP_HAS_CUDA
+    if (cpu_devices == 0) return static_cast<int>(torch::cuda::device_count());
+#endif
+    return cpu_devices;
+  }
+  [[nodiscard]] std::optional<lockstep::DeviceKind> kind() const {
+    return cpu_devices > 0 ? std::optional(lockstep::DeviceKind::cpu) : std::nullopt;
+  }
+  /// The processes of a demo whose ranks have `per_rank` devices each.
+  [[nodiscard]] int processes(int per_rank) const {
+    if (nproc > 0) return nproc;
+    return devices() > 0 ? std::max(1, devices() / per_rank) : 2;
+  }
+};
+
+struct ToyModelImpl : nn::Module {
+  torch::Tensor forward(const torch::Tensor& x) { return net2(relu(net1(x))); }
+
+  nn::Linear net1 = register_module("net1", nn::Linear(10, 10));
+  nn::ReLU relu = register_module("relu", nn::ReLU());
+  nn::Linear net2 = register_module("net2", nn::Linear(10, 5));
+};
+TORCH_MODULE(ToyModel);
+
+/// The same model with its two layers on two devices of one rank.
+struct ToyMpModelImpl : ToyModelImpl {
+  ToyMpModelImpl(torch::Device dev0, torch::Device dev1) : dev0(dev0), dev1(dev1) {
+    net1->to(dev0);
+    net2->to(dev1);
+  }
+  torch::Tensor forward(const torch::Tensor& x) { return net2(relu(net1(x.to(dev0))).to(dev1)); }
+
+  torch::Device dev0, dev1;
+};
+TORCH_MODULE(ToyMpModel);
+
+/// One line in one write: under torchrun all ranks share the terminal.
+void print_line(const std::string& line) {
+  std::cout << line + "\n" << std::flush;
+}
+
+/// Every rank draws its own model and data. DistributedDataParallel broadcasts rank 0's model and averages the
+/// gradients, so that the models are equal after the step.
+template <class Model, class Comm>
+void train_one_step(lockstep::DistributedDataParallel<Model, Comm>& ddp, Comm& comm) {
+  torch::optim::SGD optimizer(ddp.parameters(), 0.001);
+  optimizer.zero_grad();
+  const auto outputs = ddp(torch::randn({20, 10}).to(ddp.parameters().front().device()));
+  const auto labels = torch::randn({20, 5}).to(outputs.device());
+  ddp.backward(torch::mse_loss(outputs, labels));
+  optimizer.step();
+  lockstep::check_same_parameters(ddp.named_parameters(), comm, /*tolerance=*/0);
+}
+
+/// The demo "basic", and "elastic", which differs in its line and in its launcher.
+void demo_basic(const World& world, const Options& options) {
+  print_line(std::string(options.demo == "elastic" ? "Start running" : "Running") +
+             " basic DDP example on rank " + std::to_string(world.rank()) + ".");
+  lockstep::with_device(
+      world,
+      [](auto comm) {
+        ToyModel model;
+        model->to(
+            lockstep::comm_device(comm));  // the GPU of the local rank; the tutorial takes the global rank
+        lockstep::DistributedDataParallel ddp{model, comm};
+        train_one_step(ddp, comm);
+      },
+      options.kind());
+}
+
+void demo_checkpoint(const World& world, const Options& options) {
+  print_line("Running DDP checkpoint example on rank " + std::to_string(world.rank()) + ".");
+  world.rank_zero([&] { lockstep::require_writable(options.checkpoint); });
+  lockstep::with_device(
+      world,
+      [&](auto comm) {
+        ToyModel model;
+        model->to(lockstep::comm_device(comm));
+        lockstep::DistributedDataParallel ddp{model, comm};
+        // The models are equal, so one rank saves. Several hosts need a file that all of them see; save_model and
+        // load_model with `comm` as their last argument need none: rank 0 reads the file and sends its content.
+        world.rank_zero([&] { lockstep::save_model(*model, options.checkpoint); });
+        comm.barrier();  // no rank loads before rank 0 has saved
+        // Copies into the model's own tensors, on this rank's device, wherever they were saved: the tutorial's
+        // map_location.
+        lockstep::load_model(*model, options.checkpoint);
+        train_one_step(ddp, comm);
+        // The tutorial takes backward's all-reduce for the barrier. On GPUs a host does not wait for it, so that rank
+        // 0 could remove the file while another rank still reads it.
+        comm.barrier();
+        world.rank_zero([&] { std::filesystem::remove(options.checkpoint); });
+      },
+      options.kind());
+}
+
+void demo_model_parallel(const World& world, const Options& options) {
+  print_line("Running DDP with model parallel example on rank " + std::to_string(world.rank()) + ".");
+  const auto train = [](auto comm, torch::Device dev0, torch::Device dev1) {
+    ToyMpModel model(dev0, dev1);
+    lockstep::DistributedDataParallel ddp{model, comm};
+    train_one_step(ddp, comm);
+  };
+  if (options.cpu_devices > 0) return train(lockstep::GlooComm{world}, torch::kCPU, torch::kCPU);
+#ifdef LOCKSTEP_HAS_CUDA
+  // Two devices for each rank, so that the world has half as many ranks as devices. The tutorial starts as many ranks
+  // as devices and takes the indices modulo their number, so that two ranks share each device.
+  const int dev0 = 2 * world.local_rank(), dev1 = dev0 + 1;
+  using lockstep::GlooComm, lockstep::NcclComm;
+  train(lockstep::CommByDevice{GlooComm{world}, NcclComm{world, {.device = dev0}},
+                               NcclComm{world, {.device = dev1}}},
+        torch::Device(torch::kCUDA, static_cast<torch::DeviceIndex>(dev0)),
+        torch::Device(torch::kCUDA, static_cast<torch::DeviceIndex>(dev1)));
+#endif
+}
+
+/// mp.spawn and the tutorial's setup and cleanup: `processes` processes that meet at one port of this host.
+void run_demo(void (*demo)(const World&, const Options&), int processes, const Options& options) {
+  lockstep::spawn(
+      processes,
+      [&](int rank, int world_size) {
+        const auto world = World::join("tcp://localhost:" + std::to_string(options.port), rank, world_size);
+        demo(world, options);
+        world.leave();
+      },
+      lockstep::Prefix::never);  // the lines name their rank
+}
+
+/// Whether each rank of the model-parallel demo gets two devices; otherwise prints the tutorial's line.
+bool enough_devices(const Options& options) {
+  const int needed = 2 * std::max(1, options.nproc);
+  if (options.devices() >= needed) return true;
+  std::cerr << "Requires at least " << needed << " GPUs to run, but got " << options.devices() << "\n";
+  return false;
+}
+
+int main(int argc, char** argv) {
+  Options options;
+  lockstep::LaunchOptions launch_options{.nproc_flag = "", .prefix = lockstep::Prefix::never};
+  CLI::App app("PyTorch's DDP tutorial: one step of a toy model; without a command, three demos in turn.");
+  app.option_defaults()->always_capture_default()->take_last();
+  app.add_option("demo", options.demo, "one demo, under any launcher")
+      ->check(CLI::IsMember({"basic", "checkpoint", "model-parallel", "elastic"}))
+      ->default_str("");
+  app.add_option("--nproc,--nproc-per-node", options.nproc,
+                 "processes to start; 0: one per GPU, or two on the CPU, or one per two devices")
+      ->check(CLI::Range(1000));
+  app.add_option("--cpu-devices", options.cpu_devices, "CPUs to take as devices, in place of GPUs")
+      ->check(CLI::Range(1000));
+  app.add_option("--checkpoint", options.checkpoint, "file that the checkpoint demo writes and removes");
+  app.add_option("--port", options.port, "port of this host at which spawned processes meet")
+      ->check(CLI::Range(1, 65535));
+  app.footer("With a demo:\n" + lockstep::launch_help(launch_options));
+  const auto arguments = lockstep::program_arguments(argc, argv, launch_options);  // without launch's flags
+  try {
+    for (int i = 1; i < argc; ++i)  // CLI11 accepts an empty value
+      if (*argv[i] == '\0') throw CLI::ValidationError(argv[i - 1], "the value is empty");
+    app.parse(static_cast<int>(arguments.size()) - 1, arguments.data());
+  } catch (const CLI::ParseError& error) {
+    if (error.get_exit_code() == 0) return app.exit(error);  // --help
+    std::cerr << "error: " << error.what() << "; see --help\n";
+    return 2;
+  }
+  if (options.demo.empty()) {
+    run_demo(demo_basic, options.processes(1), options);
+    run_demo(demo_checkpoint, options.processes(1), options);
+    if (!enough_devices(options)) return 2;
+    run_demo(demo_model_parallel, options.processes(2), options);
+    return 0;
+  }
+  const bool model_parallel = options.demo == "model-parallel";
+  if (model_parallel && !enough_devices(options)) return 2;
+  launch_options.nproc = options.processes(model_parallel ? 2 : 1);
+  const auto demo = model_parallel                 ? demo_model_parallel
+                    : options.demo == "checkpoint" ? demo_checkpoint
+                                                   : demo_basic;
+  return lockstep::launch(
+      argc, argv, [&](const World& world) { demo(world, options); }, launch_options);
+}

@@ -1,0 +1,112 @@
+// ddp_toy prints the lines of the tutorial's demos, under its own processes and under a launcher.
+#include <algorithm>
+#include <sstream>
+
+#include "support/catch.hpp"
+#include "support/folder_watch.hpp"
+#include "support/process.hpp"
+#include "support/temporary_folder.hpp"
+
+namespace ddp_toy_test {
+
+using namespace lockstep_test;
+
+namespace {
+
+/// The lines of `text`, sorted: ranks print in any order.
+std::vector<std::string> lines_of(const std::string& text) {
+  std::istringstream stream(text);
+  std::vector<std::string> lines;
+  for (std::string line; std::getline(stream, line);) lines.push_back(line);
+  std::sort(lines.begin(), lines.end());
+  return lines;
+}
+
+/// The line of each rank, in order.
+std::vector<std::string> of_ranks(const std::string& line, int ranks) {
+  std::vector<std::string> lines;
+  for (int rank = 0; rank < ranks; ++rank) lines.push_back(line + " on rank " + std::to_string(rank) + ".");
+  return lines;
+}
+
+std::vector<std::string> operator+(std::vector<std::string> one, const std::vector<std::string>& other) {
+  one.insert(one.end(), other.begin(), other.end());
+  std::sort(one.begin(), one.end());
+  return one;
+}
+
+// On the CPU, also where there are GPUs.
+Ended run_demo(std::vector<std::string> arguments, Variables variables = {}) {
+  arguments.insert(arguments.begin(), test_program("ddp_toy"));
+  variables.insert({"OMP_NUM_THREADS", "1"});
+  variables.insert({"CUDA_VISIBLE_DEVICES", "-1"});
+  Ended ended = run(arguments, variables);
+  INFO("out: " << ended.out << "\nerror: " << ended.error);
+  CHECK(ended.left == 0);
+  return ended;
+}
+
+const std::string basic = "Running basic DDP example", checkpoint = "Running DDP checkpoint example",
+                  model_parallel = "Running DDP with model parallel example";
+
+}  // namespace
+
+TEST_CASE("ddp_toy runs the tutorial's demos in turn and removes the checkpoint") {
+  const TemporaryFolder folder;
+  FolderWatch watch(folder.path());
+  const Variables variables{{"TMPDIR", folder.path().string()}};
+  const auto port = std::to_string(free_port());
+
+  const auto all = run_demo({"--cpu-devices", "3", "--nproc", "1", "--port", port}, variables);
+  CHECK(all.code == 0);
+  CHECK(all.out == basic + " on rank 0.\n" + checkpoint + " on rank 0.\n" + model_parallel + " on rank 0.\n");
+
+  const auto missing = run_demo({"--port", port}, variables);
+  CHECK(missing.code == 2);
+  CHECK(lines_of(missing.out) == of_ranks(basic, 2) + of_ranks(checkpoint, 2));
+  CHECK(missing.error == "Requires at least 2 GPUs to run, but got 0\n");
+
+  const auto made = watch.made();
+  CHECK(std::any_of(made.begin(), made.end(),
+                    [](const auto& name) { return name.starts_with("model.checkpoint"); }));
+  CHECK(folder.files() == 0);
+}
+
+TEST_CASE("ddp_toy runs one demo under a launcher") {
+  const TemporaryFolder folder;
+  const auto file = (folder / "a.checkpoint").string();
+  const auto saved = run_demo({"checkpoint", "--nproc", "2", "--checkpoint", file});
+  CHECK(saved.code == 0);
+  CHECK(lines_of(saved.out) == of_ranks(checkpoint, 2));
+  CHECK(folder.files() == 0);
+
+  const auto split = run_demo({"model-parallel", "--cpu-devices", "4"});
+  CHECK(split.code == 0);
+  CHECK(lines_of(split.out) == of_ranks(model_parallel, 2));
+
+  // As torchrun starts it: one process per rank.
+  const Variables torchrun{{"RANK", "0"},        {"WORLD_SIZE", "1"},          {"LOCAL_RANK", "0"},
+                           {"MASTER_PORT", "0"}, {"MASTER_ADDR", "localhost"}, {"LOCAL_WORLD_SIZE", "1"}};
+  auto place = torchrun;
+  place["MASTER_PORT"] = std::to_string(free_port());
+  const auto elastic = run_demo({"elastic"}, place);
+  CHECK(elastic.code == 0);
+  CHECK(elastic.out == "Start running basic DDP example on rank 0.\n");
+}
+
+TEST_CASE("ddp_toy refuses on one line what it cannot run") {
+  const auto refused = [](const std::vector<std::string>& arguments, const std::string& error) {
+    const auto ended = run_demo(arguments);
+    CHECK(ended.code == 2);
+    CHECK(ended.out.empty());
+    CHECK_THAT(ended.error, ContainsSubstring(error));
+    CHECK(count(ended.error, "\n") == 1);
+  };
+  refused({"model-parallel"}, "Requires at least 2 GPUs to run, but got 0");
+  refused({"model-parallel", "--cpu-devices", "5", "--nproc", "3"},
+          "Requires at least 6 GPUs to run, but got 5");
+  refused({"basics"}, "demo: basics not in");
+  refused({"basic", "--checkpoint", ""}, "--checkpoint: the value is empty");
+}
+
+}  // namespace ddp_toy_test
