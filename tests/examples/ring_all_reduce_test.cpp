@@ -1,0 +1,46 @@
+// ring_all_reduce checks its sums against all_reduce itself; here the bytes that it counts.
+#include <algorithm>
+
+#include "support/catch.hpp"
+#include "support/process.hpp"
+
+namespace ring_all_reduce_test {
+
+using namespace lockstep_test;
+
+namespace {
+
+Ended run_ring(const std::string& nproc, const std::string& elements) {
+  Ended ended = run({test_program("ring_all_reduce"), "--nproc", nproc, "--elements", elements},
+                    {{"OMP_NUM_THREADS", "1"}});
+  INFO("out: " << ended.out << "\nerror: " << ended.error);
+  CHECK(ended.left == 0);
+  return ended;
+}
+
+}  // namespace
+
+TEST_CASE("a ring all-reduce sends 2 (n - 1) / n of the tensor from each rank") {
+  const auto even = run_ring("4", "1000");
+  CHECK(even.code == 0);
+  for (int rank = 0; rank < 4; ++rank)
+    CHECK(count(even.out,
+                "[rank " + std::to_string(rank) + "] sent 6000 bytes: 1.5000 of the tensor's 4000\n") == 1);
+  CHECK_THAT(even.out, ContainsSubstring("4 ranks: the sums equal all_reduce's; 2 (n - 1) / n = 1.5000\n"));
+}
+
+TEST_CASE("a ring all-reduce takes lengths that the ranks do not divide") {
+  // Chunks of 1, 1 and 0 elements.
+  const auto ended = run_ring("3", "2");
+  CHECK(ended.code == 0);
+  CHECK_THAT(ended.out, ContainsSubstring("[rank 2] sent 8 bytes: 1.0000 of the tensor's 8\n"));
+  CHECK_THAT(ended.out, ContainsSubstring("3 ranks: the sums equal all_reduce's"));
+}
+
+TEST_CASE("a ring all-reduce refuses an empty tensor") {
+  const auto ended = run_ring("2", "0");
+  CHECK(ended.code == 2);
+  CHECK(ended.error == "error: --elements: Value 0 not in range 1 to 100000000; see --help\n");
+}
+
+}  // namespace ring_all_reduce_test
