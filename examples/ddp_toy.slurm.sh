@@ -13,5 +13,5 @@ srun "${1:-./ddp_toy}" elastic
 
 # The tutorial's own way, with one torchrun per host, works as well:
 #   export MASTER_ADDR=$(scontrol show hostname "${SLURM_NODELIST}" | head -n 1)
-#   srun --ntasks-per-node=1 torchrun --no-python --nnodes=2 --nproc_per_node=8 --rdzv_id="$SLURM_JOB_ID" \
+#   srun --ntasks=2 --ntasks-per-node=1 torchrun --no-python --nnodes=2 --nproc_per_node=8 --rdzv_id="$SLURM_JOB_ID" \
 #        --rdzv_backend=c10d --rdzv_endpoint="$MASTER_ADDR:29400" ./ddp_toy elastic
