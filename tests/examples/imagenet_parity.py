@@ -1,0 +1,193 @@
+"""Compares examples/imagenet's networks with Python's: names and initial values, what a network computes with a state dict that
+C++ saved and with one that Python saved, and the momentum in a checkpoint. torchvision's networks are used where it is installed,
+else the definition below, which has the same names.
+
+imagenet_parity.py IMAGENET_PROGRAM. Exit code 77: skipped.
+"""
+import os
+import re
+import struct
+import subprocess
+import sys
+import tempfile
+import zlib
+
+from parity import torch
+
+from torch import nn
+
+program = sys.argv[1]
+SIDE, CLASSES, SEED = 56, 2, 7  # images of 64 x 64: Resize has nothing to do, CenterCrop cuts 4 at each side
+MEAN, STD = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
+SHAPES = {"resnet18": (False, (2, 2, 2, 2)), "resnet50": (True, (3, 4, 6, 3))}
+
+
+class Block(nn.Module):
+    def __init__(self, bottleneck, into, planes, stride, downsample):
+        super().__init__()
+        if bottleneck:
+            shapes = [(into, planes, 1, 1), (planes, planes, 3, stride), (planes, 4 * planes, 1, 1)]
+        else:
+            shapes = [(into, planes, 3, stride), (planes, planes, 3, 1)]
+        self.count = len(shapes)
+        for i, (a, b, kernel, step) in enumerate(shapes, 1):
+            setattr(self, f"conv{i}", nn.Conv2d(a, b, kernel, step, kernel // 2, bias=False))
+            setattr(self, f"bn{i}", nn.BatchNorm2d(b))
+        self.downsample = downsample
+
+    def forward(self, x):
+        out = x
+        for i in range(1, self.count + 1):
+            out = getattr(self, f"bn{i}")(getattr(self, f"conv{i}")(out))
+            if i < self.count:
+                out = torch.relu(out)
+        return torch.relu(out + (x if self.downsample is None else self.downsample(x)))
+
+
+class ResNet(nn.Module):
+    def __init__(self, bottleneck, blocks, classes):
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64)
+        into = 64
+        for i, count in enumerate(blocks):
+            planes, layer = 64 << i, []
+            out = planes * (4 if bottleneck else 1)
+            for block in range(count):
+                stride = 2 if i and not block else 1
+                downsample = None
+                if stride != 1 or into != out:
+                    downsample = nn.Sequential(nn.Conv2d(into, out, 1, stride, bias=False), nn.BatchNorm2d(out))
+                layer.append(Block(bottleneck, into, planes, stride, downsample))
+                into = out
+            setattr(self, f"layer{i + 1}", nn.Sequential(*layer))
+        self.fc = nn.Linear(into, classes)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+
+    def forward(self, x):
+        x = nn.functional.max_pool2d(torch.relu(self.bn1(self.conv1(x))), 3, 2, 1)
+        for i in range(1, 5):
+            x = getattr(self, f"layer{i}")(x)
+        return self.fc(nn.functional.adaptive_avg_pool2d(x, 1).flatten(1))
+
+
+def new_model(arch):
+    try:
+        from torchvision import models
+    except Exception:  # not installed, or for another torch
+        return ResNet(*SHAPES[arch], CLASSES)
+    return getattr(models, arch)(num_classes=CLASSES)
+
+
+def png(pixels):
+    """A PNG file of an image [3, H, W]."""
+    def chunk(kind, data):
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    height, width = pixels.shape[1:]
+    rows = b"".join(b"\0" + bytes(row.flatten().tolist()) for row in pixels.permute(1, 2, 0))
+    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+
+
+def write_images(folder):
+    """Random images; returns those of val as batches of the program hold them, and their classes."""
+    generator = torch.Generator().manual_seed(1)
+    kept, targets = [], []
+    for part in "train", "val":
+        for target in range(CLASSES):
+            os.makedirs(f"{folder}/{part}/class{target}")
+            for i in range(4):
+                image = torch.randint(0, 256, (3, 64, 64), dtype=torch.uint8, generator=generator)
+                with open(f"{folder}/{part}/class{target}/{i}.png", "wb") as file:
+                    file.write(png(image))
+                if part == "val":
+                    kept.append((image[:, 4:60, 4:60].float() / 255 - MEAN.view(3, 1, 1)) / STD.view(3, 1, 1))
+                    targets.append(target)
+    return torch.stack(kept), torch.tensor(targets)
+
+
+def imagenet(folder, *flags, ranks=1):
+    command = [program, "--nproc", str(ranks), "--image-size", str(SIDE), "--seed", str(SEED), *flags, folder]
+    done = subprocess.run(command, env={**os.environ, "LOCKSTEP_DEVICE": "cpu"}, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"FAILED: {' '.join(command)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
+    return done.stdout
+
+
+def check_evaluation(folder, arch, file, model, images, targets):
+    """The program's loss of each image, to all digits that it prints, is that of the Python model."""
+    out = imagenet(folder, "-a", arch, "-e", "--pretrained", file, "-b", "1", "-p", "1")
+    model.eval()
+    with torch.no_grad():
+        outputs = [model(image.unsqueeze(0)) for image in images]
+        losses = [nn.functional.cross_entropy(output, target.view(1)) for output, target in zip(outputs, targets)]
+    hits = sum(output.argmax().item() == target for output, target in zip(outputs, targets.tolist()))
+    wanted = [f"{loss.item():.4e}" for loss in losses] + [f"{100 * hits / len(targets):.3f}"]
+    found = re.findall(r"Test: .*\tLoss (\S+) ", out) + re.findall(r"\*   Acc@1 (\S+)", out)
+    if found != wanted:
+        sys.exit(f"FAILED: {arch} of {file}: losses and accuracy are {found}, Python's {wanted}")
+    return f"losses from {min(losses).item():.4e} to {max(losses).item():.4e}, Acc@1 {wanted[-1]}"
+
+
+def same(ours, theirs, what):
+    if ours.keys() ^ theirs.keys():
+        sys.exit(f"FAILED: {what}: the names differ: {sorted(ours.keys() ^ theirs.keys())}")
+    for name, tensor in theirs.items():
+        if not torch.equal(ours[name], tensor):
+            sys.exit(f"FAILED: {what}: {name} differs")
+
+
+def main():
+    torch.set_num_threads(1)
+    print("| behaviour | Python | lockstep |\n|---|---|---|")
+    for arch in SHAPES:
+        with tempfile.TemporaryDirectory() as scratch:
+            images, targets = write_images(scratch)
+            flags = ["-a", arch, "-b", "8", "--save-dir", scratch]
+            checkpoint = f"{scratch}/checkpoint.pt"
+
+            # At a rate of 0 the parameters keep their initial values.
+            imagenet(scratch, *flags, "--epochs", "1", "--lr", "0", ranks=2)
+            torch.manual_seed(SEED)
+            model = new_model(arch)
+            saved = torch.load(checkpoint, weights_only=False)
+            parameters = {name: tensor.detach() for name, tensor in model.named_parameters()}
+            same({name: saved["state_dict"][name] for name in saved["state_dict"] if name in parameters}, parameters,
+                 f"{arch}'s initial values")
+
+            # From C++ to Python: the trained network, and the optimizer.
+            imagenet(scratch, *flags, "--epochs", "1", "--lr", "0.001")
+            saved = torch.load(checkpoint, weights_only=False)
+            model.load_state_dict(saved["state_dict"])  # strict: all names and shapes
+            ours = check_evaluation(scratch, arch, checkpoint, model, images, targets)
+            optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+            optimizer.load_state_dict(saved["optimizer"])
+            buffers = [optimizer.state[parameter]["momentum_buffer"] for parameter in model.parameters()]
+            if optimizer.param_groups[0]["weight_decay"] != 1e-4 or not all(buffer.abs().sum() > 0 for buffer in buffers):
+                sys.exit(f"FAILED: {arch}: the checkpoint's optimizer has no momentum")
+
+            # From Python to C++: a state dict, and a checkpoint as main.py writes it.
+            torch.manual_seed(SEED + 1)
+            other = new_model(arch)
+            optimizer = torch.optim.SGD(other.parameters(), 0.001, momentum=0.9, weight_decay=1e-4)
+            nn.functional.cross_entropy(other(images), targets).backward()
+            optimizer.step()
+            torch.save(dict(other.state_dict()), f"{scratch}/python.pt")
+            theirs = check_evaluation(scratch, arch, f"{scratch}/python.pt", other, images, targets)
+            torch.save({"epoch": 3, "arch": arch, "state_dict": {f"module.{k}": v for k, v in other.state_dict().items()},
+                        "best_acc1": torch.tensor(50.0), "optimizer": optimizer.state_dict()}, f"{scratch}/full.pt")
+            out = imagenet(scratch, *flags, "--resume", f"{scratch}/full.pt", "--epochs", "4", "--lr", "0")
+            if "(epoch 3)" not in out:
+                sys.exit(f"FAILED: {arch}: Python's checkpoint was not resumed:\n{out}")
+            resumed = torch.load(checkpoint, weights_only=False)
+            same({k: v for k, v in resumed["state_dict"].items() if k in parameters},
+                 {k: v.detach() for k, v in other.named_parameters()}, f"{arch}'s parameters, resumed")
+            print(f"| {arch}: initial values of seed {SEED} | same | same bits in all {len(parameters)} parameters |\n"
+                  f"| {arch}: saved by C++, loaded strictly by Python | {ours} | same, all digits that are printed |\n"
+                  f"| {arch}: saved by Python, loaded by C++ | {theirs} | same, all digits that are printed |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

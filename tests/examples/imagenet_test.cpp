@@ -1,0 +1,179 @@
+// examples/imagenet does what its first lines say, with real processes.
+#include <filesystem>
+#include <random>
+#include <regex>
+#include <sstream>
+
+#include "support/catch.hpp"
+#include "support/images.hpp"
+#include "support/process.hpp"
+#include "support/temporary_folder.hpp"
+
+namespace imagenet_test {
+
+using namespace lockstep_test;
+
+namespace {
+
+Ended run_imagenet(std::vector<std::string> arguments) {
+  arguments.insert(arguments.begin(), test_program("imagenet"));
+  Ended ended = run(arguments, {{"LOCKSTEP_DEVICE", "cpu"}});
+  UNSCOPED_INFO("out: " << ended.out << "\nerror: " << ended.error);
+  CHECK(ended.left == 0);
+  return ended;
+}
+
+// Three classes that differ in colour, as noisy JPEG and PNG files of several sizes.
+class SmallImages {
+ public:
+  SmallImages() {
+    for (const std::string part : {"train", "val"})
+      for (int c = 0; c < 3; ++c)
+        for (int i = 0; i < (part == "train" ? 8 : 3); ++i) write(part, c, i);
+  }
+  [[nodiscard]] std::string path() const { return folder_.path().string(); }
+  [[nodiscard]] std::filesystem::path operator/(const std::string& name) const { return folder_ / name; }
+
+ private:
+  void write(const std::string& part, int c, int i) {
+    const int width = 40 + 3 * i, height = 36 + 5 * c;
+    std::vector<std::uint8_t> pixels;
+    for (int k = 0; k < 3 * width * height; ++k)
+      pixels.push_back(static_cast<std::uint8_t>((k % 3 == c ? 180 : 40) + random_() % 60));
+    const auto path = folder_ / (part + "/class" + std::to_string(c));
+    std::filesystem::create_directories(path);
+    std::ofstream(path / (std::to_string(i) + (i % 2 ? ".JPEG" : ".png")), std::ios::binary)
+        << (i % 2 ? jpeg_file(width, height, pixels) : png_file(width, height, pixels));
+  }
+
+  TemporaryFolder folder_;
+  std::minstd_rand random_;
+};
+
+// The flags of a short run on two ranks: three steps an epoch.
+std::vector<std::string> short_run(const SmallImages& images, std::vector<std::string> more) {
+  std::vector<std::string> flags{"--nproc", "2",    "-b", "8", "--image-size", "32",
+                                 "--lr",    "0.02", "-p", "2", images.path()};
+  flags.insert(flags.end(), more.begin(), more.end());
+  return flags;
+}
+
+// What the run printed, with X for each time in seconds.
+std::string without_times(const std::string& out) {
+  return std::regex_replace(out, std::regex("(Time|Data) +[0-9.]+ \\( *[0-9.]+\\)"), "$1 X");
+}
+
+std::vector<std::string> lines_of(const std::string& text) {
+  std::istringstream stream(text);
+  std::vector<std::string> lines;
+  for (std::string line; std::getline(stream, line);) lines.push_back(line);
+  return lines;
+}
+
+// The one line that a wrong command ends with.
+std::string refusal(const std::vector<std::string>& arguments, const std::string& before = "") {
+  const Ended ended = run_imagenet(arguments);
+  CHECK(ended.code == 2);
+  CHECK(ended.out == before);
+  CHECK(std::count(ended.error.begin(), ended.error.end(), '\n') == 1);
+  return ended.error;
+}
+
+}  // namespace
+
+TEST_CASE("imagenet trains on a folder, resumes its checkpoint to the same numbers, and evaluates it") {
+  const SmallImages images;
+  const TemporaryFolder whole, parts;
+  const auto train = [&](const TemporaryFolder& folder, std::vector<std::string> more) {
+    more.insert(more.end(), {"--save-dir", folder.path().string()});
+    const Ended ended = run_imagenet(short_run(images, more));
+    REQUIRE(ended.code == 0);
+    CHECK(ended.error.empty());
+    return ended.out;
+  };
+  const std::string out = train(whole, {"--epochs", "2"});
+  const std::string number = " +[0-9.]+ \\( *[0-9.]+\\)",
+                    loss = "\tLoss [0-9.]+e[+-][0-9]+ \\([0-9.]+e[+-][0-9]+\\)";
+  const std::string values = loss + "\tAcc@1" + number + "\tAcc@5" + number + "\n";
+  const auto epoch = [&](const std::string& number_of_epoch) {
+    const std::string begin = "Epoch: \\[" + number_of_epoch + "\\]\\[";
+    const std::string times = "/3\\]\tTime" + number + "\tData" + number + values;
+    return begin + "1" + times + begin + "3" + times + "Test: \\[1/2\\]\tTime" + number + values +
+           " \\*   Acc@1 [0-9.]+ Acc@5 100.000\n";
+  };
+  INFO(out);
+  CHECK(std::regex_match(out, std::regex("=> creating model 'resnet18'\n" + epoch("0") + epoch("1"))));
+  CHECK(std::filesystem::exists(whole / "model_best.pt"));
+
+  train(parts, {"--epochs", "1", "-j", "0"});
+  const auto checkpoint = (parts / "checkpoint.pt").string();
+  const std::string resumed = train(parts, {"--epochs", "2", "--resume", checkpoint});
+  const auto all = lines_of(without_times(out)), rest = lines_of(without_times(resumed));
+  REQUIRE(rest.size() == 7);
+  CHECK(rest[1] == "=> loading checkpoint '" + checkpoint + "'");
+  CHECK(rest[2] == "=> loaded checkpoint '" + checkpoint + "' (epoch 1)");
+  CHECK(std::vector(rest.begin() + 3, rest.end()) == std::vector(all.end() - 4, all.end()));
+
+  for (const std::string ranks : {"1", "2"}) {
+    const Ended ended = run_imagenet({"--nproc", ranks, "-b", "8", "--image-size", "32", "-e", "--pretrained",
+                                      (whole / "checkpoint.pt").string(), images.path()});
+    CHECK(ended.code == 0);
+    const auto lines = lines_of(ended.out);
+    REQUIRE(lines.size() == 3);
+    CHECK(lines[0] == "=> using pre-trained model 'resnet18'");
+    CHECK(lines[2] == all.back());
+  }
+  const std::string other = refusal(short_run(images, {"-a", "resnet34", "-e", "--pretrained", checkpoint}),
+                                    "=> using pre-trained model 'resnet34'\n");
+  CHECK_THAT(other,
+             ContainsSubstring("checkpoint.pt' does not fit: layer1.2.conv1.weight is not in the file"));
+}
+
+TEST_CASE("imagenet runs on random images without a folder") {
+  const TemporaryFolder saved;
+  const Ended ended = run_imagenet({"--nproc", "2", "--epochs", "1", "-b", "64", "--scale-lr",
+                                    "--warmup-epochs", "1", "--save-dir", saved.path().string()});
+  CHECK(ended.code == 0);
+  CHECK(ended.error.empty());
+  CHECK_THAT(ended.out, ContainsSubstring("=> Dummy data is used!\n=> creating model 'resnet18'\n"));
+  CHECK_THAT(ended.out, ContainsSubstring("learning rate 0.025 (linear rule"));
+  CHECK_THAT(ended.out, ContainsSubstring("Epoch: [0][ 1/10]\tTime"));
+  CHECK_THAT(ended.out, ContainsSubstring(" *   Acc@1 "));
+  CHECK(std::filesystem::exists(saved / "checkpoint.pt"));
+}
+
+TEST_CASE("imagenet names a damaged image") {
+  const SmallImages images;
+  const auto damaged = images / "train/class1/3.JPEG";
+  std::filesystem::resize_file(damaged, std::filesystem::file_size(damaged) / 2);
+  const TemporaryFolder saved;
+  const Ended ended = run_imagenet(short_run(images, {"--epochs", "1", "--save-dir", saved.path().string()}));
+  CHECK(ended.code == 1);
+  int naming = 0;
+  for (const std::string& line : lines_of(ended.error))
+    naming +=
+        line.find(damaged.string() + ": cannot be decoded: Premature end of JPEG file") != std::string::npos;
+  CHECK(naming == 1);
+  CHECK(std::count(ended.error.begin(), ended.error.end(), '\n') == 1);
+}
+
+TEST_CASE("imagenet refuses what it cannot use on one line") {
+  const SmallImages images;
+  CHECK_THAT(refusal({"-a", "resnet19"}), ContainsSubstring("--arch: resnet19 not in "));
+  CHECK_THAT(refusal({"-b", "0"}), ContainsSubstring("--batch-size: Value 0 not in range"));
+  CHECK_THAT(refusal({"--lr", "nan"}), ContainsSubstring("nan is not a number"));
+  CHECK_THAT(refusal({"--resume=", "x"}), ContainsSubstring("--resume=: the value is empty;"));
+  CHECK_THAT(refusal({"--nproc", "2", (images / "absent").string()}),
+             ContainsSubstring("absent/train: cannot be read: No such file"));
+  CHECK_THAT(refusal({"--nproc", "2", "-b", "1", "--dummy"}, "=> Dummy data is used!\n"),
+             ContainsSubstring("-b 1: give an image or more for each of 2 ranks"));
+  const auto text = images / "text";
+  std::ofstream(text) << "no checkpoint";
+  const std::string before = "=> Dummy data is used!\n=> creating model 'resnet18'\n=> loading checkpoint '";
+  CHECK_THAT(refusal({"--nproc", "2", "--resume", text.string()}, before + text.string() + "'\n"),
+             ContainsSubstring("text' is no dictionary of tensors"));
+  CHECK_THAT(refusal({"--nproc", "2", "--resume", "absent.pt"}, before + "absent.pt'\n"),
+             ContainsSubstring("could not read 'absent.pt': No such file"));
+}
+
+}  // namespace imagenet_test
