@@ -3,9 +3,8 @@
 #include <atomic>
 #include <thread>
 
-#include "lockstep/data/distributed_sampler.hpp"
-#include "lockstep/data/evaluation_sampler.hpp"
 #include "lockstep/data/loader.hpp"
+#include "lockstep/data/sampler.hpp"
 #include "lockstep/datasets/image_transforms.hpp"
 #include "support/catch.hpp"
 #include "support/images.hpp"
