@@ -1,7 +1,9 @@
 #include "lockstep/datasets/image_transforms.hpp"
 
+#include "lockstep/data/distributed_sampler.hpp"
 #include "lockstep/data/generator.hpp"
 #include "lockstep/data/loader.hpp"
+#include "lockstep/datasets/transformed_dataset.hpp"
 #include "support/catch.hpp"
 
 namespace image_transforms_test {
@@ -136,6 +138,28 @@ TEST_CASE("Compose is an image's transform and a loader's") {
   at::Generator one = rank_generator(2, 0), other = rank_generator(2, 0);
   const at::Tensor part = training(image, one);
   CHECK(at::equal(part, RandomHorizontalFlip{}(RandomResizedCrop{6}(image, other), other)));
+}
+
+TEST_CASE("a transformed dataset draws by epoch and index, at any number of workers and ranks") {
+  const TensorDataset pictures(torch::stack({picture(20, 16), picture(20, 16), picture(20, 16).flip(1)}),
+                               torch::arange(3));
+  TransformedDataset data{pictures, Compose{RandomResizedCrop{8}, ToTensor{}}, 5};
+  const at::Tensor first = data.get(0).data, other = data.get(1).data;
+  CHECK(data.size() == 3);
+  CHECK(data.get(2).target.item<int>() == 2);
+  CHECK(first.sizes() == at::IntArrayRef{3, 8, 8});
+  CHECK(!at::equal(first, other));  // of equal pictures
+  CHECK(at::equal(data.get(0).data, first));
+  for (const int rank : {0, 1}) {
+    DataLoader loader{lockstep::detail::DatasetView{data},
+                      DistributedSampler{data.size(), rank, 2, {.shuffle = false}},
+                      {.batch_size = 1, .num_workers = 2}};
+    CHECK(at::equal(loader.begin()->data[0], rank == 0 ? first : other));
+  }
+  data.set_epoch(1);
+  CHECK(!at::equal(data.get(0).data, first));
+  TransformedDataset seeded{pictures, Compose{RandomResizedCrop{8}, ToTensor{}}, 6};
+  CHECK(!at::equal(seeded.get(0).data, first));
 }
 
 }  // namespace image_transforms_test

@@ -21,6 +21,7 @@
 #include <ATen/ops/rand.h>
 #include <ATen/ops/randint.h>
 #include <ATen/ops/tensor.h>
+#include <c10/core/ScalarType.h>
 
 #include "lockstep/data/dataset.hpp"
 #include "lockstep/detail/format.hpp"

@@ -17,6 +17,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <c10/util/Exception.h>
 
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
