@@ -1,8 +1,8 @@
 #include "lockstep/datasets/image_transforms.hpp"
 
-#include "lockstep/data/distributed_sampler.hpp"
 #include "lockstep/data/generator.hpp"
 #include "lockstep/data/loader.hpp"
+#include "lockstep/data/sampler.hpp"
 #include "lockstep/datasets/transformed_dataset.hpp"
 #include "support/catch.hpp"
 
