@@ -93,8 +93,7 @@ void demo_basic(const World& world, const Options& options) {
       world,
       [](auto comm) {
         ToyModel model;
-        model->to(
-            lockstep::comm_device(comm));  // the GPU of the local rank; the tutorial takes the global rank
+        model->to(lockstep::comm_device(comm));  // the GPU of the local rank, where there are GPUs
         lockstep::DistributedDataParallel ddp{model, comm};
         train_one_step(ddp, comm);
       },
@@ -126,7 +125,15 @@ void demo_checkpoint(const World& world, const Options& options) {
       options.kind());
 }
 
+/// Throws UsageError unless this host has two devices for each of `ranks` ranks.
+void require_devices(int ranks, const Options& options) {
+  if (options.devices() < 2 * ranks)
+    throw lockstep::UsageError("Requires at least " + std::to_string(2 * ranks) + " GPUs to run, but got " +
+                               std::to_string(options.devices()));
+}
+
 void demo_model_parallel(const World& world, const Options& options) {
+  require_devices(world.local_size(), options);
   print_line("Running DDP with model parallel example on rank " + std::to_string(world.rank()) + ".");
   const auto train = [](auto comm, torch::Device dev0, torch::Device dev1) {
     ToyMpModel model(dev0, dev1);
@@ -158,14 +165,6 @@ void run_demo(void (*demo)(const World&, const Options&), int processes, const O
       lockstep::Prefix::never);  // the lines name their rank
 }
 
-/// Whether each rank of the model-parallel demo gets two devices; otherwise prints the tutorial's line.
-bool enough_devices(const Options& options) {
-  const int needed = 2 * std::max(1, options.nproc);
-  if (options.devices() >= needed) return true;
-  std::cerr << "Requires at least " << needed << " GPUs to run, but got " << options.devices() << "\n";
-  return false;
-}
-
 int main(int argc, char** argv) {
   Options options;
   lockstep::LaunchOptions launch_options{.nproc_flag = "", .prefix = lockstep::Prefix::never};
@@ -193,15 +192,21 @@ int main(int argc, char** argv) {
     std::cerr << "error: " << error.what() << "; see --help\n";
     return 2;
   }
-  if (options.demo.empty()) {
+  const bool all = options.demo.empty(), model_parallel = options.demo == "model-parallel";
+  if (all) {
     run_demo(demo_basic, options.processes(1), options);
     run_demo(demo_checkpoint, options.processes(1), options);
-    if (!enough_devices(options)) return 2;
+  }
+  try {
+    if (all || model_parallel) require_devices(std::max(1, options.nproc), options);
+  } catch (const lockstep::UsageError& error) {
+    std::cerr << error.what() << "\n";
+    return 2;
+  }
+  if (all) {
     run_demo(demo_model_parallel, options.processes(2), options);
     return 0;
   }
-  const bool model_parallel = options.demo == "model-parallel";
-  if (model_parallel && !enough_devices(options)) return 2;
   launch_options.nproc = options.processes(model_parallel ? 2 : 1);
   const auto demo = model_parallel                 ? demo_model_parallel
                     : options.demo == "checkpoint" ? demo_checkpoint
