@@ -1,7 +1,7 @@
 #pragma once
 
-// What a training loop by hand needs: launch, communicators, DistributedDataParallel, samplers and the
-// loader.
+// The headers of a hand-written training loop: launch, communicators, DistributedDataParallel, samplers and
+// the loader.
 #include "lockstep/comm/gloo_comm.hpp"
 #include "lockstep/comm/local_comm.hpp"
 #include "lockstep/data/dataset.hpp"

@@ -16,7 +16,7 @@
 
 namespace lockstep {
 
-/// Values by name, as text, in an order that is equal on every rank. Neither contains a zero byte.
+/// Values by name, as text, in an order that is equal on every rank. Names and values contain no zero byte.
 using NamedValues = std::vector<std::pair<std::string, std::string>>;
 
 }  // namespace lockstep
@@ -25,7 +25,7 @@ namespace lockstep::detail {
 
 /// The base of errors that every rank throws together, so that no rank needs to publish them.
 struct ThrownByAll {
-  /// The number of ranks that throw it: those of one group, or all.
+  /// Number of ranks that throw the error: the size of one group. Default: all ranks of the world.
   int ranks = std::numeric_limits<int>::max();
 };
 /// An error of type E that every rank throws together.
@@ -76,8 +76,8 @@ std::string first_difference(const std::vector<std::string>& serialized, const R
 namespace lockstep {
 
 /// Runs `local()` on every rank and returns the results of all ranks, by rank. `local` returns bytes (any
-/// length) or void, and calls no collective. If it throws on any rank, every rank throws the same E, with the
-/// text of each rank that threw, so that no rank waits for another. Collective and blocking.
+/// length) or void, and calls no collective. If `local` throws on any rank, every rank throws the same E with
+/// the texts of all ranks that threw, so no rank waits for another. Collective and blocking.
 template <std::derived_from<Error> E = Error, Gathering C, class Local>
 std::vector<std::string> agree(C& comm, Local&& local) {
   std::vector<std::string> outcomes = comm.all_gather_bytes(detail::outcome_of(local));
@@ -87,7 +87,7 @@ std::vector<std::string> agree(C& comm, Local&& local) {
   return outcomes;
 }
 
-/// Runs `local()` on rank 0 alone and returns its result on every rank. `local` is as for `agree`. If it
+/// Runs `local()` on rank 0 alone and returns its result on every rank. `local` is as for `agree`. If `local`
 /// throws, every rank throws the same E. Collective and blocking.
 template <std::derived_from<Error> E = Error, Gathering C, class Local>
 std::string agree_with_rank_zero(C& comm, Local&& local) {
@@ -97,9 +97,9 @@ std::string agree_with_rank_zero(C& comm, Local&& local) {
   return outcome;
 }
 
-/// Compares `values` over the ranks. Throws the same E on every rank unless all are equal: "`claim`: seed is
-/// 1 on rank 0 and 3 on rank 1; `remedy`". Sends a digest, and the values only if they differ. Collective and
-/// blocking.
+/// Compares `values` over the ranks. If they differ, throws the same E on every rank, with a text such as
+/// "`claim`: seed is 1 on rank 0 and 3 on rank 1; `remedy`". Sends a digest, and the values only if they
+/// differ. Collective and blocking.
 template <std::derived_from<Error> E = MismatchError, Gathering C>
 void require_equal(C& comm, const NamedValues& values, std::string_view claim, std::string_view remedy) {
   if (comm.size() == 1) return;

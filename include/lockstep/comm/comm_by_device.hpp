@@ -34,6 +34,7 @@ template <class Host, DeviceCommunicator Device>
 requires Reducing<Host> && Gathering<Host> && Reducing<Device> && Gathering<Device>
 class CommByDevice {
  public:
+  /// The Work of the communicator that runs the collective.
   class [[nodiscard]] Work {
    public:
     template <class One>
@@ -181,7 +182,7 @@ class CommByDevice {
     for (const at::Tensor& tensor : list)
       if (tensor.device() != list[0].device())
         throw UsageError(detail::formatted(
-            "a list with tensors on {} and on {} was given to CommByDevice: give each device its own call",
+            "CommByDevice: a list has tensors on {} and on {}: make one call for each device",
             list[0].device().str(), tensor.device().str()));
     if (list.empty()) return Work(call(host_));
     return on(list[0], std::forward<Call>(call));

@@ -78,7 +78,6 @@ concept Reducing = Communicator<C> &&
   { comm.reduce(list, root, op) } -> std::same_as<typename C::Work>;
   { comm.broadcast(tensor, root) } -> std::same_as<typename C::Work>;
   { comm.broadcast(list, root) } -> std::same_as<typename C::Work>;
-  // output: [...], input: [size, ...]
   { comm.reduce_scatter(tensor, tensor, op) } -> std::same_as<typename C::Work>;
   { comm.reduce_scatter(list, list, op) } -> std::same_as<typename C::Work>;
 };
@@ -122,8 +121,8 @@ concept Splittable = Communicator<C> && requires(C& comm, std::vector<int> ranks
 };
 
 /// A communicator that names its collectives in asynchronous errors. `label(text)` names all later
-/// collectives, such as "bucket 2 of 5, with parameter 3 'fc.weight'", until the next call. Null removes the
-/// label.
+/// collectives, such as "bucket 2 of 5, with parameter 3 'fc.weight'", until the next call. A null pointer
+/// removes the label.
 template <class C>
 concept Labelled = Communicator<C> && requires(C& comm, std::shared_ptr<const std::string> text) {
   comm.label(text);
@@ -159,14 +158,15 @@ class RankNames {
 
 namespace lockstep {
 
-/// A communicator with a device of its own, one GPU per rank: `tensor_device()` returns it. The device never
-/// changes. The thread that makes the communicator has it as its current device.
+/// A communicator whose tensors are on one device, one GPU per rank. `tensor_device()` returns the device,
+/// which never changes. The constructor makes it the current device of the calling thread.
 template <class C>
 concept DeviceCommunicator = Communicator<C> && requires(const C& comm) {
   { comm.tensor_device() } -> std::convertible_to<at::Device>;
 };
 
-/// Returns the device of the communicator's tensors: `tensor_device()` if there is one, the CPU otherwise.
+/// Returns the device of the communicator's tensors: `tensor_device()` of a DeviceCommunicator, the CPU
+/// otherwise.
 template <class C>
 at::Device comm_device([[maybe_unused]] const C& comm) {
   if constexpr (DeviceCommunicator<C>)

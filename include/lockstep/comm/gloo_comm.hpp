@@ -44,9 +44,10 @@ class [[nodiscard]] GlooWork {
 
   [[nodiscard]] std::exception_ptr error() const noexcept;
 
-  /// Adds a c10d work that must be complete before this one is.
+  /// Adds a c10d work. This Work is complete only when all added works are.
   void add(c10::intrusive_ptr<c10d::Work> part);
-  /// Sets the function that the first wait runs after completion. It never runs if nothing waits.
+  /// Sets the function that the first wait() or synchronize() runs once the Work is complete. It never runs
+  /// if neither is called.
   void at_end(std::function<void()> work);
 
  private:
@@ -105,8 +106,8 @@ class GlooComm {
   [[nodiscard]] int world_rank(int rank) const;
   [[nodiscard]] const World& world() const;
 
-  /// Reduces `tensor` over the ranks, in place on every rank. `average` needs a floating-point dtype. For
-  /// bool, `sum` is a logical or and `product` a logical and.
+  /// Reduces `tensor` over the ranks, in place on every rank. `avg` needs a floating-point dtype. For bool,
+  /// `sum` is a logical or and `product` a logical and.
   Work all_reduce(const at::Tensor& tensor, ReduceOp op = ReduceOp::sum);
   /// Reduces each tensor of a list.
   Work all_reduce(const std::vector<at::Tensor>& list, ReduceOp op = ReduceOp::sum);

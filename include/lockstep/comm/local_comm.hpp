@@ -26,9 +26,9 @@ class [[nodiscard]] LocalWork {
   [[nodiscard]] std::exception_ptr error() const noexcept { return nullptr; }
 };
 
-/// The communicator of a single process. Reductions and broadcasts compile to no-ops; a collective with an
-/// output beside its input copies. Inside a rank-zero scope each collective throws CommunicationError, so
-/// that the mistake shows with one process already.
+/// The communicator of a single process. Reductions and broadcasts compile to no-ops; a collective with
+/// separate input and output copies the input to the output. Inside a rank-zero scope each collective throws
+/// CommunicationError, so that a run with one process finds the mistake too.
 ///
 /// Thread-safe: it holds no state.
 class LocalComm {
@@ -94,12 +94,12 @@ class LocalComm {
   }
   Work broadcast_bytes_async(std::string&, int /*root*/ = 0) { return done("broadcast_bytes"); }
 
-  /// Returns a copy of this communicator for {0}, std::nullopt for an empty list. Throws CommunicationError
-  /// for any other rank.
+  /// Returns a copy of this communicator for the list {0} and std::nullopt for an empty list. Throws
+  /// CommunicationError for a list with any other rank.
   [[nodiscard]] std::optional<LocalComm> new_group(const std::vector<int>& ranks) {
     forbid_in_rank_zero_scope("new_group");
     if (std::any_of(ranks.begin(), ranks.end(), [](int rank) { return rank != 0; }))
-      throw CommunicationError("new_group of LocalComm: there is no rank but 0");
+      throw CommunicationError("new_group of LocalComm: the only rank is 0: give {0} or an empty list");
     if (ranks.empty()) return std::nullopt;
     return *this;
   }

@@ -15,7 +15,8 @@ struct GlooOptions {
   /// Timeout of a collective, from its launch to its completion, and of the rendezvous. At least 1 ms;
   /// clamped to 24 days. Default: `--timeout` or LOCKSTEP_TIMEOUT, in seconds, else 30 minutes.
   std::chrono::milliseconds timeout = detail::default_timeout(std::chrono::minutes(30));
-  /// Threads that run collectives, and so the number that can run at once.
+  /// Number of threads that run collectives, which is the number of collectives that run concurrently. At
+  /// least 1.
   int threads = 2;
   /// Compares operation, shapes and dtypes over the ranks before each collective, at the cost of one small
   /// all_gather per call. Without it, a mismatch ends the process inside Gloo, without an exception.
@@ -25,8 +26,8 @@ struct GlooOptions {
   std::string interfaces = {};
 };
 
-/// The memory of the buffers that a communicator allocates (`empty_buffer`), as for DistributedDataParallel's
-/// buckets.
+/// The kind of memory that NcclComm allocates for its buffers (`empty_buffer`), such as the buckets of
+/// DistributedDataParallel.
 enum class NcclBuffers {
   /// LibTorch's caching allocator, as for any tensor.
   torch,
@@ -38,7 +39,7 @@ enum class NcclBuffers {
   nccl,
 };
 
-/// Options of BasicNcclComm.
+/// Options of NcclComm.
 struct NcclOptions {
   /// Timeout of a collective, from its launch to its completion, of the rendezvous and of the shutdown. At
   /// least 1 ms; clamped to 24 days. Default: `--timeout` or LOCKSTEP_TIMEOUT, in seconds, else 10 minutes.
@@ -52,8 +53,8 @@ struct NcclOptions {
   /// that blocks the host in each call. Without it, a mismatch runs into the timeout or reinterprets another
   /// rank's data.
   bool check_shapes = false;
-  /// Must be equal on every rank: NCCL's results are undefined if only some ranks send from registered
-  /// memory.
+  /// Kind of memory of the buffers. Must be equal on every rank: NCCL's results are undefined if only some
+  /// ranks send from registered memory.
   NcclBuffers buffers = NcclBuffers::torch;
 };
 
@@ -66,14 +67,14 @@ inline GlooOptions checked(GlooOptions options) {
   options.timeout = checked_timeout("GlooOptions", options.timeout);
   if (options.threads < 1)
     throw UsageError(detail::formatted(
-        "GlooOptions: with {} threads no collective would ever run: give at least 1", options.threads));
+        "GlooOptions: threads is {}, so no collective could run: give at least 1", options.threads));
   return options;
 }
 inline NcclOptions checked(NcclOptions options) {
   options.timeout = checked_timeout("NcclOptions", options.timeout);
   if (options.poll.count() < 1)
-    throw UsageError(detail::formatted(
-        "NcclOptions: the watchdog cannot look every {} ms: give at least 1 ms", options.poll.count()));
+    throw UsageError(detail::formatted("NcclOptions: the poll interval is {} ms: give at least 1 ms",
+                                       options.poll.count()));
   options.poll = std::min(options.poll, options.timeout);
   return options;
 }
