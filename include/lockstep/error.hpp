@@ -7,15 +7,15 @@
 #include "lockstep/detail/linkage.hpp"
 
 namespace lockstep::detail {
-// The global rank of this process, -1 until a World exists. Errors thrown from parts that know no World
-// (samplers, readers) still say where they happened.
+// The global rank of this process, -1 until a World exists. Code without a World, such as samplers and
+// readers, also throws errors that carry this rank.
 LOCKSTEP_PROCESS_WIDE inline std::atomic<int> process_rank{-1};
 }  // namespace lockstep::detail
 
 namespace lockstep {
 
-/// The root of every exception that lockstep throws. `what()` is one plain sentence that says what was wrong,
-/// where, and what to do; `rank()` is the global rank that threw it, -1 where no World existed yet.
+/// The root of every exception that lockstep throws. `what()` states the failure, its place and a remedy.
+/// `rank()` is the global rank that threw it, -1 if no World existed yet.
 class Error : public std::runtime_error {
  public:
   explicit Error(const std::string& what, int rank = detail::process_rank.load())
@@ -26,8 +26,8 @@ class Error : public std::runtime_error {
   int rank_;
 };
 
-/// Bad input on the command line, in the environment or in an option: found before training starts; `launch`
-/// turns it into one line on stderr and exit code 2.
+/// Invalid input on the command line, in the environment, in an option or in an argument of a call. If
+/// `launch` catches it, the process prints one line to stderr and exits with code 2.
 struct UsageError : Error {
   using Error::Error;
 };
@@ -42,27 +42,29 @@ struct CommunicationError : Error {
   using Error::Error;
 };
 
-/// A timeout passed; the message names who was waited for.
+/// A timeout expired; the message names the ranks that were late.
 struct TimeoutError : CommunicationError {
   using CommunicationError::CommunicationError;
 };
 
-/// Another rank failed first: this error is a consequence, never the cause.
+/// Another rank failed first. This error is a consequence, never the cause; the message contains the cause.
 struct PeerError : CommunicationError {
   using CommunicationError::CommunicationError;
 };
 
-/// Ranks disagree on something that must be equal (a model, a dataset, a tensor): same text on every rank.
+/// Ranks differ in a value that must be equal on all of them, such as a model, a dataset or the shape of a
+/// tensor. The message names the values and the ranks.
 struct MismatchError : Error {
   using Error::Error;
 };
 
-/// A dataset or its files are not what they should be; the message names file, offset and expectation.
+/// A dataset, its files or a batch are invalid. For a file the message names the file, the offset and the
+/// expectation.
 struct DataError : Error {
   using Error::Error;
 };
 
-/// A gradient is missing, arrives where it must not, or cannot be reduced; the message names the parameter.
+/// A gradient is missing, is unexpected or cannot be reduced; the message names the parameter.
 struct GradientError : Error {
   using Error::Error;
 };
@@ -72,8 +74,8 @@ struct CheckpointError : Error {
   using Error::Error;
 };
 
-/// A process that `spawn` started has failed: which rank and how. `exit_code()` is its exit code, or 128 +
-/// signal.
+/// A process that `spawn` started has failed. The message names its rank and the failure. `exit_code()` is
+/// the exit code of the process, or 128 + the signal that ended it.
 class ProcessError : public Error {
  public:
   ProcessError(const std::string& what, int exit_code) : Error(what), exit_code_(exit_code) {}

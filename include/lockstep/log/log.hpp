@@ -95,8 +95,9 @@ class Log {
 struct ProgressOptions {
   /// The prefix of each line, such as "epoch 1/3".
   std::string title;
-  /// The shortest time between two updates of the bar, and between two plain lines.
+  /// Minimum time between two updates of the bar on a terminal.
   std::chrono::milliseconds redraw{100};
+  /// Minimum time between two lines in a file or pipe.
   std::chrono::milliseconds line_every{10000};
 };
 
@@ -116,6 +117,7 @@ struct ProgressState {
 /// Formats a duration in seconds as 0:07, 12:34 or 1:02:03.
 std::string clock_text(double seconds);
 
+/// Formats the numbers of a progress line: `788/1875, 10432 samples/s, loss 0.4321, 0:17 left`.
 std::string progress_facts(const ProgressState& state);
 
 /// Formats one line: `epoch 1/3: 788/1875, 10432 samples/s, loss 0.4321, 0:17 left`. Without a total: `epoch
@@ -130,8 +132,8 @@ std::string progress_bar(const ProgressState& state, int columns);
 
 namespace lockstep {
 
-/// Shows the progress of a loop on rank 0: a bar on a terminal, otherwise a plain line from time to time. Not
-/// thread-safe. The destructor ends the bar's line.
+/// Shows the progress of a loop on rank 0: a bar on a terminal, otherwise a plain line at most every
+/// `line_every`. Not thread-safe. The destructor ends the bar's line.
 class Progress {
  public:
   /// `total` is the number of steps, 0 if unknown. Shows nothing if `log` does not write info lines on this
@@ -141,14 +143,15 @@ class Progress {
   Progress& operator=(const Progress&) = delete;
   ~Progress() { finish(); }
 
-  /// Returns whether an `advance` now would show `loss`. If false, its value need not be read from a device.
+  /// Returns whether the next `advance` would show its `loss`. If false, the caller need not read the loss
+  /// from the device.
   [[nodiscard]] bool due() const;
 
   /// Counts one more step, with `samples` samples over all ranks.
   void advance(double samples, std::optional<double> loss = std::nullopt);
 
-  /// Shows the final state once; a no-op if nothing was shown before. `loss` is the loss of the whole loop;
-  /// without it the last step's loss, if any, is shown.
+  /// Shows the final state once; a no-op if no `advance` has shown anything. `loss` is the loss of the whole
+  /// loop; without it the last step's loss, if any, is shown.
   void finish(std::optional<double> loss = std::nullopt);
 
  private:
