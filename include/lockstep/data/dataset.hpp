@@ -154,6 +154,7 @@ concept BatchedDataset = requires(D& dataset, c10::ArrayRef<std::size_t> indices
   dataset.get_batch(indices);
 };
 
+/// A dataset of either form.
 template <class D>
 concept Dataset = IndexedDataset<D> || BatchedDataset<D>;
 
@@ -162,11 +163,14 @@ concept Dataset = IndexedDataset<D> || BatchedDataset<D>;
 template <Dataset D>
 std::size_t dataset_size(const D& dataset) {
   const std::optional<std::size_t> size = dataset.size();
-  if (!size) throw DataError("the dataset does not know its size: a stream cannot be split among ranks");
+  if (!size)
+    throw DataError(
+        "the dataset does not know its size, so it cannot be partitioned over the ranks: give a dataset with "
+        "a size, or a BatchStream");
   return *size;
 }
 
-/// A dataset of two tensors in memory, [N, ...] each. Loads a batch by one index_select from each. Copies
+/// A dataset of two tensors in memory, both [N, ...]. Loads a batch by one index_select per tensor. Copies
 /// share the tensors. Counterpart: torch.utils.data.TensorDataset.
 class TensorDataset {
  public:
@@ -175,8 +179,9 @@ class TensorDataset {
     if (!data_.defined() || !target_.defined() || data_.dim() == 0 || target_.dim() == 0)
       throw DataError("a TensorDataset needs data and target with a first dimension that counts the samples");
     if (data_.size(0) != target_.size(0))
-      throw DataError(detail::formatted("a TensorDataset of {} samples was given {} targets", data_.size(0),
-                                        target_.size(0)));
+      throw DataError(
+          detail::formatted("a TensorDataset has {} samples and {} targets: give one target for each sample",
+                            data_.size(0), target_.size(0)));
   }
 
   [[nodiscard]] std::size_t size() const { return static_cast<std::size_t>(data_.size(0)); }
@@ -203,8 +208,8 @@ class TensorDataset {
   at::Tensor data_, target_;
 };
 
-/// Stacks the tensors of the examples into one batch. Returns examples that are not of tensors as the vector
-/// they are.
+/// Stacks the tensors of the examples into one batch. Examples of any other type are returned unstacked, as
+/// the same vector.
 template <class E>
 auto collate(std::vector<E> examples) {
   if constexpr (std::same_as<E, Example>) {
@@ -257,6 +262,63 @@ auto make_batch(D& dataset, c10::ArrayRef<std::size_t> indices) {
 /// The return type of `make_batch`.
 template <Dataset D>
 using BatchOf = decltype(make_batch(std::declval<D&>(), c10::ArrayRef<std::size_t>{}));
+
+}  // namespace lockstep
+
+namespace lockstep::detail {
+template <class T>
+inline constexpr bool is_optional = false;
+template <class T>
+inline constexpr bool is_optional<std::optional<T>> = true;
+}  // namespace lockstep::detail
+
+namespace lockstep {
+
+/// A data source of unknown length: `next()` returns this rank's next batch, or std::nullopt at the end of
+/// its pass. The stream itself decides which data each rank gets.
+///
+/// Ranks may get batches of unequal size and run out at different times. A rank without data takes part in
+/// the other ranks' steps with a weight of zero; all ranks stop together once none has data left. A rank has
+/// no forward in such a step. For a model whose forward communicates (synchronized batch norm), every rank
+/// therefore needs the same number of batches; otherwise all ranks throw DataError.
+///
+/// A stream with `set_epoch(e)` is repeatable: `set_epoch` is called before each pass with the epoch's
+/// number. A stream without it has one pass. Used from the training thread only.
+/// Counterpart: torch.utils.data.IterableDataset.
+template <class S>
+concept BatchStream = !Dataset<S> && requires(S & stream) {
+  requires detail::is_optional<std::remove_cvref_t<decltype(stream.next())>>;
+};
+
+/// A stream that supports several passes.
+template <class S>
+concept RepeatableStream = BatchStream<S> && requires(S& stream, std::size_t epoch) {
+  stream.set_epoch(epoch);
+};
+
+}  // namespace lockstep
+
+namespace lockstep::detail {
+
+template <class D>
+struct BatchMadeBy;
+template <Dataset D>
+struct BatchMadeBy<D> {
+  using type = BatchOf<D>;
+};
+template <BatchStream S>
+struct BatchMadeBy<S> {
+  using type = typename std::remove_cvref_t<decltype(std::declval<S&>().next())>::value_type;
+};
+
+}  // namespace lockstep::detail
+
+namespace lockstep {
+
+/// The batch type of a dataset or of a stream.
+template <class D>
+requires Dataset<D> || BatchStream<D>
+using BatchFrom = typename detail::BatchMadeBy<D>::type;
 
 }  // namespace lockstep
 
@@ -331,7 +393,8 @@ void check_same_dataset(C& comm, std::size_t length,
   require_equal(comm, values, "the ranks do not have the same dataset", "give every rank the same files");
 }
 
-/// Compares the dataset itself: its length, and its fingerprint if its samples can be hashed. Collective.
+/// Compares the lengths of the datasets, and their fingerprints if the samples can be hashed. Collective.
+/// Throws as the overload above.
 template <Gathering C, Dataset D>
 void check_same_dataset(C& comm, D& dataset) {
   if constexpr (requires { fingerprint(dataset); })
@@ -339,62 +402,5 @@ void check_same_dataset(C& comm, D& dataset) {
   else
     check_same_dataset(comm, dataset_size(dataset));
 }
-
-}  // namespace lockstep
-
-namespace lockstep::detail {
-template <class T>
-inline constexpr bool is_optional = false;
-template <class T>
-inline constexpr bool is_optional<std::optional<T>> = true;
-}  // namespace lockstep::detail
-
-namespace lockstep {
-
-/// A data source of unknown length: `next()` returns this rank's next batch, or std::nullopt at the end of
-/// its pass. The stream itself decides which data each rank gets.
-///
-/// Ranks may get batches of unequal size and run out at different times. A rank without data takes part in
-/// the other ranks' steps with a weight of zero; all ranks stop together once none has data left. A rank has
-/// no forward in such a step. For a model whose forward communicates (synchronized batch norm), every rank
-/// therefore needs the same number of batches; otherwise all ranks throw DataError.
-///
-/// A stream with `set_epoch(e)` is repeatable: `set_epoch` is called before each pass with the epoch's
-/// number. A stream without it has one pass. Used from the training thread only.
-/// Counterpart: torch.utils.data.IterableDataset.
-template <class S>
-concept BatchStream = !Dataset<S> && requires(S & stream) {
-  requires detail::is_optional<std::remove_cvref_t<decltype(stream.next())>>;
-};
-
-/// A stream that supports several passes.
-template <class S>
-concept RepeatableStream = BatchStream<S> && requires(S& stream, std::size_t epoch) {
-  stream.set_epoch(epoch);
-};
-
-}  // namespace lockstep
-
-namespace lockstep::detail {
-
-template <class D>
-struct BatchMadeBy;
-template <Dataset D>
-struct BatchMadeBy<D> {
-  using type = BatchOf<D>;
-};
-template <BatchStream S>
-struct BatchMadeBy<S> {
-  using type = typename std::remove_cvref_t<decltype(std::declval<S&>().next())>::value_type;
-};
-
-}  // namespace lockstep::detail
-
-namespace lockstep {
-
-/// The batch type of a dataset or of a stream.
-template <class D>
-requires Dataset<D> || BatchStream<D>
-using BatchFrom = typename detail::BatchMadeBy<D>::type;
 
 }  // namespace lockstep

@@ -28,8 +28,8 @@ concept RankedGroup = requires(const G& group) {
   { group.size() } -> std::convertible_to<int>;
 };
 
-/// The key of a random generator: each (epoch, rank, stream) of a seed has its own draws. A stream is a
-/// concurrent source of draws on a rank: a worker, or a loader's batch by index.
+/// The key of a random generator: each (epoch, rank, stream) of a seed has its own draws. `stream` numbers
+/// the concurrent users of random numbers on a rank, such as the workers, or the batches of a loader.
 struct GeneratorKey {
   std::uint64_t seed = 0;
   std::uint64_t epoch = 0;
@@ -57,8 +57,8 @@ template <RankedGroup G>
 at::Generator rank_generator(std::uint64_t seed, const G& group) {
   return rank_generator(seed, group.rank());
 }
-/// Returns a generator for tensors on `device`, such as torch::rand(sizes, generator, options) on a GPU. It
-/// is independent of the device's default generator.
+/// Returns a generator on `device`, for operators such as torch::rand(sizes, generator, options) on a GPU,
+/// seeded with seed + rank. It is independent of the device's default generator.
 inline at::Generator rank_generator(std::uint64_t seed, int rank, const at::Device& device) {
   at::Generator generator = at::globalContext().defaultGenerator(device).clone();
   generator.set_current_seed(seed + static_cast<std::uint64_t>(rank));
