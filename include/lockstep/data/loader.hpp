@@ -36,6 +36,353 @@
 
 namespace lockstep::detail {
 
+/// Makes tensor operations that this thread calls single-threaded, for threads that load data during
+/// training.
+///
+/// `at::set_num_threads` would affect the whole process: it stores a number that threads started later use.
+/// OpenMP's own setting affects the calling thread only; its runtime is the one that LibTorch loaded.
+inline void keep_math_on_this_thread() {
+  at::get_num_threads();  // LibTorch initializes a thread at its first such call, and would undo the setting
+  using SetThreads = void (*)(int);
+  static const auto set_threads = reinterpret_cast<SetThreads>(dlsym(RTLD_DEFAULT, "omp_set_num_threads"));
+  if (set_threads) set_threads(1);
+}
+
+/// Gives a plain Sampler the members of ResumableSampler that DataLoader uses. Each copy counts its own
+/// passes and samples, and every pass starts at position 0.
+template <Sampler S>
+class CountedSampler {
+ public:
+  static constexpr bool draws_base_seed = false;
+
+  explicit CountedSampler(S sampler) : sampler_(std::move(sampler)) {}
+
+  void set_epoch(std::size_t epoch) {
+    sampler_.set_epoch(epoch);
+    epoch_.set(epoch);
+    epoch_.enter();
+  }
+  void reset() {
+    sampler_.reset();
+    position_ = 0;
+    epoch_.begin_pass();
+  }
+  std::optional<std::vector<std::size_t>> next(std::size_t count) {
+    auto indices = sampler_.next(count);
+    if (indices) position_ += indices->size();
+    return indices;
+  }
+  void skip(std::size_t count) {
+    if (count > 0) next(count);
+  }
+  void save(torch::serialize::OutputArchive& archive) const { sampler_.save(archive); }
+
+  [[nodiscard]] std::size_t size() const { return sampler_.size(); }
+  [[nodiscard]] std::size_t pass_epoch() const { return epoch_.pass(); }
+  [[nodiscard]] std::size_t position() const { return position_; }
+  [[nodiscard]] bool begun() const { return epoch_.begun(); }
+  [[nodiscard]] bool resumes() const { return false; }
+  [[nodiscard]] int rank() const { return std::max(0, process_rank.load()); }
+  [[nodiscard]] S& plain() { return sampler_; }
+  [[nodiscard]] const S& plain() const { return sampler_; }
+
+ private:
+  S sampler_;
+  SamplerEpoch epoch_;
+  std::size_t position_ = 0;
+};
+
+}  // namespace lockstep::detail
+
+namespace lockstep {
+
+/// A function that transforms a sample or a batch. It must draw from the generator passed to it and from no
+/// other.
+using Transform = std::function<Example(Example, at::Generator&)>;
+
+/// Options of DataLoader.
+struct LoaderOptions {
+  /// Samples per batch of this rank. At least 1.
+  std::size_t batch_size = 32;
+  /// Number of worker threads that load batches ahead. 0 loads each batch in the caller's thread, on demand.
+  std::size_t num_workers = 0;
+  /// Batches that each worker loads ahead of the consumer. 0 counts as 1.
+  std::size_t prefetch_factor = 2;
+  /// Drop the last batch if it is not full.
+  bool drop_last = false;
+  /// Applied to each sample before collation. A `get_batch` that returns stacked batches is then not used.
+  /// The dataset must be able to load single samples.
+  Transform transform = {};
+  /// Applied to each collated batch.
+  Transform batch_transform = {};
+  /// Seed of the transforms. Their draws follow from (seed, epoch, rank, index of the batch's first sample).
+  /// They are the same in every run and with any number of workers, and differ between ranks, batches and
+  /// epochs.
+  std::uint64_t seed = 0;
+  /// Rank from which the transforms' draws follow. Default: the sampler's rank, or this process's if the
+  /// sampler is not a ResumableSampler.
+  std::optional<int> rank = std::nullopt;
+  /// Advance the epoch with each further pass, unless `set_epoch` was called since the last one.
+  bool advance_epoch = true;
+  /// Draw one number from the default generator at the start of each pass, as Python's DataLoader does. Other
+  /// users of that generator (dropout) then draw the same numbers as in Python.
+  bool draw_base_seed = true;
+  /// Copy each batch to pinned memory in the thread that loaded it, so that copies to a GPU do not block the
+  /// caller (see StagedBatches). No-op without a GPU.
+  bool pin_memory = false;
+};
+
+/// Combines a dataset and a sampler, and iterates over batches: `for (auto& batch : loader)`. The order is
+/// the sampler's, regardless of the workers' timing. A batch of a dataset of tensors is an `Example` of
+/// stacked tensors.
+///
+/// The loader stores dataset and sampler by value. Workers call the dataset and the transforms concurrently
+/// on this one copy; tensor operations in a worker run on its thread alone. If a worker throws, the consumer
+/// gets the exception when it reaches that batch: a lockstep error unchanged, any other nested in a DataError
+/// that names the rank and the batch. Leaving the loop early, by `break` or by an exception, stops and joins
+/// all workers.
+///
+/// Supports one pass at a time. Not thread-safe.
+///
+/// Counterpart: torch.utils.data.DataLoader.
+template <Dataset D, Sampler S>
+class DataLoader {
+ public:
+  using Batch = BatchOf<D>;
+  class Iterator;
+
+  /// Throws UsageError if the batch size is 0 or a transform does not fit the dataset.
+  DataLoader(D dataset, S sampler, LoaderOptions options = {})
+      : dataset_(std::move(dataset)), sampler_(std::move(sampler)), options_(std::move(options)) {
+    if (options_.batch_size == 0) throw UsageError("batch_size is 0: give at least 1");
+    if (!std::same_as<Batch, Example> && (options_.transform || options_.batch_transform))
+      throw UsageError(
+          "the loader's transforms take an Example of two tensors, and this dataset's batches are of another "
+          "type: "
+          "transform the samples in the dataset");
+    if (options_.transform && !has_single_samples)
+      throw UsageError(
+          "this dataset makes whole batches only: give the loader a batch_transform, not a transform");
+  }
+  DataLoader(const DataLoader&) = delete;
+  DataLoader& operator=(const DataLoader&) = delete;
+
+  /// Starts a pass. Throws UsageError if another pass is running.
+  Iterator begin() {
+    if (pass_under_way_)
+      throw UsageError("a pass over this DataLoader is already running: end that loop first");
+    if (sampler_.begun() && options_.advance_epoch) sampler_.set_epoch(sampler_.pass_epoch() + 1);
+    // A resumed pass drew its base seed when it was started.
+    if (!SamplerWithPosition::draws_base_seed && options_.draw_base_seed && !sampler_.resumes())
+      at::empty({}, at::kLong).random_();
+    start_.reset();  // frees the order of the last pass
+    sampler_.reset();
+    start_.emplace(sampler_);
+    return Iterator(*this);
+  }
+  static std::default_sentinel_t end() { return {}; }
+
+  /// Returns the number of this rank's batches in a pass, before it starts.
+  [[nodiscard]] std::size_t size() const {
+    const std::size_t samples = sampler_.size(), batch = options_.batch_size;
+    return samples / batch + (!options_.drop_last && samples % batch != 0 ? 1 : 0);
+  }
+
+  /// Writes the state that the sampler has after `samples` samples of the current pass, regardless of how far
+  /// workers have read ahead. To resume, call `sampler().load` before a pass.
+  void save(torch::serialize::OutputArchive& archive, std::size_t samples) const {
+    SamplerWithPosition saved(start_ ? *start_ : sampler_);
+    saved.skip(samples);
+    saved.save(archive);
+  }
+
+  /// Sets the epoch of the next pass.
+  void set_epoch(std::size_t epoch) { sampler_.set_epoch(epoch); }
+  /// Returns the epoch of the current pass, or the sampler's epoch before the first pass.
+  [[nodiscard]] std::size_t epoch() const { return sampler_.pass_epoch(); }
+
+  [[nodiscard]] const D& dataset() const { return dataset_; }
+  [[nodiscard]] S& sampler() { return plain(sampler_); }
+  [[nodiscard]] const S& sampler() const { return plain(sampler_); }
+  [[nodiscard]] const LoaderOptions& options() const { return options_; }
+
+ private:
+  static_assert(
+      ResumableSampler<S> || !requires(const S& sampler) { sampler.resumes(); },
+      "lockstep: a sampler with resumes() has all members of ResumableSampler");
+
+  // The sampler, or its adapter if it does not count its passes and samples itself.
+  using SamplerWithPosition = std::conditional_t<ResumableSampler<S>, S, detail::CountedSampler<S>>;
+
+  struct Job {
+    std::vector<std::size_t> indices;
+    std::size_t number;  // of its first sample in this rank's pass
+    std::size_t epoch;
+    int rank;
+  };
+
+  static constexpr bool gives_examples = requires(D & dataset, c10::ArrayRef<std::size_t> indices) {
+    { dataset.get_batch(indices) } -> std::same_as<std::vector<Example>>;
+  };
+  static constexpr bool has_single_samples = IndexedDataset<D> || gives_examples;
+
+  static auto& plain(auto& sampler) {
+    if constexpr (ResumableSampler<S>)
+      return sampler;
+    else
+      return sampler.plain();
+  }
+
+  [[nodiscard]] int rank() const { return options_.rank ? *options_.rank : sampler_.rank(); }
+
+  std::optional<Job> next_job() {
+    const std::size_t number = sampler_.position();
+    auto indices = sampler_.next(options_.batch_size);
+    if (!indices || (options_.drop_last && indices->size() < options_.batch_size)) return std::nullopt;
+    return Job{std::move(*indices), number, epoch(), rank()};
+  }
+
+  // Workers call this concurrently: it must not write to members.
+  Batch load(const Job& job) {
+    const at::NoGradGuard no_grad;
+    try {
+      Batch batch = load_unchecked(job);
+      if constexpr (TensorBatch<Batch>)
+        if (options_.pin_memory && at::hasCUDA())
+          for_each_tensor(batch, [](at::Tensor& tensor) {
+            if (tensor.is_cpu()) tensor = tensor.pin_memory();
+          });
+      return batch;
+    } catch (const Error&) {
+      throw;
+    } catch (const c10::Error& error) {
+      std::throw_with_nested(DataError(describe(job, error.what_without_backtrace())));
+    } catch (const std::exception& error) {
+      std::throw_with_nested(DataError(describe(job, error.what())));
+    }
+  }
+
+  Batch load_unchecked(const Job& job) {
+    if constexpr (std::same_as<Batch, Example>) {
+      if (options_.transform || options_.batch_transform) {
+        at::Generator generator =
+            keyed_generator({options_.seed, job.epoch, static_cast<std::uint32_t>(job.rank), job.number});
+        Batch batch =
+            options_.transform ? load_transformed(job, generator) : make_batch(dataset_, job.indices);
+        return options_.batch_transform ? options_.batch_transform(std::move(batch), generator) : batch;
+      }
+    }
+    return make_batch(dataset_, job.indices);
+  }
+
+  Batch load_transformed(const Job& job, at::Generator& generator) {
+    std::vector<Example> examples;
+    if constexpr (gives_examples) {
+      examples = dataset_.get_batch(job.indices);
+      for (Example& example : examples) example = options_.transform(std::move(example), generator);
+    } else if constexpr (IndexedDataset<D>) {
+      examples.reserve(job.indices.size());
+      for (const std::size_t index : job.indices)
+        examples.push_back(options_.transform(dataset_.get(index), generator));
+    }
+    return collate(std::move(examples));
+  }
+
+  std::string describe(const Job& job, const std::string& what) const {
+    return detail::formatted("rank {} could not load batch {} of epoch {} (dataset indices {}{}): {}",
+                             job.rank, job.number / options_.batch_size, job.epoch, job.indices.front(),
+                             job.indices.size() > 1 ? detail::formatted(", ..., {}", job.indices.back()) : "",
+                             what);
+  }
+
+  D dataset_;
+  SamplerWithPosition sampler_;
+  LoaderOptions options_;
+  std::optional<SamplerWithPosition> start_;  // the sampler at the start of the last pass
+  bool pass_under_way_ = false;
+};
+
+/// A pass over a loader's batches. Move-only; its destructor ends the pass.
+template <Dataset D, Sampler S>
+class DataLoader<D, S>::Iterator {
+ public:
+  using value_type = Batch;
+  using difference_type = std::ptrdiff_t;
+  using iterator_concept = std::input_iterator_tag;
+
+  Iterator(Iterator&& other) noexcept
+      : loader_(std::exchange(other.loader_, nullptr)),
+        prefetcher_(std::move(other.prefetcher_)),
+        batch_(std::move(other.batch_)) {}
+  Iterator& operator=(Iterator&& other) noexcept {
+    std::swap(loader_, other.loader_);
+    std::swap(prefetcher_, other.prefetcher_);
+    std::swap(batch_, other.batch_);
+    return *this;
+  }
+  ~Iterator() { finish(); }
+
+  Batch& operator*() const { return *batch_; }
+  Batch* operator->() const { return &*batch_; }
+  Iterator& operator++() {
+    advance();
+    return *this;
+  }
+  void operator++(int) { advance(); }
+  bool operator==(std::default_sentinel_t) const { return !batch_; }
+
+ private:
+  friend class DataLoader;
+
+  explicit Iterator(DataLoader& loader) : loader_(&loader) {
+    loader.pass_under_way_ = true;
+    try {
+      if (const std::size_t workers = loader.options_.num_workers; workers > 0)
+        prefetcher_ = std::make_unique<detail::Prefetcher<Job, Batch>>(
+            workers, workers * std::max<std::size_t>(1, loader.options_.prefetch_factor),
+            [&loader] { return loader.next_job(); }, [&loader](Job& job) { return loader.load(job); },
+            detail::keep_math_on_this_thread);
+      advance();
+    } catch (...) {
+      finish();
+      throw;
+    }
+  }
+
+  void advance() {
+    batch_.reset();  // frees its memory for the next batch
+    try {
+      if (prefetcher_) {
+        batch_ = prefetcher_->next();
+      } else if (const auto job = loader_->next_job()) {
+        batch_ = loader_->load(*job);
+      }
+    } catch (...) {
+      finish();
+      throw;
+    }
+    if (!batch_) finish();
+  }
+
+  void finish() {
+    prefetcher_.reset();  // joins the workers
+    if (loader_) loader_->pass_under_way_ = false;
+  }
+
+  DataLoader* loader_;
+  std::unique_ptr<detail::Prefetcher<Job, Batch>> prefetcher_;
+  mutable std::optional<Batch> batch_;
+};
+
+template <class D, class S>
+DataLoader(D, S, LoaderOptions) -> DataLoader<D, S>;
+template <class D, class S>
+DataLoader(D, S) -> DataLoader<D, S>;
+
+}  // namespace lockstep
+
+namespace lockstep::detail {
+
 /// Copies batches to a device concurrently with the computation. A side stream runs the copies; the current
 /// stream is the one on which the caller computes. Not thread-safe: one thread makes all calls.
 ///
@@ -104,8 +451,8 @@ namespace lockstep {
 /// loader's batches unchanged and does not read ahead.
 ///
 /// With a stream it reads one batch ahead of the caller. An exception from reading a batch is thrown by the
-/// increment that reaches this batch. Tensors that are not on the CPU stay where they are. Not thread-safe;
-/// loader and stream must outlive it.
+/// increment that reaches this batch, or by the constructor for the first batch. Tensors that are not on the
+/// CPU stay where they are. Not thread-safe; loader and stream must outlive it.
 template <class Loader, detail::CopyStream Stream = detail::SideStream>
 class StagedPass {
  public:
@@ -233,348 +580,5 @@ class StagedBatches {
   Loader& loader_;
   std::optional<detail::SideStream> stream_;
 };
-
-}  // namespace lockstep
-
-namespace lockstep::detail {
-
-/// Makes tensor operations that this thread calls single-threaded, for threads that load data during
-/// training.
-///
-/// `at::set_num_threads` would affect the whole process: it stores a number that threads started later use.
-/// OpenMP's own setting affects the calling thread only; its runtime is the one that LibTorch loaded.
-inline void keep_math_on_this_thread() {
-  at::get_num_threads();  // LibTorch initializes a thread at its first such call, and would undo the setting
-  using SetThreads = void (*)(int);
-  static const auto set_threads = reinterpret_cast<SetThreads>(dlsym(RTLD_DEFAULT, "omp_set_num_threads"));
-  if (set_threads) set_threads(1);
-}
-
-/// Makes a ResumableSampler of a plain Sampler, whose copies each count their own passes and samples. Its
-/// `load` starts a pass at position 0.
-template <Sampler S>
-class CountedSampler {
- public:
-  static constexpr bool draws_base_seed = false;
-
-  explicit CountedSampler(S sampler) : sampler_(std::move(sampler)) {}
-
-  void set_epoch(std::size_t epoch) {
-    sampler_.set_epoch(epoch);
-    epoch_.set(epoch);
-    epoch_.enter();
-  }
-  void reset() {
-    sampler_.reset();
-    position_ = 0;
-    epoch_.begin_pass();
-  }
-  std::optional<std::vector<std::size_t>> next(std::size_t count) {
-    auto indices = sampler_.next(count);
-    if (indices) position_ += indices->size();
-    return indices;
-  }
-  void skip(std::size_t count) {
-    if (count > 0) next(count);
-  }
-  void save(torch::serialize::OutputArchive& archive) const { sampler_.save(archive); }
-
-  [[nodiscard]] std::size_t size() const { return sampler_.size(); }
-  [[nodiscard]] std::size_t pass_epoch() const { return epoch_.pass(); }
-  [[nodiscard]] std::size_t position() const { return position_; }
-  [[nodiscard]] bool begun() const { return epoch_.begun(); }
-  [[nodiscard]] bool resumes() const { return false; }
-  [[nodiscard]] int rank() const { return std::max(0, process_rank.load()); }
-  [[nodiscard]] S& plain() { return sampler_; }
-  [[nodiscard]] const S& plain() const { return sampler_; }
-
- private:
-  S sampler_;
-  SamplerEpoch epoch_;
-  std::size_t position_ = 0;
-};
-
-}  // namespace lockstep::detail
-
-namespace lockstep {
-
-/// A function that transforms a sample or a batch. It must draw from the generator passed to it and from no
-/// other.
-using Transform = std::function<Example(Example, at::Generator&)>;
-
-struct LoaderOptions {
-  /// Samples in each of this rank's batches.
-  std::size_t batch_size = 32;
-  /// Number of worker threads that load batches ahead. 0 loads each batch in the caller's thread, on demand.
-  std::size_t num_workers = 0;
-  /// Batches that each worker loads ahead of the consumer.
-  std::size_t prefetch_factor = 2;
-  /// Drop the last batch if it is not full.
-  bool drop_last = false;
-  /// Applied to each sample before collation. A `get_batch` that returns stacked batches is then not used.
-  /// The dataset must be able to load single samples.
-  Transform transform = {};
-  /// Applied to each collated batch.
-  Transform batch_transform = {};
-  /// Seed of the transforms. Their draws follow from (seed, epoch, rank, index of the batch's first sample).
-  /// They are the same in every run and with any number of workers, and differ between ranks, batches and
-  /// epochs.
-  std::uint64_t seed = 0;
-  /// Rank from which the transforms' draws follow. Default: the sampler's rank, or this process's if the
-  /// sampler is not a ResumableSampler.
-  std::optional<int> rank = std::nullopt;
-  /// Advance the epoch with each further pass, unless `set_epoch` was called since the last one.
-  bool advance_epoch = true;
-  /// Draw one number from the default generator at the start of each pass, as Python's DataLoader does. Other
-  /// users of that generator (dropout) then draw the same numbers as in Python.
-  bool draw_base_seed = true;
-  /// Copy each batch to pinned memory in the thread that loaded it, so that copies to a GPU do not block the
-  /// caller (see StagedBatches). No-op without a GPU.
-  bool pin_memory = false;
-};
-
-/// Combines a dataset and a sampler, and iterates over batches: `for (auto& batch : loader)`. The order is
-/// the sampler's, regardless of the workers' timing. A batch of a dataset of tensors is an `Example` of
-/// stacked tensors.
-///
-/// The loader stores dataset and sampler by value. Workers call the dataset and the transforms concurrently
-/// on this one copy; tensor operations in a worker run on its thread alone. If a worker throws, the consumer
-/// gets the exception when it reaches that batch: a lockstep error unchanged, any other nested in a DataError
-/// that names the rank and the batch. Leaving the loop early, by `break` or by an exception, stops and joins
-/// all workers.
-///
-/// Supports one pass at a time. Not thread-safe.
-///
-/// Counterpart: torch.utils.data.DataLoader.
-template <Dataset D, Sampler S>
-class DataLoader {
- public:
-  using Batch = BatchOf<D>;
-  class Iterator;
-
-  /// Throws UsageError if the batch size is 0 or a transform does not fit the dataset.
-  DataLoader(D dataset, S sampler, LoaderOptions options = {})
-      : dataset_(std::move(dataset)), sampler_(std::move(sampler)), options_(std::move(options)) {
-    if (options_.batch_size == 0) throw UsageError("batch_size is 0: give at least 1");
-    if (!std::same_as<Batch, Example> && (options_.transform || options_.batch_transform))
-      throw UsageError(
-          "the loader's transforms take an Example of two tensors, which this dataset does not give");
-    if (options_.transform && !has_single_samples)
-      throw UsageError(
-          "this dataset makes whole batches only: give the loader a batch_transform, not a transform");
-  }
-  DataLoader(const DataLoader&) = delete;
-  DataLoader& operator=(const DataLoader&) = delete;
-
-  /// Starts a pass. Throws UsageError if another pass is running.
-  Iterator begin() {
-    if (pass_under_way_)
-      throw UsageError("a pass over this DataLoader is already running: end that loop first");
-    if (sampler_.begun() && options_.advance_epoch) sampler_.set_epoch(sampler_.pass_epoch() + 1);
-    // A resumed pass drew its base seed when it was started.
-    if (!Passes::draws_base_seed && options_.draw_base_seed && !sampler_.resumes())
-      at::empty({}, at::kLong).random_();
-    start_.reset();  // frees the order of the last pass
-    sampler_.reset();
-    start_.emplace(sampler_);
-    return Iterator(*this);
-  }
-  static std::default_sentinel_t end() { return {}; }
-
-  /// Returns the number of this rank's batches in a pass, before it starts.
-  [[nodiscard]] std::size_t size() const {
-    const std::size_t samples = sampler_.size(), batch = options_.batch_size;
-    return samples / batch + (!options_.drop_last && samples % batch != 0 ? 1 : 0);
-  }
-
-  /// Writes the state that the sampler has after `samples` samples of the current pass, regardless of how far
-  /// workers have read ahead. To resume, call `sampler().load` before a pass.
-  void save(torch::serialize::OutputArchive& archive, std::size_t samples) const {
-    Passes then(start_ ? *start_ : sampler_);
-    then.skip(samples);
-    then.save(archive);
-  }
-
-  /// Sets the epoch of the next pass.
-  void set_epoch(std::size_t epoch) { sampler_.set_epoch(epoch); }
-  /// Returns the epoch of the current pass, before the first one that of the sampler.
-  [[nodiscard]] std::size_t epoch() const { return sampler_.pass_epoch(); }
-
-  [[nodiscard]] const D& dataset() const { return dataset_; }
-  [[nodiscard]] S& sampler() { return plain(sampler_); }
-  [[nodiscard]] const S& sampler() const { return plain(sampler_); }
-  [[nodiscard]] const LoaderOptions& options() const { return options_; }
-
- private:
-  static_assert(
-      ResumableSampler<S> || !requires(const S& sampler) { sampler.resumes(); },
-      "lockstep: a sampler with resumes() has all members of ResumableSampler");
-
-  using Passes = std::conditional_t<ResumableSampler<S>, S, detail::CountedSampler<S>>;
-
-  struct Job {
-    std::vector<std::size_t> indices;
-    std::size_t number;  // of its first sample in this rank's pass
-    std::size_t epoch;
-    int rank;
-  };
-
-  static constexpr bool gives_examples = requires(D & dataset, c10::ArrayRef<std::size_t> indices) {
-    { dataset.get_batch(indices) } -> std::same_as<std::vector<Example>>;
-  };
-  static constexpr bool has_single_samples = IndexedDataset<D> || gives_examples;
-
-  static auto& plain(auto& sampler) {
-    if constexpr (ResumableSampler<S>)
-      return sampler;
-    else
-      return sampler.plain();
-  }
-
-  [[nodiscard]] int rank() const { return options_.rank ? *options_.rank : sampler_.rank(); }
-
-  std::optional<Job> next_job() {
-    const std::size_t number = sampler_.position();
-    auto indices = sampler_.next(options_.batch_size);
-    if (!indices || (options_.drop_last && indices->size() < options_.batch_size)) return std::nullopt;
-    return Job{std::move(*indices), number, epoch(), rank()};
-  }
-
-  // Workers call this concurrently: it must not write to members.
-  Batch load(const Job& job) {
-    const at::NoGradGuard no_grad;
-    try {
-      Batch batch = load_unchecked(job);
-      if constexpr (TensorBatch<Batch>)
-        if (options_.pin_memory && at::hasCUDA())
-          for_each_tensor(batch, [](at::Tensor& tensor) {
-            if (tensor.is_cpu()) tensor = tensor.pin_memory();
-          });
-      return batch;
-    } catch (const Error&) {
-      throw;
-    } catch (const c10::Error& error) {
-      std::throw_with_nested(DataError(describe(job, error.what_without_backtrace())));
-    } catch (const std::exception& error) {
-      std::throw_with_nested(DataError(describe(job, error.what())));
-    }
-  }
-
-  Batch load_unchecked(const Job& job) {
-    if constexpr (std::same_as<Batch, Example>) {
-      if (options_.transform || options_.batch_transform) {
-        at::Generator generator =
-            keyed_generator({options_.seed, job.epoch, static_cast<std::uint32_t>(job.rank), job.number});
-        Batch batch =
-            options_.transform ? load_transformed(job, generator) : make_batch(dataset_, job.indices);
-        return options_.batch_transform ? options_.batch_transform(std::move(batch), generator) : batch;
-      }
-    }
-    return make_batch(dataset_, job.indices);
-  }
-
-  Batch load_transformed(const Job& job, at::Generator& generator) {
-    std::vector<Example> examples;
-    if constexpr (gives_examples) {
-      examples = dataset_.get_batch(job.indices);
-      for (Example& example : examples) example = options_.transform(std::move(example), generator);
-    } else if constexpr (IndexedDataset<D>) {
-      examples.reserve(job.indices.size());
-      for (const std::size_t index : job.indices)
-        examples.push_back(options_.transform(dataset_.get(index), generator));
-    }
-    return collate(std::move(examples));
-  }
-
-  std::string describe(const Job& job, const std::string& what) const {
-    return detail::formatted("rank {} could not load batch {} of epoch {} (dataset indices {}{}): {}",
-                             job.rank, job.number / options_.batch_size, job.epoch, job.indices.front(),
-                             job.indices.size() > 1 ? detail::formatted(", ..., {}", job.indices.back()) : "",
-                             what);
-  }
-
-  D dataset_;
-  Passes sampler_;
-  LoaderOptions options_;
-  std::optional<Passes> start_;  // the sampler at the start of the last pass
-  bool pass_under_way_ = false;
-};
-
-/// A pass over a loader's batches. Move-only; its destructor ends the pass.
-template <Dataset D, Sampler S>
-class DataLoader<D, S>::Iterator {
- public:
-  using value_type = Batch;
-  using difference_type = std::ptrdiff_t;
-  using iterator_concept = std::input_iterator_tag;
-
-  Iterator(Iterator&& other) noexcept
-      : loader_(std::exchange(other.loader_, nullptr)),
-        prefetcher_(std::move(other.prefetcher_)),
-        batch_(std::move(other.batch_)) {}
-  Iterator& operator=(Iterator&& other) noexcept {
-    std::swap(loader_, other.loader_);
-    std::swap(prefetcher_, other.prefetcher_);
-    std::swap(batch_, other.batch_);
-    return *this;
-  }
-  ~Iterator() { finish(); }
-
-  Batch& operator*() const { return *batch_; }
-  Batch* operator->() const { return &*batch_; }
-  Iterator& operator++() {
-    advance();
-    return *this;
-  }
-  void operator++(int) { advance(); }
-  bool operator==(std::default_sentinel_t) const { return !batch_; }
-
- private:
-  friend class DataLoader;
-
-  explicit Iterator(DataLoader& loader) : loader_(&loader) {
-    loader.pass_under_way_ = true;
-    try {
-      if (const std::size_t workers = loader.options_.num_workers; workers > 0)
-        prefetcher_ = std::make_unique<detail::Prefetcher<Job, Batch>>(
-            workers, workers * std::max<std::size_t>(1, loader.options_.prefetch_factor),
-            [&loader] { return loader.next_job(); }, [&loader](Job& job) { return loader.load(job); },
-            detail::keep_math_on_this_thread);
-      advance();
-    } catch (...) {
-      finish();
-      throw;
-    }
-  }
-
-  void advance() {
-    batch_.reset();  // frees its memory for the next batch
-    try {
-      if (prefetcher_) {
-        batch_ = prefetcher_->next();
-      } else if (const auto job = loader_->next_job()) {
-        batch_ = loader_->load(*job);
-      }
-    } catch (...) {
-      finish();
-      throw;
-    }
-    if (!batch_) finish();
-  }
-
-  void finish() {
-    prefetcher_.reset();  // joins the workers
-    if (loader_) loader_->pass_under_way_ = false;
-  }
-
-  DataLoader* loader_;
-  std::unique_ptr<detail::Prefetcher<Job, Batch>> prefetcher_;
-  mutable std::optional<Batch> batch_;
-};
-
-template <class D, class S>
-DataLoader(D, S, LoaderOptions) -> DataLoader<D, S>;
-template <class D, class S>
-DataLoader(D, S) -> DataLoader<D, S>;
 
 }  // namespace lockstep

@@ -50,8 +50,8 @@ concept Sampler = std::derived_from<S, torch::data::samplers::Sampler<>> && std:
 /// A Sampler that owns the epoch and the position of its passes. DataLoader wraps any other Sampler in an
 /// adapter that counts its passes and samples, and skips samples by calling `next`.
 ///
-/// 1. `pass_epoch()` returns the epoch of the current pass: that of the last `reset()`, `set_epoch` or `load`
-///    on this object.
+/// 1. `pass_epoch()` returns the epoch of the current pass, which the last `reset()`, `set_epoch` or `load`
+///    on this object has set.
 /// 2. `position()` returns the number of samples that this rank has consumed in the pass, including those
 ///    before a resume. `skip(n)` advances it as `next(n)` does, but need not compute the indices.
 /// 3. `begun()` returns whether this object has started a pass since `set_epoch` was called on it or on a
@@ -80,13 +80,15 @@ concept CountingSampler = Sampler<S> && requires(const S& view, int rank) {
 
 /// The options of the samplers that partition a dataset over the ranks.
 struct SamplerOptions {
+  /// Seed of the shuffle; the same on every rank.
   std::uint64_t seed = 0;
+  /// Shuffle the dataset anew in each epoch. False keeps its order.
   bool shuffle = true;
   /// Drop the tail that does not divide by the number of ranks, instead of repeating samples from the head.
   bool drop_last = false;
-  /// Repeat samples from the head until all ranks have equally many, as Python does. Without padding the
-  /// first ranks get the tail and each sample is seen exactly once; ranks may then differ by one sample, and
-  /// ranks beyond the number of samples have none.
+  /// Repeat samples from the head until all ranks have equally many, as Python does. Ignored with
+  /// `drop_last`. If both are false, each sample is seen exactly once: the first ranks get the tail, so ranks
+  /// may differ by one sample, and ranks beyond the number of samples have none.
   bool pad = true;
 };
 
@@ -156,15 +158,11 @@ class SamplerEpoch {
   std::optional<std::size_t> begun_;  // `times_set` at the last start of a pass
 };
 
-}  // namespace lockstep::detail
-
-namespace lockstep::detail {
-
 inline std::int64_t read_count(torch::serialize::InputArchive& archive, const std::string& key) {
   c10::IValue value;
   if (!archive.try_read(key, value) || !value.isInt())
-    throw CheckpointError(
-        detail::formatted("the saved sampler has no number \"{}\": it is not a sampler of lockstep", key));
+    throw CheckpointError(detail::formatted(
+        "the saved sampler has no number \"{}\": load a state that a sampler of lockstep saved", key));
   return value.toInt();
 }
 
@@ -173,14 +171,13 @@ inline std::int64_t read_count(torch::serialize::InputArchive& archive, const st
 inline void expect_saved(const char* what, std::int64_t saved, std::int64_t here) {
   if (saved != here)
     throw CheckpointError(detail::formatted(
-        "the saved sampler has {} {} and this one {}: make it with the same dataset and options", what, saved,
-        here));
+        "the saved sampler has {} {} and this one {}: construct this one with the same dataset and options",
+        what, saved, here));
 }
 
 inline void check_rank(const char* sampler, int rank, int world_size) {
   if (world_size < 1)
-    throw UsageError(
-        detail::formatted("{}: a world size of {} makes no sense, it is at least 1", sampler, world_size));
+    throw UsageError(detail::formatted("{}: the world size is {}: give 1 or more", sampler, world_size));
   if (rank < 0 || rank >= world_size)
     throw UsageError(detail::formatted("{}: rank {} is not between 0 and {}", sampler, rank, world_size - 1));
 }
@@ -354,8 +351,8 @@ class DistributedSampler : public detail::StridedSampler {
   DistributedSampler(std::size_t length, const G& group, const SamplerOptions& options = {})
       : DistributedSampler(length, group.rank(), group.size(), options) {}
 
-  /// Starts or resumes a pass, and frees the permutation of another one, so that copies made afterwards do
-  /// not keep it.
+  /// Starts or resumes a pass. Frees the permutation of any other pass, so that copies made afterwards do not
+  /// keep it alive.
   void reset(std::optional<std::size_t> new_length = std::nullopt) override {
     detail::StridedSampler::reset(new_length);
     if (key() != key_) order_ = at::Tensor();
@@ -420,8 +417,8 @@ class DistributedSampler : public detail::StridedSampler {
 /// The concatenated results of the ranks are in the dataset's order.
 ///
 /// Blocks differ by at most one sample, the longer ones first. With more ranks than samples some blocks are
-/// empty. Therefore sum and count a metric and reduce it once, at the end: a collective in each step would
-/// hang.
+/// empty. Therefore accumulate the sum and the count of a metric and reduce them once, at the end: a
+/// collective in each step would hang.
 class EvaluationSampler : public torch::data::samplers::Sampler<> {
  public:
   static constexpr bool draws_base_seed = false;
@@ -456,8 +453,8 @@ class EvaluationSampler : public torch::data::samplers::Sampler<> {
   std::optional<std::vector<std::size_t>> next(std::size_t batch_size) override {
     detail::check_batch_size(batch_size);
     resumed_ = false;
-    const std::size_t share = share_of(rank_);
-    const std::size_t count = std::min(batch_size, share - std::min(position_, share));
+    const std::size_t block = block_size(rank_);
+    const std::size_t count = std::min(batch_size, block - std::min(position_, block));
     if (count == 0) return std::nullopt;
     std::vector<std::size_t> indices(count);
     std::iota(indices.begin(), indices.end(), first() + position_);
@@ -470,18 +467,19 @@ class EvaluationSampler : public torch::data::samplers::Sampler<> {
   [[nodiscard]] std::size_t size() const { return size_of(rank()); }
   /// Returns `size()` of any rank from 0 to world size - 1.
   [[nodiscard]] std::size_t size_of(int rank) const {
-    const std::size_t share = share_of(static_cast<std::size_t>(rank));
-    return share - std::min(skipped_, share);
+    const std::size_t block = block_size(static_cast<std::size_t>(rank));
+    return block - std::min(skipped_, block);
   }
   /// Returns the index of the first sample of this rank's block.
   [[nodiscard]] std::size_t first() const {
     return rank_ * (length_ / world_size_) + std::min(rank_, length_ % world_size_);
   }
+  /// Returns the number of samples that this rank has consumed in this pass, including those before a resume.
   [[nodiscard]] std::size_t position() const { return position_; }
   /// Skips this rank's next `count` samples of the pass.
   void skip(std::size_t count) {
     resumed_ = false;
-    position_ += std::min(count, share_of(rank_) - std::min(position_, share_of(rank_)));
+    position_ += std::min(count, block_size(rank_) - std::min(position_, block_size(rank_)));
   }
   /// Returns whether the next `reset()` resumes a loaded pass.
   [[nodiscard]] bool resumes() const { return resumed_; }
@@ -493,7 +491,8 @@ class EvaluationSampler : public torch::data::samplers::Sampler<> {
     archive.write("position", c10::IValue(static_cast<std::int64_t>(position_)));
   }
 
-  /// Throws CheckpointError if the saved length or world size differs.
+  /// Restores the position that `save` wrote. Throws CheckpointError if the saved length or world size
+  /// differs.
   void load(torch::serialize::InputArchive& archive) override {
     detail::expect_saved("length", detail::read_count(archive, "length"), static_cast<std::int64_t>(length_));
     detail::expect_saved("world size", detail::read_count(archive, "world_size"),
@@ -503,7 +502,7 @@ class EvaluationSampler : public torch::data::samplers::Sampler<> {
   }
 
  private:
-  [[nodiscard]] std::size_t share_of(std::size_t rank) const {
+  [[nodiscard]] std::size_t block_size(std::size_t rank) const {
     return length_ / world_size_ + (rank < length_ % world_size_ ? 1 : 0);
   }
 
@@ -514,6 +513,7 @@ class EvaluationSampler : public torch::data::samplers::Sampler<> {
   bool resumed_ = false;
 };
 
+/// Options of RandomSampler.
 struct RandomSamplerOptions {
   /// Generator to draw from, as in Python's DataLoader(generator=g). Undefined means the default generator,
   /// which `torch::manual_seed` seeds.
@@ -581,7 +581,7 @@ class RandomSampler : public torch::data::samplers::Sampler<> {
 
   /// Returns the number of samples of the pass. A resumed pass counts only its remaining samples.
   [[nodiscard]] std::size_t size() const { return length_ - skipped_; }
-  /// Returns the number of samples returned in this pass.
+  /// Returns the number of samples consumed in this pass, including those before a resume.
   [[nodiscard]] std::size_t position() const { return position_; }
   /// Skips the next `count` samples of the pass.
   void skip(std::size_t count) {
@@ -610,7 +610,9 @@ class RandomSampler : public torch::data::samplers::Sampler<> {
     const bool own = archive.try_read("generator", now, /*is_buffer=*/true);
     if (own != options_.generator.defined())
       throw CheckpointError(
-          detail::formatted("the saved RandomSampler drew from {} generator and this one draws from {}",
+          detail::formatted("the saved RandomSampler drew from {} generator and this one draws from {}: "
+                            "set "
+                            "RandomSamplerOptions::generator in both or in neither",
                             own ? "its own" : "the default", own ? "the default" : "its own"));
     order_ = at::Tensor();
     position_ = skipped_ = 0;
@@ -674,6 +676,7 @@ class RandomSampler : public torch::data::samplers::Sampler<> {
 /// leaves a bijection of 0 .. length - 1.
 class KeyedPermutation {
  public:
+  /// Constructs the permutation of `length` values that `key` selects.
   KeyedPermutation(std::size_t length, std::uint64_t key) : length_(length) {
     const int bits = length > 64 ? static_cast<int>(std::bit_width(length - 1)) : 6;
     low_bits_ = bits / 2;
