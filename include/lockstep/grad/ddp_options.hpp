@@ -45,6 +45,8 @@ struct DelayedParameters {
   std::string until = {};
 };
 
+/// Options of DistributedDataParallel. They must be equal on every rank; the constructor throws MismatchError
+/// otherwise.
 struct DdpOptions {
   /// Bucket size limits in MiB; fractions are allowed. The first value applies to the first bucket and so on;
   /// the last applies to all later buckets. One value is Python's bucket_cap_mb. Several values other than
@@ -52,7 +54,10 @@ struct DdpOptions {
   /// default apply from the rebuild of the buckets on, or from the first reduction with
   /// `find_unused_parameters`.
   std::vector<double> bucket_cap_mb = {1, 25};
+  /// How buffers are synchronized before a training forward. Counterpart: broadcast_buffers, whose true and
+  /// false are `from_rank_zero` and `none`.
   BufferPolicy broadcast_buffers = BufferPolicy::from_rank_zero;
+  /// Where gradients are stored. Counterpart: gradient_as_bucket_view.
   GradientStorage gradients = GradientStorage::in_bucket;
   /// Allows parameters to take no part in a backward. Each backward then traverses the graph of its loss,
   /// buckets are not rebuilt in ready order, and one more small all-reduce tells which parameters were used.
@@ -69,8 +74,8 @@ struct DdpOptions {
   DelayedParameters delayed = {};
   /// Dtype of the parameters from a forward to the end of the reduction that follows it. Backward computes in
   /// this dtype; gradients are cast to the parameters' own dtype for the reduction. See
-  /// DistributedDataParallel::before_forward. For hand-written loops only: Trainer and CapturedStep refuse it
-  /// and have their Precision instead.
+  /// DistributedDataParallel::before_forward. For hand-written loops only: Trainer and CapturedStep throw
+  /// UsageError for it and take a Precision instead.
   ///
   /// Counterpart: param_dtype of Python's _MixedPrecision.
   std::optional<at::ScalarType> param_dtype = std::nullopt;
@@ -83,14 +88,14 @@ struct DdpOptions {
   /// Whether construction compares the models of the ranks and broadcasts rank 0's parameters and buffers.
   /// False promises that both are equal already, for example after another wrapper of the same model.
   bool init_sync = true;
-  /// Names of parameters and buffers to exclude: they are not compared, broadcast or averaged, and a
-  /// Trainer's optimizer does not get them.
+  /// Names of parameters and buffers to exclude. They are not compared, broadcast or averaged, and a Trainer
+  /// does not pass them to its optimizer.
   std::vector<std::string> ignored = {};
 };
 
 /// One bucket of this rank's last reduction.
 struct BucketReport {
-  std::vector<std::size_t> parameters;  ///< indices, in memory order
+  std::vector<std::size_t> parameters;  ///< indices into those that require grad, in memory order
   std::size_t bytes = 0;                ///< 0 for a sparse bucket, whose number of rows varies
   bool sparse = false;
   double launched = 0;  ///< seconds from the start of backward to the launch of its reduction
@@ -102,8 +107,9 @@ struct DdpReport {
   std::size_t reductions = 0;  ///< completed so far
   std::string hook;
   std::vector<BucketReport> buckets;
-  /// Indices into the parameters that require grad: in the order of the last reduction's gradients, and those
-  /// that took no part in the last backward on this rank, which `unused_names` names.
+  /// Indices into the parameters that require grad: `ready_order` in the order in which the gradients of the
+  /// last reduction became ready, `unused` the parameters that took no part in the last backward on this
+  /// rank. `unused_names` holds the names of the latter.
   std::vector<std::size_t> ready_order, unused;
   std::vector<std::string> unused_names;
   double forward = 0;        ///< from the last `before_forward` to the start of backward

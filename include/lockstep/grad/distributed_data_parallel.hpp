@@ -125,7 +125,7 @@ class DistributedDataParallel {
       check();
     } else {
       agree<UsageError>(comm, check);
-      detail::start_alike(checked, options, hook, comm);
+      detail::compare_and_broadcast(checked, options, hook, comm);
       state_->policy = options.broadcast_buffers;
       state_->buffers = detail::BufferSync(checked.buffers, options.broadcast_buffers);
     }
@@ -243,7 +243,7 @@ class DistributedDataParallel {
       detail::require_no_average(state_->parameters.trained,
                                  [&](std::size_t i) { return state_->reducer->has_gradient(i); });
     };
-    run({.losses = sum, .count = count, .nothing = !sum.defined()}, work);
+    run({.losses = sum, .count = count, .no_data = !sum.defined()}, work);
     const Reducer& reducer = *state_->reducer;
     return reducer.no_sync_depth > 0 ? reducer.count_so_far() : reducer.total_count();
   }
@@ -254,7 +254,7 @@ class DistributedDataParallel {
   /// Not supported for a loss over several wrapped models: the order of their reductions follows from the
   /// loss, which this rank does not have.
   void backward_empty() {
-    run({.losses = {}, .nothing = true}, [] {});
+    run({.losses = {}, .no_data = true}, [] {});
   }
 
   /// Reports that this rank cannot run the backward of this step, because its forward or its data loading
@@ -328,14 +328,14 @@ class DistributedDataParallel {
   ///
   /// A resumed run that sets this order is bitwise equal to an uninterrupted run.
   [[nodiscard]] std::vector<std::size_t> bucket_order() { return state_->reducer->bucket_order(); }
-  /// Sets the bucket order that `bucket_order` returned in another run, from the next backward on. Pass the
+  /// Sets the bucket order, as `bucket_order` returned it in another run, from the next backward on. Pass the
   /// same order on every rank, outside `no_sync`. Throws CheckpointError if the order does not fit this
   /// model's parameters.
   void set_bucket_order(const std::vector<std::size_t>& order) {
     const std::size_t trained = state_->parameters.trained.size();
     if (!detail::is_order_of(order, trained))
       throw CheckpointError(detail::formatted(
-          "the order of buckets names {} parameters, and the model trains {}: it is another model's",
+          "the bucket order has {} parameters and the model trains {}: load the order of the same model",
           order.size(), trained));
     state_->reducer->set_bucket_order(order);
   }

@@ -62,8 +62,8 @@ LOCKSTEP_INLINE std::string text_of(const UnexpectedGradient& it) {
   if (it.never_used)
     return name +
            " took no part in the first backward and does in this one, while static_graph promises that every "
-           "backward takes the way of the first; leave it out";
-  if (it.taken && it.fired == 0)
+           "backward follows the graph of the first; leave it out";
+  if (it.copied && it.fired == 0)
     return name +
            " was taken for unused, since the loss reaches it through a re-entrant backward (a checkpoint) "
            "alone; turn find_unused_parameters off, or use static_graph";

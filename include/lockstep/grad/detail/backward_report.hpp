@@ -35,8 +35,8 @@ std::string failure_text(const std::vector<BackwardReport>& reports,
 /// GradientError with the reports of all ranks. A no-op if there is no report: NaN alone is not an error,
 /// since a model may diverge. Collective and blocking.
 template <Gathering C>
-void throw_what_ranks_report(C& comm, const BackwardReport& mine, std::span<const ParameterEntry> parameters,
-                             const std::exception_ptr& failure) {
+void throw_reported_failure(C& comm, const BackwardReport& mine, std::span<const ParameterEntry> parameters,
+                            const std::exception_ptr& failure) {
   bool any = false, thrown = false;
   std::vector<BackwardReport> reports;
   for (const std::string& bytes : agree(comm, [&] { return serialize(mine); })) {
@@ -54,9 +54,11 @@ void throw_what_ranks_report(C& comm, const BackwardReport& mine, std::span<cons
 struct UnexpectedGradient {
   std::size_t parameter = 0;
   std::string name;
-  int expected = 0;  ///< gradients expected in a backward
-  int fired = 0;     ///< gradients that fired in this backward before
-  bool taken = false, searches = false, never_used = false;
+  int expected = 0;         ///< gradients expected in a backward
+  int fired = 0;            ///< gradients that fired in this backward before
+  bool copied = false;      ///< the gradient had been copied to its bucket before
+  bool searches = false;    ///< find_unused_parameters searches the graph
+  bool never_used = false;  ///< static_graph has recorded the parameter as unused
 };
 
 /// Returns the error text: the cause and a remedy.

@@ -115,9 +115,11 @@ NamedValues shared_options(const DdpOptions& options, const Hook& hook,
 }
 
 /// Compares the options of all ranks and, with DdpOptions::init_sync, compares the models and broadcasts rank
-/// 0's parameters and buffers. Collective. Throws an equal error on every rank.
+/// 0's parameters and buffers. Collective. Throws UsageError for a sparse gradient with a communication hook,
+/// and MismatchError if options or models differ; every rank throws the same error.
 template <class Comm, class Hook>
-void start_alike(const CheckedModel& model, const DdpOptions& options, const Hook& hook, Comm& comm) {
+void compare_and_broadcast(const CheckedModel& model, const DdpOptions& options, const Hook& hook,
+                           Comm& comm) {
   const auto& [parameters, buffers] = model;
   std::vector<std::string> names;
   for (const ParameterEntry& parameter : parameters.trained)

@@ -131,8 +131,8 @@ class GradientBuckets {
 
   void copy_rows(std::size_t i, bool scaled);
 
-  /// Returns a scalar as Python multiplies and divides with it: a double that is converted to the gradient's
-  /// dtype. Converts it once here if that does not change the bits.
+  /// Returns the scalar with which Python multiplies and divides a gradient: a double that each operation
+  /// converts to the gradient's dtype. Converts it here, once, if that does not change the bits.
   [[nodiscard]] static at::Tensor number_for(const at::Tensor& like, double value);
 
   static bool lies_in(const at::Tensor& grad, const at::Tensor& view);

@@ -22,8 +22,8 @@
 
 namespace lockstep::detail {
 
-/// The Reducer of a single process, whose members have the contracts of Reducer. Reduces nothing: registers
-/// hooks only for low-precision parameters, whose step must end with a bare `loss.backward()` too.
+/// The Reducer of a single process, whose members have the contracts of Reducer. Reduces nothing. Registers
+/// hooks only for low-precision parameters, because a bare `loss.backward()` must also end their step.
 class LocalReducer {
  public:
   template <class Hook>
@@ -44,7 +44,7 @@ class LocalReducer {
 
   template <class Run>
   void backward(const Contribution& contribution, Run&& run_backward) {
-    if (contribution.nothing && !contribution.count) return;  // no other rank to take part with
+    if (contribution.no_data && !contribution.count) return;  // no other rank to take part with
     inside_backward_ = true;
     try {
       run_backward();

@@ -17,8 +17,8 @@ namespace lockstep::detail {
 /// Switches a model's floating-point parameters to a low-precision dtype for a step and back to their own
 /// dtype afterwards. Changes the data of the module's own tensors, so the module needs no change.
 ///
-/// Autograd treats a leaf of another dtype as another leaf. Each parameter keeps both of its accumulators,
-/// and with them the hooks on both.
+/// After a change of dtype, autograd creates a new gradient accumulator for the same leaf. Each parameter
+/// keeps the accumulators of both dtypes, so that the hooks on both stay in place.
 class LowPrecisionParameters {
   struct Parameter {
     const NamedTensor* named;  // in the ParameterTable

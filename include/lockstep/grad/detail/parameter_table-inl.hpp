@@ -62,20 +62,20 @@ LOCKSTEP_INLINE void WatchedParameters::require_equal_flags() const {
     if (trained) ++entry;
     if (parameter.tensor.requires_grad() != trained)
       throw UsageError(detail::formatted(
-          "parameter '{}' was {} after DistributedDataParallel was made, which averages the gradients of "
-          "those that required grad then: make it anew",
+          "parameter '{}' was {} after DistributedDataParallel was constructed, which averages the gradients "
+          "of the parameters that required grad then: construct it again",
           parameter.name, trained ? "frozen" : "unfrozen"));
   }
 }
 
-LOCKSTEP_INLINE bool WatchedParameters::finds_stranger(at::ArrayRef<at::Tensor> losses) {
+LOCKSTEP_INLINE bool WatchedParameters::finds_unknown_leaf(at::ArrayRef<at::Tensor> losses) {
   search_.run(losses);
   bool found = false;
   for (const torch::autograd::Node* end : search_.ends()) {
     const auto* leaf = dynamic_cast<const torch::autograd::AccumulateGrad*>(end);
     if (!leaf || known_.contains(leaf->variable.unsafeGetTensorImpl())) continue;
-    if (strangers_.size() >= 1024) strangers_.clear();
-    found = strangers_.emplace(leaf->variable.getIntrusivePtr()).second || found;
+    if (unknown_leaves_.size() >= 1024) unknown_leaves_.clear();
+    found = unknown_leaves_.emplace(leaf->variable.getIntrusivePtr()).second || found;
   }
   return found;
 }
@@ -85,8 +85,8 @@ LOCKSTEP_INLINE void WatchedParameters::require_known(const std::vector<NamedTen
     if (known_.contains(parameter.tensor.unsafeGetTensorImpl()) ||
         std::find(ignored_.begin(), ignored_.end(), parameter.name) != ignored_.end())
       continue;
-    strangers_.clear();  // so that the next backward throws again
-    asked_ = false;
+    unknown_leaves_.clear();  // so that the next backward throws again
+    listed_ = false;
     throw UsageError(detail::formatted(
         "parameter '{}' was added or replaced after DistributedDataParallel was made, so that its gradient "
         "would not be averaged: make DistributedDataParallel after the model is whole",

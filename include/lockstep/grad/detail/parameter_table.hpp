@@ -23,7 +23,7 @@ namespace lockstep::detail {
 /// The identity and the version counter of a gradient; null if it is undefined.
 using GradientVersion = std::pair<const c10::TensorImpl*, std::int64_t>;
 
-/// A parameter that requires grad, with all that DistributedDataParallel keeps of it.
+/// A parameter that requires grad, and the state that DistributedDataParallel keeps for it.
 struct ParameterEntry {
   // The parameter at construction. Its tensor has another dtype while it is low precision.
   std::string_view name;
@@ -73,17 +73,17 @@ struct ParameterTable {
   std::vector<ParameterEntry> trained;  ///< those that require grad; the indices of buckets and reports
 };
 
-/// Records the gradients after a reduction: each holds an average, to which no sum can be added that is still
-/// to be divided by its count.
+/// Records after a reduction which gradients hold an average. A later backward_sum must not add to them: its
+/// sum is still to be divided by its count.
 void note_reduced(std::span<ParameterEntry> parameters);
 
-/// Forgets, before a backward, the averages that were cleared or replaced. A gradient that was written to,
-/// such as by clipping, still holds an average unless it is all zeros or lies on a device, where reading it
-/// would synchronize.
+/// Forgets the averages that were cleared or replaced. Called before a backward. A gradient that was written
+/// to, such as by clipping, still holds an average unless it is all zeros or lies on a device, where reading
+/// it would synchronize.
 void forget_cleared(std::span<ParameterEntry> parameters);
 
-/// Throws GradientError, after a backward, that names a parameter whose gradient held an average and was
-/// accumulated into. `added(i)` returns whether parameter i's gradient was.
+/// Throws GradientError with the name of a parameter if a backward has added to a gradient that held an
+/// average. Called after the backward. `added(i)` returns whether it has added to parameter i's gradient.
 template <class Added>
 void require_no_average(std::span<const ParameterEntry> parameters, Added&& added) {
   for (std::size_t i = 0; i < parameters.size(); ++i)
@@ -108,8 +108,8 @@ class WatchedParameters {
   template <class List>
   void check(at::ArrayRef<at::Tensor> losses, List&& list) {
     require_equal_flags();
-    const bool stranger = finds_stranger(losses);
-    if (!std::exchange(asked_, true) || stranger) require_known(list());
+    const bool unknown_leaf = finds_unknown_leaf(losses);
+    if (!std::exchange(listed_, true) || unknown_leaf) require_known(list());
   }
 
  private:
@@ -117,7 +117,7 @@ class WatchedParameters {
   void require_equal_flags() const;
   /// Returns whether the losses depend on an unseen leaf that is not a parameter of the model, such as an
   /// input that requires grad. Each such leaf is reported once.
-  bool finds_stranger(at::ArrayRef<at::Tensor> losses);
+  bool finds_unknown_leaf(at::ArrayRef<at::Tensor> losses);
   /// Throws UsageError if a parameter is not in the table.
   void require_known(const std::vector<NamedTensor>& parameters);
 
@@ -125,9 +125,9 @@ class WatchedParameters {
   std::vector<std::string> ignored_;
   std::unordered_set<const c10::TensorImpl*> known_;
   // Weak references, so that the address of a destroyed leaf is not reused by another tensor.
-  std::unordered_set<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> strangers_;
+  std::unordered_set<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> unknown_leaves_;
   GraphSearch search_;
-  bool asked_ = false;
+  bool listed_ = false;
 };
 
 }  // namespace lockstep::detail

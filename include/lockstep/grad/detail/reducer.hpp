@@ -95,12 +95,12 @@ class InsideBackward {
 };
 
 /// One backward's contribution to a reduction. `losses`: the roots of the search for unused parameters. With
-/// a `count`, the gradients are those of a sum over that many samples, otherwise of a mean. `nothing`: this
-/// rank has no data.
+/// a `count`, the gradients are those of a sum over that many samples, otherwise of a mean. `no_data`: this
+/// rank has no data in this step.
 struct Contribution {
   at::ArrayRef<at::Tensor> losses;
   std::optional<double> count = std::nullopt;
-  bool nothing = false;  // this rank has no data
+  bool no_data = false;
 
   /// Returns `before` plus the count; nullopt without a count. A negative or non-finite count, which backward
   /// refuses, adds 0.
@@ -178,8 +178,8 @@ class Reducer {
     };
     if (!reduces && !inside.outermost) return run_counted();
     if (reduces) {
-      mean_over_ = contribution.count_after(count_);
-      nothing_ = contribution.nothing;
+      sum_count_ = contribution.count_after(count_);
+      no_data_ = contribution.no_data;
       try {
         open();
       } catch (...) {
@@ -218,10 +218,10 @@ class Reducer {
   /// `counted`: the other ranks run a reduction of sums with counts.
   void fail_backward(const std::exception_ptr& failure, bool counted) noexcept {
     const int depth = std::exchange(no_sync_depth, 0);
-    Contribution nothing{.losses = {}, .nothing = true};
-    if (counted) nothing.count = 0;
+    Contribution empty{.losses = {}, .no_data = true};
+    if (counted) empty.count = 0;
     try {
-      backward(nothing, [&] { std::rethrow_exception(failure); });
+      backward(empty, [&] { std::rethrow_exception(failure); });
     } catch (...) {  // `failure` itself, which the caller handles
     }
     no_sync_depth = depth;
@@ -333,12 +333,12 @@ class Reducer {
     close_stale();
     if (!std::exchange(joined_, false)) clear_counters();
     if (rebuild_due_) rebuild();
-    reduction_.open(mean_over_);
+    reduction_.open(sum_count_);
     open_ = true;
   }
   void open_plain() {
-    mean_over_.reset();
-    nothing_ = false;
+    sum_count_.reset();
+    no_data_ = false;
     open();
   }
   void clear_counters() {
@@ -364,7 +364,7 @@ class Reducer {
   /// buckets need not wait for `close`. `losses` is null in a bare `loss.backward()`, which does not know
   /// them.
   void copy_known_unused(const at::ArrayRef<at::Tensor>* losses) {
-    if (nothing_ || !expects_) return;
+    if (no_data_ || !expects_) return;
     if (options_.static_graph) {
       for (std::size_t i = 0; i < parameters_.size(); ++i)
         if (parameters_[i].expected == 0) copy_to_bucket(i, parameters_[i].seen);
@@ -430,7 +430,7 @@ class Reducer {
       const std::exception_ptr hook_error = reduction_.hook_error();
       if (hook_error && !report.thrown) report.thrown = first_line(hook_error);
       if (flagged)
-        throw_what_ranks_report(reduction_.comm(), report, parameters_, failure ? failure : hook_error);
+        throw_reported_failure(reduction_.comm(), report, parameters_, failure ? failure : hook_error);
       reduction_.copy_from_bucket();
     } catch (...) {
       open_ = false;
@@ -449,7 +449,7 @@ class Reducer {
   /// Copies the remaining gradients into their buckets. Poisons the bucket view of each parameter whose
   /// gradient is required and missing, and records the parameter in `report`.
   void complete(BackwardReport& report) {
-    const bool may_miss = nothing_ || searches() || (options_.static_graph && !expects_);
+    const bool may_miss = no_data_ || searches() || (options_.static_graph && !expects_);
     for (std::size_t i = 0; i < parameters_.size(); ++i) {
       if (parameters_[i].copied) continue;
       if (!parameters_[i].seen && !may_miss) {
@@ -530,8 +530,8 @@ class Reducer {
   double count_ = 0;  // this rank's count since the last reduction
   std::size_t iteration_ = 0;
   bool open_ = false, inside_ = false, stale_ = false, rebuild_due_ = false, rebuilt_ = false;
-  std::optional<double> mean_over_;  // this rank's count in a reduction of sums with counts
-  bool nothing_ = false;
+  std::optional<double> sum_count_;  // this rank's count in a reduction of sums with counts
+  bool no_data_ = false;
   bool joined_ = false;  // the backward of another model has reached this one and closes its reduction
   std::size_t made_ = reducers_made++;
   std::shared_ptr<Reducer*> self_ = std::make_shared<Reducer*>(this);

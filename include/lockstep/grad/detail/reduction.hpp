@@ -102,12 +102,12 @@ SparseSum sum_rows(Comm& comm, const at::Tensor& gradient, const at::Tensor& par
   gather(values, own_values);
   for (int rank = 0; rank < comm.size(); ++rank) {
     const std::int64_t length = std::max<std::int64_t>(count[rank], 0);
-    const at::Tensor share = at::sparse_coo_tensor(indices[rank].narrow(0, 0, length).unsqueeze(0),
-                                                   values[rank].narrow(0, 0, length), parameter.sizes());
+    const at::Tensor part = at::sparse_coo_tensor(indices[rank].narrow(0, 0, length).unsqueeze(0),
+                                                  values[rank].narrow(0, 0, length), parameter.sizes());
     if (!result.sum.defined())
-      result.sum = share;
+      result.sum = part;
     else
-      result.sum += share;
+      result.sum += part;
   }
   result.sum = result.sum.coalesce();
   return result;

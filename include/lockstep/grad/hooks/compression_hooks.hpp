@@ -37,21 +37,21 @@ class Scratch {
   std::vector<at::Tensor> tensors_;
 };
 
-/// The all-reduce of a bucket in a narrower dtype, in flight.
+/// The all-reduce of a bucket in another dtype, in flight.
 template <class Work>
 struct CastReduction : PhasedReduction<CastReduction<Work>> {
-  CastReduction(Work work, at::Tensor flat, at::Tensor narrowed, int divisor)
-      : work(std::move(work)), flat(std::move(flat)), narrowed(std::move(narrowed)), divisor(divisor) {}
+  CastReduction(Work work, at::Tensor flat, at::Tensor converted, int divisor)
+      : work(std::move(work)), flat(std::move(flat)), converted(std::move(converted)), divisor(divisor) {}
 
   template <class Wait>
   void finish(Wait&& wait) {
     wait(work);
-    if (divisor != 1) narrowed.div_(divisor);
-    if (!narrowed.is_same(flat)) flat.copy_(narrowed);
+    if (divisor != 1) converted.div_(divisor);
+    if (!converted.is_same(flat)) flat.copy_(converted);
   }
 
   Work work;
-  at::Tensor flat, narrowed;
+  at::Tensor flat, converted;
   int divisor;  // of the sum
 };
 
@@ -60,19 +60,19 @@ enum class Division { before_sum, after_sum };
 
 /// Casts a bucket to `type`, divides by the number of ranks in that dtype, sums, and casts back. Bitwise
 /// equal to torch.distributed.algorithms.ddp_comm_hooks: default_hooks, or mixed_precision_hooks, which
-/// divide the sum. Adds the bytes sent to `bytes`.
+/// divide the sum. Adds the number of bytes sent to `bytes`.
 template <class Comm>
 CastReduction<typename Comm::Work> start_cast(Comm& comm, const GradientBucket& bucket, at::ScalarType type,
                                               Scratch& scratch, std::uint64_t& bytes, Division division) {
-  at::Tensor narrowed = bucket.flat;
+  at::Tensor converted = bucket.flat;
   if (type != bucket.flat.scalar_type()) {
-    narrowed = scratch.get(bucket.index, bucket.flat.sizes(),
-                           bucket.flat.options().dtype(type).requires_grad(false));
-    narrowed.copy_(bucket.flat);
+    converted = scratch.get(bucket.index, bucket.flat.sizes(),
+                            bucket.flat.options().dtype(type).requires_grad(false));
+    converted.copy_(bucket.flat);
   }
-  if (division == Division::before_sum) narrowed.div_(comm.size());
-  bytes += sent_bytes(comm, narrowed);
-  return {comm.all_reduce(narrowed, ReduceOp::sum), bucket.flat, narrowed,
+  if (division == Division::before_sum) converted.div_(comm.size());
+  bytes += sent_bytes(comm, converted);
+  return {comm.all_reduce(converted, ReduceOp::sum), bucket.flat, converted,
           division == Division::after_sum ? comm.size() : 1};
 }
 
@@ -130,8 +130,8 @@ class Fp16Hook : public detail::CastHook {
   Fp16Hook() : CastHook(at::kHalf, "fp16", detail::Division::before_sum) {}
 };
 
-/// Sums gradients in a chosen dtype and divides the sum in it. Use it with DdpOptions::param_dtype. A sum in
-/// float16 may overflow where the mean would not; Fp16Hook divides first.
+/// Casts gradients to a chosen dtype, and sums and divides them in that dtype. Use it with
+/// DdpOptions::param_dtype. A sum in float16 may overflow where the mean would not; Fp16Hook divides first.
 ///
 /// Counterpart: reduce_dtype of Python's _MixedPrecision.
 class ReduceDtypeHook : public detail::CastHook {
@@ -158,15 +158,15 @@ class Bf16Fp32Hook {
   requires Reducing<Comm> && Gathering<Comm>
   auto start(Comm& comm, const GradientBucket& bucket) {
     const auto ranks = static_cast<std::int64_t>(comm.size());
-    const std::int64_t length = bucket.flat.numel(), share = (length + ranks - 1) / ranks;
+    const std::int64_t length = bucket.flat.numel(), part = (length + ranks - 1) / ranks;
     const auto options = bucket.flat.options().dtype(at::kBFloat16).requires_grad(false);
-    const at::Tensor shares = mine_.get(bucket.index, {ranks, share}, options);
-    const at::Tensor received = received_.get(bucket.index, {ranks, share}, options);
-    const at::Tensor line = shares.view(-1);
+    const at::Tensor parts = mine_.get(bucket.index, {ranks, part}, options);
+    const at::Tensor received = received_.get(bucket.index, {ranks, part}, options);
+    const at::Tensor line = parts.view(-1);
     line.narrow(0, 0, length).copy_(bucket.flat);
-    line.narrow(0, length, ranks * share - length).zero_();
-    wire_bytes_ += detail::sent_bytes(comm, shares);
-    return Sum<Comm>(comm.all_to_all(received, shares), *this, comm, bucket.flat, shares, received);
+    line.narrow(0, length, ranks * part - length).zero_();
+    wire_bytes_ += detail::sent_bytes(comm, parts);
+    return Sum<Comm>(comm.all_to_all(received, parts), *this, comm, bucket.flat, parts, received);
   }
 
   [[nodiscard]] std::string_view name() const { return "bf16_fp32"; }
@@ -176,13 +176,13 @@ class Bf16Fp32Hook {
  private:
   template <class Comm>
   struct Sum : detail::PhasedReduction<Sum<Comm>> {
-    Sum(typename Comm::Work work, Bf16Fp32Hook& hook, Comm& comm, at::Tensor flat, at::Tensor shares,
+    Sum(typename Comm::Work work, Bf16Fp32Hook& hook, Comm& comm, at::Tensor flat, at::Tensor parts,
         at::Tensor received)
         : exchange(std::move(work)),
           hook(&hook),
           comm(&comm),
           flat(std::move(flat)),
-          shares(std::move(shares)),
+          parts(std::move(parts)),
           received(std::move(received)) {}
 
     template <class Wait>
@@ -192,15 +192,15 @@ class Bf16Fp32Hook {
       for (std::int64_t rank = 1; rank < received.size(0); ++rank) sum.add_(received[rank]);
       const at::Tensor mean = sum.div_(comm->size()).to(at::kBFloat16);
       hook->wire_bytes_ += detail::sent_bytes(*comm, mean);
-      auto gather = comm->all_gather(shares, mean);
+      auto gather = comm->all_gather(parts, mean);
       wait(gather);
-      flat.copy_(shares.view(-1).narrow(0, 0, flat.numel()));
+      flat.copy_(parts.view(-1).narrow(0, 0, flat.numel()));
     }
 
     typename Comm::Work exchange;
     Bf16Fp32Hook* hook;
     Comm* comm;
-    at::Tensor flat, shares, received;
+    at::Tensor flat, parts, received;
   };
 
   detail::Scratch mine_, received_;

@@ -45,9 +45,9 @@ using HookSettings = NamedValues;
 /// A hook's persistent state: names and tensors.
 using HookState = std::vector<std::pair<std::string, at::Tensor>>;
 
-/// A reduction in flight: a communicator's Work, or a hook's own type. Exactly one of the two calls completes
-/// it, after which the bucket holds the average over the ranks; both throw as those of Work do. The
-/// destructor of one that was not waited for neither blocks nor throws.
+/// A reduction in flight: a communicator's Work, or a hook's own type. Exactly one call of `wait` or
+/// `synchronize` completes it; the bucket then holds the average over the ranks. Both throw as the functions
+/// of a Work do. Destroying a Reduction that was not waited for neither blocks nor throws.
 template <class R>
 concept Reduction = std::move_constructible<R> && requires(R& reduction, std::chrono::milliseconds timeout) {
   reduction.wait();
@@ -167,8 +167,9 @@ struct FinishedReduction {
   void synchronize(std::chrono::milliseconds) const noexcept {}
 };
 
-/// Leaves each rank its own, undivided gradients, to measure a step without gradient communication (a few
-/// bytes still tell whether a rank has failed). Not for training: the ranks diverge. Counterpart: noop_hook.
+/// Leaves each rank its own, undivided gradients, to measure a step without gradient communication. The ranks
+/// still exchange a few bytes that report a failed rank. Not for training: the ranks diverge. Counterpart:
+/// noop_hook.
 struct NoOpHook {
   static constexpr bool predivides = false;
   static constexpr bool propagates_nan = false;

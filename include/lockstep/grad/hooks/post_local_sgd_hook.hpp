@@ -19,15 +19,16 @@ namespace lockstep {
 struct PostLocalSgdOptions {
   /// Number of reductions over all ranks before local SGD starts.
   std::int64_t start_iteration = 100;
-  /// Average gradients within the subgroup from then on; false leaves each rank its own gradients.
+  /// Average gradients over the subgroup once local SGD has started. False leaves each rank its own
+  /// gradients.
   bool reduce_in_subgroup = true;
 };
 
 /// Averages gradients over all ranks at first, and from `start_iteration` on over a subgroup, such as the
 /// ranks of a host, with the arithmetic of Python's hook (Lin et al., arXiv 1808.07217).
 ///
-/// The subgroups diverge until PeriodicModelAverager averages their parameters every few steps, which loads
-/// the slow network less than averaging each gradient. Each backward still exchanges a few bytes over all
+/// The parameters of the subgroups diverge; PeriodicModelAverager averages them every few steps. This loads a
+/// slow network less than the average of each gradient. Each backward still exchanges a few bytes over all
 /// ranks and waits for them, to detect a failed rank.
 ///
 /// `Group` is the communicator type of DistributedDataParallel.

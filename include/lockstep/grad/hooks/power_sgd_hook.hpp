@@ -34,9 +34,9 @@
 
 namespace lockstep::detail {
 
-/// A double-buffered tensor that also keeps its value from before the last reduction. A new value is written
-/// into `next`, becomes current with `turn`, and is undone by `turn_back`.
-class TwoTensors {
+/// A double-buffered tensor that keeps its value from before the last reduction. A new value is written into
+/// `next()`, becomes current by `advance()`, and is reverted by `rollback()`.
+class VersionedTensor {
  public:
   [[nodiscard]] const at::Tensor& now() const { return tensors_[now_]; }
   /// Returns memory of these sizes for the next value. Its contents are unspecified.
@@ -47,25 +47,25 @@ class TwoTensors {
       tensor = at::empty(sizes, options);
     return tensor;
   }
-  void turn() {
+  void advance() {
     now_ = 1 - now_;
-    turned_ = true;
+    advanced_ = true;
   }
-  /// Makes the current value final: `turn_back` no longer undoes it.
-  void settle() { turned_ = false; }
-  /// Restores the previous value. A no-op unless `turn` was called since the last `settle`.
-  void turn_back() {
-    if (!turned_) return;
+  /// Makes the current value final: `rollback` no longer reverts it.
+  void commit() { advanced_ = false; }
+  /// Restores the previous value. A no-op unless `advance` was called since the last `commit`.
+  void rollback() {
+    if (!advanced_) return;
     now_ = 1 - now_;
-    turned_ = false;
+    advanced_ = false;
   }
   void load(at::Tensor tensor) {
     tensors_ = {std::move(tensor), at::Tensor()};
     now_ = 0;
-    turned_ = false;
+    advanced_ = false;
   }
   /// Returns the current value, cast to the dtype and device of `options`; undefined if there is none. Throws
-  /// CheckpointError if its sizes differ. `what` and `parameter` name it in the error.
+  /// CheckpointError if its sizes differ. `what` and `parameter` name the tensor in the error.
   at::Tensor& checked(std::string_view what, std::size_t parameter, at::IntArrayRef sizes,
                       const at::TensorOptions& options) {
     at::Tensor& tensor = tensors_[now_];
@@ -82,13 +82,13 @@ class TwoTensors {
  private:
   std::array<at::Tensor, 2> tensors_;
   std::size_t now_ = 0;
-  bool turned_ = false;
+  bool advanced_ = false;
 };
 
 /// PowerSGD's state of a compressed parameter, viewed as n x m.
 struct LowRankMemory {
-  TwoTensors error;  ///< [n, m]: this rank's compression error, added to its next gradient
-  TwoTensors q;      ///< [m, r]: the right factor, equal on every rank
+  VersionedTensor error;  ///< [n, m]: this rank's compression error, added to its next gradient
+  VersionedTensor q;      ///< [m, r]: the right factor, equal on every rank
 };
 
 /// PowerSGD's state, indexed by parameter so that it outlives the buckets.
@@ -96,16 +96,16 @@ class PowerSgdMemory {
  public:
   LowRankMemory& of(std::size_t parameter) { return memory_[parameter]; }
 
-  void settle() {
+  void commit() {
     for (auto& [parameter, memory] : memory_) {
-      memory.error.settle();
-      memory.q.settle();
+      memory.error.commit();
+      memory.q.commit();
     }
   }
-  void turn_back() {
+  void rollback() {
     for (auto& [parameter, memory] : memory_) {
-      memory.error.turn_back();
-      memory.q.turn_back();
+      memory.error.rollback();
+      memory.q.rollback();
     }
   }
 
@@ -137,14 +137,14 @@ class PowerSgdMemory {
 };
 
 /// Returns the Euclidean norms [b, 1, r] of the columns of `matrices` [b, n, r].
-inline at::Tensor column_lengths(const at::Tensor& matrices) {
+inline at::Tensor column_norms(const at::Tensor& matrices) {
   static constexpr std::array<std::int64_t, 1> rows{1};
   return at::linalg_vector_norm(matrices, 2, at::IntArrayRef(rows), /*keepdim=*/true);
 }
 
-/// Divides `columns` [b, n, 1] by `lengths` + `epsilon`. With an epsilon of 0, columns of zeros stay zero.
-inline void normalize(at::Tensor columns, const at::Tensor& lengths, double epsilon) {
-  columns.div_(epsilon == 0 ? lengths.masked_fill(lengths.eq(0), 1) : lengths.add(epsilon));
+/// Divides `columns` [b, n, 1] by `norms` + `epsilon`. With an epsilon of 0, columns of zeros stay zero.
+inline void normalize(at::Tensor columns, const at::Tensor& norms, double epsilon) {
+  columns.div_(epsilon == 0 ? norms.masked_fill(norms.eq(0), 1) : norms.add(epsilon));
 }
 
 /// Orthonormalizes the columns of `matrices` [b, n, r], r <= n, in place: by Gram-Schmidt for up to two
@@ -164,16 +164,16 @@ inline void orthogonalize(at::Tensor matrices, double epsilon) {
     return;
   }
   const double rounding = half ? 1e-2 : type == at::kDouble ? 1e-13 : 1e-4;  // relative to the initial norm
-  const at::Tensor limits = columns > 1 ? column_lengths(matrices).mul_(rounding) : at::Tensor();
+  const at::Tensor limits = columns > 1 ? column_norms(matrices).mul_(rounding) : at::Tensor();
   for (std::int64_t i = 0; i < columns; ++i) {
     at::Tensor column = matrices.narrow(2, i, 1);
-    const at::Tensor length = column_lengths(column);
-    normalize(column, length, epsilon);
+    const at::Tensor norm = column_norms(column);
+    normalize(column, norm, epsilon);
     if (i > 0) {
       const at::Tensor before = matrices.narrow(2, 0, i);
       at::Tensor again = column.sub(before.matmul(before.transpose(1, 2).matmul(column)));
-      normalize(again, column_lengths(again), 0);
-      column.copy_(at::where(length.le(limits.narrow(2, i, 1)), again, column));
+      normalize(again, column_norms(again), 0);
+      column.copy_(at::where(norm.le(limits.narrow(2, i, 1)), again, column));
     }
     if (i + 1 == columns) break;
     at::Tensor rest = matrices.narrow(2, i + 1, columns - i - 1);
@@ -414,7 +414,7 @@ class PowerSgdHook {
     if (!before_) return;
     reductions_ = before_->reductions;
     if (random_.drawn() != before_->drawn) random_ = detail::NumpyRandom(random_.seed(), before_->drawn);
-    memory_.turn_back();
+    memory_.rollback();
     before_.reset();
   }
   /// Discards only the layouts of the buckets; state is kept by parameter.
@@ -430,7 +430,7 @@ class PowerSgdHook {
   void begin(std::size_t iteration) {
     if (before_ && before_->iteration == iteration) return;
     before_ = Before{iteration, reductions_, random_.drawn()};
-    memory_.settle();
+    memory_.commit();
     ++reductions_;
   }
 
@@ -489,7 +489,7 @@ struct PowerSgdHook::Factors : detail::PhasedReduction<Factors<Comm>> {
     if (hook->options_.use_error_feedback)
       for (const detail::LowRankMatrix& matrix : layout->matrices) {
         at::Tensor gradient = matrix.in(flat)[0];
-        detail::TwoTensors& error = hook->memory_.of(matrix.parameter).error;
+        detail::VersionedTensor& error = hook->memory_.of(matrix.parameter).error;
         const at::Tensor& lost =
             error.checked("error", matrix.parameter, {matrix.n, matrix.m}, gradient.options());
         if (lost.defined()) gradient.add_(lost);
@@ -536,13 +536,13 @@ struct PowerSgdHook::Factors : detail::PhasedReduction<Factors<Comm>> {
       detail::LowRankMemory& memory = hook->memory_.of(matrix.parameter);
       if (options.use_error_feedback) {
         memory.error.next({matrix.n, matrix.m}, gradient.options()).sub_(gradient[0]);
-        memory.error.turn();
+        memory.error.advance();
       }
       if (!options.warm_start) continue;
       // A zero column would stay zero forever.
-      const at::Tensor zero = detail::column_lengths(matrix.q).eq(0);
+      const at::Tensor zero = detail::column_norms(matrix.q).eq(0);
       memory.q.next({matrix.m, matrix.r}, gradient.options()).copy_(at::where(zero, used[i], matrix.q)[0]);
-      memory.q.turn();
+      memory.q.advance();
     }
   }
 
