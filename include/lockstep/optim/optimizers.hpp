@@ -94,7 +94,7 @@ inline double sgd_rate(const SgdOptions& options) {
 /// Python's `_single_tensor_sgd`: completes one parameter after the other, while its memory is in the cache.
 inline void sgd_loop(const SgdOptions& options, Active<SgdState>& all) {
   const double rate = sgd_rate(options);
-  const at::Tensor momentum = as_python_does(options.momentum);
+  const at::Tensor momentum = python_scalar(options.momentum);
   for (std::size_t i = 0; i < all.size(); ++i) {
     const at::Tensor& parameter = all.parameters[i];
     at::Tensor gradient = options.maximize ? at::neg(all.gradients[i]) : all.gradients[i];
@@ -139,7 +139,7 @@ inline void sgd_foreach(const SgdOptions& options, Active<SgdState>& all) {
       for (std::size_t i = 0; i < all.size(); ++i) {
         at::Tensor& buffer = all.states[i]->momentum_buffer;
         if (buffer.defined())
-          buffer.mul_(as_python_does(options.momentum)).add_((*gradients)[i], 1 - options.dampening);
+          buffer.mul_(python_scalar(options.momentum)).add_((*gradients)[i], 1 - options.dampening);
         else
           buffer = at::clone((*gradients)[i]);
       }
@@ -331,7 +331,7 @@ struct AdamWOptions {
 
   using Group = AdamOptions;
 
-  // NOLINTNEXTLINE(google-explicit-constructor): it is the same, spelled out
+  // NOLINTNEXTLINE(google-explicit-constructor): AdamW is Adam with decoupled weight decay
   operator AdamOptions() const {
     return {lr, betas, eps, weight_decay, amsgrad, maximize, true, implementation, lr_tensor};
   }
@@ -368,14 +368,14 @@ inline void advance_steps(Active<AdamState>& all) {
   }
 }
 
-/// The scalars of a step, in float64 as Python computes them.
+/// The scalars of a step, by the names of Python's implementation and in float64, as there.
 struct AdamStep {
-  double correction, size, root;
+  double bias_correction1, step_size, bias_correction2_sqrt;
 
   AdamStep(const AdamOptions& options, double step)
-      : correction(1 - std::pow(options.betas[0], step)),
-        size(options.lr / correction),
-        root(std::pow(1 - std::pow(options.betas[1], step), 0.5)) {}
+      : bias_correction1(1 - std::pow(options.betas[0], step)),
+        step_size(options.lr / bias_correction1),
+        bias_correction2_sqrt(std::pow(1 - std::pow(options.betas[1], step), 0.5)) {}
 };
 
 inline double step_value(const AdamState& state) {
@@ -392,10 +392,10 @@ inline at::Tensor rate_scalar(const AdamOptions& options) {
 inline void adam_loop(const AdamOptions& options, Active<AdamState>& all) {
   const double beta1 = options.betas[0], beta2 = options.betas[1];
   const at::Tensor rate = rate_scalar(options);
-  const at::Tensor keep = as_python_does(beta2);
+  const at::Tensor keep = python_scalar(beta2);
   // The factor of decoupled weight decay.
   const at::Tensor shrink = rate.defined() ? at::rsub(at::mul(rate, options.weight_decay), 1)
-                                           : as_python_does(1 - options.lr * options.weight_decay);
+                                           : python_scalar(1 - options.lr * options.weight_decay);
   advance_steps(all);
   // Usually all parameters are at the same step.
   AdamStep numbers(options, 1);
@@ -422,11 +422,12 @@ inline void adam_loop(const AdamOptions& options, Active<AdamState>& all) {
       last = step;
     }
     if (options.amsgrad) at::maximum_out(largest, largest, square);
-    const at::Tensor root = at::sqrt(options.amsgrad ? largest : square).div_(numbers.root).add_(options.eps);
+    const at::Tensor root =
+        at::sqrt(options.amsgrad ? largest : square).div_(numbers.bias_correction2_sqrt).add_(options.eps);
     if (rate.defined())
-      parameter.addcdiv_(mean, root, at::neg(at::div(rate, numbers.correction)).item());
+      parameter.addcdiv_(mean, root, at::neg(at::div(rate, numbers.bias_correction1)).item());
     else
-      parameter.addcdiv_(mean, root, -numbers.size);
+      parameter.addcdiv_(mean, root, -numbers.step_size);
   }
 }
 
@@ -437,8 +438,8 @@ inline void adam_foreach(const AdamOptions& options, Active<AdamState>& all) {
   std::vector<at::Scalar> sizes, roots;
   for (const AdamState* state : all.states) {
     const AdamStep numbers(options, step_value(*state));
-    sizes.emplace_back(numbers.size * -1);
-    roots.emplace_back(numbers.root);
+    sizes.emplace_back(numbers.step_size * -1);
+    roots.emplace_back(numbers.bias_correction2_sqrt);
   }
   auto& means = all.column(0, &AdamState::exp_avg);
   auto& squares = all.column(1, &AdamState::exp_avg_sq);
@@ -565,7 +566,8 @@ class Adam : public detail::GroupedOptimizer<Adam, AdamState, AdamOptions> {
   }
 };
 
-/// Implements Adam with decoupled weight decay. Counterpart: torch.optim.AdamW.
+/// Implements Adam with decoupled weight decay. Arithmetic and errors are those of Adam. Counterpart:
+/// torch.optim.AdamW.
 class AdamW : public Adam {
  public:
   explicit AdamW(std::vector<at::Tensor> parameters, const AdamWOptions& options = {})

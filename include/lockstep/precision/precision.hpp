@@ -30,11 +30,65 @@
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 
+namespace lockstep {
+
+/// The number format of a training step. An instance lives as long as its optimizer. The training loop calls
+/// it three times per step, in this order:
+///
+/// 1. `forward(f)` runs `f()` (the model's forward and the loss, or an evaluation) in the precision's context
+///    and returns its result unchanged. It leaves the context even if `f` throws.
+/// 2. `scale(loss)` returns the tensor from which backward starts. Backward accumulates the gradients of this
+///    tensor, so the reduction over the ranks sees gradients of equal scale.
+/// 3. `step(optimizer)` unscales the reduced gradients and steps the optimizer. It returns whether it
+///    stepped: false if the gradients are not finite. The result is the same on every rank. If only the
+///    device knows it, it is a StepOutcome, which synchronizes when queried.
+///
+/// Optional members: `agree(optimizer, comm)`, a collective between 2 and 3, for reductions that do not
+/// propagate infinities and NaN to every rank; `unscale(optimizer)` between 2 and 3, after which the
+/// gradients are unscaled; `forget()` instead of 3, for a step that threw; `save` and `load`, with which
+/// checkpoints store the precision.
+template <class P>
+concept Precision = std::movable<P> && std::default_initializable<P> &&
+    requires(P& precision, at::Tensor (*forward)(), const at::Tensor& loss,
+             torch::optim::Optimizer& optimizer) {
+  { precision.forward(forward) } -> std::same_as<at::Tensor>;
+  { precision.scale(loss) } -> std::convertible_to<at::Tensor>;
+  { precision.step(optimizer) } -> std::convertible_to<bool>;
+};
+
+/// A Precision that scales losses: gradients are scaled until `unscale`.
+template <class P>
+concept ScalingPrecision = Precision<P> && requires(P& precision, torch::optim::Optimizer& optimizer) {
+  precision.unscale(optimizer);
+};
+
+/// Runs everything in the parameters' own dtype, without context and without loss scaling. Compiles to
+/// nothing.
+struct Fp32 {
+  /// CapturedStep can capture it.
+  static constexpr bool capturable = true;
+
+  template <class Forward>
+  decltype(auto) forward(Forward&& forward) const {
+    return std::forward<Forward>(forward)();
+  }
+
+  const at::Tensor& scale(const at::Tensor& loss) const { return loss; }
+
+  bool step(torch::optim::Optimizer& optimizer) const {
+    optimizer.step();
+    return true;
+  }
+};
+
+}  // namespace lockstep
+
 namespace lockstep::detail {
 
-/// Enables autocast to `dtype` on this thread in a scope, on the CPU and the GPU, if there is one. Cached
-/// casts of parameters live until the outermost of nested scopes ends, or a scope of another dtype begins or
-/// ends: LibTorch would reuse casts to the wrong dtype. Counterpart: torch.autocast.
+/// Enables autocast to `dtype` on this thread in a scope, on the CPU and, if there is one, on the GPU.
+/// LibTorch caches its casts of parameters until the outermost of nested scopes ends; a scope of another
+/// dtype clears the cache at both of its ends, since LibTorch would reuse casts to the wrong dtype.
+/// Counterpart: torch.autocast.
 class AutocastScope {
  public:
   explicit AutocastScope(at::ScalarType dtype) {
@@ -76,108 +130,6 @@ class AutocastScope {
 
 namespace lockstep {
 
-/// The arguments that a GradScaler passes to a step: gradients are divided by `scale`, and the step is
-/// skipped if `found_inf` is 1. Each has one element, or is undefined.
-struct StepScale {
-  at::Tensor scale, found_inf;
-
-  [[nodiscard]] bool given() const { return scale.defined() || found_inf.defined(); }
-  /// Returns a copy on `device`. Does not block the host.
-  [[nodiscard]] StepScale on(const at::Device& device) const {
-    const auto there = [&](const at::Tensor& tensor) {
-      return tensor.defined() ? tensor.to(device, tensor.scalar_type(), /*non_blocking=*/true) : tensor;
-    };
-    return {there(scale), there(found_inf)};
-  }
-};
-
-/// An optimizer whose step divides the gradients by a scaler's scale and decides on the device whether to
-/// skip. It does not synchronize with the device and needs no separate pass to unscale. A class derives from
-/// this and from torch::optim::Optimizer; GradScaler then uses it.
-class ScaledStep {
- public:
-  /// Returns whether the current options allow `step_scaled`.
-  [[nodiscard]] virtual bool takes_scale() = 0;
-  /// Steps with divided gradients. If `found_inf` is 1, leaves parameters, states and step counts unchanged.
-  virtual void step_scaled(const StepScale& scale) = 0;
-
- protected:
-  ScaledStep() = default;
-  ScaledStep(const ScaledStep&) = default;
-  ScaledStep& operator=(const ScaledStep&) = default;
-  ~ScaledStep() = default;
-};
-
-/// The outcome of a step: made or skipped. Only the device may know it; querying it then synchronizes.
-class StepOutcome {
- public:
-  StepOutcome(bool stepped) : stepped_(stepped) {}  // NOLINT(google-explicit-constructor): it is just that
-  /// Constructs the outcome of a step that is skipped if the one-element `found_inf` is not 0.
-  explicit StepOutcome(at::Tensor found_inf) : found_inf_(std::move(found_inf)) {}
-
-  /// Returns whether the host knows the outcome, so that querying it does not block.
-  [[nodiscard]] bool known() const { return !found_inf_.defined(); }
-  /// Returns whether the step was made. Synchronizes with the device unless `known()`.
-  operator bool() const {  // NOLINT(google-explicit-constructor)
-    return known() ? stepped_ : found_inf_.item<float>() == 0;
-  }
-  /// Returns one element, 0 or 1: whether the step was skipped. Undefined if the host knows the outcome.
-  [[nodiscard]] const at::Tensor& found_inf() const { return found_inf_; }
-
- private:
-  bool stepped_ = false;
-  at::Tensor found_inf_;
-};
-
-/// The number format of a training step. An instance lives as long as its optimizer. The training loop calls
-/// it three times per step, in this order:
-///
-/// 1. `forward(f)` runs `f()` (the model's forward and the loss, or an evaluation) in the precision's context
-///    and returns its result unchanged. It leaves the context even if `f` throws.
-/// 2. `scale(loss)` returns the tensor from which backward starts. Backward accumulates the gradients of this
-///    tensor, so the reduction over the ranks sees gradients of equal scale.
-/// 3. `step(optimizer)` unscales the reduced gradients and steps the optimizer. It returns whether it
-///    stepped: false if the gradients are not finite. The result is the same on every rank. If only the
-///    device knows it, it is a StepOutcome, which synchronizes when queried.
-///
-/// Optional members: `agree(optimizer, comm)`, a collective between 2 and 3, for reductions that do not
-/// propagate infinities and NaN to every rank; `unscale(optimizer)` between 2 and 3, after which the
-/// gradients are unscaled; `forget()` in place of 3, if something threw; `save` and `load`, with which
-/// checkpoints store the precision.
-template <class P>
-concept Precision = std::movable<P> && std::default_initializable<P> &&
-    requires(P& precision, at::Tensor (*forward)(), const at::Tensor& loss,
-             torch::optim::Optimizer& optimizer) {
-  { precision.forward(forward) } -> std::same_as<at::Tensor>;
-  { precision.scale(loss) } -> std::convertible_to<at::Tensor>;
-  { precision.step(optimizer) } -> std::convertible_to<bool>;
-};
-
-/// A Precision that scales losses: gradients are scaled until `unscale`.
-template <class P>
-concept ScalingPrecision = Precision<P> && requires(P& precision, torch::optim::Optimizer& optimizer) {
-  precision.unscale(optimizer);
-};
-
-/// Runs everything in the parameters' own dtype, without context and without loss scaling. Compiles to
-/// nothing.
-struct Fp32 {
-  /// CapturedStep can capture it.
-  static constexpr bool capturable = true;
-
-  template <class Forward>
-  decltype(auto) forward(Forward&& forward) const {
-    return std::forward<Forward>(forward)();
-  }
-
-  const at::Tensor& scale(const at::Tensor& loss) const { return loss; }
-
-  bool step(torch::optim::Optimizer& optimizer) const {
-    optimizer.step();
-    return true;
-  }
-};
-
 /// Runs the forward in bfloat16 where autocast supports it; parameters, gradients and the optimizer step keep
 /// their own dtype. Needs no loss scaling: bfloat16 has the range of float32. Counterpart:
 /// torch.autocast(dtype=torch.bfloat16).
@@ -209,8 +161,8 @@ class Tf32Scope {
     at::globalContext().setAllowTF32CuDNN(true);
   } catch (const c10::Error& error) {
     throw UsageError(detail::formatted(
-        "Tf32: LibTorch's float32 settings of single backends contradict each other, and could "
-        "not be put back: leave them as they are ({})",
+        "Tf32: LibTorch's float32 settings of single backends contradict each other, so they "
+        "could not be restored: set them alike, or do not use Tf32 ({})",
         error.what_without_backtrace()));
   }
   Tf32Scope(const Tf32Scope&) = delete;
@@ -268,6 +220,62 @@ class Tf32 {
   std::unique_ptr<Tf32Scope> backward_;
 };
 
+/// The arguments that a GradScaler passes to a step: gradients are divided by `scale`, and the step is
+/// skipped if `found_inf` is 1. Each has one element, or is undefined.
+struct StepScale {
+  at::Tensor scale, found_inf;
+
+  /// Returns whether at least one of the two is defined.
+  [[nodiscard]] bool any() const { return scale.defined() || found_inf.defined(); }
+  /// Returns a copy on `device`. Does not block the host.
+  [[nodiscard]] StepScale on(const at::Device& device) const {
+    const auto there = [&](const at::Tensor& tensor) {
+      return tensor.defined() ? tensor.to(device, tensor.scalar_type(), /*non_blocking=*/true) : tensor;
+    };
+    return {there(scale), there(found_inf)};
+  }
+};
+
+/// An optimizer whose step divides the gradients by a scaler's scale and decides on the device whether to
+/// skip. It does not synchronize with the device and needs no separate pass to unscale. A class derives from
+/// this and from torch::optim::Optimizer; GradScaler then uses it.
+class ScaledStep {
+ public:
+  /// Returns whether the current options allow `step_scaled`.
+  [[nodiscard]] virtual bool takes_scale() = 0;
+  /// Steps with divided gradients. If `found_inf` is 1, leaves parameters, states and step counts unchanged.
+  virtual void step_scaled(const StepScale& scale) = 0;
+
+ protected:
+  ScaledStep() = default;
+  ScaledStep(const ScaledStep&) = default;
+  ScaledStep& operator=(const ScaledStep&) = default;
+  ~ScaledStep() = default;
+};
+
+/// The outcome of a step: made or skipped. Only the device may know it; querying it then synchronizes.
+class StepOutcome {
+ public:
+  StepOutcome(bool stepped)
+      : stepped_(stepped) {}  // NOLINT(google-explicit-constructor): a bool is an outcome
+  /// Constructs the outcome of a step that is skipped if the one-element `found_inf` is not 0.
+  explicit StepOutcome(at::Tensor found_inf) : found_inf_(std::move(found_inf)) {}
+
+  /// Returns whether the host knows the outcome, so that querying it does not block.
+  [[nodiscard]] bool known() const { return !found_inf_.defined(); }
+  /// Returns whether the step was made. Synchronizes with the device unless `known()`.
+  operator bool() const {  // NOLINT(google-explicit-constructor)
+    return known() ? stepped_ : found_inf_.item<float>() == 0;
+  }
+  /// Returns one element on the device, 1 if the step was skipped and 0 otherwise. Undefined if the host
+  /// knows the outcome.
+  [[nodiscard]] const at::Tensor& found_inf() const { return found_inf_; }
+
+ private:
+  bool stepped_ = false;
+  at::Tensor found_inf_;
+};
+
 /// Options of GradScaler, with the names and defaults of torch.amp.GradScaler.
 struct GradScalerOptions {
   double init_scale = 65536;
@@ -310,7 +318,7 @@ class GradScaler {
   /// Returns the loss times the scale. Returns an undefined loss unchanged.
   [[nodiscard]] at::Tensor scale(const at::Tensor& loss) {
     if (!options_.enabled || !loss.defined()) return loss;
-    make_on(loss.device());
+    create_scale_on(loss.device());
     return loss * scale_.to(loss.device());
   }
 
@@ -342,7 +350,7 @@ class GradScaler {
     State& state = states_[&optimizer];
     if (state.stage == Stage::stepped)
       throw UsageError("GradScaler: agree after step: call it before, or update first");
-    look(optimizer, state);
+    check_finite(optimizer, state);
     at::Tensor any = combined(state).clone();
     comm.all_reduce(any, ReduceOp::max).wait();
     state.found_inf = {any};
@@ -362,14 +370,14 @@ class GradScaler {
     State& state = states_[&optimizer];
     if (state.stage == Stage::stepped)
       throw UsageError("GradScaler: step was called already for this optimizer since the last update");
-    look(optimizer, state);
+    check_finite(optimizer, state);
     const at::Tensor found = combined(state);
-    if (ScaledStep* inside = divides_itself(optimizer)) {
+    if (ScaledStep* inside = scaled_step_of(optimizer)) {
       inside->step_scaled({state.divided ? at::Tensor() : scale_, found});
       state.stage = Stage::stepped;
       // In place, so that replays of a captured step keep counting.
-      if (!skipped_there_.defined()) skipped_there_ = at::zeros_like(found);
-      skipped_there_.add_(found.to(skipped_there_.device()));
+      if (!skipped_on_device_.defined()) skipped_on_device_ = at::zeros_like(found);
+      skipped_on_device_.add_(found.to(skipped_on_device_.device()));
       return StepOutcome(found);
     }
     divide(optimizer, state);
@@ -403,7 +411,7 @@ class GradScaler {
     states_.clear();
   }
 
-  /// Discards what was recorded since the last update, for an abandoned iteration.
+  /// Discards the state of all optimizers since the last update, for an abandoned iteration.
   void forget() { states_.clear(); }
 
   /// Returns the scale; 1 if the scaler is disabled. Synchronizes with the device.
@@ -419,7 +427,7 @@ class GradScaler {
   /// Returns the number of skipped steps of all optimizers. Synchronizes with the device.
   [[nodiscard]] std::int64_t skipped() const {
     return skipped_ +
-           (skipped_there_.defined() ? static_cast<std::int64_t>(skipped_there_.item<float>()) : 0);
+           (skipped_on_device_.defined() ? static_cast<std::int64_t>(skipped_on_device_.item<float>()) : 0);
   }
 
   /// Writes the values of Python's state_dict, and the number of skipped steps.
@@ -436,8 +444,8 @@ class GradScaler {
     const auto read = [&](const char* key) {
       c10::IValue value;
       if (!archive.try_read(key, value))
-        throw CheckpointError(
-            detail::formatted("GradScaler: the archive has no '{}': it is no scaler's", key));
+        throw CheckpointError(detail::formatted(
+            "GradScaler: the archive has no '{}': load an archive that a GradScaler saved", key));
       return value;
     };
     GradScalerOptions loaded = options_;
@@ -447,7 +455,7 @@ class GradScaler {
     loaded.growth_interval = read("growth_interval").toInt();
     const std::int64_t tracker = read("growth_tracker").toInt();
     skipped_ = read("skipped").toInt();
-    skipped_there_ = at::Tensor();
+    skipped_on_device_ = at::Tensor();
     options_ = loaded;
     init_growth_tracker_ = tracker;
     if (scale_.defined()) {
@@ -465,12 +473,12 @@ class GradScaler {
     std::vector<at::Tensor> found_inf;  // one element per device, 1 if a gradient was not finite
   };
 
-  static ScaledStep* divides_itself(torch::optim::Optimizer& optimizer) {
+  static ScaledStep* scaled_step_of(torch::optim::Optimizer& optimizer) {
     auto* inside = dynamic_cast<ScaledStep*>(&optimizer);
     return inside && inside->takes_scale() ? inside : nullptr;
   }
 
-  void make_on(const at::Device& device) {
+  void create_scale_on(const at::Device& device) {
     if (scale_.defined()) return;
     scale_ = at::full({}, options_.init_scale, at::TensorOptions(at::kFloat).device(device));
     growth_tracker_ = at::full({}, init_growth_tracker_, at::TensorOptions(at::kInt).device(device));
@@ -483,9 +491,9 @@ class GradScaler {
   };
 
   // Checks whether all gradients are finite. Unscales them in the same pass, unless the step does it.
-  void look(torch::optim::Optimizer& optimizer, State& state) {
+  void check_finite(torch::optim::Optimizer& optimizer, State& state) {
     if (!state.found_inf.empty()) return;
-    if (divides_itself(optimizer))
+    if (scaled_step_of(optimizer))
       state.found_inf = multiply(optimizer, /*by_inverse=*/false);
     else
       divide(optimizer, state);
@@ -499,7 +507,8 @@ class GradScaler {
       state.found_inf = std::move(found);  // else all ranks have agreed on it already
   }
 
-  // Multiplies the gradients by 1 / scale, or by 1. Returns by device whether any was not finite.
+  // Multiplies the gradients by 1 / scale, or by 1. Returns one found_inf per device: 1 if a gradient there
+  // was not finite.
   std::vector<at::Tensor> multiply(torch::optim::Optimizer& optimizer, bool by_inverse) {
     const at::NoGradGuard no_grad;
     std::vector<std::pair<at::Device, OnDevice>> devices;
@@ -509,9 +518,9 @@ class GradScaler {
         if (!grad.defined()) continue;
         if (by_inverse && grad.scalar_type() == at::kHalf)
           throw GradientError(
-              "GradScaler: a gradient is of float16, which overflows when it is divided: keep the parameters "
-              "in float32, and let autocast make copies of them");
-        make_on(grad.device());
+              "GradScaler: a gradient is float16, which overflows when it is unscaled: keep the parameters "
+              "in float32 and use autocast");
+        create_scale_on(grad.device());
         add(devices, grad.is_sparse() ? grad._values() : grad, by_inverse);
       }
     std::vector<at::Tensor> found;
@@ -560,7 +569,7 @@ class GradScaler {
 
   GradScalerOptions options_;
   at::Tensor scale_, growth_tracker_;  // on the device of the first loss; undefined before it
-  at::Tensor skipped_there_;           // steps skipped on the device; undefined if there were none
+  at::Tensor skipped_on_device_;       // steps skipped on the device; undefined if there were none
   std::int64_t init_growth_tracker_ = 0, skipped_ = 0;
   std::unordered_map<const torch::optim::Optimizer*, State> states_;  // since the last update
 };
@@ -576,6 +585,7 @@ class Fp16 {
   static constexpr bool capturable = true;
 
   Fp16() = default;
+  /// Throws UsageError for options out of range.
   explicit Fp16(const GradScalerOptions& options) : scaler_(options) {}
 
   template <class Forward>

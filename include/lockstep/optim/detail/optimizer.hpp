@@ -80,9 +80,9 @@ void each_kind(Active<State>& all, Work&& work) {
   for (auto& kind : kinds) work(kind);
 }
 
-/// Returns a scalar as Python's operators take it: a wrapped-number tensor. For bfloat16, C++'s
-/// `tensor.mul_(number)` rounds the number first; a wrapped number is not rounded.
-inline at::Tensor as_python_does(double number) {
+/// Returns a scalar as Python passes it to operators: a wrapped-number tensor, which is not rounded. For
+/// bfloat16, C++'s `tensor.mul_(number)` would round the number first.
+inline at::Tensor python_scalar(double number) {
   return at::native::wrapped_scalar_tensor(number);
 }
 
@@ -153,8 +153,8 @@ void refuse_foreign_options(torch::serialize::InputArchive& groups, std::size_t 
     for (const std::string& key : options.keys())
       if (std::find(known.begin(), known.end(), key) == known.end())
         throw CheckpointError(detail::formatted(
-            "{}: the archive has an option '{}', which it does not have: the archive is another kind "
-            "of optimizer's",
+            "{}: the archive has an option '{}', which this optimizer does not have: load an archive "
+            "of the same optimizer",
             name, key));
   }
 }
@@ -174,8 +174,8 @@ ReadOptimizer<State, Options> read_optimizer(torch::serialize::InputArchive& arc
 
   if (groups.size() != optimizer.param_groups().size())
     throw CheckpointError(
-        detail::formatted("{}: the archive has {} parameter groups, the optimizer {}: load it into "
-                          "one that is made as it was",
+        detail::formatted("{}: the archive has {} parameter groups, the optimizer {}: construct "
+                          "the optimizer with the groups that it had when it was saved",
                           name, groups.size(), optimizer.param_groups().size()));
   refuse_foreign_options<Options>(groups_archive, groups.size(), name);
   ReadOptimizer<State, Options> read;
@@ -185,7 +185,7 @@ ReadOptimizer<State, Options> read_optimizer(torch::serialize::InputArchive& arc
     if (keys.size() != parameters.size())
       throw CheckpointError(
           detail::formatted("{}: group {} has {} parameters in the archive and {} in the optimizer: "
-                            "load it into one that is made as it was",
+                            "construct the optimizer with the groups that it had when it was saved",
                             name, g, keys.size(), parameters.size()));
     read.options.push_back(static_cast<GroupOptions<Options>&>(*groups[g].second).values);
     auto& row = read.states.emplace_back();
@@ -208,7 +208,7 @@ ReadOptimizer<State, Options> read_optimizer(torch::serialize::InputArchive& arc
   throw;
 } catch (const std::exception& error) {  // from LibTorch, or from a key that is not a number
   throw CheckpointError(
-      detail::formatted("{}: this is no archive of such an optimizer ({})", name, first_line(error)));
+      detail::formatted("{}: the archive is not one of this optimizer ({})", name, first_line(error)));
 }
 
 using ParameterGroups = std::vector<torch::optim::OptimizerParamGroup>;
@@ -232,7 +232,7 @@ inline void check_parameters(const char* optimizer, const ParameterGroups& group
         throw UsageError(
             detail::formatted("{}: parameter {} of group {} is undefined: leave it out", optimizer, i, g));
       if (!parameter.is_leaf())
-        refuse("is no leaf: pass what the module registered, not what was made of it");
+        refuse("is no leaf: pass the tensors that the module registered, not tensors computed from them");
       const auto [place, is_new] = seen.emplace(parameter.unsafeGetTensorImpl(), g);
       if (!is_new && place->second == g)
         refuse("is in that group twice and would be stepped twice: use unique_parameters(module)");
@@ -276,7 +276,7 @@ class GroupedOptimizer : public torch::optim::Optimizer, public ScaledStep {
   /// dampening. Throws UsageError if a scale is given and a group is not Implementation::fused.
   void step_scaled(const StepScale& scale) override {
     for (std::size_t g = 0; g < param_groups_.size(); ++g)
-      if (scale.given() && options_of(g).implementation != Implementation::fused)
+      if (scale.any() && options_of(g).implementation != Implementation::fused)
         throw UsageError(
             detail::formatted("{}: only a fused step takes a scale, and group {} is not fused: set "
                               ".implementation = Implementation::fused, or unscale the gradients first",
@@ -355,7 +355,8 @@ class GroupedOptimizer : public torch::optim::Optimizer, public ScaledStep {
     if (given.has_options()) param_groups_[group].set_options(given.options().clone());
   }
 
-  // Gives each group its own rate tensor, if several groups share one, such as that of the defaults.
+  // Gives each group a learning rate tensor of its own if several groups share one, such as the one in the
+  // default options.
   void own_rate(std::size_t group) {
     at::Tensor& rate = options_of(group).lr_tensor;
     for (std::size_t g = 0; g < group && rate.defined(); ++g)
