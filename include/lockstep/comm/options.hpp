@@ -67,14 +67,14 @@ inline GlooOptions checked(GlooOptions options) {
   options.timeout = checked_timeout("GlooOptions", options.timeout);
   if (options.threads < 1)
     throw UsageError(detail::formatted(
-        "GlooOptions: threads is {}, so no collective could run: give at least 1", options.threads));
+        "GlooOptions: with {} threads no collective could run: give at least 1", options.threads));
   return options;
 }
 inline NcclOptions checked(NcclOptions options) {
   options.timeout = checked_timeout("NcclOptions", options.timeout);
   if (options.poll.count() < 1)
-    throw UsageError(detail::formatted("NcclOptions: the poll interval is {} ms: give at least 1 ms",
-                                       options.poll.count()));
+    throw UsageError(detail::formatted(
+        "NcclOptions: the watchdog cannot look every {} ms: give at least 1 ms", options.poll.count()));
   options.poll = std::min(options.poll, options.timeout);
   return options;
 }

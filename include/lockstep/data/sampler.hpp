@@ -177,7 +177,7 @@ inline void expect_saved(const char* what, std::int64_t saved, std::int64_t here
 
 inline void check_rank(const char* sampler, int rank, int world_size) {
   if (world_size < 1)
-    throw UsageError(detail::formatted("{}: the world size is {}: give 1 or more", sampler, world_size));
+    throw UsageError(detail::formatted("{}: a world size of {}: give 1 or more", sampler, world_size));
   if (rank < 0 || rank >= world_size)
     throw UsageError(detail::formatted("{}: rank {} is not between 0 and {}", sampler, rank, world_size - 1));
 }

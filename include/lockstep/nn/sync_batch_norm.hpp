@@ -27,8 +27,8 @@
 
 namespace lockstep {
 
-/// A module whose training forward is a collective: every rank must call it equally often. A class derives
-/// from this and from torch::nn::Module.
+/// A module whose training forward is collective: every rank must call it equally often, in the same order. A
+/// class derives from this and from torch::nn::Module.
 class CollectiveModule {
  public:
   /// Returns the size of the module's group; 1 or less if it does not communicate.
@@ -120,7 +120,7 @@ class SyncBatchNormImpl : public torch::nn::BatchNormImplBase<D, SyncBatchNormIm
     if (size_ == 0)
       throw UsageError(detail::formatted(
           "{} has no ranks to join batches with: call convert_sync_batchnorm(model, comm) before training, "
-          "or give it a communicator when it is made",
+          "or give it a communicator when it is constructed",
           site_->module));
     return detail::SyncBatchNormFunction::apply(
         input, std::optional<at::Tensor>(this->weight), std::optional<at::Tensor>(this->bias),
@@ -211,7 +211,7 @@ class BatchNormSurgery {
   /// Throws UsageError with the name of every module that cannot be converted.
   void check() {
     for (const ReplacedBatchNorm& replaced : replaced_) {
-      // Another holder would keep calling the old module, which uses the statistics of its own rank.
+      // Another holder would keep calling the old module, whose statistics are those of one rank.
       long known = 0;
       for (const BatchNormPlace& place : *replaced.places) known += place.parent ? 2 : 1;
       if (replaced.module.use_count() > known)
@@ -279,7 +279,7 @@ class BatchNormSurgery {
     else if (!place.caller)
       refuse(name,
              detail::formatted("a torch::nn::BatchNorm{0}d outside of a torch::nn::Sequential, whose holder "
-                               "goes on calling it: declare it as lockstep::SyncBatchNorm{0}d",
+                               "would keep calling it: declare it as lockstep::SyncBatchNorm{0}d",
                                D));
     else
       replace<D>(*plain, name, place);

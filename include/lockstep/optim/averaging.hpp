@@ -28,6 +28,7 @@ enum class AveragedBuffers {
   averaged,
 };
 
+/// Options of MovingAverage.
 struct MovingAverageOptions {
   /// Weight of the old average in the new one, from 0 to 1.
   double decay = 0.999;
@@ -124,7 +125,8 @@ class MovingAverage {
       found.push_back(value.toTensor());
     }
     if (!archive.try_read("updates", value) || !value.isInt())
-      throw CheckpointError("MovingAverage: the archive has no number of updates: it is no moving average's");
+      throw CheckpointError(
+          "MovingAverage: the archive has no number of updates: load an archive that a MovingAverage saved");
     updates_ = value.toInt();
     for (std::size_t i = 0; i < average_.size(); ++i) average_[i].copy_(found[i]);
   }
@@ -205,6 +207,7 @@ void average_parameters(const std::vector<at::Tensor>& parameters, Comm& comm) {
   }
 }
 
+/// Options of PeriodicModelAverager.
 struct PeriodicModelAveragerOptions {
   /// Steps between two averages.
   std::int64_t period = 4;
@@ -238,7 +241,7 @@ class PeriodicModelAverager {
     return true;
   }
 
-  /// Returns the number of steps so far, which a resumed run sets.
+  /// Returns the number of steps so far. A resumed run restores it by `set_steps`.
   [[nodiscard]] std::int64_t steps() const { return steps_; }
   void set_steps(std::int64_t steps) { steps_ = steps; }
 

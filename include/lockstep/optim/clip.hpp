@@ -28,6 +28,7 @@
 
 namespace lockstep {
 
+/// Options of clip_grad_norm.
 struct ClipOptions {
   /// Order p of the norm: any number above 0, or infinity for the largest absolute value.
   double norm_type = 2;
@@ -79,13 +80,14 @@ template <class Parameters>
           detail::formatted("the norm of the gradients is {}: the gradient of {} holds values that are "
                             "not finite; lower the learning rate, or skip this step",
                             norm, name_of(parameters, i)));
-  throw GradientError(detail::formatted(
-      "the norm of the gradients is {}, though each value is finite: they are too large to be squared",
-      norm));
+  throw GradientError(
+      detail::formatted("the norm of the gradients is {}, though each value is finite: their squares "
+                        "overflow; lower the learning rate, or skip this step",
+                        norm));
 }
 
-/// Calls `work` on the tensors of each device and dtype, in the iteration order of Python's map, in which the
-/// norms are added.
+/// Calls `work` on the tensors of each device and dtype, in the iteration order of Python's map. The order
+/// determines the bits of the total norm.
 template <class Work>
 void each_kind_in_order(const std::vector<at::Tensor>& tensors, Work&& work) {
   bool alike = true;
@@ -179,13 +181,13 @@ inline at::Tensor clip_grad_norm(const torch::nn::Module& module, double max_nor
   return detail::clip_norm(unique_parameters(module), max_norm, options);
 }
 
-/// Clamps every value of the gradients to [-largest, largest]. Throws GradientError if a gradient is sparse,
-/// UsageError if `largest` is negative. Counterpart: torch.nn.utils.clip_grad_value_.
-inline void clip_grad_value(const std::vector<at::Tensor>& parameters, double largest) {
-  detail::clip_value(parameters, largest);
+/// Clamps every value of the gradients to [-clip_value, clip_value]. Throws GradientError if a gradient is
+/// sparse, UsageError if `clip_value` is negative. Counterpart: torch.nn.utils.clip_grad_value_.
+inline void clip_grad_value(const std::vector<at::Tensor>& parameters, double clip_value) {
+  detail::clip_value(parameters, clip_value);
 }
-inline void clip_grad_value(const torch::nn::Module& module, double largest) {
-  detail::clip_value(unique_parameters(module), largest);
+inline void clip_grad_value(const torch::nn::Module& module, double clip_value) {
+  detail::clip_value(unique_parameters(module), clip_value);
 }
 
 }  // namespace lockstep

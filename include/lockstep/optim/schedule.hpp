@@ -15,11 +15,12 @@
 
 namespace lockstep {
 
-// Curves: `curve(t)` is the factor of the learning rate at t = 0, 1, 2, ... It depends on t alone, so all
-// ranks agree and a resumed run needs no state. Each curve is the closed form of Python's scheduler of that
-// name for a learning rate of 1. PerStep and PerEpoch make a Trainer's Schedule from a curve.
-
-/// A function from a zero-based number of steps or epochs to the factor of the learning rate.
+/// A learning rate curve: `curve(t)` returns the factor of the learning rate at the zero-based step or epoch
+/// `t`. It depends on `t` alone, so all ranks agree and a resumed run needs no state.
+///
+/// Each curve below is the closed form of Python's scheduler of the same name for a learning rate of 1. An
+/// invalid option throws UsageError when the curve is called. PerStep and PerEpoch make a Trainer's Schedule
+/// from a curve.
 template <class C>
 concept RateCurve = requires(const C& curve, std::int64_t t) {
   { curve(t) } -> std::convertible_to<double>;
@@ -141,7 +142,7 @@ struct PerStep {
 template <class Curve>
 PerStep(Curve) -> PerStep<Curve>;
 
-/// A Schedule that evaluates its curve at the epoch: one factor for all steps of an epoch.
+/// A Schedule that evaluates its curve at the epoch, so that all steps of an epoch have one factor.
 template <class Curve>
 struct PerEpoch {
   static_assert(RateCurve<Curve>,
@@ -180,10 +181,10 @@ struct GlobalBatch {
 /// count is below 1, or `lr` is negative or not finite.
 inline double scaled_rate(double lr, RateRule rule, const GlobalBatch& batch, const World& world) {
   if (batch.per_rank < 1 || batch.accumulation < 1 || batch.reference < 1)
-    throw UsageError(
-        detail::formatted("scaled_rate: {} samples a rank, {} backward calls a step and a reference of {}: "
-                          "each must be 1 or more",
-                          batch.per_rank, batch.accumulation, batch.reference));
+    throw UsageError(detail::formatted(
+        "scaled_rate: {} samples per rank, {} backward calls per step and a reference of {}: "
+        "give 1 or more for each",
+        batch.per_rank, batch.accumulation, batch.reference));
   if (!(lr >= 0) || !std::isfinite(lr))
     throw UsageError(detail::formatted("scaled_rate: a learning rate of {}: give 0 or more", lr));
   const int ranks = batch.ranks.value_or(world.size());

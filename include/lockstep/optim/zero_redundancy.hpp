@@ -142,7 +142,8 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer,
     step_own([&] { inside->step_scaled(scale); });
   }
 
-  /// Gathers all states on rank `to`, which may then save. The next step invalidates them. Collective.
+  /// Gathers all states on rank `to`, which may then call `save`. The next step discards the gathered states.
+  /// Collective.
   /// Counterpart: consolidate_state_dict.
   void consolidate(int to = 0) override {
     forget_gathered();
@@ -162,14 +163,13 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer,
     consolidated_ = comm_.rank() == to;
   }
 
-  /// Writes the archive of the unsharded inner optimizer. Not collective. Throws CheckpointError except on
-  /// the rank of `consolidate`, before the next step.
+  /// Writes the archive that the unsharded inner optimizer would write. Not collective. Throws
+  /// CheckpointError unless `consolidate` has gathered the states on this rank since the last step.
   void save(torch::serialize::OutputArchive& archive) const override {
     if (!consolidated_)
       throw CheckpointError(
           "ZeroRedundancyOptimizer: the state is spread over the ranks: call consolidate(rank) on every rank "
-          "after "
-          "the last step, and save on that rank");
+          "after the last step, and save on that rank");
     std::vector<torch::optim::OptimizerParamGroup> all(param_groups_);
     inner_->param_groups().swap(all);
     for (auto& [parameter, state] : gathered_) inner_->state()[parameter] = std::move(state);
@@ -263,7 +263,7 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer,
         throw;
       }
     }
-    share();
+    broadcast_shards();
   }
 
   [[nodiscard]] detail::Shard& own() { return shards_[static_cast<std::size_t>(comm_.rank())]; }
@@ -293,7 +293,7 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer,
     consolidated_ = false;
   }
 
-  void share() {
+  void broadcast_shards() {
     if (comm_.size() == 1) return;
     const at::NoGradGuard no_grad;
     refresh_flats();
