@@ -40,95 +40,14 @@ struct Gradients {
   const std::vector<at::Tensor>& parameters;
   /// The same parameters with their names.
   const std::vector<NamedTensor>& named_parameters;
-  /// The norm of all gradients together, one element, from before they are modified. Undefined until a
+  /// The total norm of all gradients before they are modified, one element. Undefined until a
   /// GradientCallback sets it, as GradientClip does. Later callbacks and StepReport::total_norm read it.
   at::Tensor& total_norm;
   /// Whether a NaN on one rank reaches every rank. Some communication hooks do not propagate it.
   bool propagates_nan = true;
 };
 
-/// A callback between backward and the optimizer step, on every rank: `on_gradients(gradients)`.
-///
-/// 1. The callbacks passed to `fit` run in their order. In `fit(data, loss, OnGradients{look},
-///    GradientClip{1})` the function `look` sees unclipped gradients.
-/// 2. The gradients are equal on all ranks. A callback may modify them in place, identically on every rank.
-/// 3. A precision with `unscale(optimizer)` unscales the gradients before the first callback, and its `step`
-///    does not unscale them again. Under a precision that scales and has no `unscale`, callbacks see scaled
-///    gradients.
-template <class E>
-concept GradientCallback = requires(E& callback, const Gradients& gradients) {
-  callback.on_gradients(gradients);
-};
-
-/// A check of the gradients before any GradientCallback sees them.
-///
-/// 1. `watch(named_parameters)` is called once, before the first backward. It may register hooks on the
-///    parameters; the destructor removes them.
-/// 2. `check(gradients, comm)` is called on every rank after the backward of each step. If it throws, it
-///    throws the same exception on every rank, and the step does not run.
-/// 3. `begin_step()`, if there is one, is called before the first forward of each step. A step that fails
-///    early never reaches `check`.
-template <class E>
-concept GradientCheck = requires(E& extra, const std::vector<NamedTensor>& parameters,
-                                 const Gradients& gradients, LocalComm& comm) {
-  extra.watch(parameters);
-  extra.check(gradients, comm);
-};
-
-/// Wraps a function `(const Gradients&)` as a GradientCallback.
-template <class Function>
-struct OnGradients {
-  Function function;
-  void on_gradients(const Gradients& gradients) { function(gradients); }
-};
-template <class Function>
-OnGradients(Function) -> OnGradients<Function>;
-
-/// One optimizer step as seen by this rank.
-struct StepReport {
-  /// Zero-based, over the lifetime of the trainer.
-  std::int64_t epoch, step;
-  /// `steps_in_epoch` is std::nullopt for a stream of unknown length.
-  std::int64_t step_in_epoch;
-  std::optional<std::int64_t> steps_in_epoch;
-  /// The losses of this rank's micro-batches. Empty if this rank had no data left.
-  std::span<const LocalLoss> local;
-  /// False if the precision skipped the step because of non-finite gradients; the parameters are unchanged
-  /// then. Reading it synchronizes with the device if only the device knows the outcome.
-  StepOutcome stepped = true;
-  /// The norm of the gradients before clipping, one element on their device. `item()` synchronizes with the
-  /// device. Undefined if no GradientCallback set Gradients::total_norm.
-  at::Tensor total_norm = {};
-
-  /// Returns the mean loss over this rank's part of the step, NaN if it had none. Synchronizes with the
-  /// device.
-  [[nodiscard]] double loss() const {
-    Total total;
-    for (const LocalLoss& micro : local)
-      if (micro.count != 0) total += micro.total();
-    return total.mean();
-  }
-};
-
-/// The epoch about to start. `epoch` is zero-based; `epochs` is the total; `steps` is the number of optimizer
-/// steps, std::nullopt for a stream of unknown length.
-struct EpochPlan {
-  std::int64_t epoch, epochs;
-  std::optional<std::int64_t> steps;
-};
-
-/// One completed epoch over all ranks.
-struct EpochReport {
-  /// `epoch` is zero-based, over the lifetime of the trainer. `step` is the number of steps completed so far.
-  std::int64_t epoch, step;
-  /// The mean loss over every sample of every rank; identical on all ranks.
-  double loss;
-  double seconds;
-  /// Steps that the precision skipped because of non-finite gradients.
-  std::int64_t skipped = 0;
-  /// Peak memory of this rank in bytes since the process started; see peak_memory().
-  std::int64_t peak_memory = 0;
-};
+// Extras: arguments of a Trainer's constructor, at most one of each concept.
 
 /// Creates the optimizer: `make_optimizer(parameters)` takes all parameters of the model in registration
 /// order, frozen ones included and a tied one once, as a std::vector of tensors or of NamedTensors. Those in
@@ -139,41 +58,6 @@ concept OptimizerFactory = requires(E& extra, std::vector<NamedTensor> parameter
 }
 || requires(E& extra, std::vector<at::Tensor> parameters) {
   { extra.make_optimizer(parameters) } -> std::convertible_to<std::unique_ptr<torch::optim::Optimizer>>;
-};
-
-/// A CommunicationHook of the trainer's communicator, such as Fp16Hook. The concept recognizes it by the
-/// constants and the `wire_bytes()` that every hook has.
-template <class E>
-concept HookPolicy = requires(const E& extra) {
-  { E::predivides } -> std::convertible_to<bool>;
-  { E::propagates_nan } -> std::convertible_to<bool>;
-  extra.wire_bytes();
-};
-
-/// A learning rate schedule. Each parameter group runs at its own base rate times `rate_factor(epoch, step)`;
-/// both arguments are zero-based. The factor depends on these two arguments only, so that all ranks agree.
-/// Counterpart: torch.optim.lr_scheduler.LambdaLR.
-template <class E>
-concept Schedule = requires(E& extra, std::int64_t epoch, std::int64_t step) {
-  { extra.rate_factor(epoch, step) } -> std::convertible_to<double>;
-};
-
-/// A callback after each optimizer step, on every rank: `on_step(report)`.
-template <class E>
-concept StepCallback = requires(E& callback, const StepReport& report) {
-  callback.on_step(report);
-};
-
-/// A callback before each epoch, on every rank: `on_epoch_start(plan)`.
-template <class E>
-concept EpochStartCallback = requires(E& callback, const EpochPlan& plan) {
-  callback.on_epoch_start(plan);
-};
-
-/// A callback after each epoch, on every rank: `on_epoch(report)`. It may evaluate, save and log.
-template <class E>
-concept EpochCallback = requires(E& callback, const EpochReport& report) {
-  callback.on_epoch(report);
 };
 
 /// Wraps a function as an OptimizerFactory. The function returns an optimizer, or a std::unique_ptr to one.
@@ -217,6 +101,14 @@ struct MakeOptimizer {
 template <class Function>
 MakeOptimizer(Function) -> MakeOptimizer<Function>;
 
+/// A learning rate schedule. Each parameter group runs at its own base rate times `rate_factor(epoch, step)`;
+/// both arguments are zero-based. The factor depends on these two arguments only, so that all ranks agree.
+/// Counterpart: torch.optim.lr_scheduler.LambdaLR.
+template <class E>
+concept Schedule = requires(E& extra, std::int64_t epoch, std::int64_t step) {
+  { extra.rate_factor(epoch, step) } -> std::convertible_to<double>;
+};
+
 /// Wraps a function `(epoch, step) -> factor` as a Schedule.
 template <class Function>
 struct RateSchedule {
@@ -235,6 +127,87 @@ struct RateSchedule {
 template <class Function>
 RateSchedule(Function) -> RateSchedule<Function>;
 
+/// A check of the gradients before any GradientCallback sees them.
+///
+/// 1. `watch(named_parameters)` is called once, before the first backward. It may register hooks on the
+///    parameters; the destructor removes them.
+/// 2. `check(gradients, comm)` is called on every rank after the backward of each step. If it throws, it
+///    throws the same exception on every rank, and the step does not run.
+/// 3. `begin_step()`, if there is one, is called before the first forward of each step. A step that fails
+///    early never reaches `check`.
+template <class E>
+concept GradientCheck = requires(E& extra, const std::vector<NamedTensor>& parameters,
+                                 const Gradients& gradients, LocalComm& comm) {
+  extra.watch(parameters);
+  extra.check(gradients, comm);
+};
+
+/// A CommunicationHook of the trainer's communicator, such as Fp16Hook. The concept recognizes it by the
+/// constants and the `wire_bytes()` that every hook has.
+template <class E>
+concept HookPolicy = requires(const E& extra) {
+  { E::predivides } -> std::convertible_to<bool>;
+  { E::propagates_nan } -> std::convertible_to<bool>;
+  extra.wire_bytes();
+};
+
+// Callbacks: arguments of Trainer::fit, after the loss. Any number of each concept.
+
+/// A callback between backward and the optimizer step, on every rank: `on_gradients(gradients)`.
+///
+/// 1. The callbacks passed to `fit` run in their order. In `fit(data, loss, OnGradients{look},
+///    GradientClip{1})` the function `look` sees unclipped gradients.
+/// 2. The gradients are equal on all ranks. A callback may modify them in place, identically on every rank.
+/// 3. A precision with `unscale(optimizer)` unscales the gradients before the first callback, and its `step`
+///    does not unscale them again. Under a precision that scales and has no `unscale`, callbacks see scaled
+///    gradients.
+template <class E>
+concept GradientCallback = requires(E& callback, const Gradients& gradients) {
+  callback.on_gradients(gradients);
+};
+
+/// Wraps a function `(const Gradients&)` as a GradientCallback.
+template <class Function>
+struct OnGradients {
+  Function function;
+  void on_gradients(const Gradients& gradients) { function(gradients); }
+};
+template <class Function>
+OnGradients(Function) -> OnGradients<Function>;
+
+/// One optimizer step as seen by this rank.
+struct StepReport {
+  /// Zero-based, over the lifetime of the trainer.
+  std::int64_t epoch, step;
+  /// Zero-based, within the epoch.
+  std::int64_t step_in_epoch;
+  /// Number of optimizer steps of the epoch; std::nullopt for a stream of unknown length.
+  std::optional<std::int64_t> steps_in_epoch;
+  /// The losses of this rank's micro-batches. Empty if this rank had no data left.
+  std::span<const LocalLoss> local;
+  /// False if the precision skipped the step because of non-finite gradients; the parameters are unchanged
+  /// then. Reading it synchronizes with the device if only the device knows the outcome.
+  StepOutcome stepped = true;
+  /// The norm of the gradients before clipping, one element on their device. `item()` synchronizes with the
+  /// device. Undefined if no GradientCallback set Gradients::total_norm.
+  at::Tensor total_norm = {};
+
+  /// Returns the mean loss over this rank's part of the step, NaN if it had none. Synchronizes with the
+  /// device.
+  [[nodiscard]] double loss() const {
+    Total total;
+    for (const LocalLoss& micro : local)
+      if (micro.count != 0) total += micro.total();
+    return total.mean();
+  }
+};
+
+/// A callback after each optimizer step, on every rank: `on_step(report)`.
+template <class E>
+concept StepCallback = requires(E& callback, const StepReport& report) {
+  callback.on_step(report);
+};
+
 /// Wraps a function `(const StepReport&)` as a StepCallback.
 template <class Function>
 struct OnStep {
@@ -244,6 +217,19 @@ struct OnStep {
 template <class Function>
 OnStep(Function) -> OnStep<Function>;
 
+/// The epoch about to start. `epoch` is zero-based; `epochs` is the total; `steps` is the number of optimizer
+/// steps, std::nullopt for a stream of unknown length.
+struct EpochPlan {
+  std::int64_t epoch, epochs;
+  std::optional<std::int64_t> steps;
+};
+
+/// A callback before each epoch, on every rank: `on_epoch_start(plan)`.
+template <class E>
+concept EpochStartCallback = requires(E& callback, const EpochPlan& plan) {
+  callback.on_epoch_start(plan);
+};
+
 /// Wraps a function `(const EpochPlan&)` as an EpochStartCallback.
 template <class Function>
 struct OnEpochStart {
@@ -252,6 +238,26 @@ struct OnEpochStart {
 };
 template <class Function>
 OnEpochStart(Function) -> OnEpochStart<Function>;
+
+/// One completed epoch over all ranks.
+struct EpochReport {
+  /// `epoch` is zero-based, over the lifetime of the trainer. `step` is the number of steps completed so far.
+  std::int64_t epoch, step;
+  /// The mean loss over every sample of every rank; identical on all ranks.
+  double loss;
+  /// Wall-clock time of the epoch on this rank, without the callbacks before and after it.
+  double seconds;
+  /// Steps that the precision skipped because of non-finite gradients.
+  std::int64_t skipped = 0;
+  /// Peak memory of this rank in bytes since the process started; see peak_memory().
+  std::int64_t peak_memory = 0;
+};
+
+/// A callback after each epoch, on every rank: `on_epoch(report)`. It may evaluate, save and log.
+template <class E>
+concept EpochCallback = requires(E& callback, const EpochReport& report) {
+  callback.on_epoch(report);
+};
 
 /// Wraps a function `(const EpochReport&)` as an EpochCallback.
 template <class Function>
@@ -310,8 +316,8 @@ struct GradientClip {
   void check_capturable() const {
     if (options.error_if_nonfinite)
       throw UsageError(
-          "GradientClip: error_if_nonfinite reads the norm on the host, which a graph cannot do: leave it "
-          "off");
+          "GradientClip: error_if_nonfinite reads the norm on the host, which a graph cannot do: set it to "
+          "false");
   }
 
   void on_gradients(const Gradients& gradients) const try {
@@ -358,7 +364,8 @@ class CheckFinite {
       for (const std::string& there : agree(comm, [&] { return std::to_string(first); }))
         first = std::min<std::size_t>(first, std::stoull(there));
     if (first == watched_.size()) return;
-    // A hook may spread a NaN over its bucket: blame a gradient that was not finite before the reduction.
+    // A hook may spread a NaN over its bucket, so the error names a gradient that was not finite before the
+    // reduction.
     const std::vector<std::string> own = agree(comm, [&] { return first_of_own(); });
     std::size_t culprit = watched_.size();
     for (const std::string& found : own)
@@ -426,8 +433,10 @@ class CheckFinite {
         ranks += detail::formatted("{}rank {} has {}", ranks.empty() ? "" : ", ", name_of(rank),
                                    own[rank].substr(own[rank].find(' ') + 1));
     if (ranks.empty())
-      return detail::formatted("it is finite on each rank, but {} after the reduction",
-                               reduced.empty() ? "nan or inf" : reduced);
+      return detail::formatted(
+          "it is finite on each rank, but {} after the reduction; lower the learning rate, or reduce in a "
+          "wider dtype",
+          reduced.empty() ? "nan or inf" : reduced);
     return ranks + "; look at their batches of this step, or lower the learning rate";
   }
 
