@@ -170,8 +170,7 @@ class CapturedStep
     if (options.ddp.static_graph && options.num_warmup_iters < 3)
       throw UsageError(
           "CapturedStep: num_warmup_iters is 2: give 3 or more with DdpOptions::static_graph, since the "
-          "third "
-          "step orders the buckets");
+          "third step orders the buckets");
     if (options.ddp.param_dtype)
       throw UsageError(
           "CapturedStep: DdpOptions::param_dtype gives parameters new memory in each step, which a graph "
@@ -198,8 +197,8 @@ class CapturedStep
 
   /// Runs one step with this batch and returns its loss, one element, which the next step overwrites. Throws
   /// UsageError for a batch whose type or shapes differ from the first batch's, and after a failed capture.
-  /// Eager steps throw what they throw without a graph. From the capture on, a call throws the communicator's
-  /// first error and does not replay; an error inside a replay is thrown by the next call.
+  /// Eager steps throw the same exceptions as without a graph. From the capture on, a call throws the
+  /// communicator's first error instead of replaying. An error inside a replay is thrown by the next call.
   template <class Batch>
   const at::Tensor& operator()(Batch& batch) {
     static_assert(TensorBatch<Batch>,
@@ -207,7 +206,7 @@ class CapturedStep
                   "find them in this type: give it each_tensor(f)");
     if (failed_)
       throw UsageError(
-          "CapturedStep: the capture has failed, and part of the step may be missing: make a new one");
+          "CapturedStep: the capture has failed, and part of the step may be missing: construct a new one");
     Batch& fixed = fill(batch);
     if (steps_ < options_.num_warmup_iters) {
       graph_.on_stream([&] { run(fixed); });
@@ -219,8 +218,9 @@ class CapturedStep
     return value_;
   }
 
-  /// The number of steps so far, and whether the step has been captured.
+  /// Returns the number of steps so far, eager and replayed.
   [[nodiscard]] std::int64_t steps() const { return steps_; }
+  /// Returns whether the step has been captured.
   [[nodiscard]] bool captured() const { return captured_; }
   [[nodiscard]] auto& ddp() { return *ddp_; }
 

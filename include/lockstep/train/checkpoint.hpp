@@ -39,9 +39,9 @@
 
 namespace lockstep::detail {
 
-/// Returns what `path` is if it cannot be replaced by a file, such as "a folder"; empty if it is a regular
-/// file or does not exist. Renaming a file over a device, such as /dev/null, would remove the device for the
-/// whole machine.
+/// Returns the kind of `path` if a file cannot replace it, such as "a folder". Returns an empty string for a
+/// regular file or a missing path. Renaming a file over a device, such as /dev/null, would remove the device
+/// for the whole machine.
 inline std::string kind_if_no_file(const std::filesystem::path& path) {
   std::error_code error;
   const auto type = std::filesystem::status(path, error).type();
@@ -143,7 +143,7 @@ inline std::string read_whole(const std::filesystem::path& path) {
   struct ::stat status {};
   if (!file.open() || ::fstat(file.get(), &status) != 0) refuse(std::strerror(errno));
   if (!S_ISREG(status.st_mode)) refuse("it is no regular file; give the name of one");
-  if (status.st_size == 0) refuse("it is empty");
+  if (status.st_size == 0) refuse("it is empty; restore it from a copy");
   std::string bytes;
   try {
     bytes.resize(static_cast<std::size_t>(status.st_size));
@@ -271,7 +271,7 @@ void load_model(torch::nn::Module& model, const std::filesystem::path& path, C& 
   agree<CheckpointError>(comm, [&] { deserialize_model(model, bytes, path.string()); });
 }
 
-/// State that a checkpoint can hold beside the run itself, such as a MovingAverage or a
+/// State that a checkpoint can hold besides the run itself, such as a MovingAverage or a
 /// torch::optim::Optimizer. `save(archive)` writes it and `load(archive)` restores it, identically on every
 /// rank. A checkpoint holds the extras and the precision of a Trainer if they model this concept.
 template <class T>
@@ -429,7 +429,9 @@ class CheckpointReader {
       throw CheckpointError("it is no checkpoint of a Trainer; the file of a model alone is for load");
     if (format.toInt() != checkpoint_format)
       throw CheckpointError(
-          detail::formatted("it is a checkpoint of format {}, and this is lockstep for format {}",
+          detail::formatted("it is a checkpoint of format {}, and this version of lockstep reads format {}: "
+                            "load it with the version "
+                            "that saved it",
                             format.toInt(), checkpoint_format));
   }
 

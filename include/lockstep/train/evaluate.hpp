@@ -147,7 +147,7 @@ auto evaluate(M& model, C& comm, D&& dataset, const EvaluationOptions& options, 
   if constexpr (measurable)
     detail::aborting(comm, [&] {
       if (options.batch_size < 1)
-        throw UsageError(detail::formatted("batch size is {}: give the samples a rank and a step, 1 or more",
+        throw UsageError(detail::formatted("batch_size is {}: give 1 or more samples per rank and step",
                                            options.batch_size));
       const EvaluationMode mode(detail::module_of(model));
       std::optional<KeptBuffers> kept;

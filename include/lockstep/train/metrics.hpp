@@ -24,8 +24,8 @@
 
 namespace lockstep {
 
-/// A mean before its division: a sum over samples (one element), and their number or total weight. Means of
-/// batches and ranks of unequal size add up to the exact mean.
+/// An undivided mean: a sum over samples, as one element, and the number or the total weight of the samples.
+/// Means of batches and ranks of unequal size add up to the exact mean.
 struct Mean {
   /// `sum` takes part in autograd if the Mean is a loss.
   template <class Number>
@@ -102,8 +102,8 @@ class MeanMeter {
  public:
   explicit MeanMeter(std::size_t capacity = 256) { pending_.reserve(capacity); }
 
-  /// Adds one element. `factor` multiplies `value`: the number of samples if `value` is their mean. `step` is
-  /// the number that `first_not_finite()` returns for this value.
+  /// Adds `value`, one element, times `factor`: the number of samples if `value` is their mean. `step` is the
+  /// number that `first_not_finite()` returns for this value.
   void add(const at::Tensor& value, double factor, double count, std::int64_t step = 0) {
     if (pending_.size() == pending_.capacity()) read();
     // Detaches from the graph, which holds every activation of the step. Unlike detach(), it runs no
@@ -124,7 +124,7 @@ class MeanMeter {
     read();
     return first_not_finite_;
   }
-  /// The same for the values that have been read so far. Does not synchronize with the device.
+  /// Returns the step of the first such value among those read so far. Does not synchronize with the device.
   [[nodiscard]] std::optional<std::int64_t> known_not_finite() const noexcept { return first_not_finite_; }
 
  private:
@@ -208,10 +208,10 @@ inline Mean counted_cross_entropy(const at::Tensor& output, const at::Tensor& ta
   return {sum, target.ne(ignore_index).sum().template item<std::int64_t>()};
 }
 
-/// The mean of a loss over samples, or over what the loss counts. `loss(output, target)` returns a tensor of
-/// one element, the mean over the batch's samples, or a Mean{sum, count}. Default: counted_cross_entropy. A
-/// loss that averages over anything but samples (targets that are not ignored, weights, tokens) must return a
-/// Mean.
+/// A metric: the mean of a loss over samples, or over the items that the loss counts. `loss(output, target)`
+/// returns a tensor of one element, the mean over the batch's samples, or a Mean{sum, count}. Default:
+/// counted_cross_entropy. A loss that averages over anything but samples (targets that are not ignored,
+/// weights, tokens) must return a Mean.
 template <class Loss = Mean (*)(const at::Tensor&, const at::Tensor&)>
 struct MeanLoss {
   Loss loss = [](const at::Tensor& output, const at::Tensor& target) {
@@ -276,9 +276,9 @@ struct LocalLoss {
   [[nodiscard]] Total total() const { return {detail::host_value(reported) * factor, count}; }
 };
 
-/// Weights a mean over `samples` samples, which enters its step divided by `divisor`. A divisor of 1 leaves
-/// it unchanged, bit for bit. Throws DataError if the batch holds another number of samples, since its weight
-/// would be wrong.
+/// Weights a mean over `samples` samples. Backward starts from the mean divided by `divisor`; a divisor of 1
+/// leaves it bitwise unchanged. Throws DataError if the batch holds another number of samples, since its
+/// weight would be wrong.
 template <class Batch>
 LocalLoss weigh(const at::Tensor& mean, const Batch& batch, std::int64_t samples, double divisor) {
   static_assert(
@@ -301,8 +301,8 @@ inline LocalLoss weigh(const Mean& mean) {
   return {mean.sum, mean.sum, 1, mean.count};
 }
 
-/// Weights a mean over the batch's samples when the other ranks' sample counts are not known in advance: it
-/// enters as the sum. The batch must not be empty.
+/// Weights a mean over the batch's samples when the other ranks' sample counts are not known in advance:
+/// backward starts from the sum. The batch must not be empty.
 template <class Batch>
 LocalLoss weigh(const at::Tensor& mean, const Batch& batch) {
   static_assert(

@@ -45,15 +45,16 @@ struct NvtxMarks {
 
 /// Options of BasicNvtxRanges.
 struct NvtxOptions {
-  /// Also shows LibTorch's operators, forward and backward. They are many, so that each step takes longer.
+  /// Also shows LibTorch's operators, forward and backward. Each step then takes longer, since a step has
+  /// many operators.
   bool operators = false;
 };
 
 /// Shows ranges in an NVTX profiler, such as Nsight Systems, during its lifetime and on every thread:
 /// lockstep's own ("lockstep::reduce_bucket", "lockstep::finish_reduction") and the program's
 /// RECORD_USER_SCOPE("name"). The ranges are host time. A range that is open at construction or destruction
-/// is shown either with both ends or not at all. Without an instance nothing is called. Use one instance
-/// at a time, since two show each range twice; construct it while no other thread trains.
+/// is shown either with both ends or not at all. Without an instance no callback is registered. Use one
+/// instance at a time, since two show each range twice; construct it while no other thread trains.
 /// Counterpart: torch.autograd.profiler.emit_nvtx.
 template <RangeMarks Marks>
 class BasicNvtxRanges {
@@ -106,8 +107,8 @@ inline std::int64_t peak_memory() {
     if (peak > 0) return peak;
   }
 #endif
-  // The kernel's account of this program. getrusage's maximum survives exec, and so includes the program that
-  // ran in this process before.
+  // Not getrusage first: its maximum survives exec, and so includes the program that ran in this process
+  // before.
   std::ifstream status("/proc/self/status");
   for (std::string key; status >> key; status.ignore(std::numeric_limits<std::streamsize>::max(), '\n'))
     if (std::int64_t kilobytes = 0; key == "VmHWM:" && status >> kilobytes) return kilobytes * 1024;

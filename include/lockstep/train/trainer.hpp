@@ -46,10 +46,10 @@
 namespace lockstep {
 
 /// Trains one model data-parallel on all ranks. Owns the communicator, the model, its DistributedDataParallel
-/// and its optimizer. Sets the sampler's epoch, the module's training mode, the seeds and the rank that
-/// writes.
+/// and its optimizer. Calls the sampler's set_epoch, switches the module's training mode, seeds the
+/// generators, and lets rank 0 write files and logs.
 ///
-/// The policies are told apart by their concepts, in any order:
+/// The policies are distinguished by their concepts and may be in any order:
 ///
 /// 1. A Model, which is required.
 /// 2. A Sampler. Default: DistributedSampler.
@@ -58,16 +58,16 @@ namespace lockstep {
 /// 5. Extras: an OptimizerFactory (default: SGD), a Schedule, a GradientCheck, a CommunicationHook (default:
 ///    AllReduceHook).
 ///
-/// They are deduced from the arguments after the options: from a value, or from `std::in_place_type<T>` for
-/// a policy that the Trainer constructs itself: a model after seeding, a sampler for each dataset, the
-/// others by default.
+/// The arguments after the options determine them. A value is moved into the Trainer. For
+/// `std::in_place_type<T>` the Trainer constructs the policy itself: a model after seeding, a communicator
+/// from the world, a sampler for each dataset, any other policy by its default constructor.
 ///
 ///   Trainer trainer{world, options, std::in_place_type<Net>, std::in_place_type<PermutationSampler>,
 ///                   Fp16(), MakeOptimizer{make}};
 ///
-/// `Trainer<Net, DistributedSampler, GlooComm, Fp32, Extras...>` names them. Callbacks are no policies: each
-/// `fit` takes its own. The model moves to the communicator's device. Every rank constructs the same trainers
-/// in the same order and calls the same functions on them. Not thread-safe.
+/// `Trainer<Net, DistributedSampler, GlooComm, Fp32, Extras...>` names them explicitly. Callbacks are not
+/// policies but arguments of `fit`. The model moves to the communicator's device. Every rank constructs the
+/// same trainers in the same order and calls the same functions on them. Not thread-safe.
 template <class... Policies>
 class Trainer : detail::CheckedPolicies<Policies...> {
   using Types = detail::PolicyTypes<Policies...>;
@@ -160,11 +160,12 @@ class Trainer : detail::CheckedPolicies<Policies...> {
       return own_state(run, options_.ddp.broadcast_buffers, meter_, save_data_position_, resumed_);
     });
   }
-  /// Restores a checkpoint of save_checkpoint into a trainer that was constructed alike, before `fit`. If the
-  /// checkpoint was saved inside a `fit`, the next `fit` resumes that one: it ends where that one would have
-  /// ended, with bitwise equal results. On another number of ranks it resumes too, and no sample of the epoch
-  /// is lost or repeated. Collective. Throws UsageError inside `fit`, and CheckpointError that names what
-  /// does not fit; the model is unchanged then, while the optimizer and the parts may have changed.
+  /// Restores a checkpoint of save_checkpoint into a trainer that was constructed with the same arguments.
+  /// Call it before `fit`. If the checkpoint was saved inside a `fit`, the next `fit` resumes the saved one:
+  /// on the same number of ranks it ends at the same epoch and step, with bitwise equal results. On another
+  /// number of ranks, no sample of the epoch is lost or repeated. Collective. Throws UsageError inside `fit`.
+  /// Throws CheckpointError, which names the mismatch; the model is then unchanged, but the optimizer and the
+  /// parts may have changed.
   template <Checkpointed... Parts>
   void load_checkpoint(const std::filesystem::path& path, Parts&... parts) {
     read_run("load_checkpoint", path, /*required=*/true, parts...);
@@ -181,14 +182,14 @@ class Trainer : detail::CheckedPolicies<Policies...> {
   /// `require_writable(path)`.
   void save(const std::filesystem::path& path) { save_model(model_.module(), path, comm_); }
   /// Reads a saved model, or the model of a checkpoint, on rank 0 and copies it to all ranks. Collective.
-  /// Throws CheckpointError that names what does not fit.
+  /// Throws CheckpointError, which names each tensor that does not fit.
   void load(const std::filesystem::path& path) { load_model(model_.module(), path, comm_); }
 
   [[nodiscard]] Model& model() { return model_.get(); }
   [[nodiscard]] torch::optim::Optimizer& optimizer() { return *optimizer_; }
   [[nodiscard]] Comm& comm() { return comm_; }
   [[nodiscard]] PrecisionType& precision() { return precision_; }
-  /// The DistributedDataParallel, for its report and its communication hook.
+  /// Returns the DistributedDataParallel, for its report and its communication hook.
   [[nodiscard]] auto& ddp() { return ddp_; }
   [[nodiscard]] const World& world() const { return world_; }
   /// Returns the number of completed epochs.
@@ -265,7 +266,9 @@ class Trainer : detail::CheckedPolicies<Policies...> {
       notify_all(plan, callbacks...);
       const std::int64_t before = position_.step - position_.step_in_epoch;
       report = run_epoch(source, plan, std::exchange(so_far, {}), loss, callbacks...);
-      if (report.step == before) throw DataError("the stream gave no rank a batch to train on");
+      if (report.step == before)
+        throw DataError(
+            "the stream gave no rank a batch to train on: give at least one rank a batch per epoch");
       notify_all(report, callbacks...);
       if (!Source::repeats) break;
     }

@@ -26,9 +26,10 @@ using DefaultPrecision = Fp32;
 template <class... Policies>
 class Trainer;
 
-/// The options of a Trainer beside its policies. Equal on every rank; `Trainer::fit` checks it.
+/// The options of a Trainer besides its policies. All but `num_workers` and `progress` must be equal on every
+/// rank: the constructor compares `ddp`, `Trainer::fit` the others, and both throw MismatchError.
 struct TrainerOptions {
-  /// Epochs, or optimizer steps. Set at most one of the two; 1 epoch if neither is set.
+  /// Length of each `fit` in epochs or in optimizer steps. Set at most one of the two. Default: 1 epoch.
   std::optional<std::int64_t> epochs = std::nullopt;
   std::optional<std::int64_t> steps = std::nullopt;
   /// Samples per rank and micro-batch. The global batch of an optimizer step is `batch_size` times
@@ -38,12 +39,13 @@ struct TrainerOptions {
   /// last micro-batch. The rest at the end of an epoch forms a step of its own. Each step descends the mean
   /// over all its samples, on whichever rank they are.
   std::int64_t accumulate = 1;
-  /// Learning rate of the default optimizer, plain SGD. Default: 1e-3. UsageError if it is set beside an
-  /// OptimizerFactory, which has its own rate.
+  /// Learning rate of the default optimizer, plain SGD. Default: 1e-3. The constructor throws UsageError if
+  /// it is set together with an OptimizerFactory, which sets the learning rate itself.
   std::optional<double> lr = std::nullopt;
   /// Seeds the model's initial values (equal on every rank), the generators during training (`seed + rank`)
   /// and the sampler.
   std::uint64_t seed = 0;
+  /// Whether the sampler shuffles the dataset anew in each epoch.
   bool shuffle = true;
   /// Drops the last samples that do not fill all ranks, instead of repeating some of the first samples.
   bool drop_last = false;
@@ -78,10 +80,10 @@ inline const TrainerOptions& validated(const TrainerOptions& options) {
                                        options.batch_size));
   if (options.accumulate < 1)
     throw UsageError(
-        detail::formatted("accumulate is {}: give the micro-batches a step, 1 or more", options.accumulate));
+        detail::formatted("accumulate is {}: give 1 or more micro-batches per step", options.accumulate));
   if (options.accumulate > std::numeric_limits<std::int64_t>::max() / options.batch_size)
     throw UsageError(detail::formatted(
-        "accumulate is {} at a batch size of {}: no dataset has that many samples for a step",
+        "accumulate is {} at a batch size of {}, more samples per step than can be counted: give less",
         options.accumulate, options.batch_size));
   if (options.lr && (!std::isfinite(*options.lr) || *options.lr < 0))
     throw UsageError(detail::formatted("learning rate is {}: give a finite number, 0 or more", *options.lr));
@@ -93,8 +95,8 @@ inline const TrainerOptions& validated(const TrainerOptions& options) {
         "ddp.param_dtype and ddp.buffer_dtype are for hand-written loops: give the Trainer a precision "
         "instead, such as Bf16 or Fp16"));
   if (options.num_workers > 1024)
-    throw UsageError(detail::formatted(
-        "num_workers is {}: give the threads a rank that load ahead, 1024 at most", options.num_workers));
+    throw UsageError(
+        detail::formatted("num_workers is {}: give 1024 threads per rank at most", options.num_workers));
   return options;
 }
 
