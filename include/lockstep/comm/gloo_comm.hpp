@@ -56,7 +56,7 @@ class [[nodiscard]] GlooWork {
   void wait_until(std::chrono::steady_clock::time_point until);
 
   // Gloo drops a message whose work is destroyed, so the group keeps it.
-  void let_go() noexcept;
+  void keep_messages() noexcept;
 
   std::shared_ptr<GlooGroup> group_;
   Call call_;

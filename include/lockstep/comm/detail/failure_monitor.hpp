@@ -73,7 +73,7 @@ struct Position {
 /// The positions of the other ranks of a group, as they answered a Question.
 struct Answers {
   bool store_answers = false;         // the store has answered since the question was asked
-  bool store_left = false;            // the store's host has left in good order; the store may be gone
+  bool store_left = false;            // the store's host has left gracefully; the store may be gone
   bool conclusive = false;            // a rank that has not answered had enough time to
   std::map<int, Position> positions;  // by global rank, without the ranks that have not answered
 };
@@ -166,7 +166,7 @@ class FailureMonitor {
     return shared_->failure;
   }
 
-  /// Returns the last positions of the ranks that have left this group in good order, by global rank.
+  /// Returns the last positions of the ranks that have left this group gracefully, by global rank.
   [[nodiscard]] std::map<int, Position> departed(const std::string& group) const {
     std::lock_guard lock(shared_->mutex);
     const auto found = shared_->departed.find(group);
@@ -207,7 +207,7 @@ class FailureMonitor {
     post(std::chrono::milliseconds(500), detail::formatted("failed {} {}", shared_->rank, text));
   }
 
-  /// Announces to every rank that this rank leaves a group in good order. Blocks at most 1 s.
+  /// Announces to every rank that this rank leaves a group gracefully. Blocks at most 1 s.
   void publish_departure(const GroupStatus& group) noexcept {
     post(std::chrono::seconds(1),
          detail::formatted("departed {} {} {}", group.name, shared_->rank, group.text()));
@@ -475,9 +475,7 @@ class FailureMonitor {
           if (stopping) return;
           if (lost) {
             if (host_has_left()) return;
-            note({0, false,
-                  "the store in which the ranks meet is gone, so the process that hosts it has ended"},
-                 lock);
+            note({0, false, "the store is gone, so the process that hosts it has ended"}, lock);
             break;
           }
           // An operation that runs into its timeout found a silent store; one that ends earlier lost its
@@ -558,7 +556,7 @@ class FailureMonitor {
         if (Clock::now() >= due) message->abort();
     }
 
-    // Without a launcher rank 0 hosts the store. The store may disappear once rank 0 has left, in good order,
+    // Without a launcher rank 0 hosts the store. The store may disappear once rank 0 has left, gracefully,
     // every group that it shares with this rank.
     [[nodiscard]] bool host_has_left() const {
       return std::all_of(groups.begin(), groups.end(), [&](const auto& group) {

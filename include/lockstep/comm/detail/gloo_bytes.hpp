@@ -28,7 +28,8 @@ inline std::string bytes_in(const at::Tensor& tensor, std::int64_t length) {
 }
 
 /// Gathers the bytes of every rank. Every exchange of bytes has two halves: `start` sends their lengths;
-/// `go_on` sends the bytes once the lengths have arrived. `finish` builds the result from the received bytes.
+/// `send_bytes` sends the bytes once the lengths have arrived. `finish` builds the result from the received
+/// bytes.
 struct BytesGather {
   std::string own;
   std::vector<std::string> all;  // the result
@@ -37,7 +38,7 @@ struct BytesGather {
     lengths = at::empty({gloo.getSize()}, at::kLong);
     return start_all_gather(gloo, lengths, at::full({1}, static_cast<std::int64_t>(own.size()), at::kLong));
   }
-  std::vector<GlooPart> go_on(c10d::ProcessGroupGloo& gloo) {
+  std::vector<GlooPart> send_bytes(c10d::ProcessGroupGloo& gloo) {
     const int size = gloo.getSize();
     const auto* length = lengths.data_ptr<std::int64_t>();
     const std::int64_t total = std::accumulate(length, length + size, std::int64_t{0});
@@ -76,7 +77,7 @@ struct BytesBroadcast {
     length = at::full({1}, static_cast<std::int64_t>(bytes.size()), at::kLong);
     return start_broadcast(gloo, length, root);
   }
-  std::vector<GlooPart> go_on(c10d::ProcessGroupGloo& gloo) {
+  std::vector<GlooPart> send_bytes(c10d::ProcessGroupGloo& gloo) {
     const std::int64_t count = *length.data_ptr<std::int64_t>();
     if (count == 0) return {};
     content = gloo.getRank() == root ? bytes_tensor(bytes, count) : at::empty({count}, at::kByte);
@@ -106,8 +107,8 @@ class BytesLane : public std::enable_shared_from_this<BytesLane> {
     auto whole = c10::make_intrusive<Whole>();
     auto half = std::make_shared<SecondHalf>();
     half->whole = whole;
-    half->go_on = [exchange, whole](c10d::ProcessGroupGloo& own) {
-      finish_after(exchange->go_on(own), exchange, whole);
+    half->send_bytes = [exchange, whole](c10d::ProcessGroupGloo& own) {
+      finish_after(exchange->send_bytes(own), exchange, whole);
     };
     const GlooPart first = exchange->start(gloo);
     {
@@ -131,7 +132,7 @@ class BytesLane : public std::enable_shared_from_this<BytesLane> {
   };
   struct SecondHalf {
     c10::intrusive_ptr<Whole> whole;
-    std::function<void(c10d::ProcessGroupGloo&)> go_on;
+    std::function<void(c10d::ProcessGroupGloo&)> send_bytes;
     std::exception_ptr error;  // of the first half
     bool due = false;
   };
@@ -165,7 +166,7 @@ class BytesLane : public std::enable_shared_from_this<BytesLane> {
       try {
         if (next->error) std::rethrow_exception(next->error);
         if (!gloo_) gloo_ = connect_();
-        next->go_on(*gloo_);
+        next->send_bytes(*gloo_);
       } catch (...) {
         next->whole->finish(std::current_exception());
       }

@@ -32,7 +32,7 @@ LOCKSTEP_INLINE GlooWork::GlooWork(std::shared_ptr<GlooGroup> group, Call call)
 
 LOCKSTEP_INLINE GlooWork& GlooWork::operator=(GlooWork&& other) noexcept {
   if (this == &other) return *this;
-  let_go();
+  keep_messages();
   group_ = std::move(other.group_);
   call_ = other.call_;
   parts_ = std::move(other.parts_);
@@ -43,7 +43,7 @@ LOCKSTEP_INLINE GlooWork& GlooWork::operator=(GlooWork&& other) noexcept {
 }
 
 LOCKSTEP_INLINE GlooWork::~GlooWork() {
-  let_go();
+  keep_messages();
 }
 
 LOCKSTEP_INLINE void GlooWork::wait() {
@@ -97,7 +97,7 @@ LOCKSTEP_INLINE void GlooWork::wait_until(std::chrono::steady_clock::time_point 
   if (at_end_) std::exchange(at_end_, nullptr)();
 }
 
-LOCKSTEP_INLINE void GlooWork::let_go() noexcept {
+LOCKSTEP_INLINE void GlooWork::keep_messages() noexcept {
   if (group_ && call_.peer >= 0)
     for (auto& part : parts_) group_->keep(std::move(part));
 }
@@ -149,7 +149,7 @@ void GlooComm::exchange_bytes_now(const detail::Call& call, Exchange& exchange) 
     group_->await(call, *part, call.start + group_->timeout());
   };
   complete(exchange.start(gloo()));
-  for (const detail::GlooPart& part : exchange.go_on(gloo())) complete(part);
+  for (const detail::GlooPart& part : exchange.send_bytes(gloo())) complete(part);
   exchange.finish();
 }
 

@@ -41,15 +41,15 @@ struct WorkInternals : c10d::Work {
   static constexpr auto exception = &WorkInternals::exception_;
 };
 
-/// Calls `ring` on a thread of its own at `when`, unless the Alarm is destroyed earlier.
-class Alarm {
+/// Calls `action` on a thread of its own at `when`, unless the DelayedCall is destroyed earlier.
+class DelayedCall {
  public:
-  Alarm(std::chrono::steady_clock::time_point when, std::function<void()> ring)
-      : thread_([this, when, ring = std::move(ring)] {
+  DelayedCall(std::chrono::steady_clock::time_point when, std::function<void()> action)
+      : thread_([this, when, action = std::move(action)] {
           std::unique_lock lock(mutex_);
-          if (!changed_.wait_until(lock, when, [&] { return off_; })) ring();
+          if (!changed_.wait_until(lock, when, [&] { return off_; })) action();
         }) {}
-  ~Alarm() {
+  ~DelayedCall() {
     {
       std::lock_guard lock(mutex_);
       off_ = true;
@@ -57,8 +57,8 @@ class Alarm {
     changed_.notify_all();
     thread_.join();
   }
-  Alarm(const Alarm&) = delete;
-  Alarm& operator=(const Alarm&) = delete;
+  DelayedCall(const DelayedCall&) = delete;
+  DelayedCall& operator=(const DelayedCall&) = delete;
 
  private:
   std::mutex mutex_;
@@ -140,7 +140,7 @@ class GlooGroup {
       const auto now = Clock::now();
       if (now >= until) {
         lock.unlock();
-        late(call);
+        throw_timeout(call);
       }
       if ((work.*WorkInternals::changed).wait_until(lock, std::min(until, now + slice), complete)) break;
       lock.unlock();
@@ -149,7 +149,7 @@ class GlooGroup {
     }
     if (auto cause = work.*WorkInternals::exception) {
       lock.unlock();
-      explain(call, cause);
+      throw_transport_error(call, cause);
     }
   }
 
@@ -164,21 +164,21 @@ class GlooGroup {
     for (;;) {
       bool arrived = false;
       {
-        std::optional<FailureMonitor::Interruption> by_news;
-        if (membership().monitor()) by_news.emplace(*membership().monitor(), work, watch.next());
+        std::optional<FailureMonitor::Interruption> interruption;
+        if (membership().monitor()) interruption.emplace(*membership().monitor(), work, watch.next());
         // After the registration: a failure that arrived before it aborts nothing.
         check(watch.look(true));
         try {
-          std::optional<Alarm> by_deadline;
-          if (until < call.start + timeout()) by_deadline.emplace(until, [&] { work->abort(); });
+          std::optional<DelayedCall> delayed_abort;
+          if (until < call.start + timeout()) delayed_abort.emplace(until, [&] { work->abort(); });
           arrived = work->wait(left(call.start + timeout()));
         } catch (...) {
-          if (Clock::now() >= call.start + timeout()) late(call);
-          explain(call, std::current_exception());
+          if (Clock::now() >= call.start + timeout()) throw_timeout(call);
+          throw_transport_error(call, std::current_exception());
         }
       }
       if (arrived) return;
-      if (Clock::now() >= until) late(call);
+      if (Clock::now() >= until) throw_timeout(call);
     }
   }
 
@@ -188,7 +188,7 @@ class GlooGroup {
     kept_.push_back(std::move(message));
   }
 
-  /// Leaves the group in good order: completes all works in flight and says farewell to the other ranks. The
+  /// Leaves the group gracefully: completes all works in flight and says farewell to the other ranks. The
   /// rank that hosts the store leaves last. Throws TimeoutError at the timeout.
   void shutdown() {
     if (state_.closed() || state_.failed()) return;
@@ -227,14 +227,14 @@ class GlooGroup {
     Membership::CallWatch watch(membership(), call);
     while (connected.wait_for(slice) != std::future_status::ready) {
       check(watch.look());
-      if (Clock::now() >= call.start + timeout()) late(call);
+      if (Clock::now() >= call.start + timeout()) throw_timeout(call);
     }
     try {
       process_group_ = connected.get();
     } catch (const Error&) {
       throw;
     } catch (...) {
-      explain(call, std::current_exception());
+      throw_transport_error(call, std::current_exception());
     }
   }
 
@@ -260,7 +260,7 @@ class GlooGroup {
     }).detach();
     while (finished.wait_for(slice) != std::future_status::ready) {
       if (membership().monitor() && membership().monitor()->failure()) return false;
-      if (Clock::now() >= call.start + timeout()) late(call);
+      if (Clock::now() >= call.start + timeout()) throw_timeout(call);
     }
     return true;
   }
@@ -274,7 +274,7 @@ class GlooGroup {
   }
 
   // Throws the TimeoutError of this call, which names the late ranks.
-  [[noreturn]] void late(const Call& call) {
+  [[noreturn]] void throw_timeout(const Call& call) {
     const bool last = Clock::now() >= call.start + timeout();
     check(membership().look(call));
     const std::string text = membership().lateness_of(call);
@@ -285,7 +285,7 @@ class GlooGroup {
   }
 
   // Gloo failed: finds the rank that caused it and throws.
-  [[noreturn]] void explain(const Call& call, const std::exception_ptr& cause) {
+  [[noreturn]] void throw_transport_error(const Call& call, const std::exception_ptr& cause) {
     state_.check_error();
     const std::string text = gloo_error_text(cause);
     check(membership().cause_of(

@@ -429,7 +429,7 @@ class Membership {
     throw TimeoutError(what + silence(), world_.rank());
   }
 
-  /// Announces to the other ranks that this rank leaves in good order.
+  /// Announces to the other ranks that this rank leaves gracefully.
   void depart() {
     if (monitor_) monitor_->publish_departure(*status_);
   }

@@ -19,9 +19,9 @@
 
 namespace lockstep::detail {
 
-/// Runs `part`, which the other ranks may come to wait for. If `part` throws an error that the other ranks
-/// cannot know of, calls `tell()` inside the handler and rethrows. `ranks` is the number of ranks that may
-/// wait: fewer of them may have thrown a CollectiveError together, in a sub-group.
+/// Runs `part`, for which the other ranks may have to wait. If `part` throws an error of this rank alone,
+/// calls `tell()` inside the handler and rethrows. `ranks` is the number of ranks that may wait. A
+/// CollectiveError of fewer ranks, which a sub-group has thrown together, also calls `tell()`.
 template <class Part, class Tell>
 decltype(auto) telling_own_error(int ranks, Part&& part, Tell&& tell) {
   try {

@@ -110,7 +110,7 @@ inline ReduceOp reduced_by(const at::Tensor& tensor, ReduceOp op) {
   return tensor.scalar_type() == at::kBool && op == ReduceOp::sum ? ReduceOp::max : op;
 }
 
-inline bool went_well(NcclResult result) {
+inline bool no_error(NcclResult result) {
   return result == NcclResult::success || result == NcclResult::in_progress;
 }
 
@@ -178,7 +178,7 @@ class Operands {
   template <class Issue>
   NcclResult for_each_pair(Issue&& issue) const {
     auto result = NcclResult::success;
-    for (std::size_t i = 0; i < written_.size() && went_well(result); ++i)
+    for (std::size_t i = 0; i < written_.size() && no_error(result); ++i)
       result = issue(written_[i].dense, read_[i].dense);
     return result;
   }
@@ -196,7 +196,7 @@ class Operands {
   template <class Issue>
   static NcclResult for_each(const std::vector<Operand>& operands, Issue&& issue) {
     auto result = NcclResult::success;
-    for (std::size_t i = 0; i < operands.size() && went_well(result); ++i) result = issue(operands[i].dense);
+    for (std::size_t i = 0; i < operands.size() && no_error(result); ++i) result = issue(operands[i].dense);
     return result;
   }
 

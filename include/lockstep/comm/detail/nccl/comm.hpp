@@ -119,7 +119,7 @@ class NcclBytes {
 /// sticky: later calls rethrow it. A destructor that runs during stack unwinding publishes the failure and
 /// aborts; it never waits.
 ///
-/// Thread safety: one thread at a time may issue collectives, since their order must match the other ranks.
+/// Thread safety: one thread at a time may launch collectives, since their order must match the other ranks'.
 /// Other threads may wait for Works. Any thread may call abort().
 template <NcclDevice D>
 class BasicNcclComm {
@@ -191,8 +191,8 @@ class BasicNcclComm {
     return group_->empty_buffer(length, like);
   }
 
-  /// Reduces `tensor` over the ranks, in place. ReduceOp::avg needs a floating dtype. On bool, `sum` is "any"
-  /// and `product` is "all".
+  /// Reduces `tensor` over the ranks, in place. ReduceOp::avg needs a floating dtype. For bool, `sum` is a
+  /// logical or and `product` a logical and.
   Work all_reduce(const at::Tensor& tensor, ReduceOp op = ReduceOp::sum) {
     return all_reduce(std::vector<at::Tensor>{tensor}, op);
   }
@@ -281,12 +281,12 @@ class BasicNcclComm {
         const std::size_t count = wire.count / static_cast<std::size_t>(size());
         const std::size_t bytes = input.nbytes() / static_cast<std::size_t>(size());
         auto result = NcclResult::success;
-        for (int peer = 0; peer < size() && went_well(result); ++peer) {
+        for (int peer = 0; peer < size() && no_error(result); ++peer) {
           const auto* from =
               static_cast<const char*>(input.const_data_ptr()) + static_cast<std::size_t>(peer) * bytes;
           auto* to = static_cast<char*>(output.mutable_data_ptr()) + static_cast<std::size_t>(peer) * bytes;
           result = device().send(comm, stream, from, count, wire.type, peer);
-          if (went_well(result)) result = device().recv(comm, stream, to, count, wire.type, peer);
+          if (no_error(result)) result = device().recv(comm, stream, to, count, wire.type, peer);
         }
         return result;
       });
@@ -375,11 +375,12 @@ class BasicNcclComm {
         std::make_shared<NcclGroup<D>>(*group_, call, group_->state().world_ranks(ranks), std::move(name)));
   }
 
-  /// Aborts the works in flight and fails every later call. Every wait of another rank throws a PeerError
-  /// with `reason`. Does not wait for another rank.
+  /// Aborts the collectives in flight and fails every later call. Every wait of another rank throws a
+  /// PeerError with `reason`. Does not wait for another rank. Thread-safe.
   void abort(const std::string& reason) { group_->state().abort(reason); }
 
-  /// Leaves the group in good order, after the works in flight completed.
+  /// Leaves the group after the collectives in flight have completed. Blocks. Throws TimeoutError when the
+  /// timeout expires. A no-op after a failure.
   void shutdown() { group_->shutdown(); }
 
  private:

@@ -284,7 +284,7 @@ class NcclGroup {
       device_.wait(current, op.done);
       in_flight_.release();
       // On another stream, memory that belongs to the op's stream would be freed too early.
-      if (current == op.from) in_flight_.let_go_of_tensors(op);
+      if (current == op.from) in_flight_.release_tensors(op);
     });
   }
 
@@ -309,7 +309,7 @@ class NcclGroup {
       }
       return true;
     });
-    in_flight_.let_go_of_tensors(op);
+    in_flight_.release_tensors(op);
     in_flight_.release();
   }
   void give_back(const InFlightOpPtr& op) noexcept { in_flight_.give_back(op); }
@@ -320,7 +320,7 @@ class NcclGroup {
     return state_.error();
   }
 
-  /// Leaves the group in good order: completes the works in flight and says farewell to the other ranks.
+  /// Leaves the group gracefully: completes the works in flight and says farewell to the other ranks.
   void shutdown() {
     if (state_.closed() || failed()) return;
     const Call call = state_.message("shutdown", -1, 0);

@@ -134,7 +134,7 @@ class InFlightOps {
   }
 
   /// Releases the tensors of an op that is ordered before all later uses of their memory.
-  void let_go_of_tensors(InFlightOp<D>& op) {
+  void release_tensors(InFlightOp<D>& op) {
     std::vector<at::Tensor> garbage;
     std::lock_guard lock(mutex_);
     garbage.swap(op.kept);

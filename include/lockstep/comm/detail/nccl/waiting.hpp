@@ -83,7 +83,7 @@ class Waiting {
     for (int round = 0; !complete(); ++round) {
       state_.check_error();
       state_.look(call);
-      if (Clock::now() >= until) late(call, label);
+      if (Clock::now() >= until) throw_timeout(call, label);
       if (round % 64 == 63) {
         if (auto error = diagnosis_.of_state(call, label)) state_.fail(error, true);
         if (auto error = state_.membership().look(call)) state_.fail(error, false);
@@ -100,7 +100,7 @@ class Waiting {
     result = handle_.settle(result, [&] {
       state_.check_error();
       state_.look(call);
-      if (Clock::now() >= call.start + state_.timeout()) late(call, label);
+      if (Clock::now() >= call.start + state_.timeout()) throw_timeout(call, label);
     });
     if (result == NcclResult::success) return;
     state_.check_error();
@@ -109,7 +109,7 @@ class Waiting {
 
  private:
   // Throws the error of a call whose time to wait has passed.
-  [[noreturn]] void late(const Call& call, const Label& label) {
+  [[noreturn]] void throw_timeout(const Call& call, const Label& label) {
     const bool last = Clock::now() >= call.start + state_.timeout();
     const auto error = diagnosis_.of_lateness(call, label);
     try {

@@ -52,14 +52,14 @@ class StoreExchange {
     });
   }
 
-  /// Returns whether all bytes have arrived. Blocks until `until` at most, where the store does not answer.
+  /// Returns whether all bytes have arrived. Blocks until `until` at most if the store does not answer.
   [[nodiscard]] bool complete(Clock::time_point until) {
     return membership_
         .at_store_until(call_, until, [keys = keys_](c10d::Store& store) { return store.check(keys); })
         .value_or(false);
   }
 
-  /// Reads and delivers the bytes. Throws TimeoutError where the store has not answered at `until`.
+  /// Reads and delivers the bytes. Throws TimeoutError if the store has not answered at `until`.
   void finish(Clock::time_point until) {
     auto all = membership_.at_store_until(
         call_, until, [name = name_, from = from_, size = membership_.size()](c10d::Store& store) {
@@ -117,14 +117,14 @@ class [[nodiscard]] NcclWork {
   NcclWork(NcclWork&& other) noexcept = default;
   NcclWork& operator=(NcclWork&& other) noexcept {
     if (this == &other) return *this;
-    let_go();
+    release_op();
     group_ = std::move(other.group_);
     op_ = std::move(other.op_);
     call_ = other.call_;
     exchange_ = std::move(other.exchange_);
     return *this;
   }
-  ~NcclWork() { let_go(); }
+  ~NcclWork() { release_op(); }
 
   void wait() {
     if (op_)
@@ -158,7 +158,7 @@ class [[nodiscard]] NcclWork {
     }
   }
 
-  void let_go() noexcept {
+  void release_op() noexcept {
     if (op_) group_->give_back(op_);
     op_.reset();
   }
