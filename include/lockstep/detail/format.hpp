@@ -14,8 +14,8 @@
 
 namespace lockstep::detail {
 
-// One argument of `formatted`: a tagged union, since fmt's own templates and std::variant are instantiated in every file that
-// includes the header.
+// One argument of `formatted`. A tagged union, since fmt's templates and std::variant would be instantiated
+// in every file that includes this header.
 class FormatArgument {
  public:
   enum class Kind { none, boolean, character, signed_integer, unsigned_integer, single, real, text };
@@ -52,13 +52,14 @@ class FormatArgument {
 };
 
 #ifdef LOCKSTEP_CHECK_FORMATS
-// For the test that compiles the headers: fmt checks each text against the types of its arguments.
+// The test that compiles the headers defines this macro, so that fmt checks each text against the types of
+// its arguments.
 template <class... Args>
 std::string formatted(fmt::format_string<Args...> text, Args&&... args) {
   return fmt::format(text, std::forward<Args>(args)...);
 }
 #else
-// Formats a message in fmt's syntax.
+// Formats a message in fmt's syntax, with at most ten arguments.
 std::string formatted(std::string_view text, FormatArgument a = {}, FormatArgument b = {},
                       FormatArgument c = {}, FormatArgument d = {}, FormatArgument e = {},
                       FormatArgument f = {}, FormatArgument g = {}, FormatArgument h = {},

@@ -1,19 +1,20 @@
 #pragma once
 
-/// Precedes a variable, or a function with static variables, that a process has once. Default visibility: of
-/// shared objects built with -fvisibility=hidden, as Python's extensions are, each would have its own, so
-/// that communicators made in two of them had the same names in the store, and a process had two failure
-/// monitors.
+/// Marks a variable, or a function with static variables, of which a process has exactly one. Gives it
+/// default visibility: otherwise each shared object built with -fvisibility=hidden, such as a Python
+/// extension, would have its own. Two communicators constructed in two such objects would then get the same
+/// name in the store, and the process would run two failure monitors.
 ///
-/// An executable shares its own with objects that it links. With objects that it loads (dlopen), it does
-/// where it exports its symbols (-rdynamic, CMake's ENABLE_EXPORTS); objects loaded with RTLD_LOCAL share
-/// with each other where GCC has compiled them, and with RTLD_GLOBAL always. All of them are built from one
-/// version of lockstep.
+/// An executable and the shared objects that it links have one instance in common. Objects that it loads by
+/// dlopen use the same instance only if the executable exports its symbols (-rdynamic, CMake's
+/// ENABLE_EXPORTS). Among themselves, objects loaded with RTLD_GLOBAL always have one instance in common, and
+/// objects loaded with RTLD_LOCAL do if GCC compiled them. All of them must be built from one version of
+/// lockstep.
 #define LOCKSTEP_PROCESS_WIDE [[gnu::visibility("default")]]
 
-/// Precedes the definitions in the `-inl.hpp` headers. Header-only, each of them is inline. With
-/// LOCKSTEP_COMPILED, headers only declare, and lockstep/compiled.cpp, which the program compiles once,
-/// defines.
+/// Marks the definitions in the `-inl.hpp` headers. In header-only use they are inline. With
+/// LOCKSTEP_COMPILED the headers only declare the functions, and lockstep/compiled.cpp, which the program
+/// compiles once, defines them.
 #ifdef LOCKSTEP_COMPILED
 #define LOCKSTEP_INLINE
 #else

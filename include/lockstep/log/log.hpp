@@ -160,9 +160,9 @@ class Progress {
   void show();
 
   ProgressOptions options_;
-  bool shown_;
+  bool enabled_;
   bool terminal_;
-  bool said_ = false, finished_ = false;
+  bool shown_ = false, finished_ = false;
   Clock::time_point start_ = Clock::now(), last_ = start_;
   detail::ProgressState state_;
 };

@@ -124,13 +124,15 @@ LOCKSTEP_INLINE std::string progress_bar(const ProgressState& state, int columns
 namespace lockstep {
 
 LOCKSTEP_INLINE Progress::Progress(const Log& log, std::size_t total, ProgressOptions options)
-    : options_(std::move(options)), shown_(log.speaks(Level::info)), terminal_(detail::stdout_is_terminal()) {
+    : options_(std::move(options)),
+      enabled_(log.speaks(Level::info)),
+      terminal_(detail::stdout_is_terminal()) {
   state_.title = options_.title;
   state_.total = total;
 }
 
 LOCKSTEP_INLINE bool Progress::due() const {
-  return shown_ && Clock::now() - last_ >= (terminal_ ? options_.redraw : options_.line_every);
+  return enabled_ && Clock::now() - last_ >= (terminal_ ? options_.redraw : options_.line_every);
 }
 
 LOCKSTEP_INLINE void Progress::advance(double samples, std::optional<double> loss) {
@@ -144,7 +146,7 @@ LOCKSTEP_INLINE void Progress::advance(double samples, std::optional<double> los
 
 LOCKSTEP_INLINE void Progress::finish(std::optional<double> loss) {
   if (loss) state_.loss = loss;
-  if (std::exchange(finished_, true) || !shown_ || !said_) return;
+  if (std::exchange(finished_, true) || !enabled_ || !shown_) return;
   show();
   if (terminal_) {
     detail::bar_is_shown = false;
@@ -155,7 +157,7 @@ LOCKSTEP_INLINE void Progress::finish(std::optional<double> loss) {
 
 LOCKSTEP_INLINE void Progress::show() {
   state_.seconds = std::chrono::duration<double>(Clock::now() - start_).count();
-  said_ = true;
+  shown_ = true;
   if (!terminal_) {
     detail::write_lines(stdout, detail::progress_line(state_) + "\n");
     return;
