@@ -133,7 +133,8 @@ inline ProgramEnd run_program(std::vector<std::string> words) {
   return end;
 }
 
-/// Returns what is wrong with a downloaded file; empty if it is complete.
+/// Returns the fault of a downloaded file, such as "12 bytes instead of 28881"; an empty string if the file
+/// is complete.
 inline std::string download_fault(const std::filesystem::path& path, const RemoteFile& file) {
   std::error_code error;
   const auto size = std::filesystem::file_size(path, error);
@@ -157,10 +158,10 @@ inline std::string fetch(const std::string& url, const std::filesystem::path& pa
     end = run_program({"wget", "--quiet", "--tries=3", "--timeout=20", "-O", path.string(), url});
   if (end.code == 0) return "";
   if (end.code == 127) return "neither curl nor wget is installed";
-  std::string said, line;
+  std::string message, line;
   for (std::istringstream in(end.error); std::getline(in, line);)
-    if (!line.empty()) said = line;
-  return said.empty() ? detail::formatted("the download program ended with code {}", end.code) : said;
+    if (!line.empty()) message = line;
+  return message.empty() ? detail::formatted("the download program ended with code {}", end.code) : message;
 }
 
 }  // namespace lockstep::detail

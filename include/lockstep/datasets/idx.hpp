@@ -55,7 +55,8 @@ class GzipDecompressor : public Decompressor {
   explicit GzipDecompressor(const std::string& path) {
     // 15 + 16: the largest window, in a gzip wrapper whose checksum zlib verifies.
     if (inflateInit2(&stream_, 15 + 16) != Z_OK)
-      throw DataError(detail::formatted("{}: zlib could not be started", path));
+      throw DataError(
+          detail::formatted("{}: zlib could not be initialized: free memory and try again", path));
   }
   ~GzipDecompressor() override { inflateEnd(&stream_); }
 

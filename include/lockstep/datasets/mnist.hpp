@@ -39,8 +39,9 @@ class DigitDataset {
         digits_.labels.scalar_type() != at::kByte)
       throw DataError("a DigitDataset needs uint8 images [N, H, W] and uint8 labels [N]");
     if (digits_.images.size(0) != digits_.labels.size(0))
-      throw DataError(detail::formatted("{} images were given {} labels", digits_.images.size(0),
-                                        digits_.labels.size(0)));
+      throw DataError(
+          detail::formatted("a DigitDataset has {} images and {} labels: give one label for each image",
+                            digits_.images.size(0), digits_.labels.size(0)));
     digits_ = {digits_.images.contiguous(), digits_.labels.contiguous()};
   }
 
@@ -59,7 +60,8 @@ class DigitDataset {
     auto* target = batch.target.mutable_data_ptr<std::int64_t>();
     for (const std::size_t index : indices) {
       if (index >= size())
-        throw DataError(detail::formatted("sample {} was asked of a dataset of {} samples", index, size()));
+        throw DataError(
+            detail::formatted("sample {} is out of range: the dataset has {} samples", index, size()));
       const std::uint8_t* image = images + static_cast<std::int64_t>(index) * pixels;
       // ToTensor divides; multiplying by 1/255 gives other bits.
       for (std::int64_t i = 0; i < pixels; ++i) data[i] = static_cast<float>(image[i]) / 255.F;

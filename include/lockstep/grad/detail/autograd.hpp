@@ -17,7 +17,7 @@ namespace lockstep::detail {
 /// differs between versions of LibTorch.
 using Accumulator = decltype(torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor&>()));
 
-/// Sets the accumulator of a leaf that has the dtype again for which the accumulator was created.
+/// Restores the accumulator of a leaf. The leaf must have the dtype for which the accumulator was created.
 template <class Pointer>
 void set_accumulator(const at::Tensor& leaf, const Pointer& accumulator) {
   if constexpr (requires { typename Pointer::weak_type; })

@@ -27,7 +27,7 @@
 #include "lockstep/train/metrics.hpp"
 #include "lockstep/train/trainer_options.hpp"
 
-/// The policies of a Trainer: how they are told apart, checked and constructed.
+/// The policies of a Trainer: their kinds, checks and construction.
 namespace lockstep::detail {
 
 enum class PolicyKind {
@@ -48,7 +48,7 @@ enum class PolicyKind {
 
 template <class P>
 consteval PolicyKind kind_of() {
-  // A model comes first: to test its generic forward for a precision's could fail to compile.
+  // Model is tested first: a test whether a generic forward models Precision could fail to compile.
   if constexpr (Model<P>) {
     return PolicyKind::model;
   } else if constexpr (Sampler<P>) {
@@ -89,7 +89,7 @@ struct Nothing {
   explicit Nothing(Given&&...) {}
 };
 
-// What a Trainer's policies are, with the defaults for those that are left out.
+// The types of a Trainer's policies, with defaults for the absent ones.
 template <class... Policies>
 struct PolicyTypes {
   static constexpr int count(PolicyKind kind) { return (int{kind_of<Policies>() == kind} + ... + 0); }
@@ -199,7 +199,7 @@ struct PolicyOfArgument<std::in_place_type_t<T>> : std::type_identity<T> {};
 template <class T, class... Types>
 inline constexpr bool one_of = (std::same_as<T, Types> || ...);
 
-// A value of a sampler is none: the sampler is constructed for the dataset of each `fit`.
+// A sampler cannot be passed as a value, since each `fit` constructs it for its dataset.
 template <class Given, class... Policies>
 inline constexpr bool fits_policies =
     one_of<typename PolicyOfArgument<Given>::type, Policies...> && !Sampler<Given>;
@@ -261,8 +261,8 @@ std::tuple<Extras...> make_extras(std::type_identity<std::tuple<Extras...>>, Giv
   return std::tuple<Extras...>(pick<Extras>(MakeDefault{}, given...)...);
 }
 
-/// Calls `validated`. Also throws UsageError if `lr` is set beside an OptimizerFactory, which has its own
-/// rate.
+/// Calls `validated`. Also throws UsageError if `lr` is set together with an OptimizerFactory, which sets the
+/// learning rate itself.
 inline const TrainerOptions& validated_beside(bool has_optimizer, const TrainerOptions& options) {
   if (has_optimizer && options.lr)
     throw UsageError(detail::formatted(

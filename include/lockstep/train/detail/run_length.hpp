@@ -42,8 +42,8 @@ class RunLength {
     return last_epoch_ ? epoch >= *last_epoch_ : step >= *last_step_;
   }
   /// Returns the plan of the zero-based `epoch`, which starts after `step` steps. The last epoch may be
-  /// shorter. For a stream, the number of steps is an upper bound or std::nullopt, and a run of given steps
-  /// plans no epoch after this one.
+  /// shorter. For a stream, whose length is unknown, a run of a number of steps plans this epoch as the last
+  /// one, with all remaining steps as an upper bound; a run of a number of epochs has std::nullopt steps.
   [[nodiscard]] EpochPlan plan(std::int64_t epoch, std::int64_t step) const {
     if (last_epoch_) return {epoch, *last_epoch_, steps_in_epoch_};
     const std::int64_t left = *last_step_ - step;

@@ -137,11 +137,13 @@ class TrainingStep {
     throw;
   }
 
+  /// Returns whether a step is running.
   [[nodiscard]] bool running() const { return running_; }
-  /// The state of the last step: the loss of each of this rank's micro-batches, whether the optimizer
-  /// stepped, and the norm that a GradientCallback set, if any.
+  /// Returns the losses of this rank's micro-batches in the last step.
   [[nodiscard]] const std::vector<LocalLoss>& losses() const { return losses_; }
+  /// Returns whether the optimizer stepped in the last step.
   [[nodiscard]] const StepOutcome& stepped() const { return stepped_; }
+  /// Returns the norm that a GradientCallback set in the last step; undefined if none did.
   [[nodiscard]] const at::Tensor& total_norm() const { return total_norm_; }
 
  private:
