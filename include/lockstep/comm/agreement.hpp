@@ -11,7 +11,6 @@
 #include <vector>
 
 #include "lockstep/comm/communicator.hpp"
-#include "lockstep/detail/linkage.hpp"
 #include "lockstep/error.hpp"
 
 namespace lockstep {

@@ -16,7 +16,6 @@
 #include "lockstep/comm/communicator.hpp"
 #include "lockstep/comm/detail/call.hpp"
 #include "lockstep/comm/options.hpp"
-#include "lockstep/detail/linkage.hpp"
 #include "lockstep/world/world.hpp"
 
 namespace c10d {

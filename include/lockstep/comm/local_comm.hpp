@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "lockstep/comm/communicator.hpp"
+#include "lockstep/comm/detail/describe.hpp"
 #include "lockstep/detail/format.hpp"
 
 namespace lockstep {
@@ -118,8 +119,8 @@ class LocalComm {
     forbid_in_rank_zero_scope(name);
     if (output.numel() != input.numel() || output.scalar_type() != input.scalar_type())
       throw CommunicationError(detail::formatted(
-          "{}: output and input must have equal dtypes and numbers of elements, but have {} and {} elements",
-          name, output.numel(), input.numel()));
+          "{}: the output {} and the input {} must have equal dtypes and numbers of elements", name,
+          detail::describe(output), detail::describe(input)));
     if (output.data_ptr() != input.data_ptr()) {
       at::Tensor target = output;
       target.detach().view(input.sizes()).copy_(input.detach());

@@ -6,8 +6,6 @@
 
 #include "lockstep/comm/communicator.hpp"
 #include "lockstep/comm/gloo_comm.hpp"
-#include "lockstep/comm/options.hpp"
-#include "lockstep/detail/linkage.hpp"
 #include "lockstep/world/environment.hpp"
 #include "lockstep/world/world.hpp"
 #ifdef LOCKSTEP_HAS_CUDA

@@ -34,8 +34,8 @@ namespace lockstep {
 ///    `reset()` after a `load` resumes the saved pass instead of starting a new one.
 /// 2. `size()` returns the number of samples of this rank in the coming pass, before it starts. No member
 ///    communicates: the indices follow from the arguments alone.
-/// 3. `set_epoch(e)` is called by every rank with the same epoch before a pass and determines what the pass
-///    yields. Epoch 0 is the default. A no-op for samplers whose order does not depend on the epoch.
+/// 3. `set_epoch(e)` is called by every rank with the same epoch before a pass and determines the indices of
+///    the pass. Epoch 0 is the default. A no-op for samplers whose order does not depend on the epoch.
 /// 4. It is copyable, and `set_epoch` on one copy applies to all copies: loaders take samplers by value.
 /// 5. It is not thread-safe.
 template <class S>
@@ -278,8 +278,8 @@ class StridedSampler : public torch::data::samplers::Sampler<> {
     write("consumed", std::min(length_, skipped_ + position_ * static_cast<std::size_t>(world_size_)));
   }
 
-  /// Restores what `save` wrote. Throws CheckpointError if length, seed, shuffle, drop_last or pad differ
-  /// from the saved ones.
+  /// Restores the state that `save` wrote. Throws CheckpointError if length, seed, shuffle, drop_last or pad
+  /// differ from the saved ones.
   void load(torch::serialize::InputArchive& archive) override {
     expect_saved("length", read_count(archive, "length"), static_cast<std::int64_t>(length_));
     expect_saved("seed", read_count(archive, "seed"), static_cast<std::int64_t>(options_.seed));

@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 
 #include "lockstep/detail/format.hpp"
+#include "lockstep/detail/linkage.hpp"
 
 #ifndef LOCKSTEP_CHECK_FORMATS
 namespace lockstep::detail {

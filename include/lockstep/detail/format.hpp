@@ -4,8 +4,6 @@
 #include <string>
 #include <string_view>
 
-#include "lockstep/detail/linkage.hpp"
-
 #ifdef LOCKSTEP_CHECK_FORMATS
 #include <utility>
 

@@ -340,8 +340,8 @@ class DistributedDataParallel {
     state_->reducer->set_bucket_order(order);
   }
 
-  /// Reverts the hook's state to what it was before the last reduction, for a step that was skipped. No-op
-  /// unless the hook is a StatefulHook.
+  /// Reverts the hook's state to its value before the last reduction, for a skipped step. No-op unless the
+  /// hook is a StatefulHook.
   void rollback() { state_->reducer->rollback(); }
 
   /// Returns the buckets, order, times and bytes of the last reduction; `table(ddp.report())` formats them.

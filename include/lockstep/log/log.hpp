@@ -13,8 +13,6 @@
 #include <string_view>
 #include <utility>
 
-#include "lockstep/detail/linkage.hpp"
-
 namespace lockstep {
 
 /// The severity of a log line. Lines below LOCKSTEP_LOG_LEVEL (debug, info, warning or error; default info)

@@ -332,7 +332,9 @@ class GradScaler {
     State& state = states_[&optimizer];
     if (state.stage != Stage::ready)
       throw UsageError(state.stage == Stage::unscaled
-                           ? "GradScaler: unscale was called already for this optimizer since the last update"
+                           ? "GradScaler: unscale was called already for this optimizer since the last "
+                             "update: call it once "
+                             "between backward and step"
                            : "GradScaler: unscale after step: call it before, or update first");
     divide(optimizer, state);
     state.stage = Stage::unscaled;
@@ -369,7 +371,9 @@ class GradScaler {
     }
     State& state = states_[&optimizer];
     if (state.stage == Stage::stepped)
-      throw UsageError("GradScaler: step was called already for this optimizer since the last update");
+      throw UsageError(
+          "GradScaler: step was called already for this optimizer since the last update: call update "
+          "after the steps");
     check_finite(optimizer, state);
     const at::Tensor found = combined(state);
     if (ScaledStep* inside = scaled_step_of(optimizer)) {

@@ -59,7 +59,8 @@ struct NvtxOptions {
 template <RangeMarks Marks>
 class BasicNvtxRanges {
  public:
-  /// Throws what Marks::check() throws: for NvtxMarks, UsageError if LibTorch has no CUDA library.
+  /// Throws as Marks::check() does. NvtxMarks throws UsageError if the program loads no CUDA part of
+  /// LibTorch.
   explicit BasicNvtxRanges(NvtxOptions options = {}) {
     Marks::check();
     at::RecordFunctionCallback callback(options.operators ? &begin<true> : &begin<false>, &end);
@@ -95,8 +96,8 @@ class BasicNvtxRanges {
 using NvtxRanges = BasicNvtxRanges<NvtxMarks>;
 
 /// Returns this rank's peak memory so far, in bytes. With tensors on a GPU: the peak of LibTorch's allocator
-/// on the current device. Memory of NcclBuffers::nccl, and what NCCL and CUDA allocate themselves, is not
-/// counted. Without tensors on a GPU: the peak resident memory of the process, libraries included.
+/// on the current device. Memory of NcclBuffers::nccl, and memory that NCCL and CUDA allocate themselves are
+/// not counted. Without tensors on a GPU: the peak resident memory of the process, libraries included.
 /// Counterpart: torch.cuda.max_memory_allocated.
 inline std::int64_t peak_memory() {
 #ifdef LOCKSTEP_HAS_CUDA

@@ -8,6 +8,7 @@
 #include "lockstep/comm/agreement.hpp"
 #include "lockstep/detail/fnv1a.hpp"
 #include "lockstep/detail/format.hpp"
+#include "lockstep/detail/linkage.hpp"
 #include "lockstep/world/detail/printable.hpp"
 
 namespace lockstep::detail {

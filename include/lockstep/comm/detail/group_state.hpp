@@ -82,7 +82,7 @@ class GroupState {
     look(call);
     return call;
   }
-  /// Begins a send or recv, which has no sequence number: only two ranks take part. Throws what begin throws.
+  /// Begins a send or recv, which has no sequence number: only two ranks take part. Throws as begin does.
   Call message(const char* name, int peer, int tag) {
     const Call call = open(name, peer, tag);
     look(call);

@@ -31,9 +31,9 @@
 
 namespace lockstep::detail {
 
-/// Returns how many times rank `rank` has asked for a number of `what`, from 0. The number is equal on every
-/// rank if all ranks ask in the same order. The counter is in the store, so every World and every shared
-/// object of the process counts together. Throws what the store throws. Thread-safe.
+/// Returns the next number, from 0, of rank `rank`'s counter `what`. The number is equal on every rank if all
+/// ranks call this in the same order. The counter is in the store, so all Worlds and shared objects of a
+/// process use the same one. Throws the store's exceptions. Thread-safe.
 inline std::int64_t next_number(c10d::Store& store, int rank, std::string_view what) {
   return store.add(store_keys::calls_of_rank(what, rank), 1) - 1;
 }
@@ -122,7 +122,7 @@ class Membership {
     }
   }
   /// Returns the name of the next communicator over all ranks: "lockstep/comm/3" for the fourth of kind
-  /// "comm". Throws what join throws.
+  /// "comm". Throws as join does.
   static std::string next_name(const World& world, const std::string& kind,
                                std::chrono::milliseconds timeout) {
     const std::string prefix = store_keys::communicators(kind);
@@ -187,7 +187,7 @@ class Membership {
     });
   }
 
-  /// Returns on every rank the text that `make` returns on rank 0 of the group. Throws what join throws.
+  /// Returns on every rank the text that `make` returns on rank 0 of the group. Throws as join does.
   template <class Make>
   std::string from_first(const char* key, Make&& make) {
     const std::string own = rank_ == 0 ? make() : std::string();

@@ -7,6 +7,7 @@
 #include "lockstep/comm/detail/timeouts.hpp"
 #include "lockstep/comm/with_device.hpp"
 #include "lockstep/detail/format.hpp"
+#include "lockstep/detail/linkage.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/world/detail/cpu_affinity.hpp"
 #include "lockstep/world/detail/gpus.hpp"

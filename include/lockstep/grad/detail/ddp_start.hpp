@@ -11,7 +11,6 @@
 #include <c10/core/Device.h>
 
 #include "lockstep/comm/agreement.hpp"
-#include "lockstep/comm/communicator.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/grad/ddp_options.hpp"

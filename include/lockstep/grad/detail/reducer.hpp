@@ -19,7 +19,6 @@
 #include <c10/core/GradMode.h>
 
 #include "lockstep/comm/detail/own_error.hpp"
-#include "lockstep/detail/format.hpp"
 #include "lockstep/detail/linkage.hpp"
 #include "lockstep/grad/ddp_options.hpp"
 #include "lockstep/grad/detail/autograd.hpp"
@@ -164,8 +163,8 @@ class Reducer {
   /// Runs `run_backward` inside a reduction, or without one under `no_sync` and inside another backward of
   /// this model. The outermost call then reduces the other models that the backward has reached, after this
   /// model and in the order of their construction, which is equal on every rank. Collective, except under
-  /// `no_sync`. Waits for the reductions. Throws what `run_backward` throws, or the error that other ranks
-  /// report.
+  /// `no_sync`. Waits for the reductions. Throws the exception of `run_backward`, or the error that other
+  /// ranks report.
   template <class Run>
   void backward(const Contribution& contribution, Run&& run_backward) {
     const InsideBackward inside(inside_, contribution.count.has_value());

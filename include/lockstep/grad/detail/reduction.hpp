@@ -113,8 +113,8 @@ SparseSum sum_rows(Comm& comm, const at::Tensor& gradient, const at::Tensor& par
   return result;
 }
 
-/// Exchanges which parameters were used on any rank and whether any rank has failed, in one small integer
-/// all-reduce, like Python's.
+/// One small integer all-reduce, like Python's, that tells every rank which parameters were used on any rank
+/// and whether any rank has failed.
 template <Reducing Comm>
 class UsageExchange {
  public:

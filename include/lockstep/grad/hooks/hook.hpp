@@ -85,10 +85,10 @@ concept CommunicationHook = std::move_constructible<H> && Communicator<Comm> &&
 
 /// A communication hook that keeps state between reductions.
 ///
-/// 1. `state()` returns the state in tensors of its own. `load_state` restores it, after which reductions
-///    have the same bits. The state may differ between ranks: a checkpoint must store every rank's. An
-///    optional static `shared_state(state)` returns the part that is equal on every rank, which a run resumed
-///    with another number of ranks loads.
+/// 1. `state()` returns a copy of the state. `load_state` restores it, after which reductions have the same
+///    bits. The state may differ between ranks: a checkpoint must store every rank's. An optional static
+///    `shared_state(state)` returns the part that is equal on every rank, which a run resumed with another
+///    number of ranks loads.
 /// 2. `rollback()` reverts the changes of the last reduction, for a skipped step or a backward that threw. A
 ///    second call without a reduction in between is a no-op. Never called with a Reduction in flight.
 /// 3. `reset()` is called when the buckets change. It discards state kept by bucket; state kept by parameter

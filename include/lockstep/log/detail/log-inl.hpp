@@ -9,6 +9,7 @@
 #include <string>
 
 #include "lockstep/detail/format.hpp"
+#include "lockstep/detail/linkage.hpp"
 #include "lockstep/log/detail/console.hpp"
 #include "lockstep/log/log.hpp"
 

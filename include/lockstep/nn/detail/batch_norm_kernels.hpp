@@ -36,8 +36,8 @@ struct RunningStatistics {
   double momentum;
 };
 
-/// The statistics of the joined batch: mean and 1 / sqrt(variance + eps) per channel [C], in the dtype of the
-/// kernels, and the number of values per channel, in the form that the kernels take it.
+/// The statistics of the combined batch: mean and 1 / sqrt(variance + eps) per channel [C], in the dtype of
+/// the kernels, and the number of values per channel, in the form that the kernels take it.
 struct JoinedStatistics {
   at::Tensor mean, invstd, count;
 };

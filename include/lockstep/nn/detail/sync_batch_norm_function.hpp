@@ -56,9 +56,9 @@ template <class C>
 concept StatisticsCommunicator =
     (!std::same_as<C, BatchNormGroup>)&&Reducing<C>&& Gathering<C>&& Splittable<C>;
 
-/// The ranks whose batches form one joined batch for batch norm, and their communicator, which all modules of
-/// a model share. Copies share the communicator; it is destroyed with the last copy and the last module that
-/// holds it.
+/// The ranks whose batches form one combined batch for batch norm, and their communicator, which all modules
+/// of a model share. Copies share the communicator; it is destroyed with the last copy and the last module
+/// that holds it.
 ///
 /// The group has a communicator of its own. DistributedDataParallel reduces its buckets during the same
 /// backward in which batch norm sums its gradients, and a rank launches a bucket when its gradients are
@@ -142,7 +142,7 @@ inline const BatchNormKernels& batch_norm_kernels(const at::Tensor& input, const
                         input.device().str()));
 }
 
-/// Batch norm in training mode over the joined batch of all ranks. Runs one collective in forward (gathers
+/// Batch norm in training mode over the combined batch of all ranks. Runs one collective in forward (gathers
 /// the rows) and, if the input needs a gradient, one in backward (sums). Every rank takes part, also with an
 /// empty batch. The gradients of weight and bias are those of this rank's batch, for DistributedDataParallel
 /// to average.

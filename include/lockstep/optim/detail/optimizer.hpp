@@ -20,8 +20,8 @@
 #include <torch/optim/serialize.h>
 #include <torch/serialize/archive.h>
 
+#include "lockstep/comm/agreement.hpp"
 #include "lockstep/comm/detail/describe.hpp"
-#include "lockstep/comm/detail/own_error.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/grad/model.hpp"

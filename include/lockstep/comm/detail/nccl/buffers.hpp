@@ -21,7 +21,6 @@
 #include "lockstep/comm/detail/nccl/handle.hpp"
 #include "lockstep/comm/options.hpp"
 #include "lockstep/detail/format.hpp"
-#include "lockstep/error.hpp"
 
 namespace lockstep::detail {
 
@@ -59,9 +58,9 @@ class Buffers : public std::enable_shared_from_this<Buffers<D>> {
   Buffers& operator=(const Buffers&) = delete;
 
   /// Returns an uninitialized tensor [length] with the dtype and device of `like`, over a registered buffer.
-  /// The memory is LibTorch's if NCCL could not send it, and during a graph capture. Throws what the device
-  /// throws, and std::runtime_error if the registration fails: it is undefined for one rank to send from
-  /// unregistered memory while the others send from registered memory.
+  /// The memory is LibTorch's if NCCL could not send it, and during a graph capture. Throws the device's
+  /// exceptions, and std::runtime_error if the registration fails: NCCL's results are undefined if one rank
+  /// sends from unregistered memory while the others send from registered memory.
   [[nodiscard]] at::Tensor make(std::int64_t length, const at::Tensor& like) {
     if (length == 0 || !handle_ || handle_->gone() || !device_.holds(like) ||
         device_.capturing(device_.current_stream()))

@@ -7,9 +7,9 @@
 #include <string>
 #include <vector>
 
+#include "lockstep/comm/agreement.hpp"
 #include "lockstep/comm/detail/membership.hpp"
 #include "lockstep/comm/detail/nccl/device.hpp"
-#include "lockstep/comm/detail/own_error.hpp"
 #include "lockstep/comm/options.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"

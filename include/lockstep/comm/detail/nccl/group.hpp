@@ -40,7 +40,7 @@ class OwnedStream {
   OwnedStream(const OwnedStream&) = delete;
   OwnedStream& operator=(const OwnedStream&) = delete;
 
-  /// Creates the stream. Throws what the device throws. Call it once.
+  /// Creates the stream. Throws the device's exceptions. Call it once.
   void make() { stream_ = device_.make_stream(); }
   [[nodiscard]] const Stream& get() const { return stream_; }
 

@@ -14,7 +14,8 @@
 
 namespace lockstep::detail {
 
-/// Owns an NCCL communicator. Ensures that one thread at a time calls on it, and none once it is gone.
+/// Owns an NCCL communicator. Ensures that one thread at a time calls NCCL with it, and none once it is
+/// destroyed.
 ///
 /// Thread-safe.
 template <NcclDevice D>

@@ -81,7 +81,7 @@ class InFlightOps {
   }
 
   /// Finds ended ops, oldest first. An op counts as complete unless `failed()` returns true after the op was
-  /// seen to have ended. Throws what the device throws.
+  /// seen to have ended. Throws the device's exceptions.
   template <class Failed>
   void sweep(Failed&& failed) {
     std::lock_guard sweeping(sweep_mutex_);

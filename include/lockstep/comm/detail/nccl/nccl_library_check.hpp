@@ -11,7 +11,6 @@
 
 #include "lockstep/comm/detail/nccl/device.hpp"
 #include "lockstep/detail/format.hpp"
-#include "lockstep/error.hpp"
 
 namespace lockstep::detail {
 

@@ -6,12 +6,12 @@
 #include <string>
 #include <thread>
 
+#include "lockstep/comm/agreement.hpp"
 #include "lockstep/comm/detail/group_state.hpp"
 #include "lockstep/comm/detail/membership.hpp"
 #include "lockstep/comm/detail/nccl/device.hpp"
 #include "lockstep/comm/detail/nccl/handle.hpp"
 #include "lockstep/comm/detail/nccl/in_flight_op.hpp"
-#include "lockstep/comm/detail/own_error.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 

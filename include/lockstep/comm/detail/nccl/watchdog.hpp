@@ -40,7 +40,7 @@ class Watchdog {
   void run(const std::function<void()>& enter, const std::function<bool()>& look) {
     try {
       enter();
-    } catch (...) {  // look() finds what could not be prepared
+    } catch (...) {  // look() finds the same failure
     }
     std::unique_lock lock(mutex_);
     for (;;) {

@@ -12,7 +12,6 @@
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
-#include "lockstep/comm/communicator.hpp"
 #include "lockstep/comm/detail/call.hpp"
 #include "lockstep/comm/detail/membership.hpp"
 #include "lockstep/comm/detail/nccl/group.hpp"
@@ -25,8 +24,8 @@ namespace lockstep::detail {
 /// and the program could keep their order with the collectives only by waiting in between.
 ///
 /// Each rank of `from` writes its bytes in the constructor. complete() returns whether all bytes have
-/// arrived, and finish() reads them. The last rank to read them deletes them. Every function throws what
-/// Membership::at_store throws.
+/// arrived, and finish() reads them. The last rank to read them deletes them. Every function throws as
+/// Membership::at_store does.
 class StoreExchange {
  public:
   using Clock = std::chrono::steady_clock;
