@@ -158,8 +158,7 @@ class DataLoader {
     if (!std::same_as<Batch, Example> && (options_.transform || options_.batch_transform))
       throw UsageError(
           "the loader's transforms take an Example of two tensors, and this dataset's batches are of another "
-          "type: "
-          "transform the samples in the dataset");
+          "type: transform the samples in the dataset");
     if (options_.transform && !has_single_samples)
       throw UsageError(
           "this dataset makes whole batches only: give the loader a batch_transform, not a transform");

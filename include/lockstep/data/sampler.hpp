@@ -610,8 +610,7 @@ class RandomSampler : public torch::data::samplers::Sampler<> {
     const bool own = archive.try_read("generator", now, /*is_buffer=*/true);
     if (own != options_.generator.defined())
       throw CheckpointError(
-          detail::formatted("the saved RandomSampler drew from {} generator and this one draws from {}: "
-                            "set "
+          detail::formatted("the saved RandomSampler drew from {} generator and this one draws from {}: set "
                             "RandomSamplerOptions::generator in both or in neither",
                             own ? "its own" : "the default", own ? "the default" : "its own"));
     order_ = at::Tensor();

@@ -34,11 +34,10 @@ inline std::filesystem::path temporary_cache_folder() {
   const std::filesystem::path base = std::filesystem::temp_directory_path(error);
   if (error) {
     const char* named = std::getenv("TMPDIR");
-    throw DataError(detail::formatted(
-        "{}: the folder for temporary files cannot be used: {}; set TMPDIR or XDG_CACHE_HOME to "
-        "a folder that can be "
-        "written",
-        named ? named : "/tmp", error.message()));
+    throw DataError(
+        detail::formatted("{}: the folder for temporary files cannot be used: {}; set TMPDIR or "
+                          "XDG_CACHE_HOME to a folder that can be written",
+                          named ? named : "/tmp", error.message()));
   }
   const std::filesystem::path folder = base / detail::formatted("lockstep-{}", ::geteuid());
   const auto refuse = [&](const std::string& fault) {

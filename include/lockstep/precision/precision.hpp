@@ -333,8 +333,7 @@ class GradScaler {
     if (state.stage != Stage::ready)
       throw UsageError(state.stage == Stage::unscaled
                            ? "GradScaler: unscale was called already for this optimizer since the last "
-                             "update: call it once "
-                             "between backward and step"
+                             "update: call it once between backward and step"
                            : "GradScaler: unscale after step: call it before, or update first");
     divide(optimizer, state);
     state.stage = Stage::unscaled;

@@ -430,8 +430,7 @@ class CheckpointReader {
     if (format.toInt() != checkpoint_format)
       throw CheckpointError(
           detail::formatted("it is a checkpoint of format {}, and this version of lockstep reads format {}: "
-                            "load it with the version "
-                            "that saved it",
+                            "load it with the version that saved it",
                             format.toInt(), checkpoint_format));
   }
 

@@ -424,8 +424,8 @@ LOCKSTEP_INLINE GlooComm::GlooComm(std::shared_ptr<detail::GlooGroup> group) : g
 LOCKSTEP_INLINE detail::GlooGroup& GlooComm::group() const {
   if (!group_)
     throw UsageError(
-        "this communicator was moved from, into a Trainer for instance: use the one that it became, such "
-        "as "
+        "this communicator was moved from, into a Trainer for instance: use the communicator that now holds "
+        "the group, such as "
         "trainer.comm()");
   return *group_;
 }

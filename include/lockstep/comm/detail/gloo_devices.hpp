@@ -124,11 +124,10 @@ inline std::vector<std::shared_ptr<gloo::transport::Device>> gloo_devices(const 
     try {
       devices.push_back(c10d::ProcessGroupGloo::createDeviceForInterface(interface));
     } catch (const std::exception&) {
-      throw UsageError(detail::formatted(
-          "Gloo cannot use the network interface '{}': set GLOO_SOCKET_IFNAME to one that `ip "
-          "addr` shows with an "
-          "address",
-          interface));
+      throw UsageError(
+          detail::formatted("Gloo cannot use the network interface '{}': set GLOO_SOCKET_IFNAME to one that "
+                            "`ip addr` shows with an address",
+                            interface));
     }
   }
   if (!devices.empty()) return devices;

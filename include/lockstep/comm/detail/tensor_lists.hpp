@@ -36,11 +36,10 @@ inline void check_reducible(std::string_view collective, const at::Tensor& tenso
   check_tensor(collective, tensor);
   const auto type = tensor.scalar_type();
   if (!is_reducible(type))
-    throw CommunicationError(detail::formatted(
-        "{}: Gloo cannot reduce {}: convert it to float32, float64, float16, bfloat16, int8, "
-        "uint8, int32, int64 or "
-        "bool",
-        collective, describe(tensor)));
+    throw CommunicationError(
+        detail::formatted("{}: Gloo cannot reduce {}: convert it to float32, float64, float16, bfloat16, "
+                          "int8, uint8, int32, int64 or bool",
+                          collective, describe(tensor)));
   if (op == ReduceOp::avg && !at::isFloatingType(type))
     throw CommunicationError(detail::formatted(
         "{}: the average of {} is no {}: sum it and divide, or convert it to a floating type", collective,

@@ -105,7 +105,7 @@ LOCKSTEP_INLINE DelayedBuckets delayed_buckets(std::span<ParameterEntry> trained
     const std::size_t index = index_of(name);
     ParameterEntry& parameter = trained[index];
     if (parameter.sparse) refuse(name, "whose gradient is sparse and travels by itself: leave it out");
-    if (std::exchange(parameter.delayed, true)) refuse(name, "twice");
+    if (std::exchange(parameter.delayed, true)) refuse(name, "twice: name it once");
     const auto home = std::find_if(result.buckets.begin(), result.buckets.end(), [&](const auto& bucket) {
       const ParameterEntry& first = trained[bucket[0]];
       return first.dtype == parameter.dtype && first.device == parameter.device;

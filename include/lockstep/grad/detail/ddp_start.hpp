@@ -44,8 +44,10 @@ inline ModelTensors without_ignored(ModelTensors tensors, const std::vector<std:
   for (const std::string& name : ignored) {
     const auto named = [&](const NamedTensor& item) { return item.name == name; };
     if (std::erase_if(tensors.parameters, named) + std::erase_if(tensors.buffers, named) == 0)
-      throw UsageError(detail::formatted(
-          "DdpOptions::ignored names '{}', and the model has no such parameter or buffer", name));
+      throw UsageError(
+          detail::formatted("DdpOptions::ignored names '{}', and the model has no such parameter or buffer: "
+                            "give its qualified name, such as 'block.0.weight'",
+                            name));
   }
   return tensors;
 }
@@ -73,7 +75,7 @@ CheckedModel checked_model(M& model, const DdpOptions& options) {
     if (options.param_dtype && parameter.sparse)
       throw UsageError(detail::formatted(
           "the gradient of parameter '{}' is sparse, which DdpOptions::param_dtype does not "
-          "bring to the parameter's own type: build its layer without sparse gradients",
+          "support: build its layer without sparse gradients",
           parameter.name));
   static_cast<void>(delayed_buckets(checked.parameters.trained, options.delayed));
   return checked;
@@ -130,8 +132,8 @@ void compare_and_broadcast(const CheckedModel& model, const DdpOptions& options,
   for (const ParameterEntry& parameter : parameters.trained)
     if (parameter.sparse && !std::same_as<Hook, AllReduceHook>)
       throw UsageError(detail::formatted(
-          "the gradient of parameter '{}' is sparse, which communication hooks do not take: "
-          "build its layer without sparse gradients, or use the plain reduction",
+          "the gradient of parameter '{}' is sparse, which communication hooks do not support: "
+          "build its layer without sparse gradients, or use AllReduceHook",
           parameter.name));
   if (!options.init_sync) return;
   std::vector<at::Tensor> all;

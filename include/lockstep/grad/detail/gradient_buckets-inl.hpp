@@ -108,8 +108,8 @@ LOCKSTEP_INLINE void GradientBuckets::copy_to_bucket(std::size_t i, const at::Te
   }
   if (grad.layout() != at::kStrided)
     throw GradientError(detail::formatted(
-        "the gradient of parameter {} '{}' is {}, which is known beforehand of Embedding and "
-        "EmbeddingBag made with sparse(true) alone; build its layer with dense gradients",
+        "the gradient of parameter {} '{}' is {}, which only Embedding and EmbeddingBag with sparse(true) "
+        "support; build its layer with dense gradients",
         i, parameter.name, grad.is_sparse() ? "sparse" : "of a layout without strides (CSR, mkldnn)"));
   const bool narrower =
       grad.scalar_type() != view.scalar_type() && grad.scalar_type() == style_.low_precision_type;

@@ -95,15 +95,14 @@ LOCKSTEP_INLINE void LowPrecisionParameters::require_as_made(const Parameter& pa
   const at::Tensor& tensor = parameter.named->tensor;
   if (tensor.scalar_type() != parameter.own)
     throw UsageError(detail::formatted(
-        "parameter '{}' is {} and was {} when DistributedDataParallel was made with "
-        "DdpOptions::param_dtype: "
+        "parameter '{}' is {} and was {} when DistributedDataParallel was made with DdpOptions::param_dtype: "
         "convert the model before, and let one wrapper alone have that option",
         parameter.named->name, c10::toString(tensor.scalar_type()), c10::toString(parameter.own)));
   if (backward_follows && parameter.own_accumulator && !tensor.requires_grad())
     throw UsageError(detail::formatted(
         "parameter '{}' is frozen in a forward with grad mode, after DistributedDataParallel was made with "
-        "DdpOptions::param_dtype, which cannot tell when that forward's step ends: freeze before, or leave "
-        "param_dtype and take Bf16 or Fp16",
+        "DdpOptions::param_dtype, which cannot tell when that forward's step ends: freeze before, or use "
+        "Bf16 or Fp16 instead of param_dtype",
         parameter.named->name));
 }
 
@@ -114,8 +113,7 @@ LOCKSTEP_INLINE void LowPrecisionParameters::require_unchanged(bool by_values) c
       continue;
     throw UsageError(detail::formatted(
         "parameter '{}' was changed while it was in the type of DdpOptions::param_dtype, between a forward "
-        "and "
-        "the end of its reduction, which would be lost: let the optimizer step after ddp.backward(loss), "
+        "and the end of its reduction, which would be lost: let the optimizer step after ddp.backward(loss), "
         "outside no_sync, and no forward change its parameters",
         parameter.named->name));
   }

@@ -62,8 +62,8 @@ LOCKSTEP_INLINE void WatchedParameters::require_equal_flags() const {
     if (trained) ++entry;
     if (parameter.tensor.requires_grad() != trained)
       throw UsageError(detail::formatted(
-          "parameter '{}' was {} after DistributedDataParallel was constructed, which averages the gradients "
-          "of the parameters that required grad then: construct it again",
+          "parameter '{}' was {} after DistributedDataParallel was made, which averages the gradients of "
+          "those that required grad then: construct it again",
           parameter.name, trained ? "frozen" : "unfrozen"));
   }
 }

@@ -356,7 +356,7 @@ class Reducer {
     close(
         std::make_exception_ptr(GradientError("an earlier loss.backward() did not end, so its gradients "
                                               "were never reduced; call ddp.backward(loss), "
-                                              "which ends whatever happens")));
+                                              "which always ends the reduction")));
   }
 
   /// Copies the gradients of parameters that this backward does not reach into their buckets, so that those
@@ -380,8 +380,7 @@ class Reducer {
   void join(OpenBackwards& calls) {
     if (calls.counting > 0)
       throw GradientError(
-          "backward_sum reached another wrapped model, whose gradients it would not divide by the count; "
-          "use "
+          "backward_sum reached another wrapped model, whose gradients it would not divide by the count; use "
           "backward with a mean, or keep the other model out with its no_sync");
     close_stale();
     clear_counters();
