@@ -62,7 +62,7 @@ namespace lockstep {
 
 /// Returns this user's cache directory, and creates it if missing: $XDG_CACHE_HOME/lockstep, else
 /// ~/.cache/lockstep. If neither is set, or that directory is not this user's or not writable, lockstep-<user
-/// id> in the temporary directory. Throws DataError if that one belongs to another user, is a symbolic link
+/// id> in the temporary directory. Throws DataError if the latter belongs to another user, is a symbolic link
 /// or is accessible to others.
 inline std::filesystem::path cache_folder() {
   const auto variable = [](const char* name) {

@@ -88,7 +88,7 @@ struct Mnist {
 namespace lockstep::detail {
 
 /// Returns the path of `name`, plain or .gz, in `folder` or in its subfolder MNIST/raw, which torchvision
-/// uses. Throws DataError if there is none.
+/// uses. Throws DataError if no such file exists.
 inline std::filesystem::path mnist_file(const std::filesystem::path& folder, std::string_view name) {
   for (const auto& place : {folder, folder / "MNIST" / "raw"})
     for (const std::string_view suffix : {"", ".gz"}) {

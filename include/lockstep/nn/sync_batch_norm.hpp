@@ -79,8 +79,8 @@ class SyncBatchNormImpl : public torch::nn::BatchNormImplBase<D, SyncBatchNormIm
 
  public:
   /// Constructs a module. Without a group, convert_sync_batchnorm sets one; a training forward before that
-  /// throws UsageError. A communicator passed as the group makes a group for this module alone, which is
-  /// collective: share one BatchNormGroup among many modules instead.
+  /// throws UsageError. A communicator passed as the group is used to create a group for this module alone,
+  /// which is collective. Share one BatchNormGroup among many modules instead.
   SyncBatchNormImpl(const torch::nn::BatchNormOptions& options,  // NOLINT: as torch::nn::BatchNormNd
                     const detail::BatchNormGroup& group = {})
       : Base(options) {

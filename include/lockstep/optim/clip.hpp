@@ -106,7 +106,7 @@ void each_kind_in_order(const std::vector<at::Tensor>& tensors, Work&& work) {
 namespace lockstep {
 
 /// Returns the norm of all gradients as if they were one vector: one element on the first gradient's device,
-/// 0 if there are none. Does not synchronize with the device. Throws UsageError if `norm_type` is not above
+/// 0 for an empty list. Does not synchronize with the device. Throws UsageError if `norm_type` is not above
 /// 0.
 ///
 /// Counterpart: torch.nn.utils.get_total_norm.

@@ -47,20 +47,20 @@ class EvaluationMode {
 };
 
 /// Snapshots the buffers of a module and restores them at destruction.
-class KeptBuffers {
+class BufferSnapshot {
  public:
-  explicit KeptBuffers(const torch::nn::Module& module) {
+  explicit BufferSnapshot(const torch::nn::Module& module) {
     for (NamedTensor& buffer : unique_buffers(module)) {
       at::Tensor copy = buffer.tensor.clone();
       kept_.emplace_back(std::move(buffer.tensor), std::move(copy));
     }
   }
-  ~KeptBuffers() {
+  ~BufferSnapshot() {
     const at::NoGradGuard no_grad;
     for (auto& [buffer, copy] : kept_) buffer.copy_(copy);
   }
-  KeptBuffers(const KeptBuffers&) = delete;
-  KeptBuffers& operator=(const KeptBuffers&) = delete;
+  BufferSnapshot(const BufferSnapshot&) = delete;
+  BufferSnapshot& operator=(const BufferSnapshot&) = delete;
 
  private:
   std::vector<std::pair<at::Tensor, at::Tensor>> kept_;
@@ -150,8 +150,8 @@ auto evaluate(M& model, C& comm, D&& dataset, const EvaluationOptions& options, 
         throw UsageError(detail::formatted("batch_size is {}: give 1 or more samples per rank and step",
                                            options.batch_size));
       const EvaluationMode mode(detail::module_of(model));
-      std::optional<KeptBuffers> kept;
-      if (options.restore_buffers) kept.emplace(detail::module_of(model));
+      std::optional<BufferSnapshot> snapshot;
+      if (options.restore_buffers) snapshot.emplace(detail::module_of(model));
       share_buffers(detail::module_of(model), comm);
       DataLoader loader{detail::DatasetView{dataset},
                         EvaluationSampler{dataset_size(dataset), comm},

@@ -262,7 +262,7 @@ LOCKSTEP_INLINE GlooComm::Work GlooComm::all_gather(const std::vector<at::Tensor
   auto from = detail::bundles_of(inputs), to = detail::bundles_of(outputs, size());
   for (std::size_t i = 0; i < to.size(); ++i) {
     from[i].pack();
-    to[i].make_room();
+    to[i].allocate();
     auto part =
         detail::start_all_gather(gloo(), detail::movable(to[i].buffer), detail::movable(from[i].buffer));
     add(work, std::move(part), std::move(to[i]));
@@ -283,7 +283,7 @@ LOCKSTEP_INLINE GlooComm::Work GlooComm::reduce_scatter(const std::vector<at::Te
   auto from = detail::bundles_of(inputs, size()), to = detail::bundles_of(outputs);
   for (std::size_t i = 0; i < to.size(); ++i) {
     from[i].pack();
-    to[i].make_room();
+    to[i].allocate();
     // Not every LibTorch version has a Gloo reduce_scatter: exchange the rows, then reduce them here in
     // rank order.
     const auto rows =
@@ -314,7 +314,7 @@ LOCKSTEP_INLINE GlooComm::Work GlooComm::all_to_all(const std::vector<at::Tensor
   auto from = detail::bundles_of(inputs, size()), to = detail::bundles_of(outputs, size());
   for (std::size_t i = 0; i < to.size(); ++i) {
     from[i].pack();
-    to[i].make_room();
+    to[i].allocate();
     auto part =
         detail::start_all_to_all(gloo(), detail::movable(to[i].buffer), detail::movable(from[i].buffer));
     add(work, std::move(part), std::move(to[i]));
@@ -346,7 +346,7 @@ LOCKSTEP_INLINE GlooComm::Work GlooComm::recv(const std::vector<at::Tensor>& lis
   const detail::SigpipeGuard guard;
   auto bundles = detail::bundles_of(list);
   for (detail::TensorBundle& bundle : bundles) {
-    bundle.make_room();
+    bundle.allocate();
     std::vector<at::Tensor> tensors{bundle.buffer.detach()};
     work.add(gloo().recv(tensors, peer, tag));
   }

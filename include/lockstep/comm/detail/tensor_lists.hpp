@@ -126,7 +126,7 @@ struct TensorBundle {
   /// Creates the buffer and copies the tensors into it.
   void pack() {
     at::NoGradGuard no_grad;
-    if (take_alone()) return;
+    if (use_single_tensor()) return;
     std::vector<at::Tensor> flat;
     flat.reserve(tensors.size());
     for (const at::Tensor& tensor : tensors) flat.push_back(tensor.detach().reshape({rows, -1}));
@@ -134,8 +134,8 @@ struct TensorBundle {
   }
 
   /// Creates an uninitialized buffer to receive into.
-  void make_room() {
-    if (take_alone()) return;
+  void allocate() {
+    if (use_single_tensor()) return;
     std::int64_t length = 0;
     for (const at::Tensor& tensor : tensors) length += tensor.numel();
     buffer = at::empty({rows, length / rows}, tensors[0].options().requires_grad(false));
@@ -156,7 +156,7 @@ struct TensorBundle {
   }
 
  private:
-  bool take_alone() {
+  bool use_single_tensor() {
     if (tensors.size() != 1 || !tensors[0].is_contiguous()) return false;
     buffer = tensors[0];
     return true;

@@ -57,7 +57,8 @@ class EpochPartition {
     return divide_up(in_step(samples, step), batch_);
   }
 
-  /// Returns the number of samples in micro-batch `micro` (zero-based) of such a rank in a step.
+  /// Returns the number of samples in micro-batch `micro` (zero-based) of a rank with `samples` in the epoch,
+  /// in a step.
   [[nodiscard]] std::int64_t micro_size(std::int64_t samples, std::int64_t step, std::int64_t micro) const {
     return std::clamp<std::int64_t>(in_step(samples, step) - micro * batch_, 0, batch_);
   }
