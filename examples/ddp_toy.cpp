@@ -1,12 +1,12 @@
-// PyTorch's tutorial "Getting Started with Distributed Data Parallel": its toy model, trained for one step. Without a
-// command it runs the first three demos one after the other, as the tutorial's main does:
-//   ddp_toy                      one process per GPU, or two on the CPU; the third demo needs two devices per process
+// The programs of PyTorch's tutorial "Getting Started with Distributed Data Parallel": a toy model, trained
+// for one step. Without a command it runs the first three demos in turn, as the tutorial's main does:
+//   ddp_toy                      one process per GPU, or two on the CPU; the third takes two GPUs each
 //   ddp_toy --cpu-devices 4      the same on CPUs: a CPU stands in for each device
 // With a command it runs one demo, under any launcher:
 //   ddp_toy basic --nproc 4
 //   ddp_toy checkpoint --nproc 4 --checkpoint /shared/model.checkpoint
 //   ddp_toy model-parallel --cpu-devices 4
-//   torchrun --no-python --nnodes=2 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=HOST:29400 ddp_toy elastic
+//   torchrun --no-python --nproc_per_node=8 ddp_toy elastic
 //   srun --nodes=2 --ntasks-per-node=8 ddp_toy elastic          see ddp_toy.slurm.sh
 #include <torch/torch.h>
 
@@ -72,8 +72,8 @@ void print_line(const std::string& line) {
   std::cout << line + "\n" << std::flush;
 }
 
-/// Every rank draws its own model and data. DistributedDataParallel broadcasts rank 0's model and averages the
-/// gradients, so that the models are equal after the step.
+/// Every rank draws its own model and data. DistributedDataParallel broadcasts rank 0's model and averages
+/// the gradients, so that the models are equal after the step.
 template <class Model, class Comm>
 void train_one_step(lockstep::DistributedDataParallel<Model, Comm>& ddp, Comm& comm) {
   torch::optim::SGD optimizer(ddp.parameters(), 0.001);
@@ -109,16 +109,17 @@ void demo_checkpoint(const World& world, const Options& options) {
         ToyModel model;
         model->to(lockstep::comm_device(comm));
         lockstep::DistributedDataParallel ddp{model, comm};
-        // The models are equal, so one rank saves. Several hosts need a file that all of them see; save_model and
-        // load_model with `comm` as their last argument need none: rank 0 reads the file and sends its content.
+        // The models are equal, so one rank saves. Several hosts need a file that all of them see; save_model
+        // and load_model with `comm` as their last argument need none: rank 0 reads the file and sends its
+        // content.
         world.rank_zero([&] { lockstep::save_model(*model, options.checkpoint); });
         comm.barrier();  // no rank loads before rank 0 has saved
-        // Copies into the model's own tensors, on this rank's device, wherever they were saved: the tutorial's
-        // map_location.
+        // Copies into the model's own tensors, on this rank's device, wherever they were saved: the
+        // tutorial's map_location.
         lockstep::load_model(*model, options.checkpoint);
         train_one_step(ddp, comm);
-        // The tutorial takes backward's all-reduce for the barrier. On GPUs a host does not wait for it, so that rank
-        // 0 could remove the file while another rank still reads it.
+        // The tutorial takes backward's all-reduce for the barrier. On GPUs a host does not wait for it, so
+        // that rank 0 could remove the file while another rank still reads it.
         comm.barrier();
         world.rank_zero([&] { std::filesystem::remove(options.checkpoint); });
       },
@@ -142,8 +143,8 @@ void demo_model_parallel(const World& world, const Options& options) {
   };
   if (options.cpu_devices > 0) return train(lockstep::GlooComm{world}, torch::kCPU, torch::kCPU);
 #ifdef LOCKSTEP_HAS_CUDA
-  // Two devices for each rank, so that the world has half as many ranks as devices. The tutorial starts as many ranks
-  // as devices and takes the indices modulo their number, so that two ranks share each device.
+  // Two devices for each rank, so that the world has half as many ranks as devices. The tutorial starts as
+  // many ranks as devices and takes the indices modulo their number, so that two ranks share each device.
   const int dev0 = 2 * world.local_rank(), dev1 = dev0 + 1;
   using lockstep::GlooComm, lockstep::NcclComm;
   train(lockstep::CommByDevice{GlooComm{world}, NcclComm{world, {.device = dev0}},

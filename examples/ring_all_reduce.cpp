@@ -1,6 +1,7 @@
-// All-reduce written by hand from send and recv: the ring algorithm, which the PyTorch tutorial "Writing Distributed
-// Applications with PyTorch" leaves as an exercise. Its own ring passes whole tensors around, (n - 1) of them from each
-// rank; this one cuts the tensor into n chunks, and each rank sends 2 (n - 1) / n of the tensor, for any n.
+// All-reduce written by hand from send and recv: the ring algorithm, which the PyTorch tutorial "Writing
+// Distributed Applications with PyTorch" leaves as an exercise. Its own ring passes whole tensors around, (n
+// - 1) of them from each rank; this one cuts the tensor into n chunks, and each rank sends 2 (n - 1) / n of
+// the tensor, for any n.
 //   ring_all_reduce --nproc 4 --elements 1000000          starts four processes itself
 //   torchrun --no-python --nproc-per-node 4 ring_all_reduce, srun -n 4 and mpirun -n 4 do as well
 #include <torch/torch.h>
@@ -13,8 +14,8 @@
 #include "lockstep/lockstep.hpp"
 #include "lockstep/world/launch.hpp"
 
-/// Replaces `tensor`, contiguous and of equal shape and dtype on every rank, by its sum over the ranks. Returns the number
-/// of bytes that this rank has sent.
+/// Replaces `tensor`, contiguous and of equal shape and dtype on every rank, by its sum over the ranks.
+/// Returns the number of bytes that this rank has sent.
 template <lockstep::PointToPoint Comm>
 std::int64_t ring_all_reduce(Comm& comm, const torch::Tensor& tensor) {
   const int size = comm.size(), rank = comm.rank();
@@ -23,8 +24,8 @@ std::int64_t ring_all_reduce(Comm& comm, const torch::Tensor& tensor) {
   const std::vector<torch::Tensor> chunks = tensor.view(-1).tensor_split(size);
   const auto chunk = [&](int index) { return chunks[static_cast<std::size_t>((index + 2 * size) % size)]; };
   std::int64_t bytes = 0;
-  // Each step sends one chunk to the next rank and receives another one from the previous rank at the same time. If every
-  // rank waited for its send first, none would receive.
+  // Each step sends one chunk to the next rank and receives another one from the previous rank at the same
+  // time. If every rank waited for its send first, none would receive.
   const auto exchange = [&](const torch::Tensor& sent, const torch::Tensor& received) {
     auto sending = comm.send(sent, next);
     comm.recv(received, previous).synchronize();
@@ -32,8 +33,8 @@ std::int64_t ring_all_reduce(Comm& comm, const torch::Tensor& tensor) {
     bytes += static_cast<std::int64_t>(sent.nbytes());
   };
 
-  // Reduce-scatter: chunk c starts at rank c and travels once around the ring, and each rank adds its own values. After
-  // n - 1 steps rank r holds the sum of chunk r + 1.
+  // Reduce-scatter: chunk c starts at rank c and travels once around the ring, and each rank adds its own
+  // values. After n - 1 steps rank r holds the sum of chunk r + 1.
   for (int step = 0; step < size - 1; ++step) {
     const auto received = torch::empty_like(chunk(rank - step - 1));
     exchange(chunk(rank - step), received);
@@ -53,8 +54,8 @@ void run(const lockstep::World& world, std::int64_t elements) {
   const std::int64_t bytes = ring_all_reduce(comm, ring);
   comm.all_reduce(reference).synchronize();
 
-  // The order of the additions differs from chunk to chunk and may differ from Gloo's, hence a tolerance. Every chunk is
-  // summed on one rank and copied to the others, hence none between the ranks.
+  // The order of the additions differs from chunk to chunk and may differ from Gloo's, hence a tolerance.
+  // Every chunk is summed on one rank and copied to the others, hence none between the ranks.
   if (!torch::allclose(ring, reference, /*rtol=*/1e-5, /*atol=*/1e-5))
     throw lockstep::MismatchError("the ring's sum differs from all_reduce's");
   lockstep::check_same_parameters({{"the ring's sum", ring}}, comm, /*tolerance=*/0);

@@ -1,0 +1,274 @@
+// Data-parallel training by hand: each rank computes gradients on batches of its own, and all_reduce averages
+// them. The programs of the tutorial, which trains without DistributedDataParallel and DistributedSampler:
+//   average_gradients processes              run_multiprocess.py: four processes that do not know each other
+//   average_gradients group                  multiprocess_comm.py: the same with a process group
+//   average_gradients --epochs 15            multiprocess_training.py; one epoch by default
+//   average_gradients --plot curve.svg       and its curve of loss and accuracy, or as curve.csv
+//   average_gradients --compare --nproc 3    what DistributedDataParallel and SyncBatchNorm do differently
+// Training and --compare also run under torchrun --no-python, srun and mpirun.
+#include <torch/torch.h>
+
+#include <fmt/format.h>
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <iostream>
+#include <string>
+#include <vector>
+
+#include "lockstep/datasets/mnist.hpp"
+#include "lockstep/lockstep.hpp"
+#include "lockstep/world/launch.hpp"
+
+namespace nn = torch::nn;
+using lockstep::GlooComm, lockstep::World;
+
+struct Options {
+  std::string program = "train", plot;
+  int nproc = 4, epochs = 1, port = 29500;
+  std::size_t batch_size = 100;
+  bool compare = false;
+  lockstep::MnistSource data;
+};
+
+struct ConvNetImpl : nn::Module {
+  ConvNetImpl() {
+    const auto layer = [](int in, int out) {
+      return nn::Sequential(nn::Conv2d(nn::Conv2dOptions(in, out, 5).padding(2)), nn::BatchNorm2d(out),
+                            nn::ReLU(), nn::MaxPool2d(2));
+    };
+    layer1 = register_module("layer1", layer(1, 16));
+    layer2 = register_module("layer2", layer(16, 32));
+    fc = register_module("fc", nn::Linear(7 * 7 * 32, 10));
+  }
+  torch::Tensor forward(const torch::Tensor& x) { return fc(layer2->forward(layer1->forward(x)).flatten(1)); }
+
+  nn::Sequential layer1, layer2;
+  nn::Linear fc{nullptr};
+};
+TORCH_MODULE(ConvNet);
+
+void average_gradients(ConvNet& model, GlooComm& comm) {
+  for (auto& parameter : model->parameters()) {
+    comm.all_reduce(parameter.grad(), lockstep::ReduceOp::sum).synchronize();
+    parameter.mutable_grad().div_(comm.size());
+  }
+}
+
+double accuracy(const torch::Tensor& outputs, const torch::Tensor& labels) {
+  return static_cast<double>(outputs.argmax(1).eq(labels).sum().item<std::int64_t>()) /
+         static_cast<double>(labels.size(0));
+}
+
+/// Rank 0's loss and accuracy of one step.
+struct Point {
+  float loss;
+  double accuracy;
+};
+
+std::string csv(const std::vector<Point>& curve) {
+  std::string text = "step,loss,accuracy\n";
+  for (std::size_t i = 0; i < curve.size(); ++i)  // nine digits keep every bit of a float
+    text += fmt::format("{},{:.9g},{:.9g}\n", i + 1, curve[i].loss, curve[i].accuracy);
+  return text;
+}
+
+std::string svg(const std::vector<Point>& curve) {
+  constexpr double left = 40, top = 20, width = 720, height = 340;
+  double most = 1e-9;
+  for (const Point& point : curve) most = std::max<double>(most, point.loss);
+  const auto line = [&](const char* colour, auto&& share) {
+    std::string points;
+    for (std::size_t i = 0; i < curve.size(); ++i)
+      points += fmt::format("{:.1f},{:.1f} ",
+                            left + width * static_cast<double>(i + 1) / static_cast<double>(curve.size()),
+                            top + height * (1 - share(curve[i])));
+    return fmt::format("<polyline fill=\"none\" stroke=\"{}\" points=\"{}\"/>\n", colour, points);
+  };
+  const auto text = [](double x, double y, const char* colour, const std::string& words) {
+    return fmt::format("<text x=\"{}\" y=\"{}\" fill=\"{}\">{}</text>\n", x, y, colour, words);
+  };
+  return "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"800\" height=\"400\" font-family=\"sans-serif\" "
+         "font-size=\"12\">\n<rect width=\"800\" height=\"400\" fill=\"white\"/>\n" +
+         fmt::format("<path d=\"M{0} {1}v{2}h{3}\" fill=\"none\" stroke=\"black\"/>\n", left, top, height,
+                     width) +
+         line("firebrick", [&](const Point& point) { return point.loss / most; }) +
+         line("steelblue", [](const Point& point) { return point.accuracy; }) +
+         text(left + 8, top - 6, "firebrick", fmt::format("loss, 0 to {:.2f}", most)) +
+         text(left + 150, top - 6, "steelblue", "accuracy, 0 to 1") +
+         text(left + width - 70, top + height + 18, "black", fmt::format("step {}", curve.size())) +
+         "</svg>\n";
+}
+
+auto make_loader(const lockstep::Mnist& mnist, const Options& options) {
+  // Every rank sees all digits, in an order that follows from its seed: the order of
+  // DataLoader(shuffle=True).
+  return lockstep::DataLoader{
+      mnist.train, lockstep::RandomSampler{mnist.train.size()}, {.batch_size = options.batch_size}};
+}
+
+void train(const World& world, const Options& options, const lockstep::Mnist& mnist) {
+  GlooComm comm{world};
+  torch::manual_seed(0);  // the same model on every rank; nothing broadcasts it
+  ConvNet model;
+  torch::manual_seed(static_cast<std::uint64_t>(world.rank()));  // an order of the digits for each rank
+  auto loader = make_loader(mnist, options);
+  // Has the bits of Python's SGD, which torch::optim::SGD does not promise.
+  lockstep::SGD optimizer(model->parameters(), {.lr = 0.001, .momentum = 0.9});
+  std::vector<Point> curve;
+  for (int epoch = 0; epoch < options.epochs; ++epoch) {
+    std::size_t step = 0;
+    for (auto& batch : loader) {
+      const auto outputs = model(batch.data);
+      const auto loss = nn::functional::cross_entropy(outputs, batch.target);
+      optimizer.zero_grad();
+      loss.backward();
+      curve.push_back({loss.item<float>(), accuracy(outputs, batch.target)});
+      average_gradients(model, comm);
+      optimizer.step();
+      if (++step % 50 == 0)
+        world.log.info("Epoch [{}/{}], Step [{}/{}], Loss: {:.4f},acc:{:.2f}", epoch + 1, options.epochs,
+                       step, loader.size(), curve.back().loss, curve.back().accuracy);
+    }
+  }
+  if (!options.plot.empty())
+    world.rank_zero([&] {
+      lockstep::write_whole(options.plot, options.plot.ends_with(".csv") ? csv(curve) : svg(curve));
+    });
+}
+
+/// The largest difference between two ranks' running statistics.
+double spread_of_statistics(ConvNet& model, GlooComm& comm) {
+  double spread = 0;
+  for (const auto& buffer : model->buffers()) {
+    auto most = buffer.to(torch::kDouble), least = most.clone();
+    comm.all_reduce(most, lockstep::ReduceOp::max).synchronize();
+    comm.all_reduce(least, lockstep::ReduceOp::min).synchronize();
+    spread = std::max(spread, (most - least).max().item<double>());
+  }
+  return spread;
+}
+
+/// One backward by hand and one through DistributedDataParallel, of the same model on the same batches.
+void compare(const World& world, const Options& options, const lockstep::Mnist& mnist) {
+  GlooComm comm{world};
+  const auto build = [] {
+    torch::manual_seed(0);
+    return ConvNet();
+  };
+  ConvNet by_hand = build(), multiplied = build(), alone = build(), bucketed = build(),
+          synchronized = build();
+  // A limit of one byte gives each gradient a bucket of its own.
+  lockstep::DistributedDataParallel ddp_alone{alone, comm, {.bucket_cap_mb = {1e-6, 1e-6}}};
+  lockstep::DistributedDataParallel ddp_bucketed{bucketed, comm};
+  torch::manual_seed(static_cast<std::uint64_t>(world.rank()));
+  auto loader = make_loader(mnist, options);
+  const auto batch = *loader.begin();
+  const auto loss = [&](const torch::Tensor& outputs) {
+    return nn::functional::cross_entropy(outputs, batch.target);
+  };
+
+  loss(by_hand(batch.data)).backward();
+  average_gradients(by_hand, comm);
+  loss(multiplied(batch.data)).backward();
+  for (auto& parameter : multiplied->parameters()) {
+    parameter.mutable_grad().mul_(1.0 / comm.size());
+    comm.all_reduce(parameter.grad(), lockstep::ReduceOp::sum).synchronize();
+  }
+  ddp_alone.backward(loss(ddp_alone(batch.data)));
+  ddp_bucketed.backward(loss(ddp_bucketed(batch.data)));
+
+  const auto report = [&](const char* what, ConvNet& one, ConvNet& other) {
+    std::size_t same = 0;
+    double difference = 0;
+    const auto ours = one->parameters(), theirs = other->parameters();
+    for (std::size_t i = 0; i < ours.size(); ++i) {
+      same += torch::equal(ours[i].grad(), theirs[i].grad()) ? 1 : 0;
+      difference = std::max(difference, (ours[i].grad() - theirs[i].grad()).abs().max().item<double>());
+    }
+    world.log.info("{}: {} of {} gradients have the same bits, largest difference {:.1e}", what, same,
+                   ours.size(), difference);
+  };
+  world.log.info("gradients at {} ranks, compared with DistributedDataParallel with a bucket per gradient:",
+                 comm.size());
+  // DistributedDataParallel multiplies by 1 / size before the sum. If size is a power of two, both ways are
+  // exact.
+  report("  by hand, sum, then divided by size", by_hand, alone);
+  report("  by hand, multiplied by 1 / size, then sum", multiplied, alone);
+  // From three ranks on, Gloo's ring adds the ranks in an order that depends on an element's place in the
+  // buffer.
+  report("  DistributedDataParallel with its default buckets", bucketed, alone);
+
+  // Each rank normalizes by the statistics of its own batches. DistributedDataParallel broadcasts rank 0's
+  // before each forward, and the forward makes them differ again; SyncBatchNorm computes them over the
+  // batches of all ranks.
+  lockstep::convert_sync_batchnorm(synchronized, comm);
+  synchronized(batch.data);
+  world.log.info("running statistics of BatchNorm: {:.3g} apart at most",
+                 spread_of_statistics(by_hand, comm));
+  world.log.info("running statistics of SyncBatchNorm: {:.3g} apart at most",
+                 spread_of_statistics(synchronized, comm));
+}
+
+void introduce(int rank, int size) {
+  std::cout << fmt::format("world size:{}. I'm rank {}.\n", size, rank) << std::flush;
+}
+
+int main(int argc, char** argv) {
+  Options options;
+  lockstep::LaunchOptions launch_options{.nproc_flag = ""};
+  CLI::App app("Trains a small convolutional network, its gradients averaged by hand with all_reduce.");
+  app.option_defaults()->always_capture_default()->take_last();
+  app.add_option("program", options.program, "the tutorial's program")
+      ->check(CLI::IsMember({"processes", "group", "train"}));
+  app.add_option("--nproc,--nproc-per-node", options.nproc, "processes to start on this host")
+      ->check(CLI::Range(1, 1000));
+  app.add_option("-e,--epochs", options.epochs, "passes over the digits; the tutorial's number is 15")
+      ->check(CLI::Range(1'000'000));
+  app.add_option("-b,--batch-size", options.batch_size, "digits a process and a step")
+      ->check(CLI::Range(1, 1'000'000));
+  app.add_flag("--compare", options.compare, "compare one backward with DistributedDataParallel's");
+  app.add_option("--plot", options.plot, "file for the curve of loss and accuracy, .svg or .csv");
+  app.add_option_function<std::string>(
+      "--data-dir,--data_dir", [&](const std::string& folder) { options.data.folder = folder; },
+      "folder with MNIST's four files, plain or .gz");
+  app.add_option("--port", options.port, "port of this host at which the processes of group meet")
+      ->check(CLI::Range(1, 65535));
+  app.footer("For training:\n" + lockstep::launch_help(launch_options));
+  const auto arguments = lockstep::program_arguments(argc, argv, launch_options);  // without launch's flags
+  try {
+    for (int i = 1; i < argc; ++i)  // CLI11 accepts an empty value
+      if (*argv[i] == '\0') throw CLI::ValidationError(argv[i - 1], "the value is empty");
+    app.parse(static_cast<int>(arguments.size()) - 1, arguments.data());
+    if (!options.plot.empty() && !options.plot.ends_with(".svg") && !options.plot.ends_with(".csv"))
+      throw CLI::ValidationError("--plot", options.plot + " ends neither in .svg nor in .csv");
+  } catch (const CLI::ParseError& error) {
+    if (error.get_exit_code() == 0) return app.exit(error);  // --help
+    std::cerr << "error: " << error.what() << "; see --help\n";
+    return 2;
+  }
+  if (options.program != "train") {
+    lockstep::spawn(
+        options.nproc,
+        [&](int rank, int size) {
+          if (options.program == "processes") return introduce(rank, size);
+          const auto world = World::join("tcp://127.0.0.1:" + std::to_string(options.port), rank, size);
+          {
+            const GlooComm comm{world};  // init_process_group: blocks until all ranks have joined
+            introduce(comm.rank(), comm.size());
+          }
+          world.leave();
+        },
+        lockstep::Prefix::never);
+    return 0;
+  }
+  launch_options.nproc = options.nproc;
+  return lockstep::launch(
+      argc, argv,
+      [&](const World& world) {
+        if (!options.plot.empty()) world.rank_zero([&] { lockstep::require_writable(options.plot); });
+        const lockstep::Mnist mnist = lockstep::load_mnist(world, options.data);
+        (options.compare ? compare : train)(world, options, mnist);
+      },
+      launch_options);
+}

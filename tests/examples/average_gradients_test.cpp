@@ -1,0 +1,144 @@
+// average_gradients does what its first lines say, with real processes.
+#include <algorithm>
+#include <fstream>
+#include <regex>
+#include <sstream>
+
+#include "support/catch.hpp"
+#include "support/process.hpp"
+#include "support/temporary_folder.hpp"
+
+namespace average_gradients_test {
+
+using namespace lockstep_test;
+
+namespace {
+
+/// The bytes of an IDX file of `count` items, each of `item` bytes. Digit d is a bright stripe at its own
+/// height.
+std::string idx(int count, bool images) {
+  std::string bytes = images ? std::string("\0\0\x08\x03", 4) : std::string("\0\0\x08\x01", 4);
+  const auto number = [&](int value) {
+    for (const int shift : {24, 16, 8, 0}) bytes += static_cast<char>((value >> shift) & 255);
+  };
+  number(count);
+  if (images) number(28), number(28);
+  for (int i = 0; i < count; ++i) {
+    const int digit = i % 10;
+    if (!images)
+      bytes += static_cast<char>(digit);
+    else
+      for (int pixel = 0; pixel < 28 * 28; ++pixel)
+        bytes += static_cast<char>(pixel / 28 / 2 == digit ? 200 + i % 50 : i * pixel % 50);
+  }
+  return bytes;
+}
+
+/// A folder with MNIST's four files.
+struct Stripes : TemporaryFolder {
+  Stripes() {
+    for (const std::string part : {"train", "t10k"}) {
+      write(part + "-images-idx3-ubyte", idx(600, true));
+      write(part + "-labels-idx1-ubyte", idx(600, false));
+    }
+  }
+};
+
+Ended run_example(std::vector<std::string> arguments) {
+  arguments.insert(arguments.begin(), test_program("average_gradients"));
+  Ended ended = run(arguments, {{"OMP_NUM_THREADS", "1"}}, Milliseconds(120000));
+  INFO("out: " << ended.out << "\nerror: " << ended.error);
+  CHECK(ended.left == 0);
+  return ended;
+}
+
+std::string content(const std::string& path) {
+  std::ifstream file(path);
+  return {std::istreambuf_iterator<char>(file), {}};
+}
+
+}  // namespace
+
+TEST_CASE("average_gradients starts processes without and with a group") {
+  for (const std::vector<std::string>& arguments :
+       {std::vector<std::string>{"processes"}, {"group", "--port", std::to_string(free_port())}}) {
+    const auto ended = run_example(arguments);
+    CHECK(ended.code == 0);
+    for (int rank = 0; rank < 4; ++rank)
+      CHECK(count(ended.out, "world size:4. I'm rank " + std::to_string(rank) + ".\n") == 1);
+    CHECK(count(ended.out, "\n") == 4);
+  }
+}
+
+TEST_CASE("average_gradients prints every 50 steps, learns and plots its curve") {
+  const Stripes digits;
+  const TemporaryFolder plots;
+  const auto path = (plots / "curve.csv").string();
+  const auto ended = run_example(
+      {"--nproc", "2", "--epochs", "2", "-b", "10", "--data-dir", digits.path().string(), "--plot", path});
+  CHECK(ended.code == 0);
+  CHECK(std::regex_match(ended.out, std::regex("Epoch \\[1/2\\], Step \\[50/60\\], Loss: [0-9]+\\.[0-9]{4},"
+                                               "acc:[01]\\.[0-9]{2}\n"
+                                               "Epoch \\[2/2\\], Step \\[50/60\\], Loss: [0-9]+\\.[0-9]{4},"
+                                               "acc:[01]\\.[0-9]{2}\n")));
+  std::istringstream curve(content(path));
+  std::string line;
+  std::getline(curve, line);
+  CHECK(line == "step,loss,accuracy");
+  std::vector<double> losses;
+  while (std::getline(curve, line)) {
+    int step = 0;
+    double loss = 0, accuracy = 0;
+    REQUIRE(std::sscanf(line.c_str(), "%d,%lf,%lf", &step, &loss, &accuracy) == 3);
+    losses.push_back(loss);
+    CHECK(step == static_cast<int>(losses.size()));
+  }
+  REQUIRE(losses.size() == 120);
+  CHECK(losses.back() < losses.front() / 2);
+}
+
+TEST_CASE("average_gradients draws its curve as SVG") {
+  const Stripes digits;
+  const TemporaryFolder plots;
+  const auto path = (plots / "curve.svg").string();
+  CHECK(run_example({"--nproc", "1", "--data-dir", digits.path().string(), "--plot", path}).code == 0);
+  const auto drawing = content(path);
+  CHECK(drawing.starts_with("<svg "));
+  CHECK(drawing.ends_with("</svg>\n"));
+  CHECK(count(drawing, "<polyline ") == 2);
+  CHECK_THAT(drawing, ContainsSubstring("step 6<"));
+}
+
+TEST_CASE("average_gradients compares its bits with DistributedDataParallel's") {
+  const Stripes digits;
+  const auto compared = [&](const std::string& nproc) {
+    const auto ended = run_example({"--compare", "--nproc", nproc, "--data-dir", digits.path().string()});
+    CHECK(ended.code == 0);
+    CHECK_THAT(ended.out,
+               ContainsSubstring("multiplied by 1 / size, then sum: 10 of 10 gradients have the same bits"));
+    CHECK_THAT(ended.out, ContainsSubstring("running statistics of SyncBatchNorm: 0 apart at most"));
+    CHECK(count(ended.out, "running statistics of BatchNorm: 0 apart") == 0);
+    std::smatch found;
+    REQUIRE(std::regex_search(ended.out, found,
+                              std::regex("sum, then divided by size: ([0-9]+) of 10 gradients")));
+    return std::stoi(found[1]);
+  };
+  CHECK(compared("4") == 10);
+  CHECK(compared("3") < 10);
+}
+
+TEST_CASE("average_gradients refuses wrong flags on one line") {
+  const auto refused = [](const std::vector<std::string>& arguments, const std::string& error) {
+    const auto ended = run_example(arguments);
+    CHECK(ended.code == 2);
+    CHECK(ended.out.empty());
+    CHECK_THAT(ended.error, ContainsSubstring(error));
+    CHECK(count(ended.error, "\n") == 1);
+  };
+  refused({"--plot", "curve.png"}, "--plot: curve.png ends neither in .svg nor in .csv");
+  refused({"--plot", ""}, "--plot: the value is empty");
+  refused({"training"}, "program: training not in");
+  refused({"--epochs", "-1"}, "--epochs");
+}
+
+}  // namespace average_gradients_test
