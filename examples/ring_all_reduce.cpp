@@ -1,7 +1,6 @@
-// All-reduce written by hand from send and recv: the ring algorithm, which the PyTorch tutorial "Writing
-// Distributed Applications with PyTorch" leaves as an exercise. Its own ring passes whole tensors around, (n
-// - 1) of them from each rank; this one cuts the tensor into n chunks, and each rank sends 2 (n - 1) / n of
-// the tensor, for any n.
+// All-reduce written by hand from send and recv: the ring algorithm. PyTorch's tutorial "Writing Distributed
+// Applications with PyTorch" passes whole tensors around its ring, n - 1 of them from each rank, and leaves it
+// as an exercise to cut them into chunks. With n chunks, each rank sends 2 (n - 1) / n of the tensor.
 //   ring_all_reduce --nproc 4 --elements 1000000          starts four processes itself
 //   torchrun --no-python --nproc-per-node 4 ring_all_reduce, srun -n 4 and mpirun -n 4 do as well
 #include <torch/torch.h>
