@@ -1,0 +1,129 @@
+// Trains a ConvNet on MNIST in one process: the program that ddp_main.cpp makes data-parallel. Compare the two
+// files: what is new there is what a program needs for several processes.
+//   origin_main -e 3 -b 32 --data-dir folder/of/mnist
+// On a GPU if there is one, else on the CPU.
+// Python: origin_main.py of https://github.com/rickyang1114/DDP-practice
+#include <torch/torch.h>
+
+#include <CLI/CLI.hpp>
+#include <chrono>
+#include <cmath>
+#include <cstddef>
+#include <exception>
+#include <iostream>
+#include <string>
+
+#include "lockstep/datasets/mnist.hpp"
+#include "lockstep/lockstep.hpp"
+
+namespace nn = torch::nn;
+
+const auto program_start = std::chrono::steady_clock::now();
+
+struct Options {
+  std::string save = "origin_checkpoint.pt";
+  int epochs = 3;
+  std::size_t batch_size = 32;
+  double lr = 1e-4;
+  lockstep::MnistSource data;
+};
+
+struct ConvNetImpl : nn::Module {
+  ConvNetImpl() {
+    const auto layer = [](int in, int out) {
+      return nn::Sequential(nn::Conv2d(nn::Conv2dOptions(in, out, 5).padding(2)), nn::BatchNorm2d(out),
+                            nn::ReLU(), nn::MaxPool2d(2));
+    };
+    layer1 = register_module("layer1", layer(1, 16));
+    layer2 = register_module("layer2", layer(16, 32));
+    fc = register_module("fc", nn::Linear(7 * 7 * 32, 10));
+  }
+  torch::Tensor forward(const torch::Tensor& x) { return fc(layer2->forward(layer1->forward(x)).flatten(1)); }
+
+  nn::Sequential layer1, layer2;
+  nn::Linear fc{nullptr};
+};
+TORCH_MODULE(ConvNet);
+
+template <class Loader>
+void train(ConvNet& model, Loader& train_dloader, torch::optim::Optimizer& optimizer, torch::Device device) {
+  model->train();
+  for (auto& [images, labels] : lockstep::StagedBatches{train_dloader, device}) {
+    const auto outputs = model(images);
+    const auto loss = nn::functional::cross_entropy(outputs, labels);
+    optimizer.zero_grad();
+    loss.backward();
+    optimizer.step();
+  }
+}
+
+template <class Loader>
+void test(const lockstep::World& world, ConvNet& model, Loader& test_dloader, torch::Device device) {
+  const lockstep::EvaluationMode evaluating(*model);  // model.eval() and torch.no_grad()
+  auto size = torch::zeros({}, device), correct = torch::zeros({}, device);
+  for (auto& [images, labels] : lockstep::StagedBatches{test_dloader, device}) {
+    const auto outputs = model(images);
+    size += images.size(0);
+    correct += (outputs.argmax(1) == labels).sum();
+  }
+  world.log.info("Accuracy is {:.2f}%", 100 * correct.item<double>() / size.item<double>());
+}
+
+void run(const Options& options) {
+  const lockstep::World world;  // of this process alone
+  lockstep::require_writable(options.save);
+  const lockstep::Mnist mnist = lockstep::load_mnist(world, options.data);
+  const torch::Device device = torch::cuda::is_available() ? torch::kCUDA : torch::kCPU;
+  torch::manual_seed(3407);  // the tutorial seeds nothing
+  ConvNet model;
+  model->to(device);
+  lockstep::SGD optimizer(model->parameters(), {.lr = options.lr});
+  lockstep::DataLoader train_dloader{mnist.train,
+                                     lockstep::RandomSampler{mnist.train.size()},
+                                     {.batch_size = options.batch_size, .pin_memory = true}};
+  lockstep::DataLoader test_dloader{mnist.test,
+                                    lockstep::EvaluationSampler{mnist.test.size(), world},
+                                    {.batch_size = options.batch_size, .num_workers = 2, .pin_memory = true}};
+
+  for (int epoch = 0; epoch < options.epochs; ++epoch) {
+    world.log.info("begin training of epoch {}/{}", epoch + 1, options.epochs);
+    train(model, train_dloader, optimizer, device);
+  }
+  world.log.info("begin testing");
+  test(world, model, test_dloader, device);
+  lockstep::save_model(*model, options.save);
+  const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - program_start;
+  world.log.info("\ntime elapsed: {:.2f} seconds", elapsed.count());
+}
+
+int main(int argc, char** argv) {
+  Options options;
+  CLI::App app("Trains a small convolutional network on handwritten digits in one process.");
+  app.option_defaults()->always_capture_default()->take_last();
+  app.add_option("-e,--epochs", options.epochs, "passes over the training digits")
+      ->check(CLI::Range(1'000'000));
+  app.add_option("-b,--batch_size,--batch-size", options.batch_size, "digits a step")
+      ->check(CLI::Range(1, 1'000'000));
+  app.add_option("--lr", options.lr, "learning rate of SGD")->check(CLI::Range(1000.0));
+  app.add_option("--save", options.save, "file to write the model to");
+  app.add_option_function<std::string>(
+      "--data-dir,--data_dir", [&](const std::string& folder) { options.data.folder = folder; },
+      "folder with MNIST's four files; without it, digits are drawn");
+  try {
+    app.parse(argc, argv);
+    if (std::isnan(options.lr)) throw CLI::ValidationError("--lr", "nan is not a number");
+  } catch (const CLI::ParseError& error) {
+    if (error.get_exit_code() == 0) return app.exit(error);  // --help
+    std::cerr << "error: " << error.what() << "; see --help\n";
+    return 2;
+  }
+  try {
+    run(options);
+  } catch (const lockstep::UsageError& error) {
+    std::cerr << "error: " << error.what() << "\n";
+    return 2;
+  } catch (const std::exception& error) {
+    std::cerr << "error: " << error.what() << "\n";
+    return 1;
+  }
+}

@@ -1,0 +1,155 @@
+// The tutorials' template: the lines, the learning and the several hosts.
+#include <fstream>
+#include <iterator>
+#include <regex>
+#include <string>
+#include <vector>
+
+#include "support/by_hand.hpp"
+#include "support/catch.hpp"
+#include "support/process.hpp"
+#include "support/temporary_folder.hpp"
+#include "support/two_hosts.hpp"
+
+namespace ddp_main_test {
+
+using namespace lockstep_test;
+
+namespace {
+
+// A guard against a hang only: a busy machine is slow.
+constexpr Milliseconds limit(120000);
+
+// A folder with MNIST's four files. A "digit" is a bright square, whose place says which one it is.
+struct SquareDigits : TemporaryFolder {
+  explicit SquareDigits(unsigned train, unsigned test) {
+    write_part("train", train);
+    write_part("t10k", test);
+  }
+
+ private:
+  static std::string number(unsigned value) {  // big-endian, as IDX has it
+    std::string bytes;
+    for (const int shift : {24, 16, 8, 0}) bytes += static_cast<char>(value >> shift & 0xFF);
+    return bytes;
+  }
+  void write_part(const std::string& part, unsigned count) const {
+    std::string images = number(0x803) + number(count) + number(28) + number(28),
+                labels = number(0x801) + number(count);
+    for (unsigned i = 0; i < count; ++i) {
+      const unsigned label = i * 7 % 10, top = label / 5 * 14 + 2, left = label % 5 * 5;
+      std::string image(28 * 28, '\0');
+      for (unsigned y = top; y < top + 10; ++y)
+        for (unsigned x = left; x < left + 7; ++x)
+          image[y * 28 + x] = static_cast<char>(100 + (i + x * y) % 100);
+      images += image;
+      labels += static_cast<char>(label);
+    }
+    write(part + "-images-idx3-ubyte", images);
+    write(part + "-labels-idx1-ubyte", labels);
+  }
+};
+
+double accuracy_in(const std::string& out) {
+  std::smatch found;
+  REQUIRE(std::regex_search(out, found, std::regex("Accuracy is ([0-9.]+)%")));
+  return std::stod(found[1]);
+}
+
+std::string content(const std::filesystem::path& path) {
+  std::ifstream file(path, std::ios::binary);
+  return {std::istreambuf_iterator<char>(file), {}};
+}
+
+const std::regex tutorial_lines(
+    "begin training of epoch 1/2\nbegin training of epoch 2/2\nbegin testing\nAccuracy is "
+    "[0-9]+\\.[0-9][0-9]%\n\n"
+    "time elapsed: [0-9]+\\.[0-9][0-9] seconds\n");
+
+// A run of two epochs that saves into `saved`.
+Ended two_epochs(const std::string& program, const SquareDigits& digits, const std::filesystem::path& saved,
+                 const std::vector<std::string>& more = {}) {
+  std::vector<std::string> command{test_program(program),  "-e",     "2",
+                                   "--batch_size",         "16",     "--data-dir",
+                                   digits.path().string(), "--save", saved.string()};
+  command.insert(command.end(), more.begin(), more.end());
+  Ended ended = run(command, {{"OMP_NUM_THREADS", "1"}}, limit);
+  INFO("out: " << ended.out << "\nerror: " << ended.error);
+  CHECK(ended.code == 0);
+  CHECK(ended.error.empty());
+  CHECK(ended.left == 0);
+  return ended;
+}
+
+}  // namespace
+
+TEST_CASE("the template prints the tutorial's lines, learns and saves the model, on one rank and on two") {
+  const SquareDigits digits(960, 200);
+  const TemporaryFolder saved;
+  const auto one = two_epochs("origin_main", digits, saved / "origin.pt", {"--lr", "0.05"});
+  const auto two = two_epochs("ddp_main", digits, saved / "ddp.pt", {"--lr", "0.05", "--nproc", "2"});
+  for (const Ended& ended : {one, two}) {
+    INFO(ended.out);
+    CHECK(std::regex_match(ended.out, tutorial_lines));
+    CHECK(accuracy_in(ended.out) > 50);
+  }
+  for (const std::string file : {"origin.pt", "ddp.pt"})
+    CHECK(content(saved / file).size() > 29034 * 4);  // float32 parameters
+  CHECK(content(saved / "ddp.pt").find("model") != std::string::npos);
+  // A second run has the same seeds, and so the same bits.
+  two_epochs("ddp_main", digits, saved / "again.pt", {"--lr", "0.05", "--nproc", "2"});
+  CHECK(content(saved / "again.pt") == content(saved / "ddp.pt"));
+  // --scale-lr multiplies the rate by the number of ranks, which it also prints.
+  const auto scaled =
+      two_epochs("ddp_main", digits, saved / "scaled.pt", {"--lr", "0.025", "--scale-lr", "--nproc", "2"});
+  CHECK_THAT(scaled.out,
+             ContainsSubstring("learning rate 0.05 (linear rule: 0.025 for a batch of 16; global batch 32"));
+  CHECK(content(saved / "scaled.pt") == content(saved / "ddp.pt"));
+}
+
+TEST_CASE("the template refuses wrong arguments on one line") {
+  const auto refused = [](const std::string& program, std::vector<std::string> arguments,
+                          const std::string& why) {
+    arguments.insert(arguments.begin(), test_program(program));
+    const Ended ended = run(arguments, {}, limit);
+    CHECK(ended.code == 2);
+    CHECK_THAT(ended.error, ContainsSubstring(why));
+    CHECK(count(ended.error, "\n") == 1);
+  };
+  for (const std::string program : {"origin_main", "ddp_main"}) {
+    refused(program, {"-e", "three"}, "--epochs: Value three not in range");
+    refused(program, {"--lr", "nan"}, "--lr: nan is not a number");
+    refused(program, {"--save", "/absent/m.pt"}, "cannot save to '/absent/m.pt'");
+    refused(program, {"--data-dir", "/absent"}, "/absent");
+  }
+}
+
+TEST_CASE("3 and 4 processes on two hosts, started by the tutorial's variables, train one model") {
+  const TwoHosts hosts;
+  if (!hosts.missing().empty()) {
+    WARN("SKIPPED: " << hosts.missing());
+    return;
+  }
+  const SquareDigits digits(448, 70);
+  const TemporaryFolder saved;
+  Together ranks;
+  for (const bool first : {true, false}) {
+    auto variables = by_hand(first ? 0 : 3, 7, 29500);
+    variables["MASTER_ADDR"] = "10.177.0.1";
+    variables["OMP_NUM_THREADS"] = "1";
+    ranks.add(
+        hosts.on(first ? "A" : "B",
+                 {test_program("ddp_main"), "-e", "2", "-b", "16", "--data-dir", digits.path().string(),
+                  "--save", (saved / (first ? "a.pt" : "b.pt")).string(), "--nproc", first ? "3" : "4"}),
+        variables);
+  }
+  const auto codes = ranks.wait(limit);
+  INFO(ranks[0].out() << ranks[0].error() << ranks[1].out() << ranks[1].error());
+  CHECK(codes == std::vector<int>{0, 0});
+  CHECK(std::regex_match(ranks[0].out(), tutorial_lines));
+  CHECK(ranks[1].out().empty());  // rank 0 of all prints and saves, not the first rank of each host
+  CHECK(std::filesystem::exists(saved / "a.pt"));
+  CHECK(saved.files() == 1);
+}
+
+}  // namespace ddp_main_test
