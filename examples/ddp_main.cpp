@@ -58,7 +58,8 @@ template <class Ddp, class Loader, class Precision>
 void train(Ddp& ddp, Loader& train_dloader, torch::optim::Optimizer& optimizer, Precision& precision,
            torch::Device device) {
   ddp.module()->train();
-  for (auto& [images, labels] : lockstep::StagedBatches{train_dloader, device}) {
+  for (auto& batch : lockstep::StagedBatches{train_dloader, device}) {
+    const auto &images = batch.data, &labels = batch.target;
     const auto outputs = precision.forward([&] { return ddp(images); });  // with autocast() on GPUs
     const auto loss = nn::functional::cross_entropy(outputs, labels);
     optimizer.zero_grad();
@@ -75,7 +76,8 @@ void test(const lockstep::World& world, ConvNet& model, Comm& comm, Loader& test
   const auto device = lockstep::comm_device(comm);
   const lockstep::EvaluationMode evaluating(*model);  // model.eval() and torch.no_grad()
   auto size = torch::zeros({}, device), correct = torch::zeros({}, device);
-  for (auto& [images, labels] : lockstep::StagedBatches{test_dloader, device}) {
+  for (auto& batch : lockstep::StagedBatches{test_dloader, device}) {
+    const auto &images = batch.data, &labels = batch.target;
     // The model itself: the ranks may have different numbers of batches.
     const auto outputs = precision.forward([&] { return model->forward(images); });
     size += images.size(0);

@@ -48,7 +48,8 @@ TORCH_MODULE(ConvNet);
 template <class Loader>
 void train(ConvNet& model, Loader& train_dloader, torch::optim::Optimizer& optimizer, torch::Device device) {
   model->train();
-  for (auto& [images, labels] : lockstep::StagedBatches{train_dloader, device}) {
+  for (auto& batch : lockstep::StagedBatches{train_dloader, device}) {
+    const auto &images = batch.data, &labels = batch.target;
     const auto outputs = model(images);
     const auto loss = nn::functional::cross_entropy(outputs, labels);
     optimizer.zero_grad();
@@ -61,7 +62,8 @@ template <class Loader>
 void test(const lockstep::World& world, ConvNet& model, Loader& test_dloader, torch::Device device) {
   const lockstep::EvaluationMode evaluating(*model);  // model.eval() and torch.no_grad()
   auto size = torch::zeros({}, device), correct = torch::zeros({}, device);
-  for (auto& [images, labels] : lockstep::StagedBatches{test_dloader, device}) {
+  for (auto& batch : lockstep::StagedBatches{test_dloader, device}) {
+    const auto &images = batch.data, &labels = batch.target;
     const auto outputs = model(images);
     size += images.size(0);
     correct += (outputs.argmax(1) == labels).sum();
