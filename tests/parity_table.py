@@ -21,6 +21,7 @@ HEADINGS = {
     "parity_precision": ("Precisions", "Scales, counters and parameters after each step, compared word by word with `torch.amp`'s."),
     "parity_samplers": ("Samplers", "Every index of every rank and epoch."),
     "parity_mnist": ("The MNIST example", "The program itself beside the tutorial's in Python, on real digits."),
+    "parity_mingpt": ("The minGPT example", "The program itself beside the same model in Python, on tiny Shakespeare."),
 }  # fmt: skip
 
 HEAD = """# Parity with Python

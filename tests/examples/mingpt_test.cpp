@@ -1,0 +1,164 @@
+// The character-level GPT: its lines, its configuration, its snapshots.
+#include <algorithm>
+#include <regex>
+#include <string>
+#include <vector>
+
+#include "support/catch.hpp"
+#include "support/process.hpp"
+#include "support/temporary_folder.hpp"
+
+namespace mingpt_test {
+
+using namespace lockstep_test;
+
+namespace {
+
+using Words = std::vector<std::string>;
+
+// A model so small that an epoch takes a moment, and a folder for its snapshot.
+Words command(const TemporaryFolder& folder, const Words& more) {
+  Words words{test_program("mingpt"),
+              "--nproc",
+              "2",
+              "--config",
+              (folder / "t.toml").string(),
+              "trainer_config.snapshot_path=" + (folder / "s.pt").string()};
+  words.insert(words.end(), more.begin(), more.end());
+  return words;
+}
+
+void write_settings(const TemporaryFolder& folder) {
+  folder.write(
+      "t.toml",
+      "[gpt_config]\nn_layer = 1\nn_head = 2\nn_embd = 16\n[data_config]\nblock_size = 16\ntruncate = "
+      "0.3\n[trainer_config]\nbatch_size = 16\n[sample_config]\nnumber = 1\nlength = 20\n");
+}
+
+Ended train(const TemporaryFolder& folder, const Words& more) {
+  // One thread: several that wait for each other crawl where the machine is busy.
+  Ended ended = run(command(folder, more), {{"OMP_NUM_THREADS", "1"}}, Milliseconds(120000));
+  INFO("out: " << ended.out << "\nerror: " << ended.error);
+  CHECK(ended.code == 0);
+  CHECK(ended.error.empty());
+  CHECK(ended.left == 0);
+  return ended;
+}
+
+// The number that the first group of `pattern` finds.
+double number_in(const std::string& text, const std::string& pattern) {
+  std::smatch found;
+  INFO(pattern << " in:\n" << text);
+  REQUIRE(std::regex_search(text, found, std::regex(pattern)));
+  return std::stod(found[1]);
+}
+
+std::string refusal(const Words& more) {
+  Words words{test_program("mingpt")};
+  words.insert(words.end(), more.begin(), more.end());
+  const Ended ended = run(words);
+  INFO(Catch::StringMaker<Words>::convert(words) << "\nout: " << ended.out << "\nerror: " << ended.error);
+  CHECK(ended.code == 2);
+  CHECK(ended.out.empty());
+  CHECK(std::count(ended.error.begin(), ended.error.end(), '\n') == 1);
+  CHECK(ended.left == 0);
+  return ended.error;
+}
+
+}  // namespace
+
+TEST_CASE("mingpt prints the tutorial's lines, learns and generates text") {
+  const TemporaryFolder folder;
+  write_settings(folder);
+  const std::string out = train(folder, {"trainer_config.max_epochs=3", "trainer_config.log_every=50"}).out;
+  INFO(out);
+  CHECK(out.starts_with(
+      "Data has 3007 characters, 29 unique.\nnumber of parameters: 0.00M\nSnapshot not found. Training model "
+      "from scratch\n"));
+  for (const std::string line :
+       {"[RANK0] Epoch 1 | Iter 0 | Train Loss 3.", "[RANK0] Epoch 3 | Iter 50 | Train",
+        "[rank 1] [RANK1] Epoch 3 | Iter 50 | Train", "\nSnapshot saved at epoch 3\n"})
+    CHECK(count(out, line) == 1);
+  CHECK(count(out, "Snapshot saved") == 1);
+  CHECK(count(out, "Snapshot not found") == 1);
+  const std::string number = "([0-9]+\\.[0-9]{5})\n", mean = "([0-9]+\\.[0-9]{5}) \\| [0-9]+ tokens/s\n";
+  CHECK(number_in(out, "RANK0\\] Epoch 1 \\| Iter 0 \\| Train Loss " + number) > 3.2);  // ln(29) is 3.37
+  CHECK(number_in(out, "\nEpoch 3 \\| Train Loss " + mean) < 2);
+  CHECK(number_in(out, "\nEpoch 3 \\| Eval Loss " + number) < 2);
+  const auto sample = out.find("--- sample 1 ---\n");
+  REQUIRE(sample != std::string::npos);
+  CHECK(out.size() - sample == std::string("--- sample 1 ---\n").size() + 21 + 1);
+}
+
+TEST_CASE("mingpt resumes at the epoch after the snapshot, with the losses of an uninterrupted run") {
+  const TemporaryFolder folder, whole;
+  write_settings(folder);
+  write_settings(whole);
+  const Words every{"trainer_config.save_every=2", "trainer_config.max_epochs=1000"};
+  Process interrupted = start(command(folder, every), {{"OMP_NUM_THREADS", "1"}});
+  REQUIRE(interrupted.wait_for_output("Snapshot saved at epoch 2"));
+  interrupted.signal(SIGTERM);
+  REQUIRE(interrupted.wait());
+  CHECK(interrupted.exit_code() != 0);
+
+  // It may have come further before the signal did.
+  const auto saved = 2 * count(interrupted.out(), "Snapshot saved at epoch ");
+  const Words epochs{"trainer_config.save_every=1000",
+                     "trainer_config.max_epochs=" + std::to_string(saved + 3)};
+  const std::string resumed = train(folder, epochs).out;
+  const auto next =
+      static_cast<int>(number_in(resumed, "Resuming training from snapshot at Epoch ([0-9]+)\n"));
+  INFO(resumed);
+  CHECK((next == saved + 1 || next == saved + 3));
+  CHECK(count(resumed, "Snapshot not found") == 0);
+  CHECK(count(resumed, "[RANK0] Epoch " + std::to_string(next - 1) + " |") == 0);
+  CHECK(count(resumed, "[RANK0] Epoch " + std::to_string(next) + " | Iter 0 |") == 1);
+
+  const std::string uninterrupted = train(whole, epochs).out;
+  const auto end = [&](const std::string& out) {
+    return out.substr(out.find("\nEpoch " + std::to_string(saved + 3) + " | Eval Loss "));
+  };
+  CHECK(end(resumed) == end(uninterrupted));  // the last loss and the generated text
+}
+
+TEST_CASE("mingpt trains in mixed precision and reads its snapshot again") {
+  const TemporaryFolder folder;
+  write_settings(folder);
+  const Words amp{"trainer_config.use_amp=true", "trainer_config.save_every=1"};
+  const std::string out = train(folder, {amp[0], amp[1], "trainer_config.max_epochs=1"}).out;
+  CHECK(number_in(out, "\nEpoch 1 \\| Train Loss ([0-9.]+)") < 3.2);
+  CHECK(count(train(folder, {amp[0], amp[1], "trainer_config.max_epochs=2"}).out,
+              "Resuming training from snapshot at Epoch 2\n") == 1);
+}
+
+TEST_CASE("a configuration that is wrong is refused on one line") {
+  const TemporaryFolder folder;
+  const auto file = [&](const std::string& text) {
+    return refusal({"--config", folder.write("wrong.toml", text).string()});
+  };
+  CHECK_THAT(file("[trainer_config]\nmax_epochs = \n"), ContainsSubstring("wrong.toml, line 2"));
+  CHECK_THAT(file("[trainer_config]\nepochs = 3\n"),
+             ContainsSubstring("wrong.toml, line 2: there is no key trainer_config.epochs;"));
+  CHECK_THAT(file("[hydra]\nrun.dir = 'x'\n"), ContainsSubstring("there is no key hydra.run.dir;"));
+  CHECK_THAT(file("[trainer_config]\nbatch_size = 'many'\n"),
+             ContainsSubstring("trainer_config.batch_size takes a whole number from 1"));
+  CHECK_THAT(refusal({"--config", (folder / "absent.toml").string()}), ContainsSubstring("absent.toml"));
+}
+
+TEST_CASE("an override that is wrong is refused on one line") {
+  const auto refused = [](const std::string& word, const std::string& reason) {
+    CHECK_THAT(refusal({word}), ContainsSubstring(word + ": " + reason));
+  };
+  refused("trainer_config.epochs=3", "there is no key trainer_config.epochs;");
+  refused("trainer_config.max_epochs=-1", "trainer_config.max_epochs takes a whole number from 0");
+  refused("trainer_config.max_epochs=1.5", "trainer_config.max_epochs takes a whole number from 0");
+  refused("gpt_config.attn_pdrop=nan", "gpt_config.attn_pdrop takes a number from 0 to 1;");
+  refused("trainer_config.use_amp=1", "trainer_config.use_amp takes true or false;");
+  refused("stray", "write an override as section.key=value;");
+  CHECK_THAT(refusal({"gpt_config.n_embd=65"}), ContainsSubstring("n_embd 65 is no multiple of n_head 4"));
+  CHECK_THAT(refusal({"trainer_config.amp_dtype=int8"}), ContainsSubstring("give float16 or bfloat16"));
+  CHECK_THAT(refusal({"--data-path="}), ContainsSubstring("the value is empty"));
+  CHECK_THAT(refusal({"--data-path", "/absent"}), ContainsSubstring("'/absent' holds no text"));
+}
+
+}  // namespace mingpt_test
