@@ -55,6 +55,25 @@ TEST_CASE("launch runs every rank and ends with 0") {
   CHECK(result.left == 0);
 }
 
+TEST_CASE("the line about the run is for launchers and several hosts, and for every run at level debug") {
+  const lockstep_test::Variables debug{{"LOCKSTEP_LOG_LEVEL", "debug"}, {"OMP_NUM_THREADS", ""}};
+  const auto result = run({program, "well", "--nproc", "3"}, debug);
+  INFO(result.out << result.error);
+  CHECK(
+      result.error.starts_with(fmt::format("lockstep: 3 ranks on 1 host ({}: 3), started by --nproc (RANK, "
+                                           "WORLD_SIZE), rendezvous at tcp://127.0.0.1:",
+                                           lockstep::detail::host_name())));
+  CHECK(result.error.ends_with(
+      fmt::format("; threads per rank: {}, from the cores of the host divided by its ranks\n",
+                  std::max(1, lockstep::detail::usable_cores() / 3))));
+  CHECK(count(result.error, "\n") == 1);
+  Together by_hand_each({program, "well"}, 2, {{"LOCKSTEP_LOG_LEVEL", "debug"}, {"OMP_NUM_THREADS", "1"}});
+  CHECK(by_hand_each.wait() == std::vector<int>{0, 0});
+  CHECK_THAT(by_hand_each[0].error(), ContainsSubstring("started by hand (RANK, WORLD_SIZE)") &&
+                                          ContainsSubstring("threads per rank: 1, from OMP_NUM_THREADS\n"));
+  CHECK(by_hand_each[1].error().empty());
+}
+
 TEST_CASE("without --nproc and GPUs there are two ranks, alone with --nproc 1") {
   CHECK(count(run({program, "well"}, {{"CUDA_VISIBLE_DEVICES", "-1"}}).out, "of 2, local") == 2);
   CHECK(count(run({program, "well", "--nproc", "1"}).out, "rank 0 of 1") == 1);

@@ -1,11 +1,14 @@
 #include "lockstep/world/environment.hpp"
 
+#include <algorithm>
 #include <map>
 #include <string>
 #include <vector>
 
 #include "lockstep/error.hpp"
+#include "lockstep/world/detail/cpu_affinity.hpp"
 #include "lockstep/world/detail/launch_plan.hpp"
+#include "lockstep/world/detail/thread_share.hpp"
 #include "support/catch.hpp"
 
 namespace launchers_test {
@@ -241,6 +244,161 @@ TEST_CASE("only torchrun's ranks of a host are known to be consecutive") {
 
 TEST_CASE("no launcher") {
   CHECK(!found({}));
+}
+
+TEST_CASE("PMIx") {
+  // srun --mpi=pmix
+  Values step = slurm;
+  step.insert({{"PMIX_RANK", "2"}, {"PMIX_NAMESPACE", "slurm.pmix.12.0"}});
+  CHECK(found(step)->launcher == "srun");
+  CHECK(found(step)->rank == 2);
+  CHECK(found(step)->master_addr == "n09");
+  // The mpirun of Open MPI 5, and prun for a program of Open MPI.
+  Values mpi{{"PMIX_RANK", "1"},
+             {"PMIX_NAMESPACE", "prterun-n1-7@1"},
+             {"OMPI_COMM_WORLD_RANK", "1"},
+             {"OMPI_COMM_WORLD_SIZE", "2"},
+             {"OMPI_COMM_WORLD_LOCAL_RANK", "1"},
+             {"OMPI_COMM_WORLD_LOCAL_SIZE", "2"}};
+  CHECK(found(mpi)->launcher == "mpirun of Open MPI");
+  CHECK(found(mpi)->rank == 1);
+  CHECK(found(mpi)->master_port == found(changed(mpi, "PMIX_RANK", "0"))->master_port);
+  // No variable of PMIx holds the number of ranks.
+  const Values alone{{"PMIX_RANK", "1"}, {"PMIX_NAMESPACE", "x"}};
+  CHECK(
+      refusal(alone) ==
+      "PMIX_RANK=1 is set, but no variable holds the number of ranks: start the program by srun, mpirun or "
+      "mpiexec, set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or WORLD_SIZE=1 for a process on its own");
+  CHECK(lockstep::read_environment(variables(changed(alone, "WORLD_SIZE", "1"))).size == 1);
+}
+
+TEST_CASE("torchrun under srun, also with PMIx: torchrun's variables win") {
+  Values nested = slurm;
+  nested.insert({{"PMIX_RANK", "2"},
+                 {"OMPI_COMM_WORLD_RANK", "0"},
+                 {"OMPI_COMM_WORLD_SIZE", "9"},
+                 {"PMI_RANK", "2"},
+                 {"PMI_SIZE", "3"},
+                 {"RANK", "5"},
+                 {"WORLD_SIZE", "6"},
+                 {"LOCAL_RANK", "1"},
+                 {"LOCAL_WORLD_SIZE", "2"},
+                 {"MASTER_ADDR", "n09"},
+                 {"MASTER_PORT", "29400"},
+                 {"TORCHELASTIC_RUN_ID", "none"},
+                 {"TORCHELASTIC_USE_AGENT_STORE", "True"}});
+  const auto environment = lockstep::read_environment(variables(nested));
+  CHECK(environment.rank == 5);
+  CHECK(environment.size == 6);
+  CHECK(environment.local_rank == 1);
+  CHECK(environment.rendezvous == "tcp://n09:29400");
+  CHECK(environment.store_outlives_attempts);
+  CHECK(environment.launcher == "torchrun");
+  CHECK(environment.rank_variables == "RANK, WORLD_SIZE");
+}
+
+TEST_CASE("a pod of Kubeflow's PyTorchJob is a rank set by hand") {
+  const Values pod{{"MASTER_ADDR", "digits-master-0"},
+                   {"MASTER_PORT", "23456"},
+                   {"WORLD_SIZE", "3"},
+                   {"RANK", "2"},
+                   {"PET_MASTER_ADDR", "other"},
+                   {"PET_MASTER_PORT", "1"},
+                   {"PET_NNODES", "3"},
+                   {"PET_NODE_RANK", "2"},
+                   {"PET_NPROC_PER_NODE", "auto"},
+                   {"PYTHONUNBUFFERED", "1"}};
+  const auto environment = lockstep::read_environment(variables(pod));
+  CHECK(environment.rank == 2);
+  CHECK(environment.size == 3);
+  CHECK(environment.rendezvous == "tcp://digits-master-0:23456");
+  CHECK(!environment.launched);
+  CHECK(!environment.store_is_hosted);
+  CHECK(environment.launcher.empty());
+  const char* argv[] = {"program"};
+  CHECK(lockstep::detail::plan_launch(1, argv, {}, variables(pod)).worker);
+}
+
+TEST_CASE("which launcher assigned a rank, for the line about the run") {
+  const auto read = [](Values values) { return lockstep::read_environment(variables(std::move(values))); };
+  CHECK(read(slurm).launcher == "srun");
+  CHECK(read(slurm).rank_variables == "SLURM_PROCID, SLURM_STEP_NUM_TASKS");
+  CHECK(read({{"PMI_RANK", "1"}, {"PMI_SIZE", "2"}, {"MPI_LOCALRANKID", "1"}, {"MPI_LOCALNRANKS", "2"}})
+            .rank_variables == "PMI_RANK, PMI_SIZE");
+  Values hand{{"RANK", "1"}, {"WORLD_SIZE", "2"}, {"MASTER_ADDR", "h"}, {"MASTER_PORT", "1"}};
+  CHECK(read(hand).launcher.empty());
+  CHECK(read(hand).rank_variables == "RANK, WORLD_SIZE");
+  CHECK(read(changed(hand, "LOCKSTEP_STORE_IS_HOSTED", "1")).launcher == "--nproc");
+  CHECK(read({}).rank_variables.empty());
+}
+
+TEST_CASE("variables of a launcher that contradict each other are refused, by name and value") {
+  CHECK_THAT(refusal(changed(slurm, "SLURM_LOCALID", "1")),
+             ContainsSubstring("SLURM_LOCALID=1 is out of range: with 1 ranks on this host "
+                               "(SLURM_STEP_TASKS_PER_NODE) it must be in 0 to 0"));
+  CHECK_THAT(refusal(changed(slurm, "SLURM_STEP_TASKS_PER_NODE", "2,x")),
+             ContainsSubstring("SLURM_STEP_TASKS_PER_NODE=2,x cannot be parsed at 'x'"));
+  CHECK(refusal(changed(slurm, "SLURM_STEP_NODELIST", "n[09-")) ==
+        "SLURM_STEP_NODELIST=n[09- cannot be parsed at 'n[09-': set MASTER_ADDR to the host of rank 0");
+  const Values mpi{{"OMPI_COMM_WORLD_RANK", "1"},
+                   {"OMPI_COMM_WORLD_SIZE", "4"},
+                   {"OMPI_COMM_WORLD_LOCAL_RANK", "1"},
+                   {"OMPI_COMM_WORLD_LOCAL_SIZE", "4"}};
+  CHECK_THAT(refusal(changed(mpi, "OMPI_COMM_WORLD_LOCAL_RANK", "4")),
+             ContainsSubstring("OMPI_COMM_WORLD_LOCAL_RANK=4 is out of range: with 4 ranks on this host"));
+  CHECK_THAT(refusal(changed(mpi, "OMPI_COMM_WORLD_LOCAL_SIZE", "5")),
+             ContainsSubstring("OMPI_COMM_WORLD_LOCAL_SIZE=5 contradicts 4 ranks in all"));
+  CHECK_THAT(refusal(changed(mpi, "OMPI_COMM_WORLD_SIZE", "")),
+             ContainsSubstring("OMPI_COMM_WORLD_RANK=1 is set but OMPI_COMM_WORLD_SIZE is not"));
+  const Values pmi{{"PMI_RANK", "1"}, {"PMI_SIZE", "2"}, {"MPI_LOCALRANKID", "2"}, {"MPI_LOCALNRANKS", "2"}};
+  CHECK_THAT(refusal(pmi), ContainsSubstring("MPI_LOCALRANKID=2 is out of range"));
+}
+
+TEST_CASE("MASTER_ADDR alone replaces the node list of Slurm") {
+  Values unparsable = changed(slurm, "SLURM_STEP_NODELIST", "n[09-");
+  unparsable["MASTER_ADDR"] = "n09";
+  const auto environment = lockstep::read_environment(variables(unparsable));
+  CHECK(environment.rendezvous == lockstep::read_environment(variables(slurm)).rendezvous);
+}
+
+TEST_CASE("each rank of a launcher gets its share of the cores that the launcher has") {
+  using lockstep::detail::thread_share;
+  CHECK(thread_share(16, 16, 4) == 4);  // unbound
+  CHECK(thread_share(4, 16, 4) == 4);   // each bound to its own cores
+  CHECK(thread_share(16, 32, 8) == 4);  // each bound to one of two sockets
+  CHECK(thread_share(1, 16, 4) == 1);   // each bound to one core
+  CHECK(thread_share(2, 2, 3) == 1);
+  CHECK(thread_share(2, 0, 0) == 1);
+
+  const auto threads = [](Values values) {
+    const auto environment = lockstep::read_environment(variables(values));
+    return lockstep::detail::launched_threads(environment, variables(values));
+  };
+  Values step = slurm;  // one of the step's tasks on this host
+  step["SLURM_CPUS_ON_NODE"] = "1";
+  CHECK(threads(step) == 1);
+  CHECK(lockstep::read_environment(variables(step)).host_cores == 1);
+  step["SLURM_CPUS_PER_TASK"] = "6";
+  CHECK(lockstep::read_environment(variables(step)).host_cores == 6);
+  CHECK(threads(step) == std::min(6, lockstep::detail::usable_cores()));
+  CHECK(threads(slurm) == lockstep::detail::usable_cores());
+  CHECK(!threads(changed(slurm, "OMP_NUM_THREADS", "3")));
+  CHECK(!threads(changed(slurm, "MKL_NUM_THREADS", "3")));
+  Values torchrun{{"RANK", "1"}, {"WORLD_SIZE", "2"}, {"LOCAL_RANK", "1"}, {"LOCAL_WORLD_SIZE", "2"}};
+  torchrun.insert({{"MASTER_ADDR", "h"}, {"MASTER_PORT", "1"}});
+  CHECK(!threads(torchrun));
+  CHECK(!threads({}));
+}
+
+TEST_CASE("the launcher of a process is its nearest ancestor without the launcher's variable") {
+  using namespace lockstep::detail;
+  CHECK(parent_of(getpid()) == getppid());
+  CHECK(parent_of(-1) == 0);
+  CHECK(launcher_process("LOCKSTEP_NO_SUCH_VARIABLE") == getppid());
+  CHECK(!started_with(-1, "PATH"));
+  setenv("LOCKSTEP_TEST_SET_LATER", "1", 1);
+  CHECK(started_with(getpid(), "LOCKSTEP_TEST_SET_LATER") == false);  // /proc shows the initial environment
+  unsetenv("LOCKSTEP_TEST_SET_LATER");
 }
 
 }  // namespace launchers_test

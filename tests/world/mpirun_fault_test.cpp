@@ -1,9 +1,12 @@
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstdlib>
 #include <string>
 
+#include "lockstep/world/detail/cpu_affinity.hpp"
+#include "lockstep/world/detail/socket.hpp"
 #include "support/catch.hpp"
 #include "support/process.hpp"
 
@@ -47,6 +50,42 @@ TEST_CASE("under mpirun and mpiexec launch is one worker") {
   for (int rank = 0; rank < 3; ++rank)
     CHECK(count(result.out, fmt::format("[rank {0}] rank {0} of 3, local {0} of 3\n", rank)) == 1);
   CHECK(result.left == 0);
+}
+
+TEST_CASE("under mpirun and mpiexec rank 0 says what it found, and the cores are shared") {
+  const auto [launcher, name, variables] = GENERATE(table<std::string, std::string, std::string>(
+      {{"mpirun.openmpi", "mpirun of Open MPI", "OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE"},
+       {"mpiexec.hydra", "mpiexec", "PMI_RANK, PMI_SIZE"}}));
+  Strings command = started(launcher, 3, "well");
+  if (command.empty()) return;
+  const std::string program = test_program("world_program");
+  const int share = std::max(1, lockstep::detail::usable_cores() / 3);
+  const auto said = run(command, {{"OMP_NUM_THREADS", ""}}, 120s);
+  INFO(said.out << said.error);
+  CHECK(count(said.error,
+              fmt::format(
+                  "lockstep: 3 ranks on 1 host ({}: 3), started by {} ({}), rendezvous at tcp://127.0.0.1:6",
+                  lockstep::detail::host_name(), name, variables)) == 1);
+  CHECK(count(said.error,
+              fmt::format("; threads per rank: {}, from the cores of the host divided by its ranks\n",
+                          share)) == 1);
+  CHECK(count(said.error, "lockstep: ") == 1);
+
+  // One rank per core of two, bound or not; through a script; and as the user says.
+  command = started(launcher, 2, "threads");
+  const int half = std::max(1, lockstep::detail::usable_cores() / 2);
+  const auto unbound = fmt::format("threads {}\n", half);
+  if (launcher == "mpirun.openmpi") {
+    CHECK(count(run(command, {{"OMP_NUM_THREADS", ""}}, 120s).out, "threads 1\n") ==
+          2);  // each bound to a core
+    command.insert(command.begin() + 1, {"--bind-to", "none"});
+  }
+  CHECK(count(run(command, {{"OMP_NUM_THREADS", ""}}, 120s).out, unbound) == 2);
+  CHECK(count(run(command, {{"OMP_NUM_THREADS", "2"}}, 120s).out, "threads 2\n") == 2);
+  command.erase(command.end() - 2, command.end());
+  for (const char* part : {"sh", "-c"}) command.emplace_back(part);
+  command.push_back("'" + program + "' threads; true");
+  CHECK(count(run(command, {{"OMP_NUM_THREADS", ""}}, 120s).out, unbound) == 2);
 }
 
 TEST_CASE("a rank that fails ends the others under mpirun and mpiexec") {

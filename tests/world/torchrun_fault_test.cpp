@@ -58,6 +58,22 @@ TEST_CASE("under torchrun launch is one worker") {
   CHECK(result.left == 0);
 }
 
+TEST_CASE("under torchrun rank 0 says what it found, and who has set the threads") {
+  if (torchrun().empty()) return;
+  const auto said = [](int nproc, const std::string& threads) {
+    return run(command(one_node(nproc), {"well"}), {{"OMP_NUM_THREADS", threads}}, 120s).error;
+  };
+  const auto start = fmt::format(
+      "lockstep: 2 ranks on 1 host ({}: 2), started by torchrun (RANK, WORLD_SIZE), rendezvous at tcp://",
+      lockstep::detail::host_name());
+  auto error = said(2, "");
+  INFO(error);
+  CHECK(count(error, start) == 1);
+  CHECK(count(error, "; threads per rank: 1, from OMP_NUM_THREADS of torchrun\n") == 1);
+  error = said(2, "2");
+  CHECK(count(error, "; threads per rank: 2, from OMP_NUM_THREADS\n") == 1);
+}
+
 TEST_CASE("torchrun shows the rank that failed and what it said") {
   if (torchrun().empty()) return;
   const auto result = run(command(one_node(3), {"throws"}), {}, 120s);

@@ -27,6 +27,10 @@ struct LaunchedRank {
   /// Where rank 0 can host the store. Empty and 0 if the launcher does not determine it.
   std::string master_addr = {};
   int master_port = 0;
+  /// The names of the variables that hold rank and size, for messages.
+  std::string variables = {};
+  /// The cores of this host that its ranks share. Unset if the launcher does not say.
+  std::optional<int> host_cores = {};
 };
 
 /// Returns this process's place, or std::nullopt if its launcher did not start this process or started it alone. Throws UsageError
@@ -35,9 +39,10 @@ struct LaunchedRank {
 using RankSource = std::function<std::optional<LaunchedRank>(const Variables&)>;
 
 /// Returns the rank that Slurm's srun assigned, from SLURM_PROCID and the other variables of a step of
-/// several tasks. The store is on the first host of SLURM_STEP_NODELIST, at a port that follows from job and
-/// step. Returns std::nullopt in a step of one task, whose process may start ranks itself. Throws UsageError
-/// inside a batch script or an allocation of several tasks if srun did not start this process.
+/// several tasks. The store is on the first host of SLURM_STEP_NODELIST, or at MASTER_ADDR, at a port that
+/// follows from job and step. Returns std::nullopt in a step of one task, whose process may start ranks itself.
+/// Throws UsageError inside a batch script or an allocation of several tasks if srun did not start this
+/// process.
 std::optional<LaunchedRank> rank_of_slurm(const Variables& variables);
 
 /// Returns the rank that the mpirun of Open MPI assigned, from OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE and
@@ -51,7 +56,8 @@ std::optional<LaunchedRank> rank_of_open_mpi(const Variables& variables);
 std::optional<LaunchedRank> rank_of_pmi(const Variables& variables);
 
 /// Returns the place that Open MPI, PMI or Slurm assigned. The inner launcher wins: mpirun and mpiexec start
-/// their helpers by srun.
+/// their helpers by srun. Throws UsageError under a PMIx launcher (`prun`) that sets PMIX_RANK and none of these
+/// variables, since PMIx has no variable for the number of ranks.
 std::optional<LaunchedRank> launched_rank(const Variables& variables);
 
 /// This process's place in the run, read from the environment variables of torchrun, srun, mpirun or mpiexec.
@@ -75,6 +81,13 @@ struct Environment {
   /// The secret that a store hosted by lockstep requires of its clients (LOCKSTEP_STORE_SECRET). Equal on
   /// every rank.
   std::string store_secret;
+  /// What assigned the rank: "torchrun", "srun", "mpirun of Open MPI", "mpiexec", or "--nproc" for `launch`.
+  /// Empty if the variables were set by hand or the process is alone.
+  std::string launcher;
+  /// The names of the variables that hold rank and size, for messages. Empty if the process is alone.
+  std::string rank_variables;
+  /// The cores of this host that its ranks share, as the launcher says. Unset if it does not say.
+  std::optional<int> host_cores;
 };
 
 }  // namespace lockstep
@@ -100,10 +113,13 @@ std::optional<int> heartbeat_timeout_variable(const Variables& variables);
 /// UsageError if `needed`, else returns an empty string.
 std::string rendezvous_url(const Variables& variables, bool needed);
 
-/// Returns `variables` with torchrun's names for the place that `source` finds. Returns them unchanged if RANK
-/// or LOCAL_RANK is set, or WORLD_SIZE is 1: torchrun's variables win. Throws UsageError if WORLD_SIZE
-/// contradicts the launcher, or if it determines no address for the store.
-Variables with_launched_rank(const Variables& variables, const RankSource& source);
+/// Returns the place that `source` finds, std::nullopt if RANK or LOCAL_RANK is set or WORLD_SIZE is 1:
+/// torchrun's variables win. Throws UsageError if WORLD_SIZE contradicts the launcher.
+std::optional<LaunchedRank> find_launched_rank(const Variables& variables, const RankSource& source);
+
+/// Returns `variables` with torchrun's names for the place `found`, unchanged if there is none. Throws
+/// UsageError if the launcher determines no address for the store.
+Variables with_launched_rank(const Variables& variables, const std::optional<LaunchedRank>& found);
 
 /// Expands Slurm's notation of hosts: "n[09-11],x" is n09, n10, n11, x. Throws UsageError.
 std::vector<std::string> expand_node_list(std::string_view text);

@@ -2,6 +2,7 @@
 
 #include <dirent.h>
 #include <sched.h>
+#include <sys/types.h>
 
 #include <algorithm>
 #include <cstdlib>
@@ -11,11 +12,11 @@
 
 namespace lockstep::detail {
 
-/// Returns the number of cores that this process may run on.
-inline int usable_cores() {
+/// Returns the number of cores that a process may run on; 0: this process.
+inline int usable_cores(pid_t process = 0) {
   cpu_set_t set;
   CPU_ZERO(&set);
-  if (sched_getaffinity(0, sizeof set, &set) == 0) return std::max(1, CPU_COUNT(&set));
+  if (sched_getaffinity(process, sizeof set, &set) == 0) return std::max(1, CPU_COUNT(&set));
   return std::max(1u, std::thread::hardware_concurrency());
 }
 

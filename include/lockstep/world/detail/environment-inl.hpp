@@ -92,6 +92,22 @@ inline void require_below(const Variables& variables, const char* rank, int rank
                                        size_value - 1));
 }
 
+/// Throws UsageError if the launcher's place on this host contradicts the rank, the size or itself.
+inline void require_local_place(const LaunchedRank& found, const char* local_rank, const char* local_size) {
+  if (found.local_size && *found.local_size > found.size)
+    throw UsageError(
+        detail::formatted("{}={} contradicts {} ranks in all ({}): pass the launcher's whole "
+                          "environment on, or set RANK, WORLD_SIZE, LOCAL_RANK and "
+                          "LOCAL_WORLD_SIZE by hand",
+                          local_size, *found.local_size, found.size, found.variables));
+  const int ranks = found.local_size.value_or(found.size);
+  if (found.local_rank && *found.local_rank >= ranks)
+    throw UsageError(
+        detail::formatted("{}={} is out of range: with {} ranks on this host ({}) it must be in 0 to "
+                          "{}. Pass the launcher's whole environment on, or unset {}",
+                          local_rank, *found.local_rank, ranks, local_size, ranks - 1, local_rank));
+}
+
 /// Sets the address of the store if all ranks are on this host. The port follows from the job's name where
 /// the launcher sets one, else from the parent process, which is the launcher's unless a script is between.
 inline void rendezvous_on_this_host(const Variables& variables, LaunchedRank& found) {
@@ -106,7 +122,8 @@ inline void rendezvous_on_this_host(const Variables& variables, LaunchedRank& fo
 inline void expand_name(std::string_view text, std::string_view whole, std::vector<std::string>& names) {
   const auto wrong = [&](std::string_view part) {
     return UsageError(detail::formatted(
-        "the node list '{}' cannot be parsed at '{}': set MASTER_ADDR to the host of rank 0", whole, part));
+        "SLURM_STEP_NODELIST={} cannot be parsed at '{}': set MASTER_ADDR to the host of rank 0", whole,
+        part));
   };
   const std::size_t open = text.find('['), close = text.find(']');
   if (open == std::string_view::npos) {
@@ -134,15 +151,21 @@ inline void expand_name(std::string_view text, std::string_view whole, std::vect
   }
 }
 
-LOCKSTEP_INLINE Variables with_launched_rank(const Variables& variables, const RankSource& source) {
+LOCKSTEP_INLINE std::optional<LaunchedRank> find_launched_rank(const Variables& variables,
+                                                               const RankSource& source) {
   const auto size = integer_variable(variables, "WORLD_SIZE", 1);
-  if (size == 1 || variables("RANK") || variables("LOCAL_RANK") || !source) return variables;
-  const auto found = source(variables);
-  if (!found) return variables;
-  if (size && *size != found->size)
+  if (size == 1 || variables("RANK") || variables("LOCAL_RANK") || !source) return std::nullopt;
+  auto found = source(variables);
+  if (found && size && *size != found->size)
     throw UsageError(
         detail::formatted("WORLD_SIZE={} contradicts {}, which has started {} processes: unset WORLD_SIZE",
                           *size, found->launcher, found->size));
+  return found;
+}
+
+LOCKSTEP_INLINE Variables with_launched_rank(const Variables& variables,
+                                             const std::optional<LaunchedRank>& found) {
+  if (!found) return variables;
   std::map<std::string, std::string> known{{"RANK", std::to_string(found->rank)},
                                            {"WORLD_SIZE", std::to_string(found->size)}};
   if (found->local_rank && found->local_size) {
@@ -155,7 +178,7 @@ LOCKSTEP_INLINE Variables with_launched_rank(const Variables& variables, const R
   } else if (found->size > 1 && !variables("LOCKSTEP_RENDEZVOUS") &&
              !(variables("MASTER_ADDR") && variables("MASTER_PORT"))) {
     throw UsageError(
-        detail::formatted("{} has started ranks on several hosts and names no address at which they could "
+        detail::formatted("{} has started ranks{} and names no address at which they could "
                           "meet: set MASTER_ADDR "
                           "to the host of rank 0 and MASTER_PORT to a free port there, on every rank (mpirun "
                           "-x MASTER_ADDR=HOST "
@@ -272,12 +295,20 @@ LOCKSTEP_INLINE std::optional<LaunchedRank> rank_of_slurm(const Variables& varia
                             *node, *counts, tasks.size()));
     found.local_size = tasks[static_cast<std::size_t>(*node)];
   }
+  found.variables = "SLURM_PROCID, SLURM_STEP_NUM_TASKS";
+  detail::require_local_place(found, "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE");
+  // `srun -c 4` asks for the cores of a task; otherwise the tasks share those of the step.
+  const auto cores = [&](const char* name) { return detail::whole_number(variables(name).value_or("")); };
+  if (const auto each = cores("SLURM_CPUS_PER_TASK"); each && found.local_size)
+    found.host_cores = *each * *found.local_size;
+  else
+    found.host_cores = cores("SLURM_CPUS_ON_NODE");
+  found.master_port = detail::port_of(*job + "." + *step);
   // The job's list, SLURM_JOB_NODELIST, may begin with a host that this step does not use.
-  if (const auto nodes = variables("SLURM_STEP_NODELIST");
-      nodes && !variables("MASTER_ADDR") && !variables("LOCKSTEP_RENDEZVOUS")) {
+  if (const auto given = variables("MASTER_ADDR"))
+    found.master_addr = *given;
+  else if (const auto nodes = variables("SLURM_STEP_NODELIST"); nodes && !variables("LOCKSTEP_RENDEZVOUS"))
     found.master_addr = detail::expand_node_list(*nodes).front();
-    found.master_port = detail::port_of(*job + "." + *step);
-  }
   return found;
 }
 
@@ -290,6 +321,8 @@ LOCKSTEP_INLINE std::optional<LaunchedRank> rank_of_open_mpi(const Variables& va
   detail::require_below(variables, "OMPI_COMM_WORLD_RANK", found.rank, "OMPI_COMM_WORLD_SIZE", found.size);
   found.local_rank = detail::integer_variable(variables, "OMPI_COMM_WORLD_LOCAL_RANK", 0);
   found.local_size = detail::integer_variable(variables, "OMPI_COMM_WORLD_LOCAL_SIZE", 1);
+  found.variables = "OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE";
+  detail::require_local_place(found, "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE");
   detail::rendezvous_on_this_host(variables, found);
   return found;
 }
@@ -305,6 +338,8 @@ LOCKSTEP_INLINE std::optional<LaunchedRank> rank_of_pmi(const Variables& variabl
   detail::require_below(variables, "PMI_RANK", found.rank, "PMI_SIZE", found.size);
   found.local_rank = detail::integer_variable(variables, "MPI_LOCALRANKID", 0);
   found.local_size = detail::integer_variable(variables, "MPI_LOCALNRANKS", 1);
+  found.variables = "PMI_RANK, PMI_SIZE";
+  detail::require_local_place(found, "MPI_LOCALRANKID", "MPI_LOCALNRANKS");
   detail::rendezvous_on_this_host(variables, found);
   return found;
 }
@@ -312,11 +347,20 @@ LOCKSTEP_INLINE std::optional<LaunchedRank> rank_of_pmi(const Variables& variabl
 LOCKSTEP_INLINE std::optional<LaunchedRank> launched_rank(const Variables& variables) {
   for (const auto source : {rank_of_open_mpi, rank_of_pmi, rank_of_slurm})
     if (auto found = source(variables)) return found;
+  const auto rank = variables("PMIX_RANK");
+  if (rank && !variables("OMPI_COMM_WORLD_RANK") && !variables("PMI_RANK") && !variables("SLURM_PROCID"))
+    throw UsageError(
+        detail::formatted("PMIX_RANK={} is set, but no variable holds the number of ranks: start the program "
+                          "by srun, mpirun or "
+                          "mpiexec, set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or WORLD_SIZE=1 for a "
+                          "process on its own",
+                          *rank));
   return std::nullopt;
 }
 
 LOCKSTEP_INLINE Environment read_environment(const Variables& given, const RankSource& source) {
-  const Variables variables = detail::with_launched_rank(given, source);
+  const auto found = detail::find_launched_rank(given, source);
+  const Variables variables = detail::with_launched_rank(given, found);
   Environment env;
   const auto size = detail::integer_variable(variables, "WORLD_SIZE", 1);
   const auto rank = detail::integer_variable(variables, "RANK", 0);
@@ -363,6 +407,17 @@ LOCKSTEP_INLINE Environment read_environment(const Variables& given, const RankS
   const auto agent = variables("TORCHELASTIC_USE_AGENT_STORE");
   env.store_outlives_attempts = agent == "True" || agent == "1";
   env.store_is_hosted = env.store_outlives_attempts || variables("LOCKSTEP_STORE_IS_HOSTED").has_value();
+  if (env.size == 1) return env;
+  env.rank_variables = "RANK, WORLD_SIZE";
+  if (found) {
+    env.launcher = found->launcher;
+    if (!found->variables.empty()) env.rank_variables = found->variables;
+    env.host_cores = found->host_cores;
+  } else if (variables("LOCKSTEP_STORE_IS_HOSTED")) {
+    env.launcher = "--nproc";
+  } else if (variables("TORCHELASTIC_RUN_ID")) {
+    env.launcher = "torchrun";
+  }
   return env;
 }
 

@@ -179,7 +179,7 @@ inline LaunchPlan plan_launch(int argc, const char* const* argv, const LaunchOpt
         return std::string_view(name) == "SLURM_JOB_ID" ? std::nullopt : all(name);
       });
     };
-  const Variables variables = with_launched_rank(given, plan.rank_source);
+  const Variables variables = with_launched_rank(given, find_launched_rank(given, plan.rank_source));
   const std::string flag = options.nproc_flag.empty() ? "LaunchOptions::nproc" : options.nproc_flag;
   const auto gpus = options.gpus.empty() ? std::vector<int>{} : gpu_list(options.gpus);
   if (!gpus.empty()) plan.visible_devices = visible_devices_of(gpus, variables);

@@ -18,6 +18,7 @@
 #include <utility>
 #include <vector>
 
+#include <ATen/Parallel.h>
 #include <c10/util/Exception.h>
 #include <torch/csrc/distributed/c10d/FileStore.hpp>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
@@ -32,6 +33,7 @@
 #include "lockstep/world/detail/store_connection.hpp"
 #include "lockstep/world/detail/store_keys.hpp"
 #include "lockstep/world/detail/store_server.hpp"
+#include "lockstep/world/detail/thread_share.hpp"
 #include "lockstep/world/detail/worker.hpp"
 #include "lockstep/world/environment.hpp"
 
@@ -390,18 +392,30 @@ inline std::string host_identity() {
 
 /// What each rank publishes about itself when it signs in.
 struct RankIdentity {
-  std::string process;  ///< "nodeA pid 811"
-  std::string host;     ///< equal on all ranks of a host, see host_identity
-  std::string address;  ///< at which other hosts reach the rank, or empty
+  std::string process;        ///< "nodeA pid 811"
+  std::string host;           ///< equal on all ranks of a host, see host_identity
+  std::string address;        ///< at which other hosts reach the rank, or empty
+  std::string threads;        ///< the number of its threads
+  std::string thread_source;  ///< what determines that number
 
   static RankIdentity own(const std::string& address) {
-    return {detail::formatted("{} pid {}", host_name(), getpid()), host_identity(), address};
+    const int threads = at::get_num_threads();
+    return {detail::formatted("{} pid {}", host_name(), getpid()), host_identity(), address,
+            std::to_string(threads), detail::thread_source(threads, report_descriptor() >= 0)};
   }
-  [[nodiscard]] std::string encode() const { return detail::formatted("{}\n{}\n{}", process, host, address); }
+  [[nodiscard]] std::string encode() const {
+    return detail::formatted("{}\n{}\n{}\n{}\n{}", process, host, address, threads, thread_source);
+  }
   static RankIdentity decode(const std::string& text) {
-    const auto first = text.find('\n'), second = text.find('\n', first + 1);
-    if (first == std::string::npos || second == std::string::npos) return {text, {}, {}};
-    return {text.substr(0, first), text.substr(first + 1, second - first - 1), text.substr(second + 1)};
+    RankIdentity identity;
+    std::size_t begin = 0;
+    for (std::string* field :
+         {&identity.process, &identity.host, &identity.address, &identity.threads, &identity.thread_source}) {
+      const auto end = std::min(text.find('\n', begin), text.size());
+      *field = text.substr(begin, end - begin);
+      begin = std::min(end + 1, text.size());
+    }
+    return identity;
   }
   [[nodiscard]] std::string host_text() const { return process.substr(0, process.find(' ')); }
 };

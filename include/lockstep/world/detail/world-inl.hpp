@@ -11,14 +11,18 @@
 #include <thread>
 #include <vector>
 
+#include <ATen/Parallel.h>
 #include <c10/util/Exception.h>
 #include <c10/util/Logging.h>
 
 #include "lockstep/detail/format.hpp"
 #include "lockstep/detail/linkage.hpp"
+#include "lockstep/log/detail/console.hpp"
+#include "lockstep/world/detail/run_summary.hpp"
 #include "lockstep/world/detail/store.hpp"
 #include "lockstep/world/detail/store_keys.hpp"
 #include "lockstep/world/detail/store_mailbox.hpp"
+#include "lockstep/world/detail/thread_share.hpp"
 #include "lockstep/world/detail/worker.hpp"
 #include "lockstep/world/environment.hpp"
 #include "lockstep/world/world.hpp"
@@ -94,6 +98,10 @@ LOCKSTEP_INLINE World World::from_environment(const RankSource& source) {
     world.state_ = state;
   } else {
     state = world.state_;
+    if (const auto threads = detail::launched_threads(known)) {
+      at::set_num_threads(*threads);
+      detail::shared_threads = *threads;
+    }
     world.announce_failures();
   }
   return world;
@@ -268,7 +276,10 @@ LOCKSTEP_INLINE void World::await_all() const {
     const auto limit = detail::rendezvous_timeout();
     auto side = joined.again(std::min<std::chrono::milliseconds>(limit, std::chrono::seconds(5)));
     detail::await_ranks(*side, size(), begin + limit, limit, joined.doubt, notify);
-    detail::at_store("the rendezvous failed", [&] { place_ranks(*side, joined); });
+    detail::at_store("the rendezvous failed", [&] {
+      place_ranks(*side, joined);
+      announce_run(*side);
+    });
   }
   state_->complete.store(true, std::memory_order_release);
 }
@@ -297,6 +308,15 @@ LOCKSTEP_INLINE void World::place_ranks(c10d::Store& side, const detail::Rendezv
   }
   if (state.address.empty()) state.address = joined.address;
   if (!numbered) state.local = local;
+}
+
+LOCKSTEP_INLINE void World::announce_run(c10d::Store& side) const {
+  const auto& known = state_->environment;
+  const bool launched = !known.launcher.empty() && known.launcher != "--nproc";
+  if (rank() != 0 || !log.speaks(launched || !state_->single_host ? Level::info : Level::debug)) return;
+  // stdout belongs to the program.
+  detail::write_lines(stderr,
+                      "lockstep: " + detail::run_summary(known, detail::identities(side, size())) + "\n");
 }
 
 LOCKSTEP_INLINE World::LocalPlace World::local_place() const {

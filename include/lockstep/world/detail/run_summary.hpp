@@ -1,0 +1,55 @@
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "lockstep/detail/format.hpp"
+#include "lockstep/world/detail/printable.hpp"
+#include "lockstep/world/detail/store.hpp"
+#include "lockstep/world/environment.hpp"
+
+namespace lockstep::detail {
+
+/// Returns one line about a run whose ranks have all joined: the number of ranks, their hosts, what started
+/// them, the rendezvous and the threads of each rank.
+inline std::string run_summary(const Environment& env, const std::vector<RankIdentity>& ranks) {
+  constexpr std::size_t hosts_shown = 8;
+  struct Host {
+    std::string identity, name;
+    int ranks = 0;
+  };
+  std::vector<Host> hosts;
+  std::vector<std::string> threads, sources;
+  const auto add = [](std::vector<std::string>& known, const std::string& text) {
+    if (std::find(known.begin(), known.end(), text) == known.end()) known.push_back(text);
+  };
+  for (const RankIdentity& rank : ranks) {
+    const auto known = std::find_if(hosts.begin(), hosts.end(),
+                                    [&](const Host& host) { return host.identity == rank.host; });
+    if (known == hosts.end())
+      hosts.push_back({rank.host, printable(rank.host_text()), 1});
+    else
+      ++known->ranks;
+    add(threads, printable(rank.threads));
+    add(sources, printable(rank.thread_source));
+  }
+  const auto joined = [](const std::vector<std::string>& texts) {
+    std::string all;
+    for (const auto& text : texts) all += (all.empty() ? "" : " or ") + text;
+    return all;
+  };
+  std::string text =
+      detail::formatted("{} ranks on {} host{} (", ranks.size(), hosts.size(), hosts.size() == 1 ? "" : "s");
+  for (std::size_t i = 0; i < std::min(hosts.size(), hosts_shown); ++i)
+    text += detail::formatted("{}{}: {}", i == 0 ? "" : ", ", hosts[i].name, hosts[i].ranks);
+  if (hosts.size() > hosts_shown) text += detail::formatted(" and {} more", hosts.size() - hosts_shown);
+  text += detail::formatted("), started by {} ({}), rendezvous at {}; ",
+                            env.launcher.empty() ? std::string("hand") : env.launcher, env.rank_variables,
+                            env.rendezvous);
+  return text + detail::formatted("threads per rank: {}, from {}", joined(threads), joined(sources));
+}
+
+}  // namespace lockstep::detail

@@ -1,0 +1,97 @@
+#pragma once
+
+#include <sched.h>
+#include <sys/types.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdio>
+#include <fstream>
+#include <iterator>
+#include <optional>
+#include <string>
+#include <string_view>
+
+#include "lockstep/detail/format.hpp"
+#include "lockstep/detail/linkage.hpp"
+#include "lockstep/world/detail/cpu_affinity.hpp"
+#include "lockstep/world/environment.hpp"
+
+namespace lockstep::detail {
+
+/// Returns the parent of a process, 0 if it is unknown.
+inline pid_t parent_of(pid_t process) {
+  std::ifstream file(detail::formatted("/proc/{}/stat", process));
+  const std::string all((std::istreambuf_iterator<char>(file)), {});
+  const auto end = all.rfind(')');  // the name before it may contain anything
+  int parent = 0;
+  if (end == std::string::npos || std::sscanf(all.c_str() + end + 1, " %*c %d", &parent) != 1) return 0;
+  return parent;
+}
+
+/// Returns whether a process was started with this variable, std::nullopt if its environment is unreadable.
+inline std::optional<bool> started_with(pid_t process, std::string_view variable) {
+  std::ifstream file(detail::formatted("/proc/{}/environ", process), std::ios::binary);
+  if (!file) return std::nullopt;
+  const std::string all = std::string(1, '\0') + std::string((std::istreambuf_iterator<char>(file)), {});
+  return all.find(std::string(1, '\0') + std::string(variable) + "=") != std::string::npos;
+}
+
+/// Returns the nearest ancestor that was started without `variable`, which a launcher sets: the launcher's
+/// process on this host, also if a script is between. 0 if it is unknown.
+inline pid_t launcher_process(std::string_view variable) {
+  pid_t process = getppid();
+  for (int generation = 0; generation < 32 && process > 0; ++generation) {
+    const auto set = started_with(process, variable);
+    if (!set) return 0;
+    if (!*set) return process;
+    process = parent_of(process);
+  }
+  return 0;
+}
+
+/// Returns the number of threads of one of `ranks` ranks that share `host_cores` cores, where the rank itself
+/// may run on `own_cores`: a launcher may bind it to its own part of them.
+inline int thread_share(int own_cores, int host_cores, int ranks) {
+  return std::clamp(host_cores / std::max(1, ranks), 1, std::max(1, own_cores));
+}
+
+/// Returns the number of threads of this rank under srun, mpirun or mpiexec, std::nullopt if they are not for
+/// lockstep to set: OMP_NUM_THREADS or MKL_NUM_THREADS is set, another launcher started the rank, or the number
+/// of ranks of this host is unknown.
+inline std::optional<int> launched_threads(const Environment& env,
+                                           const Variables& variables = process_variable) {
+  if (env.rank_variables.empty() || env.rank_variables == "RANK, WORLD_SIZE" || !env.launched ||
+      variables("OMP_NUM_THREADS") || variables("MKL_NUM_THREADS"))
+    return std::nullopt;
+  const int own = usable_cores();
+  int host = env.host_cores.value_or(0);
+  if (host == 0) {
+    // An unbound rank has the cores of the launcher's process, a bound one a part of them.
+    const auto first = env.rank_variables.substr(0, env.rank_variables.find(','));
+    const pid_t launcher = launcher_process(first);
+    host = launcher > 0 ? usable_cores(launcher) : own;
+  }
+  return thread_share(own, host, env.local_size);
+}
+
+/// The number of threads that lockstep has set in this process, 0 if it has not; see launched_threads().
+LOCKSTEP_PROCESS_WIDE inline std::atomic<int> shared_threads{0};
+
+/// Returns what determines the number of threads of this process, `threads`, for messages. `launched_here`:
+/// `launch` started the process.
+inline std::string thread_source(int threads, bool launched_here,
+                                 const Variables& variables = process_variable) {
+  const std::string share = "the cores of the host divided by its ranks";
+  if (const int shared = shared_threads; shared > 0) return shared == threads ? share : "the program";
+  const auto given = variables("OMP_NUM_THREADS");
+  if (!given) return variables("MKL_NUM_THREADS") ? "MKL_NUM_THREADS" : "the default of LibTorch";
+  // MKL uses no more threads than there are cores.
+  if (threads > whole_number(*given).value_or(threads)) return "the program";
+  const bool inherited = started_with(getppid(), "OMP_NUM_THREADS").value_or(true);
+  if (!inherited && launched_here) return share;
+  return !inherited && variables("TORCHELASTIC_RUN_ID") ? "OMP_NUM_THREADS of torchrun" : "OMP_NUM_THREADS";
+}
+
+}  // namespace lockstep::detail
