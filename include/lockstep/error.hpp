@@ -74,6 +74,15 @@ struct CheckpointError : Error {
   using Error::Error;
 };
 
+/// The exit code of a run that was asked to stop and is to be resumed: EX_TEMPFAIL of sysexits.h.
+inline constexpr int stopped_exit_code = 75;
+
+/// A signal has asked the run to stop, and every rank has saved its state after the same step; see
+/// StopOnSignal. `launch` turns it into one line on stderr and the exit code 75.
+struct Stopped : Error {
+  using Error::Error;
+};
+
 /// A process that `spawn` started has failed. The message names its rank and the failure. `exit_code()` is
 /// the exit code of the process, or 128 + the signal that ended it.
 class ProcessError : public Error {

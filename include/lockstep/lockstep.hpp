@@ -37,6 +37,7 @@
 #include "lockstep/train/extras.hpp"
 #include "lockstep/train/metrics.hpp"
 #include "lockstep/train/profiling.hpp"
+#include "lockstep/train/stop_on_signal.hpp"
 #include "lockstep/train/trainer.hpp"
 #include "lockstep/train/trainer_options.hpp"
 #include "lockstep/world/environment.hpp"

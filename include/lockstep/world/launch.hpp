@@ -34,8 +34,8 @@ std::string launch_help(const LaunchOptions& options = {});
 ///
 /// Under torchrun (LOCAL_RANK is set) this process is one rank. Otherwise it starts `--nproc N` processes of
 /// this program with the same arguments, relays their output lines and signals, and ends all of them when one
-/// fails. Returns the exit code: 0; the nonzero value that `fn` returned; 2 after a UsageError; 1 after
-/// another exception; 128 + signal for a killed rank.
+/// fails. Returns the exit code: 0; the nonzero value that `fn` returned; 2 after a UsageError; 75 after
+/// Stopped (see StopOnSignal); 1 after another exception; 128 + signal for a killed rank.
 /// Counterpart: torchrun.
 ///
 /// `fn(World, int argc, char** argv)` gets the command line without lockstep's own flags (see LaunchOptions)

@@ -123,9 +123,16 @@ LOCKSTEP_INLINE int launch_ranks(int argc, const char* const* argv,
   run_without_handlers([&] {
     const World world = World::from_environment(plan.rank_source);
     auto arguments = detail::program_arguments(argc, argv, options);
-    code = exit_status(fn(world, static_cast<int>(arguments.size() - 1), arguments.data()));
+    bool stopped = false;
+    try {
+      code = exit_status(fn(world, static_cast<int>(arguments.size() - 1), arguments.data()));
+    } catch (const Stopped& stop) {  // on every rank; any other exception still finds no handler
+      world.log.warning("{}", stop.what());
+      code = stopped_exit_code;
+      stopped = true;
+    }
     flush_stdout();
-    world.leave(code);
+    world.leave(stopped ? 0 : code);  // all ranks leave in good order
   });
   return code;
 }

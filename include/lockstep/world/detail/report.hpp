@@ -69,6 +69,9 @@ inline FailureReport describe(const std::exception_ptr& exception) {
   } catch (const PeerError& error) {
     report.kind = FailureKind::peer;
     report.text = printable(error.what());
+  } catch (const Stopped& error) {
+    report.code = stopped_exit_code;
+    report.text = error.what();
   } catch (const ProcessError& error) {
     report.code = error.exit_code();
     report.kind = error.exit_code() == 2 ? FailureKind::usage : FailureKind::error;

@@ -24,6 +24,7 @@
 #include <vector>
 
 #include "lockstep/detail/format.hpp"
+#include "lockstep/error.hpp"
 #include "lockstep/world/detail/child.hpp"
 #include "lockstep/world/detail/line_relay.hpp"
 #include "lockstep/world/detail/report.hpp"
@@ -429,7 +430,9 @@ class Supervisor {
       child.ended_at = monotonic_nanoseconds();
       read_report(i);
       // After a forwarded signal, ranks may end as they choose: by the signal or with a code of their own.
-      const bool choosing = ending() || lately(noted_);
+      // A stopped rank does so as well: the signal may have reached a rank of another host.
+      const bool stopped = WIFEXITED(child.status) && WEXITSTATUS(child.status) == stopped_exit_code;
+      const bool choosing = ending() || lately(noted_) || stopped;
       if (ending() || (choosing && child.status != 0)) first_end_ = first_end_.value_or(Clock::now());
       const bool chosen = choosing && (!WIFSIGNALED(child.status) || WTERMSIG(child.status) == interrupted_);
       if (ending() && WIFSIGNALED(child.status) && WTERMSIG(child.status) == interrupted_ && !decided_ &&

@@ -1,0 +1,97 @@
+// A training that a signal of the scheduler stops: the ranks agree on the step, save, and the next start goes on.
+#include <chrono>
+#include <cstdio>
+#include <string>
+#include <vector>
+
+#include "support/by_hand.hpp"
+#include "support/catch.hpp"
+#include "support/process.hpp"
+
+namespace stop_fault_test {
+
+using namespace std::chrono_literals;
+using lockstep_test::count;
+using lockstep_test::run;
+using Strings = std::vector<std::string>;
+
+namespace {
+
+const std::string program = lockstep_test::test_program("stop_program");
+const lockstep_test::Variables one_thread{{"OMP_NUM_THREADS", "1"}};
+
+struct Checkpoint {
+  std::string path = fmt::format("/tmp/lockstep_stop_{}", lockstep_test::new_marker());
+  ~Checkpoint() { std::remove(path.c_str()); }
+};
+
+// The last line of an uninterrupted run of two ranks.
+std::string finished() {
+  const Checkpoint none;
+  const auto result = run({program, none.path, "--nproc", "2"}, one_thread);
+  const auto at = result.out.find("finished after ");
+  REQUIRE(at != std::string::npos);
+  return result.out.substr(at);
+}
+
+}  // namespace
+
+TEST_CASE(
+    "a signal to the launcher stops every rank after one step, with exit code 75, and the next start goes "
+    "on") {
+  const auto end = finished();
+  CHECK(end.starts_with("finished after 120 steps"));
+  for (const int number : {SIGUSR1, SIGTERM}) {
+    const Checkpoint checkpoint;
+    auto first = lockstep_test::start({program, checkpoint.path, "20", "--nproc", "2"}, one_thread);
+    REQUIRE(first.wait_for_output("step 10\n"));
+    first.signal(number);
+    REQUIRE(first.wait(20s));
+    INFO(first.out() << first.error());
+    CHECK(first.exit_code() == 75);
+    CHECK(first.error().starts_with("warning: stopped after step "));
+    CHECK_THAT(first.error(), ContainsSubstring(fmt::format(", as SIG{} on rank ", sigabbrev_np(number))));
+    CHECK(count(first.error(), "\n") == 1);
+    CHECK(lockstep_test::processes_left(first.marker()) == 0);
+
+    const auto second = run({program, checkpoint.path, "--nproc", "2"}, one_thread);
+    INFO(second.out << second.error);
+    CHECK(second.code == 0);
+    CHECK(second.out.starts_with("resumed\n"));
+    CHECK(second.out.ends_with(end));  // bitwise as without the stop
+  }
+}
+
+TEST_CASE("a signal to one rank alone stops the others too") {
+  const Checkpoint checkpoint;
+  for (const char* every : {"1", "7"}) {
+    lockstep_test::Together ranks({program, checkpoint.path, "20", every}, 2, one_thread);
+    REQUIRE(ranks[1].wait_for_output("step 10\n"));
+    ranks[1].signal(SIGTERM);
+    CHECK(ranks.wait() == std::vector<int>{75, 75});
+    INFO(ranks[0].error() << ranks[1].error());
+    CHECK_THAT(ranks[0].error(), ContainsSubstring(", as SIGTERM on rank 1 asked for"));
+    CHECK(count(ranks[0].error(), "\n") == 1);
+    CHECK(ranks[1].error().empty());
+    std::remove(checkpoint.path.c_str());
+  }
+}
+
+TEST_CASE("a signal to one of two hosts stops both") {
+  const Checkpoint checkpoint;
+  lockstep_test::Together hosts;
+  const int port = lockstep_test::free_port();
+  for (const int first : {0, 1}) {
+    auto variables = lockstep_test::by_hand(first, 3, port);
+    variables.insert(one_thread.begin(), one_thread.end());
+    hosts.add({program, checkpoint.path, "20", "--nproc", first == 0 ? "1" : "2"}, variables);
+  }
+  REQUIRE(hosts[0].wait_for_output("step 10\n"));
+  hosts[0].signal(SIGUSR1);
+  CHECK(hosts.wait() == std::vector<int>{75, 75});
+  INFO(hosts[0].error() << hosts[1].error());
+  CHECK(count(hosts[0].error(), "stopped after step ") == 1);
+  CHECK(hosts[1].error().empty());
+}
+
+}  // namespace stop_fault_test

@@ -1,0 +1,38 @@
+// A training that stops on a signal, saves, and goes on where it stopped when it is started again:
+//   stop_program CHECKPOINT [MILLISECONDS_PER_STEP [STEPS_BETWEEN_AGREEMENTS]]
+#include <torch/torch.h>
+
+#include <chrono>
+#include <string>
+#include <thread>
+
+#include "lockstep/lockstep.hpp"
+
+int main(int argc, char** argv) {
+  return lockstep::launch(argc, argv, [](const lockstep::World& world, int argc, char** argv) {
+    if (argc < 2) throw lockstep::UsageError("give the path of the checkpoint");
+    const std::string path = argv[1];
+    const int pause = argc > 2 ? std::stoi(argv[2]) : 0;
+    torch::manual_seed(1);
+    const auto inputs = torch::rand({240, 4});
+    lockstep::TensorDataset data{inputs, inputs.sum(1, true)};
+    lockstep::Trainer trainer{world,
+                              {.epochs = 2, .batch_size = 2, .lr = 0.1, .seed = 3, .progress = false},
+                              torch::nn::Linear(4, 1)};
+    if (trainer.load_checkpoint_if_exists(path)) world.log.info("resumed");
+    lockstep::StopOnSignal stop{
+        trainer.comm(), [&] { trainer.save_checkpoint(path); }, {.every = argc > 3 ? std::stoi(argv[3]) : 1}};
+    lockstep::OnStep count{[&](const lockstep::StepReport& report) {
+      if (report.step % 10 == 0) world.log.all().info("step {}", report.step);
+      std::this_thread::sleep_for(std::chrono::milliseconds(pause));
+    }};
+    const auto report = trainer.fit(
+        data,
+        [](torch::nn::Linear& model, const auto& batch) {
+          return torch::mse_loss(model(batch.data), batch.target);
+        },
+        count, stop);
+    world.log.info("finished after {} steps, weights {:.17g}", report.step,
+                   trainer.model()->weight.sum().item<double>());
+  });
+}
