@@ -1,0 +1,238 @@
+// Ranks under a real Slurm: a cluster of two nodes on this machine (slurm_cluster.sh).
+#include <unistd.h>
+
+#include <array>
+#include <chrono>
+#include <fstream>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "support/catch.hpp"
+#include "support/process.hpp"
+
+namespace slurm_fault_test {
+
+using namespace std::chrono_literals;
+using lockstep_test::count;
+using lockstep_test::test_program;
+using Strings = std::vector<std::string>;
+
+namespace {
+
+// The cluster, which starts once and ends with this process.
+struct Cluster {
+  std::string folder = fmt::format("/tmp/lockstep_slurm_{}", getpid());
+  std::string missing;
+  lockstep_test::Process script{
+      {"bash", std::string(LOCKSTEP_SOURCE_FOLDER) + "/slurm_cluster.sh", folder,
+       std::to_string(lockstep_test::free_port()), std::to_string(lockstep_test::free_port()),
+       std::to_string(lockstep_test::free_port())},
+      {},
+      {}};
+
+  Cluster() {
+    if (script.wait_for_output("ready\n", 60s)) return;
+    script.signal(SIGTERM);
+    script.wait(20s);
+    const auto at = script.out().find("SKIPPED: ");
+    missing = at == std::string::npos ? "the cluster did not start within 60 s"
+                                      : script.out().substr(at + 9, script.out().find('\n', at) - at - 9);
+  }
+  ~Cluster() {
+    script.signal(SIGTERM);
+    script.wait(30s);
+  }
+};
+
+// The cluster; a null pointer, with the reason printed, where there can be none.
+Cluster* cluster() {
+  static Cluster started;
+  if (started.missing.empty()) return &started;
+  WARN("SKIPPED: " << started.missing);
+  return nullptr;
+}
+
+lockstep_test::Ended slurm(const Cluster& on, Strings command, lockstep_test::Variables variables = {},
+                           std::chrono::milliseconds timeout = 90s) {
+  variables["SLURM_CONF"] = on.folder + "/slurm.conf";
+  variables.insert({"OMP_NUM_THREADS", ""});
+  return lockstep_test::run(std::move(command), std::move(variables), timeout);
+}
+
+std::string content(const std::string& path) {
+  std::ifstream file(path);
+  return {std::istreambuf_iterator<char>(file), {}};
+}
+
+// Runs a batch script and returns its exit code and what it wrote to both streams.
+struct Batch {
+  int code;
+  std::string out;
+};
+Batch batch(const Cluster& on, const Strings& options, const std::string& script) {
+  const auto path = on.folder + "/batch.sh", out = on.folder + "/batch.out";
+  std::ofstream(path) << "#!/bin/sh\n" << script << "\n";
+  Strings command{"sbatch", "--wait", "--output=" + out};
+  command.insert(command.end(), options.begin(), options.end());
+  command.push_back(path);
+  const auto ended = slurm(on, command);
+  return {ended.code, content(out) + ended.error};
+}
+
+const std::string program = test_program("world_program");
+
+// Waits until the file holds the text.
+bool holds(const std::string& path, const std::string& text, std::chrono::milliseconds timeout = 60s) {
+  const auto deadline = std::chrono::steady_clock::now() + timeout;
+  while (content(path).find(text) == std::string::npos) {
+    if (std::chrono::steady_clock::now() > deadline) return false;
+    std::this_thread::sleep_for(100ms);
+  }
+  return true;
+}
+
+}  // namespace
+
+TEST_CASE("srun starts one rank per task, and rank 0 says what it found") {
+  const Cluster* on = cluster();
+  if (on == nullptr) return;
+  const auto result = slurm(*on, {"srun", "-N", "2", "-n", "3", program, "well"});
+  INFO(result.out << result.error);
+  CHECK(result.code == 0);
+  for (const char* line :
+       {"rank 0 of 3, local 0 of 2", "rank 1 of 3, local 1 of 2", "rank 2 of 3, local 0 of 1"})
+    CHECK(count(result.out, fmt::format("[rank {}] {}\n", line[5], line)) == 1);
+  CHECK(result.error.starts_with(
+      "lockstep: 3 ranks on 2 hosts (n1: 2, n2: 1), started by srun (SLURM_PROCID, SLURM_STEP_NUM_TASKS), "
+      "rendezvous at tcp://n1:6"));
+  CHECK(result.error.ends_with("; threads per rank: 1, from the cores of the host divided by its ranks\n"));
+  CHECK(count(result.error, "\n") == 1);
+  CHECK(slurm(*on, {"srun", "-N", "2", "-n", "3", program, "well"}, {{"LOCKSTEP_LOG_LEVEL", "warning"}})
+            .error.empty());
+}
+
+TEST_CASE("a task of srun gets the threads of its cores, unless OMP_NUM_THREADS is set") {
+  const Cluster* on = cluster();
+  if (on == nullptr) return;
+  const int cores = static_cast<int>(sysconf(_SC_NPROCESSORS_ONLN));
+  const auto threads = [&](const Strings& options, const lockstep_test::Variables& variables = {}) {
+    Strings command{"srun"};
+    command.insert(command.end(), options.begin(), options.end());
+    command.insert(command.end(), {program, "threads"});
+    const auto result = slurm(*on, command, variables);
+    INFO(result.out << result.error);
+    CHECK(result.code == 0);
+    return result.out;
+  };
+  CHECK(count(threads({"-N", "1", "-n", "2"}), "threads 1\n") == 2);
+  CHECK(count(threads({"-N", "1", "-n", "2", "-c", "2"}), fmt::format("threads {}\n", std::min(2, cores))) ==
+        2);
+  CHECK(count(threads({"-N", "1", "-n", "2"}, {{"OMP_NUM_THREADS", "2"}}), "threads 2\n") == 2);
+}
+
+TEST_CASE("a task of srun that fails ends the others") {
+  const Cluster* on = cluster();
+  if (on == nullptr) return;
+  const auto result = slurm(*on, {"srun", "-N", "2", "-n", "3", program, "throws"});
+  INFO(result.out << result.error);
+  CHECK(result.code == 1);
+  CHECK(count(result.error, "error: rank 1 failed: std::out_of_range: no such digit\n") == 1);
+  CHECK(count(result.error, "; noticed by rank ") == 2);
+}
+
+TEST_CASE("a batch script starts ranks by srun, and is no rank itself") {
+  const Cluster* on = cluster();
+  if (on == nullptr) return;
+  auto result = batch(*on, {"-N", "2", "-n", "3"}, "srun '" + program + "' well");
+  INFO(result.out);
+  CHECK(result.code == 0);
+  CHECK(count(result.out, " of 3, local ") == 3);
+  CHECK(count(result.out, "started by srun") == 1);
+  // A step of fewer tasks on the second host alone: the rendezvous is there, not on the first host of the job.
+  result = batch(*on, {"-N", "2", "--ntasks-per-node=2"}, "srun -N 1 -n 2 -w n2 '" + program + "' well");
+  INFO(result.out);
+  CHECK(result.code == 0);
+  CHECK(count(result.out, "2 ranks on 1 host (n2: 2)") == 1);
+
+  result = batch(*on, {"-N", "2", "-n", "3"}, "'" + program + "' well");
+  INFO(result.out);
+  CHECK(result.code == 2);
+  CHECK(count(result.out,
+              "of 3 tasks (SLURM_NTASKS) but was not started by srun: start it as `srun PROGRAM`") == 1);
+  result = batch(*on, {"-N", "1", "-n", "3"}, "'" + program + "' well --nproc 2");
+  INFO(result.out);
+  CHECK(result.code == 0);
+  CHECK(count(result.out, " of 2, local ") == 2);
+}
+
+TEST_CASE("bad input under srun ends every task with exit code 2") {
+  const Cluster* on = cluster();
+  if (on == nullptr) return;
+  for (const auto& [name, value, text] : std::vector<std::array<std::string, 3>>{
+           {"WORLD_SIZE", "4", "error: WORLD_SIZE=4 contradicts srun, which has started 2 processes"},
+           {"MASTER_PORT", "0", "error: MASTER_PORT=0 is out of range"}}) {
+    const auto result = slurm(*on, {"srun", "-N", "2", "-n", "2", program, "well"}, {{name, value}});
+    INFO(result.out << result.error);
+    CHECK(result.code == 2);
+    CHECK(count(result.error, text) == 2);
+  }
+  const auto result = slurm(*on, {"srun", "-N", "2", "-n", "2", program, "well", "--nproc", "2"});
+  INFO(result.error);
+  CHECK(result.code == 2);
+  CHECK(count(result.error, "--nproc 2 contradicts LOCAL_WORLD_SIZE=1") == 2);
+}
+
+TEST_CASE("scancel ends every task, and with --kill-on-bad-exit so does a killed one") {
+  const Cluster* on = cluster();
+  if (on == nullptr) return;
+  const auto result =
+      batch(*on, {"-N", "2", "-n", "3"},
+            "srun '" + program + "' 'waits for failure' & sleep 5; scancel $SLURM_JOB_ID.0; wait $!");
+  INFO(result.out);
+  CHECK(result.code != 0);
+  CHECK(slurm(*on, {"squeue", "--noheader", "--steps"}).out.find("world_program") == std::string::npos);
+
+  const auto killed = slurm(*on, {"srun", "--kill-on-bad-exit=1", "-N", "2", "-n", "3", program, "killed"});
+  INFO(killed.out << killed.error);
+  CHECK(killed.code > 128);  // of the killed task, or of those that srun ends
+  CHECK(count(killed.error, "task 2: Killed") == 1);
+}
+
+TEST_CASE("USR1 of Slurm stops a job, which puts itself into the queue again and goes on") {
+  const Cluster* on = cluster();
+  if (on == nullptr) return;
+  const std::string stop = test_program("stop_program");
+  const auto whole = slurm(*on, {"srun", "-N", "2", "-n", "3", stop, on->folder + "/none"});
+  INFO(whole.out << whole.error);
+  const auto at = whole.out.find("finished after ");
+  REQUIRE(at != std::string::npos);
+  const auto end = whole.out.substr(at, whole.out.find('\n', at) + 1 - at);
+
+  const auto path = on->folder + "/requeue.sh", out = on->folder + "/requeue.out";
+  std::ofstream(path) << "#!/bin/sh\n"
+                      << "srun '" << stop << "' '" << on->folder
+                      << "/run.ckpt' $((30 * !${SLURM_RESTART_COUNT:-0}))\n"
+                      << "code=$?\necho \"code $code\"\n"
+                      << "if [ $code = 75 ]; then scontrol requeue \"$SLURM_JOB_ID\"; fi\nexit $code\n";
+  auto job = slurm(*on, {"sbatch", "--parsable", "--requeue", "--open-mode=append", "-N", "2", "-n", "3",
+                         "--output=" + out, path})
+                 .out;
+  job.erase(job.find_last_not_of('\n') + 1);
+  CHECK(holds(out, "step 10\n"));
+  CHECK(slurm(*on, {"scancel", "--signal=USR1", job}).code == 0);
+  CHECK(holds(out, "code 75\n"));
+  // Slurm holds a requeued job back for two minutes.
+  for (int i = 0; i < 100 && slurm(*on, {"squeue", "--noheader", "--states=PENDING"}).out.empty(); ++i)
+    std::this_thread::sleep_for(100ms);
+  CHECK(slurm(*on, {"scontrol", "update", "jobid=" + job, "StartTime=now"}).code == 0);
+  CHECK(holds(out, "code 0\n"));
+  const auto all = content(out);
+  INFO(all);
+  CHECK(count(all, "warning: stopped after step ") == 1);
+  CHECK(count(all, ", as SIGUSR1 on rank ") == 1);
+  CHECK(count(all, "resumed\n") == 1);
+  CHECK(count(all, end) == 1);  // bitwise as without the stop
+}
+
+}  // namespace slurm_fault_test
