@@ -387,6 +387,8 @@ TEST_CASE("each rank of a launcher gets its share of the cores that the launcher
   Values torchrun{{"RANK", "1"}, {"WORLD_SIZE", "2"}, {"LOCAL_RANK", "1"}, {"LOCAL_WORLD_SIZE", "2"}};
   torchrun.insert({{"MASTER_ADDR", "h"}, {"MASTER_PORT", "1"}});
   CHECK(!threads(torchrun));
+  CHECK(!threads(changed(torchrun, "TORCHELASTIC_RUN_ID", "none")));
+  CHECK(!threads(changed(torchrun, "LOCKSTEP_STORE_IS_HOSTED", "1")));
   CHECK(!threads({}));
 }
 

@@ -1,6 +1,8 @@
 // A training that a signal of the scheduler stops: the ranks agree on the step, save, and the next start goes on.
 #include <chrono>
+#include <csignal>
 #include <cstdio>
+#include <cstring>
 #include <string>
 #include <vector>
 

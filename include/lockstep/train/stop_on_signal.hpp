@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <string>
 #include <utility>
 #include <vector>
@@ -86,14 +87,18 @@ class StopOnSignal {
     if ((report.step + 1) % options_.every != 0) return;
     const int own = detail::stop_signal;
     if (!any_rank(comm_, own != 0)) return;
-    const std::vector<std::string> signals = comm_.all_gather_bytes(own == 0 ? "" : sigabbrev_np(own));
+    const char* name = own == 0 ? "" : sigabbrev_np(own);
+    const std::vector<std::string> signals =
+        comm_.all_gather_bytes(own == 0 ? std::string()
+                               : name   ? detail::formatted("SIG{}", name)
+                                        : detail::formatted("signal {}", own));
     std::size_t first = 0;
     while (first + 1 < signals.size() && signals[first].empty()) ++first;
     save_();
     stopped_ = true;
     throw detail::CollectiveError<Stopped>(
         detail::formatted(
-            "stopped after step {}, as SIG{} on rank {} asked for; start the program again to resume",
+            "stopped after step {}, as {} on rank {} asked for; start the program again to resume",
             report.step + 1, signals[first], detail::RankNames(comm_)(first)),
         comm_.size());
   }

@@ -27,7 +27,8 @@ struct LaunchedRank {
   /// Where rank 0 can host the store. Empty and 0 if the launcher does not determine it.
   std::string master_addr = {};
   int master_port = 0;
-  /// The names of the variables that hold rank and size, for messages.
+  /// The names of the variables that hold rank and size, as "A, B". The nearest ancestor process without the
+  /// first one is the launcher's.
   std::string variables = {};
   /// The cores of this host that its ranks share. Unset if the launcher does not say.
   std::optional<int> host_cores = {};

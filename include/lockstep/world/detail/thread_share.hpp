@@ -62,7 +62,7 @@ inline int thread_share(int own_cores, int host_cores, int ranks) {
 /// of ranks of this host is unknown.
 inline std::optional<int> launched_threads(const Environment& env,
                                            const Variables& variables = process_variable) {
-  if (env.rank_variables.empty() || env.rank_variables == "RANK, WORLD_SIZE" || !env.launched ||
+  if (env.launcher.empty() || env.launcher == "torchrun" || env.launcher == "--nproc" || !env.launched ||
       variables("OMP_NUM_THREADS") || variables("MKL_NUM_THREADS"))
     return std::nullopt;
   const int own = usable_cores();
@@ -70,7 +70,7 @@ inline std::optional<int> launched_threads(const Environment& env,
   if (host == 0) {
     // An unbound rank has the cores of the launcher's process, a bound one a part of them.
     const auto first = env.rank_variables.substr(0, env.rank_variables.find(','));
-    const pid_t launcher = launcher_process(first);
+    const pid_t launcher = first == "RANK" ? 0 : launcher_process(first);
     host = launcher > 0 ? usable_cores(launcher) : own;
   }
   return thread_share(own, host, env.local_size);
