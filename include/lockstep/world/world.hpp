@@ -101,10 +101,10 @@ class World {
   [[nodiscard]] detail::StorePtr store() const;
 
   /// Opens a second, independent connection to the store, for a thread that must not block on the first one.
-  /// The connection and each call on it time out after `limit`. Does not wait for other ranks to join. Throws
+  /// The connection and each call on it time out after `timeout`. Does not wait for other ranks to join. Throws
   /// RendezvousError.
   [[nodiscard]] detail::StorePtr connect_again(
-      std::chrono::milliseconds limit = std::chrono::seconds(10)) const;
+      std::chrono::milliseconds timeout = std::chrono::seconds(10)) const;
 
   /// Returns whether this process hosts the store, so that it should leave last.
   [[nodiscard]] bool hosts_store() const;
@@ -136,16 +136,16 @@ class World {
   }
 
   /// Runs `work` on every rank, first on the first rank of each host, then on the other ranks there, which
-  /// wait at most `limit`. They can use what the first one downloads or unpacks. All local ranks must call
+  /// wait at most `timeout`. They can use what the first one downloads or unpacks. All local ranks must call
   /// it; without a launcher's LOCAL_RANK, all ranks must. Returns the result of `work`. Throws PeerError if
-  /// the first rank failed, TimeoutError if the wait exceeds `limit`. A collective inside `work` throws
+  /// the first rank failed, TimeoutError if the wait exceeds `timeout`. A collective inside `work` throws
   /// CommunicationError.
   template <class Work>
-  auto local_zero_first(Work&& work, std::chrono::milliseconds limit = std::chrono::minutes(30)) const {
+  auto local_zero_first(Work&& work, std::chrono::milliseconds timeout = std::chrono::minutes(30)) const {
     RankZeroScope scope;
     const LocalPlace place = local_place();
     if (place.size == 1) return std::forward<Work>(work)();
-    const std::string key = enter_local_zero_first(place, limit);
+    const std::string key = enter_local_zero_first(place, timeout);
     if (place.rank > 0) return std::forward<Work>(work)();
     Outcome outcome{*this, key};
     if constexpr (std::is_void_v<std::invoke_result_t<Work>>) {
@@ -179,7 +179,7 @@ class World {
 
   // Joins a call of local_zero_first: on every rank but the host's first, blocks until the first has
   // finished. Returns the call's key in the store.
-  std::string enter_local_zero_first(const LocalPlace& place, std::chrono::milliseconds limit) const;
+  std::string enter_local_zero_first(const LocalPlace& place, std::chrono::milliseconds timeout) const;
 
   const detail::Rendezvous& rendezvous() const;
 
@@ -213,7 +213,7 @@ class World {
   [[nodiscard]] bool others_may_wait() const;
 
   static void wait_for_first(c10d::Store& side, const std::string& first, const std::string& key,
-                             std::chrono::milliseconds limit);
+                             std::chrono::milliseconds timeout);
 
   std::shared_ptr<State> state_;
 };
