@@ -1,7 +1,8 @@
 // The template of a data-parallel program, written by hand from lockstep's parts: a ConvNet on MNIST with
-// DistributedDataParallel, synchronized batch norm, mixed precision and a test over all ranks. origin_main.cpp
-// is the same program for one process: compare the two files. mnist.cpp is the same with lockstep::Trainer.
-//   ddp_main --gpu 0,1        one process per GPU; without GPUs, as many processes on CPUs: ddp_main --nproc 2
+// DistributedDataParallel, synchronized batch norm, mixed precision and a test over all ranks.
+// origin_main.cpp is the same program for one process: compare the two files. mnist.cpp is the same with
+// lockstep::Trainer.
+//   ddp_main --gpu 0,1        one process per GPU; on CPUs: ddp_main --nproc 2
 //   torchrun --no-python --nproc-per-node 2 ddp_main          srun -n 2 ddp_main
 //   WORLD_SIZE=7 RANK=0 MASTER_ADDR=nodeA MASTER_PORT=29500 ddp_main --nproc 3             (nodeA)
 //   WORLD_SIZE=7 RANK=3 MASTER_ADDR=nodeA MASTER_PORT=29500 ddp_main --nproc 4             (nodeB)
@@ -68,8 +69,8 @@ void train(Ddp& ddp, Loader& train_dloader, torch::optim::Optimizer& optimizer, 
   }
 }
 
-// Every rank calls it, since it ends with collectives: `if (rank == 0) test(...)`, the tutorial's advice, would
-// wait for the other ranks forever.
+// Every rank calls it, since it ends with collectives: `if (rank == 0) test(...)`, the tutorial's advice,
+// would wait for the other ranks forever.
 template <class Comm, class Loader, class Precision>
 void test(const lockstep::World& world, ConvNet& model, Comm& comm, Loader& test_dloader,
           Precision& precision) {
@@ -126,8 +127,8 @@ void run(const lockstep::World& world, const Options& options, const lockstep::M
   lockstep::SGD optimizer(ddp.parameters(), {.lr = lr});
   Precision precision;
 
-  // The seed of the loader's transforms, by the global rank: by the local rank, as in ddp_main_torchrun.py, two
-  // hosts would draw the same. There is no random transform here, so that nothing draws from it.
+  // The seed of the loader's transforms, by the global rank: by the local rank, as in ddp_main_torchrun.py,
+  // two hosts would draw the same. There is no random transform here, so that nothing draws from it.
   const auto seed = 3407 + static_cast<std::uint64_t>(world.rank());
   lockstep::DataLoader train_dloader{
       mnist.train,

@@ -2,7 +2,7 @@
 // multigpu.py (spawn), ddp_gpus_torchrun.py and several hosts, since lockstep::launch serves all of them:
 //   multigpu 50 10 --nproc 4
 //   torchrun --no-python --nproc-per-node 4 multigpu 50 10         srun -n 4 multigpu 50 10
-//   WORLD_SIZE=6 RANK=4 MASTER_ADDR=nodeA MASTER_PORT=29500 multigpu 50 10 --nproc 2      (on the second host)
+//   WORLD_SIZE=6 RANK=4 MASTER_ADDR=nodeA MASTER_PORT=29500 multigpu 50 10 --nproc 2   (second host)
 // Trains 50 epochs and saves checkpoint.pt in every 10th. On GPUs where there are some, else on CPUs.
 // Python: multigpu.py of https://docs.pytorch.org/tutorials/beginner/ddp_series_intro.html
 #include <fmt/format.h>

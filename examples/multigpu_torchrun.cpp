@@ -1,5 +1,5 @@
-// Fault-tolerant training: saves a snapshot every few epochs, and resumes from it when it is started again, by
-// hand, by torchrun --max-restarts or by a batch system. The same program for one host and for several:
+// Fault-tolerant training: saves a snapshot every few epochs, and resumes from it when it is started again,
+// by hand, by torchrun --max-restarts or by a batch system. The same program for one host and for several:
 //   multigpu_torchrun 50 10 --nproc 4
 //   torchrun --no-python --nproc-per-node 4 --max-restarts 3 multigpu_torchrun 50 10
 //   WORLD_SIZE=6 RANK=0 MASTER_ADDR=nodeA MASTER_PORT=29603 multigpu_torchrun 50 10 --nproc 4       (nodeA)

@@ -1,5 +1,5 @@
-// Trains a ConvNet on MNIST in one process: the program that ddp_main.cpp makes data-parallel. Compare the two
-// files: what is new there is what a program needs for several processes.
+// Trains a ConvNet on MNIST in one process: the program that ddp_main.cpp makes data-parallel. Compare the
+// two files: what is new there is what a program needs for several processes.
 //   origin_main -e 3 -b 32 --data-dir folder/of/mnist
 // On a GPU if there is one, else on the CPU.
 // Python: origin_main.py of https://github.com/rickyang1114/DDP-practice
