@@ -24,7 +24,6 @@
 #include <iostream>
 #include <iterator>
 #include <random>
-#include <ranges>
 #include <string>
 #include <string_view>
 #include <type_traits>
@@ -447,9 +446,11 @@ int main(int argc, char** argv) {
   app.footer(footer + "\n" + lockstep::launch_help());
   const auto arguments = lockstep::program_arguments(argc, argv);  // without --nproc and launch's other flags
   try {
-    for (const std::string_view argument : arguments | std::views::take(arguments.size() - 1))
+    for (const char* each : arguments) {
+      const std::string_view argument = each == nullptr ? "--" : each;  // a null pointer ends the list
       if (argument.empty() || (argument.starts_with("--") && argument.ends_with('=')))
         throw CLI::ValidationError(std::string(argument), "the value is empty");
+    }
     app.parse(static_cast<int>(arguments.size()) - 1, arguments.data());
     if (!config.empty()) read_table(keys, config, toml::parse_file(config));
     for (const auto& argument : overrides) read_override(keys, argument);
