@@ -1,4 +1,4 @@
-// Data-parallel training by hand: each rank computes gradients on batches of its own, and all_reduce averages
+// Data-parallel training by hand: each rank computes gradients on its own batches, and all_reduce averages
 // them. The programs of the tutorial, which trains without DistributedDataParallel and DistributedSampler:
 //   average_gradients processes              run_multiprocess.py: four processes that do not know each other
 //   average_gradients group                  multiprocess_comm.py: the same with a process group
