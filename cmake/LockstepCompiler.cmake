@@ -16,14 +16,6 @@ if(NOT CMAKE_CXX_COMPILER_LAUNCHER)
   endif()
 endif()
 
-# From 18 on clang mangles the constraint of at::Tensor::const_data_ptr unlike gcc, with which LibTorch is built.
-if(CMAKE_CXX_COMPILER_ID STREQUAL "Clang" AND CMAKE_CXX_COMPILER_VERSION VERSION_GREATER_EQUAL 18)
-  add_compile_options(-fclang-abi-compat=17)
-  if(TARGET lockstep_compiled)  # made before
-    target_compile_options(lockstep_compiled PRIVATE -fclang-abi-compat=17)
-  endif()
-endif()
-
 # A program of the tests takes GNU ld seconds, of which there are many.
 find_program(LOCKSTEP_MOLD mold)
 if(LOCKSTEP_MOLD AND NOT LOCKSTEP_SANITIZE)

@@ -1,4 +1,5 @@
 #include "lockstep/data/sampler.hpp"
+#include "lockstep/detail/const_data.hpp"
 
 #include <numeric>
 
@@ -24,7 +25,7 @@ std::vector<std::size_t> as_python(std::size_t length, std::size_t rank, std::si
   if (options.shuffle) {
     const auto generator = at::detail::createCPUGenerator(options.seed + epoch);
     const at::Tensor order = torch::randperm(static_cast<std::int64_t>(length), generator, torch::kLong);
-    std::copy_n(order.const_data_ptr<std::int64_t>(), length, indices.begin());
+    std::copy_n(lockstep::detail::const_data<std::int64_t>(order), length, indices.begin());
   }
   const std::size_t rest = length % world;
   if (options.drop_last)

@@ -1,4 +1,5 @@
 #include "lockstep/data/generator.hpp"
+#include "lockstep/detail/const_data.hpp"
 
 #include <set>
 
@@ -13,7 +14,7 @@ namespace {
 
 std::vector<float> draws(at::Generator generator, std::int64_t count = 4) {
   const at::Tensor values = torch::rand({count}, generator);
-  return {values.const_data_ptr<float>(), values.const_data_ptr<float>() + count};
+  return {lockstep::detail::const_data<float>(values), lockstep::detail::const_data<float>(values) + count};
 }
 
 }  // namespace

@@ -8,6 +8,7 @@
 
 #include "data/passes.hpp"
 #include "lockstep/data/sampler.hpp"
+#include "lockstep/detail/const_data.hpp"
 #include "support/catch.hpp"
 
 namespace loader_test {
@@ -28,7 +29,7 @@ template <class Loader>
 std::vector<std::vector<std::int64_t>> pass(Loader& loader) {
   std::vector<std::vector<std::int64_t>> batches;
   for (auto& batch : loader) {
-    const auto* targets = batch.target.template const_data_ptr<std::int64_t>();
+    const auto* targets = lockstep::detail::const_data<std::int64_t>(batch.target);
     batches.emplace_back(targets, targets + batch.target.size(0));
   }
   return batches;

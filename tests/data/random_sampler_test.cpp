@@ -1,4 +1,5 @@
 #include "lockstep/data/sampler.hpp"
+#include "lockstep/detail/const_data.hpp"
 
 #include <cmath>
 
@@ -17,7 +18,7 @@ using lockstep_test::pass;
 namespace {
 
 std::vector<std::size_t> numbers(const at::Tensor& tensor) {
-  const auto* from = tensor.const_data_ptr<std::int64_t>();
+  const auto* from = lockstep::detail::const_data<std::int64_t>(tensor);
   return {from, from + tensor.numel()};
 }
 

@@ -7,6 +7,7 @@
 
 #include "lockstep/data/loader.hpp"
 #include "lockstep/data/sampler.hpp"
+#include "lockstep/detail/const_data.hpp"
 
 namespace {
 
@@ -34,7 +35,7 @@ void print_passes(Loader& loader, std::size_t epochs, bool set_epoch) {
     std::vector<std::int64_t> numbers{static_cast<std::int64_t>(loader.size())};
     for (const auto& batch : loader) {
       numbers.push_back(batch.data.size(0));
-      const std::int64_t* samples = batch.data.template const_data_ptr<std::int64_t>();
+      const std::int64_t* samples = lockstep::detail::const_data<std::int64_t>(batch.data);
       numbers.insert(numbers.end(), samples, samples + batch.data.size(0));
     }
     numbers.push_back(default_draw());

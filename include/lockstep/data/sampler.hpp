@@ -22,6 +22,7 @@
 #include <torch/serialize/archive.h>
 
 #include "lockstep/data/generator.hpp"
+#include "lockstep/detail/const_data.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 
@@ -380,9 +381,9 @@ class DistributedSampler : public detail::StridedSampler {
     }
     prepare();
     if (order_.scalar_type() == at::kInt)
-      std::copy_n(order_.const_data_ptr<std::int32_t>() + first, count, indices);
+      std::copy_n(detail::const_data<std::int32_t>(order_) + first, count, indices);
     else
-      std::copy_n(order_.const_data_ptr<std::int64_t>() + first, count, indices);
+      std::copy_n(detail::const_data<std::int64_t>(order_) + first, count, indices);
   }
 
  private:
@@ -398,7 +399,7 @@ class DistributedSampler : public detail::StridedSampler {
     const auto generator = at::detail::createCPUGenerator(options().seed + pass_epoch());
     const at::Tensor whole = at::randperm(static_cast<std::int64_t>(length()), generator, type);
     at::Tensor own = at::empty({static_cast<std::int64_t>(size())}, type);
-    const Index* from = whole.const_data_ptr<Index>();
+    const Index* from = detail::const_data<Index>(whole);
     Index* to = own.mutable_data_ptr<Index>();
     std::size_t k = place(0) % length();
     for (std::size_t i = 0, n = size(); i < n; ++i) {
@@ -574,7 +575,7 @@ class RandomSampler : public torch::data::samplers::Sampler<> {
     }
     if (count == 0) return std::nullopt;
     std::vector<std::size_t> indices(count);
-    std::copy_n(order_.const_data_ptr<std::int64_t>() + position_, count, indices.begin());
+    std::copy_n(detail::const_data<std::int64_t>(order_) + position_, count, indices.begin());
     position_ += count;
     return indices;
   }

@@ -21,6 +21,7 @@
 #include "lockstep/datasets/digits.hpp"
 #include "lockstep/datasets/download.hpp"
 #include "lockstep/datasets/idx.hpp"
+#include "lockstep/detail/const_data.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/world/world.hpp"
@@ -54,8 +55,8 @@ class DigitDataset {
     const std::int64_t height = digits_.images.size(1), width = digits_.images.size(2),
                        pixels = height * width;
     Example batch{at::empty({count, 1, height, width}, at::kFloat), at::empty({count}, at::kLong)};
-    const auto* images = digits_.images.const_data_ptr<std::uint8_t>();
-    const auto* labels = digits_.labels.const_data_ptr<std::uint8_t>();
+    const auto* images = detail::const_data<std::uint8_t>(digits_.images);
+    const auto* labels = detail::const_data<std::uint8_t>(digits_.labels);
     auto* data = batch.data.mutable_data_ptr<float>();
     auto* target = batch.target.mutable_data_ptr<std::int64_t>();
     for (const std::size_t index : indices) {
@@ -119,7 +120,7 @@ inline DigitDataset read_mnist_part(const std::filesystem::path& folder, std::st
   if (digits.images.size(0) == 0)
     throw DataError(
         detail::formatted("{}: offset 4: found 0 images, expected at least one", images_path.string()));
-  const auto* labels = digits.labels.const_data_ptr<std::uint8_t>();
+  const auto* labels = detail::const_data<std::uint8_t>(digits.labels);
   for (std::int64_t i = 0; i < digits.labels.size(0); ++i)
     if (labels[i] > 9)
       throw DataError(detail::formatted("{}: offset {}: found label {}, expected a digit from 0 to 9",

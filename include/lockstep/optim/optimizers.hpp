@@ -36,6 +36,7 @@
 #include <c10/core/DefaultDtype.h>
 #include <torch/optim/optimizer.h>
 
+#include "lockstep/detail/const_data.hpp"
 #include "lockstep/optim/detail/optimizer.hpp"
 #include "lockstep/optim/options.hpp"
 
@@ -379,8 +380,9 @@ struct AdamStep {
 };
 
 inline double step_value(const AdamState& state) {
-  return state.step.scalar_type() == at::kDouble ? *state.step.const_data_ptr<double>()
-                                                 : static_cast<double>(*state.step.const_data_ptr<float>());
+  return state.step.scalar_type() == at::kDouble
+             ? *detail::const_data<double>(state.step)
+             : static_cast<double>(*detail::const_data<float>(state.step));
 }
 
 /// Returns lr_tensor as a zero-dimensional tensor; undefined if there is none.

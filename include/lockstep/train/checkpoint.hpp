@@ -28,6 +28,7 @@
 #include "lockstep/comm/communicator.hpp"
 #include "lockstep/comm/detail/describe.hpp"
 #include "lockstep/comm/detail/own_error.hpp"
+#include "lockstep/detail/const_data.hpp"
 #include "lockstep/detail/descriptor.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
@@ -452,7 +453,7 @@ class CheckpointReader {
     at::Tensor order;
     if (!archive_.try_read("bucket_order", order, /*is_buffer=*/true)) refuse_archive("bucket_order");
     if (order.scalar_type() != at::kLong || !order.is_contiguous()) refuse_archive("bucket_order");
-    const auto* first = order.const_data_ptr<std::int64_t>();
+    const auto* first = detail::const_data<std::int64_t>(order);
     return {first, first + order.numel()};
   }
 

@@ -19,6 +19,7 @@
 #include <c10/core/ScalarType.h>
 
 #include "lockstep/comm/detail/describe.hpp"
+#include "lockstep/detail/const_data.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 
@@ -66,11 +67,11 @@ inline double host_value(const at::Tensor& tensor) {
   if (tensor.is_cpu() && tensor.numel() == 1) {
     switch (tensor.scalar_type()) {
       case at::kDouble:
-        return *tensor.const_data_ptr<double>();
+        return *detail::const_data<double>(tensor);
       case at::kFloat:
-        return static_cast<double>(*tensor.const_data_ptr<float>());
+        return static_cast<double>(*detail::const_data<float>(tensor));
       case at::kLong:
-        return static_cast<double>(*tensor.const_data_ptr<std::int64_t>());
+        return static_cast<double>(*detail::const_data<std::int64_t>(tensor));
       default:
         break;
     }

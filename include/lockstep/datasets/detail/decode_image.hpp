@@ -19,6 +19,7 @@
 #include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
 
+#include "lockstep/detail/const_data.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 
@@ -186,7 +187,7 @@ inline at::Tensor decode_image(std::string_view bytes, std::string_view name) {
     if (!jpeg.read_pixels(pixels.mutable_data_ptr<std::uint8_t>())) return damaged(jpeg.error());
     if (jpeg.channels() == 4) {
       const at::Tensor rgb = empty(jpeg.height(), jpeg.width(), 3);
-      cmyk_to_rgb(pixels.const_data_ptr<std::uint8_t>(), rgb.mutable_data_ptr<std::uint8_t>(),
+      cmyk_to_rgb(const_data<std::uint8_t>(pixels), rgb.mutable_data_ptr<std::uint8_t>(),
                   jpeg.height() * jpeg.width(), jpeg.inverted());
       pixels = rgb;
     }

@@ -11,6 +11,7 @@
 #include <ATen/ops/empty.h>
 
 #include "lockstep/comm/communicator.hpp"
+#include "lockstep/detail/const_data.hpp"
 #include "lockstep/grad/ddp_options.hpp"
 #include "lockstep/grad/detail/parameter_table.hpp"
 
@@ -81,7 +82,7 @@ std::vector<std::size_t> order_of_rank_zero(Comm& comm, const std::vector<std::s
   order.copy_(host);
   comm.broadcast(order, 0).synchronize();
   host.copy_(order);
-  const auto* first = host.const_data_ptr<std::int64_t>();
+  const auto* first = const_data<std::int64_t>(host);
   return {first, first + length};
 }
 

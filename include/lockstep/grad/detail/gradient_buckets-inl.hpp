@@ -17,6 +17,7 @@
 #include <c10/util/Half.h>
 #include <c10/util/complex.h>
 
+#include "lockstep/detail/const_data.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/detail/linkage.hpp"
 #include "lockstep/error.hpp"
@@ -45,17 +46,17 @@ LOCKSTEP_INLINE bool PoisonCheck::any() const {
 LOCKSTEP_INLINE bool PoisonCheck::is_nan(const at::Tensor& first) {
   switch (first.scalar_type()) {
     case at::kFloat:
-      return std::isnan(*first.const_data_ptr<float>());
+      return std::isnan(*const_data<float>(first));
     case at::kDouble:
-      return std::isnan(*first.const_data_ptr<double>());
+      return std::isnan(*const_data<double>(first));
     case at::kBFloat16:
-      return std::isnan(static_cast<float>(*first.const_data_ptr<at::BFloat16>()));
+      return std::isnan(static_cast<float>(*const_data<at::BFloat16>(first)));
     case at::kHalf:
-      return std::isnan(static_cast<float>(*first.const_data_ptr<at::Half>()));
+      return std::isnan(static_cast<float>(*const_data<at::Half>(first)));
     case at::kComplexFloat:
-      return std::isnan(first.const_data_ptr<c10::complex<float>>()->real());
+      return std::isnan(const_data<c10::complex<float>>(first)->real());
     case at::kComplexDouble:
-      return std::isnan(first.const_data_ptr<c10::complex<double>>()->real());
+      return std::isnan(const_data<c10::complex<double>>(first)->real());
     default:
       return first.isnan().item<bool>();
   }

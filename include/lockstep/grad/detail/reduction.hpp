@@ -25,6 +25,7 @@
 
 #include "lockstep/comm/communicator.hpp"
 #include "lockstep/comm/detail/own_error.hpp"
+#include "lockstep/detail/const_data.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/detail/linkage.hpp"
 #include "lockstep/grad/ddp_options.hpp"
@@ -83,7 +84,7 @@ SparseSum sum_rows(Comm& comm, const at::Tensor& gradient, const at::Tensor& par
   };
   gather(counts, at::full({1}, flag ? -2 : rows, numbers));
   counts = counts.cpu();
-  const auto* count = counts.const_data_ptr<std::int64_t>();
+  const auto* count = const_data<std::int64_t>(counts);
   result.flagged = std::any_of(count, count + comm.size(), [](std::int64_t n) { return n == -2; });
   const std::int64_t most = *std::max_element(count, count + comm.size());
   if (result.flagged || most < 0) return result;
@@ -146,8 +147,8 @@ class UsageExchange {
     if (std::exchange(work_, std::nullopt)) sent_ = at::zeros_like(sent_);
   }
 
-  [[nodiscard]] bool used(std::size_t i) const { return host_.const_data_ptr<std::int32_t>()[i] != 0; }
-  [[nodiscard]] bool failed() const { return host_.const_data_ptr<std::int32_t>()[host_.numel() - 1] != 0; }
+  [[nodiscard]] bool used(std::size_t i) const { return const_data<std::int32_t>(host_)[i] != 0; }
+  [[nodiscard]] bool failed() const { return const_data<std::int32_t>(host_)[host_.numel() - 1] != 0; }
   [[nodiscard]] std::size_t bytes() const { return sent_.nbytes(); }
 
  private:

@@ -28,6 +28,7 @@
 #include <c10/core/ScalarType.h>
 #include <c10/util/accumulate.h>
 
+#include "lockstep/detail/const_data.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/grad/hooks/hook.hpp"
@@ -386,7 +387,7 @@ class PowerSgdHook {
         continue;
       }
       const at::Tensor counters = tensor.to(at::kCPU, at::kLong).contiguous();
-      const auto* number = counters.const_data_ptr<std::int64_t>();
+      const auto* number = detail::const_data<std::int64_t>(counters);
       constexpr std::int64_t limit = std::numeric_limits<std::uint32_t>::max();
       const bool sound = counters.numel() == 3 && number[0] >= 0 && number[1] >= 0 && number[1] <= limit &&
                          number[2] >= 0 && number[2] <= limit;

@@ -27,6 +27,8 @@
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/DeviceType.h>
 
+#include "lockstep/detail/const_data.hpp"
+
 namespace lockstep::detail {
 
 /// The running statistics [C], undefined if they are not tracked. A training step updates them by
@@ -118,7 +120,7 @@ inline JoinedStatistics join(const at::Tensor& rows, const at::Tensor& input, do
   auto* sums = squares.mutable_data_ptr<double>();
   double count = 0;
   for (std::int64_t rank = 0; rank < rows.size(0); ++rank) {
-    const double* row = rows.const_data_ptr<double>() + rank * length;
+    const double* row = const_data<double>(rows) + rank * length;
     const double more = row[2 * channels], total = count + more;
     if (more == 0) continue;
     for (std::int64_t c = 0; c < channels; ++c) {

@@ -23,6 +23,7 @@
 #include "lockstep/comm/detail/nccl/work.hpp"
 #include "lockstep/comm/detail/signature.hpp"
 #include "lockstep/comm/options.hpp"
+#include "lockstep/detail/const_data.hpp"
 #include "lockstep/detail/format.hpp"
 
 namespace lockstep::detail {
@@ -37,7 +38,7 @@ class NcclBytes {
   [[nodiscard]] std::vector<std::string> gather(const std::string& own) const {
     const int size = group_->state().size();
     const at::Tensor lengths = gather_rows(number(own.size()));
-    const auto* length = lengths.template const_data_ptr<std::int64_t>();
+    const auto* length = const_data<std::int64_t>(lengths);
     const std::int64_t longest = *std::max_element(length, length + size);
     std::vector<std::string> all(static_cast<std::size_t>(size));
     if (longest == 0) return all;
@@ -56,7 +57,7 @@ class NcclBytes {
   /// Returns `root`'s bytes.
   [[nodiscard]] std::string broadcast(const std::string& own, int root) const {
     const at::Tensor length = broadcast(number(own.size()), root);
-    const std::int64_t count = *length.template const_data_ptr<std::int64_t>();
+    const std::int64_t count = *const_data<std::int64_t>(length);
     return count == 0 ? std::string() : send_from(own, count, root);
   }
 
