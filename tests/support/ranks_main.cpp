@@ -15,17 +15,24 @@
 
 #ifdef LOCKSTEP_TEST_NEEDS_GPUS
 #include <ATen/cuda/CUDAContextLight.h>
+#include <nccl.h>
 
+#include "lockstep/comm/detail/nccl/device_identity.hpp"
 #include "lockstep/world/detail/gpus.hpp"
 #include "lockstep/world/detail/launch_plan.hpp"
 
 // Says what is missing where these tests cannot run. Counting devices makes no context on any of them.
 static bool lacks_gpus(int argc, char** argv) {
   const int gpus = at::cuda::device_count(), ranks = lockstep::detail::nproc_argument(argc, argv).value_or(1);
+  int nccl = 0;
+  ncclGetVersion(&nccl);
   if (gpus == 0)
     std::puts("SKIPPED: no CUDA device: skipped");
   else if (ranks > gpus && !lockstep::detail::may_share_gpu())
     std::printf("SKIPPED: %d CUDA devices for %d ranks: skipped\n", gpus, ranks);
+  else if (ranks > gpus && nccl < lockstep::detail::first_nccl_with_shared_gpus)
+    std::printf("SKIPPED: %d CUDA devices for %d ranks, and NCCL %d cannot share one: skipped\n", gpus, ranks,
+                nccl);
   else
     return false;
   return true;
