@@ -82,8 +82,12 @@ function(_lockstep_cuda_headers major root library_folders includes version miss
   # The runtime's headers include crt/, which CUDA 13 has in a package of its own (nvidia-cuda-crt). torch does not ask
   # for that one, but triton, for which it asks, brings the same headers along.
   list(APPEND candidates ${root}/../triton/backends/nvidia/include)
-  # LibTorch's own headers on CUDA include those of cuBLAS and its like.
-  set(headers cuda_runtime_api.h cuda.h cublas_v2.h cublasLt.h cusparse.h cusolverDn.h crt/host_config.h)
+  if(LOCKSTEP_BRING)
+    list(APPEND candidates ${LOCKSTEP_BRING}/cuda/include)
+  endif()
+  # LibTorch's own headers on CUDA include those of cuBLAS and its like; NCCL's include cuda_fp16.h, which includes nv/target. That
+  # is in a package of its own (nvidia-cuda-cccl), for which not every torch asks, and in the folder cccl of a toolkit.
+  set(headers cuda_runtime_api.h cuda.h cublas_v2.h cublasLt.h cusparse.h cusolverDn.h crt/host_config.h nv/target)
   foreach(attempt IN ITEMS beside toolkit)
     if(attempt STREQUAL "toolkit")
       find_package(CUDAToolkit ${major} QUIET)
@@ -94,7 +98,12 @@ function(_lockstep_cuda_headers major root library_folders includes version miss
     set(absent)
     foreach(header IN LISTS headers)
       set(folder "")
-      foreach(candidate IN LISTS candidates)
+      set(places ${candidates})
+      if(header STREQUAL "nv/target")
+        list(TRANSFORM places APPEND /cccl)
+        list(PREPEND places ${candidates})
+      endif()
+      foreach(candidate IN LISTS places)
         if(NOT folder AND EXISTS ${candidate}/${header})
           set(folder ${candidate})
           if(header STREQUAL "cuda_runtime_api.h")
@@ -120,7 +129,7 @@ function(_lockstep_cuda_headers major root library_folders includes version miss
   if(absent)
     list(JOIN absent ", " absent)
     set(${missing} "there are no headers of CUDA ${major} beside it or in a toolkit (${absent}): install the whole of a pip \
-torch with its nvidia packages (and nvidia-cuda-crt, where crt/ is missing), or a CUDA ${major} toolkit, and name it in CUDAToolkit_ROOT where it is not found" PARENT_SCOPE)
+torch with its nvidia packages (and nvidia-cuda-crt where crt/ is missing, nvidia-cuda-cccl where nv/ is), or a CUDA ${major} toolkit, and name it in CUDAToolkit_ROOT where it is not found" PARENT_SCOPE)
     return()
   endif()
   list(REMOVE_DUPLICATES found)
@@ -268,6 +277,7 @@ function(lockstep_find_cuda)
   target_link_libraries(lockstep_cuda INTERFACE lockstep::lockstep
     "-Wl,--push-state,--no-as-needed,${torch_cuda},--pop-state" ${c10_cuda} ${nccl} ${cudart})
   target_compile_definitions(lockstep_cuda INTERFACE LOCKSTEP_HAS_CUDA=1)
+  set_property(GLOBAL PROPERTY LOCKSTEP_NCCL_LIBRARY ${nccl})  # for Python, which is to load the same one
   message(STATUS "lockstep: CUDA ${cuda_version} (${cudart}, headers ${headers}) and ${nccl_says}")
 endfunction()
 

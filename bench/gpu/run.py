@@ -49,12 +49,14 @@ class Bench:
     def precisions(self):
         return ("fp32", "tf32", "bf16", "fp16") if self.on_gpu else ("fp32", "bf16")
 
-    def environment(self, ranks):
+    def environment(self, ranks, system):
         added = {"LOCKSTEP_DEVICE": "gpu" if self.on_gpu else "cpu"}
         if not self.on_gpu:
             added["OMP_NUM_THREADS"] = "1"
         elif ranks > self.gpus:
             added["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
+        if self.on_gpu and system == "python" and self.config["nccl"]:
+            added["LD_PRELOAD"] = self.config["nccl"]  # where that is not the one that torch itself would load
         return {**os.environ, **added}
 
     def run(self, system, ranks, words):
@@ -70,7 +72,7 @@ class Bench:
                 *words]
         begin = time.monotonic()
         try:
-            done = subprocess.run(command, env=self.environment(ranks), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            done = subprocess.run(command, env=self.environment(ranks, system), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                                   stderr=subprocess.PIPE, text=True, timeout=self.given.timeout)
         except subprocess.TimeoutExpired:
             raise Skipped(f"{' '.join(command)}: no end after {self.given.timeout} s") from None
