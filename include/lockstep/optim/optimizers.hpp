@@ -303,8 +303,9 @@ struct AdamOptions {
     for (const double beta : betas)
       detail::require_option(beta >= 0 && beta < 1, name, group, "a beta", beta, "not from 0 to below 1");
     if (implementation == Implementation::foreach && lr_tensor.defined())
-      throw UsageError(
-          "Adam: a foreach step takes no lr_tensor: set lr, or choose Implementation::fused or automatic");
+      throw UsageError(detail::formatted(
+          "{}: a foreach step takes no lr_tensor: set lr, or choose Implementation::fused or automatic",
+          name));
   }
   template <class Self, class Visit>
   static void each_field(Self& self, Visit&& visit) {
