@@ -2,11 +2,12 @@
 # where the package is used, by the same code, which is installed along.
 include_guard(GLOBAL)
 include(CMakePackageConfigHelpers)
-include(GNUInstallDirs)
 
-set(package ${CMAKE_INSTALL_DATADIR}/cmake/lockstep)
-install(TARGETS lockstep EXPORT lockstepTargets FILE_SET HEADERS)
-install(FILES include/lockstep/compiled.cpp DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/lockstep)
+set(LOCKSTEP_INSTALL_CMAKEDIR ${CMAKE_INSTALL_DATADIR}/cmake/lockstep CACHE STRING "Where the package of CMake is installed")
+mark_as_advanced(LOCKSTEP_INSTALL_CMAKEDIR)
+set(package ${LOCKSTEP_INSTALL_CMAKEDIR})
+install(TARGETS lockstep EXPORT lockstepTargets)
+install(DIRECTORY include/lockstep DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
 install(EXPORT lockstepTargets NAMESPACE lockstep:: DESTINATION ${package})
 configure_package_config_file(cmake/lockstepConfig.cmake.in ${CMAKE_CURRENT_BINARY_DIR}/lockstepConfig.cmake
   INSTALL_DESTINATION ${package} PATH_VARS CMAKE_INSTALL_INCLUDEDIR NO_SET_AND_CHECK_MACRO NO_CHECK_REQUIRED_COMPONENTS_MACRO)
@@ -17,6 +18,7 @@ install(FILES
   ${CMAKE_CURRENT_BINARY_DIR}/lockstepConfigVersion.cmake
   cmake/LockstepCompiled.cmake
   cmake/LockstepCuda.cmake
+  cmake/LockstepToolchain.cmake
   cmake/LockstepTorch.cmake
   cmake/LockstepTorchInspect.cmake
   cmake/LockstepTorchInstall.cmake
@@ -25,7 +27,15 @@ install(FILES
   cmake/libtorch-x86_64.txt
   cmake/libtorch-aarch64.txt
   DESTINATION ${package})
-install(FILES LICENSE DESTINATION ${CMAKE_INSTALL_DOCDIR})
+
+# The file of pkg-config finds its prefix from its own place, so that an installed tree can be moved.
+file(RELATIVE_PATH LOCKSTEP_PC_PREFIX /${CMAKE_INSTALL_DATADIR}/pkgconfig /)
+string(REGEX REPLACE "/$" "" LOCKSTEP_PC_PREFIX ${LOCKSTEP_PC_PREFIX})
+configure_file(cmake/lockstep.pc.in ${CMAKE_CURRENT_BINARY_DIR}/lockstep.pc @ONLY)
+install(FILES ${CMAKE_CURRENT_BINARY_DIR}/lockstep.pc DESTINATION ${CMAKE_INSTALL_DATADIR}/pkgconfig)
+
+install(FILES LICENSE README.md CHANGELOG.md DESTINATION ${CMAKE_INSTALL_DOCDIR})
+install(DIRECTORY docs examples DESTINATION ${CMAKE_INSTALL_DOCDIR})
 
 if(PROJECT_IS_TOP_LEVEL)
   set(CPACK_GENERATOR TGZ)

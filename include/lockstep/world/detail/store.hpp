@@ -27,6 +27,7 @@
 
 #include "lockstep/detail/descriptor.hpp"
 #include "lockstep/detail/format.hpp"
+#include "lockstep/detail/libtorch_version.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/world/detail/printable.hpp"
 #include "lockstep/world/detail/socket.hpp"
@@ -38,13 +39,6 @@
 #include "lockstep/world/environment.hpp"
 
 namespace lockstep::detail {
-
-/// c10d::Store with `clone`, which LibTorch declares since 2.8: subclasses can write `override` for any
-/// version.
-class ClonableStore : public c10d::Store {
- public:
-  virtual c10::intrusive_ptr<c10d::Store> clone() = 0;
-};
 
 /// A client of a StoreServer as a c10d::Store. Thread-safe: calls of several threads wait for each other.
 ///

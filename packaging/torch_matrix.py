@@ -1,0 +1,158 @@
+"""Builds a program against several versions of LibTorch, runs it on two ranks, and prints the table of what happened.
+
+usage: torch_matrix.py [--cache FOLDER] [--cxx COMPILER] [--write FILE] [VERSION...]
+
+Each version's `torch` package comes from PyPI with pip, for the machine that the script runs on: its CPU parts are unpacked
+into FOLDER (about 500 MB each, kept for the next run), as cmake/LockstepTorchInstall.cmake does for the newest version.
+lockstep is installed once; the program is packaging/conan/test_package, which finds both. --write replaces the table that
+follows the line <!-- torch_matrix.py --> in FILE. The exit code is 1 if a version failed.
+"""
+
+import argparse
+import os
+import pathlib
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import time
+import zipfile
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+VERSIONS = ["2.6.0", "2.7.1", "2.8.0", "2.9.1", "2.10.0", "2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0"]
+MARK = "<!-- torch_matrix.py -->\n"
+
+
+def run(*command: object, **more: object) -> str:
+    result = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=False, **more)
+    if result.returncode != 0:
+        raise RuntimeError(f"{' '.join(map(str, command))}\n{result.stdout}{result.stderr}ended with {result.returncode}")
+    return result.stdout + result.stderr
+
+
+def download(requirement: str, folder: pathlib.Path) -> pathlib.Path:
+    """Downloads the wheel of `requirement` for Python 3.11, of which only the C++ parts are used."""
+    platforms = []
+    for tag in ("manylinux_2_28", "manylinux_2_27", "manylinux_2_25", "manylinux_2_17", "manylinux2014", "manylinux1"):
+        platforms += ["--platform", f"{tag}_{platform.machine()}"]
+    before = set(folder.glob("*.whl"))
+    run(
+        *(sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--no-deps", "--only-binary=:all:"),
+        *("--implementation", "cp", "--python-version", "3.11", *platforms, "--dest", folder, requirement),
+    )
+    (wheel,) = set(folder.glob("*.whl")) - before
+    return wheel
+
+
+def cuda_requirements(wheel: pathlib.Path, folder: pathlib.Path) -> list[str]:
+    """Returns the packages of the two CUDA libraries that libtorch_cpu.so of this wheel is linked to; none for a CPU build."""
+    with zipfile.ZipFile(wheel) as archive:
+        metadata = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        text = archive.read(metadata).decode()
+        archive.extract("torch/lib/libtorch_cpu.so", folder)
+    needed = re.findall(r"lib(cudart|cupti)\.so\.(\d+)", run("readelf", "-d", folder / "torch/lib/libtorch_cpu.so"))
+    result = []
+    for library, major in needed:
+        name = {"cudart": "nvidia-cuda-runtime", "cupti": "nvidia-cuda-cupti"}[library]
+        pinned = re.search(rf"^Requires-Dist: ({name}\S*) ?\(?==([\d.]+)", text, re.MULTILINE)
+        if pinned:
+            result.append(f"{pinned[1]}=={pinned[2]}")
+        else:
+            name += f"-cu{major}" if int(major) < 13 else ""
+            result.append(f"{name}>={major},<{int(major) + 1}")
+    return result
+
+
+def libtorch(version: str, cache: pathlib.Path) -> pathlib.Path:
+    """Returns the folder of this LibTorch in the cache, installing it where it is not there yet."""
+    target = cache / f"libtorch-{version}"
+    if not (target / "torch").exists():
+        work = cache / f"libtorch-{version}.part"
+        shutil.rmtree(work, ignore_errors=True)
+        (work / "wheels").mkdir(parents=True)
+        wheels = [download(f"torch=={version}", work / "wheels")]
+        wheels += [download(requirement, work / "wheels") for requirement in cuda_requirements(wheels[0], work / "peek")]
+        run(sys.executable, ROOT / "cmake/unpack_libtorch.py", work / "libtorch", *wheels)
+        (work / "libtorch").rename(target)
+        shutil.rmtree(work)
+    return target / "torch"
+
+
+def configure_arguments(arguments: argparse.Namespace) -> list[str]:
+    generator = ["-G", "Ninja"] if shutil.which("ninja") else []
+    return [*generator, f"-DCMAKE_CXX_COMPILER={arguments.cxx}"]
+
+
+def try_version(version: str, arguments: argparse.Namespace) -> tuple[str, str, str]:
+    """Returns the table's cells: the ABI, the seconds of the build, and the result."""
+    torch = libtorch(version, arguments.cache)
+    build = arguments.cache / f"program-{version}"
+    shutil.rmtree(build, ignore_errors=True)
+    project = ROOT / "packaging/conan/test_package"
+    prefix = arguments.cache / "lockstep"
+    run(
+        *("cmake", "-S", project, "-B", build, *configure_arguments(arguments), "-DLOCKSTEP_FETCH_TORCH=OFF"),
+        *(f"-DCMAKE_PREFIX_PATH={prefix}", f"-DTorch_ROOT={torch}"),
+    )
+    start = time.monotonic()
+    run("cmake", "--build", build, "--target", "program")
+    seconds = time.monotonic() - start
+    output = run(build / "program", "--nproc", 2, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=120)
+    result = re.search(r"2 ranks, their gradients are equal", output)
+    if not result:
+        raise RuntimeError(f"the program of {version} said: {output}")
+    config = (torch / "share/cmake/Torch/TorchConfig.cmake").read_text()
+    abi = re.search(r"_GLIBCXX_USE_CXX11_ABI=([01])", config)
+    return (abi[1] if abi else "1", f"{seconds:.0f}", result[0])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Builds a program against several versions of LibTorch and runs it.")
+    parser.add_argument("--cache", type=pathlib.Path, default=ROOT / "build/torch-matrix", metavar="FOLDER")
+    parser.add_argument("--cxx", default="g++", metavar="COMPILER")
+    parser.add_argument("--write", type=pathlib.Path, metavar="FILE", help="replace the table in FILE")
+    parser.add_argument("versions", nargs="*", metavar="VERSION", default=VERSIONS)
+    arguments = parser.parse_args()
+    arguments.cache = arguments.cache.resolve()
+
+    lockstep = arguments.cache / "lockstep-build"
+    shutil.rmtree(lockstep, ignore_errors=True)
+    shutil.rmtree(arguments.cache / "lockstep", ignore_errors=True)
+    run(
+        *("cmake", "-S", ROOT, "-B", lockstep, *configure_arguments(arguments), "-DLOCKSTEP_BUILD_TESTS=OFF"),
+        *("-DLOCKSTEP_BUILD_EXAMPLES=OFF", f"-DCMAKE_INSTALL_PREFIX={arguments.cache / 'lockstep'}"),
+    )
+    run("cmake", "--install", lockstep)
+
+    compiler = run(arguments.cxx, "--version").splitlines()[0]
+    rows = []
+    failed = False
+    for version in arguments.versions:
+        try:
+            cells = try_version(version, arguments)
+        except (RuntimeError, subprocess.TimeoutExpired) as error:
+            print(f"{version}: {error}", file=sys.stderr)
+            cells = ("", "", "FAILED")
+            failed = True
+        rows.append(f"| {version} | {' | '.join(cells)} |")
+        print(rows[-1], flush=True)
+    table = [
+        f"With {compiler}, on {platform.machine()}, the `torch` packages of PyPI:",
+        "",
+        "| LibTorch | `_GLIBCXX_USE_CXX11_ABI` | build (s) | run |",
+        "|---|---|---|---|",
+        *rows,
+    ]
+    if arguments.write:
+        before, mark, after = arguments.write.read_text().partition(MARK)
+        if not mark:
+            raise SystemExit(f"{arguments.write} has no line {MARK.strip()}")
+        after = re.sub(r"\A\n*(With .*\n\n)?(\|.*\n)*", "", after)
+        arguments.write.write_text(f"{before}{mark}\n" + "\n".join(table) + "\n" + after)
+    else:
+        print("\n" + "\n".join(table))
+    return 1 if failed else 0
+
+
+sys.exit(main())

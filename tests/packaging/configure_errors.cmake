@@ -1,0 +1,104 @@
+# Run by ctest: configures lockstep where something that it needs is missing or too old. Each error is one sentence that names
+# it and the remedies, and comes without a stack trace of FetchContent. TORCH: a LibTorch that can be used.
+cmake_minimum_required(VERSION 3.25)
+file(REMOVE_RECURSE ${SCRATCH})
+file(MAKE_DIRECTORY ${SCRATCH}/user ${SCRATCH}/finds)
+file(WRITE ${SCRATCH}/user/CMakeLists.txt "cmake_minimum_required(VERSION 3.22)
+project(user LANGUAGES CXX)
+add_subdirectory(${SOURCE} lockstep)
+")
+file(WRITE ${SCRATCH}/finds/CMakeLists.txt "cmake_minimum_required(VERSION 3.22)
+project(user LANGUAGES CXX)
+find_package(lockstep REQUIRED)
+")
+
+# No network: every connection is refused.
+set(offline ${CMAKE_COMMAND} -E env http_proxy=http://127.0.0.1:9 https_proxy=http://127.0.0.1:9 ALL_PROXY=http://127.0.0.1:9)
+set(common -G ${GENERATOR} -DLOCKSTEP_FETCH_TORCH=OFF)
+set(usable -DCMAKE_CXX_COMPILER=${COMPILER} -DTorch_ROOT=${TORCH})
+
+# expect(SENTENCE FOLDER ARGS): configuring FOLDER fails and says SENTENCE, line breaks aside.
+function(expect sentence folder)
+  file(REMOVE_RECURSE ${SCRATCH}/build)
+  execute_process(COMMAND ${offline} ${CMAKE_COMMAND} ${common} -S ${folder} -B ${SCRATCH}/build ${ARGN}
+    RESULT_VARIABLE result OUTPUT_VARIABLE output ERROR_VARIABLE output)
+  string(REGEX REPLACE "[ \n]+" " " text "${output}")
+  string(FIND "${text}" "${sentence}" position)
+  if(result EQUAL 0 OR position EQUAL -1)
+    message(FATAL_ERROR "configuring ${folder} with ${ARGN} ended with ${result} and did not say '${sentence}':\n${output}")
+  endif()
+  if(output MATCHES "FetchContent.cmake|Traceback")
+    message(FATAL_ERROR "configuring ${folder} with ${ARGN} shows a stack trace:\n${output}")
+  endif()
+  string(REGEX MATCHALL "CMake Error" errors "${output}")
+  list(LENGTH errors count)
+  if(NOT count EQUAL 1)
+    message(FATAL_ERROR "configuring ${folder} with ${ARGN} ended with ${count} errors:\n${output}")
+  endif()
+endfunction()
+
+set(fmt_url https://github.com/fmtlib/fmt.git)
+expect("lockstep: fmt is not installed, and ${fmt_url} cannot be reached to fetch it: install it (on Debian: apt-get install \
+libfmt-dev), or set FETCHCONTENT_SOURCE_DIR_FMT to a folder with the sources of fmt 10.2.1"
+  ${SCRATCH}/user ${usable} -DCMAKE_DISABLE_FIND_PACKAGE_fmt=ON)
+expect("lockstep: zlib is not installed, and https://github.com/madler/zlib.git cannot be reached to fetch it: install it (on \
+Debian: apt-get install zlib1g-dev), or set FETCHCONTENT_SOURCE_DIR_ZLIB to a folder"
+  ${SCRATCH}/user ${usable} -DCMAKE_DISABLE_FIND_PACKAGE_ZLIB=ON)
+expect("lockstep: Catch2 is not installed, and https://github.com/catchorg/Catch2.git cannot be reached to fetch it: install it \
+(on Debian: apt-get install catch2), or set FETCHCONTENT_SOURCE_DIR_CATCH2 to a folder"
+  ${SOURCE} ${usable} -DCMAKE_DISABLE_FIND_PACKAGE_Catch2=ON)
+expect("lockstep: CLI11 is not installed, and https://github.com/CLIUtils/CLI11.git cannot be reached to fetch it: install it \
+(on Debian: apt-get install libcli11-dev), or set FETCHCONTENT_SOURCE_DIR_CLI11 to a folder"
+  ${SOURCE} ${usable} -DCMAKE_DISABLE_FIND_PACKAGE_CLI11=ON -DLOCKSTEP_BUILD_TESTS=OFF)
+
+# A LibTorch that is too old, and none.
+file(WRITE ${SCRATCH}/old/include/torch/csrc/api/include/torch/version.h "#define TORCH_VERSION_MAJOR 2
+#define TORCH_VERSION_MINOR 5
+#define TORCH_VERSION_PATCH 1
+")
+expect("lockstep: the given LibTorch cannot be used: LibTorch 2.5.1 in ${SCRATCH}/old is too old, lockstep needs 2.6 or newer: \
+set Torch_ROOT to another one, or leave it to lockstep to find or install one (LOCKSTEP_FETCH_TORCH=ON)"
+  ${SCRATCH}/user -DCMAKE_CXX_COMPILER=${COMPILER} -DTorch_ROOT=${SCRATCH}/old)
+
+# The same without CMake.
+file(WRITE ${SCRATCH}/old.cpp "#include \"lockstep/detail/libtorch_version.hpp\"\n")
+execute_process(COMMAND ${COMPILER} -std=c++20 -E -I${SOURCE}/include -I${SCRATCH}/old/include/torch/csrc/api/include
+  ${SCRATCH}/old.cpp -o ${SCRATCH}/old.i RESULT_VARIABLE result ERROR_VARIABLE output)
+if(result EQUAL 0 OR NOT output MATCHES "lockstep: this LibTorch is too old, lockstep needs 2.6 or newer: put a newer one on")
+  message(FATAL_ERROR "the headers accept LibTorch 2.5.1: ${output}")
+endif()
+
+# A compiler that is too old: one that says so.
+foreach(pair IN ITEMS "__GNUC__:11:g++" "__clang_major__:13:clang++")
+  string(REPLACE ":" ";" pair ${pair})
+  list(GET pair 0 macro)
+  list(GET pair 1 version)
+  list(GET pair 2 name)
+  unset(program)
+  find_program(program ${name} NO_CACHE)
+  if(NOT program)
+    message("SKIPPED configure_errors in part: there is no ${name}")
+    continue()
+  endif()
+  set(old ${SCRATCH}/old_${name})
+  file(WRITE ${old} "#!/bin/sh\nexec ${program} -U${macro} -D${macro}=${version} \"$@\"\n")
+  file(CHMOD ${old} PERMISSIONS OWNER_READ OWNER_WRITE OWNER_EXECUTE)
+  expect("and lockstep needs g++ 12 or clang++ 14, or newer: install one, and name it with -DCMAKE_CXX_COMPILER"
+    ${SCRATCH}/user -DCMAKE_CXX_COMPILER=${old} -DTorch_ROOT=${TORCH})
+endforeach()
+
+# The installed package.
+execute_process(COMMAND ${CMAKE_COMMAND} -G ${GENERATOR} -S ${SOURCE} -B ${SCRATCH}/lockstep -DCMAKE_CXX_COMPILER=${COMPILER}
+  -DLOCKSTEP_BUILD_TESTS=OFF -DLOCKSTEP_BUILD_EXAMPLES=OFF -DCMAKE_INSTALL_PREFIX=${SCRATCH}/prefix
+  OUTPUT_QUIET COMMAND_ERROR_IS_FATAL ANY)
+execute_process(COMMAND ${CMAKE_COMMAND} --install ${SCRATCH}/lockstep OUTPUT_QUIET COMMAND_ERROR_IS_FATAL ANY)
+expect("lockstep: fmt is not installed: install it (on Debian: apt-get install libfmt-dev), or set fmt_DIR to the folder of its \
+fmt-config.cmake" ${SCRATCH}/finds ${usable} -DCMAKE_PREFIX_PATH=${SCRATCH}/prefix -DCMAKE_DISABLE_FIND_PACKAGE_fmt=ON)
+
+# A CMake that is too old reads the first lines of CMakeLists.txt.
+file(WRITE ${SCRATCH}/old_cmake.cmake "set(CMAKE_VERSION 3.18.4)\ninclude(${SOURCE}/CMakeLists.txt)\n")
+execute_process(COMMAND ${CMAKE_COMMAND} -P ${SCRATCH}/old_cmake.cmake RESULT_VARIABLE result ERROR_VARIABLE output)
+string(REGEX REPLACE "[ \n]+" " " output "${output}")
+if(result EQUAL 0 OR NOT output MATCHES "lockstep: CMake 3.18.4 is too old, lockstep needs 3.22 or newer: install a newer one")
+  message(FATAL_ERROR "an old CMake is not refused: ${output}")
+endif()

@@ -1,0 +1,25 @@
+"""Compares two preprocessed files token by token; the file names and line numbers of TORCH_CHECK aside.
+
+usage: same_tokens.py FILE FILE
+"""
+
+import re
+import sys
+
+
+def tokens(name: str) -> list[str]:
+    with open(name) as file:
+        text = re.sub(r'"[^"\n]*/lockstep[^"\n]*\.hpp", static_cast<uint32_t>\(\d+\)', "HERE", file.read())
+    return text.split()
+
+
+one, other = (tokens(name) for name in sys.argv[1:])
+for at, (left, right) in enumerate(zip(one, other)):
+    if left != right:
+        sys.exit(f"token {at} differs: {' '.join(one[at - 10 : at + 10])}\nand: {' '.join(other[at - 10 : at + 10])}")
+if len(one) != len(other):
+    sys.exit(f"{len(one):,} tokens and {len(other):,}")
+lockstep = sum("lockstep" in token for token in one)
+if lockstep < 200:
+    sys.exit(f"only {lockstep} tokens hold lockstep's name: these are not lockstep's headers")
+print(f"{len(one):,} tokens are equal")
