@@ -346,14 +346,55 @@ TEST_CASE("two processes that claim one rank are both named, to every rank") {
   const auto host = lockstep::detail::host_name();
   const auto claimed = [&](std::size_t first, std::size_t second) {
     return fmt::format(
-        "rank 1 is claimed by {0} pid {1} and {0} pid {2}: give every process its own RANK on {0}\n", host,
-        ranks.all[first]->pid(), ranks.all[second]->pid());
+        "rank 1 is claimed by {0} pid {1} and {0} pid {2}, the latter with RANK=1: give every process its "
+        "own RANK "
+        "on "
+        "{0}, and every run a MASTER_PORT of its own\n",
+        host, ranks.all[first]->pid(), ranks.all[second]->pid());
   };
   for (const auto& process : ranks.all) {  // whichever came first
     INFO(process->error());
     CHECK(count(process->error(), claimed(1, 2)) + count(process->error(), claimed(2, 1)) == 1);
     CHECK(count(process->error(), "\n") == 1);
   }
+}
+
+TEST_CASE("two processes with RANK=0 on one host are both named within seconds") {
+  const auto host = lockstep::detail::host_name();
+  const auto begin = std::chrono::steady_clock::now();
+  {
+    const int port = lockstep_test::free_port();
+    Together ranks;
+    for (int claim = 0; claim < 2; ++claim) ranks.add({program, "waits"}, by_hand(0, 2, port));
+    CHECK(ranks.wait() == std::vector<int>{1, 1});
+    for (const auto& process : ranks.all) {
+      INFO(process->error());
+      CHECK_THAT(process->error(), ContainsSubstring("rank 0 is claimed by " + host + " pid "));
+      for (const auto& claimant : ranks.all)
+        CHECK_THAT(process->error(), ContainsSubstring(fmt::format("{} pid {}", host, claimant->pid())));
+      CHECK_THAT(process->error(),
+                 ContainsSubstring(", the latter with RANK=0: give every process its own RANK on " + host +
+                                   ", and every run a MASTER_PORT of its own\n"));
+      CHECK(count(process->error(), "\n") == 1);
+    }
+  }
+  {
+    const int port = lockstep_test::free_port();
+    Together hosts;
+    for (int claim = 0; claim < 2; ++claim)
+      hosts.add({program, "waits", "--nproc", "2"}, by_hand(0, 4, port));
+    CHECK(hosts.wait() == std::vector<int>{1, 1});
+    for (const auto& process : hosts.all) {
+      INFO(process->error());
+      CHECK_THAT(process->error(), ContainsSubstring(" is claimed by " + host + " pid "));
+      CHECK_THAT(
+          process->error(),
+          ContainsSubstring(", the latter with RANK=0 and --nproc 2: give every command its own RANK, the "
+                            "first of its ranks, and every run a MASTER_PORT of its own\n"));
+    }
+    CHECK(processes_left(hosts.marker) == 0);
+  }
+  CHECK(std::chrono::steady_clock::now() - begin < 2 * 10s);
 }
 
 TEST_CASE("ranks that disagree on the world size are all told so") {

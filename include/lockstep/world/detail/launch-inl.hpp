@@ -10,6 +10,7 @@
 #include <fstream>
 #include <initializer_list>
 #include <iterator>
+#include <optional>
 #include <string>
 #include <type_traits>
 #include <utility>
@@ -65,12 +66,13 @@ inline int launch_here(const LaunchPlan& plan, int argc, const char* const* argv
                        const LaunchOptions& options) {
   const bool alone = plan.rendezvous.empty();
   const auto url = alone ? RendezvousUrl{} : parse_rendezvous(plan.rendezvous);
-  const bool hosting = plan.first == 0 && url.path.empty();
-  Listener listener;
-  if (hosting) listener = listen_on(alone ? "127.0.0.1" : url.host, url.port);
   // A run on one host needs no shared secret.
   const auto secret = alone ? random_secret() : read_store_secret();
-  const auto rendezvous = alone ? detail::formatted("tcp://127.0.0.1:{}", listener.port) : plan.rendezvous;
+  std::optional<Listener> listener;
+  if (plan.first == 0 && url.path.empty())
+    listener = listen_as_rank_zero({alone ? "127.0.0.1" : url.host, url.port, secret});
+  const bool hosting = listener.has_value();
+  const auto rendezvous = alone ? detail::formatted("tcp://127.0.0.1:{}", listener->port) : plan.rendezvous;
 
   SupervisorOptions supervised;
   supervised.arguments.assign(argv, argv + argc);
@@ -80,7 +82,7 @@ inline int launch_here(const LaunchPlan& plan, int argc, const char* const* argv
   StorePtr store;
   // The store's threads start after the ranks have been forked. Until then the ranks queue at the listener.
   supervised.started = [&] {
-    if (hosting) store = host_store(std::move(listener), secret, std::chrono::seconds(10));
+    if (hosting) store = host_store(std::move(*listener), secret, std::chrono::seconds(10));
   };
   // A killed rank cannot report its failure to the other hosts.
   supervised.failed = [&](const RankFailure& failure) {

@@ -179,13 +179,18 @@ inline BindChoice choose_bind(const std::string& host, int port) {
   return {found.addresses, false};
 }
 
+/// Another socket listens on the port.
+struct PortInUse : RendezvousError {
+  using RendezvousError::RendezvousError;
+};
+
 /// Listens on `port` (0: any free port) for clients of `host`, see choose_bind; on all interfaces if `host`
-/// is empty. Throws RendezvousError, which names the port.
+/// is empty. Throws PortInUse, or another RendezvousError, which name the port.
 inline Listener listen_on(const std::string& host, int port) {
   const auto fail = [&](const char* what) -> Listener {
     const int reason = errno;
     if (reason == EADDRINUSE)
-      throw RendezvousError(detail::formatted(
+      throw PortInUse(detail::formatted(
           "port {} is already in use on this host (`ss -ltnp 'sport = :{}'` shows by whom): "
           "set MASTER_PORT to a free one on every rank",
           port, port));

@@ -230,6 +230,21 @@ inline c10::intrusive_ptr<StoreClient> host_store(Listener listener, const std::
       std::move(own), limit, [](const std::string&) {}, std::move(server));
 }
 
+/// Listens where rank 0 hosts the store. Returns no listener if a store of lockstep with this secret answers
+/// there: another process has the rank 0, and signing in at its store names both. Throws as listen_on.
+inline std::optional<Listener> listen_as_rank_zero(const StoreEndpoint& endpoint) {
+  try {
+    return listen_on(endpoint.host, endpoint.port);
+  } catch (const PortInUse&) {
+    try {
+      const StoreConnection other(endpoint, std::chrono::seconds(2));
+      return std::nullopt;
+    } catch (const RendezvousError&) {  // no store of this run
+    }
+    throw;
+  }
+}
+
 /// The store of a rendezvous that this process has joined. `again` opens another connection to it.
 struct Rendezvous {
   StorePtr store;
@@ -360,14 +375,15 @@ inline Rendezvous join_rendezvous(
   }
   if (env.store_outlives_attempts) return rendezvous_through_board(url, env.rank, limit, waiting);
   if (env.rank == 0 && !env.store_is_hosted) {
-    auto listener = listen_on(url.host, url.port);
-    const bool elsewhere = listener.host_is_elsewhere;
-    auto joined = rendezvous_at(host_store(std::move(listener), env.store_secret, limit), true);
-    if (elsewhere)
-      joined.doubt = detail::formatted(
-          "MASTER_ADDR={} is no address of this host ({}): rank 0 must run on the host that it names",
-          url.host, host_name());
-    return joined;
+    if (auto listener = listen_as_rank_zero({url.host, url.port, env.store_secret})) {
+      const bool elsewhere = listener->host_is_elsewhere;
+      auto joined = rendezvous_at(host_store(std::move(*listener), env.store_secret, limit), true);
+      if (elsewhere)
+        joined.doubt = detail::formatted(
+            "MASTER_ADDR={} is no address of this host ({}): rank 0 must run on the host that it names",
+            url.host, host_name());
+      return joined;
+    }
   }
   return rendezvous_at(connect_store({url.host, url.port, env.store_secret}, limit, waiting), false);
 }
@@ -423,6 +439,27 @@ struct RankIdentity {
   throw RendezvousError(text);
 }
 
+/// Refuses the rendezvous because `owner` and `me` have the same rank.
+[[noreturn]] inline void refuse_duplicate(c10d::Store& store, const Environment& env,
+                                          const RankIdentity& owner, const RankIdentity& me) {
+  auto text =
+      detail::formatted("rank {} is claimed by {} and {}", env.rank, printable(owner.process), me.process);
+  const auto variable = env.rank_variables.substr(0, env.rank_variables.find(','));
+  if (env.launcher == "--nproc")
+    text += detail::formatted(
+        ", the latter with RANK={} and --nproc {}: give every command its own RANK, the first of its ranks",
+        env.rank - env.local_rank, env.local_size);
+  else
+    text += detail::formatted(
+        "{}: give every process its own {} on {}{}",
+        variable.empty() ? std::string() : detail::formatted(", the latter with {}={}", variable, env.rank),
+        variable.empty() ? std::string("rank") : variable, printable(owner.host_text()),
+        owner.host_text() == me.host_text() ? "" : " and " + me.host_text());
+  text += env.rendezvous.starts_with("file:") ? ", and every run a rendezvous file of its own"
+                                              : ", and every run a MASTER_PORT of its own";
+  refuse_rendezvous(store, text);
+}
+
 /// Signs in. Refuses the rendezvous on all ranks if another process has the same rank or if the ranks
 /// disagree on their number. Does not wait for any other rank. A rank that signs in only to publish its
 /// failure passes `joining` = false and does not count as present.
@@ -441,13 +478,7 @@ inline void sign_in(c10d::Store& store, const Environment& env, const std::strin
   const auto me = RankIdentity::own(address);
   const auto owner =
       RankIdentity::decode(to_text(store.compareSet(store_keys::rank(env.rank), {}, to_bytes(me.encode()))));
-  if (owner.process != me.process || owner.host != me.host)
-    refuse_rendezvous(
-        store,
-        detail::formatted("rank {} is claimed by {} and {}: give every process its own RANK on {}{}",
-                          env.rank, printable(owner.process), me.process, printable(owner.host_text()),
-                          owner.host_text() == me.host_text() ? "" : " and " + me.host_text()) +
-            (env.rendezvous.starts_with("file:") ? ", and every run a rendezvous file of its own" : ""));
+  if (owner.process != me.process || owner.host != me.host) refuse_duplicate(store, env, owner, me);
   if (to_text(store.compareSet(store_keys::host, {}, to_bytes(me.host))) != me.host)
     store.set(store_keys::several_hosts, to_bytes("yes"));
   if (!joining) return;
