@@ -242,9 +242,14 @@ int main(int argc, char** argv) {
     app.parse(static_cast<int>(arguments.size()) - 1, arguments.data());
     if (!options.plot.empty() && !options.plot.ends_with(".svg") && !options.plot.ends_with(".csv"))
       throw CLI::ValidationError("--plot", options.plot + " ends neither in .svg nor in .csv");
+    if (options.program != "train" && lockstep::read_environment().size > 1)
+      throw CLI::ValidationError(options.program, "starts its own processes: run it without a launcher");
   } catch (const CLI::ParseError& error) {
     if (error.get_exit_code() == 0) return app.exit(error);  // --help
     std::cerr << "error: " << error.what() << "; see --help\n";
+    return 2;
+  } catch (const lockstep::UsageError& error) {
+    std::cerr << "error: " << error.what() << "\n";
     return 2;
   }
   if (options.program != "train") {

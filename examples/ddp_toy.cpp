@@ -188,9 +188,14 @@ int main(int argc, char** argv) {
     for (int i = 1; i < argc; ++i)  // CLI11 accepts an empty value
       if (*argv[i] == '\0') throw CLI::ValidationError(argv[i - 1], "the value is empty");
     app.parse(static_cast<int>(arguments.size()) - 1, arguments.data());
+    if (options.demo.empty() && lockstep::read_environment().size > 1)
+      throw CLI::ValidationError("demo", "under a launcher, name one: all of them start their own processes");
   } catch (const CLI::ParseError& error) {
     if (error.get_exit_code() == 0) return app.exit(error);  // --help
     std::cerr << "error: " << error.what() << "; see --help\n";
+    return 2;
+  } catch (const lockstep::UsageError& error) {
+    std::cerr << "error: " << error.what() << "\n";
     return 2;
   }
   const bool all = options.demo.empty(), model_parallel = options.demo == "model-parallel";

@@ -1,0 +1,132 @@
+// LibTorch's own programs, before and after the lines that make them data-parallel.
+#include <torch/serialize.h>
+
+#include <fstream>
+#include <regex>
+
+#include "lockstep/datasets/digits.hpp"
+#include "lockstep/datasets/idx.hpp"
+#include "support/catch.hpp"
+#include "support/process.hpp"
+#include "support/temporary_folder.hpp"
+
+namespace libtorch_test {
+
+using namespace lockstep_test;
+
+namespace {
+
+// MNIST's four files with as many digits as LibTorch's reader requires. Only the first 3,000 differ.
+const std::string& full_mnist() {
+  static const TemporaryFolder folder;
+  static const std::string path = [] {
+    const auto drawn = lockstep::draw_digits(3000, 1);
+    for (const auto& [part, size] : {std::pair("train", 60'000), std::pair("t10k", 10'000)}) {
+      const std::int64_t copies = (size + 2999) / 3000;
+      const std::string name = (folder / part).string();
+      lockstep::write_idx(name + "-images-idx3-ubyte",
+                          drawn.images.repeat({copies, 1, 1}).slice(0, 0, size).contiguous());
+      lockstep::write_idx(name + "-labels-idx1-ubyte",
+                          drawn.labels.repeat({copies}).slice(0, 0, size).contiguous());
+    }
+    return folder.path().string();
+  }();
+  return path;
+}
+
+std::string out_of(const std::string& program, std::vector<std::string> arguments) {
+  arguments.insert(arguments.begin(), {test_program(program), "--data-dir", full_mnist()});
+  const Ended ended = run(arguments, {{"OMP_NUM_THREADS", "1"}}, Milliseconds(120000));
+  INFO(Catch::StringMaker<std::vector<std::string>>::convert(arguments)
+       << "\nout: " << ended.out << "\nerror: " << ended.error);
+  CHECK(ended.code == 0);
+  CHECK(ended.error.empty());
+  CHECK(ended.left == 0);
+  return ended.out;
+}
+
+}  // namespace
+
+TEST_CASE("LibTorch's MNIST program learns, alone and on two ranks, and one rank changes no digit") {
+  const std::vector<std::string> few{"--samples", "960", "--epochs", "2"};
+  auto one_rank = few;
+  one_rank.insert(one_rank.end(), {"--nproc", "1"});
+  const auto plain = out_of("libtorch_mnist", few);
+  INFO(plain);
+  const std::string lines =
+      "(Train Epoch: E \\[ *[0-9]+/  960\\] Loss: [0-9]+\\.[0-9]{4}\n){2}"
+      "Test set: Average loss: [0-9]+\\.[0-9]{4} \\| Accuracy: [01]\\.[0-9]{3}\n";
+  const auto epoch = [&](const char* number) {
+    return std::regex_replace(lines, std::regex(" E "), std::string(" ") + number + " ");
+  };
+  CHECK(std::regex_match(plain, std::regex(epoch("1") + epoch("2"))));
+  CHECK(out_of("libtorch_mnist_ddp", one_rank) == plain);
+
+  const auto two = out_of("libtorch_mnist_ddp",
+                          {"--nproc", "2", "--samples", "3000", "--batch-size", "8", "--epochs", "2"});
+  INFO(two);
+  CHECK(count(two, "Train Epoch: 1 [    0/ 3000] Loss: ") == 1);
+  CHECK(count(two, "Train Epoch: 2 [ 2880/ 3000] Loss: ") == 1);
+  CHECK(count(two, "Train Epoch: ") == 2 * 19);
+  std::smatch found;
+  REQUIRE(std::regex_search(two, found, std::regex("Accuracy: ([0-9.]+)\n$")));
+  CHECK(std::stod(found[1]) > 0.6);
+}
+
+TEST_CASE("LibTorch's DCGAN program saves and restores, alone and on two ranks") {
+  for (const bool ddp : {false, true}) {
+    CAPTURE(ddp);
+    const TemporaryFolder saved;
+    std::vector<std::string> arguments{
+        "--samples", ddp ? "48" : "24", "--batch-size",       "8", "--epochs", "2", "--checkpoint-every",
+        "2",         "--save-dir",      saved.path().string()};
+    if (ddp) arguments.insert(arguments.end(), {"--nproc", "2"});
+    const auto program = ddp ? "libtorch_dcgan_ddp" : "libtorch_dcgan";
+    const auto out = out_of(program, arguments);
+    INFO(out);
+    const std::string step = "\\] D_loss: [0-9]+\\.[0-9]{4} \\| G_loss: [0-9]+\\.[0-9]{4}\n";
+    CHECK(std::regex_match(
+        out, std::regex("\\[ 1/ 2\\]\\[  1/  3" + step + "\\[ 1/ 2\\]\\[  2/  3" + step +
+                        "-> checkpoint 1\n\\[ 1/ 2\\]\\[  3/  3" + step + "\\[ 2/ 2\\]\\[  1/  3" + step +
+                        "-> checkpoint 2\n\\[ 2/ 2\\]\\[  2/  3" + step + "\\[ 2/ 2\\]\\[  3/  3" + step +
+                        "-> checkpoint 3\n")));
+    CHECK(saved.files() == 4 + 3);
+    torch::Tensor samples;
+    torch::load(samples, (saved / "dcgan-sample-3.pt").string());
+    CHECK(samples.sizes() == at::IntArrayRef{10, 1, 28, 28});
+    CHECK(samples.min().item<float>() >= 0);
+    CHECK(samples.max().item<float>() <= 1);
+
+    // A restored discriminator tells the digits apart from the first step on.
+    arguments.emplace_back("--restore");
+    const auto restored = out_of(program, arguments);
+    const auto first_loss = [](const std::string& text) {
+      std::smatch found;
+      REQUIRE(std::regex_search(text, found, std::regex("D_loss: ([0-9.]+)")));
+      return std::stod(found[1]);
+    };
+    CHECK(first_loss(restored) < 0.9 * first_loss(out));
+  }
+}
+
+TEST_CASE("LibTorch's programs refuse bad input on one line") {
+  for (const std::string program :
+       {"libtorch_mnist", "libtorch_mnist_ddp", "libtorch_dcgan", "libtorch_dcgan_ddp"}) {
+    CAPTURE(program);
+    Ended ended = run({test_program(program), "--epochs", "three"});
+    CHECK(ended.code == 2);
+    CHECK(ended.error == "error: --epochs: Value three not in range 0 to 1000000; see --help\n");
+    const TemporaryFolder empty;
+    ended = run({test_program(program), "--data-dir", empty.path().string()});
+    CHECK(ended.code == 1);
+    INFO(ended.error);
+    CHECK_THAT(ended.error, ContainsSubstring("Error opening images file at " + empty.path().string()));
+    CHECK(count(ended.error, "\n") == 1);
+    ended = run({test_program(program), "--help"});
+    CHECK(ended.code == 0);
+    CHECK(count(ended.out, "Usage:") == 1);
+    CHECK(count(ended.out, "--nproc N") == (program.ends_with("_ddp") ? 1 : 0));
+  }
+}
+
+}  // namespace libtorch_test
