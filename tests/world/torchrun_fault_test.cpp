@@ -7,6 +7,7 @@
 #include "lockstep/world/detail/socket.hpp"
 #include "support/catch.hpp"
 #include "support/process.hpp"
+#include "support/two_hosts.hpp"
 
 namespace torchrun_fault_test {
 
@@ -164,6 +165,48 @@ TEST_CASE("two nodes of torchrun with unequal numbers of ranks") {
   CHECK(b.exit_code() == 0);
   CHECK_THAT(a.out(), ContainsSubstring("rank 0 of 3, local 0 of 1"));
   CHECK_THAT(b.out(), ContainsSubstring("rank 2 of 3, local 1 of 2"));
+  CHECK(processes_left(marker) == 0);
+}
+
+TEST_CASE("torchrun's agents on two hosts start 2 and 1 ranks, which train together") {
+  const auto agent = torchrun();
+  if (agent.empty()) return;
+  const lockstep_test::TwoHosts hosts;
+  if (!hosts.missing().empty()) {
+    WARN("SKIPPED: " << hosts.missing());
+    return;
+  }
+  const auto backend = GENERATE(as<std::string>(), "static", "c10d");
+  const int port = lockstep_test::free_port();
+  const auto marker = lockstep_test::new_marker();
+  const auto node = [&](const std::string& host) {
+    const bool first = host == "A";
+    Strings command{agent, "--no-python", "--nnodes=2", fmt::format("--nproc-per-node={}", first ? 2 : 1),
+                    "--rdzv-backend=" + backend};
+    if (backend == "static")
+      command.insert(command.end(), {fmt::format("--node-rank={}", first ? 0 : 1), "--master-addr=10.177.0.1",
+                                     fmt::format("--master-port={}", port)});
+    else
+      command.insert(command.end(),
+                     {"--rdzv-id=two-hosts", fmt::format("--rdzv-endpoint=10.177.0.1:{}", port),
+                      fmt::format("--rdzv-conf=is_host={}", first ? 1 : 0),
+                      fmt::format("--local-addr=10.177.0.{}", first ? 1 : 2)});
+    command.insert(command.end(), {test_program("collective_program"), "well"});
+    return lockstep_test::start(hosts.on(host, command), {{lockstep_test::marker_variable, marker}});
+  };
+  auto a = node("A"), b = node("B");
+  const bool ended = a.wait(120s) && b.wait(120s);
+  INFO(backend << "\n" << a.out() << a.error() << b.out() << b.error());
+  REQUIRE(ended);
+  CHECK(a.exit_code() == 0);
+  CHECK(b.exit_code() == 0);
+  const auto out = a.out() + b.out();
+  for (int rank = 0; rank < 3; ++rank)
+    CHECK(count(out, fmt::format("rank {} has reached step 5\n", rank)) == 1);
+  CHECK(count(out, "sum 1048576\n") == 1);
+  const auto error = a.error() + b.error();
+  CHECK(count(error, "lockstep: 3 ranks on 2 hosts (node") == 1);
+  if (backend == "static") CHECK(count(error, "(nodeA: 2, nodeB: 1)") == 1);
   CHECK(processes_left(marker) == 0);
 }
 
