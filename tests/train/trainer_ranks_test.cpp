@@ -8,6 +8,7 @@
 #include "lockstep/train/trainer.hpp"
 #include "support/mib.hpp"
 #include "support/ranks.hpp"
+#include "support/written.hpp"
 #include "train/nets.hpp"
 
 namespace trainer_ranks_test {
@@ -69,6 +70,45 @@ std::string refused(Trainer& trainer, const lockstep::TensorDataset& dataset, Ho
 }
 
 }  // namespace
+
+TEST_CASE("a model whose initial values differ by rank: one warning, from rank 0", "[2+]") {
+  const auto& world = test_world();
+  const auto seed = [&](int number) { torch::manual_seed(static_cast<std::uint64_t>(number)); };
+  const auto warning = [&](lockstep::DdpOptions options, const auto& model) {
+    return written(2, [&] { lockstep::Trainer{world, {.ddp = std::move(options)}, model}; });
+  };
+  SECTION("on the last rank") {
+    seed(world.rank() == world.size() - 1 ? 2 : 1);
+    const TinyNet net;
+    seed(1);
+    const TinyNet of_rank_zero;
+    const std::string text = warning({}, net);
+    CAPTURE(text);
+    if (world.rank() == 0) {
+      CHECK(text.find("the model's initial values differ between the ranks (4 of 6 parameters, first "
+                      "'hidden.weight' on rank " +
+                      std::to_string(world.size() - 1) + "): rank 0's are used;") != std::string::npos);
+      CHECK(std::count(text.begin(), text.end(), '\n') == 1);
+    } else {
+      CHECK(text.empty());
+    }
+    CHECK(bytes_of(*net) == bytes_of(*of_rank_zero));
+  }
+  SECTION("none for equal values, nor for a model that the Trainer constructs") {
+    seed(1);
+    CHECK(warning({}, TinyNet()).empty());
+    seed(world.rank());
+    CHECK(warning({}, std::in_place_type<TinyNet>).empty());
+  }
+  SECTION("none for values that are not broadcast") {
+    seed(1);
+    const TinyNet net;
+    const torch::NoGradGuard no_grad;
+    net->last->bias.fill_(world.rank());
+    CHECK(warning({.ignored = {"last.bias"}}, net).empty());
+    CHECK(warning({.init_sync = false}, net).empty());
+  }
+}
 
 TEST_CASE("fit leaves the parameters of the loop by hand, bit for bit") {
   const auto& world = test_world();

@@ -31,6 +31,7 @@
 #include "lockstep/precision/precision.hpp"
 #include "lockstep/train/checkpoint.hpp"
 #include "lockstep/train/detail/collective_forward_check.hpp"
+#include "lockstep/train/detail/initial_values.hpp"
 #include "lockstep/train/detail/micro_batch_source.hpp"
 #include "lockstep/train/detail/model_handle.hpp"
 #include "lockstep/train/detail/policies.hpp"
@@ -80,8 +81,9 @@ class Trainer : detail::CheckedPolicies<Policies...> {
 
  public:
   /// Seeds the default generators of CPU and GPUs: with `options.seed` before a model is constructed, with
-  /// `seed + rank` afterwards. Collective. Throws UsageError for invalid options and MismatchError if the
-  /// ranks' models differ.
+  /// `seed + rank` afterwards. If the ranks pass models with different values, logs one warning and uses rank
+  /// 0's. Collective. Throws UsageError for invalid options and MismatchError if the ranks' models differ in
+  /// more than their values.
   template <class... Given>
   explicit Trainer(const World& world, const TrainerOptions& options = {}, Given... given)
       : world_(world),
@@ -90,7 +92,7 @@ class Trainer : detail::CheckedPolicies<Policies...> {
         model_(detail::placed(detail::pick<Model>(detail::MakeSeeded{options.seed}, given...), comm_)),
         precision_(detail::pick<PrecisionType>(detail::MakeDefault{}, given...)),
         extras_(detail::make_extras(std::type_identity<Extras>{}, given...)),
-        ddp_(model_.get(), comm_, options_.ddp, detail::take_hook<Hook>(extras_)),
+        ddp_(compared_model(), comm_, options_.ddp, detail::take_hook<Hook>(extras_)),
         optimizer_(detail::create_optimizer(extras_, ddp_.named_parameters(), options_)),
         step_(model_.get(), ddp_, comm_, *optimizer_, precision_, options_.ddp,
               detail::ClearGradients::set_to_none) {
@@ -198,6 +200,12 @@ class Trainer : detail::CheckedPolicies<Policies...> {
   [[nodiscard]] std::int64_t step() const { return position_.step; }
 
  private:
+  // Returns the model, for DistributedDataParallel, which overwrites the other ranks' values with rank 0's.
+  Model& compared_model() {
+    detail::warn_of_unequal_values(model_.module(), options_.ddp, comm_, world_);
+    return model_.get();
+  }
+
   template <class... Parts>
   bool read_run(const char* name, const std::filesystem::path& path, bool required, Parts&... parts) {
     forbid_in_rank_zero_scope(name);
