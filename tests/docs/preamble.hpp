@@ -1,0 +1,43 @@
+#pragma once
+
+#include <torch/torch.h>
+
+#include "lockstep/lockstep.hpp"
+
+/// The names that the pages' statements use without declaring them. The statements are compiled, never linked.
+namespace docs {
+
+using lockstep::World;
+
+struct NetImpl : torch::nn::Module {
+  NetImpl() : linear(register_module("linear", torch::nn::Linear(2, 3))) {}
+  torch::Tensor forward(const torch::Tensor& x) { return linear(x); }
+
+  torch::nn::Linear linear;
+};
+TORCH_MODULE(Net);
+
+/// A loss, for a Trainer of any model.
+struct CrossEntropy {
+  template <class Model, class Batch>
+  torch::Tensor operator()(Model& model, const Batch& batch) const {
+    return torch::cross_entropy_loss(model->forward(batch.data), batch.target);
+  }
+};
+using NetTrainer =
+    lockstep::Trainer<Net, lockstep::DistributedSampler, lockstep::GlooComm, lockstep::Fp32>;
+
+extern int argc;
+extern char** argv;
+extern const World& world;
+extern lockstep::GlooComm& comm;
+extern Net model;
+extern lockstep::TensorDataset data, test;
+extern CrossEntropy loss;
+extern NetTrainer& trainer;
+extern lockstep::TrainerOptions options;
+extern lockstep::DistributedDataParallel<Net, lockstep::GlooComm>& ddp;
+extern lockstep::DataLoader<lockstep::TensorDataset, lockstep::DistributedSampler>& loader;
+extern torch::optim::Optimizer& optimizer;
+
+}  // namespace docs
