@@ -5,5 +5,6 @@ execute_process(COMMAND ${CMAKE_COMMAND} --build ${BUILD} --target ${TARGETS} RE
 file(READ ${LEFT_OUT} left_out)
 message("${left_out}")
 if(NOT result EQUAL 0)
-  message(FATAL_ERROR "${output}\nA C++ block of a page does not compile: the lines above name the page and the line")
+  message("${output}")
+  message(FATAL_ERROR "a C++ block of a page does not compile: the lines above name the page and its line")
 endif()

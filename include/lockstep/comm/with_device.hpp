@@ -68,13 +68,15 @@ namespace lockstep {
 /// template over the communicator. It is compiled for GlooComm and, in a program that links lockstep::cuda,
 /// for NcclComm. The choice is made once, here, at run time; everything inside is static.
 ///
-///   lockstep::with_device(world, [&]<class Comm>(Comm comm) {
-///     constexpr bool on_gpu = lockstep::DeviceCommunicator<Comm>;
-///     using Precision = std::conditional_t<on_gpu, lockstep::Fp16, lockstep::Fp32>;
-///     lockstep::Trainer<Net, lockstep::DistributedSampler, Comm, Precision> trainer{
-///         world, options, std::move(comm)};
-///     ...
-///   });
+/// ```cpp
+/// lockstep::with_device(world, [&]<class Comm>(Comm comm) {
+///   constexpr bool on_gpu = lockstep::DeviceCommunicator<Comm>;
+///   using Precision = std::conditional_t<on_gpu, lockstep::Fp16, lockstep::Fp32>;
+///   lockstep::Trainer<Net, lockstep::DistributedSampler, Comm, Precision> trainer{
+///       world, options, std::move(comm)};
+///   ...
+/// });
+/// ```
 ///
 /// A rank that sees a GPU uses NcclComm, any other rank GlooComm. `wanted` overrides this, and so does the
 /// environment variable LOCKSTEP_DEVICE (cpu, gpu or auto) if `wanted` is not set. Do not use CUDA before

@@ -53,6 +53,7 @@ constexpr std::uint64_t seed_of(const GeneratorKey& key) {
 inline at::Generator rank_generator(std::uint64_t seed, int rank) {
   return at::detail::createCPUGenerator(seed + static_cast<std::uint64_t>(rank));
 }
+/// Returns the generator of this process's rank in `group`.
 template <RankedGroup G>
 at::Generator rank_generator(std::uint64_t seed, const G& group) {
   return rank_generator(seed, group.rank());

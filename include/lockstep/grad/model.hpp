@@ -78,10 +78,12 @@ struct ModelTensors {
 /// Returns the tensors of a model. The weights of Embedding and EmbeddingBag with `sparse(true)` get sparse
 /// gradients.
 ModelTensors tensors_of(const torch::nn::Module& module);
+/// Returns the tensors of the module that a handle refers to.
 template <detail::ModuleHandle M>
 ModelTensors tensors_of(const M& model) {
   return tensors_of(static_cast<const torch::nn::Module&>(*model));
 }
+/// Returns the tensors of a TorchScript module.
 template <ScriptModule M>
 ModelTensors tensors_of(const M& model) {
   ModelTensors tensors;
@@ -97,6 +99,7 @@ ModelTensors tensors_of(const M& model) {
 }
 /// Returns the tensors of a parameter list. Unnamed tensors are named by their index.
 ModelTensors tensors_of(const std::vector<NamedTensor>& list);
+/// Returns the tensors of a list without names.
 ModelTensors tensors_of(const std::vector<at::Tensor>& list);
 
 }  // namespace lockstep

@@ -186,6 +186,7 @@ inline at::Tensor clip_grad_norm(const torch::nn::Module& module, double max_nor
 inline void clip_grad_value(const std::vector<at::Tensor>& parameters, double clip_value) {
   detail::clip_value(parameters, clip_value);
 }
+/// Clamps the gradients of a module's parameters, a tied one once.
 inline void clip_grad_value(const torch::nn::Module& module, double clip_value) {
   detail::clip_value(unique_parameters(module), clip_value);
 }

@@ -247,10 +247,11 @@ inline void deserialize_model(torch::nn::Module& model, std::string_view bytes, 
   }));
 }
 
-/// Saves and loads a model in a single process. `Trainer::save` and `load` do it for all ranks.
+/// Saves a model in a single process. `Trainer::save` does it for all ranks.
 inline void save_model(const torch::nn::Module& model, const std::filesystem::path& path) {
   write_whole(path, serialize_model(model));
 }
+/// Loads a model in a single process; see deserialize_model. `Trainer::load` does it for all ranks.
 inline void load_model(torch::nn::Module& model, const std::filesystem::path& path) {
   deserialize_model(model, read_whole(path), path.string());
 }

@@ -18,9 +18,11 @@ class DistributedSampler;
 class GlooComm;
 struct Fp32;
 
-/// The default policies of a Trainer.
+/// The sampler of a Trainer by default.
 using DefaultSampler = DistributedSampler;
+/// The communicator of a Trainer by default.
 using DefaultComm = GlooComm;
+/// The precision of a Trainer by default.
 using DefaultPrecision = Fp32;
 
 template <class... Policies>
