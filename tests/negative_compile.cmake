@@ -1,5 +1,5 @@
 # Run by ctest: builds TARGET, which must not compile, and looks for the sentences EXPECT (with @@ between them) in what
-# the compiler said.
+# the compiler said. With ERRORS, the compiler must report that many errors.
 execute_process(COMMAND ${CMAKE_COMMAND} --build ${BUILD} --target ${TARGET}
   RESULT_VARIABLE result OUTPUT_VARIABLE output ERROR_VARIABLE output)
 if(result EQUAL 0)
@@ -13,3 +13,11 @@ foreach(sentence IN LISTS sentences)
   endif()
   message("${TARGET} does not compile, and says: ${sentence}")
 endforeach()
+if(ERRORS)
+  string(REPLACE ";" "," lines "${output}")
+  string(REGEX MATCHALL "[0-9]: (fatal )?error: " found "${lines}")
+  list(LENGTH found found)
+  if(NOT found EQUAL ERRORS)
+    message(FATAL_ERROR "${TARGET} fails to compile with ${found} errors instead of ${ERRORS}:\n${output}")
+  endif()
+endif()

@@ -18,6 +18,8 @@
 #include "lockstep/grad/detail/model-inl.hpp"
 #include "lockstep/grad/detail/parameter_table-inl.hpp"
 #include "lockstep/log/detail/log-inl.hpp"
+#include "lockstep/train/detail/keep_last-inl.hpp"
+#include "lockstep/train/detail/monitor-inl.hpp"
 #include "lockstep/world/detail/environment-inl.hpp"
 #include "lockstep/world/detail/launch-inl.hpp"
 #include "lockstep/world/detail/world-inl.hpp"

@@ -3,26 +3,35 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 #include <torch/nn/module.h>
 
 #include <array>
+#include <concepts>
 #include <cstdint>
+#include <cstring>
 #include <optional>
 #include <span>
+#include <string>
 #include <tuple>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
+#include "lockstep/comm/agreement.hpp"
 #include "lockstep/comm/communicator.hpp"
+#include "lockstep/comm/detail/describe.hpp"
 #include "lockstep/comm/detail/own_error.hpp"
 #include "lockstep/data/dataset.hpp"
 #include "lockstep/data/loader.hpp"
 #include "lockstep/data/sampler.hpp"
 #include "lockstep/detail/format.hpp"
+#include "lockstep/error.hpp"
 #include "lockstep/grad/detail/broadcast_list.hpp"
 #include "lockstep/grad/model.hpp"
 #include "lockstep/train/detail/model_handle.hpp"
 #include "lockstep/train/metrics.hpp"
+#include "lockstep/train/named_metrics.hpp"
 
 namespace lockstep {
 
@@ -110,42 +119,181 @@ struct EvaluationOptions {
 
 namespace lockstep::detail {
 
-template <class M, class Batch, class... Metrics>
-void measure(M& model, Batch& batch, std::span<MeanMeter> meters, Metrics&... metrics) {
+/// Accumulates the Sums of a metric on their device.
+class SumsMeter {
+ public:
+  /// Throws DataError if the shape is not that of the batches before.
+  void add(const Sums& sums) {
+    // A copy: the metric may keep the tensor and change it.
+    at::Tensor values = sums.values.detach().to(at::kDouble, /*non_blocking=*/false, /*copy=*/true);
+    if (!total_.defined()) {
+      total_ = std::move(values);
+    } else if (total_.sizes() == values.sizes()) {
+      total_ += values;
+    } else {
+      throw DataError(detail::formatted(
+          "a metric returned sums of {} after sums of {}: return a tensor of the same shape for every batch",
+          describe(values), describe(total_)));
+    }
+  }
+
+  /// Returns the total over all ranks, fp64 on the CPU. A rank without a batch contributes zeros. Collective.
+  /// Throws MismatchError if the ranks' shapes differ, DataError if no rank had a batch.
+  template <class C>
+  at::Tensor total(C& comm) {
+    static_assert(Reducing<C> && Gathering<C>,
+                  "lockstep: a metric that returns Sums needs a communicator that is Reducing and Gathering");
+    const std::vector<std::string> shapes = comm.all_gather_bytes(shape());
+    std::size_t first = 0;
+    while (first < shapes.size() && shapes[first].empty()) ++first;
+    if (first == shapes.size())
+      throw CollectiveError<DataError>(
+          "the dataset has no samples, so that the sums of a metric have no shape: evaluate one with samples",
+          comm.size());
+    for (std::size_t rank = first + 1; rank < shapes.size(); ++rank)
+      if (!shapes[rank].empty() && shapes[rank] != shapes[first])
+        throw CollectiveError<MismatchError>(
+            detail::formatted("a metric returned sums of {} on rank {} and of {} on rank {}: return a tensor "
+                              "of the same shape on every rank",
+                              describe(zeros_of(shapes[first])), RankNames(comm)(first),
+                              describe(zeros_of(shapes[rank])), RankNames(comm)(rank)),
+            comm.size());
+    if (!total_.defined()) total_ = zeros_of(shapes[first]);
+    if (comm.size() == 1) return total_.cpu();
+    const at::Tensor sum = total_.to(comm_device(comm)).contiguous();
+    comm.all_reduce(sum, ReduceOp::sum).wait();
+    return sum.cpu();
+  }
+
+ private:
+  // The sizes as bytes after a marker, so that a scalar differs from no batch.
+  [[nodiscard]] std::string shape() const {
+    if (!total_.defined()) return {};
+    std::string bytes = "s";
+    for (const std::int64_t size : total_.sizes())
+      bytes.append(reinterpret_cast<const char*>(&size), sizeof size);
+    return bytes;
+  }
+  static at::Tensor zeros_of(const std::string& shape) {
+    std::vector<std::int64_t> sizes((shape.size() - 1) / sizeof(std::int64_t));
+    if (!sizes.empty()) std::memcpy(sizes.data(), shape.data() + 1, shape.size() - 1);
+    return at::zeros(sizes, at::kDouble);
+  }
+
+  at::Tensor total_;
+};
+
+/// What `metric(output, batch)` or `metric(model, batch)` returns; `measure` calls it so.
+template <class Metric, class M, class Batch>
+decltype(auto) call_metric(Metric& metric, M& model, const at::Tensor& output, Batch& batch) {
+  if constexpr (OutputMetric<Metric, Batch>)
+    return metric(output, batch);
+  else
+    return metric(model, batch);
+}
+
+/// How evaluate accumulates a metric, and the type of its result.
+template <class Metric, class M, class Batch>
+struct Measured {
+  using Meter = MeanMeter;
+  using Result = double;
+};
+template <class Metric, class M, class Batch>
+requires std::same_as<
+    std::remove_cvref_t<decltype(call_metric(std::declval<Metric&>(), std::declval<M&>(),
+                                             std::declval<const at::Tensor&>(), std::declval<Batch&>()))>,
+    Sums>
+struct Measured<Metric, M, Batch> {
+  using Meter = SumsMeter;
+  using Result =
+      std::remove_cvref_t<decltype(std::declval<Metric&>().compute(std::declval<const at::Tensor&>()))>;
+};
+
+template <class M, class Batch, class... Meters, class... Metrics>
+void measure(M& model, Batch& batch, std::tuple<Meters...>& meters, Metrics&... metrics) {
   at::Tensor output;
   if constexpr ((OutputMetric<Metrics, Batch> || ...)) output = call_model(model, batch.data);
-  auto meter = meters.begin();
-  auto add = [&](auto& metric) {
-    if constexpr (OutputMetric<std::remove_reference_t<decltype(metric)>, Batch>)
-      add_to(*meter++, metric(output, batch), batch);
+  const auto add = [&](auto& meter, auto& metric) {
+    decltype(auto) value = call_metric(metric, model, output, batch);
+    if constexpr (std::same_as<std::remove_cvref_t<decltype(meter)>, SumsMeter>)
+      meter.add(value);
     else
-      add_to(*meter++, metric(model, batch), batch);
+      add_to(meter, value, batch);
   };
-  (add(metrics), ...);
+  [&]<std::size_t... i>(std::index_sequence<i...>, const auto& all) {
+    (add(std::get<i>(meters), std::get<i>(all)), ...);
+  }
+  (std::index_sequence_for<Metrics...>{}, std::tie(metrics...));
 }
+
+/// Returns the metrics' results of the meters' totals over all ranks. Collective.
+template <class... Results, class C, class... Meters, class... Metrics>
+std::tuple<Results...> results_of(C& comm, std::tuple<Meters...>& meters, Metrics&... metrics) {
+  std::array<Total, sizeof...(Meters)> totals;
+  std::size_t means = 0;
+  const auto read = [&]<class Meter>(Meter& meter) {
+    if constexpr (std::same_as<Meter, MeanMeter>) totals[means++] = meter.total();
+  };
+  std::apply([&](auto&... meter) { (read(meter), ...); }, meters);
+  sum_over_ranks(std::span(totals).first(means), comm);
+  std::size_t next = 0;
+  const auto result = [&]<class Meter>([[maybe_unused]] Meter& meter, [[maybe_unused]] auto& metric) {
+    if constexpr (std::same_as<Meter, MeanMeter>)
+      return totals[next++].mean();
+    else
+      return metric.compute(meter.total(comm));
+  };
+  return [&]<std::size_t... i>(std::index_sequence<i...>, const auto& all) {
+    // Braces evaluate from left to right: every rank calls the collectives in the same order.
+    return std::tuple<Results...>{result(std::get<i>(meters), std::get<i>(all))...};
+  }
+  (std::index_sequence_for<Metrics...>{}, std::tie(metrics...));
+}
+
+/// Diagnoses the arguments of evaluate with one static_assert each.
+template <class M, class Data, class... Metrics>
+struct CheckedEvaluation {
+  static constexpr bool good() {
+    constexpr bool dataset = Dataset<Data>;
+    constexpr bool named = (NamedMetric<Metrics> && ...) || !(NamedMetric<Metrics> || ...);
+    static_assert(
+        dataset,
+        "lockstep: evaluate measures on a dataset, which has size() and get(i) or get_batch(indices)");
+    static_assert(sizeof...(Metrics) > 0, "lockstep: evaluate needs a metric, such as lockstep::Accuracy{}");
+    static_assert(named, "lockstep: evaluate takes metrics that all have a name, or of which none has one");
+    static_assert(!named || names_differ<std::remove_cvref_t<Metrics>...>(),
+                  "lockstep: two metrics of an evaluate have the same name");
+    if constexpr (dataset && named && sizeof...(Metrics) > 0) {
+      constexpr bool measurable = (Metric<Unnamed<Metrics>, M, BatchOf<Data>> && ...);
+      static_assert(
+          measurable,
+          "lockstep: a metric is called as metric(output, batch) or metric(model, batch) and returns a "
+          "Mean{sum, count}, a tensor of one element, or Sums{values} if it has compute(total)");
+      return measurable && names_differ<std::remove_cvref_t<Metrics>...>();
+    } else {
+      return false;
+    }
+  }
+};
 
 }  // namespace lockstep::detail
 
 namespace lockstep {
 
 /// Runs the model over each sample of the dataset exactly once, partitioned among the ranks, and returns each
-/// metric over all samples: the same number on every rank, equal to that of a single process.
+/// metric over all samples: the same value on every rank, equal to that of a single process.
 ///
-/// Batches are copied to the model's device. One metric returns a double, several a std::tuple of doubles;
-/// NaN for an empty dataset. Rank 0's buffers (running statistics) are broadcast first. Every submodule's
-/// mode is restored afterwards. An exception of the dataset, the model or a metric that not every rank throws
-/// within two seconds aborts the communicator: the other ranks throw PeerError. Collective.
+/// Batches are copied to the model's device. The result of a metric is a double, NaN for an empty dataset, or
+/// what its `compute` returns. One metric returns its result, several a std::tuple of results, and metrics
+/// with names (see `named`) a NamedResults. Rank 0's buffers (running statistics) are broadcast first. Every
+/// submodule's mode is restored afterwards. An exception of the dataset, the model or a metric that not every
+/// rank throws within two seconds aborts the communicator: the other ranks throw PeerError. Collective.
 template <Model M, Reducing C, class D, class... Metrics>
 auto evaluate(M& model, C& comm, D&& dataset, const EvaluationOptions& options, Metrics&&... metrics) {
-  using Batch = BatchOf<std::remove_reference_t<D>>;
-  constexpr bool measurable = (Metric<std::remove_reference_t<Metrics>, M, Batch> && ...);
-  static_assert(sizeof...(Metrics) > 0, "lockstep: evaluate needs a metric, such as lockstep::Accuracy{}");
-  static_assert(measurable,
-                "lockstep: a metric is called as metric(output, batch) or metric(model, batch) and returns a "
-                "Mean{sum, count} or a tensor of one element");
-  std::array<Total, sizeof...(Metrics)> totals;
-  if constexpr (measurable)
-    detail::aborting(comm, [&] {
+  using Data = std::remove_reference_t<D>;
+  if constexpr (detail::CheckedEvaluation<M, Data, std::remove_reference_t<Metrics>...>::good()) {
+    using Batch = BatchOf<Data>;
+    auto results = detail::aborting(comm, [&] {
       if (options.batch_size < 1)
         throw UsageError(detail::formatted("batch_size is {}: give 1 or more samples per rank and step",
                                            options.batch_size));
@@ -158,16 +306,16 @@ auto evaluate(M& model, C& comm, D&& dataset, const EvaluationOptions& options, 
                         {.batch_size = static_cast<std::size_t>(options.batch_size),
                          .num_workers = static_cast<std::size_t>(options.num_workers),
                          .pin_memory = true}};
-      std::array<MeanMeter, sizeof...(Metrics)> meters;
+      std::tuple<typename detail::Measured<detail::Unnamed<Metrics>, M, Batch>::Meter...> meters;
       for (auto& batch : StagedBatches{loader, detail::device_of(detail::module_of(model))})
-        detail::measure(model, batch, meters, metrics...);
-      for (std::size_t i = 0; i < totals.size(); ++i) totals[i] = meters[i].total();
-      sum_over_ranks(totals, comm);
+        detail::measure(model, batch, meters, detail::unnamed(metrics)...);
+      return detail::results_of<typename detail::Measured<detail::Unnamed<Metrics>, M, Batch>::Result...>(
+          comm, meters, detail::unnamed(metrics)...);
     });
-  if constexpr (sizeof...(Metrics) == 1)
-    return totals[0].mean();
-  else
-    return std::apply([](const auto&... total) { return std::make_tuple(total.mean()...); }, totals);
+    return detail::named_results<std::remove_cvref_t<Metrics>...>(std::move(results));
+  } else {
+    return detail::NotMeasured{};
+  }
 }
 
 }  // namespace lockstep

@@ -153,6 +153,14 @@ concept HookPolicy = requires(const E& extra) {
 
 // Callbacks: arguments of Trainer::fit, after the loss. Any number of each concept.
 
+/// What `fit` does after a callback. A StepCallback, EpochStartCallback or EpochCallback returns void, or a
+/// FitAction. If a callback returns `stop` on any rank, `fit` stops on every rank after the same step or
+/// epoch; the other callbacks of the event still run. The ranks exchange their decisions in one small
+/// collective for each event that has a callback with a FitAction, and in none otherwise.
+///
+/// Counterpart: `trainer.should_stop` of Lightning, `model.stop_training` of Keras.
+enum class FitAction { proceed, stop };
+
 /// A callback between backward and the optimizer step, on every rank: `on_gradients(gradients)`.
 ///
 /// 1. The callbacks passed to `fit` run in their order. In `fit(data, loss, OnGradients{look},
@@ -174,6 +182,27 @@ struct OnGradients {
 };
 template <class Function>
 OnGradients(Function) -> OnGradients<Function>;
+
+}  // namespace lockstep
+
+namespace lockstep::detail {
+
+// Calls the function of a callback. Passes on a FitAction and drops any other result.
+template <class Function, class Report>
+auto call_for(Function& function, const Report& report) {
+  using Result = std::remove_cvref_t<std::invoke_result_t<Function&, const Report&>>;
+  static_assert(!std::same_as<Result, bool>,
+                "lockstep: the function of a callback returns a bool, which says nothing to fit: return "
+                "FitAction::stop to end the fit, FitAction::proceed to go on, or nothing");
+  if constexpr (std::same_as<Result, FitAction>)
+    return function(report);
+  else
+    static_cast<void>(function(report));
+}
+
+}  // namespace lockstep::detail
+
+namespace lockstep {
 
 /// One optimizer step as seen by this rank.
 struct StepReport {
@@ -202,17 +231,22 @@ struct StepReport {
   }
 };
 
-/// A callback after each optimizer step, on every rank: `on_step(report)`.
+/// A callback after each optimizer step, on every rank: `on_step(report)`, or `on_step(report, comm)` with the
+/// Trainer's communicator. If it returns FitAction::stop, the epoch ends with this step: its EpochCallbacks
+/// run, and a later `fit` starts the next epoch.
 template <class E>
 concept StepCallback = requires(E& callback, const StepReport& report) {
   callback.on_step(report);
+}
+|| requires(E& callback, const StepReport& report, LocalComm& comm) {
+  callback.on_step(report, comm);
 };
 
-/// Wraps a function `(const StepReport&)` as a StepCallback.
+/// Wraps a function `(const StepReport&)` as a StepCallback. Passes on a FitAction and drops another result.
 template <class Function>
 struct OnStep {
   Function function;
-  void on_step(const StepReport& report) { function(report); }
+  auto on_step(const StepReport& report) { return detail::call_for(function, report); }
 };
 template <class Function>
 OnStep(Function) -> OnStep<Function>;
@@ -224,17 +258,22 @@ struct EpochPlan {
   std::optional<std::int64_t> steps;
 };
 
-/// A callback before each epoch, on every rank: `on_epoch_start(plan)`.
+/// A callback before each epoch, on every rank: `on_epoch_start(plan)`, or `on_epoch_start(plan, comm)` with
+/// the Trainer's communicator. If it returns FitAction::stop, the epoch does not start.
 template <class E>
 concept EpochStartCallback = requires(E& callback, const EpochPlan& plan) {
   callback.on_epoch_start(plan);
+}
+|| requires(E& callback, const EpochPlan& plan, LocalComm& comm) {
+  callback.on_epoch_start(plan, comm);
 };
 
-/// Wraps a function `(const EpochPlan&)` as an EpochStartCallback.
+/// Wraps a function `(const EpochPlan&)` as an EpochStartCallback. Passes on a FitAction and drops another
+/// result.
 template <class Function>
 struct OnEpochStart {
   Function function;
-  void on_epoch_start(const EpochPlan& plan) { function(plan); }
+  auto on_epoch_start(const EpochPlan& plan) { return detail::call_for(function, plan); }
 };
 template <class Function>
 OnEpochStart(Function) -> OnEpochStart<Function>;
@@ -253,17 +292,23 @@ struct EpochReport {
   std::int64_t peak_memory = 0;
 };
 
-/// A callback after each epoch, on every rank: `on_epoch(report)`. It may evaluate, save and log.
+/// A callback after each epoch, on every rank: `on_epoch(report)`, or `on_epoch(report, comm)` with the
+/// Trainer's communicator. It may evaluate, save and log. If it returns FitAction::stop, `fit` returns after
+/// this epoch.
 template <class E>
 concept EpochCallback = requires(E& callback, const EpochReport& report) {
   callback.on_epoch(report);
+}
+|| requires(E& callback, const EpochReport& report, LocalComm& comm) {
+  callback.on_epoch(report, comm);
 };
 
-/// Wraps a function `(const EpochReport&)` as an EpochCallback.
+/// Wraps a function `(const EpochReport&)` as an EpochCallback. Passes on a FitAction and drops another
+/// result.
 template <class Function>
 struct OnEpoch {
   Function function;
-  void on_epoch(const EpochReport& report) { function(report); }
+  auto on_epoch(const EpochReport& report) { return detail::call_for(function, report); }
 };
 template <class Function>
 OnEpoch(Function) -> OnEpoch<Function>;
@@ -283,17 +328,47 @@ template <class E>
 void notify([[maybe_unused]] E& callback, [[maybe_unused]] const Gradients& gradients) {
   if constexpr (GradientCallback<E>) callback.on_gradients(gradients);
 }
-template <class E>
-void notify([[maybe_unused]] E& callback, [[maybe_unused]] const StepReport& report) {
-  if constexpr (StepCallback<E>) callback.on_step(report);
+// Calls the callback if it is one for this event, with the communicator if it takes one.
+template <class E, class Comm>
+auto call_callback([[maybe_unused]] E& callback, [[maybe_unused]] const StepReport& report,
+                   [[maybe_unused]] Comm& comm) {
+  if constexpr (requires { callback.on_step(report, comm); })
+    return callback.on_step(report, comm);
+  else if constexpr (StepCallback<E>)
+    return callback.on_step(report);
 }
-template <class E>
-void notify([[maybe_unused]] E& callback, [[maybe_unused]] const EpochPlan& plan) {
-  if constexpr (EpochStartCallback<E>) callback.on_epoch_start(plan);
+template <class E, class Comm>
+auto call_callback([[maybe_unused]] E& callback, [[maybe_unused]] const EpochPlan& plan,
+                   [[maybe_unused]] Comm& comm) {
+  if constexpr (requires { callback.on_epoch_start(plan, comm); })
+    return callback.on_epoch_start(plan, comm);
+  else if constexpr (EpochStartCallback<E>)
+    return callback.on_epoch_start(plan);
 }
-template <class E>
-void notify([[maybe_unused]] E& callback, const EpochReport& report) {
-  if constexpr (EpochCallback<E>) callback.on_epoch(report);
+template <class E, class Comm>
+auto call_callback([[maybe_unused]] E& callback, const EpochReport& report, [[maybe_unused]] Comm& comm) {
+  if constexpr (requires { callback.on_epoch(report, comm); })
+    return callback.on_epoch(report, comm);
+  else if constexpr (EpochCallback<E>)
+    return callback.on_epoch(report);
+}
+
+/// Whether the callback can stop `fit` at this event.
+template <class E, class Report, class Comm>
+inline constexpr bool can_stop =
+    std::same_as<decltype(call_callback(std::declval<E&>(), std::declval<const Report&>(),
+                                        std::declval<Comm&>())),
+                 FitAction>;
+
+/// Calls the callback if it is one for this event. Returns whether it asks `fit` to stop.
+template <class E, class Report, class Comm>
+bool asks_to_stop(E& callback, const Report& report, Comm& comm) {
+  if constexpr (can_stop<E, Report, Comm>) {
+    return call_callback(callback, report, comm) == FitAction::stop;
+  } else {
+    call_callback(callback, report, comm);
+    return false;
+  }
 }
 
 }  // namespace lockstep::detail

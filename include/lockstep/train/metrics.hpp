@@ -150,6 +150,13 @@ class MeanMeter {
   std::vector<Pending> pending_;
 };
 
+/// Sums over the samples of a batch, in a tensor of any shape: what a metric returns that is more than one
+/// mean, such as the hits and the samples of each class. Equal in shape for every batch on every rank. Added
+/// in fp64: integers up to 2^53 add up exactly, in any order.
+struct Sums {
+  at::Tensor values;
+};
+
 }  // namespace lockstep
 
 namespace lockstep::detail {
@@ -157,22 +164,33 @@ template <class T>
 concept MeanOrTensor =
     std::same_as<std::remove_cvref_t<T>, Mean> || std::same_as<std::remove_cvref_t<T>, at::Tensor>;
 
+// What a metric may return for a batch. A metric that returns Sums computes its value from their total.
+template <class T, class M>
+concept MeasuredBy = MeanOrTensor<T> ||
+    (std::same_as<std::remove_cvref_t<T>, Sums>&& requires(M& metric, const at::Tensor& total) {
+      metric.compute(total);
+    });
+
 }  // namespace lockstep::detail
 
 namespace lockstep {
 
-/// A metric of the model's output: `metric(output, batch)` returns a Mean over the batch, or a tensor of one
-/// element, the mean over the batch's samples. It is called without autograd on each of this rank's batches.
-/// The sums and counts of all batches and ranks are added and divided once. A lambda may be a metric.
+/// A metric of the model's output: `metric(output, batch)` is called without autograd on each of this rank's
+/// batches and returns one of three forms. A lambda may be a metric.
+///
+/// 1. A Mean over the batch. The sums and counts of all batches and ranks are added and divided once.
+/// 2. A tensor of one element, the mean over the batch's samples: the same, weighted by the samples.
+/// 3. Sums. The tensors of all batches and ranks are added, and `metric.compute(total)` makes the result of
+///    their total, an fp64 tensor on the CPU, equal on every rank. docs/metrics.md has an example.
 template <class M, class Batch>
 concept OutputMetric = requires(M& metric, const at::Tensor& output, Batch& batch) {
-  { metric(output, batch) } -> detail::MeanOrTensor;
+  { metric(output, batch) } -> detail::MeasuredBy<M>;
 };
 
 /// A metric that runs the model itself, like a loss: `metric(model, batch)`.
 template <class M, class Model, class Batch>
 concept ModelMetric = !OutputMetric<M, Batch> && requires(M & metric, Model& model, Batch& batch) {
-  { metric(model, batch) } -> detail::MeanOrTensor;
+  { metric(model, batch) } -> detail::MeasuredBy<M>;
 };
 
 /// A metric of either form.

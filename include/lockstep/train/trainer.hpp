@@ -96,8 +96,7 @@ class Trainer : detail::CheckedPolicies<Policies...> {
         optimizer_(detail::create_optimizer(extras_, ddp_.named_parameters(), options_)),
         step_(model_.get(), ddp_, comm_, *optimizer_, precision_, options_.ddp,
               detail::ClearGradients::set_to_none) {
-    static_assert((detail::fits_policies<Given, Policies...> && ...),
-                  "lockstep: a Trainer was given a value of a type that is none of its policies");
+    static_assert((detail::checked_value<Given, Policies...>() && ...));
     position_.batch_size = options_.batch_size;
     position_.accumulate = options_.accumulate;
     if constexpr (Types::has(detail::PolicyKind::schedule))
@@ -118,7 +117,8 @@ class Trainer : detail::CheckedPolicies<Policies...> {
   /// 2. `loss` is a LossFunction. Each step descends the mean over all samples (or counts) of all ranks. A
   ///    step in which nothing was counted changes nothing.
   /// 3. `callbacks` are GradientCallbacks, StepCallbacks, EpochStartCallbacks and EpochCallbacks for this
-  ///    call. Those of one event run in their order.
+  ///    call. Those of one event run in their order. One that returns FitAction::stop ends this call on every
+  ///    rank.
   /// 4. An exception that a callback, a schedule or the optimizer throws on every rank within two seconds
   ///    ends this call only. An exception on some ranks aborts the communicator: the other ranks throw
   ///    PeerError, and the communicator is unusable from then on.
@@ -136,14 +136,22 @@ class Trainer : detail::CheckedPolicies<Policies...> {
   /// averaged first; under BufferPolicy::none each rank gets its own buffers back afterwards. Collective.
   template <class D, class... Metrics>
   auto evaluate(D&& dataset, Metrics&&... metrics) {
-    if (options_.ddp.broadcast_buffers == BufferPolicy::average) ddp_.sync_buffers();
-    return precision_.forward([&] {
-      return lockstep::evaluate(model_.get(), comm_, dataset,
-                                {.batch_size = options_.batch_size,
-                                 .num_workers = options_.num_workers,
-                                 .restore_buffers = options_.ddp.broadcast_buffers == BufferPolicy::none},
-                                metrics...);
-    });
+    using Checked =
+        detail::CheckedEvaluation<Model, std::remove_reference_t<D>, std::remove_reference_t<Metrics>...>;
+    if constexpr (!Types::complete()) {  // a sentence of CheckedPolicies is the only error
+      return detail::NotMeasured{};
+    } else if constexpr (!Checked::good()) {
+      return detail::NotMeasured{};
+    } else {
+      if (options_.ddp.broadcast_buffers == BufferPolicy::average) ddp_.sync_buffers();
+      return precision_.forward([&] {
+        return lockstep::evaluate(model_.get(), comm_, dataset,
+                                  {.batch_size = options_.batch_size,
+                                   .num_workers = options_.num_workers,
+                                   .restore_buffers = options_.ddp.broadcast_buffers == BufferPolicy::none},
+                                  metrics...);
+      });
+    }
   }
 
   /// Writes a checkpoint from which training resumes bitwise: model, optimizer, state of the communication
@@ -271,20 +279,21 @@ class Trainer : detail::CheckedPolicies<Policies...> {
     EpochReport report{};
     while (!length.reached(position_.epoch, position_.step)) {
       const EpochPlan plan = length.plan(position_.epoch, position_.step - position_.step_in_epoch);
-      notify_all(plan, callbacks...);
+      if (notify_all(plan, callbacks...)) break;
       const std::int64_t before = position_.step - position_.step_in_epoch;
-      report = run_epoch(source, plan, std::exchange(so_far, {}), loss, callbacks...);
+      bool stopped = false;
+      report = run_epoch(source, plan, std::exchange(so_far, {}), stopped, loss, callbacks...);
       if (report.step == before)
         throw DataError(
             "the stream gave no rank a batch to train on: give at least one rank a batch per epoch");
-      notify_all(report, callbacks...);
-      if (!Source::repeats) break;
+      stopped |= notify_all(report, callbacks...);
+      if (stopped || !Source::repeats) break;
     }
     return report;
   }
 
   template <class Source, class Loss, class... Callbacks>
-  EpochReport run_epoch(Source& source, const EpochPlan& plan, const Total& so_far, Loss& loss,
+  EpochReport run_epoch(Source& source, const EpochPlan& plan, const Total& so_far, bool& stopped, Loss& loss,
                         Callbacks&... callbacks) {
     const auto begin = std::chrono::steady_clock::now();
     std::int64_t& done = position_.step_in_epoch;
@@ -296,7 +305,7 @@ class Trainer : detail::CheckedPolicies<Policies...> {
     skipped_ = detail::SkippedSteps(position_.skipped);
     meter_ = MeanMeter();
     meter_.add(so_far);
-    while (done != plan.steps) {
+    while (done != plan.steps && !stopped) {
       const double counted =
           step_.run(source, loss, {position_.epoch, position_.step, position_.rates}, extras_, callbacks...);
       if (counted == 0 && !Source::counts_beforehand && !any_rank(comm_, source.had_data())) break;
@@ -305,7 +314,7 @@ class Trainer : detail::CheckedPolicies<Policies...> {
         meter_.add(local.reported, local.factor, local.count, position_.step);
       const StepReport report{plan.epoch,      position_.step++,  done++, plan.steps, step_.losses(),
                               step_.stepped(), step_.total_norm()};
-      notify_all(report, callbacks...);
+      stopped = notify_all(report, callbacks...);
       if constexpr (!Source::counts_beforehand) warn_in_stream(plan.epoch);
       progress.advance(source.samples(comm_.size()),
                        progress.due() ? std::optional(meter_.total().mean()) : std::nullopt);
@@ -344,10 +353,14 @@ class Trainer : detail::CheckedPolicies<Policies...> {
   void each_extra(Function&& function) {
     std::apply([&](auto&... extra) { (function(extra), ...); }, extras_);
   }
-  // Reports a callback's exception to the other ranks, which may already wait for this one.
+  // Calls the callbacks and returns whether one of them asks to stop, on any rank. Reports a callback's
+  // exception to the other ranks, which may already wait for this one.
   template <class Report, class... Callbacks>
-  void notify_all(const Report& report, Callbacks&... callbacks) {
-    detail::aborting(comm_, [&] { (detail::notify(callbacks, report), ...); });
+  bool notify_all(const Report& report, Callbacks&... callbacks) {
+    bool stop = false;
+    detail::aborting(comm_, [&] { ((stop |= detail::asks_to_stop(callbacks, report, comm_)), ...); });
+    if constexpr ((detail::can_stop<Callbacks, Report, Comm> || ...)) return any_rank(comm_, stop);
+    return false;
   }
 
   // Logs on which rank and in which step the loss was first not finite. Collective. Only the epoch's sum over

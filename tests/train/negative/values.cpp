@@ -11,10 +11,12 @@ struct ScheduleWithArguments {
   double rate_factor(std::int64_t, std::int64_t) { return 1; }
 };
 
+struct NoPolicy {};
+
 void program(const lockstep::World& world) {
   Trainer<NeedsArguments, DistributedSampler, LocalComm, Fp32> no_model{world};
   Trainer<TinyNet, DistributedSampler, LocalComm, Fp32, ScheduleWithArguments> no_extra{world};
-  Trainer<TinyNet, DistributedSampler, LocalComm, Fp32> stranger{world, {.epochs = 1}, 3};
+  Trainer<TinyNet, DistributedSampler, LocalComm, Fp32> stranger{world, {.epochs = 1}, NoPolicy()};
   Trainer<TinyNet, DistributedSampler, LocalComm, Fp32> sampler{
       world, {.epochs = 1}, DistributedSampler(8, 0, 1)};
 }

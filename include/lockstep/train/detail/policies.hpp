@@ -95,6 +95,9 @@ struct PolicyTypes {
   static constexpr int count(PolicyKind kind) { return (int{kind_of<Policies>() == kind} + ... + 0); }
   static constexpr bool has(PolicyKind kind) { return count(kind) > 0; }
 
+  // Whether the Trainer can have members of these types.
+  static constexpr bool complete() { return lockstep::Model<Model> && Reducing<Comm> && Gathering<Comm>; }
+
   using Model = typename SelectPolicy<PolicyKind::model, Nothing, Policies...>::type;
   using Sampler = typename SelectPolicy<PolicyKind::sampler, DefaultSampler, Policies...>::type;
   using Comm = typename SelectPolicy<PolicyKind::communicator, DefaultComm, Policies...>::type;
@@ -105,6 +108,18 @@ struct PolicyTypes {
           std::conditional_t<is_extra(kind_of<Policies>()), std::tuple<Policies>, std::tuple<>>>()...));
 };
 
+template <class P>
+inline constexpr bool is_policy = kind_of<P>() != PolicyKind::none;
+
+// Diagnoses one policy. A template of its own, so that every compiler names the type beside the sentence.
+template <class Policy>
+constexpr bool checked_policy() {
+  static_assert(is_policy<Policy>,
+                "lockstep: a policy of a Trainer models none of Model, Sampler, Communicator, Precision, "
+                "OptimizerFactory, Schedule, GradientCheck and CommunicationHook");
+  return true;
+}
+
 // Diagnoses a Trainer's template arguments with one static_assert each. The Trainer derives from this class,
 // so that this message comes before the other errors that a wrong policy causes.
 template <class... Policies>
@@ -113,9 +128,7 @@ struct CheckedPolicies {
   using Comm = typename Types::Comm;
   using PrecisionType = typename Types::Precision;
 
-  static_assert(((kind_of<Policies>() != PolicyKind::none) && ...),
-                "lockstep: a policy of a Trainer models none of Model, Sampler, Communicator, Precision, "
-                "OptimizerFactory, Schedule, GradientCheck and CommunicationHook");
+  static_assert((checked_policy<Policies>() && ...));
   static_assert(((kind_of<Policies>() != PolicyKind::callback) && ...),
                 "lockstep: a callback is no policy of a Trainer: pass it to fit, after the loss");
   static_assert(((kind_of<Policies>() != PolicyKind::several) && ...),
@@ -182,8 +195,7 @@ struct MemberTypes {
   using Step = Nothing;
 };
 template <class Types>
-requires Model<typename Types::Model> && Reducing<typename Types::Comm> && Gathering<typename Types::Comm>
-struct MemberTypes<Types> {
+requires(Types::complete()) struct MemberTypes<Types> {
   using Model = ModelHandle<typename Types::Model>;
   using Ddp = DistributedDataParallel<typename Types::Model, typename Types::Comm, typename Types::Hook>;
   using Step = TrainingStep<typename Types::Model, typename Types::Comm, torch::optim::Optimizer,
@@ -203,6 +215,14 @@ inline constexpr bool one_of = (std::same_as<T, Types> || ...);
 template <class Given, class... Policies>
 inline constexpr bool fits_policies =
     one_of<typename PolicyOfArgument<Given>::type, Policies...> && !Sampler<Given>;
+
+// Diagnoses one value that the constructor of a Trainer was given, and names its type as checked_policy does.
+template <class Given, class... Policies>
+constexpr bool checked_value() {
+  static_assert(fits_policies<Given, Policies...>,
+                "lockstep: a Trainer was given a value of a type that is none of its policies");
+  return true;
+}
 
 // Moves out the argument of type T among `given`, or returns `fallback(std::type_identity<T>)`, which is
 // compiled only if there is no such argument.

@@ -1,0 +1,150 @@
+// The snippets of docs/metrics.md are lines of this file; the test metrics_page checks that.
+#include <cmath>
+#include <string>
+#include <vector>
+
+#include "lockstep/comm/gloo_comm.hpp"
+#include "lockstep/train/evaluate.hpp"
+#include "lockstep/train/metrics.hpp"
+#include "lockstep/train/named_metrics.hpp"
+#include "lockstep/train/trainer.hpp"
+#include "support/ranks.hpp"
+#include "support/text_of.hpp"
+#include "train/nets.hpp"
+
+namespace metrics_ranks_test {
+
+namespace {
+
+// The fraction of each class's samples that the model classifies correctly.
+struct PerClassAccuracy {
+  std::int64_t classes;
+
+  // [2, classes]: the correctly classified samples of each class, and all of them.
+  template <class Batch>
+  lockstep::Sums operator()(const torch::Tensor& output, const Batch& batch) const {
+    const torch::Tensor correct = batch.target.masked_select(output.argmax(-1).eq(batch.target));
+    return {torch::stack({correct.bincount({}, classes), batch.target.bincount({}, classes)})};
+  }
+
+  // NaN for a class without samples.
+  [[nodiscard]] torch::Tensor compute(const torch::Tensor& sums) const { return sums[0] / sums[1]; }
+};
+
+// A trained model whose accuracy differs between the classes.
+auto trained() {
+  auto trainer = std::make_unique<lockstep::Trainer<TinyNet>>(
+      test_world(), lockstep::TrainerOptions{.epochs = 2, .batch_size = 4, .lr = 0.2, .progress = false});
+  trainer->fit(three_classes(48), cross_entropy_of);
+  return trainer;
+}
+
+}  // namespace
+
+TEST_CASE("the accuracy of each class is that of one process over all samples") {
+  auto owner = trained();
+  auto& trainer = *owner;
+  const lockstep::TensorDataset test = three_classes(37, 5);
+
+  const auto results = trainer.evaluate(
+      test, lockstep::named<"loss">(lockstep::MeanLoss{}), lockstep::named<"accuracy">(lockstep::Accuracy{}),
+      lockstep::named<"accuracy per class">(PerClassAccuracy{.classes = 4}));
+  const double accuracy = get<"accuracy">(results);
+  const torch::Tensor per_class = get<"accuracy per class">(results);
+
+  const lockstep::EvaluationMode mode(*trainer.model());
+  const torch::Tensor output = trainer.model()(test.data()), target = test.target();
+  const torch::Tensor correct = output.argmax(1).eq(target);
+  CHECK(get<"loss">(results) == Approx(torch::cross_entropy_loss(output, target).item<double>()));
+  CHECK(accuracy == correct.sum().item<double>() / 37);
+  REQUIRE(per_class.sizes() == torch::IntArrayRef{4});
+  bool differ = false;
+  for (int c = 0; c < 3; ++c) {
+    const auto of_class = target.eq(c);
+    const double expected =
+        correct.logical_and(of_class).sum().item<double>() / of_class.sum().item<double>();
+    CHECK(per_class[c].item<double>() == expected);
+    differ |= expected != accuracy;
+  }
+  CHECK(differ);
+  CHECK(std::isnan(per_class[3].item<double>()));
+
+  // By position: the same values. One metric has its result alone.
+  const auto [loss, fraction, of_classes] =
+      trainer.evaluate(test, lockstep::MeanLoss{}, lockstep::Accuracy{}, PerClassAccuracy{.classes = 4});
+  CHECK(std::tuple(loss, fraction) == std::tuple(get<"loss">(results), accuracy));
+  CHECK(torch::equal(of_classes.slice(0, 0, 3), per_class.slice(0, 0, 3)));
+  const torch::Tensor alone = trainer.evaluate(test, PerClassAccuracy{.classes = 3});
+  CHECK(torch::equal(alone, per_class.slice(0, 0, 3)));
+  const auto one = trainer.evaluate(test, lockstep::named<"accuracy">(lockstep::Accuracy{}));
+  CHECK(get<"accuracy">(one) == accuracy);
+
+  std::string line;
+  const auto show = [&](std::string_view name, double value) { line += fmt::format("{} {}, ", name, value); };
+  const auto means = trainer.evaluate(test, lockstep::named<"a">(lockstep::Accuracy{}),
+                                      lockstep::named<"b">(lockstep::Accuracy{}));
+  std::apply([&, name = means.names().begin()](auto... value) mutable { (show(*name++, value), ...); },
+             means.values);
+  CHECK(line == fmt::format("a {}, b {}, ", accuracy, accuracy));
+}
+
+TEST_CASE("a rank without a batch adds nothing to sums, of any shape") {
+  auto trainer = trained();
+  const auto numbers = [](const torch::Tensor& shape) {
+    struct Metric {
+      torch::Tensor shape;
+      lockstep::Sums operator()(const torch::Tensor& output, const lockstep::Example&) const {
+        return {shape.expand(shape.sizes()) * output.size(0)};
+      }
+      [[nodiscard]] torch::Tensor compute(const torch::Tensor& total) const { return total; }
+    };
+    return Metric{shape};
+  };
+  // One sample, which only one rank has.
+  const auto one = three_classes(1);
+  CHECK(torch::equal(trainer->evaluate(one, numbers(torch::tensor(3))), torch::tensor(3.0, torch::kDouble)));
+  const auto matrix = torch::arange(6).reshape({3, 2}).t();  // not contiguous
+  CHECK(torch::equal(trainer->evaluate(one, numbers(matrix)), matrix.to(torch::kDouble)));
+  CHECK(torch::equal(trainer->evaluate(three_classes(40), numbers(matrix)), matrix.to(torch::kDouble) * 40));
+  // A tensor that the metric keeps is not changed.
+  const auto kept = torch::ones({2}, torch::kDouble);
+  struct Keeps {
+    torch::Tensor kept;
+    lockstep::Sums operator()(const torch::Tensor&, const lockstep::Example&) const { return {kept}; }
+    double compute(const torch::Tensor& total) const { return total.sum().item<double>(); }
+  };
+  CHECK(trainer->evaluate(three_classes(test_world().size() * 6), Keeps{kept}) == 4 * test_world().size());
+  CHECK(torch::equal(kept, torch::ones({2}, torch::kDouble)));
+}
+
+TEST_CASE("sums of unequal shapes, and sums of nothing, are an error on every rank") {
+  const auto& world = test_world();
+  auto trainer = trained();
+  struct Ragged {
+    std::int64_t length;
+    lockstep::Sums operator()(const torch::Tensor&, const lockstep::Example&) {
+      return {torch::ones({length++})};
+    }
+    double compute(const torch::Tensor&) const { return 0; }
+  };
+  const auto shared = [&](const std::string& text) {
+    for (const auto& other : trainer->comm().all_gather_bytes(text)) CHECK(other == text);
+    return text;
+  };
+  CHECK_THAT(shared(text_of<lockstep::DataError>(
+                 [&] { trainer->evaluate(three_classes(world.size() * 6), Ragged{2}); })),
+             ContainsSubstring("return a tensor of the same shape for every batch"));
+  if (world.size() > 1)
+    CHECK_THAT(shared(text_of<lockstep::MismatchError>([&] {
+                 trainer->evaluate(three_classes(world.size()),
+                                   Ragged{world.rank() == world.size() - 1 ? 5 : 4});
+               })),
+               ContainsSubstring("on rank 0 and of") &&
+                   ContainsSubstring(fmt::format("on rank {}", world.size() - 1)));
+  const lockstep::TensorDataset empty{torch::zeros({0, 6}), torch::zeros({0}, torch::kLong)};
+  CHECK_THAT(shared(text_of<lockstep::DataError>([&] { trainer->evaluate(empty, PerClassAccuracy{3}); })),
+             ContainsSubstring("the dataset has no samples"));
+  CHECK(std::isfinite(trainer->evaluate(three_classes(8), lockstep::Accuracy{})));
+}
+
+}  // namespace metrics_ranks_test
