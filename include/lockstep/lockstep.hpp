@@ -8,6 +8,7 @@
 #include "lockstep/comm/gloo_comm.hpp"
 #include "lockstep/comm/local_comm.hpp"
 #include "lockstep/comm/options.hpp"
+#include "lockstep/comm/process_group_comm.hpp"
 #include "lockstep/comm/with_device.hpp"
 #include "lockstep/data/dataset.hpp"
 #include "lockstep/data/generator.hpp"

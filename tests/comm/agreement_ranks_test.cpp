@@ -2,9 +2,9 @@
 
 #include <stdexcept>
 
-#include "lockstep/comm/gloo_comm.hpp"
 #include "support/catch.hpp"
 #include "support/ranks.hpp"
+#include "support/tested_comm.hpp"
 
 namespace agreement_ranks_test {
 
@@ -24,7 +24,7 @@ std::string text_of(Work&& work) {
 
 TEST_CASE("every rank gets all results, or throws the same error") {
   const lockstep::World& world = test_world();
-  lockstep::GlooComm comm{world};
+  lockstep_test::TestedComm comm{world};
   const int last = world.size() - 1;
   const auto results = lockstep::agree(comm, [&] { return std::to_string(10 * world.rank()); });
   REQUIRE(static_cast<int>(results.size()) == world.size());
@@ -51,7 +51,7 @@ TEST_CASE("every rank gets all results, or throws the same error") {
 
 TEST_CASE("values that differ between the ranks are an error that names them on every rank", "[2+]") {
   const lockstep::World& world = test_world();
-  lockstep::GlooComm comm{world};
+  lockstep_test::TestedComm comm{world};
   const auto text = [&](const std::string& value) {
     return text_of<lockstep::MismatchError>([&] {
       lockstep::require_equal(comm, {{"seed", "7"}, {"lr", value}}, "the ranks differ", "give all the same");

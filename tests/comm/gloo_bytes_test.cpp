@@ -3,14 +3,14 @@
 #include <string>
 #include <thread>
 
-#include "lockstep/comm/gloo_comm.hpp"
 #include "support/catch.hpp"
 #include "support/late_rank.hpp"
 #include "support/ranks.hpp"
+#include "support/tested_comm.hpp"
 
 namespace gloo_bytes_test {
 
-using lockstep::GlooComm;
+using lockstep_test::TestedComm;
 
 namespace {
 std::string bytes_of(int rank, std::size_t length) {
@@ -22,7 +22,7 @@ std::string bytes_of(int rank, std::size_t length) {
 }  // namespace
 
 TEST_CASE("bytes of any length are gathered by rank") {
-  GlooComm comm{test_world()};
+  TestedComm comm{test_world()};
   const auto check = [&](auto length_of) {
     const auto all = comm.all_gather_bytes(bytes_of(comm.rank(), length_of(comm.rank())));
     REQUIRE(all.size() == static_cast<std::size_t>(comm.size()));
@@ -42,7 +42,7 @@ TEST_CASE("bytes of any length are gathered by rank") {
 }
 
 TEST_CASE("bytes are broadcast from any rank") {
-  GlooComm comm{test_world()};
+  TestedComm comm{test_world()};
   for (int root = 0; root < comm.size(); ++root)
     for (std::size_t length : {std::size_t{0}, std::size_t{1}, std::size_t{70000}, std::size_t{3} << 20})
       CHECK(comm.broadcast_bytes(comm.rank() == root ? bytes_of(root, length) : "ignored", root) ==
@@ -50,11 +50,11 @@ TEST_CASE("bytes are broadcast from any rank") {
 }
 
 TEST_CASE("exchanges of bytes that nobody waits for yet run beside each other and other collectives") {
-  GlooComm comm{test_world()};
+  TestedComm comm{test_world()};
   constexpr int rounds = 12;
   std::vector<std::vector<std::string>> gathered(rounds);
   std::vector<std::string> copies(rounds);
-  std::vector<GlooComm::Work> gathers, broadcasts, sums;
+  std::vector<TestedComm::Work> gathers, broadcasts, sums;
   std::vector<at::Tensor> tensors;
   const auto length = [](int round, int rank) {
     return static_cast<std::size_t>(round * 997 % 5000 * (rank % 2) + rank);
@@ -83,7 +83,7 @@ TEST_CASE("exchanges of bytes that nobody waits for yet run beside each other an
 }
 
 TEST_CASE("an exchange of bytes does not wait for the other ranks before it is waited for") {
-  GlooComm comm{test_world()};
+  TestedComm comm{test_world()};
   std::vector<std::string> all;
   const bool late = comm.size() > 1 && comm.rank() == 1;
   if (late) lockstep_test::come_late("the bytes");
@@ -102,7 +102,7 @@ TEST_CASE("an exchange of bytes does not wait for the other ranks before it is w
 }
 
 TEST_CASE("exchanges of bytes whose Work is dropped are carried to their end") {
-  GlooComm comm{test_world()};
+  TestedComm comm{test_world()};
   {
     std::vector<std::string> never;
     std::string nor;
@@ -118,7 +118,7 @@ TEST_CASE("exchanges of bytes whose Work is dropped are carried to their end") {
 }
 
 TEST_CASE("a sub-group exchanges bytes of its own") {
-  GlooComm comm{test_world()};
+  TestedComm comm{test_world()};
   auto last = comm.new_group({comm.size() - 1});
   CHECK(last.has_value() == (comm.rank() == comm.size() - 1));
   if (last) {

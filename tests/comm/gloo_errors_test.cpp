@@ -1,20 +1,20 @@
 #include <thread>
 
-#include "lockstep/comm/gloo_comm.hpp"
 #include "support/catch.hpp"
 #include "support/late_rank.hpp"
 #include "support/ranks.hpp"
+#include "support/tested_comm.hpp"
 
 namespace gloo_errors_test {
 
-using lockstep::GlooComm;
 using lockstep::ReduceOp;
 using lockstep_test::come_late;
 using lockstep_test::saw_it_late;
+using lockstep_test::TestedComm;
 using namespace std::chrono_literals;
 
 TEST_CASE("a collective in a rank-zero scope throws at once") {
-  GlooComm comm{test_world()};
+  TestedComm comm{test_world()};
   auto tensor = at::ones({2});
   test_world().rank_zero([&] {
     CHECK_THROWS_WITH(comm.all_reduce(tensor),
@@ -28,7 +28,7 @@ TEST_CASE("a collective in a rank-zero scope throws at once") {
 }
 
 TEST_CASE("tensors that Gloo cannot take are refused by name") {
-  GlooComm comm{test_world()};
+  TestedComm comm{test_world()};
   CHECK_THROWS_WITH(comm.all_reduce(at::zeros({2}, at::kShort)), ContainsSubstring("[2] int16"));
   CHECK_THROWS_WITH(comm.all_reduce(at::zeros({2}, at::kComplexFloat)), ContainsSubstring("complex64"));
   CHECK_THROWS_WITH(comm.all_reduce(at::zeros({2}, at::kLong), ReduceOp::avg), ContainsSubstring("average"));
@@ -40,7 +40,7 @@ TEST_CASE("tensors that Gloo cannot take are refused by name") {
 }
 
 TEST_CASE("with check_shapes every rank throws one and the same mismatch, and goes on") {
-  GlooComm comm{test_world(), {.check_shapes = true}};
+  TestedComm comm{test_world(), {.check_shapes = true}};
   const int size = comm.size(), rank = comm.rank();
   auto good = at::ones({4});
   comm.all_reduce(good).synchronize();
@@ -68,7 +68,7 @@ TEST_CASE("with check_shapes every rank throws one and the same mismatch, and go
 }
 
 TEST_CASE("a wait that runs out names the late rank, and can be repeated", "[2+]") {
-  GlooComm comm{test_world()};
+  TestedComm comm{test_world()};
   comm.barrier();
   auto tensor = at::ones({10});
   if (comm.rank() == 1) {
@@ -87,10 +87,10 @@ TEST_CASE("a wait that runs out names the late rank, and can be repeated", "[2+]
 }
 
 TEST_CASE("the error of a barrier names exactly the ranks that never come", "[2+]") {
-  GlooComm others{test_world()};
+  TestedComm others{test_world()};
   const std::string missing = others.size() == 4 ? "ranks 1 and 3 have" : "rank 1 has";
   {
-    GlooComm comm{test_world(), {.timeout = 2500ms}};  // in which the ranks have to meet as well
+    TestedComm comm{test_world(), {.timeout = 2500ms}};  // in which the ranks have to meet as well
     if (comm.rank() % 2 == 0) {
       std::string text;
       try {
@@ -111,7 +111,7 @@ TEST_CASE("the error of a barrier names exactly the ranks that never come", "[2+
 }
 
 TEST_CASE("a barrier that is waited for later lets a rank do something else before") {
-  GlooComm comm{test_world()};
+  TestedComm comm{test_world()};
   auto work = comm.barrier_async();
   auto tensor = at::ones({3});
   comm.all_reduce(tensor).synchronize();
@@ -133,7 +133,7 @@ TEST_CASE("a barrier that is waited for later lets a rank do something else befo
 TEST_CASE("the longest timeout there is waits, and none at all is refused") {
   using lockstep::UsageError;
   constexpr auto longest = std::chrono::milliseconds::max();
-  GlooComm comm{test_world(), {.timeout = longest}};
+  TestedComm comm{test_world(), {.timeout = longest}};
   auto tensor = at::ones({4});
   auto work = comm.all_reduce(tensor);
   work.synchronize(longest);
@@ -148,10 +148,10 @@ TEST_CASE("the longest timeout there is waits, and none at all is refused") {
   if (comm.size() > 1 && comm.rank() == 1) comm.recv(tensor, 0).synchronize();
   comm.shutdown();
 
-  CHECK_THROWS_WITH((GlooComm{test_world(), {.timeout = 0ms}}), ContainsSubstring("a timeout of 0 ms"));
-  CHECK_THROWS_AS((GlooComm{test_world(), {.timeout = -5ms}}), UsageError);
-  CHECK_THROWS_AS((GlooComm{test_world(), {.timeout = std::chrono::milliseconds::min()}}), UsageError);
-  CHECK_THROWS_WITH((GlooComm{test_world(), {.threads = 0}}), ContainsSubstring("with 0 threads"));
+  CHECK_THROWS_WITH((TestedComm{test_world(), {.timeout = 0ms}}), ContainsSubstring("a timeout of 0 ms"));
+  CHECK_THROWS_AS((TestedComm{test_world(), {.timeout = -5ms}}), UsageError);
+  CHECK_THROWS_AS((TestedComm{test_world(), {.timeout = std::chrono::milliseconds::min()}}), UsageError);
+  CHECK_THROWS_WITH((TestedComm{test_world(), {.threads = 0}}), ContainsSubstring("with 0 threads"));
 }
 
 }  // namespace gloo_errors_test

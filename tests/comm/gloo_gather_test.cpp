@@ -1,13 +1,13 @@
-#include "lockstep/comm/gloo_comm.hpp"
 #include "support/catch.hpp"
 #include "support/ranks.hpp"
+#include "support/tested_comm.hpp"
 
 namespace gloo_gather_test {
 
-using lockstep::GlooComm;
+using lockstep_test::TestedComm;
 
 TEST_CASE("all_gather stacks the inputs by rank, in any dtype") {
-  GlooComm comm{test_world()};
+  TestedComm comm{test_world()};
   const int size = comm.size(), rank = comm.rank();
   for (auto type : {at::kFloat, at::kLong, at::kShort, at::kComplexFloat, at::kBool, at::kBFloat16}) {
     CAPTURE(static_cast<int>(type));
@@ -25,7 +25,7 @@ TEST_CASE("all_gather stacks the inputs by rank, in any dtype") {
 }
 
 TEST_CASE("all_to_all sends row r to rank r") {
-  GlooComm comm{test_world()};
+  TestedComm comm{test_world()};
   const int size = comm.size(), rank = comm.rank();
   for (auto type : {at::kFloat, at::kLong, at::kShort, at::kDouble}) {
     CAPTURE(static_cast<int>(type));
@@ -40,7 +40,7 @@ TEST_CASE("all_to_all sends row r to rank r") {
 }
 
 TEST_CASE("outputs of the wrong size are refused before anything is sent") {
-  GlooComm comm{test_world()};
+  TestedComm comm{test_world()};
   const int size = comm.size();
   CHECK_THROWS_WITH(comm.all_gather(at::zeros({size, 3}), at::zeros({2})), ContainsSubstring("all_gather: "));
   CHECK_THROWS_AS(comm.all_gather(at::zeros({size, 2}, at::kLong), at::zeros({2})),

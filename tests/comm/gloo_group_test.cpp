@@ -1,27 +1,27 @@
-#include "lockstep/comm/gloo_comm.hpp"
 #include "support/catch.hpp"
 #include "support/ranks.hpp"
+#include "support/tested_comm.hpp"
 
 namespace gloo_group_test {
 
-using lockstep::GlooComm;
+using lockstep_test::TestedComm;
 
 TEST_CASE("several communicators of one world do not disturb each other") {
-  GlooComm first{test_world()}, second{test_world()};
+  TestedComm first{test_world()}, second{test_world()};
   auto a = at::ones({100}), b = at::full({100}, 2.0);
   auto work_a = first.all_reduce(a), work_b = second.all_reduce(b);
   work_b.synchronize();
   work_a.synchronize();
   CHECK(a[0].item<double>() == first.size());
   CHECK(b[0].item<double>() == 2 * first.size());
-  GlooComm moved = std::move(first);
+  TestedComm moved = std::move(first);
   moved.barrier();
   second = std::move(moved);
   second.barrier();
 }
 
 TEST_CASE("sub-groups have ranks of their own") {
-  GlooComm comm{test_world()};
+  TestedComm comm{test_world()};
   const int size = comm.size(), rank = comm.rank();
   std::vector<int> even, odd;
   for (int r = 0; r < size; ++r) (r % 2 == 0 ? even : odd).push_back(r);
@@ -47,8 +47,8 @@ TEST_CASE("sub-groups have ranks of their own") {
 }
 
 TEST_CASE("a communicator that was moved from says so") {
-  lockstep::GlooComm first(test_world());
-  lockstep::GlooComm second(std::move(first));
+  lockstep_test::TestedComm first(test_world());
+  lockstep_test::TestedComm second(std::move(first));
   CHECK_THROWS_AS(first.size(),
                   lockstep::UsageError);  // NOLINT(bugprone-use-after-move): that is what it tests
   CHECK_THROWS_WITH(first.all_reduce(torch::ones({2})), ContainsSubstring("was moved from"));
@@ -56,13 +56,13 @@ TEST_CASE("a communicator that was moved from says so") {
 }
 
 TEST_CASE("a sub-group of ranks that are none is refused") {
-  GlooComm comm{test_world()};
+  TestedComm comm{test_world()};
   CHECK_THROWS_AS(comm.new_group({comm.size()}), lockstep::CommunicationError);
   CHECK_THROWS_AS(comm.new_group({0, 0}), lockstep::CommunicationError);
 }
 
 TEST_CASE("after shutdown a call says so") {
-  GlooComm comm{test_world()};
+  TestedComm comm{test_world()};
   comm.barrier();
   comm.shutdown();
   comm.shutdown();

@@ -1,12 +1,12 @@
 // Lists of tensors, each of them one operation: mixed dtypes, odd strides, empty tensors and empty lists.
-#include "lockstep/comm/gloo_comm.hpp"
 #include "support/catch.hpp"
 #include "support/ranks.hpp"
+#include "support/tested_comm.hpp"
 
 namespace gloo_lists_test {
 
-using lockstep::GlooComm;
 using lockstep::ReduceOp;
+using lockstep_test::TestedComm;
 using Tensors = std::vector<at::Tensor>;
 
 namespace {
@@ -64,7 +64,7 @@ void check_equal(const Tensors& got, const Tensors& expected) {
 }  // namespace
 
 TEST_CASE("a list is reduced to its root") {
-  GlooComm comm{test_world()};
+  TestedComm comm{test_world()};
   for (int root = 0; root < comm.size(); ++root) {
     const auto list = list_of(comm.rank());
     comm.reduce(list, root).synchronize();
@@ -84,7 +84,7 @@ TEST_CASE("a list is reduced to its root") {
 }
 
 TEST_CASE("a list is averaged in every place, whatever its strides") {
-  GlooComm comm{test_world()};
+  TestedComm comm{test_world()};
   for (int round = 0; round < 50; ++round) {
     const Tensors list{strided(at::full({3, 2}, comm.rank() + 1.0)), at::full({4}, comm.rank() + 1.0)};
     comm.all_reduce(list, ReduceOp::avg).synchronize();
@@ -94,7 +94,7 @@ TEST_CASE("a list is averaged in every place, whatever its strides") {
 }
 
 TEST_CASE("lists are gathered by rank") {
-  GlooComm comm{test_world()};
+  TestedComm comm{test_world()};
   const auto outputs = room_for(list_of(0, comm.size()));
   comm.all_gather(outputs, list_of(comm.rank())).synchronize();
   for (int rank = 0; rank < comm.size(); ++rank) {
@@ -106,7 +106,7 @@ TEST_CASE("lists are gathered by rank") {
 }
 
 TEST_CASE("lists are reduced and scattered by row") {
-  GlooComm comm{test_world()};
+  TestedComm comm{test_world()};
   const auto outputs = room_for(list_of(0));
   comm.reduce_scatter(outputs, list_of(comm.rank(), comm.size())).synchronize();
   Tensors expected;
@@ -128,7 +128,7 @@ TEST_CASE("lists are reduced and scattered by row") {
 }
 
 TEST_CASE("lists are exchanged row by row") {
-  GlooComm comm{test_world()};
+  TestedComm comm{test_world()};
   const auto outputs = room_for(list_of(0, comm.size()));
   comm.all_to_all(outputs, list_of(comm.rank(), comm.size())).synchronize();
   for (int rank = 0; rank < comm.size(); ++rank) {
@@ -143,7 +143,7 @@ TEST_CASE("lists are exchanged row by row") {
 }
 
 TEST_CASE("lists are sent round a ring", "[2+]") {
-  GlooComm comm{test_world()};
+  TestedComm comm{test_world()};
   const int next = (comm.rank() + 1) % comm.size(), previous = (comm.rank() + comm.size() - 1) % comm.size();
   const auto room = room_for(list_of(0));
   auto sent = comm.send(list_of(comm.rank()), next, 3);
@@ -156,7 +156,7 @@ TEST_CASE("lists are sent round a ring", "[2+]") {
 }
 
 TEST_CASE("lists that do not go together are refused before anything is sent") {
-  GlooComm comm{test_world()};
+  TestedComm comm{test_world()};
   const Tensors one{at::zeros({2})}, whole{at::zeros({comm.size(), 2})};
   const Tensors two{at::zeros({2}), at::zeros({2})};
   CHECK_THROWS_WITH(comm.all_gather(whole, two),
@@ -172,7 +172,7 @@ TEST_CASE("lists that do not go together are refused before anything is sent") {
 }
 
 TEST_CASE("with check_shapes a list that differs on one rank is refused on all", "[2+]") {
-  GlooComm comm{test_world(), {.check_shapes = true}};
+  TestedComm comm{test_world(), {.check_shapes = true}};
   const Tensors list{at::zeros({2}), at::zeros({comm.rank() == 1 ? 3 : 4}, at::kLong)};
   CHECK_THROWS_WITH(comm.reduce(list),
                     ContainsSubstring("reduce #1: tensor 1: rank 0 [4] int64, rank 1 [3] int64"));

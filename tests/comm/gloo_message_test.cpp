@@ -1,25 +1,25 @@
 #include <utility>
 
-#include "lockstep/comm/gloo_comm.hpp"
 #include "support/catch.hpp"
 #include "support/ranks.hpp"
+#include "support/tested_comm.hpp"
 
 namespace gloo_message_test {
 
-using lockstep::GlooComm;
+using lockstep_test::TestedComm;
 using namespace std::chrono_literals;
 
 namespace {
 
 /// The ranks after and before this one in a ring.
-std::pair<int, int> neighbours(const GlooComm& comm) {
+std::pair<int, int> neighbours(const TestedComm& comm) {
   return {(comm.rank() + 1) % comm.size(), (comm.rank() + comm.size() - 1) % comm.size()};
 }
 
 }  // namespace
 
 TEST_CASE("messages pass round a ring, in order and by tag", "[2+]") {
-  GlooComm comm{test_world()};
+  TestedComm comm{test_world()};
   const auto [next, previous] = neighbours(comm);
   for (auto type : {at::kFloat, at::kLong, at::kShort, at::kBool}) {
     auto first = at::full({3}, comm.rank()).to(type), second = at::full({3}, comm.rank() + 1).to(type);
@@ -40,7 +40,7 @@ TEST_CASE("messages pass round a ring, in order and by tag", "[2+]") {
 }
 
 TEST_CASE("a message whose Work is dropped arrives", "[2+]") {
-  GlooComm comm{test_world()};
+  TestedComm comm{test_world()};
   const auto [next, previous] = neighbours(comm);
   const auto message_of = [](int rank) { return at::full({1 << 20}, rank, at::kFloat); };
   static_cast<void>(comm.send(message_of(comm.rank()), next));
@@ -51,7 +51,7 @@ TEST_CASE("a message whose Work is dropped arrives", "[2+]") {
 }
 
 TEST_CASE("a wait for a message that runs out can be repeated", "[2+]") {
-  GlooComm comm{test_world()};
+  TestedComm comm{test_world()};
   if (comm.rank() == 0) {
     auto tensor = at::zeros({4});
     auto work = comm.recv(tensor, 1);
@@ -69,7 +69,7 @@ TEST_CASE("a wait for a message that runs out can be repeated", "[2+]") {
 }
 
 TEST_CASE("messages that cannot be are refused") {
-  GlooComm comm{test_world()};
+  TestedComm comm{test_world()};
   CHECK_THROWS_AS(comm.send(at::ones({1}), comm.rank()), lockstep::CommunicationError);
   CHECK_THROWS_AS(comm.recv(at::ones({1}), comm.size()), lockstep::CommunicationError);
   if (comm.size() == 1) return;
@@ -79,7 +79,7 @@ TEST_CASE("messages that cannot be are refused") {
 }
 
 TEST_CASE("a message is received whatever the strides of its place", "[2+]") {
-  GlooComm comm{test_world()};
+  TestedComm comm{test_world()};
   const auto [next, previous] = neighbours(comm);
   const auto message_of = [](int rank) { return (at::arange(6, at::kLong) + rank).view({2, 3}).t(); };
   auto sent = comm.send(message_of(comm.rank()), next);

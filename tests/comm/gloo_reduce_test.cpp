@@ -1,13 +1,13 @@
 #include <random>
 
-#include "lockstep/comm/gloo_comm.hpp"
 #include "support/catch.hpp"
 #include "support/ranks.hpp"
+#include "support/tested_comm.hpp"
 
 namespace gloo_reduce_test {
 
-using lockstep::GlooComm;
 using lockstep::ReduceOp;
+using lockstep_test::TestedComm;
 
 namespace {
 
@@ -36,7 +36,7 @@ at::Tensor expected(int ranks, std::int64_t size, at::ScalarType type, ReduceOp 
 }  // namespace
 
 TEST_CASE("all_reduce, reduce and reduce_scatter of every dtype by every operation") {
-  GlooComm comm{test_world()};
+  TestedComm comm{test_world()};
   const int size = comm.size(), rank = comm.rank();
   for (auto type : {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16, at::kLong, at::kInt, at::kChar,
                     at::kByte, at::kBool})
@@ -64,7 +64,7 @@ TEST_CASE("all_reduce, reduce and reduce_scatter of every dtype by every operati
 }
 
 TEST_CASE("all_reduce of random sizes") {
-  GlooComm comm{test_world()};
+  TestedComm comm{test_world()};
   std::mt19937 draw(7);
   for (int i = 0; i < 40; ++i) {
     const std::int64_t size = 1 + static_cast<std::int64_t>(draw() % (i % 4 == 0 ? 100000 : 300));
@@ -76,7 +76,7 @@ TEST_CASE("all_reduce of random sizes") {
 }
 
 TEST_CASE("a list travels as one buffer for each dtype, whatever its strides") {
-  GlooComm comm{test_world()};
+  TestedComm comm{test_world()};
   const int size = comm.size(), rank = comm.rank();
   auto whole = brought(rank, 24, at::kFloat).view({4, 6});
   std::vector<at::Tensor> list{whole.t(),
@@ -100,7 +100,7 @@ TEST_CASE("a list travels as one buffer for each dtype, whatever its strides") {
 }
 
 TEST_CASE("broadcast of any dtype, alone and as a list") {
-  GlooComm comm{test_world()};
+  TestedComm comm{test_world()};
   const int rank = comm.rank();
   for (int root = 0; root < comm.size(); ++root) {
     std::vector<at::Tensor> list;
@@ -116,7 +116,7 @@ TEST_CASE("broadcast of any dtype, alone and as a list") {
 }
 
 TEST_CASE("a parameter that asks for gradients can be reduced and broadcast") {
-  GlooComm comm{test_world()};
+  TestedComm comm{test_world()};
   auto parameter = torch::full({3}, comm.rank() + 1.0, torch::requires_grad());
   comm.all_reduce(parameter, ReduceOp::avg).synchronize();
   CHECK(parameter.detach()[0].item<double>() == (comm.size() + 1) / 2.0);
@@ -124,9 +124,9 @@ TEST_CASE("a parameter that asks for gradients can be reduced and broadcast") {
 }
 
 TEST_CASE("several collectives are under way at once") {
-  GlooComm comm{test_world()};
+  TestedComm comm{test_world()};
   std::vector<at::Tensor> tensors;
-  std::vector<GlooComm::Work> works;
+  std::vector<TestedComm::Work> works;
   for (int i = 0; i < 20; ++i) {
     tensors.push_back(at::full({1000 * (i + 1)}, comm.rank() + i));
     works.push_back(comm.all_reduce(tensors.back(), ReduceOp::sum));
@@ -141,7 +141,7 @@ TEST_CASE("several collectives are under way at once") {
 }
 
 TEST_CASE("a Work that nobody waits for is finished all the same") {
-  GlooComm comm{test_world()};
+  TestedComm comm{test_world()};
   auto tensor = at::full({50}, comm.rank() + 1.0);
   static_cast<void>(comm.all_reduce(tensor, ReduceOp::avg));
   comm.barrier();

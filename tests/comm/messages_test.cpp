@@ -12,7 +12,7 @@
 
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
-#include "lockstep/comm/detail/gloo_group.hpp"
+#include "lockstep/comm/detail/backend_group.hpp"
 #include "lockstep/comm/detail/group_state.hpp"
 #include "lockstep/comm/detail/signature.hpp"
 #include "lockstep/comm/gloo_comm.hpp"
@@ -69,7 +69,7 @@ TEST_CASE("a mismatch names the first thing that differs") {
 
 TEST_CASE("what Gloo says is cut to its sentence") {
   const auto words = [](const std::string& text) {
-    return lockstep::detail::gloo_error_text(std::make_exception_ptr(std::runtime_error(text)));
+    return lockstep::detail::backend_error_text(std::make_exception_ptr(std::runtime_error(text)));
   };
   CHECK(words("[/a/b/pair.cc:553] Connection closed by peer [127.0.0.1]:41. This is typically caused by "
               "x\nmore") == "Connection closed by peer [127.0.0.1]:41");

@@ -16,7 +16,6 @@
 #include <vector>
 
 #include "grad/checkpoint.hpp"
-#include "lockstep/comm/gloo_comm.hpp"
 #include "lockstep/grad/distributed_data_parallel.hpp"
 #include "lockstep/grad/hooks/compression_hooks.hpp"
 #include "lockstep/grad/hooks/power_sgd_hook.hpp"
@@ -26,6 +25,7 @@
 #include "lockstep/optim/schedule.hpp"
 #include "lockstep/world/launch.hpp"
 #include "support/parity_program.hpp"
+#include "support/tested_comm.hpp"
 
 namespace {
 
@@ -33,10 +33,10 @@ std::string mutation;
 constexpr int earlier = 7;  // steps that each rank has less than the one before it, with "join"
 
 /// Gloo, broken as asked for.
-struct TestComm : lockstep::GlooComm {
-  using GlooComm::all_reduce;
-  using GlooComm::broadcast;
-  using GlooComm::GlooComm;
+struct TestComm : lockstep_test::TestedComm {
+  using TestedComm::all_reduce;
+  using TestedComm::broadcast;
+  using TestedComm::TestedComm;
 
   Work all_reduce(const at::Tensor& tensor, lockstep::ReduceOp op = lockstep::ReduceOp::sum) {
     if (mutation == "off") return {};
@@ -44,7 +44,7 @@ struct TestComm : lockstep::GlooComm {
       if (rebuilt_ && first_bucket_ == 0) first_bucket_ = tensor.numel();
       // The bias of the last layer is ready first, and lies at the front of the first bucket.
       if (tensor.numel() == first_bucket_)
-        return GlooComm::all_reduce(tensor.narrow(0, 10, tensor.numel() - 10), op);
+        return TestedComm::all_reduce(tensor.narrow(0, 10, tensor.numel() - 10), op);
     }
     if (mutation == "swap" && rank() == 1 && !rebuilt_) {
       // The first bucket of the mlp holds all parameters in order: its first two biases have 96 elements
@@ -54,12 +54,12 @@ struct TestComm : lockstep::GlooComm {
       one.copy_(other);
       other.copy_(kept);
     }
-    return GlooComm::all_reduce(tensor, op);
+    return TestedComm::all_reduce(tensor, op);
   }
 
   Work broadcast(const at::Tensor& tensor, int root = 0) {
     rebuilt_ = true;
-    Work work = GlooComm::broadcast(tensor, root);
+    Work work = TestedComm::broadcast(tensor, root);
     if (mutation == "permute") {  // the order from which buckets are rebuilt
       work.synchronize();
       tensor.copy_(tensor.flip(0));

@@ -22,7 +22,7 @@ struct Thrower : torch::autograd::Function<Thrower> {
   }
 };
 
-void check_good_backward(Net& net, DistributedDataParallel<Net, lockstep::GlooComm>& ddp) {
+void check_good_backward(Net& net, DistributedDataParallel<Net, lockstep_test::TestedComm>& ddp) {
   auto loss = [&](Net& model, int rank) { return model(batch_of(rank, 77)).pow(2).mean(); };
   const auto expected = expected_gradients(net, test_world().size(), loss);
   net->zero_grad();

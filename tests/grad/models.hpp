@@ -6,11 +6,11 @@
 #include <vector>
 
 #include "grad/checkpoint.hpp"
-#include "lockstep/comm/gloo_comm.hpp"
 #include "lockstep/grad/distributed_data_parallel.hpp"
 #include "support/catch.hpp"
 #include "support/mib.hpp"
 #include "support/ranks.hpp"
+#include "support/tested_comm.hpp"
 
 /// Three layers, so six parameters; the same values on every rank that seeds alike.
 struct NetImpl : torch::nn::Module {
@@ -34,8 +34,8 @@ inline lockstep::DdpOptions small_buckets() {
   return {.bucket_cap_mb = lockstep_test::mib({64, 300, 300})};
 }
 
-inline lockstep::GlooComm& shared_comm() {
-  static lockstep::GlooComm comm{test_world()};
+inline lockstep_test::TestedComm& shared_comm() {
+  static lockstep_test::TestedComm comm{test_world()};
   return comm;
 }
 

@@ -41,8 +41,8 @@ TORCH_MODULE(Branches);
 
 /// The average over ranks of rank r's gradient of branch `which(r)`.
 template <class Which>
-void check_branches(Branches& net, DistributedDataParallel<Branches, lockstep::GlooComm>& ddp, int step,
-                    Which which) {
+void check_branches(Branches& net, DistributedDataParallel<Branches, lockstep_test::TestedComm>& ddp,
+                    int step, Which which) {
   const int ranks = test_world().size(), rank = test_world().rank();
   std::vector<torch::Tensor> sums(net->parameters().size());
   for (int r = 0; r < ranks; ++r) {

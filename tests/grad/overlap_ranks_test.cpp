@@ -14,12 +14,12 @@ namespace {
 using Events = std::vector<std::string>;
 
 // Writes down when an all_reduce is issued.
-struct WatchedComm : lockstep::GlooComm {
-  WatchedComm(const lockstep::World& world, Events& events) : GlooComm(world), events(&events) {}
-  using GlooComm::all_reduce;
+struct WatchedComm : lockstep_test::TestedComm {
+  WatchedComm(const lockstep::World& world, Events& events) : TestedComm(world), events(&events) {}
+  using TestedComm::all_reduce;
   Work all_reduce(const at::Tensor& tensor, lockstep::ReduceOp op = lockstep::ReduceOp::sum) {
     events->push_back("all_reduce");
-    return GlooComm::all_reduce(tensor, op);
+    return TestedComm::all_reduce(tensor, op);
   }
   Events* events;
 };

@@ -284,9 +284,9 @@ TEST_CASE("two models in one program: whatever a backward reaches is reduced") {
 TEST_CASE("models in two threads: neither joins the other's backward") {
   const auto& world = test_world();
   // Communicators of their own, made in the same order on every rank.
-  lockstep::GlooComm first(world), second(world);
+  lockstep_test::TestedComm first(world), second(world);
   std::barrier together(2);
-  const auto train = [&](lockstep::GlooComm& comm, bool bare, double* found) {
+  const auto train = [&](lockstep_test::TestedComm& comm, bool bare, double* found) {
     std::vector<at::Tensor> list{torch::ones({4}).requires_grad_(true)};
     DistributedDataParallel ddp{list, comm};
     for (int step = 0; step < 5; ++step) {

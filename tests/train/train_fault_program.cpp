@@ -118,7 +118,7 @@ struct Tight {
   static constexpr bool predivides = true;
   static constexpr bool propagates_nan = true;
   struct Unpacking {
-    lockstep::detail::GlooWork work;
+    lockstep::detail::ProcessGroupWork work;
     bool fails;
     void wait() {
       work.wait();

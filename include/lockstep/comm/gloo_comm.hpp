@@ -1,211 +1,33 @@
 #pragma once
 
-#include <chrono>
-#include <exception>
-#include <functional>
-#include <memory>
 #include <optional>
-#include <string>
-#include <utility>
 #include <vector>
 
-#include <ATen/core/Tensor.h>
-#include <c10/util/SmallVector.h>
-#include <torch/csrc/distributed/c10d/Work.hpp>
-
 #include "lockstep/comm/communicator.hpp"
-#include "lockstep/comm/detail/call.hpp"
 #include "lockstep/comm/options.hpp"
+#include "lockstep/comm/process_group_comm.hpp"
 #include "lockstep/world/world.hpp"
-
-namespace c10d {
-class ProcessGroupGloo;
-}
-namespace lockstep::detail {
-
-class GlooGroup;
-struct TensorBundle;
-
-/// The Work of GlooComm. On a CPU wait() and synchronize() are equivalent. Not thread-safe.
-class [[nodiscard]] GlooWork {
- public:
-  /// Constructs a Work that is complete.
-  GlooWork();
-  GlooWork(std::shared_ptr<GlooGroup> group, Call call);
-
-  GlooWork(GlooWork&&) noexcept;
-  GlooWork& operator=(GlooWork&& other) noexcept;
-  ~GlooWork();
-
-  void wait();
-  void synchronize();
-  void synchronize(std::chrono::milliseconds timeout);
-
-  [[nodiscard]] std::exception_ptr error() const noexcept;
-
-  /// Adds a c10d work. This Work is complete only when all added works are.
-  void add(c10::intrusive_ptr<c10d::Work> part);
-  /// Sets the function that the first wait() or synchronize() runs once the Work is complete. It never runs
-  /// if neither is called.
-  void at_end(std::function<void()> work);
-
- private:
-  [[nodiscard]] std::chrono::milliseconds timeout() const;
-
-  void wait_until(std::chrono::steady_clock::time_point until);
-
-  // Gloo drops a message whose work is destroyed, so the group keeps it.
-  void keep_messages() noexcept;
-
-  std::shared_ptr<GlooGroup> group_;
-  Call call_;
-  c10::SmallVector<c10::intrusive_ptr<c10d::Work>, 1> parts_;
-  std::function<void()> at_end_;
-  std::exception_ptr error_;
-};
-
-static_assert(AsyncWork<GlooWork>);
-
-}  // namespace lockstep::detail
 
 namespace lockstep {
 
-/// Collectives of CPU tensors over LibTorch's own Gloo.
-///
-/// Every rank constructs its communicators in the same order and calls the same collectives on each of them
-/// in the same order. Tensors may have any strides; a non-contiguous tensor is copied. Shape and dtype must
-/// be equal on all ranks. Gloo ends the process if they differ; GlooOptions::check_shapes throws a
-/// MismatchError on every rank instead. Empty tensors and empty lists are allowed. A list may mix dtypes;
-/// each dtype is one buffer.
-///
-/// Each call throws CommunicationError inside a rank-zero scope, after shutdown(), or for a tensor that
-/// Gloo does not support, and PeerError after another rank has failed. Waiting for a Work throws
-/// TimeoutError, which names the late ranks, when the timeout expires. The first failure of the group is
-/// sticky: later calls rethrow it. A `synchronize(d)` that times out before the group's timeout is not such
-/// a failure. During stack unwinding the destructor aborts and never waits for other ranks.
-///
-/// Thread safety: one thread at a time may launch collectives, since their order must match the other ranks'.
-/// Other threads may wait for Works. Any thread may call abort().
+/// Collectives of CPU tensors over LibTorch's own Gloo: a ProcessGroupComm that creates its ProcessGroupGloo,
+/// and one for each sub-group. Gloo ends the process if shapes or dtypes differ between ranks;
+/// GlooOptions::check_shapes throws a MismatchError on every rank instead.
 /// Counterpart: torch.distributed.ProcessGroupGloo.
-class GlooComm {
+class GlooComm : public ProcessGroupComm {
  public:
-  using Work = detail::GlooWork;
-
   /// Performs the rendezvous with the other ranks. Collective. Blocks. Throws TimeoutError that names the
   /// missing ranks when the timeout expires.
   explicit GlooComm(const World& world, GlooOptions options = {});
 
-  GlooComm(GlooComm&&) noexcept;
-  GlooComm& operator=(GlooComm&& other) noexcept;
-  ~GlooComm();
-
-  [[nodiscard]] int rank() const;
-  [[nodiscard]] int size() const;
-  /// Returns the world rank of the group's rank `rank`; errors name ranks by it.
-  [[nodiscard]] int world_rank(int rank) const;
-  [[nodiscard]] const World& world() const;
-
-  /// Reduces `tensor` over the ranks, in place on every rank. `avg` needs a floating-point dtype. For bool,
-  /// `sum` is a logical or and `product` a logical and.
-  Work all_reduce(const at::Tensor& tensor, ReduceOp op = ReduceOp::sum);
-  /// Reduces each tensor of a list.
-  Work all_reduce(const std::vector<at::Tensor>& list, ReduceOp op = ReduceOp::sum);
-
-  /// Reduces `tensor` over the ranks, in place on `root`. Its content is undefined on the other ranks.
-  Work reduce(const at::Tensor& tensor, int root = 0, ReduceOp op = ReduceOp::sum);
-  /// Reduces each tensor of a list.
-  Work reduce(const std::vector<at::Tensor>& list, int root = 0, ReduceOp op = ReduceOp::sum);
-
-  /// Broadcasts `root`'s `tensor` in place. Any dtype.
-  Work broadcast(const at::Tensor& tensor, int root = 0);
-  /// Broadcasts each tensor of a list.
-  Work broadcast(const std::vector<at::Tensor>& list, int root = 0);
-
-  /// Gathers every rank's `input` [...] into `output` [size, ...], ordered by rank. Any dtype.
-  Work all_gather(const at::Tensor& output, const at::Tensor& input);
-  /// Gathers each tensor of a list. `outputs` and `inputs` have equal lengths.
-  Work all_gather(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs);
-
-  /// Reduces every rank's `input` [size, ...] and writes row r to the `output` [...] of rank r.
-  Work reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op = ReduceOp::sum);
-  /// Reduces and scatters each tensor of a list. `outputs` and `inputs` have equal lengths.
-  Work reduce_scatter(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs,
-                      ReduceOp op = ReduceOp::sum);
-
-  /// Sends row r of `input` [size, ...] to rank r. Row s of `output` [size, ...] comes from rank s. Any
-  /// dtype.
-  Work all_to_all(const at::Tensor& output, const at::Tensor& input);
-  /// Exchanges each tensor of a list. `outputs` and `inputs` have equal lengths.
-  Work all_to_all(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs);
-
-  /// Sends `tensor` to rank `peer`, which must call recv with the same tag, shape and dtype. Once the Work is
-  /// complete the tensor may be modified. A message whose Work is destroyed is still sent; its tensor is kept
-  /// until shutdown. Throws CommunicationError for this rank itself or a negative tag.
-  Work send(const at::Tensor& tensor, int peer, int tag = 0);
-  /// Sends a list, which recv must receive as a list. One message per dtype.
-  Work send(const std::vector<at::Tensor>& list, int peer, int tag = 0);
-  /// Receives into `tensor`, which holds the message once the Work has been waited for.
-  Work recv(const at::Tensor& tensor, int peer, int tag = 0);
-  /// Receives a list that was sent as a list of the same shapes and dtypes.
-  Work recv(const std::vector<at::Tensor>& list, int peer, int tag = 0);
-
-  /// Returns every rank's bytes, ordered by rank. Collective. Blocks.
-  [[nodiscard]] std::vector<std::string> all_gather_bytes(const std::string& bytes);
-  /// Gathers every rank's bytes into `all` without blocking. `all` holds them once the Work has been waited
-  /// for, and must outlive that wait.
-  Work all_gather_bytes_async(std::vector<std::string>& all, std::string bytes);
-
-  /// Returns `root`'s bytes. Collective. Blocks.
-  [[nodiscard]] std::string broadcast_bytes(const std::string& bytes, int root = 0);
-  /// Broadcasts `root`'s `bytes` in place without blocking. `bytes` is valid once the Work has been waited
-  /// for, and must outlive that wait.
-  Work broadcast_bytes_async(std::string& bytes, int root = 0);
-
-  /// Blocks until every rank has called it. Throws TimeoutError that names the missing ranks when the timeout
-  /// expires.
-  void barrier();
-  /// Launches a barrier without blocking. The Work completes when every rank has called it.
-  Work barrier_async();
-
-  /// Creates a group of some of this group's ranks, in ascending order. Collective over this group: every
-  /// rank passes the same list. Returns std::nullopt on ranks outside the list. Throws CommunicationError for
-  /// a list that does not ascend or names a rank outside the group.
-  /// Counterpart: torch.distributed.new_group.
+  /// See ProcessGroupComm::new_group.
   [[nodiscard]] std::optional<GlooComm> new_group(const std::vector<int>& ranks);
 
-  /// Aborts the group: every wait of the other ranks ends with a PeerError that contains `reason`, and every
-  /// later call on this rank throws. Does not wait for other ranks; takes at most 1 s. Thread-safe.
-  void abort(const std::string& reason);
-
-  /// Leaves the group after the Works in flight have completed. Blocks. Throws TimeoutError when the timeout
-  /// expires. A no-op after a failure.
-  void shutdown();
+  // Not a DeviceCommunicator: its tensors are on the host.
+  [[nodiscard]] at::Device tensor_device() const = delete;
 
  private:
-  explicit GlooComm(std::shared_ptr<detail::GlooGroup> group);
-
-  [[nodiscard]] detail::GlooGroup& group() const;
-  [[nodiscard]] c10d::ProcessGroupGloo& gloo();
-
-  template <class Tensors>
-  Work begin(const char* name, std::optional<ReduceOp> op, int root, const Tensors& tensors);
-
-  Work begin_message(const char* name, const std::vector<at::Tensor>& list, int peer, int tag);
-
-  // Adds a part to the Work. If the result is `wanted`, divides it and copies it from the bundle's buffer to
-  // its tensors.
-  static void add(Work& work, c10::intrusive_ptr<c10d::Work> part, detail::TensorBundle bundle,
-                  bool wanted = true, int divisor = 1);
-  void reduce_bundle(Work& work, detail::TensorBundle bundle, ReduceOp op);
-  [[nodiscard]] int divisor(ReduceOp op) const;
-
-  template <class Exchange>
-  void exchange_bytes_now(const detail::Call& call, Exchange& exchange);
-  template <class Exchange, class Deliver>
-  Work exchange_bytes(const detail::Call& call, const std::shared_ptr<Exchange>& exchange, Deliver deliver);
-
-  std::shared_ptr<detail::GlooGroup> group_;
-  int exceptions_ = std::uncaught_exceptions();
+  explicit GlooComm(std::shared_ptr<detail::BackendGroup> group);
 };
 
 static_assert(Reducing<GlooComm> && Gathering<GlooComm> && PointToPoint<GlooComm> && Splittable<GlooComm>);

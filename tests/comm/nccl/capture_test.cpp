@@ -122,6 +122,76 @@ TEST_CASE("a replay that another rank does not come to ends at the timeout") {
   check_clean(machine);
 }
 
+TEST_CASE("a replay counts in the groups that were split from the communicator and take part in it") {
+  FakeMachine machine;
+  run_clean_ranks(machine, 3, [&](const World& world) {
+    FakeComm comm(world, quick(8s));
+    auto pair = comm.new_group({0, 1}), idle = comm.new_group({0, 1, 2});
+    const auto tensor = later({3}, 1), inner = later({3}, 1);
+    CapturedGraph graph;
+    comm.barrier();
+    graph.capture([&] {
+      comm.all_reduce(tensor).wait();
+      if (pair) pair->all_reduce(inner).wait();
+    });
+    for (double sum = 1; sum < 100; sum *= 3) {
+      replay(comm, graph);
+      expect_equal(read(tensor), at::full({3}, 3 * sum), "a sum");
+    }
+    expect_equal(read(inner), at::full({3}, pair ? 32 : 1), "sums of two");
+    expect(idle.has_value(), "a group of all");
+    idle->barrier();
+    if (pair) pair->barrier();
+    pair.reset();  // its part of the graph is not replayed again
+    comm.barrier();
+  });
+}
+
+TEST_CASE("a replay whose sub-group another rank does not come to ends at the timeout") {
+  FakeMachine machine;
+  std::string late;
+  Absence absence;
+  const auto errors = run_ranks(machine, 2, [&](const World& world) {
+    FakeComm comm(world, quick(1s));
+    auto group = comm.new_group({0, 1});
+    const auto tensor = later({3}, 1);
+    CapturedGraph graph;
+    comm.barrier();
+    graph.capture([&] { group->all_reduce(tensor).wait(); });
+    replay(comm, graph);
+    read(tensor);
+    if (world.rank() == 1) return absence.stay_away(comm);
+    const auto present = absence.until_end();
+    replay(comm, graph);
+    read(tensor);  // hangs unless the sub-group aborts
+    late = thrown_by([&] { replay(comm, graph); });
+  });
+  CHECK_THAT(late, ContainsSubstring("TimeoutError: rank 1 has not entered captured step #"));
+  CHECK(errors[0] == "");
+}
+
+TEST_CASE("a graph is not replayed once a sub-group of its communicator has failed") {
+  FakeMachine machine;
+  std::string thrown;
+  std::atomic<int> replays{0};
+  for (const std::string& error : run_ranks(machine, 2, [&](const World& world) {
+         FakeComm comm(world, quick(8s));
+         auto group = comm.new_group({0, 1});
+         const auto tensor = later({3}, 1);
+         CapturedGraph graph;
+         comm.barrier();
+         graph.capture([&] { group->all_reduce(tensor).wait(); });
+         replay(comm, graph);
+         read(tensor);
+         group->abort("the statistics are NaN");
+         const auto own = thrown_by([&] { comm.watch_replay([&] { ++replays; }); });
+         if (world.rank() == 0) thrown = own;
+       }))
+    CHECK(error == "");
+  CHECK(replays == 0);
+  CHECK_THAT(thrown, ContainsSubstring("the communicator was aborted: the statistics are NaN"));
+}
+
 TEST_CASE("a device that fails in a replay is told to all") {
   FakeMachine machine;
   const auto errors = run_ranks(machine, 2, [&](const World& world) {

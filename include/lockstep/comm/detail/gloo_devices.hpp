@@ -2,21 +2,19 @@
 
 #include <dirent.h>
 #include <fcntl.h>
-#include <pthread.h>
-#include <signal.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
 #include <cstdlib>
-#include <ctime>
 #include <map>
 #include <memory>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "lockstep/comm/detail/sigpipe_guard.hpp"
 #include "lockstep/comm/options.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/detail/process_group_gloo.hpp"
@@ -25,41 +23,6 @@
 #include "lockstep/world/world.hpp"
 
 namespace lockstep::detail {
-
-/// Blocks SIGPIPE in this thread while it lives, and for good in threads that start meanwhile. Gloo writes to
-/// sockets whose other end may be closed and reads the error code; the accompanying signal would end the
-/// process without a message. (Python ignores SIGPIPE process-wide. That would change the program's own
-/// writes to closed pipes.)
-class SigpipeGuard {
- public:
-  SigpipeGuard() {
-    sigset_t pending;
-    sigpending(&pending);
-    was_pending_ = sigismember(&pending, SIGPIPE) == 1;
-    sigset_t pipe = only_sigpipe();
-    pthread_sigmask(SIG_BLOCK, &pipe, &before_);
-  }
-  ~SigpipeGuard() {
-    if (sigismember(&before_, SIGPIPE) == 1) return;
-    sigset_t pipe = only_sigpipe();
-    const timespec now{0, 0};
-    if (!was_pending_) sigtimedwait(&pipe, nullptr, &now);  // consume our own signal, if there is one
-    pthread_sigmask(SIG_SETMASK, &before_, nullptr);
-  }
-  SigpipeGuard(const SigpipeGuard&) = delete;
-  SigpipeGuard& operator=(const SigpipeGuard&) = delete;
-
- private:
-  static sigset_t only_sigpipe() {
-    sigset_t set;
-    sigemptyset(&set);
-    sigaddset(&set, SIGPIPE);
-    return set;
-  }
-
-  sigset_t before_{};
-  bool was_pending_ = false;
-};
 
 /// Keeps Gloo's TCP sockets from being inherited by child processes. Gloo opens them without SOCK_CLOEXEC. A
 /// helper process that outlives its rank would hold the rank's connections open, and no other rank would see

@@ -16,30 +16,38 @@
 
 namespace lockstep::detail {
 
-/// Throws CommunicationError unless `tensor` can take part in a collective on a CPU.
-inline void check_tensor(std::string_view collective, const at::Tensor& tensor) {
+/// What a backend takes: tensors on a device. `backend` is its name in errors, such as "Gloo".
+struct TensorCheck {
+  std::string backend;
+  at::DeviceType device = at::kCPU;
+};
+
+/// Throws CommunicationError unless `tensor` can take part in a collective.
+inline void check_tensor(const TensorCheck& check, std::string_view collective, const at::Tensor& tensor) {
   auto refuse = [&](const std::string& why) {
     throw CommunicationError(detail::formatted("{}: {}", collective, why));
   };
   if (!tensor.defined()) refuse("the tensor is undefined");
   if (tensor.layout() != at::kStrided)
     refuse(detail::formatted("the tensor {} is not dense: call to_dense() first", describe(tensor)));
-  if (!tensor.device().is_cpu())
-    refuse(detail::formatted("the tensor {} is on {}, and Gloo moves CPU tensors: call cpu() first",
-                             describe(tensor), tensor.device().str()));
+  if (tensor.device().type() != check.device)
+    refuse(detail::formatted("the tensor {} is on {}, and {} moves {} tensors: call {}() first",
+                             describe(tensor), tensor.device().str(), check.backend,
+                             c10::DeviceTypeName(check.device), c10::DeviceTypeName(check.device, true)));
   if (tensor.is_quantized())
     refuse(detail::formatted("the tensor {} is quantized: dequantize() it", describe(tensor)));
 }
 
-/// Throws CommunicationError if Gloo cannot reduce this tensor's dtype with `op`.
-inline void check_reducible(std::string_view collective, const at::Tensor& tensor, ReduceOp op) {
-  check_tensor(collective, tensor);
+/// Throws CommunicationError if no backend can reduce this tensor's dtype with `op`.
+inline void check_reducible(const TensorCheck& check, std::string_view collective, const at::Tensor& tensor,
+                            ReduceOp op) {
+  check_tensor(check, collective, tensor);
   const auto type = tensor.scalar_type();
   if (!is_reducible(type))
     throw CommunicationError(
-        detail::formatted("{}: Gloo cannot reduce {}: convert it to float32, float64, float16, bfloat16, "
+        detail::formatted("{}: {} cannot reduce {}: convert it to float32, float64, float16, bfloat16, "
                           "int8, uint8, int32, int64 or bool",
-                          collective, describe(tensor)));
+                          collective, check.backend, describe(tensor)));
   if (op == ReduceOp::avg && !at::isFloatingType(type))
     throw CommunicationError(detail::formatted(
         "{}: the average of {} is no {}: sum it and divide, or convert it to a floating type", collective,
@@ -48,35 +56,36 @@ inline void check_reducible(std::string_view collective, const at::Tensor& tenso
 
 /// Throws CommunicationError unless the lists match: each of `wholes` has the dtype of its counterpart in
 /// `rows` and `times` as many elements.
-inline void check_pairs(std::string_view collective, const std::vector<at::Tensor>& wholes,
-                        const std::vector<at::Tensor>& rows, int times) {
+inline void check_pairs(const TensorCheck& check, std::string_view collective,
+                        const std::vector<at::Tensor>& wholes, const std::vector<at::Tensor>& rows,
+                        int times) {
   if (wholes.size() != rows.size())
     throw CommunicationError(detail::formatted("{}: as many outputs as inputs are needed, not {} and {}",
                                                collective, wholes.size(), rows.size()));
   for (std::size_t i = 0; i < rows.size(); ++i) {
-    check_tensor(collective, wholes[i]);
-    check_tensor(collective, rows[i]);
+    check_tensor(check, collective, wholes[i]);
+    check_tensor(check, collective, rows[i]);
     if (wholes[i].scalar_type() != rows[i].scalar_type() || wholes[i].numel() != times * rows[i].numel())
       throw CommunicationError(detail::formatted("{}: {} is not {} times {}", collective, describe(wholes[i]),
                                                  times, describe(rows[i])));
   }
 }
 
-/// Returns the tensor itself, or a view of its bytes if Gloo does not know its dtype.
+/// Returns the tensor itself, or a view of its bytes if a backend may not know its dtype.
 inline at::Tensor movable(const at::Tensor& contiguous) {
   if (is_reducible(contiguous.scalar_type())) return contiguous;
   return contiguous.detach().view({-1}).view(at::kByte);
 }
 
-/// Returns Gloo's operation for `op`. An average is a sum that the caller divides: Gloo has averages only
-/// since 2.13.
-inline c10d::ReduceOp native(ReduceOp op, at::ScalarType type) {
+/// Returns the backend's operation for `op`. Without `averages`, an average is a sum that the caller divides:
+/// Gloo has averages only since 2.13, and MPI has none.
+inline c10d::ReduceOp native(ReduceOp op, at::ScalarType type, bool averages) {
   switch (op) {
     case ReduceOp::sum:
-      // Gloo adds bools as bytes, and a bool must not become 2.
+      // Backends add bools as bytes, and a bool must not become 2.
       return type == at::kBool ? c10d::ReduceOp::MAX : c10d::ReduceOp::SUM;
     case ReduceOp::avg:
-      return c10d::ReduceOp::SUM;
+      return averages ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM;
     case ReduceOp::min:
       return c10d::ReduceOp::MIN;
     case ReduceOp::max:

@@ -174,7 +174,8 @@ class BasicNcclComm {
   }
   /// Runs `replay()`, which launches a graph with captured collectives of this communicator on the current
   /// stream. Collective: every rank calls it in the same order. Throws the first error instead of launching.
-  /// The watchdog watches the replay under the timeout.
+  /// The watchdog watches the replay under the timeout. The groups that new_group() has split from this
+  /// communicator, and of which a graph holds collectives, are watched with it.
   template <class Replay>
   void watch_replay(Replay&& replay) {
     group_->watch_replay(std::forward<Replay>(replay));
@@ -372,8 +373,10 @@ class BasicNcclComm {
       group_->stay_out_of_split(call);
       return std::nullopt;
     }
-    return BasicNcclComm(
-        std::make_shared<NcclGroup<D>>(*group_, call, group_->state().world_ranks(ranks), std::move(name)));
+    auto child =
+        std::make_shared<NcclGroup<D>>(*group_, call, group_->state().world_ranks(ranks), std::move(name));
+    group_->add_child(child);
+    return BasicNcclComm(std::move(child));
   }
 
   /// Aborts the collectives in flight and fails every later call. Every wait of another rank throws a

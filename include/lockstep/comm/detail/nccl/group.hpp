@@ -5,6 +5,7 @@
 #include <chrono>
 #include <cstdint>
 #include <exception>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -202,6 +203,7 @@ class NcclGroup {
       op->label = label_;
       op->from = from;
       op->captured = captured;
+      if (captured) in_graph_ = true;
       op->kept = std::move(kept);
       device_.record(op->ready, op->from);
       device_.wait(stream(), op->ready);
@@ -252,25 +254,31 @@ class NcclGroup {
     }
   }
 
-  /// Runs `replay()`, which launches a graph with collectives of this group on the current stream. The replay
-  /// is ordered after all prior collectives, and counts as one collective under the watchdog.
+  /// Adds a group that this one was split into, whose captured collectives are replayed with this group's.
+  void add_child(const std::shared_ptr<NcclGroup>& child) {
+    std::erase_if(children_, [](const auto& known) { return known.expired(); });
+    children_.push_back(child);
+  }
+
+  /// Runs `replay()`, which launches a graph with collectives of this group on the current stream, and
+  /// possibly of groups split from it. The replay is ordered after all prior collectives, and counts as one
+  /// collective of this group, and of each of those groups of which a graph has captured any, under their
+  /// watchdogs. Throws the first error of any of them instead of launching.
   template <class Replay>
   void watch_replay(Replay&& replay) {
-    const Call call = state_.begin("captured step");
-    guarded(call, nullptr, [&] {
-      const Stream current = device_.current_stream();
-      tidy();
-      Launch launch{*this, in_flight_.take(), current};
-      launch.op->call = call;
-      launch.op->from = current;
-      device_.record(launch.op->ready, stream());
-      device_.wait(current, launch.op->ready);
-      launch.under_way = true;
-      waiting_.await_ready(call, nullptr, handle_.launch(replay));
-      launch.finish();
-      in_flight_.give_back(launch.op);
-    });
-    state_.check_error();  // an error may have ended the launch
+    std::vector<std::shared_ptr<NcclGroup>> inner;
+    add_captured_children(inner);
+    std::vector<Call> calls;
+    for (const auto& group : inner) calls.push_back(group->state_.begin(replayed));
+    const Call call = state_.begin(replayed);
+    // This group is the innermost: it reports an error of the launch itself.
+    const std::function<void(std::size_t)> launch_from = [&](std::size_t i) {
+      if (i == inner.size()) return launch_watched(call, replay);
+      inner[i]->launch_watched(calls[i], [&] { launch_from(i + 1); });
+    };
+    launch_from(0);
+    for (const auto& group : inner) group->state_.check_error();  // which may have ended the launch
+    state_.check_error();
   }
 
   /// Orders all later work on the current stream after the op. Does not block.
@@ -385,6 +393,32 @@ class NcclGroup {
       throw;
     }
   }
+  void add_captured_children(std::vector<std::shared_ptr<NcclGroup>>& found) const {
+    for (const auto& known : children_)
+      if (const auto child = known.lock()) {
+        // A group that was shut down has left its graphs.
+        if (child->in_graph_ && !child->state_.closed()) found.push_back(child);
+        child->add_captured_children(found);
+      }
+  }
+
+  template <class Replay>
+  void launch_watched(const Call& call, Replay&& replay) {
+    guarded(call, nullptr, [&] {
+      const Stream current = device_.current_stream();
+      tidy();
+      Launch launch{*this, in_flight_.take(), current};
+      launch.op->call = call;
+      launch.op->from = current;
+      device_.record(launch.op->ready, stream());
+      device_.wait(current, launch.op->ready);
+      launch.under_way = true;
+      waiting_.await_ready(call, nullptr, handle_.launch(replay));
+      launch.finish();
+      in_flight_.give_back(launch.op);
+    });
+  }
+
   // Returns the communicator of the ranks with the same colour; null for no_colour.
   Comm split(const Call& call, int colour) {
     drain(call);  // NCCL may hang if any work is outstanding
@@ -492,13 +526,18 @@ class NcclGroup {
     return diagnosis_.of_state(call, label);
   }
 
+  // The name of a replay among the collectives.
+  static constexpr const char* replayed = "captured step";
+
   NcclOptions options_;
   GroupState state_;
   D device_;
   NcclHandle<D> handle_;
   InFlightOps<D> in_flight_;
   OwnedStream<D> stream_;
-  std::shared_ptr<Buffers<D>> buffers_;  // null if the options ask for none
+  std::shared_ptr<Buffers<D>> buffers_;             // null if the options ask for none
+  std::vector<std::weak_ptr<NcclGroup>> children_;  // the groups that were split from this one
+  std::atomic<bool> in_graph_{false};               // whether a graph has captured a collective
   Label label_;
   Diagnosis<D> diagnosis_{state_.membership(), handle_};
   Waiting<D> waiting_{state_, handle_, diagnosis_};

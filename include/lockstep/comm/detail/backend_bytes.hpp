@@ -13,7 +13,7 @@
 #include <utility>
 #include <vector>
 
-#include "lockstep/comm/detail/gloo_operations.hpp"
+#include "lockstep/comm/detail/backend_operations.hpp"
 
 namespace lockstep::detail {
 
@@ -34,12 +34,13 @@ struct BytesGather {
   std::string own;
   std::vector<std::string> all;  // the result
 
-  GlooPart start(c10d::ProcessGroupGloo& gloo) {
-    lengths = at::empty({gloo.getSize()}, at::kLong);
-    return start_all_gather(gloo, lengths, at::full({1}, static_cast<std::int64_t>(own.size()), at::kLong));
+  BackendWork start(c10d::Backend& backend) {
+    lengths = at::empty({backend.getSize()}, at::kLong);
+    return start_all_gather(backend, lengths,
+                            at::full({1}, static_cast<std::int64_t>(own.size()), at::kLong));
   }
-  std::vector<GlooPart> send_bytes(c10d::ProcessGroupGloo& gloo) {
-    const int size = gloo.getSize();
+  std::vector<BackendWork> send_bytes(c10d::Backend& backend) {
+    const int size = backend.getSize();
     const auto* length = lengths.data_ptr<std::int64_t>();
     const std::int64_t total = std::accumulate(length, length + size, std::int64_t{0});
     const std::int64_t longest = *std::max_element(length, length + size);
@@ -47,14 +48,14 @@ struct BytesGather {
     if (longest * size <= std::max<std::int64_t>(2 * total, 1 << 16)) {
       const auto rows = at::empty({size, longest}, at::kByte);
       pieces = rows.unbind(0);
-      return {start_all_gather(gloo, rows, bytes_tensor(own, longest))};
+      return {start_all_gather(backend, rows, bytes_tensor(own, longest))};
     }
     // Padding unequal lengths to the longest would multiply the traffic.
-    std::vector<GlooPart> parts;
+    std::vector<BackendWork> parts;
     for (int rank = 0; rank < size; ++rank) {
-      pieces.push_back(rank == gloo.getRank() ? bytes_tensor(own, length[rank])
-                                              : at::empty({length[rank]}, at::kByte));
-      if (length[rank] > 0) parts.push_back(start_broadcast(gloo, pieces.back(), rank));
+      pieces.push_back(rank == backend.getRank() ? bytes_tensor(own, length[rank])
+                                                 : at::empty({length[rank]}, at::kByte));
+      if (length[rank] > 0) parts.push_back(start_broadcast(backend, pieces.back(), rank));
     }
     return parts;
   }
@@ -73,15 +74,15 @@ struct BytesBroadcast {
   int root = 0;
   std::string bytes;  // the result
 
-  GlooPart start(c10d::ProcessGroupGloo& gloo) {
+  BackendWork start(c10d::Backend& backend) {
     length = at::full({1}, static_cast<std::int64_t>(bytes.size()), at::kLong);
-    return start_broadcast(gloo, length, root);
+    return start_broadcast(backend, length, root);
   }
-  std::vector<GlooPart> send_bytes(c10d::ProcessGroupGloo& gloo) {
+  std::vector<BackendWork> send_bytes(c10d::Backend& backend) {
     const std::int64_t count = *length.data_ptr<std::int64_t>();
     if (count == 0) return {};
-    content = gloo.getRank() == root ? bytes_tensor(bytes, count) : at::empty({count}, at::kByte);
-    return {start_broadcast(gloo, content, root)};
+    content = backend.getRank() == root ? bytes_tensor(bytes, count) : at::empty({count}, at::kByte);
+    return {start_broadcast(backend, content, root)};
   }
   void finish() { bytes = content.defined() ? bytes_in(content, content.numel()) : std::string(); }
 
@@ -90,27 +91,27 @@ struct BytesBroadcast {
 
 /// Runs asynchronous exchanges of bytes.
 ///
-/// The second half of an exchange starts when its first half completes, on a thread of Gloo's and at a
+/// The second half of an exchange starts when its first half completes, on a thread of the backend's and at a
 /// different moment on each rank, while the order of collectives must be equal on all ranks. So the second
 /// halves run on a process group of their own, created when the first of them is due, in the order of the
 /// calls.
 class BytesLane : public std::enable_shared_from_this<BytesLane> {
  public:
-  using Gloo = c10::intrusive_ptr<c10d::ProcessGroupGloo>;
+  using Backend = c10::intrusive_ptr<c10d::Backend>;
 
-  /// `connect` creates the process group. It runs on a thread of Gloo's.
-  explicit BytesLane(std::function<Gloo()> connect) : connect_(std::move(connect)) {}
+  /// `connect` creates the process group. It runs on a thread of the backend's.
+  explicit BytesLane(std::function<Backend()> connect) : connect_(std::move(connect)) {}
 
-  /// Starts an exchange with its first half on `gloo`. Returns a work that completes after both halves.
+  /// Starts an exchange with its first half on `backend`. Returns a work that completes after both halves.
   template <class Exchange>
-  GlooPart start(c10d::ProcessGroupGloo& gloo, const std::shared_ptr<Exchange>& exchange) {
+  BackendWork start(c10d::Backend& backend, const std::shared_ptr<Exchange>& exchange) {
     auto whole = c10::make_intrusive<Whole>();
     auto half = std::make_shared<SecondHalf>();
     half->whole = whole;
-    half->send_bytes = [exchange, whole](c10d::ProcessGroupGloo& own) {
+    half->send_bytes = [exchange, whole](c10d::Backend& own) {
       finish_after(exchange->send_bytes(own), exchange, whole);
     };
-    const GlooPart first = exchange->start(gloo);
+    const BackendWork first = exchange->start(backend);
     {
       std::lock_guard lock(mutex_);
       waiting_.push_back(half);
@@ -123,7 +124,7 @@ class BytesLane : public std::enable_shared_from_this<BytesLane> {
 
   /// Completes the second halves in flight. Nothing may be in its first half, and nothing may start
   /// afterwards.
-  void close() { gloo_.reset(); }
+  void close() { backend_.reset(); }
 
  private:
   /// A work that completes when `finish` is called.
@@ -132,13 +133,13 @@ class BytesLane : public std::enable_shared_from_this<BytesLane> {
   };
   struct SecondHalf {
     c10::intrusive_ptr<Whole> whole;
-    std::function<void(c10d::ProcessGroupGloo&)> send_bytes;
+    std::function<void(c10d::Backend&)> send_bytes;
     std::exception_ptr error;  // of the first half
     bool due = false;
   };
 
   template <class Exchange>
-  static void finish_after(const std::vector<GlooPart>& parts, const std::shared_ptr<Exchange>& exchange,
+  static void finish_after(const std::vector<BackendWork>& parts, const std::shared_ptr<Exchange>& exchange,
                            const c10::intrusive_ptr<Whole>& whole) {
     const auto left = std::make_shared<std::atomic<std::size_t>>(parts.size() + 1);
     const auto count_down = [left, exchange, whole] {
@@ -146,7 +147,7 @@ class BytesLane : public std::enable_shared_from_this<BytesLane> {
       exchange->finish();
       whole->finish();
     };
-    for (const GlooPart& part : parts)
+    for (const BackendWork& part : parts)
       part->getFuture()->addCallback([count_down, whole](c10::ivalue::Future& future) {
         future.hasError() ? whole->finish(future.exception_ptr()) : count_down();
       });
@@ -165,8 +166,8 @@ class BytesLane : public std::enable_shared_from_this<BytesLane> {
       lock.unlock();
       try {
         if (next->error) std::rethrow_exception(next->error);
-        if (!gloo_) gloo_ = connect_();
-        next->send_bytes(*gloo_);
+        if (!backend_) backend_ = connect_();
+        next->send_bytes(*backend_);
       } catch (...) {
         next->whole->finish(std::current_exception());
       }
@@ -175,8 +176,8 @@ class BytesLane : public std::enable_shared_from_this<BytesLane> {
     issuing_ = false;
   }
 
-  std::function<Gloo()> connect_;
-  Gloo gloo_;  // used only by the issuing thread
+  std::function<Backend()> connect_;
+  Backend backend_;  // used only by the issuing thread
   std::mutex mutex_;
   std::deque<std::shared_ptr<SecondHalf>> waiting_;
   bool issuing_ = false;

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <exception>
@@ -15,18 +16,22 @@
 #include <utility>
 #include <vector>
 
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include "lockstep/comm/detail/backend_bytes.hpp"
+#include "lockstep/comm/detail/backend_operations.hpp"
 #include "lockstep/comm/detail/call.hpp"
-#include "lockstep/comm/detail/gloo_bytes.hpp"
-#include "lockstep/comm/detail/gloo_devices.hpp"
 #include "lockstep/comm/detail/group_state.hpp"
-#include "lockstep/comm/options.hpp"
+#include "lockstep/comm/detail/sigpipe_guard.hpp"
+#include "lockstep/comm/detail/store_exchange.hpp"
+#include "lockstep/comm/detail/tensor_lists.hpp"
+#include "lockstep/comm/process_group_comm.hpp"
 #include "lockstep/detail/format.hpp"
-#include "lockstep/detail/process_group_gloo.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/world/world.hpp"
 
@@ -67,8 +72,8 @@ class DelayedCall {
   std::thread thread_;
 };
 
-/// Returns Gloo's error text without LibTorch's stack trace and source locations.
-inline std::string gloo_error_text(const std::exception_ptr& cause) {
+/// Returns a backend's error text without LibTorch's stack trace and Gloo's source locations.
+inline std::string backend_error_text(const std::exception_ptr& cause) {
   std::string text = "of an unknown error";
   try {
     std::rethrow_exception(cause);
@@ -90,49 +95,159 @@ inline std::string gloo_error_text(const std::exception_ptr& cause) {
   return text.substr(0, text.find(". This is typically"));
 }
 
-/// The state that a GlooComm and its Works share: the GroupState and the process group.
-///
-/// ProcessGroupGloo's destructor waits for all works in flight, up to the timeout. So the process group is
-/// destroyed only after every rank has said farewell. In every other case it leaks: the process is about to
-/// end, and its sockets with it.
-class GlooGroup {
+/// An exchange of bytes through the store, as a Work of c10d. isCompleted() delivers the bytes once all have
+/// arrived, and throws as StoreExchange does.
+class StoreWork : public c10d::Work {
  public:
-  using Clock = std::chrono::steady_clock;
+  StoreWork(Membership& membership, const Call& call, std::vector<int> from, const std::string& own,
+            StoreExchange::Deliver deliver)
+      : exchange_(membership, call, std::move(from), own, std::move(deliver)) {}
 
-  GlooGroup(const World& world, std::vector<int> ranks, std::string name, const GlooOptions& options)
-      : options_(checked(options)), state_(world, std::move(ranks), std::move(name), options_.timeout) {
-    membership().join("");
-    connect();
-    lane_ = std::make_shared<BytesLane>(
-        [world, rank = state_.rank(), size = state_.size(), own = options_, name = state_.name()] {
-          return connect_gloo(own_store(world, name + "/bytes", own.timeout), rank, size, world, own);
-        });
+  bool isCompleted() override {
+    const auto until = std::chrono::steady_clock::now() + std::chrono::milliseconds(1500);
+    if (!delivered_ && exchange_.complete(until)) {
+      exchange_.finish(until);
+      delivered_ = true;
+    }
+    return delivered_;
   }
 
-  ~GlooGroup() {
-    if (!process_group_) return;
+ private:
+  StoreExchange exchange_;
+  bool delivered_ = false;
+};
+
+/// The state that a ProcessGroupComm and its Works share: the GroupState and the backend.
+///
+/// The destructor of a backend may wait for all works in flight, up to its timeout. So the group gives up its
+/// backend only after every rank has said farewell. In every other case the backend leaks: the process is
+/// about to end, and its sockets with it.
+class BackendGroup {
+ public:
+  using Clock = std::chrono::steady_clock;
+  using Backend = c10::intrusive_ptr<c10d::Backend>;
+
+  /// Performs the rendezvous. If `backend` is null, the options create it.
+  BackendGroup(const World& world, std::vector<int> ranks, std::string name, ProcessGroupOptions options,
+               Backend backend = {})
+      : options_(std::move(options)),
+        state_(world, std::move(ranks), std::move(name), options_.timeout,
+               on_host() ? nullptr : std::function<void()>([this] { abort_backend(); })),
+        backend_(std::move(backend)) {
+    if (!on_host()) c10::impl::VirtualGuardImpl(options_.device.type()).setDevice(options_.device);
+    membership().join("");
+    const auto make = [world, rank = state_.rank(), size = state_.size(), own = options_,
+                       prefix = state_.name()](const std::string& suffix) {
+      return own.make_backend(own_store(world, prefix + suffix, own.timeout), rank, size);
+    };
+    if (!backend_) backend_ = connect([make] { return make(""); });
+    const std::string backend_name = backend_->getBackendName();
+    is_gloo_ = backend_name == "gloo";
+    is_nccl_ = backend_name == "nccl";
+    has_futures_ = on_host();
+    check_ = {is_gloo_ ? "Gloo" : detail::formatted("the backend '{}'", backend_name),
+              options_.device.type()};
+    if (is_gloo_ && on_host() && options_.make_backend)
+      lane_ = std::make_shared<BytesLane>([make] { return make("/bytes"); });
+  }
+
+  ~BackendGroup() {
+    if (!backend_) return;
     // Reachable, so that leak checkers do not report it.
     struct Left {
-      c10::intrusive_ptr<c10d::ProcessGroupGloo> process_group;
+      Backend backend;
       std::shared_ptr<BytesLane> lane;
       Messages messages;
     };
     static auto* left_behind = new std::vector<Left>();
     static std::mutex mutex;
     std::lock_guard lock(mutex);
-    left_behind->push_back({std::move(process_group_), std::move(lane_), std::move(kept_)});
+    left_behind->push_back({std::move(backend_), std::move(lane_), std::move(kept_)});
   }
-  GlooGroup(const GlooGroup&) = delete;
-  GlooGroup& operator=(const GlooGroup&) = delete;
+  BackendGroup(const BackendGroup&) = delete;
+  BackendGroup& operator=(const BackendGroup&) = delete;
 
   [[nodiscard]] GroupState& state() { return state_; }
-  [[nodiscard]] const GlooOptions& options() const { return options_; }
+  [[nodiscard]] const ProcessGroupOptions& options() const { return options_; }
   [[nodiscard]] std::chrono::milliseconds timeout() const { return options_.timeout; }
-  [[nodiscard]] c10d::ProcessGroupGloo& process_group() { return *process_group_; }
-  [[nodiscard]] BytesLane& bytes_lane() { return *lane_; }
+  [[nodiscard]] c10d::Backend& backend() { return *backend_; }
+  [[nodiscard]] const TensorCheck& tensor_check() const { return check_; }
+  /// Returns the lane of asynchronous exchanges of bytes. Null if they use the store.
+  [[nodiscard]] BytesLane* bytes_lane() { return lane_.get(); }
 
-  /// Blocks until `work` completes. Throws if it failed, if another rank failed, or at `until`.
-  void await(const Call& call, c10d::Work& work, Clock::time_point until) {
+  [[nodiscard]] bool on_host() const { return options_.device.is_cpu(); }
+  /// Returns whether the backend computes averages itself.
+  [[nodiscard]] bool averages() const { return !on_host() && !is_gloo_; }
+  [[nodiscard]] bool ignores_tags() const { return is_nccl_; }
+  [[nodiscard]] bool can_split() const {
+    return options_.make_backend != nullptr || (backend_ && splits(*backend_));
+  }
+
+  /// Calls `start(backend)`. Throws CommunicationError if the backend refuses the operation.
+  template <class Start>
+  BackendWork launch(const char* name, Start&& start) {
+    try {
+      return std::forward<Start>(start)(*backend_);
+    } catch (const Error&) {
+      throw;
+    } catch (const std::exception&) {
+      throw CommunicationError(detail::formatted("{}: {} refused it: {}", name, check_.backend,
+                                                 backend_error_text(std::current_exception())),
+                               state_.world().rank());
+    }
+  }
+
+  /// Runs `finish` on the backend's thread after `work` succeeded and before it counts as complete, so that a
+  /// Work that is never waited for is finished too. Call it once per work: two callbacks could run
+  /// concurrently. Returns false, and does nothing, on a device and if the backend's works have no futures.
+  template <class Finish>
+  bool finish_in_callback(const BackendWork& work, const Finish& finish) {
+    if (!has_futures_) return false;
+    c10::intrusive_ptr<c10::ivalue::Future> future;
+    try {
+      future = work->getFuture();
+    } catch (const c10::Error&) {
+    }
+    if (!future) return has_futures_ = false;
+    future->addCallback([finish](c10::ivalue::Future& done) mutable {
+      if (!done.hasError()) finish();
+    });
+    return true;
+  }
+
+  /// Returns the backend of the sub-group `ranks`, null on the other ranks. Null on every rank if the options
+  /// create the backend of the sub-group. Collective.
+  Backend split_backend(const std::vector<int>& ranks, const std::string& name) {
+    if (options_.make_backend) return {};
+    return connect([backend = backend_, world = state_.world(), ranks, name, limit = timeout()] {
+      return split(*backend, own_store(world, name, limit), ranks, name);
+    });
+  }
+
+  /// Makes the current stream wait for `work`.
+  void order_stream(const Call& call, c10d::Work& work) {
+    try {
+      work.wait();
+    } catch (...) {
+      throw_transport_error(call, std::current_exception());
+    }
+  }
+
+  /// Starts an exchange of bytes through the store. Throws as StoreExchange does.
+  BackendWork exchange_in_store(const Call& call, std::vector<int> from, const std::string& own,
+                                StoreExchange::Deliver deliver) {
+    try {
+      return c10::make_intrusive<StoreWork>(membership(), call, std::move(from), own, std::move(deliver));
+    } catch (const Error&) {
+      check(std::current_exception());
+      throw;
+    }
+  }
+
+  /// Blocks until `work` completes. Throws if it failed, if another rank failed, or at `until`. A work that is
+  /// `polled` announces nothing and must be asked.
+  void await(const Call& call, c10d::Work& work, Clock::time_point until, bool polled = false) {
+    if (polled || !is_gloo_) return await_polled(call, work, until);
     Membership::CallWatch watch(membership(), call);
     std::unique_lock lock(work.*WorkInternals::mutex);
     const auto complete = [&] { return work.*WorkInternals::completed; };
@@ -156,6 +271,7 @@ class GlooGroup {
   /// await() for a send or recv. Gloo ends such a wait only by abort, or by a timeout that breaks its
   /// connection.
   void await_message(const Call& call, const c10::intrusive_ptr<c10d::Work>& work, Clock::time_point until) {
+    if (!is_gloo_) return await_polled(call, *work, until);
     const auto left = [](Clock::time_point end) {
       const auto time = std::chrono::ceil<std::chrono::milliseconds>(end - Clock::now());
       return std::max(time, std::chrono::milliseconds(1));
@@ -202,6 +318,8 @@ class GlooGroup {
   using Messages = std::vector<c10::intrusive_ptr<c10d::Work>>;
   // How long a waiting thread sleeps between two checks for failures.
   static constexpr std::chrono::milliseconds slice{50};
+  // The pauses between two questions whether a polled work is complete.
+  static constexpr std::chrono::microseconds first_pause{20}, last_pause{5000};
 
   [[nodiscard]] Membership& membership() { return state_.membership(); }
 
@@ -211,15 +329,36 @@ class GlooGroup {
     return c10::make_intrusive<c10d::PrefixStore>(name, world.connect_again(limit));
   }
 
-  // Gloo has no bound on the time to connect: a peer or the store may never answer.
-  void connect() {
+  // await() for a work that must be asked whether it is complete.
+  void await_polled(const Call& call, c10d::Work& work, Clock::time_point until) {
+    Membership::CallWatch watch(membership(), call);
+    for (auto pause = first_pause; !is_complete(call, work); pause = std::min(2 * pause, last_pause)) {
+      if (Clock::now() >= until) throw_timeout(call);
+      check(watch.look());
+      std::this_thread::sleep_for(pause);
+    }
+    if (auto cause = work.exception()) throw_transport_error(call, cause);
+  }
+  bool is_complete(const Call& call, c10d::Work& work) {
+    try {
+      return work.isCompleted();
+    } catch (const Error&) {
+      check(std::current_exception());
+      throw;
+    } catch (...) {
+      throw_transport_error(call, std::current_exception());
+    }
+  }
+
+  // Runs `make` on a thread that can be left behind: a backend has no bound on the time to connect, since a
+  // peer or the store may never answer.
+  Backend connect(std::function<Backend()> make) {
     const Call call{"the start of the communicator", 0, -1, 0, Clock::now()};
-    std::promise<c10::intrusive_ptr<c10d::ProcessGroupGloo>> promise;
+    std::promise<Backend> promise;
     auto connected = promise.get_future();
-    std::thread([promise = std::move(promise), rank = state_.rank(), size = state_.size(),
-                 world = state_.world(), name = state_.name(), options = options_]() mutable {
+    std::thread([promise = std::move(promise), make = std::move(make)]() mutable {
       try {
-        promise.set_value(connect_gloo(own_store(world, name, options.timeout), rank, size, world, options));
+        promise.set_value(make());
       } catch (...) {
         promise.set_exception(std::current_exception());
       }
@@ -230,7 +369,7 @@ class GlooGroup {
       if (Clock::now() >= call.start + timeout()) throw_timeout(call);
     }
     try {
-      process_group_ = connected.get();
+      return connected.get();
     } catch (const Error&) {
       throw;
     } catch (...) {
@@ -238,11 +377,25 @@ class GlooGroup {
     }
   }
 
+  // Ends the operations in flight on a device, on a thread of its own: c10d::Backend::abort may block.
+  void abort_backend() noexcept try {
+    const std::lock_guard lock(mutex_);
+    if (!backend_ || std::exchange(aborted_, true)) return;
+    std::thread([backend = backend_] {
+      try {
+        abort_operations(*backend);
+      } catch (const std::exception&) {  // the first error of the group says more
+      }
+    }).detach();
+  } catch (const std::exception&) {  // no thread can be started
+  }
+
   // Completes the works in flight, on a thread that can be left behind. Returns false if another rank failed.
   bool finish_works(const Call& call) {
     std::promise<void> promise;
     auto finished = promise.get_future();
-    std::thread([promise = std::move(promise), gloo = std::move(process_group_), lane = std::move(lane_),
+    std::unique_lock lock(mutex_);
+    std::thread([promise = std::move(promise), backend = std::move(backend_), lane = std::move(lane_),
                  kept = std::move(kept_), timeout = timeout()]() mutable {
       try {
         const SigpipeGuard guard;
@@ -251,13 +404,14 @@ class GlooGroup {
           } catch (const std::exception&) {  // its peer has gone without receiving it
           }
         kept.clear();
-        gloo.reset();
-        lane->close();
+        backend.reset();
+        if (lane) lane->close();
         promise.set_value();
       } catch (...) {
         promise.set_exception(std::current_exception());
       }
     }).detach();
+    lock.unlock();
     while (finished.wait_for(slice) != std::future_status::ready) {
       if (membership().monitor() && membership().monitor()->failure()) return false;
       if (Clock::now() >= call.start + timeout()) throw_timeout(call);
@@ -284,10 +438,10 @@ class GlooGroup {
     throw error;
   }
 
-  // Gloo failed: finds the rank that caused it and throws.
+  // The backend failed: finds the rank that caused it and throws.
   [[noreturn]] void throw_transport_error(const Call& call, const std::exception_ptr& cause) {
     state_.check_error();
-    const std::string text = gloo_error_text(cause);
+    const std::string text = backend_error_text(cause);
     check(membership().cause_of(
         call, detail::formatted("it does not answer and has closed its connections ({})", text)));
     const CommunicationError error(detail::formatted("{} failed: {}", call.text(), text),
@@ -296,9 +450,12 @@ class GlooGroup {
     throw error;
   }
 
-  GlooOptions options_;
+  ProcessGroupOptions options_;
   GroupState state_;
-  c10::intrusive_ptr<c10d::ProcessGroupGloo> process_group_;
+  Backend backend_;
+  TensorCheck check_;
+  bool is_gloo_ = false, is_nccl_ = false, aborted_ = false;
+  std::atomic<bool> has_futures_{false};
   std::shared_ptr<BytesLane> lane_;
   std::mutex mutex_;
   Messages kept_;
