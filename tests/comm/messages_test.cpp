@@ -45,6 +45,50 @@ TEST_CASE("lateness names the late ranks and where they were") {
         "all_reduce #57 is not complete after 6 s: rank 2 called barrier instead");
 }
 
+TEST_CASE("errors name the public calls of the ranks") {
+  using lockstep::detail::CallScope;
+  using lockstep::detail::served_call;
+  const auto collective = [](const char* name) { return Call{name, 57, -1, 0, {}, served_call}; };
+  CHECK(collective("barrier").text() == "barrier #57");
+  const CallScope outer("Trainer::fit");
+  CHECK(collective("barrier").text() == "barrier #57 of Trainer::fit");
+  {
+    const CallScope middle("evaluate"), inner("agree");
+    CHECK(collective("barrier").text() == "barrier #57 of Trainer::fit (agree)");
+    const CallScope callback(lockstep::detail::ServedCall{});
+    CHECK(served_call.name == nullptr);
+  }
+  const Call call = collective("all_reduce");
+  CHECK(lateness(call, {{1, {56, "all_reduce", "Trainer::fit", "evaluate"}}}, {0, 1}, 0, "6 s") ==
+        "rank 1 has not entered all_reduce #57 of Trainer::fit after 6 s; last at all_reduce #56 of "
+        "Trainer::fit "
+        "(evaluate); every rank must call Trainer::fit");
+  CHECK(lateness(call, {{1, {57, "barrier", "evaluate"}}}, {0, 1}, 0, "6 s") ==
+        "all_reduce #57 of Trainer::fit is not complete after 6 s: rank 0 is in Trainer::fit, rank 1 in "
+        "evaluate; "
+        "call both on every rank");
+  CHECK_THAT(lateness(call, {{1, {57, "all_reduce"}}}, {0, 1}, 0, "6 s"),
+             ContainsSubstring("although every rank has entered it"));
+  CHECK_THAT(lateness(call, {{0, {57, "barrier"}}}, {0, 1}, 1, "6 s"),
+             ContainsSubstring("rank 0 is in a call of barrier, rank 1 in Trainer::fit; call both"));
+
+  GroupStatus status;
+  status.enter(3, "broadcast", served_call);
+  CHECK(status.text() == "3 broadcast|Trainer::fit");
+  const auto position = Position::parse(status.text() + "|agree");
+  CHECK(position.text() == "broadcast #3 of Trainer::fit (agree)");
+  CHECK(Position::parse("3 broadcast").text() == "broadcast #3");
+}
+
+TEST_CASE("ranks in several calls are listed by call") {
+  using lockstep::detail::different_calls;
+  CHECK(different_calls({"a", "", "a"}, {0, 1, 2}).empty());
+  CHECK(different_calls({"a", "b", "a", ""}, {0, 2, 5, 7}) ==
+        "ranks 0 and 5 are in a, rank 2 in b; call both on every rank");
+  CHECK(different_calls({"a", "b", "c"}, {0, 1, 2}) ==
+        "rank 0 is in a, rank 1 in b, rank 2 in c; call all of them on every rank");
+}
+
 TEST_CASE("lateness of a message names its peer alone") {
   const Call call{"recv", 0, 1, 5, {}};
   CHECK(lateness(call, {{7, {3, "broadcast"}}}, {0, 7, 9}, 0, "250 ms") ==

@@ -45,7 +45,7 @@ MISUSES = {
     "added": Misuse("a layer added after wrapping", "UsageError", "'added.weight' was added", "the backward of step 1"),
     "frozen": Misuse("a layer frozen after wrapping", "UsageError", "'two.weight' was frozen", "the backward of step 1"),
     "all-frozen": Misuse("nothing to train", "UsageError", "without a parameter that requires grad", "the construction"),
-    "fewer": Misuse("a step less on rank 1", ("CommunicationError", TRAINS), "rank 1 has left", "the backward of step 3"),
+    "fewer": Misuse("a step less on rank 1", ("PeerError", TRAINS), "rank 1 has left", "the backward of step 3"),
     "create-graph": Misuse("`create_graph=True`, for a penalty on the gradients", "GradientError", "create_graph", "the backward of step 1"),
     "throws": Misuse("rank 1 throws in the backward of step 2",
                      ("PeerError", "std::runtime_error"), "thrown inside backward", "the backward of step 2"),

@@ -225,9 +225,11 @@ TEST_CASE("a rank that exits with 0 before the others is told of as such") {
   CHECK(ranks.wait() == std::vector<int>{1, 0, 1});
   CHECK(ranks[1].error().empty());
   for (const int other : {0, 2})
-    CHECK(ranks[other].error() == fmt::format("error: rank 1 ended with exit code 0 while other ranks still "
-                                              "communicated with it; noticed by rank {}\n",
-                                              other));
+    CHECK(ranks[other].error() ==
+          fmt::format("error: rank 1 has ended with exit code 0 while other ranks still "
+                      "communicated with it; every rank must make the same calls, and "
+                      "equally many; noticed by rank {}\n",
+                      other));
 }
 
 TEST_CASE("SIGTERM of a rank, or of a host, is told to the others as such") {

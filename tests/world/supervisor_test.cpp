@@ -329,8 +329,8 @@ TEST_CASE("a consequence whose cause never comes is shown after a while") {
 
 TEST_CASE("a rank that ended well too early is named, and not the one that noticed") {
   check_ended(ended("cause ended well"), 1,
-              "error: rank 1 ended with exit code 0 while other ranks still communicated with it; noticed by "
-              "rank 0 (pid ");
+              "error: rank 1 has ended with exit code 0 while other ranks still communicated with it; every "
+              "rank must make the same calls, and equally many; noticed by rank 0 (pid ");
 }
 
 #ifndef __SANITIZE_THREAD__  // whose own allocator ends the process
@@ -740,8 +740,13 @@ TEST_CASE("those who had ended well are named, but not a crowd") {
   CHECK(text({0}) ==
         "rank 1 failed first: x; noticed by rank 2 (pid 7); rank 0 had ended by then, with exit code 0");
   CHECK(text({1}) ==
-        "rank 1 ended with exit code 0 while other ranks still communicated with it; noticed by rank 2 (pid "
-        "7)");
+        "rank 1 has ended with exit code 0 while other ranks still communicated with it; every rank must "
+        "make the same calls, and equally many; noticed by rank 2 (pid 7)");
+  report.text = "rank 1 has left after a #3 while rank 2 waits in b #4 of Trainer::fit";
+  CHECK(text({1}) ==
+        "rank 1 has ended with exit code 0 while rank 2 waits in b #4 of Trainer::fit; every rank must make "
+        "the "
+        "same calls, and equally many; noticed by rank 2 (pid 7)");
 }
 
 TEST_CASE("a report survives its way through a pipe") {

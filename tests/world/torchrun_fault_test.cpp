@@ -126,8 +126,8 @@ TEST_CASE("under torchrun an early exit with 0 and a SIGTERM of a host are told 
   const auto result = run(command(one_node(2), {"exits early"}), {}, 120s);
   INFO(result.out << result.error);
   CHECK(count(result.error,
-              "error: rank 1 ended with exit code 0 while other ranks still communicated with it; "
-              "noticed by rank 0\n") == 1);
+              "error: rank 1 has ended with exit code 0 while other ranks still communicated with it; "
+              "every rank must make the same calls, and equally many; noticed by rank 0\n") == 1);
 
   const auto port = fmt::format("--master-port={}", lockstep_test::free_port());
   const auto node = [&](int rank) {

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "lockstep/comm/communicator.hpp"
+#include "lockstep/comm/detail/served_call.hpp"
 #include "lockstep/error.hpp"
 
 namespace lockstep {
@@ -79,6 +80,7 @@ namespace lockstep {
 /// the texts of all ranks that threw, so no rank waits for another. Collective and blocking.
 template <std::derived_from<Error> E = Error, Gathering C, class Local>
 std::vector<std::string> agree(C& comm, Local&& local) {
+  const detail::CallScope scope("agree");
   std::vector<std::string> outcomes = comm.all_gather_bytes(detail::outcome_of(local));
   if (const std::string text = detail::failures_text(outcomes, detail::RankNames(comm)); !text.empty())
     throw detail::CollectiveError<E>(text, comm.size());
@@ -90,6 +92,7 @@ std::vector<std::string> agree(C& comm, Local&& local) {
 /// throws, every rank throws the same E. Collective and blocking.
 template <std::derived_from<Error> E = Error, Gathering C, class Local>
 std::string agree_with_rank_zero(C& comm, Local&& local) {
+  const detail::CallScope scope("agree_with_rank_zero");
   std::string outcome = comm.broadcast_bytes(comm.rank() == 0 ? detail::outcome_of(local) : std::string(), 0);
   if (outcome.at(0) == '-') throw detail::CollectiveError<E>(detail::failure_text(outcome), comm.size());
   outcome.erase(0, 1);
@@ -102,6 +105,7 @@ std::string agree_with_rank_zero(C& comm, Local&& local) {
 template <std::derived_from<Error> E = MismatchError, Gathering C>
 void require_equal(C& comm, const NamedValues& values, std::string_view claim, std::string_view remedy) {
   if (comm.size() == 1) return;
+  const detail::CallScope scope("require_equal");
   const std::string own = detail::serialize(values);
   const std::vector<std::string> digests = comm.all_gather_bytes(detail::digest(own));
   if (std::all_of(digests.begin(), digests.end(), [&](const auto& other) { return other == digests[0]; }))
@@ -117,6 +121,7 @@ void require_equal(C& comm, const NamedValues& values, std::string_view claim, s
 template <Gathering C>
 bool any_rank(C& comm, bool here) {
   if (comm.size() == 1) return here;
+  const detail::CallScope scope("any_rank");
   const std::vector<std::string> all = comm.all_gather_bytes(here ? "1" : "");
   return std::any_of(all.begin(), all.end(), [](const std::string& there) { return !there.empty(); });
 }

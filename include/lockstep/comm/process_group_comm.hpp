@@ -257,6 +257,8 @@ class ProcessGroupComm {
   [[nodiscard]] int divisor(ReduceOp op) const;
 
   template <class Exchange>
+  void prepare(const detail::Call& call, Exchange& exchange) const;
+  template <class Exchange>
   void exchange_bytes_now(const detail::Call& call, Exchange& exchange);
   template <class Exchange, class Deliver>
   Work exchange_bytes(const detail::Call& call, const std::shared_ptr<Exchange>& exchange, Deliver deliver);

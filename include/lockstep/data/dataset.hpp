@@ -23,6 +23,7 @@
 
 #include "lockstep/comm/agreement.hpp"
 #include "lockstep/comm/communicator.hpp"
+#include "lockstep/comm/detail/served_call.hpp"
 #include "lockstep/data/generator.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
@@ -388,6 +389,7 @@ std::uint64_t fingerprint(D& dataset, std::size_t samples = 16) {
 template <Gathering C>
 void check_same_dataset(C& comm, std::size_t length,
                         std::optional<std::uint64_t> fingerprint = std::nullopt) {
+  const detail::CallScope scope("check_same_dataset");
   NamedValues values{{"its length", detail::formatted("{}", length)}};
   if (fingerprint) values.emplace_back("its fingerprint", detail::formatted("{:016x}", *fingerprint));
   require_equal(comm, values, "the ranks do not have the same dataset", "give every rank the same files");

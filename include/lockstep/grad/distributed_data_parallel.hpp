@@ -16,6 +16,7 @@
 
 #include "lockstep/comm/agreement.hpp"
 #include "lockstep/comm/communicator.hpp"
+#include "lockstep/comm/detail/served_call.hpp"
 #include "lockstep/comm/local_comm.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
@@ -117,6 +118,7 @@ class DistributedDataParallel {
   /// models or the options of the ranks differ.
   explicit DistributedDataParallel(M& model, Comm& comm, DdpOptions options = {}, Hook hook = {})
       : model_(store(model)), state_(std::make_unique<State>()) {
+    const detail::CallScope scope("the constructor of DistributedDataParallel");
     detail::CheckedModel checked;
     const auto check = [&] { checked = detail::checked_model(model, options); };
     state_->comm = &comm;
@@ -175,13 +177,16 @@ class DistributedDataParallel {
       state_->low_precision->cast(/*backward_follows=*/true);
       state_->reducer->hook_low_precision_gradients();
     }
-    if (std::exchange(state_->sync_due, c10::GradMode::is_enabled() && state_->reducer->no_sync_depth == 0))
+    if (std::exchange(state_->sync_due, c10::GradMode::is_enabled() && state_->reducer->no_sync_depth == 0)) {
+      const detail::CallScope scope("the forward of DistributedDataParallel (buffers)");
       run_buffer_sync();
+    }
     state_->reducer->forward_begins();
   }
 
   /// Synchronizes the buffers of all ranks now, so that all ranks evaluate the same model. Collective.
   void sync_buffers() {
+    const detail::CallScope scope("DistributedDataParallel::sync_buffers");
     run_buffer_sync();
     state_->sync_due = false;
   }
@@ -264,6 +269,7 @@ class DistributedDataParallel {
   /// Set `counted` if the other ranks call `backward_sum`. If the model's own forward or backward runs
   /// collectives, abort the communicator instead.
   void fail_backward(const std::exception_ptr& failure, bool counted = false) noexcept {
+    const detail::CallScope scope(detail::backward_name);
     state_->reducer->fail_backward(failure, counted);
   }
 
@@ -327,7 +333,10 @@ class DistributedDataParallel {
   /// Collective.
   ///
   /// A resumed run that sets this order is bitwise equal to an uninterrupted run.
-  [[nodiscard]] std::vector<std::size_t> bucket_order() { return state_->reducer->bucket_order(); }
+  [[nodiscard]] std::vector<std::size_t> bucket_order() {
+    const detail::CallScope scope("DistributedDataParallel::bucket_order");
+    return state_->reducer->bucket_order();
+  }
   /// Sets the bucket order, as `bucket_order` returned it in another run, from the next backward on. Pass the
   /// same order on every rank, outside `no_sync`. Throws CheckpointError if the order does not fit this
   /// model's parameters.
@@ -398,6 +407,7 @@ class DistributedDataParallel {
 
   template <class Run>
   void run(const detail::Contribution& contribution, Run&& backward) {
+    const detail::CallScope scope(detail::backward_name);
     state_->reducer->backward(contribution, [&] {
       state_->reducer->check_model(contribution.losses, [&] { return tensors_of(module()).parameters; });
       if (state_->low_precision) state_->low_precision->check_backward(contribution.losses);

@@ -16,6 +16,7 @@
 
 #include "lockstep/comm/agreement.hpp"
 #include "lockstep/comm/communicator.hpp"
+#include "lockstep/comm/detail/served_call.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 
@@ -145,6 +146,7 @@ requires Reducing<Comm> && Gathering<Comm>
 double check_same_parameters(const std::vector<NamedTensor>& parameters, Comm& comm,
                              double tolerance = 1e-3) {
   if (comm.size() == 1 || parameters.empty()) return 0;
+  const detail::CallScope scope("check_same_parameters");
   const c10::NoGradGuard no_grad;
   const std::vector<std::string> digests = agree(comm, [&] { return detail::digest_of(parameters); });
   const std::size_t count = parameters.size();
@@ -202,6 +204,7 @@ namespace lockstep {
 template <Gathering Comm>
 void check_same_model(const std::vector<NamedTensor>& parameters, const std::vector<NamedTensor>& buffers,
                       Comm& comm) {
+  const detail::CallScope scope("check_same_model");
   require_equal(comm, detail::describe(parameters, buffers), "the models of the ranks differ",
                 "build the same model on every rank");
 }

@@ -14,6 +14,7 @@
 #include <torch/serialize/archive.h>
 
 #include "lockstep/comm/communicator.hpp"
+#include "lockstep/comm/detail/served_call.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/grad/model.hpp"
@@ -177,6 +178,7 @@ class MovingAverage {
 template <Reducing Comm>
 void average_parameters(const std::vector<at::Tensor>& parameters, Comm& comm) {
   if (comm.size() == 1) return;
+  const detail::CallScope scope("average_parameters");
   const at::NoGradGuard no_grad;
   std::vector<char> done(parameters.size(), 0);
   for (std::size_t first = 0; first < parameters.size(); ++first) {

@@ -20,6 +20,7 @@
 
 #include "lockstep/comm/communicator.hpp"
 #include "lockstep/comm/detail/own_error.hpp"
+#include "lockstep/comm/detail/served_call.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/grad/detail/broadcast_list.hpp"
@@ -146,6 +147,7 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer,
   /// Collective.
   /// Counterpart: consolidate_state_dict.
   void consolidate(int to = 0) override {
+    const detail::CallScope scope("ZeroRedundancyOptimizer::consolidate");
     forget_gathered();
     for (int rank = 0; rank < comm_.size(); ++rank) {
       if (rank == to) continue;
@@ -238,6 +240,7 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer,
               "ZeroRedundancyOptimizer: parameter {} has gaps in its memory: make it contiguous",
               named.back().name));
       }
+    const detail::CallScope scope("the constructor of ZeroRedundancyOptimizer");
     check_same_model(named, {}, comm_);
     shards_ = detail::partition_parameters(param_groups_, comm_.size());
     for (const auto& group : own())
@@ -295,6 +298,7 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer,
 
   void broadcast_shards() {
     if (comm_.size() == 1) return;
+    const detail::CallScope scope("ZeroRedundancyOptimizer::step");
     const at::NoGradGuard no_grad;
     refresh_flats();
     std::vector<typename Comm::Work> works;

@@ -27,6 +27,7 @@
 #include <torch/serialize/archive.h>
 
 #include "lockstep/comm/communicator.hpp"
+#include "lockstep/comm/detail/served_call.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 
@@ -348,6 +349,7 @@ class GradScaler {
   template <Reducing Comm>
   void agree(torch::optim::Optimizer& optimizer, Comm& comm) {
     if (!options_.enabled || comm.size() == 1) return;
+    const detail::CallScope scope("GradScaler::agree");
     State& state = states_[&optimizer];
     if (state.stage == Stage::stepped)
       throw UsageError("GradScaler: agree after step: call it before, or update first");

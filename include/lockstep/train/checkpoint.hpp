@@ -28,6 +28,7 @@
 #include "lockstep/comm/communicator.hpp"
 #include "lockstep/comm/detail/describe.hpp"
 #include "lockstep/comm/detail/own_error.hpp"
+#include "lockstep/comm/detail/served_call.hpp"
 #include "lockstep/detail/const_data.hpp"
 #include "lockstep/detail/descriptor.hpp"
 #include "lockstep/detail/format.hpp"
@@ -261,6 +262,7 @@ inline void load_model(torch::nn::Module& model, const std::filesystem::path& pa
 template <Gathering C>
 void save_model(const torch::nn::Module& model, const std::filesystem::path& path, C& comm) {
   forbid_in_rank_zero_scope("save_model");
+  const detail::CallScope scope("save_model");
   agree_with_rank_zero<CheckpointError>(comm, [&] { save_model(model, path); });
 }
 
@@ -269,6 +271,7 @@ void save_model(const torch::nn::Module& model, const std::filesystem::path& pat
 template <Gathering C>
 void load_model(torch::nn::Module& model, const std::filesystem::path& path, C& comm) {
   forbid_in_rank_zero_scope("load_model");
+  const detail::CallScope scope("load_model");
   const std::string bytes = agree_with_rank_zero<CheckpointError>(comm, [&] { return read_whole(path); });
   agree<CheckpointError>(comm, [&] { deserialize_model(model, bytes, path.string()); });
 }

@@ -22,6 +22,7 @@
 #include "lockstep/comm/communicator.hpp"
 #include "lockstep/comm/detail/describe.hpp"
 #include "lockstep/comm/detail/own_error.hpp"
+#include "lockstep/comm/detail/served_call.hpp"
 #include "lockstep/data/dataset.hpp"
 #include "lockstep/data/loader.hpp"
 #include "lockstep/data/sampler.hpp"
@@ -79,6 +80,7 @@ class BufferSnapshot {
 template <Reducing C>
 void sum_over_ranks(std::span<Total> totals, C& comm) {
   if (comm.size() == 1 || totals.empty()) return;
+  const detail::CallScope scope("sum_over_ranks");
   const auto numbers = static_cast<std::int64_t>(2 * totals.size());
   at::Tensor packed = at::empty({numbers}, at::kDouble);
   double* at = packed.mutable_data_ptr<double>();
@@ -100,6 +102,7 @@ void sum_over_ranks(std::span<Total> totals, C& comm) {
 template <Reducing C>
 void share_buffers(const torch::nn::Module& module, C& comm) {
   if (comm.size() == 1) return;
+  const detail::CallScope scope("share_buffers");
   std::vector<at::Tensor> buffers;
   for (NamedTensor& buffer : unique_buffers(module)) buffers.push_back(std::move(buffer.tensor));
   detail::BroadcastList(std::move(buffers)).run(comm, 0);
@@ -293,10 +296,18 @@ auto evaluate(M& model, C& comm, D&& dataset, const EvaluationOptions& options, 
   using Data = std::remove_reference_t<D>;
   if constexpr (detail::CheckedEvaluation<M, Data, std::remove_reference_t<Metrics>...>::good()) {
     using Batch = BatchOf<Data>;
+    const detail::CallScope scope("evaluate");
     auto results = detail::aborting(comm, [&] {
-      if (options.batch_size < 1)
-        throw UsageError(detail::formatted("batch_size is {}: give 1 or more samples per rank and step",
-                                           options.batch_size));
+      const auto check = [&] {
+        if (options.batch_size < 1)
+          throw UsageError(detail::formatted("batch_size is {}: give 1 or more samples per rank and step",
+                                             options.batch_size));
+      };
+      // The exchange also finds ranks that are in another call, before they exchange tensors.
+      if constexpr (Gathering<C>)
+        agree<UsageError>(comm, check);
+      else
+        check();
       const EvaluationMode mode(detail::module_of(model));
       std::optional<BufferSnapshot> snapshot;
       if (options.restore_buffers) snapshot.emplace(detail::module_of(model));

@@ -12,6 +12,7 @@
 
 #include "lockstep/comm/agreement.hpp"
 #include "lockstep/comm/communicator.hpp"
+#include "lockstep/comm/detail/served_call.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/detail/linkage.hpp"
 #include "lockstep/error.hpp"
@@ -85,6 +86,7 @@ class StopOnSignal {
   /// Throws Stopped on every rank if a signal has reached one of them. Collective every `options.every` steps.
   void on_step(const StepReport& report) {
     if ((report.step + 1) % options_.every != 0) return;
+    const detail::CallScope scope("StopOnSignal::on_step");
     const int own = detail::stop_signal;
     if (!any_rank(comm_, own != 0)) return;
     const char* name = own == 0 ? "" : sigabbrev_np(own);
@@ -94,7 +96,10 @@ class StopOnSignal {
                                         : detail::formatted("signal {}", own));
     std::size_t first = 0;
     while (first + 1 < signals.size() && signals[first].empty()) ++first;
-    save_();
+    {
+      const detail::CallScope saving{detail::ServedCall{}};
+      save_();
+    }
     stopped_ = true;
     throw detail::CollectiveError<Stopped>(
         detail::formatted(

@@ -21,6 +21,7 @@
 #include "lockstep/comm/agreement.hpp"
 #include "lockstep/comm/communicator.hpp"
 #include "lockstep/comm/detail/own_error.hpp"
+#include "lockstep/comm/detail/served_call.hpp"
 #include "lockstep/comm/gloo_comm.hpp"
 #include "lockstep/data/dataset.hpp"
 #include "lockstep/data/loader.hpp"
@@ -128,6 +129,7 @@ class Trainer : detail::CheckedPolicies<Policies...> {
   template <class D, class Loss, class... Callbacks>
   EpochReport fit(D&& data, Loss&& loss, Callbacks&&... callbacks) {
     using Checked = detail::CheckedFit<Model, std::remove_reference_t<D>, Loss, Callbacks...>;
+    const detail::CallScope scope("Trainer::fit");
     if constexpr (Checked::good()) return run(data, loss, callbacks...);
   }
 
@@ -143,6 +145,7 @@ class Trainer : detail::CheckedPolicies<Policies...> {
     } else if constexpr (!Checked::good()) {
       return detail::NotMeasured{};
     } else {
+      const detail::CallScope scope("Trainer::evaluate");
       if (options_.ddp.broadcast_buffers == BufferPolicy::average) ddp_.sync_buffers();
       return precision_.forward([&] {
         return lockstep::evaluate(model_.get(), comm_, dataset,
@@ -161,6 +164,7 @@ class Trainer : detail::CheckedPolicies<Policies...> {
   template <Checkpointed... Parts>
   void save_checkpoint(const std::filesystem::path& path, const Parts&... parts) {
     forbid_in_rank_zero_scope("save_checkpoint");
+    const detail::CallScope scope("Trainer::save_checkpoint");
     if (step_.running())
       throw detail::CollectiveError<UsageError>(
           "save_checkpoint was called during a step: call it in an OnStep or OnEpoch callback");
@@ -178,22 +182,30 @@ class Trainer : detail::CheckedPolicies<Policies...> {
   /// parts may have changed.
   template <Checkpointed... Parts>
   void load_checkpoint(const std::filesystem::path& path, Parts&... parts) {
+    const detail::CallScope scope("Trainer::load_checkpoint");
     read_run("load_checkpoint", path, /*required=*/true, parts...);
   }
   /// Calls load_checkpoint if the file exists; otherwise a no-op. Returns whether the file exists: rank 0
   /// checks and broadcasts the answer, since ranks on other hosts may see other files. Collective.
   template <Checkpointed... Parts>
   bool load_checkpoint_if_exists(const std::filesystem::path& path, Parts&... parts) {
+    const detail::CallScope scope("Trainer::load_checkpoint_if_exists");
     return read_run("load_checkpoint_if_exists", path, /*required=*/false, parts...);
   }
 
   /// Writes rank 0's model atomically to a file that `torch::load(model, path)` reads. Collective. Every rank
   /// returns once the file is written, or throws CheckpointError. To check the path before training, call
   /// `require_writable(path)`.
-  void save(const std::filesystem::path& path) { save_model(model_.module(), path, comm_); }
+  void save(const std::filesystem::path& path) {
+    const detail::CallScope scope("Trainer::save");
+    save_model(model_.module(), path, comm_);
+  }
   /// Reads a saved model, or the model of a checkpoint, on rank 0 and copies it to all ranks. Collective.
   /// Throws CheckpointError, which names each tensor that does not fit.
-  void load(const std::filesystem::path& path) { load_model(model_.module(), path, comm_); }
+  void load(const std::filesystem::path& path) {
+    const detail::CallScope scope("Trainer::load");
+    load_model(model_.module(), path, comm_);
+  }
 
   [[nodiscard]] Model& model() { return model_.get(); }
   [[nodiscard]] torch::optim::Optimizer& optimizer() { return *optimizer_; }
@@ -358,7 +370,10 @@ class Trainer : detail::CheckedPolicies<Policies...> {
   template <class Report, class... Callbacks>
   bool notify_all(const Report& report, Callbacks&... callbacks) {
     bool stop = false;
-    detail::aborting(comm_, [&] { ((stop |= detail::asks_to_stop(callbacks, report, comm_)), ...); });
+    {
+      const detail::CallScope program{detail::ServedCall{}};
+      detail::aborting(comm_, [&] { ((stop |= detail::asks_to_stop(callbacks, report, comm_)), ...); });
+    }
     if constexpr ((detail::can_stop<Callbacks, Report, Comm> || ...)) return any_rank(comm_, stop);
     return false;
   }

@@ -412,25 +412,45 @@ TEST_CASE("a rank that dies without a word is named by those whose collective en
   CHECK(
       errors[0] ==
       "PeerError: rank 1 failed first: it does not answer, and all_reduce #1 has ended with it (NCCL: a peer "
-      "has gone, or its network: connection closed by peer)");
+      "has gone, or its network: connection closed by peer) while rank 0 waits in all_reduce #1");
 }
 
-TEST_CASE("ranks that disagree are told long before the timeout") {
-  const auto thrown = thrown_on_ranks(2, [](FakeMachine& machine, const World& world) {
+TEST_CASE("the first exchange of bytes finds ranks in different public calls") {
+  const auto thrown = thrown_on_ranks(2, [&](FakeMachine&, const World& world) {
     FakeComm comm(world, quick(60s));
-    const auto tensor = later({3}, 1), all = at::empty({2, 3});
-    if (world.rank() == 0) comm.all_reduce(tensor).synchronize();
-    machine.freeze(1);
-    struct Thaw {
-      FakeMachine& machine;
-      ~Thaw() { machine.thaw(1); }
-    } const at_end{machine};
-    comm.all_gather(all, tensor).synchronize();
+    const lockstep::detail::CallScope scope(world.rank() == 0 ? "Trainer::evaluate"
+                                                              : "Trainer::save_checkpoint");
+    lockstep::agree(comm, [] {});
   });
-  CHECK_THAT(thrown[0],
-             ContainsSubstring("CommunicationError: the ranks disagree on collective #1: rank 0 called "
-                               "all_reduce, but rank 1 called all_gather"));
-  CHECK_THAT(thrown[1], ContainsSubstring("PeerError: rank 0 failed first: the ranks disagree"));
+  for (const std::string& error : thrown)
+    CHECK_THAT(error,
+               ContainsSubstring("rank 0 is in Trainer::evaluate, rank 1 in Trainer::save_checkpoint; call "
+                                 "both on every rank"));
+}
+
+TEST_CASE("ranks that disagree are told long before the timeout, with the public calls that they are in") {
+  for (const bool served : {false, true}) {
+    const auto thrown = thrown_on_ranks(2, [&](FakeMachine& machine, const World& world) {
+      FakeComm comm(world, quick(60s));
+      const char* name = world.rank() == 0 ? "Trainer::evaluate" : "Trainer::save_checkpoint";
+      const lockstep::detail::CallScope scope(served ? lockstep::detail::ServedCall{name}
+                                                     : lockstep::detail::ServedCall{});
+      const auto tensor = later({3}, 1), all = at::empty({2, 3});
+      if (world.rank() == 0) comm.all_reduce(tensor).synchronize();
+      machine.freeze(1);
+      struct Thaw {
+        FakeMachine& machine;
+        ~Thaw() { machine.thaw(1); }
+      } const at_end{machine};
+      comm.all_gather(all, tensor).synchronize();
+    });
+    const std::string text =
+        served
+            ? "rank 0 is in Trainer::evaluate, rank 1 in Trainer::save_checkpoint; call both on every rank"
+            : "the ranks disagree on collective #1: rank 0 called all_reduce, but rank 1 called all_gather";
+    CHECK_THAT(thrown[0], ContainsSubstring("CommunicationError: " + text));
+    CHECK_THAT(thrown[1], ContainsSubstring("PeerError: rank 0 failed first: " + text));
+  }
 }
 
 TEST_CASE("a split that is given up leaves nothing behind") {
@@ -478,7 +498,8 @@ TEST_CASE("a rank that has left in good order is named by who needs it") {
     comm->barrier();
   });
   CHECK(thrown[1] == "");
-  CHECK_THAT(thrown[0], ContainsSubstring("CommunicationError: rank 1 has left after barrier #1"));
+  CHECK_THAT(thrown[0],
+             ContainsSubstring("PeerError: rank 1 has left after barrier #1 while rank 0 waits in "));
 }
 
 TEST_CASE("what NCCL cannot take is refused by name, and leaves the communicator as it was") {

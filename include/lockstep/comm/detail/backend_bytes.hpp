@@ -14,6 +14,9 @@
 #include <vector>
 
 #include "lockstep/comm/detail/backend_operations.hpp"
+#include "lockstep/comm/detail/bytes_header.hpp"
+#include "lockstep/comm/detail/served_call.hpp"
+#include "lockstep/error.hpp"
 
 namespace lockstep::detail {
 
@@ -27,23 +30,26 @@ inline std::string bytes_in(const at::Tensor& tensor, std::int64_t length) {
   return {static_cast<const char*>(tensor.data_ptr()), static_cast<std::size_t>(length)};
 }
 
-/// Gathers the bytes of every rank. Every exchange of bytes has two halves: `start` sends their lengths;
-/// `send_bytes` sends the bytes once the lengths have arrived. `finish` builds the result from the received
-/// bytes.
+/// Gathers the bytes of every rank. Every exchange of bytes has two halves: `start` sends their headers;
+/// `send_bytes` sends the bytes once the headers have arrived, and throws MismatchError if the headers name
+/// different public calls. `finish` builds the result from the received bytes.
 struct BytesGather {
   std::string own;
+  ServedCall served;
+  std::vector<int> ranks;        // of the group, as errors name them
   std::vector<std::string> all;  // the result
 
   BackendWork start(c10d::Backend& backend) {
-    lengths = at::empty({backend.getSize()}, at::kLong);
-    return start_all_gather(backend, lengths,
-                            at::full({1}, static_cast<std::int64_t>(own.size()), at::kLong));
+    headers = at::empty({backend.getSize(), BytesHeader::numbers}, at::kLong);
+    return start_all_gather(backend, headers, BytesHeader::of(own.size(), served));
   }
   std::vector<BackendWork> send_bytes(c10d::Backend& backend) {
+    if (const std::string calls = BytesHeader::different_calls(headers, ranks); !calls.empty())
+      throw MismatchError(calls);
     const int size = backend.getSize();
-    const auto* length = lengths.data_ptr<std::int64_t>();
-    const std::int64_t total = std::accumulate(length, length + size, std::int64_t{0});
-    const std::int64_t longest = *std::max_element(length, length + size);
+    lengths = BytesHeader::lengths(headers);
+    const std::int64_t total = std::accumulate(lengths.begin(), lengths.end(), std::int64_t{0});
+    const std::int64_t longest = *std::max_element(lengths.begin(), lengths.end());
     if (longest == 0) return {};
     if (longest * size <= std::max<std::int64_t>(2 * total, 1 << 16)) {
       const auto rows = at::empty({size, longest}, at::kByte);
@@ -53,40 +59,52 @@ struct BytesGather {
     // Padding unequal lengths to the longest would multiply the traffic.
     std::vector<BackendWork> parts;
     for (int rank = 0; rank < size; ++rank) {
-      pieces.push_back(rank == backend.getRank() ? bytes_tensor(own, length[rank])
-                                                 : at::empty({length[rank]}, at::kByte));
-      if (length[rank] > 0) parts.push_back(start_broadcast(backend, pieces.back(), rank));
+      const std::int64_t length = lengths[static_cast<std::size_t>(rank)];
+      pieces.push_back(rank == backend.getRank() ? bytes_tensor(own, length)
+                                                 : at::empty({length}, at::kByte));
+      if (length > 0) parts.push_back(start_broadcast(backend, pieces.back(), rank));
     }
     return parts;
   }
   void finish() {
-    all.assign(static_cast<std::size_t>(lengths.numel()), std::string());
+    all.assign(lengths.size(), std::string());
     for (std::size_t rank = 0; rank < pieces.size(); ++rank)
-      all[rank] = bytes_in(pieces[rank], lengths.data_ptr<std::int64_t>()[rank]);
+      all[rank] = bytes_in(pieces[rank], lengths[rank]);
   }
 
-  at::Tensor lengths;
+  at::Tensor headers;
+  std::vector<std::int64_t> lengths;
   std::vector<at::Tensor> pieces;  // by rank; none if every rank's bytes are empty
 };
 
-/// Broadcasts the bytes of `root`. See BytesGather for the two halves.
+/// Broadcasts the bytes of `root`. See BytesGather for the two halves. Only the other ranks compare the names
+/// of the calls: the root receives nothing.
 struct BytesBroadcast {
   int root = 0;
   std::string bytes;  // the result
+  ServedCall served;
+  std::vector<int> ranks;  // of the group, as errors name them
 
   BackendWork start(c10d::Backend& backend) {
-    length = at::full({1}, static_cast<std::int64_t>(bytes.size()), at::kLong);
-    return start_broadcast(backend, length, root);
+    header = BytesHeader::of(bytes.size(), served);
+    return start_broadcast(backend, header, root);
   }
   std::vector<BackendWork> send_bytes(c10d::Backend& backend) {
-    const std::int64_t count = *length.data_ptr<std::int64_t>();
+    if (backend.getRank() != root) {
+      const auto both = at::stack({header, BytesHeader::of(0, served)});
+      const std::string calls = BytesHeader::different_calls(
+          both,
+          {ranks.at(static_cast<std::size_t>(root)), ranks.at(static_cast<std::size_t>(backend.getRank()))});
+      if (!calls.empty()) throw MismatchError(calls);
+    }
+    const std::int64_t count = BytesHeader::lengths(header)[0];
     if (count == 0) return {};
     content = backend.getRank() == root ? bytes_tensor(bytes, count) : at::empty({count}, at::kByte);
     return {start_broadcast(backend, content, root)};
   }
   void finish() { bytes = content.defined() ? bytes_in(content, content.numel()) : std::string(); }
 
-  at::Tensor length, content;
+  at::Tensor header, content;
 };
 
 /// Runs asynchronous exchanges of bytes.

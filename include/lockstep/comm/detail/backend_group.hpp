@@ -72,6 +72,10 @@ class DelayedCall {
   std::thread thread_;
 };
 
+/// The beginning of backend_error_text() of an operation that received another number of bytes than it
+/// expected.
+inline constexpr std::string_view other_sizes_text = "the ranks gave it tensors of different sizes";
+
 /// Returns a backend's error text without LibTorch's stack trace and Gloo's source locations.
 inline std::string backend_error_text(const std::exception_ptr& cause) {
   std::string text = "of an unknown error";
@@ -90,7 +94,7 @@ inline std::string backend_error_text(const std::exception_ptr& cause) {
     text = text.substr(end + 2);
   // "[enforce fail at /path/to/pair.cc:544] op.preamble.length <= op.nbytes. 60 vs 20"
   if (const auto sizes = text.find("op.nbytes. "); sizes != std::string::npos)
-    return detail::formatted("the ranks gave it tensors of different sizes (a part of {} bytes)",
+    return detail::formatted("{} (a part of {} bytes)", other_sizes_text,
                              text.substr(sizes + std::string_view("op.nbytes. ").size()));
   return text.substr(0, text.find(". This is typically"));
 }
@@ -353,7 +357,7 @@ class BackendGroup {
   // Runs `make` on a thread that can be left behind: a backend has no bound on the time to connect, since a
   // peer or the store may never answer.
   Backend connect(std::function<Backend()> make) {
-    const Call call{"the start of the communicator", 0, -1, 0, Clock::now()};
+    const Call call{"the start of the communicator", 0, -1, 0, Clock::now(), served_call};
     std::promise<Backend> promise;
     auto connected = promise.get_future();
     std::thread([promise = std::move(promise), make = std::move(make)]() mutable {
@@ -441,9 +445,16 @@ class BackendGroup {
   // The backend failed: finds the rank that caused it and throws.
   [[noreturn]] void throw_transport_error(const Call& call, const std::exception_ptr& cause) {
     state_.check_error();
+    try {
+      std::rethrow_exception(cause);
+    } catch (const MismatchError&) {  // of an exchange of bytes, which the other ranks may not know of
+      state_.fail(cause, true);
+    } catch (...) {
+    }
     const std::string text = backend_error_text(cause);
     check(membership().cause_of(
-        call, detail::formatted("it does not answer and has closed its connections ({})", text)));
+        call, detail::formatted("it does not answer and has closed its connections ({})", text),
+        text.starts_with(other_sizes_text)));
     const CommunicationError error(detail::formatted("{} failed: {}", call.text(), text),
                                    state_.world().rank());
     state_.record(std::make_exception_ptr(error), false);

@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "lockstep/comm/detail/served_call.hpp"
 #include "lockstep/detail/format.hpp"
 
 namespace lockstep::detail {
@@ -16,11 +17,16 @@ struct Call {
   int peer = -1;               // of send and recv: the peer's rank in the group
   int tag = 0;
   std::chrono::steady_clock::time_point start{};
+  ServedCall served{};
 
-  /// Returns "all_reduce #57" or "recv from rank 2 (tag 5)".
+  /// Returns "all_reduce #57 of Trainer::fit" or "recv from rank 2 (tag 5)".
   [[nodiscard]] std::string text() const {
-    if (peer < 0) return sequence == 0 ? std::string(name) : detail::formatted("{} #{}", name, sequence);
-    return detail::formatted("{} {} rank {} (tag {})", name, name[0] == 's' ? "to" : "from", peer, tag);
+    std::string text = name;
+    if (peer >= 0)
+      text = detail::formatted("{} {} rank {} (tag {})", name, name[0] == 's' ? "to" : "from", peer, tag);
+    else if (sequence > 0)
+      text = detail::formatted("{} #{}", name, sequence);
+    return served.name && !text.empty() ? text + " of " + served_text(served) : text;
   }
 };
 

@@ -23,6 +23,7 @@
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include "lockstep/comm/detail/served_call.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/detail/linkage.hpp"
 #include "lockstep/world/detail/printable.hpp"
@@ -33,41 +34,121 @@
 
 namespace lockstep::detail {
 
-/// The last collective that this process has entered in one group.
-///
-/// Thread safety: one thread at a time may call `enter`; any thread may call `text`.
-struct GroupStatus {
-  std::string name;
-  std::vector<int> ranks;  // global, by rank in the group
-  std::atomic<std::uint64_t> sequence{0};
-  std::atomic<const char*> operations[2] = {"", ""};  // of the last even and the last odd sequence number
-
-  void enter(std::uint64_t number, const char* operation) {
-    // A reader that sees the new operation at the index of an older number must also see that `sequence` has
-    // changed since that number.
-    std::atomic_thread_fence(std::memory_order_release);
-    operations[number % 2].store(operation, std::memory_order_relaxed);
-    sequence.store(number, std::memory_order_release);
-  }
-  /// Returns "57 all_reduce". Number and operation match even while another thread calls `enter`.
-  [[nodiscard]] std::string text() const {
-    for (;;) {
-      const std::uint64_t number = sequence.load(std::memory_order_acquire);
-      const char* operation = operations[number % 2].load(std::memory_order_relaxed);
-      std::atomic_thread_fence(std::memory_order_acquire);
-      if (sequence.load(std::memory_order_relaxed) == number)
-        return detail::formatted("{} {}", number, operation);
-    }
-  }
-};
-
 /// The last collective that a rank has entered in a group.
 struct Position {
   /// The operation of a rank that is not in the group, or has not entered a collective.
   static constexpr const char* none = "nothing";
 
   std::uint64_t sequence = 0;
-  std::string operation;
+  std::string operation{};
+  std::string call{}, part{};  // the public call that it serves, see ServedCall; empty if there is none
+
+  /// Parses the text of a GroupStatus.
+  static Position parse(const std::string& text) {
+    Position position{std::strtoull(text.c_str(), nullptr, 10)};
+    const auto space = text.find(' ');
+    if (space == std::string::npos) return position;
+    std::string_view rest = std::string_view(text).substr(space + 1);
+    for (std::string* field : {&position.operation, &position.call, &position.part}) {
+      const auto end = std::min(rest.find('|'), rest.size());
+      *field = printable(std::string(rest.substr(0, end)));
+      rest.remove_prefix(std::min(end + 1, rest.size()));
+    }
+    return position;
+  }
+
+  /// Returns "all_reduce #56 of Trainer::fit".
+  [[nodiscard]] std::string text() const {
+    const std::string what = detail::formatted("{} #{}", operation, sequence);
+    return call.empty() ? what : what + " of " + served_text(call, part);
+  }
+};
+
+/// Returns whether `position` serves another public call than `served`.
+inline bool other_call(const Position& position, const ServedCall& served) {
+  return served.name && !position.call.empty() && position.call != served.name;
+}
+
+/// Returns whether a collective of one rank, `position`, cannot be the collective of another rank with the same
+/// sequence number.
+inline bool differs(const Position& position, const char* operation, const ServedCall& served) {
+  return position.operation != operation || other_call(position, served);
+}
+
+/// Describes ranks that are in different public calls: "rank 0 is in Trainer::evaluate, rank 1 in
+/// Trainer::save_checkpoint; call both on every rank". Returns an empty text if neither rank is in one, or both
+/// are in the same.
+inline std::string different_calls(int rank, const char* operation, const ServedCall& served, int other,
+                                   const Position& position) {
+  // Where the outermost calls differ, the calls inside them explain nothing.
+  const bool outer = other_call(position, served);
+  const std::string here = outer ? std::string(served.name) : served_text(served);
+  const std::string there = outer ? position.call : served_text(position.call, position.part);
+  if (here.empty() && there.empty()) return {};
+  std::vector<std::string> names{
+      here.empty() ? detail::formatted("a call of {}", operation) : here,
+      there.empty() ? detail::formatted("a call of {}", position.operation) : there};
+  std::vector<int> ranks{rank, other};
+  if (rank > other) {
+    std::swap(names[0], names[1]);
+    std::swap(ranks[0], ranks[1]);
+  }
+  return different_calls(names, ranks);
+}
+
+/// The last collective that this process has entered in one group.
+///
+/// Thread safety: one thread at a time may call `enter`; any thread may call the other functions.
+struct GroupStatus {
+  std::string name;
+  std::vector<int> ranks;  // global, by rank in the group
+  std::atomic<std::uint64_t> sequence{0};
+  /// A collective, and the names of its ServedCall.
+  struct Entry {
+    std::atomic<const char*> operation{""};
+    std::atomic<const char*> call{nullptr}, part{nullptr};
+  };
+  Entry entries[2];  // of the last even and the last odd sequence number
+
+  void enter(std::uint64_t number, const char* operation, const ServedCall& served = {}) {
+    // A reader that sees the new entry at the index of an older number must also see that `sequence` has
+    // changed since that number.
+    std::atomic_thread_fence(std::memory_order_release);
+    Entry& entry = entries[number % 2];
+    entry.operation.store(operation, std::memory_order_relaxed);
+    entry.call.store(served.name, std::memory_order_relaxed);
+    entry.part.store(served.part, std::memory_order_relaxed);
+    sequence.store(number, std::memory_order_release);
+  }
+
+  /// The values of an Entry and its sequence number.
+  struct Snapshot {
+    std::uint64_t sequence;
+    const char* operation;
+    ServedCall served;
+  };
+  /// Returns the last collective. Its values match even while another thread calls `enter`.
+  [[nodiscard]] Snapshot snapshot() const {
+    for (;;) {
+      const std::uint64_t number = sequence.load(std::memory_order_acquire);
+      const Entry& entry = entries[number % 2];
+      const Snapshot snapshot{
+          number,
+          entry.operation.load(std::memory_order_relaxed),
+          {entry.call.load(std::memory_order_relaxed), entry.part.load(std::memory_order_relaxed)}};
+      std::atomic_thread_fence(std::memory_order_acquire);
+      if (sequence.load(std::memory_order_relaxed) == number) return snapshot;
+    }
+  }
+  /// Returns "57 all_reduce|Trainer::fit|DistributedDataParallel::backward", without the names of calls that
+  /// there are none of.
+  [[nodiscard]] std::string text() const {
+    const auto [number, operation, served] = snapshot();
+    std::string text = detail::formatted("{} {}", number, operation);
+    if (served.name) text.append("|").append(served.name);
+    if (served.part) text.append("|").append(served.part);
+    return text;
+  }
 };
 
 /// The positions of the other ranks of a group, as they answered a Question.
@@ -110,6 +191,10 @@ class FailureMonitor {
       monitor = std::make_shared<FailureMonitor>(
           world.rank(), world.size(), [world](Milliseconds limit) { return world.connect_again(limit); });
       known = monitor;
+      failure_hooks.different_calls = [asked = known] {
+        const auto asking = asked.lock();
+        return asking ? asking->different_calls() : std::string();
+      };
     }
     return monitor;
   }
@@ -304,6 +389,26 @@ class FailureMonitor {
     return Question(*this, group, share).await(timeout, most);
   }
 
+  /// Returns the text of different_calls() for the first group and rank of which it is not empty, and an empty
+  /// text if there is none. Blocks at most 1.5 s for each group.
+  [[nodiscard]] std::string different_calls() {
+    std::vector<std::shared_ptr<const GroupStatus>> groups;
+    {
+      std::lock_guard lock(shared_->mutex);
+      groups = shared_->groups;
+    }
+    for (const auto& group : groups) {
+      if (group->ranks.size() < 2) continue;
+      const auto answers = ask(*group, Milliseconds(0), Milliseconds(1500), Milliseconds(1500));
+      const auto own = group->snapshot();
+      for (const auto& [rank, position] : answers.positions) {
+        std::string text = detail::different_calls(shared_->rank, own.operation, own.served, rank, position);
+        if (!text.empty()) return text;
+      }
+    }
+    return {};
+  }
+
   /// While it lives, aborts the wait for `message` when a failure or departure arrives, and when the listener
   /// next reads the clock after `due`. Gloo offers no other way to interrupt that wait.
   class Interruption {
@@ -365,14 +470,9 @@ class FailureMonitor {
   static Position position_in(const std::string& status, const std::string& group) {
     const std::string front = "\n" + group + " ";
     const auto found = status.find(front);
-    if (found == std::string::npos) return {0, Position::none};
+    if (found == std::string::npos) return {0, Position::none, {}, {}};
     const auto begin = found + front.size();
-    return parse(status.substr(begin, status.find('\n', begin) - begin));
-  }
-  static Position parse(const std::string& text) {
-    const auto space = text.find(' ');
-    return {std::strtoull(text.c_str(), nullptr, 10),
-            space == std::string::npos ? std::string() : printable(text.substr(space + 1))};
+    return Position::parse(status.substr(begin, status.find('\n', begin) - begin));
   }
 
   /// The state that the monitor, its two threads and its questions share.
@@ -532,7 +632,7 @@ class FailureMonitor {
         note({std::atoi(message.word(0).c_str()), true, printable(message.rest(1))}, lock);
       } else if (message.kind == "departed") {
         std::unique_lock lock(mutex);
-        departed[message.word(0)][std::atoi(message.word(1).c_str())] = parse(message.rest(2));
+        departed[message.word(0)][std::atoi(message.word(1).c_str())] = Position::parse(message.rest(2));
         announce(lock);
       }
     }

@@ -78,7 +78,7 @@ class GroupState {
   /// fails the group if the collective can never complete.
   Call begin(const char* name) {
     Call call = open(name, -1, 0);
-    call.sequence = membership_.enter(name);
+    call.sequence = membership_.enter(name, call.served);
     look(call);
     return call;
   }
@@ -179,7 +179,7 @@ class GroupState {
     if (closed_)
       throw CommunicationError(detail::formatted("{} called after shutdown(): make a new communicator", name),
                                world().rank());
-    return {name, 0, peer, tag, Clock::now()};
+    return {name, 0, peer, tag, Clock::now(), served_call};
   }
 
   static std::exception_ptr aborted(const std::string& reason) {

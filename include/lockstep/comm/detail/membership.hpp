@@ -53,9 +53,7 @@ inline std::string store_text(const Environment& environment) {
 inline std::string lateness(const Call& call, const std::map<int, Position>& positions,
                             const std::vector<int>& ranks, int own_rank, const std::string& waited) {
   const auto last = [](const Position& position) {
-    return position.sequence == 0
-               ? std::string("at the start")
-               : detail::formatted("last at {} #{}", position.operation, position.sequence);
+    return position.sequence == 0 ? std::string("at the start") : "last at " + position.text();
   };
   std::vector<std::string> late, silent;
   std::string where;
@@ -76,12 +74,17 @@ inline std::string lateness(const Call& call, const std::map<int, Position>& pos
   }
   std::string text;
   for (const auto& [rank, position] : positions)
-    if (call.peer < 0 && position.sequence == call.sequence && position.operation != call.name)
-      return detail::formatted("{} is not complete after {}: rank {} called {} instead", call.text(), waited,
-                               rank, position.operation);
+    if (call.peer < 0 && position.sequence == call.sequence && differs(position, call.name, call.served)) {
+      const std::string calls = different_calls(own_rank, call.name, call.served, rank, position);
+      return detail::formatted(
+          "{} is not complete after {}: {}", call.text(), waited,
+          calls.empty() ? detail::formatted("rank {} called {} instead", rank, position.operation) : calls);
+    }
   if (!late.empty())
     text = detail::formatted("rank{} {} not entered {} after {}{}", late.size() > 1 ? "s" : "", joined(late),
                              call.text(), waited, where);
+  if (!late.empty() && call.served.name)
+    text += detail::formatted("; every rank must call {}", call.served.name);
   if (!silent.empty())
     text += detail::formatted("{}rank{} {} not reported a position after {} of {}: dead, stopped or cut off",
                               text.empty() ? "" : ". ", silent.size() > 1 ? "s" : "", joined(silent), waited,
@@ -145,12 +148,12 @@ class Membership {
   [[nodiscard]] const std::string& name() const { return status_->name; }
   [[nodiscard]] const std::vector<int>& ranks() const { return status_->ranks; }
   /// Returns the Call of a rendezvous: it has no name and no sequence number.
-  static Call making() { return {"", 0, -1, 0, Clock::now()}; }
+  static Call making() { return {"", 0, -1, 0, Clock::now(), served_call}; }
 
   /// Counts a collective and makes it this rank's position, which answers to other ranks report.
-  std::uint64_t enter(const char* name) {
+  std::uint64_t enter(const char* name, const ServedCall& served) {
     const std::uint64_t sequence = status_->sequence.load(std::memory_order_relaxed) + 1;
-    status_->enter(sequence, name);
+    status_->enter(sequence, name, served);
     return sequence;
   }
 
@@ -209,8 +212,8 @@ class Membership {
     return monitor_ && monitor_->version() != seen_.load(std::memory_order_relaxed);
   }
 
-  /// Returns why `call` can never complete, as far as this rank knows: PeerError if a rank has failed,
-  /// CommunicationError if a rank has left before the call. Returns null if it still may.
+  /// Returns why `call` can never complete, as far as this rank knows: a PeerError that names a rank that has
+  /// failed, or has left before the call. Returns null if it still may.
   [[nodiscard]] std::exception_ptr look(const Call& call) {
     if (!monitor_) return nullptr;
     seen_.store(monitor_->version(), std::memory_order_relaxed);
@@ -220,10 +223,11 @@ class Membership {
     }
     for (const auto& [rank, position] : monitor_->departed(name()))
       if (rank != world_.rank() && call.peer < 0 && position.sequence < call.sequence)
-        return std::make_exception_ptr(
-            CommunicationError(detail::formatted("rank {} has left after {} #{}, so {} can never be complete",
-                                                 rank, position.operation, position.sequence, call.text()),
-                               world_.rank()));
+        return std::make_exception_ptr(PeerError(
+            detail::formatted("rank {} {} after {} {}; {}", rank, has_left,
+                              position.sequence == 0 ? std::string("no collective") : position.text(),
+                              waiting_text(world_.rank(), call.text()), same_calls),
+            world_.rank()));
     return nullptr;
   }
   /// look() that waits up to `timeout` for the failure that a rank publishes before it ends.
@@ -362,8 +366,10 @@ class Membership {
 
   /// Returns the reason why the transport ended `call`: a PeerError with another rank's failure, or one that
   /// blames a rank that does not answer, which it publishes with `text`. Returns null if every rank answers
-  /// or the reason is unknown.
-  [[nodiscard]] std::exception_ptr cause_of(const Call& call, const std::string& text) {
+  /// or the reason is unknown. `other_sizes`: the transport ended the call because ranks gave it tensors of
+  /// different sizes.
+  [[nodiscard]] std::exception_ptr cause_of(const Call& call, const std::string& text,
+                                            bool other_sizes = false) {
     if (!monitor_) return nullptr;
     using Milliseconds = std::chrono::milliseconds;
     // Leave time for one question, however late the call is.
@@ -377,7 +383,15 @@ class Membership {
     if (auto error = look(call)) return error;
     if (answers.conclusive)
       for (const int rank : ranks())
-        if (rank != world_.rank() && !answers.positions.contains(rank)) return blame(call, rank, text);
+        if (rank != world_.rank() && !answers.positions.contains(rank))
+          return blame(call, rank,
+                       detail::formatted("{} {}", text, waiting_text(world_.rank(), call.text())));
+    if (call.sequence > 0)
+      for (const auto& [rank, position] : answers.positions)
+        if (position.sequence == call.sequence ? differs(position, call.name, call.served)
+                                               : other_sizes && other_call(position, call.served))
+          return std::make_exception_ptr(
+              CommunicationError(disagreement(call, rank, position), world_.rank()));
     if (monitor_->await_failure(left(Milliseconds(100), Milliseconds(1000)))) return look(call);
     return nullptr;
   }
@@ -567,14 +581,18 @@ class Membership {
   [[nodiscard]] std::exception_ptr compare(const Call& call, const Answers& answers) const {
     if (call.sequence == 0 || !speaks(call, answers)) return nullptr;
     for (const auto& [rank, position] : answers.positions)
-      if (position.sequence == call.sequence && position.operation != call.name)
-        return std::make_exception_ptr(CommunicationError(
-            detail::formatted(
-                "the ranks disagree on collective #{}: rank {} called {}, but rank {} called {}. "
-                "Every rank must call the same collectives in the same order",
-                call.sequence, world_.rank(), call.name, rank, position.operation),
-            world_.rank()));
+      if (position.sequence == call.sequence && differs(position, call.name, call.served))
+        return std::make_exception_ptr(CommunicationError(disagreement(call, rank, position), world_.rank()));
     return nullptr;
+  }
+  [[nodiscard]] std::string disagreement(const Call& call, int rank, const Position& position) const {
+    std::string calls = different_calls(world_.rank(), call.name, call.served, rank, position);
+    if (!calls.empty()) return calls;
+    return detail::formatted(
+        "the ranks disagree on collective #{}{}: rank {} called {}, but rank {} called {}. "
+        "Every rank must call the same collectives in the same order",
+        call.sequence, call.served.name ? " of " + served_text(call.served) : std::string(), world_.rank(),
+        call.name, rank, position.operation);
   }
 
   // Returns whether this rank reports for the ranks that wait for one call. The lowest waiting rank does; if

@@ -12,6 +12,7 @@
 #include "lockstep/comm/detail/backend_bytes.hpp"
 #include "lockstep/comm/detail/backend_group.hpp"
 #include "lockstep/comm/detail/backend_operations.hpp"
+#include "lockstep/comm/detail/bytes_header.hpp"
 #include "lockstep/comm/detail/group_state.hpp"
 #include "lockstep/comm/detail/signature.hpp"
 #include "lockstep/comm/detail/sigpipe_guard.hpp"
@@ -129,16 +130,25 @@ LOCKSTEP_INLINE void ProcessGroupWork::keep_messages() noexcept {
     for (auto& part : parts_) group_->keep(std::move(part));
 }
 
-/// Gathers the signature `own` of every rank. Returns nothing if all are equal. Blocks.
+/// Gathers the signature `own` of every rank. Returns nothing if all are equal. Throws MismatchError if `call`
+/// serves another public call on another rank. Blocks.
 inline std::vector<std::string> differing_signatures(BackendGroup& group, const Call& call,
                                                      const std::string& own) {
   const auto until = call.start + group.timeout();
+  const std::vector<int>& ranks = group.state().ranks();
   std::vector<std::string> signatures;
   if (!group.on_host()) {
-    const auto work =
-        group.exchange_in_store(call, all_ranks(group.state().size()), own,
-                                [&](std::vector<std::string> all) { signatures = std::move(all); });
+    const SentName name = sent_name(call.served);
+    const auto work = group.exchange_in_store(
+        call, all_ranks(group.state().size()), std::string(name.begin(), name.end()) + own,
+        [&](std::vector<std::string> all) { signatures = std::move(all); });
     group.await(call, *work, until, true);
+    std::vector<std::string> names;
+    for (std::string& text : signatures) {
+      names.emplace_back(text.c_str());
+      text.erase(0, name.size());
+    }
+    if (const std::string calls = different_calls(names, ranks); !calls.empty()) throw MismatchError(calls);
     const bool equal = std::all_of(signatures.begin(), signatures.end(),
                                    [&](const std::string& other) { return other == own; });
     return equal ? std::vector<std::string>() : signatures;
@@ -149,16 +159,18 @@ inline std::vector<std::string> differing_signatures(BackendGroup& group, const 
     group.await(call, *work, until);
     return rows;
   };
-  const auto length = static_cast<std::int64_t>(own.size());
-  auto head = at::empty({2}, at::kLong);
-  head.data_ptr<std::int64_t>()[0] = length;
-  head.data_ptr<std::int64_t>()[1] = static_cast<std::int64_t>(fnv1a(own));
-  const auto heads = gather(head);
-  if (heads.eq(head).all().item<bool>()) return {};
-  const auto longest = heads.select(1, 0).max().item<std::int64_t>();
-  const auto texts = gather(bytes_tensor(own, longest));
+  const auto hash = at::full({1}, static_cast<std::int64_t>(fnv1a(own)), at::kLong);
+  const auto heads = gather(at::cat({hash, BytesHeader::of(own.size(), call.served)}));
+  const auto headers = heads.narrow(1, 1, BytesHeader::numbers).contiguous();
+  if (const std::string calls = BytesHeader::different_calls(headers, ranks); !calls.empty())
+    throw MismatchError(calls);
+  const auto lengths = BytesHeader::lengths(headers);
+  if (heads.select(1, 0).eq(hash).all().item<bool>() &&
+      std::all_of(lengths.begin(), lengths.end(), [&](std::int64_t length) { return length == lengths[0]; }))
+    return {};
+  const auto texts = gather(bytes_tensor(own, *std::max_element(lengths.begin(), lengths.end())));
   for (int rank = 0; rank < group.state().size(); ++rank)
-    signatures.push_back(bytes_in(texts[rank], heads[rank][0].item<std::int64_t>()));
+    signatures.push_back(bytes_in(texts[rank], lengths[static_cast<std::size_t>(rank)]));
   return signatures;
 }
 
@@ -207,12 +219,25 @@ ProcessGroupComm::Work ProcessGroupComm::begin(const char* name, std::optional<R
 }
 
 template <class Exchange>
+void ProcessGroupComm::prepare(const detail::Call& call, Exchange& exchange) const {
+  exchange.served = call.served;
+  exchange.ranks = group_->state().ranks();
+}
+
+template <class Exchange>
 void ProcessGroupComm::exchange_bytes_now(const detail::Call& call, Exchange& exchange) {
   const auto complete = [&](const detail::BackendWork& part) {
     group_->await(call, *part, call.start + group_->timeout());
   };
+  prepare(call, exchange);
   complete(group().launch(call.name, [&](c10d::Backend& backend) { return exchange.start(backend); }));
-  for (const detail::BackendWork& part : exchange.send_bytes(group().backend())) complete(part);
+  std::vector<detail::BackendWork> parts;
+  try {
+    parts = exchange.send_bytes(group().backend());
+  } catch (const MismatchError&) {
+    group().state().fail(std::current_exception(), true);
+  }
+  for (const detail::BackendWork& part : parts) complete(part);
   exchange.finish();
 }
 
@@ -220,6 +245,7 @@ template <class Exchange, class Deliver>
 ProcessGroupComm::Work ProcessGroupComm::exchange_bytes(const detail::Call& call,
                                                         const std::shared_ptr<Exchange>& exchange,
                                                         Deliver deliver) {
+  prepare(call, *exchange);
   Work work(group_, call);
   work.add(group_->bytes_lane()->start(group_->backend(), exchange));
   work.at_end(std::move(deliver));

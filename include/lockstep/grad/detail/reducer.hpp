@@ -19,6 +19,7 @@
 #include <c10/core/GradMode.h>
 
 #include "lockstep/comm/detail/own_error.hpp"
+#include "lockstep/comm/detail/served_call.hpp"
 #include "lockstep/detail/linkage.hpp"
 #include "lockstep/grad/ddp_options.hpp"
 #include "lockstep/grad/detail/autograd.hpp"
@@ -92,6 +93,9 @@ class InsideBackward {
   bool& running_;
   bool counts_;
 };
+
+/// The name of every kind of backward in errors: one kind on a rank may join another kind on another rank.
+inline constexpr const char* backward_name = "DistributedDataParallel::backward";
 
 /// One backward's contribution to a reduction. `losses`: the roots of the search for unused parameters. With
 /// a `count`, the gradients are those of a sum over that many samples, otherwise of a mean. `no_data`: this
@@ -168,6 +172,11 @@ class Reducer {
   template <class Run>
   void backward(const Contribution& contribution, Run&& run_backward) {
     const InsideBackward inside(inside_, contribution.count.has_value());
+    struct Caller {
+      ServedCall& call;
+      ServedCall before = std::exchange(call, served_call);
+      ~Caller() { call = before; }
+    } const caller{caller_};
     const bool reduces = no_sync_depth == 0 && !inside.nested;
     note_gradients();
     const auto run_counted = [&] {
@@ -291,6 +300,10 @@ class Reducer {
   void on_gradient(std::size_t i) {
     // The autograd engine runs one thread for each device of the model.
     const std::lock_guard lock(mutex_);
+    // The engine's threads, and a bare backward, are in no public call.
+    const CallScope scope(served_call.name ? served_call
+                          : caller_.name   ? caller_
+                                           : ServedCall{backward_name});
     if (c10::GradMode::is_enabled())
       throw GradientError(
           "backward with create_graph is refused: gradients of gradients would not be averaged over "
@@ -407,6 +420,7 @@ class Reducer {
     open_plain();
     copy_known_unused(nullptr);
     at_end_of_backward([reducer = std::weak_ptr(self_)](bool ended) {
+      const CallScope scope(backward_name);
       const auto alive = reducer.lock();
       if (alive && ended) (*alive)->close(nullptr);
       if (alive && !ended) (*alive)->stale_ = true;
@@ -528,6 +542,7 @@ class Reducer {
   double count_ = 0;  // this rank's count since the last reduction
   std::size_t iteration_ = 0;
   bool open_ = false, inside_ = false, stale_ = false, rebuild_due_ = false, rebuilt_ = false;
+  ServedCall caller_;                // the public call that runs backward, empty in a bare backward
   std::optional<double> sum_count_;  // this rank's count in a reduction of sums with counts
   bool no_data_ = false;
   bool joined_ = false;  // the backward of another model has reached this one and closes its reduction

@@ -19,6 +19,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 
 #include "lockstep/comm/communicator.hpp"
+#include "lockstep/comm/detail/served_call.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/nn/detail/batch_norm_kernels.hpp"
@@ -113,6 +114,8 @@ struct BatchNormSite : torch::CustomClassHolder {
   /// Returns `collective(exchange)`. Adds the module and the pass to its errors.
   template <class Collective>
   decltype(auto) run(const char* pass, Collective&& collective) const {
+    const CallScope scope(std::string_view(pass) == "forward" ? "SyncBatchNorm::forward"
+                                                              : "SyncBatchNorm::backward");
     const auto named = [&](const Error& error) {
       return detail::formatted("{}, {}: {}", module, pass, error.what());
     };

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "lockstep/comm/detail/own_error.hpp"
+#include "lockstep/comm/detail/served_call.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/grad/detail/reduction.hpp"
@@ -269,6 +270,7 @@ class TrainingStep {
       });
       if constexpr (used) {
         if constexpr (ScalingPrecision<PrecisionType>) precision_.unscale(optimizer_);
+        const CallScope program{ServedCall{}};
         aborting(comm_, [&] { (notify(callbacks, gradients), ...); });
       }
     }

@@ -97,10 +97,26 @@ inline int cause_of(std::string_view text) {
   return rank;
 }
 
-/// Returns the cause that other ranks report for a rank that ended too early with exit code 0.
-inline std::string early_end_text(int rank) {
-  return detail::formatted("rank {} ended with exit code 0 while other ranks still communicated with it",
-                           rank);
+/// The parts of a text that says which rank has left a group before the others: "rank 1 has left after
+/// all_reduce #7 while rank 0 waits in all_reduce #8; every rank must ...".
+inline constexpr std::string_view has_left = "has left";
+inline constexpr std::string_view same_calls = "every rank must make the same calls, and equally many";
+inline std::string waiting_text(int rank, const std::string& call) {
+  return detail::formatted("while rank {} waits in {}", rank, call);
+}
+
+/// Returns whether a consequence names a rank that has left a group before the others: `rank` is its cause.
+inline bool names_departure(std::string_view text, int rank) {
+  return rank >= 0 && text.starts_with(detail::formatted("rank {} {} ", rank, has_left));
+}
+
+/// Returns the cause that other ranks report for a rank that ended too early with exit code 0. `text`, the
+/// report of a rank that noticed it, may hold a waiting_text.
+inline std::string early_end_text(int rank, std::string_view text) {
+  std::string waiting = "while other ranks still communicated with it";
+  if (const auto at = text.find("while rank "); at != std::string_view::npos) waiting = text.substr(at);
+  if (waiting.find(same_calls) == std::string::npos) waiting += detail::formatted("; {}", same_calls);
+  return detail::formatted("rank {} has ended with exit code 0 {}", rank, waiting);
 }
 
 /// Returns the headline of a failure that `reporter` ("rank 3") reports. A consequence's headline begins with

@@ -538,11 +538,13 @@ struct Failure {
     return {*rank, false, published.substr(colon + 2)};
   }
 
-  /// Returns how the errors of other ranks name the failure: "rank 3 failed first: reason".
+  /// Returns how the errors of other ranks name the failure: "rank 3 failed first: reason", or "rank 3 has left
+  /// ..." of a rank that ended before the others.
   [[nodiscard]] std::string sentence() const {
-    return detail::formatted("{} failed first: {}",
+    const bool left = text.starts_with("has left ") || text.starts_with("has ended ");
+    return detail::formatted("{}{} {}",
                              rank < 0 ? std::string("another rank") : detail::formatted("rank {}", rank),
-                             text);
+                             left ? "" : " failed first:", text);
   }
 };
 

@@ -205,7 +205,7 @@ class FirstFailure {
 /// may still be the cause.
 inline RankFailure describe_failure(FailureReport report, int rank, pid_t pid, std::vector<int> gone) {
   const auto cause = report.kind == FailureKind::peer ? cause_of(report.text) : -1;
-  if (std::erase(gone, cause) > 0) report.text = early_end_text(cause);
+  if (std::erase(gone, cause) > 0) report.text = early_end_text(cause, report.text);
   auto text = headline(report, detail::formatted("rank {} (pid {})", rank, pid));
   if (!gone.empty() && report.kind != FailureKind::usage) {
     text += gone.size() > 1 ? "; ranks " : "; rank ";
@@ -507,9 +507,13 @@ class Supervisor {
     const auto first = first_failure_.first(alive() == 0);
     if (!first) return;
     decided_ = true;
+    const int cause = first->report.kind == FailureKind::peer ? cause_of(first->report.text) : -1;
     std::vector<int> gone;
     for (const auto& child : children_)
-      if (child.ended && child.status == 0 && child.ended_at < first->report.when) gone.push_back(child.rank);
+      if (child.ended && child.status == 0 &&
+          (child.ended_at < first->report.when ||
+           (child.rank == cause && names_departure(first->report.text, cause))))  // it left before it ended
+        gone.push_back(child.rank);
     auto& culprit = children_[first->child];
     failure_ = describe_failure(first->report, culprit.rank, culprit.pid, gone);
     read_remaining(culprit, first->child);  // the rank's own last output comes before the error

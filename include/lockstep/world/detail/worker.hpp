@@ -17,6 +17,7 @@
 #include <exception>
 #include <fstream>
 #include <functional>
+#include <future>
 #include <iostream>
 #include <iterator>
 #include <memory>
@@ -46,6 +47,9 @@ struct FailureHooks {
   std::function<std::optional<int>(int rank)> end_of;
   /// Publishes that this process exits. May block.
   std::function<void(int code)> exits;
+  /// Returns a text that names the different public calls which two ranks are in, empty if they are in the same.
+  /// May block.
+  std::function<std::string()> different_calls;
 };
 LOCKSTEP_PROCESS_WIDE inline FailureHooks failure_hooks;
 
@@ -143,12 +147,13 @@ inline void tell_failure(FailureReport& report, bool& said) {
   const int rank = process_rank.load();
   const std::time_t when = std::time(nullptr);
   const bool consequence = report.kind == FailureKind::peer;
-  bool first = true;
+  bool first = true, departure = false;
   if (consequence && failure_hooks.end_of) {
     const auto early = std::make_shared<std::atomic<bool>>(false);
     const int cause = cause_of(report.text);
     at_most(std::chrono::milliseconds(500), [early, cause] { *early = failure_hooks.end_of(cause) == 0; });
-    if (*early) report.text = early_end_text(cause);
+    departure = names_departure(report.text, cause);
+    if (*early) report.text = early_end_text(cause, report.text);
   }
   if (report_descriptor() >= 0) {
     at_most(std::chrono::milliseconds(500), [] {
@@ -158,10 +163,14 @@ inline void tell_failure(FailureReport& report, bool& said) {
     const auto bytes = encode(report).substr(0, 60000);
     said = write(report_descriptor(), bytes.data(), bytes.size()) > 0;
   }
-  if (!consequence && failure_hooks.publish) {
+  // A rank that has left does not know of the ranks that wait for it: this rank publishes its failure.
+  if ((!consequence || departure) && failure_hooks.publish) {
     const auto told = std::make_shared<std::atomic<bool>>(true);
-    const auto text =
-        report.kind == FailureKind::usage ? report.text : detail::formatted("rank {}: {}", rank, report.text);
+    const int culprit = departure ? cause_of(report.text) : rank;
+    const std::string own = departure ? detail::formatted("rank {} ", culprit) : std::string();
+    const auto text = report.kind == FailureKind::usage
+                          ? report.text
+                          : detail::formatted("rank {}: {}", culprit, report.text.substr(own.size()));
     at_most(std::chrono::milliseconds(1500), [told, text] { *told = failure_hooks.publish(text); });
     first = *told;
   }
@@ -268,6 +277,18 @@ LOCKSTEP_PROCESS_WIDE inline void announce_exit() {
   });
 }
 
+/// Replaces the text of an exception that Gloo throws on a thread of its own, when it receives data of another
+/// size than it expects, by the different calls of the ranks if they are in different ones.
+inline void name_calls(FailureReport& report) noexcept try {
+  if (report.text.find("op.preamble") == std::string::npos || !failure_hooks.different_calls) return;
+  const auto calls = std::make_shared<std::promise<std::string>>();
+  auto told = calls->get_future();
+  std::thread([calls] { calls->set_value(failure_hooks.different_calls()); }).detach();
+  if (told.wait_for(std::chrono::seconds(3)) != std::future_status::ready) return;
+  if (const std::string text = told.get(); !text.empty()) report.text = text;
+} catch (...) {  // the exception's own text stays
+}
+
 /// Makes an uncaught exception end the process through `fail_process` before the stack unwinds: no destructor
 /// can then wait for a peer that no longer answers. No-op if the program has a terminate handler of its own.
 LOCKSTEP_PROCESS_WIDE inline void end_on_uncaught() {
@@ -284,6 +305,7 @@ LOCKSTEP_PROCESS_WIDE inline void end_on_uncaught() {
       } catch (...) {
         report.text = "out of memory";  // short enough to need no allocation
       }
+      name_calls(report);
       fail_process(std::move(report));
     });
   });

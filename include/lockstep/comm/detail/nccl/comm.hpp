@@ -16,6 +16,7 @@
 #include <ATen/ops/zeros.h>
 
 #include "lockstep/comm/communicator.hpp"
+#include "lockstep/comm/detail/bytes_header.hpp"
 #include "lockstep/comm/detail/group_state.hpp"
 #include "lockstep/comm/detail/nccl/calls.hpp"
 #include "lockstep/comm/detail/nccl/device.hpp"
@@ -37,35 +38,42 @@ class NcclBytes {
   /// Returns every rank's bytes, by rank.
   [[nodiscard]] std::vector<std::string> gather(const std::string& own) const {
     const int size = group_->state().size();
-    const at::Tensor lengths = gather_rows(number(own.size()));
-    const auto* length = const_data<std::int64_t>(lengths);
-    const std::int64_t longest = *std::max_element(length, length + size);
+    const at::Tensor headers = gather_rows(BytesHeader::of(own.size(), call_.served));
+    refuse_other_calls(headers, group_->state().ranks());
+    const std::vector<std::int64_t> length = BytesHeader::lengths(headers);
+    const std::int64_t longest = *std::max_element(length.begin(), length.end());
     std::vector<std::string> all(static_cast<std::size_t>(size));
     if (longest == 0) return all;
-    const std::int64_t total = std::accumulate(length, length + size, std::int64_t{0});
+    const std::int64_t total = std::accumulate(length.begin(), length.end(), std::int64_t{0});
     if (longest * size <= std::max<std::int64_t>(2 * total, 1 << 16)) {
       const at::Tensor rows = gather_rows(bytes_of(own, longest));
-      for (int r = 0; r < size; ++r) all[static_cast<std::size_t>(r)] = text_in(rows[r], length[r]);
+      for (std::size_t r = 0; r < all.size(); ++r)
+        all[r] = text_in(rows[static_cast<std::int64_t>(r)], length[r]);
       return all;
     }
     // Padding unequal lengths to the longest would multiply the traffic.
-    for (int r = 0; r < size; ++r)
-      if (length[r] > 0) all[static_cast<std::size_t>(r)] = send_from(own, length[r], r);
+    for (std::size_t r = 0; r < all.size(); ++r)
+      if (length[r] > 0) all[r] = send_from(own, length[r], static_cast<int>(r));
     return all;
   }
 
   /// Returns `root`'s bytes.
   [[nodiscard]] std::string broadcast(const std::string& own, int root) const {
-    const at::Tensor length = broadcast(number(own.size()), root);
-    const std::int64_t count = *const_data<std::int64_t>(length);
+    const at::Tensor own_header = BytesHeader::of(own.size(), call_.served);
+    const at::Tensor header = broadcast(own_header, root);
+    const std::vector<int>& ranks = group_->state().ranks();
+    refuse_other_calls(at::stack({header, own_header}),
+                       {ranks.at(static_cast<std::size_t>(root)), group_->state().world().rank()});
+    const std::int64_t count = BytesHeader::lengths(header)[0];
     return count == 0 ? std::string() : send_from(own, count, root);
   }
 
  private:
-  static at::Tensor number(std::size_t value) {
-    auto tensor = at::zeros({1}, at::kLong);
-    *tensor.template mutable_data_ptr<std::int64_t>() = static_cast<std::int64_t>(value);
-    return tensor;
+  // Fails the group with a MismatchError if the headers name different public calls.
+  void refuse_other_calls(const at::Tensor& headers, const std::vector<int>& ranks) const {
+    if (const std::string calls = BytesHeader::different_calls(headers, ranks); !calls.empty())
+      group_->state().fail(std::make_exception_ptr(MismatchError(calls, group_->state().world().rank())),
+                           true);
   }
   // Converts bytes to a tensor [length], padded with zeros, and back.
   static at::Tensor bytes_of(const std::string& text, std::int64_t length) {

@@ -1,0 +1,70 @@
+// What tests/train/calls_fault_test.cpp starts: a mistake in the control flow, by which rank 0 and rank 1 are
+// in different public calls, or rank 1 is in none.
+//
+// usage: calls_program --nproc 2 MODE
+#include <torch/torch.h>
+
+#include <cstdlib>
+#include <string>
+
+#include "lockstep/comm/gloo_comm.hpp"
+#include "lockstep/grad/distributed_data_parallel.hpp"
+#include "lockstep/optim/averaging.hpp"
+#include "lockstep/train/trainer.hpp"
+#include "lockstep/world/launch.hpp"
+#include "train/regression.hpp"
+
+namespace {
+
+using Sequential = torch::nn::Sequential;
+
+Sequential make_net(bool buffers) {
+  Sequential net(torch::nn::Linear(3, 64), torch::nn::Linear(64, 1));
+  if (buffers) net->push_back(torch::nn::BatchNorm1d(1));
+  net->to(torch::kDouble);
+  return net;
+}
+
+void train(const lockstep::World& world, const std::string& mode) {
+  lockstep::Trainer trainer{world, {.epochs = 3, .batch_size = 2, .progress = false}, make_net(true)};
+  const auto data = curve(16);
+  const auto evaluate = [&] {
+    trainer.evaluate(data, [](const torch::Tensor& output, const auto&) {
+      return lockstep::Mean{output.sum(), 1};
+    });
+  };
+  if (mode == "evaluate in a callback")
+    trainer.fit(data, squared_error, lockstep::OnEpoch{[&](const auto&) {
+                  if (world.rank() == 0) evaluate();
+                }});
+  trainer.fit(data, squared_error);
+  if (mode == "evaluate or save") world.rank() == 0 ? evaluate() : trainer.save_checkpoint("/nowhere/run.pt");
+  if (world.rank() == 0) evaluate();
+  trainer.fit(data, squared_error);
+}
+
+void train_by_hand(const lockstep::World& world, const std::string& mode) {
+  auto net = make_net(mode == "skip a backward");
+  lockstep::GlooComm comm{world};
+  lockstep::DistributedDataParallel ddp{net, comm};
+  for (int step = 0; step < 6; ++step) {
+    const bool here = world.rank() == 1 && step == 3;
+    if (here && mode.starts_with("break")) break;
+    if (here && mode == "exit") std::exit(0);
+    const auto loss = ddp(torch::ones({2, 3}, torch::kDouble)).sum();
+    if (here && mode == "skip a backward") continue;
+    ddp.backward(loss);
+  }
+  if (mode == "break, then average" && world.rank() == 1)
+    lockstep::average_parameters({torch::ones({1 << 12})}, comm);
+  if (mode == "break, then save") lockstep::save_model(*net, "/nowhere/model.pt", comm);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const std::string mode = argv[argc - 1];
+  return lockstep::launch(argc, argv, [&](const lockstep::World& world) {
+    mode.starts_with("evaluate") ? train(world, mode) : train_by_hand(world, mode);
+  });
+}
