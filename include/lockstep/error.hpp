@@ -47,12 +47,13 @@ struct TimeoutError : CommunicationError {
   using CommunicationError::CommunicationError;
 };
 
-/// Another rank failed first. This error is a consequence, never the cause; the message contains the cause.
+/// Another rank failed first, or left the group before this rank's call. This error is a consequence, never the
+/// cause; the message contains the cause.
 struct PeerError : CommunicationError {
   using CommunicationError::CommunicationError;
 };
 
-/// Ranks differ in a value that must be equal on all of them, such as a model, a dataset or the shape of a
+/// Ranks differ in what must be equal on all of them, such as a model, a dataset, a call or the shape of a
 /// tensor. The message names the values and the ranks.
 struct MismatchError : Error {
   using Error::Error;
