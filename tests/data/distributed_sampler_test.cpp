@@ -5,7 +5,9 @@
 
 #include "data/counted_memory.hpp"
 #include "data/passes.hpp"
+#include "lockstep/data/loader.hpp"
 #include "support/catch.hpp"
+#include "support/written.hpp"
 
 namespace distributed_sampler_test {
 
@@ -118,6 +120,44 @@ TEST_CASE("torch's own loader takes the sampler, and set_epoch reaches the copy 
         seen.push_back(static_cast<std::size_t>(batch.data[i].item<std::int64_t>()));
     CHECK(seen == as_python(10, 1, 2, epoch, {.seed = 5}));
   }
+}
+
+TEST_CASE("torch's own loader repeats the order without set_epoch, with one warning, or advances the epoch") {
+  const auto passes = [](const lockstep::SamplerOptions& options) {
+    DistributedSampler sampler{20, 1, 2, options};
+    auto loader =
+        torch::data::make_data_loader(torch::data::datasets::TensorDataset(torch::arange(20))
+                                          .map(torch::data::transforms::Stack<torch::data::TensorExample>()),
+                                      sampler, torch::data::DataLoaderOptions(2));
+    std::vector<std::vector<std::size_t>> seen(4);
+    for (std::size_t pass = 0; pass < seen.size(); ++pass) {
+      if (pass == 3) sampler.set_epoch(7);
+      for (auto& batch : *loader)
+        for (std::int64_t i = 0; i < batch.data.size(0); ++i)
+          seen[pass].push_back(static_cast<std::size_t>(batch.data[i].item<std::int64_t>()));
+    }
+    return seen;
+  };
+  const auto python = [](std::size_t epoch) { return as_python(20, 1, 2, epoch, {.seed = 5}); };
+  const std::string warning = written(2, [&] {
+    CHECK(passes({.seed = 5}) == std::vector{python(0), python(0), python(0), python(7)});
+  });
+  CHECK_THAT(warning, ContainsSubstring("for a further pass over epoch 0 without set_epoch"));
+  CHECK(std::count(warning.begin(), warning.end(), '\n') == 1);
+  const std::string nothing = written(2, [&] {
+    CHECK(passes({.seed = 5, .advance_epoch_on_reset = true}) ==
+          std::vector{python(0), python(1), python(2), python(7)});
+    CHECK(passes({.shuffle = false})[1] == as_python(20, 1, 2, 0, {.shuffle = false}));
+    // lockstep's loader sets the epoch, also one that shall not advance.
+    for (const bool advances : {true, false}) {
+      lockstep::TensorDataset data{torch::arange(20), torch::arange(20)};
+      lockstep::DataLoader loader{data, DistributedSampler{20, 1, 2, {}}, {.advance_epoch = advances}};
+      for (int pass = 0; pass < 3; ++pass)
+        for (const auto& batch : loader) CHECK(batch.data.defined());
+      CHECK(loader.epoch() == (advances ? 2 : 0));
+    }
+  });
+  CHECK(nothing.empty());
 }
 
 TEST_CASE("a pass that was saved goes on where it stood") {

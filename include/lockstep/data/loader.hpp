@@ -170,7 +170,7 @@ class DataLoader {
   Iterator begin() {
     if (pass_under_way_)
       throw UsageError("a pass over this DataLoader is already running: end that loop first");
-    if (sampler_.begun() && options_.advance_epoch) sampler_.set_epoch(sampler_.pass_epoch() + 1);
+    if (sampler_.begun()) sampler_.set_epoch(sampler_.pass_epoch() + (options_.advance_epoch ? 1 : 0));
     // A resumed pass drew its base seed when it was started.
     if (!SamplerWithPosition::draws_base_seed && options_.draw_base_seed && !sampler_.resumes())
       at::empty({}, at::kLong).random_();

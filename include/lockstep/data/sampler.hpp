@@ -12,6 +12,7 @@
 #include <optional>
 #include <string>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include <ATen/CPUGeneratorImpl.h>
@@ -25,6 +26,7 @@
 #include "lockstep/detail/const_data.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
+#include "lockstep/log/log.hpp"
 
 namespace lockstep {
 
@@ -91,6 +93,11 @@ struct SamplerOptions {
   /// `drop_last`. If both are false, each sample is seen exactly once: the first ranks get the tail, so ranks
   /// may differ by one sample, and ranks beyond the number of samples have none.
   bool pad = true;
+  /// Start the next epoch with each further `reset()`, unless `set_epoch` was called since the last one. For
+  /// loaders that reset their sampler before each pass but do not call set_epoch, such as that of
+  /// torch::data::make_data_loader. Without it, such a pass repeats the order of the last one, as in Python, and
+  /// a shuffling sampler warns once. A Trainer and a lockstep::DataLoader call set_epoch themselves.
+  bool advance_epoch_on_reset = false;
 };
 
 /// Returns the number of samples of each rank when `length` samples are partitioned evenly: rounded up (some
@@ -149,9 +156,22 @@ class SamplerEpoch {
   [[nodiscard]] std::size_t pass() const { return pass_; }
   [[nodiscard]] bool begun() const { return begun_ == shared_->times_set; }
 
+  /// Warns on rank 0 that the coming pass repeats the last one. Once for all copies.
+  void warn_of_repetition() {
+    if (std::exchange(shared_->warned, true)) return;
+    Log(std::max(0, process_rank.load()))
+        .warning(
+            "a sampler was reset for a further pass over epoch {} without set_epoch: the pass repeats the "
+            "order "
+            "of the last one. Call set_epoch(epoch) before each pass, or set "
+            "SamplerOptions::advance_epoch_on_reset",
+            pass_);
+  }
+
  private:
   struct Shared {
     std::size_t number = 0, times_set = 0;
+    bool warned = false;
   };
 
   std::shared_ptr<Shared> shared_ = std::make_shared<Shared>();
@@ -200,7 +220,8 @@ class StridedSampler : public torch::data::samplers::Sampler<> {
   static constexpr bool draws_base_seed = false;
 
   /// Sets the epoch that the next `reset()` of this sampler and of all its copies starts. This sampler starts
-  /// the epoch at once, unless it resumes a loaded one.
+  /// the epoch at once, unless it resumes a loaded one. SamplerOptions::advance_epoch_on_reset makes calls
+  /// before each pass unnecessary.
   void set_epoch(std::size_t epoch) {
     epoch_.set(epoch);
     if (!resumes()) begin();
@@ -210,16 +231,19 @@ class StridedSampler : public torch::data::samplers::Sampler<> {
   [[nodiscard]] std::size_t pass_epoch() const { return epoch_.pass(); }
   [[nodiscard]] bool begun() const { return epoch_.begun(); }
 
-  /// Starts a pass over the current epoch, or resumes the one that was just loaded.
+  /// Starts a pass over the current epoch, or resumes the one that was just loaded. For a further pass over an
+  /// epoch see SamplerOptions::advance_epoch_on_reset.
   void reset(std::optional<std::size_t> new_length = std::nullopt) override {
     if (new_length && *new_length != length_) {
       length_ = *new_length;
       resumed_ = false;
     }
-    if (resumes())
+    if (resumes()) {
       resumed_ = false;
-    else
+    } else {
+      if (epoch_.begun()) follow_last_pass();
       begin();
+    }
     epoch_.begin_pass();
   }
 
@@ -318,6 +342,13 @@ class StridedSampler : public torch::data::samplers::Sampler<> {
     epoch_.enter();
     position_ = skipped_ = 0;
     resumed_ = false;
+  }
+
+  void follow_last_pass() {
+    if (options_.advance_epoch_on_reset)
+      epoch_.set(epoch_.pass() + 1);
+    else if (options_.shuffle && position_ > 0)
+      epoch_.warn_of_repetition();
   }
 
   SamplerOptions options_;
