@@ -70,6 +70,9 @@ function(docs_extract folder)
       string(LENGTH "${kind}" length)
       math(EXPR at "${at} + ${length}")
       string(SUBSTRING "${rest}" ${at} -1 rest)
+      if(NOT "${before}" MATCHES "(^|\n) *$")
+        continue()  # within a line of text
+      endif()
       # Its first line, and its text up to the end.
       if(kind STREQUAL "<!-- output:")
         string(FIND "${rest}" "-->\n```" at)

@@ -24,8 +24,7 @@ struct CrossEntropy {
     return torch::cross_entropy_loss(model->forward(batch.data), batch.target);
   }
 };
-using NetTrainer =
-    lockstep::Trainer<Net, lockstep::DistributedSampler, lockstep::GlooComm, lockstep::Fp32>;
+using NetTrainer = lockstep::Trainer<Net, lockstep::DistributedSampler, lockstep::GlooComm, lockstep::Fp32>;
 
 extern int argc;
 extern char** argv;

@@ -32,15 +32,14 @@ void warn_of_unequal_values(const torch::nn::Module& module, const DdpOptions& o
   // Every rank has taken part in the collective, whatever its options: DistributedDataParallel compares them,
   // and the models.
   if (!options.init_sync || comm.rank() != 0) return;
-  std::size_t first = parameters.size(), culprit = 0, differing = 0;
-  for (const std::string& digest : digests)
-    if (digest.size() != digests[0].size()) return;  // another model, which is an error
+  std::size_t first = 0, culprit = 0, differing = 0;
+  for (const std::string& sums : digests)
+    if (sums.size() != digests[0].size()) return;  // another model, which is an error
   for (std::size_t i = 0; i < parameters.size(); ++i) {
-    const auto other = std::find_if(digests.begin(), digests.end(), [&](const std::string& digest) {
-      return digest.compare(8 * i, 8, digests[0], 8 * i, 8) != 0;
+    const auto other = std::find_if(digests.begin(), digests.end(), [&](const std::string& sums) {
+      return sums.compare(8 * i, 8, digests[0], 8 * i, 8) != 0;
     });
-    if (other == digests.end()) continue;
-    if (differing++ > 0) continue;
+    if (other == digests.end() || differing++ > 0) continue;
     first = i;
     culprit = static_cast<std::size_t>(other - digests.begin());
   }
@@ -50,9 +49,8 @@ void warn_of_unequal_values(const torch::nn::Module& module, const DdpOptions& o
   const RankNames name_of(comm);
   log.warning(
       "the model's initial values differ between the ranks ({} of {} parameters, first '{}' on rank {}): "
-      "rank "
-      "{}'s are used; call torch::manual_seed with one seed on every rank before constructing the model, or "
-      "pass std::in_place_type of it, so that the Trainer seeds and constructs it",
+      "rank {}'s are used; call torch::manual_seed with one seed on every rank before constructing the "
+      "model, or pass std::in_place_type of it, so that the Trainer seeds and constructs it",
       differing, parameters.size(), parameters[first].name, name_of(culprit), name_of(0));
 }
 
