@@ -73,6 +73,14 @@ std::string common_error(lockstep::GlooComm& comm, Work&& work) {
   return text;
 }
 
+// A stream that does not end.
+struct Endless {
+  std::optional<lockstep::Example> next() {
+    const auto data = three_classes(4);
+    return lockstep::Example{data.data(), data.target()};
+  }
+};
+
 }  // namespace
 
 TEST_CASE("a callback that stops on one rank stops fit on every rank") {
@@ -99,6 +107,16 @@ TEST_CASE("a callback that stops on one rank stops fit on every rank") {
     // The next call starts the next epoch.
     CHECK(trainer->fit(data, cross_entropy_of).step == 3 + 4 * 2);
     CHECK(trainer->epoch() == 6);
+  }
+  SECTION("of a stream that does not end") {
+    auto trainer = make_trainer(1);
+    Endless stream;
+    const auto report =
+        trainer->fit(stream, cross_entropy_of, lockstep::OnStep{[&](const lockstep::StepReport& step) {
+                       return culprit && step.step == 2 ? FitAction::stop : FitAction::proceed;
+                     }});
+    CHECK(report.step == 3);
+    CHECK(std::isfinite(report.loss));
   }
   SECTION("after an epoch, or before one") {
     auto trainer = make_trainer(4);
@@ -297,7 +315,7 @@ TEST_CASE("KeepLast removes a checkpoint only after a newer one is whole, and no
   CommonFolder folder;
   auto trainer = make_trainer(5);
   const bool first = folder.comm.rank() == 0;
-  const std::vector<std::string> foreign{"run-x.ckpt", "run-01.ckpt", "run-1.ckpt.old", "arun-1.ckpt",
+  const std::vector<std::string> foreign{"run-x.ckpt", "run-07.ckpt", "run-1.ckpt.old", "arun-1.ckpt",
                                          "run-.ckpt"};
   if (first)
     for (const auto& name : foreign) std::ofstream(folder / name) << "mine";
