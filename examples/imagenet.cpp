@@ -4,8 +4,8 @@
 //   imagenet --nproc 2                                    a small run on random images
 //   torchrun --no-python --nproc-per-node 8 imagenet folder/of/imagenet; srun and mpirun do as well
 // Modules and parameters have torchvision's names and initial values. checkpoint.pt and model_best.pt are what
-// main.py calls .pth.tar; Python reads them by torch.load(file, weights_only=False)["state_dict"], and
-// --pretrained reads what Python wrote by torch.save(dict(model.state_dict()), file).
+// main.py calls .pth.tar: Python reads them by torch.load(file)["state_dict"], and --pretrained reads what
+// Python wrote by torch.save(model.state_dict(), file).
 #include <torch/torch.h>
 
 #include <CLI/CLI.hpp>
@@ -120,92 +120,18 @@ TORCH_MODULE(ResNet);
 
 // ---- Checkpoints: dictionaries as Python's torch.save writes them -----------------------------------------
 
-Dict new_dict() {
-  return Dict(c10::StringType::get(), c10::AnyType::get());
-}
-
-Dict state_dict(const nn::Module& model) {
-  Dict state = new_dict();
-  for (const auto& item : model.named_parameters()) state.insert(item.key(), item.value().detach().cpu());
-  for (const auto& item : model.named_buffers()) state.insert(item.key(), item.value().detach().cpu());
-  return state;
-}
-
-// The names of a model that Python's DDP wraps begin with "module.".
-void load_state_dict(const nn::Module& model, const Dict& state) {
-  const torch::NoGradGuard no_grad;
-  std::size_t used = 0;
-  const auto load = [&](const std::string& name, torch::Tensor tensor) {
-    auto found = state.find(name);
-    if (found == state.end()) found = state.find("module." + name);
-    if (found == state.end() || !found->value().isTensor())
-      throw lockstep::CheckpointError(name + " is not in the file");
-    const torch::Tensor value = found->value().toTensor();
-    if (value.sizes() != tensor.sizes())
-      throw lockstep::CheckpointError(
-          fmt::format("{} has {} elements in the file, or another shape, and {} in the model", name,
-                      value.numel(), tensor.numel()));
-    tensor.copy_(value);
-    ++used;
-  };
-  for (const auto& item : model.named_parameters()) load(item.key(), item.value());
-  for (const auto& item : model.named_buffers()) load(item.key(), item.value());
-  if (used != state.size())
-    throw lockstep::CheckpointError(
-        fmt::format("the file has {} tensors, the model {}: give the -a of the file", state.size(), used));
-}
-
-// The momentum of each parameter, by its number, in the layout of Python's optimizer.state_dict().
-Dict optimizer_dict(lockstep::SGD& optimizer) {
-  Dict states{c10::IntType::get(), c10::AnyType::get()}, group = new_dict(), result = new_dict();
-  c10::List<std::int64_t> numbers;
-  for (const auto& parameter : optimizer.param_groups()[0].params()) {
-    const auto number = static_cast<std::int64_t>(numbers.size());
-    numbers.push_back(number);
-    const auto state = optimizer.state().find(parameter.unsafeGetTensorImpl());
-    if (state == optimizer.state().end()) continue;
-    Dict entry = new_dict();
-    entry.insert("momentum_buffer", static_cast<lockstep::SgdState&>(*state->second).momentum_buffer.cpu());
-    states.insert(number, entry);
-  }
-  const auto& options = optimizer.options();
-  group.insert("lr", options.lr);
-  group.insert("momentum", options.momentum);
-  group.insert("dampening", options.dampening);
-  group.insert("weight_decay", options.weight_decay);
-  group.insert("params", numbers);
-  c10::impl::GenericList groups(c10::AnyType::get());
-  groups.push_back(group);
-  result.insert("state", states);
-  result.insert("param_groups", groups);
-  return result;
-}
-
-void load_optimizer(lockstep::SGD& optimizer, const Dict& saved) {
-  const Dict states = saved.at("state").toGenericDict();
-  const auto& parameters = optimizer.param_groups()[0].params();
-  for (const auto& item : states) {
-    const auto& parameter = parameters.at(static_cast<std::size_t>(item.key().toInt()));
-    const torch::Tensor momentum = item.value().toGenericDict().at("momentum_buffer").toTensor();
-    auto state = std::make_unique<lockstep::SgdState>();
-    state->momentum_buffer = torch::empty_like(parameter).copy_(momentum);
-    optimizer.state()[parameter.unsafeGetTensorImpl()] = std::move(state);
-  }
-}
-
 // Rank 0 reads the file; `load(dictionary)` runs on every rank. A file that does not fit is the user's error.
 template <class Comm, class Load>
 void load_file(const std::string& path, Comm& comm, Load&& load) try {
-  const std::string bytes = lockstep::agree_with_rank_zero<lockstep::CheckpointError>(
-      comm, [&] { return lockstep::read_whole(path); });
+  const torch::IValue file = lockstep::torch_load(path, comm);
   lockstep::agree<lockstep::CheckpointError>(comm, [&] {
     try {
-      load(torch::pickle_load({bytes.begin(), bytes.end()}).toGenericDict());
+      load(file.toGenericDict());
     } catch (const lockstep::CheckpointError& error) {
-      throw lockstep::CheckpointError(fmt::format("'{}' does not fit: {}", path, error.what()));
+      throw lockstep::CheckpointError(fmt::format("'{}': {}", path, error.what()));
     } catch (const std::exception&) {
-      throw lockstep::CheckpointError(fmt::format(
-          "'{}' is no dictionary of tensors: write it by torch.save(dict(model.state_dict()), file)", path));
+      throw lockstep::CheckpointError(
+          fmt::format("'{}' is no state dict and no checkpoint of main.py: save one by torch.save", path));
     }
   });
 } catch (const lockstep::CheckpointError& error) {
@@ -388,7 +314,7 @@ void run(const lockstep::World& world, const Options& options, const Data& data,
   model->to(device);
   if (!options.pretrained.empty())
     load_file(options.pretrained, comm, [&](const Dict& file) {
-      load_state_dict(*model, file.contains("state_dict") ? file.at("state_dict").toGenericDict() : file);
+      lockstep::load_state_dict(model, file.contains("state_dict") ? file.at("state_dict") : file);
     });
   lockstep::DistributedDataParallel ddp{model, comm};
 
@@ -431,9 +357,9 @@ void run(const lockstep::World& world, const Options& options, const Data& data,
     world.log.info("=> loading checkpoint '{}'", options.resume);
     load_file(options.resume, comm, [&](const Dict& file) {
       if (const auto arch = file.at("arch").toStringRef(); arch != options.arch)
-        throw lockstep::CheckpointError(fmt::format("it is of -a {}", arch));
-      load_state_dict(*model, file.at("state_dict").toGenericDict());
-      load_optimizer(optimizer, file.at("optimizer").toGenericDict());
+        throw lockstep::CheckpointError(fmt::format("it is a checkpoint of -a {}", arch));
+      lockstep::load_state_dict(model, file.at("state_dict"));
+      lockstep::load_state_dict(optimizer, file.at("optimizer"));
       start_epoch = file.at("epoch").toInt();
       const auto best = file.at("best_acc1");  // Python saves a tensor
       best_acc1 = best.isTensor() ? best.toTensor().item<double>() : best.toDouble();
@@ -454,15 +380,14 @@ void run(const lockstep::World& world, const Options& options, const Data& data,
     const bool is_best = acc1 > best_acc1;
     best_acc1 = std::max(acc1, best_acc1);
     lockstep::agree_with_rank_zero<lockstep::CheckpointError>(comm, [&] {
-      Dict file = new_dict();
+      Dict file(c10::StringType::get(), c10::AnyType::get());
       file.insert("epoch", epoch + 1);  // the next one
       file.insert("arch", options.arch);
-      file.insert("state_dict", state_dict(*model));
+      file.insert("state_dict", lockstep::dict_of(lockstep::state_dict(model)));
       file.insert("best_acc1", best_acc1);
-      file.insert("optimizer", optimizer_dict(optimizer));
-      const std::vector<char> bytes = torch::pickle_save(file);
-      lockstep::write_whole(folder / "checkpoint.pt", {bytes.data(), bytes.size()});
-      if (is_best) lockstep::write_whole(folder / "model_best.pt", {bytes.data(), bytes.size()});
+      file.insert("optimizer", lockstep::state_dict(optimizer));
+      lockstep::torch_save(torch::IValue(file), folder / "checkpoint.pt");
+      if (is_best) lockstep::torch_save(torch::IValue(file), folder / "model_best.pt");
     });
   }
 }

@@ -18,6 +18,7 @@ HEADINGS = {
     "hooks_parity": ("Communication hooks", "The average that a hook leaves in the bucket, and what it has sent."),
     "sync_batch_norm_parity": ("SyncBatchNorm", "Results of all ranks together, and one process's."),
     "optim_parity": ("Optimizers, clipping, averages, schedules", "Parameters and states, compared word by word."),
+    "interchange_parity": ("Interchange", "A run that one side saved and the other continued, beside the run that was not interrupted."),
     "parity_precision": ("Precisions", "Scales, counters and parameters after each step, compared word by word with `torch.amp`'s."),
     "parity_samplers": ("Samplers", "Every index of every rank and epoch."),
     "parity_mnist": ("The MNIST example", "The program itself beside the tutorial's in Python, on real digits."),

@@ -21,6 +21,8 @@
 #include "lockstep/log/detail/log-inl.hpp"
 #include "lockstep/train/detail/keep_last-inl.hpp"
 #include "lockstep/train/detail/monitor-inl.hpp"
+#include "lockstep/train/detail/safetensors-inl.hpp"
+#include "lockstep/train/detail/state_dict-inl.hpp"
 #include "lockstep/world/detail/environment-inl.hpp"
 #include "lockstep/world/detail/launch-inl.hpp"
 #include "lockstep/world/detail/world-inl.hpp"

@@ -41,6 +41,8 @@
 #include "lockstep/train/monitor.hpp"
 #include "lockstep/train/named_metrics.hpp"
 #include "lockstep/train/profiling.hpp"
+#include "lockstep/train/safetensors.hpp"
+#include "lockstep/train/state_dict.hpp"
 #include "lockstep/train/stop_on_signal.hpp"
 #include "lockstep/train/trainer.hpp"
 #include "lockstep/train/trainer_options.hpp"

@@ -152,14 +152,14 @@ def main():
             imagenet(scratch, *flags, "--epochs", "1", "--lr", "0", ranks=2)
             torch.manual_seed(SEED)
             model = new_model(arch)
-            saved = torch.load(checkpoint, weights_only=False)
+            saved = torch.load(checkpoint, weights_only=True)
             parameters = {name: tensor.detach() for name, tensor in model.named_parameters()}
             same({name: saved["state_dict"][name] for name in saved["state_dict"] if name in parameters}, parameters,
                  f"{arch}'s initial values")
 
             # From C++ to Python: the trained network, and the optimizer.
             imagenet(scratch, *flags, "--epochs", "1", "--lr", "0.001")
-            saved = torch.load(checkpoint, weights_only=False)
+            saved = torch.load(checkpoint, weights_only=True)
             model.load_state_dict(saved["state_dict"])  # strict: all names and shapes
             ours = check_evaluation(scratch, arch, checkpoint, model, images, targets)
             optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
@@ -174,14 +174,14 @@ def main():
             optimizer = torch.optim.SGD(other.parameters(), 0.001, momentum=0.9, weight_decay=1e-4)
             nn.functional.cross_entropy(other(images), targets).backward()
             optimizer.step()
-            torch.save(dict(other.state_dict()), f"{scratch}/python.pt")
+            torch.save(other.state_dict(), f"{scratch}/python.pt")
             theirs = check_evaluation(scratch, arch, f"{scratch}/python.pt", other, images, targets)
             torch.save({"epoch": 3, "arch": arch, "state_dict": {f"module.{k}": v for k, v in other.state_dict().items()},
                         "best_acc1": torch.tensor(50.0), "optimizer": optimizer.state_dict()}, f"{scratch}/full.pt")
             out = imagenet(scratch, *flags, "--resume", f"{scratch}/full.pt", "--epochs", "4", "--lr", "0")
             if "(epoch 3)" not in out:
                 sys.exit(f"FAILED: {arch}: Python's checkpoint was not resumed:\n{out}")
-            resumed = torch.load(checkpoint, weights_only=False)
+            resumed = torch.load(checkpoint, weights_only=True)
             same({k: v for k, v in resumed["state_dict"].items() if k in parameters},
                  {k: v.detach() for k, v in other.named_parameters()}, f"{arch}'s parameters, resumed")
             print(f"| {arch}: initial values of seed {SEED} | same | same bits in all {len(parameters)} parameters |\n"

@@ -1,12 +1,24 @@
 #pragma once
 
+#include <functional>
+
+#include <torch/optim/optimizer.h>
+
 namespace lockstep::detail {
 
 /// An optimizer whose state is sharded over the ranks, independent of the communicator's type. `consolidate`
 /// gathers the state on rank `to` for saving. Collective.
 class ShardedState {
  public:
+  using Access = std::function<void(torch::optim::Optimizer&)>;
+
   virtual void consolidate(int to) = 0;
+  /// Calls `read` with the inner optimizer, which has all groups and states meanwhile. Not collective. Throws
+  /// CheckpointError unless `consolidate` has gathered the states on this rank since the last step.
+  virtual void read_whole(const Access& read) const = 0;
+  /// Calls `write` with the inner optimizer, which has all groups meanwhile, and then keeps the states of this
+  /// rank's shard. Not collective.
+  virtual void write_whole(const Access& write) = 0;
 
  protected:
   ~ShardedState() = default;

@@ -67,6 +67,24 @@ inline std::uint32_t crc32(std::string_view bytes) {
   return ~crc;
 }
 
+/// Adapts bytes in memory to LibTorch's reader.
+class MemoryReader : public caffe2::serialize::ReadAdapterInterface {
+ public:
+  /// `bytes` must outlive the reader.
+  explicit MemoryReader(std::string_view bytes) : bytes_(bytes) {}
+  [[nodiscard]] std::size_t size() const override { return bytes_.size(); }
+  std::size_t read(std::uint64_t offset, void* to, std::size_t count,
+                   const char* /*what*/ = "") const override {
+    if (offset >= bytes_.size()) return 0;
+    count = std::min<std::size_t>(count, bytes_.size() - offset);
+    std::memcpy(to, bytes_.data() + offset, count);
+    return count;
+  }
+
+ private:
+  std::string_view bytes_;
+};
+
 /// Verifies the structure of a ZIP archive and the CRC-32 of each of its records. LibTorch writes these
 /// checksums, but its reader does not verify them. Verifies everything that the reader uses: the directory at
 /// the end, each record's own header against the directory, and the content.
@@ -94,23 +112,6 @@ class ArchiveCheck {
                                  header_size = 30;
   // Marks a number that is stored in a 64-bit field instead.
   static constexpr auto elsewhere = std::numeric_limits<std::uint32_t>::max();
-
-  /// Adapts the bytes to LibTorch's reader.
-  class Memory : public caffe2::serialize::ReadAdapterInterface {
-   public:
-    explicit Memory(std::string_view bytes) : bytes_(bytes) {}
-    [[nodiscard]] std::size_t size() const override { return bytes_.size(); }
-    std::size_t read(std::uint64_t offset, void* to, std::size_t count,
-                     const char* /*what*/ = "") const override {
-      if (offset >= bytes_.size()) return 0;
-      count = std::min<std::size_t>(count, bytes_.size() - offset);
-      std::memcpy(to, bytes_.data() + offset, count);
-      return count;
-    }
-
-   private:
-    std::string_view bytes_;
-  };
 
   [[noreturn]] static void refuse(std::uint64_t offset, const std::string& what) {
     throw CheckpointError(detail::formatted(
@@ -224,7 +225,7 @@ class ArchiveCheck {
 
   /// Returns the CRC-32 of a compressed record after LibTorch has decompressed it.
   std::uint32_t unpacked_crc(std::string_view name, std::uint64_t size, std::uint64_t at) {
-    if (!reader_) reader_.emplace(std::make_shared<Memory>(bytes_));
+    if (!reader_) reader_.emplace(std::make_shared<MemoryReader>(bytes_));
     // The reader's names omit the top folder of the archive.
     const auto [content, length] = reader_->getRecord(std::string(name.substr(name.find('/') + 1)));
     require(length == size, at, "a compressed record has another size than its directory says");

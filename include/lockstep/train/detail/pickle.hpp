@@ -1,0 +1,660 @@
+#pragma once
+
+#include <caffe2/serialize/inline_container.h>
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cstdint>
+#include <limits>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include <ATen/core/Dict.h>
+#include <ATen/core/List.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+#include <ATen/core/jit_type.h>
+#include <ATen/ops/empty.h>
+
+#include "lockstep/comm/detail/describe.hpp"
+#include "lockstep/detail/format.hpp"
+#include "lockstep/error.hpp"
+#include "lockstep/train/detail/archive.hpp"
+
+// The files of Python's torch.save: a ZIP archive with a pickle of protocol 2, whose tensors refer to storages
+// in records of their own. LibTorch's own unpickler drops an OrderedDict, which is what a state dict is.
+
+namespace lockstep::detail {
+
+/// A class of Python's `torch` module that holds the elements of tensors of one dtype.
+struct StorageClass {
+  std::string_view name;
+  at::ScalarType type;
+};
+inline constexpr std::array<StorageClass, 12> storage_classes{{{"DoubleStorage", at::kDouble},
+                                                               {"FloatStorage", at::kFloat},
+                                                               {"HalfStorage", at::kHalf},
+                                                               {"BFloat16Storage", at::kBFloat16},
+                                                               {"LongStorage", at::kLong},
+                                                               {"IntStorage", at::kInt},
+                                                               {"ShortStorage", at::kShort},
+                                                               {"CharStorage", at::kChar},
+                                                               {"ByteStorage", at::kByte},
+                                                               {"BoolStorage", at::kBool},
+                                                               {"ComplexDoubleStorage", at::kComplexDouble},
+                                                               {"ComplexFloatStorage", at::kComplexFloat}}};
+
+/// The nesting that a file may have. Destroying a value recurses as deep.
+inline constexpr int nesting_limit = 64;
+
+/// Returns a dictionary with values of any type, as LibTorch's unpickler makes it.
+inline c10::impl::GenericDict new_dict() {
+  return c10::impl::GenericDict(c10::AnyType::get(), c10::AnyType::get());
+}
+inline c10::impl::GenericList new_list() {
+  return c10::impl::GenericList(c10::AnyType::get());
+}
+
+/// Returns `left * right` unless it overflows.
+inline std::optional<std::uint64_t> product(std::uint64_t left, std::uint64_t right) {
+  if (right != 0 && left > std::numeric_limits<std::uint64_t>::max() / right) return std::nullopt;
+  return left * right;
+}
+
+/// Returns whether each of `count` bytes is the value of a bool.
+inline bool are_bools(const void* bytes, std::uint64_t count) {
+  const auto* begin = static_cast<const unsigned char*>(bytes);
+  return std::all_of(begin, begin + count, [](unsigned char byte) { return byte <= 1; });
+}
+
+/// Reads the pickle of a torch.save file. Executes only what state dicts need: dictionaries with keys of type
+/// str or int, lists, tuples, numbers, strings, None, and tensors. Refuses every other opcode and global.
+class PickleReader {
+ public:
+  /// `archive` holds the storages. Both must outlive the reader.
+  PickleReader(std::string_view bytes, caffe2::serialize::PyTorchStreamReader& archive)
+      : bytes_(bytes), archive_(archive) {}
+
+  /// Returns the pickled value. Throws CheckpointError with the offset in the pickle.
+  c10::IValue run() {
+    if (take(2) != std::string_view("\x80\x02", 2)) refuse("it is no pickle of protocol 2");
+    for (;;) {
+      const char opcode = take(1)[0];
+      if (opcode == '.') break;
+      execute(opcode);
+    }
+    if (stack_.size() != 1) refuse("it does not end with one value");
+    return value_of(stack_.back());
+  }
+
+ private:
+  enum class Kind { mark, value, global, storage, tuple };
+  struct Container;
+  struct Item {
+    Kind kind = Kind::value;
+    c10::IValue value = {};
+    std::string_view global = {};                    // "module name"
+    at::Tensor storage = {};                         // its elements
+    std::shared_ptr<Container> container = nullptr;  // of a list, a dict or a tuple
+  };
+  struct Container {
+    int depth = 1;
+    /// Set once it is inside another container. It can be referred to again from then on, and no longer be
+    /// changed: no container contains itself.
+    bool closed = false;
+    std::vector<Item> elements = {};  // of a tuple, which may hold globals and storages
+    c10::IValue value = {};           // of a tuple without those, once it was asked for
+  };
+
+  [[noreturn]] void refuse(const std::string& what) const {
+    throw CheckpointError(
+        detail::formatted("at offset {} of its pickle: {}; it is damaged, or holds more than "
+                          "tensors, numbers, strings, lists, tuples and dicts of these",
+                          at_, what));
+  }
+
+  std::string_view take(std::size_t count) {
+    if (count > bytes_.size() - next_) refuse("it is cut short");
+    const std::string_view taken = bytes_.substr(next_, count);
+    at_ = next_;
+    next_ += count;
+    return taken;
+  }
+  template <class Number>
+  Number number() {
+    return little_endian<Number>(take(sizeof(Number)), 0);
+  }
+  std::string_view line() {
+    const std::size_t end = bytes_.find('\n', next_);
+    if (end == std::string_view::npos || end - next_ > 200) refuse("a global's name does not end");
+    const std::string_view text = take(end - next_);
+    take(1);
+    return text;
+  }
+
+  void push(Item item) { stack_.push_back(std::move(item)); }
+  void push_value(c10::IValue value) { push({.value = std::move(value)}); }
+  void push_container(c10::IValue value) {
+    push({.value = std::move(value), .container = std::make_shared<Container>()});
+  }
+  Item pop() {
+    if (stack_.empty() || stack_.back().kind == Kind::mark) refuse("it takes a value where there is none");
+    Item item = std::move(stack_.back());
+    stack_.pop_back();
+    return item;
+  }
+  std::vector<Item> pop_to_mark() {
+    std::size_t mark = stack_.size();
+    while (mark > 0 && stack_[mark - 1].kind != Kind::mark) --mark;
+    if (mark == 0) refuse("it takes values where there is no mark");
+    const auto first = stack_.begin() + static_cast<std::ptrdiff_t>(mark);
+    std::vector<Item> items(std::make_move_iterator(first), std::make_move_iterator(stack_.end()));
+    stack_.erase(first - 1, stack_.end());
+    return items;
+  }
+
+  void execute(char opcode) {
+    switch (opcode) {
+      case '(':
+        return push({.kind = Kind::mark});
+      case 'N':
+        return push_value({});
+      case '\x88':
+        return push_value(true);
+      case '\x89':
+        return push_value(false);
+      case 'J':
+        return push_value(std::int64_t{std::bit_cast<std::int32_t>(number<std::uint32_t>())});
+      case 'K':
+        return push_value(std::int64_t{number<std::uint8_t>()});
+      case 'M':
+        return push_value(std::int64_t{number<std::uint16_t>()});
+      case '\x8a':
+        return push_value(long_integer());
+      case 'G':
+        return push_value(real());
+      case 'X':
+        return push_value(std::string(take(number<std::uint32_t>())));
+      case '}':
+        return push_container(new_dict());
+      case ']':
+        return push_container(new_list());
+      case ')':
+        return push_tuple({});
+      case '\x85':
+      case '\x86':
+      case '\x87': {
+        std::vector<Item> items(static_cast<std::size_t>(opcode - '\x84'));
+        for (std::size_t i = items.size(); i > 0; --i) items[i - 1] = pop();
+        return push_tuple(std::move(items));
+      }
+      case 't':
+        return push_tuple(pop_to_mark());
+      case 's': {
+        std::vector<Item> items(2);
+        items[1] = pop();
+        items[0] = pop();
+        return set_items(std::move(items));
+      }
+      case 'u':
+        return set_items(pop_to_mark());
+      case 'a': {
+        std::vector<Item> items;
+        items.push_back(pop());
+        return append(std::move(items));
+      }
+      case 'e':
+        return append(pop_to_mark());
+      case 'q':
+        return put(number<std::uint8_t>());
+      case 'r':
+        return put(number<std::uint32_t>());
+      case 'h':
+        return get(number<std::uint8_t>());
+      case 'j':
+        return get(number<std::uint32_t>());
+      case 'c':
+        return push_global();
+      case 'Q':
+        return push_storage();
+      case 'R':
+        return reduce();
+      case 'b':
+        return build();
+      default:
+        refuse(detail::formatted("the opcode {} is not one of a state dict",
+                                 static_cast<unsigned>(static_cast<unsigned char>(opcode))));
+    }
+  }
+
+  std::int64_t long_integer() {
+    const std::size_t size = number<std::uint8_t>();
+    if (size > 8) refuse("an int has more than 64 bits");
+    const std::string_view bytes = take(size);
+    std::uint64_t value = 0;
+    for (std::size_t i = 0; i < size; ++i)
+      value |= std::uint64_t{static_cast<unsigned char>(bytes[i])} << 8 * i;
+    const bool negative = size > 0 && (static_cast<unsigned char>(bytes[size - 1]) & 0x80) != 0;
+    if (negative && size < 8) value |= ~std::uint64_t{0} << 8 * size;
+    return std::bit_cast<std::int64_t>(value);
+  }
+  double real() {
+    std::uint64_t value = 0;
+    for (const char byte : take(8)) value = value << 8 | static_cast<unsigned char>(byte);
+    return std::bit_cast<double>(value);
+  }
+
+  void put(std::uint32_t index) {
+    if (stack_.empty() || stack_.back().kind == Kind::mark) refuse("it keeps a value where there is none");
+    memo_[index] = stack_.back();
+  }
+  void get(std::uint32_t index) {
+    const auto found = memo_.find(index);
+    if (found == memo_.end()) refuse("it refers to a value that it has not kept");
+    if (found->second.container && !found->second.container->closed) refuse("a list or dict contains itself");
+    push(found->second);
+  }
+
+  /// Accounts for `item` inside `outer`.
+  void enter(Container& outer, const Item& item) {
+    if (!item.container) return;
+    item.container->closed = true;
+    outer.depth = std::max(outer.depth, item.container->depth + 1);
+    if (outer.depth > nesting_limit)
+      refuse(detail::formatted("its values are nested more than {} deep", nesting_limit));
+  }
+
+  void push_tuple(std::vector<Item> items) {
+    Item tuple{.kind = Kind::tuple, .container = std::make_shared<Container>()};
+    for (const Item& item : items) enter(*tuple.container, item);
+    tuple.container->elements = std::move(items);
+    tuple.container->closed = true;
+    push(std::move(tuple));
+  }
+
+  c10::IValue value_of(const Item& item) const {
+    switch (item.kind) {
+      case Kind::value:
+        return item.value;
+      case Kind::tuple: {
+        if (item.container->value.isNone()) {
+          std::vector<c10::IValue> elements;
+          for (const Item& element : item.container->elements) elements.push_back(value_of(element));
+          item.container->value = c10::ivalue::Tuple::create(std::move(elements));
+        }
+        return item.container->value;
+      }
+      case Kind::global:
+        refuse(detail::formatted("'{}' is no value of a state dict", item.global));
+      default:
+        refuse("it uses a storage as a value");
+    }
+  }
+
+  /// Returns the dict or list on top of the stack, which must be open.
+  Item& open_container(bool dict) {
+    const bool good = !stack_.empty() && stack_.back().kind == Kind::value && stack_.back().container &&
+                      !stack_.back().container->closed &&
+                      (dict ? stack_.back().value.isGenericDict() : stack_.back().value.isList());
+    if (!good) refuse(dict ? "it sets items of what is no dict" : "it appends to what is no list");
+    return stack_.back();
+  }
+
+  void set_items(std::vector<Item> items) {
+    if (items.size() % 2 != 0) refuse("a dict has a key without a value");
+    Item& outer = open_container(/*dict=*/true);
+    c10::impl::GenericDict dict = outer.value.toGenericDict();
+    for (std::size_t i = 0; i < items.size(); i += 2) {
+      const c10::IValue key = value_of(items[i]);
+      if (!key.isString() && !key.isInt()) refuse("the key of a dict is neither a str nor an int");
+      enter(*outer.container, items[i + 1]);
+      if (!dict.insert(key, value_of(items[i + 1])).second)
+        refuse(detail::formatted("a dict has the key {} twice",
+                                 key.isString() ? key.toStringRef() : std::to_string(key.toInt())));
+    }
+  }
+  void append(std::vector<Item> items) {
+    Item& outer = open_container(/*dict=*/false);
+    c10::impl::GenericList list = outer.value.toList();
+    for (const Item& item : items) {
+      enter(*outer.container, item);
+      list.push_back(value_of(item));
+    }
+  }
+
+  void push_global() {
+    const std::size_t begin = next_;
+    const std::size_t module = line().size(), name = line().size();
+    const std::string_view text = bytes_.substr(begin, module + 1 + name);
+    const bool known = text == "collections\nOrderedDict" || text == "torch._utils\n_rebuild_tensor_v2" ||
+                       text == "torch._utils\n_rebuild_parameter" || class_of(text) != nullptr;
+    if (!known)
+      refuse(detail::formatted("it holds an object of '{}.{}'", text.substr(0, module),
+                               text.substr(module + 1)));
+    push({.kind = Kind::global, .global = text});
+  }
+
+  static const StorageClass* class_of(std::string_view global) {
+    if (!global.starts_with("torch\n")) return nullptr;
+    for (const StorageClass& one : storage_classes)
+      if (global.substr(6) == one.name) return &one;
+    return nullptr;
+  }
+
+  /// Replaces ("storage", class, key, location, count) by the storage. Every storage is read to the CPU.
+  void push_storage() {
+    const std::vector<Item> parts = elements_of(pop(), 5, 5, "a storage");
+    const StorageClass* kind = parts[1].kind == Kind::global ? class_of(parts[1].global) : nullptr;
+    const c10::IValue count = value_of(parts[4]);
+    if (text_of(parts[0]) != "storage" || kind == nullptr || !count.isInt() || count.toInt() < 0)
+      refuse("a storage has no class, key and size");
+    const std::string key = text_of(parts[2]);
+    const bool plain = !key.empty() && key.size() <= 40 && std::all_of(key.begin(), key.end(), [](char c) {
+      return (c >= '0' && c <= '9') || (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || c == '_';
+    });
+    if (!plain) refuse("a storage's key is no name of a record");
+    at::Tensor& storage = storages_[key];
+    if (!storage.defined())
+      storage = read_storage("data/" + key, kind->type, static_cast<std::uint64_t>(count.toInt()));
+    if (storage.scalar_type() != kind->type || storage.numel() != count.toInt())
+      refuse(detail::formatted("the storage '{}' has two types or sizes", key));
+    push({.kind = Kind::storage, .storage = storage});
+  }
+
+  at::Tensor read_storage(const std::string& record, at::ScalarType type, std::uint64_t count) const {
+    if (!archive_.hasRecord(record)) refuse(detail::formatted("the record '{}' is missing", record));
+    const std::uint64_t size = archive_.getRecordSize(record);
+    if (product(count, c10::elementSize(type)) != size)
+      refuse(detail::formatted("the record '{}' has {} bytes, which are not {} elements of {}", record, size,
+                               count, dtype_name(type)));
+    const at::Tensor storage = at::empty({static_cast<std::int64_t>(count)}, type);
+    if (size == 0) return storage;
+    archive_.getRecord(record, storage.mutable_data_ptr(), size);
+    if (type == at::kBool && !are_bools(storage.const_data_ptr(), size))
+      refuse(detail::formatted("the record '{}' has a bool that is neither 0 nor 1", record));
+    return storage;
+  }
+
+  std::string text_of(const Item& item) const {
+    const c10::IValue value = value_of(item);
+    if (!value.isString()) refuse("there is no str where one should be");
+    return value.toStringRef();
+  }
+  std::vector<Item> elements_of(const Item& tuple, std::size_t least, std::size_t most,
+                                const char* of) const {
+    if (tuple.kind != Kind::tuple || tuple.container->elements.size() < least ||
+        tuple.container->elements.size() > most)
+      refuse(detail::formatted("{} has another number of parts", of));
+    return tuple.container->elements;
+  }
+  std::vector<std::int64_t> integers_of(const Item& tuple) const {
+    std::vector<std::int64_t> integers;
+    for (const Item& item : elements_of(tuple, 0, 64, "a shape")) {
+      const c10::IValue value = value_of(item);
+      if (!value.isInt() || value.toInt() < 0) refuse("a shape or stride is no number from 0");
+      integers.push_back(value.toInt());
+    }
+    return integers;
+  }
+
+  void reduce() {
+    const Item arguments = pop(), function = pop();
+    if (function.kind != Kind::global) refuse("it calls what is no function");
+    if (function.global == "collections\nOrderedDict") {
+      elements_of(arguments, 0, 0, "an OrderedDict");
+      return push_container(new_dict());
+    }
+    if (function.global == "torch._utils\n_rebuild_tensor_v2") return push_value(tensor_of(arguments));
+    if (function.global == "torch._utils\n_rebuild_parameter") {
+      const std::vector<Item> parts = elements_of(arguments, 3, 3, "a parameter");
+      const c10::IValue tensor = value_of(parts[0]);
+      if (!tensor.isTensor()) refuse("a parameter has no tensor");
+      return push_value(tensor);
+    }
+    refuse("it calls a class of storages");
+  }
+
+  /// (storage, offset, shape, strides, requires_grad, hooks).
+  at::Tensor tensor_of(const Item& arguments) const {
+    const std::vector<Item> parts =
+        elements_of(arguments, 6, 6, "a tensor (one that is conjugated or negated, perhaps)");
+    if (parts[0].kind != Kind::storage) refuse("a tensor has no storage");
+    const at::Tensor& storage = parts[0].storage;
+    const c10::IValue offset = value_of(parts[1]);
+    const std::vector<std::int64_t> shape = integers_of(parts[2]), strides = integers_of(parts[3]);
+    if (!offset.isInt() || offset.toInt() < 0 || shape.size() != strides.size())
+      refuse("a tensor has no offset, or not as many strides as sizes");
+    // The index after its last element, and the number of its elements, which 0 in any size makes 0.
+    std::optional<std::uint64_t> end = static_cast<std::uint64_t>(offset.toInt()), count = 1;
+    const bool empty = std::find(shape.begin(), shape.end(), 0) != shape.end();
+    constexpr auto most = static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max());
+    for (std::size_t i = 0; i < shape.size() && end && count && !empty; ++i) {
+      const auto size = static_cast<std::uint64_t>(shape[i]), stride = static_cast<std::uint64_t>(strides[i]);
+      const auto span = product(size - 1, stride);
+      end = span && *span <= most - *end ? std::optional(*end + *span) : std::nullopt;
+      count = product(*count, size);
+      if (count && *count > most / 16) count = std::nullopt;
+    }
+    const auto length = static_cast<std::uint64_t>(storage.numel());
+    if (!end || !count || (empty ? *end > length : *end >= length))
+      refuse(detail::formatted("a tensor {} with strides {} at {} does not fit its storage of {} elements",
+                               shape_text(shape), shape_text(strides), offset.toInt(), length));
+    return at::empty({0}, storage.options()).set_(storage.storage(), offset.toInt(), shape, strides);
+  }
+
+  /// Skips the attributes of an OrderedDict: `_metadata`, the versions of the modules' classes.
+  void build() {
+    const c10::IValue attributes = value_of(pop());
+    open_container(/*dict=*/true);
+    if (!attributes.isGenericDict() || attributes.toGenericDict().size() != 1 ||
+        !attributes.toGenericDict().contains("_metadata"))
+      refuse("a dict has attributes other than _metadata");
+  }
+
+  std::string_view bytes_;
+  caffe2::serialize::PyTorchStreamReader& archive_;
+  std::size_t next_ = 0, at_ = 0;
+  std::vector<Item> stack_;
+  std::unordered_map<std::uint32_t, Item> memo_;
+  std::unordered_map<std::string, at::Tensor> storages_;
+};
+
+/// Writes the pickle of a torch.save file, and collects the storages.
+class PickleWriter {
+ public:
+  /// Throws UsageError for a value that `torch.load(weights_only=True)` refuses, with its place.
+  explicit PickleWriter(const c10::IValue& value) {
+    text_ += "\x80\x02";
+    write(value, "", 0);
+    text_ += '.';
+  }
+  [[nodiscard]] const std::string& text() const { return text_; }
+  /// The storages, which the pickle numbers from 0, as flat tensors on the CPU.
+  [[nodiscard]] const std::vector<at::Tensor>& storages() const { return storages_; }
+
+ private:
+  template <class Number>
+  void little(Number number) {
+    for (std::size_t i = 0; i < sizeof(Number); ++i)
+      text_ += static_cast<char>(static_cast<std::uint64_t>(number) >> 8 * i & 0xFF);
+  }
+  void write_integer(std::int64_t number) {
+    if (number >= std::numeric_limits<std::int32_t>::min() &&
+        number <= std::numeric_limits<std::int32_t>::max()) {
+      text_ += 'J';
+      little(static_cast<std::uint32_t>(static_cast<std::int32_t>(number)));
+    } else {
+      text_ += "\x8a\x08";
+      little(static_cast<std::uint64_t>(number));
+    }
+  }
+  void write_real(double number) {
+    text_ += 'G';
+    const auto bits = std::bit_cast<std::uint64_t>(number);
+    for (std::size_t i = 8; i > 0; --i) text_ += static_cast<char>(bits >> 8 * (i - 1) & 0xFF);
+  }
+  void write_text(std::string_view text, const std::string& place) {
+    if (text.size() > std::numeric_limits<std::uint32_t>::max()) refuse(place, "a str of 4 GiB");
+    text_ += 'X';
+    little(static_cast<std::uint32_t>(text.size()));
+    text_ += text;
+  }
+  [[noreturn]] static void refuse(const std::string& place, const std::string& what) {
+    throw UsageError(detail::formatted(
+        "torch_save: the value{}{} is {}, which torch.load(weights_only=True) does not take: save tensors, "
+        "numbers, strings, lists, tuples, and dicts with keys of type str or int",
+        place.empty() ? "" : " of ", place, what));
+  }
+
+  void write(const c10::IValue& value, const std::string& place, int depth) {
+    if (depth >= nesting_limit) refuse(place, detail::formatted("nested more than {} deep", nesting_limit));
+    if (value.isNone()) {
+      text_ += 'N';
+    } else if (value.isBool()) {
+      text_ += value.toBool() ? '\x88' : '\x89';
+    } else if (value.isInt()) {
+      write_integer(value.toInt());
+    } else if (value.isDouble()) {
+      write_real(value.toDouble());
+    } else if (value.isString()) {
+      write_text(value.toStringRef(), place);
+    } else if (value.isTensor()) {
+      write_tensor(value.toTensor(), place);
+    } else if (value.isList()) {
+      text_ += "](";
+      for (const c10::IValue& element : value.toListRef()) write(element, place, depth + 1);
+      text_ += 'e';
+    } else if (value.isTuple()) {
+      text_ += '(';
+      for (const c10::IValue& element : value.toTupleRef().elements()) write(element, place, depth + 1);
+      text_ += 't';
+    } else if (value.isGenericDict()) {
+      write_dict(value.toGenericDict(), place, depth);
+    } else {
+      refuse(place, detail::formatted("of type {}", value.tagKind()));
+    }
+  }
+
+  void write_dict(const c10::impl::GenericDict& dict, const std::string& place, int depth) {
+    text_ += "}(";
+    for (const auto& item : dict) {
+      std::string inside = place;
+      if (item.key().isString())
+        inside += detail::formatted("['{}']", item.key().toStringRef());
+      else if (item.key().isInt())
+        inside += detail::formatted("[{}]", item.key().toInt());
+      else
+        refuse(place, "a dict with keys of another type");
+      write(item.key(), inside, depth + 1);
+      write(item.value(), inside, depth + 1);
+    }
+    text_ += 'u';
+  }
+
+  void write_tensor(const at::Tensor& given, const std::string& place) {
+    if (!given.defined()) {
+      text_ += 'N';
+      return;
+    }
+    if (given.layout() != at::kStrided || given.is_quantized() || given.is_meta())
+      refuse(place, "a tensor that is sparse, quantized or without data");
+    const auto* kind = std::find_if(storage_classes.begin(), storage_classes.end(),
+                                    [&](const StorageClass& one) { return one.type == given.scalar_type(); });
+    if (kind == storage_classes.end())
+      refuse(place, detail::formatted("a tensor of dtype {}", dtype_name(given.scalar_type())));
+    const at::Tensor tensor = given.detach().cpu().resolve_conj().resolve_neg();
+    const auto [number, elements] = storage_of(tensor);
+
+    text_ += "ctorch._utils\n_rebuild_tensor_v2\n((";
+    write_text("storage", place);
+    text_ += "ctorch\n";
+    text_ += kind->name;
+    text_ += '\n';
+    write_text(std::to_string(number), place);
+    write_text("cpu", place);
+    write_integer(elements);
+    text_ += "tQ";
+    write_integer(tensor.storage_offset());
+    write_integers(tensor.sizes());
+    write_integers(tensor.strides());
+    text_ += "\x89";  // requires_grad, which a state dict leaves to the model
+    text_ += "ccollections\nOrderedDict\n)RtR";
+  }
+  void write_integers(c10::IntArrayRef integers) {
+    text_ += '(';
+    for (const std::int64_t integer : integers) write_integer(integer);
+    text_ += 't';
+  }
+
+  /// Returns the number of the tensor's storage, and how many elements it has. Tensors with a common storage,
+  /// such as tied weights, share it in the file, too.
+  std::pair<std::size_t, std::int64_t> storage_of(const at::Tensor& tensor) {
+    const auto elements = static_cast<std::int64_t>(tensor.storage().nbytes() / tensor.element_size());
+    const auto [found, is_new] =
+        numbers_.emplace(std::pair(tensor.storage().unsafeGetStorageImpl(), tensor.scalar_type()),
+                         std::pair(storages_.size(), elements));
+    if (is_new)
+      storages_.push_back(
+          at::empty({0}, tensor.options()).set_(tensor.storage(), 0, {elements}, {std::int64_t{1}}));
+    return found->second;
+  }
+
+  std::string text_;
+  std::vector<at::Tensor> storages_;
+  std::map<std::pair<const c10::StorageImpl*, at::ScalarType>, std::pair<std::size_t, std::int64_t>> numbers_;
+};
+
+/// Returns the bytes of a file that torch.load(weights_only=True) reads.
+inline std::string pickled(const c10::IValue& value) {
+  const PickleWriter pickle(value);
+  std::string bytes;
+  caffe2::serialize::PyTorchStreamWriter archive([&](const void* data, std::size_t size) {
+    bytes.append(static_cast<const char*>(data), size);
+    return size;
+  });
+  archive.writeRecord("data.pkl", pickle.text().data(), pickle.text().size());
+  archive.writeRecord("byteorder", "little", 6);
+  for (std::size_t i = 0; i < pickle.storages().size(); ++i) {
+    const at::Tensor& storage = pickle.storages()[i];
+    archive.writeRecord(detail::formatted("data/{}", i), storage.const_data_ptr(), storage.nbytes());
+  }
+  archive.writeEndOfFile();
+  return bytes;
+}
+
+/// Returns the value in the bytes of torch.save's file. Throws CheckpointError if they are damaged (see
+/// ArchiveCheck) or hold something else.
+inline c10::IValue unpickled(std::string_view bytes) {
+  if (bytes.starts_with(std::string_view("\x80\x02\x8a\x0al\xfc\x9c", 7)))
+    throw CheckpointError(
+        "it has the format of torch.save before PyTorch 1.6: load it in Python and save it again");
+  if (!bytes.starts_with("PK\3\4"))
+    throw CheckpointError("it is no file of torch.save: save what model.state_dict() returns");
+  ArchiveCheck(bytes).run();
+  caffe2::serialize::PyTorchStreamReader archive(std::make_shared<MemoryReader>(bytes));
+  if (archive.hasRecord("constants.pkl"))
+    throw CheckpointError(
+        "it is an archive of LibTorch, such as torch::save and save_model write, and none of Python's "
+        "torch.save: load it with load_model or a Trainer, or with torch.jit.load in Python");
+  if (!archive.hasRecord("data.pkl"))
+    throw CheckpointError(
+        "it has no data.pkl, so that torch.save did not "
+        "write it");
+  const auto text_of = [&](const std::string& record) {
+    const auto [content, size] = archive.getRecord(record);
+    return std::string(static_cast<const char*>(content.get()), size);
+  };
+  if (archive.hasRecord("byteorder") && text_of("byteorder") != "little")
+    throw CheckpointError("it was written on a machine with another byte order: save it again on this one");
+  const std::string pickle = text_of("data.pkl");
+  return PickleReader(pickle, archive).run();
+}
+
+}  // namespace lockstep::detail

@@ -1,0 +1,639 @@
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <tuple>
+#include <unordered_map>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/scalar_tensor.h>
+#include <c10/core/DefaultDtype.h>
+#include <c10/core/ScalarType.h>
+#include <torch/optim/adam.h>
+#include <torch/optim/adamw.h>
+#include <torch/optim/sgd.h>
+
+#include "lockstep/comm/detail/describe.hpp"
+#include "lockstep/detail/format.hpp"
+#include "lockstep/detail/linkage.hpp"
+#include "lockstep/error.hpp"
+#include "lockstep/optim/detail/sharded_state.hpp"
+#include "lockstep/optim/optimizers.hpp"
+#include "lockstep/train/detail/archive.hpp"
+#include "lockstep/train/detail/pickle.hpp"
+#include "lockstep/train/state_dict.hpp"
+
+namespace lockstep::detail {
+
+/// Calls `visit(name, tensor)` for each parameter and buffer, in the order of Python's `state_dict()`.
+template <class Visit>
+void each_state(const torch::nn::Module& module, const std::string& prefix, const Visit& visit) {
+  for (const auto& item : module.named_parameters(/*recurse=*/false))
+    if (item.value().defined()) visit(prefix + item.key(), item.value());
+  for (const auto& item : module.named_buffers(/*recurse=*/false))
+    if (item.value().defined()) visit(prefix + item.key(), item.value());
+  for (const auto& child : module.named_children())
+    if (child.value()) each_state(*child.value(), prefix + child.key() + ".", visit);
+}
+
+/// Appends to `text`: "; KIND "a", "b"".
+inline void list_names(std::string& text, std::string_view kind, const std::vector<std::string>& names) {
+  if (names.empty()) return;
+  if (!text.empty()) text += "; ";
+  text += kind;
+  for (std::size_t i = 0; i < names.size(); ++i) text += (i ? ", \"" : " \"") + names[i] + "\"";
+}
+
+inline constexpr std::string_view ddp_prefix = "module.";
+
+template <class Names>
+bool all_have_prefix(const Names& names) {
+  return !names.empty() && std::all_of(names.begin(), names.end(), [](const NamedTensor& entry) {
+    return entry.name.starts_with(ddp_prefix);
+  });
+}
+
+// ---- Optimizers ----
+
+/// Adapts lockstep's optimizers to the functions below.
+template <class Values, class Kept>
+struct LockstepOptimizer {
+  using Options = Values;
+  using State = Kept;
+
+  static Options options(const torch::optim::OptimizerParamGroup& group) {
+    Options values = static_cast<const GroupOptions<Options>&>(group.options()).values;
+    values.lr = group.options().get_lr();
+    return values;
+  }
+  static void set_options(torch::optim::OptimizerParamGroup& group, const Options& options) {
+    auto& kept = static_cast<GroupOptions<Options>&>(group.options());
+    kept.values = options;
+    kept.set_lr(options.lr);
+  }
+  static State state(const torch::optim::OptimizerParamState& kept) {
+    return static_cast<const State&>(kept);
+  }
+  static std::unique_ptr<torch::optim::OptimizerParamState> new_state(State state) {
+    return std::make_unique<State>(std::move(state));
+  }
+};
+
+/// Adapts torch::optim::SGD. Its options and states are those of lockstep's, but for `maximize`.
+struct TorchSgd {
+  using Options = SgdOptions;
+  using State = SgdState;
+
+  static Options options(const torch::optim::OptimizerParamGroup& group) {
+    const auto& own = static_cast<const torch::optim::SGDOptions&>(group.options());
+    return {.lr = own.lr(),
+            .momentum = own.momentum(),
+            .dampening = own.dampening(),
+            .weight_decay = own.weight_decay(),
+            .nesterov = own.nesterov()};
+  }
+  static void set_options(torch::optim::OptimizerParamGroup& group, const Options& options) {
+    auto& own = static_cast<torch::optim::SGDOptions&>(group.options());
+    own.lr(options.lr);
+    own.momentum(options.momentum);
+    own.dampening(options.dampening);
+    own.weight_decay(options.weight_decay);
+    own.nesterov(options.nesterov);
+  }
+  static State state(const torch::optim::OptimizerParamState& kept) {
+    State state;
+    state.momentum_buffer = static_cast<const torch::optim::SGDParamState&>(kept).momentum_buffer();
+    return state;
+  }
+  static std::unique_ptr<torch::optim::OptimizerParamState> new_state(const State& state) {
+    auto made = std::make_unique<torch::optim::SGDParamState>();
+    made->momentum_buffer(state.momentum_buffer);
+    return made;
+  }
+};
+
+/// Adapts torch::optim::Adam and AdamW, which count steps in an integer.
+template <class Own, class OwnState, bool decoupled>
+struct TorchAdam {
+  using Options = AdamOptions;
+  using State = AdamState;
+
+  static Options options(const torch::optim::OptimizerParamGroup& group) {
+    const auto& own = static_cast<const Own&>(group.options());
+    return {.lr = own.lr(),
+            .betas = {std::get<0>(own.betas()), std::get<1>(own.betas())},
+            .eps = own.eps(),
+            .weight_decay = own.weight_decay(),
+            .amsgrad = own.amsgrad(),
+            .decoupled = decoupled};
+  }
+  static void set_options(torch::optim::OptimizerParamGroup& group, const Options& options) {
+    auto& own = static_cast<Own&>(group.options());
+    own.lr(options.lr);
+    own.betas(std::make_tuple(options.betas[0], options.betas[1]));
+    own.eps(options.eps);
+    own.weight_decay(options.weight_decay);
+    own.amsgrad(options.amsgrad);
+  }
+  static State state(const torch::optim::OptimizerParamState& kept) {
+    const auto& own = static_cast<const OwnState&>(kept);
+    State state;
+    state.step = at::scalar_tensor(own.step(), at::kFloat);
+    state.exp_avg = own.exp_avg();
+    state.exp_avg_sq = own.exp_avg_sq();
+    state.max_exp_avg_sq = own.max_exp_avg_sq();
+    return state;
+  }
+  static std::unique_ptr<torch::optim::OptimizerParamState> new_state(const State& state) {
+    auto made = std::make_unique<OwnState>();
+    made->step(static_cast<std::int64_t>(step_value(state)));
+    made->exp_avg(state.exp_avg);
+    made->exp_avg_sq(state.exp_avg_sq);
+    made->max_exp_avg_sq(state.max_exp_avg_sq);
+    return made;
+  }
+};
+
+/// Whether the optimizer has the options that torch::optim's lack.
+template <class Adapter>
+inline constexpr bool can_maximize = false;
+template <class Values, class Kept>
+inline constexpr bool can_maximize<LockstepOptimizer<Values, Kept>> = true;
+
+/// Calls `visit(optimizer, adapter)` for the optimizer's type. Throws UsageError for another type.
+template <class Visit>
+void visit_optimizer(const torch::optim::Optimizer& optimizer, const Visit& visit) {
+  if (dynamic_cast<const SGD*>(&optimizer)) return visit(LockstepOptimizer<SgdOptions, SgdState>{});
+  if (dynamic_cast<const Adam*>(&optimizer)) return visit(LockstepOptimizer<AdamOptions, AdamState>{});
+  if (dynamic_cast<const torch::optim::SGD*>(&optimizer)) return visit(TorchSgd{});
+  if (dynamic_cast<const torch::optim::Adam*>(&optimizer))
+    return visit(TorchAdam<torch::optim::AdamOptions, torch::optim::AdamParamState, false>{});
+  if (dynamic_cast<const torch::optim::AdamW*>(&optimizer))
+    return visit(TorchAdam<torch::optim::AdamWOptions, torch::optim::AdamWParamState, true>{});
+  throw UsageError(
+      "state_dict: only SGD, Adam and AdamW, of lockstep or torch::optim, have Python's layout: save another "
+      "optimizer by its save(archive)");
+}
+
+/// An option by Python's name, in Python's order.
+template <class Visit>
+void each_python_option(SgdOptions& options, const Visit& visit) {
+  visit("lr", options.lr, true);
+  visit("momentum", options.momentum, true);
+  visit("dampening", options.dampening, true);
+  visit("weight_decay", options.weight_decay, true);
+  visit("nesterov", options.nesterov, false);
+  visit("maximize", options.maximize, false);
+}
+template <class Visit>
+void each_python_option(AdamOptions& options, const Visit& visit) {
+  visit("lr", options.lr, true);
+  visit("betas", options.betas, true);
+  visit("eps", options.eps, true);
+  visit("weight_decay", options.weight_decay, true);
+  visit("amsgrad", options.amsgrad, false);
+  visit("maximize", options.maximize, false);
+  visit("decoupled_weight_decay", options.decoupled, false);
+}
+
+inline c10::IValue python_value(double value) {
+  return value;
+}
+inline c10::IValue python_value(bool value) {
+  return value;
+}
+inline c10::IValue python_value(const std::array<double, 2>& values) {
+  return c10::ivalue::Tuple::create(values[0], values[1]);
+}
+
+/// Returns a number of Python: an int, a float, or a tensor with one element.
+inline std::optional<double> number_in(const c10::IValue& value) {
+  if (value.isDouble()) return value.toDouble();
+  if (value.isInt()) return static_cast<double>(value.toInt());
+  if (value.isTensor() && value.toTensor().defined() && value.toTensor().numel() == 1 &&
+      !value.toTensor().is_complex())
+    return value.toTensor().item<double>();
+  return std::nullopt;
+}
+inline bool read_option(const c10::IValue& value, double& to) {
+  const auto number = number_in(value);
+  if (number) to = *number;
+  return number.has_value();
+}
+inline bool read_option(const c10::IValue& value, bool& to) {
+  if (!value.isBool() && !value.isInt()) return false;
+  to = value.isBool() ? value.toBool() : value.toInt() != 0;
+  return true;
+}
+inline bool read_option(const c10::IValue& value, std::array<double, 2>& to) {
+  std::vector<c10::IValue> parts;
+  if (value.isTuple()) parts = value.toTupleRef().elements().vec();
+  if (value.isList()) parts = value.toListRef().vec();
+  return parts.size() == 2 && read_option(parts[0], to[0]) && read_option(parts[1], to[1]);
+}
+
+template <class Options>
+c10::impl::GenericDict group_dict(Options options) {
+  c10::impl::GenericDict group = new_dict();
+  each_python_option(
+      options, [&](const char* name, const auto& value, bool) { group.insert(name, python_value(value)); });
+  if (options.lr_tensor.defined()) group.insert_or_assign("lr", options.lr_tensor.detach());
+  const auto chosen = [&](Implementation implementation) {
+    return options.implementation == implementation ? c10::IValue(true) : c10::IValue();
+  };
+  group.insert("foreach", chosen(Implementation::foreach));
+  if constexpr (std::is_same_v<Options, AdamOptions>) group.insert("capturable", false);
+  group.insert("differentiable", false);
+  group.insert("fused", chosen(Implementation::fused));
+  return group;
+}
+
+template <class Adapter>
+c10::IValue optimizer_dict(const torch::optim::Optimizer& optimizer) {
+  c10::impl::GenericDict states = new_dict();
+  c10::impl::GenericList groups = new_list();
+  std::int64_t index = 0;
+  for (const auto& group : optimizer.param_groups()) {
+    c10::impl::GenericList indices = new_list();
+    for (const at::Tensor& parameter : group.params()) {
+      indices.push_back(index);
+      if (const auto found = optimizer.state().find(parameter.unsafeGetTensorImpl());
+          found != optimizer.state().end() && found->second) {
+        c10::impl::GenericDict entry = new_dict();
+        const typename Adapter::State state = Adapter::state(*found->second);
+        Adapter::State::each_tensor(state, [&](const char* name, const at::Tensor& tensor, bool) {
+          if (tensor.defined()) entry.insert(name, tensor.detach());
+        });
+        // Python's SGD keeps nothing without momentum.
+        if (!entry.empty()) states.insert(index, entry);
+      }
+      ++index;
+    }
+    c10::impl::GenericDict options = group_dict(Adapter::options(group));
+    options.insert("params", indices);
+    groups.push_back(options);
+  }
+  c10::impl::GenericDict dict = new_dict();
+  dict.insert("state", states);
+  dict.insert("param_groups", groups);
+  return dict;
+}
+
+/// Reads a dict of an optimizer into `options` and `states`, and each mismatch into `faults`.
+template <class Adapter>
+class OptimizerReader {
+ public:
+  using Options = typename Adapter::Options;
+  using State = typename Adapter::State;
+
+  /// Throws CheckpointError that lists everything that does not fit `optimizer`.
+  OptimizerReader(const torch::optim::Optimizer& optimizer, const c10::IValue& dict) : optimizer_(optimizer) {
+    for (const auto& group : optimizer.param_groups())
+      for (const at::Tensor& parameter : group.params()) parameters_.push_back(parameter);
+    states_.resize(parameters_.size());
+    const auto [saved_groups, saved_states] = parts(dict);
+    if (saved_groups.size() != optimizer.param_groups().size())
+      fault(detail::formatted("it has {} parameter groups, the optimizer {}", saved_groups.size(),
+                              optimizer.param_groups().size()));
+    for (std::size_t g = 0; g < saved_groups.size() && g < optimizer.param_groups().size(); ++g)
+      read_group(g, saved_groups.get(g));
+    if (faults_.empty()) read_states(saved_states);
+    if (faults_.empty()) return;
+    std::string text = "the state dict does not fit the optimizer: ";
+    for (std::size_t i = 0; i < faults_.size(); ++i) text += (i ? "; " : "") + faults_[i];
+    throw CheckpointError(
+        text + "; load it into an optimizer of the same type, over the same parameters and groups");
+  }
+
+  void apply(torch::optim::Optimizer& optimizer) {
+    for (std::size_t g = 0; g < options_.size(); ++g)
+      Adapter::set_options(optimizer.param_groups()[g], options_[g]);
+    for (std::size_t i = 0; i < parameters_.size(); ++i) {
+      void* const key = parameters_[i].unsafeGetTensorImpl();
+      optimizer.state().erase(key);
+      if (states_[i]) optimizer.state()[key] = Adapter::new_state(std::move(*states_[i]));
+    }
+  }
+
+ private:
+  void fault(std::string text) { faults_.push_back(std::move(text)); }
+
+  static std::pair<c10::impl::GenericList, c10::impl::GenericDict> parts(const c10::IValue& value) {
+    if (value.isGenericDict()) {
+      const auto dict = value.toGenericDict();
+      const auto groups = dict.find("param_groups"), states = dict.find("state");
+      if (groups != dict.end() && groups->value().isList() && states != dict.end() &&
+          states->value().isGenericDict())
+        return {groups->value().toList(), states->value().toGenericDict()};
+    }
+    throw CheckpointError(
+        "the value is no state dict of an optimizer, which has a list 'param_groups' and a dict 'state': "
+        "save "
+        "what optimizer.state_dict() returns");
+  }
+
+  /// Options that belong to the run or to a schedule.
+  static bool is_skipped(const std::string& name) {
+    static constexpr std::array<std::string_view, 12> skipped{
+        "params",     "param_names", "foreach", "fused",  "capturable",    "differentiable",
+        "initial_lr", "swa_lr",      "max_lr",  "min_lr", "base_momentum", "max_momentum"};
+    return std::find(skipped.begin(), skipped.end(), name) != skipped.end();
+  }
+
+  void read_group(std::size_t g, const c10::IValue& value) {
+    if (!value.isGenericDict()) return fault(detail::formatted("group {} is no dict", g));
+    const auto group = value.toGenericDict();
+    Options options = Adapter::options(optimizer_.param_groups()[g]);
+    const bool decoupled = is_decoupled(options);
+    std::vector<std::string> known, missing, extra;
+    each_python_option(options, [&](const char* name, auto& option, bool required) {
+      known.emplace_back(name);
+      const auto found = group.find(name);
+      if (found == group.end()) {
+        if (required) missing.emplace_back(name);
+      } else if (!read_option(found->value(), option)) {
+        fault(detail::formatted("option '{}' of group {} has another type", name, g));
+      }
+    });
+    for (const auto& item : group) {
+      const std::string name =
+          item.key().isString() ? item.key().toStringRef() : std::to_string(item.key().toInt());
+      if (!is_skipped(name) && std::find(known.begin(), known.end(), name) == known.end())
+        extra.push_back(name);
+    }
+    std::string text;
+    list_names(text, "missing", missing);
+    list_names(text, "unexpected", extra);
+    if (!text.empty()) fault(detail::formatted("the options of group {}: {}", g, text));
+    if (decoupled != is_decoupled(options))
+      fault(detail::formatted("group {} is of {}", g, decoupled ? "Adam" : "AdamW"));
+    if (!can_maximize<Adapter> && options.maximize)
+      fault(detail::formatted("group {} maximizes, which the optimizers of torch::optim do not", g));
+    try {
+      options.check(g);
+    } catch (const UsageError& error) {
+      fault(error.what());
+    }
+    options_.push_back(options);
+    read_indices(g, group);
+  }
+
+  static bool is_decoupled(const SgdOptions&) { return false; }
+  static bool is_decoupled(const AdamOptions& options) { return options.decoupled; }
+
+  /// Pairs the saved indices with the optimizer's parameters, in order.
+  void read_indices(std::size_t g, const c10::impl::GenericDict& group) {
+    const auto found = group.find("params");
+    if (found == group.end() || !found->value().isList())
+      return fault(detail::formatted("group {} has no list 'params'", g));
+    const auto indices = found->value().toListRef();
+    const std::size_t own = optimizer_.param_groups()[g].params().size();
+    if (indices.size() != own)
+      return fault(
+          detail::formatted("group {} has {} parameters, the optimizer's {}", g, indices.size(), own));
+    for (const c10::IValue& index : indices)
+      if (!index.isInt() || !place_of_.emplace(index.toInt(), place_of_.size()).second)
+        fault(detail::formatted("'params' of group {} is no list of different indices", g));
+  }
+
+  void read_states(const c10::impl::GenericDict& saved) {
+    for (const auto& item : saved) {
+      const auto place = item.key().isInt() ? place_of_.find(item.key().toInt()) : place_of_.end();
+      const std::string key =
+          item.key().isInt() ? std::to_string(item.key().toInt()) : "'" + item.key().toStringRef() + "'";
+      if (place == place_of_.end())
+        fault(detail::formatted("state {} is of no parameter in 'params'", key));
+      else if (!item.value().isGenericDict())
+        fault(detail::formatted("state {} is no dict", key));
+      else
+        read_state(place->second, key, item.value().toGenericDict());
+    }
+  }
+
+  void read_state(std::size_t i, const std::string& key, const c10::impl::GenericDict& saved) {
+    const at::Tensor& parameter = parameters_[i];
+    State state;
+    std::vector<std::string> known, missing, extra;
+    bool any = false;
+    State::each_tensor(state, [&](const char* name, at::Tensor& tensor, bool like_parameter) {
+      known.emplace_back(name);
+      const auto found = saved.find(name);
+      if (found == saved.end() || found->value().isNone()) {
+        missing.emplace_back(name);
+        return;
+      }
+      any = true;
+      if (!like_parameter) {
+        const auto number = number_in(found->value());
+        if (!number || !(*number >= 0) || *number != std::floor(*number) || *number > 1e15)
+          return fault(detail::formatted("{} of state {} is no count", name, key));
+        tensor = step_tensor(found->value(), *number);
+        return;
+      }
+      const at::Tensor value = found->value().isTensor() ? found->value().toTensor() : at::Tensor();
+      if (!value.defined() || value.sizes() != parameter.sizes() ||
+          !c10::canCast(value.scalar_type(), parameter.scalar_type()))
+        return fault(detail::formatted("{} of state {} is {}, the parameter {}", name, key,
+                                       value.defined() ? describe(value) : "no tensor", describe(parameter)));
+      tensor = at::empty_like(parameter, parameter.options().requires_grad(false)).copy_(value);
+    });
+    for (const auto& item : saved) {
+      const std::string name =
+          item.key().isString() ? item.key().toStringRef() : std::to_string(item.key().toInt());
+      if (std::find(known.begin(), known.end(), name) == known.end()) extra.push_back(name);
+    }
+    if (any) drop_optional(group_of(i), missing);
+    std::string text;
+    if (any) list_names(text, "missing", missing);
+    list_names(text, "unexpected", extra);
+    if (!text.empty()) fault(detail::formatted("state {}: {}", key, text));
+    if (any) states_[i] = std::move(state);
+  }
+
+  /// A step count on the host. Adam keeps it in float32 or float64, as Python does.
+  static at::Tensor step_tensor(const c10::IValue& value, double number) {
+    const bool wide = value.isTensor() ? value.toTensor().scalar_type() == at::kDouble
+                                       : c10::get_default_dtype_as_scalartype() == at::kDouble;
+    return at::scalar_tensor(number, wide ? at::kDouble : at::kFloat);
+  }
+
+  std::size_t group_of(std::size_t i) const {
+    std::size_t group = 0, end = 0;
+    for (const auto& one : optimizer_.param_groups()) {
+      end += one.params().size();
+      if (i < end) return group;
+      ++group;
+    }
+    return group - 1;
+  }
+
+  /// SGD has no buffer before its first step with momentum, Adam a maximum only with amsgrad.
+  void drop_optional(std::size_t group, std::vector<std::string>& missing) const {
+    if constexpr (std::is_same_v<Options, AdamOptions>) {
+      if (!options_[group].amsgrad) std::erase(missing, std::string("max_exp_avg_sq"));
+    }
+  }
+
+  const torch::optim::Optimizer& optimizer_;
+  std::vector<at::Tensor> parameters_;
+  std::vector<Options> options_;
+  std::vector<std::optional<State>> states_;
+  std::unordered_map<std::int64_t, std::size_t> place_of_;
+  std::vector<std::string> faults_;
+};
+
+}  // namespace lockstep::detail
+
+namespace lockstep {
+
+LOCKSTEP_INLINE StateDict state_dict(const torch::nn::Module& model, std::string_view prefix) {
+  StateDict entries;
+  detail::each_state(model, std::string(prefix), [&](const std::string& name, const at::Tensor& tensor) {
+    entries.push_back({name, tensor.detach()});
+  });
+  return entries;
+}
+
+LOCKSTEP_INLINE IncompatibleKeys load_state_dict(torch::nn::Module& model, const StateDict& entries,
+                                                 const LoadStateDictOptions& options) {
+  StateDict own;
+  detail::each_state(model, "", [&](const std::string& name, const at::Tensor& tensor) {
+    own.push_back({name, tensor});
+  });
+  const bool wrapped = detail::all_have_prefix(entries) && !detail::all_have_prefix(own);
+  std::unordered_map<std::string, at::Tensor> given;
+  std::vector<std::string> repeated, misshapen;
+  for (const NamedTensor& entry : entries)
+    if (!given.emplace(wrapped ? entry.name.substr(detail::ddp_prefix.size()) : entry.name, entry.tensor)
+             .second)
+      repeated.push_back(entry.name);
+
+  IncompatibleKeys keys;
+  std::vector<std::pair<at::Tensor, at::Tensor>> pairs;
+  std::unordered_set<std::string> used;
+  std::string text;
+  for (const NamedTensor& tensor : own) {
+    const auto found = given.find(tensor.name);
+    if (found == given.end()) {
+      keys.missing_keys.push_back(tensor.name);
+      continue;
+    }
+    used.insert(tensor.name);
+    const at::Tensor& value = found->second;
+    if (!value.defined() || value.sizes() != tensor.tensor.sizes() ||
+        !c10::canCast(value.scalar_type(), tensor.tensor.scalar_type()))
+      misshapen.push_back(detail::formatted("\"{}\" is {} in the state dict and {} in the model", tensor.name,
+                                            value.defined() ? detail::describe(value) : "no tensor",
+                                            detail::describe(tensor.tensor)));
+    else
+      pairs.emplace_back(tensor.tensor, value);
+  }
+  for (const NamedTensor& entry : entries)
+    if (!used.contains(wrapped ? entry.name.substr(detail::ddp_prefix.size()) : entry.name))
+      keys.unexpected_keys.push_back(entry.name);
+
+  if (options.strict) {
+    detail::list_names(text, "missing", keys.missing_keys);
+    detail::list_names(text, "unexpected", keys.unexpected_keys);
+  }
+  detail::list_names(text, "given twice", repeated);
+  for (const std::string& one : misshapen) text += (text.empty() ? "" : "; ") + one;
+  if (!text.empty())
+    throw CheckpointError(detail::formatted(
+        "the state dict does not fit the model: {}; build the model that it was saved from{}", text,
+        options.strict ? ", or set strict to false to skip names" : ""));
+  detail::copy_tensors(pairs);
+  return keys;
+}
+
+LOCKSTEP_INLINE IncompatibleKeys load_state_dict(torch::nn::Module& model, const c10::IValue& dict,
+                                                 const LoadStateDictOptions& options) {
+  return load_state_dict(model, entries_of(dict), options);
+}
+
+LOCKSTEP_INLINE c10::IValue state_dict(const torch::optim::Optimizer& optimizer) {
+  c10::IValue dict;
+  const auto read = [&](const torch::optim::Optimizer& whole) {
+    detail::visit_optimizer(whole,
+                            [&]<class Adapter>(Adapter) { dict = detail::optimizer_dict<Adapter>(whole); });
+  };
+  if (const auto* sharded = dynamic_cast<const detail::ShardedState*>(&optimizer))
+    sharded->read_whole(read);
+  else
+    read(optimizer);
+  return dict;
+}
+
+LOCKSTEP_INLINE void load_state_dict(torch::optim::Optimizer& optimizer, const c10::IValue& dict) {
+  const at::NoGradGuard no_grad;
+  const auto write = [&](torch::optim::Optimizer& whole) {
+    detail::visit_optimizer(
+        whole, [&]<class Adapter>(Adapter) { detail::OptimizerReader<Adapter>(whole, dict).apply(whole); });
+  };
+  if (auto* sharded = dynamic_cast<detail::ShardedState*>(&optimizer))
+    sharded->write_whole(write);
+  else
+    write(optimizer);
+}
+
+LOCKSTEP_INLINE c10::IValue dict_of(const StateDict& entries) {
+  c10::impl::GenericDict dict = detail::new_dict();
+  for (const NamedTensor& entry : entries)
+    if (!dict.insert(entry.name, entry.tensor).second)
+      throw UsageError(
+          detail::formatted("the entry \"{}\" is in a state dict twice: give each name once", entry.name));
+  return dict;
+}
+
+LOCKSTEP_INLINE StateDict entries_of(const c10::IValue& dict) {
+  if (!dict.isGenericDict())
+    throw CheckpointError("the value is no state dict: save what model.state_dict() returns");
+  StateDict entries;
+  std::vector<std::string> others;
+  for (const auto& item : dict.toGenericDict()) {
+    const bool named = item.key().isString();
+    if (named && item.value().isTensor())
+      entries.push_back({item.key().toStringRef(), item.value().toTensor()});
+    else
+      others.push_back(named ? item.key().toStringRef() : std::to_string(item.key().toInt()));
+  }
+  if (others.empty()) return entries;
+  std::string names;
+  detail::list_names(names, "no tensors:", others);
+  throw CheckpointError(
+      detail::formatted("the dict is no state dict of a model: {}; take the entry that holds the model's, "
+                        "such as [\"state_dict\"]",
+                        names));
+}
+
+LOCKSTEP_INLINE std::string pickle_state(const c10::IValue& value) {
+  return detail::pickled(value);
+}
+
+LOCKSTEP_INLINE c10::IValue unpickle_state(std::string_view bytes, std::string_view origin) {
+  return detail::reading_file(origin, bytes, [&] { return detail::unpickled(bytes); });
+}
+
+LOCKSTEP_INLINE void torch_save(const c10::IValue& value, const std::filesystem::path& path) {
+  write_whole(path, pickle_state(value));
+}
+LOCKSTEP_INLINE void torch_save(const StateDict& entries, const std::filesystem::path& path) {
+  torch_save(dict_of(entries), path);
+}
+
+LOCKSTEP_INLINE c10::IValue torch_load(const std::filesystem::path& path) {
+  return unpickle_state(read_whole(path), path.string());
+}
+
+}  // namespace lockstep

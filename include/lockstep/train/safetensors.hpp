@@ -1,0 +1,74 @@
+#pragma once
+
+#include <cstddef>
+#include <filesystem>
+#include <map>
+#include <string>
+#include <string_view>
+
+#include "lockstep/comm/agreement.hpp"
+#include "lockstep/comm/communicator.hpp"
+#include "lockstep/error.hpp"
+#include "lockstep/train/checkpoint.hpp"
+#include "lockstep/train/state_dict.hpp"
+#include "lockstep/world/world.hpp"
+
+namespace lockstep {
+
+/// The text entries of a safetensors file. Libraries of Python that load models look for {"format": "pt"}.
+using SafetensorsMetadata = std::map<std::string, std::string>;
+
+/// The content of a safetensors file: its tensors, in the order of its header, and its metadata.
+struct Safetensors {
+  StateDict tensors;
+  SafetensorsMetadata metadata;
+};
+
+/// The longest header that is read, in bytes: that of the reference implementation.
+inline constexpr std::size_t safetensors_header_limit = 100'000'000;
+
+/// Returns the bytes of save_safetensors's file.
+std::string serialize_safetensors(const StateDict& entries,
+                                  const SafetensorsMetadata& metadata = {{"format", "pt"}});
+
+/// Returns the content of a safetensors file. `origin` names the bytes in errors.
+Safetensors deserialize_safetensors(std::string_view bytes, std::string_view origin);
+
+/// Writes tensors in the safetensors format. Takes the dtypes float64, float32, float16, bfloat16, int64,
+/// int32, int16, int8, uint8, bool and complex64. A tensor under several names is written under each. The file
+/// is written atomically. Throws UsageError for another dtype, a sparse tensor, a repeated name and a name or
+/// text that is not UTF-8; CheckpointError if writing fails.
+/// Counterpart: safetensors.torch.save_file.
+void save_safetensors(const StateDict& entries, const std::filesystem::path& path,
+                      const SafetensorsMetadata& metadata = {{"format", "pt"}});
+
+/// Reads a safetensors file; all tensors are on the CPU. Verifies the whole header before any tensor is made:
+/// its length (at most safetensors_header_limit), its JSON, in which a repeated or an unknown key is an error,
+/// dtypes, and that the tensors fill the rest of the file without gaps or overlaps. Throws CheckpointError with
+/// the tensor's name or the offset in the file. The format has no checksums: changed data is not detected.
+/// Counterpart: safetensors.torch.load_file.
+Safetensors load_safetensors(const std::filesystem::path& path);
+
+/// Writes rank 0's tensors. Collective: every rank returns once the file is written, or throws the same error.
+template <Gathering C>
+void save_safetensors(const StateDict& entries, const std::filesystem::path& path, C& comm,
+                      const SafetensorsMetadata& metadata = {{"format", "pt"}}) {
+  forbid_in_rank_zero_scope("save_safetensors");
+  agree_with_rank_zero<CheckpointError>(comm, [&] { save_safetensors(entries, path, metadata); });
+}
+
+/// Reads a file on rank 0 and returns its content on every rank. Collective.
+template <Gathering C>
+Safetensors load_safetensors(const std::filesystem::path& path, C& comm) {
+  forbid_in_rank_zero_scope("load_safetensors");
+  const std::string bytes = agree_with_rank_zero<CheckpointError>(comm, [&] { return read_whole(path); });
+  Safetensors content;
+  agree<CheckpointError>(comm, [&] { content = deserialize_safetensors(bytes, path.string()); });
+  return content;
+}
+
+}  // namespace lockstep
+
+#ifndef LOCKSTEP_COMPILED
+#include "lockstep/train/detail/safetensors-inl.hpp"
+#endif

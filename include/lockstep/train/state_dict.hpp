@@ -1,0 +1,131 @@
+#pragma once
+
+#include <filesystem>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include <ATen/core/ivalue.h>
+#include <torch/nn/module.h>
+#include <torch/optim/optimizer.h>
+
+#include "lockstep/comm/agreement.hpp"
+#include "lockstep/comm/communicator.hpp"
+#include "lockstep/error.hpp"
+#include "lockstep/grad/model.hpp"
+#include "lockstep/train/checkpoint.hpp"
+#include "lockstep/world/world.hpp"
+
+namespace lockstep {
+
+/// Tensors by name, in the order of Python's `state_dict()`.
+using StateDict = std::vector<NamedTensor>;
+
+/// Returns the parameters and buffers of a model with Python's names, in Python's order: those of a module
+/// before those of its children, its parameters before its buffers. A tied tensor appears under each of its
+/// names. The tensors are detached and share the model's memory. `prefix` comes before every name: Python's
+/// DistributedDataParallel has "module.".
+///
+/// The names equal Python's if the modules are registered under Python's attribute names.
+/// Counterpart: torch.nn.Module.state_dict.
+StateDict state_dict(const torch::nn::Module& model, std::string_view prefix = "");
+template <detail::ModuleHandle M>
+StateDict state_dict(const M& model, std::string_view prefix = "") {
+  return state_dict(static_cast<const torch::nn::Module&>(*model), prefix);
+}
+
+struct LoadStateDictOptions {
+  /// Throw if an entry is missing or unexpected.
+  bool strict = true;
+};
+
+/// The names in which a model and a state dict differ.
+struct IncompatibleKeys {
+  std::vector<std::string> missing_keys, unexpected_keys;
+};
+
+/// Copies the entries into the model's parameters and buffers, converted to their dtypes and devices. If every
+/// name begins with "module.", as those of Python's DistributedDataParallel do, and not every one of the
+/// model's does, the prefix is ignored. Returns the names that strict = false has skipped.
+///
+/// Throws CheckpointError, which lists every missing, unexpected and misshapen entry, and leaves the model
+/// unchanged. Entries of another shape are refused with strict = false, too.
+/// Counterpart: torch.nn.Module.load_state_dict.
+IncompatibleKeys load_state_dict(torch::nn::Module& model, const StateDict& entries,
+                                 const LoadStateDictOptions& options = {});
+/// The same with the dict that torch_load returns.
+IncompatibleKeys load_state_dict(torch::nn::Module& model, const c10::IValue& dict,
+                                 const LoadStateDictOptions& options = {});
+template <detail::ModuleHandle M, class Entries>
+IncompatibleKeys load_state_dict(M model, const Entries& entries, const LoadStateDictOptions& options = {}) {
+  return load_state_dict(static_cast<torch::nn::Module&>(*model), entries, options);
+}
+
+/// Returns the state of an optimizer as Python's dict: {"state": {index: {"exp_avg": tensor, ...}},
+/// "param_groups": [{"lr": ..., "params": [index, ...]}, ...]}. The indices count the parameters of all
+/// groups; they are Python's if the groups hold the parameters in the order of Python's `parameters()`, as
+/// unique_parameters returns them. The tensors share the optimizer's memory.
+///
+/// Takes lockstep's SGD, Adam and AdamW and those of torch::optim; a ZeroRedundancyOptimizer over one of them
+/// on the rank that has called `consolidate`. Throws UsageError for another type.
+/// Counterpart: torch.optim.Optimizer.state_dict.
+c10::IValue state_dict(const torch::optim::Optimizer& optimizer);
+
+/// Restores options and state from a dict of `state_dict`, in C++ or in Python. As with an optimizer's `load`,
+/// the implementation (Python's `foreach` and `fused`) and `lr_tensor` stay those of the optimizer. Entries
+/// that learning rate schedulers add, such as "initial_lr", are skipped.
+///
+/// Throws CheckpointError, which lists every missing, unexpected and misshapen entry, and leaves the optimizer
+/// unchanged.
+/// Counterpart: torch.optim.Optimizer.load_state_dict.
+void load_state_dict(torch::optim::Optimizer& optimizer, const c10::IValue& dict);
+
+/// Returns the entries as a dict, for torch_save or as a value in another dict.
+c10::IValue dict_of(const StateDict& entries);
+
+/// Returns the entries of a dict of tensors. Throws CheckpointError, which names each value that is no tensor.
+StateDict entries_of(const c10::IValue& dict);
+
+/// Returns the bytes of torch_save's file. Throws UsageError for a value that it cannot hold.
+std::string pickle_state(const c10::IValue& value);
+
+/// Returns the value in the bytes of torch_load's file. `origin` names the bytes in errors.
+c10::IValue unpickle_state(std::string_view bytes, std::string_view origin);
+
+/// Writes a value that Python reads by `torch.load(path, weights_only=True)`: tensors, numbers, strings, None,
+/// lists, tuples, and dicts of these with keys of type str or int. Tensors are written as CPU tensors; those
+/// with a common storage share it in the file. The file is written atomically. Throws UsageError for another
+/// value, CheckpointError if writing fails.
+/// Counterpart: torch.save.
+void torch_save(const c10::IValue& value, const std::filesystem::path& path);
+void torch_save(const StateDict& entries, const std::filesystem::path& path);
+
+/// Reads a file of torch_save, or of Python's torch.save if it holds only what torch_save writes, OrderedDict
+/// and Parameter. Executes nothing of the file. All tensors are on the CPU. Throws CheckpointError if the file
+/// is damaged or holds another object, which the error names.
+/// Counterpart: torch.load(path, map_location="cpu", weights_only=True).
+c10::IValue torch_load(const std::filesystem::path& path);
+
+/// Writes rank 0's value. Collective: every rank returns once the file is written, or throws the same error.
+template <Gathering C, class Value>
+void torch_save(const Value& value, const std::filesystem::path& path, C& comm) {
+  forbid_in_rank_zero_scope("torch_save");
+  agree_with_rank_zero<CheckpointError>(comm, [&] { torch_save(value, path); });
+}
+
+/// Reads a file on rank 0 and returns its value on every rank. Collective.
+template <Gathering C>
+c10::IValue torch_load(const std::filesystem::path& path, C& comm) {
+  forbid_in_rank_zero_scope("torch_load");
+  const std::string bytes = agree_with_rank_zero<CheckpointError>(comm, [&] { return read_whole(path); });
+  c10::IValue value;
+  agree<CheckpointError>(comm, [&] { value = unpickle_state(bytes, path.string()); });
+  return value;
+}
+
+}  // namespace lockstep
+
+#ifndef LOCKSTEP_COMPILED
+#include "lockstep/train/detail/state_dict-inl.hpp"
+#endif

@@ -1,0 +1,161 @@
+// safetensors files: written, read, and every kind of damage refused.
+#include "lockstep/train/safetensors.hpp"
+
+#include <torch/torch.h>
+#include <algorithm>
+#include <string>
+
+#include "support/catch.hpp"
+#include "support/temporary_folder.hpp"
+
+namespace safetensors_test {
+
+namespace {
+
+// A file with that header and data.
+std::string file_of(const std::string& header, const std::string& data = "") {
+  std::string bytes;
+  for (int i = 0; i < 8; ++i) bytes += static_cast<char>(header.size() >> 8 * i & 0xFF);
+  return bytes + header + data;
+}
+
+// The error that reading these bytes ends with; empty if they are read.
+std::string refusal(const std::string& bytes) {
+  try {
+    lockstep::deserialize_safetensors(bytes, "a.safetensors");
+  } catch (const lockstep::CheckpointError& error) {
+    return error.what();
+  }
+  return "";
+}
+
+lockstep::StateDict small() {
+  return {{"flag", torch::tensor({true, false, true})},
+          {"weight", torch::arange(6, torch::kFloat).view({2, 3}).t()},
+          {"none", torch::zeros({0, 3})},
+          {"scalar", torch::tensor(2.5, torch::kDouble)}};
+}
+
+}  // namespace
+
+TEST_CASE("what save_safetensors writes, load_safetensors reads: all dtypes, shapes, names and metadata") {
+  const TemporaryFolder folder;
+  lockstep::StateDict entries = small();
+  for (const auto type :
+       {at::kHalf, at::kBFloat16, at::kLong, at::kInt, at::kShort, at::kChar, at::kByte, at::kComplexFloat})
+    entries.push_back({std::string("of ") + c10::toString(type), torch::arange(5).to(type)});
+  entries.push_back({"quote \" backslash \\ line\n tab\t \xC3\xBC \xF0\x9F\x98\x80", torch::ones({1})});
+  const lockstep::SafetensorsMetadata metadata{{"format", "pt"}, {"note", "a \"b\"\x01"}};
+  lockstep::save_safetensors(entries, folder / "a.safetensors", metadata);
+  const lockstep::Safetensors read = lockstep::load_safetensors(folder / "a.safetensors");
+  CHECK(read.metadata == metadata);
+  REQUIRE(read.tensors.size() == entries.size());
+  for (const auto& entry : entries) {
+    const auto found = std::find_if(read.tensors.begin(), read.tensors.end(),
+                                    [&](const auto& one) { return one.name == entry.name; });
+    REQUIRE(found != read.tensors.end());
+    CHECK(found->tensor.dtype() == entry.tensor.dtype());
+    CHECK(torch::equal(found->tensor, entry.tensor));
+  }
+}
+
+TEST_CASE("an empty safetensors file is one of no tensors") {
+  CHECK(lockstep::deserialize_safetensors(lockstep::serialize_safetensors({}, {}), "a").tensors.empty());
+}
+
+TEST_CASE("save_safetensors refuses what the format cannot hold, and writes nothing") {
+  const TemporaryFolder folder;
+  const auto save = [&](const lockstep::StateDict& entries) {
+    lockstep::save_safetensors(entries, folder / "a");
+  };
+  CHECK_THROWS_WITH(save({{"a", torch::ones(1)}, {"a", torch::ones(1)}}),
+                    ContainsSubstring("\"a\" is taken"));
+  CHECK_THROWS_WITH(save({{"__metadata__", torch::ones(1)}}), ContainsSubstring("is taken"));
+  CHECK_THROWS_WITH(save({{"c", torch::ones(1, torch::kComplexDouble)}}), ContainsSubstring("complex128"));
+  CHECK_THROWS_WITH(save({{"s", torch::eye(2).to_sparse()}}), ContainsSubstring("sparse"));
+  CHECK_THROWS_WITH(save({{"\xFF", torch::ones(1)}}), ContainsSubstring("UTF-8"));
+  CHECK(folder.files() == 0);
+}
+
+TEST_CASE("hostile safetensors headers are refused with the reason") {
+  const std::string four(4, '\0');
+  const auto entry = [](const std::string& fields) { return "{\"a\":{" + fields + "}}"; };
+  const std::string good = R"("dtype":"F32","shape":[1],"data_offsets":[0,4])";
+  REQUIRE(refusal(file_of(entry(good), four)).empty());
+  REQUIRE(refusal(file_of(" \n" + entry(good), four)) != "");
+  REQUIRE(refusal(file_of(entry(good) + "  \n", four)).empty());
+
+  const auto refused = [&](const std::string& bytes, const std::string& why) {
+    INFO(bytes);
+    CHECK_THAT(refusal(bytes), ContainsSubstring("a.safetensors") && ContainsSubstring(why));
+  };
+  refused("", "begins with the 8 bytes");
+  refused(std::string(8, '\xFF'), "more than 100000000");
+  refused(std::string("\x01\xE1\xF5\x05\0\0\0\0", 8), "its header has 100000001 bytes, more than 100000000");
+  refused(std::string("\x09\0\0\0\0\0\0\0{}", 10), "of which the file has 2");
+  refused(file_of(""), "it does not begin with '{'");
+  refused(file_of("[]"), "it does not begin with '{'");
+  refused(file_of("{} {}"), "there is text after it");
+  refused(file_of(entry(good + "," + good), four), "\"dtype\" is repeated");
+  refused(file_of("{\"a\":{" + good + "},\"a\":{" + good + "}}", four), "\"a\" is repeated");
+  refused(file_of(R"({"__metadata__":{},"__metadata__":{}})"), "is repeated");
+  refused(file_of(R"({"__metadata__":{"a":1}})"), "there is no '\"'");
+  refused(file_of(R"({"__metadata__":{"a\u0062":"","ab":""}})"), "\"ab\" is repeated");
+  refused(file_of(entry(good + R"(,"more":1)"), four), "unknown key \"more\"");
+  refused(file_of(entry(R"("dtype":"F32","shape":[1])"), four), "no dtype, shape and two data_offsets");
+  refused(file_of(entry(R"("dtype":"F8_E4M3","shape":[4],"data_offsets":[0,4])"), four),
+          "dtype \"F8_E4M3\" of tensor \"a\"");
+  refused(file_of(entry(R"("dtype":"F32","shape":[2],"data_offsets":[0,4])"), four), "do not fit");
+  refused(file_of(entry(R"("dtype":"F32","shape":[1],"data_offsets":[4,0])"), four), "do not fit");
+  refused(file_of(entry(R"("dtype":"F32","shape":[-1],"data_offsets":[0,4])"), four), "whole number");
+  refused(file_of(entry(R"("dtype":"F32","shape":[1.0],"data_offsets":[0,4])"), four), "there is no ']'");
+  refused(file_of(entry(R"("dtype":"F32","shape":[01],"data_offsets":[0,4])"), four), "whole number");
+  refused(file_of(entry(R"("dtype":"F32","shape":[9223372036854775808],"data_offsets":[0,4])"), four),
+          "more than 63 bits");
+  // 4 * 2^31 * 2^31 is 0 in 64 bits, and so is the product of these two with 0 between them.
+  refused(file_of(entry(R"("dtype":"F32","shape":[2147483648,2147483648],"data_offsets":[0,0])")),
+          "do not fit");
+  refused(file_of(entry(R"("dtype":"F32","shape":[4611686018427387904,0,16],"data_offsets":[0,0])")),
+          "do not fit");
+  refused(file_of(entry(R"("dtype":"F32","shape":[1],"data_offsets":[4,8])"), four + four),
+          "gap or an overlap");
+  refused(file_of("{\"a\":{" + good + "},\"b\":{" + good + "}}", four), "gap or an overlap");
+  refused(file_of(entry(good), four + "x"), "trailing bytes");
+  refused(file_of(entry(good), "123"), "cut short");
+  refused(file_of(entry(R"("dtype":"BOOL","shape":[4],"data_offsets":[0,4])"), "\x01\x02\x01\x01"),
+          "neither 0 nor 1");
+  refused(file_of("{\"\xC0\xAF\":{" + good + "}}", four), "not UTF-8");
+  refused(file_of("{\"a\n\":{" + good + "}}", four), "control character");
+  refused(file_of(R"({"\ud800":{)" + good + "}}", four), "half a surrogate pair");
+  refused(file_of(R"({"\x":{)" + good + "}}", four), "unknown escape");
+  std::string deep = "{\"a\":";
+  for (int i = 0; i < 100'000; ++i) deep += "{\"a\":";
+  refused(file_of(deep), "unknown key");
+}
+
+TEST_CASE("a safetensors file cut anywhere is refused; one with any byte changed is refused or read") {
+  const std::string good = lockstep::serialize_safetensors(small());
+  REQUIRE(refusal(good).empty());
+  for (std::size_t length = 0; length < good.size(); ++length) {
+    INFO("cut to " << length << " of " << good.size());
+    CHECK(!refusal(good.substr(0, length)).empty());
+  }
+  const std::size_t data = 3 + 24 + 8;
+  std::size_t read = 0;
+  for (std::size_t at = 0; at < good.size(); ++at)
+    for (const int value :
+         {0, 1, 0x20, 0x22, 0x30, 0x39, 0x5C, 0x7B, 0x7D, 0x7F, 0x80, 0xFF, good[at] ^ 1, good[at] ^ 0x80}) {
+      std::string changed = good;
+      changed[at] = static_cast<char>(value);
+      if (!refusal(changed).empty()) continue;
+      ++read;
+      // What is read has as many elements as the file has bytes for, whatever the change.
+      std::size_t bytes = 0;
+      for (const auto& entry : lockstep::deserialize_safetensors(changed, "a").tensors)
+        bytes += entry.tensor.nbytes();
+      if (bytes != data) FAIL_CHECK("byte " << at << " as " << value);
+    }
+  CHECK(read > 0);
+}
+
+}  // namespace safetensors_test

@@ -1,0 +1,363 @@
+// State dicts of models and optimizers, and the files of Python's torch.save.
+#include "lockstep/train/state_dict.hpp"
+
+#include <torch/torch.h>
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "lockstep/optim/optimizers.hpp"
+#include "lockstep/train/detail/pickle.hpp"
+#include "support/catch.hpp"
+#include "support/temporary_folder.hpp"
+#include "support/text_of.hpp"
+#include "train/nets.hpp"
+
+namespace state_dict_test {
+
+namespace {
+
+std::vector<std::string> names_of(const lockstep::StateDict& entries) {
+  std::vector<std::string> names;
+  for (const auto& entry : entries) names.push_back(entry.name);
+  return names;
+}
+
+std::string refusal(TinyNet& model, const lockstep::StateDict& entries, bool strict = true) {
+  return text_of<lockstep::CheckpointError>(
+      [&] { lockstep::load_state_dict(model, entries, {.strict = strict}); });
+}
+
+bool equal(const lockstep::StateDict& a, const lockstep::StateDict& b) {
+  bool same = names_of(a) == names_of(b);
+  for (std::size_t i = 0; same && i < a.size(); ++i) same = torch::equal(a[i].tensor, b[i].tensor);
+  return same;
+}
+
+// A file of torch.save with that pickle and a storage of two floats.
+std::string file_of(const std::string& pickle, const std::string& storage = std::string(8, '\0')) {
+  std::string bytes;
+  caffe2::serialize::PyTorchStreamWriter archive([&](const void* data, std::size_t size) {
+    bytes.append(static_cast<const char*>(data), size);
+    return size;
+  });
+  archive.writeRecord("data.pkl", pickle.data(), pickle.size());
+  archive.writeRecord("data/0", storage.data(), storage.size());
+  archive.writeEndOfFile();
+  return bytes;
+}
+
+std::string pickle_refusal(const std::string& pickle) {
+  return text_of<lockstep::CheckpointError>(
+      [&] { lockstep::unpickle_state(file_of(std::string("\x80\x02", 2) + pickle), "a.pt"); });
+}
+
+// The pickle of a float tensor with that offset, shape and strides.
+std::string tensor_pickle(const std::string& offset, const std::string& shape, const std::string& strides,
+                          const std::string& count = "K\x02", const std::string& key = "0",
+                          const std::string& type = "FloatStorage") {
+  const auto text = [](const std::string& word) {
+    return "X" + std::string(1, static_cast<char>(word.size())) + std::string(3, '\0') + word;
+  };
+  return "ctorch._utils\n_rebuild_tensor_v2\n((" + text("storage") + "ctorch\n" + type + "\n" + text(key) +
+         text("cpu") + count + "tQ" + offset + shape + strides + "\x89" + "ccollections\nOrderedDict\n)RtR.";
+}
+
+template <class Optimizer>
+void step(TinyNet& model, Optimizer& optimizer) {
+  optimizer.zero_grad();
+  torch::manual_seed(5);
+  model->forward(torch::randn({7, 6})).pow(2).sum().backward();
+  optimizer.step();
+}
+
+}  // namespace
+
+TEST_CASE(
+    "a model's state dict has Python's order: a module before its children, parameters before buffers") {
+  TinyNet model;
+  CHECK(names_of(lockstep::state_dict(model)) ==
+        std::vector<std::string>{"hidden.weight", "hidden.bias", "norm.weight", "norm.bias",
+                                 "norm.running_mean", "norm.running_var", "norm.num_batches_tracked",
+                                 "last.weight", "last.bias"});
+  const auto entries = lockstep::state_dict(model, "module.");
+  CHECK(entries[0].name == "module.hidden.weight");
+  CHECK(entries[0].tensor.const_data_ptr() == model->hidden->weight.const_data_ptr());
+  CHECK(!entries[0].tensor.requires_grad());
+}
+
+TEST_CASE("a tied tensor is in a state dict under each name, and shares its storage in the file") {
+  const TemporaryFolder folder;
+  struct Tied : torch::nn::Module {
+    Tied() {
+      weight = register_parameter("weight", torch::ones({100}));
+      register_parameter("again", weight);
+    }
+    torch::Tensor weight;
+  };
+  Tied model;
+  lockstep::torch_save(lockstep::state_dict(model), folder / "a.pt");
+  const auto read = lockstep::entries_of(lockstep::torch_load(folder / "a.pt"));
+  CHECK(names_of(read) == std::vector<std::string>{"weight", "again"});
+  CHECK(read[0].tensor.const_data_ptr() == read[1].tensor.const_data_ptr());
+}
+
+TEST_CASE("load_state_dict accepts module. if all names have it, and converts dtypes") {
+  TinyNet saved, model;
+  lockstep::load_state_dict(model, lockstep::state_dict(saved, "module."));
+  CHECK(equal(lockstep::state_dict(saved), lockstep::state_dict(model)));
+
+  auto entries = lockstep::state_dict(saved, "module.");
+  entries[0].tensor = entries[0].tensor.to(torch::kDouble);
+  entries[8].tensor = entries[8].tensor.to(torch::kBFloat16);
+  lockstep::load_state_dict(model, lockstep::dict_of(entries));
+  CHECK(model->last->bias.dtype() == torch::kFloat);
+  CHECK(torch::equal(model->last->bias.detach(), entries[8].tensor.to(torch::kFloat)));
+
+  entries[3].name = "norm.bias";  // not all: Python refuses this one, too
+  CHECK_THAT(refusal(model, entries), ContainsSubstring("missing \"hidden.weight\"") &&
+                                          ContainsSubstring("unexpected \"module.hidden.weight\""));
+}
+
+TEST_CASE("missing, unexpected and misshapen entries are refused together, and the model is unchanged") {
+  TinyNet saved, model;
+  const auto before = model->norm->weight.clone();
+  auto entries = lockstep::state_dict(saved);
+  entries[2].tensor = torch::full({8}, 3.0);
+  entries.erase(entries.begin());
+  entries.pop_back();
+  entries.push_back({"more.weight", torch::ones({1})});
+  entries.push_back({"more.bias", torch::ones({1})});
+  entries[4].tensor = torch::ones({9});                        // norm.running_var
+  entries[6].tensor = torch::ones({3, 8}, at::kComplexFloat);  // last.weight
+  CHECK_THAT(refusal(model, entries),
+             ContainsSubstring("missing \"hidden.weight\", \"last.bias\"") &&
+                 ContainsSubstring("unexpected \"more.weight\", \"more.bias\"") &&
+                 ContainsSubstring("\"norm.running_var\" is [9] float32 in the state dict and [8] float32") &&
+                 ContainsSubstring("\"last.weight\" is [3, 8] complex64"));
+  CHECK(torch::equal(model->norm->weight, before));
+  CHECK_THAT(refusal(model, entries, /*strict=*/false),
+             ContainsSubstring("norm.running_var") && !ContainsSubstring("more.weight"));
+
+  entries = lockstep::state_dict(saved);
+  entries.erase(entries.begin());
+  entries.push_back({"more", torch::ones({1})});
+  const auto keys = lockstep::load_state_dict(model, entries, {.strict = false});
+  CHECK(keys.missing_keys == std::vector<std::string>{"hidden.weight"});
+  CHECK(keys.unexpected_keys == std::vector<std::string>{"more"});
+
+  entries.back().name = entries.front().name;
+  CHECK_THAT(refusal(model, entries, /*strict=*/false), ContainsSubstring("given twice \"hidden.bias\""));
+}
+
+TEST_CASE("an optimizer's state dict restores it in another, of lockstep or of LibTorch") {
+  TinyNet first, second;
+  const auto check = [&](auto& a, auto& b) {
+    for (int i = 0; i < 3; ++i) step(first, a);
+    lockstep::load_state_dict(second, lockstep::state_dict(first));
+    lockstep::load_state_dict(b,
+                              lockstep::unpickle_state(lockstep::pickle_state(lockstep::state_dict(a)), "a"));
+    for (int i = 0; i < 2; ++i) {
+      step(first, a);
+      step(second, b);
+    }
+    CHECK(equal(lockstep::state_dict(first), lockstep::state_dict(second)));
+  };
+  SECTION("SGD") {
+    lockstep::SGD a(first->parameters(),
+                    {.lr = 0.01, .momentum = 0.9, .weight_decay = 0.1, .nesterov = true});
+    lockstep::SGD b(second->parameters());
+    check(a, b);
+    CHECK(b.options().nesterov);
+  }
+  SECTION("Adam") {
+    lockstep::Adam a(first->parameters(), {.lr = 0.01, .betas = {0.8, 0.95}, .amsgrad = true});
+    lockstep::Adam b(second->parameters());
+    check(a, b);
+  }
+  SECTION("AdamW") {
+    lockstep::AdamW a(first->parameters(), {.lr = 0.01}), b(second->parameters());
+    check(a, b);
+  }
+  SECTION("torch::optim::SGD") {
+    torch::optim::SGD a(first->parameters(), torch::optim::SGDOptions(0.01).momentum(0.9));
+    torch::optim::SGD b(second->parameters(), torch::optim::SGDOptions(0.5));
+    check(a, b);
+  }
+  SECTION("torch::optim::Adam") {
+    torch::optim::Adam a(first->parameters(), torch::optim::AdamOptions(0.01).amsgrad(true));
+    torch::optim::Adam b(second->parameters());
+    check(a, b);
+  }
+  SECTION("torch::optim::AdamW") {
+    torch::optim::AdamW a(first->parameters(), torch::optim::AdamWOptions(0.01));
+    torch::optim::AdamW b(second->parameters());
+    check(a, b);
+  }
+}
+
+TEST_CASE("an optimizer's dict that does not fit is refused with all reasons, and nothing is changed") {
+  TinyNet model;
+  lockstep::Adam adam(model->parameters());
+  lockstep::SGD sgd(model->parameters(), {.momentum = 0.9});
+  step(model, adam);
+  step(model, sgd);
+  const auto refused = [](auto& optimizer, const c10::IValue& dict) {
+    return text_of<lockstep::CheckpointError>([&] { lockstep::load_state_dict(optimizer, dict); });
+  };
+  const auto saved = [&](auto& optimizer) {  // a copy that can be changed
+    return lockstep::unpickle_state(lockstep::pickle_state(lockstep::state_dict(optimizer)), "a");
+  };
+  CHECK_THAT(refused(adam, lockstep::state_dict(sgd)),
+             ContainsSubstring("missing \"betas\", \"eps\"") &&
+                 ContainsSubstring("unexpected \"momentum\", \"dampening\", \"nesterov\""));
+  lockstep::AdamW adamw(model->parameters());
+  CHECK_THAT(refused(adamw, lockstep::state_dict(adam)), ContainsSubstring("group 0 is of Adam;"));
+  CHECK_THAT(refused(adam, 3), ContainsSubstring("no state dict of an optimizer"));
+  lockstep::SGD fewer({model->hidden->weight});
+  CHECK_THAT(refused(fewer, lockstep::state_dict(sgd)),
+             ContainsSubstring("group 0 has 6 parameters, the optimizer's 1"));
+
+  auto dict = saved(adam);
+  auto states = dict.toGenericDict().at("state").toGenericDict();
+  states.at(std::int64_t{0}).toGenericDict().insert_or_assign("exp_avg", torch::ones({3}));
+  (void)states.at(std::int64_t{1}).toGenericDict().erase("exp_avg_sq");
+  states.at(std::int64_t{2}).toGenericDict().insert("more", torch::ones({3}));
+  states.at(std::int64_t{3}).toGenericDict().insert_or_assign("step", -1.0);
+  states.insert(std::int64_t{9}, states.at(std::int64_t{4}));
+  const auto before = lockstep::pickle_state(lockstep::state_dict(adam));
+  CHECK_THAT(refused(adam, dict),
+             ContainsSubstring("exp_avg of state 0 is [3] float32, the parameter [8, 6] float32") &&
+                 ContainsSubstring("state 1: missing \"exp_avg_sq\"") &&
+                 ContainsSubstring("state 2: unexpected \"more\"") &&
+                 ContainsSubstring("step of state 3 is no count") &&
+                 ContainsSubstring("state 9 is of no parameter"));
+  dict = saved(adam);
+  dict.toGenericDict().at("param_groups").toList().get(0).toGenericDict().insert_or_assign("lr", -1.0);
+  CHECK_THAT(refused(adam, dict), ContainsSubstring("lr = -1"));
+  CHECK(lockstep::pickle_state(lockstep::state_dict(adam)) == before);
+
+  torch::optim::Adagrad other(model->parameters());
+  CHECK_THROWS_AS(lockstep::state_dict(other), lockstep::UsageError);
+}
+
+TEST_CASE("torch_save writes values of each kind, and names what it cannot write") {
+  c10::Dict<std::string, std::int64_t> inner;
+  inner.insert("epoch", 3);
+  c10::impl::GenericDict dict(c10::StringType::get(), c10::AnyType::get());
+  const auto transposed = torch::arange(6.0).view({2, 3}).t();
+  dict.insert("tensor", transposed);
+  dict.insert("conjugated", torch::ones({2}, at::kComplexFloat).conj());
+  dict.insert("numbers", std::vector<std::int64_t>{1, -1, std::int64_t{1} << 40, -(std::int64_t{1} << 40)});
+  dict.insert("reals", std::vector<double>{0.1, -1e300});
+  dict.insert("inner", inner);
+  dict.insert("none", c10::IValue());
+  dict.insert("flag", true);
+  const auto read = lockstep::unpickle_state(lockstep::pickle_state(dict), "a").toGenericDict();
+  CHECK(torch::equal(read.at("tensor").toTensor(), transposed));
+  CHECK(read.at("tensor").toTensor().strides() == transposed.strides());
+  CHECK(read.at("numbers").toListRef()[3].toInt() == -(std::int64_t{1} << 40));
+  CHECK(read.at("reals").toListRef()[1].toDouble() == -1e300);
+  CHECK(read.at("inner").toGenericDict().at("epoch").toInt() == 3);
+  CHECK(read.at("none").isNone());
+  CHECK(read.at("flag").toBool());
+
+  const auto refused = [&](c10::IValue value) {
+    dict.insert_or_assign("bad", std::move(value));
+    return text_of<lockstep::UsageError>([&] { lockstep::pickle_state(dict); });
+  };
+  CHECK_THAT(refused(torch::eye(2).to_sparse()),
+             ContainsSubstring("the value of ['bad'] is a tensor that is sparse"));
+  CHECK_THAT(refused(c10::complex<double>(1, 2)), ContainsSubstring("of type ComplexDouble"));
+  auto cycle = dict.copy();
+  dict.insert_or_assign("bad", cycle);
+  cycle.insert_or_assign("bad", dict);
+  CHECK_THAT(text_of<lockstep::UsageError>([&] { lockstep::pickle_state(dict); }),
+             ContainsSubstring("nested more than 64 deep"));
+  cycle.clear();
+}
+
+TEST_CASE("torch_load refuses what is no state dict, and executes nothing") {
+  CHECK_THAT(pickle_refusal(std::string("cos\nsystem\nX\x04\0\0\0true\x85R.", 23)),
+             ContainsSubstring("an object of 'os.system'"));
+  CHECK_THAT(pickle_refusal("ccollections\nCounter\n)R."), ContainsSubstring("'collections.Counter'"));
+  CHECK_THAT(pickle_refusal("ctorch\nFloatStorage\n."), ContainsSubstring("is no value"));
+  CHECK_THAT(pickle_refusal(std::string("]q\0h\0a.", 7)), ContainsSubstring("contains itself"));
+  CHECK_THAT(pickle_refusal(std::string("]q\0]h\0aa.", 9)), ContainsSubstring("contains itself"));
+  CHECK_THAT(pickle_refusal(")" + std::string(100'000, '\x85') + "."),
+             ContainsSubstring("nested more than 64"));
+  CHECK_THAT(pickle_refusal("}G" + std::string(8, '\0') + "Ns."),
+             ContainsSubstring("neither a str nor an int"));
+  CHECK_THAT(pickle_refusal("}(K\x01NK\x01Nu."), ContainsSubstring("the key 1 twice"));
+  CHECK_THAT(pickle_refusal("X\xFF\xFF\xFF\xFFz."), ContainsSubstring("cut short"));
+  CHECK_THAT(pickle_refusal("}"), ContainsSubstring("cut short"));
+  CHECK_THAT(pickle_refusal("."), ContainsSubstring("does not end with one value"));
+  CHECK_THAT(pickle_refusal("0."), ContainsSubstring("the opcode 48"));
+  CHECK_THAT(pickle_refusal("R."), ContainsSubstring("where there is none"));
+  CHECK_THAT(pickle_refusal("}NNb."), ContainsSubstring("sets items of what is no dict"));
+
+  const std::string one = "K\x01\x85", two = "K\x02\x85", zero = std::string("K\0", 2);
+  CHECK(pickle_refusal(tensor_pickle(zero, two, one)).empty());
+  CHECK(pickle_refusal(tensor_pickle(zero, ")", ")")).empty());
+  CHECK_THAT(pickle_refusal(tensor_pickle("K\x01", two, one)), ContainsSubstring("does not fit its storage"));
+  CHECK_THAT(pickle_refusal(tensor_pickle(zero, two, two)), ContainsSubstring("does not fit its storage"));
+  CHECK_THAT(pickle_refusal(tensor_pickle("K\x03", zero + "\x85", one)), ContainsSubstring("does not fit"));
+  CHECK_THAT(pickle_refusal(tensor_pickle("J\xFF\xFF\xFF\xFF", two, one)), ContainsSubstring("no offset"));
+  CHECK_THAT(pickle_refusal(tensor_pickle(zero, two, "J\xFF\xFF\xFF\xFF\x85")),
+             ContainsSubstring("no number from 0"));
+  CHECK_THAT(pickle_refusal(tensor_pickle(zero, two, "\x8a\x08\xFF\xFF\xFF\xFF\xFF\xFF\xFF\x7F\x85")),
+             ContainsSubstring("does not fit its storage"));
+  CHECK_THAT(pickle_refusal(tensor_pickle(zero, two, one, "K\x03")), ContainsSubstring("are not 3 elements"));
+  CHECK_THAT(pickle_refusal(tensor_pickle(zero, two, one, "K\x02", "1")),
+             ContainsSubstring("'data/1' is missing"));
+  CHECK_THAT(pickle_refusal(tensor_pickle(zero, two, one, "K\x02", "../0")),
+             ContainsSubstring("no name of a record"));
+  CHECK_THAT(pickle_refusal(tensor_pickle(zero, two, one, "K\x01", "0", "DoubleStorage")),
+             ContainsSubstring("does not fit its storage"));
+  CHECK_THAT(pickle_refusal(tensor_pickle(zero, two, one, "K\x02", "0", "QInt8Storage")),
+             ContainsSubstring("an object of 'torch.QInt8Storage'"));
+
+  const TemporaryFolder folder;
+  TinyNet model;
+  lockstep::save_model(*model, folder / "model.pt");
+  CHECK_THROWS_WITH(lockstep::torch_load(folder / "model.pt"), ContainsSubstring("load it with load_model"));
+  CHECK_THROWS_WITH(lockstep::torch_load(folder.write("old.pt",
+                                                      "\x80\x02\x8a\x0al\xfc\x9c"
+                                                      "F")),
+                    ContainsSubstring("before PyTorch 1.6"));
+  CHECK_THROWS_AS(lockstep::torch_load(folder / "none.pt"), lockstep::CheckpointError);
+}
+
+TEST_CASE("a file of torch_save with any byte changed, or cut anywhere, is refused or equal") {
+  TinyNet model;
+  lockstep::Adam adam(std::vector<at::Tensor>{model->last->bias});
+  step(model, adam);
+  const std::string good = lockstep::pickle_state(lockstep::state_dict(adam));
+  for (std::size_t length = 0; length < good.size(); length += length % 64 == 63 ? 1 : 7)
+    CHECK_THROWS_AS(lockstep::unpickle_state(good.substr(0, length), "a"), lockstep::CheckpointError);
+  for (std::size_t at = 0; at < good.size(); ++at) {
+    std::string changed = good;
+    changed[at] = static_cast<char>(changed[at] ^ 0x5A);
+    try {
+      if (lockstep::pickle_state(lockstep::unpickle_state(changed, "a")) != good) FAIL_CHECK("byte " << at);
+    } catch (const lockstep::CheckpointError&) {
+    }
+  }
+  // The pickle alone, with a correct checksum around it.
+  const std::string pickle = lockstep::detail::PickleWriter(lockstep::state_dict(adam)).text();
+  std::size_t read = 0;
+  for (std::size_t at = 2; at < pickle.size(); ++at)
+    for (const int value : {0, 0x28, 0x2E, 0x52, 0x75, 0x7D, 0xFF, pickle[at] ^ 1}) {
+      std::string changed = pickle;
+      changed[at] = static_cast<char>(value);
+      try {
+        lockstep::unpickle_state(file_of(changed, std::string(12, '\1')), "a");
+        ++read;
+      } catch (const lockstep::CheckpointError&) {
+      }
+    }
+  CHECK(read < 8 * pickle.size());
+}
+
+}  // namespace state_dict_test
