@@ -30,7 +30,7 @@ function(lockstep_torch_install_python folder wanted out)
       "with it, into ${target} (about 2.5 GB to download, 5 GB on disk)")
     string(TIMESTAMP start %s UTC)
     execute_process(COMMAND ${target}/bin/python -m pip --disable-pip-version-check install
-      torch==${LOCKSTEP_TORCH_NEWEST} numpy RESULT_VARIABLE result)
+      torch==${LOCKSTEP_TORCH_NEWEST} numpy safetensors RESULT_VARIABLE result)
     if(NOT result EQUAL 0)
       message(WARNING "lockstep: the Python package torch could not be installed (see above; is this machine online?), "
         "so there are no comparisons with it and no CUDA")

@@ -227,7 +227,7 @@ class HeaderReader {
 struct SafetensorsEntry {
   std::string name;
   at::ScalarType type = at::kFloat;
-  std::vector<std::int64_t> shape;
+  std::vector<std::int64_t> shape = {};
   std::uint64_t begin = 0, end = 0;
 };
 
