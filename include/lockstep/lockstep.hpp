@@ -43,6 +43,7 @@
 #include "lockstep/train/profiling.hpp"
 #include "lockstep/train/safetensors.hpp"
 #include "lockstep/train/state_dict.hpp"
+#include "lockstep/train/step_profile.hpp"
 #include "lockstep/train/stop_on_signal.hpp"
 #include "lockstep/train/trainer.hpp"
 #include "lockstep/train/trainer_options.hpp"

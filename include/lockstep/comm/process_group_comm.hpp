@@ -53,6 +53,9 @@ class [[nodiscard]] ProcessGroupWork {
   /// Adds a function that the first wait() or synchronize() runs once the Work is complete, after those that
   /// were added before it. It never runs if neither is called.
   void at_end(std::function<void()> work);
+  /// Calls `function` on the backend's thread when the work that was added has completed or failed. A no-op
+  /// unless exactly one was added, and for a backend whose works have no future.
+  void at_completion(std::function<void()> function);
   /// States that the parts complete only when they are asked, and on the host.
   void poll_on_host() { polled_on_host_ = true; }
 

@@ -99,12 +99,17 @@ struct BucketReport {
   std::size_t bytes = 0;                ///< 0 for a sparse bucket, whose number of rows varies
   bool sparse = false;
   double launched = 0;  ///< seconds from the start of backward to the launch of its reduction
+  /// Seconds from the start of backward to the completion of its reduction; 0 unless completions are recorded
+  /// (DistributedDataParallel::record_completions).
+  double completed = 0;
 };
 
 /// Statistics of this rank's last reduction, and totals over all reductions. Times are in seconds of host
 /// time.
 struct DdpReport {
   std::size_t reductions = 0;  ///< completed so far
+  /// The start of the last reduction's backward, to which the times below are relative.
+  std::chrono::steady_clock::time_point began = {};
   std::string hook;
   std::vector<BucketReport> buckets;
   /// Indices into the parameters that require grad: `ready_order` in the order in which the gradients of the

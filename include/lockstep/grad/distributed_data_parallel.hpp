@@ -356,6 +356,11 @@ class DistributedDataParallel {
   /// Returns the buckets, order, times and bytes of the last reduction; `table(ddp.report())` formats them.
   /// Empty for LocalComm.
   [[nodiscard]] DdpReport report() const { return state_->reducer->report(); }
+  /// Records when the reduction of each bucket completes, for BucketReport::completed; off by default. Reads
+  /// the clock once more for each bucket. With GlooComm that is the time at which Gloo's thread completed it;
+  /// with other communicators, or a hook with a Reduction of its own, the time at which the wait for it
+  /// returned. Call it between steps.
+  void record_completions(bool enabled = true) { state_->reducer->record_completions(enabled); }
 
  private:
   // Returns a tensor by value: forward may return a reference to an argument that is a temporary cast.

@@ -28,6 +28,7 @@
 #include "lockstep/optim/detail/optimizer_maker.hpp"
 #include "lockstep/precision/precision.hpp"
 #include "lockstep/train/metrics.hpp"
+#include "lockstep/train/step_profile.hpp"
 
 namespace lockstep {
 
@@ -251,6 +252,23 @@ struct OnStep {
 template <class Function>
 OnStep(Function) -> OnStep<Function>;
 
+/// A callback after each optimizer step that also gets the times of its phases, on every rank:
+/// `on_profile(report, profile)`. The times are taken only if a `fit` has such a callback: one clock read for
+/// each phase.
+template <class E>
+concept ProfileCallback = requires(E& callback, const StepReport& report, const StepProfile& profile) {
+  callback.on_profile(report, profile);
+};
+
+/// Wraps a function `(const StepReport&, const StepProfile&)` as a ProfileCallback.
+template <class Function>
+struct OnProfile {
+  Function function;
+  void on_profile(const StepReport& report, const StepProfile& profile) { function(report, profile); }
+};
+template <class Function>
+OnProfile(Function) -> OnProfile<Function>;
+
 /// The epoch about to start. `epoch` is zero-based; `epochs` is the total; `steps` is the number of optimizer
 /// steps, std::nullopt for a stream of unknown length.
 struct EpochPlan {
@@ -313,11 +331,12 @@ struct OnEpoch {
 template <class Function>
 OnEpoch(Function) -> OnEpoch<Function>;
 
-/// Any of the four callback concepts. Callbacks are arguments of `Trainer::fit`, after the loss. The extras
+/// Any of the five callback concepts. Callbacks are arguments of `Trainer::fit`, after the loss. The extras
 /// of a Trainer are an OptimizerFactory, a Schedule, a GradientCheck and a CommunicationHook. None of them is
 /// a callback.
 template <class E>
-concept Callback = GradientCallback<E> || StepCallback<E> || EpochStartCallback<E> || EpochCallback<E>;
+concept Callback =
+    GradientCallback<E> || StepCallback<E> || ProfileCallback<E> || EpochStartCallback<E> || EpochCallback<E>;
 
 }  // namespace lockstep
 
@@ -327,6 +346,11 @@ namespace lockstep::detail {
 template <class E>
 void notify([[maybe_unused]] E& callback, [[maybe_unused]] const Gradients& gradients) {
   if constexpr (GradientCallback<E>) callback.on_gradients(gradients);
+}
+template <class E>
+void notify([[maybe_unused]] E& callback, [[maybe_unused]] const StepReport& report,
+            [[maybe_unused]] const StepProfile& profile) {
+  if constexpr (ProfileCallback<E>) callback.on_profile(report, profile);
 }
 // Calls the callback if it is one for this event, with the communicator if it takes one.
 template <class E, class Comm>

@@ -43,6 +43,7 @@
 #include "lockstep/train/extras.hpp"
 #include "lockstep/train/metrics.hpp"
 #include "lockstep/train/profiling.hpp"
+#include "lockstep/train/step_profile.hpp"
 #include "lockstep/train/trainer_options.hpp"
 
 namespace lockstep {
@@ -117,9 +118,9 @@ class Trainer : detail::CheckedPolicies<Policies...> {
   ///    batches are copied to the model's device.
   /// 2. `loss` is a LossFunction. Each step descends the mean over all samples (or counts) of all ranks. A
   ///    step in which nothing was counted changes nothing.
-  /// 3. `callbacks` are GradientCallbacks, StepCallbacks, EpochStartCallbacks and EpochCallbacks for this
-  ///    call. Those of one event run in their order. One that returns FitAction::stop ends this call on every
-  ///    rank.
+  /// 3. `callbacks` are GradientCallbacks, StepCallbacks, ProfileCallbacks, EpochStartCallbacks and
+  ///    EpochCallbacks for this call. Those of one event run in their order. One that returns FitAction::stop
+  ///    ends this call on every rank.
   /// 4. An exception that a callback, a schedule or the optimizer throws on every rank within two seconds
   ///    ends this call only. An exception on some ranks aborts the communicator: the other ranks throw
   ///    PeerError, and the communicator is unusable from then on.
@@ -288,6 +289,7 @@ class Trainer : detail::CheckedPolicies<Policies...> {
     resumed_.reset();
     const detail::Fitting fitting(position_, save_data_position_,
                                   [&source](auto& archive) { source.save(archive); });
+    ddp_.record_completions((ProfileCallback<Callbacks> || ...));
     EpochReport report{};
     while (!length.reached(position_.epoch, position_.step)) {
       const EpochPlan plan = length.plan(position_.epoch, position_.step - position_.step_in_epoch);
@@ -317,9 +319,12 @@ class Trainer : detail::CheckedPolicies<Policies...> {
     skipped_ = detail::SkippedSteps(position_.skipped);
     meter_ = MeanMeter();
     meter_.add(so_far);
+    constexpr bool profiled = (ProfileCallback<Callbacks> || ...);
+    [[maybe_unused]] std::conditional_t<profiled, detail::StepTimer, detail::NoStepTimer> timer;
     while (done != plan.steps && !stopped) {
-      const double counted =
-          step_.run(source, loss, {position_.epoch, position_.step, position_.rates}, extras_, callbacks...);
+      if constexpr (profiled) timer.begin();
+      const double counted = step_.run(source, loss, {position_.epoch, position_.step, position_.rates},
+                                       extras_, callbacks..., timer);
       if (counted == 0 && !Source::counts_beforehand && !any_rank(comm_, source.had_data())) break;
       skipped_.add(step_.stepped());
       for (const LocalLoss& local : step_.losses())
@@ -327,6 +332,13 @@ class Trainer : detail::CheckedPolicies<Policies...> {
       const StepReport report{plan.epoch,      position_.step++,  done++, plan.steps, step_.losses(),
                               step_.stepped(), step_.total_norm()};
       stopped = notify_all(report, callbacks...);
+      if constexpr (profiled) {
+        const DdpReport reduction = ddp_.report();
+        const StepProfile profile = timer.profile(reduction, source.samples(comm_.size()),
+                                                  optimizer_->param_groups().at(0).options().get_lr());
+        const detail::CallScope program{detail::ServedCall{}};
+        detail::aborting(comm_, [&] { (detail::notify(callbacks, report, profile), ...); });
+      }
       if constexpr (!Source::counts_beforehand) warn_in_stream(plan.epoch);
       progress.advance(source.samples(comm_.size()),
                        progress.due() ? std::optional(meter_.total().mean()) : std::nullopt);

@@ -87,6 +87,17 @@ LOCKSTEP_INLINE void ProcessGroupWork::at_end(std::function<void()> work) {
     };
 }
 
+LOCKSTEP_INLINE void ProcessGroupWork::at_completion(std::function<void()> function) {
+  if (parts_.size() != 1 || !group_ || !group_->on_host()) return;
+  c10::intrusive_ptr<c10::ivalue::Future> future;
+  try {
+    future = parts_.front()->getFuture();
+  } catch (const c10::Error&) {  // not every backend implements it
+    return;
+  }
+  future->addCallback([function = std::move(function)](c10::ivalue::Future&) { function(); });
+}
+
 LOCKSTEP_INLINE std::chrono::milliseconds ProcessGroupWork::timeout() const {
   return group_ ? group_->timeout() : std::chrono::milliseconds(0);
 }

@@ -67,6 +67,7 @@ class LocalReducer {
   [[nodiscard]] BucketPlan plan() const { return {}; }
   [[nodiscard]] std::vector<std::size_t> bucket_order() const { return {}; }
   void set_bucket_order(const std::vector<std::size_t>&) {}
+  void record_completions(bool) {}
   [[nodiscard]] DdpReport report() const { return {}; }
   [[nodiscard]] double total_count() const { return total_count_; }
   [[nodiscard]] double count_so_far() const { return count_; }

@@ -272,6 +272,7 @@ class Reducer {
     if (c10::GradMode::is_enabled()) note_gradients();
   }
 
+  void record_completions(bool enabled) { reduction_.record_completions(enabled); }
   [[nodiscard]] DdpReport report() const {
     DdpReport report = reduction_.report();
     report.ready_order = ready_order_;

@@ -1,12 +1,14 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cmath>
 #include <concepts>
 #include <cstddef>
 #include <cstdint>
 #include <exception>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <span>
@@ -162,6 +164,32 @@ struct ReductionTimes {
   Clock::time_point forward, backward, gradients, first_launch, end;
 };
 
+/// Completion times of the buckets in flight. Threads of the communicator may write while they are read.
+class CompletionTimes {
+  using Clock = ReductionTimes::Clock;
+
+ public:
+  explicit CompletionTimes(std::size_t buckets) : ticks_(buckets) {}
+
+  void clear() {
+    for (auto& ticks : ticks_) ticks = 0;
+  }
+  /// Notes the current time, unless the bucket has a time already.
+  void note(std::size_t bucket) {
+    Clock::rep none = 0;
+    ticks_[bucket].compare_exchange_strong(none, Clock::now().time_since_epoch().count());
+  }
+  /// Returns std::nullopt for a bucket without a time.
+  [[nodiscard]] std::optional<Clock::time_point> operator[](std::size_t bucket) const {
+    const Clock::rep ticks = ticks_[bucket];
+    if (ticks == 0) return std::nullopt;
+    return Clock::time_point(Clock::duration(ticks));
+  }
+
+ private:
+  std::vector<std::atomic<Clock::rep>> ticks_;
+};
+
 /// Labels collectives with their bucket, for a Labelled communicator that reports errors asynchronously. A
 /// no-op for other communicators. The labels are formatted once per plan.
 template <class Comm>
@@ -259,6 +287,7 @@ class BucketReduction {
     next_ = 0;
     bytes_before_ = bytes();
     hook_error_ = nullptr;
+    if (completions_) completions_->clear();
     begun_ = true;
     times.backward = times.first_launch = Clock::now();
     if (counts_ && !counts_in_bucket_) all_reduce_counts(*count);
@@ -317,6 +346,7 @@ class BucketReduction {
       try {
         if (works_[b]) finish(*works_[b]);
         if (buckets_->sparse(b)) flagged = sum_sparse(b, finish) || flagged;
+        if (completions_) completions_->note(b);
       } catch (const TimeoutError& error) {
         abort_failed_step(failure);
         if constexpr (Labelled<Comm>) throw;  // the error already names its bucket, which may be another one
@@ -415,6 +445,11 @@ class BucketReduction {
     if constexpr (StatefulHook<Hook>) hook_.reset();
   }
 
+  /// Switches the recording of completion times on or off. Call it between reductions.
+  void record_completions(bool enabled) {
+    completions_ = enabled ? std::make_shared<CompletionTimes>(buckets_->size()) : nullptr;
+  }
+
   [[nodiscard]] DdpReport report() const {
     const auto seconds = [](Clock::time_point from, Clock::time_point to) {
       return std::max(0.0, std::chrono::duration<double>(to - from).count());
@@ -429,9 +464,12 @@ class BucketReduction {
       for (const std::size_t i : bucket.parameters)
         if (!bucket.sparse) bucket.bytes += parameters_[i].bytes;
       bucket.launched = seconds(times.backward, launched_[b]);
+      if (completions_)
+        if (const auto completed = (*completions_)[b]) bucket.completed = seconds(times.backward, *completed);
       report.buckets.push_back(std::move(bucket));
     }
     if (reductions_ == 0) return report;
+    report.began = times.backward;
     if (times.forward != Clock::time_point{}) report.forward = seconds(times.forward, times.backward);
     report.backward = seconds(times.backward, times.gradients);
     report.communication = seconds(times.first_launch, times.end);
@@ -453,6 +491,7 @@ class BucketReduction {
     works_.resize(plan.size());
     pending_.resize(plan.size());
     launched_.assign(plan.size(), {});
+    if (completions_) record_completions(true);
     const auto last = buckets_->last_view();
     last_bucket_ = last ? parameters_[*last].bucket : 0;
     labels_.name(*buckets_, parameters_);
@@ -467,11 +506,17 @@ class BucketReduction {
     const auto naming = labels_.scope(comm_, b);
     // The peers wait for collectives that only the hook could have launched: abort.
     telling_own_error(
-        comm_.size(), [&] { works_[b].emplace(hook_.start(comm_, bucket)); },
+        comm_.size(), [&] { watch(b, works_[b].emplace(hook_.start(comm_, bucket))); },
         [&] {
           abort_for_others(comm_, detail::formatted("the communication hook '{}' threw for bucket {} of {}: ",
                                                     hook_.name(), b + 1, buckets_->size()));
         });
+  }
+  // Records the completion where the work tells of it. Elsewhere the return of its wait counts as completion.
+  template <class Work>
+  void watch([[maybe_unused]] std::size_t b, [[maybe_unused]] Work& work) {
+    if constexpr (requires { work.at_completion(std::function<void()>()); })
+      if (completions_) work.at_completion([times = completions_, b] { times->note(b); });
   }
   void note_launch(std::size_t b) {
     const bool first =
@@ -503,7 +548,7 @@ class BucketReduction {
       tail[1].fill_(count - high * count_unit);
       counted_tail_ = std::move(tail);
       const auto naming = labels_.scope(comm_, b);
-      works_[b].emplace(comm_.all_reduce(flat, ReduceOp::sum));
+      watch(b, works_[b].emplace(comm_.all_reduce(flat, ReduceOp::sum)));
       extra_bytes_ += sent_bytes_of(flat.nbytes());
     }
   }
@@ -574,6 +619,7 @@ class BucketReduction {
   BucketLabels<Comm> labels_;
   std::vector<std::size_t> pending_;  // by bucket: gradients not yet copied
   std::vector<Clock::time_point> launched_;
+  std::shared_ptr<CompletionTimes> completions_;  // null unless recorded
   std::optional<UsageExchange<Comm>> usage_;
   at::Tensor weight_;  // scalar factor of each sum, if the counts were all-reduced first
   at::Tensor counted_tail_;

@@ -25,6 +25,7 @@
 #include "lockstep/train/detail/model_handle.hpp"
 #include "lockstep/train/extras.hpp"
 #include "lockstep/train/metrics.hpp"
+#include "lockstep/train/step_profile.hpp"
 
 namespace lockstep::detail {
 
@@ -122,14 +123,17 @@ class TrainingStep {
     total_norm_.reset();
     aborting(comm_, [&] {
       source.begin_step();
+      end_phase(StepPhase::data, callbacks...);
       set_rates(position, extras);
       clear_gradients();
       each(extras, [&]<class E>([[maybe_unused]] E& extra) {
         if constexpr (GradientCheck<E> && requires { extra.begin_step(); }) extra.begin_step();
       });
     });
-    const double counted = compute_gradients(source, loss);
+    end_phase(StepPhase::optimizer, callbacks...);
+    const double counted = compute_gradients(source, loss, callbacks...);
     if (counted != 0) update(position, extras, callbacks...);
+    end_phase(StepPhase::optimizer, callbacks...);
     running_ = false;
     return counted;
   } catch (...) {
@@ -198,8 +202,8 @@ class TrainingStep {
 
   // Runs forward and backward of the micro-batches and reduces the gradients with the last one. Returns the
   // total count.
-  template <class Source, class Loss>
-  double compute_gradients(Source& source, Loss& loss) {
+  template <class Source, class Loss, class... Callbacks>
+  double compute_gradients(Source& source, Loss& loss, [[maybe_unused]] Callbacks&... callbacks) {
     constexpr bool weighed = Source::counts_beforehand && !CountedLoss<Loss, M, typename Source::Batch>;
     ddp_.forget();  // the previous step may have been abandoned
     double all = 0;
@@ -220,10 +224,15 @@ class TrainingStep {
         all = ddp_.backward_sum(empty_contribution(local.value), 0);
       else
         all = ddp_.backward_sum(precision_.scale(local.value), local.count);
+      end_phase(StepPhase::backward, callbacks...);
     };
     while (auto* batch = aborting(comm_, [&] { return source.next(); })) {
+      end_phase(StepPhase::data, callbacks...);
+      if constexpr (has_step_timer<Callbacks...> && Countable<typename Source::Batch>)
+        count_samples(samples_in(*batch), callbacks...);
       const auto accumulating = ddp_.no_sync(!source.last());
       ddp_.before_forward();
+      end_phase(StepPhase::communication, callbacks...);
       LocalLoss& local = losses_.emplace_back(telling_own_error(
           comm_.size(),
           [&] {
@@ -231,15 +240,18 @@ class TrainingStep {
                 [&] { return source.weigh(std::invoke(loss, model_, *batch), *batch); });
           },
           tell_in_backward));
+      end_phase(StepPhase::forward, callbacks...);
       backward(local);
       local.value.reset();  // frees the graph
     }
     if (losses_.empty()) {
       ddp_.before_forward();  // joins the other ranks' buffer synchronization
+      end_phase(StepPhase::communication, callbacks...);
       if constexpr (weighed)
         ddp_.backward_empty();
       else
         backward({{}, {}, 1, 0});
+      end_phase(StepPhase::backward, callbacks...);
     }
     return weighed ? source.samples(1) : all;
   }
