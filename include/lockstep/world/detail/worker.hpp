@@ -30,6 +30,7 @@
 
 #include "lockstep/detail/descriptor.hpp"
 #include "lockstep/detail/format.hpp"
+#include "lockstep/detail/json.hpp"
 #include "lockstep/detail/linkage.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/world/detail/child.hpp"
@@ -92,19 +93,6 @@ inline void at_most(std::chrono::milliseconds limit, std::function<void()> work)
   }
   std::unique_lock lock(shared->mutex);
   shared->done_changed.wait_for(lock, limit, [&] { return shared->done; });
-}
-
-inline std::string json_string(std::string_view text) {
-  std::string quoted = "\"";
-  for (const char c : text) {
-    if (c == '"' || c == '\\')
-      quoted += detail::formatted("\\{}", c);
-    else if (static_cast<unsigned char>(c) < 0x20)
-      quoted += detail::formatted("\\u{:04x}", static_cast<int>(c));
-    else
-      quoted += c;
-  }
-  return quoted + '"';
 }
 
 /// Writes torchrun's error file atomically: a partial file makes torchrun itself crash.

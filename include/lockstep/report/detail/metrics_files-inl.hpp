@@ -1,0 +1,134 @@
+#pragma once
+
+#include <chrono>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "lockstep/detail/format.hpp"
+#include "lockstep/detail/json.hpp"
+#include "lockstep/detail/linkage.hpp"
+#include "lockstep/report/metrics_files.hpp"
+
+namespace lockstep::detail {
+
+inline constexpr std::string_view metrics_header =
+    "time,event,epoch,step,loss,lr,samples_per_second,seconds,skipped,tag,value";
+
+/// The values of one line.
+struct MetricsLog::Row {
+  std::string_view event;
+  std::optional<std::int64_t> epoch = {}, step = {};
+  std::optional<double> loss = {}, lr = {}, samples_per_second = {}, seconds = {};
+  std::optional<std::int64_t> skipped = {};
+  std::optional<std::string_view> tag = {};
+  std::optional<double> value = {};
+
+  template <class Function>
+  void each(Function&& function) const {
+    const std::chrono::duration<double> now = std::chrono::system_clock::now().time_since_epoch();
+    function("time", std::optional(formatted("{:.3f}", now.count())));
+    function("event", std::optional(event));
+    function("epoch", epoch);
+    function("step", step);
+    function("loss", loss);
+    function("lr", lr);
+    function("samples_per_second", samples_per_second);
+    function("seconds", seconds);
+    function("skipped", skipped);
+    function("tag", tag);
+    function("value", value);
+  }
+};
+
+inline std::string csv_field(std::int64_t value) {
+  return formatted("{}", value);
+}
+inline std::string csv_field(double value) {
+  return formatted("{}", value);
+}
+inline std::string csv_field(const std::string& number) {
+  return number;
+}
+/// Quotes where CSV needs it. A line break becomes a space: a row is a line.
+inline std::string csv_field(std::string_view text) {
+  std::string field;
+  bool quoted = false;
+  for (const char character : valid_utf8(text)) {
+    quoted = quoted || character == ',' || character == '"';
+    if (character == '"') field += '"';
+    field += character == '\n' || character == '\r' ? ' ' : character;
+  }
+  return quoted ? '"' + field + '"' : field;
+}
+
+inline std::string json_field(std::int64_t value) {
+  return formatted("{}", value);
+}
+inline std::string json_field(double value) {
+  return json_number(value);
+}
+inline std::string json_field(const std::string& number) {
+  return number;
+}
+inline std::string json_field(std::string_view text) {
+  return json_string(text);
+}
+
+LOCKSTEP_INLINE MetricsLog::MetricsLog(const World& world, const std::filesystem::path& path,
+                                       MetricsOptions options, MetricsFormat format)
+    : format_(format), meter_(options.every, "MetricsOptions") {
+  if (world.rank() != 0) return;
+  file_ = AppendFile(path, world.log, /*lines=*/true);
+  if (format_ != MetricsFormat::csv) return;
+  if (!file_.first_line())
+    file_.append(std::string(metrics_header) + '\n');
+  else if (*file_.first_line() != metrics_header)
+    file_.give_up("its first line is not the header of a CsvLog");
+}
+
+LOCKSTEP_INLINE void MetricsLog::on_profile(const StepReport& report, const StepProfile& profile) {
+  if (!file_.open()) return;
+  if (const auto now = meter_.take(report, profile))
+    write({.event = "step",
+           .epoch = now->epoch,
+           .step = now->step,
+           .loss = now->loss,
+           .lr = now->lr,
+           .samples_per_second = now->samples_per_second,
+           .seconds = now->seconds});
+}
+
+LOCKSTEP_INLINE void MetricsLog::on_epoch(const EpochReport& report) {
+  write({.event = "epoch",
+         .epoch = report.epoch,
+         .step = report.step,
+         .loss = report.loss,
+         .seconds = report.seconds,
+         .skipped = report.skipped});
+}
+
+LOCKSTEP_INLINE void MetricsLog::add_scalar(std::string_view tag, double value, std::int64_t step) {
+  write({.event = "scalar", .step = step, .tag = tag, .value = value});
+}
+
+LOCKSTEP_INLINE void MetricsLog::write(const Row& row) {
+  if (!file_.open()) return;
+  std::string line;
+  if (format_ == MetricsFormat::csv) {
+    row.each([&](std::string_view, const auto& value) {
+      if (value) line += csv_field(*value);
+      line += ',';
+    });
+    line.back() = '\n';
+  } else {
+    row.each([&](std::string_view name, const auto& value) {
+      if (value) line += (line.empty() ? "{" : ",") + json_string(name) + ':' + json_field(*value);
+    });
+    line += "}\n";
+  }
+  file_.append(line);
+}
+
+}  // namespace lockstep::detail

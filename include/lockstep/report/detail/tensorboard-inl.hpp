@@ -1,0 +1,146 @@
+#pragma once
+
+#include <unistd.h>
+
+#include <array>
+#include <atomic>
+#include <bit>
+#include <chrono>
+#include <cstddef>
+
+#include "lockstep/detail/format.hpp"
+#include "lockstep/detail/json.hpp"
+#include "lockstep/detail/linkage.hpp"
+#include "lockstep/report/tensorboard.hpp"
+#include "lockstep/world/detail/socket.hpp"
+
+namespace lockstep::detail {
+
+/// Encodes fields of a protocol buffer.
+class ProtoMessage {
+ public:
+  ProtoMessage& integer(int field, std::uint64_t value) {
+    key(field, 0);
+    varint(value);
+    return *this;
+  }
+  ProtoMessage& real(int field, double value) {
+    key(field, 1);
+    little_endian(std::bit_cast<std::uint64_t>(value), 8);
+    return *this;
+  }
+  ProtoMessage& single(int field, float value) {
+    key(field, 5);
+    little_endian(std::bit_cast<std::uint32_t>(value), 4);
+    return *this;
+  }
+  /// A string or a nested message.
+  ProtoMessage& bytes(int field, std::string_view value) {
+    key(field, 2);
+    varint(value.size());
+    bytes_ += value;
+    return *this;
+  }
+  [[nodiscard]] const std::string& text() const { return bytes_; }
+
+  void little_endian(std::uint64_t value, int width) {
+    for (int i = 0; i < width; ++i) bytes_ += static_cast<char>(value >> (8 * i));
+  }
+
+ private:
+  void key(int field, unsigned type) { varint(static_cast<std::uint64_t>(field) << 3 | type); }
+  void varint(std::uint64_t value) {
+    for (; value >= 0x80; value >>= 7) bytes_ += static_cast<char>(value | 0x80);
+    bytes_ += static_cast<char>(value);
+  }
+
+  std::string bytes_;
+};
+
+LOCKSTEP_INLINE std::uint32_t crc32c(std::string_view bytes) {
+  static const auto table = [] {
+    std::array<std::uint32_t, 256> entries{};
+    for (std::uint32_t i = 0; i < 256; ++i) {
+      std::uint32_t value = i;
+      for (int bit = 0; bit < 8; ++bit) value = (value & 1) != 0 ? value >> 1 ^ 0x82f63b78U : value >> 1;
+      entries[i] = value;
+    }
+    return entries;
+  }();
+  std::uint32_t crc = ~0U;
+  for (const char byte : bytes) crc = table[(crc ^ static_cast<unsigned char>(byte)) & 0xff] ^ crc >> 8;
+  return ~crc;
+}
+
+LOCKSTEP_INLINE std::string tf_record(std::string_view data) {
+  const auto masked = [](std::string_view bytes) { return std::rotr(crc32c(bytes), 15) + 0xa282ead8U; };
+  ProtoMessage record;
+  record.little_endian(data.size(), 8);
+  const std::uint32_t of_length = masked(record.text());
+  record.little_endian(of_length, 4);
+  ProtoMessage tail;
+  tail.little_endian(masked(data), 4);
+  return record.text() + std::string(data) + tail.text();
+}
+
+/// Begins an Event with the current time.
+inline ProtoMessage tf_event() {
+  const std::chrono::duration<double> now = std::chrono::system_clock::now().time_since_epoch();
+  ProtoMessage event;
+  event.real(1, now.count());
+  return event;
+}
+
+}  // namespace lockstep::detail
+
+namespace lockstep {
+
+LOCKSTEP_INLINE TensorBoard::TensorBoard(const World& world, const std::filesystem::path& folder,
+                                         TensorBoardOptions options)
+    : meter_(options.every, "TensorBoardOptions") {
+  if (world.rank() != 0) return;
+  static std::atomic<int> count{0};  // two in one second in one process
+  const auto seconds =
+      std::chrono::duration_cast<std::chrono::seconds>(std::chrono::system_clock::now().time_since_epoch());
+  file_ = detail::AppendFile(folder / detail::formatted("events.out.tfevents.{}.{}.{}.{}", seconds.count(),
+                                                        detail::host_name(), ::getpid(), count++),
+                             world.log, /*lines=*/false);
+  file_.append(detail::tf_record(detail::tf_event().bytes(3, "brain.Event:2").text()));
+}
+
+LOCKSTEP_INLINE void TensorBoard::add_scalar(std::string_view tag, double value, std::int64_t step) {
+  const std::array values{std::pair{tag, value}};
+  write(step, values);
+}
+
+LOCKSTEP_INLINE void TensorBoard::on_profile(const StepReport& report, const StepProfile& profile) {
+  if (!file_.open()) return;
+  if (const auto now = meter_.take(report, profile)) {
+    using Value = std::pair<std::string_view, double>;
+    const std::array values{Value{"train/loss", now->loss}, Value{"train/lr", now->lr},
+                            Value{"train/samples_per_second", now->samples_per_second}};
+    write(now->step, values);
+  }
+}
+
+LOCKSTEP_INLINE void TensorBoard::on_epoch(const EpochReport& report) {
+  using Value = std::pair<std::string_view, double>;
+  const std::array values{Value{"epoch/loss", report.loss}, Value{"epoch/seconds", report.seconds}};
+  write(report.epoch, values);
+}
+
+LOCKSTEP_INLINE void TensorBoard::write(std::int64_t step,
+                                        std::span<const std::pair<std::string_view, double>> values) {
+  if (!file_.open()) return;
+  detail::ProtoMessage summary;
+  for (const auto& [tag, value] : values) {
+    detail::ProtoMessage scalar;
+    scalar.bytes(1, detail::valid_utf8(tag)).single(2, static_cast<float>(value));
+    summary.bytes(1, scalar.text());
+  }
+  auto event = detail::tf_event();
+  event.integer(2, static_cast<std::uint64_t>(step)).bytes(5, summary.text());
+  file_.append(detail::tf_record(event.text()));
+}
+
+}  // namespace lockstep

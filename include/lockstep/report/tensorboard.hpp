@@ -1,0 +1,76 @@
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <span>
+#include <string>
+#include <string_view>
+#include <utility>
+
+#include "lockstep/report/detail/append_file.hpp"
+#include "lockstep/report/detail/step_meter.hpp"
+#include "lockstep/train/extras.hpp"
+#include "lockstep/train/step_profile.hpp"
+#include "lockstep/world/world.hpp"
+
+namespace lockstep {
+
+/// Options of TensorBoard.
+struct TensorBoardOptions {
+  /// The number of optimizer steps between two events of steps. An event reads the loss, which synchronizes
+  /// with a GPU.
+  std::int64_t every = 1;
+};
+
+/// A callback of `Trainer::fit` by which rank 0 writes an event file that `tensorboard --logdir` shows. Needs
+/// no TensorFlow and no protobuf.
+///
+/// ```cpp
+/// lockstep::TensorBoard board{world, "runs/exp1"};
+/// trainer.fit(train, loss, board);
+/// board.add_scalar("test/accuracy", trainer.evaluate(test, lockstep::Accuracy{}), trainer.step());
+/// ```
+///
+/// Tags of a step, at its zero-based number over the lifetime of the trainer: `train/loss` (the mean over
+/// rank 0's samples), `train/lr` and `train/samples_per_second` (of all ranks, without callbacks). Tags of an
+/// epoch, at its zero-based number: `epoch/loss` (the mean over all ranks' samples) and `epoch/seconds`.
+/// Values are float32, as TensorBoard's are.
+///
+/// Each TensorBoard writes a new file; TensorBoard shows all files of a folder as one run. Each event is
+/// written at once, so that a killed run leaves whole events. If the file cannot be written, rank 0 warns
+/// once and the training continues. Not collective.
+///
+/// Counterpart: torch.utils.tensorboard.SummaryWriter.
+class TensorBoard {
+ public:
+  /// Creates the folder and the file on rank 0. Throws UsageError if `options.every` is below 1.
+  TensorBoard(const World& world, const std::filesystem::path& folder, TensorBoardOptions options = {});
+
+  /// Writes one value at a step. A no-op on ranks other than 0.
+  void add_scalar(std::string_view tag, double value, std::int64_t step);
+
+  void on_profile(const StepReport& report, const StepProfile& profile);
+  void on_epoch(const EpochReport& report);
+
+ private:
+  void write(std::int64_t step, std::span<const std::pair<std::string_view, double>> values);
+
+  detail::StepMeter meter_;
+  detail::AppendFile file_;
+};
+
+}  // namespace lockstep
+
+namespace lockstep::detail {
+
+/// Returns the CRC-32C (Castagnoli) of `bytes`.
+std::uint32_t crc32c(std::string_view bytes);
+
+/// Returns a record of a TFRecord file: length, data and the masked CRC-32C of both.
+std::string tf_record(std::string_view data);
+
+}  // namespace lockstep::detail
+
+#ifndef LOCKSTEP_COMPILED
+#include "lockstep/report/detail/tensorboard-inl.hpp"
+#endif

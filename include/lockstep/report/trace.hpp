@@ -1,0 +1,93 @@
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <filesystem>
+#include <string>
+#include <utility>
+
+#include "lockstep/comm/communicator.hpp"
+#include "lockstep/detail/format.hpp"
+#include "lockstep/error.hpp"
+#include "lockstep/log/log.hpp"
+#include "lockstep/report/detail/append_file.hpp"
+#include "lockstep/report/detail/clock_alignment.hpp"
+#include "lockstep/report/detail/trace_recorder.hpp"
+#include "lockstep/train/extras.hpp"
+#include "lockstep/train/step_profile.hpp"
+
+namespace lockstep {
+
+/// Options of Trace. The traced steps are [from, to), zero-based, over the lifetime of the trainer. The first
+/// steps of a run are unlike the later ones: buckets are rebuilt, and memory is allocated.
+struct TraceOptions {
+  std::int64_t from = 10, to = 20;
+};
+
+/// A callback of `Trainer::fit` by which rank 0 writes a Chrome trace of some steps on all ranks, which
+/// https://ui.perfetto.dev and chrome://tracing open.
+///
+/// ```cpp
+/// lockstep::Trace trace{trainer.comm(), "runs/exp1/trace.json", {.from = 10, .to = 20}};
+/// trainer.fit(train, loss, trace);
+/// ```
+///
+/// Each rank is a process with three kinds of lanes: the steps; their phases (see StepPhase); and the
+/// buckets, from the launch of a bucket's reduction to its completion (BucketReport::completed says what that
+/// is for which communicator). Buckets in flight at one time have lanes of their own.
+///
+/// Times are rank 0's clock. The ranks of rank 0's host share that clock. The clocks of other hosts are
+/// compared by 16 small collectives when the trace is written. The event `clock_error_us` of a rank holds the
+/// bound of the error, which is at most the mean of how long one of these collectives takes on the rank and on
+/// rank 0. A clock that drifts between the traced steps and that exchange adds its drift.
+///
+/// Collective in two places: after the last traced step, and after an epoch in which steps were traced but
+/// not the last one. Rank 0 then writes the file atomically. If that fails, rank 0 warns once and the training
+/// continues. Every rank passes it to `fit` with equal options. Refers to the communicator.
+template <Gathering C>
+class Trace {
+ public:
+  /// Throws UsageError unless 0 <= from < to.
+  Trace(C& comm, std::filesystem::path path, TraceOptions options = {})
+      : comm_(comm), path_(std::move(path)), options_(options) {
+    if (options.from < 0 || options.from >= options.to)
+      throw UsageError(detail::formatted(
+          "TraceOptions: the steps [{}, {}) are none: from must be 0 or more, and to greater", options.from,
+          options.to));
+  }
+
+  /// Collective after the last traced step.
+  void on_profile(const StepReport& report, const StepProfile& profile) {
+    if (report.step < options_.from || report.step >= options_.to) return;
+    recorder_.add(report, profile);
+    if (report.step + 1 == options_.to) write();
+  }
+  /// Collective if steps were traced since the file was written.
+  void on_epoch(const EpochReport&) {
+    if (recorder_.size() > written_) write();
+  }
+
+ private:
+  void write() {
+    written_ = recorder_.size();
+    const detail::ClockOffset clock = detail::align_clock(comm_);
+    std::int64_t origin = recorder_.origin() - clock.offset;
+    for (const std::string& there : comm_.all_gather_bytes(std::to_string(origin)))
+      origin = std::min<std::int64_t>(origin, std::stoll(there));
+    const auto events = comm_.all_gather_bytes(recorder_.events(comm_.rank(), clock, origin));
+    if (comm_.rank() != 0) return;
+    const World& world = comm_.world();
+    // In a group without world rank 0, the group's rank 0 logs.
+    detail::write_or_warn(path_, detail::trace_file(events), world.rank() == 0 ? world.log : world.log.all(),
+                          warned_);
+  }
+
+  C& comm_;
+  std::filesystem::path path_;
+  TraceOptions options_;
+  detail::TraceRecorder recorder_;
+  std::size_t written_ = 0;
+  bool warned_ = false;
+};
+
+}  // namespace lockstep

@@ -1,0 +1,197 @@
+#include <sys/resource.h>
+
+#include <csignal>
+#include <cstdint>
+#include <cstring>
+#include <filesystem>
+#include <limits>
+#include <string>
+
+#include "lockstep/report/metrics_files.hpp"
+#include "lockstep/report/tensorboard.hpp"
+#include "report/training.hpp"
+#include "support/temporary_folder.hpp"
+#include "support/written.hpp"
+
+namespace metrics_files_ranks_test {
+
+namespace {
+
+const std::string header = "time,event,epoch,step,loss,lr,samples_per_second,seconds,skipped,tag,value";
+
+std::vector<std::string> fields_of(const std::string& line) {
+  std::vector<std::string> fields{""};
+  for (const char character : line)
+    if (character == ',')
+      fields.emplace_back();
+    else
+      fields.back() += character;
+  return fields;
+}
+
+std::size_t count_of(const std::string& text, const std::string& part) {
+  std::size_t count = 0;
+  for (auto at = text.find(part); at != std::string::npos; at = text.find(part, at + 1)) ++count;
+  return count;
+}
+
+}  // namespace
+
+TEST_CASE("a CSV file has a row for every n-th step, each epoch and each scalar, on rank 0 alone") {
+  const auto& world = test_world();
+  const TemporaryFolder folder;
+  const auto path = folder / "runs/one/metrics.csv";
+  const std::size_t steps = 32 / 4 / static_cast<std::size_t>(world.size());
+  std::vector<double> losses;
+  for (int run = 0; run < 2; ++run) {  // the second appends
+    ReportTrainer trainer{world, short_run(1)};
+    lockstep::CsvLog csv{world, path, {.every = 2}};
+    losses.clear();
+    const auto report =
+        trainer.fit(three_classes(32), cross_entropy_of,
+                    lockstep::OnStep{[&](const auto& step) { losses.push_back(step.loss()); }}, csv);
+    csv.add_scalar("accuracy, \"top\n1\"", 0.5, trainer.step());
+    csv.add_scalar("nothing", std::numeric_limits<double>::quiet_NaN(), 0);
+    if (world.rank() != 0) {
+      CHECK(!std::filesystem::exists(folder / "runs"));
+      continue;
+    }
+    const auto lines = lines_of(path);
+    const std::size_t rows = steps / 2 + 3;
+    REQUIRE(lines.size() == 1 + rows * static_cast<std::size_t>(run + 1));
+    CHECK(lines[0] == header);
+    CHECK(std::count(lines.begin(), lines.end(), header) == 1);
+    const auto* own = &lines[lines.size() - rows];
+    for (std::size_t i = 0; i < steps / 2; ++i) {
+      const auto row = fields_of(own[i]);
+      REQUIRE(row.size() == 11);
+      CHECK(row[1] == "step");
+      CHECK(row[2] == "0");
+      CHECK(row[3] == std::to_string(2 * i + 1));
+      CHECK(std::stod(row[4]) == losses[2 * i + 1]);
+      CHECK(row[5] == "0.1");
+      CHECK(std::stod(row[6]) > 0);
+      CHECK(std::stod(row[7]) > 0);
+      CHECK(row[8] + row[9] + row[10] == "");
+    }
+    const auto epoch = fields_of(own[rows - 3]);
+    CHECK(epoch[1] == "epoch");
+    CHECK(epoch[3] == std::to_string(steps));
+    CHECK(std::stod(epoch[4]) == report.loss);
+    CHECK_THAT(own[rows - 2], ContainsSubstring(",\"accuracy, \"\"top 1\"\"\",0.5"));
+    CHECK_THAT(own[rows - 1], ContainsSubstring(",nothing,nan"));
+  }
+}
+
+TEST_CASE("JSON lines escape their text, and have words for values that are not finite") {
+  const TemporaryFolder folder;
+  const auto path = folder / "metrics.jsonl";
+  lockstep::JsonLines json{test_world(), path};
+  json.add_scalar("a\"\\\t<\xc3\xa4\xff", std::numeric_limits<double>::quiet_NaN(), 1);
+  json.add_scalar("b", -std::numeric_limits<double>::infinity(), 2);
+  json.add_scalar("c", 1e-7, 3);
+  ReportTrainer trainer{test_world(), short_run(1)};
+  trainer.fit(three_classes(16), cross_entropy_of, json);
+  CHECK(std::filesystem::exists(path) == (test_world().rank() == 0));
+  if (test_world().rank() != 0) return;
+  const auto lines = lines_of(path);
+  REQUIRE(lines.size() == 4 + 16 / 4 / static_cast<std::size_t>(test_world().size()));
+  CHECK_THAT(lines[0], ContainsSubstring(R"("event":"scalar","step":1,"tag":"a\"\\\u0009\u003cä)"
+                                         "\xef\xbf\xbd"
+                                         R"(","value":"NaN"})"));
+  CHECK_THAT(lines[1], ContainsSubstring(R"("tag":"b","value":"-Infinity"})"));
+  CHECK_THAT(lines[2], ContainsSubstring(R"("value":1e-07})"));
+  CHECK_THAT(lines[3], ContainsSubstring(R"("event":"step","epoch":0,"step":0,"loss":)"));
+  CHECK_THAT(lines.back(), ContainsSubstring(R"("event":"epoch","epoch":0,"step":)"));
+}
+
+TEST_CASE("a line that a kill has torn is removed, and a file of another kind stays as it is") {
+  const lockstep::World alone;
+  const TemporaryFolder folder;
+  const auto path = folder.write("metrics.csv", header + "\n1,scalar,,7,,,,,,a,1\n2,scalar,,8,,,");
+  lockstep::CsvLog(alone, path).add_scalar("a", 2, 9);
+  const auto lines = lines_of(path);
+  REQUIRE(lines.size() == 3);
+  CHECK(lines[1] == "1,scalar,,7,,,,,,a,1");
+  CHECK_THAT(lines[2], ContainsSubstring(",scalar,,9,,,,,,a,2"));
+
+  const auto torn_header = folder.write("torn.csv", "time,ev");
+  lockstep::CsvLog(alone, torn_header).add_scalar("a", 2, 9);
+  CHECK(lines_of(torn_header).at(0) == header);
+  CHECK(lines_of(torn_header).size() == 2);
+
+  const auto other = folder.write("other.csv", "name,age\nx,3\n");
+  const auto warning = written(2, [&] {
+    lockstep::CsvLog csv{alone, other};
+    csv.add_scalar("a", 2, 9);
+  });
+  CHECK_THAT(warning, ContainsSubstring("its first line is not the header of a CsvLog"));
+  CHECK(lines_of(other).size() == 2);
+}
+
+TEST_CASE("a file that cannot be written is warned of once and stops nothing") {
+  const auto& world = test_world();
+  const TemporaryFolder folder;
+  const auto in_the_way = folder.write("file", "");
+  const auto fit_with = [&](const std::filesystem::path& to) {
+    return written(2, [&] {
+      ReportTrainer trainer{world, short_run(2)};
+      lockstep::CsvLog csv{world, to};
+      lockstep::JsonLines json{world, to};
+      const auto report = trainer.fit(three_classes(32), cross_entropy_of, csv, json);
+      csv.add_scalar("a", 1, 2);
+      CHECK(report.step == 16 / world.size());
+    });
+  };
+  const std::size_t writers = world.rank() == 0 ? 2 : 0;
+  // A file where a folder must be, which root cannot write either; a device without space; a folder.
+  for (const std::filesystem::path& to :
+       {in_the_way / "metrics", std::filesystem::path("/dev/full"), folder.path()}) {
+    INFO(to);
+    const auto warnings = fit_with(to);
+    INFO(warnings);
+    CHECK(count_of(warnings, "could not write '" + to.string() + "': ") == writers);
+    CHECK(count_of(warnings, "\n") == writers);
+  }
+  CHECK_THROWS_AS(lockstep::CsvLog(world, folder / "a", {.every = 0}), lockstep::UsageError);
+}
+
+TEST_CASE("a row of which the disk took a part is cut off again") {
+  const lockstep::World alone;
+  const TemporaryFolder folder;
+  const auto path = folder / "metrics.csv";
+  const std::string long_tag(200, 'x');
+  std::string warning;
+  {
+    lockstep::CsvLog csv{alone, path};
+    csv.add_scalar(long_tag, 1, 1);
+    const auto full = static_cast<rlim_t>(std::filesystem::file_size(path)) + 100;
+    rlimit before{};
+    getrlimit(RLIMIT_FSIZE, &before);
+    const auto signal_before = std::signal(SIGXFSZ, SIG_IGN);
+    warning = written(2, [&] {
+      const rlimit small{full, before.rlim_max};
+      setrlimit(RLIMIT_FSIZE, &small);
+      csv.add_scalar(long_tag, 2, 2);
+      setrlimit(RLIMIT_FSIZE, &before);
+      csv.add_scalar(long_tag, 3, 3);
+    });
+    std::signal(SIGXFSZ, signal_before);
+  }
+  CHECK_THAT(warning, ContainsSubstring("File too large"));
+  CHECK(lines_of(path).size() == 2);
+  std::ifstream file(path);
+  const std::string all{std::istreambuf_iterator<char>(file), {}};
+  CHECK(all.ends_with(",1\n"));
+}
+
+TEST_CASE("TensorBoard's records carry the checksums of the specification") {
+  CHECK(lockstep::detail::crc32c("123456789") == 0xe3069283U);
+  CHECK(lockstep::detail::crc32c(std::string(32, '\0')) == 0x8a9136aaU);
+  const std::string record = lockstep::detail::tf_record("abc");
+  REQUIRE(record.size() == 8 + 4 + 3 + 4);
+  CHECK(record.substr(0, 8) == std::string("\x03\0\0\0\0\0\0\0", 8));
+  CHECK(record.substr(12, 3) == "abc");
+}
+
+}  // namespace metrics_files_ranks_test

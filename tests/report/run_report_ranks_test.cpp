@@ -1,0 +1,137 @@
+#include <algorithm>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <string>
+
+#include "lockstep/report/run_report.hpp"
+#include "lockstep/report/trace.hpp"
+#include "report/training.hpp"
+#include "report/wide_network.hpp"
+#include "support/temporary_folder.hpp"
+#include "support/written.hpp"
+
+namespace run_report_ranks_test {
+
+namespace {
+
+std::string text_of_file(const std::filesystem::path& path) {
+  std::ifstream file(path);
+  return {std::istreambuf_iterator<char>(file), {}};
+}
+
+std::size_t count_of(const std::string& text, const std::string& part) {
+  std::size_t count = 0;
+  for (auto at = text.find(part); at != std::string::npos; at = text.find(part, at + 1)) ++count;
+  return count;
+}
+
+}  // namespace
+
+TEST_CASE("the page of a run is written after each epoch, and again for values added later") {
+  const auto& world = test_world();
+  const TemporaryFolder folder;
+  const auto path = folder / "runs/report.html";
+  ReportTrainer trainer{world, short_run(2)};
+  std::vector<std::string> pages;
+  {
+    lockstep::RunReport page{trainer.comm(), path, {.title = "a </script> title"}};
+    trainer.fit(three_classes(32), cross_entropy_of, page,
+                lockstep::OnEpoch{[&](const auto&) { pages.push_back(text_of_file(path)); }});
+    page.add_scalar("accuracy", 0.5, 7);
+  }
+  pages.push_back(text_of_file(path));
+  if (world.rank() != 0) {
+    CHECK(!std::filesystem::exists(folder / "runs"));
+    return;
+  }
+  for (std::size_t i = 0; i < 3; ++i) {
+    INFO(i);
+    CHECK(count_of(pages[i], "</script>") == 1);  // the title's is escaped
+    CHECK_THAT(pages[i], ContainsSubstring(R"("title":"a \u003c/script> title")"));
+    CHECK(count_of(pages[i], R"("skipped":0)") == std::min<std::size_t>(i + 1, 2));  // one for each epoch
+    CHECK(count_of(pages[i], R"("host":)") == static_cast<std::size_t>(world.size()));
+    CHECK(count_of(pages[i], R"({"tag":"accuracy","points":[[7,0.5]]})") == (i == 2 ? 1U : 0U));
+  }
+}
+
+TEST_CASE("a series keeps 1024 values at most") {
+  lockstep::detail::SparseSeries series;
+  int wanted = 0;
+  for (int i = 0; i < 100000; ++i)
+    if (series.wants()) {
+      series.add(i, 2 * i);
+      ++wanted;
+    } else {
+      series.skip();
+    }
+  CHECK(wanted < 6000);
+  const std::string json = series.json();
+  CHECK_THAT(json, ContainsSubstring("[[0,0],[128,256],[256,512]"));
+  CHECK(count_of(json, "],[") + 1 == 782);
+}
+
+TEST_CASE("the clocks of two hosts are compared within a bound") {
+  // This rank's clock is 5000 ahead. A message takes 10 to rank 0 and 30 back, or 100 where it is slow.
+  const lockstep::detail::GatherTimes first{{0, 1000, 2000}, {110, 1010, 2110}};
+  const lockstep::detail::GatherTimes own{{5000, 6000, 7000}, {5030, 6130, 7130}};
+  const auto offset = lockstep::detail::clock_offset(first, own);
+  CHECK(offset.offset == 5010);  // between 4990 and 5030
+  CHECK(offset.error == 20);
+  const auto read = lockstep::detail::deserialize_gather_times(lockstep::detail::serialize(own));
+  CHECK(read.called == own.called);
+  CHECK(read.returned == own.returned);
+}
+
+TEST_CASE("buckets in flight at one time have lanes of their own") {
+  const auto bucket = [](double launched, double completed) {
+    lockstep::BucketReport made;
+    made.launched = launched;
+    made.completed = completed;
+    return made;
+  };
+  CHECK(lockstep::detail::bucket_lanes({bucket(1, 4), bucket(2, 3), bucket(3, 6), bucket(5, 7)}) ==
+        std::vector<int>{0, 1, 1, 0});
+}
+
+TEST_CASE("a trace holds the asked steps of all ranks, also of a run that ends before the last of them") {
+  const auto& world = test_world();
+  const TemporaryFolder folder;
+  const auto path = folder / "trace.json";
+  ReportTrainer trainer{world, short_run(1)};
+  const int steps = 8 / world.size();
+  lockstep::Trace whole{trainer.comm(), path, {.from = 1, .to = 3}};
+  lockstep::Trace cut{trainer.comm(), folder / "cut.json", {.from = steps - 1, .to = 1000}};
+  lockstep::Trace none{trainer.comm(), folder / "none.json", {.from = 500, .to = 1000}};
+  trainer.fit(three_classes(32), cross_entropy_of, whole, cut, none);
+  CHECK(!std::filesystem::exists(folder / "none.json"));
+  CHECK_THROWS_AS(lockstep::Trace(trainer.comm(), path, {.from = 3, .to = 3}), lockstep::UsageError);
+  if (world.rank() != 0) return;
+  const auto ranks = static_cast<std::size_t>(world.size());
+  const std::string text = text_of_file(path), rest = text_of_file(folder / "cut.json");
+  for (const char* name : {"step 1", "step 2"})
+    CHECK(count_of(text, "\"name\":\"" + std::string(name) + '"') == ranks);
+  CHECK(count_of(text, "\"name\":\"step 3\"") == 0);
+  CHECK(count_of(text, "\"name\":\"bucket 1 of ") == 2 * ranks);
+  CHECK(count_of(rest, "\"name\":\"step " + std::to_string(steps - 1)) == ranks);
+}
+
+TEST_CASE("a page or a trace that cannot be written is warned of once and stops nothing") {
+  const auto& world = test_world();
+  const TemporaryFolder folder;
+  const auto in_the_way = folder.write("file", "");
+  const auto warnings = written(2, [&] {
+    ReportTrainer trainer{world, short_run(3)};
+    lockstep::RunReport page{trainer.comm(), in_the_way / "report.html"};
+    lockstep::Trace trace{trainer.comm(), "/dev/full", {.from = 0, .to = 1000}};
+    CHECK(trainer.fit(three_classes(32), cross_entropy_of, page, trace).step == 24 / world.size());
+    page.add_scalar("a", 1, 2);
+  });
+  INFO(warnings);
+  const std::size_t writers = world.rank() == 0 ? 1 : 0;
+  CHECK(count_of(warnings, "report.html': ") == writers);
+  CHECK(count_of(warnings, "/dev/full': ") == writers);
+  CHECK(count_of(warnings, "the training continues without it\n") == 2 * writers);
+}
+
+}  // namespace run_report_ranks_test
