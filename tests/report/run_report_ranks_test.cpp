@@ -1,9 +1,11 @@
 #include <algorithm>
+#include <cstdlib>
 #include <filesystem>
 #include <fstream>
 #include <iterator>
 #include <string>
 
+#include "lockstep/comm/local_comm.hpp"
 #include "lockstep/report/run_report.hpp"
 #include "lockstep/report/trace.hpp"
 #include "report/training.hpp"
@@ -81,6 +83,26 @@ TEST_CASE("the clocks of two hosts are compared within a bound") {
   const auto read = lockstep::detail::deserialize_gather_times(lockstep::detail::serialize(own));
   CHECK(read.called == own.called);
   CHECK(read.returned == own.returned);
+}
+
+TEST_CASE("ranks that take themselves for different hosts find the difference of one clock to itself") {
+  lockstep::GlooComm comm{test_world()};
+  const auto offset = lockstep::detail::align_clock(comm, "boot " + std::to_string(test_world().rank()));
+  INFO(offset.offset << " within " << offset.error << " ns");
+  CHECK(std::abs(offset.offset) <= offset.error);
+  CHECK((offset.error > 0) == (test_world().rank() > 0));
+  CHECK(lockstep::detail::align_clock(comm).error == 0);
+}
+
+TEST_CASE("a trainer without other ranks has a page and a trace without buckets") {
+  const lockstep::World alone;
+  const TemporaryFolder folder;
+  lockstep::Trainer trainer{alone, short_run(1), TinyNet(), lockstep::LocalComm(alone)};
+  lockstep::RunReport page{trainer.comm(), folder / "report.html"};
+  lockstep::Trace trace{trainer.comm(), folder / "trace.json", {.from = 0, .to = 4}};
+  trainer.fit(three_classes(32), cross_entropy_of, page, trace);
+  CHECK_THAT(text_of_file(folder / "report.html"), ContainsSubstring(R"("buckets":[]})"));
+  CHECK(count_of(text_of_file(folder / "trace.json"), "\"name\":\"backward\"") == 4);
 }
 
 TEST_CASE("buckets in flight at one time have lanes of their own") {

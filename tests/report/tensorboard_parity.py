@@ -5,6 +5,7 @@ import glob
 import json
 import math
 import os
+import struct
 import subprocess
 import sys
 import tempfile
@@ -52,8 +53,6 @@ def series(events, tag):
 
 def single(value):
     """The nearest float32."""
-    import struct
-
     return struct.unpack("f", struct.pack("f", value))[0]
 
 
@@ -63,9 +62,9 @@ def main(program):
         files = glob.glob(f"{folder}/board/*")
         check(len(files) == 1 and "/events.out.tfevents." in files[0], f"one event file, not {files}")
 
-        # Fails at the first record whose checksum is wrong, or that is no Event.
+        # Ends before the first record whose checksum is wrong, and throws for one that is no Event.
         loaded = list(EventFileLoader(files[0]).Load())
-        check(loaded[0].file_version == "brain.Event:2", "the first event has the version")
+        check(loaded and loaded[0].file_version == "brain.Event:2", "the first event has the version")
         check(all(event.wall_time > 1e9 for event in loaded), "every event has a time")
 
         with open(f"{folder}/metrics.jsonl") as file:
