@@ -27,13 +27,15 @@
 #include "support/parity_program.hpp"
 #include "support/tested_comm.hpp"
 
+using lockstep_test::TestedComm;
+
 namespace {
 
 std::string mutation;
 constexpr int earlier = 7;  // steps that each rank has less than the one before it, with "join"
 
 /// Gloo, broken as asked for.
-struct TestComm : lockstep_test::TestedComm {
+struct TestComm : TestedComm {
   using TestedComm::all_reduce;
   using TestedComm::broadcast;
   using TestedComm::TestedComm;

@@ -8,13 +8,14 @@
 namespace overlap_ranks_test {
 
 using lockstep::DistributedDataParallel;
+using lockstep_test::TestedComm;
 
 namespace {
 
 using Events = std::vector<std::string>;
 
 // Writes down when an all_reduce is issued.
-struct WatchedComm : lockstep_test::TestedComm {
+struct WatchedComm : TestedComm {
   WatchedComm(const lockstep::World& world, Events& events) : TestedComm(world), events(&events) {}
   using TestedComm::all_reduce;
   Work all_reduce(const at::Tensor& tensor, lockstep::ReduceOp op = lockstep::ReduceOp::sum) {
