@@ -2,11 +2,20 @@
 
 #include <algorithm>
 #include <chrono>
+#include <functional>
 #include <string>
+
+#include <c10/core/Device.h>
+#include <c10/util/intrusive_ptr.h>
 
 #include "lockstep/comm/detail/timeouts.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
+
+namespace c10d {
+class Backend;
+class Store;
+}  // namespace c10d
 
 namespace lockstep {
 
@@ -56,6 +65,27 @@ struct NcclOptions {
   /// Kind of memory of the buffers. Must be equal on every rank: NCCL's results are undefined if only some
   /// ranks send from registered memory.
   NcclBuffers buffers = NcclBuffers::torch;
+};
+
+/// Options of ProcessGroupComm. All ranks need equal values.
+struct ProcessGroupOptions {
+  /// Creates a backend of `size` ranks that rendezvous through `store`.
+  using MakeBackend = std::function<c10::intrusive_ptr<c10d::Backend>(
+      const c10::intrusive_ptr<c10d::Store>& store, int rank, int size)>;
+
+  /// Timeout of a wait on the host, from the launch of the collective to its completion, and of the
+  /// rendezvous. At least 1 ms; clamped to 24 days. The backend has a timeout of its own for the operations
+  /// that no thread of the host waits for. Default: `--timeout` or LOCKSTEP_TIMEOUT, in seconds, else 30
+  /// minutes.
+  std::chrono::milliseconds timeout = detail::default_timeout(std::chrono::minutes(30));
+  /// The device of the tensors, with its index unless it is the CPU.
+  c10::Device device = c10::Device(c10::kCPU);
+  /// Compares operation, shapes and dtypes over the ranks before each collective, at the cost of one exchange
+  /// per call, which blocks the host.
+  bool check_shapes = false;
+  /// Creates the backends of new_group(). It runs on a thread of its own, and must own what it uses. Default:
+  /// c10d::Backend::split.
+  MakeBackend make_backend = {};
 };
 
 }  // namespace lockstep

@@ -16,13 +16,12 @@
 
 #include "lockstep/comm/communicator.hpp"
 #include "lockstep/comm/detail/call.hpp"
-#include "lockstep/comm/detail/timeouts.hpp"
+#include "lockstep/comm/options.hpp"
 #include "lockstep/world/world.hpp"
 
 namespace c10d {
 class Backend;
-class Store;
-}  // namespace c10d
+}
 namespace lockstep::detail {
 
 class BackendGroup;
@@ -82,27 +81,6 @@ static_assert(AsyncWork<ProcessGroupWork>);
 }  // namespace lockstep::detail
 
 namespace lockstep {
-
-/// Options of ProcessGroupComm. All ranks need equal values.
-struct ProcessGroupOptions {
-  /// Creates a backend of `size` ranks that rendezvous through `store`.
-  using MakeBackend = std::function<c10::intrusive_ptr<c10d::Backend>(
-      const c10::intrusive_ptr<c10d::Store>& store, int rank, int size)>;
-
-  /// Timeout of a wait on the host, from the launch of the collective to its completion, and of the
-  /// rendezvous. At least 1 ms; clamped to 24 days. The backend has a timeout of its own for the operations
-  /// that no thread of the host waits for. Default: `--timeout` or LOCKSTEP_TIMEOUT, in seconds, else 30
-  /// minutes.
-  std::chrono::milliseconds timeout = detail::default_timeout(std::chrono::minutes(30));
-  /// The device of the tensors, with its index unless it is the CPU.
-  c10::Device device = c10::Device(c10::kCPU);
-  /// Compares operation, shapes and dtypes over the ranks before each collective, at the cost of one exchange
-  /// per call, which blocks the host.
-  bool check_shapes = false;
-  /// Creates the backends of new_group(). It runs on a thread of its own, and must own what it uses. Default:
-  /// c10d::Backend::split.
-  MakeBackend make_backend = {};
-};
 
 /// Collectives over a c10d::Backend of the program: ProcessGroupGloo, ProcessGroupNCCL, ProcessGroupMPI,
 /// ProcessGroupUCC, or one of its own.

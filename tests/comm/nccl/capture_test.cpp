@@ -149,6 +149,7 @@ TEST_CASE("a replay counts in the groups that were split from the communicator a
 
 TEST_CASE("a replay whose sub-group another rank does not come to ends at the timeout") {
   FakeMachine machine;
+  machine.timeout = 5s;
   std::string late;
   Absence absence;
   const auto errors = run_ranks(machine, 2, [&](const World& world) {

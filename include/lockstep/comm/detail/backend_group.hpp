@@ -30,7 +30,7 @@
 #include "lockstep/comm/detail/sigpipe_guard.hpp"
 #include "lockstep/comm/detail/store_exchange.hpp"
 #include "lockstep/comm/detail/tensor_lists.hpp"
-#include "lockstep/comm/process_group_comm.hpp"
+#include "lockstep/comm/options.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/world/world.hpp"
