@@ -270,10 +270,12 @@ def write(path, table, config, rounds, digits):
         "- compile-ddp: the compiler's user CPU time for a file with torch/torch.h and lockstep/ddp.hpp, beside one with",
         "  torch/torch.h alone; compile-all: with lockstep/lockstep.hpp; -compiled: with LOCKSTEP_COMPILED; -clang: by",
         f"  {first_line(['clang++', '--version']) if shutil.which('clang++') else 'clang'}. compile-memory: the compiler's peak memory.",
-        "- PowerSGD's bytes and time beside Python's: [parity.md](parity.md).",
-        "- User CPU time of the example programs beside their Python originals, same data, seed and steps:",
-        "  `bench/examples.py FOLDER_OF_PROGRAMS SHARED_FOLDER` prints a table.", "",
+        "- PowerSGD's bytes and time beside Python's: [parity.md](parity.md).", "",
     ]
+    examples = "\n## Examples\n"  # of examples.py, entered by hand
+    with open(path) as file:
+        kept = file.read().partition(examples)
+    lines[-1] += "".join(kept[1:])
     with open(path + ".part", "w") as file:
         file.write("\n".join(lines))
     os.replace(path + ".part", path)
