@@ -8,6 +8,7 @@
 #include "grad/models.hpp"
 #include "lockstep/comm/local_comm.hpp"
 #include "lockstep/optim/optimizers.hpp"
+#include "lockstep/train/state_dict.hpp"
 #include "optim/common.hpp"
 
 namespace zero_redundancy_ranks_test {
@@ -153,6 +154,31 @@ TEST_CASE("the state comes together on one rank, and is read at another number o
       pair->shutdown();
     }
   }
+}
+
+TEST_CASE("a sharded optimizer has the state dict of the unsharded one, and loads it") {
+  auto& comm = shared_comm();
+  const auto make = [](std::vector<torch::Tensor> p) {
+    return std::make_unique<lockstep::Adam>(p, lockstep::AdamOptions{.amsgrad = true});
+  };
+  auto model = some_parameters(2), whole_model = some_parameters(2);
+  Zero sharded(model, comm, make);
+  const auto whole = make(whole_model);
+  train(sharded, model, 0, 3);
+  train(*whole, whole_model, 0, 3);
+  CHECK_THROWS_AS(lockstep::state_dict(sharded), lockstep::CheckpointError);
+  sharded.consolidate(0);
+  const c10::IValue saved = lockstep::state_dict(*whole);
+  if (comm.rank() == 0)
+    CHECK(lockstep::pickle_state(lockstep::state_dict(sharded)) == lockstep::pickle_state(saved));
+
+  auto again = some_parameters(2);
+  Zero loaded(again, comm, make);
+  lockstep::load_state_dict(loaded, saved);
+  for (std::size_t i = 0; i < again.size(); ++i) again[i].detach().copy_(model[i].detach());
+  train(loaded, again, 3, 5);
+  train(*whole, whole_model, 3, 5);
+  CHECK(same_bits(again, whole_model));
 }
 
 TEST_CASE("one process alone has all of the state") {

@@ -7,8 +7,12 @@
 #include <utility>
 #include <vector>
 
+#include "lockstep/comm/local_comm.hpp"
+#include "lockstep/data/sampler.hpp"
 #include "lockstep/optim/optimizers.hpp"
 #include "lockstep/train/detail/pickle.hpp"
+#include "lockstep/train/extras.hpp"
+#include "lockstep/train/trainer.hpp"
 #include "support/catch.hpp"
 #include "support/temporary_folder.hpp"
 #include "support/text_of.hpp"
@@ -240,6 +244,28 @@ TEST_CASE("an optimizer's dict that does not fit is refused with all reasons, an
 
   torch::optim::Adagrad other(model->parameters());
   CHECK_THROWS_AS(lockstep::state_dict(other), lockstep::UsageError);
+}
+
+TEST_CASE("a trainer's checkpoint becomes the state dicts of the run that saved it") {
+  const TemporaryFolder folder;
+  const auto world = lockstep::World::from_environment();
+  const auto dicts = [](auto& trainer) {
+    return lockstep::pickle_state(lockstep::dict_of(lockstep::state_dict(trainer.model()))) +
+           lockstep::pickle_state(lockstep::state_dict(trainer.optimizer()));
+  };
+  const lockstep::MakeOptimizer make{[](std::vector<at::Tensor> parameters) {
+    return lockstep::SGD(std::move(parameters), {.lr = 0.1, .momentum = 0.9});
+  }};
+  const auto trainer_of = [&](TinyNet model) {
+    return lockstep::Trainer{
+        world, {.epochs = 2, .batch_size = 8}, std::move(model), lockstep::LocalComm(world), make};
+  };
+  auto saved = trainer_of(TinyNet()), loaded = trainer_of(TinyNet());
+  saved.fit(three_classes(40), cross_entropy_of);
+  saved.save_checkpoint(folder / "run.ckpt");
+  CHECK(dicts(saved) != dicts(loaded));
+  loaded.load_checkpoint(folder / "run.ckpt");
+  CHECK(dicts(saved) == dicts(loaded));
 }
 
 TEST_CASE("torch_save writes values of each kind, and names what it cannot write") {
