@@ -8,6 +8,7 @@ if(NOT result EQUAL 0)
 endif()
 file(READ ${OUT}/gpu.md page)
 foreach(line IN ITEMS "| gpt \\| fp32 \\| 2 \\| lockstep \\| [0-9.]+ " "| gpt \\| fp32 \\| 2 \\| Python DDP \\| [0-9.]+ "
+    "| gpt \\| fp32 \\| 2 \\| lockstep over ProcessGroupComm \\| [0-9.]+ "
     "| gpt \\| [0-9.]+ \\([0-9.]+-[0-9.]+\\) \\| [0-9.]+ " "| all_reduce \\| 1,048,576 \\| [0-9.]+ \\| [0-9.]+ \\|"
     "| lockstep \\| [0-9.]+ \\| [0-9.]+ \\| [0-9]+% \\| [0-9.]+" "captured: a captured step needs a GPU" "One step")
   if(NOT page MATCHES "${line}")

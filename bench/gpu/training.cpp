@@ -18,11 +18,20 @@
 #include <utility>
 #include <vector>
 
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+#include "lockstep/comm/process_group_comm.hpp"
 #include "lockstep/comm/with_device.hpp"
+#include "lockstep/detail/process_group_gloo.hpp"
 #include "lockstep/lockstep.hpp"
 #include "models.hpp"
 #ifdef LOCKSTEP_HAS_CUDA
+#ifndef USE_C10D_NCCL
+#define USE_C10D_NCCL
+#endif
 #include <c10/cuda/CUDAFunctions.h>
+#include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 
 #include "lockstep/train/cuda_graph.hpp"
 #endif
@@ -181,11 +190,31 @@ void train_on(const lockstep::World& world, const Run& run, const torch::Device&
     if (run.system == "captured") return train_captured<Precision>(world, run, device, comm);
 #endif
   throw lockstep::UsageError("the system is " + run.system +
-                             ": give bare, local or ddp, on GPUs also captured");
+                             ": give bare, local, ddp or process-group, on GPUs also captured");
+}
+
+// LibTorch's own process group of this device, as a program has it that does without lockstep's communicators.
+c10::intrusive_ptr<c10d::Backend> process_group(const lockstep::World& world, const torch::Device& device) {
+  c10::intrusive_ptr<c10d::Store> store = c10::make_intrusive<c10d::HashStore>();
+  if (world.size() > 1)
+    store = c10::make_intrusive<c10d::PrefixStore>("bench", world.connect_again(std::chrono::seconds(60)));
+#ifdef LOCKSTEP_HAS_CUDA
+  if (device.is_cuda()) return c10::make_intrusive<c10d::ProcessGroupNCCL>(store, world.rank(), world.size());
+#endif
+  auto options = c10d::ProcessGroupGloo::Options::create(std::chrono::minutes(1));
+  options->devices = {c10d::ProcessGroupGloo::createDeviceForHostname("127.0.0.1")};
+  return c10::make_intrusive<c10d::ProcessGroupGloo>(store, world.rank(), world.size(), std::move(options));
 }
 
 template <class Precision>
 void train_in(const lockstep::World& world, const Run& run) {
+  if (run.system == "process-group") {
+    const auto device = local_device(world);
+    lockstep::ProcessGroupComm comm{world, process_group(world, device), {.device = device}};
+    train_ddp<Precision>(world, run, device, comm);
+    comm.shutdown();
+    return;
+  }
   if (run.system == "bare" || run.system == "local") {
     if (world.size() != 1) throw lockstep::UsageError(run.system + " is for one process: --nproc 1");
     const auto device = local_device(world);

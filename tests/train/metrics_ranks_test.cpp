@@ -1,4 +1,4 @@
-// The snippets of docs/metrics.md are lines of this file; the test metrics_page checks that.
+// The metrics of docs/metrics.md.
 #include <cmath>
 #include <string>
 #include <vector>

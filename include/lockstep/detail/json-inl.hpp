@@ -9,8 +9,7 @@
 
 namespace lockstep::detail {
 
-/// Returns the length of the UTF-8 sequence at the start of `text`, 0 if there is none.
-inline std::size_t utf8_length(std::string_view text) {
+LOCKSTEP_INLINE std::size_t utf8_length(std::string_view text) {
   const auto byte = [&](std::size_t i) { return static_cast<unsigned char>(text[i]); };
   const unsigned first = byte(0);
   const std::size_t length = first < 0x80   ? 1

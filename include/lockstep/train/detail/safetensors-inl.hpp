@@ -18,6 +18,7 @@
 
 #include "lockstep/comm/detail/describe.hpp"
 #include "lockstep/detail/format.hpp"
+#include "lockstep/detail/json.hpp"
 #include "lockstep/detail/linkage.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/train/detail/archive.hpp"
@@ -44,25 +45,6 @@ inline constexpr std::array<SafetensorsDtype, 11> safetensors_dtypes{{{"F64", at
 
 inline constexpr std::string_view metadata_key = "__metadata__";
 inline constexpr std::uint64_t length_size = 8;  // bytes of the header's length
-
-/// Returns the length of the UTF-8 character that `text` begins with; 0 if it begins with none.
-inline std::size_t utf8_length(std::string_view text) {
-  const auto byte = [&](std::size_t i) -> unsigned {
-    return i < text.size() ? static_cast<unsigned char>(text[i]) : 0;
-  };
-  const unsigned first = byte(0);
-  if (first < 0x80) return 1;
-  const std::size_t length = first >= 0xF0 ? 4 : first >= 0xE0 ? 3 : 2;
-  if (first < 0xC2 || first > 0xF4) return 0;
-  for (std::size_t i = 1; i < length; ++i)
-    if ((byte(i) & 0xC0) != 0x80) return 0;
-  // No longer form than needed, no surrogates, nothing above U+10FFFF.
-  const unsigned second = byte(1);
-  if ((first == 0xE0 && second < 0xA0) || (first == 0xED && second > 0x9F) ||
-      (first == 0xF0 && second < 0x90) || (first == 0xF4 && second > 0x8F))
-    return 0;
-  return length;
-}
 
 /// Reads the JSON of a safetensors header, whose grammar is: an object of objects that hold strings or lists
 /// of numbers. Each call skips white space.
@@ -347,26 +329,10 @@ inline Safetensors read_safetensors(std::string_view bytes) {
 
 /// Appends a JSON string. Throws UsageError unless `text` is UTF-8.
 inline void append_json(std::string& json, std::string_view text) {
-  static constexpr std::string_view digits = "0123456789abcdef";
-  json += '"';
-  for (std::size_t i = 0; i < text.size();) {
-    const std::size_t length = utf8_length(text.substr(i));
-    if (length == 0)
-      throw UsageError(
-          "save_safetensors: a name or a text of the metadata is not UTF-8, which the format needs: rename "
-          "it");
-    const auto byte = static_cast<unsigned char>(text[i]);
-    if (byte < 0x20) {
-      json += "\\u00";
-      json += digits[byte >> 4];
-      json += digits[byte & 0xF];
-    } else {
-      if (byte == '"' || byte == '\\') json += '\\';
-      json += text.substr(i, length);
-    }
-    i += length;
-  }
-  json += '"';
+  if (valid_utf8(text) != text)
+    throw UsageError(
+        "save_safetensors: a name or a text of the metadata is not UTF-8, which the format needs: rename it");
+  json += json_string(text);
 }
 
 inline std::string_view safetensors_name(const NamedTensor& entry) {
