@@ -5,13 +5,13 @@ include_guard(GLOBAL)
 # Sets OUT to the sentence that says why the C++ compiler is too old, or to nothing.
 function(lockstep_compiler_problem out)
   set(${out} "" PARENT_SCOPE)
-  foreach(pair IN ITEMS "GNU:12:g++" "Clang:14:clang++")
+  foreach(pair IN ITEMS "GNU:11:g++" "Clang:14:clang++")
     string(REPLACE ":" ";" pair ${pair})
     list(GET pair 0 id)
     list(GET pair 1 oldest)
     list(GET pair 2 program)
     if(CMAKE_CXX_COMPILER_ID STREQUAL id AND CMAKE_CXX_COMPILER_VERSION VERSION_LESS oldest)
-      set(${out} "${CMAKE_CXX_COMPILER} is ${program} ${CMAKE_CXX_COMPILER_VERSION}, and lockstep needs g++ 12 or clang++ 14, \
+      set(${out} "${CMAKE_CXX_COMPILER} is ${program} ${CMAKE_CXX_COMPILER_VERSION}, and lockstep needs g++ 11 or clang++ 14, \
 or newer: install one, and name it with -DCMAKE_CXX_COMPILER in an empty build folder" PARENT_SCOPE)
     endif()
   endforeach()

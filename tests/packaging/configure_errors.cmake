@@ -69,7 +69,7 @@ if(result EQUAL 0 OR NOT output MATCHES "lockstep: this LibTorch is too old, loc
 endif()
 
 # A compiler that is too old: one that says so.
-foreach(pair IN ITEMS "__GNUC__:11:g++" "__clang_major__:13:clang++")
+foreach(pair IN ITEMS "__GNUC__:10:g++" "__clang_major__:13:clang++")
   string(REPLACE ":" ";" pair ${pair})
   list(GET pair 0 macro)
   list(GET pair 1 version)
@@ -83,7 +83,7 @@ foreach(pair IN ITEMS "__GNUC__:11:g++" "__clang_major__:13:clang++")
   set(old ${SCRATCH}/old_${name})
   file(WRITE ${old} "#!/bin/sh\nexec ${program} -U${macro} -D${macro}=${version} \"$@\"\n")
   file(CHMOD ${old} PERMISSIONS OWNER_READ OWNER_WRITE OWNER_EXECUTE)
-  expect("and lockstep needs g++ 12 or clang++ 14, or newer: install one, and name it with -DCMAKE_CXX_COMPILER"
+  expect("and lockstep needs g++ 11 or clang++ 14, or newer: install one, and name it with -DCMAKE_CXX_COMPILER"
     ${SCRATCH}/user -DCMAKE_CXX_COMPILER=${old} -DTorch_ROOT=${TORCH})
 endforeach()
 
