@@ -110,6 +110,7 @@ struct EarlyStopping {
   double min_delta = 0;
   MonitorMode mode = MonitorMode::min;
 
+  /// What a checkpoint holds of it.
   struct State {
     BestValue best = {};
     /// Number of epochs since the best value.

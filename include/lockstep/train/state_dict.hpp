@@ -30,11 +30,13 @@ using StateDict = std::vector<NamedTensor>;
 /// The names equal Python's if the modules are registered under Python's attribute names.
 /// Counterpart: torch.nn.Module.state_dict.
 StateDict state_dict(const torch::nn::Module& model, std::string_view prefix = "");
+/// The same for a module holder or a pointer to a module.
 template <detail::ModuleHandle M>
 StateDict state_dict(const M& model, std::string_view prefix = "") {
   return state_dict(static_cast<const torch::nn::Module&>(*model), prefix);
 }
 
+/// Options of load_state_dict.
 struct LoadStateDictOptions {
   /// Throw if an entry is missing or unexpected.
   bool strict = true;
@@ -57,6 +59,7 @@ IncompatibleKeys load_state_dict(torch::nn::Module& model, const StateDict& entr
 /// The same with the dict that torch_load returns.
 IncompatibleKeys load_state_dict(torch::nn::Module& model, const c10::IValue& dict,
                                  const LoadStateDictOptions& options = {});
+/// The same for a module holder or a pointer to a module.
 template <detail::ModuleHandle M, class Entries>
 IncompatibleKeys load_state_dict(M model, const Entries& entries, const LoadStateDictOptions& options = {}) {
   return load_state_dict(static_cast<torch::nn::Module&>(*model), entries, options);
@@ -99,6 +102,7 @@ c10::IValue unpickle_state(std::string_view bytes, std::string_view origin);
 /// value, CheckpointError if writing fails.
 /// Counterpart: torch.save.
 void torch_save(const c10::IValue& value, const std::filesystem::path& path);
+/// The same for `dict_of(entries)`.
 void torch_save(const StateDict& entries, const std::filesystem::path& path);
 
 /// Reads a file of torch_save, or of Python's torch.save if it holds only what torch_save writes, OrderedDict

@@ -20,6 +20,7 @@ enum class StepPhase {
   communication,  ///< waiting for the ranks: the rest of the reduction, and buffers before a forward
   optimizer       ///< clearing gradients, GradientCallbacks and the optimizer's step
 };
+/// The number of phases.
 inline constexpr int step_phases = 5;
 
 /// One phase of a step. A step has several spans of a phase if it has several micro-batches.

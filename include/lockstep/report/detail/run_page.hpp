@@ -190,7 +190,7 @@ if (last) {
       });
     });
     card("Where the time of a step goes (epoch " + last.epoch + ")", true, picture, key(phases.map((name) => [name, "var(--" + name + ")"])),
-      node("p", {}, "communication is the waiting for the ranks that backward does not hide. Milliseconds:"),
+      node("p", {}, "Communication: the wait for other ranks that backward does not hide. Times in ms:"),
       table(["rank", ...phases, "step"], means.map((mean, i) => [String(last.ranks[i].rank), ...mean.map(ms),
         ms(last.ranks[i].steps ? last.ranks[i].seconds / last.ranks[i].steps : 0)])));
   }
@@ -241,10 +241,10 @@ if (last) {
       card("Stragglers (epoch " + last.epoch + ")", true,
         node("p", {}, "The rank with the latest gradients delays the others. Rank " + run.ranks[worst].rank + " was last in " + times[worst].last +
           " of " + steps + " steps, by " + ms(times[worst].lateness / Math.max(1, times[worst].last)) + " ms on average."),
-        table(["rank", "host", "busy per step, ms", "last in steps", "of " + steps + ", %", "late by, mean ms", "late by, most ms"],
+        table(["rank", "host", "busy per step, ms", "last in steps", "share of steps, %", "late by, mean ms", "late by, most ms"],
           run.ranks.map((rank, i) => [String(rank.rank), rank.host, ms(last.ranks[i].steps ? last.ranks[i].busy / last.ranks[i].steps : 0), String(times[i].last),
             (100 * times[i].last / steps).toFixed(0), times[i].last ? ms(times[i].lateness / times[i].last) : "", times[i].last ? ms(times[i].most) : ""])),
-        node("p", {}, "Busy is the time from one reduction to a rank's next gradients, without waiting for ranks. A rank is late by its busy time less the mean of the others'."));
+        node("p", {}, "Busy is the time from one reduction to a rank's next gradients, without waiting for ranks. A rank is late by its busy time minus the others' mean."));
     }
   }
   card("Environment", true, table(null, [...run.environment, ...run.ranks.map((rank) =>
