@@ -115,7 +115,7 @@ def compare_safetensors(folder, program, ranks):
         from safetensors import safe_open
         from safetensors.torch import load_file, save_file
     except ImportError:
-        print("note: the safetensors package is not installed: its files are not compared.")
+        print("SKIPPED in part: no Python package safetensors (pip install safetensors): its files are not compared")
         return 0
     saved = torch.load(f"{folder}/cpp-half.pt", weights_only=True)["model"]
     read = load_file(f"{folder}/cpp-half.safetensors")
