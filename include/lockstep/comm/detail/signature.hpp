@@ -17,7 +17,7 @@ namespace lockstep::detail {
 /// Returns the text that must be equal on every rank of a call: a line for the operation and one per tensor.
 inline std::string signature(const std::string& operation, const std::vector<at::Tensor>& tensors) {
   std::string text = operation;
-  for (const at::Tensor& tensor : tensors) text += "\n" + describe(tensor);
+  for (const at::Tensor& tensor : tensors) text.append("\n").append(describe(tensor));
   return text;
 }
 
