@@ -129,9 +129,8 @@ def training(bench):
                 if bench.given.precisions and precision not in bench.given.precisions:
                     continue
                 name = f"{model} {precision} on {ranks}"
-                systems = {f"Python DDP, {name}": ("python", "ddp"), f"lockstep, {name}": ("lockstep", "ddp")}
-                if bench.config["process_group"]:
-                    systems[f"lockstep over ProcessGroupComm, {name}"] = ("lockstep", "process-group")
+                systems = {f"Python DDP, {name}": ("python", "ddp"), f"lockstep, {name}": ("lockstep", "ddp"),
+                           f"lockstep over ProcessGroupComm, {name}": ("lockstep", "process-group")}
                 samples = bench.rounds({
                     label: (lambda system=system, kind=kind: bench.step_of(system, kind, model, precision, ranks))
                     for label, (system, kind) in systems.items()})
@@ -145,23 +144,33 @@ def training(bench):
     return "Training", lines
 
 
+class Compared:
+    """Steps of several kinds of (system, kind), of one model in fp32 in one process."""
+
+    def __init__(self, bench, model, kinds):
+        samples = bench.rounds({
+            f"{system} {kind}, {model}": (lambda system=system, kind=kind: bench.step_of(system, kind, model, "fp32", 1))
+            for system, kind in kinds})
+        self.found = {key.split(",")[0]: value for key, value in samples.items()}
+
+    def over(self, one, other):
+        both = one in self.found and other in self.found
+        return ratio(self.found[one], self.found[other]) if both else "not measured"
+
+    def times(self, *names):
+        return ", ".join(f"{1e3 * middle(self.found[name]):.3f}" if name in self.found else "-" for name in names)
+
+
 def overhead(bench):
     """What the wrapper costs in one process, over a loop without it."""
     lines = ["| model | lockstep's wrapper over a bare loop | the same without communicator (LocalComm) | Python's DDP over a bare loop | "
              "bare loop, ms: C++, Python |", "|---|---|---|---|---|"]
     for model in bench.given.models:
-        samples = bench.rounds({
-            f"{system} {kind}, {model}": (lambda system=system, kind=kind: bench.step_of(system, kind, model, "fp32", 1))
-            for system, kind in (("lockstep", "bare"), ("lockstep", "ddp"), ("lockstep", "local"), ("python", "bare"),
-                                 ("python", "ddp"))})
-        found = {key.split(",")[0]: value for key, value in samples.items()}
-
-        def over(one, other):
-            return ratio(found[one], found[other]) if one in found and other in found else "not measured"
-
-        bare = ", ".join(f"{1e3 * middle(found[key]):.3f}" if key in found else "-" for key in ("lockstep bare", "python bare"))
-        lines.append(f"| {model} | {over('lockstep ddp', 'lockstep bare')} | {over('lockstep local', 'lockstep bare')} | "
-                     f"{over('python ddp', 'python bare')} | {bare} |")
+        steps = Compared(bench, model, (("lockstep", "bare"), ("lockstep", "ddp"), ("lockstep", "local"), ("python", "bare"),
+                                        ("python", "ddp")))
+        lines.append(f"| {model} | {steps.over('lockstep ddp', 'lockstep bare')} | "
+                     f"{steps.over('lockstep local', 'lockstep bare')} | {steps.over('python ddp', 'python bare')} | "
+                     f"{steps.times('lockstep bare', 'python bare')} |")
     return "Overhead of the wrapper at one process", lines
 
 
@@ -172,18 +181,11 @@ def captured(bench):
     lines = ["| model | lockstep captured / plain | Python's graph / plain | lockstep captured / Python's graph | ms: captured, plain, "
              "Python's graph, Python plain |", "|---|---|---|---|---|"]
     for model in [model for model in bench.given.models if model != "gpt"]:
-        keys = (("lockstep", "captured"), ("lockstep", "ddp"), ("python", "captured"), ("python", "bare"))
-        samples = bench.rounds({
-            f"{system} {kind}, {model}": (lambda system=system, kind=kind: bench.step_of(system, kind, model, "fp32", 1))
-            for system, kind in keys})
-        found = {key.split(",")[0]: value for key, value in samples.items()}
-
-        def over(one, other):
-            return ratio(found[one], found[other]) if one in found and other in found else "not measured"
-
-        times = ", ".join(f"{1e3 * middle(found[f'{a} {b}']):.3f}" if f"{a} {b}" in found else "-" for a, b in keys)
-        lines.append(f"| {model} | {over('lockstep captured', 'lockstep ddp')} | {over('python captured', 'python bare')} | "
-                     f"{over('lockstep captured', 'python captured')} | {times} |")
+        steps = Compared(bench, model, (("lockstep", "captured"), ("lockstep", "ddp"), ("python", "captured"), ("python", "bare")))
+        lines.append(f"| {model} | {steps.over('lockstep captured', 'lockstep ddp')} | "
+                     f"{steps.over('python captured', 'python bare')} | "
+                     f"{steps.over('lockstep captured', 'python captured')} | "
+                     f"{steps.times('lockstep captured', 'lockstep ddp', 'python captured', 'python bare')} |")
     return "Captured step at one process, fp32", lines
 
 
@@ -265,6 +267,13 @@ def exposed(computed, moved):
     return total, total - hidden
 
 
+def write_whole(path, text):
+    with open(path + ".part", "w") as file:
+        file.write(text)
+    os.replace(path + ".part", path)
+    print(f"wrote {path}")
+
+
 def draw(path, title, systems):
     """An SVG with two lanes for each system: (name, computed, moved)."""
     width, left, lane, gap = 1000, 150, 26, 16
@@ -292,10 +301,7 @@ def draw(path, title, systems):
         parts.append(f'<line x1="{x:.1f}" y1="40" x2="{x:.1f}" y2="{top - 8}" stroke="#cccccc" stroke-width="0.5"/>')
         parts.append(f'<text x="{x:.1f}" y="{top + 8}" text-anchor="middle">{1e3 * i / 5 * length:.2f}</text>')
     parts += [f'<text x="{(width + left) / 2}" y="{top + 26}" text-anchor="middle">ms since backward began</text>', "</svg>"]
-    with open(path + ".part", "w") as file:
-        file.write("\n".join(parts) + "\n")
-    os.replace(path + ".part", path)
-    print(f"wrote {path}")
+    write_whole(path, "\n".join(parts) + "\n")
 
 
 def picture(bench):
@@ -365,10 +371,7 @@ def write(path, bench, sections):
         text = page[:page.index(BEGIN)] + text + page[page.index(END) + len(END):]
     else:
         text += "\n"
-    with open(path + ".part", "w") as file:
-        file.write(text)
-    os.replace(path + ".part", path)
-    print(f"wrote {path}")
+    write_whole(path, text)
 
 
 def main():

@@ -45,11 +45,15 @@ struct Run {
   std::string trace;
 };
 
+// The device that with_device would give this rank, without a communicator.
 torch::Device local_device([[maybe_unused]] const lockstep::World& world) {
 #ifdef LOCKSTEP_HAS_CUDA
-  if (lockstep::with_device(world,
-                            []<class Comm>(const Comm&) { return lockstep::DeviceCommunicator<Comm>; }))
-    return {torch::kCUDA, c10::cuda::current_device()};
+  const int gpus = c10::cuda::device_count();
+  if (lockstep::detail::agreed_device(world, gpus, std::nullopt) == lockstep::DeviceKind::gpu) {
+    const auto index = static_cast<c10::DeviceIndex>(world.local_rank() % gpus);
+    c10::cuda::set_device(index);
+    return {torch::kCUDA, index};
+  }
 #endif
   return torch::kCPU;
 }
