@@ -19,6 +19,7 @@ import tempfile
 import time
 
 import instructions
+from command import first_line
 
 RANKS = 2
 # What lockstep sets out to reach.
@@ -203,10 +204,6 @@ def digits_folder(config):
     folder = os.path.join(config["build"], "digits")
     subprocess.run([config["lockstep"], "draw", folder], check=True)
     return folder, "8,000 drawn digits (no real ones: LOCKSTEP_SHARED)"
-
-
-def first_line(command):
-    return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True).stdout.split("\n")[0]
 
 
 def machine():

@@ -133,7 +133,7 @@ void train(const World& world, const Options& options, const lockstep::Mnist& mn
   }
   if (!options.plot.empty())
     world.rank_zero([&] {
-      lockstep::write_whole(options.plot, options.plot.ends_with(".csv") ? csv(curve) : svg(curve));
+      lockstep::write_file_atomically(options.plot, options.plot.ends_with(".csv") ? csv(curve) : svg(curve));
     });
 }
 

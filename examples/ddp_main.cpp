@@ -105,7 +105,7 @@ void save_checkpoint(const ConvNet& model, const Precision& precision, const std
   }
   std::ostringstream bytes;
   checkpoint.save_to(bytes);
-  lockstep::write_whole(path, bytes.str());
+  lockstep::write_file_atomically(path, bytes.str());
 }
 
 template <class Comm>

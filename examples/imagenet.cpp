@@ -275,7 +275,7 @@ template <class Loader, class Comm>
 double validate(const lockstep::World& world, Loader& loader, ResNet& model, Comm& comm,
                 std::int64_t print_freq) {
   Progress progress;
-  lockstep::share_buffers(*model, comm);  // rank 0's running statistics, as Python's DDP does
+  lockstep::broadcast_buffers(*model, comm);  // rank 0's running statistics, as Python's DDP does
   const lockstep::EvaluationMode evaluation(*model);
   auto end = Clock::now();
   std::size_t step = 0;

@@ -105,7 +105,7 @@ class Trainer {
     snapshot.write("EPOCHS_RUN", c10::IValue(epoch + 1));
     std::ostringstream bytes;
     snapshot.save_to(bytes);
-    lockstep::write_whole(options_.snapshot_path, bytes.str());
+    lockstep::write_file_atomically(options_.snapshot_path, bytes.str());
     fmt::print("Epoch {} | Training snapshot saved at {}\n", epoch, options_.snapshot_path);
   }
 
@@ -114,7 +114,7 @@ class Trainer {
   std::int64_t load_snapshot() {
     const std::string& path = options_.snapshot_path;
     const std::string bytes = lockstep::agree_with_rank_zero<lockstep::CheckpointError>(
-        comm_, [&] { return std::filesystem::exists(path) ? lockstep::read_whole(path) : std::string(); });
+        comm_, [&] { return std::filesystem::exists(path) ? lockstep::read_file(path) : std::string(); });
     if (bytes.empty()) {
       world_.log.info("Snapshot not found. Training model from scratch");
       return 0;

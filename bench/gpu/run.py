@@ -19,6 +19,9 @@ import sys
 import tempfile
 import time
 
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from command import first_line
+
 BEGIN, END = "<!-- bench-gpu: begin -->", "<!-- bench-gpu: end -->"
 PARTS = ("training", "overhead", "captured", "collectives", "picture")
 
@@ -267,7 +270,7 @@ def exposed(computed, moved):
     return total, total - hidden
 
 
-def write_whole(path, text):
+def write_file_atomically(path, text):
     with open(path + ".part", "w") as file:
         file.write(text)
     os.replace(path + ".part", path)
@@ -301,7 +304,7 @@ def draw(path, title, systems):
         parts.append(f'<line x1="{x:.1f}" y1="40" x2="{x:.1f}" y2="{top - 8}" stroke="#cccccc" stroke-width="0.5"/>')
         parts.append(f'<text x="{x:.1f}" y="{top + 8}" text-anchor="middle">{1e3 * i / 5 * length:.2f}</text>')
     parts += [f'<text x="{(width + left) / 2}" y="{top + 26}" text-anchor="middle">ms since backward began</text>', "</svg>"]
-    write_whole(path, "\n".join(parts) + "\n")
+    write_file_atomically(path, "\n".join(parts) + "\n")
 
 
 def picture(bench):
@@ -334,14 +337,6 @@ def picture(bench):
 # ---- The page ------------------------------------------------------------------------------------------------------
 
 
-def first_line(command):
-    try:
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    except OSError:
-        return ""
-    return done.stdout.split("\n")[0]
-
-
 def versions(bench):
     said = [f"LibTorch {bench.config['torch']}", bench.config["cuda"], first_line([bench.config["compiler"], "--version"])]
     if bench.on_gpu:
@@ -371,7 +366,7 @@ def write(path, bench, sections):
         text = page[:page.index(BEGIN)] + text + page[page.index(END) + len(END):]
     else:
         text += "\n"
-    write_whole(path, text)
+    write_file_atomically(path, text)
 
 
 def main():

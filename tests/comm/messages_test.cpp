@@ -29,7 +29,7 @@ using lockstep::detail::StoreMailbox;
 using namespace std::chrono_literals;
 
 TEST_CASE("lateness names the late ranks and where they were") {
-  const Call call{"all_reduce", 57, -1, 0, {}};
+  const Call call{"all_reduce", 57, {}, 0, {}};
   const std::vector<int> ranks{0, 1, 2, 3};
   const Position here{57, "all_reduce"};
   CHECK(lateness(call, {{1, {56, "all_reduce"}}, {2, here}, {3, here}}, ranks, 0, "6 s") ==
@@ -48,7 +48,7 @@ TEST_CASE("lateness names the late ranks and where they were") {
 TEST_CASE("errors name the public calls of the ranks") {
   using lockstep::detail::CallScope;
   using lockstep::detail::served_call;
-  const auto collective = [](const char* name) { return Call{name, 57, -1, 0, {}, served_call}; };
+  const auto collective = [](const char* name) { return Call{name, 57, {}, 0, {}, served_call}; };
   CHECK(collective("barrier").text() == "barrier #57");
   const CallScope outer("Trainer::fit");
   CHECK(collective("barrier").text() == "barrier #57 of Trainer::fit");
@@ -96,7 +96,7 @@ TEST_CASE("lateness of a message names its peer alone") {
 }
 
 TEST_CASE("a mismatch names the first thing that differs") {
-  const Call call{"all_reduce", 57, -1, 0, {}};
+  const Call call{"all_reduce", 57, {}, 0, {}};
   const auto a = at::zeros({4}), b = at::zeros({8}), c = at::zeros({2, 3}, at::kLong);
   const auto text = [&](const std::vector<at::Tensor>& list) {
     return lockstep::detail::signature("all_reduce of sum", list);
@@ -263,8 +263,8 @@ TEST_CASE("256 ranks that ask at once blame the dead rank alone, in a number of 
       for (int other = 0; other < size; ++other) status->ranks.push_back(other);
       status->enter(7, "all_reduce");
       std::optional<FailureMonitor> monitor;
-      monitor.emplace(rank, size, [world](std::chrono::milliseconds limit) -> lockstep::detail::StorePtr {
-        return c10::make_intrusive<CountingStore>(world.connect_again(limit), operations);
+      monitor.emplace(rank, size, [world](std::chrono::milliseconds timeout) -> lockstep::detail::StorePtr {
+        return c10::make_intrusive<CountingStore>(world.connect_again(timeout), operations);
       });
       monitor->add(status);
       // Until every monitor has connected and answered once.

@@ -37,19 +37,19 @@ TEST_CASE("levels choose what is said, and where") {
   CHECK(written(2, speak) == "warning: w\nerror: e\n");
   CHECK(written(1, [] { Log(0).at(Level::debug).debug("d"); }) == "debug: d\n");
   CHECK(written(2, [] { Log(0).at(Level::error).warning("w"); }).empty());
-  CHECK(Log(0).speaks());
-  CHECK_FALSE(Log(1).speaks(Level::error));
-  CHECK_FALSE(Log(0).at(Level::warning).speaks(Level::info));
+  CHECK(Log(0).should_log());
+  CHECK_FALSE(Log(1).should_log(Level::error));
+  CHECK_FALSE(Log(0).at(Level::warning).should_log(Level::info));
 }
 
 TEST_CASE("LOCKSTEP_LOG_LEVEL sets the level of the program") {
   setenv("LOCKSTEP_LOG_LEVEL", "debug", 1);
-  CHECK(Log(0).speaks(Level::debug));
+  CHECK(Log(0).should_log(Level::debug));
   setenv("LOCKSTEP_LOG_LEVEL", "error", 1);
-  CHECK_FALSE(Log(0).speaks(Level::warning));
+  CHECK_FALSE(Log(0).should_log(Level::warning));
   setenv("LOCKSTEP_LOG_LEVEL", "loud", 1);
-  CHECK(Log(0).speaks(Level::info));
-  CHECK_FALSE(Log(0).speaks(Level::debug));
+  CHECK(Log(0).should_log(Level::info));
+  CHECK_FALSE(Log(0).should_log(Level::debug));
   unsetenv("LOCKSTEP_LOG_LEVEL");
 }
 

@@ -18,6 +18,7 @@
 #include "support/mib.hpp"
 #include "support/ranks.hpp"
 #include "support/text_of.hpp"
+#include "train/common_folder.hpp"
 #include "train/nets.hpp"
 
 namespace checkpoint_ranks_test {
@@ -55,20 +56,6 @@ std::string bytes_of(const torch::nn::Module& module) {
   return bytes;
 }
 
-// One file name for all ranks, gone afterwards.
-struct CommonFile {
-  explicit CommonFile(const lockstep::World& world) : world(world) {
-    lockstep::GlooComm comm(world);
-    path = comm.broadcast_bytes(
-        fmt::format("{}/lockstep-checkpoint-{}", fs::temp_directory_path().string(), ::getpid()), 0);
-  }
-  ~CommonFile() {
-    if (world.rank() == 0) fs::remove(path);
-  }
-  const lockstep::World& world;
-  fs::path path;
-};
-
 lockstep::TrainerOptions three_epochs(std::int64_t workers = 0) {
   lockstep::TrainerOptions options{.epochs = 3,
                                    .batch_size = 4,
@@ -95,8 +82,8 @@ using Outcome = std::tuple<std::string, double, std::string, std::int64_t, std::
 template <class Make>
 void check_resumes(const Make& make, std::int64_t saved_step) {
   const auto& world = test_world();
-  const CommonFile in_midst(world), at_end(world);
-  const fs::path epoch_end = at_end.path.string() + "-epoch";
+  const CommonFolder folder(world);
+  const fs::path inside_epoch = folder / "inside-epoch", epoch_end = folder / "epoch-end";
   const auto data = samples_for(world);
   const auto average_of = [](auto& trainer) {
     return lockstep::MovingAverage(lockstep::detail::module_of(trainer.model()), {.decay = 0.9});
@@ -126,10 +113,10 @@ void check_resumes(const Make& make, std::int64_t saved_step) {
   auto saving = make();
   auto saving_average = average_of(*saving);
   CHECK(finish(*saving, saving_average, [&](const auto& step) {
-          if (step.step == saved_step) saving->save_checkpoint(in_midst.path, saving_average);
+          if (step.step == saved_step) saving->save_checkpoint(inside_epoch, saving_average);
         }) == expected);
 
-  for (const fs::path& path : {in_midst.path, epoch_end}) {
+  for (const fs::path& path : {inside_epoch, epoch_end}) {
     auto resumed = make();
     auto average = average_of(*resumed);
     torch::manual_seed(99);  // whatever was drawn in between
@@ -248,7 +235,8 @@ TEST_CASE("one process goes on in the order of Python's RandomSampler", "[alone]
 
 TEST_CASE("other numbers of ranks lose no sample of the epoch and see none twice", "[2+]") {
   const auto& world = test_world();
-  const CommonFile file(world);
+  const CommonFolder folder(world);
+  const fs::path file = folder / "checkpoint";
   const std::int64_t length = 12 * world.size() + 5;
   const lockstep::TensorDataset data{torch::ones({length, 2}), torch::arange(length)};
   std::vector<std::int64_t> seen;
@@ -263,7 +251,7 @@ TEST_CASE("other numbers of ranks lose no sample of the epoch and see none twice
   std::size_t before = 0;
   all.fit(data, note, lockstep::OnStep{[&](const auto& step) {
             if (step.step != 1) return;
-            all.save_checkpoint(file.path);
+            all.save_checkpoint(file);
             before = seen.size();
           }});
   seen.resize(before);
@@ -273,7 +261,7 @@ TEST_CASE("other numbers of ranks lose no sample of the epoch and see none twice
   if (auto group = all.comm().new_group(fewer)) {
     lockstep::Trainer<torch::nn::Linear, lockstep::DistributedSampler, lockstep::GlooComm, lockstep::Fp32>
         some(world, options, torch::nn::Linear(2, 1), std::move(*group));
-    some.load_checkpoint(file.path);
+    some.load_checkpoint(file);
     const auto report = some.fit(data, note);
     CHECK(some.epoch() == 1);
     CHECK(report.step == some.step());
@@ -314,15 +302,16 @@ struct DrawnBatches {
 
 TEST_CASE("a stream that can be read again goes on where it stood") {
   const auto& world = test_world();
-  const CommonFile file(world);
+  const CommonFolder folder(world);
+  const fs::path file = folder / "checkpoint";
   const auto run = [&](std::int64_t save_at, bool load) {
     lockstep::Trainer trainer(
         world, {.epochs = 2, .batch_size = 1, .accumulate = 2, .lr = 0.05, .seed = 4, .progress = false},
         DropNet());
-    if (load) trainer.load_checkpoint(file.path);
+    if (load) trainer.load_checkpoint(file);
     DrawnBatches stream{world.rank()};
     const auto report = trainer.fit(stream, loss, lockstep::OnStep{[&](const auto& step) {
-                                      if (step.step == save_at) trainer.save_checkpoint(file.path);
+                                      if (step.step == save_at) trainer.save_checkpoint(file);
                                     }});
     return std::tuple(bytes_of(*trainer.model()), report.loss, trainer.step());
   };
@@ -333,12 +322,13 @@ TEST_CASE("a stream that can be read again goes on where it stood") {
 
 TEST_CASE("what does not fit a checkpoint is said on every rank, and the model stays as it was") {
   const auto& world = test_world();
-  const CommonFile file(world);
+  const CommonFolder folder(world);
+  const fs::path file = folder / "checkpoint";
   const auto data = samples_for(world);
   auto make = maker(three_epochs(), adam);
   auto trainer = make();
   trainer->fit(data, loss, lockstep::OnStep{[&](const auto& step) {
-                 if (step.step == 5) trainer->save_checkpoint(file.path);
+                 if (step.step == 5) trainer->save_checkpoint(file);
                }});
   auto& comm = trainer->comm();
   const auto before = bytes_of(*trainer->model());
@@ -349,7 +339,7 @@ TEST_CASE("what does not fit a checkpoint is said on every rank, and the model s
   };
   const auto cut = [&](std::uintmax_t bytes) {
     comm.barrier();
-    if (world.rank() == 0) fs::resize_file(file.path, bytes);
+    if (world.rank() == 0) fs::resize_file(file, bytes);
     comm.barrier();
   };
 
@@ -357,47 +347,46 @@ TEST_CASE("what does not fit a checkpoint is said on every rank, and the model s
   refused([&] { trainer->save_checkpoint("/nowhere/at/all"); }, "could not write");
   {
     lockstep::Trainer other(world, three_epochs(), TinyNet());
-    refused([&] { other.load_checkpoint(file.path); }, "does not fit the model");
+    refused([&] { other.load_checkpoint(file); }, "does not fit the model");
   }
   {
     auto other = maker(three_epochs(), momentum)();
-    refused([&] { other->load_checkpoint(file.path); }, "SGD");
+    refused([&] { other->load_checkpoint(file); }, "SGD");
   }
   {
     auto options = three_epochs();
     options.seed = 12;
     auto other = maker(options, adam)();
-    other->load_checkpoint(file.path);
+    other->load_checkpoint(file);
     refused([&] { other->fit(data, loss); }, "the saved sampler has seed 11 and this one 12");
   }
   {
     lockstep::MovingAverage average(*trainer->model());
-    refused([&] { trainer->load_checkpoint(file.path, average); }, "part_0");
+    refused([&] { trainer->load_checkpoint(file, average); }, "part_0");
   }
   // The model of a checkpoint can be had alone.
   {
     lockstep::Trainer other(world, three_epochs(), DropNet());
-    other.load(file.path);
+    other.load(file);
     auto resumed = make();
-    resumed->load_checkpoint(file.path);
+    resumed->load_checkpoint(file);
     CHECK(bytes_of(*other.model()) == bytes_of(*resumed->model()));
     CHECK(bytes_of(*other.model()) != before);
   }
-  cut(fs::file_size(file.path) / 2);
-  refused([&] { trainer->load_checkpoint(file.path); }, "damaged or cut short");
-  trainer->save(file.path);
-  refused([&] { trainer->load_checkpoint(file.path); }, "it is no checkpoint of a Trainer");
+  cut(fs::file_size(file) / 2);
+  refused([&] { trainer->load_checkpoint(file); }, "damaged or cut short");
+  trainer->save(file);
+  refused([&] { trainer->load_checkpoint(file); }, "it is no checkpoint of a Trainer");
   CHECK(bytes_of(*trainer->model()) == before);
 
   refused(
       [&] {
-        trainer->fit(data, loss, lockstep::OnStep{[&](const auto&) { trainer->load_checkpoint(file.path); }});
+        trainer->fit(data, loss, lockstep::OnStep{[&](const auto&) { trainer->load_checkpoint(file); }});
       },
       "inside fit");
   refused(
       [&] {
-        trainer->fit(data, loss,
-                     lockstep::OnGradients{[&](const auto&) { trainer->save_checkpoint(file.path); }});
+        trainer->fit(data, loss, lockstep::OnGradients{[&](const auto&) { trainer->save_checkpoint(file); }});
       },
       "called during a step");
 }
@@ -431,42 +420,42 @@ struct Forgetful {
 
 TEST_CASE("what one rank cannot save or load every rank is told, and works on") {
   const auto& world = test_world();
-  const CommonFile file(world);
+  const CommonFolder folder(world);
+  const fs::path file = folder / "checkpoint";
   const bool culprit = world.rank() == world.size() - 1;
   const auto hook = lockstep::hook_of(Forgetful{});
   lockstep::Trainer trainer(world, {.steps = 1, .progress = false}, std::in_place_type<TinyNet>, hook);
   Part part;
-  trainer.save_checkpoint(file.path, part);
+  trainer.save_checkpoint(file, part);
   part.bad = culprit;
   const auto told = [&](const std::string& text, const std::string& said) {
     CHECK_THAT(said, ContainsSubstring(text));
     for (const auto& other : trainer.comm().all_gather_bytes(said)) CHECK(other == said);
   };
-  told("no such length",
-       text_of<lockstep::CheckpointError>([&] { trainer.load_checkpoint(file.path, part); }));
+  told("no such length", text_of<lockstep::CheckpointError>([&] { trainer.load_checkpoint(file, part); }));
   part.bad = false;
-  trainer.load_checkpoint(file.path, part);
+  trainer.load_checkpoint(file, part);
   trainer.ddp().hook().function().bad = culprit;
-  told("no such state",
-       text_of<lockstep::CheckpointError>([&] { trainer.save_checkpoint(file.path, part); }));
+  told("no such state", text_of<lockstep::CheckpointError>([&] { trainer.save_checkpoint(file, part); }));
 }
 
 TEST_CASE("whether there is a checkpoint is what rank 0 sees") {
   const auto& world = test_world();
-  const CommonFile file(world);
+  const CommonFolder folder(world);
+  const fs::path file = folder / "checkpoint";
   lockstep::Trainer trainer(world, {.steps = 3, .batch_size = 4, .progress = false}, DropNet());
-  CHECK(!trainer.load_checkpoint_if_exists(file.path));
+  CHECK(!trainer.load_checkpoint_if_exists(file));
   trainer.fit(samples_for(world), loss);
-  trainer.save_checkpoint(file.path);
+  trainer.save_checkpoint(file);
   lockstep::Trainer other(world, {.steps = 3, .batch_size = 4, .progress = false}, DropNet());
-  CHECK(other.load_checkpoint_if_exists(world.rank() == 0 ? file.path : fs::path("/nowhere/at/all")));
+  CHECK(other.load_checkpoint_if_exists(world.rank() == 0 ? file : fs::path("/nowhere/at/all")));
   CHECK(other.step() == 3);
   const auto saved = trainer.model()->parameters(), read = other.model()->parameters();
   for (std::size_t i = 0; i < saved.size(); ++i) CHECK(torch::equal(read[i], saved[i]));
-  CHECK(!other.load_checkpoint_if_exists(world.rank() == 0 ? fs::path("/nowhere/at/all") : file.path));
+  CHECK(!other.load_checkpoint_if_exists(world.rank() == 0 ? fs::path("/nowhere/at/all") : file));
   // One that is there and is none is an error.
-  if (world.rank() == 0) lockstep::write_whole(file.path, "no checkpoint");
-  CHECK_THROWS_AS(other.load_checkpoint_if_exists(file.path), lockstep::CheckpointError);
+  if (world.rank() == 0) lockstep::write_file_atomically(file, "no checkpoint");
+  CHECK_THROWS_AS(other.load_checkpoint_if_exists(file), lockstep::CheckpointError);
 }
 
 namespace {

@@ -218,7 +218,7 @@ TEST_CASE("CRC-32 is that of ZIP") {
 TEST_CASE("a file that cannot be written whole leaves what was there, and nothing beside it") {
   const TemporaryFolder folder;
   const auto path = folder / "net.pt";
-  lockstep::write_whole(path, "what was there");
+  lockstep::write_file_atomically(path, "what was there");
 
   SECTION("no room") {
     // As on a full disk, write() fails after some bytes.
@@ -227,24 +227,25 @@ TEST_CASE("a file that cannot be written whole leaves what was there, and nothin
     const auto handler = std::signal(SIGXFSZ, SIG_IGN);
     const rlimit few{1000, before.rlim_max};
     ::setrlimit(RLIMIT_FSIZE, &few);
-    CHECK_THROWS_AS(lockstep::write_whole(path, std::string(5000, 'x')), lockstep::CheckpointError);
-    CHECK_THROWS_WITH(lockstep::write_whole(path, std::string(5000, 'x')),
+    CHECK_THROWS_AS(lockstep::write_file_atomically(path, std::string(5000, 'x')), lockstep::CheckpointError);
+    CHECK_THROWS_WITH(lockstep::write_file_atomically(path, std::string(5000, 'x')),
                       ContainsSubstring("5000 bytes") && ContainsSubstring("File too large"));
     ::setrlimit(RLIMIT_FSIZE, &before);
     std::signal(SIGXFSZ, handler);
   }
   SECTION("no folder") {
-    CHECK_THROWS_AS(lockstep::write_whole(folder / "no" / "net.pt", "x"), lockstep::CheckpointError);
+    CHECK_THROWS_AS(lockstep::write_file_atomically(folder / "no" / "net.pt", "x"),
+                    lockstep::CheckpointError);
   }
   SECTION("a folder in its place") {
     fs::create_directory(folder / "taken");
-    CHECK_THROWS_AS(lockstep::write_whole(folder / "taken", "x"), lockstep::CheckpointError);
+    CHECK_THROWS_AS(lockstep::write_file_atomically(folder / "taken", "x"), lockstep::CheckpointError);
     fs::remove(folder / "taken");
   }
-  CHECK(lockstep::read_whole(path) == "what was there");
+  CHECK(lockstep::read_file(path) == "what was there");
   CHECK(folder.files() == 1);
-  lockstep::write_whole(path, "new");
-  CHECK(lockstep::read_whole(path) == "new");
+  lockstep::write_file_atomically(path, "new");
+  CHECK(lockstep::read_file(path) == "new");
 }
 
 TEST_CASE("whether a path can be written is known beforehand, and asking changes nothing") {
@@ -252,9 +253,9 @@ TEST_CASE("whether a path can be written is known beforehand, and asking changes
   const auto path = folder / "net.pt";
   CHECK_NOTHROW(lockstep::require_writable(path));
   CHECK(folder.files() == 0);
-  lockstep::write_whole(path, "kept");
+  lockstep::write_file_atomically(path, "kept");
   CHECK_NOTHROW(lockstep::require_writable(path));
-  CHECK(lockstep::read_whole(path) == "kept");
+  CHECK(lockstep::read_file(path) == "kept");
 
   auto refused = [](const fs::path& where, const char* why) {
     CHECK_THROWS_AS(lockstep::require_writable(where), lockstep::UsageError);
@@ -275,8 +276,8 @@ TEST_CASE("what is no file is refused and stays what it is") {
   for (const auto& path : {pipe, link}) {
     CHECK_THROWS_AS(lockstep::require_writable(path), lockstep::UsageError);
     CHECK_THROWS_WITH(lockstep::require_writable(path), ContainsSubstring("it is a pipe"));
-    CHECK_THROWS_AS(lockstep::write_whole(path, "x"), lockstep::CheckpointError);
-    CHECK_THROWS_WITH(lockstep::write_whole(path, "x"), ContainsSubstring("it is a pipe"));
+    CHECK_THROWS_AS(lockstep::write_file_atomically(path, "x"), lockstep::CheckpointError);
+    CHECK_THROWS_WITH(lockstep::write_file_atomically(path, "x"), ContainsSubstring("it is a pipe"));
   }
   CHECK(fs::is_fifo(pipe));
   CHECK(fs::is_symlink(link));
@@ -291,18 +292,18 @@ TEST_CASE("a link stays one, and the file that it leads to is replaced") {
   fs::create_symlink(file, folder / "real" / "middle");
   for (const std::string bytes : {"the file is not there yet", "and then it is"}) {
     CHECK_NOTHROW(lockstep::require_writable(link));
-    lockstep::write_whole(link, bytes);
+    lockstep::write_file_atomically(link, bytes);
     CHECK(fs::is_symlink(link));
     CHECK(fs::is_symlink(folder / "real" / "middle"));
     CHECK(fs::is_regular_file(fs::symlink_status(file)));
-    CHECK(lockstep::read_whole(file) == bytes);
+    CHECK(lockstep::read_file(file) == bytes);
   }
   CHECK(folder.files() == 2);
 
   const auto loop = folder / "loop";
   fs::create_symlink("loop", loop);
   CHECK_THROWS_AS(lockstep::require_writable(loop), lockstep::UsageError);
-  CHECK_THROWS_AS(lockstep::write_whole(loop, "x"), lockstep::CheckpointError);
+  CHECK_THROWS_AS(lockstep::write_file_atomically(loop, "x"), lockstep::CheckpointError);
   CHECK(fs::is_symlink(loop));
 }
 
@@ -313,9 +314,9 @@ TEST_CASE("a temporary file is a new one, whatever has its name") {
   plant();
   CHECK_NOTHROW(lockstep::require_writable(path));
   plant();
-  lockstep::write_whole(path, "bytes");
-  CHECK(lockstep::read_whole(target) == "the user's");
-  CHECK(lockstep::read_whole(path) == "bytes");
+  lockstep::write_file_atomically(path, "bytes");
+  CHECK(lockstep::read_file(target) == "the user's");
+  CHECK(lockstep::read_file(path) == "bytes");
   CHECK(fs::is_regular_file(fs::symlink_status(path)));
   CHECK(folder.files() == 2);
 }

@@ -1,7 +1,5 @@
 #include "lockstep/train/monitor.hpp"
 
-#include <unistd.h>
-
 #include <cmath>
 #include <filesystem>
 #include <fstream>
@@ -15,6 +13,7 @@
 #include "support/ranks.hpp"
 #include "support/text_of.hpp"
 #include "support/written.hpp"
+#include "train/common_folder.hpp"
 #include "train/nets.hpp"
 
 namespace monitor_ranks_test {
@@ -24,26 +23,6 @@ namespace {
 namespace fs = std::filesystem;
 using lockstep::FitAction;
 const double nan = std::nan(""), infinity = std::numeric_limits<double>::infinity();
-
-// One folder for all ranks, gone afterwards.
-struct CommonFolder {
-  CommonFolder() : comm(test_world()) {
-    path = comm.broadcast_bytes(
-        fmt::format("{}/lockstep-monitor-{}", fs::temp_directory_path().string(), ::getpid()), 0);
-    if (comm.rank() == 0) fs::create_directory(path);
-    comm.barrier();
-  }
-  ~CommonFolder() {
-    if (comm.rank() == 0) fs::remove_all(path);
-  }
-  [[nodiscard]] fs::path operator/(const std::string& name) const { return path / name; }
-  // Whether rank 0 sees the file: the same answer on every rank.
-  bool has(const std::string& name) {
-    return comm.broadcast_bytes(fs::exists(path / name) ? "1" : "", 0) == "1";
-  }
-  lockstep::GlooComm comm;
-  fs::path path;
-};
 
 auto make_trainer(std::int64_t epochs) {
   return std::make_unique<lockstep::Trainer<TinyNet>>(
@@ -170,7 +149,7 @@ TEST_CASE("EarlyStopping stops after `patience` epochs without an improvement") 
 
 TEST_CASE("ranks that monitor different values are an error that names them on every rank") {
   const auto& world = test_world();
-  CommonFolder folder;
+  CommonFolder folder(test_world());
   auto trainer = make_trainer(2);
   const lockstep::Monitor own = [&](const auto&) { return world.rank() == world.size() - 1 ? 0.5 : 0.25; };
   lockstep::EarlyStopping stopping{.monitor = own};
@@ -194,7 +173,7 @@ TEST_CASE("ranks that monitor different values are an error that names them on e
 
 TEST_CASE("options of callbacks that make no sense are refused before the first epoch") {
   auto trainer = make_trainer(1);
-  CommonFolder folder;
+  CommonFolder folder(test_world());
   const auto refused = [&](auto callback) {
     return common_error<lockstep::UsageError>(folder.comm,
                                               [&] { trainer->fit(samples(), cross_entropy_of, callback); });
@@ -219,7 +198,7 @@ TEST_CASE("options of callbacks that make no sense are refused before the first 
 }
 
 TEST_CASE("BestCheckpoint writes the model of the best epoch") {
-  CommonFolder folder;
+  CommonFolder folder(test_world());
   auto trainer = make_trainer(6);
   std::vector<std::string> models;
   std::vector<std::int64_t> written_in;
@@ -249,7 +228,7 @@ TEST_CASE("BestCheckpoint writes the model of the best epoch") {
 }
 
 TEST_CASE("EarlyStopping and BestCheckpoint go on from a checkpoint as if nothing had been between") {
-  CommonFolder folder;
+  CommonFolder folder(test_world());
   const std::vector<double> values{5, 4, 4.5, 4.2, 4.1, 9, 0, 0, 0, 0};
   struct Run {
     std::unique_ptr<lockstep::Trainer<TinyNet>> trainer = make_trainer(10);
@@ -312,7 +291,7 @@ TEST_CASE("EarlyStopping and BestCheckpoint go on from a checkpoint as if nothin
 }
 
 TEST_CASE("KeepLast removes a checkpoint only after a newer one is whole, and nothing else") {
-  CommonFolder folder;
+  CommonFolder folder(test_world());
   auto trainer = make_trainer(5);
   const bool first = folder.comm.rank() == 0;
   const std::vector<std::string> foreign{"run-x.ckpt", "run-07.ckpt", "run-1.ckpt.old", "arun-1.ckpt",

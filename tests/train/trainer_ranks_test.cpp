@@ -326,7 +326,7 @@ TEST_CASE("a model is saved by rank 0 and loaded for all") {
   SECTION("into another trainer, whose optimizer goes on with the same tensors") {
     auto other = GlooTrainer{world, {.steps = 2, .seed = 77}};
     CHECK(bytes_of(*other.model()) != bytes_of(*trainer.model()));
-    lockstep::share_buffers(*trainer.model(), trainer.comm());
+    lockstep::broadcast_buffers(*trainer.model(), trainer.comm());
     other.load(path);
     CHECK(bytes_of(*other.model()) == bytes_of(*trainer.model()));
     other.fit(three_classes(64), loss);

@@ -214,16 +214,16 @@ TEST_CASE("a flipped bit anywhere in a checkpoint is refused, or the run goes on
   saving.fit(three_classes(32), loss, lockstep::OnStep{[&](const auto& step) {
                if (step.step == 1) saving.save_checkpoint(path);
              }});
-  const std::string whole = lockstep::read_whole(path);
+  const std::string whole = lockstep::read_file(path);
   auto loading = local(options, TinyNet(), adam);
   loading.load_checkpoint(path);
   loading.save_checkpoint(again);
-  REQUIRE(lockstep::read_whole(again) == whole);  // what a checkpoint holds is all that a load changes
+  REQUIRE(lockstep::read_file(again) == whole);  // what a checkpoint holds is all that a load changes
   std::size_t refused = 0, tried = 0;
   std::vector<std::size_t> bad;
   const auto look = [&](std::size_t where, const std::string& bytes) {
     ++tried;
-    lockstep::write_whole(path, bytes);
+    lockstep::write_file_atomically(path, bytes);
     try {
       loading.load_checkpoint(path);
     } catch (const lockstep::CheckpointError&) {
@@ -231,7 +231,7 @@ TEST_CASE("a flipped bit anywhere in a checkpoint is refused, or the run goes on
       return;
     }
     loading.save_checkpoint(again);
-    if (lockstep::read_whole(again) != whole) bad.push_back(where);
+    if (lockstep::read_file(again) != whole) bad.push_back(where);
   };
   for (std::size_t offset = 0; offset < whole.size(); offset += 131) {
     std::string flipped = whole;

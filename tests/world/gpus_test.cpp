@@ -54,11 +54,12 @@ lockstep::Environment rank_of(int local, int size) {
   return environment;
 }
 
-int gpu(int local, int size, int visible, int wanted = -1, Values values = {}) {
+int gpu(int local, int size, int visible, std::optional<int> wanted = {}, Values values = {}) {
   return lockstep::detail::gpu_of_rank(rank_of(local, size), visible, wanted, variables(std::move(values)));
 }
 
-std::string gpu_refusal(int local, int size, int visible, int wanted = -1, Values values = {}) {
+std::string gpu_refusal(int local, int size, int visible, std::optional<int> wanted = {},
+                        Values values = {}) {
   return refusal([&] { gpu(local, size, visible, wanted, values); });
 }
 
@@ -118,13 +119,14 @@ TEST_CASE("each rank of a host has the GPU of its local rank") {
   CHECK(gpu(1, 2, 8) == 1);
   CHECK(gpu(3, 4, 1) == 0);  // srun shows each task its own
   CHECK(gpu(0, 2, 4, 3) == 3);
+  CHECK_THAT(gpu_refusal(0, 2, 4, -1), ContainsSubstring("rank 2 is to use GPU -1"));
 }
 
 TEST_CASE("a rank without a GPU is told which it is, what there is and what to do") {
   CHECK_THAT(gpu_refusal(0, 2, 0), ContainsSubstring("rank 2 has no GPU: there is no CUDA device"));
-  CHECK_THAT(gpu_refusal(0, 2, 0, -1, {{"CUDA_VISIBLE_DEVICES", "-1"}}),
+  CHECK_THAT(gpu_refusal(0, 2, 0, {}, {{"CUDA_VISIBLE_DEVICES", "-1"}}),
              ContainsSubstring("no CUDA device (CUDA_VISIBLE_DEVICES=-1)"));
-  const auto third = gpu_refusal(2, 3, 2, -1, {{"CUDA_VISIBLE_DEVICES", "0,1"}});
+  const auto third = gpu_refusal(2, 3, 2, {}, {{"CUDA_VISIBLE_DEVICES", "0,1"}});
   CHECK_THAT(third, ContainsSubstring("rank 5 is number 3 of the 3 on this host, which has 2 CUDA devices "
                                       "(CUDA_VISIBLE_DEVICES=0,1)"));
   CHECK_THAT(third, ContainsSubstring("--nproc 2"));
@@ -134,14 +136,14 @@ TEST_CASE("a rank without a GPU is told which it is, what there is and what to d
 
 TEST_CASE("ranks share a GPU only where the user says so") {
   const Values allowed{{"NCCL_MULTI_RANK_GPU_ENABLE", "1"}}, not_so{{"NCCL_MULTI_RANK_GPU_ENABLE", "0"}};
-  CHECK(gpu(2, 4, 2, -1, allowed) == 0);
-  CHECK(gpu(3, 4, 2, -1, allowed) == 1);
-  CHECK_THAT(gpu_refusal(2, 4, 2, -1, not_so), ContainsSubstring("start at most 2 ranks here"));
+  CHECK(gpu(2, 4, 2, {}, allowed) == 0);
+  CHECK(gpu(3, 4, 2, {}, allowed) == 1);
+  CHECK_THAT(gpu_refusal(2, 4, 2, {}, not_so), ContainsSubstring("start at most 2 ranks here"));
   // As NCCL reads it: a number, and none is 0.
   for (const char* no : {"", "no", "00"})
-    CHECK_THAT(gpu_refusal(2, 4, 2, -1, {{"NCCL_MULTI_RANK_GPU_ENABLE", no}}),
+    CHECK_THAT(gpu_refusal(2, 4, 2, {}, {{"NCCL_MULTI_RANK_GPU_ENABLE", no}}),
                ContainsSubstring("start at most 2 ranks here"));
-  CHECK(gpu(2, 4, 2, -1, {{"NCCL_MULTI_RANK_GPU_ENABLE", "2"}}) == 0);
+  CHECK(gpu(2, 4, 2, {}, {{"NCCL_MULTI_RANK_GPU_ENABLE", "2"}}) == 0);
 }
 
 TEST_CASE("GPUs are counted by the driver's folder, or by the device files where there is none") {

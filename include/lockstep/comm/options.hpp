@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <functional>
+#include <optional>
 #include <string>
 
 #include <c10/core/Device.h>
@@ -56,8 +57,8 @@ struct NcclOptions {
   /// Poll interval of the watchdog while collectives are in flight. It checks for errors, late ranks and
   /// completed collectives. At least 1 ms.
   std::chrono::milliseconds poll = std::chrono::milliseconds(50);
-  /// The GPU's index. Negative selects the GPU of the local rank.
-  int device = -1;
+  /// The GPU's index. Default: the GPU of the local rank.
+  std::optional<int> device = std::nullopt;
   /// Compares operation, shapes and dtypes over the ranks before each collective, at the cost of an exchange
   /// that blocks the host in each call. Without it, a mismatch runs into the timeout or reinterprets another
   /// rank's data.

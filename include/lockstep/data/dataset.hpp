@@ -302,13 +302,13 @@ concept RepeatableStream = BatchStream<S> && requires(S& stream, std::size_t epo
 namespace lockstep::detail {
 
 template <class D>
-struct BatchMadeBy;
+struct BatchTypeOf;
 template <Dataset D>
-struct BatchMadeBy<D> {
+struct BatchTypeOf<D> {
   using type = BatchOf<D>;
 };
 template <BatchStream S>
-struct BatchMadeBy<S> {
+struct BatchTypeOf<S> {
   using type = typename std::remove_cvref_t<decltype(std::declval<S&>().next())>::value_type;
 };
 
@@ -319,7 +319,7 @@ namespace lockstep {
 /// The batch type of a dataset or of a stream.
 template <class D>
 requires Dataset<D> || BatchStream<D>
-using BatchFrom = typename detail::BatchMadeBy<D>::type;
+using BatchFrom = typename detail::BatchTypeOf<D>::type;
 
 }  // namespace lockstep
 

@@ -41,8 +41,8 @@ struct DelayedParameters {
   /// Names of the parameters, in their memory order. Their gradients must be dense.
   std::vector<std::string> names = {};
   /// Name of another parameter: the delayed buckets are reduced right after the bucket that holds that
-  /// parameter's gradient. Empty reduces them last.
-  std::string until = {};
+  /// parameter's gradient. Default: they are reduced last.
+  std::optional<std::string> until = std::nullopt;
 };
 
 /// Options of DistributedDataParallel. They must be equal on every rank; the constructor throws MismatchError

@@ -61,23 +61,24 @@ class Log {
   [[nodiscard]] Log at(Level level) const;
 
   /// Returns whether a line of this level would be written on this rank. Use it to skip expensive formatting.
-  [[nodiscard]] bool speaks(Level level = Level::info) const;
+  [[nodiscard]] bool should_log(Level level = Level::info) const;
 
   template <class... Args>
   void debug(fmt::format_string<Args...> text, Args&&... args) const {
-    if (speaks(Level::debug)) write(Level::debug, detail::text_of(text), fmt::make_format_args(args...));
+    if (should_log(Level::debug)) write(Level::debug, detail::text_of(text), fmt::make_format_args(args...));
   }
   template <class... Args>
   void info(fmt::format_string<Args...> text, Args&&... args) const {
-    if (speaks(Level::info)) write(Level::info, detail::text_of(text), fmt::make_format_args(args...));
+    if (should_log(Level::info)) write(Level::info, detail::text_of(text), fmt::make_format_args(args...));
   }
   template <class... Args>
   void warning(fmt::format_string<Args...> text, Args&&... args) const {
-    if (speaks(Level::warning)) write(Level::warning, detail::text_of(text), fmt::make_format_args(args...));
+    if (should_log(Level::warning))
+      write(Level::warning, detail::text_of(text), fmt::make_format_args(args...));
   }
   template <class... Args>
   void error(fmt::format_string<Args...> text, Args&&... args) const {
-    if (speaks(Level::error)) write(Level::error, detail::text_of(text), fmt::make_format_args(args...));
+    if (should_log(Level::error)) write(Level::error, detail::text_of(text), fmt::make_format_args(args...));
   }
 
  private:

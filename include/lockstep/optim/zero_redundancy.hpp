@@ -168,9 +168,9 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer,
   /// Writes the archive that the unsharded inner optimizer would write. Not collective. Throws
   /// CheckpointError unless `consolidate` has gathered the states on this rank since the last step.
   void save(torch::serialize::OutputArchive& archive) const override {
-    read_whole([&](torch::optim::Optimizer& whole) { whole.save(archive); });
+    read_full_state([&](torch::optim::Optimizer& whole) { whole.save(archive); });
   }
-  void read_whole(const Access& read) const override {
+  void read_full_state(const Access& read) const override {
     if (!consolidated_)
       throw CheckpointError(
           "ZeroRedundancyOptimizer: the state is spread over the ranks: call consolidate(rank) on every rank "
@@ -195,9 +195,9 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer,
   /// Reads an archive of `save` at any number of ranks, or of the unsharded inner optimizer, and keeps this
   /// rank's shard. Every rank reads the whole archive.
   void load(torch::serialize::InputArchive& archive) override {
-    write_whole([&](torch::optim::Optimizer& whole) { whole.load(archive); });
+    write_full_state([&](torch::optim::Optimizer& whole) { whole.load(archive); });
   }
-  void write_whole(const Access& write) override {
+  void write_full_state(const Access& write) override {
     forget_gathered();
     {
       const detail::LentGroups lent(param_groups_, inner_->param_groups(), nullptr);

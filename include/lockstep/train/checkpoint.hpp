@@ -110,7 +110,7 @@ inline void require_writable(const std::filesystem::path& path) {
 /// Writes `bytes` to `name` atomically: to a temporary file beside it, synced, then renamed. After a crash, a
 /// full disk or a kill the previous content remains. A symbolic link stays a link; its target is replaced.
 /// Throws CheckpointError if writing fails or if `name` exists and is not a regular file.
-inline void write_whole(const std::filesystem::path& name, std::string_view bytes) {
+inline void write_file_atomically(const std::filesystem::path& name, std::string_view bytes) {
   if (const auto kind = detail::kind_if_no_file(name); !kind.empty())
     throw CheckpointError(
         detail::formatted("could not write {} bytes to '{}': it is {}; give the name of a file", bytes.size(),
@@ -134,7 +134,7 @@ inline void write_whole(const std::filesystem::path& name, std::string_view byte
 
 /// Returns the content of a regular file. Does not block on a pipe. Throws CheckpointError if `path` is not a
 /// regular file, is empty, or cannot be read.
-inline std::string read_whole(const std::filesystem::path& path) {
+inline std::string read_file(const std::filesystem::path& path) {
   const auto refuse = [&](std::string_view why) {
     throw CheckpointError(detail::formatted("could not read '{}': {}", path.string(), why));
   };
@@ -250,11 +250,11 @@ inline void deserialize_model(torch::nn::Module& model, std::string_view bytes, 
 
 /// Saves a model in a single process. `Trainer::save` does it for all ranks.
 inline void save_model(const torch::nn::Module& model, const std::filesystem::path& path) {
-  write_whole(path, serialize_model(model));
+  write_file_atomically(path, serialize_model(model));
 }
 /// Loads a model in a single process; see deserialize_model. `Trainer::load` does it for all ranks.
 inline void load_model(torch::nn::Module& model, const std::filesystem::path& path) {
-  deserialize_model(model, read_whole(path), path.string());
+  deserialize_model(model, read_file(path), path.string());
 }
 
 /// Writes rank 0's model atomically. Collective: every rank returns once the file is written, or throws the
@@ -272,7 +272,7 @@ template <Gathering C>
 void load_model(torch::nn::Module& model, const std::filesystem::path& path, C& comm) {
   forbid_in_rank_zero_scope("load_model");
   const detail::CallScope scope("load_model");
-  const std::string bytes = agree_with_rank_zero<CheckpointError>(comm, [&] { return read_whole(path); });
+  const std::string bytes = agree_with_rank_zero<CheckpointError>(comm, [&] { return read_file(path); });
   agree<CheckpointError>(comm, [&] { deserialize_model(model, bytes, path.string()); });
 }
 

@@ -100,9 +100,9 @@ void sum_over_ranks(std::span<Total> totals, C& comm) {
 
 /// Broadcasts rank 0's buffers to every rank. Collective.
 template <Reducing C>
-void share_buffers(const torch::nn::Module& module, C& comm) {
+void broadcast_buffers(const torch::nn::Module& module, C& comm) {
   if (comm.size() == 1) return;
-  const detail::CallScope scope("share_buffers");
+  const detail::CallScope scope("broadcast_buffers");
   std::vector<at::Tensor> buffers;
   for (NamedTensor& buffer : unique_buffers(module)) buffers.push_back(std::move(buffer.tensor));
   detail::BroadcastList(std::move(buffers)).run(comm, 0);
@@ -311,7 +311,7 @@ auto evaluate(M& model, C& comm, D&& dataset, const EvaluationOptions& options, 
       const EvaluationMode mode(detail::module_of(model));
       std::optional<BufferSnapshot> snapshot;
       if (options.restore_buffers) snapshot.emplace(detail::module_of(model));
-      share_buffers(detail::module_of(model), comm);
+      broadcast_buffers(detail::module_of(model), comm);
       DataLoader loader{detail::DatasetView{dataset},
                         EvaluationSampler{dataset_size(dataset), comm},
                         {.batch_size = static_cast<std::size_t>(options.batch_size),

@@ -61,7 +61,7 @@ void save_safetensors(const StateDict& entries, const std::filesystem::path& pat
 template <Gathering C>
 Safetensors load_safetensors(const std::filesystem::path& path, C& comm) {
   forbid_in_rank_zero_scope("load_safetensors");
-  const std::string bytes = agree_with_rank_zero<CheckpointError>(comm, [&] { return read_whole(path); });
+  const std::string bytes = agree_with_rank_zero<CheckpointError>(comm, [&] { return read_file(path); });
   Safetensors content;
   agree<CheckpointError>(comm, [&] { content = deserialize_safetensors(bytes, path.string()); });
   return content;

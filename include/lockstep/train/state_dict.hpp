@@ -122,7 +122,7 @@ void torch_save(const Value& value, const std::filesystem::path& path, C& comm) 
 template <Gathering C>
 c10::IValue torch_load(const std::filesystem::path& path, C& comm) {
   forbid_in_rank_zero_scope("torch_load");
-  const std::string bytes = agree_with_rank_zero<CheckpointError>(comm, [&] { return read_whole(path); });
+  const std::string bytes = agree_with_rank_zero<CheckpointError>(comm, [&] { return read_file(path); });
   c10::IValue value;
   agree<CheckpointError>(comm, [&] { value = unpickle_state(bytes, path.string()); });
   return value;

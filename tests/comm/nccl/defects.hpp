@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <exception>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <utility>
@@ -17,7 +18,7 @@ namespace lockstep_test {
 template <class Defect>
 struct Broken : FakeDevice {
   explicit Broken(FakeDevice device) : FakeDevice(std::move(device)) {}
-  static Defect open(const lockstep::World& world, int index) {
+  static Defect open(const lockstep::World& world, std::optional<int> index) {
     return Defect(FakeDevice::open(world, index));
   }
 };

@@ -2,6 +2,7 @@
 
 #include <pthread.h>
 
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -36,7 +37,7 @@ class FakeDevice {
     return all;
   }
 
-  static FakeDevice open(const lockstep::World& world, int /*index*/) {
+  static FakeDevice open(const lockstep::World& world, std::optional<int> /*index*/) {
     const auto fault = faults().no_device.find(world.rank());
     if (fault != faults().no_device.end()) throw lockstep::UsageError(fault->second, world.rank());
     return FakeDevice(FakeMachine::seat().machine, world.rank());

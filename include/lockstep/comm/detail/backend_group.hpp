@@ -223,8 +223,8 @@ class BackendGroup {
   /// create the backend of the sub-group. Collective.
   Backend split_backend(const std::vector<int>& ranks, const std::string& name) {
     if (options_.make_backend) return {};
-    return connect([backend = backend_, world = state_.world(), ranks, name, limit = timeout()] {
-      return split(*backend, own_store(world, name, limit), ranks, name);
+    return connect([backend = backend_, world = state_.world(), ranks, name, store_timeout = timeout()] {
+      return split(*backend, own_store(world, name, store_timeout), ranks, name);
     });
   }
 
@@ -312,7 +312,7 @@ class BackendGroup {
   /// rank that hosts the store leaves last. Throws TimeoutError at the timeout.
   void shutdown() {
     if (state_.closed() || state_.failed()) return;
-    const Call call = state_.message("shutdown", -1, 0);
+    const Call call = state_.message("shutdown", {}, 0);
     membership().depart();
     state_.close();
     if (finish_works(call)) membership().farewell(call);
@@ -328,9 +328,10 @@ class BackendGroup {
   [[nodiscard]] Membership& membership() { return state_.membership(); }
 
   // Returns the keys of a process group on a separate connection: the program may block on the shared one.
-  static StorePtr own_store(const World& world, const std::string& name, std::chrono::milliseconds limit) {
+  static StorePtr own_store(const World& world, const std::string& name,
+                            std::chrono::milliseconds store_timeout) {
     if (world.size() == 1) return c10::make_intrusive<c10d::HashStore>();
-    return c10::make_intrusive<c10d::PrefixStore>(name, world.connect_again(limit));
+    return c10::make_intrusive<c10d::PrefixStore>(name, world.connect_again(store_timeout));
   }
 
   // await() for a work that must be asked whether it is complete.
@@ -357,7 +358,7 @@ class BackendGroup {
   // Runs `make` on a thread that can be left behind: a backend has no bound on the time to connect, since a
   // peer or the store may never answer.
   Backend connect(std::function<Backend()> make) {
-    const Call call{"the start of the communicator", 0, -1, 0, Clock::now(), served_call};
+    const Call call{"the start of the communicator", 0, {}, 0, Clock::now(), served_call};
     std::promise<Backend> promise;
     auto connected = promise.get_future();
     std::thread([promise = std::move(promise), make = std::move(make)]() mutable {

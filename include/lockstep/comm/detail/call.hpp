@@ -2,6 +2,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -14,7 +15,7 @@ namespace lockstep::detail {
 struct Call {
   const char* name = "";
   std::uint64_t sequence = 0;  // of a collective, from 1; 0 for other calls
-  int peer = -1;               // of send and recv: the peer's rank in the group
+  std::optional<int> peer{};   // of send and recv: the peer's rank in the group
   int tag = 0;
   std::chrono::steady_clock::time_point start{};
   ServedCall served{};
@@ -22,8 +23,8 @@ struct Call {
   /// Returns "all_reduce #57 of Trainer::fit" or "recv from rank 2 (tag 5)".
   [[nodiscard]] std::string text() const {
     std::string text = name;
-    if (peer >= 0)
-      text = detail::formatted("{} {} rank {} (tag {})", name, name[0] == 's' ? "to" : "from", peer, tag);
+    if (peer)
+      text = detail::formatted("{} {} rank {} (tag {})", name, name[0] == 's' ? "to" : "from", *peer, tag);
     else if (sequence > 0)
       text = detail::formatted("{} #{}", name, sequence);
     return served.name && !text.empty() ? text + " of " + served_text(served) : text;

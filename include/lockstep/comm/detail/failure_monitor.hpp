@@ -178,8 +178,8 @@ class FailureMonitor {
  public:
   using Clock = std::chrono::steady_clock;
   using Milliseconds = std::chrono::milliseconds;
-  /// Opens a connection to the store. Every operation on it ends within `limit`.
-  using Connect = std::function<StorePtr(Milliseconds limit)>;
+  /// Opens a connection to the store. Every operation on it ends within `timeout`.
+  using Connect = std::function<StorePtr(Milliseconds timeout)>;
 
   LOCKSTEP_PROCESS_WIDE static std::shared_ptr<FailureMonitor> of(const World& world) {
     static std::mutex mutex;
@@ -189,7 +189,7 @@ class FailureMonitor {
     auto monitor = known.lock();
     if (!monitor) {
       monitor = std::make_shared<FailureMonitor>(
-          world.rank(), world.size(), [world](Milliseconds limit) { return world.connect_again(limit); });
+          world.rank(), world.size(), [world](Milliseconds timeout) { return world.connect_again(timeout); });
       known = monitor;
       failure_hooks.different_calls = [asked = known] {
         const auto asking = asked.lock();
@@ -445,7 +445,7 @@ class FailureMonitor {
     std::string text;
   };
 
-  void tell(Milliseconds limit, std::function<void(const StorePtr&)> work) noexcept {
+  void tell(Milliseconds timeout, std::function<void(const StorePtr&)> work) noexcept {
     try {
       {
         std::lock_guard lock(shared_->mutex);
@@ -454,15 +454,15 @@ class FailureMonitor {
         const auto now = Clock::now(), asked = shared_->asked;
         if (shared_->store_answered < asked && now > asked + std::chrono::seconds(1) &&
             now < asked + std::chrono::seconds(10))
-          limit = std::min(limit, Milliseconds(200));
+          timeout = std::min(timeout, Milliseconds(200));
       }
-      perform(std::move(work), Clock::now() + limit);
+      perform(std::move(work), Clock::now() + timeout);
     } catch (...) {  // no memory: the other ranks see the connections close
     }
   }
-  void post(Milliseconds limit, std::string message) noexcept {
-    tell(limit, [own = shared_->rank, size = shared_->size, message = std::move(message)](
-                    const StorePtr& store) { StoreMailbox(store, own, size).post(message); });
+  void post(Milliseconds timeout, std::string message) noexcept {
+    tell(timeout, [own = shared_->rank, size = shared_->size, message = std::move(message)](
+                      const StorePtr& store) { StoreMailbox(store, own, size).post(message); });
   }
 
   // Returns the position in `group` from a status text, which has a line "<group> <sequence> <operation>" for
@@ -502,7 +502,7 @@ class FailureMonitor {
     Clock::time_point heard_question_at;
 
     // The timeout of one store operation.
-    static constexpr Milliseconds operation_limit{3000};
+    static constexpr Milliseconds operation_timeout{3000};
     // The longest time between two looks of the listener. It bounds how long a store that ends or falls
     // silent goes unnoticed.
     static constexpr Milliseconds period{5000};
@@ -539,11 +539,11 @@ class FailureMonitor {
       Milliseconds hole_pause{20};
       for (;;) {
         auto start = Clock::now();
-        Milliseconds limit = lost ? std::chrono::seconds(1) : operation_limit;
+        Milliseconds timeout = lost ? std::chrono::seconds(1) : operation_timeout;
         try {
           if (!store) {
-            store = connect(limit);
-            store->setTimeout(operation_limit);
+            store = connect(timeout);
+            store->setTimeout(operation_timeout);
             if (mailbox)
               mailbox->reconnect(store);
             else
@@ -554,14 +554,14 @@ class FailureMonitor {
           bool woken = true;  // messages may have arrived before this thread began
           for (;;) {
             start = Clock::now();
-            limit = operation_limit;
+            timeout = operation_timeout;
             hear(*store, *mailbox, woken);
             if (over()) break;
             if (woken) std::this_thread::sleep_for(mailbox->pause());
             hole_pause = mailbox->incomplete() ? std::min(2 * hole_pause, period) : Milliseconds(20);
             start = Clock::now();
-            limit = mailbox->incomplete() ? hole_pause : period;
-            woken = mailbox->sleep(limit);
+            timeout = mailbox->incomplete() ? hole_pause : period;
+            woken = mailbox->sleep(timeout);
             interrupt_due();
           }
           break;
@@ -580,7 +580,7 @@ class FailureMonitor {
           }
           // An operation that runs into its timeout found a silent store; one that ends earlier lost its
           // connection. A new connection shows whether the store is gone.
-          lost = Clock::now() - start < limit - limit / 10;
+          lost = Clock::now() - start < timeout - timeout / 10;
           changed.wait_for(lock, Milliseconds(50), [&] { return stopping; });
           if (stopping) return;
         }
@@ -702,8 +702,8 @@ class FailureMonitor {
         std::exception_ptr error;
         Milliseconds pause{0};
         try {
-          if (!store) store = connect(operation_limit);
-          store->setTimeout(job ? std::chrono::ceil<Milliseconds>(job->until - now) : operation_limit);
+          if (!store) store = connect(operation_timeout);
+          store->setTimeout(job ? std::chrono::ceil<Milliseconds>(job->until - now) : operation_timeout);
           if (job)
             job->work(store);
           else

@@ -8,6 +8,7 @@
 #include <memory>
 #include <mutex>
 #include <numeric>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -77,13 +78,13 @@ class GroupState {
   /// Begins a collective. Throws inside a rank-zero scope and after close(), rethrows the first error, and
   /// fails the group if the collective can never complete.
   Call begin(const char* name) {
-    Call call = open(name, -1, 0);
+    Call call = open(name, std::nullopt, 0);
     call.sequence = membership_.enter(name, call.served);
     look(call);
     return call;
   }
   /// Begins a send or recv, which has no sequence number: only two ranks take part. Throws as begin does.
-  Call message(const char* name, int peer, int tag) {
+  Call message(const char* name, std::optional<int> peer, int tag) {
     const Call call = open(name, peer, tag);
     look(call);
     return call;
@@ -173,7 +174,7 @@ class GroupState {
   }
 
  private:
-  Call open(const char* name, int peer, int tag) {
+  Call open(const char* name, std::optional<int> peer, int tag) {
     forbid_in_rank_zero_scope(name);
     check_error();
     if (closed_)

@@ -59,11 +59,11 @@ inline std::string lateness(const Call& call, const std::map<int, Position>& pos
   std::string where;
   for (std::size_t i = 0; i < ranks.size(); ++i) {
     const int rank = ranks[i];
-    if (rank == own_rank || (call.peer >= 0 && static_cast<int>(i) != call.peer)) continue;
+    if (rank == own_rank || (call.peer && static_cast<int>(i) != call.peer)) continue;
     const auto position = positions.find(rank);
     if (position == positions.end()) {
       silent.push_back(std::to_string(rank));
-    } else if (call.peer >= 0) {
+    } else if (call.peer) {
       return detail::formatted("{} is not complete after {}: rank {} is {}", call.text(), waited, rank,
                                last(position->second));
     } else if (position->second.sequence < call.sequence) {
@@ -74,7 +74,7 @@ inline std::string lateness(const Call& call, const std::map<int, Position>& pos
   }
   std::string text;
   for (const auto& [rank, position] : positions)
-    if (call.peer < 0 && position.sequence == call.sequence && differs(position, call.name, call.served)) {
+    if (!call.peer && position.sequence == call.sequence && differs(position, call.name, call.served)) {
       const std::string calls = different_calls(own_rank, call.name, call.served, rank, position);
       return detail::formatted(
           "{} is not complete after {}: {}", call.text(), waited,
@@ -222,7 +222,7 @@ class Membership {
       return std::make_exception_ptr(PeerError(failure->sentence(), world_.rank()));
     }
     for (const auto& [rank, position] : monitor_->departed(name()))
-      if (rank != world_.rank() && call.peer < 0 && position.sequence < call.sequence)
+      if (rank != world_.rank() && !call.peer && position.sequence < call.sequence)
         return std::make_exception_ptr(PeerError(
             detail::formatted("rank {} {} after {} {}; {}", rank, has_left,
                               position.sequence == 0 ? std::string("no collective") : position.text(),
@@ -324,7 +324,7 @@ class Membership {
         for (std::size_t i = 0; i < membership_.ranks().size(); ++i)
           if (const int rank = membership_.ranks()[i]; rank != membership_.world_.rank() &&
                                                        !answers.positions.contains(rank) &&
-                                                       (call_.peer < 0 || call_.peer == static_cast<int>(i)))
+                                                       (!call_.peer || call_.peer == static_cast<int>(i)))
             is_silent(rank);
       silent_ = std::move(silent);
       for (const auto& [who, silence] : silent_) {
@@ -579,7 +579,7 @@ class Membership {
   // Returns an error if another rank is in a different collective with this sequence number: such a call
   // never completes.
   [[nodiscard]] std::exception_ptr compare(const Call& call, const Answers& answers) const {
-    if (call.sequence == 0 || !speaks(call, answers)) return nullptr;
+    if (call.sequence == 0 || !reports_for(call, answers)) return nullptr;
     for (const auto& [rank, position] : answers.positions)
       if (position.sequence == call.sequence && differs(position, call.name, call.served))
         return std::make_exception_ptr(CommunicationError(disagreement(call, rank, position), world_.rank()));
@@ -597,16 +597,16 @@ class Membership {
 
   // Returns whether this rank reports for the ranks that wait for one call. The lowest waiting rank does; if
   // the store does not answer, the first rank of each host does.
-  [[nodiscard]] bool speaks(const Call& call, const Answers& answers) const {
+  [[nodiscard]] bool reports_for(const Call& call, const Answers& answers) const {
     if (!answers.store_answers) return world_.local_rank() == 0;
-    return call.peer >= 0 ||
+    return call.peer ||
            std::none_of(answers.positions.begin(), answers.positions.end(), [&](const auto& answer) {
              return answer.first < world_.rank() && answer.second.sequence >= call.sequence;
            });
   }
 
   void warn(const Call& call, const Answers& answers) const {
-    if (!speaks(call, answers)) return;
+    if (!reports_for(call, answers)) return;
     world_.log.all().warning("{} (the timeout is {})", lateness_of(call, Clock::now() - call.start, answers),
                              duration_text(timeout_));
   }

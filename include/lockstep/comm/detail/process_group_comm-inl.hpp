@@ -106,7 +106,7 @@ LOCKSTEP_INLINE void ProcessGroupWork::wait_until(std::chrono::steady_clock::tim
   if (error_) std::rethrow_exception(error_);
   try {
     while (!parts_.empty()) {
-      if (call_.peer >= 0)
+      if (call_.peer)
         group_->await_message(call_, parts_.front(), until);
       else
         group_->await(call_, *parts_.front(), until, polled_on_host_);
@@ -137,7 +137,7 @@ LOCKSTEP_INLINE void ProcessGroupWork::finish() {
 }
 
 LOCKSTEP_INLINE void ProcessGroupWork::keep_messages() noexcept {
-  if (group_ && call_.peer >= 0)
+  if (group_ && call_.peer)
     for (auto& part : parts_) group_->keep(std::move(part));
 }
 

@@ -33,7 +33,7 @@ LOCKSTEP_INLINE DeviceKind choose_device(const Environment& rank, std::optional<
         detail::formatted("rank {} is to compute on a GPU, but this program was built without CUDA: link "
                           "lockstep::cuda, or compute on CPUs",
                           rank.rank));
-  gpu_of_rank(rank, *visible, -1, variables);
+  gpu_of_rank(rank, *visible, std::nullopt, variables);
   return DeviceKind::gpu;
 }
 

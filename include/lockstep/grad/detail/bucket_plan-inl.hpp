@@ -112,10 +112,10 @@ LOCKSTEP_INLINE DelayedBuckets delayed_buckets(std::span<ParameterEntry> trained
     });
     (home == result.buckets.end() ? result.buckets.emplace_back() : *home).push_back(index);
   }
-  if (delayed.until.empty()) return result;
-  result.until = index_of(delayed.until);
+  if (!delayed.until) return result;
+  result.until = index_of(*delayed.until);
   if (trained[*result.until].delayed)
-    refuse(delayed.until, "to wait for itself: let `until` be another parameter, or leave it empty");
+    refuse(*delayed.until, "to wait for itself: let `until` be another parameter, or leave it out");
   return result;
 }
 

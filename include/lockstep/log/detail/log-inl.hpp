@@ -50,7 +50,7 @@ LOCKSTEP_INLINE Log Log::at(Level level) const {
   return copy;
 }
 
-LOCKSTEP_INLINE bool Log::speaks(Level level) const {
+LOCKSTEP_INLINE bool Log::should_log(Level level) const {
   return level >= least_ && (every_rank_ || rank_ == 0);
 }
 
@@ -126,7 +126,7 @@ namespace lockstep {
 
 LOCKSTEP_INLINE Progress::Progress(const Log& log, std::size_t total, ProgressOptions options)
     : options_(std::move(options)),
-      enabled_(log.speaks(Level::info)),
+      enabled_(log.should_log(Level::info)),
       terminal_(detail::stdout_is_terminal()) {
   state_.title = options_.title;
   state_.total = total;

@@ -27,7 +27,7 @@ LOCKSTEP_INLINE void write_or_warn(const std::filesystem::path& path, std::strin
   std::error_code error;
   if (path.has_parent_path()) std::filesystem::create_directories(path.parent_path(), error);
   try {
-    write_whole(path, bytes);
+    write_file_atomically(path, bytes);
   } catch (const CheckpointError& failure) {
     if (!std::exchange(warned, true)) log.warning("{}; the training continues without it", failure.what());
   }

@@ -42,7 +42,7 @@ class AppendFile {
 /// Warns that the file is not written, and why.
 void warn_of_unwritten(const Log& log, const std::filesystem::path& path, std::string_view why);
 
-/// Writes a file by write_whole, and creates its folders. Warns of the first failure if `warned` is false,
+/// Writes a file by write_file_atomically, and creates its folders. Warns of the first failure if `warned` is false,
 /// and sets it.
 void write_or_warn(const std::filesystem::path& path, std::string_view bytes, const Log& log, bool& warned);
 

@@ -169,7 +169,7 @@ void write_checkpoint(Run run, const std::filesystem::path& path, OwnState&& own
     writer.add("position", run.position);
     writer.add_ranks(ranks, order);
     run.each_more([&](const std::string& key, const auto& part) { writer.add(key, part); });
-    write_whole(path, bytes_of(archive));
+    write_file_atomically(path, bytes_of(archive));
   });
 }
 
@@ -212,7 +212,7 @@ inline void restore_buffers(const torch::nn::Module& model, const std::vector<at
 template <class Run>
 std::optional<RankState> read_checkpoint(Run run, const std::filesystem::path& path, bool required) {
   const std::string bytes = agree_with_rank_zero<CheckpointError>(
-      run.comm, [&] { return required || std::filesystem::exists(path) ? read_whole(path) : std::string(); });
+      run.comm, [&] { return required || std::filesystem::exists(path) ? read_file(path) : std::string(); });
   if (bytes.empty()) return std::nullopt;
   // Every rank must have finished a part before any begins the next, which may call collectives.
   const auto on_all = [&](auto&& read) {

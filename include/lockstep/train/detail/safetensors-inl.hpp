@@ -420,11 +420,11 @@ LOCKSTEP_INLINE Safetensors deserialize_safetensors(std::string_view bytes, std:
 
 LOCKSTEP_INLINE void save_safetensors(const StateDict& entries, const std::filesystem::path& path,
                                       const SafetensorsMetadata& metadata) {
-  write_whole(path, serialize_safetensors(entries, metadata));
+  write_file_atomically(path, serialize_safetensors(entries, metadata));
 }
 
 LOCKSTEP_INLINE Safetensors load_safetensors(const std::filesystem::path& path) {
-  return deserialize_safetensors(read_whole(path), path.string());
+  return deserialize_safetensors(read_file(path), path.string());
 }
 
 }  // namespace lockstep

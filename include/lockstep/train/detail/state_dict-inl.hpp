@@ -569,7 +569,7 @@ LOCKSTEP_INLINE c10::IValue state_dict(const torch::optim::Optimizer& optimizer)
                             [&]<class Adapter>(Adapter) { dict = detail::optimizer_dict<Adapter>(whole); });
   };
   if (const auto* sharded = dynamic_cast<const detail::ShardedState*>(&optimizer))
-    sharded->read_whole(read);
+    sharded->read_full_state(read);
   else
     read(optimizer);
   return dict;
@@ -582,7 +582,7 @@ LOCKSTEP_INLINE void load_state_dict(torch::optim::Optimizer& optimizer, const c
         whole, [&]<class Adapter>(Adapter) { detail::OptimizerReader<Adapter>(whole, dict).apply(whole); });
   };
   if (auto* sharded = dynamic_cast<detail::ShardedState*>(&optimizer))
-    sharded->write_whole(write);
+    sharded->write_full_state(write);
   else
     write(optimizer);
 }
@@ -626,14 +626,14 @@ LOCKSTEP_INLINE c10::IValue unpickle_state(std::string_view bytes, std::string_v
 }
 
 LOCKSTEP_INLINE void torch_save(const c10::IValue& value, const std::filesystem::path& path) {
-  write_whole(path, pickle_state(value));
+  write_file_atomically(path, pickle_state(value));
 }
 LOCKSTEP_INLINE void torch_save(const StateDict& entries, const std::filesystem::path& path) {
   torch_save(dict_of(entries), path);
 }
 
 LOCKSTEP_INLINE c10::IValue torch_load(const std::filesystem::path& path) {
-  return unpickle_state(read_whole(path), path.string());
+  return unpickle_state(read_file(path), path.string());
 }
 
 }  // namespace lockstep

@@ -63,7 +63,7 @@ LOCKSTEP_INLINE std::string rendezvous_url(const Variables& variables, bool need
   if (address && port) return detail::formatted("tcp://{}:{}", *address, *port);
   if (needed)
     throw UsageError(detail::formatted(
-        "{} is not set: the ranks need to know where to meet. Set MASTER_ADDR to the host of "
+        "{} is not set: the ranks need the address of their rendezvous. Set MASTER_ADDR to the host of "
         "rank 0 and MASTER_PORT "
         "to a free port there, the same on every rank",
         address ? "MASTER_PORT" : "MASTER_ADDR"));
@@ -178,8 +178,7 @@ LOCKSTEP_INLINE Variables with_launched_rank(const Variables& variables,
   } else if (found->size > 1 && !variables("LOCKSTEP_RENDEZVOUS") &&
              !(variables("MASTER_ADDR") && variables("MASTER_PORT"))) {
     throw UsageError(
-        detail::formatted("{} has started ranks{} and names no address at which they could "
-                          "meet: set MASTER_ADDR "
+        detail::formatted("{} has started ranks{} and names no address for their rendezvous: set MASTER_ADDR "
                           "to the host of rank 0 and MASTER_PORT to a free port there, on every rank (mpirun "
                           "-x MASTER_ADDR=HOST "
                           "-x MASTER_PORT=29500; mpiexec -genv MASTER_ADDR HOST -genv MASTER_PORT 29500)",

@@ -77,11 +77,11 @@ inline bool may_share_gpu(const Variables& variables = process_variable) {
   return set && whole_number(*set).value_or(0) != 0;
 }
 
-/// Returns the GPU of a rank among the `visible` GPUs of its process: `wanted` if it is not negative, the
+/// Returns the GPU of a rank among the `visible` GPUs of its process: `wanted` if it is set, the
 /// only GPU if there is one (srun can give each task its own), otherwise the local rank's. The communicator,
 /// which knows the GPUs' identities, detects that two ranks share one. Throws UsageError if there is none for
 /// this rank.
-inline int gpu_of_rank(const Environment& rank, int visible, int wanted = -1,
+inline int gpu_of_rank(const Environment& rank, int visible, std::optional<int> wanted = std::nullopt,
                        const Variables& variables = process_variable) {
   const auto list = variables("CUDA_VISIBLE_DEVICES");
   const auto seen =
@@ -92,10 +92,10 @@ inline int gpu_of_rank(const Environment& rank, int visible, int wanted = -1,
         "rank {} has no GPU: there is no CUDA device{}. Is there a driver for this LibTorch "
         "(nvidia-smi)? On CPUs use GlooComm",
         rank.rank, list ? detail::formatted(" (CUDA_VISIBLE_DEVICES={})", *list) : std::string()));
-  if (wanted >= visible)
+  if (wanted && (*wanted < 0 || *wanted >= visible))
     throw UsageError(detail::formatted("rank {} is to use GPU {}, but it sees {}: they are numbered from 0",
-                                       rank.rank, wanted, seen));
-  if (wanted >= 0) return wanted;
+                                       rank.rank, *wanted, seen));
+  if (wanted) return *wanted;
   if (visible == 1) return 0;
   if (rank.local_rank < visible) return rank.local_rank;
   if (may_share_gpu(variables)) return rank.local_rank % visible;

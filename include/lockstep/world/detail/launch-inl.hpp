@@ -46,13 +46,13 @@ inline void keep_freed_memory() {
 /// Keeps the store alive until the ranks of the other hosts have finished: 5 minutes at most, or 2 s if a
 /// rank of this host has failed.
 inline void outlive_other_hosts(c10d::Store& store, int size, bool well) {
-  const auto limit =
+  const auto deadline =
       std::chrono::steady_clock::now() + (well ? std::chrono::minutes(5) : std::chrono::seconds(2));
   std::vector<std::string> finished;
   for (int rank = 0; rank < size; ++rank) finished.push_back(store_keys::finished(rank));
   try {
     while (!appear_within(store, finished, std::chrono::milliseconds(500)) &&
-           std::chrono::steady_clock::now() < limit)
+           std::chrono::steady_clock::now() < deadline)
       if (well && published_failure(store)) {
         std::this_thread::sleep_for(std::chrono::seconds(1));  // other ranks may still read the failure
         return;

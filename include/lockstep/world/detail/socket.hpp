@@ -302,18 +302,18 @@ inline ConnectAttempt try_connect(const std::string& host, int port,
 
 /// Calls `attempt` until it returns an empty string instead of a reason, with pauses that grow to half a
 /// second. Calls `waiting(reason)` after each failure. Throws RendezvousError with the last reason after
-/// `limit`.
+/// `timeout`.
 template <class Attempt, class Waiting>
-void retry_at(const std::string& host, int port, std::chrono::milliseconds limit, Attempt attempt,
+void retry_at(const std::string& host, int port, std::chrono::milliseconds timeout, Attempt attempt,
               Waiting waiting) {
-  const auto until = std::chrono::steady_clock::now() + limit;
+  const auto until = std::chrono::steady_clock::now() + timeout;
   for (auto pause = std::chrono::milliseconds(5);;
        pause = std::min(2 * pause, std::chrono::milliseconds(500))) {
     const std::string reason = attempt(until);
     if (reason.empty()) return;
     if (std::chrono::steady_clock::now() + pause >= until)
       throw RendezvousError(detail::formatted("no store at {}:{} after {} s: {}", host, port,
-                                              std::chrono::duration<double>(limit).count(), reason));
+                                              std::chrono::duration<double>(timeout).count(), reason));
     waiting(reason);
     std::this_thread::sleep_for(pause);
   }
@@ -326,9 +326,9 @@ inline std::chrono::steady_clock::time_point end_of_attempt(std::chrono::steady_
 
 /// Waits until a process listens at host:port. Throws RendezvousError, which distinguishes an unknown name, a
 /// refused connection and no answer.
-inline void wait_for_listener(const std::string& host, int port, std::chrono::milliseconds limit) {
+inline void wait_for_listener(const std::string& host, int port, std::chrono::milliseconds timeout) {
   retry_at(
-      host, port, limit,
+      host, port, timeout,
       [&](auto until) {
         const auto attempt = try_connect(host, port, end_of_attempt(until));
         return attempt.fd.open() ? std::string() : attempt.reason;

@@ -48,14 +48,14 @@ namespace lockstep::detail {
 /// timeout of zero means no timeout, as in c10d.
 class StoreClient : public ClonableStore {
  public:
-  /// Connects within `limit`, which is also the timeout of each call. The client keeps `hosted` alive. Throws
+  /// Connects within `timeout`, which is also the timeout of each call. The client keeps `hosted` alive. Throws
   /// RendezvousError.
   StoreClient(
-      StoreEndpoint endpoint, std::chrono::milliseconds limit,
+      StoreEndpoint endpoint, std::chrono::milliseconds timeout,
       const StoreConnection::Waiting& waiting = [](const std::string&) {},
       std::shared_ptr<void> hosted = nullptr)
-      : endpoint_(std::move(endpoint)), hosted_(std::move(hosted)), connection_(endpoint_, limit, waiting) {
-    timeout_ = limit;
+      : endpoint_(std::move(endpoint)), hosted_(std::move(hosted)), connection_(endpoint_, timeout, waiting) {
+    timeout_ = timeout;
   }
 
   [[nodiscard]] const StoreConnection& connection() const { return connection_; }
@@ -199,8 +199,8 @@ auto at_store(const std::string& doing, Work&& work) {
 }
 
 /// Connects to a TCPStore of LibTorch, which only torchrun's agent hosts.
-inline StorePtr connect_tcp_store(const std::string& host, int port, std::chrono::milliseconds limit) {
-  wait_for_listener(host, port, limit);
+inline StorePtr connect_tcp_store(const std::string& host, int port, std::chrono::milliseconds timeout) {
+  wait_for_listener(host, port, timeout);
   return at_store(
       detail::formatted("the store of torchrun's agent at {}:{} does not answer as one", host, port),
       [&]() -> StorePtr {
@@ -208,26 +208,26 @@ inline StorePtr connect_tcp_store(const std::string& host, int port, std::chrono
         options.port = static_cast<std::uint16_t>(port);
         options.isServer = false;
         options.waitWorkers = false;
-        options.timeout = limit;
+        options.timeout = timeout;
         options.useLibUV = false;  // a LibTorch built without libuv would reject it
         return c10::make_intrusive<c10d::TCPStore>(host, options);
       });
 }
 
-/// Connects to the store at `endpoint`. `limit` is the timeout of connecting and of each call.
+/// Connects to the store at `endpoint`. `timeout` is the timeout of connecting and of each call.
 inline c10::intrusive_ptr<StoreClient> connect_store(
-    const StoreEndpoint& endpoint, std::chrono::milliseconds limit,
+    const StoreEndpoint& endpoint, std::chrono::milliseconds timeout,
     const StoreConnection::Waiting& waiting = [](const std::string&) {}) {
-  return c10::make_intrusive<StoreClient>(endpoint, limit, waiting);
+  return c10::make_intrusive<StoreClient>(endpoint, timeout, waiting);
 }
 
 /// Hosts a store on a socket that already listens. Returns its first client; the store ends with that client.
 inline c10::intrusive_ptr<StoreClient> host_store(Listener listener, const std::string& secret,
-                                                  std::chrono::milliseconds limit) {
+                                                  std::chrono::milliseconds timeout) {
   StoreEndpoint own{listener.address, listener.port, secret};
   auto server = std::make_shared<StoreServer>(std::move(listener), secret);
   return c10::make_intrusive<StoreClient>(
-      std::move(own), limit, [](const std::string&) {}, std::move(server));
+      std::move(own), timeout, [](const std::string&) {}, std::move(server));
 }
 
 /// Listens where rank 0 hosts the store. Returns no listener if a store of lockstep with this secret answers
@@ -248,7 +248,7 @@ inline std::optional<Listener> listen_as_rank_zero(const StoreEndpoint& endpoint
 /// The store of a rendezvous that this process has joined. `again` opens another connection to it.
 struct Rendezvous {
   StorePtr store;
-  std::function<StorePtr(std::chrono::milliseconds limit)> again;
+  std::function<StorePtr(std::chrono::milliseconds timeout)> again;
   bool hosted_here = false;  // the store ends with this process
   std::string address = {};  // at which other hosts reach this host, or empty
   bool guessed = false;      // `address` does not come from a connection to another host
@@ -257,9 +257,10 @@ struct Rendezvous {
 
 inline Rendezvous rendezvous_at(const c10::intrusive_ptr<StoreClient>& store, bool hosted_here) {
   const auto& connection = store->connection();
-  return {store,
-          [endpoint = store->endpoint()](auto limit) -> StorePtr { return connect_store(endpoint, limit); },
-          hosted_here, connection.within_host() ? std::string() : connection.own_address()};
+  return {
+      store,
+      [endpoint = store->endpoint()](auto timeout) -> StorePtr { return connect_store(endpoint, timeout); },
+      hosted_here, connection.within_host() ? std::string() : connection.own_address()};
 }
 
 /// Joins a rendezvous under torchrun, whose store outlives a failed attempt together with its keys. So that
@@ -267,10 +268,10 @@ inline Rendezvous rendezvous_at(const c10::intrusive_ptr<StoreClient>& store, bo
 /// An earlier attempt's address leads to a closed port or to a store with another secret; then the board is
 /// read again until rank 0 has replaced it.
 inline Rendezvous rendezvous_through_board(const RendezvousUrl& url, int rank,
-                                           std::chrono::milliseconds limit,
+                                           std::chrono::milliseconds timeout,
                                            const StoreConnection::Waiting& waiting) {
   const std::string pin = store_keys::board;
-  const auto deadline = std::chrono::steady_clock::now() + limit;
+  const auto deadline = std::chrono::steady_clock::now() + timeout;
   const auto left = [&] {
     return std::max(std::chrono::milliseconds(1), std::chrono::ceil<std::chrono::milliseconds>(
                                                       deadline - std::chrono::steady_clock::now()));
@@ -285,11 +286,11 @@ inline Rendezvous rendezvous_through_board(const RendezvousUrl& url, int rank,
       bool done = false;
     };
     const auto shared = std::make_shared<Shared>();
-    at_most(left(), [shared, board, work, url, limit = left()] {
+    at_most(left(), [shared, board, work, url, remaining = left()] {
       std::string text;
       std::exception_ptr error;
       try {
-        if (!*board) *board = connect_tcp_store(url.host, url.port, limit);
+        if (!*board) *board = connect_tcp_store(url.host, url.port, remaining);
         text = work(**board);
       } catch (...) {
         error = std::current_exception();
@@ -303,7 +304,7 @@ inline Rendezvous rendezvous_through_board(const RendezvousUrl& url, int rank,
     if (!shared->done)
       throw RendezvousError(
           detail::formatted("the store of torchrun's agent at {}:{} does not answer after {} s", url.host,
-                            url.port, std::chrono::duration<double>(limit).count()));
+                            url.port, std::chrono::duration<double>(timeout).count()));
     if (shared->error)
       at_store(detail::formatted("the store of torchrun's agent at {}:{} failed", url.host, url.port),
                [&] { std::rethrow_exception(shared->error); });
@@ -314,7 +315,7 @@ inline Rendezvous rendezvous_through_board(const RendezvousUrl& url, int rank,
     auto listener = listen_on(host, 0);
     const auto secret = random_secret();
     const auto text = detail::formatted("{} {} {}", host, listener.port, secret);
-    auto store = host_store(std::move(listener), secret, limit);
+    auto store = host_store(std::move(listener), secret, timeout);
     on_board([pin, text](c10d::Store& on) {
       on.set(pin, to_bytes(text));
       return std::string();
@@ -332,7 +333,7 @@ inline Rendezvous rendezvous_through_board(const RendezvousUrl& url, int rank,
                                      whole_number(text.substr(first + 1, second - first - 1)).value_or(0),
                                      text.substr(second + 1)};
         auto store = connect_store(endpoint, std::min(left(), std::chrono::milliseconds(1000)));
-        store->setTimeout(limit);
+        store->setTimeout(timeout);
         return rendezvous_at(store, false);
       }
     } catch (const RendezvousError& error) {
@@ -341,8 +342,8 @@ inline Rendezvous rendezvous_through_board(const RendezvousUrl& url, int rank,
     waiting(last);
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
   }
-  throw RendezvousError(detail::formatted("rank {} did not meet rank 0 within {} s: {}", rank,
-                                          std::chrono::duration<double>(limit).count(), last));
+  throw RendezvousError(detail::formatted("rank {} did not reach the store of rank 0 within {} s: {}", rank,
+                                          std::chrono::duration<double>(timeout).count(), last));
 }
 
 /// Opens the rendezvous file. Throws UsageError if it cannot be opened for writing: c10d would retry for
@@ -353,10 +354,10 @@ inline StorePtr open_file_store(const std::string& path, int size) {
   return c10::make_intrusive<c10d::FileStore>(path, size);
 }
 
-/// Opens the store of `env` within `limit`. Rank 0 hosts it unless a launcher does. Calls `waiting` with the
+/// Opens the store of `env` within `timeout`. Rank 0 hosts it unless a launcher does. Calls `waiting` with the
 /// reason while the store cannot be opened.
 inline Rendezvous join_rendezvous(
-    const Environment& env, std::chrono::milliseconds limit,
+    const Environment& env, std::chrono::milliseconds timeout,
     const StoreConnection::Waiting& waiting = [](const std::string&) {}) {
   if (env.rendezvous.empty()) {
     StorePtr store = c10::make_intrusive<c10d::HashStore>();  // one process needs no rendezvous
@@ -371,13 +372,13 @@ inline Rendezvous join_rendezvous(
         return store;
       });
     };
-    return {open(limit), open, false, outer_address(), true};
+    return {open(timeout), open, false, outer_address(), true};
   }
-  if (env.store_outlives_attempts) return rendezvous_through_board(url, env.rank, limit, waiting);
+  if (env.store_outlives_attempts) return rendezvous_through_board(url, env.rank, timeout, waiting);
   if (env.rank == 0 && !env.store_is_hosted) {
     if (auto listener = listen_as_rank_zero({url.host, url.port, env.store_secret})) {
       const bool elsewhere = listener->host_is_elsewhere;
-      auto joined = rendezvous_at(host_store(std::move(*listener), env.store_secret, limit), true);
+      auto joined = rendezvous_at(host_store(std::move(*listener), env.store_secret, timeout), true);
       if (elsewhere)
         joined.doubt = detail::formatted(
             "MASTER_ADDR={} is no address of this host ({}): rank 0 must run on the host that it names",
@@ -385,7 +386,7 @@ inline Rendezvous join_rendezvous(
       return joined;
     }
   }
-  return rendezvous_at(connect_store({url.host, url.port, env.store_secret}, limit, waiting), false);
+  return rendezvous_at(connect_store({url.host, url.port, env.store_secret}, timeout, waiting), false);
 }
 
 /// Identifies the host and network namespace of this process: processes with one identity reach each other by
@@ -498,19 +499,19 @@ inline std::string ranks_of(const std::vector<int>& ranks, int size) {
   return detail::formatted("{} of {}", text, size);
 }
 
-/// Waits for all of these keys, at most `limit`. Returns whether they exist. Throws c10::Error if the store
+/// Waits for all of these keys, at most `timeout`. Returns whether they exist. Throws c10::Error if the store
 /// is gone.
 inline bool appear_within(c10d::Store& store, const std::vector<std::string>& keys,
-                          std::chrono::milliseconds limit) {
+                          std::chrono::milliseconds timeout) {
   const auto start = std::chrono::steady_clock::now();
   try {
-    store.wait(keys, limit);
+    store.wait(keys, timeout);
     return true;
   } catch (const c10::DistStoreError&) {
     return false;
   } catch (const c10::Error&) {
     // c10d's FileStore reports a timeout with this type, like any other error.
-    if (std::chrono::steady_clock::now() - start < limit - limit / 10) throw;
+    if (std::chrono::steady_clock::now() - start < timeout - timeout / 10) throw;
     return false;
   }
 }
@@ -567,7 +568,7 @@ inline bool record_failure(c10d::Store& store, const std::string& text) {
 /// `waiting("rank 2 of 3")` from time to time. Throws RendezvousError, with one text on all ranks, if a rank
 /// was refused or is missing at `deadline`, and PeerError if a rank has failed.
 inline void await_ranks(c10d::Store& side, int size, std::chrono::steady_clock::time_point deadline,
-                        std::chrono::milliseconds limit, const std::string& doubt,
+                        std::chrono::milliseconds timeout, const std::string& doubt,
                         const StoreConnection::Waiting& waiting) {
   using Clock = std::chrono::steady_clock;
   std::string outcome;
@@ -583,14 +584,14 @@ inline void await_ranks(c10d::Store& side, int size, std::chrono::steady_clock::
     } catch (const c10::DistStoreError&) {  // the value did not arrive within the timeout
     }
     if (outcome.empty()) {
-      const auto missing = at_store("the ranks could not meet", [&] { return missing_ranks(side, size); });
+      const auto missing = at_store("the rendezvous failed", [&] { return missing_ranks(side, size); });
       const auto who = missing.empty() ? "the last rank" : ranks_of(missing, size);
       if (Clock::now() >= deadline)
         refuse_rendezvous(
             side,
             detail::formatted("{} did not join within {} s: start {} with the MASTER_ADDR, MASTER_PORT and "
                               "WORLD_SIZE of the others{}{}",
-                              who, std::chrono::duration<double>(limit).count(),
+                              who, std::chrono::duration<double>(timeout).count(),
                               missing.size() == 1 ? "it" : "them", doubt.empty() ? "" : "; ", doubt));
       waiting(doubt.empty() ? who : detail::formatted("{}; {}", who, doubt));
     }

@@ -48,14 +48,14 @@ class StoreConnection {
   using Clock = std::chrono::steady_clock;
   using Waiting = std::function<void(const std::string& reason)>;
 
-  /// Connects and exchanges the hello. Retries for `limit` while nothing listens, and calls `waiting` from
+  /// Connects and exchanges the hello. Retries for `timeout` while nothing listens, and calls `waiting` from
   /// time to time. Throws RendezvousError, which states what is wrong at the address.
   StoreConnection(
-      const StoreEndpoint& endpoint, std::chrono::milliseconds limit,
+      const StoreEndpoint& endpoint, std::chrono::milliseconds timeout,
       const Waiting& waiting = [](const std::string&) {})
       : name_(detail::formatted("{}:{}", endpoint.host, endpoint.port)) {
     retry_at(
-        endpoint.host, endpoint.port, limit,
+        endpoint.host, endpoint.port, timeout,
         [&](Clock::time_point until) {
           auto attempt = try_connect(endpoint.host, endpoint.port, end_of_attempt(until));
           if (!attempt.fd.open()) return attempt.reason;

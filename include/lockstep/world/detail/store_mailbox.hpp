@@ -62,15 +62,15 @@ class StoreMailbox {
   /// Wakes every rank to look at the rest of the store.
   void notify_all_ranks() { post("look"); }
 
-  /// Blocks until a message is posted that `news` has not counted, at most `limit`. Returns whether one was
+  /// Blocks until a message is posted that `news` has not counted, at most `timeout`. Returns whether one was
   /// posted. Throws if the wait ends before its timeout: the connection is closed then.
-  bool sleep(std::chrono::milliseconds limit) {
+  bool sleep(std::chrono::milliseconds timeout) {
     const auto start = std::chrono::steady_clock::now();
     try {
-      store_->wait({store_keys::message(counted_ + 1)}, limit);
+      store_->wait({store_keys::message(counted_ + 1)}, timeout);
       return true;
     } catch (const std::exception&) {
-      if (std::chrono::steady_clock::now() - start < limit - limit / 10) throw;
+      if (std::chrono::steady_clock::now() - start < timeout - timeout / 10) throw;
       return false;
     }
   }

@@ -41,8 +41,7 @@ namespace lockstep::detail {
 
 /// Functions that the end of a failing process needs from the parts that reach the other ranks.
 struct FailureHooks {
-  /// Publishes the failure to all ranks. Returns whether it is the first. May block: callers set a time
-  /// limit.
+  /// Publishes the failure to all ranks. Returns whether it is the first. May block: callers set a timeout.
   std::function<bool(const std::string& text)> publish;
   /// Returns the exit code that an ended rank has published, std::nullopt if none. May block.
   std::function<std::optional<int>(int rank)> end_of;
@@ -69,9 +68,9 @@ LOCKSTEP_PROCESS_WIDE inline int report_descriptor() {
   return fd;
 }
 
-/// Runs `work` in a thread and waits for it, at most `limit`. A thread that a stuck peer or pipe blocks is
+/// Runs `work` in a thread and waits for it, at most `timeout`. A thread that a stuck peer or pipe blocks is
 /// left behind.
-inline void at_most(std::chrono::milliseconds limit, std::function<void()> work) {
+inline void at_most(std::chrono::milliseconds timeout, std::function<void()> work) {
   struct Shared {
     std::mutex mutex;
     std::condition_variable done_changed;
@@ -92,7 +91,7 @@ inline void at_most(std::chrono::milliseconds limit, std::function<void()> work)
     return;
   }
   std::unique_lock lock(shared->mutex);
-  shared->done_changed.wait_for(lock, limit, [&] { return shared->done; });
+  shared->done_changed.wait_for(lock, timeout, [&] { return shared->done; });
 }
 
 /// Writes torchrun's error file atomically: a partial file makes torchrun itself crash.

@@ -47,11 +47,11 @@ LOCKSTEP_PROCESS_WIDE inline void quiet_library_log() {
   c10::WarningUtils::set_warning_handler(&warnings);
 }
 
-/// Returns what is left of `limit`, which began at `begin`; at least 1 ms.
-inline std::chrono::milliseconds left_of(std::chrono::milliseconds limit,
+/// Returns what is left of `timeout`, which began at `begin`; at least 1 ms.
+inline std::chrono::milliseconds left_of(std::chrono::milliseconds timeout,
                                          std::chrono::steady_clock::time_point begin) {
   const auto spent = std::chrono::floor<std::chrono::milliseconds>(std::chrono::steady_clock::now() - begin);
-  return std::max(limit - spent, std::chrono::milliseconds(1));
+  return std::max(timeout - spent, std::chrono::milliseconds(1));
 }
 
 }  // namespace lockstep::detail
@@ -166,8 +166,8 @@ LOCKSTEP_INLINE detail::StorePtr World::store() const {
   return rendezvous().store;
 }
 
-LOCKSTEP_INLINE detail::StorePtr World::connect_again(std::chrono::milliseconds limit) const {
-  return rendezvous().again(limit);
+LOCKSTEP_INLINE detail::StorePtr World::connect_again(std::chrono::milliseconds timeout) const {
+  return rendezvous().again(timeout);
 }
 
 LOCKSTEP_INLINE bool World::hosts_store() const {
@@ -237,16 +237,16 @@ LOCKSTEP_INLINE const detail::Rendezvous& World::rendezvous() const {
 LOCKSTEP_INLINE const detail::Rendezvous& World::rendezvous_within(
     std::optional<std::chrono::milliseconds> given) const {
   if (!state_->rendezvous) {
-    const auto limit = given ? *given : detail::rendezvous_timeout();
+    const auto timeout = given ? *given : detail::rendezvous_timeout();
     const auto begin = std::chrono::steady_clock::now();
     auto joined = detail::join_rendezvous(
-        state_->environment, limit,
+        state_->environment, timeout,
         [notify = waiting_notice()](const std::string& reason) { notify("the store of rank 0: " + reason); });
     if (size() > 1)
       detail::at_store("the ranks could not sign in", [&] {
-        joined.store->setTimeout(detail::left_of(limit, begin));
+        joined.store->setTimeout(detail::left_of(timeout, begin));
         detail::sign_in(*joined.store, state_->environment, joined.address, !given);
-        joined.store->setTimeout(limit);
+        joined.store->setTimeout(timeout);
       });
     state_->rendezvous = std::move(joined);
   }
@@ -255,9 +255,9 @@ LOCKSTEP_INLINE const detail::Rendezvous& World::rendezvous_within(
 
 LOCKSTEP_INLINE std::function<void(const std::string&)> World::waiting_notice() const {
   return [next = std::chrono::steady_clock::now() + std::chrono::seconds(10), log = log.all(),
-          speaks = state_->environment.local_rank == 0](const std::string& what) mutable {
+          prints = state_->environment.local_rank == 0](const std::string& what) mutable {
     const auto now = std::chrono::steady_clock::now();
-    if (!speaks || now < next) return;
+    if (!prints || now < next) return;
     next = now + std::chrono::minutes(1);
     log.warning("waiting for {}", what);
   };
@@ -273,9 +273,9 @@ LOCKSTEP_INLINE void World::await_all() const {
   const auto& known = state_->environment;
   state_->local = {known.local_rank, known.local_size, known.rank - known.local_rank};
   if (size() > 1) {
-    const auto limit = detail::rendezvous_timeout();
-    auto side = joined.again(std::min<std::chrono::milliseconds>(limit, std::chrono::seconds(5)));
-    detail::await_ranks(*side, size(), begin + limit, limit, joined.doubt, notify);
+    const auto timeout = detail::rendezvous_timeout();
+    auto side = joined.again(std::min<std::chrono::milliseconds>(timeout, std::chrono::seconds(5)));
+    detail::await_ranks(*side, size(), begin + timeout, timeout, joined.doubt, notify);
     detail::at_store("the rendezvous failed", [&] {
       place_ranks(*side, joined);
       announce_run(*side);
@@ -313,7 +313,7 @@ LOCKSTEP_INLINE void World::place_ranks(c10d::Store& side, const detail::Rendezv
 LOCKSTEP_INLINE void World::announce_run(c10d::Store& side) const {
   const auto& known = state_->environment;
   const bool launched = !known.launcher.empty() && known.launcher != "--nproc";
-  if (rank() != 0 || !log.speaks(launched || !state_->single_host ? Level::info : Level::debug)) return;
+  if (rank() != 0 || !log.should_log(launched || !state_->single_host ? Level::info : Level::debug)) return;
   // stdout belongs to the program.
   detail::write_lines(stderr,
                       "lockstep: " + detail::run_summary(known, detail::identities(side, size())) + "\n");
@@ -330,7 +330,7 @@ LOCKSTEP_INLINE World::LocalPlace World::local_place() const {
 LOCKSTEP_INLINE void World::announce_failures() const {
   detail::quiet_library_log();
   detail::failure_hooks.publish = [world = *this](const std::string& text) {
-    bool met = true;
+    bool joined = true;
     {
       std::unique_lock lock(world.state_->mutex, std::try_to_lock);
       if (!lock) return true;
@@ -338,13 +338,13 @@ LOCKSTEP_INLINE void World::announce_failures() const {
         // Other ranks may already wait for this one. Joining refuses a store of another run.
         if (!world.others_may_wait()) return true;
         world.rendezvous_within(std::chrono::seconds(1));
-        met = false;
+        joined = false;
       }
     }
     const bool first = world.publish_failure(text);
     // The store ends with this process: give the other ranks time to read the failure.
     if (world.hosts_store()) std::this_thread::sleep_for(std::chrono::milliseconds(800));
-    return first || !met;
+    return first || !joined;
   };
   detail::failure_hooks.exits = [state = state_](int code) {
     std::unique_lock lock(state->mutex, std::try_to_lock);
@@ -379,7 +379,7 @@ LOCKSTEP_INLINE bool World::others_may_wait() const {
 }
 
 LOCKSTEP_INLINE std::string World::enter_local_zero_first(const LocalPlace& place,
-                                                          std::chrono::milliseconds limit) const {
+                                                          std::chrono::milliseconds timeout) const {
   // The store counts the calls, so that two Worlds of this process never use the same key. Connecting here
   // joins the rendezvous, however long the first rank's work takes afterwards.
   auto side = connect_again();
@@ -390,22 +390,23 @@ LOCKSTEP_INLINE std::string World::enter_local_zero_first(const LocalPlace& plac
   const std::string key = detail::store_keys::local_zero_first(
       numbered ? std::to_string(place.first) : detail::host_identity(), call);
   if (place.rank > 0)
-    wait_for_first(*side, numbered ? detail::formatted("rank {}", place.first) : "local rank 0", key, limit);
+    wait_for_first(*side, numbered ? detail::formatted("rank {}", place.first) : "local rank 0", key,
+                   timeout);
   return key;
 }
 
 LOCKSTEP_INLINE void World::wait_for_first(c10d::Store& side, const std::string& first,
-                                           const std::string& key, std::chrono::milliseconds limit) try {
+                                           const std::string& key, std::chrono::milliseconds timeout) try {
   const auto begin = std::chrono::steady_clock::now();
   while (!detail::appear_within(
       side, {key},
-      std::min<std::chrono::milliseconds>(detail::left_of(limit, begin), std::chrono::milliseconds(500)))) {
+      std::min<std::chrono::milliseconds>(detail::left_of(timeout, begin), std::chrono::milliseconds(500)))) {
     if (const auto failure = published_failure(side))
       throw PeerError(detail::Failure::parse(*failure).sentence());
-    if (std::chrono::steady_clock::now() > begin + limit)
+    if (std::chrono::steady_clock::now() > begin + timeout)
       throw TimeoutError(
           detail::formatted("{}, the first on this host, has not finished its local_zero_first after {} s",
-                            first, std::chrono::duration<double>(limit).count()));
+                            first, std::chrono::duration<double>(timeout).count()));
   }
   if (detail::to_text(side.get(key)) != "done") {
     if (const auto failure = published_failure(side))

@@ -213,7 +213,7 @@ using NcclGroupPtr = std::shared_ptr<NcclGroup<D>>;
 template <NcclDevice D>
 void refuse_in_capture(NcclGroup<D>& group, const char* name) {
   const D& device = group.device();
-  const Call call{name, 0, -1, 0, std::chrono::steady_clock::now()};
+  const Call call{name, 0, {}, 0, std::chrono::steady_clock::now()};
   if (!group.guarded(call, [&] { return device.capturing(device.current_stream()); })) return;
   const int rank = group.state().world().rank();
   throw UsageError(

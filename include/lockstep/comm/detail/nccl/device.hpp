@@ -31,7 +31,7 @@ enum class NcclResult : int {
 /// not be destroyed while a stream still waits for it.
 ///
 /// Device. `D::open(world, index)` chooses the GPU of this rank (`index`, or by the local rank if it is
-/// negative), makes it the current device before any other use of CUDA, and throws UsageError if there is
+/// unset), makes it the current device before any other use of CUDA, and throws UsageError if there is
 /// none. `enter_thread()` makes it the current device of a thread that the communicator starts. `name()` is
 /// for messages. `identity()` is a text without blanks, unique to the device within a job. `shares_devices()`
 /// returns whether the user allows two ranks on one device. `version()` is NCCL's version in NCCL's encoding

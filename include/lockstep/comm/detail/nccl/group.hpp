@@ -121,7 +121,7 @@ class NcclGroup {
   using Stream = typename D::Stream;
   using InFlightOpPtr = typename InFlightOps<D>::InFlightOpPtr;
 
-  /// Constructs the group of all ranks in `ranks`, which meet at a rendezvous in the store.
+  /// Constructs the group of all ranks in `ranks`, which join a rendezvous in the store.
   NcclGroup(const World& world, std::vector<int> ranks, std::string name, const NcclOptions& options)
       : options_(checked(options)),
         state_(world, std::move(ranks), std::move(name), options_.timeout, [this] { handle_.abort(); }),
@@ -331,7 +331,7 @@ class NcclGroup {
   /// Leaves the group gracefully: completes the works in flight and says farewell to the other ranks.
   void shutdown() {
     if (state_.closed() || failed()) return;
-    const Call call = state_.message("shutdown", -1, 0);
+    const Call call = state_.message("shutdown", {}, 0);
     state_.membership().depart();
     drain(call);
     waiting_.await_ready(call, label_, guarded(call, [&] {
@@ -376,7 +376,7 @@ class NcclGroup {
   template <class Make>
   void start(Make&& make) {
     try {
-      const Call call{"the start of the communicator", 0, -1, 0, Clock::now()};
+      const Call call{"the start of the communicator", 0, {}, 0, Clock::now()};
       const auto enter = [this] { device_.enter_thread(); };
       watchdog_.emplace(options_.poll, enter, [this] { return watch(); });
       device_watchdog_.emplace(options_.poll, enter, [this] { return watch_device(); });

@@ -33,7 +33,7 @@ class CudaDevice {
 
   /// Opens the GPU of this rank: `index`, or the local rank's among the visible GPUs. Throws UsageError if
   /// there is no GPU, if this host has fewer GPUs than ranks, or if another NCCL is loaded.
-  static CudaDevice open(const World& world, int index) {
+  static CudaDevice open(const World& world, std::optional<int> index) {
     check_nccl(world);
     int count = 0;
     const cudaError_t error = cudaGetDeviceCount(&count);
