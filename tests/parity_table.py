@@ -13,7 +13,7 @@ import textwrap
 
 HEADINGS = {
     "ddp_parity": ("DistributedDataParallel", "Parameters and buffers of every rank, compared word by word."),
-    "ddp_errors_parity": ("Misuse", "What became of each in this run. A rank that throws ends, as a program does that does not catch it.\n"
+    "ddp_errors_parity": ("Misuse", "Each cell states how the ranks ended in this run. A rank whose error is not caught ends, as any program does.\n"
                           "The test fails where lockstep does not throw that error on every rank."),
     "hooks_parity": ("Communication hooks", "The average that a hook leaves in the bucket, and what it has sent."),
     "sync_batch_norm_parity": ("SyncBatchNorm", "Results of all ranks together, and one process's."),
@@ -59,7 +59,7 @@ def body(lines):
             in_table = row
     broken = [line for line in lines if "broken" in line and not line.startswith("|")]
     if broken:
-        text += "\nBroken on purpose, and found:\n\n" + "".join(f"- {line}\n" for line in broken)
+        text += "\nDeliberate defects, each detected by the comparison:\n\n" + "".join(f"- {line}\n" for line in broken)
     return text
 
 
