@@ -15,6 +15,7 @@
 #include "lockstep/data/loader.hpp"
 #include "lockstep/data/sampler.hpp"
 #include "lockstep/error.hpp"
+#include "lockstep/files.hpp"
 #include "lockstep/grad/ddp_options.hpp"
 #include "lockstep/grad/distributed_data_parallel.hpp"
 #include "lockstep/grad/hooks/compression_hooks.hpp"

@@ -4,6 +4,8 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <cstddef>
+#include <string_view>
 #include <utility>
 
 namespace lockstep::detail {
@@ -41,6 +43,17 @@ inline Descriptor open_new_file(const char* path) {
   // unlink removes a link itself, never its target, and no directory.
   if (file.open() || errno != EEXIST || ::unlink(path) != 0) return file;
   return Descriptor(::open(path, flags, 0666));
+}
+
+/// Writes all of `bytes` to an open descriptor. Returns false, with errno set, if writing fails.
+inline bool write_all(int descriptor, std::string_view bytes) {
+  while (!bytes.empty()) {
+    const ssize_t written = ::write(descriptor, bytes.data(), bytes.size());
+    if (written < 0 && errno == EINTR) continue;
+    if (written <= 0) return false;
+    bytes.remove_prefix(static_cast<std::size_t>(written));
+  }
+  return true;
 }
 
 }  // namespace lockstep::detail

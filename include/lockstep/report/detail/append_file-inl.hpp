@@ -12,8 +12,8 @@
 #include <utility>
 
 #include "lockstep/detail/linkage.hpp"
+#include "lockstep/files.hpp"
 #include "lockstep/report/detail/append_file.hpp"
-#include "lockstep/train/checkpoint.hpp"
 
 namespace lockstep::detail {
 
