@@ -47,8 +47,8 @@ struct TimeoutError : CommunicationError {
   using CommunicationError::CommunicationError;
 };
 
-/// Another rank failed first, or left the group before this rank's call. This error is a consequence, never the
-/// cause; the message contains the cause.
+/// Another rank failed first, or left the group before this rank's call. This error is a consequence, never
+/// the cause; the message contains the cause.
 struct PeerError : CommunicationError {
   using CommunicationError::CommunicationError;
 };

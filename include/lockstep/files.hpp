@@ -8,15 +8,15 @@
 
 namespace lockstep {
 
-/// Throws UsageError unless a file can be created at `path`. Call it before training, to fail early. Leaves an
-/// existing file unchanged. Refuses an existing path that is not a regular file, such as a device. Not
+/// Throws UsageError unless a file can be created at `path`. Call it before training, to fail early. Leaves
+/// an existing file unchanged. Refuses an existing path that is not a regular file, such as a device. Not
 /// collective.
 void require_writable(const std::filesystem::path& path);
 
-/// Writes `bytes` to `path` atomically: to a temporary file beside it, which is synced and then renamed. After
-/// a crash, a full disk or a kill the previous content remains. A symbolic link stays a link; its target is
-/// replaced. Throws CheckpointError if writing fails or if `path` exists and is not a regular file. Not
-/// collective: call it on one rank.
+/// Writes `bytes` to `path` atomically: to a temporary file beside it, which is synced and then renamed.
+/// After a crash, a full disk or a kill the previous content remains. A symbolic link stays a link; its
+/// target is replaced. Throws CheckpointError if writing fails or if `path` exists and is not a regular
+/// file. Not collective: call it on one rank.
 void write_file_atomically(const std::filesystem::path& path, std::string_view bytes);
 
 /// Returns the content of a regular file. Does not block on a pipe. Throws CheckpointError if `path` is not a

@@ -22,8 +22,8 @@ namespace lockstep {
 ///    collective completes, at most the communicator's timeout. On a GPU it is stream-ordered: the current
 ///    stream waits, the host does not.
 /// 3. `synchronize()` blocks the calling thread until the collective completes; `synchronize(d)` blocks at
-///    most `d`. Both throw TimeoutError, which names the collective and the late ranks, and PeerError if
-///    another rank failed.
+///    most `d`. Both, and a `wait()` that blocks, throw TimeoutError, which names the collective and the late
+///    ranks, and PeerError if another rank failed.
 /// 4. `error()` never blocks. It returns null while the collective is in flight and after it succeeded.
 /// 5. The destructor neither blocks nor throws. A collective without its Work still runs to completion.
 ///
@@ -100,8 +100,9 @@ concept Gathering = Communicator<C> && requires(C& comm, at::Tensor tensor, std:
   { comm.broadcast_bytes_async(bytes, root) } -> std::same_as<typename C::Work>;
 };
 
-/// A communicator with point-to-point messages. Messages between two ranks with one tag arrive in order. A
+/// A communicator with point-to-point messages. Messages between two ranks with equal tags arrive in order. A
 /// list that is sent as one message is received as one list.
+/// Counterpart: torch.distributed.isend and irecv.
 template <class C>
 concept PointToPoint = Communicator<C> &&
     requires(C& comm, at::Tensor tensor, std::vector<at::Tensor> list, int peer, int tag) {

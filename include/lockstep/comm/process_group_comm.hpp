@@ -85,22 +85,23 @@ namespace lockstep {
 /// Collectives over a c10d::Backend of the program: ProcessGroupGloo, ProcessGroupNCCL, ProcessGroupMPI,
 /// ProcessGroupUCC, or one of its own.
 ///
-/// The program may share the backend with other code; all ranks then interleave both users' collectives in one
-/// order. A backend that nothing else holds is destroyed by shutdown(), after its operations completed. A
-/// communicator on a device calls c10d::Backend::abort() when it is aborted or when another rank fails: the
-/// kernels in flight would never end.
+/// The program may share the backend with other code; every rank then issues the collectives of both users
+/// in the same order. If the communicator holds the last reference to the backend, shutdown() destroys the
+/// backend after its operations have completed. A communicator on a device calls c10d::Backend::abort()
+/// when it is aborted or when another rank fails: the kernels in flight would never end.
 ///
 /// Every rank constructs its communicators in the same order and calls the same collectives on each of them
 /// in the same order. Tensors are on the device of the options and may have any strides; a non-contiguous
-/// tensor is copied. Shape and dtype must be equal on all ranks. Many backends end the process or return wrong
-/// values if they differ; ProcessGroupOptions::check_shapes throws a MismatchError on every rank instead.
-/// Empty tensors and empty lists are allowed. A list may mix dtypes; each dtype is one buffer.
+/// tensor is copied. Shape and dtype must be equal on all ranks. Many backends end the process or return
+/// wrong values if they differ; ProcessGroupOptions::check_shapes throws a MismatchError on every rank
+/// instead. Empty tensors and empty lists are allowed. A list may mix dtypes; each dtype is one buffer.
 ///
 /// The class models every concept that the interface of c10d::Backend can serve. A backend that lacks an
 /// operation throws from it, and the call throws CommunicationError that names the backend and the operation;
 /// can_split() tells whether new_group() works. ProcessGroupNCCL ignores the tags of messages, so a tag other
-/// than 0 throws. Bytes travel through the backend on a CPU and through the store on other devices. Averages
-/// are sums that are divided, except on a device, whose backend averages.
+/// than 0 throws. Bytes travel through the backend on a CPU and through the store on other devices.
+/// ReduceOp::avg on a CPU is the backend's sum, divided by the number of ranks; on other devices the backend
+/// computes the average.
 ///
 /// Each call throws CommunicationError inside a rank-zero scope, after shutdown(), or for a tensor that
 /// the backend does not support, and PeerError after another rank has failed. Waiting for a Work throws
@@ -115,10 +116,10 @@ class ProcessGroupComm {
  public:
   using Work = detail::ProcessGroupWork;
 
-  /// Performs the rendezvous with the other ranks. `backend` has the ranks of `world`. On a device, makes it
-  /// the current device of the calling thread. Collective. Blocks. Throws UsageError for a null backend, or
-  /// one whose rank or size is not the world's, and TimeoutError that names the missing ranks when the timeout
-  /// expires.
+  /// Performs the rendezvous with the other ranks. `backend` has the ranks of `world`. On a device, makes
+  /// it the current device of the calling thread. Collective. Blocks. Throws UsageError for a null backend,
+  /// or one whose rank or size is not the world's, and TimeoutError that names the missing ranks when the
+  /// timeout expires.
   ProcessGroupComm(const World& world, c10::intrusive_ptr<c10d::Backend> backend,
                    ProcessGroupOptions options = {});
 

@@ -209,8 +209,8 @@ class TensorDataset {
   at::Tensor data_, target_;
 };
 
-/// Stacks the tensors of the examples into one batch. Examples of any other type are returned unstacked, as
-/// the same vector.
+/// Stacks Examples or TensorExamples into one batch, along a new first dimension. Returns a vector of any
+/// other type unchanged. Counterpart: torch.utils.data.default_collate.
 template <class E>
 auto collate(std::vector<E> examples) {
   if constexpr (std::same_as<E, Example>) {

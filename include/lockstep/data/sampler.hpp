@@ -93,10 +93,11 @@ struct SamplerOptions {
   /// `drop_last`. If both are false, each sample is seen exactly once: the first ranks get the tail, so ranks
   /// may differ by one sample, and ranks beyond the number of samples have none.
   bool pad = true;
-  /// Start the next epoch with each further `reset()`, unless `set_epoch` was called since the last one. For
-  /// loaders that reset their sampler before each pass but do not call set_epoch, such as that of
-  /// torch::data::make_data_loader. Without it, such a pass repeats the order of the last one, as in Python, and
-  /// a shuffling sampler warns once. A Trainer and a lockstep::DataLoader call set_epoch themselves.
+  /// Start the next epoch with each further `reset()`, unless `set_epoch` was called since the last one.
+  /// For loaders that reset their sampler before each pass but do not call set_epoch, such as that of
+  /// torch::data::make_data_loader. Without it, such a pass repeats the order of the last one, as in
+  /// Python, and a shuffling sampler warns once. A Trainer and a lockstep::DataLoader call set_epoch
+  /// themselves.
   bool advance_epoch_on_reset = false;
 };
 
@@ -231,8 +232,8 @@ class StridedSampler : public torch::data::samplers::Sampler<> {
   [[nodiscard]] std::size_t pass_epoch() const { return epoch_.pass(); }
   [[nodiscard]] bool begun() const { return epoch_.begun(); }
 
-  /// Starts a pass over the current epoch, or resumes the one that was just loaded. For a further pass over an
-  /// epoch see SamplerOptions::advance_epoch_on_reset.
+  /// Starts a pass over the current epoch, or resumes the one that was just loaded. For a further pass over
+  /// an epoch see SamplerOptions::advance_epoch_on_reset.
   void reset(std::optional<std::size_t> new_length = std::nullopt) override {
     if (new_length && *new_length != length_) {
       length_ = *new_length;

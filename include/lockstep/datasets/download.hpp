@@ -61,9 +61,9 @@ inline std::filesystem::path temporary_cache_folder() {
 namespace lockstep {
 
 /// Returns this user's cache directory, and creates it if missing: $XDG_CACHE_HOME/lockstep, else
-/// ~/.cache/lockstep. If neither is set, or that directory is not this user's or not writable, `lockstep-UID`
-/// in the temporary directory, with the user's number. Throws DataError if the latter belongs to another user,
-/// is a symbolic link or is accessible to others.
+/// ~/.cache/lockstep. If neither is set, or that directory is not this user's or not writable,
+/// `lockstep-UID` in the temporary directory, with the user's number. Throws DataError if the latter
+/// belongs to another user, is a symbolic link or is accessible to others.
 inline std::filesystem::path cache_folder() {
   const auto variable = [](const char* name) {
     return std::string(std::getenv(name) ? std::getenv(name) : "");

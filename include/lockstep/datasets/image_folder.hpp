@@ -63,10 +63,10 @@ inline bool names_image(const std::filesystem::path& path) {
 
 namespace lockstep {
 
-/// Reads a JPEG or PNG file, which its content tells apart, as uint8 RGB, [3, H, W], channels-last in memory.
-/// Repeats the value of a grey image in each channel, converts CMYK, keeps the upper 8 of 16 bits, and ignores
-/// transparency, colour profiles and the orientation that a camera has noted. Throws DataError that names the
-/// file if it cannot be read or decoded. Thread-safe.
+/// Reads a JPEG or PNG file (detected by its content) as uint8 RGB, [3, H, W], channels-last in memory.
+/// Repeats the value of a grey image in each channel, converts CMYK, keeps the upper 8 of 16 bits, and
+/// ignores transparency, colour profiles and the orientation that a camera has noted. Throws DataError that
+/// names the file if it cannot be read or decoded. Thread-safe.
 /// Counterpart: PIL.Image.open(path).convert("RGB").
 inline at::Tensor read_image(const std::filesystem::path& path) {
   return detail::decode_image(detail::image_bytes(path), path.string());

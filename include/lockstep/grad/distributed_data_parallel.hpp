@@ -79,8 +79,8 @@ namespace lockstep {
 /// buckets; the default is AllReduceHook.
 ///
 /// After `backward`, `p.grad()` is a bucket view: the next backward overwrites it. Clone a gradient that must
-/// outlive the next backward, or set DdpOptions::gradients to `separate`. Both kinds of `zero_grad` (to zero
-/// and to undefined) work.
+/// outlive the next backward, or set DdpOptions::gradients to `separate`. `zero_grad` may set
+/// gradients to zero or to undefined.
 ///
 /// The object is movable. It stores a copy of a module holder, so the original holder may be destroyed. A
 /// module passed by reference and the communicator must outlive the object. The object registers autograd

@@ -48,7 +48,9 @@ namespace lockstep {
 /// interleave. Copies are independent. Thread-safe.
 class Log {
  public:
+  /// Constructs the logger of rank 0.
   Log() = default;
+  /// Constructs the logger of `rank`.
   explicit Log(int rank) : rank_(rank) {}
 
   /// Returns a copy that writes on every rank.

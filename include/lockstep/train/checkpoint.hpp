@@ -118,11 +118,13 @@ inline void deserialize_model(torch::nn::Module& model, std::string_view bytes, 
   }));
 }
 
-/// Saves a model in a single process. `Trainer::save` does it for all ranks.
+/// Writes a model atomically to a file that `torch::load(model, path)` reads. Not collective: call it on one
+/// rank. Throws CheckpointError if writing fails.
 inline void save_model(const torch::nn::Module& model, const std::filesystem::path& path) {
   write_file_atomically(path, serialize_model(model));
 }
-/// Loads a model in a single process; see deserialize_model. `Trainer::load` does it for all ranks.
+/// Reads a file of save_model, torch::save or a checkpoint into `model`. Not collective. Throws
+/// CheckpointError as read_file and deserialize_model do.
 inline void load_model(torch::nn::Module& model, const std::filesystem::path& path) {
   deserialize_model(model, read_file(path), path.string());
 }
@@ -137,7 +139,7 @@ void save_model(const torch::nn::Module& model, const std::filesystem::path& pat
 }
 
 /// Reads a model on rank 0 and copies it to every rank; the other ranks need no access to the file.
-/// Collective. Every rank throws the same error of load_model.
+/// Collective. Throws the CheckpointError of load_model, the same on every rank.
 template <Gathering C>
 void load_model(torch::nn::Module& model, const std::filesystem::path& path, C& comm) {
   forbid_in_rank_zero_scope("load_model");

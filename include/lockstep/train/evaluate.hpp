@@ -98,7 +98,7 @@ void sum_over_ranks(std::span<Total> totals, C& comm) {
   for (std::size_t i = 0; i < totals.size(); ++i) totals[i] = {at[2 * i], at[2 * i + 1]};
 }
 
-/// Broadcasts rank 0's buffers to every rank. Collective.
+/// Broadcasts rank 0's buffers to every rank. Collective; waits as Work::wait does.
 template <Reducing C>
 void broadcast_buffers(const torch::nn::Module& module, C& comm) {
   if (comm.size() == 1) return;

@@ -232,9 +232,9 @@ struct StepReport {
   }
 };
 
-/// A callback after each optimizer step, on every rank: `on_step(report)`, or `on_step(report, comm)` with the
-/// Trainer's communicator. If it returns FitAction::stop, the epoch ends with this step: its EpochCallbacks
-/// run, and a later `fit` starts the next epoch.
+/// A callback after each optimizer step, on every rank: `on_step(report)`, or `on_step(report, comm)` with
+/// the Trainer's communicator. If it returns FitAction::stop, the epoch ends with this step: its
+/// EpochCallbacks run, and a later `fit` starts the next epoch.
 template <class E>
 concept StepCallback = requires(E& callback, const StepReport& report) {
   callback.on_step(report);

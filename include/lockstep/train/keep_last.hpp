@@ -30,17 +30,17 @@ namespace lockstep {
 /// file that cannot be removed is a warning. Pass it to `fit` after the callbacks whose state it saves.
 class KeepLast {
  public:
-  /// `write(path)` is called on every rank; it saves the run by Trainer::save_checkpoint. Throws UsageError if
-  /// `n` is below 1, or if the file name of `pattern` does not have one `{}`.
+  /// `write(path)` is called on every rank; it saves the run by Trainer::save_checkpoint. Throws UsageError
+  /// if `n` is below 1, or if the file name of `pattern` does not have one `{}`.
   KeepLast(std::int64_t n, const std::filesystem::path& pattern,
            std::function<void(const std::filesystem::path&)> write);
 
   /// Returns the path of the checkpoint after `epochs` completed epochs.
   [[nodiscard]] std::filesystem::path path_of(std::int64_t epochs) const;
 
-  /// Returns the path of the checkpoint with the most completed epochs, or nothing if there is none: rank 0
-  /// looks, and every rank gets its answer. Collective. Every rank throws an equal CheckpointError if the
-  /// folder cannot be read.
+  /// Returns the path of the checkpoint with the most completed epochs, std::nullopt if there is none. Rank
+  /// 0 reads the folder and broadcasts the result. Collective. Every rank throws the same CheckpointError
+  /// if the folder cannot be read.
   template <Gathering C>
   [[nodiscard]] std::optional<std::filesystem::path> newest(C& comm) const {
     const std::string found = agree_with_rank_zero<CheckpointError>(comm, [&] { return newest_here(); });
@@ -48,7 +48,8 @@ class KeepLast {
     return found;
   }
 
-  /// Collective.
+  /// Saves a checkpoint, then removes the older ones. Called by `fit`. Collective. Passes on an exception of
+  /// `write`.
   template <Gathering C>
   void on_epoch(const EpochReport& report, C& comm) {
     const std::int64_t epochs = report.epoch + 1;

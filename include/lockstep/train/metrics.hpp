@@ -150,9 +150,10 @@ class MeanMeter {
   std::vector<Pending> pending_;
 };
 
-/// Sums over the samples of a batch, in a tensor of any shape: what a metric returns that is more than one
-/// mean, such as the hits and the samples of each class. Equal in shape for every batch on every rank. Added
-/// in fp64: integers up to 2^53 add up exactly, in any order.
+/// Sums over the samples of a batch, in a tensor of any shape. A metric whose result is more than one mean
+/// returns it, such as the correct predictions and the samples of each class. The shape is the same for every
+/// batch on every rank. The sums of all batches are added in fp64: integers up to 2^53 add up exactly, in any
+/// order.
 struct Sums {
   at::Tensor values;
 };

@@ -27,7 +27,7 @@ using Monitor = std::function<double(const EpochReport&)>;
 /// Whether a smaller or a larger value of a Monitor is better.
 enum class MonitorMode { min, max };
 
-/// The best value of a Monitor so far and the zero-based epoch that it is of.
+/// The best value of a Monitor so far, and its zero-based epoch.
 struct BestValue {
   std::optional<double> value = std::nullopt;
   std::int64_t epoch = 0;
@@ -56,9 +56,9 @@ Log log_of(const C& comm) {
   return comm.rank() == 0 && comm.world().rank() != 0 ? comm.world().log.all() : comm.world().log;
 }
 
-/// Calls the Monitor of `owner` and compares its value, and what it is compared with, over the ranks: all then
-/// take the same decision. Collective. Throws an equal MismatchError on every rank if one of them differs.
-/// Warns if the value is not finite.
+/// Calls the Monitor of `owner` and returns its value. Compares the value, the best value and the options
+/// over the ranks, so that all ranks decide alike. Collective. Throws the same MismatchError on every rank
+/// if one of them differs. Warns if the value is not finite.
 template <Gathering C>
 double monitored_value(const Monitor& monitor, const std::string& owner, const EpochReport& report,
                        const BestValue& best, MonitorMode mode, double min_delta, C& comm) {
@@ -110,7 +110,7 @@ struct EarlyStopping {
   double min_delta = 0;
   MonitorMode mode = MonitorMode::min;
 
-  /// What a checkpoint holds of it.
+  /// The state that a checkpoint stores.
   struct State {
     BestValue best = {};
     /// Number of epochs since the best value.
@@ -119,6 +119,8 @@ struct EarlyStopping {
   };
   State state = {};
 
+  /// Returns FitAction::stop if the run has been stopped. Called by `fit`. Throws UsageError for an invalid
+  /// option.
   template <Gathering C>
   FitAction on_epoch_start(const EpochPlan& plan, C& comm) const {
     check_options();
@@ -127,7 +129,8 @@ struct EarlyStopping {
     return FitAction::stop;
   }
 
-  /// Collective.
+  /// Compares the monitor's value with the best one, and returns FitAction::stop after `patience` epochs
+  /// without an improvement. Called by `fit`. Collective. Throws MismatchError if the ranks' values differ.
   template <Gathering C>
   FitAction on_epoch(const EpochReport& report, C& comm) {
     const double value =
@@ -166,7 +169,7 @@ struct EarlyStopping {
 /// ```
 ///
 /// `write` saves the model by `Trainer::save`, or the run by `Trainer::save_checkpoint`: rank 0 writes the
-/// file, which is whole or the previous one. If `write` throws, the best value is that of the file before. To
+/// file atomically. If `write` throws, the best value stays that of the previous file. To
 /// survive a checkpoint, pass it to save_checkpoint and load_checkpoint as a part, and to `fit` before the
 /// callback that saves. Throws UsageError before the first epoch if a function is missing, MismatchError if
 /// the ranks monitor different values.
@@ -179,9 +182,11 @@ struct BestCheckpoint {
 
   BestValue best = {};
 
+  /// Throws UsageError if a function is missing. Called by `fit`.
   void on_epoch_start(const EpochPlan&) const { check_options(); }
 
-  /// Collective.
+  /// Calls `write` if the monitor's value is the best so far. Called by `fit`. Collective. Throws
+  /// MismatchError if the ranks' values differ.
   template <Gathering C>
   void on_epoch(const EpochReport& report, C& comm) {
     const double value =

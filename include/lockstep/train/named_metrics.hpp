@@ -55,7 +55,8 @@ consteval bool names_differ() {
   }
 }
 
-/// What a wrong call of evaluate returns: converts to anything, so that a static_assert is the only error.
+/// The return type of an invalid call of evaluate: converts to any type, so that a static_assert is the only
+/// error.
 struct NotMeasured {
   template <class T>
   operator T() const;

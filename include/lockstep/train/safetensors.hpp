@@ -35,21 +35,23 @@ std::string serialize_safetensors(const StateDict& entries,
 Safetensors deserialize_safetensors(std::string_view bytes, std::string_view origin);
 
 /// Writes tensors in the safetensors format. Takes the dtypes float64, float32, float16, bfloat16, int64,
-/// int32, int16, int8, uint8, bool and complex64. A tensor under several names is written under each. The file
-/// is written atomically. Throws UsageError for another dtype, a sparse tensor, a repeated name and a name or
-/// text that is not UTF-8; CheckpointError if writing fails.
+/// int32, int16, int8, uint8, bool and complex64. A tensor under several names is written under each. The
+/// file is written atomically. Throws UsageError for another dtype, a sparse tensor, a repeated name and a
+/// name or text that is not UTF-8; CheckpointError if writing fails.
 /// Counterpart: safetensors.torch.save_file.
 void save_safetensors(const StateDict& entries, const std::filesystem::path& path,
                       const SafetensorsMetadata& metadata = {{"format", "pt"}});
 
-/// Reads a safetensors file; all tensors are on the CPU. Verifies the whole header before any tensor is made:
-/// its length (at most safetensors_header_limit), its JSON, in which a repeated or an unknown key is an error,
-/// dtypes, and that the tensors fill the rest of the file without gaps or overlaps. Throws CheckpointError with
-/// the tensor's name or the offset in the file. The format has no checksums: changed data is not detected.
+/// Reads a safetensors file; all tensors are on the CPU. Verifies the whole header before any tensor is
+/// made: its length (at most safetensors_header_limit), its JSON, in which a repeated or an unknown key is
+/// an error, the dtypes, and that the tensors fill the rest of the file without gaps or overlaps. Throws
+/// CheckpointError with the tensor's name or the offset in the file. The format has no checksums: changed
+/// data is not detected.
 /// Counterpart: safetensors.torch.load_file.
 Safetensors load_safetensors(const std::filesystem::path& path);
 
-/// Writes rank 0's tensors. Collective: every rank returns once the file is written, or throws the same error.
+/// Writes rank 0's tensors. Collective: every rank returns once the file is written, or throws the same
+/// error.
 template <Gathering C>
 void save_safetensors(const StateDict& entries, const std::filesystem::path& path, C& comm,
                       const SafetensorsMetadata& metadata = {{"format", "pt"}}) {
@@ -57,7 +59,8 @@ void save_safetensors(const StateDict& entries, const std::filesystem::path& pat
   agree_with_rank_zero<CheckpointError>(comm, [&] { save_safetensors(entries, path, metadata); });
 }
 
-/// Reads a file on rank 0 and returns its content on every rank. Collective.
+/// Reads a file on rank 0 and returns its content on every rank. Collective. Every rank throws the same
+/// CheckpointError.
 template <Gathering C>
 Safetensors load_safetensors(const std::filesystem::path& path, C& comm) {
   forbid_in_rank_zero_scope("load_safetensors");

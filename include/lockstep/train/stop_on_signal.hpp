@@ -34,17 +34,18 @@ namespace lockstep {
 
 /// Options of StopOnSignal.
 struct StopOptions {
-  /// The signals that ask for the stop. SIGTERM is what Kubernetes and `scancel` send, SIGUSR1 what Slurm sends
-  /// for `--signal=USR1@120`.
+  /// The signals that ask for the stop. SIGTERM is what Kubernetes and `scancel` send, SIGUSR1 what Slurm
+  /// sends for `--signal=USR1@120`.
   std::vector<int> signals = {SIGTERM, SIGUSR1};
-  /// The number of optimizer steps between two agreements of the ranks, at least 1. Each agreement is one small
-  /// collective.
+  /// The number of optimizer steps between two agreements of the ranks, at least 1. Each agreement is one
+  /// small collective.
   std::int64_t every = 1;
 };
 
-/// A StepCallback that stops a run when a signal has reached any rank: after the same step, every rank calls
-/// `save()` and throws Stopped, which `fit` passes on. `launch` turns Stopped into exit code 75 and one line on
-/// stderr, so that a batch script can tell a stopped run, to be resumed, from a finished and a failed one:
+/// A StepCallback that stops a run when a signal has reached any rank: after the same step, every rank
+/// calls `save()` and throws Stopped, which `fit` passes on. `launch` turns Stopped into exit code 75 and
+/// one line on stderr, so that a batch script can tell a stopped run, to be resumed, from a finished and a
+/// failed one:
 ///
 /// ```cpp
 /// trainer.load_checkpoint_if_exists("run.ckpt");
@@ -53,7 +54,8 @@ struct StopOptions {
 /// ```
 ///
 /// Pass it as the last callback: callbacks after it do not see the last step. While it lives, and after a
-/// stop until the process ends, its signals have no other effect. At most one lives at a time. It refers to the communicator.
+/// stop until the process ends, its signals have no other effect. At most one lives at a time. It refers to
+/// the communicator.
 template <Gathering C, class Save>
 class StopOnSignal {
  public:
@@ -83,7 +85,8 @@ class StopOnSignal {
     if (!stopped_) restore();
   }
 
-  /// Throws Stopped on every rank if a signal has reached one of them. Collective every `options.every` steps.
+  /// Throws Stopped on every rank if a signal has reached one of them. Collective every `options.every`
+  /// steps.
   void on_step(const StepReport& report) {
     if ((report.step + 1) % options_.every != 0) return;
     const detail::CallScope scope("StopOnSignal::on_step");

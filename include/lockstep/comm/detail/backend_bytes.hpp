@@ -140,8 +140,8 @@ class BytesLane : public std::enable_shared_from_this<BytesLane> {
     return whole;
   }
 
-  /// Completes the second halves in flight. Nothing may be in its first half, and nothing may start
-  /// afterwards.
+  /// Completes the second halves in flight. Requires that no exchange is in its first half; no exchange may
+  /// start afterwards.
   void close() { backend_.reset(); }
 
  private:

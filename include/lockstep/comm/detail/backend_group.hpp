@@ -248,8 +248,8 @@ class BackendGroup {
     }
   }
 
-  /// Blocks until `work` completes. Throws if it failed, if another rank failed, or at `until`. A work that is
-  /// `polled` announces nothing and must be asked.
+  /// Blocks until `work` completes. Throws if it failed, if another rank failed, or at `until`. `polled`: the
+  /// work does not notify its waiters, so its completion is polled.
   void await(const Call& call, c10d::Work& work, Clock::time_point until, bool polled = false) {
     if (polled || !is_gloo_) return await_polled(call, work, until);
     Membership::CallWatch watch(membership(), call);

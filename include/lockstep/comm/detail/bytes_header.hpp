@@ -12,8 +12,9 @@
 
 namespace lockstep::detail {
 
-/// The header of an exchange of bytes, one row of int64 numbers for each rank: the length of the bytes, and the
-/// name of the public call that the exchange serves. Bytes of another call would be read as something else.
+/// The header of an exchange of bytes, one row of int64 numbers for each rank: the length of the bytes, and
+/// the name of the public call that the exchange serves. Bytes of another call would be read as something
+/// else.
 struct BytesHeader {
   static constexpr std::int64_t numbers = 1 + sizeof(SentName) / sizeof(std::int64_t);
 

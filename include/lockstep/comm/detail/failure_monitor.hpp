@@ -69,15 +69,15 @@ inline bool other_call(const Position& position, const ServedCall& served) {
   return served.name && !position.call.empty() && position.call != served.name;
 }
 
-/// Returns whether a collective of one rank, `position`, cannot be the collective of another rank with the same
-/// sequence number.
+/// Returns whether a collective of one rank, `position`, cannot be the collective of another rank with the
+/// same sequence number.
 inline bool differs(const Position& position, const char* operation, const ServedCall& served) {
   return position.operation != operation || other_call(position, served);
 }
 
 /// Describes ranks that are in different public calls: "rank 0 is in Trainer::evaluate, rank 1 in
-/// Trainer::save_checkpoint; call both on every rank". Returns an empty text if neither rank is in one, or both
-/// are in the same.
+/// Trainer::save_checkpoint; call both on every rank". Returns an empty text if neither rank is in one, or
+/// both are in the same.
 inline std::string different_calls(int rank, const char* operation, const ServedCall& served, int other,
                                    const Position& position) {
   // Where the outermost calls differ, the calls inside them explain nothing.
@@ -389,8 +389,8 @@ class FailureMonitor {
     return Question(*this, group, share).await(timeout, most);
   }
 
-  /// Returns the text of different_calls() for the first group and rank of which it is not empty, and an empty
-  /// text if there is none. Blocks at most 1.5 s for each group.
+  /// Returns the first non-empty text of different_calls() over the groups and their ranks, an empty text if
+  /// there is none. Blocks at most 1.5 s for each group.
   [[nodiscard]] std::string different_calls() {
     std::vector<std::shared_ptr<const GroupStatus>> groups;
     {

@@ -94,7 +94,7 @@ class GroupState {
   [[nodiscard]] bool closed() const { return closed_; }
 
   /// Fails the group if another rank has failed, or has left before this call. Costs one atomic read if
-  /// nothing has happened.
+  /// neither has happened.
   void look(const Call& call) {
     if (!membership_.news()) return;
     if (auto error = membership_.look(call)) fail(error, false);

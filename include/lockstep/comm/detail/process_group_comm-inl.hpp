@@ -141,8 +141,8 @@ LOCKSTEP_INLINE void ProcessGroupWork::keep_messages() noexcept {
     for (auto& part : parts_) group_->keep(std::move(part));
 }
 
-/// Gathers the signature `own` of every rank. Returns nothing if all are equal. Throws MismatchError if `call`
-/// serves another public call on another rank. Blocks.
+/// Gathers the signature `own` of every rank. Returns nothing if all are equal. Throws MismatchError if
+/// `call` serves another public call on another rank. Blocks.
 inline std::vector<std::string> differing_signatures(BackendGroup& group, const Call& call,
                                                      const std::string& own) {
   const auto until = call.start + group.timeout();

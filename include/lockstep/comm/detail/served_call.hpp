@@ -34,14 +34,15 @@ inline std::string served_text(const ServedCall& call) {
 /// The public call that this thread runs.
 LOCKSTEP_PROCESS_WIDE inline constinit thread_local ServedCall served_call{};
 
-/// Names the public call that this thread runs while the scope lives. Scopes nest: the outermost call keeps its
-/// name and the innermost one becomes its part.
+/// Names the public call that this thread runs while the scope lives. Scopes nest: the outermost call keeps
+/// its name and the innermost one becomes its part.
 class CallScope {
  public:
   explicit CallScope(const char* name) : before_(served_call) {
     (served_call.name ? served_call.part : served_call.name) = name;
   }
-  /// Continues a call on another thread. An empty ServedCall begins the program's own code, such as a callback.
+  /// Continues a call on another thread. An empty ServedCall begins the program's own code, such as a
+  /// callback.
   explicit CallScope(const ServedCall& call) : before_(std::exchange(served_call, call)) {}
   ~CallScope() { served_call = before_; }
   CallScope(const CallScope&) = delete;

@@ -16,7 +16,7 @@
 
 namespace lockstep::detail {
 
-/// What a backend takes: tensors on a device. `backend` is its name in errors, such as "Gloo".
+/// Checks that a backend supports the tensors of a call. `backend` is its name in errors, such as "Gloo".
 struct TensorCheck {
   std::string backend;
   at::DeviceType device = at::kCPU;

@@ -29,8 +29,8 @@
 
 namespace lockstep::detail {
 
-/// Decodes one JPEG file from memory. `read_header` comes first, then `read_pixels`; each returns false for an
-/// error, which `error()` describes.
+/// Decodes one JPEG file from memory. `read_header` comes first, then `read_pixels`; each returns false for
+/// an error, which `error()` describes.
 class JpegDecoder {
  public:
   explicit JpegDecoder(std::string_view bytes) : bytes_(bytes) {}

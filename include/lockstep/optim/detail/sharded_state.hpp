@@ -16,8 +16,8 @@ class ShardedState {
   /// Calls `read` with the inner optimizer, which has all groups and states meanwhile. Not collective. Throws
   /// CheckpointError unless `consolidate` has gathered the states on this rank since the last step.
   virtual void read_full_state(const Access& read) const = 0;
-  /// Calls `write` with the inner optimizer, which has all groups meanwhile, and then keeps the states of this
-  /// rank's shard. Not collective.
+  /// Calls `write` with the inner optimizer, which has all groups meanwhile, and then keeps the states of
+  /// this rank's shard. Not collective.
   virtual void write_full_state(const Access& write) = 0;
 
  protected:

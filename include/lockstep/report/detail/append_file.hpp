@@ -10,15 +10,15 @@
 
 namespace lockstep::detail {
 
-/// A file that grows by whole records. Each record is one write, so that a killed process leaves whole
-/// records; a record of which a full disk took only a part is cut off again. An error is warned of once, and
-/// later records are dropped: a record is never worth the training.
+/// A file to which records are appended. Each record is one write, so that a killed process leaves complete
+/// records. If a full disk accepts only a part of a record, that part is removed. The first error is logged
+/// as a warning, and later records are dropped: the training continues.
 class AppendFile {
  public:
-  /// Writes nothing at all.
+  /// Constructs a file that drops all records.
   AppendFile() = default;
-  /// Opens the file for appending, and creates it and its folders where they are missing. If the file does
-  /// not end with a newline and holds `lines`, the text after the last newline is cut off.
+  /// Opens the file for appending, and creates it and its folders where they are missing. With `lines`,
+  /// removes the text after the last newline of an existing file.
   AppendFile(std::filesystem::path path, Log log, bool lines);
 
   /// Returns whether records are written.
@@ -42,8 +42,8 @@ class AppendFile {
 /// Warns that the file is not written, and why.
 void warn_of_unwritten(const Log& log, const std::filesystem::path& path, std::string_view why);
 
-/// Writes a file by write_file_atomically, and creates its folders. Warns of the first failure if `warned` is false,
-/// and sets it.
+/// Writes a file by write_file_atomically, and creates its folders. Warns of the first failure if `warned`
+/// is false, and sets it.
 void write_or_warn(const std::filesystem::path& path, std::string_view bytes, const Log& log, bool& warned);
 
 }  // namespace lockstep::detail

@@ -34,7 +34,7 @@ class SparseSeries {
   std::vector<std::pair<double, double>> values_;
 };
 
-/// What a rank records of an epoch for a RunReport.
+/// Records one epoch of a rank for a RunReport.
 class RunRecorder {
  public:
   /// `loss`: also records the losses of the steps.

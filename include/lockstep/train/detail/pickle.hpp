@@ -28,8 +28,9 @@
 #include "lockstep/error.hpp"
 #include "lockstep/train/detail/archive.hpp"
 
-// The files of Python's torch.save: a ZIP archive with a pickle of protocol 2, whose tensors refer to storages
-// in records of their own. LibTorch's own unpickler drops an OrderedDict, which is what a state dict is.
+// The files of Python's torch.save: a ZIP archive with a pickle of protocol 2, whose tensors refer to
+// storages in records of their own. LibTorch's own unpickler drops an OrderedDict, which is what a state
+// dict is.
 
 namespace lockstep::detail {
 

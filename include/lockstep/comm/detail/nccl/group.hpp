@@ -260,10 +260,10 @@ class NcclGroup {
     children_.push_back(child);
   }
 
-  /// Runs `replay()`, which launches a graph with collectives of this group on the current stream, and
-  /// possibly of groups split from it. The replay is ordered after all prior collectives, and counts as one
-  /// collective of this group, and of each of those groups of which a graph has captured any, under their
-  /// watchdogs. Throws the first error of any of them instead of launching.
+  /// Runs `replay()`, which launches a graph on the current stream. The graph holds collectives of this
+  /// group, and may hold collectives of groups that were split from it. The replay is ordered after all
+  /// prior collectives. It counts as one collective of each of these groups, under their watchdogs. Throws
+  /// the first error of any of them instead of launching.
   template <class Replay>
   void watch_replay(Replay&& replay) {
     std::vector<std::shared_ptr<NcclGroup>> inner;
