@@ -224,7 +224,7 @@ class ProcessGroupComm {
   [[nodiscard]] const detail::TensorCheck& check() const;
 
   template <class Tensors>
-  Work begin(const char* name, std::optional<ReduceOp> op, int root, const Tensors& tensors);
+  Work begin(const char* name, std::optional<ReduceOp> op, std::optional<int> root, const Tensors& tensors);
 
   Work begin_message(const char* name, const std::vector<at::Tensor>& list, int peer, int tag);
 

@@ -148,7 +148,7 @@ class Membership {
   [[nodiscard]] const std::string& name() const { return status_->name; }
   [[nodiscard]] const std::vector<int>& ranks() const { return status_->ranks; }
   /// Returns the Call of a rendezvous: it has no name and no sequence number.
-  static Call making() { return {"", 0, -1, 0, Clock::now(), served_call}; }
+  static Call making() { return {"", 0, {}, 0, Clock::now(), served_call}; }
 
   /// Counts a collective and makes it this rank's position, which answers to other ranks report.
   std::uint64_t enter(const char* name, const ServedCall& served) {

@@ -216,8 +216,8 @@ inline ProcessGroupOptions checked(ProcessGroupOptions options, const World& wor
 namespace lockstep {
 
 template <class Tensors>
-ProcessGroupComm::Work ProcessGroupComm::begin(const char* name, std::optional<ReduceOp> op, int root,
-                                               const Tensors& tensors) {
+ProcessGroupComm::Work ProcessGroupComm::begin(const char* name, std::optional<ReduceOp> op,
+                                               std::optional<int> root, const Tensors& tensors) {
   const detail::Call call = group().state().begin(name);
   if (group().options().check_shapes && size() > 1) {
     const std::string operation = detail::operation_text(name, op, root);
@@ -321,7 +321,7 @@ LOCKSTEP_INLINE bool ProcessGroupComm::can_split() const {
 
 LOCKSTEP_INLINE ProcessGroupComm::Work ProcessGroupComm::all_reduce(const at::Tensor& tensor, ReduceOp op) {
   detail::check_reducible(check(), "all_reduce", tensor, op);
-  Work work = begin("all_reduce", op, -1, tensor);
+  Work work = begin("all_reduce", op, {}, tensor);
   if (tensor.numel() == 0) return work;
   if (!tensor.is_contiguous()) {
     reduce_bundle(work, detail::TensorBundle{{tensor}}, op);
@@ -341,7 +341,7 @@ LOCKSTEP_INLINE ProcessGroupComm::Work ProcessGroupComm::all_reduce(const at::Te
 LOCKSTEP_INLINE ProcessGroupComm::Work ProcessGroupComm::all_reduce(const std::vector<at::Tensor>& list,
                                                                     ReduceOp op) {
   for (const at::Tensor& tensor : list) detail::check_reducible(check(), "all_reduce", tensor, op);
-  Work work = begin("all_reduce", op, -1, list);
+  Work work = begin("all_reduce", op, {}, list);
   for (detail::TensorBundle& bundle : detail::bundles_of(list)) reduce_bundle(work, std::move(bundle), op);
   return work;
 }
@@ -394,7 +394,7 @@ LOCKSTEP_INLINE ProcessGroupComm::Work ProcessGroupComm::all_gather(const at::Te
 LOCKSTEP_INLINE ProcessGroupComm::Work ProcessGroupComm::all_gather(const std::vector<at::Tensor>& outputs,
                                                                     const std::vector<at::Tensor>& inputs) {
   detail::check_pairs(check(), "all_gather", outputs, inputs, size());
-  Work work = begin("all_gather", std::nullopt, -1, inputs);
+  Work work = begin("all_gather", std::nullopt, {}, inputs);
   auto from = detail::bundles_of(inputs), to = detail::bundles_of(outputs, size());
   for (std::size_t i = 0; i < to.size(); ++i) {
     from[i].pack();
@@ -419,7 +419,7 @@ LOCKSTEP_INLINE ProcessGroupComm::Work ProcessGroupComm::reduce_scatter(
     const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs, ReduceOp op) {
   for (const at::Tensor& input : inputs) detail::check_reducible(check(), "reduce_scatter", input, op);
   detail::check_pairs(check(), "reduce_scatter", inputs, outputs, size());
-  Work work = begin("reduce_scatter", op, -1, inputs);
+  Work work = begin("reduce_scatter", op, {}, inputs);
   auto from = detail::bundles_of(inputs, size()), to = detail::bundles_of(outputs);
   for (std::size_t i = 0; i < to.size(); ++i) {
     from[i].pack();
@@ -461,7 +461,7 @@ LOCKSTEP_INLINE ProcessGroupComm::Work ProcessGroupComm::all_to_all(const std::v
       throw CommunicationError(
           detail::formatted("all_to_all: the input {} must have one row for each of {} ranks",
                             detail::describe(input), size()));
-  Work work = begin("all_to_all", std::nullopt, -1, inputs);
+  Work work = begin("all_to_all", std::nullopt, {}, inputs);
   auto from = detail::bundles_of(inputs, size()), to = detail::bundles_of(outputs, size());
   for (std::size_t i = 0; i < to.size(); ++i) {
     from[i].pack();

@@ -21,12 +21,12 @@ inline std::string signature(const std::string& operation, const std::vector<at:
   return text;
 }
 
-/// Returns the first line of a signature, such as "all_reduce of sum with root 2". -1 means no root.
-inline std::string operation_text(const char* name, std::optional<ReduceOp> op, int root) {
+/// Returns the first line of a signature, such as "all_reduce of sum with root 2".
+inline std::string operation_text(const char* name, std::optional<ReduceOp> op, std::optional<int> root) {
   static constexpr const char* ops[] = {"sum", "avg", "min", "max", "product"};
   std::string text = name;
   if (op) text += detail::formatted(" of {}", ops[static_cast<int>(*op)]);
-  if (root >= 0) text += detail::formatted(" with root {}", root);
+  if (root) text += detail::formatted(" with root {}", *root);
   return text;
 }
 

@@ -208,7 +208,7 @@ class BasicNcclComm {
   }
   Work all_reduce(const std::vector<at::Tensor>& list, ReduceOp op = ReduceOp::sum) {
     check("all_reduce").reduces(list, op);
-    const Call call = begin("all_reduce", op, -1, list);
+    const Call call = begin("all_reduce", op, {}, list);
     return run(call, {}, {}, list, [this, op](auto comm, const auto& stream, const auto& operands) {
       return operands.for_each_changed([&](const at::Tensor& tensor) {
         const auto wire = reduced_as(tensor);
@@ -251,7 +251,7 @@ class BasicNcclComm {
   }
   Work all_gather(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs) {
     check("all_gather").pairs(outputs, inputs, size());
-    return start_all_gather<D>(group_, begin("all_gather", std::nullopt, -1, inputs), outputs, inputs);
+    return start_all_gather<D>(group_, begin("all_gather", std::nullopt, {}, inputs), outputs, inputs);
   }
 
   /// Reduces the rows of every rank's `input` [size, ...]. Rank r receives row r in `output` [...].
@@ -262,7 +262,7 @@ class BasicNcclComm {
                       ReduceOp op = ReduceOp::sum) {
     check("reduce_scatter").reduces(inputs, op);
     check("reduce_scatter").pairs(inputs, outputs, size());
-    const Call call = begin("reduce_scatter", op, -1, inputs);
+    const Call call = begin("reduce_scatter", op, {}, inputs);
     return run(call, outputs, inputs, {}, [this, op](auto comm, const auto& stream, const auto& operands) {
       return operands.for_each_pair([&](const at::Tensor& output, const at::Tensor& input) {
         const auto wire = reduced_as(output);
@@ -284,7 +284,7 @@ class BasicNcclComm {
         check("all_to_all")
             .refuse(detail::formatted("the input {} must have one row for each of {} ranks", describe(input),
                                       size()));
-    const Call call = begin("all_to_all", std::nullopt, -1, inputs);
+    const Call call = begin("all_to_all", std::nullopt, {}, inputs);
     return run(call, outputs, inputs, {}, [this](auto comm, const auto& stream, const auto& operands) {
       return operands.for_each_pair([&](const at::Tensor& output, const at::Tensor& input) {
         const auto wire = moved_as(input);
@@ -400,7 +400,8 @@ class BasicNcclComm {
 
   [[nodiscard]] const D& device() const { return group_->device(); }
   [[nodiscard]] NcclTensorCheck<D> check(const char* name) const { return {name, device(), world().rank()}; }
-  Call begin(const char* name, std::optional<ReduceOp> op, int root, const std::vector<at::Tensor>& list) {
+  Call begin(const char* name, std::optional<ReduceOp> op, std::optional<int> root,
+             const std::vector<at::Tensor>& list) {
     if (!group_->options().check_shapes || size() == 1) return group_->state().begin(name);
     const Call call = begin_on_host(name);
     const std::vector<std::string> all =

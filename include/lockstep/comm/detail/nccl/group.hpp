@@ -184,7 +184,7 @@ class NcclGroup {
   /// Returns an uninitialized tensor [length] with the dtype and device of `like`. See NcclOptions::buffers.
   at::Tensor empty_buffer(std::int64_t length, const at::Tensor& like) {
     if (!buffers_ || failed()) return at::empty({length}, like.options());
-    return guarded({"empty_buffer", 0, -1, 0, Clock::now()}, [&] { return buffers_->make(length, like); });
+    return guarded({"empty_buffer", 0, {}, 0, Clock::now()}, [&] { return buffers_->make(length, like); });
   }
 
   /// Issues the work of a call, ordered after all prior work on the current stream. `issue(comm, stream)`
