@@ -163,7 +163,7 @@ inline void cmyk_to_rgb(const std::uint8_t* from, std::uint8_t* to, std::int64_t
   }
 }
 
-/// Decodes a JPEG or PNG file, which its first bytes tell apart, to uint8 RGB, [3, H, W]. `name` names it in
+/// Decodes a JPEG or PNG file (detected by its first bytes) to uint8 RGB, [3, H, W]. `name` names it in
 /// errors. Throws DataError.
 inline at::Tensor decode_image(std::string_view bytes, std::string_view name) {
   const auto refuse = [&](std::string_view why) -> at::Tensor {

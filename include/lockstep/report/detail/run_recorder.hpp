@@ -17,12 +17,12 @@
 
 namespace lockstep::detail {
 
-/// Decides which values of a growing series are kept, so that there are 1024 at most, evenly spaced.
+/// Thins a growing series to at most 1024 evenly spaced values.
 class SparseSeries {
  public:
-  /// Returns whether the next value is wanted.
+  /// Returns whether the next value is kept.
   [[nodiscard]] bool wants() const { return next_ % stride_ == 0; }
-  /// Adds the next value, if it is wanted.
+  /// Adds the next value if it is kept.
   void add(double x, double y);
   void skip() { ++next_; }
   void clear() { *this = {}; }
@@ -39,8 +39,8 @@ class RunRecorder {
  public:
   /// `loss`: also records the losses of the steps.
   void step(const StepReport& report, const StepProfile& profile, bool loss);
-  /// Returns the sums of the epoch, and what only the last epoch shows, as one JSON object each with a zero
-  /// byte between them. Begins a new epoch.
+  /// Returns two JSON objects, separated by a zero byte: the sums of the epoch, and the data that the page
+  /// shows of the last epoch only. Begins a new epoch.
   std::string take_epoch(const World& world);
   [[nodiscard]] const SparseSeries& losses() const { return losses_; }
 
@@ -58,7 +58,7 @@ class RunPage {
  public:
   RunPage(std::string title, const World& world, int ranks);
 
-  /// Adds an epoch with what `take_epoch` returned on each rank.
+  /// Adds an epoch. `ranks` holds the result of RunRecorder::take_epoch on each rank.
   void add_epoch(const EpochReport& report, const std::vector<std::string>& ranks);
   void add_scalar(std::string_view tag, double value, std::int64_t step);
   /// Returns the HTML page.

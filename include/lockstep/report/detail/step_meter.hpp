@@ -12,12 +12,12 @@
 
 namespace lockstep::detail {
 
-/// The values that are logged of a step.
+/// The logged values of one step.
 struct StepValues {
   std::int64_t epoch = 0, step = 0;
   double loss = std::numeric_limits<double>::quiet_NaN();
   double lr = 0;
-  double samples_per_second = 0;  // of all ranks, since the values before
+  double samples_per_second = 0;  // of all ranks, since the previously logged step
   double seconds = 0;             // of the step
 };
 
