@@ -1,5 +1,7 @@
 #pragma once
 
+#include "lockstep/detail/libtorch_required.hpp"
+
 // The headers of a hand-written training loop: launch, communicators, DistributedDataParallel, samplers and
 // the loader.
 #include "lockstep/comm/gloo_comm.hpp"

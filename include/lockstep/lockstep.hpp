@@ -1,5 +1,7 @@
 #pragma once
 
+#include "lockstep/detail/libtorch_required.hpp"
+
 // Every public header except ddp.hpp, whose headers are all here, those that need CUDA
 // (comm/nccl_comm.hpp, train/cuda_graph.hpp) and those of datasets/.
 #include "lockstep/comm/agreement.hpp"

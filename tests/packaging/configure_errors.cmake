@@ -1,5 +1,6 @@
 # Run by ctest: configures lockstep where something that it needs is missing or too old. Each error is one sentence that names
-# it and the remedies, and comes without a stack trace of FetchContent. TORCH: a LibTorch that can be used.
+# it and the remedies, and comes without a stack trace of FetchContent. Without any LibTorch a project configures, and its build
+# ends with the sentence. TORCH: a LibTorch that can be used.
 cmake_minimum_required(VERSION 3.25)
 file(REMOVE_RECURSE ${SCRATCH})
 file(MAKE_DIRECTORY ${SCRATCH}/user ${SCRATCH}/finds)
@@ -51,7 +52,7 @@ expect("lockstep: CLI11 is not installed, and https://github.com/CLIUtils/CLI11.
 (on Debian: apt-get install libcli11-dev), or set FETCHCONTENT_SOURCE_DIR_CLI11 to a folder"
   ${SOURCE} ${usable} -DCMAKE_DISABLE_FIND_PACKAGE_CLI11=ON -DLOCKSTEP_BUILD_TESTS=OFF)
 
-# A LibTorch that is too old, and none.
+# A LibTorch that is too old, and a folder without one.
 file(WRITE ${SCRATCH}/old/include/torch/csrc/api/include/torch/version.h "#define TORCH_VERSION_MAJOR 2
 #define TORCH_VERSION_MINOR 5
 #define TORCH_VERSION_PATCH 1
@@ -60,12 +61,26 @@ expect("lockstep: the given LibTorch cannot be used: LibTorch 2.5.1 in ${SCRATCH
 set Torch_ROOT to another one, or leave it to lockstep to find or install one (LOCKSTEP_FETCH_TORCH=ON)"
   ${SCRATCH}/user -DCMAKE_CXX_COMPILER=${COMPILER} -DTorch_ROOT=${SCRATCH}/old)
 
+expect("lockstep: Torch_ROOT is ${SCRATCH}/user, but there is no LibTorch: set it to the folder that holds LibTorch's include/ and \
+lib/, or leave it to lockstep" ${SCRATCH}/user -DCMAKE_CXX_COMPILER=${COMPILER} -DTorch_ROOT=${SCRATCH}/user)
+
 # The same without CMake.
 file(WRITE ${SCRATCH}/old.cpp "#include \"lockstep/detail/libtorch_version.hpp\"\n")
 execute_process(COMMAND ${COMPILER} -std=c++20 -E -I${SOURCE}/include -I${SCRATCH}/old/include/torch/csrc/api/include
   ${SCRATCH}/old.cpp -o ${SCRATCH}/old.i RESULT_VARIABLE result ERROR_VARIABLE output)
 if(result EQUAL 0 OR NOT output MATCHES "lockstep: this LibTorch is too old, lockstep needs 2.6 or newer: put a newer one on")
   message(FATAL_ERROR "the headers accept LibTorch 2.5.1: ${output}")
+endif()
+file(WRITE ${SCRATCH}/none.cpp "#include \"lockstep/lockstep.hpp\"\n")
+if(NOT EXISTS /usr/include/torch)
+  execute_process(COMMAND ${COMPILER} -std=c++20 -fsyntax-only -I${SOURCE}/include ${SCRATCH}/none.cpp
+    RESULT_VARIABLE result ERROR_VARIABLE output)
+  string(REGEX MATCHALL "error: " errors "${output}")
+  list(LENGTH errors count)
+  # The sentence, and the first include of LibTorch, at which the compiler stops.
+  if(result EQUAL 0 OR NOT count EQUAL 2 OR NOT output MATCHES "lockstep: there is no LibTorch on the include path: add the folders")
+    message(FATAL_ERROR "the headers without LibTorch ended with ${result} and ${count} errors:\n${output}")
+  endif()
 endif()
 
 # A compiler that is too old: one that says so.
@@ -94,6 +109,56 @@ execute_process(COMMAND ${CMAKE_COMMAND} -G ${GENERATOR} -S ${SOURCE} -B ${SCRAT
 execute_process(COMMAND ${CMAKE_COMMAND} --install ${SCRATCH}/lockstep OUTPUT_QUIET COMMAND_ERROR_IS_FATAL ANY)
 expect("lockstep: fmt is not installed: install it (on Debian: apt-get install libfmt-dev), or set fmt_DIR to the folder of its \
 fmt-config.cmake" ${SCRATCH}/finds ${usable} -DCMAKE_PREFIX_PATH=${SCRATCH}/prefix -DCMAKE_DISABLE_FIND_PACKAGE_fmt=ON)
+
+# No LibTorch at all: none in /usr, and a python3 without torch and pip.
+file(WRITE ${SCRATCH}/no_torch/python3 "#!/bin/sh\nexit 1\n")
+file(CHMOD ${SCRATCH}/no_torch/python3 PERMISSIONS OWNER_READ OWNER_EXECUTE)
+file(WRITE ${SCRATCH}/program/main.cpp "#include \"lockstep/ddp.hpp\"\nint main() {}\n")
+
+# without_torch(NAME SENTENCE LINES ARGS): a program of a project that has lockstep by LINES configures with a warning, and its
+# build ends before a file is compiled. Both say SENTENCE.
+function(without_torch name sentence lines)
+  file(REMOVE_RECURSE ${SCRATCH}/build)
+  file(WRITE ${SCRATCH}/program/CMakeLists.txt "cmake_minimum_required(VERSION 3.22)
+project(program LANGUAGES CXX)
+${lines}
+foreach(library IN ITEMS lockstep compiled)
+  add_executable(with_\${library} main.cpp)
+  target_link_libraries(with_\${library} PRIVATE lockstep::\${library})
+endforeach()
+")
+  set(hidden ${offline} --unset=CMAKE_PREFIX_PATH --unset=Torch_ROOT --unset=Torch_DIR PATH=${SCRATCH}/no_torch:$ENV{PATH})
+  execute_process(COMMAND ${hidden} ${CMAKE_COMMAND} -G ${GENERATOR} -S ${SCRATCH}/program -B ${SCRATCH}/build
+    -DCMAKE_CXX_COMPILER=${COMPILER} ${ARGN} RESULT_VARIABLE result OUTPUT_VARIABLE output ERROR_VARIABLE output)
+  execute_process(COMMAND ${hidden} ${CMAKE_COMMAND} --build ${SCRATCH}/build
+    RESULT_VARIABLE build_result OUTPUT_VARIABLE build_output ERROR_VARIABLE build_output)
+  foreach(text IN ITEMS output build_output)
+    string(REGEX REPLACE "[ \n]+" " " words "${${text}}")
+    string(FIND "${words}" "lockstep: no LibTorch 2.6 or newer was found (looked in" position)
+    string(FIND "${words}" "${sentence}" remedies)
+    if(position EQUAL -1 OR remedies EQUAL -1)
+      message(FATAL_ERROR "${name} without LibTorch does not say '${sentence}':\n${${text}}")
+    endif()
+  endforeach()
+  string(REGEX MATCHALL "[Ee]rror[: ]" errors "${build_output}")
+  list(FILTER errors EXCLUDE REGEX "Error $")
+  if(NOT result EQUAL 0 OR build_result EQUAL 0 OR errors OR output MATCHES "CMake Error")
+    message(FATAL_ERROR "${name} without LibTorch: configuring ended with ${result}, building with ${build_result}:\n${output}\n\
+${build_output}")
+  endif()
+endfunction()
+if(EXISTS /usr/include/torch)
+  message("SKIPPED configure_errors in part: there is a LibTorch in /usr")
+else()
+  set(remedies "set Torch_ROOT to one, or install one (apt-get install libtorch-dev, or pip install torch)")
+  set(fetch ", or set LOCKSTEP_FETCH_TORCH=ON to let CMake install one with pip")
+  without_torch(find_package "${remedies}${fetch}" "find_package(lockstep REQUIRED)" -DCMAKE_PREFIX_PATH=${SCRATCH}/prefix)
+  without_torch(add_subdirectory "no_torch/python3 has neither pip nor venv to install one with (apt-get install python3-venv)): \
+${remedies}" "add_subdirectory(${SOURCE} lockstep)")
+  without_torch(FetchContent "${remedies}${fetch}" "include(FetchContent)
+FetchContent_Declare(lockstep SOURCE_DIR ${SOURCE})
+FetchContent_MakeAvailable(lockstep)" -DLOCKSTEP_FETCH_TORCH=OFF)
+endif()
 
 # A CMake that is too old reads the first lines of CMakeLists.txt.
 file(WRITE ${SCRATCH}/old_cmake.cmake "set(CMAKE_VERSION 3.18.4)\ninclude(${SOURCE}/CMakeLists.txt)\n")

@@ -1,17 +1,12 @@
 #pragma once
 
-// The oldest LibTorch, and all code that depends on the version. The rest of lockstep is written so that
+// All code that depends on the version of LibTorch. The rest of lockstep is written so that
 // each version compiles and computes the same: it divides sums where Gloo has averages only since 2.13
 // (native() in comm/detail/tensor_lists.hpp), sets the options of an optimizer's groups where 2.15 replaces
 // them by defaults (keep_options() in optim/detail/optimizer.hpp), and reads elements by const_data()
 // (const_data.hpp). packaging/torch_matrix.py builds and runs a program with each version.
 
-#include <torch/version.h>
-
-#if TORCH_VERSION_MAJOR < 2 || (TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 6)
-#error \
-    "lockstep: this LibTorch is too old, lockstep needs 2.6 or newer: put a newer one on the include path, or with CMake set Torch_ROOT to it"
-#endif
+#include "lockstep/detail/libtorch_required.hpp"
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
