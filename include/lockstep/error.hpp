@@ -18,6 +18,7 @@ namespace lockstep {
 /// `rank()` is the global rank that threw it, -1 if no World existed yet.
 class Error : public std::runtime_error {
  public:
+  /// `rank` defaults to this process's rank.
   explicit Error(const std::string& what, int rank = detail::process_rank.load())
       : std::runtime_error(what), rank_(rank) {}
   [[nodiscard]] int rank() const noexcept { return rank_; }
@@ -88,6 +89,7 @@ struct Stopped : Error {
 /// the exit code of the process, or 128 + the signal that ended it.
 class ProcessError : public Error {
  public:
+  /// `exit_code` is that of the process, or 128 + the signal that ended it.
   ProcessError(const std::string& what, int exit_code) : Error(what), exit_code_(exit_code) {}
   [[nodiscard]] int exit_code() const noexcept { return exit_code_; }
 

@@ -161,7 +161,9 @@ class CommByDevice {
     host_.shutdown();
   }
 
+  /// Returns the communicator of CPU tensors.
   [[nodiscard]] Host& host() { return host_; }
+  /// Returns the communicators of the devices, in the order of construction.
   [[nodiscard]] std::vector<Device>& devices() { return devices_; }
 
  private:

@@ -214,6 +214,7 @@ class ProcessGroupComm {
   void shutdown();
 
  protected:
+  /// For a derived communicator, which makes the group.
   explicit ProcessGroupComm(std::shared_ptr<detail::BackendGroup> group);
 
   /// Returns the group of a sub-communicator, null on ranks outside the list. See new_group.

@@ -31,7 +31,9 @@ concept RankedGroup = requires(const G& group) {
 /// The key of a random generator: each (epoch, rank, stream) of a seed has its own draws. `stream` numbers
 /// the concurrent users of random numbers on a rank, such as the workers, or the batches of a loader.
 struct GeneratorKey {
+  /// The seed of the run.
   std::uint64_t seed = 0;
+  /// The zero-based epoch.
   std::uint64_t epoch = 0;
   std::uint32_t rank = 0;
   std::uint64_t stream = 0;

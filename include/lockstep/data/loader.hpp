@@ -200,9 +200,11 @@ class DataLoader {
   /// Returns the epoch of the current pass, or the sampler's epoch before the first pass.
   [[nodiscard]] std::size_t epoch() const { return sampler_.pass_epoch(); }
 
+  /// Returns the dataset that it reads.
   [[nodiscard]] const D& dataset() const { return dataset_; }
   [[nodiscard]] S& sampler() { return plain(sampler_); }
   [[nodiscard]] const S& sampler() const { return plain(sampler_); }
+  /// Returns the options that it was constructed with.
   [[nodiscard]] const LoaderOptions& options() const { return options_; }
 
  private:
@@ -566,6 +568,7 @@ class StagedPass {
 template <class Loader>
 class StagedBatches {
  public:
+  /// `device` receives the batches; a CUDA device gets a stream for the copies.
   StagedBatches(Loader& loader, const c10::Device& device) : loader_(loader) {
     if (device.is_cuda()) stream_.emplace(device);
   }

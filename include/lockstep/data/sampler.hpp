@@ -380,6 +380,7 @@ class DistributedSampler : public detail::StridedSampler {
   DistributedSampler(std::size_t length, int rank, int world_size, const SamplerOptions& options = {})
       : detail::StridedSampler("DistributedSampler", length, rank, world_size, options) {}
 
+  /// Takes rank and number of ranks from a group, such as a World or a communicator.
   template <RankedGroup G>
   DistributedSampler(std::size_t length, const G& group, const SamplerOptions& options = {})
       : DistributedSampler(length, group.rank(), group.size(), options) {}
@@ -464,6 +465,7 @@ class EvaluationSampler : public torch::data::samplers::Sampler<> {
     detail::check_rank("EvaluationSampler", rank, world_size);
   }
 
+  /// Takes rank and number of ranks from a group, such as a World or a communicator.
   template <RankedGroup G>
   EvaluationSampler(std::size_t length, const G& group)
       : EvaluationSampler(length, group.rank(), group.size()) {}
@@ -752,6 +754,7 @@ class PermutationSampler : public detail::StridedSampler {
   PermutationSampler(std::size_t length, int rank, int world_size, const SamplerOptions& options = {})
       : detail::StridedSampler("PermutationSampler", length, rank, world_size, options) {}
 
+  /// Takes rank and number of ranks from a group, such as a World or a communicator.
   template <RankedGroup G>
   PermutationSampler(std::size_t length, const G& group, const SamplerOptions& options = {})
       : PermutationSampler(length, group.rank(), group.size(), options) {}

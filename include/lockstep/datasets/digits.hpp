@@ -152,7 +152,9 @@ namespace lockstep {
 /// Grayscale images and their labels. images: uint8 [N, 28, 28], 0 is paper and 255 is ink; labels: uint8
 /// [N].
 struct Digits {
+  /// uint8 [N, 28, 28].
   at::Tensor images;
+  /// uint8 [N].
   at::Tensor labels;
 };
 

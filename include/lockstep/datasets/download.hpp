@@ -88,6 +88,7 @@ inline std::filesystem::path cache_folder() {
 struct RemoteFile {
   std::string name;
   std::uint64_t size;
+  /// The MD5 sum as hexadecimal digits.
   std::string md5;
 };
 

@@ -165,7 +165,9 @@ namespace lockstep {
 /// The properties that `read_idx` requires of a file; unset ones are not checked. `content` describes the
 /// expected data in errors.
 struct IdxExpectation {
+  /// The dtype of the elements.
   std::optional<at::ScalarType> dtype{};
+  /// The number of dimensions.
   std::optional<int> dimensions{};
   std::string_view content = "data";
 };

@@ -70,6 +70,7 @@ concept ImageTransform = requires(const T& transform, const at::Tensor& image) {
 
 /// A part of an image, in pixels.
 struct CropBox {
+  /// The corner nearest to the image's origin, and the size.
   std::int64_t top, left, height, width;
   bool operator==(const CropBox&) const = default;
 };
@@ -209,6 +210,7 @@ class Compose {
                 "lockstep: a transform of Compose is called as transform(image) or transform(image, "
                 "generator) and returns a tensor");
 
+  /// The transforms, in the order in which they are applied.
   explicit Compose(Steps... steps) : steps_(std::move(steps)...) {}
 
   at::Tensor operator()(at::Tensor image, at::Generator& generator) const {

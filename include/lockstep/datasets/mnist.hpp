@@ -72,6 +72,7 @@ class DigitDataset {
     return batch;
   }
 
+  /// Returns all images and labels.
   [[nodiscard]] const Digits& digits() const { return digits_; }
 
  private:

@@ -25,6 +25,7 @@ namespace lockstep {
 template <IndexedDataset D>
 class TransformedDataset {
  public:
+  /// `seed` makes the draws of a run repeatable.
   TransformedDataset(D dataset, Transform transform, std::uint64_t seed = 0)
       : dataset_(std::move(dataset)), transform_(std::move(transform)), seed_(seed) {}
 
@@ -39,6 +40,7 @@ class TransformedDataset {
   /// Sets the epoch from which the draws follow.
   void set_epoch(std::uint64_t epoch) { epoch_ = epoch; }
 
+  /// Returns the dataset without the transform.
   [[nodiscard]] const D& dataset() const { return dataset_; }
 
  private:

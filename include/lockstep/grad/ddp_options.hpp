@@ -97,6 +97,7 @@ struct DdpOptions {
 struct BucketReport {
   std::vector<std::size_t> parameters;  ///< indices into those that require grad, in memory order
   std::size_t bytes = 0;                ///< 0 for a sparse bucket, whose number of rows varies
+  /// Whether the bucket holds one parameter's sparse gradient, which is gathered.
   bool sparse = false;
   double launched = 0;  ///< seconds from the start of backward to the launch of its reduction
   /// Seconds from the start of backward to the completion of its reduction; 0 unless completions are recorded
@@ -110,7 +111,9 @@ struct DdpReport {
   std::size_t reductions = 0;  ///< completed so far
   /// The start of the last reduction's backward, to which the times below are relative.
   std::chrono::steady_clock::time_point began = {};
+  /// The name of the communication hook.
   std::string hook;
+  /// One report a bucket, in bucket order.
   std::vector<BucketReport> buckets;
   /// Indices into the parameters that require grad: `ready_order` in the order in which the gradients of the
   /// last reduction became ready, `unused` the parameters that took no part in the last backward on this
@@ -122,6 +125,7 @@ struct DdpReport {
   double communication = 0;  ///< from the launch of the first bucket to the completion of the last
   double overlap = 0;        ///< the part of `communication` that overlaps backward
   std::uint64_t bytes = 0;   ///< passed to collectives by the last reduction
+  /// The sum of `bytes` over all reductions so far.
   std::uint64_t bytes_so_far = 0;
 
   /// Returns the communication time that backward does not hide.

@@ -25,6 +25,7 @@ namespace lockstep {
 /// A parameter or buffer with its qualified name, such as "block.0.weight".
 struct NamedTensor {
   std::string name;
+  /// Shares the memory of the model's tensor.
   at::Tensor tensor;
 };
 
@@ -72,6 +73,7 @@ concept Trainable = Model<M> || ScriptModule<M> || ParameterList<M>;
 
 /// A model's parameters and buffers, each once, and the parameters that get sparse gradients.
 struct ModelTensors {
+  /// Each tensor once, under its first name.
   std::vector<NamedTensor> parameters, buffers;
   std::unordered_set<const c10::TensorImpl*> sparse;
 };

@@ -50,7 +50,7 @@ class Log {
  public:
   /// Constructs the logger of rank 0.
   Log() = default;
-  /// Constructs the logger of `rank`.
+  /// Constructs a log that writes on rank 0 alone; `rank` is this process's.
   explicit Log(int rank) : rank_(rank) {}
 
   /// Returns a copy that writes on every rank.
@@ -65,19 +65,23 @@ class Log {
   /// Returns whether a line of this level would be written on this rank. Use it to skip expensive formatting.
   [[nodiscard]] bool should_log(Level level = Level::info) const;
 
+  /// Writes a line of Level::debug, formatted as by fmt::format.
   template <class... Args>
   void debug(fmt::format_string<Args...> text, Args&&... args) const {
     if (should_log(Level::debug)) write(Level::debug, detail::text_of(text), fmt::make_format_args(args...));
   }
+  /// Writes a line of Level::info.
   template <class... Args>
   void info(fmt::format_string<Args...> text, Args&&... args) const {
     if (should_log(Level::info)) write(Level::info, detail::text_of(text), fmt::make_format_args(args...));
   }
+  /// Writes a line of Level::warning.
   template <class... Args>
   void warning(fmt::format_string<Args...> text, Args&&... args) const {
     if (should_log(Level::warning))
       write(Level::warning, detail::text_of(text), fmt::make_format_args(args...));
   }
+  /// Writes a line of Level::error.
   template <class... Args>
   void error(fmt::format_string<Args...> text, Args&&... args) const {
     if (should_log(Level::error)) write(Level::error, detail::text_of(text), fmt::make_format_args(args...));

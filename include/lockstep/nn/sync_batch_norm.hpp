@@ -131,6 +131,7 @@ class SyncBatchNormImpl : public torch::nn::BatchNormImplBase<D, SyncBatchNormIm
   /// Returns for example "SyncBatchNorm2d".
   static std::string kind() { return detail::formatted("SyncBatchNorm{}d", D); }
 
+  /// Prints the module as LibTorch prints its own.
   void pretty_print(std::ostream& stream) const override {
     const auto& options = this->options;
     const auto momentum = options.momentum();

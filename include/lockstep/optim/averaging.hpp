@@ -33,6 +33,7 @@ enum class AveragedBuffers {
 struct MovingAverageOptions {
   /// Weight of the old average in the new one, from 0 to 1.
   double decay = 0.999;
+  /// How buffers enter the average.
   AveragedBuffers buffers = AveragedBuffers::copied;
 };
 
@@ -83,6 +84,7 @@ class MovingAverage {
   /// restores the previous values; an optimizer step in between would be lost.
   class [[nodiscard]] Swap {
    public:
+    /// Exchanges the model's values and the averages of `owner`.
     explicit Swap(MovingAverage& owner) : owner_(&owner) { owner.exchange(); }
     Swap(Swap&& other) noexcept : owner_(std::exchange(other.owner_, nullptr)) {}
     Swap& operator=(Swap&&) = delete;
@@ -99,6 +101,7 @@ class MovingAverage {
     return Swap(*this);
   }
 
+  /// Returns the number of updates so far.
   [[nodiscard]] std::int64_t updates() const { return updates_; }
   /// Returns the averages of the parameters, then of the buffers, in registration order, each once. While a
   /// Swap lives these are the model's previous values.

@@ -50,6 +50,7 @@ struct SgdOptions {
   double weight_decay = 0;
   bool nesterov = false;
   bool maximize = false;
+  /// The operators of a step; see Implementation.
   Implementation implementation = Implementation::automatic;
   /// Learning rate as a tensor of one element. If defined, it replaces `lr` and is read at each step.
   at::Tensor lr_tensor = {};
@@ -76,6 +77,7 @@ struct SgdOptions {
 
 /// SGD's state of one parameter. The momentum buffer is defined from the first step with momentum on.
 struct SgdState : detail::TensorState<SgdState> {
+  /// The running average of the gradients; undefined before the first step with momentum.
   at::Tensor momentum_buffer;
 
   template <class Self, class Visit>
@@ -289,6 +291,7 @@ struct AdamOptions {
   bool maximize = false;
   /// Decouple weight decay from the gradients, as AdamW does.
   bool decoupled = false;
+  /// The operators of a step; see Implementation.
   Implementation implementation = Implementation::automatic;
   /// Learning rate as a tensor of one element. If defined, it replaces `lr` and is read at each step.
   at::Tensor lr_tensor = {};
@@ -328,6 +331,7 @@ struct AdamWOptions {
   double weight_decay = 1e-2;
   bool amsgrad = false;
   bool maximize = false;
+  /// The operators of a step; see Implementation.
   Implementation implementation = Implementation::automatic;
   at::Tensor lr_tensor = {};
 
@@ -342,6 +346,7 @@ struct AdamWOptions {
 /// Adam's state of one parameter. `step` is a tensor, so that replays of a captured graph advance it: on the
 /// host unless fused; float32, or float64 if that is the default dtype and the step is not fused.
 struct AdamState : detail::TensorState<AdamState> {
+  /// Python's state of the same names; `exp_avg` and `exp_avg_sq` have the parameter's shape.
   at::Tensor step, exp_avg, exp_avg_sq, max_exp_avg_sq;
 
   template <class Self, class Visit>
@@ -573,8 +578,10 @@ class Adam : public detail::GroupedOptimizer<Adam, AdamState, AdamOptions> {
 /// torch.optim.AdamW.
 class AdamW : public Adam {
  public:
+  /// Constructs one group of all parameters. Throws UsageError for values that Python refuses.
   explicit AdamW(std::vector<at::Tensor> parameters, const AdamWOptions& options = {})
       : Adam(std::move(parameters), options) {}
+  /// Constructs the groups; `options` are the defaults of a group without options of its own.
   explicit AdamW(std::vector<torch::optim::OptimizerParamGroup> groups, const AdamWOptions& options = {})
       : Adam(std::move(groups), options) {}
 };

@@ -33,13 +33,16 @@ enum class Implementation {
 template <class Options>
 class GroupOptions : public torch::optim::OptimizerCloneableOptions<GroupOptions<Options>> {
  public:
+  /// Constructs a group's options from the plain struct.
   explicit GroupOptions(Options options) : values(std::move(options)) {}
   /// The constructor that LibTorch calls before it reads the other options from an archive.
   explicit GroupOptions(double lr) { values.lr = lr; }
 
+  /// Returns the learning rate: `lr_tensor` if that is defined, otherwise `lr`.
   [[nodiscard]] double get_lr() const override {
     return values.lr_tensor.defined() ? values.lr_tensor.template item<double>() : values.lr;
   }
+  /// Sets the learning rate, in `lr_tensor` if that is defined.
   void set_lr(const double lr) override {
     values.lr = lr;
     if (values.lr_tensor.defined()) values.lr_tensor.fill_(lr);
@@ -53,6 +56,7 @@ class GroupOptions : public torch::optim::OptimizerCloneableOptions<GroupOptions
     Options::each_field(
         saved, [&](const char* name, const auto& value) { archive.write(name, c10::IValue(value)); });
   }
+  /// Reads the options from an archive of `serialize`.
   void serialize(torch::serialize::InputArchive& archive) override {
     Options::each_field(values, [&]<class Value>(const char* name, Value& value) {
       c10::IValue found;

@@ -257,6 +257,7 @@ class ScaledStep {
 /// The outcome of a step: made or skipped. Only the device may know it; querying it then synchronizes.
 class StepOutcome {
  public:
+  /// Constructs an outcome that the host knows.
   StepOutcome(bool stepped)
       : stepped_(stepped) {}  // NOLINT(google-explicit-constructor): a bool is an outcome
   /// Constructs the outcome of a step that is skipped if the one-element `found_inf` is not 0.
@@ -279,6 +280,7 @@ class StepOutcome {
 
 /// Options of GradScaler, with the names and defaults of torch.amp.GradScaler.
 struct GradScalerOptions {
+  /// The scale of the first step.
   double init_scale = 65536;
   /// Factor of the scale after `growth_interval` consecutive steps with finite gradients.
   double growth_factor = 2;
@@ -615,6 +617,7 @@ class Fp16 {
 
   void forget() { scaler_.forget(); }
 
+  /// Returns the scaler, for its scale and its number of skipped steps.
   [[nodiscard]] const GradScaler& scaler() const { return scaler_; }
   void save(torch::serialize::OutputArchive& archive) const { scaler_.save(archive); }
   void load(torch::serialize::InputArchive& archive) { scaler_.load(archive); }

@@ -222,6 +222,7 @@ class CapturedStep
   [[nodiscard]] std::int64_t steps() const { return steps_; }
   /// Returns whether the step has been captured.
   [[nodiscard]] bool captured() const { return captured_; }
+  /// Returns the DistributedDataParallel, for its report.
   [[nodiscard]] auto& ddp() { return *ddp_; }
 
  private:

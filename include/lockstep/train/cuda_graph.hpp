@@ -19,6 +19,7 @@ namespace lockstep {
 /// thread-local: CUDA calls of other threads are neither captured nor an error.
 class CudaGraph {
  public:
+  /// Creates a stream of its own on `device`.
   explicit CudaGraph(const c10::Device& device)
       : device_(device),
         stream_(c10::cuda::getStreamFromPool(/*isHighPriority=*/false, device.index())),
@@ -65,6 +66,7 @@ class CudaGraph {
     graph_->replay();
   }
 
+  /// Returns the device of the graph's stream.
   [[nodiscard]] c10::Device device() const { return device_; }
 
  private:

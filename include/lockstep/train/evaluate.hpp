@@ -40,6 +40,7 @@ namespace lockstep {
 /// submodule's own mode, including submodules that the user had frozen.
 class EvaluationMode {
  public:
+  /// Switches `module` to evaluation mode; the destructor restores the mode of each submodule.
   explicit EvaluationMode(torch::nn::Module& module) {
     module.apply([this](torch::nn::Module& part) { before_.emplace_back(&part, part.is_training()); });
     module.eval();
@@ -59,6 +60,7 @@ class EvaluationMode {
 /// Snapshots the buffers of a module and restores them at destruction.
 class BufferSnapshot {
  public:
+  /// Copies the buffers of `module`.
   explicit BufferSnapshot(const torch::nn::Module& module) {
     for (NamedTensor& buffer : unique_buffers(module)) {
       at::Tensor copy = buffer.tensor.clone();

@@ -74,6 +74,7 @@ concept OptimizerFactory = requires(E& extra, std::vector<NamedTensor> parameter
 /// ```
 template <class Function>
 struct MakeOptimizer {
+  /// Returns an optimizer, or a std::unique_ptr to one.
   Function function;
 
   std::unique_ptr<torch::optim::Optimizer> make_optimizer(const std::vector<NamedTensor>& parameters) {
@@ -113,6 +114,7 @@ concept Schedule = requires(E& extra, std::int64_t epoch, std::int64_t step) {
 /// Wraps a function `(epoch, step) -> factor` as a Schedule.
 template <class Function>
 struct RateSchedule {
+  /// Returns the factor of the rate: `function(epoch, step)`.
   Function function;
   double rate_factor(std::int64_t epoch, std::int64_t step) {
     constexpr bool gives_factor = std::is_invocable_r_v<double, Function&, std::int64_t, std::int64_t>;
@@ -178,6 +180,7 @@ concept GradientCallback = requires(E& callback, const Gradients& gradients) {
 /// Wraps a function `(const Gradients&)` as a GradientCallback.
 template <class Function>
 struct OnGradients {
+  /// Called as `function(gradients)`.
   Function function;
   void on_gradients(const Gradients& gradients) { function(gradients); }
 };
@@ -246,6 +249,7 @@ concept StepCallback = requires(E& callback, const StepReport& report) {
 /// Wraps a function `(const StepReport&)` as a StepCallback. Passes on a FitAction and drops another result.
 template <class Function>
 struct OnStep {
+  /// Called as `function(report)`.
   Function function;
   auto on_step(const StepReport& report) { return detail::call_for(function, report); }
 };
@@ -263,6 +267,7 @@ concept ProfileCallback = requires(E& callback, const StepReport& report, const 
 /// Wraps a function `(const StepReport&, const StepProfile&)` as a ProfileCallback.
 template <class Function>
 struct OnProfile {
+  /// Called as `function(report, profile)`.
   Function function;
   void on_profile(const StepReport& report, const StepProfile& profile) { function(report, profile); }
 };
@@ -290,6 +295,7 @@ concept EpochStartCallback = requires(E& callback, const EpochPlan& plan) {
 /// result.
 template <class Function>
 struct OnEpochStart {
+  /// Called as `function(plan)`.
   Function function;
   auto on_epoch_start(const EpochPlan& plan) { return detail::call_for(function, plan); }
 };
@@ -325,6 +331,7 @@ concept EpochCallback = requires(E& callback, const EpochReport& report) {
 /// result.
 template <class Function>
 struct OnEpoch {
+  /// Called as `function(report)`.
   Function function;
   auto on_epoch(const EpochReport& report) { return detail::call_for(function, report); }
 };
@@ -409,6 +416,7 @@ struct GradientClip {
   static constexpr bool capturable = true;
 
   double max_norm = 1;
+  /// See clip_grad_norm.
   ClipOptions options = {};
 
   /// Throws UsageError if `error_if_nonfinite` is set.

@@ -101,6 +101,7 @@ struct Total {
 /// `total()` or `first_not_finite()` is called, or when `capacity` values are pending. Not thread-safe.
 class MeanMeter {
  public:
+  /// `capacity` is the number of values that may be pending.
   explicit MeanMeter(std::size_t capacity = 256) { pending_.reserve(capacity); }
 
   /// Adds `value`, one element, times `factor`: the number of samples if `value` is their mean. `step` is the
@@ -111,7 +112,9 @@ class MeanMeter {
     // operator.
     pending_.push_back({value.requires_grad() ? value.variable_data() : value, factor, count, step});
   }
+  /// Adds a Mean, whose sum may be on any device.
   void add(const Mean& mean) { add(mean.sum, 1, mean.count); }
+  /// Adds a sum and a count on the host.
   void add(const Total& total) { total_ += total; }
 
   /// Returns this rank's total. Synchronizes with the device.
@@ -155,6 +158,7 @@ class MeanMeter {
 /// batch on every rank. The sums of all batches are added in fp64: integers up to 2^53 add up exactly, in any
 /// order.
 struct Sums {
+  /// The sums, of any shape.
   at::Tensor values;
 };
 

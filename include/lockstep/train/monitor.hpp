@@ -29,7 +29,9 @@ enum class MonitorMode { min, max };
 
 /// The best value of a Monitor so far, and its zero-based epoch.
 struct BestValue {
+  /// std::nullopt before the first finite value.
   std::optional<double> value = std::nullopt;
+  /// The zero-based epoch of `value`.
   std::int64_t epoch = 0;
 
   /// Returns whether `other` is better by more than `min_delta`. Any finite value is better than none. NaN
@@ -112,9 +114,11 @@ struct EarlyStopping {
 
   /// The state that a checkpoint stores.
   struct State {
+    /// The best value so far.
     BestValue best = {};
     /// Number of epochs since the best value.
     std::int64_t wait_count = 0;
+    /// True once it has stopped a run.
     bool stopped = false;
   };
   State state = {};
@@ -180,6 +184,7 @@ struct BestCheckpoint {
   std::function<void()> write;
   MonitorMode mode = MonitorMode::min;
 
+  /// The best value so far, which a checkpoint holds.
   BestValue best = {};
 
   /// Throws UsageError if a function is missing. Called by `fit`.

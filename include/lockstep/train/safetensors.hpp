@@ -20,7 +20,9 @@ using SafetensorsMetadata = std::map<std::string, std::string>;
 
 /// The content of a safetensors file: its tensors, in the order of its header, and its metadata.
 struct Safetensors {
+  /// In the order of the header.
   StateDict tensors;
+  /// The entries of `__metadata__`.
   SafetensorsMetadata metadata;
 };
 

@@ -33,6 +33,7 @@ class Trainer;
 struct TrainerOptions {
   /// Length of each `fit` in epochs or in optimizer steps. Set at most one of the two. Default: 1 epoch.
   std::optional<std::int64_t> epochs = std::nullopt;
+  /// Length of each `fit` in optimizer steps.
   std::optional<std::int64_t> steps = std::nullopt;
   /// Samples per rank and micro-batch. The global batch of an optimizer step is `batch_size` times
   /// `accumulate` times the world size.

@@ -26,6 +26,7 @@ struct LaunchedRank {
   std::optional<int> local_rank = {}, local_size = {};
   /// Where rank 0 can host the store. Empty and 0 if the launcher does not determine it.
   std::string master_addr = {};
+  /// The port of `master_addr`.
   int master_port = 0;
   /// The names of the variables that hold rank and size, as "A, B". The nearest ancestor process without the
   /// first one is the launcher's.
@@ -67,6 +68,7 @@ std::optional<LaunchedRank> launched_rank(const Variables& variables);
 struct Environment {
   int rank = 0;
   int size = 1;
+  /// The rank among the processes of this host, and their number.
   int local_rank = 0;
   int local_size = 1;
   /// The rendezvous: `tcp://host:port` or `file:///path`. Empty if the variables name none.
@@ -135,6 +137,7 @@ namespace lockstep {
 /// A parsed rendezvous URL: `tcp://host:port` or `file:///path`.
 struct RendezvousUrl {
   std::string host;  ///< of tcp://
+  /// The port of tcp://.
   int port = 0;
   std::string path;  ///< of file://
 };

@@ -54,6 +54,7 @@ class World {
   /// Constructs the world of a single process: rank 0 of 1, without a rendezvous.
   World();
 
+  /// Constructs the world of an environment that the program has read or made.
   explicit World(Environment environment);
 
   /// Returns the world that the environment variables describe: those of torchrun, or those of srun, mpirun
@@ -80,6 +81,7 @@ class World {
   /// The rank among the processes of this host, and their number. Without a launcher's LOCAL_RANK, the first
   /// call blocks until all ranks have joined, as `store` does.
   [[nodiscard]] int local_rank() const;
+  /// Returns the number of processes on this host; see `local_rank`.
   [[nodiscard]] int local_size() const;
   /// Returns the environment. Without LOCAL_RANK, its local rank and size are valid once all ranks have
   /// joined.
@@ -115,9 +117,9 @@ class World {
   /// Does the same through the caller's connection.
   static bool publish_failure(const detail::StorePtr& store, int rank, int size, const std::string& text);
 
-  /// Returns the text of the first failure that a rank has published, if any. The overload uses the caller's
-  /// connection (see connect_again).
+  /// Returns the text of the first failure that a rank has published, if any.
   [[nodiscard]] std::optional<std::string> published_failure() const;
+  /// The same through the caller's connection (see connect_again).
   [[nodiscard]] static std::optional<std::string> published_failure(c10d::Store& store);
 
   /// Returns whether a rank has called `leave` or exited, with any exit code.

@@ -298,6 +298,7 @@ namespace lockstep {
 /// A Reduction that copies the tensor that a hook function returned into the bucket.
 class ReturnedAverage {
  public:
+  /// Refers to `bucket`. `name` is the hook's, for errors.
   ReturnedAverage(std::string_view name, const GradientBucket& bucket, at::Tensor average)
       : name_(name), bucket_(&bucket), average_(std::move(average)) {}
 
@@ -334,6 +335,7 @@ class FunctionHook {
   static constexpr bool predivides = false;
   static constexpr bool propagates_nan = false;
 
+  /// `name` is the hook's name in reports and errors.
   explicit FunctionHook(Function function, std::string name = "function")
       : function_(std::move(function)), name_(std::move(name)) {}
 
