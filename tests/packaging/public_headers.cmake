@@ -1,6 +1,6 @@
 # Checks that public and private headers are two places: docs/headers.md has a row for each public header and none for
-# another file, lockstep.hpp includes all that it promises, and a header in a detail/ folder declares nothing in
-# namespace lockstep. An -inl.hpp there defines what a public header declares; lockstep/compiled.cpp includes each of them.
+# another file, each row names what its header has, lockstep.hpp includes all that it promises, and a header in a detail/
+# folder declares nothing in namespace lockstep. An -inl.hpp there defines what a public header declares; lockstep/compiled.cpp includes each of them.
 # SOURCE: the project's root.
 cmake_minimum_required(VERSION 3.25)
 file(GLOB_RECURSE headers RELATIVE ${SOURCE}/include ${SOURCE}/include/lockstep/*.hpp)
@@ -38,6 +38,22 @@ foreach(row IN LISTS rows)
   if(NOT header IN_LIST headers)
     list(APPEND faults "docs/headers.md has a row for ${header}, which does not exist")
   endif()
+endforeach()
+# What a row names is in its header. ddp.hpp only includes others.
+file(STRINGS ${SOURCE}/docs/headers.md lines REGEX "^\\| \\[.*include/")
+foreach(line IN LISTS lines)
+  string(REGEX REPLACE "^.*\\(\\.\\./include/([^)]*)\\).*" "\\1" header "${line}")
+  if(NOT header IN_LIST headers OR header MATCHES "^lockstep/(ddp|lockstep).hpp$")
+    continue()
+  endif()
+  file(READ ${SOURCE}/include/${header} text)
+  string(REGEX MATCHALL "`[A-Za-z0-9_]+" names "${line}")
+  foreach(name IN LISTS names)
+    string(SUBSTRING ${name} 1 -1 name)
+    if(NOT text MATCHES "[^A-Za-z0-9_]${name}[^A-Za-z0-9_]" AND NOT name MATCHES "^(lockstep|torch|c10d|[23]d)$")
+      list(APPEND faults "the row of ${header} in docs/headers.md names ${name}, which that header does not have")
+    endif()
+  endforeach()
 endforeach()
 foreach(fault IN LISTS faults)
   message(SEND_ERROR "${fault}")

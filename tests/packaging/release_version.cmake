@@ -1,4 +1,5 @@
-# Run by ctest: every place that names the version of lockstep names that of CMakeLists.txt.
+# Run by ctest: every place that names the version of lockstep names that of CMakeLists.txt, the tag's text names the versions of
+# LibTorch that are supported, and the changelog has each heading once.
 cmake_minimum_required(VERSION 3.25)
 file(STRINGS ${SOURCE}/CMakeLists.txt line REGEX "^project\\(lockstep VERSION")
 string(REGEX REPLACE ".*VERSION ([0-9.]+).*" "\\1" version "${line}")
@@ -17,3 +18,31 @@ names(packaging/vcpkg/lockstep/vcpkg.json "\"version\": \"VERSION\"")
 names(docs/packaging.md "GIT_TAG vVERSION")
 names(README.md "vVERSION")
 names(packaging/tag.txt "^lockstep VERSION$")
+
+file(STRINGS ${SOURCE}/cmake/LockstepTorch.cmake lines REGEX "^set\\(LOCKSTEP_TORCH_(OLDEST|NEWEST) ")
+string(REGEX REPLACE "[^0-9.;]" "" versions "${lines}")
+list(GET versions 0 oldest)
+list(GET versions 1 newest)
+string(REGEX REPLACE "\\.0$" "" newest ${newest})
+foreach(file IN ITEMS packaging/tag.txt README.md)
+  file(STRINGS ${SOURCE}/${file} lines REGEX "LibTorch ${oldest} to ${newest}[, .]")
+  if(NOT lines)
+    message(SEND_ERROR "${file} does not name LibTorch ${oldest} to ${newest}")
+  endif()
+endforeach()
+
+# Of the first version, the one to be released.
+file(READ ${SOURCE}/CHANGELOG.md text)
+string(REGEX REPLACE "^[^\n]*\n+## [^\n]*\n" "" text "${text}")
+string(REGEX REPLACE "\n## .*" "" text "${text}")
+string(REGEX MATCHALL "\n### [^\n]*" headings "${text}")
+set(unique ${headings})
+list(REMOVE_DUPLICATES unique)
+if(NOT headings STREQUAL unique)
+  message(SEND_ERROR "CHANGELOG.md has a heading twice: ${headings}")
+endif()
+string(REGEX MATCHALL "\n### Examples" examples "${text}")
+list(LENGTH examples count)
+if(NOT count EQUAL 1)
+  message(SEND_ERROR "CHANGELOG.md has ${count} sections on the examples")
+endif()
