@@ -1,6 +1,7 @@
 """Checks the trace and the page that report_program writes: the trace's structure, and the page in a headless Chromium."""
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -17,9 +18,83 @@ def check(condition, what):
         sys.exit(f"FAILED: {what}")
 
 
+def strict_json(path):
+    """The file's value: RFC 8259, UTF-8, no key twice, no NaN or Infinity, also not as a number too large for a double."""
+
+    def no_constant(word):
+        sys.exit(f"FAILED: {word} is no JSON")
+
+    def number(word):
+        check(math.isfinite(float(word)), f"{word} is no double")
+        return float(word)
+
+    def pairs(items):
+        check(len({key for key, _ in items}) == len(items), f"a key twice in {items}")
+        return dict(items)
+
+    with open(path, encoding="utf-8", errors="strict") as file:
+        return json.load(file, parse_constant=no_constant, parse_float=number, object_pairs_hook=pairs)
+
+
+# The metadata of the trace event format, each with its argument.
+METADATA = {"process_name": ("name", str), "process_labels": ("labels", str), "process_sort_index": ("sort_index", int),
+            "thread_name": ("name", str), "thread_sort_index": ("sort_index", int)}
+
+
+def format_fault(trace):
+    """What the trace breaks of Chrome's trace event format (complete events and metadata; flows and others are not written)."""
+    if not isinstance(trace, dict) or trace.keys() - {"traceEvents", "displayTimeUnit", "otherData"}:
+        return "the keys of the file"
+    if trace.get("displayTimeUnit", "ms") not in ("ms", "ns") or not isinstance(trace.get("traceEvents"), list):
+        return "the unit or the list of events"
+    named = set()  # metadata that is there already
+    for event in trace["traceEvents"]:
+        keys = {"ph": str, "name": str, "pid": int, "tid": int, "args": dict}
+        if event.get("ph") == "X":
+            keys |= {"ts": float, "dur": float}
+        if event.keys() != keys.keys():
+            return f"the keys of {event}"
+        for key, kind in keys.items():
+            if type(event[key]) is not kind and not (kind is float and type(event[key]) is int):
+                return f"the type of {key} in {event}"
+        if not event["name"] or event["pid"] < 0 or event["tid"] < 0:
+            return f"the name, process or thread of {event}"
+        if event["ph"] == "X":
+            if not (0 <= event["ts"] <= 2**53 and 0 <= event["dur"] <= 2**53):
+                return f"the times of {event}"
+            if ("process_name", event["pid"], 0) not in named or ("thread_name", event["pid"], event["tid"]) not in named:
+                return f"a process or thread without a name before {event}"
+        elif event["ph"] == "M":
+            key, kind = METADATA.get(event["name"], ("", None))
+            place = (event["name"], event["pid"], event["tid"] if event["name"].startswith("thread") else 0)
+            if event["args"].keys() != {key} or type(event["args"][key]) is not kind or place in named:
+                return f"the metadata {event}"
+            named.add(place)
+        else:
+            return f"the phase of {event}"
+    return ""
+
+
+def break_trace(trace):
+    """Breaks a trace in each way that format_fault must find."""
+    span = next(i for i, event in enumerate(trace["traceEvents"]) if event["ph"] == "X")
+    first = lambda copy: copy["traceEvents"][0]
+    for mistake in (lambda t: t.update(events=[]), lambda t: t.update(displayTimeUnit="us"), lambda t: first(t).update(ph="Q"),
+                    lambda t: first(t).update(name="clock_error_us"), lambda t: first(t).update(pid="0"),
+                    lambda t: t["traceEvents"].append(first(t)), lambda t: t["traceEvents"].pop(0),
+                    lambda t: t["traceEvents"][span].update(ts=-1.0), lambda t: t["traceEvents"][span].update(dur="1"),
+                    lambda t: t["traceEvents"][span].pop("tid"), lambda t: t["traceEvents"][span].update(tid=99)):
+        copy = json.loads(json.dumps(trace))
+        mistake(copy)
+        yield copy
+
+
 def check_trace(path):
-    with open(path) as file:
-        events = json.load(file)["traceEvents"]
+    trace = strict_json(path)
+    check(not format_fault(trace), f"the format: {format_fault(trace)}")
+    for number, broken in enumerate(break_trace(trace)):
+        check(format_fault(broken), f"mistake {number} is not found")
+    events = trace["traceEvents"]
     spans = [event for event in events if event["ph"] == "X"]
     check({event["ph"] for event in events} == {"X", "M"}, "complete events and metadata")
     check({event["pid"] for event in events} == set(range(RANKS)), "every rank is a process")

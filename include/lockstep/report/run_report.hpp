@@ -47,6 +47,7 @@ struct RunReportOptions {
 template <Gathering C>
 class RunReport {
  public:
+  /// `path` is the page that rank 0 writes.
   RunReport(C& comm, std::filesystem::path path, RunReportOptions options = {})
       : comm_(comm), path_(std::move(path)) {
     if (comm.rank() == 0) page_.emplace(std::move(options.title), comm.world(), comm.size());

@@ -76,7 +76,8 @@ LOCKSTEP_INLINE std::string TraceRecorder::events(int rank, const ClockOffset& c
          lane == 0 ? "\"all-reduce buckets\"" : formatted("\"all-reduce buckets ({})\"", lane + 1));
   for (int lane = 0; lane < first_bucket_lane + lanes; ++lane)
     meta("thread_sort_index", lane, "sort_index", formatted("{}", lane));
-  meta("clock_error_us", 0, "value", formatted("{:.3f}", static_cast<double>(clock.error) / 1e3));
+  meta("process_labels", 0, "labels",
+       json_string(formatted("clock error {:.3f} us", static_cast<double>(clock.error) / 1e3)));
 
   for (const TracedStep& step : steps_) {
     if (step.spans.empty()) continue;
