@@ -20,6 +20,8 @@ TEST_CASE("ranks in different calls are told which, and a rank that ends early i
       {"evaluate", {"rank 0 is in Trainer::evaluate, rank 1 in Trainer::fit; call both on every rank"}},
       {"evaluate or save",
        {"rank 0 is in Trainer::evaluate, rank 1 in Trainer::save_checkpoint; call both on every rank"}},
+      {"load or load if it exists",
+       {"rank 0 is in Trainer::load_checkpoint, rank 1 in Trainer::load_checkpoint_if_exists; call both"}},
       {"evaluate in a callback", {"rank 0 is in Trainer::evaluate, rank 1 in Trainer::fit", "; call both"}},
       {"skip a backward",
        {"rank 0 is in " + backward +

@@ -33,6 +33,10 @@ void train(const lockstep::World& world, const std::string& mode) {
       return lockstep::Mean{output.sum(), 1};
     });
   };
+  if (mode == "load or load if it exists") {
+    if (world.rank() == 0) trainer.load_checkpoint("/nowhere/run.ckpt");
+    trainer.load_checkpoint_if_exists("/nowhere/run.ckpt");
+  }
   if (mode == "evaluate in a callback")
     trainer.fit(data, squared_error, lockstep::OnEpoch{[&](const auto&) {
                   if (world.rank() == 0) evaluate();
@@ -65,6 +69,7 @@ void train_by_hand(const lockstep::World& world, const std::string& mode) {
 int main(int argc, char** argv) {
   const std::string mode = argv[argc - 1];
   return lockstep::launch(argc, argv, [&](const lockstep::World& world) {
-    mode.starts_with("evaluate") ? train(world, mode) : train_by_hand(world, mode);
+    mode.starts_with("evaluate") || mode.starts_with("load") ? train(world, mode)
+                                                             : train_by_hand(world, mode);
   });
 }

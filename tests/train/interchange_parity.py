@@ -57,11 +57,11 @@ def train(rank, ranks, scratch, folder, case, source, first, half, last, output)
     of.load_state_dict(saved["model"])  # strict: all names and shapes
     if "optimizer" in saved:
         optimizer.load_state_dict(saved["optimizer"])
-    save = lambda name: torch.save({"model": ddp.state_dict(), "optimizer": optimizer.state_dict()}, f"{name}.pt")
+    save = lambda name, step: torch.save({"model": ddp.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, f"{name}.pt")
     losses = []
     for step in range(first, last):
         if step == half and rank == 0:
-            save(f"{output}-half")
+            save(f"{output}-half", step)
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(ddp(data["inputs"][step][rank]), data["targets"][step][rank])
         loss.backward()
@@ -69,7 +69,7 @@ def train(rank, ranks, scratch, folder, case, source, first, half, last, output)
         losses.append(raw(loss))
     write(f"{output}.{rank}", b"".join(losses))
     if rank == 0:
-        save(output)
+        save(output, last)
 
 
 def write_inputs(folder, ranks):
@@ -93,9 +93,14 @@ def difference(ours, theirs):
     if ours[0] != theirs[0]:
         return "the losses"
     for key in ("model", "optimizer"):
-        if flat(ours[1][key]) != flat(theirs[1][key]):
+        if flat(without_prefix(ours[1][key])) != flat(without_prefix(theirs[1][key])):
             return f"the {key}"
     return ""
+
+
+def without_prefix(state):
+    """Names as those of the model that DistributedDataParallel wraps."""
+    return {key.removeprefix("module.") if isinstance(key, str) else key: value for key, value in state.items()}
 
 
 def flat(value, place=""):
@@ -131,6 +136,37 @@ def compare_safetensors(folder, program, ranks):
     return (not right) + (not same)
 
 
+def compare_trainer(folder, ours, theirs, case, ranks):
+    """A Trainer's file of state dicts continues in Python's DDP, and Python's file in a Trainer."""
+    ours("initial.pt", 0, SAVED, STEPS, "trainer", "trainer")
+    theirs("trainer-half.pt", SAVED, 0, STEPS, "trainer-to-py")
+    ours("py-half.pt", SAVED, 0, STEPS, "py-to-trainer", "trainer")
+    saved = torch.load(f"{folder}/trainer-half.pt", weights_only=True)
+    failures = saved.keys() != {"model", "optimizer", "epoch", "step"} or (saved["epoch"], saved["step"]) != (1, SAVED)
+    after = f"{STEPS - SAVED} steps | same bits as without the change"
+    for name, whole, words in (("trainer", "cpp", f"{STEPS} steps of a Trainer at {ranks} ranks | (lockstep by hand) | same bits"),
+                               ("trainer-to-py", "trainer", f"{SAVED} steps of a Trainer at {ranks} ranks | Python, {after}"),
+                               ("py-to-trainer", "py", f"{SAVED} steps of Python at {ranks} ranks | a Trainer, {after}")):
+        what = difference(result(folder, name, ranks), result(folder, whole, ranks))
+        failures += bool(what)
+        print(f"| {CASES[case]}: {words.rpartition(' | ')[0] + f' | DIFFERS: {what}' if what else words} |", flush=True)
+    return failures
+
+
+def compare_scaler(folder, program):
+    """The state of a GradScaler of Python's, through lockstep and back."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_factor=3.0, backoff_factor=0.25, growth_interval=7)
+    scaler.load_state_dict(scaler.state_dict() | {"_growth_tracker": 5})
+    torch.save(scaler.state_dict(), f"{folder}/scaler.pt")
+    run_program(program, "--nproc", 1, folder, "scaler", "scaler.pt", "scaler-back.pt")
+    back = torch.load(f"{folder}/scaler-back.pt", weights_only=True)
+    other = torch.amp.GradScaler("cpu")
+    other.load_state_dict(back)
+    same = back == scaler.state_dict() == other.state_dict()
+    print(f"| a GradScaler of Python | lockstep and back | {'same values' if same else 'DIFFERS'} |")
+    return not same
+
+
 def main():
     program = sys.argv[1]
     require_same_library(program)
@@ -159,7 +195,9 @@ def main():
                     print(f"| {words}: {SAVED} steps of {origin} at {ranks} ranks | {by}, {STEPS - SAVED} steps | "
                           f"{f'DIFFERS: {what}' if what else 'same bits as without the change'} |", flush=True)
                 if case == "sgd":
-                    failures += compare_safetensors(folder, program, ranks)
+                    failures += compare_safetensors(folder, program, ranks) + compare_scaler(folder, program)
+                if case == "adamw":
+                    failures += compare_trainer(folder, ours, theirs, case, ranks)
                 for mistake in ("forgotten", "swapped") if case == "sgd" and ranks == 2 else ():
                     ours("py-half.pt", SAVED, 0, STEPS, "broken", mistake)
                     found = difference(result(folder, "broken", ranks), result(folder, "py", ranks)) == "the losses"

@@ -1,15 +1,19 @@
 // Trains a small network from a state dict of Python's or of its own, as tests/train/interchange_parity.py
 // tells, and writes the losses of each rank and the state dict.
 //
-// usage: interchange_program --nproc N FOLDER OPTIMIZER FROM FIRST HALF LAST OUTPUT [BREAK]
+// usage: interchange_program --nproc N FOLDER OPTIMIZER FROM FIRST HALF LAST OUTPUT [BREAK|trainer]
+//        interchange_program --nproc 1 FOLDER scaler FROM OUTPUT
 //        interchange_program --library      (prints the path of the libtorch_cpu.so in use)
 //
 // Trains the steps FIRST to LAST - 1 of FOLDER/data.pt. FROM and OUTPUT are files in FOLDER: OUTPUT.pt,
 // OUTPUT.safetensors, and OUTPUT.RANK with the losses. OUTPUT-half.* are written before step HALF. A FROM without an optimizer is a model alone. BREAK
 // makes a mistake on purpose, to see that the comparison finds it: the optimizer's state is `forgotten`, or
-// the state of the first two parameters is `swapped`.
+// the state of the first two parameters is `swapped`. `trainer` trains with a Trainer and its state dicts, which
+// must have FROM's number of steps. `scaler` reads the state of a GradScaler from FROM and writes it to OUTPUT.
 #include <torch/torch.h>
 
+#include <algorithm>
+#include <cstdint>
 #include <fstream>
 #include <memory>
 #include <string>
@@ -19,8 +23,11 @@
 #include "lockstep/comm/gloo_comm.hpp"
 #include "lockstep/grad/distributed_data_parallel.hpp"
 #include "lockstep/optim/optimizers.hpp"
+#include "lockstep/precision/precision.hpp"
+#include "lockstep/train/extras.hpp"
 #include "lockstep/train/safetensors.hpp"
 #include "lockstep/train/state_dict.hpp"
+#include "lockstep/train/trainer.hpp"
 #include "lockstep/world/launch.hpp"
 #include "support/parity_program.hpp"
 
@@ -79,6 +86,50 @@ void load(const std::string& path, Net& model, torch::optim::Optimizer& optimize
   lockstep::load_state_dict(optimizer, saved);
 }
 
+using Words = std::vector<std::string>;
+
+// Rank r's part of each step is a batch of the Trainer's.
+void run_trainer(const lockstep::World& world, const Words& words, const c10::impl::GenericDict& data) {
+  const std::string folder = words.at(0) + "/", output = folder + words.at(6);
+  const auto inputs = data.at("inputs").toTensor(), targets = data.at("targets").toTensor();
+  const lockstep::MakeOptimizer make{
+      [&](const std::vector<at::Tensor>& parameters) { return make_optimizer(words.at(1), parameters); }};
+  lockstep::Trainer trainer{
+      world, {.epochs = 1, .batch_size = inputs.size(2), .shuffle = false, .progress = false}, Net(), make};
+  const std::int64_t first = std::stoll(words.at(3)), half = std::stoll(words.at(4)),
+                     last = std::stoll(words.at(5));
+  if (first == 0)
+    lockstep::load_state_dict(
+        trainer.model(),
+        lockstep::torch_load(folder + words.at(2), trainer.comm()).toGenericDict().at("model"));
+  else
+    trainer.load_state_dict(folder + words.at(2));
+  if (trainer.step() != first) throw lockstep::CheckpointError("the file has another number of steps");
+
+  std::ofstream losses(output + "." + std::to_string(world.rank()), std::ios::binary);
+  const auto fit = [&](std::int64_t from, std::int64_t to) {
+    const auto samples = [&](const at::Tensor& all) {  // rank r takes the samples r, r + ranks, ...
+      return all.slice(0, from, to).transpose(1, 2).flatten(0, 2).contiguous();
+    };
+    lockstep::TensorDataset steps{samples(inputs), samples(targets)};
+    trainer.fit(
+        steps,
+        [](Net& net, const auto& batch) {
+          return torch::nn::functional::cross_entropy(net(batch.data), batch.target);
+        },
+        lockstep::OnStep{[&](const lockstep::StepReport& report) {
+          const auto loss = report.local[0].reported.contiguous();
+          losses.write(static_cast<const char*>(loss.const_data_ptr()), sizeof(float));
+        }});
+  };
+  if (half > first) {
+    fit(first, half);
+    trainer.save_state_dict(output + "-half.pt");
+  }
+  fit(std::max(first, half), last);
+  trainer.save_state_dict(output + ".pt");
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -88,10 +139,17 @@ int main(int argc, char** argv) {
     return 0;
   }
   return lockstep::launch(argc, argv, [&](const lockstep::World& world) {
+    if (words.at(1) == "scaler") {
+      lockstep::GradScaler scaler;
+      lockstep::load_state_dict(scaler, lockstep::torch_load(words[0] + "/" + words.at(2)));
+      lockstep::torch_save(lockstep::state_dict(scaler), words[0] + "/" + words.at(3));
+      return;
+    }
     const std::string folder = words.at(0) + "/", output = folder + words.at(6);
     const std::string mistake = words.size() > 7 ? words[7] : "";
     lockstep::GlooComm comm{world};
     const auto data = lockstep::torch_load(folder + "data.pt", comm).toGenericDict();
+    if (mistake == "trainer") return run_trainer(world, words, data);
     Net model;
     lockstep::DistributedDataParallel ddp{model, comm};
     const auto optimizer = make_optimizer(words.at(1), ddp.parameters());

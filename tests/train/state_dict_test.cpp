@@ -10,6 +10,7 @@
 #include "lockstep/comm/local_comm.hpp"
 #include "lockstep/data/sampler.hpp"
 #include "lockstep/optim/optimizers.hpp"
+#include "lockstep/precision/precision.hpp"
 #include "lockstep/train/detail/pickle.hpp"
 #include "lockstep/train/extras.hpp"
 #include "lockstep/train/trainer.hpp"
@@ -266,6 +267,61 @@ TEST_CASE("a trainer's checkpoint becomes the state dicts of the run that saved 
   CHECK(dicts(saved) != dicts(loaded));
   loaded.load_checkpoint(folder / "run.ckpt");
   CHECK(dicts(saved) == dicts(loaded));
+}
+
+TEST_CASE("a trainer's file of state dicts holds the run, and one without a part is refused") {
+  const TemporaryFolder folder;
+  const auto world = lockstep::World::from_environment();
+  const lockstep::MakeOptimizer make{[](std::vector<at::Tensor> parameters) {
+    return lockstep::SGD(std::move(parameters), {.lr = 0.1, .momentum = 0.9});
+  }};
+  const auto trainer_of = [&](double init_scale) {
+    return lockstep::Trainer{world,
+                             {.epochs = 2, .batch_size = 8, .progress = false},
+                             TinyNet(),
+                             lockstep::LocalComm(world),
+                             lockstep::Fp16({.init_scale = init_scale}),
+                             make};
+  };
+  const auto parts = [](auto& trainer) {
+    return lockstep::pickle_state(lockstep::dict_of(lockstep::state_dict(trainer.model()))) +
+           lockstep::pickle_state(lockstep::state_dict(trainer.optimizer())) +
+           lockstep::pickle_state(lockstep::state_dict(trainer.precision().scaler())) +
+           std::to_string(trainer.epoch()) + " " + std::to_string(trainer.step());
+  };
+  auto saved = trainer_of(128), loaded = trainer_of(64);
+  saved.fit(three_classes(40), cross_entropy_of, lockstep::OnStep{[&](const auto&) {
+              CHECK_THROWS_AS(saved.load_state_dict(folder / "run.pt"), lockstep::UsageError);
+            }});
+  saved.save_state_dict(folder / "run.pt");
+  CHECK(parts(saved) != parts(loaded));
+  loaded.load_state_dict(folder / "run.pt");
+  CHECK(parts(saved) == parts(loaded));
+  CHECK(loaded.epoch() == 2);
+  CHECK(loaded.step() == 10);
+
+  const auto file = lockstep::torch_load(folder / "run.pt").toGenericDict();
+  const auto refused = [&](const char* key, const c10::IValue& value) {
+    auto other = file.copy();
+    if (value.isNone())
+      other.erase(key);
+    else
+      other.insert_or_assign(key, value);
+    lockstep::torch_save(c10::IValue(other), folder / "other.pt");
+    auto trainer = trainer_of(32);
+    const auto text =
+        text_of<lockstep::CheckpointError>([&] { trainer.load_state_dict(folder / "other.pt"); });
+    CHECK(trainer.step() == 0);
+    return text;
+  };
+  CHECK_THAT(refused("optimizer", {}),
+             ContainsSubstring("other.pt has no entry \"optimizer\": save {\"model\": "));
+  CHECK_THAT(refused("step", c10::IValue(1.5)), ContainsSubstring("an entry \"step\" that is no int"));
+  CHECK_THAT(refused("model", file.at("scaler")), ContainsSubstring("no tensors: "));
+  CHECK_THAT(refused("scaler", file.at("model")), ContainsSubstring("GradScaler has no float \"scale\""));
+  lockstep::torch_save(c10::IValue("text"), folder / "text.pt");
+  CHECK_THAT(text_of<lockstep::CheckpointError>([&] { loaded.load_state_dict(folder / "text.pt"); }),
+             ContainsSubstring("text.pt holds no dict"));
 }
 
 TEST_CASE("torch_save writes values of each kind, and names what it cannot write") {

@@ -75,8 +75,10 @@ TEST_CASE("training is counted in epochs or in steps, and goes on where it stopp
   }
   SECTION("nothing") {
     auto trainer = LocalTrainer{alone(), {.epochs = 0}};
-    watch(trainer);
+    const lockstep::EpochReport report = watch(trainer);
     CHECK(told.empty());
+    CHECK(std::isnan(report.loss));
+    CHECK(report.step == 0);
   }
 }
 

@@ -14,6 +14,7 @@
 #include "lockstep/comm/communicator.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/grad/model.hpp"
+#include "lockstep/precision/precision.hpp"
 #include "lockstep/train/checkpoint.hpp"
 #include "lockstep/world/world.hpp"
 
@@ -44,6 +45,7 @@ struct LoadStateDictOptions {
 
 /// The names in which a model and a state dict differ.
 struct IncompatibleKeys {
+  /// Names in the model alone, and names in the state dict alone.
   std::vector<std::string> missing_keys, unexpected_keys;
 };
 
@@ -83,6 +85,16 @@ c10::IValue state_dict(const torch::optim::Optimizer& optimizer);
 /// unchanged.
 /// Counterpart: torch.optim.Optimizer.load_state_dict.
 void load_state_dict(torch::optim::Optimizer& optimizer, const c10::IValue& dict);
+
+/// Returns the state of a GradScaler as Python's dict: "scale", "growth_factor", "backoff_factor",
+/// "growth_interval" and "_growth_tracker". Synchronizes with the device.
+/// Counterpart: torch.amp.GradScaler.state_dict.
+c10::IValue state_dict(const GradScaler& scaler);
+
+/// Restores a GradScaler from a dict of `state_dict`, in C++ or in Python. Throws CheckpointError, which names
+/// the missing entry, and leaves the scaler unchanged.
+/// Counterpart: torch.amp.GradScaler.load_state_dict.
+void load_state_dict(GradScaler& scaler, const c10::IValue& dict);
 
 /// Returns the entries as a dict, for torch_save or as a value in another dict.
 c10::IValue dict_of(const StateDict& entries);

@@ -10,6 +10,7 @@
 #include <concepts>
 #include <cstdint>
 #include <filesystem>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <string>
@@ -38,6 +39,7 @@
 #include "lockstep/train/detail/policies.hpp"
 #include "lockstep/train/detail/run_checkpoint.hpp"
 #include "lockstep/train/detail/run_length.hpp"
+#include "lockstep/train/detail/run_state_dict.hpp"
 #include "lockstep/train/detail/training_step.hpp"
 #include "lockstep/train/evaluate.hpp"
 #include "lockstep/train/extras.hpp"
@@ -125,8 +127,10 @@ class Trainer : detail::CheckedPolicies<Policies...> {
   ///    ends this call only. An exception on some ranks aborts the communicator: the other ranks throw
   ///    PeerError, and the communicator is unusable from then on.
   ///
-  /// Returns the report of the last epoch. Throws MismatchError if the ranks' options or data differ,
-  /// DataError if there is nothing to train on.
+  /// Returns the report of the last epoch. If the call trains no epoch, since the options ask for none or a
+  /// callback stops it before the first, the report's loss is NaN, its `seconds` is 0, and its `epoch` and
+  /// `step` are the trainer's. Throws MismatchError if the ranks' options or data differ, DataError if there
+  /// is nothing to train on.
   template <class D, class Loss, class... Callbacks>
   EpochReport fit(D&& data, Loss&& loss, Callbacks&&... callbacks) {
     using Checked = detail::CheckedFit<Model, std::remove_reference_t<D>, Loss, Callbacks...>;
@@ -180,18 +184,49 @@ class Trainer : detail::CheckedPolicies<Policies...> {
   /// on the same number of ranks it ends at the same epoch and step, with bitwise equal results. On another
   /// number of ranks, no sample of the epoch is lost or repeated. Collective. Throws UsageError inside `fit`.
   /// Throws CheckpointError, which names the mismatch; the model is then unchanged, but the optimizer and the
-  /// parts may have changed.
+  /// parts may have changed. Throws MismatchError if another rank calls load_checkpoint_if_exists.
   template <Checkpointed... Parts>
   void load_checkpoint(const std::filesystem::path& path, Parts&... parts) {
     const detail::CallScope scope("Trainer::load_checkpoint");
     read_run("load_checkpoint", path, /*required=*/true, parts...);
   }
   /// Calls load_checkpoint if the file exists; otherwise a no-op. Returns whether the file exists: rank 0
-  /// checks and broadcasts the answer, since ranks on other hosts may see other files. Collective.
+  /// checks and broadcasts the answer, since ranks on other hosts may see other files. Collective. Throws
+  /// MismatchError if another rank calls load_checkpoint.
   template <Checkpointed... Parts>
   bool load_checkpoint_if_exists(const std::filesystem::path& path, Parts&... parts) {
     const detail::CallScope scope("Trainer::load_checkpoint_if_exists");
     return read_run("load_checkpoint_if_exists", path, /*required=*/false, parts...);
+  }
+
+  /// Writes the state dicts of a run for Python. `torch.load(path, weights_only=True)` returns a dict with
+  /// "model", "optimizer", "epoch" and "step", the numbers of completed epochs and steps, and with "scaler"
+  /// under Fp16. The names are those of Python's model and optimizer; see lockstep::state_dict. The file is
+  /// written atomically. Collective. Throws CheckpointError, also if the optimizer has no Python counterpart,
+  /// and UsageError inside a step.
+  ///
+  /// The file holds neither generators nor the position in the data: call it in an EpochCallback or outside of
+  /// `fit`. To resume in C++, use save_checkpoint.
+  void save_state_dict(const std::filesystem::path& path) {
+    forbid_in_rank_zero_scope("save_state_dict");
+    const detail::CallScope scope("Trainer::save_state_dict");
+    if (step_.running())
+      throw detail::CollectiveError<UsageError>(
+          "save_state_dict was called during a step: call it in an OnEpoch callback");
+    detail::write_state_dict(checkpointed_run(), precision_, path);
+  }
+  /// Restores a file of save_state_dict, or one that Python wrote by torch.save with the same keys; "epoch",
+  /// "step" and "scaler" may be missing, and then stay as they are. The next `fit` starts with the first batch
+  /// of the epoch after the completed ones. Call it before `fit`. Collective. Throws UsageError inside `fit`.
+  /// Throws CheckpointError, which names every missing, unexpected and misshapen entry; the model is then
+  /// unchanged, but the optimizer may have changed.
+  void load_state_dict(const std::filesystem::path& path) {
+    forbid_in_rank_zero_scope("load_state_dict");
+    const detail::CallScope scope("Trainer::load_state_dict");
+    if (save_data_position_)
+      throw detail::CollectiveError<UsageError>("load_state_dict inside fit: call it before");
+    detail::read_state_dict(checkpointed_run(), precision_, path);
+    resumed_.reset();
   }
 
   /// Writes rank 0's model atomically to a file that `torch::load(model, path)` reads. Collective. Every rank
@@ -201,16 +236,21 @@ class Trainer : detail::CheckedPolicies<Policies...> {
     const detail::CallScope scope("Trainer::save");
     save_model(model_.module(), path, comm_);
   }
-  /// Reads a saved model, or the model of a checkpoint, on rank 0 and copies it to all ranks. Collective.
-  /// Throws CheckpointError, which names each tensor that does not fit.
+  /// Reads a saved model, or the model alone of a checkpoint, on rank 0 and copies it to all ranks. Restores
+  /// neither the optimizer nor the position: to resume, call load_checkpoint. Collective. Throws
+  /// CheckpointError, which names each tensor that does not fit.
   void load(const std::filesystem::path& path) {
     const detail::CallScope scope("Trainer::load");
     load_model(model_.module(), path, comm_);
   }
 
+  /// Returns the model as it was passed: a module holder stays one.
   [[nodiscard]] Model& model() { return model_.get(); }
+  /// Returns the optimizer. A Schedule sets its learning rates before each step.
   [[nodiscard]] torch::optim::Optimizer& optimizer() { return *optimizer_; }
+  /// Returns the communicator, for the program's own collectives between steps.
   [[nodiscard]] Comm& comm() { return comm_; }
+  /// Returns the precision, such as Fp16 for its scaler.
   [[nodiscard]] PrecisionType& precision() { return precision_; }
   /// Returns the DistributedDataParallel, for its report and its communication hook.
   [[nodiscard]] auto& ddp() { return ddp_; }
@@ -290,7 +330,10 @@ class Trainer : detail::CheckedPolicies<Policies...> {
     const detail::Fitting fitting(position_, save_data_position_,
                                   [&source](auto& archive) { source.save(archive); });
     ddp_.record_completions((ProfileCallback<Callbacks> || ...));
-    EpochReport report{};
+    EpochReport report{.epoch = position_.epoch,
+                       .step = position_.step,
+                       .loss = std::numeric_limits<double>::quiet_NaN(),
+                       .seconds = 0};
     while (!length.reached(position_.epoch, position_.step)) {
       const EpochPlan plan = length.plan(position_.epoch, position_.step - position_.step_in_epoch);
       if (notify_all(plan, callbacks...)) break;

@@ -23,6 +23,7 @@
 #include <torch/optim/adam.h>
 #include <torch/optim/adamw.h>
 #include <torch/optim/sgd.h>
+#include <torch/serialize/archive.h>
 
 #include "lockstep/comm/detail/describe.hpp"
 #include "lockstep/detail/format.hpp"
@@ -493,6 +494,18 @@ class OptimizerReader {
   std::vector<std::string> faults_;
 };
 
+/// A key of a GradScaler's state dict and that of its archive.
+struct ScalerKey {
+  const char* dict;
+  const char* archive;
+  bool integer;
+};
+inline constexpr ScalerKey scaler_keys[] = {{"scale", "scale", false},
+                                            {"growth_factor", "growth_factor", false},
+                                            {"backoff_factor", "backoff_factor", false},
+                                            {"growth_interval", "growth_interval", true},
+                                            {"_growth_tracker", "growth_tracker", true}};
+
 }  // namespace lockstep::detail
 
 namespace lockstep {
@@ -585,6 +598,38 @@ LOCKSTEP_INLINE void load_state_dict(torch::optim::Optimizer& optimizer, const c
     sharded->write_full_state(write);
   else
     write(optimizer);
+}
+
+LOCKSTEP_INLINE c10::IValue state_dict(const GradScaler& scaler) {
+  torch::serialize::OutputArchive written;
+  scaler.save(written);
+  torch::serialize::InputArchive archive = detail::archive_of(detail::bytes_of(written));
+  c10::impl::GenericDict dict = detail::new_dict();
+  for (const detail::ScalerKey& key : detail::scaler_keys) {
+    c10::IValue value;
+    archive.read(key.archive, value);
+    dict.insert(key.dict, value);
+  }
+  return dict;
+}
+
+LOCKSTEP_INLINE void load_state_dict(GradScaler& scaler, const c10::IValue& dict) {
+  if (!dict.isGenericDict())
+    throw CheckpointError("the value is no state dict of a GradScaler: save what its state_dict() returns");
+  const c10::impl::GenericDict entries = dict.toGenericDict();
+  torch::serialize::OutputArchive written;
+  for (const detail::ScalerKey& key : detail::scaler_keys) {
+    const auto found = entries.find(key.dict);
+    if (found == entries.end() || !(key.integer ? found->value().isInt() : found->value().isDouble()))
+      throw CheckpointError(
+          detail::formatted("the state dict of a GradScaler has no {} \"{}\": save what state_dict() of an "
+                            "enabled scaler returns",
+                            key.integer ? "integer" : "float", key.dict));
+    written.write(key.archive, found->value());
+  }
+  written.write("skipped", c10::IValue(scaler.skipped()));
+  torch::serialize::InputArchive archive = detail::archive_of(detail::bytes_of(written));
+  scaler.load(archive);
 }
 
 LOCKSTEP_INLINE c10::IValue dict_of(const StateDict& entries) {
