@@ -2,7 +2,8 @@
 
 examples.py FOLDER_OF_PROGRAMS SHARED_FOLDER [--rounds 3] [--only NAME ...]
 To be run by the Python that has the torch package of the programs. The shared folder holds data/mnist and data/tinyshakespeare.txt.
-Both sides run in turn, 2 Gloo ranks of one thread. A figure is the user CPU time of all processes of a run, which tells more than wall
+Both sides run in turn, 2 Gloo ranks of one thread (origin_main: one process). Python refuses SyncBatchNorm on CPUs; ddp_main's
+counterpart has a layer written in Python (tests/examples/mnist_parity.py). A figure is the user CPU time of all processes of a run, which tells more than wall
 time on a busy machine. "run" is the time of the long run, starting included; "training" is that time without the time of the short run,
 which leaves the steps between. The ratio is lockstep's time over Python's, the median over the rounds.
 """
@@ -22,8 +23,11 @@ for part in ("../tests/support", "../tests/examples"):
 # Each example: the units (epochs, or steps) of the short and of the long run, and what a unit is.
 EXAMPLES = {
     "multigpu": (10, 110, "an epoch of 32 steps, batch 32"),
+    "multigpu_torchrun": (10, 110, "an epoch of 32 steps, batch 32, with momentum"),
     "average_gradients": (1, 2, "an epoch of 80 steps, batch 100"),
     "mnist": (1, 2, "an epoch of 125 steps, batch 32"),
+    "origin_main": (1, 2, "an epoch of 250 steps, batch 32, one process"),
+    "ddp_main": (1, 2, "an epoch of 125 steps, batch 32, SyncBatchNorm"),
     "imagenet": (1, 3, "an epoch of 20 steps, batch 16, and a validation"),
     "mingpt": (20, 60, "a step, batch 16, block 64"),
 }
@@ -49,12 +53,16 @@ def lockstep_command(name, folder, shared, units, scratch):
            "optimizer_config.weight_decay": 0.1, "sample_config.number": 0}
     arguments = {
         "multigpu": lambda: [str(units), str(units)],
+        "multigpu_torchrun": lambda: [str(units), str(units), "--momentum", "0.9"],
         "average_gradients": lambda: ["--epochs", str(units), *digits],
         "mnist": lambda: ["--epochs", str(units), "--lr", "0.02", "--sync-batchnorm", "off", *digits],
+        "origin_main": lambda: ["--epochs", str(units), *digits],
+        "ddp_main": lambda: ["--epochs", str(units), *digits],
         "imagenet": lambda: ["--epochs", str(units), "--seed", "7", "--workers", "0", "--save-dir", scratch],
         "mingpt": lambda: ["--data-path", text_for(scratch, shared, units), *(f"{key}={value}" for key, value in gpt.items())],
     }
-    return [os.path.join(folder, name), "--nproc", str(RANKS), *arguments[name]()]
+    ranks = [] if name == "origin_main" else ["--nproc", str(RANKS)]
+    return [os.path.join(folder, name), *ranks, *arguments[name]()]
 
 
 def python_rank(rank, name, units, scratch, shared):
@@ -67,13 +75,21 @@ def python_rank(rank, name, units, scratch, shared):
     from torch.utils.data import DataLoader, DistributedSampler
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{scratch}/meet", rank=rank, world_size=RANKS)
-    if name == "multigpu":
+    ranks = 1 if name == "origin_main" else RANKS
+    if ranks > 1:
+        dist.init_process_group("gloo", init_method=f"file://{scratch}/meet", rank=rank, world_size=ranks)
+    if name in ("multigpu", "multigpu_torchrun"):
         from multigpu_parity import MyTrainDataset
         torch.manual_seed(0)
         data, model = MyTrainDataset(2048), torch.nn.Linear(20, 1)
-        loss_of, optimizer, batch, seed = mse_loss, torch.optim.SGD(model.parameters(), 1e-3), 32, 0
+        momentum = 0.9 if name == "multigpu_torchrun" else 0
+        loss_of, optimizer, batch, seed = mse_loss, torch.optim.SGD(model.parameters(), 1e-3, momentum), 32, 0
+    elif name in ("origin_main", "ddp_main"):
+        from mnist_parity import Digits, template_net
+        data, model, loss_of, batch, seed = Digits("train"), template_net(ranks > 1), cross_entropy, 32, 0
+        optimizer = torch.optim.SGD(model.parameters(), 1e-4)
     elif name in ("mnist", "average_gradients"):
+        from average_gradients_parity import average_gradients
         from mnist_parity import ConvNet, Digits
         torch.manual_seed(3407 if name == "mnist" else 0)
         data, model, loss_of = Digits("train"), ConvNet(), cross_entropy
@@ -111,8 +127,7 @@ def python_rank(rank, name, units, scratch, shared):
         optimizer, batch, seed = torch.optim.AdamW(decay_groups(model), lr=3e-4, betas=(0.9, 0.95)), 16, 3407
         loss_of = lambda outputs, targets: cross_entropy(outputs.flatten(0, 1), targets.flatten())
 
-    if name == "average_gradients":  # without DistributedDataParallel: every rank sees all samples
-        from average_gradients_parity import average_gradients
+    if name in ("average_gradients", "origin_main"):  # without DistributedDataParallel: every rank sees all samples
         forward, sampler = model, None
         loader = DataLoader(data, batch, shuffle=True)
     else:
@@ -126,8 +141,8 @@ def python_rank(rank, name, units, scratch, shared):
             optimizer.zero_grad()
             loss = loss_of(forward(inputs), targets)
             loss.backward()
-            if not sampler:
-                average_gradients(model, RANKS)
+            if name == "average_gradients":
+                average_gradients(model, ranks)
             if name == "mingpt":
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
@@ -136,13 +151,16 @@ def python_rank(rank, name, units, scratch, shared):
             with torch.no_grad():
                 for inputs, targets in DataLoader(validation, batch, sampler=range(rank, 64, RANKS)):
                     forward(inputs)
-    if name == "mnist":
+    if name in ("mnist", "origin_main", "ddp_main"):
         model.eval()
         test = Digits("t10k")
         with torch.no_grad():
-            for inputs, targets in DataLoader(test, batch, sampler=range(rank, len(test), RANKS)):
-                forward(inputs)
-    dist.destroy_process_group()
+            for inputs, targets in DataLoader(test, batch, sampler=range(rank, len(test), ranks)):
+                model(inputs)
+    if rank == 0 and name == "multigpu_torchrun":
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": units}, f"{scratch}/snapshot.pt")
+    if ranks > 1:
+        dist.destroy_process_group()
     sys.stdout.flush()
     os._exit(0)  # an interpreter that finalizes beside threads of a process group aborts now and then
 
@@ -181,7 +199,7 @@ def main():
     if arguments.python:
         import torch
         name, units, scratch = arguments.python
-        torch.multiprocessing.spawn(python_rank, (name, int(units), scratch, arguments.shared), RANKS)
+        torch.multiprocessing.spawn(python_rank, (name, int(units), scratch, arguments.shared), 1 if name == "origin_main" else RANKS)
         return
     folder, shared = os.path.abspath(arguments.folder), os.path.abspath(arguments.shared)
     print("| example | training | lockstep | Python | ratio | run, with the start | lockstep | Python | ratio |\n"

@@ -1,7 +1,8 @@
-"""Trains the toy regression of examples/single_gpu and examples/multigpu in Python as well, from the same seed, and compares
-the bits of the checkpoints.
+"""Trains the toy regression of examples/single_gpu, examples/multigpu and examples/multigpu_torchrun in Python as well, from the same
+seed, and compares the bits of the checkpoints. multigpu_torchrun and its counterpart stop after two epochs, and resume from their
+own snapshots.
 
-multigpu_parity.py MULTIGPU_PROGRAM SINGLE_GPU_PROGRAM. Exit code 77: skipped.
+multigpu_parity.py MULTIGPU_PROGRAM SINGLE_GPU_PROGRAM MULTIGPU_TORCHRUN_PROGRAM. Exit code 77: skipped.
 """
 import os
 import subprocess
@@ -9,9 +10,9 @@ import sys
 import tempfile
 import warnings
 
-from parity import dist, torch
+from parity import dist, run_forked, run_python, torch
 
-EPOCHS, BATCH = 3, 32
+EPOCHS, BATCH, MOMENTUM = 3, 32, 0.9
 
 
 class MyTrainDataset(torch.utils.data.Dataset):
@@ -25,51 +26,119 @@ class MyTrainDataset(torch.utils.data.Dataset):
         return self.data[index]
 
 
-def train(rank, size, scratch):
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    data = MyTrainDataset(2048)
-    net = torch.nn.Linear(20, 1)
-    optimizer = torch.optim.SGD(net.parameters(), 1e-3)
-    model, sampler = net, None
-    if size:  # 0: single_gpu, without a process group
-        dist.init_process_group("gloo", init_method=f"file://{scratch}/meet", rank=rank, world_size=size)
-        model = torch.nn.parallel.DistributedDataParallel(net)
-        sampler = torch.utils.data.distributed.DistributedSampler(data)
-    loader = torch.utils.data.DataLoader(data, BATCH, shuffle=not size, sampler=sampler)
-    for epoch in range(EPOCHS):
+def run_epochs(model, optimizer, loader, epochs, sampler=None):
+    for epoch in epochs:
         if sampler:
             sampler.set_epoch(epoch)
         for source, targets in loader:
             optimizer.zero_grad()
             torch.nn.functional.mse_loss(model(source), targets).backward()
             optimizer.step()
+
+
+def begin():
+    """Data and model of all three programs."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    return MyTrainDataset(2048), torch.nn.Linear(20, 1)
+
+
+def train_alone(path):
+    """What single_gpu does."""
+    data, net = begin()
+    loader = torch.utils.data.DataLoader(data, BATCH, shuffle=True)
+    run_epochs(net, torch.optim.SGD(net.parameters(), 1e-3), loader, range(EPOCHS))
+    torch.save(net.state_dict(), path)
+
+
+def train(rank, size, output):
+    """What multigpu does."""
+    data, net = begin()
+    model = torch.nn.parallel.DistributedDataParallel(net)
+    sampler = torch.utils.data.distributed.DistributedSampler(data)
+    loader = torch.utils.data.DataLoader(data, BATCH, sampler=sampler)
+    run_epochs(model, torch.optim.SGD(net.parameters(), 1e-3), loader, range(EPOCHS), sampler)
     if rank == 0:
-        torch.save(net.state_dict(), f"{scratch}/python.pt")
-    if size:
-        dist.destroy_process_group()
+        torch.save(net.state_dict(), f"{output}/python.pt")
+
+
+def train_elastic(rank, size, output, path, epochs):
+    """What multigpu_torchrun does: resumes from the snapshot at `path`, and leaves one of the last epoch."""
+    data, net = begin()
+    optimizer, first = torch.optim.SGD(net.parameters(), 1e-3, MOMENTUM), 0
+    if os.path.exists(path):
+        snapshot = torch.load(path)
+        net.load_state_dict(snapshot["MODEL_STATE"])
+        optimizer.load_state_dict(snapshot["OPTIMIZER_STATE"])
+        first = snapshot["EPOCHS_RUN"]
+    dist.barrier()  # all ranks have looked for the file
+    model = torch.nn.parallel.DistributedDataParallel(net)
+    sampler = torch.utils.data.distributed.DistributedSampler(data)
+    loader = torch.utils.data.DataLoader(data, BATCH, sampler=sampler)
+    run_epochs(model, optimizer, loader, range(first, epochs), sampler)
+    if rank == 0:
+        momentum = {f"momentum of {name}": optimizer.state[parameter]["momentum_buffer"] for name, parameter in net.named_parameters()}
+        torch.save({"MODEL_STATE": net.state_dict(), "OPTIMIZER_STATE": optimizer.state_dict(), "EPOCHS_RUN": epochs,
+                    "momentum": momentum}, path)
+
+
+def archive(path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.jit.load(path)
+
+
+def snapshot_of(path):
+    """Parameters and momentum of a snapshot that C++ saved, and the epoch that it names."""
+    snapshot = archive(path)
+    tensors = dict(snapshot.MODEL_STATE.named_parameters())
+    # The optimizer numbers the parameters in the model's order.
+    states = sorted(snapshot.OPTIMIZER_STATE.state.named_children(), key=lambda item: int(item[0]))
+    for name, (_, state) in zip(list(tensors), states):
+        tensors[f"momentum of {name}"] = state.momentum_buffer
+    return tensors, snapshot.EPOCHS_RUN
+
+
+def start(scratch, program, *words):
+    subprocess.run([program, *map(str, words)], cwd=scratch, check=True, stdout=subprocess.DEVNULL,
+                   env={**os.environ, "LOCKSTEP_DEVICE": "cpu"})
+
+
+def same_bits(what, theirs, ours):
+    if theirs.keys() != ours.keys():
+        sys.exit(f"FAILED: {what}: the names differ: {theirs.keys() ^ ours.keys()}")
+    for name, value in theirs.items():
+        if not torch.equal(value, ours[name]):
+            sys.exit(f"FAILED: {what}: {name} differs by {(value - ours[name]).abs().max()}")
 
 
 def main():
-    multigpu, single_gpu = map(os.path.realpath, sys.argv[1:3])
+    multigpu, single_gpu, elastic = map(os.path.realpath, sys.argv[1:4])
     print("| behaviour | Python | lockstep |\n|---|---|---|")
-    for size in (0, 2, 3):
-        with tempfile.TemporaryDirectory() as scratch:
-            command = [multigpu, "--nproc", str(size)] if size else [single_gpu]
-            command += [str(EPOCHS), "1", "--batch_size", str(BATCH)]
-            subprocess.run(command, cwd=scratch, check=True, stdout=subprocess.DEVNULL)
-            torch.multiprocessing.spawn(train, (size, scratch), max(size, 1))
-            theirs = torch.load(f"{scratch}/python.pt")
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                ours = dict(torch.jit.load(f"{scratch}/checkpoint.pt").named_parameters())
-            if theirs.keys() != ours.keys():
-                sys.exit(f"FAILED: the models differ: {theirs.keys() ^ ours.keys()}")
-            for name, value in theirs.items():
-                if not torch.equal(value, ours[name]):
-                    sys.exit(f"FAILED: {size or 1} ranks: {name} differs by {(value - ours[name]).abs().max()}")
+    with tempfile.TemporaryDirectory() as scratch:
+        # All training comes first: a process that has computed should not fork ranks.
+        run_forked(train_alone, f"{scratch}/alone.pt")
+        for size in (0, 2, 3):
+            os.mkdir(f"{scratch}/lockstep{size}")
+            words = [EPOCHS, 1, "--batch_size", BATCH]
+            start(f"{scratch}/lockstep{size}", *([multigpu, "--nproc", size] if size else [single_gpu]), *words)
+            if size:
+                run_python(size, train, f"{scratch}/{size}")
+        for epochs in (2, 2 + EPOCHS):  # the second run resumes
+            start(scratch, elastic, epochs, 1, "--batch_size", BATCH, "--momentum", MOMENTUM, "--nproc", 2)
+            run_python(2, train_elastic, f"{scratch}/elastic{epochs}", f"{scratch}/python.pt", epochs)
+
+        for size in (0, 2, 3):
+            theirs = torch.load(f"{scratch}/{size}/python.pt" if size else f"{scratch}/alone.pt")
             what = f"{size} ranks" if size else "one process without DDP"
+            same_bits(what, theirs, dict(archive(f"{scratch}/lockstep{size}/checkpoint.pt").named_parameters()))
             print(f"| toy regression, {EPOCHS} epochs, {what} | trains | same bits |", flush=True)
+        theirs, (ours, epoch) = torch.load(f"{scratch}/python.pt"), snapshot_of(f"{scratch}/snapshot.pt")
+        if epoch != theirs["EPOCHS_RUN"]:
+            sys.exit(f"FAILED: the snapshot names epoch {epoch}, Python's {theirs['EPOCHS_RUN']}")
+        same_bits("multigpu_torchrun", {**theirs["MODEL_STATE"], **theirs["momentum"]}, ours)
+        print(f"| multigpu_torchrun, momentum {MOMENTUM}, 2 ranks: 2 epochs, then {EPOCHS} from the snapshot | trains | same bits in "
+              f"parameters and momentum |", flush=True)
 
 
 if __name__ == "__main__":
