@@ -310,7 +310,8 @@ TEST_CASE("a link stays one, and the file that it leads to is replaced") {
 TEST_CASE("a temporary file is a new one, whatever has its name") {
   const TemporaryFolder folder;
   const auto target = folder.write("target", "the user's"), path = folder / "net.pt";
-  const auto plant = [&] { fs::create_symlink(target, lockstep::detail::temporary_beside(path)); };
+  // Under the name of the temporary file.
+  const auto plant = [&] { fs::create_symlink(target, fmt::format("{}.{}.tmp", path.string(), ::getpid())); };
   plant();
   CHECK_NOTHROW(lockstep::require_writable(path));
   plant();
