@@ -3,9 +3,10 @@
 examples.py FOLDER_OF_PROGRAMS SHARED_FOLDER [--rounds 3] [--only NAME ...]
 To be run by the Python that has the torch package of the programs. The shared folder holds data/mnist and data/tinyshakespeare.txt.
 Both sides run in turn, 2 Gloo ranks of one thread (origin_main: one process). Python refuses SyncBatchNorm on CPUs; ddp_main's
-counterpart has a layer written in Python (tests/examples/mnist_parity.py). A figure is the user CPU time of all processes of a run, which tells more than wall
-time on a busy machine. "run" is the time of the long run, starting included; "training" is that time without the time of the short run,
-which leaves the steps between. The ratio is lockstep's time over Python's, the median over the rounds.
+counterpart has a layer written in Python (tests/examples/mnist_parity.py). A figure is the user CPU time of all processes of a
+run, which tells more than wall time on a busy machine. "run" is the time of the long run, starting included; "training" is that
+time without the time of the short run, which leaves the steps between. The ratio is lockstep's time over Python's, the median
+over the rounds.
 """
 import argparse
 import os
@@ -158,7 +159,8 @@ def python_rank(rank, name, units, scratch, shared):
             for inputs, targets in DataLoader(test, batch, sampler=range(rank, len(test), ranks)):
                 model(inputs)
     if rank == 0 and name == "multigpu_torchrun":
-        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": units}, f"{scratch}/snapshot.pt")
+        snapshot = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": units}
+        torch.save(snapshot, f"{scratch}/snapshot.pt")
     if ranks > 1:
         dist.destroy_process_group()
     sys.stdout.flush()
@@ -199,7 +201,8 @@ def main():
     if arguments.python:
         import torch
         name, units, scratch = arguments.python
-        torch.multiprocessing.spawn(python_rank, (name, int(units), scratch, arguments.shared), 1 if name == "origin_main" else RANKS)
+        ranks = 1 if name == "origin_main" else RANKS
+        torch.multiprocessing.spawn(python_rank, (name, int(units), scratch, arguments.shared), ranks)
         return
     folder, shared = os.path.abspath(arguments.folder), os.path.abspath(arguments.shared)
     print("| example | training | lockstep | Python | ratio | run, with the start | lockstep | Python | ratio |\n"

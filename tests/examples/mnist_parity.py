@@ -1,12 +1,13 @@
-"""Trains the network of examples/mnist, examples/ddp_main and examples/origin_main on real digits in Python as well, and compares
-parameters, running statistics and accuracy.
+"""Trains the network of examples/mnist, examples/ddp_main and examples/origin_main on real digits in Python as well, and
+compares parameters, running statistics and accuracy.
 
-mnist and Python's DDP start from the same values. ddp_main and origin_main exchange nothing with Python: initial values and the order
-of the digits follow from the same seeds. Python's SyncBatchNorm is for GPUs only. So mnist's bits are compared without it, and
-ddp_main's with a layer that computes as lockstep's does, from the same kernels of LibTorch; one process that trains torch's own
-BatchNorm2d on the joined batches is the independent comparison.
+mnist and Python's DDP start from the same values. ddp_main and origin_main exchange nothing with Python: initial values and the
+order of the digits follow from the same seeds. Python's SyncBatchNorm is for GPUs only. So mnist's bits are compared without it,
+and ddp_main's with a layer that computes as lockstep's does, from the same kernels of LibTorch; one process that trains torch's
+own BatchNorm2d on the joined batches is the independent comparison.
 
-mnist_parity.py MNIST_PROGRAM SHARED_FOLDER DDP_MAIN_PROGRAM ORIGIN_MAIN_PROGRAM; the folder holds data/mnist. Exit code 77: skipped.
+mnist_parity.py MNIST_PROGRAM SHARED_FOLDER DDP_MAIN_PROGRAM ORIGIN_MAIN_PROGRAM; the folder holds data/mnist. Exit code 77:
+skipped.
 """
 import gzip
 import os
@@ -212,7 +213,8 @@ def state_of(path, part=""):
 
 def accuracy_of(command):
     """Runs a program and returns the accuracy that it prints."""
-    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1", "LOCKSTEP_DEVICE": "cpu"}, stdout=subprocess.PIPE, text=True)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "LOCKSTEP_DEVICE": "cpu"}
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
     if done.returncode != 0:
         sys.exit(f"FAILED: {' '.join(command)} ended with {done.returncode}")
     return float(re.search(r"Accuracy is ([\d.]+)%", done.stdout).group(1))
@@ -224,7 +226,8 @@ def lockstep(ranks, epochs, save, sync="off"):
 
 
 def template(command, save, source):
-    return accuracy_of([*command, "-e", str(EPOCHS), "-b", str(BATCH), "--lr", str(TEMPLATE_RATE), "--data-dir", source, "--save", save])
+    return accuracy_of([*command, "-e", str(EPOCHS), "-b", str(BATCH), "--lr", str(TEMPLATE_RATE), "--data-dir", source,
+                        "--save", save])
 
 
 def same_bits(what, theirs, ours):

@@ -1,6 +1,6 @@
-"""Trains the toy regression of examples/single_gpu, examples/multigpu and examples/multigpu_torchrun in Python as well, from the same
-seed, and compares the bits of the checkpoints. multigpu_torchrun and its counterpart stop after two epochs, and resume from their
-own snapshots.
+"""Trains the toy regression of examples/single_gpu, examples/multigpu and examples/multigpu_torchrun in Python as well, from the
+same seed, and compares the bits of the checkpoints. multigpu_torchrun and its counterpart stop after two epochs, and resume from
+their own snapshots.
 
 multigpu_parity.py MULTIGPU_PROGRAM SINGLE_GPU_PROGRAM MULTIGPU_TORCHRUN_PROGRAM. Exit code 77: skipped.
 """
@@ -77,7 +77,8 @@ def train_elastic(rank, size, output, path, epochs):
     loader = torch.utils.data.DataLoader(data, BATCH, sampler=sampler)
     run_epochs(model, optimizer, loader, range(first, epochs), sampler)
     if rank == 0:
-        momentum = {f"momentum of {name}": optimizer.state[parameter]["momentum_buffer"] for name, parameter in net.named_parameters()}
+        momentum = {f"momentum of {name}": optimizer.state[parameter]["momentum_buffer"]
+                    for name, parameter in net.named_parameters()}
         torch.save({"MODEL_STATE": net.state_dict(), "OPTIMIZER_STATE": optimizer.state_dict(), "EPOCHS_RUN": epochs,
                     "momentum": momentum}, path)
 
@@ -137,8 +138,8 @@ def main():
         if epoch != theirs["EPOCHS_RUN"]:
             sys.exit(f"FAILED: the snapshot names epoch {epoch}, Python's {theirs['EPOCHS_RUN']}")
         same_bits("multigpu_torchrun", {**theirs["MODEL_STATE"], **theirs["momentum"]}, ours)
-        print(f"| multigpu_torchrun, momentum {MOMENTUM}, 2 ranks: 2 epochs, then {EPOCHS} from the snapshot | trains | same bits in "
-              f"parameters and momentum |", flush=True)
+        print(f"| multigpu_torchrun, momentum {MOMENTUM}, 2 ranks: 2 epochs, then {EPOCHS} from the snapshot | trains | "
+              f"same bits in parameters and momentum |", flush=True)
 
 
 if __name__ == "__main__":
