@@ -1,6 +1,7 @@
 """Compares examples/imagenet's networks with Python's: names and initial values, what a network computes with a state dict that
-C++ saved and with one that Python saved, and the momentum in a checkpoint. torchvision's networks are used where it is installed,
-else the definition below, which has the same names.
+C++ saved and with one that Python saved, its top-1 and top-5 accuracy, the momentum in a checkpoint and the rate of each epoch.
+The networks are torchvision's where it is installed (`pip install --no-deps torchvision pillow`), else those of the definition
+below, which have the same names.
 
 imagenet_parity.py IMAGENET_PROGRAM. Exit code 77: skipped.
 """
@@ -17,7 +18,7 @@ from parity import torch
 from torch import nn
 
 program = sys.argv[1]
-SIDE, CLASSES, SEED = 56, 2, 7  # images of 64 x 64: Resize has nothing to do, CenterCrop cuts 4 at each side
+SIDE, CLASSES, SEED = 56, 7, 7  # images of 64 x 64: Resize has nothing to do, CenterCrop cuts 4 at each side
 MEAN, STD = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
 SHAPES = {"resnet18": (False, (2, 2, 2, 2)), "resnet50": (True, (3, 4, 6, 3))}
 
@@ -72,12 +73,18 @@ class ResNet(nn.Module):
         return self.fc(nn.functional.adaptive_avg_pool2d(x, 1).flatten(1))
 
 
-def new_model(arch):
+def torchvision_models():
+    """torchvision.models and the version of torchvision, or None and why there is none."""
     try:
-        from torchvision import models
-    except Exception:  # not installed, or for another torch
-        return ResNet(*SHAPES[arch], CLASSES)
-    return getattr(models, arch)(num_classes=CLASSES)
+        import torchvision
+    except Exception as error:  # not installed, or for another torch
+        return None, f"{type(error).__name__}: {error}".splitlines()[0]
+    return torchvision.models, torchvision.__version__
+
+
+def new_model(arch):
+    models, _ = torchvision_models()
+    return getattr(models, arch)(num_classes=CLASSES) if models else ResNet(*SHAPES[arch], CLASSES)
 
 
 def png(pixels):
@@ -98,7 +105,7 @@ def write_images(folder):
     for part in "train", "val":
         for target in range(CLASSES):
             os.makedirs(f"{folder}/{part}/class{target}")
-            for i in range(4):
+            for i in range(2):
                 image = torch.randint(0, 256, (3, 64, 64), dtype=torch.uint8, generator=generator)
                 with open(f"{folder}/{part}/class{target}/{i}.png", "wb") as file:
                     file.write(png(image))
@@ -123,12 +130,14 @@ def check_evaluation(folder, arch, file, model, images, targets):
     with torch.no_grad():
         outputs = [model(image.unsqueeze(0)) for image in images]
         losses = [nn.functional.cross_entropy(output, target.view(1)) for output, target in zip(outputs, targets)]
-    hits = sum(output.argmax().item() == target for output, target in zip(outputs, targets.tolist()))
-    wanted = [f"{loss.item():.4e}" for loss in losses] + [f"{100 * hits / len(targets):.3f}"]
-    found = re.findall(r"Test: .*\tLoss (\S+) ", out) + re.findall(r"\*   Acc@1 (\S+)", out)
+    largest = torch.cat(outputs).topk(5).indices == targets.view(-1, 1)
+    accuracies = [f"{100 * largest[:, :k].sum().item() / len(targets):.3f}" for k in (1, 5)]
+    wanted = [f"{loss.item():.4e}" for loss in losses] + accuracies
+    found = re.findall(r"Test: .*\tLoss (\S+) ", out) + list(*re.findall(r"\*   Acc@1 (\S+) Acc@5 (\S+)", out))
     if found != wanted:
-        sys.exit(f"FAILED: {arch} of {file}: losses and accuracy are {found}, Python's {wanted}")
-    return f"losses from {min(losses).item():.4e} to {max(losses).item():.4e}, Acc@1 {wanted[-1]}"
+        sys.exit(f"FAILED: {arch} of {file}: losses and accuracies are {found}, Python's {wanted}")
+    return (f"losses from {min(losses).item():.4e} to {max(losses).item():.4e}, Acc@1 {accuracies[0]}, Acc@5 {accuracies[1]} "
+            f"of {CLASSES} classes")
 
 
 def same(ours, theirs, what):
@@ -139,8 +148,31 @@ def same(ours, theirs, what):
             sys.exit(f"FAILED: {what}: {name} differs")
 
 
+def check_rates(folder, checkpoint):
+    """The rate in the checkpoint of an epoch is that of Python's StepLR."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], 0.1)
+    schedule, rates = torch.optim.lr_scheduler.StepLR(optimizer, step_size=30, gamma=0.1), []
+    for _ in range(90):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    epochs = 29, 30, 60
+    for epoch in epochs:
+        imagenet(folder, "-b", "14", "--save-dir", folder, "--start-epoch", str(epoch), "--epochs", str(epoch + 1))
+        rate = torch.load(checkpoint, weights_only=True)["optimizer"]["param_groups"][0]["lr"]
+        if abs(rate - rates[epoch]) > 1e-15:
+            sys.exit(f"FAILED: the rate of epoch {epoch} is {rate}, Python's {rates[epoch]}")
+    numbers, text = ", ".join(map(str, epochs)), ", ".join(f"{rates[epoch]:g}" for epoch in epochs)
+    print(f"| the rate of epochs {numbers}, by --start-epoch | StepLR(30, 0.1): {text} | same, within 1e-15 |")
+
+
 def main():
     torch.set_num_threads(1)
+    models, found = torchvision_models()
+    if models:
+        print(f"note: The networks in Python are those of torchvision {found}.")
+    else:
+        print(f"note: The networks in Python are the definition in this script. SKIPPED: torchvision's own ({found}).")
     print("| behaviour | Python | lockstep |\n|---|---|---|")
     for arch in SHAPES:
         with tempfile.TemporaryDirectory() as scratch:
@@ -184,6 +216,8 @@ def main():
             resumed = torch.load(checkpoint, weights_only=True)
             same({k: v for k, v in resumed["state_dict"].items() if k in parameters},
                  {k: v.detach() for k, v in other.named_parameters()}, f"{arch}'s parameters, resumed")
+            if arch == "resnet18":
+                check_rates(scratch, checkpoint)
             print(f"| {arch}: initial values of seed {SEED} | same | same bits in all {len(parameters)} parameters |\n"
                   f"| {arch}: saved by C++, loaded strictly by Python | {ours} | same, all digits that are printed |\n"
                   f"| {arch}: saved by Python, loaded by C++ | {theirs} | same, all digits that are printed |", flush=True)

@@ -4,6 +4,7 @@
 #include <regex>
 #include <sstream>
 
+#include "lockstep/train/state_dict.hpp"
 #include "support/catch.hpp"
 #include "support/images.hpp"
 #include "support/process.hpp"
@@ -23,13 +24,15 @@ Ended run_imagenet(std::vector<std::string> arguments) {
   return ended;
 }
 
-// Three classes that differ in colour, as noisy JPEG and PNG files of several sizes.
+// Classes that differ in colour or height, as noisy JPEG and PNG files of several sizes: 24 images to train on. Of
+// three classes, `val` has three images each; of more, 1, 2, 3, 1, 2, ...
 class SmallImages {
  public:
-  SmallImages() {
-    for (const std::string part : {"train", "val"})
-      for (int c = 0; c < 3; ++c)
-        for (int i = 0; i < (part == "train" ? 8 : 3); ++i) write(part, c, i);
+  explicit SmallImages(int classes = 3) {
+    for (int c = 0; c < classes; ++c) {
+      for (int i = 0; i < 24 / classes; ++i) write("train", c, i);
+      for (int i = 0; i < (classes == 3 ? 3 : 1 + c % 3); ++i) write("val", c, i);
+    }
   }
   [[nodiscard]] std::string path() const { return folder_.path().string(); }
   [[nodiscard]] std::filesystem::path operator/(const std::string& name) const { return folder_ / name; }
@@ -39,7 +42,7 @@ class SmallImages {
     const int width = 40 + 3 * i, height = 36 + 5 * c;
     std::vector<std::uint8_t> pixels;
     for (int k = 0; k < 3 * width * height; ++k)
-      pixels.push_back(static_cast<std::uint8_t>((k % 3 == c ? 180 : 40) + random_() % 60));
+      pixels.push_back(static_cast<std::uint8_t>((k % 3 == c % 3 ? 180 : 40) + random_() % 60));
     const auto path = folder_ / (part + "/class" + std::to_string(c));
     std::filesystem::create_directories(path);
     std::ofstream(path / (std::to_string(i) + (i % 2 ? ".JPEG" : ".png")), std::ios::binary)
@@ -68,6 +71,11 @@ std::vector<std::string> lines_of(const std::string& text) {
   std::vector<std::string> lines;
   for (std::string line; std::getline(stream, line);) lines.push_back(line);
   return lines;
+}
+
+std::string bytes_of(const std::filesystem::path& path) {
+  std::ifstream file(path, std::ios::binary);
+  return {std::istreambuf_iterator<char>(file), {}};
 }
 
 // The one line that a wrong command ends with.
@@ -128,6 +136,66 @@ TEST_CASE("imagenet trains on a folder, resumes its checkpoint to the same numbe
   CHECK_THAT(other,
              ContainsSubstring(
                  "checkpoint.pt': the state dict does not fit the model: missing \"layer1.2.conv1.weight\""));
+}
+
+TEST_CASE(
+    "imagenet begins with --start-epoch at the rate of StepLR(30, 0.1), replaces model_best.pt by a better "
+    "one only, and evaluates top-1 and top-5 accuracy of --pretrained") {
+  using Dict = c10::impl::GenericDict;
+  const SmallImages images(8);
+  const TemporaryFolder saved, unused;
+  const auto checkpoint = saved / "checkpoint.pt", best = saved / "model_best.pt";
+  // Trains one epoch of one step and returns the checkpoint.
+  const auto train = [&](int epoch, std::vector<std::string> more) {
+    more.insert(more.begin(), {"--nproc", "1", "-b", "24", "--image-size", "32", "--lr", "0.02", "--save-dir",
+                               saved.path().string(), "--epochs", std::to_string(epoch + 1), images.path()});
+    const Ended ended = run_imagenet(more);
+    REQUIRE(ended.code == 0);
+    CHECK(count(ended.out, "Epoch: [") == 1);
+    CHECK(count(ended.out, fmt::format("Epoch: [{}][1/1]\t", epoch)) == 1);
+    Dict file = lockstep::torch_load(checkpoint).toGenericDict();
+    CHECK(file.at("epoch").toInt() == epoch + 1);
+    return file;
+  };
+  const auto rate = [](const Dict& file) {
+    const auto groups = file.at("optimizer").toGenericDict().at("param_groups").toList();
+    return groups.get(0).toGenericDict().at("lr").toDouble();
+  };
+  // Writes the checkpoint as one of another epoch and another best accuracy.
+  const auto pretend = [&](Dict file, int epoch, const c10::IValue& best_acc1) {
+    file.insert_or_assign("epoch", epoch);
+    file.insert_or_assign("best_acc1", best_acc1);
+    lockstep::torch_save(c10::IValue(file), saved / "other.pt");
+    std::filesystem::remove(best);
+    return std::vector<std::string>{"--resume", (saved / "other.pt").string()};
+  };
+  const auto about = [](double value) { return Catch::Matchers::WithinRel(value, 1e-12); };
+  Dict file = train(30, {"--start-epoch", "30"});
+  CHECK_THAT(rate(file), about(0.002));
+  // No accuracy is above 100 %, which Python saves as a tensor.
+  file = train(60, pretend(file, 60, torch::tensor(100.0F)));
+  CHECK_THAT(rate(file), about(0.0002));
+  CHECK(file.at("best_acc1").toDouble() == 100);
+  CHECK(!std::filesystem::exists(best));
+  file = train(29, pretend(file, 29, -1.0));
+  CHECK(rate(file) == 0.02);
+  CHECK(file.at("best_acc1").toDouble() >= 0);
+  REQUIRE(std::filesystem::exists(best));
+  CHECK(bytes_of(best) == bytes_of(checkpoint));
+
+  // A model whose outputs do not depend on the image: the classes 2, 5, 1, 0, 7 are the largest, in this order.
+  const Dict model = file.at("state_dict").toGenericDict();
+  model.at("fc.weight").toTensor().zero_();
+  model.at("fc.bias").toTensor().copy_(torch::tensor({4.0, 5.0, 9.0, 1.0, 2.0, 6.0, 0.0, 3.0}));
+  lockstep::torch_save(c10::IValue(model), saved / "constant.pt");
+  const Ended ended =
+      run_imagenet({"--nproc", "2", "-b", "24", "--image-size", "32", "-e", "--pretrained",
+                    (saved / "constant.pt").string(), "--save-dir", unused.path().string(), images.path()});
+  CHECK(ended.code == 0);
+  // Of 15 images, 3 are of class 2, and 3 + 3 + 2 + 1 + 2 of those five.
+  CHECK_THAT(ended.out, ContainsSubstring(" *   Acc@1 20.000 Acc@5 73.333\n"));
+  CHECK(count(ended.out, "Epoch: ") == 0);
+  CHECK(unused.files() == 0);
 }
 
 TEST_CASE("imagenet runs on random images without a folder") {
