@@ -4,6 +4,7 @@
 //   average_gradients group                  multiprocess_comm.py: the same with a process group
 //   average_gradients --epochs 15            multiprocess_training.py; one epoch by default
 //   average_gradients --plot curve.svg       and its curve of loss and accuracy, or as curve.csv
+//   average_gradients --test                 and the accuracy of rank 0's model on the test digits
 //   average_gradients --compare --nproc 3    what DistributedDataParallel and SyncBatchNorm do differently
 // Training and --compare also run under torchrun --no-python, srun and mpirun.
 #include <torch/torch.h>
@@ -29,6 +30,7 @@ struct Options {
   std::size_t batch_size = 100;
   bool compare = false;
   lockstep::MnistSource data;
+  bool test = false;
 };
 
 struct ConvNetImpl : nn::Module {
@@ -73,7 +75,7 @@ std::string csv(const std::vector<Point>& curve) {
   return text;
 }
 
-std::string svg(const std::vector<Point>& curve) {
+std::string svg(const std::vector<Point>& curve, int epochs) {
   constexpr double left = 40, top = 20, width = 720, height = 340;
   double most = 1e-9;
   for (const Point& point : curve) most = std::max<double>(most, point.loss);
@@ -86,18 +88,21 @@ std::string svg(const std::vector<Point>& curve) {
     return fmt::format("<polyline fill=\"none\" stroke=\"{}\" points=\"{}\"/>\n", colour, points);
   };
   const auto text = [](double x, double y, const char* colour, const std::string& words) {
-    return fmt::format("<text x=\"{}\" y=\"{}\" fill=\"{}\">{}</text>\n", x, y, colour, words);
+    return fmt::format("<text x=\"{:.0f}\" y=\"{}\" fill=\"{}\">{}</text>\n", x, y, colour, words);
   };
+  std::string ticks;  // the end of each epoch
+  for (int epoch = 1; epoch < epochs; ++epoch)
+    ticks += fmt::format("M{:.1f} {}v5", left + width * epoch / epochs, top + height);
   return "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"800\" height=\"400\" font-family=\"sans-serif\" "
          "font-size=\"12\">\n<rect width=\"800\" height=\"400\" fill=\"white\"/>\n" +
-         fmt::format("<path d=\"M{0} {1}v{2}h{3}\" fill=\"none\" stroke=\"black\"/>\n", left, top, height,
-                     width) +
+         fmt::format("<path d=\"M{} {}v{}h{}{}\" fill=\"none\" stroke=\"black\"/>\n", left, top, height,
+                     width, ticks) +
          line("firebrick", [&](const Point& point) { return point.loss / most; }) +
          line("steelblue", [](const Point& point) { return point.accuracy; }) +
          text(left + 8, top - 6, "firebrick", fmt::format("loss, 0 to {:.2f}", most)) +
          text(left + 150, top - 6, "steelblue", "accuracy, 0 to 1") +
          text(left + width - 70, top + height + 18, "black", fmt::format("step {}", curve.size())) +
-         "</svg>\n";
+         text(left, top + height + 18, "black", fmt::format("epochs: {}", epochs)) + "</svg>\n";
 }
 
 auto make_loader(const lockstep::Mnist& mnist, const Options& options) {
@@ -133,8 +138,13 @@ void train(const World& world, const Options& options, const lockstep::Mnist& mn
   }
   if (!options.plot.empty())
     world.rank_zero([&] {
-      lockstep::write_file_atomically(options.plot, options.plot.ends_with(".csv") ? csv(curve) : svg(curve));
+      lockstep::write_file_atomically(
+          options.plot, options.plot.ends_with(".csv") ? csv(curve) : svg(curve, options.epochs));
     });
+  if (options.test)  // rank 0's model: the ranks' running statistics differ
+    world.log.info(
+        "Accuracy of the test: {:.2f} %",
+        100 * lockstep::evaluate(model, comm, mnist.test, {.batch_size = 100}, lockstep::Accuracy{}));
 }
 
 /// The largest difference between two ranks' running statistics.
@@ -235,6 +245,7 @@ int main(int argc, char** argv) {
   app.add_option("--port", options.port, "port of this host at which the processes of group meet")
       ->check(CLI::Range(1, 65535));
   app.footer("For training:\n" + lockstep::launch_help(launch_options));
+  app.add_flag("--test", options.test, "print the accuracy on the test digits after training");
   const auto arguments = lockstep::program_arguments(argc, argv, launch_options);  // without launch's flags
   try {
     for (int i = 1; i < argc; ++i)  // CLI11 accepts an empty value

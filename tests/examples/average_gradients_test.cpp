@@ -74,13 +74,17 @@ TEST_CASE("average_gradients prints every 50 steps, learns and plots its curve")
   const Stripes digits;
   const TemporaryFolder plots;
   const auto path = (plots / "curve.csv").string();
-  const auto ended = run_example(
-      {"--nproc", "2", "--epochs", "2", "-b", "10", "--data-dir", digits.path().string(), "--plot", path});
+  const auto ended = run_example({"--nproc", "2", "--epochs", "2", "-b", "10", "--data-dir",
+                                  digits.path().string(), "--plot", path, "--test"});
   CHECK(ended.code == 0);
-  CHECK(std::regex_match(ended.out, std::regex("Epoch \\[1/2\\], Step \\[50/60\\], Loss: [0-9]+\\.[0-9]{4},"
-                                               "acc:[01]\\.[0-9]{2}\n"
-                                               "Epoch \\[2/2\\], Step \\[50/60\\], Loss: [0-9]+\\.[0-9]{4},"
-                                               "acc:[01]\\.[0-9]{2}\n")));
+  std::smatch found;
+  REQUIRE(std::regex_match(ended.out, found,
+                           std::regex("Epoch \\[1/2\\], Step \\[50/60\\], Loss: [0-9]+\\.[0-9]{4},"
+                                      "acc:[01]\\.[0-9]{2}\n"
+                                      "Epoch \\[2/2\\], Step \\[50/60\\], Loss: [0-9]+\\.[0-9]{4},"
+                                      "acc:[01]\\.[0-9]{2}\n"
+                                      "Accuracy of the test: ([0-9.]+) %\n")));
+  CHECK(std::stod(found[1]) > 50);
   std::istringstream curve(content(path));
   std::string line;
   std::getline(curve, line);
@@ -107,6 +111,7 @@ TEST_CASE("average_gradients draws its curve as SVG") {
   CHECK(drawing.ends_with("</svg>\n"));
   CHECK(count(drawing, "<polyline ") == 2);
   CHECK_THAT(drawing, ContainsSubstring("step 6<"));
+  CHECK_THAT(drawing, ContainsSubstring("epochs: 1<"));
 }
 
 TEST_CASE("average_gradients compares its bits with DistributedDataParallel's") {
