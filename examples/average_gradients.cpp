@@ -2,7 +2,7 @@
 // them. The programs of the tutorial, which trains without DistributedDataParallel and DistributedSampler:
 //   average_gradients processes              run_multiprocess.py: four processes that do not know each other
 //   average_gradients group                  multiprocess_comm.py: the same with a process group
-//   average_gradients --epochs 15            multiprocess_training.py; one epoch by default
+//   average_gradients --epochs 15 --samples 60000     multiprocess_training.py; by default one epoch of 15,000
 //   average_gradients --plot curve.svg       and its curve of loss and accuracy, or as curve.csv
 //   average_gradients --test                 and the accuracy of rank 0's model on the test digits
 //   average_gradients --compare --nproc 3    what DistributedDataParallel and SyncBatchNorm do differently
@@ -15,6 +15,7 @@
 #include <algorithm>
 #include <iostream>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "lockstep/datasets/mnist.hpp"
@@ -27,7 +28,7 @@ using lockstep::GlooComm, lockstep::World;
 struct Options {
   std::string program = "train", plot;
   int nproc = 4, epochs = 1, port = 29500;
-  std::size_t batch_size = 100;
+  std::size_t batch_size = 100, samples = 15'000;
   bool compare = false;
   lockstep::MnistSource data;
   bool test = false;
@@ -108,8 +109,9 @@ std::string svg(const std::vector<Point>& curve, int epochs) {
 auto make_loader(const lockstep::Mnist& mnist, const Options& options) {
   // Every rank sees all digits, in an order that follows from its seed: the order of
   // DataLoader(shuffle=True).
-  return lockstep::DataLoader{
-      mnist.train, lockstep::RandomSampler{mnist.train.size()}, {.batch_size = options.batch_size}};
+  return lockstep::DataLoader{mnist.train,
+                              lockstep::RandomSampler{std::min(mnist.train.size(), options.samples)},
+                              {.batch_size = options.batch_size}};
 }
 
 void train(const World& world, const Options& options, const lockstep::Mnist& mnist) {
@@ -233,26 +235,49 @@ int main(int argc, char** argv) {
       ->check(CLI::IsMember({"processes", "group", "train"}));
   app.add_option("--nproc,--nproc-per-node", options.nproc, "processes to start on this host")
       ->check(CLI::Range(1, 1000));
-  app.add_option("-e,--epochs", options.epochs, "passes over the digits; the tutorial's number is 15")
-      ->check(CLI::Range(1'000'000));
-  app.add_option("-b,--batch-size", options.batch_size, "digits a process and a step")
-      ->check(CLI::Range(1, 1'000'000));
-  app.add_flag("--compare", options.compare, "compare one backward with DistributedDataParallel's");
-  app.add_option("--plot", options.plot, "file for the curve of loss and accuracy, .svg or .csv");
-  app.add_option_function<std::string>(
+  const auto* epochs =
+      app.add_option("-e,--epochs", options.epochs, "passes over the digits; the tutorial's number is 15")
+          ->check(CLI::Range(1'000'000));
+  const auto* batch_size =
+      app.add_option("-b,--batch-size", options.batch_size, "digits a process and a step")
+          ->check(CLI::Range(1, 1'000'000));
+  const auto* samples = app.add_option("--samples", options.samples,
+                                       "training digits to use at most; the tutorial's number is 60000")
+                            ->check(CLI::Range(1, 1'000'000));
+  const auto* compared =
+      app.add_flag("--compare", options.compare, "compare one backward with DistributedDataParallel's");
+  const auto* plot =
+      app.add_option("--plot", options.plot, "file for the curve of loss and accuracy, .svg or .csv");
+  const auto* data_dir = app.add_option_function<std::string>(
       "--data-dir,--data_dir", [&](const std::string& folder) { options.data.folder = folder; },
       "folder with MNIST's four files, plain or .gz");
-  app.add_option("--port", options.port, "port of this host at which the processes of group meet")
-      ->check(CLI::Range(1, 65535));
+  const auto* port =
+      app.add_option("--port", options.port, "port of this host at which the processes of group meet")
+          ->check(CLI::Range(1, 65535));
   app.footer("For training:\n" + lockstep::launch_help(launch_options));
   app.add_flag("--test", options.test, "print the accuracy on the test digits after training");
   const auto arguments = lockstep::program_arguments(argc, argv, launch_options);  // without launch's flags
   try {
-    for (int i = 1; i < argc; ++i)  // CLI11 accepts an empty value
-      if (*argv[i] == '\0') throw CLI::ValidationError(argv[i - 1], "the value is empty");
+    // CLI11 accepts an empty value, and reads `--plot= X` as `--plot X`.
+    for (int i = 1; i < argc; ++i)
+      if (const std::string_view text = argv[i];
+          text.empty() || (text.starts_with("--") && text.ends_with('=')))
+        throw CLI::ValidationError(argv[text.empty() ? i - 1 : i], "the value is empty");
     app.parse(static_cast<int>(arguments.size()) - 1, arguments.data());
     if (!options.plot.empty() && !options.plot.ends_with(".svg") && !options.plot.ends_with(".csv"))
       throw CLI::ValidationError("--plot", options.plot + " ends neither in .svg nor in .csv");
+    const auto refuse = [](const std::vector<const CLI::Option*>& useless, const std::string& program) {
+      for (const auto* option : useless)
+        if (option->count() > 0)
+          throw CLI::ValidationError(option->get_name(), program + " does not use it: leave it out");
+    };
+    if (options.program != "train")
+      refuse({epochs, batch_size, samples, compared, plot, data_dir}, options.program);
+    if (options.program != "group") refuse({port}, options.program);
+    if (options.compare) refuse({epochs, plot}, "--compare");
+    if (options.program != "train" && static_cast<int>(arguments.size()) - 1 < argc)
+      throw CLI::ValidationError("--prefix, --timeout",
+                                 options.program + " does not use them: leave them out");
     if (options.program != "train" && lockstep::read_environment().size > 1)
       throw CLI::ValidationError(options.program, "starts its own processes: run it without a launcher");
   } catch (const CLI::ParseError& error) {
@@ -282,8 +307,11 @@ int main(int argc, char** argv) {
   return lockstep::launch(
       argc, argv,
       [&](const World& world) {
-        if (!options.plot.empty()) world.rank_zero([&] { lockstep::require_writable(options.plot); });
+        if (!options.plot.empty())
+          world.rank_zero([&] { lockstep::require_writable(options.plot, "--plot"); });
         const lockstep::Mnist mnist = lockstep::load_mnist(world, options.data);
+        if (options.samples < mnist.train.size())
+          world.log.info("training on the first {} of {} digits", options.samples, mnist.train.size());
         (options.compare ? compare : train)(world, options, mnist);
       },
       launch_options);

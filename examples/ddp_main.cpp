@@ -10,6 +10,7 @@
 #include <torch/torch.h>
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <cstddef>
@@ -17,6 +18,7 @@
 #include <iostream>
 #include <sstream>
 #include <string>
+#include <string_view>
 #include <type_traits>
 #include <utility>
 
@@ -32,7 +34,7 @@ const auto program_start = std::chrono::steady_clock::now();
 struct Options {
   std::string gpu, save = "ddp_checkpoint.pt";
   int epochs = 3;
-  std::size_t batch_size = 32;
+  std::size_t batch_size = 32, samples = 20'000;
   double lr = 1e-4;
   bool scale_lr = false;
   lockstep::MnistSource data;
@@ -132,7 +134,7 @@ void run(const lockstep::World& world, const Options& options, const lockstep::M
   const auto seed = 3407 + static_cast<std::uint64_t>(world.rank());
   lockstep::DataLoader train_dloader{
       mnist.train,
-      lockstep::DistributedSampler{mnist.train.size(), world},
+      lockstep::DistributedSampler{std::min(options.samples, mnist.train.size()), world},
       {.batch_size = options.batch_size, .num_workers = 4, .seed = seed, .pin_memory = true}};
   // Every digit once. The tutorial's DistributedSampler counts some twice to give all ranks equally many.
   lockstep::DataLoader test_dloader{mnist.test,
@@ -160,6 +162,8 @@ int main(int argc, char** argv) {
       ->check(CLI::Range(1'000'000));
   app.add_option("-b,--batch_size,--batch-size", options.batch_size, "digits a process and a step")
       ->check(CLI::Range(1, 1'000'000));
+  app.add_option("--samples", options.samples, "training digits to use at most; MNIST has 60000")
+      ->check(CLI::Range(1, 1'000'000));
   app.add_option("--lr", options.lr, "learning rate of SGD")->check(CLI::Range(1000.0));
   app.add_flag("--scale-lr", options.scale_lr, "multiply the rate by the number of processes");
   app.add_option("--save", options.save, "file to write model and scaler to");
@@ -169,6 +173,11 @@ int main(int argc, char** argv) {
   app.footer(lockstep::launch_help());
   const auto arguments = lockstep::program_arguments(argc, argv);  // without --nproc and launch's other flags
   try {
+    // CLI11 accepts an empty value, and reads `--save= X` as `--save X`.
+    for (int i = 1; i < argc; ++i)
+      if (const std::string_view text = argv[i];
+          text.empty() || (text.starts_with("--") && text.ends_with('=')))
+        throw CLI::ValidationError(argv[text.empty() ? i - 1 : i], "the value is empty");
     app.parse(static_cast<int>(arguments.size()) - 1, arguments.data());
     if (std::isnan(options.lr)) throw CLI::ValidationError("--lr", "nan is not a number");
   } catch (const CLI::ParseError& error) {
@@ -177,8 +186,10 @@ int main(int argc, char** argv) {
     return 2;
   }
   const auto on_rank = [&](const lockstep::World& world) {
-    world.rank_zero([&] { lockstep::require_writable(options.save); });
+    world.rank_zero([&] { lockstep::require_writable(options.save, "--save"); });
     const lockstep::Mnist mnist = lockstep::load_mnist(world, options.data);
+    if (options.samples < mnist.train.size())
+      world.log.info("training on the first {} of {} digits", options.samples, mnist.train.size());
     lockstep::with_device(world, [&]<class Comm>(Comm comm) { run(world, options, mnist, std::move(comm)); });
   };
   return lockstep::launch(argc, argv, on_rank, {.gpus = options.gpu});

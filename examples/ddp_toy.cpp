@@ -16,6 +16,7 @@
 #include <iostream>
 #include <optional>
 #include <string>
+#include <string_view>
 
 #include "lockstep/comm/comm_by_device.hpp"
 #include "lockstep/comm/with_device.hpp"
@@ -102,7 +103,7 @@ void demo_basic(const World& world, const Options& options) {
 
 void demo_checkpoint(const World& world, const Options& options) {
   print_line("Running DDP checkpoint example on rank " + std::to_string(world.rank()) + ".");
-  world.rank_zero([&] { lockstep::require_writable(options.checkpoint); });
+  world.rank_zero([&] { lockstep::require_writable(options.checkpoint, "--checkpoint"); });
   lockstep::with_device(
       world,
       [&](auto comm) {
@@ -179,17 +180,30 @@ int main(int argc, char** argv) {
       ->check(CLI::Range(1000));
   app.add_option("--cpu-devices", options.cpu_devices, "CPUs to take as devices, in place of GPUs")
       ->check(CLI::Range(1000));
-  app.add_option("--checkpoint", options.checkpoint, "file that the checkpoint demo writes and removes");
-  app.add_option("--port", options.port, "port of this host at which spawned processes meet")
-      ->check(CLI::Range(1, 65535));
+  const auto* checkpoint =
+      app.add_option("--checkpoint", options.checkpoint, "file that the checkpoint demo writes and removes");
+  const auto* port =
+      app.add_option("--port", options.port, "port of this host at which spawned processes meet")
+          ->check(CLI::Range(1, 65535));
   app.footer("With a demo:\n" + lockstep::launch_help(launch_options));
   const auto arguments = lockstep::program_arguments(argc, argv, launch_options);  // without launch's flags
   try {
-    for (int i = 1; i < argc; ++i)  // CLI11 accepts an empty value
-      if (*argv[i] == '\0') throw CLI::ValidationError(argv[i - 1], "the value is empty");
+    // CLI11 accepts an empty value, and reads `--port= X` as `--port X`.
+    for (int i = 1; i < argc; ++i)
+      if (const std::string_view text = argv[i];
+          text.empty() || (text.starts_with("--") && text.ends_with('=')))
+        throw CLI::ValidationError(argv[text.empty() ? i - 1 : i], "the value is empty");
     app.parse(static_cast<int>(arguments.size()) - 1, arguments.data());
+    const bool saves = options.demo.empty() || options.demo == "checkpoint";
+    if (checkpoint->count() > 0 && !saves)
+      throw CLI::ValidationError("--checkpoint", options.demo + " does not use it: leave it out");
+    if (port->count() > 0 && !options.demo.empty())
+      throw CLI::ValidationError("--port", options.demo + " does not use it: leave it out");
+    if (options.demo.empty() && static_cast<int>(arguments.size()) - 1 < argc)
+      throw CLI::ValidationError("--prefix, --timeout", "without a demo they have no use: leave them out");
     if (options.demo.empty() && lockstep::read_environment().size > 1)
       throw CLI::ValidationError("demo", "under a launcher, name one: all of them start their own processes");
+    if (options.demo.empty()) lockstep::require_writable(options.checkpoint, "--checkpoint");
   } catch (const CLI::ParseError& error) {
     if (error.get_exit_code() == 0) return app.exit(error);  // --help
     std::cerr << "error: " << error.what() << "; see --help\n";

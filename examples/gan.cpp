@@ -5,7 +5,6 @@
 
 #include <CLI/CLI.hpp>
 #include <iostream>
-#include <span>
 #include <string_view>
 
 #include "lockstep/datasets/mnist.hpp"
@@ -97,10 +96,11 @@ int main(int argc, char** argv) {
   app.footer(lockstep::launch_help());
   const auto arguments = lockstep::program_arguments(argc, argv);  // without --nproc and launch's other flags
   try {
-    // CLI11 reads `--steps= 10` as `--steps 10`.
-    for (const std::string_view argument : std::span(argv, static_cast<std::size_t>(argc)))
-      if (argument.starts_with("--") && argument.ends_with('='))
-        throw CLI::ValidationError(std::string(argument), "the value is empty");
+    // CLI11 accepts an empty value, and reads `--steps= X` as `--steps X`.
+    for (int i = 1; i < argc; ++i)
+      if (const std::string_view text = argv[i];
+          text.empty() || (text.starts_with("--") && text.ends_with('=')))
+        throw CLI::ValidationError(argv[text.empty() ? i - 1 : i], "the value is empty");
     app.parse(static_cast<int>(arguments.size()) - 1, arguments.data());
   } catch (const CLI::ParseError& error) {
     if (error.get_exit_code() == 0) return app.exit(error);  // --help

@@ -372,7 +372,7 @@ void run(const lockstep::World& world, const Options& options, const Data& data,
   }
 
   const std::filesystem::path folder = options.save_dir;
-  world.rank_zero([&] { lockstep::require_writable(folder / "checkpoint.pt"); });
+  world.rank_zero([&] { lockstep::require_writable(folder / "checkpoint.pt", "--save-dir"); });
   for (std::int64_t epoch = start_epoch; epoch < *options.epochs; ++epoch) {
     train_loader.set_epoch(static_cast<std::size_t>(epoch));
     train(world, train_loader, ddp, optimizer, rate, device, epoch, options.print_freq);
@@ -401,12 +401,14 @@ int main(int argc, char** argv) {
   const auto number = CLI::Range(1000.0);
   CLI::App app("Trains a ResNet on ImageNet with several processes.");
   app.option_defaults()->always_capture_default()->take_last();
-  app.add_option("data", options.data, "folder with train/CLASS/*.jpg and val/CLASS/*.jpg; without: --dummy");
+  auto* data = app.add_option("data", options.data,
+                              "folder with train/CLASS/*.jpg and val/CLASS/*.jpg; without: --dummy");
   app.add_option("-a,--arch", options.arch, "model")->check(CLI::IsMember(names));
   app.add_option("-j,--workers", options.workers, "threads of a host that load ahead")
       ->check(CLI::Range(std::int64_t{0}, std::int64_t{1000}));
   app.add_option("--epochs", options.epochs, "epochs to run (90; 2 on random images)")->check(any);
-  app.add_option("--start-epoch", options.start_epoch, "number of the first epoch, from 0")->check(any);
+  auto* start_epoch =
+      app.add_option("--start-epoch", options.start_epoch, "number of the first epoch, from 0")->check(any);
   app.add_option("-b,--batch-size", options.batch_size, "images a step, over all ranks (256; 32 if random)")
       ->check(positive);
   app.add_option("--lr,--learning-rate", options.lr, "learning rate of SGD, a tenth of it every 30 epochs")
@@ -417,7 +419,7 @@ int main(int argc, char** argv) {
       ->check(any);
   app.add_flag("--scale-lr", options.scale_lr, "scale --lr by images a step / 256");
   app.add_option("-p,--print-freq", options.print_freq, "steps from one line to the next")->check(positive);
-  app.add_option("--resume", options.resume, "checkpoint.pt to go on from");
+  app.add_option("--resume", options.resume, "checkpoint.pt to go on from")->excludes(start_epoch);
   app.add_flag("-e,--evaluate", options.evaluate, "only evaluate the model on val");
   app.add_option("--pretrained", options.pretrained, "file with the model's state dict, or a checkpoint");
   app.add_option("--seed", options.seed, "seed of the model, of the order of images and of their crops")
@@ -425,7 +427,7 @@ int main(int argc, char** argv) {
   app.add_option("--image-size", options.image_size, "pixels of a side (224; 32 on random images)")
       ->check(CLI::Range(std::int64_t{32}, std::int64_t{4096}));
   app.add_option("--save-dir", options.save_dir, "folder of checkpoint.pt and model_best.pt");
-  app.add_flag("--dummy", options.dummy, "random images");
+  app.add_flag("--dummy", options.dummy, "random images")->excludes(data);
   app.footer(lockstep::launch_help());
   const auto arguments = lockstep::program_arguments(argc, argv);  // without --nproc and launch's other flags
   try {

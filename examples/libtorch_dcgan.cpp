@@ -10,8 +10,10 @@
 #include <cstdio>
 #include <iostream>
 #include <string>
+#include <string_view>
 
 #include "lockstep/datasets/mnist.hpp"
+#include "lockstep/train/checkpoint.hpp"
 
 namespace nn = torch::nn;
 namespace data = torch::data;
@@ -73,25 +75,33 @@ struct DCGANDiscriminatorImpl : nn::Module {
 };
 TORCH_MODULE(DCGANDiscriminator);
 
+auto digits(const Options& options) try {
+  return data::datasets::MNIST(options.data_dir)
+      .map(data::transforms::Normalize<>(0.5, 0.5))
+      .map(data::transforms::Stack<>());
+} catch (const c10::Error& error) {
+  throw lockstep::UsageError(std::string("--data-dir: ") + error.what_without_backtrace());
+}
+
 void run(const Options& options) {
   const auto file = [&](const std::string& name) { return options.save_dir + "/" + name; };
+  lockstep::require_writable(file("generator-checkpoint.pt"), "--save-dir");
   torch::manual_seed(1);
   DCGANGenerator generator;
   DCGANDiscriminator discriminator;
   const auto adam = torch::optim::AdamOptions(2e-4).betas({0.5, 0.999});
   torch::optim::Adam generator_optimizer(generator->parameters(), adam);
   torch::optim::Adam discriminator_optimizer(discriminator->parameters(), adam);
-  if (options.restore) {
-    torch::load(generator, file("generator-checkpoint.pt"));
-    torch::load(generator_optimizer, file("generator-optimizer-checkpoint.pt"));
-    torch::load(discriminator, file("discriminator-checkpoint.pt"));
-    torch::load(discriminator_optimizer, file("discriminator-optimizer-checkpoint.pt"));
-  }
-  auto digits = data::datasets::MNIST(options.data_dir)
-                    .map(data::transforms::Normalize<>(0.5, 0.5))
-                    .map(data::transforms::Stack<>());
+  if (options.restore) try {
+      torch::load(generator, file("generator-checkpoint.pt"));
+      torch::load(generator_optimizer, file("generator-optimizer-checkpoint.pt"));
+      torch::load(discriminator, file("discriminator-checkpoint.pt"));
+      torch::load(discriminator_optimizer, file("discriminator-optimizer-checkpoint.pt"));
+    } catch (const c10::Error& error) {
+      throw lockstep::UsageError(std::string("--restore: ") + error.what_without_backtrace());
+    }
   auto sampler = data::samplers::RandomSampler(static_cast<std::int64_t>(options.samples));
-  auto loader = data::make_data_loader(std::move(digits), sampler, options.batch_size);
+  auto loader = data::make_data_loader(digits(options), sampler, options.batch_size);
   const std::size_t steps = (options.samples + options.batch_size - 1) / options.batch_size;
 
   std::size_t done = 0;
@@ -151,12 +161,20 @@ int main(int argc, char** argv) {
       ->check(CLI::Range(1, 1'000'000));
   app.add_flag("--restore", options.restore, "continue from the last checkpoint in the folder");
   try {
+    // CLI11 accepts an empty value, and reads `--samples= X` as `--samples X`.
+    for (int i = 1; i < argc; ++i)
+      if (const std::string_view text = argv[i];
+          text.empty() || (text.starts_with("--") && text.ends_with('=')))
+        throw CLI::ValidationError(argv[text.empty() ? i - 1 : i], "the value is empty");
     app.parse(argc, argv);
     if (options.data_dir.empty()) options.data_dir = lockstep::drawn_digits_folder().string();
     run(options);
   } catch (const CLI::ParseError& error) {
     if (error.get_exit_code() == 0) return app.exit(error);  // --help
     std::cerr << "error: " << error.what() << "; see --help\n";
+    return 2;
+  } catch (const lockstep::Error& error) {
+    std::cerr << "error: " << error.what() << "\n";
     return 2;
   } catch (const c10::Error& error) {
     std::cerr << "error: " << error.what_without_backtrace() << "\n";

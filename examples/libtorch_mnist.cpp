@@ -9,6 +9,7 @@
 #include <cstdio>
 #include <iostream>
 #include <string>
+#include <string_view>
 
 #include "lockstep/datasets/mnist.hpp"
 
@@ -39,10 +40,12 @@ struct NetImpl : nn::Module {
 };
 TORCH_MODULE(Net);
 
-auto digits(const Options& options, MNIST::Mode part) {
+auto digits(const Options& options, MNIST::Mode part) try {
   return MNIST(options.data_dir, part)
       .map(data::transforms::Normalize<>(0.1307, 0.3081))
       .map(data::transforms::Stack<>());
+} catch (const c10::Error& error) {
+  throw lockstep::UsageError(std::string("--data-dir: ") + error.what_without_backtrace());
 }
 
 void run(const Options& options) {
@@ -96,12 +99,20 @@ int main(int argc, char** argv) {
   app.add_option("--batch-size", options.batch_size, "digits a step")->check(CLI::Range(1, 60'000));
   app.add_option("--epochs", options.epochs, "passes over the training digits")->check(CLI::Range(1'000'000));
   try {
+    // CLI11 accepts an empty value, and reads `--samples= X` as `--samples X`.
+    for (int i = 1; i < argc; ++i)
+      if (const std::string_view text = argv[i];
+          text.empty() || (text.starts_with("--") && text.ends_with('=')))
+        throw CLI::ValidationError(argv[text.empty() ? i - 1 : i], "the value is empty");
     app.parse(argc, argv);
     if (options.data_dir.empty()) options.data_dir = lockstep::drawn_digits_folder().string();
     run(options);
   } catch (const CLI::ParseError& error) {
     if (error.get_exit_code() == 0) return app.exit(error);  // --help
     std::cerr << "error: " << error.what() << "; see --help\n";
+    return 2;
+  } catch (const lockstep::Error& error) {
+    std::cerr << "error: " << error.what() << "\n";
     return 2;
   } catch (const c10::Error& error) {
     std::cerr << "error: " << error.what_without_backtrace() << "\n";

@@ -85,9 +85,10 @@ int main(int argc, char** argv) {
   app.add_option_function<std::string>(
       "--data-dir,--data_dir", [&](const std::string& folder) { options.data.folder = folder; },
       "folder with MNIST's four files, plain or .gz");
-  app.add_flag("--download", options.data.download,
-               "fetch MNIST into the data folder, or into the cache without one");
-  app.add_option("--mirror", options.data.mirrors, "URLs to fetch from, also LOCKSTEP_MNIST_MIRROR");
+  auto* download = app.add_flag("--download", options.data.download,
+                                "fetch MNIST into the data folder, or into the cache without one");
+  app.add_option("--mirror", options.data.mirrors, "URLs to fetch from, also LOCKSTEP_MNIST_MIRROR")
+      ->needs(download);
   app.add_option("--gpu", options.gpu, "devices as in '0,1': one process each");
   app.add_option("--save", options.save, "file to write the trained model to");
   app.footer(lockstep::launch_help());
@@ -106,7 +107,7 @@ int main(int argc, char** argv) {
     return 2;
   }
   const auto run = [&](const lockstep::World& world) {
-    if (!options.save.empty()) world.rank_zero([&] { lockstep::require_writable(options.save); });
+    if (!options.save.empty()) world.rank_zero([&] { lockstep::require_writable(options.save, "--save"); });
     const lockstep::Mnist mnist = lockstep::load_mnist(world, options.data);
     lockstep::with_device(world,
                           [&]<class Comm>(Comm comm) { train(world, options, mnist, std::move(comm)); });

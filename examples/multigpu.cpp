@@ -13,6 +13,7 @@
 #include <cstdint>
 #include <iostream>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -145,6 +146,11 @@ int main(int argc, char** argv) {
   app.footer(lockstep::launch_help());
   const auto arguments = lockstep::program_arguments(argc, argv);  // without --nproc and launch's other flags
   try {
+    // CLI11 accepts an empty value, and reads `--loss= X` as `--loss X`.
+    for (int i = 1; i < argc; ++i)
+      if (const std::string_view text = argv[i];
+          text.empty() || (text.starts_with("--") && text.ends_with('=')))
+        throw CLI::ValidationError(argv[text.empty() ? i - 1 : i], "the value is empty");
     app.parse(static_cast<int>(arguments.size()) - 1, arguments.data());
   } catch (const CLI::ParseError& error) {
     if (error.get_exit_code() == 0) return app.exit(error);  // --help
@@ -152,6 +158,7 @@ int main(int argc, char** argv) {
     return 2;
   }
   const auto run = [&](const lockstep::World& world) {
+    world.rank_zero([&] { lockstep::require_writable("checkpoint.pt"); });
     lockstep::with_device(world, [&]<class Comm>(Comm comm) { train(world, options, std::move(comm)); });
   };
   // Each line names its rank already: no prefix.

@@ -18,6 +18,7 @@
 #include <iostream>
 #include <sstream>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -110,8 +111,9 @@ class Trainer {
   }
 
   // Restores model and optimizer, and returns the epoch to train next. Rank 0 looks for the file and reads it
-  // for all: on several hosts, other ranks may not have it, or an older one.
-  std::int64_t load_snapshot() {
+  // for all: on several hosts, other ranks may not have it, or an older one. A file that is no snapshot is the
+  // user's input, hence UsageError.
+  std::int64_t load_snapshot() try {
     const std::string& path = options_.snapshot_path;
     const std::string bytes = lockstep::agree_with_rank_zero<lockstep::CheckpointError>(
         comm_, [&] { return std::filesystem::exists(path) ? lockstep::read_file(path) : std::string(); });
@@ -133,11 +135,14 @@ class Trainer {
         snapshot.read("EPOCHS_RUN", epochs_run);
       } catch (const c10::Error& error) {
         throw lockstep::CheckpointError(
-            fmt::format("could not resume from '{}': {}", path, error.what_without_backtrace()));
+            fmt::format("could not resume from '{}': {}; remove it to train from scratch", path,
+                        error.what_without_backtrace()));
       }
     });
     fmt::print("Resuming training from snapshot at Epoch {}\n", epochs_run.toInt());
     return epochs_run.toInt();
+  } catch (const lockstep::CheckpointError& error) {
+    throw lockstep::UsageError(std::string("--snapshot_path: ") + error.what());
   }
 
   const lockstep::World& world_;
@@ -181,6 +186,11 @@ int main(int argc, char** argv) {
   app.footer(lockstep::launch_help());
   const auto arguments = lockstep::program_arguments(argc, argv);  // without --nproc and launch's other flags
   try {
+    // CLI11 accepts an empty value, and reads `--momentum= X` as `--momentum X`.
+    for (int i = 1; i < argc; ++i)
+      if (const std::string_view text = argv[i];
+          text.empty() || (text.starts_with("--") && text.ends_with('=')))
+        throw CLI::ValidationError(argv[text.empty() ? i - 1 : i], "the value is empty");
     app.parse(static_cast<int>(arguments.size()) - 1, arguments.data());
     if (std::isnan(options.momentum)) throw CLI::ValidationError("--momentum", "nan is not a number");
   } catch (const CLI::ParseError& error) {
@@ -189,7 +199,7 @@ int main(int argc, char** argv) {
     return 2;
   }
   const auto run = [&](const lockstep::World& world) {
-    world.rank_zero([&] { lockstep::require_writable(options.snapshot_path); });
+    world.rank_zero([&] { lockstep::require_writable(options.snapshot_path, "--snapshot_path"); });
     lockstep::with_device(world, [&]<class Comm>(Comm comm) { train(world, options, std::move(comm)); });
   };
   // Each line names its rank already: no prefix.

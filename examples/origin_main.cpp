@@ -6,12 +6,14 @@
 #include <torch/torch.h>
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <cstddef>
 #include <exception>
 #include <iostream>
 #include <string>
+#include <string_view>
 
 #include "lockstep/datasets/mnist.hpp"
 #include "lockstep/lockstep.hpp"
@@ -23,7 +25,7 @@ const auto program_start = std::chrono::steady_clock::now();
 struct Options {
   std::string save = "origin_checkpoint.pt";
   int epochs = 3;
-  std::size_t batch_size = 32;
+  std::size_t batch_size = 32, samples = 20'000;
   double lr = 1e-4;
   lockstep::MnistSource data;
 };
@@ -73,15 +75,17 @@ void test(const lockstep::World& world, ConvNet& model, Loader& test_dloader, to
 
 void run(const Options& options) {
   const lockstep::World world;  // of this process alone
-  lockstep::require_writable(options.save);
+  lockstep::require_writable(options.save, "--save");
   const lockstep::Mnist mnist = lockstep::load_mnist(world, options.data);
+  if (options.samples < mnist.train.size())
+    world.log.info("training on the first {} of {} digits", options.samples, mnist.train.size());
   const torch::Device device = torch::cuda::is_available() ? torch::kCUDA : torch::kCPU;
   torch::manual_seed(3407);  // the tutorial seeds nothing
   ConvNet model;
   model->to(device);
   lockstep::SGD optimizer(model->parameters(), {.lr = options.lr});
   lockstep::DataLoader train_dloader{mnist.train,
-                                     lockstep::RandomSampler{mnist.train.size()},
+                                     lockstep::RandomSampler{std::min(options.samples, mnist.train.size())},
                                      {.batch_size = options.batch_size, .pin_memory = true}};
   lockstep::DataLoader test_dloader{mnist.test,
                                     lockstep::EvaluationSampler{mnist.test.size(), world},
@@ -106,12 +110,19 @@ int main(int argc, char** argv) {
       ->check(CLI::Range(1'000'000));
   app.add_option("-b,--batch_size,--batch-size", options.batch_size, "digits a step")
       ->check(CLI::Range(1, 1'000'000));
+  app.add_option("--samples", options.samples, "training digits to use at most; MNIST has 60000")
+      ->check(CLI::Range(1, 1'000'000));
   app.add_option("--lr", options.lr, "learning rate of SGD")->check(CLI::Range(1000.0));
   app.add_option("--save", options.save, "file to write the model to");
   app.add_option_function<std::string>(
       "--data-dir,--data_dir", [&](const std::string& folder) { options.data.folder = folder; },
       "folder with MNIST's four files; without it, digits are drawn");
   try {
+    // CLI11 accepts an empty value, and reads `--save= X` as `--save X`.
+    for (int i = 1; i < argc; ++i)
+      if (const std::string_view text = argv[i];
+          text.empty() || (text.starts_with("--") && text.ends_with('=')))
+        throw CLI::ValidationError(argv[text.empty() ? i - 1 : i], "the value is empty");
     app.parse(argc, argv);
     if (std::isnan(options.lr)) throw CLI::ValidationError("--lr", "nan is not a number");
   } catch (const CLI::ParseError& error) {

@@ -12,6 +12,7 @@
 #include <exception>
 #include <iostream>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -101,6 +102,7 @@ class Trainer {
 };
 
 void train(const Options& options) {
+  lockstep::require_writable("checkpoint.pt");
   const torch::Device device = torch::cuda::is_available() ? torch::kCUDA : torch::kCPU;
   torch::manual_seed(0);
   MyTrainDataset train_set(2048);
@@ -128,6 +130,11 @@ int main(int argc, char** argv) {
   app.add_option("--loss", options.loss, "cross-entropy is the tutorial's, which is always 0")
       ->check(CLI::IsMember({"mse", "cross-entropy"}));
   try {
+    // CLI11 accepts an empty value, and reads `--loss= X` as `--loss X`.
+    for (int i = 1; i < argc; ++i)
+      if (const std::string_view text = argv[i];
+          text.empty() || (text.starts_with("--") && text.ends_with('=')))
+        throw CLI::ValidationError(argv[text.empty() ? i - 1 : i], "the value is empty");
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
     if (error.get_exit_code() == 0) return app.exit(error);  // --help
@@ -136,6 +143,9 @@ int main(int argc, char** argv) {
   }
   try {
     train(options);
+  } catch (const lockstep::UsageError& error) {
+    std::cerr << "error: " << error.what() << "\n";
+    return 2;
   } catch (const std::exception& error) {
     std::cerr << "error: " << error.what() << "\n";
     return 1;

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <filesystem>
+#include <optional>
 #include <string>
 #include <string_view>
 
@@ -9,9 +10,10 @@
 namespace lockstep {
 
 /// Throws UsageError unless a file can be created at `path`. Call it before training, to fail early. Leaves
-/// an existing file unchanged. Refuses an existing path that is not a regular file, such as a device. Not
-/// collective.
-void require_writable(const std::filesystem::path& path);
+/// an existing file unchanged. Refuses an existing path that is not a regular file, such as a device. `option`:
+/// the command-line option that gave the path, named first in the error. Not collective.
+void require_writable(const std::filesystem::path& path,
+                      std::optional<std::string_view> option = std::nullopt);
 
 /// Writes `bytes` to `path` atomically: to a temporary file beside it, which is synced and then renamed.
 /// After a crash, a full disk or a kill the previous content remains. A symbolic link stays a link; its

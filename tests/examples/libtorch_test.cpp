@@ -109,24 +109,4 @@ TEST_CASE("LibTorch's DCGAN program saves and restores, alone and on two ranks")
   }
 }
 
-TEST_CASE("LibTorch's programs refuse bad input on one line") {
-  for (const std::string program :
-       {"libtorch_mnist", "libtorch_mnist_ddp", "libtorch_dcgan", "libtorch_dcgan_ddp"}) {
-    CAPTURE(program);
-    Ended ended = run({test_program(program), "--epochs", "three"});
-    CHECK(ended.code == 2);
-    CHECK(ended.error == "error: --epochs: Value three not in range 0 to 1000000; see --help\n");
-    const TemporaryFolder empty;
-    ended = run({test_program(program), "--data-dir", empty.path().string()});
-    CHECK(ended.code == 1);
-    INFO(ended.error);
-    CHECK_THAT(ended.error, ContainsSubstring("Error opening images file at " + empty.path().string()));
-    CHECK(count(ended.error, "\n") == 1);
-    ended = run({test_program(program), "--help"});
-    CHECK(ended.code == 0);
-    CHECK(count(ended.out, "Usage:") == 1);
-    CHECK(count(ended.out, "--nproc N") == (program.ends_with("_ddp") ? 1 : 0));
-  }
-}
-
 }  // namespace libtorch_test

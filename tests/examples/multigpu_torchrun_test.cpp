@@ -103,7 +103,7 @@ TEST_CASE("a damaged snapshot and a path that cannot be written are errors that 
   const TemporaryFolder folder;
   folder.write("snapshot.pt", "no archive");
   const Ended damaged = run(command(folder, four_epochs));
-  CHECK(damaged.code == 1);
+  CHECK(damaged.code == 2);
   CHECK_THAT(damaged.error, ContainsSubstring("could not resume from 'snapshot.pt'"));
   CHECK(content(folder / "snapshot.pt") == "no archive");
   const Ended nowhere = run(command(folder, {"1", "1", "--nproc", "2", "--snapshot_path", "absent/s.pt"}));

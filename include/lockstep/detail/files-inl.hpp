@@ -56,16 +56,17 @@ inline std::string temporary_beside(const std::filesystem::path& path) {
 
 namespace lockstep {
 
-LOCKSTEP_INLINE void require_writable(const std::filesystem::path& path) {
-  if (path.empty()) throw UsageError("cannot save to '': it is no file name; give one");
+LOCKSTEP_INLINE void require_writable(const std::filesystem::path& path,
+                                      std::optional<std::string_view> option) {
+  const std::string where = option ? detail::formatted("{}: cannot save to '{}'", *option, path.string())
+                                   : detail::formatted("cannot save to '{}'", path.string());
+  if (path.empty()) throw UsageError(detail::formatted("{}: it is no file name; give one", where));
   if (const auto kind = detail::kind_if_no_file(path); !kind.empty())
-    throw UsageError(
-        detail::formatted("cannot save to '{}': it is {}; give the name of a file", path.string(), kind));
+    throw UsageError(detail::formatted("{}: it is {}; give the name of a file", where, kind));
   const std::string probe = detail::temporary_beside(detail::behind_links(path));
   if (!detail::open_new_file(probe.c_str()).open())
-    throw UsageError(
-        detail::formatted("cannot save to '{}': {}; give a path in a folder that exists and can be written",
-                          path.string(), std::strerror(errno)));
+    throw UsageError(detail::formatted("{}: {}; give a path in a folder that exists and can be written",
+                                       where, std::strerror(errno)));
   ::unlink(probe.c_str());
 }
 
