@@ -82,6 +82,7 @@ TEST_CASE("torchrun's variables are read") {
   CHECK(env.store_is_hosted);
   CHECK(env.store_outlives_attempts);
   CHECK(env.rendezvous == "tcp://node1:29500");
+  CHECK(env.rendezvous_origin == "MASTER_ADDR=node1, MASTER_PORT=29500");
 }
 
 TEST_CASE("a rank by hand hosts the store itself") {
@@ -136,6 +137,7 @@ TEST_CASE("a rendezvous is a tcp or file URL") {
     CHECK_THROWS_AS(lockstep::parse_rendezvous(bad), lockstep::UsageError);
   const auto env = read({{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"LOCKSTEP_RENDEZVOUS", "file:///tmp/x"}});
   CHECK(env.rendezvous == "file:///tmp/x");
+  CHECK(env.rendezvous_origin == "LOCKSTEP_RENDEZVOUS=file:///tmp/x");
 }
 
 TEST_CASE("launch starts as many processes as it is told") {

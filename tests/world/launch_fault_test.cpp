@@ -33,7 +33,7 @@ const std::string program = test_program("world_program");
 lockstep::detail::Descriptor connect_to(int port) {
   lockstep::detail::Descriptor fd;
   lockstep::detail::retry_at(
-      "127.0.0.1", port, 20s,
+      fmt::format("127.0.0.1:{}", port), 20s,
       [&](auto until) {
         auto attempt = lockstep::detail::try_connect("127.0.0.1", port, until);
         fd = std::move(attempt.fd);
@@ -330,10 +330,13 @@ TEST_CASE("a master that is not there is told apart from a name that is not know
   variables["LOCKSTEP_RENDEZVOUS_TIMEOUT"] = "1";
   auto result = run({program, "well"}, variables, 20s);
   CHECK(result.code == 1);
-  CHECK_THAT(result.error, ContainsSubstring("nothing listens there"));
-  CHECK(count(result.error, "\n") == 1);
+  CHECK(result.error ==
+        fmt::format("error: no store at 127.0.0.1:{0} (MASTER_ADDR=127.0.0.1, MASTER_PORT={0}) after "
+                    "1 s: it refuses the connection: nothing listens there. Start rank 0 on that "
+                    "host, or correct the address on every rank\n",
+                    variables["MASTER_PORT"]));
   variables["MASTER_ADDR"] = "no-such-host.invalid";
-  result = run({program, "well"}, variables, 120s);  // where no name server answers, that takes its time
+  result = run({program, "well"}, variables, 20s);  // 5 s where no name server answers
   CHECK(result.code == 1);
   CHECK_THAT(result.error, ContainsSubstring("no-such-host.invalid"));
   CHECK_THAT(result.error, !ContainsSubstring("nothing listens"));
@@ -424,7 +427,7 @@ TEST_CASE("a rank that does not come is named while it is waited for, and at the
       ranks->add({program, "well"}, variables);
     }
   for (auto* ranks : {&by_port, &by_path}) {
-    CHECK((*ranks)[0].wait_for_output("waiting for rank 2 of 3\n"));
+    CHECK((*ranks)[0].wait_for_output("waiting for rank 2 of 3; gives up in "));
     CHECK(ranks->wait(60s) == std::vector<int>{1, 1});
     for (const auto& process : ranks->all) {
       INFO(process->error());
@@ -568,6 +571,34 @@ TEST_CASE("a spawned process that fails ends all and names itself") {
   CHECK(count(result.error, "\n") == 1);
   CHECK(result.out.empty());
   CHECK(result.left == 0);
+}
+
+TEST_CASE(
+    "spawn refuses a launcher of several ranks, and takes variables set by hand for those of the program") {
+  for (const auto& [launcher, variables] : std::vector<std::pair<std::string, lockstep_test::Variables>>{
+           {"mpirun of Open MPI has already started the ranks of this run (OMPI_COMM_WORLD_RANK, "
+            "OMPI_COMM_WORLD_SIZE)",
+            {{"OMPI_COMM_WORLD_RANK", "0"}, {"OMPI_COMM_WORLD_SIZE", "2"}}},
+           {"torchrun has already started the ranks of this run (RANK, WORLD_SIZE)",
+            {{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"LOCAL_RANK", "0"}, {"TORCHELASTIC_RUN_ID", "none"}}}}) {
+    const auto result = run({program, "spawn"}, variables);
+    CHECK(result.code == 2);
+    CHECK(result.out.empty());
+    CHECK(result.error ==
+          fmt::format("error: spawn(3): {}: start the program without it, or call launch instead of "
+                      "spawn\n",
+                      launcher));
+    CHECK(result.left == 0);
+  }
+  for (const lockstep_test::Variables& variables : std::vector<lockstep_test::Variables>{
+           {{"RANK", "1"}, {"WORLD_SIZE", "2"}},
+           {{"OMPI_COMM_WORLD_RANK", "0"}, {"OMPI_COMM_WORLD_SIZE", "1"}},
+           {{"SLURM_JOB_ID", "7"}, {"SLURM_PROCID", "0"}, {"SLURM_NTASKS", "3"}}}) {
+    const auto result = run({program, "spawn"}, variables);
+    INFO(result.error);
+    CHECK(result.code == 0);
+    CHECK(count(result.out, " of ") == 5);
+  }
 }
 
 TEST_CASE("spawned processes meet where they agree to") {

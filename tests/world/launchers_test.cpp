@@ -177,6 +177,7 @@ TEST_CASE("the environment and the plan follow the launcher") {
   CHECK(environment.local_size == 1);
   CHECK(environment.launched);
   CHECK(environment.rendezvous == "tcp://n09:" + std::to_string(found(slurm)->master_port));
+  CHECK(environment.rendezvous_origin == "MASTER_ADDR from srun, MASTER_PORT from srun");
 
   Values addressed = slurm;
   addressed["MASTER_ADDR"] = "10.0.0.1";
@@ -359,6 +360,7 @@ TEST_CASE("MASTER_ADDR alone replaces the node list of Slurm") {
   unparsable["MASTER_ADDR"] = "n09";
   const auto environment = lockstep::read_environment(variables(unparsable));
   CHECK(environment.rendezvous == lockstep::read_environment(variables(slurm)).rendezvous);
+  CHECK(environment.rendezvous_origin == "MASTER_ADDR=n09, MASTER_PORT from srun");
 }
 
 TEST_CASE("each rank of a launcher gets its share of the cores that the launcher has") {

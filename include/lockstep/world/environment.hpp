@@ -73,6 +73,8 @@ struct Environment {
   int local_size = 1;
   /// The rendezvous: `tcp://host:port` or `file:///path`. Empty if the variables name none.
   std::string rendezvous;
+  /// What determines `rendezvous`, for messages, as "MASTER_ADDR=a, MASTER_PORT from srun".
+  std::string rendezvous_origin;
   /// Whether a launcher hosts the store at `rendezvous`, so that rank 0 is a client like every other rank.
   bool store_is_hosted = false;
   /// Whether torchrun owns that store, which may then hold keys of an earlier attempt.
@@ -115,6 +117,13 @@ std::optional<int> heartbeat_timeout_variable(const Variables& variables);
 /// Returns LOCKSTEP_RENDEZVOUS, or a URL from MASTER_ADDR and MASTER_PORT. If neither is set, throws
 /// UsageError if `needed`, else returns an empty string.
 std::string rendezvous_url(const Variables& variables, bool needed);
+
+/// Returns what determines rendezvous_url(with_launched_rank(given, found)), see Environment::rendezvous_origin.
+std::string rendezvous_origin(const Variables& given, const std::optional<LaunchedRank>& found);
+
+/// Returns `variables` without Slurm's job in a batch script, which is no rank itself: a number of processes that
+/// the program gives is for the script's host alone.
+Variables without_batch_job(const Variables& variables);
 
 /// Returns the place that `source` finds, std::nullopt if RANK or LOCAL_RANK is set or WORLD_SIZE is 1:
 /// torchrun's variables win. Throws UsageError if WORLD_SIZE contradicts the launcher.

@@ -190,7 +190,7 @@ class World {
 
   // Returns a function that logs what this rank waits for, after 10 s and then every minute. It logs only on
   // local rank 0; without LOCAL_RANK that is every rank.
-  [[nodiscard]] std::function<void(const std::string&)> waiting_notice() const;
+  [[nodiscard]] std::function<void(const std::string&)> waiting_notice(std::chrono::milliseconds timeout) const;
 
   // Blocks until every rank has joined.
   void await_all() const;

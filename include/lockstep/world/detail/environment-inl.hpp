@@ -70,6 +70,26 @@ LOCKSTEP_INLINE std::string rendezvous_url(const Variables& variables, bool need
   return {};
 }
 
+LOCKSTEP_INLINE std::string rendezvous_origin(const Variables& given,
+                                              const std::optional<LaunchedRank>& found) {
+  if (const auto url = given("LOCKSTEP_RENDEZVOUS")) return "LOCKSTEP_RENDEZVOUS=" + *url;
+  std::string text;
+  for (const char* name : {"MASTER_ADDR", "MASTER_PORT"}) {
+    const auto value = given(name);
+    if (!value && !found) continue;
+    text += detail::formatted("{}{}{}{}", text.empty() ? "" : ", ", name, value ? "=" : " from ",
+                              value ? *value : found->launcher);
+  }
+  return text;
+}
+
+LOCKSTEP_INLINE Variables without_batch_job(const Variables& variables) {
+  if (!variables("SLURM_JOB_ID") || variables("SLURM_STEP_ID")) return variables;
+  return [variables](const char* name) {
+    return std::string_view(name) == "SLURM_JOB_ID" ? std::nullopt : variables(name);
+  };
+}
+
 /// Returns a port outside the range from which Linux assigns ports itself, equal for equal texts.
 inline int port_of(std::string_view text) {
   return 61000 + static_cast<int>(fnv1a(text) % 4500);
@@ -401,7 +421,10 @@ LOCKSTEP_INLINE Environment read_environment(const Variables& given, const RankS
                           "number here",
                           env.local_rank, env.rank));
   env.rendezvous = detail::rendezvous_url(variables, env.size > 1);
-  if (!env.rendezvous.empty()) parse_rendezvous(env.rendezvous);
+  if (!env.rendezvous.empty()) {
+    parse_rendezvous(env.rendezvous);
+    env.rendezvous_origin = detail::rendezvous_origin(given, found);
+  }
   env.store_secret = read_store_secret(variables);
   const auto agent = variables("TORCHELASTIC_USE_AGENT_STORE");
   env.store_outlives_attempts = agent == "True" || agent == "1";

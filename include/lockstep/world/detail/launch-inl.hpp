@@ -70,7 +70,8 @@ inline int launch_here(const LaunchPlan& plan, int argc, const char* const* argv
   const auto secret = alone ? random_secret() : read_store_secret();
   std::optional<Listener> listener;
   if (plan.first == 0 && url.path.empty())
-    listener = listen_as_rank_zero({alone ? "127.0.0.1" : url.host, url.port, secret});
+    listener =
+        listen_as_rank_zero({alone ? "127.0.0.1" : url.host, url.port, secret, plan.rendezvous_origin});
   const bool hosting = listener.has_value();
   const auto rendezvous = alone ? detail::formatted("tcp://127.0.0.1:{}", listener->port) : plan.rendezvous;
 
@@ -154,6 +155,24 @@ inline std::vector<std::string> own_arguments() {
 
 LOCKSTEP_PROCESS_WIDE inline int spawn_calls = 0;
 
+/// Throws UsageError if a launcher has started this process as one of several ranks, each of which would spawn
+/// `nproc` processes. RANK and WORLD_SIZE set by hand may number hosts, as in Python's programs with mp.spawn.
+inline void require_no_launcher(int nproc, const Variables& given = process_variable) {
+  const auto variables = without_batch_job(given);
+  const auto found = find_launched_rank(variables, launched_rank);
+  std::string launcher = found ? found->launcher : std::string();
+  if (!found && integer_variable(variables, "WORLD_SIZE", 1).value_or(1) > 1)
+    launcher = variables("LOCKSTEP_STORE_IS_HOSTED") ? "launch"
+               : variables("TORCHELASTIC_RUN_ID")    ? "torchrun"
+                                                     : "";
+  if (launcher.empty()) return;
+  throw UsageError(
+      detail::formatted("spawn({}): {} has already started the ranks of this run ({}): start the program "
+                        "without it, or call launch "
+                        "instead of spawn",
+                        nproc, launcher, found ? found->variables : "RANK, WORLD_SIZE"));
+}
+
 LOCKSTEP_INLINE void spawn_processes(int nproc, const std::function<void(int rank, int nproc)>& fn,
                                      Prefix prefix) {
   fill_standard_descriptors();
@@ -162,6 +181,7 @@ LOCKSTEP_INLINE void spawn_processes(int nproc, const std::function<void(int ran
   const int call = spawn_calls++;
   if (nproc < 1)
     throw UsageError(detail::formatted("spawn({}): the number of processes must be 1 or more", nproc));
+  require_no_launcher(nproc);
   if (const auto wanted = process_variable("LOCKSTEP_SPAWN_CALL")) {
     if (std::to_string(call) != *wanted) return;
     const int rank = integer_variable(process_variable, "LOCKSTEP_SPAWN_RANK", 0).value_or(0);

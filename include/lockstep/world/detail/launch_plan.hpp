@@ -140,9 +140,10 @@ struct LaunchPlan {
   int first = 0;
   int size = 1;
   Prefix prefix = Prefix::automatic;
-  std::string rendezvous;       ///< across hosts; empty if all ranks are on this host
-  std::string visible_devices;  ///< CUDA_VISIBLE_DEVICES of the ranks; empty: unchanged
-  std::optional<int> timeout;   ///< of collectives, in seconds: LOCKSTEP_TIMEOUT of the ranks
+  std::string rendezvous;         ///< across hosts; empty if all ranks are on this host
+  std::string rendezvous_origin;  ///< see Environment::rendezvous_origin
+  std::string visible_devices;    ///< CUDA_VISIBLE_DEVICES of the ranks; empty: unchanged
+  std::optional<int> timeout;     ///< of collectives, in seconds: LOCKSTEP_TIMEOUT of the ranks
 };
 
 /// Throws UsageError for more processes than this host can use: they would exhaust its memory before they
@@ -173,11 +174,9 @@ inline LaunchPlan plan_launch(int argc, const char* const* argv, const LaunchOpt
   auto nproc = nproc_argument(argc, argv, options);
   plan.rank_source = options.rank_source;
   // In Slurm's batch script, --nproc starts ranks on the script's host alone.
-  if (nproc && plan.rank_source && given("SLURM_JOB_ID") && !given("SLURM_STEP_ID"))
+  if (nproc && plan.rank_source)
     plan.rank_source = [source = options.rank_source](const Variables& all) {
-      return source([all](const char* name) {
-        return std::string_view(name) == "SLURM_JOB_ID" ? std::nullopt : all(name);
-      });
+      return source(without_batch_job(all));
     };
   const Variables variables = with_launched_rank(given, find_launched_rank(given, plan.rank_source));
   const std::string flag = options.nproc_flag.empty() ? "LaunchOptions::nproc" : options.nproc_flag;
@@ -234,6 +233,7 @@ inline LaunchPlan plan_launch(int argc, const char* const* argv, const LaunchOpt
     plan.size = *size;
     if (plan.nproc < plan.size) {
       plan.rendezvous = rendezvous_url(variables, true);
+      plan.rendezvous_origin = rendezvous_origin(given, std::nullopt);
       parse_rendezvous(plan.rendezvous);
     }
     return plan;

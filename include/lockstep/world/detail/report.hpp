@@ -32,6 +32,8 @@ struct FailureReport {
   std::int64_t when = 0;  ///< nanoseconds on this host's monotonic clock
   int code = 1;           ///< the exit code of the failing process
   std::string text;
+  /// The type of an exception whose text does not name it, for torchrun's error file. Never encoded.
+  std::string type = {};
 };
 
 inline std::int64_t monotonic_nanoseconds() {
@@ -66,9 +68,11 @@ inline FailureReport describe(const std::exception_ptr& exception) {
     report.kind = FailureKind::usage;
     report.code = 2;
     report.text = error.what();
+    report.type = type_name(typeid(error));
   } catch (const PeerError& error) {
     report.kind = FailureKind::peer;
     report.text = printable(error.what());
+    report.type = type_name(typeid(error));
   } catch (const Stopped& error) {
     report.code = stopped_exit_code;
     report.text = error.what();
@@ -78,6 +82,7 @@ inline FailureReport describe(const std::exception_ptr& exception) {
     report.text = error.what();
   } catch (const Error& error) {
     report.text = printable(error.what());  // it may quote other ranks
+    report.type = type_name(typeid(error));
   } catch (const std::exception& error) {
     const std::string known = known_exception_text ? known_exception_text(error) : std::string();
     report.text =

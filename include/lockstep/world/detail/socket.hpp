@@ -26,6 +26,7 @@
 #include "lockstep/detail/format.hpp"
 #include "lockstep/detail/linkage.hpp"
 #include "lockstep/error.hpp"
+#include "lockstep/world/detail/at_most.hpp"
 
 namespace lockstep::detail {
 
@@ -124,11 +125,45 @@ inline Resolved resolve(const std::string& host, int port, int flags = 0) {
   return result;
 }
 
-[[noreturn]] inline void throw_unknown_host(const std::string& host) {
-  throw RendezvousError(
-      detail::formatted("the name '{}' of the master host is not known here (MASTER_ADDR): check its "
-                        "spelling, or use the address",
-                        host));
+/// The time within which the name of the master host must be resolved.
+inline constexpr std::chrono::milliseconds lookup_timeout{5000};
+
+/// Resolves a name within `timeout`, whether or not a name server answers. Repeats a lookup that fails temporarily.
+inline Resolved resolve_within(const std::string& host, int port, std::chrono::milliseconds timeout) {
+  if (auto numeric = resolve(host, port, AI_NUMERICHOST); numeric.status == 0) return numeric;
+  struct Shared {
+    std::mutex mutex;
+    Resolved found{{}, EAI_AGAIN};
+  };
+  const auto shared = std::make_shared<Shared>();
+  // getaddrinfo has no timeout: it waits for each silent name server in turn.
+  at_most(timeout, [shared, host, port, until = std::chrono::steady_clock::now() + timeout] {
+    constexpr auto pause = std::chrono::milliseconds(500);
+    for (;;) {
+      auto found = resolve(host, port);
+      const bool again = found.status == EAI_AGAIN && std::chrono::steady_clock::now() + pause < until;
+      {
+        const std::lock_guard lock(shared->mutex);
+        shared->found = std::move(found);
+      }
+      if (!again) return;
+      std::this_thread::sleep_for(pause);
+    }
+  });
+  const std::lock_guard lock(shared->mutex);
+  return shared->found;
+}
+
+/// Throws RendezvousError for the name of a master host that resolve_within has not resolved. `origin`: what
+/// determines the name, see Environment::rendezvous_origin.
+[[noreturn]] inline void throw_unresolved(const std::string& host, int status, const std::string& origin) {
+  throw RendezvousError(detail::formatted(
+      "the name '{}' of the master host{} cannot be resolved on {} ({}): check its spelling, "
+      "or use the address",
+      host, origin.empty() ? "" : " (" + origin + ")", host_name(),
+      status == EAI_AGAIN
+          ? detail::formatted("no name server answers within {} s", lookup_timeout.count() / 1000)
+          : std::string(gai_strerror(status))));
 }
 
 /// Returns whether an interface of this host has this address.
@@ -155,15 +190,16 @@ struct Listener {
 /// The loopback, if `host` names it explicitly (127.0.0.1, ::1, localhost); otherwise the address of this
 /// host that `host` resolves to. All interfaces, if `host` resolves to several addresses, to none of this
 /// host's, or is a name for the loopback, as in Debian's "127.0.1.1 nodeA": other hosts resolve such a name
-/// to another address. choose_bind throws RendezvousError for an unknown name.
+/// to another address. choose_bind throws RendezvousError for a name that cannot be resolved, unless it is this
+/// host's own.
 struct BindChoice {
   std::vector<SocketAddress> address;  // one or none
   bool host_is_elsewhere = false;
 };
-inline BindChoice choose_bind(const std::string& host, int port) {
+inline BindChoice choose_bind(const std::string& host, int port, const std::string& origin = {}) {
   if (host.empty()) return {};
-  const auto found = resolve(host, port);
-  if (found.status == EAI_NONAME) throw_unknown_host(host);
+  const auto found = resolve_within(host, port, lookup_timeout);
+  if (found.status != 0 && host != host_name()) throw_unresolved(host, found.status, origin);
   if (found.addresses.empty()) return {};
   const bool literal = host == "localhost" || resolve(host, port, AI_NUMERICHOST).status == 0;
   const auto loopback = [](const SocketAddress& address) { return address.loopback(); };
@@ -186,7 +222,7 @@ struct PortInUse : RendezvousError {
 
 /// Listens on `port` (0: any free port) for clients of `host`, see choose_bind; on all interfaces if `host`
 /// is empty. Throws PortInUse, or another RendezvousError, which name the port.
-inline Listener listen_on(const std::string& host, int port) {
+inline Listener listen_on(const std::string& host, int port, const std::string& origin = {}) {
   const auto fail = [&](const char* what) -> Listener {
     const int reason = errno;
     if (reason == EADDRINUSE)
@@ -200,7 +236,7 @@ inline Listener listen_on(const std::string& host, int port) {
           port));
     throw RendezvousError(detail::formatted("cannot {} port {}: {}", what, port, std::strerror(reason)));
   };
-  const auto choice = choose_bind(host, port);
+  const auto choice = choose_bind(host, port, origin);
   Listener listener;
   listener.host_is_elsewhere = choice.host_is_elsewhere;
   SocketAddress address;
@@ -271,14 +307,14 @@ struct ConnectAttempt {
   std::string reason;
 };
 
-/// Tries each address of `host` once, at most until `until`. Throws RendezvousError for an unknown name.
+/// Tries each address of `host` once, at most until `until`. Throws RendezvousError for a name that cannot be
+/// resolved.
 inline ConnectAttempt try_connect(const std::string& host, int port,
-                                  std::chrono::steady_clock::time_point until) {
-  const auto found = resolve(host, port);
-  if (found.status == EAI_NONAME) throw_unknown_host(host);
+                                  std::chrono::steady_clock::time_point until,
+                                  const std::string& origin = {}) {
+  const auto found = resolve_within(host, port, lookup_timeout);
+  if (found.status != 0) throw_unresolved(host, found.status, origin);
   ConnectAttempt attempt;
-  if (found.status != 0)
-    attempt.reason = detail::formatted("its name cannot be looked up ({})", gai_strerror(found.status));
   for (const SocketAddress& address : found.addresses) {
     Descriptor fd(socket(address.family(), SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
     int error = fd.open() && connect(fd.get(), address.get(), address.length) == 0 ? 0 : errno;
@@ -292,28 +328,29 @@ inline ConnectAttempt try_connect(const std::string& host, int port,
       attempt.fd = std::move(fd);
       return attempt;
     }
-    attempt.reason =
-        error == ECONNREFUSED ? "it refuses the connection: nothing listens there; has rank 0 been started?"
-        : error == ETIMEDOUT  ? "it does not answer: is it up, and is a firewall between?"
-                              : detail::formatted("it cannot be reached ({})", std::strerror(error));
+    attempt.reason = error == ECONNREFUSED ? "it refuses the connection: nothing listens there"
+                     : error == ETIMEDOUT
+                         ? "it does not answer: the host is down, or a firewall is between"
+                         : detail::formatted("it cannot be reached ({})", std::strerror(error));
   }
   return attempt;
 }
 
 /// Calls `attempt` until it returns an empty string instead of a reason, with pauses that grow to half a
 /// second. Calls `waiting(reason)` after each failure. Throws RendezvousError with the last reason after
-/// `timeout`.
+/// `timeout`. `where` names the store: "nodeA:29500 (MASTER_ADDR=nodeA, MASTER_PORT=29500)".
 template <class Attempt, class Waiting>
-void retry_at(const std::string& host, int port, std::chrono::milliseconds timeout, Attempt attempt,
-              Waiting waiting) {
+void retry_at(const std::string& where, std::chrono::milliseconds timeout, Attempt attempt, Waiting waiting) {
   const auto until = std::chrono::steady_clock::now() + timeout;
   for (auto pause = std::chrono::milliseconds(5);;
        pause = std::min(2 * pause, std::chrono::milliseconds(500))) {
     const std::string reason = attempt(until);
     if (reason.empty()) return;
     if (std::chrono::steady_clock::now() + pause >= until)
-      throw RendezvousError(detail::formatted("no store at {}:{} after {} s: {}", host, port,
-                                              std::chrono::duration<double>(timeout).count(), reason));
+      throw RendezvousError(detail::formatted(
+          "no store at {} after {} s: {}. Start rank 0 on that host, or correct the address "
+          "on every rank",
+          where, std::chrono::duration<double>(timeout).count(), reason));
     waiting(reason);
     std::this_thread::sleep_for(pause);
   }
@@ -328,7 +365,7 @@ inline std::chrono::steady_clock::time_point end_of_attempt(std::chrono::steady_
 /// refused connection and no answer.
 inline void wait_for_listener(const std::string& host, int port, std::chrono::milliseconds timeout) {
   retry_at(
-      host, port, timeout,
+      detail::formatted("{}:{}", host, port), timeout,
       [&](auto until) {
         const auto attempt = try_connect(host, port, end_of_attempt(until));
         return attempt.fd.open() ? std::string() : attempt.reason;

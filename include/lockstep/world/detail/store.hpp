@@ -234,7 +234,7 @@ inline c10::intrusive_ptr<StoreClient> host_store(Listener listener, const std::
 /// there: another process has the rank 0, and signing in at its store names both. Throws as listen_on.
 inline std::optional<Listener> listen_as_rank_zero(const StoreEndpoint& endpoint) {
   try {
-    return listen_on(endpoint.host, endpoint.port);
+    return listen_on(endpoint.host, endpoint.port, endpoint.origin);
   } catch (const PortInUse&) {
     try {
       const StoreConnection other(endpoint, std::chrono::seconds(2));
@@ -364,6 +364,7 @@ inline Rendezvous join_rendezvous(
     return {store, [store](auto) { return store; }};
   }
   const auto url = parse_rendezvous(env.rendezvous);
+  const StoreEndpoint endpoint{url.host, url.port, env.store_secret, env.rendezvous_origin};
   if (!url.path.empty()) {
     const auto open = [path = url.path, size = env.size](auto time) {
       return at_store(detail::formatted("cannot open the rendezvous file {}", path), [&]() -> StorePtr {
@@ -376,7 +377,7 @@ inline Rendezvous join_rendezvous(
   }
   if (env.store_outlives_attempts) return rendezvous_through_board(url, env.rank, timeout, waiting);
   if (env.rank == 0 && !env.store_is_hosted) {
-    if (auto listener = listen_as_rank_zero({url.host, url.port, env.store_secret})) {
+    if (auto listener = listen_as_rank_zero(endpoint)) {
       const bool elsewhere = listener->host_is_elsewhere;
       auto joined = rendezvous_at(host_store(std::move(*listener), env.store_secret, timeout), true);
       if (elsewhere)
@@ -386,7 +387,7 @@ inline Rendezvous join_rendezvous(
       return joined;
     }
   }
-  return rendezvous_at(connect_store({url.host, url.port, env.store_secret}, timeout, waiting), false);
+  return rendezvous_at(connect_store(endpoint, timeout, waiting), false);
 }
 
 /// Identifies the host and network namespace of this process: processes with one identity reach each other by
@@ -489,6 +490,20 @@ inline void sign_in(c10d::Store& store, const Environment& env, const std::strin
     store.compareSet(store_keys::outcome, {}, to_bytes("complete"));
 }
 
+/// Signs in at a store at the rank 0 address on another host, if there is one: it belongs to another process that
+/// has the rank 0, and both runs are refused by names. If that address leads to this rank's own store, as the
+/// forwarded port of a container does, this is a no-op.
+inline void refuse_other_rank_zero(const Environment& env, const std::string& address) {
+  const auto url = parse_rendezvous(env.rendezvous);
+  c10::intrusive_ptr<StoreClient> other;
+  try {
+    other = connect_store({url.host, url.port, env.store_secret}, std::chrono::seconds(1));
+  } catch (const RendezvousError&) {  // no store of this run
+    return;
+  }
+  at_store("the ranks could not sign in", [&] { sign_in(*other, env, address); });
+}
+
 /// Returns "rank 2 of 3", "ranks 1 and 2 of 3", or "ranks 1, 2, 3, 4 and 60 more of 65".
 inline std::string ranks_of(const std::vector<int>& ranks, int size) {
   std::string text = ranks.size() == 1 ? "rank " : "ranks ";
@@ -572,7 +587,7 @@ inline void await_ranks(c10d::Store& side, int size, std::chrono::steady_clock::
                         const StoreConnection::Waiting& waiting) {
   using Clock = std::chrono::steady_clock;
   std::string outcome;
-  for (auto slice = std::chrono::milliseconds(10000); outcome.empty();) {
+  for (const auto slice = std::chrono::milliseconds(5000); outcome.empty();) {
     const auto begin = Clock::now();
     const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - begin);
     try {

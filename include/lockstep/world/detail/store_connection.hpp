@@ -20,11 +20,18 @@
 
 namespace lockstep::detail {
 
-/// The address at which a store listens, and its secret.
+/// The address at which a store listens, its secret, and what determines the address, see
+/// Environment::rendezvous_origin.
 struct StoreEndpoint {
   std::string host;
   int port = 0;
   std::string secret = {};
+  std::string origin = {};
+
+  /// Returns the address for messages: "nodeA:29500 (MASTER_ADDR=nodeA, MASTER_PORT=29500)".
+  [[nodiscard]] std::string text() const {
+    return detail::formatted("{}:{}{}", host, port, origin.empty() ? std::string() : " (" + origin + ")");
+  }
 };
 
 /// The store did not answer in time. The connection stays usable.
@@ -55,9 +62,9 @@ class StoreConnection {
       const Waiting& waiting = [](const std::string&) {})
       : name_(detail::formatted("{}:{}", endpoint.host, endpoint.port)) {
     retry_at(
-        endpoint.host, endpoint.port, timeout,
+        endpoint.text(), timeout,
         [&](Clock::time_point until) {
-          auto attempt = try_connect(endpoint.host, endpoint.port, end_of_attempt(until));
+          auto attempt = try_connect(endpoint.host, endpoint.port, end_of_attempt(until), endpoint.origin);
           if (!attempt.fd.open()) return attempt.reason;
           fd_ = std::move(attempt.fd);
           return greet(endpoint, until, waiting);

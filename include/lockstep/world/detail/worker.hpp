@@ -10,7 +10,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
 #include <ctime>
@@ -33,6 +32,7 @@
 #include "lockstep/detail/json.hpp"
 #include "lockstep/detail/linkage.hpp"
 #include "lockstep/error.hpp"
+#include "lockstep/world/detail/at_most.hpp"
 #include "lockstep/world/detail/child.hpp"
 #include "lockstep/world/detail/report.hpp"
 #include "lockstep/world/environment.hpp"
@@ -66,32 +66,6 @@ LOCKSTEP_PROCESS_WIDE inline int report_descriptor() {
     return -1;
   }();
   return fd;
-}
-
-/// Runs `work` in a thread and waits for it, at most `timeout`. A thread that a stuck peer or pipe blocks is
-/// left behind.
-inline void at_most(std::chrono::milliseconds timeout, std::function<void()> work) {
-  struct Shared {
-    std::mutex mutex;
-    std::condition_variable done_changed;
-    bool done = false;
-  };
-  auto shared = std::make_shared<Shared>();
-  try {
-    std::thread([shared, work = std::move(work)] {
-      try {
-        work();
-      } catch (...) {  // the failure being reported matters, not this one
-      }
-      std::lock_guard lock(shared->mutex);
-      shared->done = true;
-      shared->done_changed.notify_all();
-    }).detach();
-  } catch (const std::system_error&) {
-    return;
-  }
-  std::unique_lock lock(shared->mutex);
-  shared->done_changed.wait_for(lock, timeout, [&] { return shared->done; });
 }
 
 /// Writes torchrun's error file atomically: a partial file makes torchrun itself crash.
@@ -180,7 +154,8 @@ inline void tell_failure(FailureReport& report, bool& said) {
   // The launcher takes the earliest time stamp for the cause: a consequence must be at least a second later.
   if (consequence && rank >= 0) std::this_thread::sleep_for(std::chrono::milliseconds(1500));
   if (const auto path = process_variable("TORCHELASTIC_ERROR_FILE"))
-    write_elastic_error_file(*path, report.text, consequence ? std::time(nullptr) : when);
+    write_elastic_error_file(*path, report.type.empty() ? report.text : report.type + ": " + report.text,
+                             consequence ? std::time(nullptr) : when);
 }
 
 /// Ends this process immediately, and with it the run: reports to the supervisor and the store, flushes, and

@@ -119,6 +119,7 @@ LOCKSTEP_INLINE World World::join(const std::string& url, int rank, int size) {
   environment.rank = rank;
   environment.size = size;
   environment.rendezvous = url;
+  environment.rendezvous_origin = "the URL given to World::join";
   environment.store_secret = read_store_secret();
   World world(environment);
   detail::process_rank = rank;
@@ -240,8 +241,12 @@ LOCKSTEP_INLINE const detail::Rendezvous& World::rendezvous_within(
     const auto timeout = given ? *given : detail::rendezvous_timeout();
     const auto begin = std::chrono::steady_clock::now();
     auto joined = detail::join_rendezvous(
-        state_->environment, timeout,
-        [notify = waiting_notice()](const std::string& reason) { notify("the store of rank 0: " + reason); });
+        state_->environment, timeout, [this, notify = waiting_notice(timeout)](const std::string& reason) {
+          const auto& known = state_->environment;
+          notify(detail::formatted(
+              "the store of rank 0 at {}{}: {}", known.rendezvous,
+              known.rendezvous_origin.empty() ? "" : " (" + known.rendezvous_origin + ")", reason));
+        });
     if (size() > 1)
       detail::at_store("the ranks could not sign in", [&] {
         joined.store->setTimeout(detail::left_of(timeout, begin));
@@ -253,29 +258,34 @@ LOCKSTEP_INLINE const detail::Rendezvous& World::rendezvous_within(
   return *state_->rendezvous;
 }
 
-LOCKSTEP_INLINE std::function<void(const std::string&)> World::waiting_notice() const {
-  return [next = std::chrono::steady_clock::now() + std::chrono::seconds(10), log = log.all(),
-          prints = state_->environment.local_rank == 0](const std::string& what) mutable {
-    const auto now = std::chrono::steady_clock::now();
-    if (!prints || now < next) return;
+LOCKSTEP_INLINE std::function<void(const std::string&)> World::waiting_notice(
+    std::chrono::milliseconds timeout) const {
+  return [begin = std::chrono::steady_clock::now(), next = std::chrono::milliseconds(4500), timeout,
+          log = log.all(), prints = state_->environment.local_rank == 0](const std::string& what) mutable {
+    const auto now = std::chrono::ceil<std::chrono::milliseconds>(std::chrono::steady_clock::now() - begin);
+    if (!prints || now < next || now >= timeout) return;
     next = now + std::chrono::minutes(1);
-    log.warning("waiting for {}", what);
+    log.warning("waiting for {}; gives up in {} s (LOCKSTEP_RENDEZVOUS_TIMEOUT)", what,
+                std::chrono::ceil<std::chrono::seconds>(timeout - now).count());
   };
 }
 
 LOCKSTEP_INLINE void World::await_all() const {
   if (state_->complete.load(std::memory_order_acquire)) return;
   const auto begin = std::chrono::steady_clock::now();
-  const auto notify = waiting_notice();
+  const auto timeout = detail::rendezvous_timeout();
+  const auto notify = waiting_notice(timeout);
   const auto& joined = rendezvous();
   const std::lock_guard lock(state_->joining);
   if (state_->complete.load(std::memory_order_acquire)) return;
   const auto& known = state_->environment;
   state_->local = {known.local_rank, known.local_size, known.rank - known.local_rank};
   if (size() > 1) {
-    const auto timeout = detail::rendezvous_timeout();
     auto side = joined.again(std::min<std::chrono::milliseconds>(timeout, std::chrono::seconds(5)));
-    detail::await_ranks(*side, size(), begin + timeout, timeout, joined.doubt, notify);
+    detail::await_ranks(*side, size(), begin + timeout, timeout, joined.doubt, [&](const std::string& who) {
+      if (!joined.doubt.empty()) detail::refuse_other_rank_zero(known, joined.address);
+      notify(who);
+    });
     detail::at_store("the rendezvous failed", [&] {
       place_ranks(*side, joined);
       announce_run(*side);
