@@ -1,13 +1,13 @@
 // Examples under mpirun, mpiexec and torchrun, which start their ranks.
 #include <unistd.h>
 
-#include <cstdlib>
 #include <string>
 #include <vector>
 
 #include "support/catch.hpp"
 #include "support/process.hpp"
 #include "support/temporary_folder.hpp"
+#include "support/torchrun.hpp"
 
 namespace launched_test {
 
@@ -17,17 +17,16 @@ namespace {
 
 // The launcher's command line for two ranks on this host; empty, with the reason printed, where it is missing.
 std::vector<std::string> two_ranks(const std::string& launcher) {
-  std::string path = "/usr/bin/" + launcher;
   if (launcher == "torchrun") {
-    const char* python = std::getenv("LOCKSTEP_PYTHON");
-    path = python ? python : "";
-    path = path.substr(0, path.rfind('/') + 1) + launcher;
+    const std::string path = torchrun();
+    if (path.empty()) return {};
+    return {path, "--standalone", "--no-python", "--nproc-per-node=2"};
   }
+  const std::string path = "/usr/bin/" + launcher;
   if (access(path.c_str(), X_OK) != 0) {
     WARN("SKIPPED: no " << path);
     return {};
   }
-  if (launcher == "torchrun") return {path, "--standalone", "--no-python", "--nproc-per-node=2"};
   // Open MPI refuses the user root, and more ranks than cores.
   if (launcher == "mpirun.openmpi") return {path, "--allow-run-as-root", "--oversubscribe", "-n", "2"};
   return {path, "-n", "2"};

@@ -56,9 +56,12 @@ for _ in $(seq 50); do
 done
 munge --no-input --socket="$folder/munge.socket" > /dev/null 2>&1 || skip "munged does not start: $(tail -n 1 "$folder/munge.out")"
 
-mkdir "$folder/state"
+mkdir "$folder/state" "$folder/tmp.n1" "$folder/tmp.n2"
 printf '127.0.0.1 localhost n1 n2 %s\n' "$(hostname)" > "$folder/hosts"
 echo CgroupPlugin=cgroup/v1 > "$folder/cgroup.conf"
+# Eight GPUs for each node, which Slurm only counts: it wants a device file of each.
+for gpu in 0 1 2 3 4 5 6 7; do mknod "$folder/gpu$gpu" c 1 3 || skip "mknod does not work here"; done
+echo "Name=gpu File=$folder/gpu[0-7]" > "$folder/gres.conf"
 cat > "$folder/slurm.conf" << CONF
 ClusterName=lockstep
 SlurmctldHost=$(hostname -s)(127.0.0.1)
@@ -67,6 +70,7 @@ SlurmdUser=root
 AuthType=auth/munge
 AuthInfo=socket=$folder/munge.socket
 StateSaveLocation=$folder/state
+TmpFS=$folder/tmp.%n
 SlurmdSpoolDir=$folder/spool.%n
 SlurmctldPidFile=$folder/slurmctld.pid
 SlurmdPidFile=$folder/slurmd.%n.pid
@@ -86,8 +90,9 @@ ReturnToService=2
 KillWait=5
 JobRequeue=1
 SlurmdParameters=config_overrides
-NodeName=n1 NodeHostname=n1 NodeAddr=127.0.0.1 Port=${ports[0]} CPUs=4 State=UNKNOWN
-NodeName=n2 NodeHostname=n2 NodeAddr=127.0.0.1 Port=${ports[1]} CPUs=4 State=UNKNOWN
+GresTypes=gpu
+NodeName=n1 NodeHostname=n1 NodeAddr=127.0.0.1 Port=${ports[0]} CPUs=4 Gres=gpu:8 State=UNKNOWN
+NodeName=n2 NodeHostname=n2 NodeAddr=127.0.0.1 Port=${ports[1]} CPUs=4 Gres=gpu:8 State=UNKNOWN
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 CONF
 export SLURM_CONF=$folder/slurm.conf

@@ -3,6 +3,7 @@
 
 #include <array>
 #include <chrono>
+#include <cstdlib>
 #include <fstream>
 #include <string>
 #include <thread>
@@ -10,6 +11,7 @@
 
 #include "support/catch.hpp"
 #include "support/process.hpp"
+#include "support/torchrun.hpp"
 
 namespace slurm_fault_test {
 
@@ -131,6 +133,68 @@ TEST_CASE("a task of srun gets the threads of its cores, unless OMP_NUM_THREADS 
   CHECK(count(threads({"-N", "1", "-n", "2"}, {{"OMP_NUM_THREADS", "2"}}), "threads 2\n") == 2);
 }
 
+TEST_CASE("srun with PMI2 and with PMIx starts the ranks of Slurm's step") {
+  const Cluster* on = cluster();
+  if (on == nullptr) return;
+  for (const std::string plugin : {"pmi2", "pmix"}) {
+    const auto result = slurm(*on, {"srun", "--mpi=" + plugin, "-N", "2", "-n", "3", program, "well"});
+    if (result.error.find("Invalid MPI type") != std::string::npos) {
+      WARN("SKIPPED: this Slurm cannot load its plugin " << plugin << " (PMIx: the package libpmix-dev)");
+      continue;
+    }
+    INFO(plugin << "\n" << result.out << result.error);
+    CHECK(result.code == 0);
+    for (const char* line :
+         {"rank 0 of 3, local 0 of 2", "rank 1 of 3, local 1 of 2", "rank 2 of 3, local 0 of 1"})
+      CHECK(count(result.out, fmt::format("[rank {}] {}\n", line[5], line)) == 1);
+    CHECK(count(result.error,
+                "lockstep: 3 ranks on 2 hosts (n1: 2, n2: 1), started by srun (SLURM_PROCID, "
+                "SLURM_STEP_NUM_TASKS), "
+                "rendezvous at tcp://n1:6") == 1);
+  }
+}
+
+TEST_CASE("srun starts torchrun on each host, whose variables win") {
+  const Cluster* on = cluster();
+  const std::string agent = lockstep_test::torchrun();
+  if (on == nullptr || agent.empty()) return;
+  const auto result =
+      slurm(*on, {"srun", "-N", "2", "--ntasks-per-node=1", "-c", "2", agent, "--no-python", "--nnodes=2",
+                  "--nproc-per-node=2", "--rdzv-id=456", "--rdzv-backend=c10d",
+                  fmt::format("--rdzv-endpoint=n1:{}", lockstep_test::free_port()), program, "well"});
+  INFO(result.out << result.error);
+  CHECK(result.code == 0);
+  for (int rank = 0; rank < 4; ++rank)
+    CHECK(count(result.out, fmt::format("rank {} of 4, local {} of 2\n", rank, rank % 2)) == 1);
+  CHECK(count(result.error, "lockstep: 4 ranks on 2 hosts (n") == 1);
+  CHECK(count(result.error, "), started by torchrun (RANK, WORLD_SIZE), rendezvous at tcp://") == 1);
+  CHECK(count(result.error, "; threads per rank: 1, from OMP_NUM_THREADS of torchrun\n") == 1);
+}
+
+TEST_CASE("the tutorial's batch script runs its elastic demo on two hosts") {
+  const Cluster* on = cluster();
+  const char* examples = std::getenv("LOCKSTEP_EXAMPLES");
+  const std::string demo = fmt::format("{}/ddp_toy", examples ? examples : ".");
+  if (on == nullptr) return;
+  if (access(demo.c_str(), X_OK) != 0) {
+    WARN("SKIPPED: no " << demo);
+    return;
+  }
+  // Two ranks on each host: the command line wins over the script's eight.
+  const auto out = on->folder + "/ddp_toy.out";
+  const auto ended =
+      slurm(*on, {"sbatch", "--wait", "--ntasks-per-node=2", "--gpus-per-node=2", "--output=" + out,
+                  std::string(LOCKSTEP_SOURCE_FOLDER) + "/../../examples/ddp_toy.slurm.sh", demo});
+  const auto all = content(out);
+  INFO(ended.error << all);
+  CHECK(ended.code == 0);
+  for (int rank = 0; rank < 4; ++rank)
+    CHECK(count(all, fmt::format("Start running basic DDP example on rank {}.\n", rank)) == 1);
+  CHECK(count(all,
+              "lockstep: 4 ranks on 2 hosts (n1: 2, n2: 2), started by srun (SLURM_PROCID, "
+              "SLURM_STEP_NUM_TASKS), rendezvous at tcp://n1:6") == 1);
+}
+
 TEST_CASE("a task of srun that fails ends the others") {
   const Cluster* on = cluster();
   if (on == nullptr) return;
@@ -177,7 +241,14 @@ TEST_CASE("bad input under srun ends every task with exit code 2") {
     CHECK(result.code == 2);
     CHECK(count(result.error, text) == 2);
   }
-  const auto result = slurm(*on, {"srun", "-N", "2", "-n", "2", program, "well", "--nproc", "2"});
+  auto result =
+      slurm(*on, {"srun", "-N", "2", "-n", "2", "env", "SLURM_STEP_NODELIST=n[09-", program, "well"});
+  INFO(result.error);
+  CHECK(result.code == 2);
+  CHECK(count(result.error,
+              "error: SLURM_STEP_NODELIST=n[09- cannot be parsed at 'n[09-': set MASTER_ADDR to the "
+              "host of rank 0\n") == 2);
+  result = slurm(*on, {"srun", "-N", "2", "-n", "2", program, "well", "--nproc", "2"});
   INFO(result.error);
   CHECK(result.code == 2);
   CHECK(count(result.error, "--nproc 2 contradicts LOCAL_WORLD_SIZE=1") == 2);

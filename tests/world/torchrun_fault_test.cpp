@@ -1,5 +1,3 @@
-#include <unistd.h>
-
 #include <chrono>
 #include <string>
 #include <thread>
@@ -7,6 +5,7 @@
 #include "lockstep/world/detail/socket.hpp"
 #include "support/catch.hpp"
 #include "support/process.hpp"
+#include "support/torchrun.hpp"
 #include "support/two_hosts.hpp"
 
 namespace torchrun_fault_test {
@@ -16,21 +15,12 @@ using lockstep_test::count;
 using lockstep_test::processes_left;
 using lockstep_test::run;
 using lockstep_test::test_program;
+using lockstep_test::torchrun;
 using Strings = std::vector<std::string>;
 
 namespace {
 
 const std::string program = test_program("world_program");
-
-// The torchrun beside LOCKSTEP_PYTHON; empty, with the reason printed, where there is none.
-std::string torchrun() {
-  const char* python = std::getenv("LOCKSTEP_PYTHON");
-  const std::string path = python ? python : "";
-  const auto found = path.substr(0, path.rfind('/') + 1) + "torchrun";
-  if (!path.empty() && access(found.c_str(), X_OK) == 0) return found;
-  WARN("SKIPPED: no torchrun beside LOCKSTEP_PYTHON='" << path << "'");
-  return {};
-}
 
 Strings command(Strings options, Strings arguments) {
   Strings all{torchrun(), "--no-python"};
@@ -108,7 +98,8 @@ TEST_CASE("bad input under torchrun is said once") {
   CHECK(count(result.error, "error: --epochs -1 is too small: it must be 0 or more\n") == 1);
 }
 
-TEST_CASE("a second attempt of torchrun does not meet in the store of the first") {
+TEST_CASE(
+    "a second attempt of torchrun does not meet in the store of the first, which its agent still names") {
   if (torchrun().empty()) return;
   const auto file = fmt::format("/tmp/lockstep_attempt_{}", lockstep_test::new_marker());
   auto options = one_node(3);
