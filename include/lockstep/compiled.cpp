@@ -20,6 +20,7 @@
 #include "lockstep/grad/detail/low_precision_parameters-inl.hpp"
 #include "lockstep/grad/detail/model-inl.hpp"
 #include "lockstep/grad/detail/parameter_table-inl.hpp"
+#include "lockstep/grad/detail/poison_check-inl.hpp"
 #include "lockstep/log/detail/log-inl.hpp"
 #include "lockstep/report/detail/append_file-inl.hpp"
 #include "lockstep/report/detail/clock_alignment-inl.hpp"

@@ -35,8 +35,8 @@ LOCKSTEP_INLINE std::string parameter_list(const std::vector<std::size_t>& indic
 }
 
 LOCKSTEP_INLINE std::string failure_text(const std::vector<BackwardReport>& reports,
-                                         std::span<const ParameterEntry> parameters,
-                                         const RankNames& name_of) {
+                                         std::span<const ParameterEntry> parameters, const RankNames& name_of,
+                                         std::string_view outcome) {
   std::string thrown, missing;
   for (std::size_t i = 0; i < reports.size(); ++i) {
     const BackwardReport& report = reports[i];
@@ -51,10 +51,29 @@ LOCKSTEP_INLINE std::string failure_text(const std::vector<BackwardReport>& repo
       missing += detail::formatted("{}rank {} ({})", missing.empty() ? "" : "; ", rank,
                                    parameter_list(report.missing, parameters));
   }
-  if (!thrown.empty()) return thrown + "; no rank kept its gradients";
-  return "backward left gradients undefined on " + missing +
-         "; let every parameter take part in the loss on every rank, take it out with requires_grad_(false), "
-         "or allow it with DdpOptions::find_unused_parameters (or static_graph, where it is always the same)";
+  if (!thrown.empty())
+    return detail::formatted("{}; {}", thrown, outcome.empty() ? "no rank kept its gradients" : outcome);
+  return detail::formatted(
+      "backward left gradients undefined on {}; let every parameter take part in the loss on every rank, "
+      "take it "
+      "out with requires_grad_(false), or allow it with DdpOptions::find_unused_parameters (or static_graph, "
+      "where it is always the same){}{}",
+      missing, outcome.empty() ? "" : "; ", outcome);
+}
+
+LOCKSTEP_INLINE std::string late_outcome(std::size_t backward) {
+  return detail::formatted(
+      "found after backward {} had returned on the other ranks: the parameters hold NaN if an optimizer has "
+      "stepped since, so resume from a checkpoint",
+      backward);
+}
+
+LOCKSTEP_INLINE void throw_failure(const std::vector<BackwardReport>& reports, const BackwardReport& mine,
+                                   const std::string& text) {
+  const bool thrown = std::any_of(reports.begin(), reports.end(),
+                                  [](const BackwardReport& report) { return report.thrown.has_value(); });
+  if (thrown && !mine.thrown) throw PeerError(text);
+  throw GradientError(text);
 }
 
 LOCKSTEP_INLINE std::string text_of(const UnexpectedGradient& it) {

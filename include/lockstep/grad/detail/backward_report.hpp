@@ -1,9 +1,12 @@
 #pragma once
 
+#include <algorithm>
+#include <cstddef>
 #include <exception>
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "lockstep/comm/agreement.hpp"
@@ -17,6 +20,8 @@ namespace lockstep::detail {
 struct BackwardReport {
   std::vector<std::size_t> missing;   ///< parameters without a gradient on this rank
   std::optional<std::string> thrown;  ///< message of the error that this rank's backward threw
+
+  [[nodiscard]] bool empty() const { return missing.empty() && !thrown; }
 };
 
 std::string serialize(const BackwardReport& report);
@@ -27,9 +32,27 @@ BackwardReport deserialize_report(const std::string& bytes);
 std::string parameter_list(const std::vector<std::size_t>& indices,
                            std::span<const ParameterEntry> parameters);
 
-/// Describes the failures of all ranks, in equal words on every rank.
+/// Describes the failures of all ranks, in equal words on every rank. `outcome` states what a failure that not
+/// every rank has learned of at once leaves behind.
 std::string failure_text(const std::vector<BackwardReport>& reports,
-                         std::span<const ParameterEntry> parameters, const RankNames& name_of);
+                         std::span<const ParameterEntry> parameters, const RankNames& name_of,
+                         std::string_view outcome = {});
+
+/// Returns the reports of all ranks, by rank. Collective and blocking.
+template <Gathering C>
+std::vector<BackwardReport> gather_reports(C& comm, const BackwardReport& mine) {
+  std::vector<BackwardReport> reports;
+  for (const std::string& bytes : agree(comm, [&] { return serialize(mine); }))
+    reports.push_back(deserialize_report(bytes));
+  return reports;
+}
+
+/// Returns the `outcome` of a failure that was found after `backward`, counted from 1, had returned.
+std::string late_outcome(std::size_t backward);
+
+/// Throws PeerError on a rank whose backward did not throw while that of another rank did, else GradientError.
+[[noreturn]] void throw_failure(const std::vector<BackwardReport>& reports, const BackwardReport& mine,
+                                const std::string& text);
 
 /// Throws on every rank if any rank has a report: `failure` if this rank has one, else PeerError or
 /// GradientError with the reports of all ranks. A no-op if there is no report: NaN alone is not an error,
@@ -37,17 +60,32 @@ std::string failure_text(const std::vector<BackwardReport>& reports,
 template <Gathering C>
 void throw_reported_failure(C& comm, const BackwardReport& mine, std::span<const ParameterEntry> parameters,
                             const std::exception_ptr& failure) {
-  bool any = false, thrown = false;
-  std::vector<BackwardReport> reports;
-  for (const std::string& bytes : agree(comm, [&] { return serialize(mine); })) {
-    any = any || !bytes.empty();
-    thrown = thrown || reports.emplace_back(deserialize_report(bytes)).thrown;
-  }
-  if (!any) return;
+  const std::vector<BackwardReport> reports = gather_reports(comm, mine);
+  if (std::all_of(reports.begin(), reports.end(), [](const auto& report) { return report.empty(); })) return;
   if (failure) std::rethrow_exception(failure);
-  const std::string text = failure_text(reports, parameters, RankNames(comm));
-  if (thrown && !mine.thrown) throw PeerError(text);
-  throw GradientError(text);
+  throw_failure(reports, mine, failure_text(reports, parameters, RankNames(comm)));
+}
+
+/// The same for reports of a `backward`, counted from 1, that has returned on the ranks without a report. Also a
+/// no-op if every rank has a report, since every rank has thrown its own.
+template <Gathering C>
+void throw_late_failure(C& comm, const BackwardReport& mine, std::span<const ParameterEntry> parameters,
+                        std::size_t backward) {
+  const std::vector<BackwardReport> reports = gather_reports(comm, mine);
+  const auto failed =
+      std::count_if(reports.begin(), reports.end(), [](const auto& report) { return !report.empty(); });
+  if (failed == 0 || failed == comm.size()) return;
+  throw_failure(reports, mine, failure_text(reports, parameters, RankNames(comm), late_outcome(backward)));
+}
+
+/// Returns the text of this rank's own failure, of which the other ranks learn later.
+template <Gathering C>
+std::string own_failure_text(C& comm, const BackwardReport& mine,
+                             std::span<const ParameterEntry> parameters) {
+  std::vector<BackwardReport> reports(static_cast<std::size_t>(comm.size()));
+  reports.at(static_cast<std::size_t>(comm.rank())) = mine;
+  return failure_text(reports, parameters, RankNames(comm),
+                      "the other ranks throw at the end of their next backward");
 }
 
 /// A parameter whose gradient fired more often in a backward than expected.

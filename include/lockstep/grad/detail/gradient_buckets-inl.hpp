@@ -1,7 +1,6 @@
 #pragma once
 
 #include <algorithm>
-#include <cmath>
 #include <limits>
 #include <utility>
 
@@ -9,58 +8,15 @@
 #include <ATen/ops/div.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/isnan.h>
 #include <ATen/ops/mul.h>
-#include <ATen/ops/stack.h>
 #include <ATen/ops/view_as_real.h>
-#include <c10/util/BFloat16.h>
-#include <c10/util/Half.h>
-#include <c10/util/complex.h>
 
-#include "lockstep/detail/const_data.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/detail/linkage.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/grad/detail/gradient_buckets.hpp"
 
 namespace lockstep::detail {
-
-LOCKSTEP_INLINE void PoisonCheck::add(const at::Tensor& view) {
-  if (view.numel() == 0) return;
-  // Created by `set_`, as bucket views are: it must not be a view to autograd.
-  const at::Tensor first =
-      at::empty({0}, view.options()).set_(view.storage(), view.storage_offset(), at::IntArrayRef{});
-  if (view.is_cpu()) return here_.push_back(first);
-  const auto alike = std::find_if(elsewhere_.begin(), elsewhere_.end(), [&](const auto& group) {
-    return group[0].scalar_type() == first.scalar_type() && group[0].device() == first.device();
-  });
-  (alike == elsewhere_.end() ? elsewhere_.emplace_back() : *alike).push_back(first);
-}
-
-LOCKSTEP_INLINE bool PoisonCheck::any() const {
-  return std::any_of(here_.begin(), here_.end(), is_nan) ||
-         std::any_of(elsewhere_.begin(), elsewhere_.end(),
-                     [](const auto& group) { return at::stack(group).isnan().any().template item<bool>(); });
-}
-
-LOCKSTEP_INLINE bool PoisonCheck::is_nan(const at::Tensor& first) {
-  switch (first.scalar_type()) {
-    case at::kFloat:
-      return std::isnan(*const_data<float>(first));
-    case at::kDouble:
-      return std::isnan(*const_data<double>(first));
-    case at::kBFloat16:
-      return std::isnan(static_cast<float>(*const_data<at::BFloat16>(first)));
-    case at::kHalf:
-      return std::isnan(static_cast<float>(*const_data<at::Half>(first)));
-    case at::kComplexFloat:
-      return std::isnan(const_data<c10::complex<float>>(first)->real());
-    case at::kComplexDouble:
-      return std::isnan(const_data<c10::complex<double>>(first)->real());
-    default:
-      return first.isnan().item<bool>();
-  }
-}
 
 LOCKSTEP_INLINE GradientBuckets::GradientBuckets(std::span<ParameterEntry> parameters, const BucketPlan& plan,
                                                  BucketStyle style, const BucketMemory& memory,
@@ -79,8 +35,6 @@ LOCKSTEP_INLINE GradientBuckets::GradientBuckets(std::span<ParameterEntry> param
   for (const auto& members : plan)
     for (const std::size_t i : members)
       if (parameters_[i].view.defined() && parameters_[i].view.numel() > 0) last_view_ = i;
-  for (const ParameterEntry& parameter : parameters_)
-    if (parameter.view.defined()) poison_check_.add(parameter.view);
 }
 
 LOCKSTEP_INLINE void GradientBuckets::copy_to_bucket(std::size_t i, const at::Tensor& weight, bool scaled,

@@ -16,23 +16,6 @@
 
 namespace lockstep::detail {
 
-/// Detects NaN-poisoned bucket views by their first elements. Allocates nothing on CPUs. On a device it
-/// stacks the first elements of each dtype in one operation and synchronizes.
-class PoisonCheck {
- public:
-  /// Adds a bucket view, whose memory must not move.
-  void add(const at::Tensor& view);
-
-  /// Returns whether any bucket view may be poisoned; a gradient may also be NaN by itself.
-  [[nodiscard]] bool any() const;
-
- private:
-  static bool is_nan(const at::Tensor& first);
-
-  std::vector<at::Tensor> here_;                    // in host memory
-  std::vector<std::vector<at::Tensor>> elsewhere_;  // by dtype and device
-};
-
 /// How gradients are copied to and from the buckets.
 struct BucketStyle {
   GradientStorage storage = GradientStorage::in_bucket;
@@ -108,9 +91,6 @@ class GradientBuckets {
   /// it.
   void poison(std::size_t i);
 
-  /// Returns whether any rank may have poisoned a bucket view. Requires reduced buckets.
-  [[nodiscard]] bool maybe_poisoned() const { return poison_check_.any(); }
-
   /// Returns the parameter of the last non-empty bucket view in reduction order, or nullopt if all parameters
   /// are sparse or empty.
   [[nodiscard]] std::optional<std::size_t> last_view() const { return last_view_; }
@@ -141,7 +121,6 @@ class GradientBuckets {
   BucketStyle style_;
   std::vector<Bucket> buckets_;
   std::optional<std::size_t> last_view_;
-  PoisonCheck poison_check_;
 };
 
 }  // namespace lockstep::detail

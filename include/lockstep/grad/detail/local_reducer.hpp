@@ -63,6 +63,8 @@ class LocalReducer {
   void forget() { count_ = 0; }
   void forward_begins() {}
   void rollback() {}
+  void settle() {}
+  [[nodiscard]] bool checks_late() const { return false; }
 
   [[nodiscard]] BucketPlan plan() const { return {}; }
   [[nodiscard]] std::vector<std::size_t> bucket_order() const { return {}; }

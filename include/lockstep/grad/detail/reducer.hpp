@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstddef>
 #include <exception>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -53,6 +54,28 @@ LOCKSTEP_PROCESS_WIDE inline OpenBackwards& open_backwards_here() {
   thread_local OpenBackwards here;
   return here;
 }
+/// Returns the number of reducers of a rank in this process after adding `more`. A process is one rank, except
+/// in programs whose ranks are threads.
+LOCKSTEP_PROCESS_WIDE inline int reducers_alive(int rank, int more = 0) {
+  static auto& mutex = *new std::mutex();
+  static auto& alive = *new std::map<int, int>();
+  const std::lock_guard lock(mutex);
+  return alive[rank] += more;
+}
+/// Counts a reducer while it lives.
+class AliveReducer {
+ public:
+  explicit AliveReducer(int rank) : rank_(rank) { reducers_alive(rank_, 1); }
+  ~AliveReducer() { reducers_alive(rank_, -1); }
+  AliveReducer(const AliveReducer&) = delete;
+  AliveReducer& operator=(const AliveReducer&) = delete;
+
+  [[nodiscard]] bool alone() const { return reducers_alive(rank_) == 1; }
+
+ private:
+  int rank_;
+};
+
 /// The most recent outermost call of any thread.
 LOCKSTEP_PROCESS_WIDE inline std::atomic<OpenBackwards*> latest_open_backwards{nullptr};
 
@@ -121,6 +144,11 @@ struct Contribution {
 /// launches: a rank whose backward throws poisons that bucket with NaN, so all ranks see the failure in the
 /// same iteration.
 ///
+/// On a device the host does not wait for the check of the buckets. The next reduction, or `settle()`, reads it:
+/// the same call on every rank, since the ranks then exchange their reports. A rank that has failed throws at
+/// once, and takes part in that exchange. The first reductions, whose outcome the ranks need to build the same
+/// buckets, are checked at once, as are those that block the host anyway and those of a loss over several models.
+///
 /// The hooks point to this object, so it does not move. It belongs to one thread, as a model does; only the
 /// hooks run on the autograd engine's threads.
 template <class Comm, class Hook>
@@ -135,7 +163,8 @@ class Reducer {
         low_precision_(low_precision),
         watched_(table, options.ignored),
         reduction_(parameters_, comm, std::move(hook), options_),
-        expects_(searches()) {
+        expects_(searches()),
+        alive_(comm.world().rank()) {
     for (ParameterEntry& parameter : parameters_) parameter.expected = searches();
     hooks_.reserve(parameters_.size());
     for (std::size_t i = 0; i < parameters_.size(); ++i)
@@ -215,7 +244,9 @@ class Reducer {
       auto joined = std::exchange(inside.calls.joined, {});
       std::sort(joined.begin(), joined.end(), [](const auto& a, const auto& b) { return a.made < b.made; });
       // A failed reduction of this model has failed on every rank, and a rank may have failed before it
-      // reached the other models: no rank reduces them.
+      // reached the other models: no rank reduces them. From the first such loss on, therefore, no rank learns
+      // of a failure late; see leave_unread for the first.
+      shares_loss_ = shares_loss_ || (reduces && !joined.empty());
       for (const JoinedReduction& other : joined)
         end([&] { reduces&& first ? other.abandon(other.reducer) : other.close(other.reducer, thrown); });
     }
@@ -234,6 +265,21 @@ class Reducer {
     }
     no_sync_depth = depth;
   }
+
+  /// Blocks until the checks of all reductions are complete, and throws on every rank if the backward of a rank
+  /// has failed and the others have not learned of it. Collective.
+  void settle() {
+    if (!unread_ || CaptureScope::active()) return;
+    Unread unread = std::move(*unread_);
+    unread_.reset();
+    const bool flagged = unread.check.read();
+    // An aborted reduction leaves arbitrary values.
+    if constexpr (requires { comm().check_error(); }) comm().check_error();
+    if (flagged) throw_late_failure(comm(), unread.report, parameters_, unread.backward);
+  }
+  /// Returns whether the ranks learn of a failed backward later than the rank that has failed. Equal on every
+  /// rank.
+  [[nodiscard]] bool checks_late() const { return rebuilt_ && !shares_loss_ && reduction_.can_check_late(); }
 
   /// Returns the current buckets as parameter indices.
   [[nodiscard]] BucketPlan plan() const { return reduction_.plan(); }
@@ -284,6 +330,8 @@ class Reducer {
   int no_sync_depth = 0;
 
  private:
+  using BucketCheck = typename BucketReduction<Comm, Hook>::BucketCheck;
+
   struct OnGradient {
     Reducer* reducer;
     std::size_t parameter;
@@ -406,6 +454,7 @@ class Reducer {
                             [](void* reducer) { static_cast<Reducer*>(reducer)->abandon_joined(); }});
   }
   void close_joined(const std::exception_ptr& failure) {
+    shares_loss_ = true;
     open_plain();
     close(failure);
   }
@@ -428,8 +477,8 @@ class Reducer {
     });
   }
 
-  /// Ends the reduction. Collective and blocking. Launches every bucket even after a failure, so that no peer
-  /// waits for one. Throws `failure`, or the error that other ranks report.
+  /// Ends the reduction. Collective. Launches every bucket even after a failure, so that no peer waits for one.
+  /// Throws `failure`, or the error that other ranks report. Blocks the host unless the reduction is checked late.
   void close(const std::exception_ptr& failure) {
     const c10::NoGradGuard no_grad;
     RECORD_FUNCTION("lockstep::finish_reduction", std::vector<c10::IValue>());
@@ -439,11 +488,16 @@ class Reducer {
       complete(report);
       const double count = std::exchange(count_, 0);
       reduction_.launch_rest(count, report.thrown.has_value() || !report.missing.empty());
-      const bool flagged = reduction_.wait(failure, iteration_);
+      BucketCheck check;
+      const bool late = checks_late();
+      const bool flagged = reduction_.wait(failure, iteration_, late ? &check : nullptr);
       const std::exception_ptr hook_error = reduction_.hook_error();
       if (hook_error && !report.thrown) report.thrown = first_line(hook_error);
+      settle();
       if (flagged)
-        throw_reported_failure(reduction_.comm(), report, parameters_, failure ? failure : hook_error);
+        throw_reported_failure(comm(), report, parameters_, failure ? failure : hook_error);
+      else if (late)
+        leave_unread(std::move(check), std::move(report), failure);
       reduction_.copy_from_bucket();
     } catch (...) {
       open_ = false;
@@ -457,6 +511,25 @@ class Reducer {
     clear_seen();
     learn();
     ++iteration_;
+  }
+
+  /// Leaves the check of this reduction to a later `settle()`. Throws if this rank has failed.
+  void leave_unread(BucketCheck check, BackwardReport report, const std::exception_ptr& failure) {
+    const bool poisoned =
+        report.thrown || std::any_of(report.missing.begin(), report.missing.end(),
+                                     [&](auto i) { return parameters_[i].tensor.numel() > 0; });
+    if (!poisoned) report = {};
+    unread_.emplace(Unread{std::move(check), report, iteration_ + 1});
+    if (!poisoned) return;
+    // The counts of the ranks must stay equal.
+    ++iteration_;
+    reduction_.count_failed();
+    // This backward may be the first whose loss reaches another model too. The other ranks then reduce that
+    // model's gradients, in which this rank does not take part.
+    const std::string text = failure ? *report.thrown : own_failure_text(comm(), report, parameters_);
+    if (!alive_.alone() && !every_rank_throws(comm())) comm().abort(text);
+    if (failure) std::rethrow_exception(failure);
+    throw GradientError(text);
   }
 
   /// Copies the remaining gradients into their buckets. Poisons the bucket view of each parameter whose
@@ -527,8 +600,16 @@ class Reducer {
 
   /// Rebuilds the buckets in rank 0's ready order. Collective; runs once.
   void rebuild() {
-    set_bucket_order(order_of_rank_zero(reduction_.comm(), rebuild_order_, parameters_[0].tensor.device()));
+    set_bucket_order(order_of_rank_zero(comm(), rebuild_order_, parameters_[0].tensor.device()));
   }
+
+  Comm& comm() { return reduction_.comm(); }
+  /// A reduction whose check no host has read yet, and this rank's report of it.
+  struct Unread {
+    BucketCheck check;
+    BackwardReport report;
+    std::size_t backward;  // counted from 1
+  };
 
   std::mutex mutex_;
   std::span<ParameterEntry> parameters_;
@@ -546,6 +627,9 @@ class Reducer {
   ServedCall caller_;                // the public call that runs backward, empty in a bare backward
   std::optional<double> sum_count_;  // this rank's count in a reduction of sums with counts
   bool no_data_ = false;
+  AliveReducer alive_;
+  bool shares_loss_ = false;  // a loss has depended on this model and others
+  std::optional<Unread> unread_;
   bool joined_ = false;  // the backward of another model has reached this one and closes its reduction
   std::size_t made_ = reducers_made++;
   std::shared_ptr<Reducer*> self_ = std::make_shared<Reducer*>(this);

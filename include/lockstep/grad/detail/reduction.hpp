@@ -35,6 +35,7 @@
 #include "lockstep/grad/detail/bucket_plan.hpp"
 #include "lockstep/grad/detail/gradient_buckets.hpp"
 #include "lockstep/grad/detail/parameter_table.hpp"
+#include "lockstep/grad/detail/poison_check.hpp"
 #include "lockstep/grad/hooks/hook.hpp"
 
 namespace lockstep::detail {
@@ -244,6 +245,8 @@ class BucketReduction {
       decltype(std::declval<Hook&>().start(std::declval<Comm&>(), std::declval<GradientBucket&>()));
 
  public:
+  using BucketCheck = typename NanCheckOf<Comm>::type;
+
   BucketReduction(std::span<ParameterEntry> parameters, Comm& comm, Hook hook, const DdpOptions& options)
       : parameters_(parameters),
         comm_(comm),
@@ -325,12 +328,21 @@ class BucketReduction {
     if (Hook::propagates_nan && asks_usage_) ask_usage();
   }
 
+  /// Returns whether the host can go on while a device checks the buckets of the open reduction: nothing else
+  /// in the reduction blocks the host, and the state of the ranks stays equal if the backward of one of them
+  /// fails and the others learn of it later. Equal on every rank.
+  [[nodiscard]] bool can_check_late() const {
+    return Hook::propagates_nan && !StatefulHook<Hook> && comm_.size() > 1 && !CaptureScope::active() &&
+           !counts_ && !asks_usage_ && !any_sparse_ && !poison_check_.on_device().empty();
+  }
+
   /// Waits for all collectives of the reduction. Stream-ordered, but blocks the host after a local failure
-  /// and to read flags. Returns false if no rank can have poisoned a bucket or flagged a failure. Throws
-  /// TimeoutError that names the bucket, or the CommunicationError of a collective. An error of the hook
-  /// aborts the communicator and is thrown, unless the usage exchange reports it; then `hook_error` returns
-  /// it.
-  bool wait(const std::exception_ptr& failure, std::size_t iteration) {
+  /// and to read flags. Returns false if no rank can have poisoned a bucket or flagged a failure. With `late`,
+  /// launches the check of the buckets on a device into `late` and leaves the reading to the caller, unless the
+  /// host has found a failure before. Throws TimeoutError that names the bucket, or the CommunicationError of a
+  /// collective. An error of the hook aborts the communicator and is thrown, unless the usage exchange reports
+  /// it; then `hook_error` returns it.
+  bool wait(const std::exception_ptr& failure, std::size_t iteration, BucketCheck* late) {
     // After a local failure the peers get two seconds to join and learn of it. The error must not be delayed
     // longer.
     const auto deadline = Clock::now() + std::chrono::seconds(2);
@@ -391,7 +403,7 @@ class BucketReduction {
     if (comm_.size() == 1)
       flagged = flagged || failed_;
     else if (Hook::propagates_nan && !CaptureScope::active())
-      flagged = flagged || buckets_->maybe_poisoned();
+      flagged = flagged || poison_check_.any_on_host() || poisoned_on_device(late);
     // Where errors are reported after results, an abort may have left the results incomplete.
     if constexpr (requires { comm_.check_error(); }) comm_.check_error();
     return flagged;
@@ -419,6 +431,10 @@ class BucketReduction {
     begun_ = false;
     bytes_last_ = bytes() - bytes_before_;
   }
+
+  /// Counts a reduction that has failed on this rank and not yet on the others, since a hook's
+  /// GradientBucket::iteration is equal on every rank.
+  void count_failed() { ++reductions_; }
 
   /// Abandons the reduction after a failure, and rolls a stateful hook back.
   void abandon() {
@@ -494,7 +510,21 @@ class BucketReduction {
     if (completions_) record_completions(true);
     const auto last = buckets_->last_view();
     last_bucket_ = last ? parameters_[*last].bucket : 0;
+    poison_check_ = {};
+    for (const ParameterEntry& parameter : parameters_)
+      if (parameter.view.defined()) poison_check_.add(parameter.view, BucketCheck::on_device(parameter.view));
+    any_sparse_ = std::any_of(parameters_.begin(), parameters_.end(),
+                              [](const ParameterEntry& parameter) { return parameter.sparse; });
     labels_.name(*buckets_, parameters_);
+  }
+
+  // Returns whether a bucket view on a device may be poisoned; false with `late`, which then runs the check.
+  bool poisoned_on_device(BucketCheck* late) {
+    if (poison_check_.on_device().empty()) return false;
+    BucketCheck now;
+    BucketCheck& check = late ? *late : now;
+    check.launch(poison_check_.on_device());
+    return !late && check.read();
   }
 
   void launch(std::size_t b) {
@@ -615,6 +645,7 @@ class BucketReduction {
   const DdpOptions& options_;
   DelayedBuckets delayed_;
   std::optional<GradientBuckets> buckets_;
+  PoisonCheck poison_check_;  // of the buckets' views
   std::vector<std::optional<Handle>> works_;
   BucketLabels<Comm> labels_;
   std::vector<std::size_t> pending_;  // by bucket: gradients not yet copied
@@ -629,6 +660,7 @@ class BucketReduction {
   std::size_t reductions_ = 0;
   std::uint64_t extra_bytes_ = 0, bytes_before_ = 0, bytes_last_ = 0;
   std::exception_ptr hook_error_;
+  bool any_sparse_ = false;
   bool begun_ = false, counts_ = false, counts_in_bucket_ = false, failed_ = false, asks_usage_ = false;
 };
 

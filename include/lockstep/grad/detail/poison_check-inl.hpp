@@ -1,0 +1,74 @@
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/isnan.h>
+#include <ATen/ops/stack.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+#include <c10/util/complex.h>
+
+#include "lockstep/detail/const_data.hpp"
+#include "lockstep/detail/linkage.hpp"
+#include "lockstep/grad/detail/poison_check.hpp"
+
+namespace lockstep::detail {
+
+LOCKSTEP_INLINE void DeviceNanCheck::launch(const std::vector<TensorGroup>& groups) {
+  results_.clear();
+  for (const TensorGroup& group : groups) {
+    const at::Device device = group.at(0).device();
+    const at::Tensor found = at::stack(group).isnan().any();
+    Result result{at::empty({}, at::TensorOptions(at::kBool)).pin_memory(), c10::Event(device.type())};
+    result.pinned.copy_(found, /*non_blocking=*/true);
+    result.copied.record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+    results_.push_back(std::move(result));
+  }
+}
+
+LOCKSTEP_INLINE bool DeviceNanCheck::read() {
+  for (const Result& result : results_) result.copied.synchronize();
+  return std::any_of(results_.begin(), results_.end(),
+                     [](const Result& result) { return *const_data<bool>(result.pinned); });
+}
+
+LOCKSTEP_INLINE void PoisonCheck::add(const at::Tensor& view, bool on_device) {
+  if (view.numel() == 0) return;
+  // Created by `set_`, as bucket views are: it must not be a view to autograd.
+  const at::Tensor first =
+      at::empty({0}, view.options()).set_(view.storage(), view.storage_offset(), at::IntArrayRef{});
+  if (!on_device) return on_host_.push_back(first);
+  const auto alike = std::find_if(on_device_.begin(), on_device_.end(), [&](const TensorGroup& group) {
+    return group[0].scalar_type() == first.scalar_type() && group[0].device() == first.device();
+  });
+  (alike == on_device_.end() ? on_device_.emplace_back() : *alike).push_back(first);
+}
+
+LOCKSTEP_INLINE bool PoisonCheck::any_on_host() const {
+  return std::any_of(on_host_.begin(), on_host_.end(), is_nan);
+}
+
+LOCKSTEP_INLINE bool PoisonCheck::is_nan(const at::Tensor& first) {
+  switch (first.scalar_type()) {
+    case at::kFloat:
+      return std::isnan(*const_data<float>(first));
+    case at::kDouble:
+      return std::isnan(*const_data<double>(first));
+    case at::kBFloat16:
+      return std::isnan(static_cast<float>(*const_data<at::BFloat16>(first)));
+    case at::kHalf:
+      return std::isnan(static_cast<float>(*const_data<at::Half>(first)));
+    case at::kComplexFloat:
+      return std::isnan(const_data<c10::complex<float>>(first)->real());
+    case at::kComplexDouble:
+      return std::isnan(const_data<c10::complex<double>>(first)->real());
+    default:
+      return first.isnan().item<bool>();
+  }
+}
+
+}  // namespace lockstep::detail

@@ -1,0 +1,275 @@
+// Backwards whose buckets the host checks one reduction later, as on GPUs.
+#include "support/late_check.hpp"
+
+#include "grad/models.hpp"
+#include "support/text_of.hpp"
+
+namespace late_check_ranks_test {
+
+using lockstep::DistributedDataParallel;
+using lockstep::GradientError;
+using lockstep::PeerError;
+using lockstep_test::LateComm;
+using lockstep_test::LateHostCheck;
+
+namespace {
+
+LateComm& late_comm() {
+  static LateComm comm{test_world()};
+  return comm;
+}
+
+int culprit() {
+  return test_world().size() - 1;
+}
+bool am_culprit() {
+  return test_world().rank() == culprit();
+}
+
+/// A model of its own on every rank, whose steps a test takes.
+struct Training {
+  explicit Training(lockstep::DdpOptions options = small_buckets()) : ddp{net, late_comm(), options} {}
+
+  torch::Tensor loss(int step) { return net(batch_of(test_world().rank(), step)).pow(2).mean(); }
+  /// A loss whose backward throws on the last rank.
+  torch::Tensor failing_loss(int step) {
+    auto out = loss(step);
+    if (am_culprit())
+      out.register_hook([](const at::Tensor&) -> at::Tensor { throw std::runtime_error("thrown inside"); });
+    return out * 1;
+  }
+  void good_step(int step) {
+    const auto expected = expected_gradients(net, test_world().size(), [&](Net& model, int rank) {
+      return model(batch_of(rank, step)).pow(2).mean();
+    });
+    net->zero_grad();
+    ddp.backward(loss(step));
+    check_close(gradients(net->parameters()), expected);
+    optimizer.step();
+  }
+  void good_steps(int number) {
+    for (int step = 0; step < number; ++step) good_step(step);
+  }
+  /// A backward that fails on the last rank, which catches the error. The others step.
+  void failed_step() {
+    net->zero_grad();
+    if (am_culprit()) {
+      CHECK_THROWS_WITH(ddp.backward(failing_loss(50)), ContainsSubstring("thrown inside"));
+      for (const auto& parameter : ddp.parameters()) CHECK_FALSE(parameter.grad().defined());
+    } else {
+      ddp.backward(failing_loss(50));
+      CHECK(net->three->bias.grad().isnan().any().item<bool>());
+    }
+    optimizer.step();
+    CHECK(net->three->bias.isnan().any().item<bool>() == !am_culprit());
+  }
+  void restore() {
+    torch::manual_seed(3);
+    const torch::NoGradGuard no_grad;
+    for (auto& parameter : net->parameters()) parameter.uniform_(-0.5, 0.5);
+  }
+
+  Net net;
+  DistributedDataParallel<Net, LateComm> ddp;
+  torch::optim::SGD optimizer{net->parameters(), 0.01};
+};
+
+/// Checks that `work` throws one text on all ranks, PeerError on those that did not fail.
+template <class Work>
+std::string thrown_by_all(Work&& work) {
+  std::string text;
+  bool peer_error = false;
+  try {
+    work();
+  } catch (const PeerError& error) {
+    text = error.what();
+    peer_error = true;
+  } catch (const GradientError& error) {
+    text = error.what();
+  }
+  CHECK(peer_error == !am_culprit());
+  for (const std::string& other : late_comm().all_gather_bytes(text)) CHECK(other == text);
+  return text;
+}
+
+}  // namespace
+
+TEST_CASE("a backward returns before its buckets are checked, from the second one on") {
+  Training training;
+  const int launched = LateHostCheck::launched, was_read = LateHostCheck::was_read;
+  const bool alone = test_world().size() == 1;
+  for (int step = 0; step < 4; ++step) {
+    training.good_step(step);
+    CHECK(LateHostCheck::launched - launched == (alone ? 0 : step + 1));
+    // The first one is read at once, and from then on each is read in the next.
+    CHECK(LateHostCheck::was_read - was_read == (alone ? 0 : std::max(1, step)));
+    CHECK(training.ddp.checks_late() == (!alone && step > 0));
+  }
+  training.ddp.synchronize();
+  training.ddp.synchronize();
+  CHECK(LateHostCheck::was_read - was_read == LateHostCheck::launched - launched);
+}
+
+TEST_CASE("a backward that fails throws on its rank, and on the others at the end of their next one",
+          "[2+]") {
+  Training training;
+  const int before = GENERATE(1, 3);
+  CAPTURE(before);
+  training.good_steps(before == 1 ? 1 : 3);
+  training.failed_step();
+  training.net->zero_grad();
+  const std::string text = thrown_by_all([&] { training.ddp.backward(training.loss(51)); });
+  CHECK_THAT(text, ContainsSubstring(fmt::format("backward threw on rank {}: thrown inside", culprit())) &&
+                       ContainsSubstring(fmt::format("found after backward {} had returned", before + 1)) &&
+                       ContainsSubstring("resume from a checkpoint"));
+  for (const auto& parameter : training.ddp.parameters()) CHECK_FALSE(parameter.grad().defined());
+  training.restore();
+  training.good_steps(3);
+  training.ddp.synchronize();
+}
+
+TEST_CASE("a first backward that fails is found at once, before the ranks order their buckets", "[2+]") {
+  Training training;
+  CHECK_FALSE(training.ddp.checks_late());
+  const std::string text = thrown_by([&] { training.ddp.backward(training.failing_loss(0)); });
+  CHECK_THAT(text, ContainsSubstring("thrown inside"));
+  for (const auto& parameter : training.ddp.parameters()) CHECK_FALSE(parameter.grad().defined());
+  training.good_steps(3);
+}
+
+TEST_CASE("synchronize throws what the next backward would throw, once", "[2+]") {
+  Training training;
+  training.good_steps(2);
+  training.failed_step();
+  CHECK_THAT(thrown_by_all([&] { training.ddp.synchronize(); }),
+             ContainsSubstring("thrown inside; found after backward 3 had returned"));
+  training.ddp.synchronize();
+  training.restore();
+  training.good_steps(2);
+}
+
+TEST_CASE("a rank that cannot come to its backward tells the others late, too", "[2+]") {
+  Training training;
+  training.good_steps(2);
+  if (am_culprit())
+    training.ddp.fail_backward(std::make_exception_ptr(lockstep::DataError("no picture 17")));
+  else
+    training.ddp.backward(training.loss(9));
+  CHECK_THAT(thrown_by_all([&] { training.ddp.synchronize(); }), ContainsSubstring("no picture 17"));
+  training.good_steps(2);
+}
+
+TEST_CASE("a parameter without a gradient is an error on its rank at once, which names it, then on all",
+          "[2+]") {
+  Training training;
+  training.good_steps(2);
+  training.net->zero_grad();
+  training.net->use_two = !am_culprit();
+  const auto loss = training.loss(7);
+  training.net->use_two = true;
+  const std::string name =
+      fmt::format("undefined on rank {} (parameter 2 'two.weight', parameter 3 'two.bias')", culprit());
+  const std::string own = thrown_by([&] { training.ddp.backward(loss); });
+  if (am_culprit())
+    CHECK_THAT(own, ContainsSubstring(name) && ContainsSubstring("the other ranks throw at the end of"));
+  else
+    CHECK(own.empty());
+  std::string text = thrown_by([&] { training.ddp.backward(training.loss(8)); });
+  CHECK_THAT(text, ContainsSubstring(name) && ContainsSubstring("found after backward 3 had returned"));
+  training.good_steps(2);
+}
+
+TEST_CASE("a failure in two backwards in a row is told once", "[2+]") {
+  Training training;
+  training.good_steps(2);
+  training.failed_step();
+  training.net->zero_grad();
+  const std::string text = thrown_by([&] { training.ddp.backward(training.failing_loss(60)); });
+  CHECK_THAT(text, ContainsSubstring("thrown inside"));
+  training.ddp.synchronize();
+  training.restore();
+  training.good_steps(2);
+}
+
+TEST_CASE("a backward that fails on every rank is told by each rank alone") {
+  Training training;
+  training.good_steps(2);
+  CHECK_THROWS_WITH(training.ddp.backward(torch::ones({})), ContainsSubstring("does not require grad"));
+  training.good_steps(3);
+  training.ddp.synchronize();
+}
+
+TEST_CASE("a gradient that is not a number is no error, late either") {
+  Training training;
+  training.good_steps(2);
+  for (int step = 0; step < 3; ++step) {
+    training.net->zero_grad();
+    training.ddp.backward(training.loss(step) * (test_world().rank() == 0 ? NAN : 1));
+    CHECK(training.net->three->bias.grad().isnan().all().item<bool>());
+  }
+  training.ddp.synchronize();
+  training.good_steps(2);
+}
+
+TEST_CASE("reductions that block the host anyway are checked at once", "[2+]") {
+  const bool searches = GENERATE(true, false);
+  lockstep::DdpOptions options = small_buckets();
+  options.find_unused_parameters = searches;
+  Training training(options);
+  training.good_steps(2);
+  training.net->zero_grad();
+  const std::string text = thrown_by([&] {
+    if (searches)
+      training.ddp.backward(training.failing_loss(3));
+    else
+      training.ddp.backward_sum(training.failing_loss(3), 5);
+  });
+  CHECK_THAT(text, ContainsSubstring("thrown inside"));
+  for (const auto& parameter : training.ddp.parameters()) CHECK_FALSE(parameter.grad().defined());
+  training.good_steps(2);
+}
+
+TEST_CASE("a loss over two models is checked at once, after the first such loss", "[2+]") {
+  Training one, other;
+  for (int step = 0; step < 3; ++step) {
+    one.net->zero_grad();
+    other.net->zero_grad();
+    one.ddp.backward(one.loss(step) + other.loss(step));
+  }
+  CHECK_FALSE(one.ddp.checks_late());
+  CHECK_FALSE(other.ddp.checks_late());
+  CHECK_THAT(thrown_by([&] { one.ddp.backward(one.failing_loss(4) + other.loss(4)); }),
+             ContainsSubstring("thrown inside"));
+  one.good_steps(2);
+  other.good_steps(2);
+}
+
+TEST_CASE("a first loss over two models that fails on a rank ends the communicator, and no rank waits",
+          "[2+]") {
+  LateComm comm{test_world()};
+  const auto made = [] {
+    torch::manual_seed(1);
+    return Net();
+  };
+  Net first = made(), second = made();
+  DistributedDataParallel one{first, comm}, other{second, comm};
+  const auto loss = [](Net& net) { return net(batch_of(test_world().rank(), 1)).pow(2).mean(); };
+  for (int step = 0; step < 2; ++step) {
+    one.backward(loss(first));
+    other.backward(loss(second));
+    first->zero_grad();
+    second->zero_grad();
+  }
+  const auto begin = std::chrono::steady_clock::now();
+  const std::string text = thrown_by([&] {
+    auto out = loss(first);
+    if (am_culprit())
+      out.register_hook([](const at::Tensor&) -> at::Tensor { throw std::runtime_error("before both"); });
+    one.backward(out * 1 + loss(second));
+    one.synchronize();
+  });
+  CHECK_THAT(text, ContainsSubstring("before both"));
+  CHECK(std::chrono::steady_clock::now() - begin < std::chrono::seconds(15));
+}
+
+}  // namespace late_check_ranks_test
