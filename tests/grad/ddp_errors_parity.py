@@ -21,7 +21,7 @@ import torch._dynamo  # DDP and the optimizers import it at their first use: not
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-LIMIT, STEPS, TOGETHER = 20, 3, 5
+LIMIT, STEPS, TOGETHER = 20, 3, 9
 TRAINS = "trains"
 
 
