@@ -83,18 +83,24 @@ def write_inputs(folder):
     return parameters, gradients
 
 
-def write_cases(folder):
+def write_cases(folder, names=None):
+    """The cases of these names, all by default."""
     with open(f"{folder}/cases", "w") as file:
         for option, optimizer, implementation, dtype, late, tensor_rate, o in optimizer_cases():
             words = [f"{optimizer}.{implementation}.{dtype}.{option}", optimizer, implementation, dtype, STEPS, int(late),
                      int(tensor_rate), int(option == "groups")]  # fmt: skip
             words += [int(o.get(key, False)) for key in ("nesterov", "maximize", "amsgrad", "decoupled")]
             words += [number(o.get(k, 0)) for k in ("lr", "momentum", "dampening", "weight_decay", "beta1", "beta2", "eps")]
-            print("optimize", *words, file=file)
+            if names is None or words[0] in names:
+                print("optimize", *words, file=file)
         for kind, limit, mixed in CLIPS:
-            print("clip", f"clip.{kind}.{limit}.{mixed}", "-1" if kind == "value" else kind, limit, mixed, file=file)
+            name = f"clip.{kind}.{limit}.{mixed}"
+            if names is None or name in names:
+                print("clip", name, "-1" if kind == "value" else kind, limit, mixed, file=file)
         for decay, buffers in AVERAGES:
-            print("average", f"average.{decay}.{buffers}", decay, buffers, file=file)
+            name = f"average.{decay}.{buffers}"
+            if names is None or name in names:
+                print("average", name, decay, buffers, file=file)
         print("schedule", file=file)
 
 
@@ -281,6 +287,7 @@ def main():
             "skipped": ["sgd.foreach.float32.momentum", "adam.foreach.float32.plain"],
             "float": ["sgd.default.float64.plain", "adam.default.float64.plain"],
         }.items():
+            write_cases(folder, names)
             run_lockstep(program, folder, mistake)
             for name in names:
                 expected = others.get(name) or results[name][0]
