@@ -1,7 +1,7 @@
 # Run by ctest under the label release: uses lockstep in each way with each compiler that is installed, g++ 11 or newer and clang 14 or
-# newer, and prints the table of what happened. With each compiler the plain include path builds a program and runs it on two ranks; the
-# other ways, whose flags and headers are the same, find all headers and libraries (QUICK of consumer.cmake). Takes the arguments of
-# consumer.cmake except WAY, QUICK and COMPILER; ONLY, a list of programs such as g++-13, replaces those that are looked for.
+# newer, and prints the table of what happened. The way plain_include compiles the program with each compiler; the other ways, whose
+# flags and headers are the same, link that object. Each program runs on two ranks. Takes the arguments of consumer.cmake except WAY,
+# COMPILED and COMPILER; ONLY, a list of programs such as g++-13, replaces those that are looked for.
 cmake_minimum_required(VERSION 3.25)
 set(programs ${ONLY})
 if(NOT programs)
@@ -31,11 +31,11 @@ foreach(name IN LISTS programs)
   list(APPEND seen ${path})
   set(failed)
   foreach(way IN ITEMS plain_include single_header add_subdirectory fetch_content pkg_config conan vcpkg)
-    set(quick ON)
-    if(way STREQUAL "plain_include")
-      set(quick OFF)
+    set(compiled)
+    if(NOT way STREQUAL "plain_include")
+      set(compiled -DCOMPILED=${SCRATCH}/${name}/plain_include)
     endif()
-    execute_process(COMMAND ${CMAKE_COMMAND} -DWAY=${way} -DQUICK=${quick} -DSOURCE=${SOURCE} -DSCRATCH=${SCRATCH}/${name}
+    execute_process(COMMAND ${CMAKE_COMMAND} -DWAY=${way} ${compiled} -DSOURCE=${SOURCE} -DSCRATCH=${SCRATCH}/${name}/${way}
       -DTORCH=${TORCH} -DTORCH_LIBRARY=${TORCH_LIBRARY} "-DTORCH_INCLUDES=${TORCH_INCLUDES}" -DGENERATOR=${GENERATOR}
       -DCOMPILER=${program} -DCONAN=${CONAN} -P ${CMAKE_CURRENT_LIST_DIR}/consumer.cmake
       RESULT_VARIABLE result OUTPUT_VARIABLE output ERROR_VARIABLE output)
