@@ -271,7 +271,7 @@ tools.cmake.cmake_layout:test_folder=${SCRATCH}/test_package
     run(${CMAKE_COMMAND} -E env LOCKSTEP_COMPILED_PROGRAM=${COMPILED}/main.o ${conan} create ${SOURCE} ${arguments}
       --settings:all build_type=Debug --conf:all "user.lockstep:targets=['headers', 'libraries']")
     message("${output}")
-    file(GLOB_RECURSE preprocessed ${SCRATCH}/test_package/*headers.dir/main.cpp.o)
+    file(GLOB_RECURSE preprocessed ${SCRATCH}/test_package/main.cpp.o)
     check_same_tokens(${preprocessed})
     file(GLOB_RECURSE program ${SCRATCH}/test_package/libraries)
     run_on_two_ranks(${program} ${equal_gradients})
