@@ -102,8 +102,8 @@ void demo_basic(const World& world, const Options& options) {
 }
 
 void demo_checkpoint(const World& world, const Options& options) {
-  print_line("Running DDP checkpoint example on rank " + std::to_string(world.rank()) + ".");
   world.rank_zero([&] { lockstep::require_writable(options.checkpoint, "--checkpoint"); });
+  print_line("Running DDP checkpoint example on rank " + std::to_string(world.rank()) + ".");
   lockstep::with_device(
       world,
       [&](auto comm) {

@@ -13,6 +13,8 @@
 // - It clips gradients that are still scaled, and its snapshot holds no scaler. Here Trainer unscales first,
 //   and its checkpoint holds the scaler.
 // - Rank 0 saves, not the first rank of each host.
+// New: SIGTERM and SIGUSR1, the signals of batch systems, save the snapshot after a step of all ranks and end
+// the run with exit code 75; trainer_config.report_dir=FOLDER gets a page of the run and its curves.
 #include <torch/torch.h>
 
 #include <CLI/CLI.hpp>
@@ -20,12 +22,15 @@
 #include <array>
 #include <cmath>
 #include <cstdint>
+#include <filesystem>
 #include <fstream>
 #include <iostream>
 #include <iterator>
+#include <optional>
 #include <random>
 #include <string>
 #include <string_view>
+#include <system_error>
 #include <type_traits>
 #include <utility>
 #include <variant>
@@ -54,7 +59,7 @@ struct Options {
     std::int64_t max_epochs = 3, batch_size = 32, data_loader_workers = 0, save_every = 3, log_every = 100,
                  seed = 3407;
     double grad_norm_clip = 1;
-    std::string snapshot_path = "gpt_snapshot.pt", amp_dtype = "float16", loss_path;
+    std::string snapshot_path = "gpt_snapshot.pt", amp_dtype = "float16", loss_path, report_dir;
     bool use_amp = false;
   } trainer;
   struct {
@@ -246,6 +251,20 @@ torch::Tensor generate(Gpt& gpt, const Options& options, const torch::Tensor& fi
   return ids.cpu();
 }
 
+// What rank 0 writes about the run into a folder: a page, TensorBoard's events and a table.
+template <class Comm>
+struct Reports {
+  Reports(const lockstep::World& world, Comm& comm, const std::filesystem::path& folder)
+      : page(comm, folder / "report.html", {.title = "mingpt"}),
+        board(world, folder),
+        csv(world, folder / "metrics.csv") {}
+  void each(auto&& f) { f(page), f(board), f(csv); }
+
+  lockstep::RunReport<Comm> page;
+  lockstep::TensorBoard board;
+  lockstep::CsvLog csv;
+};
+
 template <class Precision, class Comm>
 void train(const lockstep::World& world, const Options& options, const Text& text, Comm comm) {
   const auto& config = options.trainer;
@@ -276,13 +295,24 @@ void train(const lockstep::World& world, const Options& options, const Text& tex
                             lockstep::MakeOptimizer{[&](const std::vector<torch::Tensor>&) {
                               return make_optimizer(options, model);
                             }}};
-  if (trainer.load_checkpoint_if_exists(config.snapshot_path))
+  bool resumes = false;
+  try {
+    resumes = trainer.load_checkpoint_if_exists(config.snapshot_path);
+  } catch (const lockstep::CheckpointError& error) {  // the user's file, not a failure of the run
+    throw lockstep::UsageError(fmt::format("trainer_config.snapshot_path: {}", error.what()));
+  }
+  if (resumes)
     world.log.info("Resuming training from snapshot at Epoch {}", trainer.epoch() + 1);
   else
     world.log.info("Snapshot not found. Training model from scratch");
 
   const auto loss = [](Gpt& gpt, const auto& batch) {
     return nn::functional::cross_entropy(gpt(batch.data).flatten(0, 1), batch.target.flatten());
+  };
+  std::optional<Reports<Comm>> reports;
+  if (!config.report_dir.empty()) reports.emplace(world, trainer.comm(), config.report_dir);
+  const auto on_profile = [&](const lockstep::StepReport& step, const lockstep::StepProfile& profile) {
+    if (reports) reports->each([&](auto& report) { report.on_profile(step, profile); });
   };
   std::ofstream losses;
   if (world.rank() == 0 && !config.loss_path.empty()) losses.open(config.loss_path);
@@ -297,17 +327,24 @@ void train(const lockstep::World& world, const Options& options, const Text& tex
     const std::int64_t epoch = report.epoch + 1;
     world.log.info("Epoch {} | Train Loss {:.5f} | {:.0f} tokens/s", epoch, report.loss,
                    static_cast<double>(training_part.data().numel()) / report.seconds);
-    if (text.size() - split > block)
-      world.log.info("Epoch {} | Eval Loss {:.5f}", epoch,
-                     trainer.evaluate(text.windows(split, text.size(), block), loss));
+    if (reports) reports->each([&](auto& each) { each.on_epoch(report); });
+    if (text.size() - split > block) {
+      const double eval_loss = trainer.evaluate(text.windows(split, text.size(), block), loss);
+      world.log.info("Epoch {} | Eval Loss {:.5f}", epoch, eval_loss);
+      if (reports) reports->each([&](auto& each) { each.add_scalar("eval/loss", eval_loss, report.step); });
+    }
     // Last: an evaluation draws from the generator of dropout, whose state the snapshot holds.
     if (epoch % config.save_every == 0) {
       trainer.save_checkpoint(config.snapshot_path);  // with the next epoch to run and the scaler
       world.log.info("Snapshot saved at epoch {}", epoch);
     }
   };
-  trainer.fit(training_part, loss, lockstep::GradientClip{config.grad_norm_clip}, lockstep::OnStep{on_step},
-              lockstep::OnEpoch{on_epoch});
+  {
+    lockstep::StopOnSignal stop{trainer.comm(), [&] { trainer.save_checkpoint(config.snapshot_path); }};
+    trainer.fit(training_part, loss, lockstep::GradientClip{config.grad_norm_clip},
+                lockstep::OnProfile{on_profile}, lockstep::OnStep{on_step}, lockstep::OnEpoch{on_epoch},
+                stop);
+  }
 
   world.rank_zero([&] {
     if (options.sample.number == 0) return;
@@ -352,6 +389,8 @@ std::vector<Key> keys_of(Options& o) {
       {"trainer_config.amp_dtype", &o.trainer.amp_dtype, 0, 0, "of use_amp: float16 or bfloat16"},
       {"trainer_config.log_every", &o.trainer.log_every, 1, many, "steps from line to line"},
       {"trainer_config.loss_path", &o.trainer.loss_path, 0, 0, "file for rank 0's loss of every step"},
+      {"trainer_config.report_dir", &o.trainer.report_dir, 0, 0,
+       "folder for report.html, events, metrics.csv"},
       {"trainer_config.seed", &o.trainer.seed, 0, 4294967295, "seed of the model, its dropout and the order"},
       {"optimizer_config.weight_decay", &o.optimizer.weight_decay, 0, many, "of the linear layers' weights"},
       {"optimizer_config.learning_rate", &o.optimizer.learning_rate, 0, many, "of AdamW"},
@@ -446,30 +485,45 @@ int main(int argc, char** argv) {
   app.footer(footer + "\n" + lockstep::launch_help());
   const auto arguments = lockstep::program_arguments(argc, argv);  // without --nproc and launch's other flags
   try {
-    for (const char* each : arguments) {
-      const std::string_view argument = each == nullptr ? "--" : each;  // a null pointer ends the list
-      if (argument.empty() || (argument.starts_with("--") && argument.ends_with('=')))
-        throw CLI::ValidationError(std::string(argument), "the value is empty");
-    }
+    // CLI11 accepts an empty value, and reads `--config= X` as `--config X`.
+    for (int i = 1; i < argc; ++i)
+      if (const std::string_view text = argv[i];
+          text.empty() || (text.starts_with("--") && text.ends_with('=')))
+        throw CLI::ValidationError(argv[text.empty() ? i - 1 : i], "the value is empty");
     app.parse(static_cast<int>(arguments.size()) - 1, arguments.data());
     if (!config.empty()) read_table(keys, config, toml::parse_file(config));
     for (const auto& argument : overrides) read_override(keys, argument);
     if (!data_path.empty()) options.data.path = data_path;
     check_together(options);
+    const auto refuse = [&](std::string_view key, const std::string& why) {
+      for (const std::string& argument : overrides)
+        if (argument.starts_with(key)) throw CLI::ValidationError(argument, why + ": leave it out");
+    };
+    if (!data_path.empty()) refuse("data_config.path=", "--data-path gives the text already");
+    if (!options.trainer.use_amp) refuse("trainer_config.amp_dtype=", "without use_amp it has no use");
+    if (options.sample.number == 0)
+      for (const char* key : {"sample_config.length=", "sample_config.temperature="})
+        refuse(key, "with sample_config.number=0 it has no use");
   } catch (const CLI::ParseError& error) {
     if (error.get_exit_code() == 0) return app.exit(error);  // --help
     std::cerr << "error: " << error.what() << "; see --help\n";
     return 2;
   } catch (const toml::parse_error& error) {
     const auto line = error.source().begin.line;  // 0 for a file that cannot be opened
-    std::cerr << fmt::format("error: {}{}: {}\n", config, line > 0 ? fmt::format(", line {}", line) : "",
-                             error.description());
+    std::cerr << fmt::format("error: --config: {}{}: {}; give a TOML file such as mingpt.toml\n", config,
+                             line > 0 ? fmt::format(", line {}", line) : "", error.description());
     return 2;
   }
   const auto run = [&](const lockstep::World& world) {
     world.rank_zero([&] {
-      lockstep::require_writable(options.trainer.snapshot_path);
-      if (!options.trainer.loss_path.empty()) lockstep::require_writable(options.trainer.loss_path);
+      lockstep::require_writable(options.trainer.snapshot_path, "trainer_config.snapshot_path");
+      if (!options.trainer.loss_path.empty())
+        lockstep::require_writable(options.trainer.loss_path, "trainer_config.loss_path");
+      if (const std::filesystem::path folder = options.trainer.report_dir; !folder.empty()) {
+        std::error_code ignored;  // require_writable says why there is no folder
+        std::filesystem::create_directories(folder, ignored);
+        lockstep::require_writable(folder / "report.html", "trainer_config.report_dir");
+      }
     });
     const Text text = read_text(options);
     lockstep::with_device(world, [&]<class Comm>(Comm comm) {

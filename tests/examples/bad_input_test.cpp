@@ -1,4 +1,13 @@
 // What a user can get wrong: one line of plain words, exit code 2, no training, nothing left behind.
+#include <sys/inotify.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <list>
+#include <set>
+#include <string>
+#include <vector>
+
 #include "examples/small_mnist.hpp"
 #include "support/catch.hpp"
 #include "support/process.hpp"
@@ -9,10 +18,10 @@ using namespace lockstep_test;
 
 namespace {
 
-// The one line that a wrong command ends with; `before` is what it may say first.
+// The one line that a wrong command of mnist ends with; `before` is what it may say first.
 std::string refusal(std::vector<std::string> arguments, const Variables& variables = {},
-                    const std::string& before = "", const std::string& program = "mnist") {
-  arguments.insert(arguments.begin(), test_program(program));
+                    const std::string& before = "") {
+  arguments.insert(arguments.begin(), test_program("mnist"));
   const Ended ended = run(arguments, variables);
   INFO(Catch::StringMaker<std::vector<std::string>>::convert(arguments)
        << "\nout: " << ended.out << "\nerror: " << ended.error);
@@ -25,7 +34,386 @@ std::string refusal(std::vector<std::string> arguments, const Variables& variabl
   return ended.error;
 }
 
+using Words = std::vector<std::string>;
+
+// An example, the arguments that every run of it needs, the options that its help names, an option that takes
+// a value, and whether `launch` starts its ranks.
+struct Example {
+  std::string name;
+  Words arguments, options;
+  std::string valued;
+  bool launched = true;
+};
+
+// All programs of examples/.
+std::vector<Example> all_examples() {
+  std::vector<Example> all{
+      {"five_lines", {}, {"--epochs"}, "--epochs"},
+      {"libtorch_mnist", {}, {"--data-dir", "--samples", "--batch-size", "--epochs"}, "--samples", false},
+      {"libtorch_mnist_ddp", {}, {"--data-dir", "--samples", "--batch-size", "--epochs"}, "--samples"},
+      {"libtorch_dcgan",
+       {},
+       {"--data-dir", "--samples", "--batch-size", "--epochs", "--save-dir", "--checkpoint-every",
+        "--restore"},
+       "--save-dir",
+       false},
+      {"libtorch_dcgan_ddp",
+       {},
+       {"--data-dir", "--samples", "--batch-size", "--epochs", "--save-dir", "--checkpoint-every",
+        "--restore"},
+       "--save-dir"},
+      {"mnist",
+       {},
+       {"-e", "--epochs", "-b", "--batch-size", "--batch_size", "--lr", "--sync-batchnorm", "--seed",
+        "--workers", "--data-dir", "--data_dir", "--download", "--mirror", "--gpu", "--save"},
+       "--save"},
+      {"origin_main",
+       {},
+       {"-e", "--epochs", "-b", "--batch-size", "--batch_size", "--samples", "--lr", "--save", "--data-dir",
+        "--data_dir"},
+       "--save",
+       false},
+      {"ddp_main",
+       {},
+       {"--gpu", "-e", "--epochs", "-b", "--batch-size", "--batch_size", "--samples", "--lr", "--scale-lr",
+        "--save", "--data-dir", "--data_dir"},
+       "--save"},
+      {"single_gpu",
+       {"1", "1"},
+       {"total_epochs", "save_every", "--batch_size", "--batch-size", "--loss"},
+       "--loss",
+       false},
+      {"multigpu",
+       {"1", "1"},
+       {"total_epochs", "save_every", "--batch_size", "--batch-size", "--loss"},
+       "--loss"},
+      {"multigpu_torchrun",
+       {"1", "1"},
+       {"total_epochs", "save_every", "--batch_size", "--batch-size", "--momentum", "--snapshot_path",
+        "--snapshot-path"},
+       "--snapshot_path"},
+      {"ddp_toy",
+       {"checkpoint"},
+       {"demo", "--nproc-per-node", "--cpu-devices", "--checkpoint", "--port"},
+       "--checkpoint"},
+      {"average_gradients",
+       {},
+       {"program", "--nproc-per-node", "-e", "--epochs", "-b", "--batch-size", "--compare", "--plot",
+        "--data-dir", "--data_dir", "--port", "--samples"},
+       "--plot"},
+      {"ring_all_reduce", {}, {"--elements"}, "--elements"},
+      {"gan", {}, {"--steps", "--digits"}, "--steps"},
+      {"imagenet",
+       {},
+       {"data",
+        "-a",
+        "--arch",
+        "-j",
+        "--workers",
+        "--epochs",
+        "--start-epoch",
+        "-b",
+        "--batch-size",
+        "--lr",
+        "--learning-rate",
+        "--momentum",
+        "--wd",
+        "--weight-decay",
+        "--warmup-epochs",
+        "--scale-lr",
+        "-p",
+        "--print-freq",
+        "--resume",
+        "-e",
+        "--evaluate",
+        "--pretrained",
+        "--seed",
+        "--image-size",
+        "--save-dir",
+        "--dummy"},
+       "--resume"},
+      {"mingpt", {}, {"--config", "--data-path", "overrides"}, "--config"},
+  };
+  for (Example& each : all) {
+    each.options.insert(each.options.end(), {"-h", "--help"});
+    if (each.launched) each.options.insert(each.options.end(), {"--nproc", "--prefix", "--timeout"});
+  }
+  // Without libjpeg, or without toml++, CMake leaves these out.
+  std::erase_if(all, [](const Example& each) {
+    const bool optional = each.name == "imagenet" || each.name == "mingpt";
+    return optional && !std::filesystem::exists(test_program(each.name));
+  });
+  return all;
+}
+
+// Runs commands, four at a time, and returns their ends in order.
+std::vector<Ended> run_all(const std::vector<Words>& commands) {
+  std::vector<Ended> all;
+  std::list<Process> running;
+  for (auto next = commands.begin(); all.size() < commands.size();) {
+    for (; next != commands.end() && running.size() < 4; ++next)
+      running.emplace_back(*next, Variables{{"OMP_NUM_THREADS", "1"}}, StartOptions{});
+    Process& first = running.front();
+    REQUIRE(first.wait());
+    all.push_back({first.exit_code(), first.out(), first.error(), processes_left(first.marker())});
+    running.pop_front();
+  }
+  return all;
+}
+
+// A command that a program refuses before it trains, and what its one line says.
+struct Refusal {
+  std::string program;
+  Words arguments;
+  std::string error, and_also = {};
+};
+
+// Leaves out the programs that CMake has left out.
+void keep_built(std::vector<Refusal>& table) {
+  std::set<std::string> built;
+  for (const Example& each : all_examples()) built.insert(each.name);
+  std::erase_if(table, [&](const Refusal& each) { return !built.contains(each.program); });
+}
+
+void check_refusals(const std::vector<Refusal>& table) {
+  std::vector<Words> commands;
+  for (const Refusal& each : table) {
+    commands.push_back({test_program(each.program)});
+    commands.back().insert(commands.back().end(), each.arguments.begin(), each.arguments.end());
+  }
+  const std::vector<Ended> all = run_all(commands);
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    INFO(Catch::StringMaker<Words>::convert(commands[i])
+         << "\nout: " << all[i].out << "\nerror: " << all[i].error);
+    CHECK(all[i].code == 2);
+    CHECK(count(all[i].error, "\n") == 1);
+    CHECK(all[i].error.starts_with("error: "));
+    CHECK_THAT(all[i].error, ContainsSubstring(table[i].error));
+    CHECK_THAT(all[i].error, ContainsSubstring(table[i].and_also));
+    for (const char* training : {"Epoch", "epoch", "step 0", "Running", "D_loss"})
+      CHECK(count(all[i].out, training) == 0);
+    CHECK(all[i].left == 0);
+  }
+}
+
+// The options in a help text: the words that begin with a dash, and the names of positional arguments.
+std::set<std::string> options_in(const std::string& help) {
+  std::set<std::string> found;
+  for (std::size_t at = 0; (at = help.find('-', at)) != std::string::npos;) {
+    const auto end = std::find_if_not(help.begin() + static_cast<std::ptrdiff_t>(at), help.end(), [](char c) {
+      return std::isalnum(static_cast<unsigned char>(c)) || c == '-' || c == '_';
+    });
+    const bool begins = at == 0 || help[at - 1] == ' ' || help[at - 1] == ',';
+    const std::string word(help.begin() + static_cast<std::ptrdiff_t>(at), end);
+    if (begins && word.find_first_not_of('-') != std::string::npos) found.insert(word);
+    at += word.size();
+  }
+  return found;
+}
+
+// Counts how often a program is executed: a rank is another execution of the same file.
+class ExecutionCount {
+ public:
+  explicit ExecutionCount(const std::filesystem::path& program)
+      : fd_(inotify_init1(IN_NONBLOCK | IN_CLOEXEC)) {
+    // The kernel merges equal events in a row, hence also the reads in between.
+    if (fd_ < 0 || inotify_add_watch(fd_, program.c_str(), IN_OPEN | IN_ACCESS) < 0)
+      throw std::runtime_error("cannot watch " + program.string());
+  }
+  ~ExecutionCount() { close(fd_); }
+  ExecutionCount(const ExecutionCount&) = delete;
+  ExecutionCount& operator=(const ExecutionCount&) = delete;
+
+  [[nodiscard]] int seen() const {
+    int opened = 0;
+    alignas(inotify_event) char buffer[1 << 14];
+    ssize_t length = 0;
+    while ((length = read(fd_, buffer, sizeof buffer)) > 0)
+      for (const char* at = buffer; at < buffer + length;) {
+        const auto* event = reinterpret_cast<const inotify_event*>(at);
+        opened += (event->mask & IN_OPEN) != 0;
+        at += sizeof *event + event->len;
+      }
+    return opened;
+  }
+
+ private:
+  int fd_;
+};
+
 }  // namespace
+
+TEST_CASE("every example's help names its options, in one process") {
+  const TemporaryFolder copies;  // of the programs, which other tests run at the same time
+  const auto copied = [&](const std::string& name) {
+    std::filesystem::copy_file(test_program(name), copies / name);
+    return (copies / name).string();
+  };
+  const auto examples = all_examples();
+  std::vector<Words> commands;
+  std::list<ExecutionCount> executions;
+  for (const Example& each : examples) {
+    commands.push_back({copied(each.name), "--help"});
+    if (each.launched) commands.back().insert(commands.back().begin() + 1, {"--nproc", "2"});
+    executions.emplace_back(commands.back().front());
+  }
+  const std::vector<Ended> all = run_all(commands);
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    const Example& example = examples[i];
+    INFO(example.name << "\nout: " << all[i].out << "\nerror: " << all[i].error);
+    CHECK(all[i].code == 0);
+    CHECK(all[i].error.empty());
+    CHECK(all[i].left == 0);
+    CHECK(executions.front().seen() == 1);
+    executions.pop_front();
+    CHECK(count(all[i].out, "Usage:") == 1);
+    auto named = options_in(all[i].out);
+    std::set<std::string> expected;
+    for (const std::string& option : example.options) {
+      if (option.starts_with('-'))
+        expected.insert(option);
+      else  // a positional argument has a line of its own
+        CHECK_THAT(all[i].out, ContainsSubstring("\n  " + option + " "));
+    }
+    CHECK(named == expected);
+  }
+
+  // The count sees ranks.
+  const std::string two_ranks = (copies / "five_lines").string();
+  const ExecutionCount ranks(two_ranks);
+  CHECK(run({two_ranks, "--nproc", "2", "--epochs", "1"}).code == 0);
+  CHECK(ranks.seen() > 1);
+}
+
+TEST_CASE("every example refuses an unknown option and an empty value") {
+  std::vector<Refusal> table;
+  for (const Example& each : all_examples()) {
+    const auto with = [&](const Words& more) {
+      Words all = each.arguments;
+      all.insert(all.end(), more.begin(), more.end());
+      return all;
+    };
+    table.push_back({each.name, with({"--no-such-option"}), "--no-such-option"});
+    table.push_back({each.name, with({each.valued + "=", "X"}), each.valued + "=: the value is empty"});
+    table.push_back({each.name, with({each.valued, ""}), each.valued + ": the value is empty"});
+  }
+  table.push_back({"five_lines", {"--epochs", "three"}, "--epochs: Value three not in range"});
+  table.push_back({"five_lines", {"--nproc", "0"}, "--nproc 0 is not a number of processes"});
+  table.push_back({"gan", {"--steps", "0"}, "--steps: Value 0 not in range"});
+  table.push_back({"libtorch_dcgan_ddp", {"--epochs", "-1"}, "--epochs: Value -1 not in range"});
+  check_refusals(table);
+}
+
+TEST_CASE("every example refuses a path that it cannot write before it trains") {
+  const std::string remedy = "give a path in a folder that exists and can be written";
+  std::vector<Refusal> table{
+      {"mnist", {"--nproc", "1", "--save", "/absent/x"}, "--save: cannot save to '/absent/x'", remedy},
+      {"ddp_main", {"--save", "/absent/x"}, "--save: cannot save to '/absent/x'", remedy},
+      {"origin_main", {"--save", "/absent/x"}, "--save: cannot save to '/absent/x'", remedy},
+      {"origin_main", {"--save", "/tmp"}, "--save: cannot save to '/tmp': it is a folder", "give the name"},
+      {"multigpu_torchrun",
+       {"1", "1", "--nproc", "1", "--snapshot_path", "/absent/x"},
+       "--snapshot_path: cannot save to '/absent/x'",
+       remedy},
+      {"average_gradients",
+       {"--nproc", "1", "--plot", "/absent/x.svg"},
+       "--plot: cannot save to '/absent/x.svg'",
+       remedy},
+      {"ddp_toy", {"--checkpoint", "/absent/x"}, "--checkpoint: cannot save to '/absent/x'", remedy},
+      {"ddp_toy",
+       {"checkpoint", "--nproc", "1", "--checkpoint", "/absent/x"},
+       "--checkpoint: cannot save to '/absent/x'",
+       remedy},
+      {"libtorch_dcgan", {"--save-dir", "/absent"}, "--save-dir", "/absent; see --help"},
+      {"libtorch_dcgan",
+       {"--data-dir", "/tmp", "--save-dir", "/proc"},
+       "--save-dir: cannot save to '/proc/",
+       remedy},
+      {"libtorch_dcgan_ddp",
+       {"--nproc", "1", "--data-dir", "/tmp", "--save-dir", "/proc"},
+       "--save-dir: cannot save to",
+       remedy},
+      {"imagenet", {"--nproc", "1", "--save-dir", "/absent"}, "--save-dir: cannot save to '/absent/", remedy},
+  };
+  for (const std::string key : {"snapshot_path", "loss_path", "report_dir"})
+    table.push_back({"mingpt",
+                     {"--nproc", "1", "trainer_config." + key + "=/proc/x"},
+                     "trainer_config." + key + ": cannot save to '/proc/x",
+                     remedy});
+  keep_built(table);
+  check_refusals(table);
+
+  // These two save into the working folder.
+  for (const std::string program : {"single_gpu", "multigpu"}) {
+    const Ended ended = run({"env", "--chdir", "/proc", test_program(program), "1", "1"});
+    CHECK(ended.code == 2);
+    CHECK(ended.out.empty());
+    CHECK(ended.error ==
+          "error: cannot save to 'checkpoint.pt': No such file or directory; " + remedy + "\n");
+  }
+}
+
+TEST_CASE("every example that reads a file ends with exit code 2 where the file is missing or damaged") {
+  const TemporaryFolder folder;
+  const std::string empty = folder.path().string(), absent = (folder / "absent").string(),
+                    damaged = folder.write("damaged", "no archive").string();
+  std::vector<Refusal> table{
+      {"mnist", {"--nproc", "1", "--data-dir", absent}, absent},
+      {"ddp_main", {"--data-dir", empty}, empty + ": there is no train-images-idx3-ubyte"},
+      {"origin_main", {"--data-dir", absent}, absent},
+      {"average_gradients", {"--nproc", "2", "--data-dir", absent}, absent},
+      {"libtorch_mnist", {"--data-dir", absent}, "--data-dir", absent},
+      {"libtorch_mnist", {"--data-dir", empty}, "--data-dir: Error opening images file at " + empty + "/"},
+      {"libtorch_mnist_ddp",
+       {"--data-dir", empty},
+       "--data-dir: Error opening images file at " + empty + "/"},
+      {"libtorch_dcgan", {"--data-dir", empty}, "--data-dir: Error opening images file at " + empty + "/"},
+      {"libtorch_dcgan_ddp",
+       {"--data-dir", empty},
+       "--data-dir: Error opening images file at " + empty + "/"},
+      {"libtorch_dcgan", {"--data-dir", empty, "--save-dir", empty, "--restore"}, "--restore: ", empty},
+      {"libtorch_dcgan_ddp", {"--data-dir", empty, "--save-dir", empty, "--restore"}, "--restore: ", empty},
+      {"multigpu_torchrun",
+       {"1", "1", "--nproc", "2", "--snapshot_path", damaged},
+       "--snapshot_path: could not resume from '" + damaged + "'",
+       "remove it to train from scratch"},
+      {"mingpt",
+       {"trainer_config.snapshot_path=" + damaged},
+       "trainer_config.snapshot_path: ",
+       "'" + damaged + "'"},
+      {"mingpt", {"--config", absent}, "--config: " + absent, "give a TOML file"},
+      {"mingpt", {"--data-path", absent}, "'" + absent + "' holds no text"},
+      {"imagenet", {"--nproc", "1", "--resume", absent}, "'" + absent + "'"},
+      {"imagenet", {"--nproc", "1", "--pretrained", damaged}, "'" + damaged + "'"},
+      {"imagenet", {"--nproc", "1", absent}, absent},
+  };
+  keep_built(table);
+  check_refusals(table);
+  CHECK(folder.files() == 1);
+}
+
+TEST_CASE("options that mean nothing together are refused") {
+  std::vector<Refusal> table{
+      {"average_gradients", {"group", "--compare"}, "--compare: group does not use it"},
+      {"average_gradients", {"processes", "--plot", "x.svg"}, "--plot: processes does not use it"},
+      {"average_gradients", {"processes", "--epochs", "2"}, "--epochs: processes does not use it"},
+      {"average_gradients", {"processes", "--port", "2"}, "--port: processes does not use it"},
+      {"average_gradients", {"--port", "2"}, "--port: train does not use it"},
+      {"average_gradients", {"--compare", "--plot", "x.svg"}, "--plot: --compare does not use it"},
+      {"average_gradients", {"group", "--prefix", "always"}, "--prefix, --timeout: group does not use them"},
+      {"ddp_toy", {"basic", "--checkpoint", "x"}, "--checkpoint: basic does not use it"},
+      {"ddp_toy", {"checkpoint", "--port", "2"}, "--port: checkpoint does not use it"},
+      {"ddp_toy", {"--timeout", "9"}, "--prefix, --timeout: without a demo they have no use"},
+      {"mnist", {"--mirror", "file:///x"}, "--mirror requires --download"},
+      {"imagenet", {"--dummy", "/tmp"}, " excludes ", "--dummy"},
+      {"imagenet", {"--resume", "x", "--start-epoch", "2"}, " excludes ", "--resume"},
+      {"mingpt", {"--data-path", "x", "data_config.path=y"}, "data_config.path=y: --data-path gives"},
+      {"mingpt", {"trainer_config.amp_dtype=bfloat16"}, "amp_dtype=bfloat16: without use_amp it has no use"},
+      {"mingpt", {"sample_config.number=0", "sample_config.length=9"}, "sample_config.length=9: with"},
+  };
+  keep_built(table);
+  check_refusals(table);
+}
 
 TEST_CASE("wrong flags are refused on one line") {
   CHECK_THAT(refusal({"--learning-speed", "3"}), ContainsSubstring("--learning-speed"));
@@ -61,30 +449,6 @@ TEST_CASE("empty values are refused, as a variable of the shell that is not set 
 TEST_CASE("an empty value behind an equals sign does not swallow what comes next") {
   for (const std::string flag : {"--save", "--data-dir", "--epochs"})
     CHECK_THAT(refusal({flag + "=", "X"}), ContainsSubstring(flag + "=: the value is empty;"));
-}
-
-TEST_CASE("the small examples refuse bad input on one line as well") {
-  const auto refused = [](const std::string& program, const std::vector<std::string>& arguments) {
-    return refusal(arguments, {}, "", program);
-  };
-  CHECK_THAT(refused("five_lines", {"--epochs", "three"}),
-             ContainsSubstring("--epochs: Value three not in range"));
-  CHECK_THAT(refused("five_lines", {"--nproc", "0"}), ContainsSubstring("--nproc 0"));
-  CHECK_THAT(refused("five_lines", {"--epoch", "1"}), ContainsSubstring("--epoch"));
-  CHECK_THAT(refused("gan", {"--steps", "0"}), ContainsSubstring("--steps: Value 0 not in range"));
-  CHECK_THAT(refused("gan", {"--digits=", "1"}), ContainsSubstring("--digits=: the value is empty;"));
-}
-
-TEST_CASE("the help is printed once") {
-  for (const std::string program : {"mnist", "five_lines", "gan"}) {
-    const Ended ended = run({test_program(program), "--nproc", "2", "--help"});
-    CHECK(ended.code == 0);
-    CHECK(ended.error.empty());
-    const auto usage = ended.out.find("Usage:");
-    CHECK(usage != std::string::npos);
-    CHECK(ended.out.find("Usage:", usage + 1) == std::string::npos);
-    CHECK_THAT(ended.out, ContainsSubstring("--nproc N"));
-  }
 }
 
 TEST_CASE("a wrong number of processes is refused on one line") {

@@ -1,5 +1,10 @@
 // The character-level GPT: its lines, its configuration, its snapshots.
+#include <signal.h>
+
 #include <algorithm>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
 #include <regex>
 #include <string>
 #include <vector>
@@ -90,35 +95,73 @@ TEST_CASE("mingpt prints the tutorial's lines, learns and generates text") {
   CHECK(out.size() - sample == std::string("--- sample 1 ---\n").size() + 21 + 1);
 }
 
-TEST_CASE("mingpt resumes at the epoch after the snapshot, with the losses of an uninterrupted run") {
+TEST_CASE("mingpt resumes after a kill and after a stop, with the losses of an uninterrupted run") {
   const TemporaryFolder folder, whole;
   write_settings(folder);
   write_settings(whole);
   const Words every{"trainer_config.save_every=2", "trainer_config.max_epochs=1000"};
-  Process interrupted = start(command(folder, every), {{"OMP_NUM_THREADS", "1"}});
-  REQUIRE(interrupted.wait_for_output("Snapshot saved at epoch 2"));
-  interrupted.signal(SIGTERM);
-  REQUIRE(interrupted.wait());
-  CHECK(interrupted.exit_code() != 0);
+  const auto started = [&] { return start(command(folder, every), {{"OMP_NUM_THREADS", "1"}}); };
+  int saved = 0;
+  {
+    Process killed = started();
+    REQUIRE(killed.wait_for_output("Snapshot saved at epoch 2"));
+    killed.signal(SIGKILL);
+    REQUIRE(killed.wait());
+    CHECK(processes_left(killed.marker()) == 0);
+    // It may have come further before the signal did.
+    saved = 2 * count(killed.out(), "Snapshot saved at epoch ");
+  }
 
-  // It may have come further before the signal did.
-  const auto saved = 2 * count(interrupted.out(), "Snapshot saved at epoch ");
-  const Words epochs{"trainer_config.save_every=1000",
-                     "trainer_config.max_epochs=" + std::to_string(saved + 3)};
-  const std::string resumed = train(folder, epochs).out;
+  // A batch system's signal: the ranks save after the same step, in the middle of an epoch.
+  Process stopped = started();
+  REQUIRE(stopped.wait_for_output("[RANK0] Epoch "));
+  stopped.signal(SIGTERM);
+  REQUIRE(stopped.wait());
+  INFO(stopped.out() << stopped.error());
+  CHECK(stopped.exit_code() == 75);
+  CHECK(count(stopped.error(), "\n") == 1);
+  CHECK_THAT(stopped.error(), ContainsSubstring("stopped after step "));
   const auto next =
-      static_cast<int>(number_in(resumed, "Resuming training from snapshot at Epoch ([0-9]+)\n"));
-  INFO(resumed);
+      static_cast<int>(number_in(stopped.out(), "Resuming training from snapshot at Epoch ([0-9]+)\n"));
   CHECK((next == saved + 1 || next == saved + 3));
+  CHECK(count(stopped.out(), "[RANK0] Epoch " + std::to_string(next) + " | Iter 0 |") == 1);
+
+  const std::string last = std::to_string(saved + 5), reports = (folder / "new/reports").string();
+  const Words epochs{"trainer_config.save_every=1000", "trainer_config.max_epochs=" + last};
+  const std::string resumed =
+      train(folder, {epochs[0], epochs[1], "trainer_config.report_dir=" + reports}).out;
+  INFO(resumed);
   CHECK(count(resumed, "Snapshot not found") == 0);
-  CHECK(count(resumed, "[RANK0] Epoch " + std::to_string(next - 1) + " |") == 0);
-  CHECK(count(resumed, "[RANK0] Epoch " + std::to_string(next) + " | Iter 0 |") == 1);
+  CHECK(count(resumed, "Resuming training from snapshot at Epoch ") == 1);
+  CHECK(count(resumed, "[RANK0] Epoch " + std::to_string(next) + " | Iter 0 |") == 0);
 
   const std::string uninterrupted = train(whole, epochs).out;
   const auto end = [&](const std::string& out) {
-    return out.substr(out.find("\nEpoch " + std::to_string(saved + 3) + " | Eval Loss "));
+    const auto at = out.find("\nEpoch " + last + " | Eval Loss ");
+    REQUIRE(at != std::string::npos);
+    return out.substr(at);
   };
   CHECK(end(resumed) == end(uninterrupted));  // the last loss and the generated text
+
+  // The page, the table and TensorBoard's events of the resumed part.
+  const auto content = [&](const std::filesystem::path& path) {
+    std::ifstream file(path, std::ios::binary);
+    return std::string(std::istreambuf_iterator<char>(file), {});
+  };
+  std::string events;
+  int files = 0;
+  for (const auto& entry : std::filesystem::directory_iterator(reports)) {
+    ++files;
+    if (entry.path().filename().string().starts_with("events.out.tfevents")) events = content(entry.path());
+  }
+  CHECK(files == 3);
+  CHECK_THAT(content(reports + "/report.html"), ContainsSubstring("eval/loss"));
+  CHECK(count(events, "eval/loss") >= 1);
+  CHECK(count(events, "train/loss") >= 1);
+  const std::string rows = content(reports + "/metrics.csv");
+  const int epochs_left = saved + 5 - next + 1;
+  CHECK(count(rows, ",epoch,") == 1 + epochs_left);  // the header names the column
+  CHECK(count(rows, ",eval/loss,") == epochs_left);
 }
 
 TEST_CASE("mingpt trains in mixed precision and reads its snapshot again") {
