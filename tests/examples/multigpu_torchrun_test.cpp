@@ -9,6 +9,7 @@
 #include "support/catch.hpp"
 #include "support/process.hpp"
 #include "support/temporary_folder.hpp"
+#include "support/torchrun.hpp"
 #include "support/two_hosts.hpp"
 
 namespace multigpu_torchrun_test {
@@ -18,13 +19,18 @@ using namespace lockstep_test;
 namespace {
 
 // The command of a run in `folder`. Small batches make an epoch last long enough to be killed in.
-std::vector<std::string> command(const TemporaryFolder& folder, const std::vector<std::string>& more) {
-  std::vector<std::string> all{"env", "--chdir", folder.path().string(), test_program("multigpu_torchrun")};
+std::vector<std::string> command(const TemporaryFolder& folder, const std::vector<std::string>& more,
+                                 const std::vector<std::string>& launcher = {}) {
+  std::vector<std::string> all{"env", "--chdir", folder.path().string()};
+  all.insert(all.end(), launcher.begin(), launcher.end());
+  all.push_back(test_program("multigpu_torchrun"));
   all.insert(all.end(), more.begin(), more.end());
   return all;
 }
+const std::vector<std::string> four_epochs_launched{"4", "1", "--batch_size", "2", "--momentum", "0.9"};
 const std::vector<std::string> four_epochs{"4",          "1",   "--batch_size", "2",
                                            "--momentum", "0.9", "--nproc",      "2"};
+const Variables one_thread{{"OMP_NUM_THREADS", "1"}};
 
 // A guard against a hang only: a busy machine is slow.
 constexpr Milliseconds limit(120000);
@@ -32,6 +38,19 @@ constexpr Milliseconds limit(120000);
 std::string content(const std::filesystem::path& path) {
   std::ifstream file(path, std::ios::binary);
   return {std::istreambuf_iterator<char>(file), {}};
+}
+
+// The snapshot of a run of four epochs that nothing disturbs.
+const std::string& undisturbed_snapshot() {
+  static const std::string snapshot = [] {
+    const TemporaryFolder folder;
+    const Ended whole = run(command(folder, four_epochs), one_thread, limit);
+    INFO("undisturbed: " << whole.out << whole.error);
+    REQUIRE(whole.code == 0);
+    CHECK(count(whole.out, "Snapshot not found. Training model from scratch\n") == 1);
+    return content(folder / "snapshot.pt");
+  }();
+  return snapshot;
 }
 
 // The process of a rank, found by its environment.
@@ -54,14 +73,8 @@ std::string saved_line(int epoch) {
 
 TEST_CASE(
     "a run whose rank is killed resumes with the next epoch and ends with the bits of an undisturbed run") {
-  const TemporaryFolder undisturbed, disturbed;
-  const Variables variables{{"OMP_NUM_THREADS", "1"}};
-  const Ended whole = run(command(undisturbed, four_epochs), variables, limit);
-  INFO("undisturbed: " << whole.out << whole.error);
-  REQUIRE(whole.code == 0);
-  CHECK(count(whole.out, "Snapshot not found. Training model from scratch\n") == 1);
-
-  Process killed = start(command(disturbed, four_epochs), variables);
+  const TemporaryFolder disturbed;
+  Process killed = start(command(disturbed, four_epochs), one_thread);
   REQUIRE(killed.wait_for_output("[GPU0] Epoch 1 |", limit));
   const pid_t rank_1 = process_of_rank(killed.marker(), 1);
   REQUIRE(rank_1 > 0);
@@ -77,7 +90,7 @@ TEST_CASE(
   REQUIRE(saved < 4);
   CHECK(disturbed.files() == 1);  // no part of a snapshot is left either
 
-  const Ended resumed = run(command(disturbed, four_epochs), variables, limit);
+  const Ended resumed = run(command(disturbed, four_epochs), one_thread, limit);
   INFO("resumed: " << resumed.out << resumed.error);
   REQUIRE(resumed.code == 0);
   CHECK(count(resumed.out, "Loading snapshot\n") == 2);
@@ -90,13 +103,61 @@ TEST_CASE(
       CHECK(count(resumed.out, epoch_line(rank, epoch)) == (epoch >= saved ? 1 : 0));
   }
   CHECK(content(disturbed / "snapshot.pt").size() > 1000);
-  CHECK(content(disturbed / "snapshot.pt") == content(undisturbed / "snapshot.pt"));
+  CHECK(content(disturbed / "snapshot.pt") == undisturbed_snapshot());
 
   // A finished run has nothing left to train.
-  const Ended again = run(command(disturbed, four_epochs), variables, limit);
+  const Ended again = run(command(disturbed, four_epochs), one_thread, limit);
   CHECK(again.code == 0);
   CHECK(count(again.out, "Resuming training from snapshot at Epoch 4\n") == 2);
   CHECK(count(again.out, "| Batchsize") == 0);
+}
+
+TEST_CASE(
+    "torchrun restarts a run whose rank is killed in a step, which ends with the bits of an undisturbed "
+    "run") {
+  const std::string agent = torchrun();
+  if (agent.empty()) return;
+  const TemporaryFolder folder;
+  const auto launcher = [&](const char* restarts) {
+    return std::vector<std::string>{
+        agent,           "--no-python",         "--nproc-per-node=2",
+        "--rdzv-id=456", "--rdzv-backend=c10d", fmt::format("--rdzv-endpoint=localhost:{}", free_port()),
+        restarts};
+  };
+  Process process = start(command(folder, four_epochs_launched, launcher("--max-restarts=3")), one_thread);
+  REQUIRE(process.wait_for_output("[GPU0] Epoch 1 |", limit));
+  const pid_t rank_1 = process_of_rank(process.marker(), 1);
+  REQUIRE(rank_1 > 0);
+  REQUIRE(kill(rank_1, SIGKILL) == 0);
+  REQUIRE(process.wait(limit));
+  INFO(process.out() << process.error());
+  CHECK(process.exit_code() == 0);
+  CHECK(processes_left(process.marker()) == 0);
+  int saved = 0;
+  const std::string before = process.out().substr(0, process.out().find("Loading snapshot\n"));
+  while (before.find(saved_line(saved)) != std::string::npos) ++saved;
+  REQUIRE(saved >= 1);
+  REQUIRE(saved < 4);
+  CHECK(count(process.out(), "Loading snapshot\n") == 2);
+  CHECK(count(process.out(), fmt::format("Resuming training from snapshot at Epoch {}\n", saved)) == 2);
+  for (int epoch = 0; epoch < 4; ++epoch) CHECK(count(process.out(), saved_line(epoch)) == 1);
+  // Each attempt says what it found.
+  CHECK(count(process.error(), "lockstep: 2 ranks on 1 host (") == 2);
+  CHECK(count(process.error(), "started by torchrun (RANK, WORLD_SIZE), rendezvous at tcp://") == 2);
+  CHECK(content(folder / "snapshot.pt").size() > 1000);
+  CHECK(content(folder / "snapshot.pt") == undisturbed_snapshot());
+
+  // An attempt that ends by an exception: torchrun's summary shows it.
+  folder.write("snapshot.pt", "no archive");
+  const Ended damaged =
+      run(command(folder, four_epochs_launched, launcher("--max-restarts=0")), one_thread, limit);
+  INFO("damaged: " << damaged.error);
+  CHECK(damaged.code == 1);
+  CHECK(damaged.left == 0);
+  const auto root = damaged.error.find("Root Cause");
+  REQUIRE(root != std::string::npos);
+  CHECK_THAT(damaged.error.substr(root),
+             ContainsSubstring("lockstep::CheckpointError: could not resume from 'snapshot.pt'"));
 }
 
 TEST_CASE("a damaged snapshot and a path that cannot be written are errors that name the file") {
@@ -140,18 +201,32 @@ TEST_CASE("4 and 2 processes on two hosts train together and number themselves t
   CHECK(a.files() == 1);  // rank 0's host has the snapshot
   CHECK(b.files() == 0);
 
-  // Rank 0 reads it for the other host as well.
+  // Rank 0 reads it for the other host as well: here under torchrun, started as in the tutorial.
+  const std::string agent = torchrun();
+  if (agent.empty()) return;
   Together resumed;
   for (const bool first : {true, false}) {
-    auto variables = by_hand(first ? 0 : 4, 6, 29604);
-    variables["MASTER_ADDR"] = "10.177.0.1";
-    variables["OMP_NUM_THREADS"] = "1";
-    resumed.add(hosts.on(first ? "A" : "B", command(first ? a : b, {"3", "1", "--nproc", first ? "4" : "2"})),
-                variables);
+    const std::vector<std::string> launcher{agent,
+                                            "--no-python",
+                                            "--nnodes=2",
+                                            first ? "--nproc-per-node=4" : "--nproc-per-node=2",
+                                            first ? "--local-addr=10.177.0.1" : "--local-addr=10.177.0.2",
+                                            "--rdzv-id=456",
+                                            "--rdzv-backend=c10d",
+                                            "--rdzv-endpoint=10.177.0.1:29604",
+                                            first ? "--rdzv-conf=is_host=1" : "--rdzv-conf=is_host=0"};
+    resumed.add(hosts.on(first ? "A" : "B", command(first ? a : b, {"3", "1"}, launcher)), one_thread);
   }
-  CHECK(resumed.wait(limit) == std::vector<int>{0, 0});
+  const auto ended = resumed.wait(limit);
+  INFO(resumed[0].out() << resumed[0].error() << resumed[1].out() << resumed[1].error());
+  CHECK(ended == std::vector<int>{0, 0});
+  CHECK(count(resumed[0].error(),
+              "lockstep: 6 ranks on 2 hosts (nodeA: 4, nodeB: 2), started by torchrun (RANK, "
+              "WORLD_SIZE), rendezvous at tcp://") == 1);
   CHECK(count(resumed[1].out(), "Resuming training from snapshot at Epoch 2\n") == 2);
-  CHECK(count(resumed[1].out(), "] Epoch 2 | Batchsize: 32 | Steps: 11\n") == 2);
+  for (int rank = 0; rank < 6; ++rank)
+    CHECK(count(resumed[rank < 4 ? 0 : 1].out(),
+                fmt::format("[GPU{}] Epoch 2 | Batchsize: 32 | Steps: 11\n", rank)) == 1);
 }
 
 }  // namespace multigpu_torchrun_test

@@ -331,10 +331,11 @@ TEST_CASE("a master that is not there is told apart from a name that is not know
   auto result = run({program, "well"}, variables, 20s);
   CHECK(result.code == 1);
   CHECK(result.error ==
-        fmt::format("error: no store at 127.0.0.1:{0} (MASTER_ADDR=127.0.0.1, MASTER_PORT={0}) after "
-                    "1 s: it refuses the connection: nothing listens there. Start rank 0 on that "
-                    "host, or correct the address on every rank\n",
-                    variables["MASTER_PORT"]));
+        fmt::format(
+            "error: rank 1 failed: no store at 127.0.0.1:{0} (MASTER_ADDR=127.0.0.1, MASTER_PORT={0}) after "
+            "1 s: it refuses the connection: nothing listens there. Start rank 0 on that "
+            "host, or correct the address on every rank\n",
+            variables["MASTER_PORT"]));
   variables["MASTER_ADDR"] = "no-such-host.invalid";
   result = run({program, "well"}, variables, 20s);  // 5 s where no name server answers
   CHECK(result.code == 1);
@@ -592,8 +593,11 @@ TEST_CASE(
   }
   for (const lockstep_test::Variables& variables : std::vector<lockstep_test::Variables>{
            {{"RANK", "1"}, {"WORLD_SIZE", "2"}},
-           {{"OMPI_COMM_WORLD_RANK", "0"}, {"OMPI_COMM_WORLD_SIZE", "1"}},
-           {{"SLURM_JOB_ID", "7"}, {"SLURM_PROCID", "0"}, {"SLURM_NTASKS", "3"}}}) {
+           {{"OMPI_COMM_WORLD_RANK", "0"},  // mpirun of one process in a batch script of three tasks
+            {"OMPI_COMM_WORLD_SIZE", "1"},
+            {"SLURM_JOB_ID", "7"},
+            {"SLURM_PROCID", "0"},
+            {"SLURM_NTASKS", "3"}}}) {
     const auto result = run({program, "spawn"}, variables);
     INFO(result.error);
     CHECK(result.code == 0);

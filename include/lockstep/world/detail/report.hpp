@@ -54,6 +54,15 @@ inline std::string type_name(const std::type_info& type) {
   return text;
 }
 
+/// Returns the name of an error's type in error.hpp, without detail::CollectiveError around it.
+inline std::string error_type_name(const Error& error) {
+  constexpr std::string_view collective = "lockstep::detail::CollectiveError<";
+  auto name = type_name(typeid(error));
+  if (name.starts_with(collective))
+    name = name.substr(collective.size(), name.size() - collective.size() - 1);
+  return name;
+}
+
 /// Returns the report of an exception. Null means that std::terminate was called without an exception.
 inline FailureReport describe(const std::exception_ptr& exception) {
   FailureReport report;
@@ -68,11 +77,11 @@ inline FailureReport describe(const std::exception_ptr& exception) {
     report.kind = FailureKind::usage;
     report.code = 2;
     report.text = error.what();
-    report.type = type_name(typeid(error));
+    report.type = error_type_name(error);
   } catch (const PeerError& error) {
     report.kind = FailureKind::peer;
     report.text = printable(error.what());
-    report.type = type_name(typeid(error));
+    report.type = error_type_name(error);
   } catch (const Stopped& error) {
     report.code = stopped_exit_code;
     report.text = error.what();
@@ -82,7 +91,7 @@ inline FailureReport describe(const std::exception_ptr& exception) {
     report.text = error.what();
   } catch (const Error& error) {
     report.text = printable(error.what());  // it may quote other ranks
-    report.type = type_name(typeid(error));
+    report.type = error_type_name(error);
   } catch (const std::exception& error) {
     const std::string known = known_exception_text ? known_exception_text(error) : std::string();
     report.text =
