@@ -1,5 +1,9 @@
 #include "lockstep/grad/distributed_data_parallel.hpp"
 
+#include <atomic>
+#include <chrono>
+#include <thread>
+
 #include "defects.hpp"
 #include "lockstep/grad/hooks/compression_hooks.hpp"
 #include "lockstep/nn/sync_batch_norm.hpp"
@@ -318,6 +322,94 @@ TEST_CASE("a step whose operators do not wait for the reduction trains otherwise
     for (std::size_t i = 0; i < right[rank]->parameters().size(); ++i)
       equal = equal && at::equal(right[rank]->parameters()[i], wrong[rank]->parameters()[i]);
   CHECK((!equal || !errors.empty()));
+}
+
+TEST_CASE("a backward returns while its reduction is still to come") {
+  torch::set_num_threads(1);
+  torch::manual_seed(1);
+  const auto data = torch::randn({6, 2, 4, 6});
+  auto models = equal_networks(2), twins = equal_networks(2);
+  FakeMachine machine;  // the operators' stream does nothing before somebody waits for it
+  std::atomic<int> returned{0};
+  const int waits_before = FakeNanCheck::host_waits();
+  std::atomic<int> waits_after_first{0};
+  const auto errors = run_ranks(machine, 2, [&](const World& world) {
+    auto& model = models[static_cast<std::size_t>(world.rank())];
+    CheckedFakeComm comm(world, quick());
+    lockstep::DdpOptions options;
+    options.bucket_cap_mb = lockstep_test::mib({100});
+    options.init_sync = false;
+    DistributedDataParallel ddp{model, comm, options};
+    const auto end_of_step = [&](int step) {
+      machine.synchronize(FakeMachine::seat().current);
+      at::Tensor wanted = at::zeros_like(model->parameters()[0]);
+      for (int rank = 0; rank < 2; ++rank) {
+        auto& twin = twins[static_cast<std::size_t>(world.rank())];
+        loss_of(twin, data[step][rank]).backward();
+        wanted += twin->parameters()[0].grad() / 2;
+        twin->zero_grad();
+      }
+      expect(at::allclose(model->parameters()[0].grad(), wanted, 1e-4, 1e-6), "the mean of the gradients");
+      model->zero_grad();
+      comm.barrier();
+    };
+    ddp.backward(loss_of(model, data[0][world.rank()]));
+    expect(ddp.checks_late() == false, "the first backward to be checked at once");
+    end_of_step(0);
+    if (world.rank() == 0) waits_after_first = FakeNanCheck::host_waits().load();
+    comm.barrier();
+    for (int step = 1; step < 5; ++step) {
+      // Rank 1 comes to its backward when that of rank 0 has returned: rank 0 cannot have waited for the sums. The
+      // second step begins with a broadcast of the bucket order, which does wait.
+      const auto begin = std::chrono::steady_clock::now();
+      while (step > 1 && world.rank() == 1 && returned < step) {
+        expect(std::chrono::steady_clock::now() - begin < std::chrono::seconds(10),
+               "a backward that returns");
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      }
+      ddp.backward(loss_of(model, data[step][world.rank()]));
+      expect(ddp.checks_late(), "a late check");
+      if (world.rank() == 0) returned = step;
+      end_of_step(step);
+    }
+    ddp.synchronize();
+    model->zero_grad();
+    for (auto& parameter : model->parameters()) parameter.mutable_grad() = at::Tensor();
+  });
+  for (const std::string& error : errors) CHECK(error == "");
+  check_clean(machine);
+  CHECK(waits_after_first >= waits_before);
+  CHECK(FakeNanCheck::host_waits() == waits_after_first);  // and no host came to a check too early
+}
+
+TEST_CASE("a rank whose backward fails on a device is heard of in the next one") {
+  torch::set_num_threads(1);
+  auto models = equal_networks(3);
+  FakeMachine machine(/*eager=*/true);
+  const auto errors = run_ranks(machine, 3, [&](const World& world) {
+    auto& model = models[static_cast<std::size_t>(world.rank())];
+    CheckedFakeComm comm(world, quick());
+    DistributedDataParallel ddp{model, comm};
+    const auto loss = [&] { return loss_of(model, torch::ones({4, 6}) * (world.rank() + 1)); };
+    for (int step = 0; step < 2; ++step) ddp.backward(loss());
+    auto failing = loss();
+    if (world.rank() == 1)
+      failing.register_hook(
+          [](const at::Tensor&) -> at::Tensor { throw std::runtime_error("thrown inside"); });
+    const std::string own = thrown_by([&] { ddp.backward(failing * 1); });
+    expect(own.empty() == (world.rank() != 1), "an error of the rank that fails alone");
+    std::string found = thrown_by([&] { ddp.backward(loss()); });
+    ddp.backward(loss());
+    ddp.synchronize();
+    for (auto& parameter : model->parameters()) parameter.mutable_grad() = at::Tensor();
+    throw std::runtime_error(found);
+  });
+  for (const std::string& error : errors)
+    CHECK_THAT(error, ContainsSubstring("backward threw on rank 1: thrown inside") &&
+                          ContainsSubstring("found after backward 3 had returned"));
+  CHECK_THAT(errors[0], ContainsSubstring("PeerError: "));
+  CHECK_THAT(errors[1], !ContainsSubstring("PeerError: "));
+  check_clean(machine);
 }
 
 TEST_CASE("a rank that never comes to a backward is named with the bucket") {

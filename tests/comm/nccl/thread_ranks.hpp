@@ -10,10 +10,12 @@
 #include <sstream>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "fake_device.hpp"
 #include "lockstep/comm/detail/nccl/comm.hpp"
+#include "lockstep/grad/detail/poison_check.hpp"
 #include "lockstep/world/world.hpp"
 
 namespace lockstep_test {
@@ -68,6 +70,58 @@ void run_clean_ranks(FakeMachine& machine, int size, Body body) {
 }
 
 using FakeComm = lockstep::detail::BasicNcclComm<FakeDevice>;
+
+/// A check of buckets on the operators' stream of the rank, and an event after it.
+class FakeNanCheck {
+ public:
+  FakeNanCheck() = default;
+  FakeNanCheck(FakeNanCheck&& other) noexcept { *this = std::move(other); }
+  FakeNanCheck& operator=(FakeNanCheck&& other) noexcept {
+    std::swap(machine_, other.machine_);
+    std::swap(copied_, other.copied_);
+    std::swap(found_, other.found_);
+    return *this;
+  }
+  ~FakeNanCheck() {
+    if (copied_) machine_->destroy_event(copied_);
+  }
+
+  static bool on_device(const at::Tensor&) { return true; }
+  void launch(const std::vector<lockstep::detail::TensorGroup>& groups) {
+    auto& seat = FakeMachine::seat();
+    machine_ = seat.machine;
+    found_ = at::zeros({1}, at::kBool);
+    copied_ = machine_->make_event();
+    std::vector<at::Tensor> reads;
+    for (const auto& group : groups) reads.insert(reads.end(), group.begin(), group.end());
+    machine_->issue(seat.current, "a check for NaN", reads, {found_}, [reads, found = found_]() mutable {
+      for (const at::Tensor& first : reads) found.logical_or_(first.isnan());
+    });
+    machine_->record(copied_, seat.current);
+  }
+  bool read() {
+    const bool waits = !machine_->done(copied_);
+    if (waits) ++host_waits();
+    while (!machine_->done(copied_)) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    return found_.item<bool>();
+  }
+  /// How often the host came to a check that was not complete.
+  static std::atomic<int>& host_waits() {
+    static std::atomic<int> count{0};
+    return count;
+  }
+
+ private:
+  FakeMachine* machine_ = nullptr;
+  FakeMachine::Event* copied_ = nullptr;
+  at::Tensor found_;
+};
+
+/// The communicator with a check of buckets on the machine's streams.
+struct CheckedFakeComm : FakeComm {
+  using FakeComm::FakeComm;
+  using NanCheck = FakeNanCheck;
+};
 
 /// A kernel of the operators' stream that writes `value(i)` into every element, whenever the stream comes to
 /// it; and one that reads a tensor into numbers of the host.
