@@ -244,6 +244,7 @@ TEST_CASE("a loss over two models is checked at once, after the first such loss"
   other.good_steps(2);
 }
 
+// The last one: it ends with an abort, after which the ranks of this program make no further communicator.
 TEST_CASE("a first loss over two models that fails on a rank ends the communicator, and no rank waits",
           "[2+]") {
   LateComm comm{test_world()};

@@ -211,7 +211,10 @@ class CapturedStep
     if (steps_ < options_.num_warmup_iters) {
       graph_.on_stream([&] { run(fixed); });
     } else {
-      if (!captured_) capture(fixed);
+      if (!captured_) {
+        ddp_->synchronize();  // not possible in a capture
+        capture(fixed);
+      }
       replay();
     }
     ++steps_;

@@ -126,6 +126,9 @@ class Trainer : detail::CheckedPolicies<Policies...> {
   /// 4. An exception that a callback, a schedule or the optimizer throws on every rank within two seconds
   ///    ends this call only. An exception on some ranks aborts the communicator: the other ranks throw
   ///    PeerError, and the communicator is unusable from then on.
+  /// 5. An exception of the loss or the backward on some ranks is thrown there, and as PeerError on the other
+  ///    ranks, before the optimizer steps. On GPUs the other ranks learn of it in their next step, or at the end
+  ///    of the epoch, and the communicator is aborted (DistributedDataParallel::backward).
   ///
   /// Returns the report of the last epoch. If the call trains no epoch, since the options ask for none or a
   /// callback stops it before the first, the report's loss is NaN, its `seconds` is 0, and its `epoch` and
@@ -151,6 +154,7 @@ class Trainer : detail::CheckedPolicies<Policies...> {
       return detail::NotMeasured{};
     } else {
       const detail::CallScope scope("Trainer::evaluate");
+      ddp_.synchronize();
       if (options_.ddp.broadcast_buffers == BufferPolicy::average) ddp_.sync_buffers();
       return precision_.forward([&] {
         return lockstep::evaluate(model_.get(), comm_, dataset,
@@ -165,7 +169,8 @@ class Trainer : detail::CheckedPolicies<Policies...> {
   /// Writes a checkpoint from which training resumes bitwise: model, optimizer, state of the communication
   /// hook, generators, data position and `parts`. The file is written atomically. Call it between steps: in a
   /// StepCallback or EpochCallback, or outside of `fit`. Collective. Every rank returns once the file is
-  /// written, or throws CheckpointError. Throws UsageError inside a step.
+  /// written, or throws CheckpointError. Throws UsageError inside a step, and the error of
+  /// DistributedDataParallel::synchronize, so that no NaN of a failed backward is saved.
   template <Checkpointed... Parts>
   void save_checkpoint(const std::filesystem::path& path, const Parts&... parts) {
     forbid_in_rank_zero_scope("save_checkpoint");
@@ -173,6 +178,7 @@ class Trainer : detail::CheckedPolicies<Policies...> {
     if (step_.running())
       throw detail::CollectiveError<UsageError>(
           "save_checkpoint was called during a step: call it in an OnStep or OnEpoch callback");
+    ddp_.synchronize();
     auto run = checkpointed_run(parts...);
     write_checkpoint(run, path, [&] {
       if (save_data_position_) position_.skipped = skipped_.count();
@@ -234,6 +240,7 @@ class Trainer : detail::CheckedPolicies<Policies...> {
   /// `require_writable(path)`.
   void save(const std::filesystem::path& path) {
     const detail::CallScope scope("Trainer::save");
+    ddp_.synchronize();
     save_model(model_.module(), path, comm_);
   }
   /// Reads a saved model, or the model alone of a checkpoint, on rank 0 and copies it to all ranks. Restores
@@ -387,6 +394,7 @@ class Trainer : detail::CheckedPolicies<Policies...> {
                        progress.due() ? std::optional(meter_.total().mean()) : std::nullopt);
     }
     source.end_epoch();
+    ddp_.synchronize();
     if (options_.compare_parameters) compare_.run(ddp_.named_parameters(), comm_, world_.log);
     ++position_.epoch;
     done = 0;

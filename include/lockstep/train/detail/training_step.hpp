@@ -112,8 +112,8 @@ class TrainingStep {
   ///
   /// An error of the data or the loss on this rank is reported to the other ranks, whose step throws too
   /// instead of waiting. The communicator stays usable after a loss that threw, unless the model itself is
-  /// collective or the other ranks take more than two seconds to reach their backward. It is aborted after
-  /// other failures.
+  /// collective, the other ranks take more than two seconds to reach their backward, or they learn of a failed
+  /// backward late (DistributedDataParallel::checks_late). It is aborted after other failures.
   template <class Source, class Loss, class... Extras, class... Callbacks>
   double run(Source& source, Loss& loss, const StepPosition& position, std::tuple<Extras...>& extras,
              Callbacks&... callbacks) try {
@@ -200,6 +200,12 @@ class TrainingStep {
           host_value(sum), module));
   }
 
+  // Aborts the communicator with the error that is being handled if the other ranks learn of it only in their next
+  // step: this rank leaves the Trainer, and takes part in no step.
+  void abort_if_checked_late() {
+    if (ddp_.checks_late() && !every_rank_throws(comm_)) abort_for_others(comm_);
+  }
+
   // Runs forward and backward of the micro-batches and reduces the gradients with the last one. Returns the
   // total count.
   template <class Source, class Loss, class... Callbacks>
@@ -210,20 +216,22 @@ class TrainingStep {
     // After an error in this rank's forward, the other ranks wait in their backward, so it is reported there.
     // A collective forward waits earlier, and a capture cannot report: abort then.
     const auto tell_in_backward = [&] {
-      if (CaptureScope::active() || !collective_module().empty())
-        abort_for_others(comm_);
-      else
-        ddp_.fail_backward(std::current_exception(), !weighed);
+      if (CaptureScope::active() || !collective_module().empty()) return abort_for_others(comm_);
+      ddp_.fail_backward(std::current_exception(), !weighed);
+      abort_if_checked_late();
     };
     // Under no_sync, gradients and counts are only accumulated.
     const auto backward = [&](const LocalLoss& local) {
       if (local.count == 0) aborting(comm_, [&] { require_finite_empty_sum(local.value); });
-      if constexpr (weighed)
-        ddp_.backward(precision_.scale(local.value));
-      else if (local.count == 0)
-        all = ddp_.backward_sum(empty_contribution(local.value), 0);
-      else
-        all = ddp_.backward_sum(precision_.scale(local.value), local.count);
+      const auto reduce = [&] {
+        if constexpr (weighed)
+          ddp_.backward(precision_.scale(local.value));
+        else if (local.count == 0)
+          all = ddp_.backward_sum(empty_contribution(local.value), 0);
+        else
+          all = ddp_.backward_sum(precision_.scale(local.value), local.count);
+      };
+      telling_own_error(comm_.size(), reduce, [this] { abort_if_checked_late(); });
       end_phase(StepPhase::backward, callbacks...);
     };
     while (auto* batch = aborting(comm_, [&] { return source.next(); })) {

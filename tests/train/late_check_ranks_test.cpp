@@ -1,0 +1,115 @@
+// A Trainer whose backwards do not wait for the check of the buckets, as on GPUs: no NaN that a failed rank has left
+// is saved, measured or reported.
+#include "support/late_check.hpp"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <filesystem>
+#include <limits>
+#include <string>
+#include <utility>
+
+#include "lockstep/train/extras.hpp"
+#include "support/ranks.hpp"
+#include "train/regression.hpp"
+
+namespace late_check_ranks_test {
+
+using lockstep_test::LateHostCheck;
+using Sequential = torch::nn::Sequential;
+
+namespace {
+
+int culprit() {
+  return test_world().size() - 1;
+}
+bool am_culprit() {
+  return test_world().rank() == culprit();
+}
+
+auto late_trainer(std::int64_t epochs = 1) {
+  return lockstep::Trainer<Sequential, lockstep::DistributedSampler, lockstep_test::LateComm>{
+      test_world(), {.epochs = epochs, .batch_size = 2, .progress = false}, tanh_network(1, 3, 5)};
+}
+lockstep::TensorDataset steps(std::int64_t number) {
+  return curve(2 * number * test_world().size());
+}
+
+template <class Work>
+std::string thrown_by(Work&& work) {
+  try {
+    std::forward<Work>(work)();
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+  return "";
+}
+
+}  // namespace
+
+TEST_CASE("the end of an epoch reads the check of its last step") {
+  auto trainer = late_trainer(2);
+  const int unread = LateHostCheck::launched - LateHostCheck::was_read;
+  const int launched = LateHostCheck::launched;
+  int most = 0;
+  trainer.fit(steps(3), squared_error, lockstep::OnStep{[&](const auto&) {
+                most = std::max(most, LateHostCheck::launched - LateHostCheck::was_read - unread);
+              }});
+  CHECK(LateHostCheck::launched - launched == (test_world().size() == 1 ? 0 : 6));
+  CHECK(most == (test_world().size() == 1 ? 0 : 1));
+  CHECK(LateHostCheck::launched - LateHostCheck::was_read == unread);
+}
+
+TEST_CASE("nothing that a failed backward has left is saved or measured", "[2+]") {
+  auto trainer = late_trainer();
+  trainer.fit(steps(3), squared_error);
+  const std::filesystem::path path = trainer.comm().broadcast_bytes(
+      fmt::format("{}/lockstep-late-{}", std::filesystem::temp_directory_path().string(), ::getpid()), 0);
+  auto data = steps(2);
+  lockstep::MeanLoss error{
+      [](const at::Tensor& output, const at::Tensor& target) { return torch::mse_loss(output, target); }};
+  const int how = GENERATE(0, 1, 2);
+  CAPTURE(how);
+  // By hand: a rank that leaves `fit` ends the communicator.
+  trainer.optimizer().zero_grad();
+  auto loss = trainer.model()->forward(curve(2).data()).sum();
+  if (am_culprit())
+    loss.register_hook([](const at::Tensor&) -> at::Tensor { throw std::runtime_error("thrown inside"); });
+  const std::string own = thrown_by([&] { trainer.ddp().backward(loss * 1); });
+  CHECK(own.empty() == !am_culprit());
+  trainer.optimizer().step();
+  CHECK(trainer.model()->parameters()[0].isnan().any().item<bool>() == !am_culprit());
+  const std::string text = thrown_by([&] {
+    if (how == 0) trainer.save_checkpoint(path);
+    if (how == 1) trainer.save(path);
+    if (how == 2) trainer.evaluate(data, error);
+  });
+  CHECK_THAT(text, ContainsSubstring("thrown inside") && ContainsSubstring("resume from a checkpoint"));
+  CHECK_FALSE(std::filesystem::exists(path));
+  for (const std::string& other : trainer.comm().all_gather_bytes(text)) CHECK(other == text);
+}
+
+TEST_CASE("a loss that is not a number is no error of the late check either") {
+  auto trainer = late_trainer();
+  const auto report = trainer.fit(steps(4), [&](Sequential& model, const auto& batch) {
+    return squared_error(model, batch) * std::numeric_limits<double>::quiet_NaN();
+  });
+  CHECK(report.step == 4);
+}
+
+// The last one: it ends with an abort, after which the ranks of this program make no further communicator.
+TEST_CASE("a loss that throws on one rank in the last step ends fit on all", "[2+]") {
+  auto trainer = late_trainer();
+  int step = 0;
+  const std::string text = thrown_by([&] {
+    trainer.fit(steps(4), [&](Sequential& model, const auto& batch) {
+      if (step++ == 3 && am_culprit()) throw std::runtime_error("no such word");
+      return squared_error(model, batch);
+    });
+  });
+  CHECK_THAT(text, ContainsSubstring("no such word"));
+  if (!am_culprit()) CHECK_THAT(text, ContainsSubstring(fmt::format("rank {}", culprit())));
+}
+
+}  // namespace late_check_ranks_test
