@@ -15,7 +15,7 @@
 using lockstep::Level;
 using lockstep::Log;
 
-TEST_CASE("rank 0 speaks, plainly") {
+TEST_CASE("rank 0 writes, without a prefix") {
   CHECK(written(1, [] { Log(0).info("accuracy {:.2f} %", 89.214); }) == "accuracy 89.21 %\n");
   CHECK(written(1, [] { Log(1).info("accuracy {:.2f} %", 89.214); }).empty());
 }

@@ -43,8 +43,8 @@ struct TraceOptions {
 /// rank and on rank 0. A clock that drifts between the traced steps and that exchange adds its drift.
 ///
 /// Collective in two places: after the last traced step, and after an epoch in which steps were traced but
-/// not the last one. Rank 0 then writes the file atomically. If that fails, rank 0 warns once and the
-/// training continues. Every rank passes it to `fit` with equal options. Refers to the communicator.
+/// not the last one. Rank 0 then writes the file atomically. If that fails, rank 0 warns once and the training
+/// continues. Every rank passes it to `fit` with equal options. Refers to the communicator.
 template <Gathering C>
 class Trace {
  public:
