@@ -337,7 +337,7 @@ TEST_CASE("a master that is not there is told apart from a name that is not know
             "host, or correct the address on every rank\n",
             variables["MASTER_PORT"]));
   variables["MASTER_ADDR"] = "no-such-host.invalid";
-  result = run({program, "well"}, variables, 20s);  // 5 s where no name server answers
+  result = run({program, "well"}, variables, 20s);  // 7 s where no name server answers
   CHECK(result.code == 1);
   CHECK_THAT(result.error, ContainsSubstring("no-such-host.invalid"));
   CHECK_THAT(result.error, !ContainsSubstring("nothing listens"));

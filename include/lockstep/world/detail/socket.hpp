@@ -125,8 +125,9 @@ inline Resolved resolve(const std::string& host, int port, int flags = 0) {
   return result;
 }
 
-/// The time within which the name of the master host must be resolved.
-inline constexpr std::chrono::milliseconds lookup_timeout{5000};
+/// The time within which the name of the master host must be resolved: the resolver asks its second name server
+/// after 5 s.
+inline constexpr std::chrono::milliseconds lookup_timeout{7000};
 
 /// Resolves a name within `timeout`, whether or not a name server answers. Repeats a lookup that fails temporarily.
 inline Resolved resolve_within(const std::string& host, int port, std::chrono::milliseconds timeout) {
