@@ -1,7 +1,9 @@
 // NcclComm on real GPUs: one rank each, or several on one where NCCL_MULTI_RANK_GPU_ENABLE lets them.
 #include "lockstep/comm/nccl_comm.hpp"
 
+#include <c10/core/Event.h>
 #include <c10/cuda/CUDAFunctions.h>
+#include <c10/cuda/CUDAStream.h>
 #include <torch/torch.h>
 
 #include "lockstep/grad/distributed_data_parallel.hpp"
@@ -160,6 +162,35 @@ TEST_CASE("a step of DistributedDataParallel on GPUs is the step on the joined b
   }
   for (std::size_t i = 0; i < twin->parameters().size(); ++i)
     CHECK(torch::allclose(model->parameters()[i], twin->parameters()[i], 1e-4, 1e-6));
+}
+
+TEST_CASE("a backward does not wait for the GPU, and a rank that fails is heard of in the next one") {
+  auto model = torch::nn::Linear(8, 4);
+  model->to(here().device());
+  lockstep::DistributedDataParallel ddp{model, comm()};
+  const auto loss = [&] { return model->forward(torch::ones({2, 8}, here())).pow(2).mean(); };
+  for (int step = 0; step < 3; ++step) ddp.backward(loss());
+  CHECK(ddp.checks_late() == (test_world().size() > 1));
+  ddp.synchronize();
+  // Work that keeps the GPU busy for longer than a host needs to launch a backward.
+  const auto busy = at::ones({4096, 4096}, here());
+  auto product = busy;
+  for (int i = 0; i < 100; ++i) product = product.matmul(busy).mul_(1.0 / 4096);
+  ddp.backward(loss() + 0 * product[0][0]);
+  c10::Event end(c10::DeviceType::CUDA);
+  end.record(c10::cuda::getCurrentCUDAStream().unwrap());
+  CHECK(!end.query());
+  if (test_world().size() == 1) return;
+  const int culprit = test_world().size() - 1;
+  auto failing = loss();
+  if (test_world().rank() == culprit)
+    failing.register_hook([](const at::Tensor&) -> at::Tensor { throw std::runtime_error("thrown inside"); });
+  const std::string own = text_of<std::exception>([&] { ddp.backward(failing * 1); });
+  CHECK(own.empty() == (test_world().rank() != culprit));
+  CHECK_THAT(text_of<lockstep::Error>([&] { ddp.backward(loss()); }),
+             ContainsSubstring("thrown inside; found after backward 5 had returned"));
+  ddp.backward(loss());
+  ddp.synchronize();
 }
 
 TEST_CASE("a captured step with its reductions makes the steps of the plain one") {
