@@ -2,7 +2,7 @@
 // them. The programs of the tutorial, which trains without DistributedDataParallel and DistributedSampler:
 //   average_gradients processes              run_multiprocess.py: four processes that do not know each other
 //   average_gradients group                  multiprocess_comm.py: the same with a process group
-//   average_gradients --epochs 15 --samples 60000     multiprocess_training.py; by default one epoch of 15,000
+//   average_gradients --epochs 15 --samples 60000   multiprocess_training.py; default: 1 epoch of 15,000
 //   average_gradients --plot curve.svg       and its curve of loss and accuracy, or as curve.csv
 //   average_gradients --test                 and the accuracy of rank 0's model on the test digits
 //   average_gradients --compare --nproc 3    what DistributedDataParallel and SyncBatchNorm do differently

@@ -1,11 +1,12 @@
-// Trains a ResNet on ImageNet, or on any folder with a train and a val folder that hold one subfolder for each
-// class. Ports examples/imagenet/main.py of github.com/pytorch/examples, with its flags, lines and arithmetic.
+// Trains a ResNet on ImageNet, or on any folder with a train and a val folder that hold one subfolder for
+// each class. Ports examples/imagenet/main.py of github.com/pytorch/examples, with its flags, lines and
+// arithmetic.
 //   imagenet --nproc 8 -a resnet50 folder/of/imagenet
 //   imagenet --nproc 2                                    a small run on random images
 //   torchrun --no-python --nproc-per-node 8 imagenet folder/of/imagenet; srun and mpirun do as well
-// Modules and parameters have torchvision's names and initial values. checkpoint.pt and model_best.pt are what
-// main.py calls .pth.tar: Python reads them by torch.load(file)["state_dict"], and --pretrained reads what
-// Python wrote by torch.save(model.state_dict(), file).
+// Modules and parameters have torchvision's names and initial values. checkpoint.pt and model_best.pt are
+// what main.py calls .pth.tar: Python reads them by torch.load(file)["state_dict"], and --pretrained reads
+// what Python wrote by torch.save(model.state_dict(), file).
 #include <torch/torch.h>
 
 #include <CLI/CLI.hpp>
@@ -295,8 +296,8 @@ double validate(const lockstep::World& world, Loader& loader, ResNet& model, Com
 
 template <class Comm>
 void run(const lockstep::World& world, const Options& options, const Data& data, Comm comm) {
-  // -b counts the images of a step over all ranks, so that the rate needs no change with their number. main.py
-  // counts those of a node. Both drop the rest of the division.
+  // -b counts the images of a step over all ranks, so that the rate needs no change with their number.
+  // main.py counts those of a node. Both drop the rest of the division.
   const std::int64_t batch_size = *options.batch_size / world.size();
   if (batch_size < 1)
     throw lockstep::UsageError(
@@ -333,8 +334,8 @@ void run(const lockstep::World& world, const Options& options, const Data& data,
                                    .transform = data.validation_transform,
                                    .pin_memory = true}};
 
-  // The rate that 256 images a step need, in proportion to the images of this run's steps; then a warm-up, step
-  // by step, and a tenth every 30 epochs.
+  // The rate that 256 images a step need, in proportion to the images of this run's steps; then a warm-up,
+  // step by step, and a tenth every 30 epochs.
   const double base_rate = options.scale_lr ? lockstep::scaled_rate(options.lr, lockstep::RateRule::linear,
                                                                     {.per_rank = batch_size}, world)
                                             : options.lr;

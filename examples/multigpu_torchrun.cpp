@@ -111,8 +111,8 @@ class Trainer {
   }
 
   // Restores model and optimizer, and returns the epoch to train next. Rank 0 looks for the file and reads it
-  // for all: on several hosts, other ranks may not have it, or an older one. A file that is no snapshot is the
-  // user's input, hence UsageError.
+  // for all: on several hosts, other ranks may not have it, or an older one. A file that is no snapshot is
+  // the user's input, hence UsageError.
   std::int64_t load_snapshot() try {
     const std::string& path = options_.snapshot_path;
     const std::string bytes = lockstep::agree_with_rank_zero<lockstep::CheckpointError>(

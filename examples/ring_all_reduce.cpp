@@ -1,6 +1,6 @@
 // All-reduce written by hand from send and recv: the ring algorithm. PyTorch's tutorial "Writing Distributed
-// Applications with PyTorch" passes whole tensors around its ring, n - 1 of them from each rank, and leaves it
-// as an exercise to cut them into chunks. With n chunks, each rank sends 2 (n - 1) / n of the tensor.
+// Applications with PyTorch" passes whole tensors around its ring, n - 1 of them from each rank, and leaves
+// it as an exercise to cut them into chunks. With n chunks, each rank sends 2 (n - 1) / n of the tensor.
 //   ring_all_reduce --nproc 4 --elements 1000000          starts four processes itself
 //   torchrun --no-python --nproc-per-node 4 ring_all_reduce, srun -n 4 and mpirun -n 4 do as well
 #include <torch/torch.h>

@@ -10,8 +10,8 @@
 namespace lockstep {
 
 /// Throws UsageError unless a file can be created at `path`. Call it before training, to fail early. Leaves
-/// an existing file unchanged. Refuses an existing path that is not a regular file, such as a device. `option`:
-/// the command-line option that gave the path, named first in the error. Not collective.
+/// an existing file unchanged. Refuses an existing path that is not a regular file, such as a device.
+/// `option`: the command-line option that gave the path, named first in the error. Not collective.
 void require_writable(const std::filesystem::path& path,
                       std::optional<std::string_view> option = std::nullopt);
 

@@ -200,11 +200,12 @@ class DistributedDataParallel {
   /// reduction works. If this rank's backward throws and the other ranks do not reach theirs within 2 s, the
   /// communicator is aborted so that the error is reported; it cannot be used afterwards.
   ///
-  /// On a GPU the host does not wait for the reduction: the other ranks throw at the end of their next backward or
-  /// in `synchronize()`, where this rank throws again. Their optimizers may have stepped in between, which leaves
-  /// NaN in the parameters; the error says so. After a failure, call only `backward` or `synchronize()` on this
-  /// rank until it has thrown again. If this rank wraps another model too, the communicator is aborted.
-  /// docs/gpu.md lists the backwards that wait for the reduction and so throw as on a CPU.
+  /// On a GPU the host does not wait for the reduction: the other ranks throw at the end of their next
+  /// backward or in `synchronize()`, where this rank throws again. Their optimizers may have stepped in
+  /// between, which leaves NaN in the parameters; the error says so. After a failure, call only `backward` or
+  /// `synchronize()` on this rank until it has thrown again. If this rank wraps another model too, the
+  /// communicator is aborted. docs/gpu.md lists the backwards that wait for the reduction and so throw as on
+  /// a CPU.
   ///
   /// A loss may depend on several wrapped models. This model is reduced while backward runs, the others after
   /// it. The losses of all ranks must depend on the same models; exclude a model by its `no_sync` or by
@@ -279,16 +280,16 @@ class DistributedDataParallel {
     state_->reducer->fail_backward(failure, counted);
   }
 
-  /// Blocks the host until the last reduction is complete, and throws the error of a rank whose backward failed
-  /// in it, as the next `backward` does. Call it on every rank before parameters are saved or evaluated; a
-  /// Trainer does. Collective. A no-op on CPUs, where `backward` itself throws.
+  /// Blocks the host until the last reduction is complete, and throws the error of a rank whose backward
+  /// failed in it, as the next `backward` does. Call it on every rank before parameters are saved or
+  /// evaluated; a Trainer does. Collective. A no-op on CPUs, where `backward` itself throws.
   void synchronize() {
     const detail::CallScope scope("DistributedDataParallel::synchronize");
     state_->reducer->settle();
   }
 
-  /// Returns whether the other ranks learn of a failed `backward` only in their next one or in `synchronize()`.
-  /// Equal on every rank. False on CPUs.
+  /// Returns whether the other ranks learn of a failed `backward` only in their next one or in
+  /// `synchronize()`. Equal on every rank. False on CPUs.
   [[nodiscard]] bool checks_late() const { return state_->reducer->checks_late(); }
 
   /// Discards the counts and the record of used parameters that backwards under `no_sync` have accumulated,

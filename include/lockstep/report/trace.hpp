@@ -38,13 +38,13 @@ struct TraceOptions {
 /// is for which communicator). Buckets in flight at one time have lanes of their own.
 ///
 /// Times are rank 0's clock. The ranks of rank 0's host share that clock. The clocks of other hosts are
-/// compared by 16 small collectives when the trace is written. A rank's label, such as "clock error 1.234 us",
-/// holds the bound of the error, which is at most the mean of how long one of these collectives takes on the
-/// rank and on rank 0. A clock that drifts between the traced steps and that exchange adds its drift.
+/// compared by 16 small collectives when the trace is written. A rank's label, such as "clock error 1.234
+/// us", holds the bound of the error, which is at most the mean of how long one of these collectives takes on
+/// the rank and on rank 0. A clock that drifts between the traced steps and that exchange adds its drift.
 ///
 /// Collective in two places: after the last traced step, and after an epoch in which steps were traced but
-/// not the last one. Rank 0 then writes the file atomically. If that fails, rank 0 warns once and the training
-/// continues. Every rank passes it to `fit` with equal options. Refers to the communicator.
+/// not the last one. Rank 0 then writes the file atomically. If that fails, rank 0 warns once and the
+/// training continues. Every rank passes it to `fit` with equal options. Refers to the communicator.
 template <Gathering C>
 class Trace {
  public:

@@ -49,9 +49,9 @@ struct IncompatibleKeys {
   std::vector<std::string> missing_keys, unexpected_keys;
 };
 
-/// Copies the entries into the model's parameters and buffers, converted to their dtypes and devices. If every
-/// name begins with "module.", as those of Python's DistributedDataParallel do, and not every one of the
-/// model's does, the prefix is ignored. Returns the names that strict = false has skipped.
+/// Copies the entries into the model's parameters and buffers, converted to their dtypes and devices. If
+/// every name begins with "module.", as those of Python's DistributedDataParallel do, and not every one of
+/// the model's does, the prefix is ignored. Returns the names that strict = false has skipped.
 ///
 /// Throws CheckpointError, which lists every missing, unexpected and misshapen entry, and leaves the model
 /// unchanged. Entries of another shape are refused with strict = false, too.
@@ -77,12 +77,12 @@ IncompatibleKeys load_state_dict(M model, const Entries& entries, const LoadStat
 /// Counterpart: torch.optim.Optimizer.state_dict.
 c10::IValue state_dict(const torch::optim::Optimizer& optimizer);
 
-/// Restores options and state from a dict of `state_dict`, in C++ or in Python. As with an optimizer's `load`,
-/// the implementation (Python's `foreach` and `fused`) and `lr_tensor` stay those of the optimizer. Entries
-/// that learning rate schedulers add, such as "initial_lr", are skipped.
+/// Restores options and state from a dict of `state_dict`, in C++ or in Python. As with an optimizer's
+/// `load`, the implementation (Python's `foreach` and `fused`) and `lr_tensor` stay those of the optimizer.
+/// Entries that learning rate schedulers add, such as "initial_lr", are skipped.
 ///
-/// Throws CheckpointError, which lists every missing, unexpected and misshapen entry, and leaves the optimizer
-/// unchanged.
+/// Throws CheckpointError, which lists every missing, unexpected and misshapen entry, and leaves the
+/// optimizer unchanged.
 /// Counterpart: torch.optim.Optimizer.load_state_dict.
 void load_state_dict(torch::optim::Optimizer& optimizer, const c10::IValue& dict);
 
@@ -91,15 +91,16 @@ void load_state_dict(torch::optim::Optimizer& optimizer, const c10::IValue& dict
 /// Counterpart: torch.amp.GradScaler.state_dict.
 c10::IValue state_dict(const GradScaler& scaler);
 
-/// Restores a GradScaler from a dict of `state_dict`, in C++ or in Python. Throws CheckpointError, which names
-/// the missing entry, and leaves the scaler unchanged.
+/// Restores a GradScaler from a dict of `state_dict`, in C++ or in Python. Throws CheckpointError, which
+/// names the missing entry, and leaves the scaler unchanged.
 /// Counterpart: torch.amp.GradScaler.load_state_dict.
 void load_state_dict(GradScaler& scaler, const c10::IValue& dict);
 
 /// Returns the entries as a dict, for torch_save or as a value in another dict.
 c10::IValue dict_of(const StateDict& entries);
 
-/// Returns the entries of a dict of tensors. Throws CheckpointError, which names each value that is no tensor.
+/// Returns the entries of a dict of tensors. Throws CheckpointError, which names each value that is no
+/// tensor.
 StateDict entries_of(const c10::IValue& dict);
 
 /// Returns the bytes of torch_save's file. Throws UsageError for a value that it cannot hold.
@@ -108,18 +109,18 @@ std::string pickle_state(const c10::IValue& value);
 /// Returns the value in the bytes of torch_load's file. `origin` names the bytes in errors.
 c10::IValue unpickle_state(std::string_view bytes, std::string_view origin);
 
-/// Writes a value that Python reads by `torch.load(path, weights_only=True)`: tensors, numbers, strings, None,
-/// lists, tuples, and dicts of these with keys of type str or int. Tensors are written as CPU tensors; those
-/// with a common storage share it in the file. The file is written atomically. Throws UsageError for another
-/// value, CheckpointError if writing fails.
+/// Writes a value that Python reads by `torch.load(path, weights_only=True)`: tensors, numbers, strings,
+/// None, lists, tuples, and dicts of these with keys of type str or int. Tensors are written as CPU tensors;
+/// those with a common storage share it in the file. The file is written atomically. Throws UsageError for
+/// another value, CheckpointError if writing fails.
 /// Counterpart: torch.save.
 void torch_save(const c10::IValue& value, const std::filesystem::path& path);
 /// The same for `dict_of(entries)`.
 void torch_save(const StateDict& entries, const std::filesystem::path& path);
 
 /// Reads a file of torch_save, or of Python's torch.save if it holds only what torch_save writes, OrderedDict
-/// and Parameter. Executes nothing of the file. All tensors are on the CPU. Throws CheckpointError if the file
-/// is damaged or holds another object, which the error names.
+/// and Parameter. Executes nothing of the file. All tensors are on the CPU. Throws CheckpointError if the
+/// file is damaged or holds another object, which the error names.
 /// Counterpart: torch.load(path, map_location="cpu", weights_only=True).
 c10::IValue torch_load(const std::filesystem::path& path);
 

@@ -211,8 +211,8 @@ class Trainer : detail::CheckedPolicies<Policies...> {
   /// written atomically. Collective. Throws CheckpointError, also if the optimizer has no Python counterpart,
   /// and UsageError inside a step.
   ///
-  /// The file holds neither generators nor the position in the data: call it in an EpochCallback or outside of
-  /// `fit`. To resume in C++, use save_checkpoint.
+  /// The file holds neither generators nor the position in the data: call it in an EpochCallback or outside
+  /// of `fit`. To resume in C++, use save_checkpoint.
   void save_state_dict(const std::filesystem::path& path) {
     forbid_in_rank_zero_scope("save_state_dict");
     const detail::CallScope scope("Trainer::save_state_dict");
@@ -222,10 +222,10 @@ class Trainer : detail::CheckedPolicies<Policies...> {
     detail::write_state_dict(checkpointed_run(), precision_, path);
   }
   /// Restores a file of save_state_dict, or one that Python wrote by torch.save with the same keys; "epoch",
-  /// "step" and "scaler" may be missing, and then stay as they are. The next `fit` starts with the first batch
-  /// of the epoch after the completed ones. Call it before `fit`. Collective. Throws UsageError inside `fit`.
-  /// Throws CheckpointError, which names every missing, unexpected and misshapen entry; the model is then
-  /// unchanged, but the optimizer may have changed.
+  /// "step" and "scaler" may be missing, and then stay as they are. The next `fit` starts with the first
+  /// batch of the epoch after the completed ones. Call it before `fit`. Collective. Throws UsageError inside
+  /// `fit`. Throws CheckpointError, which names every missing, unexpected and misshapen entry; the model is
+  /// then unchanged, but the optimizer may have changed.
   void load_state_dict(const std::filesystem::path& path) {
     forbid_in_rank_zero_scope("load_state_dict");
     const detail::CallScope scope("Trainer::load_state_dict");

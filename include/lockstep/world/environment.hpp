@@ -35,16 +35,16 @@ struct LaunchedRank {
   std::optional<int> host_cores = {};
 };
 
-/// Returns this process's place, or std::nullopt if its launcher did not start this process or started it alone. Throws UsageError
-/// for variables that contradict each other. A program's own source reads the variables of a launcher that
-/// lockstep does not know; see LaunchOptions::rank_source.
+/// Returns this process's place, or std::nullopt if its launcher did not start this process or started it
+/// alone. Throws UsageError for variables that contradict each other. A program's own source reads the
+/// variables of a launcher that lockstep does not know; see LaunchOptions::rank_source.
 using RankSource = std::function<std::optional<LaunchedRank>(const Variables&)>;
 
 /// Returns the rank that Slurm's srun assigned, from SLURM_PROCID and the other variables of a step of
 /// several tasks. The store is on the first host of SLURM_STEP_NODELIST, or at MASTER_ADDR, at a port that
-/// follows from job and step. Returns std::nullopt in a step of one task, whose process may start ranks itself.
-/// Throws UsageError inside a batch script or an allocation of several tasks if srun did not start this
-/// process.
+/// follows from job and step. Returns std::nullopt in a step of one task, whose process may start ranks
+/// itself. Throws UsageError inside a batch script or an allocation of several tasks if srun did not start
+/// this process.
 std::optional<LaunchedRank> rank_of_slurm(const Variables& variables);
 
 /// Returns the rank that the mpirun of Open MPI assigned, from OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE and
@@ -58,8 +58,8 @@ std::optional<LaunchedRank> rank_of_open_mpi(const Variables& variables);
 std::optional<LaunchedRank> rank_of_pmi(const Variables& variables);
 
 /// Returns the place that Open MPI, PMI or Slurm assigned. The inner launcher wins: mpirun and mpiexec start
-/// their helpers by srun. Throws UsageError under a PMIx launcher (`prun`) that sets PMIX_RANK and none of these
-/// variables, since PMIx has no variable for the number of ranks.
+/// their helpers by srun. Throws UsageError under a PMIx launcher (`prun`) that sets PMIX_RANK and none of
+/// these variables, since PMIx has no variable for the number of ranks.
 std::optional<LaunchedRank> launched_rank(const Variables& variables);
 
 /// This process's place in the run, read from the environment variables of torchrun, srun, mpirun or mpiexec.
@@ -110,19 +110,20 @@ std::optional<int> integer_variable(const Variables& variables, const char* name
 /// Returns LOCKSTEP_TIMEOUT, the timeout of collectives in seconds, std::nullopt if it is unset. Throws
 /// UsageError if it is below 1.
 std::optional<int> timeout_variable(const Variables& variables);
-/// Returns LOCKSTEP_HEARTBEAT_TIMEOUT in seconds, std::nullopt if it is unset; see heartbeat_timeout(). Throws
-/// UsageError if it is below 1.
+/// Returns LOCKSTEP_HEARTBEAT_TIMEOUT in seconds, std::nullopt if it is unset; see heartbeat_timeout().
+/// Throws UsageError if it is below 1.
 std::optional<int> heartbeat_timeout_variable(const Variables& variables);
 
 /// Returns LOCKSTEP_RENDEZVOUS, or a URL from MASTER_ADDR and MASTER_PORT. If neither is set, throws
 /// UsageError if `needed`, else returns an empty string.
 std::string rendezvous_url(const Variables& variables, bool needed);
 
-/// Returns what determines rendezvous_url(with_launched_rank(given, found)), see Environment::rendezvous_origin.
+/// Returns what determines rendezvous_url(with_launched_rank(given, found)), see
+/// Environment::rendezvous_origin.
 std::string rendezvous_origin(const Variables& given, const std::optional<LaunchedRank>& found);
 
-/// Returns `variables` without Slurm's job in a batch script, which is no rank itself: a number of processes that
-/// the program gives is for the script's host alone.
+/// Returns `variables` without Slurm's job in a batch script, which is no rank itself: a number of processes
+/// that the program gives is for the script's host alone.
 Variables without_batch_job(const Variables& variables);
 
 /// Returns the place that `source` finds, std::nullopt if RANK or LOCAL_RANK is set or WORLD_SIZE is 1:

@@ -66,8 +66,8 @@ class World {
   /// ends this process with one line. Throws UsageError for inconsistent variables.
   ///
   /// Threads: under srun, mpirun or mpiexec without OMP_NUM_THREADS and MKL_NUM_THREADS, the first call sets
-  /// LibTorch's number of threads (at::set_num_threads) to the cores of the launcher on this host divided by its
-  /// ranks there, at most the cores that this process may run on.
+  /// LibTorch's number of threads (at::set_num_threads) to the cores of the launcher on this host divided by
+  /// its ranks there, at most the cores that this process may run on.
   LOCKSTEP_PROCESS_WIDE static World from_environment(const RankSource& source = launched_rank);
 
   /// Returns the world of `size` ranks that rendezvous at `url`: tcp://host:port, hosted by rank 0, or
@@ -94,17 +94,18 @@ class World {
   [[nodiscard]] std::string address_to_others() const;
 
   /// Returns the key-value store of the rendezvous. Collective: the first call blocks until every rank has
-  /// joined, at most LOCKSTEP_RENDEZVOUS_TIMEOUT seconds (default: 300) from the start of the connection. Rank 0
-  /// then writes one line to stderr if torchrun, srun, mpirun or mpiexec has started the run, or if it has
-  /// several hosts: the ranks, their hosts, the launcher, the rendezvous and the threads. LOCKSTEP_LOG_LEVEL=debug
-  /// writes it for every run, LOCKSTEP_LOG_LEVEL=warning for none. The same timeout applies to each call on the store. Throws RendezvousError that names missing ranks, ranks
-  /// that disagree on the world size, or two processes with one rank; PeerError if a rank fails meanwhile.
+  /// joined, at most LOCKSTEP_RENDEZVOUS_TIMEOUT seconds (default: 300) from the start of the connection.
+  /// Rank 0 then writes one line to stderr if torchrun, srun, mpirun or mpiexec has started the run, or if it
+  /// has several hosts: the ranks, their hosts, the launcher, the rendezvous and the threads.
+  /// LOCKSTEP_LOG_LEVEL=debug writes it for every run, LOCKSTEP_LOG_LEVEL=warning for none. The same timeout
+  /// applies to each call on the store. Throws RendezvousError that names missing ranks, ranks that disagree
+  /// on the world size, or two processes with one rank; PeerError if a rank fails meanwhile.
   /// Counterpart: torch.distributed.Store.
   [[nodiscard]] detail::StorePtr store() const;
 
   /// Opens a second, independent connection to the store, for a thread that must not block on the first one.
-  /// The connection and each call on it time out after `timeout`. Does not wait for other ranks to join. Throws
-  /// RendezvousError.
+  /// The connection and each call on it time out after `timeout`. Does not wait for other ranks to join.
+  /// Throws RendezvousError.
   [[nodiscard]] detail::StorePtr connect_again(
       std::chrono::milliseconds timeout = std::chrono::seconds(10)) const;
 
@@ -199,8 +200,8 @@ class World {
   // host reaches the others.
   void place_ranks(c10d::Store& side, const detail::Rendezvous& joined) const;
 
-  // Writes one line about the run to stderr on rank 0: at level info if a launcher other than `launch` started
-  // the ranks or if they are on several hosts, at level debug otherwise.
+  // Writes one line about the run to stderr on rank 0: at level info if a launcher other than `launch`
+  // started the ranks or if they are on several hosts, at level debug otherwise.
   void announce_run(c10d::Store& side) const;
 
   [[nodiscard]] LocalPlace local_place() const;

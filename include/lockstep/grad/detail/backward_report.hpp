@@ -32,8 +32,8 @@ BackwardReport deserialize_report(const std::string& bytes);
 std::string parameter_list(const std::vector<std::size_t>& indices,
                            std::span<const ParameterEntry> parameters);
 
-/// Describes the failures of all ranks, in equal words on every rank. `outcome` states what a failure that not
-/// every rank has learned of at once leaves behind.
+/// Describes the failures of all ranks, in equal words on every rank. `outcome` states what a failure that
+/// not every rank has learned of at once leaves behind.
 std::string failure_text(const std::vector<BackwardReport>& reports,
                          std::span<const ParameterEntry> parameters, const RankNames& name_of,
                          std::string_view outcome = {});
@@ -50,7 +50,8 @@ std::vector<BackwardReport> gather_reports(C& comm, const BackwardReport& mine) 
 /// Returns the `outcome` of a failure that was found after `backward`, counted from 1, had returned.
 std::string late_outcome(std::size_t backward);
 
-/// Throws PeerError on a rank whose backward did not throw while that of another rank did, else GradientError.
+/// Throws PeerError on a rank whose backward did not throw while that of another rank did, else
+/// GradientError.
 [[noreturn]] void throw_failure(const std::vector<BackwardReport>& reports, const BackwardReport& mine,
                                 const std::string& text);
 
@@ -66,8 +67,8 @@ void throw_reported_failure(C& comm, const BackwardReport& mine, std::span<const
   throw_failure(reports, mine, failure_text(reports, parameters, RankNames(comm)));
 }
 
-/// The same for reports of a `backward`, counted from 1, that has returned on the ranks without a report. Also a
-/// no-op if every rank has a report, since every rank has thrown its own.
+/// The same for reports of a `backward`, counted from 1, that has returned on the ranks without a report.
+/// Also a no-op if every rank has a report, since every rank has thrown its own.
 template <Gathering C>
 void throw_late_failure(C& comm, const BackwardReport& mine, std::span<const ParameterEntry> parameters,
                         std::size_t backward) {

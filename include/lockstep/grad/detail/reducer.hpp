@@ -54,8 +54,8 @@ LOCKSTEP_PROCESS_WIDE inline OpenBackwards& open_backwards_here() {
   thread_local OpenBackwards here;
   return here;
 }
-/// Returns the number of reducers of a rank in this process after adding `more`. A process is one rank, except
-/// in programs whose ranks are threads.
+/// Returns the number of reducers of a rank in this process after adding `more`. A process is one rank,
+/// except in programs whose ranks are threads.
 LOCKSTEP_PROCESS_WIDE inline int reducers_alive(int rank, int more = 0) {
   static auto& mutex = *new std::mutex();
   static auto& alive = *new std::map<int, int>();
@@ -144,10 +144,11 @@ struct Contribution {
 /// launches: a rank whose backward throws poisons that bucket with NaN, so all ranks see the failure in the
 /// same iteration.
 ///
-/// On a device the host does not wait for the check of the buckets. The next reduction, or `settle()`, reads it:
-/// the same call on every rank, since the ranks then exchange their reports. A rank that has failed throws at
-/// once, and takes part in that exchange. The first reductions, whose outcome the ranks need to build the same
-/// buckets, are checked at once, as are those that block the host anyway and those of a loss over several models.
+/// On a device the host does not wait for the check of the buckets. The next reduction, or `settle()`, reads
+/// it: the same call on every rank, since the ranks then exchange their reports. A rank that has failed
+/// throws at once, and takes part in that exchange. The first reductions, whose outcome the ranks need to
+/// build the same buckets, are checked at once, as are those that block the host anyway and those of a loss
+/// over several models.
 ///
 /// The hooks point to this object, so it does not move. It belongs to one thread, as a model does; only the
 /// hooks run on the autograd engine's threads.
@@ -244,8 +245,8 @@ class Reducer {
       auto joined = std::exchange(inside.calls.joined, {});
       std::sort(joined.begin(), joined.end(), [](const auto& a, const auto& b) { return a.made < b.made; });
       // A failed reduction of this model has failed on every rank, and a rank may have failed before it
-      // reached the other models: no rank reduces them. From the first such loss on, therefore, no rank learns
-      // of a failure late; see leave_unread for the first.
+      // reached the other models: no rank reduces them. From the first such loss on, therefore, no rank
+      // learns of a failure late; see leave_unread for the first.
       shares_loss_ = shares_loss_ || (reduces && !joined.empty());
       for (const JoinedReduction& other : joined)
         end([&] { reduces&& first ? other.abandon(other.reducer) : other.close(other.reducer, thrown); });
@@ -266,8 +267,8 @@ class Reducer {
     no_sync_depth = depth;
   }
 
-  /// Blocks until the checks of all reductions are complete, and throws on every rank if the backward of a rank
-  /// has failed and the others have not learned of it. Collective.
+  /// Blocks until the checks of all reductions are complete, and throws on every rank if the backward of a
+  /// rank has failed and the others have not learned of it. Collective.
   void settle() {
     if (!unread_ || CaptureScope::active()) return;
     Unread unread = std::move(*unread_);
@@ -477,8 +478,9 @@ class Reducer {
     });
   }
 
-  /// Ends the reduction. Collective. Launches every bucket even after a failure, so that no peer waits for one.
-  /// Throws `failure`, or the error that other ranks report. Blocks the host unless the reduction is checked late.
+  /// Ends the reduction. Collective. Launches every bucket even after a failure, so that no peer waits for
+  /// one. Throws `failure`, or the error that other ranks report. Blocks the host unless the reduction is
+  /// checked late.
   void close(const std::exception_ptr& failure) {
     const c10::NoGradGuard no_grad;
     RECORD_FUNCTION("lockstep::finish_reduction", std::vector<c10::IValue>());

@@ -337,11 +337,11 @@ class BucketReduction {
   }
 
   /// Waits for all collectives of the reduction. Stream-ordered, but blocks the host after a local failure
-  /// and to read flags. Returns false if no rank can have poisoned a bucket or flagged a failure. With `late`,
-  /// launches the check of the buckets on a device into `late` and leaves the reading to the caller, unless the
-  /// host has found a failure before. Throws TimeoutError that names the bucket, or the CommunicationError of a
-  /// collective. An error of the hook aborts the communicator and is thrown, unless the usage exchange reports
-  /// it; then `hook_error` returns it.
+  /// and to read flags. Returns false if no rank can have poisoned a bucket or flagged a failure. With
+  /// `late`, launches the check of the buckets on a device into `late` and leaves the reading to the caller,
+  /// unless the host has found a failure before. Throws TimeoutError that names the bucket, or the
+  /// CommunicationError of a collective. An error of the hook aborts the communicator and is thrown, unless
+  /// the usage exchange reports it; then `hook_error` returns it.
   bool wait(const std::exception_ptr& failure, std::size_t iteration, BucketCheck* late) {
     // After a local failure the peers get two seconds to join and learn of it. The error must not be delayed
     // longer.

@@ -112,8 +112,8 @@ class TrainingStep {
   ///
   /// An error of the data or the loss on this rank is reported to the other ranks, whose step throws too
   /// instead of waiting. The communicator stays usable after a loss that threw, unless the model itself is
-  /// collective, the other ranks take more than two seconds to reach their backward, or they learn of a failed
-  /// backward late (DistributedDataParallel::checks_late). It is aborted after other failures.
+  /// collective, the other ranks take more than two seconds to reach their backward, or they learn of a
+  /// failed backward late (DistributedDataParallel::checks_late). It is aborted after other failures.
   template <class Source, class Loss, class... Extras, class... Callbacks>
   double run(Source& source, Loss& loss, const StepPosition& position, std::tuple<Extras...>& extras,
              Callbacks&... callbacks) try {
@@ -200,8 +200,8 @@ class TrainingStep {
           host_value(sum), module));
   }
 
-  // Aborts the communicator with the error that is being handled if the other ranks learn of it only in their next
-  // step: this rank leaves the Trainer, and takes part in no step.
+  // Aborts the communicator with the error that is being handled if the other ranks learn of it only in their
+  // next step: this rank leaves the Trainer, and takes part in no step.
   void abort_if_checked_late() {
     if (ddp_.checks_late() && !every_rank_throws(comm_)) abort_for_others(comm_);
   }

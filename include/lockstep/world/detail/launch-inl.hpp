@@ -155,8 +155,9 @@ inline std::vector<std::string> own_arguments() {
 
 LOCKSTEP_PROCESS_WIDE inline int spawn_calls = 0;
 
-/// Throws UsageError if a launcher has started this process as one of several ranks, each of which would spawn
-/// `nproc` processes. RANK and WORLD_SIZE set by hand may number hosts, as in Python's programs with mp.spawn.
+/// Throws UsageError if a launcher has started this process as one of several ranks, each of which would
+/// spawn `nproc` processes. RANK and WORLD_SIZE set by hand may number hosts, as in Python's programs with
+/// mp.spawn.
 inline void require_no_launcher(int nproc, const Variables& given = process_variable) {
   const auto variables = without_batch_job(given);
   const auto found = find_launched_rank(variables, launched_rank);

@@ -125,11 +125,12 @@ inline Resolved resolve(const std::string& host, int port, int flags = 0) {
   return result;
 }
 
-/// The time within which the name of the master host must be resolved: the resolver asks its second name server
-/// after 5 s.
+/// The time within which the name of the master host must be resolved: the resolver asks its second name
+/// server after 5 s.
 inline constexpr std::chrono::milliseconds lookup_timeout{7000};
 
-/// Resolves a name within `timeout`, whether or not a name server answers. Repeats a lookup that fails temporarily.
+/// Resolves a name within `timeout`, whether or not a name server answers. Repeats a lookup that fails
+/// temporarily.
 inline Resolved resolve_within(const std::string& host, int port, std::chrono::milliseconds timeout) {
   if (auto numeric = resolve(host, port, AI_NUMERICHOST); numeric.status == 0) return numeric;
   struct Shared {
@@ -191,8 +192,8 @@ struct Listener {
 /// The loopback, if `host` names it explicitly (127.0.0.1, ::1, localhost); otherwise the address of this
 /// host that `host` resolves to. All interfaces, if `host` resolves to several addresses, to none of this
 /// host's, or is a name for the loopback, as in Debian's "127.0.1.1 nodeA": other hosts resolve such a name
-/// to another address. choose_bind throws RendezvousError for a name that cannot be resolved, unless it is this
-/// host's own.
+/// to another address. choose_bind throws RendezvousError for a name that cannot be resolved, unless it is
+/// this host's own.
 struct BindChoice {
   std::vector<SocketAddress> address;  // one or none
   bool host_is_elsewhere = false;

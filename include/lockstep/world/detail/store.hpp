@@ -48,8 +48,8 @@ namespace lockstep::detail {
 /// timeout of zero means no timeout, as in c10d.
 class StoreClient : public ClonableStore {
  public:
-  /// Connects within `timeout`, which is also the timeout of each call. The client keeps `hosted` alive. Throws
-  /// RendezvousError.
+  /// Connects within `timeout`, which is also the timeout of each call. The client keeps `hosted` alive.
+  /// Throws RendezvousError.
   StoreClient(
       StoreEndpoint endpoint, std::chrono::milliseconds timeout,
       const StoreConnection::Waiting& waiting = [](const std::string&) {},
@@ -354,8 +354,8 @@ inline StorePtr open_file_store(const std::string& path, int size) {
   return c10::make_intrusive<c10d::FileStore>(path, size);
 }
 
-/// Opens the store of `env` within `timeout`. Rank 0 hosts it unless a launcher does. Calls `waiting` with the
-/// reason while the store cannot be opened.
+/// Opens the store of `env` within `timeout`. Rank 0 hosts it unless a launcher does. Calls `waiting` with
+/// the reason while the store cannot be opened.
 inline Rendezvous join_rendezvous(
     const Environment& env, std::chrono::milliseconds timeout,
     const StoreConnection::Waiting& waiting = [](const std::string&) {}) {
@@ -490,9 +490,9 @@ inline void sign_in(c10d::Store& store, const Environment& env, const std::strin
     store.compareSet(store_keys::outcome, {}, to_bytes("complete"));
 }
 
-/// Signs in at a store at the rank 0 address on another host, if there is one: it belongs to another process that
-/// has the rank 0, and both runs are refused by names. If that address leads to this rank's own store, as the
-/// forwarded port of a container does, this is a no-op.
+/// Signs in at a store at the rank 0 address on another host, if there is one: it belongs to another process
+/// that has the rank 0, and both runs are refused by names. If that address leads to this rank's own store,
+/// as the forwarded port of a container does, this is a no-op.
 inline void refuse_other_rank_zero(const Environment& env, const std::string& address) {
   const auto url = parse_rendezvous(env.rendezvous);
   c10::intrusive_ptr<StoreClient> other;
@@ -554,8 +554,8 @@ struct Failure {
     return {*rank, false, published.substr(colon + 2)};
   }
 
-  /// Returns how the errors of other ranks name the failure: "rank 3 failed first: reason", or "rank 3 has left
-  /// ..." of a rank that ended before the others.
+  /// Returns how the errors of other ranks name the failure: "rank 3 failed first: reason", or "rank 3 has
+  /// left ..." of a rank that ended before the others.
   [[nodiscard]] std::string sentence() const {
     const bool left = text.starts_with("has left ") || text.starts_with("has ended ");
     return detail::formatted("{}{} {}",

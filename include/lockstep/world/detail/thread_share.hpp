@@ -58,8 +58,8 @@ inline int thread_share(int own_cores, int host_cores, int ranks) {
 }
 
 /// Returns the number of threads of this rank under srun, mpirun or mpiexec, std::nullopt if they are not for
-/// lockstep to set: OMP_NUM_THREADS or MKL_NUM_THREADS is set, another launcher started the rank, or the number
-/// of ranks of this host is unknown.
+/// lockstep to set: OMP_NUM_THREADS or MKL_NUM_THREADS is set, another launcher started the rank, or the
+/// number of ranks of this host is unknown.
 inline std::optional<int> launched_threads(const Environment& env,
                                            const Variables& variables = process_variable) {
   if (env.launcher.empty() || env.launcher == "torchrun" || env.launcher == "--nproc" || !env.launched ||

@@ -47,8 +47,8 @@ struct FailureHooks {
   std::function<std::optional<int>(int rank)> end_of;
   /// Publishes that this process exits. May block.
   std::function<void(int code)> exits;
-  /// Returns a text that names the different public calls which two ranks are in, empty if they are in the same.
-  /// May block.
+  /// Returns a text that names the different public calls which two ranks are in, empty if they are in the
+  /// same. May block.
   std::function<std::string()> different_calls;
 };
 LOCKSTEP_PROCESS_WIDE inline FailureHooks failure_hooks;
@@ -239,8 +239,8 @@ LOCKSTEP_PROCESS_WIDE inline void announce_exit() {
   });
 }
 
-/// Replaces the text of an exception that Gloo throws on a thread of its own, when it receives data of another
-/// size than it expects, by the different calls of the ranks if they are in different ones.
+/// Replaces the text of an exception that Gloo throws on a thread of its own, when it receives data of
+/// another size than it expects, by the different calls of the ranks if they are in different ones.
 inline void name_calls(FailureReport& report) noexcept try {
   if (report.text.find("op.preamble") == std::string::npos || !failure_hooks.different_calls) return;
   const auto calls = std::make_shared<std::promise<std::string>>();
