@@ -94,30 +94,34 @@ TEST_CASE("a check names the culprit where a hook spreads what is not finite ove
   check_nan_of_last_rank<lockstep::QuantizedHook>();
 }
 
-TEST_CASE("a loss that throws on one rank is told to the others, and the next run is a good one") {
+TEST_CASE(
+    "a loss or a backward that throws on one rank is told to the others, and the next run is a good one") {
   const auto& world = test_world();
   const int culprit = world.size() - 1;
   const std::int64_t accumulate = GENERATE(1, 3);
   const bool counted = GENERATE(false, true);
-  CAPTURE(accumulate, counted);
+  const bool in_backward = GENERATE(false, true);
+  CAPTURE(accumulate, counted, in_backward);
   lockstep::Trainer trainer{
       world, {.batch_size = 2, .accumulate = accumulate, .progress = false}, tanh_network(1, 3, 5)};
   int calls = 0;
   bool bad = true;
-  const auto throwing = [&] {
-    if (bad && ++calls == 2 && world.rank() == culprit) throw std::runtime_error("no such picture");
+  // The second micro-batch of the culprit throws; where three are accumulated, the reduction comes after it.
+  const auto loss = [&](Sequential& model, const auto& batch) {
+    const bool throws = bad && ++calls == 2 && world.rank() == culprit;
+    if (throws && !in_backward) throw std::runtime_error("no such picture");
+    auto error = squared_error(model, batch);
+    if (throws)
+      error.register_hook([](at::Tensor) -> at::Tensor { throw std::runtime_error("no such picture"); });
+    return error;
   };
   const auto data = curve(12 * world.size());
   const auto fit = [&] {
     if (counted)
       return trainer.fit(data, [&](Sequential& model, const auto& batch) {
-        throwing();
-        return lockstep::Mean{squared_error(model, batch), 2};
+        return lockstep::Mean{loss(model, batch), 2};
       });
-    return trainer.fit(data, [&](Sequential& model, const auto& batch) {
-      throwing();
-      return squared_error(model, batch);
-    });
+    return trainer.fit(data, loss);
   };
   if (world.rank() == culprit) {
     CHECK_THROWS_WITH(fit(), ContainsSubstring("no such picture"));

@@ -220,7 +220,8 @@ class TrainingStep {
       ddp_.fail_backward(std::current_exception(), !weighed);
       abort_if_checked_late();
     };
-    // Under no_sync, gradients and counts are only accumulated.
+    // Under no_sync, gradients and counts are only accumulated, so that an error of this rank's backward is told in
+    // the reduction that the other ranks reach with their last micro-batch.
     const auto backward = [&](const LocalLoss& local) {
       if (local.count == 0) aborting(comm_, [&] { require_finite_empty_sum(local.value); });
       const auto reduce = [&] {
@@ -231,7 +232,8 @@ class TrainingStep {
         else
           all = ddp_.backward_sum(precision_.scale(local.value), local.count);
       };
-      telling_own_error(comm_.size(), reduce, [this] { abort_if_checked_late(); });
+      telling_own_error(comm_.size(), reduce,
+                        [&] { source.last() ? abort_if_checked_late() : tell_in_backward(); });
       end_phase(StepPhase::backward, callbacks...);
     };
     while (auto* batch = aborting(comm_, [&] { return source.next(); })) {
