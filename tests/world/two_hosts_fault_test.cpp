@@ -190,7 +190,7 @@ TEST_CASE("variables that contradict each other end both hosts with exit code 2 
   for (const auto& [variables, text] : std::vector<Case>{
            {{{"RANK", "2"}}, "RANK=2 is out of range: with WORLD_SIZE=2 it must be in 0 to 1"},
            {{{"MASTER_ADDR", ""}},
-            "MASTER_ADDR is not set: the ranks need to know where to meet. Set MASTER_ADDR"},
+            "MASTER_ADDR is not set: the ranks need the address of their rendezvous. Set MASTER_ADDR"},
            {{{"LOCAL_RANK", "1"}, {"LOCAL_WORLD_SIZE", "1"}, {"RANK", "1"}}, "LOCAL_RANK=1 is out of range"},
            {{{"RANK", ""}, {"OMPI_COMM_WORLD_RANK", "0"}, {"OMPI_COMM_WORLD_SIZE", "3"}},
             "WORLD_SIZE=2 contradicts mpirun of Open MPI, which has started 3 processes: unset WORLD_SIZE"},
