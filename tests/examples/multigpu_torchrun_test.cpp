@@ -157,7 +157,7 @@ TEST_CASE(
   const auto root = damaged.error.find("Root Cause");
   REQUIRE(root != std::string::npos);
   CHECK_THAT(damaged.error.substr(root),
-             ContainsSubstring("lockstep::CheckpointError: could not resume from 'snapshot.pt'"));
+             ContainsSubstring("lockstep::UsageError: --snapshot_path: could not resume from 'snapshot.pt'"));
 }
 
 TEST_CASE("a damaged snapshot and a path that cannot be written are errors that name the file") {
