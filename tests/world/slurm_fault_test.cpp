@@ -195,6 +195,38 @@ TEST_CASE("the tutorial's batch script runs its elastic demo on two hosts") {
               "SLURM_STEP_NUM_TASKS), rendezvous at tcp://n1:6") == 1);
 }
 
+TEST_CASE("the batch script of the series starts torchrun on two hosts, which resume from a snapshot") {
+  const Cluster* on = cluster();
+  const char* examples = std::getenv("LOCKSTEP_EXAMPLES");
+  const std::string series = fmt::format("{}/multigpu_torchrun", examples ? examples : ".");
+  const std::string agent = lockstep_test::torchrun();
+  if (on == nullptr || agent.empty()) return;
+  if (access(series.c_str(), X_OK) != 0) {
+    WARN("SKIPPED: no " << series);
+    return;
+  }
+  const auto out = on->folder + "/series.out", snapshot = on->folder + "/series.pt";
+  const auto first = lockstep_test::run({series, "1", "1", "--snapshot_path", snapshot, "--nproc", "2"},
+                                        {{"OMP_NUM_THREADS", "1"}});
+  INFO(first.error);
+  CHECK(first.code == 0);
+  const auto ended =
+      slurm(*on,
+            {"sbatch", "--wait", "--nodes=2", "--gpus-per-task=1", "--cpus-per-task=2", "--output=" + out,
+             std::string(LOCKSTEP_SOURCE_FOLDER) + "/../../examples/multigpu_torchrun.slurm.sh", series, "2",
+             "1", "--snapshot_path", snapshot},
+            {{"RDZV_PORT", std::to_string(lockstep_test::free_port())},
+             {"PATH", agent.substr(0, agent.rfind('/')) + ":" + std::getenv("PATH")}});
+  const auto all = content(out);
+  INFO(ended.error << all);
+  CHECK(ended.code == 0);
+  CHECK(count(all, "), started by torchrun (RANK, WORLD_SIZE), rendezvous at tcp://") == 1);
+  CHECK(count(all, "Resuming training from snapshot at Epoch 1\n") == 2);
+  CHECK(count(all, "] Epoch 0 |") == 0);
+  for (int rank : {0, 1})
+    CHECK(count(all, fmt::format("[GPU{}] Epoch 1 | Batchsize: 32 | Steps: 32\n", rank)) == 1);
+}
+
 TEST_CASE("a task of srun that fails ends the others") {
   const Cluster* on = cluster();
   if (on == nullptr) return;
