@@ -170,6 +170,8 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer,
   void save(torch::serialize::OutputArchive& archive) const override {
     read_full_state([&](torch::optim::Optimizer& whole) { whole.save(archive); });
   }
+  /// Calls `read` with the inner optimizer, which meanwhile holds all groups and states. Not collective.
+  /// Throws as `save`.
   void read_full_state(const Access& read) const override {
     if (!consolidated_)
       throw CheckpointError(
@@ -197,6 +199,8 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer,
   void load(torch::serialize::InputArchive& archive) override {
     write_full_state([&](torch::optim::Optimizer& whole) { whole.load(archive); });
   }
+  /// Calls `write` with the inner optimizer, which meanwhile holds all groups, and keeps this rank's shard of
+  /// the states that `write` leaves there. Not collective.
   void write_full_state(const Access& write) override {
     forget_gathered();
     {
