@@ -1,10 +1,11 @@
 #pragma once
 
-// All code that depends on the version of LibTorch. The rest of lockstep is written so that
-// each version compiles and computes the same: it divides sums where Gloo has averages only since 2.13
-// (native() in comm/detail/tensor_lists.hpp), sets the options of an optimizer's groups where 2.15 replaces
-// them by defaults (keep_options() in optim/detail/optimizer.hpp), and reads elements by const_data()
-// (const_data.hpp). packaging/torch_matrix.py builds and runs a program with each version.
+// A declaration that only some versions of LibTorch have. Other differences are met where they occur, by code
+// that is right with each version: sums are divided, since Gloo has averages only since 2.13 (native() in
+// comm/detail/tensor_lists.hpp); the options of an optimizer's groups are set again, since 2.15 replaces them
+// by defaults (keep_options() in optim/detail/optimizer.hpp); elements are read by const_data()
+// (const_data.hpp). libtorch_required.hpp refuses versions before 2.6. packaging/torch_matrix.py builds and
+// runs a program with each version.
 
 #include "lockstep/detail/libtorch_required.hpp"
 
