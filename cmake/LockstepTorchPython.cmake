@@ -45,6 +45,17 @@ function(lockstep_torch_install_python folder wanted out)
     message(STATUS "lockstep: installed the Python package torch ${LOCKSTEP_TORCH_NEWEST}: ${bytes} bytes on disk, "
       "${seconds} s")
     file(TOUCH ${target}/complete)
+  elseif(NOT LOCKSTEP_SAFETENSORS_CHECKED)
+    # An environment from before safetensors was installed with it. Checked once for a build folder.
+    execute_process(COMMAND ${target}/bin/python -c "import safetensors" RESULT_VARIABLE result OUTPUT_QUIET ERROR_QUIET)
+    if(NOT result EQUAL 0)
+      execute_process(COMMAND ${target}/bin/python -m pip --disable-pip-version-check install --retries 0 safetensors
+        RESULT_VARIABLE result OUTPUT_QUIET ERROR_QUIET)
+      if(NOT result EQUAL 0)
+        message(STATUS "lockstep: the Python package safetensors could not be installed into ${target}: its files are not compared")
+      endif()
+    endif()
+    set(LOCKSTEP_SAFETENSORS_CHECKED TRUE CACHE INTERNAL "safetensors was looked for in lockstep's own Python environment")
   endif()
   file(GLOB package ${target}/lib/python3*/site-packages/torch)
   set(${out} "${package}" PARENT_SCOPE)
