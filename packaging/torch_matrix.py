@@ -4,7 +4,8 @@ usage: torch_matrix.py [--cache FOLDER] [--cxx COMPILER] [--write FILE] [VERSION
 
 Each version's `torch` package comes from PyPI with pip, for the machine that the script runs on: its CPU parts are unpacked
 into FOLDER (about 500 MB each, kept for the next run), as cmake/LockstepTorchInstall.cmake does for the newest version.
-lockstep is installed once; the program is packaging/conan/test_package, which finds both. --write replaces the table that
+lockstep is installed once; the program is packaging/conan/test_package, which finds both. A file that includes
+lockstep/lockstep.hpp is compiled as well. --write replaces the table that
 follows the line <!-- torch_matrix.py --> in FILE. The exit code is 1 if a version failed.
 """
 
@@ -95,6 +96,7 @@ def try_version(version: str, arguments: argparse.Namespace) -> tuple[str, str]:
         *(f"-DCMAKE_PREFIX_PATH={prefix}", f"-DTorch_ROOT={torch}"),
     )
     run("cmake", "--build", build, "--target", "program")
+    run("cmake", "--build", build, "--target", "all_headers")
     output = run(build / "program", "--nproc", 2, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=120)
     result = re.search(r"2 ranks, their gradients are equal", output)
     if not result:
