@@ -240,7 +240,7 @@ if (last) {
       const worst = times.reduce((best, one, i) => (one.lateness > times[best].lateness ? i : best), 0);
       card("Stragglers (epoch " + last.epoch + ")", true,
         node("p", {}, "The rank with the latest gradients delays the others. Rank " + run.ranks[worst].rank + " was last in " + times[worst].last +
-          " of " + steps + " steps, by " + ms(times[worst].lateness / Math.max(1, times[worst].last)) + " ms on average."),
+          " of " + (steps < Math.max(...last.ranks.map((one) => one.steps)) ? "the " + steps + " steps that were kept" : steps + " steps") + ", by " + ms(times[worst].lateness / Math.max(1, times[worst].last)) + " ms on average."),
         table(["rank", "host", "busy per step, ms", "last in steps", "share of steps, %", "late by, mean ms", "late by, most ms"],
           run.ranks.map((rank, i) => [String(rank.rank), rank.host, ms(last.ranks[i].steps ? last.ranks[i].busy / last.ranks[i].steps : 0), String(times[i].last),
             (100 * times[i].last / steps).toFixed(0), times[i].last ? ms(times[i].lateness / times[i].last) : "", times[i].last ? ms(times[i].most) : ""])),
