@@ -156,6 +156,23 @@ TEST_CASE("a file that cannot be written is warned of once and stops nothing") {
   CHECK_THROWS_AS(lockstep::CsvLog(world, folder / "a", {.every = 0}), lockstep::UsageError);
 }
 
+TEST_CASE("a TensorBoard whose folder cannot be written is warned of once and stops nothing") {
+  const auto& world = test_world();
+  const TemporaryFolder folder;
+  const auto to = folder.write("file", "") / "board";
+  const auto warnings = written(2, [&] {
+    ReportTrainer trainer{world, short_run(2)};
+    lockstep::TensorBoard board{world, to};
+    const auto report = trainer.fit(three_classes(32), cross_entropy_of, board);
+    board.add_scalar("a", 1, 2);
+    CHECK(report.step == 16 / world.size());
+  });
+  INFO(warnings);
+  const std::size_t writers = world.rank() == 0 ? 1 : 0;
+  CHECK(count_of(warnings, "could not write '" + to.string()) == writers);
+  CHECK(count_of(warnings, "\n") == writers);
+}
+
 TEST_CASE("a row of which the disk took a part is cut off again") {
   const lockstep::World alone;
   const TemporaryFolder folder;
