@@ -125,6 +125,24 @@ TEST_CASE("load_state_dict accepts module. if all names have it, and converts dt
                                           ContainsSubstring("unexpected \"module.hidden.weight\""));
 }
 
+TEST_CASE("a model whose only child is called module is loaded from its own names and from Python's DDP") {
+  struct OnlyChild : torch::nn::Module {
+    OnlyChild() { register_module("module", torch::nn::Linear(2, 3)); }
+  };
+  const OnlyChild saved;
+  for (const char* prefix : {"", "module."}) {
+    INFO(prefix);
+    OnlyChild model;
+    lockstep::load_state_dict(model, lockstep::state_dict(saved, prefix));
+    CHECK(equal(lockstep::state_dict(saved), lockstep::state_dict(model)));
+  }
+  OnlyChild model;
+  auto entries = lockstep::state_dict(saved, "module.");
+  entries[1].name = "module.module.other";
+  CHECK_THAT(text_of<lockstep::CheckpointError>([&] { lockstep::load_state_dict(model, entries); }),
+             ContainsSubstring("unexpected \"module.module.weight\", \"module.module.other\""));
+}
+
 TEST_CASE("missing, unexpected and misshapen entries are refused together, and the model is unchanged") {
   TinyNet saved, model;
   const auto before = model->norm->weight.clone();
@@ -319,6 +337,15 @@ TEST_CASE("a trainer's file of state dicts holds the run, and one without a part
   CHECK_THAT(refused("step", c10::IValue(1.5)), ContainsSubstring("an entry \"step\" that is no int"));
   CHECK_THAT(refused("model", file.at("scaler")), ContainsSubstring("no tensors: "));
   CHECK_THAT(refused("scaler", file.at("model")), ContainsSubstring("GradScaler has no float \"scale\""));
+  auto both = file.copy();
+  both.insert_or_assign("model", lockstep::dict_of(lockstep::StateDict()));
+  auto no_groups = file.at("optimizer").toGenericDict().copy();
+  no_groups.insert_or_assign("param_groups", c10::impl::GenericList(c10::AnyType::get()));
+  both.insert_or_assign("optimizer", no_groups);
+  lockstep::torch_save(c10::IValue(both), folder / "both.pt");
+  CHECK_THAT(text_of<lockstep::CheckpointError>([&] { loaded.load_state_dict(folder / "both.pt"); }),
+             ContainsSubstring("missing \"hidden.weight\"") &&
+                 ContainsSubstring("it has 0 parameter groups, the optimizer 1"));
   lockstep::torch_save(c10::IValue("text"), folder / "text.pt");
   CHECK_THAT(text_of<lockstep::CheckpointError>([&] { loaded.load_state_dict(folder / "text.pt"); }),
              ContainsSubstring("text.pt holds no dict"));

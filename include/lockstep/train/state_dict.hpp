@@ -12,6 +12,7 @@
 
 #include "lockstep/comm/agreement.hpp"
 #include "lockstep/comm/communicator.hpp"
+#include "lockstep/comm/detail/served_call.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/grad/model.hpp"
 #include "lockstep/precision/precision.hpp"
@@ -67,6 +68,17 @@ IncompatibleKeys load_state_dict(M model, const Entries& entries, const LoadStat
   return load_state_dict(static_cast<torch::nn::Module&>(*model), entries, options);
 }
 
+}  // namespace lockstep
+
+namespace lockstep::detail {
+
+/// Throws the error of load_state_dict(model, dict), and changes nothing.
+void check_state_dict(const torch::nn::Module& model, const c10::IValue& dict);
+
+}  // namespace lockstep::detail
+
+namespace lockstep {
+
 /// Returns the state of an optimizer as Python's dict: {"state": {index: {"exp_avg": tensor, ...}},
 /// "param_groups": [{"lr": ..., "params": [index, ...]}, ...]}. The indices count the parameters of all
 /// groups; they are Python's if the groups hold the parameters in the order of Python's `parameters()`, as
@@ -81,8 +93,8 @@ c10::IValue state_dict(const torch::optim::Optimizer& optimizer);
 /// `load`, the implementation (Python's `foreach` and `fused`) and `lr_tensor` stay those of the optimizer.
 /// Entries that learning rate schedulers add, such as "initial_lr", are skipped.
 ///
-/// Throws CheckpointError, which lists every missing, unexpected and misshapen entry, and leaves the
-/// optimizer unchanged.
+/// Throws CheckpointError, which lists every missing, unexpected and misshapen entry, those of the states only
+/// if the groups fit, and leaves the optimizer unchanged.
 /// Counterpart: torch.optim.Optimizer.load_state_dict.
 void load_state_dict(torch::optim::Optimizer& optimizer, const c10::IValue& dict);
 
@@ -128,6 +140,7 @@ c10::IValue torch_load(const std::filesystem::path& path);
 template <Gathering C, class Value>
 void torch_save(const Value& value, const std::filesystem::path& path, C& comm) {
   forbid_in_rank_zero_scope("torch_save");
+  const detail::CallScope scope("torch_save");
   agree_with_rank_zero<CheckpointError>(comm, [&] { torch_save(value, path); });
 }
 
@@ -135,6 +148,7 @@ void torch_save(const Value& value, const std::filesystem::path& path, C& comm) 
 template <Gathering C>
 c10::IValue torch_load(const std::filesystem::path& path, C& comm) {
   forbid_in_rank_zero_scope("torch_load");
+  const detail::CallScope scope("torch_load");
   const std::string bytes = agree_with_rank_zero<CheckpointError>(comm, [&] { return read_file(path); });
   c10::IValue value;
   agree<CheckpointError>(comm, [&] { value = unpickle_state(bytes, path.string()); });

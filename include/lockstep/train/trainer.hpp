@@ -138,7 +138,9 @@ class Trainer : detail::CheckedPolicies<Policies...> {
   EpochReport fit(D&& data, Loss&& loss, Callbacks&&... callbacks) {
     using Checked = detail::CheckedFit<Model, std::remove_reference_t<D>, Loss, Callbacks...>;
     const detail::CallScope scope("Trainer::fit");
-    if constexpr (Checked::good()) return run(data, loss, callbacks...);
+    if constexpr (Types::complete()) {  // otherwise a sentence of CheckedPolicies is the only error
+      if constexpr (Checked::good()) return run(data, loss, callbacks...);
+    }
   }
 
   /// Evaluates the metrics over all samples and ranks, with rank 0's buffers, in the trainer's precision. See
@@ -224,8 +226,9 @@ class Trainer : detail::CheckedPolicies<Policies...> {
   /// Restores a file of save_state_dict, or one that Python wrote by torch.save with the same keys; "epoch",
   /// "step" and "scaler" may be missing, and then stay as they are. The next `fit` starts with the first
   /// batch of the epoch after the completed ones. Call it before `fit`. Collective. Throws UsageError inside
-  /// `fit`. Throws CheckpointError, which names every missing, unexpected and misshapen entry; the model is
-  /// then unchanged, but the optimizer may have changed.
+  /// `fit`. Throws CheckpointError, which names every missing, unexpected and misshapen entry of the model
+  /// and of the optimizer (of its states only if its groups fit); the model is then unchanged, but the
+  /// optimizer may have changed.
   void load_state_dict(const std::filesystem::path& path) {
     forbid_in_rank_zero_scope("load_state_dict");
     const detail::CallScope scope("Trainer::load_state_dict");

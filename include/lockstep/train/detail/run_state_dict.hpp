@@ -3,6 +3,7 @@
 #include <concepts>
 #include <cstdint>
 #include <filesystem>
+#include <string>
 
 #include <ATen/core/Dict.h>
 #include <ATen/core/ivalue.h>
@@ -62,7 +63,17 @@ void read_state_dict(Run run, [[maybe_unused]] Precision& precision, const std::
       return file.at(key).toInt();
     };
     const std::int64_t epoch = number("epoch", run.position.epoch), step = number("step", run.position.step);
-    load_state_dict(run.optimizer, file.at("optimizer"));
+    std::string faults;  // of both, in one error
+    const auto collect = [&faults](const auto& read) {
+      try {
+        read();
+      } catch (const CheckpointError& error) {
+        faults += (faults.empty() ? "" : "; ") + first_line(error);
+      }
+    };
+    collect([&] { check_state_dict(run.model, file.at("model")); });
+    collect([&] { load_state_dict(run.optimizer, file.at("optimizer")); });
+    if (!faults.empty()) throw CheckpointError(faults);
     if constexpr (HasScaler<Precision>)
       if (file.contains("scaler")) {
         GradScaler scaler = precision.scaler();

@@ -494,6 +494,79 @@ class OptimizerReader {
   std::vector<std::string> faults_;
 };
 
+/// What load_state_dict copies, and the names that it skips.
+struct MatchedState {
+  IncompatibleKeys keys;
+  std::vector<std::pair<at::Tensor, at::Tensor>> pairs;  // the model's tensor and the value
+};
+
+/// Returns whether `entries` are of a model inside Python's DistributedDataParallel, which names each
+/// "module.NAME". A model whose only child is called "module" has such names itself: then `entries` are
+/// wrapped if they are its names only without the prefix.
+inline bool is_wrapped(const StateDict& entries, const StateDict& own) {
+  if (!all_have_prefix(entries)) return false;
+  if (!all_have_prefix(own)) return true;
+  std::unordered_set<std::string> names;
+  for (const NamedTensor& tensor : own) names.insert(tensor.name);
+  const auto known = [&](std::size_t prefix) {
+    return std::all_of(entries.begin(), entries.end(),
+                       [&](const NamedTensor& entry) { return names.contains(entry.name.substr(prefix)); });
+  };
+  return !known(0) && known(ddp_prefix.size());
+}
+
+/// Pairs `entries` with the model's tensors. Throws the CheckpointError of load_state_dict.
+inline MatchedState match_state(const torch::nn::Module& model, const StateDict& entries,
+                                const LoadStateDictOptions& options) {
+  StateDict own;
+  each_state(model, "", [&](const std::string& name, const at::Tensor& tensor) {
+    own.push_back({name, tensor});
+  });
+  const bool wrapped = is_wrapped(entries, own);
+  std::unordered_map<std::string, at::Tensor> given;
+  std::vector<std::string> repeated, misshapen;
+  for (const NamedTensor& entry : entries)
+    if (!given.emplace(wrapped ? entry.name.substr(ddp_prefix.size()) : entry.name, entry.tensor).second)
+      repeated.push_back(entry.name);
+
+  MatchedState matched;
+  IncompatibleKeys& keys = matched.keys;
+  auto& pairs = matched.pairs;
+  std::unordered_set<std::string> used;
+  std::string text;
+  for (const NamedTensor& tensor : own) {
+    const auto found = given.find(tensor.name);
+    if (found == given.end()) {
+      keys.missing_keys.push_back(tensor.name);
+      continue;
+    }
+    used.insert(tensor.name);
+    const at::Tensor& value = found->second;
+    if (!value.defined() || value.sizes() != tensor.tensor.sizes() ||
+        !c10::canCast(value.scalar_type(), tensor.tensor.scalar_type()))
+      misshapen.push_back(formatted("\"{}\" is {} in the state dict and {} in the model", tensor.name,
+                                    value.defined() ? describe(value) : "no tensor",
+                                    describe(tensor.tensor)));
+    else
+      pairs.emplace_back(tensor.tensor, value);
+  }
+  for (const NamedTensor& entry : entries)
+    if (!used.contains(wrapped ? entry.name.substr(ddp_prefix.size()) : entry.name))
+      keys.unexpected_keys.push_back(entry.name);
+
+  if (options.strict) {
+    list_names(text, "missing", keys.missing_keys);
+    list_names(text, "unexpected", keys.unexpected_keys);
+  }
+  list_names(text, "given twice", repeated);
+  for (const std::string& one : misshapen) text += (text.empty() ? "" : "; ") + one;
+  if (!text.empty())
+    throw CheckpointError(
+        formatted("the state dict does not fit the model: {}; build the model that it was saved from{}", text,
+                  options.strict ? ", or set strict to false to skip names" : ""));
+  return matched;
+}
+
 /// A key of a GradScaler's state dict and that of its archive.
 struct ScalerKey {
   const char* dict;
@@ -520,54 +593,13 @@ LOCKSTEP_INLINE StateDict state_dict(const torch::nn::Module& model, std::string
 
 LOCKSTEP_INLINE IncompatibleKeys load_state_dict(torch::nn::Module& model, const StateDict& entries,
                                                  const LoadStateDictOptions& options) {
-  StateDict own;
-  detail::each_state(model, "", [&](const std::string& name, const at::Tensor& tensor) {
-    own.push_back({name, tensor});
-  });
-  const bool wrapped = detail::all_have_prefix(entries) && !detail::all_have_prefix(own);
-  std::unordered_map<std::string, at::Tensor> given;
-  std::vector<std::string> repeated, misshapen;
-  for (const NamedTensor& entry : entries)
-    if (!given.emplace(wrapped ? entry.name.substr(detail::ddp_prefix.size()) : entry.name, entry.tensor)
-             .second)
-      repeated.push_back(entry.name);
+  const detail::MatchedState matched = detail::match_state(model, entries, options);
+  detail::copy_tensors(matched.pairs);
+  return matched.keys;
+}
 
-  IncompatibleKeys keys;
-  std::vector<std::pair<at::Tensor, at::Tensor>> pairs;
-  std::unordered_set<std::string> used;
-  std::string text;
-  for (const NamedTensor& tensor : own) {
-    const auto found = given.find(tensor.name);
-    if (found == given.end()) {
-      keys.missing_keys.push_back(tensor.name);
-      continue;
-    }
-    used.insert(tensor.name);
-    const at::Tensor& value = found->second;
-    if (!value.defined() || value.sizes() != tensor.tensor.sizes() ||
-        !c10::canCast(value.scalar_type(), tensor.tensor.scalar_type()))
-      misshapen.push_back(detail::formatted("\"{}\" is {} in the state dict and {} in the model", tensor.name,
-                                            value.defined() ? detail::describe(value) : "no tensor",
-                                            detail::describe(tensor.tensor)));
-    else
-      pairs.emplace_back(tensor.tensor, value);
-  }
-  for (const NamedTensor& entry : entries)
-    if (!used.contains(wrapped ? entry.name.substr(detail::ddp_prefix.size()) : entry.name))
-      keys.unexpected_keys.push_back(entry.name);
-
-  if (options.strict) {
-    detail::list_names(text, "missing", keys.missing_keys);
-    detail::list_names(text, "unexpected", keys.unexpected_keys);
-  }
-  detail::list_names(text, "given twice", repeated);
-  for (const std::string& one : misshapen) text += (text.empty() ? "" : "; ") + one;
-  if (!text.empty())
-    throw CheckpointError(detail::formatted(
-        "the state dict does not fit the model: {}; build the model that it was saved from{}", text,
-        options.strict ? ", or set strict to false to skip names" : ""));
-  detail::copy_tensors(pairs);
-  return keys;
+LOCKSTEP_INLINE void detail::check_state_dict(const torch::nn::Module& model, const c10::IValue& dict) {
+  detail::match_state(model, entries_of(dict), {});
 }
 
 LOCKSTEP_INLINE IncompatibleKeys load_state_dict(torch::nn::Module& model, const c10::IValue& dict,
