@@ -10,6 +10,7 @@
 #include "lockstep/comm/gloo_comm.hpp"
 #include "lockstep/grad/distributed_data_parallel.hpp"
 #include "lockstep/optim/averaging.hpp"
+#include "lockstep/report/run_report.hpp"
 #include "lockstep/train/trainer.hpp"
 #include "lockstep/world/launch.hpp"
 #include "train/regression.hpp"
@@ -26,7 +27,9 @@ Sequential make_net(bool buffers) {
 }
 
 void train(const lockstep::World& world, const std::string& mode) {
-  lockstep::Trainer trainer{world, {.epochs = 3, .batch_size = 2, .progress = false}, make_net(true)};
+  const bool page_here = mode == "evaluate after a page on rank 0";
+  lockstep::Trainer trainer{
+      world, {.epochs = page_here ? 1 : 3, .batch_size = 2, .progress = false}, make_net(true)};
   const auto data = curve(16);
   const auto evaluate = [&] {
     trainer.evaluate(data, [](const torch::Tensor& output, const auto&) {
@@ -36,6 +39,11 @@ void train(const lockstep::World& world, const std::string& mode) {
   if (mode == "load or load if it exists") {
     if (world.rank() == 0) trainer.load_checkpoint("/nowhere/run.ckpt");
     trainer.load_checkpoint_if_exists("/nowhere/run.ckpt");
+  }
+  if (page_here) {
+    lockstep::RunReport page{trainer.comm(), "/nowhere/report.html"};
+    world.rank() == 0 ? trainer.fit(data, squared_error, page) : trainer.fit(data, squared_error);
+    evaluate();
   }
   if (mode == "evaluate in a callback")
     trainer.fit(data, squared_error, lockstep::OnEpoch{[&](const auto&) {

@@ -166,6 +166,10 @@ TEST_CASE("ranks that monitor different values are an error that names them on e
                                      "the value is 0.25 on rank"));
   CHECK_THAT(text, ContainsSubstring(fmt::format("and 0.5 on rank {}", world.size() - 1)));
   CHECK_THAT(other, ContainsSubstring("what BestCheckpoint monitors differs"));
+  lockstep::EarlyStopping impatient{.monitor = scripted({1, 1, 1}), .patience = 2 + world.rank()};
+  CHECK_THAT(common_error<lockstep::MismatchError>(
+                 folder.comm, [&] { trainer->fit(samples(), cross_entropy_of, impatient); }),
+             ContainsSubstring("patience is 2 on rank 0"));
   CHECK(!folder.has("best.pt"));
   // The trainer is usable.
   CHECK(std::isfinite(trainer->fit(samples(), cross_entropy_of).loss));

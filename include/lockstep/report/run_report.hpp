@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "lockstep/comm/communicator.hpp"
+#include "lockstep/comm/detail/served_call.hpp"
 #include "lockstep/log/log.hpp"
 #include "lockstep/report/detail/append_file.hpp"
 #include "lockstep/report/detail/run_recorder.hpp"
@@ -67,6 +68,7 @@ class RunReport {
   }
   /// Gathers the parts of all ranks, and writes the page. Collective.
   void on_epoch(const EpochReport& report) {
+    const detail::CallScope scope("RunReport::on_epoch");
     const auto ranks = comm_.all_gather_bytes(recorder_.take_epoch(comm_.world()));
     if (!page_) return;
     page_->add_epoch(report, ranks);

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "lockstep/comm/communicator.hpp"
+#include "lockstep/comm/detail/served_call.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/log/log.hpp"
@@ -61,15 +62,16 @@ class Trace {
   void on_profile(const StepReport& report, const StepProfile& profile) {
     if (report.step < options_.from || report.step >= options_.to) return;
     recorder_.add(report, profile);
-    if (report.step + 1 == options_.to) write();
+    if (report.step + 1 == options_.to) write("Trace::on_profile");
   }
   /// Collective if steps were traced since the file was written.
   void on_epoch(const EpochReport&) {
-    if (recorder_.size() > written_) write();
+    if (recorder_.size() > written_) write("Trace::on_epoch");
   }
 
  private:
-  void write() {
+  void write(const char* call) {
+    const detail::CallScope scope(call);
     written_ = recorder_.size();
     const detail::ClockOffset clock = detail::align_clock(comm_);
     std::int64_t origin = recorder_.origin() - clock.offset;

@@ -8,6 +8,7 @@
 
 #include "lockstep/comm/agreement.hpp"
 #include "lockstep/comm/communicator.hpp"
+#include "lockstep/comm/detail/served_call.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/log/log.hpp"
 #include "lockstep/train/extras.hpp"
@@ -43,6 +44,7 @@ class KeepLast {
   /// if the folder cannot be read.
   template <Gathering C>
   [[nodiscard]] std::optional<std::filesystem::path> newest(C& comm) const {
+    const detail::CallScope scope("KeepLast::newest");
     const std::string found = agree_with_rank_zero<CheckpointError>(comm, [&] { return newest_here(); });
     if (found.empty()) return std::nullopt;
     return found;

@@ -11,6 +11,7 @@
 #include "lockstep/comm/agreement.hpp"
 #include "lockstep/comm/communicator.hpp"
 #include "lockstep/comm/detail/own_error.hpp"
+#include "lockstep/comm/detail/served_call.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/log/log.hpp"
@@ -58,20 +59,22 @@ Log log_of(const C& comm) {
   return comm.rank() == 0 && comm.world().rank() != 0 ? comm.world().log.all() : comm.world().log;
 }
 
-/// Calls the Monitor of `owner` and returns its value. Compares the value, the best value and the options
-/// over the ranks, so that all ranks decide alike. Collective. Throws the same MismatchError on every rank
-/// if one of them differs. Warns if the value is not finite.
+/// Calls the Monitor of `owner` and returns its value. Compares the value, the best value and `deciding`, the
+/// options and the state, over the ranks, so that all ranks decide alike; the exchange is of `call`.
+/// Collective. Throws the same MismatchError on every rank if one of them differs. Warns if the value is not
+/// finite.
 template <Gathering C>
-double monitored_value(const Monitor& monitor, const std::string& owner, const EpochReport& report,
-                       const BestValue& best, MonitorMode mode, double min_delta, C& comm) {
+double monitored_value(const Monitor& monitor, const std::string& owner, const char* call,
+                       const EpochReport& report, const BestValue& best, const NamedValues& deciding,
+                       C& comm) {
   const double value = monitor(report);
+  const CallScope scope(call);  // the monitor may call collectives of its own
   // All NaNs are equal, whatever their bits.
+  NamedValues values{{"the value", std::isnan(value) ? "nan" : detail::formatted("{}", value)},
+                     {"the best value", best.value ? detail::formatted("{}", *best.value) : "none"}};
+  values.insert(values.end(), deciding.begin(), deciding.end());
   require_equal(
-      comm,
-      {{"the value", std::isnan(value) ? "nan" : detail::formatted("{}", value)},
-       {"the best value", best.value ? detail::formatted("{}", *best.value) : "none"},
-       {"mode", mode == MonitorMode::min ? "min" : "max"},
-       {"min_delta", detail::formatted("{}", min_delta)}},
+      comm, values,
       detail::formatted("what {} monitors differs between the ranks after epoch {}", owner, report.epoch),
       "monitor the result of Trainer::evaluate, or a value that is reduced over the ranks, with "
       "equal options on every rank");
@@ -79,6 +82,10 @@ double monitored_value(const Monitor& monitor, const std::string& owner, const E
     log_of(comm).warning("{}: the monitored value of epoch {} is {}, which counts as no improvement", owner,
                          report.epoch, value);
   return value;
+}
+
+inline std::string text_of(MonitorMode mode) {
+  return mode == MonitorMode::min ? "min" : "max";
 }
 
 }  // namespace lockstep::detail
@@ -138,7 +145,12 @@ struct EarlyStopping {
   template <Gathering C>
   FitAction on_epoch(const EpochReport& report, C& comm) {
     const double value =
-        detail::monitored_value(monitor, "EarlyStopping", report, state.best, mode, min_delta, comm);
+        detail::monitored_value(monitor, "EarlyStopping", "EarlyStopping::on_epoch", report, state.best,
+                                {{"mode", detail::text_of(mode)},
+                                 {"min_delta", detail::formatted("{}", min_delta)},
+                                 {"patience", std::to_string(patience)},
+                                 {"wait_count", std::to_string(state.wait_count)}},
+                                comm);
     if (state.best.improved_by(value, mode, min_delta)) {
       state = {{value, report.epoch}, 0, false};
       return FitAction::proceed;
@@ -194,8 +206,8 @@ struct BestCheckpoint {
   /// MismatchError if the ranks' values differ.
   template <Gathering C>
   void on_epoch(const EpochReport& report, C& comm) {
-    const double value =
-        detail::monitored_value(monitor, "BestCheckpoint", report, best, mode, /*min_delta=*/0, comm);
+    const double value = detail::monitored_value(monitor, "BestCheckpoint", "BestCheckpoint::on_epoch",
+                                                 report, best, {{"mode", detail::text_of(mode)}}, comm);
     if (!best.improved_by(value, mode)) return;
     const BestValue before = best;
     best = {value, report.epoch};  // a checkpoint that `write` saves holds it

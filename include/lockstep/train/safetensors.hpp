@@ -8,6 +8,7 @@
 
 #include "lockstep/comm/agreement.hpp"
 #include "lockstep/comm/communicator.hpp"
+#include "lockstep/comm/detail/served_call.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/train/checkpoint.hpp"
 #include "lockstep/train/state_dict.hpp"
@@ -58,6 +59,7 @@ template <Gathering C>
 void save_safetensors(const StateDict& entries, const std::filesystem::path& path, C& comm,
                       const SafetensorsMetadata& metadata = {{"format", "pt"}}) {
   forbid_in_rank_zero_scope("save_safetensors");
+  const detail::CallScope scope("save_safetensors");
   agree_with_rank_zero<CheckpointError>(comm, [&] { save_safetensors(entries, path, metadata); });
 }
 
@@ -66,6 +68,7 @@ void save_safetensors(const StateDict& entries, const std::filesystem::path& pat
 template <Gathering C>
 Safetensors load_safetensors(const std::filesystem::path& path, C& comm) {
   forbid_in_rank_zero_scope("load_safetensors");
+  const detail::CallScope scope("load_safetensors");
   const std::string bytes = agree_with_rank_zero<CheckpointError>(comm, [&] { return read_file(path); });
   Safetensors content;
   agree<CheckpointError>(comm, [&] { content = deserialize_safetensors(bytes, path.string()); });
