@@ -146,6 +146,7 @@ void run(const lockstep::World& world, const Options& options, const lockstep::M
     train_dloader.set_epoch(static_cast<std::size_t>(epoch));
     train(ddp, train_dloader, optimizer, precision, device);
   }
+  ddp.synchronize();  // on GPUs the check of the last backward is read late
   world.log.info("begin testing");
   test(world, model, comm, test_dloader, precision);
   world.rank_zero([&] { save_checkpoint(model, precision, options.save); });

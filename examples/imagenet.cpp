@@ -377,6 +377,7 @@ void run(const lockstep::World& world, const Options& options, const Data& data,
   for (std::int64_t epoch = start_epoch; epoch < *options.epochs; ++epoch) {
     train_loader.set_epoch(static_cast<std::size_t>(epoch));
     train(world, train_loader, ddp, optimizer, rate, device, epoch, options.print_freq);
+    ddp.synchronize();  // on GPUs the check of the last backward is read late
     const double acc1 = validate(world, val_loader, model, comm, options.print_freq);
     const bool is_best = acc1 > best_acc1;
     best_acc1 = std::max(acc1, best_acc1);

@@ -133,6 +133,10 @@ void run(const lockstep::World& world, const Options& options) {
       generator_optimizer.step();
 
       ++step, ++done;
+      if (done % options.checkpoint_every == 0) {  // on GPUs the check of the last backward is read late
+        ddp_generator.synchronize();
+        ddp_discriminator.synchronize();
+      }
       if (world.rank() != 0) continue;
       std::printf("[%2d/%2d][%3zu/%3zu] D_loss: %.4f | G_loss: %.4f\n", epoch, options.epochs, step, steps,
                   (real_loss + drawn_loss).item<float>(), generator_loss.item<float>());

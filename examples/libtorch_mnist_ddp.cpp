@@ -75,6 +75,7 @@ void run(const lockstep::World& world, const Options& options) {
                     loss.item<float>());
       seen += options.batch_size * world.size();
     }
+    ddp.synchronize();  // on GPUs the check of the last backward is read late
 
     const torch::NoGradGuard no_grad;
     model->eval();

@@ -65,7 +65,9 @@ class Trainer {
   void train() {
     for (int epoch = 0; epoch < options_.total_epochs; ++epoch) {
       run_epoch(epoch);
-      if (epoch % options_.save_every == 0) world_.rank_zero([&] { save_checkpoint(epoch); });
+      if (epoch % options_.save_every != 0) continue;
+      ddp_.synchronize();  // on GPUs the check of the last backward is read late
+      world_.rank_zero([&] { save_checkpoint(epoch); });
     }
     world_.log.info("Mean loss of the last epoch: {:.5f}", mean_loss_);
   }

@@ -72,7 +72,9 @@ class Trainer {
   void train() {
     for (std::int64_t epoch = epochs_run_; epoch < options_.total_epochs; ++epoch) {
       run_epoch(epoch);
-      if (epoch % options_.save_every == 0) world_.rank_zero([&] { save_snapshot(epoch); });
+      if (epoch % options_.save_every != 0) continue;
+      ddp_.synchronize();  // on GPUs the check of the last backward is read late
+      world_.rank_zero([&] { save_snapshot(epoch); });
     }
   }
 
