@@ -8,6 +8,7 @@ else the machine does meets all of them; a ratio is taken within a round. FILE.m
 "<!-- bench-gpu: begin -->" and "<!-- bench-gpu: end -->", or becomes a page of its own where it is not there yet.
 """
 import argparse
+import ctypes
 import datetime
 import html
 import json
@@ -48,6 +49,20 @@ class Bench:
         except FileNotFoundError:
             return 0
         return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+
+    def default_ranks(self):
+        """Two ranks share a single GPU where NCCL can do that: one rank has no communication to measure."""
+        if not self.on_gpu:
+            return [2]
+        return [1, 2] if self.gpus == 1 and self.nccl_version() >= 23000 else sorted({1, self.gpus})
+
+    def nccl_version(self):
+        version = ctypes.c_int()
+        try:
+            ctypes.CDLL(self.config["nccl"] or "libnccl.so.2").ncclGetVersion(ctypes.byref(version))
+        except OSError as error:
+            print(f"no NCCL is found, so each rank gets a GPU of its own: {error}", flush=True)
+        return version.value
 
     def precisions(self):
         return ("fp32", "tf32", "bf16", "fp16") if self.on_gpu else ("fp32", "bf16")
@@ -139,7 +154,7 @@ def training(bench):
                     for label, (system, kind) in systems.items()})
                 python = samples.get(f"Python DDP, {name}")
                 for label, found in samples.items():
-                    worst = found[len(found) // 2]
+                    worst = sorted(found, key=lambda sample: sample["step"])[len(found) // 2]
                     against = ratio(found, python) if python and found is not python else ""
                     lines.append(f"| {model} | {precision} | {ranks} | {label.split(',')[0]} | {1e3 * middle(found):.3f} "
                                  f"({1e3 * worst['low']:.3f}-{1e3 * worst['high']:.3f}) | "
@@ -196,24 +211,25 @@ def bus_bytes(collective, nbytes, ranks):
     """The bytes that each rank's link carries, as nccl-tests count them; with one rank, the buffer's own."""
     if ranks == 1:
         return nbytes
-    return nbytes * {"all_reduce": 2 * (ranks - 1) / ranks, "broadcast": 1}.get(collective, (ranks - 1) / ranks)
+    return nbytes * {"all_reduce": 2 * (ranks - 1) / ranks, "broadcast": 1, "reduce": 1, "send_recv": 1}.get(collective, (ranks - 1) / ranks)
 
 
 def collectives(bench):
     """Bus bandwidth of each collective and size, beside torch.distributed."""
     largest = 256 << 20 if bench.on_gpu else 1 << 20
     ranks = max(bench.given.ranks)
-    lines = [f"| collective, {ranks} ranks | bytes | lockstep, GB/s | torch.distributed, GB/s | lockstep's time / torch.distributed's |",
-             "|---|---|---|---|---|"]
+    lines = [f"| collective, {ranks} ranks | bytes | lockstep, GB/s | over ProcessGroupComm, GB/s | torch.distributed, GB/s | "
+             "lockstep's time / torch.distributed's |", "|---|---|---|---|---|---|"]
 
-    def timed(system):
+    def timed(system, *words):
         seconds = {}
-        for report in bench.run(system, ranks, ["collectives", "1024", str(largest)]):
+        for report in bench.run(system, ranks, ["collectives", "1024", str(largest), *words]):
             key = (report["collective"], report["bytes"])
             seconds[key] = max(seconds.get(key, 0), report["seconds"])
         return seconds
 
-    samples = bench.rounds({"python": lambda: timed("python"), "lockstep": lambda: timed("lockstep")})
+    samples = bench.rounds({"python": lambda: timed("python"), "lockstep": lambda: timed("lockstep"),
+                            "process-group": lambda: timed("lockstep", "process-group")})
     for key in samples.get("lockstep", [{}])[0]:
         collective, nbytes = key
 
@@ -224,7 +240,7 @@ def collectives(bench):
 
         both = [a[key] / b[key] for a, b in zip(samples["lockstep"], samples.get("python", []))]
         compared = f"{statistics.median(both):.2f} ({min(both):.2f}-{max(both):.2f})" if both else ""
-        lines.append(f"| {collective} | {nbytes:,} | {speed('lockstep')} | {speed('python')} | {compared} |")
+        lines.append(f"| {collective} | {nbytes:,} | {speed('lockstep')} | {speed('process-group')} | {speed('python')} | {compared} |")
     return "Collectives: bus bandwidth", lines
 
 
@@ -373,7 +389,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
-    parser.add_argument("--ranks", type=int, nargs="+", help="numbers of processes; default: 1 and the number of GPUs, on a CPU 2")
+    parser.add_argument("--ranks", type=int, nargs="+", help="numbers of processes; default: 1 and the number of GPUs, with one GPU "
+                        "also 2 that share it where NCCL is 2.30 or newer, on a CPU 2")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, help="timed steps of a program")
     parser.add_argument("--size", choices=("full", "small"))
@@ -390,7 +407,7 @@ def main():
     with open(given.config) as file:
         config = json.load(file)
     bench = Bench(config, given)
-    given.ranks = given.ranks or (sorted({1, bench.gpus}) if bench.on_gpu else [2])
+    given.ranks = given.ranks or bench.default_ranks()
     sections = []
     for part in PARTS:
         if part in only:

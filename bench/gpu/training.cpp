@@ -1,6 +1,6 @@
 // What run.py measures of lockstep, on GPUs or on CPUs:
 //   bench_gpu [--nproc N] SYSTEM MODEL PRECISION SIZE STEPS WARMUP [TRACE]
-//   bench_gpu [--nproc N] collectives SMALLEST LARGEST     (bytes; each size four times the one before)
+//   bench_gpu [--nproc N] collectives SMALLEST LARGEST [process-group]   (bytes; each size four times the one before)
 // SYSTEM: bare (a loop by hand without lockstep's wrapper, one process), local (LocalComm, one process), ddp (NcclComm,
 // GlooComm on CPUs), process-group (ProcessGroupComm), captured (CapturedStep, on GPUs). MODEL: convnet, resnet50, gpt.
 // PRECISION: fp32, tf32, bf16, fp16. SIZE: full, or small for CPUs. TRACE: a file for LibTorch's profile of one more step.
@@ -251,6 +251,7 @@ void time_collectives(const lockstep::World& world, Comm& comm, std::int64_t sma
     if (count == 0) continue;
     auto whole = torch::zeros({count}, floats);
     auto rows = torch::zeros({size, count / size}, floats), row = torch::zeros({count / size}, floats);
+    auto others = torch::zeros_like(rows);
     const auto time = [&](const char* name, const std::function<void()>& call) {
       const int together = bytes <= 1 << 20 ? 20 : 5;
       std::vector<double> times;
@@ -268,6 +269,13 @@ void time_collectives(const lockstep::World& world, Comm& comm, std::int64_t sma
     time("all_gather", [&] { comm.all_gather(rows, row).wait(); });
     time("reduce_scatter", [&] { comm.reduce_scatter(row, rows, lockstep::ReduceOp::sum).wait(); });
     time("broadcast", [&] { comm.broadcast(whole, 0).wait(); });
+    time("reduce", [&] { comm.reduce(whole, 0, lockstep::ReduceOp::sum).wait(); });
+    time("all_to_all", [&] { comm.all_to_all(others, rows).wait(); });
+    if (size > 1)  // from rank 0 to rank 1; other ranks wait at the barrier
+      time("send_recv", [&] {
+        if (comm.rank() == 0) comm.send(whole, 1).wait();
+        if (comm.rank() == 1) comm.recv(whole, 0).wait();
+      });
   }
 }
 
@@ -276,7 +284,12 @@ void time_collectives(const lockstep::World& world, Comm& comm, std::int64_t sma
 int main(int argc, char** argv) {
   return lockstep::launch(argc, argv, [](const lockstep::World& world, int count, char** words) {
     const std::vector<std::string> given(words + 1, words + count);
-    if (given.size() == 3 && given[0] == "collectives") {
+    if (given.size() == 4 && given[0] == "collectives" && given[3] == "process-group") {
+      const auto device = local_device(world);
+      lockstep::ProcessGroupComm comm{world, process_group(world, device), {.device = device}};
+      time_collectives(world, comm, std::stoll(given[1]), std::stoll(given[2]));
+      comm.shutdown();
+    } else if (given.size() == 3 && given[0] == "collectives") {
       lockstep::with_device(world, [&](auto comm) {
         time_collectives(world, comm, std::stoll(given[1]), std::stoll(given[2]));
         comm.shutdown();
@@ -288,7 +301,7 @@ int main(int argc, char** argv) {
       throw lockstep::UsageError(
           "usage: bench_gpu [--nproc N] SYSTEM MODEL PRECISION SIZE STEPS WARMUP [TRACE], or bench_gpu "
           "[--nproc N] "
-          "collectives SMALLEST LARGEST");
+          "collectives SMALLEST LARGEST [process-group]");
     }
   });
 }

@@ -198,10 +198,15 @@ def time_collectives(rank, size, smallest, largest, device):
     while nbytes <= largest:
         count = nbytes // 4 // size * size
         whole, rows, row = (torch.zeros(n, device=device) for n in (count, count, count // size))
+        others = torch.zeros_like(rows)
         calls = {"all_reduce": lambda: dist.all_reduce(whole),
                  "all_gather": lambda: dist.all_gather_into_tensor(rows, row),
                  "reduce_scatter": lambda: dist.reduce_scatter_tensor(row, rows),
-                 "broadcast": lambda: dist.broadcast(whole, 0)}
+                 "broadcast": lambda: dist.broadcast(whole, 0),
+                 "reduce": lambda: dist.reduce(whole, 0),
+                 "all_to_all": lambda: dist.all_to_all_single(others, rows)}
+        if size > 1:  # from rank 0 to rank 1; other ranks wait at the barrier
+            calls["send_recv"] = lambda: dist.send(whole, 1) if rank == 0 else dist.recv(whole, 0) if rank == 1 else None
         for name, call in calls.items() if count else ():
             together, times = 20 if nbytes <= 1 << 20 else 5, []
             for repeat in range(6):
