@@ -205,6 +205,9 @@ class ProcessGroupComm {
   /// Counterpart: torch.distributed.new_group.
   [[nodiscard]] std::optional<ProcessGroupComm> new_group(const std::vector<int>& ranks);
 
+  /// Throws the first error of the group that this rank knows of, if there is one. Never blocks.
+  void check_error();
+
   /// Aborts the group: every wait of the other ranks ends with a PeerError that contains `reason`, and every
   /// later call on this rank throws. Does not wait for other ranks; takes at most 1 s. Thread-safe.
   void abort(const std::string& reason);

@@ -128,6 +128,11 @@ int run(const lockstep::World& world, const std::string& fault, int culprit) {
     if (mine) {
       auto work = comm.all_reduce(tensor);
       comm.abort("the disk is full");
+      try {
+        comm.check_error();
+        return 3;
+      } catch (const lockstep::CommunicationError&) {
+      }
       comm.barrier();
     }
     for (int i = 0; i < 10; ++i) comm.all_reduce(tensor).synchronize();

@@ -600,6 +600,10 @@ LOCKSTEP_INLINE std::shared_ptr<detail::BackendGroup> ProcessGroupComm::split_gr
                                                 group().options(), std::move(backend));
 }
 
+LOCKSTEP_INLINE void ProcessGroupComm::check_error() {
+  group().state().check_error();
+}
+
 LOCKSTEP_INLINE void ProcessGroupComm::abort(const std::string& reason) {
   group().state().abort(reason);
 }
