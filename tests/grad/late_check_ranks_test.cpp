@@ -191,6 +191,44 @@ TEST_CASE("a failure in two backwards in a row is told once", "[2+]") {
   training.good_steps(2);
 }
 
+TEST_CASE("a rank whose next backward fails too learns of the one before", "[2+]") {
+  // 0: in backward; 1: fail_backward, then synchronize; 2: fail_backward, then backward
+  const int how = GENERATE(0, 1, 2);
+  CAPTURE(how);
+  Training training;
+  training.good_steps(2);
+  training.failed_step();
+  training.net->zero_grad();
+  const bool mine = test_world().rank() == 0;
+  std::string text = thrown_by([&] {
+    if (mine && how > 0)
+      return training.ddp.fail_backward(std::make_exception_ptr(lockstep::DataError("of rank 0")));
+    auto out = training.loss(60);
+    if (mine)
+      out.register_hook([](const at::Tensor&) -> at::Tensor { throw std::runtime_error("of rank 0"); });
+    training.ddp.backward(out * 1);
+  });
+  if (mine && how > 0) {
+    CHECK(text.empty());
+    if (how == 1) text = thrown_by([&] { training.ddp.synchronize(); });
+  } else if (how == 1) {
+    training.ddp.synchronize();
+  }
+  if (how == 2) {
+    training.net->zero_grad();
+    const std::string next = thrown_by([&] { training.ddp.backward(training.loss(61)); });
+    CHECK(next.empty() == !mine);
+    if (mine) text = next;
+    CHECK_THAT(thrown_by([&] { training.ddp.synchronize(); }),
+               ContainsSubstring("thrown inside") && ContainsSubstring("of rank 0"));
+  }
+  CHECK_THAT(text, ContainsSubstring("thrown inside; found after backward 3 had returned"));
+  CHECK((text.find("then the next backward threw on this rank: of rank 0") != std::string::npos) == mine);
+  training.ddp.synchronize();
+  training.restore();
+  training.good_steps(2);
+}
+
 TEST_CASE("a backward that fails on every rank is told by each rank alone") {
   Training training;
   training.good_steps(2);
@@ -242,6 +280,17 @@ TEST_CASE("a loss over two models is checked at once, after the first such loss"
              ContainsSubstring("thrown inside"));
   one.good_steps(2);
   other.good_steps(2);
+}
+
+TEST_CASE("a failed loss over two models leaves the ranks with equal ways to check", "[2+]") {
+  Training one, other;
+  const auto second = other.loss(1);  // made first, so that the backward reaches it last
+  CHECK_THAT(thrown_by([&] { one.ddp.backward(one.failing_loss(1) + second); }),
+             ContainsSubstring("thrown inside"));
+  one.good_steps(3);
+  other.good_steps(3);
+  CHECK(one.ddp.checks_late());
+  CHECK(other.ddp.checks_late());
 }
 
 // The last one: it ends with an abort, after which the ranks of this program make no further communicator.

@@ -69,7 +69,7 @@ TEST_CASE("nothing that a failed backward has left is saved or measured", "[2+]"
   auto data = steps(2);
   lockstep::MeanLoss error{
       [](const at::Tensor& output, const at::Tensor& target) { return torch::mse_loss(output, target); }};
-  const int how = GENERATE(0, 1, 2);
+  const int how = GENERATE(0, 1, 2, 3);
   CAPTURE(how);
   // By hand: a rank that leaves `fit` ends the communicator.
   trainer.optimizer().zero_grad();
@@ -84,6 +84,7 @@ TEST_CASE("nothing that a failed backward has left is saved or measured", "[2+]"
     if (how == 0) trainer.save_checkpoint(path);
     if (how == 1) trainer.save(path);
     if (how == 2) trainer.evaluate(data, error);
+    if (how == 3) trainer.save_state_dict(path);
   });
   CHECK_THAT(text, ContainsSubstring("thrown inside") && ContainsSubstring("resume from a checkpoint"));
   CHECK_FALSE(std::filesystem::exists(path));

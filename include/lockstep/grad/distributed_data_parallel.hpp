@@ -202,9 +202,11 @@ class DistributedDataParallel {
   ///
   /// On a GPU the host does not wait for the reduction: the other ranks throw at the end of their next
   /// backward or in `synchronize()`, where this rank throws again. Their optimizers may have stepped in
-  /// between, which leaves NaN in the parameters; the error says so. After a failure, call only `backward` or
-  /// `synchronize()` on this rank until it has thrown again. If this rank wraps another model too, the
-  /// communicator is aborted. docs/gpu.md lists the backwards that wait for the reduction and so throw as on
+  /// between, which leaves NaN in the parameters; the error says so. After a failure, run the same
+  /// collectives on this rank as the other ranks do, until it has thrown again: a forward that synchronizes
+  /// buffers, `backward` or `synchronize()`, the step of a sharded optimizer. A rank whose own next backward
+  /// fails throws the earlier error of the other rank, with its own at the end. If this rank wraps another
+  /// model too, the communicator is aborted. docs/gpu.md lists the backwards that wait for the reduction and so throw as on
   /// a CPU.
   ///
   /// A loss may depend on several wrapped models. This model is reduced while backward runs, the others after
@@ -270,8 +272,9 @@ class DistributedDataParallel {
   }
 
   /// Reports that this rank cannot run the backward of this step, because its forward or its data loading
-  /// threw `failure`. The other ranks' `backward` throws PeerError with its text, and the communicator stays
-  /// usable. Collective. Never throws.
+  /// threw `failure`. The other ranks' `backward` throws PeerError with its text, on GPUs their next one or
+  /// `synchronize()`, and the communicator stays usable. Collective. Never throws: an error of the backward
+  /// before, of which this rank learns here, is thrown by its next `synchronize()` or `backward`.
   ///
   /// Set `counted` if the other ranks call `backward_sum`. If the model's own forward or backward runs
   /// collectives, abort the communicator instead.

@@ -211,7 +211,7 @@ class Trainer : detail::CheckedPolicies<Policies...> {
   /// "model", "optimizer", "epoch" and "step", the numbers of completed epochs and steps, and with "scaler"
   /// under Fp16. The names are those of Python's model and optimizer; see lockstep::state_dict. The file is
   /// written atomically. Collective. Throws CheckpointError, also if the optimizer has no Python counterpart,
-  /// and UsageError inside a step.
+  /// UsageError inside a step, and the error of DistributedDataParallel::synchronize.
   ///
   /// The file holds neither generators nor the position in the data: call it in an EpochCallback or outside
   /// of `fit`. To resume in C++, use save_checkpoint.
@@ -221,6 +221,7 @@ class Trainer : detail::CheckedPolicies<Policies...> {
     if (step_.running())
       throw detail::CollectiveError<UsageError>(
           "save_state_dict was called during a step: call it in an OnEpoch callback");
+    ddp_.synchronize();
     detail::write_state_dict(checkpointed_run(), precision_, path);
   }
   /// Restores a file of save_state_dict, or one that Python wrote by torch.save with the same keys; "epoch",

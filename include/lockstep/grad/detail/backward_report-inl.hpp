@@ -68,12 +68,12 @@ LOCKSTEP_INLINE std::string late_outcome(std::size_t backward) {
       backward);
 }
 
-LOCKSTEP_INLINE void throw_failure(const std::vector<BackwardReport>& reports, const BackwardReport& mine,
-                                   const std::string& text) {
+LOCKSTEP_INLINE std::exception_ptr failure_of(const std::vector<BackwardReport>& reports,
+                                              const BackwardReport& mine, const std::string& text) {
   const bool thrown = std::any_of(reports.begin(), reports.end(),
                                   [](const BackwardReport& report) { return report.thrown.has_value(); });
-  if (thrown && !mine.thrown) throw PeerError(text);
-  throw GradientError(text);
+  if (thrown && !mine.thrown) return std::make_exception_ptr(PeerError(text));
+  return std::make_exception_ptr(GradientError(text));
 }
 
 LOCKSTEP_INLINE std::string text_of(const UnexpectedGradient& it) {

@@ -50,10 +50,10 @@ std::vector<BackwardReport> gather_reports(C& comm, const BackwardReport& mine) 
 /// Returns the `outcome` of a failure that was found after `backward`, counted from 1, had returned.
 std::string late_outcome(std::size_t backward);
 
-/// Throws PeerError on a rank whose backward did not throw while that of another rank did, else
+/// Returns a PeerError on a rank whose backward did not throw while that of another rank did, else a
 /// GradientError.
-[[noreturn]] void throw_failure(const std::vector<BackwardReport>& reports, const BackwardReport& mine,
-                                const std::string& text);
+std::exception_ptr failure_of(const std::vector<BackwardReport>& reports, const BackwardReport& mine,
+                              const std::string& text);
 
 /// Throws on every rank if any rank has a report: `failure` if this rank has one, else PeerError or
 /// GradientError with the reports of all ranks. A no-op if there is no report: NaN alone is not an error,
@@ -64,19 +64,23 @@ void throw_reported_failure(C& comm, const BackwardReport& mine, std::span<const
   const std::vector<BackwardReport> reports = gather_reports(comm, mine);
   if (std::all_of(reports.begin(), reports.end(), [](const auto& report) { return report.empty(); })) return;
   if (failure) std::rethrow_exception(failure);
-  throw_failure(reports, mine, failure_text(reports, parameters, RankNames(comm)));
+  std::rethrow_exception(failure_of(reports, mine, failure_text(reports, parameters, RankNames(comm))));
 }
 
-/// The same for reports of a `backward`, counted from 1, that has returned on the ranks without a report.
-/// Also a no-op if every rank has a report, since every rank has thrown its own.
+/// Returns the error of reports of a `backward`, counted from 1, that has returned on the ranks without a
+/// report. Returns null if there is no report, and if every rank has one, since every rank has thrown its
+/// own. The text ends with this rank's `own` later failure if that is not null. Collective and blocking.
 template <Gathering C>
-void throw_late_failure(C& comm, const BackwardReport& mine, std::span<const ParameterEntry> parameters,
-                        std::size_t backward) {
+std::exception_ptr late_failure(C& comm, const BackwardReport& mine,
+                                std::span<const ParameterEntry> parameters, std::size_t backward,
+                                const std::exception_ptr& own) {
   const std::vector<BackwardReport> reports = gather_reports(comm, mine);
   const auto failed =
       std::count_if(reports.begin(), reports.end(), [](const auto& report) { return !report.empty(); });
-  if (failed == 0 || failed == comm.size()) return;
-  throw_failure(reports, mine, failure_text(reports, parameters, RankNames(comm), late_outcome(backward)));
+  if (failed == 0 || failed == comm.size()) return nullptr;
+  std::string text = failure_text(reports, parameters, RankNames(comm), late_outcome(backward));
+  if (own) text += "; then the next backward threw on this rank: " + first_line(own);
+  return failure_of(reports, mine, text);
 }
 
 /// Returns the text of this rank's own failure, of which the other ranks learn later.

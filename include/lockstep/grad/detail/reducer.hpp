@@ -197,8 +197,8 @@ class Reducer {
   /// Runs `run_backward` inside a reduction, or without one under `no_sync` and inside another backward of
   /// this model. The outermost call then reduces the other models that the backward has reached, after this
   /// model and in the order of their construction, which is equal on every rank. Collective, except under
-  /// `no_sync`. Waits for the reductions. Throws the exception of `run_backward`, or the error that other
-  /// ranks report.
+  /// `no_sync`. Waits for the reductions, except for those that are checked late. Throws the exception of
+  /// `run_backward`, or the error that other ranks report.
   template <class Run>
   void backward(const Contribution& contribution, Run&& run_backward) {
     const InsideBackward inside(inside_, contribution.count.has_value());
@@ -210,6 +210,7 @@ class Reducer {
     const bool reduces = no_sync_depth == 0 && !inside.nested;
     note_gradients();
     const auto run_counted = [&] {
+      throw_untold();  // as a failure of this backward, so that the other ranks do not step either
       if (const auto counted = contribution.count_after(count_)) reduction_.check_count(*counted);
       run_backward();
       if (contribution.count) count_ += *contribution.count;
@@ -246,37 +247,38 @@ class Reducer {
       std::sort(joined.begin(), joined.end(), [](const auto& a, const auto& b) { return a.made < b.made; });
       // A failed reduction of this model has failed on every rank, and a rank may have failed before it
       // reached the other models: no rank reduces them. From the first such loss on, therefore, no rank
-      // learns of a failure late; see leave_unread for the first.
-      shares_loss_ = shares_loss_ || (reduces && !joined.empty());
+      // learns of a failure late; see leave_unread for the first. A failed backward does not count: the rank
+      // that failed may not have reached the other models, and the ranks must agree on what is checked late.
+      // Where this rank has no error while another one has, that one has aborted the communicator.
+      shares_loss_ = shares_loss_ || (reduces && !first && !joined.empty());
       for (const JoinedReduction& other : joined)
         end([&] { reduces&& first ? other.abandon(other.reducer) : other.close(other.reducer, thrown); });
     }
+    throw_untold();
     if (first) std::rethrow_exception(first);
   }
 
   /// Joins the other ranks' reduction to report `failure` to them, also under `no_sync`. Collective.
-  /// `counted`: the other ranks run a reduction of sums with counts.
+  /// `counted`: the other ranks run a reduction of sums with counts. An error of an earlier backward, of
+  /// which this rank learns here, is kept for `settle()` or the next backward.
   void fail_backward(const std::exception_ptr& failure, bool counted) noexcept {
     const int depth = std::exchange(no_sync_depth, 0);
+    keeps_untold_ = true;
     Contribution empty{.losses = {}, .no_data = true};
     if (counted) empty.count = 0;
     try {
       backward(empty, [&] { std::rethrow_exception(failure); });
     } catch (...) {  // `failure` itself, which the caller handles
     }
+    keeps_untold_ = false;
     no_sync_depth = depth;
   }
 
   /// Blocks until the checks of all reductions are complete, and throws on every rank if the backward of a
   /// rank has failed and the others have not learned of it. Collective.
   void settle() {
-    if (!unread_ || CaptureScope::active()) return;
-    Unread unread = std::move(*unread_);
-    unread_.reset();
-    const bool flagged = unread.check.read();
-    // An aborted reduction leaves arbitrary values.
-    if constexpr (requires { comm().check_error(); }) comm().check_error();
-    if (flagged) throw_late_failure(comm(), unread.report, parameters_, unread.backward);
+    read_late(nullptr);
+    throw_untold();
   }
   /// Returns whether the ranks learn of a failed backward later than the rank that has failed. Equal on every
   /// rank.
@@ -495,7 +497,7 @@ class Reducer {
       const bool flagged = reduction_.wait(failure, iteration_, late ? &check : nullptr);
       const std::exception_ptr hook_error = reduction_.hook_error();
       if (hook_error && !report.thrown) report.thrown = first_line(hook_error);
-      settle();
+      read_late(failure);
       if (flagged)
         throw_reported_failure(comm(), report, parameters_, failure ? failure : hook_error);
       else if (late)
@@ -513,6 +515,26 @@ class Reducer {
     clear_seen();
     learn();
     ++iteration_;
+  }
+
+  /// Reads the check of the last reduction, and throws its error if it was not read before. If this rank
+  /// has not caused that error and throws `failure` in its place, the error is kept as `untold_`.
+  void read_late(const std::exception_ptr& failure) {
+    if (!unread_ || CaptureScope::active()) return;
+    Unread unread = std::move(*unread_);
+    unread_.reset();
+    const bool flagged = unread.check.read();
+    // An aborted reduction leaves arbitrary values.
+    if constexpr (requires { comm().check_error(); }) comm().check_error();
+    if (!flagged) return;
+    const std::exception_ptr error =
+        late_failure(comm(), unread.report, parameters_, unread.backward, failure);
+    if (!error) return;
+    if (failure && unread.report.empty() && !untold_) untold_ = error;
+    std::rethrow_exception(error);
+  }
+  void throw_untold() {
+    if (untold_ && !keeps_untold_) std::rethrow_exception(std::exchange(untold_, nullptr));
   }
 
   /// Leaves the check of this reduction to a later `settle()`. Throws if this rank has failed.
@@ -632,7 +654,10 @@ class Reducer {
   AliveReducer alive_;
   bool shares_loss_ = false;  // a loss has depended on this model and others
   std::optional<Unread> unread_;
-  bool joined_ = false;  // the backward of another model has reached this one and closes its reduction
+  std::exception_ptr
+      untold_;  // the error of an earlier backward on another rank, which no call has thrown yet
+  bool keeps_untold_ = false;  // in fail_backward, which throws nothing
+  bool joined_ = false;        // the backward of another model has reached this one and closes its reduction
   std::size_t made_ = reducers_made++;
   std::shared_ptr<Reducer*> self_ = std::make_shared<Reducer*>(this);
   // Declared last: the hooks must be destroyed before the members that they use.

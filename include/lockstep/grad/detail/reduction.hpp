@@ -523,8 +523,14 @@ class BucketReduction {
     if (poison_check_.on_device().empty()) return false;
     BucketCheck now;
     BucketCheck& check = late ? *late : now;
-    check.launch(poison_check_.on_device());
-    return !late && check.read();
+    // The other ranks would exchange their reports without this rank.
+    return telling_own_error(
+        comm_.size(),
+        [&] {
+          check.launch(poison_check_.on_device());
+          return !late && check.read();
+        },
+        [&] { abort_for_others(comm_, "the check of the gradient buckets threw: "); });
   }
 
   void launch(std::size_t b) {
