@@ -209,7 +209,9 @@ TEST_CASE("the environment and the plan follow the launcher") {
                                          variables(std::move(values)));
   };
   CHECK(plan({}, slurm).worker);
-  CHECK_THROWS_WITH(plan({"--nproc", "2"}, slurm), ContainsSubstring("leave --nproc out"));
+  CHECK_THROWS_WITH(plan({"--nproc", "2"}, slurm),
+                    "--nproc 2 contradicts srun, which has started 1 of 3 ranks on this host "
+                    "(SLURM_PROCID, SLURM_STEP_NUM_TASKS): leave --nproc out");
   CHECK(plan({"--nproc", "2"}, changed(slurm, "SLURM_STEP_NUM_TASKS", "1")).nproc == 2);
 
   const Values script{{"SLURM_JOB_ID", "12"}, {"SLURM_PROCID", "0"}, {"SLURM_NTASKS", "3"}};
@@ -222,6 +224,15 @@ TEST_CASE("the environment and the plan follow the launcher") {
                  {"OMPI_COMM_WORLD_LOCAL_RANK", "1"},
                  {"OMPI_COMM_WORLD_LOCAL_SIZE", "2"}});
   CHECK(plan({"--nproc", "2"}, inside).worker);
+  // One process alone, which is no rank of the job either.
+  Values one = script;
+  one.insert({{"OMPI_COMM_WORLD_RANK", "0"}, {"OMPI_COMM_WORLD_SIZE", "1"}});
+  CHECK(!found(one));
+  CHECK(plan({"--nproc", "1"}, one).worker);
+  CHECK(plan({"--nproc", "2"}, one).nproc == 2);
+  one = script;
+  one.insert({{"PMI_RANK", "0"}, {"PMI_SIZE", "1"}});
+  CHECK(!found(one));
 
   // A launcher that lockstep does not know: the program's own source of ranks.
   const lockstep::RankSource jsrun = [](const lockstep::Variables& values) {
@@ -349,6 +360,15 @@ TEST_CASE("variables of a launcher that contradict each other are refused, by na
              ContainsSubstring("OMPI_COMM_WORLD_LOCAL_RANK=4 is out of range: with 4 ranks on this host"));
   CHECK_THAT(refusal(changed(mpi, "OMPI_COMM_WORLD_LOCAL_SIZE", "5")),
              ContainsSubstring("OMPI_COMM_WORLD_LOCAL_SIZE=5 contradicts 4 ranks in all"));
+  CHECK(
+      refusal(changed(mpi, "OMPI_COMM_WORLD_LOCAL_RANK", "2")) ==
+      "OMPI_COMM_WORLD_LOCAL_RANK=2 contradicts OMPI_COMM_WORLD_RANK=1: a rank on this host cannot be "
+      "smaller "
+      "than its number here. Pass the launcher's whole environment on, or unset OMPI_COMM_WORLD_LOCAL_RANK");
+  CHECK(
+      refusal(changed(slurm, "SLURM_STEP_NUM_TASKS", "4")) ==
+      "SLURM_STEP_TASKS_PER_NODE=2,1 (3 tasks in all) contradicts SLURM_STEP_NUM_TASKS=4: pass srun's whole "
+      "environment on, or set RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE by hand");
   CHECK_THAT(refusal(changed(mpi, "OMPI_COMM_WORLD_SIZE", "")),
              ContainsSubstring("OMPI_COMM_WORLD_RANK=1 is set but OMPI_COMM_WORLD_SIZE is not"));
   const Values pmi{{"PMI_RANK", "1"}, {"PMI_SIZE", "2"}, {"MPI_LOCALRANKID", "2"}, {"MPI_LOCALNRANKS", "2"}};

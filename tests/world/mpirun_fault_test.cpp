@@ -86,6 +86,11 @@ TEST_CASE("under mpirun and mpiexec rank 0 says what it found, and the cores are
   for (const char* part : {"sh", "-c"}) command.emplace_back(part);
   command.push_back("'" + program + "' threads; true");
   CHECK(count(run(command, {{"OMP_NUM_THREADS", ""}}, 120s).out, unbound) == 2);
+  command.back() = "'" + program + "' well; true";
+  const auto joined = run(command, {{"LOCKSTEP_RENDEZVOUS_TIMEOUT", "60"}}, 120s);
+  INFO(joined.out << joined.error);
+  for (int rank = 0; rank < 2; ++rank)
+    CHECK(count(joined.out, fmt::format("rank {0} of 2, local {0} of 2\n", rank)) == 1);
 }
 
 TEST_CASE("a rank that fails ends the others under mpirun and mpiexec") {

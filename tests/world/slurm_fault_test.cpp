@@ -283,7 +283,9 @@ TEST_CASE("bad input under srun ends every task with exit code 2") {
   result = slurm(*on, {"srun", "-N", "2", "-n", "2", program, "well", "--nproc", "2"});
   INFO(result.error);
   CHECK(result.code == 2);
-  CHECK(count(result.error, "--nproc 2 contradicts LOCAL_WORLD_SIZE=1") == 2);
+  CHECK(count(result.error,
+              "--nproc 2 contradicts srun, which has started 1 of 2 ranks on this host (SLURM_PROCID, "
+              "SLURM_STEP_NUM_TASKS): leave --nproc out\n") == 2);
 }
 
 TEST_CASE("scancel ends every task, and with --kill-on-bad-exit so does a killed one") {

@@ -58,8 +58,9 @@ std::optional<LaunchedRank> rank_of_open_mpi(const Variables& variables);
 std::optional<LaunchedRank> rank_of_pmi(const Variables& variables);
 
 /// Returns the place that Open MPI, PMI or Slurm assigned. The inner launcher wins: mpirun and mpiexec start
-/// their helpers by srun. Throws UsageError under a PMIx launcher (`prun`) that sets PMIX_RANK and none of
-/// these variables, since PMIx has no variable for the number of ranks.
+/// their helpers by srun. Returns std::nullopt if it has started one process alone. Throws UsageError under a
+/// PMIx launcher (`prun`) that sets PMIX_RANK and none of these variables, since PMIx has no variable for the
+/// number of ranks.
 std::optional<LaunchedRank> launched_rank(const Variables& variables);
 
 /// This process's place in the run, read from the environment variables of torchrun, srun, mpirun or mpiexec.

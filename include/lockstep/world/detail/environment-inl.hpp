@@ -4,13 +4,16 @@
 
 #include <charconv>
 #include <cstddef>
+#include <cstdint>
 #include <cstdlib>
 #include <map>
+#include <numeric>
 #include <utility>
 
 #include "lockstep/detail/fnv1a.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
+#include "lockstep/world/detail/launcher_process.hpp"
 #include "lockstep/world/environment.hpp"
 
 namespace lockstep {
@@ -112,6 +115,11 @@ inline void require_below(const Variables& variables, const char* rank, int rank
                                        size_value - 1));
 }
 
+/// Returns the first of the names "A, B".
+inline std::string_view first_name(std::string_view names) {
+  return names.substr(0, names.find(','));
+}
+
 /// Throws UsageError if the launcher's place on this host contradicts the rank, the size or itself.
 inline void require_local_place(const LaunchedRank& found, const char* local_rank, const char* local_size) {
   if (found.local_size && *found.local_size > found.size)
@@ -126,16 +134,25 @@ inline void require_local_place(const LaunchedRank& found, const char* local_ran
         detail::formatted("{}={} is out of range: with {} ranks on this host ({}) it must be in 0 to "
                           "{}. Pass the launcher's whole environment on, or unset {}",
                           local_rank, *found.local_rank, ranks, local_size, ranks - 1, local_rank));
+  if (found.local_rank && *found.local_rank > found.rank)
+    throw UsageError(detail::formatted(
+        "{}={} contradicts {}={}: a rank on this host cannot be smaller than its number "
+        "here. Pass the launcher's whole environment on, or unset {}",
+        local_rank, *found.local_rank, first_name(found.variables), found.rank, local_rank));
 }
 
 /// Sets the address of the store if all ranks are on this host. The port follows from the job's name where
-/// the launcher sets one, else from the parent process, which is the launcher's unless a script is between.
+/// the launcher sets one, else from the launcher's process, also if a script is between.
 inline void rendezvous_on_this_host(const Variables& variables, LaunchedRank& found) {
   if (found.local_size != found.size) return;
   auto job = variables("PMIX_NAMESPACE");
   if (!job) job = variables("OMPI_MCA_ess_base_jobid");
   found.master_addr = "127.0.0.1";
-  found.master_port = port_of(job ? *job : std::to_string(getppid()));
+  if (!job) {
+    const pid_t launcher = launcher_process(first_name(found.variables));
+    job = std::to_string(launcher > 0 ? launcher : getppid());
+  }
+  found.master_port = port_of(*job);
 }
 
 // Expands the first bracket of `text`, which holds one name, and appends the names to `names`.
@@ -313,6 +330,12 @@ LOCKSTEP_INLINE std::optional<LaunchedRank> rank_of_slurm(const Variables& varia
           detail::formatted("SLURM_NODEID={} is out of range: SLURM_STEP_TASKS_PER_NODE={} has {} hosts",
                             *node, *counts, tasks.size()));
     found.local_size = tasks[static_cast<std::size_t>(*node)];
+    const auto all = std::accumulate(tasks.begin(), tasks.end(), std::int64_t{0});
+    if (all != found.size)
+      throw UsageError(detail::formatted(
+          "SLURM_STEP_TASKS_PER_NODE={} ({} tasks in all) contradicts SLURM_STEP_NUM_TASKS={}: pass srun's "
+          "whole environment on, or set RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE by hand",
+          *counts, all, found.size));
   }
   found.variables = "SLURM_PROCID, SLURM_STEP_NUM_TASKS";
   detail::require_local_place(found, "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE");
@@ -364,10 +387,12 @@ LOCKSTEP_INLINE std::optional<LaunchedRank> rank_of_pmi(const Variables& variabl
 }
 
 LOCKSTEP_INLINE std::optional<LaunchedRank> launched_rank(const Variables& variables) {
-  for (const auto source : {rank_of_open_mpi, rank_of_pmi, rank_of_slurm})
-    if (auto found = source(variables)) return found;
+  // An inner launcher that has started one process alone wins, too: the process is no rank of the outer one.
+  if (auto found = rank_of_open_mpi(variables); found || variables("OMPI_COMM_WORLD_RANK")) return found;
+  if (auto found = rank_of_pmi(variables); found || variables("PMI_RANK")) return found;
+  if (auto found = rank_of_slurm(variables)) return found;
   const auto rank = variables("PMIX_RANK");
-  if (rank && !variables("OMPI_COMM_WORLD_RANK") && !variables("PMI_RANK") && !variables("SLURM_PROCID"))
+  if (rank && !variables("SLURM_PROCID"))
     throw UsageError(
         detail::formatted("PMIX_RANK={} is set, but no variable holds the number of ranks: start the program "
                           "by srun, mpirun or "

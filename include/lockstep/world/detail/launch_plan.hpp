@@ -178,7 +178,8 @@ inline LaunchPlan plan_launch(int argc, const char* const* argv, const LaunchOpt
     plan.rank_source = [source = options.rank_source](const Variables& all) {
       return source(without_batch_job(all));
     };
-  const Variables variables = with_launched_rank(given, find_launched_rank(given, plan.rank_source));
+  const auto found = find_launched_rank(given, plan.rank_source);
+  const Variables variables = with_launched_rank(given, found);
   const std::string flag = options.nproc_flag.empty() ? "LaunchOptions::nproc" : options.nproc_flag;
   const auto gpus = options.gpus.empty() ? std::vector<int>{} : gpu_list(options.gpus);
   if (!gpus.empty()) plan.visible_devices = visible_devices_of(gpus, variables);
@@ -195,7 +196,13 @@ inline LaunchPlan plan_launch(int argc, const char* const* argv, const LaunchOpt
         detail::formatted("LOCAL_RANK={} is set but RANK is not: set both, or neither", *local_rank));
   if (local_rank) {
     const auto env = read_environment(variables);
-    if (nproc && variables("LOCAL_WORLD_SIZE") && *nproc != env.local_size)
+    const bool contradicts = nproc && variables("LOCAL_WORLD_SIZE") && *nproc != env.local_size;
+    if (contradicts && found)
+      throw UsageError(detail::formatted(
+          "{} {} contradicts {}, which has started {} of {} ranks on this host{}: leave {} out", flag, *nproc,
+          found->launcher, env.local_size, env.size,
+          found->variables.empty() ? "" : " (" + found->variables + ")", flag));
+    if (contradicts)
       throw UsageError(detail::formatted(
           "{} {} contradicts LOCAL_WORLD_SIZE={}: the launcher has already started this host's "
           "processes, so leave {} out",

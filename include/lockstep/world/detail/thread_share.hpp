@@ -1,55 +1,20 @@
 #pragma once
 
-#include <sched.h>
 #include <sys/types.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
-#include <cstdio>
-#include <fstream>
-#include <iterator>
 #include <optional>
 #include <string>
 #include <string_view>
 
-#include "lockstep/detail/format.hpp"
 #include "lockstep/detail/linkage.hpp"
 #include "lockstep/world/detail/cpu_affinity.hpp"
+#include "lockstep/world/detail/launcher_process.hpp"
 #include "lockstep/world/environment.hpp"
 
 namespace lockstep::detail {
-
-/// Returns the parent of a process, 0 if it is unknown.
-inline pid_t parent_of(pid_t process) {
-  std::ifstream file(detail::formatted("/proc/{}/stat", process));
-  const std::string all((std::istreambuf_iterator<char>(file)), {});
-  const auto end = all.rfind(')');  // the name before it may contain anything
-  int parent = 0;
-  if (end == std::string::npos || std::sscanf(all.c_str() + end + 1, " %*c %d", &parent) != 1) return 0;
-  return parent;
-}
-
-/// Returns whether a process was started with this variable, std::nullopt if its environment is unreadable.
-inline std::optional<bool> started_with(pid_t process, std::string_view variable) {
-  std::ifstream file(detail::formatted("/proc/{}/environ", process), std::ios::binary);
-  if (!file) return std::nullopt;
-  const std::string all = std::string(1, '\0') + std::string((std::istreambuf_iterator<char>(file)), {});
-  return all.find(std::string(1, '\0') + std::string(variable) + "=") != std::string::npos;
-}
-
-/// Returns the nearest ancestor that was started without `variable`, which a launcher sets: the launcher's
-/// process on this host, also if a script is between. 0 if it is unknown.
-inline pid_t launcher_process(std::string_view variable) {
-  pid_t process = getppid();
-  for (int generation = 0; generation < 32 && process > 0; ++generation) {
-    const auto set = started_with(process, variable);
-    if (!set) return 0;
-    if (!*set) return process;
-    process = parent_of(process);
-  }
-  return 0;
-}
 
 /// Returns the number of threads of one of `ranks` ranks that share `host_cores` cores, where the rank itself
 /// may run on `own_cores`: a launcher may bind it to its own part of them.
