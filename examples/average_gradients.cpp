@@ -255,7 +255,8 @@ int main(int argc, char** argv) {
       app.add_option("--port", options.port, "port of this host at which the processes of group meet")
           ->check(CLI::Range(1, 65535));
   app.footer("For training:\n" + lockstep::launch_help(launch_options));
-  app.add_flag("--test", options.test, "print the accuracy on the test digits after training");
+  const auto* test =
+      app.add_flag("--test", options.test, "print the accuracy on the test digits after training");
   const auto arguments = lockstep::program_arguments(argc, argv, launch_options);  // without launch's flags
   try {
     // CLI11 accepts an empty value, and reads `--plot= X` as `--plot X`.
@@ -272,9 +273,9 @@ int main(int argc, char** argv) {
           throw CLI::ValidationError(option->get_name(), program + " does not use it: leave it out");
     };
     if (options.program != "train")
-      refuse({epochs, batch_size, samples, compared, plot, data_dir}, options.program);
+      refuse({epochs, batch_size, samples, compared, plot, data_dir, test}, options.program);
     if (options.program != "group") refuse({port}, options.program);
-    if (options.compare) refuse({epochs, plot}, "--compare");
+    if (options.compare) refuse({epochs, plot, test}, "--compare");
     if (options.program != "train" && static_cast<int>(arguments.size()) - 1 < argc)
       throw CLI::ValidationError("--prefix, --timeout",
                                  options.program + " does not use them: leave them out");

@@ -144,7 +144,10 @@ struct GptImpl : nn::Module {
         parameter.value().normal_(0, 0.02 / std::sqrt(2.0 * static_cast<double>(options.gpt.n_layer)));
   }
   torch::Tensor forward(const torch::Tensor& ids) {  // [N, T], T <= block_size
-    return head(ln_f(blocks->forward(drop(tok_emb(ids) + pos_emb.narrow(1, 0, ids.size(1))))));
+    // In the order of the Python program: the operands of + have no order in C++, and backward follows it.
+    const auto tokens = tok_emb(ids);
+    const auto positions = pos_emb.narrow(1, 0, ids.size(1));
+    return head(ln_f(blocks->forward(drop(tokens + positions))));
   }
 
   nn::Embedding tok_emb{nullptr};
