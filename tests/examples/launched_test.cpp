@@ -34,12 +34,14 @@ std::vector<std::string> two_ranks(const std::string& launcher) {
 
 }  // namespace
 
-TEST_CASE("a ring all-reduce and a run with snapshots under each launcher") {
+TEST_CASE("examples under each launcher") {
   const std::string launcher = GENERATE(as<std::string>(), "mpirun.openmpi", "mpiexec.hydra", "torchrun");
   const auto command = two_ranks(launcher);
   if (command.empty()) return;
+  const TemporaryFolder folder;
   const auto started = [&](const std::string& name, const std::vector<std::string>& arguments) {
-    auto all = command;
+    std::vector<std::string> all{"env", "--chdir=" + folder.path().string()};
+    all.insert(all.end(), command.begin(), command.end());
     all.push_back(test_program(name));
     all.insert(all.end(), arguments.begin(), arguments.end());
     const Ended ended = run(all, {{"OMP_NUM_THREADS", "1"}}, Milliseconds(120000));
@@ -52,13 +54,24 @@ TEST_CASE("a ring all-reduce and a run with snapshots under each launcher") {
   CHECK(ring.code == 0);
   CHECK(count(ring.out, "] sent 4000 bytes: 1.0000 of the tensor's 4000\n") == 2);
 
-  const TemporaryFolder folder;
   const auto snapshot = (folder / "snapshot.pt").string();
   const auto trained = started("multigpu_torchrun", {"1", "1", "--snapshot_path", snapshot});
   CHECK(trained.code == 0);
   for (const char* rank : {"0", "1"})
     CHECK(count(trained.out, fmt::format("[GPU{}] Epoch 0 | Batchsize: 32 | Steps: 32\n", rank)) == 1);
   CHECK(folder.files() == 1);
+  if (launcher != "torchrun") return;
+  const auto series = started("multigpu", {"1", "1"});  // saves into the working folder
+  CHECK(series.code == 0);
+  for (const char* rank : {"0", "1"})
+    CHECK(count(series.out, fmt::format("[GPU{}] Epoch 0 | Batchsize: 32 | Steps: 32\n", rank)) == 1);
+  CHECK(folder.files() == 2);
+  const auto elastic = started("ddp_toy", {"elastic"});
+  CHECK(elastic.code == 0);
+  for (const char* rank : {"0", "1"})
+    CHECK(count(elastic.out, fmt::format("Start running basic DDP example on rank {}.\n", rank)) == 1);
+  const auto main = started("ddp_main", {"--epochs", "1", "--samples", "256"});
+  CHECK(main.code == 0);
 }
 
 TEST_CASE("programs that start processes of their own refuse a launcher") {
