@@ -599,7 +599,7 @@ LOCKSTEP_INLINE IncompatibleKeys load_state_dict(torch::nn::Module& model, const
 }
 
 LOCKSTEP_INLINE void detail::check_state_dict(const torch::nn::Module& model, const c10::IValue& dict) {
-  detail::match_state(model, entries_of(dict), {});
+  detail::match_state(model, lockstep::entries_of(dict), {});
 }
 
 LOCKSTEP_INLINE IncompatibleKeys load_state_dict(torch::nn::Module& model, const c10::IValue& dict,
