@@ -36,7 +36,7 @@ set(stated
   forward scale step forget save load next read_order pass_epoch begun resumes draws_base_seed
   # The extras and callbacks of a Trainer; the state of an optimizer; StepGraph, RangeMarks
   make_optimizer rate_factor watch begin_step check on_gradients on_step on_profile on_epoch_start on_epoch
-  each_field each_tensor Group read_file write_file_atomically capture replay on_stream push pop _check_input_dim
+  each_field each_tensor Group capture replay on_stream push pop _check_input_dim
   # Ranges and iterators
   Batch begin end value_type difference_type iterator_concept
   # Options of optimizers and schedules

@@ -55,9 +55,8 @@ LOCKSTEP_INLINE std::string failure_text(const std::vector<BackwardReport>& repo
     return detail::formatted("{}; {}", thrown, outcome.empty() ? "no rank kept its gradients" : outcome);
   return detail::formatted(
       "backward left gradients undefined on {}; let every parameter take part in the loss on every rank, "
-      "take it "
-      "out with requires_grad_(false), or allow it with DdpOptions::find_unused_parameters (or static_graph, "
-      "where it is always the same){}{}",
+      "take it out with requires_grad_(false), or allow it with DdpOptions::find_unused_parameters (or "
+      "static_graph, where it is always the same){}{}",
       missing, outcome.empty() ? "" : "; ", outcome);
 }
 
