@@ -15,7 +15,6 @@
 #include <algorithm>
 #include <iostream>
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include "lockstep/datasets/mnist.hpp"
@@ -259,11 +258,8 @@ int main(int argc, char** argv) {
       app.add_flag("--test", options.test, "print the accuracy on the test digits after training");
   const auto arguments = lockstep::program_arguments(argc, argv, launch_options);  // without launch's flags
   try {
-    // CLI11 accepts an empty value, and reads `--plot= X` as `--plot X`.
-    for (int i = 1; i < argc; ++i)
-      if (const std::string_view text = argv[i];
-          text.empty() || (text.starts_with("--") && text.ends_with('=')))
-        throw CLI::ValidationError(argv[text.empty() ? i - 1 : i], "the value is empty");
+    if (const auto flag = lockstep::flag_without_value(argc, argv))  // CLI11 accepts an empty value
+      throw CLI::ValidationError(*flag, "the value is empty");
     app.parse(static_cast<int>(arguments.size()) - 1, arguments.data());
     if (!options.plot.empty() && !options.plot.ends_with(".svg") && !options.plot.ends_with(".csv"))
       throw CLI::ValidationError("--plot", options.plot + " ends neither in .svg nor in .csv");

@@ -18,7 +18,6 @@
 #include <iostream>
 #include <sstream>
 #include <string>
-#include <string_view>
 #include <type_traits>
 #include <utility>
 
@@ -174,11 +173,8 @@ int main(int argc, char** argv) {
   app.footer(lockstep::launch_help());
   const auto arguments = lockstep::program_arguments(argc, argv);  // without --nproc and launch's other flags
   try {
-    // CLI11 accepts an empty value, and reads `--save= X` as `--save X`.
-    for (int i = 1; i < argc; ++i)
-      if (const std::string_view text = argv[i];
-          text.empty() || (text.starts_with("--") && text.ends_with('=')))
-        throw CLI::ValidationError(argv[text.empty() ? i - 1 : i], "the value is empty");
+    if (const auto flag = lockstep::flag_without_value(argc, argv))  // CLI11 accepts an empty value
+      throw CLI::ValidationError(*flag, "the value is empty");
     app.parse(static_cast<int>(arguments.size()) - 1, arguments.data());
     if (std::isnan(options.lr)) throw CLI::ValidationError("--lr", "nan is not a number");
   } catch (const CLI::ParseError& error) {

@@ -16,7 +16,6 @@
 #include <iostream>
 #include <optional>
 #include <string>
-#include <string_view>
 
 #include "lockstep/comm/comm_by_device.hpp"
 #include "lockstep/comm/with_device.hpp"
@@ -188,11 +187,8 @@ int main(int argc, char** argv) {
   app.footer("With a demo:\n" + lockstep::launch_help(launch_options));
   const auto arguments = lockstep::program_arguments(argc, argv, launch_options);  // without launch's flags
   try {
-    // CLI11 accepts an empty value, and reads `--port= X` as `--port X`.
-    for (int i = 1; i < argc; ++i)
-      if (const std::string_view text = argv[i];
-          text.empty() || (text.starts_with("--") && text.ends_with('=')))
-        throw CLI::ValidationError(argv[text.empty() ? i - 1 : i], "the value is empty");
+    if (const auto flag = lockstep::flag_without_value(argc, argv))  // CLI11 accepts an empty value
+      throw CLI::ValidationError(*flag, "the value is empty");
     app.parse(static_cast<int>(arguments.size()) - 1, arguments.data());
     const bool saves = options.demo.empty() || options.demo == "checkpoint";
     if (checkpoint->count() > 0 && !saves)

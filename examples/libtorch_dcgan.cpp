@@ -10,10 +10,10 @@
 #include <cstdio>
 #include <iostream>
 #include <string>
-#include <string_view>
 
 #include "lockstep/datasets/mnist.hpp"
 #include "lockstep/train/checkpoint.hpp"
+#include "lockstep/world/launch.hpp"
 
 namespace nn = torch::nn;
 namespace data = torch::data;
@@ -161,11 +161,8 @@ int main(int argc, char** argv) {
       ->check(CLI::Range(1, 1'000'000));
   app.add_flag("--restore", options.restore, "continue from the last checkpoint in the folder");
   try {
-    // CLI11 accepts an empty value, and reads `--samples= X` as `--samples X`.
-    for (int i = 1; i < argc; ++i)
-      if (const std::string_view text = argv[i];
-          text.empty() || (text.starts_with("--") && text.ends_with('=')))
-        throw CLI::ValidationError(argv[text.empty() ? i - 1 : i], "the value is empty");
+    if (const auto flag = lockstep::flag_without_value(argc, argv))  // CLI11 accepts an empty value
+      throw CLI::ValidationError(*flag, "the value is empty");
     app.parse(argc, argv);
     if (options.data_dir.empty()) options.data_dir = lockstep::drawn_digits_folder().string();
     run(options);

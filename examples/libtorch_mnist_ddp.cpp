@@ -8,7 +8,6 @@
 #include <cstdio>
 #include <iostream>
 #include <string>
-#include <string_view>
 
 #include "lockstep/datasets/mnist.hpp"
 #include "lockstep/ddp.hpp"
@@ -106,11 +105,8 @@ int main(int argc, char** argv) {
   app.footer(lockstep::launch_help());
   const auto arguments = lockstep::program_arguments(argc, argv);
   try {
-    // CLI11 accepts an empty value, and reads `--samples= X` as `--samples X`.
-    for (int i = 1; i < argc; ++i)
-      if (const std::string_view text = argv[i];
-          text.empty() || (text.starts_with("--") && text.ends_with('=')))
-        throw CLI::ValidationError(argv[text.empty() ? i - 1 : i], "the value is empty");
+    if (const auto flag = lockstep::flag_without_value(argc, argv))  // CLI11 accepts an empty value
+      throw CLI::ValidationError(*flag, "the value is empty");
     app.parse(static_cast<int>(arguments.size()) - 1, arguments.data());
     if (options.data_dir.empty()) options.data_dir = lockstep::drawn_digits_folder().string();
     return lockstep::launch(argc, argv, [&](const lockstep::World& world) { run(world, options); });

@@ -488,11 +488,8 @@ int main(int argc, char** argv) {
   app.footer(footer + "\n" + lockstep::launch_help());
   const auto arguments = lockstep::program_arguments(argc, argv);  // without --nproc and launch's other flags
   try {
-    // CLI11 accepts an empty value, and reads `--config= X` as `--config X`.
-    for (int i = 1; i < argc; ++i)
-      if (const std::string_view text = argv[i];
-          text.empty() || (text.starts_with("--") && text.ends_with('=')))
-        throw CLI::ValidationError(argv[text.empty() ? i - 1 : i], "the value is empty");
+    if (const auto flag = lockstep::flag_without_value(argc, argv))  // CLI11 accepts an empty value
+      throw CLI::ValidationError(*flag, "the value is empty");
     app.parse(static_cast<int>(arguments.size()) - 1, arguments.data());
     if (!config.empty()) read_table(keys, config, toml::parse_file(config));
     for (const auto& argument : overrides) read_override(keys, argument);

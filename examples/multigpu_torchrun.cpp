@@ -18,7 +18,6 @@
 #include <iostream>
 #include <sstream>
 #include <string>
-#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -188,11 +187,8 @@ int main(int argc, char** argv) {
   app.footer(lockstep::launch_help());
   const auto arguments = lockstep::program_arguments(argc, argv);  // without --nproc and launch's other flags
   try {
-    // CLI11 accepts an empty value, and reads `--momentum= X` as `--momentum X`.
-    for (int i = 1; i < argc; ++i)
-      if (const std::string_view text = argv[i];
-          text.empty() || (text.starts_with("--") && text.ends_with('=')))
-        throw CLI::ValidationError(argv[text.empty() ? i - 1 : i], "the value is empty");
+    if (const auto flag = lockstep::flag_without_value(argc, argv))  // CLI11 accepts an empty value
+      throw CLI::ValidationError(*flag, "the value is empty");
     app.parse(static_cast<int>(arguments.size()) - 1, arguments.data());
     if (std::isnan(options.momentum)) throw CLI::ValidationError("--momentum", "nan is not a number");
   } catch (const CLI::ParseError& error) {

@@ -13,7 +13,6 @@
 #include <exception>
 #include <iostream>
 #include <string>
-#include <string_view>
 
 #include "lockstep/datasets/mnist.hpp"
 #include "lockstep/lockstep.hpp"
@@ -118,11 +117,8 @@ int main(int argc, char** argv) {
       "--data-dir,--data_dir", [&](const std::string& folder) { options.data.folder = folder; },
       "folder with MNIST's four files; without it, digits are drawn");
   try {
-    // CLI11 accepts an empty value, and reads `--save= X` as `--save X`.
-    for (int i = 1; i < argc; ++i)
-      if (const std::string_view text = argv[i];
-          text.empty() || (text.starts_with("--") && text.ends_with('=')))
-        throw CLI::ValidationError(argv[text.empty() ? i - 1 : i], "the value is empty");
+    if (const auto flag = lockstep::flag_without_value(argc, argv))  // CLI11 accepts an empty value
+      throw CLI::ValidationError(*flag, "the value is empty");
     app.parse(argc, argv);
     if (std::isnan(options.lr)) throw CLI::ValidationError("--lr", "nan is not a number");
   } catch (const CLI::ParseError& error) {

@@ -8,7 +8,6 @@
 #include <CLI/CLI.hpp>
 #include <cstdint>
 #include <iostream>
-#include <string_view>
 #include <vector>
 
 #include "lockstep/lockstep.hpp"
@@ -77,11 +76,8 @@ int main(int argc, char** argv) {
   app.footer(lockstep::launch_help());
   const auto arguments = lockstep::program_arguments(argc, argv);  // without --nproc and launch's other flags
   try {
-    // CLI11 accepts an empty value, and reads `--elements= X` as `--elements X`.
-    for (int i = 1; i < argc; ++i)
-      if (const std::string_view text = argv[i];
-          text.empty() || (text.starts_with("--") && text.ends_with('=')))
-        throw CLI::ValidationError(argv[text.empty() ? i - 1 : i], "the value is empty");
+    if (const auto flag = lockstep::flag_without_value(argc, argv))  // CLI11 accepts an empty value
+      throw CLI::ValidationError(*flag, "the value is empty");
     app.parse(static_cast<int>(arguments.size()) - 1, arguments.data());
   } catch (const CLI::ParseError& error) {
     if (error.get_exit_code() == 0) return app.exit(error);  // --help

@@ -155,7 +155,8 @@ std::vector<Ended> run_all(const std::vector<Words>& commands) {
       running.emplace_back(*next, Variables{{"OMP_NUM_THREADS", "1"}}, StartOptions{});
     Process& first = running.front();
     REQUIRE(first.wait());
-    all.push_back({first.exit_code(), first.out(), first.error(), processes_left(first.marker())});
+    all.push_back(
+        {first.exit_code(), first.out(), first.error(), processes_left(first.marker()), first.about_run()});
     running.pop_front();
   }
   return all;

@@ -180,7 +180,20 @@ class Process {
   [[nodiscard]] pid_t pid() const { return pid_; }
   [[nodiscard]] const std::string& marker() const { return marker_; }
   [[nodiscard]] const std::string& out() const { return text_[0]; }
-  [[nodiscard]] const std::string& error() const { return text_[1]; }
+  /// Without the line about a run on this host that no launcher but `launch` has started: few cases look at it.
+  [[nodiscard]] std::string error() const {
+    std::string text = text_[1];
+    const auto begin = about_run_begin();
+    if (begin != std::string::npos) text.erase(begin, about_run().size());
+    return text;
+  }
+  /// That line; empty where there is none.
+  [[nodiscard]] std::string about_run() const {
+    const auto begin = about_run_begin();
+    if (begin == std::string::npos) return {};
+    const auto end = text_[1].find('\n', begin);
+    return text_[1].substr(begin, end == std::string::npos ? end : end + 1 - begin);
+  }
 
   void signal(int number) const { kill(pid_, number); }
   /// As a terminal does on Ctrl-C: to the whole foreground process group.
@@ -220,6 +233,14 @@ class Process {
   [[nodiscard]] int exit_code() const { return code_; }
 
  private:
+  [[nodiscard]] std::string::size_type about_run_begin() const {
+    for (const char* starter : {", started by --nproc; ", ", started by hand ("})
+      if (const auto middle = text_[1].find(starter); middle != std::string::npos) {
+        const auto begin = text_[1].rfind("lockstep: ", middle);
+        if (text_[1].find(" on 1 host (", begin) < middle) return begin;
+      }
+    return std::string::npos;
+  }
   // Reads what comes within `time`; false when both streams have ended.
   bool read_for(Milliseconds time) {
     pollfd polled[2] = {{fds_[0], POLLIN, 0}, {fds_[1], POLLIN, 0}};
@@ -258,7 +279,8 @@ inline Process start(std::vector<std::string> command, Variables variables = {},
 struct Ended {
   int code;
   std::string out, error;
-  int left;  ///< processes that remain
+  int left;                    ///< processes that remain
+  std::string about_run = {};  ///< see Process::about_run
 };
 inline Ended run(std::vector<std::string> command, Variables variables = {},
                  Milliseconds timeout = Milliseconds(60000), StartOptions options = {}) {
@@ -266,7 +288,8 @@ inline Ended run(std::vector<std::string> command, Variables variables = {},
   if (!process.wait(timeout))
     throw std::runtime_error(fmt::format("still running after {} ms; it wrote: {}{}", timeout.count(),
                                          process.out(), process.error()));
-  return {process.exit_code(), process.out(), process.error(), processes_left(process.marker())};
+  return {process.exit_code(), process.out(), process.error(), processes_left(process.marker()),
+          process.about_run()};
 }
 
 /// The path of a program of this folder's tests (see lockstep_fault_test).

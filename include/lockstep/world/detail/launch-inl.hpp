@@ -222,6 +222,15 @@ LOCKSTEP_INLINE std::vector<char*> program_arguments(int argc, const char* const
   return detail::program_arguments(argc, argv, options);
 }
 
+LOCKSTEP_INLINE std::optional<std::string> flag_without_value(int argc, const char* const* argv) {
+  for (int i = 1; i < argc; ++i) {
+    const std::string text = argv[i];
+    if (text.empty()) return argv[i - 1][0] == '-' ? argv[i - 1] : detail::formatted("argument {}", i);
+    if (text.compare(0, 2, "--") == 0 && text.back() == '=') return text;
+  }
+  return std::nullopt;
+}
+
 LOCKSTEP_INLINE std::string launch_help(const LaunchOptions& options) {
   return detail::launch_help(options);
 }

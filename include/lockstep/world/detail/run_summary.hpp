@@ -14,7 +14,8 @@
 namespace lockstep::detail {
 
 /// Returns one line about a run whose ranks have all joined: the number of ranks, their hosts, what started
-/// them, the rendezvous and the threads of each rank.
+/// them, the rendezvous and the threads of each rank. Where `launch` has started all of them on this host, it
+/// has set the variables and the rendezvous itself, and the line leaves them out.
 inline std::string run_summary(const Environment& env, const std::vector<RankIdentity>& ranks) {
   constexpr std::size_t hosts_shown = 8;
   struct Host {
@@ -46,10 +47,10 @@ inline std::string run_summary(const Environment& env, const std::vector<RankIde
   for (std::size_t i = 0; i < std::min(hosts.size(), hosts_shown); ++i)
     text += detail::formatted("{}{}: {}", i == 0 ? "" : ", ", hosts[i].name, hosts[i].ranks);
   if (hosts.size() > hosts_shown) text += detail::formatted(" and {} more", hosts.size() - hosts_shown);
-  text += detail::formatted("), started by {} ({}), rendezvous at {}; ",
-                            env.launcher.empty() ? std::string("hand") : env.launcher, env.rank_variables,
-                            env.rendezvous);
-  return text + detail::formatted("threads per rank: {}, from {}", joined(threads), joined(sources));
+  text += detail::formatted("), started by {}", env.launcher.empty() ? std::string("hand") : env.launcher);
+  if (env.launcher != "--nproc" || hosts.size() > 1)
+    text += detail::formatted(" ({}), rendezvous at {}", env.rank_variables, env.rendezvous);
+  return text + detail::formatted("; threads per rank: {}, from {}", joined(threads), joined(sources));
 }
 
 }  // namespace lockstep::detail
