@@ -321,12 +321,11 @@ LOCKSTEP_INLINE void World::place_ranks(c10d::Store& side, const detail::Rendezv
 }
 
 LOCKSTEP_INLINE void World::announce_run(c10d::Store& side) const {
-  const auto& known = state_->environment;
-  const bool launched = !known.launcher.empty() && known.launcher != "--nproc";
-  if (rank() != 0 || !log.should_log(launched || !state_->single_host ? Level::info : Level::debug)) return;
+  if (rank() != 0 || !log.should_log()) return;
   // stdout belongs to the program.
-  detail::write_lines(stderr,
-                      "lockstep: " + detail::run_summary(known, detail::identities(side, size())) + "\n");
+  detail::write_lines(
+      stderr,
+      "lockstep: " + detail::run_summary(state_->environment, detail::identities(side, size())) + "\n");
 }
 
 LOCKSTEP_INLINE World::LocalPlace World::local_place() const {
