@@ -150,19 +150,19 @@ struct Options {
   std::uint64_t seed = 0;
 };
 
-// The images of a folder, or random ones: the same for an index in every run, as torchvision's FakeData.
+// The images of a folder, or random ones: those of torchvision's FakeData, bit for bit.
 struct Images {
   std::optional<lockstep::ImageFolder> folder = std::nullopt;
   std::size_t count = 0;
   std::int64_t side = 0;
-  std::uint64_t seed = 0;
+  std::size_t random_offset = 0;
 
   [[nodiscard]] std::size_t size() const { return folder ? folder->size() : count; }
   [[nodiscard]] lockstep::Example get(std::size_t index) const {
     if (folder) return folder->get(index);
-    auto generator = lockstep::keyed_generator({.seed = seed, .stream = index});
-    const auto target = torch::randint(0, 1000, {}, generator, torch::kLong);
-    return {torch::randint(0, 256, {3, side, side}, generator, torch::kByte), target};
+    const auto generator = at::detail::createCPUGenerator(random_offset + index);
+    const auto image = torch::randn({3, side, side}, generator).mul(255).to(torch::kByte);
+    return {image, torch::randint(0, 1000, {}, generator, torch::kLong)};
   }
 };
 
@@ -177,8 +177,8 @@ Data load_data(const lockstep::World& world, const Options& options) try {
   Data data;
   if (options.dummy) {
     world.log.info("=> Dummy data is used!");
-    data.train = {.count = 640, .side = side, .seed = 1};
-    data.validation = {.count = 64, .side = side, .seed = 2};
+    data.train = {.count = 640, .side = side};
+    data.validation = {.count = 64, .side = side, .random_offset = data.train.count};
     data.train_transform = data.validation_transform = lockstep::Compose{lockstep::ToTensor{}};
     return data;
   }

@@ -1,10 +1,11 @@
-"""Compares examples/imagenet's networks with Python's: names and initial values, what a network computes with a state dict that
-C++ saved and with one that Python saved, its top-1 and top-5 accuracy, the momentum in a checkpoint and the rate of each epoch.
-The networks are torchvision's where it is installed (`pip install --no-deps torchvision pillow`), else those of the definition
-below, which have the same names.
+"""Compares examples/imagenet with Python: the loss of each training step, and parameters, buffers and momentum after the last one;
+names and initial values, what a network computes with a state dict that C++ saved and with one that Python saved, its top-1 and
+top-5 accuracy, the momentum in a checkpoint and the rate of each epoch. The networks, and the random images of --dummy, are
+torchvision's where it is installed (`pip install --no-deps torchvision pillow`), else those of the definitions below.
 
 imagenet_parity.py IMAGENET_PROGRAM. Exit code 77: skipped.
 """
+import functools
 import os
 import re
 import struct
@@ -13,7 +14,7 @@ import sys
 import tempfile
 import zlib
 
-from parity import torch
+from parity import run_python, torch
 
 from torch import nn
 
@@ -73,18 +74,80 @@ class ResNet(nn.Module):
         return self.fc(nn.functional.adaptive_avg_pool2d(x, 1).flatten(1))
 
 
-def torchvision_models():
-    """torchvision.models and the version of torchvision, or None and why there is none."""
+class FakeImages(torch.utils.data.Dataset):
+    """torchvision's FakeData with ToTensor."""
+
+    def __init__(self, count, side, classes, random_offset):
+        self.count, self.side, self.classes, self.random_offset = count, side, classes, random_offset
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, i):
+        if i >= self.count:
+            raise IndexError
+        generator = torch.Generator().manual_seed(self.random_offset + i)
+        image = torch.randn(3, self.side, self.side, generator=generator).mul(255).byte()
+        return image.float() / 255, int(torch.randint(0, self.classes, (), generator=generator))
+
+
+@functools.cache
+def torchvision():
+    """The package torchvision, or None and why there is none."""
     try:
-        import torchvision
+        import torchvision.transforms
     except Exception as error:  # not installed, or for another torch
         return None, f"{type(error).__name__}: {error}".splitlines()[0]
-    return torchvision.models, torchvision.__version__
+    return torchvision, None
 
 
-def new_model(arch):
-    models, _ = torchvision_models()
-    return getattr(models, arch)(num_classes=CLASSES) if models else ResNet(*SHAPES[arch], CLASSES)
+def new_model(arch, classes=CLASSES):
+    package, _ = torchvision()
+    return getattr(package.models, arch)(num_classes=classes) if package else ResNet(*SHAPES[arch], classes)
+
+
+def dummy_images(part):
+    """The images of --dummy: 640 to train on, and 64 others to validate with."""
+    count, offset = {"train": (640, 0), "val": (64, 640)}[part]
+    package, _ = torchvision()
+    if package:
+        return package.datasets.FakeData(count, (3, 32, 32), 1000, package.transforms.ToTensor(), random_offset=offset)
+    return FakeImages(count, 32, 1000, offset)
+
+
+def train(rank, ranks, output, batch):
+    """What the program does with --dummy in an epoch of two ranks. Leaves rank 0's losses and state."""
+    torch.manual_seed(SEED)
+    net = new_model("resnet18", 1000)
+    model, data = nn.parallel.DistributedDataParallel(net), dummy_images("train")
+    sampler = torch.utils.data.distributed.DistributedSampler(data, seed=SEED)
+    optimizer, losses = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9, weight_decay=1e-4), []
+    for images, targets in torch.utils.data.DataLoader(data, batch // ranks, sampler=sampler):
+        loss = nn.functional.cross_entropy(model(images), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    if rank == 0:
+        torch.save((losses, net.state_dict(), optimizer.state_dict()), f"{output}/python.pt")
+
+
+def check_training(scratch):
+    """Loss by loss and bit by bit: ResNet-18 on the same images in the same order, 2 ranks."""
+    ranks, batch = 2, 64
+    run_python(ranks, train, f"{scratch}/trained", batch)
+    losses, model, optimizer = torch.load(f"{scratch}/trained/python.pt", weights_only=True)
+    out = imagenet(None, "-b", str(batch), "-j", "0", "--epochs", "1", "-p", "1", "--save-dir", scratch, ranks=ranks)
+    ours, theirs = re.findall(r"Epoch: .*\tLoss (\S+) ", out), [f"{loss:.4e}" for loss in losses]
+    if ours != theirs or len(set(theirs)) < 8:
+        sys.exit(f"FAILED: resnet18, trained: losses are {ours}, Python's {theirs}")
+    saved = torch.load(f"{scratch}/checkpoint.pt", weights_only=True)
+    same(saved["state_dict"], model, "resnet18, trained")
+    moments = [{str(i): entry["momentum_buffer"] for i, entry in state["state"].items()} for state in (saved["optimizer"], optimizer)]
+    same(*moments, "resnet18's momentum, trained")
+    print(f"| resnet18 trained at {ranks} ranks on --dummy's images, {len(losses)} steps of batch {batch // ranks} per rank | losses "
+          f"from {theirs[0]} to {theirs[-1]} | same losses, all digits that are printed; same bits in all {len(model)} parameters "
+          f"and buffers and {len(moments[1])} momentum buffers after the last step |", flush=True)
 
 
 def png(pixels):
@@ -116,7 +179,9 @@ def write_images(folder):
 
 
 def imagenet(folder, *flags, ranks=1):
-    command = [program, "--nproc", str(ranks), "--image-size", str(SIDE), "--seed", str(SEED), *flags, folder]
+    """What the program prints. It trains on --dummy's images where `folder` is None."""
+    data = ["--image-size", str(SIDE), folder] if folder else ["--dummy"]
+    command = [program, "--nproc", str(ranks), "--seed", str(SEED), *flags, *data]
     done = subprocess.run(command, env={**os.environ, "LOCKSTEP_DEVICE": "cpu"}, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"FAILED: {' '.join(command)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
@@ -168,12 +233,15 @@ def check_rates(folder, checkpoint):
 
 def main():
     torch.set_num_threads(1)
-    models, found = torchvision_models()
-    if models:
-        print(f"note: The networks in Python are those of torchvision {found}.")
+    package, why = torchvision()
+    if package:
+        print(f"note: The networks and the random images in Python are those of torchvision {package.__version__}.")
     else:
-        print(f"note: The networks in Python are the definition in this script. SKIPPED: torchvision's own ({found}).")
+        print("note: The networks and the random images in Python are the definitions in imagenet_parity.py. "
+              f"SKIPPED in part: torchvision's own, which cannot be imported ({why})")
     print("| behaviour | Python | lockstep |\n|---|---|---|")
+    with tempfile.TemporaryDirectory() as scratch:
+        check_training(scratch)  # first: a process that has computed should not fork ranks
     for arch in SHAPES:
         with tempfile.TemporaryDirectory() as scratch:
             images, targets = write_images(scratch)

@@ -115,6 +115,9 @@ def same_bits(what, theirs, ours):
 
 def main():
     multigpu, single_gpu, elastic = map(os.path.realpath, sys.argv[1:4])
+    print("note: ddp_toy has no row: its ranks draw their models and data without a seed, as the tutorial's do, so that no two runs of "
+          "either side have equal numbers. It compares its ranks' parameters bit by bit after the step. ring_all_reduce has none either: "
+          "it compares its sums with all_reduce's.")
     print("| behaviour | Python | lockstep |\n|---|---|---|")
     with tempfile.TemporaryDirectory() as scratch:
         # All training comes first: a process that has computed should not fork ranks.
