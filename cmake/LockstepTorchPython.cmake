@@ -2,6 +2,29 @@
 # built against, else the bits differ for reasons of no interest.
 include_guard(GLOBAL)
 
+# The newest torchvision, whose networks and random images examples/imagenet is compared with. It works with any torch from 2.14
+# on; without --no-deps pip might install another torch for it.
+set(LOCKSTEP_TORCHVISION 0.29.2)
+
+# Installs into the virtual environment TARGET what single comparisons need, where it cannot be imported. A comparison without
+# its package prints that it is skipped.
+function(_lockstep_install_compared target)
+  foreach(package IN ITEMS safetensors torchvision)
+    set(requirements ${package})
+    if(package STREQUAL torchvision)
+      set(requirements --no-deps torchvision==${LOCKSTEP_TORCHVISION} pillow)
+    endif()
+    execute_process(COMMAND ${target}/bin/python -c "import ${package}" RESULT_VARIABLE result OUTPUT_QUIET ERROR_QUIET)
+    if(NOT result EQUAL 0)
+      execute_process(COMMAND ${target}/bin/python -m pip --disable-pip-version-check install --retries 0 ${requirements}
+        RESULT_VARIABLE result OUTPUT_QUIET ERROR_QUIET)
+      if(NOT result EQUAL 0)
+        message(STATUS "lockstep: the Python package ${package} could not be installed into ${target}: it is not compared with")
+      endif()
+    endif()
+  endforeach()
+endfunction()
+
 # Sets OUT to the torch package in FOLDER/python-torch-<version>, a virtual environment with all of PyTorch. Where it
 # is not there, it is installed if WANTED; OUT is empty where that cannot be done, with a warning that says why.
 function(lockstep_torch_install_python folder wanted out)
@@ -30,13 +53,14 @@ function(lockstep_torch_install_python folder wanted out)
       "with it, into ${target} (about 2.5 GB to download, 5 GB on disk)")
     string(TIMESTAMP start %s UTC)
     execute_process(COMMAND ${target}/bin/python -m pip --disable-pip-version-check install
-      torch==${LOCKSTEP_TORCH_NEWEST} numpy safetensors RESULT_VARIABLE result)
+      torch==${LOCKSTEP_TORCH_NEWEST} numpy RESULT_VARIABLE result)
     if(NOT result EQUAL 0)
       message(WARNING "lockstep: the Python package torch could not be installed (see above; is this machine online?), "
         "so there are no comparisons with it and no CUDA")
       file(REMOVE_RECURSE ${target})
       return()
     endif()
+    _lockstep_install_compared(${target})
     string(TIMESTAMP end %s UTC)
     math(EXPR seconds "${end} - ${start}")
     execute_process(COMMAND du -sb ${target} OUTPUT_VARIABLE bytes)
@@ -45,18 +69,11 @@ function(lockstep_torch_install_python folder wanted out)
     message(STATUS "lockstep: installed the Python package torch ${LOCKSTEP_TORCH_NEWEST}: ${bytes} bytes on disk, "
       "${seconds} s")
     file(TOUCH ${target}/complete)
-  elseif(NOT LOCKSTEP_SAFETENSORS_CHECKED)
-    # An environment from before safetensors was installed with it. Checked once for a build folder.
-    execute_process(COMMAND ${target}/bin/python -c "import safetensors" RESULT_VARIABLE result OUTPUT_QUIET ERROR_QUIET)
-    if(NOT result EQUAL 0)
-      execute_process(COMMAND ${target}/bin/python -m pip --disable-pip-version-check install --retries 0 safetensors
-        RESULT_VARIABLE result OUTPUT_QUIET ERROR_QUIET)
-      if(NOT result EQUAL 0)
-        message(STATUS "lockstep: the Python package safetensors could not be installed into ${target}: its files are not compared")
-      endif()
-    endif()
-    set(LOCKSTEP_SAFETENSORS_CHECKED TRUE CACHE INTERNAL "safetensors was looked for in lockstep's own Python environment")
+  elseif(NOT LOCKSTEP_COMPARED_CHECKED STREQUAL LOCKSTEP_TORCHVISION)
+    # An environment that an earlier version installed. Once for a build folder: each import takes seconds.
+    _lockstep_install_compared(${target})
   endif()
+  set(LOCKSTEP_COMPARED_CHECKED ${LOCKSTEP_TORCHVISION} CACHE INTERNAL "what was looked for in lockstep's own Python")
   file(GLOB package ${target}/lib/python3*/site-packages/torch)
   set(${out} "${package}" PARENT_SCOPE)
 endfunction()
