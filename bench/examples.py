@@ -1,37 +1,52 @@
 """CPU time of the example programs and of their Python originals: the same data, seed, ranks and steps.
 
-examples.py FOLDER_OF_PROGRAMS SHARED_FOLDER [--rounds 3] [--only NAME ...]
+examples.py FOLDER_OF_PROGRAMS SHARED_FOLDER [--rounds 3] [--only NAME ...] [--write docs/benchmarks.md]
 To be run by the Python that has the torch package of the programs. The shared folder holds data/mnist and data/tinyshakespeare.txt.
-Both sides run in turn, 2 Gloo ranks of one thread (origin_main: one process). Python refuses SyncBatchNorm on CPUs; ddp_main's
-counterpart has a layer written in Python (tests/examples/mnist_parity.py). A figure is the user CPU time of all processes of a
-run, which tells more than wall time on a busy machine. "run" is the time of the long run, starting included; "training" is that
-time without the time of the short run, which leaves the steps between. The ratio is lockstep's time over Python's, the median
-over the rounds.
+Both sides run in turn, 2 Gloo ranks of one thread (single_gpu and origin_main: one process). Python refuses SyncBatchNorm on
+CPUs; ddp_main's counterpart has a layer written in Python (tests/examples/mnist_parity.py). ddp_toy draws model and data without a
+seed, on both sides. A figure is the user CPU time of all processes of a run, which tells more than wall time on a busy machine.
+"run" is the time of the long run, starting included; "training" is that time without the time of the short run, which leaves the
+steps between. The ratio is lockstep's time over Python's: the median over the rounds, with the smallest and the largest.
 """
 import argparse
+import importlib.metadata
 import os
+import platform
+import re
 import resource
 import statistics
 import subprocess
 import sys
 import tempfile
+import textwrap
+import time
 
 RANKS = 2
 HERE = os.path.dirname(os.path.abspath(__file__))
 for part in ("../tests/support", "../tests/examples"):
     sys.path.insert(0, os.path.join(HERE, part))
 
-# Each example: the units (epochs, or steps) of the short and of the long run, and what a unit is.
+# Each example: the units of the short run (None: the example has only one) and of the long run, a unit's name, and what it is.
 EXAMPLES = {
-    "multigpu": (10, 110, "an epoch of 32 steps, batch 32"),
-    "multigpu_torchrun": (10, 110, "an epoch of 32 steps, batch 32, with momentum"),
-    "average_gradients": (1, 2, "an epoch of 80 steps, batch 100"),
-    "mnist": (1, 2, "an epoch of 125 steps, batch 32"),
-    "origin_main": (1, 2, "an epoch of 250 steps, batch 32, one process"),
-    "ddp_main": (1, 2, "an epoch of 125 steps, batch 32, SyncBatchNorm"),
-    "imagenet": (1, 3, "an epoch of 20 steps, batch 16, and a validation"),
-    "mingpt": (20, 60, "a step, batch 16, block 64"),
-}
+    "single_gpu": (5, 45, "epoch", " of 64 steps, batch 32, one process"),
+    "multigpu": (5, 85, "epoch", " of 32 steps, batch 32"),
+    "multigpu_torchrun": (5, 85, "epoch", " of 32 steps, batch 32, with momentum"),
+    "ddp_toy": (None, 1, "step", " of the demo basic, batch 20"),
+    "average_gradients": (1, 2, "epoch", " of 80 steps, batch 100"),
+    "ring_all_reduce": (1, 31, "million element", ", by the ring and by all_reduce"),
+    "mnist": (1, 2, "epoch", " of 125 steps, batch 32"),
+    "origin_main": (1, 2, "epoch", " of 125 steps, batch 32, one process"),
+    "ddp_main": (1, 2, "epoch", " of 63 steps, batch 32, SyncBatchNorm"),
+    "imagenet": (1, 2, "epoch", " of 20 steps, batch 16, and a validation"),
+    "mingpt": (10, 40, "step", ", batch 16, block 64"),
+}  # fmt: skip
+HEAD = "| example | training | lockstep | Python | ratio | run | lockstep | Python | ratio |"
+ONE_PROCESS = "single_gpu", "origin_main"
+TEMPLATE_DIGITS = 4000  # of origin_main and ddp_main
+
+
+def count(number, unit):
+    return f"{'an' if unit[0] in 'aeiou' else 'a'} {unit}" if number == 1 else f"{number} {unit}s"
 
 
 def text_for(scratch, shared, steps):
@@ -53,16 +68,19 @@ def lockstep_command(name, folder, shared, units, scratch):
            "trainer_config.snapshot_path": f"{scratch}/snapshot.pt", "optimizer_config.learning_rate": 3e-4,
            "optimizer_config.weight_decay": 0.1, "sample_config.number": 0}
     arguments = {
+        "single_gpu": lambda: [str(units), str(units)],
+        "ddp_toy": lambda: ["basic"],
+        "ring_all_reduce": lambda: ["--elements", str(units * 1_000_000)],
         "multigpu": lambda: [str(units), str(units)],
         "multigpu_torchrun": lambda: [str(units), str(units), "--momentum", "0.9"],
         "average_gradients": lambda: ["--epochs", str(units), *digits],
         "mnist": lambda: ["--epochs", str(units), "--lr", "0.02", "--sync-batchnorm", "off", *digits],
-        "origin_main": lambda: ["--epochs", str(units), *digits],
-        "ddp_main": lambda: ["--epochs", str(units), *digits],
+        "origin_main": lambda: ["--epochs", str(units), "--samples", str(TEMPLATE_DIGITS), *digits],
+        "ddp_main": lambda: ["--epochs", str(units), "--samples", str(TEMPLATE_DIGITS), *digits],
         "imagenet": lambda: ["--epochs", str(units), "--seed", "7", "--workers", "0", "--save-dir", scratch],
         "mingpt": lambda: ["--data-path", text_for(scratch, shared, units), *(f"{key}={value}" for key, value in gpt.items())],
     }
-    ranks = [] if name == "origin_main" else ["--nproc", str(RANKS)]
+    ranks = [] if name in ONE_PROCESS else ["--nproc", str(RANKS)]
     return [os.path.join(folder, name), *ranks, *arguments[name]()]
 
 
@@ -71,15 +89,69 @@ def python_rank(rank, name, units, scratch, shared):
     sys.argv = [name, name, shared]  # what those scripts read when they are imported
     import torch
     import torch.distributed as dist
-    from torch.nn.functional import cross_entropy, mse_loss
-    from torch.nn.parallel import DistributedDataParallel
-    from torch.utils.data import DataLoader, DistributedSampler
 
     torch.set_num_threads(1)
-    ranks = 1 if name == "origin_main" else RANKS
+    ranks = 1 if name in ONE_PROCESS else RANKS
     if ranks > 1:
         dist.init_process_group("gloo", init_method=f"file://{scratch}/meet", rank=rank, world_size=ranks)
-    if name in ("multigpu", "multigpu_torchrun"):
+    if name == "ring_all_reduce":
+        sum_by_ring(rank, units * 1_000_000)
+    elif name == "ddp_toy":
+        step_of_toy_model()
+    else:
+        train(rank, ranks, name, units, scratch, shared)
+    if ranks > 1:
+        dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # an interpreter that finalizes beside threads of a process group aborts now and then
+
+
+def sum_by_ring(rank, elements):
+    """What ring_all_reduce does: reduce-scatter and all-gather by messages, then the comparison with all_reduce."""
+    import torch
+    import torch.distributed as dist
+
+    torch.manual_seed(1 + rank)
+    tensor = torch.randn(elements)
+    reference = tensor.clone()
+    chunks = tensor.tensor_split(RANKS)
+
+    def exchange(sent, received):
+        sending = dist.isend(sent, (rank + 1) % RANKS)
+        dist.recv(received, (rank - 1) % RANKS)
+        sending.wait()
+
+    for step in range(RANKS - 1):
+        chunk = chunks[(rank - step - 1) % RANKS]
+        received = torch.empty_like(chunk)
+        exchange(chunks[(rank - step) % RANKS], received)
+        chunk += received
+    for step in range(RANKS - 1):
+        exchange(chunks[(rank + 1 - step) % RANKS], chunks[(rank - step) % RANKS])
+    dist.all_reduce(reference)
+    if not torch.allclose(tensor, reference, rtol=1e-5, atol=1e-5):
+        sys.exit("the ring's sum differs from all_reduce's")
+
+
+def step_of_toy_model():
+    """What `ddp_toy basic` does."""
+    import torch
+    from torch import nn
+
+    model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(10, 10), nn.ReLU(), nn.Linear(10, 5)))
+    optimizer = torch.optim.SGD(model.parameters(), 0.001)
+    optimizer.zero_grad()
+    nn.functional.mse_loss(model(torch.randn(20, 10)), torch.randn(20, 5)).backward()
+    optimizer.step()
+
+
+def train(rank, ranks, name, units, scratch, shared):
+    import torch
+    from torch.nn.functional import cross_entropy, mse_loss
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.utils.data import DataLoader, DistributedSampler, Subset
+
+    if name in ("single_gpu", "multigpu", "multigpu_torchrun"):
         from multigpu_parity import MyTrainDataset
         torch.manual_seed(0)
         data, model = MyTrainDataset(2048), torch.nn.Linear(20, 1)
@@ -87,7 +159,8 @@ def python_rank(rank, name, units, scratch, shared):
         loss_of, optimizer, batch, seed = mse_loss, torch.optim.SGD(model.parameters(), 1e-3, momentum), 32, 0
     elif name in ("origin_main", "ddp_main"):
         from mnist_parity import Digits, template_net
-        data, model, loss_of, batch, seed = Digits("train"), template_net(ranks > 1), cross_entropy, 32, 0
+        data, model = Subset(Digits("train"), range(TEMPLATE_DIGITS)), template_net(ranks > 1)
+        loss_of, batch, seed = cross_entropy, 32, 0
         optimizer = torch.optim.SGD(model.parameters(), 1e-4)
     elif name in ("mnist", "average_gradients"):
         from average_gradients_parity import average_gradients
@@ -97,28 +170,13 @@ def python_rank(rank, name, units, scratch, shared):
         batch, seed = (32, 3407) if name == "mnist" else (100, 0)
         rate = dict(lr=0.02) if name == "mnist" else dict(lr=0.001, momentum=0.9)
         optimizer = torch.optim.SGD(model.parameters(), **rate)
+        if name == "average_gradients":
+            torch.manual_seed(rank)  # each rank has an order of the digits of its own
     elif name == "imagenet":
-        sys.argv = [name, name]
         import imagenet_parity
-        imagenet_parity.CLASSES = 1000
-
-        class RandomImages(torch.utils.data.Dataset):  # as torchvision's FakeData with ToTensor
-            def __init__(self, count, seed):
-                self.count, self.seed = count, seed
-
-            def __len__(self):
-                return self.count
-
-            def __getitem__(self, i):
-                if i >= self.count:
-                    raise IndexError
-                generator = torch.Generator().manual_seed(self.seed + i)
-                image = torch.randint(0, 256, (3, 32, 32), dtype=torch.uint8, generator=generator)
-                return image.float() / 255, int(torch.randint(0, 1000, (), generator=generator))
-
+        data, validation = imagenet_parity.dummy_images("train"), imagenet_parity.dummy_images("val")
         torch.manual_seed(7)
-        data, validation = RandomImages(640, 1), RandomImages(64, 2)
-        model, loss_of, batch, seed = imagenet_parity.new_model("resnet18"), cross_entropy, 16, 7
+        model, loss_of, batch, seed = imagenet_parity.new_model("resnet18", 1000), cross_entropy, 16, 7
         optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=1e-4)
     else:
         from mingpt_parity import Characters, Gpt, decay_groups
@@ -128,30 +186,42 @@ def python_rank(rank, name, units, scratch, shared):
         optimizer, batch, seed = torch.optim.AdamW(decay_groups(model), lr=3e-4, betas=(0.9, 0.95)), 16, 3407
         loss_of = lambda outputs, targets: cross_entropy(outputs.flatten(0, 1), targets.flatten())
 
-    if name in ("average_gradients", "origin_main"):  # without DistributedDataParallel: every rank sees all samples
+    if name in (*ONE_PROCESS, "average_gradients"):  # without DistributedDataParallel: every rank sees all samples
         forward, sampler = model, None
         loader = DataLoader(data, batch, shuffle=True)
     else:
         forward, sampler = DistributedDataParallel(model), DistributedSampler(data, seed=seed)
         loader = DataLoader(data, batch, sampler=sampler)
+
+    def top_5(outputs, targets):
+        hits = outputs.topk(5).indices == targets.view(-1, 1)
+        return hits[:, 0].sum().item(), hits.sum().item()
+
     for epoch in range(2 if name == "mingpt" else units):
         if sampler:
             sampler.set_epoch(epoch)
         model.train()
         for inputs, targets in loader:
             optimizer.zero_grad()
-            loss = loss_of(forward(inputs), targets)
+            outputs = forward(inputs)
+            loss = loss_of(outputs, targets)
             loss.backward()
             if name == "average_gradients":
+                loss.item(), (outputs.argmax(1) == targets).sum().item()
                 average_gradients(model, ranks)
-            if name == "mingpt":
+            elif name == "imagenet":
+                loss.item(), top_5(outputs, targets)
+            elif name == "mingpt":
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
         if name == "imagenet":
             model.eval()
             with torch.no_grad():
-                for inputs, targets in DataLoader(validation, batch, sampler=range(rank, 64, RANKS)):
-                    forward(inputs)
+                for inputs, targets in DataLoader(validation, batch, sampler=range(rank, len(validation), ranks)):
+                    outputs = model(inputs)
+                    loss_of(outputs, targets).item(), top_5(outputs, targets)
+            if rank == 0:
+                torch.save({"state_dict": model.state_dict(), "optimizer": optimizer.state_dict()}, f"{scratch}/checkpoint.pt")
     if name in ("mnist", "origin_main", "ddp_main"):
         model.eval()
         test = Digits("t10k")
@@ -161,10 +231,6 @@ def python_rank(rank, name, units, scratch, shared):
     if rank == 0 and name == "multigpu_torchrun":
         snapshot = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": units}
         torch.save(snapshot, f"{scratch}/snapshot.pt")
-    if ranks > 1:
-        dist.destroy_process_group()
-    sys.stdout.flush()
-    os._exit(0)  # an interpreter that finalizes beside threads of a process group aborts now and then
 
 
 def user_seconds(command, scratch):
@@ -182,6 +248,9 @@ def measure(name, folder, shared):
     for side in ("lockstep", "Python"):
         sides[side] = []
         for units in EXAMPLES[name][:2]:
+            if units is None:
+                sides[side].append(None)
+                continue
             with tempfile.TemporaryDirectory() as scratch:
                 command = lockstep_command(name, folder, shared, units, scratch)
                 if side == "Python":
@@ -190,33 +259,67 @@ def measure(name, folder, shared):
     return sides
 
 
+def cells(what, rounds, seconds):
+    """Four cells of a row: what was timed, both sides' medians, and the ratio."""
+    ours, theirs = ([seconds(each[side]) for each in rounds] for side in ("lockstep", "Python"))
+    ratios = sorted(a / b for a, b in zip(ours, theirs))
+    spread = f" ({ratios[0]:.2f}-{ratios[-1]:.2f})" if len(ratios) > 1 else ""
+    return [what, f"{statistics.median(ours):.2f} s", f"{statistics.median(theirs):.2f} s", f"{statistics.median(ratios):.2f}{spread}"]
+
+
+def measured_how(folder, rounds):
+    """The sentences below the table."""
+    try:
+        with open(os.path.join(folder, "..", "CMakeCache.txt"), encoding="utf-8") as cache:
+            kind = re.search(r"^CMAKE_BUILD_TYPE:\w+=(.+)$", cache.read(), re.M)
+    except OSError:
+        kind = None
+    programs = f"programs of a {kind[1]} build" if kind else "programs of an unknown build type"
+    return (f"Measured on {time.strftime('%Y-%m-%d')} in {count(rounds, 'round')}, with {programs}, on {os.cpu_count()} cores (load "
+            f"average at the end {os.getloadavg()[1]:.1f}). LibTorch and torch {importlib.metadata.version('torch')}, Python "
+            f"{platform.python_version()}.")
+
+
+def replace_table(path, lines):
+    """Replaces the table, and the rest of its section, by `lines`."""
+    with open(path, encoding="utf-8") as file:
+        before, found, after = file.read().partition(HEAD)
+    if not found:
+        sys.exit(f"{path} has no table that begins with {HEAD}")
+    _, heading, rest = after.partition("\n## ")
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(before + "\n".join(lines) + "\n" + heading + rest)
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("folder")
     parser.add_argument("shared")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", nargs="+", default=list(EXAMPLES), choices=list(EXAMPLES))
+    parser.add_argument("--write", help="the file whose table it replaces")
     parser.add_argument("--python", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.python:
         import torch
         name, units, scratch = arguments.python
-        ranks = 1 if name == "origin_main" else RANKS
+        ranks = 1 if name in ONE_PROCESS else RANKS
         torch.multiprocessing.spawn(python_rank, (name, int(units), scratch, arguments.shared), ranks)
         return
     folder, shared = os.path.abspath(arguments.folder), os.path.abspath(arguments.shared)
-    print("| example | training | lockstep | Python | ratio | run, with the start | lockstep | Python | ratio |\n"
-          "|---|---|---|---|---|---|---|---|---|")
+    lines = [HEAD, "|---|---|---|---|---|---|---|---|---|"]
+    print("\n".join(lines), flush=True)
     for name in arguments.only:
-        short, long, unit = EXAMPLES[name]
+        short, long, unit, what = EXAMPLES[name]
         rounds = [measure(name, folder, shared) for _ in range(arguments.rounds)]
-        cells = []
-        for what, seconds in ((f"{long - short} x {unit}", lambda times: times[1] - times[0]), (f"{long} x", lambda times: times[1])):
-            ours, theirs = ([seconds(each[side]) for each in rounds] for side in ("lockstep", "Python"))
-            ratios = sorted(a / b for a, b in zip(ours, theirs))
-            cells += [what, f"{statistics.median(ours):.2f} s", f"{statistics.median(theirs):.2f} s",
-                      f"{statistics.median(ratios):.2f} ({ratios[0]:.2f}-{ratios[-1]:.2f})"]
-        print(f"| {name} | {' | '.join(cells)} |", flush=True)
+        training = ["-"] * 4 if short is None else cells(count(long - short, unit) + what, rounds, lambda times: times[1] - times[0])
+        run = cells(count(long, unit) + (what if short is None else ""), rounds, lambda times: times[1])
+        lines.append(f"| {name} | {' | '.join(training + run)} |")
+        print(lines[-1], flush=True)
+    lines += ["", *textwrap.wrap(measured_how(folder, arguments.rounds), 135, break_on_hyphens=False)]
+    print("\n".join(lines[len(arguments.only) + 2 :]))
+    if arguments.write:
+        replace_table(arguments.write, lines)
 
 
 if __name__ == "__main__":
