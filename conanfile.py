@@ -24,7 +24,8 @@ class LockstepConan(ConanFile):
     options = {"libtorch": [True, False]}
     default_options = {"libtorch": False, "fmt/*:header_only": True}
     exports_sources = (
-        "CMakeLists.txt", "cmake/*", "include/*", "docs/*", "examples/*", "README.md", "CHANGELOG.md", "LICENSE",
+        "CMakeLists.txt", "cmake/*", "include/*", "docs/*", "examples/*", "README.md", "CHANGELOG.md",
+        "CONTRIBUTING.md", "LICENSE",
     )
     no_copy_source = True
     test_package_folder = os.path.join("packaging", "conan", "test_package")

@@ -37,8 +37,16 @@ install(FILES ${CMAKE_CURRENT_BINARY_DIR}/lockstep.pc DESTINATION ${CMAKE_INSTAL
 install(FILES LICENSE DESTINATION ${CMAKE_INSTALL_DOCDIR})
 
 if(PROJECT_IS_TOP_LEVEL)
-  install(FILES README.md CHANGELOG.md DESTINATION ${CMAKE_INSTALL_DOCDIR})
+  install(FILES README.md CHANGELOG.md CONTRIBUTING.md DESTINATION ${CMAKE_INSTALL_DOCDIR})
   install(DIRECTORY docs examples DESTINATION ${CMAKE_INSTALL_DOCDIR})
+  # The prefix is that of `cmake --install --prefix`, which may be another than the one configured.
+  install(CODE "
+    set(SOURCE \"${CMAKE_CURRENT_SOURCE_DIR}\")
+    get_filename_component(DOCS \"${CMAKE_INSTALL_DOCDIR}\" ABSOLUTE BASE_DIR \"\${CMAKE_INSTALL_PREFIX}\")
+    get_filename_component(HEADERS \"${CMAKE_INSTALL_INCLUDEDIR}\" ABSOLUTE BASE_DIR \"\${CMAKE_INSTALL_PREFIX}\")
+    string(PREPEND DOCS \"\$ENV{DESTDIR}\")
+    string(PREPEND HEADERS \"\$ENV{DESTDIR}\")
+    include(\"${CMAKE_CURRENT_SOURCE_DIR}/cmake/LockstepInstallPages.cmake\")")
   set(CPACK_GENERATOR TGZ)
   set(CPACK_PACKAGE_NAME lockstep)
   set(CPACK_PACKAGE_FILE_NAME lockstep-${PROJECT_VERSION})

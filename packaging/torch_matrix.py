@@ -5,8 +5,9 @@ usage: torch_matrix.py [--cache FOLDER] [--cxx COMPILER] [--write FILE] [VERSION
 Each version's `torch` package comes from PyPI with pip, for the machine that the script runs on: its CPU parts are unpacked
 into FOLDER (about 500 MB each, kept for the next run), as cmake/LockstepTorchInstall.cmake does for the newest version.
 lockstep is installed once; the program is packaging/conan/test_package, which finds both. A file that includes
-lockstep/lockstep.hpp is compiled as well. --write replaces the table that
-follows the line <!-- torch_matrix.py --> in FILE. The exit code is 1 if a version failed.
+lockstep/lockstep.hpp is compiled as well. Each stage prints a line to stderr with its time. With
+CMAKE_CXX_COMPILER_LAUNCHER=ccache in the environment, a repeated run reuses what has not changed. --write replaces the
+table that follows the line <!-- torch_matrix.py --> in FILE (README.md). The exit code is 1 if a version failed.
 """
 
 import argparse
@@ -17,6 +18,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 import zipfile
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -29,6 +31,14 @@ def run(*command: object, **more: object) -> str:
     if result.returncode != 0:
         raise RuntimeError(f"{' '.join(map(str, command))}\n{result.stdout}{result.stderr}ended with {result.returncode}")
     return result.stdout + result.stderr
+
+
+def stage(version: str, name: str, *command: object, **more: object) -> str:
+    """Runs a command and prints how long it took."""
+    start = time.monotonic()
+    output = run(*command, **more)
+    print(f"{version}: {name} ({time.monotonic() - start:.0f} s)", file=sys.stderr, flush=True)
+    return output
 
 
 def download(requirement: str, folder: pathlib.Path) -> pathlib.Path:
@@ -68,6 +78,7 @@ def libtorch(version: str, cache: pathlib.Path) -> pathlib.Path:
     """Returns the folder of this LibTorch in the cache, installing it where it is not there yet."""
     target = cache / f"libtorch-{version}"
     if not (target / "torch").exists():
+        start = time.monotonic()
         work = cache / f"libtorch-{version}.part"
         shutil.rmtree(work, ignore_errors=True)
         (work / "wheels").mkdir(parents=True)
@@ -76,6 +87,7 @@ def libtorch(version: str, cache: pathlib.Path) -> pathlib.Path:
         run(sys.executable, ROOT / "cmake/unpack_libtorch.py", work / "libtorch", *wheels)
         (work / "libtorch").rename(target)
         shutil.rmtree(work)
+        print(f"{version}: downloaded and unpacked ({time.monotonic() - start:.0f} s)", file=sys.stderr, flush=True)
     return target / "torch"
 
 
@@ -84,26 +96,37 @@ def configure_arguments(arguments: argparse.Namespace) -> list[str]:
     return [*generator, f"-DCMAKE_CXX_COMPILER={arguments.cxx}"]
 
 
-def try_version(version: str, arguments: argparse.Namespace) -> tuple[str, str]:
-    """Returns the table's cells: the ABI of std::string, and what the program said."""
-    torch = libtorch(version, arguments.cache)
-    build = arguments.cache / f"program-{version}"
-    shutil.rmtree(build, ignore_errors=True)
-    project = ROOT / "packaging/conan/test_package"
-    prefix = arguments.cache / "lockstep"
-    run(
-        *("cmake", "-S", project, "-B", build, *configure_arguments(arguments), "-DLOCKSTEP_FETCH_TORCH=OFF"),
-        *(f"-DCMAKE_PREFIX_PATH={prefix}", f"-DTorch_ROOT={torch}"),
-    )
-    run("cmake", "--build", build, "--target", "program")
-    run("cmake", "--build", build, "--target", "all_headers")
-    output = run(build / "program", "--nproc", 2, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=120)
-    result = re.search(r"2 ranks, their gradients are equal", output)
-    if not result:
-        raise RuntimeError(f"the program of {version} said: {output}")
+def abi_of(torch: pathlib.Path) -> str:
     config = (torch / "share/cmake/Torch/TorchConfig.cmake").read_text()
     abi = re.search(r"_GLIBCXX_USE_CXX11_ABI=([01])", config)
-    return (abi[1] if abi else "1", result[0])
+    return abi[1] if abi else "1"
+
+
+def try_version(version: str, arguments: argparse.Namespace) -> list[str]:
+    """Returns the table's cells: the ABI of std::string, whether the program ran, whether all headers compile."""
+    cells = ["", "FAILED", "FAILED"]
+    try:
+        torch = libtorch(version, arguments.cache)
+        cells[0] = abi_of(torch)
+        build = arguments.cache / f"program-{version}"
+        shutil.rmtree(build, ignore_errors=True)
+        project = ROOT / "packaging/conan/test_package"
+        prefix = arguments.cache / "lockstep"
+        stage(
+            *(version, "configured", "cmake", "-S", project, "-B", build, *configure_arguments(arguments)),
+            *("-DLOCKSTEP_FETCH_TORCH=OFF", f"-DCMAKE_PREFIX_PATH={prefix}", f"-DTorch_ROOT={torch}"),
+        )
+        stage(version, "program built", "cmake", "--build", build, "--target", "program")
+        single_thread = os.environ | {"OMP_NUM_THREADS": "1"}
+        output = stage(version, "program run", build / "program", "--nproc", 2, env=single_thread, timeout=120)
+        if "2 ranks, their gradients are equal" not in output:
+            raise RuntimeError(f"the program said: {output}")
+        cells[1] = "yes"
+        stage(version, "lockstep.hpp compiled", "cmake", "--build", build, "--target", "all_headers")
+        cells[2] = "yes"
+    except (RuntimeError, subprocess.TimeoutExpired) as error:
+        print(f"{version}: {error}", file=sys.stderr)
+    return cells
 
 
 def main() -> int:
@@ -128,19 +151,15 @@ def main() -> int:
     rows = []
     failed = False
     for version in arguments.versions:
-        try:
-            cells = try_version(version, arguments)
-        except (RuntimeError, subprocess.TimeoutExpired) as error:
-            print(f"{version}: {error}", file=sys.stderr)
-            cells = ("", "FAILED")
-            failed = True
+        cells = try_version(version, arguments)
+        failed = failed or "FAILED" in cells
         rows.append(f"| {version} | {' | '.join(cells)} |")
         print(rows[-1], flush=True)
     table = [
         f"With {compiler}, on {platform.machine()}, the `torch` packages of PyPI:",
         "",
-        "| LibTorch | `_GLIBCXX_USE_CXX11_ABI` | run |",
-        "|---|---|---|",
+        "| LibTorch | `_GLIBCXX_USE_CXX11_ABI` | built, and run on two ranks | `lockstep.hpp` compiled |",
+        "|---|---|---|---|",
         *rows,
     ]
     if arguments.write:

@@ -38,6 +38,13 @@ function(expect sentence folder)
   endif()
 endfunction()
 
+# The installed package, which needs no LibTorch to be installed.
+execute_process(COMMAND ${CMAKE_COMMAND} -G ${GENERATOR} -S ${SOURCE} -B ${SCRATCH}/lockstep -DCMAKE_CXX_COMPILER=${COMPILER}
+  -DLOCKSTEP_BUILD_TESTS=OFF -DLOCKSTEP_BUILD_EXAMPLES=OFF -DCMAKE_INSTALL_PREFIX=${SCRATCH}/prefix
+  OUTPUT_QUIET COMMAND_ERROR_IS_FATAL ANY)
+execute_process(COMMAND ${CMAKE_COMMAND} --install ${SCRATCH}/lockstep OUTPUT_QUIET COMMAND_ERROR_IS_FATAL ANY)
+set(installed ${SCRATCH}/finds -DCMAKE_PREFIX_PATH=${SCRATCH}/prefix)
+
 set(fmt_url https://github.com/fmtlib/fmt.git)
 expect("lockstep: fmt is not installed, and ${fmt_url} cannot be reached to fetch it: install it (on Debian: apt-get install \
 libfmt-dev), or set FETCHCONTENT_SOURCE_DIR_FMT to a folder with the sources of fmt 10.2.1"
@@ -51,18 +58,25 @@ expect("lockstep: Catch2 is not installed, and https://github.com/catchorg/Catch
 expect("lockstep: CLI11 is not installed, and https://github.com/CLIUtils/CLI11.git cannot be reached to fetch it: install it \
 (on Debian: apt-get install libcli11-dev), or set FETCHCONTENT_SOURCE_DIR_CLI11 to a folder"
   ${SOURCE} ${usable} -DCMAKE_DISABLE_FIND_PACKAGE_CLI11=ON -DLOCKSTEP_BUILD_TESTS=OFF)
+expect("lockstep: fmt is not installed: install it (on Debian: apt-get install libfmt-dev), or set fmt_DIR to the folder of its \
+fmt-config.cmake" ${installed} ${usable} -DCMAKE_DISABLE_FIND_PACKAGE_fmt=ON)
 
 # A LibTorch that is too old, and a folder without one.
 file(WRITE ${SCRATCH}/old/include/torch/csrc/api/include/torch/version.h "#define TORCH_VERSION_MAJOR 2
 #define TORCH_VERSION_MINOR 5
 #define TORCH_VERSION_PATCH 1
 ")
-expect("lockstep: the given LibTorch cannot be used: LibTorch 2.5.1 in ${SCRATCH}/old is too old, lockstep needs 2.6 or newer: \
+foreach(way IN ITEMS user installed)
+  set(project ${SCRATCH}/user)
+  if(way STREQUAL "installed")
+    set(project ${installed})
+  endif()
+  expect("lockstep: the given LibTorch cannot be used: LibTorch 2.5.1 in ${SCRATCH}/old is too old, lockstep needs 2.6 or newer: \
 set Torch_ROOT to another one, or leave it to lockstep to find or install one (LOCKSTEP_FETCH_TORCH=ON)"
-  ${SCRATCH}/user -DCMAKE_CXX_COMPILER=${COMPILER} -DTorch_ROOT=${SCRATCH}/old)
-
-expect("lockstep: Torch_ROOT is ${SCRATCH}/user, but there is no LibTorch: set it to the folder that holds LibTorch's include/ and \
-lib/, or leave it to lockstep" ${SCRATCH}/user -DCMAKE_CXX_COMPILER=${COMPILER} -DTorch_ROOT=${SCRATCH}/user)
+    ${project} -DCMAKE_CXX_COMPILER=${COMPILER} -DTorch_ROOT=${SCRATCH}/old)
+  expect("lockstep: Torch_ROOT is ${SCRATCH}/user, but there is no LibTorch: set it to the folder that holds LibTorch's include/ and \
+lib/, or leave it to lockstep" ${project} -DCMAKE_CXX_COMPILER=${COMPILER} -DTorch_ROOT=${SCRATCH}/user)
+endforeach()
 
 # The same without CMake.
 file(WRITE ${SCRATCH}/old.cpp "#include \"lockstep/detail/libtorch_version.hpp\"\n")
@@ -98,17 +112,10 @@ foreach(pair IN ITEMS "__GNUC__:10:g++" "__clang_major__:13:clang++")
   set(old ${SCRATCH}/old_${name})
   file(WRITE ${old} "#!/bin/sh\nexec ${program} -U${macro} -D${macro}=${version} \"$@\"\n")
   file(CHMOD ${old} PERMISSIONS OWNER_READ OWNER_WRITE OWNER_EXECUTE)
-  expect("and lockstep needs g++ 11 or clang++ 14, or newer: install one, and name it with -DCMAKE_CXX_COMPILER"
-    ${SCRATCH}/user -DCMAKE_CXX_COMPILER=${old} -DTorch_ROOT=${TORCH})
+  set(sentence "and lockstep needs g++ 11 or clang++ 14, or newer: install one, and name it with -DCMAKE_CXX_COMPILER")
+  expect(${sentence} ${SCRATCH}/user -DCMAKE_CXX_COMPILER=${old} -DTorch_ROOT=${TORCH})
+  expect(${sentence} ${installed} -DCMAKE_CXX_COMPILER=${old} -DTorch_ROOT=${TORCH})
 endforeach()
-
-# The installed package.
-execute_process(COMMAND ${CMAKE_COMMAND} -G ${GENERATOR} -S ${SOURCE} -B ${SCRATCH}/lockstep -DCMAKE_CXX_COMPILER=${COMPILER}
-  -DLOCKSTEP_BUILD_TESTS=OFF -DLOCKSTEP_BUILD_EXAMPLES=OFF -DCMAKE_INSTALL_PREFIX=${SCRATCH}/prefix
-  OUTPUT_QUIET COMMAND_ERROR_IS_FATAL ANY)
-execute_process(COMMAND ${CMAKE_COMMAND} --install ${SCRATCH}/lockstep OUTPUT_QUIET COMMAND_ERROR_IS_FATAL ANY)
-expect("lockstep: fmt is not installed: install it (on Debian: apt-get install libfmt-dev), or set fmt_DIR to the folder of its \
-fmt-config.cmake" ${SCRATCH}/finds ${usable} -DCMAKE_PREFIX_PATH=${SCRATCH}/prefix -DCMAKE_DISABLE_FIND_PACKAGE_fmt=ON)
 
 # No LibTorch at all: none in /usr, and a python3 without torch and pip.
 file(WRITE ${SCRATCH}/no_torch/python3 "#!/bin/sh\nexit 1\n")
@@ -160,7 +167,14 @@ FetchContent_Declare(lockstep SOURCE_DIR ${SOURCE})
 FetchContent_MakeAvailable(lockstep)" -DLOCKSTEP_FETCH_TORCH=OFF)
 endif()
 
-# A CMake that is too old reads the first lines of CMakeLists.txt.
+# A CMake that is too old reads the first lines of CMakeLists.txt, and the installed package.
+file(WRITE ${SCRATCH}/old_finds/CMakeLists.txt "cmake_minimum_required(VERSION 3.22)
+project(user LANGUAGES CXX)
+set(CMAKE_VERSION 3.18.4)
+find_package(lockstep REQUIRED)
+")
+expect("lockstep: CMake 3.18.4 is too old, lockstep needs 3.22 or newer: install a newer one (pip install cmake), or compile with"
+  ${SCRATCH}/old_finds ${usable} -DCMAKE_PREFIX_PATH=${SCRATCH}/prefix)
 file(WRITE ${SCRATCH}/old_cmake.cmake "set(CMAKE_VERSION 3.18.4)\ninclude(${SOURCE}/CMakeLists.txt)\n")
 execute_process(COMMAND ${CMAKE_COMMAND} -P ${SCRATCH}/old_cmake.cmake RESULT_VARIABLE result ERROR_VARIABLE output)
 string(REGEX REPLACE "[ \n]+" " " output "${output}")

@@ -2,7 +2,7 @@
 # ranks. The way plain_include leaves the program in SCRATCH as main.i, preprocessed, and main.o, compiled. COMPILED: that folder.
 # With it another way preprocesses the program, which finds all headers and must give the same tokens, links that main.o, which
 # finds all libraries, and runs it: to compile the same tokens once more would show nothing.
-# Whatever does not compile a user's code is done without a LibTorch.
+# Whatever does not compile a user's code is done by run_without_torch.
 cmake_minimum_required(VERSION 3.25)
 
 function(run)
@@ -11,6 +11,19 @@ function(run)
     list(JOIN ARGV " " line)
     message(FATAL_ERROR "${line}\n${output}\nended with ${result}")
   endif()
+  set(output "${output}" PARENT_SCOPE)
+endfunction()
+
+file(REMOVE_RECURSE ${SCRATCH})
+
+# run_without_torch(COMMAND ...): run where no LibTorch can be found or fetched: no variable names one, the python3 on PATH has
+# neither torch nor pip, and every connection is refused. A LibTorch in /usr, which cannot be hidden, stays.
+file(WRITE ${SCRATCH}/no_torch/python3 "#!/bin/sh\nexit 1\n")
+file(CHMOD ${SCRATCH}/no_torch/python3 PERMISSIONS OWNER_READ OWNER_EXECUTE)
+function(run_without_torch)
+  run(${CMAKE_COMMAND} -E env --unset=CMAKE_PREFIX_PATH --unset=Torch_ROOT --unset=Torch_DIR --unset=PYTHONPATH
+    http_proxy=http://127.0.0.1:9 https_proxy=http://127.0.0.1:9 ALL_PROXY=http://127.0.0.1:9
+    PATH=${SCRATCH}/no_torch:$ENV{PATH} ${ARGV})
   set(output "${output}" PARENT_SCOPE)
 endfunction()
 
@@ -65,16 +78,41 @@ function(compile flags link)
 endfunction()
 
 function(install_lockstep)
-  run(${CMAKE_COMMAND} -G ${GENERATOR} -S ${SOURCE} -B ${SCRATCH}/lockstep -DCMAKE_CXX_COMPILER=${COMPILER}
+  run_without_torch(${CMAKE_COMMAND} -G ${GENERATOR} -S ${SOURCE} -B ${SCRATCH}/lockstep -DCMAKE_CXX_COMPILER=${COMPILER}
     -DLOCKSTEP_BUILD_TESTS=OFF -DLOCKSTEP_BUILD_EXAMPLES=OFF -DCMAKE_INSTALL_PREFIX=${SCRATCH}/prefix)
-  run(${CMAKE_COMMAND} --install ${SCRATCH}/lockstep)
+  run_without_torch(${CMAKE_COMMAND} --install ${SCRATCH}/lockstep)
+endfunction()
+
+# check_links(FOLDER): every relative link of a page in FOLDER leads to a file.
+function(check_links folder)
+  set(count 0)
+  file(GLOB_RECURSE pages ${folder}/*.md)
+  foreach(page IN LISTS pages)
+    get_filename_component(beside ${page} DIRECTORY)
+    file(READ ${page} text)
+    string(REGEX REPLACE "```[^`]*```" "" text "${text}")
+    string(REPLACE "](" "\nlink " text "${text}")  # CMake's lists do not take a "]" alone
+    string(REGEX MATCHALL "\nlink [^\n#);]+" links "${text}")
+    foreach(link IN LISTS links)
+      string(REGEX REPLACE "\nlink " "" link "${link}")
+      if(NOT link MATCHES "^https?:")
+        math(EXPR count "${count} + 1")
+        if(NOT EXISTS ${beside}/${link})
+          message(SEND_ERROR "${page} has a link to ${link}, which is not there")
+        endif()
+      endif()
+    endforeach()
+  endforeach()
+  message("${count} links of the pages in ${folder} lead to files")
+  if(count LESS 200)
+    message(FATAL_ERROR "too few links were found: the pattern is wrong, or pages are missing")
+  endif()
 endfunction()
 
 find_program(python3 python3)
 if(NOT python3)
   set(COMPILED "")  # to compile it here is the same, and takes longer
 endif()
-file(REMOVE_RECURSE ${SCRATCH})
 file(MAKE_DIRECTORY ${SCRATCH}/project)
 set(test_package ${SOURCE}/packaging/conan/test_package)
 file(COPY ${test_package}/main.cpp ${test_package}/CMakeLists.txt DESTINATION ${SCRATCH}/project)
@@ -112,7 +150,10 @@ elseif(WAY STREQUAL "single_header")
     message("SKIPPED consumer_${WAY}: there is no python3")
     return()
   endif()
-  # Equal to lockstep.hpp with all that it includes: as one file, and as one file beside the folder gloo/.
+  file(READ ${SCRATCH}/project/main.cpp text)
+  string(REPLACE "lockstep/ddp.hpp" "lockstep.hpp" text "${text}")
+  file(WRITE ${SCRATCH}/project/main.cpp "${text}")
+  # Equal to lockstep.hpp with all that it includes: as one file beside the folder gloo/, and as one file for one LibTorch.
   set(flags "-std=c++20 -DFMT_HEADER_ONLY ${torch_flags}")
   separate_arguments(flags UNIX_COMMAND "${flags}")
   file(WRITE ${SCRATCH}/many.cpp "#include \"lockstep/lockstep.hpp\"\n")
@@ -120,17 +161,20 @@ elseif(WAY STREQUAL "single_header")
   run(${COMPILER} ${flags} -I${SOURCE}/include -E ${SCRATCH}/many.cpp -o ${SCRATCH}/many.i)
   foreach(kind IN ITEMS "" "--torch;${zip}")
     file(REMOVE_RECURSE ${SCRATCH}/all)
-    run(${python3} ${SOURCE}/packaging/amalgamate.py ${kind} ${SCRATCH}/all)
+    # -S: without the site-packages, and with them torch.
+    run_without_torch(${python3} -S ${SOURCE}/packaging/amalgamate.py ${kind} ${SCRATCH}/all)
     run(${COMPILER} ${flags} -I${SCRATCH}/all -E ${SCRATCH}/one.cpp -o ${SCRATCH}/one.i)
     run(${python3} ${SOURCE}/tests/packaging/same_tokens.py ${SCRATCH}/many.i ${SCRATCH}/one.i)
     message("${output}")
+    if(NOT COMPILED)
+      compile("-I${SCRATCH}/all -DFMT_HEADER_ONLY ${torch_flags}" "${torch_link}")
+    endif()
   endforeach()
-  # A program with one file; of the part of lockstep that it uses, for the time.
-  run(${python3} ${SOURCE}/packaging/amalgamate.py --torch ${zip} ${SCRATCH}/ddp lockstep/ddp.hpp)
-  file(READ ${SCRATCH}/project/main.cpp text)
-  string(REPLACE "lockstep/ddp.hpp" "lockstep.hpp" text "${text}")
-  file(WRITE ${SCRATCH}/project/main.cpp "${text}")
-  compile("-I${SCRATCH}/ddp -DFMT_HEADER_ONLY ${torch_flags}" "${torch_link}")
+  if(COMPILED)
+    # The program was compiled with the part of lockstep that it uses.
+    run(${python3} ${SOURCE}/packaging/amalgamate.py --torch ${zip} ${SCRATCH}/ddp lockstep/ddp.hpp)
+    compile("-I${SCRATCH}/ddp -DFMT_HEADER_ONLY ${torch_flags}" "${torch_link}")
+  endif()
 
 elseif(WAY STREQUAL "add_subdirectory")
   string(REPLACE "find_package(lockstep REQUIRED)" "add_subdirectory(${SOURCE} lockstep)" project "${project}")
@@ -152,25 +196,32 @@ elseif(WAY STREQUAL "fetch_content")
   run(${git} add --all)
   run(${git} commit --quiet -m "The files of the release")
   run(${git} tag v0.1.0)
-  # The lines of the page, with the URL of that repository.
+  # The lines of the page, with the path of that repository.
   file(READ ${SOURCE}/docs/packaging.md page)
   string(REGEX MATCH "include\\(FetchContent\\)\n[^`]*FetchContent_MakeAvailable\\(lockstep\\)\n" lines "${page}")
-  string(REGEX REPLACE "GIT_REPOSITORY [^ )\n]+" "GIT_REPOSITORY file://${SCRATCH}/repository" with_url "${lines}")
-  if(NOT lines OR with_url STREQUAL lines)
+  string(REGEX REPLACE "GIT_REPOSITORY [^ )\n]+" "GIT_REPOSITORY ${SCRATCH}/repository" with_path "${lines}")
+  if(NOT lines OR with_path STREQUAL lines)
     message(FATAL_ERROR "docs/packaging.md shows no FetchContent with a GIT_REPOSITORY")
   endif()
-  string(REPLACE "find_package(lockstep REQUIRED)\n" "${with_url}" project "${project}")
+  string(REPLACE "find_package(lockstep REQUIRED)\n" "${with_path}" project "${project}")
   file(WRITE ${SCRATCH}/project/CMakeLists.txt "${project}")
   configure_and_build(${SCRATCH}/project -DTorch_ROOT=${TORCH})
 
 elseif(WAY STREQUAL "find_package")
-  # Installed where no LibTorch is given, and none is asked for.
   install_lockstep()
-  run(${CMAKE_COMMAND} -E chdir ${SCRATCH}/lockstep cpack)
+  run_without_torch(${CMAKE_COMMAND} -E chdir ${SCRATCH}/lockstep cpack)
   file(GLOB package ${SCRATCH}/lockstep/lockstep-*.tar.gz)
   if(NOT package)
     message(FATAL_ERROR "cpack made no package")
   endif()
+  # The pages as they are installed, staged for another prefix, and packed.
+  run_without_torch(${CMAKE_COMMAND} -E env DESTDIR=${SCRATCH}/stage ${CMAKE_COMMAND} --install ${SCRATCH}/lockstep --prefix /opt/lockstep)
+  file(ARCHIVE_EXTRACT INPUT ${package} DESTINATION ${SCRATCH}/packed)
+  get_filename_component(packed ${package} NAME)
+  string(REPLACE ".tar.gz" "" packed ${packed})
+  foreach(folder IN ITEMS prefix stage/opt/lockstep packed/${packed})
+    check_links(${SCRATCH}/${folder}/share/doc/lockstep)
+  endforeach()
   file(GLOB_RECURSE installed ${SCRATCH}/prefix/*.cmake ${SCRATCH}/prefix/*.pc)
   foreach(file IN LISTS installed)
     file(READ ${file} text)
@@ -216,8 +267,8 @@ target_link_libraries(compiled PRIVATE lockstep::compiled)
   run(${CMAKE_COMMAND} -G ${GENERATOR} -S ${SCRATCH}/project -B ${SCRATCH}/build -DCMAKE_CXX_COMPILER=${COMPILER}
     -DCMAKE_PREFIX_PATH=${SCRATCH}/prefix -DTorch_ROOT=${TORCH} -DLOCKSTEP_FETCH_TORCH=OFF)
   run(${CMAKE_COMMAND} --build ${SCRATCH}/build)
-  run_on_two_ranks(${SCRATCH}/build/program "loss 0\\.0")
-  run_on_two_ranks(${SCRATCH}/build/compiled "loss 0\\.0")
+  run_on_two_ranks(${SCRATCH}/build/program "loss 0\\.0000 after 640 steps on 2 ranks")
+  run_on_two_ranks(${SCRATCH}/build/compiled "loss 0\\.0000 after 640 steps on 2 ranks")
 
 elseif(WAY STREQUAL "pkg_config")
   find_program(pkg_config NAMES pkg-config pkgconf)
@@ -231,14 +282,14 @@ elseif(WAY STREQUAL "pkg_config")
     --define-variable=torch=${zip} lockstep)
   file(STRINGS ${SOURCE}/CMakeLists.txt version REGEX "^project\\(lockstep VERSION")
   string(REGEX REPLACE ".*VERSION ([0-9.]+).*" "\\1" version "${version}")
-  run(${pkg_config} --modversion)
+  run_without_torch(${pkg_config} --modversion)
   string(STRIP "${output}" output)
   if(NOT output STREQUAL version)
     message(FATAL_ERROR "pkg-config says version ${output}, not ${version}")
   endif()
-  run(${pkg_config} --cflags)
+  run_without_torch(${pkg_config} --cflags)
   string(STRIP "${output}" flags)
-  run(${pkg_config} --libs)
+  run_without_torch(${pkg_config} --libs)
   string(STRIP "${output}" link)
   compile("${flags}" "${link}")
 
@@ -266,6 +317,10 @@ tools.cmake.cmaketoolchain:generator=${GENERATOR}
 tools.cmake.cmake_layout:test_folder=${SCRATCH}/test_package
 ")
   set(arguments --no-remote --profile:all ${SCRATCH}/profile)
+  # Packed without a LibTorch; its test_package needs one.
+  set(without_torch ${conan})
+  list(FILTER without_torch EXCLUDE REGEX "Torch_ROOT=")
+  run_without_torch(${without_torch} create ${SOURCE} ${arguments} --test-folder=)
   if(COMPILED)
     # Debug: a Release defines NDEBUG, and main.o was compiled without.
     run(${CMAKE_COMMAND} -E env LOCKSTEP_COMPILED_PROGRAM=${COMPILED}/main.o ${conan} create ${SOURCE} ${arguments}
@@ -304,7 +359,7 @@ class Libtorch(ConanFile):
   endif()
 
 elseif(WAY STREQUAL "vcpkg")
-  run(${CMAKE_COMMAND} -DPORTFILE=${SOURCE}/packaging/vcpkg/lockstep/portfile.cmake -DPACKAGES=${SCRATCH}/packages
+  run_without_torch(${CMAKE_COMMAND} -DPORTFILE=${SOURCE}/packaging/vcpkg/lockstep/portfile.cmake -DPACKAGES=${SCRATCH}/packages
     -DBUILDTREE=${SCRATCH}/lockstep -DGENERATOR=${GENERATOR} -DCOMPILER=${COMPILER} -P ${SOURCE}/tests/packaging/vcpkg_stub.cmake)
   foreach(file IN ITEMS usage copyright)
     if(NOT EXISTS ${SCRATCH}/packages/share/lockstep/${file})

@@ -1,0 +1,32 @@
+# Run by `cmake --install` after the pages are installed. A page's relative links lead to files of the repository: those to headers
+# are made to lead to the installed headers, and those to files that are not installed become plain text. SOURCE: the project's
+# root; DOCS and HEADERS: the folders of the installed pages and headers.
+cmake_policy(VERSION 3.22)
+file(GLOB_RECURSE pages RELATIVE ${DOCS} ${DOCS}/*.md)
+foreach(page IN LISTS pages)
+  file(READ ${DOCS}/${page} text)
+  set(before "${text}")
+  get_filename_component(folder ${page} DIRECTORY)
+  # Targets without "]", which CMake's lists do not take alone.
+  string(REGEX MATCHALL "\\([A-Za-z0-9_./-]+[#)]" targets "${text}")
+  list(REMOVE_DUPLICATES targets)
+  foreach(target IN LISTS targets)
+    string(REGEX REPLACE "[(#)]" "" target ${target})
+    get_filename_component(file ${SOURCE}/${folder}/${target} ABSOLUTE)
+    file(RELATIVE_PATH file ${SOURCE} ${file})
+    string(FIND "${text}" "](${target}" at)
+    if(at EQUAL -1 OR NOT EXISTS ${SOURCE}/${file} OR EXISTS ${DOCS}/${file})
+      continue()  # no link, or one that is right here as well
+    endif()
+    string(REPLACE "." "\\." pattern ${target})
+    if(file MATCHES "^include/(.*)")
+      file(RELATIVE_PATH header ${DOCS}/${folder} ${HEADERS}/${CMAKE_MATCH_1})
+      string(REGEX REPLACE "\\]\\(${pattern}([#)])" "](${header}\\1" text "${text}")
+    else()
+      string(REGEX REPLACE "\\[([^][]*)\\]\\(${pattern}(#[^)]*)?\\)" "\\1" text "${text}")
+    endif()
+  endforeach()
+  if(NOT text STREQUAL before)
+    file(WRITE ${DOCS}/${page} "${text}")
+  endif()
+endforeach()
