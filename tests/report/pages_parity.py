@@ -99,6 +99,9 @@ def check_trace(path):
     check({event["ph"] for event in events} == {"X", "M"}, "complete events and metadata")
     check({event["pid"] for event in events} == set(range(RANKS)), "every rank is a process")
     lanes = {(event["pid"], event["tid"]): event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    # Perfetto merges the threads 0 and N of process N into one track.
+    threads = [thread for _, thread in lanes]
+    check(len(set(threads)) == len(threads) and min(threads) > RANKS, f"the numbers of the threads: {threads}")
     check(all(event["ts"] >= 0 and event["dur"] >= 0 for event in spans), "times from the first step on")
     reductions = 0
     for rank in range(RANKS):

@@ -51,21 +51,24 @@ LOCKSTEP_INLINE std::string TraceRecorder::events(int rank, const ClockOffset& c
   constexpr int step_lane = 0, phase_lane = 1, first_bucket_lane = 2;
   constexpr std::array<std::string_view, step_phases> names{"data", "forward", "backward", "communication",
                                                             "optimizer"};
+  // Perfetto takes thread 0 for the process's main thread, and the thread of the process's number as well:
+  // lanes of those numbers would be drawn in one track.
+  const auto thread = [&](int lane) { return std::int64_t{1000} * (rank + 1) + lane; };
   std::string text;
   const auto meta = [&](std::string_view what, int lane, std::string_view key, const std::string& value) {
     text += formatted("{}{{\"ph\":\"M\",\"pid\":{},\"tid\":{},\"name\":\"{}\",\"args\":{{\"{}\":{}}}}}",
-                      text.empty() ? "" : ",\n", rank, lane, what, key, value);
+                      text.empty() ? "" : ",\n", rank, thread(lane), what, key, value);
   };
   const auto complete = [&](std::string_view name, int lane, std::int64_t begin, std::int64_t end,
                             const std::string& arguments) {
     text += formatted(
         ",\n{{\"ph\":\"X\",\"pid\":{},\"tid\":{},\"name\":\"{}\",\"ts\":{:.3f},\"dur\":{:.3f},\"args\":{{{}}}"
         "}}",
-        rank, lane, name, static_cast<double>(begin - clock.offset - origin) / 1e3,
+        rank, thread(lane), name, static_cast<double>(begin - clock.offset - origin) / 1e3,
         static_cast<double>(end - begin) / 1e3, arguments);
   };
-  meta("process_name", 0, "name", json_string(formatted("rank {} ({})", rank, host_name())));
-  meta("process_sort_index", 0, "sort_index", formatted("{}", rank));
+  meta("process_name", step_lane, "name", json_string(formatted("rank {} ({})", rank, host_name())));
+  meta("process_sort_index", step_lane, "sort_index", formatted("{}", rank));
   meta("thread_name", step_lane, "name", "\"step\"");
   meta("thread_name", phase_lane, "name", "\"phases\"");
   int lanes = 1;
@@ -76,7 +79,7 @@ LOCKSTEP_INLINE std::string TraceRecorder::events(int rank, const ClockOffset& c
          lane == 0 ? "\"all-reduce buckets\"" : formatted("\"all-reduce buckets ({})\"", lane + 1));
   for (int lane = 0; lane < first_bucket_lane + lanes; ++lane)
     meta("thread_sort_index", lane, "sort_index", formatted("{}", lane));
-  meta("process_labels", 0, "labels",
+  meta("process_labels", step_lane, "labels",
        json_string(formatted("clock error {:.3f} us", static_cast<double>(clock.error) / 1e3)));
 
   for (const TracedStep& step : steps_) {
