@@ -66,7 +66,13 @@ TEST_CASE("errors name the public calls of the ranks") {
   CHECK(lateness(call, {{1, {57, "barrier", "evaluate"}}}, {0, 1}, 0, "6 s") ==
         "all_reduce #57 of Trainer::fit is not complete after 6 s: rank 0 is in Trainer::fit, rank 1 in "
         "evaluate; "
-        "call both on every rank");
+        "call both on every rank, and equally often");
+  CHECK(lateness(call, {{1, {0, "nothing"}}}, {0, 1}, 0, "6 s",
+                 {{1, {"lockstep/comm/1", {3, "barrier", "Trainer::evaluate", "agree"}}}}) ==
+        "rank 1 has not entered all_reduce #57 of Trainer::fit after 6 s; at the start; every rank must call "
+        "Trainer::fit. Rank 1 has entered barrier #3 of Trainer::evaluate (agree) in the communicator "
+        "'lockstep/comm/1', and rank 0 has not: every rank must make the calls of all communicators in the "
+        "same order");
   CHECK_THAT(lateness(call, {{1, {57, "all_reduce"}}}, {0, 1}, 0, "6 s"),
              ContainsSubstring("although every rank has entered it"));
   CHECK_THAT(lateness(call, {{0, {57, "barrier"}}}, {0, 1}, 1, "6 s"),
@@ -84,9 +90,9 @@ TEST_CASE("ranks in several calls are listed by call") {
   using lockstep::detail::different_calls;
   CHECK(different_calls({"a", "", "a"}, {0, 1, 2}).empty());
   CHECK(different_calls({"a", "b", "a", ""}, {0, 2, 5, 7}) ==
-        "ranks 0 and 5 are in a, rank 2 in b; call both on every rank");
+        "ranks 0 and 5 are in a, rank 2 in b; call both on every rank, and equally often");
   CHECK(different_calls({"a", "b", "c"}, {0, 1, 2}) ==
-        "rank 0 is in a, rank 1 in b, rank 2 in c; call all of them on every rank");
+        "rank 0 is in a, rank 1 in b, rank 2 in c; call all of them on every rank, and equally often");
 }
 
 TEST_CASE("lateness of a message names its peer alone") {

@@ -1,11 +1,13 @@
 // What tests/train/calls_fault_test.cpp starts: a mistake in the control flow, by which rank 0 and rank 1 are
 // in different public calls, or rank 1 is in none.
 //
-// usage: calls_program --nproc 2 MODE
+// usage: calls_program [--nproc 2] MODE
 #include <torch/torch.h>
 
+#include <chrono>
 #include <cstdlib>
 #include <string>
+#include <thread>
 
 #include "lockstep/comm/gloo_comm.hpp"
 #include "lockstep/grad/distributed_data_parallel.hpp"
@@ -24,6 +26,31 @@ Sequential make_net(bool buffers) {
   if (buffers) net->push_back(torch::nn::BatchNorm1d(1));
   net->to(torch::kDouble);
   return net;
+}
+
+// What rank 1 does instead of constructing a Trainer.
+void come_late(const lockstep::World& world, const std::string& mode) {
+  if (mode == "start: return before the rendezvous") {
+    if (world.rank() == 1) return;
+  } else if (mode == "start: save") {
+    if (world.rank() == 1) {
+      lockstep::GlooComm comm{world};
+      lockstep::save_model(*make_net(false), "/nowhere/model.pt", comm);
+    }
+  } else {
+    static_cast<void>(world.store());  // both ranks are there
+    if (world.rank() == 1 && mode == "start: return before the communicator") return;
+    if (world.rank() == 1) std::this_thread::sleep_for(std::chrono::minutes(1));
+  }
+  const lockstep::Trainer trainer{world, {.progress = false}, make_net(false)};
+}
+
+void train_two(const lockstep::World& world) {
+  lockstep::Trainer one{world, {.progress = false}, make_net(false)};
+  lockstep::Trainer other{world, {.progress = false}, make_net(false)};
+  const auto data = curve(16);
+  if (world.rank() == 0) one.fit(data, squared_error);
+  other.evaluate(data, [](const torch::Tensor& output, const auto&) { return output.sum(); });
 }
 
 void train(const lockstep::World& world, const std::string& mode) {
@@ -60,9 +87,9 @@ void train_by_hand(const lockstep::World& world, const std::string& mode) {
   lockstep::GlooComm comm{world};
   lockstep::DistributedDataParallel ddp{net, comm};
   for (int step = 0; step < 6; ++step) {
-    const bool here = world.rank() == 1 && step == 3;
+    const bool here = world.rank() == (mode == "exit on rank 0" ? 0 : 1) && step == 3;
     if (here && mode.starts_with("break")) break;
-    if (here && mode == "exit") std::exit(0);
+    if (here && mode.starts_with("exit")) std::exit(0);
     const auto loss = ddp(torch::ones({2, 3}, torch::kDouble)).sum();
     if (here && mode == "skip a backward") continue;
     ddp.backward(loss);
@@ -77,7 +104,13 @@ void train_by_hand(const lockstep::World& world, const std::string& mode) {
 int main(int argc, char** argv) {
   const std::string mode = argv[argc - 1];
   return lockstep::launch(argc, argv, [&](const lockstep::World& world) {
-    mode.starts_with("evaluate") || mode.starts_with("load") ? train(world, mode)
-                                                             : train_by_hand(world, mode);
+    if (mode.starts_with("start"))
+      come_late(world, mode);
+    else if (mode == "two trainers")
+      train_two(world);
+    else if (mode.starts_with("evaluate") || mode.starts_with("load"))
+      train(world, mode);
+    else
+      train_by_hand(world, mode);
   });
 }

@@ -748,6 +748,13 @@ TEST_CASE("those who had ended well are named, but not a crowd") {
   CHECK(text({}) == "rank 2 (pid 7) failed: x");
   CHECK(text({1}) == "rank 2 (pid 7) failed: x; rank 1 had ended by then, with exit code 0");
   CHECK_THAT(text({0, 1, 3, 4, 5, 6}), ContainsSubstring("; ranks 0, 1, 3, 4 and 2 more had ended"));
+  report.text = "rank 1 of 3 did not join within 9 s: start it with x";
+  CHECK(text({0}) ==
+        "rank 2 (pid 7) failed: " + report.text + "; rank 0 had ended by then, with exit code 0");
+  CHECK(
+      text({1}) ==
+      "rank 1 has ended with exit code 0 while rank 2 waits in the rendezvous; every rank must make the same "
+      "calls, and equally many; noticed by rank 2 (pid 7)");
   report.kind = lockstep::detail::FailureKind::peer;
   report.text = "rank 1 failed first: x";
   CHECK(text({}) == "rank 1 failed first: x; noticed by rank 2 (pid 7)");

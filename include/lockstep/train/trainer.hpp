@@ -90,27 +90,7 @@ class Trainer : detail::CheckedPolicies<Policies...> {
   /// more than their values.
   template <class... Given>
   explicit Trainer(const World& world, const TrainerOptions& options = {}, Given... given)
-      : world_(world),
-        options_(detail::validated_beside(Types::has(detail::PolicyKind::optimizer), options)),
-        comm_(detail::pick<Comm>([&]<class C>(std::type_identity<C>) { return C(world); }, given...)),
-        model_(detail::placed(detail::pick<Model>(detail::MakeSeeded{options.seed}, given...), comm_)),
-        precision_(detail::pick<PrecisionType>(detail::MakeDefault{}, given...)),
-        extras_(detail::make_extras(std::type_identity<Extras>{}, given...)),
-        ddp_(compared_model(), comm_, options_.ddp, detail::take_hook<Hook>(extras_)),
-        optimizer_(detail::create_optimizer(extras_, ddp_.named_parameters(), options_)),
-        step_(model_.get(), ddp_, comm_, *optimizer_, precision_, options_.ddp,
-              detail::ClearGradients::set_to_none) {
-    static_assert((detail::checked_value<Given, Policies...>() && ...));
-    position_.batch_size = options_.batch_size;
-    position_.accumulate = options_.accumulate;
-    if constexpr (Types::has(detail::PolicyKind::schedule))
-      for (const auto& group : optimizer_->param_groups())
-        position_.rates.push_back(group.options().get_lr());
-    each_extra([&]<class E>([[maybe_unused]] E& extra) {
-      if constexpr (GradientCheck<E>) extra.watch(ddp_.named_parameters());
-    });
-    at::manual_seed(options_.seed + static_cast<std::uint64_t>(world.rank()));
-  }
+      : Trainer(detail::CallScope("the constructor of Trainer"), world, options, given...) {}
   Trainer(const Trainer&) = delete;
   Trainer& operator=(const Trainer&) = delete;
 
@@ -272,6 +252,31 @@ class Trainer : detail::CheckedPolicies<Policies...> {
   [[nodiscard]] std::int64_t step() const { return position_.step; }
 
  private:
+  // The scope lives through the member initializers, whose collectives it names.
+  template <class... Given>
+  Trainer(const detail::CallScope&, const World& world, const TrainerOptions& options, Given&... given)
+      : world_(world),
+        options_(detail::validated_beside(Types::has(detail::PolicyKind::optimizer), options)),
+        comm_(detail::pick<Comm>([&]<class C>(std::type_identity<C>) { return C(world); }, given...)),
+        model_(detail::placed(detail::pick<Model>(detail::MakeSeeded{options.seed}, given...), comm_)),
+        precision_(detail::pick<PrecisionType>(detail::MakeDefault{}, given...)),
+        extras_(detail::make_extras(std::type_identity<Extras>{}, given...)),
+        ddp_(compared_model(), comm_, options_.ddp, detail::take_hook<Hook>(extras_)),
+        optimizer_(detail::create_optimizer(extras_, ddp_.named_parameters(), options_)),
+        step_(model_.get(), ddp_, comm_, *optimizer_, precision_, options_.ddp,
+              detail::ClearGradients::set_to_none) {
+    static_assert((detail::checked_value<Given, Policies...>() && ...));
+    position_.batch_size = options_.batch_size;
+    position_.accumulate = options_.accumulate;
+    if constexpr (Types::has(detail::PolicyKind::schedule))
+      for (const auto& group : optimizer_->param_groups())
+        position_.rates.push_back(group.options().get_lr());
+    each_extra([&]<class E>([[maybe_unused]] E& extra) {
+      if constexpr (GradientCheck<E>) extra.watch(ddp_.named_parameters());
+    });
+    at::manual_seed(options_.seed + static_cast<std::uint64_t>(world.rank()));
+  }
+
   // Returns the model, for DistributedDataParallel, which overwrites the other ranks' values with rank 0's.
   Model& compared_model() {
     detail::warn_of_unequal_values(model_.module(), options_.ddp, comm_, world_);

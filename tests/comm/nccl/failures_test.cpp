@@ -446,7 +446,8 @@ TEST_CASE("ranks that disagree are told long before the timeout, with the public
     });
     const std::string text =
         served
-            ? "rank 0 is in Trainer::evaluate, rank 1 in Trainer::save_checkpoint; call both on every rank"
+            ? "rank 0 is in Trainer::evaluate, rank 1 in Trainer::save_checkpoint; call both on every rank, "
+              "and equally often"
             : "the ranks disagree on collective #1: rank 0 called all_reduce, but rank 1 called all_gather";
     CHECK_THAT(thrown[0], ContainsSubstring("CommunicationError: " + text));
     CHECK_THAT(thrown[1], ContainsSubstring("PeerError: rank 0 failed first: " + text));

@@ -76,8 +76,8 @@ inline bool differs(const Position& position, const char* operation, const Serve
 }
 
 /// Describes ranks that are in different public calls: "rank 0 is in Trainer::evaluate, rank 1 in
-/// Trainer::save_checkpoint; call both on every rank". Returns an empty text if neither rank is in one, or
-/// both are in the same.
+/// Trainer::save_checkpoint; call both on every rank, and equally often". Returns an empty text if neither
+/// rank is in one, or both are in the same.
 inline std::string different_calls(int rank, const char* operation, const ServedCall& served, int other,
                                    const Position& position) {
   // Where the outermost calls differ, the calls inside them explain nothing.
@@ -151,12 +151,22 @@ struct GroupStatus {
   }
 };
 
+/// The text of the failure of the process that hosts the store, as the other ranks find it.
+inline constexpr const char* store_lost = "the store is gone, so the process that hosts it has ended";
+
+/// A collective of another group that a rank has entered, and the asking rank, which is in that group, has not.
+struct Elsewhere {
+  std::string group;
+  Position position;
+};
+
 /// The positions of the other ranks of a group, as they answered a Question.
 struct Answers {
-  bool store_answers = false;         // the store has answered since the question was asked
-  bool store_left = false;            // the store's host has left gracefully; the store may be gone
-  bool conclusive = false;            // a rank that has not answered had enough time to
-  std::map<int, Position> positions;  // by global rank, without the ranks that have not answered
+  bool store_answers = false;          // the store has answered since the question was asked
+  bool store_left = false;             // the store's host has left gracefully; the store may be gone
+  bool conclusive = false;             // a rank that has not answered had enough time to
+  std::map<int, Position> positions;   // by global rank, without the ranks that have not answered
+  std::map<int, Elsewhere> elsewhere;  // by global rank
 };
 
 /// Exchanges through the store what a process group cannot carry: failures of ranks, departures from a group,
@@ -365,8 +375,14 @@ class FailureMonitor {
       answers.store_answers = shared_->store_answered >= since_;
       answers.store_left = shared_->host_has_left();
       for (const int rank : ranks_)
-        if (shared_->answered_since(rank, since_))
-          answers.positions[rank] = position_in(shared_->statuses[rank].text, name_);
+        if (shared_->answered_since(rank, since_)) {
+          const std::string& status = shared_->statuses[rank].text;
+          answers.positions[rank] = position_in(status, name_);
+          for (const auto& group : shared_->groups)
+            if (Position position = position_in(status, group->name);
+                group->name != name_ && position.sequence > group->sequence.load())
+              answers.elsewhere.try_emplace(rank, Elsewhere{group->name, std::move(position)});
+        }
       return answers;
     }
     [[nodiscard]] bool settled_by(Clock::time_point now, Milliseconds timeout, Milliseconds most) const {
@@ -575,7 +591,7 @@ class FailureMonitor {
           if (stopping) return;
           if (lost) {
             if (host_has_left()) return;
-            note({0, false, "the store is gone, so the process that hosts it has ended"}, lock);
+            note({0, false, store_lost}, lock);
             break;
           }
           // An operation that runs into its timeout found a silent store; one that ends earlier lost its

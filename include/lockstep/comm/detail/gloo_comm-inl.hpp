@@ -6,6 +6,7 @@
 #include "lockstep/comm/detail/backend_group.hpp"
 #include "lockstep/comm/detail/gloo_devices.hpp"
 #include "lockstep/comm/detail/process_group_comm-inl.hpp"
+#include "lockstep/comm/detail/served_call.hpp"
 #include "lockstep/comm/gloo_comm.hpp"
 #include "lockstep/detail/linkage.hpp"
 
@@ -27,10 +28,13 @@ inline ProcessGroupOptions gloo_backend(const World& world, const GlooOptions& g
 namespace lockstep {
 
 LOCKSTEP_INLINE GlooComm::GlooComm(const World& world, GlooOptions options)
-    : GlooComm(std::make_shared<detail::BackendGroup>(
-          world, detail::all_ranks(world.size()),
-          detail::Membership::next_name(world, "comm", detail::checked(options).timeout),
-          detail::gloo_backend(world, detail::checked(options)))) {}
+    : GlooComm([&] {
+        const detail::CallScope scope("the constructor of GlooComm");
+        return std::make_shared<detail::BackendGroup>(
+            world, detail::all_ranks(world.size()),
+            detail::Membership::next_name(world, "comm", detail::checked(options).timeout),
+            detail::gloo_backend(world, detail::checked(options)));
+      }()) {}
 
 LOCKSTEP_INLINE GlooComm::GlooComm(std::shared_ptr<detail::BackendGroup> group)
     : ProcessGroupComm(std::move(group)) {}

@@ -50,13 +50,15 @@ inline std::string store_text(const Environment& environment) {
 
 /// Returns the text of the timeout error of `call`, which names the late and the silent ranks. `positions`
 /// holds the last collective of each rank that answered, by global rank. `waited` is the time already waited.
+/// `elsewhere` holds collectives of other communicators that a rank has entered and this rank has not.
 inline std::string lateness(const Call& call, const std::map<int, Position>& positions,
-                            const std::vector<int>& ranks, int own_rank, const std::string& waited) {
+                            const std::vector<int>& ranks, int own_rank, const std::string& waited,
+                            const std::map<int, Elsewhere>& elsewhere = {}) {
   const auto last = [](const Position& position) {
     return position.sequence == 0 ? std::string("at the start") : "last at " + position.text();
   };
   std::vector<std::string> late, silent;
-  std::string where;
+  std::string where, other_place;
   for (std::size_t i = 0; i < ranks.size(); ++i) {
     const int rank = ranks[i];
     if (rank == own_rank || (call.peer && static_cast<int>(i) != call.peer)) continue;
@@ -70,6 +72,12 @@ inline std::string lateness(const Call& call, const std::map<int, Position>& pos
       late.push_back(std::to_string(rank));
       where += detail::formatted("; {}{}", late.size() > 1 ? detail::formatted("rank {} ", rank) : "",
                                  last(position->second));
+      if (const auto found = elsewhere.find(rank); other_place.empty() && found != elsewhere.end())
+        other_place = detail::formatted(
+            ". Rank {} has entered {} in the communicator '{}', and rank {} has not: every rank must make "
+            "the "
+            "calls of all communicators in the same order",
+            rank, found->second.position.text(), found->second.group, own_rank);
     }
   }
   std::string text;
@@ -85,6 +93,7 @@ inline std::string lateness(const Call& call, const std::map<int, Position>& pos
                              call.text(), waited, where);
   if (!late.empty() && call.served.name)
     text += detail::formatted("; every rank must call {}", call.served.name);
+  text += other_place;
   if (!silent.empty())
     text += detail::formatted("{}rank{} {} not reported a position after {} of {}: dead, stopped or cut off",
                               text.empty() ? "" : ". ", silent.size() > 1 ? "s" : "", joined(silent), waited,
@@ -168,19 +177,11 @@ class Membership {
       if (store.add(store_keys::joined, 1) == size) store.set(store_keys::all_joined, std::string("1"));
       return true;
     });
-    await_key(call, store_keys::all_joined, [&] {
-      std::vector<std::string> missing;
-      const auto came = at_store_until(call, soon(), [size = size()](c10d::Store& store) {
-        std::vector<bool> found;
-        for (int rank = 0; rank < size; ++rank) found.push_back(store.check({store_keys::joined_rank(rank)}));
-        return found;
-      });
-      if (!came) return not_made(call) + silence();
-      for (std::size_t rank = 0; rank < came->size(); ++rank)
-        if (!(*came)[rank]) missing.push_back(std::to_string(ranks()[rank]));
-      return detail::formatted("rank{} {} not come to make the communicator '{}' after {}",
-                               missing.size() == 1 ? "" : "s", joined(missing), name(),
-                               duration_text(Clock::now() - call.start));
+    std::vector<std::string> signs;
+    for (int rank = 0; rank < size(); ++rank) signs.push_back(store_keys::joined_rank(rank));
+    await_key(call, store_keys::all_joined, signs, [&](const std::vector<std::string>& missing) {
+      return detail::formatted("rank{} {} not come to make {} after {}", missing.size() == 1 ? "" : "s",
+                               joined(missing), making_text(call), duration_text(Clock::now() - call.start));
     });
     return at_store(call, [size = size()](c10d::Store& store) {
       std::vector<std::string> identities;
@@ -201,8 +202,9 @@ class Membership {
         store.set(key, own);
         return own;
       });
-    await_key(call, key, [&] {
-      return detail::formatted("rank {} has not given the communicator '{}' its {}", ranks()[0], name(), key);
+    await_key(call, key, {key}, [&](const std::vector<std::string>&) {
+      return detail::formatted("rank {} has not given {} its {} after {}", ranks()[0], making_text(call), key,
+                               duration_text(Clock::now() - call.start));
     });
     return at_store(call, [key = std::string(key)](c10d::Store& store) { return store.get_to_str(key); });
   }
@@ -219,14 +221,14 @@ class Membership {
     seen_.store(monitor_->version(), std::memory_order_relaxed);
     if (auto failure = monitor_->failure()) {
       if (failure->vague) failure = monitor_->await_failure(std::chrono::milliseconds(500));
-      return std::make_exception_ptr(PeerError(failure->sentence(), world_.rank()));
+      return std::make_exception_ptr(PeerError(failure_text(*failure, call), world_.rank()));
     }
     for (const auto& [rank, position] : monitor_->departed(name()))
       if (rank != world_.rank() && !call.peer && position.sequence < call.sequence)
         return std::make_exception_ptr(PeerError(
             detail::formatted("rank {} {} after {} {}; {}", rank, has_left,
                               position.sequence == 0 ? std::string("no collective") : position.text(),
-                              waiting_text(world_.rank(), call.text()), same_calls),
+                              waiting_text(world_.rank(), place_text(call)), same_calls),
             world_.rank()));
     return nullptr;
   }
@@ -256,7 +258,7 @@ class Membership {
           call_(call),
           interval_(std::min<Milliseconds>(std::chrono::seconds(30), membership.heartbeat_ / 4)),
           next_(call.start + std::min<Milliseconds>(std::chrono::seconds(5), interval_)),
-          next_warning_(call.start + first_warning()) {}
+          next_warning_(call.start + membership.first_warning()) {}
 
     [[nodiscard]] const Call& call() const { return call_; }
     /// Returns when `look` will next ask the other ranks.
@@ -304,10 +306,6 @@ class Membership {
     // The key of the store among the ranks.
     static constexpr int store = -1;
 
-    [[nodiscard]] Milliseconds first_warning() const {
-      return std::clamp<Milliseconds>(membership_.timeout_ / 2, std::chrono::seconds(5),
-                                      std::chrono::seconds(30));
-    }
     [[nodiscard]] Milliseconds waited() const {
       return std::chrono::floor<Milliseconds>(Clock::now() - call_.start);
     }
@@ -527,9 +525,30 @@ class Membership {
   static constexpr std::chrono::microseconds first_pause{200}, last_pause{20000};
 
   static Clock::time_point soon() { return Clock::now() + answer_timeout; }
+  // Returns "the communicator 'lockstep/comm/0' in the constructor of Trainer".
+  [[nodiscard]] std::string making_text(const Call& call) const {
+    return detail::formatted("the communicator '{}'{}", name(),
+                             call.served.name ? detail::formatted(" in {}", call.served.name) : "");
+  }
   [[nodiscard]] std::string not_made(const Call& call) const {
-    return detail::formatted("the communicator '{}' is not made after {}", name(),
+    return detail::formatted("{} is not made after {}", making_text(call),
                              duration_text(Clock::now() - call.start));
+  }
+  // Returns where this rank waits: the text of a collective, or "the constructor of Trainer (communicator
+  // 'lockstep/comm/0')".
+  [[nodiscard]] std::string place_text(const Call& call) const {
+    if (*call.name != '\0') return call.text();
+    const std::string what = detail::formatted("communicator '{}'", name());
+    return call.served.name ? served_text(call.served.name, what) : "the rendezvous of the " + what;
+  }
+  // Returns the sentence of a failure. The rank that hosts the store cannot say why it has ended.
+  [[nodiscard]] std::string failure_text(const Failure& failure, const Call& call) const {
+    if (failure.text != store_lost) return failure.sentence();
+    const auto& environment = world_.environment();
+    const bool rank_hosts = !environment.store_is_hosted || environment.store_outlives_attempts;
+    return detail::formatted("{} {}",
+                             rank_hosts ? "rank 0 has ended and its store with it" : failure.sentence(),
+                             waiting_text(world_.rank(), place_text(call)));
   }
   [[nodiscard]] std::string silence() const {
     return detail::formatted(
@@ -543,14 +562,83 @@ class Membership {
     return at_store_until(call, until, [key](c10d::Store& store) { return store.check({key}); });
   }
 
-  // Blocks until a key is in the store. Throws TimeoutError with the text of `late()` at the timeout.
-  void await_key(const Call& call, const char* key, const std::function<std::string()>& late) {
+  // How long a call waits before its first warning.
+  [[nodiscard]] std::chrono::milliseconds first_warning() const {
+    return std::clamp<std::chrono::milliseconds>(timeout_ / 2, std::chrono::seconds(5),
+                                                 std::chrono::seconds(30));
+  }
+
+  // A rank, by rank in the group, whose sign is not in the store, and its exit code if it has ended.
+  struct MissingRank {
+    std::size_t rank = 0;
+    std::optional<int> exit_code{};
+  };
+  // Returns the ranks whose sign, `signs[rank]`, is not in the store; std::nullopt if the store does not
+  // answer.
+  std::optional<std::vector<MissingRank>> find_missing(const Call& call,
+                                                       const std::vector<std::string>& signs) {
+    return at_store_until(call, soon(), [signs, ranks = ranks()](c10d::Store& group) {
+      const auto store = static_cast<c10d::PrefixStore&>(group).getUnderlyingStore();
+      std::vector<MissingRank> missing;
+      for (std::size_t rank = 0; rank < signs.size(); ++rank) {
+        if (group.check({signs[rank]})) continue;
+        missing.push_back({rank});
+        const std::string finished = store_keys::finished(ranks[rank]);
+        if (!store->check({finished})) continue;
+        // It may have given its sign after the look above, and ended.
+        if (group.check({signs[rank]}))
+          missing.pop_back();
+        else
+          missing.back().exit_code = whole_number(store->get_to_str(finished));
+      }
+      return missing;
+    });
+  }
+
+  // Blocks until a key is in the store. Throws TimeoutError with the text of `late(missing)` at the timeout;
+  // `missing` are the ranks without a sign (see find_missing). Throws PeerError if such a rank has ended. The
+  // lowest rank that waits logs warnings as a CallWatch does.
+  void await_key(const Call& call, const char* key, const std::vector<std::string>& signs,
+                 const std::function<std::string(const std::vector<std::string>& missing)>& late) {
+    // All waiting ranks together ask the store at most 20'000 times per second.
+    const auto interval = std::max<std::chrono::microseconds>(
+        std::chrono::milliseconds(500), std::chrono::microseconds(50) * signs.size() * size());
+    auto next_look = call.start + interval;
+    auto next_warning = call.start + first_warning();
     for (auto pause = first_pause; !holds(call, key, call.start + timeout_).value_or(false);
          pause = std::min(2 * pause, last_pause)) {
       throw_if_failed(call);
-      if (Clock::now() >= call.start + timeout_) throw TimeoutError(late(), world_.rank());
+      const auto now = Clock::now();
+      const bool over = now >= call.start + timeout_, warns = now >= next_warning;
+      if (over || warns || now >= next_look) {
+        const auto missing = find_missing(call, signs);
+        std::vector<std::string> names;
+        std::size_t lowest = 0;
+        for (const auto& [rank, exit_code] : missing.value_or(std::vector<MissingRank>())) {
+          if (exit_code) throw PeerError(ended_text(call, ranks()[rank], *exit_code), world_.rank());
+          names.push_back(std::to_string(ranks()[rank]));
+          if (rank == lowest) ++lowest;
+        }
+        if (over || (warns && !(missing && names.empty()))) {
+          const std::string text = !missing        ? not_made(call) + silence()
+                                   : names.empty() ? not_made(call)
+                                                   : late(names);
+          if (over) throw TimeoutError(text, world_.rank());
+          if (missing ? rank_ == static_cast<int>(lowest) : world_.local_rank() == 0)
+            world_.log.all().warning("{} (the timeout is {})", text, duration_text(timeout_));
+        }
+        if (warns) next_warning = call.start + 2 * (now - call.start);
+        next_look = Clock::now() + interval;
+      }
       std::this_thread::sleep_for(pause);
     }
+  }
+
+  [[nodiscard]] std::string ended_text(const Call& call, int rank, int exit_code) const {
+    const std::string waits = waiting_text(world_.rank(), place_text(call));
+    return exit_code == 0
+               ? early_end_text(rank, waits)
+               : detail::formatted("rank {} has ended with exit code {} {}", rank, exit_code, waits);
   }
 
   void throw_if_failed(const Call& call) {
@@ -614,7 +702,8 @@ class Membership {
   [[nodiscard]] std::string lateness_of(const Call& call, Clock::duration waited,
                                         const Answers& answers) const {
     const auto time = duration_text(waited);
-    if (answers.store_answers) return lateness(call, answers.positions, ranks(), world_.rank(), time);
+    if (answers.store_answers)
+      return lateness(call, answers.positions, ranks(), world_.rank(), time, answers.elsewhere);
     return detail::formatted("{} is not complete after {}", call.text(), time) + silence();
   }
 

@@ -14,6 +14,7 @@
 #include "lockstep/comm/detail/backend_operations.hpp"
 #include "lockstep/comm/detail/bytes_header.hpp"
 #include "lockstep/comm/detail/group_state.hpp"
+#include "lockstep/comm/detail/served_call.hpp"
 #include "lockstep/comm/detail/signature.hpp"
 #include "lockstep/comm/detail/sigpipe_guard.hpp"
 #include "lockstep/comm/detail/tensor_lists.hpp"
@@ -277,6 +278,7 @@ LOCKSTEP_INLINE ProcessGroupComm::ProcessGroupComm(ProcessGroupComm&&) noexcept 
 LOCKSTEP_INLINE ProcessGroupComm::ProcessGroupComm(const World& world,
                                                    c10::intrusive_ptr<c10d::Backend> backend,
                                                    ProcessGroupOptions options) {
+  const detail::CallScope scope("the constructor of ProcessGroupComm");
   options = detail::checked(std::move(options), world, backend);
   std::string name = detail::Membership::next_name(world, "comm", options.timeout);
   group_ = std::make_shared<detail::BackendGroup>(world, detail::all_ranks(world.size()), std::move(name),
@@ -588,6 +590,7 @@ LOCKSTEP_INLINE std::shared_ptr<detail::BackendGroup> ProcessGroupComm::split_gr
   detail::GroupState& state = group().state();
   state.check_subgroup(ranks);
   state.begin("new_group");
+  const detail::CallScope scope("new_group");
   if (!can_split())
     throw CommunicationError(
         detail::formatted("new_group: {} cannot split: set ProcessGroupOptions::make_backend",

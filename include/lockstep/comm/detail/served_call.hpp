@@ -61,8 +61,9 @@ inline SentName sent_name(const ServedCall& call) {
   return sent;
 }
 
-/// Returns "rank 0 is in Trainer::evaluate, ranks 1 and 2 in Trainer::fit; call both on every rank" if two of
-/// `names` differ, else an empty text. An empty name fits every other. `ranks` holds the rank of each name.
+/// Returns "rank 0 is in Trainer::evaluate, ranks 1 and 2 in Trainer::fit; call both on every rank, and
+/// equally often" if two of `names` differ, else an empty text. An empty name fits every other. `ranks` holds
+/// the rank of each name.
 inline std::string different_calls(const std::vector<std::string>& names, const std::vector<int>& ranks) {
   std::vector<std::pair<std::string, std::vector<int>>> places;
   for (std::size_t i = 0; i < names.size(); ++i) {
@@ -82,7 +83,8 @@ inline std::string different_calls(const std::vector<std::string>& names, const 
     text += &name != &places[0].first ? " in " : who.size() > 1 ? " are in " : " is in ";
     text += name;
   }
-  return text + (places.size() == 2 ? "; call both on every rank" : "; call all of them on every rank");
+  return text + (places.size() == 2 ? "; call both on every rank" : "; call all of them on every rank") +
+         ", and equally often";
 }
 
 }  // namespace lockstep::detail

@@ -98,6 +98,9 @@ inline int launch_here(const LaunchPlan& plan, int argc, const char* const* argv
               StoreMailbox(tell, -1, size).notify_all_ranks();
             });
   };
+  supervised.ended_well = [&](int rank) {
+    if (hosting) record_end(*store, rank);
+  };
   Supervisor supervisor(std::move(supervised));
   const int code = supervisor.run();
   if (hosting && !alone) outlive_other_hosts(*store, plan.size, code == 0);

@@ -579,12 +579,22 @@ inline bool record_failure(c10d::Store& store, const std::string& text) {
   return first;
 }
 
+/// Publishes that a rank's process has ended with exit code 0, also to ranks that wait for the rendezvous: one
+/// that has not signed in never will. No-op if the store does not answer.
+inline void record_end(c10d::Store& store, int rank) try {
+  store.compareSet(store_keys::finished(rank), {}, to_bytes("0"));
+  if (!store.check({store_keys::rank(rank)}))
+    store.compareSet(store_keys::outcome, {}, to_bytes(detail::formatted("ended {}", rank)));
+} catch (const c10::Error&) {  // the ranks' own timeouts remain
+}
+
 /// Blocks until every rank has signed in. `side` is a separate connection with a short timeout. Calls
 /// `waiting("rank 2 of 3")` from time to time. Throws RendezvousError, with one text on all ranks, if a rank
-/// was refused or is missing at `deadline`, and PeerError if a rank has failed.
+/// was refused or is missing at `deadline`, and PeerError if a rank has failed, or has ended before it signed
+/// in: the text of the latter ends with `waits`, a waiting_text.
 inline void await_ranks(c10d::Store& side, int size, std::chrono::steady_clock::time_point deadline,
                         std::chrono::milliseconds timeout, const std::string& doubt,
-                        const StoreConnection::Waiting& waiting) {
+                        const StoreConnection::Waiting& waiting, const std::string& waits = {}) {
   using Clock = std::chrono::steady_clock;
   std::string outcome;
   for (const auto slice = std::chrono::milliseconds(5000); outcome.empty();) {
@@ -615,6 +625,8 @@ inline void await_ranks(c10d::Store& side, int size, std::chrono::steady_clock::
     const auto failure = published_failure(side);
     throw PeerError(failure ? Failure::parse(*failure).sentence() : "a rank failed before all had joined");
   }
+  if (outcome.starts_with("ended "))
+    throw PeerError(early_end_text(whole_number(std::string_view(outcome).substr(6)).value_or(-1), waits));
   if (outcome.starts_with("refused ")) throw RendezvousError(printable(outcome.substr(8)));
 }
 

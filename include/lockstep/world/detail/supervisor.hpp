@@ -201,11 +201,23 @@ class FirstFailure {
   Clock::time_point since_;
 };
 
+/// Returns whether a report is the timeout of a rendezvous that waited for one rank: its text begins with it.
+inline bool names_missing(const FailureReport& report) {
+  return report.kind == FailureKind::error &&
+         (report.text.find(" did not join within ") != std::string::npos ||
+          report.text.find(" has not come to make the communicator ") != std::string::npos);
+}
+
 /// Describes a failure in a sentence. `gone` lists the ranks that had ended earlier with exit code 0: they
-/// may still be the cause.
+/// may still be the cause, and are if `report` names one of them as its cause or as missing.
 inline RankFailure describe_failure(FailureReport report, int rank, pid_t pid, std::vector<int> gone) {
-  const auto cause = report.kind == FailureKind::peer ? cause_of(report.text) : -1;
-  if (std::erase(gone, cause) > 0) report.text = early_end_text(cause, report.text);
+  const bool missing = names_missing(report);
+  const auto cause = missing || report.kind == FailureKind::peer ? cause_of(report.text) : -1;
+  if (std::erase(gone, cause) > 0) {
+    if (missing) report.text = waiting_text(rank, "the rendezvous");
+    report.text = early_end_text(cause, report.text);
+    report.kind = FailureKind::peer;
+  }
   auto text = headline(report, detail::formatted("rank {} (pid {})", rank, pid));
   if (!gone.empty() && report.kind != FailureKind::usage) {
     text += gone.size() > 1 ? "; ranks " : "; rank ";
@@ -242,6 +254,8 @@ struct SupervisorOptions {
   bool announce = true;
   /// Called once, when the first failure is known or when a rank has ended by a forwarded signal.
   std::function<void(const RankFailure&)> failed = [](const RankFailure&) {};
+  /// Called for each rank that ends with exit code 0 while no failure is known. Must not throw.
+  std::function<void(int rank)> ended_well = [](int) {};
 };
 
 /// Starts processes of one program, relays their lines and signals, and ends all of them when one fails. It
@@ -440,6 +454,7 @@ class Supervisor {
         options_.failed({detail::formatted("rank {} (pid {}) ended by {}", child.rank, child.pid,
                                            signal_name(interrupted_)),
                          128 + interrupted_});
+      if (child.status == 0 && !child.reported && !decided_) options_.ended_well(child.rank);
       if (child.reported || child.status == 0 || child.ordered_to_end) continue;
       if (!chosen)
         first_failure_.add(suspect_by_status(i, child.status));

@@ -15,6 +15,7 @@
 #include <c10/util/Exception.h>
 #include <c10/util/Logging.h>
 
+#include "lockstep/comm/detail/served_call.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/detail/linkage.hpp"
 #include "lockstep/log/detail/console.hpp"
@@ -282,10 +283,14 @@ LOCKSTEP_INLINE void World::await_all() const {
   state_->local = {known.local_rank, known.local_size, known.rank - known.local_rank};
   if (size() > 1) {
     auto side = joined.again(std::min<std::chrono::milliseconds>(timeout, std::chrono::seconds(5)));
-    detail::await_ranks(*side, size(), begin + timeout, timeout, joined.doubt, [&](const std::string& who) {
+    const auto waiting = [&](const std::string& who) {
       if (!joined.doubt.empty()) detail::refuse_other_rank_zero(known, joined.address);
       notify(who);
-    });
+    };
+    const char* call = detail::served_call.name;
+    detail::await_ranks(
+        *side, size(), begin + timeout, timeout, joined.doubt, waiting,
+        detail::waiting_text(rank(), call ? detail::served_text(call, "rendezvous") : "the rendezvous"));
     detail::at_store("the rendezvous failed", [&] {
       place_ranks(*side, joined);
       announce_run(*side);

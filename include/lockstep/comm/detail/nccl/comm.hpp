@@ -22,6 +22,7 @@
 #include "lockstep/comm/detail/nccl/device.hpp"
 #include "lockstep/comm/detail/nccl/group.hpp"
 #include "lockstep/comm/detail/nccl/work.hpp"
+#include "lockstep/comm/detail/served_call.hpp"
 #include "lockstep/comm/detail/signature.hpp"
 #include "lockstep/comm/options.hpp"
 #include "lockstep/detail/const_data.hpp"
@@ -142,9 +143,12 @@ class BasicNcclComm {
   /// TimeoutError, which names the missing ranks, PeerError if a rank has failed, and MismatchError if two
   /// ranks have different NCCL versions.
   explicit BasicNcclComm(const World& world, NcclOptions options = {})
-      : group_(std::make_shared<NcclGroup<D>>(world, all_ranks(world.size()),
-                                              Membership::next_name(world, "nccl", checked(options).timeout),
-                                              options)) {}
+      : group_([&] {
+          const CallScope scope("the constructor of NcclComm");
+          return std::make_shared<NcclGroup<D>>(
+              world, all_ranks(world.size()), Membership::next_name(world, "nccl", checked(options).timeout),
+              options);
+        }()) {}
 
   BasicNcclComm(BasicNcclComm&&) noexcept = default;
   BasicNcclComm& operator=(BasicNcclComm&& other) noexcept {
@@ -376,6 +380,7 @@ class BasicNcclComm {
   [[nodiscard]] std::optional<BasicNcclComm> new_group(const std::vector<int>& ranks) {
     group_->state().check_subgroup(ranks);
     const Call call = begin_on_host("new_group");
+    const CallScope scope("new_group");
     std::string name = group_->state().next_child();
     if (std::find(ranks.begin(), ranks.end(), rank()) == ranks.end()) {
       group_->stay_out_of_split(call);
