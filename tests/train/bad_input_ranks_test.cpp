@@ -86,6 +86,24 @@ TEST_CASE("gradients that are not finite are named by rank, parameter and step, 
   CHECK(std::isfinite(report.loss));
 }
 
+TEST_CASE("an evaluation of datasets of unequal length is refused on every rank", "[2+]") {
+  const auto& world = test_world();
+  const int last = world.size() - 1;
+  lockstep::Trainer trainer{world, {.progress = false}, tanh_network(1, 3, 5)};
+  const auto samples = [](const torch::Tensor& output, const auto&) {
+    return lockstep::Mean{output.new_zeros({}), static_cast<double>(output.size(0))};
+  };
+  std::string text;
+  try {
+    trainer.evaluate(curve(world.rank() == last ? 9 : 8), samples);
+  } catch (const lockstep::MismatchError& error) {
+    text = error.what();
+  }
+  CHECK_THAT(text, ContainsSubstring(fmt::format(
+                       "evaluate has a dataset of 8 samples on rank 0 and of 9 on rank {}: give it", last)));
+  CHECK(trainer.evaluate(curve(8), samples) == 0);
+}
+
 TEST_CASE("a check finds what a hook does not spread, on every rank", "[2+]") {
   check_nan_of_last_rank<lockstep::NoOpHook>();
 }

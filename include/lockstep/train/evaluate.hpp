@@ -6,8 +6,10 @@
 #include <ATen/ops/zeros.h>
 #include <torch/nn/module.h>
 
+#include <algorithm>
 #include <array>
 #include <concepts>
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <optional>
@@ -255,6 +257,22 @@ std::tuple<Results...> results_of(C& comm, std::tuple<Meters...>& meters, Metric
   (std::index_sequence_for<Metrics...>{}, std::tie(metrics...));
 }
 
+/// Throws MismatchError on every rank if the ranks' datasets differ in their number of samples, which
+/// `samples` holds by rank: each rank would evaluate its part of another partition.
+template <class C>
+void require_equal_lengths(const std::vector<std::string>& samples, C& comm) {
+  const auto other = std::find_if(samples.begin(), samples.end(),
+                                  [&](const std::string& there) { return there != samples[0]; });
+  if (other == samples.end()) return;
+  const RankNames name_of(comm);
+  throw CollectiveError<MismatchError>(
+      detail::formatted(
+          "evaluate has a dataset of {} samples on rank {} and of {} on rank {}: give it the same "
+          "dataset on every rank",
+          samples[0], name_of(0), *other, name_of(static_cast<std::size_t>(other - samples.begin()))),
+      comm.size());
+}
+
 /// Diagnoses the arguments of evaluate with one static_assert each.
 template <class M, class Data, class... Metrics>
 struct CheckedEvaluation {
@@ -292,7 +310,8 @@ namespace lockstep {
 /// what its `compute` returns. One metric returns its result, several a std::tuple of results, and metrics
 /// with names (see `named`) a NamedResults. Rank 0's buffers (running statistics) are broadcast first. Every
 /// submodule's mode is restored afterwards. An exception of the dataset, the model or a metric that not every
-/// rank throws within two seconds aborts the communicator: the other ranks throw PeerError. Collective.
+/// rank throws within two seconds aborts the communicator: the other ranks throw PeerError. Throws
+/// MismatchError if the ranks' datasets differ in their number of samples. Collective.
 template <Model M, Reducing C, class D, class... Metrics>
 auto evaluate(M& model, C& comm, D&& dataset, const EvaluationOptions& options, Metrics&&... metrics) {
   using Data = std::remove_reference_t<D>;
@@ -300,14 +319,16 @@ auto evaluate(M& model, C& comm, D&& dataset, const EvaluationOptions& options, 
     using Batch = BatchOf<Data>;
     const detail::CallScope scope("evaluate");
     auto results = detail::aborting(comm, [&] {
+      const std::size_t samples = dataset_size(dataset);
       const auto check = [&] {
         if (options.batch_size < 1)
           throw UsageError(detail::formatted("batch_size is {}: give 1 or more samples per rank and step",
                                              options.batch_size));
+        return std::to_string(samples);
       };
       // The exchange also finds ranks that are in another call, before they exchange tensors.
       if constexpr (Gathering<C>)
-        agree<UsageError>(comm, check);
+        detail::require_equal_lengths(agree<UsageError>(comm, check), comm);
       else
         check();
       const EvaluationMode mode(detail::module_of(model));
@@ -315,7 +336,7 @@ auto evaluate(M& model, C& comm, D&& dataset, const EvaluationOptions& options, 
       if (options.restore_buffers) snapshot.emplace(detail::module_of(model));
       broadcast_buffers(detail::module_of(model), comm);
       DataLoader loader{detail::DatasetView{dataset},
-                        EvaluationSampler{dataset_size(dataset), comm},
+                        EvaluationSampler{samples, comm},
                         {.batch_size = static_cast<std::size_t>(options.batch_size),
                          .num_workers = static_cast<std::size_t>(options.num_workers),
                          .pin_memory = true}};
