@@ -1,3 +1,5 @@
+#include <signal.h>
+
 #include <chrono>
 #include <string>
 
@@ -45,6 +47,27 @@ TEST_CASE("collectives run and end well") {
   CHECK(result.error.empty());
   CHECK_THAT(result.out, ContainsSubstring("sum 1048576"));
   CHECK(result.left == 0);
+}
+
+TEST_CASE("rank 0 of a run is told of a process that tried to join it with another world size") {
+  Together ranks;
+  const int port = lockstep_test::free_port();
+  for (int rank : {0, 1}) ranks.add({program, "endless"}, lockstep_test::by_hand(rank, 2, port));
+  REQUIRE(ranks[0].wait_for_output("rank 0 has reached step 5", 60s));
+  ranks.add({program, "endless"}, lockstep_test::by_hand(2, 3, port));
+  REQUIRE(ranks[2].wait(10s));
+  CHECK(ranks[2].exit_code() == 1);
+  const std::string told = "rank 2 says world size 3, rank ";
+  CHECK_THAT(ranks[2].error(), ContainsSubstring(told));
+  CHECK(ranks[0].wait_for_output(
+      "warning: a process that tried to join this run was refused: the ranks disagree "
+      "on their number: " +
+          told,
+      10s));
+  CHECK(!ranks[0].wait(500ms));  // the run goes on
+  for (int rank : {0, 1}) ranks[rank].signal(SIGKILL);
+  CHECK(ranks[0].wait(20s));
+  CHECK(count(ranks[0].error(), told) == 1);
 }
 
 TEST_CASE("a failure between collectives ends all within 5 s, whatever the timeout, and is shown once") {

@@ -206,6 +206,45 @@ TEST_CASE("by hand on several hosts RANK is the first rank of this one") {
   CHECK(plan({}, with_master({{"RANK", "1"}, {"WORLD_SIZE", "2"}})).worker);
 }
 
+TEST_CASE("a world size and an address without a rank are refused, since each host would run on its own") {
+  for (const Values& address :
+       {master, Values{{"MASTER_ADDR", "node1"}}, Values{{"LOCKSTEP_RENDEZVOUS", "file:///tmp/x"}}}) {
+    Values values = address;
+    values["WORLD_SIZE"] = "2";
+    for (const std::vector<std::string>& arguments :
+         {std::vector<std::string>{}, std::vector<std::string>{"--nproc", "2"}})
+      CHECK(plan_refusal(arguments, values) ==
+            "WORLD_SIZE=2 is set but RANK is not: set RANK to this process's number, 0 to 1, or to the first "
+            "of "
+            "this host's ranks with --nproc; for a run on this host alone unset WORLD_SIZE");
+    values.erase("WORLD_SIZE");  // an exported address alone: ranks on this host
+    CHECK(plan({"--nproc", "2"}, values).rendezvous.empty());
+    values["WORLD_SIZE"] = "1";
+    CHECK(plan({}, values).worker);
+  }
+}
+
+TEST_CASE("a process alone has no rendezvous, whatever address is exported") {
+  for (const Values& values :
+       {Values{}, Values{{"WORLD_SIZE", "1"}}, Values{{"RANK", "0"}, {"WORLD_SIZE", "1"}},
+        Values{{"RANK", "0"},
+               {"WORLD_SIZE", "1"},
+               {"LOCAL_RANK", "0"},
+               {"LOCAL_WORLD_SIZE", "1"},
+               {"TORCHELASTIC_USE_AGENT_STORE", "True"}}}) {
+    const auto env = read(with_master(values));
+    CHECK(env.size == 1);
+    CHECK(env.rendezvous.empty());
+    CHECK(env.rendezvous_origin.empty());
+  }
+}
+
+TEST_CASE("by hand all ranks of a run on one host meet at MASTER_ADDR, where another host is refused") {
+  const auto all = plan({"--nproc", "2"}, with_master({{"RANK", "0"}, {"WORLD_SIZE", "2"}}));
+  CHECK(all.rendezvous == "tcp://node1:29500");
+  CHECK(all.rendezvous_origin == "MASTER_ADDR=node1, MASTER_PORT=29500");
+}
+
 TEST_CASE("on one host the world size is the number of processes") {
   CHECK(plan({}, {{"WORLD_SIZE", "3"}}).nproc == 3);
   CHECK_THAT(plan_refusal({"--nproc", "2"}, {{"WORLD_SIZE", "3"}}),

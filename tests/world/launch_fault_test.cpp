@@ -91,6 +91,10 @@ TEST_CASE("bad input ends on one line with exit code 2, before anything starts")
            {{"well", "--nproc", "2"}, {{"WORLD_SIZE", "3"}}, "WORLD_SIZE=3 contradicts --nproc 2"},
            {{"well"}, by_hand(2, 2, 29999), "RANK=2 is out of range"},
            {{"well"}, {{"RANK", "one"}, {"WORLD_SIZE", "2"}}, "RANK=one"},
+           {{"well"},
+            {{"WORLD_SIZE", "2"}, {"MASTER_ADDR", "10.99.0.1"}, {"MASTER_PORT", "29500"}},
+            "WORLD_SIZE=2 is set but RANK is not"},
+           {{"well"}, {{"OMPI_COMM_WORLD_SIZE", "2"}}, "OMPI_COMM_WORLD_SIZE=2 is set but"},
            {{"well", "--nproc", "4"}, by_hand(4, 7, 29999), "WORLD_SIZE=7 allows no rank above 6"},
            {{"level one"}, {{"RANK", "1"}, {"WORLD_SIZE", "2"}}, "MASTER_ADDR is not set"},
            {{"well"}, {{"LOCAL_WORLD_SIZE", "two"}}, "LOCAL_WORLD_SIZE=two"},
@@ -332,7 +336,7 @@ TEST_CASE("a master that is not there is told apart from a name that is not know
         fmt::format(
             "error: rank 1 failed: no store at 127.0.0.1:{0} (MASTER_ADDR=127.0.0.1, MASTER_PORT={0}) after "
             "1 s: it refuses the connection: nothing listens there. Start rank 0 on that "
-            "host, or correct the address on every rank\n",
+            "host with the same WORLD_SIZE, or correct the address on every rank\n",
             variables["MASTER_PORT"]));
   variables["MASTER_ADDR"] = "no-such-host.invalid";
   result = run({program, "well"}, variables, 20s);  // 7 s where no name server answers
@@ -415,6 +419,135 @@ TEST_CASE("ranks that disagree on the world size are all told so") {
   }
 }
 
+TEST_CASE("a host that is started with another world size than a run that is complete is told so") {
+  // The first host takes its two ranks for all, the second takes the run for one of four.
+  Together hosts;
+  const int port = lockstep_test::free_port();
+  hosts.add({program, "waits", "--nproc", "2"}, by_hand(0, 2, port));
+  for (int rank = 0; rank < 2; ++rank) REQUIRE(hosts[0].wait_for_output(fmt::format("rank {} of 2", rank)));
+  hosts.add({program, "well", "--nproc", "2"}, by_hand(2, 4, port));
+  CHECK(hosts[1].wait(10s));
+  CHECK(hosts[1].exit_code() == 1);
+  INFO(hosts[1].error());
+  CHECK_THAT(hosts[1].error(), ContainsSubstring(" says world size 4, rank ") &&
+                                   ContainsSubstring(" says 2. Start all of them with one WORLD_SIZE\n"));
+  // Another command for the same ranks.
+  hosts.add({program, "well", "--nproc", "2"}, by_hand(0, 2, port));
+  CHECK(hosts[2].wait(10s));
+  CHECK(hosts[2].exit_code() == 1);
+  CHECK_THAT(hosts[2].error(), ContainsSubstring(" is claimed by "));
+  CHECK(!hosts[0].wait(1s));  // neither ends the run
+  hosts[0].signal(SIGTERM);
+  CHECK(hosts[0].wait(20s));
+  CHECK(hosts[0].error().empty());
+}
+
+TEST_CASE("a process alone opens no port and looks up no name") {
+  const auto taken = lockstep::detail::listen_on("127.0.0.1", 0);
+  for (const char* address : {"127.0.0.1", "no-such-host.invalid"})
+    for (const bool by_flag : {true, false}) {
+      CAPTURE(address, by_flag);
+      lockstep_test::Variables variables{{"MASTER_ADDR", address},
+                                         {"MASTER_PORT", std::to_string(taken.port)}};
+      if (!by_flag) variables["WORLD_SIZE"] = "1";
+      Strings command{program, "well"};
+      if (by_flag) command.insert(command.end(), {"--nproc", "1"});
+      const auto result = run(command, variables, 20s);
+      CHECK(result.code == 0);
+      CHECK(result.error.empty());
+      CHECK(count(result.out, "rank 0 of 1, local 0 of 1\n") == 1);
+    }
+}
+
+TEST_CASE("two ranks of a host with one local rank are both named, to every rank") {
+  const auto host = lockstep::detail::host_name();
+  const auto ranks_with = [](const std::vector<lockstep_test::Variables>& places) {
+    auto ranks = std::make_unique<Together>();
+    const int port = lockstep_test::free_port();
+    for (std::size_t rank = 0; rank < places.size(); ++rank) {
+      auto variables = by_hand(static_cast<int>(rank), static_cast<int>(places.size()), port);
+      variables.insert(places[rank].begin(), places[rank].end());
+      if (variables.count("SLURM_PROCID") > 0) variables.erase("RANK");
+      ranks->add({program, "well"}, variables);
+    }
+    return ranks;
+  };
+  const auto by_local = [](const char* rank, const char* size) {
+    return lockstep_test::Variables{{"LOCAL_RANK", rank}, {"LOCAL_WORLD_SIZE", size}};
+  };
+  const auto by_slurm = [](const char* rank) {
+    return lockstep_test::Variables{{"SLURM_JOB_ID", "7"},
+                                    {"SLURM_STEP_ID", "0"},
+                                    {"SLURM_STEP_NUM_TASKS", "2"},
+                                    {"SLURM_NODEID", "0"},
+                                    {"SLURM_LOCALID", "0"},
+                                    {"SLURM_PROCID", rank},
+                                    {"SLURM_STEP_TASKS_PER_NODE", "2"}};
+  };
+  const auto hand = ranks_with({by_local("0", "2"), by_local("0", "2")});
+  const auto srun = ranks_with({by_slurm("0"), by_slurm("1")});
+  // Launchers imitate several hosts on one: complete sets of local ranks.
+  const auto sets =
+      ranks_with({by_local("0", "2"), by_local("1", "2"), by_local("0", "1"), by_local("0", "1")});
+  for (const auto& [ranks, variable] : std::vector<std::pair<Together*, std::string>>{
+           {hand.get(), "LOCAL_RANK"}, {srun.get(), "SLURM_LOCALID"}}) {
+    CHECK(ranks->wait() == std::vector<int>{1, 1});
+    for (const auto& process : ranks->all) {
+      INFO(process->error());
+      CHECK_THAT(process->error(), ContainsSubstring(fmt::format(
+                                       ": ranks 0 and 1 on {} both have {}=0 of 2 ranks there: give every "
+                                       "rank of a host its own {}, 0 to 1\n",
+                                       host, variable, variable)));
+      CHECK(count(process->error(), "\n") == 1);
+    }
+  }
+  CHECK(sets->wait() == std::vector<int>{0, 0, 0, 0});
+}
+
+TEST_CASE("two processes with a source of ranks of the program's own") {
+  const auto place = [](const std::string& rank, int port) {
+    return lockstep_test::Variables{{"MADE_UP_RANK", rank},
+                                    {"MADE_UP_SIZE", "2"},
+                                    {"MASTER_ADDR", "127.0.0.1"},
+                                    {"MASTER_PORT", std::to_string(port)}};
+  };
+  const Strings command{program, "source of ranks"};
+  Together ranks;
+  const int port = lockstep_test::free_port();
+  for (const char* rank : {"0", "1"}) ranks.add(command, place(rank, port));
+  CHECK(ranks.wait() == std::vector<int>{0, 0});
+  for (int rank : {0, 1})
+    CHECK_THAT(ranks[rank].out(), ContainsSubstring(fmt::format("rank {0} of 2, local {0} of 2\n", rank)));
+  CHECK_THAT(ranks[0].error(),
+             ContainsSubstring(fmt::format("started by madeup, rendezvous at tcp://127.0.0.1:{}; ", port)));
+  for (const auto& [rank, text] : std::vector<std::pair<std::string, std::string>>{
+           {"5", "madeup has assigned rank 5 of 2 (MADE_UP_RANK=5, MADE_UP_SIZE=2): it must be in 0 to 1"},
+           {"five",
+            "the program's source of ranks has failed after it read MADE_UP_RANK=five, MADE_UP_SIZE=2 "
+            "(std::invalid_argument: stoi): set the launcher's variables to values that it can read"}}) {
+    const auto result = run(command, place(rank, port), 20s);
+    CHECK(result.code == 2);
+    CHECK(result.error == fmt::format("error: {}\n", text));
+  }
+}
+
+TEST_CASE("a launcher's single rank writes the line about the run, a process alone does not") {
+  const auto error = [](const lockstep_test::Variables& variables) {
+    return run({program, "well", "--nproc", "1"}, variables, 20s).error;
+  };
+  const lockstep_test::Variables one{
+      {"OMPI_COMM_WORLD_RANK", "0"}, {"OMPI_COMM_WORLD_SIZE", "1"}, {"OMP_NUM_THREADS", "1"}};
+  CHECK(
+      error(one) ==
+      fmt::format("lockstep: 1 rank on 1 host ({}: 1), started by mpirun of Open MPI (OMPI_COMM_WORLD_RANK, "
+                  "OMPI_COMM_WORLD_SIZE); threads per rank: 1, from OMP_NUM_THREADS\n",
+                  lockstep::detail::host_name()));
+  auto quiet = one;
+  quiet["LOCKSTEP_LOG_LEVEL"] = "warning";
+  CHECK(error(quiet).empty());
+  CHECK(error({}).empty());
+}
+
 TEST_CASE("a rank that does not come is named while it is waited for, and at the end") {
   const int port = lockstep_test::free_port();
   const auto path = fmt::format("/tmp/lockstep_meet_{}", lockstep_test::new_marker());
@@ -459,6 +592,37 @@ TEST_CASE("rank 0 on another host than MASTER_ADDR names is told") {
   CHECK(count(result.error, "\n") == 1);
 }
 
+TEST_CASE("an agent of torchrun that nobody finds is told with its variables, first while it is waited for") {
+  const int port = lockstep_test::free_port();
+  Together ranks;
+  for (const char* address : {"127.0.0.1", "no-such-host.invalid"}) {
+    auto variables = by_hand(0, 2, port);
+    variables["MASTER_ADDR"] = address;
+    variables["LOCKSTEP_RENDEZVOUS_TIMEOUT"] = "6";
+    variables["TORCHELASTIC_USE_AGENT_STORE"] = "True";
+    ranks.add({program, "well"}, variables);
+  }
+  const auto begin = std::chrono::steady_clock::now();
+  const auto where = fmt::format("127.0.0.1:{0} (MASTER_ADDR=127.0.0.1, MASTER_PORT={0})", port);
+  REQUIRE(ranks[0].wait_for_output(fmt::format(
+      "warning: waiting for the store of torchrun's agent at {}: it refuses the connection: nothing listens "
+      "there; gives up in ",
+      where)));
+  CHECK(std::chrono::steady_clock::now() - begin < 10s);
+  CHECK(ranks.wait() == std::vector<int>{1, 1});
+  CHECK_THAT(
+      ranks[0].error(),
+      ContainsSubstring(fmt::format(
+          "error: rank 0 failed: no store at {} after 6 s: it refuses the connection: nothing listens "
+          "there. torchrun's agent hosts it: look at the output of torchrun and start it again, or unset "
+          "TORCHELASTIC_USE_AGENT_STORE if torchrun has not started this process\n",
+          where)));
+  CHECK_THAT(ranks[1].error(), ContainsSubstring(fmt::format(
+                                   "the name 'no-such-host.invalid' of the master host "
+                                   "(MASTER_ADDR=no-such-host.invalid, MASTER_PORT={}) cannot be resolved",
+                                   port)));
+}
+
 TEST_CASE("a listener on MASTER_PORT that never answers is told within the rendezvous timeout") {
   const auto mute = lockstep::detail::listen_on("127.0.0.1", 0);
   auto variables = by_hand(1, 2, mute.port);
@@ -468,11 +632,14 @@ TEST_CASE("a listener on MASTER_PORT that never answers is told within the rende
     const auto result = run({program, "well"}, variables, 30s);
     INFO(result.error);
     CHECK(result.code == 1);
-    CHECK_THAT(result.error,
-               ContainsSubstring(agent ? fmt::format("the store of torchrun's agent at 127.0.0.1:{} does not "
-                                                     "answer after 1 s",
-                                                     mute.port)
-                                       : "something listens there, but does not answer"));
+    CHECK_THAT(
+        result.error,
+        ContainsSubstring(agent ? fmt::format("the store of torchrun's agent at 127.0.0.1:{0} "
+                                              "(MASTER_ADDR=127.0.0.1, MASTER_PORT={0}) does not answer "
+                                              "after 1 s: look at the output of torchrun on that host, "
+                                              "and start it again\n",
+                                              mute.port)
+                                : "something listens there, but does not answer"));
     CHECK(count(result.error, "\n") == 1);
   }
 }

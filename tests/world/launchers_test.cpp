@@ -1,6 +1,7 @@
 #include "lockstep/world/environment.hpp"
 
 #include <algorithm>
+#include <chrono>
 #include <map>
 #include <string>
 #include <vector>
@@ -70,6 +71,109 @@ TEST_CASE("node lists of Slurm") {
     CHECK_THROWS_WITH(expand_node_list(wrong),
                       ContainsSubstring("cannot be parsed") && ContainsSubstring("set MASTER_ADDR"));
   }
+}
+
+TEST_CASE("a list of Slurm's cannot exhaust this host") {
+  using namespace lockstep::detail;
+  const auto begin = std::chrono::steady_clock::now();
+  std::string deep = "n";
+  for (int i = 0; i < 40'000; ++i) deep += "[0]";
+  CHECK_THROWS_WITH(expand_node_list(deep), ContainsSubstring("cannot be parsed at 'n[0][0]"));
+  for (const char* endless : {"n[0-999999]-[0-999999]", "n[0-2147483647]", "n[0-65535],n[0-65535]"})
+    CHECK_THROWS_WITH(expand_node_list(endless),
+                      "SLURM_STEP_NODELIST=" + std::string(endless) +
+                          " names more than 65536 hosts: set MASTER_ADDR to the host of rank 0");
+  CHECK(expand_node_list("n[0-65535]").size() == 65536);
+  for (const char* endless : {"1(x2147483647)", "1(x65536),1"})
+    CHECK_THROWS_WITH(expand_task_counts(endless),
+                      "SLURM_STEP_TASKS_PER_NODE=" + std::string(endless) +
+                          " names more than 65536 hosts: set RANK, WORLD_SIZE, LOCAL_RANK and "
+                          "LOCAL_WORLD_SIZE by hand");
+  CHECK(std::chrono::steady_clock::now() - begin < std::chrono::seconds(5));
+}
+
+TEST_CASE("several ranks without the rank of this one are refused, since each process would run on its own") {
+  const auto missing = [](const std::string& size, const std::string& name) {
+    return size + "=2 is set but " + name +
+           " is not: the launcher sets both, so pass its whole environment on, or unset " + size;
+  };
+  CHECK(refusal({{"OMPI_COMM_WORLD_SIZE", "2"}}) == missing("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"));
+  CHECK(refusal({{"PMI_SIZE", "2"}}) == missing("PMI_SIZE", "PMI_RANK"));
+  const Values step{
+      {"SLURM_JOB_ID", "12"}, {"SLURM_STEP_ID", "0"}, {"SLURM_PROCID", "1"}, {"SLURM_STEP_NUM_TASKS", "2"}};
+  for (const char* name : {"SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID"})
+    CHECK(refusal(changed(step, name, "")) == missing("SLURM_STEP_NUM_TASKS", name));
+  CHECK(refusal(step) == "accepted");
+  // A launcher of one process sets no more than that.
+  for (const char* size : {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"})
+    CHECK(!found({{size, "1"}}));
+}
+
+TEST_CASE("a program's own source of ranks fails with the variables that it has read") {
+  const lockstep::RankSource source = [](const lockstep::Variables& values) {
+    const auto rank = values("MADE_UP_RANK"), size = values("MADE_UP_SIZE");
+    if (!rank || !size) return std::optional<lockstep::LaunchedRank>();
+    lockstep::LaunchedRank place{"madeup", std::stoi(*rank), std::stoi(*size)};
+    if (const auto local = values("MADE_UP_LOCAL")) {
+      place.local_rank = std::stoi(*local);
+      place.local_size = 1;
+    }
+    if (values("MADE_UP_HOST")) place.master_addr = "h";
+    return std::optional(place);
+  };
+  const auto error = [&](Values values) -> std::string {
+    values.insert({{"MASTER_ADDR", "h"}});
+    try {
+      lockstep::read_environment(variables(std::move(values)), source);
+    } catch (const lockstep::UsageError& thrown) {
+      return thrown.what();
+    }
+    return "accepted";
+  };
+  const std::string port = "MASTER_PORT";
+  CHECK(error({{"MADE_UP_RANK", "1"}, {"MADE_UP_SIZE", "2"}, {port, "1"}}) == "accepted");
+  CHECK(error({{"MADE_UP_RANK", "5"}, {"MADE_UP_SIZE", "2"}, {port, "1"}}) ==
+        "madeup has assigned rank 5 of 2 (MADE_UP_RANK=5, MADE_UP_SIZE=2): it must be in 0 to 1");
+  CHECK(error({{"MADE_UP_RANK", "-1"}, {"MADE_UP_SIZE", "2"}, {port, "1"}}) ==
+        "madeup has assigned rank -1 of 2 (MADE_UP_RANK=-1, MADE_UP_SIZE=2): it must be in 0 to 1");
+  CHECK(error({{"MADE_UP_RANK", "0"}, {"MADE_UP_SIZE", "0"}, {port, "1"}}) ==
+        "madeup has assigned a world size of 0 (MADE_UP_RANK=0, MADE_UP_SIZE=0): it must be at least 1");
+  CHECK(error({{"MADE_UP_RANK", "1"}, {"MADE_UP_SIZE", "2"}, {"MADE_UP_LOCAL", "3"}, {port, "1"}}) ==
+        "madeup has assigned local rank 3 of 1 to rank 1 of 2 (MADE_UP_RANK=1, MADE_UP_SIZE=2, "
+        "MADE_UP_LOCAL=3): it must be below the number of ranks on its host and not above the rank");
+  CHECK(error({{"MADE_UP_RANK", "1"}, {"MADE_UP_SIZE", "2"}, {"MADE_UP_HOST", "h"}}) ==
+        "madeup has assigned port 0 for the rendezvous (MADE_UP_RANK=1, MADE_UP_SIZE=2, MADE_UP_HOST=h): it "
+        "must be in 1 to 65535");
+  CHECK(error({{"MADE_UP_RANK", "five"}, {"MADE_UP_SIZE", "2"}, {port, "1"}}) ==
+        "the program's source of ranks has failed after it read MADE_UP_RANK=five, MADE_UP_SIZE=2 "
+        "(std::invalid_argument: stoi): set the launcher's variables to values that it can read");
+  // An error of the source's own stays as it is.
+  const lockstep::RankSource own = [](const lockstep::Variables&) -> std::optional<lockstep::LaunchedRank> {
+    throw lockstep::UsageError("start it by madeup");
+  };
+  CHECK_THROWS_WITH(lockstep::read_environment(variables({}), own), "start it by madeup");
+}
+
+TEST_CASE("which launcher has started a process as its only rank, for the line about the run") {
+  const auto launcher = [](Values values) {
+    const auto env = lockstep::read_environment(variables(std::move(values)));
+    CHECK(env.size == 1);
+    return env.launcher + " " + env.rank_variables;
+  };
+  const Values torchrun{{"RANK", "0"}, {"WORLD_SIZE", "1"}, {"LOCAL_RANK", "0"}, {"LOCAL_WORLD_SIZE", "1"}};
+  CHECK(launcher({}) == " ");
+  CHECK(launcher(torchrun) == " ");
+  CHECK(launcher(changed(torchrun, "TORCHELASTIC_RUN_ID", "none")) == "torchrun RANK, WORLD_SIZE");
+  Values step{
+      {"SLURM_JOB_ID", "12"}, {"SLURM_STEP_ID", "0"}, {"SLURM_PROCID", "0"}, {"SLURM_STEP_NUM_TASKS", "1"}};
+  CHECK(launcher(step) == "srun SLURM_PROCID, SLURM_STEP_NUM_TASKS");
+  step.insert({{"PMI_RANK", "0"}, {"PMI_SIZE", "1"}});
+  CHECK(launcher(step) == "srun SLURM_PROCID, SLURM_STEP_NUM_TASKS");
+  CHECK(launcher({{"PMI_RANK", "0"}, {"PMI_SIZE", "1"}}) == "mpiexec PMI_RANK, PMI_SIZE");
+  CHECK(launcher({{"OMPI_COMM_WORLD_RANK", "0"}, {"OMPI_COMM_WORLD_SIZE", "1"}}) ==
+        "mpirun of Open MPI OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE");
+  CHECK(launcher({{"SLURM_JOB_ID", "12"}, {"SLURM_PROCID", "0"}, {"SLURM_NTASKS", "1"}}) == " ");  // a script
+  CHECK(launcher(changed(slurm, "WORLD_SIZE", "1")) == " ");
 }
 
 TEST_CASE("task counts of Slurm") {

@@ -93,7 +93,8 @@ TEST_CASE("ranks that wait for a host say so within 10 s, and in the end with va
     CHECK_THAT(error,
                ContainsSubstring(" s (LOCKSTEP_RENDEZVOUS_TIMEOUT)\nerror: rank 1 failed: no store at " +
                                  where + " after 8 s: "));
-    CHECK(error.ends_with(". Start rank 0 on that host, or correct the address on every rank\n"));
+    CHECK(error.ends_with(
+        ". Start rank 0 on that host with the same WORLD_SIZE, or correct the address on every rank\n"));
     CHECK(count(error, "\n") == 2);
     if (which == 0) CHECK(count(error, "it refuses the connection: nothing listens there") == 2);
   }

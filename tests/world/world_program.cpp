@@ -181,6 +181,15 @@ int main(int argc, char** argv) {
     return 0;
   }
   const char* const* arguments = argv;
+  if (mode == "source of ranks") {  // of a launcher that lockstep does not know
+    const auto source = [](const lockstep::Variables& variables) -> std::optional<lockstep::LaunchedRank> {
+      const auto rank = variables("MADE_UP_RANK"), size = variables("MADE_UP_SIZE");
+      if (!rank || !size) return std::nullopt;
+      return lockstep::LaunchedRank{"madeup", std::stoi(*rank), std::stoi(*size)};
+    };
+    return lockstep::launch(argc, arguments, [](World world) { return rank_of("well", world, ""); },
+                            {.rank_source = source});
+  }
   if (mode == "arguments")
     return lockstep::launch(argc, arguments, [](const World& world, int count, char** rest) {
       std::string all;

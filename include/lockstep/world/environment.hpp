@@ -33,18 +33,22 @@ struct LaunchedRank {
   std::string variables = {};
   /// The cores of this host that its ranks share. Unset if the launcher does not say.
   std::optional<int> host_cores = {};
+  /// The name of the variable that holds `local_rank`, for messages.
+  std::string local_variable = {};
 };
 
 /// Returns this process's place, or std::nullopt if its launcher did not start this process or started it
 /// alone. Throws UsageError for variables that contradict each other. A program's own source reads the
-/// variables of a launcher that lockstep does not know; see LaunchOptions::rank_source.
+/// variables of a launcher that lockstep does not know; see LaunchOptions::rank_source. Any function of this
+/// signature is one. A place that it returns out of range, or an exception that it throws, becomes a
+/// UsageError that names the variables that it has read and their values.
 using RankSource = std::function<std::optional<LaunchedRank>(const Variables&)>;
 
 /// Returns the rank that Slurm's srun assigned, from SLURM_PROCID and the other variables of a step of
 /// several tasks. The store is on the first host of SLURM_STEP_NODELIST, or at MASTER_ADDR, at a port that
 /// follows from job and step. Returns std::nullopt in a step of one task, whose process may start ranks
 /// itself. Throws UsageError inside a batch script or an allocation of several tasks if srun did not start
-/// this process.
+/// this process, and for a step of several tasks without the variable of the rank, the step or the job.
 std::optional<LaunchedRank> rank_of_slurm(const Variables& variables);
 
 /// Returns the rank that the mpirun of Open MPI assigned, from OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE and
@@ -72,7 +76,7 @@ struct Environment {
   /// The rank among the processes of this host, and their number.
   int local_rank = 0;
   int local_size = 1;
-  /// The rendezvous: `tcp://host:port` or `file:///path`. Empty if the variables name none.
+  /// The rendezvous: `tcp://host:port` or `file:///path`. Empty if the process is alone.
   std::string rendezvous;
   /// What determines `rendezvous`, for messages, as "MASTER_ADDR=a, MASTER_PORT from srun".
   std::string rendezvous_origin;
@@ -88,10 +92,14 @@ struct Environment {
   /// every rank.
   std::string store_secret;
   /// What assigned the rank: "torchrun", "srun", "mpirun of Open MPI", "mpiexec", or "--nproc" for `launch`.
-  /// Empty if the variables were set by hand or the process is alone.
+  /// Empty if the variables were set by hand or no launcher has started the process.
   std::string launcher;
-  /// The names of the variables that hold rank and size, for messages. Empty if the process is alone.
+  /// The names of the variables that hold rank and size, for messages. Empty if no launcher has started the
+  /// process and it is alone, or if the program's own source of ranks does not name them.
   std::string rank_variables;
+  /// The name of the variable that holds the local rank, for messages. Empty if there is none or it is
+  /// unknown.
+  std::string local_variable;
   /// The cores of this host that its ranks share, as the launcher says. Unset if it does not say.
   std::optional<int> host_cores;
 };
@@ -128,17 +136,23 @@ std::string rendezvous_origin(const Variables& given, const std::optional<Launch
 Variables without_batch_job(const Variables& variables);
 
 /// Returns the place that `source` finds, std::nullopt if RANK or LOCAL_RANK is set or WORLD_SIZE is 1:
-/// torchrun's variables win. Throws UsageError if WORLD_SIZE contradicts the launcher.
+/// torchrun's variables win. Throws UsageError if WORLD_SIZE contradicts the launcher, if `source` fails or
+/// if the place is out of range.
 std::optional<LaunchedRank> find_launched_rank(const Variables& variables, const RankSource& source);
 
 /// Returns `variables` with torchrun's names for the place `found`, unchanged if there is none. Throws
 /// UsageError if the launcher determines no address for the store.
 Variables with_launched_rank(const Variables& variables, const std::optional<LaunchedRank>& found);
 
-/// Expands Slurm's notation of hosts: "n[09-11],x" is n09, n10, n11, x. Throws UsageError.
+/// The most hosts of a step of Slurm, whose own lists hold no more.
+inline constexpr int most_hosts = 65536;
+
+/// Expands Slurm's notation of hosts: "n[09-11],x" is n09, n10, n11, x. Throws UsageError, also for more than
+/// most_hosts.
 std::vector<std::string> expand_node_list(std::string_view text);
 
-/// Expands Slurm's notation of counts: "2(x3),1" is 2, 2, 2, 1. Throws UsageError.
+/// Expands Slurm's notation of counts: "2(x3),1" is 2, 2, 2, 1. Throws UsageError, also for more than
+/// most_hosts.
 std::vector<int> expand_task_counts(std::string_view text);
 
 }  // namespace lockstep::detail

@@ -58,7 +58,9 @@ class World {
   explicit World(Environment environment);
 
   /// Returns the world that the environment variables describe: those of torchrun, or those of srun, mpirun
-  /// or mpiexec (see launched_rank). Without any of them, returns the world of a single process. torchrun's
+  /// or mpiexec (see launched_rank). Without any of them, returns the world of a single process, which opens
+  /// no port and looks up no name; if a launcher has started it as its only rank, the first call writes the
+  /// line about the run (see `store`). torchrun's
   /// variables are RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, set by a
   /// launcher or by hand; LOCKSTEP_RENDEZVOUS=file:///path replaces the last two. `source` replaces
   /// launched_rank, for a launcher that lockstep does not know. Calls with equal rank, size and rendezvous
@@ -95,11 +97,10 @@ class World {
 
   /// Returns the key-value store of the rendezvous. Collective: the first call blocks until every rank has
   /// joined, at most LOCKSTEP_RENDEZVOUS_TIMEOUT seconds (default: 300) from the start of the connection.
-  /// Rank 0 then writes one line to stderr if torchrun, srun, mpirun or mpiexec has started the run, or if it
-  /// has several hosts: the ranks, their hosts, the launcher, the rendezvous and the threads.
-  /// LOCKSTEP_LOG_LEVEL=debug writes it for every run, LOCKSTEP_LOG_LEVEL=warning for none. The same timeout
-  /// applies to each call on the store. Throws RendezvousError that names missing ranks, ranks that disagree
-  /// on the world size, or two processes with one rank; PeerError if a rank fails meanwhile.
+  /// Rank 0 then writes one line about the run to stderr: the ranks, their hosts, the launcher, the rendezvous
+  /// and the threads. LOCKSTEP_LOG_LEVEL=warning hides it. The same timeout applies to each call on the store.
+  /// Throws RendezvousError that names missing ranks, ranks that disagree on the world size, two processes
+  /// with one rank, or two ranks of a host with one local rank; PeerError if a rank fails meanwhile.
   /// Counterpart: torch.distributed.Store.
   [[nodiscard]] detail::StorePtr store() const;
 
@@ -191,7 +192,8 @@ class World {
 
   // Returns a function that logs what this rank waits for, after 10 s and then every minute. It logs only on
   // local rank 0; without LOCAL_RANK that is every rank.
-  [[nodiscard]] std::function<void(const std::string&)> waiting_notice(std::chrono::milliseconds timeout) const;
+  [[nodiscard]] std::function<void(const std::string&)> waiting_notice(
+      std::chrono::milliseconds timeout) const;
 
   // Blocks until every rank has joined.
   void await_all() const;
@@ -200,8 +202,7 @@ class World {
   // host reaches the others.
   void place_ranks(c10d::Store& side, const detail::Rendezvous& joined) const;
 
-  // Writes one line about the run to stderr on rank 0: at level info if a launcher other than `launch`
-  // started the ranks or if they are on several hosts, at level debug otherwise.
+  // Writes one line about the run to stderr on rank 0, at level info.
   void announce_run(c10d::Store& side) const;
 
   [[nodiscard]] LocalPlace local_place() const;

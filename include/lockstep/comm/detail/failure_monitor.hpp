@@ -13,6 +13,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string>
 #include <string_view>
 #include <thread>
@@ -516,6 +517,7 @@ class FailureMonitor {
     int idle_looks = 0;               // looks for answers since the last answer
     std::int64_t heard_question = 0;  // the newest question that the listener has read
     Clock::time_point heard_question_at;
+    std::set<std::string> refused;  // the processes that rank 0 has told about; used by the listener alone
 
     // The timeout of one store operation.
     static constexpr Milliseconds operation_timeout{3000};
@@ -650,6 +652,8 @@ class FailureMonitor {
         std::unique_lock lock(mutex);
         departed[message.word(0)][std::atoi(message.word(1).c_str())] = Position::parse(message.rest(2));
         announce(lock);
+      } else if (message.kind == "refused" && rank == 0 && refused.insert(message.text).second) {
+        Log(rank).warning("a process that tried to join this run was refused: {}", printable(message.text));
       }
     }
 

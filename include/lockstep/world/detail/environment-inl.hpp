@@ -8,12 +8,15 @@
 #include <cstdlib>
 #include <map>
 #include <numeric>
+#include <tuple>
+#include <typeinfo>
 #include <utility>
 
 #include "lockstep/detail/fnv1a.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/world/detail/launcher_process.hpp"
+#include "lockstep/world/detail/report.hpp"
 #include "lockstep/world/environment.hpp"
 
 namespace lockstep {
@@ -98,12 +101,24 @@ inline int port_of(std::string_view text) {
   return 61000 + static_cast<int>(fnv1a(text) % 4500);
 }
 
+/// Returns the error about `name`, which must be set because `because` is.
+inline UsageError missing_companion(const Variables& variables, const char* name, const char* because) {
+  return UsageError(detail::formatted(
+      "{}={} is set but {} is not: the launcher sets both, so pass its whole environment on, or unset {}",
+      because, variables(because).value_or(""), name, because));
+}
+
 /// Returns an integer variable that must be set because `because` is. Throws UsageError if it is not.
 inline int companion_variable(const Variables& variables, const char* name, int least, const char* because) {
   if (const auto value = integer_variable(variables, name, least)) return *value;
-  throw UsageError(detail::formatted(
-      "{}={} is set but {} is not: the launcher sets both, so pass its whole environment on, or unset {}",
-      because, variables(because).value_or(""), name, because));
+  throw missing_companion(variables, name, because);
+}
+
+/// Throws UsageError if a launcher's variable `size` tells of several ranks and `name`, which the launcher
+/// sets beside it, is not set: each process would take itself for alone.
+inline void require_beside(const Variables& variables, const char* name, const char* size) {
+  if (!variables(name) && integer_variable(variables, size, 1).value_or(1) > 1)
+    throw missing_companion(variables, name, size);
 }
 
 /// Throws UsageError unless `rank` is below `size`.
@@ -155,13 +170,20 @@ inline void rendezvous_on_this_host(const Variables& variables, LaunchedRank& fo
   found.master_port = port_of(*job);
 }
 
+/// Returns the error about a list of Slurm's that names more hosts than a step can have.
+inline UsageError too_many_hosts(const char* name, std::string_view whole, const char* remedy) {
+  return UsageError(detail::formatted("{}={} names more than {} hosts: {}", name, whole, most_hosts, remedy));
+}
+
+/// Returns the error about a list of hosts that is none of Slurm's.
+inline UsageError unparsable_hosts(std::string_view whole, std::string_view part) {
+  return UsageError(detail::formatted(
+      "SLURM_STEP_NODELIST={} cannot be parsed at '{}': set MASTER_ADDR to the host of rank 0", whole, part));
+}
+
 // Expands the first bracket of `text`, which holds one name, and appends the names to `names`.
 inline void expand_name(std::string_view text, std::string_view whole, std::vector<std::string>& names) {
-  const auto wrong = [&](std::string_view part) {
-    return UsageError(detail::formatted(
-        "SLURM_STEP_NODELIST={} cannot be parsed at '{}': set MASTER_ADDR to the host of rank 0", whole,
-        part));
-  };
+  const auto wrong = [&](std::string_view part) { return unparsable_hosts(whole, part); };
   const std::size_t open = text.find('['), close = text.find(']');
   if (open == std::string_view::npos) {
     if (text.empty() || close != std::string_view::npos) throw wrong(text);
@@ -176,8 +198,10 @@ inline void expand_name(std::string_view text, std::string_view whole, std::vect
     const std::string_view first = range.substr(0, dash),
                            last = dash == std::string_view::npos ? first : range.substr(dash + 1);
     const auto begin = whole_number(first), end = whole_number(last);
-    if (!begin || !end || *begin < 0 || *end < *begin || *end - *begin > 1000000) throw wrong(range);
+    if (!begin || !end || *begin < 0 || *end < *begin) throw wrong(range);
     for (int number = *begin; number <= *end; ++number) {
+      if (names.size() == most_hosts)
+        throw too_many_hosts("SLURM_STEP_NODELIST", whole, "set MASTER_ADDR to the host of rank 0");
       std::string digits = std::to_string(number);
       if (digits.size() < first.size()) digits.insert(0, first.size() - digits.size(), '0');
       expand_name(std::string(text.substr(0, open)) + digits + std::string(text.substr(close + 1)), whole,
@@ -188,11 +212,63 @@ inline void expand_name(std::string_view text, std::string_view whole, std::vect
   }
 }
 
+/// Throws UsageError unless `found`, which a source of ranks has made of the variables `read` ("A=1, B=2"),
+/// is a place that a rank can have.
+inline void require_place(const Variables& variables, const LaunchedRank& found, const std::string& read) {
+  const std::string by = found.launcher.empty() ? "the program's source of ranks" : found.launcher;
+  const auto& names = read.empty() ? found.variables : read;
+  const std::string from = names.empty() ? std::string() : " (" + names + ")";
+  if (found.size < 1)
+    throw UsageError(detail::formatted("{} has assigned a world size of {}{}: it must be at least 1", by,
+                                       found.size, from));
+  if (found.rank < 0 || found.rank >= found.size)
+    throw UsageError(detail::formatted("{} has assigned rank {} of {}{}: it must be in 0 to {}", by,
+                                       found.rank, found.size, from, found.size - 1));
+  if (found.local_rank && found.local_size) {
+    const int local_rank = *found.local_rank, local_size = *found.local_size;
+    if (local_size < 1 || local_size > found.size || local_rank < 0 || local_rank >= local_size ||
+        local_rank > found.rank)
+      throw UsageError(detail::formatted(
+          "{} has assigned local rank {} of {} to rank {} of {}{}: it must be below the number "
+          "of ranks on its host and not above the rank",
+          by, local_rank, local_size, found.rank, found.size, from));
+  }
+  if (!found.master_addr.empty() && !variables("MASTER_PORT") &&
+      (found.master_port < 1 || found.master_port > 65535))
+    throw UsageError(
+        detail::formatted("{} has assigned port {} for the rendezvous{}: it must be in 1 to 65535", by,
+                          found.master_port, from));
+}
+
+/// Returns the place that `source` finds. Throws UsageError if it fails or the place is out of range.
+inline std::optional<LaunchedRank> place_from(const RankSource& source, const Variables& variables) {
+  std::string read;
+  const Variables recorded = [&](const char* name) {
+    const auto value = variables(name);
+    const auto entry = detail::formatted("{}={}", name, value.value_or(""));
+    if (value && read.find(entry) == std::string::npos) read += (read.empty() ? "" : ", ") + entry;
+    return value;
+  };
+  std::optional<LaunchedRank> found;
+  try {
+    found = source(recorded);
+  } catch (const Error&) {
+    throw;
+  } catch (const std::exception& error) {
+    throw UsageError(detail::formatted(
+        "the program's source of ranks has failed{} ({}: {}): set the launcher's variables to values that it "
+        "can read",
+        read.empty() ? "" : " after it read " + read, type_name(typeid(error)), error.what()));
+  }
+  if (found) require_place(variables, *found, read);
+  return found;
+}
+
 LOCKSTEP_INLINE std::optional<LaunchedRank> find_launched_rank(const Variables& variables,
                                                                const RankSource& source) {
   const auto size = integer_variable(variables, "WORLD_SIZE", 1);
   if (size == 1 || variables("RANK") || variables("LOCAL_RANK") || !source) return std::nullopt;
-  auto found = source(variables);
+  auto found = place_from(source, variables);
   if (found && size && *size != found->size)
     throw UsageError(
         detail::formatted("WORLD_SIZE={} contradicts {}, which has started {} processes: unset WORLD_SIZE",
@@ -236,8 +312,11 @@ LOCKSTEP_INLINE std::vector<std::string> expand_node_list(std::string_view text)
   while (true) {
     // Commas inside brackets separate ranges.
     std::size_t end = 0;
-    for (int depth = 0; end < text.size() && (text[end] != ',' || depth > 0); ++end)
+    int brackets = 0;  // each is a level of recursion
+    for (int depth = 0; end < text.size() && (text[end] != ',' || depth > 0); ++end) {
       depth += text[end] == '[' ? 1 : text[end] == ']' ? -1 : 0;
+      if (text[end] == '[' && ++brackets > 16) throw unparsable_hosts(whole, text.substr(0, end + 1));
+    }
     expand_name(text.substr(0, end), whole, names);
     if (end == text.size()) return names;
     text.remove_prefix(end + 1);
@@ -255,11 +334,14 @@ LOCKSTEP_INLINE std::vector<int> expand_task_counts(std::string_view text) {
     if (times != std::string_view::npos)
       repeats =
           part.back() == ')' ? whole_number(part.substr(times + 2, part.size() - times - 3)) : std::nullopt;
-    if (!count || !repeats || *count < 0 || *repeats < 1 || *repeats > 1000000)
+    if (!count || !repeats || *count < 0 || *repeats < 1)
       throw UsageError(detail::formatted(
           "SLURM_STEP_TASKS_PER_NODE={} cannot be parsed at '{}': set RANK, WORLD_SIZE, LOCAL_RANK and "
           "LOCAL_WORLD_SIZE by hand",
           whole, part));
+    if (counts.size() + static_cast<std::size_t>(*repeats) > most_hosts)
+      throw too_many_hosts("SLURM_STEP_TASKS_PER_NODE", whole,
+                           "set RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE by hand");
     counts.insert(counts.end(), static_cast<std::size_t>(*repeats), *count);
     if (part.size() == text.size()) return counts;
     text.remove_prefix(part.size() + 1);
@@ -303,6 +385,8 @@ LOCKSTEP_INLINE std::string read_store_secret(const Variables& variables) {
 }
 
 LOCKSTEP_INLINE std::optional<LaunchedRank> rank_of_slurm(const Variables& variables) {
+  for (const char* name : {"SLURM_PROCID", "SLURM_STEP_ID", "SLURM_JOB_ID"})
+    detail::require_beside(variables, name, "SLURM_STEP_NUM_TASKS");
   const auto job = variables("SLURM_JOB_ID");
   if (!job) return std::nullopt;
   const auto step = variables("SLURM_STEP_ID");
@@ -338,6 +422,7 @@ LOCKSTEP_INLINE std::optional<LaunchedRank> rank_of_slurm(const Variables& varia
           *counts, all, found.size));
   }
   found.variables = "SLURM_PROCID, SLURM_STEP_NUM_TASKS";
+  found.local_variable = "SLURM_LOCALID";
   detail::require_local_place(found, "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE");
   // `srun -c 4` asks for the cores of a task; otherwise the tasks share those of the step.
   const auto cores = [&](const char* name) { return detail::whole_number(variables(name).value_or("")); };
@@ -355,6 +440,7 @@ LOCKSTEP_INLINE std::optional<LaunchedRank> rank_of_slurm(const Variables& varia
 }
 
 LOCKSTEP_INLINE std::optional<LaunchedRank> rank_of_open_mpi(const Variables& variables) {
+  detail::require_beside(variables, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE");
   const auto rank = detail::integer_variable(variables, "OMPI_COMM_WORLD_RANK", 0);
   if (!rank) return std::nullopt;
   LaunchedRank found{"mpirun of Open MPI", *rank};
@@ -364,12 +450,14 @@ LOCKSTEP_INLINE std::optional<LaunchedRank> rank_of_open_mpi(const Variables& va
   found.local_rank = detail::integer_variable(variables, "OMPI_COMM_WORLD_LOCAL_RANK", 0);
   found.local_size = detail::integer_variable(variables, "OMPI_COMM_WORLD_LOCAL_SIZE", 1);
   found.variables = "OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE";
+  found.local_variable = "OMPI_COMM_WORLD_LOCAL_RANK";
   detail::require_local_place(found, "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE");
   detail::rendezvous_on_this_host(variables, found);
   return found;
 }
 
 LOCKSTEP_INLINE std::optional<LaunchedRank> rank_of_pmi(const Variables& variables) {
+  detail::require_beside(variables, "PMI_RANK", "PMI_SIZE");
   const auto rank = detail::integer_variable(variables, "PMI_RANK", 0);
   if (!rank) return std::nullopt;
   // srun --mpi=pmi2 sets PMI's variables beside its own, which say more.
@@ -381,6 +469,7 @@ LOCKSTEP_INLINE std::optional<LaunchedRank> rank_of_pmi(const Variables& variabl
   found.local_rank = detail::integer_variable(variables, "MPI_LOCALRANKID", 0);
   found.local_size = detail::integer_variable(variables, "MPI_LOCALNRANKS", 1);
   found.variables = "PMI_RANK, PMI_SIZE";
+  found.local_variable = "MPI_LOCALRANKID";
   detail::require_local_place(found, "MPI_LOCALRANKID", "MPI_LOCALNRANKS");
   detail::rendezvous_on_this_host(variables, found);
   return found;
@@ -401,6 +490,32 @@ LOCKSTEP_INLINE std::optional<LaunchedRank> launched_rank(const Variables& varia
                           *rank));
   return std::nullopt;
 }
+
+}  // namespace lockstep
+
+namespace lockstep::detail {
+
+/// Returns the launcher that has started this process as the only rank, and the names of its variables for
+/// rank and size; empty names if none has.
+inline std::pair<std::string, std::string> launcher_of_one(const Variables& variables) {
+  const bool step = variables("SLURM_STEP_ID") && !variables("MPI_LOCALRANKID");  // see rank_of_pmi
+  struct Known {
+    const char *launcher, *rank, *size;
+    bool possible;
+  };
+  for (const auto& [launcher, rank, size, possible] :
+       {Known{"torchrun", "RANK", "WORLD_SIZE", variables("TORCHELASTIC_RUN_ID").has_value()},
+        Known{"mpirun of Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", true},
+        Known{"mpiexec", "PMI_RANK", "PMI_SIZE", !step},
+        Known{"srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", variables("SLURM_STEP_ID").has_value()}})
+    if (possible && variables(rank) && variables(size) == "1")
+      return {launcher, detail::formatted("{}, {}", rank, size)};
+  return {};
+}
+
+}  // namespace lockstep::detail
+
+namespace lockstep {
 
 LOCKSTEP_INLINE Environment read_environment(const Variables& given, const RankSource& source) {
   const auto found = detail::find_launched_rank(given, source);
@@ -445,8 +560,9 @@ LOCKSTEP_INLINE Environment read_environment(const Variables& given, const RankS
         detail::formatted("LOCAL_RANK={} contradicts RANK={}: a rank on this host cannot be smaller than its "
                           "number here",
                           env.local_rank, env.rank));
-  env.rendezvous = detail::rendezvous_url(variables, env.size > 1);
-  if (!env.rendezvous.empty()) {
+  // A process alone opens no port and looks up no name, whatever address is exported.
+  if (env.size > 1) {
+    env.rendezvous = detail::rendezvous_url(variables, true);
     parse_rendezvous(env.rendezvous);
     env.rendezvous_origin = detail::rendezvous_origin(given, found);
   }
@@ -454,17 +570,23 @@ LOCKSTEP_INLINE Environment read_environment(const Variables& given, const RankS
   const auto agent = variables("TORCHELASTIC_USE_AGENT_STORE");
   env.store_outlives_attempts = agent == "True" || agent == "1";
   env.store_is_hosted = env.store_outlives_attempts || variables("LOCKSTEP_STORE_IS_HOSTED").has_value();
-  if (env.size == 1) return env;
-  env.rank_variables = "RANK, WORLD_SIZE";
   if (found) {
     env.launcher = found->launcher;
-    if (!found->variables.empty()) env.rank_variables = found->variables;
+    env.rank_variables = found->variables;
+    env.local_variable = found->local_variable;
     env.host_cores = found->host_cores;
-  } else if (variables("LOCKSTEP_STORE_IS_HOSTED")) {
-    env.launcher = "--nproc";
-  } else if (variables("TORCHELASTIC_RUN_ID")) {
-    env.launcher = "torchrun";
+    return env;
   }
+  if (env.size == 1) {
+    std::tie(env.launcher, env.rank_variables) = detail::launcher_of_one(variables);
+    return env;
+  }
+  env.rank_variables = "RANK, WORLD_SIZE";
+  env.local_variable = "LOCAL_RANK";
+  if (variables("LOCKSTEP_STORE_IS_HOSTED"))
+    env.launcher = "--nproc";
+  else if (variables("TORCHELASTIC_RUN_ID"))
+    env.launcher = "torchrun";
   return env;
 }
 

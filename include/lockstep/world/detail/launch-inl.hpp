@@ -61,6 +61,14 @@ inline void outlive_other_hosts(c10d::Store& store, int size, bool well) {
   }
 }
 
+/// Returns how RankIdentity names the process of this host in a failure's text: "rank 1 (pid 811) failed ..."
+/// gives "nodeA pid 811".
+inline std::string process_of(const std::string& text) {
+  const auto begin = text.find("(pid "), end = text.find(')', begin);
+  if (begin == std::string::npos || end == std::string::npos) return {};
+  return detail::formatted("{} {}", host_name(), text.substr(begin + 1, end - begin - 1));
+}
+
 /// Starts this host's ranks and hosts the store for all hosts. Returns the exit code.
 inline int launch_here(const LaunchPlan& plan, int argc, const char* const* argv,
                        const LaunchOptions& options) {
@@ -89,11 +97,13 @@ inline int launch_here(const LaunchPlan& plan, int argc, const char* const* argv
   supervised.failed = [&](const RankFailure& failure) {
     if (alone || failure.kind == FailureKind::peer) return;
     at_most(std::chrono::milliseconds(1500),
-            [text = detail::formatted("{} on {}", failure.text, host_name()), url, secret, size = plan.size] {
+            [text = detail::formatted("{} on {}", failure.text, host_name()), url, secret, size = plan.size,
+             rank = cause_of(failure.text), process = process_of(failure.text)] {
               const StorePtr tell =
                   url.path.empty()
                       ? StorePtr(connect_store({url.host, url.port, secret}, std::chrono::milliseconds(500)))
                       : open_file_store(url.path, size);
+              if (is_of_another_run(*tell, size, rank, process)) return;
               record_failure(*tell, text);
               StoreMailbox(tell, -1, size).notify_all_ranks();
             });

@@ -238,13 +238,21 @@ inline LaunchPlan plan_launch(int argc, const char* const* argv, const LaunchOpt
                             *rank, flag, plan.nproc, *rank + plan.nproc - 1, *size, *size - 1));
     plan.first = *rank;
     plan.size = *size;
-    if (plan.nproc < plan.size) {
-      plan.rendezvous = rendezvous_url(variables, true);
+    // Also if these are all ranks: a host that is started with another WORLD_SIZE is then refused.
+    plan.rendezvous = rendezvous_url(variables, plan.nproc < plan.size);
+    if (!plan.rendezvous.empty()) {
       plan.rendezvous_origin = rendezvous_origin(given, std::nullopt);
       parse_rendezvous(plan.rendezvous);
     }
     return plan;
   }
+  // A run of its own on each host would be no error that anybody sees.
+  if (size && *size > 1 && (variables("MASTER_ADDR") || variables("LOCKSTEP_RENDEZVOUS")))
+    throw UsageError(
+        detail::formatted("WORLD_SIZE={} is set but RANK is not: set RANK to this process's number, 0 to {}, "
+                          "or to the first of "
+                          "this host's ranks with {}; for a run on this host alone unset WORLD_SIZE",
+                          *size, *size - 1, flag));
   if (!nproc) nproc = size ? *size : std::max(visible_gpus(), 0) > 0 ? visible_gpus() : 2;
   if (size && *size != *nproc)
     throw UsageError(

@@ -15,7 +15,8 @@ namespace lockstep::detail {
 
 /// Returns one line about a run whose ranks have all joined: the number of ranks, their hosts, what started
 /// them, the rendezvous and the threads of each rank. Where `launch` has started all of them on this host, it
-/// has set the variables and the rendezvous itself, and the line leaves them out.
+/// has set the variables and the rendezvous itself, and the line leaves them out. A single rank has no
+/// rendezvous.
 inline std::string run_summary(const Environment& env, const std::vector<RankIdentity>& ranks) {
   constexpr std::size_t hosts_shown = 8;
   struct Host {
@@ -42,14 +43,16 @@ inline std::string run_summary(const Environment& env, const std::vector<RankIde
     for (const auto& text : texts) all += (all.empty() ? "" : " or ") + text;
     return all;
   };
-  std::string text =
-      detail::formatted("{} ranks on {} host{} (", ranks.size(), hosts.size(), hosts.size() == 1 ? "" : "s");
+  std::string text = detail::formatted("{} rank{} on {} host{} (", ranks.size(), ranks.size() == 1 ? "" : "s",
+                                       hosts.size(), hosts.size() == 1 ? "" : "s");
   for (std::size_t i = 0; i < std::min(hosts.size(), hosts_shown); ++i)
     text += detail::formatted("{}{}: {}", i == 0 ? "" : ", ", hosts[i].name, hosts[i].ranks);
   if (hosts.size() > hosts_shown) text += detail::formatted(" and {} more", hosts.size() - hosts_shown);
   text += detail::formatted("), started by {}", env.launcher.empty() ? std::string("hand") : env.launcher);
-  if (env.launcher != "--nproc" || hosts.size() > 1)
-    text += detail::formatted(" ({}), rendezvous at {}", env.rank_variables, env.rendezvous);
+  if (env.launcher != "--nproc" || hosts.size() > 1) {
+    if (!env.rank_variables.empty()) text += detail::formatted(" ({})", env.rank_variables);
+    if (!env.rendezvous.empty()) text += detail::formatted(", rendezvous at {}", env.rendezvous);
+  }
   return text + detail::formatted("; threads per rank: {}, from {}", joined(threads), joined(sources));
 }
 

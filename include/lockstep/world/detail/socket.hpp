@@ -338,21 +338,25 @@ inline ConnectAttempt try_connect(const std::string& host, int port,
   return attempt;
 }
 
+/// The remedy where nobody serves the address of the store that rank 0 hosts.
+inline constexpr const char* start_rank_zero =
+    "Start rank 0 on that host with the same WORLD_SIZE, or correct the address on every rank";
+
 /// Calls `attempt` until it returns an empty string instead of a reason, with pauses that grow to half a
-/// second. Calls `waiting(reason)` after each failure. Throws RendezvousError with the last reason after
-/// `timeout`. `where` names the store: "nodeA:29500 (MASTER_ADDR=nodeA, MASTER_PORT=29500)".
+/// second. Calls `waiting(reason)` after each failure. Throws RendezvousError with the last reason and the
+/// remedy after `timeout`. `where` names the store: "nodeA:29500 (MASTER_ADDR=nodeA, MASTER_PORT=29500)".
 template <class Attempt, class Waiting>
-void retry_at(const std::string& where, std::chrono::milliseconds timeout, Attempt attempt, Waiting waiting) {
+void retry_at(const std::string& where, std::chrono::milliseconds timeout, Attempt attempt, Waiting waiting,
+              const std::string& remedy = start_rank_zero) {
   const auto until = std::chrono::steady_clock::now() + timeout;
   for (auto pause = std::chrono::milliseconds(5);;
        pause = std::min(2 * pause, std::chrono::milliseconds(500))) {
     const std::string reason = attempt(until);
     if (reason.empty()) return;
     if (std::chrono::steady_clock::now() + pause >= until)
-      throw RendezvousError(detail::formatted(
-          "no store at {} after {} s: {}. Start rank 0 on that host, or correct the address "
-          "on every rank",
-          where, std::chrono::duration<double>(timeout).count(), reason));
+      throw RendezvousError(detail::formatted("no store at {} after {} s: {}. {}", where,
+                                              std::chrono::duration<double>(timeout).count(), reason,
+                                              remedy));
     waiting(reason);
     std::this_thread::sleep_for(pause);
   }
@@ -361,18 +365,6 @@ void retry_at(const std::string& where, std::chrono::milliseconds timeout, Attem
 /// Returns the deadline of a single attempt to connect: 5 s, at most `until`.
 inline std::chrono::steady_clock::time_point end_of_attempt(std::chrono::steady_clock::time_point until) {
   return std::min(until, std::chrono::steady_clock::now() + std::chrono::seconds(5));
-}
-
-/// Waits until a process listens at host:port. Throws RendezvousError, which distinguishes an unknown name, a
-/// refused connection and no answer.
-inline void wait_for_listener(const std::string& host, int port, std::chrono::milliseconds timeout) {
-  retry_at(
-      detail::formatted("{}:{}", host, port), timeout,
-      [&](auto until) {
-        const auto attempt = try_connect(host, port, end_of_attempt(until));
-        return attempt.fd.open() ? std::string() : attempt.reason;
-      },
-      [](const std::string&) {});
 }
 
 /// Returns the address that this host sends from to reach `host`, empty if there is no route. Connecting a

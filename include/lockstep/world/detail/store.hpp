@@ -10,6 +10,7 @@
 #include <cstring>
 #include <fstream>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -33,6 +34,7 @@
 #include "lockstep/world/detail/socket.hpp"
 #include "lockstep/world/detail/store_connection.hpp"
 #include "lockstep/world/detail/store_keys.hpp"
+#include "lockstep/world/detail/store_mailbox.hpp"
 #include "lockstep/world/detail/store_server.hpp"
 #include "lockstep/world/detail/thread_share.hpp"
 #include "lockstep/world/detail/worker.hpp"
@@ -198,19 +200,21 @@ auto at_store(const std::string& doing, Work&& work) {
   }
 }
 
-/// Connects to a TCPStore of LibTorch, which only torchrun's agent hosts.
-inline StorePtr connect_tcp_store(const std::string& host, int port, std::chrono::milliseconds timeout) {
-  wait_for_listener(host, port, timeout);
+/// Connects to a TCPStore of LibTorch, which only torchrun's agent hosts. `agent` names it for messages.
+inline StorePtr connect_tcp_store(const StoreEndpoint& endpoint, const std::string& agent,
+                                  std::chrono::milliseconds timeout) {
   return at_store(
-      detail::formatted("the store of torchrun's agent at {}:{} does not answer as one", host, port),
+      detail::formatted("{} does not answer as one; set MASTER_ADDR and MASTER_PORT to those of this run of "
+                        "torchrun",
+                        agent),
       [&]() -> StorePtr {
         c10d::TCPStoreOptions options;
-        options.port = static_cast<std::uint16_t>(port);
+        options.port = static_cast<std::uint16_t>(endpoint.port);
         options.isServer = false;
         options.waitWorkers = false;
         options.timeout = timeout;
         options.useLibUV = false;  // a LibTorch built without libuv would reject it
-        return c10::make_intrusive<c10d::TCPStore>(host, options);
+        return c10::make_intrusive<c10d::TCPStore>(endpoint.host, options);
       });
 }
 
@@ -266,16 +270,26 @@ inline Rendezvous rendezvous_at(const c10::intrusive_ptr<StoreClient>& store, bo
 /// Joins a rendezvous under torchrun, whose store outlives a failed attempt together with its keys. So that
 /// store only serves as a board, on which rank 0 publishes the address and secret of a store of this attempt.
 /// An earlier attempt's address leads to a closed port or to a store with another secret; then the board is
-/// read again until rank 0 has replaced it.
-inline Rendezvous rendezvous_through_board(const RendezvousUrl& url, int rank,
+/// read again until rank 0 has replaced it. Calls `waiting` with what this rank waits for.
+inline Rendezvous rendezvous_through_board(const StoreEndpoint& board_endpoint, int rank,
                                            std::chrono::milliseconds timeout,
-                                           const StoreConnection::Waiting& waiting) {
+                                           const std::function<void(const std::string&)>& waiting) {
   const std::string pin = store_keys::board;
   const auto deadline = std::chrono::steady_clock::now() + timeout;
   const auto left = [&] {
     return std::max(std::chrono::milliseconds(1), std::chrono::ceil<std::chrono::milliseconds>(
                                                       deadline - std::chrono::steady_clock::now()));
   };
+  const auto agent = detail::formatted("the store of torchrun's agent at {}", board_endpoint.text());
+  retry_at(
+      board_endpoint.text(), timeout,
+      [&](auto until) {
+        const auto attempt = try_connect(board_endpoint.host, board_endpoint.port, end_of_attempt(until),
+                                         board_endpoint.origin);
+        return attempt.fd.open() ? std::string() : attempt.reason;
+      },
+      [&](const std::string& reason) { waiting(detail::formatted("{}: {}", agent, reason)); },
+      board_endpoint.remedy);
   const auto board = std::make_shared<StorePtr>();
   // LibTorch's client has no timeout, not even for connecting, if its server does not answer.
   const auto on_board = [&](const std::function<std::string(c10d::Store&)>& work) {
@@ -286,11 +300,12 @@ inline Rendezvous rendezvous_through_board(const RendezvousUrl& url, int rank,
       bool done = false;
     };
     const auto shared = std::make_shared<Shared>();
-    at_most(left(), [shared, board, work, url, remaining = left()] {
+    const auto slice = std::chrono::milliseconds(500);
+    at_most(std::min(left(), slice), [shared, board, work, board_endpoint, agent, remaining = left()] {
       std::string text;
       std::exception_ptr error;
       try {
-        if (!*board) *board = connect_tcp_store(url.host, url.port, remaining);
+        if (!*board) *board = connect_tcp_store(board_endpoint, agent, remaining);
         text = work(**board);
       } catch (...) {
         error = std::current_exception();
@@ -300,18 +315,23 @@ inline Rendezvous rendezvous_through_board(const RendezvousUrl& url, int rank,
       shared->error = error;
       shared->done = true;
     });
-    const std::lock_guard lock(shared->mutex);
-    if (!shared->done)
-      throw RendezvousError(
-          detail::formatted("the store of torchrun's agent at {}:{} does not answer after {} s", url.host,
-                            url.port, std::chrono::duration<double>(timeout).count()));
-    if (shared->error)
-      at_store(detail::formatted("the store of torchrun's agent at {}:{} failed", url.host, url.port),
-               [&] { std::rethrow_exception(shared->error); });
-    return shared->text;
+    for (;; std::this_thread::sleep_for(std::chrono::milliseconds(20))) {
+      {
+        const std::lock_guard lock(shared->mutex);
+        if (shared->error)
+          at_store(detail::formatted("{} failed", agent), [&] { std::rethrow_exception(shared->error); });
+        if (shared->done) return shared->text;
+      }
+      if (std::chrono::steady_clock::now() >= deadline)
+        throw RendezvousError(detail::formatted(
+            "{} does not answer after {} s: look at the output of torchrun on that host, and "
+            "start it again",
+            agent, std::chrono::duration<double>(timeout).count()));
+      waiting(detail::formatted("{}: it does not answer", agent));
+    }
   };
   if (rank == 0) {
-    const auto host = address_towards(url.host);
+    const auto host = address_towards(board_endpoint.host);
     auto listener = listen_on(host, 0);
     const auto secret = random_secret();
     const auto text = detail::formatted("{} {} {}", host, listener.port, secret);
@@ -322,7 +342,7 @@ inline Rendezvous rendezvous_through_board(const RendezvousUrl& url, int rank,
     });
     return rendezvous_at(store, true);
   }
-  std::string last = "rank 0 has not come";
+  std::string last = detail::formatted("it has not come to {}. Look at the output of rank 0", agent);
   while (std::chrono::steady_clock::now() < deadline) {
     const auto text =
         on_board([pin](c10d::Store& on) { return on.check({pin}) ? to_text(on.get(pin)) : std::string(); });
@@ -331,19 +351,23 @@ inline Rendezvous rendezvous_through_board(const RendezvousUrl& url, int rank,
         const auto first = text.find(' '), second = text.find(' ', first + 1);
         const StoreEndpoint endpoint{text.substr(0, first),
                                      whole_number(text.substr(first + 1, second - first - 1)).value_or(0),
-                                     text.substr(second + 1)};
+                                     text.substr(second + 1),
+                                     {},
+                                     "Look at the output of rank 0; a firewall between the hosts must let "
+                                     "through every port"};
         auto store = connect_store(endpoint, std::min(left(), std::chrono::milliseconds(1000)));
         store->setTimeout(timeout);
         return rendezvous_at(store, false);
       }
     } catch (const RendezvousError& error) {
-      last = detail::formatted("rank 0's store does not answer: {}", printable(error.what()));
+      last = printable(error.what());
     }
-    waiting(last);
+    waiting("rank 0: " + last);
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
   }
-  throw RendezvousError(detail::formatted("rank {} did not reach the store of rank 0 within {} s: {}", rank,
-                                          std::chrono::duration<double>(timeout).count(), last));
+  throw RendezvousError(
+      detail::formatted("rank {} did not reach rank 0 within {} s (LOCKSTEP_RENDEZVOUS_TIMEOUT): {}", rank,
+                        std::chrono::duration<double>(timeout).count(), last));
 }
 
 /// Opens the rendezvous file. Throws UsageError if it cannot be opened for writing: c10d would retry for
@@ -354,17 +378,17 @@ inline StorePtr open_file_store(const std::string& path, int size) {
   return c10::make_intrusive<c10d::FileStore>(path, size);
 }
 
-/// Opens the store of `env` within `timeout`. Rank 0 hosts it unless a launcher does. Calls `waiting` with
-/// the reason while the store cannot be opened.
+/// Opens the store of `env` within `timeout`. Rank 0 hosts it unless a launcher does. While the store cannot
+/// be opened, calls `waiting` with what this rank waits for, and the reason.
 inline Rendezvous join_rendezvous(
     const Environment& env, std::chrono::milliseconds timeout,
-    const StoreConnection::Waiting& waiting = [](const std::string&) {}) {
+    const std::function<void(const std::string&)>& waiting = [](const std::string&) {}) {
   if (env.rendezvous.empty()) {
     StorePtr store = c10::make_intrusive<c10d::HashStore>();  // one process needs no rendezvous
     return {store, [store](auto) { return store; }};
   }
   const auto url = parse_rendezvous(env.rendezvous);
-  const StoreEndpoint endpoint{url.host, url.port, env.store_secret, env.rendezvous_origin};
+  StoreEndpoint endpoint{url.host, url.port, env.store_secret, env.rendezvous_origin};
   if (!url.path.empty()) {
     const auto open = [path = url.path, size = env.size](auto time) {
       return at_store(detail::formatted("cannot open the rendezvous file {}", path), [&]() -> StorePtr {
@@ -375,7 +399,12 @@ inline Rendezvous join_rendezvous(
     };
     return {open(timeout), open, false, outer_address(), true};
   }
-  if (env.store_outlives_attempts) return rendezvous_through_board(url, env.rank, timeout, waiting);
+  if (env.store_outlives_attempts) {
+    endpoint.remedy =
+        "torchrun's agent hosts it: look at the output of torchrun and start it again, or unset "
+        "TORCHELASTIC_USE_AGENT_STORE if torchrun has not started this process";
+    return rendezvous_through_board(endpoint, env.rank, timeout, waiting);
+  }
   if (env.rank == 0 && !env.store_is_hosted) {
     if (auto listener = listen_as_rank_zero(endpoint)) {
       const bool elsewhere = listener->host_is_elsewhere;
@@ -387,7 +416,12 @@ inline Rendezvous join_rendezvous(
       return joined;
     }
   }
-  return rendezvous_at(connect_store(endpoint, timeout, waiting), false);
+  const auto waiting_here = [&](const std::string& reason) {
+    waiting(detail::formatted(
+        "the store of rank 0 at {}{}: {}", env.rendezvous,
+        env.rendezvous_origin.empty() ? std::string() : " (" + env.rendezvous_origin + ")", reason));
+  };
+  return rendezvous_at(connect_store(endpoint, timeout, waiting_here), false);
 }
 
 /// Identifies the host and network namespace of this process: processes with one identity reach each other by
@@ -409,20 +443,30 @@ struct RankIdentity {
   std::string address;        ///< at which other hosts reach the rank, or empty
   std::string threads;        ///< the number of its threads
   std::string thread_source;  ///< what determines that number
+  /// The place on the host that a launcher has assigned, and the variable that holds it; or empty.
+  std::string local_rank = {}, local_size = {}, local_variable = {};
 
-  static RankIdentity own(const std::string& address) {
+  static RankIdentity own(const std::string& address, const Environment& env) {
     const int threads = at::get_num_threads();
-    return {detail::formatted("{} pid {}", host_name(), getpid()), host_identity(), address,
-            std::to_string(threads), detail::thread_source(threads, report_descriptor() >= 0)};
+    RankIdentity identity{detail::formatted("{} pid {}", host_name(), getpid()), host_identity(), address,
+                          std::to_string(threads), detail::thread_source(threads, report_descriptor() >= 0)};
+    if (env.launched) {
+      identity.local_rank = std::to_string(env.local_rank);
+      identity.local_size = std::to_string(env.local_size);
+      identity.local_variable = env.local_variable;
+    }
+    return identity;
   }
   [[nodiscard]] std::string encode() const {
-    return detail::formatted("{}\n{}\n{}\n{}\n{}", process, host, address, threads, thread_source);
+    return detail::formatted("{}\n{}\n{}\n{}\n{}\n{}\n{}\n{}", process, host, address, threads, thread_source,
+                             local_rank, local_size, local_variable);
   }
   static RankIdentity decode(const std::string& text) {
     RankIdentity identity;
     std::size_t begin = 0;
     for (std::string* field :
-         {&identity.process, &identity.host, &identity.address, &identity.threads, &identity.thread_source}) {
+         {&identity.process, &identity.host, &identity.address, &identity.threads, &identity.thread_source,
+          &identity.local_rank, &identity.local_size, &identity.local_variable}) {
       const auto end = std::min(text.find('\n', begin), text.size());
       *field = text.substr(begin, end - begin);
       begin = std::min(end + 1, text.size());
@@ -432,10 +476,53 @@ struct RankIdentity {
   [[nodiscard]] std::string host_text() const { return process.substr(0, process.find(' ')); }
 };
 
-/// Ends the rendezvous on all ranks with an error, and throws it on this rank.
+/// Returns the identities of all ranks, which must have signed in.
+inline std::vector<RankIdentity> identities(c10d::Store& store, int size) {
+  std::vector<std::string> keys;
+  for (int rank = 0; rank < size; ++rank) keys.push_back(store_keys::rank(rank));
+  std::vector<RankIdentity> result;
+  if (store.hasExtendedApi()) {
+    for (const auto& value : store.multiGet(keys)) result.push_back(RankIdentity::decode(to_text(value)));
+  } else {
+    for (const auto& key : keys) result.push_back(RankIdentity::decode(to_text(store.get(key))));
+  }
+  return result;
+}
+
+/// Returns the error about two ranks of a host that have one local rank, empty if there are none. The ranks
+/// of a host may be several complete sets: launchers can imitate several hosts on one.
+inline std::string repeated_local_rank(const std::vector<RankIdentity>& ranks) {
+  // By host and number of local ranks: the ranks that have each local rank.
+  std::map<std::pair<std::string, std::string>, std::map<std::string, std::vector<std::size_t>>> hosts;
+  for (std::size_t rank = 0; rank < ranks.size(); ++rank)
+    if (!ranks[rank].local_rank.empty())
+      hosts[{ranks[rank].host, ranks[rank].local_size}][ranks[rank].local_rank].push_back(rank);
+  for (const auto& [host, places] : hosts) {
+    const auto size = whole_number(host.second).value_or(0);
+    std::size_t sets = static_cast<std::size_t>(size) > places.size() ? 0 : ranks.size();
+    for (const auto& [local_rank, holders] : places) sets = std::min(sets, holders.size());
+    for (const auto& [local_rank, holders] : places) {
+      if (holders.size() == 1 || holders.size() == sets) continue;
+      const auto& one = ranks[holders[0]];
+      const bool named = !one.local_variable.empty();
+      const auto variable = named ? printable(one.local_variable) : std::string("local rank");
+      return detail::formatted(
+          "ranks {} and {} on {} both have {}{}{} of {} ranks there: give every rank of a host its own {}, 0 "
+          "to "
+          "{}",
+          holders[0], holders[1], printable(one.host_text()), variable, named ? "=" : " ",
+          printable(local_rank), size, variable, size - 1);
+    }
+  }
+  return {};
+}
+
+/// Ends the rendezvous on all ranks with an error, and throws it on this rank. If all ranks of the run have
+/// joined before, it goes on, and rank 0 is told.
 [[noreturn]] inline void refuse_rendezvous(c10d::Store& store, const std::string& text) {
   try {
-    store.compareSet(store_keys::outcome, {}, to_bytes("refused " + text));
+    const auto outcome = to_text(store.compareSet(store_keys::outcome, {}, to_bytes("refused " + text)));
+    if (outcome == "complete") StoreMailbox(StorePtr::reclaim_copy(&store), -1, 1).post("refused " + text);
   } catch (const c10::Error&) {  // the error is thrown below
   }
   throw RendezvousError(text);
@@ -462,8 +549,8 @@ struct RankIdentity {
   refuse_rendezvous(store, text);
 }
 
-/// Signs in. Refuses the rendezvous on all ranks if another process has the same rank or if the ranks
-/// disagree on their number. Does not wait for any other rank. A rank that signs in only to publish its
+/// Signs in. Refuses the rendezvous on all ranks if another process has the same rank, if the ranks disagree
+/// on their number or if two ranks of a host have one local rank. Does not wait for any other rank. A rank that signs in only to publish its
 /// failure passes `joining` = false and does not count as present.
 inline void sign_in(c10d::Store& store, const Environment& env, const std::string& address,
                     bool joining = true) {
@@ -477,7 +564,7 @@ inline void sign_in(c10d::Store& store, const Environment& env, const std::strin
         detail::formatted("the ranks disagree on their number: rank {} says world size {}, rank {} says {}. "
                           "Start all of them with one WORLD_SIZE",
                           env.rank, env.size, printable(by), printable(size)));
-  const auto me = RankIdentity::own(address);
+  const auto me = RankIdentity::own(address, env);
   const auto owner =
       RankIdentity::decode(to_text(store.compareSet(store_keys::rank(env.rank), {}, to_bytes(me.encode()))));
   if (owner.process != me.process || owner.host != me.host) refuse_duplicate(store, env, owner, me);
@@ -486,8 +573,20 @@ inline void sign_in(c10d::Store& store, const Environment& env, const std::strin
   if (!joining) return;
   // Another World of this process has already signed in; the process counts once.
   if (store.add(store_keys::signed_in(env.rank), 1) != 1) return;
-  if (store.add(store_keys::present, 1) == env.size)
-    store.compareSet(store_keys::outcome, {}, to_bytes("complete"));
+  if (store.add(store_keys::present, 1) != env.size) return;
+  if (const auto repeated = repeated_local_rank(identities(store, env.size)); !repeated.empty())
+    refuse_rendezvous(store, repeated);
+  store.compareSet(store_keys::outcome, {}, to_bytes("complete"));
+}
+
+/// Returns whether a store is of another run: its ranks have another number than `size`, or a process other
+/// than `process` has the rank `rank` there. `rank` is -1 if no rank is meant.
+inline bool is_of_another_run(c10d::Store& store, int size, int rank, const std::string& process) {
+  if (store.check({store_keys::size}) &&
+      !to_text(store.get(store_keys::size)).starts_with(std::to_string(size) + " "))
+    return true;
+  return rank >= 0 && store.check({store_keys::rank(rank)}) &&
+         RankIdentity::decode(to_text(store.get(store_keys::rank(rank)))).process != process;
 }
 
 /// Signs in at a store at the rank 0 address on another host, if there is one: it belongs to another process
@@ -628,19 +727,6 @@ inline void await_ranks(c10d::Store& side, int size, std::chrono::steady_clock::
   if (outcome.starts_with("ended "))
     throw PeerError(early_end_text(whole_number(std::string_view(outcome).substr(6)).value_or(-1), waits));
   if (outcome.starts_with("refused ")) throw RendezvousError(printable(outcome.substr(8)));
-}
-
-/// Returns the identities of all ranks, which must have signed in.
-inline std::vector<RankIdentity> identities(c10d::Store& store, int size) {
-  std::vector<std::string> keys;
-  for (int rank = 0; rank < size; ++rank) keys.push_back(store_keys::rank(rank));
-  std::vector<RankIdentity> result;
-  if (store.hasExtendedApi()) {
-    for (const auto& value : store.multiGet(keys)) result.push_back(RankIdentity::decode(to_text(value)));
-  } else {
-    for (const auto& key : keys) result.push_back(RankIdentity::decode(to_text(store.get(key))));
-  }
-  return result;
 }
 
 }  // namespace lockstep::detail

@@ -20,13 +20,14 @@
 
 namespace lockstep::detail {
 
-/// The address at which a store listens, its secret, and what determines the address, see
-/// Environment::rendezvous_origin.
+/// The address at which a store listens, its secret, what determines the address, see
+/// Environment::rendezvous_origin, and the remedy if nobody serves it.
 struct StoreEndpoint {
   std::string host;
   int port = 0;
   std::string secret = {};
   std::string origin = {};
+  std::string remedy = start_rank_zero;
 
   /// Returns the address for messages: "nodeA:29500 (MASTER_ADDR=nodeA, MASTER_PORT=29500)".
   [[nodiscard]] std::string text() const {
@@ -69,7 +70,7 @@ class StoreConnection {
           fd_ = std::move(attempt.fd);
           return greet(endpoint, until, waiting);
         },
-        waiting);
+        waiting, endpoint.remedy);
     getpeername(fd_.get(), peer_.get(), &peer_.length);
     getsockname(fd_.get(), own_.get(), &own_.length);
   }

@@ -35,7 +35,7 @@ inline std::optional<int> launched_threads(const Environment& env,
   if (host == 0) {
     // An unbound rank has the cores of the launcher's process, a bound one a part of them.
     const auto first = env.rank_variables.substr(0, env.rank_variables.find(','));
-    const pid_t launcher = first == "RANK" ? 0 : launcher_process(first);
+    const pid_t launcher = first.empty() ? 0 : launcher_process(first);
     host = launcher > 0 ? usable_cores(launcher) : own;
   }
   return thread_share(own, host, env.local_size);

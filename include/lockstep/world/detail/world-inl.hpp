@@ -88,7 +88,17 @@ LOCKSTEP_INLINE World World::from_environment(const RankSource& source) {
   detail::end_with_agent();
   World world(read_environment(process_variable, source));
   detail::process_rank = world.rank();
-  if (world.size() == 1) return world;
+  if (world.size() == 1) {
+    // A launcher's only rank. The processes of `spawn` are none.
+    const auto& alone = world.state_->environment;
+    static std::once_flag announced;
+    if (!alone.launcher.empty() && detail::report_descriptor() < 0 && world.log.should_log(Level::info))
+      std::call_once(announced, [&] {
+        const auto line = detail::run_summary(alone, {detail::RankIdentity::own({}, alone)});
+        detail::write_lines(stderr, "lockstep: " + line + "\n");
+      });
+    return world;
+  }
   // A process joins once per rank and run: all its Worlds share the store, which rank 0 may host.
   static std::mutex mutex;
   static auto& joined = *new std::map<std::string, std::shared_ptr<State>>();
@@ -241,13 +251,7 @@ LOCKSTEP_INLINE const detail::Rendezvous& World::rendezvous_within(
   if (!state_->rendezvous) {
     const auto timeout = given ? *given : detail::rendezvous_timeout();
     const auto begin = std::chrono::steady_clock::now();
-    auto joined = detail::join_rendezvous(
-        state_->environment, timeout, [this, notify = waiting_notice(timeout)](const std::string& reason) {
-          const auto& known = state_->environment;
-          notify(detail::formatted(
-              "the store of rank 0 at {}{}: {}", known.rendezvous,
-              known.rendezvous_origin.empty() ? "" : " (" + known.rendezvous_origin + ")", reason));
-        });
+    auto joined = detail::join_rendezvous(state_->environment, timeout, waiting_notice(timeout));
     if (size() > 1)
       detail::at_store("the ranks could not sign in", [&] {
         joined.store->setTimeout(detail::left_of(timeout, begin));
@@ -326,11 +330,10 @@ LOCKSTEP_INLINE void World::place_ranks(c10d::Store& side, const detail::Rendezv
 }
 
 LOCKSTEP_INLINE void World::announce_run(c10d::Store& side) const {
-  if (rank() != 0 || !log.should_log()) return;
+  if (rank() != 0 || !log.should_log(Level::info)) return;
   // stdout belongs to the program.
-  detail::write_lines(
-      stderr,
-      "lockstep: " + detail::run_summary(state_->environment, detail::identities(side, size())) + "\n");
+  const auto line = detail::run_summary(state_->environment, detail::identities(side, size()));
+  detail::write_lines(stderr, "lockstep: " + line + "\n");
 }
 
 LOCKSTEP_INLINE World::LocalPlace World::local_place() const {
