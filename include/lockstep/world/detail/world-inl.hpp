@@ -255,7 +255,13 @@ LOCKSTEP_INLINE const detail::Rendezvous& World::rendezvous_within(
     if (size() > 1)
       detail::at_store("the ranks could not sign in", [&] {
         joined.store->setTimeout(detail::left_of(timeout, begin));
-        detail::sign_in(*joined.store, state_->environment, joined.address, !given);
+        try {
+          detail::sign_in(*joined.store, state_->environment, joined.address, !given);
+        } catch (const RendezvousError&) {
+          // The store ends with this process: give the other ranks time to read the reason.
+          if (joined.hosted_here) std::this_thread::sleep_for(std::chrono::milliseconds(800));
+          throw;
+        }
         joined.store->setTimeout(timeout);
       });
     state_->rendezvous = std::move(joined);
