@@ -1,4 +1,6 @@
 // A training that a signal of the scheduler stops: the ranks agree on the step, save, and the next start goes on.
+#include <unistd.h>
+
 #include <chrono>
 #include <csignal>
 #include <cstdio>
@@ -9,6 +11,7 @@
 #include "support/by_hand.hpp"
 #include "support/catch.hpp"
 #include "support/process.hpp"
+#include "support/torchrun.hpp"
 
 namespace stop_fault_test {
 
@@ -94,6 +97,98 @@ TEST_CASE("a signal to one of two hosts stops both") {
   INFO(hosts[0].error() << hosts[1].error());
   CHECK(count(hosts[0].error(), "stopped after step ") == 1);
   CHECK(hosts[1].error().empty());
+}
+
+TEST_CASE("StopOptions::signals replaces the signals that stop a run") {
+  const auto one_signal = [](const Checkpoint& checkpoint, int number) {
+    return Strings{program, checkpoint.path, "20", "1", std::to_string(number), "--nproc", "2"};
+  };
+  for (const int number : {SIGUSR2, SIGHUP}) {
+    const Checkpoint checkpoint;
+    auto chosen = lockstep_test::start(one_signal(checkpoint, number), one_thread);
+    REQUIRE(chosen.wait_for_output("step 10\n"));
+    chosen.signal(number);
+    REQUIRE(chosen.wait(20s));
+    INFO(chosen.out() << chosen.error());
+    CHECK(chosen.exit_code() == 75);
+    CHECK(chosen.error().starts_with("warning: stopped after step "));
+    CHECK_THAT(chosen.error(), ContainsSubstring(fmt::format(", as SIG{} on rank ", sigabbrev_np(number))));
+    CHECK(access(checkpoint.path.c_str(), R_OK) == 0);
+  }
+
+  // A default that is not among them ends the run as it ends any program.
+  const Checkpoint none;
+  auto other = lockstep_test::start(one_signal(none, SIGUSR2), one_thread);
+  REQUIRE(other.wait_for_output("step 10\n"));
+  other.signal(SIGUSR1);
+  REQUIRE(other.wait(40s));
+  INFO(other.out() << other.error());
+  CHECK(other.exit_code() == 128 + SIGUSR1);
+  CHECK(access(none.path.c_str(), R_OK) != 0);
+
+  const auto refused = run(one_signal(none, SIGKILL), one_thread);
+  CHECK(refused.code == 2);
+  CHECK(refused.error == "error: StopOptions::signals: signal 9 cannot be caught\n");
+}
+
+TEST_CASE("a signal to mpirun, mpiexec or torchrun stops its ranks, and the next start goes on") {
+  struct Preemption {
+    std::string launcher;
+    Strings options;
+    int signal;
+    int code;  // torchrun returns 1 whatever the ranks return
+    bool resumed;
+  };
+  const auto given = GENERATE(
+      values<Preemption>({{"mpirun.openmpi", {"--allow-run-as-root", "--oversubscribe"}, SIGUSR1, 75, true},
+                          {"mpiexec.hydra", {}, SIGUSR1, 75, true},
+                          {"mpiexec.hydra", {}, SIGTERM, 75, false},
+                          {"torchrun", {}, SIGTERM, 1, true},
+                          {"torchrun", {"--signals-to-handle=SIGUSR1"}, SIGUSR1, 1, false}}));
+  CAPTURE(given.launcher, given.signal);
+  const bool elastic = given.launcher == "torchrun";
+  const std::string path = elastic ? lockstep_test::torchrun() : "/usr/bin/" + given.launcher;
+  if (path.empty()) return;
+  if (access(path.c_str(), X_OK) != 0) {
+    WARN("SKIPPED: no " << path);
+    return;
+  }
+  const Checkpoint checkpoint;
+  const auto command = [&](const Strings& more) {
+    Strings all{path};
+    all.insert(all.end(), given.options.begin(), given.options.end());
+    if (elastic)
+      all.insert(all.end(), {"--no-python", "--standalone", "--nproc-per-node=2"});
+    else
+      all.insert(all.end(), {"-n", "2"});
+    all.insert(all.end(), {program, checkpoint.path});
+    all.insert(all.end(), more.begin(), more.end());
+    return all;
+  };
+  auto first = lockstep_test::start(command({"20"}), one_thread);
+  const bool began = first.wait_for_output("step 10\n", 120s);
+  if (!began && count(first.error(), "unrecognized arguments") > 0) {
+    WARN("SKIPPED: this torchrun has no --signals-to-handle");
+    return;
+  }
+  REQUIRE(began);
+  first.signal(given.signal);
+  REQUIRE(first.wait(60s));
+  INFO(first.out() << first.error());
+  CHECK(first.exit_code() == given.code);
+  CHECK(count(first.error(), "warning: stopped after step ") == 1);
+  CHECK(count(first.error(), fmt::format(", as SIG{} on rank ", sigabbrev_np(given.signal))) == 1);
+  CHECK(count(first.out(), "finished after ") == 0);
+  CHECK(lockstep_test::processes_left(first.marker()) == 0);
+  REQUIRE(access(checkpoint.path.c_str(), R_OK) == 0);
+  if (!given.resumed) return;
+
+  static const std::string end = finished();
+  const auto second = run(command({}), one_thread, 120s);
+  INFO(second.out << second.error);
+  CHECK(second.code == 0);
+  CHECK(count(second.out, "resumed\n") == 1);
+  CHECK(count(second.out, end) == 1);  // bitwise as without the stop
 }
 
 }  // namespace stop_fault_test

@@ -1,5 +1,5 @@
 // A training that stops on a signal, saves, and goes on where it stopped when it is started again:
-//   stop_program CHECKPOINT [MILLISECONDS_PER_STEP [STEPS_BETWEEN_AGREEMENTS]]
+//   stop_program CHECKPOINT [MILLISECONDS_PER_STEP [STEPS_BETWEEN_AGREEMENTS [SIGNAL ...]]]
 #include <torch/torch.h>
 
 #include <chrono>
@@ -20,8 +20,11 @@ int main(int argc, char** argv) {
                               {.epochs = 2, .batch_size = 2, .lr = 0.1, .seed = 3, .progress = false},
                               torch::nn::Linear(4, 1)};
     if (trainer.load_checkpoint_if_exists(path)) world.log.info("resumed");
-    lockstep::StopOnSignal stop{
-        trainer.comm(), [&] { trainer.save_checkpoint(path); }, {.every = argc > 3 ? std::stoi(argv[3]) : 1}};
+    lockstep::StopOptions options;
+    if (argc > 3) options.every = std::stoi(argv[3]);
+    if (argc > 4) options.signals.clear();
+    for (int i = 4; i < argc; ++i) options.signals.push_back(std::stoi(argv[i]));
+    lockstep::StopOnSignal stop{trainer.comm(), [&] { trainer.save_checkpoint(path); }, options};
     lockstep::OnStep count{[&](const lockstep::StepReport& report) {
       if (report.step % 10 == 0) world.log.all().info("step {}", report.step);
       std::this_thread::sleep_for(std::chrono::milliseconds(pause));
