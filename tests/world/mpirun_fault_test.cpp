@@ -3,12 +3,15 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdlib>
+#include <filesystem>
 #include <string>
 
 #include "lockstep/world/detail/cpu_affinity.hpp"
 #include "lockstep/world/detail/socket.hpp"
 #include "support/catch.hpp"
 #include "support/process.hpp"
+#include "support/temporary_folder.hpp"
+#include "support/two_hosts.hpp"
 
 namespace mpirun_fault_test {
 
@@ -102,6 +105,64 @@ TEST_CASE("a rank that fails ends the others under mpirun and mpiexec") {
   CHECK(result.code != 0);
   CHECK(count(result.error, "error: rank 1") >= 1);
   CHECK(result.left == 0);
+}
+
+TEST_CASE("mpirun and mpiexec start 2 and 1 ranks on two hosts, which meet at MASTER_ADDR") {
+  const auto [launcher, starter] = GENERATE(table<std::string, std::string>(
+      {{"mpirun.openmpi", "mpirun of Open MPI (OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE)"},
+       {"mpiexec.hydra", "mpiexec (PMI_RANK, PMI_SIZE)"}}));
+  const std::string path = "/usr/bin/" + launcher;
+  if (access(path.c_str(), X_OK) != 0) {
+    WARN("SKIPPED: no " << path);
+    return;
+  }
+  const lockstep_test::TwoHosts hosts;
+  if (!hosts.missing().empty()) {
+    WARN("SKIPPED: " << hosts.missing());
+    return;
+  }
+  // What the launcher starts in place of ssh: AGENT [OPTION ...] nodeB COMMAND ...
+  const TemporaryFolder folder;
+  std::string agent = "#!/bin/sh\nwhile case $1 in -*) true ;; *) false ;; esac do shift; done\nshift\nexec";
+  for (const std::string& word : hosts.on("B", {"sh", "-c"})) agent += " '" + word + "'";
+  const auto script = folder.write("agent.sh", agent + " \"$*\"\n");
+  std::filesystem::permissions(script, std::filesystem::perms::owner_all);
+  const bool open_mpi = launcher == "mpirun.openmpi";
+  const auto ended = [&](const Strings& variables, const std::string& started, const std::string& mode) {
+    Strings command{path};
+    if (open_mpi)
+      command.insert(command.end(), {"--allow-run-as-root", "--oversubscribe", "--mca", "plm_rsh_agent",
+                                     script, "--host", "nodeA:2,nodeB:1", "-n", "3"});
+    else
+      command.insert(command.end(),
+                     {"-launcher", "ssh", "-launcher-exec", script, "-hosts", "nodeA:2,nodeB:1", "-n", "3"});
+    command.insert(command.end(), variables.begin(), variables.end());
+    command.insert(command.end(), {test_program(started), mode});
+    auto result = run(hosts.on("A", command), {{"OMP_NUM_THREADS", "1"}}, 120s);
+    CHECK(result.left == 0);
+    return result;
+  };
+  // As docs/launching.md passes the address on.
+  const auto address = open_mpi ? Strings{"-x", "MASTER_ADDR=nodeA", "-x", "MASTER_PORT=29500"}
+                                : Strings{"-genv", "MASTER_ADDR", "nodeA", "-genv", "MASTER_PORT", "29500"};
+  const auto result = ended(address, "collective_program", "well");
+  INFO(result.out << result.error);
+  CHECK(result.code == 0);
+  for (int rank = 0; rank < 3; ++rank)
+    CHECK(count(result.out, fmt::format("rank {} has reached step 5\n", rank)) == 1);
+  CHECK(count(result.out, "sum 1048576\n") == 1);
+  CHECK(count(result.error, fmt::format("lockstep: 3 ranks on 2 hosts (nodeA: 2, nodeB: 1), started by {}, "
+                                        "rendezvous at tcp://nodeA:29500; threads per rank: 1, from "
+                                        "OMP_NUM_THREADS\n",
+                                        starter)) == 1);
+
+  const auto nowhere = ended({}, "world_program", "well");
+  INFO(nowhere.error);
+  CHECK(nowhere.code == 2);
+  CHECK(nowhere.out.empty());
+  CHECK(count(nowhere.error, fmt::format("error: {} has started ranks on several hosts and names no address "
+                                         "for their rendezvous: set MASTER_ADDR to the host of rank 0 and ",
+                                         starter.substr(0, starter.find(" (")))) >= 1);
 }
 
 }  // namespace mpirun_fault_test
