@@ -308,35 +308,66 @@ TEST_CASE("USR1 of Slurm stops a job, which puts itself into the queue again and
   const Cluster* on = cluster();
   if (on == nullptr) return;
   const std::string stop = test_program("stop_program");
-  const auto whole = slurm(*on, {"srun", "-N", "2", "-n", "3", stop, on->folder + "/none"});
+  const auto whole = slurm(*on, {"srun", "-N", "2", "--ntasks-per-node=2", stop, on->folder + "/none"});
   INFO(whole.out << whole.error);
   const auto at = whole.out.find("finished after ");
   REQUIRE(at != std::string::npos);
   const auto end = whole.out.substr(at, whole.out.find('\n', at) + 1 - at);
 
-  const auto path = on->folder + "/requeue.sh", out = on->folder + "/requeue.out";
-  std::ofstream(path) << "#!/bin/sh\n"
-                      << "srun '" << stop << "' '" << on->folder
-                      << "/run.ckpt' $((30 * !${SLURM_RESTART_COUNT:-0}))\n"
-                      << "code=$?\necho \"code $code\"\n"
-                      << "if [ $code = 75 ]; then scontrol requeue \"$SLURM_JOB_ID\"; fi\nexit $code\n";
-  auto job = slurm(*on, {"sbatch", "--parsable", "--requeue", "--open-mode=append", "-N", "2", "-n", "3",
-                         "--output=" + out, path})
+  // The script of the examples; two ranks on each host: the command line wins over the script's four.
+  const auto out = on->folder + "/requeue.out";
+  const auto slow_at_first =
+      fmt::format("exec '{}' '{}/run.ckpt' $((50 * !${{SLURM_RESTART_COUNT:-0}}))", stop, on->folder);
+  auto job = slurm(*on, {"sbatch", "--parsable", "--ntasks-per-node=2", "--output=" + out,
+                         std::string(LOCKSTEP_SOURCE_FOLDER) + "/../../examples/resumable.slurm.sh", "sh",
+                         "-c", slow_at_first})
                  .out;
   job.erase(job.find_last_not_of('\n') + 1);
   CHECK(holds(out, "step 10\n"));
   CHECK(slurm(*on, {"scancel", "--signal=USR1", job}).code == 0);
-  CHECK(holds(out, "code 75\n"));
+  CHECK(holds(out, "exit code 75\n"));
   // Slurm holds a requeued job back for two minutes, from when it has ended on all hosts: an earlier update is lost.
-  for (int i = 0; i < 30 && !holds(out, "code 0\n", 2s); ++i)
+  for (int i = 0; i < 30 && !holds(out, "exit code 0\n", 2s); ++i)
     slurm(*on, {"scontrol", "update", "jobid=" + job, "StartTime=now"});
-  CHECK(holds(out, "code 0\n", 0s));
+  CHECK(holds(out, "exit code 0\n", 0s));
   const auto all = content(out);
   INFO(all);
   CHECK(count(all, "warning: stopped after step ") == 1);
   CHECK(count(all, ", as SIGUSR1 on rank ") == 1);
   CHECK(count(all, "resumed\n") == 1);
   CHECK(count(all, end) == 1);  // bitwise as without the stop
+}
+
+TEST_CASE("examples under srun on two hosts") {
+  const Cluster* on = cluster();
+  if (on == nullptr) return;
+  const char* examples = std::getenv("LOCKSTEP_EXAMPLES");
+  struct Run {
+    std::string program;
+    Strings arguments, lines;  // each line once
+  };
+  for (const auto& [name, arguments, lines] : std::vector<Run>{
+           {"ring_all_reduce", {"--elements", "999"}, {"3 ranks: the sums equal all_reduce's; "}},
+           {"five_lines", {"--epochs", "1"}, {"Epoch 0 | Batchsize: 32 | Steps: 22 | Loss "}},
+           {"gan", {"--steps", "2", "--digits", "96"}, {"done: 2 steps of two models on 3 ranks\n"}},
+           {"mingpt",
+            {"gpt_config.n_layer=1", "gpt_config.n_head=2", "gpt_config.n_embd=16",
+             "data_config.block_size=16", "data_config.truncate=0.1", "trainer_config.max_epochs=1",
+             "sample_config.number=0", "trainer_config.snapshot_path=" + on->folder + "/mingpt.pt"},
+            {"[RANK0] Epoch 1 | Iter 0 | Train Loss 3.", "[RANK2] Epoch 1 | Iter 0 | Train Loss 3.",
+             "\nEpoch 1 | Eval Loss "}}}) {
+    Strings command{"srun", "-N", "2", "-n", "3", fmt::format("{}/{}", examples ? examples : ".", name)};
+    if (access(command.back().c_str(), X_OK) != 0) {
+      WARN("SKIPPED: no " << command.back());
+      continue;
+    }
+    command.insert(command.end(), arguments.begin(), arguments.end());
+    const auto ended = slurm(*on, command);
+    INFO(name << "\n" << ended.out << ended.error);
+    CHECK(ended.code == 0);
+    CHECK(count(ended.error, "lockstep: 3 ranks on 2 hosts (n1: 2, n2: 1), started by srun (") == 1);
+    for (const auto& line : lines) CHECK(count(ended.out, line) == 1);
+  }
 }
 
 }  // namespace slurm_fault_test
