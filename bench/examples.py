@@ -32,7 +32,7 @@ EXAMPLES = {
     "multigpu": (5, 85, "epoch", " of 32 steps, batch 32"),
     "multigpu_torchrun": (5, 85, "epoch", " of 32 steps, batch 32, with momentum"),
     "ddp_toy": (None, 1, "step", " of the demo basic, batch 20"),
-    "average_gradients": (1, 2, "epoch", " of 80 steps, batch 100"),
+    "average_gradients": (1, 2, "epoch", " of 40 steps, batch 100"),
     "ring_all_reduce": (1, 31, "million element", ", by the ring and by all_reduce"),
     "mnist": (1, 2, "epoch", " of 125 steps, batch 32"),
     "origin_main": (1, 2, "epoch", " of 125 steps, batch 32, one process"),
@@ -42,7 +42,7 @@ EXAMPLES = {
 }  # fmt: skip
 HEAD = "| example | training | lockstep | Python | ratio | run | lockstep | Python | ratio |"
 ONE_PROCESS = "single_gpu", "origin_main"
-TEMPLATE_DIGITS = 4000  # of origin_main and ddp_main
+FEWER_DIGITS = 4000  # of average_gradients, origin_main and ddp_main
 
 
 def count(number, unit):
@@ -73,10 +73,10 @@ def lockstep_command(name, folder, shared, units, scratch):
         "ring_all_reduce": lambda: ["--elements", str(units * 1_000_000)],
         "multigpu": lambda: [str(units), str(units)],
         "multigpu_torchrun": lambda: [str(units), str(units), "--momentum", "0.9"],
-        "average_gradients": lambda: ["--epochs", str(units), *digits],
+        "average_gradients": lambda: ["--epochs", str(units), "--samples", str(FEWER_DIGITS), *digits],
         "mnist": lambda: ["--epochs", str(units), "--lr", "0.02", "--sync-batchnorm", "off", *digits],
-        "origin_main": lambda: ["--epochs", str(units), "--samples", str(TEMPLATE_DIGITS), *digits],
-        "ddp_main": lambda: ["--epochs", str(units), "--samples", str(TEMPLATE_DIGITS), *digits],
+        "origin_main": lambda: ["--epochs", str(units), "--samples", str(FEWER_DIGITS), *digits],
+        "ddp_main": lambda: ["--epochs", str(units), "--samples", str(FEWER_DIGITS), *digits],
         "imagenet": lambda: ["--epochs", str(units), "--seed", "7", "--workers", "0", "--save-dir", scratch],
         "mingpt": lambda: ["--data-path", text_for(scratch, shared, units), *(f"{key}={value}" for key, value in gpt.items())],
     }
@@ -159,14 +159,15 @@ def train(rank, ranks, name, units, scratch, shared):
         loss_of, optimizer, batch, seed = mse_loss, torch.optim.SGD(model.parameters(), 1e-3, momentum), 32, 0
     elif name in ("origin_main", "ddp_main"):
         from mnist_parity import Digits, template_net
-        data, model = Subset(Digits("train"), range(TEMPLATE_DIGITS)), template_net(ranks > 1)
+        data, model = Subset(Digits("train"), range(FEWER_DIGITS)), template_net(ranks > 1)
         loss_of, batch, seed = cross_entropy, 32, 0
         optimizer = torch.optim.SGD(model.parameters(), 1e-4)
     elif name in ("mnist", "average_gradients"):
         from average_gradients_parity import average_gradients
         from mnist_parity import ConvNet, Digits
         torch.manual_seed(3407 if name == "mnist" else 0)
-        data, model, loss_of = Digits("train"), ConvNet(), cross_entropy
+        data = Digits("train") if name == "mnist" else Subset(Digits("train"), range(FEWER_DIGITS))
+        model, loss_of = ConvNet(), cross_entropy
         batch, seed = (32, 3407) if name == "mnist" else (100, 0)
         rate = dict(lr=0.02) if name == "mnist" else dict(lr=0.001, momentum=0.9)
         optimizer = torch.optim.SGD(model.parameters(), **rate)
