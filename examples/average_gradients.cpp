@@ -7,12 +7,13 @@
 //   average_gradients --test                 and the accuracy of rank 0's model on the test digits
 //   average_gradients --compare --nproc 3    what DistributedDataParallel and SyncBatchNorm do differently
 // Training and --compare also run under torchrun --no-python, srun and mpirun.
-#include <torch/torch.h>
-
 #include <fmt/format.h>
+#include <torch/torch.h>
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <cstddef>
+#include <cstdint>
 #include <iostream>
 #include <string>
 #include <vector>
@@ -225,6 +226,24 @@ void introduce(int rank, int size) {
   std::cout << fmt::format("world size:{}. I'm rank {}.\n", size, rank) << std::flush;
 }
 
+/// run_multiprocess.py: the processes do not know each other.
+void start_processes(const Options& options) {
+  lockstep::spawn(options.nproc, introduce, lockstep::Prefix::never);
+}
+
+/// multiprocess_comm.py: the processes form a group.
+void start_group(const Options& options) {
+  const auto on_rank = [&](int rank, int size) {
+    const auto world = World::join("tcp://127.0.0.1:" + std::to_string(options.port), rank, size);
+    {
+      const GlooComm comm{world};  // init_process_group: blocks until all ranks have joined
+      introduce(comm.rank(), comm.size());
+    }
+    world.leave();
+  };
+  lockstep::spawn(options.nproc, on_rank, lockstep::Prefix::never);
+}
+
 int main(int argc, char** argv) {
   Options options;
   lockstep::LaunchOptions launch_options{.nproc_flag = ""};
@@ -238,7 +257,7 @@ int main(int argc, char** argv) {
       app.add_option("-e,--epochs", options.epochs, "passes over the digits; the tutorial's number is 15")
           ->check(CLI::Range(1'000'000));
   const auto* batch_size =
-      app.add_option("-b,--batch-size", options.batch_size, "digits a process and a step")
+      app.add_option("-b,--batch-size,--batch_size", options.batch_size, "digits a process and a step")
           ->check(CLI::Range(1, 1'000'000));
   const auto* samples = app.add_option("--samples", options.samples,
                                        "training digits to use at most; the tutorial's number is 60000")
@@ -279,25 +298,14 @@ int main(int argc, char** argv) {
       throw CLI::ValidationError(options.program, "starts its own processes: run it without a launcher");
   } catch (const CLI::ParseError& error) {
     if (error.get_exit_code() == 0) return app.exit(error);  // --help
-    std::cerr << "error: " << error.what() << "; see --help\n";
+    std::cerr << fmt::format("error: {}; see --help\n", error.what());
     return 2;
   } catch (const lockstep::UsageError& error) {
-    std::cerr << "error: " << error.what() << "\n";
+    std::cerr << fmt::format("error: {}\n", error.what());
     return 2;
   }
   if (options.program != "train") {
-    lockstep::spawn(
-        options.nproc,
-        [&](int rank, int size) {
-          if (options.program == "processes") return introduce(rank, size);
-          const auto world = World::join("tcp://127.0.0.1:" + std::to_string(options.port), rank, size);
-          {
-            const GlooComm comm{world};  // init_process_group: blocks until all ranks have joined
-            introduce(comm.rank(), comm.size());
-          }
-          world.leave();
-        },
-        lockstep::Prefix::never);
+    (options.program == "group" ? start_group : start_processes)(options);
     return 0;
   }
   launch_options.nproc = options.nproc;

@@ -2,11 +2,12 @@
 // DistributedDataParallel, synchronized batch norm, mixed precision and a test over all ranks.
 // origin_main.cpp is the same program for one process: compare the two files. mnist.cpp is the same with
 // lockstep::Trainer.
-//   ddp_main --gpu 0,1        one process per GPU; on CPUs: ddp_main --nproc 2
+//   ddp_main --gpu 0,1        one process per GPU; on CPUs: ddp_main --nproc 2, in fp16 with --amp
 //   torchrun --no-python --nproc-per-node 2 ddp_main          srun -n 2 ddp_main
 //   WORLD_SIZE=7 RANK=0 MASTER_ADDR=nodeA MASTER_PORT=29500 ddp_main --nproc 3             (nodeA)
 //   WORLD_SIZE=7 RANK=3 MASTER_ADDR=nodeA MASTER_PORT=29500 ddp_main --nproc 4             (nodeB)
 // Python: ddp_main.py and ddp_main_torchrun.py of https://github.com/rickyang1114/DDP-practice
+#include <fmt/format.h>
 #include <torch/torch.h>
 
 #include <CLI/CLI.hpp>
@@ -18,7 +19,6 @@
 #include <iostream>
 #include <sstream>
 #include <string>
-#include <type_traits>
 #include <utility>
 
 #include "lockstep/comm/with_device.hpp"
@@ -35,7 +35,7 @@ struct Options {
   int epochs = 3;
   std::size_t batch_size = 32, samples = 20'000;
   double lr = 1e-4;
-  bool scale_lr = false;
+  bool scale_lr = false, amp = false;
   lockstep::MnistSource data;
 };
 
@@ -62,7 +62,7 @@ void train(Ddp& ddp, Loader& train_dloader, torch::optim::Optimizer& optimizer, 
   ddp.module()->train();
   for (auto& batch : lockstep::StagedBatches{train_dloader, device}) {
     const auto &images = batch.data, &labels = batch.target;
-    const auto outputs = precision.forward([&] { return ddp(images); });  // with autocast() on GPUs
+    const auto outputs = precision.forward([&] { return ddp(images); });  // with autocast()
     const auto loss = nn::functional::cross_entropy(outputs, labels);
     optimizer.zero_grad();
     ddp.backward(precision.scale(loss));  // scaler.scale(loss).backward()
@@ -109,9 +109,8 @@ void save_checkpoint(const ConvNet& model, const Precision& precision, const std
   lockstep::write_file_atomically(path, bytes.str());
 }
 
-template <class Comm>
+template <class Precision, class Comm>
 void run(const lockstep::World& world, const Options& options, const lockstep::Mnist& mnist, Comm comm) {
-  using Precision = std::conditional_t<lockstep::DeviceCommunicator<Comm>, lockstep::Fp16, lockstep::Fp32>;
   const auto device = lockstep::comm_device(comm);
   torch::manual_seed(3407);  // the tutorial seeds neither the model nor, beyond the epoch, the sampler
   ConvNet model;
@@ -166,6 +165,7 @@ int main(int argc, char** argv) {
       ->check(CLI::Range(1, 1'000'000));
   app.add_option("--lr", options.lr, "learning rate of SGD")->check(CLI::Range(1000.0));
   app.add_flag("--scale-lr", options.scale_lr, "multiply the rate by the number of processes");
+  app.add_flag("--amp", options.amp, "mixed precision with a scaler on CPUs too; GPUs always use it");
   app.add_option("--save", options.save, "file to write model and scaler to");
   app.add_option_function<std::string>(
       "--data-dir,--data_dir", [&](const std::string& folder) { options.data.folder = folder; },
@@ -179,7 +179,7 @@ int main(int argc, char** argv) {
     if (std::isnan(options.lr)) throw CLI::ValidationError("--lr", "nan is not a number");
   } catch (const CLI::ParseError& error) {
     if (error.get_exit_code() == 0) return app.exit(error);  // --help
-    std::cerr << "error: " << error.what() << "; see --help\n";
+    std::cerr << fmt::format("error: {}; see --help\n", error.what());
     return 2;
   }
   const auto on_rank = [&](const lockstep::World& world) {
@@ -187,7 +187,15 @@ int main(int argc, char** argv) {
     const lockstep::Mnist mnist = lockstep::load_mnist(world, options.data);
     if (options.samples < mnist.train.size())
       world.log.info("training on the first {} of {} digits", options.samples, mnist.train.size());
-    lockstep::with_device(world, [&]<class Comm>(Comm comm) { run(world, options, mnist, std::move(comm)); });
+    lockstep::with_device(world, [&]<class Comm>(Comm comm) {
+      constexpr bool on_gpu = lockstep::DeviceCommunicator<Comm>;
+      if (!on_gpu && !options.gpu.empty())
+        world.log.info("there is no CUDA device: --gpu {} starts as many processes, on the CPU", options.gpu);
+      if (on_gpu || options.amp)
+        run<lockstep::Fp16>(world, options, mnist, std::move(comm));
+      else
+        run<lockstep::Fp32>(world, options, mnist, std::move(comm));
+    });
   };
   return lockstep::launch(argc, argv, on_rank, {.gpus = options.gpu});
 }

@@ -1,6 +1,6 @@
 // The programs of PyTorch's tutorial "Getting Started with Distributed Data Parallel": a toy model, trained
 // for one step. Without a command it runs the first three demos in turn, as the tutorial's main does:
-//   ddp_toy                      one process per GPU, or two on the CPU; the third takes two GPUs each
+//   ddp_toy                      one process per GPU; the third takes two GPUs each
 //   ddp_toy --cpu-devices 4      the same on CPUs: a CPU stands in for each device
 // With a command it runs one demo, under any launcher:
 //   ddp_toy basic --nproc 4
@@ -8,6 +8,7 @@
 //   ddp_toy model-parallel --cpu-devices 4
 //   torchrun --no-python --nproc_per_node=8 ddp_toy elastic
 //   srun --nodes=2 --ntasks-per-node=8 ddp_toy elastic          see ddp_toy.slurm.sh
+#include <fmt/format.h>
 #include <torch/torch.h>
 
 #include <CLI/CLI.hpp>
@@ -129,8 +130,9 @@ void demo_checkpoint(const World& world, const Options& options) {
 /// Throws UsageError unless this host has two devices for each of `ranks` ranks.
 void require_devices(int ranks, const Options& options) {
   if (options.devices() < 2 * ranks)
-    throw lockstep::UsageError("Requires at least " + std::to_string(2 * ranks) + " GPUs to run, but got " +
-                               std::to_string(options.devices()));
+    throw lockstep::UsageError(
+        fmt::format("Requires at least {0} GPUs to run, but got {1}; --cpu-devices {0} takes CPUs as devices",
+                    2 * ranks, options.devices()));
 }
 
 void demo_model_parallel(const World& world, const Options& options) {
@@ -199,30 +201,25 @@ int main(int argc, char** argv) {
       throw CLI::ValidationError("--prefix, --timeout", "without a demo they have no use: leave them out");
     if (options.demo.empty() && lockstep::read_environment().size > 1)
       throw CLI::ValidationError("demo", "under a launcher, name one: all of them start their own processes");
+    // The tutorial asserts it first, too.
+    if (options.demo.empty() || options.demo == "model-parallel")
+      require_devices(std::max(1, options.nproc), options);
     if (options.demo.empty()) lockstep::require_writable(options.checkpoint, "--checkpoint");
   } catch (const CLI::ParseError& error) {
     if (error.get_exit_code() == 0) return app.exit(error);  // --help
-    std::cerr << "error: " << error.what() << "; see --help\n";
+    std::cerr << fmt::format("error: {}; see --help\n", error.what());
     return 2;
   } catch (const lockstep::UsageError& error) {
-    std::cerr << "error: " << error.what() << "\n";
+    std::cerr << fmt::format("error: {}\n", error.what());
     return 2;
   }
-  const bool all = options.demo.empty(), model_parallel = options.demo == "model-parallel";
-  if (all) {
+  if (options.demo.empty()) {
     run_demo(demo_basic, options.processes(1), options);
     run_demo(demo_checkpoint, options.processes(1), options);
-  }
-  try {
-    if (all || model_parallel) require_devices(std::max(1, options.nproc), options);
-  } catch (const lockstep::UsageError& error) {
-    std::cerr << error.what() << "\n";
-    return 2;
-  }
-  if (all) {
     run_demo(demo_model_parallel, options.processes(2), options);
     return 0;
   }
+  const bool model_parallel = options.demo == "model-parallel";
   launch_options.nproc = options.processes(model_parallel ? 2 : 1);
   const auto demo = model_parallel                 ? demo_model_parallel
                     : options.demo == "checkpoint" ? demo_checkpoint

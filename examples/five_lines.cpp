@@ -1,6 +1,8 @@
-// An ordinary LibTorch training loop, and the five lines (marked 1 to 5) that make it data-parallel. Without
-// them it trains in one process; the comment behind each is what it was, or what it adds.
+// A LibTorch training loop on lockstep's dataset and loader, and the five lines (marked 1 to 5) that make it
+// data-parallel. Without them it trains in one process; the comment behind each is what it was, or what it
+// adds. libtorch_mnist_ddp.cpp starts from a program on LibTorch's own datasets and loaders.
 //   five_lines --nproc 4        starts four processes itself; torchrun, or RANK and WORLD_SIZE, do as well
+#include <fmt/format.h>
 #include <torch/torch.h>
 
 #include <CLI/CLI.hpp>
@@ -42,7 +44,7 @@ void train(const lockstep::World& world, int epochs) {
 }
 
 int main(int argc, char** argv) {
-  CLI::App app("Fits a line with several processes: an ordinary LibTorch loop and five lines.");
+  CLI::App app("Fits a line with several processes: a LibTorch loop and five lines.");
   int epochs = 10;
   app.option_defaults()->always_capture_default()->take_last();
   app.add_option("--epochs", epochs, "passes over the points")->check(CLI::Range(1'000'000));
@@ -54,7 +56,7 @@ int main(int argc, char** argv) {
     app.parse(static_cast<int>(arguments.size()) - 1, arguments.data());
   } catch (const CLI::ParseError& error) {
     if (error.get_exit_code() == 0) return app.exit(error);  // --help
-    std::cerr << "error: " << error.what() << "; see --help\n";
+    std::cerr << fmt::format("error: {}; see --help\n", error.what());
     return 2;
   }
   return lockstep::launch(argc, argv,

@@ -1,9 +1,11 @@
 // Two models and two optimizers in one program: a small GAN that learns to draw digits, with several
 // processes.
 //   gan --nproc 2 --steps 2000
+#include <fmt/format.h>
 #include <torch/torch.h>
 
 #include <CLI/CLI.hpp>
+#include <cstdint>
 #include <iostream>
 
 #include "lockstep/datasets/mnist.hpp"
@@ -76,13 +78,8 @@ void train(const lockstep::World& world, std::int64_t steps, std::int64_t digits
     }
   }
   // Both models are the same on all ranks, to the last bit.
-  for (auto* model : {&generator, &discriminator})
-    for (const auto& parameter : (*model)->parameters()) {
-      auto extremes = torch::stack({parameter.detach(), -parameter.detach()});
-      const auto mine = extremes.clone();
-      comm.all_reduce(extremes, lockstep::ReduceOp::max).synchronize();
-      if (!torch::equal(extremes, mine)) throw lockstep::MismatchError("the ranks' models differ");
-    }
+  lockstep::check_same_parameters(ddp_generator.named_parameters(), comm, /*tolerance=*/0);
+  lockstep::check_same_parameters(ddp_discriminator.named_parameters(), comm, /*tolerance=*/0);
   world.log.info("done: {} steps of two models on {} ranks", steps, world.size());
 }
 
@@ -100,7 +97,7 @@ int main(int argc, char** argv) {
     app.parse(static_cast<int>(arguments.size()) - 1, arguments.data());
   } catch (const CLI::ParseError& error) {
     if (error.get_exit_code() == 0) return app.exit(error);  // --help
-    std::cerr << "error: " << error.what() << "; see --help\n";
+    std::cerr << fmt::format("error: {}; see --help\n", error.what());
     return 2;
   }
   return lockstep::launch(argc, argv, [&](const lockstep::World& world) { train(world, steps, digits); });

@@ -1,12 +1,13 @@
 // Trains a ResNet on ImageNet, or on any folder with a train and a val folder that hold one subfolder for
-// each class. Ports examples/imagenet/main.py of github.com/pytorch/examples, with its flags, lines and
-// arithmetic.
+// each class. Ports examples/imagenet/main.py of github.com/pytorch/examples with its lines and the flags of
+// its training; launch's flags replace those of its launcher, and -b counts the images of all ranks.
 //   imagenet --nproc 8 -a resnet50 folder/of/imagenet
 //   imagenet --nproc 2                                    a small run on random images
 //   torchrun --no-python --nproc-per-node 8 imagenet folder/of/imagenet; srun and mpirun do as well
 // Modules and parameters have torchvision's names and initial values. checkpoint.pt and model_best.pt are
 // what main.py calls .pth.tar: Python reads them by torch.load(file)["state_dict"], and --pretrained reads
 // what Python wrote by torch.save(model.state_dict(), file).
+#include <fmt/format.h>
 #include <torch/torch.h>
 
 #include <CLI/CLI.hpp>
@@ -14,11 +15,16 @@
 #include <array>
 #include <chrono>
 #include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <exception>
 #include <filesystem>
 #include <iostream>
 #include <map>
 #include <optional>
 #include <string>
+#include <tuple>
+#include <utility>
 #include <vector>
 
 #include "lockstep/comm/with_device.hpp"
@@ -440,7 +446,7 @@ int main(int argc, char** argv) {
       if (std::isnan(value)) throw CLI::ValidationError("--lr, --momentum, --wd", "nan is not a number");
   } catch (const CLI::ParseError& error) {
     if (error.get_exit_code() == 0) return app.exit(error);  // --help
-    std::cerr << "error: " << error.what() << "; see --help\n";
+    std::cerr << fmt::format("error: {}; see --help\n", error.what());
     return 2;
   }
   options.dummy = options.dummy || options.data.empty();

@@ -179,13 +179,13 @@ int main(int argc, char** argv) {
     return lockstep::launch(argc, argv, [&](const lockstep::World& world) { run(world, options); });
   } catch (const CLI::ParseError& error) {
     if (error.get_exit_code() == 0) return app.exit(error);  // --help
-    std::cerr << "error: " << error.what() << "; see --help\n";
+    std::cerr << std::string("error: ") + error.what() + "; see --help\n";
     return 2;
   } catch (const lockstep::Error& error) {
-    std::cerr << "error: " << error.what() << "\n";
+    std::cerr << std::string("error: ") + error.what() + "\n";
     return 2;
   } catch (const c10::Error& error) {
-    std::cerr << "error: " << error.what_without_backtrace() << "\n";
+    std::cerr << std::string("error: ") + error.what_without_backtrace() + "\n";
     return 1;
   }
 }

@@ -9,6 +9,7 @@
 #include <cstdio>
 #include <iostream>
 #include <string>
+#include <utility>
 
 #include "lockstep/datasets/mnist.hpp"
 #include "lockstep/world/launch.hpp"
@@ -106,13 +107,13 @@ int main(int argc, char** argv) {
     run(options);
   } catch (const CLI::ParseError& error) {
     if (error.get_exit_code() == 0) return app.exit(error);  // --help
-    std::cerr << "error: " << error.what() << "; see --help\n";
+    std::cerr << std::string("error: ") + error.what() + "; see --help\n";
     return 2;
   } catch (const lockstep::Error& error) {
-    std::cerr << "error: " << error.what() << "\n";
+    std::cerr << std::string("error: ") + error.what() + "\n";
     return 2;
   } catch (const c10::Error& error) {
-    std::cerr << "error: " << error.what_without_backtrace() << "\n";
+    std::cerr << std::string("error: ") + error.what_without_backtrace() + "\n";
     return 1;
   }
 }

@@ -13,6 +13,7 @@
 // - It clips gradients that are still scaled, and its snapshot holds no scaler. Here Trainer unscales first,
 //   and its checkpoint holds the scaler.
 // - Rank 0 saves, not the first rank of each host.
+// - A character is a byte; a letter beyond ASCII counts as several.
 // New: SIGTERM and SIGUSR1, the signals of batch systems, save the snapshot after a step of all ranks and end
 // the run with exit code 75; trainer_config.report_dir=FOLDER gets a page of the run and its curves.
 #include <torch/torch.h>
@@ -21,6 +22,7 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
 #include <filesystem>
 #include <fstream>
@@ -506,7 +508,7 @@ int main(int argc, char** argv) {
         refuse(key, "with sample_config.number=0 it has no use");
   } catch (const CLI::ParseError& error) {
     if (error.get_exit_code() == 0) return app.exit(error);  // --help
-    std::cerr << "error: " << error.what() << "; see --help\n";
+    std::cerr << fmt::format("error: {}; see --help\n", error.what());
     return 2;
   } catch (const toml::parse_error& error) {
     const auto line = error.source().begin.line;  // 0 for a file that cannot be opened
@@ -535,5 +537,6 @@ int main(int argc, char** argv) {
         train<lockstep::Bf16>(world, options, text, std::move(comm));
     });
   };
-  return lockstep::launch(argc, argv, run);
+  // The lines of several ranks name theirs already: no prefix.
+  return lockstep::launch(argc, argv, run, {.prefix = lockstep::Prefix::never});
 }

@@ -3,11 +3,18 @@
 // On GPUs, where it is built with CUDA and there are some, in fp16: mnist --gpu 0,1; on CPUs in fp32.
 // It runs unchanged under torchrun, or by hand on several hosts (RANK is then the host's first rank):
 //   WORLD_SIZE=7 RANK=3 MASTER_ADDR=nodeA MASTER_PORT=29500 mnist --nproc 4
+#include <fmt/format.h>
 #include <torch/torch.h>
 
 #include <CLI/CLI.hpp>
 #include <chrono>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
 #include <iostream>
+#include <string>
+#include <type_traits>
+#include <utility>
 
 #include "lockstep/comm/with_device.hpp"
 #include "lockstep/datasets/mnist.hpp"
@@ -38,9 +45,17 @@ TORCH_MODULE(ConvNet);
 struct Options {
   lockstep::TrainerOptions training{.epochs = 3, .lr = 1e-4, .seed = 3407};
   lockstep::MnistSource data;
+  std::size_t samples = 20'000;
   bool sync_batchnorm = true;
   std::string gpu, save;
 };
+
+// The first `count` digits.
+lockstep::DigitDataset first_digits(const lockstep::DigitDataset& all, std::size_t count) {
+  const auto& [images, labels] = all.digits();
+  const auto end = static_cast<std::int64_t>(count);
+  return lockstep::DigitDataset({images.slice(0, 0, end), labels.slice(0, 0, end)});
+}
 
 template <class Comm>
 void train(const lockstep::World& world, const Options& options, const lockstep::Mnist& mnist, Comm comm) {
@@ -56,7 +71,8 @@ void train(const lockstep::World& world, const Options& options, const lockstep:
   const auto loss = [](ConvNet& net, const auto& batch) {
     return nn::functional::cross_entropy(net(batch.data), batch.target);
   };
-  trainer.fit(mnist.train, loss, lockstep::OnEpochStart{[&](const lockstep::EpochPlan& plan) {
+  trainer.fit(first_digits(mnist.train, options.samples), loss,
+              lockstep::OnEpochStart{[&](const lockstep::EpochPlan& plan) {
                 world.log.info("begin training of epoch {}/{}", plan.epoch + 1, plan.epochs);
               }});
   world.log.info("begin testing");
@@ -73,6 +89,8 @@ int main(int argc, char** argv) {
   app.add_option("-e,--epochs", *options.training.epochs, "passes over the training digits")
       ->check(CLI::Range(1'000'000));
   app.add_option("-b,--batch-size,--batch_size", options.training.batch_size, "digits a process and a step")
+      ->check(CLI::Range(1, 1'000'000));
+  app.add_option("--samples", options.samples, "training digits to use at most; MNIST has 60000")
       ->check(CLI::Range(1, 1'000'000));
   app.add_option("--lr", *options.training.lr, "learning rate of SGD")->check(CLI::Range(1000.0));
   app.add_option("--sync-batchnorm", options.sync_batchnorm, "batch norm over the batches of all processes")
@@ -100,12 +118,14 @@ int main(int argc, char** argv) {
     if (std::isnan(*options.training.lr)) throw CLI::ValidationError("--lr", "nan is not a number");
   } catch (const CLI::ParseError& error) {
     if (error.get_exit_code() == 0) return app.exit(error);  // --help
-    std::cerr << "error: " << error.what() << "; see --help\n";
+    std::cerr << fmt::format("error: {}; see --help\n", error.what());
     return 2;
   }
   const auto run = [&](const lockstep::World& world) {
     if (!options.save.empty()) world.rank_zero([&] { lockstep::require_writable(options.save, "--save"); });
     const lockstep::Mnist mnist = lockstep::load_mnist(world, options.data);
+    if (options.samples < mnist.train.size())
+      world.log.info("training on the first {} of {} digits", options.samples, mnist.train.size());
     lockstep::with_device(world,
                           [&]<class Comm>(Comm comm) { train(world, options, mnist, std::move(comm)); });
   };

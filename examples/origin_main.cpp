@@ -1,8 +1,9 @@
 // Trains a ConvNet on MNIST in one process: the program that ddp_main.cpp makes data-parallel. Compare the
 // two files: what is new there is what a program needs for several processes.
-//   origin_main -e 3 -b 32 --data-dir folder/of/mnist
+//   origin_main --gpu 0 -e 3 -b 32 --data-dir folder/of/mnist
 // On a GPU if there is one, else on the CPU.
 // Python: origin_main.py of https://github.com/rickyang1114/DDP-practice
+#include <fmt/format.h>
 #include <torch/torch.h>
 
 #include <CLI/CLI.hpp>
@@ -12,6 +13,7 @@
 #include <cstddef>
 #include <exception>
 #include <iostream>
+#include <optional>
 #include <string>
 
 #include "lockstep/datasets/mnist.hpp"
@@ -26,6 +28,7 @@ struct Options {
   int epochs = 3;
   std::size_t batch_size = 32, samples = 20'000;
   double lr = 1e-4;
+  std::optional<int> gpu;
   lockstep::MnistSource data;
 };
 
@@ -72,13 +75,25 @@ void test(const lockstep::World& world, ConvNet& model, Loader& test_dloader, to
   world.log.info("Accuracy is {:.2f}%", 100 * correct.item<double>() / size.item<double>());
 }
 
+// The GPU that --gpu names, or the first one; the CPU where there is none.
+torch::Device choose_device(const lockstep::World& world, const Options& options) {
+  if (!torch::cuda::is_available()) {
+    if (options.gpu) world.log.info("there is no CUDA device: --gpu {} trains on the CPU", *options.gpu);
+    return torch::kCPU;
+  }
+  const int gpu = options.gpu.value_or(0), count = static_cast<int>(torch::cuda::device_count());
+  if (gpu >= count)
+    throw lockstep::UsageError(fmt::format("--gpu {}: this host has {} GPUs, numbered from 0", gpu, count));
+  return {torch::kCUDA, static_cast<torch::DeviceIndex>(gpu)};
+}
+
 void run(const Options& options) {
   const lockstep::World world;  // of this process alone
+  const torch::Device device = choose_device(world, options);
   lockstep::require_writable(options.save, "--save");
   const lockstep::Mnist mnist = lockstep::load_mnist(world, options.data);
   if (options.samples < mnist.train.size())
     world.log.info("training on the first {} of {} digits", options.samples, mnist.train.size());
-  const torch::Device device = torch::cuda::is_available() ? torch::kCUDA : torch::kCPU;
   torch::manual_seed(3407);  // the tutorial seeds nothing
   ConvNet model;
   model->to(device);
@@ -105,6 +120,7 @@ int main(int argc, char** argv) {
   Options options;
   CLI::App app("Trains a small convolutional network on handwritten digits in one process.");
   app.option_defaults()->always_capture_default()->take_last();
+  app.add_option("--gpu", options.gpu, "number of the GPU to train on")->check(CLI::Range(1000));
   app.add_option("-e,--epochs", options.epochs, "passes over the training digits")
       ->check(CLI::Range(1'000'000));
   app.add_option("-b,--batch_size,--batch-size", options.batch_size, "digits a step")
@@ -123,16 +139,16 @@ int main(int argc, char** argv) {
     if (std::isnan(options.lr)) throw CLI::ValidationError("--lr", "nan is not a number");
   } catch (const CLI::ParseError& error) {
     if (error.get_exit_code() == 0) return app.exit(error);  // --help
-    std::cerr << "error: " << error.what() << "; see --help\n";
+    std::cerr << fmt::format("error: {}; see --help\n", error.what());
     return 2;
   }
   try {
     run(options);
   } catch (const lockstep::UsageError& error) {
-    std::cerr << "error: " << error.what() << "\n";
+    std::cerr << fmt::format("error: {}\n", error.what());
     return 2;
   } catch (const std::exception& error) {
-    std::cerr << "error: " << error.what() << "\n";
+    std::cerr << fmt::format("error: {}\n", error.what());
     return 1;
   }
 }

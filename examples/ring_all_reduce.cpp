@@ -3,9 +3,11 @@
 // it as an exercise to cut them into chunks. With n chunks, each rank sends 2 (n - 1) / n of the tensor.
 //   ring_all_reduce --nproc 4 --elements 1000000          starts four processes itself
 //   torchrun --no-python --nproc-per-node 4 ring_all_reduce, srun -n 4 and mpirun -n 4 do as well
+#include <fmt/format.h>
 #include <torch/torch.h>
 
 #include <CLI/CLI.hpp>
+#include <cstddef>
 #include <cstdint>
 #include <iostream>
 #include <vector>
@@ -81,7 +83,7 @@ int main(int argc, char** argv) {
     app.parse(static_cast<int>(arguments.size()) - 1, arguments.data());
   } catch (const CLI::ParseError& error) {
     if (error.get_exit_code() == 0) return app.exit(error);  // --help
-    std::cerr << "error: " << error.what() << "; see --help\n";
+    std::cerr << fmt::format("error: {}; see --help\n", error.what());
     return 2;
   }
   return lockstep::launch(argc, argv, [&](const lockstep::World& world) { run(world, elements); });

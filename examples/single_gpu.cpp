@@ -134,16 +134,16 @@ int main(int argc, char** argv) {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
     if (error.get_exit_code() == 0) return app.exit(error);  // --help
-    std::cerr << "error: " << error.what() << "; see --help\n";
+    std::cerr << fmt::format("error: {}; see --help\n", error.what());
     return 2;
   }
   try {
     train(options);
   } catch (const lockstep::UsageError& error) {
-    std::cerr << "error: " << error.what() << "\n";
+    std::cerr << fmt::format("error: {}\n", error.what());
     return 2;
   } catch (const std::exception& error) {
-    std::cerr << "error: " << error.what() << "\n";
+    std::cerr << fmt::format("error: {}\n", error.what());
     return 1;
   }
 }

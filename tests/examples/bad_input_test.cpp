@@ -1,8 +1,11 @@
 // What a user can get wrong: one line of plain words, exit code 2, no training, nothing left behind.
+#include <fcntl.h>
 #include <sys/inotify.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <list>
 #include <set>
 #include <string>
@@ -65,19 +68,20 @@ std::vector<Example> all_examples() {
       {"mnist",
        {},
        {"-e", "--epochs", "-b", "--batch-size", "--batch_size", "--lr", "--sync-batchnorm", "--seed",
-        "--workers", "--data-dir", "--data_dir", "--download", "--mirror", "--gpu", "--save"},
+        "--samples", "--workers", "--data-dir", "--data_dir", "--download", "--mirror", "--gpu", "--save"},
        "--save"},
       {"origin_main",
        {},
-       {"-e", "--epochs", "-b", "--batch-size", "--batch_size", "--samples", "--lr", "--save", "--data-dir",
-        "--data_dir"},
+       {"--gpu", "-e", "--epochs", "-b", "--batch-size", "--batch_size", "--samples", "--lr", "--save",
+        "--data-dir", "--data_dir"},
        "--save",
        false},
       {"ddp_main",
        {},
        {"--gpu", "-e", "--epochs", "-b", "--batch-size", "--batch_size", "--samples", "--lr", "--scale-lr",
-        "--save", "--data-dir", "--data_dir"},
+        "--amp", "--save", "--data-dir", "--data_dir"},
        "--save"},
+      {"ddp_gpus", {}, {"--max_epochs", "--max-epochs", "--batch_size", "--batch-size"}, "--max_epochs"},
       {"single_gpu",
        {"1", "1"},
        {"total_epochs", "save_every", "--batch_size", "--batch-size", "--loss"},
@@ -98,8 +102,8 @@ std::vector<Example> all_examples() {
        "--checkpoint"},
       {"average_gradients",
        {},
-       {"program", "--nproc-per-node", "-e", "--epochs", "-b", "--batch-size", "--compare", "--plot",
-        "--data-dir", "--data_dir", "--port", "--samples", "--test"},
+       {"program", "--nproc-per-node", "-e", "--epochs", "-b", "--batch-size", "--batch_size", "--compare",
+        "--plot", "--data-dir", "--data_dir", "--port", "--samples", "--test"},
        "--plot"},
       {"ring_all_reduce", {}, {"--elements"}, "--elements"},
       {"gan", {}, {"--steps", "--digits"}, "--steps"},
@@ -167,6 +171,34 @@ struct Refusal {
   std::string program;
   Words arguments;
   std::string error, and_also = {};
+};
+
+// A refusal's exit code, and what its first write to stderr wrote: a pipe of packets keeps writes apart.
+struct FirstWrite {
+  explicit FirstWrite(const Words& command) {
+    std::array<int, 2> ends{};
+    REQUIRE(pipe2(ends.data(), O_DIRECT | O_CLOEXEC) == 0);
+    std::vector<char*> argv;
+    for (const std::string& word : command) argv.push_back(const_cast<char*>(word.c_str()));
+    argv.push_back(nullptr);
+    const pid_t child = fork();
+    if (child == 0) {
+      dup2(ends[1], STDERR_FILENO);
+      execv(argv[0], argv.data());
+      _exit(127);
+    }
+    close(ends[1]);
+    std::array<char, 4096> buffer{};
+    const ssize_t length = read(ends[0], buffer.data(), buffer.size());
+    if (length > 0) text.assign(buffer.data(), static_cast<std::size_t>(length));
+    close(ends[0]);
+    int status = 0;
+    waitpid(child, &status, 0);
+    code = WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+  }
+
+  std::string text;
+  int code = -1;
 };
 
 // Leaves out the programs that CMake has left out.
@@ -294,7 +326,15 @@ TEST_CASE("every example refuses an unknown option and an empty value") {
       all.insert(all.end(), more.begin(), more.end());
       return all;
     };
-    table.push_back({each.name, with({"--no-such-option"}), "--no-such-option"});
+    // The whole line in one write: under torchrun the ranks share stderr.
+    Words unknown = with({"--no-such-option"});
+    unknown.insert(unknown.begin(), test_program(each.name));
+    const FirstWrite first(unknown);
+    INFO(each.name << " wrote: " << first.text);
+    CHECK(first.code == 2);
+    CHECK(first.text.starts_with("error: "));
+    CHECK_THAT(first.text, ContainsSubstring("--no-such-option"));
+    CHECK(first.text.find('\n') == first.text.size() - 1);
     table.push_back({each.name, with({each.valued + "=", "X"}), each.valued + "=: the value is empty"});
     table.push_back({each.name, with({each.valued, ""}), each.valued + ": the value is empty"});
   }
@@ -320,7 +360,10 @@ TEST_CASE("every example refuses a path that it cannot write before it trains") 
        {"--nproc", "1", "--plot", "/absent/x.svg"},
        "--plot: cannot save to '/absent/x.svg'",
        remedy},
-      {"ddp_toy", {"--checkpoint", "/absent/x"}, "--checkpoint: cannot save to '/absent/x'", remedy},
+      {"ddp_toy",
+       {"--cpu-devices", "2", "--checkpoint", "/absent/x"},
+       "--checkpoint: cannot save to '/absent/x'",
+       remedy},
       {"ddp_toy",
        {"checkpoint", "--nproc", "1", "--checkpoint", "/absent/x"},
        "--checkpoint: cannot save to '/absent/x'",

@@ -1,10 +1,13 @@
 // The tutorials' template: the lines, the learning and the several hosts.
+#include <torch/serialize/archive.h>
+
 #include <fstream>
 #include <iterator>
 #include <regex>
 #include <string>
 #include <vector>
 
+#include "lockstep/precision/precision.hpp"
 #include "support/by_hand.hpp"
 #include "support/catch.hpp"
 #include "support/process.hpp"
@@ -105,6 +108,51 @@ TEST_CASE("the template prints the tutorial's lines, learns and saves the model,
   CHECK_THAT(scaled.out,
              ContainsSubstring("learning rate 0.05 (linear rule: 0.025 for a batch of 16; global batch 32"));
   CHECK(content(saved / "scaled.pt") == content(saved / "ddp.pt"));
+}
+
+TEST_CASE("the template trains in mixed precision and saves the model with its scaler") {
+  const SquareDigits digits(480, 40);
+  const TemporaryFolder saved;
+  const auto file = (saved / "amp.pt").string();
+  const auto ended = two_epochs("ddp_main", digits, file, {"--lr", "0.05", "--amp", "--nproc", "2"});
+  CHECK(std::regex_match(ended.out, tutorial_lines));
+  CHECK(accuracy_in(ended.out) > 50);
+
+  torch::serialize::InputArchive checkpoint, model, scaler, layer, conv;
+  checkpoint.load_from(file);
+  checkpoint.read("scaler", scaler);
+  lockstep::Fp16 precision;
+  precision.load(scaler);
+  // 30 steps, each of which either counts or, skipped, halves the scale of 65536.
+  CHECK(precision.scaler().growth_tracker() > 20);
+  CHECK(precision.scaler().growth_tracker() <= 30);
+  CHECK(precision.scaler().get_scale() <= 65536);
+  checkpoint.read("model", model);
+  model.read("fc", layer);
+  torch::Tensor weight;
+  layer.read("weight", weight);
+  CHECK(weight.sizes() == at::IntArrayRef{10, 1568});
+  CHECK(weight.scalar_type() == torch::kFloat);
+  CHECK(weight.isfinite().all().item<bool>());
+}
+
+TEST_CASE("the template says that --gpu takes CPUs where there are no GPUs") {
+  const SquareDigits digits(32, 16);
+  const TemporaryFolder saved;
+  const auto says = [&](const std::string& program, const std::string& gpu, const std::string& line,
+                        Variables variables) {
+    variables.insert({"OMP_NUM_THREADS", "1"});
+    const Ended ended = run({test_program(program), "--gpu", gpu, "-e", "1", "--data-dir",
+                             digits.path().string(), "--save", (saved / "model.pt").string()},
+                            variables, limit);
+    INFO("out: " << ended.out << "\nerror: " << ended.error);
+    CHECK(ended.code == 0);
+    CHECK(count(ended.out, line) == 1);
+  };
+  says("ddp_main", "0,1", "there is no CUDA device: --gpu 0,1 starts as many processes, on the CPU\n",
+       {{"LOCKSTEP_DEVICE", "cpu"}});
+  says("origin_main", "0", "there is no CUDA device: --gpu 0 trains on the CPU\n",
+       {{"CUDA_VISIBLE_DEVICES", "-1"}});
 }
 
 TEST_CASE("the template refuses wrong arguments on one line") {

@@ -71,10 +71,19 @@ TEST_CASE("mnist without data draws digits once, and says so") {
   FolderWatch watch(cache / "lockstep");
   const Variables variables{{"XDG_CACHE_HOME", cache.path().string()}};
   for (const std::size_t drawn : {1, 0}) {  // in the first run by one of the ranks, in the second by none
-    CHECK_THAT(run_example("mnist", {"--nproc", "2", "--epochs", "0"}, variables).out,
-               ContainsSubstring("training on 60000 digits drawn by this program"));
+    const auto out = run_example("mnist", {"--nproc", "2", "--epochs", "0"}, variables).out;
+    CHECK_THAT(out, ContainsSubstring("training on 60000 digits drawn by this program"));
+    CHECK_THAT(out, ContainsSubstring("training on the first 20000 of 60000 digits\n"));
     CHECK(watch.made().size() == drawn);
   }
+}
+
+TEST_CASE("mnist trains on the first --samples digits") {
+  const SmallMnist folder;
+  const auto out = run_example("mnist", {"--nproc", "1", "-e", "1", "-b", "16", "--samples", "16",
+                                         "--data-dir", folder.path().string()})
+                       .out;
+  CHECK(out.starts_with("training on the first 16 of 960 digits\nbegin training of epoch 1/1\n"));
 }
 
 TEST_CASE("mnist takes the tutorial's --gpu for as many processes and says what it means") {
@@ -98,8 +107,14 @@ TEST_CASE("five lines make a loop data-parallel") {
 }
 
 TEST_CASE("two models and two optimizers stay in step") {
-  const auto out = run_example("gan", {"--nproc", "3", "--steps", "12", "--digits", "960"}).out;
-  CHECK_THAT(out, ContainsSubstring("done: 12 steps of two models on 3 ranks"));
+  const auto out = run_example("gan", {"--nproc", "3", "--steps", "101", "--digits", "960"}).out;
+  INFO(out);
+  std::smatch found;
+  const std::string losses = "discriminator ([0-9]+\\.[0-9]{4}), generator ([0-9]+\\.[0-9]{4})\n";
+  REQUIRE(std::regex_match(out, found,
+                           std::regex("step 0: " + losses + "step 100: " + losses +
+                                      "done: 101 steps of two models on 3 ranks\n")));
+  CHECK(std::stod(found[3]) < 0.9 * std::stod(found[1]));  // it tells the drawn digits from the real ones
 }
 
 }  // namespace examples_test

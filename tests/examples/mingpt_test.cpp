@@ -2,6 +2,7 @@
 #include <signal.h>
 
 #include <algorithm>
+#include <cmath>
 #include <filesystem>
 #include <fstream>
 #include <iterator>
@@ -82,8 +83,9 @@ TEST_CASE("mingpt prints the tutorial's lines, learns and generates text") {
       "from scratch\n"));
   for (const std::string line :
        {"[RANK0] Epoch 1 | Iter 0 | Train Loss 3.", "[RANK0] Epoch 3 | Iter 50 | Train",
-        "[rank 1] [RANK1] Epoch 3 | Iter 50 | Train", "\nSnapshot saved at epoch 3\n"})
+        "\n[RANK1] Epoch 3 | Iter 50 | Train", "\nSnapshot saved at epoch 3\n"})
     CHECK(count(out, line) == 1);
+  CHECK(count(out, "[rank ") == 0);
   CHECK(count(out, "Snapshot saved") == 1);
   CHECK(count(out, "Snapshot not found") == 1);
   const std::string number = "([0-9]+\\.[0-9]{5})\n", mean = "([0-9]+\\.[0-9]{5}) \\| [0-9]+ tokens/s\n";
@@ -172,6 +174,24 @@ TEST_CASE("mingpt trains in mixed precision and reads its snapshot again") {
   CHECK(number_in(out, "\nEpoch 1 \\| Train Loss ([0-9.]+)") < 3.2);
   CHECK(count(train(folder, {amp[0], amp[1], "trainer_config.max_epochs=2"}).out,
               "Resuming training from snapshot at Epoch 2\n") == 1);
+}
+
+TEST_CASE("mingpt trains in bfloat16") {
+  const TemporaryFolder folder;
+  write_settings(folder);
+  const auto losses = [&](const Words& amp) {
+    Words more{"data_config.truncate=0.1", "trainer_config.max_epochs=1", "trainer_config.save_every=2",
+               "trainer_config.log_every=1", "sample_config.number=0"};
+    more.insert(more.end(), amp.begin(), amp.end());
+    return train(folder, more).out;
+  };
+  const std::string first = "RANK0\\] Epoch 1 \\| Iter 0 \\| Train Loss ([0-9.]+)",
+                    mean = "\nEpoch 1 \\| Train Loss ([0-9.]+)";
+  const auto bf16 = losses({"trainer_config.use_amp=true", "trainer_config.amp_dtype=bfloat16"});
+  const auto fp32 = losses({});
+  CHECK(number_in(bf16, mean) < number_in(bf16, first));
+  CHECK(number_in(bf16, mean) != number_in(fp32, mean));  // other roundings, about the same losses
+  CHECK(std::abs(number_in(bf16, mean) - number_in(fp32, mean)) < 0.05);
 }
 
 TEST_CASE("a configuration that is wrong is refused on one line") {

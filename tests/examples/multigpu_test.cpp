@@ -6,6 +6,7 @@
 #include "support/catch.hpp"
 #include "support/process.hpp"
 #include "support/temporary_folder.hpp"
+#include "support/torchrun.hpp"
 
 namespace multigpu_test {
 
@@ -81,6 +82,37 @@ TEST_CASE("an epoch of 2,048 samples has 64, 32 and 8 steps of 32 on 1, 2 and 9 
   take_loss(lines);
   CHECK(lines == std::vector<std::string>{"Epoch 0 | Training checkpoint saved at checkpoint.pt",
                                           "[GPU0] Epoch 0 | Batchsize: 32 | Steps: 64"});
+}
+
+TEST_CASE("ddp_gpus prints its tutorial's line on every rank, 32 and 8 steps on 2 and 9 ranks") {
+  const TemporaryFolder folder;
+  const auto expected = [](int ranks, int epochs, int batch, int steps) {
+    std::vector<std::string> lines;
+    for (int rank = 0; rank < ranks; ++rank)
+      for (int epoch = 0; epoch < epochs; ++epoch)
+        lines.push_back(
+            fmt::format("[GPU: {}] Epoch: {} | Batchsize: {} | Steps: {}", rank, epoch, batch, steps));
+    return lines;
+  };
+  CHECK(lines_of(folder, "ddp_gpus", {"--max_epochs", "2", "--nproc", "2"}) == expected(2, 2, 32, 32));
+  CHECK(lines_of(folder, "ddp_gpus", {"--max_epochs", "1", "--batch_size", "32", "--nproc", "9"}) ==
+        expected(9, 1, 32, 8));
+  // A rank has 228 samples: the last of 8 batches of 32 has 4.
+  CHECK(lines_of(folder, "ddp_gpus", {"--max_epochs", "1", "--batch_size", "2048", "--nproc", "9"}) ==
+        expected(9, 1, 228, 1));
+  CHECK(228 - 7 * 32 == 4);
+  CHECK(folder.files() == 0);
+
+  const std::string launcher = torchrun();
+  if (launcher.empty()) return;
+  const Ended ended = run({launcher, "--standalone", "--no-python", "--nproc-per-node=2",
+                           test_program("ddp_gpus"), "--max_epochs", "1", "--batch_size", "32"},
+                          {{"OMP_NUM_THREADS", "1"}}, Milliseconds(120000));
+  INFO("out: " << ended.out << "\nerror: " << ended.error);
+  CHECK(ended.code == 0);
+  CHECK(ended.left == 0);
+  for (const std::string& line : expected(2, 1, 32, 32)) CHECK(count(ended.out, line + "\n") == 1);
+  CHECK(count(ended.out, "\n") == 2);
 }
 
 TEST_CASE("the mean squared error falls, and the tutorial's cross-entropy is 0 from the start") {
