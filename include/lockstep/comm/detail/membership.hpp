@@ -547,7 +547,8 @@ class Membership {
     const auto& environment = world_.environment();
     const bool rank_hosts = !environment.store_is_hosted || environment.store_outlives_attempts;
     return detail::formatted("{} {}",
-                             rank_hosts ? "rank 0 has ended and its store with it" : failure.sentence(),
+                             rank_hosts ? "rank 0 failed first: its process has ended, and the store with it,"
+                                        : failure.sentence(),
                              waiting_text(world_.rank(), place_text(call)));
   }
   [[nodiscard]] std::string silence() const {
