@@ -215,7 +215,8 @@ TEST_CASE("4 and 2 processes on two hosts train together and number themselves t
                                             "--rdzv-backend=c10d",
                                             "--rdzv-endpoint=10.177.0.1:29604",
                                             first ? "--rdzv-conf=is_host=1" : "--rdzv-conf=is_host=0"};
-    resumed.add(hosts.on(first ? "A" : "B", command(first ? a : b, {"3", "1"}, launcher)), one_thread);
+    resumed.add(hosts.on(first ? "A" : "B", command(first ? a : b, {"3", "1"}, launcher)),
+                {{"OMP_NUM_THREADS", ""}});
   }
   const auto ended = resumed.wait(limit);
   INFO(resumed[0].out() << resumed[0].error() << resumed[1].out() << resumed[1].error());
@@ -223,10 +224,73 @@ TEST_CASE("4 and 2 processes on two hosts train together and number themselves t
   CHECK(count(resumed[0].error(),
               "lockstep: 6 ranks on 2 hosts (nodeA: 4, nodeB: 2), started by torchrun (RANK, "
               "WORLD_SIZE), rendezvous at tcp://") == 1);
+  CHECK(count(resumed[0].error(), "; threads per rank: 1, from OMP_NUM_THREADS of torchrun\n") == 1);
   CHECK(count(resumed[1].out(), "Resuming training from snapshot at Epoch 2\n") == 2);
   for (int rank = 0; rank < 6; ++rank)
     CHECK(count(resumed[rank < 4 ? 0 : 1].out(),
                 fmt::format("[GPU{}] Epoch 2 | Batchsize: 32 | Steps: 11\n", rank)) == 1);
+}
+
+TEST_CASE(
+    "torchrun's agents on two hosts restart their ranks when one is killed, and the run ends with equal "
+    "bits") {
+  const std::string agent = torchrun();
+  if (agent.empty()) return;
+  const TwoHosts hosts;
+  if (!hosts.missing().empty()) {
+    WARN("SKIPPED: " << hosts.missing());
+    return;
+  }
+  // Any host may have rank 0 after the restart: both see one folder.
+  const TemporaryFolder folder, undisturbed;
+  const auto three = [](std::vector<std::string> more) {
+    std::vector<std::string> all{"4", "1", "--batch_size", "4", "--momentum", "0.9"};
+    all.insert(all.end(), more.begin(), more.end());
+    return all;
+  };
+  Together nodes;
+  const int port = free_port();
+  for (const bool first : {true, false}) {
+    const std::vector<std::string> launcher{agent,
+                                            "--no-python",
+                                            "--nnodes=2",
+                                            first ? "--nproc-per-node=2" : "--nproc-per-node=1",
+                                            first ? "--local-addr=10.177.0.1" : "--local-addr=10.177.0.2",
+                                            "--rdzv-id=456",
+                                            "--rdzv-backend=c10d",
+                                            fmt::format("--rdzv-endpoint=10.177.0.1:{}", port),
+                                            first ? "--rdzv-conf=is_host=1" : "--rdzv-conf=is_host=0",
+                                            "--max-restarts=3"};
+    nodes.add(hosts.on(first ? "A" : "B", command(folder, three({}), launcher)), one_thread);
+  }
+  // The rank of host B, whichever number it has.
+  REQUIRE(nodes[1].wait_for_output("] Epoch 1 |", limit));
+  const int rank = std::stoi(nodes[1].out().substr(nodes[1].out().find("[GPU") + 4));
+  REQUIRE(nodes[rank == 0 ? 1 : 0].wait_for_output(saved_line(0), limit));
+  const pid_t killed = process_of_rank(nodes.marker, rank);
+  REQUIRE(killed > 0);
+  REQUIRE(kill(killed, SIGKILL) == 0);
+  const auto codes = nodes.wait(limit);
+  const std::string out = nodes[0].out() + nodes[1].out(), error = nodes[0].error() + nodes[1].error();
+  INFO(out << error);
+  CHECK(codes == std::vector<int>{0, 0});
+  CHECK(processes_left(nodes.marker) == 0);
+  // Two attempts, each on both hosts.
+  CHECK(count(error, "lockstep: 3 ranks on 2 hosts (node") == 2);
+  CHECK(count(error, "), started by torchrun (RANK, WORLD_SIZE), rendezvous at tcp://") == 2);
+  CHECK(count(out, "Snapshot not found. Training model from scratch\n") == 1);
+  CHECK(count(nodes[0].out(), "Loading snapshot\n") == 2);
+  CHECK(count(nodes[1].out(), "Loading snapshot\n") == 1);
+  std::smatch resumed;
+  REQUIRE(std::regex_search(out, resumed, std::regex("Resuming training from snapshot at Epoch ([1-3])\n")));
+  CHECK(count(out, resumed.str()) == 3);
+  for (int epoch = 0; epoch < 4; ++epoch) CHECK(count(out, saved_line(epoch)) == 1);
+
+  const Ended whole = run(command(undisturbed, three({"--nproc", "3"})), one_thread, limit);
+  INFO("undisturbed: " << whole.out << whole.error);
+  CHECK(whole.code == 0);
+  CHECK(content(folder / "snapshot.pt").size() > 1000);
+  CHECK(content(folder / "snapshot.pt") == content(undisturbed / "snapshot.pt"));
 }
 
 }  // namespace multigpu_torchrun_test
