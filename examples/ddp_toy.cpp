@@ -131,8 +131,8 @@ void demo_checkpoint(const World& world, const Options& options) {
 void require_devices(int ranks, const Options& options) {
   if (options.devices() < 2 * ranks)
     throw lockstep::UsageError(
-        fmt::format("Requires at least {0} GPUs to run, but got {1}; --cpu-devices {0} takes CPUs as devices",
-                    2 * ranks, options.devices()));
+        fmt::format("Requires at least {0} {2} to run, but got {1}; --cpu-devices {0} takes CPUs as devices",
+                    2 * ranks, options.devices(), options.cpu_devices > 0 ? "devices" : "GPUs"));
 }
 
 void demo_model_parallel(const World& world, const Options& options) {

@@ -13,6 +13,7 @@
 #include "lockstep/datasets/mnist.hpp"
 #include "lockstep/ddp.hpp"
 #include "lockstep/train/checkpoint.hpp"
+#include "lockstep/world/launch.hpp"
 
 namespace nn = torch::nn;
 namespace data = torch::data;

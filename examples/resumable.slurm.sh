@@ -10,7 +10,7 @@
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --signal=USR1@120
-srun "$@"
+srun --kill-on-bad-exit=0 "$@"  # the first task that stops must not end the others
 code=$?
 echo "exit code $code"
 if [ $code = 75 ]; then scontrol requeue "$SLURM_JOB_ID"; fi

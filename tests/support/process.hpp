@@ -41,6 +41,18 @@ inline std::string new_marker() {
   return fmt::format("{}-{}-{}.{}", getpid(), count++, now.tv_sec, now.tv_nsec);
 }
 
+/// A file of a process in /proc; what could be read if the process ends meanwhile, where std::ifstream throws.
+inline std::string text_of_process(pid_t pid, const char* file) {
+  std::string all;
+  const int fd = open(fmt::format("/proc/{}/{}", pid, file).c_str(), O_RDONLY | O_CLOEXEC);
+  if (fd < 0) return all;
+  char buffer[65536];
+  for (ssize_t length = 0; (length = read(fd, buffer, sizeof buffer)) > 0;)
+    all.append(buffer, static_cast<std::size_t>(length));
+  close(fd);
+  return all;
+}
+
 /// The processes (zombies too) whose environment holds a marker, without the caller.
 inline std::vector<pid_t> processes_with(const std::string& marker) {
   std::vector<pid_t> found;
@@ -48,8 +60,7 @@ inline std::vector<pid_t> processes_with(const std::string& marker) {
   while (const dirent* entry = readdir(folder)) {
     const pid_t pid = std::atoi(entry->d_name);
     if (pid <= 0 || pid == getpid()) continue;
-    std::ifstream file(fmt::format("/proc/{}/environ", pid), std::ios::binary);
-    const std::string all((std::istreambuf_iterator<char>(file)), {});
+    const std::string all = text_of_process(pid, "environ");
     if (all.find(fmt::format("{}={}", marker_variable, marker)) != std::string::npos) found.push_back(pid);
   }
   closedir(folder);
@@ -73,8 +84,7 @@ struct ProcessState {
   pid_t parent = 0;
 };
 inline ProcessState process_state(pid_t pid) {
-  std::ifstream file(fmt::format("/proc/{}/stat", pid));
-  const std::string all((std::istreambuf_iterator<char>(file)), {});
+  const std::string all = text_of_process(pid, "stat");
   const auto end = all.rfind(')');  // behind the name, which may hold anything
   ProcessState found;
   if (end == std::string::npos ||
@@ -236,7 +246,8 @@ class Process {
   [[nodiscard]] std::string::size_type about_run_begin() const {
     for (const char* starter : {", started by --nproc; ", ", started by hand ("})
       if (const auto middle = text_[1].find(starter); middle != std::string::npos) {
-        const auto begin = text_[1].rfind("lockstep: ", middle);
+        const auto before = text_[1].rfind('\n', middle);
+        const auto begin = before == std::string::npos ? 0 : before + 1;
         if (text_[1].find(" on 1 host (", begin) < middle) return begin;
       }
     return std::string::npos;

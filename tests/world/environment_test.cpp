@@ -156,6 +156,8 @@ TEST_CASE("launch starts as many processes as it is told") {
   CHECK(plan({"--prefix=always"}, {}).prefix == lockstep::Prefix::always);
   CHECK(plan({"--timeout", "90"}, {}).timeout == 90);
   CHECK_FALSE(plan({}, {{"LOCKSTEP_TIMEOUT", "90"}}).timeout);
+  // A loopback address tells of no other host.
+  CHECK(plan({"--nproc", "2"}, {{"WORLD_SIZE", "2"}, {"MASTER_ADDR", "127.0.0.1"}}).size == 2);
 }
 
 TEST_CASE("of a launch argument that is given twice the last counts") {

@@ -74,9 +74,8 @@ inline std::string lateness(const Call& call, const std::map<int, Position>& pos
                                  last(position->second));
       if (const auto found = elsewhere.find(rank); other_place.empty() && found != elsewhere.end())
         other_place = detail::formatted(
-            ". Rank {} has entered {} in the communicator '{}', and rank {} has not: every rank must make "
-            "the "
-            "calls of all communicators in the same order",
+            ". Rank {} has entered {} in the communicator '{}', and rank {} has not: every rank "
+            "must make the calls of all communicators in the same order",
             rank, found->second.position.text(), found->second.group, own_rank);
     }
   }
@@ -616,6 +615,10 @@ class Membership {
         std::vector<std::string> names;
         std::size_t lowest = 0;
         for (const auto& [rank, exit_code] : missing.value_or(std::vector<MissingRank>())) {
+          if (exit_code.value_or(0) != 0) {  // the rank has published its reason before
+            (void)monitor_->await_failure(std::chrono::milliseconds(500));
+            throw_if_failed(call);
+          }
           if (exit_code) throw PeerError(ended_text(call, ranks()[rank], *exit_code), world_.rank());
           names.push_back(std::to_string(ranks()[rank]));
           if (rank == lowest) ++lowest;

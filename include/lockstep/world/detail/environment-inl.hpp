@@ -233,7 +233,7 @@ inline void require_place(const Variables& variables, const LaunchedRank& found,
           "of ranks on its host and not above the rank",
           by, local_rank, local_size, found.rank, found.size, from));
   }
-  if (!found.master_addr.empty() && !variables("MASTER_PORT") &&
+  if (!found.master_addr.empty() && !variables("MASTER_PORT") && !variables("LOCKSTEP_RENDEZVOUS") &&
       (found.master_port < 1 || found.master_port > 65535))
     throw UsageError(
         detail::formatted("{} has assigned port {} for the rendezvous{}: it must be in 1 to 65535", by,

@@ -81,7 +81,9 @@ inline int launch_here(const LaunchPlan& plan, int argc, const char* const* argv
     listener =
         listen_as_rank_zero({alone ? "127.0.0.1" : url.host, url.port, secret, plan.rendezvous_origin});
   const bool hosting = listener.has_value();
-  const auto rendezvous = alone ? detail::formatted("tcp://127.0.0.1:{}", listener->port) : plan.rendezvous;
+  // Where all ranks are here, they need no address that leads to this host from elsewhere.
+  const bool local = alone || (hosting && plan.nproc == plan.size && listener->host_is_elsewhere);
+  const auto rendezvous = local ? detail::formatted("tcp://127.0.0.1:{}", listener->port) : plan.rendezvous;
 
   SupervisorOptions supervised;
   supervised.arguments.assign(argv, argv + argc);
@@ -239,7 +241,8 @@ LOCKSTEP_INLINE std::optional<std::string> flag_without_value(int argc, const ch
   for (int i = 1; i < argc; ++i) {
     const std::string text = argv[i];
     if (text.empty()) return argv[i - 1][0] == '-' ? argv[i - 1] : detail::formatted("argument {}", i);
-    if (text.compare(0, 2, "--") == 0 && text.back() == '=') return text;
+    if (text == "--") break;
+    if (text.compare(0, 2, "--") == 0 && text.find('=') == text.size() - 1) return text;
   }
   return std::nullopt;
 }

@@ -246,8 +246,12 @@ inline LaunchPlan plan_launch(int argc, const char* const* argv, const LaunchOpt
     }
     return plan;
   }
-  // A run of its own on each host would be no error that anybody sees.
-  if (size && *size > 1 && (variables("MASTER_ADDR") || variables("LOCKSTEP_RENDEZVOUS")))
+  // A run of its own on each host would be no error that anybody sees. An address that means this host on
+  // each host tells of no other host.
+  const auto address = variables("MASTER_ADDR");
+  const bool several = variables("LOCKSTEP_RENDEZVOUS") ||
+                       (address && *address != "localhost" && !address->starts_with("127."));
+  if (size && *size > 1 && several)
     throw UsageError(
         detail::formatted("WORLD_SIZE={} is set but RANK is not: set RANK to this process's number, 0 to {}, "
                           "or to the first of "

@@ -506,12 +506,13 @@ inline std::string repeated_local_rank(const std::vector<RankIdentity>& ranks) {
       const auto& one = ranks[holders[0]];
       const bool named = !one.local_variable.empty();
       const auto variable = named ? printable(one.local_variable) : std::string("local rank");
-      return detail::formatted(
-          "ranks {} and {} on {} both have {}{}{} of {} ranks there: give every rank of a host its own {}, 0 "
-          "to "
-          "{}",
-          holders[0], holders[1], printable(one.host_text()), variable, named ? "=" : " ",
-          printable(local_rank), size, variable, size - 1);
+      const auto remedy =
+          !named || variable == "LOCAL_RANK"
+              ? detail::formatted("give every rank of a host its own {}, 0 to {}", variable, size - 1)
+              : std::string("pass the launcher's whole environment on to each process");
+      return detail::formatted("ranks {} and {} on {} both have {}{}{} of {} ranks there: {}", holders[0],
+                               holders[1], printable(one.host_text()), variable, named ? "=" : " ",
+                               printable(local_rank), size, remedy);
     }
   }
   return {};

@@ -141,7 +141,8 @@ inline void tell_failure(FailureReport& report, bool& said) {
   const bool said_already = !first && report.kind == FailureKind::usage;
   const auto text = detail::formatted(
       "error: {}\n", rank < 0 ? report.text : headline(report, detail::formatted("rank {}", rank)));
-  at_most(std::chrono::milliseconds(500), [text, said_already] {
+  // Long enough for a thread to start on a host under load: without this line nobody knows what was wrong.
+  at_most(std::chrono::milliseconds(3000), [text, said_already] {
     std::cout.flush();
     std::fflush(stdout);
     if (!said_already) std::fwrite(text.data(), 1, text.size(), stderr);
