@@ -119,7 +119,7 @@ TEST_CASE("ddp_toy refuses on one line what it cannot run") {
   refused({}, missing);
   refused({"model-parallel"}, missing);
   refused({"model-parallel", "--cpu-devices", "5", "--nproc", "3"},
-          "Requires at least 6 GPUs to run, but got 5");
+          "Requires at least 6 devices to run, but got 5");
   refused({"basics"}, "demo: basics not in");
   refused({"basic", "--checkpoint", ""}, "--checkpoint: the value is empty");
 }
