@@ -489,15 +489,17 @@ TEST_CASE("two ranks of a host with one local rank are both named, to every rank
   // Launchers imitate several hosts on one: complete sets of local ranks.
   const auto sets =
       ranks_with({by_local("0", "2"), by_local("1", "2"), by_local("0", "1"), by_local("0", "1")});
-  for (const auto& [ranks, variable] : std::vector<std::pair<Together*, std::string>>{
-           {hand.get(), "LOCAL_RANK"}, {srun.get(), "SLURM_LOCALID"}}) {
+  for (const auto& [ranks, text] : std::vector<std::pair<Together*, std::string>>{
+           {hand.get(),
+            "LOCAL_RANK=0 of 2 ranks there: give every rank of a host its own LOCAL_RANK, 0 to 1\n"},
+           {srun.get(),
+            "SLURM_LOCALID=0 of 2 ranks there: pass the launcher's whole environment on to each "
+            "process\n"}}) {
     CHECK(ranks->wait() == std::vector<int>{1, 1});
     for (const auto& process : ranks->all) {
       INFO(process->error());
-      CHECK_THAT(process->error(), ContainsSubstring(fmt::format(
-                                       ": ranks 0 and 1 on {} both have {}=0 of 2 ranks there: give every "
-                                       "rank of a host its own {}, 0 to 1\n",
-                                       host, variable, variable)));
+      CHECK_THAT(process->error(),
+                 ContainsSubstring(fmt::format(": ranks 0 and 1 on {} both have ", host) + text));
       CHECK(count(process->error(), "\n") == 1);
     }
   }
