@@ -519,7 +519,7 @@ inline std::string repeated_local_rank(const std::vector<RankIdentity>& ranks) {
 }
 
 /// Ends the rendezvous on all ranks with an error, and throws it on this rank. If all ranks of the run have
-/// joined before, it goes on, and rank 0 is told.
+/// joined before, the run goes on, and rank 0 logs a warning.
 [[noreturn]] inline void refuse_rendezvous(c10d::Store& store, const std::string& text) {
   try {
     const auto outcome = to_text(store.compareSet(store_keys::outcome, {}, to_bytes("refused " + text)));
