@@ -69,7 +69,7 @@ function(lockstep_torch_install_python folder wanted out)
     message(STATUS "lockstep: installed the Python package torch ${LOCKSTEP_TORCH_NEWEST}: ${bytes} bytes on disk, "
       "${seconds} s")
     file(TOUCH ${target}/complete)
-  elseif(NOT LOCKSTEP_COMPARED_CHECKED STREQUAL LOCKSTEP_TORCHVISION)
+  elseif(wanted AND NOT LOCKSTEP_COMPARED_CHECKED STREQUAL LOCKSTEP_TORCHVISION)
     # An environment that an earlier version installed. Once for a build folder: each import takes seconds.
     _lockstep_install_compared(${target})
   endif()

@@ -1,6 +1,6 @@
 # Checks that public and private headers are two places: docs/headers.md has a row for each public header and none for
 # another file, each row names what its header has, lockstep.hpp includes all that it promises, and a header in a detail/
-# folder declares nothing in namespace lockstep. An -inl.hpp there defines what a public header declares; lockstep/compiled.cpp includes each of them.
+# folder declares nothing in namespace lockstep. A part includes only itself and parts before it. An -inl.hpp there defines what a public header declares; lockstep/compiled.cpp includes each of them.
 # SOURCE: the project's root.
 cmake_minimum_required(VERSION 3.25)
 file(GLOB_RECURSE headers RELATIVE ${SOURCE}/include ${SOURCE}/include/lockstep/*.hpp)
@@ -8,7 +8,19 @@ file(READ ${SOURCE}/docs/headers.md page)
 file(STRINGS ${SOURCE}/include/lockstep/lockstep.hpp umbrella REGEX "^#include")
 file(STRINGS ${SOURCE}/include/lockstep/compiled.cpp compiled REGEX "^#include")
 set(faults "")
+set(parts detail log world comm data datasets grad precision nn optim train report)
 foreach(header IN LISTS headers)
+  if(header MATCHES "^lockstep/([a-z]+)/")
+    list(FIND parts ${CMAKE_MATCH_1} place)
+    file(STRINGS ${SOURCE}/include/${header} includes REGEX "^#include \"lockstep/[a-z]+/")
+    foreach(include IN LISTS includes)
+      string(REGEX MATCH "lockstep/([a-z]+)/" matched "${include}")
+      list(FIND parts ${CMAKE_MATCH_1} used)
+      if(used LESS 0 OR place LESS 0 OR used GREATER place)
+        list(APPEND faults "${header} includes a part that comes after its own: ${include}")
+      endif()
+    endforeach()
+  endif()
   if(header MATCHES "-inl.hpp$")
     if(NOT "#include \"${header}\"" IN_LIST compiled)
       list(APPEND faults "lockstep/compiled.cpp does not include ${header}")

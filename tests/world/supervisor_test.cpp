@@ -11,11 +11,14 @@
 #include <cstdio>
 #include <cstdlib>
 #include <fstream>
+#include <memory>
 #include <set>
 #include <sstream>
+#include <stdexcept>
 #include <string>
 #include <thread>
 
+#include "lockstep/world/detail/at_most.hpp"
 #include "lockstep/world/detail/worker.hpp"
 #include "support/catch.hpp"
 #include "support/process.hpp"
@@ -791,4 +794,44 @@ TEST_CASE("torchrun's error file is valid JSON") {
   std::remove(path.c_str());
   CHECK(text == R"({"message":{"message":"a \"quoted\"\u000aline\u0009\\","extraInfo":)"
                 R"({"py_callstack":"a \"quoted\"\u000aline\u0009\\","timestamp":"1795233130"}}})");
+}
+
+TEST_CASE("a thread that can be left behind never begins its work after that") {
+  std::atomic<int> late{0};
+  for (int i = 0; i < 200; ++i) {
+    const auto left = std::make_shared<std::atomic<bool>>(false);
+    {
+      const lockstep::detail::LeavableThread thread([left, &late] {
+        if (*left) ++late;
+      });
+    }
+    *left = true;
+  }
+  std::this_thread::sleep_for(200ms);
+  CHECK(late == 0);
+}
+
+TEST_CASE("a thread that can be left behind is joined after its work, and is left while it works") {
+  const auto used = std::make_shared<int>(0);
+  {
+    const lockstep::detail::LeavableThread thread([used] { ++*used; });
+    REQUIRE(thread.ends_within(10s));
+    CHECK(*used == 1);
+    CHECK(used.use_count() == 1);  // the work is destroyed
+    thread.rethrow();
+  }
+  const lockstep::detail::LeavableThread failing([] { throw std::runtime_error("no route"); });
+  REQUIRE(failing.ends_within(10s));
+  CHECK_THROWS_WITH(failing.rethrow(), "no route");
+
+  const auto go_on = std::make_shared<std::atomic<bool>>(false);
+  const auto begin = std::chrono::steady_clock::now();
+  {
+    const lockstep::detail::LeavableThread stuck([go_on] {
+      while (!*go_on) std::this_thread::sleep_for(1ms);
+    });
+    CHECK_FALSE(stuck.ends_within(50ms));
+  }
+  CHECK(std::chrono::steady_clock::now() - begin < 10s);
+  *go_on = true;
 }

@@ -23,9 +23,9 @@
 
 #include "lockstep/comm/agreement.hpp"
 #include "lockstep/comm/communicator.hpp"
-#include "lockstep/comm/detail/served_call.hpp"
 #include "lockstep/data/generator.hpp"
 #include "lockstep/detail/format.hpp"
+#include "lockstep/detail/served_call.hpp"
 #include "lockstep/error.hpp"
 
 namespace lockstep::detail {

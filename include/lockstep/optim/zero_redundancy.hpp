@@ -20,8 +20,8 @@
 
 #include "lockstep/comm/communicator.hpp"
 #include "lockstep/comm/detail/own_error.hpp"
-#include "lockstep/comm/detail/served_call.hpp"
 #include "lockstep/detail/format.hpp"
+#include "lockstep/detail/served_call.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/grad/detail/broadcast_list.hpp"
 #include "lockstep/grad/model.hpp"

@@ -27,8 +27,8 @@
 #include <torch/serialize/archive.h>
 
 #include "lockstep/comm/communicator.hpp"
-#include "lockstep/comm/detail/served_call.hpp"
 #include "lockstep/detail/format.hpp"
+#include "lockstep/detail/served_call.hpp"
 #include "lockstep/error.hpp"
 
 namespace lockstep {

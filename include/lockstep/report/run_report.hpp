@@ -8,7 +8,7 @@
 #include <utility>
 
 #include "lockstep/comm/communicator.hpp"
-#include "lockstep/comm/detail/served_call.hpp"
+#include "lockstep/detail/served_call.hpp"
 #include "lockstep/log/log.hpp"
 #include "lockstep/report/detail/append_file.hpp"
 #include "lockstep/report/detail/run_recorder.hpp"

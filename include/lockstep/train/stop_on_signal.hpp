@@ -12,9 +12,9 @@
 
 #include "lockstep/comm/agreement.hpp"
 #include "lockstep/comm/communicator.hpp"
-#include "lockstep/comm/detail/served_call.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/detail/linkage.hpp"
+#include "lockstep/detail/served_call.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/train/extras.hpp"
 

@@ -15,7 +15,7 @@
 
 #include "lockstep/comm/detail/backend_operations.hpp"
 #include "lockstep/comm/detail/bytes_header.hpp"
-#include "lockstep/comm/detail/served_call.hpp"
+#include "lockstep/detail/served_call.hpp"
 #include "lockstep/error.hpp"
 
 namespace lockstep::detail {

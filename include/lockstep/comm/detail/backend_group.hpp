@@ -6,7 +6,6 @@
 #include <condition_variable>
 #include <exception>
 #include <functional>
-#include <future>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -33,6 +32,7 @@
 #include "lockstep/comm/options.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
+#include "lockstep/world/detail/at_most.hpp"
 #include "lockstep/world/world.hpp"
 
 namespace lockstep::detail {
@@ -359,22 +359,16 @@ class BackendGroup {
   // peer or the store may never answer.
   Backend connect(std::function<Backend()> make) {
     const Call call{"the start of the communicator", 0, {}, 0, Clock::now(), served_call};
-    std::promise<Backend> promise;
-    auto connected = promise.get_future();
-    std::thread([promise = std::move(promise), make = std::move(make)]() mutable {
-      try {
-        promise.set_value(make());
-      } catch (...) {
-        promise.set_exception(std::current_exception());
-      }
-    }).detach();
+    const auto made = std::make_shared<Backend>();
+    const LeavableThread connecting([made, make = std::move(make)] { *made = make(); });
     Membership::CallWatch watch(membership(), call);
-    while (connected.wait_for(slice) != std::future_status::ready) {
+    while (!connecting.ends_within(slice)) {
       check(watch.look());
       if (Clock::now() >= call.start + timeout()) throw_timeout(call);
     }
     try {
-      return connected.get();
+      connecting.rethrow();
+      return std::move(*made);
     } catch (const Error&) {
       throw;
     } catch (...) {
@@ -385,39 +379,27 @@ class BackendGroup {
   // Ends the operations in flight on a device, on a thread of its own: c10d::Backend::abort may block.
   void abort_backend() noexcept try {
     const std::lock_guard lock(mutex_);
-    if (!backend_ || std::exchange(aborted_, true)) return;
-    std::thread([backend = backend_] {
-      try {
-        abort_operations(*backend);
-      } catch (const std::exception&) {  // the first error of the group says more
-      }
-    }).detach();
+    if (!backend_ || aborting_) return;
+    aborting_.emplace([backend = backend_] { abort_operations(*backend); });
   } catch (const std::exception&) {  // no thread can be started
   }
 
   // Completes the works in flight, on a thread that can be left behind. Returns false if another rank failed.
   bool finish_works(const Call& call) {
-    std::promise<void> promise;
-    auto finished = promise.get_future();
     std::unique_lock lock(mutex_);
-    std::thread([promise = std::move(promise), backend = std::move(backend_), lane = std::move(lane_),
-                 kept = std::move(kept_), timeout = timeout()]() mutable {
-      try {
-        const SigpipeGuard guard;
-        for (auto& message : kept) try {
-            message->wait(timeout);
-          } catch (const std::exception&) {  // its peer has gone without receiving it
-          }
-        kept.clear();
-        backend.reset();
-        if (lane) lane->close();
-        promise.set_value();
-      } catch (...) {
-        promise.set_exception(std::current_exception());
-      }
-    }).detach();
+    const LeavableThread finishing([backend = std::move(backend_), lane = std::move(lane_),
+                                    kept = std::move(kept_), timeout = timeout()]() mutable {
+      const SigpipeGuard guard;
+      for (auto& message : kept) try {
+          message->wait(timeout);
+        } catch (const std::exception&) {  // its peer has gone without receiving it
+        }
+      kept.clear();
+      backend.reset();
+      if (lane) lane->close();
+    });
     lock.unlock();
-    while (finished.wait_for(slice) != std::future_status::ready) {
+    while (!finishing.ends_within(slice)) {
       if (membership().monitor() && membership().monitor()->failure()) return false;
       if (Clock::now() >= call.start + timeout()) throw_timeout(call);
     }
@@ -466,11 +448,12 @@ class BackendGroup {
   GroupState state_;
   Backend backend_;
   TensorCheck check_;
-  bool is_gloo_ = false, is_nccl_ = false, aborted_ = false;
+  bool is_gloo_ = false, is_nccl_ = false;
   std::atomic<bool> has_futures_{false};
   std::shared_ptr<BytesLane> lane_;
   std::mutex mutex_;
   Messages kept_;
+  std::optional<LeavableThread> aborting_;  // it may use the backend after this group has gone
 };
 
 }  // namespace lockstep::detail

@@ -7,8 +7,8 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/comm/detail/served_call.hpp"
 #include "lockstep/detail/const_data.hpp"
+#include "lockstep/detail/served_call.hpp"
 
 namespace lockstep::detail {
 

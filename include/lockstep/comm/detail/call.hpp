@@ -6,8 +6,8 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/comm/detail/served_call.hpp"
 #include "lockstep/detail/format.hpp"
+#include "lockstep/detail/served_call.hpp"
 
 namespace lockstep::detail {
 

@@ -24,9 +24,9 @@
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
-#include "lockstep/comm/detail/served_call.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/detail/linkage.hpp"
+#include "lockstep/detail/served_call.hpp"
 #include "lockstep/world/detail/printable.hpp"
 #include "lockstep/world/detail/store.hpp"
 #include "lockstep/world/detail/store_mailbox.hpp"

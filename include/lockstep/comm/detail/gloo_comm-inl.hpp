@@ -6,9 +6,9 @@
 #include "lockstep/comm/detail/backend_group.hpp"
 #include "lockstep/comm/detail/gloo_devices.hpp"
 #include "lockstep/comm/detail/process_group_comm-inl.hpp"
-#include "lockstep/comm/detail/served_call.hpp"
 #include "lockstep/comm/gloo_comm.hpp"
 #include "lockstep/detail/linkage.hpp"
+#include "lockstep/detail/served_call.hpp"
 
 namespace lockstep::detail {
 

@@ -14,7 +14,6 @@
 #include "lockstep/comm/detail/backend_operations.hpp"
 #include "lockstep/comm/detail/bytes_header.hpp"
 #include "lockstep/comm/detail/group_state.hpp"
-#include "lockstep/comm/detail/served_call.hpp"
 #include "lockstep/comm/detail/signature.hpp"
 #include "lockstep/comm/detail/sigpipe_guard.hpp"
 #include "lockstep/comm/detail/tensor_lists.hpp"
@@ -22,6 +21,7 @@
 #include "lockstep/detail/fnv1a.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/detail/linkage.hpp"
+#include "lockstep/detail/served_call.hpp"
 #include "lockstep/error.hpp"
 
 namespace lockstep::detail {

@@ -20,8 +20,8 @@
 #include <c10/core/GradMode.h>
 
 #include "lockstep/comm/detail/own_error.hpp"
-#include "lockstep/comm/detail/served_call.hpp"
 #include "lockstep/detail/linkage.hpp"
+#include "lockstep/detail/served_call.hpp"
 #include "lockstep/grad/ddp_options.hpp"
 #include "lockstep/grad/detail/autograd.hpp"
 #include "lockstep/grad/detail/backward_report.hpp"

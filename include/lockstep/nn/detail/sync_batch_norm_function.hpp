@@ -19,8 +19,8 @@
 #include <torch/csrc/autograd/custom_function.h>
 
 #include "lockstep/comm/communicator.hpp"
-#include "lockstep/comm/detail/served_call.hpp"
 #include "lockstep/detail/format.hpp"
+#include "lockstep/detail/served_call.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/nn/detail/batch_norm_kernels.hpp"
 

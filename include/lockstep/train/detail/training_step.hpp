@@ -15,8 +15,8 @@
 #include <vector>
 
 #include "lockstep/comm/detail/own_error.hpp"
-#include "lockstep/comm/detail/served_call.hpp"
 #include "lockstep/detail/format.hpp"
+#include "lockstep/detail/served_call.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/grad/detail/reduction.hpp"
 #include "lockstep/grad/distributed_data_parallel.hpp"

@@ -2,11 +2,13 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <cstdio>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "lockstep/detail/format.hpp"
+#include "lockstep/log/detail/console.hpp"
 #include "lockstep/world/detail/printable.hpp"
 #include "lockstep/world/detail/store.hpp"
 #include "lockstep/world/environment.hpp"
@@ -54,6 +56,11 @@ inline std::string run_summary(const Environment& env, const std::vector<RankIde
     if (!env.rendezvous.empty()) text += detail::formatted(", rendezvous at {}", env.rendezvous);
   }
   return text + detail::formatted("; threads per rank: {}, from {}", joined(threads), joined(sources));
+}
+
+/// Writes the line about the run to stderr: stdout belongs to the program.
+inline void write_run_summary(const Environment& env, const std::vector<RankIdentity>& ranks) {
+  write_lines(stderr, "lockstep: " + run_summary(env, ranks) + "\n");
 }
 
 }  // namespace lockstep::detail

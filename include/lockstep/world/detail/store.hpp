@@ -293,35 +293,12 @@ inline Rendezvous rendezvous_through_board(const StoreEndpoint& board_endpoint, 
   const auto board = std::make_shared<StorePtr>();
   // LibTorch's client has no timeout, not even for connecting, if its server does not answer.
   const auto on_board = [&](const std::function<std::string(c10d::Store&)>& work) {
-    struct Shared {
-      std::mutex mutex;
-      std::string text;
-      std::exception_ptr error;
-      bool done = false;
-    };
-    const auto shared = std::make_shared<Shared>();
-    const auto slice = std::chrono::milliseconds(500);
-    at_most(std::min(left(), slice), [shared, board, work, board_endpoint, agent, remaining = left()] {
-      std::string text;
-      std::exception_ptr error;
-      try {
-        if (!*board) *board = connect_tcp_store(board_endpoint, agent, remaining);
-        text = work(**board);
-      } catch (...) {
-        error = std::current_exception();
-      }
-      const std::lock_guard lock(shared->mutex);
-      shared->text = std::move(text);
-      shared->error = error;
-      shared->done = true;
+    const auto text = std::make_shared<std::string>();
+    const LeavableThread asking([text, board, work, board_endpoint, agent, remaining = left()] {
+      if (!*board) *board = connect_tcp_store(board_endpoint, agent, remaining);
+      *text = work(**board);
     });
-    for (;; std::this_thread::sleep_for(std::chrono::milliseconds(20))) {
-      {
-        const std::lock_guard lock(shared->mutex);
-        if (shared->error)
-          at_store(detail::formatted("{} failed", agent), [&] { std::rethrow_exception(shared->error); });
-        if (shared->done) return shared->text;
-      }
+    while (!asking.ends_within(std::min<std::chrono::milliseconds>(left(), std::chrono::milliseconds(500)))) {
       if (std::chrono::steady_clock::now() >= deadline)
         throw RendezvousError(detail::formatted(
             "{} does not answer after {} s: look at the output of torchrun on that host, and "
@@ -329,6 +306,8 @@ inline Rendezvous rendezvous_through_board(const StoreEndpoint& board_endpoint, 
             agent, std::chrono::duration<double>(timeout).count()));
       waiting(detail::formatted("{}: it does not answer", agent));
     }
+    at_store(detail::formatted("{} failed", agent), [&] { asking.rethrow(); });
+    return *text;
   };
   if (rank == 0) {
     const auto host = address_towards(board_endpoint.host);
@@ -551,8 +530,8 @@ inline std::string repeated_local_rank(const std::vector<RankIdentity>& ranks) {
 }
 
 /// Signs in. Refuses the rendezvous on all ranks if another process has the same rank, if the ranks disagree
-/// on their number or if two ranks of a host have one local rank. Does not wait for any other rank. A rank that signs in only to publish its
-/// failure passes `joining` = false and does not count as present.
+/// on their number or if two ranks of a host have one local rank. Does not wait for any other rank. A rank
+/// that signs in only to publish its failure passes `joining` = false and does not count as present.
 inline void sign_in(c10d::Store& store, const Environment& env, const std::string& address,
                     bool joining = true) {
   const auto agreed = to_text(

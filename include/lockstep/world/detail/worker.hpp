@@ -16,7 +16,6 @@
 #include <exception>
 #include <fstream>
 #include <functional>
-#include <future>
 #include <iostream>
 #include <iterator>
 #include <memory>
@@ -51,7 +50,8 @@ struct FailureHooks {
   /// same. May block.
   std::function<std::string()> different_calls;
 };
-LOCKSTEP_PROCESS_WIDE inline FailureHooks failure_hooks;
+/// Never destroyed: a thread that is left behind may use it while the process exits.
+LOCKSTEP_PROCESS_WIDE inline FailureHooks& failure_hooks = *new FailureHooks;
 
 /// Returns the descriptor on which a supervising parent receives the failure report, -1 if there is none.
 LOCKSTEP_PROCESS_WIDE inline int report_descriptor() {
@@ -234,7 +234,7 @@ LOCKSTEP_PROCESS_WIDE inline void announce_exit() {
     on_exit(
         [](int code, void*) {
           if (getpid() != process || !failure_hooks.exits) return;  // a forked child exits
-          at_most(std::chrono::milliseconds(500), [code] { failure_hooks.exits(code); });
+          at_most(std::chrono::milliseconds(500), [exits = failure_hooks.exits, code] { exits(code); });
         },
         nullptr);
   });
@@ -244,11 +244,11 @@ LOCKSTEP_PROCESS_WIDE inline void announce_exit() {
 /// another size than it expects, by the different calls of the ranks if they are in different ones.
 inline void name_calls(FailureReport& report) noexcept try {
   if (report.text.find("op.preamble") == std::string::npos || !failure_hooks.different_calls) return;
-  const auto calls = std::make_shared<std::promise<std::string>>();
-  auto told = calls->get_future();
-  std::thread([calls] { calls->set_value(failure_hooks.different_calls()); }).detach();
-  if (told.wait_for(std::chrono::seconds(3)) != std::future_status::ready) return;
-  if (const std::string text = told.get(); !text.empty()) report.text = text;
+  const auto calls = std::make_shared<std::string>();
+  const LeavableThread asking([calls] { *calls = failure_hooks.different_calls(); });
+  if (!asking.ends_within(std::chrono::seconds(3))) return;
+  asking.rethrow();
+  if (!calls->empty()) report.text = *calls;
 } catch (...) {  // the exception's own text stays
 }
 

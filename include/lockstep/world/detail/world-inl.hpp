@@ -15,10 +15,9 @@
 #include <c10/util/Exception.h>
 #include <c10/util/Logging.h>
 
-#include "lockstep/comm/detail/served_call.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/detail/linkage.hpp"
-#include "lockstep/log/detail/console.hpp"
+#include "lockstep/detail/served_call.hpp"
 #include "lockstep/world/detail/run_summary.hpp"
 #include "lockstep/world/detail/store.hpp"
 #include "lockstep/world/detail/store_keys.hpp"
@@ -93,10 +92,8 @@ LOCKSTEP_INLINE World World::from_environment(const RankSource& source) {
     const auto& alone = world.state_->environment;
     static std::once_flag announced;
     if (!alone.launcher.empty() && detail::report_descriptor() < 0 && world.log.should_log(Level::info))
-      std::call_once(announced, [&] {
-        const auto line = detail::run_summary(alone, {detail::RankIdentity::own({}, alone)});
-        detail::write_lines(stderr, "lockstep: " + line + "\n");
-      });
+      std::call_once(announced,
+                     [&] { detail::write_run_summary(alone, {detail::RankIdentity::own({}, alone)}); });
     return world;
   }
   // A process joins once per rank and run: all its Worlds share the store, which rank 0 may host.
@@ -336,10 +333,8 @@ LOCKSTEP_INLINE void World::place_ranks(c10d::Store& side, const detail::Rendezv
 }
 
 LOCKSTEP_INLINE void World::announce_run(c10d::Store& side) const {
-  if (rank() != 0 || !log.should_log(Level::info)) return;
-  // stdout belongs to the program.
-  const auto line = detail::run_summary(state_->environment, detail::identities(side, size()));
-  detail::write_lines(stderr, "lockstep: " + line + "\n");
+  if (rank() == 0 && log.should_log(Level::info))
+    detail::write_run_summary(state_->environment, detail::identities(side, size()));
 }
 
 LOCKSTEP_INLINE World::LocalPlace World::local_place() const {

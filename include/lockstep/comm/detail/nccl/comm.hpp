@@ -22,11 +22,11 @@
 #include "lockstep/comm/detail/nccl/device.hpp"
 #include "lockstep/comm/detail/nccl/group.hpp"
 #include "lockstep/comm/detail/nccl/work.hpp"
-#include "lockstep/comm/detail/served_call.hpp"
 #include "lockstep/comm/detail/signature.hpp"
 #include "lockstep/comm/options.hpp"
 #include "lockstep/detail/const_data.hpp"
 #include "lockstep/detail/format.hpp"
+#include "lockstep/detail/served_call.hpp"
 
 namespace lockstep::detail {
 
