@@ -118,13 +118,16 @@ TEST_CASE("what contradicts itself is refused, by name and value") {
              ContainsSubstring("LOCAL_WORLD_SIZE=3 contradicts WORLD_SIZE=2"));
 }
 
-TEST_CASE("a rank on this host needs to know how many there are") {
-  for (const char* local : {"0", "1"}) {
-    const Values values = with_master({{"RANK", "1"}, {"WORLD_SIZE", "2"}, {"LOCAL_RANK", local}});
-    const auto expected = fmt::format("LOCAL_RANK={} is set but LOCAL_WORLD_SIZE is not", local);
-    CHECK_THAT(refusal(values), ContainsSubstring(expected));
-    CHECK_THAT(plan_refusal({}, values), ContainsSubstring(expected));
+TEST_CASE("a local rank without the number of local ranks is checked once all ranks have joined") {
+  for (const int local : {0, 1}) {
+    const auto env =
+        read(with_master({{"RANK", "1"}, {"WORLD_SIZE", "2"}, {"LOCAL_RANK", std::to_string(local)}}));
+    CHECK(env.expected_local_rank == local);
+    CHECK_FALSE(env.launched);
   }
+  CHECK_FALSE(read(with_master({{"RANK", "1"}, {"WORLD_SIZE", "2"}})).expected_local_rank);
+  CHECK_THAT(refusal(with_master({{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"LOCAL_RANK", "1"}})),
+             ContainsSubstring("LOCAL_RANK=1 contradicts RANK=0"));
   CHECK(read({{"RANK", "0"}, {"WORLD_SIZE", "1"}, {"LOCAL_RANK", "0"}}).local_size == 1);
 }
 

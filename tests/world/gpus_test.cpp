@@ -146,6 +146,11 @@ TEST_CASE("ranks share a GPU only where the user says so") {
   CHECK(gpu(2, 4, 2, {}, {{"NCCL_MULTI_RANK_GPU_ENABLE", "2"}}) == 0);
 }
 
+TEST_CASE("a task of srun --gpus-per-task sees GPUs of its own, also as the host's third rank") {
+  CHECK(gpu(2, 4, 2, {}, {{"SLURM_GPUS_PER_TASK", "2"}}) == 0);
+  CHECK(gpu(1, 4, 2, {}, {{"SLURM_GPUS_PER_TASK", "2"}}) == 1);
+}
+
 TEST_CASE("GPUs are counted by the driver's folder, or by the device files where there is none") {
   const char* before = std::getenv("CUDA_VISIBLE_DEVICES");
   const std::string kept = before ? before : "";

@@ -504,6 +504,62 @@ TEST_CASE("two ranks of a host with one local rank are both named, to every rank
     }
   }
   CHECK(sets->wait() == std::vector<int>{0, 0, 0, 0});
+
+  const auto sizes = ranks_with({by_local("0", "3"), by_local("1", "2"), by_local("2", "3")});
+  CHECK(sizes->wait() == std::vector<int>{1, 1, 1});
+  for (const auto& process : sizes->all)
+    CHECK_THAT(process->error(),
+               ContainsSubstring(fmt::format(": ranks 0 and 1 on {} disagree on the number of ranks there (3 "
+                                             "and 2): give all ranks of a host one LOCAL_WORLD_SIZE\n",
+                                             host)));
+}
+
+TEST_CASE("a local rank alone is taken where it is right, and refused where it is wrong") {
+  for (const bool right : {true, false}) {
+    Together ranks;
+    const int port = lockstep_test::free_port();
+    for (int rank : {0, 1}) {
+      auto variables = by_hand(rank, 2, port);
+      variables["LOCAL_RANK"] = std::to_string(right ? rank : 0);
+      ranks.add({program, "well"}, variables);
+    }
+    CHECK(ranks.wait() == (right ? std::vector<int>{0, 0} : std::vector<int>{1, 1}));
+    for (int rank : {0, 1}) {
+      INFO(ranks[rank].out() << ranks[rank].error());
+      if (right)
+        CHECK(count(ranks[rank].out(), fmt::format("rank {0} of 2, local {0} of 2\n", rank)) == 1);
+      else
+        CHECK_THAT(
+            ranks[rank].error(),
+            ContainsSubstring(fmt::format(
+                ": LOCAL_RANK=0 of rank 1 contradicts the other ranks on {}, among which it is number 1: "
+                "set LOCAL_WORLD_SIZE too if that is meant, or unset LOCAL_RANK\n",
+                lockstep::detail::host_name())));
+    }
+  }
+}
+
+TEST_CASE("two steps of a job that get one port do not become one run") {
+  const auto task = [](const char* step, const char* rank) {
+    return lockstep_test::Variables{{"SLURM_JOB_ID", "912"},
+                                    {"SLURM_STEP_ID", step},
+                                    {"SLURM_STEP_NUM_TASKS", "2"},
+                                    {"SLURM_NODEID", "0"},
+                                    {"SLURM_LOCALID", rank},
+                                    {"SLURM_PROCID", rank},
+                                    {"SLURM_STEP_NODELIST", "localhost"},
+                                    {"SLURM_STEP_TASKS_PER_NODE", "2"},
+                                    {"LOCKSTEP_RENDEZVOUS_TIMEOUT", "20"}};
+  };
+  Together ranks;  // steps 4 and 15 both hash to port 61885
+  ranks.add({program, "well"}, task("4", "0"));
+  connect_to(61885);
+  ranks.add({program, "well"}, task("15", "1"));
+  CHECK(ranks.all[1]->wait(15s));
+  INFO(ranks[1].error());
+  CHECK_THAT(ranks[1].error(), ContainsSubstring(":61885 belongs to another run"));
+  ranks.add({program, "well"}, task("4", "1"));
+  CHECK(ranks.wait() == std::vector<int>{0, 1, 0});
 }
 
 TEST_CASE("two processes with a source of ranks of the program's own") {
@@ -521,7 +577,9 @@ TEST_CASE("two processes with a source of ranks of the program's own") {
   for (int rank : {0, 1})
     CHECK_THAT(ranks[rank].out(), ContainsSubstring(fmt::format("rank {0} of 2, local {0} of 2\n", rank)));
   CHECK_THAT(ranks[0].error(),
-             ContainsSubstring(fmt::format("started by madeup, rendezvous at tcp://127.0.0.1:{}; ", port)));
+             ContainsSubstring(fmt::format("started by madeup (MADE_UP_RANK, MADE_UP_SIZE), rendezvous at "
+                                           "tcp://127.0.0.1:{}; ",
+                                           port)));
   for (const auto& [rank, text] : std::vector<std::pair<std::string, std::string>>{
            {"5", "madeup has assigned rank 5 of 2 (MADE_UP_RANK=5, MADE_UP_SIZE=2): it must be in 0 to 1"},
            {"five",
@@ -560,8 +618,12 @@ TEST_CASE("a rank that does not come is named while it is waited for, and at the
       variables["LOCKSTEP_RENDEZVOUS_TIMEOUT"] = "13";  // c10d's FileStore waits up to a second longer
       ranks->add({program, "well"}, variables);
     }
+  const auto doubt =
+      fmt::format("ranks on other hosts cannot reach this one ({}) by the address 127.0.0.1 of rank 0",
+                  lockstep::detail::host_name());
+  CHECK(by_port[0].wait_for_output("waiting for rank 2 of 3; " + doubt + "; gives up in "));
+  CHECK(by_path[0].wait_for_output("waiting for rank 2 of 3; gives up in "));
   for (auto* ranks : {&by_port, &by_path}) {
-    CHECK((*ranks)[0].wait_for_output("waiting for rank 2 of 3; gives up in "));
     CHECK(ranks->wait(60s) == std::vector<int>{1, 1});
     for (const auto& process : ranks->all) {
       INFO(process->error());
@@ -693,6 +755,17 @@ TEST_CASE("without a launcher one rank of a host works first in local_zero_first
       INFO(ranks[rank].error());
       CHECK_THAT(ranks[rank].out(), ContainsSubstring(fmt::format("local {} of 3, order kept\n", rank)));
     }
+  }
+  for (const char* end : {"0", "1"}) std::remove((file + end).c_str());
+  {  // local ranks by hand, dealt out in turn over two hosts: no rank's number tells the first of its host
+    Together ranks;
+    const int port = lockstep_test::free_port();
+    for (int rank = 0; rank < 4; ++rank) {
+      auto variables = by_hand(rank, 4, port);
+      variables.insert({{"LOCAL_RANK", std::to_string(rank / 2)}, {"LOCAL_WORLD_SIZE", "2"}});
+      ranks.add({program, "first twice", file}, variables);
+    }
+    CHECK(ranks.wait(30s) == std::vector<int>{0, 0, 0, 0});
   }
   for (const char* end : {"0", "1"}) std::remove((file + end).c_str());
   {

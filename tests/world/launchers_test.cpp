@@ -302,7 +302,7 @@ TEST_CASE("the environment and the plan follow the launcher") {
                     {"OMPI_COMM_WORLD_SIZE", "4"},
                     {"OMPI_COMM_WORLD_LOCAL_RANK", "1"},
                     {"OMPI_COMM_WORLD_LOCAL_SIZE", "2"}}),
-             ContainsSubstring("mpirun -x MASTER_ADDR=HOST"));
+             ContainsSubstring("on every rank (mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500)"));
 
   const auto plan = [](std::vector<std::string> arguments, Values values,
                        const lockstep::LaunchOptions& options = {}) {
@@ -351,11 +351,29 @@ TEST_CASE("the environment and the plan follow the launcher") {
   CHECK_THROWS_WITH(plan({"--nproc", "2"}, jsm, {.rank_source = jsrun}), ContainsSubstring("leave --nproc"));
 }
 
-TEST_CASE("only torchrun's ranks of a host are known to be consecutive") {
+TEST_CASE("only the ranks of torchrun and of --nproc are known to be consecutive on a host") {
   Values torchrun{{"RANK", "1"}, {"WORLD_SIZE", "2"}, {"LOCAL_RANK", "1"}, {"LOCAL_WORLD_SIZE", "2"}};
   torchrun.insert({{"MASTER_ADDR", "h"}, {"MASTER_PORT", "1"}});
-  CHECK(lockstep::read_environment(variables(torchrun)).consecutive);
+  CHECK(!lockstep::read_environment(variables(torchrun)).consecutive);  // the same numbers by hand
+  for (const char* launcher : {"TORCHELASTIC_RUN_ID", "LOCKSTEP_STORE_IS_HOSTED"})
+    CHECK(lockstep::read_environment(variables(changed(torchrun, launcher, "1"))).consecutive);
   CHECK(!lockstep::read_environment(variables(slurm)).consecutive);
+}
+
+TEST_CASE("the ranks of one run of a launcher have one secret, those of another run another") {
+  const auto secret = [](Values values) {
+    return lockstep::read_environment(variables(std::move(values))).store_secret;
+  };
+  CHECK(secret(slurm) == secret(changed(slurm, "SLURM_PROCID", "0")));
+  CHECK(secret(slurm) != secret(changed(slurm, "SLURM_STEP_ID", "977")));
+  CHECK(secret(changed(slurm, "LOCKSTEP_STORE_SECRET", "mine")) == "mine");
+  const Values one{{"OMPI_COMM_WORLD_RANK", "0"},
+                   {"OMPI_COMM_WORLD_SIZE", "2"},
+                   {"OMPI_COMM_WORLD_LOCAL_RANK", "0"},
+                   {"OMPI_COMM_WORLD_LOCAL_SIZE", "2"},
+                   {"PMIX_NAMESPACE", "41"}};
+  CHECK(secret(one) == "mpirun of Open MPI 41");
+  CHECK(secret(changed(one, "PMIX_NAMESPACE", "42")) == "mpirun of Open MPI 42");
 }
 
 TEST_CASE("no launcher") {

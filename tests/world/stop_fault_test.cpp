@@ -103,7 +103,7 @@ TEST_CASE("StopOptions::signals replaces the signals that stop a run") {
   const auto one_signal = [](const Checkpoint& checkpoint, int number) {
     return Strings{program, checkpoint.path, "20", "1", std::to_string(number), "--nproc", "2"};
   };
-  for (const int number : {SIGUSR2, SIGHUP}) {
+  for (const int number : {SIGUSR2, SIGHUP, SIGXCPU}) {
     const Checkpoint checkpoint;
     auto chosen = lockstep_test::start(one_signal(checkpoint, number), one_thread);
     REQUIRE(chosen.wait_for_output("step 10\n"));
@@ -129,6 +129,14 @@ TEST_CASE("StopOptions::signals replaces the signals that stop a run") {
   const auto refused = run(one_signal(none, SIGKILL), one_thread);
   CHECK(refused.code == 2);
   CHECK(refused.error == "error: StopOptions::signals: signal 9 cannot be caught\n");
+  const auto kept = run(one_signal(none, SIGURG), one_thread);
+  CHECK(kept.code == 2);
+  CHECK(kept.error ==
+        fmt::format(
+            "error: StopOptions::signals: `launch` does not pass signal {} on to the ranks: use SIGTERM, "
+            "SIGINT, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2, SIGALRM or SIGXCPU, or a launcher that passes it "
+            "on\n",
+            SIGURG));
 }
 
 TEST_CASE("a signal to mpirun, mpiexec or torchrun stops its ranks, and the next start goes on") {

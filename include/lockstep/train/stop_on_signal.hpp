@@ -17,6 +17,7 @@
 #include "lockstep/detail/served_call.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/train/extras.hpp"
+#include "lockstep/world/detail/handled_signals.hpp"
 
 namespace lockstep::detail {
 
@@ -59,7 +60,8 @@ struct StopOptions {
 template <Gathering C, class Save>
 class StopOnSignal {
  public:
-  /// Throws UsageError for a signal that cannot be caught, and if `options.every` is below 1.
+  /// Throws UsageError for a signal that cannot be caught or that `launch`, where it has started the ranks,
+  /// does not pass on to them, and if `options.every` is below 1.
   StopOnSignal(C& comm, Save save, StopOptions options = {})
       : comm_(comm), save_(std::move(save)), options_(std::move(options)) {
     if (options_.every < 1)
@@ -76,6 +78,14 @@ class StopOnSignal {
         throw UsageError(detail::formatted("StopOptions::signals: signal {} cannot be caught", number));
       }
       before_.emplace_back(number, before);
+      if constexpr (requires { comm.world(); })
+        if (comm.world().environment().launcher == "--nproc" && !detail::is_passed_on(number)) {
+          restore();
+          throw UsageError(detail::formatted(
+              "StopOptions::signals: `launch` does not pass signal {} on to the ranks: use {}, or a launcher "
+              "that passes it on",
+              number, detail::passed_on_names));
+        }
     }
   }
   StopOnSignal(const StopOnSignal&) = delete;

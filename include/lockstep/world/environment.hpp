@@ -29,12 +29,16 @@ struct LaunchedRank {
   /// The port of `master_addr`.
   int master_port = 0;
   /// The names of the variables that hold rank and size, as "A, B". The nearest ancestor process without the
-  /// first one is the launcher's.
+  /// first one is the launcher's. Where a program's own source leaves it empty, it becomes the names that the
+  /// source has read.
   std::string variables = {};
   /// The cores of this host that its ranks share. Unset if the launcher does not say.
   std::optional<int> host_cores = {};
   /// The name of the variable that holds `local_rank`, for messages.
   std::string local_variable = {};
+  /// The launcher's name of this run, equal on all its ranks and unlike that of another run, or empty. Ranks
+  /// with another name are refused, unless LOCKSTEP_STORE_SECRET is set.
+  std::string run = {};
 };
 
 /// Returns this process's place, or std::nullopt if its launcher did not start this process or started it
@@ -84,12 +88,15 @@ struct Environment {
   bool store_is_hosted = false;
   /// Whether torchrun owns that store, which may then hold keys of an earlier attempt.
   bool store_outlives_attempts = false;
-  /// Whether a launcher has assigned local ranks on this host (LOCAL_RANK).
+  /// Whether a launcher has assigned local ranks on this host (LOCAL_RANK and LOCAL_WORLD_SIZE).
   bool launched = false;
-  /// Whether the ranks of a host are consecutive, as torchrun's are. Those of srun and mpirun may not be.
+  /// LOCAL_RANK without LOCAL_WORLD_SIZE. The rendezvous refuses it if the ranks that join contradict it.
+  std::optional<int> expected_local_rank = {};
+  /// Whether the ranks of a host are consecutive, as those of torchrun and `--nproc` are. Those of srun and
+  /// mpirun, or numbers given by hand, may not be.
   bool consecutive = false;
-  /// The secret that a store hosted by lockstep requires of its clients (LOCKSTEP_STORE_SECRET). Equal on
-  /// every rank.
+  /// The secret that a store hosted by lockstep requires of its clients: LOCKSTEP_STORE_SECRET, else the
+  /// launcher's name of the run (LaunchedRank::run). Equal on every rank.
   std::string store_secret;
   /// What assigned the rank: "torchrun", "srun", "mpirun of Open MPI", "mpiexec", or "--nproc" for `launch`.
   /// Empty if the variables were set by hand or no launcher has started the process.

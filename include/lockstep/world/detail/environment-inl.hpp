@@ -168,6 +168,7 @@ inline void rendezvous_on_this_host(const Variables& variables, LaunchedRank& fo
     job = std::to_string(launcher > 0 ? launcher : getppid());
   }
   found.master_port = port_of(*job);
+  found.run = *job;
 }
 
 /// Returns the error about a list of Slurm's that names more hosts than a step can have.
@@ -242,11 +243,13 @@ inline void require_place(const Variables& variables, const LaunchedRank& found,
 
 /// Returns the place that `source` finds. Throws UsageError if it fails or the place is out of range.
 inline std::optional<LaunchedRank> place_from(const RankSource& source, const Variables& variables) {
-  std::string read;
+  std::string read, names;
   const Variables recorded = [&](const char* name) {
     const auto value = variables(name);
     const auto entry = detail::formatted("{}={}", name, value.value_or(""));
-    if (value && read.find(entry) == std::string::npos) read += (read.empty() ? "" : ", ") + entry;
+    if (!value || read.find(entry) != std::string::npos) return value;
+    read += (read.empty() ? "" : ", ") + entry;
+    names += (names.empty() ? "" : ", ") + std::string(name);
     return value;
   };
   std::optional<LaunchedRank> found;
@@ -260,7 +263,9 @@ inline std::optional<LaunchedRank> place_from(const RankSource& source, const Va
         "can read",
         read.empty() ? "" : " after it read " + read, type_name(typeid(error)), error.what()));
   }
-  if (found) require_place(variables, *found, read);
+  if (!found) return found;
+  require_place(variables, *found, read);
+  if (found->variables.empty()) found->variables = names;
   return found;
 }
 
@@ -290,12 +295,13 @@ LOCKSTEP_INLINE Variables with_launched_rank(const Variables& variables,
     known["MASTER_PORT"] = std::to_string(found->master_port);
   } else if (found->size > 1 && !variables("LOCKSTEP_RENDEZVOUS") &&
              !(variables("MASTER_ADDR") && variables("MASTER_PORT"))) {
-    throw UsageError(
-        detail::formatted("{} has started ranks{} and names no address for their rendezvous: set MASTER_ADDR "
-                          "to the host of rank 0 and MASTER_PORT to a free port there, on every rank (mpirun "
-                          "-x MASTER_ADDR=HOST "
-                          "-x MASTER_PORT=29500; mpiexec -genv MASTER_ADDR HOST -genv MASTER_PORT 29500)",
-                          found->launcher, found->local_size ? " on several hosts" : ""));
+    throw UsageError(detail::formatted(
+        "{} has started ranks{} and names no address for their rendezvous: set MASTER_ADDR "
+        "to the host of rank 0 and MASTER_PORT to a free port there, on every rank{}",
+        found->launcher, found->local_size ? " on several hosts" : "",
+        found->launcher == "mpirun of Open MPI" ? " (mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500)"
+        : found->launcher == "mpiexec"          ? " (mpiexec -genv MASTER_ADDR HOST -genv MASTER_PORT 29500)"
+                                                : ""));
   }
   // The user's own address wins.
   for (const char* name : {"MASTER_ADDR", "MASTER_PORT"})
@@ -410,9 +416,11 @@ LOCKSTEP_INLINE std::optional<LaunchedRank> rank_of_slurm(const Variables& varia
   if (const auto counts = variables("SLURM_STEP_TASKS_PER_NODE"); counts && node) {
     const auto tasks = detail::expand_task_counts(*counts);
     if (static_cast<std::size_t>(*node) >= tasks.size())
-      throw UsageError(
-          detail::formatted("SLURM_NODEID={} is out of range: SLURM_STEP_TASKS_PER_NODE={} has {} hosts",
-                            *node, *counts, tasks.size()));
+      throw UsageError(detail::formatted(
+          "SLURM_NODEID={} is out of range: SLURM_STEP_TASKS_PER_NODE={} has {} hosts. Pass "
+          "srun's whole environment on, or set RANK, WORLD_SIZE, LOCAL_RANK and "
+          "LOCAL_WORLD_SIZE by hand",
+          *node, *counts, tasks.size()));
     found.local_size = tasks[static_cast<std::size_t>(*node)];
     const auto all = std::accumulate(tasks.begin(), tasks.end(), std::int64_t{0});
     if (all != found.size)
@@ -430,7 +438,8 @@ LOCKSTEP_INLINE std::optional<LaunchedRank> rank_of_slurm(const Variables& varia
     found.host_cores = *each * *found.local_size;
   else
     found.host_cores = cores("SLURM_CPUS_ON_NODE");
-  found.master_port = detail::port_of(*job + "." + *step);
+  found.run = *job + "." + *step;
+  found.master_port = detail::port_of(found.run);
   // The job's list, SLURM_JOB_NODELIST, may begin with a host that this step does not use.
   if (const auto given = variables("MASTER_ADDR"))
     found.master_addr = *given;
@@ -537,28 +546,26 @@ LOCKSTEP_INLINE Environment read_environment(const Variables& given, const RankS
   if (env.rank >= env.size)
     throw UsageError(detail::formatted("RANK={} is out of range: with WORLD_SIZE={} it must be in 0 to {}",
                                        env.rank, env.size, env.size - 1));
-  env.launched = local_rank.has_value() && rank.has_value();
-  env.consecutive = given("LOCAL_RANK").has_value();
+  env.launched = local_rank && rank && (local_size || env.size == 1);
+  env.consecutive =
+      given("LOCAL_RANK") && (given("TORCHELASTIC_RUN_ID") || given("LOCKSTEP_STORE_IS_HOSTED"));
   env.local_rank = local_rank.value_or(0);
-  if (local_rank && !local_size && env.size > 1)
-    throw UsageError(detail::formatted(
-        "LOCAL_RANK={} is set but LOCAL_WORLD_SIZE is not: set LOCAL_WORLD_SIZE to the number of "
-        "ranks on this host, or unset LOCAL_RANK",
-        *local_rank));
+  if (local_rank && !local_size && env.size > 1) env.expected_local_rank = local_rank;
   env.local_size = local_size.value_or(1);
   if (env.local_size > env.size)
     throw UsageError(
         detail::formatted("LOCAL_WORLD_SIZE={} contradicts WORLD_SIZE={}: a host cannot run more ranks than "
-                          "there are",
+                          "there are. Set LOCAL_WORLD_SIZE to the number of ranks on this host, or unset it "
+                          "and LOCAL_RANK",
                           env.local_size, env.size));
-  if (env.local_rank >= env.local_size)
+  if (env.local_rank >= env.local_size && !env.expected_local_rank)
     throw UsageError(
         detail::formatted("LOCAL_RANK={} is out of range: with LOCAL_WORLD_SIZE={} it must be in 0 to {}",
                           env.local_rank, env.local_size, env.local_size - 1));
   if (env.local_rank > env.rank)
     throw UsageError(
         detail::formatted("LOCAL_RANK={} contradicts RANK={}: a rank on this host cannot be smaller than its "
-                          "number here",
+                          "number here. Set LOCAL_RANK to its number on this host, or unset it",
                           env.local_rank, env.rank));
   // A process alone opens no port and looks up no name, whatever address is exported.
   if (env.size > 1) {
@@ -567,6 +574,8 @@ LOCKSTEP_INLINE Environment read_environment(const Variables& given, const RankS
     env.rendezvous_origin = detail::rendezvous_origin(given, found);
   }
   env.store_secret = read_store_secret(variables);
+  if (env.store_secret.empty() && found && !found->run.empty())
+    env.store_secret = detail::formatted("{} {}", found->launcher, found->run);
   const auto agent = variables("TORCHELASTIC_USE_AGENT_STORE");
   env.store_outlives_attempts = agent == "True" || agent == "1";
   env.store_is_hosted = env.store_outlives_attempts || variables("LOCKSTEP_STORE_IS_HOSTED").has_value();

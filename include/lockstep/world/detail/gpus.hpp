@@ -98,7 +98,8 @@ inline int gpu_of_rank(const Environment& rank, int visible, std::optional<int> 
   if (wanted) return *wanted;
   if (visible == 1) return 0;
   if (rank.local_rank < visible) return rank.local_rank;
-  if (may_share_gpu(variables)) return rank.local_rank % visible;
+  // srun --gpus-per-task shows each task its own GPUs, numbered from 0.
+  if (variables("SLURM_GPUS_PER_TASK") || may_share_gpu(variables)) return rank.local_rank % visible;
   throw UsageError(detail::formatted(
       "rank {} is number {} of the {} on this host, which has {}: start at most {} ranks here "
       "(--nproc {}), or show them more devices",

@@ -151,8 +151,10 @@ struct LaunchPlan {
 inline void require_sane(int nproc, const std::string& flag) {
   constexpr std::int64_t for_each_core = 64;
   if (const int cores = usable_cores(); nproc > for_each_core * cores)
-    throw UsageError(detail::formatted("{} {} is more than {} processes for each of the {} cores here", flag,
-                                       nproc, for_each_core, cores));
+    throw UsageError(
+        detail::formatted("{} {} is more than {} processes for each of the {} cores here: "
+                          "start fewer",
+                          flag, nproc, for_each_core, cores));
 }
 
 /// Throws UsageError for an unknown log level.

@@ -130,7 +130,8 @@ inline Resolved resolve(const std::string& host, int port, int flags = 0) {
 inline constexpr std::chrono::milliseconds lookup_timeout{7000};
 
 /// Resolves a name within `timeout`, whether or not a name server answers. Repeats a lookup that fails
-/// temporarily.
+/// temporarily, and one of an unknown name, which may be that of a pod that has just started, unless it is
+/// this host's own.
 inline Resolved resolve_within(const std::string& host, int port, std::chrono::milliseconds timeout) {
   if (auto numeric = resolve(host, port, AI_NUMERICHOST); numeric.status == 0) return numeric;
   struct Shared {
@@ -143,7 +144,8 @@ inline Resolved resolve_within(const std::string& host, int port, std::chrono::m
     constexpr auto pause = std::chrono::milliseconds(500);
     for (;;) {
       auto found = resolve(host, port);
-      const bool again = found.status == EAI_AGAIN && std::chrono::steady_clock::now() + pause < until;
+      const bool may_come = found.status == EAI_AGAIN || (found.status == EAI_NONAME && host != host_name());
+      const bool again = may_come && std::chrono::steady_clock::now() + pause < until;
       {
         const std::lock_guard lock(shared->mutex);
         shared->found = std::move(found);
@@ -187,6 +189,14 @@ struct Listener {
   bool host_is_elsewhere = false;
 };
 
+/// Returns whether `host` names the loopback explicitly (127.0.0.1, ::1, localhost), so that it leads every
+/// host to itself.
+inline bool names_loopback(const std::string& host) {
+  if (host == "localhost") return true;
+  const auto numeric = resolve(host, 0, AI_NUMERICHOST);
+  return numeric.status == 0 && !numeric.addresses.empty() && numeric.addresses.front().loopback();
+}
+
 /// The address of this host that a listener for clients of `host` binds. None means all interfaces.
 ///
 /// The loopback, if `host` names it explicitly (127.0.0.1, ::1, localhost); otherwise the address of this
@@ -203,10 +213,9 @@ inline BindChoice choose_bind(const std::string& host, int port, const std::stri
   const auto found = resolve_within(host, port, lookup_timeout);
   if (found.status != 0 && host != host_name()) throw_unresolved(host, found.status, origin);
   if (found.addresses.empty()) return {};
-  const bool literal = host == "localhost" || resolve(host, port, AI_NUMERICHOST).status == 0;
   const auto loopback = [](const SocketAddress& address) { return address.loopback(); };
   if (std::all_of(found.addresses.begin(), found.addresses.end(), loopback)) {
-    if (!literal) return {};
+    if (!names_loopback(host)) return {};
     // Every client tries IPv4 for "localhost".
     const auto four = std::find_if(found.addresses.begin(), found.addresses.end(),
                                    [](const auto& address) { return address.family() == AF_INET; });

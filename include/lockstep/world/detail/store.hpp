@@ -392,6 +392,10 @@ inline Rendezvous join_rendezvous(
         joined.doubt = detail::formatted(
             "MASTER_ADDR={} is no address of this host ({}): rank 0 must run on the host that it names",
             url.host, host_name());
+      else if (names_loopback(url.host) && !(env.launched && env.local_size == env.size))
+        joined.doubt =
+            detail::formatted("ranks on other hosts cannot reach this one ({}) by the address {} of rank 0",
+                              host_name(), url.host);
       return joined;
     }
   }
@@ -422,7 +426,8 @@ struct RankIdentity {
   std::string address;        ///< at which other hosts reach the rank, or empty
   std::string threads;        ///< the number of its threads
   std::string thread_source;  ///< what determines that number
-  /// The place on the host that a launcher has assigned, and the variable that holds it; or empty.
+  /// The place on the host that a launcher has assigned, and the variable that holds it; or empty. Without
+  /// `local_size`, `local_rank` is a place that the ranks which join must confirm.
   std::string local_rank = {}, local_size = {}, local_variable = {};
 
   static RankIdentity own(const std::string& address, const Environment& env) {
@@ -433,6 +438,8 @@ struct RankIdentity {
       identity.local_rank = std::to_string(env.local_rank);
       identity.local_size = std::to_string(env.local_size);
       identity.local_variable = env.local_variable;
+    } else if (env.expected_local_rank) {
+      identity.local_rank = std::to_string(*env.expected_local_rank);
     }
     return identity;
   }
@@ -468,17 +475,50 @@ inline std::vector<RankIdentity> identities(c10d::Store& store, int size) {
   return result;
 }
 
-/// Returns the error about two ranks of a host that have one local rank, empty if there are none. The ranks
-/// of a host may be several complete sets: launchers can imitate several hosts on one.
+/// Returns the error about a LOCAL_RANK without LOCAL_WORLD_SIZE that is not the rank's number among those of
+/// its host, empty if there is none.
+inline std::string unconfirmed_local_rank(const std::vector<RankIdentity>& ranks) {
+  std::map<std::string, int> ranks_on;
+  for (std::size_t rank = 0; rank < ranks.size(); ++rank) {
+    const RankIdentity& identity = ranks[rank];
+    const int number = ranks_on[identity.host]++;
+    if (!identity.local_rank.empty() && identity.local_size.empty() &&
+        identity.local_rank != std::to_string(number))
+      return detail::formatted(
+          "LOCAL_RANK={} of rank {} contradicts the other ranks on {}, among which it is number {}: set "
+          "LOCAL_WORLD_SIZE too if that is meant, or unset LOCAL_RANK",
+          printable(identity.local_rank), rank, printable(identity.host_text()), number);
+  }
+  return {};
+}
+
+/// Returns the error about two ranks of a host that have one local rank, or that disagree on the number of
+/// ranks there; empty if there are none. The ranks of a host may be several complete sets: launchers can
+/// imitate several hosts on one.
 inline std::string repeated_local_rank(const std::vector<RankIdentity>& ranks) {
   // By host and number of local ranks: the ranks that have each local rank.
   std::map<std::pair<std::string, std::string>, std::map<std::string, std::vector<std::size_t>>> hosts;
   for (std::size_t rank = 0; rank < ranks.size(); ++rank)
-    if (!ranks[rank].local_rank.empty())
+    if (!ranks[rank].local_size.empty())
       hosts[{ranks[rank].host, ranks[rank].local_size}][ranks[rank].local_rank].push_back(rank);
+  const std::map<std::string, std::vector<std::size_t>>* last = nullptr;
+  std::string last_host;
   for (const auto& [host, places] : hosts) {
     const auto size = whole_number(host.second).value_or(0);
-    std::size_t sets = static_cast<std::size_t>(size) > places.size() ? 0 : ranks.size();
+    const bool whole = static_cast<std::size_t>(size) <= places.size();
+    if (!whole && last && last_host == host.first) {
+      const std::size_t one = last->begin()->second[0], other = places.begin()->second[0];
+      return detail::formatted("ranks {} and {} on {} disagree on the number of ranks there ({} and {}): {}",
+                               std::min(one, other), std::max(one, other), printable(ranks[one].host_text()),
+                               printable(ranks[std::min(one, other)].local_size),
+                               printable(ranks[std::max(one, other)].local_size),
+                               ranks[one].local_variable == "LOCAL_RANK"
+                                   ? "give all ranks of a host one LOCAL_WORLD_SIZE"
+                                   : "pass the launcher's whole environment on to each process");
+    }
+    last = &places;
+    last_host = host.first;
+    std::size_t sets = whole ? ranks.size() : 0;
     for (const auto& [local_rank, holders] : places) sets = std::min(sets, holders.size());
     for (const auto& [local_rank, holders] : places) {
       if (holders.size() == 1 || holders.size() == sets) continue;
@@ -554,8 +594,9 @@ inline void sign_in(c10d::Store& store, const Environment& env, const std::strin
   // Another World of this process has already signed in; the process counts once.
   if (store.add(store_keys::signed_in(env.rank), 1) != 1) return;
   if (store.add(store_keys::present, 1) != env.size) return;
-  if (const auto repeated = repeated_local_rank(identities(store, env.size)); !repeated.empty())
-    refuse_rendezvous(store, repeated);
+  const auto all = identities(store, env.size);
+  for (const auto& wrong : {repeated_local_rank(all), unconfirmed_local_rank(all)})
+    if (!wrong.empty()) refuse_rendezvous(store, wrong);
   store.compareSet(store_keys::outcome, {}, to_bytes("complete"));
 }
 

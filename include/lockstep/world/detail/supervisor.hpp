@@ -26,15 +26,12 @@
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/world/detail/child.hpp"
+#include "lockstep/world/detail/handled_signals.hpp"
 #include "lockstep/world/detail/line_relay.hpp"
 #include "lockstep/world/detail/report.hpp"
 #include "lockstep/world/launch_options.hpp"
 
 namespace lockstep::detail {
-
-/// The signals that a launching process handles.
-inline constexpr std::array handled_signals{SIGCHLD, SIGINT,  SIGTERM, SIGHUP, SIGQUIT,
-                                            SIGUSR1, SIGUSR2, SIGTSTP, SIGPIPE};
 
 /// Returns the pipe from the signal handler to the thread that waits for signals. It is never closed: a
 /// handler may still run in another thread when its scope ends.
