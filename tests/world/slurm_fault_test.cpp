@@ -4,11 +4,14 @@
 #include <array>
 #include <chrono>
 #include <cstdlib>
+#include <filesystem>
 #include <fstream>
 #include <string>
+#include <system_error>
 #include <thread>
 #include <vector>
 
+#include "examples/square_digits.hpp"
 #include "support/catch.hpp"
 #include "support/process.hpp"
 #include "support/torchrun.hpp"
@@ -83,6 +86,20 @@ Batch batch(const Cluster& on, const Strings& options, const std::string& script
 }
 
 const std::string program = test_program("world_program");
+
+// The path of a program of examples/; empty, with the reason printed, where it is not built.
+std::string example(const std::string& name) {
+  const char* folder = std::getenv("LOCKSTEP_EXAMPLES");
+  const std::string path = fmt::format("{}/{}", folder ? folder : ".", name);
+  if (access(path.c_str(), X_OK) == 0) return path;
+  WARN("SKIPPED: no " << path);
+  return {};
+}
+
+// The path of a batch script of examples/.
+std::string batch_script(const std::string& name) {
+  return std::string(LOCKSTEP_SOURCE_FOLDER) + "/../../examples/" + name;
+}
 
 // Waits until the file holds the text.
 bool holds(const std::string& path, const std::string& text, std::chrono::milliseconds timeout = 60s) {
@@ -173,18 +190,13 @@ TEST_CASE("srun starts torchrun on each host, whose variables win") {
 
 TEST_CASE("the tutorial's batch script runs its elastic demo on two hosts") {
   const Cluster* on = cluster();
-  const char* examples = std::getenv("LOCKSTEP_EXAMPLES");
-  const std::string demo = fmt::format("{}/ddp_toy", examples ? examples : ".");
   if (on == nullptr) return;
-  if (access(demo.c_str(), X_OK) != 0) {
-    WARN("SKIPPED: no " << demo);
-    return;
-  }
+  const std::string demo = example("ddp_toy");
+  if (demo.empty()) return;
   // Two ranks on each host: the command line wins over the script's eight.
   const auto out = on->folder + "/ddp_toy.out";
-  const auto ended =
-      slurm(*on, {"sbatch", "--wait", "--ntasks-per-node=2", "--gpus-per-node=2", "--output=" + out,
-                  std::string(LOCKSTEP_SOURCE_FOLDER) + "/../../examples/ddp_toy.slurm.sh", demo});
+  const auto ended = slurm(*on, {"sbatch", "--wait", "--ntasks-per-node=2", "--gpus-per-node=2",
+                                 "--output=" + out, batch_script("ddp_toy.slurm.sh"), demo});
   const auto all = content(out);
   INFO(ended.error << all);
   CHECK(ended.code == 0);
@@ -197,14 +209,10 @@ TEST_CASE("the tutorial's batch script runs its elastic demo on two hosts") {
 
 TEST_CASE("the batch script of the series starts torchrun on two hosts, which resume from a snapshot") {
   const Cluster* on = cluster();
-  const char* examples = std::getenv("LOCKSTEP_EXAMPLES");
-  const std::string series = fmt::format("{}/multigpu_torchrun", examples ? examples : ".");
   const std::string agent = lockstep_test::torchrun();
   if (on == nullptr || agent.empty()) return;
-  if (access(series.c_str(), X_OK) != 0) {
-    WARN("SKIPPED: no " << series);
-    return;
-  }
+  const std::string series = example("multigpu_torchrun");
+  if (series.empty()) return;
   const auto out = on->folder + "/series.out", snapshot = on->folder + "/series.pt";
   const auto first = lockstep_test::run({series, "1", "1", "--snapshot_path", snapshot, "--nproc", "2"},
                                         {{"OMP_NUM_THREADS", "1"}});
@@ -213,8 +221,7 @@ TEST_CASE("the batch script of the series starts torchrun on two hosts, which re
   const auto ended =
       slurm(*on,
             {"sbatch", "--wait", "--nodes=2", "--gpus-per-task=1", "--cpus-per-task=2", "--output=" + out,
-             std::string(LOCKSTEP_SOURCE_FOLDER) + "/../../examples/multigpu_torchrun.slurm.sh", series, "2",
-             "1", "--snapshot_path", snapshot},
+             batch_script("multigpu_torchrun.slurm.sh"), series, "2", "1", "--snapshot_path", snapshot},
             {{"RDZV_PORT", std::to_string(lockstep_test::free_port())},
              {"PATH", agent.substr(0, agent.rfind('/')) + ":" + std::getenv("PATH")}});
   const auto all = content(out);
@@ -319,8 +326,7 @@ TEST_CASE("USR1 of Slurm stops a job, which puts itself into the queue again and
   const auto slow_at_first =
       fmt::format("exec '{}' '{}/run.ckpt' $((50 * !${{SLURM_RESTART_COUNT:-0}}))", stop, on->folder);
   auto job = slurm(*on, {"sbatch", "--parsable", "--ntasks-per-node=2", "--output=" + out,
-                         std::string(LOCKSTEP_SOURCE_FOLDER) + "/../../examples/resumable.slurm.sh", "sh",
-                         "-c", slow_at_first})
+                         batch_script("resumable.slurm.sh"), "sh", "-c", slow_at_first})
                  .out;
   job.erase(job.find_last_not_of('\n') + 1);
   CHECK(holds(out, "step 10\n"));
@@ -341,12 +347,15 @@ TEST_CASE("USR1 of Slurm stops a job, which puts itself into the queue again and
 TEST_CASE("examples under srun on two hosts") {
   const Cluster* on = cluster();
   if (on == nullptr) return;
-  const char* examples = std::getenv("LOCKSTEP_EXAMPLES");
+  const SquareDigits digits(96, 50);
+  const auto data = digits.path().string(), model = on->folder + "/ddp_main.pt";
   struct Run {
     std::string program;
     Strings arguments, lines;  // each line once
+    std::string saved = {};
+    std::uintmax_t parameters = 0;  // of the saved model
   };
-  for (const auto& [name, arguments, lines] : std::vector<Run>{
+  for (const auto& [name, arguments, lines, saved, parameters] : std::vector<Run>{
            {"ring_all_reduce", {"--elements", "999"}, {"3 ranks: the sums equal all_reduce's; "}},
            {"five_lines", {"--epochs", "1"}, {"Epoch 0 | Batchsize: 32 | Steps: 22 | Loss "}},
            {"gan", {"--steps", "2", "--digits", "96"}, {"done: 2 steps of two models on 3 ranks\n"}},
@@ -355,19 +364,44 @@ TEST_CASE("examples under srun on two hosts") {
              "data_config.block_size=16", "data_config.truncate=0.1", "trainer_config.max_epochs=1",
              "sample_config.number=0", "trainer_config.snapshot_path=" + on->folder + "/mingpt.pt"},
             {"[RANK0] Epoch 1 | Iter 0 | Train Loss 3.", "[RANK2] Epoch 1 | Iter 0 | Train Loss 3.",
-             "\nEpoch 1 | Eval Loss "}}}) {
-    Strings command{"srun", "-N", "2", "-n", "3", fmt::format("{}/{}", examples ? examples : ".", name)};
-    if (access(command.back().c_str(), X_OK) != 0) {
-      WARN("SKIPPED: no " << command.back());
-      continue;
-    }
+             "\nEpoch 1 | Eval Loss "}},
+           {"ddp_main",
+            {"-e", "1", "-b", "16", "--scale-lr", "--data-dir", data, "--save", model},
+            {"; global batch 48 = 16 x 3 ranks x 1)\n", "begin training of epoch 1/1\n", "begin testing\n",
+             "Accuracy is "},
+            model,
+            29'034},
+           {"imagenet",
+            {"--dummy", "--epochs", "1", "-b", "330", "-p", "1", "--save-dir", on->folder},
+            {"=> creating model 'resnet18'\n", "Epoch: [0][1/2]\tTime ", "Epoch: [0][2/2]\tTime ",
+             "Test: [1/1]\tTime ", "\n *   Acc@1 "},
+            on->folder + "/checkpoint.pt",
+            11'689'512}}) {
+    Strings command{"srun", "-N", "2", "-n", "3", example(name)};
+    if (command.back().empty()) continue;
     command.insert(command.end(), arguments.begin(), arguments.end());
     const auto ended = slurm(*on, command);
     INFO(name << "\n" << ended.out << ended.error);
     CHECK(ended.code == 0);
+    CHECK(ended.left == 0);
     CHECK(count(ended.error, "lockstep: 3 ranks on 2 hosts (n1: 2, n2: 1), started by srun (") == 1);
-    for (const auto& line : lines) CHECK(count(ended.out, line) == 1);
+    for (const auto& line : lines) {
+      CAPTURE(line);
+      CHECK(count(ended.out, line) == 1);
+    }
+    if (saved.empty()) continue;
+    std::error_code absent;
+    CHECK(std::filesystem::file_size(saved, absent) > 4 * parameters);
+    CHECK_FALSE(absent);
   }
+  // A wrong argument ends every rank with exit code 2.
+  const auto path = example("ddp_main");
+  if (path.empty()) return;
+  const auto refused = slurm(*on, {"srun", "-N", "2", "-n", "3", path, "--data-dir", "/absent"});
+  INFO(refused.out << refused.error);
+  CHECK(refused.code == 2);
+  CHECK(refused.left == 0);
+  CHECK(count(refused.error, "/absent") >= 1);
 }
 
 }  // namespace slurm_fault_test
