@@ -16,6 +16,7 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
 #include <iostream>
 #include <sstream>
 #include <string>
@@ -189,8 +190,12 @@ int main(int argc, char** argv) {
       world.log.info("training on the first {} of {} digits", options.samples, mnist.train.size());
     lockstep::with_device(world, [&]<class Comm>(Comm comm) {
       constexpr bool on_gpu = lockstep::DeviceCommunicator<Comm>;
-      if (!on_gpu && !options.gpu.empty())
-        world.log.info("there is no CUDA device: --gpu {} starts as many processes, on the CPU", options.gpu);
+      if (!on_gpu && !options.gpu.empty()) {
+        const char* device = std::getenv("LOCKSTEP_DEVICE");  // with_device reads it
+        world.log.info("{}: --gpu {} starts as many processes, on the CPU",
+                       device && *device == 'c' ? "LOCKSTEP_DEVICE=cpu" : "there is no CUDA device",
+                       options.gpu);
+      }
       if (on_gpu || options.amp)
         run<lockstep::Fp16>(world, options, mnist, std::move(comm));
       else

@@ -11,6 +11,7 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
 #include <iostream>
 #include <string>
 #include <type_traits>
@@ -61,8 +62,11 @@ template <class Comm>
 void train(const lockstep::World& world, const Options& options, const lockstep::Mnist& mnist, Comm comm) {
   constexpr bool on_gpu = lockstep::DeviceCommunicator<Comm>;
   using Precision = std::conditional_t<on_gpu, lockstep::Fp16, lockstep::Fp32>;
-  if (!on_gpu && !options.gpu.empty())
-    world.log.info("there is no CUDA device: --gpu {} starts as many processes, on the CPU", options.gpu);
+  if (!on_gpu && !options.gpu.empty()) {
+    const char* device = std::getenv("LOCKSTEP_DEVICE");  // with_device reads it
+    world.log.info("{}: --gpu {} starts as many processes, on the CPU",
+                   device && *device == 'c' ? "LOCKSTEP_DEVICE=cpu" : "there is no CUDA device", options.gpu);
+  }
 
   torch::manual_seed(options.training.seed);
   ConvNet model;

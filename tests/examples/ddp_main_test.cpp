@@ -107,7 +107,7 @@ TEST_CASE("the template trains in mixed precision and saves the model with its s
   CHECK(weight.isfinite().all().item<bool>());
 }
 
-TEST_CASE("the template says that --gpu takes CPUs where there are no GPUs") {
+TEST_CASE("the programs that take --gpu say why they compute on the CPU") {
   const SquareDigits digits(32, 16);
   const TemporaryFolder saved;
   const auto says = [&](const std::string& program, const std::string& gpu, const std::string& line,
@@ -119,9 +119,16 @@ TEST_CASE("the template says that --gpu takes CPUs where there are no GPUs") {
     INFO("out: " << ended.out << "\nerror: " << ended.error);
     CHECK(ended.code == 0);
     CHECK(count(ended.out, line) == 1);
+    CHECK(count(ended.out, ": --gpu ") == 1);
   };
-  says("ddp_main", "0,1", "there is no CUDA device: --gpu 0,1 starts as many processes, on the CPU\n",
-       {{"LOCKSTEP_DEVICE", "cpu"}});
+  for (const std::string program : {"ddp_main", "mnist"}) {
+    says(program, "0,1", "LOCKSTEP_DEVICE=cpu: --gpu 0,1 starts as many processes, on the CPU\n",
+         {{"LOCKSTEP_DEVICE", "cpu"}});
+    if (!torch::cuda::is_available())
+      says(program, "0,1", "there is no CUDA device: --gpu 0,1 starts as many processes, on the CPU\n",
+           {{"LOCKSTEP_DEVICE", "auto"}});
+  }
+  // A program of one process does not read LOCKSTEP_DEVICE.
   says("origin_main", "0", "there is no CUDA device: --gpu 0 trains on the CPU\n",
        {{"CUDA_VISIBLE_DEVICES", "-1"}});
 }
