@@ -1,13 +1,17 @@
 // What a user can get wrong: one line of plain words, exit code 2, no training, nothing left behind.
 #include <fcntl.h>
+#include <poll.h>
+#include <signal.h>
 #include <sys/inotify.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <array>
+#include <chrono>
 #include <list>
 #include <set>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -174,8 +178,10 @@ struct Refusal {
 };
 
 // A refusal's exit code, and what its first write to stderr wrote: a pipe of packets keeps writes apart.
+// Throws when the program has not ended within `timeout`.
 struct FirstWrite {
-  explicit FirstWrite(const Words& command) {
+  explicit FirstWrite(const Words& command, Milliseconds timeout = Milliseconds(60000)) {
+    const auto deadline = std::chrono::steady_clock::now() + timeout;
     std::array<int, 2> ends{};
     REQUIRE(pipe2(ends.data(), O_DIRECT | O_CLOEXEC) == 0);
     std::vector<char*> argv;
@@ -189,11 +195,22 @@ struct FirstWrite {
     }
     close(ends[1]);
     std::array<char, 4096> buffer{};
-    const ssize_t length = read(ends[0], buffer.data(), buffer.size());
-    if (length > 0) text.assign(buffer.data(), static_cast<std::size_t>(length));
+    pollfd polled{ends[0], POLLIN, 0};
+    if (poll(&polled, 1, static_cast<int>(timeout.count())) > 0)
+      if (const ssize_t length = read(ends[0], buffer.data(), buffer.size()); length > 0)
+        text.assign(buffer.data(), static_cast<std::size_t>(length));
     close(ends[0]);
     int status = 0;
-    waitpid(child, &status, 0);
+    while (waitpid(child, &status, WNOHANG) == 0) {
+      if (std::chrono::steady_clock::now() > deadline) {
+        kill(child, SIGKILL);
+        waitpid(child, &status, 0);
+        throw std::runtime_error(
+            fmt::format("{} is still running after {} ms; its first write to stderr: '{}'", command.front(),
+                        timeout.count(), text));
+      }
+      usleep(1000);
+    }
     code = WIFEXITED(status) ? WEXITSTATUS(status) : -1;
   }
 
@@ -316,6 +333,13 @@ TEST_CASE("every example's help names its options, in one process") {
   const ExecutionCount ranks(two_ranks);
   CHECK(run({two_ranks, "--nproc", "2", "--epochs", "1"}).code == 0);
   CHECK(ranks.seen() > 1);
+}
+
+TEST_CASE("a program that does not end fails the check of its first write") {
+  for (const std::string written : {"", "begun"})
+    CHECK_THROWS_WITH(
+        FirstWrite({"/bin/sh", "-c", "printf '" + written + "' >&2; exec sleep 60"}, Milliseconds(300)),
+        "/bin/sh is still running after 300 ms; its first write to stderr: '" + written + "'");
 }
 
 TEST_CASE("every example refuses an unknown option and an empty value") {
