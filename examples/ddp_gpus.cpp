@@ -9,6 +9,7 @@
 #include <CLI/CLI.hpp>
 #include <cstddef>
 #include <iostream>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -78,27 +79,35 @@ class Trainer {
   Comm& comm_;
 };
 
+struct Options {
+  int max_epochs = 5;
+  std::size_t batch_size = 32;
+  std::string save;
+};
+
 template <class Comm>
-void run(const lockstep::World& world, int max_epochs, std::size_t batch_size, Comm comm) {
+void run(const lockstep::World& world, const Options& options, Comm comm) {
   torch::manual_seed(0);  // all ranks draw the same data: without a seed, as in the tutorial, each its own
   MyTrainDataset train_dataset(2048);
   Loader train_dataloader{train_dataset,
                           lockstep::DistributedSampler{train_dataset.size(), world},
-                          {.batch_size = batch_size, .pin_memory = true}};
+                          {.batch_size = options.batch_size, .pin_memory = true}};
   nn::Linear model(20, 1);
   model->to(lockstep::comm_device(comm));
   torch::optim::SGD optimizer(model->parameters(), 1e-3);
-  Trainer<Comm>(model, train_dataloader, optimizer, comm).train(max_epochs);
+  Trainer<Comm>(model, train_dataloader, optimizer, comm).train(options.max_epochs);
+  if (!options.save.empty()) world.rank_zero([&] { lockstep::save_model(*model, options.save); });
 }
 
 int main(int argc, char** argv) {
-  int max_epochs = 5;
-  std::size_t batch_size = 32;
+  Options options;
   CLI::App app("Fits a line to random points with several processes.");
   app.option_defaults()->always_capture_default()->take_last();
-  app.add_option("--max_epochs,--max-epochs", max_epochs, "epochs to train")->check(CLI::Range(1'000'000));
-  app.add_option("--batch_size,--batch-size", batch_size, "samples a process and a step")
+  app.add_option("--max_epochs,--max-epochs", options.max_epochs, "epochs to train")
+      ->check(CLI::Range(1'000'000));
+  app.add_option("--batch_size,--batch-size", options.batch_size, "samples a process and a step")
       ->check(CLI::Range(1, 1'000'000));
+  app.add_option("--save", options.save, "file to write the trained model to");
   app.footer(lockstep::launch_help());
   const auto arguments = lockstep::program_arguments(argc, argv);  // without --nproc and launch's other flags
   try {
@@ -111,8 +120,8 @@ int main(int argc, char** argv) {
     return 2;
   }
   const auto on_rank = [&](const lockstep::World& world) {
-    lockstep::with_device(
-        world, [&]<class Comm>(Comm comm) { run(world, max_epochs, batch_size, std::move(comm)); });
+    if (!options.save.empty()) world.rank_zero([&] { lockstep::require_writable(options.save, "--save"); });
+    lockstep::with_device(world, [&]<class Comm>(Comm comm) { run(world, options, std::move(comm)); });
   };
   // Each line names its rank already: no prefix.
   return lockstep::launch(argc, argv, on_rank, {.prefix = lockstep::Prefix::never});

@@ -22,7 +22,7 @@ HEADINGS = {
     "parity_precision": ("Precisions", "Scales, counters and parameters after each step, compared word by word with `torch.amp`'s."),
     "parity_samplers": ("Samplers", "Every index of every rank and epoch."),
     "parity_mnist": ("The MNIST examples", "The programs mnist, origin_main and ddp_main beside the tutorial's in Python, on real digits."),
-    "parity_multigpu": ("The toy regression", "The programs single_gpu, multigpu and multigpu_torchrun beside the same training in Python."),
+    "parity_multigpu": ("The toy regression", "The programs single_gpu, multigpu, ddp_gpus and multigpu_torchrun beside the same training in Python."),
     "parity_average_gradients": ("Gradients averaged by hand", "The program itself beside the tutorial's in Python, on real digits."),
     "parity_imagenet": ("The ImageNet example", "Training, initial values, losses and checkpoints beside the same networks in Python."),
     "parity_mingpt": ("The minGPT example", "The program itself beside the same model in Python, on tiny Shakespeare."),

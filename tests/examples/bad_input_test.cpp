@@ -85,7 +85,7 @@ std::vector<Example> all_examples() {
        {"--gpu", "-e", "--epochs", "-b", "--batch-size", "--batch_size", "--samples", "--lr", "--scale-lr",
         "--amp", "--save", "--data-dir", "--data_dir"},
        "--save"},
-      {"ddp_gpus", {}, {"--max_epochs", "--max-epochs", "--batch_size", "--batch-size"}, "--max_epochs"},
+      {"ddp_gpus", {}, {"--max_epochs", "--max-epochs", "--batch_size", "--batch-size", "--save"}, "--save"},
       {"single_gpu",
        {"1", "1"},
        {"total_epochs", "save_every", "--batch_size", "--batch-size", "--loss"},
@@ -374,6 +374,7 @@ TEST_CASE("every example refuses a path that it cannot write before it trains") 
   std::vector<Refusal> table{
       {"mnist", {"--nproc", "1", "--save", "/absent/x"}, "--save: cannot save to '/absent/x'", remedy},
       {"ddp_main", {"--save", "/absent/x"}, "--save: cannot save to '/absent/x'", remedy},
+      {"ddp_gpus", {"--nproc", "1", "--save", "/absent/x"}, "--save: cannot save to '/absent/x'", remedy},
       {"origin_main", {"--save", "/absent/x"}, "--save: cannot save to '/absent/x'", remedy},
       {"origin_main", {"--save", "/tmp"}, "--save: cannot save to '/tmp': it is a folder", "give the name"},
       {"multigpu_torchrun",

@@ -1,8 +1,8 @@
-"""Trains the toy regression of examples/single_gpu, examples/multigpu and examples/multigpu_torchrun in Python as well, from the
-same seed, and compares the bits of the checkpoints. multigpu_torchrun and its counterpart stop after two epochs, and resume from
-their own snapshots.
+"""Trains the toy regression of examples/single_gpu, examples/multigpu, examples/multigpu_torchrun and examples/ddp_gpus in Python as
+well, from the same seed, and compares the bits of the saved models. multigpu_torchrun and its counterpart stop after two epochs, and
+resume from their own snapshots.
 
-multigpu_parity.py MULTIGPU_PROGRAM SINGLE_GPU_PROGRAM MULTIGPU_TORCHRUN_PROGRAM. Exit code 77: skipped.
+multigpu_parity.py MULTIGPU_PROGRAM SINGLE_GPU_PROGRAM MULTIGPU_TORCHRUN_PROGRAM DDP_GPUS_PROGRAM. Exit code 77: skipped.
 """
 import os
 import subprocess
@@ -16,8 +16,8 @@ EPOCHS, BATCH, MOMENTUM = 3, 32, 0.9
 
 
 class MyTrainDataset(torch.utils.data.Dataset):
-    def __init__(self, size):
-        self.data = [(torch.rand(20), torch.rand(1)) for _ in range(size)]
+    def __init__(self, size, target=torch.rand):
+        self.data = [(torch.rand(20), target(1)) for _ in range(size)]
 
     def __len__(self):
         return len(self.data)
@@ -36,11 +36,11 @@ def run_epochs(model, optimizer, loader, epochs, sampler=None):
             optimizer.step()
 
 
-def begin():
-    """Data and model of all three programs."""
+def begin(target=torch.rand):
+    """Data and model of all programs."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    return MyTrainDataset(2048), torch.nn.Linear(20, 1)
+    return MyTrainDataset(2048, target), torch.nn.Linear(20, 1)
 
 
 def train_alone(path):
@@ -51,9 +51,9 @@ def train_alone(path):
     torch.save(net.state_dict(), path)
 
 
-def train(rank, size, output):
-    """What multigpu does."""
-    data, net = begin()
+def train(rank, size, output, target=torch.rand):
+    """What multigpu does, and with targets by torch.randn what ddp_gpus does."""
+    data, net = begin(target)
     model = torch.nn.parallel.DistributedDataParallel(net)
     sampler = torch.utils.data.distributed.DistributedSampler(data)
     loader = torch.utils.data.DataLoader(data, BATCH, sampler=sampler)
@@ -114,7 +114,7 @@ def same_bits(what, theirs, ours):
 
 
 def main():
-    multigpu, single_gpu, elastic = map(os.path.realpath, sys.argv[1:4])
+    multigpu, single_gpu, elastic, ddp_gpus = map(os.path.realpath, sys.argv[1:5])
     print("note: ddp_toy has no row: its ranks draw their models and data without a seed, as the tutorial's do, so that no two runs of "
           "either side have equal numbers. It compares its ranks' parameters bit by bit after the step. ring_all_reduce has none either: "
           "it compares its sums with all_reduce's.")
@@ -128,6 +128,8 @@ def main():
             start(f"{scratch}/lockstep{size}", *([multigpu, "--nproc", size] if size else [single_gpu]), *words)
             if size:
                 run_python(size, train, f"{scratch}/{size}")
+        start(scratch, ddp_gpus, "--max_epochs", EPOCHS, "--batch_size", BATCH, "--save", "ddp_gpus.pt", "--nproc", 2)
+        run_python(2, train, f"{scratch}/ddp_gpus", torch.randn)
         for epochs in (2, 2 + EPOCHS):  # the second run resumes
             start(scratch, elastic, epochs, 1, "--batch_size", BATCH, "--momentum", MOMENTUM, "--nproc", 2)
             run_python(2, train_elastic, f"{scratch}/elastic{epochs}", f"{scratch}/python.pt", epochs)
@@ -137,6 +139,9 @@ def main():
             what = f"{size} ranks" if size else "one process without DDP"
             same_bits(what, theirs, dict(archive(f"{scratch}/lockstep{size}/checkpoint.pt").named_parameters()))
             print(f"| toy regression, {EPOCHS} epochs, {what} | trains | same bits |", flush=True)
+        theirs, ours = torch.load(f"{scratch}/ddp_gpus/python.pt"), archive(f"{scratch}/ddp_gpus.pt")
+        same_bits("ddp_gpus", theirs, dict(ours.named_parameters()))
+        print(f"| ddp_gpus, {EPOCHS} epochs, 2 ranks | trains | same bits |", flush=True)
         theirs, (ours, epoch) = torch.load(f"{scratch}/python.pt"), snapshot_of(f"{scratch}/snapshot.pt")
         if epoch != theirs["EPOCHS_RUN"]:
             sys.exit(f"FAILED: the snapshot names epoch {epoch}, Python's {theirs['EPOCHS_RUN']}")
