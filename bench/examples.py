@@ -1,12 +1,19 @@
 """CPU time of the example programs and of their Python originals: the same data, seed, ranks and steps.
 
 examples.py FOLDER_OF_PROGRAMS SHARED_FOLDER [--rounds 3] [--only NAME ...] [--write docs/benchmarks.md]
-To be run by the Python that has the torch package of the programs. The shared folder holds data/mnist and data/tinyshakespeare.txt.
-Both sides run in turn, 2 Gloo ranks of one thread (single_gpu and origin_main: one process). Python refuses SyncBatchNorm on
-CPUs; ddp_main's counterpart has a layer written in Python (tests/examples/mnist_parity.py). ddp_toy draws model and data without a
-seed, on both sides. A figure is the user CPU time of all processes of a run, which tells more than wall time on a busy machine.
+examples.py FOLDER_OF_PROGRAMS --defaults [--limit 60] [--busy] [--only NAME ...] [--write docs/benchmarks.md]
+
+The first command is to be run by the Python that has the torch package of the programs. The shared folder holds data/mnist and
+data/tinyshakespeare.txt. Both sides run in turn, 2 Gloo ranks of one thread (single_gpu and origin_main: one process). Python refuses
+SyncBatchNorm on CPUs; ddp_main's counterpart has a layer written in Python (tests/examples/mnist_parity.py). ddp_toy draws model and
+data without a seed, on both sides. A figure is the user CPU time of all processes of a run, which tells more than wall time on a busy
+machine.
 "run" is the time of the long run, starting included; "training" is that time without the time of the short run, which leaves the
 steps between. The ratio is lockstep's time over Python's: the median over the rounds, with the smallest and the largest.
+
+The second command runs each program of examples/README.md with its defaults on two cores, as a new user does: on CPUs, without data
+and with an empty cache. It names the programs that take longer than the limit, and ends with 1 if there are any. It compares the wall
+time with the limit. --busy is for a machine that runs other work, too: it compares half of the CPU time, with OMP_WAIT_POLICY=PASSIVE.
 """
 import argparse
 import importlib.metadata
@@ -40,6 +47,14 @@ EXAMPLES = {
     "imagenet": (1, 2, "epoch", " of 20 steps, batch 16, and a validation"),
     "mingpt": (10, 40, "step", ", batch 16, block 64"),
 }  # fmt: skip
+# Arguments without which a program does not run: the tutorials' own, and CPUs in place of ddp_toy's GPUs.
+REQUIRED = {
+    "single_gpu": ["50", "10"],
+    "multigpu": ["50", "10"],
+    "multigpu_torchrun": ["50", "10"],
+    "ddp_toy": ["--cpu-devices", "4"],
+}
+DEFAULTS_HEAD = "| program with its defaults | wall time | CPU time | half of it |"
 HEAD = "| example | training | lockstep | Python | ratio | run | lockstep | Python | ratio |"
 ONE_PROCESS = "single_gpu", "origin_main"
 FEWER_DIGITS = 4000  # of average_gradients, origin_main and ddp_main
@@ -268,25 +283,63 @@ def cells(what, rounds, seconds):
     return [what, f"{statistics.median(ours):.2f} s", f"{statistics.median(theirs):.2f} s", f"{statistics.median(ratios):.2f}{spread}"]
 
 
-def measured_how(folder, rounds):
-    """The sentences below the table."""
+def programs_of_readme():
+    """The names of the programs in the table of examples/README.md."""
+    with open(os.path.join(HERE, "../examples/README.md"), encoding="utf-8") as file:
+        rows = [line.split("|")[1] for line in file if line.startswith("| [")]
+    return [name for row in rows for name in re.findall(r"\[(\w+)\.cpp\]", row)]
+
+
+def run_defaults(folder, names, limit, busy):
+    """The lines of the table, and the names of the programs that take longer than `limit` seconds."""
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
+    unset = ("OMP_NUM_THREADS", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    environment = {name: value for name, value in os.environ.items() if name not in unset and not name.startswith("LOCKSTEP_")}
+    lines, slow = [DEFAULTS_HEAD, "|---|---|---|---|"], []
+    print("\n".join(lines), flush=True)
+    for name in names:
+        command = [os.path.join(folder, name), *REQUIRED.get(name, [])]
+        if not os.access(command[0], os.X_OK):
+            sys.exit(f"{command[0]} is not built")
+        with tempfile.TemporaryDirectory() as scratch:
+            changed = {"XDG_CACHE_HOME": f"{scratch}/cache", "LOCKSTEP_DEVICE": "cpu"}
+            if busy:  # OpenMP's threads spin while they wait, which counts as CPU time
+                changed["OMP_WAIT_POLICY"] = "PASSIVE"
+            before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
+            done = subprocess.run(command, cwd=scratch, env={**environment, **changed}, capture_output=True, text=True)
+            wall, after = time.monotonic() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
+        if done.returncode:
+            sys.exit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
+        cpu = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
+        if (cpu / 2 if busy else wall) > limit:
+            slow.append(name)
+        lines.append(f"| {' '.join([name, *command[1:]])} | {wall:.1f} s | {cpu:.1f} s | {cpu / 2:.1f} s |")
+        print(lines[-1], flush=True)
+    return lines, slow
+
+
+def measured_how(folder, rounds=None, busy=False):
+    """The sentences below the table. Without `rounds`: of programs with their defaults."""
     try:
         with open(os.path.join(folder, "..", "CMakeCache.txt"), encoding="utf-8") as cache:
             kind = re.search(r"^CMAKE_BUILD_TYPE:\w+=(.+)$", cache.read(), re.M)
     except OSError:
         kind = None
     programs = f"programs of a {kind[1]} build" if kind else "programs of an unknown build type"
-    return (f"Measured on {time.strftime('%Y-%m-%d')} in {count(rounds, 'round')}, with {programs}, on {os.cpu_count()} cores (load "
-            f"average at the end {os.getloadavg()[1]:.1f}). LibTorch and torch {importlib.metadata.version('torch')}, Python "
+    measured = f"Measured on {time.strftime('%Y-%m-%d')}"
+    where = f"with {programs}, on {os.cpu_count()} cores (load average at the end {os.getloadavg()[1]:.1f})."
+    if rounds is None:
+        return f"{measured} {'with --busy, ' if busy else ''}{where}"
+    return (f"{measured} in {count(rounds, 'round')}, {where} LibTorch and torch {importlib.metadata.version('torch')}, Python "
             f"{platform.python_version()}.")
 
 
 def replace_table(path, lines):
-    """Replaces the table, and the rest of its section, by `lines`."""
+    """Replaces the table that begins as `lines` do, and the rest of its section, by `lines`."""
     with open(path, encoding="utf-8") as file:
-        before, found, after = file.read().partition(HEAD)
+        before, found, after = file.read().partition(lines[0])
     if not found:
-        sys.exit(f"{path} has no table that begins with {HEAD}")
+        sys.exit(f"{path} has no table that begins with {lines[0]}")
     _, heading, rest = after.partition("\n## ")
     with open(path, "w", encoding="utf-8") as file:
         file.write(before + "\n".join(lines) + "\n" + heading + rest)
@@ -295,9 +348,12 @@ def replace_table(path, lines):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("folder")
-    parser.add_argument("shared")
+    parser.add_argument("shared", nargs="?")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", nargs="+", default=list(EXAMPLES), choices=list(EXAMPLES))
+    parser.add_argument("--defaults", action="store_true", help="run every program with its defaults")
+    parser.add_argument("--limit", type=float, default=60, help="seconds of a program with its defaults")
+    parser.add_argument("--busy", action="store_true", help="compare half of the CPU time with the limit, not the wall time")
+    parser.add_argument("--only", nargs="+", help="names of programs")
     parser.add_argument("--write", help="the file whose table it replaces")
     parser.add_argument("--python", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -307,10 +363,26 @@ def main():
         ranks = 1 if name in ONE_PROCESS else RANKS
         torch.multiprocessing.spawn(python_rank, (name, int(units), scratch, arguments.shared), ranks)
         return
-    folder, shared = os.path.abspath(arguments.folder), os.path.abspath(arguments.shared)
+    names = programs_of_readme() if arguments.defaults else list(EXAMPLES)
+    if unknown := set(arguments.only or []) - set(names):
+        parser.error(f"--only: {', '.join(sorted(unknown))}: the programs are {', '.join(names)}")
+    names = arguments.only or names
+    folder = os.path.abspath(arguments.folder)
+    if arguments.defaults:
+        lines, slow = run_defaults(folder, names, arguments.limit, arguments.busy)
+        lines += ["", *textwrap.wrap(measured_how(folder, busy=arguments.busy), 135, break_on_hyphens=False)]
+        print("\n".join(lines[len(names) + 2 :]))
+        if arguments.write:
+            replace_table(arguments.write, lines)
+        if slow:
+            sys.exit(f"more than {arguments.limit:g} s: {', '.join(slow)}")
+        return
+    if arguments.shared is None:
+        parser.error("SHARED_FOLDER is missing")
+    shared = os.path.abspath(arguments.shared)
     lines = [HEAD, "|---|---|---|---|---|---|---|---|---|"]
     print("\n".join(lines), flush=True)
-    for name in arguments.only:
+    for name in names:
         short, long, unit, what = EXAMPLES[name]
         rounds = [measure(name, folder, shared) for _ in range(arguments.rounds)]
         training = ["-"] * 4 if short is None else cells(count(long - short, unit) + what, rounds, lambda times: times[1] - times[0])
@@ -318,7 +390,7 @@ def main():
         lines.append(f"| {name} | {' | '.join(training + run)} |")
         print(lines[-1], flush=True)
     lines += ["", *textwrap.wrap(measured_how(folder, arguments.rounds), 135, break_on_hyphens=False)]
-    print("\n".join(lines[len(arguments.only) + 2 :]))
+    print("\n".join(lines[len(names) + 2 :]))
     if arguments.write:
         replace_table(arguments.write, lines)
 
