@@ -152,6 +152,17 @@ TEST_CASE("launch starts as many processes as it is told") {
   CHECK(plan({"--nproc", "4"}, {}, {.nproc = 3, .nproc_flag = ""}).size == 3);
   CHECK(plan({}, {}, {.nproc = 5}).nproc == 5);
   CHECK(plan({"--nproc", "3"}, {}, {.nproc = 5}).nproc == 3);
+  // LaunchOptions::nproc is a default, which RANK and WORLD_SIZE replace.
+  for (const std::string flag : {"--nproc", ""}) {
+    const lockstep::LaunchOptions two{.nproc = 2, .nproc_flag = flag};
+    CHECK(plan({}, with_master({{"RANK", "1"}, {"WORLD_SIZE", "2"}}), two).worker);
+    CHECK(plan({}, with_master({{"RANK", "2"}, {"WORLD_SIZE", "4"}}), two).worker);
+    CHECK(plan({}, {{"WORLD_SIZE", "3"}}, two).nproc == 3);
+    CHECK(plan({}, {{"WORLD_SIZE", "1"}}, two).worker);
+  }
+  const auto named = plan({"--nproc", "3"}, with_master({{"RANK", "1"}, {"WORLD_SIZE", "4"}}), {.nproc = 2});
+  CHECK(named.first == 1);
+  CHECK(named.nproc == 3);
   CHECK(plan({"--nproc", "1"}, {}).worker);
   CHECK_FALSE(plan({"--nproc", "2"}, {}).worker);
   CHECK(plan({"--", "--nproc", "0"}, {}, {.nproc = 2}).nproc == 2);

@@ -15,8 +15,8 @@ enum class Prefix { automatic, always, never };
 /// (or `--nproc-per-node N`), `--prefix auto|always|never`, `--timeout SECONDS`. An empty name disables the
 /// flag: `launch` then leaves such an argument to the program.
 struct LaunchOptions {
-  /// Processes to start on this host. 0: one per GPU in `gpus`; if that is empty, one per GPU, or 2 without
-  /// GPUs.
+  /// Processes to start on this host if neither the flag nor the environment (RANK, WORLD_SIZE, a launcher)
+  /// determines their number. 0: one per GPU in `gpus`; if that is empty, one per GPU, or 2 without GPUs.
   int nproc = 0;
   /// The flag that overrides `nproc`. A non-default name replaces `--nproc-per-node` too.
   std::string nproc_flag = "--nproc";

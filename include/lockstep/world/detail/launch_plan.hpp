@@ -165,6 +165,14 @@ inline void require_level(const Variables& variables) {
         detail::formatted("LOCKSTEP_LOG_LEVEL={} is no level: give debug, info, warning or error", *name));
 }
 
+/// Returns whether the environment names an address at which ranks of several hosts can meet. One that means
+/// this host on each host is none.
+inline bool names_other_hosts(const Variables& variables) {
+  const auto address = variables("MASTER_ADDR");
+  return variables("LOCKSTEP_RENDEZVOUS") ||
+         (address && *address != "localhost" && !address->starts_with("127."));
+}
+
 /// Plans the launch from the command line and the environment. Throws UsageError if they contradict each
 /// other.
 inline LaunchPlan plan_launch(int argc, const char* const* argv, const LaunchOptions& options,
@@ -220,8 +228,9 @@ inline LaunchPlan plan_launch(int argc, const char* const* argv, const LaunchOpt
     plan.worker = true;
     return plan;
   }
-  if (!nproc && options.nproc > 0) nproc = options.nproc;
-  if (!nproc && !gpus.empty()) nproc = static_cast<int>(gpus.size());
+  // A default, which RANK and WORLD_SIZE replace. The GPUs are as many as the user has named.
+  if (!nproc && options.nproc > 0 && !rank && !size) nproc = options.nproc;
+  if (!nproc && options.nproc == 0 && !gpus.empty()) nproc = static_cast<int>(gpus.size());
   if (rank) {
     plan.nproc = nproc.value_or(1);
     if (plan.nproc == 1) {
@@ -248,12 +257,8 @@ inline LaunchPlan plan_launch(int argc, const char* const* argv, const LaunchOpt
     }
     return plan;
   }
-  // A run of its own on each host would be no error that anybody sees. An address that means this host on
-  // each host tells of no other host.
-  const auto address = variables("MASTER_ADDR");
-  const bool several = variables("LOCKSTEP_RENDEZVOUS") ||
-                       (address && *address != "localhost" && !address->starts_with("127."));
-  if (size && *size > 1 && several)
+  // A run of its own on each host would be no error that anybody sees.
+  if (size && *size > 1 && names_other_hosts(variables))
     throw UsageError(
         detail::formatted("WORLD_SIZE={} is set but RANK is not: set RANK to this process's number, 0 to {}, "
                           "or to the first of "
