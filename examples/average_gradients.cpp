@@ -246,7 +246,7 @@ void start_group(const Options& options) {
 
 int main(int argc, char** argv) {
   Options options;
-  lockstep::LaunchOptions launch_options{.nproc_flag = ""};
+  lockstep::LaunchOptions launch_options{.nproc_flag = ""};  // the parser below reads it
   CLI::App app("Trains a small convolutional network, its gradients averaged by hand with all_reduce.");
   app.option_defaults()->always_capture_default()->take_last();
   app.add_option("program", options.program, "the tutorial's program")
@@ -294,8 +294,6 @@ int main(int argc, char** argv) {
     if (options.program != "train" && static_cast<int>(arguments.size()) - 1 < argc)
       throw CLI::ValidationError("--prefix, --timeout",
                                  options.program + " does not use them: leave them out");
-    if (options.program != "train" && lockstep::read_environment().size > 1)
-      throw CLI::ValidationError(options.program, "starts its own processes: run it without a launcher");
   } catch (const CLI::ParseError& error) {
     if (error.get_exit_code() == 0) return app.exit(error);  // --help
     std::cerr << fmt::format("error: {}; see --help\n", error.what());
@@ -308,6 +306,7 @@ int main(int argc, char** argv) {
     (options.program == "group" ? start_group : start_processes)(options);
     return 0;
   }
+  launch_options.nproc_flag = "--nproc";
   launch_options.nproc = options.nproc;
   return lockstep::launch(
       argc, argv,

@@ -170,6 +170,7 @@ void run_demo(void (*demo)(const World&, const Options&), int processes, const O
 
 int main(int argc, char** argv) {
   Options options;
+  // The parser below reads --nproc, which the demos without a launcher need too.
   lockstep::LaunchOptions launch_options{.nproc_flag = "", .prefix = lockstep::Prefix::never};
   CLI::App app("PyTorch's DDP tutorial: one step of a toy model; without a command, three demos in turn.");
   app.option_defaults()->always_capture_default()->take_last();
@@ -177,8 +178,9 @@ int main(int argc, char** argv) {
       ->check(CLI::IsMember({"basic", "checkpoint", "model-parallel", "elastic"}))
       ->default_str("");
   app.add_option("--nproc,--nproc-per-node", options.nproc,
-                 "processes to start; 0: one per GPU, or two on the CPU, or one per two devices")
-      ->check(CLI::Range(1000));
+                 "processes to start (one per GPU, or two on the CPU; model-parallel: one per two devices)")
+      ->check(CLI::Range(1, 1000))
+      ->default_str("");
   app.add_option("--cpu-devices", options.cpu_devices, "CPUs to take as devices, in place of GPUs")
       ->check(CLI::Range(1000));
   const auto* checkpoint =
@@ -199,8 +201,6 @@ int main(int argc, char** argv) {
       throw CLI::ValidationError("--port", options.demo + " does not use it: leave it out");
     if (options.demo.empty() && static_cast<int>(arguments.size()) - 1 < argc)
       throw CLI::ValidationError("--prefix, --timeout", "without a demo they have no use: leave them out");
-    if (options.demo.empty() && lockstep::read_environment().size > 1)
-      throw CLI::ValidationError("demo", "under a launcher, name one: all of them start their own processes");
     // The tutorial asserts it first, too.
     if (options.demo.empty() || options.demo == "model-parallel")
       require_devices(std::max(1, options.nproc), options);
@@ -220,6 +220,7 @@ int main(int argc, char** argv) {
     return 0;
   }
   const bool model_parallel = options.demo == "model-parallel";
+  launch_options.nproc_flag = "--nproc";
   launch_options.nproc = options.processes(model_parallel ? 2 : 1);
   const auto demo = model_parallel                 ? demo_model_parallel
                     : options.demo == "checkpoint" ? demo_checkpoint

@@ -44,9 +44,10 @@ struct Stripes : TemporaryFolder {
   }
 };
 
-Ended run_example(std::vector<std::string> arguments) {
+Ended run_example(std::vector<std::string> arguments, Variables variables = {}) {
   arguments.insert(arguments.begin(), test_program("average_gradients"));
-  Ended ended = run(arguments, {{"OMP_NUM_THREADS", "1"}}, Milliseconds(120000));
+  variables["OMP_NUM_THREADS"] = "1";
+  Ended ended = run(arguments, variables, Milliseconds(120000));
   INFO("out: " << ended.out << "\nerror: " << ended.error);
   CHECK(ended.left == 0);
   return ended;
@@ -67,6 +68,14 @@ TEST_CASE("average_gradients starts processes without and with a group") {
     for (int rank = 0; rank < 4; ++rank)
       CHECK(count(ended.out, "world size:4. I'm rank " + std::to_string(rank) + ".\n") == 1);
     CHECK(count(ended.out, "\n") == 4);
+  }
+  // Started by hand as one of two, and in a batch script of Slurm.
+  for (const Variables& variables :
+       {Variables{{"RANK", "1"}, {"WORLD_SIZE", "2"}},
+        Variables{{"SLURM_JOB_ID", "7"}, {"SLURM_PROCID", "0"}, {"SLURM_NTASKS", "3"}}}) {
+    const auto ended = run_example({"processes"}, variables);
+    CHECK(ended.code == 0);
+    CHECK(count(ended.out, "world size:4. I'm rank ") == 4);
   }
 }
 
@@ -105,7 +114,9 @@ TEST_CASE("average_gradients draws its curve as SVG") {
   const Stripes digits;
   const TemporaryFolder plots;
   const auto path = (plots / "curve.svg").string();
-  CHECK(run_example({"--nproc", "1", "--data-dir", digits.path().string(), "--plot", path}).code == 0);
+  // In a batch script of Slurm, as by hand.
+  const Variables batch{{"SLURM_JOB_ID", "7"}, {"SLURM_PROCID", "0"}, {"SLURM_NTASKS", "3"}};
+  CHECK(run_example({"--nproc", "1", "--data-dir", digits.path().string(), "--plot", path}, batch).code == 0);
   const auto drawing = content(path);
   CHECK(drawing.starts_with("<svg "));
   CHECK(drawing.ends_with("</svg>\n"));

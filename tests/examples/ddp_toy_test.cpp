@@ -49,12 +49,20 @@ const std::string basic = "Running basic DDP example", checkpoint = "Running DDP
 TEST_CASE("ddp_toy runs the tutorial's demos in turn and removes the checkpoint") {
   const TemporaryFolder folder;
   FolderWatch watch(folder.path());
-  const Variables variables{{"TMPDIR", folder.path().string()}};
+  // Variables of a run that is started by hand do not disturb the demos' own processes.
+  auto variables = by_hand(0, 2, free_port());
+  variables["TMPDIR"] = folder.path().string();
   const auto port = std::to_string(free_port());
 
-  const auto all = run_demo({"--cpu-devices", "3", "--nproc", "1", "--port", port}, variables);
+  const auto all = run_demo({"--cpu-devices", "5", "--nproc", "2", "--port", port}, variables);
   CHECK(all.code == 0);
-  CHECK(all.out == basic + " on rank 0.\n" + checkpoint + " on rank 0.\n" + model_parallel + " on rank 0.\n");
+  std::vector<std::string> expected;
+  for (const auto& demo : {basic, checkpoint, model_parallel})
+    for (const auto& line : of_ranks(demo, 2)) expected.push_back(line);
+  std::sort(expected.begin(), expected.end());
+  CHECK(lines_of(all.out) == expected);
+  CHECK(all.out.rfind(basic) < all.out.find(checkpoint));
+  CHECK(all.out.rfind(checkpoint) < all.out.find(model_parallel));
 
   const auto made = watch.made();
   CHECK(std::any_of(made.begin(), made.end(),
@@ -104,11 +112,25 @@ TEST_CASE("ddp_toy runs one demo under a launcher") {
   const auto elastic = run_demo({"elastic"}, place);
   CHECK(elastic.code == 0);
   CHECK(elastic.out == "Start running basic DDP example on rank 0.\n");
+
+  // By hand, one command per rank.
+  Together ranks({test_program("ddp_toy"), "elastic"}, 2,
+                 {{"OMP_NUM_THREADS", "1"}, {"CUDA_VISIBLE_DEVICES", "-1"}});
+  CHECK(ranks.wait(Milliseconds(60000)) == std::vector<int>{0, 0});
+  for (int rank : {0, 1})
+    CHECK(ranks[rank].out() == "Start running basic DDP example on rank " + std::to_string(rank) + ".\n");
+
+  // In a batch script of Slurm, which is no rank.
+  const auto batch = run_demo({"basic", "--nproc", "2"},
+                              {{"SLURM_JOB_ID", "7"}, {"SLURM_PROCID", "0"}, {"SLURM_NTASKS", "3"}});
+  CHECK(batch.code == 0);
+  CHECK(lines_of(batch.out) == of_ranks(basic, 2));
 }
 
 TEST_CASE("ddp_toy refuses on one line what it cannot run") {
-  const auto refused = [](const std::vector<std::string>& arguments, const std::string& error) {
-    const auto ended = run_demo(arguments);
+  const auto refused = [](const std::vector<std::string>& arguments, const std::string& error,
+                          const Variables& variables = {}) {
+    const auto ended = run_demo(arguments, variables);
     CHECK(ended.code == 2);
     CHECK(ended.out.empty());
     CHECK_THAT(ended.error, ContainsSubstring(error));
@@ -122,6 +144,12 @@ TEST_CASE("ddp_toy refuses on one line what it cannot run") {
           "Requires at least 6 devices to run, but got 5");
   refused({"basics"}, "demo: basics not in");
   refused({"basic", "--checkpoint", ""}, "--checkpoint: the value is empty");
+  refused({"basic", "--nproc", "5"},
+          "--nproc 5 contradicts mpirun of Open MPI, which has started 2 of 2 ranks on this host",
+          {{"OMPI_COMM_WORLD_RANK", "0"},
+           {"OMPI_COMM_WORLD_SIZE", "2"},
+           {"OMPI_COMM_WORLD_LOCAL_RANK", "0"},
+           {"OMPI_COMM_WORLD_LOCAL_SIZE", "2"}});
 }
 
 }  // namespace ddp_toy_test
