@@ -8,6 +8,7 @@
 #include "lockstep/world/detail/cpu_affinity.hpp"
 #include "lockstep/world/detail/socket.hpp"
 #include "lockstep/world/detail/store_connection.hpp"
+#include "lockstep/world/detail/store_server.hpp"
 #include "support/by_hand.hpp"
 #include "support/catch.hpp"
 #include "support/process.hpp"
@@ -854,6 +855,31 @@ TEST_CASE("spawned processes meet where they agree to") {
     CHECK(count(result.out, "met 3\n") == 1);
   }
   std::remove(path.c_str());
+}
+
+TEST_CASE("spawned processes join no store of another run") {
+  using namespace lockstep::detail;
+  const auto joins = [](const std::string& secret, const lockstep_test::Variables& variables) {
+    const StoreServer other(listen_on("127.0.0.1", 0), secret);
+    const auto result =
+        run({program, "spawn joins", fmt::format("tcp://127.0.0.1:{}", other.port())}, variables);
+    INFO(result.out << result.error);
+    CHECK(result.left == 0);
+    if (result.code != 0) {
+      // The failure of rank 0, which cannot host its store, or that of another rank.
+      CHECK(count(result.error, fmt::format("port {} is already in use", other.port())) +
+                count(result.error,
+                      fmt::format("the store at 127.0.0.1:{} belongs to another run", other.port())) ==
+            1);
+      CHECK(count(result.out, "met 3\n") == 0);
+    }
+    return result.code;
+  };
+  for (const std::string secret : {"", "of another run"}) CHECK(joins(secret, {}) == 1);
+  CHECK(joins("of all", {{"LOCKSTEP_STORE_SECRET", "of all"}}) == 0);
+  // Processes of other hosts may join the run.
+  CHECK(joins("", {{"WORLD_SIZE", "2"}}) == 0);
+  CHECK(joins("", {{"MASTER_ADDR", "node1"}}) == 0);
 }
 
 TEST_CASE("each rank gets its share of the cores") {
