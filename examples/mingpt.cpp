@@ -1,7 +1,7 @@
 // A character-level GPT, trained with several processes: PyTorch's minGPT-ddp example, with its settings in a
 // TOML file and overrides of single keys on the command line, as Hydra has them:
 //   mingpt --nproc 2                                          a small model on a text that the program makes
-//   mingpt --nproc 2 --config mingpt.toml --data-path input.txt trainer_config.max_epochs=2
+//   mingpt --nproc 2 --config mingpt.toml --data-path input.txt trainer_config.snapshot_path=shakespeare.pt
 // or torchrun --no-python mingpt ..., srun mingpt ..., mpirun mingpt ...
 //
 // What differs from the original:
@@ -27,9 +27,9 @@
 #include <filesystem>
 #include <fstream>
 #include <iostream>
-#include <iterator>
 #include <optional>
 #include <random>
+#include <sstream>
 #include <string>
 #include <string_view>
 #include <system_error>
@@ -233,10 +233,12 @@ Text read_text(const Options& options) {
   if (const auto& path = options.data.path; path.empty()) {
     text = make_text();
   } else {
-    std::ifstream file(path, std::ios::binary);
-    text.assign(std::istreambuf_iterator<char>(file), {});
-    if (text.empty())
-      throw lockstep::UsageError(fmt::format("data_config.path: '{}' holds no text that can be read", path));
+    std::ostringstream content;
+    content << std::ifstream(path, std::ios::binary).rdbuf();  // fails for a folder, too
+    text = content.str();
+    if (!content || text.empty())
+      throw lockstep::UsageError(
+          fmt::format("--data-path, data_config.path: '{}' holds no text that can be read", path));
   }
   text.resize(static_cast<std::size_t>(static_cast<double>(text.size()) * options.data.truncate));
   return Text(text);
@@ -304,12 +306,27 @@ void train(const lockstep::World& world, const Options& options, const Text& tex
   try {
     resumes = trainer.load_checkpoint_if_exists(config.snapshot_path);
   } catch (const lockstep::CheckpointError& error) {  // the user's file, not a failure of the run
-    throw lockstep::UsageError(fmt::format("trainer_config.snapshot_path: {}", error.what()));
+    std::string why = error.what();
+    // Of another model, the first of the tensors that differ tells enough.
+    const auto more = std::count(why.begin(), why.end(), ';');
+    if (more > 0 && why.find("does not fit the model") != std::string::npos)
+      why = why.substr(0, why.find(';')) + fmt::format(", and {} more", more);
+    throw lockstep::UsageError(
+        fmt::format("trainer_config.snapshot_path: {}; remove it, or set trainer_config.snapshot_path", why));
   }
-  if (resumes)
+  if (resumes) {
     world.log.info("Resuming training from snapshot at Epoch {}", trainer.epoch() + 1);
-  else
+    const auto groups = lockstep::state_dict(trainer.optimizer()).toGenericDict().at("param_groups");
+    const auto decayed = groups.toList().get(0).toGenericDict();
+    const double lr = decayed.at("lr").toDouble(), weight_decay = decayed.at("weight_decay").toDouble();
+    if (const auto& given = options.optimizer;
+        lr != given.learning_rate || weight_decay != given.weight_decay)
+      world.log.warning(
+          "optimizer_config.learning_rate={} and weight_decay={} have no effect: the snapshot has {} and {}",
+          given.learning_rate, given.weight_decay, lr, weight_decay);
+  } else {
     world.log.info("Snapshot not found. Training model from scratch");
+  }
 
   const auto loss = [](Gpt& gpt, const auto& batch) {
     return nn::functional::cross_entropy(gpt(batch.data).flatten(0, 1), batch.target.flatten());
@@ -397,8 +414,10 @@ std::vector<Key> keys_of(Options& o) {
       {"trainer_config.report_dir", &o.trainer.report_dir, 0, 0,
        "folder for report.html, events, metrics.csv"},
       {"trainer_config.seed", &o.trainer.seed, 0, 4294967295, "seed of the model, its dropout and the order"},
-      {"optimizer_config.weight_decay", &o.optimizer.weight_decay, 0, many, "of the linear layers' weights"},
-      {"optimizer_config.learning_rate", &o.optimizer.learning_rate, 0, many, "of AdamW"},
+      {"optimizer_config.weight_decay", &o.optimizer.weight_decay, 0, many,
+       "of the linear layers' weights; a snapshot keeps its own"},
+      {"optimizer_config.learning_rate", &o.optimizer.learning_rate, 0, many,
+       "of AdamW; a snapshot keeps its own"},
       {"sample_config.number", &o.sample.number, 0, 1000, "texts to generate after training"},
       {"sample_config.length", &o.sample.length, 0, 1e6, "characters of each"},
       {"sample_config.temperature", &o.sample.temperature, 1e-3, 1e3, "low: likely characters only"},
@@ -456,6 +475,7 @@ void read_override(const std::vector<Key>& keys, const std::string& argument) {
   if (equals == std::string::npos)
     throw CLI::ValidationError(argument, "write an override as section.key=value");
   const std::string name = argument.substr(0, equals), value = argument.substr(equals + 1);
+  if (value.empty()) throw CLI::ValidationError(argument, "the value is empty; write '' for an empty text");
   toml::table parsed;
   try {
     parsed = toml::parse("value = " + value);
