@@ -300,6 +300,11 @@ double validate(const lockstep::World& world, Loader& loader, ResNet& model, Com
   return totals[0].mean();
 }
 
+// The options of an optimizer's only group, in its state dict.
+Dict param_group(const torch::IValue& optimizer) {
+  return optimizer.toGenericDict().at("param_groups").toList().get(0).toGenericDict();
+}
+
 template <class Comm>
 void run(const lockstep::World& world, const Options& options, const Data& data, Comm comm) {
   // -b counts the images of a step over all ranks, so that the rate needs no change with their number.
@@ -342,9 +347,9 @@ void run(const lockstep::World& world, const Options& options, const Data& data,
 
   // The rate that 256 images a step need, in proportion to the images of this run's steps; then a warm-up,
   // step by step, and a tenth every 30 epochs.
-  const double base_rate = options.scale_lr ? lockstep::scaled_rate(options.lr, lockstep::RateRule::linear,
-                                                                    {.per_rank = batch_size}, world)
-                                            : options.lr;
+  double base_rate = options.scale_lr ? lockstep::scaled_rate(options.lr, lockstep::RateRule::linear,
+                                                              {.per_rank = batch_size}, world)
+                                      : options.lr;
   lockstep::SGD optimizer(
       ddp.parameters(),
       {.lr = base_rate, .momentum = options.momentum, .weight_decay = options.weight_decay});
@@ -367,6 +372,8 @@ void run(const lockstep::World& world, const Options& options, const Data& data,
         throw lockstep::CheckpointError(fmt::format("it is a checkpoint of -a {}", arch));
       lockstep::load_state_dict(model, file.at("state_dict"));
       lockstep::load_state_dict(optimizer, file.at("optimizer"));
+      const auto group = param_group(file.at("optimizer"));  // StepLR's name for the rate of epoch 0
+      if (group.contains("initial_lr")) base_rate = group.at("initial_lr").toScalar().toDouble();
       start_epoch = file.at("epoch").toInt();
       const auto best = file.at("best_acc1");  // Python saves a tensor
       best_acc1 = best.isTensor() ? best.toTensor().item<double>() : best.toDouble();
@@ -394,6 +401,7 @@ void run(const lockstep::World& world, const Options& options, const Data& data,
       file.insert("state_dict", lockstep::dict_of(lockstep::state_dict(model)));
       file.insert("best_acc1", best_acc1);
       file.insert("optimizer", lockstep::state_dict(optimizer));
+      param_group(file.at("optimizer")).insert("initial_lr", base_rate);
       lockstep::torch_save(torch::IValue(file), folder / "checkpoint.pt");
       if (is_best) lockstep::torch_save(torch::IValue(file), folder / "model_best.pt");
     });
@@ -444,6 +452,10 @@ int main(int argc, char** argv) {
     app.parse(static_cast<int>(arguments.size()) - 1, arguments.data());
     for (const double value : {options.lr, options.momentum, options.weight_decay})
       if (std::isnan(value)) throw CLI::ValidationError("--lr, --momentum, --wd", "nan is not a number");
+    for (const char* training : {"--epochs", "--start-epoch", "--lr", "--momentum", "--wd", "--warmup-epochs",
+                                 "--scale-lr", "--save-dir"})
+      if (options.evaluate && app.count(training) > 0)
+        throw CLI::ValidationError(training, "with -e it has no use: leave it out");
   } catch (const CLI::ParseError& error) {
     if (error.get_exit_code() == 0) return app.exit(error);  // --help
     std::cerr << fmt::format("error: {}; see --help\n", error.what());

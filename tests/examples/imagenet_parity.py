@@ -276,9 +276,10 @@ def main():
             optimizer.step()
             torch.save(other.state_dict(), f"{scratch}/python.pt")
             theirs = check_evaluation(scratch, arch, f"{scratch}/python.pt", other, images, targets)
+            optimizer.param_groups[0]["initial_lr"] = 0.0  # the rate that a scheduler begins with
             torch.save({"epoch": 3, "arch": arch, "state_dict": {f"module.{k}": v for k, v in other.state_dict().items()},
                         "best_acc1": torch.tensor(50.0), "optimizer": optimizer.state_dict()}, f"{scratch}/full.pt")
-            out = imagenet(scratch, *flags, "--resume", f"{scratch}/full.pt", "--epochs", "4", "--lr", "0")
+            out = imagenet(scratch, *flags, "--resume", f"{scratch}/full.pt", "--epochs", "4", "--lr", "0.5")
             if "(epoch 3)" not in out:
                 sys.exit(f"FAILED: {arch}: Python's checkpoint was not resumed:\n{out}")
             resumed = torch.load(checkpoint, weights_only=True)

@@ -16,8 +16,8 @@ using namespace lockstep_test;
 
 namespace {
 
-Ended run_imagenet(std::vector<std::string> arguments) {
-  arguments.insert(arguments.begin(), test_program("imagenet"));
+Ended run_imagenet(std::vector<std::string> arguments, const std::string& folder = ".") {
+  arguments.insert(arguments.begin(), {"env", "--chdir=" + folder, test_program("imagenet")});
   Ended ended = run(arguments, {{"LOCKSTEP_DEVICE", "cpu"}});
   UNSCOPED_INFO("out: " << ended.out << "\nerror: " << ended.error);
   CHECK(ended.left == 0);
@@ -115,7 +115,8 @@ TEST_CASE("imagenet trains on a folder, resumes its checkpoint to the same numbe
 
   train(parts, {"--epochs", "1", "-j", "0"});
   const auto checkpoint = (parts / "checkpoint.pt").string();
-  const std::string resumed = train(parts, {"--epochs", "2", "--resume", checkpoint});
+  // The rate is that of the file.
+  const std::string resumed = train(parts, {"--epochs", "2", "--resume", checkpoint, "--lr", "0.5"});
   const auto all = lines_of(without_times(out)), rest = lines_of(without_times(resumed));
   REQUIRE(rest.size() == 7);
   CHECK(rest[1] == "=> loading checkpoint '" + checkpoint + "'");
@@ -131,7 +132,7 @@ TEST_CASE("imagenet trains on a folder, resumes its checkpoint to the same numbe
     CHECK(lines[0] == "=> using pre-trained model 'resnet18'");
     CHECK(lines[2] == all.back());
   }
-  const std::string other = refusal(short_run(images, {"-a", "resnet34", "-e", "--pretrained", checkpoint}),
+  const std::string other = refusal(short_run(images, {"-a", "resnet34", "--pretrained", checkpoint}),
                                     "=> using pre-trained model 'resnet34'\n");
   CHECK_THAT(other,
              ContainsSubstring(
@@ -188,9 +189,9 @@ TEST_CASE(
   model.at("fc.weight").toTensor().zero_();
   model.at("fc.bias").toTensor().copy_(torch::tensor({4.0, 5.0, 9.0, 1.0, 2.0, 6.0, 0.0, 3.0}));
   lockstep::torch_save(c10::IValue(model), saved / "constant.pt");
-  const Ended ended =
-      run_imagenet({"--nproc", "2", "-b", "24", "--image-size", "32", "-e", "--pretrained",
-                    (saved / "constant.pt").string(), "--save-dir", unused.path().string(), images.path()});
+  const Ended ended = run_imagenet({"--nproc", "2", "-b", "24", "--image-size", "32", "-e", "--pretrained",
+                                    (saved / "constant.pt").string(), images.path()},
+                                   unused.path().string());
   CHECK(ended.code == 0);
   // Of 15 images, 3 are of class 2, and 3 + 3 + 2 + 1 + 2 of those five.
   CHECK_THAT(ended.out, ContainsSubstring(" *   Acc@1 20.000 Acc@5 73.333\n"));
@@ -230,6 +231,8 @@ TEST_CASE("imagenet refuses what it cannot use on one line") {
   const SmallImages images;
   CHECK_THAT(refusal({"-a", "resnet19"}), ContainsSubstring("--arch: resnet19 not in "));
   CHECK_THAT(refusal({"-b", "0"}), ContainsSubstring("--batch-size: Value 0 not in range"));
+  CHECK_THAT(refusal({"-e", "--epochs", "7"}), ContainsSubstring("--epochs: with -e it has no use"));
+  CHECK_THAT(refusal({"-e", "--scale-lr"}), ContainsSubstring("--scale-lr: with -e it has no use"));
   CHECK_THAT(refusal({"--lr", "nan"}), ContainsSubstring("nan is not a number"));
   CHECK_THAT(refusal({"--resume=", "x"}), ContainsSubstring("--resume=: the value is empty;"));
   CHECK_THAT(refusal({"--nproc", "2", (images / "absent").string()}),
