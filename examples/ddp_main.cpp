@@ -153,6 +153,16 @@ void run(const lockstep::World& world, const Options& options, const lockstep::M
   world.log.info("\ntime elapsed: {:.2f} seconds", elapsed.count());
 }
 
+/// Throws UsageError if `--nproc` has started another number of processes than `--gpu` names GPUs.
+void require_as_many_gpus(const lockstep::World& world, const std::string& gpu) {
+  const auto env = world.environment();
+  const auto gpus = 1 + std::count(gpu.begin(), gpu.end(), ',');
+  if ((env.size == 1 || env.launcher == "--nproc") && env.local_size != gpus)
+    throw lockstep::UsageError(
+        fmt::format("--nproc {} contradicts --gpu {}, which starts a process for each GPU: leave --nproc out",
+                    env.local_size, gpu));
+}
+
 int main(int argc, char** argv) {
   Options options;
   CLI::App app("Trains a small convolutional network on handwritten digits with several processes.");
@@ -184,6 +194,7 @@ int main(int argc, char** argv) {
     return 2;
   }
   const auto on_rank = [&](const lockstep::World& world) {
+    if (!options.gpu.empty()) require_as_many_gpus(world, options.gpu);
     world.rank_zero([&] { lockstep::require_writable(options.save, "--save"); });
     const lockstep::Mnist mnist = lockstep::load_mnist(world, options.data);
     if (options.samples < mnist.train.size())
@@ -192,9 +203,9 @@ int main(int argc, char** argv) {
       constexpr bool on_gpu = lockstep::DeviceCommunicator<Comm>;
       if (!on_gpu && !options.gpu.empty()) {
         const char* device = std::getenv("LOCKSTEP_DEVICE");  // with_device reads it
-        world.log.info("{}: --gpu {} starts as many processes, on the CPU",
+        world.log.info("{}: --gpu {} trains in {} processes on the CPU",
                        device && *device == 'c' ? "LOCKSTEP_DEVICE=cpu" : "there is no CUDA device",
-                       options.gpu);
+                       options.gpu, world.size());
       }
       if (on_gpu || options.amp)
         run<lockstep::Fp16>(world, options, mnist, std::move(comm));

@@ -7,6 +7,7 @@
 #include <torch/torch.h>
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <cstddef>
@@ -64,8 +65,9 @@ void train(const lockstep::World& world, const Options& options, const lockstep:
   using Precision = std::conditional_t<on_gpu, lockstep::Fp16, lockstep::Fp32>;
   if (!on_gpu && !options.gpu.empty()) {
     const char* device = std::getenv("LOCKSTEP_DEVICE");  // with_device reads it
-    world.log.info("{}: --gpu {} starts as many processes, on the CPU",
-                   device && *device == 'c' ? "LOCKSTEP_DEVICE=cpu" : "there is no CUDA device", options.gpu);
+    world.log.info("{}: --gpu {} trains in {} processes on the CPU",
+                   device && *device == 'c' ? "LOCKSTEP_DEVICE=cpu" : "there is no CUDA device", options.gpu,
+                   world.size());
   }
 
   torch::manual_seed(options.training.seed);
@@ -84,6 +86,16 @@ void train(const lockstep::World& world, const Options& options, const lockstep:
   if (!options.save.empty()) trainer.save(options.save);
   const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - program_start;
   world.log.info("\ntime elapsed: {:.2f} seconds", elapsed.count());
+}
+
+/// Throws UsageError if `--nproc` has started another number of processes than `--gpu` names GPUs.
+void require_as_many_gpus(const lockstep::World& world, const std::string& gpu) {
+  const auto env = world.environment();
+  const auto gpus = 1 + std::count(gpu.begin(), gpu.end(), ',');
+  if ((env.size == 1 || env.launcher == "--nproc") && env.local_size != gpus)
+    throw lockstep::UsageError(
+        fmt::format("--nproc {} contradicts --gpu {}, which starts a process for each GPU: leave --nproc out",
+                    env.local_size, gpu));
 }
 
 int main(int argc, char** argv) {
@@ -126,6 +138,7 @@ int main(int argc, char** argv) {
     return 2;
   }
   const auto run = [&](const lockstep::World& world) {
+    if (!options.gpu.empty()) require_as_many_gpus(world, options.gpu);
     if (!options.save.empty()) world.rank_zero([&] { lockstep::require_writable(options.save, "--save"); });
     const lockstep::Mnist mnist = lockstep::load_mnist(world, options.data);
     if (options.samples < mnist.train.size())

@@ -122,12 +122,23 @@ TEST_CASE("the programs that take --gpu say why they compute on the CPU") {
     CHECK(count(ended.out, ": --gpu ") == 1);
   };
   for (const std::string program : {"ddp_main", "mnist"}) {
-    says(program, "0,1", "LOCKSTEP_DEVICE=cpu: --gpu 0,1 starts as many processes, on the CPU\n",
+    says(program, "0,1", "LOCKSTEP_DEVICE=cpu: --gpu 0,1 trains in 2 processes on the CPU\n",
          {{"LOCKSTEP_DEVICE", "cpu"}});
     if (!torch::cuda::is_available())
-      says(program, "0,1", "there is no CUDA device: --gpu 0,1 starts as many processes, on the CPU\n",
+      says(program, "0,1", "there is no CUDA device: --gpu 0,1 trains in 2 processes on the CPU\n",
            {{"LOCKSTEP_DEVICE", "auto"}});
   }
+  for (const std::string program : {"ddp_main", "mnist"})
+    for (const std::string nproc : {"1", "3"}) {
+      const Ended ended = run({test_program(program), "--gpu", "0,1", "--nproc", nproc},
+                              {{"OMP_NUM_THREADS", "1"}, {"LOCKSTEP_DEVICE", "cpu"}}, limit);
+      INFO("out: " << ended.out << "\nerror: " << ended.error);
+      CHECK(ended.code == 2);
+      CHECK_THAT(ended.error, ContainsSubstring("--nproc " + nproc +
+                                                " contradicts --gpu 0,1, which starts a "
+                                                "process for each GPU: leave --nproc out\n"));
+      CHECK(count(ended.error, "\n") == 1);
+    }
   // A program of one process does not read LOCKSTEP_DEVICE.
   says("origin_main", "0", "there is no CUDA device: --gpu 0 trains on the CPU\n",
        {{"CUDA_VISIBLE_DEVICES", "-1"}});

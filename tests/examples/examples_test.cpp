@@ -90,7 +90,7 @@ TEST_CASE("mnist takes the tutorial's --gpu for as many processes and says what 
   const SmallMnist folder;
   const auto ended = run_example(
       "mnist", {"--gpu", "0,1,2", "--prefix", "always", "-e", "0", "--data-dir", folder.path().string()});
-  CHECK_THAT(ended.out, ContainsSubstring("--gpu 0,1,2 starts as many processes, on the CPU"));
+  CHECK_THAT(ended.out, ContainsSubstring("--gpu 0,1,2 trains in 3 processes on the CPU"));
 }
 
 TEST_CASE("five lines make a loop data-parallel") {
