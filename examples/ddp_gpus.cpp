@@ -19,6 +19,13 @@
 
 namespace nn = torch::nn;
 
+struct Options {
+  int max_epochs = 5;
+  std::size_t batch_size = 32;
+  std::string loss = "mse";
+  std::string save;
+};
+
 // `size` random samples: 20 inputs and 1 target each.
 class MyTrainDataset {
  public:
@@ -41,23 +48,28 @@ using Loader = lockstep::DataLoader<MyTrainDataset, lockstep::DistributedSampler
 template <class Comm>
 class Trainer {
  public:
-  Trainer(nn::Linear model, Loader& train_dataloader, torch::optim::Optimizer& optimizer, Comm& comm)
+  Trainer(nn::Linear model, Loader& train_dataloader, torch::optim::Optimizer& optimizer, Comm& comm,
+          const Options& options)
       : model_(std::move(model)),
         ddp_(model_, comm),
         train_dataloader_(train_dataloader),
         optimizer_(optimizer),
-        comm_(comm) {}
+        comm_(comm),
+        options_(options) {}
 
-  void train(int max_epochs) {
-    for (int epoch = 0; epoch < max_epochs; ++epoch) run_epoch(static_cast<std::size_t>(epoch));
+  void train() {
+    for (int epoch = 0; epoch < options_.max_epochs; ++epoch) run_epoch(static_cast<std::size_t>(epoch));
     ddp_.synchronize();  // on GPUs the check of the last backward is read late
   }
 
  private:
   void run_batch(const torch::Tensor& xs, const torch::Tensor& ys) {
     optimizer_.zero_grad();
-    // The tutorial's cross-entropy over one class is always 0: see multigpu.cpp.
-    ddp_.backward(torch::mse_loss(ddp_(xs), ys));
+    const auto output = ddp_(xs);
+    // The tutorial's cross-entropy is over one class, whose probability is always 1: the loss and its
+    // gradient are 0, and nothing is learned. Hence the mean squared error by default.
+    ddp_.backward(options_.loss == "cross-entropy" ? nn::functional::cross_entropy(output, ys)
+                                                   : torch::mse_loss(output, ys));
     optimizer_.step();
   }
 
@@ -77,12 +89,7 @@ class Trainer {
   Loader& train_dataloader_;
   torch::optim::Optimizer& optimizer_;
   Comm& comm_;
-};
-
-struct Options {
-  int max_epochs = 5;
-  std::size_t batch_size = 32;
-  std::string save;
+  const Options& options_;
 };
 
 template <class Comm>
@@ -95,7 +102,7 @@ void run(const lockstep::World& world, const Options& options, Comm comm) {
   nn::Linear model(20, 1);
   model->to(lockstep::comm_device(comm));
   torch::optim::SGD optimizer(model->parameters(), 1e-3);
-  Trainer<Comm>(model, train_dataloader, optimizer, comm).train(options.max_epochs);
+  Trainer<Comm>(model, train_dataloader, optimizer, comm, options).train();
   if (!options.save.empty()) world.rank_zero([&] { lockstep::save_model(*model, options.save); });
 }
 
@@ -107,6 +114,8 @@ int main(int argc, char** argv) {
       ->check(CLI::Range(1'000'000));
   app.add_option("--batch_size,--batch-size", options.batch_size, "samples a process and a step")
       ->check(CLI::Range(1, 1'000'000));
+  app.add_option("--loss", options.loss, "cross-entropy is the tutorial's, which is always 0")
+      ->check(CLI::IsMember({"mse", "cross-entropy"}));
   app.add_option("--save", options.save, "file to write the trained model to");
   app.footer(lockstep::launch_help());
   const auto arguments = lockstep::program_arguments(argc, argv);  // without --nproc and launch's other flags

@@ -31,7 +31,7 @@ struct Options {
   std::int64_t total_epochs = 0, save_every = 1;
   std::size_t batch_size = 32;
   double momentum = 0;
-  std::string snapshot_path = "snapshot.pt";
+  std::string snapshot_path = "snapshot.pt", loss = "mse";
 };
 
 // `size` random samples: 20 inputs and 1 target each. Seeded before, so that all ranks and a resumed run have
@@ -88,8 +88,11 @@ class Trainer {
         fmt::print("[GPU{}] Epoch {} | Batchsize: {} | Steps: {}\n", world_.rank(), epoch, batch.data.size(0),
                    train_data_.size());
       optimizer_.zero_grad();
-      // The tutorial's cross-entropy over one class is always 0: see multigpu.cpp.
-      ddp_.backward(torch::mse_loss(ddp_(batch.data), batch.target));
+      const auto output = ddp_(batch.data);
+      // The tutorial's cross-entropy is over one class, whose probability is always 1: the loss and its
+      // gradient are 0, and nothing is learned. Hence the mean squared error by default.
+      ddp_.backward(options_.loss == "cross-entropy" ? nn::functional::cross_entropy(output, batch.target)
+                                                     : torch::mse_loss(output, batch.target));
       optimizer_.step();
     }
   }
@@ -182,6 +185,8 @@ int main(int argc, char** argv) {
       ->check(CLI::Range(1, 1'000'000));
   app.add_option("--batch_size,--batch-size", options.batch_size, "samples a process and a step")
       ->check(CLI::Range(1, 1'000'000));
+  app.add_option("--loss", options.loss, "cross-entropy is the tutorial's, which is always 0")
+      ->check(CLI::IsMember({"mse", "cross-entropy"}));
   app.add_option("--momentum", options.momentum, "momentum of SGD")->check(CLI::Range(0.0, 1.0));
   app.add_option("--snapshot_path,--snapshot-path", options.snapshot_path, "the snapshot's file");
   app.footer(lockstep::launch_help());

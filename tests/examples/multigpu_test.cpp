@@ -127,6 +127,25 @@ TEST_CASE("the mean squared error falls, and the tutorial's cross-entropy is 0 f
     CHECK(loss(program, {"10", "10"}) < loss(program, {"1", "10"}) / 2);
     CHECK(loss(program, {"1", "10", "--loss", "cross-entropy"}) == 0);
   }
+
+  // multigpu_torchrun prints no loss: its snapshot shows whether the model has learned.
+  const auto weight = [&](const std::string& epochs, const std::string& loss) {
+    const std::string snapshot = loss + epochs + ".pt";
+    lines_of(folder, "multigpu_torchrun",
+             {epochs, "1", "--loss", loss, "--snapshot_path", snapshot, "--nproc", "2"});
+    torch::serialize::InputArchive file, model;
+    file.load_from((folder / snapshot).string());
+    file.read("MODEL_STATE", model);
+    torch::Tensor weight;
+    model.read("weight", weight);
+    return weight;
+  };
+  CHECK(torch::equal(weight("2", "cross-entropy"), weight("1", "cross-entropy")));
+  CHECK(!torch::equal(weight("2", "mse"), weight("1", "cross-entropy")));
+
+  // ddp_gpus prints neither loss nor model.
+  CHECK(lines_of(folder, "ddp_gpus", {"--max_epochs", "1", "--nproc", "1", "--loss", "cross-entropy"}) ==
+        std::vector<std::string>{"[GPU: 0] Epoch: 0 | Batchsize: 32 | Steps: 64"});
 }
 
 TEST_CASE("the toy regression refuses wrong arguments on one line") {
@@ -145,6 +164,8 @@ TEST_CASE("the toy regression refuses wrong arguments on one line") {
     refused(program, {"5", "1", "--batch_size", "0"}, "--batch_size: Value 0 not in range");
     refused(program, {"5", "1", "--loss", "l1"}, "--loss: l1 not in");
   }
+  refused("ddp_gpus", {"--loss", "l1"}, "--loss: l1 not in");
+  refused("multigpu_torchrun", {"5", "1", "--loss", "l1"}, "--loss: l1 not in");
 }
 
 }  // namespace multigpu_test
