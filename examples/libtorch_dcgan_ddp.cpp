@@ -92,6 +92,8 @@ void run(const lockstep::World& world, const Options& options) {
   const auto adam = torch::optim::AdamOptions(2e-4).betas({0.5, 0.999});
   torch::optim::Adam generator_optimizer(generator->parameters(), adam);
   torch::optim::Adam discriminator_optimizer(discriminator->parameters(), adam);
+  // Each rank reads the files, since DistributedDataParallel copies no state of Adam: several hosts need a
+  // folder that all of them see.
   if (options.restore) try {
       torch::load(generator, file("generator-checkpoint.pt"));
       torch::load(generator_optimizer, file("generator-optimizer-checkpoint.pt"));
