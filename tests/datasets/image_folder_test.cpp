@@ -1,11 +1,13 @@
 #include "lockstep/datasets/image_folder.hpp"
 
 #include <atomic>
+#include <cstdlib>
 #include <thread>
 
 #include "lockstep/data/loader.hpp"
 #include "lockstep/data/sampler.hpp"
 #include "lockstep/datasets/image_transforms.hpp"
+#include "lockstep/train/state_dict.hpp"
 #include "support/catch.hpp"
 #include "support/images.hpp"
 #include "support/temporary_folder.hpp"
@@ -90,6 +92,20 @@ TEST_CASE("JPEG images of several kinds are read") {
   const at::Tensor cmyk = read_image(folder.write("cmyk.jpg", jpeg_file(8, 8, ink, JCS_CMYK)));
   CHECK(largest_difference(cmyk,
                            torch::tensor({200, 100, 200}, at::kByte).view({3, 1, 1}).expand({3, 8, 8})) <= 2);
+}
+
+// tests/examples/imagenet_parity.py runs this case alone, and compares with Pillow and torchvision.
+TEST_CASE("the images of a folder, as read and as resized, are saved for Python", "[.saved]") {
+  const char* folder = std::getenv("LOCKSTEP_TEST_IMAGES");
+  REQUIRE(folder != nullptr);
+  c10::impl::GenericDict images(c10::StringType::get(), c10::TensorType::get());
+  for (const auto& entry : std::filesystem::directory_iterator(folder)) {
+    const auto image = read_image(entry.path());
+    images.insert(entry.path().filename().string(), image.contiguous());
+    images.insert("resized " + entry.path().filename().string(),
+                  lockstep::CenterCrop{56}(lockstep::Resize{64}(image)).contiguous());
+  }
+  lockstep::torch_save(c10::IValue(images), std::filesystem::path(folder) / "saved.pt");
 }
 
 TEST_CASE("the content decides between JPEG and PNG, not the name") {

@@ -1,9 +1,10 @@
 """Compares examples/imagenet with Python: the loss of each training step, and parameters, buffers and momentum after the last one;
 names and initial values, what a network computes with a state dict that C++ saved and with one that Python saved, its top-1 and
-top-5 accuracy, the momentum in a checkpoint and the rate of each epoch. The networks, and the random images of --dummy, are
+top-5 accuracy, the momentum in a checkpoint and the rate of each epoch; image files as lockstep reads and resizes them with Pillow's
+and torchvision's results. The networks, and the random images of --dummy, are
 torchvision's where it is installed (`pip install --no-deps torchvision pillow`), else those of the definitions below.
 
-imagenet_parity.py IMAGENET_PROGRAM. Exit code 77: skipped.
+imagenet_parity.py IMAGENET_PROGRAM TEST_DATA_PROGRAM. Exit code 77: skipped.
 """
 import functools
 import os
@@ -18,7 +19,7 @@ from parity import run_python, torch
 
 from torch import nn
 
-program = sys.argv[1]
+program, test_data = sys.argv[1:3]
 SIDE, CLASSES, SEED = 56, 7, 7  # images of 64 x 64: Resize has nothing to do, CenterCrop cuts 4 at each side
 MEAN, STD = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
 SHAPES = {"resnet18": (False, (2, 2, 2, 2)), "resnet50": (True, (3, 4, 6, 3))}
@@ -231,6 +232,61 @@ def check_rates(folder, checkpoint):
     print(f"| the rate of epochs {numbers}, by --start-epoch | StepLR(30, 0.1): {text} | same, within 1e-15 |")
 
 
+def image_files(Image):
+    """Images that Pillow can save, by the names of their files, each with Pillow's options."""
+    generator = torch.Generator().manual_seed(2)
+    for i, (width, height) in enumerate([(97, 61), (64, 80), (33, 120), (300, 211)]):
+        coarse = torch.rand(1, 3, 5, 4, generator=generator)  # smooth, with some noise
+        smooth = nn.functional.interpolate(coarse, (height, width), mode="bicubic")[0] * 220
+        pixels = (smooth + 30 * torch.rand(3, height, width, generator=generator)).clamp(0, 255).byte()
+        image = Image.fromarray(pixels.permute(1, 2, 0).numpy())
+        yield f"{i}-75.jpg", image, {"quality": 75}  # 4:2:0
+        yield f"{i}-95.jpg", image, {"quality": 95, "subsampling": 0, "progressive": True}
+        yield f"{i}-422.jpg", image, {"quality": 85, "subsampling": 1}
+        yield f"{i}-grey.jpg", image.convert("L"), {}
+        yield f"{i}-cmyk.jpg", image.convert("CMYK"), {"quality": 90}
+        yield f"{i}.png", image, {}
+        yield f"{i}-grey.png", image.convert("L"), {}
+        yield f"{i}-palette.png", image.quantize(64), {}
+        yield f"{i}-alpha.png", image.convert("RGBA"), {}
+
+
+def check_files():
+    """Image files as read_image reads them, and as Resize and CenterCrop of the evaluation leave them."""
+    package, why = torchvision()
+    if not package:
+        print(f"SKIPPED in part: image files beside Pillow's: torchvision cannot be imported ({why})")
+        return
+    from PIL import Image
+    from torchvision.transforms.functional import pil_to_tensor
+
+    transform = package.transforms.Compose([package.transforms.Resize(64), package.transforms.CenterCrop(56)])
+    with tempfile.TemporaryDirectory() as folder:
+        names = []
+        for name, image, options in image_files(Image):
+            image.save(f"{folder}/{name}", **options)
+            names.append(name)
+        done = subprocess.run([test_data, "[.saved]"], env={**os.environ, "LOCKSTEP_TEST_IMAGES": folder},
+                              capture_output=True, text=True)
+        if done.returncode:
+            sys.exit(f"FAILED: {test_data} could not read the images:\n{done.stdout}{done.stderr}")
+        ours, largest = torch.load(f"{folder}/saved.pt", weights_only=True), 0
+        for name in names:
+            with Image.open(f"{folder}/{name}") as file:
+                image = file.convert("RGB")
+            if not torch.equal(ours[name], pil_to_tensor(image)):
+                sys.exit(f"FAILED: {name} is not read to Pillow's bits")
+            theirs = pil_to_tensor(transform(image))
+            if ours["resized " + name].shape != theirs.shape:
+                sys.exit(f"FAILED: {name} is resized to {list(ours['resized ' + name].shape)}, not {list(theirs.shape)}")
+            difference = (ours["resized " + name].int() - theirs.int()).abs().max().item()
+            if difference > 1:
+                sys.exit(f"FAILED: {name}, resized, differs from torchvision's by {difference} of 255")
+            largest = max(largest, difference)
+    print(f"| {len(names)} JPEG and PNG files, read | Pillow's pixels | same bits |\n"
+          f"| the same files, after Resize and CenterCrop | torchvision's pixels | at most {largest} of 255 apart |", flush=True)
+
+
 def main():
     torch.set_num_threads(1)
     package, why = torchvision()
@@ -242,6 +298,7 @@ def main():
     print("| behaviour | Python | lockstep |\n|---|---|---|")
     with tempfile.TemporaryDirectory() as scratch:
         check_training(scratch)  # first: a process that has computed should not fork ranks
+    check_files()
     for arch in SHAPES:
         with tempfile.TemporaryDirectory() as scratch:
             images, targets = write_images(scratch)
