@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <cstring>
 #include <filesystem>
+#include <fstream>
+#include <iterator>
 #include <limits>
 #include <string>
 
@@ -120,13 +122,37 @@ TEST_CASE("a line that a kill has torn is removed, and a file of another kind st
   CHECK(lines_of(torn_header).at(0) == header);
   CHECK(lines_of(torn_header).size() == 2);
 
-  const auto other = folder.write("other.csv", "name,age\nx,3\n");
-  const auto warning = written(2, [&] {
-    lockstep::CsvLog csv{alone, other};
-    csv.add_scalar("a", 2, 9);
-  });
-  CHECK_THAT(warning, ContainsSubstring("its first line is not the header of a CsvLog"));
-  CHECK(lines_of(other).size() == 2);
+  // Longer than the block in which the file is read.
+  const std::string row =
+      R"({"time":1.000,"event":"scalar","step":1,"tag":")" + std::string(5000, 'x') + "\"}\n";
+  for (const std::string& torn :
+       {std::string("{"), std::string("{\"time\":"), row.substr(0, row.size() - 1)}) {
+    INFO(torn);
+    const auto json = folder.write("metrics.jsonl", row + row + torn);
+    lockstep::JsonLines(alone, json).add_scalar("a", 2, 9);
+    const auto kept = lines_of(json);
+    REQUIRE(kept.size() == 3);
+    CHECK(kept[1] + '\n' == row);
+    CHECK_THAT(kept[2], ContainsSubstring(R"("event":"scalar","step":9)"));
+  }
+
+  const auto stays = [&](const std::string& content, const char* why, auto write) {
+    INFO(content);
+    const auto other = folder.write("other", content);
+    const auto warning = written(2, [&] { write(other); });
+    CHECK_THAT(warning, ContainsSubstring(why));
+    std::ifstream file(other);
+    CHECK(std::string{std::istreambuf_iterator<char>(file), {}} == content);
+  };
+  for (const std::string& content :
+       {std::string("name,age\nx,3\n"), std::string("name,age\nx,3\ny,4"), std::string("name,age"),
+        header + ",more", header.substr(0, 9) + '\n', std::string("\n")})
+    stays(content, "its first line is not the header of a CsvLog",
+          [&](const auto& path) { lockstep::CsvLog(alone, path).add_scalar("a", 2, 9); });
+  for (const std::string& content : {std::string(R"({"config": 1})"), std::string("{\"a\":1}\n{\"a\":2}"),
+                                     std::string(R"({"time": 1})"), std::string(10000, '{')})
+    stays(content, "its last line has no newline, and is not one of a JsonLines",
+          [&](const auto& path) { lockstep::JsonLines(alone, path).add_scalar("a", 2, 9); });
 }
 
 TEST_CASE("a file that cannot be written is warned of once and stops nothing") {

@@ -5,9 +5,9 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <array>
 #include <cerrno>
 #include <cstring>
+#include <string>
 #include <system_error>
 #include <utility>
 
@@ -33,7 +33,7 @@ LOCKSTEP_INLINE void write_or_warn(const std::filesystem::path& path, std::strin
   }
 }
 
-LOCKSTEP_INLINE AppendFile::AppendFile(std::filesystem::path path, Log log, bool lines)
+LOCKSTEP_INLINE AppendFile::AppendFile(std::filesystem::path path, Log log)
     : path_(std::move(path)), log_(log) {
   std::error_code error;
   if (path_.has_parent_path()) std::filesystem::create_directories(path_.parent_path(), error);
@@ -44,34 +44,44 @@ LOCKSTEP_INLINE AppendFile::AppendFile(std::filesystem::path path, Log log, bool
     give_up(std::strerror(errno));
   else if (!S_ISREG(status.st_mode) && !S_ISCHR(status.st_mode))
     give_up("it is no regular file");
-  else if (lines && S_ISREG(status.st_mode) && status.st_size > 0)
-    open_lines();
 }
 
-LOCKSTEP_INLINE void AppendFile::open_lines() {
-  const auto newline_from = [&](off_t begin, off_t end) -> off_t {
-    std::array<char, 4096> block{};
-    for (; begin < end; begin += static_cast<off_t>(block.size())) {
-      const ssize_t got = ::pread(file_.get(), block.data(), block.size(), begin);
-      if (got <= 0) return -1;
-      if (const void* found = std::memchr(block.data(), '\n', static_cast<std::size_t>(got)))
-        return begin + (static_cast<const char*>(found) - block.data());
-    }
-    return -1;
+LOCKSTEP_INLINE FileLines AppendFile::lines() {
+  FileLines read;
+  struct ::stat status {};
+  if (!file_.open() || ::fstat(file_.get(), &status) != 0 || !S_ISREG(status.st_mode)) return read;
+  const off_t size = status.st_size;
+  const auto text_at = [&](off_t begin, off_t end) {
+    std::string text(static_cast<std::size_t>(end - begin), '\0');
+    if (::pread(file_.get(), text.data(), text.size(), begin) == end - begin) return text;
+    give_up("it cannot be read");
+    return std::string();
   };
-  const off_t size = ::lseek(file_.get(), 0, SEEK_END);
-  char last = '\n';
-  if (::pread(file_.get(), &last, 1, size - 1) == 1 && last != '\n') {
-    off_t end = size;
-    while (end > 0 && ::pread(file_.get(), &last, 1, end - 1) == 1 && last != '\n') --end;
-    if (::ftruncate(file_.get(), end) != 0) return give_up(std::strerror(errno));
-    if (end == 0) return;
+  constexpr off_t block = 4096;
+  off_t newline = -1;  // the first one
+  for (off_t begin = 0; newline < 0 && begin < size; begin += block) {
+    const std::string text = text_at(begin, std::min(begin + block, size));
+    if (text.empty()) return {};
+    if (const auto at = text.find('\n'); at != std::string::npos) newline = begin + static_cast<off_t>(at);
   }
-  const off_t newline = newline_from(0, size);
-  std::string line(static_cast<std::size_t>(std::max<off_t>(newline, 0)), '\0');
-  if (newline < 0 || ::pread(file_.get(), line.data(), line.size(), 0) != newline)
-    return give_up("its first line cannot be read");
-  first_line_ = std::move(line);
+  off_t end = newline < 0 ? 0 : size;  // after the last newline
+  for (bool found = false; !found && end > 0;) {
+    const off_t begin = std::max<off_t>(end - block, 0);
+    const std::string text = text_at(begin, end);
+    if (text.empty()) return {};
+    const auto at = text.rfind('\n');
+    found = at != std::string::npos;
+    end = found ? begin + static_cast<off_t>(at) + 1 : begin;
+  }
+  if (newline >= 0) read.first = text_at(0, std::min(newline, block));
+  read.unfinished = text_at(end, std::min<off_t>(end + 256, size));
+  read.end_of_lines = end;
+  return read;
+}
+
+LOCKSTEP_INLINE void AppendFile::remove_unfinished(const FileLines& read) {
+  if (file_.open() && !read.unfinished.empty() && ::ftruncate(file_.get(), read.end_of_lines) != 0)
+    give_up(std::strerror(errno));
 }
 
 LOCKSTEP_INLINE void AppendFile::append(std::string_view record) {

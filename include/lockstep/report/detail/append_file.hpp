@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstdint>
 #include <filesystem>
 #include <optional>
 #include <string>
@@ -10,6 +11,16 @@
 
 namespace lockstep::detail {
 
+/// The lines of a text file by which its writer recognizes it.
+struct FileLines {
+  /// The first 4096 bytes of the first line; std::nullopt if no line ends with a newline.
+  std::optional<std::string> first = std::nullopt;
+  /// The beginning of the text after the last newline, at most 256 bytes; empty if there is none.
+  std::string unfinished = {};
+  /// Where that text begins.
+  std::int64_t end_of_lines = 0;
+};
+
 /// A file to which records are appended. Each record is one write, so that a killed process leaves complete
 /// records. If a full disk accepts only a part of a record, that part is removed. The first error is logged
 /// as a warning, and later records are dropped: the training continues.
@@ -17,26 +28,25 @@ class AppendFile {
  public:
   /// Constructs a file that drops all records.
   AppendFile() = default;
-  /// Opens the file for appending, and creates it and its folders where they are missing. With `lines`,
-  /// removes the text after the last newline of an existing file.
-  AppendFile(std::filesystem::path path, Log log, bool lines);
+  /// Opens the file for appending, and creates it and its folders where they are missing. Changes nothing in
+  /// an existing file.
+  AppendFile(std::filesystem::path path, Log log);
 
   /// Returns whether records are written.
   [[nodiscard]] bool open() const { return file_.open(); }
-  /// Returns the first line of the file as it was opened, std::nullopt if it was empty.
-  [[nodiscard]] const std::optional<std::string>& first_line() const { return first_line_; }
+  /// Reads the first line and the unfinished last line of a regular file. Call it before the first append.
+  [[nodiscard]] FileLines lines();
+  /// Removes the text after the last newline, `read.unfinished`. Call it before the first append.
+  void remove_unfinished(const FileLines& read);
 
   void append(std::string_view record);
   /// Warns that the file is left out, and why; drops all later records.
   void give_up(std::string_view why);
 
  private:
-  void open_lines();
-
   std::filesystem::path path_;
   Log log_;
   Descriptor file_;
-  std::optional<std::string> first_line_;
 };
 
 /// Warns that the file is not written, and why.

@@ -3,6 +3,7 @@
 #include <chrono>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -76,16 +77,31 @@ inline std::string json_field(std::string_view text) {
   return json_string(text);
 }
 
+/// Returns whether `line`, which has no newline, is empty or the beginning of a line of JsonLines: `{"time":`
+/// and a number without a space.
+inline bool is_torn_json(std::string_view line) {
+  constexpr std::string_view begin = "{\"time\":";
+  if (line.size() <= begin.size()) return begin.starts_with(line);
+  return line.starts_with(begin) && line[begin.size()] >= '0' && line[begin.size()] <= '9';
+}
+
 LOCKSTEP_INLINE MetricsLog::MetricsLog(const World& world, const std::filesystem::path& path,
                                        MetricsOptions options, MetricsFormat format)
     : format_(format), meter_(options.every, "MetricsOptions") {
   if (world.rank() != 0) return;
-  file_ = AppendFile(path, world.log, /*lines=*/true);
-  if (format_ != MetricsFormat::csv) return;
-  if (!file_.first_line())
-    file_.append(std::string(metrics_header) + '\n');
-  else if (*file_.first_line() != metrics_header)
+  file_ = AppendFile(path, world.log);
+  const FileLines lines = file_.lines();
+  if (format_ == MetricsFormat::json) {
+    if (is_torn_json(lines.unfinished))
+      file_.remove_unfinished(lines);
+    else
+      file_.give_up("its last line has no newline, and is not one of a JsonLines");
+  } else if (lines.first ? *lines.first != metrics_header : !metrics_header.starts_with(lines.unfinished)) {
     file_.give_up("its first line is not the header of a CsvLog");
+  } else {
+    file_.remove_unfinished(lines);
+    if (!lines.first) file_.append(std::string(metrics_header) + '\n');
+  }
 }
 
 LOCKSTEP_INLINE void MetricsLog::on_profile(const StepReport& report, const StepProfile& profile) {

@@ -104,7 +104,7 @@ LOCKSTEP_INLINE TensorBoard::TensorBoard(const World& world, const std::filesyst
       std::chrono::duration_cast<std::chrono::seconds>(std::chrono::system_clock::now().time_since_epoch());
   file_ = detail::AppendFile(folder / detail::formatted("events.out.tfevents.{}.{}.{}.{}", seconds.count(),
                                                         detail::host_name(), ::getpid(), count++),
-                             world.log, /*lines=*/false);
+                             world.log);
   file_.append(detail::tf_record(detail::tf_event().bytes(3, "brain.Event:2").text()));
 }
 
