@@ -8,13 +8,14 @@
 #
 # Sets LOCKSTEP_TORCH_ROOT, LOCKSTEP_TORCH_VERSION, LOCKSTEP_TORCH_LIBRARY (libtorch_cpu.so) and, where there is none,
 # LOCKSTEP_TORCH_MISSING to the sentence that says so. A project configures without LibTorch; its targets do not build then.
+
+# Before the guard: a variable is of one folder, and each folder that calls find_package(lockstep) reads this file.
+set(LOCKSTEP_TORCH_OLDEST 2.6)
+set(LOCKSTEP_TORCH_NEWEST 2.15.0)
 include_guard(GLOBAL)
 include(${CMAKE_CURRENT_LIST_DIR}/LockstepTorchInspect.cmake)
 include(${CMAKE_CURRENT_LIST_DIR}/LockstepTorchInstall.cmake)
 include(${CMAKE_CURRENT_LIST_DIR}/LockstepTorchPython.cmake)
-
-set(LOCKSTEP_TORCH_OLDEST 2.6)
-set(LOCKSTEP_TORCH_NEWEST 2.15.0)
 
 # Takes ROOT if it holds a usable LibTorch: makes the target and says so. A LibTorch that cannot serve is named with
 # its reason: at once an error where the user gave it, else a note before the search goes on.

@@ -45,6 +45,27 @@ execute_process(COMMAND ${CMAKE_COMMAND} -G ${GENERATOR} -S ${SOURCE} -B ${SCRAT
 execute_process(COMMAND ${CMAKE_COMMAND} --install ${SCRATCH}/lockstep OUTPUT_QUIET COMMAND_ERROR_IS_FATAL ANY)
 set(installed ${SCRATCH}/finds -DCMAKE_PREFIX_PATH=${SCRATCH}/prefix)
 
+# Two folders of one project that each find it.
+file(WRITE ${SCRATCH}/folders/CMakeLists.txt "cmake_minimum_required(VERSION 3.22)
+project(folders LANGUAGES CXX)
+add_subdirectory(first)
+add_subdirectory(second)
+")
+foreach(folder IN ITEMS first second)
+  file(WRITE ${SCRATCH}/folders/${folder}/CMakeLists.txt "find_package(lockstep REQUIRED OPTIONAL_COMPONENTS images)
+add_executable(${folder} ../main.cpp)
+target_link_libraries(${folder} PRIVATE lockstep::compiled)
+add_executable(${folder}_headers ../main.cpp)
+target_link_libraries(${folder}_headers PRIVATE lockstep::lockstep)
+")
+endforeach()
+file(WRITE ${SCRATCH}/folders/main.cpp "int main() {}\n")
+execute_process(COMMAND ${CMAKE_COMMAND} ${common} ${usable} -S ${SCRATCH}/folders -B ${SCRATCH}/folders/build
+  -DCMAKE_PREFIX_PATH=${SCRATCH}/prefix RESULT_VARIABLE result OUTPUT_VARIABLE output ERROR_VARIABLE output)
+if(NOT result EQUAL 0)
+  message(FATAL_ERROR "two folders that call find_package(lockstep) do not configure:\n${output}")
+endif()
+
 set(fmt_url https://github.com/fmtlib/fmt.git)
 expect("lockstep: fmt is not installed, and ${fmt_url} cannot be reached to fetch it: install it (on Debian: apt-get install \
 libfmt-dev), or set FETCHCONTENT_SOURCE_DIR_FMT to a folder with the sources of fmt 10.2.1"
