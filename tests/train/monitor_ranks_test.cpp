@@ -329,6 +329,23 @@ TEST_CASE("KeepLast removes a checkpoint only after a newer one is whole, and no
   for (const auto& name : foreign) CHECK(folder.has(name));
   CHECK(keep.newest(folder.comm) == folder / "run-5.ckpt");
 
+  // The folder is created, and one that cannot be is an error before an epoch is trained.
+  const auto kept_in = [&](const fs::path& there) {
+    return lockstep::KeepLast(1, there / "run-{}.ckpt",
+                              [&](const fs::path& path) { trainer->save_checkpoint(path); });
+  };
+  trainer = make_trainer(1);
+  auto created = kept_in(folder / "runs" / "one");
+  trainer->fit(samples(), cross_entropy_of, created);
+  CHECK(created.newest(folder.comm) == folder / "runs" / "one" / "run-1.ckpt");
+  trainer = make_trainer(1);
+  auto in_the_way = kept_in(folder / "run-5.ckpt" / "runs");
+  CHECK_THAT(common_error<lockstep::UsageError>(
+                 folder.comm, [&] { trainer->fit(samples(), cross_entropy_of, in_the_way); }),
+             ContainsSubstring("KeepLast: cannot save to '") &&
+                 ContainsSubstring("run-1.ckpt': Not a directory; give a path in a folder"));
+  CHECK(trainer->step() == 0);
+
   // A checkpoint that cannot be removed is a warning. This one is a folder with a file in it.
   if (first) {
     fs::remove(folder / "run-4.ckpt");

@@ -5,6 +5,7 @@
 #include <functional>
 #include <optional>
 #include <string>
+#include <utility>
 
 #include "lockstep/comm/agreement.hpp"
 #include "lockstep/comm/communicator.hpp"
@@ -28,7 +29,8 @@ namespace lockstep {
 ///
 /// In the pattern, `{}` is the number of completed epochs. After the new file is whole, rank 0 removes the
 /// file that is `n` epochs older, and those before it that follow each other. No other file is removed. A
-/// file that cannot be removed is a warning. Pass it to `fit` after the callbacks whose state it saves.
+/// file that cannot be removed is a warning. Before the first epoch, rank 0 creates the folder; a path that
+/// cannot be written ends `fit` there. Pass it to `fit` after the callbacks whose state it saves.
 class KeepLast {
  public:
   /// `write(path)` is called on every rank; it saves the run by Trainer::save_checkpoint. Throws UsageError
@@ -50,6 +52,15 @@ class KeepLast {
     return found;
   }
 
+  /// Creates the folder on rank 0 before the first epoch. Called by `fit`. Collective once. Every rank throws
+  /// the same UsageError if the checkpoint of that epoch cannot be written.
+  template <Gathering C>
+  void on_epoch_start(const EpochPlan& plan, C& comm) {
+    if (std::exchange(checked_, true)) return;
+    const detail::CallScope scope("KeepLast::on_epoch_start");
+    agree_with_rank_zero<UsageError>(comm, [&] { prepare(plan.epoch + 1); });
+  }
+
   /// Saves a checkpoint, then removes the older ones. Called by `fit`. Collective. Passes on an exception of
   /// `write`.
   template <Gathering C>
@@ -61,12 +72,14 @@ class KeepLast {
 
  private:
   [[nodiscard]] std::string newest_here() const;
+  void prepare(std::int64_t epochs) const;
   void remove_older(std::int64_t epochs, const Log& log) const;
 
   std::int64_t n_;
   std::filesystem::path folder_;
   std::string before_, after_;  // the file name around the number
   std::function<void(const std::filesystem::path&)> write_;
+  bool checked_ = false;
 };
 
 }  // namespace lockstep

@@ -8,6 +8,7 @@
 
 #include "lockstep/detail/format.hpp"
 #include "lockstep/detail/linkage.hpp"
+#include "lockstep/files.hpp"
 #include "lockstep/train/keep_last.hpp"
 
 namespace lockstep {
@@ -53,6 +54,12 @@ LOCKSTEP_INLINE std::string KeepLast::newest_here() const {
     most = std::max(most.value_or(epochs), epochs);
   }
   return most ? path_of(*most).string() : std::string();
+}
+
+LOCKSTEP_INLINE void KeepLast::prepare(std::int64_t epochs) const {
+  std::error_code ignored;  // require_writable gives the reason
+  if (!folder_.empty()) std::filesystem::create_directories(folder_, ignored);
+  require_writable(path_of(epochs), "KeepLast");
 }
 
 LOCKSTEP_INLINE void KeepLast::remove_older(std::int64_t epochs, const Log& log) const {
