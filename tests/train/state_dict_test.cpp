@@ -17,6 +17,7 @@
 #include "support/catch.hpp"
 #include "support/temporary_folder.hpp"
 #include "support/text_of.hpp"
+#include "support/written.hpp"
 #include "train/nets.hpp"
 
 namespace state_dict_test {
@@ -259,10 +260,58 @@ TEST_CASE("an optimizer's dict that does not fit is refused with all reasons, an
   dict = saved(adam);
   dict.toGenericDict().at("param_groups").toList().get(0).toGenericDict().insert_or_assign("lr", -1.0);
   CHECK_THAT(refused(adam, dict), ContainsSubstring("lr = -1"));
+  // The faults of the states are told with those of the groups.
+  dict.toGenericDict()
+      .at("state")
+      .toGenericDict()
+      .at(std::int64_t{3})
+      .toGenericDict()
+      .insert_or_assign("step", -1.0);
+  CHECK_THAT(refused(adam, dict),
+             ContainsSubstring("lr = -1") && ContainsSubstring("step of state 3 is no count"));
+  // Those of another optimizer would be noise.
+  CHECK_THAT(refused(adam, lockstep::state_dict(sgd)), !ContainsSubstring("state 0"));
   CHECK(lockstep::pickle_state(lockstep::state_dict(adam)) == before);
 
   torch::optim::Adagrad other(model->parameters());
   CHECK_THROWS_AS(lockstep::state_dict(other), lockstep::UsageError);
+}
+
+TEST_CASE("a trained parameter without a state among others that have one is warned of by its name") {
+  const TemporaryFolder folder;
+  const auto world = lockstep::World::from_environment();
+  lockstep::Trainer trainer{world,
+                            {.batch_size = 8, .progress = false},
+                            TinyNet(),
+                            lockstep::LocalComm(world),
+                            lockstep::MakeOptimizer{[](std::vector<at::Tensor> parameters) {
+                              return lockstep::Adam(std::move(parameters), {.lr = 0.1});
+                            }}};
+  trainer.fit(three_classes(40), cross_entropy_of);
+  trainer.save_state_dict(folder / "run.pt");
+  const auto load = [&](const c10::IValue& file) {
+    lockstep::torch_save(file, folder / "other.pt");
+    return written(2, [&] { trainer.load_state_dict(folder / "other.pt"); });
+  };
+  auto file = lockstep::torch_load(folder / "run.pt");
+  const auto optimizer = file.toGenericDict().at("optimizer");
+  auto states = optimizer.toGenericDict().at("state").toGenericDict();
+  const std::string names =
+      fmt::format("\"{}\", \"{}\"", lockstep::unique_parameters(*trainer.model())[1].name,
+                  lockstep::unique_parameters(*trainer.model())[3].name);
+  CHECK(load(file).empty());
+  (void)states.erase(std::int64_t{1});
+  (void)states.erase(std::int64_t{3});
+  CHECK_THAT(load(file), ContainsSubstring("other.pt: the optimizer's state dict has no state of " + names));
+  CHECK_THAT(written(2, [&] { lockstep::load_state_dict(trainer.optimizer(), optimizer); }),
+             ContainsSubstring("has no state of \"parameter 1, [8] float32\", \"parameter 3, "));
+  // A frozen parameter, and an optimizer that has made no step, need none.
+  lockstep::unique_parameters(*trainer.model())[1].tensor.requires_grad_(false);
+  lockstep::unique_parameters(*trainer.model())[3].tensor.requires_grad_(false);
+  CHECK(load(file).empty());
+  lockstep::unique_parameters(*trainer.model())[1].tensor.requires_grad_(true);
+  states.clear();
+  CHECK(load(file).empty());
 }
 
 TEST_CASE("a trainer's checkpoint becomes the state dicts of the run that saved it") {
@@ -346,6 +395,12 @@ TEST_CASE("a trainer's file of state dicts holds the run, and one without a part
   CHECK_THAT(text_of<lockstep::CheckpointError>([&] { loaded.load_state_dict(folder / "both.pt"); }),
              ContainsSubstring("missing \"hidden.weight\"") &&
                  ContainsSubstring("it has 0 parameter groups, the optimizer 1"));
+  const auto refused_alone = [&](const c10::IValue& value) {
+    lockstep::torch_save(value, folder / "alone.pt");
+    return text_of<lockstep::CheckpointError>([&] { loaded.load_state_dict(folder / "alone.pt"); });
+  };
+  CHECK_THAT(refused_alone(file.at("model")),
+             ContainsSubstring("alone.pt has no entry \"model\" and \"optimizer\": save"));
   lockstep::torch_save(c10::IValue("text"), folder / "text.pt");
   CHECK_THAT(text_of<lockstep::CheckpointError>([&] { loaded.load_state_dict(folder / "text.pt"); }),
              ContainsSubstring("text.pt holds no dict"));

@@ -75,6 +75,11 @@ namespace lockstep::detail {
 /// Throws the error of load_state_dict(model, dict), and changes nothing.
 void check_state_dict(const torch::nn::Module& model, const c10::IValue& dict);
 
+/// Does what load_state_dict(optimizer, dict) does, but returns its warning, an empty string if there is none.
+/// `names` are the names of the parameters that have one.
+std::string load_optimizer_dict(torch::optim::Optimizer& optimizer, const c10::IValue& dict,
+                                const std::vector<NamedTensor>& names);
+
 }  // namespace lockstep::detail
 
 namespace lockstep {
@@ -93,8 +98,10 @@ c10::IValue state_dict(const torch::optim::Optimizer& optimizer);
 /// `load`, the implementation (Python's `foreach` and `fused`) and `lr_tensor` stay those of the optimizer.
 /// Entries that learning rate schedulers add, such as "initial_lr", are skipped.
 ///
-/// Throws CheckpointError, which lists every missing, unexpected and misshapen entry, those of the states only
-/// if the groups fit, and leaves the optimizer unchanged.
+/// Throws CheckpointError, which lists every missing, unexpected and misshapen entry, and leaves the optimizer
+/// unchanged. States are not compared if the groups have other options (those of another optimizer) or other
+/// numbers of parameters. A parameter that requires a gradient and has no state, while others of its group
+/// have one, gets a new state, as in Python: a warning names it.
 /// Counterpart: torch.optim.Optimizer.load_state_dict.
 void load_state_dict(torch::optim::Optimizer& optimizer, const c10::IValue& dict);
 

@@ -46,8 +46,9 @@ void write_state_dict(Run run, const Precision& precision, const std::filesystem
 template <class Run, class Precision>
 void read_state_dict(Run run, [[maybe_unused]] Precision& precision, const std::filesystem::path& path) {
   const c10::IValue value = torch_load(path, run.comm);
+  std::string warning;
   agree<CheckpointError>(run.comm, [&] {
-    const auto refuse = [&](const char* reason) {
+    const auto refuse = [&](const std::string& reason) {
       throw CheckpointError(formatted(
           "{} {}: save {{\"model\": model.state_dict(), \"optimizer\": optimizer.state_dict()}} with "
           "torch.save, or load a model alone by load_state_dict(trainer.model(), ...)",
@@ -55,11 +56,13 @@ void read_state_dict(Run run, [[maybe_unused]] Precision& precision, const std::
     };
     if (!value.isGenericDict()) refuse("holds no dict");
     const c10::impl::GenericDict file = value.toGenericDict();
+    std::string missing;
     for (const char* key : {"model", "optimizer"})
-      if (!file.contains(key)) refuse(formatted("has no entry \"{}\"", key).c_str());
+      if (!file.contains(key)) missing += formatted("{} \"{}\"", missing.empty() ? "" : " and", key);
+    if (!missing.empty()) refuse("has no entry" + missing);
     const auto number = [&](const char* key, std::int64_t otherwise) {
       if (!file.contains(key)) return otherwise;
-      if (!file.at(key).isInt()) refuse(formatted("has an entry \"{}\" that is no int", key).c_str());
+      if (!file.at(key).isInt()) refuse(formatted("has an entry \"{}\" that is no int", key));
       return file.at(key).toInt();
     };
     const std::int64_t epoch = number("epoch", run.position.epoch), step = number("step", run.position.step);
@@ -72,7 +75,9 @@ void read_state_dict(Run run, [[maybe_unused]] Precision& precision, const std::
       }
     };
     collect([&] { check_state_dict(run.model, file.at("model")); });
-    collect([&] { load_state_dict(run.optimizer, file.at("optimizer")); });
+    collect([&] {
+      warning = load_optimizer_dict(run.optimizer, file.at("optimizer"), unique_parameters(run.model));
+    });
     if (!faults.empty()) throw CheckpointError(faults);
     if constexpr (HasScaler<Precision>)
       if (file.contains("scaler")) {
@@ -89,6 +94,7 @@ void read_state_dict(Run run, [[maybe_unused]] Precision& precision, const std::
     run.position.step_in_epoch = run.position.skipped = 0;
     run.position.fitting = false;
   });
+  if (!warning.empty()) run.log.warning("{}: {}", path.string(), warning);
 }
 
 }  // namespace lockstep::detail

@@ -20,6 +20,7 @@
 #include <ATen/ops/scalar_tensor.h>
 #include <c10/core/DefaultDtype.h>
 #include <c10/core/ScalarType.h>
+#include <c10/util/Exception.h>
 #include <torch/optim/adam.h>
 #include <torch/optim/adamw.h>
 #include <torch/optim/sgd.h>
@@ -305,16 +306,39 @@ class OptimizerReader {
     states_.resize(parameters_.size());
     const auto [saved_groups, saved_states] = parts(dict);
     if (saved_groups.size() != optimizer.param_groups().size())
-      fault(detail::formatted("it has {} parameter groups, the optimizer {}", saved_groups.size(),
-                              optimizer.param_groups().size()));
+      mispaired(detail::formatted("it has {} parameter groups, the optimizer {}", saved_groups.size(),
+                                  optimizer.param_groups().size()));
     for (std::size_t g = 0; g < saved_groups.size() && g < optimizer.param_groups().size(); ++g)
       read_group(g, saved_groups.get(g));
-    if (faults_.empty()) read_states(saved_states);
+    if (paired_) read_states(saved_states);
     if (faults_.empty()) return;
     std::string text = "the state dict does not fit the optimizer: ";
     for (std::size_t i = 0; i < faults_.size(); ++i) text += (i ? "; " : "") + faults_[i];
     throw CheckpointError(
         text + "; load it into an optimizer of the same type, over the same parameters and groups");
+  }
+
+  /// Returns a warning about the parameters that require a gradient and have no state, while others of their
+  /// group have one. An empty string if there are none.
+  [[nodiscard]] std::string warning(const std::vector<NamedTensor>& names) const {
+    std::vector<std::string> without;
+    std::size_t begin = 0;
+    for (const auto& group : optimizer_.param_groups()) {
+      const std::size_t end = begin + group.params().size();
+      const auto has_state = [&](std::size_t i) { return states_[i].has_value(); };
+      bool any = false;
+      for (std::size_t i = begin; i < end; ++i) any = any || has_state(i);
+      for (std::size_t i = begin; any && i < end; ++i)
+        if (!has_state(i) && parameters_[i].requires_grad()) without.push_back(name_of(i, names));
+      begin = end;
+    }
+    if (without.empty()) return {};
+    std::string text;
+    list_names(text, "no state of", without);
+    return detail::formatted(
+        "the optimizer's state dict has {}, but one of other parameters of the group: it begins with a new "
+        "state, which is right for a parameter that had no gradient yet",
+        text);
   }
 
   void apply(torch::optim::Optimizer& optimizer) {
@@ -329,6 +353,17 @@ class OptimizerReader {
 
  private:
   void fault(std::string text) { faults_.push_back(std::move(text)); }
+  /// A fault with which the saved states are not those of the optimizer's parameters.
+  void mispaired(std::string text) {
+    fault(std::move(text));
+    paired_ = false;
+  }
+
+  std::string name_of(std::size_t i, const std::vector<NamedTensor>& names) const {
+    for (const NamedTensor& named : names)
+      if (named.tensor.is_same(parameters_[i])) return named.name;
+    return detail::formatted("parameter {}, {}", i, describe(parameters_[i]));
+  }
 
   static std::pair<c10::impl::GenericList, c10::impl::GenericDict> parts(const c10::IValue& value) {
     if (value.isGenericDict()) {
@@ -353,7 +388,7 @@ class OptimizerReader {
   }
 
   void read_group(std::size_t g, const c10::IValue& value) {
-    if (!value.isGenericDict()) return fault(detail::formatted("group {} is no dict", g));
+    if (!value.isGenericDict()) return mispaired(detail::formatted("group {} is no dict", g));
     const auto group = value.toGenericDict();
     Options options = Adapter::options(optimizer_.param_groups()[g]);
     const bool decoupled = is_decoupled(options);
@@ -376,7 +411,7 @@ class OptimizerReader {
     std::string text;
     list_names(text, "missing", missing);
     list_names(text, "unexpected", extra);
-    if (!text.empty()) fault(detail::formatted("the options of group {}: {}", g, text));
+    if (!text.empty()) mispaired(detail::formatted("the options of group {}: {}", g, text));
     if (decoupled != is_decoupled(options))
       fault(detail::formatted("group {} is of {}", g, decoupled ? "Adam" : "AdamW"));
     if (!can_maximize<Adapter> && options.maximize)
@@ -397,15 +432,15 @@ class OptimizerReader {
   void read_indices(std::size_t g, const c10::impl::GenericDict& group) {
     const auto found = group.find("params");
     if (found == group.end() || !found->value().isList())
-      return fault(detail::formatted("group {} has no list 'params'", g));
+      return mispaired(detail::formatted("group {} has no list 'params'", g));
     const auto indices = found->value().toListRef();
     const std::size_t own = optimizer_.param_groups()[g].params().size();
     if (indices.size() != own)
-      return fault(
+      return mispaired(
           detail::formatted("group {} has {} parameters, the optimizer's {}", g, indices.size(), own));
     for (const c10::IValue& index : indices)
       if (!index.isInt() || !place_of_.emplace(index.toInt(), place_of_.size()).second)
-        fault(detail::formatted("'params' of group {} is no list of different indices", g));
+        mispaired(detail::formatted("'params' of group {} is no list of different indices", g));
   }
 
   void read_states(const c10::impl::GenericDict& saved) {
@@ -492,6 +527,7 @@ class OptimizerReader {
   std::vector<std::optional<State>> states_;
   std::unordered_map<std::int64_t, std::size_t> place_of_;
   std::vector<std::string> faults_;
+  bool paired_ = true;
 };
 
 /// What load_state_dict copies, and the names that it skips.
@@ -620,16 +656,28 @@ LOCKSTEP_INLINE c10::IValue state_dict(const torch::optim::Optimizer& optimizer)
   return dict;
 }
 
-LOCKSTEP_INLINE void load_state_dict(torch::optim::Optimizer& optimizer, const c10::IValue& dict) {
+LOCKSTEP_INLINE std::string detail::load_optimizer_dict(torch::optim::Optimizer& optimizer,
+                                                        const c10::IValue& dict,
+                                                        const std::vector<NamedTensor>& names) {
   const at::NoGradGuard no_grad;
+  std::string warning;
   const auto write = [&](torch::optim::Optimizer& whole) {
-    detail::visit_optimizer(
-        whole, [&]<class Adapter>(Adapter) { detail::OptimizerReader<Adapter>(whole, dict).apply(whole); });
+    detail::visit_optimizer(whole, [&]<class Adapter>(Adapter) {
+      detail::OptimizerReader<Adapter> reader(whole, dict);
+      warning = reader.warning(names);
+      reader.apply(whole);
+    });
   };
   if (auto* sharded = dynamic_cast<detail::ShardedState*>(&optimizer))
     sharded->write_full_state(write);
   else
     write(optimizer);
+  return warning;
+}
+
+LOCKSTEP_INLINE void load_state_dict(torch::optim::Optimizer& optimizer, const c10::IValue& dict) {
+  if (const std::string warning = detail::load_optimizer_dict(optimizer, dict, {}); !warning.empty())
+    TORCH_WARN(warning);
 }
 
 LOCKSTEP_INLINE c10::IValue state_dict(const GradScaler& scaler) {
