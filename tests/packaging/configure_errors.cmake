@@ -118,6 +118,36 @@ if(NOT EXISTS /usr/include/torch)
   endif()
 endif()
 
+# A forgotten -std=c++20 and a compiler that is too old, without CMake: the first error says so. The versions are macros that only
+# pretend to be those of another compiler.
+foreach(case IN ITEMS
+  "g++|-std=c++17|the C++ standard is too old, lockstep needs C++20: compile with -std=c++20"
+  "clang++|-std=c++17|the C++ standard is too old, lockstep needs C++20: compile with -std=c++20"
+  "g++|-std=c++20 -U__GNUC__ -D__GNUC__=10|this g++ is too old, lockstep needs g++ 11 or clang++ 14, or newer"
+  "clang++|-std=c++20 -U__clang_major__ -D__clang_major__=13|this clang++ is too old, lockstep needs clang++ 14 or g++ 11, or newer")
+  string(REPLACE "|" ";" case "${case}")
+  list(GET case 0 name)
+  list(GET case 1 flags)
+  list(GET case 2 sentence)
+  separate_arguments(flags UNIX_COMMAND "${flags}")
+  unset(program)
+  find_program(program ${name} NO_CACHE)
+  if(NOT program)
+    message("SKIPPED configure_errors in part: there is no ${name}")
+    continue()
+  endif()
+  foreach(header IN ITEMS lockstep ddp)
+    file(WRITE ${SCRATCH}/first_error.cpp "#include \"lockstep/${header}.hpp\"\n")
+    execute_process(COMMAND ${program} ${flags} -fsyntax-only -I${SOURCE}/include ${SCRATCH}/first_error.cpp
+      RESULT_VARIABLE result ERROR_VARIABLE output)
+    string(REGEX MATCH "error: [^\n]*" first "${output}")
+    string(FIND "${first}" "lockstep: ${sentence}" position)
+    if(result EQUAL 0 OR position EQUAL -1)
+      message(FATAL_ERROR "${name} ${flags} and ${header}.hpp ended with ${result}, and did not first say '${sentence}':\n${output}")
+    endif()
+  endforeach()
+endforeach()
+
 # A compiler that is too old: one that says so.
 foreach(pair IN ITEMS "__GNUC__:10:g++" "__clang_major__:13:clang++")
   string(REPLACE ":" ";" pair ${pair})
