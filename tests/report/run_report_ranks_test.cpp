@@ -138,6 +138,28 @@ TEST_CASE("a trace holds the asked steps of all ranks, also of a run that ends b
   CHECK(count_of(rest, "\"name\":\"step " + std::to_string(steps - 1)) == ranks);
 }
 
+TEST_CASE("a trace whose steps are not run is warned of on rank 0") {
+  const auto& world = test_world();
+  const TemporaryFolder folder;
+  const auto warned = [&](lockstep::TraceOptions options, bool train) {
+    return written(2, [&] {
+      ReportTrainer trainer{world, short_run(1)};
+      lockstep::Trace trace{trainer.comm(), folder / "trace.json", options};
+      if (train) trainer.fit(three_classes(32), cross_entropy_of, trace);
+    });
+  };
+  const int last = 8 / world.size() - 1;
+  CHECK(warned({.from = 0, .to = 1000}, true).empty());
+  CHECK(warned({.from = last + 1, .to = 1000}, false).empty());
+  const auto warning = warned({.from = last + 1, .to = 1000}, true);
+  INFO(warning);
+  CHECK(
+      count_of(warning,
+               fmt::format("trace.json' was written: no step of [{}, 1000) was run, the steps were 0 to {};",
+                           last + 1, last)) == (world.rank() == 0 ? 1U : 0U));
+  CHECK(count_of(warning, "\n") == (world.rank() == 0 ? 1U : 0U));
+}
+
 TEST_CASE("a page or a trace that cannot be written is warned of once and stops nothing") {
   const auto& world = test_world();
   const TemporaryFolder folder;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <filesystem>
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -45,7 +46,8 @@ struct TraceOptions {
 ///
 /// Collective in two places: after the last traced step, and after an epoch in which steps were traced but
 /// not the last one. Rank 0 then writes the file atomically. If that fails, rank 0 warns once and the
-/// training continues. Every rank passes it to `fit` with equal options. Refers to the communicator.
+/// training continues. If `fit` ran steps but none of [from, to), no file is written, and the destructor of
+/// rank 0 warns. Every rank passes it to `fit` with equal options. Refers to the communicator.
 template <Gathering C>
 class Trace {
  public:
@@ -58,8 +60,24 @@ class Trace {
           options.to));
   }
 
+  Trace(const Trace&) = delete;
+  Trace& operator=(const Trace&) = delete;
+  /// Warns on rank 0 if steps were run, and none of them is to be traced. Not collective.
+  ~Trace() {
+    if (!last_ || !recorder_.empty() || comm_.rank() != 0) return;
+    try {
+      log().warning(
+          "no trace '{}' was written: no step of [{}, {}) was run, the steps were {} to {}; set from and to "
+          "in TraceOptions",
+          path_.string(), options_.from, options_.to, first_, *last_);
+    } catch (...) {  // the training may be unwinding
+    }
+  }
+
   /// Collective after the last traced step.
   void on_profile(const StepReport& report, const StepProfile& profile) {
+    if (!last_) first_ = report.step;
+    last_ = report.step;
     if (report.step < options_.from || report.step >= options_.to) return;
     recorder_.add(report, profile);
     if (report.step + 1 == options_.to) write("Trace::on_profile");
@@ -79,10 +97,12 @@ class Trace {
       origin = std::min<std::int64_t>(origin, std::stoll(there));
     const auto events = comm_.all_gather_bytes(recorder_.events(comm_.rank(), clock, origin));
     if (comm_.rank() != 0) return;
+    detail::write_or_warn(path_, detail::trace_file(events), log(), warned_);
+  }
+  /// In a group without world rank 0, the group's rank 0 logs.
+  Log log() const {
     const World& world = comm_.world();
-    // In a group without world rank 0, the group's rank 0 logs.
-    detail::write_or_warn(path_, detail::trace_file(events), world.rank() == 0 ? world.log : world.log.all(),
-                          warned_);
+    return world.rank() == 0 ? world.log : world.log.all();
   }
 
   C& comm_;
@@ -90,6 +110,8 @@ class Trace {
   TraceOptions options_;
   detail::TraceRecorder recorder_;
   std::size_t written_ = 0;
+  std::int64_t first_ = 0;
+  std::optional<std::int64_t> last_;  // the first and the last step that was run
   bool warned_ = false;
 };
 
