@@ -160,6 +160,28 @@ TEST_CASE("a trace whose steps are not run is warned of on rank 0") {
   CHECK(count_of(warning, "\n") == (world.rank() == 0 ? 1U : 0U));
 }
 
+TEST_CASE("the page of an earlier run is kept under the next free name") {
+  const auto& world = test_world();
+  const TemporaryFolder folder;
+  const auto path = folder.write("report.html", "of the first run");
+  std::string told;
+  for (int run = 0; run < 2; ++run)
+    told += written(1, [&] {
+      ReportTrainer trainer{world, short_run(2)};
+      lockstep::RunReport page{trainer.comm(), path, {.title = fmt::format("run {}", run)}};
+      trainer.fit(three_classes(32), cross_entropy_of, page);
+    });
+  if (world.rank() != 0) {
+    CHECK(folder.files() == 1);
+    return;
+  }
+  CHECK(folder.files() == 3);  // one for each run, not for each epoch
+  CHECK(text_of_file(folder / "report.1.html") == "of the first run");
+  CHECK_THAT(text_of_file(folder / "report.2.html"), ContainsSubstring("run 0"));
+  CHECK_THAT(text_of_file(path), ContainsSubstring("run 1"));
+  CHECK_THAT(told, ContainsSubstring("report.html' is now '") && ContainsSubstring("report.2.html'\n"));
+}
+
 TEST_CASE("a page or a trace that cannot be written is warned of once and stops nothing") {
   const auto& world = test_world();
   const TemporaryFolder folder;

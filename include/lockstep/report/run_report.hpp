@@ -41,7 +41,9 @@ struct RunReportOptions {
 ///
 /// The page is written after each epoch, and by the destructor if values were added since. The ranks gather
 /// their parts at the end of each epoch: `on_epoch` is collective, so every rank passes it to `fit`. Each
-/// file is whole: a kill leaves the page of the epoch before. If it cannot be written, rank 0 warns once and
+/// file is whole: a kill leaves the page of the epoch before. The page of an earlier run, such as the one that
+/// this run resumes, is kept: before it is replaced, rank 0 copies it to the next free name (report.1.html
+/// beside report.html) and says so. If it cannot be written, rank 0 warns once and
 /// the training continues. Refers to the communicator.
 ///
 /// A step's loss is read from the device on rank 0, which synchronizes with a GPU.
@@ -86,15 +88,16 @@ class RunReport {
     changed_ = false;
     const World& world = comm_.world();
     // In a group without world rank 0, the group's rank 0 logs.
-    detail::write_or_warn(path_, page_->html(recorder_.losses()),
-                          world.rank() == 0 ? world.log : world.log.all(), warned_);
+    const Log log = world.rank() == 0 ? world.log : world.log.all();
+    if (!std::exchange(kept_, true)) detail::keep_copy(path_, log);
+    detail::write_or_warn(path_, page_->html(recorder_.losses()), log, warned_);
   }
 
   C& comm_;
   std::filesystem::path path_;
   detail::RunRecorder recorder_;
   std::optional<detail::RunPage> page_;  // on rank 0
-  bool changed_ = false, warned_ = false;
+  bool changed_ = false, kept_ = false, warned_ = false;
 };
 
 }  // namespace lockstep

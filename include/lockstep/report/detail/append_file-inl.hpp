@@ -11,6 +11,7 @@
 #include <system_error>
 #include <utility>
 
+#include "lockstep/detail/format.hpp"
 #include "lockstep/detail/linkage.hpp"
 #include "lockstep/files.hpp"
 #include "lockstep/report/detail/append_file.hpp"
@@ -20,6 +21,20 @@ namespace lockstep::detail {
 LOCKSTEP_INLINE void warn_of_unwritten(const Log& log, const std::filesystem::path& path,
                                        std::string_view why) {
   log.warning("could not write '{}': {}; the training continues without it", path.string(), why);
+}
+
+LOCKSTEP_INLINE void keep_copy(const std::filesystem::path& path, const Log& log) {
+  std::error_code error;
+  if (!std::filesystem::is_regular_file(path, error)) return;
+  for (int number = 1;; ++number) {
+    const auto copy =
+        path.parent_path() / formatted("{}.{}{}", path.stem().string(), number, path.extension().string());
+    if (std::filesystem::copy_file(path, copy, error))
+      return log.info("the earlier '{}' is now '{}'", path.string(), copy.string());
+    if (error == std::errc::file_exists) continue;
+    return log.warning("the earlier '{}' could not be kept as '{}': {}; it is replaced", path.string(),
+                       copy.string(), error.message());
+  }
 }
 
 LOCKSTEP_INLINE void write_or_warn(const std::filesystem::path& path, std::string_view bytes, const Log& log,
