@@ -30,6 +30,9 @@ TEST_CASE("ranks in different calls are told which, and a rank that ends early i
       {"skip a backward",
        {"rank 0 is in " + backward +
         ", rank 1 in the forward of DistributedDataParallel (buffers); call both"}},
+      // The later backwards of rank 1 were paired with the earlier ones of rank 0.
+      {"skip a backward of a model without buffers",
+       {"error: rank 1 has ended with exit code 0 while rank 0 waits in all_reduce #", " of " + backward}},
       {"break",
        {"error: rank 1 has ended with exit code 0 while rank 0 waits in all_reduce #", " of " + backward,
         "; every rank must make the same calls, and equally many; noticed by rank 0 (pid "}},

@@ -91,7 +91,7 @@ void train_by_hand(const lockstep::World& world, const std::string& mode) {
     if (here && mode.starts_with("break")) break;
     if (here && mode.starts_with("exit")) std::exit(0);
     const auto loss = ddp(torch::ones({2, 3}, torch::kDouble)).sum();
-    if (here && mode == "skip a backward") continue;
+    if (here && mode.starts_with("skip a backward")) continue;
     ddp.backward(loss);
   }
   if (mode == "break, then average" && world.rank() == 1)

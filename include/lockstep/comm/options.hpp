@@ -29,7 +29,10 @@ struct GlooOptions {
   /// least 1.
   int threads = 2;
   /// Compares operation, shapes and dtypes over the ranks before each collective, at the cost of one small
-  /// all_gather per call. Without it, a mismatch ends the process inside Gloo, without an exception.
+  /// all_gather per call. Without it, ranks that wait for each other in different operations throw
+  /// CommunicationError after 5 s; a rank that receives more data than it expects ends inside Gloo, without an
+  /// exception of its own; other dtypes or another ReduceOp with an equal number of bytes, and less data than a
+  /// rank expects of a broadcast, give wrong results.
   bool check_shapes = false;
   /// Comma-separated network interfaces. If empty: GLOO_SOCKET_IFNAME if set, the loopback if all ranks are
   /// on this host, else the interface that routes to the other hosts.
