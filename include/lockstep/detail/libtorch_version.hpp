@@ -1,13 +1,19 @@
 #pragma once
 
-// A declaration that only some versions of LibTorch have. Other differences are met where they occur, by code
+// Declarations that only some versions of LibTorch have. Other differences are met where they occur, by code
 // that is right with each version: sums are divided, since Gloo has averages only since 2.13 (native() in
 // comm/detail/tensor_lists.hpp); the options of an optimizer's groups are set again, since 2.15 replaces them
 // by defaults (keep_options() in optim/detail/optimizer.hpp); elements are read by const_data()
-// (const_data.hpp). libtorch_required.hpp refuses versions before 2.6. packaging/torch_matrix.py builds and
-// runs a program with each version.
+// (const_data.hpp); the pointer to a gradient accumulator has the type that LibTorch declares (Accumulator
+// and set_accumulator() in grad/detail/autograd.hpp); the level of a log line is a number, since its name
+// differs (world/detail/world-inl.hpp). libtorch_required.hpp refuses versions before 2.6.
+// packaging/torch_matrix.py builds and runs a program with each version.
 
 #include "lockstep/detail/libtorch_required.hpp"
+
+#include <cstdint>
+#include <string>
+#include <vector>
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
@@ -19,5 +25,67 @@ class ClonableStore : public c10d::Store {
  public:
   virtual c10::intrusive_ptr<c10d::Store> clone() = 0;
 };
+
+/// Starts an all-gather into one tensor by the name that the backend's version has: `_allgather_base` before
+/// it was renamed.
+template <class Backend, class Tensor>
+auto all_gather_single(Backend& backend, Tensor& to, Tensor& from) {
+  if constexpr (requires { backend.all_gather_single(to, from); })
+    return backend.all_gather_single(to, from);
+  else
+    return backend._allgather_base(to, from);
+}
+
+/// The same for a reduce-scatter, `_reduce_scatter_base` before it was renamed.
+template <class Backend, class Tensor, class Options>
+auto reduce_scatter_single(Backend& backend, Tensor& to, Tensor& from, const Options& options) {
+  if constexpr (requires { backend.reduce_scatter_single(to, from, options); })
+    return backend.reduce_scatter_single(to, from, options);
+  else
+    return backend._reduce_scatter_base(to, from, options);
+}
+
+/// The same for an all-to-all in even parts, `alltoall_base` before it was renamed.
+template <class Backend, class Tensor>
+auto all_to_all_single(Backend& backend, Tensor& to, Tensor& from) {
+  std::vector<std::int64_t> even;
+  if constexpr (requires { backend.all_to_all_single(to, from, even, even); })
+    return backend.all_to_all_single(to, from, even, even);
+  else
+    return backend.alltoall_base(to, from, even, even);
+}
+
+/// Returns whether the backend can split off sub-groups by itself. False before LibTorch had
+/// c10d::Backend::split.
+template <class Backend>
+bool splits(const Backend& backend) {
+  if constexpr (requires { backend.supportsSplitting(); })
+    return backend.supportsSplitting();
+  else
+    return false;
+}
+
+/// Splits off a group of `ranks`, which rendezvous through `store`. Every rank of the backend calls it. Null
+/// on the other ranks, and before LibTorch had c10d::Backend::split.
+template <class Backend, class Store>
+c10::intrusive_ptr<Backend> split(Backend& backend, const Store& store, const std::vector<int>& ranks,
+                                  const std::string& name) {
+  if constexpr (requires { backend.split(store, ranks, backend.getBackendOptions()); }) {
+    auto options = backend.getBackendOptions();
+    // A backend writes into the options of its sub-group: they must not be its own.
+    if constexpr (requires { options->clone(); }) options = options->clone();
+    options->group_name = name;
+    return backend.split(store, ranks, options);
+  } else {
+    return nullptr;
+  }
+}
+
+/// Ends the backend's operations in flight, if it can; c10d::Backend cannot before
+/// `abort` was added. May block.
+template <class Backend>
+void abort_operations(Backend& backend) {
+  if constexpr (requires { backend.abort(); }) backend.abort();
+}
 
 }  // namespace lockstep::detail

@@ -8,11 +8,11 @@
 
 #include "lockstep/comm/communicator.hpp"
 #include "lockstep/comm/detail/tensor_lists.hpp"
+#include "lockstep/detail/libtorch_version.hpp"
 
 namespace lockstep::detail {
 
-/// An operation of a backend in flight. The functions below start one on a contiguous tensor. LibTorch has
-/// renamed some functions of c10d::Backend; their templates call the name that exists.
+/// An operation of a backend in flight. The functions below start one on a contiguous tensor.
 using BackendWork = c10::intrusive_ptr<c10d::Work>;
 
 /// Starts an all-reduce in place.
@@ -52,10 +52,7 @@ inline BackendWork start_all_gather(c10d::Backend& backend, const at::Tensor& ro
 template <class Backend>
 BackendWork start_all_gather_single(Backend& backend, const at::Tensor& rows, const at::Tensor& row) {
   at::Tensor to = rows.detach().view({-1}), from = row.detach().view({-1});
-  if constexpr (requires { backend.all_gather_single(to, from); })  // renamed from _allgather_base
-    return backend.all_gather_single(to, from);
-  else
-    return backend._allgather_base(to, from);
+  return all_gather_single(backend, to, from);
 }
 
 /// Starts a reduce-scatter of `input` [size, ...] into each rank's `row`.
@@ -65,53 +62,14 @@ BackendWork start_reduce_scatter(Backend& backend, const at::Tensor& row, const 
   c10d::ReduceScatterOptions options;
   options.reduceOp = std::move(op);
   at::Tensor to = row.detach().view({-1}), from = input.detach().view({-1});
-  if constexpr (requires { backend.reduce_scatter_single(to, from, options); })
-    return backend.reduce_scatter_single(to, from, options);  // renamed from _reduce_scatter_base
-  else
-    return backend._reduce_scatter_base(to, from, options);
+  return reduce_scatter_single(backend, to, from, options);
 }
 
 /// Starts an all-to-all: sends row r of `input` [size, ...] to rank r; row s of `rows` comes from rank s.
 template <class Backend>
 BackendWork start_all_to_all(Backend& backend, const at::Tensor& rows, const at::Tensor& input) {
   auto to = rows.detach().view({backend.getSize(), -1}), from = input.detach().view({backend.getSize(), -1});
-  std::vector<std::int64_t> even;
-  if constexpr (requires { backend.all_to_all_single(to, from, even, even); })  // renamed from alltoall_base
-    return backend.all_to_all_single(to, from, even, even);
-  else
-    return backend.alltoall_base(to, from, even, even);
-}
-
-/// Returns whether the backend can split off sub-groups by itself. False before LibTorch had
-/// c10d::Backend::split.
-template <class Backend>
-bool splits(const Backend& backend) {
-  if constexpr (requires { backend.supportsSplitting(); })
-    return backend.supportsSplitting();
-  else
-    return false;
-}
-
-/// Splits off a group of `ranks`, which rendezvous through `store`. Every rank of the backend calls it. Null
-/// on the other ranks, and before LibTorch had c10d::Backend::split.
-template <class Backend, class Store>
-c10::intrusive_ptr<Backend> split(Backend& backend, const Store& store, const std::vector<int>& ranks,
-                                  const std::string& name) {
-  if constexpr (requires { backend.split(store, ranks, backend.getBackendOptions()); }) {
-    auto options = backend.getBackendOptions();
-    // A backend writes into the options of its sub-group: they must not be its own.
-    if constexpr (requires { options->clone(); }) options = options->clone();
-    options->group_name = name;
-    return backend.split(store, ranks, options);
-  } else {
-    return nullptr;
-  }
-}
-
-/// Ends the backend's operations in flight, if it can. May block.
-template <class Backend>
-void abort_operations(Backend& backend) {
-  if constexpr (requires { backend.abort(); }) backend.abort();
+  return all_to_all_single(backend, to, from);
 }
 
 }  // namespace lockstep::detail
