@@ -374,6 +374,16 @@ TEST_CASE("the ranks of one run of a launcher have one secret, those of another 
                    {"PMIX_NAMESPACE", "41"}};
   CHECK(secret(one) == "mpirun of Open MPI 41");
   CHECK(secret(changed(one, "PMIX_NAMESPACE", "42")) == "mpirun of Open MPI 42");
+  // That of spawn is for processes that meet on this host: those of other hosts do not have it.
+  const Values spawned{{"LOCKSTEP_SPAWN_SECRET", "drawn"}};
+  const auto of = [](const char* url, const Values& values) {
+    return lockstep::detail::store_secret(url, variables(values));
+  };
+  for (const char* here : {"tcp://localhost:1", "tcp://127.0.0.1:1", "tcp://[::1]:1"})
+    CHECK(of(here, spawned) == "drawn");
+  for (const char* elsewhere : {"tcp://node1:1", "tcp://10.0.0.1:1", "file:///tmp/meet"})
+    CHECK(of(elsewhere, spawned).empty());
+  CHECK(of("tcp://localhost:1", changed(spawned, "LOCKSTEP_STORE_SECRET", "mine")) == "mine");
 }
 
 TEST_CASE("no launcher") {

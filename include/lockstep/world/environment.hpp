@@ -96,7 +96,8 @@ struct Environment {
   /// mpirun, or numbers given by hand, may not be.
   bool consecutive = false;
   /// The secret that a store hosted by lockstep requires of its clients: LOCKSTEP_STORE_SECRET, else the
-  /// launcher's name of the run (LaunchedRank::run). Equal on every rank.
+  /// launcher's name of the run (LaunchedRank::run), else at a loopback address that of `spawn`. Equal on
+  /// every rank.
   std::string store_secret;
   /// What assigned the rank: "torchrun", "srun", "mpirun of Open MPI", "mpiexec", or "--nproc" for `launch`.
   /// Empty if the variables were set by hand or no launcher has started the process.
@@ -130,6 +131,10 @@ std::optional<int> timeout_variable(const Variables& variables);
 /// Throws UsageError if it is below 1.
 std::optional<int> heartbeat_timeout_variable(const Variables& variables);
 
+/// Returns whether `host` names the loopback explicitly (127.0.0.1, ::1, localhost): it leads each host to
+/// itself.
+bool names_loopback(std::string_view host);
+
 /// Returns LOCKSTEP_RENDEZVOUS, or a URL from MASTER_ADDR and MASTER_PORT. If neither is set, throws
 /// UsageError if `needed`, else returns an empty string.
 std::string rendezvous_url(const Variables& variables, bool needed);
@@ -137,6 +142,10 @@ std::string rendezvous_url(const Variables& variables, bool needed);
 /// Returns what determines rendezvous_url(with_launched_rank(given, found)), see
 /// Environment::rendezvous_origin.
 std::string rendezvous_origin(const Variables& given, const std::optional<LaunchedRank>& found);
+
+/// Returns the secret of processes that meet at `url`: LOCKSTEP_STORE_SECRET; if it is unset and the processes
+/// of one `spawn` meet on this host, the random one of that call.
+std::string store_secret(const std::string& url, const Variables& variables);
 
 /// Returns `variables` without Slurm's job in a batch script, which is no rank itself: a number of processes
 /// that the program gives is for the script's host alone.

@@ -86,11 +86,9 @@ int launch(int argc, const char* const* argv, Fn&& fn, const LaunchOptions& opti
 }
 
 /// Starts `nproc` processes of this program, runs `fn(rank, nproc)` in each, and blocks until all have ended.
-/// There is no rendezvous; `fn` may call `World::join` or `World::from_environment`. The processes get a random
-/// LOCKSTEP_STORE_SECRET, so that they meet no other run's processes at the same port. If it is set, they keep
-/// it: set it to the same text on each of several hosts whose processes join one run. It stays unset if
-/// WORLD_SIZE, MASTER_ADDR or LOCKSTEP_RENDEZVOUS tells of several hosts. Output lines, signals
-/// and exits are handled as by `launch`. Throws UsageError if `nproc` is not positive or a launcher
+/// There is no rendezvous; `fn` may call `World::join` or `World::from_environment`. Processes
+/// that meet at a loopback address share a random secret unless LOCKSTEP_STORE_SECRET is set, so that those of
+/// another call at the same port are refused. Output lines, signals and exits are handled as by `launch`. Throws UsageError if `nproc` is not positive or a launcher
 /// (torchrun, srun, mpirun, mpiexec) has started this process as one of several ranks, ProcessError if a
 /// process failed. An uncaught ProcessError is printed on one line and ends the program with the failed
 /// process's exit code.

@@ -89,6 +89,17 @@ LOCKSTEP_INLINE std::string rendezvous_origin(const Variables& given,
   return text;
 }
 
+LOCKSTEP_INLINE bool names_loopback(std::string_view host) {
+  return host == "localhost" || host == "::1" || host.starts_with("127.") || host.starts_with("::ffff:127.");
+}
+
+LOCKSTEP_INLINE std::string store_secret(const std::string& url, const Variables& variables) {
+  auto secret = read_store_secret(variables);
+  if (secret.empty() && !url.empty() && names_loopback(parse_rendezvous(url).host))
+    secret = variables("LOCKSTEP_SPAWN_SECRET").value_or("");
+  return secret;
+}
+
 LOCKSTEP_INLINE Variables without_batch_job(const Variables& variables) {
   if (!variables("SLURM_JOB_ID") || variables("SLURM_STEP_ID")) return variables;
   return [variables](const char* name) {
@@ -573,7 +584,7 @@ LOCKSTEP_INLINE Environment read_environment(const Variables& given, const RankS
     parse_rendezvous(env.rendezvous);
     env.rendezvous_origin = detail::rendezvous_origin(given, found);
   }
-  env.store_secret = read_store_secret(variables);
+  env.store_secret = detail::store_secret(env.rendezvous, variables);
   if (env.store_secret.empty() && found && !found->run.empty())
     env.store_secret = detail::formatted("{} {}", found->launcher, found->run);
   const auto agent = variables("TORCHELASTIC_USE_AGENT_STORE");

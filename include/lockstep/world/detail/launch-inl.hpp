@@ -211,18 +211,13 @@ LOCKSTEP_INLINE void spawn_processes(int nproc, const std::function<void(int ran
   options.arguments = own_arguments();
   options.prefix = prefix;
   options.announce = false;
-  // At one fixed port, two runs of a program would otherwise mix their ranks. Processes of several hosts get
-  // their common secret from the user.
-  std::string secret;
-  if (!process_variable("LOCKSTEP_STORE_SECRET") && !names_other_hosts(process_variable) &&
-      integer_variable(process_variable, "WORLD_SIZE", 1).value_or(1) == 1)
-    secret = random_secret();
+  // At one fixed port, two runs of a program would otherwise mix their ranks.
+  const auto secret = random_secret();
   for (int rank = 0; rank < nproc; ++rank) {
-    Job job{rank,
-            {detail::formatted("LOCKSTEP_SPAWN_CALL={}", call),
-             detail::formatted("LOCKSTEP_SPAWN_RANK={}", rank)}};
-    if (!secret.empty())
-      job.environment.push_back(detail::formatted("LOCKSTEP_STORE_SECRET={}", secret));
+    Job job{
+        rank,
+        {detail::formatted("LOCKSTEP_SPAWN_CALL={}", call), detail::formatted("LOCKSTEP_SPAWN_RANK={}", rank),
+         detail::formatted("LOCKSTEP_SPAWN_SECRET={}", secret)}};
     if (!process_variable("OMP_NUM_THREADS"))
       job.environment.push_back(detail::formatted("OMP_NUM_THREADS={}", std::max(1, usable_cores() / nproc)));
     options.jobs.push_back(std::move(job));

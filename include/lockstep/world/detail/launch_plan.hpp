@@ -169,8 +169,7 @@ inline void require_level(const Variables& variables) {
 /// this host on each host is none.
 inline bool names_other_hosts(const Variables& variables) {
   const auto address = variables("MASTER_ADDR");
-  return variables("LOCKSTEP_RENDEZVOUS") ||
-         (address && *address != "localhost" && !address->starts_with("127."));
+  return variables("LOCKSTEP_RENDEZVOUS") || (address && !names_loopback(*address));
 }
 
 /// Plans the launch from the command line and the environment. Throws UsageError if they contradict each

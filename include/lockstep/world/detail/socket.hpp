@@ -189,14 +189,6 @@ struct Listener {
   bool host_is_elsewhere = false;
 };
 
-/// Returns whether `host` names the loopback explicitly (127.0.0.1, ::1, localhost), so that it leads every
-/// host to itself.
-inline bool names_loopback(const std::string& host) {
-  if (host == "localhost") return true;
-  const auto numeric = resolve(host, 0, AI_NUMERICHOST);
-  return numeric.status == 0 && !numeric.addresses.empty() && numeric.addresses.front().loopback();
-}
-
 /// The address of this host that a listener for clients of `host` binds. None means all interfaces.
 ///
 /// The loopback, if `host` names it explicitly (127.0.0.1, ::1, localhost); otherwise the address of this

@@ -128,7 +128,7 @@ LOCKSTEP_INLINE World World::join(const std::string& url, int rank, int size) {
   environment.size = size;
   environment.rendezvous = url;
   environment.rendezvous_origin = "the URL given to World::join";
-  environment.store_secret = read_store_secret();
+  environment.store_secret = detail::store_secret(url, process_variable);
   World world(environment);
   detail::process_rank = rank;
   world.announce_failures();
