@@ -270,7 +270,8 @@ int main(int argc, char** argv) {
       "--data-dir,--data_dir", [&](const std::string& folder) { options.data.folder = folder; },
       "folder with MNIST's four files, plain or .gz");
   const auto* port =
-      app.add_option("--port", options.port, "port of this host at which the processes of group meet")
+      app.add_option("--port", options.port,
+                     "port of this host at which the processes of group meet, another for each run")
           ->check(CLI::Range(1, 65535));
   app.footer("For training:\n" + lockstep::launch_help(launch_options));
   const auto* test =

@@ -185,9 +185,9 @@ int main(int argc, char** argv) {
       ->check(CLI::Range(1000));
   const auto* checkpoint =
       app.add_option("--checkpoint", options.checkpoint, "file that the checkpoint demo writes and removes");
-  const auto* port =
-      app.add_option("--port", options.port, "port of this host at which spawned processes meet")
-          ->check(CLI::Range(1, 65535));
+  const auto* port = app.add_option("--port", options.port,
+                                    "port of this host at which spawned processes meet, another for each run")
+                         ->check(CLI::Range(1, 65535));
   app.footer("With a demo:\n" + lockstep::launch_help(launch_options));
   const auto arguments = lockstep::program_arguments(argc, argv, launch_options);  // without launch's flags
   try {
