@@ -27,6 +27,7 @@
 #include "lockstep/detail/linkage.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/world/detail/at_most.hpp"
+#include "lockstep/world/environment.hpp"
 
 namespace lockstep::detail {
 
@@ -231,8 +232,8 @@ inline Listener listen_on(const std::string& host, int port, const std::string& 
     if (reason == EADDRINUSE)
       throw PortInUse(detail::formatted(
           "port {} is already in use on this host (`ss -ltnp 'sport = :{}'` shows by whom): "
-          "set MASTER_PORT to a free one on every rank",
-          port, port));
+          "{} a free one on every rank",
+          port, port, origin.starts_with("the URL") ? "give World::join" : "set MASTER_PORT to"));
     if (reason == EACCES)
       throw RendezvousError(detail::formatted(
           "cannot {} port {}: permission denied. Set MASTER_PORT to one above 1023 on every rank", what,

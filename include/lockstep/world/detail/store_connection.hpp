@@ -161,7 +161,7 @@ class StoreConnection {
       case StoreGreeting::wrong_secret:
         throw RendezvousError(detail::formatted(
             "the store at {} belongs to another run: it asks for another secret. Give all ranks "
-            "of a run one LOCKSTEP_STORE_SECRET and a MASTER_PORT of their own",
+            "of a run one LOCKSTEP_STORE_SECRET and a port of their own",
             name_));
       case StoreGreeting::wrong_version:
         break;
