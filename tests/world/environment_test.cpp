@@ -128,6 +128,9 @@ TEST_CASE("a local rank without the number of local ranks is checked once all ra
   CHECK_FALSE(read(with_master({{"RANK", "1"}, {"WORLD_SIZE", "2"}})).expected_local_rank);
   CHECK_THAT(refusal(with_master({{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"LOCAL_RANK", "1"}})),
              ContainsSubstring("LOCAL_RANK=1 contradicts RANK=0"));
+  CHECK_THAT(
+      plan_refusal({"--nproc", "2"}, with_master({{"RANK", "0"}, {"WORLD_SIZE", "4"}, {"LOCAL_RANK", "0"}})),
+      ContainsSubstring("--nproc 2 contradicts LOCAL_RANK=0, which is the place of one process"));
   CHECK(read({{"RANK", "0"}, {"WORLD_SIZE", "1"}, {"LOCAL_RANK", "0"}}).local_size == 1);
 }
 

@@ -147,8 +147,15 @@ TEST_CASE("ranks share a GPU only where the user says so") {
 }
 
 TEST_CASE("a task of srun --gpus-per-task sees GPUs of its own, also as the host's third rank") {
-  CHECK(gpu(2, 4, 2, {}, {{"SLURM_GPUS_PER_TASK", "2"}}) == 0);
-  CHECK(gpu(1, 4, 2, {}, {{"SLURM_GPUS_PER_TASK", "2"}}) == 1);
+  const auto own = variables({{"SLURM_GPUS_PER_TASK", "2"}});
+  for (const int local : {1, 2}) {
+    auto rank = rank_of(local, 4);
+    rank.launcher = "srun";
+    CHECK(lockstep::detail::gpu_of_rank(rank, 2, {}, own) == local % 2);
+  }
+  // The variable of a batch script reaches the ranks of torchrun and --nproc as well.
+  CHECK_THAT(gpu_refusal(2, 4, 2, {}, {{"SLURM_GPUS_PER_TASK", "2"}}),
+             ContainsSubstring("start at most 2 ranks here"));
 }
 
 TEST_CASE("GPUs are counted by the driver's folder, or by the device files where there is none") {

@@ -507,7 +507,12 @@ TEST_CASE("two ranks of a host with one local rank are both named, to every rank
   CHECK(sets->wait() == std::vector<int>{0, 0, 0, 0});
 
   const auto sizes = ranks_with({by_local("0", "3"), by_local("1", "2"), by_local("2", "3")});
+  const auto whole =  // those that say 3 are complete
+      ranks_with({by_local("0", "2"), by_local("0", "3"), by_local("1", "3"), by_local("2", "3")});
   CHECK(sizes->wait() == std::vector<int>{1, 1, 1});
+  CHECK(whole->wait() == std::vector<int>{1, 1, 1, 1});
+  for (const auto& process : whole->all)
+    CHECK_THAT(process->error(), ContainsSubstring("disagree on the number of ranks there (2 and 3)"));
   for (const auto& process : sizes->all)
     CHECK_THAT(process->error(),
                ContainsSubstring(fmt::format(": ranks 0 and 1 on {} disagree on the number of ranks there (3 "

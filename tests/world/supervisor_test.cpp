@@ -796,9 +796,31 @@ TEST_CASE("torchrun's error file is valid JSON") {
                 R"({"py_callstack":"a \"quoted\"\u000aline\u0009\\","timestamp":"1795233130"}}})");
 }
 
+TEST_CASE("a launching process leaves SIGALRM to a program that handles it") {
+  const auto handler = [] {
+    struct sigaction now {};
+    sigaction(SIGALRM, nullptr, &now);
+    return now.sa_handler;
+  };
+  const auto own = +[](int) {};
+  const auto before = signal(SIGALRM, own);
+  {
+    const lockstep::detail::SignalScope signals;
+    CHECK(handler() == own);
+  }
+  signal(SIGALRM, SIG_DFL);
+  {
+    const lockstep::detail::SignalScope signals;
+    CHECK(handler() != own);
+    CHECK(handler() != SIG_DFL);
+  }
+  CHECK(handler() == SIG_DFL);
+  signal(SIGALRM, before);
+}
+
 TEST_CASE("a thread that can be left behind never begins its work after that") {
   std::atomic<int> late{0};
-  for (int i = 0; i < 200; ++i) {
+  for (int i = 0; i < 50; ++i) {
     const auto left = std::make_shared<std::atomic<bool>>(false);
     {
       const lockstep::detail::LeavableThread thread([left, &late] {

@@ -29,8 +29,7 @@ struct LaunchedRank {
   /// The port of `master_addr`.
   int master_port = 0;
   /// The names of the variables that hold rank and size, as "A, B". The nearest ancestor process without the
-  /// first one is the launcher's. Where a program's own source leaves it empty, it becomes the names that the
-  /// source has read.
+  /// first one is the launcher's.
   std::string variables = {};
   /// The cores of this host that its ranks share. Unset if the launcher does not say.
   std::optional<int> host_cores = {};
@@ -39,6 +38,8 @@ struct LaunchedRank {
   /// The launcher's name of this run, equal on all its ranks and unlike that of another run, or empty. Ranks
   /// with another name are refused, unless LOCKSTEP_STORE_SECRET is set.
   std::string run = {};
+  /// The names of the variables that a program's own source has read. Set by lockstep.
+  std::string read = {};
 };
 
 /// Returns this process's place, or std::nullopt if its launcher did not start this process or started it
@@ -105,6 +106,8 @@ struct Environment {
   /// The names of the variables that hold rank and size, for messages. Empty if no launcher has started the
   /// process and it is alone, or if the program's own source of ranks does not name them.
   std::string rank_variables;
+  /// The names of the variables that the program's own source of ranks has read, for the line about the run.
+  std::string read_variables;
   /// The name of the variable that holds the local rank, for messages. Empty if there is none or it is
   /// unknown.
   std::string local_variable;

@@ -156,6 +156,7 @@ class BackendGroup {
   }
 
   ~BackendGroup() {
+    if (aborting_) static_cast<void>(aborting_->ends_within(std::chrono::seconds(1)));
     if (!backend_) return;
     // Reachable, so that leak checkers do not report it.
     struct Left {

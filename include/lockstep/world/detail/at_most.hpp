@@ -14,7 +14,7 @@ namespace lockstep::detail {
 
 /// A thread that runs work which a stuck peer or pipe may block. The destructor joins a thread whose work has
 /// ended, and leaves any other thread behind, so the work must own what it uses. Work that has not begun by
-/// then never runs: a process that exits may have destroyed its static objects.
+/// then is never run nor destroyed: a process that exits may have destroyed its static objects.
 class LeavableThread {
  public:
   /// Starts `work`, which is called once and then destroyed. Throws std::system_error if no thread can be
@@ -24,7 +24,7 @@ class LeavableThread {
       : shared_(std::make_shared<Shared>()),
         thread_([shared = shared_, work = std::make_unique<Work>(std::move(work))]() mutable {
           std::unique_lock lock(shared->mutex);
-          if (shared->left) return;
+          shared->changed.wait(lock, [&] { return !shared->left; });  // for ever, with the work
           shared->begun = true;
           lock.unlock();
           std::exception_ptr error;

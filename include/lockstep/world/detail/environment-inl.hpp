@@ -177,9 +177,11 @@ inline void rendezvous_on_this_host(const Variables& variables, LaunchedRank& fo
   if (!job) {
     const pid_t launcher = launcher_process(first_name(found.variables));
     job = std::to_string(launcher > 0 ? launcher : getppid());
+    if (launcher > 0) found.run = *job;  // a parent may be a script of this rank alone
+  } else {
+    found.run = *job;
   }
   found.master_port = port_of(*job);
-  found.run = *job;
 }
 
 /// Returns the error about a list of Slurm's that names more hosts than a step can have.
@@ -276,7 +278,7 @@ inline std::optional<LaunchedRank> place_from(const RankSource& source, const Va
   }
   if (!found) return found;
   require_place(variables, *found, read);
-  if (found->variables.empty()) found->variables = names;
+  found->read = names;
   return found;
 }
 
@@ -586,13 +588,14 @@ LOCKSTEP_INLINE Environment read_environment(const Variables& given, const RankS
   }
   env.store_secret = detail::store_secret(env.rendezvous, variables);
   if (env.store_secret.empty() && found && !found->run.empty())
-    env.store_secret = detail::formatted("{} {}", found->launcher, found->run);
+    env.store_secret = detail::formatted("run {}", detail::fnv1a(found->launcher + " " + found->run));
   const auto agent = variables("TORCHELASTIC_USE_AGENT_STORE");
   env.store_outlives_attempts = agent == "True" || agent == "1";
   env.store_is_hosted = env.store_outlives_attempts || variables("LOCKSTEP_STORE_IS_HOSTED").has_value();
   if (found) {
     env.launcher = found->launcher;
     env.rank_variables = found->variables;
+    env.read_variables = found->read;
     env.local_variable = found->local_variable;
     env.host_cores = found->host_cores;
     return env;

@@ -99,11 +99,14 @@ inline int gpu_of_rank(const Environment& rank, int visible, std::optional<int> 
   if (visible == 1) return 0;
   if (rank.local_rank < visible) return rank.local_rank;
   // srun --gpus-per-task shows each task its own GPUs, numbered from 0.
-  if (variables("SLURM_GPUS_PER_TASK") || may_share_gpu(variables)) return rank.local_rank % visible;
+  const bool own_gpus = rank.launcher == "srun" && variables("SLURM_GPUS_PER_TASK");
+  if (own_gpus || may_share_gpu(variables)) return rank.local_rank % visible;
   throw UsageError(detail::formatted(
-      "rank {} is number {} of the {} on this host, which has {}: start at most {} ranks here "
+      "rank {} is number {}{} on this host, which has {}: start at most {} ranks here "
       "(--nproc {}), or show them more devices",
-      rank.rank, rank.local_rank + 1, rank.local_size, seen, visible, visible));
+      rank.rank, rank.local_rank + 1,
+      rank.expected_local_rank ? std::string() : detail::formatted(" of the {}", rank.local_size), seen,
+      visible, visible));
 }
 
 }  // namespace lockstep::detail

@@ -18,7 +18,14 @@ inline bool is_passed_on(int number) {
   return std::find(passed_on_signals.begin(), passed_on_signals.end(), number) != passed_on_signals.end();
 }
 
-/// The signals that a launching process handles: it passes SIGTSTP on as SIGSTOP, and keeps the others.
+/// Returns whether a launching process leaves a signal to the handler `before` of the program: a timer of its
+/// own must not end the ranks.
+inline bool is_left_to_program(int number, const struct sigaction& before) {
+  return (number == SIGALRM || number == SIGXCPU) && before.sa_handler != SIG_DFL;
+}
+
+/// The signals that a launching process handles: those, SIGTSTP, at which it stops the ranks, and SIGCHLD and
+/// SIGPIPE, which concern itself.
 inline constexpr auto handled_signals = [] {
   std::array<int, passed_on_signals.size() + 3> all{SIGCHLD, SIGTSTP, SIGPIPE};
   std::copy(passed_on_signals.begin(), passed_on_signals.end(), all.begin() + 3);

@@ -211,13 +211,15 @@ LOCKSTEP_INLINE void spawn_processes(int nproc, const std::function<void(int ran
   options.arguments = own_arguments();
   options.prefix = prefix;
   options.announce = false;
-  // At one fixed port, two runs of a program would otherwise mix their ranks.
-  const auto secret = random_secret();
+  // At one fixed port, two runs of a program would otherwise mix their ranks. With RANK or WORLD_SIZE by hand,
+  // processes of several calls may make one run.
+  const bool alone =
+      !process_variable("RANK") && integer_variable(process_variable, "WORLD_SIZE", 1).value_or(1) == 1;
+  const auto secret = alone ? "LOCKSTEP_SPAWN_SECRET=" + random_secret() : "LOCKSTEP_SPAWN_SECRET";
   for (int rank = 0; rank < nproc; ++rank) {
-    Job job{
-        rank,
-        {detail::formatted("LOCKSTEP_SPAWN_CALL={}", call), detail::formatted("LOCKSTEP_SPAWN_RANK={}", rank),
-         detail::formatted("LOCKSTEP_SPAWN_SECRET={}", secret)}};
+    Job job{rank,
+            {detail::formatted("LOCKSTEP_SPAWN_CALL={}", call),
+             detail::formatted("LOCKSTEP_SPAWN_RANK={}", rank), secret}};
     if (!process_variable("OMP_NUM_THREADS"))
       job.environment.push_back(detail::formatted("OMP_NUM_THREADS={}", std::max(1, usable_cores() / nproc)));
     options.jobs.push_back(std::move(job));

@@ -205,6 +205,12 @@ inline LaunchPlan plan_launch(int argc, const char* const* argv, const LaunchOpt
         detail::formatted("LOCAL_RANK={} is set but RANK is not: set both, or neither", *local_rank));
   if (local_rank) {
     const auto env = read_environment(variables);
+    if (nproc && env.expected_local_rank)
+      throw UsageError(
+          detail::formatted("{} {} contradicts LOCAL_RANK={}, which is the place of one process that has "
+                            "started: leave {} out, or "
+                            "unset LOCAL_RANK",
+                            flag, *nproc, *local_rank, flag));
     const bool contradicts = nproc && variables("LOCAL_WORLD_SIZE") && *nproc != env.local_size;
     if (contradicts && found)
       throw UsageError(detail::formatted(
@@ -278,9 +284,12 @@ inline LaunchPlan plan_launch(int argc, const char* const* argv, const LaunchOpt
 /// Returns the environment of each rank that a launching process starts. `secret` is its store's secret.
 inline std::vector<Job> jobs_of(const LaunchPlan& plan, const std::string& rendezvous,
                                 const std::string& secret = {}) {
-  std::vector<std::string> common{
-      detail::formatted("WORLD_SIZE={}", plan.size), detail::formatted("LOCAL_WORLD_SIZE={}", plan.nproc),
-      "LOCKSTEP_STORE_IS_HOSTED=1", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE"};
+  std::vector<std::string> common{detail::formatted("WORLD_SIZE={}", plan.size),
+                                  detail::formatted("LOCAL_WORLD_SIZE={}", plan.nproc),
+                                  "LOCKSTEP_STORE_IS_HOSTED=1",
+                                  "TORCHELASTIC_USE_AGENT_STORE",
+                                  "TORCHELASTIC_ERROR_FILE",
+                                  "LOCKSTEP_SPAWN_SECRET"};
   if (rendezvous.starts_with("tcp://")) {
     const auto url = parse_rendezvous(rendezvous);
     common.push_back(detail::formatted("MASTER_ADDR={}", url.host));

@@ -52,7 +52,8 @@ inline std::string run_summary(const Environment& env, const std::vector<RankIde
   if (hosts.size() > hosts_shown) text += detail::formatted(" and {} more", hosts.size() - hosts_shown);
   text += detail::formatted("), started by {}", env.launcher.empty() ? std::string("hand") : env.launcher);
   if (env.launcher != "--nproc" || hosts.size() > 1 || !env.rendezvous.starts_with("tcp://127.0.0.1:")) {
-    if (!env.rank_variables.empty()) text += detail::formatted(" ({})", env.rank_variables);
+    const auto& variables = env.rank_variables.empty() ? env.read_variables : env.rank_variables;
+    if (!variables.empty()) text += detail::formatted(" ({})", variables);
     if (!env.rendezvous.empty()) text += detail::formatted(", rendezvous at {}", env.rendezvous);
   }
   return text + detail::formatted("; threads per rank: {}, from {}", joined(threads), joined(sources));

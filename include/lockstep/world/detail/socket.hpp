@@ -227,17 +227,19 @@ struct PortInUse : RendezvousError {
 /// Listens on `port` (0: any free port) for clients of `host`, see choose_bind; on all interfaces if `host`
 /// is empty. Throws PortInUse, or another RendezvousError, which name the port.
 inline Listener listen_on(const std::string& host, int port, const std::string& origin = {}) {
+  const char* remedy = origin.starts_with("the URL")               ? "give World::join"
+                       : origin.starts_with("LOCKSTEP_RENDEZVOUS") ? "set the port of LOCKSTEP_RENDEZVOUS to"
+                                                                   : "set MASTER_PORT to";
   const auto fail = [&](const char* what) -> Listener {
     const int reason = errno;
     if (reason == EADDRINUSE)
       throw PortInUse(detail::formatted(
           "port {} is already in use on this host (`ss -ltnp 'sport = :{}'` shows by whom): "
           "{} a free one on every rank",
-          port, port, origin.starts_with("the URL") ? "give World::join" : "set MASTER_PORT to"));
+          port, port, remedy));
     if (reason == EACCES)
       throw RendezvousError(detail::formatted(
-          "cannot {} port {}: permission denied. Set MASTER_PORT to one above 1023 on every rank", what,
-          port));
+          "cannot {} port {}: permission denied: {} one above 1023 on every rank", what, port, remedy));
     throw RendezvousError(detail::formatted("cannot {} port {}: {}", what, port, std::strerror(reason)));
   };
   const auto choice = choose_bind(host, port, origin);

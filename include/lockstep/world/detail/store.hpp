@@ -503,10 +503,11 @@ inline std::string repeated_local_rank(const std::vector<RankIdentity>& ranks) {
       hosts[{ranks[rank].host, ranks[rank].local_size}][ranks[rank].local_rank].push_back(rank);
   const std::map<std::string, std::vector<std::size_t>>* last = nullptr;
   std::string last_host;
+  bool last_whole = true;
   for (const auto& [host, places] : hosts) {
     const auto size = whole_number(host.second).value_or(0);
     const bool whole = static_cast<std::size_t>(size) <= places.size();
-    if (!whole && last && last_host == host.first) {
+    if (!(whole && last_whole) && last && last_host == host.first) {
       const std::size_t one = last->begin()->second[0], other = places.begin()->second[0];
       return detail::formatted("ranks {} and {} on {} disagree on the number of ranks there ({} and {}): {}",
                                std::min(one, other), std::max(one, other), printable(ranks[one].host_text()),
@@ -518,6 +519,7 @@ inline std::string repeated_local_rank(const std::vector<RankIdentity>& ranks) {
     }
     last = &places;
     last_host = host.first;
+    last_whole = whole;
     std::size_t sets = whole ? ranks.size() : 0;
     for (const auto& [local_rank, holders] : places) sets = std::min(sets, holders.size());
     for (const auto& [local_rank, holders] : places) {

@@ -71,6 +71,7 @@ class SignalScope {
       sigaction(handled_signals[i], nullptr, &before_[i]);
       // With SIGCHLD ignored, the kernel would reap the ranks.
       if (before_[i].sa_handler == SIG_IGN && handled_signals[i] != SIGCHLD) continue;
+      if (is_left_to_program(handled_signals[i], before_[i])) continue;
       struct sigaction action {};
       action.sa_handler = lockstep_write_signal;
       action.sa_flags = SA_RESTART;  // restart other threads' system calls

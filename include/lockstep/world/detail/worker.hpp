@@ -50,8 +50,7 @@ struct FailureHooks {
   /// same. May block.
   std::function<std::string()> different_calls;
 };
-/// Never destroyed: a thread that is left behind may use it while the process exits.
-LOCKSTEP_PROCESS_WIDE inline FailureHooks& failure_hooks = *new FailureHooks;
+LOCKSTEP_PROCESS_WIDE inline FailureHooks failure_hooks;
 
 /// Returns the descriptor on which a supervising parent receives the failure report, -1 if there is none.
 LOCKSTEP_PROCESS_WIDE inline int report_descriptor() {
@@ -234,6 +233,7 @@ LOCKSTEP_PROCESS_WIDE inline void announce_exit() {
     on_exit(
         [](int code, void*) {
           if (getpid() != process || !failure_hooks.exits) return;  // a forked child exits
+          // A copy: a static destructor may destroy the hooks before a thread of a busy host uses them.
           at_most(std::chrono::milliseconds(500), [exits = failure_hooks.exits, code] { exits(code); });
         },
         nullptr);
