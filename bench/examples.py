@@ -1,7 +1,7 @@
 """CPU time of the example programs and of their Python originals: the same data, seed, ranks and steps.
 
 examples.py FOLDER_OF_PROGRAMS SHARED_FOLDER [--rounds 3] [--only NAME ...] [--write docs/benchmarks.md]
-examples.py FOLDER_OF_PROGRAMS --defaults [--limit 60] [--busy] [--only NAME ...] [--write docs/benchmarks.md]
+examples.py FOLDER_OF_PROGRAMS --defaults [--limit 60] [--only NAME ...] [--write docs/benchmarks.md]
 
 The first command is to be run by the Python that has the torch package of the programs. The shared folder holds data/mnist and
 data/tinyshakespeare.txt. Both sides run in turn, 2 Gloo ranks of one thread (single_gpu and origin_main: one process). Python refuses
@@ -12,8 +12,8 @@ machine.
 steps between. The ratio is lockstep's time over Python's: the median over the rounds, with the smallest and the largest.
 
 The second command runs each program of examples/README.md with its defaults on two cores, as a new user does: on CPUs, without data
-and with an empty cache. It names the programs that take longer than the limit, and ends with 1 if there are any. It compares the wall
-time with the limit. --busy is for a machine that runs other work, too: it compares half of the CPU time, with OMP_WAIT_POLICY=PASSIVE.
+and with an empty cache. It names the programs that take longer than the limit, and ends with 1 if there are any. Run it on a machine that
+does nothing else: where OpenMP's threads wait for a core, a program takes many times as long.
 """
 import argparse
 import importlib.metadata
@@ -35,6 +35,7 @@ for part in ("../tests/support", "../tests/examples"):
 
 # Each example: the units of the short run (None: the example has only one) and of the long run, a unit's name, and what it is.
 EXAMPLES = {
+    "ddp_gpus": (5, 85, "epoch", " of 32 steps, batch 32"),
     "single_gpu": (5, 45, "epoch", " of 64 steps, batch 32, one process"),
     "multigpu": (5, 85, "epoch", " of 32 steps, batch 32"),
     "multigpu_torchrun": (5, 85, "epoch", " of 32 steps, batch 32, with momentum"),
@@ -54,7 +55,7 @@ REQUIRED = {
     "multigpu_torchrun": ["50", "10"],
     "ddp_toy": ["--cpu-devices", "4"],
 }
-DEFAULTS_HEAD = "| program with its defaults | wall time | CPU time | half of it |"
+DEFAULTS_HEAD = "| program with its defaults | wall time | CPU time |"
 HEAD = "| example | training | lockstep | Python | ratio | run | lockstep | Python | ratio |"
 ONE_PROCESS = "single_gpu", "origin_main"
 FEWER_DIGITS = 4000  # of average_gradients, origin_main and ddp_main
@@ -83,6 +84,7 @@ def lockstep_command(name, folder, shared, units, scratch):
            "trainer_config.snapshot_path": f"{scratch}/snapshot.pt", "optimizer_config.learning_rate": 3e-4,
            "optimizer_config.weight_decay": 0.1, "sample_config.number": 0}
     arguments = {
+        "ddp_gpus": lambda: ["--max_epochs", str(units)],
         "single_gpu": lambda: [str(units), str(units)],
         "ddp_toy": lambda: ["basic"],
         "ring_all_reduce": lambda: ["--elements", str(units * 1_000_000)],
@@ -166,10 +168,9 @@ def train(rank, ranks, name, units, scratch, shared):
     from torch.nn.parallel import DistributedDataParallel
     from torch.utils.data import DataLoader, DistributedSampler, Subset
 
-    if name in ("single_gpu", "multigpu", "multigpu_torchrun"):
-        from multigpu_parity import MyTrainDataset
-        torch.manual_seed(0)
-        data, model = MyTrainDataset(2048), torch.nn.Linear(20, 1)
+    if name in ("ddp_gpus", "single_gpu", "multigpu", "multigpu_torchrun"):
+        from multigpu_parity import begin
+        data, model = begin(torch.randn if name == "ddp_gpus" else torch.rand)
         momentum = 0.9 if name == "multigpu_torchrun" else 0
         loss_of, optimizer, batch, seed = mse_loss, torch.optim.SGD(model.parameters(), 1e-3, momentum), 32, 0
     elif name in ("origin_main", "ddp_main"):
@@ -290,12 +291,12 @@ def programs_of_readme():
     return [name for row in rows for name in re.findall(r"\[(\w+)\.cpp\]", row)]
 
 
-def run_defaults(folder, names, limit, busy):
+def run_defaults(folder, names, limit):
     """The lines of the table, and the names of the programs that take longer than `limit` seconds."""
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
     unset = ("OMP_NUM_THREADS", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     environment = {name: value for name, value in os.environ.items() if name not in unset and not name.startswith("LOCKSTEP_")}
-    lines, slow = [DEFAULTS_HEAD, "|---|---|---|---|"], []
+    lines, slow = [DEFAULTS_HEAD, "|---|---|---|"], []
     print("\n".join(lines), flush=True)
     for name in names:
         command = [os.path.join(folder, name), *REQUIRED.get(name, [])]
@@ -303,22 +304,20 @@ def run_defaults(folder, names, limit, busy):
             sys.exit(f"{command[0]} is not built")
         with tempfile.TemporaryDirectory() as scratch:
             changed = {"XDG_CACHE_HOME": f"{scratch}/cache", "LOCKSTEP_DEVICE": "cpu"}
-            if busy:  # OpenMP's threads spin while they wait, which counts as CPU time
-                changed["OMP_WAIT_POLICY"] = "PASSIVE"
             before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
             done = subprocess.run(command, cwd=scratch, env={**environment, **changed}, capture_output=True, text=True)
             wall, after = time.monotonic() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
         if done.returncode:
             sys.exit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
         cpu = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
-        if (cpu / 2 if busy else wall) > limit:
+        if wall > limit:
             slow.append(name)
-        lines.append(f"| {' '.join([name, *command[1:]])} | {wall:.1f} s | {cpu:.1f} s | {cpu / 2:.1f} s |")
+        lines.append(f"| {' '.join([name, *command[1:]])} | {wall:.1f} s | {cpu:.1f} s |")
         print(lines[-1], flush=True)
     return lines, slow
 
 
-def measured_how(folder, rounds=None, busy=False):
+def measured_how(folder, rounds=None):
     """The sentences below the table. Without `rounds`: of programs with their defaults."""
     try:
         with open(os.path.join(folder, "..", "CMakeCache.txt"), encoding="utf-8") as cache:
@@ -329,7 +328,7 @@ def measured_how(folder, rounds=None, busy=False):
     measured = f"Measured on {time.strftime('%Y-%m-%d')}"
     where = f"with {programs}, on {os.cpu_count()} cores (load average at the end {os.getloadavg()[1]:.1f})."
     if rounds is None:
-        return f"{measured} {'with --busy, ' if busy else ''}{where}"
+        return f"{measured} {where}"
     return (f"{measured} in {count(rounds, 'round')}, {where} LibTorch and torch {importlib.metadata.version('torch')}, Python "
             f"{platform.python_version()}.")
 
@@ -352,7 +351,6 @@ def main():
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--defaults", action="store_true", help="run every program with its defaults")
     parser.add_argument("--limit", type=float, default=60, help="seconds of a program with its defaults")
-    parser.add_argument("--busy", action="store_true", help="compare half of the CPU time with the limit, not the wall time")
     parser.add_argument("--only", nargs="+", help="names of programs")
     parser.add_argument("--write", help="the file whose table it replaces")
     parser.add_argument("--python", nargs=3, help=argparse.SUPPRESS)
@@ -369,8 +367,8 @@ def main():
     names = arguments.only or names
     folder = os.path.abspath(arguments.folder)
     if arguments.defaults:
-        lines, slow = run_defaults(folder, names, arguments.limit, arguments.busy)
-        lines += ["", *textwrap.wrap(measured_how(folder, busy=arguments.busy), 135, break_on_hyphens=False)]
+        lines, slow = run_defaults(folder, names, arguments.limit)
+        lines += ["", *textwrap.wrap(measured_how(folder), 135, break_on_hyphens=False)]
         print("\n".join(lines[len(names) + 2 :]))
         if arguments.write:
             replace_table(arguments.write, lines)

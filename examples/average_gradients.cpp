@@ -304,8 +304,13 @@ int main(int argc, char** argv) {
     return 2;
   }
   if (options.program != "train") {
-    (options.program == "group" ? start_group : start_processes)(options);
-    return 0;
+    try {
+      (options.program == "group" ? start_group : start_processes)(options);
+      return 0;
+    } catch (const lockstep::UsageError& error) {  // a launcher has started the ranks
+      std::cerr << fmt::format("error: {}, as `average_gradients train` does\n", error.what());
+      return 2;
+    }
   }
   launch_options.nproc_flag = "--nproc";
   launch_options.nproc = options.nproc;

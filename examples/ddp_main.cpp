@@ -157,7 +157,8 @@ void run(const lockstep::World& world, const Options& options, const lockstep::M
 void require_as_many_gpus(const lockstep::World& world, const std::string& gpu) {
   const auto env = world.environment();
   const auto gpus = 1 + std::count(gpu.begin(), gpu.end(), ',');
-  if ((env.size == 1 || env.launcher == "--nproc") && env.local_size != gpus)
+  const bool by_nproc = env.launcher == "--nproc" || (env.size == 1 && env.launcher.empty());
+  if (by_nproc && env.local_size != gpus)
     throw lockstep::UsageError(
         fmt::format("--nproc {} contradicts --gpu {}, which starts a process for each GPU: leave --nproc out",
                     env.local_size, gpu));
@@ -203,9 +204,9 @@ int main(int argc, char** argv) {
       constexpr bool on_gpu = lockstep::DeviceCommunicator<Comm>;
       if (!on_gpu && !options.gpu.empty()) {
         const char* device = std::getenv("LOCKSTEP_DEVICE");  // with_device reads it
-        world.log.info("{}: --gpu {} trains in {} processes on the CPU",
+        world.log.info("{}: --gpu {} trains in {} process{} on the CPU",
                        device && *device == 'c' ? "LOCKSTEP_DEVICE=cpu" : "there is no CUDA device",
-                       options.gpu, world.size());
+                       options.gpu, world.size(), world.size() == 1 ? "" : "es");
       }
       if (on_gpu || options.amp)
         run<lockstep::Fp16>(world, options, mnist, std::move(comm));

@@ -149,6 +149,7 @@ void load_file(const std::string& path, Comm& comm, Load&& load) try {
 
 struct Options {
   std::string data, arch = "resnet18", resume, pretrained, save_dir = ".";
+  std::string of_optimizer;  // the given options of the optimizer, each after a blank
   std::optional<std::int64_t> epochs, batch_size, image_size;
   std::int64_t workers = 4, start_epoch = 0, print_freq = 10, warmup_epochs = 0;
   double lr = 0.1, momentum = 0.9, weight_decay = 1e-4;
@@ -373,12 +374,20 @@ void run(const lockstep::World& world, const Options& options, const Data& data,
       lockstep::load_state_dict(model, file.at("state_dict"));
       lockstep::load_state_dict(optimizer, file.at("optimizer"));
       const auto group = param_group(file.at("optimizer"));  // StepLR's name for the rate of epoch 0
-      if (group.contains("initial_lr")) base_rate = group.at("initial_lr").toScalar().toDouble();
+      if (group.contains("initial_lr")) {
+        const auto saved = group.at("initial_lr");  // main.py's is a tensor if its --lr is
+        base_rate = saved.isTensor() ? saved.toTensor().item<double>() : saved.toScalar().toDouble();
+      }
       start_epoch = file.at("epoch").toInt();
       const auto best = file.at("best_acc1");  // Python saves a tensor
       best_acc1 = best.isTensor() ? best.toTensor().item<double>() : best.toDouble();
     });
     world.log.info("=> loaded checkpoint '{}' (epoch {})", options.resume, start_epoch);
+    if (!options.of_optimizer.empty())
+      world.log.warning(
+          "the settings of the optimizer are those of the checkpoint, with rate {} in epoch 0:{} "
+          "has no effect",
+          base_rate, options.of_optimizer);
   }
   if (options.evaluate) {
     validate(world, val_loader, model, comm, options.print_freq);
@@ -452,6 +461,8 @@ int main(int argc, char** argv) {
     app.parse(static_cast<int>(arguments.size()) - 1, arguments.data());
     for (const double value : {options.lr, options.momentum, options.weight_decay})
       if (std::isnan(value)) throw CLI::ValidationError("--lr, --momentum, --wd", "nan is not a number");
+    for (const char* of_optimizer : {"--lr", "--scale-lr", "--momentum", "--wd"})
+      if (app.count(of_optimizer) > 0) options.of_optimizer += " " + std::string(of_optimizer);
     for (const char* training : {"--epochs", "--start-epoch", "--lr", "--momentum", "--wd", "--warmup-epochs",
                                  "--scale-lr", "--save-dir"})
       if (options.evaluate && app.count(training) > 0)

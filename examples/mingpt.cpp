@@ -308,11 +308,12 @@ void train(const lockstep::World& world, const Options& options, const Text& tex
   } catch (const lockstep::CheckpointError& error) {  // the user's file, not a failure of the run
     std::string why = error.what();
     // Of another model, the first of the tensors that differ tells enough.
-    const auto more = std::count(why.begin(), why.end(), ';');
-    if (more > 0 && why.find("does not fit the model") != std::string::npos)
-      why = why.substr(0, why.find(';')) + fmt::format(", and {} more", more);
-    throw lockstep::UsageError(
-        fmt::format("trainer_config.snapshot_path: {}; remove it, or set trainer_config.snapshot_path", why));
+    if (why.find("does not fit the model") != std::string::npos) {
+      if (const auto more = std::count(why.begin(), why.end(), ';'); more > 0)
+        why = why.substr(0, why.find(';')) + fmt::format(", and {} more", more);
+      why += "; remove it, or set trainer_config.snapshot_path to another file";
+    }
+    throw lockstep::UsageError(fmt::format("trainer_config.snapshot_path: {}", why));
   }
   if (resumes) {
     world.log.info("Resuming training from snapshot at Epoch {}", trainer.epoch() + 1);
@@ -475,7 +476,9 @@ void read_override(const std::vector<Key>& keys, const std::string& argument) {
   if (equals == std::string::npos)
     throw CLI::ValidationError(argument, "write an override as section.key=value");
   const std::string name = argument.substr(0, equals), value = argument.substr(equals + 1);
-  if (value.empty()) throw CLI::ValidationError(argument, "the value is empty; write '' for an empty text");
+  if (value.empty())
+    throw CLI::ValidationError(argument,
+                               fmt::format("the value is empty; an empty text is \"{}''\"", argument));
   toml::table parsed;
   try {
     parsed = toml::parse("value = " + value);

@@ -65,9 +65,9 @@ void train(const lockstep::World& world, const Options& options, const lockstep:
   using Precision = std::conditional_t<on_gpu, lockstep::Fp16, lockstep::Fp32>;
   if (!on_gpu && !options.gpu.empty()) {
     const char* device = std::getenv("LOCKSTEP_DEVICE");  // with_device reads it
-    world.log.info("{}: --gpu {} trains in {} processes on the CPU",
+    world.log.info("{}: --gpu {} trains in {} process{} on the CPU",
                    device && *device == 'c' ? "LOCKSTEP_DEVICE=cpu" : "there is no CUDA device", options.gpu,
-                   world.size());
+                   world.size(), world.size() == 1 ? "" : "es");
   }
 
   torch::manual_seed(options.training.seed);
@@ -92,7 +92,8 @@ void train(const lockstep::World& world, const Options& options, const lockstep:
 void require_as_many_gpus(const lockstep::World& world, const std::string& gpu) {
   const auto env = world.environment();
   const auto gpus = 1 + std::count(gpu.begin(), gpu.end(), ',');
-  if ((env.size == 1 || env.launcher == "--nproc") && env.local_size != gpus)
+  const bool by_nproc = env.launcher == "--nproc" || (env.size == 1 && env.launcher.empty());
+  if (by_nproc && env.local_size != gpus)
     throw lockstep::UsageError(
         fmt::format("--nproc {} contradicts --gpu {}, which starts a process for each GPU: leave --nproc out",
                     env.local_size, gpu));

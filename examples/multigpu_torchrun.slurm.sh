@@ -10,7 +10,7 @@
 #SBATCH --gpus-per-task=1
 #SBATCH --cpus-per-task=4
 set -euo pipefail
-export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"  # since Slurm 22.05 srun does not take --cpus-per-task from #SBATCH
+export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}"  # since Slurm 22.05 srun does not take --cpus-per-task from #SBATCH
 
 head_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 srun torchrun --no-python --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node="${RANKS_PER_NODE:-1}" --max-restarts="${MAX_RESTARTS:-3}" \

@@ -341,8 +341,8 @@ TEST_CASE("every example's help names its options, in one process") {
 TEST_CASE("a program that does not end fails the check of its first write") {
   for (const std::string written : {"", "begun"})
     CHECK_THROWS_WITH(
-        FirstWrite({"/bin/sh", "-c", "printf '" + written + "' >&2; exec sleep 60"}, Milliseconds(300)),
-        "/bin/sh is still running after 300 ms; its first write to stderr: '" + written + "'");
+        FirstWrite({"/bin/sh", "-c", "printf '" + written + "' >&2; exec sleep 60"}, Milliseconds(2000)),
+        "/bin/sh is still running after 2000 ms; its first write to stderr: '" + written + "'");
 }
 
 TEST_CASE("every example refuses an unknown option and an empty value") {

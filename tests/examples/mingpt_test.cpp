@@ -235,7 +235,7 @@ TEST_CASE("mingpt says what a snapshot of another model or of other settings mea
   const std::string error = refusal({"--nproc", "1", snapshot}, /*silent=*/false);
   CHECK_THAT(error, ContainsSubstring("it does not fit the model: pos_emb is [1, 16, 16] float32 in the file "
                                       "and [1, 32, 64] float32 in the model, and 17 more; remove it, or set "
-                                      "trainer_config.snapshot_path\n"));
+                                      "trainer_config.snapshot_path to another file\n"));
   const Ended resumed =
       run(command(folder, {"data_config.truncate=0.1", "trainer_config.max_epochs=1",
                            "optimizer_config.learning_rate=0.5", "optimizer_config.weight_decay=0"}),

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <exception>
 #include <filesystem>
 #include <optional>
 #include <string>
@@ -46,8 +47,8 @@ struct TraceOptions {
 ///
 /// Collective in two places: after the last traced step, and after an epoch in which steps were traced but
 /// not the last one. Rank 0 then writes the file atomically. If that fails, rank 0 warns once and the
-/// training continues. If `fit` ran steps but none of [from, to), no file is written, and the destructor of
-/// rank 0 warns. Every rank passes it to `fit` with equal options. Refers to the communicator.
+/// training continues. If `fit` ends before step `from`, no file is written, and the destructor of rank 0
+/// warns. Every rank passes it to `fit` with equal options. Refers to the communicator.
 template <Gathering C>
 class Trace {
  public:
@@ -62,9 +63,12 @@ class Trace {
 
   Trace(const Trace&) = delete;
   Trace& operator=(const Trace&) = delete;
-  /// Warns on rank 0 if steps were run, and none of them is to be traced. Not collective.
+  /// Warns on rank 0 if the steps that were run end before the first one to be traced, unless an exception
+  /// ends them. Not collective.
   ~Trace() {
-    if (!last_ || !recorder_.empty() || comm_.rank() != 0) return;
+    if (!last_ || first_ >= options_.to || !recorder_.empty() || comm_.rank() != 0 ||
+        std::uncaught_exceptions() > thrown_)
+      return;
     try {
       log().warning(
           "no trace '{}' was written: no step of [{}, {}) was run, the steps were {} to {}; set from and to "
@@ -112,6 +116,7 @@ class Trace {
   std::size_t written_ = 0;
   std::int64_t first_ = 0;
   std::optional<std::int64_t> last_;  // the first and the last step that was run
+  int thrown_ = std::uncaught_exceptions();
   bool warned_ = false;
 };
 

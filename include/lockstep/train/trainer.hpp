@@ -208,7 +208,7 @@ class Trainer : detail::CheckedPolicies<Policies...> {
   /// "step" and "scaler" may be missing, and then stay as they are. The next `fit` starts with the first
   /// batch of the epoch after the completed ones. Call it before `fit`. Collective. Throws UsageError inside
   /// `fit`. Throws CheckpointError, which names every missing, unexpected and misshapen entry of the model
-  /// and of the optimizer (of its states only if its groups fit); the model is then unchanged, but the
+  /// and of the optimizer (of its states only if they can be paired with its parameters); the model is then unchanged, but the
   /// optimizer may have changed.
   void load_state_dict(const std::filesystem::path& path) {
     forbid_in_rank_zero_scope("load_state_dict");

@@ -29,8 +29,14 @@ LOCKSTEP_INLINE void keep_copy(const std::filesystem::path& path, const Log& log
   for (int number = 1;; ++number) {
     const auto copy =
         path.parent_path() / formatted("{}.{}{}", path.stem().string(), number, path.extension().string());
-    if (std::filesystem::copy_file(path, copy, error))
-      return log.info("the earlier '{}' is now '{}'", path.string(), copy.string());
+    // A second name, since the new file comes by a rename; a file system without links gets a copy.
+    std::filesystem::create_hard_link(path, copy, error);
+    if (error && error != std::errc::file_exists) {
+      std::filesystem::copy_file(path, copy, error);
+      std::error_code ignored;
+      if (error && error != std::errc::file_exists) std::filesystem::remove(copy, ignored);
+    }
+    if (!error) return log.info("the earlier '{}' is now '{}'", path.string(), copy.string());
     if (error == std::errc::file_exists) continue;
     return log.warning("the earlier '{}' could not be kept as '{}': {}; it is replaced", path.string(),
                        copy.string(), error.message());

@@ -52,8 +52,8 @@ class AppendFile {
 /// Warns that the file is not written, and why.
 void warn_of_unwritten(const Log& log, const std::filesystem::path& path, std::string_view why);
 
-/// Keeps the regular file at `path`, if there is one, by a copy under the next free name: report.1.html beside
-/// report.html. Tells the name, or warns if it cannot be copied.
+/// Keeps the regular file at `path`, if there is one, under the next free name, before another one replaces
+/// it: report.1.html beside report.html. Tells the name, or warns if it cannot be kept.
 void keep_copy(const std::filesystem::path& path, const Log& log);
 
 /// Writes a file by write_file_atomically, and creates its folders. Warns of the first failure if `warned`

@@ -336,8 +336,8 @@ class OptimizerReader {
     std::string text;
     list_names(text, "no state of", without);
     return detail::formatted(
-        "the optimizer's state dict has {}, but one of other parameters of the group: it begins with a new "
-        "state, which is right for a parameter that had no gradient yet",
+        "the optimizer's state dict has {}, but one of other parameters of the group: these begin with a new "
+        "state, which is right for parameters that had no gradient yet",
         text);
   }
 
