@@ -5,7 +5,7 @@
 
 std::array<const void*, 2> addresses_in_a() {
   return {&lockstep::detail::process_rank,
-          reinterpret_cast<const void*>(static_cast<lockstep::World (*)(const lockstep::RankSource&)>(
+          reinterpret_cast<const void*>(static_cast<lockstep::World (*)(const lockstep::AnyRankSource&)>(
               &lockstep::World::from_environment))};
 }
 

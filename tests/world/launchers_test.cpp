@@ -110,7 +110,7 @@ TEST_CASE("several ranks without the rank of this one are refused, since each pr
 }
 
 TEST_CASE("a program's own source of ranks fails with the variables that it has read") {
-  const lockstep::RankSource source = [](const lockstep::Variables& values) {
+  const auto source = [](const lockstep::Variables& values) {
     const auto rank = values("MADE_UP_RANK"), size = values("MADE_UP_SIZE");
     if (!rank || !size) return std::optional<lockstep::LaunchedRank>();
     lockstep::LaunchedRank place{"madeup", std::stoi(*rank), std::stoi(*size)};
@@ -148,7 +148,7 @@ TEST_CASE("a program's own source of ranks fails with the variables that it has 
         "the program's source of ranks has failed after it read MADE_UP_RANK=five, MADE_UP_SIZE=2 "
         "(std::invalid_argument: stoi): set the launcher's variables to values that it can read");
   // An error of the source's own stays as it is.
-  const lockstep::RankSource own = [](const lockstep::Variables&) -> std::optional<lockstep::LaunchedRank> {
+  const auto own = [](const lockstep::Variables&) -> std::optional<lockstep::LaunchedRank> {
     throw lockstep::UsageError("start it by madeup");
   };
   CHECK_THROWS_WITH(lockstep::read_environment(variables({}), own), "start it by madeup");
@@ -339,11 +339,13 @@ TEST_CASE("the environment and the plan follow the launcher") {
   CHECK(!found(one));
 
   // A launcher that lockstep does not know: the program's own source of ranks.
-  const lockstep::RankSource jsrun = [](const lockstep::Variables& values) {
+  const auto jsrun = [](const lockstep::Variables& values) {
     const auto rank = values("JSM_NAMESPACE_RANK"), size = values("JSM_NAMESPACE_SIZE");
     if (!rank || !size) return std::optional<lockstep::LaunchedRank>();
     return std::optional(lockstep::LaunchedRank{"jsrun", std::stoi(*rank), std::stoi(*size)});
   };
+  static_assert(lockstep::RankSource<decltype(jsrun)> && lockstep::RankSource<lockstep::AnyRankSource>);
+  static_assert(!lockstep::RankSource<int (*)()>);
   const Values jsm{
       {"JSM_NAMESPACE_RANK", "1"}, {"JSM_NAMESPACE_SIZE", "2"}, {"MASTER_ADDR", "h"}, {"MASTER_PORT", "1"}};
   CHECK(lockstep::read_environment(variables(jsm), jsrun).rank == 1);

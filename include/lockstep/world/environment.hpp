@@ -4,6 +4,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <type_traits>
 #include <vector>
 
 #include "lockstep/detail/linkage.hpp"
@@ -42,12 +43,16 @@ struct LaunchedRank {
   std::string read = {};
 };
 
-/// Returns this process's place, or std::nullopt if its launcher did not start this process or started it
-/// alone. Throws UsageError for variables that contradict each other. A program's own source reads the
-/// variables of a launcher that lockstep does not know; see LaunchOptions::rank_source. Any function of this
-/// signature is one. A place that it returns out of range, or an exception that it throws, becomes a
-/// UsageError that names the variables that it has read and their values.
-using RankSource = std::function<std::optional<LaunchedRank>(const Variables&)>;
+/// A function that finds this process's place in the variables of a launcher. It returns std::nullopt if that
+/// launcher did not start this process or started it alone, and throws UsageError for variables that
+/// contradict each other. A place that it returns out of range, or another exception that it throws, becomes
+/// a UsageError that names the variables that it has read and their values.
+template <class Source>
+concept RankSource = std::is_invocable_r_v<std::optional<LaunchedRank>, Source&, const Variables&>;
+
+/// Holds any RankSource: that of a launcher which lockstep does not know replaces launched_rank in
+/// LaunchOptions::rank_source and World::from_environment.
+using AnyRankSource = std::function<std::optional<LaunchedRank>(const Variables&)>;
 
 /// Returns the rank that Slurm's srun assigned, from SLURM_PROCID and the other variables of a step of
 /// several tasks. The store is on the first host of SLURM_STEP_NODELIST, or at MASTER_ADDR, at a port that
@@ -157,7 +162,7 @@ Variables without_batch_job(const Variables& variables);
 /// Returns the place that `source` finds, std::nullopt if RANK or LOCAL_RANK is set or WORLD_SIZE is 1:
 /// torchrun's variables win. Throws UsageError if WORLD_SIZE contradicts the launcher, if `source` fails or
 /// if the place is out of range.
-std::optional<LaunchedRank> find_launched_rank(const Variables& variables, const RankSource& source);
+std::optional<LaunchedRank> find_launched_rank(const Variables& variables, const AnyRankSource& source);
 
 /// Returns `variables` with torchrun's names for the place `found`, unchanged if there is none. Throws
 /// UsageError if the launcher determines no address for the store.
@@ -196,7 +201,7 @@ std::string read_store_secret(const Variables& variables = process_variable);
 /// LOCKSTEP_RENDEZVOUS). If neither RANK nor LOCAL_RANK is set, takes the place that `source` finds. Throws
 /// UsageError that names the variable, its value and a remedy.
 Environment read_environment(const Variables& variables = process_variable,
-                             const RankSource& source = launched_rank);
+                             const AnyRankSource& source = launched_rank);
 
 }  // namespace lockstep
 

@@ -29,7 +29,7 @@ struct LaunchOptions {
   /// The flag that sets the default timeout of collectives, in seconds.
   std::string timeout_flag = "--timeout";
   /// Finds the rank that a launcher other than torchrun has assigned.
-  RankSource rank_source = launched_rank;
+  AnyRankSource rank_source = launched_rank;
   /// How long the other ranks may take to end after one has failed, before they are killed.
   std::chrono::milliseconds grace{3000};
 };

@@ -255,7 +255,7 @@ inline void require_place(const Variables& variables, const LaunchedRank& found,
 }
 
 /// Returns the place that `source` finds. Throws UsageError if it fails or the place is out of range.
-inline std::optional<LaunchedRank> place_from(const RankSource& source, const Variables& variables) {
+inline std::optional<LaunchedRank> place_from(const AnyRankSource& source, const Variables& variables) {
   std::string read, names;
   const Variables recorded = [&](const char* name) {
     const auto value = variables(name);
@@ -283,7 +283,7 @@ inline std::optional<LaunchedRank> place_from(const RankSource& source, const Va
 }
 
 LOCKSTEP_INLINE std::optional<LaunchedRank> find_launched_rank(const Variables& variables,
-                                                               const RankSource& source) {
+                                                               const AnyRankSource& source) {
   const auto size = integer_variable(variables, "WORLD_SIZE", 1);
   if (size == 1 || variables("RANK") || variables("LOCAL_RANK") || !source) return std::nullopt;
   auto found = place_from(source, variables);
@@ -539,7 +539,7 @@ inline std::pair<std::string, std::string> launcher_of_one(const Variables& vari
 
 namespace lockstep {
 
-LOCKSTEP_INLINE Environment read_environment(const Variables& given, const RankSource& source) {
+LOCKSTEP_INLINE Environment read_environment(const Variables& given, const AnyRankSource& source) {
   const auto found = detail::find_launched_rank(given, source);
   const Variables variables = detail::with_launched_rank(given, found);
   Environment env;

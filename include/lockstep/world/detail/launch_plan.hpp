@@ -135,7 +135,7 @@ inline std::string launch_help(const LaunchOptions& options) {
 /// lowest.
 struct LaunchPlan {
   bool worker = false;
-  RankSource rank_source;  ///< of the worker's World; empty: the variables of torchrun alone
+  AnyRankSource rank_source;  ///< of the worker's World; empty: the variables of torchrun alone
   int nproc = 1;
   int first = 0;
   int size = 1;

@@ -82,7 +82,7 @@ LOCKSTEP_INLINE World::World(Environment environment)
   };
 }
 
-LOCKSTEP_INLINE World World::from_environment(const RankSource& source) {
+LOCKSTEP_INLINE World World::from_environment(const AnyRankSource& source) {
   detail::end_on_uncaught();
   detail::end_with_agent();
   World world(read_environment(process_variable, source));
