@@ -147,6 +147,11 @@ TEST_CASE("a signal to mpirun, mpiexec or torchrun stops its ranks, and the next
     int code;  // torchrun returns 1 whatever the ranks return
     bool resumed;
   };
+  // Hydra 4 forgets the exit codes of ranks that end at one moment after it has passed a signal on, and then returns 0: a shell around each
+  // rank writes the rank's exit code.
+  const Strings writes_code{
+      "/bin/sh", "-c", R"(trap : TERM USR1; "$@"; code=$?; echo "a rank returned $code" >&2; exit $code)",
+      "sh"};
   const auto given = GENERATE(
       values<Preemption>({{"mpirun.openmpi", {"--allow-run-as-root", "--oversubscribe"}, SIGUSR1, 75, true},
                           {"mpiexec.hydra", {}, SIGUSR1, 75, true},
@@ -155,6 +160,7 @@ TEST_CASE("a signal to mpirun, mpiexec or torchrun stops its ranks, and the next
                           {"torchrun", {"--signals-to-handle=SIGUSR1"}, SIGUSR1, 1, false}}));
   CAPTURE(given.launcher, given.signal);
   const bool elastic = given.launcher == "torchrun";
+  const bool hydra = given.launcher == "mpiexec.hydra";
   const std::string path = elastic ? lockstep_test::torchrun() : "/usr/bin/" + given.launcher;
   if (path.empty()) return;
   if (access(path.c_str(), X_OK) != 0) {
@@ -169,6 +175,7 @@ TEST_CASE("a signal to mpirun, mpiexec or torchrun stops its ranks, and the next
       all.insert(all.end(), {"--no-python", "--standalone", "--nproc-per-node=2"});
     else
       all.insert(all.end(), {"-n", "2"});
+    if (hydra) all.insert(all.end(), writes_code.begin(), writes_code.end());
     all.insert(all.end(), {program, checkpoint.path});
     all.insert(all.end(), more.begin(), more.end());
     return all;
@@ -183,7 +190,10 @@ TEST_CASE("a signal to mpirun, mpiexec or torchrun stops its ranks, and the next
   first.signal(given.signal);
   REQUIRE(first.wait(60s));
   INFO(first.out() << first.error());
-  CHECK(first.exit_code() == given.code);
+  if (hydra)
+    CHECK(count(first.error(), fmt::format("a rank returned {}\n", given.code)) == 2);
+  else
+    CHECK(first.exit_code() == given.code);
   CHECK(count(first.error(), "warning: stopped after step ") == 1);
   CHECK(count(first.error(), fmt::format(", as SIG{} on rank ", sigabbrev_np(given.signal))) == 1);
   CHECK(count(first.out(), "finished after ") == 0);
