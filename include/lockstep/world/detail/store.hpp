@@ -496,44 +496,44 @@ inline std::string unconfirmed_local_rank(const std::vector<RankIdentity>& ranks
 /// ranks there; empty if there are none. The ranks of a host may be several complete sets: launchers can
 /// imitate several hosts on one.
 inline std::string repeated_local_rank(const std::vector<RankIdentity>& ranks) {
-  // By host and number of local ranks: the ranks that have each local rank.
-  std::map<std::pair<std::string, std::string>, std::map<std::string, std::vector<std::size_t>>> hosts;
+  using Holders = std::map<std::string, std::vector<std::size_t>>;  // the ranks that have each local rank
+  std::map<std::string, std::map<std::string, Holders>> hosts;      // by host and number of local ranks
   for (std::size_t rank = 0; rank < ranks.size(); ++rank)
     if (!ranks[rank].local_size.empty())
-      hosts[{ranks[rank].host, ranks[rank].local_size}][ranks[rank].local_rank].push_back(rank);
-  const std::map<std::string, std::vector<std::size_t>>* last = nullptr;
-  std::string last_host;
-  bool last_whole = true;
-  for (const auto& [host, places] : hosts) {
-    const auto size = whole_number(host.second).value_or(0);
-    const bool whole = static_cast<std::size_t>(size) <= places.size();
-    if (!(whole && last_whole) && last && last_host == host.first) {
-      const std::size_t one = last->begin()->second[0], other = places.begin()->second[0];
+      hosts[ranks[rank].host][ranks[rank].local_size][ranks[rank].local_rank].push_back(rank);
+  const auto complete = [](const auto& group) {
+    return static_cast<std::size_t>(whole_number(group.first).value_or(0)) <= group.second.size();
+  };
+  for (const auto& [host, groups] : hosts) {
+    if (const auto part = std::find_if_not(groups.begin(), groups.end(), complete);
+        groups.size() > 1 && part != groups.end()) {
+      const auto neighbor = part == groups.begin() ? std::next(part) : std::prev(part);
+      const auto [one, other] =
+          std::minmax(part->second.begin()->second[0], neighbor->second.begin()->second[0]);
       return detail::formatted("ranks {} and {} on {} disagree on the number of ranks there ({} and {}): {}",
-                               std::min(one, other), std::max(one, other), printable(ranks[one].host_text()),
-                               printable(ranks[std::min(one, other)].local_size),
-                               printable(ranks[std::max(one, other)].local_size),
+                               one, other, printable(ranks[one].host_text()),
+                               printable(ranks[one].local_size), printable(ranks[other].local_size),
                                ranks[one].local_variable == "LOCAL_RANK"
                                    ? "give all ranks of a host one LOCAL_WORLD_SIZE"
                                    : "pass the launcher's whole environment on to each process");
     }
-    last = &places;
-    last_host = host.first;
-    last_whole = whole;
-    std::size_t sets = whole ? ranks.size() : 0;
-    for (const auto& [local_rank, holders] : places) sets = std::min(sets, holders.size());
-    for (const auto& [local_rank, holders] : places) {
-      if (holders.size() == 1 || holders.size() == sets) continue;
-      const auto& one = ranks[holders[0]];
-      const bool named = !one.local_variable.empty();
-      const auto variable = named ? printable(one.local_variable) : std::string("local rank");
-      const auto remedy =
-          !named || variable == "LOCAL_RANK"
-              ? detail::formatted("give every rank of a host its own {}, 0 to {}", variable, size - 1)
-              : std::string("pass the launcher's whole environment on to each process");
-      return detail::formatted("ranks {} and {} on {} both have {}{}{} of {} ranks there: {}", holders[0],
-                               holders[1], printable(one.host_text()), variable, named ? "=" : " ",
-                               printable(local_rank), size, remedy);
+    for (const auto& group : groups) {
+      const auto& [size, places] = group;
+      std::size_t sets = complete(group) ? ranks.size() : 0;
+      for (const auto& [local_rank, holders] : places) sets = std::min(sets, holders.size());
+      for (const auto& [local_rank, holders] : places) {
+        if (holders.size() == 1 || holders.size() == sets) continue;
+        const auto& one = ranks[holders[0]];
+        const bool named = !one.local_variable.empty();
+        const auto variable = named ? printable(one.local_variable) : std::string("local rank");
+        const auto remedy = !named || variable == "LOCAL_RANK"
+                                ? detail::formatted("give every rank of a host its own {}, 0 to {}", variable,
+                                                    whole_number(size).value_or(0) - 1)
+                                : std::string("pass the launcher's whole environment on to each process");
+        return detail::formatted("ranks {} and {} on {} both have {}{}{} of {} ranks there: {}", holders[0],
+                                 holders[1], printable(one.host_text()), variable, named ? "=" : " ",
+                                 printable(local_rank), printable(size), remedy);
+      }
     }
   }
   return {};
