@@ -61,14 +61,6 @@ inline void outlive_other_hosts(c10d::Store& store, int size, bool well) {
   }
 }
 
-/// Returns how RankIdentity names the process of this host in a failure's text: "rank 1 (pid 811) failed ..."
-/// gives "nodeA pid 811".
-inline std::string process_of(const std::string& text) {
-  const auto begin = text.find("(pid "), end = text.find(')', begin);
-  if (begin == std::string::npos || end == std::string::npos) return {};
-  return detail::formatted("{} {}", host_name(), text.substr(begin + 1, end - begin - 1));
-}
-
 /// Starts this host's ranks and hosts the store for all hosts. Returns the exit code.
 inline int launch_here(const LaunchPlan& plan, int argc, const char* const* argv,
                        const LaunchOptions& options) {
@@ -100,7 +92,7 @@ inline int launch_here(const LaunchPlan& plan, int argc, const char* const* argv
     if (alone || failure.kind == FailureKind::peer) return;
     at_most(std::chrono::milliseconds(1500),
             [text = detail::formatted("{} on {}", failure.text, host_name()), url, secret, size = plan.size,
-             rank = cause_of(failure.text), process = process_of(failure.text)] {
+             rank = failure.rank, process = process_name(failure.pid)] {
               const StorePtr tell =
                   url.path.empty()
                       ? StorePtr(connect_store({url.host, url.port, secret}, std::chrono::milliseconds(500)))

@@ -419,6 +419,11 @@ inline std::string host_identity() {
   return detail::formatted("{}/{}/{}", boot, inode("/proc/self/ns/net"), host_name());
 }
 
+/// Returns the name of a process of this host in errors: "nodeA pid 811".
+inline std::string process_name(pid_t pid) {
+  return detail::formatted("{} pid {}", host_name(), pid);
+}
+
 /// What each rank publishes about itself when it signs in.
 struct RankIdentity {
   std::string process;        ///< "nodeA pid 811"
@@ -432,8 +437,8 @@ struct RankIdentity {
 
   static RankIdentity own(const std::string& address, const Environment& env) {
     const int threads = at::get_num_threads();
-    RankIdentity identity{detail::formatted("{} pid {}", host_name(), getpid()), host_identity(), address,
-                          std::to_string(threads), detail::thread_source(threads, report_descriptor() >= 0)};
+    RankIdentity identity{process_name(getpid()), host_identity(), address, std::to_string(threads),
+                          detail::thread_source(threads, report_descriptor() >= 0)};
     if (env.launched) {
       identity.local_rank = std::to_string(env.local_rank);
       identity.local_size = std::to_string(env.local_size);
@@ -603,12 +608,12 @@ inline void sign_in(c10d::Store& store, const Environment& env, const std::strin
 }
 
 /// Returns whether a store is of another run: its ranks have another number than `size`, or a process other
-/// than `process` has the rank `rank` there. `rank` is -1 if no rank is meant.
+/// than `process` has the rank `rank` there.
 inline bool is_of_another_run(c10d::Store& store, int size, int rank, const std::string& process) {
   if (store.check({store_keys::size}) &&
       !to_text(store.get(store_keys::size)).starts_with(std::to_string(size) + " "))
     return true;
-  return rank >= 0 && store.check({store_keys::rank(rank)}) &&
+  return store.check({store_keys::rank(rank)}) &&
          RankIdentity::decode(to_text(store.get(store_keys::rank(rank)))).process != process;
 }
 

@@ -126,6 +126,8 @@ struct RankFailure {
   std::string text;  ///< one sentence that names the rank
   int code = 1;      ///< the launching process's exit code
   FailureKind kind = FailureKind::error;
+  int rank = 0;   ///< the rank that failed
+  pid_t pid = 0;  ///< its process
 };
 
 /// A process that failed, with its own report or one derived from its exit status.
@@ -224,7 +226,7 @@ inline RankFailure describe_failure(FailureReport report, int rank, pid_t pid, s
     if (gone.size() > 4) text += detail::formatted(" and {} more", gone.size() - 4);
     text += " had ended by then, with exit code 0";
   }
-  return {text, report.code, report.kind};
+  return {text, report.code, report.kind, rank, pid};
 }
 
 /// A process to start: its rank for messages, and the changes to its environment ("NAME=value" sets, "NAME"
