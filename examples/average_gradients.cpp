@@ -304,13 +304,8 @@ int main(int argc, char** argv) {
     return 2;
   }
   if (options.program != "train") {
-    try {
-      (options.program == "group" ? start_group : start_processes)(options);
-      return 0;
-    } catch (const lockstep::UsageError& error) {  // a launcher has started the ranks
-      std::cerr << fmt::format("error: {}, as `average_gradients train` does\n", error.what());
-      return 2;
-    }
+    (options.program == "group" ? start_group : start_processes)(options);
+    return 0;
   }
   launch_options.nproc_flag = "--nproc";
   launch_options.nproc = options.nproc;

@@ -214,15 +214,10 @@ int main(int argc, char** argv) {
     return 2;
   }
   if (options.demo.empty()) {
-    try {
-      run_demo(demo_basic, options.processes(1), options);
-      run_demo(demo_checkpoint, options.processes(1), options);
-      run_demo(demo_model_parallel, options.processes(2), options);
-      return 0;
-    } catch (const lockstep::UsageError& error) {  // a launcher has started the ranks
-      std::cerr << fmt::format("error: {}, as `ddp_toy basic` does\n", error.what());
-      return 2;
-    }
+    run_demo(demo_basic, options.processes(1), options);
+    run_demo(demo_checkpoint, options.processes(1), options);
+    run_demo(demo_model_parallel, options.processes(2), options);
+    return 0;
   }
   const bool model_parallel = options.demo == "model-parallel";
   launch_options.nproc_flag = "--nproc";

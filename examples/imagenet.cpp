@@ -149,7 +149,7 @@ void load_file(const std::string& path, Comm& comm, Load&& load) try {
 
 struct Options {
   std::string data, arch = "resnet18", resume, pretrained, save_dir = ".";
-  std::string of_optimizer;  // the given options of the optimizer, each after a blank
+  std::vector<std::string> of_optimizer;  // the given options of the optimizer
   std::optional<std::int64_t> epochs, batch_size, image_size;
   std::int64_t workers = 4, start_epoch = 0, print_freq = 10, warmup_epochs = 0;
   double lr = 0.1, momentum = 0.9, weight_decay = 1e-4;
@@ -368,13 +368,15 @@ void run(const lockstep::World& world, const Options& options, const Data& data,
   double best_acc1 = 0;
   if (!options.resume.empty()) {
     world.log.info("=> loading checkpoint '{}'", options.resume);
+    bool rate_from_file = false;
     load_file(options.resume, comm, [&](const Dict& file) {
       if (const auto arch = file.at("arch").toStringRef(); arch != options.arch)
         throw lockstep::CheckpointError(fmt::format("it is a checkpoint of -a {}", arch));
       lockstep::load_state_dict(model, file.at("state_dict"));
       lockstep::load_state_dict(optimizer, file.at("optimizer"));
-      const auto group = param_group(file.at("optimizer"));  // StepLR's name for the rate of epoch 0
-      if (group.contains("initial_lr")) {
+      const auto group = param_group(file.at("optimizer"));
+      if (group.contains("initial_lr")) {  // StepLR's name for the rate of epoch 0
+        rate_from_file = true;
         const auto saved = group.at("initial_lr");  // main.py's is a tensor if its --lr is
         base_rate = saved.isTensor() ? saved.toTensor().item<double>() : saved.toScalar().toDouble();
       }
@@ -383,11 +385,13 @@ void run(const lockstep::World& world, const Options& options, const Data& data,
       best_acc1 = best.isTensor() ? best.toTensor().item<double>() : best.toDouble();
     });
     world.log.info("=> loaded checkpoint '{}' (epoch {})", options.resume, start_epoch);
-    if (!options.of_optimizer.empty())
+    std::string ignored;
+    for (const auto& option : options.of_optimizer)
+      if (rate_from_file || (option != "--lr" && option != "--scale-lr")) ignored += " " + option;
+    if (!ignored.empty())
       world.log.warning(
-          "the settings of the optimizer are those of the checkpoint, with rate {} in epoch 0:{} "
-          "has no effect",
-          base_rate, options.of_optimizer);
+          "the optimizer's settings are those of the checkpoint, rate {} in epoch 0; ignored:{}", base_rate,
+          ignored);
   }
   if (options.evaluate) {
     validate(world, val_loader, model, comm, options.print_freq);
@@ -444,9 +448,11 @@ int main(int argc, char** argv) {
       ->check(any);
   app.add_flag("--scale-lr", options.scale_lr, "scale --lr by images a step / 256");
   app.add_option("-p,--print-freq", options.print_freq, "steps from one line to the next")->check(positive);
-  app.add_option("--resume", options.resume, "checkpoint.pt to go on from")->excludes(start_epoch);
+  auto* resume =
+      app.add_option("--resume", options.resume, "checkpoint.pt to go on from")->excludes(start_epoch);
   app.add_flag("-e,--evaluate", options.evaluate, "only evaluate the model on val");
-  app.add_option("--pretrained", options.pretrained, "file with the model's state dict, or a checkpoint");
+  app.add_option("--pretrained", options.pretrained, "file with the model's state dict, or a checkpoint")
+      ->excludes(resume);
   app.add_option("--seed", options.seed, "seed of the model, of the order of images and of their crops")
       ->check(CLI::Range(4'294'967'295));
   app.add_option("--image-size", options.image_size, "pixels of a side (224; 32 on random images)")
@@ -462,7 +468,7 @@ int main(int argc, char** argv) {
     for (const double value : {options.lr, options.momentum, options.weight_decay})
       if (std::isnan(value)) throw CLI::ValidationError("--lr, --momentum, --wd", "nan is not a number");
     for (const char* of_optimizer : {"--lr", "--scale-lr", "--momentum", "--wd"})
-      if (app.count(of_optimizer) > 0) options.of_optimizer += " " + std::string(of_optimizer);
+      if (app.count(of_optimizer) > 0) options.of_optimizer.emplace_back(of_optimizer);
     for (const char* training : {"--epochs", "--start-epoch", "--lr", "--momentum", "--wd", "--warmup-epochs",
                                  "--scale-lr", "--save-dir"})
       if (options.evaluate && app.count(training) > 0)

@@ -144,6 +144,11 @@ class Trainer {
       }
     });
     fmt::print("Resuming training from snapshot at Epoch {}\n", epochs_run.toInt());
+    const auto groups = lockstep::state_dict(optimizer_).toGenericDict().at("param_groups").toList();
+    if (const double momentum = groups.get(0).toGenericDict().at("momentum").toDouble();
+        momentum != options_.momentum)
+      world_.log.warning("the momentum of the snapshot is {}: --momentum {} has no effect", momentum,
+                         options_.momentum);
     return epochs_run.toInt();
   } catch (const lockstep::CheckpointError& error) {
     throw lockstep::UsageError(std::string("--snapshot_path: ") + error.what());

@@ -119,8 +119,7 @@ TEST_CASE("imagenet trains on a folder, resumes its checkpoint to the same numbe
   // The rate is that of the file.
   const std::string resumed = train(
       parts, {"--epochs", "2", "--resume", checkpoint, "--lr", "0.5"},
-      "warning: the settings of the optimizer are those of the checkpoint, with rate 0.02 in epoch 0: --lr "
-      "has no effect\n");
+      "warning: the optimizer's settings are those of the checkpoint, rate 0.02 in epoch 0; ignored: --lr\n");
   const auto all = lines_of(without_times(out)), rest = lines_of(without_times(resumed));
   REQUIRE(rest.size() == 7);
   CHECK(rest[1] == "=> loading checkpoint '" + checkpoint + "'");

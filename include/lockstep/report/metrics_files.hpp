@@ -76,8 +76,8 @@ namespace lockstep {
 ///
 /// Values that are not finite are `nan`, `inf` and `-inf`. An existing file is appended to, without a second
 /// header; a last line that a kill has torn is removed first. A file whose first line is not that header is
-/// left unchanged, as one that cannot be written. After a resume from an older checkpoint the
-/// repeated steps have two rows, of which the last one counts.
+/// left unchanged; rank 0 warns as for a file that cannot be written. After a resume from an older
+/// checkpoint the repeated steps have two rows, of which the last one counts.
 ///
 /// Each row is written at once, so that a killed run leaves whole rows. If the file cannot be written, rank 0
 /// warns once and the training continues. Not collective.
@@ -91,7 +91,7 @@ class CsvLog : public detail::MetricsLog {
 /// The same as CsvLog, with one JSON object in each line (JSON Lines) instead of a row. Keys are CsvLog's
 /// columns; a key without a value is left out. Values that are not finite are the strings "NaN", "Infinity"
 /// and "-Infinity", which Python's `float` reads. A file whose last line has no newline and does not begin as
-/// those of JsonLines do is left unchanged, as one that cannot be written.
+/// those of JsonLines do is left unchanged; rank 0 warns as for a file that cannot be written.
 class JsonLines : public detail::MetricsLog {
  public:
   /// Opens the file on rank 0, and creates its folders. Throws UsageError if `options.every` is below 1.

@@ -56,9 +56,10 @@ class KeepLast {
   /// the same UsageError if the checkpoint of that epoch cannot be written.
   template <Gathering C>
   void on_epoch_start(const EpochPlan& plan, C& comm) {
-    if (std::exchange(checked_, true)) return;
+    if (checked_) return;
     const detail::CallScope scope("KeepLast::on_epoch_start");
     agree_with_rank_zero<UsageError>(comm, [&] { prepare(plan.epoch + 1); });
+    checked_ = true;
   }
 
   /// Saves a checkpoint, then removes the older ones. Called by `fit`. Collective. Passes on an exception of

@@ -18,6 +18,7 @@
 #include "lockstep/error.hpp"
 #include "lockstep/train/extras.hpp"
 #include "lockstep/world/detail/handled_signals.hpp"
+#include "lockstep/world/detail/worker.hpp"
 
 namespace lockstep::detail {
 
@@ -60,8 +61,8 @@ struct StopOptions {
 template <Gathering C, class Save>
 class StopOnSignal {
  public:
-  /// Throws UsageError for a signal that cannot be caught or that `launch`, where it has started the ranks,
-  /// does not pass on to them, and if `options.every` is below 1.
+  /// Throws UsageError for a signal that cannot be caught or that `launch` or `spawn`, where it has started the
+  /// ranks, does not pass on to them, and if `options.every` is below 1.
   StopOnSignal(C& comm, Save save, StopOptions options = {})
       : comm_(comm), save_(std::move(save)), options_(std::move(options)) {
     if (options_.every < 1)
@@ -78,14 +79,13 @@ class StopOnSignal {
         throw UsageError(detail::formatted("StopOptions::signals: signal {} cannot be caught", number));
       }
       before_.emplace_back(number, before);
-      if constexpr (requires { comm.world(); })
-        if (comm.world().environment().launcher == "--nproc" && !detail::is_passed_on(number)) {
-          restore();
-          throw UsageError(detail::formatted(
-              "StopOptions::signals: `launch` does not pass signal {} on to the ranks: use {}, or a launcher "
-              "that passes it on",
-              number, detail::passed_on_names));
-        }
+      if (detail::report_descriptor() >= 0 && !detail::is_passed_on(number)) {
+        restore();
+        throw UsageError(detail::formatted(
+            "StopOptions::signals: `{}` does not pass signal {} on to the ranks: use {}, or a launcher that "
+            "passes it on",
+            detail::in_spawned_process ? "spawn" : "launch", number, detail::passed_on_names));
+      }
     }
   }
   StopOnSignal(const StopOnSignal&) = delete;

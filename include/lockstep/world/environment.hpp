@@ -1,5 +1,6 @@
 #pragma once
 
+#include <concepts>
 #include <functional>
 #include <optional>
 #include <string>
@@ -39,16 +40,15 @@ struct LaunchedRank {
   /// The launcher's name of this run, equal on all its ranks and unlike that of another run, or empty. Ranks
   /// with another name are refused, unless LOCKSTEP_STORE_SECRET is set.
   std::string run = {};
-  /// The names of the variables that a program's own source has read. Set by lockstep.
-  std::string read = {};
 };
 
 /// A function that finds this process's place in the variables of a launcher. It returns std::nullopt if that
 /// launcher did not start this process or started it alone, and throws UsageError for variables that
 /// contradict each other. A place that it returns out of range, or another exception that it throws, becomes
-/// a UsageError that names the variables that it has read and their values.
+/// a UsageError that names the variables that it has read and their values. Copyable, as each rank keeps one.
 template <class Source>
-concept RankSource = std::is_invocable_r_v<std::optional<LaunchedRank>, Source&, const Variables&>;
+concept RankSource = std::copy_constructible<Source> &&
+    std::is_invocable_r_v<std::optional<LaunchedRank>, Source&, const Variables&>;
 
 /// Holds any RankSource: that of a launcher which lockstep does not know replaces launched_rank in
 /// LaunchOptions::rank_source and World::from_environment.
@@ -105,8 +105,9 @@ struct Environment {
   /// launcher's name of the run (LaunchedRank::run), else at a loopback address that of `spawn`. Equal on
   /// every rank.
   std::string store_secret;
-  /// What assigned the rank: "torchrun", "srun", "mpirun of Open MPI", "mpiexec", or "--nproc" for `launch`.
-  /// Empty if the variables were set by hand or no launcher has started the process.
+  /// What assigned the rank: "torchrun", "srun", "mpirun of Open MPI", "mpiexec", the name that the program's
+  /// own source of ranks gives, "--nproc" for `launch`, or "spawn". Empty if the variables were set by hand or
+  /// no launcher has started the process.
   std::string launcher;
   /// The names of the variables that hold rank and size, for messages. Empty if no launcher has started the
   /// process and it is alone, or if the program's own source of ranks does not name them.
@@ -147,9 +148,15 @@ bool names_loopback(std::string_view host);
 /// UsageError if `needed`, else returns an empty string.
 std::string rendezvous_url(const Variables& variables, bool needed);
 
+/// A place that a source of ranks has found, with what lockstep adds to it.
+struct FoundRank : LaunchedRank {
+  /// The names of the variables that the source has read, as "A, B".
+  std::string read = {};
+};
+
 /// Returns what determines rendezvous_url(with_launched_rank(given, found)), see
 /// Environment::rendezvous_origin.
-std::string rendezvous_origin(const Variables& given, const std::optional<LaunchedRank>& found);
+std::string rendezvous_origin(const Variables& given, const std::optional<FoundRank>& found);
 
 /// Returns the secret of processes that meet at `url`: LOCKSTEP_STORE_SECRET; if it is unset and the processes
 /// of one `spawn` meet on this host, the random one of that call.
@@ -162,11 +169,11 @@ Variables without_batch_job(const Variables& variables);
 /// Returns the place that `source` finds, std::nullopt if RANK or LOCAL_RANK is set or WORLD_SIZE is 1:
 /// torchrun's variables win. Throws UsageError if WORLD_SIZE contradicts the launcher, if `source` fails or
 /// if the place is out of range.
-std::optional<LaunchedRank> find_launched_rank(const Variables& variables, const AnyRankSource& source);
+std::optional<FoundRank> find_launched_rank(const Variables& variables, const AnyRankSource& source);
 
 /// Returns `variables` with torchrun's names for the place `found`, unchanged if there is none. Throws
 /// UsageError if the launcher determines no address for the store.
-Variables with_launched_rank(const Variables& variables, const std::optional<LaunchedRank>& found);
+Variables with_launched_rank(const Variables& variables, const std::optional<FoundRank>& found);
 
 /// The most hosts of a step of Slurm, whose own lists hold no more.
 inline constexpr int most_hosts = 65536;

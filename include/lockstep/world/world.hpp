@@ -71,11 +71,6 @@ class World {
   /// LibTorch's number of threads (at::set_num_threads) to the cores of the launcher on this host divided by
   /// its ranks there, at most the cores that this process may run on.
   LOCKSTEP_PROCESS_WIDE static World from_environment(const AnyRankSource& source = launched_rank);
-  /// Does the same with a program's own source of ranks.
-  template <RankSource Source>
-  static World from_environment(const Source& source) {
-    return from_environment(AnyRankSource(source));
-  }
 
   /// Returns the world of `size` ranks that rendezvous at `url`: tcp://host:port, hosted by rank 0, or
   /// file:///path, a file that does not exist yet on a file system shared by all ranks. Throws UsageError for

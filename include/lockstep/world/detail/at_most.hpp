@@ -24,7 +24,7 @@ class LeavableThread {
       : shared_(std::make_shared<Shared>()),
         thread_([shared = shared_, work = std::make_unique<Work>(std::move(work))]() mutable {
           std::unique_lock lock(shared->mutex);
-          shared->changed.wait(lock, [&] { return !shared->left; });  // for ever, with the work
+          shared->changed.wait(lock, [&] { return !shared->left; });  // once left, never returns
           shared->begun = true;
           lock.unlock();
           std::exception_ptr error;
@@ -41,11 +41,8 @@ class LeavableThread {
         }) {}
 
   ~LeavableThread() {
-    std::unique_lock lock(shared_->mutex);
-    shared_->left = !shared_->begun;
-    const bool ended = shared_->ended;
-    lock.unlock();
-    ended ? thread_.join() : thread_.detach();
+    static_cast<void>(cancel());
+    ends_within({}) ? thread_.join() : thread_.detach();
   }
   LeavableThread(const LeavableThread&) = delete;
   LeavableThread& operator=(const LeavableThread&) = delete;
@@ -54,6 +51,13 @@ class LeavableThread {
   [[nodiscard]] bool ends_within(std::chrono::milliseconds timeout) const {
     std::unique_lock lock(shared_->mutex);
     return shared_->changed.wait_for(lock, timeout, [&] { return shared_->ended; });
+  }
+
+  /// Keeps work that has not begun from running. Returns whether it had not begun.
+  [[nodiscard]] bool cancel() const {
+    const std::lock_guard lock(shared_->mutex);
+    shared_->left = !shared_->begun;
+    return shared_->left;
   }
 
   /// Throws what the work has thrown. The work must have ended.

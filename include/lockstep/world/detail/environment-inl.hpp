@@ -2,6 +2,7 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <charconv>
 #include <cstddef>
 #include <cstdint>
@@ -76,8 +77,7 @@ LOCKSTEP_INLINE std::string rendezvous_url(const Variables& variables, bool need
   return {};
 }
 
-LOCKSTEP_INLINE std::string rendezvous_origin(const Variables& given,
-                                              const std::optional<LaunchedRank>& found) {
+LOCKSTEP_INLINE std::string rendezvous_origin(const Variables& given, const std::optional<FoundRank>& found) {
   if (const auto url = given("LOCKSTEP_RENDEZVOUS")) return "LOCKSTEP_RENDEZVOUS=" + *url;
   std::string text;
   for (const char* name : {"MASTER_ADDR", "MASTER_PORT"}) {
@@ -229,7 +229,7 @@ inline void expand_name(std::string_view text, std::string_view whole, std::vect
 /// Throws UsageError unless `found`, which a source of ranks has made of the variables `read` ("A=1, B=2"),
 /// is a place that a rank can have.
 inline void require_place(const Variables& variables, const LaunchedRank& found, const std::string& read) {
-  const std::string by = found.launcher.empty() ? "the program's source of ranks" : found.launcher;
+  const auto& by = found.launcher;
   const auto& names = read.empty() ? found.variables : read;
   const std::string from = names.empty() ? std::string() : " (" + names + ")";
   if (found.size < 1)
@@ -255,15 +255,22 @@ inline void require_place(const Variables& variables, const LaunchedRank& found,
 }
 
 /// Returns the place that `source` finds. Throws UsageError if it fails or the place is out of range.
-inline std::optional<LaunchedRank> place_from(const AnyRankSource& source, const Variables& variables) {
-  std::string read, names;
+inline std::optional<FoundRank> place_from(const AnyRankSource& source, const Variables& variables) {
+  const std::string nameless = "the program's source of ranks";
+  std::vector<std::string> names;
   const Variables recorded = [&](const char* name) {
     const auto value = variables(name);
-    const auto entry = detail::formatted("{}={}", name, value.value_or(""));
-    if (!value || read.find(entry) != std::string::npos) return value;
-    read += (read.empty() ? "" : ", ") + entry;
-    names += (names.empty() ? "" : ", ") + std::string(name);
+    if (value && std::find(names.begin(), names.end(), name) == names.end()) names.emplace_back(name);
     return value;
+  };
+  // "A, B", or "A=1, B=2"
+  const auto listed = [&](bool with_values) {
+    std::string text;
+    for (const auto& name : names) {
+      text += (text.empty() ? "" : ", ") + name;
+      if (with_values) text += "=" + variables(name.c_str()).value_or("");
+    }
+    return text;
   };
   std::optional<LaunchedRank> found;
   try {
@@ -272,18 +279,17 @@ inline std::optional<LaunchedRank> place_from(const AnyRankSource& source, const
     throw;
   } catch (const std::exception& error) {
     throw UsageError(detail::formatted(
-        "the program's source of ranks has failed{} ({}: {}): set the launcher's variables to values that it "
-        "can read",
-        read.empty() ? "" : " after it read " + read, type_name(typeid(error)), error.what()));
+        "{} has failed{} ({}: {}): set the launcher's variables to values that it can read", nameless,
+        names.empty() ? "" : " after it read " + listed(true), type_name(typeid(error)), error.what()));
   }
-  if (!found) return found;
-  require_place(variables, *found, read);
-  found->read = names;
-  return found;
+  if (!found) return std::nullopt;
+  if (found->launcher.empty()) found->launcher = nameless;
+  require_place(variables, *found, listed(true));
+  return FoundRank{std::move(*found), listed(false)};
 }
 
-LOCKSTEP_INLINE std::optional<LaunchedRank> find_launched_rank(const Variables& variables,
-                                                               const AnyRankSource& source) {
+LOCKSTEP_INLINE std::optional<FoundRank> find_launched_rank(const Variables& variables,
+                                                            const AnyRankSource& source) {
   const auto size = integer_variable(variables, "WORLD_SIZE", 1);
   if (size == 1 || variables("RANK") || variables("LOCAL_RANK") || !source) return std::nullopt;
   auto found = place_from(source, variables);
@@ -295,7 +301,7 @@ LOCKSTEP_INLINE std::optional<LaunchedRank> find_launched_rank(const Variables& 
 }
 
 LOCKSTEP_INLINE Variables with_launched_rank(const Variables& variables,
-                                             const std::optional<LaunchedRank>& found) {
+                                             const std::optional<FoundRank>& found) {
   if (!found) return variables;
   std::map<std::string, std::string> known{{"RANK", std::to_string(found->rank)},
                                            {"WORLD_SIZE", std::to_string(found->size)}};
@@ -572,9 +578,10 @@ LOCKSTEP_INLINE Environment read_environment(const Variables& given, const AnyRa
                           "and LOCAL_RANK",
                           env.local_size, env.size));
   if (env.local_rank >= env.local_size && !env.expected_local_rank)
-    throw UsageError(
-        detail::formatted("LOCAL_RANK={} is out of range: with LOCAL_WORLD_SIZE={} it must be in 0 to {}",
-                          env.local_rank, env.local_size, env.local_size - 1));
+    throw UsageError(detail::formatted(
+        "LOCAL_RANK={} is out of range: with {}={} it must be in 0 to {}. Set it to this "
+        "rank's number on its host, or unset it",
+        env.local_rank, local_size ? "LOCAL_WORLD_SIZE" : "WORLD_SIZE", env.local_size, env.local_size - 1));
   if (env.local_rank > env.rank)
     throw UsageError(
         detail::formatted("LOCAL_RANK={} contradicts RANK={}: a rank on this host cannot be smaller than its "

@@ -78,7 +78,8 @@ inline bool may_share_gpu(const Variables& variables = process_variable) {
 }
 
 /// Returns the GPU of a rank among the `visible` GPUs of its process: `wanted` if it is set, the
-/// only GPU if there is one (srun can give each task its own), otherwise the local rank's. The communicator,
+/// only GPU if there is one (srun can give each task its own), otherwise the local rank's, which srun with
+/// SLURM_GPUS_PER_TASK and ranks that may share GPUs take modulo `visible`. The communicator,
 /// which knows the GPUs' identities, detects that two ranks share one. Throws UsageError if there is none for
 /// this rank.
 inline int gpu_of_rank(const Environment& rank, int visible, std::optional<int> wanted = std::nullopt,

@@ -24,8 +24,8 @@ inline bool is_left_to_program(int number, const struct sigaction& before) {
   return (number == SIGALRM || number == SIGXCPU) && before.sa_handler != SIG_DFL;
 }
 
-/// The signals that a launching process handles: those, SIGTSTP, at which it stops the ranks, and SIGCHLD and
-/// SIGPIPE, which concern itself.
+/// The signals that a launching process handles: passed_on_signals; SIGTSTP, which suspends the ranks too; and
+/// SIGCHLD and SIGPIPE of its own children and pipes.
 inline constexpr auto handled_signals = [] {
   std::array<int, passed_on_signals.size() + 3> all{SIGCHLD, SIGTSTP, SIGPIPE};
   std::copy(passed_on_signals.begin(), passed_on_signals.end(), all.begin() + 3);

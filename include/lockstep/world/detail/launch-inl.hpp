@@ -195,6 +195,7 @@ LOCKSTEP_INLINE void spawn_processes(int nproc, const std::function<void(int ran
     const int rank = integer_variable(process_variable, "LOCKSTEP_SPAWN_RANK", 0).value_or(0);
     unsetenv("LOCKSTEP_SPAWN_CALL");  // processes that fn starts are not part of this call
     process_rank = rank;
+    in_spawned_process = true;
     std::setvbuf(stdout, nullptr, _IOLBF, BUFSIZ);
     run_without_handlers([&] { fn(rank, nproc); });
     std::exit(0);

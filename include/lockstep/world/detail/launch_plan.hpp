@@ -147,14 +147,13 @@ struct LaunchPlan {
 };
 
 /// Throws UsageError for more processes than this host can use: they would exhaust its memory before they
-/// print anything.
-inline void require_sane(int nproc, const std::string& flag) {
+/// print anything. `given` names what determines `nproc`.
+inline void require_sane(int nproc, const std::string& given) {
   constexpr std::int64_t for_each_core = 64;
   if (const int cores = usable_cores(); nproc > for_each_core * cores)
     throw UsageError(
-        detail::formatted("{} {} is more than {} processes for each of the {} cores here: "
-                          "start fewer",
-                          flag, nproc, for_each_core, cores));
+        detail::formatted("{} is more than {} processes for each of the {} cores here: start fewer", given,
+                          for_each_core, cores));
 }
 
 /// Throws UsageError for an unknown log level.
@@ -165,8 +164,8 @@ inline void require_level(const Variables& variables) {
         detail::formatted("LOCKSTEP_LOG_LEVEL={} is no level: give debug, info, warning or error", *name));
 }
 
-/// Returns whether the environment names an address at which ranks of several hosts can meet. One that means
-/// this host on each host is none.
+/// Returns whether the environment names an address at which ranks of several hosts can meet. A loopback
+/// address does not.
 inline bool names_other_hosts(const Variables& variables) {
   const auto address = variables("MASTER_ADDR");
   return variables("LOCKSTEP_RENDEZVOUS") || (address && !names_loopback(*address));
@@ -190,6 +189,8 @@ inline LaunchPlan plan_launch(int argc, const char* const* argv, const LaunchOpt
   const auto found = find_launched_rank(given, plan.rank_source);
   const Variables variables = with_launched_rank(given, found);
   const std::string flag = options.nproc_flag.empty() ? "LaunchOptions::nproc" : options.nproc_flag;
+  // How errors call `nproc`: by what has determined it.
+  std::string given_nproc = nproc ? detail::formatted("{} {}", flag, *nproc) : std::string();
   const auto gpus = options.gpus.empty() ? std::vector<int>{} : gpu_list(options.gpus);
   if (!gpus.empty()) plan.visible_devices = visible_devices_of(gpus, variables);
   plan.prefix = prefix_argument(argc, argv, options).value_or(options.prefix);
@@ -234,8 +235,14 @@ inline LaunchPlan plan_launch(int argc, const char* const* argv, const LaunchOpt
     return plan;
   }
   // A default, which RANK and WORLD_SIZE replace. The GPUs are as many as the user has named.
-  if (!nproc && options.nproc > 0 && !rank && !size) nproc = options.nproc;
-  if (!nproc && options.nproc == 0 && !gpus.empty()) nproc = static_cast<int>(gpus.size());
+  if (!nproc && options.nproc > 0 && !rank && !size) {
+    nproc = options.nproc;
+    given_nproc = detail::formatted("LaunchOptions::nproc = {}", *nproc);
+  }
+  if (!nproc && options.nproc == 0 && !gpus.empty()) {
+    nproc = static_cast<int>(gpus.size());
+    given_nproc = detail::formatted("the {} GPUs {}", *nproc, options.gpus);
+  }
   if (rank) {
     plan.nproc = nproc.value_or(1);
     if (plan.nproc == 1) {
@@ -243,15 +250,15 @@ inline LaunchPlan plan_launch(int argc, const char* const* argv, const LaunchOpt
       plan.worker = true;
       return plan;
     }
-    require_sane(plan.nproc, flag);
+    require_sane(plan.nproc, given_nproc);
     if (!size)
       throw UsageError(detail::formatted(
           "RANK={} is set but WORLD_SIZE is not: set WORLD_SIZE to the number of all ranks", *rank));
     if (*rank + plan.nproc > *size)
       throw UsageError(
-          detail::formatted("RANK={} is this host's first rank, and with {} {} its last is {}: WORLD_SIZE={} "
+          detail::formatted("RANK={} is this host's first rank, and with {} its last is {}: WORLD_SIZE={} "
                             "allows no rank above {}",
-                            *rank, flag, plan.nproc, *rank + plan.nproc - 1, *size, *size - 1));
+                            *rank, given_nproc, *rank + plan.nproc - 1, *size, *size - 1));
     plan.first = *rank;
     plan.size = *size;
     // Also if these are all ranks: a host that is started with another WORLD_SIZE is then refused.
@@ -262,20 +269,23 @@ inline LaunchPlan plan_launch(int argc, const char* const* argv, const LaunchOpt
     }
     return plan;
   }
-  // A run of its own on each host would be no error that anybody sees.
+  // Without RANK each host would train on its own, and no line would say so.
   if (size && *size > 1 && names_other_hosts(variables))
     throw UsageError(
         detail::formatted("WORLD_SIZE={} is set but RANK is not: set RANK to this process's number, 0 to {}, "
                           "or to the first of "
                           "this host's ranks with {}; for a run on this host alone unset WORLD_SIZE",
                           *size, *size - 1, flag));
-  if (!nproc) nproc = size ? *size : std::max(visible_gpus(), 0) > 0 ? visible_gpus() : 2;
+  if (!nproc) {
+    nproc = size ? *size : std::max(visible_gpus(), 0) > 0 ? visible_gpus() : 2;
+    given_nproc = size ? detail::formatted("WORLD_SIZE={}", *size) : std::string("one process per GPU");
+  }
   if (size && *size != *nproc)
-    throw UsageError(
-        detail::formatted("WORLD_SIZE={} contradicts {} {}: on one host leave WORLD_SIZE out, on several set "
-                          "RANK to this host's first rank",
-                          *size, flag, *nproc));
-  require_sane(*nproc, flag);
+    throw UsageError(detail::formatted(
+        "WORLD_SIZE={} contradicts {}: on one host leave WORLD_SIZE out, on several set RANK "
+        "to this host's first rank",
+        *size, given_nproc));
+  require_sane(*nproc, given_nproc);
   plan.nproc = plan.size = *nproc;
   plan.worker = plan.nproc == 1;
   return plan;

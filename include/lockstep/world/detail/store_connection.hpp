@@ -160,9 +160,9 @@ class StoreConnection {
         return {};
       case StoreGreeting::wrong_secret:
         throw RendezvousError(detail::formatted(
-            "the store at {} belongs to another run: it asks for another secret. Give all ranks "
-            "of a run one LOCKSTEP_STORE_SECRET and a port of their own",
-            name_));
+            "the store at {} belongs to another run, whose secret is another: give every run a port of its "
+            "own, and all ranks of a run the same LOCKSTEP_STORE_SECRET or none",
+            endpoint.text()));
       case StoreGreeting::wrong_version:
         break;
     }

@@ -52,6 +52,9 @@ struct FailureHooks {
 };
 LOCKSTEP_PROCESS_WIDE inline FailureHooks failure_hooks;
 
+/// Whether this process runs the function given to `spawn`.
+LOCKSTEP_PROCESS_WIDE inline std::atomic<bool> in_spawned_process{false};
+
 /// Returns the descriptor on which a supervising parent receives the failure report, -1 if there is none.
 LOCKSTEP_PROCESS_WIDE inline int report_descriptor() {
   static const int fd = [] {
@@ -102,7 +105,7 @@ LOCKSTEP_PROCESS_WIDE inline sem_t sigterm_came;
 }
 
 /// Reports a failure to the supervisor, the store, the user and torchrun. Sets `said` once the supervisor or
-/// the user has it.
+/// the user has it. Throws std::system_error if no thread can be started that writes the line for the user.
 inline void tell_failure(FailureReport& report, bool& said) {
   const int rank = process_rank.load();
   const std::time_t when = std::time(nullptr);
@@ -141,13 +144,14 @@ inline void tell_failure(FailureReport& report, bool& said) {
   const auto text = detail::formatted(
       "error: {}\n", rank < 0 ? report.text : headline(report, detail::formatted("rank {}", rank)));
   // Long enough for a thread to start on a host under load: without this line nobody knows what was wrong.
-  at_most(std::chrono::milliseconds(3000), [text, said_already] {
+  const LeavableThread writer([text, said_already] {
     std::cout.flush();
     std::fflush(stdout);
     if (!said_already) std::fwrite(text.data(), 1, text.size(), stderr);
     std::fflush(nullptr);
   });
-  said = true;
+  said = writer.ends_within(std::chrono::milliseconds(3000)) || !writer.cancel();
+  if (!said) return;
   // Later output of libraries is about connections that end, which no user can act on.
   const int nowhere = open("/dev/null", O_WRONLY | O_CLOEXEC);
   if (nowhere >= 0) dup2(nowhere, 2);
@@ -172,7 +176,7 @@ LOCKSTEP_PROCESS_WIDE [[noreturn]] inline void fail_process(FailureReport report
   bool said = false;
   try {
     tell_failure(report, said);
-  } catch (...) {  // out of memory, even for a thread: the code below allocates none
+  } catch (...) {  // no memory or no thread: the code below needs neither
   }
   if (!said) {
     const int supervisor = report_descriptor();

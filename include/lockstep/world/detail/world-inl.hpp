@@ -76,6 +76,8 @@ LOCKSTEP_INLINE World::World() : World(Environment{}) {}
 LOCKSTEP_INLINE World::World(Environment environment)
     : log(environment.rank), state_(std::make_shared<State>()) {
   state_->environment = std::move(environment);
+  if (auto& launcher = state_->environment.launcher; launcher.empty() && detail::in_spawned_process)
+    launcher = "spawn";
   detail::known_exception_text = [](const std::exception& error) {
     const auto* known = dynamic_cast<const c10::Error*>(&error);
     return known ? std::string(known->what_without_backtrace()) : std::string();
