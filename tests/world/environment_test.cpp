@@ -82,7 +82,7 @@ TEST_CASE("torchrun's variables are read") {
   CHECK(env.store_is_hosted);
   CHECK(env.store_outlives_attempts);
   CHECK(env.rendezvous == "tcp://node1:29500");
-  CHECK(env.rendezvous_origin == "MASTER_ADDR=node1, MASTER_PORT=29500");
+  CHECK(env.rendezvous_origin.text == "MASTER_ADDR=node1, MASTER_PORT=29500");
 }
 
 TEST_CASE("a rank by hand hosts the store itself") {
@@ -96,6 +96,17 @@ TEST_CASE("what contradicts itself is refused, by name and value") {
              ContainsSubstring("RANK=2 is out of range: with WORLD_SIZE=2 it must be in 0 to 1"));
   CHECK_THAT(refusal(with_master({{"RANK", "one"}, {"WORLD_SIZE", "2"}})),
              ContainsSubstring("RANK=one is not a whole number"));
+  CHECK_THAT(refusal({{"RANK", "0"}, {"WORLD_SIZE", "99999999999"}}),
+             ContainsSubstring("WORLD_SIZE=99999999999 is out of range: it must be in 1 to 2147483647"));
+  CHECK_THAT(refusal({{"RANK", "0"}, {"WORLD_SIZE", "2 "}}),
+             ContainsSubstring("WORLD_SIZE='2 ' is not a whole number"));
+  CHECK(refusal({{"LOCAL_RANK", "0"}}) == "LOCAL_RANK=0 is set but RANK is not: set both, or neither");
+  CHECK_THAT(refusal({{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"LOCKSTEP_RENDEZVOUS", "node1:29500"}}),
+             ContainsSubstring("LOCKSTEP_RENDEZVOUS=node1:29500 is neither tcp://HOST:PORT nor"));
+  CHECK_THAT(refusal({{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"OMPI_COMM_WORLD_RANK", "1"}}),
+             ContainsSubstring("; or unset RANK and WORLD_SIZE, for the rank of OMPI_COMM_WORLD_RANK=1"));
+  CHECK_THAT(plan_refusal({"--nproc", "2"}, with_master({{"RANK", "2147483647"}, {"WORLD_SIZE", "4"}})),
+             ContainsSubstring("its last is 2147483648"));
   CHECK_THAT(refusal(with_master({{"RANK", "1.5"}, {"WORLD_SIZE", "2"}})), ContainsSubstring("RANK=1.5"));
   CHECK_THAT(refusal(with_master({{"RANK", "-1"}, {"WORLD_SIZE", "2"}})), ContainsSubstring("RANK=-1"));
   CHECK_THAT(refusal({{"RANK", "0"}}), ContainsSubstring("WORLD_SIZE is not"));
@@ -143,7 +154,7 @@ TEST_CASE("a rendezvous is a tcp or file URL") {
     CHECK_THROWS_AS(lockstep::parse_rendezvous(bad), lockstep::UsageError);
   const auto env = read({{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"LOCKSTEP_RENDEZVOUS", "file:///tmp/x"}});
   CHECK(env.rendezvous == "file:///tmp/x");
-  CHECK(env.rendezvous_origin == "LOCKSTEP_RENDEZVOUS=file:///tmp/x");
+  CHECK(env.rendezvous_origin.text == "LOCKSTEP_RENDEZVOUS=file:///tmp/x");
 }
 
 TEST_CASE("launch starts as many processes as it is told") {
@@ -254,14 +265,14 @@ TEST_CASE("a process alone has no rendezvous, whatever address is exported") {
     const auto env = read(with_master(values));
     CHECK(env.size == 1);
     CHECK(env.rendezvous.empty());
-    CHECK(env.rendezvous_origin.empty());
+    CHECK(env.rendezvous_origin.text.empty());
   }
 }
 
 TEST_CASE("by hand all ranks of a run on one host meet at MASTER_ADDR, where another host is refused") {
   const auto all = plan({"--nproc", "2"}, with_master({{"RANK", "0"}, {"WORLD_SIZE", "2"}}));
   CHECK(all.rendezvous == "tcp://node1:29500");
-  CHECK(all.rendezvous_origin == "MASTER_ADDR=node1, MASTER_PORT=29500");
+  CHECK(all.rendezvous_origin.text == "MASTER_ADDR=node1, MASTER_PORT=29500");
 }
 
 TEST_CASE("on one host the world size is the number of processes") {

@@ -167,13 +167,14 @@ TEST_CASE("which launcher has started a process as its only rank, for the line a
   Values step{
       {"SLURM_JOB_ID", "12"}, {"SLURM_STEP_ID", "0"}, {"SLURM_PROCID", "0"}, {"SLURM_STEP_NUM_TASKS", "1"}};
   CHECK(launcher(step) == "srun SLURM_PROCID, SLURM_STEP_NUM_TASKS");
+  CHECK(launcher(changed(slurm, "WORLD_SIZE", "1")) ==
+        "srun WORLD_SIZE=1 in place of SLURM_STEP_NUM_TASKS=3");
   step.insert({{"PMI_RANK", "0"}, {"PMI_SIZE", "1"}});
   CHECK(launcher(step) == "srun SLURM_PROCID, SLURM_STEP_NUM_TASKS");
   CHECK(launcher({{"PMI_RANK", "0"}, {"PMI_SIZE", "1"}}) == "mpiexec PMI_RANK, PMI_SIZE");
   CHECK(launcher({{"OMPI_COMM_WORLD_RANK", "0"}, {"OMPI_COMM_WORLD_SIZE", "1"}}) ==
         "mpirun of Open MPI OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE");
   CHECK(launcher({{"SLURM_JOB_ID", "12"}, {"SLURM_PROCID", "0"}, {"SLURM_NTASKS", "1"}}) == " ");  // a script
-  CHECK(launcher(changed(slurm, "WORLD_SIZE", "1")) == " ");
 }
 
 TEST_CASE("task counts of Slurm") {
@@ -207,6 +208,14 @@ TEST_CASE("a step of Slurm") {
   CHECK_THAT(refusal(changed(slurm, "SLURM_PROCID", "two")),
              ContainsSubstring("SLURM_PROCID=two is not a whole number"));
   CHECK_THAT(refusal(changed(slurm, "SLURM_NODEID", "2")), ContainsSubstring("SLURM_NODEID=2"));
+  CHECK_THAT(refusal(changed(slurm, "SLURM_STEP_NODELIST", "n09")),
+             ContainsSubstring("SLURM_STEP_NODELIST=n09 (1 hosts) contradicts SLURM_STEP_TASKS_PER_NODE="));
+  // A script may set LOCAL_RANK for its own purposes: it does not hide the launcher's rank.
+  CHECK(lockstep::read_environment(variables(changed(slurm, "LOCAL_RANK", "0"))).rank == 2);
+  CHECK_THROWS_WITH(lockstep::read_environment(variables(changed(slurm, "LOCAL_RANK", "1"))),
+                    "LOCAL_RANK=1 contradicts SLURM_LOCALID=0 of srun: unset LOCAL_RANK");
+  CHECK_THROWS_WITH(lockstep::read_environment(variables(changed(slurm, "SLURM_STEP_NODELIST", ""))),
+                    ContainsSubstring("(SLURM_STEP_NODELIST is not set): set MASTER_ADDR"));
 }
 
 TEST_CASE("a batch script of Slurm is not a rank") {
@@ -281,7 +290,7 @@ TEST_CASE("the environment and the plan follow the launcher") {
   CHECK(environment.local_size == 1);
   CHECK(environment.launched);
   CHECK(environment.rendezvous == "tcp://n09:" + std::to_string(found(slurm)->master_port));
-  CHECK(environment.rendezvous_origin == "MASTER_ADDR from srun, MASTER_PORT from srun");
+  CHECK(environment.rendezvous_origin.text == "SLURM_STEP_NODELIST=n[09-10], MASTER_PORT from srun");
 
   Values addressed = slurm;
   addressed["MASTER_ADDR"] = "10.0.0.1";
@@ -481,7 +490,7 @@ TEST_CASE("which launcher assigned a rank, for the line about the run") {
 
 TEST_CASE("variables of a launcher that contradict each other are refused, by name and value") {
   CHECK_THAT(refusal(changed(slurm, "SLURM_LOCALID", "1")),
-             ContainsSubstring("SLURM_LOCALID=1 is out of range: with 1 ranks on this host "
+             ContainsSubstring("SLURM_LOCALID=1 is out of range: with 1 rank on this host "
                                "(SLURM_STEP_TASKS_PER_NODE) it must be in 0 to 0"));
   CHECK_THAT(refusal(changed(slurm, "SLURM_STEP_TASKS_PER_NODE", "2,x")),
              ContainsSubstring("SLURM_STEP_TASKS_PER_NODE=2,x cannot be parsed at 'x'"));
@@ -515,21 +524,24 @@ TEST_CASE("MASTER_ADDR alone replaces the node list of Slurm") {
   unparsable["MASTER_ADDR"] = "n09";
   const auto environment = lockstep::read_environment(variables(unparsable));
   CHECK(environment.rendezvous == lockstep::read_environment(variables(slurm)).rendezvous);
-  CHECK(environment.rendezvous_origin == "MASTER_ADDR=n09, MASTER_PORT from srun");
+  CHECK(environment.rendezvous_origin.text == "MASTER_ADDR=n09, MASTER_PORT from srun");
 }
 
 TEST_CASE("each rank of a launcher gets its share of the cores that the launcher has") {
   using lockstep::detail::thread_share;
-  CHECK(thread_share(16, 16, 4) == 4);  // unbound
-  CHECK(thread_share(4, 16, 4) == 4);   // each bound to its own cores
-  CHECK(thread_share(16, 32, 8) == 4);  // each bound to one of two sockets
-  CHECK(thread_share(1, 16, 4) == 1);   // each bound to one core
-  CHECK(thread_share(2, 2, 3) == 1);
-  CHECK(thread_share(2, 0, 0) == 1);
+  CHECK(thread_share(16, 16, 4).threads == 4);  // unbound
+  CHECK(thread_share(4, 16, 4).threads == 4);   // each bound to its own cores
+  CHECK(thread_share(4, 16, 4).source == lockstep::detail::share_of_cores);
+  CHECK(thread_share(16, 32, 8).threads == 4);  // each bound to one of two sockets
+  CHECK(thread_share(1, 16, 4).threads == 1);   // each bound to one core, which leaves it fewer
+  CHECK(thread_share(1, 16, 4).source == lockstep::detail::cores_of_rank);
+  CHECK(thread_share(2, 2, 3).threads == 1);
+  CHECK(thread_share(2, 0, 0).threads == 1);
 
   const auto threads = [](Values values) {
     const auto environment = lockstep::read_environment(variables(values));
-    return lockstep::detail::launched_threads(environment, variables(values));
+    const auto share = lockstep::detail::launched_threads(environment, variables(values));
+    return share ? std::optional(share->threads) : std::nullopt;
   };
   Values step = slurm;  // one of the step's tasks on this host
   step["SLURM_CPUS_ON_NODE"] = "1";

@@ -130,12 +130,26 @@ TEST_CASE("a name of the master host that nobody knows ends both hosts within 10
     CHECK_THAT(error, ContainsSubstring(fmt::format("the name 'nodeX' of the master host (MASTER_ADDR=nodeX, "
                                                     "MASTER_PORT={}) cannot be resolved on node{} (",
                                                     port, command < 2 ? "A" : "B")));
-    CHECK(error.ends_with("): check its spelling, or use the address\n"));
+    CHECK(error.ends_with("): check its spelling, or set MASTER_ADDR to its address\n"));
     CHECK(count(error, "\n") == 1);
   }
 }
 
 TEST_CASE("hosts that disagree on the world size are both told within 10 s") {
+  {  // a number that the second host can refuse by itself
+    Hosts on;
+    if (!on.there()) return;
+    on.start("A", rank_at("10.177.0.1", 0, 3));
+    on.start("B", rank_at("10.177.0.1", 2, 2));
+    const auto codes = on.ranks.wait(60s);
+    CHECK(std::chrono::steady_clock::now() - on.begin < 10s);
+    CHECK(codes == std::vector<int>{1, 2});
+    INFO(on.ranks[0].error() << on.ranks[1].error());
+    const std::string fault = "RANK=2 is out of range: with WORLD_SIZE=2 it must be in 0 to 1\n";
+    CHECK(on.ranks[1].error() == "error: " + fault);
+    CHECK_THAT(on.ranks[0].error(),
+               ContainsSubstring("nodeB pid ") && ContainsSubstring(" cannot join: " + fault));
+  }
   {
     Hosts on;
     if (!on.there()) return;

@@ -18,6 +18,14 @@ using Variables = std::function<std::optional<std::string>(const char*)>;
 /// Looks up a variable of this process's environment. Returns std::nullopt if it is unset or empty.
 std::optional<std::string> process_variable(const char* name);
 
+/// What determines the address of a rendezvous, and how to change it, for messages.
+struct RendezvousOrigin {
+  /// As "MASTER_ADDR=a, MASTER_PORT from srun". Empty if it is unknown.
+  std::string text = {};
+  /// The beginnings of the remedies for a wrong host and a wrong port.
+  std::string set_host = "set MASTER_ADDR to", set_port = "set MASTER_PORT to";
+};
+
 /// A process's place in the run, as a launcher assigned it.
 struct LaunchedRank {
   /// The launcher's name, such as "srun".
@@ -30,6 +38,8 @@ struct LaunchedRank {
   std::string master_addr = {};
   /// The port of `master_addr`.
   int master_port = 0;
+  /// The name of the variable that determines `master_addr`, for messages.
+  std::string address_variable = {};
   /// The names of the variables that hold rank and size, as "A, B". The nearest ancestor process without the
   /// first one is the launcher's.
   std::string variables = {};
@@ -88,8 +98,8 @@ struct Environment {
   int local_size = 1;
   /// The rendezvous: `tcp://host:port` or `file:///path`. Empty if the process is alone.
   std::string rendezvous;
-  /// What determines `rendezvous`, for messages, as "MASTER_ADDR=a, MASTER_PORT from srun".
-  std::string rendezvous_origin;
+  /// What determines `rendezvous`.
+  RendezvousOrigin rendezvous_origin;
   /// Whether a launcher hosts the store at `rendezvous`, so that rank 0 is a client like every other rank.
   bool store_is_hosted = false;
   /// Whether torchrun owns that store, which may then hold keys of an earlier attempt.
@@ -140,6 +150,9 @@ std::optional<int> timeout_variable(const Variables& variables);
 /// Throws UsageError if it is below 1.
 std::optional<int> heartbeat_timeout_variable(const Variables& variables);
 
+/// Throws UsageError if LOCKSTEP_LOG_LEVEL is no level.
+void require_level(const Variables& variables);
+
 /// Returns whether `host` names the loopback explicitly (127.0.0.1, ::1, localhost): it leads each host to
 /// itself.
 bool names_loopback(std::string_view host);
@@ -156,19 +169,21 @@ struct FoundRank : LaunchedRank {
 
 /// Returns what determines rendezvous_url(with_launched_rank(given, found)), see
 /// Environment::rendezvous_origin.
-std::string rendezvous_origin(const Variables& given, const std::optional<FoundRank>& found);
+RendezvousOrigin rendezvous_origin(const Variables& given, const std::optional<FoundRank>& found);
 
-/// Returns the secret of processes that meet at `url`: LOCKSTEP_STORE_SECRET; if it is unset and the processes
-/// of one `spawn` meet on this host, the random one of that call.
-std::string store_secret(const std::string& url, const Variables& variables);
+/// Returns the secret of the store at `url`: LOCKSTEP_STORE_SECRET; else, where the processes of one `spawn`
+/// rendezvous at a loopback address, the random one of that call; else one that follows from LaunchedRank::run
+/// of `found`, if it has one.
+std::string store_secret(const std::string& url, const Variables& variables,
+                         const std::optional<FoundRank>& found = std::nullopt);
 
 /// Returns `variables` without Slurm's job in a batch script, which is no rank itself: a number of processes
 /// that the program gives is for the script's host alone.
 Variables without_batch_job(const Variables& variables);
 
-/// Returns the place that `source` finds, std::nullopt if RANK or LOCAL_RANK is set or WORLD_SIZE is 1:
-/// torchrun's variables win. Throws UsageError if WORLD_SIZE contradicts the launcher, if `source` fails or
-/// if the place is out of range.
+/// Returns the place that `source` finds, std::nullopt if RANK is set or WORLD_SIZE is 1: torchrun's variables
+/// win. Throws UsageError if WORLD_SIZE or LOCAL_RANK contradicts the launcher, if `source` fails or if the
+/// place is out of range.
 std::optional<FoundRank> find_launched_rank(const Variables& variables, const AnyRankSource& source);
 
 /// Returns `variables` with torchrun's names for the place `found`, unchanged if there is none. Throws
@@ -198,14 +213,15 @@ struct RendezvousUrl {
   std::string path;  ///< of file://
 };
 
-/// Parses a rendezvous URL. Throws UsageError if `url` is neither `tcp://host:port` nor `file:///path`.
-RendezvousUrl parse_rendezvous(const std::string& url);
+/// Parses a rendezvous URL. Throws UsageError if `url` is neither `tcp://host:port` nor `file:///path`; the
+/// error names the variable `name` that holds it.
+RendezvousUrl parse_rendezvous(const std::string& url, std::string_view name = {});
 
 /// Returns LOCKSTEP_STORE_SECRET, empty if unset. Throws UsageError if it exceeds 256 characters.
 std::string read_store_secret(const Variables& variables = process_variable);
 
 /// Reads RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT (or
-/// LOCKSTEP_RENDEZVOUS). If neither RANK nor LOCAL_RANK is set, takes the place that `source` finds. Throws
+/// LOCKSTEP_RENDEZVOUS). If RANK is not set, takes the place that `source` finds. Throws
 /// UsageError that names the variable, its value and a remedy.
 Environment read_environment(const Variables& variables = process_variable,
                              const AnyRankSource& source = launched_rank);

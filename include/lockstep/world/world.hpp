@@ -190,7 +190,7 @@ class World {
   // `given` overrides the rendezvous timeout when only a failure is reported.
   const detail::Rendezvous& rendezvous_within(std::optional<std::chrono::milliseconds> given) const;
 
-  // Returns a function that logs what this rank waits for, after 10 s and then every minute. It logs only on
+  // Returns a function that logs what this rank waits for, after 5 s and then every minute. It logs only on
   // local rank 0; without LOCAL_RANK that is every rank.
   [[nodiscard]] std::function<void(const std::string&)> waiting_notice(
       std::chrono::milliseconds timeout) const;

@@ -16,6 +16,7 @@
 #include "lockstep/detail/fnv1a.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
+#include "lockstep/log/log.hpp"
 #include "lockstep/world/detail/launcher_process.hpp"
 #include "lockstep/world/detail/report.hpp"
 #include "lockstep/world/environment.hpp"
@@ -44,9 +45,17 @@ LOCKSTEP_INLINE std::optional<int> integer_variable(const Variables& variables, 
   const auto text = variables(name);
   if (!text) return std::nullopt;
   const auto value = whole_number(*text);
-  if (!value)
-    throw UsageError(
-        detail::formatted("{}={} is not a whole number. Set it to one, or unset it", name, *text));
+  if (!value) {
+    const bool negative = text->front() == '-';
+    const bool digits = text->size() > (negative ? 1 : 0) &&
+                        text->find_first_not_of("0123456789", negative ? 1 : 0) == std::string::npos;
+    const bool blank = text->find_first_of(" \t\r\n") != std::string::npos;  // visible in quotes alone
+    if (digits)
+      throw UsageError(
+          detail::formatted("{}={} is out of range: it must be in {} to {}", name, *text, least, most));
+    throw UsageError(detail::formatted("{}={}{}{} is not a whole number. Set it to one, or unset it", name,
+                                       blank ? "'" : "", *text, blank ? "'" : ""));
+  }
   if (*value < least || *value > most)
     throw UsageError(
         most == 2147483647
@@ -68,35 +77,56 @@ LOCKSTEP_INLINE std::string rendezvous_url(const Variables& variables, bool need
   const auto address = variables("MASTER_ADDR");
   const auto port = integer_variable(variables, "MASTER_PORT", 1, 65535);
   if (address && port) return detail::formatted("tcp://{}:{}", *address, *port);
-  if (needed)
-    throw UsageError(detail::formatted(
-        "{} is not set: the ranks need the address of their rendezvous. Set MASTER_ADDR to the host of "
-        "rank 0 and MASTER_PORT "
-        "to a free port there, the same on every rank",
-        address ? "MASTER_PORT" : "MASTER_ADDR"));
-  return {};
+  if (!needed) return {};
+  // RANK may be left from another run, and hides the launcher's rank.
+  std::string launched;
+  for (const char* name : {"OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"})
+    if (const auto rank = variables(name); rank && launched.empty())
+      launched = detail::formatted("; or unset RANK and WORLD_SIZE, for the rank of {}={}", name, *rank);
+  throw UsageError(detail::formatted(
+      "{} is not set: the ranks need the address of their rendezvous. Set MASTER_ADDR to the host of rank 0 "
+      "and MASTER_PORT to a free port there, the same on every rank{}",
+      address ? "MASTER_PORT" : "MASTER_ADDR", launched));
 }
 
-LOCKSTEP_INLINE std::string rendezvous_origin(const Variables& given, const std::optional<FoundRank>& found) {
-  if (const auto url = given("LOCKSTEP_RENDEZVOUS")) return "LOCKSTEP_RENDEZVOUS=" + *url;
-  std::string text;
+LOCKSTEP_INLINE RendezvousOrigin rendezvous_origin(const Variables& given,
+                                                   const std::optional<FoundRank>& found) {
+  if (const auto url = given("LOCKSTEP_RENDEZVOUS"))
+    return {"LOCKSTEP_RENDEZVOUS=" + *url, "set the host of LOCKSTEP_RENDEZVOUS to",
+            "set the port of LOCKSTEP_RENDEZVOUS to"};
+  RendezvousOrigin origin;
+  const auto add = [&](const std::string& part) { origin.text += (origin.text.empty() ? "" : ", ") + part; };
   for (const char* name : {"MASTER_ADDR", "MASTER_PORT"}) {
-    const auto value = given(name);
-    if (!value && !found) continue;
-    text += detail::formatted("{}{}{}{}", text.empty() ? "" : ", ", name, value ? "=" : " from ",
-                              value ? *value : found->launcher);
+    const bool address = std::string_view(name) == "MASTER_ADDR";
+    if (const auto value = given(name))
+      add(detail::formatted("{}={}", name, *value));
+    else if (found && address && !found->address_variable.empty())
+      add(detail::formatted("{}={}", found->address_variable,
+                            given(found->address_variable.c_str()).value_or("")));
+    else if (found)
+      add(detail::formatted("{} from {}", name, found->launcher));
   }
-  return text;
+  return origin;
+}
+
+LOCKSTEP_INLINE void require_level(const Variables& variables) {
+  const auto name = variables("LOCKSTEP_LOG_LEVEL");
+  if (name && !level_named(*name))
+    throw UsageError(
+        detail::formatted("LOCKSTEP_LOG_LEVEL={} is no level: give debug, info, warning or error", *name));
 }
 
 LOCKSTEP_INLINE bool names_loopback(std::string_view host) {
   return host == "localhost" || host == "::1" || host.starts_with("127.") || host.starts_with("::ffff:127.");
 }
 
-LOCKSTEP_INLINE std::string store_secret(const std::string& url, const Variables& variables) {
+LOCKSTEP_INLINE std::string store_secret(const std::string& url, const Variables& variables,
+                                         const std::optional<FoundRank>& found) {
   auto secret = read_store_secret(variables);
   if (secret.empty() && !url.empty() && names_loopback(parse_rendezvous(url).host))
     secret = variables("LOCKSTEP_SPAWN_SECRET").value_or("");
+  if (secret.empty() && found && !found->run.empty())
+    secret = detail::formatted("run {}", fnv1a(found->launcher + " " + found->run));
   return secret;
 }
 
@@ -125,8 +155,8 @@ inline int companion_variable(const Variables& variables, const char* name, int 
   throw missing_companion(variables, name, because);
 }
 
-/// Throws UsageError if a launcher's variable `size` tells of several ranks and `name`, which the launcher
-/// sets beside it, is not set: each process would take itself for alone.
+/// Throws UsageError if a launcher's variable `size` is above 1 and `name`, which the launcher sets beside it, is
+/// not set: without it each process would train alone.
 inline void require_beside(const Variables& variables, const char* name, const char* size) {
   if (!variables(name) && integer_variable(variables, size, 1).value_or(1) > 1)
     throw missing_companion(variables, name, size);
@@ -156,10 +186,10 @@ inline void require_local_place(const LaunchedRank& found, const char* local_ran
                           local_size, *found.local_size, found.size, found.variables));
   const int ranks = found.local_size.value_or(found.size);
   if (found.local_rank && *found.local_rank >= ranks)
-    throw UsageError(
-        detail::formatted("{}={} is out of range: with {} ranks on this host ({}) it must be in 0 to "
-                          "{}. Pass the launcher's whole environment on, or unset {}",
-                          local_rank, *found.local_rank, ranks, local_size, ranks - 1, local_rank));
+    throw UsageError(detail::formatted(
+        "{}={} is out of range: with {} rank{} on this host ({}) it must be in 0 to "
+        "{}. Pass the launcher's whole environment on, or unset {}",
+        local_rank, *found.local_rank, ranks, ranks == 1 ? "" : "s", local_size, ranks - 1, local_rank));
   if (found.local_rank && *found.local_rank > found.rank)
     throw UsageError(detail::formatted(
         "{}={} contradicts {}={}: a rank on this host cannot be smaller than its number "
@@ -291,8 +321,14 @@ inline std::optional<FoundRank> place_from(const AnyRankSource& source, const Va
 LOCKSTEP_INLINE std::optional<FoundRank> find_launched_rank(const Variables& variables,
                                                             const AnyRankSource& source) {
   const auto size = integer_variable(variables, "WORLD_SIZE", 1);
-  if (size == 1 || variables("RANK") || variables("LOCAL_RANK") || !source) return std::nullopt;
+  if (size == 1 || variables("RANK") || !source) return std::nullopt;
   auto found = place_from(source, variables);
+  const auto local_rank = integer_variable(variables, "LOCAL_RANK", 0);
+  if (found && local_rank && found->local_rank && *local_rank != *found->local_rank)
+    throw UsageError(
+        detail::formatted("LOCAL_RANK={} contradicts {}={} of {}: unset LOCAL_RANK", *local_rank,
+                          found->local_variable.empty() ? "the local rank" : found->local_variable,
+                          *found->local_rank, found->launcher));
   if (found && size && *size != found->size)
     throw UsageError(
         detail::formatted("WORLD_SIZE={} contradicts {}, which has started {} processes: unset WORLD_SIZE",
@@ -314,10 +350,12 @@ LOCKSTEP_INLINE Variables with_launched_rank(const Variables& variables,
     known["MASTER_PORT"] = std::to_string(found->master_port);
   } else if (found->size > 1 && !variables("LOCKSTEP_RENDEZVOUS") &&
              !(variables("MASTER_ADDR") && variables("MASTER_PORT"))) {
+    const bool one_host = found->local_size.value_or(found->size) == found->size;
     throw UsageError(detail::formatted(
-        "{} has started ranks{} and names no address for their rendezvous: set MASTER_ADDR "
+        "{} has started ranks{} and names no address for their rendezvous{}: set MASTER_ADDR "
         "to the host of rank 0 and MASTER_PORT to a free port there, on every rank{}",
-        found->launcher, found->local_size ? " on several hosts" : "",
+        found->launcher, one_host ? "" : " on several hosts",
+        found->launcher == "srun" ? " (SLURM_STEP_NODELIST is not set)" : "",
         found->launcher == "mpirun of Open MPI" ? " (mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500)"
         : found->launcher == "mpiexec"          ? " (mpiexec -genv MASTER_ADDR HOST -genv MASTER_PORT 29500)"
                                                 : ""));
@@ -377,7 +415,7 @@ LOCKSTEP_INLINE std::vector<int> expand_task_counts(std::string_view text) {
 
 namespace lockstep {
 
-LOCKSTEP_INLINE RendezvousUrl parse_rendezvous(const std::string& url) {
+LOCKSTEP_INLINE RendezvousUrl parse_rendezvous(const std::string& url, std::string_view name) {
   RendezvousUrl parsed;
   if (url.starts_with("file:///") && url.size() > 8) {
     parsed.path = url.substr(7);
@@ -396,8 +434,8 @@ LOCKSTEP_INLINE RendezvousUrl parse_rendezvous(const std::string& url) {
     }
   }
   throw UsageError(detail::formatted(
-      "the rendezvous '{}' is neither tcp://HOST:PORT nor file:///ABSOLUTE/PATH: write it as one of them",
-      url));
+      "{} is neither tcp://HOST:PORT nor file:///ABSOLUTE/PATH: write it as one of them",
+      name.empty() ? detail::formatted("the rendezvous '{}'", url) : detail::formatted("{}={}", name, url)));
 }
 
 LOCKSTEP_INLINE std::string read_store_secret(const Variables& variables) {
@@ -432,7 +470,8 @@ LOCKSTEP_INLINE std::optional<LaunchedRank> rank_of_slurm(const Variables& varia
   detail::require_below(variables, "SLURM_PROCID", found.rank, "SLURM_STEP_NUM_TASKS", found.size);
   found.local_rank = detail::integer_variable(variables, "SLURM_LOCALID", 0);
   const auto node = detail::integer_variable(variables, "SLURM_NODEID", 0);
-  if (const auto counts = variables("SLURM_STEP_TASKS_PER_NODE"); counts && node) {
+  const auto counts = variables("SLURM_STEP_TASKS_PER_NODE");
+  if (counts && node) {
     const auto tasks = detail::expand_task_counts(*counts);
     if (static_cast<std::size_t>(*node) >= tasks.size())
       throw UsageError(detail::formatted(
@@ -460,10 +499,20 @@ LOCKSTEP_INLINE std::optional<LaunchedRank> rank_of_slurm(const Variables& varia
   found.run = *job + "." + *step;
   found.master_port = detail::port_of(found.run);
   // The job's list, SLURM_JOB_NODELIST, may begin with a host that this step does not use.
-  if (const auto given = variables("MASTER_ADDR"))
+  if (const auto given = variables("MASTER_ADDR")) {
     found.master_addr = *given;
-  else if (const auto nodes = variables("SLURM_STEP_NODELIST"); nodes && !variables("LOCKSTEP_RENDEZVOUS"))
-    found.master_addr = detail::expand_node_list(*nodes).front();
+  } else if (const auto nodes = variables("SLURM_STEP_NODELIST");
+             nodes && !variables("LOCKSTEP_RENDEZVOUS")) {
+    const auto hosts = detail::expand_node_list(*nodes);
+    if (counts && detail::expand_task_counts(*counts).size() != hosts.size())
+      throw UsageError(
+          detail::formatted("SLURM_STEP_NODELIST={} ({} hosts) contradicts SLURM_STEP_TASKS_PER_NODE={} ({} "
+                            "hosts): pass srun's "
+                            "whole environment on, or set MASTER_ADDR to the host of rank 0",
+                            *nodes, hosts.size(), *counts, detail::expand_task_counts(*counts).size()));
+    found.master_addr = hosts.front();
+    found.address_variable = "SLURM_STEP_NODELIST";
+  }
   return found;
 }
 
@@ -523,8 +572,8 @@ LOCKSTEP_INLINE std::optional<LaunchedRank> launched_rank(const Variables& varia
 
 namespace lockstep::detail {
 
-/// Returns the launcher that has started this process as the only rank, and the names of its variables for
-/// rank and size; empty names if none has.
+/// Returns the launcher of a process that is alone because the launcher has started one, or because WORLD_SIZE=1
+/// replaces its number of ranks, and the names of the variables for rank and size; empty names if there is none.
 inline std::pair<std::string, std::string> launcher_of_one(const Variables& variables) {
   const bool step = variables("SLURM_STEP_ID") && !variables("MPI_LOCALRANKID");  // see rank_of_pmi
   struct Known {
@@ -536,8 +585,10 @@ inline std::pair<std::string, std::string> launcher_of_one(const Variables& vari
         Known{"mpirun of Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", true},
         Known{"mpiexec", "PMI_RANK", "PMI_SIZE", !step},
         Known{"srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", variables("SLURM_STEP_ID").has_value()}})
-    if (possible && variables(rank) && variables(size) == "1")
-      return {launcher, detail::formatted("{}, {}", rank, size)};
+    if (const auto number = variables(size);
+        possible && number && variables(rank) && (*number == "1" || variables("WORLD_SIZE") == "1"))
+      return {launcher, *number == "1" ? detail::formatted("{}, {}", rank, size)
+                                       : detail::formatted("WORLD_SIZE=1 in place of {}={}", size, *number)};
   return {};
 }
 
@@ -560,6 +611,9 @@ LOCKSTEP_INLINE Environment read_environment(const Variables& given, const AnyRa
     throw UsageError(
         detail::formatted("WORLD_SIZE={} is set but RANK is not: set RANK to this process's number, 0 to {}",
                           *size, *size - 1));
+  if (!rank && local_rank)
+    throw UsageError(
+        detail::formatted("LOCAL_RANK={} is set but RANK is not: set both, or neither", *local_rank));
   env.rank = rank.value_or(0);
   env.size = size.value_or(1);
   if (env.rank >= env.size)
@@ -590,12 +644,10 @@ LOCKSTEP_INLINE Environment read_environment(const Variables& given, const AnyRa
   // A process alone opens no port and looks up no name, whatever address is exported.
   if (env.size > 1) {
     env.rendezvous = detail::rendezvous_url(variables, true);
-    parse_rendezvous(env.rendezvous);
+    parse_rendezvous(env.rendezvous, "LOCKSTEP_RENDEZVOUS");
     env.rendezvous_origin = detail::rendezvous_origin(given, found);
   }
-  env.store_secret = detail::store_secret(env.rendezvous, variables);
-  if (env.store_secret.empty() && found && !found->run.empty())
-    env.store_secret = detail::formatted("run {}", detail::fnv1a(found->launcher + " " + found->run));
+  env.store_secret = detail::store_secret(env.rendezvous, variables, found);
   const auto agent = variables("TORCHELASTIC_USE_AGENT_STORE");
   env.store_outlives_attempts = agent == "True" || agent == "1";
   env.store_is_hosted = env.store_outlives_attempts || variables("LOCKSTEP_STORE_IS_HOSTED").has_value();

@@ -122,6 +122,8 @@ LOCKSTEP_INLINE int launch_ranks(int argc, const char* const* argv,
     plan = plan_launch(argc, argv, options);
     if (!plan.worker) return launch_here(plan, argc, argv, options);
   } catch (const Error& error) {
+    if (dynamic_cast<const UsageError*>(&error) != nullptr)
+      tell_waiting_ranks(error.what(), options.rank_source);
     fail_process(describe(std::current_exception()));
   }
   std::setvbuf(stdout, nullptr, _IOLBF, BUFSIZ);  // a killed rank must not lose its last lines
@@ -217,7 +219,7 @@ LOCKSTEP_INLINE void spawn_processes(int nproc, const std::function<void(int ran
       job.environment.push_back(detail::formatted("OMP_NUM_THREADS={}", std::max(1, usable_cores() / nproc)));
     options.jobs.push_back(std::move(job));
   }
-  RankFailure failure;
+  RankFailure failure{};
   options.failed = [&](const RankFailure& first) { failure = first; };
   const int code = Supervisor(std::move(options)).run();
   if (code == 0) return;

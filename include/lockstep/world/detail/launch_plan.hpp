@@ -13,7 +13,6 @@
 
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
-#include "lockstep/log/log.hpp"
 #include "lockstep/world/detail/cpu_affinity.hpp"
 #include "lockstep/world/detail/gpus.hpp"
 #include "lockstep/world/detail/supervisor.hpp"
@@ -140,10 +139,10 @@ struct LaunchPlan {
   int first = 0;
   int size = 1;
   Prefix prefix = Prefix::automatic;
-  std::string rendezvous;         ///< across hosts; empty if all ranks are on this host
-  std::string rendezvous_origin;  ///< see Environment::rendezvous_origin
-  std::string visible_devices;    ///< CUDA_VISIBLE_DEVICES of the ranks; empty: unchanged
-  std::optional<int> timeout;     ///< of collectives, in seconds: LOCKSTEP_TIMEOUT of the ranks
+  std::string rendezvous;  ///< across hosts; empty if all ranks are on this host
+  RendezvousOrigin rendezvous_origin;
+  std::string visible_devices;  ///< CUDA_VISIBLE_DEVICES of the ranks; empty: unchanged
+  std::optional<int> timeout;   ///< of collectives, in seconds: LOCKSTEP_TIMEOUT of the ranks
 };
 
 /// Throws UsageError for more processes than this host can use: they would exhaust its memory before they
@@ -154,14 +153,6 @@ inline void require_sane(int nproc, const std::string& given) {
     throw UsageError(
         detail::formatted("{} is more than {} processes for each of the {} cores here: start fewer", given,
                           for_each_core, cores));
-}
-
-/// Throws UsageError for an unknown log level.
-inline void require_level(const Variables& variables) {
-  const auto name = variables("LOCKSTEP_LOG_LEVEL");
-  if (name && !level_named(*name))
-    throw UsageError(
-        detail::formatted("LOCKSTEP_LOG_LEVEL={} is no level: give debug, info, warning or error", *name));
 }
 
 /// Returns whether the environment names an address at which ranks of several hosts can meet. A loopback
@@ -201,9 +192,6 @@ inline LaunchPlan plan_launch(int argc, const char* const* argv, const LaunchOpt
   const auto local_rank = integer_variable(variables, "LOCAL_RANK", 0);
   integer_variable(variables, "LOCAL_WORLD_SIZE", 1);
   require_level(variables);
-  if (local_rank && !rank)
-    throw UsageError(
-        detail::formatted("LOCAL_RANK={} is set but RANK is not: set both, or neither", *local_rank));
   if (local_rank) {
     const auto env = read_environment(variables);
     if (nproc && env.expected_local_rank)
@@ -228,9 +216,9 @@ inline LaunchPlan plan_launch(int argc, const char* const* argv, const LaunchOpt
   }
   if (rank && !given("RANK")) {  // a launcher that assigns no local ranks
     if (nproc)
-      throw UsageError(
-          detail::formatted("{} {}: the launcher has already started this host's processes, so leave {} out",
-                            flag, *nproc, flag));
+      throw UsageError(detail::formatted(
+          "{} {} contradicts {}, which has started this process{}: leave {} out", flag, *nproc,
+          found->launcher, found->variables.empty() ? "" : " (" + found->variables + ")", flag));
     plan.worker = true;
     return plan;
   }
@@ -254,18 +242,18 @@ inline LaunchPlan plan_launch(int argc, const char* const* argv, const LaunchOpt
     if (!size)
       throw UsageError(detail::formatted(
           "RANK={} is set but WORLD_SIZE is not: set WORLD_SIZE to the number of all ranks", *rank));
-    if (*rank + plan.nproc > *size)
+    if (std::int64_t{*rank} + plan.nproc > *size)
       throw UsageError(
           detail::formatted("RANK={} is this host's first rank, and with {} its last is {}: WORLD_SIZE={} "
                             "allows no rank above {}",
-                            *rank, given_nproc, *rank + plan.nproc - 1, *size, *size - 1));
+                            *rank, given_nproc, std::int64_t{*rank} + plan.nproc - 1, *size, *size - 1));
     plan.first = *rank;
     plan.size = *size;
     // Also if these are all ranks: a host that is started with another WORLD_SIZE is then refused.
     plan.rendezvous = rendezvous_url(variables, plan.nproc < plan.size);
     if (!plan.rendezvous.empty()) {
       plan.rendezvous_origin = rendezvous_origin(given, std::nullopt);
-      parse_rendezvous(plan.rendezvous);
+      parse_rendezvous(plan.rendezvous, "LOCKSTEP_RENDEZVOUS");
     }
     return plan;
   }

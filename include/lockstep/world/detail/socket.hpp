@@ -160,15 +160,17 @@ inline Resolved resolve_within(const std::string& host, int port, std::chrono::m
 }
 
 /// Throws RendezvousError for the name of a master host that resolve_within has not resolved. `origin`: what
-/// determines the name, see Environment::rendezvous_origin.
-[[noreturn]] inline void throw_unresolved(const std::string& host, int status, const std::string& origin) {
+/// determines the name.
+[[noreturn]] inline void throw_unresolved(const std::string& host, int status,
+                                          const RendezvousOrigin& origin) {
   throw RendezvousError(detail::formatted(
-      "the name '{}' of the master host{} cannot be resolved on {} ({}): check its spelling, "
-      "or use the address",
-      host, origin.empty() ? "" : " (" + origin + ")", host_name(),
+      "the name '{}' of the master host{} cannot be resolved on {} ({}): check its spelling, or {} its "
+      "address",
+      host, origin.text.empty() ? "" : " (" + origin.text + ")", host_name(),
       status == EAI_AGAIN
           ? detail::formatted("no name server answers within {} s", lookup_timeout.count() / 1000)
-          : std::string(gai_strerror(status))));
+          : std::string(gai_strerror(status)),
+      origin.set_host));
 }
 
 /// Returns whether an interface of this host has this address.
@@ -201,7 +203,7 @@ struct BindChoice {
   std::vector<SocketAddress> address;  // one or none
   bool host_is_elsewhere = false;
 };
-inline BindChoice choose_bind(const std::string& host, int port, const std::string& origin = {}) {
+inline BindChoice choose_bind(const std::string& host, int port, const RendezvousOrigin& origin = {}) {
   if (host.empty()) return {};
   const auto found = resolve_within(host, port, lookup_timeout);
   if (found.status != 0 && host != host_name()) throw_unresolved(host, found.status, origin);
@@ -226,20 +228,18 @@ struct PortInUse : RendezvousError {
 
 /// Listens on `port` (0: any free port) for clients of `host`, see choose_bind; on all interfaces if `host`
 /// is empty. Throws PortInUse, or another RendezvousError, which name the port.
-inline Listener listen_on(const std::string& host, int port, const std::string& origin = {}) {
-  const char* remedy = origin.starts_with("the URL")               ? "give World::join"
-                       : origin.starts_with("LOCKSTEP_RENDEZVOUS") ? "set the port of LOCKSTEP_RENDEZVOUS to"
-                                                                   : "set MASTER_PORT to";
+inline Listener listen_on(const std::string& host, int port, const RendezvousOrigin& origin = {}) {
   const auto fail = [&](const char* what) -> Listener {
     const int reason = errno;
     if (reason == EADDRINUSE)
       throw PortInUse(detail::formatted(
           "port {} is already in use on this host (`ss -ltnp 'sport = :{}'` shows by whom): "
           "{} a free one on every rank",
-          port, port, remedy));
+          port, port, origin.set_port));
     if (reason == EACCES)
-      throw RendezvousError(detail::formatted(
-          "cannot {} port {}: permission denied: {} one above 1023 on every rank", what, port, remedy));
+      throw RendezvousError(
+          detail::formatted("cannot {} port {}: permission denied: {} one above 1023 on every rank", what,
+                            port, origin.set_port));
     throw RendezvousError(detail::formatted("cannot {} port {}: {}", what, port, std::strerror(reason)));
   };
   const auto choice = choose_bind(host, port, origin);
@@ -317,7 +317,7 @@ struct ConnectAttempt {
 /// resolved.
 inline ConnectAttempt try_connect(const std::string& host, int port,
                                   std::chrono::steady_clock::time_point until,
-                                  const std::string& origin = {}) {
+                                  const RendezvousOrigin& origin = {}) {
   const auto found = resolve_within(host, port, lookup_timeout);
   if (found.status != 0) throw_unresolved(host, found.status, origin);
   ConnectAttempt attempt;

@@ -353,7 +353,11 @@ inline Rendezvous rendezvous_through_board(const StoreEndpoint& board_endpoint, 
 /// minutes.
 inline StorePtr open_file_store(const std::string& path, int size) {
   if (!Descriptor(::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0644)).open())
-    throw UsageError(detail::formatted("cannot open the rendezvous file {}: {}", path, std::strerror(errno)));
+    throw UsageError(
+        detail::formatted("cannot open the rendezvous file {} (LOCKSTEP_RENDEZVOUS): {}: name a file in a "
+                          "folder that every rank "
+                          "can write",
+                          path, std::strerror(errno)));
   return c10::make_intrusive<c10d::FileStore>(path, size);
 }
 
@@ -392,7 +396,8 @@ inline Rendezvous join_rendezvous(
         joined.doubt = detail::formatted(
             "MASTER_ADDR={} is no address of this host ({}): rank 0 must run on the host that it names",
             url.host, host_name());
-      else if (names_loopback(url.host) && !(env.launched && env.local_size == env.size))
+      else if ((names_loopback(url.host) || url.host == "0.0.0.0" || url.host == "::") &&
+               !(env.launched && env.local_size == env.size))
         joined.doubt =
             detail::formatted("ranks on other hosts cannot reach this one ({}) by the address {} of rank 0",
                               host_name(), url.host);
@@ -402,7 +407,8 @@ inline Rendezvous join_rendezvous(
   const auto waiting_here = [&](const std::string& reason) {
     waiting(detail::formatted(
         "the store of rank 0 at {}{}: {}", env.rendezvous,
-        env.rendezvous_origin.empty() ? std::string() : " (" + env.rendezvous_origin + ")", reason));
+        env.rendezvous_origin.text.empty() ? std::string() : " (" + env.rendezvous_origin.text + ")",
+        reason));
   };
   return rendezvous_at(connect_store(endpoint, timeout, waiting_here), false);
 }
@@ -571,8 +577,12 @@ inline std::string repeated_local_rank(const std::vector<RankIdentity>& ranks) {
         variable.empty() ? std::string() : detail::formatted(", the latter with {}={}", variable, env.rank),
         variable.empty() ? std::string("rank") : variable, printable(owner.host_text()),
         owner.host_text() == me.host_text() ? "" : " and " + me.host_text());
-  text += env.rendezvous.starts_with("file:") ? ", and every run a rendezvous file of its own"
-                                              : ", and every run a MASTER_PORT of its own";
+  text += env.rendezvous.starts_with("file:")
+              ? detail::formatted(
+                    ", and every run a rendezvous file of its own: if {} is of an earlier run, "
+                    "remove it",
+                    env.rendezvous_origin.text)
+              : ", and every run a MASTER_PORT of its own";
   refuse_rendezvous(store, text);
 }
 
@@ -605,6 +615,34 @@ inline void sign_in(c10d::Store& store, const Environment& env, const std::strin
   for (const auto& wrong : {repeated_local_rank(all), unconfirmed_local_rank(all)})
     if (!wrong.empty()) refuse_rendezvous(store, wrong);
   store.compareSet(store_keys::outcome, {}, to_bytes("complete"));
+}
+
+/// Arranges that the ranks which wait for this process are told why it cannot join: its variables cannot be used,
+/// as `text` says, and it ends. No-op if the variables determine no address of another rank's store, and where a
+/// launching process or torchrun's agent ends the other ranks. A run whose ranks have all joined goes on.
+inline void tell_waiting_ranks(const std::string& text, const AnyRankSource& source) {
+  failure_hooks.cannot_join = [text, source](const std::string& said) {
+    if (said != text || report_descriptor() >= 0 || process_variable("TORCHELASTIC_RUN_ID")) return;
+    try {
+      // The local place does not determine the address, and may be the fault.
+      const Variables variables = [](const char* name) -> std::optional<std::string> {
+        for (const char* local : {"LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_LOCALID",
+                                  "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"})
+          if (std::string_view(name) == local) return std::nullopt;
+        return process_variable(name);
+      };
+      const auto found = find_launched_rank(variables, source);
+      const Variables all = with_launched_rank(variables, found);
+      const auto url = rendezvous_url(all, false);
+      if (url.empty() || all("RANK") == "0") return;  // rank 0 hosts the store
+      const auto address = parse_rendezvous(url);
+      if (!address.path.empty()) return;
+      const auto store = connect_store({address.host, address.port, store_secret(url, all, found)},
+                                       std::chrono::milliseconds(2000));
+      refuse_rendezvous(*store, detail::formatted("{} cannot join: {}", process_name(getpid()), text));
+    } catch (const Error&) {  // nobody waits there, or this was the refusal
+    }
+  };
 }
 
 /// Returns whether a store is of another run: its ranks have another number than `size`, or a process other

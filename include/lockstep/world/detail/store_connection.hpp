@@ -26,12 +26,13 @@ struct StoreEndpoint {
   std::string host;
   int port = 0;
   std::string secret = {};
-  std::string origin = {};
+  RendezvousOrigin origin = {};
   std::string remedy = start_rank_zero;
 
   /// Returns the address for messages: "nodeA:29500 (MASTER_ADDR=nodeA, MASTER_PORT=29500)".
   [[nodiscard]] std::string text() const {
-    return detail::formatted("{}:{}{}", host, port, origin.empty() ? std::string() : " (" + origin + ")");
+    return detail::formatted("{}:{}{}", host, port,
+                             origin.text.empty() ? std::string() : " (" + origin.text + ")");
   }
 };
 
@@ -153,7 +154,7 @@ class StoreConnection {
       if (length < 0 && (errno == EAGAIN || errno == EINTR)) continue;
       if (length <= 0) return "it closes the connection without an answer: is it a store of lockstep?";
       answer.append(buffer, static_cast<std::size_t>(length));
-      check_is_store(answer);
+      check_is_store(answer, endpoint);
     }
     switch (static_cast<StoreGreeting>(answer.back())) {
       case StoreGreeting::welcome:
@@ -173,17 +174,18 @@ class StoreConnection {
     throw RendezvousError(detail::formatted(
         "the store at {} is of another version of lockstep: build all ranks with one", name_));
   }
-  void check_is_store(std::string_view answer) const {
+  void check_is_store(std::string_view answer, const StoreEndpoint& endpoint) const {
     const auto begins_alike = [](std::string_view a, std::string_view b) {
       const auto length = std::min(a.size(), b.size());
       return a.substr(0, length) == b.substr(0, length);
     };
     const auto text = answer.substr(std::min<std::size_t>(answer.size(), 4));
     if (!begins_alike(text, store_magic_of_any_version) || (answer.size() > 1 && answer[1] != '\0'))
-      throw RendezvousError(detail::formatted(
-          "what listens at {} is not a store of lockstep: set MASTER_PORT to a free port of the "
-          "master host, the same on every rank",
-          name_));
+      throw RendezvousError(
+          detail::formatted("what listens at {} is not a store of lockstep: {} a free port of the master "
+                            "host, the same on every "
+                            "rank",
+                            endpoint.text(), endpoint.origin.set_port));
     if (!begins_alike(text, store_magic)) throw_wrong_version();
   }
 

@@ -124,10 +124,10 @@ class SubreaperScope {
 /// The first failure among the processes of this host.
 struct RankFailure {
   std::string text;  ///< one sentence that names the rank
-  int code = 1;      ///< the launching process's exit code
-  FailureKind kind = FailureKind::error;
-  int rank = 0;   ///< the rank that failed
-  pid_t pid = 0;  ///< its process
+  int code;          ///< the launching process's exit code
+  FailureKind kind;
+  int rank;   ///< the rank that failed
+  pid_t pid;  ///< its process
 };
 
 /// A process that failed, with its own report or one derived from its exit status.
@@ -453,7 +453,7 @@ class Supervisor {
           !std::exchange(interruption_told_, true))
         options_.failed({detail::formatted("rank {} (pid {}) ended by {}", child.rank, child.pid,
                                            signal_name(interrupted_)),
-                         128 + interrupted_});
+                         128 + interrupted_, FailureKind::error, child.rank, child.pid});
       if (child.status == 0 && !child.reported && !decided_) options_.ended_well(child.rank);
       if (child.reported || child.status == 0 || child.ordered_to_end) continue;
       if (!chosen)

@@ -49,6 +49,9 @@ struct FailureHooks {
   /// Returns a text that names the different public calls which two ranks are in, empty if they are in the
   /// same. May block.
   std::function<std::string()> different_calls;
+  /// Ends the rendezvous of ranks that wait for this process, whose variables cannot be used. Called after the
+  /// user has the error `text`. May block.
+  std::function<void(const std::string& text)> cannot_join;
 };
 LOCKSTEP_PROCESS_WIDE inline FailureHooks failure_hooks;
 
@@ -88,20 +91,21 @@ inline int exit_status(int code) {
   return code != 0 && (code & 0xff) == 0 ? 1 : code;
 }
 
-/// Whether this process received SIGTERM, and the state of its handler. See announce_sigterm.
-LOCKSTEP_PROCESS_WIDE inline std::atomic<bool> terminated{false};
-LOCKSTEP_PROCESS_WIDE inline std::atomic<pid_t> sigterm_process{0};
-LOCKSTEP_PROCESS_WIDE inline sem_t sigterm_came;
+/// The signal that is ending this process, 0 if there is none, and the state of its handler. See
+/// announce_signals.
+LOCKSTEP_PROCESS_WIDE inline std::atomic<int> ending_signal{0};
+LOCKSTEP_PROCESS_WIDE inline std::atomic<pid_t> announcing_process{0};
+LOCKSTEP_PROCESS_WIDE inline sem_t signal_came;
 
-/// Ends this process by SIGTERM with the default action.
-[[noreturn]] inline void end_by_sigterm() {
-  signal(SIGTERM, SIG_DFL);
+/// Ends this process by a signal with the default action.
+[[noreturn]] inline void end_by_signal(int number) {
+  signal(number, SIG_DFL);
   sigset_t set;
   sigemptyset(&set);
-  sigaddset(&set, SIGTERM);
+  sigaddset(&set, number);
   pthread_sigmask(SIG_UNBLOCK, &set, nullptr);
-  raise(SIGTERM);
-  _exit(128 + SIGTERM);
+  raise(number);
+  _exit(128 + number);
 }
 
 /// Reports a failure to the supervisor, the store, the user and torchrun. Sets `said` once the supervisor or
@@ -131,15 +135,13 @@ inline void tell_failure(FailureReport& report, bool& said) {
     const auto told = std::make_shared<std::atomic<bool>>(true);
     const int culprit = departure ? cause_of(report.text) : rank;
     const std::string own = departure ? detail::formatted("rank {} ", culprit) : std::string();
-    const auto text = report.kind == FailureKind::usage
-                          ? report.text
-                          : detail::formatted("rank {}: {}", culprit, report.text.substr(own.size()));
+    const auto text = detail::formatted("rank {}: {}", culprit, report.text.substr(own.size()));
     at_most(std::chrono::milliseconds(1500), [told, text] { *told = failure_hooks.publish(text); });
     first = *told;
   }
   if (report_descriptor() >= 0) return;
   // The sender of the signal knows that it ends the other ranks as well.
-  if (consequence && terminated) end_by_sigterm();
+  if (const int number = ending_signal; consequence && number != 0) end_by_signal(number);
   const bool said_already = !first && report.kind == FailureKind::usage;
   const auto text = detail::formatted(
       "error: {}\n", rank < 0 ? report.text : headline(report, detail::formatted("rank {}", rank)));
@@ -152,6 +154,8 @@ inline void tell_failure(FailureReport& report, bool& said) {
   });
   said = writer.ends_within(std::chrono::milliseconds(3000)) || !writer.cancel();
   if (!said) return;
+  if (const auto& refuse = failure_hooks.cannot_join)
+    at_most(std::chrono::seconds(3), [refuse, text = report.text] { refuse(text); });
   // Later output of libraries is about connections that end, which no user can act on.
   const int nowhere = open("/dev/null", O_WRONLY | O_CLOEXEC);
   if (nowhere >= 0) dup2(nowhere, 2);
@@ -191,40 +195,44 @@ LOCKSTEP_PROCESS_WIDE [[noreturn]] inline void fail_process(FailureReport report
   _exit(report.code);
 }
 
-extern "C" inline void lockstep_note_sigterm(int number) {
-  if (getpid() != sigterm_process) {  // a child that was forked without exec
+extern "C" inline void lockstep_note_ending_signal(int number) {
+  // A child that was forked without exec, or a second Ctrl-C.
+  if (getpid() != announcing_process || ending_signal.exchange(number) != 0) {
     signal(number, SIG_DFL);
     raise(number);
     return;
   }
-  terminated = true;
-  sem_post(&sigterm_came);
+  sem_post(&signal_came);
 }
 
-/// Publishes a SIGTERM of this process to the other ranks, then ends the process by it. Without a supervisor
-/// they would only see the connections close. No-op if the program handles or ignores SIGTERM, and under a
-/// supervisor, which sees how its ranks end. `where` names the host.
-inline void announce_sigterm(const std::string& where) {
+/// Publishes a SIGTERM, SIGINT or SIGHUP of this process to the other ranks, then ends the process by it; a second
+/// signal ends it at once. Without a supervisor they would only see the connections close. No-op for a signal
+/// that the program handles or ignores, and under a supervisor, which sees how its ranks end. `where` names the
+/// host.
+inline void announce_signals(const std::string& where) {
   static std::once_flag once;
-  struct sigaction action {};
-  if (report_descriptor() >= 0 || sigaction(SIGTERM, nullptr, &action) != 0 || action.sa_handler != SIG_DFL)
-    return;
+  if (report_descriptor() >= 0) return;
   std::call_once(once, [&] {
-    sigterm_process = getpid();
-    sem_init(&sigterm_came, 0, 0);
+    announcing_process = getpid();
+    sem_init(&signal_came, 0, 0);
     std::thread([where] {
-      while (sem_wait(&sigterm_came) != 0) {
+      while (sem_wait(&signal_came) != 0) {
       }
-      at_most(std::chrono::seconds(5), [where] {
+      const int number = ending_signal;
+      at_most(std::chrono::seconds(5), [where, number] {
         if (failure_hooks.publish)
-          failure_hooks.publish(
-              detail::formatted("rank {}: ended by SIGTERM on {}", process_rank.load(), where));
+          failure_hooks.publish(detail::formatted("rank {}: ended by SIG{} on {}", process_rank.load(),
+                                                  sigabbrev_np(number), where));
       });
-      end_by_sigterm();
+      end_by_signal(number);
     }).detach();
-    action.sa_handler = lockstep_note_sigterm;
-    action.sa_flags = SA_RESTART;
-    sigaction(SIGTERM, &action, nullptr);
+    for (const int number : {SIGTERM, SIGINT, SIGHUP}) {
+      struct sigaction action {};
+      if (sigaction(number, nullptr, &action) != 0 || action.sa_handler != SIG_DFL) continue;
+      action.sa_handler = lockstep_note_ending_signal;
+      action.sa_flags = SA_RESTART;
+      sigaction(number, &action, nullptr);
+    }
   });
 }
 

@@ -87,7 +87,15 @@ LOCKSTEP_INLINE World::World(Environment environment)
 LOCKSTEP_INLINE World World::from_environment(const AnyRankSource& source) {
   detail::end_on_uncaught();
   detail::end_with_agent();
-  World world(read_environment(process_variable, source));
+  detail::require_level(process_variable);
+  World world([&] {
+    try {
+      return read_environment(process_variable, source);
+    } catch (const UsageError& error) {
+      detail::tell_waiting_ranks(error.what(), source);
+      throw;
+    }
+  }());
   detail::process_rank = world.rank();
   if (world.size() == 1) {
     // A launcher's only rank. The processes of `spawn` are none.
@@ -108,9 +116,10 @@ LOCKSTEP_INLINE World World::from_environment(const AnyRankSource& source) {
     world.state_ = state;
   } else {
     state = world.state_;
-    if (const auto threads = detail::launched_threads(known)) {
-      at::set_num_threads(*threads);
-      detail::shared_threads = *threads;
+    if (const auto share = detail::launched_threads(known)) {
+      at::set_num_threads(share->threads);
+      detail::shared_threads = share->threads;
+      detail::shared_threads_source = share->source;
     }
     world.announce_failures();
   }
@@ -123,13 +132,14 @@ LOCKSTEP_INLINE World World::join(const std::string& url, int rank, int size) {
     throw UsageError(detail::formatted(
         "rank {} is out of range: with a world size of {} it must be in 0 to {}", rank, size, size - 1));
   parse_rendezvous(url);
+  detail::require_level(process_variable);
   detail::end_on_uncaught();
   detail::end_with_agent();
   Environment environment;
   environment.rank = rank;
   environment.size = size;
   environment.rendezvous = url;
-  environment.rendezvous_origin = "the URL given to World::join";
+  environment.rendezvous_origin = {"the URL given to World::join", "give World::join", "give World::join"};
   environment.store_secret = detail::store_secret(url, process_variable);
   World world(environment);
   detail::process_rank = rank;
@@ -222,7 +232,15 @@ LOCKSTEP_INLINE void World::leave(int code) const {
     auto side = connect_again(std::chrono::seconds(2));
     side->set(detail::store_keys::finished(rank()), detail::to_bytes(std::to_string(code)));
     state_->left = true;
-    if (!hosts_store() || code != 0) return;
+    if (code != 0) return;
+    if (const auto path = parse_rendezvous(state_->environment.rendezvous).path; !path.empty()) {
+      // The last rank removes the file: it would refuse the next run.
+      for (int other = 0; other < size(); ++other)
+        if (!finished(*side, other)) return;
+      unlink(path.c_str());
+      return;
+    }
+    if (!hosts_store()) return;
     std::vector<std::string> finished_keys;
     for (int other = 0; other < size(); ++other) finished_keys.push_back(detail::store_keys::finished(other));
     const auto deadline = std::chrono::steady_clock::now() + std::chrono::minutes(5);
@@ -382,7 +400,7 @@ LOCKSTEP_INLINE void World::announce_failures() const {
     return detail::whole_number(detail::to_text(side->get(detail::store_keys::finished(other))));
   };
   detail::announce_exit();
-  detail::announce_sigterm(detail::host_name());
+  detail::announce_signals(detail::host_name());
 }
 
 LOCKSTEP_INLINE bool World::launched_here() const {
