@@ -114,7 +114,10 @@ inline pid_t start_child(const std::string& program, const std::vector<std::stri
   if (child != 0) {
     const int reason = errno;
     pthread_sigmask(SIG_SETMASK, &own, nullptr);
-    if (child < 0) throw Error(detail::formatted("cannot start a process: {}", std::strerror(reason)));
+    if (child < 0)
+      throw Error(
+          detail::formatted("cannot start a process: {}: start fewer, or raise `ulimit -u` or the memory",
+                            std::strerror(reason)));
     setpgid(child, child);  // in parent and child: the group exists for both, whichever runs first
     return child;
   }

@@ -12,6 +12,7 @@
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <ctime>
 #include <exception>
 #include <fstream>
@@ -324,7 +325,9 @@ inline void run_without_handlers(std::function<void()> work) {
   };
   const int status = pthread_create(&thread, &attributes, run, &work);
   pthread_attr_destroy(&attributes);
-  if (status != 0) throw Error("cannot start a thread to run in");
+  if (status != 0)
+    throw Error(detail::formatted("cannot start a thread: {}: start fewer processes, or raise `ulimit -u`",
+                                  std::strerror(status)));
   pthread_join(thread, nullptr);
 }
 
