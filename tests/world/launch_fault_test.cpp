@@ -630,9 +630,8 @@ TEST_CASE("a rank that does not come is named while it is waited for, and at the
   connect_to(port);  // rank 0 listens
   CHECK_THROWS(lockstep::detail::StoreConnection({"127.0.0.1", port, "of another run"}, 20s));
   const auto doubt = fmt::format(
-      "ranks on other hosts cannot reach this one ({}) by the address 127.0.0.1 of rank 0; a process "
-      "at 127.0.0.1 was refused, whose LOCKSTEP_STORE_SECRET is another: give all ranks of a run "
-      "one, or none",
+      "ranks on other hosts cannot reach this one ({}) by the address 127.0.0.1 of rank 0; a process at "
+      "127.0.0.1 was refused because its LOCKSTEP_STORE_SECRET differs: give all ranks of a run one, or none",
       lockstep::detail::host_name());
   CHECK(by_port[0].wait_for_output("waiting for rank 2 of 3; " + doubt + "; gives up in "));
   CHECK(by_path[0].wait_for_output("waiting for rank 2 of 3; gives up in "));
@@ -642,7 +641,7 @@ TEST_CASE("a rank that does not come is named while it is waited for, and at the
       INFO(process->error());
       CHECK_THAT(process->error(), ContainsSubstring("rank 2 of 3 did not join within 13 s"));
       if (ranks == &by_port)
-        CHECK_THAT(process->error(), ContainsSubstring("LOCKSTEP_STORE_SECRET is another"));
+        CHECK_THAT(process->error(), ContainsSubstring("its LOCKSTEP_STORE_SECRET differs"));
     }
   }
   std::remove(path.c_str());

@@ -214,15 +214,16 @@ TEST_CASE("the last client that was refused is noted with its address and the re
   Client client(served.endpoint);
   CHECK_FALSE(client.check({store_keys::refusal}));
   CHECK_THROWS(Client({served.endpoint.host, served.endpoint.port, "another"}));
-  CHECK(client.get(store_keys::refusal) ==
-        "a process at 127.0.0.1 was refused, whose LOCKSTEP_STORE_SECRET is another: give all ranks of a run "
-        "one, or none");
+  CHECK(
+      client.get(store_keys::refusal) ==
+      "a process at 127.0.0.1 was refused because its LOCKSTEP_STORE_SECRET differs: give all ranks of a run "
+      "one, or none");
   const auto stranger = served.stranger();
   REQUIRE(sends(stranger, FrameWriter().raw("lockstep store 7\n").take()));
   CHECK(hangs_up(stranger));
   CHECK(
       client.get(store_keys::refusal) ==
-      "a process at 127.0.0.1 was refused, which has another version of lockstep: build all ranks with one");
+      "a process at 127.0.0.1 was refused because its version of lockstep differs: build all ranks with one");
 }
 
 TEST_CASE("a rank whose connection closes before its first communicator ends the run") {

@@ -128,8 +128,9 @@ class World {
   /// Returns whether a rank has called `leave` or exited, with any exit code.
   [[nodiscard]] static bool finished(c10d::Store& store, int rank);
 
-  /// Marks this rank as finished. If it hosts the store and `code` is 0, blocks until every rank has finished
-  /// or one has failed, at most 5 minutes. Called by `launch`.
+  /// Marks this rank as finished. If `code` is not 0 and this rank has not made a communicator, publishes
+  /// that as its failure, since other ranks may wait for it. If this rank hosts the store and `code` is 0,
+  /// blocks until every rank has finished or one has failed, at most 5 minutes. Called by `launch`.
   void leave(int code = 0) const;
 
   /// Runs `work` on world rank 0 only. A collective inside `work` throws CommunicationError at once.

@@ -65,8 +65,8 @@ class StoreClient : public ClonableStore {
       connection_.send_last(StoreOperation::bind_rank, [](FrameWriter& out) { out.integer(0).text(""); });
   }
 
-  /// Binds this client to a rank: if its process ends before the rank has made a communicator or has finished,
-  /// the server publishes that as the run's failure. The destructor unbinds it.
+  /// Binds this client to a rank: if its process ends before the rank has made a communicator or has
+  /// finished, the server publishes that as the run's failure. The destructor unbinds it.
   void bind_rank(int rank, const std::string& process) {
     request(StoreOperation::bind_rank, end(),
             [&](FrameWriter& out) { out.integer(static_cast<std::uint64_t>(rank)).text(process); });
@@ -595,9 +595,10 @@ inline std::string repeated_local_rank(const std::vector<RankIdentity>& ranks) {
   refuse_rendezvous(store, text);
 }
 
-/// Signs in, and binds a StoreClient to the rank. Refuses the rendezvous on all ranks if another process has the same rank, if the ranks disagree
-/// on their number or if two ranks of a host have one local rank. Does not wait for any other rank. A rank
-/// that signs in only to publish its failure passes `joining` = false and does not count as present.
+/// Signs in, and binds a StoreClient to the rank. Refuses the rendezvous on all ranks if another process has
+/// the same rank, if the ranks disagree on their number or if two ranks of a host have one local rank. Does
+/// not wait for any other rank. A rank that signs in only to publish its failure passes `joining` = false: it
+/// is not bound and does not count as present.
 inline void sign_in(c10d::Store& store, const Environment& env, const std::string& address,
                     bool joining = true) {
   const auto agreed = to_text(
@@ -689,8 +690,8 @@ inline bool appear_within(c10d::Store& store, const std::vector<std::string>& ke
   }
 }
 
-/// Returns the ranks that have not signed in. Takes one store operation for some thousand ranks, and names no
-/// more of them after `until`.
+/// Returns the ranks that have not signed in. Takes one store operation for some thousand ranks. Looks for no
+/// more ranks after `until`; their number is complete.
 inline MissingRanks missing_ranks(c10d::Store& store, int size, std::chrono::steady_clock::time_point until) {
   MissingRanks missing;
   missing.count =
@@ -771,9 +772,10 @@ inline void record_end(c10d::Store& store, int rank) try {
 using LazyText = std::function<std::string()>;
 
 /// Blocks until every rank has signed in. `side` is a separate connection with a short timeout. Calls
-/// `waiting` from time to time with a text such as "rank 2 of 3", which costs store operations. Throws RendezvousError, with one text on all ranks, if a rank
-/// was refused or is missing at `deadline`, and PeerError if a rank has failed, or has ended before it signed
-/// in: the text of the latter ends with `waits`, a waiting_text.
+/// `waiting` from time to time with a text such as "rank 2 of 3", which costs store operations. Throws
+/// RendezvousError, with one text on all ranks, if a rank was refused or is missing at `deadline`, and
+/// PeerError if a rank has failed, or has ended before it signed in: the text of the latter ends with
+/// `waits`, a waiting_text.
 inline void await_ranks(c10d::Store& side, int size, std::chrono::steady_clock::time_point deadline,
                         std::chrono::milliseconds timeout, const std::string& doubt,
                         const std::function<void(const LazyText& who)>& waiting,

@@ -309,10 +309,10 @@ class StoreServer {
     SocketAddress peer;
     getpeername(connection.fd.get(), peer.get(), &peer.length);
     put(store_keys::refusal,
-        detail::formatted("a process at {} was refused, {}", peer.text(),
+        detail::formatted("a process at {} was refused because {}", peer.text(),
                           greeting == StoreGreeting::wrong_secret
-                              ? "whose LOCKSTEP_STORE_SECRET is another: give all ranks of a run one, or none"
-                              : "which has another version of lockstep: build all ranks with one"));
+                              ? "its LOCKSTEP_STORE_SECRET differs: give all ranks of a run one, or none"
+                              : "its version of lockstep differs: build all ranks with one"));
   }
 
   // Compares in constant time, so that the time does not reveal a partial match.
@@ -409,7 +409,8 @@ class StoreServer {
     wake_waiting(key);
   }
 
-  // Adds to a counter. Returns the sum; std::nullopt and the reason in `problem` if the value must not change.
+  // Adds to a counter. Returns the sum. If the value must not change, returns std::nullopt and sets `problem`
+  // to the reason.
   std::optional<std::int64_t> increase(const std::string& key, std::int64_t amount,
                                        std::string* problem = nullptr) {
     std::int64_t sum = 0;
