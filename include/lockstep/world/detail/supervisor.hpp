@@ -453,7 +453,7 @@ class Supervisor {
           !std::exchange(interruption_told_, true))
         options_.failed({detail::formatted("rank {} (pid {}) ended by {}", child.rank, child.pid,
                                            signal_name(interrupted_)),
-                         128 + interrupted_});
+                         128 + interrupted_, FailureKind::error, child.rank, child.pid});
       if (child.status == 0 && !child.reported && !decided_) options_.ended_well(child.rank);
       if (child.reported || child.status == 0 || child.ordered_to_end) continue;
       if (!chosen)
