@@ -294,9 +294,10 @@ TEST_CASE("a rank that finishes early is named") {
     const auto& end = outcome.ranks[1];
     CHECK(end.code == 1);
     // The second form if the exit code came before the farewell, or another rank has read it first.
-    CHECK_THAT(end.error, Matches(fmt::format("[^]*rank {} has (left after all_reduce #3|ended with exit "
-                                              "code 0 while rank . waits in all_reduce #4)[^]*",
-                                              culprit)));
+    CHECK_THAT(end.error, Catch::Matchers::Matches(
+                              fmt::format("[^]*rank {} has (left after all_reduce #3|ended with exit "
+                                          "code 0 while rank . waits in all_reduce #4)[^]*",
+                                          culprit)));
   }
 }
 

@@ -114,6 +114,25 @@ TEST_CASE("by hand the others hear of a rank that fails before it has met them, 
   }
 }
 
+TEST_CASE("a rank that is killed before the last one comes ends those that make a communicator") {
+  Together ranks;
+  const int port = lockstep_test::free_port();
+  for (int rank : {0, 1}) ranks.add({program, "well"}, lockstep_test::by_hand(rank, 3, port));
+  lockstep_test::await_sign_in(port, {0, 1});
+  ranks.add({program, "comes after a death"}, lockstep_test::by_hand(2, 3, port));
+  REQUIRE(ranks[2].wait_for_output("waits for a death", 30s));
+  const auto begin = Clock::now();
+  ranks[1].signal(SIGKILL);
+  for (int rank : {0, 2}) {
+    CHECK(ranks[rank].wait(20s));
+    INFO(ranks[rank].error());
+    CHECK(ranks[rank].exit_code() == 1);
+    CHECK_THAT(ranks[rank].error(), ContainsSubstring("rank 1 has ended before its first communicator ("));
+    CHECK(count(ranks[rank].error(), "\n") == 1);
+  }
+  CHECK(Clock::now() - begin < 8s);
+}
+
 TEST_CASE("a failure by hand, without a launcher, ends all ranks") {
   for (const std::string mode : {"killed", "throws", "throws in flight"}) {
     Together ranks({program, mode}, 3);

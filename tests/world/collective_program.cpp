@@ -6,6 +6,8 @@
 #include <thread>
 
 #include "lockstep/comm/gloo_comm.hpp"
+#include "lockstep/world/detail/store_connection.hpp"
+#include "lockstep/world/detail/store_keys.hpp"
 #include "lockstep/world/launch.hpp"
 #include "support/meeting.hpp"
 
@@ -20,6 +22,14 @@ int rank_of(const std::string& mode, lockstep::World world) {
   if (mode.starts_with("never meets") && world.rank() == culprit) {
     std::this_thread::sleep_for(1500ms);  // the others are waiting by then
     throw lockstep::DataError("a bad batch");
+  }
+  if (mode == "comes after a death") {  // of rank 1, which the store has noticed and not published
+    const auto url = lockstep::parse_rendezvous(world.environment().rendezvous);
+    lockstep::detail::StoreConnection store({url.host, url.port}, 30s);
+    world.log.all().info("rank {} waits for a death", world.rank());
+    store.request(
+        lockstep::detail::StoreOperation::wait, lockstep::detail::StoreConnection::Clock::now() + 30s,
+        [](lockstep::detail::FrameWriter& out) { out.texts({lockstep::detail::store_keys::lost(1)}); });
   }
   if (mode == "never comes") lockstep_test::meet(world);
   lockstep::GlooComm comm{world, {.timeout = timeout}};

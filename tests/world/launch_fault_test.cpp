@@ -1,3 +1,4 @@
+#include <signal.h>
 #include <sys/stat.h>
 
 #include <algorithm>
@@ -8,6 +9,7 @@
 #include "lockstep/world/detail/cpu_affinity.hpp"
 #include "lockstep/world/detail/socket.hpp"
 #include "lockstep/world/detail/store_connection.hpp"
+#include "lockstep/world/detail/store_keys.hpp"
 #include "lockstep/world/detail/store_server.hpp"
 #include "support/by_hand.hpp"
 #include "support/catch.hpp"
@@ -16,6 +18,7 @@
 namespace launch_fault_test {
 
 using namespace std::chrono_literals;
+using lockstep_test::await_sign_in;
 using lockstep_test::by_file;
 using lockstep_test::by_hand;
 using lockstep_test::count;
@@ -629,9 +632,12 @@ TEST_CASE("a rank that does not come is named while it is waited for, and at the
       variables["LOCKSTEP_RENDEZVOUS_TIMEOUT"] = "13";  // c10d's FileStore waits up to a second longer
       ranks->add({program, "well"}, variables);
     }
-  const auto doubt =
-      fmt::format("ranks on other hosts cannot reach this one ({}) by the address 127.0.0.1 of rank 0",
-                  lockstep::detail::host_name());
+  connect_to(port);  // rank 0 listens
+  CHECK_THROWS(lockstep::detail::StoreConnection({"127.0.0.1", port, "of another run"}, 20s));
+  const auto doubt = fmt::format(
+      "ranks on other hosts cannot reach this one ({}) by the address 127.0.0.1 of rank 0; a process at "
+      "127.0.0.1 was refused because its LOCKSTEP_STORE_SECRET differs: give all ranks of a run one, or none",
+      lockstep::detail::host_name());
   CHECK(by_port[0].wait_for_output("waiting for rank 2 of 3; " + doubt + "; gives up in "));
   CHECK(by_path[0].wait_for_output("waiting for rank 2 of 3; gives up in "));
   for (auto* ranks : {&by_port, &by_path}) {
@@ -639,6 +645,8 @@ TEST_CASE("a rank that does not come is named while it is waited for, and at the
     for (const auto& process : ranks->all) {
       INFO(process->error());
       CHECK_THAT(process->error(), ContainsSubstring("rank 2 of 3 did not join within 13 s"));
+      if (ranks == &by_port)
+        CHECK_THAT(process->error(), ContainsSubstring("its LOCKSTEP_STORE_SECRET differs"));
     }
   }
   std::remove(path.c_str());
@@ -653,6 +661,104 @@ TEST_CASE("a rank that fails before all have joined ends those that wait for it"
   ranks.add({program, "usage"}, by_hand(2, 3, port));
   CHECK(ranks.wait() == std::vector<int>{1, 1, 2});
   for (int rank : {0, 1}) CHECK_THAT(ranks[rank].error(), ContainsSubstring("--epochs -1 is too small"));
+}
+
+TEST_CASE("a rank that ends with a code before it has met the others ends those that wait for it") {
+  for (const std::string mode : {"code before meeting", "exit before meeting"}) {
+    const auto begin = std::chrono::steady_clock::now();
+    Together ranks({program, mode}, 3);
+    CHECK(ranks.wait() == std::vector<int>{1, 5, 1});
+    CHECK(std::chrono::steady_clock::now() - begin < 10s);
+    for (int rank : {0, 2}) {
+      INFO(mode << "\n" << ranks[rank].error());
+      CHECK(ranks[rank].error() ==
+            fmt::format("error: rank 1 failed first: ended with exit code 5 on {}; noticed by rank {}\n",
+                        lockstep::detail::host_name(), rank));
+    }
+  }
+}
+
+TEST_CASE("a rank that is killed while it waits for others ends those that wait with it") {
+  const auto where = lockstep::detail::host_name();
+  {
+    Together ranks;
+    const int port = lockstep_test::free_port();
+    for (int rank : {0, 1}) ranks.add({program, "well"}, by_hand(rank, 3, port));
+    await_sign_in(port, {0, 1});
+    ranks[1].signal(SIGKILL);
+    CHECK(ranks[0].wait(8s));
+    CHECK(ranks[0].exit_code() == 1);
+    CHECK(ranks[0].error() ==
+          fmt::format(
+              "error: rank 1 has ended before its first communicator ({} pid {}): it was killed, or its "
+              "connection broke; look at its output, and start all ranks again; noticed by rank 0\n",
+              where, ranks[1].pid()));
+  }
+  // The whole launching process of a host: nobody is left who could report it.
+  Together hosts;
+  const int port = lockstep_test::free_port();
+  hosts.add({program, "well"}, by_hand(0, 4, port));
+  hosts.add({program, "well", "--nproc", "2"}, by_hand(1, 4, port));
+  await_sign_in(port, {0, 1, 2});
+  hosts[1].signal(SIGKILL);
+  CHECK(hosts[0].wait(8s));
+  CHECK(hosts[0].exit_code() == 1);
+  CHECK_THAT(hosts[0].error(), ContainsSubstring(" has ended before its first communicator (" + where));
+  // A launcher that is left names the signal.
+  Together watched;
+  const int other_port = lockstep_test::free_port();
+  watched.add({program, "well"}, by_hand(0, 4, other_port));
+  watched.add({program, "well", "--nproc", "2"}, by_hand(1, 4, other_port));
+  await_sign_in(other_port, {0, 1, 2});
+  for (const pid_t process : lockstep_test::processes_with(watched.marker))
+    if (lockstep_test::process_state(process).parent == watched[1].pid()) {
+      kill(process, SIGKILL);
+      break;
+    }
+  CHECK(watched[0].wait(8s));
+  INFO(watched[0].error());
+  CHECK_THAT(watched[0].error(), ContainsSubstring(" died (SIGKILL"));
+}
+
+TEST_CASE("a rank that is started again in place of a killed one is told that it cannot replace it") {
+  using namespace lockstep::detail;
+  const StoreServer server(listen_on("127.0.0.1", 0), "", StoreServer::default_hello_timeout, 10min);
+  // The store of a run whose rank 1 has signed in and was killed.
+  const auto until = StoreConnection::Clock::now() + 20s;
+  const auto set = [&](StoreConnection& connection, const std::string& key, const std::string& value) {
+    connection.request(StoreOperation::set, until,
+                       [&](FrameWriter& out) { out.texts({key}).texts({value}); });
+  };
+  StoreConnection other({"127.0.0.1", server.port()}, 20s);
+  {
+    StoreConnection rank({"127.0.0.1", server.port()}, 20s);
+    set(rank, store_keys::size, "3 0");
+    set(rank, store_keys::rank(1), "nodeB pid 811\nnodeB\n");
+    rank.request(StoreOperation::bind_rank, until,
+                 [](FrameWriter& out) { out.integer(1).text("nodeB pid 811"); });
+  }
+  other.request(StoreOperation::wait, until, [](FrameWriter& out) { out.texts({store_keys::lost(1)}); });
+  Together ranks;
+  ranks.add({program, "well"}, by_hand(1, 3, server.port()));
+  CHECK(ranks.wait() == std::vector<int>{1});
+  CHECK(ranks[0].error() ==
+        fmt::format(
+            "error: rank 1 failed: rank 1 has ended (nodeB pid 811), and {} pid {} cannot take its place: "
+            "start all ranks again\n",
+            host_name(), ranks[0].pid()));
+}
+
+TEST_CASE("a world of very many ranks gives up in time, and names some that are missing") {
+  auto variables = by_hand(0, 1'000'000, lockstep_test::free_port());
+  variables["LOCKSTEP_RENDEZVOUS_TIMEOUT"] = "6";
+  const auto begin = std::chrono::steady_clock::now();
+  const auto result = run({program, "well"}, variables, 100s);
+  CHECK(std::chrono::steady_clock::now() - begin < 13s);
+  CHECK(result.code == 1);
+  INFO(result.error);
+  CHECK_THAT(result.error,
+             ContainsSubstring("waiting for ranks 1, 2, 3, 4 and 999995 more of 1000000; ") &&
+                 ContainsSubstring("ranks 1, 2, 3, 4 and 999995 more of 1000000 did not join within 6 s"));
 }
 
 TEST_CASE("rank 0 on another host than MASTER_ADDR names is told") {

@@ -14,6 +14,7 @@
 #include "lockstep/world/detail/child.hpp"
 #include "lockstep/world/detail/report.hpp"
 #include "lockstep/world/detail/store_connection.hpp"
+#include "lockstep/world/detail/store_keys.hpp"
 #include "support/catch.hpp"
 
 namespace store_server_test {
@@ -57,13 +58,19 @@ struct Client {
                [&](FrameWriter& out) { out.text(key).text(expected).text(desired); });
   }
 
+  void bind_rank(int rank, const std::string& process) {
+    ask(StoreOperation::bind_rank,
+        [&](FrameWriter& out) { out.integer(static_cast<std::uint64_t>(rank)).text(process); });
+  }
+
   StoreConnection connection;
   std::chrono::milliseconds timeout;
 };
 
 struct Served {
-  explicit Served(std::string secret = "open sesame", std::chrono::milliseconds hello_timeout = 10s)
-      : server(std::make_unique<StoreServer>(listen_on("127.0.0.1", 0), secret, hello_timeout)),
+  explicit Served(std::string secret = "open sesame", std::chrono::milliseconds hello_timeout = 10s,
+                  std::chrono::milliseconds end_grace = StoreServer::default_end_grace)
+      : server(std::make_unique<StoreServer>(listen_on("127.0.0.1", 0), secret, hello_timeout, end_grace)),
         endpoint{"127.0.0.1", server->port(), std::move(secret)} {}
 
   // A connection that says nothing.
@@ -200,6 +207,66 @@ TEST_CASE("only who knows the secret is let in") {
     CHECK_THROWS_WITH(Client({served.endpoint.host, served.endpoint.port, wrong}),
                       ContainsSubstring("belongs to another run"));
   Client(served.endpoint).set("a", "1");
+}
+
+TEST_CASE("the last client that was refused is noted with its address and the reason") {
+  const Served served;
+  Client client(served.endpoint);
+  CHECK_FALSE(client.check({store_keys::refusal}));
+  CHECK_THROWS(Client({served.endpoint.host, served.endpoint.port, "another"}));
+  CHECK(
+      client.get(store_keys::refusal) ==
+      "a process at 127.0.0.1 was refused because its LOCKSTEP_STORE_SECRET differs: give all ranks of a run "
+      "one, or none");
+  const auto stranger = served.stranger();
+  REQUIRE(sends(stranger, FrameWriter().raw("lockstep store 7\n").take()));
+  CHECK(hangs_up(stranger));
+  CHECK(
+      client.get(store_keys::refusal) ==
+      "a process at 127.0.0.1 was refused because its version of lockstep differs: build all ranks with one");
+}
+
+TEST_CASE("a rank whose connection closes before its first communicator ends the run") {
+  const Served served("", 10s, 100ms);
+  Client other(served.endpoint);
+  std::thread thread([&] {
+    Client rank(served.endpoint);
+    rank.bind_rank(1, "nodeB pid 811");
+  });
+  thread.join();
+  other.wait({store_keys::outcome, store_keys::failure});
+  CHECK(other.get(store_keys::outcome) == "failed");
+  CHECK(other.get(store_keys::failure) ==
+        "rank 1: has ended before its first communicator (nodeB pid 811): it was killed, or its connection "
+        "broke; look at its output, and start all ranks again");
+  CHECK(other.get(store_keys::lost(1)) == "nodeB pid 811");
+  CHECK(other.get("lockstep/mailbox/message/1") == store_keys::look_message);
+  CHECK(other.add("lockstep/mailbox/count", 0) == 1);
+}
+
+TEST_CASE("a rank that may end, or whose failure is published, is not reported by the server") {
+  enum class Case { finished, communicates, unbound, failed, refused };
+  for (const auto way : {Case::finished, Case::communicates, Case::unbound, Case::failed, Case::refused}) {
+    CAPTURE(static_cast<int>(way));
+    const Served served("", 10s, 100ms);
+    Client other(served.endpoint);
+    {
+      Client rank(served.endpoint);
+      rank.bind_rank(1, "nodeB pid 811");
+      if (way == Case::finished) rank.set(store_keys::finished(1), "0");
+      if (way == Case::communicates) rank.set(store_keys::communicates(1), "1");
+      if (way == Case::refused) rank.set(store_keys::outcome, "refused for a reason");
+      if (way == Case::unbound)
+        rank.connection.send_last(StoreOperation::bind_rank,
+                                  [](FrameWriter& out) { out.integer(0).text(""); });
+    }
+    // A launcher reports the cause a moment later.
+    if (way == Case::failed) other.set(store_keys::failure, "rank 1 (pid 811) died (SIGKILL) on nodeB");
+    std::this_thread::sleep_for(250ms);
+    CHECK(other.check({store_keys::failure}) == (way == Case::failed));
+    if (way == Case::failed) CHECK_THAT(other.get(store_keys::failure), ContainsSubstring("died (SIGKILL)"));
+    CHECK(other.check({store_keys::outcome}) == (way == Case::refused));
+  }
 }
 
 TEST_CASE("a stranger's bytes stall neither the clients nor the end of the server") {

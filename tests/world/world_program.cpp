@@ -91,6 +91,12 @@ int rank_of(const std::string& mode, World world, const std::string& file) {
     }
   } else if (mode == "code") {
     return world.rank() == 1 ? 5 : (std::this_thread::sleep_for(30s), 0);
+  } else if (mode == "code before meeting") {
+    if (world.rank() == 1) return 5;
+    meet(world);
+  } else if (mode == "exit before meeting") {
+    if (world.rank() == 1) std::exit(5);
+    meet(world);
   } else if (mode == "first fails") {
     world.local_zero_first([&] {
       if (world.rank() == 0) throw lockstep::DataError("the archive is damaged");

@@ -19,6 +19,7 @@
 
 namespace lockstep::detail {
 struct Rendezvous;
+class Membership;
 using StorePtr = c10::intrusive_ptr<c10d::Store>;
 
 /// The number of RankZeroScopes that this thread is in.
@@ -127,8 +128,9 @@ class World {
   /// Returns whether a rank has called `leave` or exited, with any exit code.
   [[nodiscard]] static bool finished(c10d::Store& store, int rank);
 
-  /// Marks this rank as finished. If it hosts the store and `code` is 0, blocks until every rank has finished
-  /// or one has failed, at most 5 minutes. Called by `launch`.
+  /// Marks this rank as finished. If `code` is not 0 and this rank has not made a communicator, publishes
+  /// that as its failure, since other ranks may wait for it. If this rank hosts the store and `code` is 0,
+  /// blocks until every rank has finished or one has failed, at most 5 minutes. Called by `launch`.
   void leave(int code = 0) const;
 
   /// Runs `work` on world rank 0 only. A collective inside `work` throws CommunicationError at once.
@@ -166,6 +168,8 @@ class World {
   Log log;
 
  private:
+  friend class detail::Membership;
+
   // This rank's place on its host. `first` is the world rank of the host's first rank.
   struct LocalPlace {
     int rank = 0, size = 1, first = 0;
@@ -192,7 +196,8 @@ class World {
 
   // Returns a function that logs what this rank waits for, after 5 s and then every minute. It logs only on
   // local rank 0; without LOCAL_RANK that is every rank.
-  [[nodiscard]] std::function<void(const std::string&)> waiting_notice(
+  // It asks for the text only when a line is due.
+  [[nodiscard]] std::function<void(const std::function<std::string()>&)> waiting_notice(
       std::chrono::milliseconds timeout) const;
 
   // Blocks until every rank has joined.
@@ -208,6 +213,13 @@ class World {
   [[nodiscard]] LocalPlace local_place() const;
 
   void announce_failures() const;
+
+  // Publishes a non-zero exit code of a rank without a communicator as its failure: other ranks may wait for
+  // it at the rendezvous. No-op under lockstep's launcher, which sees the exit code.
+  void announce_exit_code(int code) const;
+
+  // Records that this rank has made a communicator. Returns whether it is the first.
+  bool begin_communicating() const;
 
   // Whether one launcher has started all ranks, and so sees how each of them ends.
   [[nodiscard]] bool launched_here() const;

@@ -153,6 +153,7 @@ class BackendGroup {
               options_.device.type()};
     if (is_gloo_ && on_host() && options_.make_backend)
       lane_ = std::make_shared<BytesLane>([make] { return make("/bytes"); });
+    membership().connected();
   }
 
   ~BackendGroup() {

@@ -29,6 +29,7 @@
 #include "lockstep/detail/served_call.hpp"
 #include "lockstep/world/detail/printable.hpp"
 #include "lockstep/world/detail/store.hpp"
+#include "lockstep/world/detail/store_keys.hpp"
 #include "lockstep/world/detail/store_mailbox.hpp"
 #include "lockstep/world/detail/worker.hpp"
 #include "lockstep/world/world.hpp"
@@ -307,6 +308,13 @@ class FailureMonitor {
   void publish_departure(const GroupStatus& group) noexcept {
     post(std::chrono::seconds(1),
          detail::formatted("departed {} {} {}", group.name, shared_->rank, group.text()));
+  }
+
+  /// Records in the store that this rank has made a communicator. Blocks at most 1 s.
+  void publish_connected() noexcept {
+    tell(std::chrono::seconds(1), [own = shared_->rank](const StorePtr& store) {
+      store->set(store_keys::communicates(own), std::string("1"));
+    });
   }
 
   void add(std::shared_ptr<const GroupStatus> group) {

@@ -190,6 +190,12 @@ class Membership {
     });
   }
 
+  /// Records that the transport is connected: from now on the other ranks notice by it when this rank dies.
+  /// Until then the server of the store watches this rank's connection. Blocks at most 1 s.
+  void connected() const noexcept {
+    if (monitor_ && world_.begin_communicating()) monitor_->publish_connected();
+  }
+
   /// Returns on every rank the text that `make` returns on rank 0 of the group. Throws as join does.
   template <class Make>
   std::string from_first(const char* key, Make&& make) {

@@ -59,6 +59,19 @@ class StoreClient : public ClonableStore {
       : endpoint_(std::move(endpoint)), hosted_(std::move(hosted)), connection_(endpoint_, timeout, waiting) {
     timeout_ = timeout;
   }
+  // A child that is forked without exec does not speak for its parent.
+  ~StoreClient() override {
+    if (bound_by_ == getpid())
+      connection_.send_last(StoreOperation::bind_rank, [](FrameWriter& out) { out.integer(0).text(""); });
+  }
+
+  /// Binds this client to a rank: if its process ends before the rank has made a communicator or has
+  /// finished, the server publishes that as the run's failure. The destructor unbinds it.
+  void bind_rank(int rank, const std::string& process) {
+    request(StoreOperation::bind_rank, end(),
+            [&](FrameWriter& out) { out.integer(static_cast<std::uint64_t>(rank)).text(process); });
+    bound_by_ = getpid();
+  }
 
   [[nodiscard]] const StoreConnection& connection() const { return connection_; }
   /// Returns the endpoint with the address that was reached, so that no name is looked up again.
@@ -163,6 +176,7 @@ class StoreClient : public ClonableStore {
   StoreEndpoint endpoint_;
   std::shared_ptr<void> hosted_;
   StoreConnection connection_;
+  pid_t bound_by_ = 0;  // the process that has bound this client to its rank, 0 if none has
 };
 
 using StorePtr = c10::intrusive_ptr<c10d::Store>;
@@ -564,6 +578,11 @@ inline std::string repeated_local_rank(const std::vector<RankIdentity>& ranks) {
 /// Refuses the rendezvous because `owner` and `me` have the same rank.
 [[noreturn]] inline void refuse_duplicate(c10d::Store& store, const Environment& env,
                                           const RankIdentity& owner, const RankIdentity& me) {
+  const auto lost = store_keys::lost(env.rank);
+  if (store.check({lost}) && to_text(store.get(lost)) == owner.process)
+    refuse_rendezvous(store, detail::formatted("rank {} has ended ({}), and {} cannot take its place: start "
+                                               "all ranks again",
+                                               env.rank, printable(owner.process), me.process));
   auto text =
       detail::formatted("rank {} is claimed by {} and {}", env.rank, printable(owner.process), me.process);
   const auto variable = env.rank_variables.substr(0, env.rank_variables.find(','));
@@ -586,9 +605,10 @@ inline std::string repeated_local_rank(const std::vector<RankIdentity>& ranks) {
   refuse_rendezvous(store, text);
 }
 
-/// Signs in. Refuses the rendezvous on all ranks if another process has the same rank, if the ranks disagree
-/// on their number or if two ranks of a host have one local rank. Does not wait for any other rank. A rank
-/// that signs in only to publish its failure passes `joining` = false and does not count as present.
+/// Signs in, and binds a StoreClient to the rank. Refuses the rendezvous on all ranks if another process has
+/// the same rank, if the ranks disagree on their number or if two ranks of a host have one local rank. Does
+/// not wait for any other rank. A rank that signs in only to publish its failure passes `joining` = false: it
+/// is not bound and does not count as present.
 inline void sign_in(c10d::Store& store, const Environment& env, const std::string& address,
                     bool joining = true) {
   const auto agreed = to_text(
@@ -608,6 +628,7 @@ inline void sign_in(c10d::Store& store, const Environment& env, const std::strin
   if (to_text(store.compareSet(store_keys::host, {}, to_bytes(me.host))) != me.host)
     store.set(store_keys::several_hosts, to_bytes("yes"));
   if (!joining) return;
+  if (auto* client = dynamic_cast<StoreClient*>(&store)) client->bind_rank(env.rank, me.process);
   // Another World of this process has already signed in; the process counts once.
   if (store.add(store_keys::signed_in(env.rank), 1) != 1) return;
   if (store.add(store_keys::present, 1) != env.size) return;
@@ -669,15 +690,26 @@ inline void refuse_other_rank_zero(const Environment& env, const std::string& ad
   at_store("the ranks could not sign in", [&] { sign_in(*other, env, address); });
 }
 
-/// Returns "rank 2 of 3", "ranks 1 and 2 of 3", or "ranks 1, 2, 3, 4 and 60 more of 65".
-inline std::string ranks_of(const std::vector<int>& ranks, int size) {
-  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
-  const std::size_t shown = ranks.size() > 5 ? 4 : ranks.size();
-  for (std::size_t i = 0; i < shown; ++i)
-    text += detail::formatted("{}{}", i == 0 ? "" : i + 1 == ranks.size() ? " and " : ", ", ranks[i]);
-  if (shown < ranks.size()) text += detail::formatted(" and {} more", ranks.size() - shown);
-  return detail::formatted("{} of {}", text, size);
-}
+/// The ranks that have not signed in: the first of them, and their number.
+struct MissingRanks {
+  static constexpr std::size_t most_named = 5;
+
+  std::vector<int> first{};
+  std::size_t count = 0;
+
+  /// Returns "rank 2 of 3", "ranks 1 and 2 of 3", or "ranks 1, 2, 3, 4 and 60 more of 65".
+  [[nodiscard]] std::string text(int size) const {
+    if (count == 0) return "the last rank";
+    const std::size_t shown =
+        count > most_named ? std::min(most_named - 1, first.size()) : std::min(count, first.size());
+    if (shown == 0) return detail::formatted("{} of {} ranks", count, size);
+    std::string text = count == 1 ? "rank " : "ranks ";
+    for (std::size_t i = 0; i < shown; ++i)
+      text += detail::formatted("{}{}", i == 0 ? "" : i + 1 == count ? " and " : ", ", first[i]);
+    if (shown < count) text += detail::formatted(" and {} more", count - shown);
+    return detail::formatted("{} of {}", text, size);
+  }
+};
 
 /// Waits for all of these keys, at most `timeout`. Returns whether they exist. Throws c10::Error if the store
 /// is gone.
@@ -696,11 +728,32 @@ inline bool appear_within(c10d::Store& store, const std::vector<std::string>& ke
   }
 }
 
-/// Returns the ranks that have not signed in.
-inline std::vector<int> missing_ranks(c10d::Store& store, int size) {
-  std::vector<int> missing;
-  for (int rank = 0; rank < size; ++rank)
-    if (!store.check({store_keys::rank(rank)})) missing.push_back(rank);
+/// Returns the ranks that have not signed in. Takes one store operation for some thousand ranks. Looks for no
+/// more ranks after `until`; their number is complete.
+inline MissingRanks missing_ranks(c10d::Store& store, int size, std::chrono::steady_clock::time_point until) {
+  MissingRanks missing;
+  missing.count =
+      static_cast<std::size_t>(std::max<std::int64_t>(0, size - store.add(store_keys::present, 0)));
+  const auto named = std::min(missing.count, MissingRanks::most_named);
+  const std::function<void(int, int)> search = [&](int begin, int end) {
+    if (missing.first.size() >= named || std::chrono::steady_clock::now() >= until) return;
+    std::vector<std::string> keys;
+    for (int rank = begin; rank < end; ++rank) keys.push_back(store_keys::rank(rank));
+    if (store.check(keys)) return;
+    if (end - begin == 1) {
+      missing.first.push_back(begin);
+      return;
+    }
+    const int middle = begin + (end - begin) / 2;
+    search(begin, middle);
+    search(middle, end);
+  };
+  constexpr int most_keys = 4096;
+  for (int begin = 0; begin < size && missing.first.size() < named;
+       begin += std::min(most_keys, size - begin)) {
+    if (std::chrono::steady_clock::now() >= until) break;
+    search(begin, begin + std::min(most_keys, size - begin));
+  }
   return missing;
 }
 
@@ -753,14 +806,32 @@ inline void record_end(c10d::Store& store, int rank) try {
 } catch (const c10::Error&) {  // the ranks' own timeouts remain
 }
 
+/// Returns a text on demand.
+using LazyText = std::function<std::string()>;
+
 /// Blocks until every rank has signed in. `side` is a separate connection with a short timeout. Calls
-/// `waiting("rank 2 of 3")` from time to time. Throws RendezvousError, with one text on all ranks, if a rank
-/// was refused or is missing at `deadline`, and PeerError if a rank has failed, or has ended before it signed
-/// in: the text of the latter ends with `waits`, a waiting_text.
+/// `waiting` from time to time with a text such as "rank 2 of 3", which costs store operations. Throws
+/// RendezvousError, with one text on all ranks, if a rank was refused or is missing at `deadline`, and
+/// PeerError if a rank has failed, or has ended before it signed in: the text of the latter ends with
+/// `waits`, a waiting_text.
 inline void await_ranks(c10d::Store& side, int size, std::chrono::steady_clock::time_point deadline,
                         std::chrono::milliseconds timeout, const std::string& doubt,
-                        const StoreConnection::Waiting& waiting, const std::string& waits = {}) {
+                        const std::function<void(const LazyText& who)>& waiting,
+                        const std::string& waits = {}) {
   using Clock = std::chrono::steady_clock;
+  const auto missing = [&] {
+    return at_store("the rendezvous failed",
+                    [&] { return missing_ranks(side, size, Clock::now() + std::chrono::seconds(2)); });
+  };
+  // Returns `text` and what may keep the missing ranks from joining.
+  const auto with_doubts = [&](std::string text) {
+    if (!doubt.empty()) text += "; " + doubt;
+    return at_store("the rendezvous failed", [&] {
+      const bool refused = side.check({store_keys::refusal});
+      return refused ? detail::formatted("{}; {}", text, printable(to_text(side.get(store_keys::refusal))))
+                     : text;
+    });
+  };
   std::string outcome;
   for (const auto slice = std::chrono::milliseconds(5000); outcome.empty();) {
     const auto begin = Clock::now();
@@ -774,16 +845,16 @@ inline void await_ranks(c10d::Store& side, int size, std::chrono::steady_clock::
     } catch (const c10::DistStoreError&) {  // the value did not arrive within the timeout
     }
     if (outcome.empty()) {
-      const auto missing = at_store("the rendezvous failed", [&] { return missing_ranks(side, size); });
-      const auto who = missing.empty() ? "the last rank" : ranks_of(missing, size);
-      if (Clock::now() >= deadline)
-        refuse_rendezvous(
-            side,
-            detail::formatted("{} did not join within {} s: start {} with the MASTER_ADDR, MASTER_PORT and "
-                              "WORLD_SIZE of the others{}{}",
-                              who, std::chrono::duration<double>(timeout).count(),
-                              missing.size() == 1 ? "it" : "them", doubt.empty() ? "" : "; ", doubt));
-      waiting(doubt.empty() ? who : detail::formatted("{}; {}", who, doubt));
+      if (Clock::now() >= deadline) {
+        const auto late = missing();
+        refuse_rendezvous(side,
+                          with_doubts(detail::formatted(
+                              "{} did not join within {} s: start {} with the MASTER_ADDR, MASTER_PORT and "
+                              "WORLD_SIZE of the others",
+                              late.text(size), std::chrono::duration<double>(timeout).count(),
+                              late.count == 1 ? "it" : "them")));
+      }
+      waiting([&] { return with_doubts(missing().text(size)); });
     }
   }
   if (outcome == "failed") {

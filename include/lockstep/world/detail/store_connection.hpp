@@ -112,6 +112,19 @@ class StoreConnection {
     }
   }
 
+  /// Sends a request without waiting for room or for its reply. Call it last: no other thread may use the
+  /// connection.
+  template <class Fill>
+  void send_last(StoreOperation operation, Fill fill) noexcept try {
+    if (!lost_.empty()) return;
+    FrameWriter frame;
+    frame.integer(next_id_++).byte(static_cast<std::uint8_t>(operation));
+    fill(frame);
+    out_ += frame.take();
+    send_pending();
+  } catch (const std::exception&) {  // the connection is lost, or there is no memory
+  }
+
  private:
   /// Exclusive use of the connection by one thread.
   class Turn {

@@ -26,6 +26,8 @@ inline std::string rank(int rank) {
 inline std::string signed_in(int rank) {
   return formatted("lockstep/signed in/{}", rank);
 }
+/// Set by the server: the address of the last client that it refused, and the reason.
+inline constexpr const char* refusal = "lockstep/refusal";
 
 // Failures and exits.
 /// The text of the run's first failure.
@@ -34,6 +36,14 @@ inline constexpr const char* failures_of_this_text = "lockstep/failures of this 
 /// Set by a rank at the end of its program.
 inline std::string finished(int rank) {
   return formatted("lockstep/finished/{}", rank);
+}
+/// Set by the server when the connection that is bound to a rank closes: the name of the rank's process.
+inline std::string lost(int rank) {
+  return formatted("lockstep/lost/{}", rank);
+}
+/// Set by a rank that has made a communicator, whose other ranks notice its death from then on.
+inline std::string communicates(int rank) {
+  return formatted("lockstep/communicates/{}", rank);
 }
 /// Set by rank `rank` of the group when it throws for the `times`-th time together with all other ranks.
 inline std::string thrown(const std::string& group, int times, int rank) {
@@ -57,6 +67,8 @@ inline std::string message(std::int64_t number) {
 inline std::string status(int rank) {
   return formatted("status/{}", rank);
 }
+/// The message that wakes every rank to look at the rest of the store.
+inline constexpr const char* look_message = "look";
 
 // Communicators.
 /// The prefix of the names of communicators of a kind, such as "comm" or "nccl".

@@ -60,7 +60,7 @@ class StoreMailbox {
     return number;
   }
   /// Wakes every rank to look at the rest of the store.
-  void notify_all_ranks() { post("look"); }
+  void notify_all_ranks() { post(store_keys::look_message); }
 
   /// Blocks until a message is posted that `news` has not counted, at most `timeout`. Returns whether one was
   /// posted. Throws if the wait ends before its timeout: the connection is closed then.

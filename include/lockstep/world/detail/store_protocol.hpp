@@ -18,7 +18,7 @@ namespace lockstep::detail {
 /// then its payload. A request is an id of 8 bytes, a StoreOperation byte and arguments. A reply is the id, a
 /// StoreStatus byte and a result. Integers are little-endian. A string is its length in 4 bytes and its
 /// bytes.
-inline constexpr std::string_view store_magic = "lockstep store 1\n";
+inline constexpr std::string_view store_magic = "lockstep store 2\n";
 /// The common beginning of `store_magic` in all versions of the protocol.
 inline constexpr std::string_view store_magic_of_any_version = "lockstep store ";
 
@@ -42,7 +42,8 @@ enum class StoreOperation : std::uint8_t {
   compare_set,  ///< key, expected, desired -> value
   erase,        ///< key -> whether it existed
   count,        ///< nothing -> number of keys
-  append        ///< key, value -> nothing
+  append,       ///< key, value -> nothing
+  bind_rank     ///< rank, name of its process -> nothing; see StoreServer. An empty name undoes it.
 };
 
 /// Builds a frame.

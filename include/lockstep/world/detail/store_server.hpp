@@ -12,7 +12,9 @@
 #include <cstdint>
 #include <cstring>
 #include <deque>
+#include <limits>
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <thread>
@@ -24,6 +26,7 @@
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/world/detail/socket.hpp"
+#include "lockstep/world/detail/store_keys.hpp"
 #include "lockstep/world/detail/store_protocol.hpp"
 
 namespace lockstep::detail {
@@ -34,18 +37,26 @@ namespace lockstep::detail {
 /// such client if more than `max_strangers` are connected. It parks a request that waits for keys and answers
 /// it when the last key is set; the next request of that connection cancels it. No bytes from a client can
 /// end or stall the server: a malformed frame closes its connection.
+///
+/// A connection may be bound to a rank. If it closes before the rank has made a communicator or has finished,
+/// the rank has ended while other ranks wait for it: the server publishes that as the run's failure, as
+/// record_failure does, unless a failure is published within `end_grace` by the rank itself or its launcher,
+/// which know the cause.
 class StoreServer {
  public:
   static constexpr std::chrono::milliseconds default_hello_timeout{10000};
+  static constexpr std::chrono::milliseconds default_end_grace{1500};
   static constexpr std::size_t max_strangers = 256;
 
   /// Serves on a socket that already listens. Accepts only clients that know `secret`. Throws Error if the
   /// system grants no descriptor or thread.
   StoreServer(Listener listener, std::string secret,
-              std::chrono::milliseconds hello_timeout = default_hello_timeout)
+              std::chrono::milliseconds hello_timeout = default_hello_timeout,
+              std::chrono::milliseconds end_grace = default_end_grace)
       : listener_(std::move(listener)),
         secret_(std::move(secret)),
         hello_timeout_(hello_timeout),
+        end_grace_(end_grace),
         epoll_(epoll_create1(EPOLL_CLOEXEC)),
         wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
         reserve_(open("/dev/null", O_RDONLY | O_CLOEXEC)) {
@@ -101,6 +112,15 @@ class StoreServer {
     bool greeted = false;
     bool closing = false;  // close once `out` is sent
     std::optional<Parked> parked;
+    int rank = 0;         // of the process below
+    std::string process;  // the name of the process of the bound rank, or empty
+  };
+
+  /// A bound connection that has closed.
+  struct LostRank {
+    int rank;
+    std::string process;
+    Clock::time_point until;
   };
 
   struct Stranger {
@@ -111,7 +131,7 @@ class StoreServer {
   void run() {
     for (;;) {
       epoll_event events[64];
-      const int count = epoll_wait(epoll_.get(), events, 64, time_to_next_stranger());
+      const int count = epoll_wait(epoll_.get(), events, 64, time_to_next_deadline());
       for (int i = 0; i < count; ++i) {
         const auto number = events[i].data.u64;
         if (number == wake_id) return;
@@ -122,6 +142,10 @@ class StoreServer {
         }
       }
       while (!strangers_.empty() && strangers_.front().until <= Clock::now()) drop_first_stranger();
+      while (!lost_.empty() && lost_.front().until <= Clock::now()) {
+        publish_end(lost_.front());
+        lost_.pop_front();
+      }
       for (const auto number : dropped_) connections_.erase(number);
       dropped_.clear();
     }
@@ -134,10 +158,12 @@ class StoreServer {
     epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd, &event);
   }
 
-  [[nodiscard]] int time_to_next_stranger() const {
-    if (strangers_.empty()) return -1;
-    const auto left =
-        std::chrono::ceil<std::chrono::milliseconds>(strangers_.front().until - Clock::now()).count();
+  [[nodiscard]] int time_to_next_deadline() const {
+    if (strangers_.empty() && lost_.empty()) return -1;
+    auto next = Clock::time_point::max();
+    if (!strangers_.empty()) next = strangers_.front().until;
+    if (!lost_.empty()) next = std::min(next, lost_.front().until);
+    const auto left = std::chrono::ceil<std::chrono::milliseconds>(next - Clock::now()).count();
     return static_cast<int>(std::clamp<std::int64_t>(left, 0, 60000));
   }
 
@@ -193,6 +219,38 @@ class StoreServer {
     unpark(connection);
     connection.fd.close();
     dropped_.push_back(connection.number);
+    if (connection.process.empty() || may_end(connection.rank)) return;
+    put(store_keys::lost(connection.rank), connection.process);
+    wake_waiting(store_keys::lost(connection.rank));
+    lost_.push_back({connection.rank, std::move(connection.process), Clock::now() + end_grace_});
+  }
+
+  // Returns whether no rank waits at the rendezvous for this one.
+  [[nodiscard]] bool may_end(int rank) const {
+    return values_.contains(store_keys::finished(rank)) || values_.contains(store_keys::communicates(rank));
+  }
+
+  // Publishes the end of a rank as the run's failure, also to ranks that wait for the rendezvous.
+  void publish_end(const LostRank& lost) {
+    const auto outcome = values_.find(store_keys::outcome);
+    const bool told = outcome != values_.end() && outcome->second != "complete";
+    if (told || may_end(lost.rank) || values_.contains(store_keys::failure)) return;
+    const bool undecided = outcome == values_.end();
+    put(store_keys::failure,
+        detail::formatted("rank {}: has ended before its first communicator ({}): it was killed, or its "
+                          "connection broke; look at its output, and start all ranks again",
+                          lost.rank, lost.process));
+    put(store_keys::failures_of_this_text, "1");
+    if (undecided) put(store_keys::outcome, "failed");
+    const auto in_mailbox = [](const std::string& key) {
+      return detail::formatted("{}/{}", store_keys::mailbox, key);
+    };
+    const auto count = in_mailbox(store_keys::message_count);
+    const auto message = in_mailbox(store_keys::message(increase(count, 1).value_or(0)));
+    put(message, store_keys::look_message);
+    for (const std::string& key :
+         {std::string(store_keys::failure), std::string(store_keys::outcome), count, message})
+      wake_waiting(key);
   }
 
   void serve(Connection& connection, std::uint32_t events) {
@@ -242,8 +300,19 @@ class StoreServer {
     else if (!same_secret(payload.substr(store_magic.size())))
       greeting = StoreGreeting::wrong_secret;
     connection.greeted = greeting == StoreGreeting::welcome;
+    if (!connection.greeted) note_refusal(connection, greeting);
     connection.closing = !connection.greeted;
     send(connection, FrameWriter().raw(store_magic).byte(static_cast<std::uint8_t>(greeting)).take());
+  }
+
+  void note_refusal(const Connection& connection, StoreGreeting greeting) {
+    SocketAddress peer;
+    getpeername(connection.fd.get(), peer.get(), &peer.length);
+    put(store_keys::refusal,
+        detail::formatted("a process at {} was refused because {}", peer.text(),
+                          greeting == StoreGreeting::wrong_secret
+                              ? "its LOCKSTEP_STORE_SECRET differs: give all ranks of a run one, or none"
+                              : "its version of lockstep differs: build all ranks with one"));
   }
 
   // Compares in constant time, so that the time does not reveal a partial match.
@@ -319,24 +388,45 @@ class StoreServer {
         reply(connection, id);
         return wake_waiting(key);
       }
+      case StoreOperation::bind_rank: {
+        const auto rank = reader.integer();
+        const std::string process(reader.text());
+        if (!reader.whole() || rank > std::numeric_limits<int>::max() || process.size() > max_key_bytes)
+          return drop(connection);
+        connection.rank = static_cast<int>(rank);
+        connection.process = process;
+        return reply(connection, id);
+      }
     }
     drop(connection);
   }
 
   void add(Connection& connection, std::uint64_t id, const std::string& key, std::int64_t amount) {
+    std::string problem;
+    const auto sum = increase(key, amount, &problem);
+    if (!sum) return refuse(connection, id, problem);
+    reply(connection, id, [&](FrameWriter& out) { out.integer(static_cast<std::uint64_t>(*sum)); });
+    wake_waiting(key);
+  }
+
+  // Adds to a counter. Returns the sum. If the value must not change, returns std::nullopt and sets `problem`
+  // to the reason.
+  std::optional<std::int64_t> increase(const std::string& key, std::int64_t amount,
+                                       std::string* problem = nullptr) {
     std::int64_t sum = 0;
+    std::string reason;
     if (const auto found = values_.find(key); found != values_.end()) {
       const char* const end = found->second.data() + found->second.size();
       const auto [stop, error] = std::from_chars(found->second.data(), end, sum);
       if (error != std::errc{} || stop != end || found->second.empty())
-        return refuse(connection, id, "the value is not an integer that can be added to");
+        reason = "the value is not an integer that can be added to";
     }
-    if (__builtin_add_overflow(sum, amount, &sum))
-      return refuse(connection, id, "the sum would not fit in 64 bits");
-    if (const auto problem = put(key, std::to_string(sum)); !problem.empty())
-      return refuse(connection, id, problem);
-    reply(connection, id, [&](FrameWriter& out) { out.integer(static_cast<std::uint64_t>(sum)); });
-    wake_waiting(key);
+    if (reason.empty() && __builtin_add_overflow(sum, amount, &sum))
+      reason = "the sum would not fit in 64 bits";
+    if (reason.empty()) reason = put(key, std::to_string(sum));
+    if (reason.empty()) return sum;
+    if (problem) *problem = reason;
+    return std::nullopt;
   }
 
   void compare_set(Connection& connection, std::uint64_t id, const std::string& key,
@@ -455,10 +545,11 @@ class StoreServer {
 
   Listener listener_;
   const std::string secret_;
-  const std::chrono::milliseconds hello_timeout_;
+  const std::chrono::milliseconds hello_timeout_, end_grace_;
   Descriptor epoll_, wake_, reserve_;
   std::unordered_map<std::uint64_t, std::unique_ptr<Connection>> connections_;
   std::deque<Stranger> strangers_;  // by age; some may have been greeted since
+  std::deque<LostRank> lost_;       // by time
   std::vector<std::uint64_t> dropped_;
   std::uint64_t next_number_ = 2;
   std::unordered_map<std::string, std::string> values_;

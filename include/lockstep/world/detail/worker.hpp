@@ -247,7 +247,8 @@ LOCKSTEP_PROCESS_WIDE inline void announce_exit() {
         [](int code, void*) {
           if (getpid() != process || !failure_hooks.exits) return;  // a forked child exits
           // A copy: a static destructor may destroy the hooks before a thread of a busy host uses them.
-          at_most(std::chrono::milliseconds(500), [exits = failure_hooks.exits, code] { exits(code); });
+          at_most(std::chrono::milliseconds(code == 0 ? 500 : 2000),
+                  [exits = failure_hooks.exits, code] { exits(code); });
         },
         nullptr);
   });

@@ -68,7 +68,8 @@ struct World::State {
   LocalPlace local;
   bool single_host = true;
   std::string address;
-  std::atomic<bool> left{false};  // leave() has marked this rank as finished
+  std::atomic<bool> left{false};          // leave() has marked this rank as finished
+  std::atomic<bool> communicates{false};  // this rank has made a communicator
 };
 
 LOCKSTEP_INLINE World::World() : World(Environment{}) {}
@@ -225,8 +226,13 @@ LOCKSTEP_INLINE void World::leave(int code) const {
     const auto& known = state_->environment;
     const bool awaited =
         known.store_is_hosted && !known.store_outlives_attempts && known.local_size < known.size;
+    if (size() == 1) return;
+    announce_exit_code(code);
     std::lock_guard lock(state_->mutex);
-    if (size() == 1 || (!state_->rendezvous && !awaited)) return;
+    if (!state_->rendezvous && !awaited) {
+      state_->left = true;
+      return;
+    }
   }
   try {
     auto side = connect_again(std::chrono::seconds(2));
@@ -251,6 +257,19 @@ LOCKSTEP_INLINE void World::leave(int code) const {
   }
 }
 
+LOCKSTEP_INLINE void World::announce_exit_code(int code) const {
+  if (code == 0 || state_->communicates || state_->left || detail::report_descriptor() >= 0) return;
+  if (!detail::failure_hooks.publish) return;
+  detail::at_most(std::chrono::milliseconds(1500),
+                  [publish = detail::failure_hooks.publish,
+                   text = detail::formatted("rank {}: ended with exit code {} on {}", rank(), code,
+                                            detail::host_name())] { publish(text); });
+}
+
+LOCKSTEP_INLINE bool World::begin_communicating() const {
+  return !state_->communicates.exchange(true);
+}
+
 LOCKSTEP_INLINE World::Outcome::~Outcome() {
   try {
     world.connect_again()->set(key, detail::to_bytes(good ? "done" : "failed"));
@@ -268,7 +287,9 @@ LOCKSTEP_INLINE const detail::Rendezvous& World::rendezvous_within(
   if (!state_->rendezvous) {
     const auto timeout = given ? *given : detail::rendezvous_timeout();
     const auto begin = std::chrono::steady_clock::now();
-    auto joined = detail::join_rendezvous(state_->environment, timeout, waiting_notice(timeout));
+    auto joined = detail::join_rendezvous(
+        state_->environment, timeout,
+        [notify = waiting_notice(timeout)](const std::string& what) { notify([&] { return what; }); });
     if (size() > 1)
       detail::at_store("the ranks could not sign in", [&] {
         joined.store->setTimeout(detail::left_of(timeout, begin));
@@ -286,14 +307,15 @@ LOCKSTEP_INLINE const detail::Rendezvous& World::rendezvous_within(
   return *state_->rendezvous;
 }
 
-LOCKSTEP_INLINE std::function<void(const std::string&)> World::waiting_notice(
+LOCKSTEP_INLINE std::function<void(const std::function<std::string()>&)> World::waiting_notice(
     std::chrono::milliseconds timeout) const {
   return [begin = std::chrono::steady_clock::now(), next = std::chrono::milliseconds(4500), timeout,
-          log = log.all(), prints = state_->environment.local_rank == 0](const std::string& what) mutable {
+          log = log.all(),
+          prints = state_->environment.local_rank == 0](const detail::LazyText& what) mutable {
     const auto now = std::chrono::ceil<std::chrono::milliseconds>(std::chrono::steady_clock::now() - begin);
     if (!prints || now < next || now >= timeout) return;
     next = now + std::chrono::minutes(1);
-    log.warning("waiting for {}; gives up in {} s (LOCKSTEP_RENDEZVOUS_TIMEOUT)", what,
+    log.warning("waiting for {}; gives up in {} s (LOCKSTEP_RENDEZVOUS_TIMEOUT)", what(),
                 std::chrono::ceil<std::chrono::seconds>(timeout - now).count());
   };
 }
@@ -310,7 +332,7 @@ LOCKSTEP_INLINE void World::await_all() const {
   state_->local = {known.local_rank, known.local_size, known.rank - known.local_rank};
   if (size() > 1) {
     auto side = joined.again(std::min<std::chrono::milliseconds>(timeout, std::chrono::seconds(5)));
-    const auto waiting = [&](const std::string& who) {
+    const auto waiting = [&](const detail::LazyText& who) {
       if (!joined.doubt.empty()) detail::refuse_other_rank_zero(known, joined.address);
       notify(who);
     };
@@ -384,7 +406,9 @@ LOCKSTEP_INLINE void World::announce_failures() const {
     if (world.hosts_store()) std::this_thread::sleep_for(std::chrono::milliseconds(800));
     return first || !joined;
   };
-  detail::failure_hooks.exits = [state = state_](int code) {
+  detail::failure_hooks.exits = [world = *this](int code) {
+    world.announce_exit_code(code);
+    const auto& state = world.state_;
     std::unique_lock lock(state->mutex, std::try_to_lock);
     if (!lock || !state->rendezvous || state->left) return;
     state->rendezvous->store->set(detail::store_keys::finished(state->environment.rank),

@@ -387,6 +387,7 @@ class NcclGroup {
         });
         waiting_.await_ready(call, label_, make(call));
       });
+      state_.membership().connected();
     } catch (...) {
       if (!failed()) state_.membership().publish(std::current_exception());
       handle_.abort();
