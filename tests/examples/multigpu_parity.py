@@ -1,6 +1,6 @@
 """Trains the toy regression of examples/single_gpu, examples/multigpu, examples/multigpu_torchrun and examples/ddp_gpus in Python as
 well, from the same seed, and compares the bits of the saved models. multigpu_torchrun and its counterpart stop after two epochs, and
-resume from their own snapshots.
+resume from their own snapshots and from each other's.
 
 multigpu_parity.py MULTIGPU_PROGRAM SINGLE_GPU_PROGRAM MULTIGPU_TORCHRUN_PROGRAM DDP_GPUS_PROGRAM. Exit code 77: skipped.
 """
