@@ -116,6 +116,8 @@ auto make_loader(const lockstep::Mnist& mnist, const Options& options) {
 
 void train(const World& world, const Options& options, const lockstep::Mnist& mnist) {
   GlooComm comm{world};
+  const torch::Device device = torch::kCPU;
+  world.log.info("{}", device.str());
   torch::manual_seed(0);  // the same model on every rank; nothing broadcasts it
   ConvNet model;
   torch::manual_seed(static_cast<std::uint64_t>(world.rank()));  // an order of the digits for each rank
@@ -231,15 +233,27 @@ void start_processes(const Options& options) {
   lockstep::spawn(options.nproc, introduce, lockstep::Prefix::never);
 }
 
+/// Throws the error of a rendezvous. The remedy for a port in use names --port in place of World::join.
+[[noreturn]] void throw_naming_port(const lockstep::RendezvousError& error) {
+  std::string why = error.what();
+  if (const auto remedy = why.find("give World::join"); remedy != std::string::npos)
+    why = why.substr(0, remedy) + "give another by --port";
+  throw lockstep::RendezvousError(why);
+}
+
 /// multiprocess_comm.py: the processes form a group.
 void start_group(const Options& options) {
   const auto on_rank = [&](int rank, int size) {
-    const auto world = World::join("tcp://127.0.0.1:" + std::to_string(options.port), rank, size);
-    {
-      const GlooComm comm{world};  // init_process_group: blocks until all ranks have joined
-      introduce(comm.rank(), comm.size());
+    try {
+      const auto world = World::join("tcp://127.0.0.1:" + std::to_string(options.port), rank, size);
+      {
+        const GlooComm comm{world};  // init_process_group: blocks until all ranks have joined
+        introduce(comm.rank(), comm.size());
+      }
+      world.leave();
+    } catch (const lockstep::RendezvousError& error) {
+      throw_naming_port(error);
     }
-    world.leave();
   };
   lockstep::spawn(options.nproc, on_rank, lockstep::Prefix::never);
 }
@@ -254,10 +268,10 @@ int main(int argc, char** argv) {
   app.add_option("--nproc,--nproc-per-node", options.nproc, "processes to start on this host")
       ->check(CLI::Range(1, 1000));
   const auto* epochs =
-      app.add_option("-e,--epochs", options.epochs, "passes over the digits; the tutorial's number is 15")
+      app.add_option("-e,--epochs", options.epochs, "epochs to train; the tutorial's number is 15")
           ->check(CLI::Range(1'000'000));
   const auto* batch_size =
-      app.add_option("-b,--batch-size,--batch_size", options.batch_size, "digits a process and a step")
+      app.add_option("-b,--batch-size,--batch_size", options.batch_size, "batch size of each process")
           ->check(CLI::Range(1, 1'000'000));
   const auto* samples = app.add_option("--samples", options.samples,
                                        "training digits to use at most; the tutorial's number is 60000")

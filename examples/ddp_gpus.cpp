@@ -103,7 +103,8 @@ void run(const lockstep::World& world, const Options& options, Comm comm) {
   model->to(lockstep::comm_device(comm));
   torch::optim::SGD optimizer(model->parameters(), 1e-3);
   Trainer<Comm>(model, train_dataloader, optimizer, comm, options).train();
-  if (!options.save.empty()) world.rank_zero([&] { lockstep::save_model(*model, options.save); });
+  if (!options.save.empty())
+    world.rank_zero([&] { lockstep::torch_save(lockstep::state_dict(model), options.save); });
 }
 
 int main(int argc, char** argv) {
@@ -112,7 +113,7 @@ int main(int argc, char** argv) {
   app.option_defaults()->always_capture_default()->take_last();
   app.add_option("--max_epochs,--max-epochs", options.max_epochs, "epochs to train")
       ->check(CLI::Range(1'000'000));
-  app.add_option("--batch_size,--batch-size", options.batch_size, "samples a process and a step")
+  app.add_option("--batch_size,--batch-size", options.batch_size, "batch size of each process")
       ->check(CLI::Range(1, 1'000'000));
   app.add_option("--loss", options.loss, "cross-entropy is the tutorial's, which is always 0")
       ->check(CLI::IsMember({"mse", "cross-entropy"}));

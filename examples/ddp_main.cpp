@@ -18,7 +18,6 @@
 #include <cstdint>
 #include <cstdlib>
 #include <iostream>
-#include <sstream>
 #include <string>
 #include <utility>
 
@@ -93,21 +92,14 @@ void test(const lockstep::World& world, ConvNet& model, Comm& comm, Loader& test
                    100 * correct.template item<double>() / size.template item<double>());
 }
 
-// {model, scaler}, or {model} where there is no scaler. The file is written whole or not at all.
+// {model, scaler}, or {model} where there is no scaler, which Python reads by torch.load. Written whole or not at all.
 template <class Precision>
 void save_checkpoint(const ConvNet& model, const Precision& precision, const std::string& path) {
-  torch::serialize::OutputArchive checkpoint;
-  torch::serialize::OutputArchive part(checkpoint.compilation_unit());
-  model->save(part);
-  checkpoint.write("model", part);
-  if constexpr (lockstep::Checkpointed<Precision>) {
-    torch::serialize::OutputArchive scaler(checkpoint.compilation_unit());
-    precision.save(scaler);
-    checkpoint.write("scaler", scaler);
-  }
-  std::ostringstream bytes;
-  checkpoint.save_to(bytes);
-  lockstep::write_file_atomically(path, bytes.str());
+  c10::impl::GenericDict state_dict(c10::StringType::get(), c10::AnyType::get());
+  state_dict.insert("model", lockstep::dict_of(lockstep::state_dict(model)));
+  if constexpr (requires { precision.scaler(); })
+    state_dict.insert("scaler", lockstep::state_dict(precision.scaler()));
+  lockstep::torch_save(c10::IValue(state_dict), path);
 }
 
 template <class Precision, class Comm>
@@ -169,9 +161,8 @@ int main(int argc, char** argv) {
   CLI::App app("Trains a small convolutional network on handwritten digits with several processes.");
   app.option_defaults()->always_capture_default()->take_last();
   app.add_option("--gpu", options.gpu, "devices as in '0,1': one process each");
-  app.add_option("-e,--epochs", options.epochs, "passes over the training digits")
-      ->check(CLI::Range(1'000'000));
-  app.add_option("-b,--batch_size,--batch-size", options.batch_size, "digits a process and a step")
+  app.add_option("-e,--epochs", options.epochs, "epochs to train")->check(CLI::Range(1'000'000));
+  app.add_option("-b,--batch_size,--batch-size", options.batch_size, "batch size of each process")
       ->check(CLI::Range(1, 1'000'000));
   app.add_option("--samples", options.samples, "training digits to use at most; MNIST has 60000")
       ->check(CLI::Range(1, 1'000'000));

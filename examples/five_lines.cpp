@@ -47,7 +47,7 @@ int main(int argc, char** argv) {
   CLI::App app("Fits a line with several processes: a LibTorch loop and five lines.");
   int epochs = 10;
   app.option_defaults()->always_capture_default()->take_last();
-  app.add_option("--epochs", epochs, "passes over the points")->check(CLI::Range(1'000'000));
+  app.add_option("--epochs", epochs, "epochs to train")->check(CLI::Range(1'000'000));
   app.footer(lockstep::launch_help());
   const auto arguments = lockstep::program_arguments(argc, argv);  // without --nproc and launch's other flags
   try {

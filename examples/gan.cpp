@@ -32,9 +32,10 @@ void set_trained(nn::Sequential& model, bool trained) {
   for (auto& parameter : model->parameters()) parameter.requires_grad_(trained);
 }
 
-torch::Tensor judge(const torch::Tensor& verdict, bool real) {
+// The loss of the discriminator's logits against one label for the whole batch: real (1) or fake (0).
+torch::Tensor adversarial_loss(const torch::Tensor& logits, bool real) {
   return nn::functional::binary_cross_entropy_with_logits(
-      verdict, real ? torch::ones_like(verdict) : torch::zeros_like(verdict));
+      logits, real ? torch::ones_like(logits) : torch::zeros_like(logits));
 }
 
 void train(const lockstep::World& world, std::int64_t steps, std::int64_t digits) {
@@ -56,24 +57,24 @@ void train(const lockstep::World& world, std::int64_t steps, std::int64_t digits
   for (std::int64_t step = 0; step < steps;) {
     for (auto& batch : loader) {
       const auto real = batch.data.flatten(1);
-      const auto drawn = ddp_generator(torch::randn({real.size(0), noise_size}));
+      const auto fake = ddp_generator(torch::randn({real.size(0), noise_size}));
 
       discriminator_optimizer.zero_grad();
-      const auto caught =
-          judge(ddp_discriminator(real), true) + judge(ddp_discriminator(drawn.detach()), false);
-      ddp_discriminator.backward(caught);
+      const auto discriminator_loss = adversarial_loss(ddp_discriminator(real), true) +
+                                      adversarial_loss(ddp_discriminator(fake.detach()), false);
+      ddp_discriminator.backward(discriminator_loss);
       discriminator_optimizer.step();
 
       generator_optimizer.zero_grad();
       set_trained(discriminator, false);
-      const auto fooled = judge(discriminator->forward(drawn), true);
-      ddp_generator.backward(fooled);
+      const auto generator_loss = adversarial_loss(discriminator->forward(fake), true);
+      ddp_generator.backward(generator_loss);
       set_trained(discriminator, true);
       generator_optimizer.step();
 
       if (step % 100 == 0)
-        world.log.info("step {}: discriminator {:.4f}, generator {:.4f}", step, caught.item<double>(),
-                       fooled.item<double>());
+        world.log.info("step {}: discriminator {:.4f}, generator {:.4f}", step,
+                       discriminator_loss.item<double>(), generator_loss.item<double>());
       if (++step == steps) break;
     }
   }

@@ -433,12 +433,12 @@ int main(int argc, char** argv) {
   auto* data = app.add_option("data", options.data,
                               "folder with train/CLASS/*.jpg and val/CLASS/*.jpg; without: --dummy");
   app.add_option("-a,--arch", options.arch, "model")->check(CLI::IsMember(names));
-  app.add_option("-j,--workers", options.workers, "threads of a host that load ahead")
+  app.add_option("-j,--workers", options.workers, "data-loading threads of each host")
       ->check(CLI::Range(std::int64_t{0}, std::int64_t{1000}));
   app.add_option("--epochs", options.epochs, "epochs to run (90; 2 on random images)")->check(any);
   auto* start_epoch =
       app.add_option("--start-epoch", options.start_epoch, "number of the first epoch, from 0")->check(any);
-  app.add_option("-b,--batch-size", options.batch_size, "images a step, over all ranks (256; 32 if random)")
+  app.add_option("-b,--batch-size", options.batch_size, "global batch size (256; 32 on random images)")
       ->check(positive);
   app.add_option("--lr,--learning-rate", options.lr, "learning rate of SGD, a tenth of it every 30 epochs")
       ->check(number);
@@ -446,10 +446,10 @@ int main(int argc, char** argv) {
   app.add_option("--wd,--weight-decay", options.weight_decay, "weight decay of SGD")->check(number);
   app.add_option("--warmup-epochs", options.warmup_epochs, "epochs in which the rate grows from a hundredth")
       ->check(any);
-  app.add_flag("--scale-lr", options.scale_lr, "scale --lr by images a step / 256");
-  app.add_option("-p,--print-freq", options.print_freq, "steps from one line to the next")->check(positive);
+  app.add_flag("--scale-lr", options.scale_lr, "scale --lr by the global batch size / 256");
+  app.add_option("-p,--print-freq", options.print_freq, "steps between printed lines")->check(positive);
   auto* resume =
-      app.add_option("--resume", options.resume, "checkpoint.pt to go on from")->excludes(start_epoch);
+      app.add_option("--resume", options.resume, "checkpoint to resume from")->excludes(start_epoch);
   app.add_flag("-e,--evaluate", options.evaluate, "only evaluate the model on val");
   app.add_option("--pretrained", options.pretrained, "file with the model's state dict, or a checkpoint")
       ->excludes(resume);

@@ -9,10 +9,11 @@
 #include <cstdint>
 #include <cstdio>
 #include <iostream>
+#include <sstream>
 #include <string>
 
 #include "lockstep/datasets/mnist.hpp"
-#include "lockstep/train/checkpoint.hpp"
+#include "lockstep/files.hpp"
 #include "lockstep/world/launch.hpp"
 
 namespace nn = torch::nn;
@@ -76,11 +77,20 @@ struct DCGANDiscriminatorImpl : nn::Module {
 TORCH_MODULE(DCGANDiscriminator);
 
 auto digits(const Options& options) try {
+  lockstep::require_unpacked_mnist(options.data_dir, "--data-dir");
   return data::datasets::MNIST(options.data_dir)
       .map(data::transforms::Normalize<>(0.5, 0.5))
       .map(data::transforms::Stack<>());
 } catch (const c10::Error& error) {
   throw lockstep::UsageError(std::string("--data-dir: ") + error.what_without_backtrace());
+}
+
+// Writes the file whole or not at all: a torch::save to a full disk ends the process.
+template <class Value>
+void save(const Value& value, const std::string& path) {
+  std::ostringstream bytes;
+  torch::save(value, bytes);
+  lockstep::write_file_atomically(path, bytes.str());
 }
 
 void run(const Options& options) {
@@ -115,30 +125,30 @@ void run(const Options& options) {
       auto real_output = discriminator(batch.data);
       auto real_loss = torch::binary_cross_entropy(real_output, torch::empty(count).uniform_(0.8, 1.0));
       real_loss.backward();
-      auto drawn = generator(torch::randn({count, noise_size, 1, 1}));
-      auto drawn_output = discriminator(drawn.detach());
-      auto drawn_loss = torch::binary_cross_entropy(drawn_output, torch::zeros(count));
-      drawn_loss.backward();
+      auto fake_images = generator(torch::randn({count, noise_size, 1, 1}));
+      auto fake_output = discriminator(fake_images.detach());
+      auto fake_loss = torch::binary_cross_entropy(fake_output, torch::zeros(count));
+      fake_loss.backward();
       discriminator_optimizer.step();
 
       // The generator learns to draw digits that the discriminator takes for MNIST's.
       generator_optimizer.zero_grad();
-      auto generator_loss = torch::binary_cross_entropy(discriminator(drawn), torch::ones(count));
+      auto generator_loss = torch::binary_cross_entropy(discriminator(fake_images), torch::ones(count));
       generator_loss.backward();
       generator_optimizer.step();
 
       ++step, ++done;
       std::printf("[%2d/%2d][%3zu/%3zu] D_loss: %.4f | G_loss: %.4f\n", epoch, options.epochs, step, steps,
-                  (real_loss + drawn_loss).item<float>(), generator_loss.item<float>());
+                  (real_loss + fake_loss).item<float>(), generator_loss.item<float>());
       if (done % options.checkpoint_every == 0) {
-        torch::save(generator, file("generator-checkpoint.pt"));
-        torch::save(generator_optimizer, file("generator-optimizer-checkpoint.pt"));
-        torch::save(discriminator, file("discriminator-checkpoint.pt"));
-        torch::save(discriminator_optimizer, file("discriminator-optimizer-checkpoint.pt"));
+        save(generator, file("generator-checkpoint.pt"));
+        save(generator_optimizer, file("generator-optimizer-checkpoint.pt"));
+        save(discriminator, file("discriminator-checkpoint.pt"));
+        save(discriminator_optimizer, file("discriminator-optimizer-checkpoint.pt"));
         const torch::NoGradGuard no_grad;
         auto samples = (generator(torch::randn({10, noise_size, 1, 1})) + 1) / 2;
         const auto number = std::to_string(done / options.checkpoint_every);
-        torch::save(samples, file("dcgan-sample-" + number + ".pt"));
+        save(samples, file("dcgan-sample-" + number + ".pt"));
         std::printf("-> checkpoint %s\n", number.c_str());
       }
     }
@@ -152,12 +162,12 @@ int main(int argc, char** argv) {
   app.add_option("--data-dir", options.data_dir,
                  "folder with MNIST's four files, unpacked; without it, digits are drawn")
       ->check(CLI::ExistingDirectory);
-  app.add_option("--samples", options.samples, "digits to learn from")->check(CLI::Range(1, 60'000));
-  app.add_option("--batch-size", options.batch_size, "digits a step")->check(CLI::Range(1, 60'000));
-  app.add_option("--epochs", options.epochs, "passes over the digits")->check(CLI::Range(1'000'000));
+  app.add_option("--samples", options.samples, "training digits to use")->check(CLI::Range(1, 60'000));
+  app.add_option("--batch-size", options.batch_size, "batch size")->check(CLI::Range(1, 60'000));
+  app.add_option("--epochs", options.epochs, "epochs to train")->check(CLI::Range(1'000'000));
   app.add_option("--save-dir", options.save_dir, "folder of the checkpoints and of the samples")
       ->check(CLI::ExistingDirectory);
-  app.add_option("--checkpoint-every", options.checkpoint_every, "steps from one checkpoint to the next")
+  app.add_option("--checkpoint-every", options.checkpoint_every, "steps between checkpoints")
       ->check(CLI::Range(1, 1'000'000));
   app.add_flag("--restore", options.restore, "continue from the last checkpoint in the folder");
   try {
@@ -170,6 +180,9 @@ int main(int argc, char** argv) {
     if (error.get_exit_code() == 0) return app.exit(error);  // --help
     std::cerr << std::string("error: ") + error.what() + "; see --help\n";
     return 2;
+  } catch (const lockstep::CheckpointError& error) {  // a file could not be written
+    std::cerr << std::string("error: ") + error.what() + "\n";
+    return 1;
   } catch (const lockstep::Error& error) {
     std::cerr << std::string("error: ") + error.what() + "\n";
     return 2;

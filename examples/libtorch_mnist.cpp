@@ -42,6 +42,7 @@ struct NetImpl : nn::Module {
 TORCH_MODULE(Net);
 
 auto digits(const Options& options, MNIST::Mode part) try {
+  lockstep::require_unpacked_mnist(options.data_dir, "--data-dir");
   return MNIST(options.data_dir, part)
       .map(data::transforms::Normalize<>(0.1307, 0.3081))
       .map(data::transforms::Stack<>());
@@ -97,8 +98,8 @@ int main(int argc, char** argv) {
                  "folder with MNIST's four files, unpacked; without it, digits are drawn")
       ->check(CLI::ExistingDirectory);
   app.add_option("--samples", options.samples, "training digits to use")->check(CLI::Range(1, 60'000));
-  app.add_option("--batch-size", options.batch_size, "digits a step")->check(CLI::Range(1, 60'000));
-  app.add_option("--epochs", options.epochs, "passes over the training digits")->check(CLI::Range(1'000'000));
+  app.add_option("--batch-size", options.batch_size, "batch size")->check(CLI::Range(1, 60'000));
+  app.add_option("--epochs", options.epochs, "epochs to train")->check(CLI::Range(1'000'000));
   try {
     if (const auto flag = lockstep::flag_without_value(argc, argv))  // CLI11 accepts an empty value
       throw CLI::ValidationError(*flag, "the value is empty");

@@ -222,6 +222,14 @@ class Text {
   [[nodiscard]] std::int64_t size() const { return ids_.size(0); }
   [[nodiscard]] std::int64_t vocab_size() const { return static_cast<std::int64_t>(chars_.size()); }
   [[nodiscard]] torch::Tensor first() const { return ids_.slice(0, 0, 1); }
+  // The FNV-1a hash of the characters before `last`.
+  [[nodiscard]] std::uint64_t hash(std::int64_t last) const {
+    std::uint64_t hash = 0xcbf29ce484222325;
+    const auto* ids = ids_.const_data_ptr<std::int64_t>();
+    for (std::int64_t i = 0; i < last; ++i)
+      hash = (hash ^ static_cast<unsigned char>(chars_[static_cast<std::size_t>(ids[i])])) * 0x100000001b3;
+    return hash;
+  }
 
  private:
   std::string chars_;
@@ -257,6 +265,20 @@ torch::Tensor generate(Gpt& gpt, const Options& options, const torch::Tensor& fi
   }
   return ids.cpu();
 }
+
+// The part of a snapshot that ties it to the text that its run trains on.
+struct TextOfSnapshot {
+  std::uint64_t hash;
+  void save(torch::serialize::OutputArchive& archive) const {
+    archive.write("hash", c10::IValue(static_cast<std::int64_t>(hash)));
+  }
+  void load(torch::serialize::InputArchive& archive) const {
+    c10::IValue saved;
+    archive.read("hash", saved);
+    if (static_cast<std::uint64_t>(saved.toInt()) != hash)
+      throw lockstep::CheckpointError("it is of a run on another text, or on another part of it");
+  }
+};
 
 // What rank 0 writes about the run into a folder: a page, TensorBoard's events and a table.
 template <class Comm>
@@ -302,18 +324,20 @@ void train(const lockstep::World& world, const Options& options, const Text& tex
                             lockstep::MakeOptimizer{[&](const std::vector<torch::Tensor>&) {
                               return make_optimizer(options, model);
                             }}};
+  TextOfSnapshot text_of_snapshot{text.hash(split)};
+  const auto save_snapshot = [&] { trainer.save_checkpoint(config.snapshot_path, text_of_snapshot); };
   bool resumes = false;
   try {
-    resumes = trainer.load_checkpoint_if_exists(config.snapshot_path);
+    resumes = trainer.load_checkpoint_if_exists(config.snapshot_path, text_of_snapshot);
   } catch (const lockstep::CheckpointError& error) {  // the user's file, not a failure of the run
     std::string why = error.what();
     // Of another model, the first of the tensors that differ tells enough.
-    if (why.find("does not fit the model") != std::string::npos) {
+    if (why.find("does not fit the model") != std::string::npos)
       if (const auto more = std::count(why.begin(), why.end(), ';'); more > 0)
         why = why.substr(0, why.find(';')) + fmt::format(", and {} more", more);
-      why += "; remove it, or set trainer_config.snapshot_path to another file";
-    }
-    throw lockstep::UsageError(fmt::format("trainer_config.snapshot_path: {}", why));
+    throw lockstep::UsageError(fmt::format(
+        "trainer_config.snapshot_path: {}; remove it, or set trainer_config.snapshot_path to another file",
+        why));
   }
   if (resumes) {
     world.log.info("Resuming training from snapshot at Epoch {}", trainer.epoch() + 1);
@@ -332,6 +356,11 @@ void train(const lockstep::World& world, const Options& options, const Text& tex
   const auto loss = [](Gpt& gpt, const auto& batch) {
     return nn::functional::cross_entropy(gpt(batch.data).flatten(0, 1), batch.target.flatten());
   };
+  std::int64_t tokens = 0;  // that this rank has trained on since the epoch started or was resumed
+  const auto training_loss = [&](Gpt& gpt, const auto& batch) {
+    tokens += batch.data.numel();
+    return loss(gpt, batch);
+  };
   std::optional<Reports<Comm>> reports;
   if (!config.report_dir.empty()) reports.emplace(world, trainer.comm(), config.report_dir);
   const auto on_profile = [&](const lockstep::StepReport& step, const lockstep::StepProfile& profile) {
@@ -349,7 +378,7 @@ void train(const lockstep::World& world, const Options& options, const Text& tex
   const auto on_epoch = [&](const lockstep::EpochReport& report) {
     const std::int64_t epoch = report.epoch + 1;
     world.log.info("Epoch {} | Train Loss {:.5f} | {:.0f} tokens/s", epoch, report.loss,
-                   static_cast<double>(training_part.data().numel()) / report.seconds);
+                   static_cast<double>(world.size() * std::exchange(tokens, 0)) / report.seconds);
     if (reports) reports->each([&](auto& each) { each.on_epoch(report); });
     if (text.size() - split > block) {
       const double eval_loss = trainer.evaluate(text.windows(split, text.size(), block), loss);
@@ -358,13 +387,13 @@ void train(const lockstep::World& world, const Options& options, const Text& tex
     }
     // Last: an evaluation draws from the generator of dropout, whose state the snapshot holds.
     if (epoch % config.save_every == 0) {
-      trainer.save_checkpoint(config.snapshot_path);  // with the next epoch to run and the scaler
+      save_snapshot();  // with the next epoch to run and the scaler
       world.log.info("Snapshot saved at epoch {}", epoch);
     }
   };
   {
-    lockstep::StopOnSignal stop{trainer.comm(), [&] { trainer.save_checkpoint(config.snapshot_path); }};
-    trainer.fit(training_part, loss, lockstep::GradientClip{config.grad_norm_clip},
+    lockstep::StopOnSignal stop{trainer.comm(), save_snapshot};
+    trainer.fit(training_part, training_loss, lockstep::GradientClip{config.grad_norm_clip},
                 lockstep::OnProfile{on_profile}, lockstep::OnStep{on_step}, lockstep::OnEpoch{on_epoch},
                 stop);
   }
@@ -398,19 +427,19 @@ std::vector<Key> keys_of(Options& o) {
       {"gpt_config.resid_pdrop", &o.gpt.resid_pdrop, 0, 1, "dropout of the residual branches"},
       {"gpt_config.attn_pdrop", &o.gpt.attn_pdrop, 0, 1, "dropout of the attention"},
       {"data_config.path", &o.data.path, 0, 0, "file of text; '': a text that the program makes"},
-      {"data_config.block_size", &o.data.block_size, 1, many, "characters a sample"},
+      {"data_config.block_size", &o.data.block_size, 1, many, "context length in characters"},
       {"data_config.train_split", &o.data.train_split, 0, 1, "fraction to train on, from the start"},
       {"data_config.truncate", &o.data.truncate, 0, 1, "fraction of the text to use"},
-      {"trainer_config.max_epochs", &o.trainer.max_epochs, 0, many, "passes over the training part"},
-      {"trainer_config.batch_size", &o.trainer.batch_size, 1, many, "samples a process and a step"},
+      {"trainer_config.max_epochs", &o.trainer.max_epochs, 0, many, "epochs to train"},
+      {"trainer_config.batch_size", &o.trainer.batch_size, 1, many, "batch size of each process"},
       {"trainer_config.data_loader_workers", &o.trainer.data_loader_workers, 0, 1024,
-       "threads a process that load ahead"},
-      {"trainer_config.grad_norm_clip", &o.trainer.grad_norm_clip, 0, many, "norm of the gradients at most"},
+       "data-loading threads of each process"},
+      {"trainer_config.grad_norm_clip", &o.trainer.grad_norm_clip, 0, many, "maximum norm of the gradients"},
       {"trainer_config.snapshot_path", &o.trainer.snapshot_path, 0, 0, "file of the snapshot"},
-      {"trainer_config.save_every", &o.trainer.save_every, 1, many, "epochs from snapshot to snapshot"},
+      {"trainer_config.save_every", &o.trainer.save_every, 1, many, "epochs between snapshots"},
       {"trainer_config.use_amp", &o.trainer.use_amp, 0, 0, "mixed precision"},
       {"trainer_config.amp_dtype", &o.trainer.amp_dtype, 0, 0, "of use_amp: float16 or bfloat16"},
-      {"trainer_config.log_every", &o.trainer.log_every, 1, many, "steps from line to line"},
+      {"trainer_config.log_every", &o.trainer.log_every, 1, many, "steps between printed lines"},
       {"trainer_config.loss_path", &o.trainer.loss_path, 0, 0, "file for rank 0's loss of every step"},
       {"trainer_config.report_dir", &o.trainer.report_dir, 0, 0,
        "folder for report.html, events, metrics.csv"},
@@ -516,6 +545,8 @@ int main(int argc, char** argv) {
     if (const auto flag = lockstep::flag_without_value(argc, argv))  // CLI11 accepts an empty value
       throw CLI::ValidationError(*flag, "the value is empty");
     app.parse(static_cast<int>(arguments.size()) - 1, arguments.data());
+    if (std::error_code ignored; std::filesystem::is_directory(config, ignored))  // parse_file finds no keys
+      throw CLI::ValidationError("--config", config + " is a folder: give a TOML file such as mingpt.toml");
     if (!config.empty()) read_table(keys, config, toml::parse_file(config));
     for (const auto& argument : overrides) read_override(keys, argument);
     if (!data_path.empty()) options.data.path = data_path;

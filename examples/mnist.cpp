@@ -103,9 +103,8 @@ int main(int argc, char** argv) {
   Options options;
   CLI::App app("Trains a small convolutional network on handwritten digits with several processes.");
   app.option_defaults()->always_capture_default()->take_last();
-  app.add_option("-e,--epochs", *options.training.epochs, "passes over the training digits")
-      ->check(CLI::Range(1'000'000));
-  app.add_option("-b,--batch-size,--batch_size", options.training.batch_size, "digits a process and a step")
+  app.add_option("-e,--epochs", *options.training.epochs, "epochs to train")->check(CLI::Range(1'000'000));
+  app.add_option("-b,--batch-size,--batch_size", options.training.batch_size, "batch size of each process")
       ->check(CLI::Range(1, 1'000'000));
   app.add_option("--samples", options.samples, "training digits to use at most; MNIST has 60000")
       ->check(CLI::Range(1, 1'000'000));
@@ -115,7 +114,7 @@ int main(int argc, char** argv) {
       ->default_str("on");
   app.add_option("--seed", options.training.seed, "seed of the model and of the order of digits")
       ->check(CLI::Range(4'294'967'295));
-  app.add_option("--workers", options.training.num_workers, "threads a process that load ahead")
+  app.add_option("--workers", options.training.num_workers, "data-loading threads of each process")
       ->check(CLI::Range(1000));
   app.add_option_function<std::string>(
       "--data-dir,--data_dir", [&](const std::string& folder) { options.data.folder = folder; },

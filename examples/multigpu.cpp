@@ -103,7 +103,7 @@ class Trainer {
   }
 
   void save_checkpoint(int epoch) const {
-    lockstep::save_model(*model_, "checkpoint.pt");
+    lockstep::torch_save(lockstep::state_dict(model_), "checkpoint.pt");
     fmt::print("Epoch {} | Training checkpoint saved at checkpoint.pt\n", epoch);
   }
 
@@ -137,10 +137,10 @@ int main(int argc, char** argv) {
   app.add_option("total_epochs", options.total_epochs, "epochs to train")
       ->required()
       ->check(CLI::Range(1, 1'000'000));
-  app.add_option("save_every", options.save_every, "epochs from one checkpoint to the next")
+  app.add_option("save_every", options.save_every, "epochs between checkpoints")
       ->required()
       ->check(CLI::Range(1, 1'000'000));
-  app.add_option("--batch_size,--batch-size", options.batch_size, "samples a process and a step")
+  app.add_option("--batch_size,--batch-size", options.batch_size, "batch size of each process")
       ->check(CLI::Range(1, 1'000'000));
   app.add_option("--loss", options.loss, "cross-entropy is the tutorial's, which is always 0")
       ->check(CLI::IsMember({"mse", "cross-entropy"}));

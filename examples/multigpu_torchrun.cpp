@@ -16,7 +16,6 @@
 #include <cstdint>
 #include <filesystem>
 #include <iostream>
-#include <sstream>
 #include <string>
 #include <utility>
 #include <vector>
@@ -98,19 +97,14 @@ class Trainer {
   }
 
   // The file is written whole or not at all: a run that is killed while it writes keeps the last snapshot.
+  // Python reads it by torch.load("snapshot.pt").
   void save_snapshot(std::int64_t epoch) const {
-    torch::serialize::OutputArchive snapshot;
-    torch::serialize::OutputArchive model(snapshot.compilation_unit()),
-        optimizer(snapshot.compilation_unit());
-    model_->save(model);
-    optimizer_.save(optimizer);
-    snapshot.write("MODEL_STATE", model);
-    snapshot.write("OPTIMIZER_STATE", optimizer);
+    c10::impl::GenericDict snapshot(c10::StringType::get(), c10::AnyType::get());
+    snapshot.insert("MODEL_STATE", lockstep::dict_of(lockstep::state_dict(model_)));
+    snapshot.insert("OPTIMIZER_STATE", lockstep::state_dict(optimizer_));
     // The next epoch. The tutorial stores the finished one, and trains it twice after a restart.
-    snapshot.write("EPOCHS_RUN", c10::IValue(epoch + 1));
-    std::ostringstream bytes;
-    snapshot.save_to(bytes);
-    lockstep::write_file_atomically(options_.snapshot_path, bytes.str());
+    snapshot.insert("EPOCHS_RUN", epoch + 1);
+    lockstep::torch_save(c10::IValue(snapshot), options_.snapshot_path);
     fmt::print("Epoch {} | Training snapshot saved at {}\n", epoch, options_.snapshot_path);
   }
 
@@ -119,39 +113,40 @@ class Trainer {
   // the user's input, hence UsageError.
   std::int64_t load_snapshot() try {
     const std::string& path = options_.snapshot_path;
-    const std::string bytes = lockstep::agree_with_rank_zero<lockstep::CheckpointError>(
-        comm_, [&] { return std::filesystem::exists(path) ? lockstep::read_file(path) : std::string(); });
-    if (bytes.empty()) {
+    if (lockstep::agree_with_rank_zero(comm_, [&] {
+          return std::filesystem::exists(path) ? path : "";
+        }).empty()) {
       world_.log.info("Snapshot not found. Training model from scratch");
       return 0;
     }
     fmt::print("Loading snapshot\n");
-    c10::IValue epochs_run;
+    const c10::IValue file = lockstep::torch_load(path, comm_);
+    std::int64_t epochs_run = 0;
     lockstep::agree<lockstep::CheckpointError>(comm_, [&] {
-      try {
-        torch::serialize::InputArchive snapshot, model, optimizer;
-        std::istringstream stream(bytes);
-        snapshot.load_from(stream, lockstep::comm_device(comm_));
-        snapshot.read("MODEL_STATE", model);
-        model_->load(model);
-        snapshot.read("OPTIMIZER_STATE", optimizer);
-        optimizer_.load(optimizer);
-        snapshot.read("EPOCHS_RUN", epochs_run);
-      } catch (const c10::Error& error) {
-        throw lockstep::CheckpointError(
-            fmt::format("could not resume from '{}': {}; remove it to train from scratch", path,
-                        error.what_without_backtrace()));
-      }
+      if (!file.isGenericDict()) throw lockstep::CheckpointError("it holds no dict");
+      const auto snapshot = file.toGenericDict();
+      for (const char* key : {"MODEL_STATE", "EPOCHS_RUN"})
+        if (!snapshot.contains(key)) throw lockstep::CheckpointError(fmt::format("it has no {}", key));
+      if (!snapshot.at("EPOCHS_RUN").isInt()) throw lockstep::CheckpointError("its EPOCHS_RUN is no int");
+      lockstep::load_state_dict(model_, snapshot.at("MODEL_STATE"));
+      epochs_run = snapshot.at("EPOCHS_RUN").toInt();
+      // The tutorial's snapshot has no optimizer.
+      if (snapshot.contains("OPTIMIZER_STATE"))
+        lockstep::load_state_dict(optimizer_, snapshot.at("OPTIMIZER_STATE"));
+      else if (options_.momentum != 0)
+        world_.log.warning("'{}' has no OPTIMIZER_STATE: the momentum starts from zero", path);
     });
-    fmt::print("Resuming training from snapshot at Epoch {}\n", epochs_run.toInt());
+    fmt::print("Resuming training from snapshot at Epoch {}\n", epochs_run);
     const auto groups = lockstep::state_dict(optimizer_).toGenericDict().at("param_groups").toList();
     if (const double momentum = groups.get(0).toGenericDict().at("momentum").toDouble();
         momentum != options_.momentum)
       world_.log.warning("the momentum of the snapshot is {}: --momentum {} has no effect", momentum,
                          options_.momentum);
-    return epochs_run.toInt();
+    return epochs_run;
   } catch (const lockstep::CheckpointError& error) {
-    throw lockstep::UsageError(std::string("--snapshot_path: ") + error.what());
+    throw lockstep::UsageError(
+        fmt::format("--snapshot_path: could not resume from '{}': {}; remove it to train from scratch",
+                    options_.snapshot_path, error.what()));
   }
 
   const lockstep::World& world_;
@@ -161,7 +156,6 @@ class Trainer {
   Comm& comm_;
   const Options& options_;
   const std::int64_t epochs_run_;
-  // After the snapshot: Module::load gives the parameters other memory, which ddp_ must not have hooked yet.
   lockstep::DistributedDataParallel<nn::Linear, Comm> ddp_;
 };
 
@@ -185,10 +179,10 @@ int main(int argc, char** argv) {
   app.add_option("total_epochs", options.total_epochs, "epochs to train, over all restarts")
       ->required()
       ->check(CLI::Range(1, 1'000'000));
-  app.add_option("save_every", options.save_every, "epochs from one snapshot to the next")
+  app.add_option("save_every", options.save_every, "epochs between snapshots")
       ->required()
       ->check(CLI::Range(1, 1'000'000));
-  app.add_option("--batch_size,--batch-size", options.batch_size, "samples a process and a step")
+  app.add_option("--batch_size,--batch-size", options.batch_size, "batch size of each process")
       ->check(CLI::Range(1, 1'000'000));
   app.add_option("--loss", options.loss, "cross-entropy is the tutorial's, which is always 0")
       ->check(CLI::IsMember({"mse", "cross-entropy"}));

@@ -111,7 +111,7 @@ void run(const Options& options) {
   }
   world.log.info("begin testing");
   test(world, model, test_dloader, device);
-  lockstep::save_model(*model, options.save);
+  lockstep::torch_save(lockstep::state_dict(model), options.save);
   const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - program_start;
   world.log.info("\ntime elapsed: {:.2f} seconds", elapsed.count());
 }
@@ -121,9 +121,8 @@ int main(int argc, char** argv) {
   CLI::App app("Trains a small convolutional network on handwritten digits in one process.");
   app.option_defaults()->always_capture_default()->take_last();
   app.add_option("--gpu", options.gpu, "number of the GPU to train on")->check(CLI::Range(1000));
-  app.add_option("-e,--epochs", options.epochs, "passes over the training digits")
-      ->check(CLI::Range(1'000'000));
-  app.add_option("-b,--batch_size,--batch-size", options.batch_size, "digits a step")
+  app.add_option("-e,--epochs", options.epochs, "epochs to train")->check(CLI::Range(1'000'000));
+  app.add_option("-b,--batch_size,--batch-size", options.batch_size, "batch size")
       ->check(CLI::Range(1, 1'000'000));
   app.add_option("--samples", options.samples, "training digits to use at most; MNIST has 60000")
       ->check(CLI::Range(1, 1'000'000));

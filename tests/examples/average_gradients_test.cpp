@@ -88,7 +88,7 @@ TEST_CASE("average_gradients prints every 50 steps, learns and plots its curve")
   CHECK(ended.code == 0);
   std::smatch found;
   REQUIRE(std::regex_match(ended.out, found,
-                           std::regex("Epoch \\[1/2\\], Step \\[50/60\\], Loss: [0-9]+\\.[0-9]{4},"
+                           std::regex("cpu\nEpoch \\[1/2\\], Step \\[50/60\\], Loss: [0-9]+\\.[0-9]{4},"
                                       "acc:[01]\\.[0-9]{2}\n"
                                       "Epoch \\[2/2\\], Step \\[50/60\\], Loss: [0-9]+\\.[0-9]{4},"
                                       "acc:[01]\\.[0-9]{2}\n"
@@ -155,6 +155,24 @@ TEST_CASE("average_gradients refuses wrong flags on one line") {
   refused({"--plot", ""}, "--plot: the value is empty");
   refused({"training"}, "program: training not in");
   refused({"--epochs", "-1"}, "--epochs");
+}
+
+TEST_CASE("average_gradients names --port where the port of its group is in use") {
+  const int socket = ::socket(AF_INET, SOCK_STREAM, 0);
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  socklen_t length = sizeof address;
+  REQUIRE(bind(socket, reinterpret_cast<sockaddr*>(&address), length) == 0);
+  REQUIRE(listen(socket, 1) == 0);
+  getsockname(socket, reinterpret_cast<sockaddr*>(&address), &length);
+  const int used = ntohs(address.sin_port);
+  const auto ended = run_example({"group", "--port", std::to_string(used)});
+  close(socket);
+  INFO(ended.error);
+  CHECK(ended.code == 1);
+  CHECK_THAT(ended.error, ContainsSubstring(fmt::format("port {} is already in use on this host", used)));
+  CHECK_THAT(ended.error, ContainsSubstring("): give another by --port"));
+  CHECK(count(ended.error, "World::join") == 0);
 }
 
 }  // namespace average_gradients_test

@@ -435,14 +435,6 @@ TEST_CASE("every example that reads a file ends with exit code 2 where the file 
       {"origin_main", {"--data-dir", absent}, absent},
       {"average_gradients", {"--nproc", "2", "--data-dir", absent}, absent},
       {"libtorch_mnist", {"--data-dir", absent}, "--data-dir", absent},
-      {"libtorch_mnist", {"--data-dir", empty}, "--data-dir: Error opening images file at " + empty + "/"},
-      {"libtorch_mnist_ddp",
-       {"--data-dir", empty},
-       "--data-dir: Error opening images file at " + empty + "/"},
-      {"libtorch_dcgan", {"--data-dir", empty}, "--data-dir: Error opening images file at " + empty + "/"},
-      {"libtorch_dcgan_ddp",
-       {"--data-dir", empty},
-       "--data-dir: Error opening images file at " + empty + "/"},
       {"libtorch_dcgan", {"--data-dir", empty, "--save-dir", empty, "--restore"}, "--restore: ", empty},
       {"libtorch_dcgan_ddp", {"--data-dir", empty, "--save-dir", empty, "--restore"}, "--restore: ", empty},
       {"multigpu_torchrun",
@@ -454,11 +446,36 @@ TEST_CASE("every example that reads a file ends with exit code 2 where the file 
        "trainer_config.snapshot_path: ",
        "'" + damaged + "'"},
       {"mingpt", {"--config", absent}, "--config: " + absent, "give a TOML file"},
+      {"mingpt", {"--config", empty}, "--config: " + empty + " is a folder: give a TOML file"},
       {"mingpt", {"--data-path", absent}, "'" + absent + "' holds no text"},
       {"imagenet", {"--nproc", "1", "--resume", absent}, "'" + absent + "'"},
       {"imagenet", {"--nproc", "1", "--pretrained", damaged}, "'" + damaged + "'"},
       {"imagenet", {"--nproc", "1", absent}, absent},
   };
+  // LibTorch's reader takes a truncated file for a whole one.
+  const TemporaryFolder truncated, packed;
+  const auto mnist_file = [&](const std::string& name, std::uintmax_t size) {
+    std::filesystem::resize_file(truncated.write(name, ""), size);
+    packed.write(name + ".gz", "packed");
+  };
+  mnist_file("train-images-idx3-ubyte", 16 + 60'000 * 784);
+  mnist_file("train-labels-idx1-ubyte", 8 + 60'000);
+  mnist_file("t10k-images-idx3-ubyte", 16 + 10'000 * 784 - 1);
+  mnist_file("t10k-labels-idx1-ubyte", 8 + 10'000);
+  const auto in = [](const TemporaryFolder& place) { return place.path().string(); };
+  for (const std::string program :
+       {"libtorch_mnist", "libtorch_mnist_ddp", "libtorch_dcgan", "libtorch_dcgan_ddp"}) {
+    table.push_back({program,
+                     {"--data-dir", empty},
+                     "--data-dir: " + empty + "/train-images-idx3-ubyte: no such file; give the folder"});
+    table.push_back(
+        {program,
+         {"--data-dir", in(truncated)},
+         "--data-dir: " + in(truncated) + "/t10k-images-idx3-ubyte: found 7840015 bytes, expected 7840016"});
+    table.push_back({program,
+                     {"--data-dir", in(packed)},
+                     in(packed) + "/train-images-idx3-ubyte.gz: unpack it with gunzip"});
+  }
   keep_built(table);
   check_refusals(table);
   CHECK(folder.files() == 1);

@@ -187,6 +187,15 @@ TEST_CASE(
   REQUIRE(std::filesystem::exists(best));
   CHECK(bytes_of(best) == bytes_of(checkpoint));
 
+  // A warm-up over three epochs of one step, to a rate that --scale-lr bases on 24 images a step.
+  const double base = 0.02 * 24 / 256;
+  const auto scaled = [&](int epoch) {
+    return rate(train(epoch, {"--start-epoch", std::to_string(epoch), "--scale-lr", "--warmup-epochs", "3"}));
+  };
+  CHECK_THAT(scaled(0), about(base * 0.01));
+  CHECK_THAT(scaled(1), about(base * (0.01 + 0.99 / 3)));
+  CHECK_THAT(scaled(3), about(base));
+
   // A model whose outputs do not depend on the image: the classes 2, 5, 1, 0, 7 are the largest, in this order.
   const Dict model = file.at("state_dict").toGenericDict();
   model.at("fc.weight").toTensor().zero_();
@@ -200,6 +209,37 @@ TEST_CASE(
   CHECK_THAT(ended.out, ContainsSubstring(" *   Acc@1 20.000 Acc@5 73.333\n"));
   CHECK(count(ended.out, "Epoch: ") == 0);
   CHECK(unused.files() == 0);
+}
+
+TEST_CASE("imagenet augments the images that it trains on, by its seed, and not those that it validates on") {
+  const SmallImages images;
+  const TemporaryFolder saved;
+  const auto losses = [&](std::vector<std::string> more) {
+    more.insert(more.begin(), {"--nproc", "1", "-b", "24", "--image-size", "32", images.path()});
+    const Ended ended = run_imagenet(more);
+    REQUIRE(ended.code == 0);
+    std::smatch found;
+    REQUIRE(std::regex_search(ended.out, found, std::regex("\tLoss ([0-9.e+-]+)")));
+    return found[1].str();
+  };
+  const auto train = [&](const std::string& folder, std::vector<std::string> more) {
+    more.insert(more.end(), {"--epochs", "1", "--lr", "0", "--save-dir", (saved / folder).string()});
+    std::filesystem::create_directories(saved / folder);
+    return losses(more);
+  };
+  train("model", {});
+  const std::string model = (saved / "model/checkpoint.pt").string();
+  // One step with all images of an epoch: their order does not change its loss.
+  const auto trained = [&](const std::string& seed) {
+    return train("other", {"--pretrained", model, "--seed", seed});
+  };
+  const auto validated = [&](const std::string& seed) {
+    return losses({"-e", "--pretrained", model, "--seed", seed});
+  };
+  const std::string first = trained("1");
+  CHECK(trained("2") != first);
+  CHECK(trained("1") == first);
+  CHECK(validated("1") == validated("2"));
 }
 
 TEST_CASE("imagenet runs on random images without a folder") {

@@ -78,6 +78,23 @@ TEST_CASE("LibTorch's DCGAN program saves and restores, alone and on two ranks")
     CHECK(samples.min().item<float>() >= 0);
     CHECK(samples.max().item<float>() <= 1);
 
+    // On a full disk it names the file, and the last checkpoint stays.
+    const auto kept = [&] { return std::filesystem::file_size(saved / "generator-checkpoint.pt"); };
+    const auto size = kept();
+    std::vector<std::string> full{
+        "sh",         "-c",        "trap '' XFSZ; ulimit -f 200; exec \"$@\"", "sh", test_program(program),
+        "--data-dir", full_mnist()};
+    full.insert(full.end(), arguments.begin(), arguments.end());
+    const Ended ended = run(full, {{"OMP_NUM_THREADS", "1"}}, Milliseconds(120000));
+    INFO("full disk: " << ended.out << ended.error);
+    CHECK(ended.code == 1);
+    CHECK_THAT(ended.error, ContainsSubstring("bytes to '" + (saved / "generator-checkpoint.pt").string() +
+                                              "': File too large; the previous file is unchanged\n"));
+    CHECK(count(ended.error, "\n") == 1);
+    CHECK(ended.left == 0);
+    CHECK(kept() == size);
+    CHECK(saved.files() == 4 + 3);
+
     // A restored discriminator tells the digits apart from the first step on.
     arguments.emplace_back("--restore");
     const auto restored = out_of(program, arguments);

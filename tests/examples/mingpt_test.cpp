@@ -164,6 +164,46 @@ TEST_CASE("mingpt resumes after a kill and after a stop, with the losses of an u
   const int epochs_left = saved + 5 - next + 1;
   CHECK(count(rows, ",epoch,") == 1 + epochs_left);  // the header names the column
   CHECK(count(rows, ",eval/loss,") == epochs_left);
+
+  // An epoch has 2,690 windows of 16 characters, 1,345 a rank. Only those after the stop count: a rate times
+  // its seconds is a number of tokens.
+  const auto stopped_after =
+      static_cast<int>(number_in(stopped.error(), "stopped after step ([0-9]+),")) % 85;
+  const auto tokens = [&](int epoch) {
+    const std::string which = std::to_string(epoch);
+    const double rate =
+        number_in(resumed, "\nEpoch " + which + " \\| Train Loss [0-9.]+ \\| ([0-9]+) tokens");
+    return rate * number_in(rows, ",epoch," + std::to_string(epoch - 1) + ",[0-9]+,[^,]*,,,([0-9.e+-]+),");
+  };
+  CHECK(tokens(next) == Approx((1345 - 16 * stopped_after) * 16 * 2).epsilon(0.01));
+  CHECK(tokens(next + 1) == Approx(1345 * 16 * 2).epsilon(0.01));
+}
+
+TEST_CASE("mingpt.toml holds the original's settings, over which those of the command line win") {
+  const TemporaryFolder folder;
+  std::string text;
+  for (int i = 0; i < 20'000; ++i) text += "abcdefg"[i % 7];
+  const auto first_lines = [&](const Words& more) {
+    Words words{test_program("mingpt"),
+                "--nproc",
+                "1",
+                "--config",
+                test_program("mingpt.toml"),
+                "--data-path",
+                folder.write("text", text).string(),
+                "trainer_config.max_epochs=0",
+                "trainer_config.snapshot_path=" + (folder / "s.pt").string(),
+                "sample_config.number=0"};
+    words.insert(words.end(), more.begin(), more.end());
+    const Ended ended = run(words, {{"OMP_NUM_THREADS", "1"}}, Milliseconds(120000));
+    INFO(ended.error);
+    CHECK(ended.code == 0);
+    return ended.out;
+  };
+  const std::string scratch = "Snapshot not found. Training model from scratch\n";
+  CHECK(first_lines({}) == "Data has 1000 characters, 7 unique.\nnumber of parameters: 25.22M\n" + scratch);
+  CHECK(first_lines({"data_config.truncate=0.5", "gpt_config.n_layer=1"}) ==
+        "Data has 10000 characters, 7 unique.\nnumber of parameters: 3.15M\n" + scratch);
 }
 
 TEST_CASE("mingpt trains in mixed precision and reads its snapshot again") {
@@ -206,6 +246,7 @@ TEST_CASE("a configuration that is wrong is refused on one line") {
   CHECK_THAT(file("[trainer_config]\nbatch_size = 'many'\n"),
              ContainsSubstring("trainer_config.batch_size takes a whole number from 1"));
   CHECK_THAT(refusal({"--config", (folder / "absent.toml").string()}), ContainsSubstring("absent.toml"));
+  CHECK_THAT(refusal({"--config", folder.path().string()}), ContainsSubstring(" is a folder: give a TOML"));
 }
 
 TEST_CASE("an override that is wrong is refused on one line") {
@@ -236,6 +277,31 @@ TEST_CASE("mingpt says what a snapshot of another model or of other settings mea
   CHECK_THAT(error, ContainsSubstring("it does not fit the model: pos_emb is [1, 16, 16] float32 in the file "
                                       "and [1, 32, 64] float32 in the model, and 17 more; remove it, or set "
                                       "trainer_config.snapshot_path to another file\n"));
+  // The same characters, in another text of the same length, and in a longer one.
+  const TemporaryFolder texts;
+  std::string text;
+  for (int i = 0; i < 400; ++i) text += "abcdefgh"[(i * i + i / 3) % 8];
+  const std::string reversed(text.rbegin(), text.rend());
+  const auto with = [&](const std::string& content) {
+    return Words{"--data-path",
+                 texts.write("text", content).string(),
+                 "--config",
+                 (folder / "t.toml").string(),
+                 "data_config.truncate=1",
+                 "trainer_config.max_epochs=1",
+                 "trainer_config.save_every=1",
+                 "trainer_config.snapshot_path=" + (texts / "s.pt").string()};
+  };
+  Words first = with(text);
+  first.insert(first.begin(), test_program("mingpt"));
+  REQUIRE(run(first, {{"OMP_NUM_THREADS", "1"}}, Milliseconds(120000)).code == 0);
+  for (const std::string& other : {reversed, text + text})
+    CHECK_THAT(
+        refusal(with(other), /*silent=*/false),
+        ContainsSubstring("s.pt'") &&
+            ContainsSubstring("it is of a run on another text, or on another part of it; remove it, or "
+                              "set trainer_config.snapshot_path to another file\n"));
+
   const Ended resumed =
       run(command(folder, {"data_config.truncate=0.1", "trainer_config.max_epochs=1",
                            "optimizer_config.learning_rate=0.5", "optimizer_config.weight_decay=0"}),

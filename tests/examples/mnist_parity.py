@@ -201,13 +201,11 @@ def train_alone(ranks, output, source):
     save_result(net, output, source)
 
 
-def state_of(path, part=""):
-    """The tensors of a model that C++ saved."""
+def state_of(path):
+    """The tensors of a model that Trainer.save wrote."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         module = torch.jit.load(path)
-    if part:
-        module = getattr(module, part)
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
@@ -289,9 +287,10 @@ def main():
         for ranks, (ours, joined) in accuracies.items():
             compare_mnist(ranks, scratch, ours, joined)
         steps = EPOCHS * TRAIN_DIGITS // BATCH
-        compare_template("origin_main", steps, torch.load(f"{scratch}/alone.pt"), state_of(f"{scratch}/origin.pt"), alone)
+        compare_template("origin_main", steps, torch.load(f"{scratch}/alone.pt"),
+                         torch.load(f"{scratch}/origin.pt", weights_only=True), alone)
         for ranks, ours in templates.items():
-            state = state_of(f"{scratch}/ddp{ranks}.pt", "model")
+            state = torch.load(f"{scratch}/ddp{ranks}.pt", weights_only=True)["model"]
             compare_template(f"ddp_main at {ranks} ranks, with SyncBatchNorm", steps // ranks,
                              torch.load(f"{scratch}/template{ranks}/python.pt"), state, ours)
             whole = torch.load(f"{scratch}/alone{ranks}.pt")

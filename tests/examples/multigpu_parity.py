@@ -1,14 +1,14 @@
 """Trains the toy regression of examples/single_gpu, examples/multigpu, examples/multigpu_torchrun and examples/ddp_gpus in Python as
 well, from the same seed, and compares the bits of the saved models. multigpu_torchrun and its counterpart stop after two epochs, and
-resume from their own snapshots.
+resume from their own snapshots and from each other's.
 
 multigpu_parity.py MULTIGPU_PROGRAM SINGLE_GPU_PROGRAM MULTIGPU_TORCHRUN_PROGRAM DDP_GPUS_PROGRAM. Exit code 77: skipped.
 """
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
-import warnings
 
 from parity import dist, run_forked, run_python, torch
 
@@ -67,7 +67,7 @@ def train_elastic(rank, size, output, path, epochs):
     data, net = begin()
     optimizer, first = torch.optim.SGD(net.parameters(), 1e-3, MOMENTUM), 0
     if os.path.exists(path):
-        snapshot = torch.load(path)
+        snapshot = read(path)
         net.load_state_dict(snapshot["MODEL_STATE"])
         optimizer.load_state_dict(snapshot["OPTIMIZER_STATE"])
         first = snapshot["EPOCHS_RUN"]
@@ -77,27 +77,27 @@ def train_elastic(rank, size, output, path, epochs):
     loader = torch.utils.data.DataLoader(data, BATCH, sampler=sampler)
     run_epochs(model, optimizer, loader, range(first, epochs), sampler)
     if rank == 0:
-        momentum = {f"momentum of {name}": optimizer.state[parameter]["momentum_buffer"]
-                    for name, parameter in net.named_parameters()}
-        torch.save({"MODEL_STATE": net.state_dict(), "OPTIMIZER_STATE": optimizer.state_dict(), "EPOCHS_RUN": epochs,
-                    "momentum": momentum}, path)
+        torch.save({"MODEL_STATE": net.state_dict(), "OPTIMIZER_STATE": optimizer.state_dict(), "EPOCHS_RUN": epochs}, path)
 
 
-def archive(path):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return torch.jit.load(path)
+def read(path):
+    return torch.load(path, weights_only=True)
 
 
-def snapshot_of(path):
-    """Parameters and momentum of a snapshot that C++ saved, and the epoch that it names."""
-    snapshot = archive(path)
-    tensors = dict(snapshot.MODEL_STATE.named_parameters())
+def tensors_of(path):
+    """Parameters and momentum of a snapshot, and the epoch that it names."""
+    snapshot = read(path)
+    tensors = dict(snapshot["MODEL_STATE"])
     # The optimizer numbers the parameters in the model's order.
-    states = sorted(snapshot.OPTIMIZER_STATE.state.named_children(), key=lambda item: int(item[0]))
-    for name, (_, state) in zip(list(tensors), states):
-        tensors[f"momentum of {name}"] = state.momentum_buffer
-    return tensors, snapshot.EPOCHS_RUN
+    for index, name in enumerate(list(tensors)):
+        tensors[f"momentum of {name}"] = snapshot["OPTIMIZER_STATE"]["state"][index]["momentum_buffer"]
+    return tensors, snapshot["EPOCHS_RUN"]
+
+
+def save_tutorials_snapshot(folder):
+    """What the tutorial's multigpu_torchrun.py saves after its second epoch."""
+    os.mkdir(folder)
+    torch.save({"MODEL_STATE": torch.nn.Linear(20, 1).state_dict(), "EPOCHS_RUN": 1}, f"{folder}/snapshot.pt")
 
 
 def start(scratch, program, *words):
@@ -130,24 +130,38 @@ def main():
                 run_python(size, train, f"{scratch}/{size}")
         start(scratch, ddp_gpus, "--max_epochs", EPOCHS, "--batch_size", BATCH, "--save", "ddp_gpus.pt", "--nproc", 2)
         run_python(2, train, f"{scratch}/ddp_gpus", torch.randn)
+        words = [1, "--batch_size", BATCH, "--momentum", MOMENTUM, "--nproc", 2]
         for epochs in (2, 2 + EPOCHS):  # the second run resumes
-            start(scratch, elastic, epochs, 1, "--batch_size", BATCH, "--momentum", MOMENTUM, "--nproc", 2)
+            start(scratch, elastic, epochs, *words)
             run_python(2, train_elastic, f"{scratch}/elastic{epochs}", f"{scratch}/python.pt", epochs)
+            if epochs == 2:  # each side resumes the other's snapshot as well
+                os.mkdir(f"{scratch}/from_python")
+                shutil.copy(f"{scratch}/python.pt", f"{scratch}/from_python/snapshot.pt")
+                shutil.copy(f"{scratch}/snapshot.pt", f"{scratch}/from_lockstep.pt")
+        start(f"{scratch}/from_python", elastic, 2 + EPOCHS, *words)
+        run_python(2, train_elastic, f"{scratch}/elastic_crossed", f"{scratch}/from_lockstep.pt", 2 + EPOCHS)
+        run_forked(save_tutorials_snapshot, f"{scratch}/tutorial")
+        start(f"{scratch}/tutorial", elastic, 2, 1, "--nproc", 2)
 
         for size in (0, 2, 3):
-            theirs = torch.load(f"{scratch}/{size}/python.pt" if size else f"{scratch}/alone.pt")
+            theirs = read(f"{scratch}/{size}/python.pt" if size else f"{scratch}/alone.pt")
             what = f"{size} ranks" if size else "one process without DDP"
-            same_bits(what, theirs, dict(archive(f"{scratch}/lockstep{size}/checkpoint.pt").named_parameters()))
+            same_bits(what, theirs, read(f"{scratch}/lockstep{size}/checkpoint.pt"))
             print(f"| toy regression, {EPOCHS} epochs, {what} | trains | same bits |", flush=True)
-        theirs, ours = torch.load(f"{scratch}/ddp_gpus/python.pt"), archive(f"{scratch}/ddp_gpus.pt")
-        same_bits("ddp_gpus", theirs, dict(ours.named_parameters()))
+        same_bits("ddp_gpus", read(f"{scratch}/ddp_gpus/python.pt"), read(f"{scratch}/ddp_gpus.pt"))
         print(f"| ddp_gpus, {EPOCHS} epochs, 2 ranks | trains | same bits |", flush=True)
-        theirs, (ours, epoch) = torch.load(f"{scratch}/python.pt"), snapshot_of(f"{scratch}/snapshot.pt")
-        if epoch != theirs["EPOCHS_RUN"]:
-            sys.exit(f"FAILED: the snapshot names epoch {epoch}, Python's {theirs['EPOCHS_RUN']}")
-        same_bits("multigpu_torchrun", {**theirs["MODEL_STATE"], **theirs["momentum"]}, ours)
-        print(f"| multigpu_torchrun, momentum {MOMENTUM}, 2 ranks: 2 epochs, then {EPOCHS} from the snapshot | trains | "
-              f"same bits in parameters and momentum |", flush=True)
+        theirs, epoch = tensors_of(f"{scratch}/python.pt")
+        for what, path in (("", "snapshot.pt"), (" of Python", "from_python/snapshot.pt"), (" of lockstep", "from_lockstep.pt")):
+            ours, named = tensors_of(f"{scratch}/{path}")
+            if named != epoch:
+                sys.exit(f"FAILED: {path} names epoch {named}, Python's {epoch}")
+            same_bits(f"multigpu_torchrun, snapshot{what}", theirs, ours)
+            print(f"| multigpu_torchrun, momentum {MOMENTUM}, 2 ranks: 2 epochs, then {EPOCHS} from the snapshot{what} | trains | "
+                  f"same bits in parameters and momentum |", flush=True)
+        run = read(f"{scratch}/tutorial/snapshot.pt")["EPOCHS_RUN"]
+        if run != 2:
+            sys.exit(f"FAILED: the tutorial's snapshot was not resumed: epoch {run}")
+        print("| multigpu_torchrun, snapshot of the tutorial, without an optimizer's state | writes | resumes |", flush=True)
 
 
 if __name__ == "__main__":

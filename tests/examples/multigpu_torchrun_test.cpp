@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "lockstep/train/state_dict.hpp"
 #include "support/by_hand.hpp"
 #include "support/catch.hpp"
 #include "support/process.hpp"
@@ -171,6 +172,58 @@ TEST_CASE("a damaged snapshot and a path that cannot be written are errors that 
   CHECK(nowhere.code == 2);
   CHECK_THAT(nowhere.error, ContainsSubstring("cannot save to 'absent/s.pt'"));
   CHECK(run(command(folder, {"1", "0"})).code == 2);
+}
+
+TEST_CASE("a snapshot with a flipped bit is refused, and the tutorial's own snapshot is resumed") {
+  const TemporaryFolder folder;
+  const auto finish = [&](const std::vector<std::string>& more = {}) {
+    std::vector<std::string> all{"2", "1", "--nproc", "2"};
+    all.insert(all.end(), more.begin(), more.end());
+    return run(command(folder, all), one_thread, limit);
+  };
+  REQUIRE(run(command(folder, {"1", "1", "--nproc", "2"}), one_thread, limit).code == 0);
+  const std::string whole = content(folder / "snapshot.pt");
+  const auto saved = lockstep::torch_load(folder / "snapshot.pt").toGenericDict();
+  CHECK(saved.at("EPOCHS_RUN").toInt() == 1);
+
+  // A bit in the weight, whose value stays a number.
+  const auto weight = saved.at("MODEL_STATE").toGenericDict().at("weight").toTensor();
+  const auto at = whole.find(std::string(static_cast<const char*>(weight.const_data_ptr()), 80));
+  REQUIRE(at != std::string::npos);
+  std::string flipped = whole;
+  flipped[at] = static_cast<char>(flipped[at] ^ 1);
+  folder.write("snapshot.pt", flipped);
+  const Ended damaged = finish();
+  INFO("damaged: " << damaged.error);
+  CHECK(damaged.code == 2);
+  CHECK_THAT(damaged.error, ContainsSubstring("--snapshot_path: could not resume from 'snapshot.pt'"));
+  CHECK_THAT(damaged.error, ContainsSubstring("CRC"));
+  CHECK(count(damaged.error, "\n") == 1);
+  CHECK(count(damaged.out, "Epoch") == 0);
+  CHECK(content(folder / "snapshot.pt") == flipped);
+
+  // torch.save({"MODEL_STATE": ..., "EPOCHS_RUN": 1}) of a DistributedDataParallel's state dict.
+  c10::impl::GenericDict theirs(c10::StringType::get(), c10::AnyType::get());
+  torch::nn::Linear model(20, 1);
+  theirs.insert("MODEL_STATE", lockstep::dict_of(lockstep::state_dict(model, "module.")));
+  const auto with = [&](const std::string& warning, const std::vector<std::string>& more) {
+    lockstep::torch_save(c10::IValue(theirs), folder / "snapshot.pt");
+    const Ended resumed = finish(more);
+    INFO("resumed: " << resumed.out << resumed.error);
+    CHECK(resumed.code == 0);
+    CHECK(resumed.error == warning);
+    CHECK(count(resumed.out, "Resuming training from snapshot at Epoch 1\n") == 2);
+    CHECK(count(resumed.out, "| Batchsize") == 2);
+  };
+  lockstep::torch_save(c10::IValue(theirs), folder / "snapshot.pt");
+  const Ended without_epoch = finish();
+  CHECK(without_epoch.code == 2);
+  CHECK_THAT(without_epoch.error,
+             ContainsSubstring("could not resume from 'snapshot.pt': it has no EPOCHS_RUN; remove it"));
+  theirs.insert("EPOCHS_RUN", std::int64_t{1});
+  with("", {});
+  with("warning: 'snapshot.pt' has no OPTIMIZER_STATE: the momentum starts from zero\n",
+       {"--momentum", "0.9"});
 }
 
 TEST_CASE("4 and 2 processes on two hosts train together and number themselves through") {

@@ -142,6 +142,33 @@ inline Mnist load_mnist(const std::filesystem::path& folder) {
   return {detail::read_mnist_part(folder, "train"), detail::read_mnist_part(folder, "t10k")};
 }
 
+/// Throws UsageError unless `folder` holds MNIST's four files as torch::data::datasets::MNIST requires them:
+/// unpacked, with 60,000 and 10,000 digits. That reader does not detect a truncated file. Compares the sizes
+/// of the files with the IDX format. `option`: the command-line option that gave the folder, named first in
+/// the error.
+inline void require_unpacked_mnist(const std::filesystem::path& folder, std::string_view option) {
+  constexpr std::uintmax_t pixels = 28 * 28, train = 60'000, test = 10'000;
+  const auto require = [&](std::string_view name, std::uintmax_t size) {
+    const auto path = folder / name;
+    std::error_code error;
+    const std::uintmax_t found = std::filesystem::file_size(path, error);
+    if (!error && found == size) return;
+    if (!error)
+      throw UsageError(detail::formatted("{}: {}: found {} bytes, expected {}: copy or unpack it again",
+                                         option, path.string(), found, size));
+    if (std::filesystem::exists(path.string() + ".gz", error))
+      throw UsageError(
+          detail::formatted("{0}: {1}: found only {1}.gz: unpack it with gunzip", option, path.string()));
+    throw UsageError(
+        detail::formatted("{}: {}: no such file; give the folder that holds MNIST's four files, unpacked",
+                          option, path.string()));
+  };
+  require("train-images-idx3-ubyte", 16 + train * pixels);
+  require("train-labels-idx1-ubyte", 8 + train);
+  require("t10k-images-idx3-ubyte", 16 + test * pixels);
+  require("t10k-labels-idx1-ubyte", 8 + test);
+}
+
 /// Draws `train` and `test` digits into `folder` as MNIST's four files, and creates the folder if missing.
 /// Writes each file atomically. Leaves a part unchanged if both its files exist. Throws DataError if writing
 /// fails.
