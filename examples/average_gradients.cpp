@@ -233,14 +233,6 @@ void start_processes(const Options& options) {
   lockstep::spawn(options.nproc, introduce, lockstep::Prefix::never);
 }
 
-/// Throws the error of a rendezvous. The remedy for a port in use names --port in place of World::join.
-[[noreturn]] void throw_naming_port(const lockstep::RendezvousError& error) {
-  std::string why = error.what();
-  if (const auto remedy = why.find("give World::join"); remedy != std::string::npos)
-    why = why.substr(0, remedy) + "give another by --port";
-  throw lockstep::RendezvousError(why);
-}
-
 /// multiprocess_comm.py: the processes form a group.
 void start_group(const Options& options) {
   const auto on_rank = [&](int rank, int size) {
@@ -251,8 +243,8 @@ void start_group(const Options& options) {
         introduce(comm.rank(), comm.size());
       }
       world.leave();
-    } catch (const lockstep::RendezvousError& error) {
-      throw_naming_port(error);
+    } catch (const lockstep::RendezvousError& error) {  // such as a port in use
+      throw lockstep::RendezvousError(std::string(error.what()) + " (--port)");
     }
   };
   lockstep::spawn(options.nproc, on_rank, lockstep::Prefix::never);

@@ -156,14 +156,6 @@ void demo_model_parallel(const World& world, const Options& options) {
 #endif
 }
 
-/// Throws the error of a rendezvous. The remedy for a port in use names --port in place of World::join.
-[[noreturn]] void throw_naming_port(const lockstep::RendezvousError& error) {
-  std::string why = error.what();
-  if (const auto remedy = why.find("give World::join"); remedy != std::string::npos)
-    why = why.substr(0, remedy) + "give another by --port";
-  throw lockstep::RendezvousError(why);
-}
-
 /// mp.spawn and the tutorial's setup and cleanup: `processes` processes that meet at one port of this host.
 void run_demo(void (*demo)(const World&, const Options&), int processes, const Options& options) {
   lockstep::spawn(
@@ -173,8 +165,8 @@ void run_demo(void (*demo)(const World&, const Options&), int processes, const O
           const auto world = World::join("tcp://localhost:" + std::to_string(options.port), rank, world_size);
           demo(world, options);
           world.leave();
-        } catch (const lockstep::RendezvousError& error) {
-          throw_naming_port(error);
+        } catch (const lockstep::RendezvousError& error) {  // such as a port in use
+          throw lockstep::RendezvousError(std::string(error.what()) + " (--port)");
         }
       },
       lockstep::Prefix::never);  // the lines name their rank
