@@ -172,7 +172,6 @@ TEST_CASE("average_gradients names --port where the port of its group is in use"
   CHECK(ended.code == 1);
   CHECK_THAT(ended.error, ContainsSubstring(fmt::format("port {} is already in use on this host", used)));
   CHECK_THAT(ended.error, ContainsSubstring("give World::join a free one on every rank (--port)"));
-  CHECK(count(ended.error, "World::join") == 0);
 }
 
 }  // namespace average_gradients_test

@@ -167,7 +167,6 @@ TEST_CASE("ddp_toy names --port where the port of its demos is in use") {
   CHECK(ended.code == 1);
   CHECK_THAT(ended.error, ContainsSubstring(fmt::format("port {} is already in use on this host", used)));
   CHECK_THAT(ended.error, ContainsSubstring("give World::join a free one on every rank (--port)"));
-  CHECK(count(ended.error, "World::join") == 0);
 }
 
 }  // namespace ddp_toy_test
