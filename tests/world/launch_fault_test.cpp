@@ -249,6 +249,7 @@ TEST_CASE("SIGTERM of a rank, or of a host, is told to the others as such") {
     for (int rank = 0; rank < 3; ++rank)
       REQUIRE(ranks[rank].wait_for_output(fmt::format("rank {} of 3", rank)));
     ranks[culprit].signal(number);
+    ranks[culprit].signal(number);  // as a scheduler does to a process and to its group
     REQUIRE(ranks[culprit].wait(20s));
     CHECK(ranks[culprit].exit_code() == 128 + number);
     CHECK(ranks[culprit].error().empty());

@@ -209,7 +209,7 @@ TEST_CASE("a step of Slurm") {
              ContainsSubstring("SLURM_PROCID=two is not a whole number"));
   CHECK_THAT(refusal(changed(slurm, "SLURM_NODEID", "2")), ContainsSubstring("SLURM_NODEID=2"));
   CHECK_THAT(refusal(changed(slurm, "SLURM_STEP_NODELIST", "n09")),
-             ContainsSubstring("SLURM_STEP_NODELIST=n09 (1 hosts) contradicts SLURM_STEP_TASKS_PER_NODE="));
+             ContainsSubstring("SLURM_STEP_NODELIST=n09 (hosts: 1) contradicts SLURM_STEP_TASKS_PER_NODE="));
   // A script may set LOCAL_RANK for its own purposes: it does not hide the launcher's rank.
   CHECK(lockstep::read_environment(variables(changed(slurm, "LOCAL_RANK", "0"))).rank == 2);
   CHECK_THROWS_WITH(lockstep::read_environment(variables(changed(slurm, "LOCAL_RANK", "1"))),

@@ -136,16 +136,20 @@ TEST_CASE("a name of the master host that nobody knows ends both hosts within 10
 }
 
 TEST_CASE("hosts that disagree on the world size are both told within 10 s") {
-  {  // a number that the second host can refuse by itself
+  for (const char* size : {"2", "3x"}) {  // numbers that the second host refuses by itself
     Hosts on;
     if (!on.there()) return;
     on.start("A", rank_at("10.177.0.1", 0, 3));
-    on.start("B", rank_at("10.177.0.1", 2, 2));
+    auto wrong = rank_at("10.177.0.1", 2, 2);
+    wrong["WORLD_SIZE"] = size;
+    on.start("B", wrong);
     const auto codes = on.ranks.wait(60s);
     CHECK(std::chrono::steady_clock::now() - on.begin < 10s);
     CHECK(codes == std::vector<int>{1, 2});
     INFO(on.ranks[0].error() << on.ranks[1].error());
-    const std::string fault = "RANK=2 is out of range: with WORLD_SIZE=2 it must be in 0 to 1\n";
+    const std::string fault = size == std::string("2")
+                                  ? "RANK=2 is out of range: with WORLD_SIZE=2 it must be in 0 to 1\n"
+                                  : "WORLD_SIZE=3x is not a whole number. Set it to one, or unset it\n";
     CHECK(on.ranks[1].error() == "error: " + fault);
     CHECK_THAT(on.ranks[0].error(),
                ContainsSubstring("nodeB pid ") && ContainsSubstring(" cannot join: " + fault));

@@ -30,7 +30,8 @@ TEST_CASE("a second connection works while the first one waits") {
 TEST_CASE("a rendezvous file that cannot be opened is refused at once") {
   const auto begin = std::chrono::steady_clock::now();
   CHECK_THROWS_WITH(lockstep::detail::open_file_store("/nowhere/at/all", 2),
-                    ContainsSubstring("cannot open the rendezvous file /nowhere/at/all: No such file"));
+                    ContainsSubstring("cannot open the rendezvous file /nowhere/at/all (of "
+                                      "LOCKSTEP_RENDEZVOUS or World::join): No such file"));
   CHECK_THROWS_AS(lockstep::detail::open_file_store("/tmp", 2), lockstep::UsageError);
   CHECK(std::chrono::steady_clock::now() - begin < 5s);
 }

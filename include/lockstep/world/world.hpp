@@ -212,6 +212,9 @@ class World {
 
   [[nodiscard]] LocalPlace local_place() const;
 
+  // Publishes a failure, also where this rank has not joined and others wait for it. Returns whether it is the
+  // first, or true if this rank cannot know. May block.
+  [[nodiscard]] bool publish_to_waiting(const std::string& text) const;
   void announce_failures() const;
 
   // Publishes a non-zero exit code of a rank without a communicator as its failure: other ranks may wait for

@@ -505,11 +505,10 @@ LOCKSTEP_INLINE std::optional<LaunchedRank> rank_of_slurm(const Variables& varia
              nodes && !variables("LOCKSTEP_RENDEZVOUS")) {
     const auto hosts = detail::expand_node_list(*nodes);
     if (counts && detail::expand_task_counts(*counts).size() != hosts.size())
-      throw UsageError(
-          detail::formatted("SLURM_STEP_NODELIST={} ({} hosts) contradicts SLURM_STEP_TASKS_PER_NODE={} ({} "
-                            "hosts): pass srun's "
-                            "whole environment on, or set MASTER_ADDR to the host of rank 0",
-                            *nodes, hosts.size(), *counts, detail::expand_task_counts(*counts).size()));
+      throw UsageError(detail::formatted(
+          "SLURM_STEP_NODELIST={} (hosts: {}) contradicts SLURM_STEP_TASKS_PER_NODE={} "
+          "(hosts: {}): pass srun's whole environment on, or set MASTER_ADDR to the host of rank 0",
+          *nodes, hosts.size(), *counts, detail::expand_task_counts(*counts).size()));
     found.master_addr = hosts.front();
     found.address_variable = "SLURM_STEP_NODELIST";
   }
@@ -611,7 +610,7 @@ LOCKSTEP_INLINE Environment read_environment(const Variables& given, const AnyRa
     throw UsageError(
         detail::formatted("WORLD_SIZE={} is set but RANK is not: set RANK to this process's number, 0 to {}",
                           *size, *size - 1));
-  if (!rank && local_rank)
+  if (!rank && local_rank.value_or(0) > 0)
     throw UsageError(
         detail::formatted("LOCAL_RANK={} is set but RANK is not: set both, or neither", *local_rank));
   env.rank = rank.value_or(0);

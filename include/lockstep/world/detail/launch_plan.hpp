@@ -180,7 +180,7 @@ inline LaunchPlan plan_launch(int argc, const char* const* argv, const LaunchOpt
   const auto found = find_launched_rank(given, plan.rank_source);
   const Variables variables = with_launched_rank(given, found);
   const std::string flag = options.nproc_flag.empty() ? "LaunchOptions::nproc" : options.nproc_flag;
-  // How errors call `nproc`: by what has determined it.
+  // What has determined `nproc`, for errors.
   std::string given_nproc = nproc ? detail::formatted("{} {}", flag, *nproc) : std::string();
   const auto gpus = options.gpus.empty() ? std::vector<int>{} : gpu_list(options.gpus);
   if (!gpus.empty()) plan.visible_devices = visible_devices_of(gpus, variables);
@@ -192,6 +192,9 @@ inline LaunchPlan plan_launch(int argc, const char* const* argv, const LaunchOpt
   const auto local_rank = integer_variable(variables, "LOCAL_RANK", 0);
   integer_variable(variables, "LOCAL_WORLD_SIZE", 1);
   require_level(variables);
+  if (local_rank && !rank)
+    throw UsageError(
+        detail::formatted("LOCAL_RANK={} is set but RANK is not: set both, or neither", *local_rank));
   if (local_rank) {
     const auto env = read_environment(variables);
     if (nproc && env.expected_local_rank)

@@ -368,9 +368,8 @@ inline Rendezvous rendezvous_through_board(const StoreEndpoint& board_endpoint, 
 inline StorePtr open_file_store(const std::string& path, int size) {
   if (!Descriptor(::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0644)).open())
     throw UsageError(
-        detail::formatted("cannot open the rendezvous file {} (LOCKSTEP_RENDEZVOUS): {}: name a file in a "
-                          "folder that every rank "
-                          "can write",
+        detail::formatted("cannot open the rendezvous file {} (of LOCKSTEP_RENDEZVOUS or World::join): {}: "
+                          "name a file in a folder that every rank can write",
                           path, std::strerror(errno)));
   return c10::make_intrusive<c10d::FileStore>(path, size);
 }
@@ -638,18 +637,19 @@ inline void sign_in(c10d::Store& store, const Environment& env, const std::strin
   store.compareSet(store_keys::outcome, {}, to_bytes("complete"));
 }
 
-/// Arranges that the ranks which wait for this process are told why it cannot join: its variables cannot be used,
-/// as `text` says, and it ends. No-op if the variables determine no address of another rank's store, and where a
-/// launching process or torchrun's agent ends the other ranks. A run whose ranks have all joined goes on.
+/// Registers a hook that refuses the rendezvous with `text`, the error of this process's variables, once the
+/// process has printed it as its last words. The hook is a no-op if the variables determine no address of another
+/// rank's store, and where a launching process or torchrun's agent ends the other ranks. A run whose ranks have
+/// all joined goes on.
 inline void tell_waiting_ranks(const std::string& text, const AnyRankSource& source) {
   failure_hooks.cannot_join = [text, source](const std::string& said) {
     if (said != text || report_descriptor() >= 0 || process_variable("TORCHELASTIC_RUN_ID")) return;
     try {
-      // The local place does not determine the address, and may be the fault.
+      // These do not determine the address, and may be the fault.
       const Variables variables = [](const char* name) -> std::optional<std::string> {
-        for (const char* local : {"LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_LOCALID",
-                                  "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"})
-          if (std::string_view(name) == local) return std::nullopt;
+        for (const char* other : {"WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_LOCALID",
+                                  "SLURM_NODEID", "SLURM_STEP_TASKS_PER_NODE"})
+          if (std::string_view(name) == other) return std::nullopt;
         return process_variable(name);
       };
       const auto found = find_launched_rank(variables, source);
@@ -661,7 +661,7 @@ inline void tell_waiting_ranks(const std::string& text, const AnyRankSource& sou
       const auto store = connect_store({address.host, address.port, store_secret(url, all, found)},
                                        std::chrono::milliseconds(2000));
       refuse_rendezvous(*store, detail::formatted("{} cannot join: {}", process_name(getpid()), text));
-    } catch (const Error&) {  // nobody waits there, or this was the refusal
+    } catch (const Error&) {  // no store answers, or refuse_rendezvous has thrown
     }
   };
 }

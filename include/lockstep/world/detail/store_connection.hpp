@@ -174,7 +174,7 @@ class StoreConnection {
         return {};
       case StoreGreeting::wrong_secret:
         throw RendezvousError(detail::formatted(
-            "the store at {} belongs to another run, whose secret is another: give every run a port of its "
+            "the store at {} belongs to another run (its secret differs): give every run a port of its "
             "own, and all ranks of a run the same LOCKSTEP_STORE_SECRET or none",
             endpoint.text()));
       case StoreGreeting::wrong_version:

@@ -225,7 +225,7 @@ class StoreServer {
     lost_.push_back({connection.rank, std::move(connection.process), Clock::now() + end_grace_});
   }
 
-  // Returns whether no rank waits at the rendezvous for this one.
+  // Returns whether the rank has finished or has made a communicator.
   [[nodiscard]] bool may_end(int rank) const {
     return values_.contains(store_keys::finished(rank)) || values_.contains(store_keys::communicates(rank));
   }

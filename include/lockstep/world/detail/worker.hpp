@@ -50,8 +50,8 @@ struct FailureHooks {
   /// Returns a text that names the different public calls which two ranks are in, empty if they are in the
   /// same. May block.
   std::function<std::string()> different_calls;
-  /// Ends the rendezvous of ranks that wait for this process, whose variables cannot be used. Called after the
-  /// user has the error `text`. May block.
+  /// Refuses the rendezvous at which other ranks wait for this process. Called once the process has printed
+  /// `text`, the error of its variables. May block.
   std::function<void(const std::string& text)> cannot_join;
 };
 LOCKSTEP_PROCESS_WIDE inline FailureHooks failure_hooks;
@@ -95,6 +95,7 @@ inline int exit_status(int code) {
 /// The signal that is ending this process, 0 if there is none, and the state of its handler. See
 /// announce_signals.
 LOCKSTEP_PROCESS_WIDE inline std::atomic<int> ending_signal{0};
+LOCKSTEP_PROCESS_WIDE inline std::atomic<std::int64_t> ending_since{0};  // monotonic_nanoseconds
 LOCKSTEP_PROCESS_WIDE inline std::atomic<pid_t> announcing_process{0};
 LOCKSTEP_PROCESS_WIDE inline sem_t signal_came;
 
@@ -197,17 +198,22 @@ LOCKSTEP_PROCESS_WIDE [[noreturn]] inline void fail_process(FailureReport report
 }
 
 extern "C" inline void lockstep_note_ending_signal(int number) {
-  // A child that was forked without exec, or a second Ctrl-C.
-  if (getpid() != announcing_process || ending_signal.exchange(number) != 0) {
-    signal(number, SIG_DFL);
-    raise(number);
+  int none = 0;
+  const bool forked = getpid() != announcing_process;  // without exec
+  if (!forked && ending_signal.compare_exchange_strong(none, number)) {
+    ending_since = monotonic_nanoseconds();
+    sem_post(&signal_came);
     return;
   }
-  sem_post(&signal_came);
+  // The end is at most seconds away: only a user's second Ctrl-C shortens it. Signals often come twice, to a
+  // process and to its group.
+  if (!forked && (number != SIGINT || monotonic_nanoseconds() - ending_since < 500'000'000)) return;
+  signal(number, SIG_DFL);
+  raise(number);
 }
 
 /// Publishes a SIGTERM, SIGINT or SIGHUP of this process to the other ranks, then ends the process by it; a second
-/// signal ends it at once. Without a supervisor they would only see the connections close. No-op for a signal
+/// SIGINT, half a second later, ends it at once. Without a supervisor they would only see the connections close. No-op for a signal
 /// that the program handles or ignores, and under a supervisor, which sees how its ranks end. `where` names the
 /// host.
 inline void announce_signals(const std::string& where) {
@@ -220,10 +226,10 @@ inline void announce_signals(const std::string& where) {
       while (sem_wait(&signal_came) != 0) {
       }
       const int number = ending_signal;
-      at_most(std::chrono::seconds(5), [where, number] {
-        if (failure_hooks.publish)
-          failure_hooks.publish(detail::formatted("rank {}: ended by SIG{} on {}", process_rank.load(),
-                                                  sigabbrev_np(number), where));
+      at_most(std::chrono::seconds(5), [publish = failure_hooks.publish, where, number] {
+        if (publish)
+          publish(detail::formatted("rank {}: ended by SIG{} on {}", process_rank.load(),
+                                    sigabbrev_np(number), where));
       });
       end_by_signal(number);
     }).detach();

@@ -88,9 +88,9 @@ LOCKSTEP_INLINE World::World(Environment environment)
 LOCKSTEP_INLINE World World::from_environment(const AnyRankSource& source) {
   detail::end_on_uncaught();
   detail::end_with_agent();
-  detail::require_level(process_variable);
   World world([&] {
     try {
+      detail::require_level(process_variable);
       return read_environment(process_variable, source);
     } catch (const UsageError& error) {
       detail::tell_waiting_ranks(error.what(), source);
@@ -228,7 +228,9 @@ LOCKSTEP_INLINE void World::leave(int code) const {
         known.store_is_hosted && !known.store_outlives_attempts && known.local_size < known.size;
     if (size() == 1) return;
     announce_exit_code(code);
-    std::lock_guard lock(state_->mutex);
+    std::unique_lock lock(state_->mutex, std::try_to_lock);
+    if (!lock && code != 0) return;  // announce_exit_code still connects
+    if (!lock) lock.lock();
     if (!state_->rendezvous && !awaited) {
       state_->left = true;
       return;
@@ -259,11 +261,11 @@ LOCKSTEP_INLINE void World::leave(int code) const {
 
 LOCKSTEP_INLINE void World::announce_exit_code(int code) const {
   if (code == 0 || state_->communicates || state_->left || detail::report_descriptor() >= 0) return;
-  if (!detail::failure_hooks.publish) return;
   detail::at_most(std::chrono::milliseconds(1500),
-                  [publish = detail::failure_hooks.publish,
-                   text = detail::formatted("rank {}: ended with exit code {} on {}", rank(), code,
-                                            detail::host_name())] { publish(text); });
+                  [world = *this, text = detail::formatted("rank {}: ended with exit code {} on {}", rank(),
+                                                           code, detail::host_name())] {
+                    static_cast<void>(world.publish_to_waiting(text));
+                  });
 }
 
 LOCKSTEP_INLINE bool World::begin_communicating() const {
@@ -387,24 +389,28 @@ LOCKSTEP_INLINE World::LocalPlace World::local_place() const {
   return state_->local;
 }
 
+LOCKSTEP_INLINE bool World::publish_to_waiting(const std::string& text) const {
+  bool joined = true;
+  {
+    std::unique_lock lock(state_->mutex, std::try_to_lock);
+    if (!lock) return true;
+    if (!state_->rendezvous) {
+      // Other ranks may already wait for this one. Joining refuses a store of another run.
+      if (!others_may_wait()) return true;
+      rendezvous_within(std::chrono::seconds(1));
+      joined = false;
+    }
+  }
+  const bool first = publish_failure(text);
+  // The store ends with this process: give the other ranks time to read the failure.
+  if (hosts_store()) std::this_thread::sleep_for(std::chrono::milliseconds(800));
+  return first || !joined;
+}
+
 LOCKSTEP_INLINE void World::announce_failures() const {
   detail::quiet_library_log();
   detail::failure_hooks.publish = [world = *this](const std::string& text) {
-    bool joined = true;
-    {
-      std::unique_lock lock(world.state_->mutex, std::try_to_lock);
-      if (!lock) return true;
-      if (!world.state_->rendezvous) {
-        // Other ranks may already wait for this one. Joining refuses a store of another run.
-        if (!world.others_may_wait()) return true;
-        world.rendezvous_within(std::chrono::seconds(1));
-        joined = false;
-      }
-    }
-    const bool first = world.publish_failure(text);
-    // The store ends with this process: give the other ranks time to read the failure.
-    if (world.hosts_store()) std::this_thread::sleep_for(std::chrono::milliseconds(800));
-    return first || !joined;
+    return world.publish_to_waiting(text);
   };
   detail::failure_hooks.exits = [world = *this](int code) {
     world.announce_exit_code(code);
