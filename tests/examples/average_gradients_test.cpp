@@ -158,16 +158,9 @@ TEST_CASE("average_gradients refuses wrong flags on one line") {
 }
 
 TEST_CASE("average_gradients names --port where the port of its group is in use") {
-  const int socket = ::socket(AF_INET, SOCK_STREAM, 0);
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  socklen_t length = sizeof address;
-  REQUIRE(bind(socket, reinterpret_cast<sockaddr*>(&address), length) == 0);
-  REQUIRE(listen(socket, 1) == 0);
-  getsockname(socket, reinterpret_cast<sockaddr*>(&address), &length);
-  const int used = ntohs(address.sin_port);
+  const TakenPort taken;
+  const int used = taken.number();
   const auto ended = run_example({"group", "--port", std::to_string(used)});
-  close(socket);
   INFO(ended.error);
   CHECK(ended.code == 1);
   CHECK_THAT(ended.error, ContainsSubstring(fmt::format("port {} is already in use on this host", used)));

@@ -153,16 +153,9 @@ TEST_CASE("ddp_toy refuses on one line what it cannot run") {
 }
 
 TEST_CASE("ddp_toy names --port where the port of its demos is in use") {
-  const int socket = ::socket(AF_INET, SOCK_STREAM, 0);
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  socklen_t length = sizeof address;
-  REQUIRE(bind(socket, reinterpret_cast<sockaddr*>(&address), length) == 0);
-  REQUIRE(listen(socket, 1) == 0);
-  getsockname(socket, reinterpret_cast<sockaddr*>(&address), &length);
-  const int used = ntohs(address.sin_port);
+  const TakenPort taken;
+  const int used = taken.number();
   const auto ended = run_demo({"--cpu-devices", "2", "--port", std::to_string(used)});
-  close(socket);
   INFO(ended.error);
   CHECK(ended.code == 1);
   CHECK_THAT(ended.error, ContainsSubstring(fmt::format("port {} is already in use on this host", used)));

@@ -309,17 +309,31 @@ inline std::string test_program(const std::string& name) {
   return fmt::format("{}/{}", folder ? folder : ".", name);
 }
 
+/// A port of the loopback that is taken: a socket of this process listens on it.
+class TakenPort {
+ public:
+  TakenPort() : fd_(socket(AF_INET, SOCK_STREAM, 0)) {
+    sockaddr_in address{};
+    address.sin_family = AF_INET;
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    socklen_t length = sizeof address;
+    auto* const any = reinterpret_cast<sockaddr*>(&address);
+    if (bind(fd_, any, length) != 0 || listen(fd_, 1) != 0 || getsockname(fd_, any, &length) != 0)
+      throw std::runtime_error("no port is free");
+    number_ = ntohs(address.sin_port);
+  }
+  TakenPort(const TakenPort&) = delete;
+  TakenPort& operator=(const TakenPort&) = delete;
+  ~TakenPort() { close(fd_); }
+  [[nodiscard]] int number() const { return number_; }
+
+ private:
+  int fd_, number_ = 0;
+};
+
 /// A port that nobody listens on now.
 inline int free_port() {
-  const int fd = socket(AF_INET, SOCK_STREAM, 0);
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  socklen_t length = sizeof address;
-  bind(fd, reinterpret_cast<sockaddr*>(&address), length);
-  getsockname(fd, reinterpret_cast<sockaddr*>(&address), &length);
-  close(fd);
-  return ntohs(address.sin_port);
+  return TakenPort().number();
 }
 
 }  // namespace lockstep_test
