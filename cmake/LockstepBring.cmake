@@ -1,5 +1,5 @@
 # LOCKSTEP_BRING, a folder that tools/bring has packed for a machine without a network: its packages are found before the
-# system's, and its NCCL takes the place of the one that LibTorch loads. Nothing happens where the folder is not there.
+# system's, and its NCCL library takes the place of the one that LibTorch loads (nccl.h stays that of LibTorch). Nothing happens where the folder is not there.
 include_guard(GLOBAL)
 
 # Joins the pieces of NCCL's wheel in FOLDER and unpacks it into INTO, once; sets OUT to the folder with include/ and lib/.

@@ -1,14 +1,13 @@
 # Makes the target `lockstep_cuda` (lockstep::cuda): lockstep with the CUDA part of the LibTorch that was chosen, and
 # with the NCCL and the CUDA runtime which that LibTorch itself loads, so that a process has one of each. No nvcc: the
 # code is host code. The libraries are found as the loader will find them, by what libtorch_cuda.so asks for and where
-# it looks. The headers come from
+# it looks. The nccl.h is of the version that this LibTorch was built with; without one there is no lockstep_cuda. The
+# headers come from
 #   1. CUDAToolkit_ROOT and NCCL_ROOT, where the user names them;
 #   2. the packages beside a pip `torch` (nvidia/cu13, nvidia/nccl, or nvidia/cuda_runtime and so on of CUDA 12);
 #   3. a CUDA toolkit, and /usr/local and /usr.
 # Used by the build (LOCKSTEP_CUDA) and, installed beside it, by find_package(lockstep COMPONENTS cuda).
 include_guard(GLOBAL)
-
-set(LOCKSTEP_NCCL_OLDEST 2.18)
 
 # The names that LIBRARY asks the loader for, and the folders that it tells it to look in.
 function(_lockstep_cuda_asks library out_names out_folders)
@@ -140,9 +139,17 @@ torch with its nvidia packages (and nvidia-cuda-crt where crt/ is missing, nvidi
   set(${version} ${major}.${minor} PARENT_SCOPE)
 endfunction()
 
-# Sets LIBRARY to the NCCL that libtorch_cuda.so loads (empty where it is part of that), INCLUDE to the folder of a
-# nccl.h that is not newer, and SAYS to what to tell of it; or MISSING.
-function(_lockstep_cuda_nccl torch_cuda names folders includes library include says missing)
+# The version of the first NCCL in FILE, a library; empty where there is none.
+function(_lockstep_cuda_nccl_in file out)
+  file(STRINGS ${file} version REGEX "NCCL version [0-9]+\\.[0-9]+\\.[0-9]+" LIMIT_COUNT 1)
+  string(REGEX MATCH "NCCL version ([0-9]+\\.[0-9]+\\.[0-9]+)" version "${version}")
+  set(${out} "${CMAKE_MATCH_1}" PARENT_SCOPE)
+endfunction()
+
+# Sets LIBRARY to the NCCL that libtorch_cuda.so loads (empty where it is part of that), INCLUDE to the folder with the
+# nccl.h of the version that LibTorch was built with, since LibTorch's own objects hold NCCL's by value, and SAYS to what
+# to tell of it; or MISSING.
+function(_lockstep_cuda_nccl root torch_cuda names folders includes library include says missing)
   set(soname ${names})
   list(FILTER soname INCLUDE REGEX "^libnccl[-0-9a-f]*\\.so")
   _lockstep_cuda_given(NCCL_ROOT given)
@@ -160,61 +167,69 @@ function(_lockstep_cuda_nccl torch_cuda names folders includes library include s
   foreach(folder IN LISTS includes)
     list(APPEND places ${folder}/../lib ${folder}/../lib64)
   endforeach()
-  set(system /usr/local/lib /usr/lib/${CMAKE_LIBRARY_ARCHITECTURE} /usr/lib64 /usr/lib)
+  list(APPEND places /usr/local/lib /usr/lib/${CMAKE_LIBRARY_ARCHITECTURE} /usr/lib64 /usr/lib)
   set(path "")
+  set(beside "")
   set(version "")
   if(soname)
-    _lockstep_cuda_first(path ${soname} ${own} ${places} ${system})
+    _lockstep_cuda_first(torchs ${soname} ${places})
+    _lockstep_cuda_first(path ${soname} ${own} ${places})
     if(NOT path)
       set(${missing} "it loads ${soname}, which is neither beside it nor in /usr/local or /usr: install it (pip install \
 torch brings it as nvidia-nccl), or set NCCL_ROOT to it" PARENT_SCOPE)
       return()
     endif()
-    file(STRINGS ${path} version REGEX "NCCL version [0-9]+\\.[0-9]+\\.[0-9]+" LIMIT_COUNT 1)
-    string(REGEX REPLACE ".*NCCL version ([0-9]+\\.[0-9]+\\.[0-9]+).*" "\\1" version "${version}")
-    get_filename_component(beside ${path} DIRECTORY)
-    set(beside ${beside}/../include)
+    _lockstep_cuda_nccl_in(${path} loaded)
+    if(torchs)
+      get_filename_component(beside ${torchs} DIRECTORY)
+      set(beside ${beside}/../include)
+      _lockstep_cuda_nccl_in(${torchs} version)
+    endif()
+    # A pip torch names the NCCL that it was built with, also where another one was installed since.
+    file(GLOB metadata ${root}/../torch-*.dist-info/METADATA)
+    foreach(file IN LISTS metadata)
+      file(STRINGS ${file} line REGEX "^Requires-Dist: nvidia-nccl-cu[0-9]+ *\\(?==" LIMIT_COUNT 1)
+      if(line MATCHES "==([0-9]+\\.[0-9]+\\.[0-9]+)")
+        set(version ${CMAKE_MATCH_1})
+      endif()
+    endforeach()
+    if(NOT version)
+      set(version "${loaded}")
+    endif()
   else()
-    execute_process(COMMAND ${CMAKE_NM} -D --defined-only ${torch_cuda} OUTPUT_VARIABLE symbols ERROR_QUIET)
-    if(NOT symbols MATCHES " ncclAllReduce\n")
-      set(${missing} "its libtorch_cuda.so neither loads an NCCL nor gives away the one it may hold, and a second one in a \
-process cannot be had: take a LibTorch with a shared NCCL, such as pip's torch" PARENT_SCOPE)
+    _lockstep_cuda_nccl_in(${torch_cuda} version)
+    if(NOT version)
+      set(${missing} "its libtorch_cuda.so neither loads an NCCL nor holds one" PARENT_SCOPE)
       return()
     endif()
-    set(beside "")
   endif()
-  set(newer "")
+  string(REGEX MATCH "^[0-9]+\\.[0-9]+" wanted "${version}")
+  set(others "")
   set(folder "")
   set(roots ${given})
   list(TRANSFORM roots APPEND /include)
   foreach(candidate IN LISTS roots beside includes ITEMS /usr/local/include /usr/include)
     if(NOT folder AND EXISTS ${candidate}/nccl.h)
-      set(numbers)
-      foreach(part IN ITEMS MAJOR MINOR PATCH)
-        _lockstep_cuda_number(${candidate}/nccl.h NCCL_${part} number)
-        list(APPEND numbers "${number}")
-      endforeach()
-      list(JOIN numbers "." of_header)
-      if(of_header VERSION_LESS LOCKSTEP_NCCL_OLDEST)
-        set(newer " (${candidate}/nccl.h is ${of_header}, lockstep needs ${LOCKSTEP_NCCL_OLDEST} or newer)")
-      elseif(version AND of_header VERSION_GREATER version)
-        set(newer " (${candidate}/nccl.h is ${of_header}, newer than that library)")
-      else()
+      _lockstep_cuda_number(${candidate}/nccl.h NCCL_MAJOR major)
+      _lockstep_cuda_number(${candidate}/nccl.h NCCL_MINOR minor)
+      if("${major}.${minor}" STREQUAL wanted)
         get_filename_component(folder ${candidate} ABSOLUTE)
+      else()
+        string(APPEND others " (${candidate}/nccl.h is of ${major}.${minor})")
       endif()
     endif()
   endforeach()
   if(NOT folder)
-    set(${missing} "there is no nccl.h for NCCL ${version} ${path}${newer}: install its headers (pip's nvidia-nccl has \
-them), or set NCCL_ROOT to them" PARENT_SCOPE)
+    set(${missing} "it was built with NCCL ${version}, and there is no nccl.h of ${wanted}${others}: install that \
+version's headers (pip's nvidia-nccl has them), or set NCCL_ROOT to them" PARENT_SCOPE)
     return()
   endif()
   set(${library} "${path}" PARENT_SCOPE)
   set(${include} ${folder} PARENT_SCOPE)
   if(path)
-    set(${says} "NCCL ${version} (${path})" PARENT_SCOPE)
+    set(${says} "NCCL ${loaded} (${path}, headers of ${wanted} in ${folder})" PARENT_SCOPE)
   else()
-    set(${says} "the NCCL inside libtorch_cuda.so (headers ${of_header} in ${folder})" PARENT_SCOPE)
+    set(${says} "the NCCL ${version} inside libtorch_cuda.so (headers in ${folder})" PARENT_SCOPE)
   endif()
 endfunction()
 
@@ -258,7 +273,7 @@ function(lockstep_find_cuda)
     endif()
   endif()
   if(NOT missing)
-    _lockstep_cuda_nccl(${torch_cuda} "${names}" "${folders}" "${includes}" nccl nccl_include nccl_says missing)
+    _lockstep_cuda_nccl(${root} ${torch_cuda} "${names}" "${folders}" "${includes}" nccl nccl_include nccl_says missing)
   endif()
   if(missing)
     set(LOCKSTEP_CUDA_MISSING "LibTorch in ${root}: ${missing}" PARENT_SCOPE)

@@ -18,7 +18,9 @@
 #include <optional>
 #include <string>
 
-#include "lockstep/comm/comm_by_device.hpp"
+#ifdef LOCKSTEP_HAS_CUDA
+#include "lockstep/comm/nccl_comm.hpp"
+#endif
 #include "lockstep/comm/with_device.hpp"
 #include "lockstep/lockstep.hpp"
 #include "lockstep/world/launch.hpp"
@@ -148,9 +150,7 @@ void demo_model_parallel(const World& world, const Options& options) {
   // Two devices for each rank, so that the world has half as many ranks as devices. The tutorial starts as
   // many ranks as devices and takes the indices modulo their number, so that two ranks share each device.
   const int dev0 = 2 * world.local_rank(), dev1 = dev0 + 1;
-  using lockstep::GlooComm, lockstep::NcclComm;
-  train(lockstep::CommByDevice{GlooComm{world}, NcclComm{world, {.device = dev0}},
-                               NcclComm{world, {.device = dev1}}},
+  train(lockstep::NcclComm{world, {.device = dev0}},  // serves every GPU of its rank
         torch::Device(torch::kCUDA, static_cast<torch::DeviceIndex>(dev0)),
         torch::Device(torch::kCUDA, static_cast<torch::DeviceIndex>(dev1)));
 #endif

@@ -27,13 +27,9 @@
 #include "lockstep/lockstep.hpp"
 #include "models.hpp"
 #ifdef LOCKSTEP_HAS_CUDA
-#ifndef USE_C10D_NCCL
-#define USE_C10D_NCCL
-#endif
 #include <c10/cuda/CUDAFunctions.h>
-#include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 
-#include "lockstep/train/cuda_graph.hpp"
+#include "lockstep/comm/nccl_comm.hpp"
 #endif
 
 namespace {
@@ -172,14 +168,10 @@ void train_captured(const lockstep::World& world, const Run& run, const torch::D
                            .implementation = lockstep::Implementation::fused,
                            .lr_tensor = torch::tensor(1e-3, device)}};
   Precision precision;
-  lockstep::CapturedStep step{lockstep::CudaGraph{device},
-                              work.model,
-                              comm,
-                              optimizer,
-                              precision,
-                              [](bench::Task& model, const lockstep::Example& batch) {
-                                return torch::cross_entropy_loss(model->forward(batch.data), batch.target);
-                              }};
+  lockstep::CapturedStep step{
+      device, work.model, comm, optimizer, precision, [](bench::Task& model, const lockstep::Example& batch) {
+        return torch::cross_entropy_loss(model->forward(batch.data), batch.target);
+      }};
   lockstep::Example batch{work.data, work.target};
   measure(
       world, run, device, work.data.size(0) * comm.size(), [&] { step(batch); }, nullptr);

@@ -24,7 +24,7 @@ static_assert(lockstep::AsyncWork<lockstep::detail::ProcessGroupWork> &&
 static_assert(lockstep::Reducing<ProcessGroupComm> && lockstep::Gathering<ProcessGroupComm> &&
               lockstep::PointToPoint<ProcessGroupComm> && lockstep::Splittable<ProcessGroupComm>);
 static_assert(lockstep::DeviceCommunicator<ProcessGroupComm> && !lockstep::DeviceCommunicator<GlooComm>);
-static_assert(!lockstep::Labelled<ProcessGroupComm> && !lockstep::Buffered<ProcessGroupComm>);
+static_assert(!lockstep::Labelled<ProcessGroupComm>);
 static_assert(!std::is_copy_constructible_v<GlooComm>);
 static_assert(std::is_empty_v<lockstep::LocalWork>);
 static_assert(!lockstep::Communicator<int> && !lockstep::AsyncWork<int>);

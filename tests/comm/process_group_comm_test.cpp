@@ -3,6 +3,7 @@
 
 #include <ATen/ATen.h>
 
+#include <atomic>
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <vector>
@@ -24,7 +25,8 @@ struct PolledWork : c10d::Work {
   bool isCompleted() override { return --left <= 0; }
   bool wait(std::chrono::milliseconds) override { return ++waits > 0; }
 
-  int left, waits = 0;
+  std::atomic<int> left;
+  int waits = 0;
 };
 
 /// A backend without any operation.

@@ -4,7 +4,6 @@
 #include <set>
 
 #include "support/catch.hpp"
-#include "support/played_device.hpp"
 
 namespace generator_test {
 
@@ -21,15 +20,6 @@ std::vector<float> draws(at::Generator generator, std::int64_t count = 4) {
 
 TEST_CASE("the tutorials' generator is seeded with seed + rank") {
   CHECK(draws(lockstep::rank_generator(3407, 2)) == draws(at::detail::createCPUGenerator(3409)));
-}
-
-TEST_CASE("a device's generator is seeded with seed + rank, and is not its default one") {
-  play_device();
-  const at::Generator own = lockstep::rank_generator(3407, 2, played_device);
-  CHECK(draws(own) == draws(at::detail::createCPUGenerator(3409)));
-  CHECK(own != at::globalContext().defaultGenerator(played_device));
-  CHECK(draws(at::globalContext().defaultGenerator(played_device)) ==
-        draws(at::detail::createCPUGenerator(1)));
 }
 
 TEST_CASE("a key draws the same in every run") {

@@ -34,9 +34,9 @@ set(stated
   start name wire_bytes settings state load_state rollback reset shared_state predivides propagates_nan ranks_diverge
   # Precision, Checkpointed, Sampler and torch::data's samplers
   forward scale step forget save load next read_order pass_epoch begun resumes draws_base_seed
-  # The extras and callbacks of a Trainer; the state of an optimizer; StepGraph, RangeMarks
+  # The extras and callbacks of a Trainer; the state of an optimizer
   make_optimizer rate_factor watch begin_step check on_gradients on_step on_profile on_epoch_start on_epoch
-  each_field each_tensor Group capture replay on_stream push pop _check_input_dim
+  each_field each_tensor Group _check_input_dim
   # Ranges and iterators
   Batch begin end value_type difference_type iterator_concept
   # Options of optimizers and schedules

@@ -15,7 +15,6 @@
 #include "lockstep/precision/precision.hpp"
 #include "lockstep/train/captured_step.hpp"
 #include "lockstep/train/checkpoint.hpp"
-#include "lockstep/train/cuda_graph.hpp"
 #include "lockstep/train/profiling.hpp"
 #include "support/ranks.hpp"
 #include "train/nets.hpp"
@@ -184,7 +183,7 @@ TEST_CASE("a captured step makes the parameters of the plain one on the GPU", "[
     };
     TinyNet net = seeded_net(), by_hand = seeded_net();
     auto optimizer = optimizer_of(net), plain = optimizer_of(by_hand);
-    lockstep::CapturedStep step(lockstep::CudaGraph(gpu()), net, comm, optimizer, precision, loss);
+    lockstep::CapturedStep step(gpu(), net, comm, optimizer, precision, loss);
     for (int i = 0; i < 12; ++i) {
       auto batch = batch_of(i);
       const double rate = 0.01 / (1 + i);

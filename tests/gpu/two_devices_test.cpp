@@ -1,42 +1,49 @@
-// A model whose parts live on the CPU and on a GPU: each part's gradients travel over the communicator of its
-// device.
+// A model whose parts live on two GPUs of each rank: one NcclComm serves both.
 #include <torch/torch.h>
 
+#include <algorithm>
+#include <string>
 #include <vector>
 
-#include "lockstep/comm/comm_by_device.hpp"
-#include "lockstep/comm/gloo_comm.hpp"
 #include "lockstep/comm/nccl_comm.hpp"
 #include "lockstep/grad/distributed_data_parallel.hpp"
 #include "support/mib.hpp"
 #include "support/ranks.hpp"
 #include "support/text_of.hpp"
 
+namespace two_devices_test {
+
 namespace {
 
 struct HalvesImpl : torch::nn::Module {
-  explicit HalvesImpl(at::Device device) : device(device) {
+  HalvesImpl(at::Device one, at::Device other) : one(one), other(other) {
     first = register_module("first", torch::nn::Linear(4, 6));
     second = register_module("second", torch::nn::Linear(6, 3));
-    second->to(device);
+    first->to(one);
+    second->to(other);
   }
-  torch::Tensor forward(const torch::Tensor& x) { return second(first(x).tanh().to(device)).cpu(); }
-  at::Device device;
+  torch::Tensor forward(const torch::Tensor& x) { return second(first(x.to(one)).tanh().to(other)).cpu(); }
+  at::Device one, other;
   torch::nn::Linear first{nullptr}, second{nullptr};
 };
 TORCH_MODULE(Halves);
 
+// The second GPU of this rank: of as many as there are, one that no other rank uses where there are enough.
+at::Device second_device(const at::Device& first) {
+  const int gpus = static_cast<int>(torch::cuda::device_count());
+  return {at::kCUDA, static_cast<c10::DeviceIndex>((first.index() + test_world().local_size()) % gpus)};
+}
+
 }  // namespace
 
-TEST_CASE("a model on the CPU and a GPU is trained as one on the CPU") {
+TEST_CASE("a model on two GPUs is trained as one on the CPU") {
   const auto& world = test_world();
-  lockstep::NcclComm gpu(world);
-  const at::Device device = gpu.tensor_device();
-  lockstep::CommByDevice comm{lockstep::GlooComm(world), std::move(gpu)};
+  if (static_cast<int>(torch::cuda::device_count()) < 2 * world.local_size()) return;
+  lockstep::NcclComm comm(world);
   torch::manual_seed(5);
-  Halves split(device);
+  Halves split(comm.tensor_device(), second_device(comm.tensor_device()));
   torch::manual_seed(5);
-  Halves whole(at::kCPU);
+  Halves whole(at::kCPU, at::kCPU);
   lockstep::DistributedDataParallel ddp{split, comm, {.bucket_cap_mb = lockstep_test::mib({64})}};
   torch::optim::SGD one(split->parameters(), 0.1), other(whole->parameters(), 0.1);
   for (int step = 0; step < 5; ++step) {
@@ -56,6 +63,20 @@ TEST_CASE("a model on the CPU and a GPU is trained as one on the CPU") {
   }
   // A device that is named for such a model is refused.
   CHECK_THAT(text_of<lockstep::UsageError>(
-                 [&] { lockstep::DistributedDataParallel(split, comm, {.device = at::Device(at::kCPU)}); }),
+                 [&] { lockstep::DistributedDataParallel(split, comm, {.device = comm.tensor_device()}); }),
              ContainsSubstring("live on several devices"));
 }
+
+#ifdef LOCKSTEP_DETAIL_HAS_NCCL2
+TEST_CASE("nccl2 serves one GPU and refuses the others") {
+  if (torch::cuda::device_count() < 2) return;
+  lockstep::NcclComm comm(test_world(), {.engine = lockstep::NcclEngine::nccl2});
+  const auto tensor = torch::ones({2}, second_device(comm.tensor_device()));
+  if (tensor.device() == comm.tensor_device()) return;
+  CHECK_THAT(text_of<lockstep::CommunicationError>(
+                 [&] { comm.all_reduce(std::vector<torch::Tensor>{tensor}).synchronize(); }),
+             ContainsSubstring("the backend 'nccl2' refused it"));
+}
+#endif
+
+}  // namespace two_devices_test

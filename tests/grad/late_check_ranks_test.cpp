@@ -10,7 +10,6 @@ using lockstep::DistributedDataParallel;
 using lockstep::GradientError;
 using lockstep::PeerError;
 using lockstep_test::LateComm;
-using lockstep_test::LateHostCheck;
 
 namespace {
 
@@ -96,18 +95,13 @@ std::string thrown_by_all(Work&& work) {
 
 TEST_CASE("a backward returns before its buckets are checked, from the second one on") {
   Training training;
-  const int launched = LateHostCheck::launched, was_read = LateHostCheck::was_read;
   const bool alone = test_world().size() == 1;
   for (int step = 0; step < 4; ++step) {
     training.good_step(step);
-    CHECK(LateHostCheck::launched - launched == (alone ? 0 : step + 1));
-    // The first one is read at once, and from then on each is read in the next.
-    CHECK(LateHostCheck::was_read - was_read == (alone ? 0 : std::max(1, step)));
     CHECK(training.ddp.checks_late() == (!alone && step > 0));
   }
   training.ddp.synchronize();
   training.ddp.synchronize();
-  CHECK(LateHostCheck::was_read - was_read == LateHostCheck::launched - launched);
 }
 
 TEST_CASE("a backward that fails throws on its rank, and on the others at the end of their next one",

@@ -93,6 +93,12 @@ if(cuda_root AND crt AND EXISTS ${nccl_root}/include/nccl.h)
   file(CREATE_LINK ${cuda_root}/lib ${toolkit}/lib SYMBOLIC)
   expect(GOOD SAYS ${has} "(${toolkit}/lib/libcudart.so" "headers ${toolkit}/include)" "(${nccl_root}/lib/libnccl.so"
     ARGS -DTorch_ROOT=${SCRATCH}/zip -DCUDAToolkit_ROOT=${toolkit} -DNCCL_ROOT=${nccl_root})
+  # Another NCCL takes the place of LibTorch's library; nccl.h stays that of the version LibTorch was built with.
+  file(MAKE_DIRECTORY ${SCRATCH}/other/include)
+  file(CREATE_LINK ${nccl_root}/lib ${SCRATCH}/other/lib SYMBOLIC)
+  file(WRITE ${SCRATCH}/other/include/nccl.h "#define NCCL_MAJOR 2\n#define NCCL_MINOR 1\n#define NCCL_PATCH 0\n")
+  expect(GOOD SAYS ${has} "(${SCRATCH}/other/lib/libnccl.so" "in ${nccl_root}/include)"
+    ARGS -DTorch_ROOT=${TORCH} -DNCCL_ROOT=${SCRATCH}/other)
 else()
   message("SKIPPED packaging_cuda in part: beside the LibTorch in ${TORCH} lies no whole CUDA to name")
 endif()

@@ -1,4 +1,4 @@
-// Steps that are captured and repeated, on a graph that is played on the CPU.
+// CapturedStep on the CPU, where every step runs eagerly. tests/gpu/training_test.cpp captures.
 #include "lockstep/train/captured_step.hpp"
 
 #include <limits>
@@ -8,7 +8,6 @@
 #include "lockstep/optim/optimizers.hpp"
 #include "lockstep/precision/precision.hpp"
 #include "lockstep/train/extras.hpp"
-#include "support/played_graph.hpp"
 #include "support/text_of.hpp"
 #include "train/nets.hpp"
 
@@ -17,7 +16,6 @@ namespace captured_step_test {
 using lockstep::CapturedStep;
 using lockstep::Implementation;
 
-static_assert(lockstep::StepGraph<PlayedGraph>);
 static_assert(lockstep::Capturable<lockstep::Bf16> && lockstep::Capturable<lockstep::AdamW>);
 static_assert(!lockstep::Capturable<torch::optim::SGD> && !lockstep::Capturable<lockstep::PowerSgdHook>);
 
@@ -86,31 +84,27 @@ TEST_CASE("a captured step makes the parameters of the plain one, with the rates
   lockstep::Fp32 precision;
   train_by_hand(by_hand, plain, precision, 8, [](int step) { return batch_of(step); });
 
-  const auto log = std::make_shared<PlayedGraph::Log>();
   std::vector<const void*> places;
   const auto seeing = [&](TinyNet& model, const lockstep::Example& batch) {
     places.push_back(batch.data.const_data_ptr());
     return loss(model, batch);
   };
-  CapturedStep step(PlayedGraph(log), net, comm, optimizer, precision, seeing);
+  CapturedStep step(at::kCPU, net, comm, optimizer, precision, seeing);
   for (int i = 0; i < 8; ++i) {
     auto batch = batch_of(i);
     optimizer.param_groups()[0].options().set_lr(rate(i));
     const torch::Tensor& value = step(batch);
     CHECK(value.numel() == 1);
     CHECK(!value.requires_grad());
-    CHECK(step.captured() == (i >= 3));
   }
   CHECK(step.steps() == 8);
+  CHECK(!step.captured());
   CHECK(same(net, by_hand));
-  CHECK(log->calls == std::vector<std::string>{"stream", "stream", "stream", "stream", "capture", "replay",
-                                               "replay", "replay", "replay", "replay"});
-  CHECK(log->reads == std::vector<std::string>());
   // Every step reads its batch from one place, which is none of the batches' own.
   CHECK(places == std::vector<const void*>(8, places[0]));
 }
 
-TEST_CASE("a captured step in half precision scales, clips and skips without reading a value") {
+TEST_CASE("a captured step in half precision scales, clips and skips") {
   lockstep::LocalComm comm(alone);
   const auto batch = [](int step) {
     auto made = batch_of(step);
@@ -134,15 +128,13 @@ TEST_CASE("a captured step in half precision scales, clips and skips without rea
   lockstep::Fp16 precision(scaling), other(scaling);
   train_by_hand(by_hand, plain, other, 9, batch, 0.5);
 
-  const auto log = std::make_shared<PlayedGraph::Log>();
-  CapturedStep step(PlayedGraph(log), net, comm, optimizer, precision, loss, {.num_warmup_iters = 2},
+  CapturedStep step(at::kCPU, net, comm, optimizer, precision, loss, {.num_warmup_iters = 2},
                     lockstep::AllReduceHook(), lockstep::GradientClip{.max_norm = 0.5});
   for (int i = 0; i < 9; ++i) {
     auto made = batch(i);
     optimizer.param_groups()[0].options().set_lr(rate(i));
     step(made);
   }
-  CHECK(log->reads == std::vector<std::string>());
   CHECK(precision.scaler().skipped() == 2);
   CHECK(other.scaler().skipped() == 2);
   CHECK(precision.scaler().get_scale() == other.scaler().get_scale());
@@ -155,13 +147,12 @@ TEST_CASE("batches that a captured step cannot take are refused, and the next on
   TinyNet net = seeded_net();
   lockstep::SGD optimizer(net->parameters(), sgd_options());
   lockstep::Tf32 precision;
-  CapturedStep step(PlayedGraph(std::make_shared<PlayedGraph::Log>()), net, comm, optimizer, precision,
-                    [](TinyNet& model, const auto& batch) {
-                      if constexpr (requires { batch.data; })
-                        return model(batch.data).sum();
-                      else
-                        return model(batch).sum();
-                    });
+  CapturedStep step(at::kCPU, net, comm, optimizer, precision, [](TinyNet& model, const auto& batch) {
+    if constexpr (requires { batch.data; })
+      return model(batch.data).sum();
+    else
+      return model(batch).sum();
+  });
   for (int i = 0; i < 5; ++i) {
     auto batch = batch_of(i);
     step(batch);
@@ -182,10 +173,8 @@ TEST_CASE("options that a graph cannot hold are refused before anything is captu
   TinyNet net = seeded_net();
   lockstep::Fp32 precision;
   const auto refusal = [&](auto optimizer, const lockstep::CaptureOptions& options = {}) {
-    return text_of<lockstep::UsageError>([&] {
-      CapturedStep step(PlayedGraph(std::make_shared<PlayedGraph::Log>()), net, comm, optimizer, precision,
-                        loss, options);
-    });
+    return text_of<lockstep::UsageError>(
+        [&] { CapturedStep step(at::kCPU, net, comm, optimizer, precision, loss, options); });
   };
   const lockstep::SGD good(net->parameters(), sgd_options());
   CHECK_THAT(refusal(lockstep::SGD(net->parameters(), {.implementation = Implementation::fused})),
@@ -212,40 +201,16 @@ TEST_CASE("options that a graph cannot hold are refused before anything is captu
                   lockstep::UsageError);
 }
 
-TEST_CASE("what reads a value in a step is seen by the played graph") {
+TEST_CASE("a step on a GPU needs a program built with CUDA") {
+#ifndef LOCKSTEP_HAS_CUDA
   lockstep::LocalComm comm(alone);
   TinyNet net = seeded_net();
   lockstep::SGD optimizer(net->parameters(), sgd_options());
   lockstep::Fp32 precision;
-  const auto log = std::make_shared<PlayedGraph::Log>();
-  CapturedStep step(PlayedGraph(log), net, comm, optimizer, precision,
-                    [](TinyNet& model, const lockstep::Example& batch) {
-                      const auto value = loss(model, batch);
-                      return value.item<float>() > 100 ? value / 2 : value;
-                    });
-  auto batch = batch_of(0);
-  for (int i = 0; i < 4; ++i) step(batch);
-  CHECK(!log->reads.empty());
-}
-
-TEST_CASE("a capture that fails is told once, and its step is over") {
-  lockstep::LocalComm comm(alone);
-  TinyNet net = seeded_net();
-  lockstep::SGD optimizer(net->parameters(), sgd_options());
-  lockstep::Tf32 precision;
-  int calls = 0;
-  CapturedStep step(PlayedGraph(std::make_shared<PlayedGraph::Log>()), net, comm, optimizer, precision,
-                    [&](TinyNet& model, const lockstep::Example& batch) {
-                      if (++calls == 4) throw lockstep::DataError("not in a graph");
-                      return loss(model, batch);
-                    });
-  auto batch = batch_of(0);
-  for (int i = 0; i < 3; ++i) step(batch);
-  CHECK_THROWS_AS(step(batch), lockstep::DataError);
-  CHECK_THAT(text_of<lockstep::UsageError>([&] { step(batch); }),
-             ContainsSubstring("the capture has failed"));
-  CHECK(!step.captured());
-  CHECK(!lockstep::detail::CaptureScope::active());
+  CHECK_THAT(text_of<lockstep::UsageError>(
+                 [&] { CapturedStep step(at::Device(at::kCUDA, 0), net, comm, optimizer, precision, loss); }),
+             ContainsSubstring("built without CUDA"));
+#endif
 }
 
 }  // namespace captured_step_test

@@ -129,14 +129,6 @@ concept Labelled = Communicator<C> && requires(C& comm, std::shared_ptr<const st
   comm.label(text);
 };
 
-/// A communicator with buffers that speed up its collectives. `empty_buffer(length, like)` returns an
-/// uninitialized tensor [length] with the dtype and device of `like`. The tensor may outlive the
-/// communicator. If one rank uses such a buffer in a collective, every rank must, at the same offset.
-template <class C>
-concept Buffered = Communicator<C> && requires(C& comm, std::int64_t length, const at::Tensor& like) {
-  { comm.empty_buffer(length, like) } -> std::same_as<at::Tensor>;
-};
-
 }  // namespace lockstep
 
 namespace lockstep::detail {

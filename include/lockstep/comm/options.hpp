@@ -39,36 +39,30 @@ struct GlooOptions {
   std::string interfaces = {};
 };
 
-/// The kind of memory that NcclComm allocates for its buffers (`empty_buffer`), such as the buckets of
-/// DistributedDataParallel.
-enum class NcclBuffers {
-  /// LibTorch's caching allocator, as for any tensor.
-  torch,
-  /// LibTorch's memory, registered with NCCL. Avoids NCCL's intermediate copies where the links between the
-  /// GPUs allow it. Requires NCCL 2.19.
-  registered,
-  /// NCCL's own memory (`ncclMemAlloc`), registered. Required for in-switch reduction (NVLink SHARP). Does
-  /// not appear in the statistics of LibTorch's allocator. Requires NCCL 2.19.
+/// LibTorch's implementations of NCCL collectives.
+enum class NcclEngine {
+  /// c10d::ProcessGroupNCCL.
   nccl,
+  /// c10d::nccl2::ProcessGroupNCCL, new in LibTorch 2.15, whose Python makes it for "nccl". Serves one GPU per
+  /// rank.
+  nccl2,
 };
 
-/// Options of NcclComm.
+/// Options of NcclComm. What else ProcessGroupNCCL offers, it reads from its environment variables.
 struct NcclOptions {
   /// Timeout of a collective, from its launch to its completion, of the rendezvous and of the shutdown. At
   /// least 1 ms; clamped to 24 days. Default: `--timeout` or LOCKSTEP_TIMEOUT, in seconds, else 10 minutes.
   std::chrono::milliseconds timeout = detail::default_timeout(std::chrono::minutes(10));
-  /// Poll interval of the watchdog while collectives are in flight. It checks for errors, late ranks and
-  /// completed collectives. At least 1 ms.
-  std::chrono::milliseconds poll = std::chrono::milliseconds(50);
   /// The GPU's index. Default: the GPU of the local rank.
   std::optional<int> device = std::nullopt;
   /// Compares operation, shapes and dtypes over the ranks before each collective, at the cost of an exchange
   /// that blocks the host in each call. Without it, a mismatch runs into the timeout or reinterprets another
   /// rank's data.
   bool check_shapes = false;
-  /// Kind of memory of the buffers. Must be equal on every rank: NCCL's results are undefined if only some
-  /// ranks send from registered memory.
-  NcclBuffers buffers = NcclBuffers::torch;
+  /// The implementation. Must be equal on every rank.
+  NcclEngine engine = NcclEngine::nccl;
+  /// Runs the collectives on a stream of high priority.
+  bool is_high_priority_stream = false;
 };
 
 /// Options of ProcessGroupComm. All ranks need equal values.
@@ -106,10 +100,6 @@ inline GlooOptions checked(GlooOptions options) {
 }
 inline NcclOptions checked(NcclOptions options) {
   options.timeout = checked_timeout("NcclOptions", options.timeout);
-  if (options.poll.count() < 1)
-    throw UsageError(detail::formatted(
-        "NcclOptions: the watchdog cannot look every {} ms: give at least 1 ms", options.poll.count()));
-  options.poll = std::min(options.poll, options.timeout);
   return options;
 }
 

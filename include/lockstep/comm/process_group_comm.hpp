@@ -87,8 +87,9 @@ namespace lockstep {
 ///
 /// The program may share the backend with other code; every rank then issues the collectives of both users
 /// in the same order. If the communicator holds the last reference to the backend, shutdown() destroys the
-/// backend after its operations have completed. A communicator on a device calls c10d::Backend::abort()
-/// when it is aborted or when another rank fails: the kernels in flight would never end.
+/// backend after its operations have completed. A communicator on a device calls c10d::Backend::abort() once,
+/// on a thread of its own, when it is aborted, when another rank fails or when an operation times out: the
+/// kernels in flight would never end. It does not use the backend afterwards.
 ///
 /// Every rank constructs its communicators in the same order and calls the same collectives on each of them
 /// in the same order. Tensors are on the device of the options and may have any strides; a non-contiguous
@@ -223,8 +224,10 @@ class ProcessGroupComm {
   /// Returns the group of a sub-communicator, null on ranks outside the list. See new_group.
   [[nodiscard]] std::shared_ptr<detail::BackendGroup> split_group(const std::vector<int>& ranks);
 
- private:
+  /// Returns the group. Throws UsageError if this communicator was moved from.
   [[nodiscard]] detail::BackendGroup& group() const;
+
+ private:
   [[nodiscard]] const detail::TensorCheck& check() const;
 
   template <class Tensors>

@@ -384,64 +384,42 @@ DataLoader(D, S) -> DataLoader<D, S>;
 
 namespace lockstep::detail {
 
-/// Copies batches to a device concurrently with the computation. A side stream runs the copies; the current
-/// stream is the one on which the caller computes. Not thread-safe: one thread makes all calls.
-///
-/// 1. `pinned(tensor)` returns the tensor in pinned memory: `tensor` itself, or a copy.
-/// 2. `copy(tensor)` launches the copy of a pinned tensor on the side stream, and returns the device tensor.
-///    The pinned tensor must live until the copy is complete.
-/// 3. `record()` returns an Event after all work submitted to the side stream so far.
-/// 4. `wait(event)` makes all later work on the current stream wait for the event. Does not block the host.
-/// 5. `hand_over(tensor)` records that the current stream uses a tensor of the side stream. After the tensor
-///    is destroyed, its memory is not reused until the work submitted to the current stream is complete.
-/// 6. `done(event)` returns without blocking whether the event is complete. `synchronize(event)` blocks the
-///    host until it is.
-template <class S>
-concept CopyStream = requires(S& stream, const at::Tensor& tensor, typename S::Event& event) {
-  requires std::movable<typename S::Event>;
-  { stream.pinned(tensor) } -> std::same_as<at::Tensor>;
-  { stream.copy(tensor) } -> std::same_as<at::Tensor>;
-  { stream.record() } -> std::same_as<typename S::Event>;
-  stream.wait(event);
-  stream.hand_over(tensor);
-  { stream.done(event) } -> std::same_as<bool>;
-  stream.synchronize(event);
-};
-
-/// A CopyStream from LibTorch's pool of a device. Uses LibTorch's device-generic interface, so it compiles
-/// without CUDA headers.
+/// A stream from LibTorch's pool of a device that copies batches concurrently with the computation on the
+/// current stream. Uses LibTorch's device-generic interface, so it compiles without CUDA headers. Not
+/// thread-safe: one thread makes all calls.
 class SideStream {
  public:
-  using Event = c10::Event;
-
   /// Throws c10::Error for a device that this build of LibTorch does not support.
   explicit SideStream(const c10::Device& device)
       : device_(device), guard_(device.type()), side_(guard_.getStreamFromGlobalPool(device)) {}
 
+  /// Returns the tensor in pinned memory: `tensor` itself, or a copy.
   [[nodiscard]] at::Tensor pinned(const at::Tensor& tensor) const {
     return tensor.is_cpu() && !tensor.is_pinned() ? tensor.pin_memory() : tensor;
   }
+  /// Launches the copy of a pinned tensor, and returns the device tensor. The pinned tensor must live until
+  /// the copy is complete.
   [[nodiscard]] at::Tensor copy(const at::Tensor& tensor) const {
     const c10::StreamGuard on_side(side_);
     return tensor.to(device_, tensor.scalar_type(), /*non_blocking=*/true);
   }
-  [[nodiscard]] Event record() const {
-    Event event(device_.type());
+  /// Returns an event after all copies launched so far.
+  [[nodiscard]] c10::Event record() const {
+    c10::Event event(device_.type());
     event.record(side_);
     return event;
   }
-  void wait(const Event& event) const { event.block(guard_.getStream(device_)); }
+  /// Makes all later work on the current stream wait for the event. Does not block the host.
+  void wait(const c10::Event& event) const { event.block(guard_.getStream(device_)); }
+  /// Records that the current stream uses a tensor of this stream: after its destruction, the tensor's memory
+  /// is not reused until the work submitted to the current stream is complete.
   void hand_over(const at::Tensor& tensor) const { tensor.record_stream(guard_.getStream(device_)); }
-  [[nodiscard]] bool done(const Event& event) const { return event.query(); }
-  void synchronize(const Event& event) const { event.synchronize(); }
 
  private:
   c10::Device device_;
   c10::impl::VirtualGuardImpl guard_;
   c10::Stream side_;
 };
-
-static_assert(CopyStream<SideStream>);
 
 }  // namespace lockstep::detail
 
@@ -454,7 +432,7 @@ namespace lockstep {
 /// With a stream it reads one batch ahead of the caller. An exception from reading a batch is thrown by the
 /// increment that reaches this batch, or by the constructor for the first batch. Tensors that are not on the
 /// CPU stay where they are. Not thread-safe; loader and stream must outlive it.
-template <class Loader, detail::CopyStream Stream = detail::SideStream>
+template <class Loader>
 class StagedPass {
  public:
   using Batch = typename Loader::Batch;
@@ -463,7 +441,7 @@ class StagedPass {
   using iterator_concept = std::input_iterator_tag;
 
   /// Starts a pass of `loader`. `stream` may be null.
-  StagedPass(Loader& loader, Stream* stream) : stream_(stream), host_(loader.begin()) {
+  StagedPass(Loader& loader, detail::SideStream* stream) : stream_(stream), host_(loader.begin()) {
     if (!stream_) return;
     stage();
     advance();
@@ -492,7 +470,7 @@ class StagedPass {
 
  private:
   struct Copying {
-    typename Stream::Event event;
+    c10::Event event;
     std::vector<at::Tensor> pinned;
   };
 
@@ -526,7 +504,7 @@ class StagedPass {
   }
 
   void begin_copies(Batch& batch) {
-    while (!copying_.empty() && (copying_.size() >= most_copying || stream_->done(copying_.front().event)))
+    while (!copying_.empty() && (copying_.size() >= most_copying || copying_.front().event.query()))
       release_first();
     std::vector<at::Tensor> pinned;
     const auto keep = [&] {
@@ -547,11 +525,11 @@ class StagedPass {
   }
 
   void release_first() {
-    stream_->synchronize(copying_.front().event);
+    copying_.front().event.synchronize();
     copying_.pop_front();
   }
 
-  Stream* stream_;
+  detail::SideStream* stream_;
   typename Loader::Iterator host_;
   bool drawn_ = false;
   std::optional<Batch> next_;

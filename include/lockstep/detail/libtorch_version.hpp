@@ -87,5 +87,20 @@ template <class Backend>
 void abort_operations(Backend& backend) {
   if constexpr (requires { backend.abort(); }) backend.abort();
 }
+/// Completes the backend's operations and ends its threads, as ProcessGroupNCCL needs before its destruction.
+/// A no-op before c10d::Backend had `shutdown`. May block.
+template <class Backend>
+void shut_down(Backend& backend) {
+  if constexpr (requires { backend.shutdown(); }) backend.shutdown();
+}
+
+/// Returns whether the stream records into a graph; false before LibTorch's guards could tell.
+template <class Guard, class Stream>
+bool is_capturing(const Guard& guard, const Stream& stream) {
+  if constexpr (requires { guard.isStreamCapturing(stream); })
+    return guard.isStreamCapturing(stream);
+  else
+    return false;
+}
 
 }  // namespace lockstep::detail

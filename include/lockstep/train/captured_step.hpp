@@ -4,6 +4,7 @@
 #include <concepts>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <optional>
 #include <tuple>
 #include <type_traits>
@@ -14,11 +15,19 @@
 #include <ATen/ops/empty_like.h>
 #include <c10/core/Device.h>
 
+#ifdef LOCKSTEP_HAS_CUDA
+#include <ATen/cuda/CUDAEvent.h>
+#include <ATen/cuda/CUDAGraph.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#include <cuda_runtime.h>
+#endif
+
+#include "lockstep/comm/detail/capture_scope.hpp"
 #include "lockstep/comm/detail/tensor_lists.hpp"
 #include "lockstep/data/dataset.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
-#include "lockstep/grad/detail/reduction.hpp"
 #include "lockstep/grad/distributed_data_parallel.hpp"
 #include "lockstep/precision/precision.hpp"
 #include "lockstep/train/detail/training_step.hpp"
@@ -44,25 +53,6 @@ concept Capturable = requires {
   requires bool(std::remove_cvref_t<T>::capturable);
 };
 
-/// Captures and replays a step. The caller's stream is the current stream at the call.
-///
-/// 1. `on_stream(f)` runs `f()` with the graph's stream as the current stream, ordered after all prior work
-///    and before all later work on the caller's stream. Does not block the host.
-/// 2. `capture(f)` runs `f()` once, as `on_stream` does, but records the stream's work instead of executing
-///    it. The capture is thread-local: other threads, such as a watchdog or a loader, are unaffected. If `f`
-///    throws, `capture` drops the recording and rethrows.
-/// 3. `replay()` launches the captured work, with the same memory, on the caller's stream.
-/// 4. `device()` returns the device of the graph.
-///
-/// Counterpart: torch.cuda.CUDAGraph.
-template <class G>
-concept StepGraph = std::movable<G> && requires(G& graph, const G& seen, void (*function)()) {
-  graph.on_stream(function);
-  graph.capture(function);
-  graph.replay();
-  { seen.device() } -> std::same_as<c10::Device>;
-};
-
 /// Options of a CapturedStep.
 struct CaptureOptions {
   /// Eager steps before the capture, 2 or more. They allocate memory, order the buckets and let libraries
@@ -76,13 +66,92 @@ struct CaptureOptions {
 
 namespace lockstep::detail {
 
+#ifdef LOCKSTEP_HAS_CUDA
+/// A graph of LibTorch with a memory pool and a stream of its own.
+class StepGraph {
+ public:
+  explicit StepGraph(const c10::Device& device)
+      : device_(device),
+        stream_(c10::cuda::getStreamFromPool(/*isHighPriority=*/false, device.index())),
+        graph_(std::make_unique<at::cuda::CUDAGraph>()) {}
+
+  /// Runs `function()` with the graph's stream as the current stream, ordered after all prior work and before
+  /// all later work on the caller's stream. Does not block the host.
+  template <class Function>
+  void on_stream(Function&& function) {
+    const c10::cuda::CUDAGuard on_device(device_);
+    const auto caller = c10::cuda::getCurrentCUDAStream(device_.index());
+    const auto order = [](const c10::cuda::CUDAStream& first, const c10::cuda::CUDAStream& then) {
+      at::cuda::CUDAEvent event;
+      event.record(first);
+      event.block(then);
+    };
+    order(caller, stream_);
+    {
+      const c10::cuda::CUDAStreamGuard on_own(stream_);
+      std::forward<Function>(function)();
+    }
+    order(stream_, caller);
+  }
+
+  /// Runs `function()` once, as on_stream does, but records the stream's work instead of executing it. The
+  /// capture is thread-local: CUDA calls of other threads are neither captured nor an error. If `function`
+  /// throws, drops the recording and rethrows.
+  template <class Function>
+  void capture(Function&& function) {
+    on_stream([&] {
+      stream_.synchronize();  // once: the work of the warm-up is not part of the graph
+      graph_->capture_begin({0, 0}, cudaStreamCaptureModeThreadLocal);
+      try {
+        const CaptureScope nothing_is_read;
+        function();
+      } catch (...) {
+        try {
+          graph_->capture_end();
+        } catch (...) {  // the first exception is the cause
+        }
+        graph_ = std::make_unique<at::cuda::CUDAGraph>();
+        throw;
+      }
+      graph_->capture_end();
+    });
+  }
+
+  /// Launches the captured work, with the same memory, on the caller's stream.
+  void replay() {
+    const c10::cuda::CUDAGuard on_device(device_);
+    graph_->replay();
+  }
+
+ private:
+  c10::Device device_;
+  c10::cuda::CUDAStream stream_;
+  std::unique_ptr<at::cuda::CUDAGraph> graph_;
+};
+#else
+/// Stands for the graph in a program without CUDA.
+class StepGraph {
+ public:
+  explicit StepGraph(const c10::Device& device) {
+    throw UsageError(detail::formatted(
+        "CapturedStep: this program was built without CUDA, and {} needs it: link lockstep::cuda",
+        device.str()));
+  }
+  template <class Function>
+  void on_stream(Function&& function) {
+    std::forward<Function>(function)();
+  }
+  template <class Function>
+  void capture(Function&& function) {
+    std::forward<Function>(function)();
+  }
+  void replay() {}
+};
+#endif
+
 // Rejects, with one sentence each, the parts of a step that a graph cannot capture.
-template <class Graph, class Comm, class Optimizer, class PrecisionType, class Hook,
-          class... GradientCallbacks>
+template <class Comm, class Optimizer, class PrecisionType, class Hook, class... GradientCallbacks>
 struct CheckedCapture {
-  static_assert(StepGraph<Graph>,
-                "lockstep: the first argument of a CapturedStep is what captures: a type that models "
-                "lockstep::StepGraph, such as lockstep::CudaGraph");
   static_assert(Capturable<Comm>,
                 "lockstep: a CapturedStep needs a communicator whose collectives a graph can hold, such as "
                 "lockstep::NcclComm or lockstep::LocalComm; those of GlooComm block the host");
@@ -127,14 +196,14 @@ class SingleBatchSource {
 
 namespace lockstep {
 
-/// Captures a model's forward, backward, reduction and optimizer step as one graph. The first steps run
-/// eagerly, the next one is captured, and every call from then on replays it with the new batch's data, at
-/// the cost of one launch.
+/// Captures a model's forward, backward, reduction and optimizer step as one graph of a GPU. The first steps
+/// run eagerly, the next one is captured, and every call from then on replays it with the new batch's data,
+/// at the cost of one launch. On the CPU every step runs eagerly.
 ///
 /// ```cpp
 /// lockstep::SGD optimizer{model->parameters(),
 ///                         {.implementation = Implementation::fused, .lr_tensor = rate}};
-/// lockstep::CapturedStep step{lockstep::CudaGraph{device}, model, comm, optimizer, precision, loss};
+/// lockstep::CapturedStep step{device, model, comm, optimizer, precision, loss};
 /// for (auto& batch : lockstep::StagedBatches{loader, device}) {
 ///   optimizer.param_groups()[0].options().set_lr(curve(t++));  // into the tensor
 ///   step(batch);
@@ -148,17 +217,18 @@ namespace lockstep {
 ///
 /// Model, communicator, optimizer and precision must outlive it. Not thread-safe. Collective.
 /// Counterpart: torch.cuda.make_graphed_callables.
-template <class Graph, class M, class Comm, class Optimizer, class PrecisionType, class Loss,
-          class Hook = AllReduceHook, class... GradientCallbacks>
-class CapturedStep
-    : detail::CheckedCapture<Graph, Comm, Optimizer, PrecisionType, Hook, GradientCallbacks...> {
+template <class M, class Comm, class Optimizer, class PrecisionType, class Loss, class Hook = AllReduceHook,
+          class... GradientCallbacks>
+class CapturedStep : detail::CheckedCapture<Comm, Optimizer, PrecisionType, Hook, GradientCallbacks...> {
  public:
-  /// Constructs the DistributedDataParallel. Throws UsageError for options that a graph cannot capture: those
-  /// that `check_capturable()` of a part reports, `find_unused_parameters`, `param_dtype`,
+  /// Constructs the DistributedDataParallel. `device` is the model's. Throws UsageError for a GPU in a
+  /// program without CUDA, and on every device for options that a graph cannot capture: those that
+  /// `check_capturable()` of a part reports, `find_unused_parameters`, `param_dtype`,
   /// DdpOptions::gradients other than `in_bucket`, or too few warm-up steps. Collective.
-  CapturedStep(Graph graph, M& model, Comm& comm, Optimizer& optimizer, PrecisionType& precision, Loss loss,
-               const CaptureOptions& options = {}, Hook hook = {}, GradientCallbacks... callbacks)
-      : graph_(std::move(graph)),
+  CapturedStep(const c10::Device& device, M& model, Comm& comm, Optimizer& optimizer,
+               PrecisionType& precision, Loss loss, const CaptureOptions& options = {}, Hook hook = {},
+               GradientCallbacks... callbacks)
+      : device_(device),
         comm_(comm),
         loss_(std::move(loss)),
         options_(options),
@@ -187,7 +257,8 @@ class CapturedStep
     check(precision);
     check(hook);
     std::apply([&](auto&... part) { (check(part), ...); }, callbacks_);
-    graph_.on_stream([&] { ddp_.emplace(model, comm, options_.ddp, std::move(hook)); });
+    if (!device.is_cpu()) graph_.emplace(device);
+    on_stream([&] { ddp_.emplace(model, comm, options_.ddp, std::move(hook)); });
     // A graph needs the gradients at fixed addresses.
     step_.emplace(ddp_->module(), *ddp_, comm, optimizer, precision, options_.ddp,
                   detail::ClearGradients::fill_with_zeros);
@@ -208,8 +279,8 @@ class CapturedStep
       throw UsageError(
           "CapturedStep: the capture has failed, and part of the step may be missing: construct a new one");
     Batch& fixed = fill(batch);
-    if (steps_ < options_.num_warmup_iters) {
-      graph_.on_stream([&] { run(fixed); });
+    if (!graph_ || steps_ < options_.num_warmup_iters) {
+      on_stream([&] { run(fixed); });
     } else {
       if (!captured_) {
         ddp_->synchronize();  // not possible in a capture
@@ -229,6 +300,11 @@ class CapturedStep
   [[nodiscard]] auto& ddp() { return *ddp_; }
 
  private:
+  template <class Function>
+  void on_stream(Function&& function) {
+    graph_ ? graph_->on_stream(function) : function();
+  }
+
   // Copies a batch to the tensors that the graph reads.
   template <class Batch>
   Batch& fill(Batch& batch) {
@@ -237,7 +313,7 @@ class CapturedStep
     if (!batch_.has_value()) {
       Batch fixed = batch;
       for_each_tensor(fixed, [&](at::Tensor& tensor) {
-        tensor = at::empty_like(tensor, tensor.options().device(graph_.device()));
+        tensor = at::empty_like(tensor, tensor.options().device(device_));
         inputs_.push_back(tensor);
       });
       batch_ = std::move(fixed);
@@ -257,8 +333,7 @@ class CapturedStep
 
   template <class Batch>
   void capture(Batch& batch) try {
-    const detail::CaptureScope nothing_is_read;
-    graph_.capture([&] { run(batch); });
+    graph_->capture([&] { run(batch); });
     captured_ = true;
   } catch (...) {
     failed_ = true;
@@ -267,7 +342,7 @@ class CapturedStep
 
   // Replays through the communicator if it watches replays: its watchdog does not see captured collectives.
   void replay() {
-    const auto repeat = [this] { graph_.replay(); };
+    const auto repeat = [this] { graph_->replay(); };
     if constexpr (requires { comm_.watch_replay(repeat); })
       comm_.watch_replay(repeat);
     else
@@ -289,7 +364,8 @@ class CapturedStep
     value_ = step_->losses()[0].reported;
   }
 
-  Graph graph_;
+  c10::Device device_;
+  std::optional<detail::StepGraph> graph_;  // none on the CPU
   Comm& comm_;
   Loss loss_;
   CaptureOptions options_;
@@ -303,11 +379,11 @@ class CapturedStep
   bool captured_ = false, failed_ = false;
 };
 
-template <class Graph, class M, class Comm, class Optimizer, class PrecisionType, class Loss, class... Rest>
-CapturedStep(Graph, M&, Comm&, Optimizer&, PrecisionType&, Loss, CaptureOptions, Rest...)
-    -> CapturedStep<Graph, M, Comm, Optimizer, PrecisionType, Loss, Rest...>;
-template <class Graph, class M, class Comm, class Optimizer, class PrecisionType, class Loss>
-CapturedStep(Graph, M&, Comm&, Optimizer&, PrecisionType&, Loss)
-    -> CapturedStep<Graph, M, Comm, Optimizer, PrecisionType, Loss>;
+template <class M, class Comm, class Optimizer, class PrecisionType, class Loss, class... Rest>
+CapturedStep(c10::Device, M&, Comm&, Optimizer&, PrecisionType&, Loss, CaptureOptions, Rest...)
+    -> CapturedStep<M, Comm, Optimizer, PrecisionType, Loss, Rest...>;
+template <class M, class Comm, class Optimizer, class PrecisionType, class Loss>
+CapturedStep(c10::Device, M&, Comm&, Optimizer&, PrecisionType&, Loss)
+    -> CapturedStep<M, Comm, Optimizer, PrecisionType, Loss>;
 
 }  // namespace lockstep

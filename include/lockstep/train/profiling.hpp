@@ -2,7 +2,6 @@
 
 #include <sys/resource.h>
 
-#include <concepts>
 #include <cstdint>
 #include <fstream>
 #include <limits>
@@ -22,28 +21,7 @@
 
 namespace lockstep {
 
-/// The backend of BasicNvtxRanges. `check()` throws UsageError if the backend is unavailable. `push(name)`
-/// begins a range on the calling thread, `pop()` ends that thread's innermost range. Thread-safe.
-template <class M>
-concept RangeMarks = requires(const char* name) {
-  M::check();
-  M::push(name);
-  M::pop();
-};
-
-/// NVTX through LibTorch's CUDA library, which includes its own copy of NVTX: no CUDA header is needed.
-struct NvtxMarks {
-  static void check() {
-    if (!torch::profiler::impl::cudaStubs()->enabled())
-      throw UsageError(
-          "NVTX ranges go through the CUDA part of LibTorch, which this program does not load: link "
-          "lockstep::cuda with a LibTorch for CUDA, or leave NvtxRanges out");
-  }
-  static void push(const char* name) { torch::profiler::impl::cudaStubs()->rangePush(name); }
-  static void pop() { torch::profiler::impl::cudaStubs()->rangePop(); }
-};
-
-/// Options of BasicNvtxRanges.
+/// Options of NvtxRanges.
 struct NvtxOptions {
   /// Also shows LibTorch's operators, forward and backward. Each step then takes longer, since a step has
   /// many operators.
@@ -55,22 +33,24 @@ struct NvtxOptions {
 /// RECORD_USER_SCOPE("name"). The ranges are host time. A range that is open at construction or destruction
 /// is shown either with both ends or not at all. Without an instance no callback is registered. Use one
 /// instance at a time, since two show each range twice; construct it while no other thread trains.
+/// Goes through LibTorch's CUDA library, which includes its own copy of NVTX: no CUDA header is needed.
 /// Counterpart: torch.autograd.profiler.emit_nvtx.
-template <RangeMarks Marks>
-class BasicNvtxRanges {
+class NvtxRanges {
  public:
-  /// Throws as Marks::check() does. NvtxMarks throws UsageError if the program loads no CUDA part of
-  /// LibTorch.
-  explicit BasicNvtxRanges(NvtxOptions options = {}) {
-    Marks::check();
+  /// Throws UsageError if the program loads no CUDA part of LibTorch.
+  explicit NvtxRanges(NvtxOptions options = {}) {
+    if (!torch::profiler::impl::cudaStubs()->enabled())
+      throw UsageError(
+          "NVTX ranges go through the CUDA part of LibTorch, which this program does not load: link "
+          "lockstep::cuda with a LibTorch for CUDA, or leave NvtxRanges out");
     at::RecordFunctionCallback callback(options.operators ? &begin<true> : &begin<false>, &end);
     std::unordered_set<at::RecordScope> scopes{at::RecordScope::FUNCTION, at::RecordScope::USER_SCOPE};
     if (options.operators) scopes.insert(at::RecordScope::BACKWARD_FUNCTION);
     handle_ = at::addGlobalCallback(callback.scopes(scopes));
   }
-  ~BasicNvtxRanges() { at::removeCallback(handle_); }
-  BasicNvtxRanges(const BasicNvtxRanges&) = delete;
-  BasicNvtxRanges& operator=(const BasicNvtxRanges&) = delete;
+  ~NvtxRanges() { at::removeCallback(handle_); }
+  NvtxRanges(const NvtxRanges&) = delete;
+  NvtxRanges& operator=(const NvtxRanges&) = delete;
 
  private:
   // Marks a range that was pushed; the same callback pops it, even if the callback was removed in between.
@@ -82,22 +62,19 @@ class BasicNvtxRanges {
     if (!operators && range.scope() != at::RecordScope::USER_SCOPE &&
         !std::string_view(name).starts_with("lockstep::"))
       return nullptr;
-    Marks::push(name);
+    torch::profiler::impl::cudaStubs()->rangePush(name);
     return std::make_unique<Begun>();
   }
   static void end(const at::RecordFunction&, at::ObserverContext* begun) {
-    if (begun) Marks::pop();
+    if (begun) torch::profiler::impl::cudaStubs()->rangePop();
   }
 
   at::CallbackHandle handle_;
 };
 
-/// The ranges of NVTX; see BasicNvtxRanges.
-using NvtxRanges = BasicNvtxRanges<NvtxMarks>;
-
 /// Returns this rank's peak memory so far, in bytes. With tensors on a GPU: the peak of LibTorch's allocator
-/// on the current device. Memory of NcclBuffers::nccl, and memory that NCCL and CUDA allocate themselves are
-/// not counted. Without tensors on a GPU: the peak resident memory of the process, libraries included.
+/// on the current device. Memory that NCCL and CUDA allocate themselves is not counted. Without tensors on a
+/// GPU: the peak resident memory of the process, libraries included.
 /// Counterpart: torch.cuda.max_memory_allocated.
 inline std::int64_t peak_memory() {
 #ifdef LOCKSTEP_HAS_CUDA

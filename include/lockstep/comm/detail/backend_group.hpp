@@ -4,6 +4,7 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <deque>
 #include <exception>
 #include <functional>
 #include <memory>
@@ -25,6 +26,7 @@
 #include "lockstep/comm/detail/backend_bytes.hpp"
 #include "lockstep/comm/detail/backend_operations.hpp"
 #include "lockstep/comm/detail/call.hpp"
+#include "lockstep/comm/detail/capture_scope.hpp"
 #include "lockstep/comm/detail/group_state.hpp"
 #include "lockstep/comm/detail/sigpipe_guard.hpp"
 #include "lockstep/comm/detail/store_exchange.hpp"
@@ -123,6 +125,10 @@ class StoreWork : public c10d::Work {
 
 /// The state that a ProcessGroupComm and its Works share: the GroupState and the backend.
 ///
+/// On a device a thread of the group watches the operations in flight: the program itself may wait for the
+/// device, which does not return while another rank is missing. The thread waits for the oldest operation as
+/// await() does, and so stores the error of a failed rank or of the timeout, and ends the operations.
+///
 /// The destructor of a backend may wait for all works in flight, up to its timeout. So the group gives up its
 /// backend only after every rank has said farewell. In every other case the backend leaks: the process is
 /// about to end, and its sockets with it.
@@ -147,16 +153,25 @@ class BackendGroup {
     if (!backend_) backend_ = connect([make] { return make(""); });
     const std::string backend_name = backend_->getBackendName();
     is_gloo_ = backend_name == "gloo";
-    is_nccl_ = backend_name == "nccl";
+    is_nccl_ = backend_name == "nccl" || backend_name == "nccl2";
     has_futures_ = on_host();
     check_ = {is_gloo_ ? "Gloo" : detail::formatted("the backend '{}'", backend_name),
               options_.device.type()};
     if (is_gloo_ && on_host() && options_.make_backend)
       lane_ = std::make_shared<BytesLane>([make] { return make("/bytes"); });
     membership().connected();
+    if (!on_host()) watch_ = std::thread([this] { watch_operations(); });
   }
 
   ~BackendGroup() {
+    if (watch_.joinable()) {
+      {
+        const std::lock_guard lock(watch_mutex_);
+        watch_ends_ = true;
+      }
+      watch_changed_.notify_all();
+      watch_.join();
+    }
     if (aborting_) static_cast<void>(aborting_->ends_within(std::chrono::seconds(1)));
     if (!backend_) return;
     // Reachable, so that leak checkers do not report it.
@@ -232,11 +247,26 @@ class BackendGroup {
 
   /// Makes the current stream wait for `work`.
   void order_stream(const Call& call, c10d::Work& work) {
+    state_.check_error();
     try {
       work.wait();
     } catch (...) {
       throw_transport_error(call, std::current_exception());
     }
+    state_.check_error();
+  }
+
+  /// Watches an operation on a device until it is complete. A no-op while this thread captures a graph, since
+  /// a captured operation completes only when the graph is replayed.
+  void watch(const Call& call, BackendWork work) {
+    const c10::impl::VirtualGuardImpl guard(options_.device.type());
+    if (CaptureScope::active() || is_capturing(guard, guard.getStream(options_.device))) return;
+    {
+      const std::lock_guard lock(watch_mutex_);
+      in_flight_.push_back({call, std::move(work)});
+      if (in_flight_.size() > 1) return;  // the thread is awake
+    }
+    watch_changed_.notify_all();
   }
 
   /// Starts an exchange of bytes through the store. Throws as StoreExchange does.
@@ -258,6 +288,7 @@ class BackendGroup {
     std::unique_lock lock(work.*WorkInternals::mutex);
     const auto complete = [&] { return work.*WorkInternals::completed; };
     while (!complete()) {
+      state_.check_error();
       const auto now = Clock::now();
       if (now >= until) {
         lock.unlock();
@@ -324,8 +355,15 @@ class BackendGroup {
   using Messages = std::vector<c10::intrusive_ptr<c10d::Work>>;
   // How long a waiting thread sleeps between two checks for failures.
   static constexpr std::chrono::milliseconds slice{50};
-  // The pauses between two questions whether a polled work is complete.
-  static constexpr std::chrono::microseconds first_pause{20}, last_pause{5000};
+  // The pauses between two questions whether a polled work is complete: of the program, which waits for it,
+  // and of the thread that watches it.
+  static constexpr std::chrono::microseconds first_pause{20}, last_pause{5000}, watch_pause{20000};
+
+  /// An operation on a device that may not be complete.
+  struct InFlight {
+    Call call;
+    BackendWork work;
+  };
 
   [[nodiscard]] Membership& membership() { return state_.membership(); }
 
@@ -337,15 +375,39 @@ class BackendGroup {
   }
 
   // await() for a work that must be asked whether it is complete.
-  void await_polled(const Call& call, c10d::Work& work, Clock::time_point until) {
+  void await_polled(const Call& call, c10d::Work& work, Clock::time_point until,
+                    std::chrono::microseconds pause = first_pause) {
     Membership::CallWatch watch(membership(), call);
-    for (auto pause = first_pause; !is_complete(call, work); pause = std::min(2 * pause, last_pause)) {
+    for (; !is_complete(call, work); pause = std::max(pause, std::min(2 * pause, last_pause))) {
+      if (watches() && (watch_ends_ || state_.failed())) return;
+      state_.check_error();
       if (Clock::now() >= until) throw_timeout(call);
       check(watch.look());
       std::this_thread::sleep_for(pause);
     }
+    if (!on_host() && !watches()) state_.check_error();  // an aborted operation completes, too
     if (auto cause = work.exception()) throw_transport_error(call, cause);
   }
+
+  // The thread that watches the operations on a device. The errors that it finds are stored; the next call of
+  // the program throws them.
+  void watch_operations() {
+    c10::impl::VirtualGuardImpl(options_.device.type()).setDevice(options_.device);
+    std::unique_lock lock(watch_mutex_);
+    for (;;) {
+      watch_changed_.wait(lock, [&] { return watch_ends_ || !in_flight_.empty(); });
+      if (watch_ends_) return;
+      const InFlight oldest = in_flight_.front();
+      lock.unlock();
+      if (!state_.failed()) try {
+          await_polled(oldest.call, *oldest.work, oldest.call.start + timeout(), watch_pause);
+        } catch (const std::exception&) {
+        }
+      lock.lock();
+      in_flight_.pop_front();
+    }
+  }
+  [[nodiscard]] bool watches() const { return std::this_thread::get_id() == watch_.get_id(); }
   bool is_complete(const Call& call, c10d::Work& work) {
     try {
       return work.isCompleted();
@@ -390,13 +452,15 @@ class BackendGroup {
   bool finish_works(const Call& call) {
     std::unique_lock lock(mutex_);
     const LeavableThread finishing([backend = std::move(backend_), lane = std::move(lane_),
-                                    kept = std::move(kept_), timeout = timeout()]() mutable {
+                                    kept = std::move(kept_), timeout = timeout(),
+                                    on_device = !on_host()]() mutable {
       const SigpipeGuard guard;
       for (auto& message : kept) try {
           message->wait(timeout);
         } catch (const std::exception&) {  // its peer has gone without receiving it
         }
       kept.clear();
+      if (on_device && backend.use_count() == 1) shut_down(*backend);
       backend.reset();
       if (lane) lane->close();
     });
@@ -412,7 +476,7 @@ class BackendGroup {
   void check(const std::exception_ptr& error) {
     if (!error) return;
     state_.record(error, false);
-    membership().notice();
+    if (!watches()) membership().notice();  // the program does not know of it yet
     std::rethrow_exception(error);
   }
 
@@ -456,6 +520,12 @@ class BackendGroup {
   std::mutex mutex_;
   Messages kept_;
   std::optional<LeavableThread> aborting_;  // it may use the backend after this group has gone
+
+  std::mutex watch_mutex_;
+  std::condition_variable watch_changed_;
+  std::deque<InFlight> in_flight_;
+  std::atomic<bool> watch_ends_{false};
+  std::thread watch_;
 };
 
 }  // namespace lockstep::detail

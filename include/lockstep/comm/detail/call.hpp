@@ -2,6 +2,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -19,6 +20,8 @@ struct Call {
   int tag = 0;
   std::chrono::steady_clock::time_point start{};
   ServedCall served{};
+  std::shared_ptr<const std::string>
+      label{};  // such as "bucket 2 of 5, with fc.weight"; null if there is none
 
   /// Returns "all_reduce #57 of Trainer::fit" or "recv from rank 2 (tag 5)".
   [[nodiscard]] std::string text() const {
@@ -27,6 +30,7 @@ struct Call {
       text = detail::formatted("{} {} rank {} (tag {})", name, name[0] == 's' ? "to" : "from", *peer, tag);
     else if (sequence > 0)
       text = detail::formatted("{} #{}", name, sequence);
+    if (label) text += detail::formatted(" ({})", *label);
     return served.name && !text.empty() ? text + " of " + served_text(served) : text;
   }
 };

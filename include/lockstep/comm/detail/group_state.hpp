@@ -89,6 +89,8 @@ class GroupState {
     look(call);
     return call;
   }
+  /// Labels later calls; null removes the label. Called by the thread that begins calls.
+  void label(std::shared_ptr<const std::string> text) { label_ = std::move(text); }
   /// Makes later calls throw CommunicationError, because the group has been shut down.
   void close() { closed_ = true; }
   [[nodiscard]] bool closed() const { return closed_; }
@@ -180,7 +182,7 @@ class GroupState {
     if (closed_)
       throw CommunicationError(detail::formatted("{} called after shutdown(): make a new communicator", name),
                                world().rank());
-    return {name, 0, peer, tag, Clock::now(), served_call};
+    return {name, 0, peer, tag, Clock::now(), served_call, label_};
   }
 
   static std::exception_ptr aborted(const std::string& reason) {
@@ -194,6 +196,7 @@ class GroupState {
   const std::chrono::milliseconds timeout_;
   const std::function<void()> end_work_;
   int children_ = 0;
+  std::shared_ptr<const std::string> label_;
   std::atomic<bool> closed_{false};
   StickyError error_;
 };

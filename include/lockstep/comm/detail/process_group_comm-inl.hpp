@@ -75,6 +75,7 @@ LOCKSTEP_INLINE std::exception_ptr ProcessGroupWork::error() const noexcept {
 }
 
 LOCKSTEP_INLINE void ProcessGroupWork::add(c10::intrusive_ptr<c10d::Work> part) {
+  if (group_ && !group_->on_host() && !polled_on_host_) group_->watch(call_, part);
   parts_.push_back(std::move(part));
 }
 
@@ -268,8 +269,8 @@ LOCKSTEP_INLINE ProcessGroupComm::Work ProcessGroupComm::exchange_in_store(
     const detail::Call& call, std::vector<int> from, const std::string& own,
     std::function<void(std::vector<std::string>)> deliver) {
   Work work(group_, call);
-  work.add(group_->exchange_in_store(call, std::move(from), own, std::move(deliver)));
   work.poll_on_host();
+  work.add(group_->exchange_in_store(call, std::move(from), own, std::move(deliver)));
   return work;
 }
 

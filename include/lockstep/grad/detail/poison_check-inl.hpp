@@ -18,38 +18,43 @@
 
 namespace lockstep::detail {
 
-LOCKSTEP_INLINE void DeviceNanCheck::launch(const std::vector<TensorGroup>& groups) {
+LOCKSTEP_INLINE void LateNanCheck::launch(const std::vector<TensorGroup>& groups) {
   results_.clear();
   for (const TensorGroup& group : groups) {
     const at::Device device = group.at(0).device();
     const at::Tensor found = at::stack(group).isnan().any();
+    if (device.is_cpu()) {
+      results_.push_back({found, std::nullopt});
+      continue;
+    }
     Result result{at::empty({}, at::TensorOptions(at::kBool)).pin_memory(), c10::Event(device.type())};
-    result.pinned.copy_(found, /*non_blocking=*/true);
-    result.copied.record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+    result.found.copy_(found, /*non_blocking=*/true);
+    result.copied->record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
     results_.push_back(std::move(result));
   }
 }
 
-LOCKSTEP_INLINE bool DeviceNanCheck::read() {
-  for (const Result& result : results_) result.copied.synchronize();
+LOCKSTEP_INLINE bool LateNanCheck::read() {
+  for (const Result& result : results_)
+    if (result.copied) result.copied->synchronize();
   return std::any_of(results_.begin(), results_.end(),
-                     [](const Result& result) { return *const_data<bool>(result.pinned); });
+                     [](const Result& result) { return *const_data<bool>(result.found); });
 }
 
-LOCKSTEP_INLINE void PoisonCheck::add(const at::Tensor& view, bool on_device) {
+LOCKSTEP_INLINE void PoisonCheck::add(const at::Tensor& view) {
   if (view.numel() == 0) return;
   // Created by `set_`, as bucket views are: it must not be a view to autograd.
   const at::Tensor first =
       at::empty({0}, view.options()).set_(view.storage(), view.storage_offset(), at::IntArrayRef{});
-  if (!on_device) return on_host_.push_back(first);
-  const auto alike = std::find_if(on_device_.begin(), on_device_.end(), [&](const TensorGroup& group) {
+  if (view.is_cpu() && !checks_cpu_late) return now_.push_back(first);
+  const auto alike = std::find_if(late_.begin(), late_.end(), [&](const TensorGroup& group) {
     return group[0].scalar_type() == first.scalar_type() && group[0].device() == first.device();
   });
-  (alike == on_device_.end() ? on_device_.emplace_back() : *alike).push_back(first);
+  (alike == late_.end() ? late_.emplace_back() : *alike).push_back(first);
 }
 
-LOCKSTEP_INLINE bool PoisonCheck::any_on_host() const {
-  return std::any_of(on_host_.begin(), on_host_.end(), is_nan);
+LOCKSTEP_INLINE bool PoisonCheck::any_now() const {
+  return std::any_of(now_.begin(), now_.end(), is_nan);
 }
 
 LOCKSTEP_INLINE bool PoisonCheck::is_nan(const at::Tensor& first) {

@@ -333,8 +333,6 @@ class Reducer {
   int no_sync_depth = 0;
 
  private:
-  using BucketCheck = typename BucketReduction<Comm, Hook>::BucketCheck;
-
   struct OnGradient {
     Reducer* reducer;
     std::size_t parameter;
@@ -492,7 +490,7 @@ class Reducer {
       complete(report);
       const double count = std::exchange(count_, 0);
       reduction_.launch_rest(count, report.thrown.has_value() || !report.missing.empty());
-      BucketCheck check;
+      LateNanCheck check;
       const bool late = checks_late();
       const bool flagged = reduction_.wait(failure, iteration_, late ? &check : nullptr);
       const std::exception_ptr hook_error = reduction_.hook_error();
@@ -538,7 +536,7 @@ class Reducer {
   }
 
   /// Leaves the check of this reduction to a later `settle()`. Throws if this rank has failed.
-  void leave_unread(BucketCheck check, BackwardReport report, const std::exception_ptr& failure) {
+  void leave_unread(LateNanCheck check, BackwardReport report, const std::exception_ptr& failure) {
     const bool poisoned =
         report.thrown || std::any_of(report.missing.begin(), report.missing.end(),
                                      [&](auto i) { return parameters_[i].tensor.numel() > 0; });
@@ -630,7 +628,7 @@ class Reducer {
   Comm& comm() { return reduction_.comm(); }
   /// A reduction whose check no host has read yet, and this rank's report of it.
   struct Unread {
-    BucketCheck check;
+    LateNanCheck check;
     BackwardReport report;
     std::size_t backward;  // counted from 1
   };

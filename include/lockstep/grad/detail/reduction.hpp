@@ -26,6 +26,7 @@
 #include <ATen/record_function.h>
 
 #include "lockstep/comm/communicator.hpp"
+#include "lockstep/comm/detail/capture_scope.hpp"
 #include "lockstep/comm/detail/own_error.hpp"
 #include "lockstep/detail/const_data.hpp"
 #include "lockstep/detail/format.hpp"
@@ -39,26 +40,6 @@
 #include "lockstep/grad/hooks/hook.hpp"
 
 namespace lockstep::detail {
-
-/// Marks this thread as capturing: device work is recorded into a graph instead of executed, so no device
-/// value may be read.
-class CaptureScope {
- public:
-  CaptureScope() : before_(std::exchange(on(), true)) {}
-  CaptureScope(const CaptureScope&) = delete;
-  CaptureScope& operator=(const CaptureScope&) = delete;
-  ~CaptureScope() { on() = before_; }
-
-  [[nodiscard]] static bool active() { return on(); }
-
- private:
-  LOCKSTEP_PROCESS_WIDE static bool& on() {
-    static thread_local bool on = false;
-    return on;
-  }
-
-  bool before_;
-};
 
 /// The result of reducing a sparse gradient: its sum over the ranks, or a failure flag.
 struct SparseSum {
@@ -245,8 +226,6 @@ class BucketReduction {
       decltype(std::declval<Hook&>().start(std::declval<Comm&>(), std::declval<GradientBucket&>()));
 
  public:
-  using BucketCheck = typename NanCheckOf<Comm>::type;
-
   BucketReduction(std::span<ParameterEntry> parameters, Comm& comm, Hook hook, const DdpOptions& options)
       : parameters_(parameters),
         comm_(comm),
@@ -333,7 +312,7 @@ class BucketReduction {
   /// fails and the others learn of it later. Equal on every rank.
   [[nodiscard]] bool can_check_late() const {
     return Hook::propagates_nan && !StatefulHook<Hook> && comm_.size() > 1 && !CaptureScope::active() &&
-           !counts_ && !asks_usage_ && !any_sparse_ && !poison_check_.on_device().empty();
+           !counts_ && !asks_usage_ && !any_sparse_ && !poison_check_.read_late().empty();
   }
 
   /// Waits for all collectives of the reduction. Stream-ordered, but blocks the host after a local failure
@@ -342,7 +321,7 @@ class BucketReduction {
   /// unless the host has found a failure before. Throws TimeoutError that names the bucket, or the
   /// CommunicationError of a collective. An error of the hook aborts the communicator and is thrown, unless
   /// the usage exchange reports it; then `hook_error` returns it.
-  bool wait(const std::exception_ptr& failure, std::size_t iteration, BucketCheck* late) {
+  bool wait(const std::exception_ptr& failure, std::size_t iteration, LateNanCheck* late) {
     // After a local failure the peers get two seconds to join and learn of it. The error must not be delayed
     // longer.
     const auto deadline = Clock::now() + std::chrono::seconds(2);
@@ -403,7 +382,7 @@ class BucketReduction {
     if (comm_.size() == 1)
       flagged = flagged || failed_;
     else if (Hook::propagates_nan && !CaptureScope::active())
-      flagged = flagged || poison_check_.any_on_host() || poisoned_on_device(late);
+      flagged = flagged || poison_check_.any_now() || poisoned_late(late);
     // Where errors are reported after results, an abort may have left the results incomplete.
     if constexpr (requires { comm_.check_error(); }) comm_.check_error();
     return flagged;
@@ -502,7 +481,7 @@ class BucketReduction {
     buckets_.emplace(
         parameters_, plan,
         BucketStyle{options_.gradients, Hook::predivides ? comm_.size() : 1, options_.param_dtype},
-        bucket_memory(comm_), only_adoptable);
+        only_adoptable);
     works_.clear();
     works_.resize(plan.size());
     pending_.resize(plan.size());
@@ -512,22 +491,22 @@ class BucketReduction {
     last_bucket_ = last ? parameters_[*last].bucket : 0;
     poison_check_ = {};
     for (const ParameterEntry& parameter : parameters_)
-      if (parameter.view.defined()) poison_check_.add(parameter.view, BucketCheck::on_device(parameter.view));
+      if (parameter.view.defined()) poison_check_.add(parameter.view);
     any_sparse_ = std::any_of(parameters_.begin(), parameters_.end(),
                               [](const ParameterEntry& parameter) { return parameter.sparse; });
     labels_.name(*buckets_, parameters_);
   }
 
   // Returns whether a bucket view on a device may be poisoned; false with `late`, which then runs the check.
-  bool poisoned_on_device(BucketCheck* late) {
-    if (poison_check_.on_device().empty()) return false;
-    BucketCheck now;
-    BucketCheck& check = late ? *late : now;
+  bool poisoned_late(LateNanCheck* late) {
+    if (poison_check_.read_late().empty()) return false;
+    LateNanCheck now;
+    LateNanCheck& check = late ? *late : now;
     // The other ranks would exchange their reports without this rank.
     return telling_own_error(
         comm_.size(),
         [&] {
-          check.launch(poison_check_.on_device());
+          check.launch(poison_check_.read_late());
           return !late && check.read();
         },
         [&] { abort_for_others(comm_, "the check of the gradient buckets threw: "); });

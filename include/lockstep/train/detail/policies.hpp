@@ -3,6 +3,7 @@
 #include <ATen/Context.h>
 #include <ATen/core/Tensor.h>
 #include <torch/optim/optimizer.h>
+#include <algorithm>
 
 #include <concepts>
 #include <cstdint>
@@ -259,10 +260,17 @@ struct MakeSeeded {
   }
 };
 
-/// Moves the model to the device of the communicator's tensors. Call before anything holds its parameters.
+/// Moves the model to the device of the communicator's tensors, unless its parameters are on several GPUs.
+/// Call before anything holds its parameters.
 template <class M, class Comm>
 M placed(M model, const Comm& comm) {
-  if constexpr (DeviceCommunicator<Comm> && Model<M>) module_of(model).to(comm.tensor_device());
+  if constexpr (DeviceCommunicator<Comm> && Model<M>) {
+    const auto parameters = module_of(model).parameters();
+    const bool spread = std::any_of(parameters.begin(), parameters.end(), [&](const at::Tensor& parameter) {
+      return !parameter.is_cpu() && parameter.device() != parameters[0].device();
+    });
+    if (!spread) module_of(model).to(comm.tensor_device());
+  }
   return model;
 }
 

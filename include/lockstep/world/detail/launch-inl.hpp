@@ -21,6 +21,7 @@
 #include "lockstep/error.hpp"
 #include "lockstep/world/detail/cpu_affinity.hpp"
 #include "lockstep/world/detail/launch_plan.hpp"
+#include "lockstep/world/detail/nccl_environment.hpp"
 #include "lockstep/world/detail/store_keys.hpp"
 #include "lockstep/world/detail/supervisor.hpp"
 #include "lockstep/world/detail/worker.hpp"
@@ -131,6 +132,7 @@ LOCKSTEP_INLINE int launch_ranks(int argc, const char* const* argv,
   // Before any CUDA call: CUDA reads the variable once.
   if (!plan.visible_devices.empty()) setenv("CUDA_VISIBLE_DEVICES", plan.visible_devices.c_str(), 1);
   if (plan.timeout) setenv("LOCKSTEP_TIMEOUT", std::to_string(*plan.timeout).c_str(), 1);
+  set_nccl_environment();
   int code = 0;
   run_without_handlers([&] {
     const World world = World::from_environment(plan.rank_source);
@@ -199,6 +201,7 @@ LOCKSTEP_INLINE void spawn_processes(int nproc, const std::function<void(int ran
     process_rank = rank;
     in_spawned_process = true;
     std::setvbuf(stdout, nullptr, _IOLBF, BUFSIZ);
+    set_nccl_environment();
     run_without_handlers([&] { fn(rank, nproc); });
     std::exit(0);
   }
