@@ -5,7 +5,6 @@
 // Every public header except ddp.hpp, whose headers are all here, those that need CUDA
 // (comm/nccl_comm.hpp, train/cuda_graph.hpp) and those of datasets/.
 #include "lockstep/comm/agreement.hpp"
-#include "lockstep/comm/comm_by_device.hpp"
 #include "lockstep/comm/communicator.hpp"
 #include "lockstep/comm/gloo_comm.hpp"
 #include "lockstep/comm/local_comm.hpp"

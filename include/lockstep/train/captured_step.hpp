@@ -14,7 +14,7 @@
 #include <ATen/ops/empty_like.h>
 #include <c10/core/Device.h>
 
-#include "lockstep/comm/detail/tensor_lists.hpp"
+#include "lockstep/comm/detail/describe.hpp"
 #include "lockstep/data/dataset.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"

@@ -19,15 +19,14 @@
 namespace lockstep::detail {
 
 LOCKSTEP_INLINE GradientBuckets::GradientBuckets(std::span<ParameterEntry> parameters, const BucketPlan& plan,
-                                                 BucketStyle style, const BucketMemory& memory,
-                                                 bool only_adoptable)
+                                                 BucketStyle style, bool only_adoptable)
     : parameters_(parameters), style_(style) {
   // Release the memory of earlier buckets first.
   for (ParameterEntry& parameter : parameters_) {
     parameter.view.reset();
     parameter.rows.reset();
   }
-  for (const auto& members : plan) add(members, plan.size(), memory);
+  for (const auto& members : plan) add(members, plan.size());
   if (style_.storage == GradientStorage::gradient_as_bucket_view)
     for (ParameterEntry& parameter : parameters_)
       if (parameter.view.defined() && (!only_adoptable || parameter.gradient().is_same(parameter.adoptable)))
@@ -107,8 +106,7 @@ LOCKSTEP_INLINE void GradientBuckets::poison(std::size_t i) {
   if (parameters_[i].view.defined()) parameters_[i].view.fill_(std::numeric_limits<double>::quiet_NaN());
 }
 
-LOCKSTEP_INLINE void GradientBuckets::add(const std::vector<std::size_t>& members, std::size_t count,
-                                          const BucketMemory& memory) {
+LOCKSTEP_INLINE void GradientBuckets::add(const std::vector<std::size_t>& members, std::size_t count) {
   // The parameters may be low precision when the buckets are rebuilt.
   const ParameterEntry& leader = parameters_[members.at(0)];
   const at::Tensor first = at::empty({0}, leader.tensor.options().dtype(leader.dtype));
@@ -121,7 +119,7 @@ LOCKSTEP_INLINE void GradientBuckets::add(const std::vector<std::size_t>& member
     bucket.delayed = leader.delayed;
     std::int64_t length = 0;
     for (const std::size_t i : members) length += parameters_[i].tensor.numel();
-    bucket.with_tail = memory(length + tail, first);
+    bucket.with_tail = at::empty({length + tail}, first.options());
     const auto storage = bucket.with_tail.storage();
     bucket.gradients.flat = at::empty({0}, first.options()).set_(storage, 0, {length});
     // Gloo does not support complex dtypes: they travel as pairs of real numbers.

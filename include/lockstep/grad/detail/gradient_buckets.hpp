@@ -25,18 +25,6 @@ struct BucketStyle {
   std::optional<at::ScalarType> low_precision_type = std::nullopt;
 };
 
-/// Allocates a bucket's memory: an uninitialized tensor [length] with the dtype and device of `like`.
-using BucketMemory = std::function<at::Tensor(std::int64_t length, const at::Tensor& like)>;
-
-/// Returns an allocator that uses the communicator's buffers (Buffered), or LibTorch's default memory.
-template <class Comm>
-BucketMemory bucket_memory([[maybe_unused]] Comm& comm) {
-  if constexpr (Buffered<Comm>)
-    return [&comm](std::int64_t length, const at::Tensor& like) { return comm.empty_buffer(length, like); };
-  else
-    return [](std::int64_t length, const at::Tensor& like) { return at::empty({length}, like.options()); };
-}
-
 /// The memory of the buckets, and the gradients in it.
 ///
 /// A bucket view is a tensor over the bucket's memory with the layout that autograd gives the gradient: the
@@ -51,7 +39,7 @@ class GradientBuckets {
   /// With GradientStorage::gradient_as_bucket_view, existing gradients move into their bucket views; with
   /// `only_adoptable`, only those that are the `adoptable` of their entry.
   GradientBuckets(std::span<ParameterEntry> parameters, const BucketPlan& plan, BucketStyle style,
-                  const BucketMemory& memory, bool only_adoptable = false);
+                  bool only_adoptable = false);
 
   [[nodiscard]] std::size_t size() const { return buckets_.size(); }
   /// Returns the bucket as communication hooks get it.
@@ -103,7 +91,7 @@ class GradientBuckets {
     bool delayed = false;
   };
 
-  void add(const std::vector<std::size_t>& members, std::size_t count, const BucketMemory& memory);
+  void add(const std::vector<std::size_t>& members, std::size_t count);
 
   /// Moves an existing gradient into its bucket view, as Python does when it builds its buckets; the gradient
   /// is divided in place from then on.

@@ -72,7 +72,7 @@ struct SparseSum {
 /// `finish(work)` waits for a Work.
 ///
 /// Adds the ranks' rows in rank order, as Gloo's sparse all-reduce does: bitwise equal to Python.
-template <Gathering Comm, class Finish>
+template <Communicator Comm, class Finish>
 SparseSum sum_rows(Comm& comm, const at::Tensor& gradient, const at::Tensor& parameter, bool flag,
                    const Finish& finish) {
   SparseSum result;
@@ -119,7 +119,7 @@ SparseSum sum_rows(Comm& comm, const at::Tensor& gradient, const at::Tensor& par
 
 /// One small integer all-reduce, like Python's, that tells every rank which parameters were used on any rank
 /// and whether any rank has failed.
-template <Reducing Comm>
+template <Communicator Comm>
 class UsageExchange {
  public:
   /// `parameters` is 0 if only failures are exchanged.
@@ -189,46 +189,6 @@ class CompletionTimes {
 
  private:
   std::vector<std::atomic<Clock::rep>> ticks_;
-};
-
-/// Labels collectives with their bucket, for a Labelled communicator that reports errors asynchronously. A
-/// no-op for other communicators. The labels are formatted once per plan.
-template <class Comm>
-class BucketLabels {
- public:
-  template <class Buckets>
-  void name([[maybe_unused]] const Buckets& buckets,
-            [[maybe_unused]] std::span<const ParameterEntry> parameters) {
-    if constexpr (Labelled<Comm>) {
-      labels_.clear();
-      for (std::size_t b = 0; b < buckets.size(); ++b)
-        labels_.push_back(std::make_shared<const std::string>(
-            detail::formatted("bucket {} of {}, with {}", b + 1, buckets.size(),
-                              parameter_list(buckets.members(b), parameters))));
-    }
-  }
-
-  /// Labels the collectives that are launched in its scope.
-  class Scope {
-   public:
-    Scope(Comm& comm, const std::shared_ptr<const std::string>& label) : comm_(comm) {
-      if constexpr (Labelled<Comm>) comm_.label(label);
-    }
-    ~Scope() {
-      if constexpr (Labelled<Comm>) comm_.label(nullptr);
-    }
-    Scope(const Scope&) = delete;
-    Scope& operator=(const Scope&) = delete;
-
-   private:
-    Comm& comm_;
-  };
-  [[nodiscard]] Scope scope(Comm& comm, std::size_t bucket) const {
-    return Scope(comm, labels_.empty() ? nullptr : labels_[bucket]);
-  }
-
- private:
-  std::vector<std::shared_ptr<const std::string>> labels_;
 };
 
 /// One reduction round: the collectives, their launch order and their completion. Reduces the buckets through
@@ -361,7 +321,6 @@ class BucketReduction {
         if (completions_) completions_->note(b);
       } catch (const TimeoutError& error) {
         abort_failed_step(failure);
-        if constexpr (Labelled<Comm>) throw;  // the error already names its bucket, which may be another one
         throw TimeoutError(detail::formatted(
             "{} (bucket {} of {}, with {}, in backward {})", error.what(), b + 1, works_.size(),
             parameter_list(buckets_->members(b), parameters_), iteration + 1));
@@ -502,7 +461,7 @@ class BucketReduction {
     buckets_.emplace(
         parameters_, plan,
         BucketStyle{options_.gradients, Hook::predivides ? comm_.size() : 1, options_.param_dtype},
-        bucket_memory(comm_), only_adoptable);
+        only_adoptable);
     works_.clear();
     works_.resize(plan.size());
     pending_.resize(plan.size());
@@ -515,7 +474,6 @@ class BucketReduction {
       if (parameter.view.defined()) poison_check_.add(parameter.view, BucketCheck::on_device(parameter.view));
     any_sparse_ = std::any_of(parameters_.begin(), parameters_.end(),
                               [](const ParameterEntry& parameter) { return parameter.sparse; });
-    labels_.name(*buckets_, parameters_);
   }
 
   // Returns whether a bucket view on a device may be poisoned; false with `late`, which then runs the check.
@@ -539,7 +497,6 @@ class BucketReduction {
     RECORD_FUNCTION("lockstep::reduce_bucket", std::vector<c10::IValue>());
     GradientBucket& bucket = (*buckets_)[b];
     bucket.iteration = reductions_;
-    const auto naming = labels_.scope(comm_, b);
     // The peers wait for collectives that only the hook could have launched: abort.
     telling_own_error(
         comm_.size(), [&] { watch(b, works_[b].emplace(hook_.start(comm_, bucket))); },
@@ -583,7 +540,6 @@ class BucketReduction {
       tail[0].fill_(high);
       tail[1].fill_(count - high * count_unit);
       counted_tail_ = std::move(tail);
-      const auto naming = labels_.scope(comm_, b);
       watch(b, works_[b].emplace(comm_.all_reduce(flat, ReduceOp::sum)));
       extra_bytes_ += sent_bytes_of(flat.nbytes());
     }
@@ -653,7 +609,6 @@ class BucketReduction {
   std::optional<GradientBuckets> buckets_;
   PoisonCheck poison_check_;  // of the buckets' views
   std::vector<std::optional<Handle>> works_;
-  BucketLabels<Comm> labels_;
   std::vector<std::size_t> pending_;  // by bucket: gradients not yet copied
   std::vector<Clock::time_point> launched_;
   std::shared_ptr<CompletionTimes> completions_;  // null unless recorded
