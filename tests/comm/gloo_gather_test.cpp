@@ -19,6 +19,10 @@ TEST_CASE("all_gather stacks the inputs by rank, in any dtype") {
     auto strided = at::zeros({3, 2, size}, type).permute({2, 1, 0});
     comm.all_gather(strided, of(rank).t().contiguous().t()).synchronize();
     for (int r = 0; r < size; ++r) CHECK(at::equal(strided[r], of(r)));
+
+    auto flat = at::zeros({6 * size}, type);
+    comm.all_gather(flat, of(rank).t()).synchronize();
+    for (int r = 0; r < size; ++r) CHECK(at::equal(flat.view({size, 6})[r], of(r).t().reshape({6})));
   }
   auto none = at::zeros({size, 0});
   comm.all_gather(none, at::zeros({0})).synchronize();

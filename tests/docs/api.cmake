@@ -29,7 +29,7 @@ string(REPLACE "\n" ";" lines "${output}")
 set(stated
   # Communicator, AsyncWork
   rank size world world_rank Work wait synchronize error all_reduce reduce broadcast reduce_scatter all_gather all_to_all
-  all_gather_bytes all_gather_bytes_async broadcast_bytes broadcast_bytes_async barrier barrier_async label abort shutdown
+  all_gather_bytes broadcast_bytes barrier barrier_async abort shutdown
   # CommunicationHook, StatefulHook
   start name wire_bytes settings state load_state rollback reset shared_state predivides propagates_nan ranks_diverge
   # Precision, Checkpointed, Sampler and torch::data's samplers

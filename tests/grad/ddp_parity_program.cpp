@@ -36,12 +36,11 @@ constexpr int earlier = 7;  // steps that each rank has less than the one before
 
 /// Gloo, broken as asked for.
 struct TestComm : TestedComm {
-  using TestedComm::all_reduce;
-  using TestedComm::broadcast;
   using TestedComm::TestedComm;
 
-  Work all_reduce(const at::Tensor& tensor, lockstep::ReduceOp op = lockstep::ReduceOp::sum) {
+  Work all_reduce(at::TensorList tensors, lockstep::ReduceOp op) {
     if (mutation == "off") return {};
+    const at::Tensor& tensor = tensors[0];
     if (mutation == "skip") {
       if (rebuilt_ && first_bucket_ == 0) first_bucket_ = tensor.numel();
       // The bias of the last layer is ready first, and lies at the front of the first bucket.
@@ -56,15 +55,16 @@ struct TestComm : TestedComm {
       one.copy_(other);
       other.copy_(kept);
     }
-    return TestedComm::all_reduce(tensor, op);
+    return TestedComm::all_reduce(tensors, op);
   }
 
-  Work broadcast(const at::Tensor& tensor, int root = 0) {
-    rebuilt_ = true;
-    Work work = TestedComm::broadcast(tensor, root);
-    if (mutation == "permute") {  // the order from which buckets are rebuilt
+  Work broadcast(at::TensorList tensors, int root) {
+    Work work = TestedComm::broadcast(tensors, root);
+    if (tensors.size() != 1 || tensors[0].scalar_type() != at::kLong) return work;
+    rebuilt_ = true;  // the order from which buckets are rebuilt
+    if (mutation == "permute") {
       work.synchronize();
-      tensor.copy_(tensor.flip(0));
+      tensors[0].copy_(tensors[0].flip(0));
     }
     return work;
   }

@@ -34,11 +34,11 @@ std::vector<std::string> ten_steps(Step&& step) {
 /// A group of `ranks` ranks, each of which has what this process has: sums are made one rank after the other.
 struct PlayedComm : lockstep::LocalComm {
   PlayedComm(const lockstep::World& world, int ranks) : LocalComm(world), ranks(ranks) {}
-  using LocalComm::all_reduce;
-  Work all_reduce(const at::Tensor& tensor, lockstep::ReduceOp = lockstep::ReduceOp::sum) {
-    at::Tensor sum = tensor;
-    const at::Tensor mine = tensor.clone();
-    for (int rank = 1; rank < ranks; ++rank) sum.add_(mine);
+  Work all_reduce(at::TensorList tensors, lockstep::ReduceOp) {
+    for (const at::Tensor& sum : tensors) {
+      const at::Tensor mine = sum.clone();
+      for (int rank = 1; rank < ranks; ++rank) sum.add_(mine);
+    }
     return {};
   }
   [[nodiscard]] std::vector<std::string> all_gather_bytes(const std::string& bytes) const {

@@ -17,10 +17,9 @@ using Events = std::vector<std::string>;
 // Writes down when an all_reduce is issued.
 struct WatchedComm : TestedComm {
   WatchedComm(const lockstep::World& world, Events& events) : TestedComm(world), events(&events) {}
-  using TestedComm::all_reduce;
-  Work all_reduce(const at::Tensor& tensor, lockstep::ReduceOp op = lockstep::ReduceOp::sum) {
+  Work all_reduce(at::TensorList tensors, lockstep::ReduceOp op) {
     events->push_back("all_reduce");
-    return TestedComm::all_reduce(tensor, op);
+    return TestedComm::all_reduce(tensors, op);
   }
   Events* events;
 };

@@ -9,40 +9,29 @@ namespace {
 
 int collectives = 0;
 
-// Counts what training can call.
+// Counts the members of a Communicator.
 class CountedGloo : public lockstep::GlooComm {
  public:
   using GlooComm::GlooComm;
-  template <class Tensors>
-  Work all_reduce(const Tensors& tensors, lockstep::ReduceOp op = lockstep::ReduceOp::sum) {
+  Work all_reduce(at::TensorList tensors, lockstep::ReduceOp op) {
     ++collectives;
     return GlooComm::all_reduce(tensors, op);
   }
-  template <class Tensors>
-  Work broadcast(const Tensors& tensors, int root = 0) {
+  Work broadcast(at::TensorList tensors, int root) {
     ++collectives;
     return GlooComm::broadcast(tensors, root);
   }
-  template <class Tensors>
-  Work all_gather(const Tensors& output, const Tensors& input) {
+  Work all_gather(at::TensorList outputs, at::TensorList inputs) {
     ++collectives;
-    return GlooComm::all_gather(output, input);
+    return GlooComm::all_gather(outputs, inputs);
   }
   std::vector<std::string> all_gather_bytes(const std::string& bytes) {
     ++collectives;
     return GlooComm::all_gather_bytes(bytes);
   }
-  std::string broadcast_bytes(const std::string& bytes, int root = 0) {
+  std::string broadcast_bytes(const std::string& bytes, int root) {
     ++collectives;
     return GlooComm::broadcast_bytes(bytes, root);
-  }
-  Work all_gather_bytes_async(std::vector<std::string>& all, std::string bytes) {
-    ++collectives;
-    return GlooComm::all_gather_bytes_async(all, std::move(bytes));
-  }
-  void barrier() {
-    ++collectives;
-    GlooComm::barrier();
   }
 };
 

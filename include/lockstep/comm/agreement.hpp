@@ -78,7 +78,7 @@ namespace lockstep {
 /// Runs `local()` on every rank and returns the results of all ranks, by rank. `local` returns bytes (any
 /// length) or void, and calls no collective. If `local` throws on any rank, every rank throws the same E with
 /// the texts of all ranks that threw, so no rank waits for another. Collective and blocking.
-template <std::derived_from<Error> E = Error, Gathering C, class Local>
+template <std::derived_from<Error> E = Error, Communicator C, class Local>
 std::vector<std::string> agree(C& comm, Local&& local) {
   const detail::CallScope scope("agree");
   std::vector<std::string> outcomes = comm.all_gather_bytes(detail::outcome_of(local));
@@ -90,7 +90,7 @@ std::vector<std::string> agree(C& comm, Local&& local) {
 
 /// Runs `local()` on rank 0 alone and returns its result on every rank. `local` is as for `agree`. If `local`
 /// throws, every rank throws the same E. Collective and blocking.
-template <std::derived_from<Error> E = Error, Gathering C, class Local>
+template <std::derived_from<Error> E = Error, Communicator C, class Local>
 std::string agree_with_rank_zero(C& comm, Local&& local) {
   const detail::CallScope scope("agree_with_rank_zero");
   std::string outcome = comm.broadcast_bytes(comm.rank() == 0 ? detail::outcome_of(local) : std::string(), 0);
@@ -102,7 +102,7 @@ std::string agree_with_rank_zero(C& comm, Local&& local) {
 /// Compares `values` over the ranks. If they differ, throws the same E on every rank, with a text such as
 /// "`claim`: seed is 1 on rank 0 and 3 on rank 1; `remedy`". Sends a digest, and the values only if they
 /// differ. Collective and blocking.
-template <std::derived_from<Error> E = MismatchError, Gathering C>
+template <std::derived_from<Error> E = MismatchError, Communicator C>
 void require_equal(C& comm, const NamedValues& values, std::string_view claim, std::string_view remedy) {
   if (comm.size() == 1) return;
   const detail::CallScope scope("require_equal");
@@ -118,7 +118,7 @@ void require_equal(C& comm, const NamedValues& values, std::string_view claim, s
 }
 
 /// Returns whether `here` is true on any rank. Collective and blocking.
-template <Gathering C>
+template <Communicator C>
 bool any_rank(C& comm, bool here) {
   if (comm.size() == 1) return here;
   const detail::CallScope scope("any_rank");

@@ -4,7 +4,6 @@
 #include <concepts>
 #include <cstddef>
 #include <exception>
-#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -41,75 +40,52 @@ concept AsyncWork = std::movable<W> && !std::copyable<W> &&
 /// Counterpart: torch.distributed.ReduceOp.
 enum class ReduceOp { sum, avg, min, max, product };
 
-/// A process group: a fixed set of ranks that call collectives together.
+/// A process group: a fixed set of ranks that call collectives together. The members are all that lockstep
+/// asks of a communicator of your own.
 ///
 /// 1. `rank()` and `size()` are relative to the group. `world()` is the World that the group was made from.
 /// 2. Every rank of the group calls the same collectives in the same order. Inside a rank-zero scope each
 ///    collective throws CommunicationError at once.
-/// 3. `barrier()` blocks until every rank has called it. When the timeout expires it throws TimeoutError,
-///    which names the missing ranks. The Work of `barrier_async()` does the same.
-/// 4. `abort(reason)` never waits for another rank. It fails the collectives in flight on this rank and
+/// 3. Tensors come as a list, which is one coalesced operation in the order of the list; a single tensor
+///    converts to a list of one. The list is valid during the call only: a collective in flight keeps the
+///    tensors. They are dense and of equal shape and dtype on every rank.
+/// 4. `all_reduce` and `broadcast` write the result to their tensors. Only `sum` and `max` are required of
+///    `all_reduce`. `all_gather` writes each output [size, ...] from the inputs [...] of all ranks, by rank;
+///    the lists have equal lengths.
+/// 5. `all_gather_bytes` returns every rank's bytes, by rank, and `broadcast_bytes` those of `root`. Both
+///    block. Bytes may differ in length on each rank.
+/// 6. `abort(reason)` never waits for another rank. It fails the collectives in flight on this rank and
 ///    publishes `reason` to the other ranks, which takes at most 1 s. Errors are sticky: every later call
 ///    rethrows the first one.
-/// 5. `shutdown()` leaves the group after its collectives completed. The destructor calls it; during stack
+/// 7. `shutdown()` leaves the group after its collectives completed. The destructor calls it; during stack
 ///    unwinding the destructor aborts instead, so that it never waits for a timeout.
+/// 8. Optional: `world_rank(rank)` returns the rank that errors name, `rank` itself by default.
+///    `check_error()` throws the first error of an operation that only a stream waits for.
+///
+/// Counterparts of the byte calls: torch.distributed.all_gather_object and broadcast_object_list.
 template <class C>
 concept Communicator = std::movable<C> && AsyncWork<typename C::Work> &&
-    requires(C& comm, const C& group, const std::string& reason) {
+    requires(C& comm, const C& group, at::TensorList tensors, ReduceOp op, int root,
+             const std::string& text) {
   { group.rank() } -> std::same_as<int>;
   { group.size() } -> std::same_as<int>;
   { group.world() } -> std::same_as<const World&>;
-  comm.barrier();
-  { comm.barrier_async() } -> std::same_as<typename C::Work>;
-  comm.abort(reason);
+  { comm.all_reduce(tensors, op) } -> std::same_as<typename C::Work>;
+  { comm.broadcast(tensors, root) } -> std::same_as<typename C::Work>;
+  { comm.all_gather(tensors, tensors) } -> std::same_as<typename C::Work>;
+  { comm.all_gather_bytes(text) } -> std::same_as<std::vector<std::string>>;
+  { comm.broadcast_bytes(text, root) } -> std::same_as<std::string>;
+  comm.abort(text);
   comm.shutdown();
 };
 
-/// A communicator with reductions and broadcasts. Tensors are dense, contiguous and of equal shape and dtype
-/// on every rank. all_reduce, broadcast and, on `root`, reduce write the result to their tensor;
-/// reduce_scatter writes an output [...] from an input [size, ...]. A list is one coalesced operation, in the
-/// order of the list. A list of outputs is as long as the list of inputs.
-template <class C>
-concept Reducing = Communicator<C> &&
-    requires(C& comm, at::Tensor tensor, std::vector<at::Tensor> list, ReduceOp op, int root) {
-  { comm.all_reduce(tensor, op) } -> std::same_as<typename C::Work>;
-  { comm.all_reduce(list, op) } -> std::same_as<typename C::Work>;
-  { comm.reduce(tensor, root, op) } -> std::same_as<typename C::Work>;
-  { comm.reduce(list, root, op) } -> std::same_as<typename C::Work>;
-  { comm.broadcast(tensor, root) } -> std::same_as<typename C::Work>;
-  { comm.broadcast(list, root) } -> std::same_as<typename C::Work>;
-  { comm.reduce_scatter(tensor, tensor, op) } -> std::same_as<typename C::Work>;
-  { comm.reduce_scatter(list, list, op) } -> std::same_as<typename C::Work>;
-};
-
-/// A communicator that gathers tensors and bytes. all_gather writes an output [size, ...] from inputs [...];
-/// input and output of all_to_all are both [size, ...]. Lists follow the rules of Reducing. Bytes may differ
-/// in length on each rank. The plain byte calls block and return the result. The `_async` byte calls write
-/// the result to the caller's object, where it is valid once their Work has been waited for.
-/// Counterparts of the byte calls: torch.distributed.all_gather_object and broadcast_object_list.
-template <class C>
-concept Gathering = Communicator<C> && requires(C& comm, at::Tensor tensor, std::vector<at::Tensor> list,
-                                                std::string bytes, std::vector<std::string> all, int root) {
-  { comm.all_gather(tensor, tensor) } -> std::same_as<typename C::Work>;
-  { comm.all_gather(list, list) } -> std::same_as<typename C::Work>;
-  { comm.all_to_all(tensor, tensor) } -> std::same_as<typename C::Work>;
-  { comm.all_to_all(list, list) } -> std::same_as<typename C::Work>;
-  { comm.all_gather_bytes(bytes) } -> std::same_as<std::vector<std::string>>;
-  { comm.all_gather_bytes_async(all, bytes) } -> std::same_as<typename C::Work>;
-  { comm.broadcast_bytes(bytes, root) } -> std::same_as<std::string>;
-  { comm.broadcast_bytes_async(bytes, root) } -> std::same_as<typename C::Work>;
-};
-
-/// A communicator with point-to-point messages. Messages between two ranks with equal tags arrive in order. A
-/// list that is sent as one message is received as one list.
+/// A communicator with point-to-point messages. Messages between two ranks with equal tags arrive in order.
+/// What is sent as one list is received as one list.
 /// Counterpart: torch.distributed.isend and irecv.
 template <class C>
-concept PointToPoint = Communicator<C> &&
-    requires(C& comm, at::Tensor tensor, std::vector<at::Tensor> list, int peer, int tag) {
-  { comm.send(tensor, peer, tag) } -> std::same_as<typename C::Work>;
-  { comm.send(list, peer, tag) } -> std::same_as<typename C::Work>;
-  { comm.recv(tensor, peer, tag) } -> std::same_as<typename C::Work>;
-  { comm.recv(list, peer, tag) } -> std::same_as<typename C::Work>;
+concept PointToPoint = Communicator<C> && requires(C& comm, at::TensorList tensors, int peer, int tag) {
+  { comm.send(tensors, peer, tag) } -> std::same_as<typename C::Work>;
+  { comm.recv(tensors, peer, tag) } -> std::same_as<typename C::Work>;
 };
 
 /// A communicator that creates sub-groups. `new_group(ranks)` is collective over the whole group: every rank

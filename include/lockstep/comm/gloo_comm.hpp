@@ -30,7 +30,7 @@ class GlooComm : public ProcessGroupComm {
   explicit GlooComm(std::shared_ptr<detail::BackendGroup> group);
 };
 
-static_assert(Reducing<GlooComm> && Gathering<GlooComm> && PointToPoint<GlooComm> && Splittable<GlooComm>);
+static_assert(PointToPoint<GlooComm> && Splittable<GlooComm>);
 
 }  // namespace lockstep
 

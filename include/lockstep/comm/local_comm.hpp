@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "lockstep/comm/communicator.hpp"
-#include "lockstep/comm/detail/describe.hpp"
+#include "lockstep/comm/detail/tensor_checks.hpp"
 #include "lockstep/detail/format.hpp"
 
 namespace lockstep {
@@ -50,34 +50,20 @@ class LocalComm {
   [[nodiscard]] int size() const { return 1; }
   [[nodiscard]] const World& world() const { return world_; }
 
-  Work all_reduce(const at::Tensor&, ReduceOp = ReduceOp::sum) { return done("all_reduce"); }
-  Work all_reduce(const std::vector<at::Tensor>&, ReduceOp = ReduceOp::sum) { return done("all_reduce"); }
-  Work reduce(const at::Tensor&, int /*root*/ = 0, ReduceOp = ReduceOp::sum) { return done("reduce"); }
-  Work reduce(const std::vector<at::Tensor>&, int /*root*/ = 0, ReduceOp = ReduceOp::sum) {
-    return done("reduce");
-  }
-  Work broadcast(const at::Tensor&, int /*root*/ = 0) { return done("broadcast"); }
-  Work broadcast(const std::vector<at::Tensor>&, int /*root*/ = 0) { return done("broadcast"); }
+  Work all_reduce(at::TensorList, ReduceOp = ReduceOp::sum) { return done("all_reduce"); }
+  Work reduce(at::TensorList, int /*root*/ = 0, ReduceOp = ReduceOp::sum) { return done("reduce"); }
+  Work broadcast(at::TensorList, int /*root*/ = 0) { return done("broadcast"); }
   /// output: [...], input: [1, ...]
-  Work reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp = ReduceOp::sum) {
-    return copy("reduce_scatter", output, input);
-  }
-  Work reduce_scatter(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs,
-                      ReduceOp = ReduceOp::sum) {
+  Work reduce_scatter(at::TensorList outputs, at::TensorList inputs, ReduceOp = ReduceOp::sum) {
     return copy("reduce_scatter", outputs, inputs);
   }
   /// output: [1, ...], input: [...]
-  Work all_gather(const at::Tensor& output, const at::Tensor& input) {
-    return copy("all_gather", output, input);
-  }
-  Work all_gather(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs) {
+  Work all_gather(at::TensorList outputs, at::TensorList inputs) {
     return copy("all_gather", outputs, inputs);
   }
   /// output, input: [1, ...]
-  Work all_to_all(const at::Tensor& output, const at::Tensor& input) {
-    return copy("all_to_all", output, input);
-  }
-  Work all_to_all(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs) {
+  Work all_to_all(at::TensorList outputs, at::TensorList inputs) {
+    detail::check_rows("all_to_all", inputs, 1);
     return copy("all_to_all", outputs, inputs);
   }
 
@@ -85,15 +71,10 @@ class LocalComm {
     forbid_in_rank_zero_scope("all_gather_bytes");
     return {bytes};
   }
-  Work all_gather_bytes_async(std::vector<std::string>& all, std::string bytes) {
-    all = all_gather_bytes(bytes);
-    return {};
-  }
   [[nodiscard]] std::string broadcast_bytes(const std::string& bytes, int /*root*/ = 0) {
     forbid_in_rank_zero_scope("broadcast_bytes");
     return bytes;
   }
-  Work broadcast_bytes_async(std::string&, int /*root*/ = 0) { return done("broadcast_bytes"); }
 
   /// Returns a copy of this communicator for the list {0} and std::nullopt for an empty list. Throws
   /// CommunicationError for a list with any other rank.
@@ -115,31 +96,20 @@ class LocalComm {
     forbid_in_rank_zero_scope(name);
     return {};
   }
-  static Work copy(const char* name, const at::Tensor& output, const at::Tensor& input) {
+  // Copies element by element, whatever the strides, as the other communicators do.
+  static Work copy(const char* name, at::TensorList outputs, at::TensorList inputs) {
     forbid_in_rank_zero_scope(name);
-    if (output.numel() != input.numel() || output.scalar_type() != input.scalar_type())
-      throw CommunicationError(detail::formatted(
-          "{}: the output {} and the input {} must have equal dtypes and numbers of elements", name,
-          detail::describe(output), detail::describe(input)));
-    if (output.data_ptr() != input.data_ptr()) {
-      at::Tensor target = output;
-      target.detach().view(input.sizes()).copy_(input.detach());
+    detail::check_pairs({"LocalComm", {}}, name, outputs, inputs, 1);
+    for (std::size_t i = 0; i < outputs.size(); ++i) {
+      const at::Tensor source = inputs[i].detach().reshape(outputs[i].sizes());
+      outputs[i].detach().copy_(source.is_alias_of(outputs[i]) ? source.clone() : source);
     }
-    return {};
-  }
-  static Work copy(const char* name, const std::vector<at::Tensor>& outputs,
-                   const std::vector<at::Tensor>& inputs) {
-    forbid_in_rank_zero_scope(name);
-    if (outputs.size() != inputs.size())
-      throw CommunicationError(detail::formatted("{}: as many outputs as inputs are needed, not {} and {}",
-                                                 name, outputs.size(), inputs.size()));
-    for (std::size_t i = 0; i < outputs.size(); ++i) static_cast<void>(copy(name, outputs[i], inputs[i]));
     return {};
   }
 
   World world_;
 };
 
-static_assert(Reducing<LocalComm> && Gathering<LocalComm> && Splittable<LocalComm>);
+static_assert(Splittable<LocalComm>);
 
 }  // namespace lockstep

@@ -80,7 +80,7 @@ class NcclComm : public ProcessGroupComm {
   explicit NcclComm(std::shared_ptr<detail::BackendGroup> group) : ProcessGroupComm(std::move(group)) {}
 };
 
-static_assert(Reducing<NcclComm> && Gathering<NcclComm> && PointToPoint<NcclComm> && Splittable<NcclComm> &&
+static_assert(Communicator<NcclComm> && PointToPoint<NcclComm> && Splittable<NcclComm> &&
               DeviceCommunicator<NcclComm> && Labelled<NcclComm>);
 
 }  // namespace lockstep

@@ -29,8 +29,8 @@ struct TensorBundle;
 struct TensorCheck;
 
 /// The Work of ProcessGroupComm and GlooComm. On a CPU wait() and synchronize() are equivalent. On another
-/// device wait() is the wait of c10d's Work, which orders the current stream after the operation. The results
-/// of an exchange of bytes are on the host: its wait() is synchronize(). Not thread-safe.
+/// device wait() is the wait of c10d's Work, which orders the current stream after the operation.
+/// Not thread-safe.
 class [[nodiscard]] ProcessGroupWork {
  public:
   /// Constructs a Work that is complete.
@@ -55,8 +55,6 @@ class [[nodiscard]] ProcessGroupWork {
   /// Calls `function` on the backend's thread when the work that was added has completed or failed. A no-op
   /// unless exactly one was added, and for a backend whose works have no future.
   void at_completion(std::function<void()> function);
-  /// States that the parts complete only when they are asked, and on the host.
-  void poll_on_host() { polled_on_host_ = true; }
 
  private:
   [[nodiscard]] std::chrono::milliseconds timeout() const;
@@ -73,7 +71,6 @@ class [[nodiscard]] ProcessGroupWork {
   c10::SmallVector<c10::intrusive_ptr<c10d::Work>, 1> parts_;
   std::function<void()> at_end_;
   std::exception_ptr error_;
-  bool polled_on_host_ = false;
 };
 
 static_assert(AsyncWork<ProcessGroupWork>);
@@ -138,62 +135,39 @@ class ProcessGroupComm {
   /// Returns whether new_group() works: the backend splits, or the options create backends.
   [[nodiscard]] bool can_split() const;
 
-  /// Reduces `tensor` over the ranks, in place on every rank. `avg` needs a floating-point dtype. For bool,
-  /// `sum` is a logical or and `product` a logical and.
-  Work all_reduce(const at::Tensor& tensor, ReduceOp op = ReduceOp::sum);
-  /// Reduces each tensor of a list.
-  Work all_reduce(const std::vector<at::Tensor>& list, ReduceOp op = ReduceOp::sum);
+  // Each call takes one tensor or a list. Lists of outputs and of inputs have equal lengths.
 
-  /// Reduces `tensor` over the ranks, in place on `root`. Its content is undefined on the other ranks.
-  Work reduce(const at::Tensor& tensor, int root = 0, ReduceOp op = ReduceOp::sum);
-  /// Reduces each tensor of a list.
-  Work reduce(const std::vector<at::Tensor>& list, int root = 0, ReduceOp op = ReduceOp::sum);
+  /// Reduces each tensor over the ranks, in place on every rank. `avg` needs a floating-point dtype. For
+  /// bool, `sum` is a logical or and `product` a logical and.
+  Work all_reduce(at::TensorList tensors, ReduceOp op = ReduceOp::sum);
 
-  /// Broadcasts `root`'s `tensor` in place. Any dtype.
-  Work broadcast(const at::Tensor& tensor, int root = 0);
-  /// Broadcasts each tensor of a list.
-  Work broadcast(const std::vector<at::Tensor>& list, int root = 0);
+  /// Reduces each tensor over the ranks, in place on `root`. Its content is undefined on the other ranks.
+  Work reduce(at::TensorList tensors, int root = 0, ReduceOp op = ReduceOp::sum);
 
-  /// Gathers every rank's `input` [...] into `output` [size, ...], ordered by rank. Any dtype.
-  Work all_gather(const at::Tensor& output, const at::Tensor& input);
-  /// Gathers each tensor of a list. `outputs` and `inputs` have equal lengths.
-  Work all_gather(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs);
+  /// Broadcasts `root`'s tensors in place. Any dtype.
+  Work broadcast(at::TensorList tensors, int root = 0);
 
-  /// Reduces every rank's `input` [size, ...] and writes row r to the `output` [...] of rank r.
-  Work reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op = ReduceOp::sum);
-  /// Reduces and scatters each tensor of a list. `outputs` and `inputs` have equal lengths.
-  Work reduce_scatter(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs,
-                      ReduceOp op = ReduceOp::sum);
+  /// Gathers every rank's input [...] into the output [size, ...], ordered by rank. Any dtype.
+  Work all_gather(at::TensorList outputs, at::TensorList inputs);
 
-  /// Sends row r of `input` [size, ...] to rank r. Row s of `output` [size, ...] comes from rank s. Any
+  /// Reduces every rank's input [size, ...] and writes row r to the output [...] of rank r.
+  Work reduce_scatter(at::TensorList outputs, at::TensorList inputs, ReduceOp op = ReduceOp::sum);
+
+  /// Sends row r of the input [size, ...] to rank r. Row s of the output [size, ...] comes from rank s. Any
   /// dtype.
-  Work all_to_all(const at::Tensor& output, const at::Tensor& input);
-  /// Exchanges each tensor of a list. `outputs` and `inputs` have equal lengths.
-  Work all_to_all(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs);
+  Work all_to_all(at::TensorList outputs, at::TensorList inputs);
 
-  /// Sends `tensor` to rank `peer`, which must call recv with the same tag, shape and dtype. Once the Work is
-  /// complete the tensor may be modified. A message whose Work is destroyed is still sent; its tensor is kept
-  /// until shutdown. Throws CommunicationError for this rank itself or a negative tag.
-  Work send(const at::Tensor& tensor, int peer, int tag = 0);
-  /// Sends a list, which recv must receive as a list. One message per dtype.
-  Work send(const std::vector<at::Tensor>& list, int peer, int tag = 0);
-  /// Receives into `tensor`, which holds the message once the Work has been waited for.
-  Work recv(const at::Tensor& tensor, int peer, int tag = 0);
-  /// Receives a list that was sent as a list of the same shapes and dtypes.
-  Work recv(const std::vector<at::Tensor>& list, int peer, int tag = 0);
+  /// Sends the tensors to rank `peer`, which must call recv with the same tag, shapes and dtypes. Once the
+  /// Work is complete the tensors may be modified. A message whose Work is destroyed is still sent; its
+  /// tensors are kept until shutdown. Throws CommunicationError for this rank itself or a negative tag.
+  Work send(at::TensorList tensors, int peer, int tag = 0);
+  /// Receives into the tensors, which hold the message once the Work has been waited for.
+  Work recv(at::TensorList tensors, int peer, int tag = 0);
 
   /// Returns every rank's bytes, ordered by rank. Collective. Blocks.
   [[nodiscard]] std::vector<std::string> all_gather_bytes(const std::string& bytes);
-  /// Gathers every rank's bytes into `all` without blocking. `all` holds them once the Work has been waited
-  /// for, and must outlive that wait.
-  Work all_gather_bytes_async(std::vector<std::string>& all, std::string bytes);
-
   /// Returns `root`'s bytes. Collective. Blocks.
   [[nodiscard]] std::string broadcast_bytes(const std::string& bytes, int root = 0);
-  /// Broadcasts `root`'s `bytes` in place without blocking. `bytes` is valid once the Work has been waited
-  /// for, and must outlive that wait.
-  Work broadcast_bytes_async(std::string& bytes, int root = 0);
-
   /// Blocks until every rank has called it. Throws TimeoutError that names the missing ranks when the timeout
   /// expires.
   void barrier();
@@ -230,10 +204,8 @@ class ProcessGroupComm {
  private:
   [[nodiscard]] const detail::TensorCheck& check() const;
 
-  template <class Tensors>
-  Work begin(const char* name, std::optional<ReduceOp> op, std::optional<int> root, const Tensors& tensors);
-
-  Work begin_message(const char* name, const std::vector<at::Tensor>& list, int peer, int tag);
+  Work begin(const char* name, std::optional<ReduceOp> op, std::optional<int> root, at::TensorList tensors);
+  Work begin_message(const char* name, at::TensorList tensors, int peer, int tag);
 
   // Adds a part to the Work. If the result is `wanted`, divides it and copies it from the bundle's buffer to
   // its tensors.
@@ -242,24 +214,14 @@ class ProcessGroupComm {
   // Adds a part to the Work, and a function that completes its results.
   template <class Finish>
   void add_with(Work& work, c10::intrusive_ptr<c10d::Work> part, Finish finish);
-  void reduce_bundle(Work& work, detail::TensorBundle bundle, ReduceOp op);
   [[nodiscard]] int divisor(ReduceOp op) const;
-
-  template <class Exchange>
-  void prepare(const detail::Call& call, Exchange& exchange) const;
-  template <class Exchange>
-  void exchange_bytes_now(const detail::Call& call, Exchange& exchange);
-  template <class Exchange, class Deliver>
-  Work exchange_bytes(const detail::Call& call, const std::shared_ptr<Exchange>& exchange, Deliver deliver);
-  Work exchange_in_store(const detail::Call& call, std::vector<int> from, const std::string& own,
-                         std::function<void(std::vector<std::string>)> deliver);
 
   std::shared_ptr<detail::BackendGroup> group_;
   int exceptions_ = std::uncaught_exceptions();
 };
 
-static_assert(Reducing<ProcessGroupComm> && Gathering<ProcessGroupComm> && PointToPoint<ProcessGroupComm> &&
-              Splittable<ProcessGroupComm> && DeviceCommunicator<ProcessGroupComm>);
+static_assert(PointToPoint<ProcessGroupComm> && Splittable<ProcessGroupComm> &&
+              DeviceCommunicator<ProcessGroupComm>);
 
 }  // namespace lockstep
 

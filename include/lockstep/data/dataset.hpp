@@ -386,7 +386,7 @@ std::uint64_t fingerprint(D& dataset, std::size_t samples = 16) {
 /// Compares the length of the dataset over the ranks of `comm`, and its fingerprint if there is one.
 /// Collective. Throws the same MismatchError on every rank if they differ: samplers of different lengths run
 /// out of step and hang.
-template <Gathering C>
+template <Communicator C>
 void check_same_dataset(C& comm, std::size_t length,
                         std::optional<std::uint64_t> fingerprint = std::nullopt) {
   const detail::CallScope scope("check_same_dataset");
@@ -397,7 +397,7 @@ void check_same_dataset(C& comm, std::size_t length,
 
 /// Compares the lengths of the datasets, and their fingerprints if the samples can be hashed. Collective.
 /// Throws as the overload above.
-template <Gathering C, Dataset D>
+template <Communicator C, Dataset D>
 void check_same_dataset(C& comm, D& dataset) {
   if constexpr (requires { fingerprint(dataset); })
     check_same_dataset(comm, dataset_size(dataset), fingerprint(dataset));

@@ -2,7 +2,7 @@
 
 // Declarations that only some versions of LibTorch have. Other differences are met where they occur, by code
 // that is right with each version: sums are divided, since Gloo has averages only since 2.13 (native() in
-// comm/detail/tensor_lists.hpp); the options of an optimizer's groups are set again, since 2.15 replaces them
+// comm/detail/backend_operations.hpp); the options of an optimizer's groups are set again, since 2.15 replaces them
 // by defaults (keep_options() in optim/detail/optimizer.hpp); elements are read by const_data()
 // (const_data.hpp); the pointer to a gradient accumulator has the type that LibTorch declares (Accumulator
 // and set_accumulator() in grad/detail/autograd.hpp); the level of a log line is a number, since its name

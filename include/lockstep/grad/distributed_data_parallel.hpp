@@ -47,12 +47,13 @@ class BufferSync {
   }
 
   /// Synchronizes the buffers. Collective; stream-ordered.
-  template <Reducing Comm>
+  template <Communicator Comm>
   void run(Comm& comm) {
     if (!sent_.empty()) sent_.run(comm, 0);
     if (averaged_.empty()) return;
     const c10::NoGradGuard no_grad;
-    comm.all_reduce(averaged_, ReduceOp::avg).wait();
+    comm.all_reduce(averaged_, ReduceOp::sum).wait();
+    for (at::Tensor& buffer : averaged_) buffer.div_(comm.size());
   }
 
  private:
@@ -102,10 +103,9 @@ class DistributedDataParallel {
   static_assert(Trainable<M>,
                 "lockstep: the model of DistributedDataParallel is a torch::nn::Module or a handle to one, a "
                 "TorchScript module, or a std::vector of parameters");
-  static_assert(
-      Reducing<Comm> && Gathering<Comm>,
-      "lockstep: DistributedDataParallel needs a communicator that reduces and gathers (concepts Reducing, "
-      "Gathering)");
+  static_assert(Communicator<Comm>,
+                "lockstep: the communicator of DistributedDataParallel is a type that models "
+                "lockstep::Communicator, such as lockstep::GlooComm");
   static_assert(
       CommunicationHook<Hook, Comm>,
       "lockstep: the hook of DistributedDataParallel is a type that models lockstep::CommunicationHook, such "

@@ -114,7 +114,7 @@ std::string digest_of(const std::vector<NamedTensor>& parameters);
 
 /// Returns the norm of the difference to rank 0's parameter, relative to the norm of rank 0's; 1 if that is
 /// undefined. Collective.
-template <Reducing Comm>
+template <Communicator Comm>
 double relative_distance(const at::Tensor& parameter, Comm& comm) {
   at::Tensor first = parameter.detach().clone(at::MemoryFormat::Contiguous);
   comm.broadcast(first, 0).synchronize();
@@ -143,8 +143,7 @@ namespace lockstep {
 /// of any rank's parameter from rank 0's: 0 if all bits are equal, and about the rounding error of the dtype
 /// if the ranks' processors differ in kind. Throws the same MismatchError on every rank if it exceeds
 /// `tolerance`.
-template <class Comm>
-requires Reducing<Comm> && Gathering<Comm>
+template <Communicator Comm>
 double check_same_parameters(const std::vector<NamedTensor>& parameters, Comm& comm,
                              double tolerance = 1e-3) {
   if (comm.size() == 1 || parameters.empty()) return 0;
@@ -203,7 +202,7 @@ namespace lockstep {
 /// Compares the parameters and buffers of all ranks: count, names, shapes, dtypes, layout, order and
 /// requires_grad. Collective. Throws the same MismatchError on every rank, with the parameter's name and its
 /// properties on each rank.
-template <Gathering Comm>
+template <Communicator Comm>
 void check_same_model(const std::vector<NamedTensor>& parameters, const std::vector<NamedTensor>& buffers,
                       Comm& comm) {
   const detail::CallScope scope("check_same_model");

@@ -178,7 +178,7 @@ class MovingAverage {
 /// except for their values. Collective; waits as Work::wait does.
 ///
 /// Counterpart: torch.distributed.algorithms.model_averaging.utils.average_parameters.
-template <Reducing Comm>
+template <Communicator Comm>
 void average_parameters(const std::vector<at::Tensor>& parameters, Comm& comm) {
   if (comm.size() == 1) return;
   const detail::CallScope scope("average_parameters");
@@ -238,7 +238,7 @@ class PeriodicModelAverager {
 
   /// Counts a step and averages the parameters if it is due. Returns whether it averaged. Call it on every
   /// rank after each optimizer step. Collective when it averages.
-  template <Reducing Comm>
+  template <Communicator Comm>
   bool step(const std::vector<at::Tensor>& parameters, Comm& comm) {
     const std::int64_t since = steps_++ - options_.warmup_steps;
     if (since < 0 || since % options_.period != 0) return false;

@@ -104,9 +104,9 @@ template <class Comm>
 class ZeroRedundancyOptimizer : public torch::optim::Optimizer,
                                 public ScaledStep,
                                 public detail::ShardedState {
-  static_assert(Reducing<Comm> && Gathering<Comm>,
-                "lockstep: ZeroRedundancyOptimizer needs a communicator that reduces and gathers, such as "
-                "lockstep::GlooComm");
+  static_assert(Communicator<Comm>,
+                "lockstep: the communicator of ZeroRedundancyOptimizer is a type that models "
+                "lockstep::Communicator, such as lockstep::GlooComm");
 
  public:
   /// Constructs the inner optimizer by `make(parameters)`, which gets all parameters and returns an optimizer

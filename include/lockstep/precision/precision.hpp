@@ -348,7 +348,7 @@ class GradScaler {
   /// Not needed if every gradient was reduced by a sum, which propagates infinities to all ranks. Needed for
   /// hooks that do not propagate them (PowerSgdHook, NoOpHook) and for parameters that are not reduced.
   /// Throws UsageError after `step`.
-  template <Reducing Comm>
+  template <Communicator Comm>
   void agree(torch::optim::Optimizer& optimizer, Comm& comm) {
     if (!options_.enabled || comm.size() == 1) return;
     const detail::CallScope scope("GradScaler::agree");
@@ -605,7 +605,7 @@ class Fp16 {
   /// Divides the gradients by the scale, to inspect or clip them before the step.
   void unscale(torch::optim::Optimizer& optimizer) { scaler_.unscale(optimizer); }
   /// Makes all ranks skip a step that one rank must skip; see GradScaler::agree. Collective.
-  template <Reducing Comm>
+  template <Communicator Comm>
   void agree(torch::optim::Optimizer& optimizer, Comm& comm) {
     scaler_.agree(optimizer, comm);
   }

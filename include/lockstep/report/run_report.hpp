@@ -47,7 +47,7 @@ struct RunReportOptions {
 /// the training continues. Refers to the communicator.
 ///
 /// A step's loss is read from the device on rank 0, which synchronizes with a GPU.
-template <Gathering C>
+template <Communicator C>
 class RunReport {
  public:
   /// `path` is the page that rank 0 writes.

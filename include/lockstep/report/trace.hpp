@@ -49,7 +49,7 @@ struct TraceOptions {
 /// not the last one. Rank 0 then writes the file atomically. If that fails, rank 0 warns once and the
 /// training continues. If `fit` ends before step `from`, no file is written, and the destructor of rank 0
 /// warns. Every rank passes it to `fit` with equal options. Refers to the communicator.
-template <Gathering C>
+template <Communicator C>
 class Trace {
  public:
   /// Throws UsageError unless 0 <= from < to.

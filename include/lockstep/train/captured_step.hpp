@@ -24,7 +24,7 @@
 #endif
 
 #include "lockstep/comm/detail/capture_scope.hpp"
-#include "lockstep/comm/detail/tensor_lists.hpp"
+#include "lockstep/comm/detail/describe.hpp"
 #include "lockstep/data/dataset.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"

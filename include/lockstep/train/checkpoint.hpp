@@ -131,7 +131,7 @@ inline void load_model(torch::nn::Module& model, const std::filesystem::path& pa
 
 /// Writes rank 0's model atomically. Collective: every rank returns once the file is written, or throws the
 /// same CheckpointError.
-template <Gathering C>
+template <Communicator C>
 void save_model(const torch::nn::Module& model, const std::filesystem::path& path, C& comm) {
   forbid_in_rank_zero_scope("save_model");
   const detail::CallScope scope("save_model");
@@ -140,7 +140,7 @@ void save_model(const torch::nn::Module& model, const std::filesystem::path& pat
 
 /// Reads a model on rank 0 and copies it to every rank; the other ranks need no access to the file.
 /// Collective. Throws the CheckpointError of load_model, the same on every rank.
-template <Gathering C>
+template <Communicator C>
 void load_model(torch::nn::Module& model, const std::filesystem::path& path, C& comm) {
   forbid_in_rank_zero_scope("load_model");
   const detail::CallScope scope("load_model");
@@ -166,7 +166,7 @@ inline constexpr std::int64_t checkpoint_format = 1;
 
 /// Returns every rank's bytes on rank 0, ordered by rank, and an empty list on other ranks. Collective. It
 /// broadcasts the bytes of one rank at a time.
-template <Gathering C>
+template <Communicator C>
 std::vector<std::string> gather_on_rank_zero(C& comm, std::string own) {
   std::vector<std::string> all;
   if (comm.rank() == 0) all.push_back(own);

@@ -81,7 +81,7 @@ class BufferSnapshot {
 };
 
 /// Sums each total over the ranks in one collective; a no-op on a single rank. Collective. Blocks.
-template <Reducing C>
+template <Communicator C>
 void sum_over_ranks(std::span<Total> totals, C& comm) {
   if (comm.size() == 1 || totals.empty()) return;
   const detail::CallScope scope("sum_over_ranks");
@@ -103,7 +103,7 @@ void sum_over_ranks(std::span<Total> totals, C& comm) {
 }
 
 /// Broadcasts rank 0's buffers to every rank. Collective; waits as Work::wait does.
-template <Reducing C>
+template <Communicator C>
 void broadcast_buffers(const torch::nn::Module& module, C& comm) {
   if (comm.size() == 1) return;
   const detail::CallScope scope("broadcast_buffers");
@@ -146,10 +146,8 @@ class SumsMeter {
 
   /// Returns the total over all ranks, fp64 on the CPU. A rank without a batch contributes zeros. Collective.
   /// Throws MismatchError if the ranks' shapes differ, DataError if no rank had a batch.
-  template <class C>
+  template <Communicator C>
   at::Tensor total(C& comm) {
-    static_assert(Reducing<C> && Gathering<C>,
-                  "lockstep: a metric that returns Sums needs a communicator that is Reducing and Gathering");
     const std::vector<std::string> shapes = comm.all_gather_bytes(shape());
     std::size_t first = 0;
     while (first < shapes.size() && shapes[first].empty()) ++first;
@@ -312,7 +310,7 @@ namespace lockstep {
 /// submodule's mode is restored afterwards. An exception of the dataset, the model or a metric that not every
 /// rank throws within two seconds aborts the communicator: the other ranks throw PeerError. Throws
 /// MismatchError if the ranks' datasets differ in their number of samples. Collective.
-template <Model M, Reducing C, class D, class... Metrics>
+template <Model M, Communicator C, class D, class... Metrics>
 auto evaluate(M& model, C& comm, D&& dataset, const EvaluationOptions& options, Metrics&&... metrics) {
   using Data = std::remove_reference_t<D>;
   if constexpr (detail::CheckedEvaluation<M, Data, std::remove_reference_t<Metrics>...>::good()) {
@@ -327,10 +325,7 @@ auto evaluate(M& model, C& comm, D&& dataset, const EvaluationOptions& options, 
         return std::to_string(samples);
       };
       // The exchange also finds ranks that are in another call, before they exchange tensors.
-      if constexpr (Gathering<C>)
-        detail::require_equal_lengths(agree<UsageError>(comm, check), comm);
-      else
-        check();
+      detail::require_equal_lengths(agree<UsageError>(comm, check), comm);
       const EvaluationMode mode(detail::module_of(model));
       std::optional<BufferSnapshot> snapshot;
       if (options.restore_buffers) snapshot.emplace(detail::module_of(model));

@@ -459,7 +459,7 @@ class CheckFinite {
     for (const auto& watch : watched_) watch->own = at::Tensor();
   }
 
-  template <Gathering C>
+  template <Communicator C>
   void check(const Gradients& gradients, C& comm) {
     std::size_t first = 0;
     std::string reduced;

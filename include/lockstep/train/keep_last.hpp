@@ -44,7 +44,7 @@ class KeepLast {
   /// Returns the path of the checkpoint with the most completed epochs, std::nullopt if there is none. Rank
   /// 0 reads the folder and broadcasts the result. Collective. Every rank throws the same CheckpointError
   /// if the folder cannot be read.
-  template <Gathering C>
+  template <Communicator C>
   [[nodiscard]] std::optional<std::filesystem::path> newest(C& comm) const {
     const detail::CallScope scope("KeepLast::newest");
     const std::string found = agree_with_rank_zero<CheckpointError>(comm, [&] { return newest_here(); });
@@ -54,7 +54,7 @@ class KeepLast {
 
   /// Creates the folder on rank 0 before the first epoch. Called by `fit`. Collective once. Every rank throws
   /// the same UsageError if the checkpoint of that epoch cannot be written.
-  template <Gathering C>
+  template <Communicator C>
   void on_epoch_start(const EpochPlan& plan, C& comm) {
     if (checked_) return;
     const detail::CallScope scope("KeepLast::on_epoch_start");
@@ -64,7 +64,7 @@ class KeepLast {
 
   /// Saves a checkpoint, then removes the older ones. Called by `fit`. Collective. Passes on an exception of
   /// `write`.
-  template <Gathering C>
+  template <Communicator C>
   void on_epoch(const EpochReport& report, C& comm) {
     const std::int64_t epochs = report.epoch + 1;
     write_(path_of(epochs));

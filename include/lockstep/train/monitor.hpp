@@ -63,7 +63,7 @@ Log log_of(const C& comm) {
 /// options and the state, over the ranks, so that all ranks decide alike; the exchange is of `call`.
 /// Collective. Throws the same MismatchError on every rank if one of them differs. Warns if the value is not
 /// finite.
-template <Gathering C>
+template <Communicator C>
 double monitored_value(const Monitor& monitor, const std::string& owner, const char* call,
                        const EpochReport& report, const BestValue& best, const NamedValues& deciding,
                        C& comm) {
@@ -132,7 +132,7 @@ struct EarlyStopping {
 
   /// Returns FitAction::stop if the run has been stopped. Called by `fit`. Throws UsageError for an invalid
   /// option.
-  template <Gathering C>
+  template <Communicator C>
   FitAction on_epoch_start(const EpochPlan& plan, C& comm) const {
     check_options();
     if (!state.stopped) return FitAction::proceed;
@@ -142,7 +142,7 @@ struct EarlyStopping {
 
   /// Compares the monitor's value with the best one, and returns FitAction::stop after `patience` epochs
   /// without an improvement. Called by `fit`. Collective. Throws MismatchError if the ranks' values differ.
-  template <Gathering C>
+  template <Communicator C>
   FitAction on_epoch(const EpochReport& report, C& comm) {
     const double value =
         detail::monitored_value(monitor, "EarlyStopping", "EarlyStopping::on_epoch", report, state.best,
@@ -204,7 +204,7 @@ struct BestCheckpoint {
 
   /// Calls `write` if the monitor's value is the best so far. Called by `fit`. Collective. Throws
   /// MismatchError if the ranks' values differ.
-  template <Gathering C>
+  template <Communicator C>
   void on_epoch(const EpochReport& report, C& comm) {
     const double value = detail::monitored_value(monitor, "BestCheckpoint", "BestCheckpoint::on_epoch",
                                                  report, best, {{"mode", detail::text_of(mode)}}, comm);

@@ -55,7 +55,7 @@ Safetensors load_safetensors(const std::filesystem::path& path);
 
 /// Writes rank 0's tensors. Collective: every rank returns once the file is written, or throws the same
 /// error.
-template <Gathering C>
+template <Communicator C>
 void save_safetensors(const StateDict& entries, const std::filesystem::path& path, C& comm,
                       const SafetensorsMetadata& metadata = {{"format", "pt"}}) {
   forbid_in_rank_zero_scope("save_safetensors");
@@ -65,7 +65,7 @@ void save_safetensors(const StateDict& entries, const std::filesystem::path& pat
 
 /// Reads a file on rank 0 and returns its content on every rank. Collective. Every rank throws the same
 /// CheckpointError.
-template <Gathering C>
+template <Communicator C>
 Safetensors load_safetensors(const std::filesystem::path& path, C& comm) {
   forbid_in_rank_zero_scope("load_safetensors");
   const detail::CallScope scope("load_safetensors");

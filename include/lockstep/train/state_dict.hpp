@@ -144,7 +144,7 @@ void torch_save(const StateDict& entries, const std::filesystem::path& path);
 c10::IValue torch_load(const std::filesystem::path& path);
 
 /// Writes rank 0's value. Collective: every rank returns once the file is written, or throws the same error.
-template <Gathering C, class Value>
+template <Communicator C, class Value>
 void torch_save(const Value& value, const std::filesystem::path& path, C& comm) {
   forbid_in_rank_zero_scope("torch_save");
   const detail::CallScope scope("torch_save");
@@ -152,7 +152,7 @@ void torch_save(const Value& value, const std::filesystem::path& path, C& comm) 
 }
 
 /// Reads a file on rank 0 and returns its value on every rank. Collective.
-template <Gathering C>
+template <Communicator C>
 c10::IValue torch_load(const std::filesystem::path& path, C& comm) {
   forbid_in_rank_zero_scope("torch_load");
   const detail::CallScope scope("torch_load");

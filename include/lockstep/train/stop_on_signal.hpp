@@ -58,7 +58,7 @@ struct StopOptions {
 /// Pass it as the last callback: callbacks after it do not see the last step. While it lives, and after a
 /// stop until the process ends, its signals have no other effect. At most one lives at a time. It refers to
 /// the communicator.
-template <Gathering C, class Save>
+template <Communicator C, class Save>
 class StopOnSignal {
  public:
   /// Throws UsageError for a signal that cannot be caught or that `launch` or `spawn`, where it has started the

@@ -58,7 +58,7 @@ namespace lockstep {
 ///
 /// 1. A Model, which is required.
 /// 2. A Sampler. Default: DistributedSampler.
-/// 3. A communicator that is Reducing and Gathering. Default: GlooComm, constructed from the world.
+/// 3. A Communicator. Default: GlooComm, constructed from the world.
 /// 4. A Precision. Default: Fp32.
 /// 5. Extras: an OptimizerFactory (default: SGD), a Schedule, a GradientCheck, a CommunicationHook (default:
 ///    AllReduceHook).

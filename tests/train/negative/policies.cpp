@@ -13,16 +13,10 @@ struct ScalesAlone : Fp32 {
   void unscale(torch::optim::Optimizer&) {}
 };
 
-struct ReducesNothing : LocalComm {
-  using LocalComm::LocalComm;
-  void all_reduce() = delete;
-};
-
 void program(const lockstep::World& world) {
   Trainer<DistributedSampler, LocalComm> no_model{world};
   Trainer<TinyNet, LocalComm, LocalComm, Fp32> two_comms{world};
   Trainer<TinyNet, DistributedSampler, LocalComm, float> stranger{world};
-  Trainer<TinyNet, ReducesNothing> wrong_comm{world};
   Trainer<TinyNet, DistributedSampler, LocalComm, Fp32, NoExtra> extra_of_nothing{world};
   Trainer<TinyNet, DistributedSampler, LocalComm, Fp32, ChecksAndHooks> check_and_hook{world};
   Trainer<TinyNet, DistributedSampler, LocalComm, lockstep::Fp16, lockstep::CheckFinite> check_and_scale{

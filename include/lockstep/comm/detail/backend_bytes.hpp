@@ -1,24 +1,60 @@
 #pragma once
 
 #include <algorithm>
-#include <atomic>
 #include <cstdint>
-#include <deque>
-#include <exception>
-#include <functional>
-#include <memory>
-#include <mutex>
+#include <cstring>
 #include <numeric>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include <ATen/ATen.h>
+
+#include "lockstep/comm/detail/backend_group.hpp"
 #include "lockstep/comm/detail/backend_operations.hpp"
-#include "lockstep/comm/detail/bytes_header.hpp"
+#include "lockstep/detail/const_data.hpp"
 #include "lockstep/detail/served_call.hpp"
 #include "lockstep/error.hpp"
 
 namespace lockstep::detail {
+
+/// The header of an exchange of bytes, one row of int64 numbers for each rank: the length of the bytes, and
+/// the name of the public call that the exchange serves. Bytes of another call would be read as something
+/// else.
+struct BytesHeader {
+  static constexpr std::int64_t numbers = 1 + sizeof(SentName) / sizeof(std::int64_t);
+
+  /// Returns the header [numbers] of this rank.
+  static at::Tensor of(std::size_t length, const ServedCall& call) {
+    auto row = at::empty({numbers}, at::kLong);
+    auto* data = row.mutable_data_ptr<std::int64_t>();
+    data[0] = static_cast<std::int64_t>(length);
+    const SentName name = sent_name(call);
+    std::memcpy(data + 1, name.data(), name.size());
+    return row;
+  }
+  /// Returns the lengths in headers [ranks, numbers].
+  static std::vector<std::int64_t> lengths(const at::Tensor& rows) {
+    const auto* data = const_data<std::int64_t>(rows);
+    std::vector<std::int64_t> lengths;
+    for (std::int64_t at = 0; at < rows.numel(); at += numbers) lengths.push_back(data[at]);
+    return lengths;
+  }
+  /// Returns the text of different_calls() of headers [ranks, numbers], empty if the names fit each other.
+  static std::string different_calls(const at::Tensor& rows, const std::vector<int>& ranks) {
+    const auto* data = const_data<std::int64_t>(rows);
+    const auto name = [&](std::int64_t row) {
+      return reinterpret_cast<const char*>(data + row * numbers + 1);
+    };
+    bool equal = true;
+    for (std::int64_t row = 1; row * numbers < rows.numel(); ++row)
+      equal = equal && std::strcmp(name(row), name(0)) == 0;
+    if (equal) return {};
+    std::vector<std::string> names;
+    for (std::int64_t row = 0; row * numbers < rows.numel(); ++row) names.emplace_back(name(row));
+    return detail::different_calls(names, ranks);
+  }
+};
 
 /// Copies a string into a new tensor [length], padded with zeros.
 inline at::Tensor bytes_tensor(const std::string& bytes, std::int64_t length) {
@@ -30,175 +66,111 @@ inline std::string bytes_in(const at::Tensor& tensor, std::int64_t length) {
   return {static_cast<const char*>(tensor.data_ptr()), static_cast<std::size_t>(length)};
 }
 
-/// Gathers the bytes of every rank. Every exchange of bytes has two halves: `start` sends their headers;
-/// `send_bytes` sends the bytes once the headers have arrived, and throws MismatchError if the headers name
-/// different public calls. `finish` builds the result from the received bytes.
-struct BytesGather {
-  std::string own;
-  ServedCall served;
-  std::vector<int> ranks;        // of the group, as errors name them
-  std::vector<std::string> all;  // the result
+/// Fails the group with a MismatchError unless `calls`, a text of different_calls(), is empty.
+inline void require_one_call(BackendGroup& group, const std::string& calls) {
+  if (!calls.empty()) group.state().fail(std::make_exception_ptr(MismatchError(calls)), true);
+}
 
-  BackendWork start(c10d::Backend& backend) {
-    headers = at::empty({backend.getSize(), BytesHeader::numbers}, at::kLong);
-    return start_all_gather(backend, headers, BytesHeader::of(own.size(), served));
+/// Exchanges bytes through the store, after the name of the public call: returns those of the ranks `from`,
+/// which are all ranks or one. Blocks.
+inline std::vector<std::string> exchanged_in_store(BackendGroup& group, const Call& call,
+                                                   const std::vector<int>& from, const std::string& own) {
+  const SentName name = sent_name(call.served);
+  std::vector<std::string> all;
+  const auto work = group.exchange_in_store(call, from, std::string(name.begin(), name.end()) + own,
+                                            [&all](std::vector<std::string> got) { all = std::move(got); });
+  group.await(call, *work, call.start + group.timeout(), true);
+  std::vector<std::string> names;
+  for (std::string& bytes : all) {
+    names.emplace_back(bytes.c_str());
+    bytes.erase(0, name.size());
   }
-  std::vector<BackendWork> send_bytes(c10d::Backend& backend) {
-    if (const std::string calls = BytesHeader::different_calls(headers, ranks); !calls.empty())
-      throw MismatchError(calls);
-    const int size = backend.getSize();
-    lengths = BytesHeader::lengths(headers);
-    const std::int64_t total = std::accumulate(lengths.begin(), lengths.end(), std::int64_t{0});
-    const std::int64_t longest = *std::max_element(lengths.begin(), lengths.end());
-    if (longest == 0) return {};
-    if (longest * size <= std::max<std::int64_t>(2 * total, 1 << 16)) {
-      const auto rows = at::empty({size, longest}, at::kByte);
-      pieces = rows.unbind(0);
-      return {start_all_gather(backend, rows, bytes_tensor(own, longest))};
-    }
-    // Padding unequal lengths to the longest would multiply the traffic.
-    std::vector<BackendWork> parts;
-    for (int rank = 0; rank < size; ++rank) {
-      const std::int64_t length = lengths[static_cast<std::size_t>(rank)];
-      pieces.push_back(rank == backend.getRank() ? bytes_tensor(own, length)
-                                                 : at::empty({length}, at::kByte));
-      if (length > 0) parts.push_back(start_broadcast(backend, pieces.back(), rank));
-    }
-    return parts;
+  std::vector<int> ranks = group.state().world_ranks(from);
+  if (std::find(from.begin(), from.end(), group.state().rank()) == from.end()) {
+    names.emplace_back(name.data());
+    ranks.push_back(group.state().ranks().at(static_cast<std::size_t>(group.state().rank())));
   }
-  void finish() {
-    all.assign(lengths.size(), std::string());
-    for (std::size_t rank = 0; rank < pieces.size(); ++rank)
-      all[rank] = bytes_in(pieces[rank], lengths[rank]);
-  }
+  require_one_call(group, different_calls(names, ranks));
+  return all;
+}
 
-  at::Tensor headers;
-  std::vector<std::int64_t> lengths;
-  std::vector<at::Tensor> pieces;  // by rank; none if every rank's bytes are empty
-};
-
-/// Broadcasts the bytes of `root`. See BytesGather for the two halves. Only the other ranks compare the names
-/// of the calls: the root receives nothing.
-struct BytesBroadcast {
-  int root = 0;
-  std::string bytes;  // the result
-  ServedCall served;
-  std::vector<int> ranks;  // of the group, as errors name them
-
-  BackendWork start(c10d::Backend& backend) {
-    header = BytesHeader::of(bytes.size(), served);
-    return start_broadcast(backend, header, root);
-  }
-  std::vector<BackendWork> send_bytes(c10d::Backend& backend) {
-    if (backend.getRank() != root) {
-      const auto both = at::stack({header, BytesHeader::of(0, served)});
-      const std::string calls = BytesHeader::different_calls(
-          both,
-          {ranks.at(static_cast<std::size_t>(root)), ranks.at(static_cast<std::size_t>(backend.getRank()))});
-      if (!calls.empty()) throw MismatchError(calls);
-    }
-    const std::int64_t count = BytesHeader::lengths(header)[0];
-    if (count == 0) return {};
-    content = backend.getRank() == root ? bytes_tensor(bytes, count) : at::empty({count}, at::kByte);
-    return {start_broadcast(backend, content, root)};
-  }
-  void finish() { bytes = content.defined() ? bytes_in(content, content.numel()) : std::string(); }
-
-  at::Tensor header, content;
-};
-
-/// Runs asynchronous exchanges of bytes.
-///
-/// The second half of an exchange starts when its first half completes, on a thread of the backend's and at a
-/// different moment on each rank, while the order of collectives must be equal on all ranks. So the second
-/// halves run on a process group of their own, created when the first of them is due, in the order of the
-/// calls.
-class BytesLane : public std::enable_shared_from_this<BytesLane> {
+/// An exchange of bytes over the backend: every rank's header first, then the bytes.
+class BytesExchange {
  public:
-  using Backend = c10::intrusive_ptr<c10d::Backend>;
+  BytesExchange(BackendGroup& group, const Call& call) : group_(group), call_(call) {}
 
-  /// `connect` creates the process group. It runs on a thread of the backend's.
-  explicit BytesLane(std::function<Backend()> connect) : connect_(std::move(connect)) {}
-
-  /// Starts an exchange with its first half on `backend`. Returns a work that completes after both halves.
-  template <class Exchange>
-  BackendWork start(c10d::Backend& backend, const std::shared_ptr<Exchange>& exchange) {
-    auto whole = c10::make_intrusive<Whole>();
-    auto half = std::make_shared<SecondHalf>();
-    half->whole = whole;
-    half->send_bytes = [exchange, whole](c10d::Backend& own) {
-      finish_after(exchange->send_bytes(own), exchange, whole);
-    };
-    const BackendWork first = exchange->start(backend);
-    {
-      std::lock_guard lock(mutex_);
-      waiting_.push_back(half);
-    }
-    first->getFuture()->addCallback([lane = shared_from_this(), half](c10::ivalue::Future& future) {
-      lane->proceed(*half, future.hasError() ? future.exception_ptr() : nullptr);
-    });
-    return whole;
+  /// Starts an operation and blocks until it completes.
+  template <class Start>
+  void run(Start&& start) const {
+    complete(group_.launch(call_.name, std::forward<Start>(start)));
   }
-
-  /// Completes the second halves in flight. Requires that no exchange is in its first half; no exchange may
-  /// start afterwards.
-  void close() { backend_.reset(); }
+  void complete(const BackendWork& work) const { group_.await(call_, *work, call_.start + group_.timeout()); }
 
  private:
-  /// A work that completes when `finish` is called.
-  struct Whole : c10d::Work {
-    using c10d::Work::finish;
-  };
-  struct SecondHalf {
-    c10::intrusive_ptr<Whole> whole;
-    std::function<void(c10d::Backend&)> send_bytes;
-    std::exception_ptr error;  // of the first half
-    bool due = false;
-  };
-
-  template <class Exchange>
-  static void finish_after(const std::vector<BackendWork>& parts, const std::shared_ptr<Exchange>& exchange,
-                           const c10::intrusive_ptr<Whole>& whole) {
-    const auto left = std::make_shared<std::atomic<std::size_t>>(parts.size() + 1);
-    const auto count_down = [left, exchange, whole] {
-      if (--*left > 0) return;
-      exchange->finish();
-      whole->finish();
-    };
-    for (const BackendWork& part : parts)
-      part->getFuture()->addCallback([count_down, whole](c10::ivalue::Future& future) {
-        future.hasError() ? whole->finish(future.exception_ptr()) : count_down();
-      });
-    count_down();
-  }
-
-  // Issues the second halves that are due, in the order of the calls, from one thread at a time.
-  void proceed(SecondHalf& due, std::exception_ptr error) {
-    std::unique_lock lock(mutex_);
-    due.error = std::move(error);
-    due.due = true;
-    if (std::exchange(issuing_, true)) return;
-    while (!waiting_.empty() && waiting_.front()->due) {
-      const auto next = std::move(waiting_.front());
-      waiting_.pop_front();
-      lock.unlock();
-      try {
-        if (next->error) std::rethrow_exception(next->error);
-        if (!backend_) backend_ = connect_();
-        next->send_bytes(*backend_);
-      } catch (...) {
-        next->whole->finish(std::current_exception());
-      }
-      lock.lock();
-    }
-    issuing_ = false;
-  }
-
-  std::function<Backend()> connect_;
-  Backend backend_;  // used only by the issuing thread
-  std::mutex mutex_;
-  std::deque<std::shared_ptr<SecondHalf>> waiting_;
-  bool issuing_ = false;
+  BackendGroup& group_;
+  const Call& call_;
 };
+
+/// Returns every rank's bytes, by rank. Blocks.
+inline std::vector<std::string> gather_bytes(BackendGroup& group, const Call& call, const std::string& own) {
+  const int size = group.state().size();
+  if (!group.on_host()) return exchanged_in_store(group, call, all_ranks(size), own);
+  const BytesExchange exchange(group, call);
+  const auto headers = at::empty({size, BytesHeader::numbers}, at::kLong);
+  exchange.run([&](c10d::Backend& backend) {
+    return start_all_gather(backend, headers, BytesHeader::of(own.size(), call.served));
+  });
+  require_one_call(group, BytesHeader::different_calls(headers, group.state().ranks()));
+  const std::vector<std::int64_t> lengths = BytesHeader::lengths(headers);
+  const std::int64_t total = std::accumulate(lengths.begin(), lengths.end(), std::int64_t{0});
+  const std::int64_t longest = *std::max_element(lengths.begin(), lengths.end());
+  std::vector<std::string> all(lengths.size());
+  if (longest == 0) return all;
+  std::vector<at::Tensor> pieces;
+  if (longest * size <= std::max<std::int64_t>(2 * total, 1 << 16)) {
+    const auto rows = at::empty({size, longest}, at::kByte);
+    exchange.run(
+        [&](c10d::Backend& backend) { return start_all_gather(backend, rows, bytes_tensor(own, longest)); });
+    pieces = rows.unbind(0);
+  } else {
+    // Padding unequal lengths to the longest would multiply the traffic.
+    std::vector<BackendWork> works;
+    for (int rank = 0; rank < size; ++rank) {
+      const std::int64_t length = lengths[static_cast<std::size_t>(rank)];
+      pieces.push_back(rank == group.state().rank() ? bytes_tensor(own, length)
+                                                    : at::empty({length}, at::kByte));
+      if (length > 0)
+        works.push_back(group.launch(call.name, [&](c10d::Backend& backend) {
+          return start_broadcast(backend, pieces.back(), rank);
+        }));
+    }
+    for (const BackendWork& work : works) exchange.complete(work);
+  }
+  for (std::size_t rank = 0; rank < all.size(); ++rank) all[rank] = bytes_in(pieces[rank], lengths[rank]);
+  return all;
+}
+
+/// Returns the bytes of `root`. Blocks. Only the other ranks compare the names of the calls: the root
+/// receives nothing.
+inline std::string broadcast_bytes(BackendGroup& group, const Call& call, const std::string& bytes,
+                                   int root) {
+  const int rank = group.state().rank();
+  const std::string own = rank == root ? bytes : std::string();
+  if (!group.on_host()) return exchanged_in_store(group, call, {root}, own)[0];
+  const BytesExchange exchange(group, call);
+  const at::Tensor header = BytesHeader::of(own.size(), call.served);
+  exchange.run([&](c10d::Backend& backend) { return start_broadcast(backend, header, root); });
+  if (rank != root) {
+    const std::vector<int>& ranks = group.state().ranks();
+    require_one_call(group, BytesHeader::different_calls(at::stack({header, BytesHeader::of(0, call.served)}),
+                                                         {ranks.at(static_cast<std::size_t>(root)),
+                                                          ranks.at(static_cast<std::size_t>(rank))}));
+  }
+  const std::int64_t length = BytesHeader::lengths(header)[0];
+  if (length == 0) return {};
+  const at::Tensor content = rank == root ? bytes_tensor(own, length) : at::empty({length}, at::kByte);
+  exchange.run([&](c10d::Backend& backend) { return start_broadcast(backend, content, root); });
+  return bytes_in(content, length);
+}
 
 }  // namespace lockstep::detail

@@ -23,14 +23,13 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
-#include "lockstep/comm/detail/backend_bytes.hpp"
 #include "lockstep/comm/detail/backend_operations.hpp"
 #include "lockstep/comm/detail/call.hpp"
 #include "lockstep/comm/detail/capture_scope.hpp"
 #include "lockstep/comm/detail/group_state.hpp"
 #include "lockstep/comm/detail/sigpipe_guard.hpp"
 #include "lockstep/comm/detail/store_exchange.hpp"
-#include "lockstep/comm/detail/tensor_lists.hpp"
+#include "lockstep/comm/detail/tensor_checks.hpp"
 #include "lockstep/comm/options.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
@@ -146,19 +145,17 @@ class BackendGroup {
         backend_(std::move(backend)) {
     if (!on_host()) c10::impl::VirtualGuardImpl(options_.device.type()).setDevice(options_.device);
     membership().join("");
-    const auto make = [world, rank = state_.rank(), size = state_.size(), own = options_,
-                       prefix = state_.name()](const std::string& suffix) {
-      return own.make_backend(own_store(world, prefix + suffix, own.timeout), rank, size);
-    };
-    if (!backend_) backend_ = connect([make] { return make(""); });
+    if (!backend_)
+      backend_ = connect(
+          [world, rank = state_.rank(), size = state_.size(), own = options_, prefix = state_.name()] {
+            return own.make_backend(own_store(world, prefix, own.timeout), rank, size);
+          });
     const std::string backend_name = backend_->getBackendName();
     is_gloo_ = backend_name == "gloo";
     is_nccl_ = backend_name == "nccl" || backend_name == "nccl2";
     has_futures_ = on_host();
     check_ = {is_gloo_ ? "Gloo" : detail::formatted("the backend '{}'", backend_name),
               options_.device.type()};
-    if (is_gloo_ && on_host() && options_.make_backend)
-      lane_ = std::make_shared<BytesLane>([make] { return make("/bytes"); });
     membership().connected();
     if (!on_host()) watch_ = std::thread([this] { watch_operations(); });
   }
@@ -177,13 +174,12 @@ class BackendGroup {
     // Reachable, so that leak checkers do not report it.
     struct Left {
       Backend backend;
-      std::shared_ptr<BytesLane> lane;
       Messages messages;
     };
     static auto* left_behind = new std::vector<Left>();
     static std::mutex mutex;
     std::lock_guard lock(mutex);
-    left_behind->push_back({std::move(backend_), std::move(lane_), std::move(kept_)});
+    left_behind->push_back({std::move(backend_), std::move(kept_)});
   }
   BackendGroup(const BackendGroup&) = delete;
   BackendGroup& operator=(const BackendGroup&) = delete;
@@ -193,8 +189,6 @@ class BackendGroup {
   [[nodiscard]] std::chrono::milliseconds timeout() const { return options_.timeout; }
   [[nodiscard]] c10d::Backend& backend() { return *backend_; }
   [[nodiscard]] const TensorCheck& tensor_check() const { return check_; }
-  /// Returns the lane of asynchronous exchanges of bytes. Null if they use the store.
-  [[nodiscard]] BytesLane* bytes_lane() { return lane_.get(); }
 
   [[nodiscard]] bool on_host() const { return options_.device.is_cpu(); }
   /// Returns whether the backend computes averages itself.
@@ -451,8 +445,7 @@ class BackendGroup {
   // Completes the works in flight, on a thread that can be left behind. Returns false if another rank failed.
   bool finish_works(const Call& call) {
     std::unique_lock lock(mutex_);
-    const LeavableThread finishing([backend = std::move(backend_), lane = std::move(lane_),
-                                    kept = std::move(kept_), timeout = timeout(),
+    const LeavableThread finishing([backend = std::move(backend_), kept = std::move(kept_), timeout = timeout(),
                                     on_device = !on_host()]() mutable {
       const SigpipeGuard guard;
       for (auto& message : kept) try {
@@ -462,7 +455,6 @@ class BackendGroup {
       kept.clear();
       if (on_device && backend.use_count() == 1) shut_down(*backend);
       backend.reset();
-      if (lane) lane->close();
     });
     lock.unlock();
     while (!finishing.ends_within(slice)) {
@@ -516,7 +508,6 @@ class BackendGroup {
   TensorCheck check_;
   bool is_gloo_ = false, is_nccl_ = false;
   std::atomic<bool> has_futures_{false};
-  std::shared_ptr<BytesLane> lane_;
   std::mutex mutex_;
   Messages kept_;
   std::optional<LeavableThread> aborting_;  // it may use the backend after this group has gone

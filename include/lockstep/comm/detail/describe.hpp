@@ -52,23 +52,4 @@ inline std::string describe(const at::Tensor& tensor) {
   return shape_text(tensor.sizes()) + " " + dtype_name(tensor.scalar_type());
 }
 
-/// Returns whether Gloo, and every NCCL since 2.18, can reduce this dtype. Both can only move other dtypes.
-/// A bool is reduced as a byte 0 or 1.
-inline bool is_reducible(at::ScalarType type) {
-  switch (type) {
-    case at::kFloat:
-    case at::kDouble:
-    case at::kHalf:
-    case at::kBFloat16:
-    case at::kChar:
-    case at::kByte:
-    case at::kBool:
-    case at::kInt:
-    case at::kLong:
-      return true;
-    default:
-      return false;
-  }
-}
-
 }  // namespace lockstep::detail

@@ -39,7 +39,7 @@ std::string failure_text(const std::vector<BackwardReport>& reports,
                          std::string_view outcome = {});
 
 /// Returns the reports of all ranks, by rank. Collective and blocking.
-template <Gathering C>
+template <Communicator C>
 std::vector<BackwardReport> gather_reports(C& comm, const BackwardReport& mine) {
   std::vector<BackwardReport> reports;
   for (const std::string& bytes : agree(comm, [&] { return serialize(mine); }))
@@ -58,7 +58,7 @@ std::exception_ptr failure_of(const std::vector<BackwardReport>& reports, const 
 /// Throws on every rank if any rank has a report: `failure` if this rank has one, else PeerError or
 /// GradientError with the reports of all ranks. A no-op if there is no report: NaN alone is not an error,
 /// since a model may diverge. Collective and blocking.
-template <Gathering C>
+template <Communicator C>
 void throw_reported_failure(C& comm, const BackwardReport& mine, std::span<const ParameterEntry> parameters,
                             const std::exception_ptr& failure) {
   const std::vector<BackwardReport> reports = gather_reports(comm, mine);
@@ -70,7 +70,7 @@ void throw_reported_failure(C& comm, const BackwardReport& mine, std::span<const
 /// Returns the error of reports of a `backward`, counted from 1, that has returned on the ranks without a
 /// report. Returns null if there is no report, and if every rank has one, since every rank has thrown its
 /// own. The text ends with this rank's `own` later failure if that is not null. Collective and blocking.
-template <Gathering C>
+template <Communicator C>
 std::exception_ptr late_failure(C& comm, const BackwardReport& mine,
                                 std::span<const ParameterEntry> parameters, std::size_t backward,
                                 const std::exception_ptr& own) {
@@ -84,7 +84,7 @@ std::exception_ptr late_failure(C& comm, const BackwardReport& mine,
 }
 
 /// Returns the text of this rank's own failure, of which the other ranks learn later.
-template <Gathering C>
+template <Communicator C>
 std::string own_failure_text(C& comm, const BackwardReport& mine,
                              std::span<const ParameterEntry> parameters) {
   std::vector<BackwardReport> reports(static_cast<std::size_t>(comm.size()));

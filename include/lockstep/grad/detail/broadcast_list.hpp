@@ -24,7 +24,7 @@ class BroadcastList {
   [[nodiscard]] bool empty() const { return tensors_.empty(); }
 
   /// Copies the tensors of `root` to every rank. Collective; stream-ordered.
-  template <Reducing Comm>
+  template <Communicator Comm>
   void run(Comm& comm, int root) {
     const c10::NoGradGuard no_grad;
     if (!up_to_date()) rebuild();

@@ -72,7 +72,7 @@ std::vector<std::size_t> completion_order(const std::vector<std::size_t>& fired,
 bool is_order_of(const std::vector<std::size_t>& order, std::size_t parameters);
 
 /// Returns rank 0's order on every rank. Collective and blocking.
-template <Reducing Comm>
+template <Communicator Comm>
 std::vector<std::size_t> order_of_rank_zero(Comm& comm, const std::vector<std::size_t>& mine,
                                             at::Device device) {
   const auto length = static_cast<std::int64_t>(mine.size());

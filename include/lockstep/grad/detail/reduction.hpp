@@ -53,7 +53,7 @@ struct SparseSum {
 /// `finish(work)` waits for a Work.
 ///
 /// Adds the ranks' rows in rank order, as Gloo's sparse all-reduce does: bitwise equal to Python.
-template <Gathering Comm, class Finish>
+template <Communicator Comm, class Finish>
 SparseSum sum_rows(Comm& comm, const at::Tensor& gradient, const at::Tensor& parameter, bool flag,
                    const Finish& finish) {
   SparseSum result;
@@ -100,7 +100,7 @@ SparseSum sum_rows(Comm& comm, const at::Tensor& gradient, const at::Tensor& par
 
 /// One small integer all-reduce, like Python's, that tells every rank which parameters were used on any rank
 /// and whether any rank has failed.
-template <Reducing Comm>
+template <Communicator Comm>
 class UsageExchange {
  public:
   /// `parameters` is 0 if only failures are exchanged.

@@ -84,7 +84,7 @@ class CastHook {
   /// CapturedStep can capture it.
   static constexpr bool capturable = true;
 
-  template <Reducing Comm>
+  template <Communicator Comm>
   auto start(Comm& comm, const GradientBucket& bucket) {
     return start_cast(comm, bucket, type_, scratch_, wire_bytes_, division_);
   }
@@ -154,8 +154,7 @@ class Bf16Fp32Hook {
   static constexpr bool predivides = false;
   static constexpr bool propagates_nan = true;
 
-  template <class Comm>
-  requires Reducing<Comm> && Gathering<Comm>
+  template <Communicator Comm>
   auto start(Comm& comm, const GradientBucket& bucket) {
     const auto ranks = static_cast<std::int64_t>(comm.size());
     const std::int64_t length = bucket.flat.numel(), part = (length + ranks - 1) / ranks;
@@ -236,8 +235,7 @@ class QuantizedHook {
                                          options.channel));
   }
 
-  template <class Comm>
-  requires Reducing<Comm> && Gathering<Comm>
+  template <Communicator Comm>
   auto start(Comm& comm, const GradientBucket& bucket) {
     const Layout layout = layout_of(bucket.flat);
     const auto bytes = bucket.flat.options().dtype(at::kByte).requires_grad(false);

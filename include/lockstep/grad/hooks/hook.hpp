@@ -148,7 +148,7 @@ class AllReduceHook {
   /// CapturedStep can capture it.
   static constexpr bool capturable = true;
 
-  template <Reducing Comm>
+  template <Communicator Comm>
   typename Comm::Work start(Comm& comm, const GradientBucket& bucket) {
     wire_bytes_ += detail::sent_bytes(comm, bucket.flat);
     return comm.all_reduce(bucket.flat, ReduceOp::sum);
@@ -186,112 +186,6 @@ struct NoOpHook {
 };
 
 }  // namespace lockstep
-
-namespace lockstep::detail {
-
-/// A non-owning view of a communicator for function hooks. Forwards every call and adds the bytes that this
-/// rank sends to a counter.
-template <Communicator Comm>
-class CountingComm {
- public:
-  using Work = typename Comm::Work;
-
-  CountingComm(Comm& comm, std::uint64_t& bytes) : comm_(&comm), bytes_(&bytes) {}
-
-  [[nodiscard]] int rank() const { return comm_->rank(); }
-  [[nodiscard]] int size() const { return comm_->size(); }
-  [[nodiscard]] const World& world() const { return comm_->world(); }
-  /// Returns the underlying communicator, whose calls are not counted.
-  [[nodiscard]] Comm& uncounted() const { return *comm_; }
-
-  Work all_reduce(const at::Tensor& tensor, ReduceOp op = ReduceOp::sum) {
-    return comm_->all_reduce(counted(tensor), op);
-  }
-  Work all_reduce(const std::vector<at::Tensor>& list, ReduceOp op = ReduceOp::sum) {
-    return comm_->all_reduce(counted(list), op);
-  }
-  Work reduce(const at::Tensor& tensor, int root = 0, ReduceOp op = ReduceOp::sum) {
-    return comm_->reduce(counted(tensor), root, op);
-  }
-  Work reduce(const std::vector<at::Tensor>& list, int root = 0, ReduceOp op = ReduceOp::sum) {
-    return comm_->reduce(counted(list), root, op);
-  }
-  Work broadcast(const at::Tensor& tensor, int root = 0) {
-    if (rank() == root) counted(tensor);
-    return comm_->broadcast(tensor, root);
-  }
-  Work broadcast(const std::vector<at::Tensor>& list, int root = 0) {
-    if (rank() == root) counted(list);
-    return comm_->broadcast(list, root);
-  }
-  Work reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op = ReduceOp::sum) {
-    return comm_->reduce_scatter(output, counted(input), op);
-  }
-  Work reduce_scatter(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs,
-                      ReduceOp op = ReduceOp::sum) {
-    return comm_->reduce_scatter(outputs, counted(inputs), op);
-  }
-  Work all_gather(const at::Tensor& output, const at::Tensor& input) {
-    return comm_->all_gather(output, counted(input));
-  }
-  Work all_gather(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs) {
-    return comm_->all_gather(outputs, counted(inputs));
-  }
-  Work all_to_all(const at::Tensor& output, const at::Tensor& input) {
-    return comm_->all_to_all(output, counted(input));
-  }
-  Work all_to_all(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs) {
-    return comm_->all_to_all(outputs, counted(inputs));
-  }
-  Work send(const at::Tensor& tensor, int peer, int tag = 0) {
-    return comm_->send(counted(tensor), peer, tag);
-  }
-  Work send(const std::vector<at::Tensor>& list, int peer, int tag = 0) {
-    return comm_->send(counted(list), peer, tag);
-  }
-  Work recv(const at::Tensor& tensor, int peer, int tag = 0) { return comm_->recv(tensor, peer, tag); }
-  Work recv(const std::vector<at::Tensor>& list, int peer, int tag = 0) {
-    return comm_->recv(list, peer, tag);
-  }
-
-  [[nodiscard]] std::vector<std::string> all_gather_bytes(const std::string& bytes) {
-    return comm_->all_gather_bytes(counted(bytes));
-  }
-  Work all_gather_bytes_async(std::vector<std::string>& all, const std::string& bytes) {
-    return comm_->all_gather_bytes_async(all, counted(bytes));
-  }
-  [[nodiscard]] std::string broadcast_bytes(const std::string& bytes, int root = 0) {
-    if (rank() == root) counted(bytes);
-    return comm_->broadcast_bytes(bytes, root);
-  }
-  Work broadcast_bytes_async(std::string& bytes, int root = 0) {
-    if (rank() == root) counted(bytes);
-    return comm_->broadcast_bytes_async(bytes, root);
-  }
-  void barrier() { comm_->barrier(); }
-  Work barrier_async() { return comm_->barrier_async(); }
-  void abort(const std::string& reason) { comm_->abort(reason); }
-  void shutdown() { comm_->shutdown(); }
-
- private:
-  const at::Tensor& counted(const at::Tensor& tensor) {
-    *bytes_ += sent_bytes(*comm_, tensor);
-    return tensor;
-  }
-  const std::vector<at::Tensor>& counted(const std::vector<at::Tensor>& list) {
-    for (const at::Tensor& tensor : list) counted(tensor);
-    return list;
-  }
-  const std::string& counted(const std::string& bytes) {
-    if (size() > 1) *bytes_ += bytes.size();
-    return bytes;
-  }
-
-  Comm* comm_;
-  std::uint64_t* bytes_;
-};
-
-}  // namespace lockstep::detail
 
 namespace lockstep {
 
@@ -341,34 +235,9 @@ class FunctionHook {
 
   template <Communicator Comm>
   auto start(Comm& comm, const GradientBucket& bucket) {
-    if constexpr (std::invocable<Function&, detail::CountingComm<Comm>&, const GradientBucket&>) {
-      detail::CountingComm<Comm> counting(comm, wire_bytes_);
-      return begin(counting, bucket);
-    } else {
-      static_assert(std::invocable<Function&, Comm&, const GradientBucket&>,
-                    "lockstep: a hook function takes (auto& comm, const GradientBucket& bucket)");
-      return begin(comm, bucket);
-    }
-  }
-
-  [[nodiscard]] std::string_view name() const { return name_; }
-  [[nodiscard]] std::uint64_t wire_bytes() const { return wire_bytes_; }
-
-  /// Returns the function object.
-  [[nodiscard]] Function& function() { return function_; }
-
-  [[nodiscard]] HookState state() const requires StatefulHook<Function> { return function_.state(); }
-  void load_state(const HookState& state) requires StatefulHook<Function> { function_.load_state(state); }
-  void rollback() requires StatefulHook<Function> { function_.rollback(); }
-  void reset() requires StatefulHook<Function> { function_.reset(); }
-  [[nodiscard]] static HookState shared_state(HookState state) requires requires {
-    Function::shared_state(std::move(state));
-  }
-  { return Function::shared_state(std::move(state)); }
-
- private:
-  template <class Comm>
-  auto begin(Comm& comm, const GradientBucket& bucket) {
+    static_assert(std::invocable<Function&, Comm&, const GradientBucket&>,
+                  "lockstep: a hook function takes (auto& comm, const GradientBucket& bucket)");
+    wire_bytes_ += detail::sent_bytes(comm, bucket.flat);
     using Result = std::invoke_result_t<Function&, Comm&, const GradientBucket&>;
     if constexpr (std::is_void_v<Result>) {
       function_(comm, bucket);
@@ -383,6 +252,28 @@ class FunctionHook {
     }
   }
 
+  [[nodiscard]] std::string_view name() const { return name_; }
+  /// Returns what the function object's own `wire_bytes()` returns, or the bytes of the buckets.
+  [[nodiscard]] std::uint64_t wire_bytes() const {
+    if constexpr (requires { function_.wire_bytes(); })
+      return function_.wire_bytes();
+    else
+      return wire_bytes_;
+  }
+
+  /// Returns the function object.
+  [[nodiscard]] Function& function() { return function_; }
+
+  [[nodiscard]] HookState state() const requires StatefulHook<Function> { return function_.state(); }
+  void load_state(const HookState& state) requires StatefulHook<Function> { function_.load_state(state); }
+  void rollback() requires StatefulHook<Function> { function_.rollback(); }
+  void reset() requires StatefulHook<Function> { function_.reset(); }
+  [[nodiscard]] static HookState shared_state(HookState state) requires requires {
+    Function::shared_state(std::move(state));
+  }
+  { return Function::shared_state(std::move(state)); }
+
+ private:
   Function function_;
   std::string name_;
   std::uint64_t wire_bytes_ = 0;
@@ -401,8 +292,7 @@ class FunctionHook {
 /// Gradients are not predivided, as in Python. The function is called for each bucket as soon as the bucket
 /// is full. An exception that it throws must be thrown on every rank.
 ///
-/// `comm` is a CountingComm, valid during the call. A function that names its communicator's type (GlooComm&)
-/// gets the communicator itself, and its bytes are not counted. The hook of a function object that models
+/// `comm` is the communicator of DistributedDataParallel. The hook of a function object that models
 /// StatefulHook models StatefulHook. For collectives in several phases, write a class that models
 /// CommunicationHook.
 ///

@@ -34,7 +34,7 @@ struct PostLocalSgdOptions {
 /// `Group` is the communicator type of DistributedDataParallel.
 ///
 /// Counterpart: post_localSGD_hook.
-template <Reducing Group>
+template <Communicator Group>
 class PostLocalSgdHook {
  public:
   static constexpr bool predivides = false;

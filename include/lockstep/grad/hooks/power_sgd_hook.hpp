@@ -343,7 +343,7 @@ class PowerSgdHook {
     if (!(options.orthogonalization_epsilon >= 0)) refuse("orthogonalization_epsilon must not be negative");
   }
 
-  template <Reducing Comm>
+  template <Communicator Comm>
   auto start(Comm& comm, const GradientBucket& bucket) {
     begin(bucket.iteration);
     Factors<Comm> reduction(*this, comm, bucket);

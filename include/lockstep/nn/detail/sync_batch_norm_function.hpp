@@ -54,8 +54,7 @@ class BatchNormGroup;
 
 /// A communicator from which batch norm can create its group.
 template <class C>
-concept StatisticsCommunicator =
-    (!std::same_as<C, BatchNormGroup>)&&Reducing<C>&& Gathering<C>&& Splittable<C>;
+concept StatisticsCommunicator = (!std::same_as<C, BatchNormGroup>)&&Splittable<C>;
 
 /// The ranks whose batches form one combined batch for batch norm, and their communicator, which all modules
 /// of a model share. Copies share the communicator; it is destroyed with the last copy and the last module

@@ -40,7 +40,7 @@ inline std::int64_t steady_nanoseconds(std::chrono::steady_clock::time_point tim
 /// Returns the offset of this rank's steady clock to rank 0's: 0 on rank 0's host, otherwise an estimate from
 /// 16 small collectives, whose error is at most the mean of how long one of them takes on the two ranks.
 /// `boot` identifies this rank's host. Collective and blocking.
-template <Gathering C>
+template <Communicator C>
 ClockOffset align_clock(C& comm, const std::string& boot = boot_id()) {
   const std::vector<std::string> boots = comm.all_gather_bytes(boot);
   bool one_host = true;

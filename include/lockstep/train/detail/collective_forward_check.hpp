@@ -40,7 +40,7 @@ enum class Turn { none, more, last_of_step };
 /// Checks that all ranks run equally many forwards on a stream, whose length is unknown beforehand: compares
 /// the streams' states over the ranks before each forward. One small collective per micro-batch, only for
 /// models with a collective forward.
-template <Gathering C>
+template <Communicator C>
 class CollectiveForwardCheck {
  public:
   CollectiveForwardCheck(const torch::nn::Module& model, C& comm)

@@ -19,7 +19,7 @@ namespace lockstep::detail {
 /// Logs one warning if the ranks have constructed the model with different values. DistributedDataParallel
 /// then broadcasts rank 0's, as Python does, and the other ranks' are lost. Call it before that. Collective;
 /// sends 8 bytes per parameter.
-template <Gathering Comm>
+template <Communicator Comm>
 void warn_of_unequal_values(const torch::nn::Module& module, const DdpOptions& options, Comm& comm,
                             const World& world) {
   if (comm.size() == 1) return;

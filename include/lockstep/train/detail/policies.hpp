@@ -97,7 +97,7 @@ struct PolicyTypes {
   static constexpr bool has(PolicyKind kind) { return count(kind) > 0; }
 
   // Whether the Trainer can have members of these types.
-  static constexpr bool complete() { return lockstep::Model<Model> && Reducing<Comm> && Gathering<Comm>; }
+  static constexpr bool complete() { return lockstep::Model<Model>; }
 
   using Model = typename SelectPolicy<PolicyKind::model, Nothing, Policies...>::type;
   using Sampler = typename SelectPolicy<PolicyKind::sampler, DefaultSampler, Policies...>::type;
@@ -141,10 +141,6 @@ struct CheckedPolicies {
       Model<typename Types::Model> || ((kind_of<Policies>() == PolicyKind::none) || ...),
       "lockstep: a Trainer has no model: give it a class derived from torch::nn::Module or the holder that "
       "TORCH_MODULE makes of one, by value or as std::in_place_type<Net>");
-  static_assert(
-      Reducing<Comm> && Gathering<Comm>,
-      "lockstep: the communicator of a Trainer models lockstep::Reducing and lockstep::Gathering, as "
-      "lockstep::GlooComm and lockstep::LocalComm do");
   static_assert(
       !(ScalingPrecision<PrecisionType> && Types::has(PolicyKind::check)),
       "lockstep: a GradientCheck, such as CheckFinite, refuses gradients that are not finite, which a "

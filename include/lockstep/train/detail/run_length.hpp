@@ -70,7 +70,7 @@ inline std::string samples_text(const std::vector<std::size_t>& of_ranks) {
 
 /// Compares the options of a run and `data`, a description of its data, over the ranks. Collective. Throws an
 /// equal MismatchError on every rank.
-template <Gathering C>
+template <Communicator C>
 void check_same_plan(const std::string& data, const TrainerOptions& options, C& comm) {
   if (comm.size() == 1) return;
   const auto number = [](const std::optional<std::int64_t>& given) {
@@ -99,7 +99,7 @@ void check_same_plan(const std::string& data, const TrainerOptions& options, C& 
 /// length and, for a TensorDataset, by a fingerprint: other datasets may draw their samples anew each time.
 /// Ranks that disagree on the samples of each rank would wait for a rank without data. Collective. Throws an
 /// equal MismatchError on every rank.
-template <Gathering C, Dataset D>
+template <Communicator C, Dataset D>
 void check_same_run(D& dataset, const std::vector<std::size_t>& samples_of_ranks,
                     const TrainerOptions& options, C& comm) {
   if (comm.size() == 1) return;
