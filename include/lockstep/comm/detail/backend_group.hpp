@@ -288,7 +288,6 @@ class BackendGroup {
     std::unique_lock lock(work.*WorkInternals::mutex);
     const auto complete = [&] { return work.*WorkInternals::completed; };
     while (!complete()) {
-      state_.check_error();
       const auto now = Clock::now();
       if (now >= until) {
         lock.unlock();
@@ -296,6 +295,7 @@ class BackendGroup {
       }
       if ((work.*WorkInternals::changed).wait_until(lock, std::min(until, now + slice), complete)) break;
       lock.unlock();
+      state_.check_error();
       check(watch.look());
       lock.lock();
     }
