@@ -18,9 +18,6 @@
 #include <optional>
 #include <string>
 
-#ifdef LOCKSTEP_HAS_CUDA
-#include "lockstep/comm/nccl_comm.hpp"
-#endif
 #include "lockstep/comm/with_device.hpp"
 #include "lockstep/lockstep.hpp"
 #include "lockstep/world/launch.hpp"

@@ -154,15 +154,15 @@ TEST_CASE("an abort that hangs delays the program by a bounded time") {
 }
 
 TEST_CASE("a backend that the communicator alone holds is shut down before it is destroyed") {
-  static std::atomic<int> shutdowns{0};
+  static std::atomic<int> ended{0};
   struct Own : HangingBackend {
-    void shutdown() override { ++shutdowns; }
+    void shutdown() override { ++ended; }
   };
   { ProcessGroupComm comm{World(), c10::make_intrusive<Own>(), on_meta()}; }
-  CHECK(shutdowns == 1);
+  CHECK(ended == 1);
   const auto shared = c10::make_intrusive<Own>();
   { ProcessGroupComm comm{World(), shared, on_meta()}; }
-  CHECK(shutdowns == 1);
+  CHECK(ended == 1);
 }
 
 TEST_CASE("the environment of NCCL is told where LibTorch may end the process") {

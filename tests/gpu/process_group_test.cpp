@@ -4,6 +4,7 @@
 #include <chrono>
 #include <numeric>
 #include <optional>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -119,6 +120,26 @@ TEST_CASE("both engines of LibTorch compute the same", "[gpu]") {
   check_same_training(nccl, nccl2);
 }
 #endif
+
+TEST_CASE("a backward that fails throws on its rank, and on every rank one backward later", "[gpu][2+]") {
+  lockstep::NcclComm comm(test_world());
+  torch::manual_seed(5);
+  torch::nn::Linear net(4, 3);
+  net->to(comm.tensor_device());
+  lockstep::DistributedDataParallel ddp{net, comm};
+  const auto loss = [&] { return ddp(torch::randn({6, 4}, on(comm))).pow(2).mean(); };
+  for (int step = 0; step < 2; ++step) ddp.backward(loss());
+  CHECK(ddp.checks_late());
+  auto failing = loss();
+  if (comm.rank() == comm.size() - 1) {
+    failing.register_hook([](const at::Tensor&) -> at::Tensor { throw std::runtime_error("thrown inside"); });
+    CHECK_THROWS_WITH(ddp.backward(failing * 1), ContainsSubstring("thrown inside"));
+  } else {
+    ddp.backward(failing * 1);
+  }
+  CHECK_THROWS_WITH(ddp.synchronize(), ContainsSubstring("thrown inside"));
+  ddp.backward(loss());  // every rank goes on
+}
 
 TEST_CASE("a captured step reduces as DistributedDataParallel does", "[gpu]") {
   lockstep::NcclComm comm(test_world());

@@ -1,5 +1,6 @@
 #include <thread>
 
+#include "lockstep/world/detail/nccl_environment.hpp"
 #include "lockstep/world/detail/store.hpp"
 #include "support/ranks.hpp"
 
@@ -14,6 +15,10 @@ TEST_CASE("the ranks meet in one store") {
   for (int rank = 0; rank < world.size(); ++rank) store->wait({fmt::format("test/met/{}", rank)}, 20s);
   CHECK(world.local_rank() == world.rank());
   CHECK(world.local_size() == world.size());
+}
+
+TEST_CASE("launch sets the environment in which LibTorch does not end the process") {
+  CHECK(lockstep::detail::nccl_environment_warning().empty());
 }
 
 TEST_CASE("a second connection works while the first one waits") {

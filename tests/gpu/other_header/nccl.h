@@ -1,4 +1,5 @@
 #pragma once
+#pragma GCC system_header  // for #include_next
 
 // The real nccl.h with a configuration of fewer members, as an older version has it.
 #include_next <nccl.h>

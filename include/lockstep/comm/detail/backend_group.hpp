@@ -282,7 +282,6 @@ class BackendGroup {
     std::unique_lock lock(work.*WorkInternals::mutex);
     const auto complete = [&] { return work.*WorkInternals::completed; };
     while (!complete()) {
-      state_.check_error();
       const auto now = Clock::now();
       if (now >= until) {
         lock.unlock();
@@ -290,6 +289,7 @@ class BackendGroup {
       }
       if ((work.*WorkInternals::changed).wait_until(lock, std::min(until, now + slice), complete)) break;
       lock.unlock();
+      state_.check_error();
       check(watch.look());
       lock.lock();
     }
