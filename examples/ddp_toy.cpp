@@ -18,7 +18,6 @@
 #include <optional>
 #include <string>
 
-#include "lockstep/comm/comm_by_device.hpp"
 #include "lockstep/comm/with_device.hpp"
 #include "lockstep/lockstep.hpp"
 #include "lockstep/world/launch.hpp"
