@@ -94,30 +94,19 @@ inline std::vector<std::string> exchanged_in_store(BackendGroup& group, const Ca
   return all;
 }
 
-/// An exchange of bytes over the backend: every rank's header first, then the bytes.
-class BytesExchange {
- public:
-  BytesExchange(BackendGroup& group, const Call& call) : group_(group), call_(call) {}
+/// Starts an operation of an exchange of bytes and blocks until it completes.
+template <class Start>
+void run_and_wait(BackendGroup& group, const Call& call, Start&& start) {
+  const BackendWork work = group.launch(call.name, std::forward<Start>(start));
+  group.await(call, *work, call.start + group.timeout());
+}
 
-  /// Starts an operation and blocks until it completes.
-  template <class Start>
-  void run(Start&& start) const {
-    complete(group_.launch(call_.name, std::forward<Start>(start)));
-  }
-  void complete(const BackendWork& work) const { group_.await(call_, *work, call_.start + group_.timeout()); }
-
- private:
-  BackendGroup& group_;
-  const Call& call_;
-};
-
-/// Returns every rank's bytes, by rank. Blocks.
+/// Returns every rank's bytes, by rank: the ranks send headers first, then the bytes. Blocks.
 inline std::vector<std::string> gather_bytes(BackendGroup& group, const Call& call, const std::string& own) {
   const int size = group.state().size();
   if (!group.on_host()) return exchanged_in_store(group, call, all_ranks(size), own);
-  const BytesExchange exchange(group, call);
   const auto headers = at::empty({size, BytesHeader::numbers}, at::kLong);
-  exchange.run([&](c10d::Backend& backend) {
+  run_and_wait(group, call, [&](c10d::Backend& backend) {
     return start_all_gather(backend, headers, BytesHeader::of(own.size(), call.served));
   });
   require_one_call(group, BytesHeader::different_calls(headers, group.state().ranks()));
@@ -129,8 +118,9 @@ inline std::vector<std::string> gather_bytes(BackendGroup& group, const Call& ca
   std::vector<at::Tensor> pieces;
   if (longest * size <= std::max<std::int64_t>(2 * total, 1 << 16)) {
     const auto rows = at::empty({size, longest}, at::kByte);
-    exchange.run(
-        [&](c10d::Backend& backend) { return start_all_gather(backend, rows, bytes_tensor(own, longest)); });
+    run_and_wait(group, call, [&](c10d::Backend& backend) {
+      return start_all_gather(backend, rows, bytes_tensor(own, longest));
+    });
     pieces = rows.unbind(0);
   } else {
     // Padding unequal lengths to the longest would multiply the traffic.
@@ -144,7 +134,7 @@ inline std::vector<std::string> gather_bytes(BackendGroup& group, const Call& ca
           return start_broadcast(backend, pieces.back(), rank);
         }));
     }
-    for (const BackendWork& work : works) exchange.complete(work);
+    for (const BackendWork& work : works) group.await(call, *work, call.start + group.timeout());
   }
   for (std::size_t rank = 0; rank < all.size(); ++rank) all[rank] = bytes_in(pieces[rank], lengths[rank]);
   return all;
@@ -157,9 +147,8 @@ inline std::string broadcast_bytes(BackendGroup& group, const Call& call, const 
   const int rank = group.state().rank();
   const std::string own = rank == root ? bytes : std::string();
   if (!group.on_host()) return exchanged_in_store(group, call, {root}, own)[0];
-  const BytesExchange exchange(group, call);
   const at::Tensor header = BytesHeader::of(own.size(), call.served);
-  exchange.run([&](c10d::Backend& backend) { return start_broadcast(backend, header, root); });
+  run_and_wait(group, call, [&](c10d::Backend& backend) { return start_broadcast(backend, header, root); });
   if (rank != root) {
     const std::vector<int>& ranks = group.state().ranks();
     require_one_call(group, BytesHeader::different_calls(at::stack({header, BytesHeader::of(0, call.served)}),
@@ -169,7 +158,7 @@ inline std::string broadcast_bytes(BackendGroup& group, const Call& call, const 
   const std::int64_t length = BytesHeader::lengths(header)[0];
   if (length == 0) return {};
   const at::Tensor content = rank == root ? bytes_tensor(own, length) : at::empty({length}, at::kByte);
-  exchange.run([&](c10d::Backend& backend) { return start_broadcast(backend, content, root); });
+  run_and_wait(group, call, [&](c10d::Backend& backend) { return start_broadcast(backend, content, root); });
   return bytes_in(content, length);
 }
 

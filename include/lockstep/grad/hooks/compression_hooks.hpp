@@ -148,13 +148,14 @@ class ReduceDtypeHook : public detail::CastHook {
 /// Sends bfloat16 and sums in float32. Each rank receives one part of the elements from all ranks
 /// (all_to_all), adds them in float32 in rank order, divides by the number of ranks, and sends the mean to
 /// all ranks (all_gather). An element is rounded to bfloat16 twice, regardless of the number of ranks, and
-/// its bits do not depend on its bucket or its position there.
+/// its bits do not depend on its bucket or its position there. Needs a communicator with `all_to_all`.
 class Bf16Fp32Hook {
  public:
   static constexpr bool predivides = false;
   static constexpr bool propagates_nan = true;
 
   template <Communicator Comm>
+  requires requires(Comm& comm, at::TensorList tensors) { comm.all_to_all(tensors, tensors); }
   auto start(Comm& comm, const GradientBucket& bucket) {
     const auto ranks = static_cast<std::int64_t>(comm.size());
     const std::int64_t length = bucket.flat.numel(), part = (length + ranks - 1) / ranks;
