@@ -23,7 +23,6 @@
 #include "lockstep/grad/detail/poison_check-inl.hpp"
 #include "lockstep/log/detail/log-inl.hpp"
 #include "lockstep/report/detail/append_file-inl.hpp"
-#include "lockstep/report/detail/clock_alignment-inl.hpp"
 #include "lockstep/report/detail/metrics_files-inl.hpp"
 #include "lockstep/report/detail/run_recorder-inl.hpp"
 #include "lockstep/report/detail/tensorboard-inl.hpp"
