@@ -27,7 +27,6 @@
 #include "lockstep/report/detail/run_recorder-inl.hpp"
 #include "lockstep/report/detail/tensorboard-inl.hpp"
 #include "lockstep/report/detail/trace_recorder-inl.hpp"
-#include "lockstep/train/detail/keep_last-inl.hpp"
 #include "lockstep/train/detail/monitor-inl.hpp"
 #include "lockstep/train/detail/safetensors-inl.hpp"
 #include "lockstep/train/detail/state_dict-inl.hpp"
