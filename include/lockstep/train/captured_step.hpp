@@ -154,7 +154,7 @@ class CapturedStep
     : detail::CheckedCapture<Graph, Comm, Optimizer, PrecisionType, Hook, GradientCallbacks...> {
  public:
   /// Constructs the DistributedDataParallel. Throws UsageError for options that a graph cannot capture: those
-  /// that `check_capturable()` of a part reports, `find_unused_parameters`, `param_dtype`,
+  /// that `check_capturable()` of a part reports, `find_unused_parameters`,
   /// DdpOptions::gradients other than `in_bucket`, or too few warm-up steps. Collective.
   CapturedStep(Graph graph, M& model, Comm& comm, Optimizer& optimizer, PrecisionType& precision, Loss loss,
                const CaptureOptions& options = {}, Hook hook = {}, GradientCallbacks... callbacks)
@@ -171,10 +171,6 @@ class CapturedStep
       throw UsageError(
           "CapturedStep: num_warmup_iters is 2: give 3 or more with DdpOptions::static_graph, since the "
           "third step orders the buckets");
-    if (options.ddp.param_dtype)
-      throw UsageError(
-          "CapturedStep: DdpOptions::param_dtype gives parameters new memory in each step, which a graph "
-          "cannot hold: use a precision policy, such as Bf16");
     if (options.ddp.find_unused_parameters || options.ddp.gradients != GradientStorage::in_bucket)
       throw UsageError(
           "CapturedStep: find_unused_parameters and gradients other than in_bucket change the work from step "

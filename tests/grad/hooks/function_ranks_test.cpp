@@ -1,6 +1,4 @@
 // Hooks of one's own.
-#include <stdexcept>
-
 #include "grad/hooks/buckets.hpp"
 #include "lockstep/grad/hooks/hook.hpp"
 
@@ -41,13 +39,7 @@ struct Counter {
 
 }  // namespace
 
-TEST_CASE("a function may return the average, write it, or return a Work") {
-  auto returned = hook_of([](auto& comm, const GradientBucket& bucket) {
-    const torch::Tensor half = bucket.flat / comm.size();
-    comm.all_reduce(half).synchronize();
-    return half;
-  });
-  check_average(returned, 4 * 19);
+TEST_CASE("a function may write the average, or return a Work") {
   auto written = hook_of([](auto& comm, const GradientBucket& bucket) {
     auto all = torch::empty({comm.size(), bucket.flat.numel()});
     comm.all_gather(all, bucket.flat).synchronize();
@@ -62,50 +54,6 @@ TEST_CASE("a function may return the average, write it, or return a Work") {
       "begun");
   check_average(begun, 4 * 19);
   CHECK(std::string(begun.name()) == "begun");
-}
-
-TEST_CASE("a function that names its communicator gets that one, uncounted") {
-  auto hook = hook_of([](GlooComm& comm, const GradientBucket& bucket) {
-    comm.all_reduce(bucket.flat, ReduceOp::avg).synchronize();
-  });
-  Buckets buckets(plan);
-  const auto averages = buckets.reduce(hook, shared_comm(), buckets.mine(1));
-  CHECK(torch::allclose(averages[0].to(torch::kDouble), buckets.average(1)[0], 1e-5, 1e-6));
-  CHECK(hook.wire_bytes() == 0);
-}
-
-TEST_CASE("a function that returns another shape or dtype is an error that names both, and no rank waits") {
-  Buckets buckets(plan);
-  const auto text = [&](auto function) {
-    auto hook = hook_of(function, "mine");
-    return thrown_by([&] { buckets.reduce(hook, shared_comm(), buckets.mine(1)); });
-  };
-  const std::string shape = text([](auto& comm, const GradientBucket& bucket) {
-    comm.all_reduce(bucket.flat).synchronize();
-    return bucket.index == 1 ? bucket.flat.narrow(0, 0, 3) : bucket.flat;
-  });
-  CHECK(
-      shape ==
-      "the communication hook 'mine' returned [3] float32 on cpu for bucket 2 of 2, which is [7] float32 on "
-      "cpu; "
-      "return the average in the bucket's shape and dtype, or write it into bucket.flat and return nothing");
-  CHECK_THAT(
-      text([](auto&, const GradientBucket& bucket) { return bucket.flat.to(torch::kHalf); }),
-      ContainsSubstring("returned [12] float16 on cpu for bucket 1 of 2, which is [12] float32 on cpu"));
-  CHECK_THAT(text([](auto&, const GradientBucket& bucket) { return bucket.gradients[0]; }),
-             ContainsSubstring("returned [4, 3] float32 on cpu for bucket 1 of 2, which is [12] float32"));
-  CHECK_THAT(text([](auto&, const GradientBucket&) { return torch::Tensor(); }),
-             ContainsSubstring("returned an undefined tensor for bucket 1 of 2"));
-  auto wrong = hook_of([](auto&, const GradientBucket&) { return torch::zeros({1}); });
-  CHECK_THROWS_AS(buckets.reduce(wrong, shared_comm(), buckets.mine(1)), GradientError);
-  // The wrong tensor comes on one rank alone: the others go on.
-  auto on_one = hook_of([](auto& comm, const GradientBucket& bucket) {
-    comm.all_reduce(bucket.flat).synchronize();
-    return comm.rank() == 0 ? bucket.flat.narrow(0, 0, 1) : bucket.flat;
-  });
-  const auto thrown = thrown_by([&] { buckets.reduce(on_one, shared_comm(), buckets.mine(1)); });
-  CHECK(thrown.empty() == (test_world().rank() != 0));
-  shared_comm().barrier();
 }
 
 TEST_CASE("a function object with state stays stateful") {
@@ -123,29 +71,6 @@ TEST_CASE("a function object with state stays stateful") {
   CHECK(other.function().seen == 19);
   other.reset();
   CHECK(other.function().seen == 0);
-}
-
-TEST_CASE("bytes are counted for every call that a function makes") {
-  const auto ranks = test_world().size();
-  auto hook = hook_of([](auto& comm, const GradientBucket& bucket) {
-    const auto tensor = torch::zeros({comm.size(), 2}), row = torch::zeros({2});
-    comm.all_reduce(std::vector<torch::Tensor>{row, row}).synchronize();                  // 16
-    comm.reduce(row).synchronize();                                                       // 8
-    comm.broadcast(row, 0).synchronize();                                                 // 8 on rank 0
-    comm.reduce_scatter(row, tensor).synchronize();                                       // 8 ranks
-    comm.all_to_all(tensor, tensor.clone()).synchronize();                                // 8 ranks
-    comm.all_gather(tensor, row).synchronize();                                           // 8
-    CHECK(comm.all_gather_bytes("abc").size() == static_cast<std::size_t>(comm.size()));  // 3
-    CHECK(comm.broadcast_bytes("abcde", 0) == "abcde");                                   // 5 on rank 0
-    comm.barrier();
-    comm.uncounted().all_reduce(row).synchronize();
-    bucket.flat.zero_();
-  });
-  Buckets buckets(Plan{{{3}}});
-  buckets.reduce(hook, shared_comm(), buckets.mine(1));
-  const bool root = test_world().rank() == 0;
-  CHECK(hook.wire_bytes() ==
-        on_the_wire(static_cast<std::uint64_t>(16 + 8 + 16 * ranks + 8 + 3 + (root ? 13 : 0))));
 }
 
 }  // namespace function_ranks_test

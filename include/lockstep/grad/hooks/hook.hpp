@@ -12,13 +12,9 @@
 #include <vector>
 
 #include <ATen/core/Tensor.h>
-#include <c10/core/ScalarType.h>
 
 #include "lockstep/comm/agreement.hpp"
 #include "lockstep/comm/communicator.hpp"
-#include "lockstep/comm/detail/describe.hpp"
-#include "lockstep/detail/format.hpp"
-#include "lockstep/error.hpp"
 
 namespace lockstep {
 
@@ -110,13 +106,6 @@ std::uint64_t sent_bytes(const Comm& comm, const at::Tensor& tensor) {
   return comm.size() > 1 ? static_cast<std::uint64_t>(tensor.numel()) * tensor.element_size() : 0;
 }
 
-/// Throws UsageError unless `type` supports arithmetic; one-byte floating-point dtypes are for storage only.
-inline void require_float_type(std::string_view what, at::ScalarType type) {
-  if (type == at::kHalf || type == at::kBFloat16 || type == at::kFloat || type == at::kDouble) return;
-  throw UsageError(
-      detail::formatted("{} is {}: give float16, bfloat16, float32 or float64", what, c10::toString(type)));
-}
-
 /// Implements `wait` and `synchronize` for a Reduction of several collectives. `Derived::finish(wait)` calls
 /// `wait(work)` for each Work in turn and launches the next phase in between. The timeout of `synchronize`
 /// covers all phases together.
@@ -187,146 +176,7 @@ struct NoOpHook {
 
 }  // namespace lockstep
 
-namespace lockstep::detail {
-
-/// A non-owning view of a communicator for function hooks. Forwards every call and adds the bytes that this
-/// rank sends to a counter.
-template <Communicator Comm>
-class CountingComm {
- public:
-  using Work = typename Comm::Work;
-
-  CountingComm(Comm& comm, std::uint64_t& bytes) : comm_(&comm), bytes_(&bytes) {}
-
-  [[nodiscard]] int rank() const { return comm_->rank(); }
-  [[nodiscard]] int size() const { return comm_->size(); }
-  [[nodiscard]] const World& world() const { return comm_->world(); }
-  /// Returns the underlying communicator, whose calls are not counted.
-  [[nodiscard]] Comm& uncounted() const { return *comm_; }
-
-  Work all_reduce(const at::Tensor& tensor, ReduceOp op = ReduceOp::sum) {
-    return comm_->all_reduce(counted(tensor), op);
-  }
-  Work all_reduce(const std::vector<at::Tensor>& list, ReduceOp op = ReduceOp::sum) {
-    return comm_->all_reduce(counted(list), op);
-  }
-  Work reduce(const at::Tensor& tensor, int root = 0, ReduceOp op = ReduceOp::sum) {
-    return comm_->reduce(counted(tensor), root, op);
-  }
-  Work reduce(const std::vector<at::Tensor>& list, int root = 0, ReduceOp op = ReduceOp::sum) {
-    return comm_->reduce(counted(list), root, op);
-  }
-  Work broadcast(const at::Tensor& tensor, int root = 0) {
-    if (rank() == root) counted(tensor);
-    return comm_->broadcast(tensor, root);
-  }
-  Work broadcast(const std::vector<at::Tensor>& list, int root = 0) {
-    if (rank() == root) counted(list);
-    return comm_->broadcast(list, root);
-  }
-  Work reduce_scatter(const at::Tensor& output, const at::Tensor& input, ReduceOp op = ReduceOp::sum) {
-    return comm_->reduce_scatter(output, counted(input), op);
-  }
-  Work reduce_scatter(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs,
-                      ReduceOp op = ReduceOp::sum) {
-    return comm_->reduce_scatter(outputs, counted(inputs), op);
-  }
-  Work all_gather(const at::Tensor& output, const at::Tensor& input) {
-    return comm_->all_gather(output, counted(input));
-  }
-  Work all_gather(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs) {
-    return comm_->all_gather(outputs, counted(inputs));
-  }
-  Work all_to_all(const at::Tensor& output, const at::Tensor& input) {
-    return comm_->all_to_all(output, counted(input));
-  }
-  Work all_to_all(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs) {
-    return comm_->all_to_all(outputs, counted(inputs));
-  }
-  Work send(const at::Tensor& tensor, int peer, int tag = 0) {
-    return comm_->send(counted(tensor), peer, tag);
-  }
-  Work send(const std::vector<at::Tensor>& list, int peer, int tag = 0) {
-    return comm_->send(counted(list), peer, tag);
-  }
-  Work recv(const at::Tensor& tensor, int peer, int tag = 0) { return comm_->recv(tensor, peer, tag); }
-  Work recv(const std::vector<at::Tensor>& list, int peer, int tag = 0) {
-    return comm_->recv(list, peer, tag);
-  }
-
-  [[nodiscard]] std::vector<std::string> all_gather_bytes(const std::string& bytes) {
-    return comm_->all_gather_bytes(counted(bytes));
-  }
-  Work all_gather_bytes_async(std::vector<std::string>& all, const std::string& bytes) {
-    return comm_->all_gather_bytes_async(all, counted(bytes));
-  }
-  [[nodiscard]] std::string broadcast_bytes(const std::string& bytes, int root = 0) {
-    if (rank() == root) counted(bytes);
-    return comm_->broadcast_bytes(bytes, root);
-  }
-  Work broadcast_bytes_async(std::string& bytes, int root = 0) {
-    if (rank() == root) counted(bytes);
-    return comm_->broadcast_bytes_async(bytes, root);
-  }
-  void barrier() { comm_->barrier(); }
-  Work barrier_async() { return comm_->barrier_async(); }
-  void abort(const std::string& reason) { comm_->abort(reason); }
-  void shutdown() { comm_->shutdown(); }
-
- private:
-  const at::Tensor& counted(const at::Tensor& tensor) {
-    *bytes_ += sent_bytes(*comm_, tensor);
-    return tensor;
-  }
-  const std::vector<at::Tensor>& counted(const std::vector<at::Tensor>& list) {
-    for (const at::Tensor& tensor : list) counted(tensor);
-    return list;
-  }
-  const std::string& counted(const std::string& bytes) {
-    if (size() > 1) *bytes_ += bytes.size();
-    return bytes;
-  }
-
-  Comm* comm_;
-  std::uint64_t* bytes_;
-};
-
-}  // namespace lockstep::detail
-
 namespace lockstep {
-
-/// A Reduction that copies the tensor that a hook function returned into the bucket.
-class ReturnedAverage {
- public:
-  /// Refers to `bucket`. `name` is the hook's, for errors.
-  ReturnedAverage(std::string_view name, const GradientBucket& bucket, at::Tensor average)
-      : name_(name), bucket_(&bucket), average_(std::move(average)) {}
-
-  /// Throws GradientError if the tensor's shape, dtype or device differs from the bucket's. Checked here and
-  /// not at the start: by now every rank has launched all collectives of this reduction, so no rank hangs.
-  void wait() const {
-    const at::Tensor& flat = bucket_->flat;
-    if (!average_.defined() || average_.sizes() != flat.sizes() ||
-        average_.scalar_type() != flat.scalar_type() || average_.device() != flat.device())
-      throw GradientError(detail::formatted(
-          "the communication hook '{}' returned {} for bucket {} of {}, which is {}; return the average in "
-          "the bucket's shape and dtype, or write it into bucket.flat and return nothing",
-          name_, average_.defined() ? described(average_) : "an undefined tensor", bucket_->index + 1,
-          bucket_->count, described(flat)));
-    if (!average_.is_same(flat)) flat.copy_(average_);
-  }
-  void synchronize(std::chrono::milliseconds) const { wait(); }
-
- private:
-  /// Returns for example "[4, 3] float32 on cpu".
-  static std::string described(const at::Tensor& tensor) {
-    return detail::formatted("{} on {}", detail::describe(tensor), tensor.device().str());
-  }
-
-  std::string_view name_;
-  const GradientBucket* bucket_;
-  at::Tensor average_;
-};
 
 /// A CommunicationHook that calls a function; see `hook_of`.
 template <class Function>
@@ -341,17 +191,21 @@ class FunctionHook {
 
   template <Communicator Comm>
   auto start(Comm& comm, const GradientBucket& bucket) {
-    if constexpr (std::invocable<Function&, detail::CountingComm<Comm>&, const GradientBucket&>) {
-      detail::CountingComm<Comm> counting(comm, wire_bytes_);
-      return begin(counting, bucket);
+    static_assert(std::invocable<Function&, Comm&, const GradientBucket&>,
+                  "lockstep: a hook function takes (auto& comm, const GradientBucket& bucket)");
+    wire_bytes_ += detail::sent_bytes(comm, bucket.flat);
+    using Result = std::invoke_result_t<Function&, Comm&, const GradientBucket&>;
+    if constexpr (std::is_void_v<Result>) {
+      function_(comm, bucket);
+      return FinishedReduction{};
     } else {
-      static_assert(std::invocable<Function&, Comm&, const GradientBucket&>,
-                    "lockstep: a hook function takes (auto& comm, const GradientBucket& bucket)");
-      return begin(comm, bucket);
+      static_assert(Reduction<Result>, "lockstep: a hook function returns a Work to wait for, or nothing");
+      return function_(comm, bucket);
     }
   }
 
   [[nodiscard]] std::string_view name() const { return name_; }
+  /// Returns the bytes of all elements of all buckets, whatever the function sends.
   [[nodiscard]] std::uint64_t wire_bytes() const { return wire_bytes_; }
 
   /// Returns the function object.
@@ -367,31 +221,14 @@ class FunctionHook {
   { return Function::shared_state(std::move(state)); }
 
  private:
-  template <class Comm>
-  auto begin(Comm& comm, const GradientBucket& bucket) {
-    using Result = std::invoke_result_t<Function&, Comm&, const GradientBucket&>;
-    if constexpr (std::is_void_v<Result>) {
-      function_(comm, bucket);
-      return FinishedReduction{};
-    } else if constexpr (Reduction<Result>) {
-      return function_(comm, bucket);
-    } else {
-      static_assert(
-          std::convertible_to<Result, at::Tensor>,
-          "lockstep: a hook function returns the average as a tensor, a Work to wait for, or nothing");
-      return ReturnedAverage(name_, bucket, function_(comm, bucket));
-    }
-  }
-
   Function function_;
   std::string name_;
   std::uint64_t wire_bytes_ = 0;
 };
 
 /// Makes a CommunicationHook of a function `function(auto& comm, const GradientBucket& bucket)`. The function
-/// either returns the average over the ranks as a tensor like `bucket.flat`, or writes it to `bucket.flat`
-/// and returns nothing, or returns a Work (or another Reduction) upon whose completion `bucket.flat` holds
-/// it.
+/// either writes the average over the ranks to `bucket.flat` and returns nothing, or returns a Work (or
+/// another Reduction) upon whose completion `bucket.flat` holds it.
 ///
 ///     auto hook = hook_of([](auto& comm, const GradientBucket& bucket) {
 ///       bucket.flat.div_(comm.size());
@@ -401,10 +238,8 @@ class FunctionHook {
 /// Gradients are not predivided, as in Python. The function is called for each bucket as soon as the bucket
 /// is full. An exception that it throws must be thrown on every rank.
 ///
-/// `comm` is a CountingComm, valid during the call. A function that names its communicator's type (GlooComm&)
-/// gets the communicator itself, and its bytes are not counted. The hook of a function object that models
-/// StatefulHook models StatefulHook. For collectives in several phases, write a class that models
-/// CommunicationHook.
+/// The hook of a function object that models StatefulHook models StatefulHook. For collectives in several
+/// phases, write a class that models CommunicationHook.
 ///
 /// Counterpart: DistributedDataParallel.register_comm_hook.
 template <class Function>
