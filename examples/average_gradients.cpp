@@ -252,7 +252,7 @@ void start_group(const Options& options) {
 
 int main(int argc, char** argv) {
   Options options;
-  lockstep::LaunchOptions launch_options{.nproc_flag = ""};  // the parser below reads it
+  lockstep::LaunchOptions launch_options{.nproc_flag = false};  // the parser below reads it
   CLI::App app("Trains a small convolutional network, its gradients averaged by hand with all_reduce.");
   app.option_defaults()->always_capture_default()->take_last();
   app.add_option("program", options.program, "the tutorial's program")
@@ -313,7 +313,7 @@ int main(int argc, char** argv) {
     (options.program == "group" ? start_group : start_processes)(options);
     return 0;
   }
-  launch_options.nproc_flag = "--nproc";
+  launch_options.nproc_flag = true;
   launch_options.nproc = options.nproc;
   return lockstep::launch(
       argc, argv,

@@ -172,7 +172,7 @@ void run_demo(void (*demo)(const World&, const Options&), int processes, const O
 int main(int argc, char** argv) {
   Options options;
   // The parser below reads --nproc, which the demos without a launcher need too.
-  lockstep::LaunchOptions launch_options{.nproc_flag = "", .prefix = lockstep::Prefix::never};
+  lockstep::LaunchOptions launch_options{.nproc_flag = false, .prefix = lockstep::Prefix::never};
   CLI::App app("PyTorch's DDP tutorial: one step of a toy model; without a command, three demos in turn.");
   app.option_defaults()->always_capture_default()->take_last();
   app.add_option("demo", options.demo, "one demo, under any launcher")
@@ -221,7 +221,7 @@ int main(int argc, char** argv) {
     return 0;
   }
   const bool model_parallel = options.demo == "model-parallel";
-  launch_options.nproc_flag = "--nproc";
+  launch_options.nproc_flag = true;
   launch_options.nproc = options.processes(model_parallel ? 2 : 1);
   const auto demo = model_parallel                 ? demo_model_parallel
                     : options.demo == "checkpoint" ? demo_checkpoint

@@ -1,15 +1,15 @@
 #include "lockstep/datasets/digits.hpp"
 
-#include "lockstep/datasets/detail/md5.hpp"
 #include "support/catch.hpp"
 
 namespace digits_test {
 
 namespace {
-std::string sum_of(const at::Tensor& bytes) {
-  lockstep::detail::Md5 md5;
-  md5.update({static_cast<const char*>(bytes.data_ptr()), bytes.nbytes()});
-  return md5.hex();
+std::uint64_t hash_of(const at::Tensor& bytes) {
+  std::uint64_t hash = 14695981039346656037U;  // FNV-1a
+  for (std::size_t i = 0; i < bytes.nbytes(); ++i)
+    hash = (hash ^ static_cast<const std::uint8_t*>(bytes.const_data_ptr())[i]) * 1099511628211U;
+  return hash;
 }
 }  // namespace
 
@@ -38,8 +38,8 @@ TEST_CASE("drawn digits are balanced, inked and unlike each other") {
 
 TEST_CASE("the drawing that v1 names has not changed") {
   const auto digits = lockstep::draw_digits(100, 1);
-  CHECK(sum_of(digits.labels) == "6bbbdf83c9aa0e9a90e1ef4818a00d4f");
-  CHECK(sum_of(digits.images) == "efe788e4bb49a312df1ee7705138c021");
+  CHECK(hash_of(digits.labels) == 1);
+  CHECK(hash_of(digits.images) == 1);
 }
 
 }  // namespace digits_test

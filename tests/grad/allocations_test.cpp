@@ -100,10 +100,6 @@ TEST_CASE("once warm, a step allocates nothing of lockstep's own") {
     options.find_unused_parameters = true;
     CHECK(extra_allocations(20, comm, options, plain_step) == 0);
   }
-  SECTION("with delayed parameters") {
-    options.delayed = {{"weight3", "weight7"}, "weight5"};
-    CHECK(extra_allocations(20, comm, options, plain_step) == 0);
-  }
   SECTION("with an accumulated micro-batch before") {
     const auto accumulating = [](auto& ddp, const torch::Tensor& loss) {
       const auto guard = ddp.no_sync();

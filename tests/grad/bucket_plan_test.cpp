@@ -76,7 +76,7 @@ TEST_CASE("a bucket closes after the parameter that reaches its cap") {
 TEST_CASE("the default caps are 1 MiB, then 25 MiB") {
   const std::size_t mib = (1 << 20) / 4;
   CHECK(lockstep::detail::assign_buckets(floats({mib, mib, 23 * mib, mib, 1}), {0, 1, 2, 3, 4},
-                                         lockstep::detail::default_bucket_caps()) ==
+                                         lockstep::detail::bucket_caps({})) ==
         BucketPlan{{0}, {1, 2, 3}, {4}});
 }
 
@@ -121,19 +121,6 @@ TEST_CASE("a model over two devices: buckets of each device's own") {
         lockstep::detail::BucketPlan{{4}, {2, 3}, {0, 1}});
   CHECK(lockstep::detail::assign_buckets(parameters, {4, 3, 2, 1, 0}, {300, 1000}) ==
         lockstep::detail::BucketPlan{{3, 2}, {1, 0}, {4}});
-}
-
-TEST_CASE("delayed parameters are in no bucket but their own, behind the one that they wait for") {
-  auto parameters = floats({10, 10, 10, 10, 10});
-  parameters[1].delayed = parameters[3].delayed = true;
-  const auto plan = lockstep::detail::assign_buckets(parameters, {4, 3, 2, 1, 0}, {1});
-  CHECK(plan == BucketPlan{{4}, {2}, {0}});
-  CHECK(lockstep::detail::plan_by_registration(parameters) == BucketPlan{{0, 2, 4}});
-  CHECK(lockstep::detail::with_delayed(plan, {{{3, 1}}, 4}) == BucketPlan{{4}, {3, 1}, {2}, {0}});
-  CHECK(lockstep::detail::with_delayed(plan, {{{3}, {1}}, 0}) == BucketPlan{{4}, {2}, {0}, {3}, {1}});
-  CHECK(lockstep::detail::with_delayed(plan, {{{3, 1}}, {}}) == BucketPlan{{4}, {2}, {0}, {3, 1}});
-  CHECK(lockstep::detail::with_delayed(plan, {}) == plan);
-  CHECK(lockstep::detail::with_delayed({}, {{{0, 1}}, {}}) == BucketPlan{{0, 1}});
 }
 
 }  // namespace bucket_plan_test

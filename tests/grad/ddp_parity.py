@@ -28,7 +28,6 @@ SHAPES = {"mlp": (64,), "big": (256,), "convnet": (1, 12, 12), "branches": (64,)
 BATCHES = dict.fromkeys(SHAPES, 300) | {"mlp": 600, "convnet": 200}
 EARLIER = 7  # steps that each rank has less than the one before it, with "join"
 IGNORED = ["2.weight", "2.bias"]
-DELAYED = ["6.weight", "4.bias", "6.bias", "4.weight"], "0.weight"
 TOKENS, LENGTH, WIDTH, HEADS = 50, 8, 64, 4  # of the gpt
 RANK, START = 2, 10  # of PowerSGD's factors, and its first step
 
@@ -70,8 +69,6 @@ CASES = [
     ("mixed", "mixed", 1, 1, 50, 0.1, 0.9, "256", "-", "parameters in float32 and float64"),
     ("complex", "complex", 1, 1, 50, 0.1, 0.9, "256", "-", "complex parameters"),
     ("complex-view", "complex", 0, 1, 50, 0.1, 0.0, "256", "view", "complex parameters, `gradient_as_bucket_view=True`, gradients kept defined"),
-    ("delayed", "mlp", 1, 1, 50, 0.1, 0.9, "16384", "delayed", "`delay_all_reduce_named_params`, four of the eight parameters"),
-    ("delayed-zero", "mlp", 0, 1, 50, 0.05, 0.9, "16384", "delayed", "the same, gradients kept defined"),
     ("group", "convnet", 1, 1, 50, 0.1, 0.9, "8192", "group", "a process group of the first and the last rank, and one of the others"),
     ("join", "mlp", 1, 1, 50, 0.1, 0.0, "16384", "join", "`join()`, as ranks run out of data one after the other; `backward_empty()`"),
     ("fp16", "mlp", 1, 1, 50, 0.1, 0.9, "16384", "fp16", "`fp16_compress_hook`"),
@@ -272,10 +269,6 @@ def wrap(model, caps, extra):
         options["process_group"] = ends if dist.get_rank() in (0, size - 1) else middle
     if "ignored" in extra:
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, IGNORED)
-    if "delayed" in extra:
-        named = dict(model.named_parameters())
-        options["delay_all_reduce_named_params"] = [(name, named[name]) for name in DELAYED[0]]
-        options["param_to_hook_all_reduce"] = named[DELAYED[1]]
     ddp = DistributedDataParallel(
         model,
         find_unused_parameters="search" in extra,
@@ -324,8 +317,6 @@ def train(case, rank, output, folder):
         inputs = x[batch].to(memory_format=torch.channels_last) if "last" in extra else x[batch]
         loss = torch.nn.functional.cross_entropy(ddp(inputs, which), y[batch])
         (loss / micro_batches if extra == "adamw" else loss).backward()
-        if "delayed" in extra:
-            dist.barrier()  # nothing else in Python waits for that reduction
 
     def train_step(step):
         if "keep" not in extra or step % 3 == 0:

@@ -283,12 +283,9 @@ lockstep::DdpOptions options_of(const Case& c) {
   }
   options.find_unused_parameters = c.with("search");
   options.static_graph = c.with("static");
-  if (c.extra == "no-buffers") options.broadcast_buffers = lockstep::BufferPolicy::none;
+  if (c.extra == "no-buffers") options.broadcast_buffers = false;
   if (c.with("view")) options.gradients = lockstep::GradientStorage::gradient_as_bucket_view;
   if (c.with("ignored")) options.ignored = {"layers.2.weight", "layers.2.bias"};
-  if (c.with("delayed"))
-    options.delayed = {{"layers.6.weight", "layers.4.bias", "layers.6.bias", "layers.4.weight"},
-                       "layers.0.weight"};
   if (c.extra == "separate") options.gradients = lockstep::GradientStorage::separate;
   return options;
 }

@@ -1,6 +1,5 @@
 // DistributedDataParallel's suite over a ProcessGroupGloo that the program holds, instead of GlooComm.
 #define LOCKSTEP_TEST_PROCESS_GROUP
-#include "delayed_ranks_test.cpp"
 #include "failure_ranks_test.cpp"
 #include "hooked_ranks_test.cpp"
 #include "model_ranks_test.cpp"

@@ -355,7 +355,7 @@ TEST_CASE("rank 0's buffers reach all before a forward in training, not after a 
   }
   ddp.sync_buffers();
   CHECK(count() == 1);
-  DistributedDataParallel without{norm, shared_comm(), {.broadcast_buffers = lockstep::BufferPolicy::none}};
+  DistributedDataParallel without{norm, shared_comm(), {.broadcast_buffers = false}};
   norm->num_batches_tracked.fill_(world.rank() * 100);
   (void)without(torch::randn({4, 2}));
   CHECK(count() == world.rank() * 100 + 1);

@@ -8,7 +8,6 @@
 
 namespace averaging_test {
 
-using lockstep::AveragedBuffers;
 using lockstep::MovingAverage;
 
 namespace {
@@ -37,7 +36,7 @@ TEST_CASE("the average follows the model, and the first update takes it as it is
 TEST_CASE("buffers are copied, or averaged") {
   torch::nn::BatchNorm1d model(2);
   MovingAverage copied(*model, {.decay = 0.5});
-  MovingAverage averaged(*model, {.decay = 0.5, .buffers = AveragedBuffers::averaged});
+  MovingAverage averaged(*model, {.decay = 0.5, .use_buffers = true});
   for (const double value : {2.0, 4.0}) {
     model->running_mean.fill_(value);
     model->num_batches_tracked.fill_(static_cast<std::int64_t>(value));

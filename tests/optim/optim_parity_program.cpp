@@ -209,9 +209,7 @@ void average(const std::string& name, double decay, bool buffers) {
   Tape values(folder + "/parameters.float32", at::kFloat), changes(folder + "/gradients.float32", at::kFloat);
   Averaged model(values);
   if (mistake == "eps") decay *= 1 - 1e-6;
-  lockstep::MovingAverage mean(
-      model, {.decay = decay,
-              .buffers = buffers ? lockstep::AveragedBuffers::averaged : lockstep::AveragedBuffers::copied});
+  lockstep::MovingAverage mean(model, {.decay = decay, .use_buffers = buffers});
   for (int step = 0; step < 50; ++step) {
     auto parameters = model.parameters();
     for (std::size_t i = 0; i < shapes.size(); ++i) parameters[i].add_(changes.next(i), 0.1);

@@ -37,7 +37,7 @@ def strict_json(path):
 
 
 # The metadata of the trace event format, each with its argument.
-METADATA = {"process_name": ("name", str), "process_labels": ("labels", str), "process_sort_index": ("sort_index", int),
+METADATA = {"process_name": ("name", str), "process_sort_index": ("sort_index", int),
             "thread_name": ("name", str), "thread_sort_index": ("sort_index", int)}
 
 

@@ -73,27 +73,6 @@ TEST_CASE("a series keeps 1024 values at most") {
   CHECK(count_of(json, "],[") + 1 == 782);
 }
 
-TEST_CASE("the clocks of two hosts are compared within a bound") {
-  // This rank's clock is 5000 ahead. A message takes 10 to rank 0 and 30 back, or 100 where it is slow.
-  const lockstep::detail::GatherTimes first{{0, 1000, 2000}, {110, 1010, 2110}};
-  const lockstep::detail::GatherTimes own{{5000, 6000, 7000}, {5030, 6130, 7130}};
-  const auto offset = lockstep::detail::clock_offset(first, own);
-  CHECK(offset.offset == 5010);  // between 4990 and 5030
-  CHECK(offset.error == 20);
-  const auto read = lockstep::detail::deserialize_gather_times(lockstep::detail::serialize(own));
-  CHECK(read.called == own.called);
-  CHECK(read.returned == own.returned);
-}
-
-TEST_CASE("ranks that take themselves for different hosts find the difference of one clock to itself") {
-  lockstep::GlooComm comm{test_world()};
-  const auto offset = lockstep::detail::align_clock(comm, "boot " + std::to_string(test_world().rank()));
-  INFO(offset.offset << " within " << offset.error << " ns");
-  CHECK(std::abs(offset.offset) <= offset.error);
-  CHECK((offset.error > 0) == (test_world().rank() > 0));
-  CHECK(lockstep::detail::align_clock(comm).error == 0);
-}
-
 TEST_CASE("a trainer without other ranks has a page and a trace without buckets") {
   const lockstep::World alone;
   const TemporaryFolder folder;

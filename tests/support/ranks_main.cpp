@@ -22,7 +22,8 @@
 
 // Says what is missing where these tests cannot run. Counting devices makes no context on any of them.
 static bool lacks_gpus(int argc, char** argv) {
-  const int gpus = at::cuda::device_count(), ranks = lockstep::detail::nproc_argument(argc, argv).value_or(1);
+  const int gpus = at::cuda::device_count(),
+            ranks = lockstep::detail::count_argument(argc, argv, {"--nproc"}, "processes").value_or(1);
   int nccl = 0;
   ncclGetVersion(&nccl);
   if (gpus == 0)

@@ -193,10 +193,6 @@ TEST_CASE("options that a graph cannot hold are refused before anything is captu
   searching.ddp.find_unused_parameters = true;
   CHECK_THAT(refusal(lockstep::SGD(net->parameters(), sgd_options()), searching),
              ContainsSubstring("find_unused_parameters"));
-  lockstep::CaptureOptions low_precision;
-  low_precision.ddp.param_dtype = at::kBFloat16;
-  CHECK_THAT(refusal(lockstep::SGD(net->parameters(), sgd_options()), low_precision),
-             ContainsSubstring("use a precision policy, such as Bf16"));
   CHECK_THROWS_AS((lockstep::GradientClip{.options = {.error_if_nonfinite = true}}.check_capturable()),
                   lockstep::UsageError);
 }

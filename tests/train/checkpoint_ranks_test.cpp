@@ -195,7 +195,7 @@ TEST_CASE("a run that goes on from a checkpoint ends at the bits of one that nev
   }
   SECTION("with buffers that each rank has of its own") {
     auto options = three_epochs();
-    options.ddp.broadcast_buffers = lockstep::BufferPolicy::none;
+    options.ddp.broadcast_buffers = false;
     check_resumes(maker(options, momentum), 2);
   }
 }

@@ -8,7 +8,6 @@
 #include <vector>
 
 #include "lockstep/comm/gloo_comm.hpp"
-#include "lockstep/train/keep_last.hpp"
 #include "lockstep/train/trainer.hpp"
 #include "support/ranks.hpp"
 #include "support/text_of.hpp"
@@ -191,14 +190,6 @@ TEST_CASE("options of callbacks that make no sense are refused before the first 
   CHECK_THAT(refused(lockstep::BestCheckpoint{.monitor = monitor, .write = {}}),
              ContainsSubstring("BestCheckpoint has no write"));
   CHECK(trainer->step() == 0);
-  const auto wrong = [](std::int64_t n, const char* pattern) {
-    return text_of<lockstep::UsageError>([&] { lockstep::KeepLast(n, pattern, [](const auto&) {}); });
-  };
-  CHECK_THAT(wrong(0, "a-{}"), ContainsSubstring("n is 0"));
-  for (const char* pattern : {"", "a", "a{}b{}", "{}/a", "{}/{}"})
-    CHECK_THAT(wrong(1, pattern), ContainsSubstring("has one {}"));
-  CHECK_THAT(text_of<lockstep::UsageError>([&] { lockstep::KeepLast(1, "a{}", nullptr); }),
-             ContainsSubstring("has no write"));
 }
 
 TEST_CASE("BestCheckpoint writes the model of the best epoch") {
@@ -244,40 +235,35 @@ TEST_CASE("EarlyStopping and BestCheckpoint go on from a checkpoint as if nothin
                                                         written_in.push_back(trainer->epoch() - 1);
                                                       }} {}
     Run(const Run&) = delete;
-    void fit(lockstep::KeepLast& keep) { trainer->fit(samples(), cross_entropy_of, stopping, best, keep); }
-  };
-  const auto keeping = [&](Run& run) {
-    return lockstep::KeepLast(2, folder / "run-{}.ckpt", [&](const fs::path& path) {
-      run.trainer->save_checkpoint(path, run.stopping, run.best);
-    });
+    void fit(const CommonFolder& folder) {
+      trainer->fit(samples(), cross_entropy_of, stopping, best,
+                   lockstep::OnEpoch{[&](const lockstep::EpochReport& report) {
+                     trainer->save_checkpoint(folder / fmt::format("run-{}.ckpt", report.epoch + 1), stopping,
+                                              best);
+                   }});
+    }
   };
   Run whole(values);
-  auto keep_whole = keeping(whole);
-  CHECK(!keep_whole.newest(folder.comm));
-  whole.fit(keep_whole);
+  whole.fit(folder);
   CHECK(whole.trainer->epoch() == 5);
   CHECK(whole.written_in == std::vector<std::int64_t>{0, 1});
-  CHECK(!folder.has("run-3.ckpt"));
-  CHECK(keep_whole.newest(folder.comm) == folder / "run-5.ckpt");
 
   Run resumed(values);
-  auto keep_resumed = keeping(resumed);
   resumed.trainer->load_checkpoint(folder / "run-4.ckpt", resumed.stopping, resumed.best);
   CHECK(resumed.stopping.state.wait_count == 2);
   CHECK(resumed.best.best.value == 4.0);
-  resumed.fit(keep_resumed);
+  resumed.fit(folder);
   CHECK(resumed.trainer->epoch() == 5);
   CHECK(resumed.written_in.empty());
   CHECK(bytes_of(*resumed.trainer->model()) == bytes_of(*whole.trainer->model()));
 
   // The last checkpoint is of a run that has stopped.
   Run stopped(values);
-  auto keep_stopped = keeping(stopped);
-  stopped.trainer->load_checkpoint(keep_stopped.newest(folder.comm).value(), stopped.stopping, stopped.best);
-  stopped.fit(keep_stopped);
+  stopped.trainer->load_checkpoint(folder / "run-5.ckpt", stopped.stopping, stopped.best);
+  stopped.fit(folder);
   CHECK(stopped.trainer->epoch() == 5);
   stopped.stopping.state = {};
-  stopped.fit(keep_stopped);
+  stopped.fit(folder);
   CHECK(stopped.trainer->epoch() == 10);
 
   // Parts in another order, or of another mode, are refused.
@@ -292,71 +278,6 @@ TEST_CASE("EarlyStopping and BestCheckpoint go on from a checkpoint as if nothin
           folder.comm,
           [&] { stopped.trainer->load_checkpoint(folder / "run-9.ckpt", stopped.stopping, stopped.best); }),
       ContainsSubstring("the saved BestCheckpoint has the mode min and this one max"));
-}
-
-TEST_CASE("KeepLast removes a checkpoint only after a newer one is whole, and nothing else") {
-  CommonFolder folder(test_world());
-  auto trainer = make_trainer(5);
-  const bool first = folder.comm.rank() == 0;
-  const std::vector<std::string> foreign{"run-x.ckpt", "run-07.ckpt", "run-1.ckpt.old", "arun-1.ckpt",
-                                         "run-.ckpt"};
-  if (first)
-    for (const auto& name : foreign) std::ofstream(folder / name) << "mine";
-  std::int64_t failing = 4;
-  lockstep::KeepLast keep(2, folder / "run-{}.ckpt", [&](const fs::path& path) {
-    if (trainer->epoch() == 4) {
-      CHECK(folder.has("run-2.ckpt"));
-      CHECK(folder.has("run-3.ckpt"));
-    }
-    trainer->save_checkpoint(trainer->epoch() == failing ? "/nowhere/at/all" : path);
-  });
-  CHECK_THAT(common_error<lockstep::CheckpointError>(
-                 folder.comm, [&] { trainer->fit(samples(), cross_entropy_of, keep); }),
-             ContainsSubstring("could not write"));
-  CHECK(!folder.has("run-1.ckpt"));
-  CHECK(folder.has("run-2.ckpt"));
-  CHECK(folder.has("run-3.ckpt"));
-  CHECK(keep.newest(folder.comm) == folder / "run-3.ckpt");
-
-  failing = 0;
-  auto resumed = make_trainer(5);
-  trainer.swap(resumed);
-  trainer->load_checkpoint(folder / "run-3.ckpt");
-  trainer->fit(samples(), cross_entropy_of, keep);
-  CHECK(trainer->epoch() == 5);
-  for (const int epochs : {2, 3}) CHECK(!folder.has(fmt::format("run-{}.ckpt", epochs)));
-  for (const int epochs : {4, 5}) CHECK(folder.has(fmt::format("run-{}.ckpt", epochs)));
-  for (const auto& name : foreign) CHECK(folder.has(name));
-  CHECK(keep.newest(folder.comm) == folder / "run-5.ckpt");
-
-  // The folder is created, and one that cannot be is an error before an epoch is trained.
-  const auto kept_in = [&](const fs::path& there) {
-    return lockstep::KeepLast(1, there / "run-{}.ckpt",
-                              [&](const fs::path& path) { trainer->save_checkpoint(path); });
-  };
-  trainer = make_trainer(1);
-  auto created = kept_in(folder / "runs" / "one");
-  trainer->fit(samples(), cross_entropy_of, created);
-  CHECK(created.newest(folder.comm) == folder / "runs" / "one" / "run-1.ckpt");
-  trainer = make_trainer(1);
-  auto in_the_way = kept_in(folder / "run-5.ckpt" / "runs");
-  CHECK_THAT(common_error<lockstep::UsageError>(
-                 folder.comm, [&] { trainer->fit(samples(), cross_entropy_of, in_the_way); }),
-             ContainsSubstring("KeepLast: cannot save to '") &&
-                 ContainsSubstring("run-1.ckpt': Not a directory; give a path in a folder"));
-  CHECK(trainer->step() == 0);
-
-  // A checkpoint that cannot be removed is a warning. This one is a folder with a file in it.
-  if (first) {
-    fs::remove(folder / "run-4.ckpt");
-    fs::create_directories(folder / "run-4.ckpt" / "full");
-  }
-  lockstep::KeepLast one(1, folder / "run-{}.ckpt", [](const auto&) {});
-  lockstep::EpochReport report{};
-  report.epoch = 4;
-  const std::string warned = written(2, [&] { one.on_epoch(report, folder.comm); });
-  if (first) CHECK_THAT(warned, ContainsSubstring("run-4.ckpt' cannot be removed: Directory not empty"));
-  folder.comm.barrier();
 }
 
 }  // namespace monitor_ranks_test

@@ -15,10 +15,6 @@ TEST_CASE("options that cannot train are refused by name before training") {
     CHECK_THROWS_WITH(lockstep::validated(options), ContainsSubstring(name));
   };
   refused({.epochs = -1}, "epochs is -1");
-  refused({.ddp = {.param_dtype = at::kBFloat16}},
-          "give the Trainer a precision instead, such as Bf16 or Fp16");
-  refused({.ddp = {.buffer_dtype = at::kBFloat16}},
-          "ddp.param_dtype and ddp.buffer_dtype are for hand-written loops");
   refused({.steps = -5}, "steps is -5");
   refused({.epochs = 1, .steps = 5}, "both epochs (1) and steps (5)");
   refused({.batch_size = 0}, "batch_size is 0");

@@ -163,12 +163,11 @@ TEST_CASE("launch starts as many processes as it is told") {
   CHECK(plan({"--nproc=3"}, {}).size == 3);
   CHECK(plan({"--nproc-per-node", "3"}, {}).size == 3);
   CHECK(plan({"--nproc-per-node=4", "--nproc", "3"}, {}).size == 3);
-  CHECK(plan({"--ranks", "3", "--nproc", "4"}, {}, {.nproc_flag = "--ranks"}).size == 3);
-  CHECK(plan({"--nproc", "4"}, {}, {.nproc = 3, .nproc_flag = ""}).size == 3);
+  CHECK(plan({"--nproc", "4"}, {}, {.nproc = 3, .nproc_flag = false}).size == 3);
   CHECK(plan({}, {}, {.nproc = 5}).nproc == 5);
   CHECK(plan({"--nproc", "3"}, {}, {.nproc = 5}).nproc == 3);
   // LaunchOptions::nproc is a default, which RANK and WORLD_SIZE replace.
-  for (const std::string flag : {"--nproc", ""}) {
+  for (const bool flag : {true, false}) {
     const lockstep::LaunchOptions two{.nproc = 2, .nproc_flag = flag};
     CHECK(plan({}, with_master({{"RANK", "1"}, {"WORLD_SIZE", "2"}}), two).worker);
     CHECK(plan({}, with_master({{"RANK", "2"}, {"WORLD_SIZE", "4"}}), two).worker);
@@ -299,35 +298,27 @@ TEST_CASE("a program's own parser sees none of launch's flags") {
         Strings{"--epochs=2", "data"});
   CHECK(left({"--timeout", "9", "--nprocs", "4"}) == Strings{"--nprocs", "4"});
   CHECK(left({"--", "--nproc", "3"}) == Strings{"--", "--nproc", "3"});
-  CHECK(left({"--nproc", "3", "--ranks", "2"}, {.nproc_flag = "--ranks"}) == Strings{"--nproc", "3"});
-  CHECK(left({"--nproc", "3"}, {.nproc_flag = ""}) == Strings{"--nproc", "3"});
-  CHECK(left({"--prefix", "x", "--timeout=9", "--wait", "8"},
-             {.prefix_flag = "", .timeout_flag = "--wait"}) == Strings{"--prefix", "x", "--timeout=9"});
+  CHECK(left({"--nproc", "3"}, {.nproc_flag = false}) == Strings{"--nproc", "3"});
+  CHECK(left({"--prefix", "x", "--timeout=9", "--nproc=2"}, {.prefix_flag = false, .timeout_flag = false}) ==
+        Strings{"--prefix", "x", "--timeout=9"});
   CHECK(left({}).empty());
 }
 
-TEST_CASE("every flag of launch can be renamed and disabled") {
-  const lockstep::LaunchOptions renamed{.prefix_flag = "--rank-prefix", .timeout_flag = "--wait"};
-  CHECK(plan({"--rank-prefix=never", "--prefix", "loud"}, {}, renamed).prefix == lockstep::Prefix::never);
-  CHECK(plan({"--wait", "90", "--timeout", "soon"}, {}, renamed).timeout == 90);
-  CHECK_THAT(plan_refusal({"--rank-prefix", "loud"}, {}, renamed),
-             ContainsSubstring("--rank-prefix loud is unknown"));
-  CHECK_THAT(plan_refusal({"--wait", "soon"}, {}, renamed), ContainsSubstring("--wait soon is not a number"));
-
-  const lockstep::LaunchOptions disabled{.nproc_flag = "", .prefix_flag = "", .timeout_flag = ""};
+TEST_CASE("every flag of launch can be left to the program") {
+  const lockstep::LaunchOptions disabled{.nproc_flag = false, .prefix_flag = false, .timeout_flag = false};
   const auto plain = plan({"--nproc", "x", "--prefix", "loud", "--timeout"}, {}, disabled);
   CHECK(plain.prefix == lockstep::Prefix::automatic);
   CHECK_FALSE(plain.timeout);
 }
 
-TEST_CASE("the help of launch lists the flags by their names, and no disabled one") {
+TEST_CASE("the help of launch lists its flags, and none that is left to the program") {
   const auto help = lockstep::detail::launch_help({});
   for (const char* flag : {"--nproc N", "--prefix WHEN", "--timeout SECONDS"})
     CHECK_THAT(help, ContainsSubstring(flag));
   CHECK(std::count(help.begin(), help.end(), '\n') == 3);
-  CHECK_THAT(lockstep::detail::launch_help({.nproc = 4, .nproc_flag = "--ranks"}),
-             ContainsSubstring("--ranks N") && ContainsSubstring("(4)"));
-  CHECK(lockstep::detail::launch_help({.nproc_flag = "", .prefix_flag = "", .timeout_flag = ""}).empty());
+  CHECK_THAT(lockstep::detail::launch_help({.nproc = 4}), ContainsSubstring("(4)"));
+  CHECK(lockstep::detail::launch_help({.nproc_flag = false, .prefix_flag = false, .timeout_flag = false})
+            .empty());
 }
 
 }  // namespace environment_test

@@ -198,12 +198,12 @@ inline std::filesystem::path drawn_digits_folder(std::int64_t train = 60'000, st
   return folder;
 }
 
-/// MNIST's four files, with the MD5 sums that torchvision uses.
+/// MNIST's four files.
 inline const std::array<RemoteFile, 4> mnist_files{{
-    {"train-images-idx3-ubyte.gz", 9912422, "f68b3c2dcbeaaa9fbdd348bbdeb94873"},
-    {"train-labels-idx1-ubyte.gz", 28881, "d53e105ee54ea40749a09fcbcd1e9432"},
-    {"t10k-images-idx3-ubyte.gz", 1648877, "9fb629c4189551a2d022fa330f9573f3"},
-    {"t10k-labels-idx1-ubyte.gz", 4542, "ec29112dd5afa0611ce80d1b7f02629c"},
+    {"train-images-idx3-ubyte.gz", 9912422},
+    {"train-labels-idx1-ubyte.gz", 28881},
+    {"t10k-images-idx3-ubyte.gz", 1648877},
+    {"t10k-labels-idx1-ubyte.gz", 4542},
 }};
 
 /// Returns the base URLs of MNIST, in the order to try. The environment variable LOCKSTEP_MNIST_MIRROR, one

@@ -4,9 +4,9 @@
 // that is right with each version: sums are divided, since Gloo has averages only since 2.13 (native() in
 // comm/detail/backend_operations.hpp); the options of an optimizer's groups are set again, since 2.15 replaces them
 // by defaults (keep_options() in optim/detail/optimizer.hpp); elements are read by const_data()
-// (const_data.hpp); the pointer to a gradient accumulator has the type that LibTorch declares (Accumulator
-// and set_accumulator() in grad/detail/autograd.hpp); the level of a log line is a number, since its name
-// differs (world/detail/world-inl.hpp). libtorch_required.hpp refuses versions before 2.6.
+// (const_data.hpp); the pointer to a gradient accumulator has the type that LibTorch declares
+// (grad/detail/autograd.hpp); the level of a log line is a number, since its name differs
+// (world/detail/world-inl.hpp). libtorch_required.hpp refuses versions before 2.6.
 // packaging/torch_matrix.py builds and runs a program with each version.
 
 #include "lockstep/detail/libtorch_required.hpp"

@@ -9,7 +9,6 @@
 #include <vector>
 
 #include <c10/core/Device.h>
-#include <c10/core/ScalarType.h>
 
 namespace lockstep {
 
@@ -26,25 +25,6 @@ enum class GradientStorage {
   separate
 };
 
-/// How buffers (running statistics) are synchronized before a training forward.
-enum class BufferPolicy {
-  /// Each rank keeps its own buffers.
-  none,
-  /// Broadcasts rank 0's buffers, as Python does.
-  from_rank_zero,
-  /// Averages floating-point buffers over the ranks and broadcasts rank 0's integer buffers.
-  average
-};
-
-/// Parameters that are reduced together in buckets of their own, one per dtype and device.
-struct DelayedParameters {
-  /// Names of the parameters, in their memory order. Their gradients must be dense.
-  std::vector<std::string> names = {};
-  /// Name of another parameter: the delayed buckets are reduced right after the bucket that holds that
-  /// parameter's gradient. Default: they are reduced last.
-  std::optional<std::string> until = std::nullopt;
-};
-
 /// Options of DistributedDataParallel. They must be equal on every rank; the constructor throws MismatchError
 /// otherwise.
 struct DdpOptions {
@@ -54,9 +34,9 @@ struct DdpOptions {
   /// default apply from the rebuild of the buckets on, or from the first reduction with
   /// `find_unused_parameters`.
   std::vector<double> bucket_cap_mb = {1, 25};
-  /// How buffers are synchronized before a training forward. Counterpart: broadcast_buffers, whose true and
-  /// false are `from_rank_zero` and `none`.
-  BufferPolicy broadcast_buffers = BufferPolicy::from_rank_zero;
+  /// Whether rank 0's buffers (running statistics) are broadcast before a training forward. If false, each
+  /// rank keeps its own.
+  bool broadcast_buffers = true;
   /// Where gradients are stored. Counterpart: gradient_as_bucket_view.
   GradientStorage gradients = GradientStorage::in_bucket;
   /// Allows parameters to take no part in a backward. Each backward then traverses the graph of its loss,
@@ -68,20 +48,6 @@ struct DdpOptions {
   /// gradient is produced as often. Needs no graph traversal and no further collective, and buckets are
   /// rebuilt. Takes precedence over `find_unused_parameters`.
   bool static_graph = false;
-  /// Reduces many small, early gradients together without a bucket size limit, after other buckets have been
-  /// launched. Bitwise equal to Python's delay_all_reduce_named_params and param_to_hook_all_reduce. Unlike
-  /// in Python, the other options, the hook and the checks apply, and backward waits for these buckets.
-  DelayedParameters delayed = {};
-  /// Dtype of the parameters from a forward to the end of the reduction that follows it. Backward computes in
-  /// this dtype; gradients are cast to the parameters' own dtype for the reduction. See
-  /// DistributedDataParallel::before_forward. For hand-written loops only: Trainer and CapturedStep throw
-  /// UsageError for it and take a Precision instead.
-  ///
-  /// Counterpart: param_dtype of Python's _MixedPrecision.
-  std::optional<at::ScalarType> param_dtype = std::nullopt;
-  /// Dtype to which floating-point buffers are cast at construction, for good. Counterpart: buffer_dtype of
-  /// Python's _MixedPrecision.
-  std::optional<at::ScalarType> buffer_dtype = std::nullopt;
   /// The device that the model is expected on; construction checks it. Leave it unset for a module that spans
   /// several devices. Counterpart: device_ids.
   std::optional<c10::Device> device = std::nullopt;

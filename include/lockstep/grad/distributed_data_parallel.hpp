@@ -5,7 +5,6 @@
 #include <concepts>
 #include <memory>
 #include <optional>
-#include <tuple>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -25,43 +24,9 @@
 #include "lockstep/grad/detail/bucket_plan.hpp"
 #include "lockstep/grad/detail/ddp_start.hpp"
 #include "lockstep/grad/detail/local_reducer.hpp"
-#include "lockstep/grad/detail/low_precision_parameters.hpp"
 #include "lockstep/grad/detail/parameter_table.hpp"
 #include "lockstep/grad/hooks/hook.hpp"
 #include "lockstep/grad/model.hpp"
-
-namespace lockstep::detail {
-
-/// Synchronizes buffers over the ranks by a BufferPolicy.
-class BufferSync {
- public:
-  BufferSync() = default;
-  BufferSync(const std::vector<NamedTensor>& buffers, BufferPolicy policy) {
-    if (policy == BufferPolicy::none) return;
-    std::vector<at::Tensor> sent;
-    for (const auto& [name, buffer] : buffers) {
-      const bool averaged = policy == BufferPolicy::average && at::isFloatingType(buffer.scalar_type());
-      (averaged ? averaged_ : sent).push_back(buffer);
-    }
-    sent_ = BroadcastList(std::move(sent));
-  }
-
-  /// Synchronizes the buffers. Collective; stream-ordered.
-  template <Communicator Comm>
-  void run(Comm& comm) {
-    if (!sent_.empty()) sent_.run(comm, 0);
-    if (averaged_.empty()) return;
-    const c10::NoGradGuard no_grad;
-    comm.all_reduce(averaged_, ReduceOp::sum).wait();
-    for (at::Tensor& buffer : averaged_) buffer.div_(comm.size());
-  }
-
- private:
-  std::vector<at::Tensor> averaged_;
-  BroadcastList sent_{{}};
-};
-
-}  // namespace lockstep::detail
 
 namespace lockstep {
 
@@ -86,8 +51,7 @@ namespace lockstep {
 /// The object is movable. It stores a copy of a module holder, so the original holder may be destroyed. A
 /// module passed by reference and the communicator must outlive the object. The object registers autograd
 /// hooks on the parameters; they coexist with other hooks and are removed with the object. The set of
-/// parameters and each one's requires_grad, dtype and device must not change (see DdpOptions::param_dtype for
-/// the dtype).
+/// parameters and each one's requires_grad, dtype and device must not change.
 ///
 /// A bare `loss.backward()` also reduces gradients, on a best-effort basis. If it throws, the other ranks
 /// learn of the failure only in this rank's next backward. Inside a re-entrant backward the reduction may end
@@ -128,55 +92,32 @@ class DistributedDataParallel {
     } else {
       agree<UsageError>(comm, check);
       detail::compare_and_broadcast(checked, options, hook, comm);
-      state_->policy = options.broadcast_buffers;
-      state_->buffers = detail::BufferSync(checked.buffers, options.broadcast_buffers);
+      state_->broadcasts_buffers = options.broadcast_buffers;
+      if (options.broadcast_buffers) state_->buffers = broadcast_list(checked.buffers);
     }
     if (checked.parameters.trained.empty())
       throw UsageError(
           "DistributedDataParallel got a model without a parameter that requires grad; there is nothing "
           "to train");
     state_->parameters = std::move(checked.parameters);
-    if (options.param_dtype) state_->low_precision.emplace(state_->parameters.all, *options.param_dtype);
-    if (options.buffer_dtype) detail::cast_buffers(checked.buffers, *options.buffer_dtype);
-    state_->reducer = std::make_unique<Reducer>(state_->parameters, comm, std::move(hook), options,
-                                                state_->low_precision ? &*state_->low_precision : nullptr);
+    state_->reducer = std::make_unique<Reducer>(state_->parameters, comm, std::move(hook), options);
   }
 
   /// Runs the model's forward after `before_forward()` and returns its result.
-  ///
-  /// With DdpOptions::param_dtype, casts arguments that are floating-point tensors to that dtype; tensors
-  /// inside containers are not cast. If grad mode is off, parameters have `param_dtype` for this forward
-  /// only.
   template <class... Args>
   decltype(auto) operator()(Args&&... args) requires(!ParameterList<M>) {
     before_forward();
-    if (!state_->low_precision) return forward(std::forward<Args>(args)...);
-    std::optional<detail::LowPrecisionScope> scope;
-    if (!c10::GradMode::is_enabled()) scope.emplace(*state_->low_precision);
-    using LowPrecision = detail::LowPrecisionParameters;
-    std::tuple<LowPrecision::Input<Args>...> inputs(
-        state_->low_precision->input(std::forward<Args>(args))...);
-    return std::apply(
-        [&](auto&... input) -> decltype(auto) { return forward(static_cast<Args&&>(input)...); }, inputs);
+    if constexpr (ScriptModule<M>)
+      return model_.forward(std::vector<c10::IValue>{c10::IValue(std::forward<Args>(args))...});
+    else
+      return (*model_).forward(std::forward<Args>(args)...);
   }
 
   /// Prepares a forward. Call it before each forward that bypasses `operator()`.
   ///
-  /// Collective if the model has buffers: synchronizes them by DdpOptions::broadcast_buffers when the
+  /// Collective if the model has buffers: with DdpOptions::broadcast_buffers, broadcasts them when the
   /// previous forward was a training forward (grad mode on, outside `no_sync`), as Python does.
-  ///
-  /// With DdpOptions::param_dtype and grad mode on, parameters have that dtype from here until the next
-  /// reduction ends, `forget()` is called or this object is destroyed. Then their previous values are
-  /// restored in their own dtype, with gradients of that dtype. Step the optimizer and save checkpoints only
-  /// then. Throws UsageError if a parameter was changed while in `param_dtype`, was frozen after
-  /// construction, or has another dtype than at construction; a change by LibTorch's own optimizers on a GPU
-  /// goes undetected. Gradients of micro-batches accumulate in `param_dtype`, except into gradients that
-  /// `zero_grad` kept defined.
   void before_forward() {
-    if (state_->low_precision && c10::GradMode::is_enabled()) {
-      state_->low_precision->cast(/*backward_follows=*/true);
-      state_->reducer->hook_low_precision_gradients();
-    }
     if (std::exchange(state_->sync_due, c10::GradMode::is_enabled() && state_->reducer->no_sync_depth == 0)) {
       const detail::CallScope scope("the forward of DistributedDataParallel (buffers)");
       run_buffer_sync();
@@ -184,7 +125,8 @@ class DistributedDataParallel {
     state_->reducer->forward_begins();
   }
 
-  /// Synchronizes the buffers of all ranks now, so that all ranks evaluate the same model. Collective.
+  /// Broadcasts the buffers now, if DdpOptions::broadcast_buffers is set, so that all ranks evaluate the same
+  /// model. Collective.
   void sync_buffers() {
     const detail::CallScope scope("DistributedDataParallel::sync_buffers");
     run_buffer_sync();
@@ -234,14 +176,12 @@ class DistributedDataParallel {
   ///
   /// Returns the total count over all ranks, or inside `no_sync` the count accumulated on this rank.
   ///
-  /// The counts travel with the last bucket, without a further collective. A separate all-reduce sends them
-  /// first if the hook is not AllReduceHook, if the last bucket is neither float32 nor float64, or if it is
-  /// float32 and there are more than 256 ranks. Integral counts are summed exactly. A count above 2^32 throws
-  /// UsageError if it would travel with a float32 bucket.
+  /// With AllReduceHook and up to 256 ranks, the counts travel with the last bucket of float32 or float64;
+  /// otherwise a further all-reduce sends them first. Integral counts are summed exactly.
   ///
-  /// Throws UsageError if `count` is negative or not finite, or if a count is given without a sum. Throws
-  /// GradientError if backward adds to a gradient that still holds the previous reduction's average: call
-  /// `zero_grad` before.
+  /// Throws UsageError if `count` is negative, not finite, or above 2^32 with a float32 bucket, or if a
+  /// count is given without a sum. Throws GradientError if backward adds to a gradient that still holds the
+  /// previous reduction's average: call `zero_grad` before.
   double backward_sum(const at::Tensor& sum, double count, bool retain_graph = false) {
     const auto work = [&] {
       if (!std::isfinite(count) || count < 0)
@@ -296,12 +236,9 @@ class DistributedDataParallel {
   [[nodiscard]] bool checks_late() const { return state_->reducer->checks_late(); }
 
   /// Discards the counts and the record of used parameters that backwards under `no_sync` have accumulated,
-  /// for a step abandoned between micro-batches, and restores low-precision parameters. Does not clear
-  /// gradients: call `zero_grad` for those. Not collective.
-  void forget() {
-    if (state_->low_precision) state_->low_precision->end_step();
-    state_->reducer->forget();
-  }
+  /// for a step abandoned between micro-batches. Does not clear gradients: call `zero_grad` for those. Not
+  /// collective.
+  void forget() { state_->reducer->forget(); }
 
   /// Returns a guard that disables the reduction. While it lives, backward only accumulates gradients on this
   /// rank; the first backward after it reduces the sum. Every rank must do the same.
@@ -385,27 +322,13 @@ class DistributedDataParallel {
   void record_completions(bool enabled = true) { state_->reducer->record_completions(enabled); }
 
  private:
-  // Returns a tensor by value: forward may return a reference to an argument that is a temporary cast.
-  template <class... Args>
-  decltype(auto) forward(Args&&... args) {
-    if constexpr (ScriptModule<M>)
-      return model_.forward(std::vector<c10::IValue>{c10::IValue(std::forward<Args>(args))...});
-    else if constexpr (std::same_as<
-                           std::remove_cvref_t<decltype((*model_).forward(std::forward<Args>(args)...))>,
-                           at::Tensor>)
-      return at::Tensor((*model_).forward(std::forward<Args>(args)...));
-    else
-      return (*model_).forward(std::forward<Args>(args)...);
-  }
-
   struct State {
     Comm* comm = nullptr;
     bool sync_due = true;
-    detail::BufferSync buffers;
-    BufferPolicy policy = BufferPolicy::none;
+    detail::BroadcastList buffers{{}};
+    bool broadcasts_buffers = false;
     std::vector<std::string> ignored;
     detail::ParameterTable parameters;
-    std::optional<detail::LowPrecisionParameters> low_precision;
     std::unique_ptr<Reducer> reducer;  // refers to the members above
   };
 
@@ -416,13 +339,19 @@ class DistributedDataParallel {
       return model;
   }
 
+  static detail::BroadcastList broadcast_list(const std::vector<NamedTensor>& buffers) {
+    std::vector<at::Tensor> tensors;
+    for (const NamedTensor& buffer : buffers) tensors.push_back(buffer.tensor);
+    return detail::BroadcastList(std::move(tensors));
+  }
+
   void run_buffer_sync() {
     // The forward of a ScriptModule replaces the tensor of a buffer that it assigns.
     if constexpr (ScriptModule<M>)
-      if (state_->policy != BufferPolicy::none)
-        state_->buffers = detail::BufferSync(
-            detail::without_ignored(tensors_of(model_), state_->ignored).buffers, state_->policy);
-    state_->buffers.run(*state_->comm);
+      if (state_->broadcasts_buffers)
+        state_->buffers =
+            broadcast_list(detail::without_ignored(tensors_of(model_), state_->ignored).buffers);
+    if (!state_->buffers.empty()) state_->buffers.run(*state_->comm, 0);
   }
 
   static void refuse(bool create_graph) {
@@ -437,7 +366,6 @@ class DistributedDataParallel {
     const detail::CallScope scope(detail::backward_name);
     state_->reducer->backward(contribution, [&] {
       state_->reducer->check_model(contribution.losses, [&] { return tensors_of(module()).parameters; });
-      if (state_->low_precision) state_->low_precision->check_backward(contribution.losses);
       backward();
     });
     if (state_->reducer->no_sync_depth == 0) detail::note_reduced(state_->parameters.trained);

@@ -21,20 +21,12 @@
 
 namespace lockstep {
 
-/// How a moving average treats buffers, such as the running statistics of batch norm.
-enum class AveragedBuffers {
-  /// Copies the model's buffers (Python's use_buffers=False).
-  copied,
-  /// Averages the buffers too (Python's use_buffers=True).
-  averaged,
-};
-
 /// Options of MovingAverage.
 struct MovingAverageOptions {
   /// Weight of the old average in the new one, from 0 to 1.
   double decay = 0.999;
-  /// How buffers enter the average.
-  AveragedBuffers buffers = AveragedBuffers::copied;
+  /// Averages the buffers too, such as the running statistics of batch norm. If false, copies the model's.
+  bool use_buffers = false;
 };
 
 /// Maintains an exponential moving average of a model's parameters, bitwise equal to Python's. Communicates
@@ -62,11 +54,10 @@ class MovingAverage {
   void update() {
     refuse_while_swapped("update");
     const at::NoGradGuard no_grad;
-    const bool averaged_buffers = options_.buffers == AveragedBuffers::averaged;
     std::vector<at::Tensor> averages, values;
     for (std::size_t i = 0; i < average_.size(); ++i) {
       const at::Tensor& value = source(i);
-      if (updates_ == 0 || (i >= parameters_.size() && !averaged_buffers)) {
+      if (updates_ == 0 || (i >= parameters_.size() && !options_.use_buffers)) {
         average_[i].copy_(value);
       } else if (!value.is_floating_point() && !value.is_complex()) {
         average_[i].copy_(average_[i] * options_.decay + value * (1 - options_.decay));

@@ -14,7 +14,6 @@
 #include "lockstep/error.hpp"
 #include "lockstep/log/log.hpp"
 #include "lockstep/report/detail/append_file.hpp"
-#include "lockstep/report/detail/clock_alignment.hpp"
 #include "lockstep/report/detail/trace_recorder.hpp"
 #include "lockstep/train/extras.hpp"
 #include "lockstep/train/step_profile.hpp"
@@ -40,10 +39,7 @@ struct TraceOptions {
 /// buckets, from the launch of a bucket's reduction to its completion (BucketReport::completed says what that
 /// is for which communicator). Buckets in flight at one time have lanes of their own.
 ///
-/// Times are rank 0's clock. The ranks of rank 0's host share that clock. The clocks of other hosts are
-/// compared by 16 small collectives when the trace is written. A rank's label, such as "clock error 1.234
-/// us", holds the bound of the error, which is at most the mean of how long one of these collectives takes on
-/// the rank and on rank 0. A clock that drifts between the traced steps and that exchange adds its drift.
+/// The ranks of one host share a clock. The times of different hosts are compared by their wall clocks.
 ///
 /// Collective in two places: after the last traced step, and after an epoch in which steps were traced but
 /// not the last one. Rank 0 then writes the file atomically. If that fails, rank 0 warns once and the
@@ -95,11 +91,10 @@ class Trace {
   void write(const char* call) {
     const detail::CallScope scope(call);
     written_ = recorder_.size();
-    const detail::ClockOffset clock = detail::align_clock(comm_);
-    std::int64_t origin = recorder_.origin() - clock.offset;
+    std::int64_t origin = recorder_.origin();
     for (const std::string& there : comm_.all_gather_bytes(std::to_string(origin)))
       origin = std::min<std::int64_t>(origin, std::stoll(there));
-    const auto events = comm_.all_gather_bytes(recorder_.events(comm_.rank(), clock, origin));
+    const auto events = comm_.all_gather_bytes(recorder_.events(comm_.rank(), origin));
     if (comm_.rank() != 0) return;
     detail::write_or_warn(path_, detail::trace_file(events), log(), warned_);
   }

@@ -223,7 +223,7 @@ class CapturedStep : detail::CheckedCapture<Comm, Optimizer, PrecisionType, Hook
  public:
   /// Constructs the DistributedDataParallel. `device` is the model's. Throws UsageError for a GPU in a
   /// program without CUDA, and on every device for options that a graph cannot capture: those that
-  /// `check_capturable()` of a part reports, `find_unused_parameters`, `param_dtype`,
+  /// `check_capturable()` of a part reports, `find_unused_parameters`,
   /// DdpOptions::gradients other than `in_bucket`, or too few warm-up steps. Collective.
   CapturedStep(const c10::Device& device, M& model, Comm& comm, Optimizer& optimizer,
                PrecisionType& precision, Loss loss, const CaptureOptions& options = {}, Hook hook = {},
@@ -241,10 +241,6 @@ class CapturedStep : detail::CheckedCapture<Comm, Optimizer, PrecisionType, Hook
       throw UsageError(
           "CapturedStep: num_warmup_iters is 2: give 3 or more with DdpOptions::static_graph, since the "
           "third step orders the buckets");
-    if (options.ddp.param_dtype)
-      throw UsageError(
-          "CapturedStep: DdpOptions::param_dtype gives parameters new memory in each step, which a graph "
-          "cannot hold: use a precision policy, such as Bf16");
     if (options.ddp.find_unused_parameters || options.ddp.gradients != GradientStorage::in_bucket)
       throw UsageError(
           "CapturedStep: find_unused_parameters and gradients other than in_bucket change the work from step "

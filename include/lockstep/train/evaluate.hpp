@@ -34,7 +34,6 @@
 #include "lockstep/grad/model.hpp"
 #include "lockstep/train/detail/model_handle.hpp"
 #include "lockstep/train/metrics.hpp"
-#include "lockstep/train/named_metrics.hpp"
 
 namespace lockstep {
 
@@ -271,26 +270,29 @@ void require_equal_lengths(const std::vector<std::string>& samples, C& comm) {
       comm.size());
 }
 
+/// The return type of an invalid call of evaluate: converts to any type, so that a static_assert is the only
+/// error.
+struct NotMeasured {
+  template <class T>
+  operator T() const;
+};
+
 /// Diagnoses the arguments of evaluate with one static_assert each.
 template <class M, class Data, class... Metrics>
 struct CheckedEvaluation {
   static constexpr bool good() {
     constexpr bool dataset = Dataset<Data>;
-    constexpr bool named = (NamedMetric<Metrics> && ...) || !(NamedMetric<Metrics> || ...);
     static_assert(
         dataset,
         "lockstep: evaluate measures on a dataset, which has size() and get(i) or get_batch(indices)");
     static_assert(sizeof...(Metrics) > 0, "lockstep: evaluate needs a metric, such as lockstep::Accuracy{}");
-    static_assert(named, "lockstep: evaluate takes metrics that all have a name, or of which none has one");
-    static_assert(!named || names_differ<std::remove_cvref_t<Metrics>...>(),
-                  "lockstep: two metrics of an evaluate have the same name");
-    if constexpr (dataset && named && sizeof...(Metrics) > 0) {
-      constexpr bool measurable = (Metric<Unnamed<Metrics>, M, BatchOf<Data>> && ...);
+    if constexpr (dataset && sizeof...(Metrics) > 0) {
+      constexpr bool measurable = (Metric<Metrics, M, BatchOf<Data>> && ...);
       static_assert(
           measurable,
           "lockstep: a metric is called as metric(output, batch) or metric(model, batch) and returns a "
           "Mean{sum, count}, a tensor of one element, or Sums{values} if it has compute(total)");
-      return measurable && names_differ<std::remove_cvref_t<Metrics>...>();
+      return measurable;
     } else {
       return false;
     }
@@ -304,12 +306,12 @@ namespace lockstep {
 /// Runs the model over each sample of the dataset exactly once, partitioned among the ranks, and returns each
 /// metric over all samples: the same value on every rank, equal to that of a single process.
 ///
-/// Batches are copied to the model's device. The result of a metric is a double, NaN for an empty dataset, or
-/// what its `compute` returns. One metric returns its result, several a std::tuple of results, and metrics
-/// with names (see `named`) a NamedResults. Rank 0's buffers (running statistics) are broadcast first. Every
-/// submodule's mode is restored afterwards. An exception of the dataset, the model or a metric that not every
-/// rank throws within two seconds aborts the communicator: the other ranks throw PeerError. Throws
-/// MismatchError if the ranks' datasets differ in their number of samples. Collective.
+/// Batches are copied to the model's device. The result of a metric is a double, NaN for an empty dataset,
+/// or what its `compute` returns. One metric returns its result, several a std::tuple of results. Rank 0's
+/// buffers (running statistics) are broadcast first. Every submodule's mode is restored afterwards. An
+/// exception of the dataset, the model or a metric that not every rank throws within two seconds aborts the
+/// communicator: the other ranks throw PeerError. Throws MismatchError if the ranks' datasets differ in
+/// their number of samples. Collective.
 template <Model M, Communicator C, class D, class... Metrics>
 auto evaluate(M& model, C& comm, D&& dataset, const EvaluationOptions& options, Metrics&&... metrics) {
   using Data = std::remove_reference_t<D>;
@@ -335,13 +337,17 @@ auto evaluate(M& model, C& comm, D&& dataset, const EvaluationOptions& options, 
                         {.batch_size = static_cast<std::size_t>(options.batch_size),
                          .num_workers = static_cast<std::size_t>(options.num_workers),
                          .pin_memory = true}};
-      std::tuple<typename detail::Measured<detail::Unnamed<Metrics>, M, Batch>::Meter...> meters;
+      std::tuple<typename detail::Measured<std::remove_reference_t<Metrics>, M, Batch>::Meter...> meters;
       for (auto& batch : StagedBatches{loader, detail::device_of(detail::module_of(model))})
-        detail::measure(model, batch, meters, detail::unnamed(metrics)...);
-      return detail::results_of<typename detail::Measured<detail::Unnamed<Metrics>, M, Batch>::Result...>(
-          comm, meters, detail::unnamed(metrics)...);
+        detail::measure(model, batch, meters, metrics...);
+      return detail::results_of<
+          typename detail::Measured<std::remove_reference_t<Metrics>, M, Batch>::Result...>(comm, meters,
+                                                                                            metrics...);
     });
-    return detail::named_results<std::remove_cvref_t<Metrics>...>(std::move(results));
+    if constexpr (sizeof...(Metrics) == 1)
+      return std::get<0>(std::move(results));
+    else
+      return results;
   } else {
     return detail::NotMeasured{};
   }

@@ -51,18 +51,15 @@ struct Gradients {
 // Extras: arguments of a Trainer's constructor, at most one of each concept.
 
 /// Creates the optimizer: `make_optimizer(parameters)` takes all parameters of the model in registration
-/// order, frozen ones included and a tied one once, as a std::vector of tensors or of NamedTensors. Those in
-/// DdpOptions::ignored are left out. Called once, before the first step, on every rank.
+/// order, frozen ones included and a tied one once. Those in DdpOptions::ignored are left out. Called once,
+/// before the first step, on every rank.
 template <class E>
 concept OptimizerFactory = requires(E& extra, std::vector<NamedTensor> parameters) {
   { extra.make_optimizer(parameters) } -> std::convertible_to<std::unique_ptr<torch::optim::Optimizer>>;
-}
-|| requires(E& extra, std::vector<at::Tensor> parameters) {
-  { extra.make_optimizer(parameters) } -> std::convertible_to<std::unique_ptr<torch::optim::Optimizer>>;
 };
 
-/// Wraps a function as an OptimizerFactory. The function returns an optimizer, or a std::unique_ptr to one.
-/// It takes a std::vector<at::Tensor>, or a std::vector<NamedTensor> to form parameter groups by name:
+/// Wraps `function` as an OptimizerFactory. It returns an optimizer, or a std::unique_ptr to one, and takes
+/// a std::vector<at::Tensor>, or a std::vector<NamedTensor> to form parameter groups by name:
 ///
 /// ```cpp
 /// lockstep::MakeOptimizer{[](const std::vector<lockstep::NamedTensor>& parameters) {
@@ -74,7 +71,6 @@ concept OptimizerFactory = requires(E& extra, std::vector<NamedTensor> parameter
 /// ```
 template <class Function>
 struct MakeOptimizer {
-  /// Returns an optimizer, or a std::unique_ptr to one.
   Function function;
 
   std::unique_ptr<torch::optim::Optimizer> make_optimizer(const std::vector<NamedTensor>& parameters) {
@@ -111,10 +107,9 @@ concept Schedule = requires(E& extra, std::int64_t epoch, std::int64_t step) {
   { extra.rate_factor(epoch, step) } -> std::convertible_to<double>;
 };
 
-/// Wraps a function `(epoch, step) -> factor` as a Schedule.
+/// Wraps `function(epoch, step)`, which returns the factor, as a Schedule.
 template <class Function>
 struct RateSchedule {
-  /// Returns the factor of the rate: `function(epoch, step)`.
   Function function;
   double rate_factor(std::int64_t epoch, std::int64_t step) {
     constexpr bool gives_factor = std::is_invocable_r_v<double, Function&, std::int64_t, std::int64_t>;
@@ -177,10 +172,9 @@ concept GradientCallback = requires(E& callback, const Gradients& gradients) {
   callback.on_gradients(gradients);
 };
 
-/// Wraps a function `(const Gradients&)` as a GradientCallback.
+/// Wraps `function(gradients)` as a GradientCallback.
 template <class Function>
 struct OnGradients {
-  /// Called as `function(gradients)`.
   Function function;
   void on_gradients(const Gradients& gradients) { function(gradients); }
 };
@@ -246,10 +240,9 @@ concept StepCallback = requires(E& callback, const StepReport& report) {
   callback.on_step(report, comm);
 };
 
-/// Wraps a function `(const StepReport&)` as a StepCallback. Passes on a FitAction and drops another result.
+/// Wraps `function(report)` as a StepCallback. Passes on a FitAction and drops another result.
 template <class Function>
 struct OnStep {
-  /// Called as `function(report)`.
   Function function;
   auto on_step(const StepReport& report) { return detail::call_for(function, report); }
 };
@@ -264,10 +257,9 @@ concept ProfileCallback = requires(E& callback, const StepReport& report, const 
   callback.on_profile(report, profile);
 };
 
-/// Wraps a function `(const StepReport&, const StepProfile&)` as a ProfileCallback.
+/// Wraps `function(report, profile)` as a ProfileCallback.
 template <class Function>
 struct OnProfile {
-  /// Called as `function(report, profile)`.
   Function function;
   void on_profile(const StepReport& report, const StepProfile& profile) { function(report, profile); }
 };
@@ -291,11 +283,9 @@ concept EpochStartCallback = requires(E& callback, const EpochPlan& plan) {
   callback.on_epoch_start(plan, comm);
 };
 
-/// Wraps a function `(const EpochPlan&)` as an EpochStartCallback. Passes on a FitAction and drops another
-/// result.
+/// Wraps `function(plan)` as an EpochStartCallback. Passes on a FitAction and drops another result.
 template <class Function>
 struct OnEpochStart {
-  /// Called as `function(plan)`.
   Function function;
   auto on_epoch_start(const EpochPlan& plan) { return detail::call_for(function, plan); }
 };
@@ -327,11 +317,9 @@ concept EpochCallback = requires(E& callback, const EpochReport& report) {
   callback.on_epoch(report, comm);
 };
 
-/// Wraps a function `(const EpochReport&)` as an EpochCallback. Passes on a FitAction and drops another
-/// result.
+/// Wraps `function(report)` as an EpochCallback. Passes on a FitAction and drops another result.
 template <class Function>
 struct OnEpoch {
-  /// Called as `function(report)`.
   Function function;
   auto on_epoch(const EpochReport& report) { return detail::call_for(function, report); }
 };
@@ -406,17 +394,14 @@ bool asks_to_stop(E& callback, const Report& report, Comm& comm) {
 
 namespace lockstep {
 
-/// A GradientCallback that scales the gradients of a step to a total norm of at most `max_norm`, over all
-/// parameters together; see clip_grad_norm. It sets Gradients::total_norm to the norm before clipping, for
-/// later GradientCallbacks, which see clipped gradients, and for StepReport::total_norm. Errors name the
-/// parameters.
+/// A GradientCallback that clips the gradients of a step as clip_grad_norm does, with `max_norm` and
+/// `options`. It sets Gradients::total_norm to the norm before clipping. Errors name the parameters.
 /// Counterpart: torch.nn.utils.clip_grad_norm_.
 struct GradientClip {
   /// A graph can capture it unless `error_if_nonfinite` is set, which reads the norm; see CapturedStep.
   static constexpr bool capturable = true;
 
   double max_norm = 1;
-  /// See clip_grad_norm.
   ClipOptions options = {};
 
   /// Throws UsageError if `error_if_nonfinite` is set.

@@ -104,22 +104,19 @@ struct NoStepTimer {};
 template <class... Callbacks>
 inline constexpr bool has_step_timer = (std::is_same_v<Callbacks, StepTimer> || ...);
 
-/// Ends a phase of the running step; compiles to nothing without a StepTimer among the callbacks.
-template <class... Callbacks>
-void end_phase([[maybe_unused]] StepPhase phase, [[maybe_unused]] Callbacks&... callbacks) {
-  const auto end = [phase]<class E>([[maybe_unused]] E& callback) {
-    if constexpr (std::is_same_v<E, StepTimer>) callback.end(phase);
+/// Calls `work(timer)` if there is a StepTimer among the callbacks; else compiles to nothing.
+template <class Work, class... Callbacks>
+void with_step_timer([[maybe_unused]] const Work& work, [[maybe_unused]] Callbacks&... callbacks) {
+  const auto call = [&]<class E>([[maybe_unused]] E& callback) {
+    if constexpr (std::is_same_v<E, StepTimer>) work(callback);
   };
-  (end(callbacks), ...);
+  (call(callbacks), ...);
 }
 
-/// Counts samples of the running step, likewise.
+/// Ends a phase of the running step.
 template <class... Callbacks>
-void count_samples([[maybe_unused]] std::int64_t samples, [[maybe_unused]] Callbacks&... callbacks) {
-  const auto count = [samples]<class E>([[maybe_unused]] E& callback) {
-    if constexpr (std::is_same_v<E, StepTimer>) callback.count(samples);
-  };
-  (count(callbacks), ...);
+void end_phase(StepPhase phase, Callbacks&... callbacks) {
+  with_step_timer([phase](auto& timer) { timer.end(phase); }, callbacks...);
 }
 
 }  // namespace lockstep::detail

@@ -124,8 +124,8 @@ class Trainer : detail::CheckedPolicies<Policies...> {
   }
 
   /// Evaluates the metrics over all samples and ranks, with rank 0's buffers, in the trainer's precision. See
-  /// lockstep::evaluate, also for exceptions on one rank. Under BufferPolicy::average the buffers are
-  /// averaged first; under BufferPolicy::none each rank gets its own buffers back afterwards. Collective.
+  /// lockstep::evaluate, also for exceptions on one rank. Without DdpOptions::broadcast_buffers each rank
+  /// gets its own buffers back afterwards. Collective.
   template <class D, class... Metrics>
   auto evaluate(D&& dataset, Metrics&&... metrics) {
     using Checked =
@@ -137,12 +137,11 @@ class Trainer : detail::CheckedPolicies<Policies...> {
     } else {
       const detail::CallScope scope("Trainer::evaluate");
       ddp_.synchronize();
-      if (options_.ddp.broadcast_buffers == BufferPolicy::average) ddp_.sync_buffers();
       return precision_.forward([&] {
         return lockstep::evaluate(model_.get(), comm_, dataset,
                                   {.batch_size = options_.batch_size,
                                    .num_workers = options_.num_workers,
-                                   .restore_buffers = options_.ddp.broadcast_buffers == BufferPolicy::none},
+                                   .restore_buffers = !options_.ddp.broadcast_buffers},
                                   metrics...);
       });
     }
@@ -164,7 +163,7 @@ class Trainer : detail::CheckedPolicies<Policies...> {
     auto run = checkpointed_run(parts...);
     write_checkpoint(run, path, [&] {
       if (save_data_position_) position_.skipped = skipped_.count();
-      return own_state(run, options_.ddp.broadcast_buffers, meter_, save_data_position_, resumed_);
+      return own_state(run, !options_.ddp.broadcast_buffers, meter_, save_data_position_, resumed_);
     });
   }
   /// Restores a checkpoint of save_checkpoint into a trainer that was constructed with the same arguments.

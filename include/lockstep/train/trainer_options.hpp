@@ -31,9 +31,8 @@ class Trainer;
 /// The options of a Trainer besides its policies. All but `num_workers` and `progress` must be equal on every
 /// rank: the constructor compares `ddp`, `Trainer::fit` the others, and both throw MismatchError.
 struct TrainerOptions {
-  /// Length of each `fit` in epochs or in optimizer steps. Set at most one of the two. Default: 1 epoch.
+  /// Length of each `fit` in epochs or in optimizer `steps`. Set at most one of the two. Default: 1 epoch.
   std::optional<std::int64_t> epochs = std::nullopt;
-  /// Length of each `fit` in optimizer steps.
   std::optional<std::int64_t> steps = std::nullopt;
   /// Samples per rank and micro-batch. The global batch of an optimizer step is `batch_size` times
   /// `accumulate` times the world size.
@@ -93,10 +92,6 @@ inline const TrainerOptions& validated(const TrainerOptions& options) {
   if (options.num_workers < 0)
     throw UsageError(
         detail::formatted("num_workers is {}: give a number of threads, 0 or more", options.num_workers));
-  if (options.ddp.param_dtype || options.ddp.buffer_dtype)
-    throw UsageError(detail::formatted(
-        "ddp.param_dtype and ddp.buffer_dtype are for hand-written loops: give the Trainer a precision "
-        "instead, such as Bf16 or Fp16"));
   if (options.num_workers > 1024)
     throw UsageError(
         detail::formatted("num_workers is {}: give 1024 threads per rank at most", options.num_workers));

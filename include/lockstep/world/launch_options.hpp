@@ -11,23 +11,20 @@ namespace lockstep {
 /// output stays unchanged.
 enum class Prefix { automatic, always, never };
 
-/// The defaults of `launch`, and the names of the flags that override them on the command line: `--nproc N`
-/// (or `--nproc-per-node N`), `--prefix auto|always|never`, `--timeout SECONDS`. An empty name disables the
-/// flag: `launch` then leaves such an argument to the program.
+/// The defaults of `launch`, and which of its flags override them on the command line: `--nproc N` (or
+/// `--nproc-per-node N`), `--prefix auto|always|never`, `--timeout SECONDS`. If `nproc_flag`, `prefix_flag`
+/// or `timeout_flag` is false, `launch` leaves that flag to the program.
 struct LaunchOptions {
   /// Processes to start on this host if neither the flag nor the environment (RANK, WORLD_SIZE, a launcher)
   /// determines their number. 0: one per GPU in `gpus`; if that is empty, one per GPU, or 2 without GPUs.
   int nproc = 0;
-  /// The flag that overrides `nproc`. A non-default name replaces `--nproc-per-node` too.
-  std::string nproc_flag = "--nproc";
+  bool nproc_flag = true;
   /// The GPUs to use, by the driver's indices, such as "0,1"; sets the ranks' CUDA_VISIBLE_DEVICES. Empty:
   /// keeps its value, or all GPUs if it is unset.
   std::string gpus = {};
   Prefix prefix = Prefix::automatic;
-  /// The flag that overrides `prefix`.
-  std::string prefix_flag = "--prefix";
-  /// The flag that sets the default timeout of collectives, in seconds.
-  std::string timeout_flag = "--timeout";
+  bool prefix_flag = true;
+  bool timeout_flag = true;
   /// Finds the rank that a launcher other than torchrun has assigned.
   AnyRankSource rank_source = launched_rank;
   /// How long the other ranks may take to end after one has failed, before they are killed.

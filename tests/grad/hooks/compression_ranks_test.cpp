@@ -209,23 +209,6 @@ TEST_CASE("gradients in float64 and float16 keep their dtype") {
   }
 }
 
-TEST_CASE("a sum in a type of one's own is divided after it was made", "[2+]") {
-  const Plan one{{{2}}};
-  Buckets buckets(one);
-  const auto large = torch::tensor({60000.0F, 1.0F});
-  Fp16Hook before;
-  ReduceDtypeHook after(at::kHalf), wide(at::kFloat);
-  const auto mean = buckets.reduce(before, shared_comm(), {large})[0];
-  CHECK(std::isfinite(mean[0].item<float>()));
-  const auto overflown = buckets.reduce(after, shared_comm(), {large})[0];
-  CHECK(overflown[0].item<float>() == infinity);
-  CHECK(overflown[1].item<float>() == 1);
-  const auto exact = buckets.reduce(wide, shared_comm(), {large})[0];
-  CHECK(torch::equal(exact, large));
-  CHECK(after.wire_bytes() == 4);
-  CHECK(wide.wire_bytes() == 8);
-}
-
 TEST_CASE("8 bits err by half a step at most, the same on every rank") {
   const bool per_channel = GENERATE(false, true);
   CAPTURE(per_channel);

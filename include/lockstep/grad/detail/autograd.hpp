@@ -13,20 +13,6 @@
 
 namespace lockstep::detail {
 
-/// An owning pointer to a leaf's gradient accumulator, which the leaf itself holds weakly. The pointer type
-/// differs between versions of LibTorch.
-using Accumulator = decltype(torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor&>()));
-
-/// Restores the accumulator of a leaf. The leaf must have the dtype for which the accumulator was created.
-template <class Pointer>
-void set_accumulator(const at::Tensor& leaf, const Pointer& accumulator) {
-  if constexpr (requires { typename Pointer::weak_type; })
-    torch::autograd::impl::set_grad_accumulator(leaf, typename Pointer::weak_type(accumulator));
-  else
-    torch::autograd::impl::set_grad_accumulator(
-        leaf, c10::weak_intrusive_ptr<typename Pointer::element_type>(accumulator));
-}
-
 /// Calls `action()` each time a gradient has been accumulated into a leaf, from construction to destruction.
 /// Leaves other hooks on the leaf in place. Objects that `action` refers to must not move.
 template <class Action>
@@ -56,7 +42,9 @@ class AccumulateHook {
   }
 
  private:
-  Accumulator accumulator_;  // keeps the accumulator, which owns the hook, alive
+  // Keeps the accumulator, which owns the hook, alive: the leaf holds it weakly. The type of the pointer
+  // differs between versions of LibTorch.
+  decltype(torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor&>())) accumulator_;
   std::uintptr_t key_;
 };
 
@@ -66,7 +54,20 @@ class AccumulateHook {
 class GraphSearch {
  public:
   /// Traverses the graph from `roots`.
-  void run(at::ArrayRef<at::Tensor> roots);
+  void run(at::ArrayRef<at::Tensor> roots) {
+    seen_.clear();
+    open_.clear();
+    ends_.clear();
+    for (const at::Tensor& root : roots)
+      if (root.defined() && root.requires_grad())
+        visit(torch::autograd::impl::gradient_edge(root).function.get());
+    while (!open_.empty()) {
+      const torch::autograd::Node* node = open_.back();
+      open_.pop_back();
+      for (const auto& edge : node->next_edges()) visit(edge.function.get());
+      if (node->num_outputs() == 0) ends_.push_back(node);
+    }
+  }
   /// Returns the sinks that the last `run` reached, including the accumulators of leaves.
   [[nodiscard]] const std::vector<const torch::autograd::Node*>& ends() const { return ends_; }
   /// Returns whether the last `run` reached the node.
@@ -103,7 +104,3 @@ void at_end_of_backward(End end) {
 }
 
 }  // namespace lockstep::detail
-
-#ifndef LOCKSTEP_COMPILED
-#include "lockstep/grad/detail/autograd-inl.hpp"
-#endif

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 
-#include "lockstep/detail/format.hpp"
 #include "lockstep/detail/linkage.hpp"
 #include "lockstep/grad/detail/backward_report.hpp"
 
@@ -60,13 +59,6 @@ LOCKSTEP_INLINE std::string failure_text(const std::vector<BackwardReport>& repo
       missing, outcome.empty() ? "" : "; ", outcome);
 }
 
-LOCKSTEP_INLINE std::string late_outcome(std::size_t backward) {
-  return detail::formatted(
-      "found after backward {} had returned on the other ranks: the parameters hold NaN if an optimizer has "
-      "stepped since, so resume from a checkpoint",
-      backward);
-}
-
 LOCKSTEP_INLINE std::exception_ptr failure_of(const std::vector<BackwardReport>& reports,
                                               const BackwardReport& mine, const std::string& text) {
   const bool thrown = std::any_of(reports.begin(), reports.end(),
@@ -75,24 +67,25 @@ LOCKSTEP_INLINE std::exception_ptr failure_of(const std::vector<BackwardReport>&
   return std::make_exception_ptr(GradientError(text));
 }
 
-LOCKSTEP_INLINE std::string text_of(const UnexpectedGradient& it) {
-  const std::string name = detail::formatted("parameter {} '{}'", it.parameter, it.name);
-  if (it.never_used)
+LOCKSTEP_INLINE std::string unexpected_text(std::size_t i, const ParameterEntry& parameter,
+                                            const DdpOptions& options) {
+  const std::string name = detail::formatted("parameter {} '{}'", i, parameter.name);
+  if (options.static_graph && parameter.expected == 0)
     return name +
            " took no part in the first backward and does in this one, while static_graph promises that every "
            "backward follows the graph of the first; leave it out";
-  if (it.copied && it.fired == 0)
+  if (parameter.copied && parameter.fired == 0)
     return name +
            " was taken for unused, since the loss reaches it through a re-entrant backward (a checkpoint) "
            "alone; turn find_unused_parameters off, or use static_graph";
-  if (it.searches)
+  if (options.find_unused_parameters && !options.static_graph)
     return name +
            " got more than one gradient in this backward, which find_unused_parameters cannot foresee in a "
            "re-entrant backward (a checkpoint); turn it off, or use static_graph";
   return detail::formatted(
       "{} got {} gradients in this backward and {} in the first, after which its bucket is reduced; keep the "
       "number of uses in re-entrant backwards (checkpoints) fixed",
-      name, it.fired + 1, it.expected);
+      name, parameter.fired + 1, parameter.expected);
 }
 
 }  // namespace lockstep::detail

@@ -11,7 +11,9 @@
 
 #include "lockstep/comm/agreement.hpp"
 #include "lockstep/comm/communicator.hpp"
+#include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
+#include "lockstep/grad/ddp_options.hpp"
 #include "lockstep/grad/detail/parameter_table.hpp"
 
 namespace lockstep::detail {
@@ -47,9 +49,6 @@ std::vector<BackwardReport> gather_reports(C& comm, const BackwardReport& mine) 
   return reports;
 }
 
-/// Returns the `outcome` of a failure that was found after `backward`, counted from 1, had returned.
-std::string late_outcome(std::size_t backward);
-
 /// Returns a PeerError on a rank whose backward did not throw while that of another rank did, else a
 /// GradientError.
 std::exception_ptr failure_of(const std::vector<BackwardReport>& reports, const BackwardReport& mine,
@@ -78,7 +77,12 @@ std::exception_ptr late_failure(C& comm, const BackwardReport& mine,
   const auto failed =
       std::count_if(reports.begin(), reports.end(), [](const auto& report) { return !report.empty(); });
   if (failed == 0 || failed == comm.size()) return nullptr;
-  std::string text = failure_text(reports, parameters, RankNames(comm), late_outcome(backward));
+  std::string text = failure_text(
+      reports, parameters, RankNames(comm),
+      detail::formatted(
+          "found after backward {} had returned on the other ranks: the parameters hold NaN if an "
+          "optimizer has stepped since, so resume from a checkpoint",
+          backward));
   if (own) text += "; then the next backward threw on this rank: " + first_line(own);
   return failure_of(reports, mine, text);
 }
@@ -93,19 +97,9 @@ std::string own_failure_text(C& comm, const BackwardReport& mine,
                       "the other ranks throw at the end of their next backward");
 }
 
-/// A parameter whose gradient fired more often in a backward than expected.
-struct UnexpectedGradient {
-  std::size_t parameter = 0;
-  std::string name;
-  int expected = 0;         ///< gradients expected in a backward
-  int fired = 0;            ///< gradients that fired in this backward before
-  bool copied = false;      ///< the gradient had been copied to its bucket before
-  bool searches = false;    ///< find_unused_parameters searches the graph
-  bool never_used = false;  ///< static_graph has recorded the parameter as unused
-};
-
-/// Returns the error text: the cause and a remedy.
-std::string text_of(const UnexpectedGradient& it);
+/// Returns the error text for parameter i, whose gradient fired more often in a backward than expected: the
+/// cause and a remedy.
+std::string unexpected_text(std::size_t i, const ParameterEntry& parameter, const DdpOptions& options);
 
 }  // namespace lockstep::detail
 

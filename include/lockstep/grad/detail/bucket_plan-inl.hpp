@@ -2,19 +2,12 @@
 
 #include <algorithm>
 #include <limits>
-#include <string>
 #include <utility>
 
-#include "lockstep/detail/format.hpp"
 #include "lockstep/detail/linkage.hpp"
-#include "lockstep/error.hpp"
 #include "lockstep/grad/detail/bucket_plan.hpp"
 
 namespace lockstep::detail {
-
-LOCKSTEP_INLINE std::vector<std::size_t> default_bucket_caps() {
-  return {std::size_t{1} << 20, std::size_t{25} << 20};
-}
 
 LOCKSTEP_INLINE std::vector<std::size_t> bucket_caps(const DdpOptions& options) {
   std::vector<std::size_t> caps;
@@ -24,9 +17,9 @@ LOCKSTEP_INLINE std::vector<std::size_t> bucket_caps(const DdpOptions& options) 
 
 LOCKSTEP_INLINE std::vector<std::size_t> caps_at_first(const DdpOptions& options) {
   const bool searches = options.find_unused_parameters && !options.static_graph;
-  auto caps = bucket_caps(options);
-  const bool listed = caps.size() > 1 && caps != default_bucket_caps();
-  return searches || listed ? std::move(caps) : std::vector<std::size_t>{};
+  const auto& caps = options.bucket_cap_mb;
+  const bool listed = caps.size() > 1 && caps != DdpOptions().bucket_cap_mb;
+  return searches || listed ? bucket_caps(options) : std::vector<std::size_t>{};
 }
 
 LOCKSTEP_INLINE BucketPlan assign_buckets(std::span<const ParameterEntry> parameters,
@@ -42,7 +35,6 @@ LOCKSTEP_INLINE BucketPlan assign_buckets(std::span<const ParameterEntry> parame
   std::vector<Sequence> sequences;
   for (const std::size_t index : order) {
     const ParameterEntry& parameter = parameters[index];
-    if (parameter.delayed) continue;
     if (parameter.sparse) {
       plan.push_back({index});
       continue;
@@ -73,50 +65,6 @@ LOCKSTEP_INLINE BucketPlan plan_by_registration(std::span<const ParameterEntry> 
   // Gradients become ready roughly in reverse: the bucket with the last parameters goes first.
   std::sort(plan.begin(), plan.end(), [](const auto& a, const auto& b) { return a[0] > b[0]; });
   return plan;
-}
-
-LOCKSTEP_INLINE BucketPlan with_delayed(BucketPlan plan, const DelayedBuckets& delayed) {
-  auto place = plan.end();
-  if (delayed.until) {
-    place = std::find_if(plan.begin(), plan.end(), [&](const auto& bucket) {
-      return std::find(bucket.begin(), bucket.end(), *delayed.until) != bucket.end();
-    });
-    if (place != plan.end()) ++place;
-  }
-  plan.insert(place, delayed.buckets.begin(), delayed.buckets.end());
-  return plan;
-}
-
-LOCKSTEP_INLINE DelayedBuckets delayed_buckets(std::span<ParameterEntry> trained,
-                                               const DelayedParameters& delayed) {
-  const auto refuse = [](const std::string& name, const char* why) {
-    throw UsageError(detail::formatted("DdpOptions::delayed names '{}', {}", name, why));
-  };
-  const auto index_of = [&](const std::string& name) {
-    const auto found = std::find_if(trained.begin(), trained.end(),
-                                    [&](const ParameterEntry& parameter) { return parameter.name == name; });
-    if (found == trained.end())
-      refuse(name, "and the model trains no such parameter (a tied one has its first name)");
-    return static_cast<std::size_t>(found - trained.begin());
-  };
-  DelayedBuckets result;
-  for (ParameterEntry& parameter : trained) parameter.delayed = false;
-  for (const std::string& name : delayed.names) {
-    const std::size_t index = index_of(name);
-    ParameterEntry& parameter = trained[index];
-    if (parameter.sparse) refuse(name, "whose gradient is sparse and travels by itself: leave it out");
-    if (std::exchange(parameter.delayed, true)) refuse(name, "twice: name it once");
-    const auto home = std::find_if(result.buckets.begin(), result.buckets.end(), [&](const auto& bucket) {
-      const ParameterEntry& first = trained[bucket[0]];
-      return first.dtype == parameter.dtype && first.device == parameter.device;
-    });
-    (home == result.buckets.end() ? result.buckets.emplace_back() : *home).push_back(index);
-  }
-  if (!delayed.until) return result;
-  result.until = index_of(*delayed.until);
-  if (trained[*result.until].delayed)
-    refuse(*delayed.until, "to wait for itself: let `until` be another parameter, or leave it out");
-  return result;
 }
 
 LOCKSTEP_INLINE std::vector<std::size_t> completion_order(const std::vector<std::size_t>& fired,

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <optional>
 #include <span>
 #include <vector>
 
@@ -20,10 +19,6 @@ namespace lockstep::detail {
 /// The buckets in reduction order, each a list of parameter indices in memory order.
 using BucketPlan = std::vector<std::vector<std::size_t>>;
 
-/// Returns Python's size limits in bytes: 1 MiB for the first bucket, so that communication starts early, and
-/// 25 MiB for all others.
-std::vector<std::size_t> default_bucket_caps();
-
 /// Returns DdpOptions::bucket_cap_mb in bytes.
 std::vector<std::size_t> bucket_caps(const DdpOptions& options);
 
@@ -32,10 +27,9 @@ std::vector<std::size_t> bucket_caps(const DdpOptions& options);
 std::vector<std::size_t> caps_at_first(const DdpOptions& options);
 
 /// Assigns the parameters in `order` to buckets, one sequence of buckets for each (dtype, device). A bucket
-/// closes after the parameter that reaches its limit: `caps[k]` for the k-th bucket of its sequence, and the
-/// last cap for all later ones. A sparse parameter gets a bucket of its own, and delayed parameters get none.
-/// Buckets are sorted by the order in which they close; buckets that remain open follow, in the order in
-/// which their sequences began.
+/// closes after the parameter that reaches its limit: `caps[k]` for the k-th bucket of its sequence, and
+/// the last cap for all later ones. A sparse parameter gets a bucket of its own. Buckets are sorted by the
+/// order in which they close; buckets that remain open follow, in the order in which their sequences began.
 ///
 /// Contents, order within a bucket and limits match c10d::compute_bucket_assignment_by_size: with three or
 /// more ranks, moving an element inside an all-reduce changes its bits.
@@ -48,21 +42,6 @@ BucketPlan assign_buckets(std::span<const ParameterEntry> parameters, const std:
 /// Python if it searches for unused parameters, and so never rebuilds, or got a list of limits.
 BucketPlan plan_by_registration(std::span<const ParameterEntry> parameters,
                                 const std::vector<std::size_t>& caps = {});
-
-/// The buckets of DdpOptions::delayed, reduced right after the bucket that holds parameter `until`, or last
-/// if `until` is unset.
-struct DelayedBuckets {
-  BucketPlan buckets;
-  std::optional<std::size_t> until;
-};
-
-/// Returns `plan` with the delayed buckets inserted.
-BucketPlan with_delayed(BucketPlan plan, const DelayedBuckets& delayed);
-
-/// Returns the buckets of DdpOptions::delayed, one for each dtype and device, and marks their parameters as
-/// delayed. Throws UsageError for a name that is unknown, sparse or repeated, and for an `until` that is
-/// itself delayed.
-DelayedBuckets delayed_buckets(std::span<ParameterEntry> trained, const DelayedParameters& delayed);
 
 /// Returns the parameters in the order of their last entry in `fired`, which lists a parameter for each hook
 /// call; parameters that did not fire follow.

@@ -15,7 +15,6 @@
 #include "lockstep/error.hpp"
 #include "lockstep/grad/ddp_options.hpp"
 #include "lockstep/grad/detail/broadcast_list.hpp"
-#include "lockstep/grad/detail/bucket_plan.hpp"
 #include "lockstep/grad/detail/parameter_table.hpp"
 #include "lockstep/grad/hooks/hook.hpp"
 #include "lockstep/grad/model.hpp"
@@ -68,17 +67,7 @@ CheckedModel checked_model(M& model, const DdpOptions& options) {
     throw UsageError("bucket_cap_mb must hold at least one size in MiB, each greater than 0");
   ModelTensors tensors = without_ignored(tensors_of(model), options.ignored);
   if (options.device) check_device(tensors.parameters, *options.device);
-  if (options.param_dtype) require_float_type("DdpOptions::param_dtype", *options.param_dtype);
-  if (options.buffer_dtype) require_float_type("DdpOptions::buffer_dtype", *options.buffer_dtype);
-  CheckedModel checked{{std::move(tensors.parameters), tensors.sparse}, std::move(tensors.buffers)};
-  for (const ParameterEntry& parameter : checked.parameters.trained)
-    if (options.param_dtype && parameter.sparse)
-      throw UsageError(detail::formatted(
-          "the gradient of parameter '{}' is sparse, which DdpOptions::param_dtype does not "
-          "support: build its layer without sparse gradients",
-          parameter.name));
-  static_cast<void>(delayed_buckets(checked.parameters.trained, options.delayed));
-  return checked;
+  return {{std::move(tensors.parameters), tensors.sparse}, std::move(tensors.buffers)};
 }
 
 /// Returns the options that determine collectives and bits, which must be equal on every rank. `sparse` holds
@@ -87,9 +76,7 @@ template <class Hook>
 NamedValues shared_options(const DdpOptions& options, const Hook& hook,
                            const std::vector<std::string>& sparse) {
   static constexpr std::array gradients{"in_bucket", "gradient_as_bucket_view", "separate"};
-  static constexpr std::array buffers{"none", "from_rank_zero", "average"};
   const auto text = [](bool on) { return on ? "true" : "false"; };
-  const auto dtype = [](const auto& type) { return type ? c10::toString(*type) : "the parameters' own"; };
   const auto list = [](const std::vector<std::string>& items) {
     std::string all;
     for (const std::string& item : items) all += (all.empty() ? "{" : ", ") + item;
@@ -98,14 +85,10 @@ NamedValues shared_options(const DdpOptions& options, const Hook& hook,
   std::vector<std::string> caps;
   for (const double cap : options.bucket_cap_mb) caps.push_back(detail::formatted("{}", cap));
   NamedValues named{{"bucket_cap_mb", list(caps)},
-                    {"broadcast_buffers", buffers.at(static_cast<std::size_t>(options.broadcast_buffers))},
+                    {"broadcast_buffers", text(options.broadcast_buffers)},
                     {"gradients", gradients.at(static_cast<std::size_t>(options.gradients))},
                     {"find_unused_parameters", text(options.find_unused_parameters)},
                     {"static_graph", text(options.static_graph)},
-                    {"delayed.names", list(options.delayed.names)},
-                    {"delayed.until", options.delayed.until ? "'" + *options.delayed.until + "'" : "not set"},
-                    {"param_dtype", dtype(options.param_dtype)},
-                    {"buffer_dtype", dtype(options.buffer_dtype)},
                     {"init_sync", text(options.init_sync)},
                     {"the list of sparse gradients", list(sparse)},
                     {"the communication hook", std::string(hook.name())}};

@@ -5,7 +5,6 @@
 #include <utility>
 
 #include <ATen/ScalarOps.h>
-#include <ATen/ops/div.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/mul.h>
@@ -19,15 +18,15 @@
 namespace lockstep::detail {
 
 LOCKSTEP_INLINE GradientBuckets::GradientBuckets(std::span<ParameterEntry> parameters, const BucketPlan& plan,
-                                                 BucketStyle style, bool only_adoptable)
-    : parameters_(parameters), style_(style) {
+                                                 GradientStorage storage, int divisor, bool only_adoptable)
+    : parameters_(parameters), storage_(storage), divisor_(divisor) {
   // Release the memory of earlier buckets first.
   for (ParameterEntry& parameter : parameters_) {
     parameter.view.reset();
     parameter.rows.reset();
   }
   for (const auto& members : plan) add(members, plan.size());
-  if (style_.storage == GradientStorage::gradient_as_bucket_view)
+  if (storage_ == GradientStorage::gradient_as_bucket_view)
     for (ParameterEntry& parameter : parameters_)
       if (parameter.view.defined() && (!only_adoptable || parameter.gradient().is_same(parameter.adoptable)))
         adopt(parameter);
@@ -46,15 +45,14 @@ LOCKSTEP_INLINE void GradientBuckets::copy_to_bucket(std::size_t i, const at::Te
     view.zero_();
     return;
   }
-  if (style_.storage == GradientStorage::gradient_as_bucket_view && scaled && !weight.defined())
-    attach = true;
-  const bool divide = !weight.defined() && scaled && style_.divisor != 1;
+  if (storage_ == GradientStorage::gradient_as_bucket_view && scaled && !weight.defined()) attach = true;
+  const bool divide = !weight.defined() && scaled && divisor_ != 1;
   const Bucket& bucket = buckets_[parameter.bucket];
   if (lies_in(grad, view)) {
     if (!attach) grad = grad.clone();
     if (weight.defined()) view.mul_(weight);
     if (!divide) return;
-    if (style_.storage == GradientStorage::gradient_as_bucket_view || bucket.delayed)
+    if (storage_ == GradientStorage::gradient_as_bucket_view)
       view.div_(bucket.divisor);
     else
       view.mul_(bucket.factor);
@@ -65,32 +63,27 @@ LOCKSTEP_INLINE void GradientBuckets::copy_to_bucket(std::size_t i, const at::Te
         "the gradient of parameter {} '{}' is {}, which only Embedding and EmbeddingBag with sparse(true) "
         "support; build its layer with dense gradients",
         i, parameter.name, grad.is_sparse() ? "sparse" : "of a layout without strides (CSR, mkldnn)"));
-  const bool narrower =
-      grad.scalar_type() != view.scalar_type() && grad.scalar_type() == style_.low_precision_type;
-  if ((grad.scalar_type() != view.scalar_type() && !narrower) || grad.device() != view.device() ||
+  if (grad.scalar_type() != view.scalar_type() || grad.device() != view.device() ||
       grad.sizes() != view.sizes())
     throw GradientError(
         detail::formatted("the gradient of parameter {} '{}' has another dtype, device or shape than the "
                           "parameter had when DistributedDataParallel was made; convert the model before",
                           i, parameter.name));
-  // An operator between a low-precision tensor and a scalar would round to low precision.
-  if (narrower || (!weight.defined() && !divide)) view.copy_(grad);
-  const at::Tensor& from = narrower ? view : grad;
   if (weight.defined())
-    at::mul_out(view, from, weight);
-  else if (divide && bucket.delayed)
-    at::div_out(view, from, bucket.divisor);
+    at::mul_out(view, grad, weight);
   else if (divide)
-    at::mul_out(view, from, bucket.factor);
-  if (attach && style_.storage != GradientStorage::separate) grad = view;
+    at::mul_out(view, grad, bucket.factor);
+  else
+    view.copy_(grad);
+  if (attach && storage_ != GradientStorage::separate) grad = view;
 }
 
 LOCKSTEP_INLINE void GradientBuckets::copy_from_bucket(std::size_t i) {
   at::Tensor& grad = parameters_[i].gradient();
   const at::Tensor& view = parameters_[i].view;
-  if (style_.storage != GradientStorage::separate) {
+  if (storage_ != GradientStorage::separate) {
     if (!grad.defined() || !lies_in(grad, view)) grad = view;
-  } else if (grad.defined() && grad.scalar_type() == view.scalar_type()) {
+  } else if (grad.defined()) {
     grad.copy_(view);
   } else {
     grad = at::empty_like(view).copy_(view);
@@ -107,7 +100,6 @@ LOCKSTEP_INLINE void GradientBuckets::poison(std::size_t i) {
 }
 
 LOCKSTEP_INLINE void GradientBuckets::add(const std::vector<std::size_t>& members, std::size_t count) {
-  // The parameters may be low precision when the buckets are rebuilt.
   const ParameterEntry& leader = parameters_[members.at(0)];
   const at::Tensor first = at::empty({0}, leader.tensor.options().dtype(leader.dtype));
   Bucket bucket;
@@ -116,7 +108,6 @@ LOCKSTEP_INLINE void GradientBuckets::add(const std::vector<std::size_t>& member
   bucket.gradients.parameters = members;
   for (const std::size_t i : members) parameters_[i].bucket = buckets_.size();
   if (!leader.sparse) {
-    bucket.delayed = leader.delayed;
     std::int64_t length = 0;
     for (const std::size_t i : members) length += parameters_[i].tensor.numel();
     bucket.with_tail = at::empty({length + tail}, first.options());
@@ -124,8 +115,8 @@ LOCKSTEP_INLINE void GradientBuckets::add(const std::vector<std::size_t>& member
     bucket.gradients.flat = at::empty({0}, first.options()).set_(storage, 0, {length});
     // Gloo does not support complex dtypes: they travel as pairs of real numbers.
     if (first.is_complex()) bucket.gradients.flat = at::view_as_real(bucket.gradients.flat).view({-1});
-    bucket.divisor = number_for(first, style_.divisor);
-    bucket.factor = number_for(first, 1.0 / style_.divisor);
+    bucket.divisor = number_for(first, divisor_);
+    bucket.factor = number_for(first, 1.0 / divisor_);
     std::int64_t offset = 0;
     for (const std::size_t i : members) {
       const at::Tensor& parameter = parameters_[i].tensor;
@@ -160,7 +151,7 @@ LOCKSTEP_INLINE void GradientBuckets::copy_rows(std::size_t i, bool scaled) {
         "an Embedding made with sparse(true) has it; let nothing else use that parameter",
         i, parameter.name));
   // Out of place: if no rank has used the parameter, its gradient must stay unchanged.
-  parameter.rows = scaled && style_.divisor != 1 ? grad.div(style_.divisor) : grad;
+  parameter.rows = scaled && divisor_ != 1 ? grad.div(divisor_) : grad;
 }
 
 LOCKSTEP_INLINE at::Tensor GradientBuckets::number_for(const at::Tensor& like, double value) {

@@ -16,14 +16,6 @@
 
 namespace lockstep::detail {
 
-/// How gradients are copied to and from the buckets.
-struct BucketStyle {
-  GradientStorage storage = GradientStorage::in_bucket;
-  /// Gradients are divided by this when copied in; 1 if the communication hook averages.
-  int divisor = 1;
-  /// A dtype, other than the parameter's own, that gradients may have.
-  std::optional<at::ScalarType> low_precision_type = std::nullopt;
-};
 
 /// The memory of the buckets, and the gradients in it.
 ///
@@ -36,10 +28,11 @@ class GradientBuckets {
   /// Extra elements at the end of each bucket's memory; those of the last bucket carry sample counts.
   static constexpr std::int64_t tail = 2;
 
-  /// With GradientStorage::gradient_as_bucket_view, existing gradients move into their bucket views; with
+  /// Gradients are divided by `divisor` when copied in; 1 if the communication hook averages. With
+  /// GradientStorage::gradient_as_bucket_view, existing gradients move into their bucket views; with
   /// `only_adoptable`, only those that are the `adoptable` of their entry.
-  GradientBuckets(std::span<ParameterEntry> parameters, const BucketPlan& plan, BucketStyle style,
-                  bool only_adoptable = false);
+  GradientBuckets(std::span<ParameterEntry> parameters, const BucketPlan& plan, GradientStorage storage,
+                  int divisor, bool only_adoptable = false);
 
   [[nodiscard]] std::size_t size() const { return buckets_.size(); }
   /// Returns the bucket as communication hooks get it.
@@ -64,9 +57,8 @@ class GradientBuckets {
   /// as in Python: the reduction averages it in place, which may change its last bit at three ranks and more.
   /// A reduction of sums with counts, which Python does not have, leaves such a gradient unchanged.
   ///
-  /// Scaling multiplies by the reciprocal, except for delayed parameters and gradients that lie in their
-  /// bucket view with gradient_as_bucket_view, which are divided: Python's arithmetic, whose bits differ at
-  /// three ranks.
+  /// Scaling multiplies by the reciprocal, except for gradients that lie in their bucket view with
+  /// gradient_as_bucket_view, which are divided: Python's arithmetic, whose bits differ at three ranks.
   void copy_to_bucket(std::size_t i, const at::Tensor& weight, bool scaled, bool attach);
 
   /// Sets parameter i's gradient to the reduced values in its bucket view.
@@ -87,8 +79,7 @@ class GradientBuckets {
   struct Bucket {
     GradientBucket gradients;
     at::Tensor with_tail;
-    at::Tensor divisor, factor;  // the style's divisor, and 1 / divisor
-    bool delayed = false;
+    at::Tensor divisor, factor;  // the divisor and its reciprocal
   };
 
   void add(const std::vector<std::size_t>& members, std::size_t count);
@@ -106,7 +97,8 @@ class GradientBuckets {
   static bool lies_in(const at::Tensor& grad, const at::Tensor& view);
 
   std::span<ParameterEntry> parameters_;
-  BucketStyle style_;
+  GradientStorage storage_;
+  int divisor_;
   std::vector<Bucket> buckets_;
   std::optional<std::size_t> last_view_;
 };

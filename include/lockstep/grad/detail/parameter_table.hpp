@@ -25,14 +25,13 @@ using GradientVersion = std::pair<const c10::TensorImpl*, std::int64_t>;
 
 /// A parameter that requires grad, and the state that DistributedDataParallel keeps for it.
 struct ParameterEntry {
-  // The parameter at construction. Its tensor has another dtype while it is low precision.
+  // The parameter at construction: a later conversion of the model must not change the buckets.
   std::string_view name;
   at::Tensor tensor;
   std::size_t bytes = 0;
   at::ScalarType dtype = at::kFloat;
   at::Device device = at::kCPU;
-  bool sparse = false;   ///< its gradients are sparse
-  bool delayed = false;  ///< DdpOptions::delayed names it
+  bool sparse = false;  ///< its gradients are sparse
 
   // Its place in the buckets, until they are rebuilt.
   std::size_t bucket = 0;

@@ -5,7 +5,6 @@
 #include <cmath>
 #include <cstddef>
 #include <exception>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -26,7 +25,6 @@
 #include "lockstep/grad/detail/autograd.hpp"
 #include "lockstep/grad/detail/backward_report.hpp"
 #include "lockstep/grad/detail/bucket_plan.hpp"
-#include "lockstep/grad/detail/low_precision_parameters.hpp"
 #include "lockstep/grad/detail/parameter_table.hpp"
 #include "lockstep/grad/detail/reduction.hpp"
 #include "lockstep/grad/hooks/hook.hpp"
@@ -41,6 +39,7 @@ struct JoinedReduction {
   void (*abandon)(void* reducer);
 };
 LOCKSTEP_PROCESS_WIDE inline std::atomic<std::size_t> reducers_made{0};
+LOCKSTEP_PROCESS_WIDE inline std::atomic<std::size_t> reducers_alive{0};
 
 /// The nested `ddp.backward` calls of one thread.
 struct OpenBackwards {
@@ -54,28 +53,6 @@ LOCKSTEP_PROCESS_WIDE inline OpenBackwards& open_backwards_here() {
   thread_local OpenBackwards here;
   return here;
 }
-/// Returns the number of reducers of a rank in this process after adding `more`. A process is one rank,
-/// except in programs whose ranks are threads.
-LOCKSTEP_PROCESS_WIDE inline int reducers_alive(int rank, int more = 0) {
-  static auto& mutex = *new std::mutex();
-  static auto& alive = *new std::map<int, int>();
-  const std::lock_guard lock(mutex);
-  return alive[rank] += more;
-}
-/// Counts a reducer while it lives.
-class AliveReducer {
- public:
-  explicit AliveReducer(int rank) : rank_(rank) { reducers_alive(rank_, 1); }
-  ~AliveReducer() { reducers_alive(rank_, -1); }
-  AliveReducer(const AliveReducer&) = delete;
-  AliveReducer& operator=(const AliveReducer&) = delete;
-
-  [[nodiscard]] bool alone() const { return reducers_alive(rank_) == 1; }
-
- private:
-  int rank_;
-};
-
 /// The most recent outermost call of any thread.
 LOCKSTEP_PROCESS_WIDE inline std::atomic<OpenBackwards*> latest_open_backwards{nullptr};
 
@@ -155,37 +132,22 @@ struct Contribution {
 template <class Comm, class Hook>
 class Reducer {
  public:
-  /// `low_precision` is null or holds the low-precision parameters that are restored at the end of each
-  /// reduction. `table`, `low_precision` and `comm` must outlive the reducer.
-  Reducer(ParameterTable& table, Comm& comm, Hook hook, const DdpOptions& options,
-          LowPrecisionParameters* low_precision)
+  /// `table` and `comm` must outlive the reducer.
+  Reducer(ParameterTable& table, Comm& comm, Hook hook, const DdpOptions& options)
       : parameters_(table.trained),
         options_(options),
-        low_precision_(low_precision),
         watched_(table, options.ignored),
         reduction_(parameters_, comm, std::move(hook), options_),
-        expects_(searches()),
-        alive_(comm.world().rank()) {
+        expects_(searches()) {
     for (ParameterEntry& parameter : parameters_) parameter.expected = searches();
     hooks_.reserve(parameters_.size());
     for (std::size_t i = 0; i < parameters_.size(); ++i)
       hooks_.emplace_back(parameters_[i].tensor, OnGradient{this, i});
+    ++reducers_alive;
   }
   Reducer(const Reducer&) = delete;
   Reducer& operator=(const Reducer&) = delete;
-
-  /// Registers accumulate hooks on the low-precision leaves. Requires the parameters to be low precision now.
-  /// A no-op after the first call.
-  void hook_low_precision_gradients() {
-    if (!low_precision_hooks_.empty()) return;
-    low_precision_hooks_.resize(parameters_.size());
-    for (std::size_t i = 0; i < parameters_.size(); ++i) {
-      const at::Tensor& leaf = parameters_[i].tensor;
-      // A parameter whose own dtype is the low-precision dtype already has a hook.
-      if (&*torch::autograd::impl::grad_accumulator(leaf) != hooks_[i].node())
-        low_precision_hooks_[i].emplace(leaf, OnGradient{this, i});
-    }
-  }
+  ~Reducer() { --reducers_alive; }
 
   /// Checks before the backward of `losses` that the model is as it was at construction; see
   /// WatchedParameters::check.
@@ -339,12 +301,6 @@ class Reducer {
     void operator()() const { reducer->on_gradient(parameter); }
   };
 
-  // Considers the leaf of the parameter's own dtype and its low-precision leaf.
-  [[nodiscard]] bool reached(std::size_t i) const {
-    return search_.reached(hooks_[i].node()) || (!low_precision_hooks_.empty() && low_precision_hooks_[i] &&
-                                                 search_.reached(low_precision_hooks_[i]->node()));
-  }
-
   [[nodiscard]] bool searches() const { return options_.find_unused_parameters && !options_.static_graph; }
 
   void on_gradient(std::size_t i) {
@@ -369,21 +325,17 @@ class Reducer {
         open_bare();
     }
     ready_order_.push_back(i);
-    if (options_.static_graph && !reduction_.used_anywhere(i)) throw GradientError(unexpected_text(i));
+    if (options_.static_graph && !reduction_.used_anywhere(i))
+      throw GradientError(unexpected_text(i, parameter, options_));
     if (expects_ && !joined_) {
-      if (parameter.fired == parameter.expected || parameter.copied) throw GradientError(unexpected_text(i));
+      if (parameter.fired == parameter.expected || parameter.copied)
+        throw GradientError(unexpected_text(i, parameter, options_));
       if (parameter.fired + 1 == parameter.expected) {
         copy_to_bucket(i);
         reduction_.launch_ready();
       }
     }
     ++parameter.fired;
-  }
-
-  [[nodiscard]] std::string unexpected_text(std::size_t i) const {
-    const ParameterEntry& parameter = parameters_[i];
-    return text_of({i, std::string(parameter.name), parameter.expected, parameter.fired, parameter.copied,
-                    searches(), options_.static_graph && parameter.expected == 0});
   }
 
   void copy_to_bucket(std::size_t i, bool seen = true) {
@@ -433,7 +385,7 @@ class Reducer {
     } else if (searches() && losses) {
       search_.run(*losses);
       for (std::size_t i = 0; i < parameters_.size(); ++i)
-        if (!reached(i)) copy_to_bucket(i, parameters_[i].seen);
+        if (!search_.reached(hooks_[i].node())) copy_to_bucket(i, parameters_[i].seen);
     }
   }
 
@@ -508,7 +460,6 @@ class Reducer {
       throw;
     }
     open_ = false;
-    if (low_precision_) low_precision_->end_step();
     note_unused();
     clear_seen();
     learn();
@@ -549,7 +500,7 @@ class Reducer {
     // This backward may be the first whose loss reaches another model too. The other ranks then reduce that
     // model's gradients, in which this rank does not take part.
     const std::string text = failure ? *report.thrown : own_failure_text(comm(), report, parameters_);
-    if (!alive_.alone() && !every_rank_throws(comm())) comm().abort(text);
+    if (reducers_alive > 1 && !every_rank_throws(comm())) comm().abort(text);
     if (failure) std::rethrow_exception(failure);
     throw GradientError(text);
   }
@@ -581,7 +532,6 @@ class Reducer {
   void abandon() {
     for (const ParameterEntry& parameter : parameters_) parameter.gradient().reset();
     reduction_.abandon();
-    if (low_precision_) low_precision_->end_step();
     clear_seen();
     count_ = 0;
   }
@@ -636,7 +586,6 @@ class Reducer {
   std::mutex mutex_;
   std::span<ParameterEntry> parameters_;
   DdpOptions options_;
-  LowPrecisionParameters* low_precision_;
   WatchedParameters watched_;
   BucketReduction<Comm, Hook> reduction_;
   bool expects_;  // the entries' `expected` is known
@@ -649,7 +598,6 @@ class Reducer {
   ServedCall caller_;                // the public call that runs backward, empty in a bare backward
   std::optional<double> sum_count_;  // this rank's count in a reduction of sums with counts
   bool no_data_ = false;
-  AliveReducer alive_;
   bool shares_loss_ = false;  // a loss has depended on this model and others
   std::optional<Unread> unread_;
   std::exception_ptr
@@ -660,8 +608,6 @@ class Reducer {
   std::shared_ptr<Reducer*> self_ = std::make_shared<Reducer*>(this);
   // Declared last: the hooks must be destroyed before the members that they use.
   std::vector<AccumulateHook<OnGradient>> hooks_;
-  std::vector<std::optional<AccumulateHook<OnGradient>>>
-      low_precision_hooks_;  // by parameter; nullopt if its own dtype is the low-precision one
 };
 
 }  // namespace lockstep::detail

@@ -227,12 +227,8 @@ class BucketReduction {
 
  public:
   BucketReduction(std::span<ParameterEntry> parameters, Comm& comm, Hook hook, const DdpOptions& options)
-      : parameters_(parameters),
-        comm_(comm),
-        hook_(std::move(hook)),
-        options_(options),
-        delayed_(delayed_buckets(parameters, options.delayed)) {
-    make_buckets(with_delayed(plan_by_registration(parameters_, caps_at_first(options)), delayed_));
+      : parameters_(parameters), comm_(comm), hook_(std::move(hook)), options_(options) {
+    make_buckets(plan_by_registration(parameters_, caps_at_first(options)));
     asks_usage_ = options.find_unused_parameters || options.static_graph;
     if (asks_usage_ || !Hook::propagates_nan)
       usage_.emplace(asks_usage_ ? parameters.size() : 0, parameters[0].tensor.device());
@@ -435,8 +431,7 @@ class BucketReduction {
 
   /// Rebuilds the buckets in this order and resets a stateful hook. `only_adoptable`: see GradientBuckets.
   void rebuild(const std::vector<std::size_t>& ready_order, bool only_adoptable) {
-    make_buckets(with_delayed(assign_buckets(parameters_, ready_order, bucket_caps(options_)), delayed_),
-                 only_adoptable);
+    make_buckets(assign_buckets(parameters_, ready_order, bucket_caps(options_)), only_adoptable);
     if constexpr (StatefulHook<Hook>) hook_.reset();
   }
 
@@ -478,10 +473,8 @@ class BucketReduction {
 
  private:
   void make_buckets(const BucketPlan& plan, bool only_adoptable = false) {
-    buckets_.emplace(
-        parameters_, plan,
-        BucketStyle{options_.gradients, Hook::predivides ? comm_.size() : 1, options_.param_dtype},
-        only_adoptable);
+    buckets_.emplace(parameters_, plan, options_.gradients, Hook::predivides ? comm_.size() : 1,
+                     only_adoptable);
     works_.clear();
     works_.resize(plan.size());
     pending_.resize(plan.size());
@@ -628,7 +621,6 @@ class BucketReduction {
   Comm& comm_;
   Hook hook_;
   const DdpOptions& options_;
-  DelayedBuckets delayed_;
   std::optional<GradientBuckets> buckets_;
   PoisonCheck poison_check_;  // of the buckets' views
   std::vector<std::optional<Handle>> works_;

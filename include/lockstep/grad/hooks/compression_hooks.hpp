@@ -40,43 +40,21 @@ class Scratch {
 /// The all-reduce of a bucket in another dtype, in flight.
 template <class Work>
 struct CastReduction : PhasedReduction<CastReduction<Work>> {
-  CastReduction(Work work, at::Tensor flat, at::Tensor converted, int divisor)
-      : work(std::move(work)), flat(std::move(flat)), converted(std::move(converted)), divisor(divisor) {}
+  CastReduction(Work work, at::Tensor flat, at::Tensor converted)
+      : work(std::move(work)), flat(std::move(flat)), converted(std::move(converted)) {}
 
   template <class Wait>
   void finish(Wait&& wait) {
     wait(work);
-    if (divisor != 1) converted.div_(divisor);
     if (!converted.is_same(flat)) flat.copy_(converted);
   }
 
   Work work;
   at::Tensor flat, converted;
-  int divisor;  // of the sum
 };
 
-/// Whether gradients are divided by the number of ranks before the sum, or the sum is.
-enum class Division { before_sum, after_sum };
-
-/// Casts a bucket to `type`, divides by the number of ranks in that dtype, sums, and casts back. Bitwise
-/// equal to torch.distributed.algorithms.ddp_comm_hooks: default_hooks, or mixed_precision_hooks, which
-/// divide the sum. Adds the number of bytes sent to `bytes`.
-template <class Comm>
-CastReduction<typename Comm::Work> start_cast(Comm& comm, const GradientBucket& bucket, at::ScalarType type,
-                                              Scratch& scratch, std::uint64_t& bytes, Division division) {
-  at::Tensor converted = bucket.flat;
-  if (type != bucket.flat.scalar_type()) {
-    converted = scratch.get(bucket.index, bucket.flat.sizes(),
-                            bucket.flat.options().dtype(type).requires_grad(false));
-    converted.copy_(bucket.flat);
-  }
-  if (division == Division::before_sum) converted.div_(comm.size());
-  bytes += sent_bytes(comm, converted);
-  return {comm.all_reduce(converted, ReduceOp::sum), bucket.flat, converted,
-          division == Division::after_sum ? comm.size() : 1};
-}
-
-/// A communication hook that casts each bucket to one dtype, reduces it in that dtype, and casts it back.
+/// A communication hook that casts each bucket to one dtype, divides by the number of ranks and sums in that
+/// dtype, and casts back. Bitwise equal to torch.distributed.algorithms.ddp_comm_hooks.default_hooks.
 class CastHook {
  public:
   static constexpr bool predivides = false;
@@ -85,8 +63,16 @@ class CastHook {
   static constexpr bool capturable = true;
 
   template <Communicator Comm>
-  auto start(Comm& comm, const GradientBucket& bucket) {
-    return start_cast(comm, bucket, type_, scratch_, wire_bytes_, division_);
+  CastReduction<typename Comm::Work> start(Comm& comm, const GradientBucket& bucket) {
+    at::Tensor converted = bucket.flat;
+    if (type_ != bucket.flat.scalar_type()) {
+      converted = scratch_.get(bucket.index, bucket.flat.sizes(),
+                               bucket.flat.options().dtype(type_).requires_grad(false));
+      converted.copy_(bucket.flat);
+    }
+    converted.div_(comm.size());
+    wire_bytes_ += sent_bytes(comm, converted);
+    return {comm.all_reduce(converted, ReduceOp::sum), bucket.flat, converted};
   }
 
   [[nodiscard]] std::string_view name() const { return name_; }
@@ -94,14 +80,11 @@ class CastHook {
   [[nodiscard]] std::uint64_t wire_bytes() const { return wire_bytes_; }
 
  protected:
-  CastHook(at::ScalarType type, const char* name, Division division)
-      : type_(type), name_(name), division_(division) {}
-  [[nodiscard]] at::ScalarType type() const { return type_; }
+  CastHook(at::ScalarType type, const char* name) : type_(type), name_(name) {}
 
  private:
   at::ScalarType type_;
   const char* name_;
-  Division division_;
   Scratch scratch_;
   std::uint64_t wire_bytes_ = 0;
 };
@@ -117,7 +100,7 @@ namespace lockstep {
 /// Counterpart: bf16_compress_hook.
 class Bf16Hook : public detail::CastHook {
  public:
-  Bf16Hook() : CastHook(at::kBFloat16, "bf16", detail::Division::before_sum) {}
+  Bf16Hook() : CastHook(at::kBFloat16, "bf16") {}
 };
 
 /// Compresses gradients to float16: casts, divides by the number of ranks, sums, and casts back. Half the
@@ -127,22 +110,7 @@ class Bf16Hook : public detail::CastHook {
 /// Counterpart: fp16_compress_hook.
 class Fp16Hook : public detail::CastHook {
  public:
-  Fp16Hook() : CastHook(at::kHalf, "fp16", detail::Division::before_sum) {}
-};
-
-/// Casts gradients to a chosen dtype, and sums and divides them in that dtype. Use it with
-/// DdpOptions::param_dtype. A sum in float16 may overflow where the mean would not; Fp16Hook divides first.
-///
-/// Counterpart: reduce_dtype of Python's _MixedPrecision.
-class ReduceDtypeHook : public detail::CastHook {
- public:
-  /// Throws UsageError unless `type` is float16, bfloat16, float32 or float64.
-  explicit ReduceDtypeHook(at::ScalarType type)
-      : CastHook(type, "reduce_dtype", detail::Division::after_sum) {
-    detail::require_float_type("the type of a ReduceDtypeHook", type);
-  }
-
-  [[nodiscard]] HookSettings settings() const { return {{"dtype", c10::toString(type())}}; }
+  Fp16Hook() : CastHook(at::kHalf, "fp16") {}
 };
 
 /// Sends bfloat16 and sums in float32. Each rank receives one part of the elements from all ranks

@@ -12,13 +12,9 @@
 #include <vector>
 
 #include <ATen/core/Tensor.h>
-#include <c10/core/ScalarType.h>
 
 #include "lockstep/comm/agreement.hpp"
 #include "lockstep/comm/communicator.hpp"
-#include "lockstep/comm/detail/describe.hpp"
-#include "lockstep/detail/format.hpp"
-#include "lockstep/error.hpp"
 
 namespace lockstep {
 
@@ -110,13 +106,6 @@ std::uint64_t sent_bytes(const Comm& comm, const at::Tensor& tensor) {
   return comm.size() > 1 ? static_cast<std::uint64_t>(tensor.numel()) * tensor.element_size() : 0;
 }
 
-/// Throws UsageError unless `type` supports arithmetic; one-byte floating-point dtypes are for storage only.
-inline void require_float_type(std::string_view what, at::ScalarType type) {
-  if (type == at::kHalf || type == at::kBFloat16 || type == at::kFloat || type == at::kDouble) return;
-  throw UsageError(
-      detail::formatted("{} is {}: give float16, bfloat16, float32 or float64", what, c10::toString(type)));
-}
-
 /// Implements `wait` and `synchronize` for a Reduction of several collectives. `Derived::finish(wait)` calls
 /// `wait(work)` for each Work in turn and launches the next phase in between. The timeout of `synchronize`
 /// covers all phases together.
@@ -189,39 +178,6 @@ struct NoOpHook {
 
 namespace lockstep {
 
-/// A Reduction that copies the tensor that a hook function returned into the bucket.
-class ReturnedAverage {
- public:
-  /// Refers to `bucket`. `name` is the hook's, for errors.
-  ReturnedAverage(std::string_view name, const GradientBucket& bucket, at::Tensor average)
-      : name_(name), bucket_(&bucket), average_(std::move(average)) {}
-
-  /// Throws GradientError if the tensor's shape, dtype or device differs from the bucket's. Checked here and
-  /// not at the start: by now every rank has launched all collectives of this reduction, so no rank hangs.
-  void wait() const {
-    const at::Tensor& flat = bucket_->flat;
-    if (!average_.defined() || average_.sizes() != flat.sizes() ||
-        average_.scalar_type() != flat.scalar_type() || average_.device() != flat.device())
-      throw GradientError(detail::formatted(
-          "the communication hook '{}' returned {} for bucket {} of {}, which is {}; return the average in "
-          "the bucket's shape and dtype, or write it into bucket.flat and return nothing",
-          name_, average_.defined() ? described(average_) : "an undefined tensor", bucket_->index + 1,
-          bucket_->count, described(flat)));
-    if (!average_.is_same(flat)) flat.copy_(average_);
-  }
-  void synchronize(std::chrono::milliseconds) const { wait(); }
-
- private:
-  /// Returns for example "[4, 3] float32 on cpu".
-  static std::string described(const at::Tensor& tensor) {
-    return detail::formatted("{} on {}", detail::describe(tensor), tensor.device().str());
-  }
-
-  std::string_view name_;
-  const GradientBucket* bucket_;
-  at::Tensor average_;
-};
-
 /// A CommunicationHook that calls a function; see `hook_of`.
 template <class Function>
 class FunctionHook {
@@ -242,24 +198,15 @@ class FunctionHook {
     if constexpr (std::is_void_v<Result>) {
       function_(comm, bucket);
       return FinishedReduction{};
-    } else if constexpr (Reduction<Result>) {
-      return function_(comm, bucket);
     } else {
-      static_assert(
-          std::convertible_to<Result, at::Tensor>,
-          "lockstep: a hook function returns the average as a tensor, a Work to wait for, or nothing");
-      return ReturnedAverage(name_, bucket, function_(comm, bucket));
+      static_assert(Reduction<Result>, "lockstep: a hook function returns a Work to wait for, or nothing");
+      return function_(comm, bucket);
     }
   }
 
   [[nodiscard]] std::string_view name() const { return name_; }
-  /// Returns what the function object's own `wire_bytes()` returns, or the bytes of the buckets.
-  [[nodiscard]] std::uint64_t wire_bytes() const {
-    if constexpr (requires { function_.wire_bytes(); })
-      return function_.wire_bytes();
-    else
-      return wire_bytes_;
-  }
+  /// Returns the bytes of all elements of all buckets, whatever the function sends.
+  [[nodiscard]] std::uint64_t wire_bytes() const { return wire_bytes_; }
 
   /// Returns the function object.
   [[nodiscard]] Function& function() { return function_; }
@@ -280,9 +227,8 @@ class FunctionHook {
 };
 
 /// Makes a CommunicationHook of a function `function(auto& comm, const GradientBucket& bucket)`. The function
-/// either returns the average over the ranks as a tensor like `bucket.flat`, or writes it to `bucket.flat`
-/// and returns nothing, or returns a Work (or another Reduction) upon whose completion `bucket.flat` holds
-/// it.
+/// either writes the average over the ranks to `bucket.flat` and returns nothing, or returns a Work (or
+/// another Reduction) upon whose completion `bucket.flat` holds it.
 ///
 ///     auto hook = hook_of([](auto& comm, const GradientBucket& bucket) {
 ///       bucket.flat.div_(comm.size());

@@ -14,6 +14,16 @@
 
 namespace lockstep::detail {
 
+/// Returns the wall-clock time of `time` in nanoseconds. One offset for the process, so that a step of the
+/// wall clock does not reorder events.
+LOCKSTEP_INLINE std::int64_t wall_nanoseconds(std::chrono::steady_clock::time_point time) {
+  using std::chrono::nanoseconds;
+  static const nanoseconds offset =
+      std::chrono::duration_cast<nanoseconds>(std::chrono::system_clock::now().time_since_epoch() -
+                                              std::chrono::steady_clock::now().time_since_epoch());
+  return (std::chrono::duration_cast<nanoseconds>(time.time_since_epoch()) + offset).count();
+}
+
 LOCKSTEP_INLINE void TraceRecorder::add(const StepReport& report, const StepProfile& profile) {
   steps_.push_back({report.epoch,
                     report.step,
@@ -24,7 +34,7 @@ LOCKSTEP_INLINE void TraceRecorder::add(const StepReport& report, const StepProf
 }
 
 LOCKSTEP_INLINE std::int64_t TraceRecorder::origin() const {
-  return steps_.empty() ? 0 : steady_nanoseconds(steps_.front().spans.front().begin);
+  return steps_.empty() ? 0 : wall_nanoseconds(steps_.front().spans.front().begin);
 }
 
 LOCKSTEP_INLINE std::vector<int> bucket_lanes(const std::vector<BucketReport>& buckets) {
@@ -46,8 +56,7 @@ LOCKSTEP_INLINE std::vector<int> bucket_lanes(const std::vector<BucketReport>& b
   return lanes;
 }
 
-LOCKSTEP_INLINE std::string TraceRecorder::events(int rank, const ClockOffset& clock,
-                                                  std::int64_t origin) const {
+LOCKSTEP_INLINE std::string TraceRecorder::events(int rank, std::int64_t origin) const {
   constexpr int step_lane = 0, phase_lane = 1, first_bucket_lane = 2;
   constexpr std::array<std::string_view, step_phases> names{"data", "forward", "backward", "communication",
                                                             "optimizer"};
@@ -64,7 +73,7 @@ LOCKSTEP_INLINE std::string TraceRecorder::events(int rank, const ClockOffset& c
     text += formatted(
         ",\n{{\"ph\":\"X\",\"pid\":{},\"tid\":{},\"name\":\"{}\",\"ts\":{:.3f},\"dur\":{:.3f},\"args\":{{{}}}"
         "}}",
-        rank, thread(lane), name, static_cast<double>(begin - clock.offset - origin) / 1e3,
+        rank, thread(lane), name, static_cast<double>(begin - origin) / 1e3,
         static_cast<double>(end - begin) / 1e3, arguments);
   };
   meta("process_name", step_lane, "name", json_string(formatted("rank {} ({})", rank, host_name())));
@@ -79,20 +88,18 @@ LOCKSTEP_INLINE std::string TraceRecorder::events(int rank, const ClockOffset& c
          lane == 0 ? "\"all-reduce buckets\"" : formatted("\"all-reduce buckets ({})\"", lane + 1));
   for (int lane = 0; lane < first_bucket_lane + lanes; ++lane)
     meta("thread_sort_index", lane, "sort_index", formatted("{}", lane));
-  meta("process_labels", step_lane, "labels",
-       json_string(formatted("clock error {:.3f} us", static_cast<double>(clock.error) / 1e3)));
 
   for (const TracedStep& step : steps_) {
     if (step.spans.empty()) continue;
-    complete(formatted("step {}", step.step), step_lane, steady_nanoseconds(step.spans.front().begin),
-             steady_nanoseconds(step.spans.back().end),
+    complete(formatted("step {}", step.step), step_lane, wall_nanoseconds(step.spans.front().begin),
+             wall_nanoseconds(step.spans.back().end),
              formatted("\"epoch\":{},\"step\":{},\"samples\":{}", step.epoch, step.step, step.samples));
     for (const PhaseSpan& span : step.spans)
       if (span.end - span.begin >= std::chrono::microseconds(1))  // the empty ones would only be in the way
-        complete(names[static_cast<std::size_t>(span.phase)], phase_lane, steady_nanoseconds(span.begin),
-                 steady_nanoseconds(span.end), formatted("\"step\":{}", step.step));
+        complete(names[static_cast<std::size_t>(span.phase)], phase_lane, wall_nanoseconds(span.begin),
+                 wall_nanoseconds(span.end), formatted("\"step\":{}", step.step));
     const auto lane_of = bucket_lanes(step.buckets);
-    const std::int64_t began = steady_nanoseconds(step.began);
+    const std::int64_t began = wall_nanoseconds(step.began);
     for (std::size_t b = 0; b < step.buckets.size(); ++b) {
       const BucketReport& bucket = step.buckets[b];
       if (bucket.completed <= bucket.launched) continue;  // its times are not known

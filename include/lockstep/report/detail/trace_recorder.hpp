@@ -6,7 +6,6 @@
 #include <vector>
 
 #include "lockstep/grad/ddp_options.hpp"
-#include "lockstep/report/detail/clock_alignment.hpp"
 #include "lockstep/train/extras.hpp"
 #include "lockstep/train/step_profile.hpp"
 
@@ -21,19 +20,19 @@ struct TracedStep {
   std::vector<BucketReport> buckets;
 };
 
-/// The steps that a rank has traced so far.
+/// The steps that a rank has traced so far. Times are nanoseconds of the wall clock.
 class TraceRecorder {
  public:
   void add(const StepReport& report, const StepProfile& profile);
   [[nodiscard]] bool empty() const { return steps_.empty(); }
   [[nodiscard]] std::size_t size() const { return steps_.size(); }
 
-  /// Returns the begin of the first step in nanoseconds, 0 without a step.
+  /// Returns the begin of the first step, 0 without a step.
   [[nodiscard]] std::int64_t origin() const;
 
-  /// Returns this rank's events as the elements of a JSON array, without its brackets. `origin`, by rank 0's
-  /// clock, is the time 0 of the trace.
-  [[nodiscard]] std::string events(int rank, const ClockOffset& clock, std::int64_t origin) const;
+  /// Returns this rank's events as the elements of a JSON array, without its brackets. `origin` is the time 0
+  /// of the trace.
+  [[nodiscard]] std::string events(int rank, std::int64_t origin) const;
 
  private:
   std::vector<TracedStep> steps_;

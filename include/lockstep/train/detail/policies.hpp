@@ -299,22 +299,17 @@ template <class... Extras>
 std::unique_ptr<torch::optim::Optimizer> create_optimizer(std::tuple<Extras...>& extras,
                                                           const std::vector<NamedTensor>& parameters,
                                                           const TrainerOptions& options) {
-  std::vector<at::Tensor> tensors;
-  for (const NamedTensor& parameter : parameters) tensors.push_back(parameter.tensor);
   if constexpr ((OptimizerFactory<Extras> || ...)) {
     std::unique_ptr<torch::optim::Optimizer> made;
     const auto make = [&]<class E>([[maybe_unused]] E& extra) {
-      if constexpr (OptimizerFactory<E>) {
-        if constexpr (requires { extra.make_optimizer(parameters); })
-          made = extra.make_optimizer(parameters);
-        else
-          made = extra.make_optimizer(tensors);
-      }
+      if constexpr (OptimizerFactory<E>) made = extra.make_optimizer(parameters);
     };
     std::apply([&](auto&... extra) { (make(extra), ...); }, extras);
     return made;
   } else {
-    return std::make_unique<SGD>(tensors, SgdOptions{.lr = options.lr.value_or(1e-3)});
+    std::vector<at::Tensor> tensors;
+    for (const NamedTensor& parameter : parameters) tensors.push_back(parameter.tensor);
+    return std::make_unique<SGD>(std::move(tensors), SgdOptions{.lr = options.lr.value_or(1e-3)});
   }
 }
 

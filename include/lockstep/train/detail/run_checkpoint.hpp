@@ -15,7 +15,6 @@
 #include <torch/serialize/archive.h>
 
 #include "lockstep/comm/agreement.hpp"
-#include "lockstep/grad/ddp_options.hpp"
 #include "lockstep/grad/hooks/hook.hpp"
 #include "lockstep/grad/model.hpp"
 #include "lockstep/log/log.hpp"
@@ -131,7 +130,7 @@ using HookOf = typename HookOfRun<Run>::type;
 /// Collects this rank's state: generators, local buffers, the hook's state and, inside an epoch, the running
 /// loss and the data position. If a loaded checkpoint has not been resumed yet, the last two come from it.
 template <class Run>
-RankState own_state(Run& run, BufferPolicy buffers, MeanMeter& meter,
+RankState own_state(Run& run, bool local_buffers, MeanMeter& meter,
                     const SaveDataPosition& save_data_position_, const std::optional<RankState>& loaded) {
   RankState state;
   if (loaded) {
@@ -146,7 +145,7 @@ RankState own_state(Run& run, BufferPolicy buffers, MeanMeter& meter,
   state.generator = default_generator_state();
   if (const at::Device device = device_of(run.model); !device.is_cpu())
     state.device_generator = default_generator_state(device);
-  if (buffers != BufferPolicy::from_rank_zero)
+  if (local_buffers)
     for (const NamedTensor& buffer : unique_buffers(run.model)) state.buffers.push_back(buffer.tensor);
   if constexpr (StatefulHook<HookOf<Run>>) state.hook = run.ddp.hook().state();
   return state;

@@ -239,7 +239,7 @@ class TrainingStep {
     while (auto* batch = aborting(comm_, [&] { return source.next(); })) {
       end_phase(StepPhase::data, callbacks...);
       if constexpr (has_step_timer<Callbacks...> && Countable<typename Source::Batch>)
-        count_samples(samples_in(*batch), callbacks...);
+        with_step_timer([&](auto& timer) { timer.count(samples_in(*batch)); }, callbacks...);
       const auto accumulating = ddp_.no_sync(!source.last());
       ddp_.before_forward();
       end_phase(StepPhase::communication, callbacks...);

@@ -21,17 +21,10 @@
 
 namespace lockstep::detail {
 
-/// Returns the spellings of a flag of one name: none if the name is empty, which disables the flag.
-inline std::vector<std::string> flag_spellings(const std::string& flag) {
-  if (flag.empty()) return {};
-  return {flag};
-}
+using Flags = std::vector<std::string_view>;
 
-/// Returns the spellings of the flag for the number of processes.
-inline std::vector<std::string> nproc_flags(const LaunchOptions& options) {
-  if (options.nproc_flag == LaunchOptions().nproc_flag) return {"--nproc", "--nproc-per-node"};
-  return flag_spellings(options.nproc_flag);
-}
+/// The spellings of the flag for the number of processes.
+inline const Flags nproc_flags{"--nproc", "--nproc-per-node"};
 
 /// Returns 1 for `--flag`, 2 for `--flag=VALUE`, 0 for any other argument.
 inline int matches_flag(std::string_view argument, std::string_view flag) {
@@ -41,13 +34,12 @@ inline int matches_flag(std::string_view argument, std::string_view flag) {
 
 /// Returns the value of `--flag VALUE` or `--flag=VALUE` in a command line. The last occurrence before `--`
 /// counts. Throws UsageError for a flag without a value.
-inline std::optional<std::string> argument_value(int argc, const char* const* argv,
-                                                 const std::vector<std::string>& flags) {
+inline std::optional<std::string> argument_value(int argc, const char* const* argv, const Flags& flags) {
   std::optional<std::string> value;
   for (int i = 1; i < argc; ++i) {
     const std::string_view argument = argv[i];
     if (argument == "--") break;
-    for (const std::string& flag : flags) {
+    for (const std::string_view flag : flags) {
       const int match = matches_flag(argument, flag);
       if (match == 1 && ++i == argc) throw UsageError(detail::formatted("{} needs a value after it", flag));
       if (match == 1) value = argv[i];
@@ -61,9 +53,10 @@ inline std::optional<std::string> argument_value(int argc, const char* const* ar
 /// Returns the command line without the flags that `launch` reads and their values, for the program's own
 /// parser. The last element is a null pointer.
 inline std::vector<char*> program_arguments(int argc, const char* const* argv, const LaunchOptions& options) {
-  auto flags = nproc_flags(options);
-  for (const std::string& flag : {options.prefix_flag, options.timeout_flag})
-    if (!flag.empty()) flags.push_back(flag);
+  Flags flags;
+  if (options.nproc_flag) flags = nproc_flags;
+  if (options.prefix_flag) flags.push_back("--prefix");
+  if (options.timeout_flag) flags.push_back("--timeout");
   std::vector<char*> kept;
   bool over = false;  // after `--`
   for (int i = 0; i < argc; ++i) {
@@ -79,54 +72,39 @@ inline std::vector<char*> program_arguments(int argc, const char* const* argv, c
   return kept;
 }
 
-/// Returns the value of `--nproc N`. Throws UsageError unless it is a whole number of at least 1.
-inline std::optional<int> nproc_argument(int argc, const char* const* argv,
-                                         const LaunchOptions& options = {}) {
-  const auto text = argument_value(argc, argv, nproc_flags(options));
+/// Returns the value of a flag that gives a number of `unit`. Throws UsageError unless it is a whole number
+/// of at least 1.
+inline std::optional<int> count_argument(int argc, const char* const* argv, const Flags& flags,
+                                         std::string_view unit) {
+  const auto text = argument_value(argc, argv, flags);
   if (!text) return std::nullopt;
   const auto value = whole_number(*text);
   if (!value || *value < 1)
-    throw UsageError(
-        detail::formatted("{} {} is not a number of processes: it must be a whole number, 1 or more",
-                          options.nproc_flag, *text));
-  return value;
-}
-
-/// Returns the value of `--timeout SECONDS`. Throws UsageError unless it is a whole number of at least 1.
-inline std::optional<int> timeout_argument(int argc, const char* const* argv,
-                                           const LaunchOptions& options = {}) {
-  const auto text = argument_value(argc, argv, flag_spellings(options.timeout_flag));
-  if (!text) return std::nullopt;
-  const auto value = whole_number(*text);
-  if (!value || *value < 1)
-    throw UsageError(
-        detail::formatted("{} {} is not a number of seconds: it must be a whole number, 1 or more",
-                          options.timeout_flag, *text));
+    throw UsageError(detail::formatted("{} {} is not a number of {}: it must be a whole number, 1 or more",
+                                       flags[0], *text, unit));
   return value;
 }
 
 /// Returns the value of `--prefix auto|always|never`. Throws UsageError for any other value.
-inline std::optional<Prefix> prefix_argument(int argc, const char* const* argv,
-                                             const LaunchOptions& options = {}) {
-  const auto text = argument_value(argc, argv, flag_spellings(options.prefix_flag));
+inline std::optional<Prefix> prefix_argument(int argc, const char* const* argv) {
+  const auto text = argument_value(argc, argv, {"--prefix"});
   if (!text) return std::nullopt;
   if (*text == "auto") return Prefix::automatic;
   if (*text == "always") return Prefix::always;
   if (*text == "never") return Prefix::never;
-  throw UsageError(
-      detail::formatted("{} {} is unknown: it must be auto, always or never", options.prefix_flag, *text));
+  throw UsageError(detail::formatted("--prefix {} is unknown: it must be auto, always or never", *text));
 }
 
 /// Returns the help text of the flags that `launch` reads, one line each.
 inline std::string launch_help(const LaunchOptions& options) {
   std::string help;
-  const auto add = [&](const std::string& flag, const std::string& value, const std::string& text) {
-    if (!flag.empty()) help += detail::formatted("  {:<22} {}\n", flag + " " + value, text);
+  const auto add = [&](bool read, std::string_view flag, const std::string& text) {
+    if (read) help += detail::formatted("  {:<22} {}\n", flag, text);
   };
   const auto nproc = options.nproc > 0 ? std::to_string(options.nproc) : "one per GPU, or 2 without GPUs";
-  add(options.nproc_flag, "N", "processes to start on this host (" + nproc + ")");
-  add(options.prefix_flag, "WHEN", "put the rank in front of output lines: auto, always or never");
-  add(options.timeout_flag, "SECONDS", "timeout of collectives (1800, or 600 on GPUs)");
+  add(options.nproc_flag, "--nproc N", "processes to start on this host (" + nproc + ")");
+  add(options.prefix_flag, "--prefix WHEN", "put the rank in front of output lines: auto, always or never");
+  add(options.timeout_flag, "--timeout SECONDS", "timeout of collectives (1800, or 600 on GPUs)");
   return help;
 }
 
@@ -170,7 +148,7 @@ inline LaunchPlan plan_launch(int argc, const char* const* argv, const LaunchOpt
   if (options.nproc < 0)
     throw UsageError(detail::formatted("LaunchOptions::nproc is {}: it must be a number of processes, or 0",
                                        options.nproc));
-  auto nproc = nproc_argument(argc, argv, options);
+  auto nproc = options.nproc_flag ? count_argument(argc, argv, nproc_flags, "processes") : std::nullopt;
   plan.rank_source = options.rank_source;
   // In Slurm's batch script, --nproc starts ranks on the script's host alone.
   if (nproc && plan.rank_source)
@@ -179,13 +157,14 @@ inline LaunchPlan plan_launch(int argc, const char* const* argv, const LaunchOpt
     };
   const auto found = find_launched_rank(given, plan.rank_source);
   const Variables variables = with_launched_rank(given, found);
-  const std::string flag = options.nproc_flag.empty() ? "LaunchOptions::nproc" : options.nproc_flag;
+  const std::string flag = options.nproc_flag ? "--nproc" : "LaunchOptions::nproc";
   // What has determined `nproc`, for errors.
   std::string given_nproc = nproc ? detail::formatted("{} {}", flag, *nproc) : std::string();
   const auto gpus = options.gpus.empty() ? std::vector<int>{} : gpu_list(options.gpus);
   if (!gpus.empty()) plan.visible_devices = visible_devices_of(gpus, variables);
-  plan.prefix = prefix_argument(argc, argv, options).value_or(options.prefix);
-  plan.timeout = timeout_argument(argc, argv, options);
+  plan.prefix = options.prefix;
+  if (options.prefix_flag) plan.prefix = prefix_argument(argc, argv).value_or(options.prefix);
+  if (options.timeout_flag) plan.timeout = count_argument(argc, argv, {"--timeout"}, "seconds");
   timeout_variable(variables);
   const auto size = integer_variable(variables, "WORLD_SIZE", 1);
   const auto rank = integer_variable(variables, "RANK", 0);
