@@ -156,13 +156,13 @@ TEST_CASE("the toy regression refuses wrong arguments on one line") {
     CHECK(count(ended.error, "\n") == 1);
   };
   for (const std::string program : {"single_gpu", "multigpu"}) {
-    refused(program, {}, "total_epochs is required");
-    refused(program, {"5", "0"}, "save_every: Value 0 not in range");
-    refused(program, {"5", "1", "--batch_size", "0"}, "--batch_size: Value 0 not in range");
-    refused(program, {"5", "1", "--loss", "l1"}, "--loss: l1 not in");
+    refused(program, {}, "total_epochs");
+    refused(program, {"5", "0"}, "save_every");
+    refused(program, {"5", "1", "--batch_size", "0"}, "--batch_size");
+    refused(program, {"5", "1", "--loss", "l1"}, "--loss");
   }
-  refused("ddp_gpus", {"--loss", "l1"}, "--loss: l1 not in");
-  refused("multigpu_torchrun", {"5", "1", "--loss", "l1"}, "--loss: l1 not in");
+  refused("ddp_gpus", {"--loss", "l1"}, "--loss");
+  refused("multigpu_torchrun", {"5", "1", "--loss", "l1"}, "--loss");
 }
 
 }  // namespace multigpu_test
