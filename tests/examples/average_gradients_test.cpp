@@ -79,7 +79,7 @@ TEST_CASE("average_gradients starts processes without and with a group") {
   }
 }
 
-TEST_CASE("average_gradients prints every 50 steps, learns and plots its curve") {
+TEST_CASE("average_gradients prints every 50 steps, learns and plots its curve", "[.release]") {
   const Stripes digits;
   const TemporaryFolder plots;
   const auto path = (plots / "curve.csv").string();

@@ -296,7 +296,7 @@ class ExecutionCount {
 
 }  // namespace
 
-TEST_CASE("every example's help names its options, in one process") {
+TEST_CASE("every example's help names its options, in one process", "[.release]") {
   const TemporaryFolder copies;  // of the programs, which other tests run at the same time
   const auto copied = [&](const std::string& name) {
     std::filesystem::copy_file(test_program(name), copies / name);
@@ -338,14 +338,14 @@ TEST_CASE("every example's help names its options, in one process") {
   CHECK(ranks.seen() > 1);
 }
 
-TEST_CASE("a program that does not end fails the check of its first write") {
+TEST_CASE("a program that does not end fails the check of its first write", "[.release]") {
   for (const std::string written : {"", "begun"})
     CHECK_THROWS_WITH(
         FirstWrite({"/bin/sh", "-c", "printf '" + written + "' >&2; exec sleep 60"}, Milliseconds(2000)),
         "/bin/sh is still running after 2000 ms; its first write to stderr: '" + written + "'");
 }
 
-TEST_CASE("every example refuses an unknown option and an empty value") {
+TEST_CASE("every example refuses an unknown option and an empty value", "[.release]") {
   std::vector<Refusal> table;
   for (const Example& each : all_examples()) {
     const auto with = [&](const Words& more) {
@@ -372,7 +372,7 @@ TEST_CASE("every example refuses an unknown option and an empty value") {
   check_refusals(table);
 }
 
-TEST_CASE("every example refuses a path that it cannot write before it trains") {
+TEST_CASE("every example refuses a path that it cannot write before it trains", "[.release]") {
   const std::string remedy = "give a path in a folder that exists and can be written";
   std::vector<Refusal> table{
       {"mnist", {"--nproc", "1", "--save", "/absent/x"}, "--save: cannot save to '/absent/x'", remedy},
@@ -425,7 +425,8 @@ TEST_CASE("every example refuses a path that it cannot write before it trains") 
   }
 }
 
-TEST_CASE("every example that reads a file ends with exit code 2 where the file is missing or damaged") {
+TEST_CASE("every example that reads a file ends with exit code 2 where the file is missing or damaged",
+          "[.release]") {
   const TemporaryFolder folder;
   const std::string empty = folder.path().string(), absent = (folder / "absent").string(),
                     damaged = folder.write("damaged", "no archive").string();
@@ -481,7 +482,7 @@ TEST_CASE("every example that reads a file ends with exit code 2 where the file 
   CHECK(folder.files() == 1);
 }
 
-TEST_CASE("options that mean nothing together are refused") {
+TEST_CASE("options that mean nothing together are refused", "[.release]") {
   std::vector<Refusal> table{
       {"average_gradients", {"group", "--compare"}, "--compare: group does not use it"},
       {"average_gradients", {"processes", "--plot", "x.svg"}, "--plot: processes does not use it"},
@@ -522,7 +523,7 @@ TEST_CASE("wrong flags are refused on one line") {
   CHECK_THAT(refusal({"--gpu", "all"}), ContainsSubstring("'all' is not a list of device numbers"));
 }
 
-TEST_CASE("numbers that are too large are refused, not made smaller") {
+TEST_CASE("numbers that are too large are refused, not made smaller", "[.release]") {
   const auto refused = [](const std::string& flag, const std::string& number) {
     CHECK_THAT(refusal({flag, number}), ContainsSubstring(flag));
   };

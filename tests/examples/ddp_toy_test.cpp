@@ -92,7 +92,7 @@ TEST_CASE("ddp_toy keeps the checkpoint's file until a rank that is late has loa
   CHECK(folder.files() == 0);
 }
 
-TEST_CASE("ddp_toy runs one demo under a launcher") {
+TEST_CASE("ddp_toy runs one demo under a launcher", "[.release]") {
   const TemporaryFolder folder;
   const auto file = (folder / "a.checkpoint").string();
   const auto saved = run_demo({"checkpoint", "--nproc", "2", "--checkpoint", file});

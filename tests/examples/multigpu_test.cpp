@@ -64,7 +64,7 @@ TEST_CASE("the toy regression prints the tutorial's lines on every rank and save
   CHECK(folder.files() == 1);
 }
 
-TEST_CASE("an epoch of 2,048 samples has 64, 32 and 8 steps of 32 on 1, 2 and 9 ranks") {
+TEST_CASE("an epoch of 2,048 samples has 64, 32 and 8 steps of 32 on 1, 2 and 9 ranks", "[.release]") {
   const TemporaryFolder folder;
   const auto steps = [&](int ranks) {
     std::vector<std::string> expected{"Epoch 0 | Training checkpoint saved at checkpoint.pt"};
@@ -85,7 +85,8 @@ TEST_CASE("an epoch of 2,048 samples has 64, 32 and 8 steps of 32 on 1, 2 and 9 
                                           "[GPU0] Epoch 0 | Batchsize: 32 | Steps: 64"});
 }
 
-TEST_CASE("ddp_gpus prints its tutorial's line on every rank, 32 and 8 steps on 2 and 9 ranks") {
+TEST_CASE("ddp_gpus prints its tutorial's line on every rank, 32 and 8 steps on 2 and 9 ranks",
+          "[.release]") {
   const TemporaryFolder folder;
   const auto expected = [](int ranks, int epochs, int batch, int steps) {
     std::vector<std::string> lines;
