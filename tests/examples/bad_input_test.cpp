@@ -9,8 +9,10 @@
 #include <algorithm>
 #include <array>
 #include <chrono>
+#include <iterator>
 #include <list>
 #include <set>
+#include <sstream>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -52,98 +54,71 @@ struct Example {
   bool launched = true;
 };
 
+Words words(const std::string& text) {
+  std::istringstream stream(text);
+  return {std::istream_iterator<std::string>(stream), {}};
+}
+
 // All programs of examples/.
 std::vector<Example> all_examples() {
   std::vector<Example> all{
-      {"five_lines", {}, {"--epochs"}, "--epochs"},
-      {"libtorch_mnist", {}, {"--data-dir", "--samples", "--batch-size", "--epochs"}, "--samples", false},
-      {"libtorch_mnist_ddp", {}, {"--data-dir", "--samples", "--batch-size", "--epochs"}, "--samples"},
+      {"five_lines", {}, words("--epochs"), "--epochs"},
+      {"libtorch_mnist", {}, words("--data-dir --samples --batch-size --epochs"), "--samples", false},
+      {"libtorch_mnist_ddp", {}, words("--data-dir --samples --batch-size --epochs"), "--samples"},
       {"libtorch_dcgan",
        {},
-       {"--data-dir", "--samples", "--batch-size", "--epochs", "--save-dir", "--checkpoint-every",
-        "--restore"},
+       words("--data-dir --samples --batch-size --epochs --save-dir --checkpoint-every --restore"),
        "--save-dir",
        false},
       {"libtorch_dcgan_ddp",
        {},
-       {"--data-dir", "--samples", "--batch-size", "--epochs", "--save-dir", "--checkpoint-every",
-        "--restore"},
+       words("--data-dir --samples --batch-size --epochs --save-dir --checkpoint-every --restore"),
        "--save-dir"},
       {"mnist",
        {},
-       {"-e", "--epochs", "-b", "--batch-size", "--batch_size", "--lr", "--sync-batchnorm", "--seed",
-        "--samples", "--workers", "--data-dir", "--data_dir", "--download", "--mirror", "--gpu", "--save"},
+       words("-e --epochs -b --batch-size --batch_size --lr --sync-batchnorm --seed --samples --workers "
+             "--data-dir --data_dir --download --mirror --gpu --save"),
        "--save"},
       {"origin_main",
        {},
-       {"--gpu", "-e", "--epochs", "-b", "--batch-size", "--batch_size", "--samples", "--lr", "--save",
-        "--data-dir", "--data_dir"},
+       words("--gpu -e --epochs -b --batch-size --batch_size --samples --lr --save --data-dir --data_dir"),
        "--save",
        false},
       {"ddp_main",
        {},
-       {"--gpu", "-e", "--epochs", "-b", "--batch-size", "--batch_size", "--samples", "--lr", "--scale-lr",
-        "--amp", "--save", "--data-dir", "--data_dir"},
+       words("--gpu -e --epochs -b --batch-size --batch_size --samples --lr --scale-lr --amp --save "
+             "--data-dir --data_dir"),
        "--save"},
-      {"ddp_gpus",
-       {},
-       {"--max_epochs", "--max-epochs", "--batch_size", "--batch-size", "--loss", "--save"},
-       "--save"},
+      {"ddp_gpus", {}, words("--max_epochs --max-epochs --batch_size --batch-size --loss --save"), "--save"},
       {"single_gpu",
        {"1", "1"},
-       {"total_epochs", "save_every", "--batch_size", "--batch-size", "--loss"},
+       words("total_epochs save_every --batch_size --batch-size --loss"),
        "--loss",
        false},
-      {"multigpu",
-       {"1", "1"},
-       {"total_epochs", "save_every", "--batch_size", "--batch-size", "--loss"},
-       "--loss"},
+      {"multigpu", {"1", "1"}, words("total_epochs save_every --batch_size --batch-size --loss"), "--loss"},
       {"multigpu_torchrun",
        {"1", "1"},
-       {"total_epochs", "save_every", "--batch_size", "--batch-size", "--momentum", "--snapshot_path",
-        "--snapshot-path", "--loss"},
+       words("total_epochs save_every --batch_size --batch-size --momentum --snapshot_path --snapshot-path "
+             "--loss"),
        "--snapshot_path"},
       {"ddp_toy",
        {"checkpoint"},
-       {"demo", "--nproc-per-node", "--cpu-devices", "--checkpoint", "--port"},
+       words("demo --nproc-per-node --cpu-devices --checkpoint --port"),
        "--checkpoint"},
       {"average_gradients",
        {},
-       {"program", "--nproc-per-node", "-e", "--epochs", "-b", "--batch-size", "--batch_size", "--compare",
-        "--plot", "--data-dir", "--data_dir", "--port", "--samples", "--test"},
+       words("program --nproc-per-node -e --epochs -b --batch-size --batch_size --compare --plot --data-dir "
+             "--data_dir --port --samples --test"),
        "--plot"},
-      {"ring_all_reduce", {}, {"--elements"}, "--elements"},
-      {"gan", {}, {"--steps", "--digits"}, "--steps"},
+      {"ring_all_reduce", {}, words("--elements"), "--elements"},
+      {"gan", {}, words("--steps --digits"), "--steps"},
       {"imagenet",
        {},
-       {"data",
-        "-a",
-        "--arch",
-        "-j",
-        "--workers",
-        "--epochs",
-        "--start-epoch",
-        "-b",
-        "--batch-size",
-        "--lr",
-        "--learning-rate",
-        "--momentum",
-        "--wd",
-        "--weight-decay",
-        "--warmup-epochs",
-        "--scale-lr",
-        "-p",
-        "--print-freq",
-        "--resume",
-        "-e",
-        "--evaluate",
-        "--pretrained",
-        "--seed",
-        "--image-size",
-        "--save-dir",
-        "--dummy"},
+       words("data -a --arch -j --workers --epochs --start-epoch -b --batch-size --lr --learning-rate "
+             "--momentum --wd --weight-decay --warmup-epochs --scale-lr -p --print-freq --resume -e "
+             "--evaluate --pretrained --seed --image-size --save-dir --dummy"),
        "--resume"},
-      {"mingpt", {}, {"--config", "--data-path", "overrides"}, "--config"},
+      {"mingpt", {}, words("--config --data-path overrides"), "--config"},
   };
   for (Example& each : all) {
     each.options.insert(each.options.end(), {"-h", "--help"});
