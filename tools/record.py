@@ -22,6 +22,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+import textwrap
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PAGES = ["README.md", "CONTRIBUTING.md", "examples/README.md", *sorted(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))]
@@ -54,7 +55,7 @@ def blocks(page):
         if fence.startswith("```"):
             while lines[end].strip() != "```":
                 end += 1
-            recorded, text = fence == "```", lines[at + 1 : end]
+            recorded, text = fence == "```", textwrap.dedent("\n".join(lines[at + 1 : end])).split("\n")
             end += 1
         elif fence.startswith("|"):
             while end < len(lines) and lines[end].strip().startswith("|"):
@@ -136,7 +137,7 @@ def same(printed, shown):
 def execute(command, folder, **more):
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False, **more)
     lines = (done.stdout + done.stderr).splitlines()
-    return [line for line in lines if not re.match(r"lockstep: .*, started by --nproc; ", line)], done.returncode
+    return [line for line in lines if not re.match(r"lockstep: \d+ ranks? on 1 host ", line)], done.returncode
 
 
 def run(programs):
