@@ -28,6 +28,9 @@ import tempfile
 import textwrap
 import time
 
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "tools"))
+import record
+
 RANKS = 2
 HERE = os.path.dirname(os.path.abspath(__file__))
 for part in ("../tests/support", "../tests/examples"):
@@ -341,7 +344,10 @@ def replace_table(path, lines):
         sys.exit(f"{path} has no table that begins with {lines[0]}")
     _, heading, rest = after.partition("\n## ")
     with open(path, "w", encoding="utf-8") as file:
-        file.write(before + "\n".join(lines) + "\n" + heading + rest)
+        command = f"python3 bench/examples.py {'FOLDER_OF_PROGRAMS --defaults' if 'defaults' in lines[0] else 'FOLDER_OF_PROGRAMS SHARED_FOLDER'}"
+        before = re.sub(r"<!-- record: [^\n]*\n\Z", "", before)
+        mark = record.comment(f"{command} --write docs/benchmarks.md", "time, CPU")
+        file.write(before + mark + "\n" + "\n".join(lines) + "\n" + heading + rest)
 
 
 def main():

@@ -18,7 +18,9 @@ import sys
 import tempfile
 import time
 
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "tools"))
 import instructions
+import record
 from command import first_line
 
 RANKS = 2
@@ -228,7 +230,8 @@ def write(path, table, config, rounds, digits):
         "The same training in lockstep, in Python's DistributedDataParallel and in C++ on `c10d::Reducer` (Python's own",
         f"engine), {RANKS} Gloo ranks on one machine, one thread each, run in turn. A ratio below 1 is in lockstep's favour; it",
         "is the median over the rounds, with the smallest and the largest in brackets. Repeat it with", "",
-        "```", "cmake --workflow --preset bench", "```", "",
+        "```sh", "cmake --workflow --preset bench", "```", "",
+        record.comment("cmake --workflow --preset bench", "time, CPU", page=True), "",
         "| figure | ratio | median (spread) | goal | lockstep | other | unit |", "|---|---|---|---|---|---|---|",
     ]
     for figure, pair, middle, low, high, mine, theirs, unit, goal in table.rows:

@@ -7,7 +7,7 @@ into FOLDER (about 500 MB each, kept for the next run), as cmake/LockstepTorchIn
 lockstep is installed once; the program is packaging/conan/test_package, which finds both. A file that includes
 lockstep/lockstep.hpp is compiled as well. Each stage prints a line to stderr with its time. With
 CMAKE_CXX_COMPILER_LAUNCHER=ccache in the environment, a repeated run reuses what has not changed. --write replaces the
-table that follows the line <!-- torch_matrix.py --> in FILE (README.md). The exit code is 1 if a version failed.
+table and its record in FILE (README.md). The exit code is 1 if a version failed.
 """
 
 import argparse
@@ -23,7 +23,9 @@ import zipfile
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 VERSIONS = ["2.6.0", "2.7.1", "2.8.0", "2.9.1", "2.10.0", "2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0"]
-MARK = "<!-- torch_matrix.py -->\n"
+COMMAND = "python3 packaging/torch_matrix.py --write README.md"
+sys.path.insert(0, str(ROOT / "tools"))
+import record
 
 
 def run(*command: object, **more: object) -> str:
@@ -155,21 +157,22 @@ def main() -> int:
         failed = failed or "FAILED" in cells
         rows.append(f"| {version} | {' | '.join(cells)} |")
         print(rows[-1], flush=True)
-    table = [
+    text = [
         f"With {compiler}, on {platform.machine()}, the `torch` packages of PyPI:",
         "",
+        record.comment(COMMAND, "LibTorch, compilers"),
         "| LibTorch | `_GLIBCXX_USE_CXX11_ABI` | built, and run on two ranks | `lockstep.hpp` compiled |",
         "|---|---|---|---|",
         *rows,
     ]
     if arguments.write:
-        before, mark, after = arguments.write.read_text().partition(MARK)
-        if not mark:
-            raise SystemExit(f"{arguments.write} has no line {MARK.strip()}")
-        after = re.sub(r"\A\n*(With .*\n\n)?(\|.*\n)*", "", after)
-        arguments.write.write_text(f"{before}{mark}\n" + "\n".join(table) + "\n" + after)
+        page = arguments.write.read_text()
+        found = re.search(rf"With .*\n\n<!-- record: {re.escape(COMMAND)} .*\n(\|.*\n)*", page)
+        if not found:
+            raise SystemExit(f"{arguments.write} has no record of {COMMAND}")
+        arguments.write.write_text(page[: found.start()] + "\n".join(text) + "\n" + page[found.end() :])
     else:
-        print("\n" + "\n".join(table))
+        print("\n" + "\n".join(text))
     return 1 if failed else 0
 
 

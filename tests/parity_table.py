@@ -11,6 +11,9 @@ import re
 import sys
 import textwrap
 
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "tools"))
+import record
+
 HEADINGS = {
     "ddp_parity": ("DistributedDataParallel", "Parameters and buffers of every rank, compared word by word."),
     "ddp_errors_parity": ("Misuse", "Each cell states how the ranks ended in this run. A rank whose error is not caught ends, as any program does.\n"
@@ -34,9 +37,11 @@ Each line is a comparison of lockstep with the real `torch` package ({version}),
 `libtorch_cpu.so`, made by the tests with the label `parity`. "Same bits" means that no bit differs. Repeat it and write
 this page anew with
 
-```
+```sh
 cmake --build build/test --target parity_table
 ```
+
+{record}
 """
 
 
@@ -75,7 +80,8 @@ def main():
     if missing:
         sys.exit(f"not run, or failed, so that there is no table to write: {', '.join(missing)}")
     with open(target, "w") as file:
-        file.write(HEAD.format(version=importlib.metadata.version("torch")))
+        file.write(HEAD.format(version=importlib.metadata.version("torch"), record=record.comment(
+            "cmake --build build/test --target parity_table", "CPU, threads, time", page=True)))
         for name, (title, words) in HEADINGS.items():
             file.write(f"\n## {title}\n\n{words}\n")
             if name in skipped:

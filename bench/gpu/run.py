@@ -23,6 +23,9 @@ import time
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from command import first_line
 
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "tools"))
+import record
+
 BEGIN, END = "<!-- bench-gpu: begin -->", "<!-- bench-gpu: end -->"
 PARTS = ("training", "overhead", "captured", "collectives", "picture")
 
@@ -366,7 +369,8 @@ def versions(bench):
 def write(path, bench, sections):
     lines = ["", f"Measured on {datetime.date.today()}: {versions(bench)}. {bench.given.rounds} rounds, each system in turn; a ratio is the",
              "median of the rounds, with the smallest and the largest in brackets; below 1 lockstep is faster. Repeat it with", "", "```sh",
-             "cmake --workflow --preset bench-gpu", "```"]
+             "cmake --workflow --preset bench-gpu", "```", "",
+             record.comment("cmake --workflow --preset bench-gpu", "GPUs, time", page=True)]
     for title, table in sections:
         lines += ["", f"**{title}**", "", *table]
     if bench.skipped:

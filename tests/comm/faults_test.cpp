@@ -201,7 +201,7 @@ TEST_CASE("a rank that is stopped counts as failed long before the timeout, and 
   }
 }
 
-TEST_CASE("no call outlasts its timeout while the rank that hosts the store is stopped") {
+TEST_CASE("no call outlasts its timeout while the rank that hosts the store is stopped", "[.release]") {
   for (const std::string call : {"reduce", "recv", "meet", "shutdown"}) {
     Together ranks({test_program("comm_fault"), "stopped " + call, "0"}, 3, {{"OMP_NUM_THREADS", "1"}});
     for (auto& rank : ranks.all) REQUIRE(rank->wait_for_output("now"));
@@ -235,7 +235,7 @@ TEST_CASE("no call outlasts its timeout while the launcher, which hosts the stor
   }
 }
 
-TEST_CASE("when the link between two hosts is cut both name what no longer answers") {
+TEST_CASE("when the link between two hosts is cut both name what no longer answers", "[.release]") {
   const TwoHosts hosts;
   if (!hosts.missing().empty()) {
     WARN("SKIPPED: " << hosts.missing());

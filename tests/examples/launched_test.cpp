@@ -43,7 +43,7 @@ std::string few_digits() {
 
 }  // namespace
 
-TEST_CASE("examples under each launcher") {
+TEST_CASE("examples under each launcher", "[.release]") {
   const auto [launcher, starter] = GENERATE(table<std::string, std::string>(
       {{"mpirun.openmpi", "mpirun of Open MPI (OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE)"},
        {"mpiexec.hydra", "mpiexec (PMI_RANK, PMI_SIZE)"},
@@ -150,7 +150,7 @@ TEST_CASE("examples under each launcher") {
   }
 }
 
-TEST_CASE("programs that start processes of their own refuse a launcher") {
+TEST_CASE("programs that start processes of their own refuse a launcher", "[.release]") {
   const Variables launched{{"OMPI_COMM_WORLD_RANK", "0"},
                            {"OMPI_COMM_WORLD_SIZE", "2"},
                            {"OMPI_COMM_WORLD_LOCAL_RANK", "0"},

@@ -54,7 +54,7 @@ TEST_CASE("LibTorch's MNIST program learns, alone and on two ranks, and one rank
   CHECK(std::stod(found[1]) > 0.6);
 }
 
-TEST_CASE("LibTorch's DCGAN program saves and restores, alone and on two ranks") {
+TEST_CASE("LibTorch's DCGAN program saves and restores, alone and on two ranks", "[.release]") {
   for (const bool ddp : {false, true}) {
     CAPTURE(ddp);
     const TemporaryFolder saved;

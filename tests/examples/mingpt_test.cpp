@@ -206,7 +206,7 @@ TEST_CASE("mingpt.toml holds the original's settings, over which those of the co
         "Data has 10000 characters, 7 unique.\nnumber of parameters: 3.15M\n" + scratch);
 }
 
-TEST_CASE("mingpt trains in mixed precision and reads its snapshot again") {
+TEST_CASE("mingpt trains in mixed precision and reads its snapshot again", "[.release]") {
   const TemporaryFolder folder;
   write_settings(folder);
   const Words amp{"trainer_config.use_amp=true", "trainer_config.save_every=1"};
@@ -216,7 +216,7 @@ TEST_CASE("mingpt trains in mixed precision and reads its snapshot again") {
               "Resuming training from snapshot at Epoch 2\n") == 1);
 }
 
-TEST_CASE("mingpt trains in bfloat16") {
+TEST_CASE("mingpt trains in bfloat16", "[.release]") {
   const TemporaryFolder folder;
   write_settings(folder);
   const auto losses = [&](const Words& amp) {
@@ -268,7 +268,7 @@ TEST_CASE("an override that is wrong is refused on one line") {
   refused("data_config.path=", "the value is empty");
 }
 
-TEST_CASE("mingpt says what a snapshot of another model or of other settings means") {
+TEST_CASE("mingpt says what a snapshot of another model or of other settings means", "[.release]") {
   const TemporaryFolder folder;
   write_settings(folder);
   train(folder, {"data_config.truncate=0.1", "trainer_config.max_epochs=1", "trainer_config.save_every=1"});

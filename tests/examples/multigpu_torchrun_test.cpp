@@ -115,7 +115,8 @@ TEST_CASE(
 
 TEST_CASE(
     "torchrun restarts a run whose rank is killed in a step, which ends with the bits of an undisturbed "
-    "run") {
+    "run",
+    "[.release]") {
   const std::string agent = torchrun();
   if (agent.empty()) return;
   const TemporaryFolder folder;
@@ -174,7 +175,8 @@ TEST_CASE("a damaged snapshot and a path that cannot be written are errors that 
   CHECK(run(command(folder, {"1", "0"})).code == 2);
 }
 
-TEST_CASE("a snapshot with a flipped bit is refused, and the tutorial's own snapshot is resumed") {
+TEST_CASE("a snapshot with a flipped bit is refused, and the tutorial's own snapshot is resumed",
+          "[.release]") {
   const TemporaryFolder folder;
   const auto finish = [&](const std::vector<std::string>& more = {}) {
     std::vector<std::string> all{"2", "1", "--nproc", "2"};
@@ -226,7 +228,7 @@ TEST_CASE("a snapshot with a flipped bit is refused, and the tutorial's own snap
        {"--momentum", "0.9"});
 }
 
-TEST_CASE("4 and 2 processes on two hosts train together and number themselves through") {
+TEST_CASE("4 and 2 processes on two hosts train together and number themselves through", "[.release]") {
   const TwoHosts hosts;
   if (!hosts.missing().empty()) {
     WARN("SKIPPED: " << hosts.missing());
@@ -286,7 +288,8 @@ TEST_CASE("4 and 2 processes on two hosts train together and number themselves t
 
 TEST_CASE(
     "torchrun's agents on two hosts restart their ranks when one is killed, and the run ends with equal "
-    "bits") {
+    "bits",
+    "[.release]") {
   const std::string agent = torchrun();
   if (agent.empty()) return;
   const TwoHosts hosts;

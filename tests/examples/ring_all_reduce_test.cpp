@@ -40,7 +40,9 @@ TEST_CASE("a ring all-reduce takes lengths that the ranks do not divide") {
 TEST_CASE("a ring all-reduce refuses an empty tensor") {
   const auto ended = run_ring("2", "0");
   CHECK(ended.code == 2);
-  CHECK(ended.error == "error: --elements: Value 0 not in range 1 to 100000000; see --help\n");
+  CHECK(ended.error.starts_with("error: --elements: "));
+  CHECK(ended.error.ends_with("; see --help\n"));
+  CHECK(count(ended.error, "\n") == 1);
 }
 
 }  // namespace ring_all_reduce_test

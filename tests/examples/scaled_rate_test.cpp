@@ -12,7 +12,8 @@ namespace scaled_rate_test {
 
 using namespace lockstep_test;
 
-TEST_CASE("four ranks learn less than one at the same rate, and as much at four times the rate") {
+TEST_CASE("four ranks learn less than one at the same rate, and as much at four times the rate",
+          "[.release]") {
   const SmallMnist digits(960, 300);
   const auto accuracy_of = [&](const std::vector<std::string>& more) {
     std::vector<std::string> command{test_program("ddp_main"),

@@ -2,7 +2,9 @@
 parameters and buffers of every rank bit for bit, after the first step (before buckets are rebuilt), the second, the
 third and the last.
 
-usage: ddp_parity.py PROGRAM [RANKS...]
+usage: ddp_parity.py PROGRAM [few] [RANKS...]
+
+few: one case of each kind, of 20 steps at most.
 
 Afterwards lockstep is broken on purpose, and the comparison must find each way.
 """
@@ -77,6 +79,11 @@ CASES = [
     ("power-sgd-feedback", "gpt", 1, 1, 15, 0.1, 0.9, "262144,8192", "power-sgd+feedback", "the same with error feedback, but for the errors of what is not compressed, which lockstep does not keep"),
     ("gpt", "gpt", 1, 4, 40, 3e-3, 0.0, "65536", "adamw", "a GPT of two layers, its head tied: `AdamW` with two groups, clipping, cosine, `no_sync`: four micro-batches"),
 ]
+if "few" in sys.argv:
+    FEW = ("plain-none", "accumulate-zero", "convnet-zero", "caps", "view-zero", "tied", "search-keep", "view-search-alike", "twice",
+           "static", "sparse", "last-view", "ignored", "recomputed", "repeated", "shared", "mixed", "complex-view", "group", "join",
+           "fp16", "power-sgd-feedback", "gpt")  # fmt: skip
+    CASES = [(*case[:4], min(case[4], 20), *case[5:]) for case in CASES if case[0] in FEW]
 
 
 def make_model(name):
@@ -344,7 +351,7 @@ def train(case, rank, output, folder):
 
 def sizes():
     """The numbers of ranks to compare at."""
-    return [int(word) for word in sys.argv[2:]] or [2, 3, 4]
+    return [int(word) for word in sys.argv[2:] if word != "few"] or [2, 3, 4]
 
 
 def cases_at(ranks):

@@ -10,10 +10,6 @@
 #include "support/catch.hpp"
 #include "support/text_of.hpp"
 
-#if __has_include(<catch2/catch_all.hpp>)
-using Catch::Approx;  // Catch2 2 has it in the global namespace
-#endif
-
 /// Parameters of some shapes, those of a vector's tail among them, from a seed.
 inline std::vector<torch::Tensor> some_parameters(int seed, at::ScalarType type = at::kFloat) {
   torch::manual_seed(seed);

@@ -5,10 +5,6 @@
 #include "lockstep/data/dataset.hpp"
 #include "support/catch.hpp"
 
-#if __has_include(<catch2/catch_all.hpp>)
-using Catch::Approx;  // Catch2 2 has it in the global namespace
-#endif
-
 /// Small models and data for the tests of training.
 struct TinyNetImpl : torch::nn::Module {
   TinyNetImpl() : TinyNetImpl(6, 3) {}

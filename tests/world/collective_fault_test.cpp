@@ -156,7 +156,7 @@ TEST_CASE("a failure by hand, without a launcher, ends all ranks") {
   }
 }
 
-TEST_CASE("two hosts whose own names lead to their loopback meet and reduce") {
+TEST_CASE("two hosts whose own names lead to their loopback meet and reduce", "[.release]") {
   const lockstep_test::TwoHosts hosts;
   if (!hosts.missing().empty()) {
     WARN("SKIPPED: " << hosts.missing());

@@ -117,7 +117,7 @@ TEST_CASE("bad input ends on one line with exit code 2, before anything starts")
   }
 }
 
-TEST_CASE("standard descriptors that are closed at the start are as /dev/null") {
+TEST_CASE("standard descriptors that are closed at the start are as /dev/null", "[.release]") {
   for (const std::string closed : {">&-", "2>&-", "<&- >&- 2>&-"})
     for (const int nproc : {1, 2}) {
       CAPTURE(closed, nproc);
@@ -192,7 +192,7 @@ TEST_CASE("ranks by hand meet, and the host of the store leaves last") {
   }
 }
 
-TEST_CASE("ranks by hand meet in a file, also late ones") {
+TEST_CASE("ranks by hand meet in a file, also late ones", "[.release]") {
   for (const char* mode : {"well", "late"}) {
     const auto path = fmt::format("/tmp/lockstep_meet_{}", lockstep_test::new_marker());
     for (int run = 0; run < 2; ++run) {  // the file of a run that has ended well does not refuse the next
@@ -291,7 +291,7 @@ TEST_CASE("stdout that cannot be written is told with one process as with severa
   }
 }
 
-TEST_CASE("two hosts by hand with unequal numbers of ranks") {
+TEST_CASE("two hosts by hand with unequal numbers of ranks", "[.release]") {
   for (const char* mode : {"well", "late", "throws", "killed"}) {
     Together hosts;
     const int port = lockstep_test::free_port();
@@ -427,7 +427,8 @@ TEST_CASE("ranks that disagree on the world size are all told so") {
   }
 }
 
-TEST_CASE("a host that is started with another world size than a run that is complete is told so") {
+TEST_CASE("a host that is started with another world size than a run that is complete is told so",
+          "[.release]") {
   // The first host takes its two ranks for all, the second takes the run for one of four.
   Together hosts;
   const int port = lockstep_test::free_port();
@@ -623,7 +624,7 @@ TEST_CASE("a launcher's single rank writes the line about the run, a process alo
   CHECK(error({}).empty());
 }
 
-TEST_CASE("a rank that does not come is named while it is waited for, and at the end") {
+TEST_CASE("a rank that does not come is named while it is waited for, and at the end", "[.release]") {
   const int port = lockstep_test::free_port();
   const auto path = fmt::format("/tmp/lockstep_meet_{}", lockstep_test::new_marker());
   Together by_port, by_path;
@@ -679,7 +680,7 @@ TEST_CASE("a rank that ends with a code before it has met the others ends those 
   }
 }
 
-TEST_CASE("a rank that is killed while it waits for others ends those that wait with it") {
+TEST_CASE("a rank that is killed while it waits for others ends those that wait with it", "[.release]") {
   const auto where = lockstep::detail::host_name();
   {
     Together ranks;
@@ -749,7 +750,7 @@ TEST_CASE("a rank that is started again in place of a killed one is told that it
             host_name(), ranks[0].pid()));
 }
 
-TEST_CASE("a world of very many ranks gives up in time, and names some that are missing") {
+TEST_CASE("a world of very many ranks gives up in time, and names some that are missing", "[.release]") {
   auto variables = by_hand(0, 1'000'000, lockstep_test::free_port());
   variables["LOCKSTEP_RENDEZVOUS_TIMEOUT"] = "6";
   const auto begin = std::chrono::steady_clock::now();
@@ -774,7 +775,8 @@ TEST_CASE("rank 0 on another host than MASTER_ADDR names is told") {
   CHECK(count(result.error, "\n") == 1);
 }
 
-TEST_CASE("an agent of torchrun that nobody finds is told with its variables, first while it is waited for") {
+TEST_CASE("an agent of torchrun that nobody finds is told with its variables, first while it is waited for",
+          "[.release]") {
   const int port = lockstep_test::free_port();
   Together ranks;
   for (const char* address : {"127.0.0.1", "no-such-host.invalid"}) {
@@ -805,7 +807,8 @@ TEST_CASE("an agent of torchrun that nobody finds is told with its variables, fi
                                    port)));
 }
 
-TEST_CASE("a listener on MASTER_PORT that never answers is told within the rendezvous timeout") {
+TEST_CASE("a listener on MASTER_PORT that never answers is told within the rendezvous timeout",
+          "[.release]") {
   const auto mute = lockstep::detail::listen_on("127.0.0.1", 0);
   auto variables = by_hand(1, 2, mute.port);
   variables["LOCKSTEP_RENDEZVOUS_TIMEOUT"] = "1";
@@ -864,7 +867,7 @@ TEST_CASE("a failure's text cannot drive the terminal of another rank") {
   CHECK(count(ranks[0].error(), "\n") == 1);
 }
 
-TEST_CASE("without a launcher one rank of a host works first in local_zero_first, each time") {
+TEST_CASE("without a launcher one rank of a host works first in local_zero_first, each time", "[.release]") {
   const auto file = fmt::format("/tmp/lockstep_first_{}", lockstep_test::new_marker());
   {
     Together ranks({program, "first twice", file}, 3);
@@ -963,7 +966,7 @@ TEST_CASE(
   }
 }
 
-TEST_CASE("spawned processes meet where they agree to") {
+TEST_CASE("spawned processes meet where they agree to", "[.release]") {
   const auto path = fmt::format("/tmp/lockstep_spawn_{}", lockstep_test::new_marker());
   for (const auto& url : {fmt::format("tcp://localhost:{}", lockstep_test::free_port()), "file://" + path}) {
     const auto result = run({program, "spawn joins", url});
@@ -974,7 +977,7 @@ TEST_CASE("spawned processes meet where they agree to") {
   std::remove(path.c_str());
 }
 
-TEST_CASE("spawned processes join no store of another run") {
+TEST_CASE("spawned processes join no store of another run", "[.release]") {
   using namespace lockstep::detail;
   const auto joins = [](const std::string& secret, const lockstep_test::Variables& variables) {
     const StoreServer other(listen_on("127.0.0.1", 0), secret);

@@ -55,7 +55,7 @@ TEST_CASE("under mpirun and mpiexec launch is one worker") {
   CHECK(result.left == 0);
 }
 
-TEST_CASE("under mpirun and mpiexec rank 0 says what it found, and the cores are shared") {
+TEST_CASE("under mpirun and mpiexec rank 0 says what it found, and the cores are shared", "[.release]") {
   const auto [launcher, name, variables] = GENERATE(table<std::string, std::string, std::string>(
       {{"mpirun.openmpi", "mpirun of Open MPI", "OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE"},
        {"mpiexec.hydra", "mpiexec", "PMI_RANK, PMI_SIZE"}}));
@@ -96,7 +96,7 @@ TEST_CASE("under mpirun and mpiexec rank 0 says what it found, and the cores are
     CHECK(count(joined.out, fmt::format("rank {0} of 2, local {0} of 2\n", rank)) == 1);
 }
 
-TEST_CASE("a rank that fails ends the others under mpirun and mpiexec") {
+TEST_CASE("a rank that fails ends the others under mpirun and mpiexec", "[.release]") {
   const auto launcher = GENERATE(as<std::string>(), "mpirun.openmpi", "mpiexec.hydra");
   const Strings command = started(launcher, 3, "throws");
   if (command.empty()) return;
@@ -107,7 +107,7 @@ TEST_CASE("a rank that fails ends the others under mpirun and mpiexec") {
   CHECK(result.left == 0);
 }
 
-TEST_CASE("mpirun and mpiexec start 2 and 1 ranks on two hosts, which meet at MASTER_ADDR") {
+TEST_CASE("mpirun and mpiexec start 2 and 1 ranks on two hosts, which meet at MASTER_ADDR", "[.release]") {
   const auto [launcher, starter] = GENERATE(table<std::string, std::string>(
       {{"mpirun.openmpi", "mpirun of Open MPI (OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE)"},
        {"mpiexec.hydra", "mpiexec (PMI_RANK, PMI_SIZE)"}}));

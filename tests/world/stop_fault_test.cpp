@@ -139,7 +139,8 @@ TEST_CASE("StopOptions::signals replaces the signals that stop a run") {
             SIGURG));
 }
 
-TEST_CASE("a signal to mpirun, mpiexec or torchrun stops its ranks, and the next start goes on") {
+TEST_CASE("a signal to mpirun, mpiexec or torchrun stops its ranks, and the next start goes on",
+          "[.release]") {
   struct Preemption {
     std::string launcher;
     Strings options;

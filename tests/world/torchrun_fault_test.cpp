@@ -49,7 +49,7 @@ TEST_CASE("under torchrun launch is one worker") {
   CHECK(result.left == 0);
 }
 
-TEST_CASE("under torchrun rank 0 says what it found, and who has set the threads") {
+TEST_CASE("under torchrun rank 0 says what it found, and who has set the threads", "[.release]") {
   if (torchrun().empty()) return;
   const auto said = [](int nproc, const std::string& threads) {
     return run(command(one_node(nproc), {"well"}), {{"OMP_NUM_THREADS", threads}}, 120s).error;
@@ -70,7 +70,7 @@ TEST_CASE("under torchrun rank 0 says what it found, and who has set the threads
   CHECK(count(error, "; threads per rank: 2, from OMP_NUM_THREADS\n") == 1);
 }
 
-TEST_CASE("torchrun shows the rank that failed and what it said") {
+TEST_CASE("torchrun shows the rank that failed and what it said", "[.release]") {
   if (torchrun().empty()) return;
   const auto result = run(command(one_node(3), {"throws"}), {}, 120s);
   INFO(result.out << result.error);
@@ -96,7 +96,7 @@ TEST_CASE("no worker survives a killed agent of torchrun") {
   }
 }
 
-TEST_CASE("bad input under torchrun is said once") {
+TEST_CASE("bad input under torchrun is said once", "[.release]") {
   if (torchrun().empty()) return;
   const auto result = run(command(one_node(2), {"usage after meeting"}), {}, 120s);
   INFO(result.out << result.error);
@@ -143,7 +143,7 @@ TEST_CASE("under torchrun an early exit with 0 and a SIGTERM of a host are told 
   CHECK(count(b.error(), "error: ") == 0);
 }
 
-TEST_CASE("two nodes of torchrun with unequal numbers of ranks") {
+TEST_CASE("two nodes of torchrun with unequal numbers of ranks", "[.release]") {
   if (torchrun().empty()) return;
   const auto port = fmt::format("--master-port={}", lockstep_test::free_port());
   const auto node = [&](int rank, int nproc) {
@@ -164,7 +164,7 @@ TEST_CASE("two nodes of torchrun with unequal numbers of ranks") {
   CHECK(processes_left(marker) == 0);
 }
 
-TEST_CASE("torchrun's agents on two hosts start 2 and 1 ranks, which train together") {
+TEST_CASE("torchrun's agents on two hosts start 2 and 1 ranks, which train together", "[.release]") {
   const auto agent = torchrun();
   if (agent.empty()) return;
   const lockstep_test::TwoHosts hosts;

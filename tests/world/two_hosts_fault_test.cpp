@@ -65,7 +65,8 @@ struct Hosts {
 
 }  // namespace
 
-TEST_CASE("ranks that wait for a host say so within 10 s, and in the end with variables and remedy") {
+TEST_CASE("ranks that wait for a host say so within 10 s, and in the end with variables and remedy",
+          "[.release]") {
   Hosts on;
   if (!on.there()) return;
   const Variables soon{{"LOCKSTEP_RENDEZVOUS_TIMEOUT", "8"}};
@@ -112,7 +113,8 @@ TEST_CASE("ranks that wait for a host say so within 10 s, and in the end with va
                  ContainsSubstring("rank 0 must run on the host that it names\n"));
 }
 
-TEST_CASE("a name of the master host that nobody knows ends both hosts within 10 s of the programs' start") {
+TEST_CASE("a name of the master host that nobody knows ends both hosts within 10 s of the programs' start",
+          "[.release]") {
   Hosts on;
   if (!on.there()) return;
   for (const char* host : {"A", "B"}) {
@@ -177,7 +179,7 @@ TEST_CASE("hosts that disagree on the world size are both told within 10 s") {
   on.all_end_with(1, "the ranks disagree on their number");
 }
 
-TEST_CASE("a rank that two hosts claim is named on both within 10 s, also rank 0") {
+TEST_CASE("a rank that two hosts claim is named on both within 10 s, also rank 0", "[.release]") {
   for (const int rank : {0, 1}) {
     CAPTURE(rank);
     Hosts on;

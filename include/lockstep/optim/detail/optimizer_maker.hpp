@@ -15,7 +15,8 @@ template <class Make, class Parameters>
 struct MadeBy {
   using type = void;
 };
-template <class Parameters, std::invocable<Parameters> Make>
+template <class Make, class Parameters>
+requires std::invocable<Make, Parameters>
 struct MadeBy<Make, Parameters> {
   using type = std::invoke_result_t<Make, Parameters>;
 };
