@@ -94,6 +94,16 @@ TEST_CASE("ranks that take themselves for different hosts find the difference of
   CHECK(lockstep::detail::align_clock(comm).error == 0);
 }
 
+TEST_CASE("clocks of one name are compared all the same") {
+  lockstep::GlooComm comm{test_world()};
+  const auto ahead = std::chrono::hours(test_world().rank());
+  const auto offset = lockstep::detail::align_clock(comm, "one name",
+                                                    [&] { return std::chrono::steady_clock::now() + ahead; });
+  INFO(offset.offset << " within " << offset.error << " ns");
+  CHECK(std::abs(offset.offset - std::chrono::nanoseconds(ahead).count()) <= offset.error);
+  CHECK((offset.error > 0) == (test_world().rank() > 0));
+}
+
 TEST_CASE("a trainer without other ranks has a page and a trace without buckets") {
   const lockstep::World alone;
   const TemporaryFolder folder;

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <sys/stat.h>
+
 #include <algorithm>
 #include <cstddef>
 #include <fstream>
@@ -39,11 +41,13 @@ LOCKSTEP_INLINE GatherTimes deserialize_gather_times(const std::string& bytes) {
   return times;
 }
 
-LOCKSTEP_INLINE std::string boot_id() {
+LOCKSTEP_INLINE std::string clock_name() {
   std::ifstream file("/proc/sys/kernel/random/boot_id");
-  std::string id;
-  file >> id;
-  return id;
+  std::string boot;
+  if (!(file >> boot)) return boot;
+  struct ::stat time_namespace {};  // stays 0 on a kernel that has no time namespaces
+  static_cast<void>(::stat("/proc/self/ns/time", &time_namespace));
+  return formatted("{}/{}", boot, time_namespace.st_ino);
 }
 
 }  // namespace lockstep::detail

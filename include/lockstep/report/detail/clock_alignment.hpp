@@ -2,6 +2,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <cstdlib>
 #include <limits>
 #include <span>
 #include <string>
@@ -30,32 +31,32 @@ ClockOffset clock_offset(const GatherTimes& first, const GatherTimes& own);
 std::string serialize(const GatherTimes& times);
 GatherTimes deserialize_gather_times(const std::string& bytes);
 
-/// Returns the id of this boot of this host, whose processes share one steady clock. Empty if unknown.
-std::string boot_id();
+/// Returns the name of this process's steady clock: the id of this boot of the host, and the time namespace.
+/// Empty if unknown.
+std::string clock_name();
 
 inline std::int64_t steady_nanoseconds(std::chrono::steady_clock::time_point time) {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(time.time_since_epoch()).count();
 }
 
-/// Returns the offset of this rank's steady clock to rank 0's: 0 on rank 0's host, otherwise an estimate from
-/// 16 small collectives, whose error is at most the mean of how long one of them takes on the two ranks.
-/// `boot` identifies this rank's host. Collective and blocking.
-template <Gathering C>
-ClockOffset align_clock(C& comm, const std::string& boot = boot_id()) {
-  const std::vector<std::string> boots = comm.all_gather_bytes(boot);
-  bool one_host = true;
-  for (const std::string& there : boots) one_host = one_host && !there.empty() && there == boots[0];
-  if (one_host) return {};
+/// Returns the offset of this rank's steady clock to rank 0's: an estimate from 16 small collectives, whose
+/// error is at most the mean of how long one of them takes on the two ranks. Exactly 0 where `name`, of this
+/// rank's clock, is rank 0's and the estimate does not contradict it: copies of a virtual machine have one
+/// boot id. `now` reads the clock. Collective and blocking.
+template <Gathering C, class Now = decltype(&std::chrono::steady_clock::now)>
+ClockOffset align_clock(C& comm, const std::string& name = clock_name(),
+                        Now now = &std::chrono::steady_clock::now) {
   GatherTimes times;
   for (int round = 0; round < 16; ++round) {
-    times.called.push_back(steady_nanoseconds(std::chrono::steady_clock::now()));
+    times.called.push_back(steady_nanoseconds(now()));
     static_cast<void>(comm.all_gather_bytes("round"));
-    times.returned.push_back(steady_nanoseconds(std::chrono::steady_clock::now()));
+    times.returned.push_back(steady_nanoseconds(now()));
   }
   const std::string first = comm.broadcast_bytes(serialize(times), 0);
-  if (const auto rank = static_cast<std::size_t>(comm.rank()); boots[rank] == boots[0] && !boots[0].empty())
-    return {};
-  return clock_offset(deserialize_gather_times(first), times);
+  const bool same_name = comm.broadcast_bytes(std::string(name), 0) == name && !name.empty();
+  const ClockOffset measured = clock_offset(deserialize_gather_times(first), times);
+  if (comm.rank() == 0 || (same_name && std::abs(measured.offset) <= measured.error)) return {};
+  return measured;
 }
 
 }  // namespace lockstep::detail
