@@ -211,7 +211,8 @@ TEST_CASE("a hidden folder is no class, and images that are not read are counted
   write(folder / "emu/g.bmp", "");
   CHECK_THAT(
       message_of([&] { ImageFolder images(folder.path()); }),
-      ContainsSubstring("emu: found no image, expected files that end in .jpg, .jpeg or .png; passed over"));
+      ContainsSubstring(
+          "emu: found no image, expected files that end in .jpg, .jpeg or .png; passed over 1 .bmp files"));
 }
 
 TEST_CASE("images behind symbolic links are found") {

@@ -1,6 +1,6 @@
 // Trains on `--nproc` ranks with every kind of report, into the folder that is its first word; the second is the
-// title of the page. The third and fourth are numbers of epochs: after one it saves a checkpoint there, with which
-// the next run begins, and after the other it ends. The last rank is late in every second step. tensorboard_parity.py and
+// title of the page. The third and fourth are epochs: after one it saves a checkpoint there, with which the next
+// run begins, and after the other it ends. The last rank is late in every second step. tensorboard_parity.py and
 // pages_parity.py read what it wrote.
 #include <torch/torch.h>
 

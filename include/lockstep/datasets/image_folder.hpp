@@ -112,17 +112,18 @@ class ImageFolder {
     if (files->classes.empty())
       throw DataError(
           detail::formatted("{}: found no subfolder, expected one for each class", root.string()));
-    PassedOver passed_over{};
+    PassedOver all_passed_over{};
     for (const std::string& name : files->classes) {
       const std::size_t before = files->ends.size();
-      list_images(root / name, *files, passed_over);
+      const PassedOver passed_over = list_images(root / name, *files);
+      for (std::size_t i = 0; i < passed_over.size(); ++i) all_passed_over[i] += passed_over[i];
       if (files->ends.size() == before)
         throw DataError(
             detail::formatted("{}: found no image, expected files that end in .jpg, .jpeg or .png{}",
                               (root / name).string(), text_of(passed_over, "; passed over ")));
       files->class_ends.push_back(files->ends.size());
     }
-    if (const std::string text = text_of(passed_over); !text.empty())
+    if (const std::string text = text_of(all_passed_over); !text.empty())
       Log(std::max(0, detail::process_rank.load()))
           .warning("{}: passed over {}, which torchvision's ImageFolder reads; convert them to JPEG or PNG",
                    root.string(), text);
@@ -194,9 +195,10 @@ class ImageFolder {
   }
 
   // torchvision sorts the folders below a class by their whole path, then the files of each.
-  static void list_images(const std::filesystem::path& folder, Files& files, PassedOver& passed_over) {
+  static PassedOver list_images(const std::filesystem::path& folder, Files& files) {
     using Options = std::filesystem::directory_options;
     std::vector<std::pair<std::string, std::string>> found;  // folder below the class, file
+    PassedOver passed_over{};
     std::error_code error;
     auto entry =
         std::filesystem::recursive_directory_iterator(folder, Options::follow_directory_symlink, error);
@@ -219,6 +221,7 @@ class ImageFolder {
       files.names += name;
       files.ends.push_back(files.names.size());
     }
+    return passed_over;
   }
 
   std::shared_ptr<const Files> files_;

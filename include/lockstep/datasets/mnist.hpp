@@ -144,7 +144,8 @@ inline DigitDataset read_mnist_part(const std::filesystem::path& folder, std::st
 namespace lockstep {
 
 /// Reads MNIST's four files (train-images-idx3-ubyte or train-images.idx3-ubyte and so on), plain or gzipped,
-/// with any number of digits. Throws DataError with the file, the offset and the expectation if a file is missing or invalid.
+/// with any number of digits. Throws DataError with the file, the offset and the expectation if a file is
+/// missing or invalid.
 inline Mnist load_mnist(const std::filesystem::path& folder) {
   std::error_code error;
   if (!std::filesystem::is_directory(folder, error))

@@ -110,8 +110,8 @@ class TemporaryFile {
            own.st_dev == named.st_dev && own.st_ino == named.st_ino;
   }
 
-  /// Removes the file of this name if nobody writes it, else waits a little. Returns false, with errno set, if
-  /// that fails.
+  /// Removes the file of this name if nobody writes it, else waits a little. Returns false, with errno set,
+  /// if that fails.
   [[nodiscard]] bool remove_left() const {
     constexpr int flags = O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC;
     Descriptor left(::open(name_.c_str(), O_WRONLY | flags));  // NFS locks no file that is open for reading
