@@ -107,6 +107,12 @@ TEST_CASE("a file that is not what it should be is refused with file, offset and
   CHECK_THAT(message_of(folder.write("long", good + "x")), ContainsSubstring("offset 18: found more bytes"));
   CHECK_THAT(message_of(folder.write("vast", header(0x0E, {4000000000, 4000000000, 4000000000, 4000000000}))),
              ContainsSubstring("a header that promises"));
+  // Empty, but the strides of such a tensor are beyond 64 bits.
+  CHECK_THAT(message_of(folder.write("strides", header(0x08, {0, 0xffffffff, 0xffffffff, 0xffffffff}))),
+             ContainsSubstring("strides: offset 4: found the sizes 0x4294967295x4294967295x4294967295"));
+  CHECK_THAT(message_of(folder.write("bytes", header(0x0E, {0xffffffff, 0, 0x7fffffff}))),
+             ContainsSubstring("bytes: offset 4: found the sizes 4294967295x0x2147483647, expected"));
+  CHECK(read_idx(folder.write("wide", header(0x08, {0, 0xffffffff, 0x7fffffff}))).numel() == 0);
   CHECK_THAT(message_of(folder.write("good", good), {.dimensions = 1, .content = "labels"}),
              ContainsSubstring("offset 3: found 2 dimensions, expected labels, which have 1"));
   CHECK_THAT(message_of(folder / "good", {.dtype = at::kFloat, .content = "weights"}),
@@ -128,12 +134,37 @@ TEST_CASE("damaged gzip data are refused") {
   std::string flipped = zipped;
   flipped[flipped.size() / 2] ^= 0x10;
   CHECK_THAT(message_of(folder.write("flipped", flipped)), ContainsSubstring("gzip data"));
-  CHECK_THAT(message_of(folder.write("tail", zipped + "garbage")), ContainsSubstring("damaged gzip data"));
   CHECK_THAT(message_of(folder.write("short", gzipped(bytes.substr(0, 1500)))),
              ContainsSubstring("offset 1500: found the end of the file, expected 2008 bytes in all"));
   CHECK_THAT(
       message_of(folder.write("long", gzipped(bytes + "x"))),
       ContainsSubstring("offset 2008: found more bytes, expected the end of the file after 2000 uint8"));
+}
+
+TEST_CASE("zeros after gzip data are skipped, other bytes are named") {
+  TemporaryFolder folder;
+  const std::string begin = header(0x08, {4}), whole = gzipped(begin + "abcd"), first = gzipped(begin + "ab");
+  const auto padded = [](const std::string& bytes, std::size_t zeros) {
+    return bytes + std::string(zeros, '\0');
+  };
+  for (const std::size_t zeros : {1, 512, 200000}) {
+    INFO(zeros);
+    CHECK(read_idx(folder.write("padded", padded(whole, zeros))).numel() == 4);
+    CHECK(read_idx(folder.write("parts", padded(first, zeros) + gzipped("cd"))).numel() == 4);
+  }
+  // The member's two first bytes are read at once, or one by one.
+  for (const std::size_t length : {65535, 65536})
+    CHECK(read_idx(folder.write("parts", padded(first, length - first.size()) + gzipped("cd"))).numel() == 4);
+
+  const auto offset = [](std::size_t at) { return ": offset " + std::to_string(at) + ": found "; };
+  CHECK_THAT(message_of(folder.write("tail", whole + "garbage")),
+             ContainsSubstring("tail" + offset(whole.size()) + "7 bytes after the gzip data"));
+  CHECK_THAT(message_of(folder.write("magic", padded(whole, 3) + "\x1f")),
+             ContainsSubstring(offset(whole.size() + 3) + "1 bytes after the gzip data"));
+  CHECK_THAT(message_of(folder.write("far", padded(whole, 70000) + std::string(70000, 'x'))),
+             ContainsSubstring(offset(whole.size() + 70000) + "70000 bytes after the gzip data"));
+  CHECK_THAT(message_of(folder.write("cut", first + gzipped("cd").substr(0, 7))),
+             ContainsSubstring("the gzip data end early"));
 }
 #else
 TEST_CASE("a gzipped file without zlib is refused in words") {

@@ -1,5 +1,7 @@
 #include "lockstep/datasets/image_folder.hpp"
 
+#include <sys/stat.h>
+
 #include <atomic>
 #include <cstdlib>
 #include <thread>
@@ -11,6 +13,7 @@
 #include "support/catch.hpp"
 #include "support/images.hpp"
 #include "support/temporary_folder.hpp"
+#include "support/written.hpp"
 
 namespace image_folder_test {
 
@@ -92,6 +95,26 @@ TEST_CASE("JPEG images of several kinds are read") {
   const at::Tensor cmyk = read_image(folder.write("cmyk.jpg", jpeg_file(8, 8, ink, JCS_CMYK)));
   CHECK(largest_difference(cmyk,
                            torch::tensor({200, 100, 200}, at::kByte).view({3, 1, 1}).expand({3, 8, 8})) <= 2);
+  // Pillow inverts them without the marker, too.
+  CHECK(at::equal(read_image(folder.write("bare.jpg", jpeg_file(8, 8, ink, JCS_CMYK, false))), cmyk));
+}
+
+TEST_CASE("a CMYK JPEG of another program has Pillow's pixels") {
+  const char* shared = std::getenv("LOCKSTEP_SHARED");
+  const auto path = std::filesystem::path(shared ? shared : "") / "cases/cmyk_without_adobe_marker.jpg";
+  if (!std::filesystem::exists(path)) {
+    WARN("SKIPPED: LOCKSTEP_SHARED names no folder with cases/cmyk_without_adobe_marker.jpg");
+    return;
+  }
+  CHECK(read_image(path).to(at::kLong).sum().item<std::int64_t>() == 777649);
+}
+
+TEST_CASE("16-bit grey is clipped, as Pillow does") {
+  TemporaryFolder folder;
+  const std::vector<std::uint16_t> grey{0, 1, 127, 128, 254, 255, 256, 300, 511, 32768, 65280, 65535};
+  const auto clipped = torch::tensor({0, 1, 127, 128, 254, 255, 255, 255, 255, 255, 255, 255}, at::kByte);
+  const auto path = folder.write("grey16.png", png_file(6, 2, grey, PNG_FORMAT_LINEAR_Y));
+  CHECK(at::equal(read_image(path), clipped.view({2, 6}).expand({3, 2, 6})));
 }
 
 // tests/examples/imagenet_parity.py runs this case alone, and compares with Pillow and torchvision.
@@ -136,6 +159,17 @@ TEST_CASE("an image that cannot be decoded is named with the reason") {
   CHECK_THAT(message_of([&] { read_image(folder / "absent.png"); }),
              ContainsSubstring("absent.png: cannot be read: No such file"));
   CHECK_THAT(message_of([&] { read_image(folder.path()); }), ContainsSubstring("cannot be read: "));
+  REQUIRE(::mkfifo((folder / "pipe.png").c_str(), 0600) == 0);
+  CHECK_THAT(message_of([&] { read_image(folder / "pipe.png"); }),
+             ContainsSubstring("it is no regular file"));
+
+  // A few bytes promise 65,000 x 65,000 pixels.
+  std::string vast = jpeg;
+  const std::size_t frame = vast.find("\xff\xc0");
+  REQUIRE(frame != std::string::npos);
+  vast.replace(frame + 5, 4, "\xfd\xe8\xfd\xe8");
+  CHECK(error("vast.jpg", vast) ==
+        "found an image of 65000 x 65000 pixels, expected at most 178956970 pixels: scale it down");
 }
 
 TEST_CASE("a folder's classes and images come in torchvision's order") {
@@ -157,6 +191,28 @@ TEST_CASE("a folder's classes and images come in torchvision's order") {
   CHECK(names == std::vector<std::string>{"Zebra/1.jpg", "cat/z.png", "cat/more/a.png", "cat/more-1/b.png",
                                           "cat/more/deep/c.jpeg", "dog/a.PNG", "dog/b.png"});
   CHECK(targets == std::vector<std::int64_t>{0, 1, 1, 1, 1, 2, 2});
+}
+
+TEST_CASE("a hidden folder is no class, and images that are not read are counted in one warning") {
+  TemporaryFolder folder;
+  for (const std::string name : {"cat/a.png", "dog/b.png"}) write(folder / name, grey_png(2, 7));
+  std::filesystem::create_directories(folder / ".ipynb_checkpoints");
+  CHECK(written(2, [&] {
+          CHECK(ImageFolder(folder.path()).classes() == std::vector<std::string>{"cat", "dog"});
+        }).empty());
+
+  for (const std::string name : {"cat/c.webp", "cat/d.WEBP", "dog/e.tif", "dog/f.pgm", "dog/notes.txt"})
+    write(folder / name, "");
+  const std::string warning = written(2, [&] { CHECK(ImageFolder(folder.path()).size() == 2); });
+  CHECK_THAT(warning,
+             ContainsSubstring(folder.path().string() + ": passed over 1 .pgm, 1 .tif, 2 .webp files"));
+  CHECK(std::count(warning.begin(), warning.end(), '\n') == 1);
+
+  write(folder / "emu/g.bmp", "");
+  CHECK_THAT(
+      message_of([&] { ImageFolder images(folder.path()); }),
+      ContainsSubstring(
+          "emu: found no image, expected files that end in .jpg, .jpeg or .png; passed over 1 .bmp files"));
 }
 
 TEST_CASE("images behind symbolic links are found") {

@@ -46,6 +46,20 @@ TEST_CASE("MNIST's four files become two datasets of ToTensor's values") {
   CHECK_THROWS_AS(mnist.test.get_batch(indices), DataError);
 }
 
+TEST_CASE("MNIST's files are found by the names that 7-Zip and Kaggle give them") {
+  const MnistFolder folder;
+  for (const std::string name : {"train-images", "train-labels", "t10k-images", "t10k-labels"}) {
+    const std::string ends = name.ends_with("images") ? "idx3-ubyte" : "idx1-ubyte";
+    std::filesystem::rename(folder / (name + '-' + ends), folder / (name + '.' + ends));
+    std::filesystem::create_directory(folder / (name + '-' + ends));  // as in Kaggle's archive
+  }
+  CHECK(lockstep::load_mnist(folder.path()).train.size() == 30);
+  std::filesystem::remove(folder / "train-images-idx3-ubyte");
+  CHECK_THROWS_WITH(
+      lockstep::require_unpacked_mnist(folder.path(), "--data"),
+      ContainsSubstring("found only " + (folder / "train-images.idx3-ubyte").string() + ": rename it"));
+}
+
 TEST_CASE("a folder that is not MNIST's is refused with file and reason") {
   MnistFolder folder;
   const auto digits = lockstep::draw_digits(30, 1);

@@ -99,7 +99,19 @@ set Torch_ROOT to another one, or leave it to lockstep to find or install one (L
 lib/, or leave it to lockstep" ${project} -DCMAKE_CXX_COMPILER=${COMPILER} -DTorch_ROOT=${SCRATCH}/user)
 endforeach()
 
-# The same without CMake.
+# The Torch_ROOT of the environment at the first configure is that of the later ones.
+file(REMOVE_RECURSE ${SCRATCH}/build)
+foreach(environment IN ITEMS Torch_ROOT=${TORCH} --unset=Torch_ROOT Torch_ROOT=${SCRATCH}/old)
+  execute_process(COMMAND ${offline} --unset=CMAKE_PREFIX_PATH --unset=Torch_DIR ${environment} ${CMAKE_COMMAND} ${common}
+    -DCMAKE_CXX_COMPILER=${COMPILER} -S ${SCRATCH}/user -B ${SCRATCH}/build
+    RESULT_VARIABLE result OUTPUT_VARIABLE output ERROR_VARIABLE output)
+  string(FIND "${output}" "of CMAKE_PREFIX_PATH, Torch_DIR or Torch_ROOT: ${TORCH}\n" position)
+  if(NOT result EQUAL 0 OR position EQUAL -1)
+    message(FATAL_ERROR "configuring with ${environment} after Torch_ROOT=${TORCH} ended with ${result}:\n${output}")
+  endif()
+endforeach()
+
+# A LibTorch that is too old without CMake.
 file(WRITE ${SCRATCH}/old.cpp "#include \"lockstep/detail/libtorch_version.hpp\"\n")
 execute_process(COMMAND ${COMPILER} -std=c++20 -E -I${SOURCE}/include -I${SCRATCH}/old/include/torch/csrc/api/include
   ${SCRATCH}/old.cpp -o ${SCRATCH}/old.i RESULT_VARIABLE result ERROR_VARIABLE output)

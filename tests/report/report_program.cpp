@@ -1,6 +1,7 @@
 // Trains on `--nproc` ranks with every kind of report, into the folder that is its first word; the second is the
-// title of the page. The last rank is late in every second step. tensorboard_parity.py and pages_parity.py read
-// what it wrote.
+// title of the page. The third and fourth are epochs: after one it saves a checkpoint there, with which the next
+// run begins, and after the other it ends. The last rank is late in every second step. tensorboard_parity.py and
+// pages_parity.py read what it wrote.
 #include <torch/torch.h>
 
 #include <chrono>
@@ -32,6 +33,8 @@ int main(int argc, char** argv) {
     lockstep::TrainerOptions options{.epochs = 4, .batch_size = 32, .lr = 0.1, .seed = 5, .progress = false};
     options.ddp.bucket_cap_mb = {0.3};
     lockstep::Trainer trainer{world, options, wide_network(6, 256)};
+    const auto checkpoint = folder / "checkpoint.pt";
+    trainer.load_checkpoint_if_exists(checkpoint);
 
     lockstep::TensorBoard board{world, folder / "board"};
     lockstep::JsonLines json{world, folder / "metrics.jsonl"};
@@ -42,10 +45,15 @@ int main(int argc, char** argv) {
     lockstep::Trace trace{trainer.comm(), folder / "trace.json", {.from = 4, .to = 8}};
     const auto evaluate = [&](const lockstep::EpochReport& epoch) {
       const double accuracy = trainer.evaluate(train, lockstep::Accuracy{});
-      board.add_scalar("test/accuracy", accuracy, epoch.step);
+      board.add_scalar("test/accuracy", accuracy, epoch.step - 1);
       json.add_scalar("test/accuracy", accuracy, epoch.step);
       csv.add_scalar("test/accuracy", accuracy, epoch.step);
       page.add_scalar("accuracy", accuracy, epoch.step);
+      const auto is_after = [&](std::size_t word) {
+        return words.size() > word && epoch.epoch == std::stoll(words[word]);
+      };
+      if (is_after(2)) trainer.save_checkpoint(checkpoint);
+      return is_after(3) ? lockstep::FitAction::stop : lockstep::FitAction::proceed;
     };
     int calls = 0;
     const auto loss = [&](torch::nn::Sequential& net, const auto& batch) {

@@ -56,7 +56,27 @@ def single(value):
     return struct.unpack("f", struct.pack("f", value))[0]
 
 
+def check_resumed(program):
+    """A run that ends after its third epoch, resumed after its second one, and a new run in the same folder."""
+    with tempfile.TemporaryDirectory() as folder:
+        def run(*words):
+            run_program(program, folder, "a run", *words, "--nproc", 2)
+            events = EventAccumulator(f"{folder}/board")
+            events.Reload()
+            tags = "train/loss", "epoch/loss", "test/accuracy"
+            return [[step for step, _ in series(events, tag)] for tag in tags], series(events, "train/loss")
+
+        run(1, 2)
+        steps, losses = run()
+        check(steps[0] == list(range(32)), f"each step once after a resume: {steps[0]}")
+        check(steps[1:] == [[7, 15, 23, 31]] * 2, f"each epoch once after a resume: {steps[1:]}")
+        os.remove(f"{folder}/checkpoint.pt")
+        steps, again = run(0, 0)
+        check(steps == [list(range(8)), [7], [7]] and again == losses[:8], f"a new run in the folder: {steps}")
+
+
 def main(program):
+    check_resumed(program)
     with tempfile.TemporaryDirectory() as folder:
         run_program(program, folder, "--nproc", 2)
         files = glob.glob(f"{folder}/board/*")
@@ -82,10 +102,11 @@ def main(program):
         check(series(events, "train/loss") == [(row["step"], single(row["loss"])) for row in steps], "the losses of the steps")
         check(series(events, "train/lr") == [(step, single(0.1)) for step in range(32)], "the learning rates")
         check(all(value > 0 for _, value in series(events, "train/samples_per_second")), "samples per second")
-        check(series(events, "epoch/loss") == [(row["epoch"], single(row["loss"])) for row in epochs], "the losses of the epochs")
+        losses_of_epochs = [(row["step"] - 1, single(row["loss"])) for row in epochs]
+        check(series(events, "epoch/loss") == losses_of_epochs, "the losses of the epochs, at their last steps")
         accuracies = [(row["step"], row["value"]) for row in rows if row.get("tag") == "test/accuracy"]
         check([step for step, _ in accuracies] == [8, 16, 24, 32], "an accuracy of each epoch")
-        check(series(events, "test/accuracy") == [(step, single(value)) for step, value in accuracies], "the accuracy")
+        check(series(events, "test/accuracy") == [(step - 1, single(value)) for step, value in accuracies], "the accuracy")
         ((step, value),) = series(events, "test/nan")
         check(step == -1 and math.isnan(value), "NaN at a negative step")
 

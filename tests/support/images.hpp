@@ -17,9 +17,10 @@
 /// JPEG and PNG files that tests make.
 namespace lockstep_test {
 
-/// A PNG file of 8-bit pixels, row by row: PNG_FORMAT_RGB, _RGBA or _GRAY.
-inline std::string png_file(int width, int height, const std::vector<std::uint8_t>& pixels,
-                            png_uint_32 format = PNG_FORMAT_RGB) {
+/// A PNG file of pixels, row by row: 8-bit PNG_FORMAT_RGB, _RGBA or _GRAY, or 16-bit PNG_FORMAT_LINEAR_Y.
+template <class Pixel>
+std::string png_file(int width, int height, const std::vector<Pixel>& pixels,
+                     png_uint_32 format = PNG_FORMAT_RGB) {
   png_image image{};
   image.version = PNG_IMAGE_VERSION;
   image.width = static_cast<png_uint_32>(width);
@@ -35,9 +36,9 @@ inline std::string png_file(int width, int height, const std::vector<std::uint8_
   return bytes;
 }
 
-/// A JPEG file of best quality: JCS_RGB, JCS_GRAYSCALE or JCS_CMYK.
+/// A JPEG file of best quality: JCS_RGB, JCS_GRAYSCALE or JCS_CMYK, the last with Adobe's marker or without.
 inline std::string jpeg_file(int width, int height, std::vector<std::uint8_t> pixels,
-                             J_COLOR_SPACE space = JCS_RGB) {
+                             J_COLOR_SPACE space = JCS_RGB, bool adobe_marker = true) {
   jpeg_compress_struct info{};
   jpeg_error_mgr errors;
   info.err = jpeg_std_error(&errors);
@@ -50,6 +51,7 @@ inline std::string jpeg_file(int width, int height, std::vector<std::uint8_t> pi
   info.input_components = space == JCS_CMYK ? 4 : space == JCS_RGB ? 3 : 1;
   info.in_color_space = space;
   jpeg_set_defaults(&info);
+  if (!adobe_marker) info.write_Adobe_marker = FALSE;
   jpeg_set_quality(&info, 100, TRUE);
   jpeg_start_compress(&info, TRUE);
   while (info.next_scanline < info.image_height) {

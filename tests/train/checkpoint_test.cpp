@@ -7,9 +7,12 @@
 
 #include <torch/torch.h>
 #include <algorithm>
+#include <chrono>
 #include <csignal>
 #include <filesystem>
 #include <fstream>
+#include <optional>
+#include <thread>
 
 #include "support/catch.hpp"
 #include "support/temporary_folder.hpp"
@@ -310,7 +313,7 @@ TEST_CASE("a temporary file is a new one, whatever has its name") {
   const TemporaryFolder folder;
   const auto target = folder.write("target", "the user's"), path = folder / "net.pt";
   // Under the name of the temporary file.
-  const auto plant = [&] { fs::create_symlink(target, fmt::format("{}.{}.tmp", path.string(), ::getpid())); };
+  const auto plant = [&] { fs::create_symlink(target, path.string() + ".lockstep.tmp"); };
   plant();
   CHECK_NOTHROW(lockstep::require_writable(path));
   plant();
@@ -319,6 +322,47 @@ TEST_CASE("a temporary file is a new one, whatever has its name") {
   CHECK(lockstep::read_file(path) == "bytes");
   CHECK(fs::is_regular_file(fs::symlink_status(path)));
   CHECK(folder.files() == 2);
+}
+
+TEST_CASE("replacing a file keeps its permissions") {
+  const TemporaryFolder folder;
+  const auto path = folder / "net.pt";
+  lockstep::write_file_atomically(path, "one");
+  for (const unsigned mode : {0600U, 0664U, 0444U}) {
+    fs::permissions(path, static_cast<fs::perms>(mode));
+    lockstep::write_file_atomically(path, "two");
+    CHECK(static_cast<unsigned>(fs::status(path).permissions()) == mode);
+  }
+}
+
+TEST_CASE("the temporary file of a killed process is removed, and that of a live one is waited for") {
+  const TemporaryFolder folder;
+  const auto path = folder / "net.pt", temporary = folder / "net.pt.lockstep.tmp";
+  folder.write("net.pt.lockstep.tmp", "a part");
+  lockstep::write_file_atomically(path, "whole");
+  CHECK(lockstep::read_file(path) == "whole");
+  CHECK(folder.files() == 1);
+
+  std::optional<lockstep::detail::TemporaryFile> live(path);
+  std::thread writer([&] { lockstep::write_file_atomically(path, "later"); });
+  std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  CHECK(fs::exists(temporary));
+  CHECK(lockstep::read_file(path) == "whole");
+  live.reset();
+  writer.join();
+  CHECK(lockstep::read_file(path) == "later");
+  CHECK(folder.files() == 1);
+
+  // Many writers at once: each file is whole.
+  std::vector<std::thread> writers;
+  for (char letter = 'a'; letter < 'e'; ++letter)
+    writers.emplace_back([&, letter] {
+      for (int i = 0; i < 5; ++i) lockstep::write_file_atomically(path, std::string(100000, letter));
+    });
+  for (auto& thread : writers) thread.join();
+  const std::string bytes = lockstep::read_file(path);
+  CHECK(bytes == std::string(100000, bytes[0]));
+  CHECK(folder.files() == 1);
 }
 
 namespace parts = lockstep::detail;

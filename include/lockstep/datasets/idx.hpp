@@ -7,6 +7,7 @@
 #include <cstdio>
 #include <cstring>
 #include <filesystem>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <string>
@@ -15,6 +16,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <c10/util/Exception.h>
 
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
@@ -65,22 +67,12 @@ class GzipDecompressor : public Decompressor {
     auto* out = static_cast<unsigned char*>(to);
     std::size_t got = 0;
     while (got < count) {
-      if (stream_.avail_in == 0) {
-        stream_.next_in = input_.data();
-        stream_.avail_in = static_cast<uInt>(std::fread(input_.data(), 1, input_.size(), file));
-        if (stream_.avail_in == 0) {
-          if (done_) return got;
-          throw DataError(
-              detail::formatted("{}: the gzip data end early, {} bytes into the decompressed content; "
-                                "fetch the file again",
-                                path, offset + got));
-        }
-      }
-      // A gzip file may be a concatenation of several streams.
-      if (done_) {
-        inflateReset(&stream_);
-        done_ = false;
-      }
+      if (done_ && !next_member(file, path)) return got;
+      if (stream_.avail_in == 0 && !refill(file))
+        throw DataError(
+            detail::formatted("{}: the gzip data end early, {} bytes into the decompressed content; "
+                              "fetch the file again",
+                              path, offset + got));
       const auto room = static_cast<uInt>(std::min<std::size_t>(count - got, 1U << 30));
       stream_.next_out = out + got;
       stream_.avail_out = room;
@@ -96,9 +88,41 @@ class GzipDecompressor : public Decompressor {
   }
 
  private:
+  /// Reads more of the file behind the input that is left, of which there is at most one byte. Returns false
+  /// at the end of the file.
+  bool refill(std::FILE* file) {
+    if (stream_.avail_in != 0) input_[0] = *stream_.next_in;
+    const std::size_t more =
+        std::fread(input_.data() + stream_.avail_in, 1, input_.size() - stream_.avail_in, file);
+    stream_.next_in = input_.data();
+    stream_.avail_in += static_cast<uInt>(more);
+    return more != 0;
+  }
+
+  /// Begins the next member, as a gzip file may have several. Returns false at the end of the file; skips
+  /// zeros, with which tapes and block devices pad a file. Throws DataError for other bytes.
+  bool next_member(std::FILE* file, const std::string& path) {
+    do
+      for (; stream_.avail_in != 0 && *stream_.next_in == 0; --stream_.avail_in) ++stream_.next_in;
+    while (stream_.avail_in == 0 && refill(file));
+    if (stream_.avail_in == 0) return false;
+    if (stream_.avail_in == 1) refill(file);
+    if (stream_.avail_in < 2 || stream_.next_in[0] != 0x1f || stream_.next_in[1] != 0x8b) {
+      const std::int64_t from = std::ftell(file) - stream_.avail_in;
+      std::fseek(file, 0, SEEK_END);
+      throw DataError(detail::formatted(
+          "{}: offset {}: found {} bytes after the gzip data, expected the end of the file, zeros or another "
+          "gzip member; remove them",
+          path, from, std::ftell(file) - from));
+    }
+    inflateReset(&stream_);
+    done_ = false;
+    return true;
+  }
+
   z_stream stream_{};
   std::array<unsigned char, 1 << 16> input_;
-  bool done_ = false;
+  bool done_ = false;  // whether a member has ended
 };
 #endif
 
@@ -255,10 +279,14 @@ inline at::Tensor read_idx(const std::filesystem::path& path, const IdxExpectati
   std::vector<std::int64_t> sizes;
   const std::uint64_t begin = file.offset(), width = c10::elementSize(type->dtype);
   std::uint64_t bytes = width;
-  bool too_long = false;
+  // The strides of an empty tensor are products, too, and must fit 64 bits: at::empty's error has no file.
+  std::uint64_t strides = width;
+  bool too_long = false, no_strides = false;
   for (int d = 0; d < dimensions; ++d) {
     const std::uint64_t size = detail::big_endian_u32(&encoded[4 * static_cast<std::size_t>(d)]);
     sizes.push_back(static_cast<std::int64_t>(size));
+    no_strides = no_strides || (size != 0 && strides > std::numeric_limits<std::int64_t>::max() / size);
+    strides *= no_strides ? 1 : std::max<std::uint64_t>(size, 1);
     // A size beyond the file's capacity also guards against overflow of 64 bits; a later 0 still makes the
     // tensor empty.
     too_long = size != 0 && (too_long || bytes > file.capacity() / size);
@@ -271,7 +299,17 @@ inline at::Tensor read_idx(const std::filesystem::path& path, const IdxExpectati
         detail::formatted("at most the {} bytes that the file can hold; it is truncated or not what it says",
                           file.capacity()));
 
-  at::Tensor tensor = at::empty(sizes, at::TensorOptions().dtype(type->dtype));
+  if (no_strides)
+    refuse(4, detail::formatted("the sizes {}", detail::idx_shape(sizes)),
+           "sizes whose product without zeros fits 63 bits");
+
+  at::Tensor tensor;
+  try {
+    tensor = at::empty(sizes, at::TensorOptions().dtype(type->dtype));
+  } catch (const c10::Error&) {
+    refuse(4, detail::formatted("a header of {} {} elements", detail::idx_shape(sizes), type->name),
+           detail::formatted("no more than there is memory for: {} bytes could not be allocated", bytes));
+  }
   if (const auto got = file.read(tensor.data_ptr(), bytes); got < bytes)
     refuse(begin + got, "the end of the file",
            detail::formatted("{} bytes in all, for {} {} elements", begin + bytes, detail::idx_shape(sizes),

@@ -5,10 +5,12 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <exception>
 #include <filesystem>
 #include <memory>
 #include <string>
@@ -25,25 +27,32 @@
 #include "lockstep/detail/descriptor.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
+#include "lockstep/log/log.hpp"
 
 // Needs libjpeg and libpng: link lockstep::images, or -ljpeg -lpng.
 
 namespace lockstep::detail {
 
-/// Returns a file's content. Throws DataError that names the file.
+/// Returns the content of a regular file. Throws DataError that names the file.
 inline std::string image_bytes(const std::filesystem::path& path) {
-  const auto refuse = [&] {
-    throw DataError(detail::formatted("{}: cannot be read: {}", path.string(), std::strerror(errno)));
+  const auto refuse = [&](std::string_view why) {
+    throw DataError(detail::formatted("{}: cannot be read: {}", path.string(), why));
   };
-  const Descriptor file(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
+  const Descriptor file(::open(path.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC));  // a pipe would block
   struct ::stat status {};
-  if (!file.open() || ::fstat(file.get(), &status) != 0) refuse();
-  std::string bytes(static_cast<std::size_t>(status.st_size), '\0');
+  if (!file.open() || ::fstat(file.get(), &status) != 0) refuse(std::strerror(errno));
+  if (!S_ISREG(status.st_mode)) refuse("it is no regular file");
+  std::string bytes;
+  try {
+    bytes.resize(static_cast<std::size_t>(status.st_size));
+  } catch (const std::exception&) {  // std::bad_alloc or std::length_error
+    refuse(detail::formatted("there is no memory for its {} bytes", status.st_size));
+  }
   std::size_t done = 0;
   while (done < bytes.size()) {
     const ssize_t count = ::read(file.get(), bytes.data() + done, bytes.size() - done);
     if (count < 0 && errno == EINTR) continue;
-    if (count < 0) refuse();
+    if (count < 0) refuse(std::strerror(errno));
     if (count == 0) break;  // the file has become shorter: its decoder reports it
     done += static_cast<std::size_t>(count);
   }
@@ -51,12 +60,19 @@ inline std::string image_bytes(const std::filesystem::path& path) {
   return bytes;
 }
 
-/// Whether the file's name ends like that of an image that this header reads, in upper or lower case.
-inline bool names_image(const std::filesystem::path& path) {
+/// Extensions of files that torchvision's ImageFolder lists: those that this header reads, then the others.
+inline constexpr std::array<std::string_view, 9> image_extensions{".jpg", ".jpeg", ".png",  ".ppm", ".bmp",
+                                                                  ".pgm", ".tif",  ".tiff", ".webp"};
+inline constexpr std::size_t read_extensions = 3;
+
+/// Returns the index in `image_extensions` of the extension of `path`, in upper or lower case, or their
+/// number.
+inline std::size_t image_extension(const std::filesystem::path& path) {
   std::string end = path.extension().string();
   for (char& letter : end)
     if (letter >= 'A' && letter <= 'Z') letter = static_cast<char>(letter - 'A' + 'a');
-  return end == ".jpg" || end == ".jpeg" || end == ".png";
+  return static_cast<std::size_t>(std::find(image_extensions.begin(), image_extensions.end(), end) -
+                                  image_extensions.begin());
 }
 
 }  // namespace lockstep::detail
@@ -64,9 +80,10 @@ inline bool names_image(const std::filesystem::path& path) {
 namespace lockstep {
 
 /// Reads a JPEG or PNG file (detected by its content) as uint8 RGB, [3, H, W], channels-last in memory.
-/// Repeats the value of a grey image in each channel, converts CMYK, keeps the upper 8 of 16 bits, and
-/// ignores transparency, colour profiles and the orientation that a camera has noted. Throws DataError that
-/// names the file if it cannot be read or decoded. Thread-safe.
+/// Repeats the value of a grey image in each channel, converts CMYK, keeps the upper 8 of 16 bits of colours,
+/// clips 16-bit grey at 255, and ignores transparency, colour profiles and the orientation that a camera has
+/// noted. Throws DataError that names the file if it cannot be read or decoded, or has more than 178,956,970
+/// pixels. Thread-safe.
 /// Counterpart: PIL.Image.open(path).convert("RGB").
 inline at::Tensor read_image(const std::filesystem::path& path) {
   return detail::decode_image(detail::image_bytes(path), path.string());
@@ -76,9 +93,9 @@ inline at::Tensor read_image(const std::filesystem::path& path) {
 ///
 ///   root/cat/001.jpg  root/cat/more/002.png  root/dog/001.jpg
 ///
-/// The names of the subfolders, sorted, are the classes 0, 1, ... A class's images are the files below its
-/// subfolder that end in .jpg, .jpeg or .png, in torchvision's order. The constructor lists the files; `get`
-/// decodes one. Copies share the list. Thread-safe.
+/// The names of the subfolders, sorted, are the classes 0, 1, ..., except for names that begin with a dot. A
+/// class's images are the files below its subfolder that end in .jpg, .jpeg or .png, in torchvision's order.
+/// The constructor lists the files; `get` decodes one. Copies share the list. Thread-safe.
 ///
 /// Images have different sizes: give the DataLoader a `transform` that makes them equal, such as Compose of
 /// RandomResizedCrop (see image_transforms.hpp).
@@ -86,7 +103,8 @@ inline at::Tensor read_image(const std::filesystem::path& path) {
 /// Counterpart: torchvision.datasets.ImageFolder.
 class ImageFolder {
  public:
-  /// Throws DataError if `root` cannot be read, has no subfolder, or one of these has no image.
+  /// Throws DataError if `root` cannot be read, has no subfolder, or one of these has no image. Rank 0 warns
+  /// of files that torchvision's ImageFolder lists and this one does not, such as .webp, with their number.
   explicit ImageFolder(const std::filesystem::path& root) {
     auto files = std::make_shared<Files>();
     files->root = root;
@@ -94,14 +112,21 @@ class ImageFolder {
     if (files->classes.empty())
       throw DataError(
           detail::formatted("{}: found no subfolder, expected one for each class", root.string()));
+    PassedOver all_passed_over{};
     for (const std::string& name : files->classes) {
       const std::size_t before = files->ends.size();
-      list_images(root / name, *files);
+      const PassedOver passed_over = list_images(root / name, *files);
+      for (std::size_t i = 0; i < passed_over.size(); ++i) all_passed_over[i] += passed_over[i];
       if (files->ends.size() == before)
-        throw DataError(detail::formatted(
-            "{}: found no image, expected files that end in .jpg, .jpeg or .png", (root / name).string()));
+        throw DataError(
+            detail::formatted("{}: found no image, expected files that end in .jpg, .jpeg or .png{}",
+                              (root / name).string(), text_of(passed_over, "; passed over ")));
       files->class_ends.push_back(files->ends.size());
     }
+    if (const std::string text = text_of(all_passed_over); !text.empty())
+      Log(std::max(0, detail::process_rank.load()))
+          .warning("{}: passed over {}, which torchvision's ImageFolder reads; convert them to JPEG or PNG",
+                   root.string(), text);
     files_ = std::move(files);
   }
 
@@ -139,6 +164,18 @@ class ImageFolder {
     std::vector<std::size_t> class_ends;  // the number of images up to the end of each class
   };
 
+  // The number of files of each extension that is not read.
+  using PassedOver = std::array<std::size_t, detail::image_extensions.size()>;
+
+  static std::string text_of(const PassedOver& passed_over, std::string_view before = "") {
+    std::string text;
+    for (std::size_t i = 0; i < passed_over.size(); ++i)
+      if (passed_over[i] > 0)
+        text += detail::formatted("{}{} {}", text.empty() ? before : ", ", passed_over[i],
+                                  detail::image_extensions[i]);
+    return text.empty() ? text : text + " files";
+  }
+
   [[noreturn]] static void refuse(const std::filesystem::path& folder, const std::error_code& error) {
     throw DataError(detail::formatted("{}: cannot be read: {}", folder.string(), error.message()));
   }
@@ -149,22 +186,30 @@ class ImageFolder {
     auto entry = std::filesystem::directory_iterator(folder, error);
     for (; !error && entry != std::filesystem::directory_iterator(); entry.increment(error))
       if (std::error_code ignored; entry->is_directory(ignored))
-        names.push_back(entry->path().filename().string());
+        // Folders such as .ipynb_checkpoints belong to tools.
+        if (std::string name = entry->path().filename().string(); !name.starts_with('.'))
+          names.push_back(std::move(name));
     if (error) refuse(folder, error);
     std::sort(names.begin(), names.end());
     return names;
   }
 
   // torchvision sorts the folders below a class by their whole path, then the files of each.
-  static void list_images(const std::filesystem::path& folder, Files& files) {
+  static PassedOver list_images(const std::filesystem::path& folder, Files& files) {
     using Options = std::filesystem::directory_options;
     std::vector<std::pair<std::string, std::string>> found;  // folder below the class, file
+    PassedOver passed_over{};
     std::error_code error;
     auto entry =
         std::filesystem::recursive_directory_iterator(folder, Options::follow_directory_symlink, error);
     for (; !error && entry != std::filesystem::recursive_directory_iterator(); entry.increment(error)) {
       std::error_code ignored;
-      if (!detail::names_image(entry->path()) || entry->is_directory(ignored)) continue;
+      const std::size_t extension = detail::image_extension(entry->path());
+      if (extension == detail::image_extensions.size() || entry->is_directory(ignored)) continue;
+      if (extension >= detail::read_extensions) {
+        ++passed_over[extension];
+        continue;
+      }
       const auto inner = entry.depth() == 0 ? std::string()
                                             : entry->path().parent_path().lexically_relative(folder).string();
       found.emplace_back(inner, entry->path().filename().string());
@@ -176,6 +221,7 @@ class ImageFolder {
       files.names += name;
       files.ends.push_back(files.names.size());
     }
+    return passed_over;
   }
 
   std::shared_ptr<const Files> files_;

@@ -89,15 +89,25 @@ struct Mnist {
 
 namespace lockstep::detail {
 
-/// Returns the path of `name`, plain or .gz, in `folder` or in its subfolder MNIST/raw, which torchvision
-/// uses. Throws DataError if no such file exists.
-inline std::filesystem::path mnist_file(const std::filesystem::path& folder, std::string_view name) {
+/// Returns `name` as 7-Zip and Kaggle write it: "train-images.idx3-ubyte" for "train-images-idx3-ubyte".
+inline std::string dotted_mnist_name(std::string_view name) {
+  std::string dotted(name);
+  dotted[dotted.rfind("-idx")] = '.';
+  return dotted;
+}
+
+/// Returns the path of `name`, with a dash or a dot before "idx", plain or .gz, in `folder` or in its
+/// subfolder MNIST/raw, which torchvision uses. Throws DataError if no such file exists.
+inline std::filesystem::path mnist_file(const std::filesystem::path& folder, const std::string& name) {
   for (const auto& place : {folder, folder / "MNIST" / "raw"})
-    for (const std::string_view suffix : {"", ".gz"}) {
-      const auto path = place / detail::formatted("{}{}", name, suffix);
-      std::error_code ignored;
-      if (std::filesystem::exists(path, ignored)) return path;
-    }
+    for (const std::string& spelling : {name, dotted_mnist_name(name)})
+      for (const std::string_view suffix : {"", ".gz"}) {
+        const auto path = place / detail::formatted("{}{}", spelling, suffix);
+        // Kaggle's archive has a folder of each file's name beside the files.
+        std::error_code ignored;
+        if (std::filesystem::exists(path, ignored) && !std::filesystem::is_directory(path, ignored))
+          return path;
+      }
   throw DataError(
       detail::formatted("{}: there is no {} in it, nor {}.gz; give the folder that holds MNIST's four files",
                         folder.string(), name, name));
@@ -133,8 +143,9 @@ inline DigitDataset read_mnist_part(const std::filesystem::path& folder, std::st
 
 namespace lockstep {
 
-/// Reads MNIST's four files (train-images-idx3-ubyte and so on), plain or gzipped, with any number of digits.
-/// Throws DataError with the file, the offset and the expectation if a file is missing or invalid.
+/// Reads MNIST's four files (train-images-idx3-ubyte or train-images.idx3-ubyte and so on), plain or gzipped,
+/// with any number of digits. Throws DataError with the file, the offset and the expectation if a file is
+/// missing or invalid.
 inline Mnist load_mnist(const std::filesystem::path& folder) {
   std::error_code error;
   if (!std::filesystem::is_directory(folder, error))
@@ -156,6 +167,9 @@ inline void require_unpacked_mnist(const std::filesystem::path& folder, std::str
     if (!error)
       throw UsageError(detail::formatted("{}: {}: found {} bytes, expected {}: copy or unpack it again",
                                          option, path.string(), found, size));
+    if (const auto dotted = folder / detail::dotted_mnist_name(name); std::filesystem::exists(dotted, error))
+      throw UsageError(
+          detail::formatted("{}: {}: found only {}: rename it", option, path.string(), dotted.string()));
     if (std::filesystem::exists(path.string() + ".gz", error))
       throw UsageError(
           detail::formatted("{0}: {1}: found only {1}.gz: unpack it with gunzip", option, path.string()));

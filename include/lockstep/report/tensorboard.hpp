@@ -28,17 +28,19 @@ struct TensorBoardOptions {
 /// ```cpp
 /// lockstep::TensorBoard board{world, "runs/exp1"};
 /// trainer.fit(train, loss, board);
-/// board.add_scalar("test/accuracy", trainer.evaluate(test, lockstep::Accuracy{}), trainer.step());
+/// board.add_scalar("test/accuracy", trainer.evaluate(test, lockstep::Accuracy{}), trainer.step() - 1);
 /// ```
 ///
 /// Tags of a step, at its zero-based number over the lifetime of the trainer: `train/loss` (the mean over
 /// rank 0's samples), `train/lr` and `train/samples_per_second` (of all ranks, without callbacks). Tags of an
-/// epoch, at its zero-based number: `epoch/loss` (the mean over all ranks' samples) and `epoch/seconds`.
-/// Values are float32, as TensorBoard's are.
+/// epoch, at the number of its last step: `epoch/loss` (the mean over all ranks' samples) and
+/// `epoch/seconds`. Values are float32, as TensorBoard's are.
 ///
-/// Each TensorBoard writes a new file; TensorBoard shows all files of a folder as one run. Each event is
-/// written at once, so that a killed run leaves whole events. If the file cannot be written, rank 0 warns
-/// once and the training continues. Not collective.
+/// Each TensorBoard writes a new file; TensorBoard shows all files of a folder as one run. In a folder that
+/// has event files, as after a resume, the values of the first step come after the start of a session: the
+/// values before it at that step and later ones are no longer shown. The same holds for a step whose number
+/// is below that of the step before it. Each event is written at once, so that a killed run leaves whole
+/// events. If the file cannot be written, rank 0 warns once and the training continues. Not collective.
 ///
 /// Counterpart: torch.utils.tensorboard.SummaryWriter.
 class TensorBoard {
@@ -46,7 +48,8 @@ class TensorBoard {
   /// Creates the folder and the file on rank 0. Throws UsageError if `options.every` is below 1.
   TensorBoard(const World& world, const std::filesystem::path& folder, TensorBoardOptions options = {});
 
-  /// Writes one value at a step. A no-op on ranks other than 0.
+  /// Writes one value at a step, such as `trainer.step() - 1`, the last one: a run that is resumed after it
+  /// begins with `trainer.step()`. A no-op on ranks other than 0.
   void add_scalar(std::string_view tag, double value, std::int64_t step);
 
   void on_profile(const StepReport& report, const StepProfile& profile);
@@ -57,6 +60,7 @@ class TensorBoard {
 
   detail::StepMeter meter_;
   detail::AppendFile file_;
+  std::int64_t last_step_ = 0;
 };
 
 }  // namespace lockstep

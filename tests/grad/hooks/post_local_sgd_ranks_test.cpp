@@ -78,7 +78,10 @@ TEST_CASE("gradients are averaged over all ranks, then over the sub-group or not
   const auto own = gradients(rank, 7);
   CHECK(torch::equal(fresh.reduce(loaded, shared_comm(), own)[0], own[0]));
   CHECK_THROWS_AS(loaded.load_state({}), CheckpointError);
-  CHECK_THROWS_AS(loaded.load_state({{"counters", torch::tensor({-1})}}), CheckpointError);
+  for (const at::Tensor& counters :
+       {torch::tensor({-1}), torch::tensor({std::numeric_limits<std::int64_t>::max()}), torch::tensor({NAN}),
+        at::Tensor()})
+    CHECK_THROWS_AS(loaded.load_state({{"counters", counters}}), CheckpointError);
   CHECK_THROWS_AS(PostLocalSgdHook(group, {.start_iteration = -1}), UsageError);
 }
 

@@ -63,8 +63,6 @@ class JpegDecoder {
   [[nodiscard]] std::int64_t width() const { return info_.output_width; }
   [[nodiscard]] std::int64_t height() const { return info_.output_height; }
   [[nodiscard]] std::int64_t channels() const { return info_.out_color_space == JCS_CMYK ? 4 : 3; }
-  /// Whether CMYK values are inverted, as Adobe's programs write them.
-  [[nodiscard]] bool inverted() const { return info_.saw_Adobe_marker == TRUE; }
   [[nodiscard]] const char* error() const { return errors_.text; }
 
   /// Writes the pixels row by row, the channels of a pixel side by side.
@@ -91,7 +89,8 @@ class JpegDecoder {
   Errors errors_{};
 };
 
-/// Decodes one PNG file from memory to RGB; the same interface.
+/// Decodes one PNG file from memory; the same interface. The one channel of 16-bit grey has two bytes, all
+/// others have one.
 class PngDecoder {
  public:
   explicit PngDecoder(std::string_view bytes) : rest_(bytes) {}
@@ -109,10 +108,14 @@ class PngDecoder {
     if (setjmp(png_jmpbuf(png_)) != 0) return false;
     png_set_read_fn(png_, this, &PngDecoder::read);
     png_read_info(png_, info_);
+    wide_grey_ =
+        png_get_color_type(png_, info_) == PNG_COLOR_TYPE_GRAY && png_get_bit_depth(png_, info_) == 16;
     png_set_expand(png_);  // palettes, and less than 8 bits
-    png_set_strip_16(png_);
     png_set_strip_alpha(png_);
-    png_set_gray_to_rgb(png_);
+    if (!wide_grey_) {
+      png_set_strip_16(png_);
+      png_set_gray_to_rgb(png_);
+    }
     passes_ = png_set_interlace_handling(png_);
     png_read_update_info(png_, info_);
     return true;
@@ -120,6 +123,7 @@ class PngDecoder {
 
   [[nodiscard]] std::int64_t width() const { return png_get_image_width(png_, info_); }
   [[nodiscard]] std::int64_t height() const { return png_get_image_height(png_, info_); }
+  [[nodiscard]] bool wide_grey() const { return wide_grey_; }
   [[nodiscard]] const char* error() const { return text_; }
 
   bool read_pixels(std::uint8_t* pixels) {
@@ -148,20 +152,31 @@ class PngDecoder {
   png_structp png_ = nullptr;
   png_infop info_ = nullptr;
   int passes_ = 1;
+  bool wide_grey_ = false;
   char text_[256] = {};
 };
 
-/// Converts CMYK to RGB as Pillow does, without a colour profile.
-inline void cmyk_to_rgb(const std::uint8_t* from, std::uint8_t* to, std::int64_t pixels, bool inverted) {
+/// Converts CMYK to RGB as Pillow does: without a colour profile, and from inverted values, as Adobe's
+/// programs write them, whether or not the file has Adobe's marker.
+inline void cmyk_to_rgb(const std::uint8_t* from, std::uint8_t* to, std::int64_t pixels) {
   for (std::int64_t i = 0; i < pixels; ++i) {
-    const int flip = inverted ? 255 : 0;
-    const int white = 255 - (from[4 * i + 3] ^ flip);
+    const int white = from[4 * i + 3];
     for (int channel = 0; channel < 3; ++channel) {
-      const int product = (from[4 * i + channel] ^ flip) * white + 128;
+      const int product = (255 - from[4 * i + channel]) * white + 128;
       to[3 * i + channel] = static_cast<std::uint8_t>(white - (((product >> 8) + product) >> 8));
     }
   }
 }
+
+/// Converts 16-bit grey, big-endian, to RGB as Pillow does: a value above 255 becomes 255.
+inline void wide_grey_to_rgb(const std::uint8_t* from, std::uint8_t* to, std::int64_t pixels) {
+  for (std::int64_t i = 0; i < pixels; ++i)
+    for (int channel = 0; channel < 3; ++channel)
+      to[3 * i + channel] = from[2 * i] == 0 ? from[2 * i + 1] : std::uint8_t{255};
+}
+
+/// The number of pixels above which Pillow refuses an image: a small file can promise any number.
+inline constexpr std::int64_t most_pixels = 178'956'970;
 
 /// Decodes a JPEG or PNG file (detected by its first bytes) to uint8 RGB, [3, H, W]. `name` names it in
 /// errors. Throws DataError.
@@ -173,6 +188,10 @@ inline at::Tensor decode_image(std::string_view bytes, std::string_view name) {
     return refuse(detail::formatted("cannot be decoded: {}", why));
   };
   const auto empty = [&](std::int64_t height, std::int64_t width, std::int64_t channels) {
+    if (height * width > most_pixels)
+      return refuse(
+          detail::formatted("found an image of {} x {} pixels, expected at most {} pixels: scale it down",
+                            width, height, most_pixels));
     try {
       return at::empty({height, width, channels}, at::kByte);
     } catch (const c10::Error&) {
@@ -188,14 +207,20 @@ inline at::Tensor decode_image(std::string_view bytes, std::string_view name) {
     if (jpeg.channels() == 4) {
       const at::Tensor rgb = empty(jpeg.height(), jpeg.width(), 3);
       cmyk_to_rgb(const_data<std::uint8_t>(pixels), rgb.mutable_data_ptr<std::uint8_t>(),
-                  jpeg.height() * jpeg.width(), jpeg.inverted());
+                  jpeg.height() * jpeg.width());
       pixels = rgb;
     }
   } else if (bytes.starts_with("\x89PNG\r\n\x1a\n")) {
     PngDecoder png(bytes);
     if (!png.read_header()) return damaged(png.error());
-    pixels = empty(png.height(), png.width(), 3);
+    pixels = empty(png.height(), png.width(), png.wide_grey() ? 2 : 3);
     if (!png.read_pixels(pixels.mutable_data_ptr<std::uint8_t>())) return damaged(png.error());
+    if (png.wide_grey()) {
+      const at::Tensor rgb = empty(png.height(), png.width(), 3);
+      wide_grey_to_rgb(const_data<std::uint8_t>(pixels), rgb.mutable_data_ptr<std::uint8_t>(),
+                       png.height() * png.width());
+      pixels = rgb;
+    }
   } else {
     return refuse(bytes.empty()
                       ? "the file is empty, expected a JPEG or PNG image"

@@ -4,6 +4,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <limits>
 #include <optional>
 #include <string_view>
 #include <utility>
@@ -68,11 +69,13 @@ class PostLocalSgdHook {
   [[nodiscard]] HookState state() const { return {{"counters", at::tensor({reductions_})}}; }
   /// Throws CheckpointError if the state is another hook's or damaged.
   void load_state(const HookState& state) {
-    if (state.size() != 1 || state[0].first != "counters" || state[0].second.numel() != 1)
+    if (state.size() != 1 || state[0].first != "counters" || !state[0].second.defined() ||
+        state[0].second.scalar_type() != at::kLong || state[0].second.numel() != 1)
       throw CheckpointError("the state of a PostLocalSgdHook is one counter: it was saved by another hook");
     const auto reductions = state[0].second.item<std::int64_t>();
-    if (reductions < 0)
-      throw CheckpointError("the counter of a PostLocalSgdHook is negative: its state is damaged");
+    if (reductions < 0 || reductions > std::numeric_limits<std::uint32_t>::max())
+      throw CheckpointError(
+          "the counter of a PostLocalSgdHook is no number of 32 bits: its state is damaged");
     reductions_ = reductions;
     before_.reset();
   }

@@ -13,6 +13,7 @@
 #include <random>
 #include <string>
 #include <string_view>
+#include <system_error>
 #include <utility>
 #include <vector>
 
@@ -25,6 +26,7 @@
 #include <ATen/ops/randn.h>
 #include <ATen/ops/tensor.h>
 #include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
 #include <c10/core/ScalarType.h>
 #include <c10/util/accumulate.h>
 
@@ -124,9 +126,11 @@ class PowerSgdMemory {
     const std::string_view kind = name.substr(0, dot);
     std::size_t parameter = 0;
     const char* end = name.data() + name.size();
-    const bool numbered = dot != std::string_view::npos && dot + 1 < name.size() &&
-                          std::from_chars(name.data() + dot + 1, end, parameter).ptr == end;
-    if (!numbered || (kind != "error" && kind != "q"))
+    const auto parsed = dot == std::string_view::npos
+                            ? std::from_chars_result{nullptr, std::errc()}
+                            : std::from_chars(name.data() + dot + 1, end, parameter);
+    const bool numbered = parsed.ptr == end && parsed.ec == std::errc();
+    if (!numbered || !tensor.defined() || (kind != "error" && kind != "q"))
       throw CheckpointError(detail::formatted(
           "the state of a PowerSGD hook has no entry '{}': it was saved by another hook", name));
     LowRankMemory& memory = memory_[parameter];
@@ -386,11 +390,12 @@ class PowerSgdHook {
         loaded.memory_.load(name, tensor);
         continue;
       }
-      const at::Tensor counters = tensor.to(at::kCPU, at::kLong).contiguous();
+      const bool numbers = tensor.defined() && tensor.scalar_type() == at::kLong && tensor.numel() == 3;
+      const at::Tensor counters = numbers ? tensor.to(at::kCPU).contiguous() : at::zeros({3}, at::kLong);
       const auto* number = detail::const_data<std::int64_t>(counters);
-      constexpr std::int64_t limit = std::numeric_limits<std::uint32_t>::max();
-      const bool sound = counters.numel() == 3 && number[0] >= 0 && number[1] >= 0 && number[1] <= limit &&
-                         number[2] >= 0 && number[2] <= limit;
+      const bool sound = numbers && std::all_of(number, number + 3, [](std::int64_t each) {
+                           return each >= 0 && each <= std::numeric_limits<std::uint32_t>::max();
+                         });
       if (!sound)
         throw CheckpointError(
             "the counters of a PowerSGD hook are three numbers of 32 bits at most: its state is damaged");

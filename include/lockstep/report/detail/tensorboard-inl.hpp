@@ -7,6 +7,8 @@
 #include <bit>
 #include <chrono>
 #include <cstddef>
+#include <limits>
+#include <system_error>
 
 #include "lockstep/detail/format.hpp"
 #include "lockstep/detail/json.hpp"
@@ -91,6 +93,15 @@ inline ProtoMessage tf_event() {
   return event;
 }
 
+/// Returns whether `folder` holds an event file.
+inline bool has_event_file(const std::filesystem::path& folder) {
+  std::error_code error;
+  auto entry = std::filesystem::directory_iterator(folder, error);
+  for (; !error && entry != std::filesystem::directory_iterator(); entry.increment(error))
+    if (entry->path().filename().string().starts_with("events.out.tfevents.")) return true;
+  return false;
+}
+
 }  // namespace lockstep::detail
 
 namespace lockstep {
@@ -99,6 +110,7 @@ LOCKSTEP_INLINE TensorBoard::TensorBoard(const World& world, const std::filesyst
                                          TensorBoardOptions options)
     : meter_(options.every, "TensorBoardOptions") {
   if (world.rank() != 0) return;
+  if (detail::has_event_file(folder)) last_step_ = std::numeric_limits<std::int64_t>::max();
   static std::atomic<int> count{0};  // two in one second in one process
   const auto seconds =
       std::chrono::duration_cast<std::chrono::seconds>(std::chrono::system_clock::now().time_since_epoch());
@@ -115,6 +127,13 @@ LOCKSTEP_INLINE void TensorBoard::add_scalar(std::string_view tag, double value,
 
 LOCKSTEP_INLINE void TensorBoard::on_profile(const StepReport& report, const StepProfile& profile) {
   if (!file_.open()) return;
+  if (report.step < last_step_) {
+    auto event = detail::tf_event();
+    event.integer(2, static_cast<std::uint64_t>(report.step))
+        .bytes(7, detail::ProtoMessage().integer(1, 1).text());  // a SessionLog whose status is START
+    file_.append(detail::tf_record(event.text()));
+  }
+  last_step_ = report.step;
   if (const auto now = meter_.take(report, profile)) {
     using Value = std::pair<std::string_view, double>;
     const std::array values{Value{"train/loss", now->loss}, Value{"train/lr", now->lr},
@@ -126,7 +145,7 @@ LOCKSTEP_INLINE void TensorBoard::on_profile(const StepReport& report, const Ste
 LOCKSTEP_INLINE void TensorBoard::on_epoch(const EpochReport& report) {
   using Value = std::pair<std::string_view, double>;
   const std::array values{Value{"epoch/loss", report.loss}, Value{"epoch/seconds", report.seconds}};
-  write(report.epoch, values);
+  write(report.step - 1, values);
 }
 
 LOCKSTEP_INLINE void TensorBoard::write(std::int64_t step,
