@@ -72,7 +72,7 @@ LOCKSTEP_INLINE std::exception_ptr ProcessGroupWork::error() const noexcept {
 }
 
 LOCKSTEP_INLINE void ProcessGroupWork::add(c10::intrusive_ptr<c10d::Work> part) {
-  if (group_ && !group_->on_host() && !polled_on_host_) group_->watch(call_, part);
+  if (group_ && !group_->on_host()) group_->watch(call_, part);
   parts_.push_back(std::move(part));
 }
 
