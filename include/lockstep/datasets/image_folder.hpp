@@ -1,14 +1,8 @@
 #pragma once
 
-#include <fcntl.h>
-#include <sys/stat.h>
-#include <unistd.h>
-
 #include <algorithm>
-#include <cerrno>
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
 #include <filesystem>
 #include <memory>
 #include <string>
@@ -21,35 +15,14 @@
 #include <ATen/ops/scalar_tensor.h>
 
 #include "lockstep/data/dataset.hpp"
+#include "lockstep/datasets/detail/data_file.hpp"
 #include "lockstep/datasets/detail/decode_image.hpp"
-#include "lockstep/detail/descriptor.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 
 // Needs libjpeg and libpng: link lockstep::images, or -ljpeg -lpng.
 
 namespace lockstep::detail {
-
-/// Returns a file's content. Throws DataError that names the file.
-inline std::string image_bytes(const std::filesystem::path& path) {
-  const auto refuse = [&] {
-    throw DataError(detail::formatted("{}: cannot be read: {}", path.string(), std::strerror(errno)));
-  };
-  const Descriptor file(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
-  struct ::stat status {};
-  if (!file.open() || ::fstat(file.get(), &status) != 0) refuse();
-  std::string bytes(static_cast<std::size_t>(status.st_size), '\0');
-  std::size_t done = 0;
-  while (done < bytes.size()) {
-    const ssize_t count = ::read(file.get(), bytes.data() + done, bytes.size() - done);
-    if (count < 0 && errno == EINTR) continue;
-    if (count < 0) refuse();
-    if (count == 0) break;  // the file has become shorter: its decoder reports it
-    done += static_cast<std::size_t>(count);
-  }
-  bytes.resize(done);
-  return bytes;
-}
 
 /// Whether the file's name ends like that of an image that this header reads, in upper or lower case.
 inline bool names_image(const std::filesystem::path& path) {
@@ -69,7 +42,7 @@ namespace lockstep {
 /// names the file if it cannot be read or decoded. Thread-safe.
 /// Counterpart: PIL.Image.open(path).convert("RGB").
 inline at::Tensor read_image(const std::filesystem::path& path) {
-  return detail::decode_image(detail::image_bytes(path), path.string());
+  return detail::decode_image(detail::read_data_file(path), path.string());
 }
 
 /// A dataset of images, with one subfolder for each class:
