@@ -2,7 +2,8 @@
 
 #include "lockstep/detail/libtorch_required.hpp"
 
-// Every public header except ddp.hpp, whose headers are all here, comm/nccl_comm.hpp, which needs CUDA, and
+// Every public header except ddp.hpp, whose headers are all here, comm/nccl_comm.hpp, which needs CUDA,
+// train/safetensors.hpp, which needs nlohmann/json, and
 // those of datasets/.
 #include "lockstep/comm/agreement.hpp"
 #include "lockstep/comm/communicator.hpp"
@@ -45,7 +46,6 @@
 #include "lockstep/train/metrics.hpp"
 #include "lockstep/train/monitor.hpp"
 #include "lockstep/train/profiling.hpp"
-#include "lockstep/train/safetensors.hpp"
 #include "lockstep/train/state_dict.hpp"
 #include "lockstep/train/step_profile.hpp"
 #include "lockstep/train/stop_on_signal.hpp"

@@ -157,11 +157,11 @@ TEST_CASE("an image that cannot be decoded is named with the reason") {
   changed[changed.size() - 20] ^= 0x55;
   CHECK_THAT(error("changed.png", changed), ContainsSubstring("cannot be decoded: "));
   CHECK_THAT(message_of([&] { read_image(folder / "absent.png"); }),
-             ContainsSubstring("absent.png: cannot be read: No such file"));
-  CHECK_THAT(message_of([&] { read_image(folder.path()); }), ContainsSubstring("cannot be read: "));
+             ContainsSubstring("absent.png': No such file"));
+  CHECK_THAT(message_of([&] { read_image(folder.path()); }), ContainsSubstring("it is a folder"));
   REQUIRE(::mkfifo((folder / "pipe.png").c_str(), 0600) == 0);
   CHECK_THAT(message_of([&] { read_image(folder / "pipe.png"); }),
-             ContainsSubstring("it is no regular file"));
+             ContainsSubstring("it is no"));
 
   // A few bytes promise 65,000 x 65,000 pixels.
   std::string vast = jpeg;
