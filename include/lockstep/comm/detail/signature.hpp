@@ -11,7 +11,7 @@
 #include "lockstep/comm/detail/backend_bytes.hpp"
 #include "lockstep/comm/detail/call.hpp"
 #include "lockstep/comm/detail/describe.hpp"
-#include "lockstep/detail/fnv1a.hpp"
+#include "lockstep/detail/bytes.hpp"
 #include "lockstep/detail/format.hpp"
 
 namespace lockstep::detail {

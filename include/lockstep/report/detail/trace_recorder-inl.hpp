@@ -24,13 +24,13 @@ LOCKSTEP_INLINE std::int64_t wall_nanoseconds(std::chrono::steady_clock::time_po
   return (std::chrono::duration_cast<nanoseconds>(time.time_since_epoch()) + offset).count();
 }
 
-LOCKSTEP_INLINE void TraceRecorder::add(const StepReport& report, const StepProfile& profile) {
-  steps_.push_back({report.epoch,
-                    report.step,
-                    profile.samples,
-                    {profile.spans.begin(), profile.spans.end()},
-                    profile.reduction.began,
-                    profile.reduction.buckets});
+LOCKSTEP_INLINE TracedStep traced(const StepReport& report, const StepProfile& profile) {
+  return {report.epoch,
+          report.step,
+          profile.samples,
+          {profile.spans.begin(), profile.spans.end()},
+          profile.reduction.began,
+          profile.reduction.buckets};
 }
 
 LOCKSTEP_INLINE std::int64_t TraceRecorder::origin() const {

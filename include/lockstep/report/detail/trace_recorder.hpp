@@ -20,10 +20,14 @@ struct TracedStep {
   std::vector<BucketReport> buckets;
 };
 
+TracedStep traced(const StepReport& report, const StepProfile& profile);
+
 /// The steps that a rank has traced so far. Times are nanoseconds of the wall clock.
 class TraceRecorder {
  public:
-  void add(const StepReport& report, const StepProfile& profile);
+  void add(const StepReport& report, const StepProfile& profile) {
+    steps_.push_back(traced(report, profile));
+  }
   [[nodiscard]] bool empty() const { return steps_.empty(); }
   [[nodiscard]] std::size_t size() const { return steps_.size(); }
 
