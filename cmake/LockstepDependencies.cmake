@@ -65,28 +65,19 @@ ${arg_DEBIAN}), or set FETCHCONTENT_SOURCE_DIR_${_upper} to a folder with the so
   set(LOCKSTEP_MISSING "${missing}" PARENT_SCOPE)
 endfunction()
 
-# The same for zlib, whose own build makes no ZLIB::ZLIB and leaves its include folders to the user.
-function(lockstep_zlib)
-  set(LOCKSTEP_MISSING "" PARENT_SCOPE)
-  _lockstep_find_package(ZLIB)
-  if(TARGET ZLIB::ZLIB)
-    message(STATUS "lockstep: zlib ${ZLIB_VERSION_STRING} of the system")
-    return()
+# lockstep_optional(name TARGET t DEBIAN package FOR purpose): find_package(name), which a header on request needs; the
+# target lockstep links it where it is found.
+function(lockstep_optional name)
+  cmake_parse_arguments(arg "" "TARGET;DEBIAN;FOR" "" ${ARGN})
+  if(NOT TARGET ${arg_TARGET})
+    _lockstep_find_package(${name})
   endif()
-  set(ZLIB_BUILD_EXAMPLES OFF)
-  set(SKIP_INSTALL_ALL ON)
-  _lockstep_fetch(zlib missing zlib1g-dev https://github.com/madler/zlib.git v1.3.1)
-  if(missing)
-    set(LOCKSTEP_MISSING "${missing}" PARENT_SCOPE)
-    return()
+  if(TARGET ${arg_TARGET})
+    message(STATUS "lockstep: ${name} of the system")
+    target_link_libraries(lockstep INTERFACE $<BUILD_INTERFACE:${arg_TARGET}>)
+  else()
+    message(STATUS "lockstep: without ${name}, which ${arg_FOR} need (apt-get install ${arg_DEBIAN})")
   endif()
-  set(target zlibstatic)
-  if(NOT TARGET zlibstatic)
-    set(target zlib)
-  endif()
-  target_include_directories(${target} SYSTEM INTERFACE
-    $<BUILD_INTERFACE:${zlib_SOURCE_DIR}> $<BUILD_INTERFACE:${zlib_BINARY_DIR}>)
-  add_library(ZLIB::ZLIB ALIAS ${target})
 endfunction()
 
 # The target lockstep::images, for programs that include lockstep/datasets/image_folder.hpp: lockstep, libjpeg and libpng. Where a

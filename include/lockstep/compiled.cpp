@@ -23,15 +23,16 @@
 #include "lockstep/grad/detail/poison_check-inl.hpp"
 #include "lockstep/log/detail/log-inl.hpp"
 #include "lockstep/report/detail/append_file-inl.hpp"
-#include "lockstep/report/detail/clock_alignment-inl.hpp"
 #include "lockstep/report/detail/metrics_files-inl.hpp"
 #include "lockstep/report/detail/run_recorder-inl.hpp"
 #include "lockstep/report/detail/tensorboard-inl.hpp"
 #include "lockstep/report/detail/trace_recorder-inl.hpp"
 #include "lockstep/train/detail/keep_last-inl.hpp"
 #include "lockstep/train/detail/monitor-inl.hpp"
-#include "lockstep/train/detail/safetensors-inl.hpp"
 #include "lockstep/train/detail/state_dict-inl.hpp"
 #include "lockstep/world/detail/environment-inl.hpp"
 #include "lockstep/world/detail/launch-inl.hpp"
 #include "lockstep/world/detail/world-inl.hpp"
+#if __has_include(<nlohmann/json.hpp>)
+#include "lockstep/train/detail/safetensors-inl.hpp"
+#endif

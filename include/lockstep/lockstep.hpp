@@ -3,7 +3,8 @@
 #include "lockstep/detail/libtorch_required.hpp"
 
 // Every public header except ddp.hpp, whose headers are all here, those that need CUDA
-// (comm/nccl_comm.hpp, train/cuda_graph.hpp) and those of datasets/.
+// (comm/nccl_comm.hpp, train/cuda_graph.hpp), the one that needs nlohmann/json (train/safetensors.hpp) and
+// those of datasets/.
 #include "lockstep/comm/agreement.hpp"
 #include "lockstep/comm/comm_by_device.hpp"
 #include "lockstep/comm/communicator.hpp"
@@ -48,7 +49,6 @@
 #include "lockstep/train/monitor.hpp"
 #include "lockstep/train/named_metrics.hpp"
 #include "lockstep/train/profiling.hpp"
-#include "lockstep/train/safetensors.hpp"
 #include "lockstep/train/state_dict.hpp"
 #include "lockstep/train/step_profile.hpp"
 #include "lockstep/train/stop_on_signal.hpp"

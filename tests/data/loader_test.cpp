@@ -1,6 +1,7 @@
 #include "lockstep/data/loader.hpp"
 
 #include <dirent.h>
+#include <pthread.h>
 
 #include <atomic>
 #include <sstream>
@@ -207,6 +208,57 @@ TEST_CASE("leaving the loop early leaves no thread and the next pass is whole") 
   CHECK(threads_return_to(before));
   CHECK(pass(loader).size() == 20);
   CHECK(threads_return_to(before));
+}
+
+TEST_CASE("workers load at the same time, and no more than prefetch_factor batches ahead each") {
+  struct Pairs {  // each sample of a pair waits for the other: one worker alone would never end
+    std::shared_ptr<std::atomic<int>> begun = std::make_shared<std::atomic<int>>(0);
+    [[nodiscard]] std::size_t size() const { return 2; }
+    [[nodiscard]] Example get(std::size_t i) const {
+      ++*begun;
+      while (*begun < 2) std::this_thread::yield();
+      return {torch::zeros(1), torch::tensor(static_cast<std::int64_t>(i))};
+    }
+  };
+  DataLoader pairs{Pairs{}, in_order(2), {.batch_size = 1, .num_workers = 2}};
+  CHECK(pass(pairs) == std::vector<std::vector<std::int64_t>>{{0}, {1}});
+
+  struct Counted {
+    std::shared_ptr<std::atomic<int>> drawn = std::make_shared<std::atomic<int>>(0);
+    [[nodiscard]] std::size_t size() const { return 100; }
+    [[nodiscard]] Example get(std::size_t) const {
+      ++*drawn;
+      return {torch::zeros(1), torch::zeros(1)};
+    }
+  };
+  const Counted counted;
+  DataLoader loader{counted, in_order(100), {.batch_size = 1, .num_workers = 2, .prefetch_factor = 2}};
+  CHECK(*counted.drawn == 0);
+  int given = 0;
+  for (auto& batch : loader) {
+    given += static_cast<int>(batch.data.size(0));
+    CHECK(*counted.drawn <= given + 4);
+    if (given == 50) break;
+  }
+}
+
+TEST_CASE("threads that the machine does not give are missed in words") {
+  // No address space holds such a stack: starting a thread fails as it does where there are too many.
+  pthread_attr_t usual, huge;
+  REQUIRE(pthread_getattr_default_np(&usual) == 0);
+  REQUIRE(pthread_getattr_default_np(&huge) == 0);
+  REQUIRE(pthread_attr_setstacksize(&huge, std::size_t{1} << 56) == 0);
+  REQUIRE(pthread_setattr_default_np(&huge) == 0);
+  DataLoader loader{counting(10), in_order(10), {.num_workers = 3}};
+  std::string message;
+  try {
+    (void)loader.begin();
+  } catch (const lockstep::Error& error) {
+    message = error.what();
+  }
+  REQUIRE(pthread_setattr_default_np(&usual) == 0);
+  CHECK_THAT(message, ContainsSubstring("only 0 of 3 worker threads could be started (") &&
+                          ContainsSubstring("ask for fewer workers"));
 }
 
 TEST_CASE("what a dataset throws reaches the consumer with rank and batch") {

@@ -274,9 +274,10 @@ TEST_CASE("mingpt says what a snapshot of another model or of other settings mea
   train(folder, {"data_config.truncate=0.1", "trainer_config.max_epochs=1", "trainer_config.save_every=1"});
   const std::string snapshot = "trainer_config.snapshot_path=" + (folder / "s.pt").string();
   const std::string error = refusal({"--nproc", "1", snapshot}, /*silent=*/false);
-  CHECK_THAT(error, ContainsSubstring("it does not fit the model: pos_emb is [1, 16, 16] float32 in the file "
-                                      "and [1, 32, 64] float32 in the model, and 17 more; remove it, or set "
-                                      "trainer_config.snapshot_path to another file\n"));
+  CHECK_THAT(error,
+             ContainsSubstring("it does not fit the model: \"pos_emb\" is [1, 16, 16] float32 in the file "
+                               "and [1, 32, 64] float32 in the model, and 17 more; remove it, or set "
+                               "trainer_config.snapshot_path to another file\n"));
   // The same characters, in another text of the same length, and in a longer one.
   const TemporaryFolder texts;
   std::string text;

@@ -70,9 +70,8 @@ set(fmt_url https://github.com/fmtlib/fmt.git)
 expect("lockstep: fmt is not installed, and ${fmt_url} cannot be reached to fetch it: install it (on Debian: apt-get install \
 libfmt-dev), or set FETCHCONTENT_SOURCE_DIR_FMT to a folder with the sources of fmt 10.2.1"
   ${SCRATCH}/user ${usable} -DCMAKE_DISABLE_FIND_PACKAGE_fmt=ON)
-expect("lockstep: zlib is not installed, and https://github.com/madler/zlib.git cannot be reached to fetch it: install it (on \
-Debian: apt-get install zlib1g-dev), or set FETCHCONTENT_SOURCE_DIR_ZLIB to a folder"
-  ${SCRATCH}/user ${usable} -DCMAKE_DISABLE_FIND_PACKAGE_ZLIB=ON)
+expect("lockstep: the tests need ZLIB::ZLIB (apt-get install zlib1g-dev nlohmann-json3-dev), or set LOCKSTEP_BUILD_TESTS=OFF"
+  ${SOURCE} ${usable} -DCMAKE_DISABLE_FIND_PACKAGE_ZLIB=ON)
 expect("lockstep: Catch2 is not installed, and https://github.com/catchorg/Catch2.git cannot be reached to fetch it: install it \
 (on Debian: apt-get install catch2), or set FETCHCONTENT_SOURCE_DIR_CATCH2 to a folder"
   ${SOURCE} ${usable} -DCMAKE_DISABLE_FIND_PACKAGE_Catch2=ON)

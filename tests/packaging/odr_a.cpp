@@ -12,7 +12,3 @@ std::array<const void*, 2> addresses_in_a() {
 TEST_CASE("every header may be included in several files of one program") {
   REQUIRE(addresses_in_a() == addresses_in_b());
 }
-
-TEST_CASE("a class has one layout, with zlib and without") {
-  REQUIRE(sizeof(lockstep::detail::FileSource) == file_source_size_in_b());
-}

@@ -1,6 +1,3 @@
-// As in a part of a program that is compiled without zlib.
-#undef LOCKSTEP_HAS_ZLIB
-#define LOCKSTEP_HAS_ZLIB 0
 #include "everything.hpp"
 #include "odr.hpp"
 
@@ -8,10 +5,6 @@ std::array<const void*, 2> addresses_in_b() {
   return {&lockstep::detail::process_rank,
           reinterpret_cast<const void*>(static_cast<lockstep::World (*)(const lockstep::AnyRankSource&)>(
               &lockstep::World::from_environment))};
-}
-
-std::size_t file_source_size_in_b() {
-  return sizeof(lockstep::detail::FileSource);
 }
 
 // Communicators made and used here, so that whatever tables they bring are emitted in this program.

@@ -228,13 +228,4 @@ TEST_CASE("a row of which the disk took a part is cut off again") {
   CHECK(all.ends_with(",1\n"));
 }
 
-TEST_CASE("TensorBoard's records carry the checksums of the specification") {
-  CHECK(lockstep::detail::crc32c("123456789") == 0xe3069283U);
-  CHECK(lockstep::detail::crc32c(std::string(32, '\0')) == 0x8a9136aaU);
-  const std::string record = lockstep::detail::tf_record("abc");
-  REQUIRE(record.size() == 8 + 4 + 3 + 4);
-  CHECK(record.substr(0, 8) == std::string("\x03\0\0\0\0\0\0\0", 8));
-  CHECK(record.substr(12, 3) == "abc");
-}
-
 }  // namespace metrics_files_ranks_test

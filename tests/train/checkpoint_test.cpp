@@ -74,8 +74,8 @@ TEST_CASE("a model that does not fit is left as it was, and each tensor that doe
     const auto before = other->hidden->weight.clone();
     CHECK_THAT(
         refusal(*other, folder / "net.pt"),
-        ContainsSubstring("last.weight is [3, 8] float32 in the file and [5, 8] float32 in the model") &&
-            ContainsSubstring("last.bias is [3] float32 in the file and [5] float32 in the model") &&
+        ContainsSubstring("\"last.weight\" is [3, 8] float32 in the file and [5, 8] float32 in the model") &&
+            ContainsSubstring("\"last.bias\" is [3] float32 in the file and [5] float32 in the model") &&
             !ContainsSubstring("hidden"));
     CHECK(torch::equal(other->hidden->weight, before));
   }
@@ -84,14 +84,14 @@ TEST_CASE("a model that does not fit is left as it was, and each tensor that doe
     other->to(torch::kDouble);
     CHECK_THAT(
         refusal(*other, folder / "net.pt"),
-        ContainsSubstring("hidden.weight is [8, 6] float32 in the file and [8, 6] float64 in the model"));
+        ContainsSubstring("\"hidden.weight\" is [8, 6] float32 in the file and [8, 6] float64 in the model"));
   }
   SECTION("names") {
     torch::nn::Sequential other(torch::nn::Linear(6, 8));
     CHECK_THAT(refusal(*other, folder / "net.pt"),
-               ContainsSubstring("0 is not in the file") && ContainsSubstring("hidden is in the file only"));
+               ContainsSubstring("missing \"0.weight\", \"0.bias\"; unexpected \"hidden.weight\""));
     torch::nn::Linear bare(6, 8);
-    CHECK_THAT(refusal(*bare, folder / "net.pt"), ContainsSubstring("weight is not in the file"));
+    CHECK_THAT(refusal(*bare, folder / "net.pt"), ContainsSubstring("missing \"weight\", \"bias\""));
   }
 }
 
@@ -209,13 +209,26 @@ TEST_CASE("a damaged record is named, with where it is") {
   CHECK_THAT(text_of<lockstep::CheckpointError>([&] { lockstep::deserialize_model(*net, bytes, "net.pt"); }),
              ContainsSubstring(fmt::format("'net.pt' ({} bytes): it is damaged or cut short at offset {}",
                                            bytes.size(), at)) &&
-                 ContainsSubstring("/data/0' have the CRC-32"));
+                 ContainsSubstring("'data/0' have the CRC-32"));
 }
 
-TEST_CASE("CRC-32 is that of ZIP") {
-  CHECK(lockstep::detail::crc32("123456789") == 0xCBF43926);  // the check value of its definition
-  CHECK(lockstep::detail::crc32("") == 0);
-  CHECK(lockstep::detail::crc32("The quick brown fox jumps over the lazy dog") == 0x414FA339);
+TEST_CASE("CRC-32 and CRC-32C have the check values of their definitions") {
+  CHECK(lockstep::detail::crc32("123456789") == 0xCBF43926);
+  CHECK(lockstep::detail::crc32c("123456789") == 0xE3069283);
+}
+
+TEST_CASE("a record that is a folder with content, or does not have the size of its content, is refused") {
+  TinyNet net;
+  const std::string whole = lockstep::serialize_model(*net);
+  const auto refused = [&](std::size_t offset, char bits) {
+    std::string bytes = whole;
+    // Of the directory's entry of data/1.
+    const std::size_t entry = bytes.rfind("PK\1\2", bytes.rfind("/data/1"));
+    bytes[entry + offset] = static_cast<char>(bytes[entry + offset] ^ bits);
+    return text_of<lockstep::CheckpointError>([&] { lockstep::deserialize_model(*net, bytes, "net.pt"); });
+  };
+  CHECK_THAT(refused(38, 0x10), ContainsSubstring("of record 'data/1' do not fit into it"));
+  CHECK_THAT(refused(24, 1), ContainsSubstring("damaged"));
 }
 
 TEST_CASE("a file that cannot be written whole leaves what was there, and nothing beside it") {

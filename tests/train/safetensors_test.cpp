@@ -95,11 +95,11 @@ TEST_CASE("hostile safetensors headers are refused with the reason") {
   refused(std::string("\x09\0\0\0\0\0\0\0{}", 10), "of which the file has 2");
   refused(file_of(""), "it does not begin with '{'");
   refused(file_of("[]"), "it does not begin with '{'");
-  refused(file_of("{} {}"), "there is text after it");
+  refused(file_of("{} {}"), "expected end of input");
   refused(file_of(entry(good + "," + good), four), "\"dtype\" is repeated");
   refused(file_of("{\"a\":{" + good + "},\"a\":{" + good + "}}", four), "\"a\" is repeated");
   refused(file_of(R"({"__metadata__":{},"__metadata__":{}})"), "is repeated");
-  refused(file_of(R"({"__metadata__":{"a":1}})"), "there is no '\"'");
+  refused(file_of(R"({"__metadata__":{"a":1}})"), "the metadata \"a\" is no string");
   refused(file_of(R"({"__metadata__":{"a\u0062":"","ab":""}})"), "\"ab\" is repeated");
   refused(file_of(entry(good + R"(,"more":1)"), four), "unknown key \"more\"");
   refused(file_of(entry(R"("dtype":"F32","shape":[1])"), four), "no dtype, shape and two data_offsets");
@@ -108,10 +108,10 @@ TEST_CASE("hostile safetensors headers are refused with the reason") {
   refused(file_of(entry(R"("dtype":"F32","shape":[2],"data_offsets":[0,4])"), four), "do not fit");
   refused(file_of(entry(R"("dtype":"F32","shape":[1],"data_offsets":[4,0])"), four), "do not fit");
   refused(file_of(entry(R"("dtype":"F32","shape":[-1],"data_offsets":[0,4])"), four), "whole number");
-  refused(file_of(entry(R"("dtype":"F32","shape":[1.0],"data_offsets":[0,4])"), four), "there is no ']'");
-  refused(file_of(entry(R"("dtype":"F32","shape":[01],"data_offsets":[0,4])"), four), "whole number");
+  refused(file_of(entry(R"("dtype":"F32","shape":[1.0],"data_offsets":[0,4])"), four), "whole number");
+  refused(file_of(entry(R"("dtype":"F32","shape":[01],"data_offsets":[0,4])"), four), "expected ']'");
   refused(file_of(entry(R"("dtype":"F32","shape":[9223372036854775808],"data_offsets":[0,4])"), four),
-          "more than 63 bits");
+          "whole number");
   // 4 * 2^31 * 2^31 is 0 in 64 bits, and so is the product of these two with 0 between them.
   refused(file_of(entry(R"("dtype":"F32","shape":[2147483648,2147483648],"data_offsets":[0,0])")),
           "do not fit");
@@ -124,13 +124,13 @@ TEST_CASE("hostile safetensors headers are refused with the reason") {
   refused(file_of(entry(good), "123"), "cut short");
   refused(file_of(entry(R"("dtype":"BOOL","shape":[4],"data_offsets":[0,4])"), "\x01\x02\x01\x01"),
           "neither 0 nor 1");
-  refused(file_of("{\"\xC0\xAF\":{" + good + "}}", four), "not UTF-8");
+  refused(file_of("{\"\xC0\xAF\":{" + good + "}}", four), "syntax error");
   refused(file_of("{\"a\n\":{" + good + "}}", four), "control character");
-  refused(file_of(R"({"\ud800":{)" + good + "}}", four), "half a surrogate pair");
-  refused(file_of(R"({"\x":{)" + good + "}}", four), "unknown escape");
+  refused(file_of(R"({"\ud800":{)" + good + "}}", four), "surrogate");
+  refused(file_of(R"({"\x":{)" + good + "}}", four), "forbidden character after backslash");
   std::string deep = "{\"a\":";
   for (int i = 0; i < 100'000; ++i) deep += "{\"a\":";
-  refused(file_of(deep), "unknown key");
+  refused(file_of(deep), "no object of strings and lists");
 }
 
 TEST_CASE("a safetensors file cut anywhere is refused; one with any byte changed is refused or read") {

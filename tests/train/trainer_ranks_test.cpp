@@ -357,7 +357,7 @@ TEST_CASE("a model is saved by rank 0 and loaded for all") {
       text = error.what();
     }
     CHECK_THAT(text, ContainsSubstring(
-                         "last.weight is [3, 8] float32 in the file and [4, 8] float32 in the model") &&
+                         "\"last.weight\" is [3, 8] float32 in the file and [4, 8] float32 in the model") &&
                          ContainsSubstring("last.bias"));
     CHECK(same_on_all_ranks(other.comm(), text));
   }

@@ -24,6 +24,7 @@
 #include "lockstep/comm/agreement.hpp"
 #include "lockstep/comm/communicator.hpp"
 #include "lockstep/data/generator.hpp"
+#include "lockstep/detail/bytes.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/detail/served_call.hpp"
 #include "lockstep/error.hpp"
@@ -342,9 +343,7 @@ class DatasetView {
 };
 
 inline std::uint64_t hash_bytes(std::uint64_t hash, const void* bytes, std::size_t count) {
-  const auto* at = static_cast<const unsigned char*>(bytes);
-  for (std::size_t i = 0; i < count; ++i) hash = (hash ^ at[i]) * 0x100000001b3u;  // FNV-1a
-  return mix_bits(hash);
+  return mix_bits(fnv1a({static_cast<const char*>(bytes), count}, hash));
 }
 
 inline std::uint64_t hash_value(std::uint64_t hash, const at::Tensor& tensor) {
@@ -374,7 +373,7 @@ requires requires(BatchOf<D> batch) {
 }
 std::uint64_t fingerprint(D& dataset, std::size_t samples = 16) {
   const std::size_t length = dataset_size(dataset);
-  std::uint64_t hash = detail::hash_bytes(0xcbf29ce484222325u, &length, sizeof length);
+  std::uint64_t hash = detail::hash_bytes(detail::fnv1a_basis, &length, sizeof length);
   samples = std::min(samples, length);
   for (std::size_t i = 0; i < samples; ++i) {
     const std::size_t index = samples == 1 ? 0 : i * (length - 1) / (samples - 1);

@@ -208,43 +208,27 @@ inline void check_batch_size(std::size_t batch_size) {
   if (batch_size == 0) throw UsageError("batch_size is 0: give at least 1");
 }
 
-/// The base of the samplers that order all samples anew each epoch and partition them with a stride: of the
-/// order `o`, rank r of R gets o[r], o[r + R], o[r + 2R], ... If the length is not a multiple of R, the order
-/// is repeated from its head as needed, or its tail is dropped (`drop_last`), or only the first ranks get a
-/// last sample (`pad = false`).
-///
-/// The position is saved as the number of samples that all ranks together have consumed, so `load` can resume
-/// an epoch that was saved with another number of ranks (all at the same step): no sample is lost or seen
-/// twice.
-class StridedSampler : public torch::data::samplers::Sampler<> {
+/// The epoch and the position of a pass, which lockstep's samplers have in common.
+class PassSampler : public torch::data::samplers::Sampler<> {
  public:
   static constexpr bool draws_base_seed = false;
 
-  /// Sets the epoch that the next `reset()` of this sampler and of all its copies starts. This sampler starts
-  /// the epoch at once, unless it resumes a loaded one. SamplerOptions::advance_epoch_on_reset makes calls
-  /// before each pass unnecessary.
+  /// Has no effect on the order, which is the same in every epoch or follows from a generator.
   void set_epoch(std::size_t epoch) {
     epoch_.set(epoch);
-    if (!resumes()) begin();
+    epoch_.enter();
   }
-  /// Returns the epoch that the next `reset()` starts.
-  [[nodiscard]] std::size_t epoch() const { return epoch_.number(); }
   [[nodiscard]] std::size_t pass_epoch() const { return epoch_.pass(); }
   [[nodiscard]] bool begun() const { return epoch_.begun(); }
 
-  /// Starts a pass over the current epoch, or resumes the one that was just loaded. For a further pass over
-  /// an epoch see SamplerOptions::advance_epoch_on_reset.
+  /// Starts a pass, or resumes the one that was just loaded.
   void reset(std::optional<std::size_t> new_length = std::nullopt) override {
     if (new_length && *new_length != length_) {
       length_ = *new_length;
       resumed_ = false;
     }
-    if (resumes()) {
-      resumed_ = false;
-    } else {
-      if (epoch_.begun()) follow_last_pass();
-      begin();
-    }
+    if (!resumes()) start();
+    resumed_ = false;
     epoch_.begin_pass();
   }
 
@@ -265,9 +249,69 @@ class StridedSampler : public torch::data::samplers::Sampler<> {
     position_ += std::min(count, size() - position_);
   }
 
-  /// Returns the number of this rank's samples in the pass: equal on every rank, unless both `pad` and
-  /// `drop_last` are false. For a resumed pass, counts only the remaining samples.
-  [[nodiscard]] std::size_t size() const { return size_of(rank_); }
+  /// Returns the number of this rank's samples in the pass. For a resumed pass, counts only the remaining
+  /// samples.
+  [[nodiscard]] virtual std::size_t size() const = 0;
+  /// Returns the number of samples that this rank has consumed in this pass, including those before a resume.
+  [[nodiscard]] std::size_t position() const { return skipped_ + position_; }
+  /// Returns whether a loaded pass has not been resumed yet; the next `reset()` resumes it.
+  [[nodiscard]] virtual bool resumes() const { return resumed_; }
+  [[nodiscard]] std::size_t length() const { return length_; }
+
+ protected:
+  explicit PassSampler(std::size_t length) : length_(length) {}
+
+  /// Writes the dataset indices of this rank's samples `first` to `first + count - 1` of the pass.
+  virtual void read_order(std::size_t first, std::size_t* indices, std::size_t count) = 0;
+  /// Starts a new pass.
+  virtual void start() { begin(); }
+
+  void begin() {
+    position_ = skipped_ = 0;
+    resumed_ = false;
+  }
+  /// Resumes a loaded pass after `skipped` samples. Throws CheckpointError if it has only `most`.
+  void resume(std::int64_t skipped, std::size_t most) {
+    if (skipped < 0 || static_cast<std::size_t>(skipped) > most)
+      throw CheckpointError(detail::formatted(
+          "the saved sampler stands at sample {} of {}: the checkpoint is damaged", skipped, most));
+    begin();
+    skipped_ = static_cast<std::size_t>(skipped);
+    resumed_ = true;
+  }
+  static void write_count(torch::serialize::OutputArchive& archive, const char* key, std::size_t value) {
+    archive.write(key, c10::IValue(static_cast<std::int64_t>(value)));
+  }
+
+  std::size_t length_;
+  SamplerEpoch epoch_;
+  std::size_t skipped_ = 0;   // samples that were consumed before this pass was resumed
+  std::size_t position_ = 0;  // samples that this rank has consumed since then
+  bool resumed_ = false;
+};
+
+/// The base of the samplers that order all samples anew each epoch and partition them with a stride: of the
+/// order `o`, rank r of R gets o[r], o[r + R], o[r + 2R], ... If the length is not a multiple of R, the order
+/// is repeated from its head as needed, or its tail is dropped (`drop_last`), or only the first ranks get a
+/// last sample (`pad = false`).
+///
+/// The position is saved as the number of samples that all ranks together have consumed, so `load` can resume
+/// an epoch that was saved with another number of ranks (all at the same step): no sample is lost or seen
+/// twice.
+class StridedSampler : public PassSampler {
+ public:
+  /// Sets the epoch that the next `reset()` of this sampler and of all its copies starts. This sampler starts
+  /// the epoch at once, unless it resumes a loaded one. SamplerOptions::advance_epoch_on_reset makes calls
+  /// before each pass unnecessary.
+  void set_epoch(std::size_t epoch) {
+    epoch_.set(epoch);
+    if (!resumes()) begin_epoch();
+  }
+  /// Returns the epoch that the next `reset()` starts.
+  [[nodiscard]] std::size_t epoch() const { return epoch_.number(); }
+
+  /// Equal on every rank, unless both `pad` and `drop_last` are false.
+  [[nodiscard]] std::size_t size() const override { return size_of(rank_); }
   /// Returns `size()` of any rank from 0 to world size - 1.
   [[nodiscard]] std::size_t size_of(int rank) const {
     const std::size_t left = length_ - std::min(skipped_, length_);
@@ -275,15 +319,11 @@ class StridedSampler : public torch::data::samplers::Sampler<> {
     if (options_.pad || options_.drop_last) return samples_per_rank(left, ranks, options_.drop_last);
     return left / ranks + (static_cast<std::size_t>(rank) < left % ranks ? 1 : 0);
   }
-  /// Returns the number of samples that this rank has consumed in this pass, including those before a resume.
   [[nodiscard]] std::size_t position() const {
     return skipped_ / static_cast<std::size_t>(world_size_) + position_;
   }
+  [[nodiscard]] bool resumes() const override { return resumed_ && epoch_.pass() == epoch_.number(); }
 
-  /// Returns whether a loaded pass has not been resumed yet; the next `reset()` resumes it.
-  [[nodiscard]] bool resumes() const { return resumed_ && epoch_.pass() == epoch_.number(); }
-
-  [[nodiscard]] std::size_t length() const { return length_; }
   [[nodiscard]] int rank() const { return rank_; }
   [[nodiscard]] int world_size() const { return world_size_; }
   [[nodiscard]] const SamplerOptions& options() const { return options_; }
@@ -292,16 +332,14 @@ class StridedSampler : public torch::data::samplers::Sampler<> {
   /// `pad` a rank with one sample less does not count the last samples of the other ranks: keep rank 0's
   /// archive.
   void save(torch::serialize::OutputArchive& archive) const override {
-    auto write = [&](const char* key, std::size_t value) {
-      archive.write(key, c10::IValue(static_cast<std::int64_t>(value)));
-    };
-    write("length", length_);
-    write("seed", options_.seed);
-    write("shuffle", options_.shuffle);
-    write("drop_last", options_.drop_last);
-    write("pad", options_.pad);
-    write("epoch", epoch_.pass());
-    write("consumed", std::min(length_, skipped_ + position_ * static_cast<std::size_t>(world_size_)));
+    write_count(archive, "length", length_);
+    write_count(archive, "seed", options_.seed);
+    write_count(archive, "shuffle", options_.shuffle);
+    write_count(archive, "drop_last", options_.drop_last);
+    write_count(archive, "pad", options_.pad);
+    write_count(archive, "epoch", epoch_.pass());
+    write_count(archive, "consumed",
+                std::min(length_, skipped_ + position_ * static_cast<std::size_t>(world_size_)));
   }
 
   /// Restores the state that `save` wrote. Throws CheckpointError if length, seed, shuffle, drop_last or pad
@@ -312,37 +350,33 @@ class StridedSampler : public torch::data::samplers::Sampler<> {
     expect_saved("shuffle", read_count(archive, "shuffle"), options_.shuffle);
     expect_saved("drop_last", read_count(archive, "drop_last"), options_.drop_last);
     expect_saved("pad", read_count(archive, "pad"), options_.pad);
-    epoch_.set(static_cast<std::size_t>(read_count(archive, "epoch")));
-    const auto consumed = static_cast<std::size_t>(read_count(archive, "consumed"));
-    begin();
-    skipped_ = consumed;
-    resumed_ = true;
+    const auto epoch = static_cast<std::size_t>(read_count(archive, "epoch"));
+    resume(read_count(archive, "consumed"), length_);
+    epoch_.set(epoch);
+    epoch_.enter();
   }
 
  protected:
   StridedSampler(const char* name, std::size_t length, int rank, int world_size,
                  const SamplerOptions& options)
-      : options_(options), length_(length), rank_(rank), world_size_(world_size) {
+      : PassSampler(length), options_(options), rank_(rank), world_size_(world_size) {
     check_rank(name, rank, world_size);
   }
-  // Copies share the epoch. No move: it would leave a sampler without an epoch.
-  StridedSampler(const StridedSampler&) = default;
-  StridedSampler& operator=(const StridedSampler&) = default;
 
-  /// Writes the dataset indices of this rank's samples `first` to `first + count - 1` of the pass.
-  virtual void read_order(std::size_t first, std::size_t* indices, std::size_t count) = 0;
+  void start() override {
+    if (epoch_.begun()) follow_last_pass();
+    begin_epoch();
+  }
 
   /// Returns the place of this rank's sample `i` in the whole order, before wrapping at the length.
   [[nodiscard]] std::size_t place(std::size_t i) const {
     return skipped_ + static_cast<std::size_t>(rank_) + i * static_cast<std::size_t>(world_size_);
   }
-  [[nodiscard]] std::size_t skipped() const { return skipped_; }
 
  private:
-  void begin() {
+  void begin_epoch() {
     epoch_.enter();
-    position_ = skipped_ = 0;
-    resumed_ = false;
+    begin();
   }
 
   void follow_last_pass() {
@@ -353,12 +387,7 @@ class StridedSampler : public torch::data::samplers::Sampler<> {
   }
 
   SamplerOptions options_;
-  std::size_t length_;
   int rank_, world_size_;
-  SamplerEpoch epoch_;
-  std::size_t skipped_ = 0;   // samples that all ranks consumed before this pass was resumed
-  std::size_t position_ = 0;  // samples that this rank has consumed since then
-  bool resumed_ = false;
 };
 
 }  // namespace lockstep::detail
@@ -386,7 +415,7 @@ class DistributedSampler : public detail::StridedSampler {
       : DistributedSampler(length, group.rank(), group.size(), options) {}
 
   /// Starts or resumes a pass. Frees the permutation of any other pass, so that copies made afterwards do not
-  /// keep it alive.
+  /// keep it alive. For a further pass over an epoch see SamplerOptions::advance_epoch_on_reset.
   void reset(std::optional<std::size_t> new_length = std::nullopt) override {
     detail::StridedSampler::reset(new_length);
     if (key() != key_) order_ = at::Tensor();
@@ -424,7 +453,7 @@ class DistributedSampler : public detail::StridedSampler {
     std::size_t epoch, length, skipped;
     bool operator==(const Key&) const = default;
   };
-  [[nodiscard]] Key key() const { return {pass_epoch(), length(), skipped()}; }
+  [[nodiscard]] Key key() const { return {pass_epoch(), length(), skipped_}; }
 
   template <class Index>
   [[nodiscard]] at::Tensor draw() const {
@@ -453,13 +482,11 @@ class DistributedSampler : public detail::StridedSampler {
 /// Blocks differ by at most one sample, the longer ones first. With more ranks than samples some blocks are
 /// empty. Therefore accumulate the sum and the count of a metric and reduce them once, at the end: a
 /// collective in each step would hang.
-class EvaluationSampler : public torch::data::samplers::Sampler<> {
+class EvaluationSampler : public detail::PassSampler {
  public:
-  static constexpr bool draws_base_seed = false;
-
   /// Throws UsageError unless 0 <= rank < world_size.
   EvaluationSampler(std::size_t length, int rank, int world_size)
-      : length_(length),
+      : PassSampler(length),
         rank_(static_cast<std::size_t>(rank)),
         world_size_(static_cast<std::size_t>(world_size)) {
     detail::check_rank("EvaluationSampler", rank, world_size);
@@ -470,36 +497,8 @@ class EvaluationSampler : public torch::data::samplers::Sampler<> {
   EvaluationSampler(std::size_t length, const G& group)
       : EvaluationSampler(length, group.rank(), group.size()) {}
 
-  /// Has no effect on the order, which is the same in every epoch.
-  void set_epoch(std::size_t epoch) {
-    epoch_.set(epoch);
-    epoch_.enter();
-  }
-  [[nodiscard]] std::size_t pass_epoch() const { return epoch_.pass(); }
-  [[nodiscard]] bool begun() const { return epoch_.begun(); }
-
-  void reset(std::optional<std::size_t> new_length = std::nullopt) override {
-    if (new_length) length_ = *new_length;
-    if (!resumed_) position_ = skipped_ = 0;
-    resumed_ = false;
-    epoch_.begin_pass();
-  }
-
-  std::optional<std::vector<std::size_t>> next(std::size_t batch_size) override {
-    detail::check_batch_size(batch_size);
-    resumed_ = false;
-    const std::size_t block = block_size(rank_);
-    const std::size_t count = std::min(batch_size, block - std::min(position_, block));
-    if (count == 0) return std::nullopt;
-    std::vector<std::size_t> indices(count);
-    std::iota(indices.begin(), indices.end(), first() + position_);
-    position_ += count;
-    return indices;
-  }
-
-  /// Returns the number of samples of this rank, which may differ by one between ranks. A resumed pass counts
-  /// only its remaining samples.
-  [[nodiscard]] std::size_t size() const { return size_of(rank()); }
+  /// May differ by one between ranks.
+  [[nodiscard]] std::size_t size() const override { return size_of(rank()); }
   /// Returns `size()` of any rank from 0 to world size - 1.
   [[nodiscard]] std::size_t size_of(int rank) const {
     const std::size_t block = block_size(static_cast<std::size_t>(rank));
@@ -509,21 +508,12 @@ class EvaluationSampler : public torch::data::samplers::Sampler<> {
   [[nodiscard]] std::size_t first() const {
     return rank_ * (length_ / world_size_) + std::min(rank_, length_ % world_size_);
   }
-  /// Returns the number of samples that this rank has consumed in this pass, including those before a resume.
-  [[nodiscard]] std::size_t position() const { return position_; }
-  /// Skips this rank's next `count` samples of the pass.
-  void skip(std::size_t count) {
-    resumed_ = false;
-    position_ += std::min(count, block_size(rank_) - std::min(position_, block_size(rank_)));
-  }
-  /// Returns whether the next `reset()` resumes a loaded pass.
-  [[nodiscard]] bool resumes() const { return resumed_; }
   [[nodiscard]] int rank() const { return static_cast<int>(rank_); }
 
   void save(torch::serialize::OutputArchive& archive) const override {
-    archive.write("length", c10::IValue(static_cast<std::int64_t>(length_)));
-    archive.write("world_size", c10::IValue(static_cast<std::int64_t>(world_size_)));
-    archive.write("position", c10::IValue(static_cast<std::int64_t>(position_)));
+    write_count(archive, "length", length_);
+    write_count(archive, "world_size", world_size_);
+    write_count(archive, "position", position());
   }
 
   /// Restores the position that `save` wrote. Throws CheckpointError if the saved length or world size
@@ -532,8 +522,13 @@ class EvaluationSampler : public torch::data::samplers::Sampler<> {
     detail::expect_saved("length", detail::read_count(archive, "length"), static_cast<std::int64_t>(length_));
     detail::expect_saved("world size", detail::read_count(archive, "world_size"),
                          static_cast<std::int64_t>(world_size_));
-    position_ = skipped_ = static_cast<std::size_t>(detail::read_count(archive, "position"));
-    resumed_ = true;
+    // Rank 0's position, which may be one more than this rank's block holds.
+    resume(detail::read_count(archive, "position"), block_size(0));
+  }
+
+ protected:
+  void read_order(std::size_t begin, std::size_t* indices, std::size_t count) override {
+    std::iota(indices, indices + count, first() + skipped_ + begin);
   }
 
  private:
@@ -541,11 +536,7 @@ class EvaluationSampler : public torch::data::samplers::Sampler<> {
     return length_ / world_size_ + (rank < length_ % world_size_ ? 1 : 0);
   }
 
-  std::size_t length_, rank_, world_size_;
-  detail::SamplerEpoch epoch_;
-  std::size_t position_ = 0;
-  std::size_t skipped_ = 0;  // by each rank, before the pass was resumed
-  bool resumed_ = false;
+  std::size_t rank_, world_size_;
 };
 
 /// Options of RandomSampler.
@@ -567,71 +558,39 @@ struct RandomSamplerOptions {
 /// its end. Passes therefore differ without `set_epoch`, which is ignored.
 ///
 /// Counterpart: torch.utils.data.RandomSampler.
-class RandomSampler : public torch::data::samplers::Sampler<> {
+class RandomSampler : public detail::PassSampler {
  public:
   /// Tells DataLoader that this sampler draws the base seed.
   static constexpr bool draws_base_seed = true;
 
   /// Throws DataError if the dataset is empty, as Python does.
   explicit RandomSampler(std::size_t length, RandomSamplerOptions options = {})
-      : length_(length), options_(std::move(options)) {
+      : PassSampler(length), options_(std::move(options)) {
     check_length();
   }
 
-  /// Has no effect on the order, which follows from the generator's state.
-  void set_epoch(std::size_t epoch) {
-    epoch_.set(epoch);
-    epoch_.enter();
-  }
-  [[nodiscard]] std::size_t pass_epoch() const { return epoch_.pass(); }
-  [[nodiscard]] bool begun() const { return epoch_.begun(); }
-
-  /// Starts a pass, and makes all its draws except the last.
-  void reset(std::optional<std::size_t> new_length = std::nullopt) override {
-    if (new_length && *new_length != length_) {
-      length_ = *new_length;
-      check_length();
-      resumed_ = false;
-    }
-    if (!resumed_) begin();
-    resumed_ = false;
-    epoch_.begin_pass();
-  }
-
   std::optional<std::vector<std::size_t>> next(std::size_t batch_size) override {
-    detail::check_batch_size(batch_size);
-    if (!order_.defined()) begin();
-    resumed_ = false;
-    const std::size_t count = std::min(batch_size, length_ - position_);
-    if (count < batch_size && !ended_) {
-      ended_ = true;
-      if (options_.generator.defined()) permute(options_.generator);
-    }
-    if (count == 0) return std::nullopt;
-    std::vector<std::size_t> indices(count);
-    std::copy_n(detail::const_data<std::int64_t>(order_) + position_, count, indices.begin());
-    position_ += count;
+    if (!order_.defined()) start();
+    auto indices = PassSampler::next(batch_size);
+    if ((!indices || indices->size() < batch_size) && !std::exchange(ended_, true) &&
+        options_.generator.defined())
+      permute(options_.generator);
     return indices;
   }
-
-  /// Returns the number of samples of the pass. A resumed pass counts only its remaining samples.
-  [[nodiscard]] std::size_t size() const { return length_ - skipped_; }
-  /// Returns the number of samples consumed in this pass, including those before a resume.
-  [[nodiscard]] std::size_t position() const { return position_; }
-  /// Skips the next `count` samples of the pass.
   void skip(std::size_t count) {
     if (count > 0) next(count);  // which also makes the draw at the end of a pass
   }
-  [[nodiscard]] bool resumes() const { return resumed_; }
+
+  [[nodiscard]] std::size_t size() const override { return length_ - skipped_; }
   /// Returns this process's rank: the sampler itself is not distributed.
   [[nodiscard]] int rank() const { return std::max(0, detail::process_rank.load()); }
 
   /// Writes the generator state from which this pass's permutation was drawn, and the position. To resume,
   /// also restore the default generator, which this sampler does not own.
   void save(torch::serialize::OutputArchive& archive) const override {
-    archive.write("length", c10::IValue(static_cast<std::int64_t>(length_)));
-    archive.write("position", c10::IValue(static_cast<std::int64_t>(position_)));
-    archive.write("drawn", c10::IValue(static_cast<std::int64_t>(order_.defined())));
+    write_count(archive, "length", length_);
+    write_count(archive, "position", position());
+    write_count(archive, "drawn", order_.defined());
     if (order_.defined()) archive.write("state", state_, /*is_buffer=*/true);
     if (options_.generator.defined())
       archive.write("generator", options_.generator.get_state(), /*is_buffer=*/true);
@@ -649,18 +608,35 @@ class RandomSampler : public torch::data::samplers::Sampler<> {
                             "RandomSamplerOptions::generator in both or in neither",
                             own ? "its own" : "the default", own ? "the default" : "its own"));
     order_ = at::Tensor();
-    position_ = skipped_ = 0;
-    resumed_ = detail::read_count(archive, "drawn") != 0;
-    if (resumed_) {
+    begin();
+    if (detail::read_count(archive, "drawn") != 0) {
+      resume(detail::read_count(archive, "position"), length_);
       archive.read("state", state_, /*is_buffer=*/true);
       at::Generator again = at::detail::createCPUGenerator();
       again.set_state(state_);
       order_ = permute(again);
-      position_ = static_cast<std::size_t>(detail::read_count(archive, "position"));
-      skipped_ = std::min(position_, length_);
-      ended_ = position_ >= length_;
+      ended_ = skipped_ == length_;
     }
     if (own) options_.generator.set_state(now);
+  }
+
+ protected:
+  void read_order(std::size_t first, std::size_t* indices, std::size_t count) override {
+    std::copy_n(detail::const_data<std::int64_t>(order_) + skipped_ + first, count, indices);
+  }
+
+  /// Makes all draws of a pass except the last.
+  void start() override {
+    check_length();
+    order_ = at::Tensor();  // never holds two orders at once
+    if (options_.draw_base_seed) draw_seed(options_.generator);
+    at::Generator generator = options_.generator;
+    if (!generator.defined())
+      generator = at::detail::createCPUGenerator(static_cast<std::uint64_t>(draw_seed(generator)));
+    state_ = generator.get_state();
+    order_ = permute(generator);
+    ended_ = false;
+    begin();
   }
 
  private:
@@ -679,25 +655,8 @@ class RandomSampler : public torch::data::samplers::Sampler<> {
                         at::TensorOptions().dtype(at::kLong).device(at::kCPU));
   }
 
-  void begin() {
-    order_ = at::Tensor();  // never holds two orders at once
-    if (options_.draw_base_seed) draw_seed(options_.generator);
-    at::Generator generator = options_.generator;
-    if (!generator.defined())
-      generator = at::detail::createCPUGenerator(static_cast<std::uint64_t>(draw_seed(generator)));
-    state_ = generator.get_state();
-    order_ = permute(generator);
-    position_ = skipped_ = 0;
-    ended_ = false;
-  }
-
-  std::size_t length_;
   RandomSamplerOptions options_;
-  detail::SamplerEpoch epoch_;
   at::Tensor order_, state_;
-  std::size_t position_ = 0;
-  std::size_t skipped_ = 0;  // returned before the pass was resumed
-  bool resumed_ = false;
   bool ended_ = false;  // `next` asked for more samples than remained
 };
 

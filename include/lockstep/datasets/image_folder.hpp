@@ -1,16 +1,9 @@
 #pragma once
 
-#include <fcntl.h>
-#include <sys/stat.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <array>
-#include <cerrno>
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
-#include <exception>
 #include <filesystem>
 #include <memory>
 #include <string>
@@ -23,8 +16,8 @@
 #include <ATen/ops/scalar_tensor.h>
 
 #include "lockstep/data/dataset.hpp"
+#include "lockstep/datasets/detail/data_file.hpp"
 #include "lockstep/datasets/detail/decode_image.hpp"
-#include "lockstep/detail/descriptor.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/log/log.hpp"
@@ -32,33 +25,6 @@
 // Needs libjpeg and libpng: link lockstep::images, or -ljpeg -lpng.
 
 namespace lockstep::detail {
-
-/// Returns the content of a regular file. Throws DataError that names the file.
-inline std::string image_bytes(const std::filesystem::path& path) {
-  const auto refuse = [&](std::string_view why) {
-    throw DataError(detail::formatted("{}: cannot be read: {}", path.string(), why));
-  };
-  const Descriptor file(::open(path.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC));  // a pipe would block
-  struct ::stat status {};
-  if (!file.open() || ::fstat(file.get(), &status) != 0) refuse(std::strerror(errno));
-  if (!S_ISREG(status.st_mode)) refuse("it is no regular file");
-  std::string bytes;
-  try {
-    bytes.resize(static_cast<std::size_t>(status.st_size));
-  } catch (const std::exception&) {  // std::bad_alloc or std::length_error
-    refuse(detail::formatted("there is no memory for its {} bytes", status.st_size));
-  }
-  std::size_t done = 0;
-  while (done < bytes.size()) {
-    const ssize_t count = ::read(file.get(), bytes.data() + done, bytes.size() - done);
-    if (count < 0 && errno == EINTR) continue;
-    if (count < 0) refuse(std::strerror(errno));
-    if (count == 0) break;  // the file has become shorter: its decoder reports it
-    done += static_cast<std::size_t>(count);
-  }
-  bytes.resize(done);
-  return bytes;
-}
 
 /// Extensions of files that torchvision's ImageFolder lists: those that this header reads, then the others.
 inline constexpr std::array<std::string_view, 9> image_extensions{".jpg", ".jpeg", ".png",  ".ppm", ".bmp",
@@ -86,7 +52,7 @@ namespace lockstep {
 /// pixels. Thread-safe.
 /// Counterpart: PIL.Image.open(path).convert("RGB").
 inline at::Tensor read_image(const std::filesystem::path& path) {
-  return detail::decode_image(detail::image_bytes(path), path.string());
+  return detail::decode_image(detail::read_data_file(path), path.string());
 }
 
 /// A dataset of images, with one subfolder for each class:

@@ -195,8 +195,8 @@ inline void draw_digits_into(const std::filesystem::path& folder, std::int64_t t
     const auto labels = folder / detail::formatted("{}-labels-idx1-ubyte", name);
     if (std::filesystem::exists(images, error) && std::filesystem::exists(labels, error)) return;
     const Digits digits = draw_digits(count, seed);
-    detail::make_file_whole(images, [&](const auto& part) { write_idx(part, digits.images); });
-    detail::make_file_whole(labels, [&](const auto& part) { write_idx(part, digits.labels); });
+    write_idx(images, digits.images);
+    write_idx(labels, digits.labels);
   };
   draw("train", train, 1);
   draw("t10k", test, 2);

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "lockstep/detail/linkage.hpp"
+#include "lockstep/detail/lists.hpp"
 
 namespace lockstep::detail {
 
@@ -76,10 +77,7 @@ inline std::string different_calls(const std::vector<std::string>& names, const 
   if (places.size() < 2) return {};
   std::string text;
   for (const auto& [name, who] : places) {
-    text += text.empty() ? "" : ", ";
-    text += who.size() > 1 ? "ranks " : "rank ";
-    for (std::size_t i = 0; i < who.size(); ++i)
-      text += (i == 0 ? "" : i + 1 == who.size() ? " and " : ", ") + std::to_string(who[i]);
+    text += (text.empty() ? "" : ", ") + listed_ranks(who);
     text += &name != &places[0].first ? " in " : who.size() > 1 ? " are in " : " is in ";
     text += name;
   }

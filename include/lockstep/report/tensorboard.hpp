@@ -65,16 +65,6 @@ class TensorBoard {
 
 }  // namespace lockstep
 
-namespace lockstep::detail {
-
-/// Returns the CRC-32C (Castagnoli) of `bytes`.
-std::uint32_t crc32c(std::string_view bytes);
-
-/// Returns a record of a TFRecord file: length, data and the masked CRC-32C of both.
-std::string tf_record(std::string_view data);
-
-}  // namespace lockstep::detail
-
 #ifndef LOCKSTEP_COMPILED
 #include "lockstep/report/detail/tensorboard-inl.hpp"
 #endif

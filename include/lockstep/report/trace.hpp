@@ -14,7 +14,6 @@
 #include "lockstep/error.hpp"
 #include "lockstep/log/log.hpp"
 #include "lockstep/report/detail/append_file.hpp"
-#include "lockstep/report/detail/clock_alignment.hpp"
 #include "lockstep/report/detail/trace_recorder.hpp"
 #include "lockstep/train/extras.hpp"
 #include "lockstep/train/step_profile.hpp"

@@ -12,13 +12,11 @@
 
 #include <ATen/Context.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/core/grad_mode.h>
 #include <torch/nn/module.h>
 #include <torch/serialize/archive.h>
 
 #include "lockstep/comm/agreement.hpp"
 #include "lockstep/comm/communicator.hpp"
-#include "lockstep/comm/detail/describe.hpp"
 #include "lockstep/comm/detail/own_error.hpp"
 #include "lockstep/detail/const_data.hpp"
 #include "lockstep/detail/format.hpp"
@@ -28,6 +26,7 @@
 #include "lockstep/grad/hooks/hook.hpp"
 #include "lockstep/grad/model.hpp"
 #include "lockstep/train/detail/archive.hpp"
+#include "lockstep/train/detail/matched_tensors.hpp"
 #include "lockstep/train/metrics.hpp"
 #include "lockstep/world/world.hpp"
 
@@ -45,60 +44,6 @@ inline std::string serialize_model(const torch::nn::Module& model) {
 
 namespace lockstep::detail {
 
-// Pairs every tensor of `module` with the archive's. Appends each mismatch to `faults`.
-inline void match_tensors(const torch::nn::Module& module, torch::serialize::InputArchive& archive,
-                          const std::string& prefix, std::vector<std::pair<at::Tensor, at::Tensor>>& pairs,
-                          std::vector<std::string>& faults) {
-  std::vector<std::string> known;
-  auto match = [&](const auto& named, bool is_buffer) {
-    for (const auto& item : named) {
-      known.push_back(item.key());
-      at::Tensor read;
-      if (!item.value().defined()) continue;
-      if (!archive.try_read(item.key(), read, is_buffer))
-        faults.push_back(detail::formatted("{}{} is not in the file", prefix, item.key()));
-      else if (read.sizes() != item.value().sizes() || read.scalar_type() != item.value().scalar_type())
-        faults.push_back(detail::formatted("{}{} is {} in the file and {} in the model", prefix, item.key(),
-                                           describe(read), describe(item.value())));
-      else
-        pairs.emplace_back(item.value(), read);
-    }
-  };
-  match(module.named_parameters(/*recurse=*/false), false);
-  match(module.named_buffers(/*recurse=*/false), true);
-  for (const auto& child : module.named_children()) {
-    known.push_back(child.key());
-    torch::serialize::InputArchive inner;
-    if (!archive.try_read(child.key(), inner)) {
-      if (child.value()->is_serializable() && !child.value()->named_parameters().is_empty())
-        faults.push_back(detail::formatted("{}{} is not in the file", prefix, child.key()));
-      continue;
-    }
-    match_tensors(*child.value(), inner, prefix + child.key() + ".", pairs, faults);
-  }
-  for (const auto& key : archive.keys())
-    if (key != "training" && std::find(known.begin(), known.end(), key) == known.end())
-      faults.push_back(detail::formatted("{}{} is in the file only", prefix, key));
-}
-
-/// Pairs the model's tensors with the archive's. Throws CheckpointError that names every tensor that is
-/// missing, unexpected, or of another shape or dtype.
-inline std::vector<std::pair<at::Tensor, at::Tensor>> matched_tensors(
-    const torch::nn::Module& model, torch::serialize::InputArchive& archive) {
-  std::vector<std::pair<at::Tensor, at::Tensor>> pairs;
-  std::vector<std::string> faults;
-  match_tensors(model, archive, "", pairs, faults);
-  if (faults.empty()) return pairs;
-  std::string text = "it does not fit the model: ";
-  for (std::size_t i = 0; i < faults.size(); ++i) text += (i ? "; " : "") + faults[i];
-  throw CheckpointError(text);
-}
-
-inline void copy_tensors(const std::vector<std::pair<at::Tensor, at::Tensor>>& pairs) {
-  const at::NoGradGuard no_grad;
-  for (const auto& [own, read] : pairs) own.copy_(read);
-}
-
 /// The key of the model in a checkpoint. A file of a model alone does not have it.
 inline constexpr const char* checkpoint_model = "checkpoint_model";
 
@@ -107,15 +52,15 @@ inline constexpr const char* checkpoint_model = "checkpoint_model";
 namespace lockstep {
 
 /// Copies tensors into `model` from `bytes` of serialize_model, torch::save or a checkpoint. Throws
-/// CheckpointError if the bytes are damaged (see ArchiveCheck), or if a tensor is missing, unexpected, or of
+/// CheckpointError if the bytes are damaged (see detail::check_archive), or if a tensor is missing, unexpected, or of
 /// another shape or dtype; the error names each such tensor, and the model is unchanged. `origin` names the
 /// bytes in errors.
 inline void deserialize_model(torch::nn::Module& model, std::string_view bytes, std::string_view origin) {
-  detail::copy_tensors(detail::reading_file(origin, bytes, [&] {
+  detail::reading_file(origin, bytes, [&] {
     torch::serialize::InputArchive archive = detail::archive_of(bytes), inner;
     const bool whole_run = archive.try_read(detail::checkpoint_model, inner);
-    return detail::matched_tensors(model, whole_run ? inner : archive);
-  }));
+    return detail::match_tensors(model, whole_run ? inner : archive);
+  }).copy();
 }
 
 /// Writes a model atomically to a file that `torch::load(model, path)` reads. Not collective: call it on one

@@ -6,9 +6,10 @@
 #include <map>
 
 #include "lockstep/comm/agreement.hpp"
-#include "lockstep/detail/fnv1a.hpp"
+#include "lockstep/detail/bytes.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/detail/linkage.hpp"
+#include "lockstep/detail/lists.hpp"
 #include "lockstep/world/detail/printable.hpp"
 
 namespace lockstep::detail {
@@ -74,27 +75,23 @@ LOCKSTEP_INLINE std::string first_difference(const std::vector<std::string>& ser
       if (!known) names.push_back(name);
     }
   for (const std::string_view name : names) {
-    std::vector<std::pair<std::string_view, std::vector<std::size_t>>> groups;  // ranks by value
+    std::vector<std::pair<std::string_view, std::vector<int>>> groups;  // ranks by value
     for (std::size_t rank = 0; rank < values.size(); ++rank) {
       const auto entry = values[rank].find(name);
       const std::string_view value = entry == values[rank].end() ? "absent" : entry->second;
       auto group = std::find_if(groups.begin(), groups.end(), [&](auto& g) { return g.first == value; });
       if (group == groups.end()) group = groups.insert(group, {value, {}});
-      group->second.push_back(rank);
+      group->second.push_back(name_of(rank));
     }
     if (groups.size() == 1) continue;
     std::string text(name);
     for (std::size_t i = 0; i < groups.size(); ++i) {
       const auto& [value, ranks] = groups[i];
-      text += detail::formatted("{}{} on rank{} ",
+      text += detail::formatted("{}{} on rank{} {}",
                                 i == 0                  ? " is "
                                 : i + 1 < groups.size() ? ", "
                                                         : " and ",
-                                value, ranks.size() > 1 ? "s" : "");
-      constexpr std::size_t shown = 8;
-      for (std::size_t k = 0; k < std::min(ranks.size(), shown); ++k)
-        text += detail::formatted("{}{}", k > 0 ? ", " : "", name_of(ranks[k]));
-      if (ranks.size() > shown) text += detail::formatted(" and {} more", ranks.size() - shown);
+                                value, ranks.size() > 1 ? "s" : "", joined(ranks, ", ", ", ", 8));
     }
     return text;
   }

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "lockstep/detail/format.hpp"
+#include "lockstep/detail/lists.hpp"
 #include "lockstep/detail/served_call.hpp"
 
 namespace lockstep::detail {
@@ -40,10 +41,7 @@ inline std::string duration_text(std::chrono::steady_clock::duration time) {
 
 /// Joins names and appends the verb: "1 has", "1 and 3 have", "1, 2 and 3 have".
 inline std::string joined(const std::vector<std::string>& items) {
-  std::string text;
-  for (std::size_t i = 0; i < items.size(); ++i)
-    text += (i == 0 ? "" : i + 1 == items.size() ? " and " : ", ") + items[i];
-  return text + (items.size() == 1 ? " has" : " have");
+  return listed(items) + (items.size() == 1 ? " has" : " have");
 }
 
 }  // namespace lockstep::detail

@@ -18,7 +18,7 @@
 #include "lockstep/comm/detail/sigpipe_guard.hpp"
 #include "lockstep/comm/detail/tensor_lists.hpp"
 #include "lockstep/comm/process_group_comm.hpp"
-#include "lockstep/detail/fnv1a.hpp"
+#include "lockstep/detail/bytes.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/detail/linkage.hpp"
 #include "lockstep/detail/served_call.hpp"

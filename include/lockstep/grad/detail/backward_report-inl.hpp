@@ -4,6 +4,7 @@
 
 #include "lockstep/detail/format.hpp"
 #include "lockstep/detail/linkage.hpp"
+#include "lockstep/detail/lists.hpp"
 #include "lockstep/grad/detail/backward_report.hpp"
 
 namespace lockstep::detail {
@@ -26,12 +27,10 @@ LOCKSTEP_INLINE BackwardReport deserialize_report(const std::string& bytes) {
 
 LOCKSTEP_INLINE std::string parameter_list(const std::vector<std::size_t>& indices,
                                            std::span<const ParameterEntry> parameters) {
-  constexpr std::size_t shown = 8;
-  std::string text;
-  for (std::size_t k = 0; k < std::min(indices.size(), shown); ++k)
-    text += detail::formatted("{}parameter {} '{}'", k ? ", " : "", indices[k], parameters[indices[k]].name);
-  if (indices.size() > shown) text += detail::formatted(" and {} more", indices.size() - shown);
-  return text;
+  std::vector<std::string> names;
+  for (const std::size_t i : indices)
+    names.push_back(detail::formatted("parameter {} '{}'", i, parameters[i].name));
+  return joined(names, ", ", ", ", 8);
 }
 
 LOCKSTEP_INLINE std::string failure_text(const std::vector<BackwardReport>& reports,

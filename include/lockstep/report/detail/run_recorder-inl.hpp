@@ -91,12 +91,7 @@ LOCKSTEP_INLINE void RunRecorder::step(const StepReport& report, const StepProfi
     losses_.add(static_cast<double>(report.step), report.loss());
   else
     losses_.skip();
-  last_ = {report.epoch,
-           report.step,
-           profile.samples,
-           {spans.begin(), spans.end()},
-           profile.reduction.began,
-           profile.reduction.buckets};
+  last_ = traced(report, profile);
 }
 
 LOCKSTEP_INLINE std::string RunRecorder::take_epoch(const World& world) {

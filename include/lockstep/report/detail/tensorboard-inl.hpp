@@ -10,6 +10,7 @@
 #include <limits>
 #include <system_error>
 
+#include "lockstep/detail/bytes.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/detail/json.hpp"
 #include "lockstep/detail/linkage.hpp"
@@ -28,12 +29,12 @@ class ProtoMessage {
   }
   ProtoMessage& real(int field, double value) {
     key(field, 1);
-    little_endian(std::bit_cast<std::uint64_t>(value), 8);
+    append_little_endian(bytes_, std::bit_cast<std::uint64_t>(value));
     return *this;
   }
   ProtoMessage& single(int field, float value) {
     key(field, 5);
-    little_endian(std::bit_cast<std::uint32_t>(value), 4);
+    append_little_endian(bytes_, std::bit_cast<std::uint32_t>(value));
     return *this;
   }
   /// A string or a nested message.
@@ -45,10 +46,6 @@ class ProtoMessage {
   }
   [[nodiscard]] const std::string& text() const { return bytes_; }
 
-  void little_endian(std::uint64_t value, int width) {
-    for (int i = 0; i < width; ++i) bytes_ += static_cast<char>(value >> (8 * i));
-  }
-
  private:
   void key(int field, unsigned type) { varint(static_cast<std::uint64_t>(field) << 3 | type); }
   void varint(std::uint64_t value) {
@@ -59,30 +56,15 @@ class ProtoMessage {
   std::string bytes_;
 };
 
-LOCKSTEP_INLINE std::uint32_t crc32c(std::string_view bytes) {
-  static const auto table = [] {
-    std::array<std::uint32_t, 256> entries{};
-    for (std::uint32_t i = 0; i < 256; ++i) {
-      std::uint32_t value = i;
-      for (int bit = 0; bit < 8; ++bit) value = (value & 1) != 0 ? value >> 1 ^ 0x82f63b78U : value >> 1;
-      entries[i] = value;
-    }
-    return entries;
-  }();
-  std::uint32_t crc = ~0U;
-  for (const char byte : bytes) crc = table[(crc ^ static_cast<unsigned char>(byte)) & 0xff] ^ crc >> 8;
-  return ~crc;
-}
-
-LOCKSTEP_INLINE std::string tf_record(std::string_view data) {
+/// Returns a record of a TFRecord file: length, data and the masked CRC-32C of both.
+inline std::string tf_record(std::string_view data) {
   const auto masked = [](std::string_view bytes) { return std::rotr(crc32c(bytes), 15) + 0xa282ead8U; };
-  ProtoMessage record;
-  record.little_endian(data.size(), 8);
-  const std::uint32_t of_length = masked(record.text());
-  record.little_endian(of_length, 4);
-  ProtoMessage tail;
-  tail.little_endian(masked(data), 4);
-  return record.text() + std::string(data) + tail.text();
+  std::string record;
+  append_little_endian(record, std::uint64_t{data.size()});
+  append_little_endian(record, masked(record));
+  record += data;
+  append_little_endian(record, masked(data));
+  return record;
 }
 
 /// Begins an Event with the current time.

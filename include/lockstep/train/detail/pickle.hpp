@@ -24,33 +24,56 @@
 #include <ATen/ops/empty.h>
 
 #include "lockstep/comm/detail/describe.hpp"
+#include "lockstep/detail/bytes.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/train/detail/archive.hpp"
 
 // The files of Python's torch.save: a ZIP archive with a pickle of protocol 2, whose tensors refer to
-// storages in records of their own. LibTorch's own unpickler drops an OrderedDict, which is what a state
-// dict is.
+// storages in records of their own. LibTorch's own unpickler reads an OrderedDict, which is what a state dict
+// is, as None, and no object of a class that it does not know.
 
 namespace lockstep::detail {
 
-/// A class of Python's `torch` module that holds the elements of tensors of one dtype.
-struct StorageClass {
-  std::string_view name;
+/// A dtype that files hold: the class of Python's `torch` module that holds the elements of such tensors, and
+/// the name in safetensors, empty if there is none.
+struct FileDtype {
   at::ScalarType type;
+  std::string_view storage, safetensors;
 };
-inline constexpr std::array<StorageClass, 12> storage_classes{{{"DoubleStorage", at::kDouble},
-                                                               {"FloatStorage", at::kFloat},
-                                                               {"HalfStorage", at::kHalf},
-                                                               {"BFloat16Storage", at::kBFloat16},
-                                                               {"LongStorage", at::kLong},
-                                                               {"IntStorage", at::kInt},
-                                                               {"ShortStorage", at::kShort},
-                                                               {"CharStorage", at::kChar},
-                                                               {"ByteStorage", at::kByte},
-                                                               {"BoolStorage", at::kBool},
-                                                               {"ComplexDoubleStorage", at::kComplexDouble},
-                                                               {"ComplexFloatStorage", at::kComplexFloat}}};
+inline constexpr std::array<FileDtype, 12> file_dtypes{{{at::kDouble, "DoubleStorage", "F64"},
+                                                        {at::kFloat, "FloatStorage", "F32"},
+                                                        {at::kHalf, "HalfStorage", "F16"},
+                                                        {at::kBFloat16, "BFloat16Storage", "BF16"},
+                                                        {at::kLong, "LongStorage", "I64"},
+                                                        {at::kInt, "IntStorage", "I32"},
+                                                        {at::kShort, "ShortStorage", "I16"},
+                                                        {at::kChar, "CharStorage", "I8"},
+                                                        {at::kByte, "ByteStorage", "U8"},
+                                                        {at::kBool, "BoolStorage", "BOOL"},
+                                                        {at::kComplexFloat, "ComplexFloatStorage", "C64"},
+                                                        {at::kComplexDouble, "ComplexDoubleStorage", ""}}};
+/// Returns the dtype whose `member` is `value`, null if there is none.
+template <class Value>
+const FileDtype* file_dtype(Value FileDtype::*member, const Value& value) {
+  const auto* found = std::find_if(file_dtypes.begin(), file_dtypes.end(),
+                                   [&](const FileDtype& one) { return one.*member == value; });
+  return found == file_dtypes.end() ? nullptr : found;
+}
+
+/// Returns why a file cannot hold the tensor, such as "of dtype uint16"; an empty text if it can.
+inline std::string unwritable(const at::Tensor& tensor, std::string_view FileDtype::*format) {
+  if (!tensor.defined()) return "undefined";
+  if (tensor.layout() != at::kStrided || tensor.is_quantized() || tensor.is_meta())
+    return "sparse, quantized or without data";
+  const FileDtype* dtype = file_dtype(&FileDtype::type, tensor.scalar_type());
+  return dtype && !(dtype->*format).empty() ? "" : "of dtype " + dtype_name(tensor.scalar_type());
+}
+
+/// Returns a dense tensor on the CPU with the values of `tensor`.
+inline at::Tensor written_values(const at::Tensor& tensor) {
+  return tensor.detach().cpu().resolve_conj().resolve_neg();
+}
 
 /// The nesting that a file may have. Destroying a value recurses as deep.
 inline constexpr int nesting_limit = 64;
@@ -130,7 +153,7 @@ class PickleReader {
   }
   template <class Number>
   Number number() {
-    return little_endian<Number>(take(sizeof(Number)), 0);
+    return little_endian<Number>(take(sizeof(Number)));
   }
   std::string_view line() {
     const std::size_t end = bytes_.find('\n', next_);
@@ -172,7 +195,7 @@ class PickleReader {
       case '\x89':
         return push_value(false);
       case 'J':
-        return push_value(std::int64_t{std::bit_cast<std::int32_t>(number<std::uint32_t>())});
+        return push_value(std::int64_t{number<std::int32_t>()});
       case 'K':
         return push_value(std::int64_t{number<std::uint8_t>()});
       case 'M':
@@ -238,19 +261,11 @@ class PickleReader {
   std::int64_t long_integer() {
     const std::size_t size = number<std::uint8_t>();
     if (size > 8) refuse("an int has more than 64 bits");
-    const std::string_view bytes = take(size);
-    std::uint64_t value = 0;
-    for (std::size_t i = 0; i < size; ++i)
-      value |= std::uint64_t{static_cast<unsigned char>(bytes[i])} << 8 * i;
-    const bool negative = size > 0 && (static_cast<unsigned char>(bytes[size - 1]) & 0x80) != 0;
-    if (negative && size < 8) value |= ~std::uint64_t{0} << 8 * size;
-    return std::bit_cast<std::int64_t>(value);
+    std::string bytes(take(size));
+    bytes.resize(8, size > 0 && bytes.back() < 0 ? '\xFF' : '\0');  // two's complement
+    return little_endian<std::int64_t>(bytes);
   }
-  double real() {
-    std::uint64_t value = 0;
-    for (const char byte : take(8)) value = value << 8 | static_cast<unsigned char>(byte);
-    return std::bit_cast<double>(value);
-  }
+  double real() { return std::bit_cast<double>(big_endian<std::uint64_t>(take(8))); }
 
   void put(std::uint32_t index) {
     if (stack_.empty() || stack_.back().kind == Kind::mark) refuse("it keeps a value where there is none");
@@ -342,17 +357,14 @@ class PickleReader {
     push({.kind = Kind::global, .global = text});
   }
 
-  static const StorageClass* class_of(std::string_view global) {
-    if (!global.starts_with("torch\n")) return nullptr;
-    for (const StorageClass& one : storage_classes)
-      if (global.substr(6) == one.name) return &one;
-    return nullptr;
+  static const FileDtype* class_of(std::string_view global) {
+    return global.starts_with("torch\n") ? file_dtype(&FileDtype::storage, global.substr(6)) : nullptr;
   }
 
   /// Replaces ("storage", class, key, location, count) by the storage. Every storage is read to the CPU.
   void push_storage() {
     const std::vector<Item> parts = elements_of(pop(), 5, 5, "a storage");
-    const StorageClass* kind = parts[1].kind == Kind::global ? class_of(parts[1].global) : nullptr;
+    const FileDtype* kind = parts[1].kind == Kind::global ? class_of(parts[1].global) : nullptr;
     const c10::IValue count = value_of(parts[4]);
     if (text_of(parts[0]) != "storage" || kind == nullptr || !count.isInt() || count.toInt() < 0)
       refuse("a storage has no class, key and size");
@@ -481,30 +493,24 @@ class PickleWriter {
   [[nodiscard]] const std::vector<at::Tensor>& storages() const { return storages_; }
 
  private:
-  template <class Number>
-  void little(Number number) {
-    for (std::size_t i = 0; i < sizeof(Number); ++i)
-      text_ += static_cast<char>(static_cast<std::uint64_t>(number) >> 8 * i & 0xFF);
-  }
   void write_integer(std::int64_t number) {
     if (number >= std::numeric_limits<std::int32_t>::min() &&
         number <= std::numeric_limits<std::int32_t>::max()) {
       text_ += 'J';
-      little(static_cast<std::uint32_t>(static_cast<std::int32_t>(number)));
+      append_little_endian(text_, static_cast<std::int32_t>(number));
     } else {
       text_ += "\x8a\x08";
-      little(static_cast<std::uint64_t>(number));
+      append_little_endian(text_, number);
     }
   }
   void write_real(double number) {
     text_ += 'G';
-    const auto bits = std::bit_cast<std::uint64_t>(number);
-    for (std::size_t i = 8; i > 0; --i) text_ += static_cast<char>(bits >> 8 * (i - 1) & 0xFF);
+    append_big_endian(text_, std::bit_cast<std::uint64_t>(number));
   }
   void write_text(std::string_view text, const std::string& place) {
     if (text.size() > std::numeric_limits<std::uint32_t>::max()) refuse(place, "a str of 4 GiB");
     text_ += 'X';
-    little(static_cast<std::uint32_t>(text.size()));
+    append_little_endian(text_, static_cast<std::uint32_t>(text.size()));
     text_ += text;
   }
   [[noreturn]] static void refuse(const std::string& place, const std::string& what) {
@@ -564,19 +570,15 @@ class PickleWriter {
       text_ += 'N';
       return;
     }
-    if (given.layout() != at::kStrided || given.is_quantized() || given.is_meta())
-      refuse(place, "a tensor that is sparse, quantized or without data");
-    const auto* kind = std::find_if(storage_classes.begin(), storage_classes.end(),
-                                    [&](const StorageClass& one) { return one.type == given.scalar_type(); });
-    if (kind == storage_classes.end())
-      refuse(place, detail::formatted("a tensor of dtype {}", dtype_name(given.scalar_type())));
-    const at::Tensor tensor = given.detach().cpu().resolve_conj().resolve_neg();
+    if (const std::string why = unwritable(given, &FileDtype::storage); !why.empty())
+      refuse(place, "a tensor that is " + why);
+    const at::Tensor tensor = written_values(given);
     const auto [number, elements] = storage_of(tensor);
 
     text_ += "ctorch._utils\n_rebuild_tensor_v2\n((";
     write_text("storage", place);
     text_ += "ctorch\n";
-    text_ += kind->name;
+    text_ += file_dtype(&FileDtype::type, tensor.scalar_type())->storage;
     text_ += '\n';
     write_text(std::to_string(number), place);
     write_text("cpu", place);
@@ -631,14 +633,14 @@ inline std::string pickled(const c10::IValue& value) {
 }
 
 /// Returns the value in the bytes of torch.save's file. Throws CheckpointError if they are damaged (see
-/// ArchiveCheck) or hold something else.
+/// check_archive) or hold something else.
 inline c10::IValue unpickled(std::string_view bytes) {
   if (bytes.starts_with(std::string_view("\x80\x02\x8a\x0al\xfc\x9c", 7)))
     throw CheckpointError(
         "it has the format of torch.save before PyTorch 1.6: load it in Python and save it again");
   if (!bytes.starts_with("PK\3\4"))
     throw CheckpointError("it is no file of torch.save: save what model.state_dict() returns");
-  ArchiveCheck(bytes).run();
+  check_archive(bytes);
   caffe2::serialize::PyTorchStreamReader archive(std::make_shared<MemoryReader>(bytes));
   if (archive.hasRecord("constants.pkl"))
     throw CheckpointError(

@@ -43,32 +43,31 @@ struct RunPosition {
   std::vector<double> rates;
 
   void save(torch::serialize::OutputArchive& archive) const {
-    archive.write("epoch", c10::IValue(epoch));
-    archive.write("step", c10::IValue(step));
-    archive.write("step_in_epoch", c10::IValue(step_in_epoch));
-    archive.write("skipped", c10::IValue(skipped));
-    archive.write("first_epoch", c10::IValue(first_epoch));
-    archive.write("first_step", c10::IValue(first_step));
+    each_count(*this, [&](const char* key, std::int64_t count) { archive.write(key, c10::IValue(count)); });
     archive.write("fitting", c10::IValue(static_cast<std::int64_t>(fitting)));
-    archive.write("batch_size", c10::IValue(batch_size));
-    archive.write("accumulate", c10::IValue(accumulate));
     archive.write("rates", c10::IValue(rates));
   }
   void load(torch::serialize::InputArchive& archive) {
     RunPosition read;
-    read.epoch = read_integer(archive, "epoch");
-    read.step = read_integer(archive, "step");
-    read.step_in_epoch = read_integer(archive, "step_in_epoch");
-    read.skipped = read_integer(archive, "skipped");
-    read.first_epoch = read_integer(archive, "first_epoch");
-    read.first_step = read_integer(archive, "first_step");
+    each_count(read, [&](const char* key, std::int64_t& count) { count = read_integer(archive, key); });
     read.fitting = read_integer(archive, "fitting") != 0;
-    read.batch_size = read_integer(archive, "batch_size");
-    read.accumulate = read_integer(archive, "accumulate");
     c10::IValue rates_then;
     if (!archive.try_read("rates", rates_then) || !rates_then.isDoubleList()) refuse_archive("rates");
     read.rates = rates_then.toDoubleVector();
     *this = read;
+  }
+
+ private:
+  template <class Position, class Visit>
+  static void each_count(Position& position, const Visit& visit) {
+    visit("epoch", position.epoch);
+    visit("step", position.step);
+    visit("step_in_epoch", position.step_in_epoch);
+    visit("skipped", position.skipped);
+    visit("first_epoch", position.first_epoch);
+    visit("first_step", position.first_step);
+    visit("batch_size", position.batch_size);
+    visit("accumulate", position.accumulate);
   }
 };
 
@@ -219,12 +218,12 @@ std::optional<RankState> read_checkpoint(Run run, const std::filesystem::path& p
     agree<CheckpointError>(run.comm, [&] { reading_file(path.string(), bytes, read); });
   };
   std::optional<CheckpointReader> reader;
-  std::vector<std::pair<at::Tensor, at::Tensor>> tensors;
+  MatchedTensors tensors;
   RunPosition position;
   RankState state;
   on_all([&] {
     auto model = reader.emplace(bytes).part(checkpoint_model);
-    tensors = matched_tensors(run.model, model);
+    tensors = match_tensors(run.model, model);
     reader->read("position", position);
     state = state_of_rank<HookOf<Run>>(reader->ranks(), run.comm.rank(), run.comm.size());
     reader->read("optimizer", run.optimizer);
@@ -233,7 +232,7 @@ std::optional<RankState> read_checkpoint(Run run, const std::filesystem::path& p
   on_all([&] {
     if (const auto order = reader->bucket_order(); !order.empty()) run.ddp.set_bucket_order(order);
     restore_hook_state(run, state);
-    copy_tensors(tensors);
+    tensors.copy();
     restore_buffers(run.model, state.buffers);
     if (state.generator.defined()) set_default_generator_state(state.generator);
     // A run that moves to another type of device starts with that device's current generator.

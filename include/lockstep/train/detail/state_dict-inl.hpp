@@ -29,33 +29,16 @@
 #include "lockstep/comm/detail/describe.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/detail/linkage.hpp"
+#include "lockstep/detail/lists.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/optim/detail/sharded_state.hpp"
 #include "lockstep/optim/optimizers.hpp"
 #include "lockstep/train/detail/archive.hpp"
+#include "lockstep/train/detail/matched_tensors.hpp"
 #include "lockstep/train/detail/pickle.hpp"
 #include "lockstep/train/state_dict.hpp"
 
 namespace lockstep::detail {
-
-/// Calls `visit(name, tensor)` for each parameter and buffer, in the order of Python's `state_dict()`.
-template <class Visit>
-void each_state(const torch::nn::Module& module, const std::string& prefix, const Visit& visit) {
-  for (const auto& item : module.named_parameters(/*recurse=*/false))
-    if (item.value().defined()) visit(prefix + item.key(), item.value());
-  for (const auto& item : module.named_buffers(/*recurse=*/false))
-    if (item.value().defined()) visit(prefix + item.key(), item.value());
-  for (const auto& child : module.named_children())
-    if (child.value()) each_state(*child.value(), prefix + child.key() + ".", visit);
-}
-
-/// Appends to `text`: "; KIND "a", "b"".
-inline void list_names(std::string& text, std::string_view kind, const std::vector<std::string>& names) {
-  if (names.empty()) return;
-  if (!text.empty()) text += "; ";
-  text += kind;
-  for (std::size_t i = 0; i < names.size(); ++i) text += (i ? ", \"" : " \"") + names[i] + "\"";
-}
 
 inline constexpr std::string_view ddp_prefix = "module.";
 
@@ -209,6 +192,11 @@ void each_python_option(AdamOptions& options, const Visit& visit) {
   visit("decoupled_weight_decay", options.decoupled, false);
 }
 
+/// Returns the text of a dict's key, a str or an int.
+inline std::string key_text(const c10::IValue& key) {
+  return key.isString() ? key.toStringRef() : std::to_string(key.toInt());
+}
+
 inline c10::IValue python_value(double value) {
   return value;
 }
@@ -312,10 +300,9 @@ class OptimizerReader {
       read_group(g, saved_groups.get(g));
     if (paired_) read_states(saved_states);
     if (faults_.empty()) return;
-    std::string text = "the state dict does not fit the optimizer: ";
-    for (std::size_t i = 0; i < faults_.size(); ++i) text += (i ? "; " : "") + faults_[i];
     throw CheckpointError(
-        text + "; load it into an optimizer of the same type, over the same parameters and groups");
+        "the state dict does not fit the optimizer: " + joined(faults_, "; ") +
+        "; load it into an optimizer of the same type, over the same parameters and groups");
   }
 
   /// Returns a warning about the parameters that require a gradient and have no state, while others of their
@@ -403,8 +390,7 @@ class OptimizerReader {
       }
     });
     for (const auto& item : group) {
-      const std::string name =
-          item.key().isString() ? item.key().toStringRef() : std::to_string(item.key().toInt());
+      const std::string name = key_text(item.key());
       if (!is_skipped(name) && std::find(known.begin(), known.end(), name) == known.end())
         extra.push_back(name);
     }
@@ -485,8 +471,7 @@ class OptimizerReader {
       tensor = at::empty_like(parameter, parameter.options().requires_grad(false)).copy_(value);
     });
     for (const auto& item : saved) {
-      const std::string name =
-          item.key().isString() ? item.key().toStringRef() : std::to_string(item.key().toInt());
+      const std::string name = key_text(item.key());
       if (std::find(known.begin(), known.end(), name) == known.end()) extra.push_back(name);
     }
     if (any) drop_optional(group_of(i), missing);
@@ -530,12 +515,6 @@ class OptimizerReader {
   bool paired_ = true;
 };
 
-/// What load_state_dict copies, and the names that it skips.
-struct MatchedState {
-  IncompatibleKeys keys;
-  std::vector<std::pair<at::Tensor, at::Tensor>> pairs;  // the model's tensor and the value
-};
-
 /// Returns whether `entries` are of a model inside Python's DistributedDataParallel, which names each
 /// "module.NAME". A model whose only child is called "module" has such names itself: then `entries` are
 /// wrapped if they are its names only without the prefix.
@@ -552,55 +531,12 @@ inline bool is_wrapped(const StateDict& entries, const StateDict& own) {
 }
 
 /// Pairs `entries` with the model's tensors. Throws the CheckpointError of load_state_dict.
-inline MatchedState match_state(const torch::nn::Module& model, const StateDict& entries,
-                                const LoadStateDictOptions& options) {
+inline MatchedTensors match_state(const torch::nn::Module& model, const StateDict& entries,
+                                  const LoadStateDictOptions& options) {
   StateDict own;
-  each_state(model, "", [&](const std::string& name, const at::Tensor& tensor) {
-    own.push_back({name, tensor});
-  });
-  const bool wrapped = is_wrapped(entries, own);
-  std::unordered_map<std::string, at::Tensor> given;
-  std::vector<std::string> repeated, misshapen;
-  for (const NamedTensor& entry : entries)
-    if (!given.emplace(wrapped ? entry.name.substr(ddp_prefix.size()) : entry.name, entry.tensor).second)
-      repeated.push_back(entry.name);
-
-  MatchedState matched;
-  IncompatibleKeys& keys = matched.keys;
-  auto& pairs = matched.pairs;
-  std::unordered_set<std::string> used;
-  std::string text;
-  for (const NamedTensor& tensor : own) {
-    const auto found = given.find(tensor.name);
-    if (found == given.end()) {
-      keys.missing_keys.push_back(tensor.name);
-      continue;
-    }
-    used.insert(tensor.name);
-    const at::Tensor& value = found->second;
-    if (!value.defined() || value.sizes() != tensor.tensor.sizes() ||
-        !c10::canCast(value.scalar_type(), tensor.tensor.scalar_type()))
-      misshapen.push_back(formatted("\"{}\" is {} in the state dict and {} in the model", tensor.name,
-                                    value.defined() ? describe(value) : "no tensor",
-                                    describe(tensor.tensor)));
-    else
-      pairs.emplace_back(tensor.tensor, value);
-  }
-  for (const NamedTensor& entry : entries)
-    if (!used.contains(wrapped ? entry.name.substr(ddp_prefix.size()) : entry.name))
-      keys.unexpected_keys.push_back(entry.name);
-
-  if (options.strict) {
-    list_names(text, "missing", keys.missing_keys);
-    list_names(text, "unexpected", keys.unexpected_keys);
-  }
-  list_names(text, "given twice", repeated);
-  for (const std::string& one : misshapen) text += (text.empty() ? "" : "; ") + one;
-  if (!text.empty())
-    throw CheckpointError(
-        formatted("the state dict does not fit the model: {}; build the model that it was saved from{}", text,
-                  options.strict ? ", or set strict to false to skip names" : ""));
-  return matched;
+  append_state(own, model, "");
+  return match_tensors(own, entries, StateSource::state_dict,
+                       is_wrapped(entries, own) ? ddp_prefix.size() : 0, options.strict);
 }
 
 /// A key of a GradScaler's state dict and that of its archive.
@@ -621,17 +557,16 @@ namespace lockstep {
 
 LOCKSTEP_INLINE StateDict state_dict(const torch::nn::Module& model, std::string_view prefix) {
   StateDict entries;
-  detail::each_state(model, std::string(prefix), [&](const std::string& name, const at::Tensor& tensor) {
-    entries.push_back({name, tensor.detach()});
-  });
+  detail::append_state(entries, model, std::string(prefix));
+  for (NamedTensor& entry : entries) entry.tensor = entry.tensor.detach();
   return entries;
 }
 
 LOCKSTEP_INLINE IncompatibleKeys load_state_dict(torch::nn::Module& model, const StateDict& entries,
                                                  const LoadStateDictOptions& options) {
-  const detail::MatchedState matched = detail::match_state(model, entries, options);
-  detail::copy_tensors(matched.pairs);
-  return matched.keys;
+  detail::MatchedTensors matched = detail::match_state(model, entries, options);
+  matched.copy();
+  return {std::move(matched.missing), std::move(matched.unexpected)};
 }
 
 LOCKSTEP_INLINE void detail::check_state_dict(const torch::nn::Module& model, const c10::IValue& dict) {
@@ -731,7 +666,7 @@ LOCKSTEP_INLINE StateDict entries_of(const c10::IValue& dict) {
     if (named && item.value().isTensor())
       entries.push_back({item.key().toStringRef(), item.value().toTensor()});
     else
-      others.push_back(named ? item.key().toStringRef() : std::to_string(item.key().toInt()));
+      others.push_back(detail::key_text(item.key()));
   }
   if (others.empty()) return entries;
   std::string names;

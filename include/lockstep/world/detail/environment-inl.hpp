@@ -13,7 +13,7 @@
 #include <typeinfo>
 #include <utility>
 
-#include "lockstep/detail/fnv1a.hpp"
+#include "lockstep/detail/bytes.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/log/log.hpp"

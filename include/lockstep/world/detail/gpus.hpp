@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "lockstep/detail/format.hpp"
+#include "lockstep/detail/lists.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/world/environment.hpp"
 
@@ -39,13 +40,6 @@ inline std::vector<int> gpu_list(const std::string& list) {
   return gpus;
 }
 
-/// Formats device numbers: "0,1".
-inline std::string joined(const std::vector<int>& gpus) {
-  std::string list;
-  for (const int gpu : gpus) list += detail::formatted("{}{}", list.empty() ? "" : ",", gpu);
-  return list;
-}
-
 /// Returns CUDA_VISIBLE_DEVICES for a program that is to use `gpus`, in the driver's numbering. Throws
 /// UsageError for a GPU that the variable, if set, excludes: it may belong to another job.
 inline std::string visible_devices_of(const std::vector<int>& gpus, const Variables& variables) {
@@ -58,7 +52,7 @@ inline std::string visible_devices_of(const std::vector<int>& gpus, const Variab
         throw UsageError(detail::formatted(
             "GPUs are asked for by number ({}), but CUDA_VISIBLE_DEVICES={} names them otherwise: "
             "leave out the numbers, or unset it",
-            joined(gpus), *given));
+            joined(gpus, ","), *given));
       allowed.push_back(*number);
     }
   for (const int gpu : gpus)
@@ -67,7 +61,7 @@ inline std::string visible_devices_of(const std::vector<int>& gpus, const Variab
           "GPU {} is asked for, but CUDA_VISIBLE_DEVICES={} leaves it out: ask for those in it, or "
           "unset it",
           gpu, *given));
-  return joined(gpus);
+  return joined(gpus, ",");
 }
 
 /// Returns whether the user allows two ranks on one GPU: NCCL_MULTI_RANK_GPU_ENABLE is a number other than 0,

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "lockstep/detail/format.hpp"
+#include "lockstep/detail/lists.hpp"
 #include "lockstep/log/detail/console.hpp"
 #include "lockstep/world/detail/printable.hpp"
 #include "lockstep/world/detail/store.hpp"
@@ -40,23 +41,19 @@ inline std::string run_summary(const Environment& env, const std::vector<RankIde
     add(threads, printable(rank.threads));
     add(sources, printable(rank.thread_source));
   }
-  const auto joined = [](const std::vector<std::string>& texts) {
-    std::string all;
-    for (const auto& text : texts) all += (all.empty() ? "" : " or ") + text;
-    return all;
-  };
   std::string text = detail::formatted("{} rank{} on {} host{} (", ranks.size(), ranks.size() == 1 ? "" : "s",
                                        hosts.size(), hosts.size() == 1 ? "" : "s");
-  for (std::size_t i = 0; i < std::min(hosts.size(), hosts_shown); ++i)
-    text += detail::formatted("{}{}: {}", i == 0 ? "" : ", ", hosts[i].name, hosts[i].ranks);
-  if (hosts.size() > hosts_shown) text += detail::formatted(" and {} more", hosts.size() - hosts_shown);
+  std::vector<std::string> counts;
+  for (const Host& host : hosts) counts.push_back(detail::formatted("{}: {}", host.name, host.ranks));
+  text += joined(counts, ", ", ", ", hosts_shown);
   text += detail::formatted("), started by {}", env.launcher.empty() ? std::string("hand") : env.launcher);
   if (env.launcher != "--nproc" || hosts.size() > 1 || !env.rendezvous.starts_with("tcp://127.0.0.1:")) {
     const auto& variables = env.rank_variables.empty() ? env.read_variables : env.rank_variables;
     if (!variables.empty()) text += detail::formatted(" ({})", variables);
     if (!env.rendezvous.empty()) text += detail::formatted(", rendezvous at {}", env.rendezvous);
   }
-  return text + detail::formatted("; threads per rank: {}, from {}", joined(threads), joined(sources));
+  return text + detail::formatted("; threads per rank: {}, from {}", joined(threads, " or "),
+                                  joined(sources, " or "));
 }
 
 /// Writes the line about the run to stderr: stdout belongs to the program.

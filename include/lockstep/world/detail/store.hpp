@@ -29,6 +29,7 @@
 #include "lockstep/detail/descriptor.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/detail/libtorch_version.hpp"
+#include "lockstep/detail/lists.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/world/detail/printable.hpp"
 #include "lockstep/world/detail/socket.hpp"
@@ -703,11 +704,8 @@ struct MissingRanks {
     const std::size_t shown =
         count > most_named ? std::min(most_named - 1, first.size()) : std::min(count, first.size());
     if (shown == 0) return detail::formatted("{} of {} ranks", count, size);
-    std::string text = count == 1 ? "rank " : "ranks ";
-    for (std::size_t i = 0; i < shown; ++i)
-      text += detail::formatted("{}{}", i == 0 ? "" : i + 1 == count ? " and " : ", ", first[i]);
-    if (shown < count) text += detail::formatted(" and {} more", count - shown);
-    return detail::formatted("{} of {}", text, size);
+    return detail::formatted("{} {} of {}", count == 1 ? "rank" : "ranks",
+                             joined(first, ", ", " and ", shown, count), size);
   }
 };
 

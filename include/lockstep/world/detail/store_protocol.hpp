@@ -3,10 +3,13 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
+
+#include "lockstep/detail/bytes.hpp"
 
 namespace lockstep::detail {
 
@@ -55,14 +58,17 @@ class FrameWriter {
     bytes_.push_back(static_cast<char>(value));
     return *this;
   }
-  FrameWriter& integer(std::uint64_t value) { return fixed(value, 8); }
+  FrameWriter& integer(std::uint64_t value) {
+    append_little_endian(bytes_, value);
+    return *this;
+  }
   FrameWriter& raw(std::string_view text) {
     bytes_.append(text);
     return *this;
   }
-  FrameWriter& text(std::string_view text) { return fixed(text.size(), 4).raw(text); }
+  FrameWriter& text(std::string_view text) { return length(text.size()).raw(text); }
   FrameWriter& texts(const std::vector<std::string>& list) {
-    fixed(list.size(), 4);
+    length(list.size());
     for (const std::string& one : list) text(one);
     return *this;
   }
@@ -71,13 +77,14 @@ class FrameWriter {
   [[nodiscard]] std::size_t payload() const { return bytes_.size() - 4; }
   /// Returns the frame, with its length in front.
   [[nodiscard]] std::string take() {
-    for (int i = 0; i < 4; ++i) bytes_[i] = static_cast<char>((payload() >> (8 * i)) & 0xff);
+    const auto length = static_cast<std::uint32_t>(payload());
+    std::memcpy(bytes_.data(), &length, sizeof length);
     return std::move(bytes_);
   }
 
  private:
-  FrameWriter& fixed(std::uint64_t value, int width) {
-    for (int i = 0; i < width; ++i) bytes_.push_back(static_cast<char>((value >> (8 * i)) & 0xff));
+  FrameWriter& length(std::size_t value) {
+    append_little_endian(bytes_, static_cast<std::uint32_t>(value));
     return *this;
   }
 
@@ -89,10 +96,10 @@ class FrameReader {
  public:
   explicit FrameReader(std::string_view payload) : rest_(payload) {}
 
-  std::uint8_t byte() { return static_cast<std::uint8_t>(fixed(1)); }
-  std::uint64_t integer() { return fixed(8); }
+  std::uint8_t byte() { return fixed<std::uint8_t>(); }
+  std::uint64_t integer() { return fixed<std::uint64_t>(); }
   std::string_view text() {
-    const auto length = static_cast<std::size_t>(fixed(4));
+    const std::size_t length = fixed<std::uint32_t>();
     if (length > rest_.size()) {
       good_ = false;
       return {};
@@ -102,7 +109,7 @@ class FrameReader {
     return result;
   }
   std::vector<std::string> texts() {
-    const auto count = static_cast<std::size_t>(fixed(4));
+    const std::size_t count = fixed<std::uint32_t>();
     std::vector<std::string> result;
     if (count > rest_.size() / 4) good_ = false;  // each has a length field
     for (std::size_t i = 0; good_ && i < count; ++i) result.emplace_back(text());
@@ -113,16 +120,15 @@ class FrameReader {
   [[nodiscard]] bool whole() const { return good_ && rest_.empty(); }
 
  private:
-  std::uint64_t fixed(std::size_t width) {
-    if (width > rest_.size()) {
+  template <class Number>
+  Number fixed() {
+    if (sizeof(Number) > rest_.size()) {
       good_ = false;
       rest_ = {};
       return 0;
     }
-    std::uint64_t value = 0;
-    for (std::size_t i = 0; i < width; ++i)
-      value |= std::uint64_t{static_cast<unsigned char>(rest_[i])} << (8 * i);
-    rest_.remove_prefix(width);
+    const auto value = little_endian<Number>(rest_);
+    rest_.remove_prefix(sizeof(Number));
     return value;
   }
 
@@ -138,10 +144,7 @@ class FrameBuffer {
   /// Returns the length of the next frame's payload, once its first 4 bytes have arrived.
   [[nodiscard]] std::optional<std::size_t> next_length() const {
     if (bytes_.size() - begin_ < 4) return std::nullopt;
-    std::size_t length = 0;
-    for (std::size_t i = 0; i < 4; ++i)
-      length |= std::size_t{static_cast<unsigned char>(bytes_[begin_ + i])} << (8 * i);
-    return length;
+    return little_endian<std::uint32_t>(bytes_, begin_);
   }
   /// Returns the payload of the next frame once it is complete. Valid until `append`.
   [[nodiscard]] std::optional<std::string_view> next() {

@@ -24,6 +24,7 @@
 #include <vector>
 
 #include "lockstep/detail/format.hpp"
+#include "lockstep/detail/lists.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/world/detail/child.hpp"
 #include "lockstep/world/detail/handled_signals.hpp"
@@ -221,10 +222,7 @@ inline RankFailure describe_failure(FailureReport report, int rank, pid_t pid, s
   auto text = headline(report, detail::formatted("rank {} (pid {})", rank, pid));
   if (!gone.empty() && report.kind != FailureKind::usage) {
     text += gone.size() > 1 ? "; ranks " : "; rank ";
-    for (std::size_t i = 0; i < std::min<std::size_t>(gone.size(), 4); ++i)
-      text += detail::formatted("{}{}", i > 0 ? ", " : "", gone[i]);
-    if (gone.size() > 4) text += detail::formatted(" and {} more", gone.size() - 4);
-    text += " had ended by then, with exit code 0";
+    text += joined(gone, ", ", ", ", 4) + " had ended by then, with exit code 0";
   }
   return {text, report.code, report.kind, rank, pid};
 }

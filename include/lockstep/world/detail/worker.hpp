@@ -27,11 +27,11 @@
 #include <thread>
 #include <utility>
 
-#include "lockstep/detail/descriptor.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/detail/json.hpp"
 #include "lockstep/detail/linkage.hpp"
 #include "lockstep/error.hpp"
+#include "lockstep/files.hpp"
 #include "lockstep/world/detail/at_most.hpp"
 #include "lockstep/world/detail/child.hpp"
 #include "lockstep/world/detail/report.hpp"
@@ -76,15 +76,13 @@ LOCKSTEP_PROCESS_WIDE inline int report_descriptor() {
 
 /// Writes torchrun's error file atomically: a partial file makes torchrun itself crash.
 inline void write_elastic_error_file(const std::string& path, const std::string& text, std::time_t when) {
-  const auto temporary = detail::formatted("{}.{}", path, getpid());
-  Descriptor created = open_new_file(temporary.c_str());
-  std::FILE* file = created.open() ? fdopen(created.release(), "w") : nullptr;
-  if (file == nullptr) return;
   const auto json = detail::formatted(
       R"({{"message":{{"message":{},"extraInfo":{{"py_callstack":{},"timestamp":"{}"}}}}}})",
       json_string(text), json_string(text), static_cast<long long>(when));
-  const bool whole = std::fwrite(json.data(), 1, json.size(), file) == json.size();
-  if (std::fclose(file) == 0 && whole) std::rename(temporary.c_str(), path.c_str());
+  try {
+    write_file_atomically(path, json);
+  } catch (const Error&) {  // the failure is reported in other ways, too
+  }
 }
 
 /// Returns `code` as an exit code that is 0 only if `code` is: the kernel keeps only the low eight bits.
