@@ -41,7 +41,8 @@ inline bool is_gzipped(std::string_view file) {
 }
 
 /// Decompresses at most `limit` bytes of a gzip file, with its checksum if it has no more. The file may be a
-/// concatenation of several members with zeros after each. Throws DataError that names `path`.
+/// concatenation of several members, with zeros between and after them, as tapes and block devices leave.
+/// Throws DataError that names `path`.
 inline std::string gunzip([[maybe_unused]] std::string_view file, [[maybe_unused]] std::uint64_t limit,
                           const std::string& path) {
 #if LOCKSTEP_HAS_ZLIB
@@ -54,13 +55,15 @@ inline std::string gunzip([[maybe_unused]] std::string_view file, [[maybe_unused
   std::uint64_t read = 0, got = 0;
   for (int status = Z_OK; got < limit;) {
     if (status == Z_STREAM_END) {
-      read = std::min<std::uint64_t>(file.find_first_not_of('\0', read), file.size());
-      if (read == file.size()) break;
+      const std::size_t next = file.find_first_not_of('\0', read);
+      if (next == std::string_view::npos) break;
+      read = next;
       if (!is_gzipped(file.substr(read)))
-        throw DataError(detail::formatted(
-            "{}: offset {}: found {} bytes after the gzip data, expected the end of the file, zeros or another "
-            "gzip member; remove them",
-            path, read, file.size() - read));
+        throw DataError(
+            detail::formatted("{}: offset {}: found {} bytes after the gzip data, expected the end of the "
+                              "file, zeros or another "
+                              "gzip member; remove them",
+                              path, read, file.size() - read));
       inflateReset(&stream);
     }
     if (got == out.size()) out.resize(std::min(limit, std::max<std::uint64_t>(2 * got, 1 << 16)));
@@ -80,10 +83,13 @@ inline std::string gunzip([[maybe_unused]] std::string_view file, [[maybe_unused
       throw DataError(detail::formatted("{}: damaged gzip data, {} bytes into the decompressed content: {}",
                                         path, got, stream.msg ? stream.msg : "unknown format"));
   }
+  out.resize(got);
+  return out;
 #else
   throw DataError(
       detail::formatted("{}: the file is gzipped and this program was built without zlib; decompress it with "
-                        "gunzip, or build with zlib installed",
+                        "gunzip, or build with "
+                        "zlib installed",
                         path));
 #endif
 }
@@ -221,7 +227,13 @@ inline at::Tensor read_idx(const std::filesystem::path& path, const IdxExpectati
     refuse(
         begin + bytes, "more bytes",
         detail::formatted("the end of the file after {} {} elements", detail::idx_shape(sizes), type->name));
-  at::Tensor tensor = at::empty(sizes, at::TensorOptions().dtype(type->dtype));
+  at::Tensor tensor;
+  try {
+    tensor = at::empty(sizes, at::TensorOptions().dtype(type->dtype));
+  } catch (const c10::Error&) {
+    refuse(4, detail::formatted("a header of {} {} elements", detail::idx_shape(sizes), type->name),
+           detail::formatted("no more than there is memory for: {} bytes could not be allocated", bytes));
+  }
   if (bytes > 0) std::memcpy(tensor.mutable_data_ptr(), whole.data() + begin, bytes);
 
   const auto count = static_cast<std::size_t>(tensor.numel());

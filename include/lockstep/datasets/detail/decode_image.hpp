@@ -222,9 +222,7 @@ inline at::Tensor decode_image(std::string_view bytes, std::string_view name) {
       pixels = rgb;
     }
   } else {
-    return refuse(bytes.empty()
-                      ? "the file is empty, expected a JPEG or PNG image"
-                      : "offset 0: found neither the signature of a JPEG file nor that of a PNG file");
+    return refuse("offset 0: found neither the signature of a JPEG file nor that of a PNG file");
   }
   return pixels.permute({2, 0, 1});
 }
