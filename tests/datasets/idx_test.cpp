@@ -19,7 +19,6 @@ std::string header(char type, std::initializer_list<std::uint32_t> sizes) {
   return bytes;
 }
 
-#if LOCKSTEP_HAS_ZLIB
 std::string gzipped(const std::string& bytes) {
   z_stream stream{};
   REQUIRE(deflateInit2(&stream, 9, Z_DEFLATED, 15 + 16, 8, Z_DEFAULT_STRATEGY) == Z_OK);
@@ -33,7 +32,6 @@ std::string gzipped(const std::string& bytes) {
   deflateEnd(&stream);
   return out;
 }
-#endif
 
 std::string message_of(const std::filesystem::path& path, const lockstep::IdxExpectation& expected = {}) {
   try {
@@ -51,9 +49,7 @@ TEST_CASE("an IDX file of each type, plain and gzipped, is read to its values") 
   const std::string bytes = header(0x08, {2, 3}) + std::string("\x00\x01\x7f\x80\xfe\xff", 6);
   const at::Tensor expected = torch::tensor({0, 1, 127, 128, 254, 255}, at::kByte).view({2, 3});
   CHECK(at::equal(read_idx(folder.write("plain", bytes)), expected));
-#if LOCKSTEP_HAS_ZLIB
   CHECK(at::equal(read_idx(folder.write("zipped", gzipped(bytes))), expected));
-#endif
 
   CHECK(at::equal(read_idx(folder.write("i8", header(0x09, {2}) + "\xff\x05")),
                   torch::tensor({-1, 5}, at::kChar)));
@@ -74,10 +70,8 @@ TEST_CASE("any number of dimensions and any size fit") {
   CHECK(read_idx(folder.write("none", header(0x08, {0, 28, 28}))).sizes() == at::IntArrayRef({0, 28, 28}));
   CHECK(read_idx(folder.write("five", header(0x08, {1, 2, 1, 2, 2}) + "abcdefgh")).sizes() ==
         at::IntArrayRef({1, 2, 1, 2, 2}));
-#if LOCKSTEP_HAS_ZLIB
   // Two streams one after the other are one gzip file.
   CHECK(read_idx(folder.write("parts", gzipped(header(0x08, {4})) + gzipped("abcd"))).numel() == 4);
-#endif
 }
 
 TEST_CASE("what is written is read back") {
@@ -119,7 +113,6 @@ TEST_CASE("a file that is not what it should be is refused with file, offset and
              ContainsSubstring("offset 2: found uint8 elements, expected weights of float32"));
 }
 
-#if LOCKSTEP_HAS_ZLIB
 TEST_CASE("damaged gzip data are refused") {
   TemporaryFolder folder;
   std::string bytes = header(0x08, {2000});
@@ -166,12 +159,5 @@ TEST_CASE("zeros after gzip data are skipped, other bytes are named") {
   CHECK_THAT(message_of(folder.write("cut", first + gzipped("cd").substr(0, 7))),
              ContainsSubstring("the gzip data end early"));
 }
-#else
-TEST_CASE("a gzipped file without zlib is refused in words") {
-  TemporaryFolder folder;
-  CHECK_THAT(message_of(folder.write("zipped", "\x1f\x8b and more")),
-             ContainsSubstring("built without zlib"));
-}
-#endif
 
 }  // namespace idx_test

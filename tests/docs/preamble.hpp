@@ -3,6 +3,7 @@
 #include <torch/torch.h>
 
 #include "lockstep/lockstep.hpp"
+#include "lockstep/train/safetensors.hpp"
 
 /// The names that the pages' statements use without declaring them. The statements are compiled, never linked.
 namespace docs {

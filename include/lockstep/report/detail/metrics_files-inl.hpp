@@ -4,6 +4,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -43,17 +44,8 @@ struct MetricsLog::Row {
   }
 };
 
-inline std::string csv_field(std::int64_t value) {
-  return formatted("{}", value);
-}
-inline std::string csv_field(double value) {
-  return formatted("{}", value);
-}
-inline std::string csv_field(const std::string& number) {
-  return number;
-}
 /// Quotes where CSV needs it. A line break becomes a space: a row is a line.
-inline std::string csv_field(std::string_view text) {
+inline std::string csv_string(std::string_view text) {
   std::string field;
   bool quoted = false;
   for (const char character : valid_utf8(text)) {
@@ -64,17 +56,17 @@ inline std::string csv_field(std::string_view text) {
   return quoted ? '"' + field + '"' : field;
 }
 
-inline std::string json_field(std::int64_t value) {
-  return formatted("{}", value);
-}
-inline std::string json_field(double value) {
-  return json_number(value);
-}
-inline std::string json_field(const std::string& number) {
-  return number;
-}
-inline std::string json_field(std::string_view text) {
-  return json_string(text);
+template <class Value>
+std::string field_text(MetricsFormat format, const Value& value) {
+  const bool json = format == MetricsFormat::json;
+  if constexpr (std::is_same_v<Value, std::string>)
+    return value;  // a number
+  else if constexpr (std::is_same_v<Value, std::string_view>)
+    return json ? json_string(value) : csv_string(value);
+  else if constexpr (std::is_same_v<Value, double>)
+    return json ? json_number(value) : formatted("{}", value);
+  else
+    return formatted("{}", value);
 }
 
 /// Returns whether `line`, which has no newline, is empty or the beginning of a line of JsonLines: `{"time":`
@@ -132,18 +124,14 @@ LOCKSTEP_INLINE void MetricsLog::add_scalar(std::string_view tag, double value, 
 LOCKSTEP_INLINE void MetricsLog::write(const Row& row) {
   if (!file_.open()) return;
   std::string line;
-  if (format_ == MetricsFormat::csv) {
-    row.each([&](std::string_view, const auto& value) {
-      if (value) line += csv_field(*value);
-      line += ',';
-    });
-    line.back() = '\n';
-  } else {
-    row.each([&](std::string_view name, const auto& value) {
-      if (value) line += (line.empty() ? "{" : ",") + json_string(name) + ':' + json_field(*value);
-    });
-    line += "}\n";
-  }
+  const bool json = format_ == MetricsFormat::json;
+  row.each([&](std::string_view name, const auto& value) {
+    if (value && json) line += (line.empty() ? "{" : ",") + json_string(name) + ':';
+    if (value) line += field_text(format_, *value);
+    if (!json) line += ',';
+  });
+  if (!json) line.pop_back();
+  line += json ? "}\n" : "\n";
   file_.append(line);
 }
 
