@@ -1,9 +1,12 @@
 #include "lockstep/train/checkpoint.hpp"
 
+#include <fcntl.h>
+#include <sys/file.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/un.h>
+#include <unistd.h>
 
 #include <torch/torch.h>
 #include <algorithm>
@@ -11,7 +14,6 @@
 #include <csignal>
 #include <filesystem>
 #include <fstream>
-#include <optional>
 #include <thread>
 
 #include "support/catch.hpp"
@@ -356,12 +358,14 @@ TEST_CASE("the temporary file of a killed process is removed, and that of a live
   CHECK(lockstep::read_file(path) == "whole");
   CHECK(folder.files() == 1);
 
-  std::optional<lockstep::detail::TemporaryFile> live(path);
+  folder.write("net.pt.lockstep.tmp", "a part");
+  const int live = ::open(temporary.c_str(), O_WRONLY | O_CLOEXEC);  // as a writer holds it
+  REQUIRE(::flock(live, LOCK_EX | LOCK_NB) == 0);
   std::thread writer([&] { lockstep::write_file_atomically(path, "later"); });
   std::this_thread::sleep_for(std::chrono::milliseconds(50));
   CHECK(fs::exists(temporary));
   CHECK(lockstep::read_file(path) == "whole");
-  live.reset();
+  ::close(live);
   writer.join();
   CHECK(lockstep::read_file(path) == "later");
   CHECK(folder.files() == 1);
