@@ -3,7 +3,7 @@
 #include "lockstep/detail/libtorch_required.hpp"
 
 // Every public header except ddp.hpp, whose headers are all here, those that need CUDA
-// (comm/nccl_comm.hpp, train/cuda_graph.hpp) and those of datasets/.
+// (comm/nccl_comm.hpp, train/cuda_graph.hpp), those of datasets/ and train/script_model.hpp, which includes TorchScript.
 #include "lockstep/comm/agreement.hpp"
 #include "lockstep/comm/comm_by_device.hpp"
 #include "lockstep/comm/communicator.hpp"
@@ -16,6 +16,8 @@
 #include "lockstep/data/generator.hpp"
 #include "lockstep/data/loader.hpp"
 #include "lockstep/data/sampler.hpp"
+#include "lockstep/data/subset.hpp"
+#include "lockstep/data/weighted_random_sampler.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/files.hpp"
 #include "lockstep/grad/ddp_options.hpp"
@@ -26,6 +28,7 @@
 #include "lockstep/grad/hooks/power_sgd_hook.hpp"
 #include "lockstep/grad/model.hpp"
 #include "lockstep/log/log.hpp"
+#include "lockstep/nn/activation_checkpoint.hpp"
 #include "lockstep/nn/linear.hpp"
 #include "lockstep/nn/sync_batch_norm.hpp"
 #include "lockstep/optim/averaging.hpp"
