@@ -109,8 +109,12 @@ def main():
     numbers = torch.frombuffer(bytearray(run.stdout), dtype=torch.int64)
 
     at, lists = 0, 0
-    makers = {"sampler": expected_sampler, "random": expected_random, "loader": expected_loader,
-              "weighted": expected_weighted}
+    makers = {
+        "sampler": expected_sampler,
+        "random": expected_random,
+        "loader": expected_loader,
+        "weighted": expected_weighted,
+    }
     for kind, *values in lines:
         for part, expected in enumerate(makers[kind](*values)):
             length = numbers[at].item() if at < len(numbers) else -1

@@ -1,5 +1,6 @@
 #include "lockstep/train/script_model.hpp"
 
+#include <torch/csrc/jit/runtime/graph_executor.h>
 #include <torch/script.h>
 #include <torch/torch.h>
 
@@ -46,6 +47,7 @@ lockstep::TrainerOptions options() {
 }  // namespace
 
 TEST_CASE("a Trainer trains a TorchScript module to the bits of the torch::nn one") {
+  torch::jit::setGraphExecutorOptimize(false);  // an optimized graph rounds in another way
   const auto& world = test_world();
   const auto data = curve(12 * world.size());
   CommonFolder folder(world);
@@ -74,6 +76,7 @@ TEST_CASE("a Trainer trains a TorchScript module to the bits of the torch::nn on
   lockstep::Trainer resumed(world, options(), lockstep::ScriptModel(script_of(tanh_network(1, 4, 8))));
   resumed.load_checkpoint(folder / "run.pt");
   CHECK(resumed.fit(data, squared_error).loss == loss);
+  resumed.ddp().sync_buffers();
   CHECK(resumed.model()->parameters()[0].equal(trained[0]));
   CHECK(resumed.model()->script().attr("mean").toTensor().equal(model->buffers()[0]));
 }
