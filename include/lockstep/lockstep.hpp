@@ -3,7 +3,7 @@
 #include "lockstep/detail/libtorch_required.hpp"
 
 // Every public header except ddp.hpp, whose headers are all here, comm/nccl_comm.hpp, which needs CUDA,
-// train/safetensors.hpp, which needs nlohmann/json, and
+// train/safetensors.hpp, which needs nlohmann/json, train/script_model.hpp, which includes TorchScript, and
 // those of datasets/.
 #include "lockstep/comm/agreement.hpp"
 #include "lockstep/comm/communicator.hpp"
@@ -16,6 +16,8 @@
 #include "lockstep/data/generator.hpp"
 #include "lockstep/data/loader.hpp"
 #include "lockstep/data/sampler.hpp"
+#include "lockstep/data/subset.hpp"
+#include "lockstep/data/weighted_random_sampler.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/files.hpp"
 #include "lockstep/grad/ddp_options.hpp"
@@ -26,6 +28,7 @@
 #include "lockstep/grad/hooks/power_sgd_hook.hpp"
 #include "lockstep/grad/model.hpp"
 #include "lockstep/log/log.hpp"
+#include "lockstep/nn/activation_checkpoint.hpp"
 #include "lockstep/nn/linear.hpp"
 #include "lockstep/nn/sync_batch_norm.hpp"
 #include "lockstep/optim/averaging.hpp"

@@ -7,6 +7,7 @@
 
 #include "lockstep/data/loader.hpp"
 #include "lockstep/data/sampler.hpp"
+#include "lockstep/data/weighted_random_sampler.hpp"
 #include "lockstep/detail/const_data.hpp"
 
 namespace {
@@ -81,6 +82,18 @@ int main() {
                                   lockstep::DistributedSampler{length, rank, world, {.seed = seed}},
                                   {.batch_size = batch, .num_workers = workers, .drop_last = drop_last}};
       print_passes(loader, epochs, true);
+    } else if (kind == "weighted") {
+      bool replacement = false;
+      std::cin >> length >> batch >> world >> seed >> epoch >> replacement;
+      const auto weights =
+          (torch::arange(static_cast<std::int64_t>(length)) * 7 % 11 + 1).to(torch::kDouble) / 8;
+      for (int rank = 0; rank < world; ++rank) {
+        lockstep::WeightedRandomSampler sampler{weights, batch, rank, world, {.seed = seed}, replacement};
+        sampler.set_epoch(epoch);
+        sampler.reset();
+        const auto indices = sampler.next(batch).value();
+        print({indices.begin(), indices.end()});
+      }
     } else {
       std::fprintf(stderr, "unknown kind %s\n", kind.c_str());
       return 2;

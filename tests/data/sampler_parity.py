@@ -11,7 +11,7 @@ import subprocess
 import sys
 
 from parity import torch
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, WeightedRandomSampler
 
 
 def sampler_lines(draw, count):
@@ -38,6 +38,14 @@ def expected_sampler(length, world, seed, epoch, shuffle, drop_last, _batch):
         sampler = DistributedSampler(range(length), world, rank, bool(shuffle), seed, bool(drop_last))
         sampler.set_epoch(epoch)
         yield [len(sampler), *sampler]
+
+
+def expected_weighted(weights, samples, world, seed, epoch, replacement):
+    generator = torch.Generator().manual_seed(seed + epoch)
+    values = [(i * 7 % 11 + 1) / 8 for i in range(weights)]
+    order = list(WeightedRandomSampler(values, samples, bool(replacement), generator))
+    for rank in range(world):
+        yield [order[i] for i in DistributedSampler(order, world, rank, shuffle=False)]
 
 
 def passes(loader, epochs, sampler=None):
@@ -87,6 +95,9 @@ def main():
         lines.append(("random", length, seed, epochs, batch, drop_last, workers, draw.randint(0, 1)))
         world = draw.randint(1, 8)
         lines.append(("loader", length, world, draw.randrange(world), seed, epochs, batch, drop_last, workers))
+        weights, replacement = draw.randint(1, 300), draw.randint(0, 1)
+        samples = draw.randint(1, 400 if replacement else weights)
+        lines.append(("weighted", weights, samples, world, seed, draw.randint(0, 9), replacement))
     for seed in (0, 3407):  # whole multiples: the pass ends without a batch that is not full
         lines += [("random", 64, seed, 3, 16, drop_last, 0, own) for drop_last in (0, 1) for own in (0, 1)]
 
@@ -98,7 +109,12 @@ def main():
     numbers = torch.frombuffer(bytearray(run.stdout), dtype=torch.int64)
 
     at, lists = 0, 0
-    makers = {"sampler": expected_sampler, "random": expected_random, "loader": expected_loader}
+    makers = {
+        "sampler": expected_sampler,
+        "random": expected_random,
+        "loader": expected_loader,
+        "weighted": expected_weighted,
+    }
     for kind, *values in lines:
         for part, expected in enumerate(makers[kind](*values)):
             length = numbers[at].item() if at < len(numbers) else -1
@@ -119,6 +135,7 @@ def main():
         "sampler": "indices of each rank | `DistributedSampler`",
         "random": "batches of one process | `DataLoader(shuffle=True)`, several epochs",
         "loader": "batches of a rank | `DataLoader` over a `DistributedSampler`, several epochs",
+        "weighted": "indices of each rank | `WeightedRandomSampler`, partitioned by `DistributedSampler`",
     }.items():
         print(f"| {words}, {sum(line[0] == kind for line in lines)} configurations | the same |")
     print(f"{len(lines)} configurations ({lists} lists, {at - lists} numbers) equal to torch {torch.__version__}")

@@ -15,10 +15,10 @@
 #include <string>
 #include <vector>
 
-#include "grad/checkpoint.hpp"
 #include "lockstep/grad/distributed_data_parallel.hpp"
 #include "lockstep/grad/hooks/compression_hooks.hpp"
 #include "lockstep/grad/hooks/power_sgd_hook.hpp"
+#include "lockstep/nn/activation_checkpoint.hpp"
 #include "lockstep/nn/linear.hpp"
 #include "lockstep/optim/clip.hpp"
 #include "lockstep/optim/optimizers.hpp"
@@ -218,10 +218,10 @@ struct NetImpl : torch::nn::Module {
     }
     if (name == "mixed")
       return last(torch::relu(middle(torch::relu(first(x)).to(torch::kDouble))).to(torch::kFloat));
-    if (name == "recomputed") return last(torch::relu(Checkpoint::apply(torch::relu(first(x)), &middle)));
+    if (name == "recomputed") return last(torch::relu(lockstep::checkpoint(middle, torch::relu(first(x)))));
     if (name == "repeated") {
-      x = torch::relu(Checkpoint::apply(torch::relu(first(x)), &middle));
-      return last(torch::relu(Checkpoint::apply(x, &middle)));
+      x = torch::relu(lockstep::checkpoint(middle, torch::relu(first(x))));
+      return last(torch::relu(lockstep::checkpoint(middle, x)));
     }
     return layers->forward(x);
   }

@@ -176,7 +176,7 @@ TEST_CASE("re-entrant backwards, also several over one layer") {
     CAPTURE(step);
     auto run = [&](Net& model, int rank, bool checkpointed) {
       auto two = [&](const torch::Tensor& x) {
-        return checkpointed ? Checkpoint::apply(x, &model->two) : model->two(x);
+        return checkpointed ? lockstep::checkpoint(model->two, x) : model->two(x);
       };
       const auto x = torch::relu(model->one(batch_of(rank, step)));
       return model->three(two(torch::relu(two(x)))).pow(2).mean();
@@ -198,7 +198,7 @@ TEST_CASE("more gradients than in the first backward are an error on all ranks, 
   auto loss = [&] {
     const auto x = net->one(batch_of(rank, 0));
     if (rank != 0) return net->three(net->two(x)).sum();
-    return net->three(Checkpoint::apply(Checkpoint::apply(x, &net->two), &net->two)).sum();
+    return net->three(lockstep::checkpoint(net->two, lockstep::checkpoint(net->two, x))).sum();
   };
   CHECK_THAT(thrown_by([&] { ddp.backward(loss()); }), ContainsSubstring("got 2 gradients in this backward"));
   check_good_backward(net, ddp);

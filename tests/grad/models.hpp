@@ -5,8 +5,8 @@
 #include <utility>
 #include <vector>
 
-#include "grad/checkpoint.hpp"
 #include "lockstep/grad/distributed_data_parallel.hpp"
+#include "lockstep/nn/activation_checkpoint.hpp"
 #include "support/catch.hpp"
 #include "support/mib.hpp"
 #include "support/ranks.hpp"

@@ -112,7 +112,7 @@ TEST_CASE("a parameter that only a re-entrant backward reaches is named, not los
   Net net;
   DistributedDataParallel ddp{net, shared_comm(), searching()};
   const auto text = thrown_by([&] {
-    ddp.backward(net->three(Checkpoint::apply(torch::relu(net->one(batch_of(0, 0))), &net->two)).sum());
+    ddp.backward(net->three(lockstep::checkpoint(net->two, torch::relu(net->one(batch_of(0, 0))))).sum());
   });
   CHECK_THAT(text, ContainsSubstring("'two."));
   CHECK_THAT(text, ContainsSubstring("find_unused_parameters"));

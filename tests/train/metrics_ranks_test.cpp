@@ -129,4 +129,45 @@ TEST_CASE("sums of unequal shapes, and sums of nothing, are an error on every ra
   CHECK(std::isfinite(trainer->evaluate(three_classes(8), lockstep::Accuracy{})));
 }
 
+TEST_CASE("values of each sample arrive on every rank in the dataset's order, each once") {
+  using lockstep::PerSample;
+  auto trainer = trained();
+  const auto number = [](const auto& tensor) { return PerSample{tensor}; };
+  const auto outputs = [&](const torch::Tensor& output, const lockstep::Example&) { return number(output); };
+  const auto right = [&](const torch::Tensor& output, const lockstep::Example& batch) {
+    return number(output.argmax(1).eq(batch.target));
+  };
+  struct Rank {
+    PerSample operator()(const torch::Tensor&, const lockstep::Example& batch) const {
+      return {batch.target};
+    }
+    double compute(const torch::Tensor& all) const { return all.max().item<double>(); }
+  };
+  for (const std::int64_t samples : {1, 2, 13, 37}) {
+    const auto test = three_classes(samples, 5);
+    const auto [all, correct, most, accuracy] =
+        trainer->evaluate(test, outputs, right, Rank{}, lockstep::Accuracy{});
+    const lockstep::EvaluationMode mode(*trainer->model());
+    CHECK(all.sizes() == at::IntArrayRef({samples, 3}));
+    CHECK(torch::allclose(all, trainer->model()(test.data())));
+    CHECK(correct.scalar_type() == torch::kBool);
+    CHECK(correct.equal(all.argmax(1).eq(test.target())));
+    CHECK(most == test.target().max().item<double>());
+    CHECK(accuracy == correct.sum().item<double>() / static_cast<double>(samples));
+  }
+  const auto complex = [&](const torch::Tensor& output, const lockstep::Example&) {
+    return number(output.to(torch::kComplexDouble));
+  };
+  CHECK(trainer->evaluate(three_classes(5), complex).is_complex());
+  const auto no_width = [&](const torch::Tensor& output, const lockstep::Example&) {
+    return number(output.slice(1, 0, 0));
+  };
+  CHECK(trainer->evaluate(three_classes(5), no_width).sizes() == at::IntArrayRef({5, 0}));
+  const auto a_mean = [&](const torch::Tensor& output, const lockstep::Example&) {
+    return number(output.mean());
+  };
+  CHECK_THAT(text_of<lockstep::DataError>([&] { trainer->evaluate(three_classes(40), a_mean); }),
+             ContainsSubstring("first dimension counts the samples"));
+}
+
 }  // namespace metrics_ranks_test

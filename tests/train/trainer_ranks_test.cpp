@@ -2,6 +2,7 @@
 #include <numeric>
 
 #include "lockstep/comm/gloo_comm.hpp"
+#include "lockstep/data/weighted_random_sampler.hpp"
 #include "lockstep/grad/hooks/compression_hooks.hpp"
 #include "lockstep/grad/hooks/hook.hpp"
 #include "lockstep/optim/optimizers.hpp"
@@ -384,6 +385,27 @@ TEST_CASE("a communication hook is one more extra, and DDP's options one more op
   CHECK(halved.hook != plain.hook);
   CHECK(2 * halved.bytes_so_far == plain.bytes_so_far);
   CHECK(halved_bytes != plain_bytes);
+}
+
+TEST_CASE("a sampler that is made of a dataset gets that of fit") {
+  struct Weighted : lockstep::TensorDataset {
+    using TensorDataset::TensorDataset;
+    [[nodiscard]] at::Tensor sample_weights() const { return target().eq(1); }
+  };
+  const auto all = three_classes(60);
+  Weighted data(all.data(), all.target());
+  lockstep::Trainer trainer{test_world(),
+                            {.epochs = 2, .batch_size = 4, .progress = false},
+                            TinyNet(),
+                            std::in_place_type<lockstep::WeightedRandomSampler>};
+  std::int64_t samples = 0;
+  const auto report = trainer.fit(data, [&](TinyNet& net, const auto& batch) {
+    CHECK(batch.target.eq(1).all().template item<bool>());
+    samples += batch.target.size(0);
+    return loss(net, batch);
+  });
+  CHECK(std::isfinite(report.loss));
+  CHECK(samples == (60 + test_world().size() - 1) / test_world().size() * 2);
 }
 
 }  // namespace trainer_ranks_test

@@ -141,10 +141,10 @@ void for_each_tensor(B& batch, Visit&& visit) {
 using Example = torch::data::Example<>;
 
 /// A map-style dataset: `get(i)` returns sample i, 0 <= i < `size()`. Workers call it concurrently.
-/// torch::data's datasets model it.
+/// torch::data's datasets model it. The members need to be const only if the dataset is.
 template <class D>
 concept IndexedDataset = requires(D& dataset, std::size_t index) {
-  dataset.size();
+  { dataset.size() } -> std::convertible_to<std::optional<std::size_t>>;
   dataset.get(index);
 };
 
@@ -152,7 +152,7 @@ concept IndexedDataset = requires(D& dataset, std::size_t index) {
 /// in the order of the indices. Workers call it concurrently.
 template <class D>
 concept BatchedDataset = requires(D& dataset, c10::ArrayRef<std::size_t> indices) {
-  dataset.size();
+  { dataset.size() } -> std::convertible_to<std::optional<std::size_t>>;
   dataset.get_batch(indices);
 };
 
@@ -162,8 +162,8 @@ concept Dataset = IndexedDataset<D> || BatchedDataset<D>;
 
 /// Returns the number of samples. Throws DataError if the dataset does not know it (torch::data's datasets
 /// return an optional).
-template <Dataset D>
-std::size_t dataset_size(const D& dataset) {
+template <class D>
+requires Dataset<std::remove_reference_t<D>> std::size_t dataset_size(D&& dataset) {
   const std::optional<std::size_t> size = dataset.size();
   if (!size)
     throw DataError(

@@ -2,10 +2,12 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
+#include <ATen/core/Tensor.h>
 
 #include <concepts>
 #include <cstddef>
 #include <cstdint>
+#include <mutex>
 
 namespace lockstep::detail {
 
@@ -15,6 +17,18 @@ constexpr std::uint64_t mix_bits(std::uint64_t x) {
   x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
   x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
   return x ^ (x >> 31);
+}
+
+/// Returns the state of a device's default generator, which `torch::manual_seed` seeds and dropout uses.
+inline at::Tensor default_generator_state(const at::Device& device = at::kCPU) {
+  at::Generator generator = at::globalContext().defaultGenerator(device);
+  const std::lock_guard lock(generator.mutex());
+  return generator.get_state();
+}
+inline void set_default_generator_state(const at::Tensor& state, const at::Device& device = at::kCPU) {
+  at::Generator generator = at::globalContext().defaultGenerator(device);
+  const std::lock_guard lock(generator.mutex());
+  generator.set_state(state);
 }
 
 }  // namespace lockstep::detail

@@ -29,7 +29,7 @@ class TransformedDataset {
   TransformedDataset(D dataset, Transform transform, std::uint64_t seed = 0)
       : dataset_(std::move(dataset)), transform_(std::move(transform)), seed_(seed) {}
 
-  [[nodiscard]] std::size_t size() const { return dataset_size(dataset_); }
+  [[nodiscard]] std::size_t size() { return dataset_size(dataset_); }
 
   /// Returns sample `index`, transformed.
   [[nodiscard]] Example get(std::size_t index) {

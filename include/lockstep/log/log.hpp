@@ -117,6 +117,7 @@ struct ProgressState {
   double seconds = 0;
   double samples = 0;
   std::optional<double> loss;
+  std::string more;  // follows the loss
 };
 
 /// Formats a duration in seconds as 0:07, 12:34 or 1:02:03.
@@ -156,8 +157,8 @@ class Progress {
   void advance(double samples, std::optional<double> loss = std::nullopt);
 
   /// Shows the final state once; a no-op if no `advance` has shown anything. `loss` is the loss of the whole
-  /// loop; without it the last step's loss, if any, is shown.
-  void finish(std::optional<double> loss = std::nullopt);
+  /// loop; without it the last step's loss, if any, is shown. `more` follows it, such as ", box 0.1234".
+  void finish(std::optional<double> loss = std::nullopt, std::string more = {});
 
  private:
   using Clock = std::chrono::steady_clock;

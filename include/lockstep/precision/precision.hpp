@@ -86,21 +86,34 @@ struct Fp32 {
 
 namespace lockstep::detail {
 
-/// Enables autocast to `dtype` on this thread in a scope, on the CPU and, if there is one, on the GPU.
+/// Enables autocast to `dtype`, or sets its states, on this thread in a scope, on the CPU and, if there is one,
+/// on the GPU.
 /// LibTorch caches its casts of parameters until the outermost of nested scopes ends; a scope of another
 /// dtype clears the cache at both of its ends, since LibTorch would reuse casts to the wrong dtype.
 /// Counterpart: torch.autocast.
 class AutocastScope {
  public:
-  explicit AutocastScope(at::ScalarType dtype) {
-    for (std::size_t i = 0; i < before_.size(); ++i) {
-      before_[i] = {at::autocast::is_autocast_enabled(devices[i]),
-                    at::autocast::get_autocast_dtype(devices[i])};
-      if (!reaches(devices[i])) continue;
-      other_dtype_ = other_dtype_ || (before_[i].enabled && before_[i].dtype != dtype);
-      at::autocast::set_autocast_enabled(devices[i], true);
-      at::autocast::set_autocast_dtype(devices[i], dtype);
-    }
+  struct State {
+    bool enabled;
+    at::ScalarType dtype;
+  };
+  using States = std::array<State, 2>;  // of the CPU and the GPU
+
+  /// Returns the states of this thread.
+  static States current() {
+    States states{};
+    for (std::size_t i = 0; i < states.size(); ++i)
+      states[i] = {at::autocast::is_autocast_enabled(devices[i]),
+                   at::autocast::get_autocast_dtype(devices[i])};
+    return states;
+  }
+
+  explicit AutocastScope(at::ScalarType dtype) : AutocastScope(States{{{true, dtype}, {true, dtype}}}) {}
+  explicit AutocastScope(const States& states) : before_(current()) {
+    for (std::size_t i = 0; i < states.size(); ++i)
+      other_dtype_ =
+          other_dtype_ || (reaches(devices[i]) && before_[i].enabled && before_[i].dtype != states[i].dtype);
+    set(states);
     at::autocast::increment_nesting();
     if (other_dtype_) at::autocast::clear_cache();
   }
@@ -108,22 +121,21 @@ class AutocastScope {
   AutocastScope& operator=(const AutocastScope&) = delete;
   ~AutocastScope() {
     if (at::autocast::decrement_nesting() == 0 || other_dtype_) at::autocast::clear_cache();
-    for (std::size_t i = 0; i < before_.size(); ++i) {
-      if (!reaches(devices[i])) continue;
-      at::autocast::set_autocast_enabled(devices[i], before_[i].enabled);
-      at::autocast::set_autocast_dtype(devices[i], before_[i].dtype);
-    }
+    set(before_);
   }
 
  private:
   static constexpr std::array devices{at::kCPU, at::kCUDA};
   static bool reaches(at::DeviceType device) { return device == at::kCPU || at::hasCUDA(); }
+  static void set(const States& states) {
+    for (std::size_t i = 0; i < states.size(); ++i) {
+      if (!reaches(devices[i])) continue;
+      at::autocast::set_autocast_enabled(devices[i], states[i].enabled);
+      at::autocast::set_autocast_dtype(devices[i], states[i].dtype);
+    }
+  }
 
-  struct Before {
-    bool enabled;
-    at::ScalarType dtype;
-  };
-  std::array<Before, devices.size()> before_{};
+  States before_;
   bool other_dtype_ = false;  // the enclosing scope has another dtype
 };
 

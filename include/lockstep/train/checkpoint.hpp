@@ -3,14 +3,12 @@
 #include <algorithm>
 #include <cstdint>
 #include <filesystem>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <string_view>
 #include <utility>
 #include <vector>
 
-#include <ATen/Context.h>
 #include <ATen/core/Tensor.h>
 #include <torch/nn/module.h>
 #include <torch/serialize/archive.h>
@@ -18,6 +16,7 @@
 #include "lockstep/comm/agreement.hpp"
 #include "lockstep/comm/communicator.hpp"
 #include "lockstep/comm/detail/own_error.hpp"
+#include "lockstep/data/generator.hpp"
 #include "lockstep/detail/const_data.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/detail/served_call.hpp"
@@ -145,22 +144,11 @@ inline HookState read_hook_state(torch::serialize::InputArchive& archive) {
   return state;
 }
 
-/// Returns the state of a device's default generator, which `torch::manual_seed` seeds and dropout uses.
-inline at::Tensor default_generator_state(const at::Device& device = at::kCPU) {
-  at::Generator generator = at::globalContext().defaultGenerator(device);
-  const std::lock_guard lock(generator.mutex());
-  return generator.get_state();
-}
-inline void set_default_generator_state(const at::Tensor& state, const at::Device& device = at::kCPU) {
-  at::Generator generator = at::globalContext().defaultGenerator(device);
-  const std::lock_guard lock(generator.mutex());
-  generator.set_state(state);
-}
-
 /// The per-rank state of a checkpoint: generators, loss so far in the epoch, local buffers, state of the
 /// communication hook, and data position.
 struct RankState {
   Total loss;
+  std::vector<Total> parts;                // of the loss, in their order
   at::Tensor generator, device_generator;  // of the CPU, and of the model's device if that is not the CPU
   std::vector<at::Tensor> buffers;
   std::optional<HookState> hook;
@@ -170,6 +158,9 @@ struct RankState {
     torch::serialize::OutputArchive archive;
     archive.write("loss_sum", c10::IValue(loss.sum));
     archive.write("loss_count", c10::IValue(loss.count));
+    std::vector<double> numbers;
+    for (const Total& part : parts) numbers.insert(numbers.end(), {part.sum, part.count});
+    archive.write("loss_parts", c10::IValue(numbers));
     archive.write("generator", generator, /*is_buffer=*/true);
     if (device_generator.defined()) archive.write("device_generator", device_generator, /*is_buffer=*/true);
     archive.write("buffers", c10::IValue(static_cast<std::int64_t>(buffers.size())));
@@ -183,6 +174,11 @@ struct RankState {
     torch::serialize::InputArchive archive = archive_of(bytes);
     RankState state;
     state.loss = {read_number(archive, "loss_sum"), read_number(archive, "loss_count")};
+    if (c10::IValue parts; archive.try_read("loss_parts", parts) && parts.isDoubleList()) {
+      const std::vector<double> numbers = parts.toDoubleVector();
+      for (std::size_t i = 0; i + 1 < numbers.size(); i += 2)
+        state.parts.push_back({numbers[i], numbers[i + 1]});
+    }
     if (!archive.try_read("generator", state.generator, /*is_buffer=*/true)) refuse_archive("generator");
     (void)archive.try_read("device_generator", state.device_generator, /*is_buffer=*/true);
     const std::int64_t buffers = read_length(archive, "buffers");
@@ -205,8 +201,12 @@ RankState state_of_rank(const std::vector<RankState>& saved, int rank, int size)
   const auto own = static_cast<std::size_t>(rank);
   if (saved.size() == static_cast<std::size_t>(size)) return saved[own];
   RankState state;
-  for (std::size_t i = own; i < saved.size(); i += static_cast<std::size_t>(size))
+  for (std::size_t i = own; i < saved.size(); i += static_cast<std::size_t>(size)) {
     state.loss += saved[i].loss;
+    state.parts.resize(std::max(state.parts.size(), saved[i].parts.size()));
+    for (std::size_t part = 0; part < saved[i].parts.size(); ++part)
+      state.parts[part] += saved[i].parts[part];
+  }
   if (own < saved.size()) {
     state.generator = saved[own].generator;
     state.device_generator = saved[own].device_generator;

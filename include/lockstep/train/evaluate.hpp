@@ -2,6 +2,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <torch/nn/module.h>
@@ -125,11 +126,48 @@ struct EvaluationOptions {
 
 namespace lockstep::detail {
 
+/// Returns `own`, or zeros of the dtype and shape of the other ranks' tensors if it is undefined. Collective.
+/// Throws MismatchError if those of two ranks differ, DataError if no rank has one. `what` names them.
+template <Communicator C>
+at::Tensor own_or_zeros(const at::Tensor& own, const char* what, C& comm) {
+  std::string shape;  // the dtype and the sizes as bytes
+  const auto put = [&](std::int64_t number) {
+    shape.append(reinterpret_cast<const char*>(&number), sizeof number);
+  };
+  if (own.defined()) {
+    put(static_cast<std::int64_t>(own.scalar_type()));
+    for (const std::int64_t size : own.sizes()) put(size);
+  }
+  const auto zeros_of = [](const std::string& shape) {
+    std::vector<std::int64_t> numbers(shape.size() / sizeof(std::int64_t));
+    std::memcpy(numbers.data(), shape.data(), shape.size());
+    return at::zeros(at::IntArrayRef(numbers).slice(1), static_cast<at::ScalarType>(numbers[0]));
+  };
+  const std::vector<std::string> shapes = comm.all_gather_bytes(shape);
+  std::size_t first = 0;
+  while (first < shapes.size() && shapes[first].empty()) ++first;
+  if (first == shapes.size())
+    throw CollectiveError<DataError>(
+        detail::formatted("the dataset has no samples, so that the {} of a metric have no shape", what) +
+            ": evaluate one with samples",
+        comm.size());
+  for (std::size_t rank = first + 1; rank < shapes.size(); ++rank)
+    if (!shapes[rank].empty() && shapes[rank] != shapes[first])
+      throw CollectiveError<MismatchError>(
+          detail::formatted("a metric returned {} of {} on rank {} and of {} on rank {}: return a tensor of "
+                            "the same shape on every rank",
+                            what, describe(zeros_of(shapes[first])), RankNames(comm)(first),
+                            describe(zeros_of(shapes[rank])), RankNames(comm)(rank)),
+          comm.size());
+  return own.defined() ? own : zeros_of(shapes[first]);
+}
+
 /// Accumulates the Sums of a metric on their device.
 class SumsMeter {
  public:
   /// Throws DataError if the shape is not that of the batches before.
-  void add(const Sums& sums) {
+  template <class Batch>
+  void add(const Sums& sums, const Batch&) {
     // A copy: the metric may keep the tensor and change it.
     at::Tensor values = sums.values.detach().to(at::kDouble, /*non_blocking=*/false, /*copy=*/true);
     if (!total_.defined()) {
@@ -144,25 +182,10 @@ class SumsMeter {
   }
 
   /// Returns the total over all ranks, fp64 on the CPU. A rank without a batch contributes zeros. Collective.
-  /// Throws MismatchError if the ranks' shapes differ, DataError if no rank had a batch.
+  /// Throws as own_or_zeros.
   template <Communicator C>
   at::Tensor total(C& comm) {
-    const std::vector<std::string> shapes = comm.all_gather_bytes(shape());
-    std::size_t first = 0;
-    while (first < shapes.size() && shapes[first].empty()) ++first;
-    if (first == shapes.size())
-      throw CollectiveError<DataError>(
-          "the dataset has no samples, so that the sums of a metric have no shape: evaluate one with samples",
-          comm.size());
-    for (std::size_t rank = first + 1; rank < shapes.size(); ++rank)
-      if (!shapes[rank].empty() && shapes[rank] != shapes[first])
-        throw CollectiveError<MismatchError>(
-            detail::formatted("a metric returned sums of {} on rank {} and of {} on rank {}: return a tensor "
-                              "of the same shape on every rank",
-                              describe(zeros_of(shapes[first])), RankNames(comm)(first),
-                              describe(zeros_of(shapes[rank])), RankNames(comm)(rank)),
-            comm.size());
-    if (!total_.defined()) total_ = zeros_of(shapes[first]);
+    total_ = own_or_zeros(total_, "sums", comm);
     if (comm.size() == 1) return total_.cpu();
     const at::Tensor sum = total_.to(comm_device(comm)).contiguous();
     comm.all_reduce(sum, ReduceOp::sum).wait();
@@ -170,21 +193,62 @@ class SumsMeter {
   }
 
  private:
-  // The sizes as bytes after a marker, so that a scalar differs from no batch.
-  [[nodiscard]] std::string shape() const {
-    if (!total_.defined()) return {};
-    std::string bytes = "s";
-    for (const std::int64_t size : total_.sizes())
-      bytes.append(reinterpret_cast<const char*>(&size), sizeof size);
-    return bytes;
-  }
-  static at::Tensor zeros_of(const std::string& shape) {
-    std::vector<std::int64_t> sizes((shape.size() - 1) / sizeof(std::int64_t));
-    if (!sizes.empty()) std::memcpy(sizes.data(), shape.data() + 1, shape.size() - 1);
-    return at::zeros(sizes, at::kDouble);
+  at::Tensor total_;
+};
+
+/// Keeps the PerSample values of a metric on their device.
+class PerSampleMeter {
+ public:
+  /// Throws DataError if the batch has another number of samples, or if shape or dtype differ from those of the
+  /// batches before.
+  template <class Batch>
+  void add(const PerSample& per_sample, const Batch& batch) {
+    const at::Tensor& values = per_sample.values;
+    if constexpr (Countable<Batch>)
+      if (values.dim() == 0 || values.size(0) != samples_in(batch))
+        throw DataError(detail::formatted(
+            "a metric returned values per sample of {} for a batch of {}: return a tensor whose first "
+            "dimension counts the samples",
+            describe(values), samples_in(batch)));
+    if (!all_.empty() && (all_[0].scalar_type() != values.scalar_type() ||
+                          all_[0].sizes().slice(1) != values.sizes().slice(1)))
+      throw DataError(detail::formatted(
+          "a metric returned values of {} per sample after values of {}: return the same shape and dtype for "
+          "each sample",
+          describe(values), describe(all_[0])));
+    all_.push_back(values.detach().clone());  // the metric may keep the tensor and change it
   }
 
-  at::Tensor total_;
+  /// Returns the values of all ranks, one rank after another, on the communicator's device. Collective. Throws as
+  /// own_or_zeros.
+  template <class C>
+  at::Tensor total(C& comm) {
+    at::Tensor own = all_.empty() ? at::Tensor() : at::cat(all_);
+    const at::Tensor empty = own_or_zeros(own.defined() ? own.slice(0, 0, 0) : own, "values", comm);
+    if (!own.defined()) own = empty;
+    if (comm.size() == 1) return own;
+    std::vector<std::int64_t> rows;
+    for (const std::string& count : comm.all_gather_bytes(std::to_string(own.size(0))))
+      rows.push_back(std::stoll(count));
+    // One message of equal size from each rank, as bytes: a backend need not know the dtype.
+    const at::Device device = comm_device(comm);
+    std::vector<std::int64_t> sizes = empty.sizes().vec();
+    sizes[0] = *std::max_element(rows.begin(), rows.end());
+    const at::Tensor padded = at::zeros(sizes, own.options().device(device));
+    padded.narrow(0, 0, own.size(0)).copy_(own);
+    sizes.insert(sizes.begin(), comm.size());
+    const at::Tensor gathered = at::empty(sizes, padded.options());
+    if (padded.numel() > 0)
+      comm.all_gather(gathered.view({comm.size(), -1}).view(at::kByte), padded.view({-1}).view(at::kByte))
+          .wait();
+    std::vector<at::Tensor> parts;
+    for (std::size_t rank = 0; rank < rows.size(); ++rank)
+      parts.push_back(gathered[static_cast<std::int64_t>(rank)].narrow(0, 0, rows[rank]));
+    return at::cat(parts);
+  }
+
+ private:
+  std::vector<at::Tensor> all_;
 };
 
 /// What `metric(output, batch)` or `metric(model, batch)` returns; `measure` calls it so.
@@ -196,6 +260,15 @@ decltype(auto) call_metric(Metric& metric, M& model, const at::Tensor& output, B
     return metric(model, batch);
 }
 
+/// Returns what the metric computes from the total of its values, or the total.
+template <class Metric>
+auto computed(Metric& metric, const at::Tensor& total) {
+  if constexpr (ComputingMetric<Metric>)
+    return metric.compute(total);
+  else
+    return total;
+}
+
 /// How evaluate accumulates a metric, and the type of its result.
 template <class Metric, class M, class Batch>
 struct Measured {
@@ -203,14 +276,15 @@ struct Measured {
   using Result = double;
 };
 template <class Metric, class M, class Batch>
-requires std::same_as<
-    std::remove_cvref_t<decltype(call_metric(std::declval<Metric&>(), std::declval<M&>(),
-                                             std::declval<const at::Tensor&>(), std::declval<Batch&>()))>,
-    Sums>
+using MetricValue = std::remove_cvref_t<decltype(call_metric(
+    std::declval<Metric&>(), std::declval<M&>(), std::declval<const at::Tensor&>(), std::declval<Batch&>()))>;
+template <class Metric, class M, class Batch>
+requires std::same_as<MetricValue<Metric, M, Batch>, Sums> ||
+    std::same_as<MetricValue<Metric, M, Batch>, PerSample>
 struct Measured<Metric, M, Batch> {
-  using Meter = SumsMeter;
-  using Result =
-      std::remove_cvref_t<decltype(std::declval<Metric&>().compute(std::declval<const at::Tensor&>()))>;
+  using Meter =
+      std::conditional_t<std::same_as<MetricValue<Metric, M, Batch>, Sums>, SumsMeter, PerSampleMeter>;
+  using Result = std::remove_cvref_t<decltype(computed(std::declval<Metric&>(), at::Tensor()))>;
 };
 
 template <class M, class Batch, class... Meters, class... Metrics>
@@ -219,10 +293,10 @@ void measure(M& model, Batch& batch, std::tuple<Meters...>& meters, Metrics&... 
   if constexpr ((OutputMetric<Metrics, Batch> || ...)) output = call_model(model, batch.data);
   const auto add = [&](auto& meter, auto& metric) {
     decltype(auto) value = call_metric(metric, model, output, batch);
-    if constexpr (std::same_as<std::remove_cvref_t<decltype(meter)>, SumsMeter>)
-      meter.add(value);
-    else
+    if constexpr (std::same_as<std::remove_cvref_t<decltype(meter)>, MeanMeter>)
       add_to(meter, value, batch);
+    else
+      meter.add(value, batch);
   };
   [&]<std::size_t... i>(std::index_sequence<i...>, const auto& all) {
     (add(std::get<i>(meters), std::get<i>(all)), ...);
@@ -245,7 +319,7 @@ std::tuple<Results...> results_of(C& comm, std::tuple<Meters...>& meters, Metric
     if constexpr (std::same_as<Meter, MeanMeter>)
       return totals[next++].mean();
     else
-      return metric.compute(meter.total(comm));
+      return computed(metric, meter.total(comm));
   };
   return [&]<std::size_t... i>(std::index_sequence<i...>, const auto& all) {
     // Braces evaluate from left to right: every rank calls the collectives in the same order.
@@ -291,7 +365,8 @@ struct CheckedEvaluation {
       static_assert(
           measurable,
           "lockstep: a metric is called as metric(output, batch) or metric(model, batch) and returns a "
-          "Mean{sum, count}, a tensor of one element, or Sums{values} if it has compute(total)");
+          "Mean{sum, count}, a tensor of one element, PerSample{values}, or Sums{values} if it has "
+          "compute(total)");
       return measurable;
     } else {
       return false;
@@ -307,11 +382,11 @@ namespace lockstep {
 /// metric over all samples: the same value on every rank, equal to that of a single process.
 ///
 /// Batches are copied to the model's device. The result of a metric is a double, NaN for an empty dataset,
-/// or what its `compute` returns. One metric returns its result, several a std::tuple of results. Rank 0's
-/// buffers (running statistics) are broadcast first. Every submodule's mode is restored afterwards. An
-/// exception of the dataset, the model or a metric that not every rank throws within two seconds aborts the
-/// communicator: the other ranks throw PeerError. Throws MismatchError if the ranks' datasets differ in
-/// their number of samples. Collective.
+/// the tensor of its PerSample values, or what its `compute` returns. One metric returns its result, several
+/// a std::tuple of results. Rank 0's buffers (running statistics) are broadcast first. Every submodule's mode
+/// is restored afterwards. An exception of the dataset, the model or a metric that not every rank throws
+/// within two seconds aborts the communicator: the other ranks throw PeerError. Throws MismatchError if the
+/// ranks' datasets differ in their number of samples. Collective.
 template <Model M, Communicator C, class D, class... Metrics>
 auto evaluate(M& model, C& comm, D&& dataset, const EvaluationOptions& options, Metrics&&... metrics) {
   using Data = std::remove_reference_t<D>;

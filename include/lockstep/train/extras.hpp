@@ -8,6 +8,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <string_view>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -127,8 +128,8 @@ RateSchedule(Function) -> RateSchedule<Function>;
 
 /// A check of the gradients before any GradientCallback sees them.
 ///
-/// 1. `watch(named_parameters)` is called once, before the first backward. It may register hooks on the
-///    parameters; the destructor removes them.
+/// 1. `watch(named_parameters)` is called before the first backward, and before an epoch in which other
+///    parameters require grad. It may register hooks on them; the next call or the destructor removes them.
 /// 2. `check(gradients, comm)` is called on every rank after the backward of each step. If it throws, it
 ///    throws the same exception on every rank, and the step does not run.
 /// 3. `begin_step()`, if there is one, is called before the first forward of each step. A step that fails
@@ -304,6 +305,9 @@ struct EpochReport {
   std::int64_t skipped = 0;
   /// Peak memory of this rank in bytes since the process started; see peak_memory().
   std::int64_t peak_memory = 0;
+  /// The named parts of the loss over every sample of every rank, if the loss returns any; identical on all
+  /// ranks. `mean()` of a Total is the part's mean.
+  std::vector<std::pair<std::string_view, Total>> losses = {};
 };
 
 /// A callback after each epoch, on every rank: `on_epoch(report)`, or `on_epoch(report, comm)` with the
@@ -372,6 +376,61 @@ auto call_callback([[maybe_unused]] E& callback, const EpochReport& report, [[ma
     return callback.on_epoch(report);
 }
 
+// A class has a member of a name if the lookup is ambiguous in a class derived from it and from MemberNames.
+struct MemberNames {
+  int on_gradients, on_step, on_profile, on_epoch_start, on_epoch;
+};
+template <class E>
+struct WithMemberNames : E, MemberNames {};
+template <class E>
+requires(!std::is_class_v<E> || std::is_final_v<E>) struct WithMemberNames<E> : MemberNames {
+};
+
+/// Diagnoses the members of a callback of `fit`, one of which may be right and another not.
+template <class Callback, class Comm>
+constexpr bool checked_callback() {
+  using Members = WithMemberNames<std::remove_cv_t<Callback>>;
+  constexpr bool gradients = GradientCallback<Callback> || requires {
+    &Members::on_gradients;
+  };
+  constexpr bool profile = ProfileCallback<Callback> || requires {
+    &Members::on_profile;
+  };
+  constexpr bool step = StepCallback<Callback> || requires {
+    &Members::on_step;
+  }
+  || requires(Callback & callback, const StepReport& report, Comm& comm) {
+    callback.on_step(report, comm);
+  };
+  constexpr bool start = EpochStartCallback<Callback> || requires {
+    &Members::on_epoch_start;
+  }
+  || requires(Callback & callback, const EpochPlan& plan, Comm& comm) {
+    callback.on_epoch_start(plan, comm);
+  };
+  constexpr bool epoch = EpochCallback<Callback> || requires {
+    &Members::on_epoch;
+  }
+  || requires(Callback & callback, const EpochReport& report, Comm& comm) {
+    callback.on_epoch(report, comm);
+  };
+  static_assert(gradients,
+                "lockstep: on_gradients of a callback takes const Gradients&: fit would not call it");
+  static_assert(profile,
+                "lockstep: on_profile of a callback takes const StepReport& and const StepProfile&: "
+                "fit would not call it");
+  static_assert(step,
+                "lockstep: on_step of a callback takes const StepReport&, and the communicator if it "
+                "likes: fit would not call it");
+  static_assert(start,
+                "lockstep: on_epoch_start of a callback takes const EpochPlan&, and the communicator if "
+                "it likes: fit would not call it");
+  static_assert(epoch,
+                "lockstep: on_epoch of a callback takes const EpochReport&, and the communicator if it "
+                "likes: fit would not call it");
+  return gradients && profile && step && start && epoch;
+}
+
 /// Whether the callback can stop `fit` at this event.
 template <class E, class Report, class Comm>
 inline constexpr bool can_stop =
@@ -435,6 +494,7 @@ class CheckFinite {
   CheckFinite& operator=(CheckFinite&&) = default;
 
   void watch(const std::vector<NamedTensor>& parameters) {
+    watched_.clear();
     for (std::size_t i = 0; i < parameters.size(); ++i)
       if (parameters[i].tensor.requires_grad())
         watched_.push_back(std::make_unique<Watch>(i, parameters[i].tensor));

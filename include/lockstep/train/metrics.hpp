@@ -1,9 +1,13 @@
 #pragma once
 
+#include <algorithm>
+#include <array>
 #include <cmath>
 #include <concepts>
 #include <cstdint>
 #include <optional>
+#include <string_view>
+#include <tuple>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -162,31 +166,82 @@ struct Sums {
   at::Tensor values;
 };
 
+/// Values of each sample of a batch, such as the model's output. A metric that returns them gets those of all
+/// samples and ranks, in the dataset's order. The dtype and the shape of a sample's values are the same in
+/// every batch on every rank.
+/// Counterpart: `Accelerator.gather_for_metrics` of Accelerate.
+struct PerSample {
+  /// The values, [samples, ...].
+  at::Tensor values;
+};
+
 }  // namespace lockstep
 
 namespace lockstep::detail {
+/// A string literal as a template argument.
+template <std::size_t size>
+struct PartName {
+  char text[size];  // NOLINT(modernize-avoid-c-arrays): a structural type
+  consteval PartName(const char (&literal)[size]) { std::copy_n(literal, size, text); }
+  [[nodiscard]] constexpr std::string_view view() const { return {text, size - 1}; }
+};
+
+/// A part of a loss with its name; see `named`.
+template <PartName part_name, class Value>
+struct Named {
+  static constexpr std::string_view name = part_name.view();
+  Value value;
+};
+template <class T>
+inline constexpr bool is_named = false;
+template <PartName name, class Value>
+inline constexpr bool is_named<Named<name, Value>> = true;
+template <class T>
+concept NamedPart = is_named<T>;
+
+template <class... Parts>
+consteval bool names_differ() {
+  std::array<std::string_view, sizeof...(Parts)> names{Parts::name...};
+  std::sort(names.begin(), names.end());
+  return std::adjacent_find(names.begin(), names.end()) == names.end();
+}
+
 template <class T>
 concept MeanOrTensor =
     std::same_as<std::remove_cvref_t<T>, Mean> || std::same_as<std::remove_cvref_t<T>, at::Tensor>;
 
+template <class M>
+concept ComputingMetric = requires(M& metric, const at::Tensor& total) {
+  metric.compute(total);
+};
+
 // What a metric may return for a batch. A metric that returns Sums computes its value from their total.
 template <class T, class M>
-concept MeasuredBy = MeanOrTensor<T> ||
-    (std::same_as<std::remove_cvref_t<T>, Sums>&& requires(M& metric, const at::Tensor& total) {
-      metric.compute(total);
-    });
+concept MeasuredBy = MeanOrTensor<T> || std::same_as<std::remove_cvref_t<T>, PerSample> ||
+    (std::same_as<std::remove_cvref_t<T>, Sums>&& ComputingMetric<M>);
+
+// What a loss returns: a mean, or a tuple of the mean and of named parts that are reported with it.
+template <class T>
+inline constexpr bool is_loss = MeanOrTensor<T>;
+template <MeanOrTensor Loss, NamedPart... Parts>
+inline constexpr bool is_loss<std::tuple<Loss, Parts...>> =
+    (MeanOrTensor<decltype(Parts::value)> && ...) && names_differ<Parts...>();
+template <class T>
+concept LossResult = is_loss<std::remove_cvref_t<T>>;
 
 }  // namespace lockstep::detail
 
 namespace lockstep {
 
 /// A metric of the model's output: `metric(output, batch)` is called without autograd on each of this rank's
-/// batches and returns one of three forms. A lambda may be a metric.
+/// batches and returns one of four forms. A lambda may be a metric.
 ///
 /// 1. A Mean over the batch. The sums and counts of all batches and ranks are added and divided once.
 /// 2. A tensor of one element, the mean over the batch's samples: the same, weighted by the samples.
 /// 3. Sums. The tensors of all batches and ranks are added, and `metric.compute(total)` makes the result of
 ///    their total, an fp64 tensor on the CPU, equal on every rank. docs/metrics.md has an example.
+/// 4. PerSample. The result is the values of all samples, [samples, ...] on the communicator's device, in the
+///    dataset's order and equal on every rank, or what `metric.compute(values)` returns if it has that.
 template <class M, class Batch>
 concept OutputMetric = requires(M& metric, const at::Tensor& output, Batch& batch) {
   { metric(output, batch) } -> detail::MeasuredBy<M>;
@@ -266,22 +321,62 @@ void add_to(MeanMeter& meter, const at::Tensor& mean, const Batch& batch) {
   meter.add(mean, samples, samples);
 }
 
+using NamedMeters = std::vector<std::pair<std::string_view, MeanMeter>>;
+
+/// The named parts of what a loss returns.
+template <class Result>
+struct LossParts {
+  static NamedMeters meters() { return {}; }
+  template <class Batch>
+  static Result take(Result result, const Batch&, NamedMeters&) {
+    return result;
+  }
+};
+template <class Loss, class... Parts>
+struct LossParts<std::tuple<Loss, Parts...>> {
+  /// Returns an empty meter for each part.
+  static NamedMeters meters() {
+    NamedMeters meters(sizeof...(Parts));
+    std::size_t i = 0;
+    ((meters[i++].first = Parts::name), ...);
+    return meters;
+  }
+  /// Adds the parts of one batch to their meters, and returns the loss itself.
+  template <class Batch>
+  static Loss take(std::tuple<Loss, Parts...> result, const Batch& batch, NamedMeters& meters) {
+    std::apply(
+        [&, i = std::size_t{0}](const Loss&, const Parts&... parts) mutable {
+          (add_to(meters[i++].second, parts.value, batch), ...);
+        },
+        result);
+    return std::get<0>(std::move(result));
+  }
+};
+
 }  // namespace lockstep::detail
 
 namespace lockstep {
 
-/// A loss: `loss(model, batch)` runs the model and returns one of two forms.
+/// Names a part of a loss, a tensor or a Mean; see LossFunction.
+template <detail::PartName name, class Value>
+detail::Named<name, std::decay_t<Value>> named(Value&& value) {
+  return {std::forward<Value>(value)};
+}
+
+/// A loss: `loss(model, batch)` runs the model and returns one of three forms.
 ///
 /// 1. A tensor of one element: the mean over the batch's samples. It is weighted by the number of samples.
 /// 2. A Mean whose sum takes part in autograd: for losses averaged over tokens, pixels, weights or targets
 ///    that are not ignored. A cross_entropy with ignored targets or class weights divides by something other
 ///    than the number of samples, so its tensor would get a wrong weight; counted_cross_entropy returns a
 ///    Mean.
+/// 3. A std::tuple of one of these and of named parts, each a tensor or a Mean, such as
+///    `std::tuple{box + label, named<"box">(box), named<"label">(label)}`. EpochReport::losses has the parts.
 ///
 /// The optimizer descends the mean over all ranks' samples, or over all ranks' counts.
 template <class L, class Model, class Batch>
 concept LossFunction = requires(L& loss, Model& model, Batch& batch) {
-  { loss(model, batch) } -> detail::MeanOrTensor;
+  { loss(model, batch) } -> detail::LossResult;
 };
 
 /// A loss that returns a Mean. Only the data determines its count.

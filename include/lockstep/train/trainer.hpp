@@ -110,13 +110,20 @@ class Trainer : detail::CheckedPolicies<Policies...> {
   ///    ranks, before the optimizer steps. On GPUs the other ranks learn of it in their next step, or at the end
   ///    of the epoch, and the communicator is aborted (DistributedDataParallel::backward).
   ///
+  /// Parameters may be frozen and unfrozen by `requires_grad_` between epochs: before `fit`, in an
+  /// EpochStartCallback or an EpochCallback, on every rank. The epoch then reduces the gradients of those that
+  /// require grad; the optimizer keeps its state and leaves the others as they are. Checkpoints hold which are
+  /// frozen, and load_checkpoint restores it. Throws MismatchError if the ranks differ, UsageError in the next
+  /// step if `requires_grad_` was called within an epoch, or with a StatefulHook.
+  ///
   /// Returns the report of the last epoch. If the call trains no epoch, since the options ask for none or a
   /// callback stops it before the first, the report's loss is NaN, its `seconds` is 0, and its `epoch` and
   /// `step` are the trainer's. Throws MismatchError if the ranks' options or data differ, DataError if there
   /// is nothing to train on.
   template <class D, class Loss, class... Callbacks>
   EpochReport fit(D&& data, Loss&& loss, Callbacks&&... callbacks) {
-    using Checked = detail::CheckedFit<Model, std::remove_reference_t<D>, Loss, Callbacks...>;
+    using Checked = detail::CheckedFit<Model, Comm, std::remove_reference_t<D>, Loss,
+                                       std::remove_reference_t<Callbacks>...>;
     const detail::CallScope scope("Trainer::fit");
     if constexpr (Types::complete()) {  // otherwise a sentence of CheckedPolicies is the only error
       if constexpr (Checked::good()) return run(data, loss, callbacks...);
@@ -163,7 +170,7 @@ class Trainer : detail::CheckedPolicies<Policies...> {
     auto run = checkpointed_run(parts...);
     write_checkpoint(run, path, [&] {
       if (save_data_position_) position_.skipped = skipped_.count();
-      return own_state(run, !options_.ddp.broadcast_buffers, meter_, save_data_position_, resumed_);
+      return own_state(run, !options_.ddp.broadcast_buffers, meter_, parts_, save_data_position_, resumed_);
     });
   }
   /// Restores a checkpoint of save_checkpoint into a trainer that was constructed with the same arguments.
@@ -267,6 +274,7 @@ class Trainer : detail::CheckedPolicies<Policies...> {
     static_assert((detail::checked_value<Given, Policies...>() && ...));
     position_.batch_size = options_.batch_size;
     position_.accumulate = options_.accumulate;
+    position_.frozen = frozen();
     if constexpr (Types::has(detail::PolicyKind::schedule))
       for (const auto& group : optimizer_->param_groups())
         position_.rates.push_back(group.options().get_lr());
@@ -287,18 +295,66 @@ class Trainer : detail::CheckedPolicies<Policies...> {
     forbid_in_rank_zero_scope(name);
     if (save_data_position_)
       throw detail::CollectiveError<UsageError>(detail::formatted("{} inside fit: call it before", name));
-    std::optional<detail::RankState> read = read_checkpoint(checkpointed_run(parts...), path, required);
+    std::optional<detail::RankState> read = read_checkpoint(
+        checkpointed_run(parts...), path, required, [&](const std::vector<std::int64_t>& indices) {
+          for (std::int64_t i = 0; const NamedTensor& parameter : ddp_.named_parameters())
+            parameter.tensor.set_requires_grad(!std::binary_search(indices.begin(), indices.end(), i++));
+          follow_requires_grad();
+        });
     const bool found = read.has_value();
     if (found) resumed_ = std::move(read);
     return found;
   }
 
+  // The indices of the parameters that do not require grad.
+  std::vector<std::int64_t> frozen() const {
+    std::vector<std::int64_t> indices;
+    for (std::int64_t i = 0; const NamedTensor& parameter : ddp_.named_parameters()) {
+      if (!parameter.tensor.requires_grad()) indices.push_back(i);
+      ++i;
+    }
+    return indices;
+  }
+
+  // Constructs the DistributedDataParallel again if a parameter was frozen or unfrozen since. Collective.
+  void follow_requires_grad() {
+    std::vector<std::int64_t> now = frozen();
+    if (!any_rank(comm_, now != position_.frozen)) return;
+    check_same_model(ddp_.named_parameters(), {}, comm_);
+    if constexpr (StatefulHook<Hook>) {
+      throw detail::CollectiveError<UsageError>(
+          "a parameter was frozen or unfrozen, and the communication hook of this Trainer has state for each "
+          "parameter: freeze parameters before the Trainer is constructed, or use a hook without state");
+    } else {
+      ddp_.synchronize();
+      DdpOptions options = options_.ddp;
+      options.init_sync = false;  // the ranks' own buffers stay
+      if constexpr (requires { ddp_.hook(); })
+        ddp_ = typename Kept::Ddp(model_.get(), comm_, options, std::move(ddp_.hook()));
+      else
+        ddp_ = typename Kept::Ddp(model_.get(), comm_, options);
+      each_extra([&]<class E>([[maybe_unused]] E& extra) {
+        if constexpr (GradientCheck<E>) extra.watch(ddp_.named_parameters());
+      });
+      position_.frozen = std::move(now);
+    }
+  }
+
+  // Constructs the sampler from the dataset if its type can be, and otherwise from the length.
+  template <class D>
+  auto sampler_for(D& dataset) {
+    const SamplerOptions split{options_.seed, options_.shuffle, options_.drop_last, options_.pad};
+    if constexpr (std::constructible_from<SamplerType, D&, const Comm&, SamplerOptions>)
+      return SamplerType(dataset, comm_, split);
+    else
+      return make_sampler<SamplerType>(dataset_size(dataset), comm_, split);
+  }
+
   template <Dataset D, class Loss, class... Callbacks>
   EpochReport run(D& dataset, Loss& loss, Callbacks&... callbacks) {
-    const SamplerOptions split{options_.seed, options_.shuffle, options_.drop_last, options_.pad};
     auto loader = detail::aborting(comm_, [&] {
       return DataLoader{detail::DatasetView{dataset},
-                        make_sampler<SamplerType>(dataset_size(dataset), comm_, split),
+                        sampler_for(dataset),
                         {.batch_size = static_cast<std::size_t>(options_.batch_size),
                          .num_workers = static_cast<std::size_t>(options_.num_workers),
                          .pin_memory = true}};
@@ -340,11 +396,9 @@ class Trainer : detail::CheckedPolicies<Policies...> {
       position_.first_step = position_.step;
     }
     const detail::RunLength length(options_, steps_in_epoch, position_.first_epoch, position_.first_step);
-    Total so_far = resumed_ ? resumed_->loss : Total{};
-    resumed_.reset();
+    detail::RankState so_far = std::exchange(resumed_, std::nullopt).value_or(detail::RankState{});
     const detail::Fitting fitting(position_, save_data_position_,
                                   [&source](auto& archive) { source.save(archive); });
-    ddp_.record_completions((ProfileCallback<Callbacks> || ...));
     EpochReport report{.epoch = position_.epoch,
                        .step = position_.step,
                        .loss = std::numeric_limits<double>::quiet_NaN(),
@@ -352,6 +406,8 @@ class Trainer : detail::CheckedPolicies<Policies...> {
     while (!length.reached(position_.epoch, position_.step)) {
       const EpochPlan plan = length.plan(position_.epoch, position_.step - position_.step_in_epoch);
       if (notify_all(plan, callbacks...)) break;
+      follow_requires_grad();
+      ddp_.record_completions((ProfileCallback<Callbacks> || ...));
       const std::int64_t before = position_.step - position_.step_in_epoch;
       bool stopped = false;
       report = run_epoch(source, plan, std::exchange(so_far, {}), stopped, loss, callbacks...);
@@ -365,8 +421,8 @@ class Trainer : detail::CheckedPolicies<Policies...> {
   }
 
   template <class Source, class Loss, class... Callbacks>
-  EpochReport run_epoch(Source& source, const EpochPlan& plan, const Total& so_far, bool& stopped, Loss& loss,
-                        Callbacks&... callbacks) {
+  EpochReport run_epoch(Source& source, const EpochPlan& plan, const detail::RankState& so_far, bool& stopped,
+                        Loss& loss, Callbacks&... callbacks) {
     const auto begin = std::chrono::steady_clock::now();
     std::int64_t& done = position_.step_in_epoch;
     Progress progress(options_.progress ? world_.log : world_.log.at(Level::warning),
@@ -376,12 +432,20 @@ class Trainer : detail::CheckedPolicies<Policies...> {
     detail::aborting(comm_, [&] { source.begin_epoch(plan.epoch); });
     skipped_ = detail::SkippedSteps(position_.skipped);
     meter_ = MeanMeter();
-    meter_.add(so_far);
+    meter_.add(so_far.loss);
+    using Parts =
+        detail::LossParts<std::remove_cvref_t<std::invoke_result_t<Loss&, Model&, typename Source::Batch&>>>;
+    parts_ = Parts::meters();
+    for (std::size_t i = 0; i < std::min(parts_.size(), so_far.parts.size()); ++i)
+      parts_[i].second.add(so_far.parts[i]);
+    auto descended = [&](Model& model, typename Source::Batch& batch) {
+      return Parts::take(std::invoke(loss, model, batch), batch, parts_);
+    };
     constexpr bool profiled = (ProfileCallback<Callbacks> || ...);
     [[maybe_unused]] std::conditional_t<profiled, detail::StepTimer, detail::NoStepTimer> timer;
     while (done != plan.steps && !stopped) {
       if constexpr (profiled) timer.begin();
-      const double counted = step_.run(source, loss, {position_.epoch, position_.step, position_.rates},
+      const double counted = step_.run(source, descended, {position_.epoch, position_.step, position_.rates},
                                        extras_, callbacks..., timer);
       if (counted == 0 && !Source::counts_beforehand && !any_rank(comm_, source.had_data())) break;
       skipped_.add(step_.stepped());
@@ -408,12 +472,19 @@ class Trainer : detail::CheckedPolicies<Policies...> {
     done = 0;
     const std::int64_t skipped = skipped_.count();
     position_.skipped = 0;
-    Total total = meter_.total();
-    sum_over_ranks(std::span(&total, 1), comm_);
-    if (!std::isfinite(total.sum)) warn_of_loss(plan.epoch);
-    progress.finish(total.mean());
-    const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - begin;
-    return {plan.epoch, position_.step, total.mean(), elapsed.count(), skipped, peak_memory()};
+    std::vector<Total> totals{meter_.total()};
+    for (auto& [name, part] : parts_) totals.push_back(part.total());
+    sum_over_ranks(std::span(totals), comm_);
+    if (!std::isfinite(totals[0].sum)) warn_of_loss(plan.epoch);
+    EpochReport report{plan.epoch, position_.step, totals[0].mean(), 0, skipped, peak_memory()};
+    std::string named;
+    for (std::size_t i = 0; i < parts_.size(); ++i) {
+      report.losses.emplace_back(parts_[i].first, totals[i + 1]);
+      named += detail::formatted(", {} {:.4f}", parts_[i].first, totals[i + 1].mean());
+    }
+    progress.finish(report.loss, named);
+    report.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+    return report;
   }
 
   // A checkpoint also holds the extras, the precision and `parts` if they model Checkpointed.
@@ -498,6 +569,7 @@ class Trainer : detail::CheckedPolicies<Policies...> {
   std::unique_ptr<torch::optim::Optimizer> optimizer_;
   typename Kept::Step step_;
   MeanMeter meter_;  // of the running epoch
+  detail::NamedMeters parts_;
   detail::RunPosition position_;
   std::optional<detail::RankState> resumed_;     // of a loaded checkpoint, until the next `fit`
   detail::SaveDataPosition save_data_position_;  // saves the data position, inside `fit`

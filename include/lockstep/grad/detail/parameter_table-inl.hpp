@@ -63,7 +63,7 @@ LOCKSTEP_INLINE void WatchedParameters::require_equal_flags() const {
     if (parameter.tensor.requires_grad() != trained)
       throw UsageError(detail::formatted(
           "parameter '{}' was {} after DistributedDataParallel was made, which averages the gradients of "
-          "those that required grad then: construct it again",
+          "those that required grad then: construct it again, or with a Trainer do so between epochs",
           parameter.name, trained ? "frozen" : "unfrozen"));
   }
 }

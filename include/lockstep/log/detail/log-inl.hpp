@@ -93,7 +93,7 @@ LOCKSTEP_INLINE std::string progress_facts(const ProgressState& state) {
   auto text = state.total > 0 ? detail::formatted("{}/{}", state.done, state.total)
                               : detail::formatted("{}", state.done);
   text += detail::formatted(", {:.{}f} samples/s", rate, rate < 10 ? 2 : 0);
-  if (state.loss) text += detail::formatted(", loss {:.4f}", *state.loss);
+  if (state.loss) text += detail::formatted(", loss {:.4f}{}", *state.loss, state.more);
   return text + detail::formatted(", {} {}", clock_text(state.done >= state.total ? state.seconds : left),
                                   state.done >= state.total ? "in all" : "left");
 }
@@ -145,8 +145,9 @@ LOCKSTEP_INLINE void Progress::advance(double samples, std::optional<double> los
   show();
 }
 
-LOCKSTEP_INLINE void Progress::finish(std::optional<double> loss) {
+LOCKSTEP_INLINE void Progress::finish(std::optional<double> loss, std::string more) {
   if (loss) state_.loss = loss;
+  state_.more = std::move(more);
   if (std::exchange(finished_, true) || !enabled_ || !shown_) return;
   show();
   if (terminal_) {

@@ -154,14 +154,14 @@ struct CheckedPolicies {
 };
 
 // Diagnoses the arguments of `fit` with one static_assert each.
-template <class Model, class Data, class Loss, class... Callbacks>
+template <class Model, class Comm, class Data, class Loss, class... Callbacks>
 struct CheckedFit {
   static constexpr bool good() {
     constexpr bool trainable = Dataset<Data> || BatchStream<Data>;
     static_assert(
         trainable,
         "lockstep: fit trains on a dataset, which has size() and get(i) or get_batch(indices), or on a "
-        "stream, whose next() returns a std::optional batch");
+        "stream, whose next() returns a std::optional batch; the members of a const one are const");
     if constexpr (trainable) {
       using Batch = BatchFrom<Data>;
       constexpr bool callable = std::invocable<Loss&, Model&, Batch&>;
@@ -171,13 +171,14 @@ struct CheckedFit {
           callable,
           "lockstep: the loss is called as loss(model, batch), with the Trainer's model and a batch of the "
           "dataset");
-      static_assert(
-          a_loss || !callable,
-          "lockstep: the loss returns neither a tensor, the mean over the batch, nor a Mean{sum, count}");
+      static_assert(a_loss || !callable,
+                    "lockstep: the loss returns neither a tensor, the mean over the batch, nor a Mean{sum, "
+                    "count}, nor a "
+                    "std::tuple of one of them and of parts with different names");
       static_assert(all_callbacks,
                     "lockstep: after the loss, fit takes callbacks, such as OnStep{f}, OnEpochStart{f}, "
                     "OnEpoch{f} and OnGradients{f}");
-      return a_loss && all_callbacks;
+      return a_loss && all_callbacks && (checked_callback<Callbacks, Comm>() && ...);
     } else {
       return false;
     }

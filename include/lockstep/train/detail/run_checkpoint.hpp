@@ -40,11 +40,14 @@ struct RunPosition {
   std::int64_t batch_size = 0, accumulate = 0;
   /// Learning rates of the optimizer's groups before any schedule; empty without a schedule.
   std::vector<double> rates;
+  /// Indices of the parameters that do not require grad. Unset if the checkpoint does not have them.
+  std::optional<std::vector<std::int64_t>> frozen;
 
   void save(torch::serialize::OutputArchive& archive) const {
     each_count(*this, [&](const char* key, std::int64_t count) { archive.write(key, c10::IValue(count)); });
     archive.write("fitting", c10::IValue(static_cast<std::int64_t>(fitting)));
     archive.write("rates", c10::IValue(rates));
+    if (frozen) archive.write("frozen", c10::IValue(*frozen));
   }
   void load(torch::serialize::InputArchive& archive) {
     RunPosition read;
@@ -53,6 +56,8 @@ struct RunPosition {
     c10::IValue rates_then;
     if (!archive.try_read("rates", rates_then) || !rates_then.isDoubleList()) refuse_archive("rates");
     read.rates = rates_then.toDoubleVector();
+    if (c10::IValue indices; archive.try_read("frozen", indices) && indices.isIntList())
+      read.frozen = indices.toIntVector();
     *this = read;
   }
 
@@ -129,14 +134,16 @@ using HookOf = typename HookOfRun<Run>::type;
 /// Collects this rank's state: generators, local buffers, the hook's state and, inside an epoch, the running
 /// loss and the data position. If a loaded checkpoint has not been resumed yet, the last two come from it.
 template <class Run>
-RankState own_state(Run& run, bool local_buffers, MeanMeter& meter,
+RankState own_state(Run& run, bool local_buffers, MeanMeter& meter, NamedMeters& parts,
                     const SaveDataPosition& save_data_position_, const std::optional<RankState>& loaded) {
   RankState state;
   if (loaded) {
     state.loss = loaded->loss;
+    state.parts = loaded->parts;
     state.data_position = loaded->data_position;
   } else if (run.position.step_in_epoch > 0) {
     state.loss = meter.total();
+    for (auto& [name, part] : parts) state.parts.push_back(part.total());
     torch::serialize::OutputArchive archive;
     save_data_position_(archive);
     state.data_position = bytes_of(archive);
@@ -193,6 +200,7 @@ inline void restore_position(RunPosition& position, RunPosition saved, const Log
   saved.batch_size = position.batch_size;
   saved.accumulate = position.accumulate;
   if (saved.rates.size() != position.rates.size()) saved.rates = position.rates;
+  saved.frozen = position.frozen;
   position = std::move(saved);
 }
 
@@ -206,9 +214,10 @@ inline void restore_buffers(const torch::nn::Module& model, const std::vector<at
 
 /// Loads a checkpoint. Returns this rank's state, or nullopt if `path` does not exist on rank 0 and
 /// `required` is false. Collective and blocking. Every rank throws an equal CheckpointError. Changes the
-/// model and the position last, after everything that can fail.
-template <class Run>
-std::optional<RankState> read_checkpoint(Run run, const std::filesystem::path& path, bool required) {
+/// model and the position last, after everything that can fail. `freeze(indices)` freezes these parameters alone.
+template <class Run, class Freeze>
+std::optional<RankState> read_checkpoint(Run run, const std::filesystem::path& path, bool required,
+                                         Freeze&& freeze) {
   const std::string bytes = agree_with_rank_zero<CheckpointError>(
       run.comm, [&] { return required || std::filesystem::exists(path) ? read_file(path) : std::string(); });
   if (bytes.empty()) return std::nullopt;
@@ -228,6 +237,7 @@ std::optional<RankState> read_checkpoint(Run run, const std::filesystem::path& p
     reader->read("optimizer", run.optimizer);
     run.each_more([&](const std::string& key, auto& part) { reader->read(key, part); });
   });
+  if (position.frozen) freeze(*position.frozen);
   on_all([&] {
     if (const auto order = reader->bucket_order(); !order.empty()) run.ddp.set_bucket_order(order);
     restore_hook_state(run, state);
