@@ -117,7 +117,7 @@ struct ProgressState {
   double seconds = 0;
   double samples = 0;
   std::optional<double> loss;
-  std::string more;  // follows the loss
+  std::string more{};  // follows the loss
 };
 
 /// Formats a duration in seconds as 0:07, 12:34 or 1:02:03.
