@@ -197,9 +197,7 @@ inline at::Tensor decode_image(std::string_view bytes, std::string_view name) {
     pixels = empty(png.height(), png.width(), 3);
     if (!png.read_pixels(pixels.mutable_data_ptr<std::uint8_t>())) return damaged(png.error());
   } else {
-    return refuse(bytes.empty()
-                      ? "the file is empty, expected a JPEG or PNG image"
-                      : "offset 0: found neither the signature of a JPEG file nor that of a PNG file");
+    return refuse("offset 0: found neither the signature of a JPEG file nor that of a PNG file");
   }
   return pixels.permute({2, 0, 1});
 }
