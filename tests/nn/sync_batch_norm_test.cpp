@@ -228,4 +228,9 @@ TEST_CASE("a batch norm says what it is") {
         "lockstep::SyncBatchNorm3d(8, eps=1e-05, momentum=None, affine=false, track_running_stats=true)");
 }
 
+TEST_CASE("a device without kernels is named") {
+  CHECK_THROWS_WITH(lockstep::detail::batch_norm_kernels(torch::ones({1}, torch::kMeta), "bn"),
+                    ContainsSubstring("bn: the input is on meta"));
+}
+
 }  // namespace sync_batch_norm_test
