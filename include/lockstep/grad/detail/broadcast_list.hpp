@@ -1,6 +1,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
 #include <c10/core/GradMode.h>
 
 #include <cstdint>
@@ -12,7 +13,11 @@
 namespace lockstep::detail {
 
 /// Returns a one-dimensional byte tensor that aliases the memory of a dense tensor, not an autograd view.
-at::Tensor bytes_alias(const at::Tensor& tensor);
+inline at::Tensor bytes_alias(const at::Tensor& tensor) {
+  const auto size = static_cast<std::int64_t>(tensor.element_size());
+  return at::empty({0}, tensor.options().dtype(at::kByte))
+      .set_(tensor.storage(), tensor.storage_offset() * size, {tensor.numel() * size}, {1});
+}
 
 /// Broadcasts a list of tensors as bytes, so that several dtypes share a broadcast, in chunks of one device
 /// and at most 250 MiB; a larger tensor is a chunk of its own. Keeps the chunks between runs, and rebuilds
@@ -42,8 +47,39 @@ class BroadcastList {
  private:
   static constexpr std::int64_t chunk_bytes = std::int64_t{250} << 20;
 
-  [[nodiscard]] bool up_to_date() const;
-  void rebuild();
+  [[nodiscard]] bool up_to_date() const {
+    if (places_.size() != tensors_.size() || !copies_.empty()) return false;
+    for (std::size_t i = 0; i < tensors_.size(); ++i)
+      if (places_[i] != tensors_[i].const_data_ptr()) return false;
+    return true;
+  }
+
+  void rebuild() {
+    places_.clear();
+    chunks_.clear();
+    copies_.clear();
+    std::int64_t bytes = 0;
+    for (at::Tensor& tensor : tensors_) {
+      places_.push_back(tensor.const_data_ptr());
+      if (tensor.numel() == 0) continue;
+      at::Tensor flat;
+      if (tensor.is_non_overlapping_and_dense()) {
+        flat = bytes_alias(tensor);
+      } else {
+        copies_.emplace_back(tensor, tensor.contiguous());
+        flat = bytes_alias(copies_.back().second);
+      }
+      const std::int64_t size = flat.numel();
+      const bool joins =
+          !chunks_.empty() && bytes + size <= chunk_bytes && chunks_.back()[0].device() == flat.device();
+      if (!joins) {
+        chunks_.emplace_back();
+        bytes = 0;
+      }
+      chunks_.back().push_back(std::move(flat));
+      bytes += size;
+    }
+  }
 
   std::vector<at::Tensor> tensors_;
   std::vector<const void*> places_;
@@ -52,7 +88,3 @@ class BroadcastList {
 };
 
 }  // namespace lockstep::detail
-
-#ifndef LOCKSTEP_COMPILED
-#include "lockstep/grad/detail/broadcast_list-inl.hpp"
-#endif
