@@ -51,9 +51,11 @@ namespace lockstep {
 /// communicator must outlive it. Its autograd hooks on the parameters coexist with other hooks. The set of
 /// parameters and each one's requires_grad, dtype and device must not change.
 ///
-/// A bare `loss.backward()` also reduces gradients, on a best-effort basis. If it throws, the other ranks
-/// learn of the failure only in this rank's next backward. Inside a re-entrant backward the reduction may end
-/// too early; that throws and never yields a wrong gradient.
+/// A bare `loss.backward()` also reduces gradients. If it throws, the other ranks learn of the failure only in
+/// this rank's next backward. Inside a re-entrant backward the reduction may end too early; that throws and
+/// never yields a wrong gradient. If several live objects hold a parameter, the one whose `backward` runs, or
+/// else whose forward ran last, reduces its gradient, and the others ignore the backward; if none has run its
+/// forward since its last backward, a bare one throws GradientError.
 ///
 /// Not thread-safe: one thread at a time may use a model.
 ///

@@ -136,16 +136,17 @@ class WatchedParameters {
   /// Checks the parameters before the backward of `losses`. Throws UsageError that names the parameter.
   /// `list` returns the current parameters of the model; it allocates, so it is called only at the first
   /// backward and when the losses depend on a leaf not seen before. Leaves that only a re-entrant backward
-  /// reaches are not detected.
-  template <class List>
-  void check(at::ArrayRef<at::Tensor> losses, List&& list) {
-    require_equal_flags();
+  /// reaches are not detected. `superseded` returns whether a newer wrapper of the parameters is alive.
+  template <class List, class Superseded>
+  void check(at::ArrayRef<at::Tensor> losses, List&& list, Superseded&& superseded) {
+    require_equal_flags(superseded);
     const bool unknown_leaf = finds_unknown_leaf(losses);
     if (!std::exchange(listed_, true) || unknown_leaf) require_known(list());
   }
 
  private:
-  void require_equal_flags() const {
+  template <class Superseded>
+  void require_equal_flags(Superseded&& superseded) const {
     auto entry = table_.trained.begin();
     for (const NamedTensor& parameter : table_.all) {
       const bool trained = entry != table_.trained.end() && entry->tensor.is_same(parameter.tensor);
@@ -153,8 +154,12 @@ class WatchedParameters {
       if (parameter.tensor.requires_grad() != trained)
         throw UsageError(detail::formatted(
             "parameter '{}' was {} after DistributedDataParallel was made, which averages the gradients of "
-            "those that required grad then: construct it again, or with a Trainer do so between epochs",
-            parameter.name, trained ? "frozen" : "unfrozen"));
+            "those that required grad then: {}",
+            parameter.name, trained ? "frozen" : "unfrozen",
+            superseded()
+                ? "this one is out of date, and a newer one of the same parameters is alive: use that "
+                  "one, and destroy this one"
+                : "construct it again, or with a Trainer do so between epochs"));
     }
   }
   /// Returns whether the losses depend on an unseen leaf that is not a parameter of the model, such as an

@@ -12,6 +12,7 @@
 #include <span>
 #include <string>
 #include <type_traits>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -43,7 +44,91 @@ struct JoinedReduction {
   void (*abandon)(void* reducer);
 };
 LOCKSTEP_PROCESS_WIDE inline std::atomic<std::size_t> reducers_made{0};
-LOCKSTEP_PROCESS_WIDE inline std::atomic<std::size_t> reducers_alive{0};
+
+/// What the reducers of a process know of one another. Several may have hooks on one parameter: those of
+/// wrappers of one model, of which one is out of date or evaluates. One of them reduces a backward; the others
+/// ignore it. Thread-safe.
+class LiveReducer {
+ public:
+  explicit LiveReducer(std::span<const ParameterEntry> parameters) {
+    for (const ParameterEntry& parameter : parameters)
+      parameters_.insert(parameter.tensor.unsafeGetTensorImpl());
+    Process& process = of_process();
+    const std::lock_guard lock(process.mutex);
+    for (LiveReducer* other : process.live)
+      if (std::any_of(parameters_.begin(), parameters_.end(),
+                      [&](const auto* parameter) { return other->parameters_.contains(parameter); }))
+        shares_ = other->shares_ = true;
+    process.live.push_back(this);
+  }
+  LiveReducer(const LiveReducer&) = delete;
+  LiveReducer& operator=(const LiveReducer&) = delete;
+  ~LiveReducer() {
+    const std::lock_guard lock(of_process().mutex);
+    std::erase(of_process().live, this);
+  }
+
+  /// Expects a backward, as Python's wrapper does from its forward to the end of the backward.
+  void expect() { forward_ = ++of_process().forwards; }
+  void expect_none() { forward_ = 0; }
+
+  /// Returns whether the running backward is this reducer's as far as the parameter is concerned: of the live
+  /// reducers that hold it, the one whose `ddp.backward` runs, else the one whose forward ran last, else one
+  /// under `no_sync`. Throws GradientError if there are several and none of these.
+  [[nodiscard]] bool takes(const ParameterEntry& parameter) const {
+    if (!shares_ || running) return true;
+    const std::lock_guard lock(of_process().mutex);
+    const LiveReducer *last = nullptr, *accumulates = nullptr;
+    std::size_t holders = 0;
+    for (const LiveReducer* holder : of_process().live) {
+      if (!holder->parameters_.contains(parameter.tensor.unsafeGetTensorImpl())) continue;
+      if (holder->running) return false;
+      ++holders;
+      if (!last || holder->forward_ > last->forward_) last = holder;
+      if (holder->no_sync_depth > 0) accumulates = holder;
+    }
+    if (holders == 1) return true;
+    if (last->forward_ > 0) return last == this;
+    if (accumulates) return accumulates == this;
+    throw GradientError(detail::formatted(
+        "a backward reached parameter '{}', which {} live DistributedDataParallel objects hold, and none of "
+        "them has run its forward: call backward on the one that is to average the gradients, and destroy "
+        "those that are out of date",
+        parameter.name, holders));
+  }
+  /// Returns whether a newer live reducer holds a parameter of this one.
+  [[nodiscard]] bool is_superseded() const {
+    if (!shares_) return false;
+    const std::lock_guard lock(of_process().mutex);
+    const auto& live = of_process().live;
+    return std::any_of(std::find(live.begin(), live.end(), this) + 1, live.end(), [&](const auto* newer) {
+      return std::any_of(parameters_.begin(), parameters_.end(),
+                         [&](const auto* parameter) { return newer->parameters_.contains(parameter); });
+    });
+  }
+  [[nodiscard]] static bool several() {
+    const std::lock_guard lock(of_process().mutex);
+    return of_process().live.size() > 1;
+  }
+
+  std::atomic<bool> running{false};  ///< a `ddp.backward` of its model
+  std::atomic<int> no_sync_depth{0};
+
+ private:
+  struct Process {
+    std::mutex mutex;
+    std::vector<LiveReducer*> live;  // in the order of construction
+    std::atomic<std::uint64_t> forwards{0};
+  };
+  LOCKSTEP_PROCESS_WIDE static Process& of_process() {
+    static auto& process = *new Process();  // a static wrapper may outlive other statics
+    return process;
+  }
+
+  std::unordered_set<const c10::TensorImpl*> parameters_;
+  std::atomic<bool> shares_{false};        // another one holds a parameter of it, or did
+  std::atomic<std::uint64_t> forward_{0};  // number of its last forward; 0 unless it expects a backward
+};
 
 struct OpenBackwards {
   int running = 0;
@@ -68,8 +153,8 @@ inline OpenBackwards* open_backwards_for(c10::Device device) {
 
 class InsideBackward {
  public:
-  InsideBackward(bool& running, bool counts)
-      : nested(std::exchange(running, true)),
+  InsideBackward(std::atomic<bool>& running, bool counts)
+      : nested(running.exchange(true)),
         calls(open_backwards_here()),
         outermost(calls.running++ == 0),
         running_(running),
@@ -92,7 +177,7 @@ class InsideBackward {
   const bool outermost;  ///< not inside a `ddp.backward` of any model
 
  private:
-  bool& running_;
+  std::atomic<bool>& running_;
   bool counts_;
 };
 
@@ -135,7 +220,8 @@ class Reducer {
  public:
   /// `table` and `comm` must outlive the reducer.
   Reducer(ParameterTable& table, Comm& comm, Hook hook, const DdpOptions& options)
-      : parameters_(table.trained),
+      : live_(table.trained),
+        parameters_(table.trained),
         options_(options),
         watched_(table, options.ignored),
         reduction_(parameters_, comm, std::move(hook), options_),
@@ -144,17 +230,15 @@ class Reducer {
     hooks_.reserve(parameters_.size());
     for (std::size_t i = 0; i < parameters_.size(); ++i)
       hooks_.emplace_back(parameters_[i].tensor, OnGradient{this, i});
-    ++reducers_alive;
   }
   Reducer(const Reducer&) = delete;
   Reducer& operator=(const Reducer&) = delete;
-  ~Reducer() { --reducers_alive; }
 
   /// Checks before the backward of `losses` that the model is as it was at construction; see
   /// WatchedParameters::check.
   template <class List>
   void check_model(at::ArrayRef<at::Tensor> losses, List&& list) {
-    watched_.check(losses, list);
+    watched_.check(losses, list, [&] { return live_.is_superseded(); });
   }
 
   /// Runs `run_backward` inside a reduction, or without one under `no_sync` and inside another backward of
@@ -162,7 +246,7 @@ class Reducer {
   /// of their construction, which is equal on every rank.
   template <class Run>
   void backward(const Contribution& contribution, Run&& run_backward) {
-    const InsideBackward inside(inside_, contribution.count.has_value());
+    const InsideBackward inside(live_.running, contribution.count.has_value());
     struct Caller {
       ServedCall& call;
       ServedCall before = std::exchange(call, served_call);
@@ -221,7 +305,7 @@ class Reducer {
 
   /// See DistributedDataParallel::fail_backward. Joins the reduction also under `no_sync`.
   void fail_backward(const std::exception_ptr& failure, bool counted) noexcept {
-    const int depth = std::exchange(no_sync_depth, 0);
+    const int depth = no_sync_depth.exchange(0);
     keeps_untold_ = true;
     Contribution empty{.losses = {}, .no_data = true};
     if (counted) empty.count = 0;
@@ -265,7 +349,9 @@ class Reducer {
   }
   void forward_begins() {
     reduction_.times.forward = ReductionTimes::Clock::now();
-    if (c10::GradMode::is_enabled()) note_gradients();
+    if (!c10::GradMode::is_enabled()) return;
+    live_.expect();
+    note_gradients();
   }
 
   void record_completions(bool enabled) { reduction_.record_completions(enabled); }
@@ -277,7 +363,11 @@ class Reducer {
     return report;
   }
 
-  int no_sync_depth = 0;
+ private:
+  LiveReducer live_;
+
+ public:
+  std::atomic<int>& no_sync_depth = live_.no_sync_depth;
 
  private:
   struct OnGradient {
@@ -299,8 +389,9 @@ class Reducer {
       throw GradientError(
           "backward with create_graph is refused: gradients of gradients would not be averaged over the "
           "ranks; take them with torch::autograd::grad and put the result into the loss");
-    // The engine calls the hook without a gradient for an output that the loss ignores.
     ParameterEntry& parameter = parameters_[i];
+    if (!live_.takes(parameter)) return;
+    // The engine calls the hook without a gradient for an output that the loss ignores.
     if (parameter.gradient().defined() || !searches()) parameter.seen = true;
     if (no_sync_depth > 0) return;
     if ((!open_ && !joined_) || stale_) {
@@ -396,6 +487,7 @@ class Reducer {
     close(failure);
   }
   void abandon_joined() {
+    live_.expect_none();
     joined_ = false;
     abandon();
   }
@@ -418,6 +510,7 @@ class Reducer {
   /// one. Throws `failure`, or the error that other ranks report.
   void close(const std::exception_ptr& failure) {
     const c10::NoGradGuard no_grad;
+    live_.expect_none();
     RECORD_FUNCTION("lockstep::finish_reduction", std::vector<c10::IValue>());
     BackwardReport report;
     if (failure) report.thrown = first_line(failure);
@@ -483,7 +576,7 @@ class Reducer {
     // This backward may be the first whose loss reaches another model too. The other ranks then reduce that
     // model's gradients, in which this rank does not take part.
     const std::string text = failure ? *report.thrown : own_failure_text(comm(), report, parameters_);
-    if (reducers_alive > 1 && !every_rank_throws(comm())) comm().abort(text);
+    if (LiveReducer::several() && !every_rank_throws(comm())) comm().abort(text);
     if (failure) std::rethrow_exception(failure);
     throw GradientError(text);
   }
@@ -576,7 +669,7 @@ class Reducer {
   GraphSearch search_;
   double count_ = 0;  // this rank's count since the last reduction
   std::size_t iteration_ = 0;
-  bool open_ = false, inside_ = false, stale_ = false, rebuild_due_ = false, rebuilt_ = false;
+  bool open_ = false, stale_ = false, rebuild_due_ = false, rebuilt_ = false;
   ServedCall caller_;                // the public call that runs backward, empty in a bare backward
   std::optional<double> sum_count_;  // this rank's count in a reduction of sums with counts
   bool no_data_ = false;
