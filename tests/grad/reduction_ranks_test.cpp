@@ -364,6 +364,19 @@ TEST_CASE("rank 0's buffers reach all before a forward in training, not after a 
   CHECK(count() == world.rank() * 100 + 1);
 }
 
+TEST_CASE("a buffer that grew within its storage is broadcast whole") {
+  const int rank = test_world().rank();
+  torch::nn::BatchNorm1d norm(8);
+  norm->running_mean.resize_({4});
+  DistributedDataParallel ddp{norm, shared_comm()};
+  norm->running_mean.resize_({8}).fill_(rank + 1);
+  ddp.sync_buffers();
+  CHECK(norm->running_mean.equal(torch::ones({8})));
+  norm->running_mean.as_strided_({4}, {2}).fill_(rank + 2);
+  ddp.sync_buffers();
+  CHECK(norm->running_mean.equal(torch::full({4}, 2.0)));
+}
+
 TEST_CASE("a bare loss.backward() reduces too") {
   const auto& world = test_world();
   torch::manual_seed(1);

@@ -322,7 +322,8 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer,
         for (const at::Tensor& parameter : group) {
           if (i == flats_[rank].size()) flats_[rank].emplace_back();
           at::Tensor& flat = flats_[rank][i++];
-          if (!flat.defined() || flat.const_data_ptr() != parameter.const_data_ptr())
+          if (!flat.defined() || flat.const_data_ptr() != parameter.const_data_ptr() ||
+              flat.nbytes() != parameter.nbytes())
             flat = detail::bytes_alias(parameter);
         }
     }

@@ -4,6 +4,7 @@
 #include <ATen/ops/empty.h>
 #include <c10/core/GradMode.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <utility>
 #include <vector>
@@ -21,7 +22,7 @@ inline at::Tensor bytes_alias(const at::Tensor& tensor) {
 
 /// Broadcasts a list of tensors as bytes, so that several dtypes share a broadcast, in chunks of one device
 /// and at most 250 MiB; a larger tensor is a chunk of its own. Keeps the chunks between runs, and rebuilds
-/// them if a tensor has moved to other memory.
+/// them if a tensor's memory has moved or changed its size.
 class BroadcastList {
  public:
   explicit BroadcastList(std::vector<at::Tensor> tensors) : tensors_(std::move(tensors)) {}
@@ -47,11 +48,20 @@ class BroadcastList {
  private:
   static constexpr std::int64_t chunk_bytes = std::int64_t{250} << 20;
 
+  struct Place {
+    const void* data;
+    std::size_t bytes;
+    bool dense;
+    bool operator==(const Place&) const = default;
+  };
+  static Place place_of(const at::Tensor& tensor) {
+    return {tensor.const_data_ptr(), tensor.nbytes(), tensor.is_non_overlapping_and_dense()};
+  }
+
   [[nodiscard]] bool up_to_date() const {
-    if (places_.size() != tensors_.size() || !copies_.empty()) return false;
-    for (std::size_t i = 0; i < tensors_.size(); ++i)
-      if (places_[i] != tensors_[i].const_data_ptr()) return false;
-    return true;
+    return copies_.empty() &&
+           std::equal(places_.begin(), places_.end(), tensors_.begin(), tensors_.end(),
+                      [](const Place& place, const at::Tensor& tensor) { return place == place_of(tensor); });
   }
 
   void rebuild() {
@@ -60,7 +70,7 @@ class BroadcastList {
     copies_.clear();
     std::int64_t bytes = 0;
     for (at::Tensor& tensor : tensors_) {
-      places_.push_back(tensor.const_data_ptr());
+      places_.push_back(place_of(tensor));
       if (tensor.numel() == 0) continue;
       at::Tensor flat;
       if (tensor.is_non_overlapping_and_dense()) {
@@ -82,7 +92,7 @@ class BroadcastList {
   }
 
   std::vector<at::Tensor> tensors_;
-  std::vector<const void*> places_;
+  std::vector<Place> places_;
   std::vector<std::vector<at::Tensor>> chunks_;
   std::vector<std::pair<at::Tensor, at::Tensor>> copies_;
 };
