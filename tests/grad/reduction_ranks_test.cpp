@@ -358,9 +358,16 @@ TEST_CASE("rank 0's buffers reach all before a forward in training, not after a 
   }
   ddp.sync_buffers();
   CHECK(count() == 1);
+  const auto own = [&] { norm->num_batches_tracked.fill_(world.rank() * 100); };
+  own();
   DistributedDataParallel without{norm, shared_comm(), {.broadcast_buffers = false}};
-  norm->num_batches_tracked.fill_(world.rank() * 100);
+  CHECK(count() == world.rank() * 100);
   (void)without(torch::randn({4, 2}));
+  CHECK(count() == world.rank() * 100 + 1);
+  DistributedDataParallel at_first{norm, shared_comm(), {.forward_sync_buffers = false}};
+  CHECK(count() == 1);
+  own();
+  (void)at_first(torch::randn({4, 2}));
   CHECK(count() == world.rank() * 100 + 1);
 }
 

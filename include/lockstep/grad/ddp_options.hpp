@@ -36,9 +36,11 @@ struct DdpOptions {
   /// default apply from the rebuild of the buckets on, or from the first reduction with
   /// `find_unused_parameters`.
   std::vector<double> bucket_cap_mb = {1, 25};
-  /// Whether rank 0's buffers (running statistics) are broadcast before a training forward. If false, each
-  /// rank keeps its own.
+  /// Whether rank 0's buffers (running statistics) are broadcast, at construction and before training forwards.
+  /// If false, each rank keeps its own.
   bool broadcast_buffers = true;
+  /// Whether they are broadcast before training forwards. If false, at construction alone.
+  bool forward_sync_buffers = true;
   GradientStorage gradients = GradientStorage::in_bucket;  ///< counterpart: gradient_as_bucket_view
   /// Allows parameters to take no part in a backward. Each backward then traverses the graph of its loss,
   /// buckets are not rebuilt in ready order, and one more small all-reduce tells which parameters were used.
@@ -58,6 +60,9 @@ struct DdpOptions {
   /// Names of parameters and buffers to exclude. They are not compared, broadcast or averaged, and a Trainer
   /// does not pass them to its optimizer.
   std::vector<std::string> ignored = {};
+
+  /// Returns whether training forwards synchronize the buffers, so that each rank's need not be saved.
+  [[nodiscard]] bool syncs_buffers() const { return broadcast_buffers && forward_sync_buffers; }
 };
 
 /// One bucket of this rank's last reduction.

@@ -40,7 +40,7 @@ namespace lockstep {
 /// ```
 ///
 /// Construction is collective. It compares the models of all ranks, then broadcasts rank 0's parameters and
-/// buffers (see DdpOptions::init_sync). Arithmetic, bucket contents and bucket order are Python's, so
+/// buffers (see DdpOptions::init_sync and broadcast_buffers). Arithmetic, bucket contents and bucket order are Python's, so
 /// parameters stay bitwise equal to those of Python. `Hook` is the CommunicationHook that reduces them.
 ///
 /// After `backward`, `p.grad()` is a bucket view: the next backward overwrites it. Clone a gradient that must
@@ -92,8 +92,8 @@ class DistributedDataParallel {
     } else {
       agree<UsageError>(comm, check);
       detail::compare_and_broadcast(checked, options, hook, comm);
-      state_->broadcasts_buffers = options.broadcast_buffers;
-      if (options.broadcast_buffers) state_->buffers = broadcast_list(checked.buffers);
+      state_->broadcasts_buffers = options.syncs_buffers();
+      if (state_->broadcasts_buffers) state_->buffers = broadcast_list(checked.buffers);
     }
     if (checked.parameters.trained.empty())
       throw UsageError(
@@ -114,7 +114,7 @@ class DistributedDataParallel {
   }
 
   /// Call it before each forward that bypasses `operator()`. Collective if the model has buffers: with
-  /// DdpOptions::broadcast_buffers, broadcasts them when the previous forward was a training forward (grad mode
+  /// DdpOptions::syncs_buffers, broadcasts them when the previous forward was a training forward (grad mode
   /// on, outside `no_sync`), as Python does.
   void before_forward() {
     if (std::exchange(state_->sync_due, c10::GradMode::is_enabled() && state_->reducer->no_sync_depth == 0)) {
@@ -124,7 +124,7 @@ class DistributedDataParallel {
     state_->reducer->forward_begins();
   }
 
-  /// Broadcasts the buffers now, if DdpOptions::broadcast_buffers is set. Collective.
+  /// Broadcasts the buffers now, if DdpOptions::syncs_buffers. Collective.
   void sync_buffers() {
     const detail::CallScope scope("DistributedDataParallel::sync_buffers");
     run_buffer_sync();

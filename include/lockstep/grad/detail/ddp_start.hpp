@@ -83,6 +83,7 @@ NamedValues shared_options(const DdpOptions& options, const Hook& hook,
   for (const double cap : options.bucket_cap_mb) caps.push_back(detail::formatted("{}", cap));
   NamedValues named{{"bucket_cap_mb", list(caps)},
                     {"broadcast_buffers", text(options.broadcast_buffers)},
+                    {"forward_sync_buffers", text(options.forward_sync_buffers)},
                     {"gradients", gradients.at(static_cast<std::size_t>(options.gradients))},
                     {"find_unused_parameters", text(options.find_unused_parameters)},
                     {"static_graph", text(options.static_graph)},
@@ -117,8 +118,9 @@ void compare_and_broadcast(const CheckedModel& model, const DdpOptions& options,
           parameter.name));
   if (!options.init_sync) return;
   std::vector<at::Tensor> all;
-  for (const auto* list : {&parameters.all, &buffers})
-    for (const NamedTensor& item : *list) all.push_back(item.tensor);
+  for (const NamedTensor& item : parameters.all) all.push_back(item.tensor);
+  if (options.broadcast_buffers)
+    for (const NamedTensor& item : buffers) all.push_back(item.tensor);
   BroadcastList(std::move(all)).run(comm, 0);
 }
 
