@@ -15,6 +15,7 @@
 
 #include "lockstep/comm/agreement.hpp"
 #include "lockstep/comm/communicator.hpp"
+#include "lockstep/comm/detail/describe.hpp"
 #include "lockstep/comm/local_comm.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/detail/served_call.hpp"
@@ -149,7 +150,7 @@ class DistributedDataParallel {
   /// A loss may depend on several wrapped models, which must be the same on all ranks. This model is reduced
   /// while backward runs, the others after it.
   ///
-  /// `create_graph` throws GradientError.
+  /// A loss that is no single number or requires no grad throws GradientError, and so does `create_graph`.
   void backward(const at::Tensor& loss, bool retain_graph = false, bool create_graph = false) {
     refuse(create_graph);
     run({.losses = loss}, [&] { loss.backward({}, retain_graph); });
@@ -347,10 +348,26 @@ class DistributedDataParallel {
           "over the ranks; take them with torch::autograd::grad and put the result into the loss");
   }
 
+  static void check_losses(const detail::Contribution& contribution) {
+    for (const at::Tensor& loss : contribution.losses) {
+      if (!loss.defined() && contribution.no_data) continue;
+      const char* fault = !loss.defined()     ? "is undefined: compute it from the model's output"
+                          : loss.numel() != 1 ? "is no single number: take its mean() or its sum()"
+                          : !loss.requires_grad()
+                              ? "does not require grad: compute it from the model's output "
+                                "in grad mode, and do not detach() it"
+                              : nullptr;
+      if (fault)
+        throw GradientError(
+            detail::formatted("the loss {}{}", loss.defined() ? detail::describe(loss) + " " : "", fault));
+    }
+  }
+
   template <class Run>
   void run(const detail::Contribution& contribution, Run&& backward) {
     const detail::CallScope scope(detail::backward_name);
     state_->reducer->backward(contribution, [&] {
+      check_losses(contribution);
       state_->reducer->check_model(contribution.losses, [&] { return tensors_of(module()).parameters; });
       backward();
     });

@@ -146,6 +146,12 @@ class SyncBatchNormImpl : public torch::nn::BatchNormImplBase<D, SyncBatchNormIm
       refuse(detail::formatted("got {}", detail::describe(input)));
     if (!input.is_floating_point())
       refuse(detail::formatted("got {}, which is no floating type", detail::describe(input)));
+    for (const at::Tensor& own : {this->weight, this->running_mean})
+      if (own.defined() && own.scalar_type() != input.scalar_type() &&
+          own.scalar_type() != detail::statistics_dtype(input))
+        refuse(
+            detail::formatted("got {}, which does not fit its {} parameters: convert the module or the input",
+                              detail::describe(input), detail::dtype_name(own.scalar_type())));
   }
 
  private:

@@ -234,11 +234,17 @@ class Reducer {
   Reducer(const Reducer&) = delete;
   Reducer& operator=(const Reducer&) = delete;
 
-  /// Checks before the backward of `losses` that the model is as it was at construction; see
-  /// WatchedParameters::check.
+  /// Throws UsageError unless the model is as it was at construction; see WatchedParameters::check.
   template <class List>
   void check_model(at::ArrayRef<at::Tensor> losses, List&& list) {
     watched_.check(losses, list, [&] { return live_.is_superseded(); });
+    for (std::size_t i = 0; i < parameters_.size(); ++i)
+      if (!hooks_[i].reaches(parameters_[i].tensor))
+        throw UsageError(detail::formatted(
+            "parameter '{}' was converted to another dtype or device after DistributedDataParallel was made, "
+            "by to() or by loading such a file, so that its gradient would not be averaged: make "
+            "DistributedDataParallel after the model is whole",
+            parameters_[i].name));
   }
 
   /// Runs `run_backward` inside a reduction, or without one under `no_sync` and inside another backward of
