@@ -26,6 +26,10 @@ struct Broken : lockstep::detail::StatisticsExchange {
 };
 
 // Meets in forward alone.
+struct Alone : Twin {
+  [[nodiscard]] int size() const override { return 1; }
+};
+
 struct BrokenInBackward : Twin {
   void sum(const at::Tensor&) override { throw lockstep::PeerError("rank 1 failed first: why", 0); }
 };
@@ -135,8 +139,20 @@ TEST_CASE("an input that does not fit is refused, in words") {
   CHECK_THAT(of(two, {2, 5, 3, 3}), ContainsSubstring("with 4 channels, but got [2, 5, 3, 3]"));
   CHECK_THAT(of(two, {2, 4, 3, 3}, torch::kLong), ContainsSubstring("int64, which is no floating type"));
   CHECK_THAT(refusal<lockstep::UsageError>([&] { two(torch::Tensor()); }), ContainsSubstring("got none"));
-  two->eval();
+  for (const bool training : {true, false}) {
+    two->train(training);
+    CHECK_THAT(of(two, {2, 4, 3, 3}, torch::kDouble),
+               ContainsSubstring("float64, which does not fit its float32"));
+    CHECK(of(two, {2, 4, 3, 3}, torch::kBFloat16).empty());
+  }
   CHECK_THAT(of(two, {2, 4, 3}), ContainsSubstring("got [2, 4, 3]"));
+}
+
+TEST_CASE("an input of another dtype is refused at one rank as at several") {
+  SyncBatchNorm2d one(4, group_of<Alone>());
+  CHECK(one->ranks() == 1);
+  const auto x = torch::ones({2, 4, 3, 3}, torch::kDouble);
+  CHECK_THAT(refusal<lockstep::UsageError>([&] { one(x); }), ContainsSubstring("does not fit its float32"));
 }
 
 TEST_CASE("training without ranks is refused, and eval is not") {
