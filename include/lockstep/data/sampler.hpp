@@ -664,8 +664,6 @@ class KeyedPermutation {
     return static_cast<std::size_t>(value);
   }
 
-  [[nodiscard]] std::size_t length() const { return length_; }
-
  private:
   [[nodiscard]] std::uint64_t encrypt(std::uint64_t value) const {
     std::uint64_t low = value & low_mask_, high = value >> low_bits_;

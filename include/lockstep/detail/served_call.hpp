@@ -18,7 +18,7 @@ namespace lockstep::detail {
 /// literals or null, so that a collective copies them without an allocation.
 struct ServedCall {
   const char* name =
-      nullptr;  // of the outermost call, such as "Trainer::fit"; null in the program's own calls
+      nullptr;  // of the outermost call, "Trainer::fit"; null in the program's own code
   const char* part = nullptr;  // of the innermost call inside it, null if there is none
 };
 

@@ -6,9 +6,7 @@ namespace lockstep::detail {
 
 /// The page of a RunReport. Its data takes the place of `/*run*/null`.
 inline constexpr std::string_view run_page = R"page(<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
+<html lang="en"><head><meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>lockstep run</title>
 <style>
@@ -45,8 +43,7 @@ th { color: var(--dim); font-weight: 600; } th:first-child, td:first-child { tex
 .key i { display: inline-block; width: 11px; height: 11px; border-radius: 2px; margin-right: 5px; }
 .key i { vertical-align: -1px; }
 </style>
-</head>
-<body>
+</head><body>
 <main id="main"><noscript>This page draws its pictures by JavaScript, which is off.</noscript></main>
 <script>
 "use strict";
@@ -163,11 +160,10 @@ function chart(series, xName, yName, fromZero) {
 }
 
 const last = run.epochs[run.epochs.length - 1];
-const hosts = new Set(run.ranks.map((rank) => rank.host));
 document.title = run.title;
 main.append(node("header", {}, node("h1", {}, run.title), paragraph(!last ? "No epoch has ended yet." :
-  `${many(run.ranks.length, "rank")} on ${many(hosts.size, "host")}, ${many(run.epochs.length, "epoch")}, ` +
-  `${many(last.step, "step")}, loss ${shown(number(last.loss))} in epoch ${last.epoch}`)));
+  `${many(run.ranks.length, "rank")} on ${many(new Set(run.ranks.map((one) => one.host)).size, "host")}, ` +
+  `${many(run.epochs.length, "epoch")}, ${many(last.step, "step")}, loss ${shown(number(last.loss))} in epoch ${last.epoch}`)));
 card("Loss", false, chart([
   { name: "steps, rank 0's samples", fill: color(0), thin: true, points: run.losses },
   { name: "epochs, all ranks' samples", fill: color(1), points: run.epochs.map((e) => [e.step, e.loss]) },
@@ -243,9 +239,7 @@ if (last) {
     busy.forEach((one, i) => { if (one[step] > busy[latest][step]) latest = i; });
     busy.forEach((one, i) => { if (i !== latest) others += one[step] / (busy.length - 1); });
     const by = busy[latest][step] - others, late = times[latest];
-    late.last += 1;
-    late.lateness += by;
-    late.most = Math.max(late.most, by);
+    late.last += 1, late.lateness += by, late.most = Math.max(late.most, by);
   }
   if (run.ranks.length > 1 && steps > 0) {
     const worst = times.reduce((best, one, i) => (one.lateness > times[best].lateness ? i : best), 0);
@@ -270,9 +264,7 @@ if (last) {
     [rank.host, "process " + rank.pid, many(rank.threads, "thread"), rank.cpu].filter(Boolean).join(", "),
   ])], "env"));
 }
-</script>
-</body>
-</html>
+</script></body></html>
 )page";
 
 }  // namespace lockstep::detail
