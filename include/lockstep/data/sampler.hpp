@@ -575,8 +575,7 @@ class RandomSampler : public detail::PassSampler {
       archive.write("generator", options_.generator.get_state(), /*is_buffer=*/true);
   }
 
-  /// Throws CheckpointError if the saved length differs, or one of the two samplers has its own generator and
-  /// the other does not.
+  /// Throws CheckpointError if the saved length differs, or only one sampler has a generator of its own.
   void load(torch::serialize::InputArchive& archive) override {
     detail::expect_saved("length", detail::read_count(archive, "length"), static_cast<std::int64_t>(length_));
     at::Tensor now;

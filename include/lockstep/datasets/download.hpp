@@ -99,8 +99,7 @@ inline ProgramEnd run_program(std::vector<std::string> words) {
   return end;
 }
 
-/// Returns the fault of a downloaded file, such as "12 bytes instead of 28881"; an empty string if the file
-/// is complete.
+/// Returns the fault of a downloaded file, such as "12 bytes instead of 28881"; empty if it is complete.
 inline std::string download_fault(const std::filesystem::path& path, const RemoteFile& file) {
   std::error_code error;
   const auto size = std::filesystem::file_size(path, error);

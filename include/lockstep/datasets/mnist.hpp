@@ -32,8 +32,7 @@ namespace lockstep {
 /// memory of floats, until it makes a batch.
 class DigitDataset {
  public:
-  /// Takes images: uint8 [N, H, W] and labels: uint8 [N]. Throws DataError if their shapes or dtypes do not
-  /// match that.
+  /// Takes images: uint8 [N, H, W] and labels: uint8 [N]. Throws DataError for other shapes or dtypes.
   explicit DigitDataset(Digits digits) : digits_(std::move(digits)) {
     if (digits_.images.dim() != 3 || digits_.labels.dim() != 1 || digits_.images.scalar_type() != at::kByte ||
         digits_.labels.scalar_type() != at::kByte)

@@ -163,7 +163,8 @@ const last = run.epochs[run.epochs.length - 1];
 document.title = run.title;
 main.append(node("header", {}, node("h1", {}, run.title), paragraph(!last ? "No epoch has ended yet." :
   `${many(run.ranks.length, "rank")} on ${many(new Set(run.ranks.map((one) => one.host)).size, "host")}, ` +
-  `${many(run.epochs.length, "epoch")}, ${many(last.step, "step")}, loss ${shown(number(last.loss))} in epoch ${last.epoch}`)));
+  `${many(run.epochs.length, "epoch")}, ${many(last.step, "step")}` +
+  `, loss ${shown(number(last.loss))} in epoch ${last.epoch}`)));
 card("Loss", false, chart([
   { name: "steps, rank 0's samples", fill: color(0), thin: true, points: run.losses },
   { name: "epochs, all ranks' samples", fill: color(1), points: run.epochs.map((e) => [e.step, e.loss]) },
