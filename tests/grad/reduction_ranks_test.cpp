@@ -19,10 +19,11 @@ bool same_on_all_ranks(const at::Tensor& tensor) {
 }  // namespace
 
 TEST_CASE(
-    "gradients are the average over the ranks, under both kinds of zero_grad, before and after the rebuild") {
+    "gradients are the average over the ranks, under both kinds of zero_grad, before and after the rebuild, "
+    "by a bare loss.backward() too") {
   const auto& world = test_world();
-  const bool set_to_none = GENERATE(false, true);
-  CAPTURE(set_to_none);
+  const bool set_to_none = GENERATE(false, true), bare = GENERATE(false, true);
+  CAPTURE(set_to_none, bare);
   torch::manual_seed(1);
   Net net;
   DistributedDataParallel ddp{net, shared_comm(), small_buckets()};
@@ -32,7 +33,10 @@ TEST_CASE(
     auto loss = [&](Net& model, int rank) { return model(batch_of(rank, step)).pow(2).mean(); };
     const auto expected = expected_gradients(net, world.size(), loss);
     optimizer.zero_grad(set_to_none);
-    ddp.backward(loss(net, world.rank()));
+    if (bare)
+      loss(net, world.rank()).backward();
+    else
+      ddp.backward(loss(net, world.rank()));
     check_close(gradients(net->parameters()), expected);
     optimizer.step();
   }
@@ -359,20 +363,6 @@ TEST_CASE("rank 0's buffers reach all before a forward in training, not after a 
   norm->num_batches_tracked.fill_(world.rank() * 100);
   (void)without(torch::randn({4, 2}));
   CHECK(count() == world.rank() * 100 + 1);
-}
-
-TEST_CASE("a bare loss.backward() reduces too") {
-  const auto& world = test_world();
-  torch::manual_seed(1);
-  Net net;
-  DistributedDataParallel ddp{net, shared_comm(), small_buckets()};
-  for (int step = 0; step < 3; ++step) {
-    auto loss = [&](Net& model, int rank) { return model(batch_of(rank, step)).pow(2).mean(); };
-    const auto expected = expected_gradients(net, world.size(), loss);
-    net->zero_grad();
-    loss(net, world.rank()).backward();
-    check_close(gradients(net->parameters()), expected);
-  }
 }
 
 }  // namespace reduction_ranks_test

@@ -445,8 +445,8 @@ class BackendGroup {
   // Completes the works in flight, on a thread that can be left behind. Returns false if another rank failed.
   bool finish_works(const Call& call) {
     std::unique_lock lock(mutex_);
-    const LeavableThread finishing([backend = std::move(backend_), kept = std::move(kept_), timeout = timeout(),
-                                    on_device = !on_host()]() mutable {
+    const LeavableThread finishing([backend = std::move(backend_), kept = std::move(kept_),
+                                    timeout = timeout(), on_device = !on_host()]() mutable {
       const SigpipeGuard guard;
       for (auto& message : kept) try {
           message->wait(timeout);
