@@ -30,10 +30,8 @@ struct NvtxOptions {
 
 /// Shows ranges in an NVTX profiler, such as Nsight Systems, during its lifetime and on every thread:
 /// lockstep's own ("lockstep::reduce_bucket", "lockstep::finish_reduction") and the program's
-/// RECORD_USER_SCOPE("name"). The ranges are host time. A range that is open at construction or destruction
-/// is shown either with both ends or not at all. Without an instance no callback is registered. Use one
-/// instance at a time, since two show each range twice; construct it while no other thread trains.
-/// Goes through LibTorch's CUDA library, which includes its own copy of NVTX: no CUDA header is needed.
+/// RECORD_USER_SCOPE("name"), in host time. Use one instance at a time, since two show each range twice;
+/// construct it while no other thread trains. LibTorch's CUDA library has NVTX: no CUDA header is needed.
 /// Counterpart: torch.autograd.profiler.emit_nvtx.
 class NvtxRanges {
  public:
