@@ -1,7 +1,5 @@
 #pragma once
 
-#include <sys/resource.h>
-
 #include <cstdint>
 #include <fstream>
 #include <limits>
@@ -83,14 +81,11 @@ inline std::int64_t peak_memory() {
     if (peak > 0) return peak;
   }
 #endif
-  // Not getrusage first: its maximum survives exec, and so includes the program that ran in this process
-  // before.
+  // Not getrusage: its maximum survives exec, and so includes the program that ran in this process before.
   std::ifstream status("/proc/self/status");
   for (std::string key; status >> key; status.ignore(std::numeric_limits<std::streamsize>::max(), '\n'))
     if (std::int64_t kilobytes = 0; key == "VmHWM:" && status >> kilobytes) return kilobytes * 1024;
-  rusage usage{};
-  getrusage(RUSAGE_SELF, &usage);
-  return static_cast<std::int64_t>(usage.ru_maxrss) * 1024;
+  return 0;  // no /proc
 }
 
 }  // namespace lockstep

@@ -247,8 +247,11 @@ class OptimizerReader {
 
   /// Throws CheckpointError that lists everything that does not fit `optimizer`.
   OptimizerReader(const torch::optim::Optimizer& optimizer, const c10::IValue& dict) : optimizer_(optimizer) {
-    for (const auto& group : optimizer.param_groups())
-      for (const at::Tensor& parameter : group.params()) parameters_.push_back(parameter);
+    for (std::size_t g = 0; g < optimizer.param_groups().size(); ++g)
+      for (const at::Tensor& parameter : optimizer.param_groups()[g].params()) {
+        parameters_.push_back(parameter);
+        group_of_.push_back(g);
+      }
     states_.resize(parameters_.size());
     const auto [saved_groups, saved_states] = parts(dict);
     if (saved_groups.size() != optimizer.param_groups().size())
@@ -267,16 +270,12 @@ class OptimizerReader {
   /// group have one. An empty string if there are none.
   [[nodiscard]] std::string warning(const std::vector<NamedTensor>& names) const {
     std::vector<std::string> without;
-    std::size_t begin = 0;
-    for (const auto& group : optimizer_.param_groups()) {
-      const std::size_t end = begin + group.params().size();
-      const auto has_state = [&](std::size_t i) { return states_[i].has_value(); };
-      bool any = false;
-      for (std::size_t i = begin; i < end; ++i) any = any || has_state(i);
-      for (std::size_t i = begin; any && i < end; ++i)
-        if (!has_state(i) && parameters_[i].requires_grad()) without.push_back(name_of(i, names));
-      begin = end;
-    }
+    std::unordered_set<std::size_t> groups;  // with a state
+    for (std::size_t i = 0; i < states_.size(); ++i)
+      if (states_[i]) groups.insert(group_of_[i]);
+    for (std::size_t i = 0; i < states_.size(); ++i)
+      if (!states_[i] && groups.contains(group_of_[i]) && parameters_[i].requires_grad())
+        without.push_back(name_of(i, names));
     if (without.empty()) return {};
     std::string text;
     list_names(text, "no state of", without);
@@ -435,7 +434,7 @@ class OptimizerReader {
       if (std::find(known.begin(), known.end(), name) == known.end()) extra.push_back(name);
     }
     if constexpr (std::is_same_v<Options, AdamOptions>)
-      if (!options_[group_of(i)].amsgrad) std::erase(missing, std::string("max_exp_avg_sq"));
+      if (!options_[group_of_[i]].amsgrad) std::erase(missing, std::string("max_exp_avg_sq"));
     std::string text;
     if (any) list_names(text, "missing", missing);
     list_names(text, "unexpected", extra);
@@ -450,18 +449,9 @@ class OptimizerReader {
     return at::scalar_tensor(number, wide ? at::kDouble : at::kFloat);
   }
 
-  std::size_t group_of(std::size_t i) const {
-    std::size_t group = 0, end = 0;
-    for (const auto& one : optimizer_.param_groups()) {
-      end += one.params().size();
-      if (i < end) return group;
-      ++group;
-    }
-    return group - 1;
-  }
-
   const torch::optim::Optimizer& optimizer_;
   std::vector<at::Tensor> parameters_;
+  std::vector<std::size_t> group_of_;  // of each parameter
   std::vector<Options> options_;
   std::vector<std::optional<State>> states_;
   std::unordered_map<std::int64_t, std::size_t> place_of_;
