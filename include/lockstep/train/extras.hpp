@@ -56,7 +56,7 @@ concept OptimizerFactory = requires(E& extra, std::vector<NamedTensor> parameter
 };
 
 namespace detail {
-inline std::vector<at::Tensor> tensors_of(const std::vector<NamedTensor>& parameters) {
+inline std::vector<at::Tensor> tensor_list(const std::vector<NamedTensor>& parameters) {
   std::vector<at::Tensor> tensors;
   for (const NamedTensor& parameter : parameters) tensors.push_back(parameter.tensor);
   return tensors;
@@ -89,7 +89,7 @@ struct MakeOptimizer {
     if constexpr (!makes)
       return nullptr;
     else if constexpr (of_tensors)
-      return detail::make_optimizer_by(function, detail::tensors_of(parameters));
+      return detail::make_optimizer_by(function, detail::tensor_list(parameters));
     else
       return detail::make_optimizer_by(function, parameters);
   }

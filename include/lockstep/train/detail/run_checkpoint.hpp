@@ -99,14 +99,14 @@ CheckpointedRun(torch::nn::Module&, torch::optim::Optimizer&, RunPosition&, Ddp&
     -> CheckpointedRun<Ddp, Comm, EachMore>;
 
 template <class Run>
-auto* hook_of(Run& run) {
+auto* run_hook(Run& run) {
   if constexpr (requires { run.ddp.hook(); })
     return &run.ddp.hook();
   else
     return static_cast<std::monostate*>(nullptr);
 }
 template <class Run>
-using HookOf = std::remove_cvref_t<decltype(*hook_of(std::declval<Run&>()))>;
+using HookOf = std::remove_cvref_t<decltype(*run_hook(std::declval<Run&>()))>;
 
 /// Collects this rank's state. If a loaded checkpoint has not been resumed yet, the running loss and the data
 /// position come from it.
