@@ -1,27 +1,7 @@
 #pragma once
 
-#include <algorithm>
-#include <cstdint>
-#include <cstring>
-#include <optional>
-#include <string>
-#include <string_view>
-#include <unordered_set>
-#include <utility>
-#include <vector>
-
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <c10/core/ScalarType.h>
 #include <nlohmann/json.hpp>
 
-#include "lockstep/comm/detail/describe.hpp"
-#include "lockstep/detail/bytes.hpp"
-#include "lockstep/detail/format.hpp"
-#include "lockstep/detail/linkage.hpp"
-#include "lockstep/detail/lists.hpp"
-#include "lockstep/error.hpp"
-#include "lockstep/train/detail/archive.hpp"
 #include "lockstep/train/detail/pickle.hpp"
 #include "lockstep/train/safetensors.hpp"
 
