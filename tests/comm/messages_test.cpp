@@ -12,9 +12,9 @@
 
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
+#include "lockstep/comm/detail/backend_bytes.hpp"
 #include "lockstep/comm/detail/backend_group.hpp"
 #include "lockstep/comm/detail/group_state.hpp"
-#include "lockstep/comm/detail/signature.hpp"
 #include "lockstep/comm/gloo_comm.hpp"
 #include "support/catch.hpp"
 #include "support/process.hpp"

@@ -39,7 +39,9 @@ class Subset {
     return dataset_.get_batch(inner);
   }
 
-  [[nodiscard]] const std::vector<std::size_t>& indices() const { return indices_; }
+  [[nodiscard]] const std::vector<std::size_t>& indices() const {
+    return indices_;
+  }  ///< of the inner dataset
 
  private:
   D dataset_;
