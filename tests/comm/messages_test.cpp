@@ -147,19 +147,6 @@ TEST_CASE("of many errors the first stays") {
   CHECK_THROWS_AS(std::rethrow_exception(error.get()), std::runtime_error);
 }
 
-TEST_CASE("durations read as people say them") {
-  CHECK(lockstep::detail::duration_text(250ms) == "250 ms");
-  CHECK(lockstep::detail::duration_text(6s) == "6 s");
-}
-
-TEST_CASE("the status of a group pairs a number with its operation") {
-  lockstep::detail::GroupStatus status;
-  status.enter(1, "all_reduce");
-  CHECK(status.text() == "1 all_reduce");
-  status.enter(2, "barrier");
-  CHECK(status.text() == "2 barrier");
-}
-
 TEST_CASE("the status of a group that is entered meanwhile is one of its pairs") {
   GroupStatus status;
   const char* operations[] = {"zero", "one", "two", "three", "four"};

@@ -22,10 +22,11 @@ bool same_on_all_ranks(const at::Tensor& tensor) {
 }  // namespace
 
 TEST_CASE(
-    "gradients are the average over the ranks, under both kinds of zero_grad, before and after the rebuild") {
+    "gradients are the average over the ranks, under both kinds of zero_grad, before and after the rebuild, "
+    "by a bare loss.backward() too") {
   const auto& world = test_world();
-  const bool set_to_none = GENERATE(false, true);
-  CAPTURE(set_to_none);
+  const bool set_to_none = GENERATE(false, true), bare = GENERATE(false, true);
+  CAPTURE(set_to_none, bare);
   torch::manual_seed(1);
   Net net;
   DistributedDataParallel ddp{net, shared_comm(), small_buckets()};
@@ -35,7 +36,10 @@ TEST_CASE(
     auto loss = [&](Net& model, int rank) { return model(batch_of(rank, step)).pow(2).mean(); };
     const auto expected = expected_gradients(net, world.size(), loss);
     optimizer.zero_grad(set_to_none);
-    ddp.backward(loss(net, world.rank()));
+    if (bare)
+      loss(net, world.rank()).backward();
+    else
+      ddp.backward(loss(net, world.rank()));
     check_close(gradients(net->parameters()), expected);
     optimizer.step();
   }
@@ -382,20 +386,6 @@ TEST_CASE("a buffer that grew within its storage is broadcast whole") {
   norm->running_mean.as_strided_({4}, {2}).fill_(rank + 2);
   ddp.sync_buffers();
   CHECK(norm->running_mean.equal(torch::full({4}, 2.0)));
-}
-
-TEST_CASE("a bare loss.backward() reduces too") {
-  const auto& world = test_world();
-  torch::manual_seed(1);
-  Net net;
-  DistributedDataParallel ddp{net, shared_comm(), small_buckets()};
-  for (int step = 0; step < 3; ++step) {
-    auto loss = [&](Net& model, int rank) { return model(batch_of(rank, step)).pow(2).mean(); };
-    const auto expected = expected_gradients(net, world.size(), loss);
-    net->zero_grad();
-    loss(net, world.rank()).backward();
-    check_close(gradients(net->parameters()), expected);
-  }
 }
 
 TEST_CASE("of several live wrappers of a model one reduces each backward, and the others ignore it") {

@@ -57,38 +57,6 @@ TEST_CASE("a batch norm alone is torch's") {
   CHECK(sync->num_batches_tracked.item<int>() == 2);
 }
 
-TEST_CASE("ranks with one batch each are one process with all of it") {
-  const auto [dtype, format] = GENERATE(
-      table<torch::Dtype, torch::MemoryFormat>({{torch::kDouble, torch::MemoryFormat::Contiguous},
-                                                {torch::kFloat, torch::MemoryFormat::Contiguous},
-                                                {torch::kFloat, torch::MemoryFormat::ChannelsLast}}));
-  torch::manual_seed(2);
-  const auto options = BatchNormOptions(6).eps(1e-3);
-  SyncBatchNorm2d sync(options, group_of());
-  torch::nn::BatchNorm2d plain(options);
-  sync->to(dtype);
-  plain->to(dtype);
-  const auto data = (torch::randn({3, 6, 4, 7}, dtype) * 2 + 5).contiguous(format);
-  const auto slope = torch::randn({3, 6, 4, 7}, dtype).contiguous(format);
-  const auto x = data.clone().requires_grad_();
-  const auto both = torch::cat({data, data}).contiguous(format).requires_grad_();
-
-  const auto y = sync(x), expected = plain(both);
-  CHECK(y.is_contiguous(format));
-  (y * slope).sum().backward();
-  (expected * torch::cat({slope, slope})).sum().backward();
-  const auto close = [tolerance = dtype == torch::kDouble ? 1e-12 : 1e-5](const auto& a, const auto& b) {
-    return torch::allclose(a, b, tolerance, tolerance);
-  };
-  CHECK(close(y, expected.narrow(0, 0, 3)));
-  CHECK(x.grad().is_contiguous(format));
-  CHECK(close(x.grad(), both.grad().narrow(0, 0, 3)));
-  CHECK(close(2 * sync->weight.grad(), plain->weight.grad()));
-  CHECK(close(2 * sync->bias.grad(), plain->bias.grad()));
-  CHECK(close(sync->running_mean, plain->running_mean));
-  CHECK(close(sync->running_var, plain->running_var));
-}
-
 TEST_CASE("gradients of gradients are refused, in words, before the ranks meet") {
   const auto twin = std::make_shared<Twin>();
   SyncBatchNorm1d norm(3, BatchNormGroup(twin));

@@ -1,8 +1,10 @@
 #pragma once
 
-#if !__has_include(<nccl.h>) || !__has_include(<cuda_runtime_api.h>) || !__has_include(<c10/cuda/CUDAStream.h>)
+#if !__has_include(<nccl.h>) || !__has_include(<cuda_runtime_api.h>) || \
+    !__has_include(<c10/cuda/CUDAStream.h>)
 #error \
-    "lockstep: NcclComm needs the headers of CUDA, of NCCL and of a LibTorch for CUDA: link lockstep::cuda, or leave this header out"
+    "lockstep: NcclComm needs the headers of CUDA, of NCCL and of a LibTorch for CUDA: link lockstep::cuda, \
+or leave this header out"
 #endif
 
 #include <atomic>

@@ -39,9 +39,8 @@ class Subset {
     return dataset_.get_batch(inner);
   }
 
-  [[nodiscard]] const std::vector<std::size_t>& indices() const {
-    return indices_;
-  }  ///< of the inner dataset
+  /// Returns the indices into the inner dataset.
+  [[nodiscard]] const std::vector<std::size_t>& indices() const { return indices_; }
 
  private:
   D dataset_;

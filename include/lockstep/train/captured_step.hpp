@@ -1,19 +1,6 @@
 #pragma once
 
 #include <any>
-#include <concepts>
-#include <cstdint>
-#include <functional>
-#include <memory>
-#include <optional>
-#include <tuple>
-#include <type_traits>
-#include <utility>
-#include <vector>
-
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/empty_like.h>
-#include <c10/core/Device.h>
 
 #ifdef LOCKSTEP_HAS_CUDA
 #include <ATen/cuda/CUDAEvent.h>
@@ -23,27 +10,15 @@
 #include <cuda_runtime.h>
 #endif
 
-#include "lockstep/comm/detail/capture_scope.hpp"
-#include "lockstep/comm/detail/describe.hpp"
 #include "lockstep/data/dataset.hpp"
-#include "lockstep/detail/format.hpp"
-#include "lockstep/error.hpp"
-#include "lockstep/grad/distributed_data_parallel.hpp"
-#include "lockstep/precision/precision.hpp"
 #include "lockstep/train/detail/training_step.hpp"
-#include "lockstep/train/extras.hpp"
-#include "lockstep/train/metrics.hpp"
 
 namespace lockstep {
 
 /// A part of a training step that a graph can capture and replay. A type opts in with `static constexpr bool
-/// capturable = true` and then guarantees:
-///
-/// 1. It never reads a device value on the host; it decides on the device.
-/// 2. Its operators, shapes and memory are the same in every step, except for memory that it allocates and
-///    frees within the step.
-/// 3. Values that change from step to step (a rate, a scale, a count) live in tensors and are updated in
-///    place. Its host code runs once, at capture.
+/// capturable = true`: it never reads a device value on the host; its operators, shapes and memory are the same
+/// in every step, except for memory that it allocates and frees within the step; and values that change from
+/// step to step (a rate, a scale, a count) live in tensors. Its host code runs once, at capture.
 ///
 /// If options decide whether it is capturable, `check_capturable()` throws UsageError that names the option.
 /// A communicator may have `watch_replay(replay)`: it calls `replay()` once unless the communicator has
@@ -130,21 +105,14 @@ class StepGraph {
 };
 #else
 /// Stands for the graph in a program without CUDA.
-class StepGraph {
- public:
+struct StepGraph {
   explicit StepGraph(const c10::Device& device) {
-    throw UsageError(detail::formatted(
-        "CapturedStep: this program was built without CUDA, and {} needs it: link lockstep::cuda",
-        device.str()));
+    throw UsageError(
+        formatted("CapturedStep: this program was built without CUDA, and {} needs it: link lockstep::cuda",
+                  device.str()));
   }
-  template <class Function>
-  void on_stream(Function&& function) {
-    std::forward<Function>(function)();
-  }
-  template <class Function>
-  void capture(Function&& function) {
-    std::forward<Function>(function)();
-  }
+  void on_stream(const auto& function) { function(); }
+  void capture(const auto& function) { function(); }
   void replay() {}
 };
 #endif
@@ -197,8 +165,8 @@ class SingleBatchSource {
 namespace lockstep {
 
 /// Captures a model's forward, backward, reduction and optimizer step as one graph of a GPU. The first steps
-/// run eagerly, the next one is captured, and every call from then on replays it with the new batch's data,
-/// at the cost of one launch. On the CPU every step runs eagerly.
+/// run eagerly, the next one is captured, and later calls replay it with the new batch's data, at the cost of
+/// one launch. On the CPU every step runs eagerly.
 ///
 /// ```cpp
 /// lockstep::SGD optimizer{model->parameters(),
@@ -211,8 +179,7 @@ namespace lockstep {
 /// ```
 ///
 /// `loss(model, batch)` returns the mean over the batch. Every batch has the shapes of the first one: drop a
-/// last batch that is not full. The DistributedDataParallel inside is constructed on the graph's stream, so
-/// that its hooks run there. Host code that is not a tensor operator, such as a branch of the forward or a
+/// last batch that is not full. Host code that is not a tensor operator, such as a branch of the forward or a
 /// print, runs once, at capture. Any schedule works: it writes into the rate's tensor before the call.
 ///
 /// Model, communicator, optimizer and precision must outlive it. Not thread-safe. Collective.
@@ -221,10 +188,8 @@ template <class M, class Comm, class Optimizer, class PrecisionType, class Loss,
           class... GradientCallbacks>
 class CapturedStep : detail::CheckedCapture<Comm, Optimizer, PrecisionType, Hook, GradientCallbacks...> {
  public:
-  /// Constructs the DistributedDataParallel. `device` is the model's. Throws UsageError for a GPU in a
-  /// program without CUDA, and on every device for options that a graph cannot capture: those that
-  /// `check_capturable()` of a part reports, `find_unused_parameters`,
-  /// DdpOptions::gradients other than `in_bucket`, or too few warm-up steps. Collective.
+  /// `device` is the model's. Throws UsageError for a GPU in a program without CUDA, and on every device for
+  /// options that a graph cannot capture. Collective.
   CapturedStep(const c10::Device& device, M& model, Comm& comm, Optimizer& optimizer,
                PrecisionType& precision, Loss loss, const CaptureOptions& options = {}, Hook hook = {},
                GradientCallbacks... callbacks)
@@ -264,8 +229,8 @@ class CapturedStep : detail::CheckedCapture<Comm, Optimizer, PrecisionType, Hook
 
   /// Runs one step with this batch and returns its loss, one element, which the next step overwrites. Throws
   /// UsageError for a batch whose type or shapes differ from the first batch's, and after a failed capture.
-  /// Eager steps throw the same exceptions as without a graph. From the capture on, a call throws the
-  /// communicator's first error instead of replaying. An error inside a replay is thrown by the next call.
+  /// From the capture on, a call throws the communicator's first error; an error inside a replay is thrown by
+  /// the next call.
   template <class Batch>
   const at::Tensor& operator()(Batch& batch) {
     static_assert(TensorBatch<Batch>,
@@ -280,7 +245,10 @@ class CapturedStep : detail::CheckedCapture<Comm, Optimizer, PrecisionType, Hook
     } else {
       if (!captured_) {
         ddp_->synchronize();  // not possible in a capture
-        capture(fixed);
+        failed_ = true;
+        graph_->capture([&] { run(fixed); });
+        failed_ = false;
+        captured_ = true;
       }
       replay();
     }
@@ -290,9 +258,7 @@ class CapturedStep : detail::CheckedCapture<Comm, Optimizer, PrecisionType, Hook
 
   /// Returns the number of steps so far, eager and replayed.
   [[nodiscard]] std::int64_t steps() const { return steps_; }
-  /// Returns whether the step has been captured.
   [[nodiscard]] bool captured() const { return captured_; }
-  /// Returns the DistributedDataParallel, for its report.
   [[nodiscard]] auto& ddp() { return *ddp_; }
 
  private:
@@ -325,15 +291,6 @@ class CapturedStep : detail::CheckedCapture<Comm, Optimizer, PrecisionType, Hook
             i, detail::describe(given[i]), detail::describe(inputs_[i])));
     for (std::size_t i = 0; i < given.size(); ++i) inputs_[i].copy_(given[i], /*non_blocking=*/true);
     return *fixed;
-  }
-
-  template <class Batch>
-  void capture(Batch& batch) try {
-    graph_->capture([&] { run(batch); });
-    captured_ = true;
-  } catch (...) {
-    failed_ = true;
-    throw;
   }
 
   // Replays through the communicator if it watches replays: its watchdog does not see captured collectives.

@@ -13,23 +13,18 @@
 #include <torch/nn/module.h>
 #include <torch/serialize/archive.h>
 
-#include "lockstep/comm/agreement.hpp"
-#include "lockstep/comm/communicator.hpp"
-#include "lockstep/comm/detail/own_error.hpp"
 #include "lockstep/data/generator.hpp"
-#include "lockstep/detail/const_data.hpp"
-#include "lockstep/detail/format.hpp"
-#include "lockstep/detail/served_call.hpp"
-#include "lockstep/error.hpp"
 #include "lockstep/files.hpp"
 #include "lockstep/grad/hooks/hook.hpp"
-#include "lockstep/grad/model.hpp"
 #include "lockstep/train/detail/archive.hpp"
-#include "lockstep/train/detail/matched_tensors.hpp"
 #include "lockstep/train/metrics.hpp"
-#include "lockstep/world/world.hpp"
 
 namespace lockstep {
+
+/// The key of the model in a checkpoint. A file of a model alone does not have it.
+namespace detail {
+inline constexpr const char* checkpoint_model = "checkpoint_model";
+}  // namespace detail
 
 /// Returns the bytes of a file that `torch::load(model, path)` reads. It serializes to memory, since
 /// `torch::save` to a path ends the process when the disk is full.
@@ -38,17 +33,6 @@ inline std::string serialize_model(const torch::nn::Module& model) {
   model.save(archive);
   return detail::bytes_of(archive);
 }
-
-}  // namespace lockstep
-
-namespace lockstep::detail {
-
-/// The key of the model in a checkpoint. A file of a model alone does not have it.
-inline constexpr const char* checkpoint_model = "checkpoint_model";
-
-}  // namespace lockstep::detail
-
-namespace lockstep {
 
 /// Copies tensors into `model` from `bytes` of serialize_model, torch::save or a checkpoint. Throws
 /// CheckpointError if the bytes are damaged (see detail::check_archive), or if a tensor is missing,
@@ -73,8 +57,7 @@ inline void load_model(torch::nn::Module& model, const std::filesystem::path& pa
   deserialize_model(model, read_file(path), path.string());
 }
 
-/// Writes rank 0's model atomically. Collective: every rank returns once the file is written, or throws the
-/// same CheckpointError.
+/// Writes rank 0's model. Collective: every rank returns once it is written, or throws the same error.
 template <Communicator C>
 void save_model(const torch::nn::Module& model, const std::filesystem::path& path, C& comm) {
   forbid_in_rank_zero_scope("save_model");
@@ -82,8 +65,7 @@ void save_model(const torch::nn::Module& model, const std::filesystem::path& pat
   agree_with_rank_zero<CheckpointError>(comm, [&] { save_model(model, path); });
 }
 
-/// Reads a model on rank 0 and copies it to every rank; the other ranks need no access to the file.
-/// Collective. Throws the CheckpointError of load_model, the same on every rank.
+/// Reads a model on rank 0 and copies it to every rank. Collective. Throws the same error on every rank.
 template <Communicator C>
 void load_model(torch::nn::Module& model, const std::filesystem::path& path, C& comm) {
   forbid_in_rank_zero_scope("load_model");
@@ -133,13 +115,8 @@ inline HookState read_hook_state(torch::serialize::InputArchive& archive) {
   HookState state;
   const std::int64_t size = read_length(archive, "size");
   for (std::int64_t i = 0; i < size; ++i) {
-    c10::IValue name;
-    at::Tensor tensor;
-    const std::string key = detail::formatted("name_{}", i);
-    if (!archive.try_read(key, name) || !name.isString() ||
-        !archive.try_read(detail::formatted("tensor_{}", i), tensor, /*is_buffer=*/true))
-      refuse_archive(key);
-    state.emplace_back(name.toStringRef(), std::move(tensor));
+    const c10::IValue name = read_value(archive, formatted("name_{}", i), &c10::IValue::isString);
+    state.emplace_back(name.toStringRef(), read_tensor(archive, formatted("tensor_{}", i)));
   }
   return state;
 }
@@ -179,13 +156,11 @@ struct RankState {
       for (std::size_t i = 0; i + 1 < numbers.size(); i += 2)
         state.parts.push_back({numbers[i], numbers[i + 1]});
     }
-    if (!archive.try_read("generator", state.generator, /*is_buffer=*/true)) refuse_archive("generator");
+    state.generator = read_tensor(archive, "generator");
     (void)archive.try_read("device_generator", state.device_generator, /*is_buffer=*/true);
     const std::int64_t buffers = read_length(archive, "buffers");
     for (std::int64_t i = 0; i < buffers; ++i)
-      if (const std::string key = detail::formatted("buffer_{}", i);
-          !archive.try_read(key, state.buffers.emplace_back(), /*is_buffer=*/true))
-        refuse_archive(key);
+      state.buffers.push_back(read_tensor(archive, formatted("buffer_{}", i)));
     torch::serialize::InputArchive inner;
     if (archive.try_read("hook", inner)) state.hook = read_hook_state(inner);
     state.data_position = read_bytes(archive, "data position");
@@ -217,69 +192,44 @@ RankState state_of_rank(const std::vector<RankState>& saved, int rank, int size)
   return state;
 }
 
-/// Writes the parts of a checkpoint to an archive, each under its own key.
-class CheckpointWriter {
- public:
-  explicit CheckpointWriter(torch::serialize::OutputArchive& archive) : archive_(archive) {
-    archive_.write("format", c10::IValue(checkpoint_format));
-  }
+/// Writes a part of a checkpoint under its own key.
+template <class Part>
+void write_part(torch::serialize::OutputArchive& archive, const std::string& key, const Part& part) {
+  write_archive(archive, key, [&](torch::serialize::OutputArchive& inner) { part.save(inner); });
+}
+template <class Part>
+void read_part(torch::serialize::InputArchive& archive, const std::string& key, Part& part) {
+  torch::serialize::InputArchive inner = read_archive(archive, key);
+  part.load(inner);
+}
 
-  template <class Part>
-  void add(const std::string& key, const Part& part) {
-    write_archive(archive_, key, [&](torch::serialize::OutputArchive& inner) { part.save(inner); });
-  }
-  /// Adds the bytes of each rank's RankState, and DistributedDataParallel's bucket order.
-  void add_ranks(const std::vector<std::string>& ranks, const std::vector<std::size_t>& bucket_order) {
-    archive_.write("ranks", c10::IValue(static_cast<std::int64_t>(ranks.size())));
-    for (std::size_t rank = 0; rank < ranks.size(); ++rank)
-      write_bytes(archive_, detail::formatted("rank_{}", rank), ranks[rank]);
-    const at::Tensor order = at::empty({static_cast<std::int64_t>(bucket_order.size())}, at::kLong);
-    std::copy(bucket_order.begin(), bucket_order.end(), order.mutable_data_ptr<std::int64_t>());
-    archive_.write("bucket_order", order, /*is_buffer=*/true);
-  }
+/// Writes the bytes of each rank's RankState.
+inline void write_ranks(torch::serialize::OutputArchive& archive, const std::vector<std::string>& ranks) {
+  archive.write("ranks", c10::IValue(static_cast<std::int64_t>(ranks.size())));
+  for (std::size_t rank = 0; rank < ranks.size(); ++rank)
+    write_bytes(archive, formatted("rank_{}", rank), ranks[rank]);
+}
+inline std::vector<RankState> read_ranks(torch::serialize::InputArchive& archive) {
+  std::vector<RankState> states;
+  const std::int64_t ranks = read_length(archive, "ranks");
+  if (ranks == 0) refuse_archive("ranks");
+  for (std::int64_t rank = 0; rank < ranks; ++rank)
+    states.push_back(RankState::read(read_bytes(archive, formatted("rank_{}", rank))));
+  return states;
+}
 
- private:
-  torch::serialize::OutputArchive& archive_;
-};
-
-/// Reads the parts of a checkpoint. Throws CheckpointError or c10::Error for a missing part.
-class CheckpointReader {
- public:
-  explicit CheckpointReader(std::string_view bytes) : archive_(archive_of(bytes)) {
-    c10::IValue format;
-    if (!archive_.try_read("format", format) || !format.isInt())
-      throw CheckpointError("it is no checkpoint of a Trainer; the file of a model alone is for load");
-    if (format.toInt() != checkpoint_format)
-      throw CheckpointError(
-          detail::formatted("it is a checkpoint of format {}, and this version of lockstep reads format {}: "
-                            "load it with the version that saved it",
-                            format.toInt(), checkpoint_format));
-  }
-
-  torch::serialize::InputArchive part(const std::string& key) { return read_archive(archive_, key); }
-  template <class Part>
-  void read(const std::string& key, Part& part_) {
-    auto inner = part(key);
-    part_.load(inner);
-  }
-  std::vector<RankState> ranks() {
-    std::vector<RankState> states;
-    const std::int64_t ranks = read_length(archive_, "ranks");
-    if (ranks == 0) refuse_archive("ranks");
-    for (std::int64_t rank = 0; rank < ranks; ++rank)
-      states.push_back(RankState::read(read_bytes(archive_, detail::formatted("rank_{}", rank))));
-    return states;
-  }
-  std::vector<std::size_t> bucket_order() {
-    at::Tensor order;
-    if (!archive_.try_read("bucket_order", order, /*is_buffer=*/true)) refuse_archive("bucket_order");
-    if (order.scalar_type() != at::kLong || !order.is_contiguous()) refuse_archive("bucket_order");
-    const auto* first = detail::const_data<std::int64_t>(order);
-    return {first, first + order.numel()};
-  }
-
- private:
-  torch::serialize::InputArchive archive_;
-};
+/// Opens a checkpoint. Throws CheckpointError for another kind of archive, or another format.
+inline torch::serialize::InputArchive checkpoint_of(std::string_view bytes) {
+  torch::serialize::InputArchive archive = archive_of(bytes);
+  c10::IValue format;
+  if (!archive.try_read("format", format) || !format.isInt())
+    throw CheckpointError("it is no checkpoint of a Trainer; the file of a model alone is for load");
+  if (format.toInt() != checkpoint_format)
+    throw CheckpointError(
+        formatted("it is a checkpoint of format {}, and this version of lockstep reads format {}: "
+                  "load it with the version that saved it",
+                  format.toInt(), checkpoint_format));
+  return archive;
+}
 
 }  // namespace lockstep::detail

@@ -8,7 +8,6 @@
 #include <torch/nn/module.h>
 
 #include <algorithm>
-#include <array>
 #include <concepts>
 #include <cstddef>
 #include <cstdint>
@@ -21,18 +20,9 @@
 #include <utility>
 #include <vector>
 
-#include "lockstep/comm/agreement.hpp"
-#include "lockstep/comm/communicator.hpp"
-#include "lockstep/comm/detail/describe.hpp"
-#include "lockstep/comm/detail/own_error.hpp"
 #include "lockstep/data/dataset.hpp"
 #include "lockstep/data/loader.hpp"
 #include "lockstep/data/sampler.hpp"
-#include "lockstep/detail/format.hpp"
-#include "lockstep/detail/served_call.hpp"
-#include "lockstep/error.hpp"
-#include "lockstep/grad/detail/broadcast_list.hpp"
-#include "lockstep/grad/model.hpp"
 #include "lockstep/train/detail/model_handle.hpp"
 #include "lockstep/train/metrics.hpp"
 
@@ -42,7 +32,6 @@ namespace lockstep {
 /// submodule's own mode, including submodules that the user had frozen.
 class EvaluationMode {
  public:
-  /// Switches `module` to evaluation mode; the destructor restores the mode of each submodule.
   explicit EvaluationMode(torch::nn::Module& module) {
     module.apply([this](torch::nn::Module& part) { before_.emplace_back(&part, part.is_training()); });
     module.eval();
@@ -62,7 +51,6 @@ class EvaluationMode {
 /// Snapshots the buffers of a module and restores them at destruction.
 class BufferSnapshot {
  public:
-  /// Copies the buffers of `module`.
   explicit BufferSnapshot(const torch::nn::Module& module) {
     for (NamedTensor& buffer : unique_buffers(module)) {
       at::Tensor copy = buffer.tensor.clone();
@@ -251,7 +239,7 @@ class PerSampleMeter {
   std::vector<at::Tensor> all_;
 };
 
-/// What `metric(output, batch)` or `metric(model, batch)` returns; `measure` calls it so.
+/// Calls the metric as `metric(output, batch)` or `metric(model, batch)`.
 template <class Metric, class M, class Batch>
 decltype(auto) call_metric(Metric& metric, M& model, const at::Tensor& output, Batch& batch) {
   if constexpr (OutputMetric<Metric, Batch>)
@@ -260,72 +248,54 @@ decltype(auto) call_metric(Metric& metric, M& model, const at::Tensor& output, B
     return metric(model, batch);
 }
 
-/// Returns what the metric computes from the total of its values, or the total.
-template <class Metric>
-auto computed(Metric& metric, const at::Tensor& total) {
-  if constexpr (ComputingMetric<Metric>)
-    return metric.compute(total);
-  else
-    return total;
-}
+/// A metric with what evaluate has accumulated for it.
+template <class Metric, class M, class Batch>
+struct Measurement {
+  using Value =
+      std::remove_cvref_t<decltype(call_metric(std::declval<Metric&>(), std::declval<M&>(),
+                                               std::declval<const at::Tensor&>(), std::declval<Batch&>()))>;
+  static constexpr bool is_mean = MeanOrTensor<Value>;
+  using Meter = std::conditional_t<is_mean, MeanMeter,
+                                   std::conditional_t<std::same_as<Value, Sums>, SumsMeter, PerSampleMeter>>;
 
-/// How evaluate accumulates a metric, and the type of its result.
-template <class Metric, class M, class Batch>
-struct Measured {
-  using Meter = MeanMeter;
-  using Result = double;
-};
-template <class Metric, class M, class Batch>
-using MetricValue = std::remove_cvref_t<decltype(call_metric(
-    std::declval<Metric&>(), std::declval<M&>(), std::declval<const at::Tensor&>(), std::declval<Batch&>()))>;
-template <class Metric, class M, class Batch>
-requires std::same_as<MetricValue<Metric, M, Batch>, Sums> ||
-    std::same_as<MetricValue<Metric, M, Batch>, PerSample>
-struct Measured<Metric, M, Batch> {
-  using Meter =
-      std::conditional_t<std::same_as<MetricValue<Metric, M, Batch>, Sums>, SumsMeter, PerSampleMeter>;
-  using Result = std::remove_cvref_t<decltype(computed(std::declval<Metric&>(), at::Tensor()))>;
-};
-
-template <class M, class Batch, class... Meters, class... Metrics>
-void measure(M& model, Batch& batch, std::tuple<Meters...>& meters, Metrics&... metrics) {
-  at::Tensor output;
-  if constexpr ((OutputMetric<Metrics, Batch> || ...)) output = call_model(model, batch.data);
-  const auto add = [&](auto& meter, auto& metric) {
+  void add(M& model, const at::Tensor& output, Batch& batch) {
     decltype(auto) value = call_metric(metric, model, output, batch);
-    if constexpr (std::same_as<std::remove_cvref_t<decltype(meter)>, MeanMeter>)
+    if constexpr (is_mean)
       add_to(meter, value, batch);
     else
       meter.add(value, batch);
-  };
-  [&]<std::size_t... i>(std::index_sequence<i...>, const auto& all) {
-    (add(std::get<i>(meters), std::get<i>(all)), ...);
   }
-  (std::index_sequence_for<Metrics...>{}, std::tie(metrics...));
-}
-
-/// Returns the metrics' results of the meters' totals over all ranks. Collective.
-template <class... Results, class C, class... Meters, class... Metrics>
-std::tuple<Results...> results_of(C& comm, std::tuple<Meters...>& meters, Metrics&... metrics) {
-  std::array<Total, sizeof...(Meters)> totals;
-  std::size_t means = 0;
-  const auto read = [&]<class Meter>(Meter& meter) {
-    if constexpr (std::same_as<Meter, MeanMeter>) totals[means++] = meter.total();
-  };
-  std::apply([&](auto&... meter) { (read(meter), ...); }, meters);
-  sum_over_ranks(std::span(totals).first(means), comm);
-  std::size_t next = 0;
-  const auto result = [&]<class Meter>([[maybe_unused]] Meter& meter, [[maybe_unused]] auto& metric) {
-    if constexpr (std::same_as<Meter, MeanMeter>)
-      return totals[next++].mean();
+  /// Returns the result over all ranks; that of a mean is the next of `means`. Collective.
+  template <class C>
+  auto result(C& comm, [[maybe_unused]] const Total*& means) {
+    if constexpr (is_mean)
+      return (means++)->mean();
+    else if constexpr (ComputingMetric<Metric>)
+      return metric.compute(meter.total(comm));
     else
-      return computed(metric, meter.total(comm));
-  };
-  return [&]<std::size_t... i>(std::index_sequence<i...>, const auto& all) {
-    // Braces evaluate from left to right: every rank calls the collectives in the same order.
-    return std::tuple<Results...>{result(std::get<i>(meters), std::get<i>(all))...};
+      return meter.total(comm);
   }
-  (std::index_sequence_for<Metrics...>{}, std::tie(metrics...));
+
+  Metric& metric;
+  Meter meter{};
+};
+
+/// Returns the results of the measurements over all ranks. Collective.
+template <class C, class... Measurements>
+auto results_of(C& comm, std::tuple<Measurements...>& measurements) {
+  return std::apply(
+      [&](auto&... each) {
+        std::vector<Total> totals;
+        const auto read = [&](auto& one) {
+          if constexpr (std::remove_cvref_t<decltype(one)>::is_mean) totals.push_back(one.meter.total());
+        };
+        (read(each), ...);
+        sum_over_ranks(std::span(totals), comm);
+        const Total* means = totals.data();
+        // Braces evaluate from left to right: every rank calls the collectives in the same order.
+        return std::tuple<decltype(each.result(comm, means))...>{each.result(comm, means)...};
+      },
+      measurements);
 }
 
 /// Throws MismatchError on every rank if the ranks' datasets differ in their number of samples, which
@@ -344,14 +314,12 @@ void require_equal_lengths(const std::vector<std::string>& samples, C& comm) {
       comm.size());
 }
 
-/// The return type of an invalid call of evaluate: converts to any type, so that a static_assert is the only
-/// error.
+/// The result of an invalid call of evaluate: converts to any type, so that a static_assert is the only error.
 struct NotMeasured {
   template <class T>
   operator T() const;
 };
 
-/// Diagnoses the arguments of evaluate with one static_assert each.
 template <class M, class Data, class... Metrics>
 struct CheckedEvaluation {
   static constexpr bool good() {
@@ -381,12 +349,11 @@ namespace lockstep {
 /// Runs the model over each sample of the dataset exactly once, partitioned among the ranks, and returns each
 /// metric over all samples: the same value on every rank, equal to that of a single process.
 ///
-/// Batches are copied to the model's device. The result of a metric is a double, NaN for an empty dataset,
-/// the tensor of its PerSample values, or what its `compute` returns. One metric returns its result, several
-/// a std::tuple of results. Rank 0's buffers (running statistics) are broadcast first. Every submodule's mode
-/// is restored afterwards. An exception of the dataset, the model or a metric that not every rank throws
-/// within two seconds aborts the communicator: the other ranks throw PeerError. Throws MismatchError if the
-/// ranks' datasets differ in their number of samples. Collective.
+/// Batches are copied to the model's device. One metric returns its result, several a std::tuple of results; a
+/// mean of no sample is NaN. Rank 0's buffers (running statistics) are broadcast first. Every submodule's mode is
+/// restored afterwards. An exception of the dataset, the model or a metric that not every rank throws within two
+/// seconds aborts the communicator: the other ranks throw PeerError. Throws MismatchError if the ranks' datasets
+/// differ in their number of samples. Collective.
 template <Model M, Communicator C, class D, class... Metrics>
 auto evaluate(M& model, C& comm, D&& dataset, const EvaluationOptions& options, Metrics&&... metrics) {
   using Data = std::remove_reference_t<D>;
@@ -412,12 +379,14 @@ auto evaluate(M& model, C& comm, D&& dataset, const EvaluationOptions& options, 
                         {.batch_size = static_cast<std::size_t>(options.batch_size),
                          .num_workers = static_cast<std::size_t>(options.num_workers),
                          .pin_memory = true}};
-      std::tuple<typename detail::Measured<std::remove_reference_t<Metrics>, M, Batch>::Meter...> meters;
-      for (auto& batch : StagedBatches{loader, detail::device_of(detail::module_of(model))})
-        detail::measure(model, batch, meters, metrics...);
-      return detail::results_of<
-          typename detail::Measured<std::remove_reference_t<Metrics>, M, Batch>::Result...>(comm, meters,
-                                                                                            metrics...);
+      std::tuple measurements{detail::Measurement<std::remove_reference_t<Metrics>, M, Batch>{metrics}...};
+      for (auto& batch : StagedBatches{loader, detail::device_of(detail::module_of(model))}) {
+        at::Tensor output;
+        if constexpr ((OutputMetric<std::remove_reference_t<Metrics>, Batch> || ...))
+          output = detail::call_model(model, batch.data);
+        std::apply([&](auto&... each) { (each.add(model, output, batch), ...); }, measurements);
+      }
+      return detail::results_of(comm, measurements);
     });
     if constexpr (sizeof...(Metrics) == 1)
       return std::get<0>(std::move(results));

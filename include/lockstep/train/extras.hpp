@@ -20,10 +20,7 @@
 #include <torch/optim/optimizer.h>
 
 #include "lockstep/comm/agreement.hpp"
-#include "lockstep/comm/communicator.hpp"
 #include "lockstep/comm/local_comm.hpp"
-#include "lockstep/detail/format.hpp"
-#include "lockstep/error.hpp"
 #include "lockstep/grad/model.hpp"
 #include "lockstep/optim/clip.hpp"
 #include "lockstep/optim/detail/optimizer_maker.hpp"
@@ -40,7 +37,6 @@ struct Gradients {
   std::int64_t epoch, step;
   /// Each parameter once, in the model's order. `grad()` is undefined for a parameter without a gradient.
   const std::vector<at::Tensor>& parameters;
-  /// The same parameters with their names.
   const std::vector<NamedTensor>& named_parameters;
   /// The total norm of all gradients before they are modified, one element. Undefined until a
   /// GradientCallback sets it, as GradientClip does. Later callbacks and StepReport::total_norm read it.
@@ -52,12 +48,20 @@ struct Gradients {
 // Extras: arguments of a Trainer's constructor, at most one of each concept.
 
 /// Creates the optimizer: `make_optimizer(parameters)` takes all parameters of the model in registration
-/// order, frozen ones included and a tied one once. Those in DdpOptions::ignored are left out. Called once,
-/// before the first step, on every rank.
+/// order, frozen ones included, a tied one once, without those in DdpOptions::ignored. Called once, on every
+/// rank.
 template <class E>
 concept OptimizerFactory = requires(E& extra, std::vector<NamedTensor> parameters) {
   { extra.make_optimizer(parameters) } -> std::convertible_to<std::unique_ptr<torch::optim::Optimizer>>;
 };
+
+namespace detail {
+inline std::vector<at::Tensor> tensor_list(const std::vector<NamedTensor>& parameters) {
+  std::vector<at::Tensor> tensors;
+  for (const NamedTensor& parameter : parameters) tensors.push_back(parameter.tensor);
+  return tensors;
+}
+}  // namespace detail
 
 /// Wraps `function` as an OptimizerFactory. It returns an optimizer, or a std::unique_ptr to one, and takes
 /// a std::vector<at::Tensor>, or a std::vector<NamedTensor> to form parameter groups by name:
@@ -85,23 +89,16 @@ struct MakeOptimizer {
     if constexpr (!makes)
       return nullptr;
     else if constexpr (of_tensors)
-      return detail::make_optimizer_by(function, tensors_of(parameters));
+      return detail::make_optimizer_by(function, detail::tensor_list(parameters));
     else
       return detail::make_optimizer_by(function, parameters);
-  }
-
- private:
-  static std::vector<at::Tensor> tensors_of(const std::vector<NamedTensor>& parameters) {
-    std::vector<at::Tensor> tensors;
-    for (const NamedTensor& parameter : parameters) tensors.push_back(parameter.tensor);
-    return tensors;
   }
 };
 template <class Function>
 MakeOptimizer(Function) -> MakeOptimizer<Function>;
 
-/// A learning rate schedule. Each parameter group runs at its own base rate times `rate_factor(epoch, step)`;
-/// both arguments are zero-based. The factor depends on these two arguments only, so that all ranks agree.
+/// A learning rate schedule. Each parameter group runs at its own base rate times `rate_factor(epoch, step)`,
+/// both zero-based. The factor depends on these two arguments only, so that all ranks agree.
 /// Counterpart: torch.optim.lr_scheduler.LambdaLR.
 template <class E>
 concept Schedule = requires(E& extra, std::int64_t epoch, std::int64_t step) {
@@ -126,14 +123,11 @@ struct RateSchedule {
 template <class Function>
 RateSchedule(Function) -> RateSchedule<Function>;
 
-/// A check of the gradients before any GradientCallback sees them.
-///
-/// 1. `watch(named_parameters)` is called before the first backward, and before an epoch in which other
-///    parameters require grad. It may register hooks on them; the next call or the destructor removes them.
-/// 2. `check(gradients, comm)` is called on every rank after the backward of each step. If it throws, it
-///    throws the same exception on every rank, and the step does not run.
-/// 3. `begin_step()`, if there is one, is called before the first forward of each step. A step that fails
-///    early never reaches `check`.
+/// A check of the gradients before any GradientCallback sees them. `watch(named_parameters)` is called before
+/// the first backward, and before an epoch in which other parameters require grad: it may register hooks on
+/// them, which the next call or the destructor removes. `check(gradients, comm)` is called on every rank after
+/// the backward of each step: what it throws, it throws on every rank, and the step does not run.
+/// `begin_step()`, if there is one, is called before the first forward of each step.
 template <class E>
 concept GradientCheck = requires(E& extra, const std::vector<NamedTensor>& parameters,
                                  const Gradients& gradients, LocalComm& comm) {
@@ -141,8 +135,7 @@ concept GradientCheck = requires(E& extra, const std::vector<NamedTensor>& param
   extra.check(gradients, comm);
 };
 
-/// A CommunicationHook of the trainer's communicator, such as Fp16Hook. The concept recognizes it by the
-/// constants and the `wire_bytes()` that every hook has.
+/// A CommunicationHook of the trainer's communicator, recognized by the members that every hook has.
 template <class E>
 concept HookPolicy = requires(const E& extra) {
   { E::predivides } -> std::convertible_to<bool>;
@@ -152,22 +145,16 @@ concept HookPolicy = requires(const E& extra) {
 
 // Callbacks: arguments of Trainer::fit, after the loss. Any number of each concept.
 
-/// What `fit` does after a callback. A StepCallback, EpochStartCallback or EpochCallback returns void, or a
-/// FitAction. If a callback returns `stop` on any rank, `fit` stops on every rank after the same step or
-/// epoch; the other callbacks of the event still run. The ranks exchange their decisions in one small
-/// collective for each event that has a callback with a FitAction, and in none otherwise.
+/// What `fit` does after a StepCallback, EpochStartCallback or EpochCallback, which returns it or void. If one
+/// returns `stop` on any rank, `fit` stops on every rank after the same step or epoch; the other callbacks of
+/// the event still run. An event whose callbacks have a FitAction takes one small collective.
 ///
 /// Counterpart: `trainer.should_stop` of Lightning, `model.stop_training` of Keras.
 enum class FitAction { proceed, stop };
 
-/// A callback between backward and the optimizer step, on every rank: `on_gradients(gradients)`.
-///
-/// 1. The callbacks passed to `fit` run in their order. In `fit(data, loss, OnGradients{look},
-///    GradientClip{1})` the function `look` sees unclipped gradients.
-/// 2. The gradients are equal on all ranks. A callback may modify them in place, identically on every rank.
-/// 3. A precision with `unscale(optimizer)` unscales the gradients before the first callback, and its `step`
-///    does not unscale them again. Under a precision that scales and has no `unscale`, callbacks see scaled
-///    gradients.
+/// A callback between backward and the optimizer step, on every rank: `on_gradients(gradients)`. The gradients
+/// are equal on all ranks; a callback may modify them in place, identically on every rank. A precision with
+/// `unscale(optimizer)` unscales them before the first callback, and its `step` does not again.
 template <class E>
 concept GradientCallback = requires(E& callback, const Gradients& gradients) {
   callback.on_gradients(gradients);
@@ -182,11 +169,8 @@ struct OnGradients {
 template <class Function>
 OnGradients(Function) -> OnGradients<Function>;
 
-}  // namespace lockstep
-
-namespace lockstep::detail {
-
 // Calls the function of a callback. Passes on a FitAction and drops any other result.
+namespace detail {
 template <class Function, class Report>
 auto call_for(Function& function, const Report& report) {
   using Result = std::remove_cvref_t<std::invoke_result_t<Function&, const Report&>>;
@@ -198,10 +182,7 @@ auto call_for(Function& function, const Report& report) {
   else
     static_cast<void>(function(report));
 }
-
-}  // namespace lockstep::detail
-
-namespace lockstep {
+}  // namespace detail
 
 /// One optimizer step as seen by this rank.
 struct StepReport {
@@ -213,15 +194,14 @@ struct StepReport {
   std::optional<std::int64_t> steps_in_epoch;
   /// The losses of this rank's micro-batches. Empty if this rank had no data left.
   std::span<const LocalLoss> local;
-  /// False if the precision skipped the step because of non-finite gradients; the parameters are unchanged
-  /// then. Reading it synchronizes with the device if only the device knows the outcome.
+  /// False if the precision skipped the step because of non-finite gradients. Reading it synchronizes with the
+  /// device if only the device knows the outcome.
   StepOutcome stepped = true;
   /// The norm of the gradients before clipping, one element on their device. `item()` synchronizes with the
   /// device. Undefined if no GradientCallback set Gradients::total_norm.
   at::Tensor total_norm = {};
 
-  /// Returns the mean loss over this rank's part of the step, NaN if it had none. Synchronizes with the
-  /// device.
+  /// Returns the mean loss over this rank's part of the step, NaN if it had none. Synchronizes with the device.
   [[nodiscard]] double loss() const {
     Total total;
     for (const LocalLoss& micro : local)
@@ -241,7 +221,7 @@ concept StepCallback = requires(E& callback, const StepReport& report) {
   callback.on_step(report, comm);
 };
 
-/// Wraps `function(report)` as a StepCallback. Passes on a FitAction and drops another result.
+/// Wraps `function(report)` as a StepCallback.
 template <class Function>
 struct OnStep {
   Function function;
@@ -251,8 +231,7 @@ template <class Function>
 OnStep(Function) -> OnStep<Function>;
 
 /// A callback after each optimizer step that also gets the times of its phases, on every rank:
-/// `on_profile(report, profile)`. The times are taken only if a `fit` has such a callback: one clock read for
-/// each phase.
+/// `on_profile(report, profile)`. Costs one clock read for each phase.
 template <class E>
 concept ProfileCallback = requires(E& callback, const StepReport& report, const StepProfile& profile) {
   callback.on_profile(report, profile);
@@ -284,7 +263,7 @@ concept EpochStartCallback = requires(E& callback, const EpochPlan& plan) {
   callback.on_epoch_start(plan, comm);
 };
 
-/// Wraps `function(plan)` as an EpochStartCallback. Passes on a FitAction and drops another result.
+/// Wraps `function(plan)` as an EpochStartCallback.
 template <class Function>
 struct OnEpochStart {
   Function function;
@@ -321,7 +300,7 @@ concept EpochCallback = requires(E& callback, const EpochReport& report) {
   callback.on_epoch(report, comm);
 };
 
-/// Wraps `function(report)` as an EpochCallback. Passes on a FitAction and drops another result.
+/// Wraps `function(report)` as an EpochCallback.
 template <class Function>
 struct OnEpoch {
   Function function;
@@ -330,9 +309,7 @@ struct OnEpoch {
 template <class Function>
 OnEpoch(Function) -> OnEpoch<Function>;
 
-/// Any of the five callback concepts. Callbacks are arguments of `Trainer::fit`, after the loss. The extras
-/// of a Trainer are an OptimizerFactory, a Schedule, a GradientCheck and a CommunicationHook. None of them is
-/// a callback.
+/// Any of the five callback concepts.
 template <class E>
 concept Callback =
     GradientCallback<E> || StepCallback<E> || ProfileCallback<E> || EpochStartCallback<E> || EpochCallback<E>;
@@ -482,11 +459,8 @@ struct GradientClip {
 
 /// A GradientCheck that rejects NaN and infinite gradients. If a gradient holds one, every rank throws the
 /// same GradientError, which names the parameter, the step and the ranks whose own gradients were not finite.
-/// The parameters keep the values of the last step.
-///
-/// It reads each gradient twice, before and after the reduction, and synchronizes with the device. Ranks
-/// communicate only if the check fails or if the communication hook does not propagate NaN. Do not use it
-/// with a precision that scales losses: such a precision overflows as part of its normal work.
+/// The parameters keep the values of the last step. It reads each gradient twice, before and after the
+/// reduction, and synchronizes with the device.
 class CheckFinite {
  public:
   CheckFinite() = default;
@@ -554,7 +528,6 @@ class CheckFinite {
     return at::linalg_vector_norm(values, std::numeric_limits<double>::infinity());
   }
 
-  // Returns "nan", "inf", or an empty string if it is finite or undefined.
   static std::string not_finite(const at::Tensor& largest) {
     if (!largest.defined()) return "";
     const double value = detail::host_value(largest);

@@ -62,30 +62,17 @@ std::int64_t samples_in(const Batch& batch) {
     return static_cast<std::int64_t>(batch.size());
 }
 
-}  // namespace lockstep
-
-namespace lockstep::detail {
-
 // Returns the value of a one-element tensor. Reads CPU memory directly, which runs no operator.
+namespace detail {
 inline double host_value(const at::Tensor& tensor) {
-  if (tensor.is_cpu() && tensor.numel() == 1) {
-    switch (tensor.scalar_type()) {
-      case at::kDouble:
-        return *detail::const_data<double>(tensor);
-      case at::kFloat:
-        return static_cast<double>(*detail::const_data<float>(tensor));
-      case at::kLong:
-        return static_cast<double>(*detail::const_data<std::int64_t>(tensor));
-      default:
-        break;
-    }
-  }
+  const at::ScalarType type =
+      tensor.is_cpu() && tensor.numel() == 1 ? tensor.scalar_type() : at::ScalarType::Undefined;
+  if (type == at::kDouble) return *const_data<double>(tensor);
+  if (type == at::kFloat) return static_cast<double>(*const_data<float>(tensor));
+  if (type == at::kLong) return static_cast<double>(*const_data<std::int64_t>(tensor));
   return tensor.item<double>();
 }
-
-}  // namespace lockstep::detail
-
-namespace lockstep {
+}  // namespace detail
 
 /// A sum and a count on the host.
 struct Total {
@@ -105,7 +92,6 @@ struct Total {
 /// `total()` or `first_not_finite()` is called, or when `capacity` values are pending. Not thread-safe.
 class MeanMeter {
  public:
-  /// `capacity` is the number of values that may be pending.
   explicit MeanMeter(std::size_t capacity = 256) { pending_.reserve(capacity); }
 
   /// Adds `value`, one element, times `factor`: the number of samples if `value` is their mean. `step` is the
@@ -116,9 +102,7 @@ class MeanMeter {
     // operator.
     pending_.push_back({value.requires_grad() ? value.variable_data() : value, factor, count, step});
   }
-  /// Adds a Mean, whose sum may be on any device.
   void add(const Mean& mean) { add(mean.sum, 1, mean.count); }
-  /// Adds a sum and a count on the host.
   void add(const Total& total) { total_ += total; }
 
   /// Returns this rank's total. Synchronizes with the device.
@@ -157,21 +141,16 @@ class MeanMeter {
   std::vector<Pending> pending_;
 };
 
-/// Sums over the samples of a batch, in a tensor of any shape. A metric whose result is more than one mean
-/// returns it, such as the correct predictions and the samples of each class. The shape is the same for every
-/// batch on every rank. The sums of all batches are added in fp64: integers up to 2^53 add up exactly, in any
-/// order.
+/// Sums over the samples of a batch, such as the correct predictions of each class. The shape is the same for
+/// every batch on every rank. The sums of all batches are added in fp64: integers up to 2^53 add up exactly.
 struct Sums {
-  /// The sums, of any shape.
   at::Tensor values;
 };
 
-/// Values of each sample of a batch, such as the model's output. A metric that returns them gets those of all
-/// samples and ranks, in the dataset's order. The dtype and the shape of a sample's values are the same in
-/// every batch on every rank.
+/// Values of each sample of a batch, [samples, ...], such as the model's output. The dtype and the shape of a
+/// sample's values are the same in every batch on every rank.
 /// Counterpart: `Accelerator.gather_for_metrics` of Accelerate.
 struct PerSample {
-  /// The values, [samples, ...].
   at::Tensor values;
 };
 
@@ -186,7 +165,6 @@ struct PartName {
   [[nodiscard]] constexpr std::string_view view() const { return {text, size - 1}; }
 };
 
-/// A part of a loss with its name; see `named`.
 template <PartName part_name, class Value>
 struct Named {
   static constexpr std::string_view name = part_name.view();
@@ -234,7 +212,7 @@ concept LossResult = is_loss<std::remove_cvref_t<T>>;
 namespace lockstep {
 
 /// A metric of the model's output: `metric(output, batch)` is called without autograd on each of this rank's
-/// batches and returns one of four forms. A lambda may be a metric.
+/// batches and returns one of four forms.
 ///
 /// 1. A Mean over the batch. The sums and counts of all batches and ranks are added and divided once.
 /// 2. A tensor of one element, the mean over the batch's samples: the same, weighted by the samples.
@@ -253,7 +231,6 @@ concept ModelMetric = !OutputMetric<M, Batch> && requires(M & metric, Model& mod
   { metric(model, batch) } -> detail::MeasuredBy<M>;
 };
 
-/// A metric of either form.
 template <class M, class Model, class Batch>
 concept Metric = OutputMetric<M, Batch> || ModelMetric<M, Model, Batch>;
 
@@ -273,10 +250,9 @@ struct Accuracy {
   }
 };
 
-/// Returns the summed cross-entropy and the number of targets that are not `ignore_index`, for losses and
-/// metrics with ignored targets. The mean that cross_entropy returns would be weighted by all samples of its
-/// batch. output: [N, C, ...]; target: [N, ...] of class indices, or [N, C, ...] of probabilities, of which
-/// none is ignored. Synchronizes with the device for the count.
+/// Returns the summed cross-entropy and the number of targets that are not `ignore_index`. output: [N, C, ...];
+/// target: [N, ...] of class indices, or [N, C, ...] of probabilities, of which none is ignored. Synchronizes
+/// with the device for the count.
 /// Counterpart: torch.nn.functional.cross_entropy with reduction='sum'.
 inline Mean counted_cross_entropy(const at::Tensor& output, const at::Tensor& target,
                                   std::int64_t ignore_index = -100) {
@@ -327,10 +303,7 @@ using NamedMeters = std::vector<std::pair<std::string_view, MeanMeter>>;
 template <class Result>
 struct LossParts {
   static NamedMeters meters() { return {}; }
-  template <class Batch>
-  static Result take(Result result, const Batch&, NamedMeters&) {
-    return result;
-  }
+  static Result take(Result result, const auto& /*batch*/, NamedMeters&) { return result; }
 };
 template <class Loss, class... Parts>
 struct LossParts<std::tuple<Loss, Parts...>> {
@@ -342,13 +315,9 @@ struct LossParts<std::tuple<Loss, Parts...>> {
     return meters;
   }
   /// Adds the parts of one batch to their meters, and returns the loss itself.
-  template <class Batch>
-  static Loss take(std::tuple<Loss, Parts...> result, const Batch& batch, NamedMeters& meters) {
-    std::apply(
-        [&, i = std::size_t{0}](const Loss&, const Parts&... parts) mutable {
-          (add_to(meters[i++].second, parts.value, batch), ...);
-        },
-        result);
+  static Loss take(std::tuple<Loss, Parts...> result, const auto& batch, NamedMeters& meters) {
+    std::size_t i = 0;
+    (add_to(meters[i++].second, std::get<Parts>(result).value, batch), ...);
     return std::get<0>(std::move(result));
   }
 };
@@ -367,9 +336,7 @@ detail::Named<name, std::decay_t<Value>> named(Value&& value) {
 ///
 /// 1. A tensor of one element: the mean over the batch's samples. It is weighted by the number of samples.
 /// 2. A Mean whose sum takes part in autograd: for losses averaged over tokens, pixels, weights or targets
-///    that are not ignored. A cross_entropy with ignored targets or class weights divides by something other
-///    than the number of samples, so its tensor would get a wrong weight; counted_cross_entropy returns a
-///    Mean.
+///    that are not ignored, as counted_cross_entropy is. A tensor would get a wrong weight.
 /// 3. A std::tuple of one of these and of named parts, each a tensor or a Mean, such as
 ///    `std::tuple{box + label, named<"box">(box), named<"label">(label)}`. EpochReport::losses has the parts.
 ///
@@ -395,22 +362,30 @@ struct LocalLoss {
   [[nodiscard]] Total total() const { return {detail::host_value(reported) * factor, count}; }
 };
 
-/// Weights a mean over `samples` samples. Backward starts from the mean divided by `divisor`; a divisor of 1
-/// leaves it bitwise unchanged. Throws DataError if the batch holds another number of samples, since its
-/// weight would be wrong.
+/// Returns the number of samples by which a batch's mean loss is weighted.
+namespace detail {
 template <class Batch>
-LocalLoss weigh(const at::Tensor& mean, const Batch& batch, std::int64_t samples, double divisor) {
+std::int64_t weight_of(const Batch& batch) {
   static_assert(
       Countable<Batch>,
       "lockstep: the batch has neither data.size(0) nor size(), so that its samples cannot be counted: "
       "return a Mean{sum, count} from the loss");
-  if constexpr (Countable<Batch>) {
-    if (samples_in(batch) != samples)
-      throw DataError(detail::formatted(
-          "a batch of {} samples was asked for and the dataset made one of {}, so that its mean "
-          "loss would get a wrong weight: return a Mean{{sum, count}} from the loss",
-          samples, samples_in(batch)));
-  }
+  if constexpr (Countable<Batch>)
+    return samples_in(batch);
+  else
+    return 0;
+}
+}  // namespace detail
+
+/// Weights a mean over `samples` samples. Backward starts from the mean divided by `divisor`; a divisor of 1
+/// leaves it bitwise unchanged. Throws DataError if the batch holds another number of samples.
+template <class Batch>
+LocalLoss weigh(const at::Tensor& mean, const Batch& batch, std::int64_t samples, double divisor) {
+  if (const std::int64_t made = detail::weight_of(batch); made != samples)
+    throw DataError(detail::formatted(
+        "a batch of {} samples was asked for and the dataset made one of {}, so that its mean "
+        "loss would get a wrong weight: return a Mean{{sum, count}} from the loss",
+        samples, made));
   const auto count = static_cast<double>(samples);
   return {divisor == 1 ? mean : mean / divisor, mean, count, count};
 }
@@ -424,12 +399,7 @@ inline LocalLoss weigh(const Mean& mean) {
 /// backward starts from the sum. The batch must not be empty.
 template <class Batch>
 LocalLoss weigh(const at::Tensor& mean, const Batch& batch) {
-  static_assert(
-      Countable<Batch>,
-      "lockstep: the batch has neither data.size(0) nor size(), so that its samples cannot be counted: "
-      "return a Mean{sum, count} from the loss");
-  double samples = 0;
-  if constexpr (Countable<Batch>) samples = static_cast<double>(samples_in(batch));
+  const auto samples = static_cast<double>(detail::weight_of(batch));
   return {mean * samples, mean, samples, samples};
 }
 

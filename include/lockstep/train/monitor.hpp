@@ -8,15 +8,8 @@
 
 #include <torch/serialize/archive.h>
 
-#include "lockstep/comm/agreement.hpp"
-#include "lockstep/comm/communicator.hpp"
-#include "lockstep/comm/detail/own_error.hpp"
-#include "lockstep/detail/format.hpp"
-#include "lockstep/detail/served_call.hpp"
-#include "lockstep/error.hpp"
-#include "lockstep/log/log.hpp"
+#include "lockstep/train/detail/archive.hpp"
 #include "lockstep/train/extras.hpp"
-#include "lockstep/world/world.hpp"
 
 namespace lockstep {
 
@@ -37,21 +30,48 @@ struct BestValue {
 
   /// Returns whether `other` is better by more than `min_delta`. Any finite value is better than none. NaN
   /// and infinite values never are.
-  [[nodiscard]] bool improved_by(double other, MonitorMode mode, double min_delta = 0) const;
+  [[nodiscard]] bool improved_by(double other, MonitorMode mode, double min_delta = 0) const {
+    if (!std::isfinite(other)) return false;
+    if (!value) return true;
+    return mode == MonitorMode::min ? other + min_delta < *value : other - min_delta > *value;
+  }
 };
 
 }  // namespace lockstep
 
 namespace lockstep::detail {
 
+inline const char* text_of(MonitorMode mode) {
+  return mode == MonitorMode::min ? "min" : "max";
+}
+
 /// Throws UsageError, on every rank, unless `monitor` has a function.
-void require_monitor(const Monitor& monitor, const std::string& owner);
+inline void require_monitor(const Monitor& monitor, const std::string& owner) {
+  if (!monitor)
+    throw CollectiveError<UsageError>(formatted(
+        "{} has no monitor: give it a function of the EpochReport that returns the value to compare", owner));
+}
 
 /// Writes and reads the fields of a BestValue, and the mode, which must not change. `owner` is part of the
 /// keys, so that a checkpoint's parts are not mixed up.
-void save_best(torch::serialize::OutputArchive& archive, const std::string& owner, const BestValue& best,
-               MonitorMode mode);
-BestValue load_best(torch::serialize::InputArchive& archive, const std::string& owner, MonitorMode mode);
+inline void save_best(torch::serialize::OutputArchive& archive, const std::string& owner,
+                      const BestValue& best, MonitorMode mode) {
+  archive.write(owner + "_max", c10::IValue(static_cast<std::int64_t>(mode == MonitorMode::max)));
+  archive.write(owner + "_known", c10::IValue(static_cast<std::int64_t>(best.value.has_value())));
+  archive.write(owner + "_value", c10::IValue(best.value.value_or(0)));
+  archive.write(owner + "_epoch", c10::IValue(best.epoch));
+}
+inline BestValue load_best(torch::serialize::InputArchive& archive, const std::string& owner,
+                           MonitorMode mode) {
+  const MonitorMode saved = read_integer(archive, owner + "_max") != 0 ? MonitorMode::max : MonitorMode::min;
+  if (saved != mode)
+    throw CheckpointError(formatted("the saved {} has the mode {} and this one {}: give it the mode {}",
+                                    owner, text_of(saved), text_of(mode), text_of(saved)));
+  BestValue best{.epoch = read_integer(archive, owner + "_epoch")};
+  const double value = read_number(archive, owner + "_value");
+  if (read_integer(archive, owner + "_known") != 0) best.value = value;
+  return best;
+}
 
 /// Returns the logger of a group: that of its rank 0, whichever rank of the world it is.
 template <class C>
@@ -60,9 +80,7 @@ Log log_of(const C& comm) {
 }
 
 /// Calls the Monitor of `owner` and returns its value. Compares the value, the best value and `deciding`, the
-/// options and the state, over the ranks, so that all ranks decide alike; the exchange is of `call`.
-/// Collective. Throws the same MismatchError on every rank if one of them differs. Warns if the value is not
-/// finite.
+/// options and the state, over the ranks, so that all ranks decide alike. Collective. Throws MismatchError.
 template <Communicator C>
 double monitored_value(const Monitor& monitor, const std::string& owner, const char* call,
                        const EpochReport& report, const BestValue& best, const NamedValues& deciding,
@@ -82,10 +100,6 @@ double monitored_value(const Monitor& monitor, const std::string& owner, const c
     log_of(comm).warning("{}: the monitored value of epoch {} is {}, which counts as no improvement", owner,
                          report.epoch, value);
   return value;
-}
-
-inline std::string text_of(MonitorMode mode) {
-  return mode == MonitorMode::min ? "min" : "max";
 }
 
 }  // namespace lockstep::detail
@@ -121,7 +135,6 @@ struct EarlyStopping {
 
   /// The state that a checkpoint stores.
   struct State {
-    /// The best value so far.
     BestValue best = {};
     /// Number of epochs since the best value.
     std::int64_t wait_count = 0;
@@ -130,18 +143,20 @@ struct EarlyStopping {
   };
   State state = {};
 
-  /// Returns FitAction::stop if the run has been stopped. Called by `fit`. Throws UsageError for an invalid
-  /// option.
   template <Communicator C>
   FitAction on_epoch_start(const EpochPlan& plan, C& comm) const {
-    check_options();
+    detail::require_monitor(monitor, "EarlyStopping");
+    if (patience < 0)
+      throw detail::CollectiveError<UsageError>(
+          detail::formatted("EarlyStopping: a patience of {}: give a number of epochs, 0 or more", patience));
+    if (!(min_delta >= 0))
+      throw detail::CollectiveError<UsageError>(
+          detail::formatted("EarlyStopping: a min_delta of {}: give a number, 0 or more", min_delta));
     if (!state.stopped) return FitAction::proceed;
     detail::log_of(comm).info("EarlyStopping has stopped this run before epoch {}", plan.epoch);
     return FitAction::stop;
   }
 
-  /// Compares the monitor's value with the best one, and returns FitAction::stop after `patience` epochs
-  /// without an improvement. Called by `fit`. Collective. Throws MismatchError if the ranks' values differ.
   template <Communicator C>
   FitAction on_epoch(const EpochReport& report, C& comm) {
     const double value =
@@ -167,12 +182,16 @@ struct EarlyStopping {
     return FitAction::stop;
   }
 
-  void save(torch::serialize::OutputArchive& archive) const;
+  void save(torch::serialize::OutputArchive& archive) const {
+    detail::save_best(archive, "EarlyStopping", state.best, mode);
+    archive.write("wait_count", c10::IValue(state.wait_count));
+    archive.write("stopped", c10::IValue(static_cast<std::int64_t>(state.stopped)));
+  }
   /// Throws CheckpointError if the archive is of another `mode` or of no EarlyStopping.
-  void load(torch::serialize::InputArchive& archive);
-
- private:
-  void check_options() const;
+  void load(torch::serialize::InputArchive& archive) {
+    state = {detail::load_best(archive, "EarlyStopping", mode), detail::read_length(archive, "wait_count"),
+             detail::read_integer(archive, "stopped") != 0};
+  }
 };
 
 /// A callback of `fit` that calls `write` after each epoch whose value is the best so far, on every rank.
@@ -184,11 +203,9 @@ struct EarlyStopping {
 /// trainer.fit(data, loss, measure, best);
 /// ```
 ///
-/// `write` saves the model by `Trainer::save`, or the run by `Trainer::save_checkpoint`: rank 0 writes the
-/// file atomically. If `write` throws, the best value stays that of the previous file. To
-/// survive a checkpoint, pass it to save_checkpoint and load_checkpoint as a part, and to `fit` before the
-/// callback that saves. Throws UsageError before the first epoch if a function is missing, MismatchError if
-/// the ranks monitor different values.
+/// If `write` throws, the best value stays that of the previous file. To survive a checkpoint, pass it to
+/// save_checkpoint and load_checkpoint as a part, and to `fit` before the callback that saves. Throws UsageError
+/// before the first epoch if a function is missing, MismatchError if the ranks monitor different values.
 ///
 /// Counterpart: lightning.pytorch.callbacks.ModelCheckpoint with save_top_k=1.
 struct BestCheckpoint {
@@ -199,11 +216,13 @@ struct BestCheckpoint {
   /// The best value so far, which a checkpoint holds.
   BestValue best = {};
 
-  /// Throws UsageError if a function is missing. Called by `fit`.
-  void on_epoch_start(const EpochPlan&) const { check_options(); }
+  void on_epoch_start(const EpochPlan&) const {
+    detail::require_monitor(monitor, "BestCheckpoint");
+    if (!write)
+      throw detail::CollectiveError<UsageError>(
+          "BestCheckpoint has no write: give it a function that calls Trainer::save or save_checkpoint");
+  }
 
-  /// Calls `write` if the monitor's value is the best so far. Called by `fit`. Collective. Throws
-  /// MismatchError if the ranks' values differ.
   template <Communicator C>
   void on_epoch(const EpochReport& report, C& comm) {
     const double value = detail::monitored_value(monitor, "BestCheckpoint", "BestCheckpoint::on_epoch",
@@ -219,16 +238,13 @@ struct BestCheckpoint {
     }
   }
 
-  void save(torch::serialize::OutputArchive& archive) const;
+  void save(torch::serialize::OutputArchive& archive) const {
+    detail::save_best(archive, "BestCheckpoint", best, mode);
+  }
   /// Throws CheckpointError if the archive is of another `mode` or of no BestCheckpoint.
-  void load(torch::serialize::InputArchive& archive);
-
- private:
-  void check_options() const;
+  void load(torch::serialize::InputArchive& archive) {
+    best = detail::load_best(archive, "BestCheckpoint", mode);
+  }
 };
 
 }  // namespace lockstep
-
-#ifndef LOCKSTEP_COMPILED
-#include "lockstep/train/detail/monitor-inl.hpp"
-#endif

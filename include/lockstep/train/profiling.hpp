@@ -1,7 +1,5 @@
 #pragma once
 
-#include <sys/resource.h>
-
 #include <cstdint>
 #include <fstream>
 #include <limits>
@@ -30,10 +28,8 @@ struct NvtxOptions {
 
 /// Shows ranges in an NVTX profiler, such as Nsight Systems, during its lifetime and on every thread:
 /// lockstep's own ("lockstep::reduce_bucket", "lockstep::finish_reduction") and the program's
-/// RECORD_USER_SCOPE("name"). The ranges are host time. A range that is open at construction or destruction
-/// is shown either with both ends or not at all. Without an instance no callback is registered. Use one
-/// instance at a time, since two show each range twice; construct it while no other thread trains.
-/// Goes through LibTorch's CUDA library, which includes its own copy of NVTX: no CUDA header is needed.
+/// RECORD_USER_SCOPE("name"), in host time. Use one instance at a time, since two show each range twice;
+/// construct it while no other thread trains. LibTorch's CUDA library has NVTX: no CUDA header is needed.
 /// Counterpart: torch.autograd.profiler.emit_nvtx.
 class NvtxRanges {
  public:
@@ -85,14 +81,11 @@ inline std::int64_t peak_memory() {
     if (peak > 0) return peak;
   }
 #endif
-  // Not getrusage first: its maximum survives exec, and so includes the program that ran in this process
-  // before.
+  // Not getrusage: its maximum survives exec, and so includes the program that ran in this process before.
   std::ifstream status("/proc/self/status");
   for (std::string key; status >> key; status.ignore(std::numeric_limits<std::streamsize>::max(), '\n'))
     if (std::int64_t kilobytes = 0; key == "VmHWM:" && status >> kilobytes) return kilobytes * 1024;
-  rusage usage{};
-  getrusage(RUSAGE_SELF, &usage);
-  return static_cast<std::int64_t>(usage.ru_maxrss) * 1024;
+  return 0;  // no /proc
 }
 
 }  // namespace lockstep

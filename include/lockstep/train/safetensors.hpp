@@ -6,13 +6,7 @@
 #include <string>
 #include <string_view>
 
-#include "lockstep/comm/agreement.hpp"
-#include "lockstep/comm/communicator.hpp"
-#include "lockstep/detail/served_call.hpp"
-#include "lockstep/error.hpp"
-#include "lockstep/train/checkpoint.hpp"
 #include "lockstep/train/state_dict.hpp"
-#include "lockstep/world/world.hpp"
 
 namespace lockstep {
 
@@ -21,9 +15,7 @@ using SafetensorsMetadata = std::map<std::string, std::string>;
 
 /// The content of a safetensors file: its tensors, in the order of its header, and its metadata.
 struct Safetensors {
-  /// In the order of the header.
   StateDict tensors;
-  /// The entries of `__metadata__`.
   SafetensorsMetadata metadata;
 };
 
@@ -53,8 +45,7 @@ void save_safetensors(const StateDict& entries, const std::filesystem::path& pat
 /// Counterpart: safetensors.torch.load_file.
 Safetensors load_safetensors(const std::filesystem::path& path);
 
-/// Writes rank 0's tensors. Collective: every rank returns once the file is written, or throws the same
-/// error.
+/// Writes rank 0's tensors. Collective: every rank returns once they are written, or throws the same error.
 template <Communicator C>
 void save_safetensors(const StateDict& entries, const std::filesystem::path& path, C& comm,
                       const SafetensorsMetadata& metadata = {{"format", "pt"}}) {

@@ -10,29 +10,19 @@
 #include <torch/nn/module.h>
 #include <torch/optim/optimizer.h>
 
-#include "lockstep/comm/agreement.hpp"
-#include "lockstep/comm/communicator.hpp"
-#include "lockstep/detail/served_call.hpp"
-#include "lockstep/error.hpp"
-#include "lockstep/grad/model.hpp"
 #include "lockstep/precision/precision.hpp"
 #include "lockstep/train/checkpoint.hpp"
-#include "lockstep/world/world.hpp"
 
 namespace lockstep {
 
 /// Tensors by name, in the order of Python's `state_dict()`.
 using StateDict = std::vector<NamedTensor>;
 
-/// Returns the parameters and buffers of a model with Python's names, in Python's order: those of a module
-/// before those of its children, its parameters before its buffers. A tied tensor appears under each of its
-/// names. The tensors are detached and share the model's memory. `prefix` comes before every name: Python's
-/// DistributedDataParallel has "module.".
-///
-/// The names equal Python's if the modules are registered under Python's attribute names.
+/// Returns the parameters and buffers of a model with Python's names, in Python's order, a tied tensor under
+/// each of its names. The tensors are detached and share the model's memory. `prefix` comes before every name:
+/// Python's DistributedDataParallel has "module.".
 /// Counterpart: torch.nn.Module.state_dict.
 StateDict state_dict(const torch::nn::Module& model, std::string_view prefix = "");
-/// The same for a module holder or a pointer to a module.
 template <detail::ModuleHandle M>
 StateDict state_dict(const M& model, std::string_view prefix = "") {
   return state_dict(static_cast<const torch::nn::Module&>(*model), prefix);
@@ -62,7 +52,6 @@ IncompatibleKeys load_state_dict(torch::nn::Module& model, const StateDict& entr
 /// The same with the dict that torch_load returns.
 IncompatibleKeys load_state_dict(torch::nn::Module& model, const c10::IValue& dict,
                                  const LoadStateDictOptions& options = {});
-/// The same for a module holder or a pointer to a module.
 template <detail::ModuleHandle M, class Entries>
 IncompatibleKeys load_state_dict(M model, const Entries& entries, const LoadStateDictOptions& options = {}) {
   return load_state_dict(static_cast<torch::nn::Module&>(*model), entries, options);
@@ -143,7 +132,7 @@ void torch_save(const StateDict& entries, const std::filesystem::path& path);
 /// Counterpart: torch.load(path, map_location="cpu", weights_only=True).
 c10::IValue torch_load(const std::filesystem::path& path);
 
-/// Writes rank 0's value. Collective: every rank returns once the file is written, or throws the same error.
+/// Writes rank 0's value. Collective: every rank returns once it is written, or throws the same error.
 template <Communicator C, class Value>
 void torch_save(const Value& value, const std::filesystem::path& path, C& comm) {
   forbid_in_rank_zero_scope("torch_save");

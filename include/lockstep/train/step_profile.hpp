@@ -25,7 +25,6 @@ inline constexpr int step_phases = 5;
 
 /// One phase of a step. A step has several spans of a phase if it has several micro-batches.
 struct PhaseSpan {
-  /// What the time was spent on.
   StepPhase phase;
   std::chrono::steady_clock::time_point begin, end;
 };

@@ -10,12 +10,6 @@
 #include <utility>
 #include <vector>
 
-#include "lockstep/comm/agreement.hpp"
-#include "lockstep/comm/communicator.hpp"
-#include "lockstep/detail/format.hpp"
-#include "lockstep/detail/linkage.hpp"
-#include "lockstep/detail/served_call.hpp"
-#include "lockstep/error.hpp"
 #include "lockstep/train/extras.hpp"
 #include "lockstep/world/detail/handled_signals.hpp"
 #include "lockstep/world/detail/worker.hpp"
@@ -39,15 +33,13 @@ struct StopOptions {
   /// The signals that ask for the stop. SIGTERM is what Kubernetes and `scancel` send, SIGUSR1 what Slurm
   /// sends for `--signal=USR1@120`.
   std::vector<int> signals = {SIGTERM, SIGUSR1};
-  /// The number of optimizer steps between two agreements of the ranks, at least 1. Each agreement is one
-  /// small collective.
+  /// The number of optimizer steps between two agreements of the ranks, at least 1.
   std::int64_t every = 1;
 };
 
 /// A StepCallback that stops a run when a signal has reached any rank: after the same step, every rank
 /// calls `save()` and throws Stopped, which `fit` passes on. `launch` turns Stopped into exit code 75 and
-/// one line on stderr, so that a batch script can tell a stopped run, to be resumed, from a finished and a
-/// failed one:
+/// one line on stderr:
 ///
 /// ```cpp
 /// trainer.load_checkpoint_if_exists("run.ckpt");
@@ -74,18 +66,18 @@ class StopOnSignal {
     action.sa_flags = SA_RESTART;
     for (const int number : options_.signals) {
       struct sigaction before {};
-      if (sigaction(number, &action, &before) != 0) {
-        restore();
-        throw UsageError(detail::formatted("StopOptions::signals: signal {} cannot be caught", number));
-      }
-      before_.emplace_back(number, before);
-      if (detail::report_descriptor() >= 0 && !detail::is_passed_on(number)) {
-        restore();
-        throw UsageError(detail::formatted(
-            "StopOptions::signals: `{}` does not pass signal {} on to the ranks: use {}, or a launcher that "
-            "passes it on",
-            detail::in_spawned_process ? "spawn" : "launch", number, detail::passed_on_names));
-      }
+      std::string fault;
+      if (sigaction(number, &action, &before) != 0)
+        fault = detail::formatted("signal {} cannot be caught", number);
+      else
+        before_.emplace_back(number, before);
+      if (fault.empty() && detail::report_descriptor() >= 0 && !detail::is_passed_on(number))
+        fault = detail::formatted(
+            "`{}` does not pass signal {} on to the ranks: use {}, or a launcher that passes it on",
+            detail::in_spawned_process ? "spawn" : "launch", number, detail::passed_on_names);
+      if (fault.empty()) continue;
+      restore();
+      throw UsageError("StopOptions::signals: " + fault);
     }
   }
   StopOnSignal(const StopOnSignal&) = delete;
@@ -95,8 +87,7 @@ class StopOnSignal {
     if (!stopped_) restore();
   }
 
-  /// Throws Stopped on every rank if a signal has reached one of them. Collective every `options.every`
-  /// steps.
+  /// Throws Stopped on every rank if a signal has reached one of them.
   void on_step(const StepReport& report) {
     if ((report.step + 1) % options_.every != 0) return;
     const detail::CallScope scope("StopOnSignal::on_step");

@@ -1,52 +1,12 @@
 #pragma once
 
-#include <ATen/Context.h>
-#include <ATen/core/Tensor.h>
-#include <torch/serialize/archive.h>
-
-#include <algorithm>
-#include <chrono>
-#include <cmath>
-#include <concepts>
-#include <cstdint>
-#include <filesystem>
-#include <limits>
-#include <memory>
-#include <optional>
-#include <string>
-#include <tuple>
-#include <type_traits>
-#include <utility>
-#include <vector>
-
-#include "lockstep/comm/agreement.hpp"
-#include "lockstep/comm/communicator.hpp"
-#include "lockstep/comm/detail/own_error.hpp"
 #include "lockstep/comm/gloo_comm.hpp"
-#include "lockstep/data/dataset.hpp"
-#include "lockstep/data/loader.hpp"
-#include "lockstep/data/sampler.hpp"
-#include "lockstep/detail/format.hpp"
-#include "lockstep/detail/served_call.hpp"
-#include "lockstep/grad/distributed_data_parallel.hpp"
-#include "lockstep/log/log.hpp"
-#include "lockstep/precision/precision.hpp"
-#include "lockstep/train/checkpoint.hpp"
-#include "lockstep/train/detail/collective_forward_check.hpp"
-#include "lockstep/train/detail/initial_values.hpp"
 #include "lockstep/train/detail/micro_batch_source.hpp"
-#include "lockstep/train/detail/model_handle.hpp"
 #include "lockstep/train/detail/policies.hpp"
 #include "lockstep/train/detail/run_checkpoint.hpp"
 #include "lockstep/train/detail/run_length.hpp"
-#include "lockstep/train/detail/run_state_dict.hpp"
-#include "lockstep/train/detail/training_step.hpp"
 #include "lockstep/train/evaluate.hpp"
-#include "lockstep/train/extras.hpp"
-#include "lockstep/train/metrics.hpp"
 #include "lockstep/train/profiling.hpp"
-#include "lockstep/train/step_profile.hpp"
-#include "lockstep/train/trainer_options.hpp"
 
 namespace lockstep {
 
@@ -54,14 +14,9 @@ namespace lockstep {
 /// and its optimizer. Calls the sampler's set_epoch, switches the module's training mode, seeds the
 /// generators, and lets rank 0 write files and logs.
 ///
-/// The policies are distinguished by their concepts and may be in any order:
-///
-/// 1. A Model, which is required.
-/// 2. A Sampler. Default: DistributedSampler.
-/// 3. A Communicator. Default: GlooComm, constructed from the world.
-/// 4. A Precision. Default: Fp32.
-/// 5. Extras: an OptimizerFactory (default: SGD), a Schedule, a GradientCheck, a CommunicationHook (default:
-///    AllReduceHook).
+/// The policies are distinguished by their concepts and may be in any order: a Model, which is required, a
+/// Sampler (default: DistributedSampler), a Communicator (GlooComm), a Precision (Fp32), and the extras: an
+/// OptimizerFactory (SGD), a Schedule, a GradientCheck, a CommunicationHook (AllReduceHook).
 ///
 /// The arguments after the options determine them. A value is moved into the Trainer. For
 /// `std::in_place_type<T>` the Trainer constructs the policy itself: a model after seeding, a communicator
@@ -100,12 +55,10 @@ class Trainer : detail::CheckedPolicies<Policies...> {
   ///    batches are copied to the model's device.
   /// 2. `loss` is a LossFunction. Each step descends the mean over all samples (or counts) of all ranks. A
   ///    step in which nothing was counted changes nothing.
-  /// 3. `callbacks` are GradientCallbacks, StepCallbacks, ProfileCallbacks, EpochStartCallbacks and
-  ///    EpochCallbacks for this call. Those of one event run in their order. One that returns FitAction::stop
-  ///    ends this call on every rank.
+  /// 3. `callbacks` are for this call. Those of one event run in their order. One that returns
+  ///    FitAction::stop ends this call on every rank.
   /// 4. An exception that a callback, a schedule or the optimizer throws on every rank within two seconds
-  ///    ends this call only. An exception on some ranks aborts the communicator: the other ranks throw
-  ///    PeerError, and the communicator is unusable from then on.
+  ///    ends this call only. On some ranks it aborts the communicator: the other ranks throw PeerError.
   /// 5. An exception of the loss or the backward on some ranks is thrown there, and as PeerError on the other
   ///    ranks, before the optimizer steps. On GPUs the other ranks learn of it in their next step, or at the end
   ///    of the epoch, and the communicator is aborted (DistributedDataParallel::backward).
@@ -116,10 +69,9 @@ class Trainer : detail::CheckedPolicies<Policies...> {
   /// frozen, and load_checkpoint restores it. Throws MismatchError if the ranks differ, UsageError in the next
   /// step if `requires_grad_` was called within an epoch, or with a StatefulHook.
   ///
-  /// Returns the report of the last epoch. If the call trains no epoch, since the options ask for none or a
-  /// callback stops it before the first, the report's loss is NaN, its `seconds` is 0, and its `epoch` and
-  /// `step` are the trainer's. Throws MismatchError if the ranks' options or data differ, DataError if there
-  /// is nothing to train on.
+  /// Returns the report of the last epoch. If the call trains no epoch, its loss is NaN, its `seconds` is 0, and
+  /// its `epoch` and `step` are the trainer's. Throws MismatchError if the ranks' options or data differ,
+  /// DataError if there is nothing to train on.
   template <class D, class Loss, class... Callbacks>
   EpochReport fit(D&& data, Loss&& loss, Callbacks&&... callbacks) {
     using Checked = detail::CheckedFit<Model, Comm, std::remove_reference_t<D>, Loss,
@@ -155,18 +107,13 @@ class Trainer : detail::CheckedPolicies<Policies...> {
   }
 
   /// Writes a checkpoint from which training resumes bitwise: model, optimizer, state of the communication
-  /// hook, generators, data position and `parts`. The file is written atomically. Call it between steps: in a
-  /// StepCallback or EpochCallback, or outside of `fit`. Collective. Every rank returns once the file is
-  /// written, or throws CheckpointError. Throws UsageError inside a step, and the error of
+  /// hook, generators, data position and `parts`. The file is written atomically. Collective. Every rank returns
+  /// once the file is written, or throws CheckpointError. Throws UsageError inside a step, and the error of
   /// DistributedDataParallel::synchronize, so that no NaN of a failed backward is saved.
   template <Checkpointed... Parts>
   void save_checkpoint(const std::filesystem::path& path, const Parts&... parts) {
-    forbid_in_rank_zero_scope("save_checkpoint");
     const detail::CallScope scope("Trainer::save_checkpoint");
-    if (step_.running())
-      throw detail::CollectiveError<UsageError>(
-          "save_checkpoint was called during a step: call it in an OnStep or OnEpoch callback");
-    ddp_.synchronize();
+    prepare_save("save_checkpoint", "OnStep or OnEpoch");
     auto run = checkpointed_run(parts...);
     write_checkpoint(run, path, [&] {
       if (save_data_position_) position_.skipped = skipped_.count();
@@ -178,14 +125,13 @@ class Trainer : detail::CheckedPolicies<Policies...> {
   /// on the same number of ranks it ends at the same epoch and step, with bitwise equal results. On another
   /// number of ranks, no sample of the epoch is lost or repeated. Collective. Throws UsageError inside `fit`.
   /// Throws CheckpointError, which names the mismatch; the model is then unchanged, but the optimizer and the
-  /// parts may have changed. Throws MismatchError if another rank calls load_checkpoint_if_exists.
+  /// parts may have changed.
   template <Checkpointed... Parts>
   void load_checkpoint(const std::filesystem::path& path, Parts&... parts) {
     const detail::CallScope scope("Trainer::load_checkpoint");
     read_run("load_checkpoint", path, /*required=*/true, parts...);
   }
-  /// Calls load_checkpoint if the file exists; otherwise a no-op. Returns whether the file exists: rank 0
-  /// checks and broadcasts the answer, since ranks on other hosts may see other files. Collective. Throws
+  /// Calls load_checkpoint if the file exists on rank 0, and returns whether it does. Collective. Throws
   /// MismatchError if another rank calls load_checkpoint.
   template <Checkpointed... Parts>
   bool load_checkpoint_if_exists(const std::filesystem::path& path, Parts&... parts) {
@@ -195,19 +141,13 @@ class Trainer : detail::CheckedPolicies<Policies...> {
 
   /// Writes the state dicts of a run for Python. `torch.load(path, weights_only=True)` returns a dict with
   /// "model", "optimizer", "epoch" and "step", the numbers of completed epochs and steps, and with "scaler"
-  /// under Fp16. The names are those of Python's model and optimizer; see lockstep::state_dict. The file is
-  /// written atomically. Collective. Throws CheckpointError, also if the optimizer has no Python counterpart,
-  /// UsageError inside a step, and the error of DistributedDataParallel::synchronize.
-  ///
-  /// The file holds neither generators nor the position in the data: call it in an EpochCallback or outside
-  /// of `fit`. To resume in C++, use save_checkpoint.
+  /// under Fp16; see lockstep::state_dict. It holds neither generators nor the position in the data: call it in
+  /// an EpochCallback or outside of `fit`, and to resume in C++, use save_checkpoint. The file is written
+  /// atomically. Collective. Throws CheckpointError, also if the optimizer has no Python counterpart, UsageError
+  /// inside a step, and the error of DistributedDataParallel::synchronize.
   void save_state_dict(const std::filesystem::path& path) {
-    forbid_in_rank_zero_scope("save_state_dict");
     const detail::CallScope scope("Trainer::save_state_dict");
-    if (step_.running())
-      throw detail::CollectiveError<UsageError>(
-          "save_state_dict was called during a step: call it in an OnEpoch callback");
-    ddp_.synchronize();
+    prepare_save("save_state_dict", "OnEpoch");
     detail::write_state_dict(checkpointed_run(), precision_, path);
   }
   /// Restores a file of save_state_dict, or one that Python wrote by torch.save with the same keys; "epoch",
@@ -217,10 +157,8 @@ class Trainer : detail::CheckedPolicies<Policies...> {
   /// and of the optimizer (of its states only if they can be paired with its parameters); the model is then unchanged, but the
   /// optimizer may have changed.
   void load_state_dict(const std::filesystem::path& path) {
-    forbid_in_rank_zero_scope("load_state_dict");
     const detail::CallScope scope("Trainer::load_state_dict");
-    if (save_data_position_)
-      throw detail::CollectiveError<UsageError>("load_state_dict inside fit: call it before");
+    forbid_inside_fit("load_state_dict");
     detail::read_state_dict(checkpointed_run(), precision_, path);
     resumed_.reset();
   }
@@ -233,9 +171,8 @@ class Trainer : detail::CheckedPolicies<Policies...> {
     ddp_.synchronize();
     save_model(model_.module(), path, comm_);
   }
-  /// Reads a saved model, or the model alone of a checkpoint, on rank 0 and copies it to all ranks. Restores
-  /// neither the optimizer nor the position: to resume, call load_checkpoint. Collective. Throws
-  /// CheckpointError, which names each tensor that does not fit.
+  /// Reads a saved model, or the model alone of a checkpoint, on rank 0 and copies it to all ranks. To resume,
+  /// call load_checkpoint. Collective. Throws CheckpointError, which names each tensor that does not fit.
   void load(const std::filesystem::path& path) {
     const detail::CallScope scope("Trainer::load");
     load_model(model_.module(), path, comm_);
@@ -243,13 +180,9 @@ class Trainer : detail::CheckedPolicies<Policies...> {
 
   /// Returns the model as it was passed: a module holder stays one.
   [[nodiscard]] Model& model() { return model_.get(); }
-  /// Returns the optimizer. A Schedule sets its learning rates before each step.
   [[nodiscard]] torch::optim::Optimizer& optimizer() { return *optimizer_; }
-  /// Returns the communicator, for the program's own collectives between steps.
   [[nodiscard]] Comm& comm() { return comm_; }
-  /// Returns the precision, such as Fp16 for its scaler.
   [[nodiscard]] PrecisionType& precision() { return precision_; }
-  /// Returns the DistributedDataParallel, for its report and its communication hook.
   [[nodiscard]] auto& ddp() { return ddp_; }
   [[nodiscard]] const World& world() const { return world_; }
   /// Returns the number of completed epochs.
@@ -278,9 +211,7 @@ class Trainer : detail::CheckedPolicies<Policies...> {
     if constexpr (Types::has(detail::PolicyKind::schedule))
       for (const auto& group : optimizer_->param_groups())
         position_.rates.push_back(group.options().get_lr());
-    each_extra([&]<class E>([[maybe_unused]] E& extra) {
-      if constexpr (GradientCheck<E>) extra.watch(ddp_.named_parameters());
-    });
+    watch_gradients();
     at::manual_seed(options_.seed + static_cast<std::uint64_t>(world.rank()));
   }
 
@@ -290,11 +221,22 @@ class Trainer : detail::CheckedPolicies<Policies...> {
     return model_.get();
   }
 
-  template <class... Parts>
-  bool read_run(const char* name, const std::filesystem::path& path, bool required, Parts&... parts) {
+  void prepare_save(const char* name, const char* callbacks) {
+    forbid_in_rank_zero_scope(name);
+    if (step_.running())
+      throw detail::CollectiveError<UsageError>(
+          detail::formatted("{} was called during a step: call it in an {} callback", name, callbacks));
+    ddp_.synchronize();
+  }
+  void forbid_inside_fit(const char* name) const {
     forbid_in_rank_zero_scope(name);
     if (save_data_position_)
       throw detail::CollectiveError<UsageError>(detail::formatted("{} inside fit: call it before", name));
+  }
+
+  template <class... Parts>
+  bool read_run(const char* name, const std::filesystem::path& path, bool required, Parts&... parts) {
+    forbid_inside_fit(name);
     std::optional<detail::RankState> read = read_checkpoint(
         checkpointed_run(parts...), path, required, [&](const std::vector<std::int64_t>& indices) {
           for (std::int64_t i = 0; const NamedTensor& parameter : ddp_.named_parameters())
@@ -309,11 +251,15 @@ class Trainer : detail::CheckedPolicies<Policies...> {
   // The indices of the parameters that do not require grad.
   std::vector<std::int64_t> frozen() const {
     std::vector<std::int64_t> indices;
-    for (std::int64_t i = 0; const NamedTensor& parameter : ddp_.named_parameters()) {
-      if (!parameter.tensor.requires_grad()) indices.push_back(i);
-      ++i;
-    }
+    for (std::size_t i = 0; i < ddp_.named_parameters().size(); ++i)
+      if (!ddp_.named_parameters()[i].tensor.requires_grad()) indices.push_back(static_cast<std::int64_t>(i));
     return indices;
+  }
+
+  void watch_gradients() {
+    each_extra([&]<class E>([[maybe_unused]] E& extra) {
+      if constexpr (GradientCheck<E>) extra.watch(ddp_.named_parameters());
+    });
   }
 
   // Constructs the DistributedDataParallel again if a parameter was frozen or unfrozen since. Collective.
@@ -333,9 +279,7 @@ class Trainer : detail::CheckedPolicies<Policies...> {
         ddp_ = typename Kept::Ddp(model_.get(), comm_, options, std::move(ddp_.hook()));
       else
         ddp_ = typename Kept::Ddp(model_.get(), comm_, options);
-      each_extra([&]<class E>([[maybe_unused]] E& extra) {
-        if constexpr (GradientCheck<E>) extra.watch(ddp_.named_parameters());
-      });
+      watch_gradients();
       position_.frozen = std::move(now);
     }
   }
@@ -520,8 +464,7 @@ class Trainer : detail::CheckedPolicies<Policies...> {
     return false;
   }
 
-  // Logs on which rank and in which step the loss was first not finite. Collective. Only the epoch's sum over
-  // all ranks triggers it, so that no step synchronizes with a device or with another rank.
+  // Logs on which rank and in which step the loss was first not finite. Collective.
   void warn_of_loss(std::int64_t epoch) {
     if (std::exchange(warned_of_loss_, true)) return;
     const std::optional<std::int64_t> own = meter_.first_not_finite();

@@ -18,11 +18,9 @@ class DistributedSampler;
 class GlooComm;
 struct Fp32;
 
-/// The sampler of a Trainer by default.
+/// The policies of a Trainer by default.
 using DefaultSampler = DistributedSampler;
-/// The communicator of a Trainer by default.
 using DefaultComm = GlooComm;
-/// The precision of a Trainer by default.
 using DefaultPrecision = Fp32;
 
 template <class... Policies>
@@ -38,8 +36,7 @@ struct TrainerOptions {
   /// `accumulate` times the world size.
   std::int64_t batch_size = 32;
   /// Micro-batches per rank and optimizer step. Their gradients accumulate and are reduced once, with the
-  /// last micro-batch. The rest at the end of an epoch forms a step of its own. Each step descends the mean
-  /// over all its samples, on whichever rank they are.
+  /// last micro-batch. The rest at the end of an epoch forms a step of its own.
   std::int64_t accumulate = 1;
   /// Learning rate of the default optimizer, plain SGD. Default: 1e-3. The constructor throws UsageError if
   /// it is set together with an OptimizerFactory, which sets the learning rate itself.
@@ -52,9 +49,8 @@ struct TrainerOptions {
   /// Drops the last samples that do not fill all ranks, instead of repeating some of the first samples.
   bool drop_last = false;
   /// Repeats some of the first samples so that every rank has the same number, as Python does. If false, each
-  /// sample occurs exactly once per epoch and some ranks may run out one sample earlier; the last steps still
-  /// weigh every sample equally. A rank without data has no forward in the last step, so false is refused for
-  /// a model whose forward communicates (synchronized batch norm).
+  /// sample occurs exactly once per epoch, and the last steps still weigh every sample equally. Refused for a
+  /// model whose forward communicates (synchronized batch norm), as a rank may have no forward in the last step.
   bool pad = true;
   /// Loader threads per rank; 0 loads in the training thread.
   std::int64_t num_workers = 0;
@@ -72,26 +68,20 @@ inline const TrainerOptions& validated(const TrainerOptions& options) {
   if (options.epochs && options.steps)
     throw UsageError(detail::formatted("both epochs ({}) and steps ({}) are given: give one of them",
                                        *options.epochs, *options.steps));
-  if (options.epochs && *options.epochs < 0)
-    throw UsageError(detail::formatted("epochs is {}: give the number of passes over the dataset, 0 or more",
-                                       *options.epochs));
-  if (options.steps && *options.steps < 0)
-    throw UsageError(detail::formatted("steps is {}: give a number of steps, 0 or more", *options.steps));
-  if (options.batch_size < 1)
-    throw UsageError(detail::formatted("batch_size is {}: give 1 or more samples per rank and micro-batch",
-                                       options.batch_size));
-  if (options.accumulate < 1)
-    throw UsageError(
-        detail::formatted("accumulate is {}: give 1 or more micro-batches per step", options.accumulate));
+  const auto at_least = [](std::int64_t least, const char* name, std::int64_t value, const char* advice) {
+    if (value < least) throw UsageError(detail::formatted("{} is {}: give {}", name, value, advice));
+  };
+  at_least(0, "epochs", options.epochs.value_or(0), "the number of passes over the dataset, 0 or more");
+  at_least(0, "steps", options.steps.value_or(0), "a number of steps, 0 or more");
+  at_least(1, "batch_size", options.batch_size, "1 or more samples per rank and micro-batch");
+  at_least(1, "accumulate", options.accumulate, "1 or more micro-batches per step");
   if (options.accumulate > std::numeric_limits<std::int64_t>::max() / options.batch_size)
     throw UsageError(detail::formatted(
         "accumulate is {} at a batch size of {}, more samples per step than can be counted: give less",
         options.accumulate, options.batch_size));
   if (options.lr && (!std::isfinite(*options.lr) || *options.lr < 0))
     throw UsageError(detail::formatted("learning rate is {}: give a finite number, 0 or more", *options.lr));
-  if (options.num_workers < 0)
-    throw UsageError(
-        detail::formatted("num_workers is {}: give a number of threads, 0 or more", options.num_workers));
+  at_least(0, "num_workers", options.num_workers, "a number of threads, 0 or more");
   if (options.num_workers > 1024)
     throw UsageError(
         detail::formatted("num_workers is {}: give 1024 threads per rank at most", options.num_workers));

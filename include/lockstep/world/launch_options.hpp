@@ -22,7 +22,8 @@ struct LaunchOptions {
   /// The GPUs to use, by the driver's indices, such as "0,1"; sets the ranks' CUDA_VISIBLE_DEVICES. Empty:
   /// keeps its value, or all GPUs if it is unset.
   std::string gpus = {};
-  Prefix prefix = Prefix::automatic;  ///< of the lines that the ranks print
+  /// The prefix of the lines that the ranks print.
+  Prefix prefix = Prefix::automatic;
   bool prefix_flag = true;
   bool timeout_flag = true;
   /// Finds the rank that a launcher other than torchrun has assigned.

@@ -3,9 +3,15 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <string>
 #include <vector>
 
+#include <torch/nn/module.h>
+
+#include "lockstep/comm/agreement.hpp"
 #include "lockstep/data/sampler.hpp"
+#include "lockstep/detail/format.hpp"
+#include "lockstep/nn/sync_batch_norm.hpp"
 
 namespace lockstep::detail {
 
@@ -29,8 +35,7 @@ class EpochPartition {
     }
   }
 
-  /// Returns the number of optimizer steps in the epoch, equal for all ranks: as many as the rank with the
-  /// most samples needs.
+  /// Returns the number of optimizer steps in the epoch: as many as the rank with the most samples needs.
   [[nodiscard]] std::int64_t steps() const {
     std::int64_t most = 0;
     for (const Kind& kind : kinds_) most = std::max(most, kind.samples);
@@ -44,21 +49,18 @@ class EpochPartition {
     });
   }
 
-  /// Returns the number of samples of all ranks in a step; `step` is zero-based.
   [[nodiscard]] std::int64_t samples_in_step(std::int64_t step) const {
     std::int64_t sum = 0;
     for (const Kind& kind : kinds_) sum += kind.ranks * in_step(kind.samples, step);
     return sum;
   }
 
-  /// Returns the number of micro-batches in a step of a rank with `samples` in the epoch; 0 after its last
-  /// sample.
+  /// Returns the number of micro-batches in a step of a rank with `samples` in the epoch.
   [[nodiscard]] std::int64_t micro_batches(std::int64_t samples, std::int64_t step) const {
     return divide_up(in_step(samples, step), batch_);
   }
 
-  /// Returns the number of samples in micro-batch `micro` (zero-based) of a rank with `samples` in the epoch,
-  /// in a step.
+  /// Returns the number of samples in its micro-batch `micro`, zero-based.
   [[nodiscard]] std::int64_t micro_size(std::int64_t samples, std::int64_t step, std::int64_t micro) const {
     return std::clamp<std::int64_t>(in_step(samples, step) - micro * batch_, 0, batch_);
   }
@@ -98,5 +100,57 @@ std::vector<std::size_t> samples_of_ranks(const S& sampler, const G& group) {
   }
   return samples;
 }
+
+/// Returns the name and type of the first module whose forward is collective, such as
+/// "'1' (lockstep::SyncBatchNorm2dImpl)", or an empty string.
+inline std::string collective_module(const torch::nn::Module& model) {
+  for (const auto& child : model.named_modules())
+    if (const auto* module = dynamic_cast<const CollectiveModule*>(child.value().get());
+        module && module->ranks() > 1)
+      return detail::formatted("'{}' ({})", child.key(), child.value()->name());
+  return {};
+}
+
+/// Throws UsageError if the forward of a module is collective and the ranks run different numbers of forwards.
+inline void require_equal_forwards(const torch::nn::Module& model, const EpochPartition& partition) {
+  if (partition.equal_micro_batches()) return;
+  if (const std::string module = collective_module(model); !module.empty())
+    throw UsageError(detail::formatted(
+        "{} is collective in its forward, and at the end of the epoch some ranks have one batch less than "
+        "others: give every rank equally many, by pad = true or drop_last = true",
+        module));
+}
+
+/// The state of a rank's stream at a micro-batch.
+enum class Turn { none, more, last_of_step };
+
+/// Checks that all ranks run equally many forwards on a stream, whose length is unknown beforehand: compares
+/// the streams' states over the ranks before each forward. One small collective per micro-batch, only for
+/// models with a collective forward.
+template <Communicator C>
+class CollectiveForwardCheck {
+ public:
+  CollectiveForwardCheck(const torch::nn::Module& model, C& comm)
+      : comm_(comm), module_(comm.size() > 1 ? collective_module(model) : "") {}
+
+  /// Throws an equal DataError on every rank if their turns differ. Collective.
+  void compare(Turn mine) const {
+    if (module_.empty()) return;
+    require_equal<DataError>(
+        comm_, {{"the stream", text(mine)}},
+        module_ + " is collective in its forward, and the ranks' streams differ in length",
+        "give every rank equally many batches");
+  }
+
+ private:
+  static const char* text(Turn turn) {
+    return turn == Turn::none   ? "exhausted"
+           : turn == Turn::more ? "within a step"
+                                : "at the last batch of a step";
+  }
+
+  C& comm_;
+  std::string module_;
+};
 
 }  // namespace lockstep::detail

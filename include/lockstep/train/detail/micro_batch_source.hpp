@@ -1,18 +1,10 @@
 #pragma once
 
-#include <torch/serialize/archive.h>
-
-#include <cstdint>
 #include <iterator>
-#include <optional>
-#include <utility>
 
 #include "lockstep/data/dataset.hpp"
 #include "lockstep/data/loader.hpp"
-#include "lockstep/detail/format.hpp"
-#include "lockstep/error.hpp"
 #include "lockstep/train/detail/archive.hpp"
-#include "lockstep/train/detail/collective_forward_check.hpp"
 #include "lockstep/train/detail/epoch_partition.hpp"
 #include "lockstep/train/metrics.hpp"
 
@@ -20,9 +12,9 @@ namespace lockstep::detail {
 
 // A micro-batch source yields this rank's micro-batches, step by step. Call `begin_epoch(e)`, then for each
 // step `begin_step()` and `next()` until it returns null. `last()` returns whether the current micro-batch is
-// this rank's last in the step, with which gradients are reduced. `weigh` weights a loss by its share of the
-// step. A source whose `counts_beforehand` is true knows all ranks' samples in every step. Between steps,
-// `save(archive)` writes the data position; a source constructed with that archive resumes the epoch there.
+// this rank's last in the step. `weigh` weights a loss by its share of the step. A source whose
+// `counts_beforehand` is true knows all ranks' samples in every step. Between steps, `save(archive)` writes the
+// data position; a source constructed with that archive resumes the epoch there.
 
 /// Yields the batches of a loader, whose sampler knows the samples of every rank.
 template <class Loader>
@@ -33,8 +25,7 @@ class LoaderMicroBatchSource {
   static constexpr bool repeats = true;
 
   /// `loader` must outlive the source. Batches are copied to `device`. If `saved` is not null, the loader's
-  /// sampler resumes the saved epoch; the partitions of a whole epoch and of the first epoch are computed
-  /// before and after that.
+  /// sampler resumes the saved epoch.
   template <class Group>
   LoaderMicroBatchSource(Loader& loader, const c10::Device& device, std::int64_t batch_size,
                          std::int64_t accumulate, const Group& group, torch::serialize::InputArchive* saved)
@@ -78,11 +69,9 @@ class LoaderMicroBatchSource {
   }
   [[nodiscard]] LocalLoss weigh(const Mean& mean, const Batch&) const { return lockstep::weigh(mean); }
 
-  /// Returns the number of samples of all ranks in this step.
   [[nodiscard]] double samples(int /*ranks*/) const {
     return static_cast<double>(now_.partition.samples_in_step(step_));
   }
-  /// Returns whether this rank has data in this step.
   [[nodiscard]] bool had_data() const { return micros_ > 0; }
 
   void save(torch::serialize::OutputArchive& archive) const { loader_.save(archive, given_); }
@@ -119,8 +108,7 @@ class LoaderMicroBatchSource {
   std::int64_t step_ = -1, micro_ = 0, micros_ = 0, samples_ = 0;
 };
 
-/// Yields the batches of a stream. Draws one batch ahead, to know whether a micro-batch is the last of its
-/// step. `check.compare` (see CollectiveForwardCheck) is called before each micro-batch is returned.
+/// Yields the batches of a stream. Draws one batch ahead, to know whether a micro-batch is the last of its step.
 template <BatchStream Stream, class ForwardCheck>
 class StreamMicroBatchSource {
  public:

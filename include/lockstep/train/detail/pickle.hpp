@@ -1,32 +1,9 @@
 #pragma once
 
-#include <caffe2/serialize/inline_container.h>
-
-#include <algorithm>
-#include <array>
-#include <bit>
-#include <cstdint>
-#include <limits>
-#include <map>
-#include <memory>
-#include <optional>
-#include <string>
-#include <string_view>
-#include <unordered_map>
-#include <utility>
-#include <vector>
-
 #include <ATen/core/Dict.h>
 #include <ATen/core/List.h>
-#include <ATen/core/Tensor.h>
-#include <ATen/core/ivalue.h>
 #include <ATen/core/jit_type.h>
-#include <ATen/ops/empty.h>
 
-#include "lockstep/comm/detail/describe.hpp"
-#include "lockstep/detail/bytes.hpp"
-#include "lockstep/detail/format.hpp"
-#include "lockstep/error.hpp"
 #include "lockstep/train/detail/archive.hpp"
 
 // The files of Python's torch.save: a ZIP archive with a pickle of protocol 2, whose tensors refer to
@@ -75,6 +52,11 @@ inline at::Tensor written_values(const at::Tensor& tensor) {
   return tensor.detach().cpu().resolve_conj().resolve_neg();
 }
 
+/// Returns the text of a dict's key, a str or an int.
+inline std::string key_text(const c10::IValue& key) {
+  return key.isString() ? key.toStringRef() : std::to_string(key.toInt());
+}
+
 /// The nesting that a file may have. Destroying a value recurses as deep.
 inline constexpr int nesting_limit = 64;
 
@@ -114,27 +96,25 @@ class PickleReader {
       if (opcode == '.') break;
       execute(opcode);
     }
-    if (stack_.size() != 1) refuse("it does not end with one value");
-    return value_of(stack_.back());
+    if (stack_.size() != 1 || !marks_.empty()) refuse("it does not end with one value");
+    const Container* whole = container_of(stack_.back());
+    if (stack_.back().isCapsule() || (whole && whole->symbols)) refuse(no_value);
+    return stack_.back();
   }
 
  private:
-  enum class Kind { mark, value, global, storage, tuple };
-  struct Container;
-  struct Item {
-    Kind kind = Kind::value;
-    c10::IValue value = {};
-    std::string_view global = {};                    // "module name"
-    at::Tensor storage = {};                         // its elements
-    std::shared_ptr<Container> container = nullptr;  // of a list, a dict or a tuple
+  using Values = std::vector<c10::IValue>;
+  static constexpr const char* no_value = "a class, a function or a storage is no value of a state dict";
+  /// A global, as "module\nname", or the key of a storage. Not part of a result.
+  struct Symbol : torch::CustomClassHolder {
+    explicit Symbol(std::string_view name) : name(name) {}
+    std::string name;
   };
+  /// A list, dict or tuple.
   struct Container {
     int depth = 1;
-    /// Set once it is inside another container. It can be referred to again from then on, and no longer be
-    /// changed: no container contains itself.
-    bool closed = false;
-    std::vector<Item> elements = {};  // of a tuple, which may hold globals and storages
-    c10::IValue value = {};           // of a tuple without those, once it was asked for
+    bool closed = false;   // another value refers to it: changed again, it could contain itself
+    bool symbols = false;  // a tuple of arguments, perhaps
   };
 
   [[noreturn]] void refuse(const std::string& what) const {
@@ -146,10 +126,8 @@ class PickleReader {
 
   std::string_view take(std::size_t count) {
     if (count > bytes_.size() - next_) refuse("it is cut short");
-    const std::string_view taken = bytes_.substr(next_, count);
-    at_ = next_;
-    next_ += count;
-    return taken;
+    at_ = std::exchange(next_, next_ + count);
+    return bytes_.substr(at_, count);
   }
   template <class Number>
   Number number() {
@@ -158,82 +136,68 @@ class PickleReader {
   std::string_view line() {
     const std::size_t end = bytes_.find('\n', next_);
     if (end == std::string_view::npos || end - next_ > 200) refuse("a global's name does not end");
-    const std::string_view text = take(end - next_);
-    take(1);
-    return text;
+    return take(end + 1 - next_).substr(0, end - at_);
   }
 
-  void push(Item item) { stack_.push_back(std::move(item)); }
-  void push_value(c10::IValue value) { push({.value = std::move(value)}); }
-  void push_container(c10::IValue value) {
-    push({.value = std::move(value), .container = std::make_shared<Container>()});
+  void push(c10::IValue value) { stack_.push_back(std::move(value)); }
+  Container& push_container(c10::IValue value) {
+    push(std::move(value));
+    return containers_[stack_.back().internalToPointer()] = {};
   }
-  Item pop() {
-    if (stack_.empty() || stack_.back().kind == Kind::mark) refuse("it takes a value where there is none");
-    Item item = std::move(stack_.back());
-    stack_.pop_back();
-    return item;
+  Values pop(std::size_t count) {
+    if (stack_.size() - (marks_.empty() ? 0 : marks_.back()) < count)
+      refuse("it takes a value where there is none");
+    const auto first = stack_.end() - static_cast<std::ptrdiff_t>(count);
+    Values values(std::make_move_iterator(first), std::make_move_iterator(stack_.end()));
+    stack_.erase(first, stack_.end());
+    return values;
   }
-  std::vector<Item> pop_to_mark() {
-    std::size_t mark = stack_.size();
-    while (mark > 0 && stack_[mark - 1].kind != Kind::mark) --mark;
-    if (mark == 0) refuse("it takes values where there is no mark");
-    const auto first = stack_.begin() + static_cast<std::ptrdiff_t>(mark);
-    std::vector<Item> items(std::make_move_iterator(first), std::make_move_iterator(stack_.end()));
-    stack_.erase(first - 1, stack_.end());
-    return items;
+  Values pop_to_mark() {
+    if (marks_.empty()) refuse("it takes values where there is no mark");
+    Values values = pop(stack_.size() - marks_.back());
+    marks_.pop_back();
+    return values;
   }
 
   void execute(char opcode) {
     switch (opcode) {
       case '(':
-        return push({.kind = Kind::mark});
+        return marks_.push_back(stack_.size());
       case 'N':
-        return push_value({});
+        return push({});
       case '\x88':
-        return push_value(true);
       case '\x89':
-        return push_value(false);
+        return push(opcode == '\x88');
       case 'J':
-        return push_value(std::int64_t{number<std::int32_t>()});
+        return push(std::int64_t{number<std::int32_t>()});
       case 'K':
-        return push_value(std::int64_t{number<std::uint8_t>()});
+        return push(std::int64_t{number<std::uint8_t>()});
       case 'M':
-        return push_value(std::int64_t{number<std::uint16_t>()});
+        return push(std::int64_t{number<std::uint16_t>()});
       case '\x8a':
-        return push_value(long_integer());
+        return push(long_integer());
       case 'G':
-        return push_value(real());
+        return push(std::bit_cast<double>(big_endian<std::uint64_t>(take(8))));
       case 'X':
-        return push_value(std::string(take(number<std::uint32_t>())));
+        return push(std::string(take(number<std::uint32_t>())));
       case '}':
-        return push_container(new_dict());
+        return static_cast<void>(push_container(new_dict()));
       case ']':
-        return push_container(new_list());
+        return static_cast<void>(push_container(new_list()));
       case ')':
         return push_tuple({});
       case '\x85':
       case '\x86':
-      case '\x87': {
-        std::vector<Item> items(static_cast<std::size_t>(opcode - '\x84'));
-        for (std::size_t i = items.size(); i > 0; --i) items[i - 1] = pop();
-        return push_tuple(std::move(items));
-      }
+      case '\x87':
+        return push_tuple(pop(static_cast<std::size_t>(opcode - '\x84')));
       case 't':
         return push_tuple(pop_to_mark());
-      case 's': {
-        std::vector<Item> items(2);
-        items[1] = pop();
-        items[0] = pop();
-        return set_items(std::move(items));
-      }
+      case 's':
+        return set_items(pop(2));
       case 'u':
         return set_items(pop_to_mark());
-      case 'a': {
-        std::vector<Item> items;
-        items.push_back(pop());
-        return append(std::move(items));
-      }
+      case 'a':
+        return append(pop(1));
       case 'e':
         return append(pop_to_mark());
       case 'q':
@@ -247,11 +211,11 @@ class PickleReader {
       case 'c':
         return push_global();
       case 'Q':
-        return push_storage();
+        return push_storage(pop(1)[0]);
       case 'R':
-        return reduce();
+        return reduce(pop(2));
       case 'b':
-        return build();
+        return build(pop(1)[0]);
       default:
         refuse(detail::formatted("the opcode {} is not one of a state dict",
                                  static_cast<unsigned>(static_cast<unsigned char>(opcode))));
@@ -265,120 +229,106 @@ class PickleReader {
     bytes.resize(8, size > 0 && bytes.back() < 0 ? '\xFF' : '\0');  // two's complement
     return little_endian<std::int64_t>(bytes);
   }
-  double real() { return std::bit_cast<double>(big_endian<std::uint64_t>(take(8))); }
 
   void put(std::uint32_t index) {
-    if (stack_.empty() || stack_.back().kind == Kind::mark) refuse("it keeps a value where there is none");
+    if (stack_.size() == (marks_.empty() ? 0 : marks_.back())) refuse("it keeps a value where there is none");
     memo_[index] = stack_.back();
   }
   void get(std::uint32_t index) {
     const auto found = memo_.find(index);
     if (found == memo_.end()) refuse("it refers to a value that it has not kept");
-    if (found->second.container && !found->second.container->closed) refuse("a list or dict contains itself");
+    if (Container* container = container_of(found->second)) container->closed = true;
     push(found->second);
   }
 
-  /// Accounts for `item` inside `outer`.
-  void enter(Container& outer, const Item& item) {
-    if (!item.container) return;
-    item.container->closed = true;
-    outer.depth = std::max(outer.depth, item.container->depth + 1);
+  Container* container_of(const c10::IValue& value) {
+    const bool is_one = value.isGenericDict() || value.isList() || value.isTuple();
+    return is_one ? &containers_.at(value.internalToPointer()) : nullptr;
+  }
+  /// Accounts for `value` inside `outer`.
+  void enter(Container& outer, const c10::IValue& value) {
+    outer.symbols = outer.symbols || value.isCapsule();
+    if (Container* inner = container_of(value)) {
+      inner->closed = true;
+      outer.symbols = outer.symbols || inner->symbols;
+      outer.depth = std::max(outer.depth, inner->depth + 1);
+    }
     if (outer.depth > nesting_limit)
       refuse(detail::formatted("its values are nested more than {} deep", nesting_limit));
   }
-
-  void push_tuple(std::vector<Item> items) {
-    Item tuple{.kind = Kind::tuple, .container = std::make_shared<Container>()};
-    for (const Item& item : items) enter(*tuple.container, item);
-    tuple.container->elements = std::move(items);
-    tuple.container->closed = true;
-    push(std::move(tuple));
+  void push_tuple(Values values) {
+    Container tuple{.closed = true};
+    for (const c10::IValue& value : values) enter(tuple, value);
+    push_container(c10::ivalue::Tuple::create(std::move(values))) = tuple;
   }
-
-  c10::IValue value_of(const Item& item) const {
-    switch (item.kind) {
-      case Kind::value:
-        return item.value;
-      case Kind::tuple: {
-        if (item.container->value.isNone()) {
-          std::vector<c10::IValue> elements;
-          for (const Item& element : item.container->elements) elements.push_back(value_of(element));
-          item.container->value = c10::ivalue::Tuple::create(std::move(elements));
-        }
-        return item.container->value;
-      }
-      case Kind::global:
-        refuse(detail::formatted("'{}' is no value of a state dict", item.global));
-      default:
-        refuse("it uses a storage as a value");
-    }
-  }
-
-  /// Returns the dict or list on top of the stack, which must be open.
-  Item& open_container(bool dict) {
-    const bool good = !stack_.empty() && stack_.back().kind == Kind::value && stack_.back().container &&
-                      !stack_.back().container->closed &&
-                      (dict ? stack_.back().value.isGenericDict() : stack_.back().value.isList());
+  /// Returns the dict or list on top of the stack.
+  Container& open_container(bool dict) {
+    const bool good = !stack_.empty() && (dict ? stack_.back().isGenericDict() : stack_.back().isList());
     if (!good) refuse(dict ? "it sets items of what is no dict" : "it appends to what is no list");
-    return stack_.back();
+    Container& container = *container_of(stack_.back());
+    if (container.closed) refuse("a list or dict contains itself");
+    return container;
   }
-
-  void set_items(std::vector<Item> items) {
+  void set_items(Values items) {
     if (items.size() % 2 != 0) refuse("a dict has a key without a value");
-    Item& outer = open_container(/*dict=*/true);
-    c10::impl::GenericDict dict = outer.value.toGenericDict();
+    Container& outer = open_container(/*dict=*/true);
+    c10::impl::GenericDict dict = stack_.back().toGenericDict();
     for (std::size_t i = 0; i < items.size(); i += 2) {
-      const c10::IValue key = value_of(items[i]);
-      if (!key.isString() && !key.isInt()) refuse("the key of a dict is neither a str nor an int");
-      enter(*outer.container, items[i + 1]);
-      if (!dict.insert(key, value_of(items[i + 1])).second)
-        refuse(detail::formatted("a dict has the key {} twice",
-                                 key.isString() ? key.toStringRef() : std::to_string(key.toInt())));
+      if (!items[i].isString() && !items[i].isInt()) refuse("the key of a dict is neither a str nor an int");
+      enter(outer, items[i + 1]);
+      if (!dict.insert(items[i], std::move(items[i + 1])).second)
+        refuse(detail::formatted("a dict has the key {} twice", key_text(items[i])));
     }
+    if (outer.symbols) refuse(no_value);
   }
-  void append(std::vector<Item> items) {
-    Item& outer = open_container(/*dict=*/false);
-    c10::impl::GenericList list = outer.value.toList();
-    for (const Item& item : items) {
-      enter(*outer.container, item);
-      list.push_back(value_of(item));
+  void append(Values items) {
+    Container& outer = open_container(/*dict=*/false);
+    c10::impl::GenericList list = stack_.back().toList();
+    for (c10::IValue& item : items) {
+      enter(outer, item);
+      list.push_back(std::move(item));
     }
+    if (outer.symbols) refuse(no_value);
   }
 
+  void push_symbol(std::string_view name) {
+    push(c10::IValue::make_capsule(c10::make_intrusive<Symbol>(name)));
+  }
+  const std::string& symbol_of(const c10::IValue& value, const char* otherwise) const {
+    if (!value.isCapsule()) refuse(otherwise);
+    return static_cast<const Symbol&>(*value.toCapsule()).name;
+  }
   void push_global() {
-    const std::size_t begin = next_;
-    const std::size_t module = line().size(), name = line().size();
-    const std::string_view text = bytes_.substr(begin, module + 1 + name);
+    const std::string_view module = line(), name = line(),
+                           text(module.data(), module.size() + 1 + name.size());
     const bool known = text == "collections\nOrderedDict" || text == "torch._utils\n_rebuild_tensor_v2" ||
                        text == "torch._utils\n_rebuild_parameter" || class_of(text) != nullptr;
-    if (!known)
-      refuse(detail::formatted("it holds an object of '{}.{}'", text.substr(0, module),
-                               text.substr(module + 1)));
-    push({.kind = Kind::global, .global = text});
+    if (!known) refuse(detail::formatted("it holds an object of '{}.{}'", module, name));
+    push_symbol(text);
   }
-
   static const FileDtype* class_of(std::string_view global) {
     return global.starts_with("torch\n") ? file_dtype(&FileDtype::storage, global.substr(6)) : nullptr;
   }
 
   /// Replaces ("storage", class, key, location, count) by the storage. Every storage is read to the CPU.
-  void push_storage() {
-    const std::vector<Item> parts = elements_of(pop(), 5, 5, "a storage");
-    const FileDtype* kind = parts[1].kind == Kind::global ? class_of(parts[1].global) : nullptr;
-    const c10::IValue count = value_of(parts[4]);
-    if (text_of(parts[0]) != "storage" || kind == nullptr || !count.isInt() || count.toInt() < 0)
+  void push_storage(const c10::IValue& value) {
+    const Values parts = elements_of(value, 5, "a storage");
+    const FileDtype* kind = class_of(symbol_of(parts[1], "a storage has no class"));
+    if (!parts[0].isString() || parts[0].toStringRef() != "storage" || kind == nullptr ||
+        !parts[2].isString() || !parts[4].isInt() || parts[4].toInt() < 0)
       refuse("a storage has no class, key and size");
-    const std::string key = text_of(parts[2]);
+    const std::string& key = parts[2].toStringRef();
+    const std::int64_t count = parts[4].toInt();
     const bool plain = !key.empty() && key.size() <= 40 && std::all_of(key.begin(), key.end(), [](char c) {
       return (c >= '0' && c <= '9') || (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || c == '_';
     });
     if (!plain) refuse("a storage's key is no name of a record");
     at::Tensor& storage = storages_[key];
     if (!storage.defined())
-      storage = read_storage("data/" + key, kind->type, static_cast<std::uint64_t>(count.toInt()));
-    if (storage.scalar_type() != kind->type || storage.numel() != count.toInt())
+      storage = read_storage("data/" + key, kind->type, static_cast<std::uint64_t>(count));
+    if (storage.scalar_type() != kind->type || storage.numel() != count)
       refuse(detail::formatted("the storage '{}' has two types or sizes", key));
-    push({.kind = Kind::storage, .storage = storage});
+    push_symbol(key);
   }
 
   at::Tensor read_storage(const std::string& record, at::ScalarType type, std::uint64_t count) const {
@@ -395,57 +345,48 @@ class PickleReader {
     return storage;
   }
 
-  std::string text_of(const Item& item) const {
-    const c10::IValue value = value_of(item);
-    if (!value.isString()) refuse("there is no str where one should be");
-    return value.toStringRef();
-  }
-  std::vector<Item> elements_of(const Item& tuple, std::size_t least, std::size_t most,
-                                const char* of) const {
-    if (tuple.kind != Kind::tuple || tuple.container->elements.size() < least ||
-        tuple.container->elements.size() > most)
+  Values elements_of(const c10::IValue& tuple, std::size_t count, const char* of) const {
+    if (!tuple.isTuple() || tuple.toTupleRef().size() != count)
       refuse(detail::formatted("{} has another number of parts", of));
-    return tuple.container->elements;
+    return tuple.toTupleRef().elements().vec();
   }
-  std::vector<std::int64_t> integers_of(const Item& tuple) const {
+  std::vector<std::int64_t> integers_of(const c10::IValue& tuple) const {
     std::vector<std::int64_t> integers;
-    for (const Item& item : elements_of(tuple, 0, 64, "a shape")) {
-      const c10::IValue value = value_of(item);
+    if (!tuple.isTuple() || tuple.toTupleRef().size() > 64) refuse("a shape has another number of parts");
+    for (const c10::IValue& value : tuple.toTupleRef().elements()) {
       if (!value.isInt() || value.toInt() < 0) refuse("a shape or stride is no number from 0");
       integers.push_back(value.toInt());
     }
     return integers;
   }
 
-  void reduce() {
-    const Item arguments = pop(), function = pop();
-    if (function.kind != Kind::global) refuse("it calls what is no function");
-    if (function.global == "collections\nOrderedDict") {
-      elements_of(arguments, 0, 0, "an OrderedDict");
-      return push_container(new_dict());
+  void reduce(const Values& call) {
+    const std::string& function = symbol_of(call[0], "it calls what is no function");
+    if (function == "collections\nOrderedDict") {
+      elements_of(call[1], 0, "an OrderedDict");
+      push_container(new_dict());
+    } else if (function == "torch._utils\n_rebuild_tensor_v2") {
+      push(tensor_of(call[1]));
+    } else if (function == "torch._utils\n_rebuild_parameter") {
+      push(elements_of(call[1], 3, "a parameter")[0]);
+      if (!stack_.back().isTensor()) refuse("a parameter has no tensor");
+    } else {
+      refuse("it calls a class of storages");
     }
-    if (function.global == "torch._utils\n_rebuild_tensor_v2") return push_value(tensor_of(arguments));
-    if (function.global == "torch._utils\n_rebuild_parameter") {
-      const std::vector<Item> parts = elements_of(arguments, 3, 3, "a parameter");
-      const c10::IValue tensor = value_of(parts[0]);
-      if (!tensor.isTensor()) refuse("a parameter has no tensor");
-      return push_value(tensor);
-    }
-    refuse("it calls a class of storages");
   }
 
   /// (storage, offset, shape, strides, requires_grad, hooks).
-  at::Tensor tensor_of(const Item& arguments) const {
-    const std::vector<Item> parts =
-        elements_of(arguments, 6, 6, "a tensor (one that is conjugated or negated, perhaps)");
-    if (parts[0].kind != Kind::storage) refuse("a tensor has no storage");
-    const at::Tensor& storage = parts[0].storage;
-    const c10::IValue offset = value_of(parts[1]);
+  at::Tensor tensor_of(const c10::IValue& arguments) const {
+    const Values parts = elements_of(arguments, 6, "a tensor (one that is conjugated or negated, perhaps)");
+    const auto found = storages_.find(symbol_of(parts[0], "a tensor has no storage"));
+    if (found == storages_.end()) refuse("a tensor has no storage");
+    const at::Tensor& storage = found->second;
     const std::vector<std::int64_t> shape = integers_of(parts[2]), strides = integers_of(parts[3]);
-    if (!offset.isInt() || offset.toInt() < 0 || shape.size() != strides.size())
+    if (!parts[1].isInt() || parts[1].toInt() < 0 || shape.size() != strides.size())
       refuse("a tensor has no offset, or not as many strides as sizes");
+    const std::int64_t offset = parts[1].toInt();
     // The index after its last element, and the number of its elements, which 0 in any size makes 0.
-    std::optional<std::uint64_t> end = static_cast<std::uint64_t>(offset.toInt()), count = 1;
+    std::optional<std::uint64_t> end = static_cast<std::uint64_t>(offset), count = 1;
     const bool empty = std::find(shape.begin(), shape.end(), 0) != shape.end();
     constexpr auto most = static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max());
     for (std::size_t i = 0; i < shape.size() && end && count && !empty; ++i) {
@@ -458,13 +399,12 @@ class PickleReader {
     const auto length = static_cast<std::uint64_t>(storage.numel());
     if (!end || !count || (empty ? *end > length : *end >= length))
       refuse(detail::formatted("a tensor {} with strides {} at {} does not fit its storage of {} elements",
-                               shape_text(shape), shape_text(strides), offset.toInt(), length));
-    return at::empty({0}, storage.options()).set_(storage.storage(), offset.toInt(), shape, strides);
+                               shape_text(shape), shape_text(strides), offset, length));
+    return at::empty({0}, storage.options()).set_(storage.storage(), offset, shape, strides);
   }
 
   /// Skips the attributes of an OrderedDict: `_metadata`, the versions of the modules' classes.
-  void build() {
-    const c10::IValue attributes = value_of(pop());
+  void build(const c10::IValue& attributes) {
     open_container(/*dict=*/true);
     if (!attributes.isGenericDict() || attributes.toGenericDict().size() != 1 ||
         !attributes.toGenericDict().contains("_metadata"))
@@ -474,8 +414,10 @@ class PickleReader {
   std::string_view bytes_;
   caffe2::serialize::PyTorchStreamReader& archive_;
   std::size_t next_ = 0, at_ = 0;
-  std::vector<Item> stack_;
-  std::unordered_map<std::uint32_t, Item> memo_;
+  Values stack_;
+  std::vector<std::size_t> marks_;  // the stack's sizes
+  std::unordered_map<std::uint32_t, c10::IValue> memo_;
+  std::unordered_map<const void*, Container> containers_;
   std::unordered_map<std::string, at::Tensor> storages_;
 };
 
@@ -503,10 +445,6 @@ class PickleWriter {
       append_little_endian(text_, number);
     }
   }
-  void write_real(double number) {
-    text_ += 'G';
-    append_big_endian(text_, std::bit_cast<std::uint64_t>(number));
-  }
   void write_text(std::string_view text, const std::string& place) {
     if (text.size() > std::numeric_limits<std::uint32_t>::max()) refuse(place, "a str of 4 GiB");
     text_ += 'X';
@@ -529,7 +467,8 @@ class PickleWriter {
     } else if (value.isInt()) {
       write_integer(value.toInt());
     } else if (value.isDouble()) {
-      write_real(value.toDouble());
+      text_ += 'G';
+      append_big_endian(text_, std::bit_cast<std::uint64_t>(value.toDouble()));
     } else if (value.isString()) {
       write_text(value.toStringRef(), place);
     } else if (value.isTensor()) {
@@ -647,9 +586,7 @@ inline c10::IValue unpickled(std::string_view bytes) {
         "it is an archive of LibTorch, such as torch::save and save_model write, and none of Python's "
         "torch.save: load it with load_model or a Trainer, or with torch.jit.load in Python");
   if (!archive.hasRecord("data.pkl"))
-    throw CheckpointError(
-        "it has no data.pkl, so that torch.save did not "
-        "write it");
+    throw CheckpointError("it has no data.pkl, so that torch.save did not write it");
   const auto text_of = [&](const std::string& record) {
     const auto [content, size] = archive.getRecord(record);
     return std::string(static_cast<const char*>(content.get()), size);

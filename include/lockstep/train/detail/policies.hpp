@@ -1,31 +1,8 @@
 #pragma once
 
-#include <ATen/Context.h>
-#include <ATen/core/Tensor.h>
-#include <torch/optim/optimizer.h>
-#include <algorithm>
-
-#include <concepts>
-#include <cstdint>
-#include <memory>
-#include <tuple>
-#include <type_traits>
-#include <utility>
-#include <vector>
-
-#include "lockstep/comm/communicator.hpp"
 #include "lockstep/data/dataset.hpp"
-#include "lockstep/data/sampler.hpp"
-#include "lockstep/detail/format.hpp"
-#include "lockstep/error.hpp"
-#include "lockstep/grad/distributed_data_parallel.hpp"
-#include "lockstep/grad/model.hpp"
 #include "lockstep/optim/optimizers.hpp"
-#include "lockstep/precision/precision.hpp"
-#include "lockstep/train/detail/model_handle.hpp"
 #include "lockstep/train/detail/training_step.hpp"
-#include "lockstep/train/extras.hpp"
-#include "lockstep/train/metrics.hpp"
 #include "lockstep/train/trainer_options.hpp"
 
 /// The policies of a Trainer: their kinds, checks and construction.
@@ -50,32 +27,28 @@ enum class PolicyKind {
 template <class P>
 consteval PolicyKind kind_of() {
   // Model is tested first: a test whether a generic forward models Precision could fail to compile.
-  if constexpr (Model<P>) {
+  if constexpr (Model<P>)
     return PolicyKind::model;
-  } else if constexpr (Sampler<P>) {
+  else if constexpr (Sampler<P>)
     return PolicyKind::sampler;
-  } else if constexpr (Communicator<P>) {
+  else if constexpr (Communicator<P>)
     return PolicyKind::communicator;
-  } else if constexpr (Precision<P>) {
+  else if constexpr (Precision<P>)
     return PolicyKind::precision;
-  } else if constexpr (int{OptimizerFactory<P>} + int{Schedule<P>} + int{GradientCheck<P>} +
-                           int{HookPolicy<P>} + int{Callback<P>} >
-                       1) {
+  else if constexpr (OptimizerFactory<P> + Schedule<P> + GradientCheck<P> + HookPolicy<P> + Callback<P> > 1)
     return PolicyKind::several;
-  } else {
+  else
     return OptimizerFactory<P> ? PolicyKind::optimizer
            : Schedule<P>       ? PolicyKind::schedule
            : GradientCheck<P>  ? PolicyKind::check
            : HookPolicy<P>     ? PolicyKind::hook
            : Callback<P>       ? PolicyKind::callback
                                : PolicyKind::none;
-  }
 }
 constexpr bool is_extra(PolicyKind kind) {
   return kind >= PolicyKind::optimizer && kind <= PolicyKind::hook;
 }
 
-// The first of the policies that is of this kind, or the default.
 template <PolicyKind kind, class Default, class... Policies>
 struct SelectPolicy : std::type_identity<Default> {};
 template <PolicyKind kind, class Default, class First, class... Rest>
@@ -83,8 +56,7 @@ struct SelectPolicy<kind, Default, First, Rest...>
     : std::conditional_t<kind_of<First>() == kind, std::type_identity<First>,
                          SelectPolicy<kind, Default, Rest...>> {};
 
-// A placeholder for a Trainer's members when its policies are wrong. Accepts any constructor arguments, so
-// that a static_assert of CheckedPolicies is the only error.
+// Stands for the members of a Trainer with wrong policies: a static_assert of CheckedPolicies is the only error.
 struct Nothing {
   template <class... Given>
   explicit Nothing(Given&&...) {}
@@ -96,7 +68,6 @@ struct PolicyTypes {
   static constexpr int count(PolicyKind kind) { return (int{kind_of<Policies>() == kind} + ... + 0); }
   static constexpr bool has(PolicyKind kind) { return count(kind) > 0; }
 
-  // Whether the Trainer can have members of these types.
   static constexpr bool complete() { return lockstep::Model<Model>; }
 
   using Model = typename SelectPolicy<PolicyKind::model, Nothing, Policies...>::type;
@@ -109,20 +80,16 @@ struct PolicyTypes {
           std::conditional_t<is_extra(kind_of<Policies>()), std::tuple<Policies>, std::tuple<>>>()...));
 };
 
-template <class P>
-inline constexpr bool is_policy = kind_of<P>() != PolicyKind::none;
-
 // Diagnoses one policy. A template of its own, so that every compiler names the type beside the sentence.
 template <class Policy>
 constexpr bool checked_policy() {
-  static_assert(is_policy<Policy>,
+  static_assert(kind_of<Policy>() != PolicyKind::none,
                 "lockstep: a policy of a Trainer models none of Model, Sampler, Communicator, Precision, "
                 "OptimizerFactory, Schedule, GradientCheck and CommunicationHook");
   return true;
 }
 
-// Diagnoses a Trainer's template arguments with one static_assert each. The Trainer derives from this class,
-// so that this message comes before the other errors that a wrong policy causes.
+// Diagnoses a Trainer's template arguments. The Trainer derives from this class, so that this message comes first.
 template <class... Policies>
 struct CheckedPolicies {
   using Types = PolicyTypes<Policies...>;
@@ -153,7 +120,6 @@ struct CheckedPolicies {
       "Fp16 has");
 };
 
-// Diagnoses the arguments of `fit` with one static_assert each.
 template <class Model, class Comm, class Data, class Loss, class... Callbacks>
 struct CheckedFit {
   static constexpr bool good() {
@@ -173,8 +139,7 @@ struct CheckedFit {
           "dataset");
       static_assert(a_loss || !callable,
                     "lockstep: the loss returns neither a tensor, the mean over the batch, nor a Mean{sum, "
-                    "count}, nor a "
-                    "std::tuple of one of them and of parts with different names");
+                    "count}, nor a std::tuple of one of them and of parts with different names");
       static_assert(all_callbacks,
                     "lockstep: after the loss, fit takes callbacks, such as OnStep{f}, OnEpochStart{f}, "
                     "OnEpoch{f} and OnGradients{f}");
@@ -185,7 +150,6 @@ struct CheckedFit {
   }
 };
 
-// The types of a Trainer's members.
 template <class Types>
 struct MemberTypes {
   using Model = Nothing;
@@ -244,7 +208,6 @@ struct MakeDefault {
   }
 };
 
-/// Default-constructs a model after seeding the generators with `seed`.
 struct MakeSeeded {
   std::uint64_t seed;
   template <class M>
@@ -274,10 +237,7 @@ M placed(M model, const Comm& comm) {
 /// Moves out the communication hook among the extras, or default-constructs one.
 template <class Hook, class... Extras>
 Hook take_hook(std::tuple<Extras...>& extras) {
-  if constexpr (one_of<Hook, Extras...>)
-    return std::move(std::get<Hook>(extras));
-  else
-    return Hook();
+  return std::apply([](auto&... extra) { return pick<Hook>(MakeDefault{}, extra...); }, extras);
 }
 
 /// Constructs the extras: each is moved from the argument of its type, or default-constructed.
@@ -286,8 +246,7 @@ std::tuple<Extras...> make_extras(std::type_identity<std::tuple<Extras...>>, Giv
   return std::tuple<Extras...>(pick<Extras>(MakeDefault{}, given...)...);
 }
 
-/// Calls `validated`. Also throws UsageError if `lr` is set together with an OptimizerFactory, which sets the
-/// learning rate itself.
+/// Calls `validated`. Also throws UsageError if `lr` is set together with an OptimizerFactory.
 inline const TrainerOptions& validated_beside(bool has_optimizer, const TrainerOptions& options) {
   if (has_optimizer && options.lr)
     throw UsageError(detail::formatted(
@@ -295,7 +254,6 @@ inline const TrainerOptions& validated_beside(bool has_optimizer, const TrainerO
   return validated(options);
 }
 
-/// Constructs the optimizer by the extras' OptimizerFactory, or SGD if there is none.
 template <class... Extras>
 std::unique_ptr<torch::optim::Optimizer> create_optimizer(std::tuple<Extras...>& extras,
                                                           const std::vector<NamedTensor>& parameters,
@@ -308,9 +266,7 @@ std::unique_ptr<torch::optim::Optimizer> create_optimizer(std::tuple<Extras...>&
     std::apply([&](auto&... extra) { (make(extra), ...); }, extras);
     return made;
   } else {
-    std::vector<at::Tensor> tensors;
-    for (const NamedTensor& parameter : parameters) tensors.push_back(parameter.tensor);
-    return std::make_unique<SGD>(std::move(tensors), SgdOptions{.lr = options.lr.value_or(1e-3)});
+    return std::make_unique<SGD>(tensor_list(parameters), SgdOptions{.lr = options.lr.value_or(1e-3)});
   }
 }
 

@@ -1,28 +1,13 @@
 #pragma once
 
-#include <cstdint>
-#include <filesystem>
-#include <functional>
-#include <optional>
-#include <string>
-#include <type_traits>
-#include <utility>
-#include <vector>
+#include <variant>
 
-#include <ATen/core/grad_mode.h>
-#include <torch/nn/module.h>
-#include <torch/optim/optimizer.h>
-#include <torch/serialize/archive.h>
+#include <ATen/core/Dict.h>
+#include <ATen/ops/tensor.h>
 
-#include "lockstep/comm/agreement.hpp"
-#include "lockstep/grad/hooks/hook.hpp"
-#include "lockstep/grad/model.hpp"
-#include "lockstep/log/log.hpp"
 #include "lockstep/optim/detail/sharded_state.hpp"
-#include "lockstep/train/checkpoint.hpp"
-#include "lockstep/train/detail/archive.hpp"
 #include "lockstep/train/detail/model_handle.hpp"
-#include "lockstep/train/metrics.hpp"
+#include "lockstep/train/state_dict.hpp"
 
 namespace lockstep::detail {
 
@@ -53,9 +38,7 @@ struct RunPosition {
     RunPosition read;
     each_count(read, [&](const char* key, std::int64_t& count) { count = read_integer(archive, key); });
     read.fitting = read_integer(archive, "fitting") != 0;
-    c10::IValue rates_then;
-    if (!archive.try_read("rates", rates_then) || !rates_then.isDoubleList()) refuse_archive("rates");
-    read.rates = rates_then.toDoubleVector();
+    read.rates = read_value(archive, "rates", &c10::IValue::isDoubleList).toDoubleVector();
     if (c10::IValue indices; archive.try_read("frozen", indices) && indices.isIntList())
       read.frozen = indices.toIntVector();
     *this = read;
@@ -99,8 +82,7 @@ class Fitting {
   SaveDataPosition& kept_;
 };
 
-/// The parts of a run that a checkpoint holds. `each_more(f)` calls `f(key, part)` for each further part that
-/// is Checkpointed.
+/// The parts of a run in a checkpoint. `each_more(f)` calls `f(key, part)` for each further Checkpointed part.
 template <class Ddp, class Comm, class EachMore>
 struct CheckpointedRun {
   torch::nn::Module& model;
@@ -116,23 +98,18 @@ template <class Ddp, class Comm, class EachMore>
 CheckpointedRun(torch::nn::Module&, torch::optim::Optimizer&, RunPosition&, Ddp&, Comm&, const Log&, EachMore)
     -> CheckpointedRun<Ddp, Comm, EachMore>;
 
-/// The type of a run's communication hook; void if it has none.
 template <class Run>
-struct HookOfRun {
-  using type = void;
-};
-template <class Run>
-requires requires(Run& run) {
-  run.ddp.hook();
+auto* run_hook(Run& run) {
+  if constexpr (requires { run.ddp.hook(); })
+    return &run.ddp.hook();
+  else
+    return static_cast<std::monostate*>(nullptr);
 }
-struct HookOfRun<Run> {
-  using type = std::remove_cvref_t<decltype(std::declval<Run&>().ddp.hook())>;
-};
 template <class Run>
-using HookOf = typename HookOfRun<Run>::type;
+using HookOf = std::remove_cvref_t<decltype(*run_hook(std::declval<Run&>()))>;
 
-/// Collects this rank's state: generators, local buffers, the hook's state and, inside an epoch, the running
-/// loss and the data position. If a loaded checkpoint has not been resumed yet, the last two come from it.
+/// Collects this rank's state. If a loaded checkpoint has not been resumed yet, the running loss and the data
+/// position come from it.
 template <class Run>
 RankState own_state(Run& run, bool local_buffers, MeanMeter& meter, NamedMeters& parts,
                     const SaveDataPosition& save_data_position_, const std::optional<RankState>& loaded) {
@@ -157,23 +134,25 @@ RankState own_state(Run& run, bool local_buffers, MeanMeter& meter, NamedMeters&
   return state;
 }
 
-/// Writes a checkpoint on rank 0. Collective and blocking. `own_state()` returns this rank's RankState. An
-/// error on any rank is thrown on every rank.
+/// Writes a checkpoint on rank 0. Collective. `own_state()` returns this rank's RankState. An error on any rank
+/// is thrown on every rank.
 template <class Run, class OwnState>
 void write_checkpoint(Run run, const std::filesystem::path& path, OwnState&& own_state) {
   std::string own;
   agree<CheckpointError>(run.comm, [&] { own = own_state().bytes(); });
-  const std::vector<std::size_t> order = run.ddp.bucket_order();
+  const std::vector<std::size_t> buckets = run.ddp.bucket_order();
+  const std::vector<std::int64_t> order(buckets.begin(), buckets.end());
   if (auto* sharded = dynamic_cast<ShardedState*>(&run.optimizer)) sharded->consolidate(0);
   const std::vector<std::string> ranks = gather_on_rank_zero(run.comm, std::move(own));
   agree_with_rank_zero<CheckpointError>(run.comm, [&] {
     torch::serialize::OutputArchive archive;
-    CheckpointWriter writer(archive);
-    writer.add(checkpoint_model, run.model);
-    writer.add("optimizer", run.optimizer);
-    writer.add("position", run.position);
-    writer.add_ranks(ranks, order);
-    run.each_more([&](const std::string& key, const auto& part) { writer.add(key, part); });
+    archive.write("format", c10::IValue(checkpoint_format));
+    write_part(archive, checkpoint_model, run.model);
+    write_part(archive, "optimizer", run.optimizer);
+    write_part(archive, "position", run.position);
+    write_ranks(archive, ranks);
+    archive.write("bucket_order", at::tensor(order, at::kLong), /*is_buffer=*/true);
+    run.each_more([&](const std::string& key, const auto& part) { write_part(archive, key, part); });
     write_file_atomically(path, bytes_of(archive));
   });
 }
@@ -204,7 +183,6 @@ inline void restore_position(RunPosition& position, RunPosition saved, const Log
   position = std::move(saved);
 }
 
-/// Restores this rank's local buffers; a no-op if none were saved.
 inline void restore_buffers(const torch::nn::Module& model, const std::vector<at::Tensor>& saved) {
   const std::vector<NamedTensor> buffers = unique_buffers(model);
   const at::NoGradGuard no_grad;
@@ -225,21 +203,24 @@ std::optional<RankState> read_checkpoint(Run run, const std::filesystem::path& p
   const auto on_all = [&](auto&& read) {
     agree<CheckpointError>(run.comm, [&] { reading_file(path.string(), bytes, read); });
   };
-  std::optional<CheckpointReader> reader;
+  torch::serialize::InputArchive archive;
   MatchedTensors tensors;
   RunPosition position;
   RankState state;
   on_all([&] {
-    auto model = reader.emplace(bytes).part(checkpoint_model);
+    archive = checkpoint_of(bytes);
+    torch::serialize::InputArchive model = read_archive(archive, checkpoint_model);
     tensors = match_tensors(run.model, model);
-    reader->read("position", position);
-    state = state_of_rank<HookOf<Run>>(reader->ranks(), run.comm.rank(), run.comm.size());
-    reader->read("optimizer", run.optimizer);
-    run.each_more([&](const std::string& key, auto& part) { reader->read(key, part); });
+    read_part(archive, "position", position);
+    state = state_of_rank<HookOf<Run>>(read_ranks(archive), run.comm.rank(), run.comm.size());
+    read_part(archive, "optimizer", run.optimizer);
+    run.each_more([&](const std::string& key, auto& part) { read_part(archive, key, part); });
   });
   if (position.frozen) freeze(*position.frozen);
   on_all([&] {
-    if (const auto order = reader->bucket_order(); !order.empty()) run.ddp.set_bucket_order(order);
+    const at::Tensor order = read_tensor(archive, "bucket_order", at::kLong);
+    const auto* first = const_data<std::int64_t>(order);
+    if (order.numel() != 0) run.ddp.set_bucket_order({first, first + order.numel()});
     restore_hook_state(run, state);
     tensors.copy();
     restore_buffers(run.model, state.buffers);
@@ -250,6 +231,82 @@ std::optional<RankState> read_checkpoint(Run run, const std::filesystem::path& p
     restore_position(run.position, std::move(position), run.log);
   });
   return state;
+}
+
+/// A precision with a GradScaler, such as Fp16.
+template <class P>
+concept HasScaler = requires(const P& precision) {
+  { precision.scaler() } -> std::same_as<const GradScaler&>;
+};
+
+template <class Run, class Precision>
+void write_state_dict(Run run, const Precision& precision, const std::filesystem::path& path) {
+  if (auto* sharded = dynamic_cast<ShardedState*>(&run.optimizer)) sharded->consolidate(0);
+  agree_with_rank_zero<CheckpointError>(run.comm, [&] {
+    c10::impl::GenericDict file(c10::StringType::get(), c10::AnyType::get());
+    file.insert("model", dict_of(state_dict(run.model)));
+    file.insert("optimizer", state_dict(run.optimizer));
+    if constexpr (HasScaler<Precision>) file.insert("scaler", state_dict(precision.scaler()));
+    file.insert("epoch", run.position.epoch);
+    file.insert("step", run.position.step);
+    torch_save(c10::IValue(file), path);
+  });
+}
+
+/// Restores a run from a file of write_state_dict. Collective. Every rank throws an equal CheckpointError.
+/// Changes the model and the position last.
+template <class Run, class Precision>
+void read_state_dict(Run run, [[maybe_unused]] Precision& precision, const std::filesystem::path& path) {
+  const c10::IValue value = torch_load(path, run.comm);
+  std::string warning;
+  agree<CheckpointError>(run.comm, [&] {
+    const auto refuse = [&](const std::string& reason) {
+      throw CheckpointError(formatted(
+          "{} {}: save {{\"model\": model.state_dict(), \"optimizer\": optimizer.state_dict()}} with "
+          "torch.save, or load a model alone by load_state_dict(trainer.model(), ...)",
+          path.string(), reason));
+    };
+    if (!value.isGenericDict()) refuse("holds no dict");
+    const c10::impl::GenericDict file = value.toGenericDict();
+    std::string missing;
+    for (const char* key : {"model", "optimizer"})
+      if (!file.contains(key)) missing += formatted("{} \"{}\"", missing.empty() ? "" : " and", key);
+    if (!missing.empty()) refuse("has no entry" + missing);
+    const auto number = [&](const char* key, std::int64_t otherwise) {
+      if (!file.contains(key)) return otherwise;
+      if (!file.at(key).isInt()) refuse(formatted("has an entry \"{}\" that is no int", key));
+      return file.at(key).toInt();
+    };
+    const std::int64_t epoch = number("epoch", run.position.epoch), step = number("step", run.position.step);
+    std::string faults;  // of both, in one error
+    const auto collect = [&faults](const auto& read) {
+      try {
+        read();
+      } catch (const CheckpointError& error) {
+        faults += (faults.empty() ? "" : "; ") + first_line(error);
+      }
+    };
+    collect([&] { check_state_dict(run.model, file.at("model")); });
+    collect([&] {
+      warning = load_optimizer_dict(run.optimizer, file.at("optimizer"), unique_parameters(run.model));
+    });
+    if (!faults.empty()) throw CheckpointError(faults);
+    if constexpr (HasScaler<Precision>)
+      if (file.contains("scaler")) {
+        GradScaler scaler = precision.scaler();
+        load_state_dict(scaler, file.at("scaler"));
+        torch::serialize::OutputArchive written;
+        scaler.save(written);
+        torch::serialize::InputArchive archive = archive_of(bytes_of(written));
+        precision.load(archive);
+      }
+    load_state_dict(run.model, file.at("model"));
+    run.position.epoch = epoch;
+    run.position.step = step;
+    run.position.step_in_epoch = run.position.skipped = 0;
+    run.position.fitting = false;
+  });
+  if (!warning.empty()) run.log.warning("{}: {}", path.string(), warning);
 }
 
 }  // namespace lockstep::detail

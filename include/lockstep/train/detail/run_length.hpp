@@ -1,20 +1,6 @@
 #pragma once
 
-#include <algorithm>
-#include <concepts>
-#include <cstdint>
-#include <optional>
-#include <string>
-#include <utility>
-#include <vector>
-
-#include "lockstep/comm/agreement.hpp"
-#include "lockstep/comm/communicator.hpp"
 #include "lockstep/data/dataset.hpp"
-#include "lockstep/detail/format.hpp"
-#include "lockstep/error.hpp"
-#include "lockstep/grad/model.hpp"
-#include "lockstep/log/log.hpp"
 #include "lockstep/train/extras.hpp"
 #include "lockstep/train/trainer_options.hpp"
 
@@ -41,9 +27,8 @@ class RunLength {
   [[nodiscard]] bool reached(std::int64_t epoch, std::int64_t step) const {
     return last_epoch_ ? epoch >= *last_epoch_ : step >= *last_step_;
   }
-  /// Returns the plan of the zero-based `epoch`, which starts after `step` steps. The last epoch may be
-  /// shorter. For a stream, whose length is unknown, a run of a number of steps plans this epoch as the last
-  /// one, with all remaining steps as an upper bound; a run of a number of epochs has std::nullopt steps.
+  /// Returns the plan of the zero-based `epoch`, which starts after `step` steps. For a stream, a run of a
+  /// number of steps plans this epoch as the last one, with all remaining steps as an upper bound.
   [[nodiscard]] EpochPlan plan(std::int64_t epoch, std::int64_t step) const {
     if (last_epoch_) return {epoch, *last_epoch_, steps_in_epoch_};
     const std::int64_t left = *last_step_ - step;
@@ -68,8 +53,7 @@ inline std::string samples_text(const std::vector<std::size_t>& of_ranks) {
   return text + " samples an epoch";
 }
 
-/// Compares the options of a run and `data`, a description of its data, over the ranks. Collective. Throws an
-/// equal MismatchError on every rank.
+/// Compares the options of a run and `data`, a description of its data, over the ranks. Collective.
 template <Communicator C>
 void check_same_plan(const std::string& data, const TrainerOptions& options, C& comm) {
   if (comm.size() == 1) return;
@@ -97,8 +81,7 @@ void check_same_plan(const std::string& data, const TrainerOptions& options, C& 
 
 /// Compares the dataset, the samples of each rank and the options over the ranks. Compares the dataset by its
 /// length and, for a TensorDataset, by a fingerprint: other datasets may draw their samples anew each time.
-/// Ranks that disagree on the samples of each rank would wait for a rank without data. Collective. Throws an
-/// equal MismatchError on every rank.
+/// Collective. Throws an equal MismatchError on every rank.
 template <Communicator C, Dataset D>
 void check_same_run(D& dataset, const std::vector<std::size_t>& samples_of_ranks,
                     const TrainerOptions& options, C& comm) {
@@ -120,12 +103,10 @@ void require_passes(const TrainerOptions& options) {
         *options.epochs));
 }
 
-/// Runs check_same_parameters, unless the hook lets ranks diverge. Warns once about differences by
-/// rounding, which processors of different kinds cause.
+/// Runs check_same_parameters, unless the hook lets ranks diverge. Warns once about differences by rounding.
 template <class Hook>
 class ParameterComparison {
  public:
-  /// Collective, unless the hook lets ranks diverge; then a no-op.
   template <class Comm>
   void run(const std::vector<NamedTensor>& parameters, Comm& comm, const Log& log) {
     if constexpr (!requires { requires Hook::ranks_diverge; }) {
@@ -141,5 +122,43 @@ class ParameterComparison {
  private:
   bool told_ = false;
 };
+
+/// Logs one warning if the ranks have constructed the model with different values. DistributedDataParallel
+/// then broadcasts rank 0's, as Python does, and the other ranks' are lost. Call it before that. Collective;
+/// sends 8 bytes per parameter.
+template <Communicator Comm>
+void warn_of_unequal_values(const torch::nn::Module& module, const DdpOptions& options, Comm& comm,
+                            const World& world) {
+  if (comm.size() == 1) return;
+  std::vector<NamedTensor> parameters = unique_parameters(module);
+  std::erase_if(parameters, [&](const NamedTensor& parameter) {
+    return std::find(options.ignored.begin(), options.ignored.end(), parameter.name) != options.ignored.end();
+  });
+  const std::vector<std::string> digests =
+      agree(comm, [&] { return parameters.empty() ? std::string() : digest_of(parameters); });
+  // Every rank has taken part in the collective, whatever its options: DistributedDataParallel compares them,
+  // and the models.
+  if (!options.init_sync || comm.rank() != 0) return;
+  std::size_t first = 0, culprit = 0, differing = 0;
+  for (const std::string& sums : digests)
+    if (sums.size() != digests[0].size()) return;  // another model, which is an error
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    const auto other = std::find_if(digests.begin(), digests.end(), [&](const std::string& sums) {
+      return sums.compare(8 * i, 8, digests[0], 8 * i, 8) != 0;
+    });
+    if (other == digests.end() || differing++ > 0) continue;
+    first = i;
+    culprit = static_cast<std::size_t>(other - digests.begin());
+  }
+  if (differing == 0) return;
+  // In a group without world rank 0, the group's rank 0 logs.
+  const Log log = world.rank() == 0 ? world.log : world.log.all();
+  const RankNames name_of(comm);
+  log.warning(
+      "the model's initial values differ between the ranks ({} of {} parameters, first '{}' on rank {}): "
+      "rank {}'s are used; call torch::manual_seed with one seed on every rank before constructing the "
+      "model, or pass std::in_place_type of it, so that the Trainer seeds and constructs it",
+      differing, parameters.size(), parameters[first].name, name_of(culprit), name_of(0));
+}
 
 }  // namespace lockstep::detail

@@ -1,27 +1,7 @@
 #pragma once
 
-#include <algorithm>
-#include <cstdint>
-#include <cstring>
-#include <optional>
-#include <string>
-#include <string_view>
-#include <unordered_set>
-#include <utility>
-#include <vector>
-
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <c10/core/ScalarType.h>
 #include <nlohmann/json.hpp>
 
-#include "lockstep/comm/detail/describe.hpp"
-#include "lockstep/detail/bytes.hpp"
-#include "lockstep/detail/format.hpp"
-#include "lockstep/detail/linkage.hpp"
-#include "lockstep/detail/lists.hpp"
-#include "lockstep/error.hpp"
-#include "lockstep/train/detail/archive.hpp"
 #include "lockstep/train/detail/pickle.hpp"
 #include "lockstep/train/safetensors.hpp"
 
@@ -131,7 +111,7 @@ inline std::vector<SafetensorsEntry> read_header(std::string_view header, Safete
     return true;
   };
   try {
-    static_cast<void>(Json::parse(header.begin(), header.end(), read));
+    [[maybe_unused]] const Json parsed = Json::parse(header.begin(), header.end(), read);
   } catch (const Json::exception& error) {
     refuse_header(error.what());
   }
@@ -150,8 +130,7 @@ inline void check_coverage(const std::vector<SafetensorsEntry>& entries, std::ui
     if (entry->begin != end)
       throw CheckpointError(
           detail::formatted("the data of tensor \"{}\" begins at {}, where the data before it ends at {}: "
-                            "the file has a gap or "
-                            "an overlap; restore it from a copy",
+                            "the file has a gap or an overlap; restore it from a copy",
                             entry->name, entry->begin, end));
     end = entry->end;
   }

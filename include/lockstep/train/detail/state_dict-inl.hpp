@@ -1,40 +1,14 @@
 #pragma once
 
-#include <algorithm>
-#include <cmath>
-#include <cstdint>
-#include <exception>
-#include <memory>
-#include <optional>
-#include <string>
-#include <string_view>
-#include <tuple>
-#include <unordered_map>
-#include <unordered_set>
-#include <utility>
-#include <vector>
-
-#include <ATen/core/Tensor.h>
-#include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/scalar_tensor.h>
 #include <c10/core/DefaultDtype.h>
-#include <c10/core/ScalarType.h>
-#include <c10/util/Exception.h>
 #include <torch/optim/adam.h>
 #include <torch/optim/adamw.h>
 #include <torch/optim/sgd.h>
-#include <torch/serialize/archive.h>
 
-#include "lockstep/comm/detail/describe.hpp"
-#include "lockstep/detail/format.hpp"
-#include "lockstep/detail/linkage.hpp"
-#include "lockstep/detail/lists.hpp"
-#include "lockstep/error.hpp"
 #include "lockstep/optim/detail/sharded_state.hpp"
 #include "lockstep/optim/optimizers.hpp"
-#include "lockstep/train/detail/archive.hpp"
-#include "lockstep/train/detail/matched_tensors.hpp"
 #include "lockstep/train/detail/pickle.hpp"
 #include "lockstep/train/state_dict.hpp"
 
@@ -42,8 +16,7 @@ namespace lockstep::detail {
 
 inline constexpr std::string_view ddp_prefix = "module.";
 
-template <class Names>
-bool all_have_prefix(const Names& names) {
+inline bool all_have_prefix(const StateDict& names) {
   return !names.empty() && std::all_of(names.begin(), names.end(), [](const NamedTensor& entry) {
     return entry.name.starts_with(ddp_prefix);
   });
@@ -56,6 +29,7 @@ template <class Values, class Kept>
 struct LockstepOptimizer {
   using Options = Values;
   using State = Kept;
+  static constexpr bool maximizes = true;
 
   static Options options(const torch::optim::OptimizerParamGroup& group) {
     Options values = static_cast<const GroupOptions<Options>&>(group.options()).values;
@@ -75,26 +49,35 @@ struct LockstepOptimizer {
   }
 };
 
-/// Adapts torch::optim::SGD. Its options and states are those of lockstep's, but for `maximize`.
-struct TorchSgd {
-  using Options = SgdOptions;
-  using State = SgdState;
+/// Reads and writes the options of LibTorch's optimizers, which `Adapter::each_option` pairs with lockstep's.
+template <class Own, class Values, class Adapter>
+struct TorchOptions {
+  using Options = Values;
+  static constexpr bool maximizes = false;
 
   static Options options(const torch::optim::OptimizerParamGroup& group) {
-    const auto& own = static_cast<const torch::optim::SGDOptions&>(group.options());
-    return {.lr = own.lr(),
-            .momentum = own.momentum(),
-            .dampening = own.dampening(),
-            .weight_decay = own.weight_decay(),
-            .nesterov = own.nesterov()};
+    Options values;
+    Adapter::each_option(static_cast<const Own&>(group.options()), values,
+                         [](const auto& from, auto& to) { to = from; });
+    return values;
   }
-  static void set_options(torch::optim::OptimizerParamGroup& group, const Options& options) {
-    auto& own = static_cast<torch::optim::SGDOptions&>(group.options());
-    own.lr(options.lr);
-    own.momentum(options.momentum);
-    own.dampening(options.dampening);
-    own.weight_decay(options.weight_decay);
-    own.nesterov(options.nesterov);
+  static void set_options(torch::optim::OptimizerParamGroup& group, const Options& values) {
+    Adapter::each_option(static_cast<Own&>(group.options()), values,
+                         [](auto& to, const auto& from) { to = from; });
+  }
+};
+
+/// Adapts torch::optim::SGD. Its options and states are those of lockstep's, but for `maximize`.
+struct TorchSgd : TorchOptions<torch::optim::SGDOptions, SgdOptions, TorchSgd> {
+  using State = SgdState;
+
+  template <class Own, class Values, class Copy>
+  static void each_option(Own& own, Values& values, const Copy& copy) {
+    copy(own.lr(), values.lr);
+    copy(own.momentum(), values.momentum);
+    copy(own.dampening(), values.dampening);
+    copy(own.weight_decay(), values.weight_decay);
+    copy(own.nesterov(), values.nesterov);
   }
   static State state(const torch::optim::OptimizerParamState& kept) {
     State state;
@@ -110,26 +93,18 @@ struct TorchSgd {
 
 /// Adapts torch::optim::Adam and AdamW, which count steps in an integer.
 template <class Own, class OwnState, bool decoupled>
-struct TorchAdam {
-  using Options = AdamOptions;
+struct TorchAdam : TorchOptions<Own, AdamOptions, TorchAdam<Own, OwnState, decoupled>> {
   using State = AdamState;
 
-  static Options options(const torch::optim::OptimizerParamGroup& group) {
-    const auto& own = static_cast<const Own&>(group.options());
-    return {.lr = own.lr(),
-            .betas = {std::get<0>(own.betas()), std::get<1>(own.betas())},
-            .eps = own.eps(),
-            .weight_decay = own.weight_decay(),
-            .amsgrad = own.amsgrad(),
-            .decoupled = decoupled};
-  }
-  static void set_options(torch::optim::OptimizerParamGroup& group, const Options& options) {
-    auto& own = static_cast<Own&>(group.options());
-    own.lr(options.lr);
-    own.betas(std::make_tuple(options.betas[0], options.betas[1]));
-    own.eps(options.eps);
-    own.weight_decay(options.weight_decay);
-    own.amsgrad(options.amsgrad);
+  template <class Group, class Values, class Copy>
+  static void each_option(Group& own, Values& values, const Copy& copy) {
+    copy(own.lr(), values.lr);
+    copy(std::get<0>(own.betas()), values.betas[0]);
+    copy(std::get<1>(own.betas()), values.betas[1]);
+    copy(own.eps(), values.eps);
+    copy(own.weight_decay(), values.weight_decay);
+    copy(own.amsgrad(), values.amsgrad);
+    if constexpr (!std::is_const_v<Values>) values.decoupled = decoupled;
   }
   static State state(const torch::optim::OptimizerParamState& kept) {
     const auto& own = static_cast<const OwnState&>(kept);
@@ -149,12 +124,6 @@ struct TorchAdam {
     return made;
   }
 };
-
-/// Whether the optimizer has the options that torch::optim's lack.
-template <class Adapter>
-inline constexpr bool can_maximize = false;
-template <class Values, class Kept>
-inline constexpr bool can_maximize<LockstepOptimizer<Values, Kept>> = true;
 
 /// Calls `visit(optimizer, adapter)` for the optimizer's type. Throws UsageError for another type.
 template <class Visit>
@@ -192,21 +161,6 @@ void each_python_option(AdamOptions& options, const Visit& visit) {
   visit("decoupled_weight_decay", options.decoupled, false);
 }
 
-/// Returns the text of a dict's key, a str or an int.
-inline std::string key_text(const c10::IValue& key) {
-  return key.isString() ? key.toStringRef() : std::to_string(key.toInt());
-}
-
-inline c10::IValue python_value(double value) {
-  return value;
-}
-inline c10::IValue python_value(bool value) {
-  return value;
-}
-inline c10::IValue python_value(const std::array<double, 2>& values) {
-  return c10::ivalue::Tuple::create(values[0], values[1]);
-}
-
 /// Returns a number of Python: an int, a float, or a tensor with one element.
 inline std::optional<double> number_in(const c10::IValue& value) {
   if (value.isDouble()) return value.toDouble();
@@ -236,8 +190,12 @@ inline bool read_option(const c10::IValue& value, std::array<double, 2>& to) {
 template <class Options>
 c10::impl::GenericDict group_dict(Options options) {
   c10::impl::GenericDict group = new_dict();
-  each_python_option(
-      options, [&](const char* name, const auto& value, bool) { group.insert(name, python_value(value)); });
+  each_python_option(options, [&](const char* name, const auto& value, bool) {
+    if constexpr (requires { value[1]; })
+      group.insert(name, c10::ivalue::Tuple::create(value[0], value[1]));
+    else
+      group.insert(name, value);
+  });
   if (options.lr_tensor.defined()) group.insert_or_assign("lr", options.lr_tensor.detach());
   const auto chosen = [&](Implementation implementation) {
     return options.implementation == implementation ? c10::IValue(true) : c10::IValue();
@@ -289,8 +247,11 @@ class OptimizerReader {
 
   /// Throws CheckpointError that lists everything that does not fit `optimizer`.
   OptimizerReader(const torch::optim::Optimizer& optimizer, const c10::IValue& dict) : optimizer_(optimizer) {
-    for (const auto& group : optimizer.param_groups())
-      for (const at::Tensor& parameter : group.params()) parameters_.push_back(parameter);
+    for (std::size_t g = 0; g < optimizer.param_groups().size(); ++g)
+      for (const at::Tensor& parameter : optimizer.param_groups()[g].params()) {
+        parameters_.push_back(parameter);
+        group_of_.push_back(g);
+      }
     states_.resize(parameters_.size());
     const auto [saved_groups, saved_states] = parts(dict);
     if (saved_groups.size() != optimizer.param_groups().size())
@@ -309,16 +270,12 @@ class OptimizerReader {
   /// group have one. An empty string if there are none.
   [[nodiscard]] std::string warning(const std::vector<NamedTensor>& names) const {
     std::vector<std::string> without;
-    std::size_t begin = 0;
-    for (const auto& group : optimizer_.param_groups()) {
-      const std::size_t end = begin + group.params().size();
-      const auto has_state = [&](std::size_t i) { return states_[i].has_value(); };
-      bool any = false;
-      for (std::size_t i = begin; i < end; ++i) any = any || has_state(i);
-      for (std::size_t i = begin; any && i < end; ++i)
-        if (!has_state(i) && parameters_[i].requires_grad()) without.push_back(name_of(i, names));
-      begin = end;
-    }
+    std::unordered_set<std::size_t> groups;  // with a state
+    for (std::size_t i = 0; i < states_.size(); ++i)
+      if (states_[i]) groups.insert(group_of_[i]);
+    for (std::size_t i = 0; i < states_.size(); ++i)
+      if (!states_[i] && groups.contains(group_of_[i]) && parameters_[i].requires_grad())
+        without.push_back(name_of(i, names));
     if (without.empty()) return {};
     std::string text;
     list_names(text, "no state of", without);
@@ -362,8 +319,7 @@ class OptimizerReader {
     }
     throw CheckpointError(
         "the value is no state dict of an optimizer, which has a list 'param_groups' and a dict 'state': "
-        "save "
-        "what optimizer.state_dict() returns");
+        "save what optimizer.state_dict() returns");
   }
 
   /// Options that belong to the run or to a schedule.
@@ -378,7 +334,13 @@ class OptimizerReader {
     if (!value.isGenericDict()) return mispaired(detail::formatted("group {} is no dict", g));
     const auto group = value.toGenericDict();
     Options options = Adapter::options(optimizer_.param_groups()[g]);
-    const bool decoupled = is_decoupled(options);
+    const auto is_adamw = [&] {
+      if constexpr (std::is_same_v<Options, AdamOptions>)
+        return options.decoupled;
+      else
+        return false;
+    };
+    const bool decoupled = is_adamw();
     std::vector<std::string> known, missing, extra;
     each_python_option(options, [&](const char* name, auto& option, bool required) {
       known.emplace_back(name);
@@ -398,9 +360,9 @@ class OptimizerReader {
     list_names(text, "missing", missing);
     list_names(text, "unexpected", extra);
     if (!text.empty()) mispaired(detail::formatted("the options of group {}: {}", g, text));
-    if (decoupled != is_decoupled(options))
+    if (decoupled != is_adamw())
       fault(detail::formatted("group {} is of {}", g, decoupled ? "Adam" : "AdamW"));
-    if (!can_maximize<Adapter> && options.maximize)
+    if (!Adapter::maximizes && options.maximize)
       fault(detail::formatted("group {} maximizes, which the optimizers of torch::optim do not", g));
     try {
       options.check(g);
@@ -410,9 +372,6 @@ class OptimizerReader {
     options_.push_back(options);
     read_indices(g, group);
   }
-
-  static bool is_decoupled(const SgdOptions&) { return false; }
-  static bool is_decoupled(const AdamOptions& options) { return options.decoupled; }
 
   /// Pairs the saved indices with the optimizer's parameters, in order.
   void read_indices(std::size_t g, const c10::impl::GenericDict& group) {
@@ -474,7 +433,8 @@ class OptimizerReader {
       const std::string name = key_text(item.key());
       if (std::find(known.begin(), known.end(), name) == known.end()) extra.push_back(name);
     }
-    if (any) drop_optional(group_of(i), missing);
+    if constexpr (std::is_same_v<Options, AdamOptions>)
+      if (!options_[group_of_[i]].amsgrad) std::erase(missing, std::string("max_exp_avg_sq"));
     std::string text;
     if (any) list_names(text, "missing", missing);
     list_names(text, "unexpected", extra);
@@ -489,25 +449,9 @@ class OptimizerReader {
     return at::scalar_tensor(number, wide ? at::kDouble : at::kFloat);
   }
 
-  std::size_t group_of(std::size_t i) const {
-    std::size_t group = 0, end = 0;
-    for (const auto& one : optimizer_.param_groups()) {
-      end += one.params().size();
-      if (i < end) return group;
-      ++group;
-    }
-    return group - 1;
-  }
-
-  /// SGD has no buffer before its first step with momentum, Adam a maximum only with amsgrad.
-  void drop_optional(std::size_t group, std::vector<std::string>& missing) const {
-    if constexpr (std::is_same_v<Options, AdamOptions>) {
-      if (!options_[group].amsgrad) std::erase(missing, std::string("max_exp_avg_sq"));
-    }
-  }
-
   const torch::optim::Optimizer& optimizer_;
   std::vector<at::Tensor> parameters_;
+  std::vector<std::size_t> group_of_;  // of each parameter
   std::vector<Options> options_;
   std::vector<std::optional<State>> states_;
   std::unordered_map<std::int64_t, std::size_t> place_of_;

@@ -1,35 +1,11 @@
 #pragma once
 
-#include <ATen/TensorOperators.h>
-#include <ATen/core/Tensor.h>
-#include <torch/optim/optimizer.h>
-
-#include <cmath>
-#include <cstdint>
-#include <exception>
-#include <functional>
-#include <span>
-#include <string>
-#include <tuple>
-#include <unordered_set>
-#include <vector>
-
-#include "lockstep/comm/detail/own_error.hpp"
-#include "lockstep/detail/format.hpp"
-#include "lockstep/detail/served_call.hpp"
-#include "lockstep/error.hpp"
-#include "lockstep/grad/detail/reduction.hpp"
-#include "lockstep/grad/distributed_data_parallel.hpp"
-#include "lockstep/precision/precision.hpp"
-#include "lockstep/train/detail/collective_forward_check.hpp"
+#include "lockstep/train/detail/epoch_partition.hpp"
 #include "lockstep/train/detail/model_handle.hpp"
 #include "lockstep/train/extras.hpp"
-#include "lockstep/train/metrics.hpp"
-#include "lockstep/train/step_profile.hpp"
 
 namespace lockstep::detail {
 
-/// A precision whose ranks can agree on the steps to skip.
 template <class PrecisionType, class Comm>
 concept AgreeingPrecision = requires(PrecisionType& precision, torch::optim::Optimizer& optimizer,
                                      Comm& comm) {
@@ -78,9 +54,8 @@ inline at::Tensor empty_contribution(const at::Tensor& sum) {
   return sum.defined() && sum.requires_grad() && std::isfinite(host_value(sum)) ? sum * 0 : at::Tensor();
 }
 
-/// One optimizer step of data-parallel training, the same for Trainer and CapturedStep: rates, forward and
-/// backward of each micro-batch, reduction, callbacks, and the optimizer's step or its skip. Keeps the state
-/// of the last step. Model, DistributedDataParallel, communicator, optimizer and precision must outlive it.
+/// One optimizer step of data-parallel training, the same for Trainer and CapturedStep. Keeps the state of the
+/// last step. Model, DistributedDataParallel, communicator, optimizer and precision must outlive it.
 template <class M, class Comm, class Optimizer, class PrecisionType, class Hook>
 class TrainingStep {
  public:
@@ -97,18 +72,21 @@ class TrainingStep {
         agrees_(!Hook::propagates_nan || !options.ignored.empty()),
         clear_(clear),
         parameters_(ddp.parameters()) {
-    if (clear_ == ClearGradients::set_to_none) find_unheld_parameters();
+    if (clear_ != ClearGradients::set_to_none) return;
+    std::unordered_set<const at::TensorImpl*> held;
+    for (const auto& group : optimizer_.param_groups())
+      for (const at::Tensor& parameter : group.params()) held.insert(parameter.unsafeGetTensorImpl());
+    for (const at::Tensor& parameter : parameters_)
+      if (!held.contains(parameter.unsafeGetTensorImpl())) unheld_.push_back(parameter);
   }
 
   /// Runs one step with this rank's micro-batches, which `source` yields (see micro_batch_source.hpp), and
-  /// returns the total count of samples, or of counted items, of all ranks. If the count is 0, the optimizer
-  /// did not step. An extra may be a Schedule or a GradientCheck.
-  /// Collective.
+  /// returns the total count of samples, or of counted items, of all ranks. If it is 0, the optimizer did not
+  /// step. Collective.
   ///
-  /// The reduced gradients are those of the mean over all samples of all ranks in the step. A rank without
-  /// data contributes zeros. If all counts are known beforehand, each mean is weighted before its backward;
-  /// for equal batches this is Python's arithmetic. Otherwise sums are reduced and divided by the total
-  /// count, which is reduced with them.
+  /// The reduced gradients are those of the mean over all samples of all ranks. A rank without data contributes
+  /// zeros. If all counts are known beforehand, each mean is weighted before its backward; for equal batches
+  /// this is Python's arithmetic. Otherwise sums are reduced and divided by the total count.
   ///
   /// An error of the data or the loss on this rank is reported to the other ranks, whose step throws too
   /// instead of waiting. The communicator stays usable after a loss that threw, unless the model itself is
@@ -142,11 +120,8 @@ class TrainingStep {
     throw;
   }
 
-  /// Returns whether a step is running.
   [[nodiscard]] bool running() const { return running_; }
-  /// Returns the losses of this rank's micro-batches in the last step.
   [[nodiscard]] const std::vector<LocalLoss>& losses() const { return losses_; }
-  /// Returns whether the optimizer stepped in the last step.
   [[nodiscard]] const StepOutcome& stepped() const { return stepped_; }
   /// Returns the norm that a GradientCallback set in the last step; undefined if none did.
   [[nodiscard]] const at::Tensor& total_norm() const { return total_norm_; }
@@ -155,14 +130,6 @@ class TrainingStep {
   template <class Parts, class Function>
   static void each(Parts& parts, Function&& function) {
     std::apply([&](auto&... part) { (function(part), ...); }, parts);
-  }
-
-  void find_unheld_parameters() {
-    std::unordered_set<const at::TensorImpl*> held;
-    for (const auto& group : optimizer_.param_groups())
-      for (const at::Tensor& parameter : group.params()) held.insert(parameter.unsafeGetTensorImpl());
-    for (const at::Tensor& parameter : parameters_)
-      if (!held.contains(parameter.unsafeGetTensorImpl())) unheld_.push_back(parameter);
   }
 
   void clear_gradients() {
@@ -266,7 +233,6 @@ class TrainingStep {
     return weighed ? source.samples(1) : all;
   }
 
-  // Shows the reduced gradients to the callbacks, and steps the optimizer or skips its step.
   template <class Extras, class... Callbacks>
   void update(const StepPosition& position, Extras& extras, Callbacks&... callbacks) try {
     if constexpr (AgreeingPrecision<PrecisionType, Comm>)
