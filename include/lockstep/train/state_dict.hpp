@@ -65,13 +65,10 @@ namespace lockstep::detail {
 void check_state_dict(const torch::nn::Module& model, const c10::IValue& dict);
 
 /// Does what load_state_dict(optimizer, dict) does, but returns its warning, an empty string if there is none.
-/// `names` are the names of the parameters that have one.
+/// `names` are the names of the parameters that have one. Changes nothing without `apply`.
 std::string load_optimizer_dict(torch::optim::Optimizer& optimizer, const c10::IValue& dict,
-                                const std::vector<NamedTensor>& names);
-
-}  // namespace lockstep::detail
-
-namespace lockstep {
+                                const std::vector<NamedTensor>& names, bool apply);
+}  // namespace detail
 
 /// Returns the state of an optimizer as Python's dict: {"state": {index: {"exp_avg": tensor, ...}},
 /// "param_groups": [{"lr": ..., "params": [index, ...]}, ...]}. The indices count the parameters of all
