@@ -123,9 +123,10 @@ void torch_save(const c10::IValue& value, const std::filesystem::path& path);
 /// The same for `dict_of(entries)`.
 void torch_save(const StateDict& entries, const std::filesystem::path& path);
 
-/// Reads a file of torch_save, or of Python's torch.save if it holds only what torch_save writes, OrderedDict
-/// and Parameter. Executes nothing of the file. All tensors are on the CPU. Throws CheckpointError if the
-/// file is damaged or holds another object, which the error names.
+/// Reads a file of torch_save or of Python's torch.save: what torch_save writes, OrderedDict, Counter and
+/// Parameter. Another object that torch.load(weights_only=True) takes becomes None. Executes nothing of the file.
+/// All tensors are on the CPU. Throws CheckpointError if the file is damaged or holds any other object; the error
+/// names it and its entry.
 /// Counterpart: torch.load(path, map_location="cpu", weights_only=True).
 c10::IValue torch_load(const std::filesystem::path& path);
 

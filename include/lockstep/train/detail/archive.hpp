@@ -298,6 +298,12 @@ inline MatchedTensors match_tensors(const std::vector<NamedTensor>& own,
   if (!misshapen.empty()) text += (text.empty() ? "" : "; ") + joined(misshapen, "; ");
   if (text.empty()) return matched;
   if (archive) throw CheckpointError("it does not fit the model: " + text);
+  // A module of before PyTorch 0.4.1 has none of them: the model's own stay, as in Python.
+  const auto counts_batches = [](std::string_view name) { return name.ends_with("num_batches_tracked"); };
+  if (!archive && std::none_of(entries.begin(), entries.end(),
+                               [&](const NamedTensor& entry) { return counts_batches(entry.name); }))
+    std::erase_if(matched.missing, counts_batches);
+
   throw CheckpointError(
       formatted("the state dict does not fit the model: {}; build the model that it was saved from{}", text,
                 strict ? ", or set strict to false to skip names" : ""));
