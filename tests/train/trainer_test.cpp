@@ -356,7 +356,7 @@ TEST_CASE("an evaluation takes metrics of the output and of the model, and leave
   const auto test = three_classes(50);
   trainer.model()->norm->eval();
   const auto [accuracy, own_loss, its_loss] =
-      trainer.evaluate(test, lockstep::Accuracy{}, loss, lockstep::MeanLoss{});
+      trainer.evaluate(test, lockstep::Accuracy{}, loss, lockstep::CrossEntropy{});
   CHECK(accuracy >= 0);
   CHECK(own_loss == Approx(its_loss));
   CHECK(trainer.model()->is_training());

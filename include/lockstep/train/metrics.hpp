@@ -263,29 +263,33 @@ inline Mean counted_cross_entropy(const at::Tensor& output, const at::Tensor& ta
   return {sum, target.ne(ignore_index).sum().template item<std::int64_t>()};
 }
 
-/// A metric: the mean of a loss over samples, or over the items that the loss counts. `loss(output, target)`
-/// returns a tensor of one element, the mean over the batch's samples, or a Mean{sum, count}. Default:
-/// counted_cross_entropy. A loss that averages over anything but samples (targets that are not ignored,
-/// weights, tokens) must return a Mean.
-template <class Loss = Mean (*)(const at::Tensor&, const at::Tensor&)>
+/// A metric: the mean cross-entropy over the targets that are not ignored; see counted_cross_entropy.
+struct CrossEntropy {
+  std::int64_t ignore_index = -100;
+
+  template <class Batch>
+  Mean operator()(const at::Tensor& output, const Batch& batch) const {
+    return counted_cross_entropy(output, batch.target, ignore_index);
+  }
+};
+
+/// A metric: the mean of `loss(output, target)` over samples, or over the items that the loss counts. It returns
+/// a tensor of one element, the mean over the batch's samples, or a Mean{sum, count}, which a loss that averages
+/// over anything but samples (targets that are not ignored, weights, tokens) must return. The loss of `fit` is a
+/// metric itself.
+template <class Loss>
 struct MeanLoss {
-  Loss loss = [](const at::Tensor& output, const at::Tensor& target) {
-    return counted_cross_entropy(output, target);
-  };
+  Loss loss;
 
   template <class Batch>
   auto operator()(const at::Tensor& output, const Batch& batch) {
     return loss(output, batch.target);
   }
 };
-MeanLoss()->MeanLoss<>;
 template <class Loss>
 MeanLoss(Loss) -> MeanLoss<Loss>;
 
-}  // namespace lockstep
-
-namespace lockstep::detail {
-
+namespace detail {
 // Adds the loss or metric of one batch to `meter`.
 template <class Batch>
 void add_to(MeanMeter& meter, const Mean& value, const Batch&) {

@@ -497,7 +497,7 @@ class Trainer : detail::CheckedPolicies<Policies...> {
     log.warning(
         "the loss of epoch {} is not finite, first {}: lower the learning rate, look at the data of that "
         "step, or add the extra CheckFinite, which stops before such a step",
-        epoch, where);
+        epoch + 1, where);
   }
 
   using Kept = detail::MemberTypes<Types>;
