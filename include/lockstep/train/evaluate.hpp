@@ -15,6 +15,16 @@
 #include <optional>
 #include <span>
 #include <string>
+// Calls `restore()` in a destructor: warns of an exception, which may not leave it.
+namespace detail {
+template <class Restore>
+void restoring(const char* what, const Restore& restore) try {
+  restore();
+} catch (...) {
+  TORCH_WARN(what, " could not be restored");
+}
+}  // namespace detail
+
 #include <tuple>
 #include <type_traits>
 #include <utility>
@@ -38,7 +48,9 @@ class EvaluationMode {
   }
   ~EvaluationMode() {
     // train() recurses into children. apply() lists parents first, so each child's own mode is set last.
-    for (const auto& [part, training] : before_) part->train(training);
+    detail::restoring("a module's training mode", [&] {
+      for (const auto& [part, training] : before_) part->train(training);
+    });
   }
   EvaluationMode(const EvaluationMode&) = delete;
   EvaluationMode& operator=(const EvaluationMode&) = delete;
@@ -59,7 +71,9 @@ class BufferSnapshot {
   }
   ~BufferSnapshot() {
     const at::NoGradGuard no_grad;
-    for (auto& [buffer, copy] : kept_) buffer.copy_(copy);
+    detail::restoring("a buffer of the module", [&] {
+      for (auto& [buffer, copy] : kept_) buffer.copy_(copy);
+    });
   }
   BufferSnapshot(const BufferSnapshot&) = delete;
   BufferSnapshot& operator=(const BufferSnapshot&) = delete;

@@ -171,8 +171,10 @@ class Trainer : detail::CheckedPolicies<Policies...> {
     ddp_.synchronize();
     save_model(model_.module(), path, comm_);
   }
+    forbid_inside_fit("load");
   /// Reads a saved model, or the model alone of a checkpoint, on rank 0 and copies it to all ranks. To resume,
-  /// call load_checkpoint. Collective. Throws CheckpointError, which names each tensor that does not fit.
+  /// call load_checkpoint. Collective. Throws CheckpointError, which names each tensor that does not fit, and
+  /// UsageError inside `fit`.
   void load(const std::filesystem::path& path) {
     const detail::CallScope scope("Trainer::load");
     load_model(model_.module(), path, comm_);
@@ -287,7 +289,10 @@ class Trainer : detail::CheckedPolicies<Policies...> {
   // Constructs the sampler from the dataset if its type can be, and otherwise from the length.
   template <class D>
   auto sampler_for(D& dataset) {
-    const SamplerOptions split{options_.seed, options_.shuffle, options_.drop_last, options_.pad};
+    const SamplerOptions split{.seed = options_.seed,
+                               .shuffle = options_.shuffle,
+                               .drop_last = options_.drop_last,
+                               .pad = options_.pad};
     if constexpr (std::constructible_from<SamplerType, D&, const Comm&, SamplerOptions>)
       return SamplerType(dataset, comm_, split);
     else
