@@ -388,6 +388,8 @@ class Trainer : detail::CheckedPolicies<Policies...> {
     for (std::size_t i = 0; i < std::min(parts_.size(), so_far.parts.size()); ++i)
       parts_[i].second.add(so_far.parts[i]);
     auto descended = [&](Model& model, typename Source::Batch& batch) {
+      if constexpr (!Source::partitions && TensorBatch<typename Source::Batch>)
+        if (!compared_batches_ && first_batch_ == 0) first_batch_ = detail::short_hash(batch);
       return Parts::take(std::invoke(loss, model, batch), batch, parts_);
     };
     constexpr bool profiled = (ProfileCallback<Callbacks> || ...);
@@ -423,7 +425,10 @@ class Trainer : detail::CheckedPolicies<Policies...> {
     position_.skipped = 0;
     std::vector<Total> totals{meter_.total()};
     for (auto& [name, part] : parts_) totals.push_back(part.total());
+    const bool compared = std::exchange(compared_batches_, true);
+    if (!compared) totals.push_back({first_batch_, first_batch_ * first_batch_});
     sum_over_ranks(std::span(totals), comm_);
+    if (!compared) warn_of_equal_batches(totals.back());
     if (!std::isfinite(totals[0].sum)) warn_of_loss(plan.epoch);
     EpochReport report{plan.epoch, position_.step, totals[0].mean(), 0, skipped, peak_memory()};
     std::string named;
@@ -501,6 +506,16 @@ class Trainer : detail::CheckedPolicies<Policies...> {
   static void warn_of_loss(const Log& log, std::int64_t epoch, const std::string& where) {
     log.warning(
         "the loss of epoch {} is not finite, first {}: lower the learning rate, look at the data of that "
+  // Equal numbers alone have a square of their sum that is as many times the sum of their squares.
+  void warn_of_equal_batches(const Total& hashes) const {
+    if (comm_.size() > 1 && hashes.sum > 0 && hashes.sum * hashes.sum == comm_.size() * hashes.count)
+      world_.log.warning(
+          "the first batches of all ranks are equal, as if every rank read the same samples: partition the "
+          "data by "
+          "a sampler that knows the rank, such as DistributedSampler, or give each rank a part of the "
+          "stream");
+  }
+
         "step, or add the extra CheckFinite, which stops before such a step",
         epoch + 1, where);
   }
@@ -522,8 +537,9 @@ class Trainer : detail::CheckedPolicies<Policies...> {
   std::optional<detail::RankState> resumed_;     // of a loaded checkpoint, until the next `fit`
   detail::SaveDataPosition save_data_position_;  // saves the data position, inside `fit`
   detail::SkippedSteps skipped_;                 // of the running epoch
-  detail::ParameterComparison<Hook> compare_;
-  bool warned_of_loss_ = false, warned_in_stream_ = false;
+  bool warned_of_rounding_ = false;
+  bool warned_of_loss_ = false, warned_in_stream_ = false, compared_batches_ = false;
+  double first_batch_ = 0;  // a hash of this rank's first batch; 0 if it had none
 };
 
 /// Deduces the policies: `Trainer{world, options, Net(...), extras...}`.
