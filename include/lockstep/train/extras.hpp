@@ -234,6 +234,7 @@ OnStep(Function) -> OnStep<Function>;
 /// `on_profile(report, profile)`. Costs one clock read for each phase.
 template <class E>
 concept ProfileCallback = requires(E& callback, const StepReport& report, const StepProfile& profile) {
+  bool resumed = false;
   callback.on_profile(report, profile);
 };
 
@@ -247,7 +248,8 @@ template <class Function>
 OnProfile(Function) -> OnProfile<Function>;
 
 /// The epoch about to start. `epoch` is zero-based; `epochs` is the total; `steps` is the number of optimizer
-/// steps, std::nullopt for a stream of unknown length.
+/// steps, std::nullopt for a stream of unknown length. `resumed`: a checkpoint was saved within this epoch, and
+/// its rest follows.
 struct EpochPlan {
   std::int64_t epoch, epochs;
   std::optional<std::int64_t> steps;

@@ -124,17 +124,16 @@ class Trainer : detail::CheckedPolicies<Policies...> {
   /// Call it before `fit`. If the checkpoint was saved inside a `fit`, the next `fit` resumes the saved one:
   /// on the same number of ranks it ends at the same epoch and step, with bitwise equal results. On another
   /// number of ranks, no sample of the epoch is lost or repeated. Collective. Throws UsageError inside `fit`.
-  /// Throws CheckpointError, which names the mismatch; the model is then unchanged, but the optimizer and the
-  /// parts may have changed.
+  /// Throws CheckpointError, which names the mismatch, and then changes nothing but a sharded optimizer.
   template <Checkpointed... Parts>
-  void load_checkpoint(const std::filesystem::path& path, Parts&... parts) {
+  void load_checkpoint(const std::filesystem::path& path, Parts&&... parts) {
     const detail::CallScope scope("Trainer::load_checkpoint");
     read_run("load_checkpoint", path, /*required=*/true, parts...);
   }
   /// Calls load_checkpoint if the file exists on rank 0, and returns whether it does. Collective. Throws
   /// MismatchError if another rank calls load_checkpoint.
   template <Checkpointed... Parts>
-  bool load_checkpoint_if_exists(const std::filesystem::path& path, Parts&... parts) {
+  bool load_checkpoint_if_exists(const std::filesystem::path& path, Parts&&... parts) {
     const detail::CallScope scope("Trainer::load_checkpoint_if_exists");
     return read_run("load_checkpoint_if_exists", path, /*required=*/false, parts...);
   }
@@ -154,8 +153,8 @@ class Trainer : detail::CheckedPolicies<Policies...> {
   /// "step" and "scaler" may be missing, and then stay as they are. The next `fit` starts with the first
   /// batch of the epoch after the completed ones. Call it before `fit`. Collective. Throws UsageError inside
   /// `fit`. Throws CheckpointError, which names every missing, unexpected and misshapen entry of the model
-  /// and of the optimizer (of its states only if they can be paired with its parameters); the model is then unchanged, but the
-  /// optimizer may have changed.
+  /// and of the optimizer (of its states only if they can be paired with its parameters), and then changes
+  /// nothing.
   void load_state_dict(const std::filesystem::path& path) {
     const detail::CallScope scope("Trainer::load_state_dict");
     forbid_inside_fit("load_state_dict");
@@ -353,7 +352,8 @@ class Trainer : detail::CheckedPolicies<Policies...> {
                        .loss = std::numeric_limits<double>::quiet_NaN(),
                        .seconds = 0};
     while (!length.reached(position_.epoch, position_.step)) {
-      const EpochPlan plan = length.plan(position_.epoch, position_.step - position_.step_in_epoch);
+      EpochPlan plan = length.plan(position_.epoch, position_.step - position_.step_in_epoch);
+      plan.resumed = !so_far.data_position.empty();
       if (notify_all(plan, callbacks...)) break;
       follow_requires_grad();
       ddp_.record_completions((ProfileCallback<Callbacks> || ...));
