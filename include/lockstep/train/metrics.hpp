@@ -51,7 +51,6 @@ concept Countable = requires(const Batch& batch) {
   batch.size();
 };
 
-/// Returns the number of samples in a batch.
 template <Countable Batch>
 std::int64_t samples_in(const Batch& batch) {
   if constexpr (requires { batch.data.size(0); })
@@ -154,9 +153,7 @@ struct PerSample {
   at::Tensor values;
 };
 
-}  // namespace lockstep
-
-namespace lockstep::detail {
+namespace detail {
 /// A string literal as a template argument.
 template <std::size_t size>
 struct PartName {
@@ -206,10 +203,7 @@ inline constexpr bool is_loss<std::tuple<Loss, Parts...>> =
     (MeanOrTensor<decltype(Parts::value)> && ...) && names_differ<Parts...>();
 template <class T>
 concept LossResult = is_loss<std::remove_cvref_t<T>>;
-
-}  // namespace lockstep::detail
-
-namespace lockstep {
+}  // namespace detail
 
 /// A metric of the model's output: `metric(output, batch)` is called without autograd on each of this rank's
 /// batches and returns one of four forms.
@@ -235,8 +229,7 @@ template <class M, class Model, class Batch>
 concept Metric = OutputMetric<M, Batch> || ModelMetric<M, Model, Batch>;
 
 /// The fraction of samples whose largest output over the last dimension is at the target class. output: [...,
-/// C]; batch.target: [...] of class indices, such as [N, C] and [N]. Throws DataError for other shapes: a
-/// target [N, 1] would broadcast over all samples.
+/// C]; batch.target: [...] of class indices. Throws DataError for other shapes.
 struct Accuracy {
   template <class Batch>
   Mean operator()(const at::Tensor& output, const Batch& batch) const {
@@ -325,10 +318,7 @@ struct LossParts<std::tuple<Loss, Parts...>> {
     return std::get<0>(std::move(result));
   }
 };
-
-}  // namespace lockstep::detail
-
-namespace lockstep {
+}  // namespace detail
 
 /// Names a part of a loss, a tensor or a Mean; see LossFunction.
 template <detail::PartName name, class Value>
@@ -358,8 +348,7 @@ concept CountedLoss = LossFunction<L, Model, Batch> &&
 /// The loss of one micro-batch on one rank. Backward starts from `value`. The sum of the losses is
 /// `reported * factor`, over `count` samples or counted items.
 struct LocalLoss {
-  at::Tensor value;
-  at::Tensor reported;
+  at::Tensor value, reported;
   double factor, count;
 
   /// Returns the sum and the count. Synchronizes with the device.

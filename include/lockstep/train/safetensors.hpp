@@ -1,11 +1,5 @@
 #pragma once
 
-#include <cstddef>
-#include <filesystem>
-#include <map>
-#include <string>
-#include <string_view>
-
 #include "lockstep/train/state_dict.hpp"
 
 namespace lockstep {

@@ -40,9 +40,8 @@ class Trainer : detail::CheckedPolicies<Policies...> {
 
  public:
   /// Seeds the default generators of CPU and GPUs: with `options.seed` before a model is constructed, with
-  /// `seed + rank` afterwards. If the ranks pass models with different values, logs one warning and uses rank
-  /// 0's. Collective. Throws UsageError for invalid options and MismatchError if the ranks' models differ in
-  /// more than their values.
+  /// `seed + rank` afterwards. If the ranks' models differ in their values, warns and uses rank 0's. Collective.
+  /// Throws UsageError for invalid options and MismatchError if the models differ otherwise.
   template <class... Given>
   explicit Trainer(const World& world, const TrainerOptions& options = {}, Given... given)
       : Trainer(detail::CallScope("the constructor of Trainer"), world, options, given...) {}
@@ -63,11 +62,10 @@ class Trainer : detail::CheckedPolicies<Policies...> {
   ///    ranks, before the optimizer steps. On GPUs the other ranks learn of it in their next step, or at the end
   ///    of the epoch, and the communicator is aborted (DistributedDataParallel::backward).
   ///
-  /// Parameters may be frozen and unfrozen by `requires_grad_` between epochs: before `fit`, in an
-  /// EpochStartCallback or an EpochCallback, on every rank. The epoch then reduces the gradients of those that
-  /// require grad; the optimizer keeps its state and leaves the others as they are. Checkpoints hold which are
-  /// frozen, and load_checkpoint restores it. Throws MismatchError if the ranks differ, UsageError in the next
-  /// step if `requires_grad_` was called within an epoch, or with a StatefulHook.
+  /// Parameters may be frozen and unfrozen by `requires_grad_` between epochs, on every rank; the optimizer keeps
+  /// its state and leaves frozen ones as they are. Checkpoints hold which are frozen. Throws MismatchError if the
+  /// ranks differ, UsageError in the next step if `requires_grad_` was called within an epoch, or with a
+  /// StatefulHook.
   ///
   /// Returns the report of the last epoch. If the call trains no epoch, its loss is NaN, its `seconds` is 0, and
   /// its `epoch` and `step` are the trainer's. Throws MismatchError if the ranks' options or data differ,
@@ -82,9 +80,8 @@ class Trainer : detail::CheckedPolicies<Policies...> {
     }
   }
 
-  /// Evaluates the metrics over all samples and ranks, with rank 0's buffers, in the trainer's precision. See
-  /// lockstep::evaluate, also for exceptions on one rank. Without DdpOptions::broadcast_buffers each rank
-  /// gets its own buffers back afterwards. Collective.
+  /// Evaluates the metrics over all samples and ranks, in the trainer's precision; see lockstep::evaluate.
+  /// Without DdpOptions::broadcast_buffers each rank gets its own buffers back afterwards. Collective.
   template <class D, class... Metrics>
   auto evaluate(D&& dataset, Metrics&&... metrics) {
     using Checked =
@@ -163,19 +160,18 @@ class Trainer : detail::CheckedPolicies<Policies...> {
   }
 
   /// Writes rank 0's model atomically to a file that `torch::load(model, path)` reads. Collective. Every rank
-  /// returns once the file is written, or throws CheckpointError. To check the path before training, call
-  /// `require_writable(path)`.
+  /// returns once the file is written, or throws CheckpointError.
   void save(const std::filesystem::path& path) {
     const detail::CallScope scope("Trainer::save");
     ddp_.synchronize();
     save_model(model_.module(), path, comm_);
   }
-    forbid_inside_fit("load");
   /// Reads a saved model, or the model alone of a checkpoint, on rank 0 and copies it to all ranks. To resume,
   /// call load_checkpoint. Collective. Throws CheckpointError, which names each tensor that does not fit, and
   /// UsageError inside `fit`.
   void load(const std::filesystem::path& path) {
     const detail::CallScope scope("Trainer::load");
+    forbid_inside_fit("load");
     load_model(model_.module(), path, comm_);
   }
 
@@ -321,7 +317,11 @@ class Trainer : detail::CheckedPolicies<Policies...> {
 
   template <BatchStream S, class Loss, class... Callbacks>
   EpochReport run(S& stream, Loss& loss, Callbacks&... callbacks) {
-    detail::require_passes<S>(options_);
+    if (!RepeatableStream<S> && options_.epochs.value_or(1) > 1)
+      throw UsageError(detail::formatted(
+          "epochs is {}, and this stream has one pass: give it a set_epoch(e) that starts the pass anew, "
+          "or give steps",
+          *options_.epochs));
     detail::check_same_plan("a stream", options_, comm_);
     auto saved = saved_data_position();
     detail::StreamMicroBatchSource source(stream, detail::CollectiveForwardCheck(model_.module(), comm_),
@@ -418,7 +418,7 @@ class Trainer : detail::CheckedPolicies<Policies...> {
     }
     source.end_epoch();
     ddp_.synchronize();
-    if (options_.compare_parameters) compare_.run(ddp_.named_parameters(), comm_, world_.log);
+    compare_parameters();
     ++position_.epoch;
     done = 0;
     const std::int64_t skipped = skipped_.count();
@@ -461,8 +461,7 @@ class Trainer : detail::CheckedPolicies<Policies...> {
   void each_extra(Function&& function) {
     std::apply([&](auto&... extra) { (function(extra), ...); }, extras_);
   }
-  // Calls the callbacks and returns whether one of them asks to stop, on any rank. Reports a callback's
-  // exception to the other ranks, which may already wait for this one.
+  // Calls the callbacks and returns whether one of them asks to stop, on any rank.
   template <class Report, class... Callbacks>
   bool notify_all(const Report& report, Callbacks&... callbacks) {
     bool stop = false;
@@ -472,6 +471,18 @@ class Trainer : detail::CheckedPolicies<Policies...> {
     }
     if constexpr ((detail::can_stop<Callbacks, Report, Comm> || ...)) return any_rank(comm_, stop);
     return false;
+  }
+
+  void compare_parameters() {
+    if constexpr (!requires { requires Hook::ranks_diverge; }) {
+      if (!options_.compare_parameters) return;
+      const double distance = check_same_parameters(ddp_.named_parameters(), comm_);
+      if (distance > 0 && !std::exchange(warned_of_rounding_, true))
+        world_.log.warning(
+            "the parameters of the ranks differ by rounding, {:.1g} of their norm at most: "
+            "processors of different kinds compute so",
+            distance);
+    }
   }
 
   // Logs on which rank and in which step the loss was first not finite. Collective.
@@ -495,6 +506,16 @@ class Trainer : detail::CheckedPolicies<Policies...> {
     warn_of_loss(world_.rank() == 0 ? world_.log : world_.log.all(), epoch, where);
   }
 
+  // Equal numbers alone have a square of their sum that is as many times the sum of their squares.
+  void warn_of_equal_batches(const Total& hashes) const {
+    if (comm_.size() > 1 && hashes.sum > 0 && hashes.sum * hashes.sum == comm_.size() * hashes.count)
+      world_.log.warning(
+          "the first batches of all ranks are equal, as if every rank read the same samples: partition the "
+          "data by "
+          "a sampler that knows the rank, such as DistributedSampler, or give each rank a part of the "
+          "stream");
+  }
+
   // A stream's epoch may never end: each rank warns of its own loss, once the meter has read it.
   void warn_in_stream(std::int64_t epoch) {
     if (warned_of_loss_ || warned_in_stream_ || !meter_.known_not_finite()) return;
@@ -506,16 +527,6 @@ class Trainer : detail::CheckedPolicies<Policies...> {
   static void warn_of_loss(const Log& log, std::int64_t epoch, const std::string& where) {
     log.warning(
         "the loss of epoch {} is not finite, first {}: lower the learning rate, look at the data of that "
-  // Equal numbers alone have a square of their sum that is as many times the sum of their squares.
-  void warn_of_equal_batches(const Total& hashes) const {
-    if (comm_.size() > 1 && hashes.sum > 0 && hashes.sum * hashes.sum == comm_.size() * hashes.count)
-      world_.log.warning(
-          "the first batches of all ranks are equal, as if every rank read the same samples: partition the "
-          "data by "
-          "a sampler that knows the rank, such as DistributedSampler, or give each rank a part of the "
-          "stream");
-  }
-
         "step, or add the extra CheckFinite, which stops before such a step",
         epoch + 1, where);
   }
