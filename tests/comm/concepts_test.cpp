@@ -64,9 +64,7 @@ static_assert(lockstep::Communicator<OwnComm> && !lockstep::Splittable<OwnComm>)
 TEST_CASE("DistributedDataParallel reduces over a communicator with the required members alone") {
   OwnComm comm{lockstep::World()};
   torch::nn::Sequential net(torch::nn::Linear(3, 4), torch::nn::BatchNorm1d(4));
-  lockstep::DdpOptions options;
-  options.broadcast_buffers = lockstep::BufferPolicy::average;
-  lockstep::DistributedDataParallel ddp{net, comm, options};
+  lockstep::DistributedDataParallel ddp{net, comm};
   const auto input = torch::randn({5, 3});
   const auto gradients = [&](auto&& backward) {
     net->zero_grad();

@@ -12,9 +12,9 @@
 
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
+#include "lockstep/comm/detail/backend_bytes.hpp"
 #include "lockstep/comm/detail/backend_group.hpp"
 #include "lockstep/comm/detail/group_state.hpp"
-#include "lockstep/comm/detail/signature.hpp"
 #include "lockstep/comm/gloo_comm.hpp"
 #include "support/catch.hpp"
 #include "support/process.hpp"
@@ -145,19 +145,6 @@ TEST_CASE("of many errors the first stays") {
   CHECK(first == 1);
   CHECK(lost == 0);
   CHECK_THROWS_AS(std::rethrow_exception(error.get()), std::runtime_error);
-}
-
-TEST_CASE("durations read as people say them") {
-  CHECK(lockstep::detail::duration_text(250ms) == "250 ms");
-  CHECK(lockstep::detail::duration_text(6s) == "6 s");
-}
-
-TEST_CASE("the status of a group pairs a number with its operation") {
-  lockstep::detail::GroupStatus status;
-  status.enter(1, "all_reduce");
-  CHECK(status.text() == "1 all_reduce");
-  status.enter(2, "barrier");
-  CHECK(status.text() == "2 barrier");
 }
 
 TEST_CASE("the status of a group that is entered meanwhile is one of its pairs") {

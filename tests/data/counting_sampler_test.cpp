@@ -1,8 +1,8 @@
 // Samplers that know what every rank is given, and those that pad nothing.
 #include <algorithm>
 #include <numeric>
-#include <sstream>
 
+#include "data/passes.hpp"
 #include "lockstep/data/sampler.hpp"
 #include "support/catch.hpp"
 
@@ -12,6 +12,7 @@ using lockstep::DistributedSampler;
 using lockstep::EvaluationSampler;
 using lockstep::PermutationSampler;
 using lockstep::SamplerOptions;
+using lockstep_test::carry;
 
 static_assert(lockstep::CountingSampler<DistributedSampler>);
 static_assert(lockstep::CountingSampler<PermutationSampler>);
@@ -46,16 +47,6 @@ void check_counts(std::size_t length, int world, const Options&... options) {
     CHECK(ranks[static_cast<std::size_t>(asked)].size() == seen[static_cast<std::size_t>(asked)].size());
     for (const S& any : ranks) CHECK(any.size_of(asked) == seen[static_cast<std::size_t>(asked)].size());
   }
-}
-
-void carry(const DistributedSampler& from, DistributedSampler& to) {
-  torch::serialize::OutputArchive out;
-  from.save(out);
-  std::stringstream stream;
-  out.save_to(stream);
-  torch::serialize::InputArchive in;
-  in.load_from(stream);
-  to.load(in);
 }
 
 }  // namespace

@@ -39,8 +39,11 @@ TEST_CASE("a download is checked and has its name only when whole") {
   }
   SECTION("a file cut short is refused") {
     mirror.write("file", "twelve");
+    target.write("file", "kept");
+    target.write("file.lockstep.tmp", "left by a killed process");
     CHECK_THAT(fault({url(mirror)}), ContainsSubstring("6 bytes instead of 12"));
-    CHECK(std::filesystem::is_empty(target.path()));
+    CHECK(std::filesystem::file_size(target / "file") == 4);
+    CHECK(target.files() == 1);
   }
   SECTION("the error names the file, every mirror and the way out") {
     const auto text = fault({url(empty), "http://127.0.0.1:9/mnist"});
@@ -68,41 +71,6 @@ TEST_CASE("a program that fetches dies with the process that started it") {
   kill(parent, SIGKILL);
   waitpid(parent, nullptr, 0);
   CHECK(lockstep_test::processes_left(marker) == 0);
-}
-
-TEST_CASE("a file that could not be filled is not there") {
-  const TemporaryFolder folder;
-  folder.write("kept", "as it was");
-  for (const char* name : {"kept", "new"})
-    CHECK_THROWS_WITH(lockstep::detail::make_file_whole(folder / name,
-                                                        [](const std::filesystem::path& part) {
-                                                          std::ofstream(part) << "half";
-                                                          throw DataError("the disk is full");
-                                                        }),
-                      "the disk is full");
-  CHECK(folder.files() == 1);
-  CHECK(std::filesystem::file_size(folder / "kept") == 9);
-}
-
-TEST_CASE("a partial file is a new one, whatever has its name") {
-  const TemporaryFolder folder;
-  const auto target = folder.write("target", "the user's");
-  const auto path = folder / "file", part = folder / fmt::format("file.{}.part", getpid());
-  const auto fill = [](const std::filesystem::path& name) { std::ofstream(name) << "filled"; };
-  SECTION("a link") {
-    std::filesystem::create_symlink(target, part);
-  }
-  SECTION("a link to nothing") {
-    std::filesystem::create_symlink(folder / "absent", part);
-  }
-  SECTION("a file of an earlier process of this id") {
-    folder.write(part.filename(), "left by another one");
-  }
-  lockstep::detail::make_file_whole(path, fill);
-  CHECK(std::filesystem::is_regular_file(std::filesystem::symlink_status(path)));
-  CHECK(std::filesystem::file_size(path) == 6);
-  CHECK(std::filesystem::file_size(target) == 10);
-  CHECK_FALSE(std::filesystem::exists(folder / "absent"));
 }
 
 namespace {

@@ -53,26 +53,6 @@ BucketPlan sorted(BucketPlan plan) {
 
 }  // namespace
 
-TEST_CASE("before any gradient, one bucket holds all in registration order") {
-  CHECK(lockstep::detail::plan_by_registration(floats({10, 20'000'000, 30})) == BucketPlan{{0, 1, 2}});
-}
-
-TEST_CASE("before any gradient, dtypes have a bucket each, the one registered last first") {
-  auto parameters = floats({10, 10, 10});
-  parameters[1].dtype = at::kDouble;
-  CHECK(lockstep::detail::plan_by_registration(parameters) == BucketPlan{{1}, {0, 2}});
-}
-
-TEST_CASE("a bucket closes after the parameter that reaches its cap") {
-  const auto parameters = floats({1, 2, 3, 4, 5});
-  CHECK(lockstep::detail::assign_buckets(parameters, {4, 3, 2, 1, 0}, {20, 28}) ==
-        BucketPlan{{4}, {3, 2}, {1, 0}});
-  CHECK(lockstep::detail::assign_buckets(parameters, {4, 3, 2, 1, 0}, {21, 28}) ==
-        BucketPlan{{4, 3}, {2, 1, 0}});
-  CHECK(lockstep::detail::assign_buckets(parameters, {0, 1, 2, 3, 4}, {1}) ==
-        BucketPlan{{0}, {1}, {2}, {3}, {4}});
-}
-
 TEST_CASE("the default caps are 1 MiB, then 25 MiB") {
   const std::size_t mib = (1 << 20) / 4;
   CHECK(lockstep::detail::assign_buckets(floats({mib, mib, 23 * mib, mib, 1}), {0, 1, 2, 3, 4},

@@ -32,6 +32,8 @@ EARLIER = 7  # steps that each rank has less than the one before it, with "join"
 IGNORED = ["2.weight", "2.bias"]
 TOKENS, LENGTH, WIDTH, HEADS = 50, 8, 64, 4  # of the gpt
 RANK, START = 2, 10  # of PowerSGD's factors, and its first step
+# Before PyTorch 2.13 `broadcast_buffers=False` still sent them at construction.
+FORWARD_SYNC = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
 
 # name, model, zero_grad(set_to_none), micro batches (all but the last under no_sync), steps, rate, momentum, caps in
 # bytes joined by commas (0: the default caps), what else differs from a plain DDP, joined by +, and the same in words
@@ -42,7 +44,8 @@ CASES = [
     ("accumulate-zero", "mlp", 0, 3, 50, 0.1, 0.0, "16384", "-", "`no_sync`, gradients kept defined"),
     ("convnet-none", "convnet", 1, 1, 50, 0.05, 0.9, "8192", "-", "convolutions; buffers from rank 0"),
     ("convnet-zero", "convnet", 0, 1, 50, 0.1, 0.0, "8192", "-", "convolutions, gradients kept defined"),
-    ("convnet-local", "convnet", 1, 1, 50, 0.1, 0.0, "8192", "no-buffers", "convolutions, `forward_sync_buffers=False`"),
+    ("convnet-local", "convnet", 1, 1, 50, 0.1, 0.0, "8192", "first-buffers", "convolutions, `forward_sync_buffers=False`"),
+    ("convnet-alone", "convnet", 1, 1, 50, 0.1, 0.0, "8192", "no-buffers", "convolutions, `broadcast_buffers=False`"),
     ("default-caps", "big", 0, 1, 50, 0.05, 0.9, "0", "-", "29 MiB of parameters, default caps"),
     ("caps", "mlp", 1, 1, 50, 0.1, 0.9, "4096,16384,32768", "-", "`bucket_cap_mb_list`"),
     ("view-none", "mlp", 1, 1, 50, 0.1, 0.9, "16384", "view", "`gradient_as_bucket_view=True`"),
@@ -79,8 +82,10 @@ CASES = [
     ("power-sgd-feedback", "gpt", 1, 1, 15, 0.1, 0.9, "262144,8192", "power-sgd+feedback", "the same with error feedback, but for the errors of what is not compressed, which lockstep does not keep"),
     ("gpt", "gpt", 1, 4, 40, 3e-3, 0.0, "65536", "adamw", "a GPT of two layers, its head tied: `AdamW` with two groups, clipping, cosine, `no_sync`: four micro-batches"),
 ]
+if not FORWARD_SYNC:
+    CASES = [case for case in CASES if case[8] != "no-buffers"]
 if "few" in sys.argv:
-    FEW = ("plain-none", "accumulate-zero", "convnet-zero", "caps", "view-zero", "tied", "search-keep", "view-search-alike", "twice",
+    FEW = ("plain-none", "accumulate-zero", "convnet-zero", "convnet-alone", "caps", "view-zero", "tied", "search-keep", "view-search-alike", "twice",
            "static", "sparse", "last-view", "ignored", "recomputed", "repeated", "shared", "mixed", "complex-view", "group", "join",
            "fp16", "power-sgd-feedback", "gpt")  # fmt: skip
     CASES = [(*case[:4], min(case[4], 20), *case[5:]) for case in CASES if case[0] in FEW]
@@ -261,14 +266,11 @@ def wrap(model, caps, extra):
     caps = [int(cap) / 2**20 for cap in caps.split(",")]
     options = {"bucket_cap_mb": caps[0] or None} if len(caps) == 1 else {"bucket_cap_mb_list": caps}
     if extra == "no-buffers":
-        # The newer name: as in lockstep, buffers are sent at the start all the same.
-        name = "forward_sync_buffers"
-        if name in inspect.signature(DistributedDataParallel.__init__).parameters:
-            options[name] = False
-        else:
-            options["broadcast_buffers"] = False
-            for buffer in model.buffers():
-                dist.broadcast(buffer, 0)
+        options["broadcast_buffers"] = False
+    if extra == "first-buffers" and FORWARD_SYNC:
+        options["forward_sync_buffers"] = False
+    elif extra == "first-buffers":
+        options["broadcast_buffers"] = False
     if "group" in extra:
         size = dist.get_world_size()
         ends = dist.new_group([0, size - 1])

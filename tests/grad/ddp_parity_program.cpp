@@ -283,7 +283,8 @@ lockstep::DdpOptions options_of(const Case& c) {
   }
   options.find_unused_parameters = c.with("search");
   options.static_graph = c.with("static");
-  if (c.extra == "no-buffers") options.broadcast_buffers = false;
+  options.broadcast_buffers = c.extra != "no-buffers";
+  options.forward_sync_buffers = c.extra != "first-buffers";
   if (c.with("view")) options.gradients = lockstep::GradientStorage::gradient_as_bucket_view;
   if (c.with("ignored")) options.ignored = {"layers.2.weight", "layers.2.bias"};
   if (c.extra == "separate") options.gradients = lockstep::GradientStorage::separate;

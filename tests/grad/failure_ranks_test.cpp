@@ -87,6 +87,30 @@ TEST_CASE("a loss without a graph on one rank is an error on all") {
   check_good_backward(net, ddp);
 }
 
+TEST_CASE("a loss that is no number or has no graph is named with its shape and a remedy") {
+  Net net;
+  DistributedDataParallel ddp{net, shared_comm(), small_buckets()};
+  const auto refusal = [&](const torch::Tensor& loss) {
+    return text_of<lockstep::GradientError>([&] { ddp.backward(loss); });
+  };
+  CHECK_THAT(refusal(net(batch_of(0, 0))),
+             ContainsSubstring("[5, 2] float32 is no single number: take its mean()"));
+  CHECK_THAT(refusal(net(batch_of(0, 0)).sum().detach()),
+             ContainsSubstring("[] float32 does not require grad"));
+  CHECK_THAT(refusal({}), ContainsSubstring("the loss is undefined"));
+  check_good_backward(net, ddp);
+}
+
+TEST_CASE("parameters converted after construction are named") {
+  Net net;
+  DistributedDataParallel ddp{net, shared_comm(), small_buckets()};
+  check_good_backward(net, ddp);
+  net->to(torch::kDouble);
+  net->to(torch::kFloat);
+  CHECK_THAT(text_of<lockstep::UsageError>([&] { ddp.backward(net(batch_of(0, 0)).sum()); }),
+             ContainsSubstring("'one.weight' was converted to another dtype or device"));
+}
+
 TEST_CASE("a backward in which no parameter takes part is an error on all ranks that says so") {
   const int rank = test_world().rank();
   Net net;

@@ -62,7 +62,8 @@ TEST_CASE("a parameter that was frozen, unfrozen or added is named") {
   const auto refused = [&](const std::vector<lockstep::NamedTensor>& now) -> std::string {
     WatchedParameters watched(table, {"ignored"});
     try {
-      watched.check({}, [&] { return now; });
+      watched.check(
+          {}, [&] { return now; }, [] { return false; });
     } catch (const lockstep::UsageError& error) {
       return error.what();
     }

@@ -7,7 +7,10 @@
 
 namespace reduction_ranks_test {
 
+using lockstep::DdpOptions;
 using lockstep::DistributedDataParallel;
+using lockstep::GradientError;
+using lockstep::GradientStorage;
 
 namespace {
 bool same_on_all_ranks(const at::Tensor& tensor) {
@@ -19,10 +22,11 @@ bool same_on_all_ranks(const at::Tensor& tensor) {
 }  // namespace
 
 TEST_CASE(
-    "gradients are the average over the ranks, under both kinds of zero_grad, before and after the rebuild") {
+    "gradients are the average over the ranks, under both kinds of zero_grad, before and after the rebuild, "
+    "by a bare loss.backward() too") {
   const auto& world = test_world();
-  const bool set_to_none = GENERATE(false, true);
-  CAPTURE(set_to_none);
+  const bool set_to_none = GENERATE(false, true), bare = GENERATE(false, true);
+  CAPTURE(set_to_none, bare);
   torch::manual_seed(1);
   Net net;
   DistributedDataParallel ddp{net, shared_comm(), small_buckets()};
@@ -32,7 +36,10 @@ TEST_CASE(
     auto loss = [&](Net& model, int rank) { return model(batch_of(rank, step)).pow(2).mean(); };
     const auto expected = expected_gradients(net, world.size(), loss);
     optimizer.zero_grad(set_to_none);
-    ddp.backward(loss(net, world.rank()));
+    if (bare)
+      loss(net, world.rank()).backward();
+    else
+      ddp.backward(loss(net, world.rank()));
     check_close(gradients(net->parameters()), expected);
     optimizer.step();
   }
@@ -355,24 +362,107 @@ TEST_CASE("rank 0's buffers reach all before a forward in training, not after a 
   }
   ddp.sync_buffers();
   CHECK(count() == 1);
+  const auto own = [&] { norm->num_batches_tracked.fill_(world.rank() * 100); };
+  own();
   DistributedDataParallel without{norm, shared_comm(), {.broadcast_buffers = false}};
-  norm->num_batches_tracked.fill_(world.rank() * 100);
+  CHECK(count() == world.rank() * 100);
   (void)without(torch::randn({4, 2}));
+  CHECK(count() == world.rank() * 100 + 1);
+  DistributedDataParallel at_first{norm, shared_comm(), {.forward_sync_buffers = false}};
+  CHECK(count() == 1);
+  own();
+  (void)at_first(torch::randn({4, 2}));
   CHECK(count() == world.rank() * 100 + 1);
 }
 
-TEST_CASE("a bare loss.backward() reduces too") {
+TEST_CASE("a buffer that grew within its storage is broadcast whole") {
+  const int rank = test_world().rank();
+  torch::nn::BatchNorm1d norm(8);
+  norm->running_mean.resize_({4});
+  DistributedDataParallel ddp{norm, shared_comm()};
+  norm->running_mean.resize_({8}).fill_(rank + 1);
+  ddp.sync_buffers();
+  CHECK(norm->running_mean.equal(torch::ones({8})));
+  norm->running_mean.as_strided_({4}, {2}).fill_(rank + 2);
+  ddp.sync_buffers();
+  CHECK(norm->running_mean.equal(torch::full({4}, 2.0)));
+}
+
+TEST_CASE("of several live wrappers of a model one reduces each backward, and the others ignore it") {
   const auto& world = test_world();
   torch::manual_seed(1);
   Net net;
-  DistributedDataParallel ddp{net, shared_comm(), small_buckets()};
-  for (int step = 0; step < 3; ++step) {
-    auto loss = [&](Net& model, int rank) { return model(batch_of(rank, step)).pow(2).mean(); };
+  DdpOptions options = small_buckets();
+  options.gradients = GENERATE(GradientStorage::in_bucket, GradientStorage::gradient_as_bucket_view,
+                               GradientStorage::separate);
+  DistributedDataParallel first{net, shared_comm(), options}, second{net, shared_comm(), options};
+  const auto step = [&](int number, auto&& backward) {
+    CAPTURE(number);
+    const auto loss = [&](Net& model, int rank) { return model(batch_of(rank, number)).pow(2).mean(); };
     const auto expected = expected_gradients(net, world.size(), loss);
     net->zero_grad();
-    loss(net, world.rank()).backward();
+    backward();
     check_close(gradients(net->parameters()), expected);
+  };
+  const auto reductions = [&] { return std::pair(first.report().reductions, second.report().reductions); };
+  const auto loss_by = [&](auto& ddp, int number) {
+    return ddp(batch_of(world.rank(), number)).pow(2).mean();
+  };
+  for (int number = 0; number < 3; ++number) step(number, [&] { loss_by(first, number).backward(); });
+  CHECK(reductions() == std::pair<std::size_t, std::size_t>(3, 0));
+  for (int number = 3; number < 6; ++number) step(number, [&] { loss_by(second, number).backward(); });
+  CHECK(reductions() == std::pair<std::size_t, std::size_t>(3, 3));
+  // ddp.backward needs no forward of its own wrapper.
+  step(6, [&] { second.backward(loss_by(first, 6)); });
+  CHECK(reductions() == std::pair<std::size_t, std::size_t>(3, 4));
+  step(7, [&] {
+    {
+      const auto guard = first.no_sync();
+      (loss_by(first, 7) * 0.5).backward();
+      CHECK(reductions().first == 3);
+    }
+    (loss_by(first, 7) * 0.5).backward();
+  });
+  CHECK(reductions() == std::pair<std::size_t, std::size_t>(4, 4));
+}
+
+TEST_CASE("a bare backward that none of several live wrappers expects throws and reduces nothing") {
+  const auto& world = test_world();
+  Net net;
+  DistributedDataParallel first{net, shared_comm(), small_buckets()};
+  DistributedDataParallel second{net, shared_comm(), small_buckets()};
+  const auto loss = [&] { return net(batch_of(world.rank(), 0)).pow(2).mean(); };
+  const auto refused = [&] { CHECK_THROWS_AS(loss().backward(), GradientError); };
+  refused();
+  first(batch_of(world.rank(), 0)).sum().backward();
+  refused();
+  CHECK(first.report().reductions == 1);
+  CHECK(second.report().reductions == 0);
+  net->zero_grad();
+  second.backward(loss());
+  check_close(gradients(net->parameters()), expected_gradients(net, world.size(), [](Net& model, int rank) {
+                return model(batch_of(rank, 0)).pow(2).mean();
+              }));
+}
+
+TEST_CASE("a wrapper made again after parameters were frozen works beside the old one, which says so") {
+  const auto& world = test_world();
+  Net net;
+  DistributedDataParallel old{net, shared_comm(), small_buckets()};
+  const auto loss = [&] { return net(batch_of(world.rank(), 0)).pow(2).mean(); };
+  old.backward(loss());
+  for (torch::Tensor& parameter : net->one->parameters()) parameter.requires_grad_(false);
+  const auto says = [&](const char* text) {
+    CHECK_THAT(thrown_by([&] { old.backward(loss()); }), ContainsSubstring(text));
+  };
+  says("construct it again");
+  DistributedDataParallel made_again{net, shared_comm(), small_buckets()};
+  for (int step = 0; step < 3; ++step) {
+    net->zero_grad();
+    step == 1 ? made_again(batch_of(world.rank(), 0)).pow(2).mean().backward() : made_again.backward(loss());
+    CHECK(made_again.report().reductions == static_cast<std::size_t>(step + 1));
   }
+  says("a newer one of the same parameters is alive");
 }
 
 }  // namespace reduction_ranks_test

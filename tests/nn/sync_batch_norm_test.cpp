@@ -26,6 +26,10 @@ struct Broken : lockstep::detail::StatisticsExchange {
 };
 
 // Meets in forward alone.
+struct Alone : Twin {
+  [[nodiscard]] int size() const override { return 1; }
+};
+
 struct BrokenInBackward : Twin {
   void sum(const at::Tensor&) override { throw lockstep::PeerError("rank 1 failed first: why", 0); }
 };
@@ -51,38 +55,6 @@ TEST_CASE("a batch norm alone is torch's") {
   }
   CHECK(torch::equal(sync->running_var, plain->running_var));
   CHECK(sync->num_batches_tracked.item<int>() == 2);
-}
-
-TEST_CASE("ranks with one batch each are one process with all of it") {
-  const auto [dtype, format] = GENERATE(
-      table<torch::Dtype, torch::MemoryFormat>({{torch::kDouble, torch::MemoryFormat::Contiguous},
-                                                {torch::kFloat, torch::MemoryFormat::Contiguous},
-                                                {torch::kFloat, torch::MemoryFormat::ChannelsLast}}));
-  torch::manual_seed(2);
-  const auto options = BatchNormOptions(6).eps(1e-3);
-  SyncBatchNorm2d sync(options, group_of());
-  torch::nn::BatchNorm2d plain(options);
-  sync->to(dtype);
-  plain->to(dtype);
-  const auto data = (torch::randn({3, 6, 4, 7}, dtype) * 2 + 5).contiguous(format);
-  const auto slope = torch::randn({3, 6, 4, 7}, dtype).contiguous(format);
-  const auto x = data.clone().requires_grad_();
-  const auto both = torch::cat({data, data}).contiguous(format).requires_grad_();
-
-  const auto y = sync(x), expected = plain(both);
-  CHECK(y.is_contiguous(format));
-  (y * slope).sum().backward();
-  (expected * torch::cat({slope, slope})).sum().backward();
-  const auto close = [tolerance = dtype == torch::kDouble ? 1e-12 : 1e-5](const auto& a, const auto& b) {
-    return torch::allclose(a, b, tolerance, tolerance);
-  };
-  CHECK(close(y, expected.narrow(0, 0, 3)));
-  CHECK(x.grad().is_contiguous(format));
-  CHECK(close(x.grad(), both.grad().narrow(0, 0, 3)));
-  CHECK(close(2 * sync->weight.grad(), plain->weight.grad()));
-  CHECK(close(2 * sync->bias.grad(), plain->bias.grad()));
-  CHECK(close(sync->running_mean, plain->running_mean));
-  CHECK(close(sync->running_var, plain->running_var));
 }
 
 TEST_CASE("gradients of gradients are refused, in words, before the ranks meet") {
@@ -135,8 +107,20 @@ TEST_CASE("an input that does not fit is refused, in words") {
   CHECK_THAT(of(two, {2, 5, 3, 3}), ContainsSubstring("with 4 channels, but got [2, 5, 3, 3]"));
   CHECK_THAT(of(two, {2, 4, 3, 3}, torch::kLong), ContainsSubstring("int64, which is no floating type"));
   CHECK_THAT(refusal<lockstep::UsageError>([&] { two(torch::Tensor()); }), ContainsSubstring("got none"));
-  two->eval();
+  for (const bool training : {true, false}) {
+    two->train(training);
+    CHECK_THAT(of(two, {2, 4, 3, 3}, torch::kDouble),
+               ContainsSubstring("float64, which does not fit its float32"));
+    CHECK(of(two, {2, 4, 3, 3}, torch::kBFloat16).empty());
+  }
   CHECK_THAT(of(two, {2, 4, 3}), ContainsSubstring("got [2, 4, 3]"));
+}
+
+TEST_CASE("an input of another dtype is refused at one rank as at several") {
+  SyncBatchNorm2d one(4, group_of<Alone>());
+  CHECK(one->ranks() == 1);
+  const auto x = torch::ones({2, 4, 3, 3}, torch::kDouble);
+  CHECK_THAT(refusal<lockstep::UsageError>([&] { one(x); }), ContainsSubstring("does not fit its float32"));
 }
 
 TEST_CASE("training without ranks is refused, and eval is not") {
@@ -226,6 +210,11 @@ TEST_CASE("a batch norm says what it is") {
   text << SyncBatchNorm3d(BatchNormOptions(8).momentum(std::nullopt).affine(false));
   CHECK(text.str() ==
         "lockstep::SyncBatchNorm3d(8, eps=1e-05, momentum=None, affine=false, track_running_stats=true)");
+}
+
+TEST_CASE("a device without kernels is named") {
+  CHECK_THROWS_WITH(lockstep::detail::batch_norm_kernels(torch::ones({1}, torch::kMeta), "bn"),
+                    ContainsSubstring("bn: the input is on meta"));
 }
 
 }  // namespace sync_batch_norm_test

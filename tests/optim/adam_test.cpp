@@ -23,49 +23,6 @@ const AdamState& state_of(const torch::optim::Optimizer& optimizer, const torch:
 
 }  // namespace
 
-TEST_CASE("Adam's ways agree: the loop and foreach to the bit, fused to rounding") {
-  for (const bool amsgrad : {false, true})
-    for (const bool decoupled : {false, true}) {
-      CAPTURE(amsgrad, decoupled);
-      std::vector<std::vector<torch::Tensor>> results;
-      for (const auto implementation :
-           {Implementation::automatic, Implementation::foreach, Implementation::fused}) {
-        auto p = some_parameters(1);
-        Adam optimizer(p, {.lr = 0.02,
-                           .weight_decay = 0.1,
-                           .amsgrad = amsgrad,
-                           .decoupled = decoupled,
-                           .implementation = implementation});
-        for (int step = 0; step < 20; ++step) {
-          set_gradients(p, step);
-          optimizer.step();
-        }
-        results.push_back(p);
-        CHECK(state_of(optimizer, p[0]).step.item<double>() == 20);
-        CHECK(state_of(optimizer, p[0]).max_exp_avg_sq.defined() == amsgrad);
-      }
-      CHECK(same_bits(results[0], results[1]));
-      for (std::size_t i = 0; i < results[0].size(); ++i)
-        CHECK(torch::allclose(results[0][i], results[2][i], 1e-5, 1e-6));
-    }
-}
-
-TEST_CASE("Adam computes what its paper says") {
-  auto p = torch::full({1}, 2.0, at::kDouble).requires_grad_();
-  Adam optimizer(std::vector<torch::Tensor>{p}, {.lr = 0.1});
-  double value = 2, mean = 0, square = 0;
-  for (int step = 1; step <= 5; ++step) {
-    const double gradient = 0.3 * step;
-    p.mutable_grad() = torch::full({1}, gradient, at::kDouble);
-    optimizer.step();
-    mean = 0.9 * mean + 0.1 * gradient;
-    square = 0.999 * square + 0.001 * gradient * gradient;
-    value -=
-        0.1 * (mean / (1 - std::pow(0.9, step))) / (std::sqrt(square / (1 - std::pow(0.999, step))) + 1e-8);
-    CHECK(p.item<double>() == Approx(value).epsilon(1e-12));
-  }
-}
-
 TEST_CASE("AdamW is Adam with decoupled weight decay, on by default") {
   auto a = some_parameters(2), b = some_parameters(2), c = some_parameters(2);
   AdamW one(a);

@@ -46,10 +46,9 @@ def make_net():
     return torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.ReLU(), torch.nn.Linear(96, 10))
 
 
-def scale_and_skip(tensors):
+def scale_and_skip(tensors, make, states_of=lambda *_: []):
     parameters = [tensors[f"parameter.{i}"].clone().requires_grad_() for i in (0, 1)]
-    one = torch.optim.SGD([parameters[0]], lr=0.1, momentum=0.9)
-    two = torch.optim.SGD([parameters[1]], lr=0.01)
+    one, two = make(*([parameter] for parameter in parameters))
     scaler = torch.amp.GradScaler("cpu", init_scale=1024, growth_interval=4)
     for step in range(SCALER_STEPS):
         one.zero_grad()
@@ -64,31 +63,24 @@ def scale_and_skip(tensors):
         scaler.update()
         state = scaler.state_dict()
         yield raw(torch.tensor(state["scale"])) + raw(torch.tensor(state["_growth_tracker"], dtype=torch.int32)) + b"".join(
-            map(raw, parameters))  # fmt: skip
+            map(raw, parameters + states_of(one.state[parameters[0]], two.state[parameters[1]])))  # fmt: skip
+
+
+def scale_plain(tensors):
+    sgd = torch.optim.SGD
+    return scale_and_skip(tensors, lambda one, two: (sgd(one, lr=0.1, momentum=0.9), sgd(two, lr=0.01)))
 
 
 def scale_fused(tensors, kind, options, nesterov):
-    parameters = [tensors[f"parameter.{i}"].clone().requires_grad_() for i in (0, 1)]
-    one = kind([parameters[0]], lr=0.01, fused=True, **options)
-    two = torch.optim.SGD([parameters[1]], lr=0.01, momentum=0.9, nesterov=nesterov, fused=True)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024, growth_interval=4)
-    for step in range(SCALER_STEPS):
-        one.zero_grad()
-        two.zero_grad()
-        for i in (0, 1):
-            scaler.scale((parameters[i] * tensors[f"gradients.{i}"][step]).sum()).backward()
-        if step % 3 == 0:
-            scaler.unscale_(one)
-            torch.nn.utils.clip_grad_norm_([parameters[0]], 1.0)
-        scaler.step(one)
-        scaler.step(two)
-        scaler.update()
-        state = scaler.state_dict()
-        adam = one.state[parameters[0]]
-        states = [adam[key] for key in ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq") if adam.get(key) is not None]
-        states.append(two.state[parameters[1]]["momentum_buffer"])
-        yield raw(torch.tensor(state["scale"])) + raw(torch.tensor(state["_growth_tracker"], dtype=torch.int32)) + b"".join(
-            map(raw, parameters + states))  # fmt: skip
+    def make(one, two):
+        sgd = torch.optim.SGD(two, lr=0.01, momentum=0.9, nesterov=nesterov, fused=True)
+        return kind(one, lr=0.01, fused=True, **options), sgd
+
+    def states_of(adam, sgd):
+        names = ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+        return [adam[name] for name in names if adam.get(name) is not None] + [sgd["momentum_buffer"]]
+
+    return scale_and_skip(tensors, make, states_of)
 
 
 def train(tensors, dtype, scaler):
@@ -125,7 +117,7 @@ def main():
     try:
         tensors = make_inputs(folder)
         expected = {
-            "scaler": list(scale_and_skip(tensors)),
+            "scaler": list(scale_plain(tensors)),
             "fused-adamw": list(scale_fused(tensors, torch.optim.AdamW, {}, False)),
             "fused-adam": list(scale_fused(tensors, torch.optim.Adam, dict(weight_decay=0.1, amsgrad=True), True)),
             "bf16": list(train(tensors, torch.bfloat16, torch.amp.GradScaler("cpu", enabled=False))),

@@ -12,7 +12,6 @@ namespace exact_weights_test {
 namespace {
 
 using lockstep::TrainerOptions;
-using lockstep::detail::EpochPartition;
 
 struct Sizes {
   std::int64_t length, batch, accumulate;
@@ -137,31 +136,6 @@ TEST_CASE("sums and counts that only the data tells train as in one process as w
     CHECK(distance(together, alone) < 1e-6);
     CHECK(std::abs(loss - expected) <= 1e-6 * std::abs(expected));
   }
-}
-
-TEST_CASE("a forgotten weight is seen by these comparisons") {
-  const Sizes sizes{.length = 4 * test_world().size() + 1, .batch = 3, .accumulate = 2};
-  const auto start = tanh_network(1, 4, 1);
-  auto together = copy_of(start), alone = copy_of(start);
-  struct Group {
-    [[nodiscard]] int rank() const { return test_world().rank(); }
-    [[nodiscard]] int size() const { return test_world().size(); }
-  };
-  const lockstep::DistributedSampler sampler(static_cast<std::size_t>(sizes.length), Group{}, {.pad = false});
-  const EpochPartition shares(lockstep::detail::samples_of_ranks(sampler, Group{}), sizes.batch,
-                              sizes.accumulate);
-  // Undoes what the trainer is about to do: what is left is the plain mean of the micro-batches' means.
-  std::int64_t micro = 0;
-  const auto micros = shares.micro_batches(static_cast<std::int64_t>(sampler.size()), 0);
-  REQUIRE(shares.steps() == 1);
-  REQUIRE(micros == 2);
-  train_together<lockstep::DistributedSampler>(together, sizes, [&](auto& net, const auto& batch) {
-    ++micro;
-    return squared_error(net, batch) * shares.divisor(batch.data.size(0), 0) / static_cast<double>(micros);
-  });
-  train_alone<lockstep::DistributedSampler>(alone, sizes);
-  CHECK(micro == 3 * micros);
-  CHECK(distance(together, alone) > 1e-3);
 }
 
 }  // namespace exact_weights_test

@@ -19,23 +19,19 @@ namespace lockstep {
 /// Values by name, as text, in an order that is equal on every rank. Names and values contain no zero byte.
 using NamedValues = std::vector<std::pair<std::string, std::string>>;
 
-}  // namespace lockstep
-
-namespace lockstep::detail {
+namespace detail {
 
 /// The base of errors that every rank throws together, so that no rank needs to publish them.
 struct ThrownByAll {
   /// Number of ranks that throw the error: the size of one group. Default: all ranks of the world.
   int ranks = std::numeric_limits<int>::max();
 };
-/// An error of type E that every rank throws together.
 template <class E>
 struct CollectiveError : E, ThrownByAll {
   explicit CollectiveError(const std::string& text) : E(text) {}
   CollectiveError(const std::string& text, int ranks) : E(text), ThrownByAll{ranks} {}
 };
 
-/// Returns the first line of an exception's text, without LibTorch's stack trace.
 std::string first_line(const std::exception& error);
 std::string first_line(const std::exception_ptr& error);
 
@@ -53,27 +49,22 @@ std::string outcome_of(Local&& local) noexcept try {
   return '-' + first_line(std::current_exception());
 }
 
-/// Returns the text of a failed outcome, without control characters.
 std::string failure_text(const std::string& outcome);
 
 /// Returns one text for all failed outcomes, equal on every rank: the text alone if every rank failed with
 /// it, otherwise "rank 1: ...; rank 3: ...". An empty string if none failed.
 std::string failures_text(const std::vector<std::string>& outcomes, const RankNames& name_of);
 
-/// Returns the values as bytes: each name and value, terminated by a zero byte.
-std::string serialize(const NamedValues& values);
+std::string serialize(const NamedValues& values);  // each name and value, terminated by a zero byte
 
-/// Returns the FNV-1a hash and the length of `bytes` in hexadecimal. Equal digests of different bytes are
-/// possible but improbable.
+/// Returns the FNV-1a hash and the length of `bytes` in hexadecimal.
 std::string digest(std::string_view bytes);
 
 /// Describes the first value that differs between two ranks, equally on every rank: "seed is 1 on ranks 0, 2
 /// and 3 on rank 1". `serialized` holds each rank's values. An empty string if all are equal.
 std::string first_difference(const std::vector<std::string>& serialized, const RankNames& name_of = {});
 
-}  // namespace lockstep::detail
-
-namespace lockstep {
+}  // namespace detail
 
 /// Runs `local()` on every rank and returns the results of all ranks, by rank. `local` returns bytes (any
 /// length) or void, and calls no collective. If `local` throws on any rank, every rank throws the same E with
@@ -88,8 +79,7 @@ std::vector<std::string> agree(C& comm, Local&& local) {
   return outcomes;
 }
 
-/// Runs `local()` on rank 0 alone and returns its result on every rank. `local` is as for `agree`. If `local`
-/// throws, every rank throws the same E. Collective and blocking.
+/// Runs `local()`, as for `agree`, on rank 0 alone and returns its result on every rank.
 template <std::derived_from<Error> E = Error, Communicator C, class Local>
 std::string agree_with_rank_zero(C& comm, Local&& local) {
   const detail::CallScope scope("agree_with_rank_zero");

@@ -89,25 +89,21 @@ concept PointToPoint = Communicator<C> && requires(C& comm, at::TensorList tenso
 };
 
 /// A communicator that creates sub-groups. `new_group(ranks)` is collective over the whole group: every rank
-/// passes the same list, ranks of this group in ascending order. It returns std::nullopt on ranks outside the
-/// list.
+/// passes the same ascending list. It returns std::nullopt on ranks outside the list.
 /// Counterpart: torch.distributed.new_group.
 template <class C>
 concept Splittable = Communicator<C> && requires(C& comm, std::vector<int> ranks) {
   { comm.new_group(ranks) } -> std::same_as<std::optional<C>>;
 };
 
-/// A communicator that names its collectives in asynchronous errors. `label(text)` names all later
-/// collectives, such as "bucket 2 of 5, with parameter 3 'fc.weight'", until the next call. A null pointer
-/// removes the label.
+/// A communicator that names its collectives in asynchronous errors. `label(text)` names all later ones, such
+/// as "bucket 2 of 5, with parameter 3 'fc.weight'", until the next call; null removes the label.
 template <class C>
 concept Labelled = Communicator<C> && requires(C& comm, std::shared_ptr<const std::string> text) {
   comm.label(text);
 };
 
-}  // namespace lockstep
-
-namespace lockstep::detail {
+namespace detail {
 /// Maps ranks of a group to the ranks that errors name: ranks of the world if the communicator has
 /// `world_rank(rank)`, ranks of the group otherwise.
 class RankNames {
@@ -123,19 +119,15 @@ class RankNames {
  private:
   std::vector<int> names_;
 };
-}  // namespace lockstep::detail
+}  // namespace detail
 
-namespace lockstep {
-
-/// A communicator whose tensors are on one device, one GPU per rank. `tensor_device()` returns the device,
-/// which never changes. The constructor makes it the current device of the calling thread.
+/// A communicator whose tensors are on one device, which never changes.
 template <class C>
 concept DeviceCommunicator = Communicator<C> && requires(const C& comm) {
   { comm.tensor_device() } -> std::convertible_to<at::Device>;
 };
 
-/// Returns the device of the communicator's tensors: `tensor_device()` of a DeviceCommunicator, the CPU
-/// otherwise.
+/// Returns `tensor_device()` of a DeviceCommunicator, the CPU otherwise.
 template <class C>
 at::Device comm_device([[maybe_unused]] const C& comm) {
   if constexpr (DeviceCommunicator<C>)

@@ -16,8 +16,7 @@ namespace lockstep {
 /// Counterpart: torch.distributed.ProcessGroupGloo.
 class GlooComm : public ProcessGroupComm {
  public:
-  /// Performs the rendezvous with the other ranks. Collective. Blocks. Throws TimeoutError that names the
-  /// missing ranks when the timeout expires.
+  /// Performs the rendezvous. Collective. Blocks. Throws TimeoutError that names the missing ranks.
   explicit GlooComm(const World& world, GlooOptions options = {});
 
   /// See ProcessGroupComm::new_group.

@@ -76,8 +76,6 @@ class LocalComm {
     return bytes;
   }
 
-  /// Returns a copy of this communicator for the list {0} and std::nullopt for an empty list. Throws
-  /// CommunicationError for a list with any other rank.
   [[nodiscard]] std::optional<LocalComm> new_group(const std::vector<int>& ranks) {
     forbid_in_rank_zero_scope("new_group");
     if (std::any_of(ranks.begin(), ranks.end(), [](int rank) { return rank != 0; }))

@@ -20,13 +20,11 @@ class Store;
 
 namespace lockstep {
 
-/// Options of GlooComm.
 struct GlooOptions {
   /// Timeout of a collective, from its launch to its completion, and of the rendezvous. At least 1 ms;
   /// clamped to 24 days. Default: `--timeout` or LOCKSTEP_TIMEOUT, in seconds, else 30 minutes.
   std::chrono::milliseconds timeout = detail::default_timeout(std::chrono::minutes(30));
-  /// Number of threads that run collectives, which is the number of collectives that run concurrently. At
-  /// least 1.
+  /// Number of collectives that run concurrently. At least 1.
   int threads = 2;
   /// Compares operation, shapes and dtypes over the ranks before each collective, at the cost of one small
   /// all_gather per call. Without it, ranks that wait for each other in different operations throw
@@ -41,8 +39,7 @@ struct GlooOptions {
 
 /// LibTorch's implementations of NCCL collectives.
 enum class NcclEngine {
-  /// c10d::ProcessGroupNCCL.
-  nccl,
+  nccl,  ///< c10d::ProcessGroupNCCL
   /// c10d::nccl2::ProcessGroupNCCL, new in LibTorch 2.15, whose Python makes it for "nccl". Serves one GPU per
   /// rank.
   nccl2,
@@ -50,19 +47,15 @@ enum class NcclEngine {
 
 /// Options of NcclComm. What else ProcessGroupNCCL offers, it reads from its environment variables.
 struct NcclOptions {
-  /// Timeout of a collective, from its launch to its completion, of the rendezvous and of the shutdown. At
-  /// least 1 ms; clamped to 24 days. Default: `--timeout` or LOCKSTEP_TIMEOUT, in seconds, else 10 minutes.
+  /// As GlooOptions::timeout, and of the shutdown. Default: `--timeout` or LOCKSTEP_TIMEOUT, else 10 minutes.
   std::chrono::milliseconds timeout = detail::default_timeout(std::chrono::minutes(10));
   /// The GPU's index. Default: the GPU of the local rank.
   std::optional<int> device = std::nullopt;
-  /// Compares operation, shapes and dtypes over the ranks before each collective, at the cost of an exchange
-  /// that blocks the host in each call. Without it, a mismatch runs into the timeout or reinterprets another
-  /// rank's data.
+  /// As GlooOptions::check_shapes, with an exchange that blocks the host. Without it, a mismatch runs into the
+  /// timeout or reinterprets another rank's data.
   bool check_shapes = false;
-  /// The implementation. Must be equal on every rank.
-  NcclEngine engine = NcclEngine::nccl;
-  /// Runs the collectives on a stream of high priority.
-  bool is_high_priority_stream = false;
+  NcclEngine engine = NcclEngine::nccl;  ///< equal on every rank
+  bool is_high_priority_stream = false;  ///< of the stream that runs the collectives
 };
 
 /// Options of ProcessGroupComm. All ranks need equal values.
@@ -71,26 +64,20 @@ struct ProcessGroupOptions {
   using MakeBackend = std::function<c10::intrusive_ptr<c10d::Backend>(
       const c10::intrusive_ptr<c10d::Store>& store, int rank, int size)>;
 
-  /// Timeout of a wait on the host, from the launch of the collective to its completion, and of the
-  /// rendezvous. At least 1 ms; clamped to 24 days. The backend has a timeout of its own for the operations
-  /// that no thread of the host waits for. Default: `--timeout` or LOCKSTEP_TIMEOUT, in seconds, else 30
-  /// minutes.
+  /// As GlooOptions::timeout, of a wait on the host. The backend has a timeout of its own for the operations
+  /// that no thread of the host waits for.
   std::chrono::milliseconds timeout = detail::default_timeout(std::chrono::minutes(30));
   /// The device of the tensors, with its index unless it is the CPU.
   c10::Device device = c10::Device(c10::kCPU);
-  /// Compares operation, shapes and dtypes over the ranks before each collective, at the cost of one exchange
-  /// per call, which blocks the host.
+  /// As NcclOptions::check_shapes.
   bool check_shapes = false;
   /// Creates the backends of new_group(). It runs on a thread of its own, and must own what it uses. Default:
   /// c10d::Backend::split.
   MakeBackend make_backend = {};
 };
 
-}  // namespace lockstep
+namespace detail {
 
-namespace lockstep::detail {
-
-/// Returns the options with the timeout clamped. Throws UsageError for invalid options.
 inline GlooOptions checked(GlooOptions options) {
   options.timeout = checked_timeout("GlooOptions", options.timeout);
   if (options.threads < 1)
@@ -103,4 +90,5 @@ inline NcclOptions checked(NcclOptions options) {
   return options;
 }
 
-}  // namespace lockstep::detail
+}  // namespace detail
+}  // namespace lockstep

@@ -22,7 +22,8 @@
 namespace c10d {
 class Backend;
 }
-namespace lockstep::detail {
+namespace lockstep {
+namespace detail {
 
 class BackendGroup;
 struct TensorBundle;
@@ -33,7 +34,6 @@ struct TensorCheck;
 /// Not thread-safe.
 class [[nodiscard]] ProcessGroupWork {
  public:
-  /// Constructs a Work that is complete.
   ProcessGroupWork();
   ProcessGroupWork(std::shared_ptr<BackendGroup> group, Call call);
 
@@ -47,7 +47,6 @@ class [[nodiscard]] ProcessGroupWork {
 
   [[nodiscard]] std::exception_ptr error() const noexcept;
 
-  /// Adds a c10d work. This Work is complete only when all added works are.
   void add(c10::intrusive_ptr<c10d::Work> part);
   /// Adds a function that the first wait() or synchronize() runs once the Work is complete, after those that
   /// were added before it. It never runs if neither is called.
@@ -75,9 +74,7 @@ class [[nodiscard]] ProcessGroupWork {
 
 static_assert(AsyncWork<ProcessGroupWork>);
 
-}  // namespace lockstep::detail
-
-namespace lockstep {
+}  // namespace detail
 
 /// Collectives over a c10d::Backend of the program: ProcessGroupGloo, ProcessGroupNCCL, ProcessGroupMPI,
 /// ProcessGroupUCC, or one of its own.
@@ -88,24 +85,19 @@ namespace lockstep {
 /// on a thread of its own, when it is aborted, when another rank fails or when an operation times out: the
 /// kernels in flight would never end. It does not use the backend afterwards.
 ///
-/// Every rank constructs its communicators in the same order and calls the same collectives on each of them
-/// in the same order. Tensors are on the device of the options and may have any strides; a non-contiguous
-/// tensor is copied. Shape and dtype must be equal on all ranks. Many backends end the process or return
-/// wrong values if they differ; ProcessGroupOptions::check_shapes throws a MismatchError on every rank
-/// instead. Empty tensors and empty lists are allowed. A list may mix dtypes; each dtype is one buffer.
+/// Tensors are on the device of the options and may have any strides; a non-contiguous tensor is copied. Many
+/// backends end the process or return wrong values if shapes or dtypes differ between ranks;
+/// ProcessGroupOptions::check_shapes throws a MismatchError on every rank instead. Empty tensors and empty lists
+/// are allowed. A list may mix dtypes; each dtype is one buffer.
 ///
-/// The class models every concept that the interface of c10d::Backend can serve. A backend that lacks an
-/// operation throws from it, and the call throws CommunicationError that names the backend and the operation;
-/// can_split() tells whether new_group() works. ProcessGroupNCCL ignores the tags of messages, so a tag other
-/// than 0 throws. Bytes travel through the backend on a CPU and through the store on other devices.
-/// ReduceOp::avg on a CPU is the backend's sum, divided by the number of ranks; on other devices the backend
-/// computes the average.
+/// A backend that lacks an operation throws from it, and the call throws CommunicationError that names the backend
+/// and the operation. ProcessGroupNCCL ignores the tags of messages, so a tag other than 0 throws. Bytes travel
+/// through the backend on a CPU and through the store on other devices. ReduceOp::avg on a CPU is the backend's
+/// sum, divided by the number of ranks; on other devices the backend computes the average.
 ///
 /// Each call throws CommunicationError inside a rank-zero scope, after shutdown(), or for a tensor that
-/// the backend does not support, and PeerError after another rank has failed. Waiting for a Work throws
-/// TimeoutError, which names the late ranks, when the timeout expires. The first failure of the group is
-/// sticky: later calls rethrow it. A `synchronize(d)` that times out before the group's timeout is not such
-/// a failure. During stack unwinding the destructor aborts and never waits for other ranks.
+/// the backend does not support, and PeerError after another rank has failed. The first failure of the group is
+/// sticky; a `synchronize(d)` that times out before the group's timeout is not such a failure.
 ///
 /// Thread safety: one thread at a time may launch collectives, since their order must match the other ranks'.
 /// Other threads may wait for Works. Any thread may call abort().
@@ -114,10 +106,9 @@ class ProcessGroupComm {
  public:
   using Work = detail::ProcessGroupWork;
 
-  /// Performs the rendezvous with the other ranks. `backend` has the ranks of `world`. On a device, makes
-  /// it the current device of the calling thread. Collective. Blocks. Throws UsageError for a null backend,
-  /// or one whose rank or size is not the world's, and TimeoutError that names the missing ranks when the
-  /// timeout expires.
+  /// Performs the rendezvous with the other ranks. On a device, makes it the current device of the calling
+  /// thread. Collective. Blocks. Throws UsageError for a null backend, or one whose rank or size is not the
+  /// world's, and TimeoutError that names the missing ranks.
   ProcessGroupComm(const World& world, c10::intrusive_ptr<c10d::Backend> backend,
                    ProcessGroupOptions options = {});
 
@@ -127,10 +118,8 @@ class ProcessGroupComm {
 
   [[nodiscard]] int rank() const;
   [[nodiscard]] int size() const;
-  /// Returns the world rank of the group's rank `rank`; errors name ranks by it.
   [[nodiscard]] int world_rank(int rank) const;
   [[nodiscard]] const World& world() const;
-  /// Returns the device of the tensors.
   [[nodiscard]] at::Device tensor_device() const;
   /// Returns whether new_group() works: the backend splits, or the options create backends.
   [[nodiscard]] bool can_split() const;
@@ -164,38 +153,28 @@ class ProcessGroupComm {
   /// Receives into the tensors, which hold the message once the Work has been waited for.
   Work recv(at::TensorList tensors, int peer, int tag = 0);
 
-  /// Returns every rank's bytes, ordered by rank. Collective. Blocks.
   [[nodiscard]] std::vector<std::string> all_gather_bytes(const std::string& bytes);
-  /// Returns `root`'s bytes. Collective. Blocks.
   [[nodiscard]] std::string broadcast_bytes(const std::string& bytes, int root = 0);
-  /// Blocks until every rank has called it. Throws TimeoutError that names the missing ranks when the timeout
-  /// expires.
+  /// Blocks until every rank has called it.
   void barrier();
-  /// Launches a barrier without blocking. The Work completes when every rank has called it.
   Work barrier_async();
 
-  /// Creates a group of some of this group's ranks, in ascending order. Collective over this group: every
-  /// rank passes the same list. Returns std::nullopt on ranks outside the list. Throws CommunicationError for
-  /// a list that does not ascend or names a rank outside the group, and unless can_split().
-  /// Counterpart: torch.distributed.new_group.
+  /// See Splittable. Throws CommunicationError for a list that does not ascend or names a rank outside the
+  /// group, and unless can_split().
   [[nodiscard]] std::optional<ProcessGroupComm> new_group(const std::vector<int>& ranks);
 
-  /// Throws the first error of the group that this rank knows of, if there is one. Never blocks.
   void check_error();
 
-  /// Aborts the group: every wait of the other ranks ends with a PeerError that contains `reason`, and every
-  /// later call on this rank throws. Does not wait for other ranks; takes at most 1 s. Thread-safe.
+  /// See Communicator. Thread-safe.
   void abort(const std::string& reason);
 
-  /// Leaves the group after the Works in flight have completed. Blocks. Throws TimeoutError when the timeout
-  /// expires. A no-op after a failure.
+  /// See Communicator. Throws TimeoutError when the timeout expires. A no-op after a failure.
   void shutdown();
 
  protected:
-  /// For a derived communicator, which makes the group.
   explicit ProcessGroupComm(std::shared_ptr<detail::BackendGroup> group);
 
-  /// Returns the group of a sub-communicator, null on ranks outside the list. See new_group.
+  /// Returns the group of a sub-communicator, null on ranks outside the list.
   [[nodiscard]] std::shared_ptr<detail::BackendGroup> split_group(const std::vector<int>& ranks);
 
   /// Returns the group. Throws UsageError if this communicator was moved from.

@@ -17,12 +17,9 @@
 namespace lockstep {
 /// The kind of device that a program computes on.
 enum class DeviceKind { cpu, gpu };
-}  // namespace lockstep
+namespace detail {
 
-namespace lockstep::detail {
-
-/// Returns the value of LOCKSTEP_DEVICE, or std::nullopt if it is unset or "auto". Throws UsageError for any
-/// value but auto, cpu and gpu.
+/// Returns the value of LOCKSTEP_DEVICE, or std::nullopt if it is unset or "auto".
 std::optional<DeviceKind> device_variable(const Variables& variables);
 
 /// Chooses this rank's device kind: `wanted`, else LOCKSTEP_DEVICE, else a GPU if one is visible. `visible`
@@ -31,16 +28,13 @@ std::optional<DeviceKind> device_variable(const Variables& variables);
 DeviceKind choose_device(const Environment& rank, std::optional<int> visible,
                          std::optional<DeviceKind> wanted, const Variables& variables = process_variable);
 
-/// Checks that all ranks chose the same device kind: ranks on GPUs and ranks on CPUs would wait for each
-/// other. Throws MismatchError, which names two ranks that differ. Every rank calls it.
+/// Throws MismatchError unless all ranks chose the same device kind. Every rank calls it.
 void agree_on_device(const World& world, DeviceKind kind);
 
-/// Chooses this rank's device kind (see choose_device) and checks that all ranks chose the same. `visible` is
-/// the number of visible CUDA devices, std::nullopt in a build without CUDA. Collective.
+/// Chooses this rank's device kind and checks that all ranks chose the same. Collective.
 DeviceKind agreed_device(const World& world, std::optional<int> visible, std::optional<DeviceKind> wanted);
 
-/// Runs `program` with the communicator type of `kind`: GpuComm or CpuComm. A void GpuComm leaves CpuComm
-/// only.
+/// Runs `program` with GpuComm or CpuComm. A void GpuComm leaves CpuComm only.
 template <class GpuComm, class CpuComm, class Program>
 decltype(auto) run_on(DeviceKind kind, const World& world, Program&& program) {
   if constexpr (!std::is_void_v<GpuComm>) {
@@ -52,7 +46,6 @@ decltype(auto) run_on(DeviceKind kind, const World& world, Program&& program) {
   return std::forward<Program>(program)(CpuComm{world});
 }
 
-/// Implements with_device for two communicator types and a rank that sees `visible` devices.
 template <class GpuComm, class CpuComm, class Program>
 decltype(auto) with_device_of(std::optional<int> visible, const World& world, Program&& program,
                               std::optional<DeviceKind> wanted) {
@@ -60,9 +53,7 @@ decltype(auto) with_device_of(std::optional<int> visible, const World& world, Pr
                                   std::forward<Program>(program));
 }
 
-}  // namespace lockstep::detail
-
-namespace lockstep {
+}  // namespace detail
 
 /// Runs `program(comm)` with the communicator of the available device, and returns its result. `program` is a
 /// template over the communicator. It is compiled for GlooComm and, in a program that links lockstep::cuda,

@@ -41,70 +41,57 @@ concept HoldsTensors = requires(B& batch, void (*visit)(at::Tensor&)) {
 
 template <>
 struct BatchTensors<at::Tensor> {
-  template <class Visit>
-  static void each(at::Tensor& tensor, Visit& visit) {
+  static void each(at::Tensor& tensor, auto& visit) {
     if (tensor.defined()) visit(tensor);
   }
 };
 template <class Data, class Target>
 requires HoldsTensors<Data> && HoldsTensors<Target>
 struct BatchTensors<torch::data::Example<Data, Target>> {
-  template <class Visit>
-  static void each(torch::data::Example<Data, Target>& batch, Visit& visit) {
+  static void each(torch::data::Example<Data, Target>& batch, auto& visit) {
     BatchTensors<Data>::each(batch.data, visit);
     BatchTensors<Target>::each(batch.target, visit);
   }
 };
 template <HoldsTensors Data>
 struct BatchTensors<torch::data::Example<Data, torch::data::example::NoTarget>> {
-  template <class Visit>
-  static void each(torch::data::Example<Data, torch::data::example::NoTarget>& batch, Visit& visit) {
+  static void each(torch::data::Example<Data, torch::data::example::NoTarget>& batch, auto& visit) {
     BatchTensors<Data>::each(batch.data, visit);
   }
 };
-template <class Range, class Visit>
-void each_tensor_in(Range& range, Visit& visit) {
-  for (auto& part : range) BatchTensors<std::remove_reference_t<decltype(part)>>::each(part, visit);
-}
 template <HoldsTensors T>
 struct BatchTensors<std::vector<T>> {
-  template <class Visit>
-  static void each(std::vector<T>& batch, Visit& visit) {
-    each_tensor_in(batch, visit);
+  static void each(std::vector<T>& batch, auto& visit) {
+    for (T& part : batch) BatchTensors<T>::each(part, visit);
   }
 };
 template <HoldsTensors T, std::size_t N>
 struct BatchTensors<std::array<T, N>> {
-  template <class Visit>
-  static void each(std::array<T, N>& batch, Visit& visit) {
-    each_tensor_in(batch, visit);
+  static void each(std::array<T, N>& batch, auto& visit) {
+    for (T& part : batch) BatchTensors<T>::each(part, visit);
   }
 };
 template <HoldsTensors T>
 struct BatchTensors<std::optional<T>> {
-  template <class Visit>
-  static void each(std::optional<T>& batch, Visit& visit) {
+  static void each(std::optional<T>& batch, auto& visit) {
     if (batch) BatchTensors<T>::each(*batch, visit);
   }
 };
 template <HoldsTensors T>
 struct BatchTensors<std::map<std::string, T>> {
-  template <class Visit>
-  static void each(std::map<std::string, T>& batch, Visit& visit) {
+  static void each(std::map<std::string, T>& batch, auto& visit) {
     for (auto& [name, part] : batch) BatchTensors<T>::each(part, visit);
   }
 };
 template <HoldsTensors... T>
 struct BatchTensors<std::tuple<T...>> {
-  template <class Visit>
-  static void each(std::tuple<T...>& batch, Visit& visit) {
+  static void each(std::tuple<T...>& batch, auto& visit) {
     std::apply([&](T&... parts) { (BatchTensors<T>::each(parts, visit), ...); }, batch);
   }
 };
 template <HoldsTensors First, HoldsTensors Second>
 struct BatchTensors<std::pair<First, Second>> {
-  template <class Visit>
-  static void each(std::pair<First, Second>& batch, Visit& visit) {
+  static void each(std::pair<First, Second>& batch, auto& visit) {
     BatchTensors<First>::each(batch.first, visit);
     BatchTensors<Second>::each(batch.second, visit);
   }
@@ -115,10 +102,7 @@ requires requires(B& batch, void (*visit)(at::Tensor&)) {
   batch.each_tensor(visit);
 }
 struct BatchTensors<B> {
-  template <class Visit>
-  static void each(B& batch, Visit& visit) {
-    batch.each_tensor(visit);
-  }
+  static void each(B& batch, auto& visit) { batch.each_tensor(visit); }
 };
 
 }  // namespace lockstep::detail
@@ -214,45 +198,29 @@ class TensorDataset {
 /// other type unchanged. Counterpart: torch.utils.data.default_collate.
 template <class E>
 auto collate(std::vector<E> examples) {
+  const auto stacked = [&](auto part) {  // a pointer to a member
+    std::vector<at::Tensor> tensors;
+    tensors.reserve(examples.size());
+    for (E& example : examples) tensors.push_back(std::move(example.*part));
+    return at::stack(tensors);
+  };
   if constexpr (std::same_as<E, Example>) {
-    std::vector<at::Tensor> data, target;
-    data.reserve(examples.size());
-    target.reserve(examples.size());
-    for (E& example : examples) {
-      data.push_back(std::move(example.data));
-      target.push_back(std::move(example.target));
-    }
-    return Example(at::stack(data), at::stack(target));
+    return Example(stacked(&E::data), stacked(&E::target));
   } else if constexpr (std::same_as<E, torch::data::TensorExample>) {
-    std::vector<at::Tensor> data;
-    data.reserve(examples.size());
-    for (E& example : examples) data.push_back(std::move(example.data));
-    return E(at::stack(data));
+    return E(stacked(&E::data));
   } else {
     return examples;
   }
 }
 
-}  // namespace lockstep
-
-namespace lockstep::detail {
-template <class B>
-auto collate_batch(B batch) {
-  return batch;
-}
-template <class E>
-auto collate_batch(std::vector<E> batch) {
-  return collate(std::move(batch));
-}
-}  // namespace lockstep::detail
-
-namespace lockstep {
-
 /// Loads the samples `indices` of any dataset as one batch; uses `get_batch` if the dataset has it.
 template <Dataset D>
 auto make_batch(D& dataset, c10::ArrayRef<std::size_t> indices) {
   if constexpr (BatchedDataset<D>) {
-    return detail::collate_batch(dataset.get_batch(indices));
+    if constexpr (requires { lockstep::collate(dataset.get_batch(indices)); })
+      return lockstep::collate(dataset.get_batch(indices));
+    else
+      return dataset.get_batch(indices);
   } else {
     std::vector<decltype(dataset.get(std::size_t{}))> examples;
     examples.reserve(indices.size());
@@ -264,17 +232,6 @@ auto make_batch(D& dataset, c10::ArrayRef<std::size_t> indices) {
 /// The return type of `make_batch`.
 template <Dataset D>
 using BatchOf = decltype(make_batch(std::declval<D&>(), c10::ArrayRef<std::size_t>{}));
-
-}  // namespace lockstep
-
-namespace lockstep::detail {
-template <class T>
-inline constexpr bool is_optional = false;
-template <class T>
-inline constexpr bool is_optional<std::optional<T>> = true;
-}  // namespace lockstep::detail
-
-namespace lockstep {
 
 /// A data source of unknown length: `next()` returns this rank's next batch, or std::nullopt at the end of
 /// its pass. The stream itself decides which data each rank gets.
@@ -289,7 +246,7 @@ namespace lockstep {
 /// Counterpart: torch.utils.data.IterableDataset.
 template <class S>
 concept BatchStream = !Dataset<S> && requires(S & stream) {
-  requires detail::is_optional<std::remove_cvref_t<decltype(stream.next())>>;
+  { std::optional(stream.next()) } -> std::same_as<std::remove_cvref_t<decltype(stream.next())>>;
 };
 
 /// A stream that supports several passes.
@@ -298,33 +255,15 @@ concept RepeatableStream = BatchStream<S> && requires(S& stream, std::size_t epo
   stream.set_epoch(epoch);
 };
 
-}  // namespace lockstep
-
-namespace lockstep::detail {
+namespace detail {
 
 template <class D>
-struct BatchTypeOf;
-template <Dataset D>
-struct BatchTypeOf<D> {
-  using type = BatchOf<D>;
-};
-template <BatchStream S>
-struct BatchTypeOf<S> {
-  using type = typename std::remove_cvref_t<decltype(std::declval<S&>().next())>::value_type;
-};
-
-}  // namespace lockstep::detail
-
-namespace lockstep {
-
-/// The batch type of a dataset or of a stream.
-template <class D>
-requires Dataset<D> || BatchStream<D>
-using BatchFrom = typename detail::BatchTypeOf<D>::type;
-
-}  // namespace lockstep
-
-namespace lockstep::detail {
+auto batch_from(D& data) {
+  if constexpr (Dataset<D>)
+    return make_batch(data, {});
+  else
+    return std::move(*data.next());
+}
 
 /// A non-owning view of a dataset, for loaders, which hold their dataset by value.
 template <Dataset D>
@@ -360,9 +299,12 @@ std::uint64_t hash_value(std::uint64_t hash, const torch::data::Example<Data, Ta
   return hash;
 }
 
-}  // namespace lockstep::detail
+}  // namespace detail
 
-namespace lockstep {
+/// The batch type of a dataset or of a stream.
+template <class D>
+requires Dataset<D> || BatchStream<D>
+using BatchFrom = decltype(detail::batch_from(std::declval<D&>()));
 
 /// Returns a hash of the length and of the shapes, dtypes and bytes of up to `samples` samples, spread from
 /// the first to the last. Detects another dataset or another order, but not every changed byte. Datasets that
@@ -394,8 +336,7 @@ void check_same_dataset(C& comm, std::size_t length,
   require_equal(comm, values, "the ranks do not have the same dataset", "give every rank the same files");
 }
 
-/// Compares the lengths of the datasets, and their fingerprints if the samples can be hashed. Collective.
-/// Throws as the overload above.
+/// As above, with the length of `dataset`, and its fingerprint if its samples can be hashed. Collective.
 template <Communicator C, Dataset D>
 void check_same_dataset(C& comm, D& dataset) {
   if constexpr (requires { fingerprint(dataset); })

@@ -111,9 +111,4 @@ inline at::Generator keyed_generator(const GeneratorKey& key) {
   return generator;
 }
 
-/// Returns the generator of one worker of one rank in one epoch.
-inline at::Generator worker_generator(std::uint64_t seed, std::size_t epoch, int rank, std::size_t worker) {
-  return keyed_generator({seed, epoch, static_cast<std::uint32_t>(rank), worker});
-}
-
 }  // namespace lockstep

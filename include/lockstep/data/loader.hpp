@@ -4,14 +4,18 @@
 
 #include <algorithm>
 #include <concepts>
+#include <condition_variable>
 #include <cstddef>
 #include <deque>
 #include <exception>
 #include <functional>
 #include <iterator>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
+#include <system_error>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -28,7 +32,6 @@
 #include <torch/serialize/archive.h>
 
 #include "lockstep/data/dataset.hpp"
-#include "lockstep/data/detail/prefetcher.hpp"
 #include "lockstep/data/generator.hpp"
 #include "lockstep/data/sampler.hpp"
 #include "lockstep/detail/format.hpp"
@@ -40,13 +43,128 @@ namespace lockstep::detail {
 /// training.
 ///
 /// `at::set_num_threads` would affect the whole process: it stores a number that threads started later use.
-/// OpenMP's own setting affects the calling thread only; its runtime is the one that LibTorch loaded.
+/// OpenMP's own setting affects the calling thread only.
 inline void keep_math_on_this_thread() {
   at::get_num_threads();  // LibTorch initializes a thread at its first such call, and would undo the setting
   using SetThreads = void (*)(int);
   static const auto set_threads = reinterpret_cast<SetThreads>(dlsym(RTLD_DEFAULT, "omp_set_num_threads"));
   if (set_threads) set_threads(1);
 }
+
+/// Runs jobs ahead on worker threads and returns their results in the order of the jobs.
+///
+/// Draws jobs from `source` on the consumer's thread only, until it returns nullopt. Runs `work` on the
+/// workers, at most `depth` jobs ahead of the consumer. An exception of `work` is rethrown by the `next()`
+/// that would have returned its result. The destructor finishes running jobs, discards queued jobs and joins
+/// all threads. Only one thread may call `next()`.
+template <class Job, class Result>
+class Prefetcher {
+ public:
+  using Source = std::function<std::optional<Job>()>;
+  using Work = std::function<Result(Job&)>;
+
+  /// Starts the workers. Throws Error if not all of them can start.
+  Prefetcher(std::size_t workers, std::size_t depth, Source source, Work work)
+      : Prefetcher(depth, std::move(source), std::move(work)) {
+    try {
+      while (threads_.size() < workers) threads_.emplace_back([this] { run(); });
+    } catch (const std::system_error& error) {  // the destructor stops those that started
+      throw Error(formatted("only {} of {} worker threads could be started ({}): ask for fewer workers",
+                            threads_.size(), workers, error.code().message()));
+    }
+  }
+  Prefetcher(const Prefetcher&) = delete;
+  Prefetcher& operator=(const Prefetcher&) = delete;
+  ~Prefetcher() {
+    {
+      const std::lock_guard lock(mutex_);
+      stopping_ = true;
+    }
+    ready_.notify_all();
+    for (std::thread& thread : threads_) thread.join();
+  }
+
+  /// Blocks until the next result is ready and returns it; nullopt after the last one.
+  std::optional<Result> next() {
+    refill();
+    std::optional<Result> result;
+    std::exception_ptr error;
+    {
+      std::unique_lock lock(mutex_);
+      if (slots_.empty()) return std::nullopt;
+      done_.wait(lock, [this] { return slots_.front().done; });
+      result = std::move(slots_.front().result);
+      error = slots_.front().error;
+      slots_.pop_front();
+      --taken_;
+    }
+    if (error) std::rethrow_exception(error);
+    refill();  // keeps the workers busy while the consumer works
+    return result;
+  }
+
+ private:
+  Prefetcher(std::size_t depth, Source source, Work work)
+      : depth_(depth), source_(std::move(source)), work_(std::move(work)) {}
+
+  struct Slot {
+    explicit Slot(Job given) : job(std::move(given)) {}
+    Job job;
+    std::optional<Result> result;
+    std::exception_ptr error;
+    bool done = false;
+  };
+
+  void refill() {
+    while (!exhausted_) {
+      {
+        const std::lock_guard lock(mutex_);
+        if (slots_.size() >= depth_) return;
+      }
+      std::optional<Job> job = source_();
+      if (!job) {
+        exhausted_ = true;
+        return;
+      }
+      {
+        const std::lock_guard lock(mutex_);
+        slots_.emplace_back(std::move(*job));
+      }
+      ready_.notify_one();
+    }
+  }
+
+  void run() {
+    keep_math_on_this_thread();
+    std::unique_lock lock(mutex_);
+    while (true) {
+      ready_.wait(lock, [this] { return stopping_ || taken_ < slots_.size(); });
+      if (stopping_) return;
+      Slot& slot = slots_[taken_++];  // a deque's elements stay in place while its ends grow and shrink
+      lock.unlock();
+      try {
+        slot.result.emplace(work_(slot.job));
+      } catch (...) {
+        slot.error = std::current_exception();
+      }
+      lock.lock();
+      slot.done = true;
+      done_.notify_one();
+    }
+  }
+
+  const std::size_t depth_;
+  const Source source_;
+  const Work work_;
+  bool exhausted_ = false;
+
+  std::mutex mutex_;
+  std::condition_variable ready_, done_;
+  std::deque<Slot> slots_;  // jobs not yet returned, in order; the first `taken_` are running or done
+  std::size_t taken_ = 0;
+  bool stopping_ = false;
+  std::vector<std::thread> threads_;
+};
 
 /// Gives a plain Sampler the members of ResumableSampler that DataLoader uses. Each copy counts its own
 /// passes and samples, and every pass starts at position 0.
@@ -96,8 +214,7 @@ class CountedSampler {
 
 namespace lockstep {
 
-/// A function that transforms a sample or a batch. It must draw from the generator passed to it and from no
-/// other.
+/// A function that transforms a sample or a batch. It must draw from the given generator alone.
 using Transform = std::function<Example(Example, at::Generator&)>;
 
 /// Options of DataLoader.
@@ -110,14 +227,12 @@ struct LoaderOptions {
   std::size_t prefetch_factor = 2;
   /// Drop the last batch if it is not full.
   bool drop_last = false;
-  /// Applied to each sample before collation. A `get_batch` that returns stacked batches is then not used.
-  /// The dataset must be able to load single samples.
+  /// Applied to each sample before collation: the dataset must be able to load single samples.
   Transform transform = {};
   /// Applied to each collated batch.
   Transform batch_transform = {};
-  /// Seed of the transforms. Their draws follow from (seed, epoch, rank, index of the batch's first sample).
-  /// They are the same in every run and with any number of workers, and differ between ranks, batches and
-  /// epochs.
+  /// Seed of the transforms. Their draws follow from (seed, epoch, rank, index of the batch's first sample),
+  /// at any number of workers.
   std::uint64_t seed = 0;
   /// Rank from which the transforms' draws follow. Default: the sampler's rank, or this process's if the
   /// sampler is not a ResumableSampler.
@@ -136,11 +251,10 @@ struct LoaderOptions {
 /// the sampler's, regardless of the workers' timing. A batch of a dataset of tensors is an `Example` of
 /// stacked tensors.
 ///
-/// The loader stores dataset and sampler by value. Workers call the dataset and the transforms concurrently
-/// on this one copy; tensor operations in a worker run on its thread alone. If a worker throws, the consumer
-/// gets the exception when it reaches that batch: a lockstep error unchanged, any other nested in a DataError
-/// that names the rank and the batch. Leaving the loop early, by `break` or by an exception, stops and joins
-/// all workers.
+/// Stores dataset and sampler by value. Workers call the dataset and the transforms concurrently on this one
+/// copy; tensor operations in a worker run on its thread alone. If a worker throws, the consumer gets the
+/// exception when it reaches that batch: a lockstep error unchanged, any other nested in a DataError that
+/// names the rank and the batch. Leaving the loop early stops and joins all workers.
 ///
 /// Supports one pass at a time. Not thread-safe.
 ///
@@ -154,7 +268,7 @@ class DataLoader {
   /// Throws UsageError if the batch size is 0 or a transform does not fit the dataset.
   DataLoader(D dataset, S sampler, LoaderOptions options = {})
       : dataset_(std::move(dataset)), sampler_(std::move(sampler)), options_(std::move(options)) {
-    if (options_.batch_size == 0) throw UsageError("batch_size is 0: give at least 1");
+    detail::check_batch_size(options_.batch_size);
     if (!std::same_as<Batch, Example> && (options_.transform || options_.batch_transform))
       throw UsageError(
           "the loader's transforms take an Example of two tensors, and this dataset's batches are of another "
@@ -341,8 +455,7 @@ class DataLoader<D, S>::Iterator {
       if (const std::size_t workers = loader.options_.num_workers; workers > 0)
         prefetcher_ = std::make_unique<detail::Prefetcher<Job, Batch>>(
             workers, workers * std::max<std::size_t>(1, loader.options_.prefetch_factor),
-            [&loader] { return loader.next_job(); }, [&loader](Job& job) { return loader.load(job); },
-            detail::keep_math_on_this_thread);
+            [&loader] { return loader.next_job(); }, [&loader](Job& job) { return loader.load(job); });
       advance();
     } catch (...) {
       finish();
@@ -380,25 +493,16 @@ DataLoader(D, S, LoaderOptions) -> DataLoader<D, S>;
 template <class D, class S>
 DataLoader(D, S) -> DataLoader<D, S>;
 
-}  // namespace lockstep
-
-namespace lockstep::detail {
+namespace detail {
 
 /// A stream from LibTorch's pool of a device that copies batches concurrently with the computation on the
-/// current stream. Uses LibTorch's device-generic interface, so it compiles without CUDA headers. Not
-/// thread-safe: one thread makes all calls.
+/// current stream. Not thread-safe.
 class SideStream {
  public:
-  /// Throws c10::Error for a device that this build of LibTorch does not support.
   explicit SideStream(const c10::Device& device)
       : device_(device), guard_(device.type()), side_(guard_.getStreamFromGlobalPool(device)) {}
 
-  /// Returns the tensor in pinned memory: `tensor` itself, or a copy.
-  [[nodiscard]] at::Tensor pinned(const at::Tensor& tensor) const {
-    return tensor.is_cpu() && !tensor.is_pinned() ? tensor.pin_memory() : tensor;
-  }
-  /// Launches the copy of a pinned tensor, and returns the device tensor. The pinned tensor must live until
-  /// the copy is complete.
+  /// Launches the copy of a pinned tensor, which must live until the copy is complete.
   [[nodiscard]] at::Tensor copy(const at::Tensor& tensor) const {
     const c10::StreamGuard on_side(side_);
     return tensor.to(device_, tensor.scalar_type(), /*non_blocking=*/true);
@@ -411,8 +515,7 @@ class SideStream {
   }
   /// Makes all later work on the current stream wait for the event. Does not block the host.
   void wait(const c10::Event& event) const { event.block(guard_.getStream(device_)); }
-  /// Records that the current stream uses a tensor of this stream: after its destruction, the tensor's memory
-  /// is not reused until the work submitted to the current stream is complete.
+  /// Keeps the memory of a tensor of this stream until the work submitted to the current stream is complete.
   void hand_over(const at::Tensor& tensor) const { tensor.record_stream(guard_.getStream(device_)); }
 
  private:
@@ -421,17 +524,15 @@ class SideStream {
   c10::Stream side_;
 };
 
-}  // namespace lockstep::detail
-
-namespace lockstep {
+}  // namespace detail
 
 /// A pass over a loader's batches that copies each to a device while the caller computes on the previous one:
 /// from pinned memory, on a separate stream, without blocking the host. Without a stream it yields the
 /// loader's batches unchanged and does not read ahead.
 ///
-/// With a stream it reads one batch ahead of the caller. An exception from reading a batch is thrown by the
-/// increment that reaches this batch, or by the constructor for the first batch. Tensors that are not on the
-/// CPU stay where they are. Not thread-safe; loader and stream must outlive it.
+/// With a stream it reads one batch ahead of the caller. The increment that reaches a batch, or the
+/// constructor, throws the exception from reading it. Tensors that are not on the CPU stay where they are.
+/// Not thread-safe; loader and stream must outlive it.
 template <class Loader>
 class StagedPass {
  public:
@@ -513,7 +614,7 @@ class StagedPass {
     try {
       for_each_tensor(batch, [&](at::Tensor& tensor) {
         if (!tensor.is_cpu()) return;
-        pinned.push_back(stream_->pinned(tensor));
+        pinned.push_back(tensor.is_pinned() ? tensor : tensor.pin_memory());
         tensor = stream_->copy(pinned.back());
         arrived_.push_back(tensor);
       });
@@ -539,10 +640,9 @@ class StagedPass {
   std::exception_ptr error_;
 };
 
-/// Iterates over a loader's batches on a device: `for (auto& batch : StagedBatches{loader, device})`. On a
-/// GPU, copies of the next batch overlap the caller's work (StagedPass). On another device, and for batches
-/// that do not model TensorBatch, yields the loader's batches unchanged. Supports one pass at a time; the
-/// loader must outlive it.
+/// Iterates over a loader's batches on a device: `for (auto& batch : StagedBatches{loader, device})`, each a
+/// StagedPass. On another device than a GPU, and for batches that do not model TensorBatch, yields the loader's
+/// batches unchanged. Supports one pass at a time; the loader must outlive it.
 template <class Loader>
 class StagedBatches {
  public:

@@ -93,11 +93,9 @@ struct SamplerOptions {
   /// `drop_last`. If both are false, each sample is seen exactly once: the first ranks get the tail, so ranks
   /// may differ by one sample, and ranks beyond the number of samples have none.
   bool pad = true;
-  /// Start the next epoch with each further `reset()`, unless `set_epoch` was called since the last one.
-  /// For loaders that reset their sampler before each pass but do not call set_epoch, such as that of
-  /// torch::data::make_data_loader. Without it, such a pass repeats the order of the last one, as in
-  /// Python, and a shuffling sampler warns once. A Trainer and a lockstep::DataLoader call set_epoch
-  /// themselves.
+  /// Start the next epoch with each further `reset()`, unless `set_epoch` was called since the last one: for
+  /// loaders that do not call set_epoch, such as that of torch::data::make_data_loader. Without it, such a
+  /// pass repeats the order of the last one, as in Python, and a shuffling sampler warns once.
   bool advance_epoch_on_reset = false;
 };
 
@@ -122,9 +120,7 @@ S make_sampler(std::size_t length, const G& group, const SamplerOptions& options
   }
 }
 
-}  // namespace lockstep
-
-namespace lockstep::detail {
+namespace detail {
 
 /// The epoch of a sampler: the number is shared by all copies, the pass is each copy's own.
 class SamplerEpoch {
@@ -140,14 +136,12 @@ class SamplerEpoch {
   }
   ~SamplerEpoch() = default;
 
-  /// Sets the epoch that the next pass of every copy belongs to.
   void set(std::size_t number) {
     shared_->number = number;
     ++shared_->times_set;
   }
   [[nodiscard]] std::size_t number() const { return shared_->number; }
 
-  /// Makes the epoch that is set the epoch of this copy's pass.
   void enter() { pass_ = shared_->number; }
   /// Records that this copy has started a pass over the epoch that is set.
   void begin_pass() {
@@ -295,14 +289,12 @@ class PassSampler : public torch::data::samplers::Sampler<> {
 /// is repeated from its head as needed, or its tail is dropped (`drop_last`), or only the first ranks get a
 /// last sample (`pad = false`).
 ///
-/// The position is saved as the number of samples that all ranks together have consumed, so `load` can resume
-/// an epoch that was saved with another number of ranks (all at the same step): no sample is lost or seen
-/// twice.
+/// Saves the number of samples that all ranks together have consumed, so that another number of ranks can
+/// resume the epoch: no sample is lost or seen twice.
 class StridedSampler : public PassSampler {
  public:
   /// Sets the epoch that the next `reset()` of this sampler and of all its copies starts. This sampler starts
-  /// the epoch at once, unless it resumes a loaded one. SamplerOptions::advance_epoch_on_reset makes calls
-  /// before each pass unnecessary.
+  /// the epoch at once, unless it resumes a loaded one.
   void set_epoch(std::size_t epoch) {
     epoch_.set(epoch);
     if (!resumes()) begin_epoch();
@@ -310,7 +302,6 @@ class StridedSampler : public PassSampler {
   /// Returns the epoch that the next `reset()` starts.
   [[nodiscard]] std::size_t epoch() const { return epoch_.number(); }
 
-  /// Equal on every rank, unless both `pad` and `drop_last` are false.
   [[nodiscard]] std::size_t size() const override { return size_of(rank_); }
   /// Returns `size()` of any rank from 0 to world size - 1.
   [[nodiscard]] std::size_t size_of(int rank) const {
@@ -328,9 +319,8 @@ class StridedSampler : public PassSampler {
   [[nodiscard]] int world_size() const { return world_size_; }
   [[nodiscard]] const SamplerOptions& options() const { return options_; }
 
-  /// Writes the epoch and the position. They are equal on all ranks at the same step, except that without
-  /// `pad` a rank with one sample less does not count the last samples of the other ranks: keep rank 0's
-  /// archive.
+  /// Writes the epoch and the position: keep rank 0's archive. Without `pad`, a rank with one sample less does
+  /// not count the last samples of the other ranks.
   void save(torch::serialize::OutputArchive& archive) const override {
     write_count(archive, "length", length_);
     write_count(archive, "seed", options_.seed);
@@ -342,8 +332,7 @@ class StridedSampler : public PassSampler {
                 std::min(length_, skipped_ + position_ * static_cast<std::size_t>(world_size_)));
   }
 
-  /// Restores the state that `save` wrote. Throws CheckpointError if length, seed, shuffle, drop_last or pad
-  /// differ from the saved ones.
+  /// Throws CheckpointError if length, seed, shuffle, drop_last or pad differ from the saved ones.
   void load(torch::serialize::InputArchive& archive) override {
     expect_saved("length", read_count(archive, "length"), static_cast<std::int64_t>(length_));
     expect_saved("seed", read_count(archive, "seed"), static_cast<std::int64_t>(options_.seed));
@@ -390,17 +379,14 @@ class StridedSampler : public PassSampler {
   int rank_, world_size_;
 };
 
-}  // namespace lockstep::detail
-
-namespace lockstep {
+}  // namespace detail
 
 /// Partitions a dataset over the ranks with the indices of Python's sampler: `torch.randperm` seeded with
 /// seed + epoch, padded from the head to a multiple of the world size (or its tail dropped), of which each
 /// rank gets every world-size-th index.
 ///
-/// Construction does no work. The first `next` of an epoch draws the permutation and keeps only this rank's
-/// part: 8 bytes per sample, 4 below 2^31 samples, none without `shuffle`. An empty dataset gives empty
-/// passes, as in Python.
+/// The first `next` of an epoch draws the permutation and keeps only this rank's part: 8 bytes per sample, 4
+/// below 2^31 samples, none without `shuffle`. An empty dataset gives empty passes, as in Python.
 ///
 /// Counterpart: torch.utils.data.DistributedSampler.
 class DistributedSampler : public detail::StridedSampler {
@@ -414,20 +400,18 @@ class DistributedSampler : public detail::StridedSampler {
   DistributedSampler(std::size_t length, const G& group, const SamplerOptions& options = {})
       : DistributedSampler(length, group.rank(), group.size(), options) {}
 
-  /// Starts or resumes a pass. Frees the permutation of any other pass, so that copies made afterwards do not
-  /// keep it alive. For a further pass over an epoch see SamplerOptions::advance_epoch_on_reset.
+  /// Starts or resumes a pass. Frees the permutation of any other pass, so that copies do not keep it alive.
   void reset(std::optional<std::size_t> new_length = std::nullopt) override {
     detail::StridedSampler::reset(new_length);
     if (key() != key_) order_ = at::Tensor();
   }
 
-  /// Draws this epoch's permutation now instead of at the first `next`.
+  /// Draws this epoch's permutation, unless it is drawn.
   void prepare() {
     if (!options().shuffle || size() == 0) return;
     if (order_.defined() && key() == key_) return;
     order_ = at::Tensor();  // never holds two orders at once
-    // The draws do not depend on the dtype. With half the bytes, a shuffle beyond the caches is twice as
-    // fast.
+    // The draws do not depend on the dtype. Half the bytes halve the time of a shuffle beyond the caches.
     if (length() <= static_cast<std::size_t>(std::numeric_limits<std::int32_t>::max()))
       order_ = draw<std::int32_t>();
     else
@@ -479,9 +463,8 @@ class DistributedSampler : public detail::StridedSampler {
 /// Partitions a dataset into one block of consecutive samples per rank, with no sample repeated or dropped.
 /// The concatenated results of the ranks are in the dataset's order.
 ///
-/// Blocks differ by at most one sample, the longer ones first. With more ranks than samples some blocks are
-/// empty. Therefore accumulate the sum and the count of a metric and reduce them once, at the end: a
-/// collective in each step would hang.
+/// Blocks differ by at most one sample, the longer ones first, and may be empty. Reduce the sum and the count
+/// of a metric once, at the end: a collective in each step would hang.
 class EvaluationSampler : public detail::PassSampler {
  public:
   /// Throws UsageError unless 0 <= rank < world_size.
@@ -497,7 +480,6 @@ class EvaluationSampler : public detail::PassSampler {
   EvaluationSampler(std::size_t length, const G& group)
       : EvaluationSampler(length, group.rank(), group.size()) {}
 
-  /// May differ by one between ranks.
   [[nodiscard]] std::size_t size() const override { return size_of(rank()); }
   /// Returns `size()` of any rank from 0 to world size - 1.
   [[nodiscard]] std::size_t size_of(int rank) const {
@@ -516,8 +498,7 @@ class EvaluationSampler : public detail::PassSampler {
     write_count(archive, "position", position());
   }
 
-  /// Restores the position that `save` wrote. Throws CheckpointError if the saved length or world size
-  /// differs.
+  /// Throws CheckpointError if the saved length or world size differs.
   void load(torch::serialize::InputArchive& archive) override {
     detail::expect_saved("length", detail::read_count(archive, "length"), static_cast<std::int64_t>(length_));
     detail::expect_saved("world size", detail::read_count(archive, "world_size"),
@@ -582,11 +563,9 @@ class RandomSampler : public detail::PassSampler {
   }
 
   [[nodiscard]] std::size_t size() const override { return length_ - skipped_; }
-  /// Returns this process's rank: the sampler itself is not distributed.
   [[nodiscard]] int rank() const { return std::max(0, detail::process_rank.load()); }
 
-  /// Writes the generator state from which this pass's permutation was drawn, and the position. To resume,
-  /// also restore the default generator, which this sampler does not own.
+  /// Writes the generator state of this pass and the position. To resume, also restore the default generator.
   void save(torch::serialize::OutputArchive& archive) const override {
     write_count(archive, "length", length_);
     write_count(archive, "position", position());
@@ -596,8 +575,7 @@ class RandomSampler : public detail::PassSampler {
       archive.write("generator", options_.generator.get_state(), /*is_buffer=*/true);
   }
 
-  /// Throws CheckpointError if the saved length differs, or one of the two samplers has its own generator and
-  /// the other does not.
+  /// Throws CheckpointError if the saved length differs, or only one sampler has a generator of its own.
   void load(torch::serialize::InputArchive& archive) override {
     detail::expect_saved("length", detail::read_count(archive, "length"), static_cast<std::int64_t>(length_));
     at::Tensor now;
@@ -672,10 +650,9 @@ class RandomSampler : public detail::PassSampler {
 /// A keyed permutation of 0 .. length - 1 that is computed, not stored. Evaluating an index takes a few
 /// nanoseconds.
 ///
-/// A Feistel network is a bijection of w bits for any round function. w is the smallest width that holds the
-/// length, but at least 6: narrower networks do not reach all orders evenly. A value at or above the length
-/// is encrypted again until it falls below (less than twice on average for lengths of 33 or more), which
-/// leaves a bijection of 0 .. length - 1.
+/// A Feistel network is a bijection of w bits. w is the smallest width that holds the length, but at least 6:
+/// narrower networks do not reach all orders evenly. A value at or above the length is encrypted again until
+/// it falls below, which leaves a bijection of 0 .. length - 1.
 class KeyedPermutation {
  public:
   /// Constructs the permutation of `length` values that `key` selects.
@@ -695,8 +672,6 @@ class KeyedPermutation {
     return static_cast<std::size_t>(value);
   }
 
-  [[nodiscard]] std::size_t length() const { return length_; }
-
  private:
   [[nodiscard]] std::uint64_t encrypt(std::uint64_t value) const {
     std::uint64_t low = value & low_mask_, high = value >> low_bits_;
@@ -713,9 +688,8 @@ class KeyedPermutation {
   std::array<std::uint64_t, 8> keys_;
 };
 
-/// Partitions and shuffles a dataset over the ranks without storing the order: constant memory, and constant
-/// time per index. Follows DistributedSampler except for the order, which is a KeyedPermutation for each
-/// (seed, epoch).
+/// A DistributedSampler whose order is a KeyedPermutation for each (seed, epoch): constant memory, and constant
+/// time per index.
 class PermutationSampler : public detail::StridedSampler {
  public:
   /// Throws UsageError unless 0 <= rank < world_size.

@@ -39,6 +39,7 @@ class Subset {
     return dataset_.get_batch(inner);
   }
 
+  /// Returns the indices into the inner dataset.
   [[nodiscard]] const std::vector<std::size_t>& indices() const { return indices_; }
 
  private:

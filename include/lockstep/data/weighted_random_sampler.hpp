@@ -76,8 +76,7 @@ class WeightedRandomSampler : public detail::StridedSampler {
     detail::StridedSampler::save(archive);
     archive.write("weights", c10::IValue(weights_hash()));
   }
-  /// Restores the state that `save` wrote. Throws CheckpointError as DistributedSampler, and if the weights or
-  /// `replacement` differ.
+  /// Throws CheckpointError as DistributedSampler, and if the weights or `replacement` differ.
   void load(torch::serialize::InputArchive& archive) override {
     detail::expect_saved("a hash of the weights", detail::read_count(archive, "weights"), weights_hash());
     detail::StridedSampler::load(archive);

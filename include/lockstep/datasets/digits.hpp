@@ -4,6 +4,7 @@
 #include <array>
 #include <cmath>
 #include <cstdint>
+#include <string_view>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -11,156 +12,39 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 
-namespace lockstep::detail {
-
-struct Point {
-  float x, y;
-};
-
-/// A pen stroke through points of the unit square (y points down), curved or with straight segments.
-struct Stroke {
-  bool smooth;
-  std::vector<Point> points;
-};
-
-using Glyph = std::vector<Stroke>;
-
-/// For each digit, its handwritten variants.
-inline const std::array<std::vector<Glyph>, 10>& glyphs() {
-  constexpr bool bent = true, straight = false;
-  static const std::array<std::vector<Glyph>, 10> all{{
-      // 0
-      {{{bent,
-         {{.5F, .05F},
-          {.2F, .2F},
-          {.12F, .5F},
-          {.2F, .8F},
-          {.5F, .95F},
-          {.8F, .8F},
-          {.88F, .5F},
-          {.8F, .2F},
-          {.5F, .05F}}}},
-       {{bent,
-         {{.65F, .08F},
-          {.3F, .12F},
-          {.12F, .5F},
-          {.25F, .88F},
-          {.6F, .93F},
-          {.86F, .6F},
-          {.78F, .2F},
-          {.5F, .02F},
-          {.4F, .15F}}}}},
-      // 1
-      {{{straight, {{.5F, .05F}, {.5F, .95F}}}},
-       {{straight, {{.28F, .28F}, {.52F, .05F}, {.52F, .95F}}}},
-       {{straight, {{.28F, .25F}, {.52F, .05F}, {.52F, .95F}}}, {straight, {{.25F, .95F}, {.78F, .95F}}}}},
-      // 2
-      {{{bent, {{.18F, .25F}, {.35F, .07F}, {.65F, .07F}, {.8F, .28F}, {.6F, .55F}, {.15F, .93F}}},
-        {straight, {{.15F, .93F}, {.85F, .93F}}}},
-       {{bent,
-         {{.2F, .22F},
-          {.45F, .05F},
-          {.76F, .2F},
-          {.62F, .52F},
-          {.3F, .85F},
-          {.12F, .9F},
-          {.2F, .76F},
-          {.5F, .86F},
-          {.9F, .92F}}}}},
-      // 3
-      {{{bent, {{.18F, .15F}, {.5F, .05F}, {.78F, .22F}, {.65F, .42F}, {.42F, .48F}}},
-        {bent, {{.42F, .48F}, {.75F, .55F}, {.82F, .75F}, {.55F, .95F}, {.15F, .85F}}}},
-       {{straight, {{.18F, .07F}, {.8F, .07F}, {.45F, .42F}}},
-        {bent, {{.45F, .42F}, {.78F, .5F}, {.82F, .75F}, {.55F, .95F}, {.15F, .85F}}}}},
-      // 4
-      {{{straight, {{.25F, .05F}, {.15F, .55F}, {.85F, .55F}}}, {straight, {{.65F, .2F}, {.62F, .95F}}}},
-       {{straight, {{.65F, .05F}, {.12F, .62F}, {.88F, .62F}}}, {straight, {{.65F, .05F}, {.65F, .95F}}}},
-       {{bent, {{.2F, .08F}, {.16F, .4F}, {.4F, .52F}, {.8F, .45F}}},
-        {straight, {{.8F, .05F}, {.72F, .95F}}}}},
-      // 5
-      {{{straight, {{.8F, .07F}, {.28F, .07F}, {.22F, .45F}}},
-        {bent, {{.22F, .45F}, {.55F, .38F}, {.82F, .6F}, {.7F, .88F}, {.4F, .95F}, {.15F, .83F}}}},
-       {{bent, {{.3F, .1F}, {.24F, .42F}, {.6F, .42F}, {.8F, .68F}, {.5F, .95F}, {.18F, .88F}}},
-        {straight, {{.3F, .1F}, {.85F, .06F}}}}},
-      // 6
-      {{{bent,
-         {{.7F, .05F},
-          {.35F, .3F},
-          {.18F, .65F},
-          {.35F, .93F},
-          {.65F, .93F},
-          {.8F, .7F},
-          {.6F, .52F},
-          {.3F, .6F},
-          {.2F, .72F}}}},
-       {{bent,
-         {{.4F, .05F},
-          {.24F, .4F},
-          {.2F, .75F},
-          {.45F, .95F},
-          {.78F, .82F},
-          {.72F, .6F},
-          {.45F, .55F},
-          {.22F, .76F}}}}},
-      // 7
-      {{{straight, {{.15F, .08F}, {.85F, .08F}, {.4F, .95F}}}},
-       {{straight, {{.15F, .08F}, {.85F, .08F}, {.42F, .95F}}}, {straight, {{.3F, .5F}, {.75F, .5F}}}},
-       {{bent, {{.15F, .2F}, {.2F, .08F}, {.5F, .1F}, {.85F, .07F}, {.6F, .45F}, {.5F, .95F}}}}},
-      // 8
-      {{{bent,
-         {{.5F, .48F},
-          {.22F, .28F},
-          {.5F, .05F},
-          {.78F, .25F},
-          {.5F, .48F},
-          {.18F, .72F},
-          {.5F, .95F},
-          {.82F, .72F},
-          {.5F, .48F}}}},
-       {{bent,
-         {{.75F, .15F},
-          {.45F, .05F},
-          {.22F, .25F},
-          {.5F, .48F},
-          {.8F, .72F},
-          {.5F, .95F},
-          {.2F, .75F},
-          {.5F, .48F},
-          {.78F, .2F}}}}},
-      // 9
-      {{{bent, {{.78F, .25F}, {.5F, .05F}, {.2F, .25F}, {.3F, .5F}, {.6F, .5F}, {.78F, .25F}}},
-        {bent, {{.78F, .25F}, {.75F, .6F}, {.6F, .95F}}}},
-       {{bent, {{.75F, .15F}, {.4F, .06F}, {.2F, .3F}, {.42F, .52F}, {.72F, .38F}, {.76F, .12F}}},
-        {straight, {{.76F, .12F}, {.74F, .95F}}}},
-       {{bent,
-         {{.76F, .22F},
-          {.45F, .05F},
-          {.22F, .3F},
-          {.45F, .5F},
-          {.77F, .22F},
-          {.78F, .65F},
-          {.55F, .94F},
-          {.25F, .88F}}}}},
-  }};
-  return all;
-}
-
-}  // namespace lockstep::detail
+#include "lockstep/data/generator.hpp"
 
 namespace lockstep {
 
-/// Grayscale images and their labels. images: uint8 [N, 28, 28], 0 is paper and 255 is ink; labels: uint8
-/// [N].
+/// Grayscale images and their labels.
 struct Digits {
-  /// uint8 [N, 28, 28].
+  /// uint8 [N, 28, 28]; 0 is paper and 255 is ink.
   at::Tensor images;
   /// uint8 [N].
   at::Tensor labels;
 };
 
-}  // namespace lockstep
+namespace detail {
 
-namespace lockstep::detail {
+struct Point {
+  float x, y;
+};
+
+/// The two or three handwritten variants of each digit. A word is a pen stroke, curved (~) or with straight
+/// segments (-), through points of the unit square (y points down): x and y in hundredths, two digits each.
+inline constexpr std::array<std::array<std::string_view, 3>, 10> glyphs{{
+    {"~500520201250208050958080885080205005", "~650830121250258860938660782050024015"},
+    {"-50055095", "-282852055295", "-282552055295 -25957895"},
+    {"~182535076507802860551593 -15938593", "~202245057620625230851290207650869092"},
+    {"~18155005782265424248 ~42487555827555951585", "-180780074542 ~45427850827555951585"},
+    {"-250515558555 -65206295", "-650512628862 -65056595", "~2008164040528045 -80057295"},
+    {"-800728072245 ~224555388260708840951583", "~301024426042806850951888 -30108506"},
+    {"~700535301865359365938070605230602072", "~40052440207545957882726045552276"},
+    {"-150885084095", "-150885084295 -30507550", "~152020085010850760455095"},
+    {"~504822285005782550481872509582725048", "~751545052225504880725095207550487820"},
+    {"~782550052025305060507825 ~782575606095", "~751540062030425272387612 -76127495",
+     "~76224505223045507722786555942588"},
+}};
 
 /// splitmix64 keyed by seed and stream. Yields the same numbers on every machine and with every standard
 /// library.
@@ -171,10 +55,9 @@ class DigitRandom {
   }
 
   std::uint64_t next() {
-    std::uint64_t z = state_ += 0x9e3779b97f4a7c15;
-    z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9;
-    z = (z ^ z >> 27) * 0x94d049bb133111eb;
-    return z ^ z >> 31;
+    const std::uint64_t value = mix_bits(state_);
+    state_ += 0x9e3779b97f4a7c15;
+    return value;
   }
   /// Returns a uniform number in [low, high).
   float uniform(float low, float high) {
@@ -239,11 +122,15 @@ struct Hand {
   float xx, xy, yx, yy, x0, y0, pen, strength, tremor;
 };
 
-inline void draw_stroke(DigitPage& page, const Stroke& stroke, const Hand& hand, DigitRandom& random) {
+inline void draw_stroke(DigitPage& page, std::string_view stroke, const Hand& hand, DigitRandom& random) {
+  const auto trembling = [&](std::size_t at) {
+    const int hundredths = 10 * (stroke[at] - '0') + stroke[at + 1] - '0';
+    return static_cast<float>(hundredths) / 100 + random.bell(hand.tremor);
+  };
   std::vector<Point> points;
-  for (const Point p : stroke.points)
-    points.push_back(hand.place({p.x + random.bell(hand.tremor), p.y + random.bell(hand.tremor)}));
-  if (!stroke.smooth) {
+  for (std::size_t at = 1; at < stroke.size(); at += 4)
+    points.push_back(hand.place({trembling(at), trembling(at + 2)}));
+  if (stroke[0] == '-') {
     for (std::size_t i = 1; i < points.size(); ++i)
       page.segment(points[i - 1], points[i], hand.pen, hand.strength);
     return;
@@ -269,9 +156,12 @@ inline void draw_stroke(DigitPage& page, const Stroke& stroke, const Hand& hand,
 inline void draw_digit(int digit, DigitRandom& random, std::uint8_t* pixels) {
   DigitPage page;
   const Hand hand(random);
-  const auto& variants = glyphs()[static_cast<std::size_t>(digit)];
-  for (const Stroke& stroke : variants[random.below(variants.size())])
-    draw_stroke(page, stroke, hand, random);
+  const auto& variants = glyphs[static_cast<std::size_t>(digit)];
+  std::string_view glyph = variants[random.below(variants[2].empty() ? 2 : 3)];
+  for (std::size_t end = 0; end != glyph.npos; glyph.remove_prefix(std::min(end, glyph.size() - 1) + 1)) {
+    end = glyph.find(' ');
+    draw_stroke(page, glyph.substr(0, end), hand, random);
+  }
   // An occasional stray mark, as on scanned paper.
   if (random.below(3) == 0) {
     const Point from{random.uniform(1, 27), random.uniform(1, 27)};
@@ -285,9 +175,7 @@ inline void draw_digit(int digit, DigitRandom& random, std::uint8_t* pixels) {
   }
 }
 
-}  // namespace lockstep::detail
-
-namespace lockstep {
+}  // namespace detail
 
 /// Draws `count` handwriting-like digits, which depend on (count, seed) only, not on the machine or the
 /// number of threads. Each block of ten holds every digit once, in its own order, so that a strided sampler

@@ -1,13 +1,12 @@
 #pragma once
 
-#include <fcntl.h>
-#include <signal.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <cerrno>
+#include <chrono>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -17,12 +16,22 @@
 #include <system_error>
 #include <vector>
 
-#include "lockstep/datasets/detail/partial_files.hpp"
+#include "lockstep/detail/descriptor.hpp"
 #include "lockstep/detail/format.hpp"
+#include "lockstep/detail/temporary_file.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/world/detail/child.hpp"
 
-namespace lockstep::detail {
+namespace lockstep {
+
+/// A file to download, with its size in bytes. The content is not verified: a .gz file holds a CRC-32, which
+/// its reader checks.
+struct RemoteFile {
+  std::string name;
+  std::uint64_t size;
+};
+
+namespace detail {
 
 /// Returns `lockstep-<user id>` in the temporary directory, and creates it if missing. Other users can create
 /// entries there, so a directory that another user owns or may access, or a symbolic link, throws DataError.
@@ -52,45 +61,6 @@ inline std::filesystem::path temporary_cache_folder() {
     refuse(detail::formatted("others may use it (its mode is {:04o}, expected 0700)", found.st_mode & 07777));
   return folder;
 }
-
-}  // namespace lockstep::detail
-
-namespace lockstep {
-
-/// Returns this user's cache directory, and creates it if missing: $XDG_CACHE_HOME/lockstep, else
-/// ~/.cache/lockstep. If neither is set, or that directory is not this user's or not writable,
-/// `lockstep-UID` in the temporary directory, with the user's number. Throws DataError if the latter
-/// belongs to another user, is a symbolic link or is accessible to others.
-inline std::filesystem::path cache_folder() {
-  const auto variable = [](const char* name) {
-    return std::string(std::getenv(name) ? std::getenv(name) : "");
-  };
-  std::filesystem::path folder;
-  if (const auto cache = variable("XDG_CACHE_HOME"); !cache.empty())
-    folder = std::filesystem::path(cache) / "lockstep";
-  else if (const auto home = variable("HOME"); !home.empty())
-    folder = std::filesystem::path(home) / ".cache" / "lockstep";
-  if (folder.empty()) return detail::temporary_cache_folder();
-  std::error_code error;
-  std::filesystem::create_directories(folder, error);
-  struct stat found {};
-  // `sudo -E` keeps HOME: another user's directory must not be used.
-  if (!error && ::stat(folder.c_str(), &found) == 0 && S_ISDIR(found.st_mode) &&
-      found.st_uid == ::geteuid() && ::access(folder.c_str(), W_OK | X_OK) == 0)
-    return folder;
-  return detail::temporary_cache_folder();
-}
-
-/// A file to download, with its size in bytes. The content is not verified: a .gz file holds a CRC-32, which
-/// its reader checks.
-struct RemoteFile {
-  std::string name;
-  std::uint64_t size;
-};
-
-}  // namespace lockstep
-
-namespace lockstep::detail {
 
 /// The result of a program.
 struct ProgramEnd {
@@ -129,8 +99,7 @@ inline ProgramEnd run_program(std::vector<std::string> words) {
   return end;
 }
 
-/// Returns the fault of a downloaded file, such as "12 bytes instead of 28881"; an empty string if the file
-/// is complete.
+/// Returns the fault of a downloaded file, such as "12 bytes instead of 28881"; empty if it is complete.
 inline std::string download_fault(const std::filesystem::path& path, const RemoteFile& file) {
   std::error_code error;
   const auto size = std::filesystem::file_size(path, error);
@@ -153,13 +122,36 @@ inline std::string fetch(const std::string& url, const std::filesystem::path& pa
   return message.empty() ? detail::formatted("the download program ended with code {}", end.code) : message;
 }
 
-}  // namespace lockstep::detail
+}  // namespace detail
 
-namespace lockstep {
+/// Returns this user's cache directory, and creates it if missing: $XDG_CACHE_HOME/lockstep, else
+/// ~/.cache/lockstep. If neither is set, or that directory is not this user's or not writable,
+/// `lockstep-UID` in the temporary directory, with the user's number. Throws DataError if the latter
+/// belongs to another user, is a symbolic link or is accessible to others.
+inline std::filesystem::path cache_folder() {
+  const auto variable = [](const char* name) {
+    return std::string(std::getenv(name) ? std::getenv(name) : "");
+  };
+  std::filesystem::path folder;
+  if (const auto cache = variable("XDG_CACHE_HOME"); !cache.empty())
+    folder = std::filesystem::path(cache) / "lockstep";
+  else if (const auto home = variable("HOME"); !home.empty())
+    folder = std::filesystem::path(home) / ".cache" / "lockstep";
+  if (folder.empty()) return detail::temporary_cache_folder();
+  std::error_code error;
+  std::filesystem::create_directories(folder, error);
+  struct stat found {};
+  // `sudo -E` keeps HOME: another user's directory must not be used.
+  if (!error && ::stat(folder.c_str(), &found) == 0 && S_ISDIR(found.st_mode) &&
+      found.st_uid == ::geteuid() && ::access(folder.c_str(), W_OK | X_OK) == 0)
+    return folder;
+  return detail::temporary_cache_folder();
+}
 
 /// Downloads `files` into `folder` from the first of `mirrors` that has them. Gives each file its name only
-/// once its size is right; such files are kept. Calls `say(text)` before each download. Throws DataError with
-/// the file's name and the error of every mirror.
+/// once its size is right; such files are kept. Waits up to 10 minutes for another process that downloads the
+/// same file. Calls `say(text)` before each download. Throws DataError with the file's name and the error of
+/// every mirror.
 template <class Files, class Say>
 void download_files(const std::filesystem::path& folder, const Files& files,
                     const std::vector<std::string>& mirrors, Say&& say) {
@@ -171,19 +163,26 @@ void download_files(const std::filesystem::path& folder, const Files& files,
   for (const RemoteFile& file : files) {
     const auto path = folder / file.name;
     if (detail::download_fault(path, file).empty()) continue;
-    detail::make_file_whole(path, [&](const std::filesystem::path& part) {
-      std::string faults;
-      for (const std::string& mirror : mirrors) {
-        const std::string url = mirror + (mirror.ends_with('/') ? "" : "/") + file.name;
-        say(detail::formatted("fetching {}", url));
-        std::string fault = detail::fetch(url, part);
-        if (fault.empty()) fault = detail::download_fault(part, file);
-        if (fault.empty()) return;
-        faults += detail::formatted("; {}: {}", url, fault);
-      }
+    const auto refuse = [&] {
+      throw DataError(
+          detail::formatted("{}: cannot be written: {}", path.string(), detail::reason_of(errno)));
+    };
+    detail::TemporaryFile part(path, std::chrono::minutes(10));
+    if (!part.open()) refuse();
+    bool whole = detail::download_fault(path, file).empty();  // another process may have fetched it meanwhile
+    std::string faults;
+    for (auto mirror = mirrors.begin(); !whole && mirror != mirrors.end(); ++mirror) {
+      const std::string url = *mirror + (mirror->ends_with('/') ? "" : "/") + file.name;
+      say(detail::formatted("fetching {}", url));
+      std::string fault = detail::fetch(url, part.name());
+      if (fault.empty()) fault = detail::download_fault(part.name(), file);
+      if (fault.empty() && !part.replace(path)) refuse();
+      whole = fault.empty();
+      faults += detail::formatted("; {}: {}", url, fault);
+    }
+    if (!whole)
       throw DataError(detail::formatted("{} could not be downloaded{}; put it into {} by other means",
                                         file.name, faults, folder.string()));
-    });
   }
 }
 

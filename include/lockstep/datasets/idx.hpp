@@ -34,7 +34,19 @@
 #include <zlib.h>
 #endif
 
-namespace lockstep::detail {
+namespace lockstep {
+
+/// The properties that `read_idx` requires of a file; unset ones are not checked. `content` describes the
+/// expected data in errors.
+struct IdxExpectation {
+  /// The dtype of the elements.
+  std::optional<at::ScalarType> dtype{};
+  /// The number of dimensions.
+  std::optional<int> dimensions{};
+  std::string_view content = "data";
+};
+
+namespace detail {
 
 inline bool is_gzipped(std::string_view file) {
   return file.starts_with("\x1f\x8b");
@@ -94,24 +106,6 @@ inline std::string gunzip([[maybe_unused]] std::string_view file, [[maybe_unused
 #endif
 }
 
-}  // namespace lockstep::detail
-
-namespace lockstep {
-
-/// The properties that `read_idx` requires of a file; unset ones are not checked. `content` describes the
-/// expected data in errors.
-struct IdxExpectation {
-  /// The dtype of the elements.
-  std::optional<at::ScalarType> dtype{};
-  /// The number of dimensions.
-  std::optional<int> dimensions{};
-  std::string_view content = "data";
-};
-
-}  // namespace lockstep
-
-namespace lockstep::detail {
-
 struct IdxType {
   unsigned char code;
   at::ScalarType dtype;
@@ -147,15 +141,13 @@ inline std::string idx_shape(const std::vector<std::int64_t>& sizes) {
   return text.empty() ? "scalar" : text;
 }
 
-}  // namespace lockstep::detail
-
-namespace lockstep {
+}  // namespace detail
 
 /// Reads the tensor in an IDX file (the format of MNIST), plain or gzipped: any number of dimensions and any
 /// sizes, of uint8, int8, int16, int32, float32 or float64. Throws DataError with the file, the offset and
 /// the expectation if the file is truncated, has trailing data or does not match `expected`.
 inline at::Tensor read_idx(const std::filesystem::path& path, const IdxExpectation& expected = {}) {
-  const std::string file = detail::read_data_file(path);
+  const std::string file = detail::as_data_file([&] { return read_file(path); });
   const bool gzipped = detail::is_gzipped(file);
   // An upper bound of the content's size, by deflate's best ratio.
   const std::uint64_t capacity = gzipped ? file.size() * 1032 : file.size();
@@ -253,7 +245,7 @@ inline void write_idx(const std::filesystem::path& path, const at::Tensor& tenso
   for (const auto size : tensor.sizes()) detail::append_big_endian(bytes, static_cast<std::uint32_t>(size));
   // An empty tensor has no address.
   if (tensor.numel() > 0) bytes.append(static_cast<const char*>(tensor.const_data_ptr()), tensor.nbytes());
-  detail::write_data_file(path, bytes);
+  detail::as_data_file([&] { write_file_atomically(path, bytes); });
 }
 
 }  // namespace lockstep

@@ -1,10 +1,11 @@
 #pragma once
 
 #include <algorithm>
-#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <filesystem>
+#include <initializer_list>
+#include <map>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -24,25 +25,6 @@
 
 // Needs libjpeg and libpng: link lockstep::images, or -ljpeg -lpng.
 
-namespace lockstep::detail {
-
-/// Extensions of files that torchvision's ImageFolder lists: those that this header reads, then the others.
-inline constexpr std::array<std::string_view, 9> image_extensions{".jpg", ".jpeg", ".png",  ".ppm", ".bmp",
-                                                                  ".pgm", ".tif",  ".tiff", ".webp"};
-inline constexpr std::size_t read_extensions = 3;
-
-/// Returns the index in `image_extensions` of the extension of `path`, in upper or lower case, or their
-/// number.
-inline std::size_t image_extension(const std::filesystem::path& path) {
-  std::string end = path.extension().string();
-  for (char& letter : end)
-    if (letter >= 'A' && letter <= 'Z') letter = static_cast<char>(letter - 'A' + 'a');
-  return static_cast<std::size_t>(std::find(image_extensions.begin(), image_extensions.end(), end) -
-                                  image_extensions.begin());
-}
-
-}  // namespace lockstep::detail
-
 namespace lockstep {
 
 /// Reads a JPEG or PNG file (detected by its content) as uint8 RGB, [3, H, W], channels-last in memory.
@@ -52,7 +34,7 @@ namespace lockstep {
 /// pixels. Thread-safe.
 /// Counterpart: PIL.Image.open(path).convert("RGB").
 inline at::Tensor read_image(const std::filesystem::path& path) {
-  return detail::decode_image(detail::read_data_file(path), path.string());
+  return detail::decode_image(detail::as_data_file([&] { return read_file(path); }), path.string());
 }
 
 /// A dataset of images, with one subfolder for each class:
@@ -78,11 +60,11 @@ class ImageFolder {
     if (files->classes.empty())
       throw DataError(
           detail::formatted("{}: found no subfolder, expected one for each class", root.string()));
-    PassedOver all_passed_over{};
+    PassedOver all_passed_over;
     for (const std::string& name : files->classes) {
       const std::size_t before = files->ends.size();
       const PassedOver passed_over = list_images(root / name, *files);
-      for (std::size_t i = 0; i < passed_over.size(); ++i) all_passed_over[i] += passed_over[i];
+      for (const auto& [extension, count] : passed_over) all_passed_over[extension] += count;
       if (files->ends.size() == before)
         throw DataError(
             detail::formatted("{}: found no image, expected files that end in .jpg, .jpeg or .png{}",
@@ -130,15 +112,13 @@ class ImageFolder {
     std::vector<std::size_t> class_ends;  // the number of images up to the end of each class
   };
 
-  // The number of files of each extension that is not read.
-  using PassedOver = std::array<std::size_t, detail::image_extensions.size()>;
+  // The number of files by an extension that torchvision's ImageFolder reads and this one does not.
+  using PassedOver = std::map<std::string, std::size_t>;
 
   static std::string text_of(const PassedOver& passed_over, std::string_view before = "") {
     std::string text;
-    for (std::size_t i = 0; i < passed_over.size(); ++i)
-      if (passed_over[i] > 0)
-        text += detail::formatted("{}{} {}", text.empty() ? before : ", ", passed_over[i],
-                                  detail::image_extensions[i]);
+    for (const auto& [extension, count] : passed_over)
+      text += detail::formatted("{}{} {}", text.empty() ? before : ", ", count, extension);
     return text.empty() ? text : text + " files";
   }
 
@@ -164,15 +144,22 @@ class ImageFolder {
   static PassedOver list_images(const std::filesystem::path& folder, Files& files) {
     using Options = std::filesystem::directory_options;
     std::vector<std::pair<std::string, std::string>> found;  // folder below the class, file
-    PassedOver passed_over{};
+    PassedOver passed_over;
     std::error_code error;
     auto entry =
         std::filesystem::recursive_directory_iterator(folder, Options::follow_directory_symlink, error);
     for (; !error && entry != std::filesystem::recursive_directory_iterator(); entry.increment(error)) {
       std::error_code ignored;
-      const std::size_t extension = detail::image_extension(entry->path());
-      if (extension == detail::image_extensions.size() || entry->is_directory(ignored)) continue;
-      if (extension >= detail::read_extensions) {
+      std::string extension = entry->path().extension().string();
+      for (char& letter : extension)
+        if (letter >= 'A' && letter <= 'Z') letter = static_cast<char>(letter - 'A' + 'a');
+      const auto is_one_of = [&](std::initializer_list<std::string_view> extensions) {
+        return std::find(extensions.begin(), extensions.end(), extension) != extensions.end();
+      };
+      const bool read = is_one_of({".jpg", ".jpeg", ".png"});
+      if (!read && !is_one_of({".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp"})) continue;
+      if (entry->is_directory(ignored)) continue;
+      if (!read) {
         ++passed_over[extension];
         continue;
       }

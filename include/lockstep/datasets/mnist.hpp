@@ -17,7 +17,6 @@
 #include <vector>
 
 #include "lockstep/data/dataset.hpp"
-#include "lockstep/datasets/detail/partial_files.hpp"
 #include "lockstep/datasets/digits.hpp"
 #include "lockstep/datasets/download.hpp"
 #include "lockstep/datasets/idx.hpp"
@@ -33,8 +32,7 @@ namespace lockstep {
 /// memory of floats, until it makes a batch.
 class DigitDataset {
  public:
-  /// Takes images: uint8 [N, H, W] and labels: uint8 [N]. Throws DataError if their shapes or dtypes do not
-  /// match that.
+  /// Takes images: uint8 [N, H, W] and labels: uint8 [N]. Throws DataError for other shapes or dtypes.
   explicit DigitDataset(Digits digits) : digits_(std::move(digits)) {
     if (digits_.images.dim() != 3 || digits_.labels.dim() != 1 || digits_.images.scalar_type() != at::kByte ||
         digits_.labels.scalar_type() != at::kByte)
@@ -85,9 +83,7 @@ struct Mnist {
   DigitDataset test;
 };
 
-}  // namespace lockstep
-
-namespace lockstep::detail {
+namespace detail {
 
 /// Returns `name` as 7-Zip and Kaggle write it: "train-images.idx3-ubyte" for "train-images-idx3-ubyte".
 inline std::string dotted_mnist_name(std::string_view name) {
@@ -139,9 +135,7 @@ inline DigitDataset read_mnist_part(const std::filesystem::path& folder, std::st
   return DigitDataset(std::move(digits));
 }
 
-}  // namespace lockstep::detail
-
-namespace lockstep {
+}  // namespace detail
 
 /// Reads MNIST's four files (train-images-idx3-ubyte or train-images.idx3-ubyte and so on), plain or gzipped,
 /// with any number of digits. Throws DataError with the file, the offset and the expectation if a file is
@@ -154,9 +148,8 @@ inline Mnist load_mnist(const std::filesystem::path& folder) {
 }
 
 /// Throws UsageError unless `folder` holds MNIST's four files as torch::data::datasets::MNIST requires them:
-/// unpacked, with 60,000 and 10,000 digits. That reader does not detect a truncated file. Compares the sizes
-/// of the files with the IDX format. `option`: the command-line option that gave the folder, named first in
-/// the error.
+/// unpacked, with 60,000 and 10,000 digits. That reader does not detect a truncated file. `option`: the
+/// command-line option that gave the folder, named first in the error.
 inline void require_unpacked_mnist(const std::filesystem::path& folder, std::string_view option) {
   constexpr std::uintmax_t pixels = 28 * 28, train = 60'000, test = 10'000;
   const auto require = [&](std::string_view name, std::uintmax_t size) {
@@ -183,9 +176,8 @@ inline void require_unpacked_mnist(const std::filesystem::path& folder, std::str
   require("t10k-labels-idx1-ubyte", 8 + test);
 }
 
-/// Draws `train` and `test` digits into `folder` as MNIST's four files, and creates the folder if missing.
-/// Writes each file atomically. Leaves a part unchanged if both its files exist. Throws DataError if writing
-/// fails.
+/// Draws `train` and `test` digits into `folder` as MNIST's four files, each written atomically. Creates the
+/// folder if missing; leaves a part unchanged if both its files exist. Throws DataError if writing fails.
 inline void draw_digits_into(const std::filesystem::path& folder, std::int64_t train, std::int64_t test) {
   std::error_code error;
   std::filesystem::create_directories(folder, error);
@@ -240,8 +232,8 @@ struct MnistSource {
 };
 
 /// Returns the digits of `source`. The first rank of each host downloads or draws them, the other ranks there
-/// wait for it and read its files. Logs each download, and the folder of synthetic digits. All ranks must
-/// call it. Throws UsageError if the digits cannot be downloaded, written or read.
+/// wait for it and read its files. Logs each download, and the folder of synthetic digits. Collective. Throws
+/// UsageError if the digits cannot be downloaded, written or read.
 inline Mnist load_mnist(const World& world, const MnistSource& source = {}) try {
   std::filesystem::path folder = source.folder.value_or("");
   const bool synthetic = !source.folder && !source.download;

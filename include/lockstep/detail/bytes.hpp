@@ -43,8 +43,8 @@ void append_big_endian(std::string& bytes, Number value) {
 
 inline constexpr std::uint64_t fnv1a_basis = 0xcbf29ce484222325;
 
-/// Returns the 64-bit FNV-1a hash of `bytes`, continued from `hash`. For comparisons over ranks: std::hash may
-/// differ between processes, even of the same build.
+/// Returns the 64-bit FNV-1a hash of `bytes`, continued from `hash`. For comparisons over ranks: std::hash
+/// may differ between processes, even of the same build.
 inline std::uint64_t fnv1a(std::string_view bytes, std::uint64_t hash = fnv1a_basis) {
   for (const char byte : bytes) hash = (hash ^ static_cast<unsigned char>(byte)) * 0x100000001b3;
   return hash;

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <fcntl.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -33,17 +32,6 @@ class Descriptor {
  private:
   int fd_ = -1;
 };
-
-/// Creates the temporary file `path` and opens it for writing. On failure the descriptor is not open, and
-/// errno is set. The file is always new: the function never opens the target of a symbolic link or another
-/// user's file. It replaces a temporary file that an earlier process with the same id has left.
-inline Descriptor open_new_file(const char* path) {
-  constexpr int flags = O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC;
-  Descriptor file(::open(path, flags, 0666));
-  // unlink removes a link itself, never its target, and no directory.
-  if (file.open() || errno != EEXIST || ::unlink(path) != 0) return file;
-  return Descriptor(::open(path, flags, 0666));
-}
 
 /// Writes all of `bytes` to an open descriptor. Returns false, with errno set, if writing fails.
 inline bool write_all(int descriptor, std::string_view bytes) {

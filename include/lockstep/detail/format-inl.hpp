@@ -15,30 +15,15 @@ LOCKSTEP_INLINE std::string formatted(std::string_view text, FormatArgument a, F
                                       FormatArgument j) {
   fmt::dynamic_format_arg_store<fmt::format_context> store;
   for (const FormatArgument* argument : {&a, &b, &c, &d, &e, &f, &g, &h, &i, &j}) {
-    switch (argument->kind) {
-      case FormatArgument::Kind::none:
-        break;
-      case FormatArgument::Kind::boolean:
-        store.push_back(argument->boolean);
-        break;
-      case FormatArgument::Kind::character:
-        store.push_back(argument->character);
-        break;
-      case FormatArgument::Kind::signed_integer:
-        store.push_back(argument->signed_integer);
-        break;
-      case FormatArgument::Kind::unsigned_integer:
-        store.push_back(argument->unsigned_integer);
-        break;
-      case FormatArgument::Kind::single:
-        store.push_back(argument->single);
-        break;
-      case FormatArgument::Kind::real:
-        store.push_back(argument->real);
-        break;
-      case FormatArgument::Kind::text:
-        store.push_back(fmt::string_view(argument->text.data, argument->text.size));
-    }
+    using Kind = FormatArgument::Kind;
+    const Kind kind = argument->kind;
+    if (kind == Kind::boolean) store.push_back(argument->boolean);
+    if (kind == Kind::character) store.push_back(argument->character);
+    if (kind == Kind::signed_integer) store.push_back(argument->signed_integer);
+    if (kind == Kind::unsigned_integer) store.push_back(argument->unsigned_integer);
+    if (kind == Kind::single) store.push_back(argument->single);
+    if (kind == Kind::real) store.push_back(argument->real);
+    if (kind == Kind::text) store.push_back(fmt::string_view(argument->text.data, argument->text.size));
   }
   return fmt::vformat(fmt::string_view(text.data(), text.size()), store);
 }

@@ -9,7 +9,8 @@
 
 namespace lockstep::detail {
 
-LOCKSTEP_INLINE std::size_t utf8_length(std::string_view text) {
+/// Returns the length of the UTF-8 sequence at the start of `text`, which is not empty; 0 if there is none.
+inline std::size_t utf8_length(std::string_view text) {
   const auto byte = [&](std::size_t i) { return static_cast<unsigned char>(text[i]); };
   const unsigned first = byte(0);
   const std::size_t length = first < 0x80   ? 1

@@ -1,13 +1,9 @@
 #pragma once
 
-#include <cstddef>
 #include <string>
 #include <string_view>
 
 namespace lockstep::detail {
-
-/// Returns the length of the UTF-8 sequence at the start of `text`, which is not empty; 0 if there is none.
-std::size_t utf8_length(std::string_view text);
 
 /// Returns `text` as valid UTF-8: each byte that is none becomes U+FFFD.
 std::string valid_utf8(std::string_view text);

@@ -1,12 +1,6 @@
 #pragma once
 
-// Declarations that only some versions of LibTorch have. Other differences are met where they occur, by code
-// that is right with each version: sums are divided, since Gloo has averages only since 2.13 (native() in
-// comm/detail/backend_operations.hpp); the options of an optimizer's groups are set again, since 2.15 replaces them
-// by defaults (keep_options() in optim/detail/optimizer.hpp); elements are read by const_data()
-// (const_data.hpp); the pointer to a gradient accumulator has the type that LibTorch declares
-// (grad/detail/autograd.hpp); the level of a log line is a number, since its name differs
-// (world/detail/world-inl.hpp). libtorch_required.hpp refuses versions before 2.6.
+// Declarations that only some versions of LibTorch have. libtorch_required.hpp refuses versions before 2.6;
 // packaging/torch_matrix.py builds and runs a program with each version.
 
 #include "lockstep/detail/libtorch_required.hpp"
@@ -81,8 +75,7 @@ c10::intrusive_ptr<Backend> split(Backend& backend, const Store& store, const st
   }
 }
 
-/// Ends the backend's operations in flight, if it can; c10d::Backend cannot before
-/// `abort` was added. May block.
+/// Ends the backend's operations in flight, if c10d::Backend has `abort`. May block.
 template <class Backend>
 void abort_operations(Backend& backend) {
   if constexpr (requires { backend.abort(); }) backend.abort();

@@ -17,8 +17,7 @@ namespace lockstep::detail {
 /// The public call of lockstep that a collective serves, as error messages name it. Both names are string
 /// literals or null, so that a collective copies them without an allocation.
 struct ServedCall {
-  const char* name =
-      nullptr;  // of the outermost call, such as "Trainer::fit"; null in the program's own calls
+  const char* name = nullptr;  // of the outermost call, or null in the program's own code
   const char* part = nullptr;  // of the innermost call inside it, null if there is none
 };
 

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -9,6 +10,8 @@
 #include <vector>
 
 #include <c10/core/Device.h>
+
+#include "lockstep/detail/format.hpp"
 
 namespace lockstep {
 
@@ -25,8 +28,7 @@ enum class GradientStorage {
   separate
 };
 
-/// Options of DistributedDataParallel. They must be equal on every rank; the constructor throws MismatchError
-/// otherwise.
+/// Options of DistributedDataParallel. They must be equal on every rank.
 struct DdpOptions {
   /// Bucket size limits in MiB; fractions are allowed. The first value applies to the first bucket and so on;
   /// the last applies to all later buckets. One value is Python's bucket_cap_mb. Several values other than
@@ -34,11 +36,12 @@ struct DdpOptions {
   /// default apply from the rebuild of the buckets on, or from the first reduction with
   /// `find_unused_parameters`.
   std::vector<double> bucket_cap_mb = {1, 25};
-  /// Whether rank 0's buffers (running statistics) are broadcast before a training forward. If false, each
-  /// rank keeps its own.
+  /// Whether rank 0's buffers (running statistics) are broadcast, at construction and before training forwards.
+  /// If false, each rank keeps its own.
   bool broadcast_buffers = true;
-  /// Where gradients are stored. Counterpart: gradient_as_bucket_view.
-  GradientStorage gradients = GradientStorage::in_bucket;
+  /// Whether they are broadcast before training forwards. If false, at construction alone.
+  bool forward_sync_buffers = true;
+  GradientStorage gradients = GradientStorage::in_bucket;  ///< counterpart: gradient_as_bucket_view
   /// Allows parameters to take no part in a backward. Each backward then traverses the graph of its loss,
   /// buckets are not rebuilt in ready order, and one more small all-reduce tells which parameters were used.
   /// A gradient that no rank has is left unchanged (except with GradientStorage::gradient_as_bucket_view). A
@@ -57,55 +60,81 @@ struct DdpOptions {
   /// Names of parameters and buffers to exclude. They are not compared, broadcast or averaged, and a Trainer
   /// does not pass them to its optimizer.
   std::vector<std::string> ignored = {};
+
+  /// Returns whether training forwards synchronize the buffers, so that each rank's need not be saved.
+  [[nodiscard]] bool syncs_buffers() const { return broadcast_buffers && forward_sync_buffers; }
 };
 
 /// One bucket of this rank's last reduction.
 struct BucketReport {
   std::vector<std::size_t> parameters;  ///< indices into those that require grad, in memory order
   std::size_t bytes = 0;                ///< 0 for a sparse bucket, whose number of rows varies
-  /// Whether the bucket holds one parameter's sparse gradient, which is gathered.
-  bool sparse = false;
-  double launched = 0;  ///< seconds from the start of backward to the launch of its reduction
-  /// Seconds from the start of backward to the completion of its reduction; 0 unless completions are recorded
-  /// (DistributedDataParallel::record_completions).
+  bool sparse = false;                  ///< one parameter's sparse gradient, which is gathered
+  double launched = 0;                  ///< seconds from the start of backward to the launch of its reduction
+  /// Seconds from the start of backward to its completion; 0 unless DistributedDataParallel::record_completions.
   double completed = 0;
 };
 
 /// Statistics of this rank's last reduction, and totals over all reductions. Times are in seconds of host
 /// time.
 struct DdpReport {
-  std::size_t reductions = 0;  ///< completed so far
-  /// The start of the last reduction's backward, to which the times below are relative.
-  std::chrono::steady_clock::time_point began = {};
-  /// The name of the communication hook.
-  std::string hook;
-  /// One report a bucket, in bucket order.
-  std::vector<BucketReport> buckets;
-  /// Indices into the parameters that require grad: `ready_order` in the order in which the gradients of the
-  /// last reduction became ready, `unused` the parameters that took no part in the last backward on this
-  /// rank. `unused_names` holds the names of the latter.
+  std::size_t reductions = 0;                        ///< completed so far
+  std::chrono::steady_clock::time_point began = {};  ///< of the last backward; the times are relative to it
+  std::string hook;                                  ///< the name of the communication hook
+  std::vector<BucketReport> buckets;                 ///< in bucket order
+  /// Indices into the parameters that require grad, in the order in which the gradients of the last reduction
+  /// became ready, and of those that took no part in the last backward on this rank.
   std::vector<std::size_t> ready_order, unused;
-  std::vector<std::string> unused_names;
-  double forward = 0;        ///< from the last `before_forward` to the start of backward
-  double backward = 0;       ///< from the start of backward to the last gradient
-  double communication = 0;  ///< from the launch of the first bucket to the completion of the last
-  double overlap = 0;        ///< the part of `communication` that overlaps backward
-  std::uint64_t bytes = 0;   ///< passed to collectives by the last reduction
-  /// The sum of `bytes` over all reductions so far.
-  std::uint64_t bytes_so_far = 0;
+  std::vector<std::string> unused_names;  ///< of `unused`
+  double forward = 0;                     ///< from the last `before_forward` to the start of backward
+  double backward = 0;                    ///< from the start of backward to the last gradient
+  double communication = 0;        ///< from the launch of the first bucket to the completion of the last
+  double overlap = 0;              ///< the part of `communication` that overlaps backward
+  std::uint64_t bytes = 0;         ///< passed to collectives by the last reduction
+  std::uint64_t bytes_so_far = 0;  ///< the sum of `bytes` over all reductions
 
   /// Returns the communication time that backward does not hide.
   [[nodiscard]] double exposed() const { return communication - overlap; }
 };
 
 /// Returns names and values for a log. Each name is one word.
-std::vector<std::pair<std::string, double>> fields(const DdpReport& report);
+inline std::vector<std::pair<std::string, double>> fields(const DdpReport& report) {
+  return {{"reductions", static_cast<double>(report.reductions)},
+          {"buckets", static_cast<double>(report.buckets.size())},
+          {"unused_parameters", static_cast<double>(report.unused.size())},
+          {"forward_s", report.forward},
+          {"backward_s", report.backward},
+          {"communication_s", report.communication},
+          {"overlap_s", report.overlap},
+          {"exposed_s", report.exposed()},
+          {"bytes", static_cast<double>(report.bytes)},
+          {"bytes_so_far", static_cast<double>(report.bytes_so_far)}};
+}
 
 /// Returns a human-readable table of several lines, without a trailing newline.
-std::string table(const DdpReport& report);
+inline std::string table(const DdpReport& report) {
+  std::string text = detail::formatted(
+      "{} reductions so far, {:.1f} MiB; hook {}; the last:\n"
+      "forward {:.2f} ms, backward {:.2f} ms, communication {:.2f} ms, of which {:.2f} ms hidden by "
+      "backward\n"
+      "bucket  parameters         KiB  launched after",
+      report.reductions, static_cast<double>(report.bytes_so_far) / (1 << 20), report.hook,
+      1e3 * report.forward, 1e3 * report.backward, 1e3 * report.communication, 1e3 * report.overlap);
+  for (std::size_t b = 0; b < report.buckets.size(); ++b) {
+    const BucketReport& bucket = report.buckets[b];
+    text += detail::formatted(
+        "\n{:>6}  {:>10}  {:>10}  {:>11.2f} ms", b, bucket.parameters.size(),
+        bucket.sparse ? "sparse" : detail::formatted("{:.1f}", static_cast<double>(bucket.bytes) / 1024),
+        1e3 * bucket.launched);
+  }
+  if (!report.unused.empty()) {
+    constexpr std::size_t shown = 8;
+    text += "\nwithout a gradient here:";
+    for (std::size_t k = 0; k < std::min(report.unused.size(), shown); ++k)
+      text += detail::formatted("{} '{}'", k ? "," : "", report.unused_names.at(k));
+    if (report.unused.size() > shown) text += detail::formatted(" and {} more", report.unused.size() - shown);
+  }
+  return text;
+}
 
 }  // namespace lockstep
-
-#ifndef LOCKSTEP_COMPILED
-#include "lockstep/grad/detail/ddp_options-inl.hpp"
-#endif

@@ -15,6 +15,7 @@
 
 #include "lockstep/comm/agreement.hpp"
 #include "lockstep/comm/communicator.hpp"
+#include "lockstep/comm/detail/describe.hpp"
 #include "lockstep/comm/local_comm.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/detail/served_call.hpp"
@@ -23,8 +24,8 @@
 #include "lockstep/grad/detail/broadcast_list.hpp"
 #include "lockstep/grad/detail/bucket_plan.hpp"
 #include "lockstep/grad/detail/ddp_start.hpp"
-#include "lockstep/grad/detail/local_reducer.hpp"
 #include "lockstep/grad/detail/parameter_table.hpp"
+#include "lockstep/grad/detail/reducer.hpp"
 #include "lockstep/grad/hooks/hook.hpp"
 #include "lockstep/grad/model.hpp"
 
@@ -40,22 +41,22 @@ namespace lockstep {
 /// ```
 ///
 /// Construction is collective. It compares the models of all ranks, then broadcasts rank 0's parameters and
-/// buffers (see DdpOptions::init_sync). Arithmetic, bucket contents and bucket order are Python's, so
-/// parameters stay bitwise equal to those of Python. `Hook` is the CommunicationHook that reduces the
-/// buckets; the default is AllReduceHook.
+/// buffers (see DdpOptions::init_sync and broadcast_buffers). Arithmetic, bucket contents and bucket order are Python's, so
+/// parameters stay bitwise equal to those of Python. `Hook` is the CommunicationHook that reduces them.
 ///
 /// After `backward`, `p.grad()` is a bucket view: the next backward overwrites it. Clone a gradient that must
 /// outlive the next backward, or set DdpOptions::gradients to `separate`. `zero_grad` may set
 /// gradients to zero or to undefined.
 ///
-/// The object is movable. It stores a copy of a module holder, so the original holder may be destroyed. A
-/// module passed by reference and the communicator must outlive the object. The object registers autograd
-/// hooks on the parameters; they coexist with other hooks and are removed with the object. The set of
+/// The object is movable. It stores a copy of a module holder; a module passed by reference and the
+/// communicator must outlive it. Its autograd hooks on the parameters coexist with other hooks. The set of
 /// parameters and each one's requires_grad, dtype and device must not change.
 ///
-/// A bare `loss.backward()` also reduces gradients, on a best-effort basis. If it throws, the other ranks
-/// learn of the failure only in this rank's next backward. Inside a re-entrant backward the reduction may end
-/// too early; that throws and never yields a wrong gradient.
+/// A bare `loss.backward()` also reduces gradients. If it throws, the other ranks learn of the failure only in
+/// this rank's next backward. Inside a re-entrant backward the reduction may end too early; that throws and
+/// never yields a wrong gradient. If several live objects hold a parameter, the one whose `backward` runs, or
+/// else whose forward ran last, reduces its gradient, and the others ignore the backward; if none has run its
+/// forward since its last backward, a bare one throws GradientError.
 ///
 /// Not thread-safe: one thread at a time may use a model.
 ///
@@ -76,7 +77,7 @@ class DistributedDataParallel {
       "as lockstep::AllReduceHook; hook_of(f) makes one of a function");
 
  public:
-  /// Constructs the wrapper. Collective.
+  /// Collective.
   ///
   /// Throws UsageError if no parameter requires grad or an option is invalid. Throws MismatchError if the
   /// models or the options of the ranks differ.
@@ -92,8 +93,8 @@ class DistributedDataParallel {
     } else {
       agree<UsageError>(comm, check);
       detail::compare_and_broadcast(checked, options, hook, comm);
-      state_->broadcasts_buffers = options.broadcast_buffers;
-      if (options.broadcast_buffers) state_->buffers = broadcast_list(checked.buffers);
+      state_->broadcasts_buffers = options.syncs_buffers();
+      if (state_->broadcasts_buffers) state_->buffers = broadcast_list(checked.buffers);
     }
     if (checked.parameters.trained.empty())
       throw UsageError(
@@ -103,7 +104,7 @@ class DistributedDataParallel {
     state_->reducer = std::make_unique<Reducer>(state_->parameters, comm, std::move(hook), options);
   }
 
-  /// Runs the model's forward after `before_forward()` and returns its result.
+  /// Returns the model's forward, after `before_forward()`.
   template <class... Args>
   decltype(auto) operator()(Args&&... args) requires(!ParameterList<M>) {
     before_forward();
@@ -113,10 +114,9 @@ class DistributedDataParallel {
       return (*model_).forward(std::forward<Args>(args)...);
   }
 
-  /// Prepares a forward. Call it before each forward that bypasses `operator()`.
-  ///
-  /// Collective if the model has buffers: with DdpOptions::broadcast_buffers, broadcasts them when the
-  /// previous forward was a training forward (grad mode on, outside `no_sync`), as Python does.
+  /// Call it before each forward that bypasses `operator()`. Collective if the model has buffers: with
+  /// DdpOptions::syncs_buffers, broadcasts them when the previous forward was a training forward (grad mode
+  /// on, outside `no_sync`), as Python does.
   void before_forward() {
     if (std::exchange(state_->sync_due, c10::GradMode::is_enabled() && state_->reducer->no_sync_depth == 0)) {
       const detail::CallScope scope("the forward of DistributedDataParallel (buffers)");
@@ -125,8 +125,7 @@ class DistributedDataParallel {
     state_->reducer->forward_begins();
   }
 
-  /// Broadcasts the buffers now, if DdpOptions::broadcast_buffers is set, so that all ranks evaluate the same
-  /// model. Collective.
+  /// Broadcasts the buffers now, if DdpOptions::syncs_buffers. Collective.
   void sync_buffers() {
     const detail::CallScope scope("DistributedDataParallel::sync_buffers");
     run_buffer_sync();
@@ -139,29 +138,25 @@ class DistributedDataParallel {
   /// If the backward of a rank throws, that exception is rethrown on that rank and the other ranks throw
   /// PeerError. If a parameter has no gradient on some rank, every rank throws GradientError with its name,
   /// unless an option allows missing gradients. After either failure no rank keeps a gradient, and the next
-  /// reduction works. If this rank's backward throws and the other ranks do not reach theirs within 2 s, the
-  /// communicator is aborted so that the error is reported; it cannot be used afterwards.
+  /// reduction works; but if the other ranks do not reach their backward within 2 s, the communicator is aborted
+  /// so that the error is reported.
   ///
   /// On a GPU the host does not wait for the reduction: the other ranks throw at the end of their next
   /// backward or in `synchronize()`, where this rank throws again. Their optimizers may have stepped in
-  /// between, which leaves NaN in the parameters; the error says so. After a failure, run the same
-  /// collectives on this rank as the other ranks do, until it has thrown again: a forward that synchronizes
-  /// buffers, `backward` or `synchronize()`, the step of a sharded optimizer. A rank whose own next backward
-  /// fails throws the earlier error of the other rank, with its own at the end. If this rank wraps another
-  /// model too, the communicator is aborted. docs/gpu.md lists the backwards that wait for the reduction and so throw as on
-  /// a CPU.
+  /// between, which leaves NaN in the parameters; the error says so. Until then this rank must run the same
+  /// collectives as the others. If it wraps another model too, the communicator is aborted. docs/gpu.md lists
+  /// the backwards that wait for the reduction and so throw as on a CPU.
   ///
-  /// A loss may depend on several wrapped models. This model is reduced while backward runs, the others after
-  /// it. The losses of all ranks must depend on the same models; exclude a model by its `no_sync` or by
-  /// freezing its parameters.
+  /// A loss may depend on several wrapped models, which must be the same on all ranks. This model is reduced
+  /// while backward runs, the others after it.
   ///
-  /// `create_graph` is not supported and throws GradientError.
+  /// A loss that is no single number or requires no grad throws GradientError, and so does `create_graph`.
   void backward(const at::Tensor& loss, bool retain_graph = false, bool create_graph = false) {
     refuse(create_graph);
     run({.losses = loss}, [&] { loss.backward({}, retain_graph); });
   }
 
-  /// Runs one backward from several losses; their gradients add up. Otherwise equal to the overload above.
+  /// Runs one backward from several losses, whose gradients add up.
   void backward(const std::vector<at::Tensor>& losses, bool retain_graph = false, bool create_graph = false) {
     refuse(create_graph);
     run({.losses = losses}, [&] { torch::autograd::backward(losses, {}, retain_graph); });
@@ -172,16 +167,14 @@ class DistributedDataParallel {
   ///
   /// Collective outside `no_sync`; every rank must call `backward_sum`, not `backward`, in that step. Counts
   /// may differ between ranks. A rank without samples passes an undefined `sum` and 0. If the total count is
-  /// 0, gradients are zero. Inside `no_sync`, sums and counts accumulate.
-  ///
-  /// Returns the total count over all ranks, or inside `no_sync` the count accumulated on this rank.
+  /// 0, gradients are zero. Inside `no_sync`, sums and counts accumulate. Returns the total count, inside `no_sync`
+  /// the count accumulated on this rank.
   ///
   /// With AllReduceHook and up to 256 ranks, the counts travel with the last bucket of float32 or float64;
-  /// otherwise a further all-reduce sends them first. Integral counts are summed exactly.
+  /// otherwise a further all-reduce sends them first.
   ///
-  /// Throws UsageError if `count` is negative, not finite, or above 2^32 with a float32 bucket, or if a
-  /// count is given without a sum. Throws GradientError if backward adds to a gradient that still holds the
-  /// previous reduction's average: call `zero_grad` before.
+  /// Throws UsageError if `count` is negative, not finite, or above 2^32 with a float32 bucket, or without a sum,
+  /// and GradientError if backward adds to a gradient that still holds the previous reduction's average.
   double backward_sum(const at::Tensor& sum, double count, bool retain_graph = false) {
     const auto work = [&] {
       if (!std::isfinite(count) || count < 0)
@@ -205,47 +198,43 @@ class DistributedDataParallel {
   /// Takes part in the reduction of the other ranks' `backward` with zeros, for a rank without data in this
   /// step. Gradients accumulated under `no_sync` are reduced. Collective.
   ///
-  /// Not supported for a loss over several wrapped models: the order of their reductions follows from the
-  /// loss, which this rank does not have.
+  /// Not supported for a loss over several wrapped models.
   void backward_empty() {
     run({.losses = {}, .no_data = true}, [] {});
   }
 
   /// Reports that this rank cannot run the backward of this step, because its forward or its data loading
-  /// threw `failure`. The other ranks' `backward` throws PeerError with its text, on GPUs their next one or
-  /// `synchronize()`, and the communicator stays usable. Collective. Never throws: an error of the backward
-  /// before, of which this rank learns here, is thrown by its next `synchronize()` or `backward`.
+  /// threw `failure`. The other ranks throw PeerError with its text, when `backward` would. Collective. Never
+  /// throws: an error of an earlier backward is kept for the next `synchronize()` or `backward`.
   ///
-  /// Set `counted` if the other ranks call `backward_sum`. If the model's own forward or backward runs
-  /// collectives, abort the communicator instead.
+  /// Set `counted` if the other ranks call `backward_sum`. If the model itself runs collectives, abort the
+  /// communicator instead.
   void fail_backward(const std::exception_ptr& failure, bool counted = false) noexcept {
     const detail::CallScope scope(detail::backward_name);
     state_->reducer->fail_backward(failure, counted);
   }
 
   /// Blocks the host until the last reduction is complete, and throws the error of a rank whose backward
-  /// failed in it, as the next `backward` does. Call it on every rank before parameters are saved or
-  /// evaluated; a Trainer does. Collective. A no-op on CPUs, where `backward` itself throws.
+  /// failed in it. Call it on every rank before parameters are saved or evaluated; a Trainer does. Collective.
+  /// A no-op on CPUs, where `backward` itself throws.
   void synchronize() {
     const detail::CallScope scope("DistributedDataParallel::synchronize");
     state_->reducer->settle();
   }
 
-  /// Returns whether the other ranks learn of a failed `backward` only in their next one or in
-  /// `synchronize()`. Equal on every rank. False on CPUs.
+  /// Returns whether the other ranks learn of a failed `backward` later. Equal on every rank. False on CPUs.
   [[nodiscard]] bool checks_late() const { return state_->reducer->checks_late(); }
 
-  /// Discards the counts and the record of used parameters that backwards under `no_sync` have accumulated,
-  /// for a step abandoned between micro-batches. Does not clear gradients: call `zero_grad` for those. Not
-  /// collective.
+  /// Discards the counts and the record of used parameters that backwards under `no_sync` have accumulated, but
+  /// not the gradients. Not collective.
   void forget() { state_->reducer->forget(); }
 
   /// Returns a guard that disables the reduction. While it lives, backward only accumulates gradients on this
   /// rank; the first backward after it reduces the sum. Every rank must do the same.
   ///
-  /// The guard of this call applies to each backward that runs inside it, whereas Python's applies to each
-  /// forward. Buffers follow the forward, as in Python. Guards nest. A guard must not outlive this object.
-  /// With `enabled` false the guard is a no-op.
+  /// The guard applies to each backward that runs inside it, whereas Python's applies to each forward. Buffers
+  /// follow the forward, as in Python. Guards nest; none may outlive this object. With `enabled` false the guard
+  /// is a no-op.
   ///
   /// Counterpart: torch.nn.parallel.DistributedDataParallel.no_sync.
   [[nodiscard]] auto no_sync(bool enabled = true) {
@@ -264,13 +253,13 @@ class DistributedDataParallel {
   }
 
   /// Returns the model's parameters in registration order, a tied parameter once. Pass them to the optimizer.
+  /// `named_parameters` has their names too.
   [[nodiscard]] std::vector<at::Tensor> parameters() const {
     std::vector<at::Tensor> tensors;
     for (const NamedTensor& parameter : named_parameters()) tensors.push_back(parameter.tensor);
     return tensors;
   }
 
-  /// Returns the same parameters with their names.
   [[nodiscard]] const std::vector<NamedTensor>& named_parameters() const { return state_->parameters.all; }
 
   /// Returns the wrapped model: the holder, or the module itself.
@@ -281,7 +270,7 @@ class DistributedDataParallel {
       return model_;
   }
 
-  /// Returns the communication hook. Not available with LocalComm, which has none.
+  /// Returns the communication hook.
   [[nodiscard]] Hook& hook() requires(!detail::alone<Comm>) { return state_->reducer->hook(); }
 
   /// Returns the buckets in use, as indices into the parameters that require grad. Empty for LocalComm.
@@ -312,12 +301,10 @@ class DistributedDataParallel {
   /// hook is a StatefulHook.
   void rollback() { state_->reducer->rollback(); }
 
-  /// Returns the buckets, order, times and bytes of the last reduction; `table(ddp.report())` formats them.
-  /// Empty for LocalComm.
+  /// Returns the statistics of the last reduction, for `table` and `fields`. Empty for LocalComm.
   [[nodiscard]] DdpReport report() const { return state_->reducer->report(); }
-  /// Records when the reduction of each bucket completes, for BucketReport::completed; off by default. Reads
-  /// the clock once more for each bucket. With GlooComm that is the time at which Gloo's thread completed it;
-  /// with other communicators, or a hook with a Reduction of its own, the time at which the wait for it
+  /// Records when the reduction of each bucket completes, for BucketReport::completed; off by default. With
+  /// communicators other than GlooComm, and hooks with a Reduction of their own, that is when the wait for it
   /// returned. Call it between steps.
   void record_completions(bool enabled = true) { state_->reducer->record_completions(enabled); }
 
@@ -361,10 +348,26 @@ class DistributedDataParallel {
           "over the ranks; take them with torch::autograd::grad and put the result into the loss");
   }
 
+  static void check_losses(const detail::Contribution& contribution) {
+    for (const at::Tensor& loss : contribution.losses) {
+      if (!loss.defined() && contribution.no_data) continue;
+      const char* fault = !loss.defined()     ? "is undefined: compute it from the model's output"
+                          : loss.numel() != 1 ? "is no single number: take its mean() or its sum()"
+                          : !loss.requires_grad()
+                              ? "does not require grad: compute it from the model's output "
+                                "in grad mode, and do not detach() it"
+                              : nullptr;
+      if (fault)
+        throw GradientError(
+            detail::formatted("the loss {}{}", loss.defined() ? detail::describe(loss) + " " : "", fault));
+    }
+  }
+
   template <class Run>
   void run(const detail::Contribution& contribution, Run&& backward) {
     const detail::CallScope scope(detail::backward_name);
     state_->reducer->backward(contribution, [&] {
+      check_losses(contribution);
       state_->reducer->check_model(contribution.losses, [&] { return tensors_of(module()).parameters; });
       backward();
     });

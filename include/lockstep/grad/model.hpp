@@ -25,8 +25,7 @@ namespace lockstep {
 /// A parameter or buffer with its qualified name, such as "block.0.weight".
 struct NamedTensor {
   std::string name;
-  /// Shares the memory of the model's tensor.
-  at::Tensor tensor;
+  at::Tensor tensor;  ///< shares the memory of the model's
 };
 
 /// Returns the parameters in registration order, a tied tensor once, under its first name.
@@ -36,18 +35,14 @@ std::vector<NamedTensor> unique_parameters(const torch::nn::Module& module);
 /// Returns the buffers (such as running statistics) in registration order, each once.
 std::vector<NamedTensor> unique_buffers(const torch::nn::Module& module);
 
-}  // namespace lockstep
-
-namespace lockstep::detail {
+namespace detail {
 template <class M>
 concept ModuleImpl = std::derived_from<M, torch::nn::Module>;
 template <class M>
 concept ModuleHandle = std::copyable<M> && requires(M& handle) {
   { *handle } -> std::convertible_to<const torch::nn::Module&>;
 };
-}  // namespace lockstep::detail
-
-namespace lockstep {
+}  // namespace detail
 
 /// A LibTorch model: a module (`ConvNetImpl`), or a handle to one (a TORCH_MODULE holder such as `ConvNet`,
 /// or a shared_ptr).
@@ -73,20 +68,19 @@ concept Trainable = Model<M> || ScriptModule<M> || ParameterList<M>;
 
 /// A model's parameters and buffers, each once, and the parameters that get sparse gradients.
 struct ModelTensors {
-  /// Each tensor once, under its first name.
-  std::vector<NamedTensor> parameters, buffers;
+  std::vector<NamedTensor> parameters;  ///< under their first name
+  std::vector<NamedTensor> buffers;     ///< the same
   std::unordered_set<const c10::TensorImpl*> sparse;
 };
 
 /// Returns the tensors of a model. The weights of Embedding and EmbeddingBag with `sparse(true)` get sparse
 /// gradients.
 ModelTensors tensors_of(const torch::nn::Module& module);
-/// Returns the tensors of the module that a handle refers to.
 template <detail::ModuleHandle M>
 ModelTensors tensors_of(const M& model) {
   return tensors_of(static_cast<const torch::nn::Module&>(*model));
 }
-/// Returns the tensors of a TorchScript module.
+/// Those of a TorchScript module.
 template <ScriptModule M>
 ModelTensors tensors_of(const M& model) {
   ModelTensors tensors;
@@ -102,14 +96,11 @@ ModelTensors tensors_of(const M& model) {
 }
 /// Returns the tensors of a parameter list. Unnamed tensors are named by their index.
 ModelTensors tensors_of(const std::vector<NamedTensor>& list);
-/// Returns the tensors of a list without names.
+/// Those of a list without names.
 ModelTensors tensors_of(const std::vector<at::Tensor>& list);
 
-}  // namespace lockstep
+namespace detail {
 
-namespace lockstep::detail {
-
-/// Returns the checksums of all parameters as bytes. Synchronizes with the device once.
 std::string digest_of(const std::vector<NamedTensor>& parameters);
 
 /// Returns the norm of the difference to rank 0's parameter, relative to the norm of rank 0's; 1 if that is
@@ -129,20 +120,16 @@ double relative_distance(const at::Tensor& parameter, Comm& comm) {
   return std::isfinite(distance) && length > 0 ? distance / length : 1;
 }
 
-}  // namespace lockstep::detail
-
-namespace lockstep {
+}  // namespace detail
 
 /// Compares the values of the parameters over all ranks. Collective.
 ///
-/// Training steps keep the values equal. They diverge silently if the ranks' optimizers differ, one rank
-/// alone loads a model, or gradients are changed on one rank. Sends 8 bytes per parameter, and rank 0's value
-/// of each parameter that differs.
+/// They diverge silently if the ranks' optimizers differ, one rank alone loads a model, or gradients are changed
+/// on one rank. Sends 8 bytes per parameter, and rank 0's value of each parameter that differs.
 ///
-/// `parameters` must be the same on every rank except for their values. Returns the largest relative distance
-/// of any rank's parameter from rank 0's: 0 if all bits are equal, and about the rounding error of the dtype
-/// if the ranks' processors differ in kind. Throws the same MismatchError on every rank if it exceeds
-/// `tolerance`.
+/// Returns the largest relative distance of any rank's parameter from rank 0's: 0 if all bits are equal, and
+/// about the rounding error of the dtype if the ranks' processors differ in kind. Throws the same MismatchError
+/// on every rank if it exceeds `tolerance`.
 template <Communicator Comm>
 double check_same_parameters(const std::vector<NamedTensor>& parameters, Comm& comm,
                              double tolerance = 1e-3) {
@@ -187,17 +174,13 @@ double check_same_parameters(const std::vector<NamedTensor>& parameters, Comm& c
   return worst;
 }
 
-}  // namespace lockstep
-
-namespace lockstep::detail {
+namespace detail {
 
 /// Returns the properties of a model that must be equal on every rank: name, shape, dtype, layout and
 /// requires_grad of each parameter and buffer, in registration order.
 NamedValues describe(const std::vector<NamedTensor>& parameters, const std::vector<NamedTensor>& buffers);
 
-}  // namespace lockstep::detail
-
-namespace lockstep {
+}  // namespace detail
 
 /// Compares the parameters and buffers of all ranks: count, names, shapes, dtypes, layout, order and
 /// requires_grad. Collective. Throws the same MismatchError on every rank, with the parameter's name and its

@@ -19,9 +19,7 @@ namespace lockstep {
 /// are dropped.
 enum class Level { debug, info, warning, error };
 
-}  // namespace lockstep
-
-namespace lockstep::detail {
+namespace detail {
 
 /// Returns the level of this name, std::nullopt for an unknown name.
 std::optional<Level> level_named(std::string_view name);
@@ -38,14 +36,11 @@ fmt::string_view text_of(const Format& format) {
     return format;
 }
 
-}  // namespace lockstep::detail
-
-namespace lockstep {
+}  // namespace detail
 
 /// A rank-aware logger. By default only rank 0 writes. `all()` returns a logger that writes on every rank,
-/// with the rank as prefix; `timed()` returns one with the time of day as prefix. Debug and info go to
-/// stdout, warnings and errors to stderr. Each call is one write, so that lines of several processes do not
-/// interleave. Copies are independent. Thread-safe.
+/// with the rank as prefix. Debug and info go to stdout, warnings and errors to stderr. Each call is one write,
+/// so that lines of several processes do not interleave. Copies are independent. Thread-safe.
 class Log {
  public:
   /// Constructs the logger of rank 0.
@@ -54,16 +49,23 @@ class Log {
   explicit Log(int rank) : rank_(rank) {}
 
   /// Returns a copy that writes on every rank.
-  [[nodiscard]] Log all() const;
-
-  /// Returns a copy that prefixes each line with the local time, to milliseconds.
-  [[nodiscard]] Log timed() const;
+  [[nodiscard]] Log all() const {
+    Log copy = *this;
+    copy.every_rank_ = true;
+    return copy;
+  }
 
   /// Returns a copy that drops lines below `level`.
-  [[nodiscard]] Log at(Level level) const;
+  [[nodiscard]] Log at(Level level) const {
+    Log copy = *this;
+    copy.least_ = level;
+    return copy;
+  }
 
   /// Returns whether a line of this level would be written on this rank. Use it to skip expensive formatting.
-  [[nodiscard]] bool should_log(Level level = Level::info) const;
+  [[nodiscard]] bool should_log(Level level = Level::info) const {
+    return level >= least_ && (every_rank_ || rank_ == 0);
+  }
 
   /// Writes a line of Level::debug, formatted as by fmt::format.
   template <class... Args>
@@ -92,7 +94,6 @@ class Log {
 
   int rank_ = 0;
   bool every_rank_ = false;
-  bool timed_ = false;
   Level least_ = detail::level_of_environment();
 };
 
@@ -106,9 +107,7 @@ struct ProgressOptions {
   std::chrono::milliseconds line_every{10000};
 };
 
-}  // namespace lockstep
-
-namespace lockstep::detail {
+namespace detail {
 
 /// The values that a progress line shows.
 struct ProgressState {
@@ -117,26 +116,20 @@ struct ProgressState {
   double seconds = 0;
   double samples = 0;
   std::optional<double> loss;
-  std::string more;  // follows the loss
+  std::string more{};  // follows the loss
 };
 
 /// Formats a duration in seconds as 0:07, 12:34 or 1:02:03.
 std::string clock_text(double seconds);
 
-/// Formats the numbers of a progress line: `788/1875, 10432 samples/s, loss 0.4321, 0:17 left`.
-std::string progress_facts(const ProgressState& state);
-
-/// Formats one line: `epoch 1/3: 788/1875, 10432 samples/s, loss 0.4321, 0:17 left`. Without a total: `epoch
-/// 1/3: 788, 10432 samples/s, loss 0.4321, 0:13 in all`.
+/// Formats one line: `epoch 1/3: 788/1875, 10432 samples/s, loss 0.4321, 0:17 left`.
 std::string progress_line(const ProgressState& state);
 
 /// Formats one line with a bar, shorter than `columns` so that it never wraps: `epoch 1/3  42 %
 /// [########............] 788/1875, ...`.
 std::string progress_bar(const ProgressState& state, int columns);
 
-}  // namespace lockstep::detail
-
-namespace lockstep {
+}  // namespace detail
 
 /// Shows the progress of a loop on rank 0: a bar on a terminal, otherwise a plain line at most every
 /// `line_every`. Not thread-safe. The destructor ends the bar's line.

@@ -20,9 +20,9 @@
 #include "lockstep/error.hpp"
 #include "lockstep/precision/precision.hpp"
 
-namespace lockstep::detail {
+namespace lockstep {
+namespace detail {
 
-/// The states of the default generators of the CPU and of the inputs' devices.
 class GeneratorStates {
  public:
   explicit GeneratorStates(at::TensorList inputs) : states_{{at::kCPU, default_generator_state()}} {
@@ -38,7 +38,6 @@ class GeneratorStates {
   std::vector<std::pair<at::Device, at::Tensor>> states_;
 };
 
-/// A checkpointed function, and the state in which its forward ran.
 template <class Function>
 struct CheckpointedCall : torch::CustomClassHolder {
   CheckpointedCall(Function function, at::TensorList inputs)
@@ -48,7 +47,6 @@ struct CheckpointedCall : torch::CustomClassHolder {
   GeneratorStates generators;
   AutocastScope::States autocast;
 
-  /// Calls the function again, as in the forward, with autograd.
   std::vector<at::Tensor> recompute(const std::vector<at::Tensor>& inputs) {
     const GeneratorStates now(inputs);
     const at::AutoGradMode with_graph(true);
@@ -112,9 +110,7 @@ struct CheckpointNode : torch::autograd::Function<CheckpointNode<Function>> {
   }
 };
 
-}  // namespace lockstep::detail
-
-namespace lockstep {
+}  // namespace detail
 
 /// Returns `function(inputs...)` without keeping its activations: backward calls the function again and
 /// differentiates that call. Gradients are bitwise equal to those of a plain call, unless a parameter takes

@@ -16,16 +16,13 @@ namespace lockstep {
 /// computes one fused `addmm` for inputs of any rank, which rounds differently: a transformer that is ported
 /// with `torch::nn::Linear` leaves Python's parameters in its first step.
 ///
-/// Options, parameters, their names and their initialization are those of `torch::nn::Linear`, which is the
-/// base class: `module->as<torch::nn::Linear>()` finds this module too. Input `[*, in_features]`, output
-/// `[*, out_features]`.
+/// `torch::nn::Linear` is the base class: `module->as<torch::nn::Linear>()` finds this module too.
 ///
 /// Counterpart: torch.nn.Linear. `torch::linear(x, weight)` is the counterpart of torch.nn.functional.linear,
 /// such as for the tied head of a language model; `torch::nn::functional::linear` is not.
 class LinearImpl : public torch::nn::LinearImpl {
  public:
   using torch::nn::LinearImpl::LinearImpl;
-  /// Constructs a module that shares the parameters and the mode of `other`.
   explicit LinearImpl(const torch::nn::LinearImpl& other) : torch::nn::LinearImpl(other) {}
 
   at::Tensor forward(const at::Tensor& input) { return at::linear(input, weight, bias); }
@@ -38,7 +35,6 @@ class LinearImpl : public torch::nn::LinearImpl {
   }
 };
 
-/// The module holder of LinearImpl.
 TORCH_MODULE(Linear);
 
 }  // namespace lockstep

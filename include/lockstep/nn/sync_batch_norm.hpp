@@ -41,9 +41,8 @@ class CollectiveModule {
   ~CollectiveModule() = default;
 };
 
-/// Applies batch normalization over the combined mini-batches of all ranks. In training, mean, variance and
-/// gradients are those of the combined batch, so that the ranks train as one process would on the whole
-/// batch.
+/// Applies batch normalization over the combined mini-batches of all ranks: mean, variance and gradients are
+/// those that one process would compute on the whole batch.
 ///
 /// ```cpp
 /// struct NetImpl : torch::nn::Module {
@@ -60,14 +59,12 @@ class CollectiveModule {
 /// rounding. Running statistics are bitwise equal on every rank.
 ///
 /// In training, forward and backward are collective: every rank must call the same modules in the same order,
-/// with a batch of any size, including an empty one. The error of a rank that misses a peer names the peer
-/// and the module. The gradients of weight and bias are those of this rank's batch; DistributedDataParallel
-/// averages them. The running variance of a channel is left unchanged if the combined batch has only one
-/// value of it.
+/// with a batch of any size, including an empty one. The gradients of weight and bias are those of this rank's
+/// batch; DistributedDataParallel averages them. The running variance of a channel is left unchanged if the
+/// combined batch has only one value of it.
 ///
-/// In eval mode, and with a single process, nothing is communicated and results are those of
-/// torch::nn::BatchNormNd. Double backward throws GradientError. torch::nn::BatchNormNd is not a base class,
-/// because code that calls it through that type would skip the collectives.
+/// In eval mode, and with a single process, nothing is communicated. Double backward throws GradientError.
+/// torch::nn::BatchNormNd is no base class: code that calls it through that type would skip the collectives.
 ///
 /// Counterpart: torch.nn.SyncBatchNorm, except that ranks exchange the sum of squared deviations instead of 1
 /// / sqrt(variance + eps), which loses a variance far below eps.
@@ -78,9 +75,8 @@ class SyncBatchNormImpl : public torch::nn::BatchNormImplBase<D, SyncBatchNormIm
   static_assert(D >= 1 && D <= 3, "lockstep: SyncBatchNorm is for 1, 2 or 3 dimensions, as torch::nn's are");
 
  public:
-  /// Constructs a module. Without a group, convert_sync_batchnorm sets one; a training forward before that
-  /// throws UsageError. A communicator passed as the group is used to create a group for this module alone,
-  /// which is collective. Share one BatchNormGroup among many modules instead.
+  /// Without a group, convert_sync_batchnorm sets one; a training forward before that throws UsageError. From a
+  /// communicator, collectively creates a group for this module alone: share one BatchNormGroup among many.
   SyncBatchNormImpl(const torch::nn::BatchNormOptions& options,  // NOLINT: as torch::nn::BatchNormNd
                     const detail::BatchNormGroup& group = {})
       : Base(options) {
@@ -103,17 +99,14 @@ class SyncBatchNormImpl : public torch::nn::BatchNormImplBase<D, SyncBatchNormIm
     this->train(plain.is_training());
   }
 
-  /// Sets the group whose batches are combined, and the module's name in errors.
   void synchronize(const detail::BatchNormGroup& group, std::string name) {
     size_ = group.size();
     site_ = c10::make_intrusive<detail::BatchNormSite>(std::move(name), group.exchange());
   }
 
-  /// Returns the number of ranks whose batches are combined; 0 before a group is set.
   [[nodiscard]] int ranks() const override { return size_; }
 
-  /// Throws UsageError if the input's shape or dtype does not fit or no group is set; throws
-  /// CommunicationError or a class derived from it if the collective fails.
+  /// Throws UsageError if the input's shape or dtype does not fit or no group is set.
   at::Tensor forward(const at::Tensor& input) {
     if (!this->is_training() || size_ == 1) return Base::forward(input);
     _check_input_dim(input);
@@ -128,10 +121,9 @@ class SyncBatchNormImpl : public torch::nn::BatchNormImplBase<D, SyncBatchNormIm
         site_);
   }
 
-  /// Returns for example "SyncBatchNorm2d".
+  /// Returns the class's name.
   static std::string kind() { return detail::formatted("SyncBatchNorm{}d", D); }
 
-  /// Prints the module as LibTorch prints its own.
   void pretty_print(std::ostream& stream) const override {
     const auto& options = this->options;
     const auto momentum = options.momentum();
@@ -154,6 +146,12 @@ class SyncBatchNormImpl : public torch::nn::BatchNormImplBase<D, SyncBatchNormIm
       refuse(detail::formatted("got {}", detail::describe(input)));
     if (!input.is_floating_point())
       refuse(detail::formatted("got {}, which is no floating type", detail::describe(input)));
+    for (const at::Tensor& own : {this->weight, this->running_mean})
+      if (own.defined() && own.scalar_type() != input.scalar_type() &&
+          own.scalar_type() != detail::statistics_dtype(input))
+        refuse(
+            detail::formatted("got {}, which does not fit its {} parameters: convert the module or the input",
+                              detail::describe(input), detail::dtype_name(own.scalar_type())));
   }
 
  private:
@@ -169,14 +167,11 @@ class SyncBatchNormImpl : public torch::nn::BatchNormImplBase<D, SyncBatchNormIm
   c10::intrusive_ptr<detail::BatchNormSite> site_;  // never null
 };
 
-/// Module holders, as in torch::nn.
 TORCH_MODULE_IMPL(SyncBatchNorm1d, SyncBatchNormImpl<1>);
 TORCH_MODULE_IMPL(SyncBatchNorm2d, SyncBatchNormImpl<2>);
 TORCH_MODULE_IMPL(SyncBatchNorm3d, SyncBatchNormImpl<3>);
 
-}  // namespace lockstep
-
-namespace lockstep::detail {
+namespace detail {
 
 template <std::size_t D>
 struct PlainBatchNorm;
@@ -187,29 +182,25 @@ struct PlainBatchNorm<2> : std::type_identity<torch::nn::BatchNorm2dImpl> {};
 template <>
 struct PlainBatchNorm<3> : std::type_identity<torch::nn::BatchNorm3dImpl> {};
 
-/// A place that holds a batch norm: the AnyModule that calls it, and the name under which its parent
-/// registers it.
+/// The AnyModule that calls a batch norm, and the name under which its parent registers it.
 struct BatchNormPlace {
   torch::nn::AnyModule* caller = nullptr;
   torch::nn::Module* parent = nullptr;
   std::string key;
 };
 
-/// A batch norm to replace, with all places that hold it.
 struct ReplacedBatchNorm {
   std::weak_ptr<torch::nn::Module> module;
   std::string name, kind;
   std::shared_ptr<std::vector<BatchNormPlace>> places;
 };
 
-/// Finds and replaces the batch norms below a module. Checks all of them first, so that a failure changes
-/// nothing.
+/// Finds and replaces the batch norms below a module. A failure changes nothing.
 class BatchNormSurgery {
  public:
   explicit BatchNormSurgery(torch::nn::Module& root) { enter(root, {}); }
   explicit BatchNormSurgery(torch::nn::AnyModule& root) { enter(*root.ptr(), {&root, nullptr, {}}); }
 
-  /// Throws UsageError with the name of every module that cannot be converted.
   void check() {
     for (const ReplacedBatchNorm& replaced : replaced_) {
       // Another holder would keep calling the old module, whose statistics are those of one rank.
@@ -229,7 +220,6 @@ class BatchNormSurgery {
 
   [[nodiscard]] bool empty() const { return names_.empty(); }
 
-  /// Synchronizes every module found over `group` and returns their names.
   std::vector<std::string> run(const BatchNormGroup& group) {
     for (const auto& act : actions_) act(group);
     return std::move(names_);
@@ -256,7 +246,6 @@ class BatchNormSurgery {
     }
   }
 
-  /// Returns whether the module is a batch norm of any kind.
   bool consider(torch::nn::Module& module, const std::string& name, const BatchNormPlace& place) {
     return consider_as<1>(module, name, place) || consider_as<2>(module, name, place) ||
            consider_as<3>(module, name, place);
@@ -326,9 +315,7 @@ class BatchNormSurgery {
   std::vector<std::string> names_, refused_;
 };
 
-}  // namespace lockstep::detail
-
-namespace lockstep {
+}  // namespace detail
 
 /// Converts every batch norm of a model to compute its statistics over the ranks of `comm`. Returns the names
 /// of the converted modules.
@@ -342,16 +329,12 @@ namespace lockstep {
 ///
 /// Throws UsageError with the names of all batch norms that cannot be converted, and then changes nothing:
 /// members and modules that are only registered, also in a ModuleList or ModuleDict; classes derived from
-/// BatchNormNd; modules in a Sequential that also have another holder. Python can replace a member, but a C++
-/// member `torch::nn::BatchNorm2d bn{nullptr}` always calls the forward of its own type and would use its own
-/// rank's statistics. Declare it as lockstep::SyncBatchNormNd instead.
+/// BatchNormNd; modules in a Sequential that also have another holder. A C++ member `torch::nn::BatchNorm2d`
+/// always calls the forward of its own type: declare it as lockstep::SyncBatchNormNd instead.
 ///
-/// A batch norm that its holder does not register, such as an AnyModule member, is not found: convert it
-/// before the module takes it.
+/// A batch norm that its holder does not register, such as an AnyModule member, is not found.
 ///
-/// `comm` is a communicator, of which a separate group is made for batch norm (see BatchNormGroup), or a
-/// BatchNormGroup. Collective if there are several ranks. Communicates nothing for a model without batch
-/// norms.
+/// `comm` is a communicator, of which a separate group is made for batch norm, or a BatchNormGroup. Collective.
 ///
 /// Counterpart: torch.nn.SyncBatchNorm.convert_sync_batchnorm.
 template <class M, class Comm>

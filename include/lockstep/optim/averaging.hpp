@@ -21,22 +21,18 @@
 
 namespace lockstep {
 
-/// Options of MovingAverage.
 struct MovingAverageOptions {
-  /// Weight of the old average in the new one, from 0 to 1.
-  double decay = 0.999;
+  double decay = 0.999;  ///< weight of the old average in the new one, from 0 to 1
   /// Averages the buffers too, such as the running statistics of batch norm. If false, copies the model's.
   bool use_buffers = false;
 };
 
 /// Maintains an exponential moving average of a model's parameters, bitwise equal to Python's. Communicates
-/// nothing: parameters are equal on all ranks after a step, hence so is the average. The model's tensors must
-/// not be replaced while this object lives.
+/// nothing. The model's tensors must not be replaced while this object lives.
 ///
 /// Counterpart: torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay)).
 class MovingAverage {
  public:
-  /// Throws UsageError unless `decay` is from 0 to 1.
   explicit MovingAverage(const torch::nn::Module& model, const MovingAverageOptions& options = {})
       : options_(options), parameters_(unique_parameters(model)), buffers_(unique_buffers(model)) {
     if (!(options.decay >= 0 && options.decay <= 1))
@@ -56,7 +52,7 @@ class MovingAverage {
     const at::NoGradGuard no_grad;
     std::vector<at::Tensor> averages, values;
     for (std::size_t i = 0; i < average_.size(); ++i) {
-      const at::Tensor& value = source(i);
+      const at::Tensor& value = item(i).tensor;
       if (updates_ == 0 || (i >= parameters_.size() && !options_.use_buffers)) {
         average_[i].copy_(value);
       } else if (!value.is_floating_point() && !value.is_complex()) {
@@ -71,11 +67,9 @@ class MovingAverage {
     ++updates_;
   }
 
-  /// A guard during whose life the model holds the average, for evaluation and saving. The destructor
-  /// restores the previous values; an optimizer step in between would be lost.
+  /// A guard during whose life the model holds the average. An optimizer step in between would be lost.
   class [[nodiscard]] Swap {
    public:
-    /// Exchanges the model's values and the averages of `owner`.
     explicit Swap(MovingAverage& owner) : owner_(&owner) { owner.exchange(); }
     Swap(Swap&& other) noexcept : owner_(std::exchange(other.owner_, nullptr)) {}
     Swap& operator=(Swap&&) = delete;
@@ -92,19 +86,16 @@ class MovingAverage {
     return Swap(*this);
   }
 
-  /// Returns the number of updates so far.
-  [[nodiscard]] std::int64_t updates() const { return updates_; }
+  [[nodiscard]] std::int64_t updates() const { return updates_; }  ///< so far
   /// Returns the averages of the parameters, then of the buffers, in registration order, each once. While a
   /// Swap lives these are the model's previous values.
   [[nodiscard]] const std::vector<at::Tensor>& tensors() const { return average_; }
 
-  /// Writes the average under the model's names, and the number of updates.
   void save(torch::serialize::OutputArchive& archive) const {
     archive.write("updates", c10::IValue(updates_));
     for (std::size_t i = 0; i < average_.size(); ++i) archive.write(key(i), c10::IValue(average_[i]));
   }
-  /// Throws CheckpointError with the name of a tensor that is missing or has another shape, and then changes
-  /// nothing. Throws UsageError while a Swap lives.
+  /// Throws CheckpointError for another model, and then changes nothing. Throws UsageError while a Swap lives.
   void load(torch::serialize::InputArchive& archive) {
     refuse_while_swapped("load");
     const at::NoGradGuard no_grad;
@@ -116,7 +107,7 @@ class MovingAverage {
         throw CheckpointError(detail::formatted(
             "MovingAverage: the archive has no '{}' of this model's shape: load the average of "
             "the same model",
-            name(i)));
+            item(i).name));
       found.push_back(value.toTensor());
     }
     if (!archive.try_read("updates", value) || !value.isInt())
@@ -130,11 +121,9 @@ class MovingAverage {
   [[nodiscard]] const NamedTensor& item(std::size_t index) const {
     return index < parameters_.size() ? parameters_[index] : buffers_[index - parameters_.size()];
   }
-  [[nodiscard]] const at::Tensor& source(std::size_t index) const { return item(index).tensor; }
-  [[nodiscard]] const std::string& name(std::size_t index) const { return item(index).name; }
   // Archive keys cannot contain dots, except as paths.
   [[nodiscard]] std::string key(std::size_t index) const {
-    std::string key = "average/" + name(index);
+    std::string key = "average/" + item(index).name;
     for (char& letter : key)
       if (letter == '.') letter = '/';
     return key;
@@ -149,7 +138,7 @@ class MovingAverage {
   void exchange() {
     const at::NoGradGuard no_grad;
     for (std::size_t i = 0; i < average_.size(); ++i) {
-      at::Tensor tensor = source(i).detach();
+      at::Tensor tensor = item(i).tensor.detach();
       const at::Tensor kept = tensor.clone();
       tensor.copy_(average_[i]);
       average_[i].copy_(kept);
@@ -165,8 +154,7 @@ class MovingAverage {
 };
 
 /// Replaces the parameters by their average over the ranks of `comm`, divided by the number of ranks and then
-/// summed, as in Python. One all-reduce per dtype and device. Parameters must be the same on every rank
-/// except for their values. Collective; waits as Work::wait does.
+/// summed, as in Python, by one all-reduce per dtype and device. Collective; waits as Work::wait does.
 ///
 /// Counterpart: torch.distributed.algorithms.model_averaging.utils.average_parameters.
 template <Communicator Comm>
@@ -203,12 +191,9 @@ void average_parameters(const std::vector<at::Tensor>& parameters, Comm& comm) {
   }
 }
 
-/// Options of PeriodicModelAverager.
 struct PeriodicModelAveragerOptions {
-  /// Steps between two averages.
-  std::int64_t period = 4;
-  /// Steps before the first average.
-  std::int64_t warmup_steps = 0;
+  std::int64_t period = 4;        ///< steps between two averages
+  std::int64_t warmup_steps = 0;  ///< steps before the first average
 };
 
 /// Averages a model over the ranks every `period` steps, in the same steps as Python. Use it with
@@ -217,7 +202,6 @@ struct PeriodicModelAveragerOptions {
 /// Counterpart: torch.distributed.algorithms.model_averaging.averagers.PeriodicModelAverager.
 class PeriodicModelAverager {
  public:
-  /// Throws UsageError if `period` is below 1 or `warmup_steps` is negative.
   explicit PeriodicModelAverager(const PeriodicModelAveragerOptions& options = {}) : options_(options) {
     if (options.period < 1)
       throw UsageError(

@@ -28,18 +28,14 @@
 
 namespace lockstep {
 
-/// Options of clip_grad_norm.
 struct ClipOptions {
-  /// Order p of the norm: any number above 0, or infinity for the largest absolute value.
-  double norm_type = 2;
+  double norm_type = 2;  ///< any number above 0, or infinity for the largest absolute value
   /// Throw GradientError with the name of a parameter if the norm is NaN or infinite. Synchronizes with the
   /// device.
   bool error_if_nonfinite = false;
 };
 
-}  // namespace lockstep
-
-namespace lockstep::detail {
+namespace detail {
 
 inline const at::Tensor& tensor_of(const at::Tensor& parameter) {
   return parameter;
@@ -54,7 +50,6 @@ inline std::string name_of(const std::vector<NamedTensor>& parameters, std::size
   return detail::formatted("'{}'", parameters[index].name);
 }
 
-/// Returns the defined gradients. Throws GradientError if one is sparse.
 template <class Parameters>
 std::vector<at::Tensor> dense_gradients(const char* what, const Parameters& parameters) {
   std::vector<at::Tensor> gradients;
@@ -70,7 +65,6 @@ std::vector<at::Tensor> dense_gradients(const char* what, const Parameters& para
   return gradients;
 }
 
-/// Throws GradientError with the reason why the norm is not finite.
 template <class Parameters>
 [[noreturn]] void refuse_norm(const Parameters& parameters, double norm) {
   for (std::size_t i = 0; i < parameters.size(); ++i)
@@ -101,9 +95,7 @@ void each_kind_in_order(const std::vector<at::Tensor>& tensors, Work&& work) {
   for (const auto& kind : kinds) work(kind.second);
 }
 
-}  // namespace lockstep::detail
-
-namespace lockstep {
+}  // namespace detail
 
 /// Returns the norm of all gradients as if they were one vector: one element on the first gradient's device,
 /// 0 for an empty list. Does not synchronize with the device. Throws UsageError if `norm_type` is not above
@@ -124,9 +116,7 @@ inline at::Tensor total_norm(const std::vector<at::Tensor>& gradients, double no
   return at::linalg_vector_norm(at::stack(norms), norm_type);
 }
 
-}  // namespace lockstep
-
-namespace lockstep::detail {
+namespace detail {
 
 template <class Parameters>
 at::Tensor clip_norm(const Parameters& parameters, double max_norm, const ClipOptions& options) {
@@ -159,9 +149,7 @@ void clip_value(const Parameters& parameters, double largest) {
   });
 }
 
-}  // namespace lockstep::detail
-
-namespace lockstep {
+}  // namespace detail
 
 /// Clips the gradients so that their total norm is at most `max_norm`. Returns the norm before clipping (see
 /// total_norm). Bitwise equal to Python's.
@@ -175,7 +163,7 @@ inline at::Tensor clip_grad_norm(const std::vector<at::Tensor>& parameters, doub
                                  const ClipOptions& options = {}) {
   return detail::clip_norm(parameters, max_norm, options);
 }
-/// Clips the gradients of a module's parameters, a tied one once. Errors name the parameters.
+/// A tied parameter counts once. Errors name the parameters.
 inline at::Tensor clip_grad_norm(const torch::nn::Module& module, double max_norm,
                                  const ClipOptions& options = {}) {
   return detail::clip_norm(unique_parameters(module), max_norm, options);
@@ -186,7 +174,7 @@ inline at::Tensor clip_grad_norm(const torch::nn::Module& module, double max_nor
 inline void clip_grad_value(const std::vector<at::Tensor>& parameters, double clip_value) {
   detail::clip_value(parameters, clip_value);
 }
-/// Clamps the gradients of a module's parameters, a tied one once.
+/// A tied parameter counts once.
 inline void clip_grad_value(const torch::nn::Module& module, double clip_value) {
   detail::clip_value(unique_parameters(module), clip_value);
 }

@@ -42,7 +42,6 @@
 
 namespace lockstep {
 
-/// Options of SGD, with Python's names and its defaults.
 struct SgdOptions {
   double lr = 1e-3;
   double momentum = 0;
@@ -50,7 +49,6 @@ struct SgdOptions {
   double weight_decay = 0;
   bool nesterov = false;
   bool maximize = false;
-  /// The operators of a step; see Implementation.
   Implementation implementation = Implementation::automatic;
   /// Learning rate as a tensor of one element. If defined, it replaces `lr` and is read at each step.
   at::Tensor lr_tensor = {};
@@ -75,10 +73,9 @@ struct SgdOptions {
   }
 };
 
-/// SGD's state of one parameter. The momentum buffer is defined from the first step with momentum on.
+/// The state of one parameter.
 struct SgdState : detail::TensorState<SgdState> {
-  /// The running average of the gradients; undefined before the first step with momentum.
-  at::Tensor momentum_buffer;
+  at::Tensor momentum_buffer;  ///< undefined before the first step with momentum
 
   template <class Self, class Visit>
   static void each_tensor(Self& self, Visit&& visit) {
@@ -86,9 +83,11 @@ struct SgdState : detail::TensorState<SgdState> {
   }
 };
 
-}  // namespace lockstep
+namespace detail {
 
-namespace lockstep::detail {
+inline std::optional<at::Tensor> optional(const at::Tensor& tensor) {
+  return tensor.defined() ? std::optional(tensor) : std::nullopt;
+}
 
 inline double sgd_rate(const SgdOptions& options) {
   return options.lr_tensor.defined() ? options.lr_tensor.item<double>() : options.lr;
@@ -157,9 +156,6 @@ inline void sgd_foreach(const SgdOptions& options, Active<SgdState>& all) {
 }
 
 inline void sgd_fused_call(const SgdOptions& o, Active<SgdState>& all, const StepScale& scale, bool first) {
-  const auto optional = [](const at::Tensor& tensor) {
-    return tensor.defined() ? std::optional<at::Tensor>(tensor) : std::nullopt;
-  };
   const StepScale here = scale.on(all.parameters[0].device());
   auto& buffers = all.column(0, &SgdState::momentum_buffer);
   if (o.momentum == 0) buffers.clear();
@@ -167,10 +163,7 @@ inline void sgd_fused_call(const SgdOptions& o, Active<SgdState>& all, const Ste
     at::_fused_sgd_(all.parameters, all.gradients, buffers, o.weight_decay, o.momentum, rate, o.dampening,
                     o.nesterov, o.maximize, first, optional(here.scale), optional(here.found_inf));
   };
-  if (o.lr_tensor.defined())
-    call(o.lr_tensor);
-  else
-    call(o.lr);
+  o.lr_tensor.defined() ? call(o.lr_tensor) : call(o.lr);
 }
 
 /// Python's `_fused_sgd`. Python fails if a parameter gets its first gradient later than others; here such
@@ -200,9 +193,7 @@ inline void sgd_fused(const SgdOptions& options, Active<SgdState>& all, const St
   sgd_fused_call(options, all, scale, fresh != 0);
 }
 
-}  // namespace lockstep::detail
-
-namespace lockstep {
+}  // namespace detail
 
 /// Implements stochastic gradient descent, bitwise equal to `torch.optim.SGD` in parameters and state for the
 /// same implementation, dtype and number of threads.
@@ -216,10 +207,9 @@ class SGD : public detail::GroupedOptimizer<SGD, SgdState, SgdOptions> {
   /// CapturedStep can capture a fused step whose learning rate is a tensor.
   static constexpr bool capturable = true;
 
-  /// Throws UsageError if there are no parameters, one is repeated, or an option is out of range.
   explicit SGD(std::vector<at::Tensor> parameters, const SgdOptions& options = {})
       : GroupedOptimizer(std::move(parameters), options) {}
-  /// Constructs an optimizer of parameter groups. `options` are the defaults of groups without options.
+  /// `options` are the defaults of groups without options.
   explicit SGD(std::vector<torch::optim::OptimizerParamGroup> groups, const SgdOptions& options = {})
       : GroupedOptimizer(std::move(groups), options) {}
 
@@ -281,7 +271,6 @@ class SGD : public detail::GroupedOptimizer<SGD, SgdState, SgdOptions> {
   detail::Active<SgdState> fused_, looped_;
 };
 
-/// Options of Adam, with Python's names and defaults.
 struct AdamOptions {
   double lr = 1e-3;
   std::array<double, 2> betas = {0.9, 0.999};
@@ -289,9 +278,7 @@ struct AdamOptions {
   double weight_decay = 0;
   bool amsgrad = false;
   bool maximize = false;
-  /// Decouple weight decay from the gradients, as AdamW does.
-  bool decoupled = false;
-  /// The operators of a step; see Implementation.
+  bool decoupled = false;  ///< decouple weight decay from the gradients, as AdamW does
   Implementation implementation = Implementation::automatic;
   /// Learning rate as a tensor of one element. If defined, it replaces `lr` and is read at each step.
   at::Tensor lr_tensor = {};
@@ -323,7 +310,6 @@ struct AdamOptions {
   }
 };
 
-/// Options of AdamW, with Python's names and defaults. `lr_tensor` is as in AdamOptions.
 struct AdamWOptions {
   double lr = 1e-3;
   std::array<double, 2> betas = {0.9, 0.999};
@@ -331,7 +317,6 @@ struct AdamWOptions {
   double weight_decay = 1e-2;
   bool amsgrad = false;
   bool maximize = false;
-  /// The operators of a step; see Implementation.
   Implementation implementation = Implementation::automatic;
   at::Tensor lr_tensor = {};
 
@@ -343,10 +328,10 @@ struct AdamWOptions {
   }
 };
 
-/// Adam's state of one parameter. `step` is a tensor, so that replays of a captured graph advance it: on the
-/// host unless fused; float32, or float64 if that is the default dtype and the step is not fused.
+/// Adam's state of one parameter: `exp_avg`, `exp_avg_sq` and `max_exp_avg_sq` have its shape. `step` is a
+/// tensor, so that replays of a captured graph advance it: on the host unless fused; float32, or float64 if
+/// that is the default dtype and the step is not fused.
 struct AdamState : detail::TensorState<AdamState> {
-  /// Python's state of the same names; `exp_avg` and `exp_avg_sq` have the parameter's shape.
   at::Tensor step, exp_avg, exp_avg_sq, max_exp_avg_sq;
 
   template <class Self, class Visit>
@@ -358,9 +343,7 @@ struct AdamState : detail::TensorState<AdamState> {
   }
 };
 
-}  // namespace lockstep
-
-namespace lockstep::detail {
+namespace detail {
 
 /// Adds 1 to each step count. On the host it calls no operator, which would cost as much as an operator on a
 /// small parameter.
@@ -391,15 +374,11 @@ inline double step_value(const AdamState& state) {
              : static_cast<double>(*detail::const_data<float>(state.step));
 }
 
-/// Returns lr_tensor as a zero-dimensional tensor; undefined if there is none.
-inline at::Tensor rate_scalar(const AdamOptions& options) {
-  return options.lr_tensor.defined() ? options.lr_tensor.view(at::IntArrayRef{}) : at::Tensor();
-}
-
 /// Python's `_single_tensor_adam`: completes one parameter after the other, while its memory is in the cache.
 inline void adam_loop(const AdamOptions& options, Active<AdamState>& all) {
   const double beta1 = options.betas[0], beta2 = options.betas[1];
-  const at::Tensor rate = rate_scalar(options);
+  const at::Tensor rate =
+      options.lr_tensor.defined() ? options.lr_tensor.view(at::IntArrayRef{}) : at::Tensor();
   const at::Tensor keep = python_scalar(beta2);
   // The factor of decoupled weight decay.
   const at::Tensor shrink = rate.defined() ? at::rsub(at::mul(rate, options.weight_decay), 1)
@@ -480,9 +459,6 @@ inline void adam_foreach(const AdamOptions& options, Active<AdamState>& all) {
 
 /// Python's `_fused_adam`. Never synchronizes with the device.
 inline void adam_fused(const AdamOptions& o, Active<AdamState>& all, const StepScale& scale) {
-  const auto optional = [](const at::Tensor& tensor) {
-    return tensor.defined() ? std::optional<at::Tensor>(tensor) : std::nullopt;
-  };
   const StepScale here = scale.on(all.parameters[0].device());
   align_gradients(all);
   advance_steps(all);
@@ -501,18 +477,13 @@ inline void adam_fused(const AdamOptions& o, Active<AdamState>& all, const StepS
                        o.betas[1], o.weight_decay, o.eps, o.amsgrad, o.maximize, optional(here.scale),
                        optional(here.found_inf));
   };
-  if (o.lr_tensor.defined())
-    call(o.lr_tensor);
-  else
-    call(o.lr);
+  o.lr_tensor.defined() ? call(o.lr_tensor) : call(o.lr);
   // Undo the step count of a skipped step.
   if (here.found_inf.defined())
     at::_foreach_sub_(steps, std::vector<at::Tensor>(steps.size(), here.found_inf.view(at::IntArrayRef{})));
 }
 
-}  // namespace lockstep::detail
-
-namespace lockstep {
+}  // namespace detail
 
 /// Implements Adam, bitwise equal to `torch.optim.Adam` in parameters and state for the same implementation,
 /// dtype and number of threads. (`torch::optim::Adam` rounds differently.)
@@ -526,10 +497,9 @@ class Adam : public detail::GroupedOptimizer<Adam, AdamState, AdamOptions> {
   /// CapturedStep can capture a fused step whose learning rate is a tensor.
   static constexpr bool capturable = true;
 
-  /// Throws UsageError if there are no parameters, one is repeated, or an option is out of range.
   explicit Adam(std::vector<at::Tensor> parameters, const AdamOptions& options = {})
       : GroupedOptimizer(std::move(parameters), options) {}
-  /// Constructs an optimizer of parameter groups. `options` are the defaults of groups without options.
+  /// `options` are the defaults of groups without options.
   explicit Adam(std::vector<torch::optim::OptimizerParamGroup> groups, const AdamOptions& options = {})
       : GroupedOptimizer(std::move(groups), options) {}
 
@@ -578,10 +548,8 @@ class Adam : public detail::GroupedOptimizer<Adam, AdamState, AdamOptions> {
 /// torch.optim.AdamW.
 class AdamW : public Adam {
  public:
-  /// Constructs one group of all parameters. Throws UsageError for values that Python refuses.
   explicit AdamW(std::vector<at::Tensor> parameters, const AdamWOptions& options = {})
       : Adam(std::move(parameters), options) {}
-  /// Constructs the groups; `options` are the defaults of a group without options of its own.
   explicit AdamW(std::vector<torch::optim::OptimizerParamGroup> groups, const AdamWOptions& options = {})
       : Adam(std::move(groups), options) {}
 };

@@ -33,30 +33,25 @@ enum class Implementation {
 template <class Options>
 class GroupOptions : public torch::optim::OptimizerCloneableOptions<GroupOptions<Options>> {
  public:
-  /// Constructs a group's options from the plain struct.
   explicit GroupOptions(Options options) : values(std::move(options)) {}
   /// The constructor that LibTorch calls before it reads the other options from an archive.
   explicit GroupOptions(double lr) { values.lr = lr; }
 
-  /// Returns the learning rate: `lr_tensor` if that is defined, otherwise `lr`.
   [[nodiscard]] double get_lr() const override {
     return values.lr_tensor.defined() ? values.lr_tensor.template item<double>() : values.lr;
   }
-  /// Sets the learning rate, in `lr_tensor` if that is defined.
   void set_lr(const double lr) override {
     values.lr = lr;
     if (values.lr_tensor.defined()) values.lr_tensor.fill_(lr);
   }
 
-  /// Writes the numeric and boolean options. Omits the implementation and the tensor, which belong to the
-  /// run.
+  /// Omits the implementation and the tensor, which belong to the run.
   void serialize(torch::serialize::OutputArchive& archive) const override {
     Options saved = values;
     saved.lr = get_lr();
     Options::each_field(
         saved, [&](const char* name, const auto& value) { archive.write(name, c10::IValue(value)); });
   }
-  /// Reads the options from an archive of `serialize`.
   void serialize(torch::serialize::InputArchive& archive) override {
     Options::each_field(values, [&]<class Value>(const char* name, Value& value) {
       c10::IValue found;
@@ -88,9 +83,7 @@ torch::optim::OptimizerParamGroup parameter_group(std::vector<at::Tensor> parame
   }
 }
 
-}  // namespace lockstep
-
-namespace lockstep::detail {
+namespace detail {
 
 /// Throws UsageError unless `good`. Callers phrase `good` so that NaN fails it.
 inline void require_option(bool good, const char* optimizer, std::size_t group, const char* name,
@@ -100,7 +93,6 @@ inline void require_option(bool good, const char* optimizer, std::size_t group, 
                                        value, group, range));
 }
 
-/// Throws UsageError if the learning rate or the weight decay is invalid.
 template <class Options>
 void check_rate(const Options& options, const char* optimizer, std::size_t group) {
   require_option(options.lr >= 0, optimizer, group, "lr", options.lr, "not 0 or more");
@@ -130,4 +122,5 @@ struct TensorState : torch::optim::OptimizerCloneableParamState<Derived> {
   }
 };
 
-}  // namespace lockstep::detail
+}  // namespace detail
+}  // namespace lockstep

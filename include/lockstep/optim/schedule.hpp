@@ -26,15 +26,11 @@ concept RateCurve = requires(const C& curve, std::int64_t t) {
   { curve(t) } -> std::convertible_to<double>;
 };
 
-}  // namespace lockstep
-
-namespace lockstep::detail {
+namespace detail {
 inline void require_positive(std::int64_t value, const char* curve, const char* option) {
   if (value < 1) throw UsageError(detail::formatted("{}: {} is {}: give 1 or more", curve, option, value));
 }
-}  // namespace lockstep::detail
-
-namespace lockstep {
+}  // namespace detail
 
 /// Returns `factor` for the first `total_iters`, then 1. Counterpart: torch.optim.lr_scheduler.ConstantLR.
 struct ConstantLR {
@@ -44,8 +40,7 @@ struct ConstantLR {
 };
 
 /// Interpolates linearly from `start_factor` at 0 to `end_factor` at `total_iters`, then stays constant; the
-/// defaults make a warm-up. Throws UsageError if total_iters < 1. Counterpart:
-/// torch.optim.lr_scheduler.LinearLR.
+/// defaults make a warm-up. Counterpart: torch.optim.lr_scheduler.LinearLR.
 struct LinearLR {
   double start_factor = 1.0 / 3, end_factor = 1;
   std::int64_t total_iters = 5;
@@ -81,8 +76,7 @@ struct PolynomialLR {
   }
 };
 
-/// Multiplies by `gamma` every `step_size`. Throws UsageError if step_size < 1. Counterpart:
-/// torch.optim.lr_scheduler.StepLR.
+/// Multiplies by `gamma` every `step_size`. Counterpart: torch.optim.lr_scheduler.StepLR.
 struct StepLR {
   std::int64_t step_size = 1;
   double gamma = 0.1;
@@ -115,10 +109,9 @@ struct ExponentialLR {
 /// torch.optim.lr_scheduler.SequentialLR.
 template <class First, class Second>
 struct SequentialLR {
-  static_assert(
-      RateCurve<First> && RateCurve<Second>,
-      "lockstep: SequentialLR takes a curve, the number of steps or epochs that it lasts, and the curve "
-      "that follows it");
+  static_assert(RateCurve<First> && RateCurve<Second>,
+                "lockstep: SequentialLR takes a curve, the number of steps or epochs that it lasts, and the "
+                "curve that follows it");
   First first;
   std::int64_t milestone;
   Second second;
@@ -132,10 +125,9 @@ SequentialLR(First, int, Second) -> SequentialLR<First, Second>;
 /// A Schedule (see train/extras.hpp) that evaluates its curve at the optimizer step.
 template <class Curve>
 struct PerStep {
-  static_assert(
-      RateCurve<Curve>,
-      "lockstep: PerStep takes a curve, such as CosineAnnealingLR, which is called with the number of a "
-      "step and gives the factor of the rate");
+  static_assert(RateCurve<Curve>,
+                "lockstep: PerStep takes a curve, such as CosineAnnealingLR, which is called with the number "
+                "of a step and gives the factor of the rate");
   Curve curve;
   double rate_factor(std::int64_t /*epoch*/, std::int64_t step) const { return curve(step); }
 };
@@ -156,50 +148,38 @@ PerEpoch(Curve) -> PerEpoch<Curve>;
 
 /// How the learning rate scales with the global batch size.
 enum class RateRule {
-  /// Does not scale.
-  constant,
+  constant,  ///< does not scale
   /// Scales linearly: the rule of Goyal et al. (arXiv 1706.02677), for SGD.
   linear,
   /// Scales with the square root, which keeps the variance of an update: common for Adam.
   square_root,
 };
 
-/// The global batch of one optimizer step, and the batch size for which the learning rate was tuned.
+/// The samples of one optimizer step.
 struct GlobalBatch {
-  /// Samples per rank and backward.
-  std::int64_t per_rank = 1;
-  /// Backward calls per optimizer step.
-  std::int64_t accumulation = 1;
-  /// Batch size for which the learning rate was tuned, often that of a paper.
-  std::int64_t reference = 256;
-  /// Number of ranks. Defaults to the world size.
-  std::optional<int> ranks = std::nullopt;
+  std::int64_t per_rank = 1;      ///< samples per backward
+  std::int64_t accumulation = 1;  ///< backward calls per optimizer step
+  std::int64_t reference = 256;   ///< the batch size for which the rate was tuned
+  std::optional<int> ranks = std::nullopt;  ///< default: the size of the world
 };
 
-/// Returns `lr` scaled by `rule` with the ratio of the global batch to the reference. The global batch is
-/// per_rank x ranks x accumulation. Logs the result to the world's log. Throws UsageError if a batch size or
-/// count is below 1, or `lr` is negative or not finite.
+/// Returns `lr` scaled by `rule` with the ratio of the global batch to the reference, and logs it. Throws
+/// UsageError if a batch size or count is below 1, or `lr` is negative or not finite.
 inline double scaled_rate(double lr, RateRule rule, const GlobalBatch& batch, const World& world) {
   if (batch.per_rank < 1 || batch.accumulation < 1 || batch.reference < 1)
-    throw UsageError(detail::formatted(
-        "scaled_rate: {} samples per rank, {} backward calls per step and a reference of {}: "
-        "give 1 or more for each",
-        batch.per_rank, batch.accumulation, batch.reference));
+    throw UsageError(
+        detail::formatted("scaled_rate: {} samples per rank, {} backward calls per step and a reference of "
+                          "{}: give 1 or more for each",
+                          batch.per_rank, batch.accumulation, batch.reference));
   if (!(lr >= 0) || !std::isfinite(lr))
     throw UsageError(detail::formatted("scaled_rate: a learning rate of {}: give 0 or more", lr));
   const int ranks = batch.ranks.value_or(world.size());
   if (ranks < 1) throw UsageError(detail::formatted("scaled_rate: {} ranks: give 1 or more", ranks));
   const std::int64_t global = batch.per_rank * ranks * batch.accumulation;
   const double ratio = static_cast<double>(global) / static_cast<double>(batch.reference);
-  double factor = 1;
-  const char* name = "constant";
-  if (rule == RateRule::linear) {
-    factor = ratio;
-    name = "linear";
-  } else if (rule == RateRule::square_root) {
-    factor = std::sqrt(ratio);
-    name = "square root";
-  }
+  const auto [factor, name] = rule == RateRule::linear        ? std::pair(ratio, "linear")
+                              : rule == RateRule::square_root ? std::pair(std::sqrt(ratio), "square root")
+                                                              : std::pair(1.0, "constant");
   world.log.info(
       "learning rate {:.6g} ({} rule: {:.6g} for a batch of {}; global batch {} = {} x {} ranks x {})",
       lr * factor, name, lr, batch.reference, global, batch.per_rank, ranks, batch.accumulation);

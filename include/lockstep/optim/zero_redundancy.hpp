@@ -29,10 +29,10 @@
 #include "lockstep/optim/detail/sharded_state.hpp"
 #include "lockstep/precision/precision.hpp"
 
-namespace lockstep::detail {
+namespace lockstep {
+namespace detail {
 
-/// The parameters of one rank, by group.
-using Shard = std::vector<std::vector<at::Tensor>>;
+using Shard = std::vector<std::vector<at::Tensor>>;  // by group
 
 /// Partitions the parameters over the ranks as Python's ZeroRedundancyOptimizer does: group by group, largest
 /// first, each to the rank with the fewest elements so far.
@@ -87,9 +87,7 @@ inline constexpr bool is_sharded = std::derived_from<Made, ShardedState>;
 template <class Made>
 inline constexpr bool is_sharded<std::unique_ptr<Made>> = std::derived_from<Made, ShardedState>;
 
-}  // namespace lockstep::detail
-
-namespace lockstep {
+}  // namespace detail
 
 /// Shards the state of an optimizer over the ranks (ZeRO stage 1). Each rank keeps the state of its shard of
 /// the parameters and steps them; then each rank sends its shard to the others by one coalesced broadcast.
@@ -109,9 +107,8 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer,
                 "lockstep::Communicator, such as lockstep::GlooComm");
 
  public:
-  /// Constructs the inner optimizer by `make(parameters)`, which gets all parameters and returns an optimizer
-  /// with any groups, or a unique_ptr to one. Collective. Throws MismatchError if the ranks' parameters
-  /// differ in more than their values, UsageError if the memory of a parameter has gaps.
+  /// `make(parameters)` returns the inner optimizer with any groups, or a unique_ptr to one. Collective. Throws
+  /// MismatchError if the ranks' parameters differ in more than their values, UsageError if one has gaps.
   template <class Make>
   ZeroRedundancyOptimizer(std::vector<at::Tensor> parameters, Comm& comm, Make&& make)
       : ZeroRedundancyOptimizer(made(make, std::move(parameters)), comm) {}
@@ -126,7 +123,6 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer,
     return loss;
   }
 
-  /// Returns whether the inner optimizer is a ScaledStep that accepts a scale.
   [[nodiscard]] bool takes_scale() override {
     auto* inside = dynamic_cast<ScaledStep*>(inner_.get());
     if (inside == nullptr) return false;
@@ -170,8 +166,6 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer,
   void save(torch::serialize::OutputArchive& archive) const override {
     read_full_state([&](torch::optim::Optimizer& whole) { whole.save(archive); });
   }
-  /// Calls `read` with the inner optimizer, which meanwhile holds all groups and states. Not collective.
-  /// Throws as `save`.
   void read_full_state(const Access& read) const override {
     if (!consolidated_)
       throw CheckpointError(
@@ -194,13 +188,10 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer,
     put_back();
   }
 
-  /// Reads an archive of `save` at any number of ranks, or of the unsharded inner optimizer, and keeps this
-  /// rank's shard. Every rank reads the whole archive.
+  /// Reads an archive of `save` at any number of ranks, or of the unsharded inner optimizer, on every rank.
   void load(torch::serialize::InputArchive& archive) override {
     write_full_state([&](torch::optim::Optimizer& whole) { whole.load(archive); });
   }
-  /// Calls `write` with the inner optimizer, which meanwhile holds all groups, and keeps this rank's shard of
-  /// the states that `write` leaves there. Not collective.
   void write_full_state(const Access& write) override {
     forget_gathered();
     {
@@ -323,7 +314,6 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer,
             if (!parameter.is_inference()) parameter.unsafeGetTensorImpl()->bump_version();
   }
 
-  // Updates the byte views of parameters whose memory has moved.
   void refresh_flats() {
     flats_.resize(shards_.size());
     for (std::size_t rank = 0; rank < shards_.size(); ++rank) {
@@ -332,7 +322,8 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer,
         for (const at::Tensor& parameter : group) {
           if (i == flats_[rank].size()) flats_[rank].emplace_back();
           at::Tensor& flat = flats_[rank][i++];
-          if (!flat.defined() || flat.const_data_ptr() != parameter.const_data_ptr())
+          if (!flat.defined() || flat.const_data_ptr() != parameter.const_data_ptr() ||
+              flat.nbytes() != parameter.nbytes())
             flat = detail::bytes_alias(parameter);
         }
     }

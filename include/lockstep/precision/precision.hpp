@@ -36,8 +36,8 @@ namespace lockstep {
 /// The number format of a training step. An instance lives as long as its optimizer. The training loop calls
 /// it three times per step, in this order:
 ///
-/// 1. `forward(f)` runs `f()` (the model's forward and the loss, or an evaluation) in the precision's context
-///    and returns its result unchanged. It leaves the context even if `f` throws.
+/// 1. `forward(f)` returns `f()` (the model's forward and the loss, or an evaluation), run in the precision's
+///    context.
 /// 2. `scale(loss)` returns the tensor from which backward starts. Backward accumulates the gradients of this
 ///    tensor, so the reduction over the ranks sees gradients of equal scale.
 /// 3. `step(optimizer)` unscales the reduced gradients and steps the optimizer. It returns whether it
@@ -63,8 +63,7 @@ concept ScalingPrecision = Precision<P> && requires(P& precision, torch::optim::
   precision.unscale(optimizer);
 };
 
-/// Runs everything in the parameters' own dtype, without context and without loss scaling. Compiles to
-/// nothing.
+/// Runs everything in the parameters' own dtype. Compiles to nothing.
 struct Fp32 {
   /// CapturedStep can capture it.
   static constexpr bool capturable = true;
@@ -82,15 +81,11 @@ struct Fp32 {
   }
 };
 
-}  // namespace lockstep
+namespace detail {
 
-namespace lockstep::detail {
-
-/// Enables autocast to `dtype`, or sets its states, on this thread in a scope, on the CPU and, if there is one,
-/// on the GPU.
+/// Sets the states of autocast on this thread in a scope, on the CPU and, if there is one, on the GPU.
 /// LibTorch caches its casts of parameters until the outermost of nested scopes ends; a scope of another
 /// dtype clears the cache at both of its ends, since LibTorch would reuse casts to the wrong dtype.
-/// Counterpart: torch.autocast.
 class AutocastScope {
  public:
   struct State {
@@ -99,7 +94,6 @@ class AutocastScope {
   };
   using States = std::array<State, 2>;  // of the CPU and the GPU
 
-  /// Returns the states of this thread.
   static States current() {
     States states{};
     for (std::size_t i = 0; i < states.size(); ++i)
@@ -139,13 +133,10 @@ class AutocastScope {
   bool other_dtype_ = false;  // the enclosing scope has another dtype
 };
 
-}  // namespace lockstep::detail
-
-namespace lockstep {
+}  // namespace detail
 
 /// Runs the forward in bfloat16 where autocast supports it; parameters, gradients and the optimizer step keep
-/// their own dtype. Needs no loss scaling: bfloat16 has the range of float32. Counterpart:
-/// torch.autocast(dtype=torch.bfloat16).
+/// their own dtype. Needs no loss scaling. Counterpart: torch.autocast(dtype=torch.bfloat16).
 struct Bf16 : Fp32 {
   template <class Forward>
   decltype(auto) forward(Forward&& forward) const {
@@ -158,10 +149,9 @@ struct Bf16 : Fp32 {
 /// mantissa, sums in float32), in the whole process. The destructor restores the previous settings of
 /// LibTorch:
 ///
-/// - matrix products, as by `torch.set_float32_matmul_precision("high")`: cuBLAS on a GPU; on a CPU oneDNN,
-///   which uses it on processors with such units (AMX) and computes in float32 elsewhere;
-/// - convolutions and recurrent layers on a GPU, as by `torch.backends.cudnn.allow_tf32 = True`, which is
-///   LibTorch's default.
+/// - matrix products, as by `torch.set_float32_matmul_precision("high")`: cuBLAS on a GPU, oneDNN on a CPU, which
+///   computes in float32 on processors without such units (AMX);
+/// - convolutions and recurrent layers on a GPU, as by `torch.backends.cudnn.allow_tf32 = True`, the default.
 ///
 /// Destroy scopes in reverse order of construction. Throws UsageError if LibTorch's settings of single
 /// backends contradict each other, since they could not be restored.
@@ -202,8 +192,7 @@ class Tf32Scope {
 };
 
 /// Runs the forward, and from `scale` to `step` the backward and its reduction, with TensorFloat-32 allowed;
-/// the optimizer step is in float32. See Tf32Scope for its effect on each device. Needs no loss scaling: the
-/// range is that of float32.
+/// the optimizer step is in float32. See Tf32Scope.
 class Tf32 {
  public:
   /// CapturedStep can capture it.
@@ -226,7 +215,6 @@ class Tf32 {
     return true;
   }
 
-  /// Leaves the scope of an abandoned backward.
   void forget() { backward_.reset(); }
 
  private:
@@ -234,13 +222,11 @@ class Tf32 {
 };
 
 /// The arguments that a GradScaler passes to a step: gradients are divided by `scale`, and the step is
-/// skipped if `found_inf` is 1. Each has one element, or is undefined.
+/// skipped if `found_inf` is 1. Each has one element, or is undefined (see `any`). `on` copies them to a device.
 struct StepScale {
   at::Tensor scale, found_inf;
 
-  /// Returns whether at least one of the two is defined.
   [[nodiscard]] bool any() const { return scale.defined() || found_inf.defined(); }
-  /// Returns a copy on `device`. Does not block the host.
   [[nodiscard]] StepScale on(const at::Device& device) const {
     const auto there = [&](const at::Tensor& tensor) {
       return tensor.defined() ? tensor.to(device, tensor.scalar_type(), /*non_blocking=*/true) : tensor;
@@ -250,8 +236,8 @@ struct StepScale {
 };
 
 /// An optimizer whose step divides the gradients by a scaler's scale and decides on the device whether to
-/// skip. It does not synchronize with the device and needs no separate pass to unscale. A class derives from
-/// this and from torch::optim::Optimizer; GradScaler then uses it.
+/// skip, without synchronizing and without a separate pass. A class derives from this and from
+/// torch::optim::Optimizer; GradScaler then uses it.
 class ScaledStep {
  public:
   /// Returns whether the current options allow `step_scaled`.
@@ -269,15 +255,12 @@ class ScaledStep {
 /// The outcome of a step: made or skipped. Only the device may know it; querying it then synchronizes.
 class StepOutcome {
  public:
-  /// Constructs an outcome that the host knows.
   StepOutcome(bool stepped)
       : stepped_(stepped) {}  // NOLINT(google-explicit-constructor): a bool is an outcome
-  /// Constructs the outcome of a step that is skipped if the one-element `found_inf` is not 0.
   explicit StepOutcome(at::Tensor found_inf) : found_inf_(std::move(found_inf)) {}
 
   /// Returns whether the host knows the outcome, so that querying it does not block.
   [[nodiscard]] bool known() const { return !found_inf_.defined(); }
-  /// Returns whether the step was made. Synchronizes with the device unless `known()`.
   operator bool() const {  // NOLINT(google-explicit-constructor)
     return known() ? stepped_ : found_inf_.item<float>() == 0;
   }
@@ -292,26 +275,20 @@ class StepOutcome {
 
 /// Options of GradScaler, with the names and defaults of torch.amp.GradScaler.
 struct GradScalerOptions {
-  /// The scale of the first step.
-  double init_scale = 65536;
-  /// Factor of the scale after `growth_interval` consecutive steps with finite gradients.
-  double growth_factor = 2;
-  /// Factor of the scale after a step skipped for gradients that are not finite.
-  double backoff_factor = 0.5;
+  double init_scale = 65536;    ///< of the first step
+  double growth_factor = 2;     ///< after `growth_interval` consecutive steps with finite gradients
+  double backoff_factor = 0.5;  ///< after a skipped step
   std::int64_t growth_interval = 2000;
   /// False makes scaling, unscaling and update no-ops; `step` steps the optimizer unconditionally.
   bool enabled = true;
 };
 
-/// Scales losses, so that small gradients do not underflow in half precision; unscales the gradients before
-/// the step and skips a step whose gradients are not finite. Adapts the scale. Bitwise equal to Python's.
+/// Scales losses, so that small gradients do not underflow in half precision, and skips a step whose gradients
+/// are not finite. Bitwise equal to Python's.
 ///
 /// Each iteration calls `scale` for each loss, backward, optionally `unscale(optimizer)` to inspect or clip
-/// the gradients, `step(optimizer)` for each optimizer, and `update()` once.
-///
-/// Optimizers that unscale in their own step (ScaledStep: SGD, Adam and AdamW with Implementation::fused) are
-/// stepped without synchronizing with the device, as in Python with `fused=True`: one pass checks the
-/// gradients, and the step divides them.
+/// the gradients, `step(optimizer)` for each optimizer, and `update()` once. A ScaledStep (SGD, Adam and AdamW
+/// with Implementation::fused) is stepped without synchronizing with the device.
 ///
 /// Counterpart: torch.amp.GradScaler.
 class GradScaler {
@@ -337,11 +314,8 @@ class GradScaler {
     return loss * scale_.to(loss.device());
   }
 
-  /// Divides the gradients of the optimizer's parameters by the scale and checks whether all are finite. Call
-  /// it at most once between backward and step.
-  ///
-  /// Throws UsageError if it was called already or after `step`. Throws GradientError if a gradient is
-  /// float16 (keep parameters in float32 and use autocast), or if no parameter has a gradient.
+  /// Divides the gradients of the optimizer's parameters by the scale and checks whether all are finite. Throws
+  /// UsageError if it was called already or after `step`, and GradientError if a gradient is float16 (keep
   void unscale(torch::optim::Optimizer& optimizer) {
     if (!options_.enabled) return;
     State& state = states_[&optimizer];
@@ -357,9 +331,8 @@ class GradScaler {
   /// Makes all ranks skip a step that one rank must skip. Collective. Call it before `step`, before or after
   /// `unscale`.
   ///
-  /// Not needed if every gradient was reduced by a sum, which propagates infinities to all ranks. Needed for
-  /// hooks that do not propagate them (PowerSgdHook, NoOpHook) and for parameters that are not reduced.
-  /// Throws UsageError after `step`.
+  /// Needed for hooks that do not propagate infinities to all ranks (PowerSgdHook, NoOpHook) and for parameters
+  /// that are not reduced. Throws UsageError after `step`.
   template <Communicator Comm>
   void agree(torch::optim::Optimizer& optimizer, Comm& comm) {
     if (!options_.enabled || comm.size() == 1) return;
@@ -376,9 +349,8 @@ class GradScaler {
   /// Unscales the gradients if `unscale` has not, and steps the optimizer unless a gradient is not finite.
   /// Returns whether it stepped.
   ///
-  /// For a ScaledStep the outcome stays on the device until it is queried; for other optimizers this
-  /// synchronizes with the device. Throws UsageError if it was called already since the last update, and
-  /// GradientError as `unscale` does.
+  /// For a ScaledStep the outcome stays on the device until it is queried. Throws UsageError if it was called
+  /// already since the last update, and GradientError as `unscale` does.
   StepOutcome step(torch::optim::Optimizer& optimizer) {
     if (!options_.enabled) {
       optimizer.step();
@@ -409,8 +381,7 @@ class GradScaler {
     return finite;
   }
 
-  /// Ends the iteration: adapts the scale to the outcome of the steps, or sets it to `new_scale`. Does not
-  /// synchronize with the device. Throws UsageError if neither `step` nor `unscale` preceded it.
+  /// Ends the iteration: adapts the scale to the outcome of the steps, or sets it to `new_scale`.
   void update(std::optional<double> new_scale = std::nullopt) {
     if (!options_.enabled) return;
     if (new_scale) {
@@ -430,20 +401,17 @@ class GradScaler {
     states_.clear();
   }
 
-  /// Discards the state of all optimizers since the last update, for an abandoned iteration.
   void forget() { states_.clear(); }
 
-  /// Returns the scale; 1 if the scaler is disabled. Synchronizes with the device.
   [[nodiscard]] double get_scale() const {
     if (!options_.enabled) return 1;
     return scale_.defined() ? scale_.item<float>() : options_.init_scale;
   }
-  /// Returns the number of consecutive finite steps since the scale last changed. Synchronizes with the
-  /// device.
+  /// Returns the number of consecutive finite steps since the scale last changed. Like `get_scale` and `skipped`
+  /// (steps of all optimizers), synchronizes with the device.
   [[nodiscard]] std::int64_t growth_tracker() const {
     return growth_tracker_.defined() ? growth_tracker_.item<std::int32_t>() : init_growth_tracker_;
   }
-  /// Returns the number of skipped steps of all optimizers. Synchronizes with the device.
   [[nodiscard]] std::int64_t skipped() const {
     return skipped_ +
            (skipped_on_device_.defined() ? static_cast<std::int64_t>(skipped_on_device_.item<float>()) : 0);
@@ -510,7 +478,6 @@ class GradScaler {
     growth_tracker_ = at::full({}, init_growth_tracker_, at::TensorOptions(at::kInt).device(device));
   }
 
-  /// The gradients on one device, with the scaling factor there.
   struct OnDevice {
     at::Tensor found_inf, factor;
     std::vector<std::pair<at::ScalarType, std::vector<at::Tensor>>> gradients;
@@ -587,7 +554,6 @@ class GradScaler {
   // Returns one element, 0 or 1: the fused operators skip a step only for exactly 1.
   static at::Tensor combined(const State& state) {
     at::Tensor found = state.found_inf.at(0);
-    if (state.found_inf.size() == 1) return found;
     for (std::size_t i = 1; i < state.found_inf.size(); ++i)
       found = at::maximum(found, state.found_inf[i].to(found.device()));
     return found;
@@ -601,8 +567,7 @@ class GradScaler {
 };
 
 /// Runs the forward in float16 where autocast supports it and scales the loss by its own GradScaler;
-/// parameters and the optimizer step keep their own dtype. Skips a step whose gradients are not finite.
-/// Checkpoints store the scaler.
+/// parameters and the optimizer step keep their own dtype.
 ///
 /// Counterpart: torch.autocast(dtype=torch.float16) with torch.amp.GradScaler.
 class Fp16 {
@@ -621,9 +586,7 @@ class Fp16 {
   }
 
   at::Tensor scale(const at::Tensor& loss) { return scaler_.scale(loss); }
-  /// Divides the gradients by the scale, to inspect or clip them before the step.
   void unscale(torch::optim::Optimizer& optimizer) { scaler_.unscale(optimizer); }
-  /// Makes all ranks skip a step that one rank must skip; see GradScaler::agree. Collective.
   template <Communicator Comm>
   void agree(torch::optim::Optimizer& optimizer, Comm& comm) {
     scaler_.agree(optimizer, comm);
@@ -636,8 +599,7 @@ class Fp16 {
 
   void forget() { scaler_.forget(); }
 
-  /// Returns the scaler, for its scale and its number of skipped steps.
-  [[nodiscard]] const GradScaler& scaler() const { return scaler_; }
+  [[nodiscard]] const GradScaler& scaler() const { return scaler_; }  ///< for its scale and counts
   void save(torch::serialize::OutputArchive& archive) const { scaler_.save(archive); }
   void load(torch::serialize::InputArchive& archive) { scaler_.load(archive); }
 

@@ -19,9 +19,7 @@ struct MetricsOptions {
   std::int64_t every = 1;
 };
 
-}  // namespace lockstep
-
-namespace lockstep::detail {
+namespace detail {
 
 enum class MetricsFormat { csv, json };
 
@@ -47,9 +45,7 @@ class MetricsLog {
   AppendFile file_;
 };
 
-}  // namespace lockstep::detail
-
-namespace lockstep {
+}  // namespace detail
 
 /// A callback of `Trainer::fit` by which rank 0 writes one row for each step, epoch and `add_scalar` to a CSV
 /// file:

@@ -34,17 +34,14 @@ struct RunReportOptions {
 /// }}, page);
 /// ```
 ///
-/// It shows: the loss (rank 0's of the steps, at most 1024 of them, and the mean over all ranks of each
-/// epoch); the values of `add_scalar`; samples/s of each rank; the mean time of a step by phase (see
-/// StepPhase) on each rank; the phases and the buckets of the last step on each rank; which rank the others
-/// waited for, and for how long; versions, hosts, threads and the command line.
+/// It shows: the loss (rank 0's of at most 1024 steps, and the mean over all ranks of each epoch); the values
+/// of `add_scalar`; of each rank samples/s, the mean time of a step by StepPhase, and the phases and buckets of
+/// the last step; which rank the others waited for, and for how long; versions, hosts, threads, command line.
 ///
-/// The page is written after each epoch, and by the destructor if values were added since. The ranks gather
-/// their parts at the end of each epoch: `on_epoch` is collective, so every rank passes it to `fit`. Each
-/// file is whole: a kill leaves the page of the epoch before. The page of an earlier run, such as the one that
-/// this run resumes, is kept: before it is replaced, rank 0 copies it to the next free name (report.1.html
-/// beside report.html) and says so. If it cannot be written, rank 0 warns once and
-/// the training continues. Refers to the communicator.
+/// The page is written after each epoch, and by the destructor if values were added since. `on_epoch` gathers
+/// the parts of the ranks: every rank passes the report to `fit`. The file is replaced atomically. The page of
+/// an earlier run is kept under the next free name (report.1.html beside report.html), which rank 0 logs. If
+/// the page cannot be written, rank 0 warns once and the training continues. Refers to the communicator.
 ///
 /// A step's loss is read from the device on rank 0, which synchronizes with a GPU.
 template <Communicator C>
@@ -86,9 +83,7 @@ class RunReport {
  private:
   void write() {
     changed_ = false;
-    const World& world = comm_.world();
-    // In a group without world rank 0, the group's rank 0 logs.
-    const Log log = world.rank() == 0 ? world.log : world.log.all();
+    const Log log = detail::group_log(comm_.world());
     if (!std::exchange(kept_, true)) detail::keep_copy(path_, log);
     detail::write_or_warn(path_, page_->html(recorder_.losses()), log, warned_);
   }

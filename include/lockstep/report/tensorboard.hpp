@@ -36,11 +36,11 @@ struct TensorBoardOptions {
 /// epoch, at the number of its last step: `epoch/loss` (the mean over all ranks' samples) and
 /// `epoch/seconds`. Values are float32, as TensorBoard's are.
 ///
-/// Each TensorBoard writes a new file; TensorBoard shows all files of a folder as one run. In a folder that
-/// has event files, as after a resume, the values of the first step come after the start of a session: the
-/// values before it at that step and later ones are no longer shown. The same holds for a step whose number
-/// is below that of the step before it. Each event is written at once, so that a killed run leaves whole
-/// events. If the file cannot be written, rank 0 warns once and the training continues. Not collective.
+/// Each TensorBoard writes a new file; TensorBoard shows all files of a folder as one run. The first step in a
+/// folder that has event files, and a step whose number is below that of the step before it, start a session:
+/// earlier values at that step and later ones are no longer shown. Each event is written at once, so that a
+/// killed run leaves whole events. If the file cannot be written, rank 0 warns once and the training continues.
+/// Not collective.
 ///
 /// Counterpart: torch.utils.tensorboard.SummaryWriter.
 class TensorBoard {

@@ -12,7 +12,6 @@
 #include "lockstep/detail/format.hpp"
 #include "lockstep/detail/served_call.hpp"
 #include "lockstep/error.hpp"
-#include "lockstep/log/log.hpp"
 #include "lockstep/report/detail/append_file.hpp"
 #include "lockstep/report/detail/trace_recorder.hpp"
 #include "lockstep/train/extras.hpp"
@@ -35,16 +34,14 @@ struct TraceOptions {
 /// trainer.fit(train, loss, trace);
 /// ```
 ///
-/// Each rank is a process with three kinds of lanes: the steps; their phases (see StepPhase); and the
-/// buckets, from the launch of a bucket's reduction to its completion (BucketReport::completed says what that
-/// is for which communicator). Buckets in flight at one time have lanes of their own.
+/// Each rank is a process with three kinds of lanes: the steps; their phases (see StepPhase); and the buckets,
+/// from launch to completion (see BucketReport::completed). Buckets in flight at one time have lanes of their
+/// own. The ranks of one host share a clock; the times of different hosts are compared by their wall clocks.
 ///
-/// The ranks of one host share a clock. The times of different hosts are compared by their wall clocks.
-///
-/// Collective in two places: after the last traced step, and after an epoch in which steps were traced but
-/// not the last one. Rank 0 then writes the file atomically. If that fails, rank 0 warns once and the
-/// training continues. If `fit` ends before step `from`, no file is written, and the destructor of rank 0
-/// warns. Every rank passes it to `fit` with equal options. Refers to the communicator.
+/// Collective after the last traced step, and after an epoch in which steps were traced but not the last one.
+/// Rank 0 then writes the file atomically. If that fails, rank 0 warns once and the training continues. If
+/// `fit` ends before step `from`, no file is written, and the destructor of rank 0 warns. Every rank passes it
+/// to `fit` with equal options. Refers to the communicator.
 template <Communicator C>
 class Trace {
  public:
@@ -59,16 +56,16 @@ class Trace {
 
   Trace(const Trace&) = delete;
   Trace& operator=(const Trace&) = delete;
-  /// Warns on rank 0 if the steps that were run end before the first one to be traced, unless an exception
-  /// ends them. Not collective.
+  /// Warns on rank 0 if no step of [from, to) was run, unless an exception is in flight. Not collective.
   ~Trace() {
     if (!last_ || first_ >= options_.to || !recorder_.empty() || comm_.rank() != 0 ||
         std::uncaught_exceptions() > thrown_)
       return;
     try {
-      log().warning(
-          "no trace '{}' was written: no step of [{}, {}) was run, the steps were {} to {}; set from and to "
-          "in TraceOptions",
+      const Log log = detail::group_log(comm_.world());
+      log.warning(
+          "no trace '{}' was written: no step of [{}, {}) was run, the steps were {} to {}; set from and "
+          "to in TraceOptions",
           path_.string(), options_.from, options_.to, first_, *last_);
     } catch (...) {  // the training may be unwinding
     }
@@ -96,12 +93,7 @@ class Trace {
       origin = std::min<std::int64_t>(origin, std::stoll(there));
     const auto events = comm_.all_gather_bytes(recorder_.events(comm_.rank(), origin));
     if (comm_.rank() != 0) return;
-    detail::write_or_warn(path_, detail::trace_file(events), log(), warned_);
-  }
-  /// In a group without world rank 0, the group's rank 0 logs.
-  Log log() const {
-    const World& world = comm_.world();
-    return world.rank() == 0 ? world.log : world.log.all();
+    detail::write_or_warn(path_, detail::trace_file(events), detail::group_log(comm_.world()), warned_);
   }
 
   C& comm_;

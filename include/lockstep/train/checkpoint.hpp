@@ -28,9 +28,9 @@ inline std::string serialize_model(const torch::nn::Module& model) {
 }
 
 /// Copies tensors into `model` from `bytes` of serialize_model, torch::save or a checkpoint. Throws
-/// CheckpointError if the bytes are damaged (see detail::check_archive), or if a tensor is missing, unexpected, or of
-/// another shape or dtype; the error names each such tensor, and the model is unchanged. `origin` names the
-/// bytes in errors.
+/// CheckpointError if the bytes are damaged (see detail::check_archive), or if a tensor is missing,
+/// unexpected, or of another shape or dtype; the error names each such tensor, and the model is unchanged.
+/// `origin` names the bytes in errors.
 inline void deserialize_model(torch::nn::Module& model, std::string_view bytes, std::string_view origin) {
   detail::reading_file(origin, bytes, [&] {
     torch::serialize::InputArchive archive = detail::archive_of(bytes), inner;

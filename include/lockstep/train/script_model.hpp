@@ -17,10 +17,10 @@ namespace lockstep {
 ///
 ///   Trainer trainer{world, options, ScriptModel(torch::jit::load("model.pt"))};
 ///
-/// Parameters, buffers and submodules have the script's names and share its memory. Training modes are passed on
-/// to the script's modules.
+/// Parameters, buffers and submodules have the script's names and share its memory.
 class ScriptModelImpl : public torch::nn::Module {
  public:
+  /// Registers the parameters, buffers and submodules of `script`.
   explicit ScriptModelImpl(torch::jit::Module script) : script_(std::move(script)) {
     torch::nn::Module::train(script_.is_training());
     for (const auto& parameter : script_.named_parameters(/*recurse=*/false))
@@ -45,6 +45,7 @@ class ScriptModelImpl : public torch::nn::Module {
     return output;
   }
 
+  /// Sets the training mode of this module and of the script's modules.
   void train(bool on = true) override {
     torch::nn::Module::train(on);
     if (script_.hasattr("training")) script_.setattr("training", on);
@@ -75,6 +76,7 @@ class ScriptModelImpl : public torch::nn::Module {
   std::vector<std::pair<at::Tensor, std::size_t>> buffers_;  // with their slots in the script
   std::vector<std::shared_ptr<ScriptModelImpl>> children_;
 };
+/// The module holder of ScriptModelImpl.
 TORCH_MODULE(ScriptModel);
 
 }  // namespace lockstep

@@ -81,7 +81,7 @@ class Trainer : detail::CheckedPolicies<Policies...> {
   }
 
   /// Evaluates the metrics over all samples and ranks, in the trainer's precision; see lockstep::evaluate.
-  /// Without DdpOptions::broadcast_buffers each rank gets its own buffers back afterwards. Collective.
+  /// Without DdpOptions::syncs_buffers each rank gets its own buffers back afterwards. Collective.
   template <class D, class... Metrics>
   auto evaluate(D&& dataset, Metrics&&... metrics) {
     using Checked =
@@ -97,7 +97,7 @@ class Trainer : detail::CheckedPolicies<Policies...> {
         return lockstep::evaluate(model_.get(), comm_, dataset,
                                   {.batch_size = options_.batch_size,
                                    .num_workers = options_.num_workers,
-                                   .restore_buffers = !options_.ddp.broadcast_buffers},
+                                   .restore_buffers = !options_.ddp.syncs_buffers()},
                                   metrics...);
       });
     }
@@ -114,7 +114,7 @@ class Trainer : detail::CheckedPolicies<Policies...> {
     auto run = checkpointed_run(parts...);
     write_checkpoint(run, path, [&] {
       if (save_data_position_) position_.skipped = skipped_.count();
-      return own_state(run, !options_.ddp.broadcast_buffers, meter_, parts_, save_data_position_, resumed_);
+      return own_state(run, !options_.ddp.syncs_buffers(), meter_, parts_, save_data_position_, resumed_);
     });
   }
   /// Restores a checkpoint of save_checkpoint into a trainer that was constructed with the same arguments.

@@ -11,9 +11,9 @@ namespace lockstep {
 /// output stays unchanged.
 enum class Prefix { automatic, always, never };
 
-/// The defaults of `launch`, and which of its flags override them on the command line: `--nproc N` (or
-/// `--nproc-per-node N`), `--prefix auto|always|never`, `--timeout SECONDS`. If `nproc_flag`, `prefix_flag`
-/// or `timeout_flag` is false, `launch` leaves that flag to the program.
+/// The defaults of `launch`, and which flags override them on the command line: `--nproc N` (or
+/// `--nproc-per-node N`), `--prefix auto|always|never` for `prefix`, and `--timeout SECONDS`. `launch` leaves
+/// a flag to the program if `nproc_flag`, `prefix_flag` or `timeout_flag` is false.
 struct LaunchOptions {
   /// Processes to start on this host if neither the flag nor the environment (RANK, WORLD_SIZE, a launcher)
   /// determines their number. 0: one per GPU in `gpus`; if that is empty, one per GPU, or 2 without GPUs.
@@ -22,6 +22,7 @@ struct LaunchOptions {
   /// The GPUs to use, by the driver's indices, such as "0,1"; sets the ranks' CUDA_VISIBLE_DEVICES. Empty:
   /// keeps its value, or all GPUs if it is unset.
   std::string gpus = {};
+  /// The prefix of the lines that the ranks print.
   Prefix prefix = Prefix::automatic;
   bool prefix_flag = true;
   bool timeout_flag = true;

@@ -17,17 +17,6 @@ constexpr float no_number = std::numeric_limits<float>::quiet_NaN();
 
 const Plan plan{{{7, 5}, {3}}, {{64}}, {{1}}};
 
-/// The arithmetic of Python's hooks in the order of the ranks, which at one and two ranks is any order.
-torch::Tensor cast_and_summed(const std::vector<torch::Tensor>& by_rank, torch::Dtype type) {
-  const auto ranks = static_cast<std::int64_t>(by_rank.size());
-  torch::Tensor sum;
-  for (const auto& gradient : by_rank) {
-    const auto part = gradient.to(type).div_(ranks);
-    sum = sum.defined() ? sum + part : part;
-  }
-  return sum.to(by_rank[0].dtype());
-}
-
 /// Each bucket's gradients of all ranks.
 std::vector<std::vector<torch::Tensor>> all_ranks(const Buckets& buckets, int step) {
   std::vector<std::vector<torch::Tensor>> result(buckets.size());
@@ -39,19 +28,17 @@ std::vector<std::vector<torch::Tensor>> all_ranks(const Buckets& buckets, int st
 }
 
 template <class Hook>
-void check_cast(torch::Dtype type, double tolerance) {
+void check_cast(double tolerance) {
   Hook hook;
   Buckets buckets(plan);
   for (int step = 0; step < 3; ++step) {
     const auto averages = buckets.reduce(hook, shared_comm(), buckets.mine(step));
     const auto exact = buckets.average(step);
-    const auto inputs = all_ranks(buckets, step);
     for (std::size_t b = 0; b < averages.size(); ++b) {
       CAPTURE(step, b);
       CHECK(averages[b].dtype() == torch::kFloat);
       CHECK(same_on_all_ranks(averages[b]));
       CHECK(torch::allclose(averages[b].to(torch::kDouble), exact[b], tolerance, tolerance));
-      if (test_world().size() <= 2) CHECK(same_bits(averages[b], cast_and_summed(inputs[b], type)));
     }
   }
   CHECK(hook.wire_bytes() == on_the_wire(3 * 2 * (38 + 64 + 1)));
@@ -90,28 +77,11 @@ TEST_CASE("the plain hook sums, and counts its bytes") {
 }
 
 TEST_CASE("fp16 casts, divides, sums and casts back") {
-  check_cast<Fp16Hook>(torch::kHalf, 4e-3);
+  check_cast<Fp16Hook>(4e-3);
 }
 
 TEST_CASE("bf16 casts, divides, sums and casts back") {
-  check_cast<Bf16Hook>(torch::kBFloat16, 3e-2);
-}
-
-TEST_CASE("fp16 keeps what is not finite, overflows at 65504 and underflows, on every rank alike") {
-  Fp16Hook hook;
-  Buckets buckets(Plan{{{6}}});
-  const bool last = test_world().rank() + 1 == test_world().size();
-  // The last rank alone has what is special; 60000 comes from all, and its sum fits since it is divided
-  // first.
-  const auto average = buckets.reduce(hook, shared_comm(),
-                                      {torch::tensor({last ? no_number : 1.0F, last ? 1e5F : 0.0F,
-                                                      last ? -infinity : 2.0F, 60000.0F, 1e-9F, 0.5F})})[0];
-  CHECK(std::isnan(average[0].item<float>()));
-  CHECK(average[1].item<float>() == infinity);
-  CHECK(average[2].item<float>() == -infinity);
-  CHECK(std::abs(average[3].item<float>() / 60000 - 1) < 2e-3);
-  CHECK(average[4].item<float>() == 0);
-  CHECK(average[5].item<float>() == 0.5F);
+  check_cast<Bf16Hook>(3e-2);
 }
 
 TEST_CASE("bf16 keeps what is not finite, and the range of float32") {

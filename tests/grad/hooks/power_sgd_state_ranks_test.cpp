@@ -133,7 +133,8 @@ TEST_CASE("wrong options and the state of another hook or model are refused") {
   CHECK_THROWS_WITH(hook.load_state({}), ContainsSubstring("no counters"));
   CHECK_THROWS_WITH(hook.load_state({{"counters", torch::tensor({1, 2, -3})}}), ContainsSubstring("damaged"));
   for (const at::Tensor& counters : {torch::tensor({std::int64_t{1} << 32, std::int64_t{2}, std::int64_t{3}}),
-                                     torch::tensor({1., NAN, 3.}), torch::tensor({1, 2}), at::Tensor()})
+                                     torch::tensor({1., std::numeric_limits<double>::quiet_NaN(), 3.}),
+                                     torch::tensor({1, 2}), at::Tensor()})
     CHECK_THROWS_WITH(hook.load_state({{"counters", counters}}), ContainsSubstring("damaged"));
   CHECK_THROWS_WITH(hook.load_state({{"q.99999999999999999999", torch::zeros({3})}}),
                     ContainsSubstring("no entry 'q.99999999999999999999'"));

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <cstdint>
 #include <deque>
 #include <exception>
 #include <functional>
@@ -21,19 +22,21 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include "lockstep/comm/detail/backend_operations.hpp"
 #include "lockstep/comm/detail/call.hpp"
 #include "lockstep/comm/detail/capture_scope.hpp"
 #include "lockstep/comm/detail/group_state.hpp"
+#include "lockstep/comm/detail/membership.hpp"
 #include "lockstep/comm/detail/sigpipe_guard.hpp"
-#include "lockstep/comm/detail/store_exchange.hpp"
 #include "lockstep/comm/detail/tensor_checks.hpp"
 #include "lockstep/comm/options.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/world/detail/at_most.hpp"
+#include "lockstep/world/detail/store_keys.hpp"
 #include "lockstep/world/world.hpp"
 
 namespace lockstep::detail {
@@ -100,25 +103,82 @@ inline std::string backend_error_text(const std::exception_ptr& cause) {
   return text.substr(0, text.find(". This is typically"));
 }
 
-/// An exchange of bytes through the store, as a Work of c10d. isCompleted() delivers the bytes once all have
-/// arrived, and throws as StoreExchange does.
-class StoreWork : public c10d::Work {
+/// An exchange of bytes through the store, as a Work of c10d, for a transport that moves bytes only through GPU
+/// memory, or whose two collectives per exchange would need a wait in between.
+///
+/// Each rank of `from` writes its bytes in the constructor. isCompleted() delivers the bytes once all have
+/// arrived; the last rank to read them deletes them. Every function throws as Membership::at_store does.
+class StoreExchange : public c10d::Work {
  public:
-  StoreWork(Membership& membership, const Call& call, std::vector<int> from, const std::string& own,
-            StoreExchange::Deliver deliver)
-      : exchange_(membership, call, std::move(from), own, std::move(deliver)) {}
+  using Clock = std::chrono::steady_clock;
+  /// Receives the bytes of the ranks of `from`, in their order.
+  using Deliver = std::function<void(std::vector<std::string>)>;
+
+  StoreExchange(Membership& membership, const Call& call, std::vector<int> from, const std::string& own,
+                Deliver deliver)
+      : membership_(membership),
+        call_(call),
+        name_(store_keys::bytes(call.sequence)),
+        from_(std::move(from)),
+        deliver_(std::move(deliver)) {
+    for (const int from : from_) keys_.push_back(key(name_, from));
+    const int rank = membership.rank();
+    if (std::find(from_.begin(), from_.end(), rank) == from_.end()) return;
+    membership_.at_store(call_, [name = name_, rank, own](c10d::Store& store) {
+      // The store limits the size of a value.
+      const std::size_t pieces = (own.size() + piece - 1) / piece;
+      for (std::size_t i = 0; i < pieces; ++i) store.set(key(name, rank, i), own.substr(i * piece, piece));
+      store.set(key(name, rank), std::to_string(pieces));
+      return true;
+    });
+  }
 
   bool isCompleted() override {
-    const auto until = std::chrono::steady_clock::now() + std::chrono::milliseconds(1500);
-    if (!delivered_ && exchange_.complete(until)) {
-      exchange_.finish(until);
-      delivered_ = true;
-    }
-    return delivered_;
+    if (delivered_) return true;
+    const auto until = Clock::now() + std::chrono::milliseconds(1500);
+    const auto complete = membership_.at_store_until(
+        call_, until, [keys = keys_](c10d::Store& store) { return store.check(keys); });
+    if (!complete.value_or(false)) return false;
+    deliver(until);
+    return delivered_ = true;
   }
 
  private:
-  StoreExchange exchange_;
+  void deliver(Clock::time_point until) {
+    auto all = membership_.at_store_until(
+        call_, until, [name = name_, from = from_, size = membership_.size()](c10d::Store& store) {
+          std::vector<std::string> bytes(from.size());
+          std::vector<std::string> keys;
+          for (std::size_t i = 0; i < from.size(); ++i) {
+            keys.push_back(key(name, from[i]));
+            const std::uint64_t pieces = std::stoull(store.get_to_str(keys.back()));
+            for (std::size_t p = 0; p < pieces; ++p) {
+              keys.push_back(key(name, from[i], p));
+              bytes[i] += store.get_to_str(keys.back());
+            }
+          }
+          keys.push_back(name + "/read");
+          if (store.add(keys.back(), 1) == size)
+            for (const std::string& key : keys) store.deleteKey(key);
+          return bytes;
+        });
+    if (!all) membership_.throw_store_timeout(call_);
+    deliver_(std::move(*all));
+  }
+
+  static constexpr std::size_t piece = 4 << 20;
+
+  static std::string key(const std::string& name, int rank) { return detail::formatted("{}/{}", name, rank); }
+  static std::string key(const std::string& name, int rank, std::size_t i) {
+    return detail::formatted("{}/{}/{}", name, rank, i);
+  }
+
+  Membership& membership_;
+  Call call_;
+  std::string name_;
+  std::vector<int> from_;
+  std::vector<std::string> keys_;  // of `from_`, by their order there
+  Deliver deliver_;
   bool delivered_ = false;
 };
 
@@ -136,7 +196,6 @@ class BackendGroup {
   using Clock = std::chrono::steady_clock;
   using Backend = c10::intrusive_ptr<c10d::Backend>;
 
-  /// Performs the rendezvous. If `backend` is null, the options create it.
   BackendGroup(const World& world, std::vector<int> ranks, std::string name, ProcessGroupOptions options,
                Backend backend = {})
       : options_(std::move(options)),
@@ -191,14 +250,12 @@ class BackendGroup {
   [[nodiscard]] const TensorCheck& tensor_check() const { return check_; }
 
   [[nodiscard]] bool on_host() const { return options_.device.is_cpu(); }
-  /// Returns whether the backend computes averages itself.
   [[nodiscard]] bool averages() const { return !on_host() && !is_gloo_; }
   [[nodiscard]] bool ignores_tags() const { return is_nccl_; }
   [[nodiscard]] bool can_split() const {
     return options_.make_backend != nullptr || (backend_ && splits(*backend_));
   }
 
-  /// Calls `start(backend)`. Throws CommunicationError if the backend refuses the operation.
   template <class Start>
   BackendWork launch(const char* name, Start&& start) {
     try {
@@ -230,8 +287,7 @@ class BackendGroup {
     return true;
   }
 
-  /// Returns the backend of the sub-group `ranks`, null on the other ranks. Null on every rank if the options
-  /// create the backend of the sub-group. Collective.
+  /// Returns the backend of the sub-group `ranks`; null on the other ranks, and if the options create it.
   Backend split_backend(const std::vector<int>& ranks, const std::string& name) {
     if (options_.make_backend) return {};
     return connect([backend = backend_, world = state_.world(), ranks, name, store_timeout = timeout()] {
@@ -239,7 +295,6 @@ class BackendGroup {
     });
   }
 
-  /// Makes the current stream wait for `work`.
   void order_stream(const Call& call, c10d::Work& work) {
     state_.check_error();
     try {
@@ -263,11 +318,10 @@ class BackendGroup {
     watch_changed_.notify_all();
   }
 
-  /// Starts an exchange of bytes through the store. Throws as StoreExchange does.
   BackendWork exchange_in_store(const Call& call, std::vector<int> from, const std::string& own,
                                 StoreExchange::Deliver deliver) {
     try {
-      return c10::make_intrusive<StoreWork>(membership(), call, std::move(from), own, std::move(deliver));
+      return c10::make_intrusive<StoreExchange>(membership(), call, std::move(from), own, std::move(deliver));
     } catch (const Error&) {
       check(std::current_exception());
       throw;
@@ -335,8 +389,7 @@ class BackendGroup {
     kept_.push_back(std::move(message));
   }
 
-  /// Leaves the group gracefully: completes all works in flight and says farewell to the other ranks. The
-  /// rank that hosts the store leaves last. Throws TimeoutError at the timeout.
+  /// Completes all works in flight and leaves the group. Throws TimeoutError at the timeout.
   void shutdown() {
     if (state_.closed() || state_.failed()) return;
     const Call call = state_.message("shutdown", {}, 0);
@@ -445,8 +498,8 @@ class BackendGroup {
   // Completes the works in flight, on a thread that can be left behind. Returns false if another rank failed.
   bool finish_works(const Call& call) {
     std::unique_lock lock(mutex_);
-    const LeavableThread finishing([backend = std::move(backend_), kept = std::move(kept_), timeout = timeout(),
-                                    on_device = !on_host()]() mutable {
+    const LeavableThread finishing([backend = std::move(backend_), kept = std::move(kept_),
+                                    timeout = timeout(), on_device = !on_host()]() mutable {
       const SigpipeGuard guard;
       for (auto& message : kept) try {
           message->wait(timeout);

@@ -76,7 +76,6 @@ struct TensorBundle {
 
   [[nodiscard]] bool in_place() const { return tensors.size() == 1 && buffer.is_same(tensors[0]); }
 
-  /// Creates the buffer and copies the tensors into it.
   void pack() {
     at::NoGradGuard no_grad;
     if (use_single_tensor()) return;
@@ -86,7 +85,6 @@ struct TensorBundle {
     buffer = flat.size() == 1 ? flat[0].clone(at::MemoryFormat::Contiguous) : at::cat(flat, 1);
   }
 
-  /// Creates an uninitialized buffer to receive into.
   void allocate() {
     if (use_single_tensor()) return;
     std::int64_t length = 0;
@@ -94,7 +92,6 @@ struct TensorBundle {
     buffer = at::empty({rows, length / rows}, tensors[0].options().requires_grad(false));
   }
 
-  /// Copies the buffer back into the tensors.
   void unpack() const {
     if (in_place()) return;
     at::NoGradGuard no_grad;
@@ -137,7 +134,6 @@ inline c10::SmallVector<TensorBundle, 1> bundles_of(at::TensorList tensors, std:
 /// An operation of a backend in flight. The functions below start one on a contiguous tensor.
 using BackendWork = c10::intrusive_ptr<c10d::Work>;
 
-/// Starts an all-reduce in place.
 inline BackendWork start_all_reduce(c10d::Backend& backend, const at::Tensor& tensor, c10d::ReduceOp op) {
   c10d::AllreduceOptions options;
   options.reduceOp = std::move(op);
@@ -145,7 +141,6 @@ inline BackendWork start_all_reduce(c10d::Backend& backend, const at::Tensor& te
   return backend.allreduce(tensors, options);
 }
 
-/// Starts a reduce. Only `root` holds the result.
 inline BackendWork start_reduce(c10d::Backend& backend, const at::Tensor& tensor, c10d::ReduceOp op,
                                 int root) {
   c10d::ReduceOptions options;
@@ -155,7 +150,6 @@ inline BackendWork start_reduce(c10d::Backend& backend, const at::Tensor& tensor
   return backend.reduce(tensors, options);
 }
 
-/// Starts a broadcast of `root`'s `tensor`, in place.
 inline BackendWork start_broadcast(c10d::Backend& backend, const at::Tensor& tensor, int root) {
   c10d::BroadcastOptions options;
   options.rootRank = root;
@@ -163,7 +157,6 @@ inline BackendWork start_broadcast(c10d::Backend& backend, const at::Tensor& ten
   return backend.broadcast(tensors, options);
 }
 
-/// Starts an all-gather of each rank's `row` into `rows` [size, ...].
 inline BackendWork start_all_gather(c10d::Backend& backend, const at::Tensor& rows, const at::Tensor& row) {
   std::vector<std::vector<at::Tensor>> outputs{rows.detach().view({backend.getSize(), -1}).unbind(0)};
   std::vector<at::Tensor> inputs{row.detach().view({-1})};
@@ -177,7 +170,6 @@ BackendWork start_all_gather_single(Backend& backend, const at::Tensor& rows, co
   return all_gather_single(backend, to, from);
 }
 
-/// Starts a reduce-scatter of `input` [size, ...] into each rank's `row`.
 template <class Backend>
 BackendWork start_reduce_scatter(Backend& backend, const at::Tensor& row, const at::Tensor& input,
                                  c10d::ReduceOp op) {

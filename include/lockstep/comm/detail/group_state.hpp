@@ -47,10 +47,8 @@ class StickyError {
 };
 
 /// The part of a communicator's group that no transport changes: its membership, the opening of its calls and
-/// its first error.
-///
-/// A thread that finds an error stores it, publishes it to the other ranks if they cannot know of it, and
-/// only then ends the transport's work, so that no rank sees a consequence before its cause.
+/// its first error. A thread that finds an error stores it, publishes it to the other ranks if they cannot know
+/// of it, and only then ends the transport's work, so that no rank sees a consequence before its cause.
 ///
 /// Thread safety: any thread may call any function, but one thread at a time may begin collectives and create
 /// child groups.
@@ -71,7 +69,6 @@ class GroupState {
   [[nodiscard]] int size() const { return membership_.size(); }
   [[nodiscard]] const World& world() const { return membership_.world(); }
   [[nodiscard]] const std::string& name() const { return membership_.name(); }
-  /// Returns the world ranks of the group.
   [[nodiscard]] const std::vector<int>& ranks() const { return membership_.ranks(); }
   [[nodiscard]] std::chrono::milliseconds timeout() const { return timeout_; }
 
@@ -83,7 +80,7 @@ class GroupState {
     look(call);
     return call;
   }
-  /// Begins a send or recv, which has no sequence number: only two ranks take part. Throws as begin does.
+  /// Begins a send or recv, which has no sequence number.
   Call message(const char* name, std::optional<int> peer, int tag) {
     const Call call = open(name, peer, tag);
     look(call);
@@ -102,13 +99,11 @@ class GroupState {
     if (auto error = membership_.look(call)) fail(error, false);
   }
 
-  /// Throws CommunicationError if the group has no rank `rank`.
   void check_rank(const char* call, int rank) const {
     if (rank < 0 || rank >= size())
       throw CommunicationError(
           detail::formatted("{}: there is no rank {} in a group of {}", call, rank, size()), world().rank());
   }
-  /// Throws CommunicationError unless `peer` is another rank of the group.
   void check_peer(const char* call, int peer) const {
     check_rank(call, peer);
     if (peer == rank())
@@ -116,7 +111,6 @@ class GroupState {
                                world().rank());
   }
 
-  /// Throws CommunicationError unless `ranks` ascend and are ranks of the group.
   void check_subgroup(const std::vector<int>& ranks) const {
     for (std::size_t i = 0; i < ranks.size(); ++i) {
       check_rank("new_group", ranks[i]);
@@ -125,21 +119,16 @@ class GroupState {
                                  world().rank());
     }
   }
-  /// Returns the world ranks of a subgroup.
   [[nodiscard]] std::vector<int> world_ranks(const std::vector<int>& ranks) const {
     std::vector<int> global;
     for (const int rank : ranks) global.push_back(this->ranks().at(static_cast<std::size_t>(rank)));
     return global;
   }
-  /// Returns the name of the next group that is split off: every rank of this group calls it for each of
-  /// them.
   [[nodiscard]] std::string next_child() { return detail::formatted("{}/{}", name(), children_++); }
 
   /// Returns whether there is an error. Costs one atomic read.
   [[nodiscard]] bool failed() const noexcept { return error_.set(); }
-  /// Returns the first error, null if there is none.
   [[nodiscard]] std::exception_ptr error() const noexcept { return error_.get(); }
-  /// Throws the first error if there is one.
   void check_error() {
     if (failed()) rethrow();
   }

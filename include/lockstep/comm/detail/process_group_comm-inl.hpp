@@ -13,7 +13,6 @@
 #include "lockstep/comm/detail/backend_group.hpp"
 #include "lockstep/comm/detail/backend_operations.hpp"
 #include "lockstep/comm/detail/group_state.hpp"
-#include "lockstep/comm/detail/signature.hpp"
 #include "lockstep/comm/detail/sigpipe_guard.hpp"
 #include "lockstep/comm/detail/tensor_checks.hpp"
 #include "lockstep/comm/process_group_comm.hpp"
@@ -22,7 +21,8 @@
 #include "lockstep/detail/served_call.hpp"
 #include "lockstep/error.hpp"
 
-namespace lockstep::detail {
+namespace lockstep {
+namespace detail {
 
 LOCKSTEP_INLINE ProcessGroupWork::ProcessGroupWork() = default;
 
@@ -149,8 +149,7 @@ inline ProcessGroupOptions checked(ProcessGroupOptions options, const World& wor
   if (backend->getRank() != world.rank() || backend->getSize() != world.size())
     throw UsageError(
         detail::formatted("ProcessGroupComm: the backend is rank {} of {}, and the world is rank {} of {}: "
-                          "give it the backend of "
-                          "all ranks, and use new_group() for some of them",
+                          "give it the backend of all ranks, and use new_group() for some of them",
                           backend->getRank(), backend->getSize(), world.rank(), world.size()));
   if (!options.device.is_cpu() && !options.device.has_index())
     throw UsageError(detail::formatted(
@@ -159,9 +158,7 @@ inline ProcessGroupOptions checked(ProcessGroupOptions options, const World& wor
   return options;
 }
 
-}  // namespace lockstep::detail
-
-namespace lockstep {
+}  // namespace detail
 
 LOCKSTEP_INLINE ProcessGroupComm::Work ProcessGroupComm::begin(const char* name, std::optional<ReduceOp> op,
                                                                std::optional<int> root,
@@ -424,8 +421,7 @@ LOCKSTEP_INLINE detail::BackendGroup& ProcessGroupComm::group() const {
   if (!group_)
     throw UsageError(
         "this communicator was moved from, into a Trainer for instance: use the communicator that now holds "
-        "the group, such as "
-        "trainer.comm()");
+        "the group, such as trainer.comm()");
   return *group_;
 }
 

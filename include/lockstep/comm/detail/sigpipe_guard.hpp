@@ -8,9 +8,7 @@
 namespace lockstep::detail {
 
 /// Blocks SIGPIPE in this thread while it lives, and for good in threads that start meanwhile. Gloo writes to
-/// sockets whose other end may be closed and reads the error code; the accompanying signal would end the
-/// process without a message. (Python ignores SIGPIPE process-wide. That would change the program's own
-/// writes to closed pipes.)
+/// sockets whose other end may be closed and reads the error code.
 class SigpipeGuard {
  public:
   SigpipeGuard() {

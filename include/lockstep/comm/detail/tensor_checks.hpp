@@ -40,7 +40,6 @@ struct TensorCheck {
   std::optional<at::DeviceType> device;
 };
 
-/// Throws CommunicationError unless `tensor` can take part in a collective.
 inline void check_tensor(const TensorCheck& check, std::string_view collective, const at::Tensor& tensor) {
   auto refuse = [&](const std::string& why) {
     throw CommunicationError(detail::formatted("{}: {}", collective, why));
@@ -56,7 +55,6 @@ inline void check_tensor(const TensorCheck& check, std::string_view collective, 
     refuse(detail::formatted("the tensor {} is quantized: dequantize() it", describe(tensor)));
 }
 
-/// Throws CommunicationError if no backend can reduce this tensor's dtype with `op`.
 inline void check_reducible(const TensorCheck& check, std::string_view collective, const at::Tensor& tensor,
                             ReduceOp op) {
   check_tensor(check, collective, tensor);

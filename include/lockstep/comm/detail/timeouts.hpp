@@ -9,15 +9,13 @@
 
 namespace lockstep::detail {
 
-/// Returns the default timeout of collectives: LOCKSTEP_TIMEOUT in seconds, which `launch` sets to the value
-/// of `--timeout`, or else `fallback`. Throws UsageError if the variable is not a number of seconds.
+/// Returns LOCKSTEP_TIMEOUT, which `launch` sets to `--timeout`, or else `fallback`.
 inline std::chrono::milliseconds default_timeout(std::chrono::milliseconds fallback) {
   const auto seconds = timeout_variable(process_variable);
   return seconds ? std::chrono::milliseconds(std::chrono::seconds(*seconds)) : fallback;
 }
 
-/// Returns the timeout of the option struct `options` ("GlooOptions"), clamped to 24 days. Throws
-/// UsageError if it is less than 1 ms.
+/// Returns the timeout of the option struct `options`, clamped to 24 days. Throws UsageError below 1 ms.
 inline std::chrono::milliseconds checked_timeout(const char* options, std::chrono::milliseconds timeout) {
   if (timeout.count() < 1)
     throw UsageError(
@@ -28,9 +26,8 @@ inline std::chrono::milliseconds checked_timeout(const char* options, std::chron
 }
 
 /// Returns how long the host of the store, or a rank that other ranks wait for, may be silent before it
-/// counts as failed: LOCKSTEP_HEARTBEAT_TIMEOUT in seconds, 2 minutes by default. A late rank still answers,
-/// from a thread of its own; a rank that is stopped, or whose host is unreachable, does not. Throws
-/// UsageError if the variable is not a number of seconds. Counterpart: TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC.
+/// counts as failed: a late rank still answers, from a thread of its own.
+/// Counterpart: TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC.
 inline std::chrono::milliseconds heartbeat_timeout() {
   const auto seconds = heartbeat_timeout_variable(process_variable);
   return seconds ? std::chrono::seconds(*seconds) : std::chrono::minutes(2);

@@ -37,6 +37,12 @@ class AccumulateHook {
   }
   AccumulateHook& operator=(AccumulateHook&&) = delete;
   [[nodiscard]] const torch::autograd::Node* node() const { return &*accumulator_; }
+  /// Returns whether gradients of the leaf still reach the hook: a conversion to another dtype or device
+  /// discards the leaf's accumulator.
+  [[nodiscard]] bool reaches(const at::Tensor& leaf) const {
+    const auto now = torch::autograd::impl::try_get_grad_accumulator(leaf);
+    return now && &*now == node();
+  }
   ~AccumulateHook() {
     if (accumulator_) accumulator_->del_post_hook(key_);
   }

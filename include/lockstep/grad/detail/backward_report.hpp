@@ -12,6 +12,7 @@
 #include "lockstep/comm/agreement.hpp"
 #include "lockstep/comm/communicator.hpp"
 #include "lockstep/detail/format.hpp"
+#include "lockstep/detail/lists.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/grad/ddp_options.hpp"
 #include "lockstep/grad/detail/parameter_table.hpp"
@@ -26,19 +27,57 @@ struct BackwardReport {
   [[nodiscard]] bool empty() const { return missing.empty() && !thrown; }
 };
 
-std::string serialize(const BackwardReport& report);
-
-BackwardReport deserialize_report(const std::string& bytes);
+inline std::string serialize(const BackwardReport& report) {
+  std::string bytes;
+  for (const std::size_t i : report.missing) bytes += std::to_string(i) + ' ';
+  if (report.thrown) bytes += '!' + *report.thrown;
+  return bytes;
+}
+inline BackwardReport deserialize_report(const std::string& bytes) {
+  BackwardReport report;
+  const std::size_t mark = std::min(bytes.find('!'), bytes.size());
+  for (std::size_t at = 0; at < mark; at = bytes.find(' ', at) + 1)
+    report.missing.push_back(std::stoul(bytes.substr(at)));
+  if (mark < bytes.size()) report.thrown = bytes.substr(mark + 1);
+  return report;
+}
 
 /// Formats a list such as "parameter 3 'fc.weight', parameter 4 'fc.bias' and 7 more".
-std::string parameter_list(const std::vector<std::size_t>& indices,
-                           std::span<const ParameterEntry> parameters);
+inline std::string parameter_list(const std::vector<std::size_t>& indices,
+                                  std::span<const ParameterEntry> parameters) {
+  std::vector<std::string> names;
+  for (const std::size_t i : indices)
+    names.push_back(detail::formatted("parameter {} '{}'", i, parameters[i].name));
+  return joined(names, ", ", ", ", 8);
+}
 
 /// Describes the failures of all ranks, in equal words on every rank. `outcome` states what a failure that
 /// not every rank has learned of at once leaves behind.
-std::string failure_text(const std::vector<BackwardReport>& reports,
-                         std::span<const ParameterEntry> parameters, const RankNames& name_of,
-                         std::string_view outcome = {});
+inline std::string failure_text(const std::vector<BackwardReport>& reports,
+                                std::span<const ParameterEntry> parameters, const RankNames& name_of,
+                                std::string_view outcome = {}) {
+  std::string thrown, missing;
+  for (std::size_t i = 0; i < reports.size(); ++i) {
+    const BackwardReport& report = reports[i];
+    const int rank = name_of(i);
+    if (report.thrown)
+      thrown += detail::formatted("{}backward threw on rank {}: {}", thrown.empty() ? "" : "; ", rank,
+                                  *report.thrown);
+    else if (report.missing.size() == parameters.size())
+      missing += detail::formatted("{}rank {} (none of the parameters took part)",
+                                   missing.empty() ? "" : "; ", rank);
+    else if (!report.missing.empty())
+      missing += detail::formatted("{}rank {} ({})", missing.empty() ? "" : "; ", rank,
+                                   parameter_list(report.missing, parameters));
+  }
+  if (!thrown.empty())
+    return detail::formatted("{}; {}", thrown, outcome.empty() ? "no rank kept its gradients" : outcome);
+  return detail::formatted(
+      "backward left gradients undefined on {}; let every parameter take part in the loss on every rank, "
+      "take it out with requires_grad_(false), or allow it with DdpOptions::find_unused_parameters (or "
+      "static_graph, where it is always the same){}{}",
+      missing, outcome.empty() ? "" : "; ", outcome);
+}
 
 /// Returns the reports of all ranks, by rank. Collective and blocking.
 template <Communicator C>
@@ -51,12 +90,16 @@ std::vector<BackwardReport> gather_reports(C& comm, const BackwardReport& mine) 
 
 /// Returns a PeerError on a rank whose backward did not throw while that of another rank did, else a
 /// GradientError.
-std::exception_ptr failure_of(const std::vector<BackwardReport>& reports, const BackwardReport& mine,
-                              const std::string& text);
+inline std::exception_ptr failure_of(const std::vector<BackwardReport>& reports, const BackwardReport& mine,
+                                     const std::string& text) {
+  const bool thrown = std::any_of(reports.begin(), reports.end(),
+                                  [](const BackwardReport& report) { return report.thrown.has_value(); });
+  if (thrown && !mine.thrown) return std::make_exception_ptr(PeerError(text));
+  return std::make_exception_ptr(GradientError(text));
+}
 
 /// Throws on every rank if any rank has a report: `failure` if this rank has one, else PeerError or
-/// GradientError with the reports of all ranks. A no-op if there is no report: NaN alone is not an error,
-/// since a model may diverge. Collective and blocking.
+/// GradientError. NaN alone is not an error, since a model may diverge. Collective and blocking.
 template <Communicator C>
 void throw_reported_failure(C& comm, const BackwardReport& mine, std::span<const ParameterEntry> parameters,
                             const std::exception_ptr& failure) {
@@ -79,15 +122,13 @@ std::exception_ptr late_failure(C& comm, const BackwardReport& mine,
   if (failed == 0 || failed == comm.size()) return nullptr;
   std::string text = failure_text(
       reports, parameters, RankNames(comm),
-      detail::formatted(
-          "found after backward {} had returned on the other ranks: the parameters hold NaN if an "
-          "optimizer has stepped since, so resume from a checkpoint",
-          backward));
+      detail::formatted("found after backward {} had returned on the other ranks: the parameters hold NaN if "
+                        "an optimizer has stepped since, so resume from a checkpoint",
+                        backward));
   if (own) text += "; then the next backward threw on this rank: " + first_line(own);
   return failure_of(reports, mine, text);
 }
 
-/// Returns the text of this rank's own failure, of which the other ranks learn later.
 template <Communicator C>
 std::string own_failure_text(C& comm, const BackwardReport& mine,
                              std::span<const ParameterEntry> parameters) {
@@ -97,12 +138,26 @@ std::string own_failure_text(C& comm, const BackwardReport& mine,
                       "the other ranks throw at the end of their next backward");
 }
 
-/// Returns the error text for parameter i, whose gradient fired more often in a backward than expected: the
-/// cause and a remedy.
-std::string unexpected_text(std::size_t i, const ParameterEntry& parameter, const DdpOptions& options);
+/// Returns the error of a parameter whose gradient fired more often in a backward than expected.
+inline std::string unexpected_text(std::size_t i, const ParameterEntry& parameter,
+                                   const DdpOptions& options) {
+  const std::string name = detail::formatted("parameter {} '{}'", i, parameter.name);
+  if (options.static_graph && parameter.expected == 0)
+    return name +
+           " took no part in the first backward and does in this one, while static_graph promises that every "
+           "backward follows the graph of the first; leave it out";
+  if (parameter.copied && parameter.fired == 0)
+    return name +
+           " was taken for unused, since the loss reaches it through a re-entrant backward (a checkpoint) "
+           "alone; turn find_unused_parameters off, or use static_graph";
+  if (options.find_unused_parameters && !options.static_graph)
+    return name +
+           " got more than one gradient in this backward, which find_unused_parameters cannot foresee in a "
+           "re-entrant backward (a checkpoint); turn it off, or use static_graph";
+  return detail::formatted(
+      "{} got {} gradients in this backward and {} in the first, after which its bucket is reduced; keep the "
+      "number of uses in re-entrant backwards (checkpoints) fixed",
+      name, parameter.fired + 1, parameter.expected);
+}
 
 }  // namespace lockstep::detail
-
-#ifndef LOCKSTEP_COMPILED
-#include "lockstep/grad/detail/backward_report-inl.hpp"
-#endif

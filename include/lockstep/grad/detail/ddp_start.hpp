@@ -38,7 +38,7 @@ inline void check_device(const std::vector<NamedTensor>& parameters, const c10::
                                        named.str(), parameters[0].name, device.str()));
 }
 
-/// Returns the tensors of a model except those named in `ignored`. Throws UsageError for an unknown name.
+/// Throws UsageError for an unknown name.
 inline ModelTensors without_ignored(ModelTensors tensors, const std::vector<std::string>& ignored) {
   for (const std::string& name : ignored) {
     const auto named = [&](const NamedTensor& item) { return item.name == name; };
@@ -51,13 +51,11 @@ inline ModelTensors without_ignored(ModelTensors tensors, const std::vector<std:
   return tensors;
 }
 
-/// The tensors of a model that DistributedDataParallel handles.
 struct CheckedModel {
   ParameterTable parameters;
   std::vector<NamedTensor> buffers;
 };
 
-/// Collects the tensors of a model and validates the options on this rank alone. Throws UsageError.
 template <class M>
 CheckedModel checked_model(M& model, const DdpOptions& options) {
   const auto& caps = options.bucket_cap_mb;
@@ -70,8 +68,7 @@ CheckedModel checked_model(M& model, const DdpOptions& options) {
   return {{std::move(tensors.parameters), tensors.sparse}, std::move(tensors.buffers)};
 }
 
-/// Returns the options that determine collectives and bits, which must be equal on every rank. `sparse` holds
-/// the names of the parameters with sparse gradients.
+/// Returns the options that determine collectives and bits, which must be equal on every rank.
 template <class Hook>
 NamedValues shared_options(const DdpOptions& options, const Hook& hook,
                            const std::vector<std::string>& sparse) {
@@ -86,6 +83,7 @@ NamedValues shared_options(const DdpOptions& options, const Hook& hook,
   for (const double cap : options.bucket_cap_mb) caps.push_back(detail::formatted("{}", cap));
   NamedValues named{{"bucket_cap_mb", list(caps)},
                     {"broadcast_buffers", text(options.broadcast_buffers)},
+                    {"forward_sync_buffers", text(options.forward_sync_buffers)},
                     {"gradients", gradients.at(static_cast<std::size_t>(options.gradients))},
                     {"find_unused_parameters", text(options.find_unused_parameters)},
                     {"static_graph", text(options.static_graph)},
@@ -120,8 +118,9 @@ void compare_and_broadcast(const CheckedModel& model, const DdpOptions& options,
           parameter.name));
   if (!options.init_sync) return;
   std::vector<at::Tensor> all;
-  for (const auto* list : {&parameters.all, &buffers})
-    for (const NamedTensor& item : *list) all.push_back(item.tensor);
+  for (const NamedTensor& item : parameters.all) all.push_back(item.tensor);
+  if (options.broadcast_buffers)
+    for (const NamedTensor& item : buffers) all.push_back(item.tensor);
   BroadcastList(std::move(all)).run(comm, 0);
 }
 

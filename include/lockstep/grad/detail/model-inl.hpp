@@ -12,7 +12,8 @@
 #include "lockstep/detail/linkage.hpp"
 #include "lockstep/grad/model.hpp"
 
-namespace lockstep::detail {
+namespace lockstep {
+namespace detail {
 
 template <class Dictionary>
 std::vector<NamedTensor> each_once(const Dictionary& dictionary) {
@@ -61,9 +62,7 @@ LOCKSTEP_INLINE NamedValues describe(const std::vector<NamedTensor>& parameters,
   return values;
 }
 
-}  // namespace lockstep::detail
-
-namespace lockstep {
+}  // namespace detail
 
 LOCKSTEP_INLINE std::vector<NamedTensor> unique_parameters(const torch::nn::Module& module) {
   return detail::each_once(module.named_parameters());

@@ -1,7 +1,9 @@
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <span>
 #include <string>
 #include <string_view>
@@ -12,6 +14,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
 #include <c10/core/ScalarType.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
 
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
@@ -60,9 +63,18 @@ struct ParameterEntry {
 /// The parameters of a wrapped model. The entries' names point into `all`: a table is moved, never copied.
 struct ParameterTable {
   ParameterTable() = default;
-  /// `sparse` holds the parameters whose gradients are sparse.
   ParameterTable(std::vector<NamedTensor> parameters,
-                 const std::unordered_set<const c10::TensorImpl*>& sparse);
+                 const std::unordered_set<const c10::TensorImpl*>& sparse)
+      : all(std::move(parameters)) {
+    for (const auto& [name, tensor] : all)
+      if (tensor.requires_grad())
+        trained.push_back({.name = name,
+                           .tensor = tensor,
+                           .bytes = static_cast<std::size_t>(tensor.numel()) * tensor.element_size(),
+                           .dtype = tensor.scalar_type(),
+                           .device = tensor.device(),
+                           .sparse = sparse.contains(tensor.unsafeGetTensorImpl())});
+  }
   ParameterTable(const ParameterTable&) = delete;
   ParameterTable(ParameterTable&&) = default;
   ParameterTable& operator=(const ParameterTable&) = delete;
@@ -72,14 +84,32 @@ struct ParameterTable {
   std::vector<ParameterEntry> trained;  ///< those that require grad; the indices of buckets and reports
 };
 
-/// Records after a reduction which gradients hold an average. A later backward_sum must not add to them: its
-/// sum is still to be divided by its count.
-void note_reduced(std::span<ParameterEntry> parameters);
+/// Records which gradients hold an average, to which backward_sum must not add.
+inline void note_reduced(std::span<ParameterEntry> parameters) {
+  for (ParameterEntry& parameter : parameters) parameter.reduced = parameter.version();
+}
+
+/// Returns whether a gradient that was written to counts as cleared: if it is all zeros, or lies on a device,
+/// where reading the values would synchronize. Compares bytes, since an operator would allocate its result.
+inline bool counts_as_cleared(const at::Tensor& gradient) {
+  if (!gradient.is_cpu() || gradient.layout() != at::kStrided || !gradient.is_non_overlapping_and_dense())
+    return true;
+  const auto* bytes = static_cast<const char*>(gradient.const_data_ptr());
+  return gradient.numel() == 0 ||
+         (bytes[0] == 0 && std::memcmp(bytes, bytes + 1, gradient.nbytes() - 1) == 0);
+}
 
 /// Forgets the averages that were cleared or replaced. Called before a backward. A gradient that was written
 /// to, such as by clipping, still holds an average unless it is all zeros or lies on a device, where reading
 /// it would synchronize.
-void forget_cleared(std::span<ParameterEntry> parameters);
+inline void forget_cleared(std::span<ParameterEntry> parameters) {
+  for (ParameterEntry& parameter : parameters) {
+    const GradientVersion now = parameter.version();
+    if (parameter.reduced == now) continue;
+    const bool written = now.first && now.first == parameter.reduced.first;
+    parameter.reduced = written && !counts_as_cleared(parameter.gradient()) ? now : GradientVersion{};
+  }
+}
 
 /// Throws GradientError with the name of a parameter if a backward has added to a gradient that held an
 /// average. Called after the backward. `added(i)` returns whether it has added to parameter i's gradient.
@@ -98,27 +128,66 @@ void require_no_average(std::span<const ParameterEntry> parameters, Added&& adde
 class WatchedParameters {
  public:
   /// `table` must outlive this object.
-  WatchedParameters(const ParameterTable& table, std::vector<std::string> ignored);
+  WatchedParameters(const ParameterTable& table, std::vector<std::string> ignored)
+      : table_(table), ignored_(std::move(ignored)) {
+    for (const NamedTensor& parameter : table.all) known_.insert(parameter.tensor.unsafeGetTensorImpl());
+  }
 
   /// Checks the parameters before the backward of `losses`. Throws UsageError that names the parameter.
   /// `list` returns the current parameters of the model; it allocates, so it is called only at the first
   /// backward and when the losses depend on a leaf not seen before. Leaves that only a re-entrant backward
-  /// reaches are not detected.
-  template <class List>
-  void check(at::ArrayRef<at::Tensor> losses, List&& list) {
-    require_equal_flags();
+  /// reaches are not detected. `superseded` returns whether a newer wrapper of the parameters is alive.
+  template <class List, class Superseded>
+  void check(at::ArrayRef<at::Tensor> losses, List&& list, Superseded&& superseded) {
+    require_equal_flags(superseded);
     const bool unknown_leaf = finds_unknown_leaf(losses);
     if (!std::exchange(listed_, true) || unknown_leaf) require_known(list());
   }
 
  private:
-  /// Throws UsageError if requires_grad of a parameter has changed.
-  void require_equal_flags() const;
+  template <class Superseded>
+  void require_equal_flags(Superseded&& superseded) const {
+    auto entry = table_.trained.begin();
+    for (const NamedTensor& parameter : table_.all) {
+      const bool trained = entry != table_.trained.end() && entry->tensor.is_same(parameter.tensor);
+      if (trained) ++entry;
+      if (parameter.tensor.requires_grad() != trained)
+        throw UsageError(detail::formatted(
+            "parameter '{}' was {} after DistributedDataParallel was made, which averages the gradients of "
+            "those that required grad then: {}",
+            parameter.name, trained ? "frozen" : "unfrozen",
+            superseded()
+                ? "this one is out of date, and a newer one of the same parameters is alive: use that "
+                  "one, and destroy this one"
+                : "construct it again, or with a Trainer do so between epochs"));
+    }
+  }
   /// Returns whether the losses depend on an unseen leaf that is not a parameter of the model, such as an
   /// input that requires grad. Each such leaf is reported once.
-  bool finds_unknown_leaf(at::ArrayRef<at::Tensor> losses);
-  /// Throws UsageError if a parameter is not in the table.
-  void require_known(const std::vector<NamedTensor>& parameters);
+  bool finds_unknown_leaf(at::ArrayRef<at::Tensor> losses) {
+    search_.run(losses);
+    bool found = false;
+    for (const torch::autograd::Node* end : search_.ends()) {
+      const auto* leaf = dynamic_cast<const torch::autograd::AccumulateGrad*>(end);
+      if (!leaf || known_.contains(leaf->variable.unsafeGetTensorImpl())) continue;
+      if (unknown_leaves_.size() >= 1024) unknown_leaves_.clear();
+      found = unknown_leaves_.emplace(leaf->variable.getIntrusivePtr()).second || found;
+    }
+    return found;
+  }
+  void require_known(const std::vector<NamedTensor>& parameters) {
+    for (const NamedTensor& parameter : parameters) {
+      if (known_.contains(parameter.tensor.unsafeGetTensorImpl()) ||
+          std::find(ignored_.begin(), ignored_.end(), parameter.name) != ignored_.end())
+        continue;
+      unknown_leaves_.clear();  // so that the next backward throws again
+      listed_ = false;
+      throw UsageError(detail::formatted(
+          "parameter '{}' was added or replaced after DistributedDataParallel was made, so that its gradient "
+          "would not be averaged: make DistributedDataParallel after the model is whole",
+          parameter.name));
+    }
+  }
 
   const ParameterTable& table_;
   std::vector<std::string> ignored_;
@@ -130,7 +199,3 @@ class WatchedParameters {
 };
 
 }  // namespace lockstep::detail
-
-#ifndef LOCKSTEP_COMPILED
-#include "lockstep/grad/detail/parameter_table-inl.hpp"
-#endif

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <concepts>
 #include <cstddef>
 #include <exception>
 #include <memory>
@@ -10,6 +11,8 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <type_traits>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -19,6 +22,7 @@
 #include <c10/core/GradMode.h>
 
 #include "lockstep/comm/detail/own_error.hpp"
+#include "lockstep/comm/local_comm.hpp"
 #include "lockstep/detail/linkage.hpp"
 #include "lockstep/detail/served_call.hpp"
 #include "lockstep/grad/ddp_options.hpp"
@@ -28,6 +32,7 @@
 #include "lockstep/grad/detail/parameter_table.hpp"
 #include "lockstep/grad/detail/reduction.hpp"
 #include "lockstep/grad/hooks/hook.hpp"
+#include "lockstep/grad/model.hpp"
 
 namespace lockstep::detail {
 
@@ -39,9 +44,92 @@ struct JoinedReduction {
   void (*abandon)(void* reducer);
 };
 LOCKSTEP_PROCESS_WIDE inline std::atomic<std::size_t> reducers_made{0};
-LOCKSTEP_PROCESS_WIDE inline std::atomic<std::size_t> reducers_alive{0};
 
-/// The nested `ddp.backward` calls of one thread.
+/// What the reducers of a process know of one another. Several may have hooks on one parameter: those of
+/// wrappers of one model, of which one is out of date or evaluates. One of them reduces a backward; the others
+/// ignore it. Thread-safe.
+class LiveReducer {
+ public:
+  explicit LiveReducer(std::span<const ParameterEntry> parameters) {
+    for (const ParameterEntry& parameter : parameters)
+      parameters_.insert(parameter.tensor.unsafeGetTensorImpl());
+    Process& process = of_process();
+    const std::lock_guard lock(process.mutex);
+    for (LiveReducer* other : process.live)
+      if (std::any_of(parameters_.begin(), parameters_.end(),
+                      [&](const auto* parameter) { return other->parameters_.contains(parameter); }))
+        shares_ = other->shares_ = true;
+    process.live.push_back(this);
+  }
+  LiveReducer(const LiveReducer&) = delete;
+  LiveReducer& operator=(const LiveReducer&) = delete;
+  ~LiveReducer() {
+    const std::lock_guard lock(of_process().mutex);
+    std::erase(of_process().live, this);
+  }
+
+  /// Expects a backward, as Python's wrapper does from its forward to the end of the backward.
+  void expect() { forward_ = ++of_process().forwards; }
+  void expect_none() { forward_ = 0; }
+
+  /// Returns whether the running backward is this reducer's as far as the parameter is concerned: of the live
+  /// reducers that hold it, the one whose `ddp.backward` runs, else the one whose forward ran last, else one
+  /// under `no_sync`. Throws GradientError if there are several and none of these.
+  [[nodiscard]] bool takes(const ParameterEntry& parameter) const {
+    if (!shares_ || running) return true;
+    const std::lock_guard lock(of_process().mutex);
+    const LiveReducer *last = nullptr, *accumulates = nullptr;
+    std::size_t holders = 0;
+    for (const LiveReducer* holder : of_process().live) {
+      if (!holder->parameters_.contains(parameter.tensor.unsafeGetTensorImpl())) continue;
+      if (holder->running) return false;
+      ++holders;
+      if (!last || holder->forward_ > last->forward_) last = holder;
+      if (holder->no_sync_depth > 0) accumulates = holder;
+    }
+    if (holders == 1) return true;
+    if (last->forward_ > 0) return last == this;
+    if (accumulates) return accumulates == this;
+    throw GradientError(detail::formatted(
+        "a backward reached parameter '{}', which {} live DistributedDataParallel objects hold, and none of "
+        "them has run its forward: call backward on the one that is to average the gradients, and destroy "
+        "those that are out of date",
+        parameter.name, holders));
+  }
+  /// Returns whether a newer live reducer holds a parameter of this one.
+  [[nodiscard]] bool is_superseded() const {
+    if (!shares_) return false;
+    const std::lock_guard lock(of_process().mutex);
+    const auto& live = of_process().live;
+    return std::any_of(std::find(live.begin(), live.end(), this) + 1, live.end(), [&](const auto* newer) {
+      return std::any_of(parameters_.begin(), parameters_.end(),
+                         [&](const auto* parameter) { return newer->parameters_.contains(parameter); });
+    });
+  }
+  [[nodiscard]] static bool several() {
+    const std::lock_guard lock(of_process().mutex);
+    return of_process().live.size() > 1;
+  }
+
+  std::atomic<bool> running{false};  ///< a `ddp.backward` of its model
+  std::atomic<int> no_sync_depth{0};
+
+ private:
+  struct Process {
+    std::mutex mutex;
+    std::vector<LiveReducer*> live;  // in the order of construction
+    std::atomic<std::uint64_t> forwards{0};
+  };
+  LOCKSTEP_PROCESS_WIDE static Process& of_process() {
+    static auto& process = *new Process();  // a static wrapper may outlive other statics
+    return process;
+  }
+
+  std::unordered_set<const c10::TensorImpl*> parameters_;
+  std::atomic<bool> shares_{false};        // another one holds a parameter of it, or did
+  std::atomic<std::uint64_t> forward_{0};  // number of its last forward; 0 unless it expects a backward
+};
+
 struct OpenBackwards {
   int running = 0;
   /// Number of running `backward_sum` calls. No other model can join these: its gradients would be divided by
@@ -63,11 +151,10 @@ inline OpenBackwards* open_backwards_for(c10::Device device) {
   return open && open->running > 0 ? open : nullptr;
 }
 
-/// Marks a `ddp.backward` as running in a scope. `running` is the flag of its model.
 class InsideBackward {
  public:
-  InsideBackward(bool& running, bool counts)
-      : nested(std::exchange(running, true)),
+  InsideBackward(std::atomic<bool>& running, bool counts)
+      : nested(running.exchange(true)),
         calls(open_backwards_here()),
         outermost(calls.running++ == 0),
         running_(running),
@@ -90,20 +177,19 @@ class InsideBackward {
   const bool outermost;  ///< not inside a `ddp.backward` of any model
 
  private:
-  bool& running_;
+  std::atomic<bool>& running_;
   bool counts_;
 };
 
 /// The name of every kind of backward in errors: one kind on a rank may join another kind on another rank.
 inline constexpr const char* backward_name = "DistributedDataParallel::backward";
 
-/// One backward's contribution to a reduction. `losses`: the roots of the search for unused parameters. With
-/// a `count`, the gradients are those of a sum over that many samples, otherwise of a mean. `no_data`: this
-/// rank has no data in this step.
+/// One backward's contribution to a reduction: the roots of the search for unused parameters. With a `count`,
+/// the gradients are those of a sum over that many samples, otherwise of a mean.
 struct Contribution {
   at::ArrayRef<at::Tensor> losses;
   std::optional<double> count = std::nullopt;
-  bool no_data = false;
+  bool no_data = false;  ///< this rank has no data in this step
 
   /// Returns `before` plus the count; nullopt without a count. A negative or non-finite count, which backward
   /// refuses, adds 0.
@@ -114,7 +200,7 @@ struct Contribution {
 };
 
 /// Averages gradients over the ranks while backward runs. Tracks which gradients are ready, and opens and
-/// closes each reduction; BucketReduction launches the collectives and waits for them.
+/// closes each reduction.
 ///
 /// A reduction is `open()`, then one call of the accumulate hook for each gradient, then `close()`. Buckets
 /// are launched in index order as soon as their gradients are ready, except the last one, which `close`
@@ -134,7 +220,8 @@ class Reducer {
  public:
   /// `table` and `comm` must outlive the reducer.
   Reducer(ParameterTable& table, Comm& comm, Hook hook, const DdpOptions& options)
-      : parameters_(table.trained),
+      : live_(table.trained),
+        parameters_(table.trained),
         options_(options),
         watched_(table, options.ignored),
         reduction_(parameters_, comm, std::move(hook), options_),
@@ -143,27 +230,29 @@ class Reducer {
     hooks_.reserve(parameters_.size());
     for (std::size_t i = 0; i < parameters_.size(); ++i)
       hooks_.emplace_back(parameters_[i].tensor, OnGradient{this, i});
-    ++reducers_alive;
   }
   Reducer(const Reducer&) = delete;
   Reducer& operator=(const Reducer&) = delete;
-  ~Reducer() { --reducers_alive; }
 
-  /// Checks before the backward of `losses` that the model is as it was at construction; see
-  /// WatchedParameters::check.
+  /// Throws UsageError unless the model is as it was at construction; see WatchedParameters::check.
   template <class List>
   void check_model(at::ArrayRef<at::Tensor> losses, List&& list) {
-    watched_.check(losses, list);
+    watched_.check(losses, list, [&] { return live_.is_superseded(); });
+    for (std::size_t i = 0; i < parameters_.size(); ++i)
+      if (!hooks_[i].reaches(parameters_[i].tensor))
+        throw UsageError(detail::formatted(
+            "parameter '{}' was converted to another dtype or device after DistributedDataParallel was made, "
+            "by to() or by loading such a file, so that its gradient would not be averaged: make "
+            "DistributedDataParallel after the model is whole",
+            parameters_[i].name));
   }
 
   /// Runs `run_backward` inside a reduction, or without one under `no_sync` and inside another backward of
-  /// this model. The outermost call then reduces the other models that the backward has reached, after this
-  /// model and in the order of their construction, which is equal on every rank. Collective, except under
-  /// `no_sync`. Waits for the reductions, except for those that are checked late. Throws the exception of
-  /// `run_backward`, or the error that other ranks report.
+  /// this model. The outermost call then reduces the other models that the backward has reached, in the order
+  /// of their construction, which is equal on every rank.
   template <class Run>
   void backward(const Contribution& contribution, Run&& run_backward) {
-    const InsideBackward inside(inside_, contribution.count.has_value());
+    const InsideBackward inside(live_.running, contribution.count.has_value());
     struct Caller {
       ServedCall& call;
       ServedCall before = std::exchange(call, served_call);
@@ -220,11 +309,9 @@ class Reducer {
     if (first) std::rethrow_exception(first);
   }
 
-  /// Joins the other ranks' reduction to report `failure` to them, also under `no_sync`. Collective.
-  /// `counted`: the other ranks run a reduction of sums with counts. An error of an earlier backward, of
-  /// which this rank learns here, is kept for `settle()` or the next backward.
+  /// See DistributedDataParallel::fail_backward. Joins the reduction also under `no_sync`.
   void fail_backward(const std::exception_ptr& failure, bool counted) noexcept {
-    const int depth = std::exchange(no_sync_depth, 0);
+    const int depth = no_sync_depth.exchange(0);
     keeps_untold_ = true;
     Contribution empty{.losses = {}, .no_data = true};
     if (counted) empty.count = 0;
@@ -236,26 +323,18 @@ class Reducer {
     no_sync_depth = depth;
   }
 
-  /// Blocks until the checks of all reductions are complete, and throws on every rank if the backward of a
-  /// rank has failed and the others have not learned of it. Collective.
   void settle() {
     read_late(nullptr);
     throw_untold();
   }
-  /// Returns whether the ranks learn of a failed backward later than the rank that has failed. Equal on every
-  /// rank.
   [[nodiscard]] bool checks_late() const { return rebuilt_ && !shares_loss_ && reduction_.can_check_late(); }
 
-  /// Returns the current buckets as parameter indices.
   [[nodiscard]] BucketPlan plan() const { return reduction_.plan(); }
   [[nodiscard]] Hook& hook() { return reduction_.hook(); }
-  /// Returns the ready order by which the buckets were rebuilt, empty before that rebuild. Runs a rebuild
-  /// that is due, which is collective.
   std::vector<std::size_t> bucket_order() {
     if (rebuild_due_) rebuild();
     return rebuilt_ ? rebuild_order_ : std::vector<std::size_t>();
   }
-  /// Rebuilds the buckets in this order, which must be equal on every rank.
   void set_bucket_order(std::vector<std::size_t> order) {
     reduction_.rebuild(order, std::exchange(adoptable_noted_, false));
     for (ParameterEntry& parameter : parameters_) parameter.adoptable.reset();
@@ -263,24 +342,22 @@ class Reducer {
     rebuild_due_ = false;
     rebuilt_ = true;
   }
-  /// Discards the counts and usage flags that `no_sync` has accumulated, for an abandoned step.
   void forget() {
     count_ = 0;
     clear_seen();
   }
-  /// Returns the sum of the counts over the ranks in the last reduction.
   [[nodiscard]] double total_count() const { return reduction_.total_count(); }
-  /// Returns the sum of this rank's counts since the last reduction.
   [[nodiscard]] double count_so_far() const { return count_; }
   /// Returns whether a backward since the last reduction has reached parameter i.
   [[nodiscard]] bool has_gradient(std::size_t i) const { return parameters_[i].seen; }
-  /// Reverts a stateful hook to its state before the last reduction.
   void rollback() {
     if constexpr (StatefulHook<Hook>) hook().rollback();
   }
   void forward_begins() {
     reduction_.times.forward = ReductionTimes::Clock::now();
-    if (c10::GradMode::is_enabled()) note_gradients();
+    if (!c10::GradMode::is_enabled()) return;
+    live_.expect();
+    note_gradients();
   }
 
   void record_completions(bool enabled) { reduction_.record_completions(enabled); }
@@ -292,7 +369,11 @@ class Reducer {
     return report;
   }
 
-  int no_sync_depth = 0;
+ private:
+  LiveReducer live_;
+
+ public:
+  std::atomic<int>& no_sync_depth = live_.no_sync_depth;
 
  private:
   struct OnGradient {
@@ -312,10 +393,11 @@ class Reducer {
                                            : ServedCall{backward_name});
     if (c10::GradMode::is_enabled())
       throw GradientError(
-          "backward with create_graph is refused: gradients of gradients would not be averaged over "
-          "the ranks; take them with torch::autograd::grad and put the result into the loss");
-    // The engine calls the hook without a gradient for an output that the loss ignores.
+          "backward with create_graph is refused: gradients of gradients would not be averaged over the "
+          "ranks; take them with torch::autograd::grad and put the result into the loss");
     ParameterEntry& parameter = parameters_[i];
+    if (!live_.takes(parameter)) return;
+    // The engine calls the hook without a gradient for an output that the loss ignores.
     if (parameter.gradient().defined() || !searches()) parameter.seen = true;
     if (no_sync_depth > 0) return;
     if ((!open_ && !joined_) || stale_) {
@@ -368,10 +450,9 @@ class Reducer {
   void close_stale() {
     if (!open_) return;
     stale_ = false;
-    close(
-        std::make_exception_ptr(GradientError("an earlier loss.backward() did not end, so its gradients "
-                                              "were never reduced; call ddp.backward(loss), "
-                                              "which always ends the reduction")));
+    close(std::make_exception_ptr(
+        GradientError("an earlier loss.backward() did not end, so its gradients were never reduced; call "
+                      "ddp.backward(loss), which always ends the reduction")));
   }
 
   /// Copies the gradients of parameters that this backward does not reach into their buckets, so that those
@@ -412,6 +493,7 @@ class Reducer {
     close(failure);
   }
   void abandon_joined() {
+    live_.expect_none();
     joined_ = false;
     abandon();
   }
@@ -431,10 +513,10 @@ class Reducer {
   }
 
   /// Ends the reduction. Collective. Launches every bucket even after a failure, so that no peer waits for
-  /// one. Throws `failure`, or the error that other ranks report. Blocks the host unless the reduction is
-  /// checked late.
+  /// one. Throws `failure`, or the error that other ranks report.
   void close(const std::exception_ptr& failure) {
     const c10::NoGradGuard no_grad;
+    live_.expect_none();
     RECORD_FUNCTION("lockstep::finish_reduction", std::vector<c10::IValue>());
     BackwardReport report;
     if (failure) report.thrown = first_line(failure);
@@ -500,7 +582,7 @@ class Reducer {
     // This backward may be the first whose loss reaches another model too. The other ranks then reduce that
     // model's gradients, in which this rank does not take part.
     const std::string text = failure ? *report.thrown : own_failure_text(comm(), report, parameters_);
-    if (reducers_alive > 1 && !every_rank_throws(comm())) comm().abort(text);
+    if (LiveReducer::several() && !every_rank_throws(comm())) comm().abort(text);
     if (failure) std::rethrow_exception(failure);
     throw GradientError(text);
   }
@@ -570,7 +652,6 @@ class Reducer {
     for (ParameterEntry& parameter : parameters_) parameter.adoptable = parameter.gradient();
   }
 
-  /// Rebuilds the buckets in rank 0's ready order. Collective; runs once.
   void rebuild() {
     set_bucket_order(order_of_rank_zero(comm(), rebuild_order_, parameters_[0].tensor.device()));
   }
@@ -594,7 +675,7 @@ class Reducer {
   GraphSearch search_;
   double count_ = 0;  // this rank's count since the last reduction
   std::size_t iteration_ = 0;
-  bool open_ = false, inside_ = false, stale_ = false, rebuild_due_ = false, rebuilt_ = false;
+  bool open_ = false, stale_ = false, rebuild_due_ = false, rebuilt_ = false;
   ServedCall caller_;                // the public call that runs backward, empty in a bare backward
   std::optional<double> sum_count_;  // this rank's count in a reduction of sums with counts
   bool no_data_ = false;
@@ -609,5 +690,74 @@ class Reducer {
   // Declared last: the hooks must be destroyed before the members that they use.
   std::vector<AccumulateHook<OnGradient>> hooks_;
 };
+
+/// The Reducer of a single process, whose members have the contracts of Reducer. Reduces nothing and
+/// registers no hooks.
+class LocalReducer {
+ public:
+  template <class Hook>
+  LocalReducer(ParameterTable& table, LocalComm&, Hook&&, const DdpOptions&) : table_(table) {}
+  LocalReducer(const LocalReducer&) = delete;
+  LocalReducer& operator=(const LocalReducer&) = delete;
+
+  template <class List>
+  void check_model(at::ArrayRef<at::Tensor>, List&&) {}
+
+  template <class Run>
+  void backward(const Contribution& contribution, Run&& run_backward) {
+    if (contribution.no_data && !contribution.count) return;  // no other rank to take part with
+    try {
+      run_backward();
+    } catch (...) {
+      if (no_sync_depth == 0) abandon();
+      throw;
+    }
+    if (!contribution.count) return;
+    count_ += *contribution.count;
+    if (no_sync_depth == 0) divide_by_count();
+  }
+  void fail_backward(const std::exception_ptr&, bool /*counted*/) noexcept { abandon(); }
+  void forget() { count_ = 0; }
+  void forward_begins() {}
+  void rollback() {}
+  void settle() {}
+  [[nodiscard]] bool checks_late() const { return false; }
+
+  [[nodiscard]] BucketPlan plan() const { return {}; }
+  [[nodiscard]] std::vector<std::size_t> bucket_order() const { return {}; }
+  void set_bucket_order(const std::vector<std::size_t>&) {}
+  void record_completions(bool) {}
+  [[nodiscard]] DdpReport report() const { return {}; }
+  [[nodiscard]] double total_count() const { return total_count_; }
+  [[nodiscard]] double count_so_far() const { return count_; }
+  /// Requires that parameter i's gradient held an average before the backward.
+  [[nodiscard]] bool has_gradient(std::size_t i) const {
+    return table_.trained[i].version() != table_.trained[i].reduced;
+  }
+
+  int no_sync_depth = 0;
+
+ private:
+  void divide_by_count() {
+    total_count_ = std::exchange(count_, 0);
+    for (const NamedTensor& parameter : table_.all)
+      if (at::Tensor& grad = parameter.tensor.mutable_grad(); grad.defined())
+        total_count_ == 0 ? grad.zero_() : grad.mul_(1 / total_count_);
+  }
+
+  void abandon() {
+    for (const NamedTensor& parameter : table_.all) parameter.tensor.mutable_grad().reset();
+    count_ = 0;
+  }
+
+  ParameterTable& table_;
+  double count_ = 0, total_count_ = 0;
+};
+
+/// Whether the communicator type has one rank at compile time.
+template <class Comm>
+inline constexpr bool alone = std::same_as<Comm, LocalComm>;
+template <class Comm, class Hook>
+using ReducerFor = std::conditional_t<alone<Comm>, LocalReducer, Reducer<Comm, Hook>>;
 
 }  // namespace lockstep::detail

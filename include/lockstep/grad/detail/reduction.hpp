@@ -41,7 +41,6 @@
 
 namespace lockstep::detail {
 
-/// The result of reducing a sparse gradient: its sum over the ranks, or a failure flag.
 struct SparseSum {
   at::Tensor sum;         // undefined if no rank has a gradient
   bool flagged = false;   // some rank has failed
@@ -120,12 +119,10 @@ class UsageExchange {
     work_.emplace(comm.all_reduce(sent_, ReduceOp::sum));
   }
   [[nodiscard]] std::optional<typename Comm::Work>& work() { return work_; }
-  /// Reads the sums back. Call after waiting for `work()`.
   void read() {
     work_.reset();
     host_.copy_(sent_);
   }
-  /// Abandons the exchange.
   void abandon() {
     // A work in flight may still write to the old tensor.
     if (std::exchange(work_, std::nullopt)) sent_ = at::zeros_like(sent_);
@@ -140,13 +137,12 @@ class UsageExchange {
   std::optional<typename Comm::Work> work_;
 };
 
-/// Time points of one reduction.
 struct ReductionTimes {
   using Clock = std::chrono::steady_clock;
   Clock::time_point forward, backward, gradients, first_launch, end;
 };
 
-/// Completion times of the buckets in flight. Threads of the communicator may write while they are read.
+/// Threads of the communicator may write while they are read.
 class CompletionTimes {
   using Clock = ReductionTimes::Clock;
 
@@ -161,7 +157,6 @@ class CompletionTimes {
     Clock::rep none = 0;
     ticks_[bucket].compare_exchange_strong(none, Clock::now().time_since_epoch().count());
   }
-  /// Returns std::nullopt for a bucket without a time.
   [[nodiscard]] std::optional<Clock::time_point> operator[](std::size_t bucket) const {
     const Clock::rep ticks = ticks_[bucket];
     if (ticks == 0) return std::nullopt;
@@ -172,8 +167,7 @@ class CompletionTimes {
   std::vector<std::atomic<Clock::rep>> ticks_;
 };
 
-/// Labels collectives with their bucket, for a Labelled communicator that reports errors asynchronously. A
-/// no-op for other communicators. The labels are formatted once per plan.
+/// Labels collectives with their bucket, for a Labelled communicator.
 template <class Comm>
 class BucketLabels {
  public:
@@ -189,7 +183,6 @@ class BucketLabels {
     }
   }
 
-  /// Labels the collectives that are launched in its scope.
   class Scope {
    public:
     Scope(Comm& comm, const std::shared_ptr<const std::string>& label) : comm_(comm) {
@@ -212,8 +205,7 @@ class BucketLabels {
   std::vector<std::shared_ptr<const std::string>> labels_;
 };
 
-/// One reduction round: the collectives, their launch order and their completion. Reduces the buckets through
-/// the communication hook, and exchanges sparse rows, parameter usage and sample counts.
+/// One reduction round: the collectives, their launch order and their completion.
 ///
 /// Every rank runs the same collectives in the same order: the counts, unless they travel in the tail of the
 /// last bucket; the dense buckets by index; the usage exchange, if it is enabled; and, while the buckets
@@ -255,8 +247,7 @@ class BucketReduction {
         comm_.rank(), count, largest_float_count));
   }
 
-  /// Begins a reduction. With a count, the gradients are sums over that many samples, and are divided by the
-  /// sum of all ranks' counts; counts that do not travel in a bucket are all-reduced here, which blocks.
+  /// `count`: see Contribution. Counts that do not travel in a bucket are all-reduced here, which blocks.
   void open(std::optional<double> count) {
     counts_ = count.has_value();
     counts_in_bucket_ = counts_ && counts_in_bucket();
@@ -289,8 +280,7 @@ class BucketReduction {
     while (next_ < last_bucket_ && pending_[next_] == 0) launch(next_++);
   }
 
-  /// Launches the remaining buckets and, for hooks that propagate NaN, the usage exchange. `count` is this
-  /// rank's count, and `failed` tells whether this rank has failed.
+  /// Launches the remaining buckets and, for hooks that propagate NaN, the usage exchange.
   void launch_rest(double count, bool failed) {
     times.gradients = Clock::now();
     failed_ = failed;
@@ -304,8 +294,7 @@ class BucketReduction {
   }
 
   /// Returns whether the host can go on while a device checks the buckets of the open reduction: nothing else
-  /// in the reduction blocks the host, and the state of the ranks stays equal if the backward of one of them
-  /// fails and the others learn of it later. Equal on every rank.
+  /// in it blocks the host, and the state of the ranks stays equal if one of them fails. Equal on every rank.
   [[nodiscard]] bool can_check_late() const {
     return Hook::propagates_nan && !StatefulHook<Hook> && comm_.size() > 1 && !CaptureScope::active() &&
            !counts_ && !asks_usage_ && !any_sparse_ && !poison_check_.read_late().empty();
@@ -314,9 +303,8 @@ class BucketReduction {
   /// Waits for all collectives of the reduction. Stream-ordered, but blocks the host after a local failure
   /// and to read flags. Returns false if no rank can have poisoned a bucket or flagged a failure. With
   /// `late`, launches the check of the buckets on a device into `late` and leaves the reading to the caller,
-  /// unless the host has found a failure before. Throws TimeoutError that names the bucket, or the
-  /// CommunicationError of a collective. An error of the hook aborts the communicator and is thrown, unless
-  /// the usage exchange reports it; then `hook_error` returns it.
+  /// unless the host has found a failure before. An error of the hook aborts the communicator and is thrown,
+  /// unless the usage exchange reports it; then `hook_error` returns it.
   bool wait(const std::exception_ptr& failure, std::size_t iteration, LateNanCheck* late) {
     // After a local failure the peers get two seconds to join and learn of it. The error must not be delayed
     // longer.
@@ -384,7 +372,6 @@ class BucketReduction {
     return flagged;
   }
 
-  /// Sets the parameters' gradients to the averages.
   void copy_from_bucket() {
     if (counts_) divide_by_counts();
     if (asks_usage_) {
@@ -407,8 +394,7 @@ class BucketReduction {
     bytes_last_ = bytes() - bytes_before_;
   }
 
-  /// Counts a reduction that has failed on this rank and not yet on the others, since a hook's
-  /// GradientBucket::iteration is equal on every rank.
+  /// Counts a reduction that has failed on this rank and not yet on the others.
   void count_failed() { ++reductions_; }
 
   /// Abandons the reduction after a failure, and rolls a stateful hook back.
@@ -423,10 +409,8 @@ class BucketReduction {
     begun_ = false;
   }
 
-  /// Returns the first error of the hook's works in this reduction, or null.
   [[nodiscard]] const std::exception_ptr& hook_error() const { return hook_error_; }
-  /// Returns whether any rank used parameter i, from the last usage exchange; true while usage is exchanged
-  /// in every reduction.
+  /// Returns whether any rank used parameter i; true while usage is exchanged in every reduction.
   [[nodiscard]] bool used_anywhere(std::size_t i) const { return asks_usage_ || parameters_[i].used; }
 
   /// Rebuilds the buckets in this order and resets a stateful hook. `only_adoptable`: see GradientBuckets.
@@ -435,7 +419,6 @@ class BucketReduction {
     if constexpr (StatefulHook<Hook>) hook_.reset();
   }
 
-  /// Switches the recording of completion times on or off. Call it between reductions.
   void record_completions(bool enabled) {
     completions_ = enabled ? std::make_shared<CompletionTimes>(buckets_->size()) : nullptr;
   }
@@ -561,8 +544,7 @@ class BucketReduction {
     }
   }
 
-  /// All-reduces the counts before the first gradient is copied, so that buckets hold means: sums could
-  /// overflow a narrow dtype or the dtype that a hook casts to. Blocks.
+  /// Before the first gradient is copied, so that buckets hold means: sums could overflow a narrow dtype.
   void all_reduce_counts(double count) {
     at::Tensor sum =
         at::full({1}, count, at::TensorOptions(at::kDouble).device(parameters_[0].tensor.device()));

@@ -18,12 +18,12 @@
 #include "lockstep/error.hpp"
 #include "lockstep/grad/hooks/hook.hpp"
 
-namespace lockstep::detail {
+namespace lockstep {
+namespace detail {
 
-/// Scratch tensors, one for each bucket, whose memory is kept from step to step.
+/// Tensors, one for each bucket, whose memory is kept from step to step.
 class Scratch {
  public:
-  /// Returns the tensor of bucket `index`. Reallocates it only if sizes, dtype or device have changed.
   at::Tensor& get(std::size_t index, at::IntArrayRef sizes, const at::TensorOptions& options) {
     if (index >= tensors_.size()) tensors_.resize(index + 1);
     at::Tensor& tensor = tensors_[index];
@@ -37,7 +37,6 @@ class Scratch {
   std::vector<at::Tensor> tensors_;
 };
 
-/// The all-reduce of a bucket in another dtype, in flight.
 template <class Work>
 struct CastReduction : PhasedReduction<CastReduction<Work>> {
   CastReduction(Work work, at::Tensor flat, at::Tensor converted)
@@ -76,7 +75,6 @@ class CastHook {
   }
 
   [[nodiscard]] std::string_view name() const { return name_; }
-  /// Returns the bytes of all elements of all buckets in the hook's dtype.
   [[nodiscard]] std::uint64_t wire_bytes() const { return wire_bytes_; }
 
  protected:
@@ -89,13 +87,10 @@ class CastHook {
   std::uint64_t wire_bytes_ = 0;
 };
 
-}  // namespace lockstep::detail
+}  // namespace detail
 
-namespace lockstep {
-
-/// Compresses gradients to bfloat16: casts, divides by the number of ranks, sums, and casts back. Half the
-/// bytes of float32 and all of its range, with 8 bits of precision. Each addition rounds to 8 bits; with many
-/// ranks use Bf16Fp32Hook.
+/// Compresses gradients to bfloat16: half the bytes of float32 and all of its range, with 8 bits of precision.
+/// Each addition rounds to 8 bits; with many ranks use Bf16Fp32Hook.
 ///
 /// Counterpart: bf16_compress_hook.
 class Bf16Hook : public detail::CastHook {
@@ -103,9 +98,8 @@ class Bf16Hook : public detail::CastHook {
   Bf16Hook() : CastHook(at::kBFloat16, "bf16") {}
 };
 
-/// Compresses gradients to float16: casts, divides by the number of ranks, sums, and casts back. Half the
-/// bytes of float32. Values above 65504 become infinite and values below 6e-8 zero: scale the loss, or use
-/// Bf16Hook.
+/// Compresses gradients to float16: half the bytes of float32. Values above 65504 become infinite and values
+/// below 6e-8 zero: scale the loss, or use Bf16Hook.
 ///
 /// Counterpart: fp16_compress_hook.
 class Fp16Hook : public detail::CastHook {
@@ -113,10 +107,9 @@ class Fp16Hook : public detail::CastHook {
   Fp16Hook() : CastHook(at::kHalf, "fp16") {}
 };
 
-/// Sends bfloat16 and sums in float32. Each rank receives one part of the elements from all ranks
-/// (all_to_all), adds them in float32 in rank order, divides by the number of ranks, and sends the mean to
-/// all ranks (all_gather). An element is rounded to bfloat16 twice, regardless of the number of ranks, and
-/// its bits do not depend on its bucket or its position there. Needs a communicator with `all_to_all`.
+/// Sends bfloat16 and sums in float32: an all_to_all, additions in rank order, division by the number of ranks
+/// and an all_gather. An element is rounded to bfloat16 twice, regardless of the number of ranks, and its bits do
+/// not depend on its bucket. Needs a communicator with `all_to_all`.
 class Bf16Fp32Hook {
  public:
   static constexpr bool predivides = false;
@@ -175,21 +168,16 @@ class Bf16Fp32Hook {
   std::uint64_t wire_bytes_ = 0;
 };
 
-/// Options of QuantizedHook.
 struct QuantizedOptions {
   /// One scale and zero point per `channel` elements; false uses one per bucket.
   bool per_channel = false;
-  /// Number of elements in a channel.
   std::int64_t channel = 512;
 };
 
 /// Quantizes gradients to 8 bits, bitwise equal to Python's hooks. Each rank maps its own range of values,
-/// extended to include zero, to 0...255. All ranks gather all messages (all_gather) and add the dequantized
-/// values in rank order.
-///
-/// Python gathers first the scales and then the bytes. This hook sends both in one collective, launched as
-/// soon as the bucket is full. The error of an element is at most half a quantization step, (max - min) /
-/// 255, of each rank. A gradient that is not finite makes its channel NaN on every rank.
+/// extended to include zero, to 0...255. All ranks gather all messages, scales and bytes in one collective,
+/// and add the dequantized values in rank order. The error of an element is at most half a quantization step,
+/// (max - min) / 255, of each rank. A gradient that is not finite makes its channel NaN on every rank.
 ///
 /// Counterpart: quantization_pertensor_hook and quantization_perchannel_hook.
 class QuantizedHook {

@@ -18,14 +18,11 @@
 
 namespace lockstep {
 
-/// One bucket of gradients. Its address is stable from the launch of its reduction until the wait for it
-/// returns.
+/// One bucket of gradients. Its address is stable from the launch of its reduction until the end of the wait.
 struct GradientBucket {
-  /// Zero-based position in launch order, and the number of buckets. The first reduction uses other buckets
-  /// than the later ones.
+  /// Zero-based position in launch order, and the number of buckets.
   std::size_t index = 0, count = 1;
-  /// Number of reductions completed before this one. An abandoned reduction does not count.
-  std::size_t iteration = 0;
+  std::size_t iteration = 0;  ///< number of reductions completed before this one
   /// [n]: this rank's gradients, concatenated. Receives the average over the ranks.
   at::Tensor flat;
   /// One view of `flat` for each parameter, in bucket order. An element of a complex parameter is two
@@ -35,11 +32,8 @@ struct GradientBucket {
   std::vector<std::size_t> parameters;
 };
 
-/// A hook's settings: names and values as text.
-using HookSettings = NamedValues;
-
-/// A hook's persistent state: names and tensors.
-using HookState = std::vector<std::pair<std::string, at::Tensor>>;
+using HookSettings = NamedValues;  ///< names and values as text
+using HookState = std::vector<std::pair<std::string, at::Tensor>>;  ///< names and tensors
 
 /// A reduction in flight: a communicator's Work, or a hook's own type. Exactly one call of `wait` or
 /// `synchronize` completes it; the bucket then holds the average over the ranks. Both throw as the functions
@@ -81,10 +75,9 @@ concept CommunicationHook = std::move_constructible<H> && Communicator<Comm> &&
 
 /// A communication hook that keeps state between reductions.
 ///
-/// 1. `state()` returns a copy of the state. `load_state` restores it, after which reductions have the same
-///    bits. The state may differ between ranks: a checkpoint must store every rank's. An optional static
-///    `shared_state(state)` returns the part that is equal on every rank, which a run resumed with another
-///    number of ranks loads.
+/// 1. `state()` returns a copy of the state, and `load_state` restores it to the same bits. The state may differ
+///    between ranks. An optional static `shared_state(state)` returns the part that is equal on every rank,
+///    which a run resumed with another number of ranks loads.
 /// 2. `rollback()` reverts the changes of the last reduction, for a skipped step or a backward that threw. A
 ///    second call without a reduction in between is a no-op. Never called with a Reduction in flight.
 /// 3. `reset()` is called when the buckets change. It discards state kept by bucket; state kept by parameter
@@ -97,9 +90,7 @@ concept StatefulHook = requires(H& hook, const H& saved, const HookState& state)
   hook.reset();
 };
 
-}  // namespace lockstep
-
-namespace lockstep::detail {
+namespace detail {
 /// Returns the bytes that a collective over `tensor` adds to wire_bytes(): none in a group of one.
 template <class Comm>
 std::uint64_t sent_bytes(const Comm& comm, const at::Tensor& tensor) {
@@ -107,8 +98,7 @@ std::uint64_t sent_bytes(const Comm& comm, const at::Tensor& tensor) {
 }
 
 /// Implements `wait` and `synchronize` for a Reduction of several collectives. `Derived::finish(wait)` calls
-/// `wait(work)` for each Work in turn and launches the next phase in between. The timeout of `synchronize`
-/// covers all phases together.
+/// `wait(work)` for each Work in turn. The timeout of `synchronize` covers all of them together.
 template <class Derived>
 struct PhasedReduction {
   void wait() {
@@ -124,12 +114,9 @@ struct PhasedReduction {
   }
 };
 
-}  // namespace lockstep::detail
+}  // namespace detail
 
-namespace lockstep {
-
-/// The default hook: sums predivided gradients by the communicator's all_reduce, without further work.
-/// Bitwise equal to Python's DDP without a hook.
+/// The default hook: sums predivided gradients. Bitwise equal to Python's DDP without a hook.
 class AllReduceHook {
  public:
   static constexpr bool predivides = true;
@@ -156,9 +143,8 @@ struct FinishedReduction {
   void synchronize(std::chrono::milliseconds) const noexcept {}
 };
 
-/// Leaves each rank its own, undivided gradients, to measure a step without gradient communication. The ranks
-/// still exchange a few bytes that report a failed rank. Not for training: the ranks diverge. Counterpart:
-/// noop_hook.
+/// Leaves each rank its own, undivided gradients, to measure a step without gradient communication. Not for
+/// training. The ranks still exchange a few bytes that report a failed rank. Counterpart: noop_hook.
 struct NoOpHook {
   static constexpr bool predivides = false;
   static constexpr bool propagates_nan = false;
@@ -174,18 +160,13 @@ struct NoOpHook {
   [[nodiscard]] std::uint64_t wire_bytes() const { return 0; }
 };
 
-}  // namespace lockstep
-
-namespace lockstep {
-
-/// A CommunicationHook that calls a function; see `hook_of`.
+/// See `hook_of`.
 template <class Function>
 class FunctionHook {
  public:
   static constexpr bool predivides = false;
   static constexpr bool propagates_nan = false;
 
-  /// `name` is the hook's name in reports and errors.
   explicit FunctionHook(Function function, std::string name = "function")
       : function_(std::move(function)), name_(std::move(name)) {}
 
@@ -208,7 +189,6 @@ class FunctionHook {
   /// Returns the bytes of all elements of all buckets, whatever the function sends.
   [[nodiscard]] std::uint64_t wire_bytes() const { return wire_bytes_; }
 
-  /// Returns the function object.
   [[nodiscard]] Function& function() { return function_; }
 
   [[nodiscard]] HookState state() const requires StatefulHook<Function> { return function_.state(); }
@@ -235,12 +215,9 @@ class FunctionHook {
 ///       return comm.all_reduce(bucket.flat);
 ///     });
 ///
-/// Gradients are not predivided, as in Python. The function is called for each bucket as soon as the bucket
-/// is full. An exception that it throws must be thrown on every rank.
-///
-/// `comm` is the communicator of DistributedDataParallel. The hook of a function object that models
-/// StatefulHook models StatefulHook. For collectives in several phases, write a class that models
-/// CommunicationHook.
+/// Gradients are not predivided, as in Python. An exception that the function throws must be thrown on every
+/// rank. The hook of a function object that models StatefulHook models StatefulHook. For collectives in several
+/// phases, write a class that models CommunicationHook.
 ///
 /// Counterpart: DistributedDataParallel.register_comm_hook.
 template <class Function>

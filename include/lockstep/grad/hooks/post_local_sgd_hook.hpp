@@ -18,8 +18,7 @@ namespace lockstep {
 /// Options of PostLocalSgdHook, with the names of Python's PostLocalSGDState, which has no default for
 /// `start_iteration`.
 struct PostLocalSgdOptions {
-  /// Number of reductions over all ranks before local SGD starts.
-  std::int64_t start_iteration = 100;
+  std::int64_t start_iteration = 100;  ///< reductions over all ranks before local SGD
   /// Average gradients over the subgroup once local SGD has started. False leaves each rank its own
   /// gradients.
   bool reduce_in_subgroup = true;
@@ -32,7 +31,6 @@ struct PostLocalSgdOptions {
 /// slow network less than the average of each gradient. Each backward still exchanges a few bytes over all
 /// ranks and waits for them, to detect a failed rank.
 ///
-/// `Group` is the communicator type of DistributedDataParallel.
 ///
 /// Counterpart: post_localSGD_hook.
 template <Communicator Group>
@@ -62,7 +60,6 @@ class PostLocalSgdHook {
     return {{"start_iteration", detail::formatted("{}", options_.start_iteration)},
             {"reduce_in_subgroup", detail::formatted("{}", options_.reduce_in_subgroup)}};
   }
-  /// Returns the bytes of all buckets reduced in a group of more than one rank.
   [[nodiscard]] std::uint64_t wire_bytes() const { return wire_bytes_; }
 
   /// Returns "counters": the number of reductions so far, the same on every rank.

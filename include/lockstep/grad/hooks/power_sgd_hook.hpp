@@ -35,7 +35,8 @@
 #include "lockstep/error.hpp"
 #include "lockstep/grad/hooks/hook.hpp"
 
-namespace lockstep::detail {
+namespace lockstep {
+namespace detail {
 
 /// A double-buffered tensor that keeps its value from before the last reduction. A new value is written into
 /// `next()`, becomes current by `advance()`, and is reverted by `rollback()`.
@@ -54,9 +55,7 @@ class VersionedTensor {
     now_ = 1 - now_;
     advanced_ = true;
   }
-  /// Makes the current value final: `rollback` no longer reverts it.
   void commit() { advanced_ = false; }
-  /// Restores the previous value. A no-op unless `advance` was called since the last `commit`.
   void rollback() {
     if (!advanced_) return;
     now_ = 1 - now_;
@@ -94,7 +93,6 @@ struct LowRankMemory {
   VersionedTensor q;      ///< [m, r]: the right factor, equal on every rank
 };
 
-/// PowerSGD's state, indexed by parameter so that it outlives the buckets.
 class PowerSgdMemory {
  public:
   LowRankMemory& of(std::size_t parameter) { return memory_[parameter]; }
@@ -120,7 +118,6 @@ class PowerSgdMemory {
         state.emplace_back(detail::formatted("q.{}", parameter), memory.q.now().clone());
     }
   }
-  /// Restores one entry of `save`. Throws CheckpointError for an unknown name.
   void load(std::string_view name, const at::Tensor& tensor) {
     const std::size_t dot = name.find('.');
     const std::string_view kind = name.substr(0, dot);
@@ -207,7 +204,6 @@ class NumpyRandom {
   }
 
   [[nodiscard]] std::uint32_t seed() const { return seed_; }
-  /// Returns how many numbers were drawn from the twister, including rejected ones.
   [[nodiscard]] std::uint64_t drawn() const { return drawn_; }
 
  private:
@@ -229,15 +225,13 @@ struct LowRankMatrix {
   }
 };
 
-/// The tensors that are all-reduced for a compressed bucket: all left factors in one tensor, all right
-/// factors in another, and the uncompressed gradients in a third.
+/// The tensors that are all-reduced for a compressed bucket.
 struct LowRankLayout {
   std::vector<std::size_t> parameters;
   std::vector<LowRankMatrix> matrices;                       ///< in the order of `grouped_by_shape`
   std::vector<std::pair<std::int64_t, std::int64_t>> whole;  ///< offset and length, uncompressed gradients
   at::Tensor ps, qs, rest;
 
-  /// Returns whether the layout was built for this bucket.
   [[nodiscard]] bool fits(const GradientBucket& bucket) const {
     return ps.defined() && parameters == bucket.parameters && ps.dtype() == bucket.flat.dtype() &&
            ps.device() == bucket.flat.device();
@@ -260,9 +254,8 @@ inline std::vector<LowRankMatrix> grouped_by_shape(const std::vector<LowRankMatr
   return grouped;
 }
 
-/// Builds the layout of a bucket by Python's criterion: an n x m matrix is compressed if
-/// (n + m) * r * min_rate < n * m, with r = min(n, m, rank). A complex gradient counts as a real one
-/// with twice as many columns.
+/// Compresses an n x m matrix if (n + m) * r * min_rate < n * m, with r = min(n, m, rank), as Python does. A complex
+/// gradient counts as a real one with twice as many columns.
 inline LowRankLayout low_rank_layout(const GradientBucket& bucket, std::int64_t rank, double min_rate) {
   LowRankLayout layout{bucket.parameters, {}, {}, {}, {}, {}};
   std::int64_t offset = 0, p = 0, q = 0, rest = 0;
@@ -297,27 +290,19 @@ inline LowRankLayout low_rank_layout(const GradientBucket& bucket, std::int64_t 
   return layout;
 }
 
-}  // namespace lockstep::detail
-
-namespace lockstep {
+}  // namespace detail
 
 /// Options of PowerSgdHook, with the names and defaults of Python's PowerSGDState.
 struct PowerSgdOptions {
-  /// Number of columns of the factors. More columns approximate better and cost more communication and
-  /// compute.
+  /// Number of columns of the factors.
   std::int64_t matrix_approximation_rank = 1;
-  /// Number of uncompressed reductions before compression starts. Any number is valid: state is kept by
-  /// parameter, so the buckets of the first iteration do not matter.
+  /// Number of uncompressed reductions before compression starts.
   std::int64_t start_iteration = 1000;
   /// An n x m gradient with r = min(n, m, rank) is compressed if (n + m) * r * rate < n * m.
   double min_compression_rate = 2;
-  /// Add the compression error of a step to the next step's gradient.
-  bool use_error_feedback = true;
-  /// Start from the last step's factor instead of a random one.
-  bool warm_start = true;
-  /// Added to the norm of a column before dividing by it.
-  double orthogonalization_epsilon = 0;
-  /// Seed of the random factors; the same on every rank.
+  bool use_error_feedback = true;  ///< add the compression error of a step to the next gradient
+  bool warm_start = true;  ///< start from the last step's factor instead of a random one
+  double orthogonalization_epsilon = 0;  ///< added to the norm of a column before dividing by it
   std::uint32_t seed = 0;
 };
 
@@ -336,7 +321,6 @@ class PowerSgdHook {
   static constexpr bool predivides = false;
   static constexpr bool propagates_nan = false;
 
-  /// Throws UsageError if an option is out of range.
   explicit PowerSgdHook(PowerSgdOptions options = {}) : options_(options), random_(options.seed) {
     const auto refuse = [](std::string_view what) {
       throw UsageError(detail::formatted("PowerSgdHook: {}", what));
@@ -368,8 +352,6 @@ class PowerSgdHook {
             {"orthogonalization_epsilon", detail::formatted("{}", options_.orthogonalization_epsilon)},
             {"seed", detail::formatted("{}", options_.seed)}};
   }
-  /// Returns the bytes of all elements of each bucket; once compression has started, of (n + m) r elements
-  /// for each compressed tensor and of all elements of the others.
   [[nodiscard]] std::uint64_t wire_bytes() const { return wire_bytes_; }
 
   /// Returns "counters" (reductions so far, random numbers drawn, seed), and "error.i" and "q.i" for
@@ -410,7 +392,6 @@ class PowerSgdHook {
     *this = std::move(loaded);
   }
 
-  /// Returns the part of a state that is equal on every rank, for a run resumed with another number of ranks.
   [[nodiscard]] static HookState shared_state(HookState state) {
     std::erase_if(state, [](const auto& item) { return item.first.starts_with("error."); });
     return state;

@@ -1,7 +1,6 @@
 #pragma once
 
 #include <sys/ioctl.h>
-#include <time.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -17,16 +16,6 @@
 #include "lockstep/detail/linkage.hpp"
 
 namespace lockstep::detail {
-
-/// Returns the local time of day in the form 14:03:07.042.
-inline std::string time_of_day() {
-  timespec now{};
-  clock_gettime(CLOCK_REALTIME, &now);
-  tm local{};
-  localtime_r(&now.tv_sec, &local);
-  return detail::formatted("{:02}:{:02}:{:02}.{:03}", local.tm_hour, local.tm_min, local.tm_sec,
-                           now.tv_nsec / 1'000'000);
-}
 
 /// Returns whether stdout is a terminal, directly or through a launcher that sets LOCKSTEP_TTY.
 inline bool stdout_is_terminal() {

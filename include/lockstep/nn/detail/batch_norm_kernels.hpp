@@ -47,18 +47,15 @@ struct JoinedStatistics {
 /// The arithmetic of synchronized batch norm on one type of device. The ranks exchange data between `local`
 /// and `join`, and between `sums` and `input_gradient`. `input` and `gradient` are dense [N, C, ...] tensors
 /// of one shape and memory format; `weight` and `bias` are [C] or undefined. None of these functions blocks
-/// the host if the device has streams. Where the kernels allow it, the ranks exchange the sum of squared
-/// deviations, which keeps the precision: 1 / sqrt(variance + eps) loses a variance far below eps.
+/// the host if the device has streams.
 struct BatchNormKernels {
-  /// Returns the statistics of this rank's batch, which may be empty: a row [2C + 1] that ends with the
-  /// count.
+  /// Returns the statistics of this rank's batch: a row [2C + 1] that ends with the count.
   at::Tensor (*local)(const at::Tensor& input, double eps);
   /// Joins the rows of all ranks [ranks, 2C + 1] in an order equal on every rank, so that all ranks get equal
   /// bits. Updates the running mean if there is at least one value, and the running variance if there are at
   /// least two.
   JoinedStatistics (*join)(const at::Tensor& rows, const at::Tensor& input, double eps,
                            const RunningStatistics& running);
-  /// Returns (input - mean) * invstd * weight + bias.
   at::Tensor (*normalize)(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias,
                           const JoinedStatistics& joined);
   /// Returns, as [2C], the per-channel sums over this rank's batch: first of gradient, then of
@@ -84,14 +81,12 @@ inline at::Tensor converted(const at::Tensor& tensor, at::ScalarType dtype) {
 /// format. Exchanged data and per-channel arithmetic are float64.
 namespace lockstep::detail::cpu_batch_norm {
 
-/// Returns (input - mean) * scale + shift, per channel.
 inline at::Tensor affine(const at::Tensor& input, const at::Tensor& scale, const at::Tensor& shift,
                          const at::Tensor& mean) {
   return std::get<0>(at::native_batch_norm(input, scale, shift, mean, at::ones_like(mean), /*training=*/false,
                                            /*momentum=*/0, /*eps=*/0));
 }
 
-/// Returns the row of mean, sum of squared deviations and count.
 inline at::Tensor local(const at::Tensor& input, double /*eps*/) {
   const std::int64_t channels = input.size(1);
   at::Tensor row = at::zeros({2 * channels + 1}, at::TensorOptions(at::kDouble).device(input.device()));
@@ -181,8 +176,8 @@ inline constexpr BatchNormKernels kernels{&local, &join, &normalize, &sums, &inp
 /// dispatched operators, so this compiles without CUDA headers. The ranks exchange mean,
 /// 1 / sqrt(variance + eps) and count in float32 (float64 for float64 inputs), as the kernels return them.
 ///
-/// Never synchronizes with the device. Python does, to filter out ranks without data; here these ranks are
-/// sorted to the end, where the kernel adds nothing for them.
+/// Python synchronizes to filter out ranks without data; here they are sorted to the end, where the kernel adds
+/// nothing for them.
 namespace lockstep::detail::cuda_batch_norm {
 
 inline at::Tensor local(const at::Tensor& input, double eps) {

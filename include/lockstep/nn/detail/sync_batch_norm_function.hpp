@@ -30,9 +30,7 @@ namespace lockstep::detail {
 struct StatisticsExchange {
   virtual ~StatisticsExchange() = default;
   [[nodiscard]] virtual int size() const = 0;
-  /// Returns every rank's `row` [n] as [size, n], by rank.
-  [[nodiscard]] virtual at::Tensor gather(const at::Tensor& row) = 0;
-  /// Sums `values` over the ranks, in place.
+  [[nodiscard]] virtual at::Tensor gather(const at::Tensor& row) = 0;  // [size, n], by rank
   virtual void sum(const at::Tensor& values) = 0;
 };
 
@@ -60,18 +58,12 @@ concept StatisticsCommunicator = (!std::same_as<C, BatchNormGroup>)&&Splittable<
 /// of a model share. Copies share the communicator; it is destroyed with the last copy and the last module
 /// that holds it.
 ///
-/// The group has a communicator of its own. DistributedDataParallel reduces its buckets during the same
-/// backward in which batch norm sums its gradients, and a rank launches a bucket when its gradients are
-/// ready: later than other ranks, if a parameter is unused on that rank. On a shared communicator, the
-/// all-reduce of a bucket on one rank would then pair with that of a batch norm on another. The graph alone
-/// determines the order of batch norm's own collectives: in forward the order in which the program calls the
-/// modules, in backward the order of autograd, which runs the node that was created last first. Both are
-/// equal on every rank if every rank calls the same modules in the same order; this is required. The
-/// collectives of backward are launched by the thread in which autograd runs the graph (on a CPU, the thread
-/// that called backward), and never concurrently.
+/// The group has a communicator of its own: DistributedDataParallel reduces its buckets during the same backward,
+/// and a rank launches a bucket later than other ranks if a parameter is unused on it. The graph alone determines
+/// the order of batch norm's own collectives, which is equal on every rank if every rank calls the same modules
+/// in the same order.
 class BatchNormGroup {
  public:
-  /// Constructs a group without ranks, which convert_sync_batchnorm replaces.
   BatchNormGroup() = default;
 
   /// Constructs a group of all ranks of `comm`, with a sub-group created for it. Collective if there are
@@ -90,14 +82,11 @@ class BatchNormGroup {
     if (size_ > 1) exchange_ = std::make_shared<CommunicatorExchange<Comm>>(std::move(comm));
   }
 
-  /// Constructs a group with a custom exchange.
   explicit BatchNormGroup(std::shared_ptr<StatisticsExchange> exchange)
       : size_(exchange->size()), exchange_(std::move(exchange)) {}
 
-  /// Returns the number of ranks; 0 for a default-constructed group.
   [[nodiscard]] int size() const { return size_; }
 
-  /// Returns the exchange; null if there are no other ranks.
   [[nodiscard]] const std::shared_ptr<StatisticsExchange>& exchange() const { return exchange_; }
 
  private:
@@ -110,7 +99,6 @@ struct BatchNormSite : torch::CustomClassHolder {
   BatchNormSite(std::string module, std::shared_ptr<StatisticsExchange> exchange)
       : module(std::move(module)), exchange(std::move(exchange)) {}
 
-  /// Returns `collective(exchange)`. Adds the module and the pass to its errors.
   template <class Collective>
   decltype(auto) run(const char* pass, Collective&& collective) const {
     const CallScope scope(std::string_view(pass) == "forward" ? "SyncBatchNorm::forward"
@@ -135,7 +123,6 @@ struct BatchNormSite : torch::CustomClassHolder {
   const std::shared_ptr<StatisticsExchange> exchange;
 };
 
-/// Returns the kernels for the device of `input`. Throws UsageError for an unsupported device.
 inline const BatchNormKernels& batch_norm_kernels(const at::Tensor& input, const std::string& module) {
   if (input.device().is_cpu()) return cpu_batch_norm::kernels;
   if (input.device().is_cuda()) return cuda_batch_norm::kernels;
@@ -144,10 +131,8 @@ inline const BatchNormKernels& batch_norm_kernels(const at::Tensor& input, const
                         input.device().str()));
 }
 
-/// Batch norm in training mode over the combined batch of all ranks. Runs one collective in forward (gathers
-/// the rows) and, if the input needs a gradient, one in backward (sums). Every rank takes part, also with an
-/// empty batch. The gradients of weight and bias are those of this rank's batch, for DistributedDataParallel
-/// to average.
+/// Batch norm in training mode over the combined batch of all ranks: one collective in forward (gathers the rows)
+/// and, if the input needs a gradient, one in backward (sums).
 struct SyncBatchNormFunction : torch::autograd::Function<SyncBatchNormFunction> {
   using Context = torch::autograd::AutogradContext;
   using SitePtr = c10::intrusive_ptr<BatchNormSite>;

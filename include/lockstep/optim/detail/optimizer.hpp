@@ -70,9 +70,9 @@ inline bool same_kind(const at::Tensor& a, const at::Tensor& b) {
 /// of one dtype and device.
 template <class State, class Work>
 void each_kind(Active<State>& all, Work&& work) {
-  bool alike = true;
-  for (const at::Tensor& parameter : all.parameters) alike = alike && same_kind(parameter, all.parameters[0]);
-  if (alike) return work(all);
+  if (std::all_of(all.parameters.begin(), all.parameters.end(),
+                  [&](const at::Tensor& parameter) { return same_kind(parameter, all.parameters[0]); }))
+    return work(all);
   std::vector<Active<State>> kinds;
   for (std::size_t i = 0; i < all.size(); ++i) {
     std::size_t kind = 0;
@@ -166,16 +166,14 @@ StateFaults state_faults(const State& state, [[maybe_unused]] const Options& opt
   return faults;
 }
 
-/// The contents of an archive: options by group, and states by group and parameter; null for a parameter that
-/// was never stepped.
+/// The contents of an archive, by group. A state is null for a parameter that was never stepped.
 template <class State, class Options>
 struct ReadOptimizer {
   std::vector<Options> options;
   std::vector<std::vector<std::unique_ptr<State>>> states;
 };
 
-/// Throws CheckpointError if a group in the archive has an option that `Options` lacks: another type of
-/// optimizer wrote it, whose options and states would be ignored.
+/// Throws CheckpointError for an option that `Options` lacks: another type of optimizer wrote the archive.
 template <class Options>
 void refuse_foreign_options(torch::serialize::InputArchive& groups, std::size_t count, const char* name) {
   std::vector<std::string> known{"training"};  // every archive of LibTorch's has it
@@ -187,15 +185,13 @@ void refuse_foreign_options(torch::serialize::InputArchive& groups, std::size_t 
     group.read("options", options);
     for (const std::string& key : options.keys())
       if (std::find(known.begin(), known.end(), key) == known.end())
-        throw CheckpointError(detail::formatted(
-            "{}: the archive has an option '{}', which this optimizer does not have: load an archive "
-            "of the same optimizer",
-            name, key));
+        throw CheckpointError(
+            detail::formatted("{}: the archive has an option '{}', which this optimizer does not have: load "
+                              "an archive of the same optimizer",
+                              name, key));
   }
 }
 
-/// Reads an archive of write_optimizer, or of a LibTorch optimizer with equal field names. Throws
-/// CheckpointError if it does not match the groups of `optimizer`.
 template <class State, class Options>
 ReadOptimizer<State, Options> read_optimizer(torch::serialize::InputArchive& archive,
                                              const torch::optim::Optimizer& optimizer, const char* name) try {
@@ -209,8 +205,8 @@ ReadOptimizer<State, Options> read_optimizer(torch::serialize::InputArchive& arc
 
   if (groups.size() != optimizer.param_groups().size())
     throw CheckpointError(
-        detail::formatted("{}: the archive has {} parameter groups, the optimizer {}: construct "
-                          "the optimizer with the groups that it had when it was saved",
+        detail::formatted("{}: the archive has {} parameter groups, the optimizer {}: construct the "
+                          "optimizer with the groups that it had when it was saved",
                           name, groups.size(), optimizer.param_groups().size()));
   refuse_foreign_options<Options>(groups_archive, groups.size(), name);
   ReadOptimizer<State, Options> read;
@@ -258,8 +254,7 @@ inline std::string parameter_text(const at::Tensor& parameter, std::size_t index
                            dtype_name(parameter.scalar_type()), shape_text(parameter.sizes()));
 }
 
-/// Throws UsageError for parameters that no optimizer can step: undefined, not a leaf, or listed twice. Also
-/// throws if there are none.
+/// Throws UsageError for parameters that no optimizer can step, and if there are none.
 inline void check_parameters(const char* optimizer, const ParameterGroups& groups) {
   std::unordered_map<const c10::TensorImpl*, std::size_t> seen;
   for (std::size_t g = 0; g < groups.size(); ++g)
@@ -294,7 +289,6 @@ inline void check_parameters(const char* optimizer, const ParameterGroups& group
 template <class Derived, class State, class Options>
 class GroupedOptimizer : public torch::optim::Optimizer, public ScaledStep {
  public:
-  /// Steps every parameter that has a gradient. If `closure` is given, calls it first and returns its loss.
   /// Throws GradientError, naming the parameter, for a gradient that cannot be used.
   at::Tensor step(LossClosure closure = nullptr) override {
     at::Tensor loss;
@@ -306,7 +300,6 @@ class GroupedOptimizer : public torch::optim::Optimizer, public ScaledStep {
     return loss;
   }
 
-  /// Returns whether every group is fused.
   [[nodiscard]] bool takes_scale() override {
     for (std::size_t g = 0; g < param_groups_.size(); ++g)
       if (options_of(g).implementation != Implementation::fused) return false;
@@ -324,7 +317,6 @@ class GroupedOptimizer : public torch::optim::Optimizer, public ScaledStep {
     step_groups(scale);
   }
 
-  /// Adds a group of parameters that are in no other group, with its own options or the defaults.
   void add_param_group(const torch::optim::OptimizerParamGroup& group) {
     ParameterGroups all(param_groups_);
     all.push_back(group);
@@ -343,22 +335,18 @@ class GroupedOptimizer : public torch::optim::Optimizer, public ScaledStep {
       if (options.implementation != Implementation::fused || !options.lr_tensor.defined() ||
           options.lr_tensor.device() != device)
         throw UsageError(detail::formatted(
-            "{}: group {} cannot be captured, since a graph would repeat its rate: set "
-            ".implementation = Implementation::fused, and lr_tensor to a tensor of one element "
-            "on {}",
+            "{}: group {} cannot be captured, since a graph would repeat its rate: set .implementation = "
+            "Implementation::fused, and lr_tensor to a tensor of one element on {}",
             Derived::name, g, device.str()));
     }
   }
 
-  /// Returns the current options of a group.
   [[nodiscard]] Options& options(std::size_t group = 0) { return options_of(group); }
 
-  /// Writes groups, options and states in LibTorch's format, keyed by parameter index.
   void save(torch::serialize::OutputArchive& archive) const override {
     write_optimizer<Options>(archive, *this);
   }
-  /// Reads an archive of `save` for equal groups of parameters. Throws CheckpointError, and changes nothing,
-  /// if they differ. Keeps the current implementation and lr_tensor of each group.
+  /// Throws CheckpointError, and changes nothing, for other groups. Keeps each group's implementation and lr_tensor.
   void load(torch::serialize::InputArchive& archive) override {
     auto loaded = read_optimizer<State, Options>(archive, *this, Derived::name);
     const at::NoGradGuard no_grad;
@@ -423,10 +411,10 @@ class GroupedOptimizer : public torch::optim::Optimizer, public ScaledStep {
       for (std::size_t i = 0; i < groups[g].params().size(); ++i) {
         const at::Tensor& parameter = groups[g].params()[i];
         if (!at::isFloatingType(parameter.scalar_type()) || !parameter.is_non_overlapping_and_dense())
-          throw UsageError(detail::formatted(
-              "{}: a fused step takes parameters of floating dtypes without gaps, and not {}: choose "
-              "another implementation",
-              Derived::name, parameter_text(parameter, i, g)));
+          throw UsageError(
+              detail::formatted("{}: a fused step takes parameters of floating dtypes without gaps, and not "
+                                "{}: choose another implementation",
+                                Derived::name, parameter_text(parameter, i, g)));
       }
     }
     return groups;

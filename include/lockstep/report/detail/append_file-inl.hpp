@@ -18,11 +18,6 @@
 
 namespace lockstep::detail {
 
-LOCKSTEP_INLINE void warn_of_unwritten(const Log& log, const std::filesystem::path& path,
-                                       std::string_view why) {
-  log.warning("could not write '{}': {}; the training continues without it", path.string(), why);
-}
-
 LOCKSTEP_INLINE void keep_copy(const std::filesystem::path& path, const Log& log) {
   std::error_code error;
   if (!std::filesystem::is_regular_file(path, error)) return;
@@ -117,7 +112,7 @@ LOCKSTEP_INLINE void AppendFile::append(std::string_view record) {
 LOCKSTEP_INLINE void AppendFile::give_up(std::string_view why) {
   const std::string reason(why);  // strerror's memory
   file_ = Descriptor();
-  warn_of_unwritten(log_, path_, reason);
+  log_.warning("could not write '{}': {}; the training continues without it", path_.string(), reason);
 }
 
 }  // namespace lockstep::detail

@@ -8,6 +8,7 @@
 
 #include "lockstep/detail/descriptor.hpp"
 #include "lockstep/log/log.hpp"
+#include "lockstep/world/world.hpp"
 
 namespace lockstep::detail {
 
@@ -28,8 +29,7 @@ class AppendFile {
  public:
   /// Constructs a file that drops all records.
   AppendFile() = default;
-  /// Opens the file for appending, and creates it and its folders where they are missing. Changes nothing in
-  /// an existing file.
+  /// Opens the file for appending; creates it and its folders where they are missing.
   AppendFile(std::filesystem::path path, Log log);
 
   /// Returns whether records are written.
@@ -49,8 +49,10 @@ class AppendFile {
   Descriptor file_;
 };
 
-/// Warns that the file is not written, and why.
-void warn_of_unwritten(const Log& log, const std::filesystem::path& path, std::string_view why);
+/// Returns the log of rank 0 of a group: in a group without world rank 0, the group's rank 0 logs.
+inline Log group_log(const World& world) {
+  return world.rank() == 0 ? world.log : world.log.all();
+}
 
 /// Keeps the regular file at `path`, if there is one, under the next free name, before another one replaces
 /// it: report.1.html beside report.html. Tells the name, or warns if it cannot be kept.

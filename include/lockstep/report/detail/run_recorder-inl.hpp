@@ -44,9 +44,8 @@ inline std::string command_line() {
   return text;
 }
 
-LOCKSTEP_INLINE void SparseSeries::add(double x, double y) {
-  if (wants()) values_.emplace_back(x, y);
-  ++next_;
+LOCKSTEP_INLINE void SparseSeries::keep(double x, double y) {
+  values_.emplace_back(x, y);
   if (values_.size() < 1024) return;
   std::vector<std::pair<double, double>> kept;
   for (std::size_t i = 0; i < values_.size(); i += 2) kept.push_back(values_[i]);
@@ -79,18 +78,12 @@ LOCKSTEP_INLINE void RunRecorder::step(const StepReport& report, const StepProfi
   const auto since = reduced_.value_or(spans.front().begin);
   const double busy = (Seconds(gradients - since) - waited).count();
   busy_ += busy;
-  if (busy_series_.wants())
-    busy_series_.add(static_cast<double>(report.step), busy);
-  else
-    busy_series_.skip();
+  busy_series_.add(static_cast<double>(report.step), [&] { return busy; });
   reduced_ = gradients;
   for (const PhaseSpan& span : spans)
     if (span.phase == StepPhase::communication && span.begin >= gradients) reduced_ = span.end;
 
-  if (loss && losses_.wants())
-    losses_.add(static_cast<double>(report.step), report.loss());
-  else
-    losses_.skip();
+  if (loss) losses_.add(static_cast<double>(report.step), [&] { return report.loss(); });
   last_ = traced(report, profile);
 }
 

@@ -20,16 +20,18 @@ namespace lockstep::detail {
 /// Thins a growing series to at most 1024 evenly spaced values.
 class SparseSeries {
  public:
-  /// Returns whether the next value is kept.
-  [[nodiscard]] bool wants() const { return next_ % stride_ == 0; }
-  /// Adds the next value if it is kept.
-  void add(double x, double y);
-  void skip() { ++next_; }
+  /// Adds the next value, and calls `y()` for it, if it is kept.
+  template <class Function>
+  void add(double x, Function&& y) {
+    if (next_++ % stride_ == 0) keep(x, y());
+  }
   void clear() { *this = {}; }
   /// Returns "[[x,y],...]".
   [[nodiscard]] std::string json() const;
 
  private:
+  void keep(double x, double y);
+
   std::size_t next_ = 0, stride_ = 1;
   std::vector<std::pair<double, double>> values_;
 };

@@ -27,15 +27,9 @@ class ProtoMessage {
     varint(value);
     return *this;
   }
-  ProtoMessage& real(int field, double value) {
-    key(field, 1);
-    append_little_endian(bytes_, std::bit_cast<std::uint64_t>(value));
-    return *this;
-  }
+  ProtoMessage& real(int field, double value) { return fixed(field, 1, std::bit_cast<std::uint64_t>(value)); }
   ProtoMessage& single(int field, float value) {
-    key(field, 5);
-    append_little_endian(bytes_, std::bit_cast<std::uint32_t>(value));
-    return *this;
+    return fixed(field, 5, std::bit_cast<std::uint32_t>(value));
   }
   /// A string or a nested message.
   ProtoMessage& bytes(int field, std::string_view value) {
@@ -47,6 +41,11 @@ class ProtoMessage {
   [[nodiscard]] const std::string& text() const { return bytes_; }
 
  private:
+  ProtoMessage& fixed(int field, unsigned type, auto bits) {
+    key(field, type);
+    append_little_endian(bytes_, bits);
+    return *this;
+  }
   void key(int field, unsigned type) { varint(static_cast<std::uint64_t>(field) << 3 | type); }
   void varint(std::uint64_t value) {
     for (; value >= 0x80; value >>= 7) bytes_ += static_cast<char>(value | 0x80);

@@ -104,7 +104,7 @@ inline std::vector<SafetensorsEntry> read_header(std::string_view header, Safete
     return true;
   };
   try {
-    static_cast<void>(Json::parse(header.begin(), header.end(), read));
+    [[maybe_unused]] const Json parsed = Json::parse(header.begin(), header.end(), read);
   } catch (const Json::exception& error) {
     refuse_header(error.what());
   }
@@ -123,8 +123,7 @@ inline void check_coverage(const std::vector<SafetensorsEntry>& entries, std::ui
     if (entry->begin != end)
       throw CheckpointError(
           detail::formatted("the data of tensor \"{}\" begins at {}, where the data before it ends at {}: "
-                            "the file has a gap or "
-                            "an overlap; restore it from a copy",
+                            "the file has a gap or an overlap; restore it from a copy",
                             entry->name, entry->begin, end));
     end = entry->end;
   }
