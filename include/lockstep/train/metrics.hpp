@@ -269,7 +269,7 @@ struct CrossEntropy {
 /// A metric: the mean of `loss(output, target)` over samples, or over the items that the loss counts. It returns
 /// a tensor of one element, the mean over the batch's samples, or a Mean{sum, count}, which a loss that averages
 /// over anything but samples (targets that are not ignored, weights, tokens) must return. The loss of `fit` is a
-/// metric itself.
+/// metric itself, if it names the type of the model.
 template <class Loss>
 struct MeanLoss {
   Loss loss;
