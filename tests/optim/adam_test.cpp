@@ -97,6 +97,38 @@ TEST_CASE("what Adam saves is the same for the same training, and read by anothe
   CHECK(read.options().lr == 1e-3);
 }
 
+TEST_CASE("an archive whose states do not fit the parameters is refused, and changes nothing") {
+  const auto refused = [](auto&& damage) {
+    std::vector<torch::Tensor> a{torch::ones({4}, torch::requires_grad())}, b = {a[0].detach().clone()};
+    b[0].requires_grad_();
+    Adam one(a), two(b, {.lr = 5});
+    set_gradients(a, 0);
+    set_gradients(b, 1);
+    one.step();
+    two.step();
+    damage(static_cast<AdamState&>(*one.state().at(a[0].unsafeGetTensorImpl())), one.options());
+    const std::string before = saved(two);
+    std::string text = text_of<lockstep::CheckpointError>([&] { load(two, saved(one)); });
+    CHECK(saved(two) == before);
+    return text;
+  };
+  CHECK(refused([](AdamState& state, auto&) {
+          state.step = torch::empty({0});
+        }).find("step of parameter 0 of group 0 is no count") != std::string::npos);
+  CHECK(refused([](AdamState& state, auto&) {
+          state.step = torch::zeros({}, torch::kLong);
+        }).find("is no count") != std::string::npos);
+  CHECK(refused([](AdamState& state, auto&) {
+          state.exp_avg = torch::Tensor();
+        }).find("exp_avg of parameter 0 of group 0 is missing") != std::string::npos);
+  CHECK(refused([](AdamState& state, auto&) {
+          state.exp_avg = state.exp_avg.to(torch::kLong);
+        }).find("exp_avg of parameter 0 of group 0 is [4] int64") != std::string::npos);
+  CHECK(refused([](AdamState&, AdamOptions& options) { options.lr = -1; }).find("lr = -1") !=
+        std::string::npos);
+  CHECK(refused([](AdamState&, AdamOptions&) {}).empty());
+}
+
 TEST_CASE("parameters of several dtypes, and complex ones, are stepped in one group") {
   for (const auto implementation : {Implementation::automatic, Implementation::foreach}) {
     std::vector<torch::Tensor> all, alone;

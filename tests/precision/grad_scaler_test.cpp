@@ -2,6 +2,7 @@
 
 #include <torch/torch.h>
 
+#include <cmath>
 #include <limits>
 #include <sstream>
 
@@ -212,6 +213,36 @@ TEST_CASE("a first step that is skipped leaves momentum to begin with the next")
     }
     CHECK(at::equal(ends[0], ends[1]));
   }
+}
+
+TEST_CASE("a saved scaler is checked as a new one is, and a bad one changes nothing") {
+  const auto refused = [](const char* key, const c10::IValue& value) {
+    torch::serialize::OutputArchive saved;
+    for (const auto& [name, good] : std::vector<std::pair<const char*, c10::IValue>>{{"scale", 8.0},
+                                                                                     {"growth_factor", 2.0},
+                                                                                     {"backoff_factor", 0.5},
+                                                                                     {"growth_interval", 7},
+                                                                                     {"growth_tracker", 3},
+                                                                                     {"skipped", 1}})
+      saved.write(name, std::string_view(name) == key ? value : good);
+    std::stringstream stream;
+    saved.save_to(stream);
+    torch::serialize::InputArchive archive;
+    archive.load_from(stream);
+    GradScaler scaler({.init_scale = 4});
+    std::string text = text_of<lockstep::CheckpointError>([&] { scaler.load(archive); });
+    CHECK(scaler.get_scale() == (text.empty() ? 8 : 4));
+    return text;
+  };
+  for (const double scale : {0.0, -1.0, 1e300, std::nan(""), std::numeric_limits<double>::infinity()})
+    CHECK(refused("scale", scale).find("init_scale") != std::string::npos);
+  CHECK(refused("scale", 8).find("'scale'") != std::string::npos);  // no float
+  CHECK(refused("growth_interval", 0).find("growth_interval is 0") != std::string::npos);
+  CHECK(refused("growth_factor", 1.0).find("growth_factor is 1") != std::string::npos);
+  CHECK(refused("backoff_factor", 1.0).find("backoff_factor is 1") != std::string::npos);
+  CHECK(!refused("growth_tracker", -1).empty());
+  CHECK(!refused("skipped", -1).empty());
+  CHECK(refused("none", 0).empty());
 }
 
 TEST_CASE("what fused steps have skipped is saved, and a load takes its place") {

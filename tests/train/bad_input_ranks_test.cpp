@@ -285,7 +285,7 @@ TEST_CASE("a loss that is not a number is told once, with the rank and the step 
   for (const std::string& of_rank : trainer.comm().all_gather_bytes(said)) all += of_rank;
   CAPTURE(all);
   CHECK(std::count(all.begin(), all.end(), '\n') == 1);
-  CHECK_THAT(all, ContainsSubstring("warning: the loss of epoch 0 is not finite") &&
+  CHECK_THAT(all, ContainsSubstring("warning: the loss of epoch 1 is not finite") &&
                       ContainsSubstring(fmt::format("on rank {} in step 2", culprit)));
 }
 
@@ -313,7 +313,30 @@ TEST_CASE("the loss of a stream that never ends is told while it trains") {
       written(2, [&] { CHECK_THROWS_WITH(trainer.fit(Endless(), loss, stop), ContainsSubstring("enough")); });
   const std::string own = fmt::format("on rank {} in step {}", world.rank(), world.rank() == culprit ? 7 : 8);
   CHECK(std::count(said.begin(), said.end(), '\n') == 1);
-  CHECK_THAT(said, ContainsSubstring("warning: the loss of epoch 0 is not finite") && ContainsSubstring(own));
+  CHECK_THAT(said, ContainsSubstring("warning: the loss of epoch 1 is not finite") && ContainsSubstring(own));
+}
+
+TEST_CASE("equal first batches on all ranks are warned of, once") {
+  struct Batches {
+    double first;
+    int left = 3;
+    std::optional<lockstep::Example> next() {
+      if (left-- == 0) return std::nullopt;
+      return lockstep::Example{torch::full({2, 1}, first + left), torch::zeros({2, 1})};
+    }
+  };
+  const auto& world = test_world();
+  for (const bool equal : {true, false}) {
+    lockstep::Trainer trainer{world, {.batch_size = 2, .progress = false}, tanh_network(1, 3, 5)};
+    const std::string said = written(2, [&] {
+      for (int run = 0; run < 2; ++run)
+        trainer.fit(Batches{equal ? 0.5 : world.rank()},
+                    [](Sequential& model, const auto& batch) { return squared_error(model, batch); });
+    });
+    const bool warned = equal && world.size() > 1 && world.rank() == 0;
+    CHECK(std::count(said.begin(), said.end(), '\n') == (warned ? 1 : 0));
+    if (warned) CHECK_THAT(said, ContainsSubstring("the first batches of all ranks are equal"));
+  }
 }
 
 TEST_CASE("a dataset or a share of no samples") {

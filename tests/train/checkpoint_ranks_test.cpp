@@ -213,6 +213,43 @@ TEST_CASE("a checkpoint holds a state that was spread over the ranks") {
   check_resumes(maker(three_epochs(), sharded), 6);
 }
 
+TEST_CASE("a part of each rank's own comes back on its rank, and a resumed epoch is told to be one") {
+  struct Counter {
+    std::int64_t value;
+    void save(torch::serialize::OutputArchive& archive) const { archive.write("value", c10::IValue(value)); }
+    void load(torch::serialize::InputArchive& archive) {
+      c10::IValue read;
+      archive.read("value", read);
+      value = read.toInt();
+    }
+  };
+  const auto& world = test_world();
+  const CommonFolder folder(world);
+  const auto make = [&] { return lockstep::Trainer{world, three_epochs(), DropNet()}; };
+  const auto data = three_classes(48 * world.size());
+  auto saving = make();
+  Counter own{100 + world.rank()}, common{7 + world.rank()};
+  saving.fit(data, loss, lockstep::OnStep{[&](const auto& step) {
+               if (step.step == 1) saving.save_checkpoint(folder / "run", common, lockstep::PerRank{own});
+             }});
+  auto resumed = make();
+  own.value = common.value = 0;
+  CHECK_THROWS_WITH(resumed.load_checkpoint(folder / "run", common),
+                    ContainsSubstring("has 1 parts of each"));
+  resumed.load_checkpoint(folder / "run", common, lockstep::PerRank{own});
+  CHECK(own.value == 100 + world.rank());
+  CHECK(common.value == 7);
+  std::vector<bool> epochs;
+  resumed.fit(data, loss, lockstep::OnEpochStart{[&](const auto& plan) { epochs.push_back(plan.resumed); }});
+  CHECK(epochs == std::vector<bool>{true, false, false});
+  CHECK(bytes_of(*resumed.model()) == bytes_of(*saving.model()));
+
+  lockstep::Trainer alone{world, three_epochs(), DropNet(), lockstep::LocalComm(world)};
+  if (world.size() > 1)
+    CHECK_THROWS_WITH(alone.load_checkpoint(folder / "run", common, lockstep::PerRank{own}),
+                      ContainsSubstring(fmt::format("on {} ranks, and this run has 1", world.size())));
+}
+
 TEST_CASE("one process goes on in the order of Python's RandomSampler", "[alone]") {
   const auto& world = test_world();
   const auto data = three_classes(49);

@@ -232,6 +232,41 @@ TEST_CASE("a record that is a folder with content, or does not have the size of 
   CHECK_THAT(refused(24, 1), ContainsSubstring("damaged"));
 }
 
+TEST_CASE(
+    "records that overlap or have one name, or are larger than the file, are refused before they are read") {
+  const auto number = [](std::uint64_t value, int bytes) {
+    std::string text;
+    for (int i = 0; i < bytes; ++i) text += static_cast<char>(value >> 8 * i & 0xFF);
+    return text;
+  };
+  const std::string data(1 << 20, '\1');
+  // A ZIP of one local record and a directory with these names for it.
+  const auto archive = [&](const std::vector<std::string>& names, std::uint64_t size, int method = 0) {
+    const std::string sizes = number(lockstep::detail::crc32(data), 4) + number(data.size(), 4) +
+                              number(size, 4) + number(names[0].size(), 2);
+    const std::string local = "PK\3\4" + number(20, 2) + number(0, 2) + number(method, 2) + number(0, 4) +
+                              sizes + number(0, 2) + names[0] + data;
+    std::string directory;
+    for (const std::string& name : names)
+      directory += "PK\1\2" + number(20, 2) + number(20, 2) + number(0, 2) + number(method, 2) +
+                   number(0, 4) + sizes + std::string(16, '\0') + name;
+    return local + directory + "PK\5\6" + number(0, 4) + number(names.size(), 2) + number(names.size(), 2) +
+           number(directory.size(), 4) + number(local.size(), 4) + number(0, 2);
+  };
+  const auto refusal_of = [](const std::string& bytes) {
+    return text_of<lockstep::CheckpointError>([&] { lockstep::detail::check_archive(bytes); });
+  };
+  CHECK(refusal_of(archive({"a/b0"}, data.size())).empty());
+  CHECK_THAT(refusal_of(archive({"a/b0", "a/b0"}, data.size())), ContainsSubstring("the record 'b0' twice"));
+  CHECK_THAT(refusal_of(archive({"a/b0", "a/b1"}, data.size())),
+             ContainsSubstring("the record 'b1' overlaps another"));
+  std::vector<std::string> many;
+  for (int i = 10'000; i < 40'000; ++i) many.push_back("a/b" + std::to_string(i));
+  CHECK(!refusal_of(archive(many, data.size())).empty());
+  CHECK_THAT(refusal_of(archive({"a/b0"}, std::uint64_t{1} << 30, /*deflated=*/8)),
+             ContainsSubstring("do not fit into it"));
+}
+
 TEST_CASE("a file that cannot be written whole leaves what was there, and nothing beside it") {
   const TemporaryFolder folder;
   const auto path = folder / "net.pt";

@@ -48,7 +48,7 @@ TEST_CASE("accuracy and loss of a batch") {
   const auto right = lockstep::Accuracy{}(output, batch);
   CHECK(right.sum.item<int>() == 2);
   CHECK(right.count == 3);
-  const auto loss = lockstep::MeanLoss{}(output, batch);
+  const auto loss = lockstep::CrossEntropy{}(output, batch);
   CHECK(loss.sum.item<float>() / loss.count ==
         Approx(torch::cross_entropy_loss(output, batch.target).item<float>()));
   CHECK(lockstep::MeanLoss{[](const auto& out, const auto& target) {
@@ -82,7 +82,7 @@ TEST_CASE("a mean loss is over the targets that are not ignored") {
   lockstep::MeanMeter meter;
   const auto add = [&](std::int64_t begin, std::int64_t end) {
     const lockstep::Example batch{output.slice(0, begin, end), target.slice(0, begin, end)};
-    lockstep::detail::add_to(meter, lockstep::MeanLoss{}(output.slice(0, begin, end), batch), batch);
+    lockstep::detail::add_to(meter, lockstep::CrossEntropy{}(output.slice(0, begin, end), batch), batch);
   };
   add(0, 2);
   add(2, 5);

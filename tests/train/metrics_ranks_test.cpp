@@ -46,7 +46,7 @@ TEST_CASE("the accuracy of each class is that of one process over all samples") 
   const lockstep::TensorDataset test = three_classes(37, 5);
 
   const auto [loss, accuracy, per_class] =
-      trainer.evaluate(test, lockstep::MeanLoss{}, lockstep::Accuracy{}, PerClassAccuracy{.classes = 4});
+      trainer.evaluate(test, lockstep::CrossEntropy{}, lockstep::Accuracy{}, PerClassAccuracy{.classes = 4});
 
   const lockstep::EvaluationMode mode(*trainer.model());
   const torch::Tensor output = trainer.model()(test.data()), target = test.target();

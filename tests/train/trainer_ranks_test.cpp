@@ -155,10 +155,11 @@ TEST_CASE("an evaluation over all ranks is that of one process alone") {
   for (const std::int64_t samples : {1, 2, 3, 5, 64, 101}) {
     const auto test = three_classes(samples, 5);
     trainer.model()->norm->eval();  // a part that the user froze stays frozen
-    const auto [accuracy, mean_loss, biggest] = trainer.evaluate(
-        test, lockstep::Accuracy{}, lockstep::MeanLoss{}, [](const torch::Tensor& output, const auto& batch) {
-          return lockstep::Mean{output.abs().amax(1).sum(), batch.data.size(0)};
-        });
+    const auto [accuracy, mean_loss, biggest] =
+        trainer.evaluate(test, lockstep::Accuracy{}, lockstep::CrossEntropy{},
+                         [](const torch::Tensor& output, const auto& batch) {
+                           return lockstep::Mean{output.abs().amax(1).sum(), batch.data.size(0)};
+                         });
     CHECK(trainer.model()->is_training());
     CHECK(!trainer.model()->norm->is_training());
     CHECK(trainer.model()->last->is_training());

@@ -1,10 +1,15 @@
 #include "lockstep/train/trainer.hpp"
 
+#include <ATen/Parallel.h>
+#include <algorithm>
+#include <utility>
+
 #include "lockstep/comm/local_comm.hpp"
 #include "lockstep/data/sampler.hpp"
 #include "lockstep/optim/optimizers.hpp"
 #include "support/catch.hpp"
 #include "support/temporary_folder.hpp"
+#include "support/written.hpp"
 #include "train/nets.hpp"
 #include "train/regression.hpp"
 
@@ -247,6 +252,55 @@ TEST_CASE("a flipped bit anywhere in a checkpoint is refused, or the run goes on
   CHECK(refused - before == (whole.size() - 2) / 1013 + 1);
 }
 
+TEST_CASE("a checkpoint that cannot be loaded changes nothing, and no load takes place inside fit") {
+  struct Part {
+    bool refuses = false;
+    double value = 1;
+    void save(torch::serialize::OutputArchive& archive) const { archive.write("value", c10::IValue(value)); }
+    void load(torch::serialize::InputArchive& archive) {
+      c10::IValue read;
+      archive.read("value", read);
+      value = read.toDouble();
+      if (std::exchange(refuses, false)) throw lockstep::CheckpointError("it does not like this");
+    }
+  };
+  const TemporaryFolder folder;
+  const auto adam = lockstep::MakeOptimizer{
+      [](std::vector<torch::Tensor> parameters) { return lockstep::Adam(std::move(parameters)); }};
+  auto first = local({.batch_size = 8, .seed = 1, .progress = false}, TinyNet(), adam);
+  auto second = local({.batch_size = 8, .seed = 2, .progress = false}, TinyNet(), adam);
+  first.fit(three_classes(32), loss);
+  second.fit(three_classes(32), loss);
+  Part one{.value = 5}, two{.value = 3}, three{.refuses = true, .value = 2};
+  first.save_checkpoint(folder / "other", one, one);
+  second.save_checkpoint(folder / "before", two, three);
+  CHECK_THROWS_WITH(second.load_checkpoint(folder / "other", two, three), ContainsSubstring("not like this"));
+  CHECK(two.value == 3);
+  CHECK(three.value == 2);
+  second.save_checkpoint(folder / "after", two, three);
+  CHECK(lockstep::read_file(folder / "before") == lockstep::read_file(folder / "after"));
+
+  first.save(folder / "model");
+  first.fit(three_classes(32), loss, lockstep::OnEpoch{[&](const auto&) {
+              CHECK_THROWS_WITH(first.load(folder / "model"), ContainsSubstring("load inside fit"));
+            }});
+}
+
+TEST_CASE("a checkpoint resumed with other threads is warned of in one line") {
+  const TemporaryFolder folder;
+  const int threads = at::get_num_threads();
+  at::set_num_threads(1);
+  auto trainer = local({.batch_size = 8, .progress = false}, TinyNet());
+  trainer.save_checkpoint(folder / "run");
+  CHECK(written(2, [&] { trainer.load_checkpoint(folder / "run"); }).empty());
+  at::set_num_threads(2);
+  const std::string said = written(2, [&] { trainer.load_checkpoint(folder / "run"); });
+  at::set_num_threads(threads);
+  CHECK(std::count(said.begin(), said.end(), '\n') == 1);
+  CHECK_THAT(said, ContainsSubstring("saved with 1 intra-op threads per rank, CPU capability ") &&
+                       ContainsSubstring("and this run has 2 intra-op threads"));
+}
+
 TEST_CASE("gradients of parameters that the optimizer does not hold do not add up") {
   std::vector<double> seen;
   auto trainer = local({.steps = 3, .batch_size = 32, .seed = 1}, TinyNet(),
@@ -356,7 +410,7 @@ TEST_CASE("an evaluation takes metrics of the output and of the model, and leave
   const auto test = three_classes(50);
   trainer.model()->norm->eval();
   const auto [accuracy, own_loss, its_loss] =
-      trainer.evaluate(test, lockstep::Accuracy{}, loss, lockstep::MeanLoss{});
+      trainer.evaluate(test, lockstep::Accuracy{}, loss, lockstep::CrossEntropy{});
   CHECK(accuracy >= 0);
   CHECK(own_loss == Approx(its_loss));
   CHECK(trainer.model()->is_training());

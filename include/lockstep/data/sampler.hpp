@@ -585,16 +585,25 @@ class RandomSampler : public detail::PassSampler {
           detail::formatted("the saved RandomSampler drew from {} generator and this one draws from {}: set "
                             "RandomSamplerOptions::generator in both or in neither",
                             own ? "its own" : "the default", own ? "the default" : "its own"));
-    order_ = at::Tensor();
-    begin();
-    if (detail::read_count(archive, "drawn") != 0) {
-      resume(detail::read_count(archive, "position"), length_);
-      archive.read("state", state_, /*is_buffer=*/true);
+    at::Tensor state, order;
+    try {
       at::Generator again = at::detail::createCPUGenerator();
-      again.set_state(state_);
-      order_ = permute(again);
-      ended_ = skipped_ == length_;
+      if (own) again.set_state(now);
+      if (detail::read_count(archive, "drawn") != 0) {
+        archive.read("state", state, /*is_buffer=*/true);
+        again.set_state(state);
+        order = permute(again);
+      }
+    } catch (const c10::Error&) {
+      throw CheckpointError("the saved RandomSampler has no state of a generator: the checkpoint is damaged");
     }
+    if (order.defined())
+      resume(detail::read_count(archive, "position"), length_);
+    else
+      begin();
+    state_ = state;
+    order_ = order;
+    ended_ = skipped_ == length_;
     if (own) options_.generator.set_state(now);
   }
 

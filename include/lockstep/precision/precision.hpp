@@ -298,7 +298,7 @@ class GradScaler {
     const auto refuse = [](const char* name, double value, const char* range) {
       throw UsageError(detail::formatted("GradScaler: {} is {}: give {}", name, value, range));
     };
-    if (!(std::isfinite(options.init_scale) && options.init_scale > 0))
+    if (!(std::isfinite(static_cast<float>(options.init_scale)) && options.init_scale > 0))
       refuse("init_scale", options.init_scale, "a finite number above 0");
     if (!(options.growth_factor > 1)) refuse("growth_factor", options.growth_factor, "a number above 1");
     if (!(options.backoff_factor > 0 && options.backoff_factor < 1))
@@ -428,20 +428,27 @@ class GradScaler {
   }
   /// Throws CheckpointError if the archive is not a GradScaler's, and then changes nothing.
   void load(torch::serialize::InputArchive& archive) {
-    const auto read = [&](const char* key) {
+    const auto read = [&](const char* key, bool integer) {
       c10::IValue value;
-      if (!archive.try_read(key, value))
+      if (!archive.try_read(key, value) ||
+          !(integer ? value.isInt() && value.toInt() >= 0 : value.isDouble()))
         throw CheckpointError(detail::formatted(
             "GradScaler: the archive has no '{}': load an archive that a GradScaler saved", key));
       return value;
     };
     GradScalerOptions loaded = options_;
-    loaded.init_scale = read("scale").toDouble();
-    loaded.growth_factor = read("growth_factor").toDouble();
-    loaded.backoff_factor = read("backoff_factor").toDouble();
-    loaded.growth_interval = read("growth_interval").toInt();
-    const std::int64_t tracker = read("growth_tracker").toInt();
-    skipped_ = read("skipped").toInt();
+    loaded.init_scale = read("scale", false).toDouble();
+    loaded.growth_factor = read("growth_factor", false).toDouble();
+    loaded.backoff_factor = read("backoff_factor", false).toDouble();
+    loaded.growth_interval = read("growth_interval", true).toInt();
+    const std::int64_t tracker = read("growth_tracker", true).toInt(),
+                       skipped = read("skipped", true).toInt();
+    try {
+      static_cast<void>(GradScaler(loaded));
+    } catch (const UsageError& error) {
+      throw CheckpointError(detail::formatted("the saved {}: load another checkpoint", error.what()));
+    }
+    skipped_ = skipped;
     skipped_on_device_ = at::Tensor();
     options_ = loaded;
     init_growth_tracker_ = tracker;

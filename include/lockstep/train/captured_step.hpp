@@ -20,9 +20,8 @@ namespace lockstep {
 /// in every step, except for memory that it allocates and frees within the step; and values that change from
 /// step to step (a rate, a scale, a count) live in tensors. Its host code runs once, at capture.
 ///
-/// If options decide whether it is capturable, `check_capturable()` throws UsageError that names the option.
-/// A communicator may have `watch_replay(replay)`: it calls `replay()` once unless the communicator has
-/// failed, and watches that the replayed collectives complete. Every replay goes through it.
+/// If options decide whether it is capturable, `check_capturable()` throws UsageError. A communicator may have
+/// `watch_replay(replay)`: it calls `replay()` once unless it has failed, and watches the replayed collectives.
 template <class T>
 concept Capturable = requires {
   requires bool(std::remove_cvref_t<T>::capturable);
@@ -33,14 +32,10 @@ struct CaptureOptions {
   /// Eager steps before the capture, 2 or more. They allocate memory, order the buckets and let libraries
   /// select their kernels.
   std::int64_t num_warmup_iters = 3;
-  /// Options of the DistributedDataParallel inside.
   DdpOptions ddp = {};
 };
 
-}  // namespace lockstep
-
-namespace lockstep::detail {
-
+namespace detail {
 #ifdef LOCKSTEP_HAS_CUDA
 /// A graph of LibTorch with a memory pool and a stream of its own.
 class StepGraph {
@@ -69,9 +64,8 @@ class StepGraph {
     order(stream_, caller);
   }
 
-  /// Runs `function()` once, as on_stream does, but records the stream's work instead of executing it. The
-  /// capture is thread-local: CUDA calls of other threads are neither captured nor an error. If `function`
-  /// throws, drops the recording and rethrows.
+  /// Runs `function()` once, as on_stream does, but records the stream's work instead of executing it. CUDA
+  /// calls of other threads are not captured. If `function` throws, drops the recording and rethrows.
   template <class Function>
   void capture(Function&& function) {
     on_stream([&] {
@@ -92,7 +86,6 @@ class StepGraph {
     });
   }
 
-  /// Launches the captured work, with the same memory, on the caller's stream.
   void replay() {
     const c10::cuda::CUDAGuard on_device(device_);
     graph_->replay();
@@ -117,7 +110,6 @@ struct StepGraph {
 };
 #endif
 
-// Rejects, with one sentence each, the parts of a step that a graph cannot capture.
 template <class Comm, class Optimizer, class PrecisionType, class Hook, class... GradientCallbacks>
 struct CheckedCapture {
   static_assert(Capturable<Comm>,
@@ -159,10 +151,7 @@ class SingleBatchSource {
  private:
   Batch* batch_;
 };
-
-}  // namespace lockstep::detail
-
-namespace lockstep {
+}  // namespace detail
 
 /// Captures a model's forward, backward, reduction and optimizer step as one graph of a GPU. The first steps
 /// run eagerly, the next one is captured, and later calls replay it with the new batch's data, at the cost of
@@ -293,7 +282,6 @@ class CapturedStep : detail::CheckedCapture<Comm, Optimizer, PrecisionType, Hook
     return *fixed;
   }
 
-  // Replays through the communicator if it watches replays: its watchdog does not see captured collectives.
   void replay() {
     const auto repeat = [this] { graph_->replay(); };
     if constexpr (requires { comm_.watch_replay(repeat); })

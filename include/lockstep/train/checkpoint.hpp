@@ -1,17 +1,10 @@
 #pragma once
 
-#include <algorithm>
-#include <cstdint>
 #include <filesystem>
-#include <optional>
-#include <string>
-#include <string_view>
-#include <utility>
-#include <vector>
 
-#include <ATen/core/Tensor.h>
-#include <torch/nn/module.h>
-#include <torch/serialize/archive.h>
+#include <ATen/Parallel.h>
+#include <ATen/Version.h>
+#include <torch/version.h>
 
 #include "lockstep/data/generator.hpp"
 #include "lockstep/files.hpp"
@@ -78,20 +71,43 @@ void load_model(torch::nn::Module& model, const std::filesystem::path& path, C& 
 /// torch::optim::Optimizer. `save(archive)` writes it and `load(archive)` restores it, identically on every
 /// rank. A checkpoint holds the extras and the precision of a Trainer if they model this concept.
 template <class T>
-concept Checkpointed = requires(T& part, const T& saved, torch::serialize::OutputArchive& out,
-                                torch::serialize::InputArchive& in) {
+concept Checkpointed = requires(T& part, const std::remove_reference_t<T>& saved,
+                                torch::serialize::OutputArchive& out, torch::serialize::InputArchive& in) {
   saved.save(out);
   part.load(in);
 };
 
-}  // namespace lockstep
+/// A part of a checkpoint whose state differs between the ranks, such as an environment, a replay buffer or a
+/// carried hidden state: each rank saves its own, and loads it on the same number of ranks only. Any other part
+/// is saved by rank 0 and loaded on every rank.
+///
+///   trainer.save_checkpoint(path, lockstep::PerRank{environment});
+template <class Part>
+struct PerRank {
+  static constexpr bool per_rank = true;
+  Part& part;
 
-namespace lockstep::detail {
+  void save(torch::serialize::OutputArchive& archive) const { part.save(archive); }
+  void load(torch::serialize::InputArchive& archive) { part.load(archive); }
+};
+template <class Part>
+PerRank(Part&) -> PerRank<Part>;
 
+namespace detail {
 inline constexpr std::int64_t checkpoint_format = 1;
 
-/// Returns every rank's bytes on rank 0, ordered by rank, and an empty list on other ranks. Collective. It
-/// broadcasts the bytes of one rank at a time.
+template <class Part>
+concept PerRankPart = requires {
+  requires Part::per_rank;
+};
+
+/// What decides the last bits of a result beside the program and its ranks.
+inline std::string arithmetic() {
+  return formatted("{} intra-op threads per rank, CPU capability {}, LibTorch {}", at::get_num_threads(),
+                   at::get_cpu_capability(), TORCH_VERSION);
+}
+
+/// Returns every rank's bytes on rank 0, ordered by rank, and an empty list on other ranks. Collective.
 template <Communicator C>
 std::vector<std::string> gather_on_rank_zero(C& comm, std::string own) {
   std::vector<std::string> all;
@@ -129,7 +145,8 @@ struct RankState {
   at::Tensor generator, device_generator;  // of the CPU, and of the model's device if that is not the CPU
   std::vector<at::Tensor> buffers;
   std::optional<HookState> hook;
-  std::string data_position;  // an archive; empty between epochs
+  std::string data_position;           // an archive; empty between epochs
+  std::vector<std::string> own_parts;  // archives of the PerRank parts
 
   [[nodiscard]] std::string bytes() const {
     torch::serialize::OutputArchive archive;
@@ -145,6 +162,9 @@ struct RankState {
       archive.write(detail::formatted("buffer_{}", i), buffers[i], /*is_buffer=*/true);
     if (hook) write_archive(archive, "hook", [&](auto& inner) { write_hook_state(inner, *hook); });
     write_bytes(archive, "data position", data_position);
+    archive.write("own_parts", c10::IValue(static_cast<std::int64_t>(own_parts.size())));
+    for (std::size_t i = 0; i < own_parts.size(); ++i)
+      write_bytes(archive, formatted("own_part_{}", i), own_parts[i]);
     return bytes_of(archive);
   }
   static RankState read(std::string_view bytes) {
@@ -164,13 +184,15 @@ struct RankState {
     torch::serialize::InputArchive inner;
     if (archive.try_read("hook", inner)) state.hook = read_hook_state(inner);
     state.data_position = read_bytes(archive, "data position");
+    const std::int64_t own_parts = read_length(archive, "own_parts");
+    for (std::int64_t i = 0; i < own_parts; ++i)
+      state.own_parts.push_back(read_bytes(archive, formatted("own_part_{}", i)));
     return state;
   }
 };
 
-/// Returns the state that rank `rank` of `size` restores from the saved ranks' states. On another number of
-/// ranks, each saved loss is added on one rank, additional ranks keep their generators, and only the part of
-/// the hook's state that all ranks share is restored.
+/// Returns the state that rank `rank` of `size` restores. On another number of ranks, each saved loss is added on
+/// one rank, additional ranks keep their generators, and only what all ranks share of the hook's state is restored.
 template <class Hook>
 RankState state_of_rank(const std::vector<RankState>& saved, int rank, int size) {
   const auto own = static_cast<std::size_t>(rank);
@@ -192,6 +214,12 @@ RankState state_of_rank(const std::vector<RankState>& saved, int rank, int size)
   return state;
 }
 
+template <class Part>
+std::string part_bytes(const Part& part) {
+  torch::serialize::OutputArchive archive;
+  part.save(archive);
+  return bytes_of(archive);
+}
 /// Writes a part of a checkpoint under its own key.
 template <class Part>
 void write_part(torch::serialize::OutputArchive& archive, const std::string& key, const Part& part) {
@@ -231,5 +259,6 @@ inline torch::serialize::InputArchive checkpoint_of(std::string_view bytes) {
                   format.toInt(), checkpoint_format));
   return archive;
 }
+}  // namespace detail
 
-}  // namespace lockstep::detail
+}  // namespace lockstep

@@ -1,24 +1,11 @@
 #pragma once
 
-#include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/cat.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
-#include <torch/nn/module.h>
 
-#include <algorithm>
-#include <concepts>
-#include <cstddef>
-#include <cstdint>
-#include <cstring>
-#include <optional>
-#include <span>
-#include <string>
-#include <tuple>
-#include <type_traits>
-#include <utility>
-#include <vector>
+#include <iterator>
+#include <sstream>
 
 #include "lockstep/data/dataset.hpp"
 #include "lockstep/data/loader.hpp"
@@ -27,6 +14,16 @@
 #include "lockstep/train/metrics.hpp"
 
 namespace lockstep {
+
+// Calls `restore()` in a destructor: warns of an exception, which may not leave it.
+namespace detail {
+template <class Restore>
+void restoring(const char* what, const Restore& restore) try {
+  restore();
+} catch (...) {
+  TORCH_WARN(what, " could not be restored");
+}
+}  // namespace detail
 
 /// Puts a module into evaluation mode and disables autograd during its lifetime. The destructor restores each
 /// submodule's own mode, including submodules that the user had frozen.
@@ -38,7 +35,9 @@ class EvaluationMode {
   }
   ~EvaluationMode() {
     // train() recurses into children. apply() lists parents first, so each child's own mode is set last.
-    for (const auto& [part, training] : before_) part->train(training);
+    detail::restoring("a module's training mode", [&] {
+      for (const auto& [part, training] : before_) part->train(training);
+    });
   }
   EvaluationMode(const EvaluationMode&) = delete;
   EvaluationMode& operator=(const EvaluationMode&) = delete;
@@ -59,7 +58,9 @@ class BufferSnapshot {
   }
   ~BufferSnapshot() {
     const at::NoGradGuard no_grad;
-    for (auto& [buffer, copy] : kept_) buffer.copy_(copy);
+    detail::restoring("a buffer of the module", [&] {
+      for (auto& [buffer, copy] : kept_) buffer.copy_(copy);
+    });
   }
   BufferSnapshot(const BufferSnapshot&) = delete;
   BufferSnapshot& operator=(const BufferSnapshot&) = delete;
@@ -100,35 +101,25 @@ void broadcast_buffers(const torch::nn::Module& module, C& comm) {
   detail::BroadcastList(std::move(buffers)).run(comm, 0);
 }
 
-/// Options of evaluate.
+/// Options of evaluate: samples per rank and step, and loader threads per rank.
 struct EvaluationOptions {
-  /// Samples per rank and step.
-  std::int64_t batch_size = 32;
-  /// Loader threads per rank.
-  std::int64_t num_workers = 0;
+  std::int64_t batch_size = 32, num_workers = 0;
   /// Whether each rank gets its own buffers back afterwards, for training with per-rank buffers.
   bool restore_buffers = false;
 };
 
-}  // namespace lockstep
-
-namespace lockstep::detail {
-
+namespace detail {
 /// Returns `own`, or zeros of the dtype and shape of the other ranks' tensors if it is undefined. Collective.
 /// Throws MismatchError if those of two ranks differ, DataError if no rank has one. `what` names them.
 template <Communicator C>
 at::Tensor own_or_zeros(const at::Tensor& own, const char* what, C& comm) {
-  std::string shape;  // the dtype and the sizes as bytes
-  const auto put = [&](std::int64_t number) {
-    shape.append(reinterpret_cast<const char*>(&number), sizeof number);
-  };
-  if (own.defined()) {
-    put(static_cast<std::int64_t>(own.scalar_type()));
-    for (const std::int64_t size : own.sizes()) put(size);
-  }
+  std::string shape;  // the dtype and the sizes
+  if (own.defined()) shape = std::to_string(static_cast<int>(own.scalar_type()));
+  for (const std::int64_t size : own.defined() ? own.sizes() : at::IntArrayRef())
+    shape += " " + std::to_string(size);
   const auto zeros_of = [](const std::string& shape) {
-    std::vector<std::int64_t> numbers(shape.size() / sizeof(std::int64_t));
-    std::memcpy(numbers.data(), shape.data(), shape.size());
+    std::istringstream text(shape);
+    const std::vector<std::int64_t> numbers{std::istream_iterator<std::int64_t>(text), {}};
     return at::zeros(at::IntArrayRef(numbers).slice(1), static_cast<at::ScalarType>(numbers[0]));
   };
   const std::vector<std::string> shapes = comm.all_gather_bytes(shape);
@@ -153,7 +144,6 @@ at::Tensor own_or_zeros(const at::Tensor& own, const char* what, C& comm) {
 /// Accumulates the Sums of a metric on their device.
 class SumsMeter {
  public:
-  /// Throws DataError if the shape is not that of the batches before.
   template <class Batch>
   void add(const Sums& sums, const Batch&) {
     // A copy: the metric may keep the tensor and change it.
@@ -169,8 +159,7 @@ class SumsMeter {
     }
   }
 
-  /// Returns the total over all ranks, fp64 on the CPU. A rank without a batch contributes zeros. Collective.
-  /// Throws as own_or_zeros.
+  /// Returns the total over all ranks, fp64 on the CPU. Collective.
   template <Communicator C>
   at::Tensor total(C& comm) {
     total_ = own_or_zeros(total_, "sums", comm);
@@ -187,8 +176,6 @@ class SumsMeter {
 /// Keeps the PerSample values of a metric on their device.
 class PerSampleMeter {
  public:
-  /// Throws DataError if the batch has another number of samples, or if shape or dtype differ from those of the
-  /// batches before.
   template <class Batch>
   void add(const PerSample& per_sample, const Batch& batch) {
     const at::Tensor& values = per_sample.values;
@@ -207,8 +194,7 @@ class PerSampleMeter {
     all_.push_back(values.detach().clone());  // the metric may keep the tensor and change it
   }
 
-  /// Returns the values of all ranks, one rank after another, on the communicator's device. Collective. Throws as
-  /// own_or_zeros.
+  /// Returns the values of all ranks, one rank after another, on the communicator's device. Collective.
   template <class C>
   at::Tensor total(C& comm) {
     at::Tensor own = all_.empty() ? at::Tensor() : at::cat(all_);
@@ -341,10 +327,7 @@ struct CheckedEvaluation {
     }
   }
 };
-
-}  // namespace lockstep::detail
-
-namespace lockstep {
+}  // namespace detail
 
 /// Runs the model over each sample of the dataset exactly once, partitioned among the ranks, and returns each
 /// metric over all samples: the same value on every rank, equal to that of a single process.

@@ -1,19 +1,8 @@
 #pragma once
 
-#include <algorithm>
-#include <cmath>
-#include <concepts>
-#include <cstdint>
 #include <limits>
 #include <memory>
-#include <span>
-#include <string>
-#include <string_view>
-#include <type_traits>
-#include <utility>
-#include <vector>
 
-#include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/linalg_vector_norm.h>
 #include <ATen/ops/maximum.h>
@@ -76,6 +65,7 @@ inline std::vector<at::Tensor> tensor_list(const std::vector<NamedTensor>& param
 /// ```
 template <class Function>
 struct MakeOptimizer {
+  explicit MakeOptimizer(Function function) : function(std::move(function)) {}
   Function function;
 
   std::unique_ptr<torch::optim::Optimizer> make_optimizer(const std::vector<NamedTensor>& parameters) {
@@ -94,8 +84,6 @@ struct MakeOptimizer {
       return detail::make_optimizer_by(function, parameters);
   }
 };
-template <class Function>
-MakeOptimizer(Function) -> MakeOptimizer<Function>;
 
 /// A learning rate schedule. Each parameter group runs at its own base rate times `rate_factor(epoch, step)`,
 /// both zero-based. The factor depends on these two arguments only, so that all ranks agree.
@@ -108,6 +96,7 @@ concept Schedule = requires(E& extra, std::int64_t epoch, std::int64_t step) {
 /// Wraps `function(epoch, step)`, which returns the factor, as a Schedule.
 template <class Function>
 struct RateSchedule {
+  explicit RateSchedule(Function function) : function(std::move(function)) {}
   Function function;
   double rate_factor(std::int64_t epoch, std::int64_t step) {
     constexpr bool gives_factor = std::is_invocable_r_v<double, Function&, std::int64_t, std::int64_t>;
@@ -120,8 +109,6 @@ struct RateSchedule {
       return 1;
   }
 };
-template <class Function>
-RateSchedule(Function) -> RateSchedule<Function>;
 
 /// A check of the gradients before any GradientCallback sees them. `watch(named_parameters)` is called before
 /// the first backward, and before an epoch in which other parameters require grad: it may register hooks on
@@ -163,11 +150,10 @@ concept GradientCallback = requires(E& callback, const Gradients& gradients) {
 /// Wraps `function(gradients)` as a GradientCallback.
 template <class Function>
 struct OnGradients {
+  explicit OnGradients(Function function) : function(std::move(function)) {}
   Function function;
   void on_gradients(const Gradients& gradients) { function(gradients); }
 };
-template <class Function>
-OnGradients(Function) -> OnGradients<Function>;
 
 // Calls the function of a callback. Passes on a FitAction and drops any other result.
 namespace detail {
@@ -186,11 +172,9 @@ auto call_for(Function& function, const Report& report) {
 
 /// One optimizer step as seen by this rank.
 struct StepReport {
-  /// Zero-based, over the lifetime of the trainer.
-  std::int64_t epoch, step;
-  /// Zero-based, within the epoch.
-  std::int64_t step_in_epoch;
-  /// Number of optimizer steps of the epoch; std::nullopt for a stream of unknown length.
+  /// Zero-based: over the lifetime of the trainer, and within the epoch.
+  std::int64_t epoch, step, step_in_epoch;
+  /// std::nullopt for a stream of unknown length.
   std::optional<std::int64_t> steps_in_epoch;
   /// The losses of this rank's micro-batches. Empty if this rank had no data left.
   std::span<const LocalLoss> local;
@@ -224,11 +208,10 @@ concept StepCallback = requires(E& callback, const StepReport& report) {
 /// Wraps `function(report)` as a StepCallback.
 template <class Function>
 struct OnStep {
+  explicit OnStep(Function function) : function(std::move(function)) {}
   Function function;
   auto on_step(const StepReport& report) { return detail::call_for(function, report); }
 };
-template <class Function>
-OnStep(Function) -> OnStep<Function>;
 
 /// A callback after each optimizer step that also gets the times of its phases, on every rank:
 /// `on_profile(report, profile)`. Costs one clock read for each phase.
@@ -240,17 +223,18 @@ concept ProfileCallback = requires(E& callback, const StepReport& report, const 
 /// Wraps `function(report, profile)` as a ProfileCallback.
 template <class Function>
 struct OnProfile {
+  explicit OnProfile(Function function) : function(std::move(function)) {}
   Function function;
   void on_profile(const StepReport& report, const StepProfile& profile) { function(report, profile); }
 };
-template <class Function>
-OnProfile(Function) -> OnProfile<Function>;
 
 /// The epoch about to start. `epoch` is zero-based; `epochs` is the total; `steps` is the number of optimizer
-/// steps, std::nullopt for a stream of unknown length.
+/// steps, std::nullopt for a stream of unknown length. `resumed`: a checkpoint was saved within this epoch, and
+/// its rest follows.
 struct EpochPlan {
   std::int64_t epoch, epochs;
   std::optional<std::int64_t> steps;
+  bool resumed = false;
 };
 
 /// A callback before each epoch, on every rank: `on_epoch_start(plan)`, or `on_epoch_start(plan, comm)` with
@@ -266,11 +250,10 @@ concept EpochStartCallback = requires(E& callback, const EpochPlan& plan) {
 /// Wraps `function(plan)` as an EpochStartCallback.
 template <class Function>
 struct OnEpochStart {
+  explicit OnEpochStart(Function function) : function(std::move(function)) {}
   Function function;
   auto on_epoch_start(const EpochPlan& plan) { return detail::call_for(function, plan); }
 };
-template <class Function>
-OnEpochStart(Function) -> OnEpochStart<Function>;
 
 /// One completed epoch over all ranks.
 struct EpochReport {
@@ -282,10 +265,9 @@ struct EpochReport {
   double seconds;
   /// Steps that the precision skipped because of non-finite gradients.
   std::int64_t skipped = 0;
-  /// Peak memory of this rank in bytes since the process started; see peak_memory().
+  /// Of this rank, in bytes; see peak_memory().
   std::int64_t peak_memory = 0;
-  /// The named parts of the loss over every sample of every rank, if the loss returns any; identical on all
-  /// ranks. `mean()` of a Total is the part's mean.
+  /// The named parts of the loss over every sample of every rank, if the loss returns any.
   std::vector<std::pair<std::string_view, Total>> losses = {};
 };
 
@@ -303,21 +285,17 @@ concept EpochCallback = requires(E& callback, const EpochReport& report) {
 /// Wraps `function(report)` as an EpochCallback.
 template <class Function>
 struct OnEpoch {
+  explicit OnEpoch(Function function) : function(std::move(function)) {}
   Function function;
   auto on_epoch(const EpochReport& report) { return detail::call_for(function, report); }
 };
-template <class Function>
-OnEpoch(Function) -> OnEpoch<Function>;
 
 /// Any of the five callback concepts.
 template <class E>
 concept Callback =
     GradientCallback<E> || StepCallback<E> || ProfileCallback<E> || EpochStartCallback<E> || EpochCallback<E>;
 
-}  // namespace lockstep
-
-namespace lockstep::detail {
-
+namespace detail {
 // Calls the callback if it is one for this event.
 template <class E>
 void notify([[maybe_unused]] E& callback, [[maybe_unused]] const Gradients& gradients) {
@@ -425,10 +403,7 @@ bool asks_to_stop(E& callback, const Report& report, Comm& comm) {
     return false;
   }
 }
-
-}  // namespace lockstep::detail
-
-namespace lockstep {
+}  // namespace detail
 
 /// A GradientCallback that clips the gradients of a step as clip_grad_norm does, with `max_norm` and
 /// `options`. It sets Gradients::total_norm to the norm before clipping. Errors name the parameters.

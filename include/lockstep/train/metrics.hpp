@@ -51,7 +51,6 @@ concept Countable = requires(const Batch& batch) {
   batch.size();
 };
 
-/// Returns the number of samples in a batch.
 template <Countable Batch>
 std::int64_t samples_in(const Batch& batch) {
   if constexpr (requires { batch.data.size(0); })
@@ -154,9 +153,7 @@ struct PerSample {
   at::Tensor values;
 };
 
-}  // namespace lockstep
-
-namespace lockstep::detail {
+namespace detail {
 /// A string literal as a template argument.
 template <std::size_t size>
 struct PartName {
@@ -206,10 +203,7 @@ inline constexpr bool is_loss<std::tuple<Loss, Parts...>> =
     (MeanOrTensor<decltype(Parts::value)> && ...) && names_differ<Parts...>();
 template <class T>
 concept LossResult = is_loss<std::remove_cvref_t<T>>;
-
-}  // namespace lockstep::detail
-
-namespace lockstep {
+}  // namespace detail
 
 /// A metric of the model's output: `metric(output, batch)` is called without autograd on each of this rank's
 /// batches and returns one of four forms.
@@ -235,8 +229,7 @@ template <class M, class Model, class Batch>
 concept Metric = OutputMetric<M, Batch> || ModelMetric<M, Model, Batch>;
 
 /// The fraction of samples whose largest output over the last dimension is at the target class. output: [...,
-/// C]; batch.target: [...] of class indices, such as [N, C] and [N]. Throws DataError for other shapes: a
-/// target [N, 1] would broadcast over all samples.
+/// C]; batch.target: [...] of class indices. Throws DataError for other shapes.
 struct Accuracy {
   template <class Batch>
   Mean operator()(const at::Tensor& output, const Batch& batch) const {
@@ -263,29 +256,33 @@ inline Mean counted_cross_entropy(const at::Tensor& output, const at::Tensor& ta
   return {sum, target.ne(ignore_index).sum().template item<std::int64_t>()};
 }
 
-/// A metric: the mean of a loss over samples, or over the items that the loss counts. `loss(output, target)`
-/// returns a tensor of one element, the mean over the batch's samples, or a Mean{sum, count}. Default:
-/// counted_cross_entropy. A loss that averages over anything but samples (targets that are not ignored,
-/// weights, tokens) must return a Mean.
-template <class Loss = Mean (*)(const at::Tensor&, const at::Tensor&)>
+/// A metric: the mean cross-entropy over the targets that are not ignored; see counted_cross_entropy.
+struct CrossEntropy {
+  std::int64_t ignore_index = -100;
+
+  template <class Batch>
+  Mean operator()(const at::Tensor& output, const Batch& batch) const {
+    return counted_cross_entropy(output, batch.target, ignore_index);
+  }
+};
+
+/// A metric: the mean of `loss(output, target)` over samples, or over the items that the loss counts. It returns
+/// a tensor of one element, the mean over the batch's samples, or a Mean{sum, count}, which a loss that averages
+/// over anything but samples (targets that are not ignored, weights, tokens) must return. The loss of `fit` is a
+/// metric itself, if it names the type of the model.
+template <class Loss>
 struct MeanLoss {
-  Loss loss = [](const at::Tensor& output, const at::Tensor& target) {
-    return counted_cross_entropy(output, target);
-  };
+  Loss loss;
 
   template <class Batch>
   auto operator()(const at::Tensor& output, const Batch& batch) {
     return loss(output, batch.target);
   }
 };
-MeanLoss()->MeanLoss<>;
 template <class Loss>
 MeanLoss(Loss) -> MeanLoss<Loss>;
 
-}  // namespace lockstep
-
-namespace lockstep::detail {
-
+namespace detail {
 // Adds the loss or metric of one batch to `meter`.
 template <class Batch>
 void add_to(MeanMeter& meter, const Mean& value, const Batch&) {
@@ -321,10 +318,7 @@ struct LossParts<std::tuple<Loss, Parts...>> {
     return std::get<0>(std::move(result));
   }
 };
-
-}  // namespace lockstep::detail
-
-namespace lockstep {
+}  // namespace detail
 
 /// Names a part of a loss, a tensor or a Mean; see LossFunction.
 template <detail::PartName name, class Value>
@@ -354,8 +348,7 @@ concept CountedLoss = LossFunction<L, Model, Batch> &&
 /// The loss of one micro-batch on one rank. Backward starts from `value`. The sum of the losses is
 /// `reported * factor`, over `count` samples or counted items.
 struct LocalLoss {
-  at::Tensor value;
-  at::Tensor reported;
+  at::Tensor value, reported;
   double factor, count;
 
   /// Returns the sum and the count. Synchronizes with the device.

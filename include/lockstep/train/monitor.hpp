@@ -1,31 +1,20 @@
 #pragma once
 
-#include <cmath>
-#include <cstdint>
-#include <functional>
-#include <optional>
-#include <string>
-
-#include <torch/serialize/archive.h>
-
 #include "lockstep/train/detail/archive.hpp"
 #include "lockstep/train/extras.hpp"
 
 namespace lockstep {
 
 /// Returns the value that EarlyStopping and BestCheckpoint compare, after each epoch: `report.loss`, or the
-/// result of an evaluation. Called on every rank; it may call collectives. It returns the same value on every
-/// rank, as Trainer::evaluate does.
+/// result of an evaluation. Called on every rank, and returns the same value; it may call collectives.
 using Monitor = std::function<double(const EpochReport&)>;
 
 /// Whether a smaller or a larger value of a Monitor is better.
 enum class MonitorMode { min, max };
 
-/// The best value of a Monitor so far, and its zero-based epoch.
+/// The best value of a Monitor so far, std::nullopt before the first finite one, and its zero-based epoch.
 struct BestValue {
-  /// std::nullopt before the first finite value.
   std::optional<double> value = std::nullopt;
-  /// The zero-based epoch of `value`.
   std::int64_t epoch = 0;
 
   /// Returns whether `other` is better by more than `min_delta`. Any finite value is better than none. NaN
@@ -37,10 +26,7 @@ struct BestValue {
   }
 };
 
-}  // namespace lockstep
-
-namespace lockstep::detail {
-
+namespace detail {
 inline const char* text_of(MonitorMode mode) {
   return mode == MonitorMode::min ? "min" : "max";
 }
@@ -101,10 +87,7 @@ double monitored_value(const Monitor& monitor, const std::string& owner, const c
                          report.epoch, value);
   return value;
 }
-
-}  // namespace lockstep::detail
-
-namespace lockstep {
+}  // namespace detail
 
 /// A callback of `fit` that stops it when a value has not improved for `patience` epochs: on every rank after
 /// the same epoch. Throws UsageError before the first epoch for an invalid option, MismatchError if the ranks
@@ -120,14 +103,12 @@ namespace lockstep {
 /// ```
 ///
 /// To survive a checkpoint, pass it to save_checkpoint and load_checkpoint as a part, and to `fit` before the
-/// callback that saves. Once it has stopped a run, it stops each further `fit`, also after load_checkpoint,
-/// before its first epoch; `stopping.state = {}` starts afresh.
-///
-/// Counterpart: lightning.pytorch.callbacks.EarlyStopping, with its defaults. A value that is not finite is
-/// no improvement; Lightning stops at once.
+/// callback that saves. Once it has stopped a run, it stops each further `fit` before its first epoch;
+/// `stopping.state = {}` starts afresh.
+/// Counterpart: lightning.pytorch.callbacks.EarlyStopping. A value that is not finite is no improvement.
 struct EarlyStopping {
   Monitor monitor;
-  /// Number of epochs without an improvement after which `fit` stops. 0 means the same as 1.
+  /// Epochs without an improvement after which `fit` stops.
   std::int64_t patience = 3;
   /// An improvement is better than the best value by more than this.
   double min_delta = 0;
@@ -136,9 +117,7 @@ struct EarlyStopping {
   /// The state that a checkpoint stores.
   struct State {
     BestValue best = {};
-    /// Number of epochs since the best value.
-    std::int64_t wait_count = 0;
-    /// True once it has stopped a run.
+    std::int64_t wait_count = 0;  // epochs since the best value
     bool stopped = false;
   };
   State state = {};
@@ -213,7 +192,6 @@ struct BestCheckpoint {
   std::function<void()> write;
   MonitorMode mode = MonitorMode::min;
 
-  /// The best value so far, which a checkpoint holds.
   BestValue best = {};
 
   void on_epoch_start(const EpochPlan&) const {

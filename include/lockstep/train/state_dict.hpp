@@ -1,13 +1,5 @@
 #pragma once
 
-#include <filesystem>
-#include <string>
-#include <string_view>
-#include <utility>
-#include <vector>
-
-#include <ATen/core/ivalue.h>
-#include <torch/nn/module.h>
 #include <torch/optim/optimizer.h>
 
 #include "lockstep/precision/precision.hpp"
@@ -28,28 +20,23 @@ StateDict state_dict(const M& model, std::string_view prefix = "") {
   return state_dict(static_cast<const torch::nn::Module&>(*model), prefix);
 }
 
-/// Options of load_state_dict.
 struct LoadStateDictOptions {
   /// Throw if an entry is missing or unexpected.
   bool strict = true;
 };
 
-/// The names in which a model and a state dict differ.
+/// Names in the model alone, and names in the state dict alone.
 struct IncompatibleKeys {
-  /// Names in the model alone, and names in the state dict alone.
   std::vector<std::string> missing_keys, unexpected_keys;
 };
 
-/// Copies the entries into the model's parameters and buffers, converted to their dtypes and devices. If
-/// every name begins with "module.", as those of Python's DistributedDataParallel do, and not every one of
-/// the model's does, the prefix is ignored. Returns the names that strict = false has skipped.
-///
-/// Throws CheckpointError, which lists every missing, unexpected and misshapen entry, and leaves the model
-/// unchanged. Entries of another shape are refused with strict = false, too.
+/// Copies the entries into the model's parameters and buffers, converted to their dtypes and devices. The
+/// prefix "module." of Python's DistributedDataParallel is ignored if every entry has it and the model's names
+/// do not. Returns the names that strict = false has skipped. Throws CheckpointError, which lists every missing,
+/// unexpected and misshapen entry, and leaves the model unchanged.
 /// Counterpart: torch.nn.Module.load_state_dict.
 IncompatibleKeys load_state_dict(torch::nn::Module& model, const StateDict& entries,
                                  const LoadStateDictOptions& options = {});
-/// The same with the dict that torch_load returns.
 IncompatibleKeys load_state_dict(torch::nn::Module& model, const c10::IValue& dict,
                                  const LoadStateDictOptions& options = {});
 template <detail::ModuleHandle M, class Entries>
@@ -57,40 +44,29 @@ IncompatibleKeys load_state_dict(M model, const Entries& entries, const LoadStat
   return load_state_dict(static_cast<torch::nn::Module&>(*model), entries, options);
 }
 
-}  // namespace lockstep
-
-namespace lockstep::detail {
-
+namespace detail {
 /// Throws the error of load_state_dict(model, dict), and changes nothing.
 void check_state_dict(const torch::nn::Module& model, const c10::IValue& dict);
 
 /// Does what load_state_dict(optimizer, dict) does, but returns its warning, an empty string if there is none.
-/// `names` are the names of the parameters that have one.
+/// `names` are the names of the parameters that have one. Changes nothing without `apply`.
 std::string load_optimizer_dict(torch::optim::Optimizer& optimizer, const c10::IValue& dict,
-                                const std::vector<NamedTensor>& names);
-
-}  // namespace lockstep::detail
-
-namespace lockstep {
+                                const std::vector<NamedTensor>& names, bool apply);
+}  // namespace detail
 
 /// Returns the state of an optimizer as Python's dict: {"state": {index: {"exp_avg": tensor, ...}},
-/// "param_groups": [{"lr": ..., "params": [index, ...]}, ...]}. The indices count the parameters of all
-/// groups; they are Python's if the groups hold the parameters in the order of Python's `parameters()`, as
-/// unique_parameters returns them. The tensors share the optimizer's memory.
-///
-/// Takes lockstep's SGD, Adam and AdamW and those of torch::optim; a ZeroRedundancyOptimizer over one of them
-/// on the rank that has called `consolidate`. Throws UsageError for another type.
+/// "param_groups": [{"lr": ..., "params": [index, ...]}, ...]}. The indices count the parameters of all groups.
+/// The tensors share the optimizer's memory. Takes lockstep's SGD, Adam and AdamW and those of torch::optim; a
+/// ZeroRedundancyOptimizer over one of them on the rank that has called `consolidate`. Throws UsageError for
+/// another type.
 /// Counterpart: torch.optim.Optimizer.state_dict.
 c10::IValue state_dict(const torch::optim::Optimizer& optimizer);
 
-/// Restores options and state from a dict of `state_dict`, in C++ or in Python. As with an optimizer's
-/// `load`, the implementation (Python's `foreach` and `fused`) and `lr_tensor` stay those of the optimizer.
-/// Entries that learning rate schedulers add, such as "initial_lr", are skipped.
-///
-/// Throws CheckpointError, which lists every missing, unexpected and misshapen entry, and leaves the optimizer
-/// unchanged. States are not compared if the groups have other options (those of another optimizer) or other
-/// numbers of parameters. A parameter that requires a gradient and has no state, while others of its group
-/// have one, gets a new state, as in Python: a warning names it.
+/// Restores options and state from a dict of `state_dict`, in C++ or in Python. The implementation (Python's
+/// `foreach` and `fused`) and `lr_tensor` stay those of the optimizer; entries of learning rate schedulers, such
+/// as "initial_lr", are skipped. Throws CheckpointError, which lists every missing, unexpected and misshapen
+/// entry, and leaves the optimizer unchanged. A parameter that requires a gradient and has no state, while others
+/// of its group have one, gets a new state, as in Python: a warning names it.
 /// Counterpart: torch.optim.Optimizer.load_state_dict.
 void load_state_dict(torch::optim::Optimizer& optimizer, const c10::IValue& dict);
 
@@ -118,17 +94,18 @@ std::string pickle_state(const c10::IValue& value);
 c10::IValue unpickle_state(std::string_view bytes, std::string_view origin);
 
 /// Writes a value that Python reads by `torch.load(path, weights_only=True)`: tensors, numbers, strings,
-/// None, lists, tuples, and dicts of these with keys of type str or int. Tensors are written as CPU tensors;
-/// those with a common storage share it in the file. The file is written atomically. Throws UsageError for
-/// another value, CheckpointError if writing fails.
+/// None, lists, tuples, and dicts of these with keys of type str or int. Tensors with a common storage share it
+/// in the file. The file is written atomically. Throws UsageError for another value, CheckpointError if writing
+/// fails.
 /// Counterpart: torch.save.
 void torch_save(const c10::IValue& value, const std::filesystem::path& path);
 /// The same for `dict_of(entries)`.
 void torch_save(const StateDict& entries, const std::filesystem::path& path);
 
-/// Reads a file of torch_save, or of Python's torch.save if it holds only what torch_save writes, OrderedDict
-/// and Parameter. Executes nothing of the file. All tensors are on the CPU. Throws CheckpointError if the
-/// file is damaged or holds another object, which the error names.
+/// Reads a file of torch_save or of Python's torch.save: what torch_save writes, OrderedDict, Counter and
+/// Parameter. Another object that torch.load(weights_only=True) takes becomes None. Executes nothing of the file.
+/// All tensors are on the CPU. Throws CheckpointError if the file is damaged or holds any other object; the error
+/// names it and its entry.
 /// Counterpart: torch.load(path, map_location="cpu", weights_only=True).
 c10::IValue torch_load(const std::filesystem::path& path);
 

@@ -29,7 +29,6 @@ struct PhaseSpan {
   std::chrono::steady_clock::time_point begin, end;
 };
 
-/// Where the time of one optimizer step went on this rank.
 struct StepProfile {
   /// Contiguous, in order of time.
   std::span<const PhaseSpan> spans;
@@ -42,7 +41,6 @@ struct StepProfile {
   /// The reduction of the step, with BucketReport::completed. Empty for LocalComm.
   const DdpReport& reduction;
 
-  /// Returns the time of a phase in seconds.
   [[nodiscard]] double seconds(StepPhase phase) const {
     std::chrono::duration<double> sum{0};
     for (const PhaseSpan& span : spans)
@@ -55,10 +53,7 @@ struct StepProfile {
   }
 };
 
-}  // namespace lockstep
-
-namespace lockstep::detail {
-
+namespace detail {
 /// Notes the ends of the phases of a step: one clock read each. A TrainingStep gets it as its last callback.
 class StepTimer {
  public:
@@ -117,5 +112,6 @@ template <class... Callbacks>
 void end_phase(StepPhase phase, Callbacks&... callbacks) {
   with_step_timer([phase](auto& timer) { timer.end(phase); }, callbacks...);
 }
+}  // namespace detail
 
-}  // namespace lockstep::detail
+}  // namespace lockstep

@@ -2,19 +2,12 @@
 
 #include <signal.h>
 
-#include <atomic>
-#include <cstddef>
-#include <cstdint>
-#include <cstring>
-#include <string>
-#include <utility>
-#include <vector>
-
 #include "lockstep/train/extras.hpp"
 #include "lockstep/world/detail/handled_signals.hpp"
 #include "lockstep/world/detail/worker.hpp"
 
-namespace lockstep::detail {
+namespace lockstep {
+namespace detail {
 
 /// The last signal that a StopOnSignal of this process has received, 0 if there was none.
 LOCKSTEP_PROCESS_WIDE inline std::atomic<int> stop_signal{0};
@@ -23,10 +16,7 @@ static_assert(std::atomic<int>::is_always_lock_free, "the signal handler writes 
 extern "C" inline void lockstep_note_stop_signal(int number) {
   stop_signal = number;
 }
-
-}  // namespace lockstep::detail
-
-namespace lockstep {
+}  // namespace detail
 
 /// Options of StopOnSignal.
 struct StopOptions {

@@ -40,9 +40,8 @@ class Trainer : detail::CheckedPolicies<Policies...> {
 
  public:
   /// Seeds the default generators of CPU and GPUs: with `options.seed` before a model is constructed, with
-  /// `seed + rank` afterwards. If the ranks pass models with different values, logs one warning and uses rank
-  /// 0's. Collective. Throws UsageError for invalid options and MismatchError if the ranks' models differ in
-  /// more than their values.
+  /// `seed + rank` afterwards. If the ranks' models differ in their values, warns and uses rank 0's. Collective.
+  /// Throws UsageError for invalid options and MismatchError if the models differ otherwise.
   template <class... Given>
   explicit Trainer(const World& world, const TrainerOptions& options = {}, Given... given)
       : Trainer(detail::CallScope("the constructor of Trainer"), world, options, given...) {}
@@ -63,11 +62,10 @@ class Trainer : detail::CheckedPolicies<Policies...> {
   ///    ranks, before the optimizer steps. On GPUs the other ranks learn of it in their next step, or at the end
   ///    of the epoch, and the communicator is aborted (DistributedDataParallel::backward).
   ///
-  /// Parameters may be frozen and unfrozen by `requires_grad_` between epochs: before `fit`, in an
-  /// EpochStartCallback or an EpochCallback, on every rank. The epoch then reduces the gradients of those that
-  /// require grad; the optimizer keeps its state and leaves the others as they are. Checkpoints hold which are
-  /// frozen, and load_checkpoint restores it. Throws MismatchError if the ranks differ, UsageError in the next
-  /// step if `requires_grad_` was called within an epoch, or with a StatefulHook.
+  /// Parameters may be frozen and unfrozen by `requires_grad_` between epochs, on every rank; the optimizer keeps
+  /// its state and leaves frozen ones as they are. Checkpoints hold which are frozen. Throws MismatchError if the
+  /// ranks differ, UsageError in the next step if `requires_grad_` was called within an epoch, or with a
+  /// StatefulHook.
   ///
   /// Returns the report of the last epoch. If the call trains no epoch, its loss is NaN, its `seconds` is 0, and
   /// its `epoch` and `step` are the trainer's. Throws MismatchError if the ranks' options or data differ,
@@ -82,9 +80,8 @@ class Trainer : detail::CheckedPolicies<Policies...> {
     }
   }
 
-  /// Evaluates the metrics over all samples and ranks, with rank 0's buffers, in the trainer's precision. See
-  /// lockstep::evaluate, also for exceptions on one rank. Without DdpOptions::syncs_buffers each rank
-  /// gets its own buffers back afterwards. Collective.
+  /// Evaluates the metrics over all samples and ranks, in the trainer's precision; see lockstep::evaluate.
+  /// Without DdpOptions::syncs_buffers each rank gets its own buffers back afterwards. Collective.
   template <class D, class... Metrics>
   auto evaluate(D&& dataset, Metrics&&... metrics) {
     using Checked =
@@ -124,17 +121,16 @@ class Trainer : detail::CheckedPolicies<Policies...> {
   /// Call it before `fit`. If the checkpoint was saved inside a `fit`, the next `fit` resumes the saved one:
   /// on the same number of ranks it ends at the same epoch and step, with bitwise equal results. On another
   /// number of ranks, no sample of the epoch is lost or repeated. Collective. Throws UsageError inside `fit`.
-  /// Throws CheckpointError, which names the mismatch; the model is then unchanged, but the optimizer and the
-  /// parts may have changed.
+  /// Throws CheckpointError, which names the mismatch, and then changes nothing but a sharded optimizer.
   template <Checkpointed... Parts>
-  void load_checkpoint(const std::filesystem::path& path, Parts&... parts) {
+  void load_checkpoint(const std::filesystem::path& path, Parts&&... parts) {
     const detail::CallScope scope("Trainer::load_checkpoint");
     read_run("load_checkpoint", path, /*required=*/true, parts...);
   }
   /// Calls load_checkpoint if the file exists on rank 0, and returns whether it does. Collective. Throws
   /// MismatchError if another rank calls load_checkpoint.
   template <Checkpointed... Parts>
-  bool load_checkpoint_if_exists(const std::filesystem::path& path, Parts&... parts) {
+  bool load_checkpoint_if_exists(const std::filesystem::path& path, Parts&&... parts) {
     const detail::CallScope scope("Trainer::load_checkpoint_if_exists");
     return read_run("load_checkpoint_if_exists", path, /*required=*/false, parts...);
   }
@@ -154,8 +150,8 @@ class Trainer : detail::CheckedPolicies<Policies...> {
   /// "step" and "scaler" may be missing, and then stay as they are. The next `fit` starts with the first
   /// batch of the epoch after the completed ones. Call it before `fit`. Collective. Throws UsageError inside
   /// `fit`. Throws CheckpointError, which names every missing, unexpected and misshapen entry of the model
-  /// and of the optimizer (of its states only if they can be paired with its parameters); the model is then unchanged, but the
-  /// optimizer may have changed.
+  /// and of the optimizer (of its states only if they can be paired with its parameters), and then changes
+  /// nothing.
   void load_state_dict(const std::filesystem::path& path) {
     const detail::CallScope scope("Trainer::load_state_dict");
     forbid_inside_fit("load_state_dict");
@@ -164,17 +160,18 @@ class Trainer : detail::CheckedPolicies<Policies...> {
   }
 
   /// Writes rank 0's model atomically to a file that `torch::load(model, path)` reads. Collective. Every rank
-  /// returns once the file is written, or throws CheckpointError. To check the path before training, call
-  /// `require_writable(path)`.
+  /// returns once the file is written, or throws CheckpointError.
   void save(const std::filesystem::path& path) {
     const detail::CallScope scope("Trainer::save");
     ddp_.synchronize();
     save_model(model_.module(), path, comm_);
   }
   /// Reads a saved model, or the model alone of a checkpoint, on rank 0 and copies it to all ranks. To resume,
-  /// call load_checkpoint. Collective. Throws CheckpointError, which names each tensor that does not fit.
+  /// call load_checkpoint. Collective. Throws CheckpointError, which names each tensor that does not fit, and
+  /// UsageError inside `fit`.
   void load(const std::filesystem::path& path) {
     const detail::CallScope scope("Trainer::load");
+    forbid_inside_fit("load");
     load_model(model_.module(), path, comm_);
   }
 
@@ -287,7 +284,10 @@ class Trainer : detail::CheckedPolicies<Policies...> {
   // Constructs the sampler from the dataset if its type can be, and otherwise from the length.
   template <class D>
   auto sampler_for(D& dataset) {
-    const SamplerOptions split{options_.seed, options_.shuffle, options_.drop_last, options_.pad};
+    const SamplerOptions split{.seed = options_.seed,
+                               .shuffle = options_.shuffle,
+                               .drop_last = options_.drop_last,
+                               .pad = options_.pad};
     if constexpr (std::constructible_from<SamplerType, D&, const Comm&, SamplerOptions>)
       return SamplerType(dataset, comm_, split);
     else
@@ -317,7 +317,11 @@ class Trainer : detail::CheckedPolicies<Policies...> {
 
   template <BatchStream S, class Loss, class... Callbacks>
   EpochReport run(S& stream, Loss& loss, Callbacks&... callbacks) {
-    detail::require_passes<S>(options_);
+    if (!RepeatableStream<S> && options_.epochs.value_or(1) > 1)
+      throw UsageError(detail::formatted(
+          "epochs is {}, and this stream has one pass: give it a set_epoch(e) that starts the pass anew, "
+          "or give steps",
+          *options_.epochs));
     detail::check_same_plan("a stream", options_, comm_);
     auto saved = saved_data_position();
     detail::StreamMicroBatchSource source(stream, detail::CollectiveForwardCheck(model_.module(), comm_),
@@ -348,7 +352,8 @@ class Trainer : detail::CheckedPolicies<Policies...> {
                        .loss = std::numeric_limits<double>::quiet_NaN(),
                        .seconds = 0};
     while (!length.reached(position_.epoch, position_.step)) {
-      const EpochPlan plan = length.plan(position_.epoch, position_.step - position_.step_in_epoch);
+      EpochPlan plan = length.plan(position_.epoch, position_.step - position_.step_in_epoch);
+      plan.resumed = !so_far.data_position.empty();
       if (notify_all(plan, callbacks...)) break;
       follow_requires_grad();
       ddp_.record_completions((ProfileCallback<Callbacks> || ...));
@@ -383,6 +388,8 @@ class Trainer : detail::CheckedPolicies<Policies...> {
     for (std::size_t i = 0; i < std::min(parts_.size(), so_far.parts.size()); ++i)
       parts_[i].second.add(so_far.parts[i]);
     auto descended = [&](Model& model, typename Source::Batch& batch) {
+      if constexpr (!Source::partitions && TensorBatch<typename Source::Batch>)
+        if (!compared_batches_ && first_batch_ == 0) first_batch_ = detail::short_hash(batch);
       return Parts::take(std::invoke(loss, model, batch), batch, parts_);
     };
     constexpr bool profiled = (ProfileCallback<Callbacks> || ...);
@@ -411,14 +418,17 @@ class Trainer : detail::CheckedPolicies<Policies...> {
     }
     source.end_epoch();
     ddp_.synchronize();
-    if (options_.compare_parameters) compare_.run(ddp_.named_parameters(), comm_, world_.log);
+    compare_parameters();
     ++position_.epoch;
     done = 0;
     const std::int64_t skipped = skipped_.count();
     position_.skipped = 0;
     std::vector<Total> totals{meter_.total()};
     for (auto& [name, part] : parts_) totals.push_back(part.total());
+    const bool compared = std::exchange(compared_batches_, true);
+    if (!compared) totals.push_back({first_batch_, first_batch_ * first_batch_});
     sum_over_ranks(std::span(totals), comm_);
+    if (!compared) warn_of_equal_batches(totals.back());
     if (!std::isfinite(totals[0].sum)) warn_of_loss(plan.epoch);
     EpochReport report{plan.epoch, position_.step, totals[0].mean(), 0, skipped, peak_memory()};
     std::string named;
@@ -451,8 +461,7 @@ class Trainer : detail::CheckedPolicies<Policies...> {
   void each_extra(Function&& function) {
     std::apply([&](auto&... extra) { (function(extra), ...); }, extras_);
   }
-  // Calls the callbacks and returns whether one of them asks to stop, on any rank. Reports a callback's
-  // exception to the other ranks, which may already wait for this one.
+  // Calls the callbacks and returns whether one of them asks to stop, on any rank.
   template <class Report, class... Callbacks>
   bool notify_all(const Report& report, Callbacks&... callbacks) {
     bool stop = false;
@@ -462,6 +471,18 @@ class Trainer : detail::CheckedPolicies<Policies...> {
     }
     if constexpr ((detail::can_stop<Callbacks, Report, Comm> || ...)) return any_rank(comm_, stop);
     return false;
+  }
+
+  void compare_parameters() {
+    if constexpr (!requires { requires Hook::ranks_diverge; }) {
+      if (!options_.compare_parameters) return;
+      const double distance = check_same_parameters(ddp_.named_parameters(), comm_);
+      if (distance > 0 && !std::exchange(warned_of_rounding_, true))
+        world_.log.warning(
+            "the parameters of the ranks differ by rounding, {:.1g} of their norm at most: "
+            "processors of different kinds compute so",
+            distance);
+    }
   }
 
   // Logs on which rank and in which step the loss was first not finite. Collective.
@@ -485,6 +506,16 @@ class Trainer : detail::CheckedPolicies<Policies...> {
     warn_of_loss(world_.rank() == 0 ? world_.log : world_.log.all(), epoch, where);
   }
 
+  // Equal numbers alone have a square of their sum that is as many times the sum of their squares.
+  void warn_of_equal_batches(const Total& hashes) const {
+    if (comm_.size() > 1 && hashes.sum > 0 && hashes.sum * hashes.sum == comm_.size() * hashes.count)
+      world_.log.warning(
+          "the first batches of all ranks are equal, as if every rank read the same samples: partition the "
+          "data by "
+          "a sampler that knows the rank, such as DistributedSampler, or give each rank a part of the "
+          "stream");
+  }
+
   // A stream's epoch may never end: each rank warns of its own loss, once the meter has read it.
   void warn_in_stream(std::int64_t epoch) {
     if (warned_of_loss_ || warned_in_stream_ || !meter_.known_not_finite()) return;
@@ -497,7 +528,7 @@ class Trainer : detail::CheckedPolicies<Policies...> {
     log.warning(
         "the loss of epoch {} is not finite, first {}: lower the learning rate, look at the data of that "
         "step, or add the extra CheckFinite, which stops before such a step",
-        epoch, where);
+        epoch + 1, where);
   }
 
   using Kept = detail::MemberTypes<Types>;
@@ -517,8 +548,9 @@ class Trainer : detail::CheckedPolicies<Policies...> {
   std::optional<detail::RankState> resumed_;     // of a loaded checkpoint, until the next `fit`
   detail::SaveDataPosition save_data_position_;  // saves the data position, inside `fit`
   detail::SkippedSteps skipped_;                 // of the running epoch
-  detail::ParameterComparison<Hook> compare_;
-  bool warned_of_loss_ = false, warned_in_stream_ = false;
+  bool warned_of_rounding_ = false;
+  bool warned_of_loss_ = false, warned_in_stream_ = false, compared_batches_ = false;
+  double first_batch_ = 0;  // a hash of this rank's first batch; 0 if it had none
 };
 
 /// Deduces the policies: `Trainer{world, options, Net(...), extras...}`.

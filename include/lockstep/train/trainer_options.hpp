@@ -32,19 +32,16 @@ struct TrainerOptions {
   /// Length of each `fit` in epochs or in optimizer `steps`. Set at most one of the two. Default: 1 epoch.
   std::optional<std::int64_t> epochs = std::nullopt;
   std::optional<std::int64_t> steps = std::nullopt;
-  /// Samples per rank and micro-batch. The global batch of an optimizer step is `batch_size` times
-  /// `accumulate` times the world size.
+  /// Samples per rank and micro-batch.
   std::int64_t batch_size = 32;
   /// Micro-batches per rank and optimizer step. Their gradients accumulate and are reduced once, with the
   /// last micro-batch. The rest at the end of an epoch forms a step of its own.
   std::int64_t accumulate = 1;
-  /// Learning rate of the default optimizer, plain SGD. Default: 1e-3. The constructor throws UsageError if
-  /// it is set together with an OptimizerFactory, which sets the learning rate itself.
+  /// Learning rate of the default optimizer, plain SGD. Default: 1e-3. UsageError beside an OptimizerFactory.
   std::optional<double> lr = std::nullopt;
   /// Seeds the model's initial values (equal on every rank), the generators during training (`seed + rank`)
   /// and the sampler.
   std::uint64_t seed = 0;
-  /// Whether the sampler shuffles the dataset anew in each epoch.
   bool shuffle = true;
   /// Drops the last samples that do not fill all ranks, instead of repeating some of the first samples.
   bool drop_last = false;
@@ -54,12 +51,9 @@ struct TrainerOptions {
   bool pad = true;
   /// Loader threads per rank; 0 loads in the training thread.
   std::int64_t num_workers = 0;
-  /// Whether rank 0 shows progress.
   bool progress = true;
-  /// Whether the ranks compare their parameters after each epoch, to detect silent divergence; see
-  /// check_same_parameters.
+  /// Whether the ranks compare their parameters after each epoch; see check_same_parameters.
   bool compare_parameters = true;
-  /// Options of the trainer's DistributedDataParallel.
   DdpOptions ddp = {};
 };
 

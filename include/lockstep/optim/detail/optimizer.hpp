@@ -2,10 +2,12 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstdint>
 #include <exception>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -23,6 +25,7 @@
 #include "lockstep/comm/agreement.hpp"
 #include "lockstep/comm/detail/describe.hpp"
 #include "lockstep/detail/format.hpp"
+#include "lockstep/detail/lists.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/grad/model.hpp"
 #include "lockstep/optim/options.hpp"
@@ -131,6 +134,38 @@ void write_optimizer(torch::serialize::OutputArchive& archive, const torch::opti
   archive.write("param_groups", groups);
 }
 
+/// What of a saved state does not fit its parameter.
+struct StateFaults {
+  bool any = false;  // whether the state has a tensor
+  std::vector<std::string> missing, others;
+};
+
+/// Compares a state that was read with its parameter. `where` names it. The dtypes may differ if they are
+/// `converted`, as those of Python's dicts are.
+template <class State, class Options>
+StateFaults state_faults(const State& state, [[maybe_unused]] const Options& options,
+                         const at::Tensor& parameter, const std::string& where, bool converted) {
+  StateFaults faults;
+  State::each_tensor(state, [&](std::string_view field, const at::Tensor& tensor, bool like_parameter) {
+    faults.any = faults.any || tensor.defined();
+    if constexpr (requires { options.amsgrad; })
+      if (!tensor.defined() && field == "max_exp_avg_sq" && !options.amsgrad) return;
+    if (!tensor.defined()) return faults.missing.emplace_back(field), void();
+    if (like_parameter) {
+      const at::ScalarType type = tensor.scalar_type(), wanted = parameter.scalar_type();
+      if (tensor.sizes() != parameter.sizes() || (converted ? !c10::canCast(type, wanted) : type != wanted))
+        faults.others.push_back(formatted("{} of {} is {}, the parameter {}", field, where, describe(tensor),
+                                          describe(parameter)));
+    } else if (const bool real = tensor.scalar_type() == at::kFloat || tensor.scalar_type() == at::kDouble;
+               !real || tensor.numel() != 1 || !(tensor.item<double>() >= 0) ||
+               tensor.item<double>() != std::floor(tensor.item<double>()) || tensor.item<double>() > 1e15) {
+      faults.others.push_back(formatted("{} of {} is no count", field, where));
+    }
+  });
+  if (!faults.any) faults.missing.clear();  // before the first step
+  return faults;
+}
+
 /// The contents of an archive, by group. A state is null for a parameter that was never stepped.
 template <class State, class Options>
 struct ReadOptimizer {
@@ -184,19 +219,24 @@ ReadOptimizer<State, Options> read_optimizer(torch::serialize::InputArchive& arc
                             "construct the optimizer with the groups that it had when it was saved",
                             name, g, keys.size(), parameters.size()));
     read.options.push_back(static_cast<GroupOptions<Options>&>(*groups[g].second).values);
+    try {
+      read.options.back().check(g);
+    } catch (const UsageError& error) {
+      throw CheckpointError(formatted("{}: in the archive, {}", name, error.what()));
+    }
     auto& row = read.states.emplace_back();
     for (std::size_t i = 0; i < keys.size(); ++i) {
       // LibTorch turns the keys into pointers, which are never dereferenced.
       const auto found = states.find(reinterpret_cast<void*>(std::stoull(keys[i])));
       row.emplace_back(found == states.end() ? nullptr : static_cast<State*>(found->second.release()));
       if (!row.back()) continue;
-      State::each_tensor(*row.back(), [&](const char* field, const at::Tensor& tensor, bool like_parameter) {
-        if (tensor.defined() && like_parameter && tensor.sizes() != parameters[i].sizes())
-          throw CheckpointError(
-              detail::formatted("{}: {} of parameter {} of group {} has {} elements in the archive, the "
-                                "parameter {}: load it into an optimizer of the same model",
-                                name, field, i, g, tensor.numel(), parameters[i].numel()));
-      });
+      const std::string where = formatted("parameter {} of group {}", i, g);
+      StateFaults faults = state_faults(*row.back(), read.options.back(), parameters[i], where, false);
+      for (const std::string& field : faults.missing)
+        faults.others.push_back(formatted("{} of {} is missing", field, where));
+      if (!faults.others.empty())
+        throw CheckpointError(formatted("{}: {}: load it into an optimizer of the same model", name,
+                                        joined(faults.others, "; ")));
     }
   }
   return read;

@@ -12,6 +12,7 @@
 #include <string>
 #include <string_view>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -80,12 +81,16 @@ inline void check_archive(std::string_view bytes) {
   try {
     caffe2::serialize::PyTorchStreamReader reader(std::make_shared<MemoryReader>(bytes));
     std::uint64_t total = 0;  // of the records' bytes in the archive
+    std::unordered_set<std::string> names;
+    std::uint64_t previous = 0;  // the end of the record before
     for (const std::string& name : reader.getAllRecords()) {
       if (four(at) != entry_signature) refuse(at, "there is no entry of its directory");
       const std::uint64_t entry = at, crc = four(at + 16), name_size = two(at + 28);
       at += entry_size + name_size + two(at + 30) + two(at + 32);
       if (at > end || !bytes.substr(entry + entry_size, name_size).ends_with(name))
         refuse(entry, detail::formatted("its directory does not name the record '{}'", name));
+      if (!names.insert(name).second)
+        refuse(entry, detail::formatted("its directory names the record '{}' twice", name));
       const bool stored = two(entry + 10) == 0,
                  folder = (four(entry + 38) & 0x10) != 0 || name.ends_with('/');
       const std::uint64_t size = reader.getRecordSize(name), packed = stored ? size : four(entry + 20),
@@ -98,6 +103,8 @@ inline void check_archive(std::string_view bytes) {
           packed > bytes.size() - data || (!stored && size > most_unpacked))
         refuse(entry, detail::formatted("the {} bytes of record '{}' do not fit into it", size, name));
       total += packed;
+      if (packed > 0 && data < std::exchange(previous, data + packed))
+        refuse(entry, detail::formatted("the record '{}' overlaps another", name));
       std::uint32_t found = 0;
       if (stored) {
         found = crc32(bytes.substr(data, size));
@@ -290,6 +297,12 @@ inline MatchedTensors match_tensors(const std::vector<NamedTensor>& own,
   for (const NamedTensor& entry : entries)
     if (!given.at(std::string_view(entry.name).substr(prefix)).second)
       matched.unexpected.push_back(entry.name);
+
+  // A module of before PyTorch 0.4.1 has none of them: the model's own stay, as in Python.
+  const auto counts_batches = [](std::string_view name) { return name.ends_with("num_batches_tracked"); };
+  if (!archive && std::none_of(entries.begin(), entries.end(),
+                               [&](const NamedTensor& entry) { return counts_batches(entry.name); }))
+    std::erase_if(matched.missing, counts_batches);
 
   std::string text;
   if (strict) list_names(text, "missing", matched.missing);

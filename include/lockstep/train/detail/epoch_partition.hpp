@@ -23,35 +23,23 @@ class EpochPartition {
  public:
   /// `samples[r]` is rank r's number of samples in the epoch. `batch_size` and `accumulate` are at least 1.
   EpochPartition(const std::vector<std::size_t>& samples, std::int64_t batch_size, std::int64_t accumulate)
-      : ranks_(static_cast<std::int64_t>(samples.size())), batch_(batch_size), accumulate_(accumulate) {
-    for (const std::size_t size : samples) {
-      const auto count = static_cast<std::int64_t>(size);
-      const auto same =
-          std::find_if(kinds_.begin(), kinds_.end(), [&](const Kind& k) { return k.samples == count; });
-      if (same == kinds_.end())
-        kinds_.push_back({count, 1});
-      else
-        ++same->ranks;
-    }
-  }
+      : samples_(samples.begin(), samples.end()), batch_(batch_size), accumulate_(accumulate) {}
 
   /// Returns the number of optimizer steps in the epoch: as many as the rank with the most samples needs.
   [[nodiscard]] std::int64_t steps() const {
-    std::int64_t most = 0;
-    for (const Kind& kind : kinds_) most = std::max(most, kind.samples);
-    return divide_up(most, batch_ * accumulate_);
+    return divide_up(*std::max_element(samples_.begin(), samples_.end()), batch_ * accumulate_);
   }
 
   /// Returns whether all ranks have equally many micro-batches in each step.
   [[nodiscard]] bool equal_micro_batches() const {
-    return std::all_of(kinds_.begin(), kinds_.end(), [&](const Kind& kind) {
-      return divide_up(kind.samples, batch_) == divide_up(kinds_[0].samples, batch_);
+    return std::all_of(samples_.begin(), samples_.end(), [&](std::int64_t samples) {
+      return divide_up(samples, batch_) == divide_up(samples_[0], batch_);
     });
   }
 
   [[nodiscard]] std::int64_t samples_in_step(std::int64_t step) const {
     std::int64_t sum = 0;
-    for (const Kind& kind : kinds_) sum += kind.ranks * in_step(kind.samples, step);
+    for (const std::int64_t samples : samples_) sum += in_step(samples, step);
     return sum;
   }
 
@@ -70,23 +58,19 @@ class EpochPartition {
   /// equally many samples, it is exactly the number of micro-batches of a rank, as in Python's
   /// `loss / accumulate`.
   [[nodiscard]] double divisor(std::int64_t micro_samples, std::int64_t step) const {
-    return static_cast<double>(samples_in_step(step)) / static_cast<double>(micro_samples * ranks_);
+    return static_cast<double>(samples_in_step(step)) /
+           static_cast<double>(micro_samples * static_cast<std::int64_t>(samples_.size()));
   }
 
  private:
-  // A group of ranks with equally many samples; there are rarely more than two groups.
-  struct Kind {
-    std::int64_t samples, ranks;
-  };
-
   static std::int64_t divide_up(std::int64_t a, std::int64_t b) { return a / b + (a % b != 0); }
   [[nodiscard]] std::int64_t in_step(std::int64_t samples, std::int64_t step) const {
     const std::int64_t whole = batch_ * accumulate_;
     return std::clamp<std::int64_t>(samples - step * whole, 0, whole);
   }
 
-  std::int64_t ranks_, batch_, accumulate_;
-  std::vector<Kind> kinds_;
+  std::vector<std::int64_t> samples_;  // of each rank
+  std::int64_t batch_, accumulate_;
 };
 
 /// Returns the number of samples of each rank of `group` in the coming epoch, by rank: from a

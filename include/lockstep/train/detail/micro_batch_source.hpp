@@ -1,7 +1,5 @@
 #pragma once
 
-#include <iterator>
-
 #include "lockstep/data/dataset.hpp"
 #include "lockstep/data/loader.hpp"
 #include "lockstep/train/detail/archive.hpp"
@@ -16,6 +14,16 @@ namespace lockstep::detail {
 // `counts_beforehand` is true knows all ranks' samples in every step. Between steps, `save(archive)` writes the
 // data position; a source constructed with that archive resumes the epoch there.
 
+/// Returns a hash of a batch's tensors, from 1 to 65536: sums over ranks of its square are exact.
+template <TensorBatch Batch>
+double short_hash(Batch& batch) {
+  std::uint64_t hash = 0;
+  for_each_tensor(batch, [&](at::Tensor& tensor) {
+    if (tensor.layout() == at::kStrided) hash = hash_value(hash, tensor);
+  });
+  return static_cast<double>(1 + (hash ^ hash >> 32) % 65536);
+}
+
 /// Yields the batches of a loader, whose sampler knows the samples of every rank.
 template <class Loader>
 class LoaderMicroBatchSource {
@@ -23,6 +31,9 @@ class LoaderMicroBatchSource {
   using Batch = typename Loader::Batch;
   static constexpr bool counts_beforehand = true;
   static constexpr bool repeats = true;
+  /// Whether the sampler is known to give each rank samples of its own.
+  static constexpr bool partitions =
+      std::derived_from<std::remove_cvref_t<decltype(std::declval<Loader&>().sampler())>, StridedSampler>;
 
   /// `loader` must outlive the source. Batches are copied to `device`. If `saved` is not null, the loader's
   /// sampler resumes the saved epoch.
@@ -115,6 +126,7 @@ class StreamMicroBatchSource {
   using Batch = BatchFrom<Stream>;
   static constexpr bool counts_beforehand = false;
   static constexpr bool repeats = RepeatableStream<Stream>;
+  static constexpr bool partitions = false;
 
   /// `stream` must outlive the source. If `saved` is not null, the saved epoch is resumed: a repeatable
   /// stream is read again up to the saved position, and any other stream continues with its next batch.

@@ -13,12 +13,12 @@
 namespace lockstep::detail {
 
 /// A dtype that files hold: the class of Python's `torch` module that holds the elements of such tensors, and
-/// the name in safetensors, empty if there is none.
+/// the name in safetensors. A name is empty if there is none.
 struct FileDtype {
   at::ScalarType type;
   std::string_view storage, safetensors;
 };
-inline constexpr std::array<FileDtype, 12> file_dtypes{{{at::kDouble, "DoubleStorage", "F64"},
+inline constexpr std::array<FileDtype, 17> file_dtypes{{{at::kDouble, "DoubleStorage", "F64"},
                                                         {at::kFloat, "FloatStorage", "F32"},
                                                         {at::kHalf, "HalfStorage", "F16"},
                                                         {at::kBFloat16, "BFloat16Storage", "BF16"},
@@ -29,7 +29,12 @@ inline constexpr std::array<FileDtype, 12> file_dtypes{{{at::kDouble, "DoubleSto
                                                         {at::kByte, "ByteStorage", "U8"},
                                                         {at::kBool, "BoolStorage", "BOOL"},
                                                         {at::kComplexFloat, "ComplexFloatStorage", "C64"},
-                                                        {at::kComplexDouble, "ComplexDoubleStorage", ""}}};
+                                                        {at::kComplexDouble, "ComplexDoubleStorage", ""},
+                                                        {at::kUInt16, "", "U16"},
+                                                        {at::kUInt32, "", "U32"},
+                                                        {at::kUInt64, "", "U64"},
+                                                        {at::kFloat8_e4m3fn, "", "F8_E4M3"},
+                                                        {at::kFloat8_e5m2, "", "F8_E5M2"}}};
 /// Returns the dtype whose `member` is `value`, null if there is none.
 template <class Value>
 const FileDtype* file_dtype(Value FileDtype::*member, const Value& value) {
@@ -80,8 +85,9 @@ inline bool are_bools(const void* bytes, std::uint64_t count) {
   return std::all_of(begin, begin + count, [](unsigned char byte) { return byte <= 1; });
 }
 
-/// Reads the pickle of a torch.save file. Executes only what state dicts need: dictionaries with keys of type
-/// str or int, lists, tuples, numbers, strings, None, and tensors. Refuses every other opcode and global.
+/// Reads the pickle of a torch.save file: dictionaries with keys of type str or int, lists, tuples, numbers,
+/// strings, None, and tensors. Another object that torch.load(weights_only=True) reads becomes None. Refuses every
+/// other opcode and global, and executes nothing.
 class PickleReader {
  public:
   /// `archive` holds the storages. Both must outlive the reader.
@@ -118,10 +124,30 @@ class PickleReader {
   };
 
   [[noreturn]] void refuse(const std::string& what) const {
+    const std::string entry = place();
     throw CheckpointError(
-        detail::formatted("at offset {} of its pickle: {}; it is damaged, or holds more than "
+        detail::formatted("at offset {} of its pickle{}: {}; it is damaged, or holds more than "
                           "tensors, numbers, strings, lists, tuples and dicts of these",
-                          at_, what));
+                          at_, entry.empty() ? "" : ", in " + entry, what));
+  }
+  /// Returns the entry that is being read, such as "['optimizer']['state']".
+  [[nodiscard]] std::string place() const {
+    std::string text;
+    const auto add = [&](std::size_t i) {
+      const c10::IValue& key = stack_[i];
+      if (key.isInt()) text += formatted("[{}]", key.toInt());
+      if (key.isString()) text += formatted("['{}']", key.toStringRef().substr(0, 100));
+    };
+    for (std::size_t i = 0; i < marks_.size(); ++i) {
+      const std::size_t end =
+          i + 1 < marks_.size() ? std::max(marks_[i + 1], marks_[i] + 1) - 1 : stack_.size();
+      const bool in_dict = marks_[i] > 0 && stack_[marks_[i] - 1].isGenericDict();
+      if (in_dict && end > marks_[i] && (end - marks_[i]) % 2 == 1) add(end - 1);
+    }
+    const std::size_t size = stack_.size();  // a dict of one entry has no mark
+    if (size >= 2 && stack_[size - 2].isGenericDict() && (marks_.empty() || marks_.back() + 2 <= size))
+      add(size - 1);
+    return text;
   }
 
   std::string_view take(std::size_t count) {
@@ -213,6 +239,7 @@ class PickleReader {
       case 'Q':
         return push_storage(pop(1)[0]);
       case 'R':
+      case '\x81':
         return reduce(pop(2));
       case 'b':
         return build(pop(1)[0]);
@@ -301,18 +328,38 @@ class PickleReader {
   void push_global() {
     const std::string_view module = line(), name = line(),
                            text(module.data(), module.size() + 1 + name.size());
-    const bool known = text == "collections\nOrderedDict" || text == "torch._utils\n_rebuild_tensor_v2" ||
-                       text == "torch._utils\n_rebuild_parameter" || class_of(text) != nullptr;
-    if (!known) refuse(detail::formatted("it holds an object of '{}.{}'", module, name));
-    push_symbol(text);
+    static constexpr std::array<std::string_view, 4> functions{
+        "collections\nOrderedDict", "collections\nCounter", "torch._utils\n_rebuild_tensor_v2",
+        "torch._utils\n_rebuild_parameter"};
+    // clang-format off
+    static constexpr std::array<std::string_view, 9> skipped{
+        "torch\nSize", "torch\ndevice", "__builtin__\nset", "__builtin__\ncomplex", "__builtin__\nbytearray",
+        "_codecs\nencode", "torch.storage\nUntypedStorage", "torch._utils\n_rebuild_tensor_v3",
+        "torch._utils\n_rebuild_parameter_with_state"};
+    // clang-format on
+    const auto in = [&](const auto& names) {
+      return std::find(names.begin(), names.end(), text) != names.end();
+    };
+    if (in(functions) || class_of(text) != nullptr) return push_symbol(text);
+    if (!in(skipped) && !is_dtype(module, name))
+      refuse(detail::formatted("it holds an object of '{}.{}'", module, name));
+    push({});
+  }
+  static bool is_dtype(std::string_view module, std::string_view name) {
+    return module == "torch" &&
+           std::any_of(file_dtypes.begin(), file_dtypes.end(),
+                       [&](const FileDtype& one) { return dtype_name(one.type) == name; });
   }
   static const FileDtype* class_of(std::string_view global) {
-    return global.starts_with("torch\n") ? file_dtype(&FileDtype::storage, global.substr(6)) : nullptr;
+    return global.size() > 6 && global.starts_with("torch\n")
+               ? file_dtype(&FileDtype::storage, global.substr(6))
+               : nullptr;
   }
 
   /// Replaces ("storage", class, key, location, count) by the storage. Every storage is read to the CPU.
   void push_storage(const c10::IValue& value) {
     const Values parts = elements_of(value, 5, "a storage");
+    if (parts[1].isNone()) return push({});
     const FileDtype* kind = class_of(symbol_of(parts[1], "a storage has no class"));
     if (!parts[0].isString() || parts[0].toStringRef() != "storage" || kind == nullptr ||
         !parts[2].isString() || !parts[4].isInt() || parts[4].toInt() < 0)
@@ -361,10 +408,14 @@ class PickleReader {
   }
 
   void reduce(const Values& call) {
+    if (call[0].isNone()) return push({});
     const std::string& function = symbol_of(call[0], "it calls what is no function");
     if (function == "collections\nOrderedDict") {
       elements_of(call[1], 0, "an OrderedDict");
       push_container(new_dict());
+    } else if (function == "collections\nCounter") {
+      push(elements_of(call[1], 1, "a Counter")[0]);
+      if (!stack_.back().isGenericDict()) refuse("a Counter has no dict");
     } else if (function == "torch._utils\n_rebuild_tensor_v2") {
       push(tensor_of(call[1]));
     } else if (function == "torch._utils\n_rebuild_parameter") {
@@ -405,6 +456,7 @@ class PickleReader {
 
   /// Skips the attributes of an OrderedDict: `_metadata`, the versions of the modules' classes.
   void build(const c10::IValue& attributes) {
+    if (!stack_.empty() && stack_.back().isNone()) return;  // skipped itself
     open_container(/*dict=*/true);
     if (!attributes.isGenericDict() || attributes.toGenericDict().size() != 1 ||
         !attributes.toGenericDict().contains("_metadata"))

@@ -36,7 +36,7 @@ struct RunPosition {
   }
   void load(torch::serialize::InputArchive& archive) {
     RunPosition read;
-    each_count(read, [&](const char* key, std::int64_t& count) { count = read_integer(archive, key); });
+    each_count(read, [&](const char* key, std::int64_t& count) { count = read_length(archive, key); });
     read.fitting = read_integer(archive, "fitting") != 0;
     read.rates = read_value(archive, "rates", &c10::IValue::isDoubleList).toDoubleVector();
     if (c10::IValue indices; archive.try_read("frozen", indices) && indices.isIntList())
@@ -131,6 +131,9 @@ RankState own_state(Run& run, bool local_buffers, MeanMeter& meter, NamedMeters&
   if (local_buffers)
     for (const NamedTensor& buffer : unique_buffers(run.model)) state.buffers.push_back(buffer.tensor);
   if constexpr (StatefulHook<HookOf<Run>>) state.hook = run.ddp.hook().state();
+  run.each_more([&]<class Part>(const std::string&, [[maybe_unused]] Part& part) {
+    if constexpr (PerRankPart<Part>) state.own_parts.push_back(part_bytes(part));
+  });
   return state;
 }
 
@@ -152,7 +155,10 @@ void write_checkpoint(Run run, const std::filesystem::path& path, OwnState&& own
     write_part(archive, "position", run.position);
     write_ranks(archive, ranks);
     archive.write("bucket_order", at::tensor(order, at::kLong), /*is_buffer=*/true);
-    run.each_more([&](const std::string& key, const auto& part) { write_part(archive, key, part); });
+    run.each_more([&]<class Part>([[maybe_unused]] const std::string& key, [[maybe_unused]] Part& part) {
+      if constexpr (!PerRankPart<Part>) write_part(archive, key, part);
+    });
+    archive.write("arithmetic", c10::IValue(arithmetic()));
     write_file_atomically(path, bytes_of(archive));
   });
 }
@@ -190,9 +196,40 @@ inline void restore_buffers(const torch::nn::Module& model, const std::vector<at
     at::Tensor(buffers[i].tensor).copy_(saved[i]);
 }
 
+/// Returns functions that restore the optimizer, unless it is sharded, the further parts and the generators.
+template <class Run>
+std::vector<std::function<void()>> undo_of(Run& run) {
+  std::vector<std::function<void()>> undo;
+  const auto keep = [&](auto& part) {
+    undo.push_back([&part, bytes = part_bytes(part)] {
+      torch::serialize::InputArchive archive = archive_of(bytes);
+      part.load(archive);
+    });
+  };
+  if (!dynamic_cast<ShardedState*>(&run.optimizer)) keep(run.optimizer);
+  run.each_more([&](const std::string&, auto& part) { keep(part); });
+  undo.push_back([state = default_generator_state()] { set_default_generator_state(state); });
+  return undo;
+}
+
+/// Throws CheckpointError unless the checkpoint has the run's PerRank parts, of as many ranks.
+template <class Run>
+void require_own_parts(Run& run, const std::vector<RankState>& ranks) {
+  std::size_t parts = 0;
+  run.each_more([&]<class Part>(const std::string&, Part&) { parts += PerRankPart<Part> ? 1 : 0; });
+  if (const std::size_t saved = ranks[0].own_parts.size(); saved != parts)
+    throw CheckpointError(formatted(
+        "it has {} parts of each rank's own (PerRank), and {} are to be loaded: load the parts that it has",
+        saved, parts));
+  if (parts > 0 && ranks.size() != static_cast<std::size_t>(run.comm.size()))
+    throw CheckpointError(formatted(
+        "it was saved on {} ranks, and this run has {}: a part of each rank's own (PerRank) needs as many",
+        ranks.size(), run.comm.size()));
+}
+
 /// Loads a checkpoint. Returns this rank's state, or nullopt if `path` does not exist on rank 0 and
-/// `required` is false. Collective and blocking. Every rank throws an equal CheckpointError. Changes the
-/// model and the position last, after everything that can fail. `freeze(indices)` freezes these parameters alone.
+/// `required` is false. Collective. Every rank throws an equal CheckpointError, after which the run is that of
+/// before; only a sharded optimizer may have changed. `freeze(indices)` freezes these parameters alone.
 template <class Run, class Freeze>
 std::optional<RankState> read_checkpoint(Run run, const std::filesystem::path& path, bool required,
                                          Freeze&& freeze) {
@@ -207,29 +244,59 @@ std::optional<RankState> read_checkpoint(Run run, const std::filesystem::path& p
   MatchedTensors tensors;
   RunPosition position;
   RankState state;
-  on_all([&] {
-    archive = checkpoint_of(bytes);
-    torch::serialize::InputArchive model = read_archive(archive, checkpoint_model);
-    tensors = match_tensors(run.model, model);
-    read_part(archive, "position", position);
-    state = state_of_rank<HookOf<Run>>(read_ranks(archive), run.comm.rank(), run.comm.size());
-    read_part(archive, "optimizer", run.optimizer);
-    run.each_more([&](const std::string& key, auto& part) { read_part(archive, key, part); });
-  });
-  if (position.frozen) freeze(*position.frozen);
-  on_all([&] {
-    const at::Tensor order = read_tensor(archive, "bucket_order", at::kLong);
-    const auto* first = const_data<std::int64_t>(order);
-    if (order.numel() != 0) run.ddp.set_bucket_order({first, first + order.numel()});
-    restore_hook_state(run, state);
-    tensors.copy();
-    restore_buffers(run.model, state.buffers);
-    if (state.generator.defined()) set_default_generator_state(state.generator);
-    // A run that moves to another type of device starts with that device's current generator.
-    if (const at::Device device = device_of(run.model); !device.is_cpu() && state.device_generator.defined())
-      set_default_generator_state(state.device_generator, device);
-    restore_position(run.position, std::move(position), run.log);
-  });
+  std::vector<std::function<void()>> undo;
+  const std::vector<std::int64_t> frozen = run.position.frozen.value_or(std::vector<std::int64_t>());
+  try {
+    on_all([&] {
+      archive = checkpoint_of(bytes);
+      torch::serialize::InputArchive model = read_archive(archive, checkpoint_model);
+      tensors = match_tensors(run.model, model);
+      read_part(archive, "position", position);
+      const std::vector<RankState> ranks = read_ranks(archive);
+      state = state_of_rank<HookOf<Run>>(ranks, run.comm.rank(), run.comm.size());
+      require_own_parts(run, ranks);
+      const std::vector<NamedTensor> buffers = unique_buffers(run.model);
+      for (std::size_t i = 0; i < state.buffers.size(); ++i)
+        if (i >= buffers.size() || state.buffers[i].sizes() != buffers[i].tensor.sizes())
+          refuse_archive(formatted("buffer_{}", i));
+      undo = undo_of(run);
+      read_part(archive, "optimizer", run.optimizer);
+      run.each_more([&, own = std::size_t{0}]<class Part>(const std::string& key, Part& part) mutable {
+        if constexpr (PerRankPart<Part>) {
+          torch::serialize::InputArchive inner = archive_of(state.own_parts[own++]);
+          part.load(inner);
+        } else {
+          read_part(archive, key, part);
+        }
+      });
+    });
+    if (position.frozen) {
+      undo.push_back([&] { freeze(frozen); });
+      freeze(*position.frozen);
+    }
+    on_all([&] {
+      const at::Tensor order = read_tensor(archive, "bucket_order", at::kLong);
+      const auto* first = const_data<std::int64_t>(order);
+      if (order.numel() != 0) run.ddp.set_bucket_order({first, first + order.numel()});
+      restore_hook_state(run, state);
+      if (state.generator.defined()) set_default_generator_state(state.generator);
+      // A run that moves to another type of device starts with that device's current generator.
+      if (const at::Device device = device_of(run.model);
+          !device.is_cpu() && state.device_generator.defined())
+        set_default_generator_state(state.device_generator, device);
+      tensors.copy();
+      restore_buffers(run.model, state.buffers);
+      restore_position(run.position, std::move(position), run.log);
+    });
+    c10::IValue saved;
+    if (archive.try_read("arithmetic", saved) && saved.isString() && saved.toStringRef() != arithmetic())
+      run.log.warning(
+          "the checkpoint was saved with {}, and this run has {}: it resumes, but not to the same bits",
+          saved.toStringRef(), arithmetic());
+  } catch (const CheckpointError&) {
+    for (const auto& restore : undo) restore();
+    throw;
+  }
   return state;
 }
 
@@ -287,9 +354,10 @@ void read_state_dict(Run run, [[maybe_unused]] Precision& precision, const std::
       }
     };
     collect([&] { check_state_dict(run.model, file.at("model")); });
-    collect([&] {
-      warning = load_optimizer_dict(run.optimizer, file.at("optimizer"), unique_parameters(run.model));
-    });
+    const auto load_optimizer = [&](bool apply) {
+      return load_optimizer_dict(run.optimizer, file.at("optimizer"), unique_parameters(run.model), apply);
+    };
+    collect([&] { warning = load_optimizer(/*apply=*/false); });
     if (!faults.empty()) throw CheckpointError(faults);
     if constexpr (HasScaler<Precision>)
       if (file.contains("scaler")) {
@@ -300,6 +368,7 @@ void read_state_dict(Run run, [[maybe_unused]] Precision& precision, const std::
         torch::serialize::InputArchive archive = archive_of(bytes_of(written));
         precision.load(archive);
       }
+    load_optimizer(/*apply=*/true);
     load_state_dict(run.model, file.at("model"));
     run.position.epoch = epoch;
     run.position.step = step;

@@ -93,36 +93,6 @@ void check_same_run(D& dataset, const std::vector<std::size_t>& samples_of_ranks
   check_same_plan(samples_text(samples_of_ranks), options, comm);
 }
 
-/// Throws UsageError if the options ask for several epochs of a stream that cannot be restarted.
-template <BatchStream S>
-void require_passes(const TrainerOptions& options) {
-  if (!RepeatableStream<S> && options.epochs.value_or(1) > 1)
-    throw UsageError(detail::formatted(
-        "epochs is {}, and this stream has one pass: give it a set_epoch(e) that starts the pass anew, "
-        "or give steps",
-        *options.epochs));
-}
-
-/// Runs check_same_parameters, unless the hook lets ranks diverge. Warns once about differences by rounding.
-template <class Hook>
-class ParameterComparison {
- public:
-  template <class Comm>
-  void run(const std::vector<NamedTensor>& parameters, Comm& comm, const Log& log) {
-    if constexpr (!requires { requires Hook::ranks_diverge; }) {
-      const double distance = check_same_parameters(parameters, comm);
-      if (distance > 0 && !std::exchange(told_, true))
-        log.warning(
-            "the parameters of the ranks differ by rounding, {:.1g} of their norm at most: "
-            "processors of different kinds compute so",
-            distance);
-    }
-  }
-
- private:
-  bool told_ = false;
-};
-
 /// Logs one warning if the ranks have constructed the model with different values. DistributedDataParallel
 /// then broadcasts rank 0's, as Python does, and the other ranks' are lost. Call it before that. Collective;
 /// sends 8 bytes per parameter.

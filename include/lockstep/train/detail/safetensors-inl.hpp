@@ -15,7 +15,7 @@ inline constexpr std::uint64_t length_size = 8;  // bytes of the header's length
 /// Where a tensor's data lies: bytes [begin, end) after the header.
 struct SafetensorsEntry {
   std::string name;
-  at::ScalarType type = at::kFloat;
+  at::ScalarType type = at::ScalarType::Undefined;  // if LibTorch does not have it
   std::vector<std::int64_t> shape = {};
   std::uint64_t begin = 0, end = 0;
 };
@@ -55,15 +55,8 @@ inline SafetensorsEntry entry_of(const std::string& name, const Json& fields) {
   entry.begin = static_cast<std::uint64_t>(offsets[0]);
   entry.end = static_cast<std::uint64_t>(offsets[1]);
   const FileDtype* known = dtype.empty() ? nullptr : file_dtype(&FileDtype::safetensors, dtype);
-  if (known == nullptr) {
-    std::vector<std::string_view> names;
-    for (const FileDtype& one : file_dtypes)
-      if (!one.safetensors.empty()) names.push_back(one.safetensors);
-    throw CheckpointError(detail::formatted(
-        "the dtype \"{}\" of tensor \"{}\" is not one that is read ({}): convert the tensor in Python", dtype,
-        name, joined(names, ", ")));
-  }
-  entry.type = known->type;
+  if (known == nullptr && entry.begin <= entry.end) return entry;
+  entry.type = known ? known->type : at::kByte;
   // `span` ignores sizes of 0: strides are computed from it.
   std::optional<std::uint64_t> span = c10::elementSize(entry.type);
   bool empty = false;
@@ -163,6 +156,10 @@ inline Safetensors read_safetensors(std::string_view bytes) {
   std::vector<SafetensorsEntry> entries = read_header(header, content.metadata);
   check_coverage(entries, data.size());
   for (SafetensorsEntry& entry : entries) {
+    if (entry.type == at::ScalarType::Undefined) {
+      content.tensors.push_back({std::move(entry.name), {}});
+      continue;
+    }
     const std::string_view source = data.substr(entry.begin, entry.end - entry.begin);
     if (entry.type == at::kBool && !are_bools(source.data(), source.size()))
       throw CheckpointError(detail::formatted(

@@ -404,42 +404,35 @@ class OptimizerReader {
 
   void read_state(std::size_t i, const std::string& key, const c10::impl::GenericDict& saved) {
     const at::Tensor& parameter = parameters_[i];
+    const std::string where = "state " + key;
     State state;
-    std::vector<std::string> known, missing, extra;
-    bool any = false;
+    std::vector<std::string> known, extra;
     State::each_tensor(state, [&](const char* name, at::Tensor& tensor, bool like_parameter) {
       known.emplace_back(name);
       const auto found = saved.find(name);
-      if (found == saved.end() || found->value().isNone()) {
-        missing.emplace_back(name);
-        return;
-      }
-      any = true;
-      if (!like_parameter) {
-        const auto number = number_in(found->value());
-        if (!number || !(*number >= 0) || *number != std::floor(*number) || *number > 1e15)
-          return fault(detail::formatted("{} of state {} is no count", name, key));
+      if (found == saved.end() || found->value().isNone()) return;
+      const auto number = like_parameter ? std::nullopt : number_in(found->value());
+      if (number)
         tensor = step_tensor(found->value(), *number);
-        return;
-      }
-      const at::Tensor value = found->value().isTensor() ? found->value().toTensor() : at::Tensor();
-      if (!value.defined() || value.sizes() != parameter.sizes() ||
-          !c10::canCast(value.scalar_type(), parameter.scalar_type()))
-        return fault(detail::formatted("{} of state {} is {}, the parameter {}", name, key,
-                                       value.defined() ? describe(value) : "no tensor", describe(parameter)));
-      tensor = at::empty_like(parameter, parameter.options().requires_grad(false)).copy_(value);
+      else
+        tensor = found->value().isTensor() ? found->value().toTensor() : at::empty({0}, at::kBool);
     });
     for (const auto& item : saved) {
       const std::string name = key_text(item.key());
       if (std::find(known.begin(), known.end(), name) == known.end()) extra.push_back(name);
     }
-    if constexpr (std::is_same_v<Options, AdamOptions>)
-      if (!options_[group_of_[i]].amsgrad) std::erase(missing, std::string("max_exp_avg_sq"));
+    StateFaults faults = state_faults(state, options_[group_of_[i]], parameter, where, /*converted=*/true);
     std::string text;
-    if (any) list_names(text, "missing", missing);
+    list_names(text, "missing", faults.missing);
     list_names(text, "unexpected", extra);
-    if (!text.empty()) fault(detail::formatted("state {}: {}", key, text));
-    if (any) states_[i] = std::move(state);
+    if (!text.empty()) faults.others.push_back(where + ": " + text);
+    for (std::string& fault : faults.others) faults_.push_back(std::move(fault));
+    if (!faults.any || !faults.others.empty()) return;
+    State::each_tensor(state, [&](const char*, at::Tensor& tensor, bool like_parameter) {
+      if (tensor.defined() && like_parameter)
+        tensor = at::empty_like(parameter, parameter.options().requires_grad(false)).copy_(tensor);
+    });
+    states_[i] = std::move(state);
   }
 
   /// A step count on the host. Adam keeps it in float32 or float64, as Python does.
@@ -537,14 +530,14 @@ LOCKSTEP_INLINE c10::IValue state_dict(const torch::optim::Optimizer& optimizer)
 
 LOCKSTEP_INLINE std::string detail::load_optimizer_dict(torch::optim::Optimizer& optimizer,
                                                         const c10::IValue& dict,
-                                                        const std::vector<NamedTensor>& names) {
+                                                        const std::vector<NamedTensor>& names, bool apply) {
   const at::NoGradGuard no_grad;
   std::string warning;
   const auto write = [&](torch::optim::Optimizer& whole) {
     detail::visit_optimizer(whole, [&]<class Adapter>(Adapter) {
       detail::OptimizerReader<Adapter> reader(whole, dict);
       warning = reader.warning(names);
-      reader.apply(whole);
+      if (apply) reader.apply(whole);
     });
   };
   if (auto* sharded = dynamic_cast<detail::ShardedState*>(&optimizer))
@@ -555,7 +548,8 @@ LOCKSTEP_INLINE std::string detail::load_optimizer_dict(torch::optim::Optimizer&
 }
 
 LOCKSTEP_INLINE void load_state_dict(torch::optim::Optimizer& optimizer, const c10::IValue& dict) {
-  if (const std::string warning = detail::load_optimizer_dict(optimizer, dict, {}); !warning.empty())
+  if (const std::string warning = detail::load_optimizer_dict(optimizer, dict, {}, /*apply=*/true);
+      !warning.empty())
     TORCH_WARN(warning);
 }
 

@@ -88,10 +88,10 @@ class TrainingStep {
   /// zeros. If all counts are known beforehand, each mean is weighted before its backward; for equal batches
   /// this is Python's arithmetic. Otherwise sums are reduced and divided by the total count.
   ///
-  /// An error of the data or the loss on this rank is reported to the other ranks, whose step throws too
-  /// instead of waiting. The communicator stays usable after a loss that threw, unless the model itself is
-  /// collective, the other ranks take more than two seconds to reach their backward, or they learn of a
-  /// failed backward late (DistributedDataParallel::checks_late). It is aborted after other failures.
+  /// An error of the data or the loss on this rank is reported to the other ranks, whose step throws too. The
+  /// communicator stays usable after a loss that threw, unless the model itself is collective, the other ranks
+  /// take more than two seconds to reach their backward, or they learn of a failed backward late. It is aborted
+  /// after other failures.
   template <class Source, class Loss, class... Extras, class... Callbacks>
   double run(Source& source, Loss& loss, const StepPosition& position, std::tuple<Extras...>& extras,
              Callbacks&... callbacks) try {
