@@ -22,11 +22,11 @@
 #include "lockstep/detail/served_call.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/files.hpp"
-#include "lockstep/grad/hooks/hook.hpp"
 #include "lockstep/grad/model.hpp"
 #include "lockstep/train/detail/archive.hpp"
 #include "lockstep/train/detail/matched_tensors.hpp"
 #include "lockstep/train/metrics.hpp"
+#include "lockstep/train/state_dict.hpp"
 #include "lockstep/world/world.hpp"
 
 namespace lockstep {
@@ -108,50 +108,13 @@ namespace lockstep::detail {
 
 inline constexpr std::int64_t checkpoint_format = 1;
 
-/// Returns every rank's bytes on rank 0, ordered by rank, and an empty list on other ranks. Collective. It
-/// broadcasts the bytes of one rank at a time.
-template <Communicator C>
-std::vector<std::string> gather_on_rank_zero(C& comm, std::string own) {
-  std::vector<std::string> all;
-  if (comm.rank() == 0) all.push_back(own);
-  for (int rank = 1; rank < comm.size(); ++rank) {
-    std::string bytes = comm.broadcast_bytes(rank == comm.rank() ? own : std::string(), rank);
-    if (comm.rank() == 0) all.push_back(std::move(bytes));
-  }
-  return all;
-}
-
-// Hook names contain dots, which archive keys must not: names are stored as values.
-inline void write_hook_state(torch::serialize::OutputArchive& archive, const HookState& state) {
-  archive.write("size", c10::IValue(static_cast<std::int64_t>(state.size())));
-  for (std::size_t i = 0; i < state.size(); ++i) {
-    archive.write(detail::formatted("name_{}", i), c10::IValue(state[i].first));
-    archive.write(detail::formatted("tensor_{}", i), state[i].second, /*is_buffer=*/true);
-  }
-}
-inline HookState read_hook_state(torch::serialize::InputArchive& archive) {
-  HookState state;
-  const std::int64_t size = read_length(archive, "size");
-  for (std::int64_t i = 0; i < size; ++i) {
-    c10::IValue name;
-    at::Tensor tensor;
-    const std::string key = detail::formatted("name_{}", i);
-    if (!archive.try_read(key, name) || !name.isString() ||
-        !archive.try_read(detail::formatted("tensor_{}", i), tensor, /*is_buffer=*/true))
-      refuse_archive(key);
-    state.emplace_back(name.toStringRef(), std::move(tensor));
-  }
-  return state;
-}
-
-/// The per-rank state of a checkpoint: generators, loss so far in the epoch, local buffers, state of the
-/// communication hook, and data position.
+/// The per-rank state of a checkpoint: generators, loss so far in the epoch, local buffers, and data
+/// position.
 struct RankState {
   Total loss;
   std::vector<Total> parts;                // of the loss, in their order
   at::Tensor generator, device_generator;  // of the CPU, and of the model's device if that is not the CPU
   std::vector<at::Tensor> buffers;
-  std::optional<HookState> hook;
   std::string data_position;  // an archive; empty between epochs
 
   [[nodiscard]] std::string bytes() const {
@@ -166,7 +129,6 @@ struct RankState {
     archive.write("buffers", c10::IValue(static_cast<std::int64_t>(buffers.size())));
     for (std::size_t i = 0; i < buffers.size(); ++i)
       archive.write(detail::formatted("buffer_{}", i), buffers[i], /*is_buffer=*/true);
-    if (hook) write_archive(archive, "hook", [&](auto& inner) { write_hook_state(inner, *hook); });
     write_bytes(archive, "data position", data_position);
     return bytes_of(archive);
   }
@@ -186,18 +148,14 @@ struct RankState {
       if (const std::string key = detail::formatted("buffer_{}", i);
           !archive.try_read(key, state.buffers.emplace_back(), /*is_buffer=*/true))
         refuse_archive(key);
-    torch::serialize::InputArchive inner;
-    if (archive.try_read("hook", inner)) state.hook = read_hook_state(inner);
     state.data_position = read_bytes(archive, "data position");
     return state;
   }
 };
 
 /// Returns the state that rank `rank` of `size` restores from the saved ranks' states. On another number of
-/// ranks, each saved loss is added on one rank, additional ranks keep their generators, and only the part of
-/// the hook's state that all ranks share is restored.
-template <class Hook>
-RankState state_of_rank(const std::vector<RankState>& saved, int rank, int size) {
+/// ranks, each saved loss is added on one rank, and additional ranks keep their generators.
+inline RankState state_of_rank(const std::vector<RankState>& saved, int rank, int size) {
   const auto own = static_cast<std::size_t>(rank);
   if (saved.size() == static_cast<std::size_t>(size)) return saved[own];
   RankState state;
@@ -212,8 +170,6 @@ RankState state_of_rank(const std::vector<RankState>& saved, int rank, int size)
     state.device_generator = saved[own].device_generator;
   }
   state.data_position = saved[0].data_position;
-  if constexpr (requires(HookState all) { Hook::shared_state(std::move(all)); })
-    if (saved[0].hook) state.hook = Hook::shared_state(*saved[0].hook);
   return state;
 }
 
@@ -228,14 +184,12 @@ class CheckpointWriter {
   void add(const std::string& key, const Part& part) {
     write_archive(archive_, key, [&](torch::serialize::OutputArchive& inner) { part.save(inner); });
   }
-  /// Adds the bytes of each rank's RankState, and DistributedDataParallel's bucket order.
-  void add_ranks(const std::vector<std::string>& ranks, const std::vector<std::size_t>& bucket_order) {
+  /// Adds the bytes of each rank's RankState, and DistributedDataParallel::state.
+  void add_ranks(const std::vector<std::string>& ranks, const c10::IValue& ddp) {
     archive_.write("ranks", c10::IValue(static_cast<std::int64_t>(ranks.size())));
     for (std::size_t rank = 0; rank < ranks.size(); ++rank)
       write_bytes(archive_, detail::formatted("rank_{}", rank), ranks[rank]);
-    const at::Tensor order = at::empty({static_cast<std::int64_t>(bucket_order.size())}, at::kLong);
-    std::copy(bucket_order.begin(), bucket_order.end(), order.mutable_data_ptr<std::int64_t>());
-    archive_.write("bucket_order", order, /*is_buffer=*/true);
+    write_bytes(archive_, "ddp", pickle_state(ddp));
   }
 
  private:
@@ -270,13 +224,7 @@ class CheckpointReader {
       states.push_back(RankState::read(read_bytes(archive_, detail::formatted("rank_{}", rank))));
     return states;
   }
-  std::vector<std::size_t> bucket_order() {
-    at::Tensor order;
-    if (!archive_.try_read("bucket_order", order, /*is_buffer=*/true)) refuse_archive("bucket_order");
-    if (order.scalar_type() != at::kLong || !order.is_contiguous()) refuse_archive("bucket_order");
-    const auto* first = detail::const_data<std::int64_t>(order);
-    return {first, first + order.numel()};
-  }
+  c10::IValue ddp() { return unpickle_state(read_bytes(archive_, "ddp"), "ddp"); }
 
  private:
   torch::serialize::InputArchive archive_;

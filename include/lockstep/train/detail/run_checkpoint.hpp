@@ -116,22 +116,7 @@ template <class Ddp, class Comm, class EachMore>
 CheckpointedRun(torch::nn::Module&, torch::optim::Optimizer&, RunPosition&, Ddp&, Comm&, const Log&, EachMore)
     -> CheckpointedRun<Ddp, Comm, EachMore>;
 
-/// The type of a run's communication hook; void if it has none.
-template <class Run>
-struct HookOfRun {
-  using type = void;
-};
-template <class Run>
-requires requires(Run& run) {
-  run.ddp.hook();
-}
-struct HookOfRun<Run> {
-  using type = std::remove_cvref_t<decltype(std::declval<Run&>().ddp.hook())>;
-};
-template <class Run>
-using HookOf = typename HookOfRun<Run>::type;
-
-/// Collects this rank's state: generators, local buffers, the hook's state and, inside an epoch, the running
+/// Collects this rank's state: generators, local buffers and, inside an epoch, the running
 /// loss and the data position. If a loaded checkpoint has not been resumed yet, the last two come from it.
 template <class Run>
 RankState own_state(Run& run, bool local_buffers, MeanMeter& meter, NamedMeters& parts,
@@ -153,7 +138,6 @@ RankState own_state(Run& run, bool local_buffers, MeanMeter& meter, NamedMeters&
     state.device_generator = default_generator_state(device);
   if (local_buffers)
     for (const NamedTensor& buffer : unique_buffers(run.model)) state.buffers.push_back(buffer.tensor);
-  if constexpr (StatefulHook<HookOf<Run>>) state.hook = run.ddp.hook().state();
   return state;
 }
 
@@ -163,7 +147,7 @@ template <class Run, class OwnState>
 void write_checkpoint(Run run, const std::filesystem::path& path, OwnState&& own_state) {
   std::string own;
   agree<CheckpointError>(run.comm, [&] { own = own_state().bytes(); });
-  const std::vector<std::size_t> order = run.ddp.bucket_order();
+  const c10::IValue ddp = run.ddp.state();
   if (auto* sharded = dynamic_cast<ShardedState*>(&run.optimizer)) sharded->consolidate(0);
   const std::vector<std::string> ranks = gather_on_rank_zero(run.comm, std::move(own));
   agree_with_rank_zero<CheckpointError>(run.comm, [&] {
@@ -172,23 +156,10 @@ void write_checkpoint(Run run, const std::filesystem::path& path, OwnState&& own
     writer.add(checkpoint_model, run.model);
     writer.add("optimizer", run.optimizer);
     writer.add("position", run.position);
-    writer.add_ranks(ranks, order);
+    writer.add_ranks(ranks, ddp);
     run.each_more([&](const std::string& key, const auto& part) { writer.add(key, part); });
     write_file_atomically(path, bytes_of(archive));
   });
-}
-
-/// Restores the hook's state. Logs a warning if only one of checkpoint and trainer has a stateful hook.
-template <class Run>
-void restore_hook_state(Run& run, const RankState& state) {
-  if constexpr (StatefulHook<HookOf<Run>>) {
-    if (state.hook)
-      run.ddp.hook().load_state(*state.hook);
-    else
-      run.log.warning("the checkpoint holds no state for the communication hook: the hook starts afresh");
-  } else if (state.hook) {
-    run.log.warning("the checkpoint has the state of a communication hook that this trainer does not have");
-  }
 }
 
 /// Restores a run's position. Keeps the trainer's own batch size and accumulation, with a warning if they
@@ -233,14 +204,13 @@ std::optional<RankState> read_checkpoint(Run run, const std::filesystem::path& p
     auto model = reader.emplace(bytes).part(checkpoint_model);
     tensors = match_tensors(run.model, model);
     reader->read("position", position);
-    state = state_of_rank<HookOf<Run>>(reader->ranks(), run.comm.rank(), run.comm.size());
+    state = state_of_rank(reader->ranks(), run.comm.rank(), run.comm.size());
     reader->read("optimizer", run.optimizer);
     run.each_more([&](const std::string& key, auto& part) { reader->read(key, part); });
   });
   if (position.frozen) freeze(*position.frozen);
   on_all([&] {
-    if (const auto order = reader->bucket_order(); !order.empty()) run.ddp.set_bucket_order(order);
-    restore_hook_state(run, state);
+    run.ddp.load_state(reader->ddp());
     tensors.copy();
     restore_buffers(run.model, state.buffers);
     if (state.generator.defined()) set_default_generator_state(state.generator);
