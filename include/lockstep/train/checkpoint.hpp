@@ -26,7 +26,6 @@
 #include "lockstep/train/detail/archive.hpp"
 #include "lockstep/train/detail/matched_tensors.hpp"
 #include "lockstep/train/metrics.hpp"
-#include "lockstep/train/state_dict.hpp"
 #include "lockstep/world/world.hpp"
 
 namespace lockstep {
@@ -184,12 +183,12 @@ class CheckpointWriter {
   void add(const std::string& key, const Part& part) {
     write_archive(archive_, key, [&](torch::serialize::OutputArchive& inner) { part.save(inner); });
   }
-  /// Adds the bytes of each rank's RankState, and DistributedDataParallel::state.
-  void add_ranks(const std::vector<std::string>& ranks, const c10::IValue& ddp) {
+  /// Adds the bytes of each rank's RankState, and those of DistributedDataParallel::state.
+  void add_ranks(const std::vector<std::string>& ranks, const std::string& ddp) {
     archive_.write("ranks", c10::IValue(static_cast<std::int64_t>(ranks.size())));
     for (std::size_t rank = 0; rank < ranks.size(); ++rank)
       write_bytes(archive_, detail::formatted("rank_{}", rank), ranks[rank]);
-    write_bytes(archive_, "ddp", pickle_state(ddp));
+    write_bytes(archive_, "ddp", ddp);
   }
 
  private:
@@ -224,7 +223,7 @@ class CheckpointReader {
       states.push_back(RankState::read(read_bytes(archive_, detail::formatted("rank_{}", rank))));
     return states;
   }
-  c10::IValue ddp() { return unpickle_state(read_bytes(archive_, "ddp"), "ddp"); }
+  std::string ddp() { return read_bytes(archive_, "ddp"); }
 
  private:
   torch::serialize::InputArchive archive_;

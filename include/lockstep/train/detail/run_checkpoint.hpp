@@ -15,7 +15,6 @@
 #include <torch/serialize/archive.h>
 
 #include "lockstep/comm/agreement.hpp"
-#include "lockstep/grad/hooks/hook.hpp"
 #include "lockstep/grad/model.hpp"
 #include "lockstep/log/log.hpp"
 #include "lockstep/optim/detail/sharded_state.hpp"
@@ -23,6 +22,7 @@
 #include "lockstep/train/detail/archive.hpp"
 #include "lockstep/train/detail/model_handle.hpp"
 #include "lockstep/train/metrics.hpp"
+#include "lockstep/train/state_dict.hpp"
 
 namespace lockstep::detail {
 
@@ -156,7 +156,7 @@ void write_checkpoint(Run run, const std::filesystem::path& path, OwnState&& own
     writer.add(checkpoint_model, run.model);
     writer.add("optimizer", run.optimizer);
     writer.add("position", run.position);
-    writer.add_ranks(ranks, ddp);
+    writer.add_ranks(ranks, pickle_state(ddp));
     run.each_more([&](const std::string& key, const auto& part) { writer.add(key, part); });
     write_file_atomically(path, bytes_of(archive));
   });
@@ -210,7 +210,7 @@ std::optional<RankState> read_checkpoint(Run run, const std::filesystem::path& p
   });
   if (position.frozen) freeze(*position.frozen);
   on_all([&] {
-    run.ddp.load_state(reader->ddp());
+    run.ddp.load_state(unpickle_state(reader->ddp(), "ddp"));
     tensors.copy();
     restore_buffers(run.model, state.buffers);
     if (state.generator.defined()) set_default_generator_state(state.generator);
