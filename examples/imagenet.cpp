@@ -374,6 +374,7 @@ void run(const lockstep::World& world, const Options& options, const Data& data,
         throw lockstep::CheckpointError(fmt::format("it is a checkpoint of -a {}", arch));
       lockstep::load_state_dict(model, file.at("state_dict"));
       lockstep::load_state_dict(optimizer, file.at("optimizer"));
+      if (file.contains("ddp")) ddp.load_state(file.at("ddp"));  // main.py's has none
       const auto group = param_group(file.at("optimizer"));
       if (group.contains("initial_lr")) {  // StepLR's name for the rate of epoch 0
         rate_from_file = true;
@@ -407,6 +408,7 @@ void run(const lockstep::World& world, const Options& options, const Data& data,
     const double acc1 = validate(world, val_loader, model, comm, options.print_freq);
     const bool is_best = acc1 > best_acc1;
     best_acc1 = std::max(acc1, best_acc1);
+    const torch::IValue ddp_state = ddp.state();  // on every rank
     lockstep::agree_with_rank_zero<lockstep::CheckpointError>(comm, [&] {
       Dict file(c10::StringType::get(), c10::AnyType::get());
       file.insert("epoch", epoch + 1);  // the next one
@@ -415,6 +417,7 @@ void run(const lockstep::World& world, const Options& options, const Data& data,
       file.insert("best_acc1", best_acc1);
       file.insert("optimizer", lockstep::state_dict(optimizer));
       param_group(file.at("optimizer")).insert("initial_lr", base_rate);
+      file.insert("ddp", ddp_state);
       lockstep::torch_save(torch::IValue(file), folder / "checkpoint.pt");
       if (is_best) lockstep::torch_save(torch::IValue(file), folder / "model_best.pt");
     });

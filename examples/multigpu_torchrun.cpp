@@ -64,15 +64,16 @@ class Trainer {
         optimizer_(optimizer),
         comm_(comm),
         options_(options),
-        epochs_run_(load_snapshot()),
-        ddp_(model_, comm) {}
+        ddp_(model_, comm),
+        epochs_run_(load_snapshot()) {}
 
   void train() {
     for (std::int64_t epoch = epochs_run_; epoch < options_.total_epochs; ++epoch) {
       run_epoch(epoch);
       if (epoch % options_.save_every != 0) continue;
-      ddp_.synchronize();  // on GPUs the check of the last backward is read late
-      world_.rank_zero([&] { save_snapshot(epoch); });
+      ddp_.synchronize();                          // on GPUs the check of the last backward is read late
+      const c10::IValue ddp_state = ddp_.state();  // on every rank
+      world_.rank_zero([&] { save_snapshot(epoch, ddp_state); });
     }
   }
 
@@ -98,10 +99,12 @@ class Trainer {
 
   // The file is written whole or not at all: a run that is killed while it writes keeps the last snapshot.
   // Python reads it by torch.load("snapshot.pt").
-  void save_snapshot(std::int64_t epoch) const {
+  void save_snapshot(std::int64_t epoch, const c10::IValue& ddp_state) const {
     c10::impl::GenericDict snapshot(c10::StringType::get(), c10::AnyType::get());
     snapshot.insert("MODEL_STATE", lockstep::dict_of(lockstep::state_dict(model_)));
     snapshot.insert("OPTIMIZER_STATE", lockstep::state_dict(optimizer_));
+    // The order of the buckets: without it a resumed run at three and more ranks differs in the last bits.
+    snapshot.insert("DDP_STATE", ddp_state);
     // The next epoch. The tutorial stores the finished one, and trains it twice after a restart.
     snapshot.insert("EPOCHS_RUN", epoch + 1);
     lockstep::torch_save(c10::IValue(snapshot), options_.snapshot_path);
@@ -130,6 +133,7 @@ class Trainer {
       if (!snapshot.at("EPOCHS_RUN").isInt()) throw lockstep::CheckpointError("its EPOCHS_RUN is no int");
       lockstep::load_state_dict(model_, snapshot.at("MODEL_STATE"));
       epochs_run = snapshot.at("EPOCHS_RUN").toInt();
+      if (snapshot.contains("DDP_STATE")) ddp_.load_state(snapshot.at("DDP_STATE"));  // Python's has none
       // The tutorial's snapshot has no optimizer.
       if (snapshot.contains("OPTIMIZER_STATE"))
         lockstep::load_state_dict(optimizer_, snapshot.at("OPTIMIZER_STATE"));
@@ -155,8 +159,8 @@ class Trainer {
   torch::optim::Optimizer& optimizer_;
   Comm& comm_;
   const Options& options_;
-  const std::int64_t epochs_run_;
   lockstep::DistributedDataParallel<nn::Linear, Comm> ddp_;
+  const std::int64_t epochs_run_;
 };
 
 template <class Comm>

@@ -162,6 +162,29 @@ TEST_CASE(
              ContainsSubstring("lockstep::UsageError: --snapshot_path: could not resume from 'snapshot.pt'"));
 }
 
+// The order of the buckets decides the last bits of a sum over three and more ranks.
+void check_resumes_at(const std::string& processes) {
+  const auto train = [&](const TemporaryFolder& folder, const std::string& epochs) {
+    const Ended ended =
+        run(command(folder, {epochs, "1", "--momentum", "0.9", "--nproc", processes}), one_thread, limit);
+    INFO(ended.out << ended.error);
+    REQUIRE(ended.code == 0);
+  };
+  const TemporaryFolder resumed, undisturbed;
+  train(resumed, "27");
+  train(resumed, "40");
+  train(undisturbed, "40");
+  CHECK(content(resumed / "snapshot.pt") == content(undisturbed / "snapshot.pt"));
+}
+
+TEST_CASE("three processes resume to the bits of an undisturbed run") {
+  check_resumes_at("3");
+}
+
+TEST_CASE("four processes resume to the bits of an undisturbed run", "[.release]") {
+  check_resumes_at("4");
+}
+
 TEST_CASE("a damaged snapshot and a path that cannot be written are errors that name the file") {
   const TemporaryFolder folder;
   folder.write("snapshot.pt", "no archive");

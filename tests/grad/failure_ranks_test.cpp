@@ -1,4 +1,6 @@
 // What may happen inside a backward: the reduction ends on every rank, and the next one works.
+#include <sstream>
+
 #include "grad/models.hpp"
 #include "support/mib.hpp"
 #include "support/text_of.hpp"
@@ -101,14 +103,21 @@ TEST_CASE("a loss that is no number or has no graph is named with its shape and 
   check_good_backward(net, ddp);
 }
 
-TEST_CASE("parameters converted after construction are named") {
+TEST_CASE("parameters whose data were replaced after construction are named") {
   Net net;
+  std::stringstream file;
+  torch::save(net, file);
   DistributedDataParallel ddp{net, shared_comm(), small_buckets()};
   check_good_backward(net, ddp);
-  net->to(torch::kDouble);
-  net->to(torch::kFloat);
+  SECTION("by to()") {
+    net->to(torch::kDouble);
+    net->to(torch::kFloat);
+  }
+  SECTION("by torch::load") {
+    torch::load(net, file);
+  }
   CHECK_THAT(text_of<lockstep::UsageError>([&] { ddp.backward(net(batch_of(0, 0)).sum()); }),
-             ContainsSubstring("'one.weight' was converted to another dtype or device"));
+             ContainsSubstring("the data of parameter 'one.weight' was replaced"));
 }
 
 TEST_CASE("a backward in which no parameter takes part is an error on all ranks that says so") {

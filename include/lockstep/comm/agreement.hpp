@@ -107,6 +107,23 @@ void require_equal(C& comm, const NamedValues& values, std::string_view claim, s
       comm.size());
 }
 
+namespace detail {
+
+/// Returns every rank's bytes on rank 0, ordered by rank, and an empty list on other ranks. Collective. It
+/// broadcasts the bytes of one rank at a time.
+template <Communicator C>
+std::vector<std::string> gather_on_rank_zero(C& comm, std::string own) {
+  std::vector<std::string> all;
+  if (comm.rank() == 0) all.push_back(own);
+  for (int rank = 1; rank < comm.size(); ++rank) {
+    std::string bytes = comm.broadcast_bytes(rank == comm.rank() ? own : std::string(), rank);
+    if (comm.rank() == 0) all.push_back(std::move(bytes));
+  }
+  return all;
+}
+
+}  // namespace detail
+
 /// Returns whether `here` is true on any rank. Collective and blocking.
 template <Communicator C>
 bool any_rank(C& comm, bool here) {

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/autograd.h>
 
@@ -276,26 +277,18 @@ class DistributedDataParallel {
   /// Returns the buckets in use, as indices into the parameters that require grad. Empty for LocalComm.
   [[nodiscard]] detail::BucketPlan buckets() const { return state_->reducer->plan(); }
 
-  /// Returns rank 0's gradient ready order, by which buckets are rebuilt after the first iterations, as
-  /// indices into the parameters that require grad. Empty if it is not known yet, and for LocalComm.
-  /// Collective.
-  ///
-  /// A resumed run that sets this order is bitwise equal to an uninterrupted run.
-  [[nodiscard]] std::vector<std::size_t> bucket_order() {
-    const detail::CallScope scope("DistributedDataParallel::bucket_order");
-    return state_->reducer->bucket_order();
+  /// Returns what a resumed run needs besides the model and the optimizer for the bits of an uninterrupted
+  /// one: the bucket order, the number of backwards, and each rank's expected gradients and hook state. None on
+  /// the other ranks than 0, and for LocalComm. lockstep::torch_save and `torch.load` take it in any dict.
+  /// Collective: call it between steps, and before a rank-zero scope.
+  [[nodiscard]] c10::IValue state() {
+    const detail::CallScope scope("DistributedDataParallel::state");
+    return state_->reducer->state();
   }
-  /// Sets the bucket order, as `bucket_order` returned it in another run, from the next backward on. Pass the
-  /// same order on every rank, outside `no_sync`. Throws CheckpointError if the order does not fit this
-  /// model's parameters.
-  void set_bucket_order(const std::vector<std::size_t>& order) {
-    const std::size_t trained = state_->parameters.trained.size();
-    if (!detail::is_order_of(order, trained))
-      throw CheckpointError(detail::formatted(
-          "the bucket order has {} parameters and the model trains {}: load the order of the same model",
-          order.size(), trained));
-    state_->reducer->set_bucket_order(order);
-  }
+  /// Restores a `state`, the same on every rank, outside `no_sync`; None is a no-op. On another number of ranks,
+  /// a hook restores the part of its state that is equal on every rank. Logs a warning if only one of the two
+  /// has a stateful hook. Throws CheckpointError if the state is damaged or another model's.
+  void load_state(const c10::IValue& state) { state_->reducer->load_state(state); }
 
   /// Reverts the hook's state to its value before the last reduction, for a skipped step. No-op unless the
   /// hook is a StatefulHook.

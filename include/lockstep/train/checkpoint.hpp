@@ -8,7 +8,7 @@
 
 #include "lockstep/data/generator.hpp"
 #include "lockstep/files.hpp"
-#include "lockstep/grad/hooks/hook.hpp"
+#include "lockstep/grad/model.hpp"
 #include "lockstep/train/detail/archive.hpp"
 #include "lockstep/train/metrics.hpp"
 
@@ -107,44 +107,13 @@ inline std::string arithmetic() {
                    at::get_cpu_capability(), TORCH_VERSION);
 }
 
-/// Returns every rank's bytes on rank 0, ordered by rank, and an empty list on other ranks. Collective.
-template <Communicator C>
-std::vector<std::string> gather_on_rank_zero(C& comm, std::string own) {
-  std::vector<std::string> all;
-  if (comm.rank() == 0) all.push_back(own);
-  for (int rank = 1; rank < comm.size(); ++rank) {
-    std::string bytes = comm.broadcast_bytes(rank == comm.rank() ? own : std::string(), rank);
-    if (comm.rank() == 0) all.push_back(std::move(bytes));
-  }
-  return all;
-}
-
-// Hook names contain dots, which archive keys must not: names are stored as values.
-inline void write_hook_state(torch::serialize::OutputArchive& archive, const HookState& state) {
-  archive.write("size", c10::IValue(static_cast<std::int64_t>(state.size())));
-  for (std::size_t i = 0; i < state.size(); ++i) {
-    archive.write(detail::formatted("name_{}", i), c10::IValue(state[i].first));
-    archive.write(detail::formatted("tensor_{}", i), state[i].second, /*is_buffer=*/true);
-  }
-}
-inline HookState read_hook_state(torch::serialize::InputArchive& archive) {
-  HookState state;
-  const std::int64_t size = read_length(archive, "size");
-  for (std::int64_t i = 0; i < size; ++i) {
-    const c10::IValue name = read_value(archive, formatted("name_{}", i), &c10::IValue::isString);
-    state.emplace_back(name.toStringRef(), read_tensor(archive, formatted("tensor_{}", i)));
-  }
-  return state;
-}
-
-/// The per-rank state of a checkpoint: generators, loss so far in the epoch, local buffers, state of the
-/// communication hook, and data position.
+/// The per-rank state of a checkpoint: generators, loss so far in the epoch, local buffers, and data
+/// position.
 struct RankState {
   Total loss;
   std::vector<Total> parts;                // of the loss, in their order
   at::Tensor generator, device_generator;  // of the CPU, and of the model's device if that is not the CPU
   std::vector<at::Tensor> buffers;
-  std::optional<HookState> hook;
   std::string data_position;           // an archive; empty between epochs
   std::vector<std::string> own_parts;  // archives of the PerRank parts
 
@@ -160,7 +129,6 @@ struct RankState {
     archive.write("buffers", c10::IValue(static_cast<std::int64_t>(buffers.size())));
     for (std::size_t i = 0; i < buffers.size(); ++i)
       archive.write(detail::formatted("buffer_{}", i), buffers[i], /*is_buffer=*/true);
-    if (hook) write_archive(archive, "hook", [&](auto& inner) { write_hook_state(inner, *hook); });
     write_bytes(archive, "data position", data_position);
     archive.write("own_parts", c10::IValue(static_cast<std::int64_t>(own_parts.size())));
     for (std::size_t i = 0; i < own_parts.size(); ++i)
@@ -181,8 +149,6 @@ struct RankState {
     const std::int64_t buffers = read_length(archive, "buffers");
     for (std::int64_t i = 0; i < buffers; ++i)
       state.buffers.push_back(read_tensor(archive, formatted("buffer_{}", i)));
-    torch::serialize::InputArchive inner;
-    if (archive.try_read("hook", inner)) state.hook = read_hook_state(inner);
     state.data_position = read_bytes(archive, "data position");
     const std::int64_t own_parts = read_length(archive, "own_parts");
     for (std::int64_t i = 0; i < own_parts; ++i)
@@ -191,10 +157,9 @@ struct RankState {
   }
 };
 
-/// Returns the state that rank `rank` of `size` restores. On another number of ranks, each saved loss is added on
-/// one rank, additional ranks keep their generators, and only what all ranks share of the hook's state is restored.
-template <class Hook>
-RankState state_of_rank(const std::vector<RankState>& saved, int rank, int size) {
+/// Returns the state that rank `rank` of `size` restores from the saved ranks' states. On another number of
+/// ranks, each saved loss is added on one rank, and additional ranks keep their generators.
+inline RankState state_of_rank(const std::vector<RankState>& saved, int rank, int size) {
   const auto own = static_cast<std::size_t>(rank);
   if (saved.size() == static_cast<std::size_t>(size)) return saved[own];
   RankState state;
@@ -209,8 +174,6 @@ RankState state_of_rank(const std::vector<RankState>& saved, int rank, int size)
     state.device_generator = saved[own].device_generator;
   }
   state.data_position = saved[0].data_position;
-  if constexpr (requires(HookState all) { Hook::shared_state(std::move(all)); })
-    if (saved[0].hook) state.hook = Hook::shared_state(*saved[0].hook);
   return state;
 }
 

@@ -20,7 +20,9 @@
 #include <ATen/record_function.h>
 #include <c10/core/Device.h>
 #include <c10/core/GradMode.h>
+#include <torch/serialize.h>
 
+#include "lockstep/comm/agreement.hpp"
 #include "lockstep/comm/detail/own_error.hpp"
 #include "lockstep/comm/local_comm.hpp"
 #include "lockstep/detail/linkage.hpp"
@@ -31,6 +33,7 @@
 #include "lockstep/grad/detail/bucket_plan.hpp"
 #include "lockstep/grad/detail/parameter_table.hpp"
 #include "lockstep/grad/detail/reduction.hpp"
+#include "lockstep/grad/detail/saved_reducer.hpp"
 #include "lockstep/grad/hooks/hook.hpp"
 #include "lockstep/grad/model.hpp"
 
@@ -241,9 +244,9 @@ class Reducer {
     for (std::size_t i = 0; i < parameters_.size(); ++i)
       if (!hooks_[i].reaches(parameters_[i].tensor))
         throw UsageError(detail::formatted(
-            "parameter '{}' was converted to another dtype or device after DistributedDataParallel was made, "
-            "by to() or by loading such a file, so that its gradient would not be averaged: make "
-            "DistributedDataParallel after the model is whole",
+            "the data of parameter '{}' was replaced after DistributedDataParallel was made, by torch::load "
+            "or by "
+            "to(), so that its gradient would not be averaged: do so before, or load by load_state_dict",
             parameters_[i].name));
   }
 
@@ -331,16 +334,42 @@ class Reducer {
 
   [[nodiscard]] BucketPlan plan() const { return reduction_.plan(); }
   [[nodiscard]] Hook& hook() { return reduction_.hook(); }
-  std::vector<std::size_t> bucket_order() {
-    if (rebuild_due_) rebuild();
-    return rebuilt_ ? rebuild_order_ : std::vector<std::size_t>();
+  /// See DistributedDataParallel::state.
+  c10::IValue state() {
+    std::string own;
+    agree<CheckpointError>(comm(), [&] { own = own_state(); });
+    if (rebuild_due_) rebuild_order_ = rank_zero_order();
+    const std::vector<std::string> ranks = gather_on_rank_zero(comm(), std::move(own));
+    if (ranks.empty()) return {};
+    c10::impl::GenericDict state = new_state_dict();
+    state.insert("backwards", static_cast<std::int64_t>(iteration_));
+    state.insert("order", saved_numbers(rebuild_order_));
+    state.insert("rebuilt", rebuilt_);
+    c10::impl::GenericList parts(c10::AnyType::get());
+    for (const std::string& bytes : ranks) parts.push_back(torch::pickle_load({bytes.begin(), bytes.end()}));
+    state.insert("ranks", parts);
+    return state;
   }
-  void set_bucket_order(std::vector<std::size_t> order) {
-    reduction_.rebuild(order, std::exchange(adoptable_noted_, false));
-    for (ParameterEntry& parameter : parameters_) parameter.adoptable.reset();
-    rebuild_order_ = std::move(order);
-    rebuild_due_ = false;
-    rebuilt_ = true;
+  /// See DistributedDataParallel::load_state.
+  void load_state(const c10::IValue& value) {
+    if (value.isNone()) return;
+    const SavedReducer saved(value, parameters_.size());
+    const auto rank = static_cast<std::size_t>(comm().rank());
+    const bool all = saved.ranks.size() == static_cast<std::size_t>(comm().size());
+    iteration_ = saved.backwards;
+    if (saved.rebuilt) {
+      set_bucket_order(saved.order);
+    } else {
+      rebuild_order_ = saved.order;
+      rebuild_due_ = !saved.order.empty();
+    }
+    if (const auto& expected = saved.ranks[all ? rank : 0].expected;
+        all && !expected.empty() && !searches()) {
+      for (std::size_t i = 0; i < parameters_.size(); ++i)
+        parameters_[i].expected = static_cast<int>(expected[i]);
+      expects_ = true;
+    }
+    load_hook(saved.ranks[all ? rank : 0].hook, all);
   }
   void forget() {
     count_ = 0;
@@ -428,7 +457,7 @@ class Reducer {
   void open() {
     close_stale();
     if (!std::exchange(joined_, false)) clear_counters();
-    if (rebuild_due_) rebuild();
+    if (rebuild_due_) set_bucket_order(rank_zero_order());
     reduction_.open(sum_count_);
     open_ = true;
   }
@@ -652,8 +681,49 @@ class Reducer {
     for (ParameterEntry& parameter : parameters_) parameter.adoptable = parameter.gradient();
   }
 
-  void rebuild() {
-    set_bucket_order(order_of_rank_zero(comm(), rebuild_order_, parameters_[0].tensor.device()));
+  std::vector<std::size_t> rank_zero_order() {
+    return order_of_rank_zero(comm(), rebuild_order_, parameters_[0].tensor.device());
+  }
+  /// Rebuilds the buckets in this order, which is equal on every rank.
+  void set_bucket_order(std::vector<std::size_t> order) {
+    reduction_.rebuild(order, std::exchange(adoptable_noted_, false));
+    for (ParameterEntry& parameter : parameters_) parameter.adoptable.reset();
+    rebuild_order_ = std::move(order);
+    rebuild_due_ = false;
+    rebuilt_ = true;
+  }
+
+  // The part of `state` that differs between ranks.
+  std::string own_state() {
+    c10::impl::GenericDict own = new_state_dict();
+    std::vector<std::size_t> expected;
+    if (expects_ && !searches())
+      for (const ParameterEntry& parameter : parameters_)
+        expected.push_back(static_cast<std::size_t>(parameter.expected));
+    own.insert("expected", saved_numbers(expected));
+    if constexpr (StatefulHook<Hook>) {
+      c10::impl::GenericDict entries = new_state_dict();
+      for (const auto& [name, tensor] : hook().state()) entries.insert(name, tensor.cpu());
+      own.insert("hook", entries);
+    }
+    const std::vector<char> bytes = torch::pickle_save(own);
+    return {bytes.begin(), bytes.end()};
+  }
+  void load_hook(const std::optional<HookState>& saved, bool own) {
+    const auto warn = [&](const char* text) { comm().world().log.warning("{}", text); };
+    if constexpr (!StatefulHook<Hook>) {
+      if (saved) warn("the checkpoint has the state of a communication hook that this model does not have");
+    } else if (!saved) {
+      warn("the checkpoint holds no state for the communication hook: the hook starts afresh");
+    } else if (own) {
+      hook().load_state(*saved);
+    } else if constexpr (requires { Hook::shared_state(*saved); }) {
+      hook().load_state(Hook::shared_state(*saved));
+    } else {
+      warn(
+          "the checkpoint is of another number of ranks, whose hook state is of each rank: the hook starts "
+          "afresh");
+    }
   }
 
   Comm& comm() { return reduction_.comm(); }
@@ -724,8 +794,8 @@ class LocalReducer {
   [[nodiscard]] bool checks_late() const { return false; }
 
   [[nodiscard]] BucketPlan plan() const { return {}; }
-  [[nodiscard]] std::vector<std::size_t> bucket_order() const { return {}; }
-  void set_bucket_order(const std::vector<std::size_t>&) {}
+  [[nodiscard]] c10::IValue state() const { return {}; }
+  void load_state(const c10::IValue&) {}
   void record_completions(bool) {}
   [[nodiscard]] DdpReport report() const { return {}; }
   [[nodiscard]] double total_count() const { return total_count_; }

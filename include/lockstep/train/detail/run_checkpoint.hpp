@@ -98,16 +98,6 @@ template <class Ddp, class Comm, class EachMore>
 CheckpointedRun(torch::nn::Module&, torch::optim::Optimizer&, RunPosition&, Ddp&, Comm&, const Log&, EachMore)
     -> CheckpointedRun<Ddp, Comm, EachMore>;
 
-template <class Run>
-auto* run_hook(Run& run) {
-  if constexpr (requires { run.ddp.hook(); })
-    return &run.ddp.hook();
-  else
-    return static_cast<std::monostate*>(nullptr);
-}
-template <class Run>
-using HookOf = std::remove_cvref_t<decltype(*run_hook(std::declval<Run&>()))>;
-
 /// Collects this rank's state. If a loaded checkpoint has not been resumed yet, the running loss and the data
 /// position come from it.
 template <class Run>
@@ -130,7 +120,6 @@ RankState own_state(Run& run, bool local_buffers, MeanMeter& meter, NamedMeters&
     state.device_generator = default_generator_state(device);
   if (local_buffers)
     for (const NamedTensor& buffer : unique_buffers(run.model)) state.buffers.push_back(buffer.tensor);
-  if constexpr (StatefulHook<HookOf<Run>>) state.hook = run.ddp.hook().state();
   run.each_more([&]<class Part>(const std::string&, [[maybe_unused]] Part& part) {
     if constexpr (PerRankPart<Part>) state.own_parts.push_back(part_bytes(part));
   });
@@ -143,8 +132,7 @@ template <class Run, class OwnState>
 void write_checkpoint(Run run, const std::filesystem::path& path, OwnState&& own_state) {
   std::string own;
   agree<CheckpointError>(run.comm, [&] { own = own_state().bytes(); });
-  const std::vector<std::size_t> buckets = run.ddp.bucket_order();
-  const std::vector<std::int64_t> order(buckets.begin(), buckets.end());
+  const c10::IValue ddp = run.ddp.state();
   if (auto* sharded = dynamic_cast<ShardedState*>(&run.optimizer)) sharded->consolidate(0);
   const std::vector<std::string> ranks = gather_on_rank_zero(run.comm, std::move(own));
   agree_with_rank_zero<CheckpointError>(run.comm, [&] {
@@ -154,26 +142,13 @@ void write_checkpoint(Run run, const std::filesystem::path& path, OwnState&& own
     write_part(archive, "optimizer", run.optimizer);
     write_part(archive, "position", run.position);
     write_ranks(archive, ranks);
-    archive.write("bucket_order", at::tensor(order, at::kLong), /*is_buffer=*/true);
+    write_bytes(archive, "ddp", pickle_state(ddp));
     run.each_more([&]<class Part>([[maybe_unused]] const std::string& key, [[maybe_unused]] Part& part) {
       if constexpr (!PerRankPart<Part>) write_part(archive, key, part);
     });
     archive.write("arithmetic", c10::IValue(arithmetic()));
     write_file_atomically(path, bytes_of(archive));
   });
-}
-
-/// Restores the hook's state. Logs a warning if only one of checkpoint and trainer has a stateful hook.
-template <class Run>
-void restore_hook_state(Run& run, const RankState& state) {
-  if constexpr (StatefulHook<HookOf<Run>>) {
-    if (state.hook)
-      run.ddp.hook().load_state(*state.hook);
-    else
-      run.log.warning("the checkpoint holds no state for the communication hook: the hook starts afresh");
-  } else if (state.hook) {
-    run.log.warning("the checkpoint has the state of a communication hook that this trainer does not have");
-  }
 }
 
 /// Restores a run's position. Keeps the trainer's own batch size and accumulation, with a warning if they
@@ -253,7 +228,7 @@ std::optional<RankState> read_checkpoint(Run run, const std::filesystem::path& p
       tensors = match_tensors(run.model, model);
       read_part(archive, "position", position);
       const std::vector<RankState> ranks = read_ranks(archive);
-      state = state_of_rank<HookOf<Run>>(ranks, run.comm.rank(), run.comm.size());
+      state = state_of_rank(ranks, run.comm.rank(), run.comm.size());
       require_own_parts(run, ranks);
       const std::vector<NamedTensor> buffers = unique_buffers(run.model);
       for (std::size_t i = 0; i < state.buffers.size(); ++i)
@@ -275,10 +250,7 @@ std::optional<RankState> read_checkpoint(Run run, const std::filesystem::path& p
       freeze(*position.frozen);
     }
     on_all([&] {
-      const at::Tensor order = read_tensor(archive, "bucket_order", at::kLong);
-      const auto* first = const_data<std::int64_t>(order);
-      if (order.numel() != 0) run.ddp.set_bucket_order({first, first + order.numel()});
-      restore_hook_state(run, state);
+      run.ddp.load_state(unpickle_state(read_bytes(archive, "ddp"), "ddp"));
       if (state.generator.defined()) set_default_generator_state(state.generator);
       // A run that moves to another type of device starts with that device's current generator.
       if (const at::Device device = device_of(run.model);
