@@ -5,7 +5,6 @@
 #include <exception>
 #include <optional>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "lockstep/comm/communicator.hpp"

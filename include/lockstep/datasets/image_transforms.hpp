@@ -6,7 +6,6 @@
 #include <concepts>
 #include <cstdint>
 #include <tuple>
-#include <type_traits>
 #include <utility>
 #include <vector>
 

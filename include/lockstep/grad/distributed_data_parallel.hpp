@@ -1,10 +1,7 @@
 #pragma once
 
-#include <algorithm>
 #include <cmath>
-#include <concepts>
 #include <memory>
-#include <optional>
 #include <type_traits>
 #include <utility>
 #include <vector>

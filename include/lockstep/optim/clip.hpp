@@ -16,7 +16,6 @@
 #include <ATen/ops/stack.h>
 #include <torch/nn/module.h>
 
-#include <limits>
 #include <string>
 #include <unordered_map>
 #include <utility>

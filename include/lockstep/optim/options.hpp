@@ -1,8 +1,6 @@
 #pragma once
 
-#include <cstdint>
 #include <memory>
-#include <type_traits>
 #include <utility>
 #include <vector>
 

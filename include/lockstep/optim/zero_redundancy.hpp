@@ -4,10 +4,8 @@
 #include <concepts>
 #include <cstdint>
 #include <memory>
-#include <numeric>
 #include <sstream>
 #include <string>
-#include <type_traits>
 #include <unordered_set>
 #include <utility>
 #include <vector>

@@ -14,7 +14,6 @@
 #include "lockstep/report/detail/run_recorder.hpp"
 #include "lockstep/train/extras.hpp"
 #include "lockstep/train/step_profile.hpp"
-#include "lockstep/world/world.hpp"
 
 namespace lockstep {
 

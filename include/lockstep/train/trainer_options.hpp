@@ -6,7 +6,6 @@
 #include <cstdint>
 #include <limits>
 #include <optional>
-#include <utility>
 
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"

@@ -1,9 +1,7 @@
 #pragma once
 
 #include <algorithm>
-#include <cstdint>
 #include <string>
-#include <string_view>
 #include <utility>
 #include <vector>
 

@@ -30,7 +30,6 @@
 #include "lockstep/comm/detail/own_error.hpp"
 #include "lockstep/detail/const_data.hpp"
 #include "lockstep/detail/format.hpp"
-#include "lockstep/detail/linkage.hpp"
 #include "lockstep/grad/ddp_options.hpp"
 #include "lockstep/grad/detail/backward_report.hpp"
 #include "lockstep/grad/detail/bucket_plan.hpp"

@@ -5,8 +5,6 @@
 #include <string>
 #include <string_view>
 #include <type_traits>
-#include <utility>
-#include <vector>
 
 #include "lockstep/detail/format.hpp"
 #include "lockstep/detail/json.hpp"

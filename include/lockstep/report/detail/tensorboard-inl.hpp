@@ -6,13 +6,11 @@
 #include <atomic>
 #include <bit>
 #include <chrono>
-#include <cstddef>
 #include <limits>
 #include <system_error>
 
 #include "lockstep/detail/bytes.hpp"
 #include "lockstep/detail/format.hpp"
-#include "lockstep/detail/json.hpp"
 #include "lockstep/detail/linkage.hpp"
 #include "lockstep/report/tensorboard.hpp"
 #include "lockstep/world/detail/socket.hpp"

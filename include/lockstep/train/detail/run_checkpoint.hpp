@@ -1,7 +1,5 @@
 #pragma once
 
-#include <variant>
-
 #include <ATen/core/Dict.h>
 #include <ATen/ops/tensor.h>
 

@@ -4,7 +4,6 @@
 #include <cstddef>
 #include <cstdio>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "lockstep/detail/format.hpp"

@@ -10,7 +10,6 @@
 #include <string>
 #include <string_view>
 #include <utility>
-#include <vector>
 
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"

@@ -7,7 +7,6 @@
 #include <atomic>
 #include <optional>
 #include <string>
-#include <string_view>
 
 #include "lockstep/detail/linkage.hpp"
 #include "lockstep/world/detail/cpu_affinity.hpp"
