@@ -157,8 +157,7 @@ class SamplerEpoch {
     Log(std::max(0, process_rank.load()))
         .warning(
             "a sampler was reset for a further pass over epoch {} without set_epoch: the pass repeats the "
-            "order "
-            "of the last one. Call set_epoch(epoch) before each pass, or set "
+            "order of the last one. Call set_epoch(epoch) before each pass, or set "
             "SamplerOptions::advance_epoch_on_reset",
             pass_);
   }

@@ -50,8 +50,7 @@ class WeightedRandomSampler : public detail::StridedSampler {
         above < (replacement || num_samples == 0 ? std::size_t{num_samples > 0} : num_samples))
       throw DataError(detail::formatted(
           "a WeightedRandomSampler draws {} samples {} replacement from weights {}, of which {} are not 0: "
-          "give "
-          "a finite weight of 0 or more for each sample of the dataset, and enough that are not 0",
+          "give a finite weight of 0 or more for each sample of the dataset, and enough that are not 0",
           num_samples, replacement ? "with" : "without", detail::describe(weights_), above));
   }
   /// Takes rank and number of ranks from a group, such as a World or a communicator.

@@ -73,8 +73,7 @@ inline std::string gunzip([[maybe_unused]] std::string_view file, [[maybe_unused
       if (!is_gzipped(file.substr(read)))
         throw DataError(
             detail::formatted("{}: offset {}: found {} bytes after the gzip data, expected the end of the "
-                              "file, zeros or another "
-                              "gzip member; remove them",
+                              "file, zeros or another gzip member; remove them",
                               path, read, file.size() - read));
       inflateReset(&stream);
     }
@@ -100,8 +99,7 @@ inline std::string gunzip([[maybe_unused]] std::string_view file, [[maybe_unused
 #else
   throw DataError(
       detail::formatted("{}: the file is gzipped and this program was built without zlib; decompress it with "
-                        "gunzip, or build with "
-                        "zlib installed",
+                        "gunzip, or build with zlib installed",
                         path));
 #endif
 }

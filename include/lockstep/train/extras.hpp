@@ -26,7 +26,7 @@ struct Gradients {
   std::int64_t epoch, step;
   /// Each parameter once, in the model's order. `grad()` is undefined for a parameter without a gradient.
   const std::vector<at::Tensor>& parameters;
-  const std::vector<NamedTensor>& named_parameters;
+  const std::vector<NamedTensor>& named_parameters;  ///< The same with their names.
   /// The total norm of all gradients before they are modified, one element. Undefined until a
   /// GradientCallback sets it, as GradientClip does. Later callbacks and StepReport::total_norm read it.
   at::Tensor& total_norm;

@@ -101,8 +101,8 @@ class MeanMeter {
     // operator.
     pending_.push_back({value.requires_grad() ? value.variable_data() : value, factor, count, step});
   }
-  void add(const Mean& mean) { add(mean.sum, 1, mean.count); }
-  void add(const Total& total) { total_ += total; }
+  void add(const Mean& mean) { add(mean.sum, 1, mean.count); }  ///< Its sum may be on any device.
+  void add(const Total& total) { total_ += total; }             ///< Of the host.
 
   /// Returns this rank's total. Synchronizes with the device.
   [[nodiscard]] const Total& total() {
@@ -143,14 +143,14 @@ class MeanMeter {
 /// Sums over the samples of a batch, such as the correct predictions of each class. The shape is the same for
 /// every batch on every rank. The sums of all batches are added in fp64: integers up to 2^53 add up exactly.
 struct Sums {
-  at::Tensor values;
+  at::Tensor values;  ///< Of any shape.
 };
 
 /// Values of each sample of a batch, [samples, ...], such as the model's output. The dtype and the shape of a
 /// sample's values are the same in every batch on every rank.
 /// Counterpart: `Accelerator.gather_for_metrics` of Accelerate.
 struct PerSample {
-  at::Tensor values;
+  at::Tensor values;  ///< [samples, ...]
 };
 
 namespace detail {

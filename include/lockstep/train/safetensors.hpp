@@ -9,8 +9,8 @@ using SafetensorsMetadata = std::map<std::string, std::string>;
 
 /// The content of a safetensors file: its tensors, in the order of its header, and its metadata.
 struct Safetensors {
-  StateDict tensors;
-  SafetensorsMetadata metadata;
+  StateDict tensors;             ///< In the order of the header.
+  SafetensorsMetadata metadata;  ///< Empty if the file has none.
 };
 
 /// The longest header that is read, in bytes: that of the reference implementation.

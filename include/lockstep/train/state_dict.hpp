@@ -15,6 +15,7 @@ using StateDict = std::vector<NamedTensor>;
 /// Python's DistributedDataParallel has "module.".
 /// Counterpart: torch.nn.Module.state_dict.
 StateDict state_dict(const torch::nn::Module& model, std::string_view prefix = "");
+/// The same of a module holder.
 template <detail::ModuleHandle M>
 StateDict state_dict(const M& model, std::string_view prefix = "") {
   return state_dict(static_cast<const torch::nn::Module&>(*model), prefix);
@@ -39,6 +40,7 @@ IncompatibleKeys load_state_dict(torch::nn::Module& model, const StateDict& entr
                                  const LoadStateDictOptions& options = {});
 IncompatibleKeys load_state_dict(torch::nn::Module& model, const c10::IValue& dict,
                                  const LoadStateDictOptions& options = {});
+/// The same for a module holder.
 template <detail::ModuleHandle M, class Entries>
 IncompatibleKeys load_state_dict(M model, const Entries& entries, const LoadStateDictOptions& options = {}) {
   return load_state_dict(static_cast<torch::nn::Module&>(*model), entries, options);

@@ -25,8 +25,8 @@ inline constexpr int step_phases = 5;
 
 /// One phase of a step. A step has several spans of a phase if it has several micro-batches.
 struct PhaseSpan {
-  StepPhase phase;
-  std::chrono::steady_clock::time_point begin, end;
+  StepPhase phase;                                   ///< What the time went to.
+  std::chrono::steady_clock::time_point begin, end;  ///< Of this rank's clock.
 };
 
 struct StepProfile {

@@ -177,10 +177,10 @@ class Trainer : detail::CheckedPolicies<Policies...> {
 
   /// Returns the model as it was passed: a module holder stays one.
   [[nodiscard]] Model& model() { return model_.get(); }
-  [[nodiscard]] torch::optim::Optimizer& optimizer() { return *optimizer_; }
-  [[nodiscard]] Comm& comm() { return comm_; }
-  [[nodiscard]] PrecisionType& precision() { return precision_; }
-  [[nodiscard]] auto& ddp() { return ddp_; }
+  [[nodiscard]] torch::optim::Optimizer& optimizer() { return *optimizer_; }  ///< Returns the optimizer.
+  [[nodiscard]] Comm& comm() { return comm_; }                                ///< Returns the communicator.
+  [[nodiscard]] PrecisionType& precision() { return precision_; }             ///< Returns the precision.
+  [[nodiscard]] auto& ddp() { return ddp_; }  ///< Returns the wrapper of the model.
   [[nodiscard]] const World& world() const { return world_; }
   /// Returns the number of completed epochs.
   [[nodiscard]] std::int64_t epoch() const { return position_.epoch; }
@@ -511,9 +511,8 @@ class Trainer : detail::CheckedPolicies<Policies...> {
     if (comm_.size() > 1 && hashes.sum > 0 && hashes.sum * hashes.sum == comm_.size() * hashes.count)
       world_.log.warning(
           "the first batches of all ranks are equal, as if every rank read the same samples: partition the "
-          "data by "
-          "a sampler that knows the rank, such as DistributedSampler, or give each rank a part of the "
-          "stream");
+          "data by a sampler that knows the rank, such as DistributedSampler, or give each rank a part of "
+          "the stream");
   }
 
   // A stream's epoch may never end: each rank warns of its own loss, once the meter has read it.

@@ -19,8 +19,8 @@ struct Fp32;
 
 /// The policies of a Trainer by default.
 using DefaultSampler = DistributedSampler;
-using DefaultComm = GlooComm;
-using DefaultPrecision = Fp32;
+using DefaultComm = GlooComm;   ///< See DefaultSampler.
+using DefaultPrecision = Fp32;  ///< See DefaultSampler.
 
 template <class... Policies>
 class Trainer;

@@ -245,8 +245,8 @@ class Reducer {
       if (!hooks_[i].reaches(parameters_[i].tensor))
         throw UsageError(detail::formatted(
             "the data of parameter '{}' was replaced after DistributedDataParallel was made, by torch::load "
-            "or by "
-            "to(), so that its gradient would not be averaged: do so before, or load by load_state_dict",
+            "or by to(), so that its gradient would not be averaged: do so before, or load by "
+            "load_state_dict",
             parameters_[i].name));
   }
 

@@ -68,8 +68,7 @@ inline SafetensorsEntry entry_of(const std::string& name, const Json& fields) {
   if (!span || entry.begin > entry.end || entry.end - entry.begin != (empty ? 0 : *span))
     throw CheckpointError(
         detail::formatted("tensor \"{}\" of shape {} and dtype {} has the data_offsets {} and {}, which do "
-                          "not fit; restore the "
-                          "file from a copy",
+                          "not fit; restore the file from a copy",
                           name, shape_text(entry.shape), dtype, entry.begin, entry.end));
   return entry;
 }
@@ -130,8 +129,7 @@ inline void check_coverage(const std::vector<SafetensorsEntry>& entries, std::ui
   if (end != size)
     throw CheckpointError(
         detail::formatted("its tensors have {} bytes, the file has {} after its header: it is cut short, or "
-                          "has trailing bytes; "
-                          "restore it from a copy",
+                          "has trailing bytes; restore it from a copy",
                           end, size));
 }
 

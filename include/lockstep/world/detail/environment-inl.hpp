@@ -460,8 +460,8 @@ LOCKSTEP_INLINE std::optional<LaunchedRank> rank_of_slurm(const Variables& varia
     if (tasks.value_or(1) == 1) return std::nullopt;
     throw UsageError(detail::formatted(
         "this process is inside Slurm job {} of {} tasks (SLURM_NTASKS) but was not started by srun: start "
-        "it "
-        "as `srun PROGRAM`, with --nproc for ranks on this host alone, or with WORLD_SIZE=1 as one process",
+        "it as `srun PROGRAM`, with --nproc for ranks on this host alone, or with WORLD_SIZE=1 as one "
+        "process",
         *job, *tasks));
   }
   LaunchedRank found{"srun", *rank};
@@ -560,9 +560,8 @@ LOCKSTEP_INLINE std::optional<LaunchedRank> launched_rank(const Variables& varia
   if (rank && !variables("SLURM_PROCID"))
     throw UsageError(
         detail::formatted("PMIX_RANK={} is set, but no variable holds the number of ranks: start the program "
-                          "by srun, mpirun or "
-                          "mpiexec, set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or WORLD_SIZE=1 for a "
-                          "process on its own",
+                          "by srun, mpirun or mpiexec, set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or "
+                          "WORLD_SIZE=1 for a process on its own",
                           *rank));
   return std::nullopt;
 }

@@ -242,8 +242,8 @@ inline LaunchPlan plan_launch(int argc, const char* const* argv, const LaunchOpt
   if (size && *size > 1 && names_other_hosts(variables))
     throw UsageError(
         detail::formatted("WORLD_SIZE={} is set but RANK is not: set RANK to this process's number, 0 to {}, "
-                          "or to the first of "
-                          "this host's ranks with {}; for a run on this host alone unset WORLD_SIZE",
+                          "or to the first of this host's ranks with {}; for a run on this host alone unset "
+                          "WORLD_SIZE",
                           *size, *size - 1, flag));
   if (!nproc) {
     nproc = size ? *size : std::max(visible_gpus(), 0) > 0 ? visible_gpus() : 2;

@@ -46,8 +46,7 @@ inline std::string nccl_environment_warning(const Variables& variables = process
   if (!ending.empty())
     warning = detail::formatted(
         "with {}, LibTorch ends the process when a collective of NCCL fails or times out, before lockstep "
-        "can "
-        "name the rank: unset it",
+        "can name the rank: unset it",
         ending);
   if (!unset.empty())
     warning += detail::formatted(

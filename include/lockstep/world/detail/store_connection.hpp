@@ -195,8 +195,7 @@ class StoreConnection {
     if (!begins_alike(text, store_magic_of_any_version) || (answer.size() > 1 && answer[1] != '\0'))
       throw RendezvousError(
           detail::formatted("what listens at {} is not a store of lockstep: {} a free port of the master "
-                            "host, the same on every "
-                            "rank",
+                            "host, the same on every rank",
                             endpoint.text(), endpoint.origin.set_port));
     if (!begins_alike(text, store_magic)) throw_wrong_version();
   }
