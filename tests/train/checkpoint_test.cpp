@@ -240,18 +240,27 @@ TEST_CASE(
     return text;
   };
   const std::string data(1 << 20, '\1');
-  // A ZIP of one local record and a directory with these names for it.
+  struct Record {
+    std::string sizes, local;
+  };
+  const auto record = [&](const std::string& name, const std::string& content, std::uint64_t size,
+                          int method) {
+    const std::string sizes = number(method, 2) + number(0, 4) + number(lockstep::detail::crc32(content), 4) +
+                              number(content.size(), 4) + number(size, 4) + number(name.size(), 2);
+    return Record{sizes, "PK\3\4" + number(20, 2) + number(0, 2) + sizes + number(0, 2) + name + content};
+  };
+  // A ZIP of a version and one more record, and a directory with these names for it.
   const auto archive = [&](const std::vector<std::string>& names, std::uint64_t size, int method = 0) {
-    const std::string sizes = number(lockstep::detail::crc32(data), 4) + number(data.size(), 4) +
-                              number(size, 4) + number(names[0].size(), 2);
-    const std::string local = "PK\3\4" + number(20, 2) + number(0, 2) + number(method, 2) + number(0, 4) +
-                              sizes + number(0, 2) + names[0] + data;
-    std::string directory;
-    for (const std::string& name : names)
-      directory += "PK\1\2" + number(20, 2) + number(20, 2) + number(0, 2) + number(method, 2) +
-                   number(0, 4) + sizes + std::string(16, '\0') + name;
-    return local + directory + "PK\5\6" + number(0, 4) + number(names.size(), 2) + number(names.size(), 2) +
-           number(directory.size(), 4) + number(local.size(), 4) + number(0, 2);
+    const Record version = record("a/version", "3\n", 2, 0), other = record(names[0], data, size, method);
+    const auto entry = [&](const Record& of, const std::string& name, std::size_t offset) {
+      return "PK\1\2" + number(20, 2) + number(20, 2) + number(0, 2) + of.sizes + std::string(12, '\0') +
+             number(offset, 4) + name;
+    };
+    std::string directory = entry(version, "a/version", 0);
+    for (const std::string& name : names) directory += entry(other, name, version.local.size());
+    const std::string local = version.local + other.local;
+    return local + directory + "PK\5\6" + number(0, 4) + number(names.size() + 1, 2) +
+           number(names.size() + 1, 2) + number(directory.size(), 4) + number(local.size(), 4) + number(0, 2);
   };
   const auto refusal_of = [](const std::string& bytes) {
     return text_of<lockstep::CheckpointError>([&] { lockstep::detail::check_archive(bytes); });

@@ -32,7 +32,7 @@ struct CaptureOptions {
   /// Eager steps before the capture, 2 or more. They allocate memory, order the buckets and let libraries
   /// select their kernels.
   std::int64_t num_warmup_iters = 3;
-  DdpOptions ddp = {};
+  DdpOptions ddp = {};  ///< Of the wrapper of the model.
 };
 
 namespace detail {
@@ -248,7 +248,7 @@ class CapturedStep : detail::CheckedCapture<Comm, Optimizer, PrecisionType, Hook
   /// Returns the number of steps so far, eager and replayed.
   [[nodiscard]] std::int64_t steps() const { return steps_; }
   [[nodiscard]] bool captured() const { return captured_; }
-  [[nodiscard]] auto& ddp() { return *ddp_; }
+  [[nodiscard]] auto& ddp() { return *ddp_; }  ///< Returns the wrapper of the model.
 
  private:
   template <class Function>

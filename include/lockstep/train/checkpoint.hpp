@@ -84,8 +84,8 @@ concept Checkpointed = requires(T& part, const std::remove_reference_t<T>& saved
 ///   trainer.save_checkpoint(path, lockstep::PerRank{environment});
 template <class Part>
 struct PerRank {
-  static constexpr bool per_rank = true;
-  Part& part;
+  static constexpr bool per_rank = true;  ///< Marks the part for the Trainer.
+  Part& part;                             ///< Must outlive this object.
 
   void save(torch::serialize::OutputArchive& archive) const { part.save(archive); }
   void load(torch::serialize::InputArchive& archive) { part.load(archive); }

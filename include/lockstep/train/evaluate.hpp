@@ -101,9 +101,10 @@ void broadcast_buffers(const torch::nn::Module& module, C& comm) {
   detail::BroadcastList(std::move(buffers)).run(comm, 0);
 }
 
-/// Options of evaluate: samples per rank and step, and loader threads per rank.
+/// Options of evaluate.
 struct EvaluationOptions {
-  std::int64_t batch_size = 32, num_workers = 0;
+  std::int64_t batch_size = 32;  ///< Samples per rank and step.
+  std::int64_t num_workers = 0;  ///< Loader threads per rank.
   /// Whether each rank gets its own buffers back afterwards, for training with per-rank buffers.
   bool restore_buffers = false;
 };

@@ -191,8 +191,7 @@ struct BestCheckpoint {
   Monitor monitor;
   std::function<void()> write;
   MonitorMode mode = MonitorMode::min;
-
-  BestValue best = {};
+  BestValue best = {};  ///< So far; saved and loaded with a checkpoint.
 
   void on_epoch_start(const EpochPlan&) const {
     detail::require_monitor(monitor, "BestCheckpoint");

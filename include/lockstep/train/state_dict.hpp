@@ -26,9 +26,10 @@ struct LoadStateDictOptions {
   bool strict = true;
 };
 
-/// Names in the model alone, and names in the state dict alone.
+/// The names in which a model and a state dict differ.
 struct IncompatibleKeys {
-  std::vector<std::string> missing_keys, unexpected_keys;
+  std::vector<std::string> missing_keys;     ///< In the model alone.
+  std::vector<std::string> unexpected_keys;  ///< In the state dict alone.
 };
 
 /// Copies the entries into the model's parameters and buffers, converted to their dtypes and devices. The
@@ -38,6 +39,7 @@ struct IncompatibleKeys {
 /// Counterpart: torch.nn.Module.load_state_dict.
 IncompatibleKeys load_state_dict(torch::nn::Module& model, const StateDict& entries,
                                  const LoadStateDictOptions& options = {});
+/// The same with the dict that torch_load returns.
 IncompatibleKeys load_state_dict(torch::nn::Module& model, const c10::IValue& dict,
                                  const LoadStateDictOptions& options = {});
 /// The same for a module holder.

@@ -29,6 +29,7 @@ struct PhaseSpan {
   std::chrono::steady_clock::time_point begin, end;  ///< Of this rank's clock.
 };
 
+/// Where the time of one optimizer step went on this rank.
 struct StepProfile {
   /// Contiguous, in order of time.
   std::span<const PhaseSpan> spans;
@@ -41,6 +42,7 @@ struct StepProfile {
   /// The reduction of the step, with BucketReport::completed. Empty for LocalComm.
   const DdpReport& reduction;
 
+  /// Returns the time of all spans of a phase.
   [[nodiscard]] double seconds(StepPhase phase) const {
     std::chrono::duration<double> sum{0};
     for (const PhaseSpan& span : spans)

@@ -41,7 +41,7 @@ struct TrainerOptions {
   /// Seeds the model's initial values (equal on every rank), the generators during training (`seed + rank`)
   /// and the sampler.
   std::uint64_t seed = 0;
-  bool shuffle = true;
+  bool shuffle = true;  ///< Of the sampler.
   /// Drops the last samples that do not fill all ranks, instead of repeating some of the first samples.
   bool drop_last = false;
   /// Repeats some of the first samples so that every rank has the same number, as Python does. If false, each
