@@ -39,8 +39,8 @@ namespace lockstep {
 /// ```
 ///
 /// Construction is collective. It compares the models of all ranks, then broadcasts rank 0's parameters and
-/// buffers (see DdpOptions::init_sync and broadcast_buffers). Arithmetic, bucket contents and bucket order are Python's, so
-/// parameters stay bitwise equal to those of Python. `Hook` is the CommunicationHook that reduces them.
+/// buffers (see DdpOptions::init_sync and broadcast_buffers). Arithmetic, bucket contents and bucket order, and so
+/// parameters, are bitwise Python's. `Hook` is the CommunicationHook that reduces the buckets.
 ///
 /// After `backward`, `p.grad()` is a bucket view: the next backward overwrites it. Clone a gradient that must
 /// outlive the next backward, or set DdpOptions::gradients to `separate`. `zero_grad` may set

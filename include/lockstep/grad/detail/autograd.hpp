@@ -54,12 +54,10 @@ class AccumulateHook {
   std::uintptr_t key_;
 };
 
-/// Finds the autograd nodes that a backward can reach, including the accumulators of leaves. Does not see the
-/// nodes of a re-entrant backward (a checkpoint). Reuse the object: a graph no larger than the last one needs
-/// no new memory.
+/// Finds the autograd nodes that a backward can reach, but not those of a re-entrant backward (a checkpoint). A
+/// graph no larger than the last one needs no new memory.
 class GraphSearch {
  public:
-  /// Traverses the graph from `roots`.
   void run(at::ArrayRef<at::Tensor> roots) {
     seen_.clear();
     open_.clear();
@@ -76,7 +74,6 @@ class GraphSearch {
   }
   /// Returns the sinks that the last `run` reached, including the accumulators of leaves.
   [[nodiscard]] const std::vector<const torch::autograd::Node*>& ends() const { return ends_; }
-  /// Returns whether the last `run` reached the node.
   [[nodiscard]] bool reached(const torch::autograd::Node* node) const {
     return seen_.find(node) != seen_.end();
   }

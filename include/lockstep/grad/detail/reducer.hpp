@@ -48,21 +48,17 @@ struct JoinedReduction {
 };
 LOCKSTEP_PROCESS_WIDE inline std::atomic<std::size_t> reducers_made{0};
 
-/// What the reducers of a process know of one another. Several may have hooks on one parameter: those of
-/// wrappers of one model, of which one is out of date or evaluates. One of them reduces a backward; the others
-/// ignore it. Thread-safe.
+/// What the reducers of a process know of one another: wrappers of one model, of which one is out of date or
+/// evaluates, have hooks on the same parameters. One of them reduces a backward. Thread-safe.
 class LiveReducer {
  public:
   explicit LiveReducer(std::span<const ParameterEntry> parameters) {
     for (const ParameterEntry& parameter : parameters)
       parameters_.insert(parameter.tensor.unsafeGetTensorImpl());
-    Process& process = of_process();
-    const std::lock_guard lock(process.mutex);
-    for (LiveReducer* other : process.live)
-      if (std::any_of(parameters_.begin(), parameters_.end(),
-                      [&](const auto* parameter) { return other->parameters_.contains(parameter); }))
-        shares_ = other->shares_ = true;
-    process.live.push_back(this);
+    const std::lock_guard lock(of_process().mutex);
+    for (LiveReducer* other : of_process().live)
+      if (other->holds_any_of(*this)) shares_ = other->shares_ = true;
+    of_process().live.push_back(this);
   }
   LiveReducer(const LiveReducer&) = delete;
   LiveReducer& operator=(const LiveReducer&) = delete;
@@ -99,15 +95,12 @@ class LiveReducer {
         "those that are out of date",
         parameter.name, holders));
   }
-  /// Returns whether a newer live reducer holds a parameter of this one.
   [[nodiscard]] bool is_superseded() const {
     if (!shares_) return false;
     const std::lock_guard lock(of_process().mutex);
     const auto& live = of_process().live;
-    return std::any_of(std::find(live.begin(), live.end(), this) + 1, live.end(), [&](const auto* newer) {
-      return std::any_of(parameters_.begin(), parameters_.end(),
-                         [&](const auto* parameter) { return newer->parameters_.contains(parameter); });
-    });
+    return std::any_of(std::find(live.begin(), live.end(), this) + 1, live.end(),
+                       [&](const auto* newer) { return newer->holds_any_of(*this); });
   }
   [[nodiscard]] static bool several() {
     const std::lock_guard lock(of_process().mutex);
@@ -126,6 +119,10 @@ class LiveReducer {
   LOCKSTEP_PROCESS_WIDE static Process& of_process() {
     static auto& process = *new Process();  // a static wrapper may outlive other statics
     return process;
+  }
+  [[nodiscard]] bool holds_any_of(const LiveReducer& other) const {
+    return std::any_of(other.parameters_.begin(), other.parameters_.end(),
+                       [&](const auto* parameter) { return parameters_.contains(parameter); });
   }
 
   std::unordered_set<const c10::TensorImpl*> parameters_;
@@ -211,10 +208,9 @@ struct Contribution {
 /// same iteration.
 ///
 /// On a device the host does not wait for the check of the buckets. The next reduction, or `settle()`, reads
-/// it: the same call on every rank, since the ranks then exchange their reports. A rank that has failed
-/// throws at once, and takes part in that exchange. The first reductions, whose outcome the ranks need to
-/// build the same buckets, are checked at once, as are those that block the host anyway and those of a loss
-/// over several models.
+/// it: the same call on every rank, since the ranks then exchange their reports. The first reductions, whose
+/// outcome the ranks need to build the same buckets, are checked at once, as are those that block the host
+/// anyway and those of a loss over several models.
 ///
 /// The hooks point to this object, so it does not move. It belongs to one thread, as a model does; only the
 /// hooks run on the autograd engine's threads.
@@ -334,7 +330,6 @@ class Reducer {
 
   [[nodiscard]] BucketPlan plan() const { return reduction_.plan(); }
   [[nodiscard]] Hook& hook() { return reduction_.hook(); }
-  /// See DistributedDataParallel::state.
   c10::IValue state() {
     std::string own;
     agree<CheckpointError>(comm(), [&] { own = own_state(); });
@@ -350,7 +345,6 @@ class Reducer {
     state.insert("ranks", parts);
     return state;
   }
-  /// See DistributedDataParallel::load_state.
   void load_state(const c10::IValue& value) {
     if (value.isNone()) return;
     const SavedReducer saved(value, parameters_.size());
@@ -484,9 +478,8 @@ class Reducer {
                       "ddp.backward(loss), which always ends the reduction")));
   }
 
-  /// Copies the gradients of parameters that this backward does not reach into their buckets, so that those
-  /// buckets need not wait for `close`. `losses` is null in a bare `loss.backward()`, which does not know
-  /// them.
+  /// Copies the gradients of parameters that this backward does not reach, so that their buckets need not wait
+  /// for `close`. `losses` is null in a bare `loss.backward()`.
   void copy_known_unused(const at::ArrayRef<at::Tensor>* losses) {
     if (no_data_ || !expects_) return;
     if (options_.static_graph) {
@@ -527,9 +520,8 @@ class Reducer {
     abandon();
   }
 
-  /// Opens a reduction from a hook in a bare `loss.backward()`. An engine callback closes it at the end of
-  /// that backward. If the backward throws, the engine drops the callback, the reduction becomes stale and
-  /// the next one closes it first.
+  /// Opens a reduction from a hook in a bare `loss.backward()`; an engine callback closes it. If the backward
+  /// throws, the engine drops the callback, and the next reduction closes this stale one first.
   void open_bare() {
     open_plain();
     copy_known_unused(nullptr);
@@ -597,7 +589,6 @@ class Reducer {
     if (untold_ && !keeps_untold_) std::rethrow_exception(std::exchange(untold_, nullptr));
   }
 
-  /// Leaves the check of this reduction to a later `settle()`. Throws if this rank has failed.
   void leave_unread(LateNanCheck check, BackwardReport report, const std::exception_ptr& failure) {
     const bool poisoned =
         report.thrown || std::any_of(report.missing.begin(), report.missing.end(),
@@ -616,8 +607,7 @@ class Reducer {
     throw GradientError(text);
   }
 
-  /// Copies the remaining gradients into their buckets. Poisons the bucket view of each parameter whose
-  /// gradient is required and missing, and records the parameter in `report`.
+  /// Copies the remaining gradients into their buckets, and poisons those that are required and missing.
   void complete(BackwardReport& report) {
     const bool may_miss = no_data_ || searches() || (options_.static_graph && !expects_);
     for (std::size_t i = 0; i < parameters_.size(); ++i) {
@@ -639,7 +629,6 @@ class Reducer {
     if (report.thrown) reduction_.poison_last();
   }
 
-  /// Clears all gradients after a failure, so that an optimizer step taken anyway changes no parameter.
   void abandon() {
     for (const ParameterEntry& parameter : parameters_) parameter.gradient().reset();
     reduction_.abandon();
@@ -653,9 +642,8 @@ class Reducer {
       if (!parameters_[i].seen) unused_.push_back(i);
   }
 
-  /// Records how often each gradient fires in the first reduction that has gradients. Also records the ready
-  /// order, from the first reduction or, with static_graph, from the second, as Python does. A no-op if
-  /// unused parameters are searched for.
+  /// Records how often each gradient fires in the first reduction that has gradients, and the ready order: of the
+  /// first reduction or, with static_graph, of the second, as Python does.
   void learn() {
     if (searches()) return;
     if (!expects_) {
@@ -670,10 +658,9 @@ class Reducer {
   }
 
   /// Records the gradients that exist at the first forward after the ready order is known, with
-  /// GradientStorage::gradient_as_bucket_view. Python rebuilds its buckets in that forward and moves these
-  /// gradients into them; a later gradient of a backward under `no_sync` stays outside and is multiplied by
-  /// 1 / size instead of divided. Here the rebuild waits for the next reduction, because a forward on one
-  /// rank alone must not start a collective.
+  /// GradientStorage::gradient_as_bucket_view: Python rebuilds its buckets in that forward and moves these
+  /// gradients into them. Here the rebuild waits for the next reduction, because a forward on one rank alone
+  /// must not start a collective.
   void note_gradients() {
     if (!rebuild_due_ || options_.gradients != GradientStorage::gradient_as_bucket_view ||
         std::exchange(adoptable_noted_, true))

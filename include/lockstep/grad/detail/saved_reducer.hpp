@@ -31,7 +31,7 @@ inline at::Tensor saved_numbers(const std::vector<std::size_t>& numbers) {
   return tensor;
 }
 
-/// A value of DistributedDataParallel::state, checked. It may come from a file of anybody.
+/// A checked value of DistributedDataParallel::state, which may come from an untrusted file.
 struct SavedReducer {
   struct Rank {
     std::vector<std::size_t> expected;  // calls of each parameter's hook in a backward; empty if not known
