@@ -51,6 +51,7 @@ concept Countable = requires(const Batch& batch) {
   batch.size();
 };
 
+/// Returns the number of samples in a batch.
 template <Countable Batch>
 std::int64_t samples_in(const Batch& batch) {
   if constexpr (requires { batch.data.size(0); })

@@ -116,9 +116,9 @@ struct EarlyStopping {
 
   /// The state that a checkpoint stores.
   struct State {
-    BestValue best = {};
-    std::int64_t wait_count = 0;  // epochs since the best value
-    bool stopped = false;
+    BestValue best = {};          ///< So far.
+    std::int64_t wait_count = 0;  ///< Epochs since the best value.
+    bool stopped = false;         ///< Whether it has ended a `fit`.
   };
   State state = {};
 
