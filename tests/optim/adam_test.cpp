@@ -109,7 +109,7 @@ TEST_CASE("an archive whose states do not fit the parameters is refused, and cha
     damage(static_cast<AdamState&>(*one.state().at(a[0].unsafeGetTensorImpl())), one.options());
     const std::string before = saved(two);
     std::string text = text_of<lockstep::CheckpointError>([&] { load(two, saved(one)); });
-    CHECK(saved(two) == before);
+    CHECK((saved(two) == before) == !text.empty());
     return text;
   };
   CHECK(refused([](AdamState& state, auto&) {
