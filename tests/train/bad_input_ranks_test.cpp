@@ -322,7 +322,7 @@ TEST_CASE("equal first batches on all ranks are warned of, once") {
     int left = 3;
     std::optional<lockstep::Example> next() {
       if (left-- == 0) return std::nullopt;
-      return lockstep::Example{torch::full({2, 1}, first + left, torch::kDouble),
+      return lockstep::Example{torch::full({2, 3}, first + left, torch::kDouble),
                                torch::zeros({2, 1}, torch::kDouble)};
     }
   };

@@ -240,31 +240,27 @@ TEST_CASE(
     return text;
   };
   const std::string data(1 << 20, '\1');
-  // A ZIP of a version and of one record, for which the directory has these names.
+  struct Record {
+    std::string sizes, local;
+  };
+  const auto record = [&](const std::string& name, const std::string& content, std::uint64_t size,
+                          int method) {
+    const std::string sizes = number(method, 2) + number(0, 4) + number(lockstep::detail::crc32(content), 4) +
+                              number(content.size(), 4) + number(size, 4) + number(name.size(), 2);
+    return Record{sizes, "PK\3\4" + number(20, 2) + number(0, 2) + sizes + number(0, 2) + name + content};
+  };
+  // A ZIP of a version, one record and room for another, with a directory that has these names for the record.
   const auto archive = [&](const std::vector<std::string>& names, std::uint64_t size, int method = 0) {
-    const auto sizes = [&](const std::string& content, std::uint64_t claimed, const std::string& name) {
-      return number(lockstep::detail::crc32(content), 4) + number(content.size(), 4) + number(claimed, 4) +
-             number(name.size(), 2);
+    const Record version = record("a/version", "3\n", 2, 0), other = record(names[0], data, size, method);
+    const auto entry = [&](const Record& of, const std::string& name, std::size_t offset) {
+      return "PK\1\2" + number(20, 2) + number(20, 2) + number(0, 2) + of.sizes + std::string(12, '\0') +
+             number(offset, 4) + name;
     };
-    std::string bytes, directory;
-    const auto local = [&](const std::string& name, const std::string& content, std::uint64_t claimed,
-                           int how) {
-      bytes += "PK\3\4" + number(20, 2) + number(0, 2) + number(how, 2) + number(0, 4) +
-               sizes(content, claimed, name) + number(0, 2) + name + content;
-    };
-    const auto entry = [&](const std::string& name, const std::string& content, std::uint64_t claimed,
-                           int how, std::uint64_t place) {
-      directory += "PK\1\2" + number(20, 2) + number(20, 2) + number(0, 2) + number(how, 2) + number(0, 4) +
-                   sizes(content, claimed, name) + std::string(12, '\0') + number(place, 4) + name;
-    };
-    local("a/version", "3\n", 2, 0);
-    entry("a/version", "3\n", 2, 0, 0);
-    const std::size_t place = bytes.size();
-    local(names[0], data, size, method);
-    for (const std::string& name : names) entry(name, data, size, method, place);
-    const std::size_t count = names.size() + 1;
-    return bytes + directory + "PK\5\6" + number(0, 4) + number(count, 2) + number(count, 2) +
-           number(directory.size(), 4) + number(bytes.size(), 4) + number(0, 2);
+    std::string directory = entry(version, "a/version", 0);
+    for (const std::string& name : names) directory += entry(other, name, version.local.size());
+    const std::string local = version.local + other.local + std::string(data.size(), ' ');
+    return local + directory + "PK\5\6" + number(0, 4) + number(names.size() + 1, 2) +
+           number(names.size() + 1, 2) + number(directory.size(), 4) + number(local.size(), 4) + number(0, 2);
   };
   const auto refusal_of = [](const std::string& bytes) {
     return text_of<lockstep::CheckpointError>([&] { lockstep::detail::check_archive(bytes); });

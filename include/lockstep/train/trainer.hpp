@@ -389,7 +389,7 @@ class Trainer : detail::CheckedPolicies<Policies...> {
       parts_[i].second.add(so_far.parts[i]);
     auto descended = [&](Model& model, typename Source::Batch& batch) {
       if constexpr (!Source::partitions && TensorBatch<typename Source::Batch>)
-        if (!compared_batches_ && first_batch_ == 0) first_batch_ = detail::short_hash(batch);
+        if (!compared_batches_ && first_batch_ == 0) first_batch_ = detail::batch_hash(batch);
       return Parts::take(std::invoke(loss, model, batch), batch, parts_);
     };
     constexpr bool profiled = (ProfileCallback<Callbacks> || ...);
@@ -425,10 +425,9 @@ class Trainer : detail::CheckedPolicies<Policies...> {
     position_.skipped = 0;
     std::vector<Total> totals{meter_.total()};
     for (auto& [name, part] : parts_) totals.push_back(part.total());
-    const bool compared = std::exchange(compared_batches_, true);
-    if (!compared) totals.push_back({first_batch_, first_batch_ * first_batch_});
     sum_over_ranks(std::span(totals), comm_);
-    if (!compared) warn_of_equal_batches(totals.back());
+    if constexpr (!Source::partitions && TensorBatch<typename Source::Batch>)
+      if (!std::exchange(compared_batches_, true)) warn_of_equal_batches();
     if (!std::isfinite(totals[0].sum)) warn_of_loss(plan.epoch);
     EpochReport report{plan.epoch, position_.step, totals[0].mean(), 0, skipped, peak_memory()};
     std::string named;
@@ -506,9 +505,11 @@ class Trainer : detail::CheckedPolicies<Policies...> {
     warn_of_loss(world_.rank() == 0 ? world_.log : world_.log.all(), epoch, where);
   }
 
-  // Equal numbers alone have a square of their sum that is as many times the sum of their squares.
-  void warn_of_equal_batches(const Total& hashes) const {
-    if (comm_.size() > 1 && hashes.sum > 0 && hashes.sum * hashes.sum == comm_.size() * hashes.count)
+  // An exchange of its own: another buffer of the epoch's sums would change their last bits.
+  void warn_of_equal_batches() {
+    const std::vector<std::string> all = comm_.all_gather_bytes(std::to_string(first_batch_));
+    if (comm_.size() > 1 && first_batch_ != 0 &&
+        std::all_of(all.begin(), all.end(), [&](const auto& hash) { return hash == all[0]; }))
       world_.log.warning(
           "the first batches of all ranks are equal, as if every rank read the same samples: partition the "
           "data by a sampler that knows the rank, such as DistributedSampler, or give each rank a part of "
@@ -549,7 +550,7 @@ class Trainer : detail::CheckedPolicies<Policies...> {
   detail::SkippedSteps skipped_;                 // of the running epoch
   bool warned_of_rounding_ = false;
   bool warned_of_loss_ = false, warned_in_stream_ = false, compared_batches_ = false;
-  double first_batch_ = 0;  // a hash of this rank's first batch; 0 if it had none
+  std::uint64_t first_batch_ = 0;  // a hash of this rank's first batch; 0 if it had none
 };
 
 /// Deduces the policies: `Trainer{world, options, Net(...), extras...}`.

@@ -14,14 +14,14 @@ namespace lockstep::detail {
 // `counts_beforehand` is true knows all ranks' samples in every step. Between steps, `save(archive)` writes the
 // data position; a source constructed with that archive resumes the epoch there.
 
-/// Returns a hash of a batch's tensors, from 1 to 65536: sums over ranks of its square are exact.
+/// Returns a hash of a batch's tensors, never 0.
 template <TensorBatch Batch>
-double short_hash(Batch& batch) {
+std::uint64_t batch_hash(Batch& batch) {
   std::uint64_t hash = 0;
   for_each_tensor(batch, [&](at::Tensor& tensor) {
     if (tensor.layout() == at::kStrided) hash = hash_value(hash, tensor);
   });
-  return static_cast<double>(1 + (hash ^ hash >> 32) % 65536);
+  return std::max<std::uint64_t>(hash, 1);
 }
 
 /// Yields the batches of a loader, whose sampler knows the samples of every rank.
