@@ -81,7 +81,7 @@ static_assert(AsyncWork<ProcessGroupWork>);
 /// The program may share the backend with other code; every rank then issues the collectives of both users
 /// in the same order. If the communicator holds the last reference to the backend, shutdown() destroys the
 /// backend after its operations have completed. A communicator on a device calls c10d::Backend::abort() once,
-/// on a thread of its own, when it is aborted, when another rank fails or when an operation times out: the
+/// on a separate thread, when it is aborted, when another rank fails or when an operation times out: the
 /// kernels in flight would never end. It does not use the backend afterwards.
 ///
 /// Tensors are on the device of the options and may have any strides; a non-contiguous tensor is copied. Many
