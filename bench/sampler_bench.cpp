@@ -53,7 +53,7 @@ int main(int argc, char** argv) {
     return 2;
   }
 
-  std::vector<double> make, set_epoch, walk;
+  std::vector<double> make, set_epoch;
   double kept = 0;
   for (int round = 0; round < rounds; ++round) {
     const double before = memory("VmRSS");
@@ -72,14 +72,6 @@ int main(int argc, char** argv) {
       at::randperm(static_cast<std::int64_t>(samples), generator, at::kLong);
     });
     set_epoch.push_back(lockstep_seconds / torch_seconds);
-
-    lockstep::PermutationSampler constant{samples, 0, ranks, {.seed = 3407}};
-    walk.push_back(seconds([&] {
-                     constant.set_epoch(epoch);
-                     while (constant.next(4096)) {
-                     }
-                   }) /
-                   torch_seconds);
     fmt::print("round {}: set_epoch {:.3f} s, torch::randperm {:.3f} s\n", round, lockstep_seconds,
                torch_seconds);
   }
@@ -90,6 +82,5 @@ int main(int argc, char** argv) {
              1e3 * make[make.size() / 2], memory("VmHWM") / (1 << 20));
   print_ratio("sampler-set-epoch", "lockstep/torch::randperm", set_epoch);
   print_ratio("sampler-memory", "kept/(8N/R)", {kept / share});
-  print_ratio("permutation-sampler-pass", "lockstep/torch::randperm", walk);
   return 0;
 }

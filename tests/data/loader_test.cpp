@@ -81,7 +81,6 @@ const auto in_order = [](std::size_t length) { return DistributedSampler{length,
 }  // namespace
 
 static_assert(lockstep::ResumableSampler<DistributedSampler>);
-static_assert(lockstep::ResumableSampler<lockstep::PermutationSampler>);
 static_assert(lockstep::ResumableSampler<lockstep::RandomSampler>);
 static_assert(lockstep::ResumableSampler<lockstep::EvaluationSampler>);
 

@@ -26,7 +26,7 @@ lockstep::TensorDataset numbers(std::int64_t samples) {
 auto loader_of(std::int64_t samples, std::size_t workers = 0) {
   return lockstep::DataLoader{
       numbers(samples),
-      lockstep::PermutationSampler{static_cast<std::size_t>(samples), 0, 1, {.shuffle = false}},
+      lockstep::DistributedSampler{static_cast<std::size_t>(samples), 0, 1, {.shuffle = false}},
       {.batch_size = 2, .num_workers = workers}};
 }
 

@@ -107,7 +107,7 @@ TEST_CASE("half precisions train on the GPU", "[gpu]") {
 TEST_CASE("batches come over on a side stream, each whole", "[gpu]") {
   const auto data = torch::arange(4096 * 256).view({4096, 256}).to(torch::kFloat);
   lockstep::DataLoader loader{lockstep::TensorDataset{data, torch::arange(4096)},
-                              lockstep::PermutationSampler{4096, 0, 1, {.shuffle = false}},
+                              lockstep::DistributedSampler{4096, 0, 1, {.shuffle = false}},
                               {.batch_size = 64, .num_workers = 2, .pin_memory = true}};
   std::int64_t row = 0;
   for (auto& batch : lockstep::StagedBatches{loader, gpu()}) {

@@ -3,7 +3,9 @@
 #include <thread>
 
 #include "grad/models.hpp"
+#include "lockstep/data/sampler.hpp"
 #include "support/mib.hpp"
+#include "support/written.hpp"
 
 namespace reduction_ranks_test {
 
@@ -463,6 +465,56 @@ TEST_CASE("a wrapper made again after parameters were frozen works beside the ol
     CHECK(made_again.report().reductions == static_cast<std::size_t>(step + 1));
   }
   says("a newer one of the same parameters is alive");
+}
+
+TEST_CASE("mistakes of a loop by hand are warned of, once, on one rank") {
+  const auto& world = test_world();
+  const auto warns = [&](int rank, const char* text, auto&& loop) {
+    Net net;
+    DistributedDataParallel ddp{net, shared_comm()};
+    torch::optim::SGD optimizer(ddp.parameters(), 0.1);
+    const std::string said = written(2, [&] {
+      for (int i = 0; i < 2; ++i) loop(net, ddp, optimizer);
+    });
+    CHECK(std::count(said.begin(), said.end(), '\n') == (text && world.rank() == rank ? 1 : 0));
+    if (text && world.rank() == rank) CHECK_THAT(said, ContainsSubstring(text));
+  };
+
+  SECTION("ranks that read the same samples") {
+    for (const bool equal : {true, false})
+      warns(1, equal ? "first gradients of ranks 0 and 1 are equal" : nullptr,
+            [&](Net& net, auto& ddp, auto&) {
+              ddp.backward(net(batch_of(equal ? 0 : world.rank(), 0)).pow(2).mean());
+            });
+  }
+  SECTION("a step inside no_sync") {
+    for (const bool inside : {true, false})
+      warns(0, inside && world.size() > 1 ? "parameters changed inside no_sync" : nullptr,
+            [&](Net& net, auto& ddp, auto& optimizer) {
+              for (int step = 0; step < 4; ++step) {
+                const auto accumulating = ddp.no_sync(step % 2 == 0);
+                ddp.backward(net(batch_of(world.rank(), step)).sum());
+                if (inside || step % 2 == 1) optimizer.step();
+              }
+            });
+  }
+  SECTION("batches of different epochs in one backward") {
+    for (const bool empty : {false, true}) {
+      const std::size_t length = 3 * static_cast<std::size_t>(world.size()) + 1;
+      lockstep::DistributedSampler sampler{length, world, {.pad = false}};
+      warns(world.size() - 1, empty || world.size() == 1 ? nullptr : "has begun another epoch",
+            [&](Net& net, auto& ddp, auto&) {
+              // Rank 0 has two batches in an epoch, the last rank one.
+              for (int epoch = 0; epoch < (world.rank() > 0 && !empty ? 2 : 1); ++epoch) {
+                sampler.set_epoch(sampler.epoch() + 1);
+                sampler.reset();
+                for (int step = 0; sampler.next(3); ++step)
+                  ddp.backward(net(batch_of(world.rank(), step)).sum());
+                if (world.rank() > 0 && empty) ddp.backward_empty();
+              }
+            });
+    }
+  }
 }
 
 }  // namespace reduction_ranks_test

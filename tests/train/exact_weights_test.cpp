@@ -117,7 +117,6 @@ TEST_CASE("a batch of 30 with a short tail, ranks without data, and samplers of 
   check_like_one_process<DistributedSampler>(
       {.length = 4 * test_world().size() + 1, .batch = 2, .accumulate = 2});
   check_like_one_process<DistributedSampler>({.length = 1, .batch = 3, .accumulate = 2});
-  check_like_one_process<lockstep::PermutationSampler>({.length = 23, .batch = 4, .accumulate = 2});
   check_like_one_process<lockstep::EvaluationSampler>({.length = 23, .batch = 4, .accumulate = 1});
 }
 

@@ -338,9 +338,9 @@ TEST_CASE("policies are told apart by their concepts, in any order") {
   }};
   lockstep::Trainer deduced{alone(),   options,
                             sgd,       lockstep::LocalComm(alone()),
-                            schedule,  std::in_place_type<lockstep::PermutationSampler>,
+                            schedule,  std::in_place_type<lockstep::EvaluationSampler>,
                             Doubled(), std::in_place_type<TinyNet>};
-  lockstep::Trainer<TinyNet, lockstep::PermutationSampler, lockstep::LocalComm, Doubled,
+  lockstep::Trainer<TinyNet, lockstep::EvaluationSampler, lockstep::LocalComm, Doubled,
                     std::remove_const_t<decltype(sgd)>, std::remove_const_t<decltype(schedule)>>
       named{alone(), options, sgd, schedule};
   static_assert(std::same_as<decltype(deduced.precision()), Doubled&>);

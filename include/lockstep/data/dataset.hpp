@@ -14,7 +14,6 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/from_blob.h>
-#include <ATen/ops/index_select.h>
 #include <ATen/ops/stack.h>
 #include <c10/util/ArrayRef.h>
 #include <torch/data/example.h>

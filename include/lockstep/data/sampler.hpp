@@ -1,8 +1,6 @@
 #pragma once
 
 #include <algorithm>
-#include <array>
-#include <bit>
 #include <concepts>
 #include <cstddef>
 #include <cstdint>
@@ -25,6 +23,7 @@
 #include "lockstep/data/generator.hpp"
 #include "lockstep/detail/const_data.hpp"
 #include "lockstep/detail/format.hpp"
+#include "lockstep/detail/short_passes.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/log/log.hpp"
 
@@ -300,6 +299,14 @@ class StridedSampler : public PassSampler {
   }
   /// Returns the epoch that the next `reset()` starts.
   [[nodiscard]] std::size_t epoch() const { return epoch_.number(); }
+
+  std::optional<std::vector<std::size_t>> next(std::size_t batch_size) override {
+    check_batch_size(batch_size);
+    const auto batches = [&](int rank) { return (size_of(rank) + batch_size - 1) / batch_size; };
+    if (position_ == 0 && options_.shuffle && rank_ == world_size_ - 1 && batches(rank_) < batches(0))
+      ++short_passes;
+    return PassSampler::next(batch_size);
+  }
 
   [[nodiscard]] std::size_t size() const override { return size_of(rank_); }
   /// Returns `size()` of any rank from 0 to world size - 1.
@@ -644,70 +651,6 @@ class RandomSampler : public detail::PassSampler {
   RandomSamplerOptions options_;
   at::Tensor order_, state_;
   bool ended_ = false;  // `next` asked for more samples than remained
-};
-
-/// A keyed permutation of 0 .. length - 1 that is computed, not stored. Evaluating an index takes a few
-/// nanoseconds.
-///
-/// A Feistel network is a bijection of w bits. w is the smallest width that holds the length, but at least 6:
-/// narrower networks do not reach all orders evenly. A value at or above the length is encrypted again until
-/// it falls below, which leaves a bijection of 0 .. length - 1.
-class KeyedPermutation {
- public:
-  /// Constructs the permutation of `length` values that `key` selects.
-  KeyedPermutation(std::size_t length, std::uint64_t key) : length_(length) {
-    const int bits = length > 64 ? static_cast<int>(std::bit_width(length - 1)) : 6;
-    low_bits_ = bits / 2;
-    low_mask_ = (std::uint64_t{1} << low_bits_) - 1;
-    high_mask_ = (std::uint64_t{1} << (bits - low_bits_)) - 1;
-    for (std::uint64_t& round_key : keys_) round_key = key = detail::mix_bits(key);
-  }
-
-  /// Returns the value at index `i` < length.
-  [[nodiscard]] std::size_t operator()(std::size_t i) const {
-    std::uint64_t value = i;
-    do value = encrypt(value);
-    while (value >= length_);
-    return static_cast<std::size_t>(value);
-  }
-
- private:
-  [[nodiscard]] std::uint64_t encrypt(std::uint64_t value) const {
-    std::uint64_t low = value & low_mask_, high = value >> low_bits_;
-    for (std::size_t round = 0; round < keys_.size(); round += 2) {
-      high ^= detail::mix_bits(low ^ keys_[round]) & high_mask_;
-      low ^= detail::mix_bits(high ^ keys_[round + 1]) & low_mask_;
-    }
-    return high << low_bits_ | low;
-  }
-
-  std::size_t length_;
-  int low_bits_;
-  std::uint64_t low_mask_, high_mask_;
-  std::array<std::uint64_t, 8> keys_;
-};
-
-/// A DistributedSampler whose order is a KeyedPermutation for each (seed, epoch): constant memory, and constant
-/// time per index.
-class PermutationSampler : public detail::StridedSampler {
- public:
-  /// Throws UsageError unless 0 <= rank < world_size.
-  PermutationSampler(std::size_t length, int rank, int world_size, const SamplerOptions& options = {})
-      : detail::StridedSampler("PermutationSampler", length, rank, world_size, options) {}
-
-  /// Takes rank and number of ranks from a group, such as a World or a communicator.
-  template <RankedGroup G>
-  PermutationSampler(std::size_t length, const G& group, const SamplerOptions& options = {})
-      : PermutationSampler(length, group.rank(), group.size(), options) {}
-
- protected:
-  void read_order(std::size_t first, std::size_t* indices, std::size_t count) override {
-    const KeyedPermutation order(length(), seed_of({.seed = options().seed, .epoch = pass_epoch()}));
-    for (std::size_t i = 0; i < count; ++i) {
-      const std::size_t at = place(first + i) % length();
-      indices[i] = options().shuffle ? order(at) : at;
-    }
-  }
 };
 
 }  // namespace lockstep

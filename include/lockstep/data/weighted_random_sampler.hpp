@@ -3,13 +3,10 @@
 #include <concepts>
 #include <cstddef>
 #include <cstdint>
-#include <optional>
 #include <utility>
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/count_nonzero.h>
-#include <ATen/ops/isfinite.h>
 #include <ATen/ops/multinomial.h>
 
 #include "lockstep/comm/detail/describe.hpp"

@@ -14,9 +14,6 @@
 #include <ATen/ops/_upsample_bilinear2d_aa.h>
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/exp.h>
-#include <ATen/ops/flip.h>
-#include <ATen/ops/log.h>
 #include <ATen/ops/rand.h>
 #include <ATen/ops/randint.h>
 #include <ATen/ops/tensor.h>

@@ -22,6 +22,7 @@
 #include "lockstep/grad/detail/broadcast_list.hpp"
 #include "lockstep/grad/detail/bucket_plan.hpp"
 #include "lockstep/grad/detail/ddp_start.hpp"
+#include "lockstep/grad/detail/loop_checks.hpp"
 #include "lockstep/grad/detail/parameter_table.hpp"
 #include "lockstep/grad/detail/reducer.hpp"
 #include "lockstep/grad/hooks/hook.hpp"
@@ -238,14 +239,20 @@ class DistributedDataParallel {
   [[nodiscard]] auto no_sync(bool enabled = true) {
     struct Guard {
       explicit Guard(State* state) : state(state) {
-        if (state) ++state->reducer->no_sync_depth;
+        if (!state) return;
+        before = state->checks.begin_no_sync(*state->comm, state->parameters.trained);
+        ++state->reducer->no_sync_depth;
       }
-      Guard(Guard&& other) noexcept : state(std::exchange(other.state, nullptr)) {}
+      Guard(Guard&& other) noexcept
+          : state(std::exchange(other.state, nullptr)), before(std::move(other.before)) {}
       Guard& operator=(Guard&&) = delete;
       ~Guard() {
-        if (state) --state->reducer->no_sync_depth;
+        if (!state) return;
+        --state->reducer->no_sync_depth;
+        state->checks.end_no_sync(*state->comm, state->parameters.trained, before);
       }
       State* state;
+      std::vector<at::Tensor> before;
     };
     return Guard(enabled ? state_.get() : nullptr);
   }
@@ -304,6 +311,7 @@ class DistributedDataParallel {
     bool sync_due = true;
     detail::BroadcastList buffers{{}};
     bool broadcasts_buffers = false;
+    detail::LoopChecks checks;
     std::vector<std::string> ignored;
     detail::ParameterTable parameters;
     std::unique_ptr<Reducer> reducer;  // refers to the members above
@@ -355,6 +363,7 @@ class DistributedDataParallel {
 
   template <class Run>
   void run(const detail::Contribution& contribution, Run&& backward) {
+    state_->checks.begin_backward(*state_->comm, contribution);
     const detail::CallScope scope(detail::backward_name);
     state_->reducer->backward(contribution, [&] {
       check_losses(contribution);

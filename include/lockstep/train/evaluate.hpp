@@ -4,7 +4,6 @@
 #include <ATen/ops/cat.h>
 #include <ATen/ops/zeros.h>
 
-#include <iterator>
 #include <sstream>
 
 #include "lockstep/data/dataset.hpp"

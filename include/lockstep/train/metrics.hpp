@@ -15,11 +15,7 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/core/Reduction.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/argmax.h>
 #include <ATen/ops/cross_entropy_loss.h>
-#include <ATen/ops/eq.h>
-#include <ATen/ops/ne.h>
-#include <ATen/ops/sum.h>
 #include <c10/core/ScalarType.h>
 
 #include "lockstep/comm/detail/describe.hpp"

@@ -22,7 +22,7 @@ namespace lockstep {
 /// `std::in_place_type<T>` the Trainer constructs the policy itself: a model after seeding, a communicator
 /// from the world, a sampler for each dataset, any other policy by its default constructor.
 ///
-///   Trainer trainer{world, options, std::in_place_type<Net>, std::in_place_type<PermutationSampler>,
+///   Trainer trainer{world, options, std::in_place_type<Net>, std::in_place_type<EvaluationSampler>,
 ///                   Fp16(), MakeOptimizer{make}};
 ///
 /// `Trainer<Net, DistributedSampler, GlooComm, Fp32, Extras...>` names them explicitly. Callbacks are not
@@ -388,8 +388,6 @@ class Trainer : detail::CheckedPolicies<Policies...> {
     for (std::size_t i = 0; i < std::min(parts_.size(), so_far.parts.size()); ++i)
       parts_[i].second.add(so_far.parts[i]);
     auto descended = [&](Model& model, typename Source::Batch& batch) {
-      if constexpr (!Source::partitions && TensorBatch<typename Source::Batch>)
-        if (!compared_batches_ && first_batch_ == 0) first_batch_ = detail::batch_hash(batch);
       return Parts::take(std::invoke(loss, model, batch), batch, parts_);
     };
     constexpr bool profiled = (ProfileCallback<Callbacks> || ...);
@@ -426,8 +424,6 @@ class Trainer : detail::CheckedPolicies<Policies...> {
     std::vector<Total> totals{meter_.total()};
     for (auto& [name, part] : parts_) totals.push_back(part.total());
     sum_over_ranks(std::span(totals), comm_);
-    if constexpr (!Source::partitions && TensorBatch<typename Source::Batch>)
-      if (!std::exchange(compared_batches_, true)) warn_of_equal_batches();
     if (!std::isfinite(totals[0].sum)) warn_of_loss(plan.epoch);
     EpochReport report{plan.epoch, position_.step, totals[0].mean(), 0, skipped, peak_memory()};
     std::string named;
@@ -505,17 +501,6 @@ class Trainer : detail::CheckedPolicies<Policies...> {
     warn_of_loss(world_.rank() == 0 ? world_.log : world_.log.all(), epoch, where);
   }
 
-  // An exchange of its own: another buffer of the epoch's sums would change their last bits.
-  void warn_of_equal_batches() {
-    const std::vector<std::string> all = comm_.all_gather_bytes(std::to_string(first_batch_));
-    if (comm_.size() > 1 && first_batch_ != 0 &&
-        std::all_of(all.begin(), all.end(), [&](const auto& hash) { return hash == all[0]; }))
-      world_.log.warning(
-          "the first batches of all ranks are equal, as if every rank read the same samples: partition the "
-          "data by a sampler that knows the rank, such as DistributedSampler, or give each rank a part of "
-          "the stream");
-  }
-
   // A stream's epoch may never end: each rank warns of its own loss, once the meter has read it.
   void warn_in_stream(std::int64_t epoch) {
     if (warned_of_loss_ || warned_in_stream_ || !meter_.known_not_finite()) return;
@@ -549,8 +534,7 @@ class Trainer : detail::CheckedPolicies<Policies...> {
   detail::SaveDataPosition save_data_position_;  // saves the data position, inside `fit`
   detail::SkippedSteps skipped_;                 // of the running epoch
   bool warned_of_rounding_ = false;
-  bool warned_of_loss_ = false, warned_in_stream_ = false, compared_batches_ = false;
-  std::uint64_t first_batch_ = 0;  // a hash of this rank's first batch; 0 if it had none
+  bool warned_of_loss_ = false, warned_in_stream_ = false;
 };
 
 /// Deduces the policies: `Trainer{world, options, Net(...), extras...}`.

@@ -20,6 +20,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
+#include <ATen/ops/norm.h>
 #include <ATen/ops/sparse_coo_tensor.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
@@ -393,6 +394,12 @@ class BucketReduction {
     bytes_last_ = bytes() - bytes_before_;
   }
 
+  /// Returns the norm of this rank's gradients in the first bucket of the first reduction; afterwards, 0.
+  [[nodiscard]] double take_first_norm() {
+    const at::Tensor norm = std::exchange(first_norm_, {});
+    return norm.defined() ? norm.item<double>() : 0;
+  }
+
   /// Counts a reduction that has failed on this rank and not yet on the others.
   void count_failed() { ++reductions_; }
 
@@ -512,7 +519,9 @@ class BucketReduction {
     const bool first =
         std::none_of(works_.begin(), works_.end(), [](const auto& work) { return bool(work); });
     launched_[b] = Clock::now();
-    if (first) times.first_launch = launched_[b];
+    if (!first) return;
+    times.first_launch = launched_[b];
+    if (reductions_ == 0) first_norm_ = at::norm((*buckets_)[b].flat, 2, at::kDouble);
   }
 
   /// Returns whether the counts travel in the tail of the last bucket, as two numbers: count / 2^16 and the
@@ -611,7 +620,7 @@ class BucketReduction {
   std::shared_ptr<CompletionTimes> completions_;  // null unless recorded
   std::optional<UsageExchange<Comm>> usage_;
   at::Tensor weight_;  // scalar factor of each sum, if the counts were all-reduced first
-  at::Tensor counted_tail_;
+  at::Tensor counted_tail_, first_norm_;
   double total_count_ = 0;
   std::size_t next_ = 0;         // the bucket to launch next
   std::size_t last_bucket_ = 0;  // the last non-empty dense bucket; only `launch_rest` launches it

@@ -11,7 +11,6 @@
 #include <map>
 #include <optional>
 #include <random>
-#include <string>
 #include <string_view>
 #include <system_error>
 #include <utility>

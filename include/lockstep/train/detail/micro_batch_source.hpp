@@ -14,16 +14,6 @@ namespace lockstep::detail {
 // `counts_beforehand` is true knows all ranks' samples in every step. Between steps, `save(archive)` writes the
 // data position; a source constructed with that archive resumes the epoch there.
 
-/// Returns a hash of a batch's tensors, never 0.
-template <TensorBatch Batch>
-std::uint64_t batch_hash(Batch& batch) {
-  std::uint64_t hash = 0;
-  for_each_tensor(batch, [&](at::Tensor& tensor) {
-    if (tensor.layout() == at::kStrided) hash = hash_value(hash, tensor);
-  });
-  return std::max<std::uint64_t>(hash, 1);
-}
-
 /// Yields the batches of a loader, whose sampler knows the samples of every rank.
 template <class Loader>
 class LoaderMicroBatchSource {
@@ -31,9 +21,6 @@ class LoaderMicroBatchSource {
   using Batch = typename Loader::Batch;
   static constexpr bool counts_beforehand = true;
   static constexpr bool repeats = true;
-  /// Whether the sampler is known to give each rank samples of its own.
-  static constexpr bool partitions =
-      std::derived_from<std::remove_cvref_t<decltype(std::declval<Loader&>().sampler())>, StridedSampler>;
 
   /// `loader` must outlive the source. Batches are copied to `device`. If `saved` is not null, the loader's
   /// sampler resumes the saved epoch.
@@ -126,7 +113,6 @@ class StreamMicroBatchSource {
   using Batch = BatchFrom<Stream>;
   static constexpr bool counts_beforehand = false;
   static constexpr bool repeats = RepeatableStream<Stream>;
-  static constexpr bool partitions = false;
 
   /// `stream` must outlive the source. If `saved` is not null, the saved epoch is resumed: a repeatable
   /// stream is read again up to the saved position, and any other stream continues with its next batch.

@@ -1,7 +1,6 @@
 #pragma once
 
 #include <ATen/core/Dict.h>
-#include <ATen/ops/tensor.h>
 
 #include "lockstep/optim/detail/sharded_state.hpp"
 #include "lockstep/train/detail/model_handle.hpp"

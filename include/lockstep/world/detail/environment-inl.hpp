@@ -515,40 +515,39 @@ LOCKSTEP_INLINE std::optional<LaunchedRank> rank_of_slurm(const Variables& varia
   return found;
 }
 
+namespace detail {
+/// Returns the rank of a process that a launcher of MPI has started, from the launcher's variables.
+LOCKSTEP_INLINE std::optional<LaunchedRank> rank_of_mpi(const Variables& variables, const char* launcher,
+                                                        const char* rank, const char* size,
+                                                        const char* local_rank, const char* local_size) {
+  LaunchedRank found{launcher, *integer_variable(variables, rank, 0)};
+  found.size = companion_variable(variables, size, 1, rank);
+  if (found.size == 1) return std::nullopt;
+  require_below(variables, rank, found.rank, size, found.size);
+  found.local_rank = integer_variable(variables, local_rank, 0);
+  found.local_size = integer_variable(variables, local_size, 1);
+  found.variables = formatted("{}, {}", rank, size);
+  found.local_variable = local_rank;
+  require_local_place(found, local_rank, local_size);
+  rendezvous_on_this_host(variables, found);
+  return found;
+}
+}  // namespace detail
+
 LOCKSTEP_INLINE std::optional<LaunchedRank> rank_of_open_mpi(const Variables& variables) {
   detail::require_beside(variables, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE");
-  const auto rank = detail::integer_variable(variables, "OMPI_COMM_WORLD_RANK", 0);
-  if (!rank) return std::nullopt;
-  LaunchedRank found{"mpirun of Open MPI", *rank};
-  found.size = detail::companion_variable(variables, "OMPI_COMM_WORLD_SIZE", 1, "OMPI_COMM_WORLD_RANK");
-  if (found.size == 1) return std::nullopt;
-  detail::require_below(variables, "OMPI_COMM_WORLD_RANK", found.rank, "OMPI_COMM_WORLD_SIZE", found.size);
-  found.local_rank = detail::integer_variable(variables, "OMPI_COMM_WORLD_LOCAL_RANK", 0);
-  found.local_size = detail::integer_variable(variables, "OMPI_COMM_WORLD_LOCAL_SIZE", 1);
-  found.variables = "OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE";
-  found.local_variable = "OMPI_COMM_WORLD_LOCAL_RANK";
-  detail::require_local_place(found, "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE");
-  detail::rendezvous_on_this_host(variables, found);
-  return found;
+  if (!variables("OMPI_COMM_WORLD_RANK")) return std::nullopt;
+  return detail::rank_of_mpi(variables, "mpirun of Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
+                             "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE");
 }
 
 LOCKSTEP_INLINE std::optional<LaunchedRank> rank_of_pmi(const Variables& variables) {
   detail::require_beside(variables, "PMI_RANK", "PMI_SIZE");
-  const auto rank = detail::integer_variable(variables, "PMI_RANK", 0);
-  if (!rank) return std::nullopt;
+  if (!variables("PMI_RANK")) return std::nullopt;
   // srun --mpi=pmi2 sets PMI's variables beside its own, which say more.
   if (variables("SLURM_STEP_ID") && !variables("MPI_LOCALRANKID")) return rank_of_slurm(variables);
-  LaunchedRank found{"mpiexec", *rank};
-  found.size = detail::companion_variable(variables, "PMI_SIZE", 1, "PMI_RANK");
-  if (found.size == 1) return std::nullopt;
-  detail::require_below(variables, "PMI_RANK", found.rank, "PMI_SIZE", found.size);
-  found.local_rank = detail::integer_variable(variables, "MPI_LOCALRANKID", 0);
-  found.local_size = detail::integer_variable(variables, "MPI_LOCALNRANKS", 1);
-  found.variables = "PMI_RANK, PMI_SIZE";
-  found.local_variable = "MPI_LOCALRANKID";
-  detail::require_local_place(found, "MPI_LOCALRANKID", "MPI_LOCALNRANKS");
-  detail::rendezvous_on_this_host(variables, found);
-  return found;
+  return detail::rank_of_mpi(variables, "mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID",
+                             "MPI_LOCALNRANKS");
 }
 
 LOCKSTEP_INLINE std::optional<LaunchedRank> launched_rank(const Variables& variables) {
