@@ -292,7 +292,8 @@ TEST_CASE("a loss that is not a number is told once, with the rank and the step 
 namespace {
 // One batch, for ever.
 struct Endless {
-  lockstep::Example batch = curve(2).get_batch(std::vector<std::size_t>{0, 1});
+  std::size_t at = 2 * static_cast<std::size_t>(test_world().rank());
+  lockstep::Example batch = curve(8).get_batch(std::vector<std::size_t>{at, at + 1});
   std::optional<lockstep::Example> next() { return batch; }
 };
 }  // namespace
