@@ -82,11 +82,9 @@ inline void require_one_call(BackendGroup& group, const std::string& calls) {
 inline std::vector<std::string> exchanged_in_store(BackendGroup& group, const Call& call,
                                                    const std::vector<int>& from, const std::string& own) {
   const SentName name = sent_name(call.served);
-  std::vector<std::string> all;
-  const auto work = group.exchange_in_store(call, from, std::string(name.begin(), name.end()) + own,
-                                            [&all](std::vector<std::string> got) { all = std::move(got); });
+  const auto work = group.exchange_in_store(call, from, std::string(name.begin(), name.end()) + own);
   group.await(call, *work, call.start + group.timeout(), true);
-  std::vector<std::string> names;
+  std::vector<std::string> all = std::move(work->bytes()), names;
   for (std::string& bytes : all) {
     names.emplace_back(bytes.c_str());
     bytes.erase(0, name.size());

@@ -104,23 +104,19 @@ inline std::string backend_error_text(const std::exception_ptr& cause) {
 }
 
 /// An exchange of bytes through the store, as a Work of c10d, for a transport that moves bytes only through GPU
-/// memory, or whose two collectives per exchange would need a wait in between.
+/// memory.
 ///
-/// Each rank of `from` writes its bytes in the constructor. isCompleted() delivers the bytes once all have
+/// Each rank of `from` writes its bytes in the constructor. isCompleted() reads the bytes once all have
 /// arrived; the last rank to read them deletes them. Every function throws as Membership::at_store does.
 class StoreExchange : public c10d::Work {
  public:
   using Clock = std::chrono::steady_clock;
-  /// Receives the bytes of the ranks of `from`, in their order.
-  using Deliver = std::function<void(std::vector<std::string>)>;
 
-  StoreExchange(Membership& membership, const Call& call, std::vector<int> from, const std::string& own,
-                Deliver deliver)
+  StoreExchange(Membership& membership, const Call& call, std::vector<int> from, const std::string& own)
       : membership_(membership),
         call_(call),
         name_(store_keys::bytes(call.sequence)),
-        from_(std::move(from)),
-        deliver_(std::move(deliver)) {
+        from_(std::move(from)) {
     for (const int from : from_) keys_.push_back(key(name_, from));
     const int rank = membership.rank();
     if (std::find(from_.begin(), from_.end(), rank) == from_.end()) return;
@@ -134,17 +130,11 @@ class StoreExchange : public c10d::Work {
   }
 
   bool isCompleted() override {
-    if (delivered_) return true;
+    if (!bytes_.empty()) return true;
     const auto until = Clock::now() + std::chrono::milliseconds(1500);
     const auto complete = membership_.at_store_until(
         call_, until, [keys = keys_](c10d::Store& store) { return store.check(keys); });
     if (!complete.value_or(false)) return false;
-    deliver(until);
-    return delivered_ = true;
-  }
-
- private:
-  void deliver(Clock::time_point until) {
     auto all = membership_.at_store_until(
         call_, until, [name = name_, from = from_, size = membership_.size()](c10d::Store& store) {
           std::vector<std::string> bytes(from.size());
@@ -163,9 +153,14 @@ class StoreExchange : public c10d::Work {
           return bytes;
         });
     if (!all) membership_.throw_store_timeout(call_);
-    deliver_(std::move(*all));
+    bytes_ = std::move(*all);
+    return true;
   }
 
+  /// The bytes of the ranks of `from`, in their order, once the exchange is complete.
+  [[nodiscard]] std::vector<std::string>& bytes() { return bytes_; }
+
+ private:
   static constexpr std::size_t piece = 4 << 20;
 
   static std::string key(const std::string& name, int rank) { return detail::formatted("{}/{}", name, rank); }
@@ -178,8 +173,7 @@ class StoreExchange : public c10d::Work {
   std::string name_;
   std::vector<int> from_;
   std::vector<std::string> keys_;  // of `from_`, by their order there
-  Deliver deliver_;
-  bool delivered_ = false;
+  std::vector<std::string> bytes_;
 };
 
 /// The state that a ProcessGroupComm and its Works share: the GroupState and the backend.
@@ -318,10 +312,10 @@ class BackendGroup {
     watch_changed_.notify_all();
   }
 
-  BackendWork exchange_in_store(const Call& call, std::vector<int> from, const std::string& own,
-                                StoreExchange::Deliver deliver) {
+  c10::intrusive_ptr<StoreExchange> exchange_in_store(const Call& call, const std::vector<int>& from,
+                                                      const std::string& own) {
     try {
-      return c10::make_intrusive<StoreExchange>(membership(), call, std::move(from), own, std::move(deliver));
+      return c10::make_intrusive<StoreExchange>(membership(), call, from, own);
     } catch (const Error&) {
       check(std::current_exception());
       throw;
