@@ -5,22 +5,9 @@
 #include "support/catch.hpp"
 #include "support/ranks.hpp"
 #include "support/tested_comm.hpp"
+#include "support/text_of.hpp"
 
 namespace agreement_ranks_test {
-
-namespace {
-
-template <class E, class Work>
-std::string text_of(Work&& work) {
-  try {
-    work();
-  } catch (const E& error) {
-    return error.what();
-  }
-  return {};
-}
-
-}  // namespace
 
 TEST_CASE("every rank gets all results, or throws the same error") {
   const lockstep::World& world = test_world();

@@ -78,12 +78,4 @@ TEST_CASE("DistributedDataParallel reduces over a communicator with the required
   for (std::size_t i = 0; i < plain.size(); ++i) CHECK(torch::allclose(averaged[i], plain[i]));
 }
 
-TEST_CASE("a default Work is complete") {
-  lockstep::detail::ProcessGroupWork work;
-  work.synchronize();
-  work.wait();
-  work.synchronize(std::chrono::milliseconds(0));
-  CHECK(work.error() == nullptr);
-}
-
 }  // namespace concepts_test

@@ -13,12 +13,9 @@ TEST_CASE("ranks that would compute on GPUs and on CPUs are told so, with two of
   lockstep::GlooComm comm{test_world()};
   lockstep::detail::agree_on_device(test_world(), DeviceKind::gpu);
   lockstep::detail::agree_on_device(test_world(), DeviceKind::cpu);
-  std::string said;
-  try {
+  const std::string said = text_of<lockstep::MismatchError>([&] {
     lockstep::detail::agree_on_device(test_world(), comm.rank() == 1 ? DeviceKind::gpu : DeviceKind::cpu);
-  } catch (const lockstep::MismatchError& error) {
-    said = error.what();
-  }
+  });
   int told = 0;
   for (const std::string& text : comm.all_gather_bytes(said)) {
     if (text.empty()) continue;

@@ -101,22 +101,6 @@ TEST_CASE("lateness of a message names its peer alone") {
         "recv from rank 1 (tag 5) is not complete after 250 ms: rank 7 is last at broadcast #3");
 }
 
-TEST_CASE("a mismatch names the first thing that differs") {
-  const Call call{"all_reduce", 57, {}, 0, {}};
-  const auto a = at::zeros({4}), b = at::zeros({8}), c = at::zeros({2, 3}, at::kLong);
-  const auto text = [&](const std::vector<at::Tensor>& list) {
-    return lockstep::detail::signature("all_reduce of sum", list);
-  };
-  CHECK(mismatch_text(call, {text({a}), text({b})}, {0, 1}) ==
-        "all_reduce #57: rank 0 [4] float32, rank 1 [8] float32");
-  CHECK(mismatch_text(call, {text({a, c}), text({a, c}), text({a, b})}, {0, 2, 5}) ==
-        "all_reduce #57: tensor 1: rank 0 [2, 3] int64, rank 2 [2, 3] int64, rank 5 [8] float32");
-  CHECK(mismatch_text(call, {text({a, c}), text({a})}, {0, 1}) ==
-        "all_reduce #57: tensor 1: rank 0 [2, 3] int64, rank 1 nothing");
-  CHECK(mismatch_text(call, {text({a}), lockstep::detail::signature("broadcast with root 1", {a})}, {0, 1}) ==
-        "collective #57: rank 0 all_reduce of sum, rank 1 broadcast with root 1");
-}
-
 TEST_CASE("what Gloo says is cut to its sentence") {
   const auto words = [](const std::string& text) {
     return lockstep::detail::backend_error_text(std::make_exception_ptr(std::runtime_error(text)));
@@ -129,22 +113,6 @@ TEST_CASE("what Gloo says is cut to its sentence") {
         "the ranks gave it tensors of different sizes (a part of 60 vs 20 bytes)");
   CHECK(words("[127.0.0.1]:1] is a peer") == "[127.0.0.1]:1] is a peer");
   CHECK(words("plain") == "plain");
-}
-
-TEST_CASE("of many errors the first stays") {
-  lockstep::detail::StickyError error;
-  CHECK(!error.set());
-  std::atomic<int> first{0}, lost{0};
-  std::vector<std::thread> threads;
-  for (int t = 0; t < 4; ++t)
-    threads.emplace_back([&, t] {
-      if (error.keep(std::make_exception_ptr(std::runtime_error(std::to_string(t))))) ++first;
-      if (error.set() && !error.get()) ++lost;
-    });
-  for (std::thread& thread : threads) thread.join();
-  CHECK(first == 1);
-  CHECK(lost == 0);
-  CHECK_THROWS_AS(std::rethrow_exception(error.get()), std::runtime_error);
 }
 
 TEST_CASE("the status of a group that is entered meanwhile is one of its pairs") {

@@ -2,6 +2,7 @@
 #include "lockstep/data/dataset.hpp"
 #include "support/catch.hpp"
 #include "support/ranks.hpp"
+#include "support/text_of.hpp"
 
 namespace dataset_ranks_test {
 
@@ -12,12 +13,7 @@ namespace {
 // What the check says here; empty where it has nothing to say.
 template <class... Args>
 std::string said(lockstep::GlooComm& comm, Args&&... args) {
-  try {
-    lockstep::check_same_dataset(comm, args...);
-    return {};
-  } catch (const lockstep::MismatchError& error) {
-    return error.what();
-  }
+  return text_of<lockstep::MismatchError>([&] { lockstep::check_same_dataset(comm, args...); });
 }
 
 void check_equal_everywhere(lockstep::GlooComm& comm, const std::string& text) {

@@ -11,6 +11,7 @@
 #include "lockstep/data/sampler.hpp"
 #include "lockstep/detail/const_data.hpp"
 #include "support/catch.hpp"
+#include "support/text_of.hpp"
 
 namespace loader_test {
 
@@ -116,8 +117,7 @@ TEST_CASE("a loader counts the passes and samples of a plain sampler") {
   loader.save(archive, 3);
   std::stringstream bytes;
   archive.save_to(bytes);
-  torch::serialize::InputArchive saved;
-  saved.load_from(bytes);
+  auto saved = archive_of(bytes.str());
   CHECK(lockstep::detail::read_count(saved, "given") == 3);
 }
 
@@ -249,12 +249,7 @@ TEST_CASE("threads that the machine does not give are missed in words") {
   REQUIRE(pthread_attr_setstacksize(&huge, std::size_t{1} << 56) == 0);
   REQUIRE(pthread_setattr_default_np(&huge) == 0);
   DataLoader loader{counting(10), in_order(10), {.num_workers = 3}};
-  std::string message;
-  try {
-    (void)loader.begin();
-  } catch (const lockstep::Error& error) {
-    message = error.what();
-  }
+  const std::string message = text_of<lockstep::Error>([&] { (void)loader.begin(); });
   REQUIRE(pthread_setattr_default_np(&usual) == 0);
   CHECK_THAT(message, ContainsSubstring("only 0 of 3 worker threads could be started (") &&
                           ContainsSubstring("ask for fewer workers"));
@@ -348,10 +343,8 @@ TEST_CASE("what workers have read ahead does not count as given") {
     loader.save(out, 3 * given);
     std::stringstream stream;
     out.save_to(stream);
-    torch::serialize::InputArchive in;
-    in.load_from(stream);
     auto rest = make(0);
-    rest.sampler().load(in);
+    load(rest.sampler(), stream.str());
     std::size_t at = given;
     for (auto& batch : rest) CHECK(torch::equal(batch.data, batches.at(at++)));
     CHECK(at == batches.size());

@@ -1,11 +1,9 @@
 #pragma once
 
-#include <torch/serialize/input-archive.h>
-#include <torch/serialize/output-archive.h>
-
 #include <cstddef>
-#include <sstream>
 #include <vector>
+
+#include "support/archive.hpp"
 
 /// What tests of all samplers do.
 namespace lockstep_test {
@@ -29,13 +27,7 @@ std::vector<std::size_t> pass(S& sampler) {
 /// Saves one sampler and loads another from that.
 template <class S>
 void carry(const S& from, S& to) {
-  std::stringstream stream;
-  torch::serialize::OutputArchive out;
-  from.save(out);
-  out.save_to(stream);
-  torch::serialize::InputArchive in;
-  in.load_from(stream);
-  to.load(in);
+  load(to, saved(from));
 }
 
 }  // namespace lockstep_test

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "lockstep/data/sampler.hpp"
+#include "support/archive.hpp"
 #include "support/catch.hpp"
 
 namespace weighted_random_sampler_test {
@@ -75,21 +76,12 @@ TEST_CASE("a dataset brings its weights, a pass resumes, and wrong weights are r
   sampler.set_epoch(2);
   sampler.reset();
   sampler.next(2);
-  torch::serialize::OutputArchive out;
-  sampler.save(out);
-  std::stringstream bytes;
-  out.save_to(bytes);
-  const auto load = [&](WeightedRandomSampler& into) {
-    torch::serialize::InputArchive in;
-    bytes.seekg(0);
-    in.load_from(bytes);
-    into.load(in);
-  };
-  load(other);
+  const std::string bytes = saved(sampler);
+  load(other, bytes);
   other.reset();
   CHECK(rest(other) == rest(sampler));
   WeightedRandomSampler unlike{torch::ones(10), 10, Group{1, 2}, {.seed = 3}};
-  CHECK_THROWS_WITH(load(unlike), ContainsSubstring("a hash of the weights"));
+  CHECK_THROWS_WITH(load(unlike, bytes), ContainsSubstring("a hash of the weights"));
 
   Weighted short_of{torch::ones(9), 10};
   CHECK_THROWS_WITH((WeightedRandomSampler{short_of, Group{0, 1}}),

@@ -4,6 +4,7 @@
 
 #include "support/catch.hpp"
 #include "support/temporary_folder.hpp"
+#include "support/text_of.hpp"
 
 namespace idx_test {
 
@@ -34,12 +35,7 @@ std::string gzipped(const std::string& bytes) {
 }
 
 std::string message_of(const std::filesystem::path& path, const lockstep::IdxExpectation& expected = {}) {
-  try {
-    read_idx(path, expected);
-  } catch (const DataError& error) {
-    return error.what();
-  }
-  return "no DataError";
+  return text_of<DataError>([&] { read_idx(path, expected); });
 }
 
 }  // namespace

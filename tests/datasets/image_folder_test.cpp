@@ -13,6 +13,7 @@
 #include "support/catch.hpp"
 #include "support/images.hpp"
 #include "support/temporary_folder.hpp"
+#include "support/text_of.hpp"
 #include "support/written.hpp"
 
 namespace image_folder_test {
@@ -41,16 +42,6 @@ at::Tensor as_tensor(std::vector<std::uint8_t> pixels, int width, int height, in
 std::int64_t largest_difference(const at::Tensor& one, const at::Tensor& other) {
   REQUIRE(one.sizes() == other.sizes());
   return (one.to(at::kInt) - other.to(at::kInt)).abs().max().item<std::int64_t>();
-}
-
-template <class Call>
-std::string message_of(Call&& call) {
-  try {
-    call();
-  } catch (const DataError& error) {
-    return error.what();
-  }
-  return "no DataError";
 }
 
 void write(const std::filesystem::path& path, const std::string& bytes) {
@@ -141,7 +132,7 @@ TEST_CASE("an image that cannot be decoded is named with the reason") {
   TemporaryFolder folder;
   const auto error = [&](const std::string& name, const std::string& bytes) {
     const auto path = folder.write(name, bytes);
-    const std::string text = message_of([&] { read_image(path); });
+    const std::string text = text_of<DataError>([&] { read_image(path); });
     CHECK(text.starts_with(path.string() + ": "));
     return text.substr(std::min(text.size(), path.string().size() + 2));
   };
@@ -150,18 +141,18 @@ TEST_CASE("an image that cannot be decoded is named with the reason") {
     CHECK(error("cut.jpg", jpeg.substr(0, length)) == "cannot be decoded: Premature end of JPEG file");
   for (const std::size_t length : {std::size_t{8}, std::size_t{30}, png.size() / 2})
     CHECK(error("cut.png", png.substr(0, length)) == "cannot be decoded: the file ends early");
-  CHECK_THAT(message_of([&] { read_image(folder.write("empty.jpg", "")); }),
+  CHECK_THAT(text_of<DataError>([&] { read_image(folder.write("empty.jpg", "")); }),
              ContainsSubstring("empty.jpg': it is empty"));
   CHECK(error("text.png", "no image") ==
         "offset 0: found neither the signature of a JPEG file nor that of a PNG file");
   std::string changed = png;
   changed[changed.size() - 20] ^= 0x55;
   CHECK_THAT(error("changed.png", changed), ContainsSubstring("cannot be decoded: "));
-  CHECK_THAT(message_of([&] { read_image(folder / "absent.png"); }),
+  CHECK_THAT(text_of<DataError>([&] { read_image(folder / "absent.png"); }),
              ContainsSubstring("absent.png': No such file"));
-  CHECK_THAT(message_of([&] { read_image(folder.path()); }), ContainsSubstring("it is a folder"));
+  CHECK_THAT(text_of<DataError>([&] { read_image(folder.path()); }), ContainsSubstring("it is a folder"));
   REQUIRE(::mkfifo((folder / "pipe.png").c_str(), 0600) == 0);
-  CHECK_THAT(message_of([&] { read_image(folder / "pipe.png"); }), ContainsSubstring("it is a pipe"));
+  CHECK_THAT(text_of<DataError>([&] { read_image(folder / "pipe.png"); }), ContainsSubstring("it is a pipe"));
 
   // A few bytes promise 65,000 x 65,000 pixels.
   std::string vast = jpeg;
@@ -210,7 +201,7 @@ TEST_CASE("a hidden folder is no class, and images that are not read are counted
 
   write(folder / "emu/g.bmp", "");
   CHECK_THAT(
-      message_of([&] { ImageFolder images(folder.path()); }),
+      text_of<DataError>([&] { ImageFolder images(folder.path()); }),
       ContainsSubstring(
           "emu: found no image, expected files that end in .jpg, .jpeg or .png; passed over 1 .bmp files"));
 }
@@ -226,12 +217,12 @@ TEST_CASE("images behind symbolic links are found") {
 
 TEST_CASE("a folder without classes or images is named") {
   TemporaryFolder folder;
-  CHECK_THAT(message_of([&] { ImageFolder images(folder / "absent"); }),
+  CHECK_THAT(text_of<DataError>([&] { ImageFolder images(folder / "absent"); }),
              ContainsSubstring("absent: cannot be read: No such file"));
-  CHECK_THAT(message_of([&] { ImageFolder images(folder.path()); }),
+  CHECK_THAT(text_of<DataError>([&] { ImageFolder images(folder.path()); }),
              ContainsSubstring(folder.path().string() + ": found no subfolder"));
   std::filesystem::create_directories(folder / "cat");
-  CHECK_THAT(message_of([&] { ImageFolder images(folder.path()); }),
+  CHECK_THAT(text_of<DataError>([&] { ImageFolder images(folder.path()); }),
              ContainsSubstring("cat: found no image, expected files that end in .jpg, .jpeg or .png"));
 }
 
@@ -293,7 +284,7 @@ TEST_CASE("a loader's error names the file of the damaged image") {
     DataLoader loader{images,
                       EvaluationSampler{images.size(), 0, 1},
                       {.num_workers = workers, .transform = Compose{Resize{8}, CenterCrop{8}, ToTensor{}}}};
-    CHECK(message_of([&] { loader.begin(); }) ==
+    CHECK(text_of<DataError>([&] { loader.begin(); }) ==
           (folder / "c/bad.png").string() + ": cannot be decoded: the file ends early");
   }
 }

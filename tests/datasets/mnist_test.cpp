@@ -3,6 +3,7 @@
 #include "data/counted_memory.hpp"
 #include "support/catch.hpp"
 #include "support/temporary_folder.hpp"
+#include "support/text_of.hpp"
 
 namespace mnist_test {
 
@@ -21,12 +22,7 @@ struct MnistFolder : TemporaryFolder {
     write_idx(*this / "t10k-labels-idx1-ubyte", test.labels);
   }
   std::string fault() const {
-    try {
-      lockstep::load_mnist(path());
-    } catch (const DataError& error) {
-      return error.what();
-    }
-    return "none";
+    return text_of<DataError>([&] { lockstep::load_mnist(path()); });
   }
 };
 

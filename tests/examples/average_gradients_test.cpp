@@ -1,11 +1,9 @@
 // average_gradients does what its first lines say, with real processes.
 #include <algorithm>
-#include <fstream>
-#include <regex>
 #include <sstream>
 
-#include "support/catch.hpp"
-#include "support/process.hpp"
+#include "examples/output.hpp"
+#include "lockstep/files.hpp"
 #include "support/temporary_folder.hpp"
 
 namespace average_gradients_test {
@@ -44,26 +42,14 @@ struct Stripes : TemporaryFolder {
   }
 };
 
-Ended run_example(std::vector<std::string> arguments, Variables variables = {}) {
-  arguments.insert(arguments.begin(), test_program("average_gradients"));
-  variables["OMP_NUM_THREADS"] = "1";
-  Ended ended = run(arguments, variables, Milliseconds(120000));
-  INFO("out: " << ended.out << "\nerror: " << ended.error);
-  CHECK(ended.left == 0);
-  return ended;
-}
-
-std::string content(const std::string& path) {
-  std::ifstream file(path);
-  return {std::istreambuf_iterator<char>(file), {}};
-}
+const std::string program = test_program("average_gradients");
 
 }  // namespace
 
 TEST_CASE("average_gradients starts processes without and with a group") {
   for (const std::vector<std::string>& arguments :
        {std::vector<std::string>{"processes"}, {"group", "--port", std::to_string(free_port())}}) {
-    const auto ended = run_example(arguments);
+    const auto ended = run_example(joined({program}, arguments));
     CHECK(ended.code == 0);
     for (int rank = 0; rank < 4; ++rank)
       CHECK(count(ended.out, "world size:4. I'm rank " + std::to_string(rank) + ".\n") == 1);
@@ -73,7 +59,7 @@ TEST_CASE("average_gradients starts processes without and with a group") {
   for (const Variables& variables :
        {Variables{{"RANK", "1"}, {"WORLD_SIZE", "2"}},
         Variables{{"SLURM_JOB_ID", "7"}, {"SLURM_PROCID", "0"}, {"SLURM_NTASKS", "3"}}}) {
-    const auto ended = run_example({"processes"}, variables);
+    const auto ended = run_example({program, "processes"}, variables);
     CHECK(ended.code == 0);
     CHECK(count(ended.out, "world size:4. I'm rank ") == 4);
   }
@@ -83,18 +69,17 @@ TEST_CASE("average_gradients prints every 50 steps, learns and plots its curve",
   const Stripes digits;
   const TemporaryFolder plots;
   const auto path = (plots / "curve.csv").string();
-  const auto ended = run_example({"--nproc", "2", "--epochs", "2", "-b", "10", "--data-dir",
+  const auto ended = run_example({program, "--nproc", "2", "--epochs", "2", "-b", "10", "--data-dir",
                                   digits.path().string(), "--plot", path, "--test"});
   CHECK(ended.code == 0);
-  std::smatch found;
-  REQUIRE(std::regex_match(ended.out, found,
-                           std::regex("cpu\nEpoch \\[1/2\\], Step \\[50/60\\], Loss: [0-9]+\\.[0-9]{4},"
-                                      "acc:[01]\\.[0-9]{2}\n"
-                                      "Epoch \\[2/2\\], Step \\[50/60\\], Loss: [0-9]+\\.[0-9]{4},"
-                                      "acc:[01]\\.[0-9]{2}\n"
-                                      "Accuracy of the test: ([0-9.]+) %\n")));
-  CHECK(std::stod(found[1]) > 50);
-  std::istringstream curve(content(path));
+  const double accuracy = number_in(ended.out,
+                                    "^cpu\nEpoch \\[1/2\\], Step \\[50/60\\], Loss: [0-9]+\\.[0-9]{4},"
+                                    "acc:[01]\\.[0-9]{2}\n"
+                                    "Epoch \\[2/2\\], Step \\[50/60\\], Loss: [0-9]+\\.[0-9]{4},"
+                                    "acc:[01]\\.[0-9]{2}\n"
+                                    "Accuracy of the test: ([0-9.]+) %\n$");
+  CHECK(accuracy > 50);
+  std::istringstream curve(lockstep::read_file(path));
   std::string line;
   std::getline(curve, line);
   CHECK(line == "step,loss,accuracy");
@@ -116,8 +101,9 @@ TEST_CASE("average_gradients draws its curve as SVG") {
   const auto path = (plots / "curve.svg").string();
   // In a batch script of Slurm, as by hand.
   const Variables batch{{"SLURM_JOB_ID", "7"}, {"SLURM_PROCID", "0"}, {"SLURM_NTASKS", "3"}};
-  CHECK(run_example({"--nproc", "1", "--data-dir", digits.path().string(), "--plot", path}, batch).code == 0);
-  const auto drawing = content(path);
+  CHECK(run_example({program, "--nproc", "1", "--data-dir", digits.path().string(), "--plot", path}, batch)
+            .code == 0);
+  const auto drawing = lockstep::read_file(path);
   CHECK(drawing.starts_with("<svg "));
   CHECK(drawing.ends_with("</svg>\n"));
   CHECK(count(drawing, "<polyline ") == 2);
@@ -128,16 +114,14 @@ TEST_CASE("average_gradients draws its curve as SVG") {
 TEST_CASE("average_gradients compares its bits with DistributedDataParallel's") {
   const Stripes digits;
   const auto compared = [&](const std::string& nproc) {
-    const auto ended = run_example({"--compare", "--nproc", nproc, "--data-dir", digits.path().string()});
+    const auto ended =
+        run_example({program, "--compare", "--nproc", nproc, "--data-dir", digits.path().string()});
     CHECK(ended.code == 0);
     CHECK_THAT(ended.out,
                ContainsSubstring("multiplied by 1 / size, then sum: 10 of 10 gradients have the same bits"));
     CHECK_THAT(ended.out, ContainsSubstring("running statistics of SyncBatchNorm: 0 apart at most"));
     CHECK(count(ended.out, "running statistics of BatchNorm: 0 apart") == 0);
-    std::smatch found;
-    REQUIRE(std::regex_search(ended.out, found,
-                              std::regex("sum, then divided by size: ([0-9]+) of 10 gradients")));
-    return std::stoi(found[1]);
+    return number_in(ended.out, "sum, then divided by size: ([0-9]+) of 10 gradients");
   };
   CHECK(compared("4") == 10);
   CHECK(compared("3") < 10);
@@ -145,11 +129,7 @@ TEST_CASE("average_gradients compares its bits with DistributedDataParallel's") 
 
 TEST_CASE("average_gradients refuses wrong flags on one line") {
   const auto refused = [](const std::vector<std::string>& arguments, const std::string& error) {
-    const auto ended = run_example(arguments);
-    CHECK(ended.code == 2);
-    CHECK(ended.out.empty());
-    CHECK_THAT(ended.error, ContainsSubstring(error));
-    CHECK(count(ended.error, "\n") == 1);
+    check_refused(joined({program}, arguments), error);
   };
   refused({"--plot", "curve.png"}, "--plot: curve.png ends neither in .svg nor in .csv");
   refused({"--plot", ""}, "--plot: the value is empty");
@@ -160,7 +140,7 @@ TEST_CASE("average_gradients refuses wrong flags on one line") {
 TEST_CASE("average_gradients names --port where the port of its group is in use") {
   const TakenPort taken;
   const int used = taken.number();
-  const auto ended = run_example({"group", "--port", std::to_string(used)});
+  const auto ended = run_example({program, "group", "--port", std::to_string(used)});
   INFO(ended.error);
   CHECK(ended.code == 1);
   CHECK_THAT(ended.error, ContainsSubstring(fmt::format("port {} is already in use on this host", used)));

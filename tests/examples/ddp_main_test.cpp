@@ -1,16 +1,14 @@
 // The tutorials' template: the lines, the learning and the several hosts.
-#include <fstream>
-#include <iterator>
 #include <regex>
 #include <string>
 #include <vector>
 
+#include "examples/output.hpp"
 #include "examples/square_digits.hpp"
+#include "lockstep/files.hpp"
 #include "lockstep/precision/precision.hpp"
 #include "lockstep/train/state_dict.hpp"
 #include "support/by_hand.hpp"
-#include "support/catch.hpp"
-#include "support/process.hpp"
 #include "support/temporary_folder.hpp"
 #include "support/two_hosts.hpp"
 
@@ -20,38 +18,16 @@ using namespace lockstep_test;
 
 namespace {
 
-// A guard against a hang only: a busy machine is slow.
-constexpr Milliseconds limit(120000);
-
-double accuracy_in(const std::string& out) {
-  std::smatch found;
-  REQUIRE(std::regex_search(out, found, std::regex("Accuracy is ([0-9.]+)%")));
-  return std::stod(found[1]);
-}
-
-std::string content(const std::filesystem::path& path) {
-  std::ifstream file(path, std::ios::binary);
-  return {std::istreambuf_iterator<char>(file), {}};
-}
-
 const std::regex tutorial_lines(
     "begin training of epoch 1/2\nbegin training of epoch 2/2\nbegin testing\nAccuracy is "
     "[0-9]+\\.[0-9][0-9]%\n\n"
     "time elapsed: [0-9]+\\.[0-9][0-9] seconds\n");
 
 // A run of two epochs that saves into `saved`.
-Ended two_epochs(const std::string& program, const SquareDigits& digits, const std::filesystem::path& saved,
-                 const std::vector<std::string>& more = {}) {
-  std::vector<std::string> command{test_program(program),  "-e",     "2",
-                                   "--batch_size",         "16",     "--data-dir",
-                                   digits.path().string(), "--save", saved.string()};
-  command.insert(command.end(), more.begin(), more.end());
-  Ended ended = run(command, {{"OMP_NUM_THREADS", "1"}}, limit);
-  INFO("out: " << ended.out << "\nerror: " << ended.error);
-  CHECK(ended.code == 0);
-  CHECK(ended.error.empty());
-  CHECK(ended.left == 0);
-  return ended;
+std::string two_epochs(const std::string& program, const SquareDigits& digits,
+                       const std::filesystem::path& saved, const std::vector<std::string>& more) {
+  const auto command = joined({test_program(program), "-e", "2", "--batch_size", "16"}, more);
+  return out_of(joined(command, {"--data-dir", digits.path().string(), "--save", saved.string()}));
 }
 
 }  // namespace
@@ -61,32 +37,32 @@ TEST_CASE("the template prints the tutorial's lines, learns and saves the model,
   const TemporaryFolder saved;
   const auto one = two_epochs("origin_main", digits, saved / "origin.pt", {"--lr", "0.05"});
   const auto two = two_epochs("ddp_main", digits, saved / "ddp.pt", {"--lr", "0.05", "--nproc", "2"});
-  for (const Ended& ended : {one, two}) {
-    INFO(ended.out);
-    CHECK(std::regex_match(ended.out, tutorial_lines));
-    CHECK(accuracy_in(ended.out) > 50);
+  for (const std::string& out : {one, two}) {
+    INFO(out);
+    CHECK(std::regex_match(out, tutorial_lines));
+    CHECK(number_in(out, "Accuracy is ([0-9.]+)%") > 50);
   }
   for (const std::string file : {"origin.pt", "ddp.pt"})
-    CHECK(content(saved / file).size() > 29034 * 4);  // float32 parameters
-  CHECK(content(saved / "ddp.pt").find("model") != std::string::npos);
+    CHECK(lockstep::read_file(saved / file).size() > 29034 * 4);  // float32 parameters
+  CHECK(lockstep::read_file(saved / "ddp.pt").find("model") != std::string::npos);
   // A second run has the same seeds, and so the same bits.
   two_epochs("ddp_main", digits, saved / "again.pt", {"--lr", "0.05", "--nproc", "2"});
-  CHECK(content(saved / "again.pt") == content(saved / "ddp.pt"));
+  CHECK(lockstep::read_file(saved / "again.pt") == lockstep::read_file(saved / "ddp.pt"));
   // --scale-lr multiplies the rate by the number of ranks, which it also prints.
   const auto scaled =
       two_epochs("ddp_main", digits, saved / "scaled.pt", {"--lr", "0.025", "--scale-lr", "--nproc", "2"});
-  CHECK_THAT(scaled.out,
+  CHECK_THAT(scaled,
              ContainsSubstring("learning rate 0.05 (linear rule: 0.025 for a batch of 16; global batch 32"));
-  CHECK(content(saved / "scaled.pt") == content(saved / "ddp.pt"));
+  CHECK(lockstep::read_file(saved / "scaled.pt") == lockstep::read_file(saved / "ddp.pt"));
 }
 
 TEST_CASE("the template trains in mixed precision and saves the model with its scaler", "[.release]") {
   const SquareDigits digits(480, 40);
   const TemporaryFolder saved;
   const auto file = (saved / "amp.pt").string();
-  const auto ended = two_epochs("ddp_main", digits, file, {"--lr", "0.05", "--amp", "--nproc", "2"});
-  CHECK(std::regex_match(ended.out, tutorial_lines));
-  CHECK(accuracy_in(ended.out) > 50);
+  const auto out = two_epochs("ddp_main", digits, file, {"--lr", "0.05", "--amp", "--nproc", "2"});
+  CHECK(std::regex_match(out, tutorial_lines));
+  CHECK(number_in(out, "Accuracy is ([0-9.]+)%") > 50);
 
   const auto checkpoint = lockstep::torch_load(file).toGenericDict();
   CHECK(checkpoint.size() == 2);
@@ -107,10 +83,9 @@ TEST_CASE("the programs that take --gpu say why they compute on the CPU") {
   const TemporaryFolder saved;
   const auto says = [&](const std::string& program, const std::string& gpu, const std::string& line,
                         Variables variables) {
-    variables.insert({"OMP_NUM_THREADS", "1"});
-    const Ended ended = run({test_program(program), "--gpu", gpu, "-e", "1", "--data-dir",
-                             digits.path().string(), "--save", (saved / "model.pt").string()},
-                            variables, limit);
+    const Ended ended = run_example({test_program(program), "--gpu", gpu, "-e", "1", "--data-dir",
+                                     digits.path().string(), "--save", (saved / "model.pt").string()},
+                                    std::move(variables));
     INFO("out: " << ended.out << "\nerror: " << ended.error);
     CHECK(ended.code == 0);
     CHECK(count(ended.out, line) == 1);
@@ -124,35 +99,22 @@ TEST_CASE("the programs that take --gpu say why they compute on the CPU") {
            {{"LOCKSTEP_DEVICE", "auto"}});
   }
   for (const std::string program : {"ddp_main", "mnist"})
-    for (const std::string nproc : {"1", "3"}) {
-      const Ended ended = run({test_program(program), "--gpu", "0,1", "--nproc", nproc},
-                              {{"OMP_NUM_THREADS", "1"}, {"LOCKSTEP_DEVICE", "cpu"}}, limit);
-      INFO("out: " << ended.out << "\nerror: " << ended.error);
-      CHECK(ended.code == 2);
-      CHECK_THAT(ended.error, ContainsSubstring("--nproc " + nproc +
-                                                " contradicts --gpu 0,1, which starts a "
-                                                "process for each GPU: leave --nproc out\n"));
-      CHECK(count(ended.error, "\n") == 1);
-    }
+    for (const std::string nproc : {"1", "3"})
+      check_refused({test_program(program), "--gpu", "0,1", "--nproc", nproc},
+                    "--nproc " + nproc +
+                        " contradicts --gpu 0,1, which starts a process for each GPU: leave --nproc out\n",
+                    {{"LOCKSTEP_DEVICE", "cpu"}});
   // A program of one process does not read LOCKSTEP_DEVICE.
   says("origin_main", "0", "there is no CUDA device: --gpu 0 trains on the CPU\n",
        {{"CUDA_VISIBLE_DEVICES", "-1"}});
 }
 
 TEST_CASE("the template refuses wrong arguments on one line") {
-  const auto refused = [](const std::string& program, std::vector<std::string> arguments,
-                          const std::string& why) {
-    arguments.insert(arguments.begin(), test_program(program));
-    const Ended ended = run(arguments, {}, limit);
-    CHECK(ended.code == 2);
-    CHECK_THAT(ended.error, ContainsSubstring(why));
-    CHECK(count(ended.error, "\n") == 1);
-  };
   for (const std::string program : {"origin_main", "ddp_main"}) {
-    refused(program, {"-e", "three"}, "--epochs");
-    refused(program, {"--lr", "nan"}, "--lr: nan is not a number");
-    refused(program, {"--save", "/absent/m.pt"}, "cannot save to '/absent/m.pt'");
-    refused(program, {"--data-dir", "/absent"}, "/absent");
+    check_refused({test_program(program), "-e", "three"}, "--epochs");
+    check_refused({test_program(program), "--lr", "nan"}, "--lr: nan is not a number");
+    check_refused({test_program(program), "--save", "/absent/m.pt"}, "cannot save to '/absent/m.pt'");
+    check_refused({test_program(program), "--data-dir", "/absent"}, "/absent");
   }
 }
 
@@ -176,7 +138,7 @@ TEST_CASE("3 and 4 processes on two hosts, started by the tutorial's variables, 
                   "--save", (saved / (first ? "a.pt" : "b.pt")).string(), "--nproc", first ? "3" : "4"}),
         variables);
   }
-  const auto codes = ranks.wait(limit);
+  const auto codes = ranks.wait(patience);
   INFO(ranks[0].out() << ranks[0].error() << ranks[1].out() << ranks[1].error());
   CHECK(codes == std::vector<int>{0, 0});
   CHECK(std::regex_match(ranks[0].out(), tutorial_lines));

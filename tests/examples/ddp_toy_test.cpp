@@ -1,11 +1,9 @@
 // ddp_toy prints the lines of the tutorial's demos, under its own processes and under a launcher.
 #include <algorithm>
-#include <sstream>
 
+#include "examples/output.hpp"
 #include "support/by_hand.hpp"
-#include "support/catch.hpp"
 #include "support/folder_watch.hpp"
-#include "support/process.hpp"
 #include "support/temporary_folder.hpp"
 
 namespace ddp_toy_test {
@@ -15,10 +13,8 @@ using namespace lockstep_test;
 namespace {
 
 /// The lines of `text`, sorted: ranks print in any order.
-std::vector<std::string> lines_of(const std::string& text) {
-  std::istringstream stream(text);
-  std::vector<std::string> lines;
-  for (std::string line; std::getline(stream, line);) lines.push_back(line);
+std::vector<std::string> sorted_lines(const std::string& text) {
+  auto lines = lines_of(text);
   std::sort(lines.begin(), lines.end());
   return lines;
 }
@@ -31,14 +27,9 @@ std::vector<std::string> of_ranks(const std::string& line, int ranks) {
 }
 
 // On the CPU, also where there are GPUs.
-Ended run_demo(std::vector<std::string> arguments, Variables variables = {}) {
-  arguments.insert(arguments.begin(), test_program("ddp_toy"));
-  variables.insert({"OMP_NUM_THREADS", "1"});
+Ended run_demo(const std::vector<std::string>& arguments, Variables variables = {}) {
   variables.insert({"CUDA_VISIBLE_DEVICES", "-1"});
-  Ended ended = run(arguments, variables);
-  INFO("out: " << ended.out << "\nerror: " << ended.error);
-  CHECK(ended.left == 0);
-  return ended;
+  return run_example(joined({test_program("ddp_toy")}, arguments), std::move(variables));
 }
 
 const std::string basic = "Running basic DDP example", checkpoint = "Running DDP checkpoint example",
@@ -60,7 +51,7 @@ TEST_CASE("ddp_toy runs the tutorial's demos in turn and removes the checkpoint"
   for (const auto& demo : {basic, checkpoint, model_parallel})
     for (const auto& line : of_ranks(demo, 2)) expected.push_back(line);
   std::sort(expected.begin(), expected.end());
-  CHECK(lines_of(all.out) == expected);
+  CHECK(sorted_lines(all.out) == expected);
   CHECK(all.out.rfind(basic) < all.out.find(checkpoint));
   CHECK(all.out.rfind(checkpoint) < all.out.find(model_parallel));
 
@@ -97,12 +88,12 @@ TEST_CASE("ddp_toy runs one demo under a launcher", "[.release]") {
   const auto file = (folder / "a.checkpoint").string();
   const auto saved = run_demo({"checkpoint", "--nproc", "2", "--checkpoint", file});
   CHECK(saved.code == 0);
-  CHECK(lines_of(saved.out) == of_ranks(checkpoint, 2));
+  CHECK(sorted_lines(saved.out) == of_ranks(checkpoint, 2));
   CHECK(folder.files() == 0);
 
   const auto split = run_demo({"model-parallel", "--cpu-devices", "4"});
   CHECK(split.code == 0);
-  CHECK(lines_of(split.out) == of_ranks(model_parallel, 2));
+  CHECK(sorted_lines(split.out) == of_ranks(model_parallel, 2));
 
   // As torchrun starts it: one process per rank.
   const Variables torchrun{{"RANK", "0"},        {"WORLD_SIZE", "1"},          {"LOCAL_RANK", "0"},
@@ -124,17 +115,14 @@ TEST_CASE("ddp_toy runs one demo under a launcher", "[.release]") {
   const auto batch = run_demo({"basic", "--nproc", "2"},
                               {{"SLURM_JOB_ID", "7"}, {"SLURM_PROCID", "0"}, {"SLURM_NTASKS", "3"}});
   CHECK(batch.code == 0);
-  CHECK(lines_of(batch.out) == of_ranks(basic, 2));
+  CHECK(sorted_lines(batch.out) == of_ranks(basic, 2));
 }
 
 TEST_CASE("ddp_toy refuses on one line what it cannot run") {
   const auto refused = [](const std::vector<std::string>& arguments, const std::string& error,
-                          const Variables& variables = {}) {
-    const auto ended = run_demo(arguments, variables);
-    CHECK(ended.code == 2);
-    CHECK(ended.out.empty());
-    CHECK_THAT(ended.error, ContainsSubstring(error));
-    CHECK(count(ended.error, "\n") == 1);
+                          Variables variables = {}) {
+    variables.insert({"CUDA_VISIBLE_DEVICES", "-1"});
+    check_refused(joined({test_program("ddp_toy")}, arguments), error, variables);
   };
   const std::string missing =
       "error: Requires at least 2 GPUs to run, but got 0; --cpu-devices 2 takes CPUs as devices\n";

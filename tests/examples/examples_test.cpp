@@ -3,10 +3,9 @@
 
 #include <regex>
 
+#include "examples/output.hpp"
 #include "examples/small_mnist.hpp"
-#include "support/catch.hpp"
 #include "support/folder_watch.hpp"
-#include "support/process.hpp"
 
 namespace examples_test {
 
@@ -14,23 +13,7 @@ using namespace lockstep_test;
 
 namespace {
 
-Ended run_example(const std::string& name, std::vector<std::string> arguments,
-                  const Variables& variables = {}) {
-  arguments.insert(arguments.begin(), test_program(name));
-  Ended ended = run(arguments, variables);
-  INFO(Catch::StringMaker<std::vector<std::string>>::convert(arguments)
-       << "\nout: " << ended.out << "\nerror: " << ended.error);
-  CHECK(ended.code == 0);
-  CHECK(ended.error.empty());
-  CHECK(ended.left == 0);
-  return ended;
-}
-
-double accuracy_in(const std::string& out) {
-  std::smatch found;
-  REQUIRE(std::regex_search(out, found, std::regex("Accuracy is ([0-9.]+)%")));
-  return std::stod(found[1]);
-}
+const std::string accuracy_pattern = "Accuracy is ([0-9.]+)%";
 
 }  // namespace
 
@@ -38,14 +21,14 @@ TEST_CASE("mnist prints the tutorial's lines and learns") {
   const SmallMnist folder;
   const TemporaryFolder saved;
   const auto model = (saved / "model.pt").string();
-  const auto ended = run_example("mnist", {"--nproc", "2", "--epochs", "3", "--batch_size", "16", "--lr",
-                                           "0.05", "--data-dir", folder.path().string(), "--save", model});
+  const auto out = out_of({test_program("mnist"), "--nproc", "2", "--epochs", "3", "--batch_size", "16",
+                           "--lr", "0.05", "--data-dir", folder.path().string(), "--save", model});
   const std::regex lines(
       "begin training of epoch 1/3\nbegin training of epoch 2/3\nbegin training of epoch 3/3\nbegin testing\n"
       "Accuracy is [0-9]+\\.[0-9][0-9]%\n\ntime elapsed: [0-9]+\\.[0-9][0-9] seconds\n");
-  INFO(ended.out);
-  CHECK(std::regex_match(ended.out, lines));
-  CHECK(accuracy_in(ended.out) > 50);
+  INFO(out);
+  CHECK(std::regex_match(out, lines));
+  CHECK(number_in(out, accuracy_pattern) > 50);
   std::int64_t parameters = 0;
   for (const at::Tensor& tensor : torch::jit::load(model).parameters()) parameters += tensor.numel();
   CHECK(parameters == 29034);
@@ -54,12 +37,9 @@ TEST_CASE("mnist prints the tutorial's lines and learns") {
 TEST_CASE("mnist gives the same with and without workers, and in one process other digits a step") {
   const SmallMnist folder;
   const auto accuracy = [&](const std::string& nproc, const std::string& workers) {
-    // One thread: several that wait for each other crawl where the machine is busy.
-    return accuracy_in(run_example("mnist",
-                                   {"--nproc", nproc, "-e", "1", "-b", "16", "--lr", "0.05", "--workers",
-                                    workers, "--data-dir", folder.path().string()},
-                                   {{"OMP_NUM_THREADS", "1"}})
-                           .out);
+    return number_in(out_of({test_program("mnist"), "--nproc", nproc, "-e", "1", "-b", "16", "--lr", "0.05",
+                             "--workers", workers, "--data-dir", folder.path().string()}),
+                     accuracy_pattern);
   };
   CHECK(accuracy("2", "0") == accuracy("2", "2"));
   CHECK(accuracy("1", "0") > 20);
@@ -71,7 +51,7 @@ TEST_CASE("mnist without data draws digits once, and says so") {
   FolderWatch watch(cache / "lockstep");
   const Variables variables{{"XDG_CACHE_HOME", cache.path().string()}};
   for (const std::size_t drawn : {1, 0}) {  // in the first run by one of the ranks, in the second by none
-    const auto out = run_example("mnist", {"--nproc", "2", "--epochs", "0"}, variables).out;
+    const auto out = out_of({test_program("mnist"), "--nproc", "2", "--epochs", "0"}, variables);
     CHECK_THAT(out, ContainsSubstring("training on 60000 digits drawn by this program"));
     CHECK_THAT(out, ContainsSubstring("training on the first 20000 of 60000 digits\n"));
     CHECK(watch.made().size() == drawn);
@@ -80,34 +60,31 @@ TEST_CASE("mnist without data draws digits once, and says so") {
 
 TEST_CASE("mnist trains on the first --samples digits") {
   const SmallMnist folder;
-  const auto out = run_example("mnist", {"--nproc", "1", "-e", "1", "-b", "16", "--samples", "16",
-                                         "--data-dir", folder.path().string()})
-                       .out;
+  const auto out = out_of({test_program("mnist"), "--nproc", "1", "-e", "1", "-b", "16", "--samples", "16",
+                           "--data-dir", folder.path().string()});
   CHECK(out.starts_with("training on the first 16 of 960 digits\nbegin training of epoch 1/1\n"));
 }
 
 TEST_CASE("mnist takes the tutorial's --gpu for as many processes and says what it means") {
   const SmallMnist folder;
-  const auto ended = run_example(
-      "mnist", {"--gpu", "0,1,2", "--prefix", "always", "-e", "0", "--data-dir", folder.path().string()});
-  CHECK_THAT(ended.out, ContainsSubstring("--gpu 0,1,2 trains in 3 processes on the CPU"));
+  CHECK_THAT(out_of({test_program("mnist"), "--gpu", "0,1,2", "--prefix", "always", "-e", "0", "--data-dir",
+                     folder.path().string()}),
+             ContainsSubstring("--gpu 0,1,2 trains in 3 processes on the CPU"));
 }
 
 TEST_CASE("five lines make a loop data-parallel") {
   const auto loss = [](const std::string& nproc) {
-    const auto out = run_example("five_lines", {"--nproc", nproc, "--epochs", "10"}).out;
-    std::smatch found;
-    REQUIRE(std::regex_search(
-        out, found, std::regex("Epoch 9 \\| Batchsize: 32 \\| Steps: ([0-9]+) \\| Loss ([0-9.]+)")));
-    CHECK(std::stoi(found[1]) * std::stoi(nproc) == 64);
-    return std::stod(found[2]);
+    const auto out = out_of({test_program("five_lines"), "--nproc", nproc, "--epochs", "10"});
+    const std::string last = "Epoch 9 \\| Batchsize: 32 \\| ";
+    CHECK(number_in(out, last + "Steps: ([0-9]+)") * std::stoi(nproc) == 64);
+    return number_in(out, last + "Steps: [0-9]+ \\| Loss ([0-9.]+)");
   };
   CHECK(loss("1") < 0.05);
   CHECK(loss("2") < 0.05);
 }
 
 TEST_CASE("two models and two optimizers stay in step") {
-  const auto out = run_example("gan", {"--nproc", "3", "--steps", "101", "--digits", "960"}).out;
+  const auto out = out_of({test_program("gan"), "--nproc", "3", "--steps", "101", "--digits", "960"});
   INFO(out);
   std::smatch found;
   const std::string losses = "discriminator ([0-9]+\\.[0-9]{4}), generator ([0-9]+\\.[0-9]{4})\n";

@@ -2,12 +2,11 @@
 #include <filesystem>
 #include <random>
 #include <regex>
-#include <sstream>
 
+#include "examples/output.hpp"
+#include "lockstep/files.hpp"
 #include "lockstep/train/state_dict.hpp"
-#include "support/catch.hpp"
 #include "support/images.hpp"
-#include "support/process.hpp"
 #include "support/temporary_folder.hpp"
 
 namespace imagenet_test {
@@ -16,12 +15,8 @@ using namespace lockstep_test;
 
 namespace {
 
-Ended run_imagenet(std::vector<std::string> arguments, const std::string& folder = ".") {
-  arguments.insert(arguments.begin(), {"env", "--chdir=" + folder, test_program("imagenet")});
-  Ended ended = run(arguments, {{"LOCKSTEP_DEVICE", "cpu"}});
-  UNSCOPED_INFO("out: " << ended.out << "\nerror: " << ended.error);
-  CHECK(ended.left == 0);
-  return ended;
+std::vector<std::string> command(const std::vector<std::string>& arguments, const std::string& folder = ".") {
+  return joined({"env", "--chdir=" + folder, "LOCKSTEP_DEVICE=cpu", test_program("imagenet")}, arguments);
 }
 
 // Classes that differ in colour or height, as noisy JPEG and PNG files of several sizes: 24 images to train on. Of
@@ -54,11 +49,9 @@ class SmallImages {
 };
 
 // The flags of a short run on two ranks: three steps an epoch.
-std::vector<std::string> short_run(const SmallImages& images, std::vector<std::string> more) {
-  std::vector<std::string> flags{"--nproc", "2",    "-b", "8", "--image-size", "32",
-                                 "--lr",    "0.02", "-p", "2", images.path()};
-  flags.insert(flags.end(), more.begin(), more.end());
-  return flags;
+std::vector<std::string> short_run(const SmallImages& images, const std::vector<std::string>& more) {
+  return joined({"--nproc", "2", "-b", "8", "--image-size", "32", "--lr", "0.02", "-p", "2", images.path()},
+                more);
 }
 
 // What the run printed, with X for each time in seconds.
@@ -66,25 +59,9 @@ std::string without_times(const std::string& out) {
   return std::regex_replace(out, std::regex("(Time|Data) +[0-9.]+ \\( *[0-9.]+\\)"), "$1 X");
 }
 
-std::vector<std::string> lines_of(const std::string& text) {
-  std::istringstream stream(text);
-  std::vector<std::string> lines;
-  for (std::string line; std::getline(stream, line);) lines.push_back(line);
-  return lines;
-}
-
-std::string bytes_of(const std::filesystem::path& path) {
-  std::ifstream file(path, std::ios::binary);
-  return {std::istreambuf_iterator<char>(file), {}};
-}
-
 // The one line that a wrong command ends with.
 std::string refusal(const std::vector<std::string>& arguments, const std::string& before = "") {
-  const Ended ended = run_imagenet(arguments);
-  CHECK(ended.code == 2);
-  CHECK(ended.out == before);
-  CHECK(std::count(ended.error.begin(), ended.error.end(), '\n') == 1);
-  return ended.error;
+  return refusal_of(command(arguments), {}, before);
 }
 
 }  // namespace
@@ -95,7 +72,7 @@ TEST_CASE("imagenet trains on a folder, resumes its checkpoint to the same numbe
   const auto train = [&](const TemporaryFolder& folder, std::vector<std::string> more,
                          const std::string& warning = {}) {
     more.insert(more.end(), {"--save-dir", folder.path().string()});
-    const Ended ended = run_imagenet(short_run(images, more));
+    const Ended ended = run_example(command(short_run(images, more)));
     REQUIRE(ended.code == 0);
     CHECK(ended.error == warning);
     return ended.out;
@@ -127,10 +104,9 @@ TEST_CASE("imagenet trains on a folder, resumes its checkpoint to the same numbe
   CHECK(std::vector(rest.begin() + 3, rest.end()) == std::vector(all.end() - 4, all.end()));
 
   for (const std::string ranks : {"1", "2"}) {
-    const Ended ended = run_imagenet({"--nproc", ranks, "-b", "8", "--image-size", "32", "-e", "--pretrained",
-                                      (whole / "checkpoint.pt").string(), images.path()});
-    CHECK(ended.code == 0);
-    const auto lines = lines_of(ended.out);
+    const auto lines =
+        lines_of(out_of(command({"--nproc", ranks, "-b", "8", "--image-size", "32", "-e", "--pretrained",
+                                 (whole / "checkpoint.pt").string(), images.path()})));
     REQUIRE(lines.size() == 3);
     CHECK(lines[0] == "=> using pre-trained model 'resnet18'");
     CHECK(lines[2] == all.back());
@@ -154,7 +130,7 @@ TEST_CASE(
   const auto train = [&](int epoch, std::vector<std::string> more) {
     more.insert(more.begin(), {"--nproc", "1", "-b", "24", "--image-size", "32", "--lr", "0.02", "--save-dir",
                                saved.path().string(), "--epochs", std::to_string(epoch + 1), images.path()});
-    const Ended ended = run_imagenet(more);
+    const Ended ended = run_example(command(more));
     REQUIRE(ended.code == 0);
     CHECK(count(ended.out, "Epoch: [") == 1);
     CHECK(count(ended.out, fmt::format("Epoch: [{}][1/1]\t", epoch)) == 1);
@@ -186,7 +162,7 @@ TEST_CASE(
   CHECK(rate(file) == 0.02);
   CHECK(file.at("best_acc1").toDouble() >= 0);
   REQUIRE(std::filesystem::exists(best));
-  CHECK(bytes_of(best) == bytes_of(checkpoint));
+  CHECK(lockstep::read_file(best) == lockstep::read_file(checkpoint));
 
   // A warm-up over three epochs of one step, to a rate that --scale-lr bases on 24 images a step.
   const double base = 0.02 * 24 / 256;
@@ -202,13 +178,12 @@ TEST_CASE(
   model.at("fc.weight").toTensor().zero_();
   model.at("fc.bias").toTensor().copy_(torch::tensor({4.0, 5.0, 9.0, 1.0, 2.0, 6.0, 0.0, 3.0}));
   lockstep::torch_save(c10::IValue(model), saved / "constant.pt");
-  const Ended ended = run_imagenet({"--nproc", "2", "-b", "24", "--image-size", "32", "-e", "--pretrained",
-                                    (saved / "constant.pt").string(), images.path()},
-                                   unused.path().string());
-  CHECK(ended.code == 0);
+  const auto out = out_of(command({"--nproc", "2", "-b", "24", "--image-size", "32", "-e", "--pretrained",
+                                   (saved / "constant.pt").string(), images.path()},
+                                  unused.path().string()));
   // Of 15 images, 3 are of class 2, and 3 + 3 + 2 + 1 + 2 of those five.
-  CHECK_THAT(ended.out, ContainsSubstring(" *   Acc@1 20.000 Acc@5 73.333\n"));
-  CHECK(count(ended.out, "Epoch: ") == 0);
+  CHECK_THAT(out, ContainsSubstring(" *   Acc@1 20.000 Acc@5 73.333\n"));
+  CHECK(count(out, "Epoch: ") == 0);
   CHECK(unused.files() == 0);
 }
 
@@ -218,7 +193,7 @@ TEST_CASE("imagenet augments the images that it trains on, by its seed, and not 
   const TemporaryFolder saved;
   const auto losses = [&](std::vector<std::string> more) {
     more.insert(more.begin(), {"--nproc", "1", "-b", "24", "--image-size", "32", images.path()});
-    const Ended ended = run_imagenet(more);
+    const Ended ended = run_example(command(more));
     REQUIRE(ended.code == 0);
     std::smatch found;
     REQUIRE(std::regex_search(ended.out, found, std::regex("\tLoss ([0-9.e+-]+)")));
@@ -246,14 +221,12 @@ TEST_CASE("imagenet augments the images that it trains on, by its seed, and not 
 
 TEST_CASE("imagenet runs on random images without a folder", "[.release]") {
   const TemporaryFolder saved;
-  const Ended ended = run_imagenet({"--nproc", "2", "--epochs", "1", "-b", "64", "--scale-lr",
-                                    "--warmup-epochs", "1", "--save-dir", saved.path().string()});
-  CHECK(ended.code == 0);
-  CHECK(ended.error.empty());
-  CHECK_THAT(ended.out, ContainsSubstring("=> Dummy data is used!\n=> creating model 'resnet18'\n"));
-  CHECK_THAT(ended.out, ContainsSubstring("learning rate 0.025 (linear rule"));
-  CHECK_THAT(ended.out, ContainsSubstring("Epoch: [0][ 1/10]\tTime"));
-  CHECK_THAT(ended.out, ContainsSubstring(" *   Acc@1 "));
+  const auto out = out_of(command({"--nproc", "2", "--epochs", "1", "-b", "64", "--scale-lr",
+                                   "--warmup-epochs", "1", "--save-dir", saved.path().string()}));
+  CHECK_THAT(out, ContainsSubstring("=> Dummy data is used!\n=> creating model 'resnet18'\n"));
+  CHECK_THAT(out, ContainsSubstring("learning rate 0.025 (linear rule"));
+  CHECK_THAT(out, ContainsSubstring("Epoch: [0][ 1/10]\tTime"));
+  CHECK_THAT(out, ContainsSubstring(" *   Acc@1 "));
   CHECK(std::filesystem::exists(saved / "checkpoint.pt"));
 }
 
@@ -262,13 +235,10 @@ TEST_CASE("imagenet names a damaged image") {
   const auto damaged = images / "train/class1/3.JPEG";
   std::filesystem::resize_file(damaged, std::filesystem::file_size(damaged) / 2);
   const TemporaryFolder saved;
-  const Ended ended = run_imagenet(short_run(images, {"--epochs", "1", "--save-dir", saved.path().string()}));
+  const Ended ended =
+      run_example(command(short_run(images, {"--epochs", "1", "--save-dir", saved.path().string()})));
   CHECK(ended.code == 1);
-  int naming = 0;
-  for (const std::string& line : lines_of(ended.error))
-    naming +=
-        line.find(damaged.string() + ": cannot be decoded: Premature end of JPEG file") != std::string::npos;
-  CHECK(naming == 1);
+  CHECK(count(ended.error, damaged.string() + ": cannot be decoded: Premature end of JPEG file") == 1);
   CHECK(std::count(ended.error.begin(), ended.error.end(), '\n') == 1);
 }
 

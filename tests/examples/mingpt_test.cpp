@@ -4,14 +4,11 @@
 #include <algorithm>
 #include <cmath>
 #include <filesystem>
-#include <fstream>
-#include <iterator>
-#include <regex>
 #include <string>
 #include <vector>
 
-#include "support/catch.hpp"
-#include "support/process.hpp"
+#include "examples/output.hpp"
+#include "lockstep/files.hpp"
 #include "support/temporary_folder.hpp"
 
 namespace mingpt_test {
@@ -24,14 +21,9 @@ using Words = std::vector<std::string>;
 
 // A model so small that an epoch takes a moment, and a folder for its snapshot.
 Words command(const TemporaryFolder& folder, const Words& more) {
-  Words words{test_program("mingpt"),
-              "--nproc",
-              "2",
-              "--config",
-              (folder / "t.toml").string(),
-              "trainer_config.snapshot_path=" + (folder / "s.pt").string()};
-  words.insert(words.end(), more.begin(), more.end());
-  return words;
+  return joined({test_program("mingpt"), "--nproc", "2", "--config", (folder / "t.toml").string(),
+                 "trainer_config.snapshot_path=" + (folder / "s.pt").string()},
+                more);
 }
 
 void write_settings(const TemporaryFolder& folder) {
@@ -41,34 +33,12 @@ void write_settings(const TemporaryFolder& folder) {
       "0.3\n[trainer_config]\nbatch_size = 16\n[sample_config]\nnumber = 1\nlength = 20\n");
 }
 
-Ended train(const TemporaryFolder& folder, const Words& more) {
-  // One thread: several that wait for each other crawl where the machine is busy.
-  Ended ended = run(command(folder, more), {{"OMP_NUM_THREADS", "1"}}, Milliseconds(120000));
-  INFO("out: " << ended.out << "\nerror: " << ended.error);
-  CHECK(ended.code == 0);
-  CHECK(ended.error.empty());
-  CHECK(ended.left == 0);
-  return ended;
+std::string train(const TemporaryFolder& folder, const Words& more) {
+  return out_of(command(folder, more));
 }
 
-// The number that the first group of `pattern` finds.
-double number_in(const std::string& text, const std::string& pattern) {
-  std::smatch found;
-  INFO(pattern << " in:\n" << text);
-  REQUIRE(std::regex_search(text, found, std::regex(pattern)));
-  return std::stod(found[1]);
-}
-
-std::string refusal(const Words& more, bool silent = true) {
-  Words words{test_program("mingpt")};
-  words.insert(words.end(), more.begin(), more.end());
-  const Ended ended = run(words);
-  INFO(Catch::StringMaker<Words>::convert(words) << "\nout: " << ended.out << "\nerror: " << ended.error);
-  CHECK(ended.code == 2);
-  CHECK((ended.out.empty() || !silent));
-  CHECK(std::count(ended.error.begin(), ended.error.end(), '\n') == 1);
-  CHECK(ended.left == 0);
-  return ended.error;
+std::string refusal(const Words& more) {
+  return refusal_of(joined({test_program("mingpt")}, more));
 }
 
 }  // namespace
@@ -76,7 +46,7 @@ std::string refusal(const Words& more, bool silent = true) {
 TEST_CASE("mingpt prints the tutorial's lines, learns and generates text") {
   const TemporaryFolder folder;
   write_settings(folder);
-  const std::string out = train(folder, {"trainer_config.max_epochs=3", "trainer_config.log_every=50"}).out;
+  const std::string out = train(folder, {"trainer_config.max_epochs=3", "trainer_config.log_every=50"});
   INFO(out);
   CHECK(out.starts_with(
       "Data has 3007 characters, 29 unique.\nnumber of parameters: 0.00M\nSnapshot not found. Training model "
@@ -130,14 +100,13 @@ TEST_CASE("mingpt resumes after a kill and after a stop, with the losses of an u
 
   const std::string last = std::to_string(saved + 5), reports = (folder / "new/reports").string();
   const Words epochs{"trainer_config.save_every=1000", "trainer_config.max_epochs=" + last};
-  const std::string resumed =
-      train(folder, {epochs[0], epochs[1], "trainer_config.report_dir=" + reports}).out;
+  const std::string resumed = train(folder, {epochs[0], epochs[1], "trainer_config.report_dir=" + reports});
   INFO(resumed);
   CHECK(count(resumed, "Snapshot not found") == 0);
   CHECK(count(resumed, "Resuming training from snapshot at Epoch ") == 1);
   CHECK(count(resumed, "[RANK0] Epoch " + std::to_string(next) + " | Iter 0 |") == 0);
 
-  const std::string uninterrupted = train(whole, epochs).out;
+  const std::string uninterrupted = train(whole, epochs);
   const auto end = [&](const std::string& out) {
     const auto at = out.find("\nEpoch " + last + " | Eval Loss ");
     REQUIRE(at != std::string::npos);
@@ -146,21 +115,18 @@ TEST_CASE("mingpt resumes after a kill and after a stop, with the losses of an u
   CHECK(end(resumed) == end(uninterrupted));  // the last loss and the generated text
 
   // The page, the table and TensorBoard's events of the resumed part.
-  const auto content = [&](const std::filesystem::path& path) {
-    std::ifstream file(path, std::ios::binary);
-    return std::string(std::istreambuf_iterator<char>(file), {});
-  };
   std::string events;
   int files = 0;
   for (const auto& entry : std::filesystem::directory_iterator(reports)) {
     ++files;
-    if (entry.path().filename().string().starts_with("events.out.tfevents")) events = content(entry.path());
+    if (entry.path().filename().string().starts_with("events.out.tfevents"))
+      events = lockstep::read_file(entry.path());
   }
   CHECK(files == 3);
-  CHECK_THAT(content(reports + "/report.html"), ContainsSubstring("eval/loss"));
+  CHECK_THAT(lockstep::read_file(reports + "/report.html"), ContainsSubstring("eval/loss"));
   CHECK(count(events, "eval/loss") >= 1);
   CHECK(count(events, "train/loss") >= 1);
-  const std::string rows = content(reports + "/metrics.csv");
+  const std::string rows = lockstep::read_file(reports + "/metrics.csv");
   const int epochs_left = saved + 5 - next + 1;
   CHECK(count(rows, ",epoch,") == 1 + epochs_left);  // the header names the column
   CHECK(count(rows, ",eval/loss,") == epochs_left);
@@ -184,21 +150,11 @@ TEST_CASE("mingpt.toml holds the original's settings, over which those of the co
   std::string text;
   for (int i = 0; i < 20'000; ++i) text += "abcdefg"[i % 7];
   const auto first_lines = [&](const Words& more) {
-    Words words{test_program("mingpt"),
-                "--nproc",
-                "1",
-                "--config",
-                test_program("mingpt.toml"),
-                "--data-path",
-                folder.write("text", text).string(),
-                "trainer_config.max_epochs=0",
-                "trainer_config.snapshot_path=" + (folder / "s.pt").string(),
-                "sample_config.number=0"};
-    words.insert(words.end(), more.begin(), more.end());
-    const Ended ended = run(words, {{"OMP_NUM_THREADS", "1"}}, Milliseconds(120000));
-    INFO(ended.error);
-    CHECK(ended.code == 0);
-    return ended.out;
+    return out_of(
+        joined({test_program("mingpt"), "--nproc", "1", "--config", test_program("mingpt.toml"),
+                "--data-path", folder.write("text", text).string(), "trainer_config.max_epochs=0",
+                "trainer_config.snapshot_path=" + (folder / "s.pt").string(), "sample_config.number=0"},
+               more));
   };
   const std::string scratch = "Snapshot not found. Training model from scratch\n";
   CHECK(first_lines({}) == "Data has 1000 characters, 7 unique.\nnumber of parameters: 25.22M\n" + scratch);
@@ -210,9 +166,9 @@ TEST_CASE("mingpt trains in mixed precision and reads its snapshot again", "[.re
   const TemporaryFolder folder;
   write_settings(folder);
   const Words amp{"trainer_config.use_amp=true", "trainer_config.save_every=1"};
-  const std::string out = train(folder, {amp[0], amp[1], "trainer_config.max_epochs=1"}).out;
+  const std::string out = train(folder, {amp[0], amp[1], "trainer_config.max_epochs=1"});
   CHECK(number_in(out, "\nEpoch 1 \\| Train Loss ([0-9.]+)") < 3.2);
-  CHECK(count(train(folder, {amp[0], amp[1], "trainer_config.max_epochs=2"}).out,
+  CHECK(count(train(folder, {amp[0], amp[1], "trainer_config.max_epochs=2"}),
               "Resuming training from snapshot at Epoch 2\n") == 1);
 }
 
@@ -220,10 +176,10 @@ TEST_CASE("mingpt trains in bfloat16", "[.release]") {
   const TemporaryFolder folder;
   write_settings(folder);
   const auto losses = [&](const Words& amp) {
-    Words more{"data_config.truncate=0.1", "trainer_config.max_epochs=1", "trainer_config.save_every=2",
-               "trainer_config.log_every=1", "sample_config.number=0"};
-    more.insert(more.end(), amp.begin(), amp.end());
-    return train(folder, more).out;
+    return train(folder, joined({"data_config.truncate=0.1", "trainer_config.max_epochs=1",
+                                 "trainer_config.save_every=2", "trainer_config.log_every=1",
+                                 "sample_config.number=0"},
+                                amp));
   };
   const std::string first = "RANK0\\] Epoch 1 \\| Iter 0 \\| Train Loss ([0-9.]+)",
                     mean = "\nEpoch 1 \\| Train Loss ([0-9.]+)";
@@ -273,11 +229,16 @@ TEST_CASE("mingpt says what a snapshot of another model or of other settings mea
   write_settings(folder);
   train(folder, {"data_config.truncate=0.1", "trainer_config.max_epochs=1", "trainer_config.save_every=1"});
   const std::string snapshot = "trainer_config.snapshot_path=" + (folder / "s.pt").string();
-  const std::string error = refusal({"--nproc", "1", snapshot}, /*silent=*/false);
-  CHECK_THAT(error,
-             ContainsSubstring("it does not fit the model: \"pos_emb\" is [1, 16, 16] float32 in the file "
-                               "and [1, 32, 64] float32 in the model, and 17 more; remove it, or set "
-                               "trainer_config.snapshot_path to another file\n"));
+  const auto refused = [](const Words& more, const std::string& why) {
+    const Ended ended = run_example(joined({test_program("mingpt")}, more));
+    CHECK(ended.code == 2);
+    CHECK(count(ended.error, "\n") == 1);
+    CHECK_THAT(ended.error,
+               ContainsSubstring(why + "; remove it, or set trainer_config.snapshot_path to another file\n"));
+  };
+  refused({"--nproc", "1", snapshot},
+          "it does not fit the model: \"pos_emb\" is [1, 16, 16] float32 in the file and [1, 32, 64] float32 "
+          "in the model, and 17 more");
   // The same characters, in another text of the same length, and in a longer one.
   const TemporaryFolder texts;
   std::string text;
@@ -293,20 +254,13 @@ TEST_CASE("mingpt says what a snapshot of another model or of other settings mea
                  "trainer_config.save_every=1",
                  "trainer_config.snapshot_path=" + (texts / "s.pt").string()};
   };
-  Words first = with(text);
-  first.insert(first.begin(), test_program("mingpt"));
-  REQUIRE(run(first, {{"OMP_NUM_THREADS", "1"}}, Milliseconds(120000)).code == 0);
+  REQUIRE(run_example(joined({test_program("mingpt")}, with(text))).code == 0);
   for (const std::string& other : {reversed, text + text})
-    CHECK_THAT(
-        refusal(with(other), /*silent=*/false),
-        ContainsSubstring("s.pt'") &&
-            ContainsSubstring("it is of a run on another text, or on another part of it; remove it, or "
-                              "set trainer_config.snapshot_path to another file\n"));
+    refused(with(other), "s.pt': it is of a run on another text, or on another part of it");
 
   const Ended resumed =
-      run(command(folder, {"data_config.truncate=0.1", "trainer_config.max_epochs=1",
-                           "optimizer_config.learning_rate=0.5", "optimizer_config.weight_decay=0"}),
-          {{"OMP_NUM_THREADS", "1"}}, Milliseconds(120000));
+      run_example(command(folder, {"data_config.truncate=0.1", "trainer_config.max_epochs=1",
+                                   "optimizer_config.learning_rate=0.5", "optimizer_config.weight_decay=0"}));
   INFO(resumed.out);
   CHECK(resumed.code == 0);
   CHECK(resumed.error ==

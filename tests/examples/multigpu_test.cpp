@@ -3,9 +3,8 @@
 #include <string>
 #include <vector>
 
+#include "examples/output.hpp"
 #include "lockstep/train/state_dict.hpp"
-#include "support/catch.hpp"
-#include "support/process.hpp"
 #include "support/temporary_folder.hpp"
 #include "support/torchrun.hpp"
 
@@ -16,19 +15,10 @@ using namespace lockstep_test;
 namespace {
 
 // The lines of a run in `folder`, sorted: those of several ranks come in any order.
-std::vector<std::string> lines_of(const TemporaryFolder& folder, const std::string& program,
-                                  const std::vector<std::string>& arguments) {
-  std::vector<std::string> command{"env", "--chdir", folder.path().string(), test_program(program)};
-  command.insert(command.end(), arguments.begin(), arguments.end());
-  const Ended ended = run(command, {{"OMP_NUM_THREADS", "1"}});
-  INFO("out: " << ended.out << "\nerror: " << ended.error);
-  CHECK(ended.code == 0);
-  CHECK(ended.error.empty());
-  CHECK(ended.left == 0);
-  std::vector<std::string> lines;
-  for (std::size_t begin = 0, end = 0; (end = ended.out.find('\n', begin)) != std::string::npos;
-       begin = end + 1)
-    lines.push_back(ended.out.substr(begin, end - begin));
+std::vector<std::string> lines_of_run(const TemporaryFolder& folder, const std::string& program,
+                                      const std::vector<std::string>& arguments) {
+  auto lines =
+      lines_of(out_of(joined({"env", "--chdir", folder.path().string(), test_program(program)}, arguments)));
   std::sort(lines.begin(), lines.end());
   return lines;
 }
@@ -48,7 +38,7 @@ double take_loss(std::vector<std::string>& lines) {
 
 TEST_CASE("the toy regression prints the tutorial's lines on every rank and saves on rank 0") {
   const TemporaryFolder folder;
-  auto lines = lines_of(folder, "multigpu", {"3", "2", "--nproc", "2"});
+  auto lines = lines_of_run(folder, "multigpu", {"3", "2", "--nproc", "2"});
   take_loss(lines);
   CHECK(lines == std::vector<std::string>{
                      "Epoch 0 | Training checkpoint saved at checkpoint.pt",
@@ -74,12 +64,12 @@ TEST_CASE("an epoch of 2,048 samples has 64, 32 and 8 steps of 32 on 1, 2 and 9 
                                      : ranks == 2 ? 32
                                                   : 8));
     auto lines =
-        lines_of(folder, "multigpu", {"1", "1", "--batch_size", "32", "--nproc", std::to_string(ranks)});
+        lines_of_run(folder, "multigpu", {"1", "1", "--batch_size", "32", "--nproc", std::to_string(ranks)});
     take_loss(lines);
     CHECK(lines == expected);
   };
   for (const int ranks : {1, 2, 9}) steps(ranks);
-  auto lines = lines_of(folder, "single_gpu", {"1", "1"});
+  auto lines = lines_of_run(folder, "single_gpu", {"1", "1"});
   take_loss(lines);
   CHECK(lines == std::vector<std::string>{"Epoch 0 | Training checkpoint saved at checkpoint.pt",
                                           "[GPU0] Epoch 0 | Batchsize: 32 | Steps: 64"});
@@ -96,23 +86,21 @@ TEST_CASE("ddp_gpus prints its tutorial's line on every rank, 32 and 8 steps on 
             fmt::format("[GPU: {}] Epoch: {} | Batchsize: {} | Steps: {}", rank, epoch, batch, steps));
     return lines;
   };
-  CHECK(lines_of(folder, "ddp_gpus", {"--max_epochs", "2", "--nproc", "2"}) == expected(2, 2, 32, 32));
-  CHECK(lines_of(folder, "ddp_gpus", {"--max_epochs", "1", "--batch_size", "32", "--nproc", "9"}) ==
+  CHECK(lines_of_run(folder, "ddp_gpus", {"--max_epochs", "2", "--nproc", "2"}) == expected(2, 2, 32, 32));
+  CHECK(lines_of_run(folder, "ddp_gpus", {"--max_epochs", "1", "--batch_size", "32", "--nproc", "9"}) ==
         expected(9, 1, 32, 8));
   // A rank has 228 samples: the last of 8 batches of 32 has 4.
-  CHECK(lines_of(folder, "ddp_gpus", {"--max_epochs", "1", "--batch_size", "2048", "--nproc", "9"}) ==
+  CHECK(lines_of_run(folder, "ddp_gpus", {"--max_epochs", "1", "--batch_size", "2048", "--nproc", "9"}) ==
         expected(9, 1, 228, 1));
   CHECK(228 - 7 * 32 == 4);
   CHECK(folder.files() == 0);
 
   const std::string launcher = torchrun();
   if (launcher.empty()) return;
-  const Ended ended = run({launcher, "--standalone", "--no-python", "--nproc-per-node=2",
-                           test_program("ddp_gpus"), "--max_epochs", "1", "--batch_size", "32"},
-                          {{"OMP_NUM_THREADS", "1"}}, Milliseconds(120000));
+  const Ended ended = run_example({launcher, "--standalone", "--no-python", "--nproc-per-node=2",
+                                   test_program("ddp_gpus"), "--max_epochs", "1", "--batch_size", "32"});
   INFO("out: " << ended.out << "\nerror: " << ended.error);
   CHECK(ended.code == 0);
-  CHECK(ended.left == 0);
   for (const std::string& line : expected(2, 1, 32, 32)) CHECK(count(ended.out, line + "\n") == 1);
   CHECK(count(ended.out, "\n") == 2);
 }
@@ -121,7 +109,7 @@ TEST_CASE("the mean squared error falls, and the tutorial's cross-entropy is 0 f
   const TemporaryFolder folder;
   const auto loss = [&](const std::string& program, std::vector<std::string> arguments) {
     if (program == "multigpu") arguments.insert(arguments.end(), {"--nproc", "2"});
-    auto lines = lines_of(folder, program, arguments);
+    auto lines = lines_of_run(folder, program, arguments);
     return take_loss(lines);
   };
   for (const std::string program : {"single_gpu", "multigpu"}) {
@@ -133,8 +121,8 @@ TEST_CASE("the mean squared error falls, and the tutorial's cross-entropy is 0 f
   // multigpu_torchrun prints no loss: its snapshot shows whether the model has learned.
   const auto weight = [&](const std::string& epochs, const std::string& loss) {
     const std::string snapshot = loss + epochs + ".pt";
-    lines_of(folder, "multigpu_torchrun",
-             {epochs, "1", "--loss", loss, "--snapshot_path", snapshot, "--nproc", "2"});
+    lines_of_run(folder, "multigpu_torchrun",
+                 {epochs, "1", "--loss", loss, "--snapshot_path", snapshot, "--nproc", "2"});
     const auto file = lockstep::torch_load(folder / snapshot).toGenericDict();
     return file.at("MODEL_STATE").toGenericDict().at("weight").toTensor();
   };
@@ -142,19 +130,14 @@ TEST_CASE("the mean squared error falls, and the tutorial's cross-entropy is 0 f
   CHECK(!torch::equal(weight("2", "mse"), weight("1", "cross-entropy")));
 
   // ddp_gpus prints neither loss nor model.
-  CHECK(lines_of(folder, "ddp_gpus", {"--max_epochs", "1", "--nproc", "1", "--loss", "cross-entropy"}) ==
+  CHECK(lines_of_run(folder, "ddp_gpus", {"--max_epochs", "1", "--nproc", "1", "--loss", "cross-entropy"}) ==
         std::vector<std::string>{"[GPU: 0] Epoch: 0 | Batchsize: 32 | Steps: 64"});
 }
 
 TEST_CASE("the toy regression refuses wrong arguments on one line") {
-  const auto refused = [](const std::string& program, std::vector<std::string> arguments,
+  const auto refused = [](const std::string& program, const std::vector<std::string>& arguments,
                           const std::string& why) {
-    arguments.insert(arguments.begin(), test_program(program));
-    const Ended ended = run(arguments);
-    CHECK(ended.code == 2);
-    CHECK(ended.out.empty());
-    CHECK_THAT(ended.error, ContainsSubstring(why));
-    CHECK(count(ended.error, "\n") == 1);
+    check_refused(joined({test_program(program)}, arguments), why);
   };
   for (const std::string program : {"single_gpu", "multigpu"}) {
     refused(program, {}, "total_epochs");

@@ -1,14 +1,12 @@
 // Training that is killed and started again ends where an undisturbed run ends.
-#include <fstream>
-#include <iterator>
 #include <regex>
 #include <string>
 #include <vector>
 
+#include "examples/output.hpp"
+#include "lockstep/files.hpp"
 #include "lockstep/train/state_dict.hpp"
 #include "support/by_hand.hpp"
-#include "support/catch.hpp"
-#include "support/process.hpp"
 #include "support/temporary_folder.hpp"
 #include "support/torchrun.hpp"
 #include "support/two_hosts.hpp"
@@ -22,34 +20,22 @@ namespace {
 // The command of a run in `folder`. Small batches make an epoch last long enough to be killed in.
 std::vector<std::string> command(const TemporaryFolder& folder, const std::vector<std::string>& more,
                                  const std::vector<std::string>& launcher = {}) {
-  std::vector<std::string> all{"env", "--chdir", folder.path().string()};
-  all.insert(all.end(), launcher.begin(), launcher.end());
-  all.push_back(test_program("multigpu_torchrun"));
-  all.insert(all.end(), more.begin(), more.end());
-  return all;
+  const auto begin = joined({"env", "--chdir", folder.path().string()}, launcher);
+  return joined(joined(begin, {test_program("multigpu_torchrun")}), more);
 }
 const std::vector<std::string> four_epochs_launched{"4", "1", "--batch_size", "2", "--momentum", "0.9"};
-const std::vector<std::string> four_epochs{"4",          "1",   "--batch_size", "2",
-                                           "--momentum", "0.9", "--nproc",      "2"};
+const auto four_epochs = joined(four_epochs_launched, {"--nproc", "2"});
 const Variables one_thread{{"OMP_NUM_THREADS", "1"}};
-
-// A guard against a hang only: a busy machine is slow.
-constexpr Milliseconds limit(120000);
-
-std::string content(const std::filesystem::path& path) {
-  std::ifstream file(path, std::ios::binary);
-  return {std::istreambuf_iterator<char>(file), {}};
-}
 
 // The snapshot of a run of four epochs that nothing disturbs.
 const std::string& undisturbed_snapshot() {
   static const std::string snapshot = [] {
     const TemporaryFolder folder;
-    const Ended whole = run(command(folder, four_epochs), one_thread, limit);
+    const Ended whole = run_example(command(folder, four_epochs));
     INFO("undisturbed: " << whole.out << whole.error);
     REQUIRE(whole.code == 0);
     CHECK(count(whole.out, "Snapshot not found. Training model from scratch\n") == 1);
-    return content(folder / "snapshot.pt");
+    return lockstep::read_file(folder / "snapshot.pt");
   }();
   return snapshot;
 }
@@ -57,17 +43,46 @@ const std::string& undisturbed_snapshot() {
 // The process of a rank, found by its environment.
 pid_t process_of_rank(const std::string& marker, int rank) {
   for (const pid_t pid : processes_with(marker)) {
-    const std::string variables = content(fmt::format("/proc/{}/environ", pid));
+    const std::string variables = text_of_process(pid, "environ");
     if (variables.find(fmt::format("{}RANK={}{}", '\0', rank, '\0')) != std::string::npos) return pid;
   }
   return -1;
 }
 
-std::string epoch_line(int rank, int epoch) {
-  return fmt::format("[GPU{}] Epoch {} | Batchsize: 2 | Steps: 512\n", rank, epoch);
+void kill_rank(const std::string& marker, int rank) {
+  const pid_t process = process_of_rank(marker, rank);
+  REQUIRE(process > 0);
+  REQUIRE(kill(process, SIGKILL) == 0);
 }
+
 std::string saved_line(int epoch) {
   return fmt::format("Epoch {} | Training snapshot saved at snapshot.pt\n", epoch);
+}
+
+// How many epochs were saved: all of them, or those before the run was killed.
+int saved_epochs(const std::string& out) {
+  int saved = 0;
+  while (out.find(saved_line(saved)) != std::string::npos) ++saved;
+  REQUIRE(saved >= 1);
+  REQUIRE(saved < 4);
+  return saved;
+}
+
+// torchrun on host A or B of two.
+std::vector<std::string> node(const std::string& agent, bool first, int ranks, int port) {
+  return {agent,
+          "--no-python",
+          "--nnodes=2",
+          fmt::format("--nproc-per-node={}", ranks),
+          fmt::format("--local-addr=10.177.0.{}", first ? 1 : 2),
+          "--rdzv-id=456",
+          "--rdzv-backend=c10d",
+          fmt::format("--rdzv-endpoint=10.177.0.1:{}", port),
+          fmt::format("--rdzv-conf=is_host={}", first ? 1 : 0)};
+}
+
+std::string epoch_line(int rank, int epoch) {
+  return fmt::format("[GPU{}] Epoch {} | Batchsize: 2 | Steps: 512\n", rank, epoch);
 }
 
 }  // namespace
@@ -76,22 +91,17 @@ TEST_CASE(
     "a run whose rank is killed resumes with the next epoch and ends with the bits of an undisturbed run") {
   const TemporaryFolder disturbed;
   Process killed = start(command(disturbed, four_epochs), one_thread);
-  REQUIRE(killed.wait_for_output("[GPU0] Epoch 1 |", limit));
-  const pid_t rank_1 = process_of_rank(killed.marker(), 1);
-  REQUIRE(rank_1 > 0);
-  REQUIRE(kill(rank_1, SIGKILL) == 0);
-  REQUIRE(killed.wait(limit));
+  REQUIRE(killed.wait_for_output("[GPU0] Epoch 1 |", patience));
+  kill_rank(killed.marker(), 1);
+  REQUIRE(killed.wait(patience));
   CHECK(killed.exit_code() == 128 + SIGKILL);
   CHECK(processes_left(killed.marker()) == 0);
   // The snapshot is that of the last line of a save: nothing of the epoch that was killed is in it.
-  int saved = 0;
-  while (killed.out().find(saved_line(saved)) != std::string::npos) ++saved;
   INFO("killed: " << killed.out() << killed.error());
-  REQUIRE(saved >= 1);
-  REQUIRE(saved < 4);
+  const int saved = saved_epochs(killed.out());
   CHECK(disturbed.files() == 1);  // no part of a snapshot is left either
 
-  const Ended resumed = run(command(disturbed, four_epochs), one_thread, limit);
+  const Ended resumed = run_example(command(disturbed, four_epochs));
   INFO("resumed: " << resumed.out << resumed.error);
   REQUIRE(resumed.code == 0);
   CHECK(count(resumed.out, "Loading snapshot\n") == 2);
@@ -103,11 +113,11 @@ TEST_CASE(
     for (const int rank : {0, 1})
       CHECK(count(resumed.out, epoch_line(rank, epoch)) == (epoch >= saved ? 1 : 0));
   }
-  CHECK(content(disturbed / "snapshot.pt").size() > 1000);
-  CHECK(content(disturbed / "snapshot.pt") == undisturbed_snapshot());
+  CHECK(lockstep::read_file(disturbed / "snapshot.pt").size() > 1000);
+  CHECK(lockstep::read_file(disturbed / "snapshot.pt") == undisturbed_snapshot());
 
   // A finished run has nothing left to train.
-  const Ended again = run(command(disturbed, four_epochs), one_thread, limit);
+  const Ended again = run_example(command(disturbed, four_epochs));
   CHECK(again.code == 0);
   CHECK(count(again.out, "Resuming training from snapshot at Epoch 4\n") == 2);
   CHECK(count(again.out, "| Batchsize") == 0);
@@ -127,32 +137,25 @@ TEST_CASE(
         restarts};
   };
   Process process = start(command(folder, four_epochs_launched, launcher("--max-restarts=3")), one_thread);
-  REQUIRE(process.wait_for_output("[GPU0] Epoch 1 |", limit));
-  const pid_t rank_1 = process_of_rank(process.marker(), 1);
-  REQUIRE(rank_1 > 0);
-  REQUIRE(kill(rank_1, SIGKILL) == 0);
-  REQUIRE(process.wait(limit));
+  REQUIRE(process.wait_for_output("[GPU0] Epoch 1 |", patience));
+  kill_rank(process.marker(), 1);
+  REQUIRE(process.wait(patience));
   INFO(process.out() << process.error());
   CHECK(process.exit_code() == 0);
   CHECK(processes_left(process.marker()) == 0);
-  int saved = 0;
-  const std::string before = process.out().substr(0, process.out().find("Loading snapshot\n"));
-  while (before.find(saved_line(saved)) != std::string::npos) ++saved;
-  REQUIRE(saved >= 1);
-  REQUIRE(saved < 4);
+  const int saved = saved_epochs(process.out().substr(0, process.out().find("Loading snapshot\n")));
   CHECK(count(process.out(), "Loading snapshot\n") == 2);
   CHECK(count(process.out(), fmt::format("Resuming training from snapshot at Epoch {}\n", saved)) == 2);
   for (int epoch = 0; epoch < 4; ++epoch) CHECK(count(process.out(), saved_line(epoch)) == 1);
   // Each attempt says what it found.
   CHECK(count(process.error(), "lockstep: 2 ranks on 1 host (") == 2);
   CHECK(count(process.error(), "started by torchrun (RANK, WORLD_SIZE), rendezvous at tcp://") == 2);
-  CHECK(content(folder / "snapshot.pt").size() > 1000);
-  CHECK(content(folder / "snapshot.pt") == undisturbed_snapshot());
+  CHECK(lockstep::read_file(folder / "snapshot.pt").size() > 1000);
+  CHECK(lockstep::read_file(folder / "snapshot.pt") == undisturbed_snapshot());
 
   // An attempt that ends by an exception: torchrun's summary shows it.
   folder.write("snapshot.pt", "no archive");
-  const Ended damaged =
-      run(command(folder, four_epochs_launched, launcher("--max-restarts=0")), one_thread, limit);
+  const Ended damaged = run_example(command(folder, four_epochs_launched, launcher("--max-restarts=0")));
   INFO("damaged: " << damaged.error);
   CHECK(damaged.code == 1);
   CHECK(damaged.left == 0);
@@ -166,7 +169,7 @@ TEST_CASE(
 void check_resumes_at(const std::string& processes) {
   const auto train = [&](const TemporaryFolder& folder, const std::string& epochs) {
     const Ended ended =
-        run(command(folder, {epochs, "1", "--momentum", "0.9", "--nproc", processes}), one_thread, limit);
+        run_example(command(folder, {epochs, "1", "--momentum", "0.9", "--nproc", processes}));
     INFO(ended.out << ended.error);
     REQUIRE(ended.code == 0);
   };
@@ -174,7 +177,7 @@ void check_resumes_at(const std::string& processes) {
   train(resumed, "27");
   train(resumed, "40");
   train(undisturbed, "40");
-  CHECK(content(resumed / "snapshot.pt") == content(undisturbed / "snapshot.pt"));
+  CHECK(lockstep::read_file(resumed / "snapshot.pt") == lockstep::read_file(undisturbed / "snapshot.pt"));
 }
 
 TEST_CASE("three processes resume to the bits of an undisturbed run") {
@@ -191,7 +194,7 @@ TEST_CASE("a damaged snapshot and a path that cannot be written are errors that 
   const Ended damaged = run(command(folder, four_epochs));
   CHECK(damaged.code == 2);
   CHECK_THAT(damaged.error, ContainsSubstring("could not resume from 'snapshot.pt'"));
-  CHECK(content(folder / "snapshot.pt") == "no archive");
+  CHECK(lockstep::read_file(folder / "snapshot.pt") == "no archive");
   const Ended nowhere = run(command(folder, {"1", "1", "--nproc", "2", "--snapshot_path", "absent/s.pt"}));
   CHECK(nowhere.code == 2);
   CHECK_THAT(nowhere.error, ContainsSubstring("cannot save to 'absent/s.pt'"));
@@ -202,12 +205,10 @@ TEST_CASE("a snapshot with a flipped bit is refused, and the tutorial's own snap
           "[.release]") {
   const TemporaryFolder folder;
   const auto finish = [&](const std::vector<std::string>& more = {}) {
-    std::vector<std::string> all{"2", "1", "--nproc", "2"};
-    all.insert(all.end(), more.begin(), more.end());
-    return run(command(folder, all), one_thread, limit);
+    return run_example(command(folder, joined({"2", "1", "--nproc", "2"}, more)));
   };
-  REQUIRE(run(command(folder, {"1", "1", "--nproc", "2"}), one_thread, limit).code == 0);
-  const std::string whole = content(folder / "snapshot.pt");
+  REQUIRE(run_example(command(folder, {"1", "1", "--nproc", "2"})).code == 0);
+  const std::string whole = lockstep::read_file(folder / "snapshot.pt");
   const auto saved = lockstep::torch_load(folder / "snapshot.pt").toGenericDict();
   CHECK(saved.at("EPOCHS_RUN").toInt() == 1);
 
@@ -225,7 +226,7 @@ TEST_CASE("a snapshot with a flipped bit is refused, and the tutorial's own snap
   CHECK_THAT(damaged.error, ContainsSubstring("CRC"));
   CHECK(count(damaged.error, "\n") == 1);
   CHECK(count(damaged.out, "Epoch") == 0);
-  CHECK(content(folder / "snapshot.pt") == flipped);
+  CHECK(lockstep::read_file(folder / "snapshot.pt") == flipped);
 
   // torch.save({"MODEL_STATE": ..., "EPOCHS_RUN": 1}) of a DistributedDataParallel's state dict.
   c10::impl::GenericDict theirs(c10::StringType::get(), c10::AnyType::get());
@@ -266,7 +267,7 @@ TEST_CASE("4 and 2 processes on two hosts train together and number themselves t
     ranks.add(hosts.on(first ? "A" : "B", command(first ? a : b, {"2", "1", "--nproc", first ? "4" : "2"})),
               variables);
   }
-  const auto codes = ranks.wait(limit);
+  const auto codes = ranks.wait(patience);
   const std::string out = ranks[0].out() + ranks[1].out();
   INFO(out << ranks[0].error() << ranks[1].error());
   CHECK(codes == std::vector<int>{0, 0});
@@ -284,19 +285,11 @@ TEST_CASE("4 and 2 processes on two hosts train together and number themselves t
   if (agent.empty()) return;
   Together resumed;
   for (const bool first : {true, false}) {
-    const std::vector<std::string> launcher{agent,
-                                            "--no-python",
-                                            "--nnodes=2",
-                                            first ? "--nproc-per-node=4" : "--nproc-per-node=2",
-                                            first ? "--local-addr=10.177.0.1" : "--local-addr=10.177.0.2",
-                                            "--rdzv-id=456",
-                                            "--rdzv-backend=c10d",
-                                            "--rdzv-endpoint=10.177.0.1:29604",
-                                            first ? "--rdzv-conf=is_host=1" : "--rdzv-conf=is_host=0"};
+    const auto launcher = node(agent, first, first ? 4 : 2, 29604);
     resumed.add(hosts.on(first ? "A" : "B", command(first ? a : b, {"3", "1"}, launcher)),
                 {{"OMP_NUM_THREADS", ""}});
   }
-  const auto ended = resumed.wait(limit);
+  const auto ended = resumed.wait(patience);
   INFO(resumed[0].out() << resumed[0].error() << resumed[1].out() << resumed[1].error());
   CHECK(ended == std::vector<int>{0, 0});
   CHECK(count(resumed[0].error(),
@@ -322,34 +315,19 @@ TEST_CASE(
   }
   // Any host may have rank 0 after the restart: both see one folder.
   const TemporaryFolder folder, undisturbed;
-  const auto three = [](std::vector<std::string> more) {
-    std::vector<std::string> all{"4", "1", "--batch_size", "4", "--momentum", "0.9"};
-    all.insert(all.end(), more.begin(), more.end());
-    return all;
-  };
+  const std::vector<std::string> epochs{"4", "1", "--batch_size", "4", "--momentum", "0.9"};
   Together nodes;
   const int port = free_port();
   for (const bool first : {true, false}) {
-    const std::vector<std::string> launcher{agent,
-                                            "--no-python",
-                                            "--nnodes=2",
-                                            first ? "--nproc-per-node=2" : "--nproc-per-node=1",
-                                            first ? "--local-addr=10.177.0.1" : "--local-addr=10.177.0.2",
-                                            "--rdzv-id=456",
-                                            "--rdzv-backend=c10d",
-                                            fmt::format("--rdzv-endpoint=10.177.0.1:{}", port),
-                                            first ? "--rdzv-conf=is_host=1" : "--rdzv-conf=is_host=0",
-                                            "--max-restarts=3"};
-    nodes.add(hosts.on(first ? "A" : "B", command(folder, three({}), launcher)), one_thread);
+    const auto launcher = joined(node(agent, first, first ? 2 : 1, port), {"--max-restarts=3"});
+    nodes.add(hosts.on(first ? "A" : "B", command(folder, epochs, launcher)), one_thread);
   }
   // The rank of host B, whichever number it has.
-  REQUIRE(nodes[1].wait_for_output("] Epoch 1 |", limit));
+  REQUIRE(nodes[1].wait_for_output("] Epoch 1 |", patience));
   const int rank = std::stoi(nodes[1].out().substr(nodes[1].out().find("[GPU") + 4));
-  REQUIRE(nodes[rank == 0 ? 1 : 0].wait_for_output(saved_line(0), limit));
-  const pid_t killed = process_of_rank(nodes.marker, rank);
-  REQUIRE(killed > 0);
-  REQUIRE(kill(killed, SIGKILL) == 0);
-  const auto codes = nodes.wait(limit);
+  REQUIRE(nodes[rank == 0 ? 1 : 0].wait_for_output(saved_line(0), patience));
+  kill_rank(nodes.marker, rank);
+  const auto codes = nodes.wait(patience);
   const std::string out = nodes[0].out() + nodes[1].out(), error = nodes[0].error() + nodes[1].error();
   INFO(out << error);
   CHECK(codes == std::vector<int>{0, 0});
@@ -365,11 +343,11 @@ TEST_CASE(
   CHECK(count(out, resumed.str()) == 3);
   for (int epoch = 0; epoch < 4; ++epoch) CHECK(count(out, saved_line(epoch)) == 1);
 
-  const Ended whole = run(command(undisturbed, three({"--nproc", "3"})), one_thread, limit);
+  const Ended whole = run_example(command(undisturbed, joined(epochs, {"--nproc", "3"})));
   INFO("undisturbed: " << whole.out << whole.error);
   CHECK(whole.code == 0);
-  CHECK(content(folder / "snapshot.pt").size() > 1000);
-  CHECK(content(folder / "snapshot.pt") == content(undisturbed / "snapshot.pt"));
+  CHECK(lockstep::read_file(folder / "snapshot.pt").size() > 1000);
+  CHECK(lockstep::read_file(folder / "snapshot.pt") == lockstep::read_file(undisturbed / "snapshot.pt"));
 }
 
 }  // namespace multigpu_torchrun_test

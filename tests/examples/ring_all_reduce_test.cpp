@@ -1,8 +1,5 @@
 // ring_all_reduce checks its sums against all_reduce itself; here the bytes that it counts.
-#include <algorithm>
-
-#include "support/catch.hpp"
-#include "support/process.hpp"
+#include "examples/output.hpp"
 
 namespace ring_all_reduce_test {
 
@@ -11,11 +8,7 @@ using namespace lockstep_test;
 namespace {
 
 Ended run_ring(const std::string& nproc, const std::string& elements) {
-  Ended ended = run({test_program("ring_all_reduce"), "--nproc", nproc, "--elements", elements},
-                    {{"OMP_NUM_THREADS", "1"}});
-  INFO("out: " << ended.out << "\nerror: " << ended.error);
-  CHECK(ended.left == 0);
-  return ended;
+  return run_example({test_program("ring_all_reduce"), "--nproc", nproc, "--elements", elements});
 }
 
 }  // namespace

@@ -1,12 +1,10 @@
 // More ranks make fewer and larger steps: at an unchanged learning rate a model learns less in as many epochs, at a rate
 // in proportion to the global batch as much. The tutorial of ddp_main keeps the rate and loses accuracy.
-#include <regex>
 #include <string>
 #include <vector>
 
+#include "examples/output.hpp"
 #include "examples/small_mnist.hpp"
-#include "support/catch.hpp"
-#include "support/process.hpp"
 
 namespace scaled_rate_test {
 
@@ -16,24 +14,10 @@ TEST_CASE("four ranks learn less than one at the same rate, and as much at four 
           "[.release]") {
   const SmallMnist digits(960, 300);
   const auto accuracy_of = [&](const std::vector<std::string>& more) {
-    std::vector<std::string> command{test_program("ddp_main"),
-                                     "-e",
-                                     "1",
-                                     "-b",
-                                     "8",
-                                     "--lr",
-                                     "1e-3",
-                                     "--save",
-                                     (digits / "model.pt").string(),
-                                     "--data-dir",
-                                     digits.path().string()};
-    command.insert(command.end(), more.begin(), more.end());
-    const Ended ended = run(command, {{"OMP_NUM_THREADS", "1"}}, Milliseconds(120000));
-    INFO("out: " << ended.out << "\nerror: " << ended.error);
-    REQUIRE(ended.code == 0);
-    std::smatch found;
-    REQUIRE(std::regex_search(ended.out, found, std::regex("Accuracy is ([0-9.]+)%")));
-    return std::stod(found[1]);
+    const std::vector<std::string> command{test_program("ddp_main"), "-e", "1", "-b", "8", "--lr", "1e-3"};
+    const std::vector<std::string> paths{"--save", (digits / "model.pt").string(), "--data-dir",
+                                         digits.path().string()};
+    return number_in(run_example(joined(joined(command, paths), more)).out, "Accuracy is ([0-9.]+)%");
   };
   const double one = accuracy_of({"--nproc", "1"}), same_rate = accuracy_of({"--nproc", "4"}),
                scaled = accuracy_of({"--nproc", "4", "--scale-lr"});

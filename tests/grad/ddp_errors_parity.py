@@ -10,7 +10,6 @@ its ranks are made `deaf` to the others, and this script must notice that the er
 import multiprocessing
 import os
 import re
-import shutil
 import signal
 import sys
 import tempfile
@@ -278,9 +277,8 @@ def compare_trained(misuse, theirs, ours, python_ended):
 def main():
     program = sys.argv[1]
     require_same_library(program)
-    folder = tempfile.mkdtemp(prefix="lockstep-errors-")
     failures = 0
-    try:
+    with tempfile.TemporaryDirectory(prefix="lockstep-errors-") as folder:
         theirs = f"{folder}/python"
         os.makedirs(theirs)
         python = run_python(MISUSES, theirs)
@@ -303,8 +301,6 @@ def main():
             failures += not found
             print(f"broken on purpose (ranks that believe all others to be as they are), {misuse}: "
                   f"{'found' if found else 'NOT FOUND'}")  # fmt: skip
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
     sys.exit(f"{failures} of them were not as expected" if failures else 0)
 
 

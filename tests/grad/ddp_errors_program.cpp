@@ -39,17 +39,6 @@ struct TestComm : lockstep::GlooComm {
   }
 };
 
-/// Passes its input on, and throws in backward.
-struct Thrower : torch::autograd::Function<Thrower> {
-  static torch::Tensor forward(torch::autograd::AutogradContext*, const torch::Tensor& x) {
-    return x.clone();
-  }
-  static torch::autograd::variable_list backward(torch::autograd::AutogradContext*,
-                                                 torch::autograd::variable_list) {
-    throw std::runtime_error("thrown inside backward");
-  }
-};
-
 struct NetImpl : torch::nn::Module {
   explicit NetImpl(int width = 8, bool swapped = false) {
     using torch::nn::Linear;
@@ -127,7 +116,11 @@ void train(const lockstep::World& world, TestComm& comm, const std::string& path
     optimizer.zero_grad();
     net->use_two = !(misuse == "unused" || (misuse == "unused-here" && here));
     auto loss = loss_of(ddp(batch_of(rank, step).to(net->one->weight.scalar_type())));
-    if (misuse == "throws" && here && step == 2) loss = Thrower::apply(loss);
+    if (misuse == "throws" && here && step == 2) {
+      loss.register_hook(
+          [](const at::Tensor&) -> at::Tensor { throw std::runtime_error("thrown inside backward"); });
+      loss = loss * 1;
+    }
     where = "the backward of step " + std::to_string(step);
     ddp.backward(loss, false, misuse == "create-graph");
     optimizer.step();

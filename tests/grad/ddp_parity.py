@@ -387,10 +387,9 @@ def differences(case, ranks, theirs, ours):
 def main():
     program = sys.argv[1]
     require_same_library(program)
-    folder = tempfile.mkdtemp(prefix="lockstep-parity-")
     failures = 0
     table = {}
-    try:
+    with tempfile.TemporaryDirectory(prefix="lockstep-parity-") as folder:
         os.makedirs(f"{folder}/in")
         run_forked(write_inputs, f"{folder}/in")
         for ranks in sizes():
@@ -424,8 +423,6 @@ def main():
                 failures += not found
                 print(f"{ranks} ranks, broken by {mutation}:", found[0] if found else "NOT FOUND", flush=True)
             shutil.rmtree(theirs)
-    finally:
-        shutil.rmtree(folder)
     print("\n| behaviour | Python | lockstep |\n|---|---|---|")
     for case, results in table.items():
         counts = sorted({count for _, count, _ in results})

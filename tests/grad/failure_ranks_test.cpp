@@ -13,17 +13,6 @@ using lockstep::PeerError;
 
 namespace {
 
-/// Passes its input on, and throws in backward.
-struct Thrower : torch::autograd::Function<Thrower> {
-  static torch::Tensor forward(torch::autograd::AutogradContext*, const torch::Tensor& x) {
-    return x.clone();
-  }
-  static torch::autograd::variable_list backward(torch::autograd::AutogradContext*,
-                                                 torch::autograd::variable_list) {
-    throw std::runtime_error("thrown inside backward");
-  }
-};
-
 void check_good_backward(Net& net, DistributedDataParallel<Net, lockstep_test::TestedComm>& ddp) {
   auto loss = [&](Net& model, int rank) { return model(batch_of(rank, 77)).pow(2).mean(); };
   const auto expected = expected_gradients(net, test_world().size(), loss);
@@ -45,9 +34,9 @@ TEST_CASE(
   for (int step = 0; step < steps_before; ++step) check_good_backward(net, ddp);
   auto loss = [&] {
     auto x = batch_of(rank, 1).requires_grad_(true);
-    if (rank == culprit && late) x = Thrower::apply(x);  // after the gradients of all layers
+    if (rank == culprit && late) x = throwing(x);  // after the gradients of all layers
     auto out = net(x).sum();
-    if (rank == culprit && !late) out = Thrower::apply(out);
+    if (rank == culprit && !late) out = throwing(out);
     return out;
   };
   net->zero_grad();
@@ -69,7 +58,7 @@ TEST_CASE("a backward that throws on all ranks is followed by a good one") {
   Net net;
   DistributedDataParallel ddp{net, shared_comm(), small_buckets()};
   for (int step = 0; step < 3; ++step) {
-    CHECK_THROWS_WITH(ddp.backward(Thrower::apply(net(batch_of(0, 0)).sum())),
+    CHECK_THROWS_WITH(ddp.backward(throwing(net(batch_of(0, 0)).sum())),
                       ContainsSubstring("thrown inside backward"));
     check_good_backward(net, ddp);
   }
@@ -120,6 +109,14 @@ TEST_CASE("parameters whose data were replaced after construction are named") {
              ContainsSubstring("the data of parameter 'one.weight' was replaced"));
 }
 
+TEST_CASE("a parameter that was unfrozen after construction is named") {
+  Net net;
+  net->two->bias.requires_grad_(false);
+  DistributedDataParallel ddp{net, shared_comm(), small_buckets()};
+  net->two->bias.requires_grad_(true);
+  CHECK_THROWS_WITH(ddp.backward(net(batch_of(0, 0)).sum()), ContainsSubstring("'two.bias' was unfrozen"));
+}
+
 TEST_CASE("a backward in which no parameter takes part is an error on all ranks that says so") {
   const int rank = test_world().rank();
   Net net;
@@ -143,12 +140,7 @@ TEST_CASE("a parameter without a gradient on one rank is named on every rank, in
     net->use_two = rank != culprit;
     const auto loss = net(batch_of(rank, 0)).sum();
     net->use_two = true;
-    std::string text;
-    try {
-      ddp.backward(loss);
-    } catch (const GradientError& error) {
-      text = error.what();
-    }
+    const std::string text = text_of<GradientError>([&] { ddp.backward(loss); });
     CHECK_THAT(text, ContainsSubstring("rank " + std::to_string(culprit) +
                                        " (parameter 2 'two.weight', parameter 3 'two.bias')"));
     const auto texts = shared_comm().all_gather_bytes(text);
@@ -312,10 +304,10 @@ TEST_CASE("a bare backward that throws is found at the next one") {
   Net net;
   DistributedDataParallel ddp{net, shared_comm(), small_buckets()};
   auto x = batch_of(0, 0).requires_grad_(true);
-  CHECK_THROWS_WITH(net(Thrower::apply(x)).sum().backward(), ContainsSubstring("thrown inside backward"));
+  CHECK_THROWS_WITH(net(throwing(x)).sum().backward(), ContainsSubstring("thrown inside backward"));
   CHECK_THROWS_WITH(ddp.backward(net(batch_of(0, 0)).sum()), ContainsSubstring("ddp.backward(loss)"));
   check_good_backward(net, ddp);
-  CHECK_THROWS_WITH(net(Thrower::apply(x)).sum().backward(), ContainsSubstring("thrown inside backward"));
+  CHECK_THROWS_WITH(net(throwing(x)).sum().backward(), ContainsSubstring("thrown inside backward"));
   CHECK_THROWS_WITH(net(batch_of(0, 0)).sum().backward(), ContainsSubstring("ddp.backward(loss)"));
   check_good_backward(net, ddp);
 }
@@ -323,22 +315,20 @@ TEST_CASE("a bare backward that throws is found at the next one") {
 TEST_CASE("models that differ: one and the same error on every rank", "[2+]") {
   const auto& world = test_world();
   const bool odd = world.rank() == world.size() - 1;
-  const int kind = GENERATE(0, 1, 2, 3, 4, 5);
+  const int kind = GENERATE(0, 1, 2, 3, 4, 5, 6, 7);
   CAPTURE(kind);
   torch::nn::Module model;
   const auto type = kind == 1 && odd ? torch::kDouble : torch::kFloat;
   const std::int64_t rows = kind == 0 && odd ? 12 : 10;
   if (kind == 3 && odd) model.register_parameter("bias", torch::zeros({10, 5}));
-  model.register_parameter(kind == 2 && odd ? "other" : "weight", torch::zeros({rows, 5}, type),
-                           !(kind == 4 && odd));
+  const auto weight = kind == 6 && odd ? torch::zeros({5, rows}).t() : torch::zeros({rows, 5}, type);
+  model.register_parameter(kind == 2 && odd ? "other" : "weight", weight, !(kind == 4 && odd));
   if (!(kind == 3 && odd)) model.register_parameter("bias", torch::zeros({10, 5}));
   if (kind == 5 && odd) model.register_parameter("more", torch::zeros({1}));
-  std::string text;
-  try {
+  model.register_buffer("mean", torch::zeros({kind == 7 && odd ? 4 : 3}));
+  const std::string text = text_of<lockstep::MismatchError>([&] {
     DistributedDataParallel ddp{model, shared_comm()};
-  } catch (const lockstep::MismatchError& error) {
-    text = error.what();
-  }
+  });
   const std::string here = "'weight' [10, 5] float32 on rank",
                     there = " on rank " + std::to_string(world.size() - 1);
   const std::vector<std::vector<std::string>> expected{
@@ -347,7 +337,9 @@ TEST_CASE("models that differ: one and the same error on every rank", "[2+]") {
       {"parameter 0 is " + here, "'other' [10, 5] float32" + there},
       {"parameter 0 is " + here, "'bias' [10, 5] float32" + there},
       {"parameter 0 is " + here, "'weight' [10, 5] float32, without gradient" + there},
-      {"parameter 2 is absent on rank", "'more' [1] float32" + there}};
+      {"parameter 2 is absent on rank", "'more' [1] float32" + there},
+      {"parameter 0 is " + here, "'weight' [10, 5] float32 with strides [1, 10]" + there},
+      {"buffer 0 is 'mean' [3] float32 on rank", "'mean' [4] float32" + there}};
   for (const std::string& part : expected[static_cast<std::size_t>(kind)])
     CHECK_THAT(text, ContainsSubstring(part));
   for (const auto& other : shared_comm().all_gather_bytes(text)) CHECK(other == text);

@@ -32,10 +32,7 @@ struct Training {
   torch::Tensor loss(int step) { return net(batch_of(test_world().rank(), step)).pow(2).mean(); }
   /// A loss whose backward throws on the last rank.
   torch::Tensor failing_loss(int step) {
-    auto out = loss(step);
-    if (am_culprit())
-      out.register_hook([](const at::Tensor&) -> at::Tensor { throw std::runtime_error("thrown inside"); });
-    return out * 1;
+    return am_culprit() ? throwing(loss(step), "thrown inside") : loss(step);
   }
   void good_step(int step) {
     const auto expected = expected_gradients(net, test_world().size(), [&](Net& model, int rank) {
@@ -197,10 +194,8 @@ TEST_CASE("a rank whose next backward fails too learns of the one before", "[2+]
   std::string text = thrown_by([&] {
     if (mine && how > 0)
       return training.ddp.fail_backward(std::make_exception_ptr(lockstep::DataError("of rank 0")));
-    auto out = training.loss(60);
-    if (mine)
-      out.register_hook([](const at::Tensor&) -> at::Tensor { throw std::runtime_error("of rank 0"); });
-    training.ddp.backward(out * 1);
+    const auto out = training.loss(60);
+    training.ddp.backward(mine ? throwing(out, "of rank 0") : out);
   });
   if (mine && how > 0) {
     CHECK(text.empty());
@@ -306,10 +301,8 @@ TEST_CASE("a first loss over two models that fails on a rank ends the communicat
   }
   const auto begin = std::chrono::steady_clock::now();
   const std::string text = thrown_by([&] {
-    auto out = loss(first);
-    if (am_culprit())
-      out.register_hook([](const at::Tensor&) -> at::Tensor { throw std::runtime_error("before both"); });
-    one.backward(out * 1 + loss(second));
+    const auto out = loss(first);
+    one.backward((am_culprit() ? throwing(out, "before both") : out) + loss(second));
     one.synchronize();
   });
   CHECK_THAT(text, ContainsSubstring("before both"));

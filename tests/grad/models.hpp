@@ -2,6 +2,8 @@
 
 #include <torch/torch.h>
 
+#include <stdexcept>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -81,6 +83,13 @@ inline void check_close(const std::vector<torch::Tensor>& actual,
     REQUIRE(actual[i].defined());
     CHECK(torch::allclose(actual[i], expected[i], 1e-4, 1e-6));
   }
+}
+
+/// `x`, whose backward throws this.
+inline torch::Tensor throwing(const torch::Tensor& x, const std::string& text = "thrown inside backward") {
+  const auto out = x * 1;
+  out.register_hook([text](const at::Tensor&) -> at::Tensor { throw std::runtime_error(text); });
+  return out * 1;
 }
 
 /// The text that `work` throws; empty where it throws nothing.

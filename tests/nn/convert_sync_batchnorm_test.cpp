@@ -4,6 +4,7 @@
 #include "lockstep/comm/local_comm.hpp"
 #include "nn/twin.hpp"
 #include "support/catch.hpp"
+#include "support/text_of.hpp"
 
 namespace convert_sync_batchnorm_test {
 
@@ -53,7 +54,7 @@ TORCH_MODULE(OwnNorm);
 
 template <class Model>
 std::string refusal_of(Model& model) {
-  return refusal<lockstep::UsageError>([&] { convert_sync_batchnorm(model, BatchNormGroup()); });
+  return text_of<lockstep::UsageError>([&] { convert_sync_batchnorm(model, BatchNormGroup()); });
 }
 
 }  // namespace
@@ -99,7 +100,7 @@ TEST_CASE("every batch norm of a tree is converted, and its tensors stay") {
 TEST_CASE("messages name a converted module by its place") {
   Net net;
   convert_sync_batchnorm(net, BatchNormGroup(std::make_shared<Twin>()));
-  CHECK_THAT(refusal<lockstep::UsageError>([&] {
+  CHECK_THAT(text_of<lockstep::UsageError>([&] {
                net->body->forward(torch::ones({1, 6, 6}));
              }),
              ContainsSubstring("SyncBatchNorm2d 'body.1' takes an input [N, C, H, W]"));

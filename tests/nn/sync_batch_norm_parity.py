@@ -8,7 +8,6 @@ and the comparison must find each way.
 """
 
 import os
-import shutil
 import sys
 import tempfile
 
@@ -145,10 +144,9 @@ def run_lockstep(program, ranks, folder, output, *mutation):
 def main():
     program, sizes = sys.argv[1], [int(word) for word in sys.argv[2:]] or list(PARTS)
     require_same_library(program)
-    folder = tempfile.mkdtemp(prefix="lockstep-batch-norm-")
     failures = 0
     worst = {c["name"]: {} for c in CASES}
-    try:
+    with tempfile.TemporaryDirectory(prefix="lockstep-batch-norm-") as folder:
         run_python(2, ask_python, f"{folder}/python")
         said = open(f"{folder}/python/said.0").read()
         torch.set_num_threads(1)
@@ -178,8 +176,6 @@ def main():
             least = min(errors(c, ranks, broken)[seen_in] / TOLERANCES[c["dtype"]] for c in CASES)
             failures += least <= 1
             print(f"broken on purpose at {ranks} ranks ({mutation}): {'found in each case' if least > 1 else 'NOT FOUND'}")
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
     sys.exit(f"{failures} comparisons failed" if failures else 0)
 
 

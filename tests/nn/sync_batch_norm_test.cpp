@@ -6,6 +6,7 @@
 #include "lockstep/comm/local_comm.hpp"
 #include "nn/twin.hpp"
 #include "support/catch.hpp"
+#include "support/text_of.hpp"
 
 namespace sync_batch_norm_test {
 
@@ -64,7 +65,7 @@ TEST_CASE("gradients of gradients are refused, in words, before the ranks meet")
   const auto y = norm(x).square().sum();
   const auto calls = twin->calls;
   const auto text =
-      refusal<lockstep::GradientError>([&] { torch::autograd::grad({y}, {x}, {}, true, true); });
+      text_of<lockstep::GradientError>([&] { torch::autograd::grad({y}, {x}, {}, true, true); });
   CHECK_THAT(text, ContainsSubstring("SyncBatchNorm1d of 3 channels: backward with create_graph is refused"));
   CHECK(twin->calls == calls);
   torch::autograd::grad({y}, {x});
@@ -89,7 +90,7 @@ TEST_CASE("one collective forward, one backward, and none for what needs none") 
 
 TEST_CASE("an input that does not fit is refused, in words") {
   const auto of = [](auto norm, torch::IntArrayRef shape, torch::Dtype dtype = torch::kFloat) {
-    return refusal<lockstep::UsageError>([&] { norm(torch::ones(shape, dtype)); });
+    return text_of<lockstep::UsageError>([&] { norm(torch::ones(shape, dtype)); });
   };
   SyncBatchNorm1d one(4, group_of());
   SyncBatchNorm2d two(4, group_of());
@@ -106,7 +107,7 @@ TEST_CASE("an input that does not fit is refused, in words") {
   CHECK_THAT(of(three, {2, 4, 3, 3}), ContainsSubstring("[N, C, D, H, W]"));
   CHECK_THAT(of(two, {2, 5, 3, 3}), ContainsSubstring("with 4 channels, but got [2, 5, 3, 3]"));
   CHECK_THAT(of(two, {2, 4, 3, 3}, torch::kLong), ContainsSubstring("int64, which is no floating type"));
-  CHECK_THAT(refusal<lockstep::UsageError>([&] { two(torch::Tensor()); }), ContainsSubstring("got none"));
+  CHECK_THAT(text_of<lockstep::UsageError>([&] { two(torch::Tensor()); }), ContainsSubstring("got none"));
   for (const bool training : {true, false}) {
     two->train(training);
     CHECK_THAT(of(two, {2, 4, 3, 3}, torch::kDouble),
@@ -120,14 +121,14 @@ TEST_CASE("an input of another dtype is refused at one rank as at several") {
   SyncBatchNorm2d one(4, group_of<Alone>());
   CHECK(one->ranks() == 1);
   const auto x = torch::ones({2, 4, 3, 3}, torch::kDouble);
-  CHECK_THAT(refusal<lockstep::UsageError>([&] { one(x); }), ContainsSubstring("does not fit its float32"));
+  CHECK_THAT(text_of<lockstep::UsageError>([&] { one(x); }), ContainsSubstring("does not fit its float32"));
 }
 
 TEST_CASE("training without ranks is refused, and eval is not") {
   SyncBatchNorm2d norm(4);
   CHECK(norm->ranks() == 0);
   const auto x = torch::randn({2, 4, 3, 3});
-  CHECK_THAT(refusal<lockstep::UsageError>([&] { norm(x); }),
+  CHECK_THAT(text_of<lockstep::UsageError>([&] { norm(x); }),
              ContainsSubstring("call convert_sync_batchnorm(model, comm) before training"));
   norm->eval();
   CHECK(norm(x).defined());
@@ -138,7 +139,7 @@ TEST_CASE("ranks that do not meet are reported with the module and the kind of f
   const auto thrown = [&]<class Failure>(std::type_identity<Failure>) {
     SyncBatchNorm2d norm(4, group_of<Broken<Failure>>());
     norm->synchronize(group_of<Broken<Failure>>(), "SyncBatchNorm2d 'layer1.1'");
-    return refusal<Failure>([&] { norm(x); });
+    return text_of<Failure>([&] { norm(x); });
   };
   const std::string text = "SyncBatchNorm2d 'layer1.1', forward: rank 1 has not come";
   CHECK(thrown(std::type_identity<lockstep::TimeoutError>()) == text);
@@ -148,7 +149,7 @@ TEST_CASE("ranks that do not meet are reported with the module and the kind of f
 
   SyncBatchNorm2d norm(4, group_of<BrokenInBackward>());
   const auto y = norm(x).sum();
-  CHECK(refusal<lockstep::PeerError>([&] { y.backward(); }) ==
+  CHECK(text_of<lockstep::PeerError>([&] { y.backward(); }) ==
         "SyncBatchNorm2d of 4 channels, backward: rank 1 failed first: why");
 }
 

@@ -3,7 +3,6 @@
 #include <torch/torch.h>
 
 #include <memory>
-#include <string>
 
 #include "lockstep/nn/sync_batch_norm.hpp"
 
@@ -22,14 +21,3 @@ struct Twin : lockstep::detail::StatisticsExchange {
   }
   int calls = 0;
 };
-
-/// The text that `work` throws as an `Expected`; empty where it throws nothing.
-template <class Expected, class Work>
-std::string refusal(Work&& work) {
-  try {
-    work();
-  } catch (const Expected& error) {
-    return error.what();
-  }
-  return "";
-}

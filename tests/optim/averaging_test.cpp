@@ -2,8 +2,6 @@
 
 #include <torch/torch.h>
 
-#include <sstream>
-
 #include "optim/common.hpp"
 
 namespace averaging_test {
@@ -78,28 +76,15 @@ TEST_CASE("what an average saves, another of the same model reads") {
   one.update();
   shift(*model, 1);
   one.update();
-  const auto bytes = [](const MovingAverage& average) {
-    torch::serialize::OutputArchive archive;
-    average.save(archive);
-    std::stringstream stream;
-    archive.save_to(stream);
-    return stream.str();
-  };
-  const auto load = [](MovingAverage& average, const std::string& text) {
-    std::istringstream stream(text);
-    torch::serialize::InputArchive archive;
-    archive.load_from(stream);
-    average.load(archive);
-  };
   MovingAverage two(*model, {.decay = 0.5});
-  load(two, bytes(one));
+  load(two, saved(one));
   CHECK(two.updates() == 2);
   CHECK(same_bits(one.tensors(), two.tensors()));
-  CHECK(bytes(one) == bytes(two));
+  CHECK(saved(one) == saved(two));
 
   torch::nn::Sequential other(torch::nn::Linear(3, 2), torch::nn::BatchNorm1d(3));
   MovingAverage wrong(*other, {});
-  CHECK(text_of<lockstep::CheckpointError>([&] { load(wrong, bytes(one)); }).find("'1.weight'") !=
+  CHECK(text_of<lockstep::CheckpointError>([&] { load(wrong, saved(one)); }).find("'1.weight'") !=
         std::string::npos);
   CHECK(wrong.updates() == 0);
 }

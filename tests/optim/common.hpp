@@ -2,11 +2,10 @@
 
 #include <torch/torch.h>
 
-#include <sstream>
-#include <string>
 #include <vector>
 
 #include "lockstep/error.hpp"
+#include "support/archive.hpp"
 #include "support/catch.hpp"
 #include "support/text_of.hpp"
 
@@ -30,19 +29,4 @@ inline bool same_bits(const std::vector<torch::Tensor>& a, const std::vector<tor
   for (std::size_t i = 0; i < a.size(); ++i)
     if (!torch::equal(a[i], b[i])) return false;
   return true;
-}
-
-inline std::string saved(const torch::optim::Optimizer& optimizer) {
-  torch::serialize::OutputArchive archive;
-  optimizer.save(archive);
-  std::ostringstream stream;
-  archive.save_to(stream);
-  return stream.str();
-}
-
-inline void load(torch::optim::Optimizer& optimizer, const std::string& bytes) {
-  std::istringstream stream(bytes);
-  torch::serialize::InputArchive archive;
-  archive.load_from(stream);
-  optimizer.load(archive);
 }

@@ -238,9 +238,8 @@ def main():
     require_same_library(program)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    folder = tempfile.mkdtemp(prefix="lockstep-optim-parity-")
     failures = 0
-    try:
+    with tempfile.TemporaryDirectory(prefix="lockstep-optim-parity-") as folder:
         inputs = write_inputs(folder)
         write_cases(folder)
         run_lockstep(program, folder)
@@ -298,8 +297,6 @@ def main():
                 found = all(wrong for name, _, wrong in compare_curves(folder, expected_curves) if name == "cosine")
                 failures += not found
                 print(f"broken on purpose (step), schedule: {'found' if found else 'NOT FOUND'}")
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
     if failures:
         sys.exit(f"{failures} comparisons failed")
 

@@ -255,11 +255,11 @@ TEST_CASE("an archive that does not fit is refused in words, and nothing is chan
   CHECK(text_of<lockstep::CheckpointError>([&] { load(one, saved(adam)); }).find("'beta1'") !=
         std::string::npos);
   CHECK(saved(one) == bytes);
-  std::ostringstream empty;
-  torch::serialize::OutputArchive archive;
-  archive.save_to(empty);
+  struct Nothing {
+    void save(torch::serialize::OutputArchive&) const {}
+  };
   CHECK(text_of<lockstep::CheckpointError>([&] {
-          load(one, empty.str());
+          load(one, saved(Nothing()));
         }).find("the archive is not one of this optimizer") != std::string::npos);
 }
 

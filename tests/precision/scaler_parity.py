@@ -6,7 +6,6 @@ usage: scaler_parity.py PROGRAM
 Afterwards lockstep is broken on purpose, and the comparison must find each way.
 """
 
-import shutil
 import sys
 import tempfile
 
@@ -112,9 +111,8 @@ def main():
     program = sys.argv[1]
     require_same_library(program)
     torch.set_num_threads(1)
-    folder = tempfile.mkdtemp(prefix="lockstep-precision-")
     failures = 0
-    try:
+    with tempfile.TemporaryDirectory(prefix="lockstep-precision-") as folder:
         tensors = make_inputs(folder)
         expected = {
             "scaler": list(scale_plain(tensors)),
@@ -142,8 +140,6 @@ def main():
                 seen = broken[name] != b"".join(expected[name])
                 failures += not seen
                 print(f"broken on purpose ({mistake}), {name}: {'found' if seen else 'NOT FOUND'}")
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
     if failures:
         sys.exit(f"{failures} comparisons failed")
 

@@ -12,12 +12,15 @@
 #include "lockstep/report/metrics_files.hpp"
 #include "lockstep/report/tensorboard.hpp"
 #include "report/training.hpp"
+#include "support/process.hpp"
 #include "support/temporary_folder.hpp"
 #include "support/written.hpp"
 
 namespace metrics_files_ranks_test {
 
 namespace {
+
+using lockstep_test::count;
 
 const std::string header = "time,event,epoch,step,loss,lr,samples_per_second,seconds,skipped,tag,value";
 
@@ -29,12 +32,6 @@ std::vector<std::string> fields_of(const std::string& line) {
     else
       fields.back() += character;
   return fields;
-}
-
-std::size_t count_of(const std::string& text, const std::string& part) {
-  std::size_t count = 0;
-  for (auto at = text.find(part); at != std::string::npos; at = text.find(part, at + 1)) ++count;
-  return count;
 }
 
 }  // namespace
@@ -169,15 +166,15 @@ TEST_CASE("a file that cannot be written is warned of once and stops nothing") {
       CHECK(report.step == 16 / world.size());
     });
   };
-  const std::size_t writers = world.rank() == 0 ? 2 : 0;
+  const int writers = world.rank() == 0 ? 2 : 0;
   // A file where a folder must be, which root cannot write either; a device without space; a folder.
   for (const std::filesystem::path& to :
        {in_the_way / "metrics", std::filesystem::path("/dev/full"), folder.path()}) {
     INFO(to);
     const auto warnings = fit_with(to);
     INFO(warnings);
-    CHECK(count_of(warnings, "could not write '" + to.string() + "': ") == writers);
-    CHECK(count_of(warnings, "\n") == writers);
+    CHECK(count(warnings, "could not write '" + to.string() + "': ") == writers);
+    CHECK(count(warnings, "\n") == writers);
   }
   CHECK_THROWS_AS(lockstep::CsvLog(world, folder / "a", {.every = 0}), lockstep::UsageError);
 }
@@ -194,9 +191,9 @@ TEST_CASE("a TensorBoard whose folder cannot be written is warned of once and st
     CHECK(report.step == 16 / world.size());
   });
   INFO(warnings);
-  const std::size_t writers = world.rank() == 0 ? 1 : 0;
-  CHECK(count_of(warnings, "could not write '" + to.string()) == writers);
-  CHECK(count_of(warnings, "\n") == writers);
+  const int writers = world.rank() == 0 ? 1 : 0;
+  CHECK(count(warnings, "could not write '" + to.string()) == writers);
+  CHECK(count(warnings, "\n") == writers);
 }
 
 TEST_CASE("a row of which the disk took a part is cut off again") {

@@ -10,6 +10,7 @@
 #include "lockstep/report/trace.hpp"
 #include "report/training.hpp"
 #include "report/wide_network.hpp"
+#include "support/process.hpp"
 #include "support/temporary_folder.hpp"
 #include "support/written.hpp"
 
@@ -17,15 +18,11 @@ namespace run_report_ranks_test {
 
 namespace {
 
+using lockstep_test::count;
+
 std::string text_of_file(const std::filesystem::path& path) {
   std::ifstream file(path);
   return {std::istreambuf_iterator<char>(file), {}};
-}
-
-std::size_t count_of(const std::string& text, const std::string& part) {
-  std::size_t count = 0;
-  for (auto at = text.find(part); at != std::string::npos; at = text.find(part, at + 1)) ++count;
-  return count;
 }
 
 }  // namespace
@@ -47,13 +44,14 @@ TEST_CASE("the page of a run is written after each epoch, and again for values a
     CHECK(!std::filesystem::exists(folder / "runs"));
     return;
   }
-  for (std::size_t i = 0; i < 3; ++i) {
+  for (int i = 0; i < 3; ++i) {
     INFO(i);
-    CHECK(count_of(pages[i], "</script>") == 1);  // the title's is escaped
-    CHECK_THAT(pages[i], ContainsSubstring(R"("title":"a \u003c/script> title")"));
-    CHECK(count_of(pages[i], R"("skipped":0)") == std::min<std::size_t>(i + 1, 2));  // one for each epoch
-    CHECK(count_of(pages[i], R"("host":)") == static_cast<std::size_t>(world.size()));
-    CHECK(count_of(pages[i], R"({"tag":"accuracy","points":[[7,0.5]]})") == (i == 2 ? 1U : 0U));
+    const std::string& written_page = pages[static_cast<std::size_t>(i)];
+    CHECK(count(written_page, "</script>") == 1);  // the title's is escaped
+    CHECK_THAT(written_page, ContainsSubstring(R"("title":"a \u003c/script> title")"));
+    CHECK(count(written_page, R"("skipped":0)") == std::min(i + 1, 2));  // one for each epoch
+    CHECK(count(written_page, R"("host":)") == world.size());
+    CHECK(count(written_page, R"({"tag":"accuracy","points":[[7,0.5]]})") == (i == 2 ? 1 : 0));
   }
 }
 
@@ -68,7 +66,7 @@ TEST_CASE("a series keeps 1024 values at most") {
   CHECK(wanted < 6000);
   const std::string json = series.json();
   CHECK_THAT(json, ContainsSubstring("[[0,0],[128,256],[256,512]"));
-  CHECK(count_of(json, "],[") + 1 == 782);
+  CHECK(count(json, "],[") + 1 == 782);
 }
 
 TEST_CASE("a trainer without other ranks has a page and a trace without buckets") {
@@ -79,7 +77,7 @@ TEST_CASE("a trainer without other ranks has a page and a trace without buckets"
   lockstep::Trace trace{trainer.comm(), folder / "trace.json", {.from = 0, .to = 4}};
   trainer.fit(three_classes(32), cross_entropy_of, page, trace);
   CHECK_THAT(text_of_file(folder / "report.html"), ContainsSubstring(R"("buckets":[]})"));
-  CHECK(count_of(text_of_file(folder / "trace.json"), "\"name\":\"backward\"") == 4);
+  CHECK(count(text_of_file(folder / "trace.json"), "\"name\":\"backward\"") == 4);
 }
 
 TEST_CASE("buckets in flight at one time have lanes of their own") {
@@ -106,13 +104,13 @@ TEST_CASE("a trace holds the asked steps of all ranks, also of a run that ends b
   CHECK(!std::filesystem::exists(folder / "none.json"));
   CHECK_THROWS_AS(lockstep::Trace(trainer.comm(), path, {.from = 3, .to = 3}), lockstep::UsageError);
   if (world.rank() != 0) return;
-  const auto ranks = static_cast<std::size_t>(world.size());
+  const int ranks = world.size();
   const std::string text = text_of_file(path), rest = text_of_file(folder / "cut.json");
   for (const char* name : {"step 1", "step 2"})
-    CHECK(count_of(text, "\"name\":\"" + std::string(name) + '"') == ranks);
-  CHECK(count_of(text, "\"name\":\"step 3\"") == 0);
-  CHECK(count_of(text, "\"name\":\"bucket 1 of ") == 2 * ranks);
-  CHECK(count_of(rest, "\"name\":\"step " + std::to_string(steps - 1)) == ranks);
+    CHECK(count(text, "\"name\":\"" + std::string(name) + '"') == ranks);
+  CHECK(count(text, "\"name\":\"step 3\"") == 0);
+  CHECK(count(text, "\"name\":\"bucket 1 of ") == 2 * ranks);
+  CHECK(count(rest, "\"name\":\"step " + std::to_string(steps - 1)) == ranks);
 }
 
 TEST_CASE("a trace whose steps are not run is warned of on rank 0") {
@@ -130,11 +128,10 @@ TEST_CASE("a trace whose steps are not run is warned of on rank 0") {
   CHECK(warned({.from = last + 1, .to = 1000}, false).empty());
   const auto warning = warned({.from = last + 1, .to = 1000}, true);
   INFO(warning);
-  CHECK(
-      count_of(warning,
-               fmt::format("trace.json' was written: no step of [{}, 1000) was run, the steps were 0 to {};",
-                           last + 1, last)) == (world.rank() == 0 ? 1U : 0U));
-  CHECK(count_of(warning, "\n") == (world.rank() == 0 ? 1U : 0U));
+  CHECK(count(warning,
+              fmt::format("trace.json' was written: no step of [{}, 1000) was run, the steps were 0 to {};",
+                          last + 1, last)) == (world.rank() == 0 ? 1 : 0));
+  CHECK(count(warning, "\n") == (world.rank() == 0 ? 1 : 0));
 }
 
 TEST_CASE("the page of an earlier run is kept under the next free name") {
@@ -171,10 +168,10 @@ TEST_CASE("a page or a trace that cannot be written is warned of once and stops 
     page.add_scalar("a", 1, 2);
   });
   INFO(warnings);
-  const std::size_t writers = world.rank() == 0 ? 1 : 0;
-  CHECK(count_of(warnings, "report.html': ") == writers);
-  CHECK(count_of(warnings, "/dev/full': ") == writers);
-  CHECK(count_of(warnings, "the training continues without it\n") == 2 * writers);
+  const int writers = world.rank() == 0 ? 1 : 0;
+  CHECK(count(warnings, "report.html': ") == writers);
+  CHECK(count(warnings, "/dev/full': ") == writers);
+  CHECK(count(warnings, "the training continues without it\n") == 2 * writers);
 }
 
 }  // namespace run_report_ranks_test

@@ -35,7 +35,7 @@ TEST_CASE("the profile of a step covers it without a gap, and the ranks wait for
       three_classes(64),
       [&](torch::nn::Sequential& net, const auto& batch) {
         if (late) std::this_thread::sleep_for(std::chrono::milliseconds(15));
-        return torch::cross_entropy_loss(net->forward(batch.data), batch.target);
+        return cross_entropy_of(net, batch);
       },
       lockstep::OnProfile{[&](const lockstep::StepReport&, const lockstep::StepProfile& profile) {
         seen.push_back({{profile.spans.begin(), profile.spans.end()},
@@ -91,12 +91,9 @@ TEST_CASE("the profile of a step covers it without a gap, and the ranks wait for
 
 TEST_CASE("completions are recorded only for a profile") {
   lockstep::Trainer trainer{test_world(), short_run(1), wide_network()};
-  const auto loss = [](torch::nn::Sequential& net, const auto& batch) {
-    return torch::cross_entropy_loss(net->forward(batch.data), batch.target);
-  };
-  trainer.fit(three_classes(32), loss, lockstep::OnProfile{[](const auto&, const auto&) {}});
+  trainer.fit(three_classes(32), cross_entropy_of, lockstep::OnProfile{[](const auto&, const auto&) {}});
   CHECK(trainer.ddp().report().buckets.at(0).completed > 0);
-  trainer.fit(three_classes(32), loss);
+  trainer.fit(three_classes(32), cross_entropy_of);
   CHECK(trainer.ddp().report().buckets.at(0).completed == 0);
 }
 

@@ -29,23 +29,6 @@ lockstep::Example batch_of(int step, std::int64_t samples = 4) {
   return {data, data.slice(1, 0, 3).argmax(1)};
 }
 
-const auto loss = [](TinyNet& net, const lockstep::Example& batch) {
-  return torch::cross_entropy_loss(net(batch.data), batch.target);
-};
-
-std::vector<torch::Tensor> tensors_of(const TinyNet& net) {
-  auto tensors = net->parameters();
-  for (const auto& buffer : net->buffers()) tensors.push_back(buffer);
-  return tensors;
-}
-
-bool same(const TinyNet& a, const TinyNet& b) {
-  const auto one = tensors_of(a), two = tensors_of(b);
-  bool equal = one.size() == two.size();
-  for (std::size_t i = 0; i < one.size(); ++i) equal = equal && torch::equal(one[i], two[i]);
-  return equal;
-}
-
 TinyNet seeded_net() {
   torch::manual_seed(3);
   return TinyNet();
@@ -66,7 +49,7 @@ void train_by_hand(TinyNet& net, Optimizer& optimizer, Precision& precision, int
   for (int step = 0; step < steps; ++step) {
     optimizer.zero_grad();
     auto data = batch(step);
-    precision.scale(precision.forward([&] { return loss(net, data); })).backward();
+    precision.scale(precision.forward([&] { return cross_entropy_of(net, data); })).backward();
     optimizer.param_groups()[0].options().set_lr(rate(step));
     if constexpr (lockstep::ScalingPrecision<Precision>)
       if (clip > 0) precision.unscale(optimizer);
@@ -87,7 +70,7 @@ TEST_CASE("a captured step makes the parameters of the plain one, with the rates
   std::vector<const void*> places;
   const auto seeing = [&](TinyNet& model, const lockstep::Example& batch) {
     places.push_back(batch.data.const_data_ptr());
-    return loss(model, batch);
+    return cross_entropy_of(model, batch);
   };
   CapturedStep step(at::kCPU, net, comm, optimizer, precision, seeing);
   for (int i = 0; i < 8; ++i) {
@@ -99,7 +82,7 @@ TEST_CASE("a captured step makes the parameters of the plain one, with the rates
   }
   CHECK(step.steps() == 8);
   CHECK(!step.captured());
-  CHECK(same(net, by_hand));
+  CHECK(same_bits(net, by_hand));
   // Every step reads its batch from one place, which is none of the batches' own.
   CHECK(places == std::vector<const void*>(8, places[0]));
 }
@@ -128,7 +111,7 @@ TEST_CASE("a captured step in half precision scales, clips and skips") {
   lockstep::Fp16 precision(scaling), other(scaling);
   train_by_hand(by_hand, plain, other, 9, batch, 0.5);
 
-  CapturedStep step(at::kCPU, net, comm, optimizer, precision, loss, {.num_warmup_iters = 2},
+  CapturedStep step(at::kCPU, net, comm, optimizer, precision, cross_entropy_of, {.num_warmup_iters = 2},
                     lockstep::AllReduceHook(), lockstep::GradientClip{.max_norm = 0.5});
   for (int i = 0; i < 9; ++i) {
     auto made = batch(i);
@@ -174,7 +157,7 @@ TEST_CASE("options that a graph cannot hold are refused before anything is captu
   lockstep::Fp32 precision;
   const auto refusal = [&](auto optimizer, const lockstep::CaptureOptions& options = {}) {
     return text_of<lockstep::UsageError>(
-        [&] { CapturedStep step(at::kCPU, net, comm, optimizer, precision, loss, options); });
+        [&] { CapturedStep step(at::kCPU, net, comm, optimizer, precision, cross_entropy_of, options); });
   };
   const lockstep::SGD good(net->parameters(), sgd_options());
   CHECK_THAT(refusal(lockstep::SGD(net->parameters(), {.implementation = Implementation::fused})),
@@ -203,8 +186,9 @@ TEST_CASE("a step on a GPU needs a program built with CUDA") {
   TinyNet net = seeded_net();
   lockstep::SGD optimizer(net->parameters(), sgd_options());
   lockstep::Fp32 precision;
-  CHECK_THAT(text_of<lockstep::UsageError>(
-                 [&] { CapturedStep step(at::Device(at::kCUDA, 0), net, comm, optimizer, precision, loss); }),
+  CHECK_THAT(text_of<lockstep::UsageError>([&] {
+               CapturedStep step(at::Device(at::kCUDA, 0), net, comm, optimizer, precision, cross_entropy_of);
+             }),
              ContainsSubstring("built without CUDA"));
 #endif
 }

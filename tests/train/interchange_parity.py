@@ -8,7 +8,6 @@ and the comparison must find each way.
 """
 
 import os
-import shutil
 import sys
 import tempfile
 
@@ -174,8 +173,7 @@ def main():
     print("| behaviour | continued by | losses, model and optimizer |\n|---|---|---|")
     for ranks in [int(word) for word in sys.argv[2:]] or [2]:
         for case, words in CASES.items():
-            folder = tempfile.mkdtemp(prefix="lockstep-interchange-")
-            try:
+            with tempfile.TemporaryDirectory(prefix="lockstep-interchange-") as folder:
                 run_forked(write_inputs, folder, ranks)
                 ours = lambda *words: run_program(program, "--nproc", ranks, folder, case, *words)
                 count = iter(range(100))
@@ -203,8 +201,6 @@ def main():
                     found = difference(result(folder, "broken", ranks), result(folder, "py", ranks)) == "the losses"
                     failures += not found
                     print(f"broken on purpose ({mistake}), {case}: {'found' if found else 'NOT FOUND'}")
-            finally:
-                shutil.rmtree(folder, ignore_errors=True)
     if failures:
         sys.exit(f"{failures} comparisons failed")
 

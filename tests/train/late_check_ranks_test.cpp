@@ -8,10 +8,10 @@
 #include <filesystem>
 #include <limits>
 #include <string>
-#include <utility>
 
 #include "lockstep/train/extras.hpp"
 #include "support/ranks.hpp"
+#include "support/text_of.hpp"
 #include "train/regression.hpp"
 
 namespace late_check_ranks_test {
@@ -33,16 +33,6 @@ auto late_trainer(std::int64_t epochs = 1) {
 }
 lockstep::TensorDataset steps(std::int64_t number) {
   return curve(2 * number * test_world().size());
-}
-
-template <class Work>
-std::string thrown_by(Work&& work) {
-  try {
-    std::forward<Work>(work)();
-  } catch (const std::exception& error) {
-    return error.what();
-  }
-  return "";
 }
 
 }  // namespace
@@ -68,11 +58,11 @@ TEST_CASE("nothing that a failed backward has left is saved or measured", "[2+]"
   auto loss = trainer.model()->forward(curve(2).data()).sum();
   if (am_culprit())
     loss.register_hook([](const at::Tensor&) -> at::Tensor { throw std::runtime_error("thrown inside"); });
-  const std::string own = thrown_by([&] { trainer.ddp().backward(loss * 1); });
+  const std::string own = text_of<std::exception>([&] { trainer.ddp().backward(loss * 1); });
   CHECK(own.empty() == !am_culprit());
   trainer.optimizer().step();
   CHECK(trainer.model()->parameters()[0].isnan().any().item<bool>() == !am_culprit());
-  const std::string text = thrown_by([&] {
+  const std::string text = text_of<std::exception>([&] {
     if (how == 0) trainer.save_checkpoint(path);
     if (how == 1) trainer.save(path);
     if (how == 2) trainer.evaluate(data, error);
@@ -95,7 +85,7 @@ TEST_CASE("a loss that is not a number is no error of the late check either") {
 TEST_CASE("a loss that throws on one rank in the last step ends fit on all", "[2+]") {
   auto trainer = late_trainer();
   int step = 0;
-  const std::string text = thrown_by([&] {
+  const std::string text = text_of<std::exception>([&] {
     trainer.fit(steps(4), [&](Sequential& model, const auto& batch) {
       if (step++ == 3 && am_culprit()) throw std::runtime_error("no such word");
       return squared_error(model, batch);

@@ -31,12 +31,6 @@ auto make_trainer(std::int64_t epochs) {
 lockstep::TensorDataset samples() {
   return three_classes(test_world().size() * 8);  // two steps an epoch
 }
-std::string bytes_of(const torch::nn::Module& module) {
-  std::string bytes;
-  for (const auto& tensor : module.parameters())
-    bytes.append(static_cast<const char*>(tensor.const_data_ptr()), tensor.nbytes());
-  return bytes;
-}
 // A monitor of one value for each epoch.
 lockstep::Monitor scripted(std::vector<double> values) {
   return [values](const lockstep::EpochReport& report) {
@@ -201,7 +195,8 @@ TEST_CASE("BestCheckpoint writes the model of the best epoch") {
                                   trainer->save(folder / "best.pt");
                                   written_in.push_back(trainer->epoch() - 1);
                                 }};
-  auto keep_model = lockstep::OnEpoch{[&](const auto&) { models.push_back(bytes_of(*trainer->model())); }};
+  auto keep_model =
+      lockstep::OnEpoch{[&](const auto&) { models.push_back(parameter_bytes(*trainer->model())); }};
   const std::string warned = written(2, [&] { trainer->fit(samples(), cross_entropy_of, keep_model, best); });
   CHECK(written_in == std::vector<std::int64_t>{1, 2, 4});
   CHECK(best.best.value == 1.0);
@@ -210,7 +205,7 @@ TEST_CASE("BestCheckpoint writes the model of the best epoch") {
     CHECK_THAT(warned, ContainsSubstring("BestCheckpoint: the monitored value of epoch 3 is nan"));
   auto other = make_trainer(1);
   other->load(folder / "best.pt");
-  CHECK(bytes_of(*other->model()) == models[4]);
+  CHECK(parameter_bytes(*other->model()) == models[4]);
   CHECK(models[4] != models[5]);
 
   // A file that cannot be written is an error on every rank, and no best one.
@@ -255,7 +250,7 @@ TEST_CASE("EarlyStopping and BestCheckpoint go on from a checkpoint as if nothin
   resumed.fit(folder);
   CHECK(resumed.trainer->epoch() == 5);
   CHECK(resumed.written_in.empty());
-  CHECK(bytes_of(*resumed.trainer->model()) == bytes_of(*whole.trainer->model()));
+  CHECK(parameter_bytes(*resumed.trainer->model()) == parameter_bytes(*whole.trainer->model()));
 
   // The last checkpoint is of a run that has stopped.
   Run stopped(values);

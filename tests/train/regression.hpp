@@ -37,6 +37,16 @@ inline const auto squared_error = [](auto& net, const auto& batch) {
   return torch::mse_loss(net->forward(batch.data), batch.target);
 };
 
+/// The same as a sum and a count.
+inline const auto summed_squared_error = [](auto& net, const auto& batch) {
+  return lockstep::Mean{torch::mse_loss(net->forward(batch.data), batch.target, torch::Reduction::Sum),
+                        batch.data.size(0)};
+};
+
+inline const lockstep::MakeOptimizer momentum_sgd{[](const std::vector<torch::Tensor>& parameters) {
+  return torch::optim::SGD(parameters, torch::optim::SGDOptions(0.05).momentum(0.9));
+}};
+
 inline torch::nn::Sequential copy_of(const torch::nn::Sequential& net) {
   return std::dynamic_pointer_cast<torch::nn::SequentialImpl>(net->clone());
 }

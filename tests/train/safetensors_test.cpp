@@ -7,6 +7,7 @@
 
 #include "support/catch.hpp"
 #include "support/temporary_folder.hpp"
+#include "support/text_of.hpp"
 
 namespace safetensors_test {
 
@@ -21,12 +22,8 @@ std::string file_of(const std::string& header, const std::string& data = "") {
 
 // The error that reading these bytes ends with; empty if they are read.
 std::string refusal(const std::string& bytes) {
-  try {
-    lockstep::deserialize_safetensors(bytes, "a.safetensors");
-  } catch (const lockstep::CheckpointError& error) {
-    return error.what();
-  }
-  return "";
+  return text_of<lockstep::CheckpointError>(
+      [&] { lockstep::deserialize_safetensors(bytes, "a.safetensors"); });
 }
 
 lockstep::StateDict small() {

@@ -57,7 +57,7 @@ Batches uneven(int rank, bool first_has_most) {
 }
 
 double train_alone(torch::nn::Sequential& net, bool first_has_most, std::int64_t accumulate, int epochs) {
-  torch::optim::SGD optimizer(net->parameters(), torch::optim::SGDOptions(0.05).momentum(0.9));
+  auto optimizer = momentum_sgd.function(net->parameters());
   double sum = 0, count = 0;
   for (int epoch = 0; epoch < epochs; ++epoch) {
     sum = count = 0;
@@ -82,13 +82,6 @@ double train_alone(torch::nn::Sequential& net, bool first_has_most, std::int64_t
   return sum / count;
 }
 
-auto trainer_of(torch::nn::Sequential net, const lockstep::TrainerOptions& options) {
-  return lockstep::Trainer{
-      test_world(), options, net, lockstep::MakeOptimizer{[](const std::vector<torch::Tensor>& parameters) {
-        return torch::optim::SGD(parameters, torch::optim::SGDOptions(0.05).momentum(0.9));
-      }}};
-}
-
 }  // namespace
 
 TEST_CASE("ranks whose streams end at different times train as one process on all of them") {
@@ -98,7 +91,7 @@ TEST_CASE("ranks whose streams end at different times train as one process on al
   const auto start = tanh_network(2, 4, 5);
   auto together = copy_of(start), alone = copy_of(start);
   const lockstep::TrainerOptions options{.epochs = 2, .accumulate = accumulate, .progress = false};
-  auto trainer = trainer_of(together, options);
+  lockstep::Trainer trainer{test_world(), options, together, momentum_sgd};
   Batches stream = uneven(test_world().rank(), first_has_most);
   std::int64_t steps = 0;
   lockstep::OnStep count{[&](const lockstep::StepReport& step) {
@@ -106,18 +99,8 @@ TEST_CASE("ranks whose streams end at different times train as one process on al
     CHECK(step.local.empty() == std::isnan(step.loss()));
     ++steps;
   }};
-  lockstep::EpochReport report{};
-  if (counted)
-    report = trainer.fit(
-        stream,
-        [](auto& net, const auto& batch) {
-          return lockstep::Mean{
-              torch::mse_loss(net->forward(batch.data), batch.target, torch::Reduction::Sum),
-              batch.data.size(0)};
-        },
-        count);
-  else
-    report = trainer.fit(stream, squared_error, count);
+  const auto report =
+      counted ? trainer.fit(stream, summed_squared_error, count) : trainer.fit(stream, squared_error, count);
   const double expected = train_alone(alone, first_has_most, accumulate, 2);
   CHECK(distance(together, alone) < 1e-6);
   CHECK(std::abs(report.loss - expected) <= 1e-6 * expected);
@@ -155,7 +138,7 @@ TEST_CASE("a stream of nothing is an error on every rank") {
 TEST_CASE("a step in which nothing was counted changes nothing, and does not end a stream") {
   auto net = tanh_network(1, 3, 5);
   const auto start = copy_of(net);
-  auto trainer = trainer_of(net, {.progress = false});
+  lockstep::Trainer trainer{test_world(), {.progress = false}, net, momentum_sgd};
   Batches stream{curve(40), {{0, 1}, {2, 3}, {4, 5}, {6}}};
   std::vector<double> moved;
   int batch_number = 0;
@@ -164,9 +147,7 @@ TEST_CASE("a step in which nothing was counted changes nothing, and does not end
       [&](auto& model, const auto& batch) {
         const bool counts = batch_number++ != 1;  // the second: masked out, not even a graph
         if (!counts) return lockstep::Mean{torch::full({}, std::nan(""), torch::kDouble), 0};
-        return lockstep::Mean{
-            torch::mse_loss(model->forward(batch.data), batch.target, torch::Reduction::Sum),
-            batch.data.size(0)};
+        return summed_squared_error(model, batch);
       },
       lockstep::OnStep{[&, before = copy_of(start)](const auto& report) mutable {
         moved.push_back(distance(net, before));

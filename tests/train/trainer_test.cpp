@@ -109,12 +109,10 @@ std::vector<torch::Tensor> trained(T&& trainer) {
   return trainer.model().parameters();
 }
 
-// The same loss for models that are pointers.
+// The same of models that are pointers.
 template <class T>
 std::vector<torch::Tensor> trained_pointer(T&& trainer) {
-  trainer.fit(three_classes(64), [](auto& net, const auto& batch) {
-    return torch::cross_entropy_loss(net->forward(batch.data), batch.target);
-  });
+  trainer.fit(three_classes(64), cross_entropy_of);
   return trainer.model()->parameters();
 }
 
@@ -436,10 +434,6 @@ TEST_CASE("an evaluation takes metrics of the output and of the model, and leave
 TEST_CASE("micro-batches of a process alone are one batch, whichever form the loss has") {
   const auto data = curve(40);  // 3 steps of 12 samples and one of 4
   const auto start = tanh_network(2, 4, 3);
-  const auto sum = [](auto& net, const auto& batch) {
-    return lockstep::Mean{torch::mse_loss(net->forward(batch.data), batch.target, torch::Reduction::Sum),
-                          batch.data.size(0)};
-  };
   auto whole = copy_of(start), micro = copy_of(start), summed = copy_of(start), masked = copy_of(start);
   const auto report =
       local({.epochs = 2, .batch_size = 12, .lr = 0.1, .progress = false}, whole).fit(data, squared_error);
@@ -448,14 +442,14 @@ TEST_CASE("micro-batches of a process alone are one batch, whichever form the lo
   lockstep::TrainerOptions other = accumulated;
   other.batch_size = 4;
   CHECK(local(other, micro).fit(data, squared_error).step == report.step);
-  CHECK(local(other, summed).fit(data, sum).loss == Approx(report.loss).epsilon(1e-6));
+  CHECK(local(other, summed).fit(data, summed_squared_error).loss == Approx(report.loss).epsilon(1e-6));
   CHECK(distance(whole, start) > 1e-3);
   CHECK(distance(micro, whole) < 1e-12);
   CHECK(distance(summed, whole) < 1e-12);
 
   // Where nothing is counted nothing changes.
   local(accumulated, masked).fit(data, [&](auto& net, const auto& batch) {
-    return lockstep::Mean{sum(net, batch).sum, 0};
+    return lockstep::Mean{summed_squared_error(net, batch).sum, 0};
   });
   CHECK(distance(masked, start) == 0);
 }

@@ -14,7 +14,6 @@ broken on purpose, and the comparison must find it for each hook.
 
 import math
 import os
-import shutil
 import statistics
 import sys
 import tempfile
@@ -257,10 +256,9 @@ def print_tables(results):
 def main():
     program, sizes = sys.argv[1], [int(word) for word in sys.argv[2:]] or [2, 3, 4]
     require_same_library(program)
-    folder = tempfile.mkdtemp(prefix="lockstep-hooks-")
     failures = 0
     results = {c["name"]: [] for c in CASES}
-    try:
+    with tempfile.TemporaryDirectory(prefix="lockstep-hooks-") as folder:
         os.makedirs(f"{folder}/in")
         # Before this process runs operators itself.
         for ranks in sizes:
@@ -287,8 +285,6 @@ def main():
             unseen = [c["name"] for c in CASES if not compare(c, ranks, theirs, broken)[0]]
             failures += bool(unseen)
             print(f"broken on purpose at {ranks} ranks:", f"NOT FOUND for {unseen}" if unseen else "found for each hook")
-    finally:
-        shutil.rmtree(folder)
     print_tables(results)
     sys.exit(1 if failures else 0)
 
