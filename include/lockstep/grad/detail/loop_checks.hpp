@@ -38,8 +38,7 @@ class LoopChecks {
     warned_of_step_ = true;
     comm.world().log.all().warning(
         "parameters changed inside no_sync, where each rank has the gradients of its own samples, so that "
-        "the "
-        "ranks now differ: call optimizer.step() after the first backward outside of no_sync");
+        "the ranks now differ: call optimizer.step() after the first backward outside of no_sync");
   } catch (...) {  // the destructor of a guard must not throw
   }
 
@@ -51,10 +50,8 @@ class LoopChecks {
                !std::exchange(warned_of_passes_, true)) {
       comm.world().log.all().warning(
           "this rank has begun another epoch while rank 0 had a batch left, and its backward joins rank 0's "
-          "of "
-          "the earlier epoch: let the sampler pad or drop the tail, or call backward_empty (or backward_sum) "
-          "on "
-          "a rank without data until no rank has any");
+          "of the earlier epoch: let the sampler pad or drop the tail, or call backward_empty (or "
+          "backward_sum) on a rank without data until no rank has any");
     }
   }
 

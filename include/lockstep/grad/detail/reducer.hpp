@@ -681,9 +681,8 @@ class Reducer {
     if (comm().rank() == 1 && norm > 0 && std::isfinite(norm) && order.back() == own)
       comm().world().log.all().warning(
           "the first gradients of ranks 0 and 1 are equal, as if both read the same samples: partition the "
-          "data "
-          "by a sampler that knows the rank, such as DistributedSampler, or give each rank a part of the "
-          "stream");
+          "data by a sampler that knows the rank, such as DistributedSampler, or give each rank a part of "
+          "the stream");
     order.pop_back();
     return order;
   }
