@@ -195,12 +195,17 @@ TEST_CASE("one process alone has all of the state") {
 
 TEST_CASE("more ranks than parameters, and ranks whose parameters differ") {
   auto& comm = shared_comm();
-  std::vector<torch::Tensor> one{torch::ones({3}).requires_grad_()};
+  std::vector<torch::Tensor> one{torch::ones({5}).resize_({3}).requires_grad_()};
   Zero small(one, comm, [](auto p) { return lockstep::SGD(std::move(p), {.lr = 0.5}); });
   one[0].mutable_grad() = torch::ones({3});
   small.step();
   CHECK(torch::equal(one[0], torch::full({3}, 0.5)));
   CHECK(small.own_parameters()[0].size() == (comm.rank() == 0 ? 1 : 0));
+  // It grows within its storage.
+  one[0].requires_grad_(false).resize_({5}).fill_(1).requires_grad_();
+  one[0].mutable_grad() = torch::ones({5});
+  small.step();
+  CHECK(torch::equal(one[0], torch::full({5}, 0.5)));
 
   std::vector<torch::Tensor> odd{torch::ones({3 + (comm.rank() == 1)}).requires_grad_()};
   CHECK(text_of<lockstep::MismatchError>([&] {

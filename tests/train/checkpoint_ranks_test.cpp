@@ -431,6 +431,50 @@ TEST_CASE("what does not fit a checkpoint is said on every rank, and the model s
       "called during a step");
 }
 
+TEST_CASE("a checkpoint that does not fit leaves the optimizer and all else of the trainer as they were") {
+  const auto& world = test_world();
+  const CommonFolder folder(world);
+  const fs::path file = folder / "checkpoint";
+  const auto data = samples_for(world);
+  struct Unloadable {
+    void save(torch::serialize::OutputArchive& archive) const { archive.write("part", c10::IValue(1)); }
+    void load(torch::serialize::InputArchive&) { throw std::length_error("no such length"); }
+  } unloadable;
+  for (const bool torchs : {false, true}) {
+    using Made = std::unique_ptr<torch::optim::Optimizer>;
+    const auto make = maker({.steps = 2, .batch_size = 4, .progress = false},
+                            lockstep::MakeOptimizer{[torchs](std::vector<torch::Tensor> p) {
+                              return torchs ? Made(new torch::optim::Adam(p)) : Made(new lockstep::Adam(p));
+                            }});
+    // The end of a run that loads `file`, unless `error` is empty, after `fits` times two steps, and goes on.
+    const auto end_of = [&](int fits, const std::string& error) {
+      auto trainer = make();
+      for (int i = 0; i < fits; ++i) trainer->fit(data, loss);
+      if (!error.empty())
+        CHECK_THAT(error_of([&] { trainer->load_checkpoint(file, unloadable); }), ContainsSubstring(error));
+      CHECK(trainer->step() == 2 * fits);
+      trainer->fit(data, loss);
+      return bytes_of(*trainer->model());
+    };
+    const std::string fresh = end_of(0, ""), later = end_of(1, "");
+    auto saving = make();
+    saving->fit(data, loss);
+    saving->save_checkpoint(file, unloadable);
+    CHECK(end_of(0, "no such length") == fresh);
+    CHECK(end_of(1, "no such length") == later);
+    auto& state = *saving->optimizer().state().at(saving->model()->parameters()[0].unsafeGetTensorImpl());
+    for (const auto& value : {torch::Tensor(), torch::ones({1}), torch::ones({32, 6}, torch::kLong)}) {
+      CAPTURE(torchs, value.defined());
+      if (torchs)
+        static_cast<torch::optim::AdamParamState&>(state).exp_avg(value);
+      else
+        static_cast<lockstep::AdamState&>(state).exp_avg = value;
+      saving->save_checkpoint(file, unloadable);
+      CHECK(end_of(1, "exp_avg of parameter 0 of group 0 is ") == later);
+    }
+  }
+}
+
 namespace {
 // A part of a checkpoint that one rank cannot load.
 struct Part {
@@ -452,7 +496,9 @@ struct Forgetful {
     if (bad) throw std::runtime_error("no such state");
     return {};
   }
-  void load_state(const lockstep::HookState&) {}
+  void load_state(const lockstep::HookState&) {
+    if (bad) throw std::runtime_error("no such state");
+  }
   void rollback() {}
   void reset() {}
 };
@@ -477,6 +523,13 @@ TEST_CASE("what one rank cannot save or load every rank is told, and works on") 
   trainer.load_checkpoint(file, part);
   trainer.ddp().hook().function().bad = culprit;
   told("no such state", text_of<lockstep::CheckpointError>([&] { trainer.save_checkpoint(file, part); }));
+  {
+    const torch::NoGradGuard no_grad;
+    trainer.model()->parameters()[0].add_(1);
+  }
+  const auto before = bytes_of(*trainer.model());
+  told("no such state", text_of<lockstep::CheckpointError>([&] { trainer.load_checkpoint(file, part); }));
+  CHECK(bytes_of(*trainer.model()) == before);
 }
 
 TEST_CASE("whether there is a checkpoint is what rank 0 sees") {

@@ -16,6 +16,7 @@
 #include <fstream>
 #include <thread>
 
+#include "lockstep/train/state_dict.hpp"
 #include "support/catch.hpp"
 #include "support/temporary_folder.hpp"
 #include "support/text_of.hpp"
@@ -274,6 +275,29 @@ TEST_CASE(
   CHECK(!refusal_of(archive(many, data.size())).empty());
   CHECK_THAT(refusal_of(archive({"a/b0"}, std::uint64_t{1} << 30, /*deflated=*/8)),
              ContainsSubstring("do not fit into it"));
+}
+
+TEST_CASE("values of torch.load that a state dict does not need are None, and others are named") {
+  const auto read = [](const std::string& value) {
+    const std::string pickle =
+        "\x80\x02}(X\1" + std::string(3, '\0') + "a}X\1" + std::string(3, '\0') + "b" + value + "su.";
+    std::string bytes;
+    caffe2::serialize::PyTorchStreamWriter archive([&](const void* data, std::size_t size) {
+      bytes.append(static_cast<const char*>(data), size);
+      return size;
+    });
+    archive.writeRecord("data.pkl", pickle.data(), pickle.size());
+    archive.writeEndOfFile();
+    return lockstep::unpickle_state(bytes, "a.pt").toGenericDict().at("a").toGenericDict().at("b").isNone();
+  };
+  for (const char* value :
+       {"ctorch\nfloat8_e4m3fn\n", "ctorch._utils\n_rebuild_tensor_v3\n)R", "\x8a\t123456789",
+        "ctorch._utils\n_rebuild_tensor_v2\n(NNNNNNNtR", "ctorch._utils\n_rebuild_qtensor\n)R"}) {
+    CAPTURE(value);
+    CHECK(read(value));
+  }
+  CHECK_THAT(text_of<lockstep::CheckpointError>([&] { read("cos\nsystem\n"); }),
+             ContainsSubstring("pickle, in ['b']: it holds an object of 'os.system'"));
 }
 
 TEST_CASE("a file that cannot be written whole leaves what was there, and nothing beside it") {

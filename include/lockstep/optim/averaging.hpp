@@ -110,7 +110,7 @@ class MovingAverage {
             item(i).name));
       found.push_back(value.toTensor());
     }
-    if (!archive.try_read("updates", value) || !value.isInt())
+    if (!archive.try_read("updates", value) || !value.isInt() || value.toInt() < 0)
       throw CheckpointError(
           "MovingAverage: the archive has no number of updates: load an archive that a MovingAverage saved");
     updates_ = value.toInt();

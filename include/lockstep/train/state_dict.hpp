@@ -56,6 +56,9 @@ void check_state_dict(const torch::nn::Module& model, const c10::IValue& dict);
 /// `names` are the names of the parameters that have one. Changes nothing without `apply`.
 std::string load_optimizer_dict(torch::optim::Optimizer& optimizer, const c10::IValue& dict,
                                 const std::vector<NamedTensor>& names, bool apply);
+
+/// Throws CheckpointError if a state does not fit its parameter. LibTorch's own SGD, Adam and AdamW load any.
+void check_states(torch::optim::Optimizer& optimizer);
 }  // namespace detail
 
 /// Returns the state of an optimizer as Python's dict: {"state": {index: {"exp_avg": tensor, ...}},

@@ -166,6 +166,15 @@ StateFaults state_faults(const State& state, [[maybe_unused]] const Options& opt
   return faults;
 }
 
+/// Throws CheckpointError if there are faults. `name` names the optimizer.
+inline void refuse_faults(StateFaults faults, const std::string& where, std::string_view name) {
+  for (const std::string& field : faults.missing)
+    faults.others.push_back(formatted("{} of {} is missing", field, where));
+  if (!faults.others.empty())
+    throw CheckpointError(
+        formatted("{}: {}: load it into an optimizer of the same model", name, joined(faults.others, "; ")));
+}
+
 /// The contents of an archive, by group. A state is null for a parameter that was never stepped.
 template <class State, class Options>
 struct ReadOptimizer {
@@ -231,12 +240,7 @@ ReadOptimizer<State, Options> read_optimizer(torch::serialize::InputArchive& arc
       row.emplace_back(found == states.end() ? nullptr : static_cast<State*>(found->second.release()));
       if (!row.back()) continue;
       const std::string where = formatted("parameter {} of group {}", i, g);
-      StateFaults faults = state_faults(*row.back(), read.options.back(), parameters[i], where, false);
-      for (const std::string& field : faults.missing)
-        faults.others.push_back(formatted("{} of {} is missing", field, where));
-      if (!faults.others.empty())
-        throw CheckpointError(formatted("{}: {}: load it into an optimizer of the same model", name,
-                                        joined(faults.others, "; ")));
+      refuse_faults(state_faults(*row.back(), read.options.back(), parameters[i], where, false), where, name);
     }
   }
   return read;
@@ -375,7 +379,8 @@ class GroupedOptimizer : public torch::optim::Optimizer, public ScaledStep {
     for (std::size_t g = 1; g < param_groups_.size(); ++g) own_rate(g);
   }
   GroupedOptimizer(std::vector<at::Tensor> parameters, const Options& defaults)
-      : GroupedOptimizer(one_group(std::move(parameters)), defaults) {}
+      : GroupedOptimizer(ParameterGroups{torch::optim::OptimizerParamGroup(std::move(parameters))},
+                         defaults) {}
 
  private:
   // LibTorch 2.15, unlike 2.6, replaces options of an unknown type by the defaults.
@@ -391,21 +396,16 @@ class GroupedOptimizer : public torch::optim::Optimizer, public ScaledStep {
       if (rate.is_same(options_of(g).lr_tensor)) rate = rate.clone();
   }
 
-  static ParameterGroups one_group(std::vector<at::Tensor> parameters) {
-    ParameterGroups groups;
-    groups.emplace_back(std::move(parameters));
-    return groups;
+  static const Options& values_in(const torch::optim::OptimizerOptions& options, std::size_t group) {
+    if (const auto* own = dynamic_cast<const GroupOptions<Options>*>(&options)) return own->values;
+    throw UsageError(detail::formatted(
+        "{}: group {} has another optimizer's options: make it with parameter_group", Derived::name, group));
   }
 
   static const ParameterGroups& checked(const ParameterGroups& groups, const Options& defaults) {
     check_parameters(Derived::name, groups);
     for (std::size_t g = 0; g < groups.size(); ++g) {
-      if (groups[g].has_options() && !dynamic_cast<const GroupOptions<Options>*>(&groups[g].options()))
-        throw UsageError(detail::formatted(
-            "{}: group {} has another optimizer's options: make it with parameter_group", Derived::name, g));
-      const Options& options = groups[g].has_options()
-                                   ? dynamic_cast<const GroupOptions<Options>&>(groups[g].options()).values
-                                   : defaults;
+      const Options& options = groups[g].has_options() ? values_in(groups[g].options(), g) : defaults;
       options.check(g);
       if (options.implementation != Implementation::fused) continue;
       for (std::size_t i = 0; i < groups[g].params().size(); ++i) {
@@ -421,12 +421,7 @@ class GroupedOptimizer : public torch::optim::Optimizer, public ScaledStep {
   }
 
   Options& options_of(std::size_t group) {
-    auto* options = dynamic_cast<GroupOptions<Options>*>(&param_groups_.at(group).options());
-    if (options == nullptr)
-      throw UsageError(
-          detail::formatted("{}: group {} has another optimizer's options: make it with parameter_group",
-                            Derived::name, group));
-    return options->values;
+    return const_cast<Options&>(values_in(param_groups_.at(group).options(), group));
   }
 
   void step_groups(const StepScale& scale) {

@@ -138,14 +138,17 @@ class PickleReader {
       if (key.isInt()) text += formatted("[{}]", key.toInt());
       if (key.isString()) text += formatted("['{}']", key.toStringRef().substr(0, 100));
     };
+    bool named = false;  // the innermost
     for (std::size_t i = 0; i < marks_.size(); ++i) {
       const std::size_t end =
           i + 1 < marks_.size() ? std::max(marks_[i + 1], marks_[i] + 1) - 1 : stack_.size();
       const bool in_dict = marks_[i] > 0 && stack_[marks_[i] - 1].isGenericDict();
-      if (in_dict && end > marks_[i] && (end - marks_[i]) % 2 == 1) add(end - 1);
+      named = in_dict && end > marks_[i] && (end - marks_[i]) % 2 == 1;
+      if (named) add(end - 1);
     }
     const std::size_t size = stack_.size();  // a dict of one entry has no mark
-    if (size >= 2 && stack_[size - 2].isGenericDict() && (marks_.empty() || marks_.back() + 2 <= size))
+    if (!named && size >= 2 && stack_[size - 2].isGenericDict() &&
+        (marks_.empty() || marks_.back() + 2 <= size))
       add(size - 1);
     return text;
   }
@@ -249,10 +252,10 @@ class PickleReader {
     }
   }
 
-  std::int64_t long_integer() {
+  c10::IValue long_integer() {
     const std::size_t size = number<std::uint8_t>();
-    if (size > 8) refuse("an int has more than 64 bits");
     std::string bytes(take(size));
+    if (size > 8) return {};
     bytes.resize(8, size > 0 && bytes.back() < 0 ? '\xFF' : '\0');  // two's complement
     return little_endian<std::int64_t>(bytes);
   }
@@ -331,24 +334,19 @@ class PickleReader {
     static constexpr std::array<std::string_view, 4> functions{
         "collections\nOrderedDict", "collections\nCounter", "torch._utils\n_rebuild_tensor_v2",
         "torch._utils\n_rebuild_parameter"};
-    // clang-format off
-    static constexpr std::array<std::string_view, 9> skipped{
-        "torch\nSize", "torch\ndevice", "__builtin__\nset", "__builtin__\ncomplex", "__builtin__\nbytearray",
-        "_codecs\nencode", "torch.storage\nUntypedStorage", "torch._utils\n_rebuild_tensor_v3",
-        "torch._utils\n_rebuild_parameter_with_state"};
-    // clang-format on
-    const auto in = [&](const auto& names) {
-      return std::find(names.begin(), names.end(), text) != names.end();
+    static constexpr std::array<std::string_view, 4> skipped{"__builtin__\nset", "__builtin__\ncomplex",
+                                                             "__builtin__\nbytearray", "_codecs\nencode"};
+    static constexpr std::array<std::string_view, 6> skipped_modules{
+        // layouts, dtypes, rare tensors
+        "torch",        "torch._tensor", "torch._utils", "torch.nn.parameter", "torch.serialization",
+        "torch.storage"};
+    const auto in = [](const auto& names, std::string_view one) {
+      return std::find(names.begin(), names.end(), one) != names.end();
     };
-    if (in(functions) || class_of(text) != nullptr) return push_symbol(text);
-    if (!in(skipped) && !is_dtype(module, name))
+    if (in(functions, text) || class_of(text) != nullptr) return push_symbol(text);
+    if (!in(skipped, text) && !in(skipped_modules, module))
       refuse(detail::formatted("it holds an object of '{}.{}'", module, name));
     push({});
-  }
-  static bool is_dtype(std::string_view module, std::string_view name) {
-    return module == "torch" &&
-           std::any_of(file_dtypes.begin(), file_dtypes.end(),
-                       [&](const FileDtype& one) { return dtype_name(one.type) == name; });
   }
   static const FileDtype* class_of(std::string_view global) {
     return global.size() > 6 && global.starts_with("torch\n")
@@ -417,7 +415,8 @@ class PickleReader {
       push(elements_of(call[1], 1, "a Counter")[0]);
       if (!stack_.back().isGenericDict()) refuse("a Counter has no dict");
     } else if (function == "torch._utils\n_rebuild_tensor_v2") {
-      push(tensor_of(call[1]));
+      const bool lazy = call[1].isTuple() && call[1].toTupleRef().size() == 7;  // conjugated or negated
+      push(lazy ? c10::IValue() : c10::IValue(tensor_of(call[1])));
     } else if (function == "torch._utils\n_rebuild_parameter") {
       push(elements_of(call[1], 3, "a parameter")[0]);
       if (!stack_.back().isTensor()) refuse("a parameter has no tensor");
@@ -428,7 +427,7 @@ class PickleReader {
 
   /// (storage, offset, shape, strides, requires_grad, hooks).
   at::Tensor tensor_of(const c10::IValue& arguments) const {
-    const Values parts = elements_of(arguments, 6, "a tensor (one that is conjugated or negated, perhaps)");
+    const Values parts = elements_of(arguments, 6, "a tensor");
     const auto found = storages_.find(symbol_of(parts[0], "a tensor has no storage"));
     if (found == storages_.end()) refuse("a tensor has no storage");
     const at::Tensor& storage = found->second;

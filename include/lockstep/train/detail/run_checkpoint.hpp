@@ -161,26 +161,27 @@ inline void restore_position(RunPosition& position, RunPosition saved, const Log
   position = std::move(saved);
 }
 
-inline void restore_buffers(const torch::nn::Module& model, const std::vector<at::Tensor>& saved) {
-  const std::vector<NamedTensor> buffers = unique_buffers(model);
-  const at::NoGradGuard no_grad;
-  for (std::size_t i = 0; i < saved.size() && i < buffers.size(); ++i)
-    at::Tensor(buffers[i].tensor).copy_(saved[i]);
-}
-
-/// Returns functions that restore the optimizer, unless it is sharded, the further parts and the generators.
+/// Returns functions that restore the optimizers, unless they are sharded, the further parts and the generators.
 template <class Run>
 std::vector<std::function<void()>> undo_of(Run& run) {
   std::vector<std::function<void()>> undo;
-  const auto keep = [&](auto& part) {
+  const auto keep = [&]<class Part>(Part& part) {
+    constexpr bool optimizes = std::derived_from<Part, torch::optim::Optimizer>;
+    if constexpr (optimizes)
+      if (dynamic_cast<ShardedState*>(&part)) return;
     undo.push_back([&part, bytes = part_bytes(part)] {
+      if constexpr (optimizes)
+        part.state().clear();  // the load of torch::optim keeps states that are not saved
       torch::serialize::InputArchive archive = archive_of(bytes);
       part.load(archive);
     });
   };
-  if (!dynamic_cast<ShardedState*>(&run.optimizer)) keep(run.optimizer);
+  keep(run.optimizer);
   run.each_more([&](const std::string&, auto& part) { keep(part); });
   undo.push_back([state = default_generator_state()] { set_default_generator_state(state); });
+  if (const at::Device device = device_of(run.model); !device.is_cpu())
+    undo.push_back(
+        [device, state = default_generator_state(device)] { set_default_generator_state(state, device); });
   return undo;
 }
 
@@ -228,17 +229,21 @@ std::optional<RankState> read_checkpoint(Run run, const std::filesystem::path& p
       state = state_of_rank(ranks, run.comm.rank(), run.comm.size());
       require_own_parts(run, ranks);
       const std::vector<NamedTensor> buffers = unique_buffers(run.model);
-      for (std::size_t i = 0; i < state.buffers.size(); ++i)
+      for (std::size_t i = 0; i < state.buffers.size(); ++i) {
         if (i >= buffers.size() || state.buffers[i].sizes() != buffers[i].tensor.sizes())
           refuse_archive(formatted("buffer_{}", i));
+        tensors.pairs.emplace_back(buffers[i].tensor, state.buffers[i]);  // after those of rank 0
+      }
       undo = undo_of(run);
       read_part(archive, "optimizer", run.optimizer);
+      check_states(run.optimizer);
       run.each_more([&, own = std::size_t{0}]<class Part>(const std::string& key, Part& part) mutable {
         if constexpr (PerRankPart<Part>) {
           torch::serialize::InputArchive inner = archive_of(state.own_parts[own++]);
           part.load(inner);
         } else {
           read_part(archive, key, part);
+          if constexpr (std::derived_from<Part, torch::optim::Optimizer>) check_states(part);
         }
       });
     });
@@ -247,22 +252,21 @@ std::optional<RankState> read_checkpoint(Run run, const std::filesystem::path& p
       freeze(*position.frozen);
     }
     on_all([&] {
-      run.ddp.load_state(unpickle_state(read_bytes(archive, "ddp"), "ddp"));
       if (state.generator.defined()) set_default_generator_state(state.generator);
       // A run that moves to another type of device starts with that device's current generator.
       if (const at::Device device = device_of(run.model);
           !device.is_cpu() && state.device_generator.defined())
         set_default_generator_state(state.device_generator, device);
-      tensors.copy();
-      restore_buffers(run.model, state.buffers);
-      restore_position(run.position, std::move(position), run.log);
     });
+    on_all([&] { run.ddp.load_state(unpickle_state(read_bytes(archive, "ddp"), "ddp")); });
+    tensors.copy();
+    restore_position(run.position, std::move(position), run.log);
     c10::IValue saved;
     if (archive.try_read("arithmetic", saved) && saved.isString() && saved.toStringRef() != arithmetic())
       run.log.warning(
           "the checkpoint was saved with {}, and this run has {}: it resumes, but not to the same bits",
           saved.toStringRef(), arithmetic());
-  } catch (const CheckpointError&) {
+  } catch (const std::exception&) {
     for (const auto& restore : undo) try {
         restore();
       } catch (const std::exception&) {  // a part that cannot load what it has saved keeps what it has
@@ -335,9 +339,7 @@ void read_state_dict(Run run, [[maybe_unused]] Precision& precision, const std::
       if (file.contains("scaler")) {
         GradScaler scaler = precision.scaler();
         load_state_dict(scaler, file.at("scaler"));
-        torch::serialize::OutputArchive written;
-        scaler.save(written);
-        torch::serialize::InputArchive archive = archive_of(bytes_of(written));
+        torch::serialize::InputArchive archive = archive_of(part_bytes(scaler));
         precision.load(archive);
       }
     load_optimizer(/*apply=*/true);

@@ -16,12 +16,6 @@ namespace lockstep::detail {
 
 inline constexpr std::string_view ddp_prefix = "module.";
 
-inline bool all_have_prefix(const StateDict& names) {
-  return !names.empty() && std::all_of(names.begin(), names.end(), [](const NamedTensor& entry) {
-    return entry.name.starts_with(ddp_prefix);
-  });
-}
-
 // ---- Optimizers ----
 
 /// Adapts lockstep's optimizers to the functions below.
@@ -125,9 +119,9 @@ struct TorchAdam : TorchOptions<Own, AdamOptions, TorchAdam<Own, OwnState, decou
   }
 };
 
-/// Calls `visit(optimizer, adapter)` for the optimizer's type. Throws UsageError for another type.
+/// Calls `visit(adapter)` for the optimizer's type. Throws UsageError for another type if `required`.
 template <class Visit>
-void visit_optimizer(const torch::optim::Optimizer& optimizer, const Visit& visit) {
+void visit_optimizer(const torch::optim::Optimizer& optimizer, const Visit& visit, bool required = true) {
   if (dynamic_cast<const SGD*>(&optimizer)) return visit(LockstepOptimizer<SgdOptions, SgdState>{});
   if (dynamic_cast<const Adam*>(&optimizer)) return visit(LockstepOptimizer<AdamOptions, AdamState>{});
   if (dynamic_cast<const torch::optim::SGD*>(&optimizer)) return visit(TorchSgd{});
@@ -135,9 +129,19 @@ void visit_optimizer(const torch::optim::Optimizer& optimizer, const Visit& visi
     return visit(TorchAdam<torch::optim::AdamOptions, torch::optim::AdamParamState, false>{});
   if (dynamic_cast<const torch::optim::AdamW*>(&optimizer))
     return visit(TorchAdam<torch::optim::AdamWOptions, torch::optim::AdamWParamState, true>{});
+  if (!required) return;
   throw UsageError(
       "state_dict: only SGD, Adam and AdamW, of lockstep or torch::optim, have Python's layout: save another "
       "optimizer by its save(archive)");
+}
+
+/// Calls `write` with the optimizer that has all groups: the one inside a sharded optimizer.
+template <class Write>
+void write_whole(torch::optim::Optimizer& optimizer, const Write& write) {
+  if (auto* sharded = dynamic_cast<ShardedState*>(&optimizer))
+    sharded->write_full_state(write);
+  else
+    write(optimizer);
 }
 
 /// An option by Python's name, in Python's order.
@@ -333,14 +337,8 @@ class OptimizerReader {
   void read_group(std::size_t g, const c10::IValue& value) {
     if (!value.isGenericDict()) return mispaired(detail::formatted("group {} is no dict", g));
     const auto group = value.toGenericDict();
-    Options options = Adapter::options(optimizer_.param_groups()[g]);
-    const auto is_adamw = [&] {
-      if constexpr (std::is_same_v<Options, AdamOptions>)
-        return options.decoupled;
-      else
-        return false;
-    };
-    const bool decoupled = is_adamw();
+    const Options own = Adapter::options(optimizer_.param_groups()[g]);
+    Options options = own;
     std::vector<std::string> known, missing, extra;
     each_python_option(options, [&](const char* name, auto& option, bool required) {
       known.emplace_back(name);
@@ -360,8 +358,9 @@ class OptimizerReader {
     list_names(text, "missing", missing);
     list_names(text, "unexpected", extra);
     if (!text.empty()) mispaired(detail::formatted("the options of group {}: {}", g, text));
-    if (decoupled != is_adamw())
-      fault(detail::formatted("group {} is of {}", g, decoupled ? "Adam" : "AdamW"));
+    if constexpr (std::is_same_v<Options, AdamOptions>)
+      if (options.decoupled != own.decoupled)
+        fault(detail::formatted("group {} is of {}", g, own.decoupled ? "Adam" : "AdamW"));
     if (!Adapter::maximizes && options.maximize)
       fault(detail::formatted("group {} maximizes, which the optimizers of torch::optim do not", g));
     try {
@@ -456,15 +455,15 @@ class OptimizerReader {
 /// "module.NAME". A model whose only child is called "module" has such names itself: then `entries` are
 /// wrapped if they are its names only without the prefix.
 inline bool is_wrapped(const StateDict& entries, const StateDict& own) {
-  if (!all_have_prefix(entries)) return false;
-  if (!all_have_prefix(own)) return true;
   std::unordered_set<std::string> names;
   for (const NamedTensor& tensor : own) names.insert(tensor.name);
   const auto known = [&](std::size_t prefix) {
     return std::all_of(entries.begin(), entries.end(),
                        [&](const NamedTensor& entry) { return names.contains(entry.name.substr(prefix)); });
   };
-  return !known(0) && known(ddp_prefix.size());
+  const auto prefixed = [](const NamedTensor& entry) { return entry.name.starts_with(ddp_prefix); };
+  return std::all_of(entries.begin(), entries.end(), prefixed) && !known(0) &&
+         (known(ddp_prefix.size()) || !std::all_of(own.begin(), own.end(), prefixed));
 }
 
 /// Pairs `entries` with the model's tensors. Throws the CheckpointError of load_state_dict.
@@ -533,18 +532,34 @@ LOCKSTEP_INLINE std::string detail::load_optimizer_dict(torch::optim::Optimizer&
                                                         const std::vector<NamedTensor>& names, bool apply) {
   const at::NoGradGuard no_grad;
   std::string warning;
-  const auto write = [&](torch::optim::Optimizer& whole) {
+  write_whole(optimizer, [&](torch::optim::Optimizer& whole) {
     detail::visit_optimizer(whole, [&]<class Adapter>(Adapter) {
       detail::OptimizerReader<Adapter> reader(whole, dict);
       warning = reader.warning(names);
       if (apply) reader.apply(whole);
     });
-  };
-  if (auto* sharded = dynamic_cast<detail::ShardedState*>(&optimizer))
-    sharded->write_full_state(write);
-  else
-    write(optimizer);
+  });
   return warning;
+}
+
+LOCKSTEP_INLINE void detail::check_states(torch::optim::Optimizer& optimizer) {
+  write_whole(optimizer, [](torch::optim::Optimizer& whole) {
+    const auto check = [&]<class Adapter>(Adapter) {
+      for (std::size_t g = 0; g < whole.param_groups().size(); ++g) {
+        const torch::optim::OptimizerParamGroup& group = whole.param_groups()[g];
+        for (std::size_t i = 0; i < group.params().size(); ++i) {
+          const auto found = whole.state().find(group.params()[i].unsafeGetTensorImpl());
+          if (found == whole.state().end()) continue;
+          const std::string where = formatted("parameter {} of group {}", i, g);
+          StateFaults faults = state_faults(Adapter::state(*found->second), Adapter::options(group),
+                                            group.params()[i], where, /*converted=*/false);
+          if (!faults.any) whole.state().erase(found);  // torch::optim::SGD would read its undefined tensor
+          refuse_faults(std::move(faults), where, "the optimizer");
+        }
+      }
+    };
+    visit_optimizer(whole, check, /*required=*/false);
+  });
 }
 
 LOCKSTEP_INLINE void load_state_dict(torch::optim::Optimizer& optimizer, const c10::IValue& dict) {
@@ -554,9 +569,7 @@ LOCKSTEP_INLINE void load_state_dict(torch::optim::Optimizer& optimizer, const c
 }
 
 LOCKSTEP_INLINE c10::IValue state_dict(const GradScaler& scaler) {
-  torch::serialize::OutputArchive written;
-  scaler.save(written);
-  torch::serialize::InputArchive archive = detail::archive_of(detail::bytes_of(written));
+  torch::serialize::InputArchive archive = detail::archive_of(detail::part_bytes(scaler));
   c10::impl::GenericDict dict = detail::new_dict();
   for (const detail::ScalerKey& key : detail::scaler_keys) {
     c10::IValue value;
@@ -600,8 +613,7 @@ LOCKSTEP_INLINE StateDict entries_of(const c10::IValue& dict) {
   StateDict entries;
   std::vector<std::string> others;
   for (const auto& item : dict.toGenericDict()) {
-    const bool named = item.key().isString();
-    if (named && item.value().isTensor())
+    if (item.key().isString() && item.value().isTensor())
       entries.push_back({item.key().toStringRef(), item.value().toTensor()});
     else
       others.push_back(detail::key_text(item.key()));
