@@ -7,6 +7,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <string>
+#include <utility>
 
 #include "lockstep/detail/format.hpp"
 #include "lockstep/detail/linkage.hpp"
