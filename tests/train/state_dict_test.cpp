@@ -527,7 +527,7 @@ TEST_CASE("torch_load refuses what is no state dict, and executes nothing") {
   CHECK_THAT(pickle_refusal(tensor_pickle(zero, two, one, "K\x01", "0", "DoubleStorage")),
              ContainsSubstring("does not fit its storage"));
   CHECK_THAT(pickle_refusal(tensor_pickle(zero, two, one, "K\x02", "0", "QInt8Storage")),
-             ContainsSubstring("an object of 'torch.QInt8Storage'"));
+             ContainsSubstring("a tensor has no storage"));
 
   const TemporaryFolder folder;
   TinyNet model;

@@ -22,11 +22,11 @@ namespace lockstep::detail {
 /// A Trainer, which makes none of them, is not checked.
 class LoopChecks {
  public:
-  /// Returns the norms of the parameters at the start of a `no_sync` guard: on rank 0 and for the first 8 guards,
+  /// Returns the norms of the parameters at the start of a `no_sync` guard: on rank 0 and for the first 4 guards,
   /// since reading them blocks the host on a device. Otherwise empty.
   template <class Comm>
   std::vector<at::Tensor> begin_no_sync(const Comm& comm, std::span<const ParameterEntry> parameters) {
-    if (comm.size() == 1 || comm.rank() != 0 || served_call.name || guards_++ >= 8) return {};
+    if (comm.size() == 1 || comm.rank() != 0 || served_call.name || guards_++ >= 4) return {};
     return norms(parameters);
   }
   template <class Comm>
