@@ -5,6 +5,7 @@
 #include <sys/prctl.h>
 #include <sys/stat.h>
 #include <sys/types.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -135,17 +136,16 @@ inline pid_t start_child(const std::string& program, const std::vector<std::stri
   sigprocmask(SIG_SETMASK, &mask, nullptr);
   execve(program.c_str(), argv.data(), envp.data());
   const int reason = errno;
-  const auto say = [&](const char* text) {
-    if (write(streams.report, text, std::strlen(text)) < 0) {
-    }
-  };
-  say("error\n0\n127\nthe program could not be executed again");
+  const char* why = nullptr;
 #ifdef __GLIBC__  // strerror takes locks, which another thread of the parent may have held at the fork
-  if (const char* text = strerrordesc_np(reason)) {
-    say(": ");
-    say(text);
-  }
+  why = strerrordesc_np(reason);
 #endif
+  const char* texts[] = {"error\n0\n127\nthe program could not be executed again", why ? ": " : "",
+                         why ? why : ""};
+  iovec parts[3];
+  for (int i = 0; i < 3; ++i) parts[i] = {const_cast<char*>(texts[i]), std::strlen(texts[i])};
+  if (writev(streams.report, parts, 3) < 0) {  // in one call: the launcher may read between two
+  }
   _exit(127);
 }
 
