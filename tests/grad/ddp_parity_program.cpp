@@ -64,7 +64,7 @@ struct TestComm : TestedComm {
     rebuilt_ = true;  // the order from which buckets are rebuilt
     if (mutation == "permute") {
       work.synchronize();
-      const at::Tensor order = tensors[0].narrow(0, 0, tensors[0].numel() - 1);  // a norm follows it
+      const at::Tensor order = tensors[0].narrow(0, 0, tensors[0].numel() - 1);  // a hash follows it
       order.copy_(order.flip(0));
     }
     return work;

@@ -3,7 +3,6 @@
 #include <thread>
 
 #include "grad/models.hpp"
-#include "lockstep/data/sampler.hpp"
 #include "support/mib.hpp"
 #include "support/written.hpp"
 
@@ -497,23 +496,6 @@ TEST_CASE("mistakes of a loop by hand are warned of, once, on one rank") {
                 if (inside || step % 2 == 1) optimizer.step();
               }
             });
-  }
-  SECTION("batches of different epochs in one backward") {
-    for (const bool empty : {false, true}) {
-      const std::size_t length = 3 * static_cast<std::size_t>(world.size()) + 1;
-      lockstep::DistributedSampler sampler{length, world, {.pad = false}};
-      warns(world.size() - 1, empty || world.size() == 1 ? nullptr : "has begun another epoch",
-            [&](Net& net, auto& ddp, auto&) {
-              // Rank 0 has two batches in an epoch, the last rank one.
-              for (int epoch = 0; epoch < (world.rank() > 0 && !empty ? 2 : 1); ++epoch) {
-                sampler.set_epoch(sampler.epoch() + 1);
-                sampler.reset();
-                for (int step = 0; sampler.next(3); ++step)
-                  ddp.backward(net(batch_of(world.rank(), step)).sum());
-                if (world.rank() > 0 && empty) ddp.backward_empty();
-              }
-            });
-    }
   }
 }
 

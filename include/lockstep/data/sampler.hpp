@@ -23,7 +23,6 @@
 #include "lockstep/data/generator.hpp"
 #include "lockstep/detail/const_data.hpp"
 #include "lockstep/detail/format.hpp"
-#include "lockstep/detail/short_passes.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/log/log.hpp"
 
@@ -299,14 +298,6 @@ class StridedSampler : public PassSampler {
   }
   /// Returns the epoch that the next `reset()` starts.
   [[nodiscard]] std::size_t epoch() const { return epoch_.number(); }
-
-  std::optional<std::vector<std::size_t>> next(std::size_t batch_size) override {
-    check_batch_size(batch_size);
-    const auto batches = [&](int rank) { return (size_of(rank) + batch_size - 1) / batch_size; };
-    if (position_ == 0 && options_.shuffle && rank_ == world_size_ - 1 && batches(rank_) < batches(0))
-      ++short_passes;
-    return PassSampler::next(batch_size);
-  }
 
   [[nodiscard]] std::size_t size() const override { return size_of(rank_); }
   /// Returns `size()` of any rank from 0 to world size - 1.

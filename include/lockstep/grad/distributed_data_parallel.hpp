@@ -22,7 +22,7 @@
 #include "lockstep/grad/detail/broadcast_list.hpp"
 #include "lockstep/grad/detail/bucket_plan.hpp"
 #include "lockstep/grad/detail/ddp_start.hpp"
-#include "lockstep/grad/detail/loop_checks.hpp"
+#include "lockstep/grad/detail/local_step_check.hpp"
 #include "lockstep/grad/detail/parameter_table.hpp"
 #include "lockstep/grad/detail/reducer.hpp"
 #include "lockstep/grad/hooks/hook.hpp"
@@ -240,19 +240,17 @@ class DistributedDataParallel {
     struct Guard {
       explicit Guard(State* state) : state(state) {
         if (!state) return;
-        before = state->checks.begin_no_sync(*state->comm, state->parameters.trained);
-        ++state->reducer->no_sync_depth;
+        if (state->reducer->no_sync_depth++ == 0)
+          state->local_steps.begin(*state->comm, state->parameters.trained);
       }
-      Guard(Guard&& other) noexcept
-          : state(std::exchange(other.state, nullptr)), before(std::move(other.before)) {}
+      Guard(Guard&& other) noexcept : state(std::exchange(other.state, nullptr)) {}
       Guard& operator=(Guard&&) = delete;
       ~Guard() {
         if (!state) return;
-        --state->reducer->no_sync_depth;
-        state->checks.end_no_sync(*state->comm, state->parameters.trained, before);
+        if (--state->reducer->no_sync_depth == 0)
+          state->local_steps.end(*state->comm, state->parameters.trained);
       }
       State* state;
-      std::vector<at::Tensor> before;
     };
     return Guard(enabled ? state_.get() : nullptr);
   }
@@ -311,7 +309,7 @@ class DistributedDataParallel {
     bool sync_due = true;
     detail::BroadcastList buffers{{}};
     bool broadcasts_buffers = false;
-    detail::LoopChecks checks;
+    detail::LocalStepCheck local_steps;
     std::vector<std::string> ignored;
     detail::ParameterTable parameters;
     std::unique_ptr<Reducer> reducer;  // refers to the members above
@@ -363,7 +361,6 @@ class DistributedDataParallel {
 
   template <class Run>
   void run(const detail::Contribution& contribution, Run&& backward) {
-    state_->checks.begin_backward(*state_->comm, contribution);
     const detail::CallScope scope(detail::backward_name);
     state_->reducer->backward(contribution, [&] {
       check_losses(contribution);

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <bit>
 #include <cmath>
 #include <concepts>
 #include <cstddef>
@@ -669,16 +668,15 @@ class Reducer {
     for (ParameterEntry& parameter : parameters_) parameter.adoptable = parameter.gradient();
   }
 
-  /// Returns rank 0's ready order. Rank 0's first norm travels along, so that rank 1 knows whether the two have
+  /// Returns rank 0's ready order. The hash of its first gradients travels along, so that rank 1 knows whether the two have
   /// computed the same gradients.
   std::vector<std::size_t> rank_zero_order() {
-    const double norm = reduction_.take_first_norm();
-    const auto own = std::bit_cast<std::size_t>(norm);
+    const std::uint64_t own = reduction_.take_first_hash();
     rebuild_order_.push_back(own);
     std::vector<std::size_t> order =
         order_of_rank_zero(comm(), rebuild_order_, parameters_[0].tensor.device());
     rebuild_order_.pop_back();
-    if (comm().rank() == 1 && norm > 0 && std::isfinite(norm) && order.back() == own)
+    if (comm().rank() == 1 && own != 0 && order.back() == own)
       comm().world().log.all().warning(
           "the first gradients of ranks 0 and 1 are equal, as if both read the same samples: partition the "
           "data by a sampler that knows the rank, such as DistributedSampler, or give each rank a part of "

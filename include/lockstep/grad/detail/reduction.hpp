@@ -13,6 +13,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -20,7 +21,6 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
-#include <ATen/ops/norm.h>
 #include <ATen/ops/sparse_coo_tensor.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
@@ -29,6 +29,7 @@
 #include "lockstep/comm/communicator.hpp"
 #include "lockstep/comm/detail/capture_scope.hpp"
 #include "lockstep/comm/detail/own_error.hpp"
+#include "lockstep/detail/bytes.hpp"
 #include "lockstep/detail/const_data.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/grad/ddp_options.hpp"
@@ -394,11 +395,9 @@ class BucketReduction {
     bytes_last_ = bytes() - bytes_before_;
   }
 
-  /// Returns the norm of this rank's gradients in the first bucket of the first reduction; afterwards, 0.
-  [[nodiscard]] double take_first_norm() {
-    const at::Tensor norm = std::exchange(first_norm_, {});
-    return norm.defined() ? norm.item<double>() : 0;
-  }
+  /// Returns a hash of this rank's gradients in the first bucket of the first reduction; afterwards, and if they
+  /// were zero, 0.
+  [[nodiscard]] std::uint64_t take_first_hash() { return std::exchange(first_hash_, 0); }
 
   /// Counts a reduction that has failed on this rank and not yet on the others.
   void count_failed() { ++reductions_; }
@@ -521,7 +520,10 @@ class BucketReduction {
     launched_[b] = Clock::now();
     if (!first) return;
     times.first_launch = launched_[b];
-    if (reductions_ == 0) first_norm_ = at::norm((*buckets_)[b].flat, 2, at::kDouble);
+    if (reductions_ > 0) return;
+    const at::Tensor host = (*buckets_)[b].flat.cpu();
+    const std::string_view bytes(static_cast<const char*>(host.const_data_ptr()), host.nbytes());
+    first_hash_ = host.any().item<bool>() ? fnv1a(bytes.substr(0, 1 << 20)) : 0;
   }
 
   /// Returns whether the counts travel in the tail of the last bucket, as two numbers: count / 2^16 and the
@@ -620,7 +622,8 @@ class BucketReduction {
   std::shared_ptr<CompletionTimes> completions_;  // null unless recorded
   std::optional<UsageExchange<Comm>> usage_;
   at::Tensor weight_;  // scalar factor of each sum, if the counts were all-reduced first
-  at::Tensor counted_tail_, first_norm_;
+  at::Tensor counted_tail_;
+  std::uint64_t first_hash_ = 0;
   double total_count_ = 0;
   std::size_t next_ = 0;         // the bucket to launch next
   std::size_t last_bucket_ = 0;  // the last non-empty dense bucket; only `launch_rest` launches it

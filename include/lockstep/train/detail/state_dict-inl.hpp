@@ -551,6 +551,8 @@ LOCKSTEP_INLINE void detail::check_states(torch::optim::Optimizer& optimizer) {
           const auto found = whole.state().find(group.params()[i].unsafeGetTensorImpl());
           if (found == whole.state().end()) continue;
           const std::string where = formatted("parameter {} of group {}", i, g);
+          if (!found->second)
+            refuse_faults({.others = {"two parameters have one key"}}, where, "the optimizer");
           StateFaults faults = state_faults(Adapter::state(*found->second), Adapter::options(group),
                                             group.params()[i], where, /*converted=*/false);
           if (!faults.any) whole.state().erase(found);  // torch::optim::SGD would read its undefined tensor
