@@ -1,4 +1,4 @@
-"""Makes docs/parity.md of what the tests labelled `parity` have printed in the last run of ctest.
+"""Makes docs/parity.md of what the tests with `parity` in their names have printed in the last run of ctest.
 
 usage: parity_table.py BUILD_FOLDER OUTPUT
 
@@ -34,7 +34,7 @@ HEADINGS = {
 HEAD = """# Parity with Python
 
 Each line is a comparison of lockstep with the real `torch` package ({version}), both loading the same
-`libtorch_cpu.so`, made by the tests with the label `parity`. "Same bits" means that no bit differs. Repeat it and write
+`libtorch_cpu.so`, made by the tests with `parity` in their names. "Same bits" means that no bit differs. Repeat it and write
 this page anew with
 
 ```sh

@@ -77,7 +77,7 @@ inline void check_nccl_header() {
 }
 
 /// Warns once for this process of an environment in which LibTorch may end it.
-inline void warn_of_nccl_environment(const World& world) {
+LOCKSTEP_PROCESS_WIDE inline void warn_of_nccl_environment(const World& world) {
   static std::atomic<bool> told{false};
   if (told.exchange(true)) return;
   if (const std::string warning = nccl_environment_warning(); !warning.empty())

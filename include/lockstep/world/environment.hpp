@@ -8,7 +8,6 @@
 #include <type_traits>
 #include <vector>
 
-#include "lockstep/detail/linkage.hpp"
 
 namespace lockstep {
 

@@ -6,7 +6,6 @@
 #include <type_traits>
 #include <vector>
 
-#include "lockstep/detail/linkage.hpp"
 #include "lockstep/world/launch_options.hpp"
 #include "lockstep/world/world.hpp"
 

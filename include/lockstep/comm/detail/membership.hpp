@@ -196,24 +196,6 @@ class Membership {
     if (monitor_ && world_.begin_communicating()) monitor_->publish_connected();
   }
 
-  /// Returns on every rank the text that `make` returns on rank 0 of the group. Throws as join does.
-  template <class Make>
-  std::string from_first(const char* key, Make&& make) {
-    const std::string own = rank_ == 0 ? make() : std::string();
-    if (!monitor_) return own;
-    const Call call = making();
-    if (rank_ == 0)
-      return at_store(call, [key = std::string(key), own](c10d::Store& store) {
-        store.set(key, own);
-        return own;
-      });
-    await_key(call, key, {key}, [&](const std::vector<std::string>&) {
-      return detail::formatted("rank {} has not given {} its {} after {}", ranks()[0], making_text(call), key,
-                               duration_text(Clock::now() - call.start));
-    });
-    return at_store(call, [key = std::string(key)](c10d::Store& store) { return store.get_to_str(key); });
-  }
-
   /// Returns whether the monitor has learned of anything since the last look. Costs one atomic read.
   [[nodiscard]] bool news() const {
     return monitor_ && monitor_->version() != seen_.load(std::memory_order_relaxed);
