@@ -137,7 +137,7 @@ void write_optimizer(torch::serialize::OutputArchive& archive, const torch::opti
 /// What of a saved state does not fit its parameter.
 struct StateFaults {
   bool any = false;  // whether the state has a tensor
-  std::vector<std::string> missing, others;
+  std::vector<std::string> missing = {}, others = {};
 };
 
 /// Compares a state that was read with its parameter. `where` names it. The dtypes may differ if they are
