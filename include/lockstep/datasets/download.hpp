@@ -11,9 +11,11 @@
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
+#include <optional>
 #include <sstream>
 #include <string>
 #include <system_error>
+#include <utility>
 #include <vector>
 
 #include "lockstep/detail/descriptor.hpp"
@@ -163,26 +165,29 @@ void download_files(const std::filesystem::path& folder, const Files& files,
   for (const RemoteFile& file : files) {
     const auto path = folder / file.name;
     if (detail::download_fault(path, file).empty()) continue;
-    const auto refuse = [&] {
-      throw DataError(
-          detail::formatted("{}: cannot be written: {}", path.string(), detail::reason_of(errno)));
+    std::optional<detail::TemporaryFile> part(std::in_place, path, std::chrono::minutes(10));
+    const auto refuse = [&](const std::string& text) {
+      part.reset();  // removes it also where nobody catches the error
+      throw DataError(text);
     };
-    detail::TemporaryFile part(path, std::chrono::minutes(10));
-    if (!part.open()) refuse();
+    const auto unwritten = [&] {
+      refuse(detail::formatted("{}: cannot be written: {}", path.string(), detail::reason_of(errno)));
+    };
+    if (!part->open()) unwritten();
     bool whole = detail::download_fault(path, file).empty();  // another process may have fetched it meanwhile
     std::string faults;
     for (auto mirror = mirrors.begin(); !whole && mirror != mirrors.end(); ++mirror) {
       const std::string url = *mirror + (mirror->ends_with('/') ? "" : "/") + file.name;
       say(detail::formatted("fetching {}", url));
-      std::string fault = detail::fetch(url, part.name());
-      if (fault.empty()) fault = detail::download_fault(part.name(), file);
-      if (fault.empty() && !part.replace(path)) refuse();
+      std::string fault = detail::fetch(url, part->name());
+      if (fault.empty()) fault = detail::download_fault(part->name(), file);
+      if (fault.empty() && !part->replace(path)) unwritten();
       whole = fault.empty();
       faults += detail::formatted("; {}: {}", url, fault);
     }
     if (!whole)
-      throw DataError(detail::formatted("{} could not be downloaded{}; put it into {} by other means",
-                                        file.name, faults, folder.string()));
+      refuse(detail::formatted("{} could not be downloaded{}; put it into {} by other means", file.name,
+                               faults, folder.string()));
   }
 }
 

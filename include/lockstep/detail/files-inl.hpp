@@ -62,14 +62,17 @@ LOCKSTEP_INLINE void write_file_atomically(const std::filesystem::path& name, st
         detail::formatted("could not write {} bytes to '{}': it is {}; give the name of a file", bytes.size(),
                           name.string(), kind));
   const std::filesystem::path path = detail::behind_links(name);
-  detail::TemporaryFile file(path);
-  if (!file.open() || !detail::write_all(file.get(), bytes) || ::fsync(file.get()) != 0 ||
-      !file.replace(path)) {
-    const int reason = errno;
+  int reason = 0;
+  {
+    detail::TemporaryFile file(path);
+    if (!file.open() || !detail::write_all(file.get(), bytes) || ::fsync(file.get()) != 0 ||
+        !file.replace(path))
+      reason = errno;
+  }  // the file is removed before an exception that nobody catches, which unwinds nothing
+  if (reason != 0)
     throw CheckpointError(
         detail::formatted("could not write {} bytes to '{}': {}; the previous file is unchanged",
                           bytes.size(), path.string(), detail::reason_of(reason)));
-  }
   // The sync of the folder makes the rename survive a power failure. Not every file system supports it.
   const auto folder = path.has_parent_path() ? path.parent_path() : std::filesystem::path(".");
   const detail::Descriptor directory(::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
