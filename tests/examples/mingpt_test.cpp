@@ -233,12 +233,10 @@ TEST_CASE("mingpt says what a snapshot of another model or of other settings mea
     const Ended ended = run_example(joined({test_program("mingpt")}, more));
     CHECK(ended.code == 2);
     CHECK(count(ended.error, "\n") == 1);
-    CHECK_THAT(ended.error,
-               ContainsSubstring(why + "; remove it, or set trainer_config.snapshot_path to another file\n"));
+    CHECK_THAT(ended.error, ContainsSubstring(" bytes): " + why));
+    CHECK(ended.error.ends_with("; remove it, or set trainer_config.snapshot_path to another file\n"));
   };
-  refused({"--nproc", "1", snapshot},
-          "it does not fit the model: \"pos_emb\" is [1, 16, 16] float32 in the file and [1, 32, 64] float32 "
-          "in the model, and 17 more");
+  refused({"--nproc", "1", snapshot}, "it does not fit the model: missing \"blocks.1.ln1.weight\", ");
   // The same characters, in another text of the same length, and in a longer one.
   const TemporaryFolder texts;
   std::string text;
@@ -256,7 +254,7 @@ TEST_CASE("mingpt says what a snapshot of another model or of other settings mea
   };
   REQUIRE(run_example(joined({test_program("mingpt")}, with(text))).code == 0);
   for (const std::string& other : {reversed, text + text})
-    refused(with(other), "s.pt': it is of a run on another text, or on another part of it");
+    refused(with(other), "it is of a run on another text, or on another part of it");
 
   const Ended resumed =
       run_example(command(folder, {"data_config.truncate=0.1", "trainer_config.max_epochs=1",
