@@ -486,7 +486,7 @@ struct Part {
 };
 // A hook whose state one rank cannot give.
 struct Forgetful {
-  bool bad = false;
+  bool bad = false, refuses = false;
   template <class Comm>
   void operator()(Comm& comm, const lockstep::GradientBucket& bucket) {
     bucket.flat.div_(comm.size());
@@ -497,7 +497,7 @@ struct Forgetful {
     return {};
   }
   void load_state(const lockstep::HookState&) {
-    if (bad) throw std::runtime_error("no such state");
+    if (refuses) throw std::runtime_error("no such state");
   }
   void rollback() {}
   void reset() {}
@@ -530,6 +530,16 @@ TEST_CASE("what one rank cannot save or load every rank is told, and works on") 
   const auto before = bytes_of(*trainer.model());
   told("no such state", text_of<lockstep::CheckpointError>([&] { trainer.load_checkpoint(file, part); }));
   CHECK(bytes_of(*trainer.model()) == before);
+
+  // The state of the wrapper: its buckets, and how many backwards there were.
+  trainer.ddp().hook().function().bad = false;
+  trainer.fit(three_classes(world.size() * 16), loss);
+  trainer.save_checkpoint(file, part);
+  lockstep::Trainer other(world, {.steps = 1, .progress = false}, std::in_place_type<TinyNet>, hook);
+  other.ddp().hook().function().refuses = culprit;
+  const std::string state = lockstep::pickle_state(other.ddp().state());
+  told("no such state", text_of<lockstep::CheckpointError>([&] { other.load_checkpoint(file, part); }));
+  CHECK(lockstep::pickle_state(other.ddp().state()) == state);
 }
 
 TEST_CASE("whether there is a checkpoint is what rank 0 sees") {
