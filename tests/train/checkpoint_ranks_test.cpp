@@ -472,7 +472,37 @@ TEST_CASE("a checkpoint that does not fit leaves the optimizer and all else of t
       saving->save_checkpoint(file, unloadable);
       CHECK(end_of(1, "exp_avg of parameter 0 of group 0 is ") == later);
     }
+    auto spoilt = make();
+    spoilt->optimizer().param_groups()[0].options().set_lr(-1);
+    spoilt->save_checkpoint(file, unloadable);
+    CHECK(end_of(1, "lr") == later);
   }
+}
+
+TEST_CASE("a failed load keeps the state of an optimizer that saves nothing") {
+  const CommonFolder folder(test_world());
+  const fs::path file = folder / "checkpoint";
+  const auto data = samples_for(test_world());
+  struct Unsaved : torch::optim::SGD {
+    using SGD::SGD;
+    void save(torch::serialize::OutputArchive&) const override {}
+    void load(torch::serialize::InputArchive&) override {}
+  };
+  const auto make = maker({.steps = 2, .batch_size = 4, .progress = false},
+                          lockstep::MakeOptimizer{[](std::vector<torch::Tensor> parameters) {
+                            return std::make_unique<Unsaved>(std::move(parameters),
+                                                             torch::optim::SGDOptions(0.1).momentum(0.9));
+                          }});
+  make()->save_checkpoint(file, lockstep::GradScaler());
+  const auto end_of = [&](bool loads) {
+    auto trainer = make();
+    trainer->fit(data, loss);
+    lockstep::MovingAverage other(*trainer->model());
+    if (loads) CHECK(!error_of([&] { trainer->load_checkpoint(file, other); }).empty());
+    trainer->fit(data, loss);
+    return bytes_of(*trainer->model());
+  };
+  CHECK(end_of(true) == end_of(false));
 }
 
 namespace {

@@ -170,9 +170,9 @@ std::vector<std::function<void()>> undo_of(Run& run) {
     if constexpr (optimizes)
       if (dynamic_cast<ShardedState*>(&part)) return;
     undo.push_back([&part, bytes = part_bytes(part)] {
-      if constexpr (optimizes)
-        part.state().clear();  // the load of torch::optim keeps states that are not saved
-      torch::serialize::InputArchive archive = archive_of(bytes);
+      torch::serialize::InputArchive archive = archive_of(bytes), states;
+      if constexpr (optimizes)  // an archive of torch::optim's has all states, but its load keeps others too
+        if (archive.try_read("state", states)) part.state().clear();
       part.load(archive);
     });
   };
