@@ -14,6 +14,7 @@
 #include "lockstep/datasets/mnist.hpp"
 #include "lockstep/ddp.hpp"
 #include "lockstep/files.hpp"
+#include "lockstep/train/state_dict.hpp"
 #include "lockstep/world/launch.hpp"
 
 namespace nn = torch::nn;
@@ -115,6 +116,10 @@ void run(const lockstep::World& world, const Options& options) {
   lockstep::GlooComm comm{world};  // serves both models
   lockstep::DistributedDataParallel ddp_generator{generator, comm};
   lockstep::DistributedDataParallel ddp_discriminator{discriminator, comm};
+  if (options.restore) {
+    ddp_generator.load_state(lockstep::torch_load(file("generator-ddp-checkpoint.pt"), comm));
+    ddp_discriminator.load_state(lockstep::torch_load(file("discriminator-ddp-checkpoint.pt"), comm));
+  }
   auto sampler = lockstep::DistributedSampler(options.samples, world);
   auto loader = data::make_data_loader(digits(options), sampler, options.batch_size);
   const std::size_t steps = (sampler.size() + options.batch_size - 1) / options.batch_size;
@@ -145,9 +150,12 @@ void run(const lockstep::World& world, const Options& options) {
       generator_optimizer.step();
 
       ++step, ++done;
+      c10::IValue generator_state, discriminator_state;  // the order of the buckets: for the same last bits
       if (done % options.checkpoint_every == 0) {  // on GPUs the check of the last backward is read late
         ddp_generator.synchronize();
         ddp_discriminator.synchronize();
+        generator_state = ddp_generator.state();  // on every rank
+        discriminator_state = ddp_discriminator.state();
       }
       if (world.rank() != 0) continue;
       std::printf("[%2d/%2d][%3zu/%3zu] D_loss: %.4f | G_loss: %.4f\n", epoch, options.epochs, step, steps,
@@ -157,6 +165,8 @@ void run(const lockstep::World& world, const Options& options) {
         save(generator_optimizer, file("generator-optimizer-checkpoint.pt"));
         save(discriminator, file("discriminator-checkpoint.pt"));
         save(discriminator_optimizer, file("discriminator-optimizer-checkpoint.pt"));
+        lockstep::torch_save(generator_state, file("generator-ddp-checkpoint.pt"));
+        lockstep::torch_save(discriminator_state, file("discriminator-ddp-checkpoint.pt"));
         const torch::NoGradGuard no_grad;
         auto samples = (generator(torch::randn({10, noise_size, 1, 1})) + 1) / 2;
         const auto number = std::to_string(done / options.checkpoint_every);

@@ -110,6 +110,28 @@ TEST_CASE("a loop by hand resumes to the same bits after every step") {
   }
 }
 
+TEST_CASE("a state whose hook refuses its part leaves the wrapper as it was") {
+  const auto hook = [] {
+    return lockstep::PowerSgdHook({.start_iteration = 2, .min_compression_rate = 0.5});
+  };
+  Run<lockstep::PowerSgdHook> saving(small_buckets(), hook());
+  saving.train(0, 3);
+  const auto state = lockstep::unpickle_state(saving.save(), "the test").toGenericDict().at("ddp");
+  for (const auto& part : state.toGenericDict().at("ranks").toList())
+    static_cast<c10::IValue>(part).toGenericDict().at("hook").toGenericDict().insert_or_assign(
+        "counters", torch::tensor({-1}));
+  for (const int trained : {0, 1, 4}) {  // before the buckets are rebuilt, when they are due, and later
+    CAPTURE(trained);
+    Run<lockstep::PowerSgdHook> run(small_buckets(), hook());
+    run.train(0, trained);
+    const auto buckets = run.ddp.buckets();
+    const std::string before = run.save();
+    CHECK_THAT(text_of<CheckpointError>([&] { run.ddp.load_state(state); }), ContainsSubstring("counters"));
+    CHECK(run.ddp.buckets() == buckets);
+    CHECK(run.save() == before);
+  }
+}
+
 TEST_CASE("a state that is damaged or of another model is refused") {
   Run<AllReduceHook> run(small_buckets());
   run.train(0, 2);

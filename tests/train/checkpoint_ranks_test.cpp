@@ -472,7 +472,37 @@ TEST_CASE("a checkpoint that does not fit leaves the optimizer and all else of t
       saving->save_checkpoint(file, unloadable);
       CHECK(end_of(1, "exp_avg of parameter 0 of group 0 is ") == later);
     }
+    auto spoilt = make();
+    spoilt->optimizer().param_groups()[0].options().set_lr(-1);
+    spoilt->save_checkpoint(file, unloadable);
+    CHECK(end_of(1, "lr") == later);
   }
+}
+
+TEST_CASE("a failed load keeps the state of an optimizer that saves nothing") {
+  const CommonFolder folder(test_world());
+  const fs::path file = folder / "checkpoint";
+  const auto data = samples_for(test_world());
+  struct Unsaved : torch::optim::SGD {
+    using SGD::SGD;
+    void save(torch::serialize::OutputArchive&) const override {}
+    void load(torch::serialize::InputArchive&) override {}
+  };
+  const auto make = maker({.steps = 2, .batch_size = 4, .progress = false},
+                          lockstep::MakeOptimizer{[](std::vector<torch::Tensor> parameters) {
+                            return std::make_unique<Unsaved>(std::move(parameters),
+                                                             torch::optim::SGDOptions(0.1).momentum(0.9));
+                          }});
+  make()->save_checkpoint(file, lockstep::GradScaler());
+  const auto end_of = [&](bool loads) {
+    auto trainer = make();
+    trainer->fit(data, loss);
+    lockstep::MovingAverage other(*trainer->model());
+    if (loads) CHECK(!error_of([&] { trainer->load_checkpoint(file, other); }).empty());
+    trainer->fit(data, loss);
+    return bytes_of(*trainer->model());
+  };
+  CHECK(end_of(true) == end_of(false));
 }
 
 namespace {
@@ -486,7 +516,7 @@ struct Part {
 };
 // A hook whose state one rank cannot give.
 struct Forgetful {
-  bool bad = false;
+  bool bad = false, refuses = false;
   template <class Comm>
   void operator()(Comm& comm, const lockstep::GradientBucket& bucket) {
     bucket.flat.div_(comm.size());
@@ -497,7 +527,7 @@ struct Forgetful {
     return {};
   }
   void load_state(const lockstep::HookState&) {
-    if (bad) throw std::runtime_error("no such state");
+    if (refuses) throw std::runtime_error("no such state");
   }
   void rollback() {}
   void reset() {}
@@ -530,6 +560,16 @@ TEST_CASE("what one rank cannot save or load every rank is told, and works on") 
   const auto before = bytes_of(*trainer.model());
   told("no such state", text_of<lockstep::CheckpointError>([&] { trainer.load_checkpoint(file, part); }));
   CHECK(bytes_of(*trainer.model()) == before);
+
+  // The state of the wrapper: its buckets, and how many backwards there were.
+  trainer.ddp().hook().function().bad = false;
+  trainer.fit(three_classes(world.size() * 16), loss);
+  trainer.save_checkpoint(file, part);
+  lockstep::Trainer other(world, {.steps = 1, .progress = false}, std::in_place_type<TinyNet>, hook);
+  other.ddp().hook().function().refuses = culprit;
+  const std::string state = lockstep::pickle_state(other.ddp().state());
+  told("no such state", text_of<lockstep::CheckpointError>([&] { other.load_checkpoint(file, part); }));
+  CHECK(lockstep::pickle_state(other.ddp().state()) == state);
 }
 
 TEST_CASE("whether there is a checkpoint is what rank 0 sees") {

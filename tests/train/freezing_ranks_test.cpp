@@ -6,6 +6,7 @@
 #include "lockstep/grad/hooks/power_sgd_hook.hpp"
 #include "lockstep/optim/optimizers.hpp"
 #include "lockstep/train/trainer.hpp"
+#include "support/mib.hpp"
 #include "support/ranks.hpp"
 #include "support/text_of.hpp"
 #include "train/common_folder.hpp"
@@ -86,6 +87,32 @@ TEST_CASE("a run whose parameters were frozen midway resumes to the same bits") 
   CHECK_FALSE(rest->parameters()[0].requires_grad());
   second.fit(data, squared_error, midway(second.model()));
   CHECK(same(copies(whole), copies(rest)));
+}
+
+TEST_CASE("a checkpoint with other frozen parameters that cannot be loaded leaves the wrapper as it was") {
+  const auto& world = test_world();
+  if (world.size() == 1) return;
+  const auto data = curve(12 * world.size());
+  CommonFolder folder(world);
+  auto net = tanh_network(1, 4, 7);
+  freeze(net, true);
+  lockstep::Trainer saving(world, options(), net);
+  freeze(net, false);  // and a wrapper that does not know it
+  saving.ddp() = std::remove_reference_t<decltype(saving.ddp())>(saving.model(), saving.comm());
+  saving.ddp().backward(saving.model()->forward(torch::ones({1, 3}, torch::kDouble)).sum());
+  saving.save_checkpoint(folder / "run.pt");
+
+  auto small = options();
+  small.ddp.bucket_cap_mb = lockstep_test::mib({8});
+  lockstep::Trainer trainer(world, small, tanh_network(1, 4, 7));
+  trainer.fit(data, squared_error);
+  const std::string state = lockstep::pickle_state(trainer.ddp().state());
+  const auto buckets = trainer.ddp().buckets();
+  CHECK_THAT(text_of<lockstep::CheckpointError>([&] { trainer.load_checkpoint(folder / "run.pt"); }),
+             ContainsSubstring("has 4 parameters and the model trains 2"));
+  CHECK(trainer.model()->parameters()[0].requires_grad());
+  CHECK(trainer.ddp().buckets() == buckets);
+  CHECK(lockstep::pickle_state(trainer.ddp().state()) == state);
 }
 
 TEST_CASE("ranks that freeze other parameters, a whole frozen model and a step are refused in words") {

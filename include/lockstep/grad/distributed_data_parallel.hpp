@@ -289,8 +289,13 @@ class DistributedDataParallel {
   }
   /// Restores a `state`, the same on every rank, outside `no_sync`; None is a no-op. On another number of ranks,
   /// a hook restores the part of its state that is equal on every rank. Logs a warning if only one of the two
-  /// has a stateful hook. Throws CheckpointError if the state is damaged or another model's.
+  /// has a stateful hook. Throws CheckpointError if the state is damaged or another model's, or what the hook
+  /// throws, and then changes nothing on this rank.
   void load_state(const c10::IValue& state) { state_->reducer->load_state(state); }
+  /// Returns a function that reverts later calls of `load_state` on this rank, unless this object was moved.
+  [[nodiscard]] auto snapshot() {
+    return [this, restore = state_->reducer->snapshot()] { restore(*state_->reducer); };
+  }
 
   /// Reverts the hook's state to its value before the last reduction, for a skipped step. No-op unless the
   /// hook is a StatefulHook.

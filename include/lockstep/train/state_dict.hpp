@@ -57,7 +57,7 @@ void check_state_dict(const torch::nn::Module& model, const c10::IValue& dict);
 std::string load_optimizer_dict(torch::optim::Optimizer& optimizer, const c10::IValue& dict,
                                 const std::vector<NamedTensor>& names, bool apply);
 
-/// Throws CheckpointError if a state does not fit its parameter. LibTorch's own SGD, Adam and AdamW load any.
+/// Throws an Error if an option or a state does not fit. LibTorch's own SGD, Adam and AdamW load any.
 void check_states(torch::optim::Optimizer& optimizer);
 }  // namespace detail
 

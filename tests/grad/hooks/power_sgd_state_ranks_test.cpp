@@ -145,11 +145,31 @@ TEST_CASE("wrong options and the state of another hook or model are refused") {
   PowerSgdOptions wider = options_of(true);
   wider.matrix_approximation_rank = 3;
   PowerSgdHook other(wider);
-  other.load_state(good);
-  const auto text = thrown_by([&] { buckets.reduce(other, shared_comm(), buckets.mine(2)); });
-  CHECK_THAT(text,
-             ContainsSubstring("the saved state of the PowerSGD hook is of another model or rank: its factor "
-                               "for parameter 0 has 60 elements, and 90 are needed"));
+  const std::string text =
+      "the saved state of the PowerSGD hook is of another model or rank: its factor for parameter 0 has 60 "
+      "elements, and 90 are needed";
+  CHECK_THROWS_WITH(other.load_state(good), ContainsSubstring(text));
+  CHECK(other.state().size() == 1);
+  for (const auto& [name, tensor] : HookState{{"q.0", torch::zeros({40, 30, 2})},
+                                              {"q.0", torch::zeros({60})},
+                                              {"error.0", torch::tensor(1.)},
+                                              {"q.0", torch::zeros({30, 3})},
+                                              {"error.0", torch::zeros({0, 30})}}) {
+    CAPTURE(name, tensor.sizes());
+    HookState wrong = good;
+    for (auto& [key, value] : wrong)
+      if (key == name) value = tensor;
+    CHECK_THROWS_AS(hook.load_state(wrong), CheckpointError);
+  }
+  const auto counters = [](std::int64_t reductions, std::int64_t drawn) {
+    return HookState{{"counters", torch::tensor({reductions, drawn, std::int64_t{0}})}};
+  };
+  constexpr std::int64_t most = std::numeric_limits<std::uint32_t>::max();
+  CHECK_THROWS_WITH(other.load_state(counters(100, most)), ContainsSubstring("damaged"));
+  HookState many = good;
+  many[0].second = counters(1000, 100'000)[0].second;
+  CHECK_THROWS_WITH(hook.load_state(many), ContainsSubstring("damaged"));
+  other.load_state(counters(1000, 10'000));
 }
 
 }  // namespace power_sgd_state_ranks_test

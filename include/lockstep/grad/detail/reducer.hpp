@@ -11,6 +11,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <tuple>
 #include <type_traits>
 #include <unordered_set>
 #include <utility>
@@ -350,20 +351,40 @@ class Reducer {
     const SavedReducer saved(value, parameters_.size());
     const auto rank = static_cast<std::size_t>(comm().rank());
     const bool all = saved.ranks.size() == static_cast<std::size_t>(comm().size());
-    iteration_ = saved.backwards;
-    if (saved.rebuilt) {
-      set_bucket_order(saved.order);
-    } else {
-      rebuild_order_ = saved.order;
-      rebuild_due_ = !saved.order.empty();
+    const auto restore = snapshot();
+    try {
+      iteration_ = saved.backwards;
+      if (saved.rebuilt) {
+        set_bucket_order(saved.order);
+      } else {
+        rebuild_order_ = saved.order;
+        rebuild_due_ = !saved.order.empty();
+      }
+      if (const auto& expected = saved.ranks[all ? rank : 0].expected;
+          all && !expected.empty() && !searches()) {
+        for (std::size_t i = 0; i < parameters_.size(); ++i)
+          parameters_[i].expected = static_cast<int>(expected[i]);
+        expects_ = true;
+      }
+      load_hook(saved.ranks[all ? rank : 0].hook, all);
+    } catch (...) {
+      restore(*this);
+      throw;
     }
-    if (const auto& expected = saved.ranks[all ? rank : 0].expected;
-        all && !expected.empty() && !searches()) {
-      for (std::size_t i = 0; i < parameters_.size(); ++i)
-        parameters_[i].expected = static_cast<int>(expected[i]);
-      expects_ = true;
-    }
-    load_hook(saved.ranks[all ? rank : 0].hook, all);
+  }
+  /// Returns a function that restores what load_state changes, in a reducer of the same parameters.
+  [[nodiscard]] auto snapshot() {
+    std::vector<int> expected;
+    for (const ParameterEntry& parameter : parameters_) expected.push_back(parameter.expected);
+    HookState hook_state;
+    if constexpr (StatefulHook<Hook>) hook_state = hook().state();
+    return [plan = plan(), expected, hook_state,
+            counts = std::tuple(iteration_, rebuild_order_, rebuild_due_, rebuilt_, expects_)](Reducer& to) {
+      for (std::size_t i = 0; i < expected.size(); ++i) to.parameters_[i].expected = expected[i];
+      std::tie(to.iteration_, to.rebuild_order_, to.rebuild_due_, to.rebuilt_, to.expects_) = counts;
+      if (to.plan() != plan) to.reduction_.rebuild(plan, /*only_adoptable=*/false);
+      if constexpr (StatefulHook<Hook>) to.hook().load_state(hook_state);
+    };
   }
   void forget() {
     count_ = 0;
@@ -686,7 +707,8 @@ class Reducer {
   }
   /// Rebuilds the buckets in this order, which is equal on every rank.
   void set_bucket_order(std::vector<std::size_t> order) {
-    reduction_.rebuild(order, std::exchange(adoptable_noted_, false));
+    reduction_.rebuild(assign_buckets(parameters_, order, bucket_caps(options_)),
+                       std::exchange(adoptable_noted_, false));
     for (ParameterEntry& parameter : parameters_) parameter.adoptable.reset();
     rebuild_order_ = std::move(order);
     rebuild_due_ = false;
@@ -796,6 +818,8 @@ class LocalReducer {
   [[nodiscard]] BucketPlan plan() const { return {}; }
   [[nodiscard]] c10::IValue state() const { return {}; }
   void load_state(const c10::IValue&) {}
+  static void restore(LocalReducer&) {}
+  [[nodiscard]] auto snapshot() const { return &restore; }
   void record_completions(bool) {}
   [[nodiscard]] DdpReport report() const { return {}; }
   [[nodiscard]] double total_count() const { return total_count_; }

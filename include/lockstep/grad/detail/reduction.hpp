@@ -418,9 +418,9 @@ class BucketReduction {
   /// Returns whether any rank used parameter i; true while usage is exchanged in every reduction.
   [[nodiscard]] bool used_anywhere(std::size_t i) const { return asks_usage_ || parameters_[i].used; }
 
-  /// Rebuilds the buckets in this order and resets a stateful hook. `only_adoptable`: see GradientBuckets.
-  void rebuild(const std::vector<std::size_t>& ready_order, bool only_adoptable) {
-    make_buckets(assign_buckets(parameters_, ready_order, bucket_caps(options_)), only_adoptable);
+  /// Rebuilds the buckets and resets a stateful hook. `only_adoptable`: see GradientBuckets.
+  void rebuild(const BucketPlan& plan, bool only_adoptable) {
+    make_buckets(plan, only_adoptable);
     if constexpr (StatefulHook<Hook>) hook_.reset();
   }
 

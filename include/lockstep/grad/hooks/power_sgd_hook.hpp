@@ -126,11 +126,22 @@ class PowerSgdMemory {
                             ? std::from_chars_result{nullptr, std::errc()}
                             : std::from_chars(name.data() + dot + 1, end, parameter);
     const bool numbered = parsed.ptr == end && parsed.ec == std::errc();
-    if (!numbered || !tensor.defined() || (kind != "error" && kind != "q"))
-      throw CheckpointError(detail::formatted(
-          "the state of a PowerSGD hook has no entry '{}': it was saved by another hook", name));
+    const bool matrix = tensor.defined() && tensor.dim() == 2 && tensor.numel() > 0;
+    if (!numbered || !matrix || (kind != "error" && kind != "q"))
+      throw CheckpointError(
+          detail::formatted("the state of a PowerSGD hook has no entry '{}'{}: it was saved by another hook",
+                            name, matrix ? "" : " of this shape"));
     LowRankMemory& memory = memory_[parameter];
     (kind == "q" ? memory.q : memory.error).load(tensor.clone());
+  }
+  /// Throws CheckpointError unless each factor has `rank` columns, or as many as its matrix allows.
+  void check(std::int64_t rank) {
+    for (auto& [parameter, memory] : memory_)
+      if (const at::Tensor& error = memory.error.now(), &q = memory.q.now(); q.defined()) {
+        const at::Tensor matrix = error.defined() ? error : q.t();  // without an error, of the fewest rows
+        const std::int64_t n = matrix.size(0), m = matrix.size(1);
+        memory.q.checked("factor", parameter, {m, std::min({n, m, rank})}, q.options());
+      }
   }
 
  private:
@@ -361,8 +372,8 @@ class PowerSgdHook {
     memory_.save(state);
     return state;
   }
-  /// Throws CheckpointError if the state is another hook's, and then changes nothing. The state of another
-  /// model is detected by the next reduction.
+  /// Throws CheckpointError if the state is another hook's or of another rank, and then changes nothing. The
+  /// state of another model is detected by the next reduction.
   void load_state(const HookState& state) {
     PowerSgdHook loaded(options_);
     bool counted = false;
@@ -377,7 +388,9 @@ class PowerSgdHook {
       const bool sound = numbers && std::all_of(number, number + 3, [](std::int64_t each) {
                            return each >= 0 && each <= std::numeric_limits<std::uint32_t>::max();
                          });
-      if (!sound)
+      // A reduction draws for each compressed bucket, in 1.07 attempts on average: discarding 2^32 takes long.
+      const auto buckets = state.size() > 1 ? static_cast<std::int64_t>(state.size()) : 1 << 16;
+      if (!sound || number[1] > 64 + 2 * number[0] * buckets)
         throw CheckpointError(
             "the counters of a PowerSGD hook are three numbers of 32 bits at most: its state is damaged");
       loaded.reductions_ = number[0];
@@ -387,6 +400,7 @@ class PowerSgdHook {
     }
     if (!counted)
       throw CheckpointError("the state of a PowerSGD hook has no counters: it was saved by another hook");
+    loaded.memory_.check(options_.matrix_approximation_rank);
     loaded.wire_bytes_ = wire_bytes_;
     *this = std::move(loaded);
   }

@@ -161,7 +161,7 @@ inline void restore_position(RunPosition& position, RunPosition saved, const Log
   position = std::move(saved);
 }
 
-/// Returns functions that restore the optimizers, unless they are sharded, the further parts and the generators.
+/// Returns functions that restore the optimizers, unless sharded, the further parts, generators and the wrapper.
 template <class Run>
 std::vector<std::function<void()>> undo_of(Run& run) {
   std::vector<std::function<void()>> undo;
@@ -170,9 +170,9 @@ std::vector<std::function<void()>> undo_of(Run& run) {
     if constexpr (optimizes)
       if (dynamic_cast<ShardedState*>(&part)) return;
     undo.push_back([&part, bytes = part_bytes(part)] {
-      if constexpr (optimizes)
-        part.state().clear();  // the load of torch::optim keeps states that are not saved
-      torch::serialize::InputArchive archive = archive_of(bytes);
+      torch::serialize::InputArchive archive = archive_of(bytes), states;
+      if constexpr (optimizes)  // an archive of torch::optim's has all states, but its load keeps others too
+        if (archive.try_read("state", states)) part.state().clear();
       part.load(archive);
     });
   };
@@ -182,6 +182,7 @@ std::vector<std::function<void()>> undo_of(Run& run) {
   if (const at::Device device = device_of(run.model); !device.is_cpu())
     undo.push_back(
         [device, state = default_generator_state(device)] { set_default_generator_state(state, device); });
+  undo.emplace_back(run.ddp.snapshot());
   return undo;
 }
 
@@ -248,7 +249,7 @@ std::optional<RankState> read_checkpoint(Run run, const std::filesystem::path& p
       });
     });
     if (position.frozen) {
-      undo.push_back([&] { freeze(frozen); });
+      undo.insert(undo.begin(), [&] { freeze(frozen); });  // which may construct the wrapper anew
       freeze(*position.frozen);
     }
     on_all([&] {

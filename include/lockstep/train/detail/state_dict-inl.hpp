@@ -547,6 +547,7 @@ LOCKSTEP_INLINE void detail::check_states(torch::optim::Optimizer& optimizer) {
     const auto check = [&]<class Adapter>(Adapter) {
       for (std::size_t g = 0; g < whole.param_groups().size(); ++g) {
         const torch::optim::OptimizerParamGroup& group = whole.param_groups()[g];
+        Adapter::options(group).check(g);
         for (std::size_t i = 0; i < group.params().size(); ++i) {
           const auto found = whole.state().find(group.params()[i].unsafeGetTensorImpl());
           if (found == whole.state().end()) continue;
