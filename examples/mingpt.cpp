@@ -383,7 +383,8 @@ void train(const lockstep::World& world, const Options& options, const Text& tex
     if (text.size() - split > block) {
       const double eval_loss = trainer.evaluate(text.windows(split, text.size(), block), loss);
       world.log.info("Epoch {} | Eval Loss {:.5f}", epoch, eval_loss);
-      if (reports) reports->each([&](auto& each) { each.add_scalar("eval/loss", eval_loss, report.step); });
+      const std::int64_t last = report.step - 1;  // a resumed run begins at report.step
+      if (reports) reports->each([&](auto& each) { each.add_scalar("eval/loss", eval_loss, last); });
     }
     // Last: an evaluation draws from the generator of dropout, whose state the snapshot holds.
     if (epoch % config.save_every == 0) {

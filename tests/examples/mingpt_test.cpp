@@ -130,6 +130,7 @@ TEST_CASE("mingpt resumes after a kill and after a stop, with the losses of an u
   const int epochs_left = saved + 5 - next + 1;
   CHECK(count(rows, ",epoch,") == 1 + epochs_left);  // the header names the column
   CHECK(count(rows, ",eval/loss,") == epochs_left);
+  CHECK(count(rows, ",scalar,," + std::to_string(85 * (saved + 5) - 1) + ",,,,,,eval/loss,") == 1);
 
   // An epoch has 2,690 windows of 16 characters, 1,345 a rank. Only those after the stop count: a rate times
   // its seconds is a number of tokens.
