@@ -8,7 +8,6 @@
 #include <type_traits>
 #include <vector>
 
-
 namespace lockstep {
 
 /// Looks up one environment variable. Returns std::nullopt if it is unset or empty.
