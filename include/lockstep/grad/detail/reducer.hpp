@@ -693,10 +693,9 @@ class Reducer {
   /// computed the same gradients.
   std::vector<std::size_t> rank_zero_order() {
     const std::uint64_t own = reduction_.take_first_hash();
-    rebuild_order_.push_back(own);
-    std::vector<std::size_t> order =
-        order_of_rank_zero(comm(), rebuild_order_, parameters_[0].tensor.device());
-    rebuild_order_.pop_back();
+    std::vector<std::size_t> order = rebuild_order_;
+    order.push_back(own);
+    order = order_of_rank_zero(comm(), order, parameters_[0].tensor.device());
     if (comm().rank() == 1 && own != 0 && order.back() == own)
       comm().world().log.all().warning(
           "the first gradients of ranks 0 and 1 are equal, as if both read the same samples: partition the "

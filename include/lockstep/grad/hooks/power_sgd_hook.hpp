@@ -310,8 +310,8 @@ struct PowerSgdOptions {
   std::int64_t start_iteration = 1000;
   /// An n x m gradient with r = min(n, m, rank) is compressed if (n + m) * r * rate < n * m.
   double min_compression_rate = 2;
-  bool use_error_feedback = true;  ///< add the compression error of a step to the next gradient
-  bool warm_start = true;  ///< start from the last step's factor instead of a random one
+  bool use_error_feedback = true;        ///< add the compression error of a step to the next gradient
+  bool warm_start = true;                ///< start from the last step's factor instead of a random one
   double orthogonalization_epsilon = 0;  ///< added to the norm of a column before dividing by it
   std::uint32_t seed = 0;
 };
