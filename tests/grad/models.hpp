@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "lockstep/data/loader.hpp"
 #include "lockstep/grad/distributed_data_parallel.hpp"
 #include "lockstep/nn/activation_checkpoint.hpp"
 #include "support/catch.hpp"

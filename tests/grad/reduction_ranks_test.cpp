@@ -497,6 +497,25 @@ TEST_CASE("mistakes of a loop by hand are warned of, once, on one rank") {
               }
             });
   }
+  SECTION("a batch that the last rank does not have") {
+    const auto samples = static_cast<std::size_t>(world.size()) + 1;
+    const lockstep::TensorDataset data{
+        torch::arange(4. * static_cast<double>(samples)).reshape({-1, 4}).to(torch::kFloat),
+        torch::zeros({static_cast<std::int64_t>(samples)})};
+    const std::string text = "batch 2 of a pass in which rank " + std::to_string(world.size() - 1) + " has 1";
+    for (const bool pad : {false, true})
+      warns(0, !pad && world.size() > 1 ? text.c_str() : nullptr, [&](Net& net, auto& ddp, auto&) {
+        lockstep::DataLoader loader(data, lockstep::DistributedSampler(samples, world, {.pad = pad}),
+                                    {.batch_size = 1});
+        for (auto& batch : loader) net(batch.data);  // an evaluation
+        int steps = 0;
+        for (auto& batch : loader) {
+          ddp.backward(net(batch.data).sum());
+          ++steps;
+        }
+        while (steps++ < 2) ddp.backward_empty();
+      });
+  }
 }
 
 }  // namespace reduction_ranks_test

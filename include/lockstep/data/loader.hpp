@@ -35,6 +35,7 @@
 #include "lockstep/data/generator.hpp"
 #include "lockstep/data/sampler.hpp"
 #include "lockstep/detail/format.hpp"
+#include "lockstep/detail/lone_batch.hpp"
 #include "lockstep/error.hpp"
 
 namespace lockstep::detail {
@@ -296,10 +297,7 @@ class DataLoader {
   static std::default_sentinel_t end() { return {}; }
 
   /// Returns the number of this rank's batches in a pass, before it starts.
-  [[nodiscard]] std::size_t size() const {
-    const std::size_t samples = sampler_.size(), batch = options_.batch_size;
-    return samples / batch + (!options_.drop_last && samples % batch != 0 ? 1 : 0);
-  }
+  [[nodiscard]] std::size_t size() const { return batches(sampler_.size()); }
 
   /// Writes the state that the sampler has after `samples` samples of the current pass, regardless of how far
   /// workers have read ahead. To resume, call `sampler().load` before a pass.
@@ -349,6 +347,18 @@ class DataLoader {
   }
 
   [[nodiscard]] int rank() const { return options_.rank ? *options_.rank : sampler_.rank(); }
+  [[nodiscard]] std::size_t batches(std::size_t samples) const {
+    return samples / options_.batch_size +
+           (!options_.drop_last && samples % options_.batch_size != 0 ? 1 : 0);
+  }
+  // Notes which batch this thread gets, from 1, or with 0 that it gets no more.
+  void note_batch(std::size_t number) const {
+    if constexpr (CountingSampler<S> && requires { sampler_.world_size(); }) {
+      const int last = sampler_.world_size() - 1;
+      const std::size_t fewest = batches(sampler_.size_of(last));
+      detail::lone_batch = number > fewest ? detail::LoneBatch{number, fewest, last} : detail::LoneBatch{};
+    }
+  }
 
   std::optional<Job> next_job() {
     const std::size_t number = sampler_.position();
@@ -428,11 +438,13 @@ class DataLoader<D, S>::Iterator {
   Iterator(Iterator&& other) noexcept
       : loader_(std::exchange(other.loader_, nullptr)),
         prefetcher_(std::move(other.prefetcher_)),
-        batch_(std::move(other.batch_)) {}
+        batch_(std::move(other.batch_)),
+        number_(other.number_) {}
   Iterator& operator=(Iterator&& other) noexcept {
     std::swap(loader_, other.loader_);
     std::swap(prefetcher_, other.prefetcher_);
     std::swap(batch_, other.batch_);
+    std::swap(number_, other.number_);
     return *this;
   }
   ~Iterator() { finish(); }
@@ -475,17 +487,21 @@ class DataLoader<D, S>::Iterator {
       finish();
       throw;
     }
-    if (!batch_) finish();
+    if (!batch_) return finish();
+    loader_->note_batch(++number_);
   }
 
   void finish() {
     prefetcher_.reset();  // joins the workers
-    if (loader_) loader_->pass_under_way_ = false;
+    if (!loader_) return;
+    loader_->pass_under_way_ = false;
+    loader_->note_batch(0);
   }
 
   DataLoader* loader_;
   std::unique_ptr<detail::Prefetcher<Job, Batch>> prefetcher_;
   mutable std::optional<Batch> batch_;
+  std::size_t number_ = 0;  // of the batch, from 1
 };
 
 template <class D, class S>
@@ -586,7 +602,9 @@ class StagedPass {
     for (const at::Tensor& tensor : arrived_) stream_->hand_over(tensor);
     arrived_.clear();
     batch_ = std::exchange(next_, std::nullopt);
+    const detail::LoneBatch lone = next_lone_;
     stage();
+    detail::lone_batch = lone;
   }
 
   // Reads the next batch and launches its copies.
@@ -596,6 +614,7 @@ class StagedPass {
       drawn_ = true;
       if (host_ == std::default_sentinel) return;
       next_.emplace(std::move(*host_));
+      next_lone_ = detail::lone_batch;
       if constexpr (TensorBatch<Batch>) begin_copies(*next_);
     } catch (...) {
       arrived_.clear();
@@ -634,6 +653,7 @@ class StagedPass {
   typename Loader::Iterator host_;
   bool drawn_ = false;
   std::optional<Batch> next_;
+  detail::LoneBatch next_lone_;
   mutable std::optional<Batch> batch_;
   std::vector<at::Tensor> arrived_;  // tensors of `next_`, which the last event of `copying_` covers
   std::deque<Copying> copying_;

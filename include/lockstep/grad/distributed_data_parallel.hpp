@@ -22,7 +22,7 @@
 #include "lockstep/grad/detail/broadcast_list.hpp"
 #include "lockstep/grad/detail/bucket_plan.hpp"
 #include "lockstep/grad/detail/ddp_start.hpp"
-#include "lockstep/grad/detail/local_step_check.hpp"
+#include "lockstep/grad/detail/loop_check.hpp"
 #include "lockstep/grad/detail/parameter_table.hpp"
 #include "lockstep/grad/detail/reducer.hpp"
 #include "lockstep/grad/hooks/hook.hpp"
@@ -241,14 +241,14 @@ class DistributedDataParallel {
       explicit Guard(State* state) : state(state) {
         if (!state) return;
         if (state->reducer->no_sync_depth++ == 0)
-          state->local_steps.begin(*state->comm, state->parameters.trained);
+          state->loop.begin_no_sync(*state->comm, state->parameters.trained);
       }
       Guard(Guard&& other) noexcept : state(std::exchange(other.state, nullptr)) {}
       Guard& operator=(Guard&&) = delete;
       ~Guard() {
         if (!state) return;
         if (--state->reducer->no_sync_depth == 0)
-          state->local_steps.end(*state->comm, state->parameters.trained);
+          state->loop.end_no_sync(*state->comm, state->parameters.trained);
       }
       State* state;
     };
@@ -301,7 +301,7 @@ class DistributedDataParallel {
   /// hook is a StatefulHook.
   void rollback() { state_->reducer->rollback(); }
 
-  /// Returns the statistics of the last reduction, for `table` and `fields`. Empty for LocalComm.
+  /// Returns the statistics of the last reduction. Empty for LocalComm.
   [[nodiscard]] DdpReport report() const { return state_->reducer->report(); }
   /// Records when the reduction of each bucket completes, for BucketReport::completed; off by default. With
   /// communicators other than GlooComm, and hooks with a Reduction of their own, that is when the wait for it
@@ -314,7 +314,7 @@ class DistributedDataParallel {
     bool sync_due = true;
     detail::BroadcastList buffers{{}};
     bool broadcasts_buffers = false;
-    detail::LocalStepCheck local_steps;
+    detail::LoopCheck loop;
     std::vector<std::string> ignored;
     detail::ParameterTable parameters;
     std::unique_ptr<Reducer> reducer;  // refers to the members above
@@ -366,6 +366,8 @@ class DistributedDataParallel {
 
   template <class Run>
   void run(const detail::Contribution& contribution, Run&& backward) {
+    if (state_->reducer->no_sync_depth == 0 && !contribution.count && !contribution.no_data)
+      state_->loop.begin_backward(*state_->comm);
     const detail::CallScope scope(detail::backward_name);
     state_->reducer->backward(contribution, [&] {
       check_losses(contribution);

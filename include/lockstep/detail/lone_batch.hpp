@@ -1,0 +1,19 @@
+#pragma once
+
+#include <cstddef>
+
+#include "lockstep/detail/linkage.hpp"
+
+namespace lockstep::detail {
+
+/// A batch of a pass in which the last rank has fewer batches than this rank.
+struct LoneBatch {
+  std::size_t number = 0;  // from 1; 0 if every rank has this batch
+  std::size_t fewest = 0;  // the number of batches of `rank`
+  int rank = 0;
+};
+
+/// The batch that this thread took last from a DataLoader.
+LOCKSTEP_PROCESS_WIDE inline constinit thread_local LoneBatch lone_batch{};
+
+}  // namespace lockstep::detail

@@ -1,0 +1,67 @@
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <span>
+#include <utility>
+
+#include "lockstep/detail/lone_batch.hpp"
+#include "lockstep/detail/served_call.hpp"
+#include "lockstep/grad/detail/parameter_table.hpp"
+
+namespace lockstep::detail {
+
+/// Warns once of each mistake of a loop by hand that makes the ranks' parameters or steps differ without an error.
+class LoopCheck {
+ public:
+  /// Call them at the start and the end of a guard of `no_sync`. Warns, on rank 0, if the optimizer has stepped.
+  template <class Comm>
+  void begin_no_sync(const Comm& comm, std::span<const ParameterEntry> parameters) {
+    watches_ = comm.size() > 1 && comm.rank() == 0 && !served_call.name && !warned_of_step_;
+    if (watches_) before_ = fingerprint(parameters);
+  }
+  template <class Comm>
+  void end_no_sync(const Comm& comm, std::span<const ParameterEntry> parameters) noexcept try {
+    if (!watches_ || fingerprint(parameters) == before_) return;
+    warned_of_step_ = true;
+    comm.world().log.all().warning(
+        "parameters changed inside no_sync, where each rank has the gradients of its own samples: unless the "
+        "ranks average them, call optimizer.step() after the first backward outside of no_sync");
+  } catch (...) {  // the destructor of a guard must not throw
+  }
+
+  /// Call it before a `backward` that reduces. Warns if another rank has no such batch.
+  template <class Comm>
+  void begin_backward(const Comm& comm) {
+    if (lone_batch.number == 0 || comm.size() == 1 || served_call.name ||
+        std::exchange(warned_of_batch_, true))
+      return;
+    comm.world().log.all().warning(
+        "this is batch {} of a pass in which rank {} has {}: unless that rank now calls backward_empty, it "
+        "averages a batch of its next pass with this one, or this rank waits for ever. Give every rank "
+        "equally "
+        "many (pad or drop_last), or call backward_sum on every rank, with count 0 where the data has ended",
+        lone_batch.number, lone_batch.rank, lone_batch.fewest);
+  }
+
+ private:
+  /// Returns a hash of each parameter's version, which LibTorch's own optimizers do not change, and of its first
+  /// element on the CPU. A device is not read: that would block the host.
+  static std::uint64_t fingerprint(std::span<const ParameterEntry> parameters) {
+    std::uint64_t hash = 0;
+    for (const ParameterEntry& parameter : parameters) {
+      const std::size_t bytes = parameter.tensor.is_cpu() ? parameter.tensor.nbytes() : 0;
+      std::uint32_t first = 0;
+      if (bytes > 0) std::memcpy(&first, parameter.tensor.const_data_ptr(), std::min(sizeof first, bytes));
+      hash = hash * 31 + parameter.tensor._version() + first;
+    }
+    return hash;
+  }
+
+  bool watches_ = false, warned_of_step_ = false, warned_of_batch_ = false;
+  std::uint64_t before_ = 0;
+};
+
+}  // namespace lockstep::detail
