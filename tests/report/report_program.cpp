@@ -62,6 +62,12 @@ int main(int argc, char** argv) {
       return torch::cross_entropy_loss(net->forward(batch.data), batch.target);
     };
     trainer.fit(train, loss, board, json, csv, trace, lockstep::OnEpoch{evaluate}, page);
+    // A loop by hand that saved after its third step, went on to the sixth, and is resumed.
+    for (const std::int64_t first : {0, 3}) {
+      lockstep::TensorBoard resumed{world, folder / "by_hand", {.purge_step = first}};
+      for (std::int64_t step = first; step < 6 - first / 3; ++step)
+        resumed.add_scalar("loss", 1. * first, step);
+    }
     board.add_scalar("test/nan", std::numeric_limits<double>::quiet_NaN(), -1);
     json.add_scalar("test/nan", std::numeric_limits<double>::quiet_NaN(), 0);
   });

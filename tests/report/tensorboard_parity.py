@@ -110,6 +110,10 @@ def main(program):
         ((step, value),) = series(events, "test/nan")
         check(step == -1 and math.isnan(value), "NaN at a negative step")
 
+        events = EventAccumulator(f"{folder}/by_hand")
+        events.Reload()
+        check(series(events, "loss") == [(0, 0), (1, 0), (2, 0), (3, 3), (4, 3)], f"a resumed loop by hand: {series(events, 'loss')}")
+
         with open(f"{folder}/metrics.csv", newline="") as file:
             table = list(csv.DictReader(file))
         check([float(row["loss"]) for row in table if row["event"] == "step"] == [row["loss"] for row in steps], "the losses of the CSV file")

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <optional>
 #include <span>
 #include <string_view>
 #include <utility>
@@ -19,6 +20,8 @@ struct TensorBoardOptions {
   /// The number of optimizer steps between two events of steps. An event reads the loss, which synchronizes
   /// with a GPU.
   std::int64_t every = 1;
+  /// The first step of a resumed loop by hand: earlier values at it and later ones are no longer shown.
+  std::optional<std::int64_t> purge_step = std::nullopt;
 };
 
 /// A callback of `Trainer::fit` by which rank 0 writes an event file that `tensorboard --logdir` shows. Needs
@@ -35,9 +38,10 @@ struct TensorBoardOptions {
 /// epoch, at the number of its last step: `epoch/loss` (the mean over all ranks' samples) and
 /// `epoch/seconds`. Values are float32, as TensorBoard's are.
 ///
-/// Each TensorBoard writes a new file; TensorBoard shows all files of a folder as one run. The first step in a
-/// folder that has event files, and a step whose number is below that of the step before it, start a session:
-/// earlier values at that step and later ones are no longer shown. Each event is written at once, so that a
+/// Each TensorBoard writes a new file; TensorBoard shows all files of a folder as one run. A Trainer's first step in
+/// a folder that has event files, and a step whose number is below that of the step before it, start a session:
+/// earlier values at that step and later ones are no longer shown. A loop by hand gives
+/// TensorBoardOptions::purge_step. Each event is written at once, so that a
 /// killed run leaves whole events. If the file cannot be written, rank 0 warns once and the training continues.
 /// Not collective.
 ///
@@ -55,6 +59,7 @@ class TensorBoard {
   void on_epoch(const EpochReport& report);
 
  private:
+  void start_session(std::int64_t step);
   void write(std::int64_t step, std::span<const std::pair<std::string_view, double>> values);
 
   detail::StepMeter meter_;

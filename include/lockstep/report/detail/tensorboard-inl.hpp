@@ -89,7 +89,8 @@ LOCKSTEP_INLINE TensorBoard::TensorBoard(const World& world, const std::filesyst
                                          TensorBoardOptions options)
     : meter_(options.every, "TensorBoardOptions") {
   if (world.rank() != 0) return;
-  if (detail::has_event_file(folder)) last_step_ = std::numeric_limits<std::int64_t>::max();
+  if (!options.purge_step && detail::has_event_file(folder))
+    last_step_ = std::numeric_limits<std::int64_t>::max();
   static std::atomic<int> count{0};  // two in one second in one process
   const auto seconds =
       std::chrono::duration_cast<std::chrono::seconds>(std::chrono::system_clock::now().time_since_epoch());
@@ -97,6 +98,7 @@ LOCKSTEP_INLINE TensorBoard::TensorBoard(const World& world, const std::filesyst
                                                         detail::host_name(), ::getpid(), count++),
                              world.log);
   file_.append(detail::tf_record(detail::tf_event().bytes(3, "brain.Event:2").text()));
+  if (options.purge_step) start_session(*options.purge_step);
 }
 
 LOCKSTEP_INLINE void TensorBoard::add_scalar(std::string_view tag, double value, std::int64_t step) {
@@ -106,12 +108,7 @@ LOCKSTEP_INLINE void TensorBoard::add_scalar(std::string_view tag, double value,
 
 LOCKSTEP_INLINE void TensorBoard::on_profile(const StepReport& report, const StepProfile& profile) {
   if (!file_.open()) return;
-  if (report.step < last_step_) {
-    auto event = detail::tf_event();
-    event.integer(2, static_cast<std::uint64_t>(report.step))
-        .bytes(7, detail::ProtoMessage().integer(1, 1).text());  // a SessionLog whose status is START
-    file_.append(detail::tf_record(event.text()));
-  }
+  if (report.step < last_step_) start_session(report.step);
   last_step_ = report.step;
   if (const auto now = meter_.take(report, profile)) {
     using Value = std::pair<std::string_view, double>;
@@ -125,6 +122,14 @@ LOCKSTEP_INLINE void TensorBoard::on_epoch(const EpochReport& report) {
   using Value = std::pair<std::string_view, double>;
   const std::array values{Value{"epoch/loss", report.loss}, Value{"epoch/seconds", report.seconds}};
   write(report.step - 1, values);
+}
+
+LOCKSTEP_INLINE void TensorBoard::start_session(std::int64_t step) {
+  if (!file_.open()) return;
+  auto event = detail::tf_event();
+  event.integer(2, static_cast<std::uint64_t>(step))
+      .bytes(7, detail::ProtoMessage().integer(1, 1).text());  // a SessionLog whose status is START
+  file_.append(detail::tf_record(event.text()));
 }
 
 LOCKSTEP_INLINE void TensorBoard::write(std::int64_t step,
