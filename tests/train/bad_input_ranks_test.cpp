@@ -72,7 +72,7 @@ TEST_CASE("gradients that are not finite are named by rank, parameter and step, 
                 lockstep::OnStep{[&](const auto&) { before = copy_of(net); }});
   });
   CHECK_THAT(text,
-             ContainsSubstring("parameter 3 '2.bias' is not finite in step 2 of epoch 0") &&
+             ContainsSubstring("parameter 3 '2.bias' is not finite in step 2 of epoch 1") &&
                  ContainsSubstring(fmt::format("rank {} has {}", culprit, std::isnan(bad) ? "nan" : "inf")));
   for (int rank = 0; rank < culprit; ++rank)
     CHECK_THAT(text, !ContainsSubstring(fmt::format("rank {} has", rank)));

@@ -124,10 +124,10 @@ TEST_CASE("EarlyStopping stops after `patience` epochs without an improvement") 
   });
   CHECK(result == Result{8, 1.0, 4});
   if (test_world().rank() == 0) {
-    CHECK_THAT(said, ContainsSubstring("EarlyStopping stops after epoch 7: no improvement for 3 epochs on 1, "
-                                       "the value of epoch 4"));
-    CHECK_THAT(warned, ContainsSubstring("EarlyStopping: the monitored value of epoch 2 is nan"));
-    CHECK_THAT(warned, ContainsSubstring("EarlyStopping: the monitored value of epoch 5 is inf"));
+    CHECK_THAT(said, ContainsSubstring("EarlyStopping stops after epoch 8: no improvement for 3 epochs on 1, "
+                                       "the value of epoch 5"));
+    CHECK_THAT(warned, ContainsSubstring("EarlyStopping: the monitored value of epoch 3 is nan"));
+    CHECK_THAT(warned, ContainsSubstring("EarlyStopping: the monitored value of epoch 6 is inf"));
   } else {
     CHECK(said + warned == "");
   }
@@ -155,7 +155,7 @@ TEST_CASE("ranks that monitor different values are an error that names them on e
     CHECK(text + other == "");
     return;
   }
-  CHECK_THAT(text, ContainsSubstring("what EarlyStopping monitors differs between the ranks after epoch 0: "
+  CHECK_THAT(text, ContainsSubstring("what EarlyStopping monitors differs between the ranks after epoch 1: "
                                      "the value is 0.25 on rank"));
   CHECK_THAT(text, ContainsSubstring(fmt::format("and 0.5 on rank {}", world.size() - 1)));
   CHECK_THAT(other, ContainsSubstring("what BestCheckpoint monitors differs"));
@@ -202,7 +202,7 @@ TEST_CASE("BestCheckpoint writes the model of the best epoch") {
   CHECK(best.best.value == 1.0);
   CHECK(best.best.epoch == 4);
   if (test_world().rank() == 0)
-    CHECK_THAT(warned, ContainsSubstring("BestCheckpoint: the monitored value of epoch 3 is nan"));
+    CHECK_THAT(warned, ContainsSubstring("BestCheckpoint: the monitored value of epoch 4 is nan"));
   auto other = make_trainer(1);
   other->load(folder / "best.pt");
   CHECK(parameter_bytes(*other->model()) == models[4]);

@@ -331,7 +331,8 @@ auto call_callback([[maybe_unused]] E& callback, const EpochReport& report, [[ma
     return callback.on_epoch(report);
 }
 
-// A class has a member of a name if the lookup is ambiguous in a class derived from it and from MemberNames.
+// A class has a member of a name if the lookup is ambiguous in a class derived from it and from MemberNames. In a
+// final class, only a member that is no template and has no overloads is found.
 struct MemberNames {
   int on_gradients, on_step, on_profile, on_epoch_start, on_epoch;
 };
@@ -344,31 +345,23 @@ requires(!std::is_class_v<E> || std::is_final_v<E>) struct WithMemberNames<E> : 
 /// Diagnoses the members of a callback of `fit`, one of which may be right and another not.
 template <class Callback, class Comm>
 constexpr bool checked_callback() {
-  using Members = WithMemberNames<std::remove_cv_t<Callback>>;
-  constexpr bool gradients = GradientCallback<Callback> || requires {
-    &Members::on_gradients;
-  };
-  constexpr bool profile = ProfileCallback<Callback> || requires {
-    &Members::on_profile;
-  };
-  constexpr bool step = StepCallback<Callback> || requires {
-    &Members::on_step;
-  }
-  || requires(Callback & callback, const StepReport& report, Comm& comm) {
-    callback.on_step(report, comm);
-  };
-  constexpr bool start = EpochStartCallback<Callback> || requires {
-    &Members::on_epoch_start;
-  }
-  || requires(Callback & callback, const EpochPlan& plan, Comm& comm) {
-    callback.on_epoch_start(plan, comm);
-  };
-  constexpr bool epoch = EpochCallback<Callback> || requires {
-    &Members::on_epoch;
-  }
-  || requires(Callback & callback, const EpochReport& report, Comm& comm) {
-    callback.on_epoch(report, comm);
-  };
+  using Class = std::remove_cv_t<Callback>;
+  using Members = WithMemberNames<Class>;
+  // clang-format off
+  constexpr bool gradients = GradientCallback<Callback> ||
+      (requires { &Members::on_gradients; } && !requires { &Class::on_gradients; });
+  constexpr bool profile = ProfileCallback<Callback> ||
+      (requires { &Members::on_profile; } && !requires { &Class::on_profile; });
+  constexpr bool step = StepCallback<Callback> ||
+      (requires { &Members::on_step; } && !requires { &Class::on_step; }) ||
+      requires(Callback& call, const StepReport& report, Comm& comm) { call.on_step(report, comm); };
+  constexpr bool start = EpochStartCallback<Callback> ||
+      (requires { &Members::on_epoch_start; } && !requires { &Class::on_epoch_start; }) ||
+      requires(Callback& call, const EpochPlan& plan, Comm& comm) { call.on_epoch_start(plan, comm); };
+  constexpr bool epoch = EpochCallback<Callback> ||
+      (requires { &Members::on_epoch; } && !requires { &Class::on_epoch; }) ||
+      requires(Callback& call, const EpochReport& report, Comm& comm) { call.on_epoch(report, comm); };
+  // clang-format on
   static_assert(gradients,
                 "lockstep: on_gradients of a callback takes const Gradients&: fit would not call it");
   static_assert(profile,
@@ -512,7 +505,7 @@ class CheckFinite {
   static std::string describe(const Watch& watch, const Gradients& gradients) {
     return detail::formatted(
         "the gradient of parameter {} '{}' is not finite in step {} of epoch {}: ", watch.index,
-        gradients.named_parameters[watch.index].name, gradients.step, gradients.epoch);
+        gradients.named_parameters[watch.index].name, gradients.step, gradients.epoch + 1);
   }
 
   // Returns the first parameter whose gradient on this rank was not finite before the reduction, such as

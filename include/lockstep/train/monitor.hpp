@@ -79,12 +79,12 @@ double monitored_value(const Monitor& monitor, const std::string& owner, const c
   values.insert(values.end(), deciding.begin(), deciding.end());
   require_equal(
       comm, values,
-      detail::formatted("what {} monitors differs between the ranks after epoch {}", owner, report.epoch),
+      detail::formatted("what {} monitors differs between the ranks after epoch {}", owner, report.epoch + 1),
       "monitor the result of Trainer::evaluate, or a value that is reduced over the ranks, with "
       "equal options on every rank");
   if (!std::isfinite(value))
     log_of(comm).warning("{}: the monitored value of epoch {} is {}, which counts as no improvement", owner,
-                         report.epoch, value);
+                         report.epoch + 1, value);
   return value;
 }
 }  // namespace detail
@@ -132,7 +132,7 @@ struct EarlyStopping {
       throw detail::CollectiveError<UsageError>(
           detail::formatted("EarlyStopping: a min_delta of {}: give a number, 0 or more", min_delta));
     if (!state.stopped) return FitAction::proceed;
-    detail::log_of(comm).info("EarlyStopping has stopped this run before epoch {}", plan.epoch);
+    detail::log_of(comm).info("EarlyStopping has stopped this run before epoch {}", plan.epoch + 1);
     return FitAction::stop;
   }
 
@@ -154,10 +154,10 @@ struct EarlyStopping {
     if (state.best.value)
       detail::log_of(comm).info(
           "EarlyStopping stops after epoch {}: no improvement for {} epochs on {}, the value of epoch {}",
-          report.epoch, state.wait_count, *state.best.value, state.best.epoch);
+          report.epoch + 1, state.wait_count, *state.best.value, state.best.epoch + 1);
     else
       detail::log_of(comm).info("EarlyStopping stops after epoch {}: no value of {} epochs was finite",
-                                report.epoch, state.wait_count);
+                                report.epoch + 1, state.wait_count);
     return FitAction::stop;
   }
 

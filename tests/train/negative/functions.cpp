@@ -21,7 +21,7 @@ struct UnsureSize : lockstep::TensorDataset {
   using TensorDataset::TensorDataset;
   std::size_t size() { return 8; }  // of a const dataset it cannot be asked
 };
-struct WrongEpoch {
+struct WrongEpoch final {
   void on_step(const lockstep::StepReport&) {}
   void on_epoch(int) {}
 };
