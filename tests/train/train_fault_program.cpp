@@ -147,10 +147,9 @@ void shard(const lockstep::World& world) {
   lockstep::ZeroRedundancyOptimizer optimizer(
       parameters, comm, [](std::vector<torch::Tensor> own) { return std::make_unique<lockstep::Adam>(own); });
   for (auto& parameter : parameters) parameter.mutable_grad() = torch::ones({3, 3});
-  // The gradients of its own parameters alone are what its optimizer does not take.
+  // Gradients that its optimizer does not take.
   if (world.rank() == 1)
-    for (const auto& group : optimizer.own_parameters())
-      for (const auto& parameter : group) parameter.mutable_grad() = torch::ones({3, 3}).to_sparse();
+    for (const auto& parameter : parameters) parameter.mutable_grad() = torch::ones({3, 3}).to_sparse();
   optimizer.step();
 }
 

@@ -295,7 +295,7 @@ TEST_CASE("a checkpoint resumed with other threads is warned of in one line") {
   const std::string said = written(2, [&] { trainer.load_checkpoint(folder / "run"); });
   at::set_num_threads(threads);
   CHECK(std::count(said.begin(), said.end(), '\n') == 1);
-  CHECK_THAT(said, ContainsSubstring("saved with 1 intra-op threads per rank, CPU capability ") &&
+  CHECK_THAT(said, ContainsSubstring("ran with 1 intra-op threads per rank, CPU capability ") &&
                        ContainsSubstring("and this run has 2 intra-op threads"));
 }
 

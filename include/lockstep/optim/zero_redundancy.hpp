@@ -148,12 +148,7 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer,
       const std::string bytes =
           comm_.broadcast_bytes(rank == comm_.rank() ? own_bytes() : std::string(), rank);
       if (comm_.rank() != to) continue;
-      std::istringstream stream(bytes);
-      torch::serialize::InputArchive archive;
-      archive.load_from(stream);
-      const detail::LentGroups lent(param_groups_, inner_->param_groups(),
-                                    &shards_[static_cast<std::size_t>(rank)]);
-      inner_->load(archive);
+      load_shard(rank, bytes);
     }
     move_foreign_states(gathered_);
     consolidated_ = comm_.rank() == to;
@@ -200,12 +195,15 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer,
     move_foreign_states(dropped);
   }
 
+  std::function<void()> snapshot() override {
+    return [this, bytes = own_bytes()] {
+      inner_->state().clear();
+      load_shard(comm_.rank(), bytes);
+    };
+  }
+
   /// Returns the inner optimizer. Between steps it has no groups and only the states of this rank's shard.
   [[nodiscard]] torch::optim::Optimizer& inner() { return *inner_; }
-  /// Returns the parameters that this rank steps, by group.
-  [[nodiscard]] const std::vector<std::vector<at::Tensor>>& own_parameters() const {
-    return shards_[static_cast<std::size_t>(comm_.rank())];
-  }
 
  private:
   using States = ska::flat_hash_map<void*, std::unique_ptr<torch::optim::OptimizerParamState>>;
@@ -277,6 +275,15 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer,
     std::ostringstream stream;
     archive.save_to(stream);
     return stream.str();
+  }
+
+  void load_shard(int rank, const std::string& bytes) {
+    std::istringstream stream(bytes);
+    torch::serialize::InputArchive archive;
+    archive.load_from(stream);
+    const detail::LentGroups lent(param_groups_, inner_->param_groups(),
+                                  &shards_[static_cast<std::size_t>(rank)]);
+    inner_->load(archive);
   }
 
   void move_foreign_states(States& to) const {

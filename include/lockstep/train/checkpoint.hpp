@@ -2,10 +2,6 @@
 
 #include <filesystem>
 
-#include <ATen/Parallel.h>
-#include <ATen/Version.h>
-#include <torch/version.h>
-
 #include "lockstep/data/generator.hpp"
 #include "lockstep/files.hpp"
 #include "lockstep/grad/model.hpp"
@@ -100,12 +96,6 @@ template <class Part>
 concept PerRankPart = requires {
   requires Part::per_rank;
 };
-
-/// What decides the last bits of a result beside the program and its ranks.
-inline std::string arithmetic() {
-  return formatted("{} intra-op threads per rank, CPU capability {}, LibTorch {}", at::get_num_threads(),
-                   at::get_cpu_capability(), TORCH_VERSION);
-}
 
 /// The per-rank state of a checkpoint: generators, loss so far in the epoch, local buffers, and data
 /// position.

@@ -337,7 +337,7 @@ class Reducer {
     if (rebuild_due_) rebuild_order_ = rank_zero_order();
     const std::vector<std::string> ranks = gather_on_rank_zero(comm(), std::move(own));
     if (ranks.empty()) return {};
-    c10::impl::GenericDict state = new_state_dict();
+    c10::impl::GenericDict state = common_state();
     state.insert("backwards", static_cast<std::int64_t>(iteration_));
     state.insert("order", saved_numbers(rebuild_order_));
     state.insert("rebuilt", rebuilt_);
@@ -347,7 +347,7 @@ class Reducer {
     return state;
   }
   void load_state(const c10::IValue& value) {
-    if (value.isNone()) return;
+    if (value.isNone() || load_common_state(value, comm().world().log)) return;
     const SavedReducer saved(value, parameters_.size());
     const auto rank = static_cast<std::size_t>(comm().rank());
     const bool all = saved.ranks.size() == static_cast<std::size_t>(comm().size());
@@ -357,6 +357,9 @@ class Reducer {
       if (saved.rebuilt) {
         set_bucket_order(saved.order);
       } else {
+        if (std::exchange(rebuilt_, false))
+          reduction_.rebuild(plan_by_registration(parameters_, caps_at_first(options_)),
+                             /*only_adoptable=*/false);
         rebuild_order_ = saved.order;
         rebuild_due_ = !saved.order.empty();
       }
@@ -787,7 +790,8 @@ class Reducer {
 class LocalReducer {
  public:
   template <class Hook>
-  LocalReducer(ParameterTable& table, LocalComm&, Hook&&, const DdpOptions&) : table_(table) {}
+  LocalReducer(ParameterTable& table, LocalComm& comm, Hook&&, const DdpOptions&)
+      : table_(table), log_(comm.world().log) {}
   LocalReducer(const LocalReducer&) = delete;
   LocalReducer& operator=(const LocalReducer&) = delete;
 
@@ -815,10 +819,11 @@ class LocalReducer {
   [[nodiscard]] bool checks_late() const { return false; }
 
   [[nodiscard]] BucketPlan plan() const { return {}; }
-  [[nodiscard]] c10::IValue state() const { return {}; }
-  void load_state(const c10::IValue&) {}
-  static void restore(LocalReducer&) {}
-  [[nodiscard]] auto snapshot() const { return &restore; }
+  [[nodiscard]] c10::IValue state() const { return common_state(); }
+  void load_state(const c10::IValue& state) { load_common_state(state, log_); }
+  [[nodiscard]] static auto snapshot() {
+    return [](LocalReducer&) {};
+  }
   void record_completions(bool) {}
   [[nodiscard]] DdpReport report() const { return {}; }
   [[nodiscard]] double total_count() const { return total_count_; }
@@ -844,6 +849,7 @@ class LocalReducer {
   }
 
   ParameterTable& table_;
+  Log log_;
   double count_ = 0, total_count_ = 0;
 };
 

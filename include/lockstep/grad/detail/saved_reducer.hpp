@@ -1,16 +1,20 @@
 #pragma once
 
+#include <ATen/Parallel.h>
+#include <ATen/Version.h>
 #include <ATen/core/Dict.h>
 #include <ATen/core/List.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
 #include <ATen/ops/empty.h>
+#include <torch/version.h>
 
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <limits>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "lockstep/detail/const_data.hpp"
@@ -18,6 +22,7 @@
 #include "lockstep/error.hpp"
 #include "lockstep/grad/detail/bucket_plan.hpp"
 #include "lockstep/grad/hooks/hook.hpp"
+#include "lockstep/log/log.hpp"
 
 namespace lockstep::detail {
 
@@ -29,6 +34,30 @@ inline at::Tensor saved_numbers(const std::vector<std::size_t>& numbers) {
   at::Tensor tensor = at::empty({static_cast<std::int64_t>(numbers.size())}, at::kLong);
   std::copy(numbers.begin(), numbers.end(), tensor.mutable_data_ptr<std::int64_t>());
   return tensor;
+}
+
+/// What decides the last bits of a result beside the program and its ranks.
+inline std::string arithmetic() {
+  return formatted("{} intra-op threads per rank, CPU capability {}, LibTorch {}", at::get_num_threads(),
+                   at::get_cpu_capability(), TORCH_VERSION);
+}
+
+/// Returns the part of a state that a process alone has, too.
+inline c10::impl::GenericDict common_state() {
+  c10::impl::GenericDict state = new_state_dict();
+  state.insert("arithmetic", arithmetic());
+  return state;
+}
+/// Warns of a state of a run with another arithmetic. Returns whether the state has no more than a process alone has.
+inline bool load_common_state(const c10::IValue& state, const Log& log) {
+  if (!state.isGenericDict()) return false;
+  const auto dict = state.toGenericDict();
+  const auto saved = dict.find("arithmetic");
+  if (saved == dict.end() || !saved->value().isString()) return false;
+  if (saved->value().toStringRef() != arithmetic())
+    log.warning("what is resumed ran with {}, and this run has {}: it ends at other bits",
+                saved->value().toStringRef(), arithmetic());
+  return dict.size() == 1;
 }
 
 /// A checked value of DistributedDataParallel::state, which may come from an untrusted file.

@@ -19,6 +19,8 @@ class ShardedState {
   /// Calls `write` with the inner optimizer, which has all groups meanwhile, and then keeps the states of
   /// this rank's shard. Not collective.
   virtual void write_full_state(const Access& write) = 0;
+  /// Returns a function that restores the options and the states of this rank's shard. Not collective.
+  virtual std::function<void()> snapshot() = 0;
 
  protected:
   ~ShardedState() = default;

@@ -143,7 +143,6 @@ void write_checkpoint(Run run, const std::filesystem::path& path, OwnState&& own
     run.each_more([&]<class Part>([[maybe_unused]] const std::string& key, [[maybe_unused]] Part& part) {
       if constexpr (!PerRankPart<Part>) write_part(archive, key, part);
     });
-    archive.write("arithmetic", c10::IValue(arithmetic()));
     write_file_atomically(path, bytes_of(archive));
   });
 }
@@ -161,14 +160,17 @@ inline void restore_position(RunPosition& position, RunPosition saved, const Log
   position = std::move(saved);
 }
 
-/// Returns functions that restore the optimizers, unless sharded, the further parts, generators and the wrapper.
+/// Returns functions that restore the optimizers, the further parts, generators and the wrapper.
 template <class Run>
 std::vector<std::function<void()>> undo_of(Run& run) {
   std::vector<std::function<void()>> undo;
   const auto keep = [&]<class Part>(Part& part) {
     constexpr bool optimizes = std::derived_from<Part, torch::optim::Optimizer>;
     if constexpr (optimizes)
-      if (dynamic_cast<ShardedState*>(&part)) return;
+      if (auto* sharded = dynamic_cast<ShardedState*>(&part)) {
+        undo.push_back(sharded->snapshot());
+        return;
+      }
     undo.push_back([&part, bytes = part_bytes(part)] {
       torch::serialize::InputArchive archive = archive_of(bytes), states;
       if constexpr (optimizes)  // an archive of torch::optim's has all states, but its load keeps others too
@@ -203,7 +205,7 @@ void require_own_parts(Run& run, const std::vector<RankState>& ranks) {
 
 /// Loads a checkpoint. Returns this rank's state, or nullopt if `path` does not exist on rank 0 and
 /// `required` is false. Collective. Every rank throws an equal CheckpointError, after which the run is that of
-/// before; only a sharded optimizer may have changed. `freeze(indices)` freezes these parameters alone.
+/// before. `freeze(indices)` freezes these parameters alone.
 template <class Run, class Freeze>
 std::optional<RankState> read_checkpoint(Run run, const std::filesystem::path& path, bool required,
                                          Freeze&& freeze) {
@@ -262,11 +264,6 @@ std::optional<RankState> read_checkpoint(Run run, const std::filesystem::path& p
     on_all([&] { run.ddp.load_state(unpickle_state(read_bytes(archive, "ddp"), "ddp")); });
     tensors.copy();
     restore_position(run.position, std::move(position), run.log);
-    c10::IValue saved;
-    if (archive.try_read("arithmetic", saved) && saved.isString() && saved.toStringRef() != arithmetic())
-      run.log.warning(
-          "the checkpoint was saved with {}, and this run has {}: it resumes, but not to the same bits",
-          saved.toStringRef(), arithmetic());
   } catch (const std::exception&) {
     for (const auto& restore : undo) try {
         restore();

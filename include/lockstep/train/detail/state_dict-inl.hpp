@@ -3,8 +3,10 @@
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/scalar_tensor.h>
 #include <c10/core/DefaultDtype.h>
+#include <torch/optim/adagrad.h>
 #include <torch/optim/adam.h>
 #include <torch/optim/adamw.h>
+#include <torch/optim/rmsprop.h>
 #include <torch/optim/sgd.h>
 
 #include "lockstep/optim/detail/sharded_state.hpp"
@@ -119,17 +121,40 @@ struct TorchAdam : TorchOptions<Own, AdamOptions, TorchAdam<Own, OwnState, decou
   }
 };
 
-/// Calls `visit(adapter)` for the optimizer's type. Throws UsageError for another type if `required`.
+/// Compares a state of torch::optim::RMSprop or Adagrad with its parameter. Finds no faults in other states.
+inline StateFaults faults_of_other(const torch::optim::OptimizerParamState& state,
+                                   const torch::optim::OptimizerParamGroup& group,
+                                   const at::Tensor& parameter, const std::string& where) {
+  StateFaults faults{.any = true};
+  const auto check = [&](const char* field, const at::Tensor& tensor, bool required) {
+    if (!tensor.defined() && required) faults.missing.emplace_back(field);
+    if (tensor.defined() &&
+        (tensor.sizes() != parameter.sizes() || tensor.scalar_type() != parameter.scalar_type()))
+      faults.others.push_back(
+          formatted("{} of {} is {}, the parameter {}", field, where, describe(tensor), describe(parameter)));
+  };
+  if (const auto* rmsprop = dynamic_cast<const torch::optim::RMSpropParamState*>(&state)) {
+    const auto& options = static_cast<const torch::optim::RMSpropOptions&>(group.options());
+    check("square_avg", rmsprop->square_avg(), true);
+    check("momentum_buffer", rmsprop->momentum_buffer(), options.momentum() > 0);
+    check("grad_avg", rmsprop->grad_avg(), options.centered());
+  } else if (const auto* adagrad = dynamic_cast<const torch::optim::AdagradParamState*>(&state)) {
+    check("sum", adagrad->sum(), true);
+  }
+  return faults;
+}
+
+/// Calls `visit(adapter)` for the optimizer's type. Returns false for another type, or throws UsageError if `required`.
 template <class Visit>
-void visit_optimizer(const torch::optim::Optimizer& optimizer, const Visit& visit, bool required = true) {
-  if (dynamic_cast<const SGD*>(&optimizer)) return visit(LockstepOptimizer<SgdOptions, SgdState>{});
-  if (dynamic_cast<const Adam*>(&optimizer)) return visit(LockstepOptimizer<AdamOptions, AdamState>{});
-  if (dynamic_cast<const torch::optim::SGD*>(&optimizer)) return visit(TorchSgd{});
+bool visit_optimizer(const torch::optim::Optimizer& optimizer, const Visit& visit, bool required = true) {
+  if (dynamic_cast<const SGD*>(&optimizer)) return visit(LockstepOptimizer<SgdOptions, SgdState>{}), true;
+  if (dynamic_cast<const Adam*>(&optimizer)) return visit(LockstepOptimizer<AdamOptions, AdamState>{}), true;
+  if (dynamic_cast<const torch::optim::SGD*>(&optimizer)) return visit(TorchSgd{}), true;
   if (dynamic_cast<const torch::optim::Adam*>(&optimizer))
-    return visit(TorchAdam<torch::optim::AdamOptions, torch::optim::AdamParamState, false>{});
+    return visit(TorchAdam<torch::optim::AdamOptions, torch::optim::AdamParamState, false>{}), true;
   if (dynamic_cast<const torch::optim::AdamW*>(&optimizer))
-    return visit(TorchAdam<torch::optim::AdamWOptions, torch::optim::AdamWParamState, true>{});
-  if (!required) return;
+    return visit(TorchAdam<torch::optim::AdamWOptions, torch::optim::AdamWParamState, true>{}), true;
+  if (!required) return false;
   throw UsageError(
       "state_dict: only SGD, Adam and AdamW, of lockstep or torch::optim, have Python's layout: save another "
       "optimizer by its save(archive)");
@@ -544,24 +569,28 @@ LOCKSTEP_INLINE std::string detail::load_optimizer_dict(torch::optim::Optimizer&
 
 LOCKSTEP_INLINE void detail::check_states(torch::optim::Optimizer& optimizer) {
   write_whole(optimizer, [](torch::optim::Optimizer& whole) {
-    const auto check = [&]<class Adapter>(Adapter) {
-      for (std::size_t g = 0; g < whole.param_groups().size(); ++g) {
-        const torch::optim::OptimizerParamGroup& group = whole.param_groups()[g];
-        Adapter::options(group).check(g);
-        for (std::size_t i = 0; i < group.params().size(); ++i) {
-          const auto found = whole.state().find(group.params()[i].unsafeGetTensorImpl());
+    auto& groups = whole.param_groups();
+    const auto each_state = [&](const auto& faults_of) {
+      for (std::size_t g = 0; g < groups.size(); ++g)
+        for (std::size_t i = 0; i < groups[g].params().size(); ++i) {
+          const auto found = whole.state().find(groups[g].params()[i].unsafeGetTensorImpl());
           if (found == whole.state().end()) continue;
           const std::string where = formatted("parameter {} of group {}", i, g);
           if (!found->second)
             refuse_faults({.others = {"two parameters have one key"}}, where, "the optimizer");
-          StateFaults faults = state_faults(Adapter::state(*found->second), Adapter::options(group),
-                                            group.params()[i], where, /*converted=*/false);
+          StateFaults faults = faults_of(*found->second, groups[g], groups[g].params()[i], where);
           if (!faults.any) whole.state().erase(found);  // torch::optim::SGD would read its undefined tensor
           refuse_faults(std::move(faults), where, "the optimizer");
         }
-      }
     };
-    visit_optimizer(whole, check, /*required=*/false);
+    const auto check = [&]<class Adapter>(Adapter) {
+      for (std::size_t g = 0; g < groups.size(); ++g) Adapter::options(groups[g]).check(g);
+      each_state([](const auto& state, const auto& group, const at::Tensor& parameter, const auto& where) {
+        return state_faults(Adapter::state(state), Adapter::options(group), parameter, where,
+                            /*converted=*/false);
+      });
+    };
+    if (!visit_optimizer(whole, check, /*required=*/false)) each_state(faults_of_other);
   });
 }
 
