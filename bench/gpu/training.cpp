@@ -101,7 +101,7 @@ void measure(const lockstep::World& world, const Run& run, const torch::Device& 
   if (report) {
     const lockstep::DdpReport last = report();
     numbers += fmt::format(", \"communication\": {:.9f}, \"exposed\": {:.9f}, \"bucket_bytes\": [",
-                           last.communication, last.exposed());
+                           last.communication, last.communication - last.overlap);
     for (std::size_t i = 0; i < last.buckets.size(); ++i)
       numbers += fmt::format("{}{}", i == 0 ? "" : ", ", last.buckets[i].bytes);
     numbers += "]";

@@ -48,7 +48,7 @@
 #include "lockstep/train/extras.hpp"
 #include "lockstep/train/metrics.hpp"
 #include "lockstep/train/monitor.hpp"
-#include "lockstep/train/profiling.hpp"
+#include "lockstep/train/peak_memory.hpp"
 #include "lockstep/train/state_dict.hpp"
 #include "lockstep/train/step_profile.hpp"
 #include "lockstep/train/stop_on_signal.hpp"

@@ -15,7 +15,7 @@
 #include "lockstep/precision/precision.hpp"
 #include "lockstep/train/captured_step.hpp"
 #include "lockstep/train/checkpoint.hpp"
-#include "lockstep/train/profiling.hpp"
+#include "lockstep/train/peak_memory.hpp"
 #include "support/ranks.hpp"
 #include "train/nets.hpp"
 
@@ -57,8 +57,7 @@ bool close(const torch::Tensor& a, const torch::Tensor& b, double tolerance = 1e
 
 }  // namespace
 
-TEST_CASE("peak memory is that of the GPU, and ranges go to NVTX", "[gpu]") {
-  const lockstep::NvtxRanges ranges({.operators = true});
+TEST_CASE("peak memory is that of the GPU", "[gpu]") {
   const auto bytes = std::int64_t{64} << 20;
   const auto held = torch::empty({bytes}, torch::TensorOptions(torch::kByte).device(gpu()));
   const auto before = lockstep::peak_memory();

@@ -59,7 +59,6 @@ TEST_CASE("the rate follows the global batch by the rule") {
   const GlobalBatch batch{.per_rank = 64, .accumulation = 16, .reference = 256};
   CHECK(scaled_rate(0.1, RateRule::linear, batch, world) == Approx(0.4));
   CHECK(scaled_rate(0.1, RateRule::square_root, batch, world) == Approx(0.2));
-  CHECK(scaled_rate(0.1, RateRule::constant, batch, world) == 0.1);
   CHECK(text_of<UsageError>([&] { scaled_rate(0.1, RateRule::linear, {.per_rank = 0}, world); }) != "");
   CHECK(text_of<UsageError>([&] { scaled_rate(-1, RateRule::linear, {}, world); }) != "");
 }

@@ -5,7 +5,6 @@
 #include <concepts>
 #include <cstdint>
 #include <numbers>
-#include <optional>
 #include <utility>
 #include <vector>
 
@@ -148,7 +147,6 @@ PerEpoch(Curve) -> PerEpoch<Curve>;
 
 /// How the learning rate scales with the global batch size.
 enum class RateRule {
-  constant,  ///< does not scale
   /// Scales linearly: the rule of Goyal et al. (arXiv 1706.02677), for SGD.
   linear,
   /// Scales with the square root, which keeps the variance of an update: common for Adam.
@@ -160,7 +158,6 @@ struct GlobalBatch {
   std::int64_t per_rank = 1;      ///< samples per backward
   std::int64_t accumulation = 1;  ///< backward calls per optimizer step
   std::int64_t reference = 256;   ///< the batch size for which the rate was tuned
-  std::optional<int> ranks = std::nullopt;  ///< default: the size of the world
 };
 
 /// Returns `lr` scaled by `rule` with the ratio of the global batch to the reference, and logs it. Throws
@@ -173,16 +170,13 @@ inline double scaled_rate(double lr, RateRule rule, const GlobalBatch& batch, co
                           batch.per_rank, batch.accumulation, batch.reference));
   if (!(lr >= 0) || !std::isfinite(lr))
     throw UsageError(detail::formatted("scaled_rate: a learning rate of {}: give 0 or more", lr));
-  const int ranks = batch.ranks.value_or(world.size());
-  if (ranks < 1) throw UsageError(detail::formatted("scaled_rate: {} ranks: give 1 or more", ranks));
-  const std::int64_t global = batch.per_rank * ranks * batch.accumulation;
+  const std::int64_t global = batch.per_rank * world.size() * batch.accumulation;
   const double ratio = static_cast<double>(global) / static_cast<double>(batch.reference);
-  const auto [factor, name] = rule == RateRule::linear        ? std::pair(ratio, "linear")
-                              : rule == RateRule::square_root ? std::pair(std::sqrt(ratio), "square root")
-                                                              : std::pair(1.0, "constant");
+  const auto [factor, name] =
+      rule == RateRule::linear ? std::pair(ratio, "linear") : std::pair(std::sqrt(ratio), "square root");
   world.log.info(
       "learning rate {:.6g} ({} rule: {:.6g} for a batch of {}; global batch {} = {} x {} ranks x {})",
-      lr * factor, name, lr, batch.reference, global, batch.per_rank, ranks, batch.accumulation);
+      lr * factor, name, lr, batch.reference, global, batch.per_rank, world.size(), batch.accumulation);
   return lr * factor;
 }
 

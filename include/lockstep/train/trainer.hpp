@@ -6,7 +6,7 @@
 #include "lockstep/train/detail/run_checkpoint.hpp"
 #include "lockstep/train/detail/run_length.hpp"
 #include "lockstep/train/evaluate.hpp"
-#include "lockstep/train/profiling.hpp"
+#include "lockstep/train/peak_memory.hpp"
 
 namespace lockstep {
 

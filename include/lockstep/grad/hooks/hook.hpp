@@ -32,7 +32,7 @@ struct GradientBucket {
   std::vector<std::size_t> parameters;
 };
 
-using HookSettings = NamedValues;  ///< names and values as text
+using HookSettings = NamedValues;                                   ///< names and values as text
 using HookState = std::vector<std::pair<std::string, at::Tensor>>;  ///< names and tensors
 
 /// A reduction in flight: a communicator's Work, or a hook's own type. Exactly one call of `wait` or
