@@ -40,9 +40,8 @@ class LoopCheck {
       return;
     comm.world().log.all().warning(
         "this is batch {} of a pass in which rank {} has {}: unless that rank now calls backward_empty, it "
-        "averages a batch of its next pass with this one, or this rank waits for ever. Give every rank "
-        "equally "
-        "many (pad or drop_last), or call backward_sum on every rank, with count 0 where the data has ended",
+        "averages a batch of its next pass with this one, or this rank waits for ever. Pad or drop_last, so "
+        "that all ranks have equally many, or call backward_sum on every rank, with count 0 at the end",
         lone_batch.number, lone_batch.rank, lone_batch.fewest);
   }
 
