@@ -122,12 +122,7 @@ TEST_CASE("batches come over on a side stream, each whole", "[gpu]") {
   CHECK(row == 4096);
 }
 
-TEST_CASE("a GPU's generator is seeded by rank, and its state comes back", "[gpu]") {
-  const auto draw = [](at::Generator generator) {
-    return torch::rand({16}, generator, torch::TensorOptions(gpu()));
-  };
-  CHECK(
-      torch::equal(draw(lockstep::rank_generator(5, 2, gpu())), draw(lockstep::rank_generator(7, 0, gpu()))));
+TEST_CASE("the state of a GPU's generator comes back", "[gpu]") {
   const auto state = lockstep::detail::default_generator_state(gpu());
   const auto first = torch::rand({16}, torch::TensorOptions(gpu()));
   lockstep::detail::set_default_generator_state(state, gpu());

@@ -515,6 +515,16 @@ TEST_CASE("mistakes of a loop by hand are warned of, once, on one rank") {
         }
         while (steps++ < 2) ddp.backward_empty();
       });
+    // Ranks that accumulate reduce equally often, here once.
+    warns(0, nullptr, [&](Net& net, auto& ddp, auto&) {
+      lockstep::DataLoader loader(data, lockstep::DistributedSampler(samples, world, {.pad = false}),
+                                  {.batch_size = 1});
+      std::size_t i = 0;
+      for (auto& batch : loader) {
+        const auto accumulating = ddp.no_sync(++i < loader.size());
+        ddp.backward(net(batch.data).sum());
+      }
+    });
   }
 }
 

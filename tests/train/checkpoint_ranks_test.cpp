@@ -524,21 +524,28 @@ TEST_CASE("a failed load keeps the state of an optimizer that saves nothing") {
     void save(torch::serialize::OutputArchive&) const override {}
     void load(torch::serialize::InputArchive&) override {}
   };
-  const auto make = maker({.steps = 2, .batch_size = 4, .progress = false},
-                          lockstep::MakeOptimizer{[](std::vector<torch::Tensor> parameters) {
-                            return std::make_unique<Unsaved>(std::move(parameters),
-                                                             torch::optim::SGDOptions(0.1).momentum(0.9));
-                          }});
-  make()->save_checkpoint(file, lockstep::GradScaler());
-  const auto end_of = [&](bool loads) {
-    auto trainer = make();
-    trainer->fit(data, loss);
-    lockstep::MovingAverage other(*trainer->model());
-    if (loads) CHECK(!error_of([&] { trainer->load_checkpoint(file, other); }).empty());
-    trainer->fit(data, loss);
-    return bytes_of(*trainer->model());
-  };
-  CHECK(end_of(true) == end_of(false));
+  lockstep::GlooComm comm(test_world());
+  using Made = std::unique_ptr<torch::optim::Optimizer>;
+  for (const bool sharded : {false, true}) {
+    const auto plain = [](std::vector<torch::Tensor> parameters) {
+      return Made(new Unsaved(std::move(parameters), torch::optim::SGDOptions(0.1).momentum(0.9)));
+    };
+    const auto make = maker({.steps = 2, .batch_size = 4, .progress = false},
+                            lockstep::MakeOptimizer{[&](std::vector<torch::Tensor> p) {
+                              return sharded ? Made(new lockstep::ZeroRedundancyOptimizer(p, comm, plain))
+                                             : plain(std::move(p));
+                            }});
+    make()->save_checkpoint(file, lockstep::GradScaler());
+    const auto end_of = [&](bool loads) {
+      auto trainer = make();
+      trainer->fit(data, loss);
+      lockstep::MovingAverage other(*trainer->model());
+      if (loads) CHECK(!error_of([&] { trainer->load_checkpoint(file, other); }).empty());
+      trainer->fit(data, loss);
+      return bytes_of(*trainer->model());
+    };
+    CHECK(end_of(true) == end_of(false));
+  }
 }
 
 namespace {

@@ -74,13 +74,6 @@ template <RankedGroup G>
 at::Generator rank_generator(std::uint64_t seed, const G& group) {
   return rank_generator(seed, group.rank());
 }
-/// Returns a generator on `device`, for operators such as torch::rand(sizes, generator, options) on a GPU,
-/// seeded with seed + rank. It is independent of the device's default generator.
-inline at::Generator rank_generator(std::uint64_t seed, int rank, const at::Device& device) {
-  at::Generator generator = at::globalContext().defaultGenerator(device).clone();
-  generator.set_current_seed(seed + static_cast<std::uint64_t>(rank));
-  return generator;
-}
 
 /// Returns a CPU generator for `key`: the same in every run and different for every key.
 ///

@@ -36,6 +36,7 @@
 #include "lockstep/data/sampler.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/detail/lone_batch.hpp"
+#include "lockstep/detail/served_call.hpp"
 #include "lockstep/error.hpp"
 
 namespace lockstep::detail {
@@ -351,13 +352,11 @@ class DataLoader {
     return samples / options_.batch_size +
            (!options_.drop_last && samples % options_.batch_size != 0 ? 1 : 0);
   }
-  // Notes which batch this thread gets, from 1, or with 0 that it gets no more.
-  void note_batch(std::size_t number) const {
-    if constexpr (CountingSampler<S> && requires { sampler_.world_size(); }) {
-      const int last = sampler_.world_size() - 1;
-      const std::size_t fewest = batches(sampler_.size_of(last));
-      detail::lone_batch = number > fewest ? detail::LoneBatch{number, fewest, last} : detail::LoneBatch{};
-    }
+  // The number of batches of the last rank in the coming pass, and the number of ranks; none if it is unknown.
+  [[nodiscard]] detail::LoneBatch last_rank() const {
+    if constexpr (CountingSampler<S> && requires { sampler_.world_size(); })
+      return {0, batches(sampler_.size_of(sampler_.world_size() - 1)), sampler_.world_size()};
+    return {};
   }
 
   std::optional<Job> next_job() {
@@ -414,10 +413,10 @@ class DataLoader {
   }
 
   std::string describe(const Job& job, const std::string& what) const {
-    return detail::formatted("rank {} could not load batch {} of epoch {} (dataset indices {}{}): {}",
-                             job.rank, job.number / options_.batch_size, job.epoch, job.indices.front(),
-                             job.indices.size() > 1 ? detail::formatted(", ..., {}", job.indices.back()) : "",
-                             what);
+    return detail::formatted(
+        "rank {} could not load batch {} of epoch {} (dataset indices {}{}): {}", job.rank,
+        job.number / options_.batch_size + 1, job.epoch + 1, job.indices.front(),
+        job.indices.size() > 1 ? detail::formatted(", ..., {}", job.indices.back()) : "", what);
   }
 
   D dataset_;
@@ -439,12 +438,14 @@ class DataLoader<D, S>::Iterator {
       : loader_(std::exchange(other.loader_, nullptr)),
         prefetcher_(std::move(other.prefetcher_)),
         batch_(std::move(other.batch_)),
-        number_(other.number_) {}
+        last_rank_(other.last_rank_),
+        outer_(other.outer_) {}
   Iterator& operator=(Iterator&& other) noexcept {
     std::swap(loader_, other.loader_);
     std::swap(prefetcher_, other.prefetcher_);
     std::swap(batch_, other.batch_);
-    std::swap(number_, other.number_);
+    std::swap(last_rank_, other.last_rank_);
+    std::swap(outer_, other.outer_);
     return *this;
   }
   ~Iterator() { finish(); }
@@ -461,7 +462,7 @@ class DataLoader<D, S>::Iterator {
  private:
   friend class DataLoader;
 
-  explicit Iterator(DataLoader& loader) : loader_(&loader) {
+  explicit Iterator(DataLoader& loader) : loader_(&loader), last_rank_(loader.last_rank()) {
     loader.pass_under_way_ = true;
     try {
       if (const std::size_t workers = loader.options_.num_workers; workers > 0)
@@ -488,20 +489,23 @@ class DataLoader<D, S>::Iterator {
       throw;
     }
     if (!batch_) return finish();
-    loader_->note_batch(++number_);
+    ++last_rank_.number;
+    if (last_rank_.ranks > 0 && !detail::served_call.name)
+      detail::lone_batch = last_rank_.number > last_rank_.fewest ? last_rank_ : detail::LoneBatch{};
   }
 
   void finish() {
     prefetcher_.reset();  // joins the workers
     if (!loader_) return;
     loader_->pass_under_way_ = false;
-    loader_->note_batch(0);
+    detail::lone_batch = outer_;
   }
 
   DataLoader* loader_;
   std::unique_ptr<detail::Prefetcher<Job, Batch>> prefetcher_;
   mutable std::optional<Batch> batch_;
-  std::size_t number_ = 0;  // of the batch, from 1
+  detail::LoneBatch last_rank_;                   // with the number of this batch
+  detail::LoneBatch outer_ = detail::lone_batch;  // of a loop around this one
 };
 
 template <class D, class S>

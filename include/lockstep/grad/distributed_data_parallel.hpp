@@ -280,16 +280,17 @@ class DistributedDataParallel {
   [[nodiscard]] detail::BucketPlan buckets() const { return state_->reducer->plan(); }
 
   /// Returns what a resumed run needs besides the model and the optimizer for the bits of an uninterrupted
-  /// one: the bucket order, the number of backwards, and each rank's expected gradients and hook state. None on
-  /// the other ranks than 0, and for LocalComm. lockstep::torch_save and `torch.load` take it in any dict.
-  /// Collective: call it between steps, and before a rank-zero scope.
+  /// one: the bucket order, the number of backwards, each rank's expected gradients and hook state, and the threads,
+  /// CPU capability and LibTorch that the bits depend on, which alone is the state for LocalComm. None on the other
+  /// ranks than 0. lockstep::torch_save and `torch.load` take it in any dict. Collective: call it between steps, and
+  /// before a rank-zero scope.
   [[nodiscard]] c10::IValue state() {
     const detail::CallScope scope("DistributedDataParallel::state");
     return state_->reducer->state();
   }
-  /// Restores a `state`, the same on every rank, outside `no_sync`; None is a no-op. On another number of ranks,
-  /// a hook restores the part of its state that is equal on every rank. Logs a warning if only one of the two
-  /// has a stateful hook. Throws CheckpointError if the state is damaged or another model's, or what the hook
+  /// Restores a `state`, the same on every rank, outside `no_sync`; None and the state of a LocalComm change nothing.
+  /// On another number of ranks, a hook restores the part of its state that is equal on every rank. Logs a warning if
+  /// only one of the two has a stateful hook, or the bits depend on other things. Throws CheckpointError if the state is damaged or another model's, or what the hook
   /// throws, and then changes nothing on this rank.
   void load_state(const c10::IValue& state) { state_->reducer->load_state(state); }
   /// Returns a function that reverts later calls of `load_state` on this rank, unless this object was moved.

@@ -197,8 +197,9 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer,
 
   std::function<void()> snapshot() override {
     return [this, bytes = own_bytes()] {
-      inner_->state().clear();
-      load_shard(comm_.rank(), bytes);
+      States dropped;
+      move_foreign_states(dropped);
+      load_shard(comm_.rank(), bytes, /*replaces=*/true);
     };
   }
 
@@ -277,10 +278,12 @@ class ZeroRedundancyOptimizer : public torch::optim::Optimizer,
     return stream.str();
   }
 
-  void load_shard(int rank, const std::string& bytes) {
+  // `replaces`: an archive that has all states of the shard replaces those that the shard has.
+  void load_shard(int rank, const std::string& bytes, bool replaces = false) {
     std::istringstream stream(bytes);
-    torch::serialize::InputArchive archive;
+    torch::serialize::InputArchive archive, states;
     archive.load_from(stream);
+    if (replaces && archive.try_read("state", states)) inner_->state().clear();
     const detail::LentGroups lent(param_groups_, inner_->param_groups(),
                                   &shards_[static_cast<std::size_t>(rank)]);
     inner_->load(archive);

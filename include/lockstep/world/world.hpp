@@ -120,9 +120,7 @@ class World {
   /// Does the same through the caller's connection.
   static bool publish_failure(const detail::StorePtr& store, int rank, int size, const std::string& text);
 
-  /// Returns the text of the first failure that a rank has published, if any.
-  [[nodiscard]] std::optional<std::string> published_failure() const;
-  /// The same through the caller's connection (see connect_again).
+  /// Returns the text of the first failure that a rank has published, if any; see connect_again.
   [[nodiscard]] static std::optional<std::string> published_failure(c10d::Store& store);
 
   /// Returns whether a rank has called `leave` or exited, with any exit code.

@@ -19,6 +19,7 @@ class LoopCheck {
   /// Call them at the start and the end of a guard of `no_sync`. Warns, on rank 0, if the optimizer has stepped.
   template <class Comm>
   void begin_no_sync(const Comm& comm, std::span<const ParameterEntry> parameters) {
+    accumulates_ = true;
     watches_ = comm.size() > 1 && comm.rank() == 0 && !served_call.name && !warned_of_step_;
     if (watches_) before_ = fingerprint(parameters);
   }
@@ -32,34 +33,38 @@ class LoopCheck {
   } catch (...) {  // the destructor of a guard must not throw
   }
 
-  /// Call it before a `backward` that reduces. Warns if another rank has no such batch.
+  /// Call it before a `backward` that reduces. Warns if another rank has no such batch, unless batches are
+  /// accumulated: ranks with unequal numbers of batches may then reduce equally often.
   template <class Comm>
   void begin_backward(const Comm& comm) {
-    if (lone_batch.number == 0 || comm.size() == 1 || served_call.name ||
-        std::exchange(warned_of_batch_, true))
+    if (std::exchange(accumulates_, false) || lone_batch.number == 0 || lone_batch.ranks != comm.size() ||
+        comm.size() == 1 || std::exchange(warned_of_batch_, true))
       return;
     comm.world().log.all().warning(
         "this is batch {} of a pass in which rank {} has {}: unless that rank now calls backward_empty, it "
         "averages a batch of its next pass with this one, or this rank waits for ever. Pad or drop_last, so "
         "that all ranks have equally many, or call backward_sum on every rank, with count 0 at the end",
-        lone_batch.number, lone_batch.rank, lone_batch.fewest);
+        lone_batch.number, lone_batch.ranks - 1, lone_batch.fewest);
   }
 
  private:
-  /// Returns a hash of each parameter's version, which LibTorch's own optimizers do not change, and of its first
-  /// element on the CPU. A device is not read: that would block the host.
+  /// Returns a hash of each parameter's first element, or its version on a device, which is not read: that would
+  /// block the host. torch::optim::SGD does not change the version.
   static std::uint64_t fingerprint(std::span<const ParameterEntry> parameters) {
     std::uint64_t hash = 0;
     for (const ParameterEntry& parameter : parameters) {
-      const std::size_t bytes = parameter.tensor.is_cpu() ? parameter.tensor.nbytes() : 0;
+      const at::Tensor& tensor = parameter.tensor;
       std::uint32_t first = 0;
-      if (bytes > 0) std::memcpy(&first, parameter.tensor.const_data_ptr(), std::min(sizeof first, bytes));
-      hash = hash * 31 + parameter.tensor._version() + first;
+      if (tensor.is_cpu() && tensor.nbytes() > 0)
+        std::memcpy(&first, tensor.const_data_ptr(), std::min(sizeof first, tensor.nbytes()));
+      else if (!tensor.is_cpu() && !tensor.is_inference())
+        first = tensor._version();
+      hash = hash * 31 + first;
     }
     return hash;
   }
 
-  bool watches_ = false, warned_of_step_ = false, warned_of_batch_ = false;
+  bool accumulates_ = false, watches_ = false, warned_of_step_ = false, warned_of_batch_ = false;
   std::uint64_t before_ = 0;
 };
 

@@ -347,7 +347,7 @@ class Reducer {
     return state;
   }
   void load_state(const c10::IValue& value) {
-    if (value.isNone() || load_common_state(value, comm().world().log)) return;
+    if (value.isNone() || is_common_state(value)) return warn_of_arithmetic(value, comm().world().log);
     const SavedReducer saved(value, parameters_.size());
     const auto rank = static_cast<std::size_t>(comm().rank());
     const bool all = saved.ranks.size() == static_cast<std::size_t>(comm().size());
@@ -374,6 +374,7 @@ class Reducer {
       restore(*this);
       throw;
     }
+    warn_of_arithmetic(value, comm().world().log);
   }
   /// Returns a function that restores what load_state changes, in a reducer of the same parameters.
   [[nodiscard]] auto snapshot() {
@@ -820,7 +821,7 @@ class LocalReducer {
 
   [[nodiscard]] BucketPlan plan() const { return {}; }
   [[nodiscard]] c10::IValue state() const { return common_state(); }
-  void load_state(const c10::IValue& state) { load_common_state(state, log_); }
+  void load_state(const c10::IValue& state) { warn_of_arithmetic(state, log_); }
   [[nodiscard]] static auto snapshot() {
     return [](LocalReducer&) {};
   }

@@ -48,16 +48,20 @@ inline c10::impl::GenericDict common_state() {
   state.insert("arithmetic", arithmetic());
   return state;
 }
-/// Warns of a state of a run with another arithmetic. Returns whether the state has no more than a process alone has.
-inline bool load_common_state(const c10::IValue& state, const Log& log) {
-  if (!state.isGenericDict()) return false;
+/// Returns whether a state is that of a process alone.
+inline bool is_common_state(const c10::IValue& state) {
+  return state.isGenericDict() && state.toGenericDict().size() == 1 &&
+         state.toGenericDict().contains("arithmetic");
+}
+/// Warns of a state of a run with another arithmetic.
+inline void warn_of_arithmetic(const c10::IValue& state, const Log& log) {
+  if (!state.isGenericDict()) return;
   const auto dict = state.toGenericDict();
   const auto saved = dict.find("arithmetic");
-  if (saved == dict.end() || !saved->value().isString()) return false;
-  if (saved->value().toStringRef() != arithmetic())
-    log.warning("what is resumed ran with {}, and this run has {}: it ends at other bits",
-                saved->value().toStringRef(), arithmetic());
-  return dict.size() == 1;
+  if (saved == dict.end() || !saved->value().isString() || saved->value().toStringRef() == arithmetic())
+    return;
+  log.warning("what is resumed ran with {}, and this run has {}: it ends at other bits",
+              saved->value().toStringRef(), arithmetic());
 }
 
 /// A checked value of DistributedDataParallel::state, which may come from an untrusted file.

@@ -122,7 +122,7 @@ struct TorchAdam : TorchOptions<Own, AdamOptions, TorchAdam<Own, OwnState, decou
 };
 
 /// Compares a state of torch::optim::RMSprop or Adagrad with its parameter. Finds no faults in other states.
-inline StateFaults faults_of_other(const torch::optim::OptimizerParamState& state,
+inline StateFaults faults_of_other(const torch::optim::OptimizerParamState* state,
                                    const torch::optim::OptimizerParamGroup& group,
                                    const at::Tensor& parameter, const std::string& where) {
   StateFaults faults{.any = true};
@@ -133,12 +133,12 @@ inline StateFaults faults_of_other(const torch::optim::OptimizerParamState& stat
       faults.others.push_back(
           formatted("{} of {} is {}, the parameter {}", field, where, describe(tensor), describe(parameter)));
   };
-  if (const auto* rmsprop = dynamic_cast<const torch::optim::RMSpropParamState*>(&state)) {
-    const auto& options = static_cast<const torch::optim::RMSpropOptions&>(group.options());
+  const auto* options = dynamic_cast<const torch::optim::RMSpropOptions*>(&group.options());
+  if (const auto* rmsprop = dynamic_cast<const torch::optim::RMSpropParamState*>(state)) {
     check("square_avg", rmsprop->square_avg(), true);
-    check("momentum_buffer", rmsprop->momentum_buffer(), options.momentum() > 0);
-    check("grad_avg", rmsprop->grad_avg(), options.centered());
-  } else if (const auto* adagrad = dynamic_cast<const torch::optim::AdagradParamState*>(&state)) {
+    check("momentum_buffer", rmsprop->momentum_buffer(), options && options->momentum() > 0);
+    check("grad_avg", rmsprop->grad_avg(), options && options->centered());
+  } else if (const auto* adagrad = dynamic_cast<const torch::optim::AdagradParamState*>(state)) {
     check("sum", adagrad->sum(), true);
   }
   return faults;
@@ -576,17 +576,16 @@ LOCKSTEP_INLINE void detail::check_states(torch::optim::Optimizer& optimizer) {
           const auto found = whole.state().find(groups[g].params()[i].unsafeGetTensorImpl());
           if (found == whole.state().end()) continue;
           const std::string where = formatted("parameter {} of group {}", i, g);
-          if (!found->second)
-            refuse_faults({.others = {"two parameters have one key"}}, where, "the optimizer");
-          StateFaults faults = faults_of(*found->second, groups[g], groups[g].params()[i], where);
+          StateFaults faults = faults_of(found->second.get(), groups[g], groups[g].params()[i], where);
           if (!faults.any) whole.state().erase(found);  // torch::optim::SGD would read its undefined tensor
           refuse_faults(std::move(faults), where, "the optimizer");
         }
     };
     const auto check = [&]<class Adapter>(Adapter) {
       for (std::size_t g = 0; g < groups.size(); ++g) Adapter::options(groups[g]).check(g);
-      each_state([](const auto& state, const auto& group, const at::Tensor& parameter, const auto& where) {
-        return state_faults(Adapter::state(state), Adapter::options(group), parameter, where,
+      each_state([](const auto* state, const auto& group, const at::Tensor& parameter, const auto& where) {
+        if (!state) return StateFaults{.any = true, .others = {"two parameters have one key"}};
+        return state_faults(Adapter::state(*state), Adapter::options(group), parameter, where,
                             /*converted=*/false);
       });
     };

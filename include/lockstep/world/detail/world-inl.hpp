@@ -207,11 +207,6 @@ LOCKSTEP_INLINE bool World::publish_failure(const detail::StorePtr& store, int r
   return first;
 }
 
-LOCKSTEP_INLINE std::optional<std::string> World::published_failure() const {
-  auto store = connect_again(std::chrono::seconds(1));
-  return published_failure(*store);
-}
-
 LOCKSTEP_INLINE std::optional<std::string> World::published_failure(c10d::Store& store) {
   return detail::published_failure(store);
 }
