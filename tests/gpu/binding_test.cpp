@@ -14,7 +14,10 @@ TEST_CASE("the nccl.h of this program is the one that LibTorch was built with") 
 }
 
 TEST_CASE("NcclComm without a GPU is an error that says what to do") {
-  if (lockstep::detail::visible_gpus() > 0) return;
+  if (lockstep::detail::visible_gpus() > 0) {
+    WARN("SKIPPED: this host has GPUs");
+    return;
+  }
   std::vector engines{lockstep::NcclEngine::nccl};
 #ifdef LOCKSTEP_DETAIL_HAS_NCCL2
   engines.push_back(lockstep::NcclEngine::nccl2);

@@ -38,7 +38,10 @@ at::Device second_device(const at::Device& first) {
 
 TEST_CASE("a model on two GPUs is trained as one on the CPU") {
   const auto& world = test_world();
-  if (static_cast<int>(torch::cuda::device_count()) < 2 * world.local_size()) return;
+  if (static_cast<int>(torch::cuda::device_count()) < 2 * world.local_size()) {
+    WARN("SKIPPED: fewer than two GPUs for each rank");
+    return;
+  }
   lockstep::NcclComm comm(world);
   torch::manual_seed(5);
   Halves split(comm.tensor_device(), second_device(comm.tensor_device()));
@@ -69,10 +72,16 @@ TEST_CASE("a model on two GPUs is trained as one on the CPU") {
 
 #ifdef LOCKSTEP_DETAIL_HAS_NCCL2
 TEST_CASE("nccl2 serves one GPU and refuses the others") {
-  if (torch::cuda::device_count() < 2) return;
+  if (torch::cuda::device_count() < 2) {
+    WARN("SKIPPED: fewer than two GPUs");
+    return;
+  }
   lockstep::NcclComm comm(test_world(), {.engine = lockstep::NcclEngine::nccl2});
   const auto tensor = torch::ones({2}, second_device(comm.tensor_device()));
-  if (tensor.device() == comm.tensor_device()) return;
+  if (tensor.device() == comm.tensor_device()) {
+    WARN("SKIPPED: no GPU is left beside this rank's");
+    return;
+  }
   CHECK_THAT(text_of<lockstep::CommunicationError>(
                  [&] { comm.all_reduce(std::vector<torch::Tensor>{tensor}).synchronize(); }),
              ContainsSubstring("the backend 'nccl2' refused it"));
