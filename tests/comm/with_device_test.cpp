@@ -3,7 +3,6 @@
 #include <map>
 #include <string>
 
-#include "lockstep/comm/local_comm.hpp"
 #include "support/catch.hpp"
 #include "support/text_of.hpp"
 
@@ -14,12 +13,6 @@ namespace {
 using lockstep::DeviceKind;
 using Values = std::map<std::string, std::string>;
 
-// Stands for the communicator of a GPU.
-struct PlayedComm : lockstep::LocalComm {
-  using LocalComm::LocalComm;
-  [[nodiscard]] at::Device tensor_device() const { return at::kMeta; }
-};
-static_assert(lockstep::DeviceCommunicator<PlayedComm>);
 static_assert(!lockstep::DeviceCommunicator<lockstep::LocalComm>);
 static_assert(!lockstep::DeviceCommunicator<lockstep::GlooComm>);
 
@@ -63,21 +56,9 @@ TEST_CASE("a GPU that is not there is an error and never a CPU") {
              ContainsSubstring("LOCKSTEP_DEVICE=tpu is unknown"));
 }
 
-TEST_CASE("one program is compiled for both, and one of the two is run") {
-  const lockstep::World world;
-  const auto program = []<class Comm>(const Comm& comm) {
-    if constexpr (lockstep::DeviceCommunicator<Comm>)
-      return comm.tensor_device().str();
-    else
-      return lockstep::comm_device(comm).str() + ", without another";
-  };
-  using lockstep::detail::with_device_of;
-  CHECK(with_device_of<PlayedComm, lockstep::LocalComm>(1, world, program, {}) == "meta");
-  CHECK(with_device_of<PlayedComm, lockstep::LocalComm>(0, world, program, {}) == "cpu, without another");
-  CHECK(with_device_of<PlayedComm, lockstep::LocalComm>(1, world, program, DeviceKind::cpu) ==
-        "cpu, without another");
-  CHECK(with_device_of<void, lockstep::LocalComm>(std::nullopt, world, program, {}) ==
-        "cpu, without another");
+TEST_CASE("a program that wants the CPU runs there") {
+  const auto device = [](const auto& comm) { return lockstep::comm_device(comm).str(); };
+  CHECK(lockstep::with_device(lockstep::World(), device, DeviceKind::cpu) == "cpu");
 }
 
 }  // namespace with_device_test

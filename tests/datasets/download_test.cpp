@@ -91,10 +91,10 @@ struct NoHome {
 TEST_CASE("a cache among temporary files is this user's alone, or refused") {
   namespace fs = std::filesystem;
   const NoHome none;
-  const auto refused = [&](const char* text) {
-    CHECK_THROWS_WITH(lockstep::cache_folder(),
-                      ContainsSubstring(none.cache.string()) && ContainsSubstring(text));
+  const auto refused = [&] {
     CHECK_THROWS_AS(lockstep::cache_folder(), DataError);
+    CHECK_THROWS_WITH(lockstep::cache_folder(),
+                      ContainsSubstring("set XDG_CACHE_HOME to a folder of your own"));
   };
   SECTION("a new one is for this user alone, and found again") {
     CHECK(lockstep::cache_folder() == none.cache);
@@ -104,21 +104,21 @@ TEST_CASE("a cache among temporary files is this user's alone, or refused") {
   SECTION("a link") {
     fs::create_directory(none.temporary / "elsewhere");
     fs::create_directory_symlink(none.temporary / "elsewhere", none.cache);
-    refused("it is a symbolic link");
+    refused();
   }
   SECTION("a link to nothing") {
     fs::create_directory_symlink(none.temporary / "absent", none.cache);
-    refused("it is a symbolic link");
+    refused();
     CHECK_FALSE(fs::exists(none.temporary / "absent"));
   }
   SECTION("a file") {
     std::ofstream(none.cache) << "file";
-    refused("it is no folder");
+    refused();
   }
   SECTION("open to others") {
     fs::create_directory(none.cache);
     fs::permissions(none.cache, fs::perms(0755));
-    refused("its mode is 0755, expected 0700");
+    refused();
   }
   SECTION("of another user") {
     fs::create_directory(none.cache);
@@ -126,14 +126,11 @@ TEST_CASE("a cache among temporary files is this user's alone, or refused") {
       WARN("SKIPPED: only root can give a folder to another user");
       return;
     }
-    refused("it belongs to user");
+    refused();
   }
   SECTION("no folder for temporary files") {
     setenv("TMPDIR", (none.temporary / "absent").c_str(), 1);
-    CHECK_THROWS_WITH(
-        lockstep::cache_folder(),
-        ContainsSubstring("absent: the folder for temporary files cannot be used: No such file") &&
-            ContainsSubstring("set TMPDIR"));
+    refused();
   }
 }
 

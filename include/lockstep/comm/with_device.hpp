@@ -34,25 +34,6 @@ void agree_on_device(const World& world, DeviceKind kind);
 /// Chooses this rank's device kind and checks that all ranks chose the same. Collective.
 DeviceKind agreed_device(const World& world, std::optional<int> visible, std::optional<DeviceKind> wanted);
 
-/// Runs `program` with GpuComm or CpuComm. A void GpuComm leaves CpuComm only.
-template <class GpuComm, class CpuComm, class Program>
-decltype(auto) run_on(DeviceKind kind, const World& world, Program&& program) {
-  if constexpr (!std::is_void_v<GpuComm>) {
-    static_assert(
-        std::is_same_v<std::invoke_result_t<Program, GpuComm>, std::invoke_result_t<Program, CpuComm>>,
-        "lockstep: the program of with_device returns the same type on GPUs and on CPUs");
-    if (kind == DeviceKind::gpu) return std::forward<Program>(program)(GpuComm{world});
-  }
-  return std::forward<Program>(program)(CpuComm{world});
-}
-
-template <class GpuComm, class CpuComm, class Program>
-decltype(auto) with_device_of(std::optional<int> visible, const World& world, Program&& program,
-                              std::optional<DeviceKind> wanted) {
-  return run_on<GpuComm, CpuComm>(agreed_device(world, visible, wanted), world,
-                                  std::forward<Program>(program));
-}
-
 }  // namespace detail
 
 /// Runs `program(comm)` with the communicator of the available device, and returns its result. `program` is a
@@ -78,11 +59,15 @@ template <class Program>
 decltype(auto) with_device(const World& world, Program&& program,
                            std::optional<DeviceKind> wanted = std::nullopt) {
 #ifdef LOCKSTEP_HAS_CUDA
-  return detail::with_device_of<NcclComm, GlooComm>(static_cast<int>(c10::cuda::device_count()), world,
-                                                    std::forward<Program>(program), wanted);
+  static_assert(
+      std::is_same_v<std::invoke_result_t<Program, NcclComm>, std::invoke_result_t<Program, GlooComm>>,
+      "lockstep: the program of with_device returns the same type on GPUs and on CPUs");
+  if (detail::agreed_device(world, static_cast<int>(c10::cuda::device_count()), wanted) == DeviceKind::gpu)
+    return std::forward<Program>(program)(NcclComm{world});
 #else
-  return detail::with_device_of<void, GlooComm>(std::nullopt, world, std::forward<Program>(program), wanted);
+  detail::agreed_device(world, std::nullopt, wanted);
 #endif
+  return std::forward<Program>(program)(GlooComm{world});
 }
 
 }  // namespace lockstep

@@ -35,32 +35,19 @@ struct RemoteFile {
 
 namespace detail {
 
-/// Returns `lockstep-<user id>` in the temporary directory, and creates it if missing. Other users can create
-/// entries there, so a directory that another user owns or may access, or a symbolic link, throws DataError.
+/// Returns `lockstep-<user id>` in the temporary directory, and creates it if missing. Throws DataError unless it is a
+/// folder of this user's that others cannot use, since others can create entries there.
 inline std::filesystem::path temporary_cache_folder() {
   std::error_code error;
-  const std::filesystem::path base = std::filesystem::temp_directory_path(error);
-  if (error) {
-    const char* named = std::getenv("TMPDIR");
-    throw DataError(
-        detail::formatted("{}: the folder for temporary files cannot be used: {}; set TMPDIR or "
-                          "XDG_CACHE_HOME to a folder that can be written",
-                          named ? named : "/tmp", error.message()));
-  }
-  const std::filesystem::path folder = base / detail::formatted("lockstep-{}", ::geteuid());
-  const auto refuse = [&](const std::string& fault) {
-    throw DataError(
-        detail::formatted("{}: cannot keep data there: {}; set XDG_CACHE_HOME to a folder of your own",
-                          folder.string(), fault));
-  };
+  const auto folder = std::filesystem::temp_directory_path(error) / formatted("lockstep-{}", ::geteuid());
+  if (!error && ::mkdir(folder.c_str(), 0700) != 0 && errno != EEXIST)
+    error.assign(errno, std::generic_category());
   struct stat found {};
-  if ((::mkdir(folder.c_str(), 0700) != 0 && errno != EEXIST) || ::lstat(folder.c_str(), &found) != 0)
-    refuse(std::strerror(errno));
-  if (S_ISLNK(found.st_mode)) refuse("it is a symbolic link");
-  if (!S_ISDIR(found.st_mode)) refuse("it is no folder");
-  if (found.st_uid != ::geteuid()) refuse(detail::formatted("it belongs to user {}", found.st_uid));
-  if ((found.st_mode & 0077) != 0)
-    refuse(detail::formatted("others may use it (its mode is {:04o}, expected 0700)", found.st_mode & 07777));
+  if (error || ::lstat(folder.c_str(), &found) != 0 || !S_ISDIR(found.st_mode) ||
+      found.st_uid != ::geteuid() || (found.st_mode & 0077) != 0)
+    throw DataError(formatted(
+        "{}: cannot keep data there: {}; set XDG_CACHE_HOME to a folder of your own", folder.string(),
+        error ? error.message() : "it is no folder of this user's that others cannot use"));
   return folder;
 }
 
