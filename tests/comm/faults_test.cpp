@@ -118,7 +118,7 @@ TEST_CASE("an exception that passes communicators on its way waits for nothing")
   for (int rank : {0, 1}) {
     const auto& error = outcome[rank].error;
     CHECK_THAT(error, ContainsSubstring("caught: rank 2 failed first"));
-    CHECK_THAT(error, ContainsSubstring("again: rank 2 failed first"));
+    CHECK_THAT(error, !ContainsSubstring("again: "));
   }
 }
 

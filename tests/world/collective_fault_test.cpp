@@ -49,6 +49,83 @@ TEST_CASE("collectives run and end well") {
   CHECK(result.left == 0);
 }
 
+TEST_CASE("a communicator that an exception has ended is not the world: the next one works") {
+  for (const std::string mode : {"retries", "retries after one", "retries late"})
+    for (const int nproc : {2, 3}) {
+      const auto check = [&](const std::string& out, int rank) {
+        if (mode != "retries late") CHECK_THAT(out, ContainsSubstring("attempt 0: caught "));
+        CHECK_THAT(out, ContainsSubstring(fmt::format("attempt 1: rank {} has {}", rank, nproc)));
+      };
+      auto launched = lockstep_test::start({program, mode, "--nproc", std::to_string(nproc)});
+      CHECK(launched.wait(30s));
+      INFO(mode << " of " << nproc << "\n" << launched.out() << launched.error());
+      CHECK(launched.exit_code() == 0);
+      for (int rank = 0; rank < nproc; ++rank) check(launched.out(), rank);
+      Together ranks({program, mode}, nproc);
+      CHECK(ranks.wait(30s) == std::vector<int>(static_cast<std::size_t>(nproc), 0));
+      for (int rank = 0; rank < nproc; ++rank) check(ranks[rank].out(), rank);
+    }
+}
+
+TEST_CASE("a rank that has caught its exception is told that the others have ended by it") {
+  Together ranks({program, "retries alone first"}, 3);
+  CHECK(ranks.wait(30s) == std::vector<int>{0, 1, 1});
+  CHECK_THAT(ranks[0].out(), ContainsSubstring("attempt 1: caught rank ") &&
+                                 ContainsSubstring(" has ended while rank 0 waits in the constructor of "));
+  for (int rank : {1, 2})
+    CHECK_THAT(ranks[rank].error(), ContainsSubstring("rank 0 failed first: an exception, which its own"));
+}
+
+TEST_CASE("a child of a rank, forked without exec, speaks for nobody when it ends") {
+  for (const std::string mode : {"a child before", "a child returns", "a child exits", "a child throws"}) {
+    const auto begin = Clock::now();
+    const auto result = launched(mode, 2);
+    INFO(mode << "\n" << result.out << result.error);
+    CHECK(result.code == 0);
+    CHECK_THAT(result.out, ContainsSubstring("sum 1048576"));
+    CHECK(count(result.error, "error: ") == 0);
+    CHECK(result.left == 0);
+    Together ranks({program, mode}, 2, {{"OMP_NUM_THREADS", "2"}});  // by hand rank 0 hosts the store
+    for (auto& rank : ranks.all) {
+      REQUIRE(rank->wait(30s));
+      CHECK(rank->exit_code() == 0);
+    }
+    CHECK(Clock::now() - begin < 20s);
+  }
+}
+
+TEST_CASE("ranks train on a host whose loopback has an address of IPv6 alone") {
+  const std::string host = fmt::format("lockstep6_{}", getpid());
+  const auto run = [](const std::string& command) {
+    return std::system(("(" + command + ") > /dev/null 2>&1").c_str()) == 0;
+  };
+  if (geteuid() != 0 || !run("ip netns add " + host)) {
+    WARN("SKIPPED: no root, or no network namespaces");
+    return;
+  }
+  if (run(fmt::format("ip -n {0} link set lo up && ip -n {0} addr del 127.0.0.1/8 dev lo && "
+                      "ip -n {0} addr show dev lo | grep ::1",
+                      host))) {
+    const std::vector<std::string> command{"ip", "netns", "exec", host, program, "well"};
+    auto words = command;
+    words.insert(words.end(), {"--nproc", "2"});
+    auto launched = lockstep_test::start(words);
+    CHECK(launched.wait(60s));
+    INFO(launched.error());
+    CHECK(launched.exit_code() == 0);
+    Together ranks;
+    for (int rank : {0, 1}) {
+      auto variables = lockstep_test::by_hand(rank, 2, 29533);
+      variables["MASTER_ADDR"] = "::1";
+      ranks.add(command, variables);
+    }
+    CHECK(ranks.wait(60s) == std::vector<int>{0, 0});
+  } else {
+    WARN("SKIPPED: no IPv6");
+  }
+  run("ip netns del " + host);
+}
+
 TEST_CASE("rank 0 of a run is told of a process that tried to join it with another world size") {
   Together ranks;
   const int port = lockstep_test::free_port();

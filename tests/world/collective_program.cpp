@@ -1,5 +1,6 @@
 // A program of several ranks that reduce tensors until something happens, as its first argument says.
 #include <signal.h>
+#include <sys/wait.h>
 
 #include <chrono>
 #include <string>
@@ -14,6 +15,21 @@
 using namespace std::chrono_literals;
 
 namespace {
+
+/// Forks a child without exec that ends as `mode` says, as a helper of the program does, and waits for it. Returns
+/// true in the child, which then returns as from main.
+bool is_child_that_returns(const std::string& mode) {
+  const pid_t child = fork();
+  if (child == 0) {
+    if (mode == "a child throws") throw std::runtime_error("of a helper");
+    if (mode == "a child exits") std::exit(3);
+    return true;
+  }
+  int status = 0;
+  waitpid(child, &status, 0);
+  if (mode != "a child throws" && (!WIFEXITED(status) || WEXITSTATUS(status) != 3)) std::exit(9);
+  return false;
+}
 
 int rank_of(const std::string& mode, lockstep::World world) {
   const auto timeout = mode == "never comes" ? 2000ms : 1800000ms;
@@ -32,10 +48,32 @@ int rank_of(const std::string& mode, lockstep::World world) {
         [](lockstep::detail::FrameWriter& out) { out.texts({lockstep::detail::store_keys::lost(1)}); });
   }
   if (mode == "never comes") lockstep_test::meet(world);
+  if (mode.starts_with("retries")) {
+    for (int attempt = 0; attempt < 2; ++attempt) try {
+        lockstep::GlooComm comm{world};
+        auto one = torch::ones({1});
+        const bool throws = attempt == 0 && (mode == "retries" || world.rank() == culprit);
+        if (throws && mode != "retries late") throw std::runtime_error("out of memory");
+        comm.all_reduce(one).synchronize();
+        if (throws) throw std::runtime_error("out of memory");
+        world.log.all().info("attempt {}: rank {} has {}", attempt, world.rank(), one.item<float>());
+      } catch (const std::exception& error) {
+        world.log.all().info("attempt {}: caught {}", attempt, error.what());
+        if (mode.starts_with("retries alone") && world.rank() != culprit) throw;
+      }
+    return 0;
+  }
+  if (mode == "a child before") {
+    lockstep_test::meet(world);
+    if (world.rank() == 0 && is_child_that_returns(mode)) return 3;
+  }
   lockstep::GlooComm comm{world, {.timeout = timeout}};
   auto tensor = torch::ones({1 << 20});
+  if (mode.starts_with("a child")) tensor.mul(2);  // starts the OpenMP threads, which a child does not have
   // Each step of every rank ends when the last rank has done it.
-  for (int step = 0; mode == "well" ? step < 20 : true; ++step) {
+  for (int step = 0; mode == "well" || mode.starts_with("a child") ? step < 20 : true; ++step) {
+    if (step == 5 && world.rank() == 0 && mode.starts_with("a child ") && is_child_that_returns(mode))
+      return 3;
     if (step == 5 && world.rank() == culprit) {
       if (mode == "killed" || mode == "killed first") kill(getpid(), SIGKILL);
       if (mode == "throws") throw lockstep::DataError("a bad batch");

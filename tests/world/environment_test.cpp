@@ -284,41 +284,11 @@ TEST_CASE("on one host the world size is the number of processes") {
   CHECK(plan({"--nproc", "2"}, {{"RANK", "0"}, {"WORLD_SIZE", "2"}}).rendezvous.empty());
 }
 
-TEST_CASE("a program's own parser sees none of launch's flags") {
-  const auto left = [](std::vector<const char*> argv, const lockstep::LaunchOptions& options = {}) {
-    argv.insert(argv.begin(), "program");
-    const auto kept =
-        lockstep::detail::program_arguments(static_cast<int>(argv.size()), argv.data(), options);
-    REQUIRE(kept.back() == nullptr);
-    return std::vector<std::string>(kept.begin() + 1, kept.end() - 1);
-  };
-  using Strings = std::vector<std::string>;
-  CHECK(left({"--nproc", "3", "--epochs", "2"}) == Strings{"--epochs", "2"});
-  CHECK(left({"--epochs=2", "--nproc-per-node=3", "--prefix", "never", "data"}) ==
-        Strings{"--epochs=2", "data"});
-  CHECK(left({"--timeout", "9", "--nprocs", "4"}) == Strings{"--nprocs", "4"});
-  CHECK(left({"--", "--nproc", "3"}) == Strings{"--", "--nproc", "3"});
-  CHECK(left({"--nproc", "3"}, {.nproc_flag = false}) == Strings{"--nproc", "3"});
-  CHECK(left({"--prefix", "x", "--timeout=9", "--nproc=2"}, {.prefix_flag = false, .timeout_flag = false}) ==
-        Strings{"--prefix", "x", "--timeout=9"});
-  CHECK(left({}).empty());
-}
-
 TEST_CASE("every flag of launch can be left to the program") {
   const lockstep::LaunchOptions disabled{.nproc_flag = false, .prefix_flag = false, .timeout_flag = false};
   const auto plain = plan({"--nproc", "x", "--prefix", "loud", "--timeout"}, {}, disabled);
   CHECK(plain.prefix == lockstep::Prefix::automatic);
   CHECK_FALSE(plain.timeout);
-}
-
-TEST_CASE("the help of launch lists its flags, and none that is left to the program") {
-  const auto help = lockstep::detail::launch_help({});
-  for (const char* flag : {"--nproc N", "--prefix WHEN", "--timeout SECONDS"})
-    CHECK_THAT(help, ContainsSubstring(flag));
-  CHECK(std::count(help.begin(), help.end(), '\n') == 3);
-  CHECK_THAT(lockstep::detail::launch_help({.nproc = 4}), ContainsSubstring("(4)"));
-  CHECK(lockstep::detail::launch_help({.nproc_flag = false, .prefix_flag = false, .timeout_flag = false})
-            .empty());
 }
 
 }  // namespace environment_test

@@ -291,6 +291,13 @@ TEST_CASE("the environment and the plan follow the launcher") {
   CHECK(environment.launched);
   CHECK(environment.rendezvous == "tcp://n09:" + std::to_string(found(slurm)->master_port));
   CHECK(environment.rendezvous_origin.text == "SLURM_STEP_NODELIST=n[09-10], MASTER_PORT from srun");
+  CHECK(lockstep::detail::expand_node_list("n[2147483646-2147483647]").size() == 2);
+
+  // srun -m arbitrary puts rank 0 on the first host of a file, which is not the first of the list.
+  Values arbitrary = changed(slurm, "SLURM_DISTRIBUTION", "arbitrary");
+  CHECK_THAT(refusal(arbitrary), ContainsSubstring("set MASTER_ADDR to the host of rank 0"));
+  arbitrary["MASTER_ADDR"] = "n10";
+  CHECK(read(arbitrary).rendezvous.starts_with("tcp://n10:"));
 
   Values addressed = slurm;
   addressed["MASTER_ADDR"] = "10.0.0.1";

@@ -199,6 +199,14 @@ TEST_CASE("keys and values that are too large are refused") {
   CHECK_THROWS_AS(client.set("k", std::string(max_frame_bytes, 'v')), StoreRefusal);
   client.set("k", "v");
   CHECK(client.get("k") == "v");
+  // Of several values, one that is refused leaves all as they were.
+  const std::vector<std::string> keys{"k", "new", std::string(max_key_bytes + 1, 'k')},
+      values{"other", "v", "v"};
+  CHECK_THROWS_AS(client.connection.request(StoreOperation::set, std::chrono::steady_clock::now() + 10s,
+                                            [&](FrameWriter& out) { out.texts(keys).texts(values); }),
+                  StoreRefusal);
+  CHECK(client.get("k") == "v");
+  CHECK_FALSE(client.check({"new"}));
 }
 
 TEST_CASE("only who knows the secret is let in") {

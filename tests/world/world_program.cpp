@@ -5,6 +5,7 @@
 #include <thread>
 
 #include "lockstep/log/log.hpp"
+#include "lockstep/world/detail/store.hpp"
 #include "lockstep/world/launch.hpp"
 #include "support/meeting.hpp"
 
@@ -19,7 +20,7 @@ void wait_for_failure(const World& world) {
   auto side = world.connect_again();
   const auto end = std::chrono::steady_clock::now() + 60s;
   while (std::chrono::steady_clock::now() < end) {
-    if (const auto failure = World::published_failure(*side)) throw lockstep::PeerError(*failure);
+    if (const auto failure = lockstep::detail::published_failure(*side)) throw lockstep::PeerError(*failure);
     std::this_thread::sleep_for(20ms);
   }
 }
@@ -124,7 +125,7 @@ int rank_of(const std::string& mode, World world, const std::string& file) {
     ready();
     if (world.rank() == 1) std::exit(0);
     auto side = world.connect_again();
-    while (!World::finished(*side, 1)) std::this_thread::sleep_for(20ms);
+    while (!side->check({lockstep::detail::store_keys::finished(1)})) std::this_thread::sleep_for(20ms);
     throw lockstep::PeerError("rank 1 failed first: it does not answer");
   } else if (mode == "waits") {
     ready();

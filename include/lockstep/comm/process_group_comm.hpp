@@ -183,7 +183,7 @@ class ProcessGroupComm {
   [[nodiscard]] const detail::TensorCheck& check() const;
 
   Work begin(const char* name, std::optional<ReduceOp> op, std::optional<int> root, at::TensorList tensors);
-  Work begin_message(const char* name, at::TensorList tensors, int peer, int tag);
+  Work message(bool sends, at::TensorList tensors, int peer, int tag);
 
   // Adds a part to the Work. If the result is `wanted`, divides it and copies it from the bundle's buffer to
   // its tensors.

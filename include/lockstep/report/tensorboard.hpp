@@ -41,9 +41,8 @@ struct TensorBoardOptions {
 /// Each TensorBoard writes a new file; TensorBoard shows all files of a folder as one run. A Trainer's first step in
 /// a folder that has event files, and a step whose number is below that of the step before it, start a session:
 /// earlier values at that step and later ones are no longer shown. A loop by hand gives
-/// TensorBoardOptions::purge_step. Each event is written at once, so that a
-/// killed run leaves whole events. If the file cannot be written, rank 0 warns once and the training continues.
-/// Not collective.
+/// TensorBoardOptions::purge_step. Each event is written at once, so that a killed run leaves whole events. If the
+/// file cannot be written, rank 0 warns once and the training continues. Not collective.
 ///
 /// Counterpart: torch.utils.tensorboard.SummaryWriter.
 class TensorBoard {

@@ -154,6 +154,8 @@ void require_level(const Variables& variables);
 /// Returns whether `host` names the loopback explicitly (127.0.0.1, ::1, localhost): it leads each host to
 /// itself.
 bool names_loopback(std::string_view host);
+/// Returns 127.0.0.1, or ::1 on a host whose loopback has no address of IPv4.
+std::string loopback_address();
 
 /// Returns LOCKSTEP_RENDEZVOUS, or a URL from MASTER_ADDR and MASTER_PORT. If neither is set, throws
 /// UsageError if `needed`, else returns an empty string.

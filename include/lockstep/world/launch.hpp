@@ -88,10 +88,9 @@ int launch(int argc, const char* const* argv, Fn&& fn, const LaunchOptions& opti
 /// There is no rendezvous; `fn` may call `World::join` or `World::from_environment`. Processes that meet at a
 /// loopback address share a random secret, so that those of another call at the same port are refused, unless
 /// LOCKSTEP_STORE_SECRET, RANK or a WORLD_SIZE above 1 is set. Output lines, signals and exits are handled as
-/// by `launch`. Throws UsageError if `nproc` is not positive or a launcher
-/// (torchrun, srun, mpirun, mpiexec) has started this process as one of several ranks, ProcessError if a
-/// process failed. An uncaught ProcessError is printed on one line and ends the program with the failed
-/// process's exit code.
+/// by `launch`. Throws UsageError if `nproc` is not positive or a launcher (torchrun, srun, mpirun, mpiexec) has
+/// started this process as one of several ranks, ProcessError if a process failed. An uncaught ProcessError is printed
+/// on one line and ends the program with the failed process's exit code.
 /// Counterpart: torch.multiprocessing.spawn.
 ///
 /// Each process starts this program again with the same arguments, so main runs up to this call there too.

@@ -16,7 +16,7 @@ enum class Prefix { automatic, always, never };
 /// a flag to the program if `nproc_flag`, `prefix_flag` or `timeout_flag` is false.
 struct LaunchOptions {
   /// Processes to start on this host if neither the flag nor the environment (RANK, WORLD_SIZE, a launcher)
-  /// determines their number. 0: one per GPU in `gpus`; if that is empty, one per GPU, or 2 without GPUs.
+  /// determines their number. 0: one per GPU in `gpus`; if that is empty, one per GPU, or 1 without GPUs.
   int nproc = 0;
   bool nproc_flag = true;
   /// The GPUs to use, by the driver's indices, such as "0,1"; sets the ranks' CUDA_VISIBLE_DEVICES. Empty:

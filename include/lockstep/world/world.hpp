@@ -114,18 +114,6 @@ class World {
   /// Returns whether this process hosts the store, so that it should leave last.
   [[nodiscard]] bool hosts_store() const;
 
-  /// Reports this rank's failure to all ranks. Returns whether it is the first failure. Does not use
-  /// `store()`, so that it works while another thread blocks there.
-  bool publish_failure(const std::string& text) const;
-  /// Does the same through the caller's connection.
-  static bool publish_failure(const detail::StorePtr& store, int rank, int size, const std::string& text);
-
-  /// Returns the text of the first failure that a rank has published, if any; see connect_again.
-  [[nodiscard]] static std::optional<std::string> published_failure(c10d::Store& store);
-
-  /// Returns whether a rank has called `leave` or exited, with any exit code.
-  [[nodiscard]] static bool finished(c10d::Store& store, int rank);
-
   /// Marks this rank as finished. If `code` is not 0 and this rank has not made a communicator, publishes
   /// that as its failure, since other ranks may wait for it. If this rank hosts the store and `code` is 0,
   /// blocks until every rank has finished or one has failed, at most 5 minutes. Called by `launch`.
@@ -193,8 +181,7 @@ class World {
   const detail::Rendezvous& rendezvous_within(std::optional<std::chrono::milliseconds> given) const;
 
   // Returns a function that logs what this rank waits for, after 5 s and then every minute. It logs only on
-  // local rank 0; without LOCAL_RANK that is every rank.
-  // It asks for the text only when a line is due.
+  // local rank 0; without LOCAL_RANK that is every rank. It asks for the text only when a line is due.
   [[nodiscard]] std::function<void(const std::function<std::string()>&)> waiting_notice(
       std::chrono::milliseconds timeout) const;
 

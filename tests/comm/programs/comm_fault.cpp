@@ -104,14 +104,13 @@ int run(const lockstep::World& world, const std::string& fault, int culprit) {
     }
     for (int i = 0; i < 10; ++i) comm.all_reduce(tensor).synchronize();
   } else if (fault == "catch") {
-    // The destructors of two communicators are in reach of the exception, each with work in flight.
+    // The exception ends `inner`, with work in flight, and not `comm`, which also has some.
     try {
       lockstep::GlooComm inner{world};
       auto first = comm.all_reduce(tensor);
       auto second = inner.all_reduce(tensor);
       if (mine) {
         auto third = inner.all_reduce(tensor);
-        auto fourth = comm.all_reduce(tensor);
         throw std::runtime_error("boom");
       }
       for (int i = 0; i < 10; ++i) inner.all_reduce(tensor).synchronize();

@@ -505,7 +505,7 @@ class BackendGroup {
     });
     lock.unlock();
     while (!finishing.ends_within(slice)) {
-      if (membership().monitor() && membership().monitor()->failure()) return false;
+      if (membership().monitor() && membership().monitor()->ended(membership().name())) return false;
       if (Clock::now() >= call.start + timeout()) throw_timeout(call);
     }
     return true;

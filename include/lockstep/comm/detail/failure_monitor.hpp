@@ -186,12 +186,19 @@ struct Answers {
 /// All communicators of a world share one monitor. Thread-safe.
 class FailureMonitor {
   struct Shared;
+  struct Abort {
+    int rank;
+    std::int64_t at;   // by the rank's own clock, in ms
+    std::string text;  // empty if unknown
+  };
 
  public:
   using Clock = std::chrono::steady_clock;
   using Milliseconds = std::chrono::milliseconds;
   /// Opens a connection to the store. Every operation on it ends within `timeout`.
   using Connect = std::function<StorePtr(Milliseconds timeout)>;
+  /// Why a destructor, which does not see the exception that unwinds the stack, aborts a group.
+  static constexpr const char* by_exception = "an exception, which its own output names, has ended it";
 
   LOCKSTEP_PROCESS_WIDE static std::shared_ptr<FailureMonitor> of(const World& world) {
     static std::mutex mutex;
@@ -217,14 +224,7 @@ class FailureMonitor {
         sender_([shared = shared_] { shared->run([&] { shared->send(); }); }) {}
 
   ~FailureMonitor() {
-    std::unique_lock lock(shared_->mutex);
-    shared_->stopping = true;
-    shared_->messages.clear();
-    shared_->changed.notify_all();
-    shared_->work.notify_all();
-    const bool ended =
-        shared_->changed.wait_for(lock, std::chrono::seconds(1), [&] { return shared_->threads_ended == 2; });
-    lock.unlock();
+    const bool ended = getpid() == owner_ && shared_->end_threads();  // they run in one process
     for (std::thread* thread : {&listener_, &sender_}) ended ? thread->join() : thread->detach();
   }
   FailureMonitor(const FailureMonitor&) = delete;
@@ -254,13 +254,31 @@ class FailureMonitor {
     shared_->changed.wait_for(lock, timeout, [&] { return version() != known; });
   }
 
-  /// Blocks until a failure is known, at most `timeout`. If the failure is vague, blocks for its reason, at
-  /// most `timeout` again.
+  /// Blocks until a failure is known, at most `timeout`.
   std::optional<Failure> await_failure(Milliseconds timeout) const {
     std::unique_lock lock(shared_->mutex);
     shared_->changed.wait_for(lock, timeout, [&] { return shared_->failure.has_value(); });
-    if (shared_->failure) shared_->changed.wait_for(lock, timeout, [&] { return !shared_->failure->vague; });
     return shared_->failure;
+  }
+
+  /// Returns why another rank has aborted a group, if one has before a failure of the world. If the rank gave no reason,
+  /// looks for the one that it gives for another group within a second, for at most 500 ms.
+  [[nodiscard]] std::optional<Failure> aborted(const std::string& group) const {
+    std::unique_lock lock(shared_->mutex);
+    const auto found = shared_->aborted.find(group);
+    if (found == shared_->aborted.end()) return std::nullopt;
+    const Abort abort = found->second;
+    if (!abort.text.empty()) return Failure{abort.rank, abort.text};
+    const Abort& reason = shared_->reasons[abort.rank];
+    const auto near = [&] { return !reason.text.empty() && std::abs(reason.at - abort.at) < 1000; };
+    shared_->changed.wait_for(lock, Milliseconds(500), [&] { return near() || shared_->failure; });
+    if (!near() && shared_->failure) return std::nullopt;
+    return Failure{abort.rank, near() ? reason.text : by_exception};
+  }
+  /// Returns whether no call of a group can complete: another rank has failed, or has aborted the group.
+  [[nodiscard]] bool ended(const std::string& group) const {
+    std::lock_guard lock(shared_->mutex);
+    return shared_->failure || shared_->aborted.contains(group);
   }
 
   /// Returns the last positions of the ranks that have left this group gracefully, by global rank.
@@ -295,13 +313,14 @@ class FailureMonitor {
   void publish(int rank, const std::string& text) noexcept {
     tell(std::chrono::seconds(1),
          [own = shared_->rank, size = shared_->size, text = detail::formatted("rank {}: {}", rank, text)](
-             const StorePtr& store) { World::publish_failure(store, own, size, text); });
+             const StorePtr& store) { detail::publish_failure(store, own, size, text); });
   }
 
-  /// Publishes this rank's failure before its reason is known. A rank that receives it waits briefly for
-  /// publish(). Blocks at most 500 ms.
-  void publish_vague(const std::string& text) noexcept {
-    post(std::chrono::milliseconds(500), detail::formatted("failed {} {}", shared_->rank, text));
+  /// Announces to the other ranks that this rank has aborted a group. Blocks at most 1 s.
+  void publish_abort(const GroupStatus& group, const std::string& text) noexcept {
+    const auto at = std::chrono::duration_cast<Milliseconds>(Clock::now().time_since_epoch()).count();
+    post(std::chrono::seconds(1),
+         detail::formatted("aborted {} {} {} {}", group.name, shared_->rank, at, text));
   }
 
   /// Announces to every rank that this rank leaves a group gracefully. Blocks at most 1 s.
@@ -320,6 +339,8 @@ class FailureMonitor {
   void add(std::shared_ptr<const GroupStatus> group) {
     std::lock_guard lock(shared_->mutex);
     shared_->groups.push_back(std::move(group));
+    shared_->noticed =
+        shared_->failure.has_value();  // what the program has caught before is not of this group
   }
   void remove(const GroupStatus* group) noexcept {
     std::lock_guard lock(shared_->mutex);
@@ -515,6 +536,8 @@ class FailureMonitor {
     int threads_ended = 0;
     std::optional<Failure> failure;
     std::map<std::string, std::map<int, Position>> departed;
+    std::map<std::string, Abort> aborted;  // groups, by another rank
+    std::map<int, Abort> reasons;          // of the ranks' last aborts
     std::vector<std::shared_ptr<const GroupStatus>> groups;
     std::map<c10d::Work*, Clock::time_point> messages;
     std::deque<std::shared_ptr<Job>> jobs;
@@ -535,6 +558,16 @@ class FailureMonitor {
     // The ranks of a large world spread their questions over this time, so that most share an earlier one.
     static constexpr Milliseconds spread{30};
 
+    // Returns whether both threads have ended within a second.
+    bool end_threads() {
+      std::unique_lock lock(mutex);
+      stopping = true;
+      messages.clear();
+      changed.notify_all();
+      work.notify_all();
+      return changed.wait_for(lock, std::chrono::seconds(1), [&] { return threads_ended == 2; });
+    }
+
     template <class Thread>
     void run(Thread&& thread) noexcept {
       try {
@@ -547,9 +580,7 @@ class FailureMonitor {
     }
 
     // True if nothing more can be learned. The store may then disappear at any moment.
-    [[nodiscard]] bool failed_elsewhere() const {
-      return failure && !failure->vague && failure->rank != rank;
-    }
+    [[nodiscard]] bool failed_elsewhere() const { return failure && failure->rank != rank; }
 
     [[nodiscard]] bool answered_since(int other, Clock::time_point since) const {
       const auto found = statuses.find(other);
@@ -593,7 +624,7 @@ class FailureMonitor {
           break;
         } catch (const CommunicationError& damage) {  // the mailbox stays unreadable
           std::unique_lock lock(mutex);
-          note({-1, false, damage.what()}, lock);
+          note({-1, damage.what()}, lock);
           break;
         } catch (const std::exception&) {
           store.reset();
@@ -601,7 +632,7 @@ class FailureMonitor {
           if (stopping) return;
           if (lost) {
             if (host_has_left()) return;
-            note({0, false, store_lost}, lock);
+            note({0, store_lost}, lock);
             break;
           }
           // An operation that runs into its timeout found a silent store; one that ends earlier lost its
@@ -626,7 +657,7 @@ class FailureMonitor {
       std::int64_t asked = 0;
       for (const Message& message : news) {
         if (message.kind == "asked") asked = std::max(asked, message.number);
-        look = look || message.kind == "look" || message.kind == "failed";
+        look = look || message.kind == "look";
       }
       if (asked > 0) {
         mailbox.set_status(status_text(asked));
@@ -636,7 +667,7 @@ class FailureMonitor {
         work.notify_all();
       }
       if (look)
-        if (const auto text = World::published_failure(store)) learn(*text);
+        if (const auto text = published_failure(store)) learn(*text);
       for (const Message& message : news) learn(message);
     }
 
@@ -649,13 +680,17 @@ class FailureMonitor {
 
     void learn(const std::string& published) {
       std::unique_lock lock(mutex);
-      if (!failure || failure->vague) note(Failure::parse(published), lock);
+      if (!failure) note(Failure::parse(published), lock);
     }
 
     void learn(const Message& message) {
-      if (message.kind == "failed") {
+      if (message.kind == "aborted") {
         std::unique_lock lock(mutex);
-        note({std::atoi(message.word(0).c_str()), true, printable(message.rest(1))}, lock);
+        const Abort abort{std::atoi(message.word(1).c_str()), std::atoll(message.word(2).c_str()),
+                          printable(message.rest(3))};
+        if (!abort.text.empty()) reasons[abort.rank] = abort;
+        if (abort.rank != rank && !failure) aborted.try_emplace(message.word(0), abort);
+        announce(lock);
       } else if (message.kind == "departed") {
         std::unique_lock lock(mutex);
         departed[message.word(0)][std::atoi(message.word(1).c_str())] = Position::parse(message.rest(2));
@@ -665,9 +700,9 @@ class FailureMonitor {
       }
     }
 
-    // Keeps the first failure. A failure with a reason replaces a vague one.
+    // Keeps the first failure.
     void note(Failure found, std::unique_lock<std::mutex>& lock) {
-      if (!failure || (failure->vague && !found.vague)) failure = std::move(found);
+      if (!failure) failure = std::move(found);
       announce(lock);
     }
 
@@ -822,6 +857,7 @@ class FailureMonitor {
 
   const std::shared_ptr<Shared> shared_;
   std::thread listener_, sender_;
+  const pid_t owner_ = getpid();
 };
 
 }  // namespace lockstep::detail

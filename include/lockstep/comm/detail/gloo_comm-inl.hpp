@@ -96,7 +96,7 @@ inline std::vector<std::shared_ptr<gloo::transport::Device>> gloo_devices(const 
   }
   if (!devices.empty()) return devices;
   // A host's name may not resolve to a usable address; the loopback always exists.
-  if (world.single_host()) return {c10d::ProcessGroupGloo::createDeviceForHostname("127.0.0.1")};
+  if (world.single_host()) return {c10d::ProcessGroupGloo::createDeviceForHostname(loopback_address())};
   // This host's name may resolve to its loopback, as on Debian: use the address that reaches the other ranks.
   if (const auto address = world.address_to_others(); !address.empty())
     return {c10d::ProcessGroupGloo::createDeviceForHostname(address)};

@@ -64,6 +64,7 @@ class GroupState {
         end_work_(std::move(end_work)) {}
 
   [[nodiscard]] Membership& membership() { return membership_; }
+  [[nodiscard]] pid_t owner() const { return owner_; }
   [[nodiscard]] int rank() const { return membership_.rank(); }
   [[nodiscard]] int size() const { return membership_.size(); }
   [[nodiscard]] const World& world() const { return membership_.world(); }
@@ -141,7 +142,7 @@ class GroupState {
   /// came from another rank, or that ends only this rank's calls.
   void record(const std::exception_ptr& error, bool publish) noexcept {
     const bool first = error_.keep(error);
-    if (first && publish) membership_.publish(error);
+    if (first && publish) membership_.publish_abort(first_line(error));
     if (first || publish) end_work();
   }
   /// record() on a thread of the program, then throws the first error.
@@ -150,16 +151,11 @@ class GroupState {
     rethrow();
   }
 
-  /// Fails every later call, publishes `reason` to the other ranks and ends the work in flight. Takes at most
-  /// 1 s, and the time of `end_work`.
+  /// Fails every later call of the group on all ranks, with `reason` unless that is empty, and ends the work in
+  /// flight. Takes at most 1 s, and the time of `end_work`.
   void abort(const std::string& reason) noexcept {
-    if (error_.keep(aborted(reason))) membership_.publish(reason);
-    end_work();
-  }
-  /// abort() during stack unwinding, where the reason is unknown: the destructors do not see the exception.
-  void abort_by_exception() noexcept {
-    const char* reason = "an exception, which its own output names, has ended it";
-    if (error_.keep(aborted(reason))) membership_.publish_vague(reason);
+    if (error_.keep(aborted(reason.empty() ? FailureMonitor::by_exception : reason)))
+      membership_.publish_abort(reason);
     end_work();
   }
 
@@ -187,6 +183,7 @@ class GroupState {
   std::shared_ptr<const std::string> label_;
   std::atomic<bool> closed_{false};
   StickyError error_;
+  const pid_t owner_ = getpid();
 };
 
 /// Returns the ranks of a world of `size` ranks: 0, 1, and so on.
@@ -202,8 +199,10 @@ inline std::vector<int> all_ranks(int size) {
 template <class Group>
 void leave_group(std::shared_ptr<Group>& group, int exceptions) noexcept {
   if (!group) return;
-  if (std::uncaught_exceptions() > exceptions) {
-    group->state().abort_by_exception();
+  if (getpid() != group->state().owner()) {
+    static_cast<void>(new std::shared_ptr<Group>(std::move(group)));  // its threads run in the parent alone
+  } else if (std::uncaught_exceptions() > exceptions) {
+    group->state().abort("");
   } else {
     try {
       group->shutdown();

@@ -206,10 +206,10 @@ class Membership {
   [[nodiscard]] std::exception_ptr look(const Call& call) {
     if (!monitor_) return nullptr;
     seen_.store(monitor_->version(), std::memory_order_relaxed);
-    if (auto failure = monitor_->failure()) {
-      if (failure->vague) failure = monitor_->await_failure(std::chrono::milliseconds(500));
+    if (const auto aborted = monitor_->aborted(name()))
+      return std::make_exception_ptr(PeerError(aborted->sentence(), world_.rank()));
+    if (const auto failure = monitor_->failure())
       return std::make_exception_ptr(PeerError(failure_text(*failure, call), world_.rank()));
-    }
     for (const auto& [rank, position] : monitor_->departed(name()))
       if (rank != world_.rank() && !call.peer && position.sequence < call.sequence)
         return std::make_exception_ptr(PeerError(
@@ -381,24 +381,10 @@ class Membership {
     return nullptr;
   }
 
-  /// Publishes the failure of `rank`, or of this rank, with its reason to every rank.
-  void publish(int rank, const std::string& text) const noexcept {
-    if (monitor_) monitor_->publish(rank, text);
-  }
-  void publish(const std::string& text) const noexcept { publish(world_.rank(), text); }
-  /// Publishes this rank's error, unless it is a PeerError, which another rank has published.
-  void publish(const std::exception_ptr& error) const noexcept {
-    try {
-      std::rethrow_exception(error);
-    } catch (const PeerError&) {
-    } catch (const std::exception& own) {
-      publish(first_line(own));
-    } catch (...) {
-    }
-  }
-  /// Publishes this rank's failure before its reason is known.
-  void publish_vague(const std::string& text) const noexcept {
-    if (monitor_) monitor_->publish_vague(text);
+  /// Tells the other ranks that this rank has aborted the group. They throw PeerError in its calls, and go on with
+  /// other groups: the exception may be caught.
+  void publish_abort(const std::string& text) const noexcept {
+    if (monitor_) monitor_->publish_abort(*status_, text);
   }
 
   /// Runs `work(store)` with the group's keys on the monitor's sender thread. Returns its result, or
@@ -448,7 +434,7 @@ class Membership {
     for (int deserted = 0;;) {
       const auto end = Clock::now() + std::chrono::seconds(2);
       for (auto pause = first_pause; Clock::now() < end; pause = std::min(2 * pause, last_pause)) {
-        if (monitor_->failure()) return;
+        if (monitor_->ended(name())) return;
         if (holds(call, store_keys::all_gone, end).value_or(false)) return;
         std::this_thread::sleep_for(pause);
       }
@@ -556,7 +542,8 @@ class Membership {
                                                  std::chrono::seconds(30));
   }
 
-  // A rank, by rank in the group, whose sign is not in the store, and its exit code if it has ended.
+  // A rank, by rank in the group, whose sign is not in the store, and its exit code if it has ended; -1 if that is
+  // unknown.
   struct MissingRank {
     std::size_t rank = 0;
     std::optional<int> exit_code{};
@@ -628,9 +615,9 @@ class Membership {
 
   [[nodiscard]] std::string ended_text(const Call& call, int rank, int exit_code) const {
     const std::string waits = waiting_text(world_.rank(), place_text(call));
-    return exit_code == 0
-               ? early_end_text(rank, waits)
-               : detail::formatted("rank {} has ended with exit code {} {}", rank, exit_code, waits);
+    if (exit_code == 0) return early_end_text(rank, waits);
+    return detail::formatted("rank {} has ended{} {}", rank,
+                             exit_code < 0 ? "" : detail::formatted(" with exit code {}", exit_code), waits);
   }
 
   void throw_if_failed(const Call& call) {

@@ -330,28 +330,11 @@ LOCKSTEP_INLINE ProcessGroupComm::Work ProcessGroupComm::all_to_all(at::TensorLi
 }
 
 LOCKSTEP_INLINE ProcessGroupComm::Work ProcessGroupComm::send(at::TensorList tensors, int peer, int tag) {
-  Work work = begin_message("send", tensors, peer, tag);
-  const detail::SigpipeGuard guard;
-  for (detail::TensorBundle& bundle : detail::bundles_of(tensors)) {
-    bundle.pack();
-    std::vector<at::Tensor> buffers{bundle.buffer.detach()};
-    work.add(
-        group().launch("send", [&](c10d::Backend& backend) { return backend.send(buffers, peer, tag); }));
-  }
-  return work;
+  return message(true, tensors, peer, tag);
 }
 
 LOCKSTEP_INLINE ProcessGroupComm::Work ProcessGroupComm::recv(at::TensorList tensors, int peer, int tag) {
-  Work work = begin_message("recv", tensors, peer, tag);
-  const detail::SigpipeGuard guard;
-  for (detail::TensorBundle& bundle : detail::bundles_of(tensors)) {
-    bundle.allocate();
-    std::vector<at::Tensor> buffers{bundle.buffer.detach()};
-    work.add(
-        group().launch("recv", [&](c10d::Backend& backend) { return backend.recv(buffers, peer, tag); }));
-    if (!bundle.in_place()) work.at_end([bundle = std::move(bundle)] { bundle.unpack(); });
-  }
-  return work;
+  return message(false, tensors, peer, tag);
 }
 
 LOCKSTEP_INLINE std::vector<std::string> ProcessGroupComm::all_gather_bytes(const std::string& bytes) {
@@ -427,9 +410,9 @@ LOCKSTEP_INLINE const detail::TensorCheck& ProcessGroupComm::check() const {
   return group().tensor_check();
 }
 
-LOCKSTEP_INLINE ProcessGroupComm::Work ProcessGroupComm::begin_message(const char* name,
-                                                                       at::TensorList tensors, int peer,
-                                                                       int tag) {
+LOCKSTEP_INLINE ProcessGroupComm::Work ProcessGroupComm::message(bool sends, at::TensorList tensors, int peer,
+                                                                 int tag) {
+  const char* name = sends ? "send" : "recv";
   for (const at::Tensor& tensor : tensors) detail::check_tensor(check(), name, tensor);
   group().state().check_peer(name, peer);
   if (tag < 0) throw CommunicationError(detail::formatted("{}: the tag {} is negative", name, tag));
@@ -437,7 +420,17 @@ LOCKSTEP_INLINE ProcessGroupComm::Work ProcessGroupComm::begin_message(const cha
     throw CommunicationError(
         detail::formatted("{}: {} knows no tags, and {} is one: use tag 0, or a new_group for each tag", name,
                           check().backend, tag));
-  return Work(group_, group().state().message(name, peer, tag));
+  Work work(group_, group().state().message(name, peer, tag));
+  const detail::SigpipeGuard guard;
+  for (detail::TensorBundle& bundle : detail::bundles_of(tensors)) {
+    sends ? bundle.pack() : bundle.allocate();
+    std::vector<at::Tensor> buffers{bundle.buffer.detach()};
+    work.add(group().launch(name, [&](c10d::Backend& backend) {
+      return sends ? backend.send(buffers, peer, tag) : backend.recv(buffers, peer, tag);
+    }));
+    if (!sends && !bundle.in_place()) work.at_end([bundle = std::move(bundle)] { bundle.unpack(); });
+  }
+  return work;
 }
 
 LOCKSTEP_INLINE void ProcessGroupComm::add(Work& work, detail::BackendWork part, detail::TensorBundle bundle,

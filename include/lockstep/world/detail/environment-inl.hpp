@@ -1,5 +1,7 @@
 #pragma once
 
+#include <netinet/in.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -14,6 +16,7 @@
 #include <utility>
 
 #include "lockstep/detail/bytes.hpp"
+#include "lockstep/detail/descriptor.hpp"
 #include "lockstep/detail/format.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/log/log.hpp"
@@ -120,6 +123,14 @@ LOCKSTEP_INLINE bool names_loopback(std::string_view host) {
   return host == "localhost" || host == "::1" || host.starts_with("127.") || host.starts_with("::ffff:127.");
 }
 
+LOCKSTEP_INLINE std::string loopback_address() {
+  sockaddr_in four{};
+  four.sin_family = AF_INET;
+  four.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  const Descriptor fd(socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0));
+  return bind(fd.get(), reinterpret_cast<const sockaddr*>(&four), sizeof four) == 0 ? "127.0.0.1" : "::1";
+}
+
 LOCKSTEP_INLINE std::string store_secret(const std::string& url, const Variables& variables,
                                          const std::optional<FoundRank>& found) {
   auto secret = read_store_secret(variables);
@@ -203,7 +214,7 @@ inline void rendezvous_on_this_host(const Variables& variables, LaunchedRank& fo
   if (found.local_size != found.size) return;
   auto job = variables("PMIX_NAMESPACE");
   if (!job) job = variables("OMPI_MCA_ess_base_jobid");
-  found.master_addr = "127.0.0.1";
+  found.master_addr = loopback_address();
   if (!job) {
     const pid_t launcher = launcher_process(first_name(found.variables));
     job = std::to_string(launcher > 0 ? launcher : getppid());
@@ -243,7 +254,7 @@ inline void expand_name(std::string_view text, std::string_view whole, std::vect
                            last = dash == std::string_view::npos ? first : range.substr(dash + 1);
     const auto begin = whole_number(first), end = whole_number(last);
     if (!begin || !end || *begin < 0 || *end < *begin) throw wrong(range);
-    for (int number = *begin; number <= *end; ++number) {
+    for (std::int64_t number = *begin; number <= *end; ++number) {
       if (names.size() == most_hosts)
         throw too_many_hosts("SLURM_STEP_NODELIST", whole, "set MASTER_ADDR to the host of rank 0");
       std::string digits = std::to_string(number);
@@ -511,6 +522,9 @@ LOCKSTEP_INLINE std::optional<LaunchedRank> rank_of_slurm(const Variables& varia
           *nodes, hosts.size(), *counts, detail::expand_task_counts(*counts).size()));
     found.master_addr = hosts.front();
     found.address_variable = "SLURM_STEP_NODELIST";
+    if (hosts.size() > 1 && variables("SLURM_DISTRIBUTION").value_or("").starts_with("arbitrary"))
+      throw UsageError(
+          "srun -m arbitrary: set MASTER_ADDR to the host of rank 0, the first of SLURM_HOSTFILE");
   }
   return found;
 }

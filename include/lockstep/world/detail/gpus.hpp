@@ -65,7 +65,7 @@ inline std::string visible_devices_of(const std::vector<int>& gpus, const Variab
 }
 
 /// Returns whether the user allows two ranks on one GPU: NCCL_MULTI_RANK_GPU_ENABLE is a number other than 0,
-/// as NCCL reads it. The communicator checks that NCCL is 2.30 or newer.
+/// as NCCL reads it.
 inline bool may_share_gpu(const Variables& variables = process_variable) {
   const auto set = variables("NCCL_MULTI_RANK_GPU_ENABLE");
   return set && whole_number(*set).value_or(0) != 0;
@@ -73,9 +73,8 @@ inline bool may_share_gpu(const Variables& variables = process_variable) {
 
 /// Returns the GPU of a rank among the `visible` GPUs of its process: `wanted` if it is set, the
 /// only GPU if there is one (srun can give each task its own), otherwise the local rank's, which srun with
-/// SLURM_GPUS_PER_TASK and ranks that may share GPUs take modulo `visible`. The communicator,
-/// which knows the GPUs' identities, detects that two ranks share one. Throws UsageError if there is none for
-/// this rank.
+/// SLURM_GPUS_PER_TASK and ranks that may share GPUs take modulo `visible`. Throws UsageError if there is none
+/// for this rank.
 inline int gpu_of_rank(const Environment& rank, int visible, std::optional<int> wanted = std::nullopt,
                        const Variables& variables = process_variable) {
   const auto list = variables("CUDA_VISIBLE_DEVICES");

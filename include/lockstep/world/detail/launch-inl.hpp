@@ -3,14 +3,15 @@
 #if __has_include(<malloc.h>)
 #include <malloc.h>
 #endif
+#include <unistd.h>
 
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <fstream>
-#include <iterator>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -42,24 +43,6 @@ inline void keep_freed_memory() {
 #endif
 }
 
-/// Keeps the store alive until the ranks of the other hosts have finished: 5 minutes at most, or 2 s if a
-/// rank of this host has failed.
-inline void outlive_other_hosts(c10d::Store& store, int size, bool well) {
-  const auto deadline =
-      std::chrono::steady_clock::now() + (well ? std::chrono::minutes(5) : std::chrono::seconds(2));
-  std::vector<std::string> finished;
-  for (int rank = 0; rank < size; ++rank) finished.push_back(store_keys::finished(rank));
-  try {
-    while (!appear_within(store, finished, std::chrono::milliseconds(500)) &&
-           std::chrono::steady_clock::now() < deadline)
-      if (well && published_failure(store)) {
-        std::this_thread::sleep_for(std::chrono::seconds(1));  // other ranks may still read the failure
-        return;
-      }
-  } catch (const c10::Error&) {  // the store is unreadable: stop waiting
-  }
-}
-
 /// Starts this host's ranks and hosts the store for all hosts. Returns the exit code.
 inline int launch_here(const LaunchPlan& plan, int argc, const char* const* argv,
                        const LaunchOptions& options) {
@@ -69,12 +52,13 @@ inline int launch_here(const LaunchPlan& plan, int argc, const char* const* argv
   const auto secret = alone ? random_secret() : read_store_secret();
   std::optional<Listener> listener;
   if (plan.first == 0 && url.path.empty())
-    listener =
-        listen_as_rank_zero({alone ? "127.0.0.1" : url.host, url.port, secret, plan.rendezvous_origin});
+    listener = listen_as_rank_zero(
+        {alone ? loopback_address() : url.host, url.port, secret, plan.rendezvous_origin});
   const bool hosting = listener.has_value();
   // Where all ranks are here, they need no address that leads to this host from elsewhere.
   const bool local = alone || (hosting && plan.nproc == plan.size && listener->host_is_elsewhere);
-  const auto rendezvous = local ? detail::formatted("tcp://127.0.0.1:{}", listener->port) : plan.rendezvous;
+  const auto rendezvous =
+      local ? detail::formatted("tcp://{}:{}", loopback_address(), listener->port) : plan.rendezvous;
 
   SupervisorOptions supervised;
   supervised.arguments.assign(argv, argv + argc);
@@ -97,8 +81,7 @@ inline int launch_here(const LaunchPlan& plan, int argc, const char* const* argv
                       ? StorePtr(connect_store({url.host, url.port, secret}, std::chrono::milliseconds(500)))
                       : open_file_store(url.path, size);
               if (is_of_another_run(*tell, size, rank, process)) return;
-              record_failure(*tell, text);
-              StoreMailbox(tell, -1, size).notify_all_ranks();
+              publish_failure(tell, -1, size, text);
             });
   };
   supervised.ended_well = [&](int rank) {
@@ -106,7 +89,7 @@ inline int launch_here(const LaunchPlan& plan, int argc, const char* const* argv
   };
   Supervisor supervisor(std::move(supervised));
   const int code = supervisor.run();
-  if (hosting && !alone) outlive_other_hosts(*store, plan.size, code == 0);
+  if (hosting && !alone) outlive_ranks(*store, plan.size, code == 0);
   return code;
 }
 
@@ -134,11 +117,13 @@ LOCKSTEP_INLINE int launch_ranks(int argc, const char* const* argv,
   int code = 0;
   run_without_handlers([&] {
     const World world = World::from_environment(plan.rank_source);
-    auto arguments = detail::program_arguments(argc, argv, options);
+    auto arguments = program_arguments(argc, argv, options);
     bool stopped = false;
+    const pid_t owner = getpid();
     try {
       code = exit_status(fn(world, static_cast<int>(arguments.size() - 1), arguments.data()));
-    } catch (const Stopped& stop) {  // on every rank; any other exception still finds no handler
+      if (getpid() != owner) std::exit(code);  // a forked child: its main thread runs in the parent alone
+    } catch (const Stopped& stop) {            // on every rank; any other exception still finds no handler
       world.log.warning("{}", stop.what());
       code = stopped_exit_code;
       stopped = true;
@@ -152,13 +137,8 @@ LOCKSTEP_INLINE int launch_ranks(int argc, const char* const* argv,
 /// Returns this process's original command line.
 inline std::vector<std::string> own_arguments() {
   std::ifstream file("/proc/self/cmdline", std::ios::binary);
-  const std::string all((std::istreambuf_iterator<char>(file)), {});
   std::vector<std::string> arguments;
-  for (std::size_t begin = 0; begin < all.size();) {
-    const auto end = std::min(all.find('\0', begin), all.size());
-    arguments.push_back(all.substr(begin, end - begin));
-    begin = end + 1;
-  }
+  for (std::string argument; std::getline(file, argument, '\0');) arguments.push_back(argument);
   return arguments;
 }
 
@@ -235,7 +215,23 @@ namespace lockstep {
 
 LOCKSTEP_INLINE std::vector<char*> program_arguments(int argc, const char* const* argv,
                                                      const LaunchOptions& options) {
-  return detail::program_arguments(argc, argv, options);
+  detail::Flags flags;
+  if (options.nproc_flag) flags = detail::nproc_flags;
+  if (options.prefix_flag) flags.push_back("--prefix");
+  if (options.timeout_flag) flags.push_back("--timeout");
+  std::vector<char*> kept;
+  bool over = false;  // after `--`
+  for (int i = 0; i < argc; ++i) {
+    const std::string_view argument = argv[i];
+    over = over || argument == "--";
+    int match = 0;
+    for (std::size_t f = 0; f < flags.size() && i > 0 && !over && match == 0; ++f)
+      match = detail::matches_flag(argument, flags[f]);
+    if (match == 0) kept.push_back(const_cast<char*>(argv[i]));  // argv of main, which a program may change
+    if (match == 1) ++i;
+  }
+  kept.push_back(nullptr);
+  return kept;
 }
 
 LOCKSTEP_INLINE std::optional<std::string> flag_without_value(int argc, const char* const* argv) {
@@ -249,7 +245,15 @@ LOCKSTEP_INLINE std::optional<std::string> flag_without_value(int argc, const ch
 }
 
 LOCKSTEP_INLINE std::string launch_help(const LaunchOptions& options) {
-  return detail::launch_help(options);
+  std::string help;
+  const auto add = [&](bool read, std::string_view flag, const std::string& text) {
+    if (read) help += detail::formatted("  {:<22} {}\n", flag, text);
+  };
+  const auto nproc = options.nproc > 0 ? std::to_string(options.nproc) : "one per GPU, or 1 without GPUs";
+  add(options.nproc_flag, "--nproc N", "processes to start on this host (" + nproc + ")");
+  add(options.prefix_flag, "--prefix WHEN", "put the rank in front of output lines: auto, always or never");
+  add(options.timeout_flag, "--timeout SECONDS", "timeout of collectives (1800, or 600 on GPUs)");
+  return help;
 }
 
 }  // namespace lockstep

@@ -49,28 +49,6 @@ inline std::optional<std::string> argument_value(int argc, const char* const* ar
   return value;
 }
 
-/// Returns the command line without the flags that `launch` reads and their values, for the program's own
-/// parser. The last element is a null pointer.
-inline std::vector<char*> program_arguments(int argc, const char* const* argv, const LaunchOptions& options) {
-  Flags flags;
-  if (options.nproc_flag) flags = nproc_flags;
-  if (options.prefix_flag) flags.push_back("--prefix");
-  if (options.timeout_flag) flags.push_back("--timeout");
-  std::vector<char*> kept;
-  bool over = false;  // after `--`
-  for (int i = 0; i < argc; ++i) {
-    const std::string_view argument = argv[i];
-    over = over || argument == "--";
-    int match = 0;
-    for (std::size_t f = 0; f < flags.size() && i > 0 && !over && match == 0; ++f)
-      match = matches_flag(argument, flags[f]);
-    if (match == 0) kept.push_back(const_cast<char*>(argv[i]));  // argv of main, which a program may change
-    if (match == 1) ++i;
-  }
-  kept.push_back(nullptr);
-  return kept;
-}
-
 /// Returns the value of a flag that gives a number of `unit`. Throws UsageError unless it is a whole number
 /// of at least 1.
 inline std::optional<int> count_argument(int argc, const char* const* argv, const Flags& flags,
@@ -92,19 +70,6 @@ inline std::optional<Prefix> prefix_argument(int argc, const char* const* argv) 
   if (*text == "always") return Prefix::always;
   if (*text == "never") return Prefix::never;
   throw UsageError(detail::formatted("--prefix {} is unknown: it must be auto, always or never", *text));
-}
-
-/// Returns the help text of the flags that `launch` reads, one line each.
-inline std::string launch_help(const LaunchOptions& options) {
-  std::string help;
-  const auto add = [&](bool read, std::string_view flag, const std::string& text) {
-    if (read) help += detail::formatted("  {:<22} {}\n", flag, text);
-  };
-  const auto nproc = options.nproc > 0 ? std::to_string(options.nproc) : "one per GPU, or 2 without GPUs";
-  add(options.nproc_flag, "--nproc N", "processes to start on this host (" + nproc + ")");
-  add(options.prefix_flag, "--prefix WHEN", "put the rank in front of output lines: auto, always or never");
-  add(options.timeout_flag, "--timeout SECONDS", "timeout of collectives (1800, or 600 on GPUs)");
-  return help;
 }
 
 /// How `launch` runs: as one worker, or as the launching process of `nproc` ranks, of which `first` is the
@@ -246,7 +211,7 @@ inline LaunchPlan plan_launch(int argc, const char* const* argv, const LaunchOpt
                           "WORLD_SIZE",
                           *size, *size - 1, flag));
   if (!nproc) {
-    nproc = size ? *size : std::max(visible_gpus(), 0) > 0 ? visible_gpus() : 2;
+    nproc = size ? *size : std::max(visible_gpus(), 1);
     given_nproc = size ? detail::formatted("WORLD_SIZE={}", *size) : std::string("one process per GPU");
   }
   if (size && *size != *nproc)

@@ -46,7 +46,8 @@ inline std::string run_summary(const Environment& env, const std::vector<RankIde
   for (const Host& host : hosts) counts.push_back(detail::formatted("{}: {}", host.name, host.ranks));
   text += joined(counts, ", ", ", ", hosts_shown);
   text += detail::formatted("), started by {}", env.launcher.empty() ? std::string("hand") : env.launcher);
-  if (env.launcher != "--nproc" || hosts.size() > 1 || !env.rendezvous.starts_with("tcp://127.0.0.1:")) {
+  if (env.launcher != "--nproc" || hosts.size() > 1 ||
+      !env.rendezvous.starts_with("tcp://" + loopback_address() + ":")) {
     const auto& variables = env.rank_variables.empty() ? env.read_variables : env.rank_variables;
     if (!variables.empty()) text += detail::formatted(" ({})", variables);
     if (!env.rendezvous.empty()) text += detail::formatted(", rendezvous at {}", env.rendezvous);

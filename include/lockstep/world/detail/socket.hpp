@@ -279,7 +279,7 @@ inline Listener listen_on(const std::string& host, int port, const RendezvousOri
   SocketAddress bound;
   getsockname(listener.fd.get(), bound.get(), &bound.length);
   listener.port = bound.port();
-  listener.address = choice.address.empty() ? "127.0.0.1" : bound.text();
+  listener.address = choice.address.empty() ? loopback_address() : bound.text();
   return listener;
 }
 

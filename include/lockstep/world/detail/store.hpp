@@ -59,9 +59,8 @@ class StoreClient : public ClonableStore {
       : endpoint_(std::move(endpoint)), hosted_(std::move(hosted)), connection_(endpoint_, timeout, waiting) {
     timeout_ = timeout;
   }
-  // A child that is forked without exec does not speak for its parent.
   ~StoreClient() override {
-    if (bound_by_ == getpid())
+    if (bound_ && getpid() == owner_)
       connection_.send_last(StoreOperation::bind_rank, [](FrameWriter& out) { out.integer(0).text(""); });
   }
 
@@ -70,7 +69,7 @@ class StoreClient : public ClonableStore {
   void bind_rank(int rank, const std::string& process) {
     request(StoreOperation::bind_rank, end(),
             [&](FrameWriter& out) { out.integer(static_cast<std::uint64_t>(rank)).text(process); });
-    bound_by_ = getpid();
+    bound_ = true;
   }
 
   [[nodiscard]] const StoreConnection& connection() const { return connection_; }
@@ -176,7 +175,8 @@ class StoreClient : public ClonableStore {
   StoreEndpoint endpoint_;
   std::shared_ptr<void> hosted_;
   StoreConnection connection_;
-  pid_t bound_by_ = 0;  // the process that has bound this client to its rank, 0 if none has
+  bool bound_ = false;  // to a rank
+  const pid_t owner_ = getpid();
 };
 
 using StorePtr = c10::intrusive_ptr<c10d::Store>;
@@ -756,17 +756,16 @@ inline MissingRanks missing_ranks(c10d::Store& store, int size, std::chrono::ste
 
 /// The first failure of a run, after which no collective can complete.
 struct Failure {
-  int rank = -1;       ///< the rank that failed, -1 if only the text names it
-  bool vague = false;  ///< the rank has not published its reason yet
+  int rank = -1;  ///< the rank that failed, -1 if only the text names it
   std::string text;
 
   /// Parses a published failure: "rank 3: reason", or a launcher's text.
   static Failure parse(const std::string& published) {
     const auto colon = published.find(": ");
-    if (!published.starts_with("rank ") || colon == std::string::npos) return {-1, false, published};
+    if (!published.starts_with("rank ") || colon == std::string::npos) return {-1, published};
     const auto rank = whole_number(std::string_view(published).substr(5, colon - 5));
-    if (!rank) return {-1, false, published};
-    return {*rank, false, published.substr(colon + 2)};
+    if (!rank) return {-1, published};
+    return {*rank, published.substr(colon + 2)};
   }
 
   /// Returns how the errors of other ranks name the failure: "rank 3 failed first: reason", or "rank 3 has
@@ -792,6 +791,27 @@ inline bool record_failure(c10d::Store& store, const std::string& text) {
   const bool first = known && store.add(store_keys::failures_of_this_text, 1) == 1;
   store.compareSet(store_keys::outcome, {}, to_bytes("failed"));
   return first;
+}
+/// record_failure() that also tells all ranks of it.
+inline bool publish_failure(const StorePtr& store, int rank, int size, const std::string& text) {
+  const bool first = record_failure(*store, text);
+  StoreMailbox(store, rank, size).notify_all_ranks();
+  return first;
+}
+
+/// Keeps the process that hosts the store alive until all ranks have finished: 5 minutes at most, or 2 s if a rank of
+/// this host has failed. Other ranks may still read a failure.
+inline void outlive_ranks(c10d::Store& store, int size, bool well) {
+  const auto deadline =
+      std::chrono::steady_clock::now() + (well ? std::chrono::minutes(5) : std::chrono::seconds(2));
+  std::vector<std::string> finished;
+  for (int rank = 0; rank < size; ++rank) finished.push_back(store_keys::finished(rank));
+  try {
+    while (!appear_within(store, finished, std::chrono::milliseconds(500)) &&
+           std::chrono::steady_clock::now() < deadline)
+      if (well && published_failure(store)) return std::this_thread::sleep_for(std::chrono::seconds(1));
+  } catch (const c10::Error&) {  // the store is unreadable: stop waiting
+  }
 }
 
 /// Publishes that a rank's process has ended with exit code 0, also to ranks that wait for the rendezvous: one

@@ -33,11 +33,11 @@ inline constexpr const char* refusal = "lockstep/refusal";
 /// The text of the run's first failure.
 inline constexpr const char* failure = "lockstep/failure";
 inline constexpr const char* failures_of_this_text = "lockstep/failures of this text";
-/// Set by a rank at the end of its program.
+/// Its exit code, set by a rank at its end; -1 by the server, when it loses one that has made a communicator.
 inline std::string finished(int rank) {
   return formatted("lockstep/finished/{}", rank);
 }
-/// Set by the server when the connection that is bound to a rank closes: the name of the rank's process.
+/// Set by the server when it loses another rank: the name of its process.
 inline std::string lost(int rank) {
   return formatted("lockstep/lost/{}", rank);
 }

@@ -81,10 +81,11 @@ class StoreServer {
 
   /// Closes every connection. Does not wait for any client.
   ~StoreServer() {
+    const bool runs_here = getpid() == owner_;  // the thread, and not in the parent of this process
     const std::uint64_t one = 1;
-    if (write(wake_.get(), &one, sizeof one) < 0) {
+    if (runs_here && write(wake_.get(), &one, sizeof one) < 0) {
     }
-    thread_.join();
+    runs_here ? thread_.join() : thread_.detach();
   }
   StoreServer(const StoreServer&) = delete;
   StoreServer& operator=(const StoreServer&) = delete;
@@ -220,23 +221,22 @@ class StoreServer {
     unpark(connection);
     connection.fd.close();
     dropped_.push_back(connection.number);
-    if (connection.process.empty() || may_end(connection.rank)) return;
-    put(store_keys::lost(connection.rank), connection.process);
-    wake_waiting(store_keys::lost(connection.rank));
-    lost_.push_back({connection.rank, std::move(connection.process), Clock::now() + end_grace_});
-  }
-
-  // Returns whether the rank has finished or has made a communicator.
-  [[nodiscard]] bool may_end(int rank) const {
-    return values_.contains(store_keys::finished(rank)) || values_.contains(store_keys::communicates(rank));
+    const std::string finished = store_keys::finished(connection.rank);
+    if (connection.process.empty() || values_.contains(finished)) return;
+    const bool member = values_.contains(store_keys::communicates(connection.rank));
+    const std::string key = member ? finished : store_keys::lost(connection.rank);
+    put(key, member ? "-1" : connection.process);
+    wake_waiting(key);
+    if (!member) lost_.push_back({connection.rank, std::move(connection.process), Clock::now() + end_grace_});
   }
 
   // Publishes the end of a rank as the run's failure, also to ranks that wait for the rendezvous.
   void publish_end(const LostRank& lost) {
     const auto outcome = values_.find(store_keys::outcome);
-    const bool told = outcome != values_.end() && outcome->second != "complete";
-    if (told || may_end(lost.rank) || values_.contains(store_keys::failure)) return;
     const bool undecided = outcome == values_.end();
+    if ((!undecided && outcome->second != "complete") || values_.contains(store_keys::finished(lost.rank)) ||
+        values_.contains(store_keys::communicates(lost.rank)) || values_.contains(store_keys::failure))
+      return;
     put(store_keys::failure,
         detail::formatted("rank {}: has ended before its first communicator ({}): it was killed, or its "
                           "connection broke; look at its output, and start all ranks again",
@@ -333,9 +333,13 @@ class StoreServer {
       case StoreOperation::set: {
         auto keys = reader.texts(), values = reader.texts();
         if (!reader.whole() || keys.size() != values.size()) return drop(connection);
-        for (std::size_t i = 0; i < keys.size(); ++i)
-          if (const auto problem = put(keys[i], std::move(values[i])); !problem.empty())
+        std::size_t together = 0;  // of the values before
+        for (std::size_t i = 0; i < keys.size(); ++i) {
+          if (const auto problem = refusal(keys[i], values[i].size(), together); !problem.empty())
             return refuse(connection, id, problem);
+          together += entry_bytes(keys[i], values[i].size());
+        }
+        for (std::size_t i = 0; i < keys.size(); ++i) put(keys[i], std::move(values[i]));
         reply(connection, id);
         for (const std::string& key : keys) wake_waiting(key);
         return;
@@ -371,7 +375,7 @@ class StoreServer {
         const auto found = values_.find(key);
         const bool erased = found != values_.end();
         if (erased) {
-          bytes_ -= key.size() + found->second.size();
+          bytes_ -= entry_bytes(key, found->second.size());
           values_.erase(found);
         }
         return reply(connection, id, [&](FrameWriter& out) { out.byte(erased ? 1 : 0); });
@@ -443,18 +447,31 @@ class StoreServer {
     }
   }
 
-  // Sets a value. Returns the reason if it must not be set.
-  std::string put(const std::string& key, std::string value) {
+  // The memory of a key with a value: that of its node and its place in the table, too.
+  static std::size_t entry_bytes(const std::string& key, std::size_t value) {
+    return key.size() + value + 128;
+  }
+  [[nodiscard]] std::size_t bytes_of(const std::string& key) const {
+    const auto found = values_.find(key);
+    return found == values_.end() ? 0 : entry_bytes(key, found->second.size());
+  }
+  // Returns why a value of this size must not be set beside others that take `together` bytes; empty if it may be.
+  [[nodiscard]] std::string refusal(const std::string& key, std::size_t value,
+                                    std::size_t together = 0) const {
     if (key.size() > max_key_bytes)
       return detail::formatted("a key may have {} bytes, this one has {}", max_key_bytes, key.size());
-    const auto found = values_.find(key);
-    const auto before = found == values_.end() ? 0 : key.size() + found->second.size();
-    const auto after = bytes_ - before + key.size() + value.size();
-    if (value.size() > max_frame_bytes - 64 || after > max_store_bytes)
-      return detail::formatted("the value of {} bytes is too large", value.size());
-    bytes_ = after;
-    values_.insert_or_assign(key, std::move(value));
+    if (value > max_frame_bytes - 64 ||
+        bytes_ - bytes_of(key) + together + entry_bytes(key, value) > max_store_bytes)
+      return detail::formatted("the value of {} bytes is too large", value);
     return {};
+  }
+  // Sets a value. Returns the reason if it must not be set.
+  std::string put(const std::string& key, std::string value) {
+    std::string problem = refusal(key, value.size());
+    if (!problem.empty()) return problem;
+    bytes_ += entry_bytes(key, value.size()) - bytes_of(key);
+    values_.insert_or_assign(key, std::move(value));
+    return problem;
   }
 
   void answer_or_park(Connection& connection, Parked request) {
@@ -557,6 +574,7 @@ class StoreServer {
   std::size_t bytes_ = 0;
   std::unordered_map<std::string, std::vector<std::uint64_t>> waiting_;  // connections parked on a key
   std::thread thread_;
+  const pid_t owner_ = getpid();
 };
 
 }  // namespace lockstep::detail

@@ -279,7 +279,9 @@ LOCKSTEP_PROCESS_WIDE inline void end_on_uncaught() {
     report_descriptor();
     previous = std::get_terminate();
     if (previous != __gnu_cxx::__verbose_terminate_handler) return;  // the program has its own
+    static const pid_t owner = getpid();
     std::set_terminate([] {
+      if (getpid() != owner) previous();  // a forked child
       FailureReport report;
       try {
         report = describe(std::current_exception());

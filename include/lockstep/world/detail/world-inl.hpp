@@ -60,6 +60,7 @@ namespace lockstep {
 
 struct World::State {
   Environment environment;
+  const pid_t owner = getpid();  // a forked child speaks for nobody
   std::mutex mutex;
   std::optional<detail::Rendezvous> rendezvous;
   // Valid once all ranks have joined: written before `complete` is set, and never again.
@@ -196,32 +197,13 @@ LOCKSTEP_INLINE bool World::hosts_store() const {
   return rendezvous().hosted_here;
 }
 
-LOCKSTEP_INLINE bool World::publish_failure(const std::string& text) const {
-  return publish_failure(connect_again(std::chrono::seconds(1)), rank(), size(), text);
-}
-
-LOCKSTEP_INLINE bool World::publish_failure(const detail::StorePtr& store, int rank, int size,
-                                            const std::string& text) {
-  const bool first = detail::record_failure(*store, text);
-  detail::StoreMailbox(store, rank, size).notify_all_ranks();
-  return first;
-}
-
-LOCKSTEP_INLINE std::optional<std::string> World::published_failure(c10d::Store& store) {
-  return detail::published_failure(store);
-}
-
-LOCKSTEP_INLINE bool World::finished(c10d::Store& store, int rank) {
-  return store.check({detail::store_keys::finished(rank)});
-}
-
 LOCKSTEP_INLINE void World::leave(int code) const {
   {
     // A launcher that hosts the store for several hosts waits for every rank to finish.
     const auto& known = state_->environment;
     const bool awaited =
         known.store_is_hosted && !known.store_outlives_attempts && known.local_size < known.size;
-    if (size() == 1) return;
+    if (size() == 1 || getpid() != state_->owner) return;
     announce_exit_code(code);
     std::unique_lock lock(state_->mutex, std::try_to_lock);
     if (!lock && code != 0) return;  // announce_exit_code still connects
@@ -239,17 +221,11 @@ LOCKSTEP_INLINE void World::leave(int code) const {
     if (const auto path = parse_rendezvous(state_->environment.rendezvous).path; !path.empty()) {
       // The last rank removes the file: it would refuse the next run.
       for (int other = 0; other < size(); ++other)
-        if (!finished(*side, other)) return;
+        if (!side->check({detail::store_keys::finished(other)})) return;
       unlink(path.c_str());
       return;
     }
-    if (!hosts_store()) return;
-    std::vector<std::string> finished_keys;
-    for (int other = 0; other < size(); ++other) finished_keys.push_back(detail::store_keys::finished(other));
-    const auto deadline = std::chrono::steady_clock::now() + std::chrono::minutes(5);
-    while (!detail::appear_within(*side, finished_keys, std::chrono::seconds(1)) &&
-           !published_failure(*side) && std::chrono::steady_clock::now() < deadline) {
-    }
+    if (hosts_store()) detail::outlive_ranks(*side, size(), true);
   } catch (const std::exception&) {  // the store has ended, and the other ranks with it
   }
 }
@@ -268,10 +244,10 @@ LOCKSTEP_INLINE bool World::begin_communicating() const {
 }
 
 LOCKSTEP_INLINE World::Outcome::~Outcome() {
-  try {
-    world.connect_again()->set(key, detail::to_bytes(good ? "done" : "failed"));
-  } catch (...) {  // the launcher or the timeout ends the local ranks
-  }
+  if (getpid() == world.state_->owner) try {
+      world.connect_again()->set(key, detail::to_bytes(good ? "done" : "failed"));
+    } catch (...) {  // the launcher or the timeout ends the local ranks
+    }
 }
 
 LOCKSTEP_INLINE const detail::Rendezvous& World::rendezvous() const {
@@ -385,6 +361,7 @@ LOCKSTEP_INLINE World::LocalPlace World::local_place() const {
 }
 
 LOCKSTEP_INLINE bool World::publish_to_waiting(const std::string& text) const {
+  if (getpid() != state_->owner) return true;
   bool joined = true;
   {
     std::unique_lock lock(state_->mutex, std::try_to_lock);
@@ -396,7 +373,7 @@ LOCKSTEP_INLINE bool World::publish_to_waiting(const std::string& text) const {
       joined = false;
     }
   }
-  const bool first = publish_failure(text);
+  const bool first = detail::publish_failure(connect_again(std::chrono::seconds(1)), rank(), size(), text);
   // The store ends with this process: give the other ranks time to read the failure.
   if (hosts_store()) std::this_thread::sleep_for(std::chrono::milliseconds(800));
   return first || !joined;
@@ -421,8 +398,9 @@ LOCKSTEP_INLINE void World::announce_failures() const {
     if (other < 0 || world.launched_here()) return std::nullopt;  // the launcher sees the exit itself
     if (other == 0 && !in_launcher) return std::nullopt;          // the store has ended with rank 0
     auto side = world.connect_again(std::chrono::milliseconds(400));
-    if (!finished(*side, other)) return std::nullopt;
-    return detail::whole_number(detail::to_text(side->get(detail::store_keys::finished(other))));
+    const std::string ended = detail::store_keys::finished(other);
+    if (!side->check({ended})) return std::nullopt;
+    return detail::whole_number(detail::to_text(side->get(ended)));
   };
   detail::announce_exit();
   detail::announce_signals(detail::host_name());
@@ -464,7 +442,7 @@ LOCKSTEP_INLINE void World::wait_for_first(c10d::Store& side, const std::string&
   while (!detail::appear_within(
       side, {key},
       std::min<std::chrono::milliseconds>(detail::left_of(timeout, begin), std::chrono::milliseconds(500)))) {
-    if (const auto failure = published_failure(side))
+    if (const auto failure = detail::published_failure(side))
       throw PeerError(detail::Failure::parse(*failure).sentence());
     if (std::chrono::steady_clock::now() > begin + timeout)
       throw TimeoutError(
@@ -472,7 +450,7 @@ LOCKSTEP_INLINE void World::wait_for_first(c10d::Store& side, const std::string&
                             first, std::chrono::duration<double>(timeout).count()));
   }
   if (detail::to_text(side.get(key)) != "done") {
-    if (const auto failure = published_failure(side))
+    if (const auto failure = detail::published_failure(side))
       throw PeerError(detail::Failure::parse(*failure).sentence());
     throw PeerError(detail::formatted("{}, the first on this host, failed in local_zero_first", first));
   }
