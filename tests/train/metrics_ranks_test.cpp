@@ -9,6 +9,7 @@
 #include "lockstep/train/trainer.hpp"
 #include "support/ranks.hpp"
 #include "support/text_of.hpp"
+#include "support/written.hpp"
 #include "train/nets.hpp"
 
 namespace metrics_ranks_test {
@@ -168,6 +169,24 @@ TEST_CASE("values of each sample arrive on every rank in the dataset's order, ea
   };
   CHECK_THAT(text_of<lockstep::DataError>([&] { trainer->evaluate(three_classes(40), a_mean); }),
              ContainsSubstring("first dimension counts the samples"));
+}
+
+TEST_CASE("what cannot be restored at the end of an evaluation is warned of") {
+  struct Stubborn : torch::nn::Module {
+    void train(bool on) override {
+      if (on) throw std::runtime_error("no more training");
+      Module::train(on);
+    }
+  } stubborn;
+  CHECK_THAT(written(2, [&] { const lockstep::EvaluationMode mode(stubborn); }),
+             ContainsSubstring("a module's training mode could not be restored"));
+  torch::nn::BatchNorm1d norm(2);
+  CHECK_THAT(written(2,
+                     [&] {
+                       const lockstep::BufferSnapshot kept(*norm);
+                       norm->running_mean.resize_({3});
+                     }),
+             ContainsSubstring("a buffer of the module could not be restored"));
 }
 
 }  // namespace metrics_ranks_test
