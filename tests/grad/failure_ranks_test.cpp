@@ -105,8 +105,12 @@ TEST_CASE("parameters whose data were replaced after construction are named") {
   SECTION("by torch::load") {
     torch::load(net, file);
   }
+  const std::string text = "the data of parameter 'one.weight' was replaced";
   CHECK_THAT(text_of<lockstep::UsageError>([&] { ddp.backward(net(batch_of(0, 0)).sum()); }),
-             ContainsSubstring("the data of parameter 'one.weight' was replaced"));
+             ContainsSubstring(text));
+  // Before a bare loss.backward(), too.
+  CHECK_THAT(text_of<lockstep::UsageError>([&] { ddp(batch_of(0, 0)).sum().backward(); }),
+             ContainsSubstring(text));
 }
 
 TEST_CASE("a parameter that was unfrozen after construction is named") {

@@ -486,6 +486,16 @@ TEST_CASE("mistakes of a loop by hand are warned of, once, on one rank") {
               ddp.backward(net(batch_of(equal ? 0 : world.rank(), 0)).pow(2).mean());
             });
   }
+  SECTION("batches that are equal, although dropout differs") {
+    for (const bool equal : {true, false})
+      warns(1, equal ? "first batches of ranks 0 and 1 are equal" : nullptr, [&](Net& net, auto& ddp, auto&) {
+        torch::manual_seed(world.rank());
+        const torch::Tensor samples = torch::arange(32.).reshape({8, 4}) + (equal ? 0 : world.rank());
+        lockstep::DataLoader loader(lockstep::TensorDataset{samples, torch::zeros({8})},
+                                    lockstep::DistributedSampler(8, 0, 1), {.batch_size = 4});
+        for (auto& batch : loader) ddp.backward(net(torch::dropout(batch.data, 0.5, true)).sum());
+      });
+  }
   SECTION("a step inside no_sync") {
     for (const bool inside : {true, false})
       warns(0, inside && world.size() > 1 ? "parameters changed inside no_sync" : nullptr,
@@ -503,10 +513,9 @@ TEST_CASE("mistakes of a loop by hand are warned of, once, on one rank") {
         torch::arange(4. * static_cast<double>(samples)).reshape({-1, 4}).to(torch::kFloat),
         torch::zeros({static_cast<std::int64_t>(samples)})};
     const std::string text = "batch 2 of a pass in which rank " + std::to_string(world.size() - 1) + " has 1";
-    for (const bool pad : {false, true})
-      warns(0, !pad && world.size() > 1 ? text.c_str() : nullptr, [&](Net& net, auto& ddp, auto&) {
-        lockstep::DataLoader loader(data, lockstep::DistributedSampler(samples, world, {.pad = pad}),
-                                    {.batch_size = 1});
+    const auto run = [&](bool expected, const auto& sampler) {
+      warns(0, expected && world.size() > 1 ? text.c_str() : nullptr, [&](Net& net, auto& ddp, auto&) {
+        lockstep::DataLoader loader(data, sampler, {.batch_size = 1});
         for (auto& batch : loader) net(batch.data);  // an evaluation
         int steps = 0;
         for (auto& batch : loader) {
@@ -515,6 +524,10 @@ TEST_CASE("mistakes of a loop by hand are warned of, once, on one rank") {
         }
         while (steps++ < 2) ddp.backward_empty();
       });
+    };
+    run(true, lockstep::DistributedSampler(samples, world, {.pad = false}));
+    run(false, lockstep::DistributedSampler(samples, world));
+    run(true, lockstep::EvaluationSampler(samples, world));
     // Ranks that accumulate reduce equally often, here once.
     warns(0, nullptr, [&](Net& net, auto& ddp, auto&) {
       lockstep::DataLoader loader(data, lockstep::DistributedSampler(samples, world, {.pad = false}),

@@ -228,7 +228,8 @@ TEST_CASE("a saved scaler is checked as a new one is, and a bad one changes noth
   CHECK(refused("growth_interval", 0).find("growth_interval is 0") != std::string::npos);
   CHECK(refused("growth_factor", 1.0).find("growth_factor is 1") != std::string::npos);
   CHECK(refused("backoff_factor", 1.0).find("backoff_factor is 1") != std::string::npos);
-  CHECK(!refused("growth_tracker", -1).empty());
+  for (const std::int64_t tracker : {std::int64_t{-1}, std::int64_t{1} << 40})
+    CHECK(!refused("growth_tracker", tracker).empty());
   CHECK(!refused("skipped", -1).empty());
   CHECK(!refused("scale", {}).empty());
   CHECK(refused("none", 0).empty());

@@ -138,6 +138,18 @@ auto maker(lockstep::TrainerOptions options, const Extras&... extras) {
   };
 }
 
+using AnyOptimizer = std::unique_ptr<torch::optim::Optimizer>;
+
+// A maker of trainers of two steps with the optimizer that `plain` makes, or a sharded one around it.
+template <class Plain>
+auto maker_of(Plain plain, lockstep::GlooComm& comm, bool sharded) {
+  return maker({.steps = 2, .batch_size = 4, .progress = false},
+               lockstep::MakeOptimizer{[=, &comm](std::vector<torch::Tensor> p) {
+                 return sharded ? AnyOptimizer(new lockstep::ZeroRedundancyOptimizer(p, comm, plain))
+                                : plain(p);
+               }});
+}
+
 const auto momentum = lockstep::MakeOptimizer{[](std::vector<torch::Tensor> parameters) {
   return lockstep::SGD(std::move(parameters), {.lr = 0.05, .momentum = 0.9});
 }};
@@ -441,17 +453,12 @@ TEST_CASE("a checkpoint that does not fit leaves the optimizer and all else of t
     void load(torch::serialize::InputArchive&) { throw std::length_error("no such length"); }
   } unloadable;
   lockstep::GlooComm comm(world);
-  using Made = std::unique_ptr<torch::optim::Optimizer>;
   for (const bool torchs : {false, true})
     for (const bool sharded : {false, true}) {
       const auto plain = [torchs](std::vector<torch::Tensor> p) {
-        return torchs ? Made(new torch::optim::Adam(p)) : Made(new lockstep::Adam(p));
+        return torchs ? AnyOptimizer(new torch::optim::Adam(p)) : AnyOptimizer(new lockstep::Adam(p));
       };
-      const auto make =
-          maker({.steps = 2, .batch_size = 4, .progress = false},
-                lockstep::MakeOptimizer{[&](std::vector<torch::Tensor> p) {
-                  return sharded ? Made(new lockstep::ZeroRedundancyOptimizer(p, comm, plain)) : plain(p);
-                }});
+      const auto make = maker_of(plain, comm, sharded);
       // The end of a run that loads `file`, unless `error` is empty, after `fits` times two steps, and goes on.
       const auto end_of = [&](int fits, const std::string& error) {
         auto trainer = make();
@@ -525,16 +532,11 @@ TEST_CASE("a failed load keeps the state of an optimizer that saves nothing") {
     void load(torch::serialize::InputArchive&) override {}
   };
   lockstep::GlooComm comm(test_world());
-  using Made = std::unique_ptr<torch::optim::Optimizer>;
   for (const bool sharded : {false, true}) {
-    const auto plain = [](std::vector<torch::Tensor> parameters) {
-      return Made(new Unsaved(std::move(parameters), torch::optim::SGDOptions(0.1).momentum(0.9)));
+    const auto plain = [](std::vector<torch::Tensor> p) {
+      return AnyOptimizer(new Unsaved(std::move(p), torch::optim::SGDOptions(0.1).momentum(0.9)));
     };
-    const auto make = maker({.steps = 2, .batch_size = 4, .progress = false},
-                            lockstep::MakeOptimizer{[&](std::vector<torch::Tensor> p) {
-                              return sharded ? Made(new lockstep::ZeroRedundancyOptimizer(p, comm, plain))
-                                             : plain(std::move(p));
-                            }});
+    const auto make = maker_of(plain, comm, sharded);
     make()->save_checkpoint(file, lockstep::GradScaler());
     const auto end_of = [&](bool loads) {
       auto trainer = make();

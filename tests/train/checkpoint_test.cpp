@@ -16,6 +16,8 @@
 #include <fstream>
 #include <thread>
 
+#include "lockstep/comm/local_comm.hpp"
+#include "lockstep/train/detail/run_checkpoint.hpp"
 #include "lockstep/train/state_dict.hpp"
 #include "support/catch.hpp"
 #include "support/temporary_folder.hpp"
@@ -35,6 +37,11 @@ bool equal(TinyNet& a, TinyNet& b) {
     if (!torch::equal(a->buffers()[i], b->buffers()[i])) return false;
   return true;
 }
+
+struct RunWithoutParts {
+  lockstep::LocalComm comm{lockstep::World()};
+  void each_more(const auto& /*visit*/) const {}
+};
 
 std::string refusal(torch::nn::Module& model, const fs::path& path) {
   try {
@@ -490,6 +497,13 @@ TEST_CASE("a rank's state without a device reads as it was written") {
   const auto read = parts::RankState::read(state.bytes());
   CHECK(!read.device_generator.defined());
   CHECK(read.loss.sum == 3);
+}
+
+TEST_CASE("a checkpoint whose ranks have unequal numbers of own parts is refused") {
+  RunWithoutParts run;
+  std::vector<lockstep::detail::RankState> ranks(2);
+  ranks[1].own_parts = {"of rank 1"};
+  CHECK_THROWS_AS(lockstep::detail::require_own_parts(run, ranks), lockstep::CheckpointError);
 }
 
 }  // namespace checkpoint_test

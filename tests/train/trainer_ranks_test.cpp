@@ -194,16 +194,16 @@ TEST_CASE("a loss of sums and counts that differ between ranks is the mean over 
   const auto& world = test_world();
   const auto train = three_classes(24);
   // Weights each sample by its class: batches of equal size weigh differently.
-  auto weighted = [](auto& net, const auto& batch) {
+  auto weighted = [](torch::nn::Sequential& net, const lockstep::Example& batch) {
     const auto each = torch::nn::functional::cross_entropy(
         net->forward(batch.data), batch.target,
         torch::nn::functional::CrossEntropyFuncOptions().reduction(torch::kNone));
     const auto weight = batch.target.to(torch::kFloat).pow(2);
-    return lockstep::Mean{(each * weight).sum(), weight.sum().template item<double>()};
+    return lockstep::Mean{(each * weight).sum(), weight.sum().item<double>()};
   };
   torch::manual_seed(5);
   torch::nn::Sequential net(torch::nn::Linear(6, 8), torch::nn::Tanh(), torch::nn::Linear(8, 3));
-  auto alone = std::dynamic_pointer_cast<torch::nn::SequentialImpl>(net->clone());
+  torch::nn::Sequential alone(std::dynamic_pointer_cast<torch::nn::SequentialImpl>(net->clone()));
   const std::int64_t ranks = world.size();
   auto trainer =
       lockstep::Trainer{world, {.epochs = 1, .batch_size = 24 / ranks, .lr = 0.5, .shuffle = false}, net};
@@ -217,6 +217,15 @@ TEST_CASE("a loss of sums and counts that differ between ranks is the mean over 
   for (std::size_t i = 0; i < alone->parameters().size(); ++i)
     CHECK(torch::allclose(alone->parameters()[i], net->parameters()[i], 1e-5, 1e-6));
   CHECK(report.loss == Approx(mean.sum.item<double>() / mean.count).epsilon(1e-5));
+
+  // The loss is a metric itself, with the same counts; of one with named parts the loss alone is.
+  const auto in_parts = [&](torch::nn::Sequential& model, const lockstep::Example& batch) {
+    return std::tuple{weighted(model, batch), lockstep::named<"half">(torch::tensor(0.5))};
+  };
+  const auto after = weighted(net, all);
+  const auto [loss, total] = trainer.evaluate(train, weighted, in_parts);
+  CHECK(loss == Approx(after.sum.item<double>() / after.count).epsilon(1e-5));
+  CHECK(total == loss);
 }
 
 TEST_CASE("ranks start alike and draw differently") {

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <dlfcn.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <concepts>
@@ -14,6 +15,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <system_error>
 #include <thread>
 #include <utility>
@@ -34,8 +36,9 @@
 #include "lockstep/data/dataset.hpp"
 #include "lockstep/data/generator.hpp"
 #include "lockstep/data/sampler.hpp"
+#include "lockstep/detail/bytes.hpp"
+#include "lockstep/detail/drawn_batch.hpp"
 #include "lockstep/detail/format.hpp"
-#include "lockstep/detail/lone_batch.hpp"
 #include "lockstep/detail/served_call.hpp"
 #include "lockstep/error.hpp"
 
@@ -51,6 +54,24 @@ inline void keep_math_on_this_thread() {
   using SetThreads = void (*)(int);
   static const auto set_threads = reinterpret_cast<SetThreads>(dlsym(RTLD_DEFAULT, "omp_set_num_threads"));
   if (set_threads) set_threads(1);
+}
+
+/// Returns a hash of a batch, of a large tensor by a million of its bytes; 0 if the values of each tensor are equal, or
+/// a tensor is not on the CPU or not contiguous.
+template <class Batch>
+std::uint64_t hash_of_batch(Batch& batch) {
+  std::uint64_t hash = fnv1a_basis;
+  bool whole = true, varies = false;
+  if constexpr (TensorBatch<Batch>)
+    for_each_tensor(batch, [&](const at::Tensor& tensor) {
+      if (!(whole = whole && tensor.is_cpu() && tensor.has_storage() && tensor.is_contiguous())) return;
+      const std::string_view bytes(static_cast<const char*>(tensor.const_data_ptr()), tensor.nbytes());
+      for (std::size_t i = 0; i < bytes.size(); i += 1 + (bytes.size() >> 20)) {
+        hash = fnv1a(bytes.substr(i, 1), hash);
+        varies = varies || bytes[i] != bytes[i % tensor.element_size()];
+      }
+    });
+  return whole && varies ? hash : 0;
 }
 
 /// Runs jobs ahead on worker threads and returns their results in the order of the jobs.
@@ -77,6 +98,8 @@ class Prefetcher {
   }
   Prefetcher(const Prefetcher&) = delete;
   Prefetcher& operator=(const Prefetcher&) = delete;
+  /// False in a forked child, where the threads do not run and the destructor would wait for ever.
+  [[nodiscard]] bool runs_here() const { return getpid() == owner_; }
   ~Prefetcher() {
     {
       const std::lock_guard lock(mutex_);
@@ -166,6 +189,7 @@ class Prefetcher {
   std::size_t taken_ = 0;
   bool stopping_ = false;
   std::vector<std::thread> threads_;
+  const pid_t owner_ = getpid();
 };
 
 /// Gives a plain Sampler the members of ResumableSampler that DataLoader uses. Each copy counts its own
@@ -353,9 +377,9 @@ class DataLoader {
            (!options_.drop_last && samples % options_.batch_size != 0 ? 1 : 0);
   }
   // The number of batches of the last rank in the coming pass, and the number of ranks; none if it is unknown.
-  [[nodiscard]] detail::LoneBatch last_rank() const {
+  [[nodiscard]] detail::DrawnBatch last_rank() const {
     if constexpr (CountingSampler<S> && requires { sampler_.world_size(); })
-      return {0, batches(sampler_.size_of(sampler_.world_size() - 1)), sampler_.world_size()};
+      return {0, batches(sampler_.size_of(sampler_.world_size() - 1)), sampler_.world_size(), 0};
     return {};
   }
 
@@ -438,13 +462,13 @@ class DataLoader<D, S>::Iterator {
       : loader_(std::exchange(other.loader_, nullptr)),
         prefetcher_(std::move(other.prefetcher_)),
         batch_(std::move(other.batch_)),
-        last_rank_(other.last_rank_),
+        drawn_(other.drawn_),
         outer_(other.outer_) {}
   Iterator& operator=(Iterator&& other) noexcept {
     std::swap(loader_, other.loader_);
     std::swap(prefetcher_, other.prefetcher_);
     std::swap(batch_, other.batch_);
-    std::swap(last_rank_, other.last_rank_);
+    std::swap(drawn_, other.drawn_);
     std::swap(outer_, other.outer_);
     return *this;
   }
@@ -462,7 +486,7 @@ class DataLoader<D, S>::Iterator {
  private:
   friend class DataLoader;
 
-  explicit Iterator(DataLoader& loader) : loader_(&loader), last_rank_(loader.last_rank()) {
+  explicit Iterator(DataLoader& loader) : loader_(&loader), drawn_(loader.last_rank()) {
     loader.pass_under_way_ = true;
     try {
       if (const std::size_t workers = loader.options_.num_workers; workers > 0)
@@ -489,23 +513,24 @@ class DataLoader<D, S>::Iterator {
       throw;
     }
     if (!batch_) return finish();
-    ++last_rank_.number;
-    if (last_rank_.ranks > 0 && !detail::served_call.name)
-      detail::lone_batch = last_rank_.number > last_rank_.fewest ? last_rank_ : detail::LoneBatch{};
+    if (++drawn_.number == 1) drawn_.first = detail::hash_of_batch(*batch_);
+    detail::drawn_batch = drawn_;
+    if (detail::served_call.name) detail::drawn_batch.ranks = 0;
   }
 
   void finish() {
+    if (prefetcher_ && !prefetcher_->runs_here()) static_cast<void>(prefetcher_.release());
     prefetcher_.reset();  // joins the workers
     if (!loader_) return;
     loader_->pass_under_way_ = false;
-    detail::lone_batch = outer_;
+    detail::drawn_batch = outer_;
   }
 
   DataLoader* loader_;
   std::unique_ptr<detail::Prefetcher<Job, Batch>> prefetcher_;
   mutable std::optional<Batch> batch_;
-  detail::LoneBatch last_rank_;                   // with the number of this batch
-  detail::LoneBatch outer_ = detail::lone_batch;  // of a loop around this one
+  detail::DrawnBatch drawn_;
+  detail::DrawnBatch outer_ = detail::drawn_batch;  // of a loop around this one
 };
 
 template <class D, class S>
@@ -606,9 +631,9 @@ class StagedPass {
     for (const at::Tensor& tensor : arrived_) stream_->hand_over(tensor);
     arrived_.clear();
     batch_ = std::exchange(next_, std::nullopt);
-    const detail::LoneBatch lone = next_lone_;
+    const detail::DrawnBatch drawn = next_drawn_;
     stage();
-    detail::lone_batch = lone;
+    detail::drawn_batch = drawn;
   }
 
   // Reads the next batch and launches its copies.
@@ -618,7 +643,7 @@ class StagedPass {
       drawn_ = true;
       if (host_ == std::default_sentinel) return;
       next_.emplace(std::move(*host_));
-      next_lone_ = detail::lone_batch;
+      next_drawn_ = detail::drawn_batch;
       if constexpr (TensorBatch<Batch>) begin_copies(*next_);
     } catch (...) {
       arrived_.clear();
@@ -657,7 +682,7 @@ class StagedPass {
   typename Loader::Iterator host_;
   bool drawn_ = false;
   std::optional<Batch> next_;
-  detail::LoneBatch next_lone_;
+  detail::DrawnBatch next_drawn_;
   mutable std::optional<Batch> batch_;
   std::vector<at::Tensor> arrived_;  // tensors of `next_`, which the last event of `copying_` covers
   std::deque<Copying> copying_;

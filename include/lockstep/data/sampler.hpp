@@ -478,7 +478,7 @@ class EvaluationSampler : public detail::PassSampler {
       : EvaluationSampler(length, group.rank(), group.size()) {}
 
   [[nodiscard]] std::size_t size() const override { return size_of(rank()); }
-  /// Returns `size()` of any rank from 0 to world size - 1.
+  /// Returns `size()` of any rank from 0 to `world_size()` - 1.
   [[nodiscard]] std::size_t size_of(int rank) const {
     const std::size_t block = block_size(static_cast<std::size_t>(rank));
     return block - std::min(skipped_, block);
@@ -488,6 +488,7 @@ class EvaluationSampler : public detail::PassSampler {
     return rank_ * (length_ / world_size_) + std::min(rank_, length_ % world_size_);
   }
   [[nodiscard]] int rank() const { return static_cast<int>(rank_); }
+  [[nodiscard]] int world_size() const { return static_cast<int>(world_size_); }
 
   void save(torch::serialize::OutputArchive& archive) const override {
     write_count(archive, "length", length_);

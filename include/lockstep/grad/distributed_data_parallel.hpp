@@ -290,8 +290,8 @@ class DistributedDataParallel {
   }
   /// Restores a `state`, the same on every rank, outside `no_sync`; None and the state of a LocalComm change nothing.
   /// On another number of ranks, a hook restores the part of its state that is equal on every rank. Logs a warning if
-  /// only one of the two has a stateful hook, or the bits depend on other things. Throws CheckpointError if the state is damaged or another model's, or what the hook
-  /// throws, and then changes nothing on this rank.
+  /// only one of the two has a stateful hook, or the bits depend on other things. Throws CheckpointError if the state
+  /// is damaged or another model's, or what the hook throws, and then changes nothing on this rank.
   void load_state(const c10::IValue& state) { state_->reducer->load_state(state); }
   /// Returns a function that reverts later calls of `load_state` on this rank, unless this object was moved.
   [[nodiscard]] auto snapshot() {

@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <string>
 #include <utility>
 #include <vector>
@@ -74,7 +75,11 @@ class MovingAverage {
     Swap(Swap&& other) noexcept : owner_(std::exchange(other.owner_, nullptr)) {}
     Swap& operator=(Swap&&) = delete;
     ~Swap() {
-      if (owner_) owner_->exchange();
+      if (owner_) try {
+          owner_->exchange();
+        } catch (const std::exception& error) {
+          TORCH_WARN("the model's own values could not be restored: ", error.what());
+        }
     }
 
    private:
@@ -110,7 +115,8 @@ class MovingAverage {
             item(i).name));
       found.push_back(value.toTensor());
     }
-    if (!archive.try_read("updates", value) || !value.isInt() || value.toInt() < 0)
+    if (!archive.try_read("updates", value) || !value.isInt() || value.toInt() < 0 ||
+        value.toInt() == std::numeric_limits<std::int64_t>::max())
       throw CheckpointError(
           "MovingAverage: the archive has no number of updates: load an archive that a MovingAverage saved");
     updates_ = value.toInt();

@@ -6,6 +6,7 @@
 #include <concepts>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <string>
@@ -443,6 +444,9 @@ class GradScaler {
     loaded.growth_interval = read("growth_interval", true).toInt();
     const std::int64_t tracker = read("growth_tracker", true).toInt(),
                        skipped = read("skipped", true).toInt();
+    if (tracker >= std::numeric_limits<std::int32_t>::max() ||
+        skipped == std::numeric_limits<std::int64_t>::max())
+      throw CheckpointError("the saved GradScaler has a count out of range: load another checkpoint");
     try {
       static_cast<void>(GradScaler(loaded));
     } catch (const UsageError& error) {

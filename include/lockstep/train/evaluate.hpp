@@ -240,16 +240,18 @@ struct Measurement {
   using Value =
       std::remove_cvref_t<decltype(call_metric(std::declval<Metric&>(), std::declval<M&>(),
                                                std::declval<const at::Tensor&>(), std::declval<Batch&>()))>;
-  static constexpr bool is_mean = MeanOrTensor<Value>;
+  static constexpr bool is_mean = LossResult<Value>;
   using Meter = std::conditional_t<is_mean, MeanMeter,
                                    std::conditional_t<std::same_as<Value, Sums>, SumsMeter, PerSampleMeter>>;
 
   void add(M& model, const at::Tensor& output, Batch& batch) {
-    decltype(auto) value = call_metric(metric, model, output, batch);
-    if constexpr (is_mean)
-      add_to(meter, value, batch);
-    else
+    Value value = call_metric(metric, model, output, batch);
+    if constexpr (is_mean) {
+      NamedMeters parts = LossParts<Value>::meters();  // of a loss, which are not its value
+      add_to(meter, LossParts<Value>::take(std::move(value), batch, parts), batch);
+    } else {
       meter.add(value, batch);
+    }
   }
   /// Returns the result over all ranks; that of a mean is the next of `means`. Collective.
   template <class C>
@@ -312,7 +314,8 @@ struct CheckedEvaluation {
     constexpr bool dataset = Dataset<Data>;
     static_assert(
         dataset,
-        "lockstep: evaluate measures on a dataset, which has size() and get(i) or get_batch(indices)");
+        "lockstep: evaluate measures on a dataset, which has size() and get(i) or get_batch(indices); the "
+        "members of a const one are const");
     static_assert(sizeof...(Metrics) > 0, "lockstep: evaluate needs a metric, such as lockstep::Accuracy{}");
     if constexpr (dataset && sizeof...(Metrics) > 0) {
       constexpr bool measurable = (Metric<Metrics, M, BatchOf<Data>> && ...);

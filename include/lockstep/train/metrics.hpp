@@ -187,11 +187,6 @@ concept ComputingMetric = requires(M& metric, const at::Tensor& total) {
   metric.compute(total);
 };
 
-// What a metric may return for a batch. A metric that returns Sums computes its value from their total.
-template <class T, class M>
-concept MeasuredBy = MeanOrTensor<T> || std::same_as<std::remove_cvref_t<T>, PerSample> ||
-    (std::same_as<std::remove_cvref_t<T>, Sums>&& ComputingMetric<M>);
-
 // What a loss returns: a mean, or a tuple of the mean and of named parts that are reported with it.
 template <class T>
 inline constexpr bool is_loss = MeanOrTensor<T>;
@@ -200,6 +195,11 @@ inline constexpr bool is_loss<std::tuple<Loss, Parts...>> =
     (MeanOrTensor<decltype(Parts::value)> && ...) && names_differ<Parts...>();
 template <class T>
 concept LossResult = is_loss<std::remove_cvref_t<T>>;
+
+// What a metric may return for a batch. A metric that returns Sums computes its value from their total.
+template <class T, class M>
+concept MeasuredBy = LossResult<T> || std::same_as<std::remove_cvref_t<T>, PerSample> ||
+    (std::same_as<std::remove_cvref_t<T>, Sums>&& ComputingMetric<M>);
 }  // namespace detail
 
 /// A metric of the model's output: `metric(output, batch)` is called without autograd on each of this rank's

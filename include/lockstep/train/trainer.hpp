@@ -121,7 +121,7 @@ class Trainer : detail::CheckedPolicies<Policies...> {
   /// Call it before `fit`. If the checkpoint was saved inside a `fit`, the next `fit` resumes the saved one:
   /// on the same number of ranks it ends at the same epoch and step, with bitwise equal results. On another
   /// number of ranks, no sample of the epoch is lost or repeated. Collective. Throws UsageError inside `fit`.
-  /// Throws CheckpointError, which names the mismatch, and then changes nothing but a sharded optimizer.
+  /// Throws CheckpointError, which names the mismatch, and then changes nothing.
   template <Checkpointed... Parts>
   void load_checkpoint(const std::filesystem::path& path, Parts&&... parts) {
     const detail::CallScope scope("Trainer::load_checkpoint");
@@ -392,7 +392,7 @@ class Trainer : detail::CheckedPolicies<Policies...> {
     };
     constexpr bool profiled = (ProfileCallback<Callbacks> || ...);
     [[maybe_unused]] std::conditional_t<profiled, detail::StepTimer, detail::NoStepTimer> timer;
-    while (done != plan.steps && !stopped) {
+    while (!(plan.steps && done >= *plan.steps) && !stopped) {
       if constexpr (profiled) timer.begin();
       const double counted = step_.run(source, descended, {position_.epoch, position_.step, position_.rates},
                                        extras_, callbacks..., timer);

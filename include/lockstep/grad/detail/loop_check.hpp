@@ -7,7 +7,7 @@
 #include <span>
 #include <utility>
 
-#include "lockstep/detail/lone_batch.hpp"
+#include "lockstep/detail/drawn_batch.hpp"
 #include "lockstep/detail/served_call.hpp"
 #include "lockstep/grad/detail/parameter_table.hpp"
 
@@ -37,14 +37,14 @@ class LoopCheck {
   /// accumulated: ranks with unequal numbers of batches may then reduce equally often.
   template <class Comm>
   void begin_backward(const Comm& comm) {
-    if (std::exchange(accumulates_, false) || lone_batch.number == 0 || lone_batch.ranks != comm.size() ||
-        comm.size() == 1 || std::exchange(warned_of_batch_, true))
+    if (std::exchange(accumulates_, false) || drawn_batch.number <= drawn_batch.fewest ||
+        drawn_batch.ranks != comm.size() || comm.rank() != 0 || std::exchange(warned_of_batch_, true))
       return;
     comm.world().log.all().warning(
         "this is batch {} of a pass in which rank {} has {}: unless that rank now calls backward_empty, it "
         "averages a batch of its next pass with this one, or this rank waits for ever. Pad or drop_last, so "
         "that all ranks have equally many, or call backward_sum on every rank, with count 0 at the end",
-        lone_batch.number, lone_batch.ranks - 1, lone_batch.fewest);
+        drawn_batch.number, drawn_batch.ranks - 1, drawn_batch.fewest);
   }
 
  private:

@@ -13,7 +13,6 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
-#include <c10/util/complex.h>
 
 #include "lockstep/detail/const_data.hpp"
 #include "lockstep/detail/linkage.hpp"
@@ -81,7 +80,7 @@ class PoisonCheck {
   }
 
   /// Returns whether a bucket view that the host reads now may be poisoned; a gradient may also be NaN by
-  /// itself. Allocates nothing.
+  /// itself. Allocates nothing for real dtypes.
   [[nodiscard]] bool any_now() const { return std::any_of(now_.begin(), now_.end(), is_nan); }
 
   /// Returns the first elements that a LateNanCheck reads: those on devices.
@@ -98,10 +97,6 @@ class PoisonCheck {
         return std::isnan(static_cast<float>(*const_data<at::BFloat16>(first)));
       case at::kHalf:
         return std::isnan(static_cast<float>(*const_data<at::Half>(first)));
-      case at::kComplexFloat:
-        return std::isnan(const_data<c10::complex<float>>(first)->real());
-      case at::kComplexDouble:
-        return std::isnan(const_data<c10::complex<double>>(first)->real());
       default:
         return first.isnan().item<bool>();
     }

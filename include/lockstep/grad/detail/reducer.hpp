@@ -238,6 +238,10 @@ class Reducer {
   template <class List>
   void check_model(at::ArrayRef<at::Tensor> losses, List&& list) {
     watched_.check(losses, list, [&] { return live_.is_superseded(); });
+    check_hooks();
+  }
+  /// Throws UsageError if a conversion of the model has left a parameter without its hook.
+  void check_hooks() const {
     for (std::size_t i = 0; i < parameters_.size(); ++i)
       if (!hooks_[i].reaches(parameters_[i].tensor))
         throw UsageError(detail::formatted(
@@ -347,7 +351,7 @@ class Reducer {
     return state;
   }
   void load_state(const c10::IValue& value) {
-    if (value.isNone() || is_common_state(value)) return warn_of_arithmetic(value, comm().world().log);
+    if (warn_of_arithmetic(value, comm().world().log)) return;
     const SavedReducer saved(value, parameters_.size());
     const auto rank = static_cast<std::size_t>(comm().rank());
     const bool all = saved.ranks.size() == static_cast<std::size_t>(comm().size());
@@ -374,7 +378,6 @@ class Reducer {
       restore(*this);
       throw;
     }
-    warn_of_arithmetic(value, comm().world().log);
   }
   /// Returns a function that restores what load_state changes, in a reducer of the same parameters.
   [[nodiscard]] auto snapshot() {
@@ -404,6 +407,7 @@ class Reducer {
   void forward_begins() {
     reduction_.times.forward = ReductionTimes::Clock::now();
     if (!c10::GradMode::is_enabled()) return;
+    check_hooks();  // a bare loss.backward() would reach no hook
     live_.expect();
     note_gradients();
   }
@@ -693,18 +697,20 @@ class Reducer {
     for (ParameterEntry& parameter : parameters_) parameter.adoptable = parameter.gradient();
   }
 
-  /// Returns rank 0's ready order. The hash of its first gradients travels along, so that rank 1 knows whether the two have
-  /// computed the same gradients.
+  /// Returns rank 0's ready order. A hash of the first batch of its pass travels along, or of its first gradients if no
+  /// DataLoader drew the batch, so that rank 1 knows whether the two read the same samples.
   std::vector<std::size_t> rank_zero_order() {
-    const std::uint64_t own = reduction_.take_first_hash();
+    const std::uint64_t known = drawn_batch.first != 0 ? drawn_batch.first : reduction_.first_hash();
+    const std::uint64_t own = std::exchange(compared_, true) ? 0 : known;
     std::vector<std::size_t> order = rebuild_order_;
     order.push_back(own);
     order = order_of_rank_zero(comm(), order, parameters_[0].tensor.device());
     if (comm().rank() == 1 && own != 0 && order.back() == own)
       comm().world().log.all().warning(
-          "the first gradients of ranks 0 and 1 are equal, as if both read the same samples: partition the "
+          "the first {} of ranks 0 and 1 are equal, as if both read the same samples: partition the "
           "data by a sampler that knows the rank, such as DistributedSampler, or give each rank a part of "
-          "the stream");
+          "the stream",
+          drawn_batch.first != 0 ? "batches" : "gradients");
     order.pop_back();
     return order;
   }
@@ -770,7 +776,7 @@ class Reducer {
   GraphSearch search_;
   double count_ = 0;  // this rank's count since the last reduction
   std::size_t iteration_ = 0;
-  bool open_ = false, stale_ = false, rebuild_due_ = false, rebuilt_ = false;
+  bool open_ = false, stale_ = false, rebuild_due_ = false, rebuilt_ = false, compared_ = false;
   ServedCall caller_;                // the public call that runs backward, empty in a bare backward
   std::optional<double> sum_count_;  // this rank's count in a reduction of sums with counts
   bool no_data_ = false;

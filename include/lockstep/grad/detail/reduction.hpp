@@ -395,9 +395,8 @@ class BucketReduction {
     bytes_last_ = bytes() - bytes_before_;
   }
 
-  /// Returns a hash of this rank's gradients in the first bucket of the first reduction; afterwards, and if they
-  /// were zero, 0.
-  [[nodiscard]] std::uint64_t take_first_hash() { return std::exchange(first_hash_, 0); }
+  /// Returns a hash of this rank's gradients in the first bucket of the first reduction; 0 if they were zero.
+  [[nodiscard]] std::uint64_t first_hash() const { return first_hash_; }
 
   /// Counts a reduction that has failed on this rank and not yet on the others.
   void count_failed() { ++reductions_; }

@@ -15,14 +15,17 @@
 #include <limits>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "lockstep/detail/const_data.hpp"
 #include "lockstep/detail/format.hpp"
+#include "lockstep/detail/linkage.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/grad/detail/bucket_plan.hpp"
 #include "lockstep/grad/hooks/hook.hpp"
 #include "lockstep/log/log.hpp"
+#include "lockstep/world/detail/printable.hpp"
 
 namespace lockstep::detail {
 
@@ -48,20 +51,17 @@ inline c10::impl::GenericDict common_state() {
   state.insert("arithmetic", arithmetic());
   return state;
 }
-/// Returns whether a state is that of a process alone.
-inline bool is_common_state(const c10::IValue& state) {
-  return state.isGenericDict() && state.toGenericDict().size() == 1 &&
-         state.toGenericDict().contains("arithmetic");
-}
-/// Warns of a state of a run with another arithmetic.
-inline void warn_of_arithmetic(const c10::IValue& state, const Log& log) {
-  if (!state.isGenericDict()) return;
+/// Warns, once, of a state of a run with another arithmetic. Returns whether it is None or that of a process alone.
+LOCKSTEP_PROCESS_WIDE inline bool warn_of_arithmetic(const c10::IValue& state, const Log& log) {
+  if (!state.isGenericDict()) return state.isNone();
   const auto dict = state.toGenericDict();
   const auto saved = dict.find("arithmetic");
-  if (saved == dict.end() || !saved->value().isString() || saved->value().toStringRef() == arithmetic())
-    return;
-  log.warning("what is resumed ran with {}, and this run has {}: it ends at other bits",
-              saved->value().toStringRef(), arithmetic());
+  if (saved == dict.end() || !saved->value().isString()) return false;
+  static std::string& told = *new std::string();
+  const std::string before = printable(saved->value().toStringRef()), now = arithmetic();
+  if (before != now && std::exchange(told, before) != before)
+    log.warning("what is resumed ran with {}, and this run has {}: it ends at other bits", before, now);
+  return dict.size() == 1;
 }
 
 /// A checked value of DistributedDataParallel::state, which may come from an untrusted file.

@@ -390,7 +390,7 @@ class PowerSgdHook {
                          });
       // A reduction draws for each compressed bucket, in 1.07 attempts on average: discarding 2^32 takes long.
       const auto buckets = state.size() > 1 ? static_cast<std::int64_t>(state.size()) : 1 << 16;
-      if (!sound || number[1] > 64 + 2 * number[0] * buckets)
+      if (!sound || number[1] > std::min<std::int64_t>(64 + 2 * number[0] * buckets, 1 << 30))
         throw CheckpointError(
             "the counters of a PowerSGD hook are three numbers of 32 bits at most: its state is damaged");
       loaded.reductions_ = number[0];

@@ -195,13 +195,14 @@ inline c10::IValue read_value(torch::serialize::InputArchive& archive, const std
 inline std::int64_t read_integer(torch::serialize::InputArchive& archive, const std::string& key) {
   return read_value(archive, key, &c10::IValue::isInt).toInt();
 }
+inline constexpr std::int64_t most_counted = 1'000'000'000'000'000;
 inline double read_number(torch::serialize::InputArchive& archive, const std::string& key) {
   return read_value(archive, key, &c10::IValue::isDouble).toDouble();
 }
-/// Reads the length of a list. Throws CheckpointError if it is negative.
+/// Reads a count or the length of a list. Throws CheckpointError if no run can have it.
 inline std::int64_t read_length(torch::serialize::InputArchive& archive, const std::string& key) {
   const std::int64_t length = read_integer(archive, key);
-  if (length < 0) refuse_archive(key);
+  if (length < 0 || length > most_counted) refuse_archive(key);
   return length;
 }
 inline torch::serialize::InputArchive read_archive(torch::serialize::InputArchive& archive,

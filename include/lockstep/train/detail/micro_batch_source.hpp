@@ -126,14 +126,14 @@ class StreamMicroBatchSource {
           "the checkpoint was saved inside an epoch of a stream on {} ranks, and this run has {}: resume it "
           "on {} ranks, or load a checkpoint that was saved between epochs",
           then, ranks, then));
-    if (repeats) skip_ = read_integer(*saved, "batches");
+    if (repeats) skip_ = read_length(*saved, "batches");
   }
 
   void begin_epoch(std::int64_t epoch) {
     if constexpr (repeats) stream_.set_epoch(static_cast<std::size_t>(epoch));
     ahead_.reset();
     ended_ = false;
-    for (given_ = 0; given_ < skip_; ++given_) {
+    for (given_ = 0; given_ < skip_ && !ended_; ++given_) {
       draw();
       ahead_.reset();
     }

@@ -304,7 +304,8 @@ class PickleReader {
     Container& outer = open_container(/*dict=*/true);
     c10::impl::GenericDict dict = stack_.back().toGenericDict();
     for (std::size_t i = 0; i < items.size(); i += 2) {
-      if (!items[i].isString() && !items[i].isInt()) refuse("the key of a dict is neither a str nor an int");
+      if (!items[i].isString() && !items[i].isInt())
+        continue;  // no state dict needs it, and IValue has no such dict
       enter(outer, items[i + 1]);
       if (!dict.insert(items[i], std::move(items[i + 1])).second)
         refuse(detail::formatted("a dict has the key {} twice", key_text(items[i])));

@@ -36,6 +36,9 @@ struct RunPosition {
     each_count(read, [&](const char* key, std::int64_t& count) { count = read_length(archive, key); });
     read.fitting = read_integer(archive, "fitting") != 0;
     read.rates = read_value(archive, "rates", &c10::IValue::isDoubleList).toDoubleVector();
+    if (!std::all_of(read.rates.begin(), read.rates.end(),
+                     [](double r) { return r >= 0 && std::isfinite(r); }))
+      refuse_archive("rates");
     if (c10::IValue indices; archive.try_read("frozen", indices) && indices.isIntList())
       read.frozen = indices.toIntVector();
     *this = read;
@@ -193,10 +196,11 @@ template <class Run>
 void require_own_parts(Run& run, const std::vector<RankState>& ranks) {
   std::size_t parts = 0;
   run.each_more([&]<class Part>(const std::string&, Part&) { parts += PerRankPart<Part> ? 1 : 0; });
-  if (const std::size_t saved = ranks[0].own_parts.size(); saved != parts)
-    throw CheckpointError(formatted(
-        "it has {} parts of each rank's own (PerRank), and {} are to be loaded: load the parts that it has",
-        saved, parts));
+  for (const RankState& rank : ranks)
+    if (const std::size_t saved = rank.own_parts.size(); saved != parts)
+      throw CheckpointError(formatted(
+          "it has {} parts of each rank's own (PerRank), and {} are to be loaded: load the parts that it has",
+          saved, parts));
   if (parts > 0 && ranks.size() != static_cast<std::size_t>(run.comm.size()))
     throw CheckpointError(formatted(
         "it was saved on {} ranks, and this run has {}: a part of each rank's own (PerRank) needs as many",
@@ -315,8 +319,10 @@ void read_state_dict(Run run, [[maybe_unused]] Precision& precision, const std::
     if (!missing.empty()) refuse("has no entry" + missing);
     const auto number = [&](const char* key, std::int64_t otherwise) {
       if (!file.contains(key)) return otherwise;
-      if (!file.at(key).isInt()) refuse(formatted("has an entry \"{}\" that is no int", key));
-      return file.at(key).toInt();
+      const c10::IValue count = file.at(key);
+      if (!count.isInt() || count.toInt() < 0 || count.toInt() > most_counted)
+        refuse(formatted("has an entry \"{}\" that is no count", key));
+      return count.toInt();
     };
     const std::int64_t epoch = number("epoch", run.position.epoch), step = number("step", run.position.step);
     std::string faults;  // of both, in one error
